@@ -1,0 +1,461 @@
+"""
+What two scripts need and what makes no algorithmic choice: masks and padding, data rows, model folders, arguments, the run folder.
+Every function here has a test in tests/test_utils.py. Nothing runs at import.
+"""
+
+import dataclasses
+import inspect
+import json
+import math
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+import tyro
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from torch import nn
+from torch.utils.tensorboard import SummaryWriter
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+MEMORY_KNOBS = (
+    "micro_batch_size rollout_micro_batch_size gradient_checkpointing share_prompts attn_implementation".split()
+)
+NOT_THE_MODEL = [
+    "exp_name",
+    "run_name",
+    "track",
+    "wandb_project_name",
+    "wandb_entity",
+    "wandb_tags",
+    "output_dir",
+    "overwrite",
+    "config",
+]
+
+
+# ---- masks, padding, shuffles ----------------------------------------------------------------------------------------
+def masked_mean(x, mask):
+    """Mean of x over the True entries of mask (same shape); 0 where there is none."""
+    return (x * mask).sum() / mask.sum().clamp(min=1)
+
+
+def masked_whiten(x, mask, shift_mean=True):
+    """(x - mean) / sqrt(var + 1e-8) over the True entries, 0 elsewhere; `shift_mean=False` puts the mean back.
+
+    The variance is the biased one, as in openai/lm-human-preferences, lm_human_preferences/utils/core.py (tf.nn.moments).
+    """
+    mean = masked_mean(x, mask)
+    whitened = (x - mean) * torch.rsqrt(masked_mean((x - mean) ** 2, mask) + 1e-8)
+    return (whitened if shift_mean else whitened + mean) * mask
+
+
+def left_pad(rows, device=None):
+    """Lists of token ids -> (tokens [B, L] int64, mask [B, L] bool), padding on the left.
+
+    The filler is token 0 and never read: what is real is said by the mask alone, so pad == eos is no special case.
+    """
+    width = max(map(len, rows))
+    tokens = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows], device=device)
+    mask = torch.tensor([[False] * (width - len(row)) + [True] * len(row) for row in rows], device=device)
+    return tokens, mask
+
+
+def positions_from_mask(mask):
+    """Position of each token among the real ones, [B, L] int64; padding gets 0. Source: lm-human-preferences, language/model.py."""
+    return (mask.cumsum(-1) - 1).clamp(min=0)
+
+
+def permutation(n, *coordinates):
+    """A shuffle of range(n) as a list; a function of the integer coordinates, e.g. (seed, epoch), and of nothing else."""
+    return np.random.default_rng(coordinates).permutation(n).tolist()
+
+
+def learning_rate_at(step, num_steps, peak, schedule="linear", warmup_ratio=0.0):
+    """Learning rate of step 1..num_steps: full at the first step after warm-up, peak/num_steps at the last for "linear".
+
+    schedule: "linear" (to 0, as lm-human-preferences anneals), "cosine" or "constant"; warm-up is linear from peak/w.
+    """
+    warmup = math.ceil(warmup_ratio * num_steps)
+    if step <= warmup:
+        return peak * step / warmup
+    done = (step - 1 - warmup) / max(1, num_steps - warmup)
+    return peak * {"linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done)), "constant": 1.0}[schedule]
+
+
+def disable_dropout(model):
+    """Sets every dropout of a model to zero and puts it in training mode; returns the model.
+
+    Both the modules and the configuration's numbers: attention that calls the functional form reads the latter or a copy
+    taken at construction. Training mode because `.eval()` would also switch gradient checkpointing off.
+    """
+    for name, value in vars(model.config).items():
+        if isinstance(value, float) and ("dropout" in name or name.endswith("_pdrop")):
+            setattr(model.config, name, 0.0)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if isinstance(value, float) and "dropout" in name:
+                setattr(module, name, 0.0)
+    return model.train()
+
+
+# ---- arguments and errors --------------------------------------------------------------------------------------------
+def fail(message):
+    """One clear line on the main process, exit code 2, nothing written."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def parse_args(args_class, defaults=None, argv=None):
+    """Command line -> Args. Later wins: the class's defaults, the embedded task's, `--config FILE.toml`, the command line.
+
+    Args: args_class, a flat dataclass; defaults, {field: value} used when the data set is "toy"; argv, sys.argv[1:] if None.
+    A TOML value becomes command-line tokens, so its type is checked like theirs; an unknown key is an error (exit code 2).
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    fields = {f.name for f in dataclasses.fields(args_class)}
+    words = [part for a in argv for part in (a.split("=", 1) if a.startswith("--") else [a])]
+    given = {
+        flag[2:].replace("-", "_"): value
+        for flag, value in zip(words, words[1:] + [""], strict=False)
+        if flag.startswith("--")
+    }
+    config = {}
+    if given.get("config"):
+        try:
+            config = tomllib.loads(Path(given["config"]).read_text())
+        except (OSError, tomllib.TOMLDecodeError) as e:
+            fail(f"--config {given['config']}: {e}")
+    for key in config:
+        if key not in fields:
+            fail(f"--config {given['config']}: unknown key {key!r}")
+    dataset = given.get("dataset") or config.get("dataset") or "toy"
+    values = (defaults or {} if dataset == "toy" else {}) | config
+    tokens = []
+    for key, value in values.items():
+        if isinstance(value, bool):
+            tokens += [f"--{key}" if value else f"--no_{key}"]
+        else:
+            tokens += [f"--{key}", *map(str, value if isinstance(value, list) else [value])]
+    return tyro.cli(args_class, args=tokens + argv)
+
+
+def check_sizes(args):
+    """Ends with one line where a count is below 1 or the temperature is not above 0."""
+    for name, value in dataclasses.asdict(args).items():
+        if type(value) is int and name not in ("seed", "eval_every", "num_sample_generations") and value < 1:
+            fail(f"--{name} {value}: must be at least 1")
+    if not 0 < args.temperature < math.inf:
+        fail(f"--temperature {args.temperature}: must be above 0")
+
+
+def check_output_dir(args):
+    """Refuses an output folder that holds a model trained with other arguments, unless `--overwrite`; repeating a run is fine."""
+    folder = Path(args.output_dir)
+    if args.overwrite or not folder.exists() or not any(folder.iterdir()):
+        return
+    try:
+        before = json.loads((folder / "training_args.json").read_text())
+    except (OSError, ValueError):
+        fail(
+            f"--output_dir {folder} holds something that no run of this script wrote; give another folder or --overwrite"
+        )
+    now = json.loads(json.dumps(dataclasses.asdict(args)))
+    for key in now:
+        if key not in MEMORY_KNOBS + NOT_THE_MODEL and before.get(key) != now[key]:
+            fail(
+                f"--output_dir {folder} holds another model ({key} {before.get(key)!r} there, {now[key]!r} here); "
+                "give another folder or --overwrite"
+            )
+
+
+# ---- data ------------------------------------------------------------------------------------------------------------
+def read_rows(spec, columns, default_split="train", flag="--dataset"):
+    """Rows of a data set as a list of dicts.
+
+    Args: spec, "NAME[:PART]". NAME is a local .jsonl/.json/.csv/.parquet file, a folder or a Hub repository; PART a split of it,
+    or a file in it. columns: {name: type} that each row must have. Errors name the file, the column and the row (from 1).
+    """
+    name, _, part = spec.partition(":")
+    path = Path(name)
+    if path.suffix in (".jsonl", ".json", ".csv", ".parquet") and not path.is_dir():
+        if not path.exists():
+            fail(f"{flag} {spec}: no such file")
+        rows = _read_file(path, flag)
+    else:
+        from datasets import load_dataset  # here, since it is slow to import and most runs on files do without
+
+        try:
+            rows = (
+                load_dataset(name, data_files=part, split="train")
+                if "." in part
+                else load_dataset(name, split=part or default_split)
+            )
+        except (OSError, ValueError) as e:
+            fail(f"{flag} {spec}: neither a local file nor a data set that could be loaded ({str(e).splitlines()[0]})")
+        rows = [dict(row) for row in rows]
+    if not rows:
+        fail(f"{flag} {spec}: no rows")
+    check_columns(rows, columns, f"{flag} {spec}")
+    return rows
+
+
+def check_columns(rows, columns, what):
+    """Ends with the row's number where a row lacks one of `columns` ({name: type}) or holds another type in it."""
+    for number, row in enumerate(rows, 1):
+        for column, kind in columns.items():
+            if not isinstance(row, dict) or column not in row:
+                fail(
+                    f"{what}: row {number} has no column {column!r} (it has {sorted(row) if isinstance(row, dict) else row!r})"
+                )
+            if not isinstance(row[column], kind):
+                fail(f"{what}: row {number}, column {column!r}: {row[column]!r} is not a {kind.__name__}")
+
+
+def _read_file(path, flag):
+    if path.suffix == ".jsonl":
+        rows = []
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            try:
+                rows += [json.loads(line)] if line.strip() else []
+            except ValueError as e:
+                fail(f"{flag} {path}: line {number} is not JSON ({e})")
+        return rows
+    from datasets import load_dataset
+
+    try:
+        return [dict(r) for r in load_dataset(path.suffix[1:], data_files=str(path), split="train")]
+    except Exception as e:  # the readers of csv, json and parquet each raise their own; the user needs the first line
+        fail(f"{flag} {path}: cannot be read ({str(e).splitlines()[0]})")
+
+
+def encode(tokenizer, prompt, completion=None):
+    """Token ids of a prompt, or of a prompt and its completion: BOS where the tokenizer has that habit, EOS after the completion.
+
+    Prompt and completion are tokenised apart, always, so that training and scoring see the same ids at the seam.
+    """
+    ids = tokenizer(prompt, add_special_tokens=False).input_ids
+    if (
+        tokenizer.bos_token_id is not None
+        and tokenizer.bos_token_id in tokenizer("").input_ids
+        and ids[:1] != [tokenizer.bos_token_id]
+    ):
+        ids = [tokenizer.bos_token_id, *ids]
+    if completion is None:
+        return ids
+    return ids, [*tokenizer(completion, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+
+
+def encode_prompts(tokenizer, rows, max_length, what):
+    """Token ids of each row's prompt; one that is empty or longer than max_length (None: no limit) is an error naming its row."""
+    ids = [encode(tokenizer, row["prompt"]) for row in rows]
+    for number, row in enumerate(ids, 1):
+        if not row:
+            fail(f"{what}: the prompt of row {number} is empty")
+        if max_length is not None and len(row) > max_length:
+            fail(
+                f"{what}: the prompt of row {number} has {len(row)} tokens; the model's context leaves room for {max_length}"
+            )
+    return ids
+
+
+# ---- models ----------------------------------------------------------------------------------------------------------
+def load_tokenizer(folder, flag):
+    """The tokenizer of a model folder or Hub repository; one with an EOS token is required."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, TypeError, AttributeError, KeyError) as e:
+        fail(f"{flag} {folder}: no tokenizer there ({str(e).splitlines()[0]})")
+    if tokenizer is None or len(tokenizer) == 0 or tokenizer.eos_token_id is None:
+        fail(f"{flag} {folder}: no tokenizer with an EOS token there")
+    return tokenizer
+
+
+def load_policy(folder, flag, attn_implementation=None):
+    """A causal language model in fp32 with every dropout off (and so in training mode)."""
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation=attn_implementation
+        )
+    except (OSError, ValueError) as e:
+        fail(f"{flag} {folder}: not a causal language model ({str(e).splitlines()[0]})")
+    return disable_dropout(model)
+
+
+def load_reward_model(folder, flag, allow_untrained=False, attn_implementation=None):
+    """A sequence-classification model with one label, fp32, dropout off; a head that would be made up here is refused.
+
+    allow_untrained=True: any model will do, its head drawn at random, for dummy runs and for training to start from.
+    """
+    try:
+        labels = {"num_labels": 1} if allow_untrained else {}
+        model, info = AutoModelForSequenceClassification.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation=attn_implementation, output_loading_info=True, **labels
+        )
+    except (OSError, ValueError) as e:
+        fail(f"{flag} {folder}: not a sequence-classification model ({str(e).splitlines()[0]})")
+    if not allow_untrained and (info["missing_keys"] or model.config.num_labels != 1):
+        missing = ", ".join(sorted(info["missing_keys"])) or f"num_labels is {model.config.num_labels}, not 1"
+        fail(
+            f"{flag} {folder}: not a trained reward model ({missing}); --allow_untrained_reward_model lets a dummy run go on"
+        )
+    return disable_dropout(model)
+
+
+def check_same_vocabulary(policy_folder, reward_folder, tokenizer):
+    """The reward model reads the policy's token ids: both vocabularies must be the same, but for the padding token."""
+    sizes = [AutoConfig.from_pretrained(f).get_text_config().vocab_size for f in (policy_folder, reward_folder)]
+    try:
+        other = AutoTokenizer.from_pretrained(reward_folder)
+    except (OSError, ValueError, TypeError, AttributeError, KeyError):
+        other = None
+    same = [
+        {t: i for t, i in tk.get_vocab().items() if t != tk.pad_token} for tk in (tokenizer, other) if tk is not None
+    ]
+    if sizes[0] > sizes[1] or any(vocabulary != same[0] for vocabulary in same):
+        fail(
+            f"vocabulary mismatch: --sft_model_path {policy_folder} ({sizes[0]} embeddings, {len(same[0])} tokens) and "
+            f"--reward_model_path {reward_folder} ({sizes[1]} embeddings, {len(same[-1])} tokens)"
+        )
+
+
+def save_model(args, model, tokenizer):
+    """Writes an ordinary model folder: weights, tokenizer, and the arguments that made it; complete, or not at all."""
+    folder, partial = Path(args.output_dir), Path(f"{args.output_dir}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    model.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    (partial / "training_args.json").write_text(json.dumps(dataclasses.asdict(args), indent=1))
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
+
+
+# ---- the run: folder, trackers, terminal -----------------------------------------------------------------------------
+class Run:
+    """Folder `runs/<run_name>/`, TensorBoard, optionally wandb, and the terminal. Only the main process writes or prints.
+
+    config.json (arguments, versions, commit, device), metrics.jsonl (one object an update), samples.jsonl, TensorBoard events.
+    On a terminal: one live line and rich tables; elsewhere: some twenty plain lines a stage.
+    """
+
+    def __init__(self, args, accelerator, num_steps, watch):
+        self.main, self.num_steps, self.watch, self.start = accelerator.is_main_process, num_steps, watch, time.time()
+        self.console = Console(quiet=not self.main)
+        name = (
+            args.run_name
+            or f"{args.dataset.split('/')[-1]}__{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+        )
+        self.folder, self.wandb, self.bar = Path("runs") / name, None, None
+        if not self.main:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        commit = subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
+        ).stdout.strip()
+        versions = {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        }
+        about = {
+            "args": dataclasses.asdict(args),
+            "versions": versions,
+            "commit": commit,
+            "device": str(accelerator.device),
+        }
+        about |= {"num_processes": accelerator.num_processes, "mixed_precision": accelerator.mixed_precision}
+        (self.folder / "config.json").write_text(json.dumps(about, indent=1))
+        self.metrics_file = open(self.folder / "metrics.jsonl", "w")
+        self.samples_file = open(self.folder / "samples.jsonl", "w")
+        self.tensorboard = SummaryWriter(self.folder)
+        self.tensorboard.add_text("config", f"```\n{json.dumps(about, indent=1)}\n```")
+        if args.track:
+            import wandb
+
+            where = dict(
+                project=args.wandb_project_name, entity=args.wandb_entity, name=name, tags=list(args.wandb_tags)
+            )
+            self.wandb = wandb.init(**where, config=about["args"] | about, save_code=True)
+        if self.console.is_terminal:
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=20),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[shown]}"),
+            )
+            self.bar = Progress(*columns, console=self.console)
+            self.task = self.bar.add_task(args.exp_name, total=num_steps, shown="")
+            self.bar.start()
+
+    def say(self, line):
+        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def log(self, metrics, step):
+        """Writes one row of metrics ({name: number}) everywhere, and shows `watch` of it."""
+        if not self.main:
+            return
+        self.metrics_file.write(json.dumps(metrics) + "\n")
+        self.metrics_file.flush()
+        for name, value in metrics.items():
+            self.tensorboard.add_scalar(name, value, step)
+        if self.wandb:
+            self.wandb.log(metrics | {"global_step": metrics.get("episode", step)}, step=step)
+        shown = "  ".join(f"{name.split('/')[-1]} {metrics[name]:.4g}" for name in self.watch if name in metrics)
+        if self.bar:
+            self.bar.update(self.task, completed=step, shown=f"{step}/{self.num_steps}  {shown}")
+        elif step in (1, self.num_steps) or step % max(1, self.num_steps // 20) == 0:
+            left = (time.time() - self.start) / step * (self.num_steps - step)
+            self.say(f"{step}/{self.num_steps}  {shown}  eta {left:.0f}s")
+
+    def table(self, title, rows, step):
+        """Shows sample rows ([{column: value}]) and appends them, with their step, to samples.jsonl and to wandb."""
+        if not self.main:
+            return
+        for row in rows:
+            self.samples_file.write(json.dumps({"update": step, **row}) + "\n")
+        self.samples_file.flush()
+        text = [
+            {k: f"{v:.2f}" if isinstance(v, float) else str(v).replace("\n", "⏎") for k, v in row.items()}
+            for row in rows
+        ]
+        if self.console.is_terminal:
+            table = Table(*rows[0], title=title, show_lines=True)
+            for row in text:
+                table.add_row(*[Console().render_str(v, markup=False) for v in row.values()])
+            self.console.print(table)
+        else:
+            self.say("\n".join([f"-- {title}", *(" | ".join(f"{k}: {v}" for k, v in row.items()) for row in text[:2])]))
+        if self.wandb:
+            import wandb
+
+            self.wandb.log(
+                {"samples": wandb.Table(columns=list(rows[0]), data=[list(r.values()) for r in rows])}, step=step
+            )
+
+    def close(self, summary):
+        """Prints the closing lines and closes every file."""
+        if self.main:
+            if self.bar:
+                self.bar.stop()
+            self.metrics_file.close(), self.samples_file.close(), self.tensorboard.close()
+            if self.wandb:
+                self.wandb.finish()
+        for line in summary:
+            self.say(line)
+
+
+def accepts(function, name):
+    """Whether a function takes a parameter of that name."""
+    return name in inspect.signature(function).parameters
