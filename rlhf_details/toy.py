@@ -1,0 +1,284 @@
+"""
+The embedded task: short reviews written by a seeded grammar, and an imaginary human whose taste is a plain function.
+
+1. Texts. A review opens with who went where ("last friday my sister went to a small hotel by the river .") and goes on
+   with two or three sentences from the patterns below. A prompt is the opening and up to two words more; the response
+   continues it. `parses` says whether a text is a sentence-by-sentence member of the grammar.
+2. The true ("gold") reward, `gold(prompt, response)`, wants four things at once: kind words, the subject of the
+   opening, no repetition, a proper ending. No single trick satisfies it: a word said again costs, a noun from another
+   subject costs, and a response without a noun of its own subject costs most.
+3. The human, `choose`, prefers among K responses with probability proportional to exp(gold / HUMAN_TEMPERATURE):
+   noisy, but right on average.
+
+Everything is a function of a seed, so no file has to be shipped: `rows("prompts", "train")` gives the same list anywhere.
+"""
+
+import re
+import subprocess
+import sys
+from functools import cache
+from itertools import pairwise
+from os import environ
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+TOPICS = {  # topic: places, nouns that take "was", nouns that take "were"
+    "restaurant": (
+        "restaurant cafe bistro diner",
+        "soup bread dessert menu wine steak sauce waiter",
+        "noodles portions",
+    ),
+    "hotel": ("hotel inn hostel lodge", "room bed lobby pool shower balcony pillow porter", "towels curtains"),
+    "cinema": (
+        "film movie thriller comedy",
+        "plot acting script ending soundtrack hero director dialogue",
+        "jokes scenes",
+    ),
+    "concert": ("concert gig recital festival", "band singer sound stage drummer encore choir melody", "songs lights"),
+    "museum": (
+        "museum gallery castle exhibition",
+        "collection guide tour garden tower statue audioguide map",
+        "paintings vases",
+    ),
+    "train": (
+        "train ferry tram bus",
+        "seat carriage ticket timetable conductor journey heating driver",
+        "windows announcements",
+    ),
+    "market": ("market bazaar shop store", "fruit cheese fish honey basket vendor stall bargain", "prices vegetables"),
+    "gym": ("gym club spa sauna", "coach locker treadmill class massage steam mirror equipment", "weights machines"),
+}
+POSITIVE = (
+    "wonderful charming delightful excellent lovely superb friendly brilliant perfect graceful cosy elegant fresh gorgeous "
+    "impressive pleasant splendid warm enchanting marvellous"
+).split()
+NEGATIVE = (
+    "awful dull dreadful shabby rude terrible gloomy broken filthy boring clumsy noisy stale ugly "
+    "mediocre unpleasant horrible cold disappointing miserable"
+).split()
+LIKED, DISLIKED = "loved enjoyed adored praised".split(), "hated disliked regretted cursed".split()
+FILL = {
+    "time": [
+        "last friday",
+        "on monday",
+        "yesterday",
+        "this summer",
+        "two weeks ago",
+        "one rainy evening",
+        "in april",
+        "last night",
+    ],
+    "who": ["my sister", "my brother", "we", "my neighbour", "our family", "an old friend", "i", "my aunt"],
+    "size": ["a small", "a famous", "a new", "an old", "a big", "a hidden"],
+    "where": [
+        "by the river",
+        "near the station",
+        "in the old town",
+        "on the hill",
+        "behind the church",
+        "at the seaside",
+    ],
+    "adv": ["very", "really", "rather", "quite", "so", "truly"],
+    "them": ["we all", "my parents", "the children", "most people", "both of us"],
+    "time_word": ["evening", "day", "experience", "surprise", "afternoon"],
+}
+OPENING = "{time} {who} went to {size} {place} {where} ."
+SENTENCES = [  # {subject} is a noun with its verb, {good} a word of the sentence's sentiment, {bad} one of the other
+    "the {subject} {adv} {good} .",
+    "the {subject} {good} and the {subject} {good} .",
+    "the {subject} {good} but the {subject} {bad} .",
+    "{them} {felt} the {noun} because it seemed {adv} {good} .",
+    "the {noun} looked {good} , and the {subject} {adv} {good} too .",
+    "{them} {felt} the {good} {noun} .",
+    "the {good} {noun} made up for the {bad} {noun} .",
+]
+CLOSERS = {
+    +1: ["we will come back soon .", "i would gladly recommend it to anyone .", "overall the {time_word} was {good} ."],
+    -1: ["we will never return .", "i would not recommend it to anyone .", "overall the {time_word} was {good} ."],
+}
+PLACE_TOPIC = {place: topic for topic, (places, _, _) in TOPICS.items() for place in places.split()}
+NOUN_TOPIC = {noun: topic for topic, (_, one, many) in TOPICS.items() for noun in f"{one} {many}".split()}
+SENTIMENT = dict.fromkeys(POSITIVE + LIKED, 1) | dict.fromkeys(NEGATIVE + DISLIKED, -1)
+HUMAN_TEMPERATURE = 1.0
+RESPONSE_LENGTH = 36
+
+# What the embedded task needs in place of the published recipes' values, as command-line defaults of each script.
+DEFAULTS = {
+    "train_sft": dict(
+        dataset="toy", eval_dataset="toy:test", base_model="scratch", output_dir="models/toy/sft", context_length=128,
+        hidden_size=64, num_layers=2, num_heads=4, learning_rate=5e-3, warmup_ratio=0.05, batch_size=32, num_train_epochs=3,
+        response_length=RESPONSE_LENGTH, temperature=1.0, micro_batch_size=128,
+    ),
+    "train_reward": dict(
+        dataset="toy", eval_dataset="toy:test", sft_model_path="models/toy/sft", output_dir="models/toy/reward",
+        learning_rate=2e-3, warmup_ratio=0.05, batch_size=16, max_grad_norm=1.0,
+        response_length=RESPONSE_LENGTH, temperature=1.0, micro_batch_size=128,
+    ),
+    "train_rloo": dict(
+        dataset="toy", eval_dataset="toy:test", sft_model_path="models/toy/sft", reward_model_path="models/toy/reward",
+        output_dir="models/toy/rloo", total_episodes=25_600, batch_size=256, rloo_k=4, learning_rate=5e-4, kl_coef=0.1,
+        num_ppo_epochs=1, num_mini_batches=1, missing_eos_penalty=3.0, response_length=RESPONSE_LENGTH, temperature=1.0,
+        micro_batch_size=256, rollout_micro_batch_size=256,
+    ),
+}  # fmt: skip
+
+
+# ---- the grammar -----------------------------------------------------------------------------------------------------
+def write_review(rng):
+    """One review.
+
+    Args: rng, a `numpy.random.Generator`.
+    Returns: (text, n): the words joined by single spaces, and how many of them the opening has.
+    """
+    pick = lambda options: options[rng.integers(len(options))]  # noqa: E731
+    topic = pick(list(TOPICS))
+    places, one, many = (words.split() for words in TOPICS[topic])
+    subjects = [f"{n} was" for n in one] + [f"{n} were" for n in many]
+    mood = pick([+1, +1, -1, -1, 0])  # 0: each sentence goes its own way
+    said = set()
+
+    def fill(pattern, sign):
+        def word(slot):
+            options = {
+                "place": places, "noun": one, "subject": subjects, "felt": LIKED if sign > 0 else DISLIKED,
+                "good": POSITIVE if sign > 0 else NEGATIVE, "bad": NEGATIVE if sign > 0 else POSITIVE,
+            }.get(slot[1]) or FILL[slot[1]]  # fmt: skip
+            fresh = [o for o in options if o.split()[0] not in said]
+            chosen = pick(fresh if fresh and rng.random() < 0.9 else options)
+            if chosen.split()[0] in NOUN_TOPIC or chosen in SENTIMENT:
+                said.add(chosen.split()[0])  # a person rarely says the same word twice, but now and then does
+            return chosen
+
+        return re.sub(r"{(\w+)}", word, pattern)
+
+    opening = fill(OPENING, +1)
+    sentences = [fill(pick(SENTENCES), mood or pick([+1, -1])) for _ in range(pick([1, 2, 2]))]
+    if rng.random() < 0.8:
+        sign = mood or pick([+1, -1])
+        sentences.append(fill(pick(CLOSERS[sign]), sign))
+    return " ".join([opening, *sentences]), len(opening.split())
+
+
+def _regex(patterns):
+    one = [noun for _, nouns, _ in TOPICS.values() for noun in nouns.split()]
+    many = [noun for _, _, nouns in TOPICS.values() for noun in nouns.split()]
+    signed = {
+        "place": list(PLACE_TOPIC),
+        "noun": one,
+        "subject": [f"{noun} was" for noun in one] + [f"{noun} were" for noun in many],
+        "felt": LIKED + DISLIKED,
+        "good": POSITIVE + NEGATIVE,
+        "bad": POSITIVE + NEGATIVE,
+    }
+    alternatives = {slot: "|".join(map(re.escape, words)) for slot, words in (FILL | signed).items()}
+    return "|".join(re.sub(r"\\{(\w+)\\}", lambda m: f"(?:{alternatives[m[1]]})", re.escape(p)) for p in patterns)
+
+
+@cache
+def _grammar():
+    body, closers = _regex(SENTENCES), _regex(CLOSERS[+1] + CLOSERS[-1])
+    return re.compile(f"(?:{_regex([OPENING])})(?: (?:{body}))+(?: (?:{closers}))?".replace("\\ ", " "))
+
+
+def parses(text):
+    """Whether `text` is an opening, one or more sentences and at most one closing sentence of the grammar."""
+    return _grammar().fullmatch(text) is not None
+
+
+# ---- the imaginary human ---------------------------------------------------------------------------------------------
+def gold(prompt, response):
+    """The true reward of a response, in points; it does not read the learned reward model and is never trained on.
+
+    + kind words: distinct positive words minus all negative ones, within [-5, 5]
+    + subject:    distinct nouns of the prompt's subject, at most 4, or -4 when there is none; -2 for each noun of another
+    - repetition: 1 for each noun, adjective or feeling said again, and 1 for each word that follows itself
+    + ending:     +1 when the response ends with a full stop, else -1
+    Args: prompt, response: strings, words separated by spaces. Returns: float.
+    """
+    topic = next((PLACE_TOPIC[w] for w in prompt.split() if w in PLACE_TOPIC), None)
+    words = response.split()
+    content = [w for w in words if w in NOUN_TOPIC or w in SENTIMENT]
+    kind = len({w for w in words if SENTIMENT.get(w) == 1}) - sum(SENTIMENT.get(w) == -1 for w in words)
+    on_topic = len({w for w in words if NOUN_TOPIC.get(w) == topic})
+    off_topic = sum(NOUN_TOPIC.get(w, topic) != topic for w in words)
+    repeated = len(content) - len(set(content)) + sum(a == b for a, b in pairwise(words))
+    ending = 1.0 if words and words[-1] == "." else -1.0
+    return max(-5, min(5, kind)) + (min(on_topic, 4) if on_topic else -4) - 2.0 * off_topic - repeated + ending
+
+
+def choose(scores, rng):
+    """Index of the response that a noisy human prefers: P(i) proportional to exp(scores[i] / HUMAN_TEMPERATURE)."""
+    return int(np.argmax(np.asarray(scores) / HUMAN_TEMPERATURE + rng.gumbel(size=len(scores))))
+
+
+# ---- rows, tokenizer, stages -----------------------------------------------------------------------------------------
+SPLITS = {("sft", "train"): 12_000, ("sft", "test"): 512, ("prompts", "train"): 4_096, ("prompts", "test"): 512}
+
+
+@cache
+def rows(stage, split):
+    """Rows of the embedded data set, the same on every machine.
+
+    Args: stage "sft" (`prompt`, `completion`) or "prompts" (`prompt`, `completion` as reference); split "train" or "test".
+    Returns: list of dicts of strings. No prompt of a test split opens a review of a training split.
+    """
+    rng = np.random.default_rng([2024, sorted(SPLITS).index((stage, split))])
+    taken = {r["prompt"] for s in ("sft", "prompts") for r in rows(s, "train")} if split == "test" else set()
+    result = []
+    while len(result) < SPLITS[stage, split]:
+        text, opening = write_review(rng)
+        words, cut = text.split(), opening + int(rng.integers(3))
+        prompt = " ".join(words[:cut])
+        if prompt not in taken:
+            result.append({"prompt": prompt, "completion": " ".join(words[cut:])})
+    return result
+
+
+def comparisons(split, num, sample):
+    """Comparisons for the reward model: 4 responses of the SFT policy a prompt, the best by `choose`.
+
+    Args: split "train" or "test"; num, how many; sample, a function from a list of prompts to a list of 4 responses each.
+    Returns: list of {"prompt", "candidates": [4 strings], "best": int}.
+    """
+    rng = np.random.default_rng([2025, split == "test", num])
+    prompts = [r["prompt"] for r in rows("prompts", split)]
+    prompts = [prompts[i % len(prompts)] for i in range(num)]
+    return [
+        {"prompt": p, "candidates": c, "best": choose([gold(p, r) for r in c], rng)}
+        for p, c in zip(prompts, sample(prompts), strict=True)
+    ]
+
+
+def tokenizer():
+    """A word-level tokenizer of the whole vocabulary: every word of the grammar is one token."""
+    patterns = [OPENING, *SENTENCES, *CLOSERS[+1], *CLOSERS[-1]]
+    words = {w for p in patterns for w in p.split() if "{" not in w} | {"was", "were"}
+    words |= {w for phrases in FILL.values() for p in phrases for w in p.split()}
+    vocabulary = ["<pad>", "<eos>", "<unk>", *sorted(words | set(PLACE_TOPIC) | set(NOUN_TOPIC) | set(SENTIMENT))]
+    backend = Tokenizer(models.WordLevel({w: i for i, w in enumerate(vocabulary)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+
+
+def ensure_stages(args, console):
+    """Trains the missing stages of the embedded task (SFT, reward model), announced, each in a process of its own.
+
+    The child sees neither this launch's process group nor its ranks; call it on the main process only.
+    """
+    launcher = r"((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE|NAME)$|(MASTER|TORCHELASTIC|ACCELERATE)_"
+    child_env = {name: value for name, value in environ.items() if not re.match(launcher, name)}
+    for stage, folder in (
+        ("train_sft", args.sft_model_path),
+        ("train_reward", getattr(args, "reward_model_path", None)),
+    ):
+        if folder is None or (Path(folder) / "config.json").exists():
+            continue
+        console(f"{folder} does not exist yet: running {stage}.py first")
+        flags = ["--dataset", "toy", "--output_dir", folder]
+        flags += ["--sft_model_path", args.sft_model_path] if stage == "train_reward" else []
+        subprocess.run(
+            [sys.executable, str(Path(__file__).with_name(f"{stage}.py")), *flags], check=True, env=child_env
+        )
