@@ -1,0 +1,339 @@
+"""
+SFT: supervised fine-tuning of a causal language model on prompts and completions, or its training from scratch.
+
+1. The loss is cross-entropy on the completion's tokens, EOS among them (`--completion_only`), or on all tokens, as N+ has it.
+2. The denominator is the token count of the whole global minibatch, so micro-batches and processes do not change the gradient.
+3. `--base_model scratch` makes a tokenizer from the text (byte-level BPE) and a small GPT-NeoX from four flags.
+4. Held-out rows give loss and perplexity and, against their completions, ROUGE-L of sampled responses.
+
+Left out on purpose: packing of several rows into one (it would let rows see each other or need another mask).
+
+Shapes    B: rows of a minibatch   M: rows of a micro-batch   L: tokens of a row, left-padded   V: vocabulary
+
+One process:   python rlhf_details/train_sft.py
+N processes:   accelerate launch --num_processes N rlhf_details/train_sft.py
+"""
+
+import math
+import re
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from tokenizers import ByteLevelBPETokenizer
+from torch import nn
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging as transformers_logging
+
+from rlhf_details import toy, utils
+
+
+@dataclass
+class Args:
+    # run
+    exp_name: str = "train_sft"
+    """name of the experiment, part of the run's name"""
+    seed: int = 1
+    """seed of everything random"""
+    track: bool = False
+    """log to Weights & Biases as well (WANDB_MODE=offline needs no account)"""
+    wandb_project_name: str = "rlhf_details"
+    """Weights & Biases project"""
+    wandb_entity: str | None = None
+    """Weights & Biases team or user"""
+    wandb_tags: tuple[str, ...] = ()
+    """Weights & Biases tags"""
+    run_name: str | None = None
+    """folder under runs/; None: dataset, exp_name, seed and time"""
+    config: str | None = None
+    """TOML file of defaults for these arguments; the command line wins"""
+    output_dir: str = "models/sft"
+    """folder of the trained model"""
+    overwrite: bool = False
+    """replace an output folder that holds another model"""
+
+    # data and model
+    dataset: str = "toy"
+    """rows of `prompt` and `completion`, or of `text`: "toy", a file, a folder or a Hub data set (:PART, a split or file of it)"""
+    eval_dataset: str | None = None
+    """held-out rows; None: no evaluation"""
+    base_model: str = "scratch"
+    """a causal language model (folder or Hub name), or "scratch": a GPT-NeoX of the sizes below"""
+    vocab_size: int = 4096
+    """scratch: size of the tokenizer trained on the text"""
+    hidden_size: int = 128
+    """scratch: width"""
+    num_layers: int = 4
+    """scratch: layers"""
+    num_heads: int = 4
+    """scratch: attention heads"""
+    context_length: int = 512
+    """scratch: most tokens a row may have"""
+
+    # algorithm
+    completion_only: bool = False
+    """train on the completion's tokens only; otherwise on the prompt's as well (N+)"""
+    num_train_epochs: int = 1
+    """passes over the data"""
+    batch_size: int = 128
+    """rows an optimiser step, over all processes (B)"""
+
+    # optimiser
+    learning_rate: float = 3e-6
+    """peak learning rate of AdamW"""
+    lr_schedule: Literal["linear", "cosine", "constant"] = "cosine"
+    """course of the learning rate over the steps"""
+    warmup_ratio: float = 0.0
+    """share of the steps over which the learning rate rises linearly"""
+    adam_eps: float = 1e-5
+    """AdamW's epsilon"""
+    weight_decay: float = 0.01
+    """AdamW's weight decay"""
+    max_grad_norm: float | None = 1.0
+    """clip the gradient's global norm to this; None: only log it"""
+
+    # evaluation
+    response_length: int = 53
+    """most tokens of a sampled response, for ROUGE-L"""
+    temperature: float = 0.7
+    """sampling temperature, for ROUGE-L"""
+
+    # memory and speed: never changes the result
+    micro_batch_size: int = 16
+    """rows a device puts through one forward and backward"""
+    gradient_checkpointing: bool = False
+    """recompute activations in the backward pass"""
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    """attention kernel"""
+
+
+class LanguageModel(nn.Module):
+    """One call is one forward: tokens in, the summed cross-entropy of the targets out; the [M, L, V] logits die here."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.takes_positions = model, utils.accepts(model.forward, "position_ids")
+
+    def forward(self, tokens, mask, is_target):
+        """Args: tokens [M, L]; mask, is_target [M, L] bool. Returns: sum over targets of -log p(token | tokens before), fp32."""
+        inputs = {"position_ids": utils.positions_from_mask(mask)} if self.takes_positions else {}
+        logits = self.model(input_ids=tokens, attention_mask=mask, use_cache=False, **inputs).logits[
+            :, :-1
+        ]  # position t predicts t+1
+        is_target = is_target[:, 1:]  # [M, L-1]
+        return nn.functional.cross_entropy(logits[is_target].float(), tokens[:, 1:][is_target], reduction="sum")
+
+
+def from_scratch(args, texts):
+    """A GPT-NeoX with random weights and, unless the task brings its own, a byte-level BPE tokenizer trained on the texts."""
+    if args.dataset == "toy":
+        tokenizer = toy.tokenizer()
+    else:
+        backend = ByteLevelBPETokenizer()
+        special = ["<pad>", "<eos>"]
+        backend.train_from_iterator(
+            texts, args.vocab_size, min_frequency=2, special_tokens=special, show_progress=False
+        )
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend._tokenizer, pad_token="<pad>", eos_token="<eos>")
+    config = GPTNeoXConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=args.hidden_size,
+        num_hidden_layers=args.num_layers,
+        num_attention_heads=args.num_heads,
+        intermediate_size=4 * args.hidden_size,
+        max_position_embeddings=args.context_length,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        attn_implementation=args.attn_implementation,
+    )
+    return tokenizer, utils.disable_dropout(GPTNeoXForCausalLM(config))
+
+
+def rouge_l(response, reference):
+    """ROUGE-L F1 of two strings on lower-case words of letters and digits, in [0, 1]. Source: Lin 2004, section 3.1."""
+    a, b = (re.findall(r"[a-z0-9]+", text.lower()) for text in (response, reference))
+    longest = [0] * (len(b) + 1)  # length of the longest common subsequence of the words of a so far and b[:j]
+    for word in a:
+        above = longest
+        longest = [0]
+        for j, other in enumerate(b):
+            longest.append(above[j] + 1 if word == other else max(above[j + 1], longest[j]))
+    common = longest[-1]
+    return 2 * common / (len(a) + len(b)) if common else 0.0
+
+
+def check(args):
+    """Ends with one line (exit code 2) where an argument makes no sense; nothing has been written by then."""
+    utils.check_sizes(args)
+    if args.base_model == "scratch" and args.hidden_size % args.num_heads:
+        utils.fail(f"--hidden_size {args.hidden_size}: not divisible by --num_heads {args.num_heads}")
+    utils.check_output_dir(args)
+
+
+def main(args: Args):
+    """Trains; returns the last row of metrics."""
+    transformers_logging.set_verbosity_error(), transformers_logging.disable_progress_bar()
+    check(args)
+    accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)])
+    device, world, rank, B = accelerator.device, accelerator.num_processes, accelerator.process_index, args.batch_size
+    if B % world:
+        utils.fail(f"--batch_size {B}: not divisible by the {world} processes")
+
+    # ---- data and model
+    def read_rows(spec, flag):
+        if spec.partition(":")[0] == "toy":
+            return toy.rows("sft", spec.partition(":")[2] or "train")
+        rows = utils.read_rows(spec, {}, flag=flag)
+        columns = (
+            {"text": str} if "text" in rows[0] and "completion" not in rows[0] else {"prompt": str, "completion": str}
+        )
+        utils.check_columns(rows, columns, f"{flag} {spec}")
+        return [{"prompt": "", "completion": row["text"]} if "text" in columns else row for row in rows]
+
+    rows = read_rows(args.dataset, "--dataset")
+    eval_rows = read_rows(args.eval_dataset, "--eval_dataset") if args.eval_dataset else []
+    torch.manual_seed(args.seed)  # before any weight is drawn
+    if args.base_model == "scratch":
+        tokenizer, model = from_scratch(args, [row["prompt"] + row["completion"] for row in rows])
+    else:
+        tokenizer = utils.load_tokenizer(args.base_model, "--base_model")
+        model = utils.load_policy(args.base_model, "--base_model", args.attn_implementation)
+    if args.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", math.inf)
+
+    def encode(rows, what):
+        pairs = [utils.encode(tokenizer, row["prompt"], row["completion"]) for row in rows]
+        for number, (prompt, completion) in enumerate(pairs, 1):
+            if len(prompt) + len(completion) > context:
+                utils.fail(
+                    f"{what}: row {number} has {len(prompt) + len(completion)} tokens; the model's context is {context}"
+                )
+        return pairs
+
+    data, eval_data = (
+        encode(rows, f"--dataset {args.dataset}"),
+        encode(eval_rows, f"--eval_dataset {args.eval_dataset}"),
+    )
+
+    def tensors(pairs):
+        """(tokens, mask, is_target), each [M, L]: targets are the completion's tokens, EOS included, and the prompt's."""
+        tokens, mask = utils.left_pad([p + c for p, c in pairs], device)
+        lengths = torch.tensor([len(c) for _, c in pairs], device=device).unsqueeze(1)
+        in_completion = (
+            torch.arange(tokens.size(1), 0, -1, device=device) <= lengths
+        )  # rows end together: count from the right
+        return tokens, mask, in_completion if args.completion_only else mask
+
+    def num_targets(pairs):
+        return sum(
+            len(c) + (0 if args.completion_only else max(len(p) - 1, -1)) for p, c in pairs
+        )  # a row's first token has no past
+
+    if len(data) < B:
+        utils.fail(f"--batch_size {B}: more than the {len(data)} rows of --dataset {args.dataset}")
+    steps_per_epoch = len(data) // B  # the ragged tail is left out; the shuffle makes it another one in each epoch
+    num_steps = args.num_train_epochs * steps_per_epoch
+    language_model = LanguageModel(model)
+    optimizer = torch.optim.AdamW(
+        language_model.parameters(), lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay
+    )
+    language_model, optimizer = accelerator.prepare(language_model, optimizer)
+    run = utils.Run(args, accelerator, num_steps, ["eps", "train/sft/loss", "lr"])
+    parameters = sum(p.numel() for p in model.parameters())
+    run.say(f"{args.base_model}, {parameters / 1e6:.2f} M parameters, {len(tokenizer)} tokens in the vocabulary")
+    run.say(f"{len(data)} rows, {num_steps} steps, {world} process(es)")
+
+    def evaluate():
+        """Held-out loss and perplexity a target token, and ROUGE-L of one sampled response a row against its completion."""
+        language_model.eval()
+        mine = eval_data[rank::world]
+        with torch.no_grad(), accelerator.autocast():
+            batches = [mine[i : i + args.micro_batch_size] for i in range(0, len(mine), args.micro_batch_size)]
+            total = sum((language_model(*tensors(b)) for b in batches), torch.zeros((), device=device))
+        loss = accelerator.reduce(total, "sum").item() / num_targets(eval_data)
+        metrics = {"eval/sft/loss": loss, "eval/sft/perplexity": math.exp(loss)}
+        prompts = [
+            (i, p, row["completion"]) for i, ((p, _), row) in enumerate(zip(eval_data, eval_rows, strict=True)) if p
+        ]
+        if not prompts:
+            return metrics
+        from rlhf_details.train_rloo import EVALUATION, Policy, sample  # the sampler is RLOO's and PPO's
+
+        sampler, scores = Policy(accelerator.unwrap_model(language_model).model, args.temperature), []
+        for start in range(0, len(prompts[rank::world]), args.micro_batch_size):
+            batch = prompts[rank::world][start : start + args.micro_batch_size]
+            with accelerator.autocast():
+                queries, query_mask = utils.left_pad([p for _, p, _ in batch], device)
+                numbers = torch.tensor([i for i, _, _ in batch], device=device)
+                responses, mask, _ = sample(
+                    sampler,
+                    queries,
+                    query_mask,
+                    numbers,
+                    1,
+                    args.response_length,
+                    tokenizer.eos_token_id,
+                    (args.seed, EVALUATION, 0),
+                )
+            texts = [tokenizer.decode(r[m], skip_special_tokens=True) for r, m in zip(responses, mask, strict=True)]
+            scores += [rouge_l(text, reference) for text, (_, _, reference) in zip(texts, batch, strict=True)]
+        rouge = accelerator.reduce(torch.tensor(sum(scores), device=device, dtype=torch.float64), "sum").item() / len(
+            prompts
+        )
+        return metrics | {"eval/sft/rougeL": rouge}
+
+    # ---- the loop
+    start_time = time.time()
+    for step in range(1, num_steps + 1):
+        step_time = time.time()
+        epoch, place = divmod(step - 1, steps_per_epoch)
+        if place == 0:
+            order = utils.permutation(len(data), args.seed, epoch)
+        optimizer.param_groups[0]["lr"] = utils.learning_rate_at(
+            step, num_steps, args.learning_rate, args.lr_schedule, args.warmup_ratio
+        )
+        minibatch = [data[i] for i in order[place * B : (place + 1) * B]]
+        denominator = num_targets(minibatch)
+        mine = minibatch[rank::world]
+        micro_batches = [mine[i : i + args.micro_batch_size] for i in range(0, len(mine), args.micro_batch_size)]
+        language_model.train()
+        loss_sum = torch.zeros((), device=device)
+        for i, micro_batch in enumerate(micro_batches):
+            with nullcontext() if i + 1 == len(micro_batches) else accelerator.no_sync(language_model):
+                loss = language_model(*tensors(micro_batch))
+                accelerator.backward(loss / denominator * world)  # the engines average over processes
+            loss_sum += loss.detach()
+        grad_norm = float(accelerator.clip_grad_norm_(language_model.parameters(), args.max_grad_norm or math.inf))
+        optimizer.step()
+        optimizer.zero_grad()
+        now = time.time()
+        metrics = {
+            "update": step,
+            "episode": step * B,
+            "epoch": step / steps_per_epoch,
+            "train/sft/loss": accelerator.reduce(loss_sum, "sum").item() / denominator,
+            "train/sft/lr": optimizer.param_groups[0]["lr"],
+            "policy/grad_norm": grad_norm,
+            "eps": B / (now - step_time),
+            "time/update": now - step_time,
+            "time/from_scratch": now - start_time,
+        }
+        if eval_data and step == num_steps:
+            metrics |= evaluate()
+        run.log(metrics, step)
+
+    if accelerator.is_main_process:
+        utils.save_model(args, accelerator.unwrap_model(language_model).model, tokenizer)
+    summary = [f"  {name:22} {value:8.3f}" for name, value in metrics.items() if name.startswith("eval/")]
+    run.close([*summary, f"model: {args.output_dir}   run: {run.folder}   {time.time() - start_time:.0f} s"])
+    accelerator.wait_for_everyone()
+    return metrics
+
+
+if __name__ == "__main__":
+    main(utils.parse_args(Args, toy.DEFAULTS["train_sft"]))
