@@ -1,0 +1,370 @@
+"""
+Reward model: one scalar a response, trained on comparisons of K candidates of which a human preferred one.
+
+1. One loss for both papers: cross-entropy of the K scores against the best. K = 4 is lm-human-preferences; K = 2 is exactly
+   the pairwise logistic loss -log sigmoid(chosen - rejected) of InstructGPT and N+.
+2. The score is the head's output at the last real token, found from the mask: with EOS appended, that is the EOS.
+3. The head is drawn after seeding with std 1/sqrt(d + 1), so that scores start near unit size; dropout is off.
+4. Scores are only defined up to a constant. Afterwards they are shifted to mean 0 over reference responses (N+), or
+   scaled and shifted to mean 0 and std 1 over samples of the reference policy, before and after training
+   (lm-human-preferences). The scale is folded into the saved head, the shift is `reward_bias` in the saved config.
+5. The saved folder is an ordinary sequence-classification model whose padding token is never EOS.
+
+Left out on purpose: other label types (ratings), ensembles, a margin.
+
+Shapes    B: comparisons of a minibatch   K: candidates of one   M: comparisons of a micro-batch   L: tokens, left-padded
+
+One process:   python rlhf_details/train_reward.py
+N processes:   accelerate launch --num_processes N rlhf_details/train_reward.py
+"""
+
+import math
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from torch import nn
+from transformers.utils import logging as transformers_logging
+
+from rlhf_details import toy, utils
+
+
+@dataclass
+class Args:
+    # run
+    exp_name: str = "train_reward"
+    """name of the experiment, part of the run's name"""
+    seed: int = 1
+    """seed of everything random"""
+    track: bool = False
+    """log to Weights & Biases as well (WANDB_MODE=offline needs no account)"""
+    wandb_project_name: str = "rlhf_details"
+    """Weights & Biases project"""
+    wandb_entity: str | None = None
+    """Weights & Biases team or user"""
+    wandb_tags: tuple[str, ...] = ()
+    """Weights & Biases tags"""
+    run_name: str | None = None
+    """folder under runs/; None: dataset, exp_name, seed and time"""
+    config: str | None = None
+    """TOML file of defaults for these arguments; the command line wins"""
+    output_dir: str = "models/reward"
+    """folder of the trained reward model"""
+    overwrite: bool = False
+    """replace an output folder that holds another model"""
+
+    # data and model
+    dataset: str = "toy"
+    """comparisons: "toy", a file, a folder or a Hub data set of `prompt`, `chosen`, `rejected` or `prompt`, `candidates`, `best`"""
+    eval_dataset: str | None = None
+    """held-out comparisons; None: no evaluation"""
+    sft_model_path: str | None = None
+    """the causal language model whose weights it starts from; also the policy that normalisation samples"""
+    num_comparisons: int = 3072
+    """toy: how many comparisons the imaginary human labels"""
+
+    # algorithm
+    num_train_epochs: int = 1
+    """passes over the comparisons; the papers make one"""
+    batch_size: int = 64
+    """comparisons an optimiser step, over all processes (B)"""
+    normalization: Literal["none", "mean_shift", "gain_bias"] = "mean_shift"
+    """none; mean 0 on reference responses (N+); mean 0 and std 1 on samples, before and after (lm-human-preferences)"""
+    reference_dataset: str | None = None
+    """mean_shift: rows of `prompt` and `completion`; None: the candidates of the training comparisons"""
+    normalize_samples: int = 256
+    """gain_bias: responses sampled from the policy at sft_model_path"""
+    response_length: int = 53
+    """most tokens of a sampled response (toy comparisons, gain_bias)"""
+    temperature: float = 0.7
+    """sampling temperature (toy comparisons, gain_bias)"""
+
+    # optimiser
+    learning_rate: float = 3e-6
+    """peak learning rate of AdamW"""
+    lr_schedule: Literal["linear", "cosine", "constant"] = "cosine"
+    """course of the learning rate over the steps"""
+    warmup_ratio: float = 0.0
+    """share of the steps over which the learning rate rises linearly"""
+    adam_eps: float = 1e-5
+    """AdamW's epsilon"""
+    weight_decay: float = 0.01
+    """AdamW's weight decay"""
+    max_grad_norm: float | None = None
+    """clip the gradient's global norm to this; None: only log it"""
+
+    # memory and speed: never changes the result
+    micro_batch_size: int = 8
+    """comparisons a device puts through one forward and backward"""
+    gradient_checkpointing: bool = False
+    """recompute activations in the backward pass"""
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    """attention kernel"""
+
+
+class Reward(nn.Module):
+    """One call is one forward: scores gain * head(h) + bias, read at given tokens. The gain is trained, the bias cannot be:
+    the loss does not see a constant."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.gain = model, nn.Parameter(torch.ones(()))
+        self.register_buffer("bias", torch.zeros(()))
+        self.takes_positions = utils.accepts(model.base_model.forward, "position_ids")
+
+    def forward(self, tokens, mask):
+        """Args: tokens [M, L]; mask [M, L] bool. Returns: scores [M] fp32, each at the row's last real token."""
+        inputs = {"position_ids": utils.positions_from_mask(mask)} if self.takes_positions else {}
+        hidden = self.model.base_model(
+            input_ids=tokens, attention_mask=mask, use_cache=False, **inputs
+        ).last_hidden_state  # [M, L, H]
+        last = (mask * torch.arange(mask.size(1), device=mask.device)).argmax(
+            1
+        )  # [M]: from the mask, so pad == eos is harmless
+        return self.gain * self.model.score(hidden[torch.arange(len(last)), last]).squeeze(-1).float() + self.bias
+
+
+def best_of_k_loss(scores, best):
+    """Cross-entropy of the candidates' scores against the best one, summed; for K = 2 it is -log sigmoid(chosen - rejected).
+
+    Args: scores [M, K]; best [M] int64. Returns: a scalar. Source: lm-human-preferences, label_types.py (PickBest).
+    """
+    return nn.functional.cross_entropy(scores, best, reduction="sum")
+
+
+def num_correct(scores, best):
+    """How many comparisons (scores [M, K], best [M]) have their best candidate strictly highest; a tie is wrong."""
+    others = scores.scatter(1, best.unsqueeze(1), -math.inf)
+    return (scores.gather(1, best.unsqueeze(1)).squeeze(1) > others.amax(1)).sum()
+
+
+def gain_and_bias(scores, mean=0.0, std=1.0):
+    """(gain, bias) that give these raw scores the wanted mean and (biased) std. Source: lm-human-preferences, rewards.py."""
+    gain = std / scores.std(correction=0)
+    return gain, mean - gain * scores.mean()
+
+
+def check(args):
+    """Ends with one line (exit code 2) where an argument makes no sense; nothing has been written by then."""
+    utils.check_sizes(args)
+    if args.sft_model_path is None:
+        utils.fail(
+            "--sft_model_path: required, a model folder or Hub name (only --dataset toy from the command line has a default)"
+        )
+    utils.check_output_dir(args)
+
+
+def read_comparisons(spec, flag):
+    """Rows of any of the two shapes -> list of (prompt, candidates, best)."""
+    rows = utils.read_rows(spec, {"prompt": str}, flag=flag)
+    if "candidates" not in rows[0]:
+        utils.check_columns(rows, {"chosen": str, "rejected": str}, f"{flag} {spec}")
+        return [(row["prompt"], [row["chosen"], row["rejected"]], 0) for row in rows]
+    utils.check_columns(rows, {"candidates": list, "best": int}, f"{flag} {spec}")
+    for number, row in enumerate(rows, 1):
+        if not all(isinstance(c, str) for c in row["candidates"]) or len(row["candidates"]) != len(
+            rows[0]["candidates"]
+        ):
+            utils.fail(
+                f"{flag} {spec}: row {number}, column 'candidates': needs {len(rows[0]['candidates'])} strings, as row 1 has"
+            )
+        if not 0 <= row["best"] < len(row["candidates"]):
+            utils.fail(f"{flag} {spec}: row {number}, column 'best': {row['best']} is no index of its candidates")
+    return [(row["prompt"], row["candidates"], row["best"]) for row in rows]
+
+
+def main(args: Args):
+    """Trains; returns the last row of metrics."""
+    transformers_logging.set_verbosity_error(), transformers_logging.disable_progress_bar()
+    check(args)
+    # a step runs the candidates as one forward; buffers never change, so they are not broadcast
+    accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)])
+    device, world, rank, B = accelerator.device, accelerator.num_processes, accelerator.process_index, args.batch_size
+    if B % world:
+        utils.fail(f"--batch_size {B}: not divisible by the {world} processes")
+    if args.dataset == "toy" and accelerator.is_main_process:
+        toy.ensure_stages(args, print)
+    accelerator.wait_for_everyone()
+
+    # ---- model: a padding token of its own is saved, since the library reads scores at the last id that is not padding
+    tokenizer = utils.load_tokenizer(args.sft_model_path, "--sft_model_path")
+    torch.manual_seed(args.seed)  # before the head is drawn
+    model = utils.load_reward_model(args.sft_model_path, "--sft_model_path", True, args.attn_implementation)
+    nn.init.normal_(model.score.weight, std=1 / math.sqrt(model.score.in_features + 1))
+    if tokenizer.pad_token_id in (None, tokenizer.eos_token_id):
+        tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+        if tokenizer.pad_token_id >= model.get_input_embeddings().num_embeddings:
+            model.resize_token_embeddings(tokenizer.pad_token_id + 1)
+    model.config.pad_token_id = tokenizer.pad_token_id
+    if args.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    # ---- data
+    def joined(prompt, completion):
+        query, response = utils.encode(tokenizer, prompt, completion)
+        return query + response
+
+    @torch.no_grad()
+    def sample_responses(prompts, n):
+        """n responses of the SFT policy to each prompt, every process its own full copy: (ids of prompts, ids of responses)."""
+        from rlhf_details.train_rloo import NORMALISATION, Policy, sample  # the sampler is RLOO's and PPO's
+
+        policy = utils.load_policy(args.sft_model_path, "--sft_model_path", args.attn_implementation)
+        policy = Policy(policy, args.temperature).to(device).eval()
+        ids, answers = [utils.encode(tokenizer, p) for p in prompts], []
+        for start in range(0, len(ids), 128):
+            queries, query_mask = utils.left_pad(ids[start : start + 128], device)
+            numbers = torch.arange(start * n, (start + len(queries)) * n, device=device)
+            coordinates, R, stop_id = (args.seed, NORMALISATION, 0), args.response_length, tokenizer.eos_token_id
+            with accelerator.autocast():
+                responses, mask, _ = sample(policy, queries, query_mask, numbers, n, R, stop_id, coordinates)
+            answers += [r[m].tolist() for r, m in zip(responses, mask, strict=True)]
+        return ids, [answers[i * n : (i + 1) * n] for i in range(len(ids))]
+
+    def toy_sample(prompts):
+        return [
+            [tokenizer.decode(a, skip_special_tokens=True) for a in answers]
+            for answers in sample_responses(prompts, 4)[1]
+        ]
+
+    def read(spec, flag, num):
+        if spec.partition(":")[0] == "toy":
+            rows = toy.comparisons(spec.partition(":")[2] or "train", num, toy_sample)
+            comparisons = [(row["prompt"], row["candidates"], row["best"]) for row in rows]
+        else:
+            comparisons = read_comparisons(spec, flag)
+        context = getattr(model.config.get_text_config(), "max_position_embeddings", math.inf)
+        data = [([joined(p, c) for c in candidates], best) for p, candidates, best in comparisons]
+        for number, (candidates, _) in enumerate(data, 1):
+            if max(map(len, candidates)) > context:
+                utils.fail(
+                    f"{flag} {spec}: row {number} has {max(map(len, candidates))} tokens; the model's context is {context}"
+                )
+        return data, [p for p, _, _ in comparisons]
+
+    data, prompts = read(args.dataset, "--dataset", args.num_comparisons)
+    eval_data, _ = read(args.eval_dataset, "--eval_dataset", 512) if args.eval_dataset else ([], None)
+    if len(data) < B:
+        utils.fail(f"--batch_size {B}: more than the {len(data)} rows of --dataset {args.dataset}")
+    steps_per_epoch = len(data) // B
+    num_steps, K = args.num_train_epochs * steps_per_epoch, len(data[0][0])
+
+    reward = Reward(model).to(device)
+    inner = reward
+    optimizer = torch.optim.AdamW(
+        [{"params": model.parameters()}, {"params": [reward.gain], "weight_decay": 0.0}],
+        lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay,
+    )  # fmt: skip
+    run = utils.Run(args, accelerator, num_steps, ["eps", "train/rm/loss", "train/rm/accuracy", "train/rm/lr"])
+    run.say(f"{args.sft_model_path}, {len(data)} comparisons of {K}, {num_steps} steps, {world} process(es)")
+
+    @torch.no_grad()
+    def score(rows):
+        """Scores [N] of rows of token ids, each process a share."""
+        reward.eval()
+        width = args.micro_batch_size * K
+        share = [rows[i % len(rows)] for i in range(len(rows) + -len(rows) % world)][rank::world]
+        with accelerator.autocast():
+            scores = torch.cat(
+                [reward(*utils.left_pad(share[i : i + width], device)) for i in range(0, len(share), width)]
+            )
+        return accelerator.gather(scores).reshape(world, -1).T.reshape(-1)[: len(rows)]  # back in the rows' order
+
+    def normalize(rows):
+        """Overwrites gain and bias: what was there before is taken out first."""
+        inner.gain.data.fill_(1.0), inner.bias.fill_(0.0)
+        scores = score(rows)
+        gain, bias = gain_and_bias(scores)
+        if not math.isfinite(gain):
+            utils.fail(f"--normalization gain_bias: the {len(rows)} sampled responses all score {scores[0].item():.4g}")
+        inner.gain.data.copy_(gain), inner.bias.copy_(bias)
+        run.say(
+            f"normalised on {len(rows)} sampled responses: mean {scores.mean():.3f}, std {scores.std(correction=0):.3f} -> 0, 1"
+        )
+
+    samples = []
+    if args.normalization == "gain_bias":
+        queries, answers = sample_responses([prompts[i % len(prompts)] for i in range(args.normalize_samples)], 1)
+        samples = [q + a[0] for q, a in zip(queries, answers, strict=True)]
+        normalize(samples)
+    reward, optimizer = accelerator.prepare(reward, optimizer)
+
+    # ---- the loop
+    start_time = time.time()
+    for step in range(1, num_steps + 1):
+        step_time = time.time()
+        epoch, place = divmod(step - 1, steps_per_epoch)
+        if place == 0:
+            order = utils.permutation(len(data), args.seed, epoch)
+        for group in optimizer.param_groups:
+            group["lr"] = utils.learning_rate_at(
+                step, num_steps, args.learning_rate, args.lr_schedule, args.warmup_ratio
+            )
+        mine = [data[i] for i in order[place * B : (place + 1) * B]][rank::world]
+        micro_batches = [mine[i : i + args.micro_batch_size] for i in range(0, len(mine), args.micro_batch_size)]
+        reward.train()
+        stats = torch.zeros(2, device=device)
+        for i, micro_batch in enumerate(micro_batches):
+            best = torch.tensor([best for _, best in micro_batch], device=device)  # [M]
+            with nullcontext() if i + 1 == len(micro_batches) else accelerator.no_sync(reward):
+                tokens, mask = utils.left_pad(
+                    [row for candidates, _ in micro_batch for row in candidates], device
+                )  # [M * K, L]
+                scores = reward(tokens, mask).reshape(-1, K)  # [M, K]
+                loss = best_of_k_loss(scores, best)
+                accelerator.backward(
+                    loss / B * world
+                )  # the whole minibatch's count; the engines average over processes
+            stats += torch.stack([loss.detach(), num_correct(scores.detach(), best).float()])
+        grad_norm = float(accelerator.clip_grad_norm_(reward.parameters(), args.max_grad_norm or math.inf))
+        optimizer.step()
+        optimizer.zero_grad()
+        loss_sum, correct = accelerator.reduce(stats, "sum").tolist()
+        now = time.time()
+        metrics = {
+            "update": step,
+            "episode": step * B,
+            "epoch": step / steps_per_epoch,
+            "train/rm/loss": loss_sum / B,
+            "train/rm/accuracy": correct / B,
+            "train/rm/lr": optimizer.param_groups[0]["lr"],
+            "policy/grad_norm": grad_norm,
+            "eps": B / (now - step_time),
+            "time/update": now - step_time,
+            "time/from_scratch": now - start_time,
+        }
+        if step == num_steps and eval_data:
+            best = torch.tensor([best for _, best in eval_data], device=device)
+            scores = score([row for candidates, _ in eval_data for row in candidates]).reshape(-1, K)
+            metrics["eval/rm/accuracy"] = num_correct(scores, best).item() / len(best)
+            metrics["eval/rm/loss"] = best_of_k_loss(scores, best).item() / len(best)
+        run.log(metrics, step)
+
+    # ---- normalise, fold, save
+    if args.normalization == "gain_bias":
+        normalize(samples)
+    if args.normalization == "mean_shift":
+        references = [row for candidates, _ in data for row in candidates]
+        if args.reference_dataset:
+            rows = utils.read_rows(
+                args.reference_dataset, {"prompt": str, "completion": str}, flag="--reference_dataset"
+            )
+            references = [joined(row["prompt"], row["completion"]) for row in rows]
+        mean = score(references).mean()
+        inner.bias.copy_(inner.bias - mean)
+        run.say(f"mean score {mean:.3f} on {len(references)} reference responses -> 0")
+    if accelerator.is_main_process:
+        model.score.weight.data.mul_(inner.gain.data)
+        model.config.reward_bias = inner.bias.item()
+        utils.save_model(args, model, tokenizer)
+    summary = [f"  {name:22} {value:8.3f}" for name, value in metrics.items() if name.startswith("eval/")]
+    run.close([*summary, f"model: {args.output_dir}   run: {run.folder}   {time.time() - start_time:.0f} s"])
+    accelerator.wait_for_everyone()
+    return metrics
+
+
+if __name__ == "__main__":
+    main(utils.parse_args(Args, toy.DEFAULTS["train_reward"]))
