@@ -1,0 +1,734 @@
+"""
+RLOO: REINFORCE with a leave-one-out baseline, on a language model and a learned reward (arXiv 2402.14740).
+
+1. Each prompt gets k responses. A response is one action: its reward is score - kl_coef * (sum of its tokens' KL).
+2. The baseline of a response is the mean reward of its k - 1 siblings. There is no value model, no GAE, no whitening.
+3. With one epoch and one minibatch an update is exactly REINFORCE; more optimiser steps a rollout are clipped as in PPO,
+   with one probability ratio a response.
+4. The k responses share their prompt in every forward: packed in one row, [prompt | r1 | ... | rk], under a block mask.
+5. All randomness is a function of coordinates (seed, purpose, update, row, step, token), never of a generator's state.
+
+Left out on purpose: a separate inference engine, top-k and top-p (they would make the sampler another policy), a KL loss
+(the KL is in the reward), reward functions in Python (to come).
+
+Shapes    P: prompts   k: responses a prompt   B = P * k: episodes, the k of a prompt adjacent   Q: query tokens, left-padded
+          R: response tokens, right-padded   V: vocabulary   M: episodes of a micro-batch   n: responses packed in a row
+Masks     True = real token. They travel with the tokens; nothing is ever found by looking for a pad token.
+
+One process:   python rlhf_details/train_rloo.py
+N processes:   accelerate launch --num_processes N rlhf_details/train_rloo.py
+"""
+
+import functools
+import math
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from torch import nn
+from transformers import DynamicCache
+from transformers.utils import logging as transformers_logging
+
+from rlhf_details import toy, utils
+
+
+@dataclass
+class Args:
+    # run
+    exp_name: str = "train_rloo"
+    """name of the experiment, part of the run's name"""
+    seed: int = 1
+    """seed of everything random"""
+    track: bool = False
+    """log to Weights & Biases as well (WANDB_MODE=offline needs no account)"""
+    wandb_project_name: str = "rlhf_details"
+    """Weights & Biases project"""
+    wandb_entity: str | None = None
+    """Weights & Biases team or user"""
+    wandb_tags: tuple[str, ...] = ()
+    """Weights & Biases tags"""
+    run_name: str | None = None
+    """folder under runs/; None: dataset, exp_name, seed and time"""
+    config: str | None = None
+    """TOML file of defaults for these arguments; the command line wins"""
+    output_dir: str = "models/rloo"
+    """folder of the trained policy"""
+    overwrite: bool = False
+    """replace an output folder that holds another model"""
+
+    # data and models
+    dataset: str = "toy"
+    """prompts: "toy", a .jsonl/.json/.csv/.parquet file, a folder or a Hub data set, with :PART for a split or file of it"""
+    eval_dataset: str | None = None
+    """held-out prompts, scored before and after training; None: no held-out evaluation"""
+    sft_model_path: str | None = None
+    """the policy to start from, and the reference of the KL; a folder or a Hub model"""
+    reward_model_path: str | None = None
+    """reward model, a sequence-classification folder with one label"""
+    allow_untrained_reward_model: bool = False
+    """accept a reward model whose head would be newly initialised (dummy runs)"""
+
+    # sampling
+    response_length: int = 53
+    """most tokens a response may have (R)"""
+    temperature: float = 0.7
+    """sampling temperature; it divides the logits of every log-prob as well"""
+    stop_token: str = "eos"
+    """a response ends with this token: "eos", "none", or the text of any one token"""
+    missing_eos_penalty: float | None = 1.0
+    """what a response without the stop token pays, in points of score; None: nothing"""
+    missing_eos_mode: Literal["subtract", "replace"] = "subtract"
+    """subtract the penalty from the score, or replace the score by -penalty"""
+
+    # reward and KL
+    kl_coef: float = 0.03
+    """weight of the KL in the reward (beta)"""
+    normalize_reward: bool = False
+    """REINFORCE++: whiten the scores over the whole batch"""
+    reward_clip_range: float | None = None
+    """REINFORCE++: clip the scores to [-c, c], after whitening where that is on"""
+    token_level_kl: bool = False
+    """REINFORCE++: each token pays for the KL from itself on, with a probability ratio a token"""
+
+    # algorithm
+    rloo_k: int = 2
+    """responses a prompt (k)"""
+    total_episodes: int = 1_000_000
+    """responses to sample in the whole run; rounded up to whole batches"""
+    batch_size: int = 512
+    """episodes an update, over all processes (B)"""
+    num_mini_batches: int = 2
+    """optimiser steps a pass over the batch"""
+    num_ppo_epochs: int = 2
+    """passes over the batch"""
+    cliprange: float = 0.2
+    """clip range of the probability ratio"""
+    normalize_advantage: bool = False
+    """REINFORCE++: whiten the advantages over the whole batch"""
+
+    # optimiser
+    learning_rate: float = 3e-6
+    """peak learning rate of AdamW"""
+    lr_schedule: Literal["linear", "cosine", "constant"] = "linear"
+    """course of the learning rate over the updates"""
+    warmup_ratio: float = 0.0
+    """share of the updates over which the learning rate rises linearly"""
+    adam_eps: float = 1e-8
+    """AdamW's epsilon"""
+    weight_decay: float = 0.0
+    """AdamW's weight decay"""
+    max_grad_norm: float | None = 1.0
+    """clip the gradient's global norm to this; None: only log it"""
+
+    # logging
+    num_sample_generations: int = 10
+    """tables of sample responses to show, spread evenly over the run"""
+    eval_every: int = 0
+    """updates between held-out evaluations; 0: only before and after"""
+
+    # memory and speed: never changes the result
+    micro_batch_size: int = 16
+    """episodes a device puts through one forward and backward"""
+    rollout_micro_batch_size: int = 64
+    """episodes a device samples or scores at once"""
+    gradient_checkpointing: bool = False
+    """recompute activations in the backward pass"""
+    share_prompts: bool = True
+    """compute each prompt once for its k responses, where the model can be shown to allow it"""
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    """attention kernel"""
+
+
+# ---- models: one module call is one forward, so that every engine sees all parameters through it ---------------------
+class Policy(nn.Module):
+    """Next-token logits, or the log-probs of given tokens; always of softmax(logits / temperature), always in fp32."""
+
+    def __init__(self, model, temperature):
+        super().__init__()
+        self.model, self.temperature = model, temperature
+        self.slices_logits = utils.accepts(model.forward, "logits_to_keep")
+        self.takes_positions = utils.accepts(model.forward, "position_ids")
+
+    def forward(self, tokens, mask, positions, index=None, labels=None, cache=None):
+        """
+        Args: tokens, positions [M, L]; mask [M, L] bool or [M, 1, L, L] additive; cache, a transformers cache that is extended.
+        index [N]: where to read logits, labels [M, N]: the tokens they predict; without them the last position is read.
+        Returns: (log-probs, entropies), both [M, N] fp32, or without labels the logits [M, V] fp32.
+        """
+        inputs = {"input_ids": tokens, "attention_mask": mask, "past_key_values": cache, "use_cache": cache is not None}
+        inputs |= {"position_ids": positions} if self.takes_positions else {}
+        index = torch.tensor([tokens.size(1) - 1], device=tokens.device) if index is None else index
+        inputs |= {"logits_to_keep": index} if self.slices_logits else {}
+        logits = self.model(**inputs).logits  # [M, N, V]: only where a response token is predicted
+        logits = (logits if self.slices_logits else logits[:, index]).float() / self.temperature
+        if labels is None:
+            return logits[:, -1]
+        log_softmax = logits.log_softmax(-1)
+        logprobs = log_softmax.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+        with torch.no_grad():
+            entropies = -(log_softmax.exp() * log_softmax).sum(-1)
+        return logprobs, entropies
+
+
+class Reward(nn.Module):
+    """Scores: the head's output at given tokens, plus the bias that normalisation left in the configuration."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.bias = model, getattr(model.config, "reward_bias", 0.0)
+        self.takes_positions = utils.accepts(model.base_model.forward, "position_ids")
+
+    def forward(self, tokens, mask, positions, last):
+        """Args: as Policy's; last [M, n]: the columns to read. Returns: scores [M, n] fp32."""
+        inputs = {"position_ids": positions} if self.takes_positions else {}
+        hidden = self.model.base_model(
+            input_ids=tokens, attention_mask=mask, use_cache=False, **inputs
+        ).last_hidden_state
+        hidden = hidden.gather(1, last.unsqueeze(-1).expand(-1, -1, hidden.size(-1)))  # [M, n, H]
+        return self.model.score(hidden).squeeze(-1).float() + self.bias
+
+
+# ---- sampling --------------------------------------------------------------------------------------------------------
+TRAINING, EVALUATION, SAMPLE_TABLE, NORMALISATION = 0, 1, 2, 3  # purposes: what the noise of a sample is drawn for
+
+
+def hash32(x):
+    """A 32-bit integer hash, elementwise on int32 tensors (the "lowbias32" mixer); products wrap around."""
+    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
+    x = (x ^ ((x >> 15) & 0x1FFFF)) * (0x846CA68B - (1 << 32))
+    return x ^ ((x >> 16) & 0xFFFF)
+
+
+def fold(key, coordinate):
+    """Hashes one more coordinate (int or int32 tensor) into a key; hashing, not adding, keeps (1, 2) apart from (2, 1)."""
+    return hash32(key ^ coordinate)
+
+
+def gumbel_noise(keys, vocab_size):
+    """Standard Gumbel noise [B, V] fp32, a function of (key of the row, token id); keys: [B] int32.
+
+    31 hashed bits make u in (0, 1); -log(-log(1 - u)) keeps them in the tail that decides an argmax, up to about 22.
+    """
+    tokens = fold(torch.arange(vocab_size, dtype=torch.int32, device=keys.device), 0x3C6EF372)  # [V]
+    bits = hash32(keys.unsqueeze(1) ^ tokens) & 0x7FFFFFFF  # [B, V]
+    u = bits.float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
+    return u.neg_().log1p_().neg_().log_().neg_()
+
+
+@torch.no_grad()
+def sample(policy, queries, query_mask, rows, n, response_length, stop_id, coordinates):
+    """n responses to each query, each token from softmax(logits / T): no top-k, no top-p, no generation_config.
+
+    A token is argmax(logits / T + Gumbel noise), which is a draw from the softmax; the noise is a function of
+    (coordinates, row, step, token id), so rows may be grouped, sliced and spread over processes at will.
+    Args: policy, a Policy in eval mode; queries, query_mask [P, Q]; rows [P * n], the global number of each response;
+    stop_id, a token id or None; coordinates, e.g. (seed, purpose, update).
+    Returns: responses [P * n, R] int64, mask [P * n, R] bool (True up to and including the stop token), log-probs fp32.
+    """
+    B, device = len(rows), queries.device
+    keys = torch.full((B,), 0x1B873593, dtype=torch.int32, device=device)  # no coordinates may hash to all-zero bits
+    for coordinate in (*coordinates, rows.int()):
+        keys = fold(keys, coordinate)
+    responses = torch.zeros(B, response_length, dtype=torch.long, device=device)
+    mask = torch.zeros(B, response_length, dtype=torch.bool, device=device)
+    logprobs = torch.zeros(B, response_length, device=device)
+    cache = DynamicCache(config=policy_config(policy))
+    logits = policy(queries, query_mask, utils.positions_from_mask(query_mask), cache=cache)  # [P, V]
+    cache.batch_repeat_interleave(n)  # the prompt is computed once for its n responses
+    logits, seen = logits.repeat_interleave(n, 0), query_mask.repeat_interleave(n, 0)  # [B, V], [B, Q]
+    position = seen.sum(1)  # [B], of the token about to be sampled
+    alive = torch.ones(B, dtype=torch.bool, device=device)
+    for t in range(response_length):
+        token = (logits + gumbel_noise(fold(keys, t), logits.size(-1))).argmax(-1)  # [B]
+        responses[:, t], mask[:, t] = token * alive, alive
+        logprobs[:, t] = (logits.gather(1, token.unsqueeze(1)).squeeze(1) - logits.logsumexp(-1)) * alive
+        if stop_id is not None:
+            alive = alive & (token != stop_id)
+        if t + 1 == response_length or not alive.any():
+            break
+        seen = torch.cat([seen, alive.unsqueeze(1)], 1)  # [B, Q+t+1]
+        logits = policy((token * alive).unsqueeze(1), seen, (position + t).unsqueeze(1), cache=cache)
+    return responses, mask, logprobs
+
+
+def policy_config(policy):
+    """Configuration of the language model inside a (possibly wrapped) Policy."""
+    return getattr(policy, "module", policy).model.config
+
+
+# ---- from tokens to log-probs and scores -----------------------------------------------------------------------------
+def pack(queries, query_mask, responses, response_mask, n):
+    """Rows of n responses to one prompt, each blind to the others and placed as if it alone followed the prompt.
+
+                  p p p a a b b        n = 2, prompt p p p, responses a a and b b
+        p p p     x . . . . . .        (the prompt's own rows are causal as well)
+        a a       x x x x . . .
+        b b       x x x . . x .        b sees the prompt and itself; its positions restart after the prompt
+    With n = 1 this is an ordinary left-padded row, and the mask stays the ordinary [M, L].
+    Args: queries, query_mask [M, Q] (of adjacent rows of one prompt the first is read); responses, response_mask [M, R].
+    Returns: tokens, mask (bool [M/n, L] or additive [M/n, 1, L, L]), positions [M/n, L] with L = Q + nR, and
+    index [n * R]: position Q-1 predicts the first token of every response, each response token the next one.
+    """
+    Q, R = queries.size(1), responses.size(1)
+    queries, query_mask, device = queries[::n], query_mask[::n], queries.device
+    tokens = torch.cat([queries, responses.reshape(-1, n * R)], 1)  # [M/n, L]
+    real = torch.cat([query_mask, response_mask.reshape(-1, n * R)], 1)  # [M/n, L]
+    step = torch.arange(R, device=device).repeat(n)  # [n * R], 0 .. R-1 for each response
+    positions = torch.cat(
+        [utils.positions_from_mask(query_mask), query_mask.sum(1, keepdim=True) + step], 1
+    )  # [M/n, L]
+    index = torch.where(step == 0, Q - 1, Q - 1 + torch.arange(n * R, device=device))  # [n * R]
+    if n == 1:
+        return tokens, real, positions, index
+    owner = torch.cat(
+        [torch.zeros(Q, device=device), 1 + torch.arange(n, device=device).repeat_interleave(R)]
+    )  # [L], 0: prompt
+    L = torch.arange(Q + n * R, device=device)
+    visible = (L.unsqueeze(1) >= L) & ((owner == 0) | (owner.unsqueeze(1) == owner))  # [L, L]
+    visible = visible & real.unsqueeze(1) | (
+        L.unsqueeze(1) == L
+    )  # [M/n, L, L]; every row sees itself, or softmax gives NaN
+    lowest = torch.finfo(torch.bfloat16).min  # finite in fp32 and in bf16
+    return (
+        tokens,
+        torch.zeros(visible.shape, device=device).masked_fill(~visible, lowest).unsqueeze(1),
+        positions,
+        index,
+    )
+
+
+def trim(batch):
+    """The batch (queries, query_mask, responses, response_mask) without the columns that are padding in every row."""
+    queries, query_mask, responses, response_mask = batch
+    first, width = int(query_mask.any(0).int().argmax()), int(response_mask.sum(1).max())
+    return queries[:, first:], query_mask[:, first:], responses[:, :width], response_mask[:, :width]
+
+
+def response_logprobs(policy, batch, n):
+    """Log-probs and entropies [M, R] fp32, 0 at padding, of a batch (queries, query_mask, responses, response_mask)."""
+    M, R = batch[2].shape
+    queries, query_mask, responses, response_mask = trim(batch)
+    tokens, mask, positions, index = pack(queries, query_mask, responses, response_mask, n)
+    outputs = policy(
+        tokens, mask, positions, index, responses.reshape(M // n, -1)
+    )  # log-probs, entropies: [M/n, n * width]
+    return tuple(
+        nn.functional.pad(x.reshape(responses.shape) * response_mask, (0, R - responses.size(1))) for x in outputs
+    )
+
+
+def response_scores(reward_model, batch, n):
+    """Scores [M] fp32: the head's output at each response's last real token, found from the mask."""
+    queries, query_mask, responses, response_mask = trim(batch)
+    tokens, mask, positions, _ = pack(queries, query_mask, responses, response_mask, n)
+    start = queries.size(1) + responses.size(1) * torch.arange(
+        n, device=queries.device
+    )  # [n], first column of each response
+    return reward_model(tokens, mask, positions, start + response_mask.sum(1).reshape(-1, n) - 1).reshape(-1)
+
+
+def in_slices(function, tensors, size):
+    """Applies a function of row slices, of `size` rows each, to a list of tensors; the tuples it returns are concatenated."""
+    return [torch.cat(parts) for parts in zip(*map(function, *(x.split(size) for x in tensors)), strict=True)]
+
+
+def rows_per_forward(k, size):
+    """(n, M): responses packed in a row, the most that divide k and fit `size` episodes, and the episodes of a forward."""
+    n = max(d for d in range(1, k + 1) if k % d == 0 and d <= size)
+    return n, size // n * n
+
+
+def why_not_share(policy, reward_model, max_query_length, response_length, device):
+    """None where packed rows give this policy's log-probs and this reward model's scores; else the reason in words.
+
+    Two random prompts, as long as this run's longest, with two responses each are computed packed and one by one.
+    """
+    for name, model in (("policy", policy.model), ("reward model", reward_model.model)):
+        config = model.config.get_text_config()
+        kinds = set(getattr(config, "layer_types", None) or getattr(config, "attention_layers", None) or [])
+        if kinds - {"full_attention", "global"} or getattr(config, "sliding_window", None):
+            return f"the {name} ({config.model_type}) has sliding-window, local or recurrent layers"
+        if config._attn_implementation not in ("sdpa", "eager"):
+            return f"{config._attn_implementation} cannot take the mask"
+        if not utils.accepts(model.base_model.forward, "position_ids"):
+            return f"the {name} ({config.model_type}) takes no positions"
+    vocab_size = policy.model.config.get_text_config().vocab_size
+    ids = torch.arange(2 * (max_query_length + 2 * response_length), device=device).mul(7919).remainder(vocab_size)
+    queries = ids[: 2 * max_query_length].reshape(2, -1).repeat_interleave(2, 0)  # [4, Q]
+    responses = ids[2 * max_query_length :].reshape(4, -1)  # [4, R]
+    query_mask = torch.ones_like(queries, dtype=torch.bool)
+    query_mask[:2, : max_query_length // 2] = False  # the first prompt is left-padded
+    batch = queries, query_mask, responses, torch.ones_like(responses, dtype=torch.bool)
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        gap = max(
+            (response_logprobs(policy, batch, 2)[0] - response_logprobs(policy, batch, 1)[0]).abs().max().item(),
+            (response_scores(reward_model, batch, 2) - response_scores(reward_model, batch, 1)).abs().max().item(),
+        )
+    return None if gap < 1e-3 else f"packed and plain rows differ by {gap:.2g}"
+
+
+# ---- equations -------------------------------------------------------------------------------------------------------
+def missing_eos_scores(scores, ended, penalty, mode):
+    """The EOS trick: a response that did not end pays `penalty` ("subtract"), or its score becomes -penalty ("replace").
+
+    Subtraction leaves RLOO blind to a constant offset of the reward model; replacement can raise a low score.
+    Args: scores [B] fp32; ended [B] bool; penalty, float or None. Returns: [B].
+    Source: TRL v0.11.4, rloo_trainer.py (subtract); lm-human-preferences, train_policy.py (replace).
+    """
+    if penalty is None:
+        return scores
+    return torch.where(ended, scores, scores - penalty if mode == "subtract" else torch.full_like(scores, -penalty))
+
+
+def shape_scores(scores, normalize, clip_range):
+    """Scores [B] whitened over the batch (`normalize`) and then clipped to [-clip_range, clip_range] (None: not)."""
+    if normalize:
+        scores = utils.masked_whiten(scores, torch.ones_like(scores, dtype=torch.bool))
+    return scores if clip_range is None else scores.clamp(-clip_range, clip_range)
+
+
+def rloo_advantages(rewards, k):
+    """Each reward minus the mean of its k - 1 siblings': A_i = R_i - (sum_j R_j - R_i) / (k - 1).
+
+    Args: rewards [B], the k of a prompt adjacent; k >= 2. Returns: [B]; each group sums to 0. Source: arXiv 2402.14740, eq. 8.
+    """
+    rewards = rewards.reshape(-1, k)  # [P, k]
+    baseline = (rewards.sum(1, keepdim=True) - rewards) / (k - 1)
+    return (rewards - baseline).reshape(-1)
+
+
+def token_level_advantages(scores, kl, k, kl_coef):
+    """A_t = (score minus its leave-one-out baseline) - kl_coef * sum of kl_u for u >= t; k = 1 has no baseline.
+
+    Args: scores [B]; kl [B, R], 0 at padding. Returns: [B, R]. Source: REINFORCE++, arXiv 2501.03262.
+    """
+    kl_to_go = kl.flip(1).cumsum(1).flip(1)  # [B, R]
+    return (rloo_advantages(scores, k) if k > 1 else scores).unsqueeze(1) - kl_coef * kl_to_go
+
+
+def rloo_policy_loss(logprobs, old_logprobs, mask, advantages, cliprange):
+    """The clipped surrogate, one term an action: max(-A ratio, -A clip(ratio, 1 - c, 1 + c)).
+
+    Args: logprobs, old_logprobs, mask [M, R]. advantages [M]: an action is a response, ratio = exp(sum of log-ratios), or
+    advantages [M, R]: an action is a token. Returns: (losses, log-ratios, clipped, action mask), all of the advantages' shape.
+    """
+    logratio = (logprobs - old_logprobs) * mask
+    if advantages.dim() == 1:
+        logratio, mask = logratio.sum(1), torch.ones_like(advantages, dtype=torch.bool)  # [M]
+    ratio = logratio.exp()
+    losses1 = -advantages * ratio
+    losses2 = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
+    return torch.max(losses1, losses2) * mask, logratio, (losses2 > losses1) & mask, mask
+
+
+# ---- the loop --------------------------------------------------------------------------------------------------------
+def check(args):
+    """Ends with one line (exit code 2) where arguments contradict each other; nothing has been written by then."""
+    utils.check_sizes(args)
+    if args.batch_size % args.rloo_k:
+        utils.fail(f"--batch_size {args.batch_size}: not divisible by --rloo_k {args.rloo_k}")
+    if args.rloo_k == 1 and not (args.token_level_kl and args.normalize_advantage):
+        utils.fail(
+            "--rloo_k 1: leave-one-out needs at least 2; 1 is for --token_level_kl with --normalize_advantage alone"
+        )
+    for name in ("sft_model_path", "reward_model_path"):
+        if getattr(args, name) is None:
+            utils.fail(
+                f"--{name}: required, a model folder or Hub name (only --dataset toy from the command line has a default)"
+            )
+    utils.check_output_dir(args)
+
+
+def main(args: Args):
+    """Trains; returns {"before": metrics, "after": metrics, "run": folder} of the held-out evaluations."""
+    transformers_logging.set_verbosity_error(), transformers_logging.disable_progress_bar()
+    check(args)
+    # without buffer broadcasts, processes may sample different numbers of tokens: a forward is no collective
+    accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)])
+    device, world, rank = accelerator.device, accelerator.num_processes, accelerator.process_index
+    k, B, R = args.rloo_k, args.batch_size, args.response_length
+    P = B // k
+    if B % (args.num_mini_batches * k * world):
+        utils.fail(
+            f"--batch_size {B}: not divisible by num_mini_batches * rloo_k * processes = {args.num_mini_batches} * {k} * {world}"
+        )
+    if args.dataset == "toy" and accelerator.is_main_process:
+        toy.ensure_stages(args, print)
+    accelerator.wait_for_everyone()
+    torch.manual_seed(args.seed)
+
+    # ---- models: the reference is a frozen copy of the initial policy
+    tokenizer = utils.load_tokenizer(args.sft_model_path, "--sft_model_path")
+    model = utils.load_policy(args.sft_model_path, "--sft_model_path", args.attn_implementation)
+    reference = utils.load_policy(args.sft_model_path, "--sft_model_path", args.attn_implementation)
+    reference = Policy(reference, args.temperature)
+    reward_model = utils.load_reward_model(
+        args.reward_model_path, "--reward_model_path", args.allow_untrained_reward_model, args.attn_implementation
+    )
+    reward_model = Reward(reward_model)
+    utils.check_same_vocabulary(args.sft_model_path, args.reward_model_path, tokenizer)
+    reference.to(device).eval().requires_grad_(False), reward_model.to(device).eval().requires_grad_(False)
+    stop_id = {"eos": tokenizer.eos_token_id, "none": None}.get(
+        args.stop_token, tokenizer.get_vocab().get(args.stop_token, -1)
+    )
+    if stop_id == -1:
+        utils.fail(f"--stop_token {args.stop_token!r}: not one token of the vocabulary")
+    if args.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    # ---- data: prompts as token ids; their order is a function of (seed, epoch), over and over
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    room = None if context is None else context - R
+
+    def read_prompts(spec, flag):
+        is_toy = spec.partition(":")[0] == "toy"
+        split = spec.partition(":")[2] or "train"
+        rows = toy.rows("prompts", split) if is_toy else utils.read_rows(spec, {"prompt": str}, flag=flag)
+        return [r["prompt"] for r in rows], utils.encode_prompts(tokenizer, rows, room, f"{flag} {spec}")
+
+    texts, prompts = read_prompts(args.dataset, "--dataset")
+    eval_texts, eval_prompts = read_prompts(args.eval_dataset, "--eval_dataset") if args.eval_dataset else ([], [])
+    table_prompts, table_texts = (eval_prompts or prompts)[:4], (eval_texts or texts)[:4]
+    order_of_epoch = functools.cache(lambda epoch: utils.permutation(len(prompts), args.seed, epoch))
+    gold = (
+        toy.gold if args.dataset == "toy" else None
+    )  # on the embedded task the true reward is known, and only watched
+
+    # ---- memory: how many responses share a row, how many episodes a forward
+    reason = "share_prompts is off" if not args.share_prompts else None
+    longest = max(map(len, prompts + eval_prompts))
+    reason = reason or why_not_share(
+        Policy(model, args.temperature).to(device).eval(), reward_model, longest, R, device
+    )
+    n, micro_batch = rows_per_forward(1 if reason else k, args.micro_batch_size)
+    n_rollout, rollout_slice = rows_per_forward(1 if reason else k, args.rollout_micro_batch_size)
+
+    policy = Policy(model, args.temperature)
+    optimizer = torch.optim.AdamW(
+        policy.parameters(), lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay
+    )
+    policy, optimizer = accelerator.prepare(policy, optimizer)
+    num_updates = math.ceil(args.total_episodes / B)
+    steps_per_update = args.num_ppo_epochs * args.num_mini_batches
+    table_updates = set(torch.linspace(1, num_updates, args.num_sample_generations).round().int().tolist())
+    run = utils.Run(args, accelerator, num_updates, ["eps", "objective/scores", "objective/kl", "objective/gold"])
+    run.say(f"policy {args.sft_model_path}, reward model {args.reward_model_path}")
+    run.say(f"{len(prompts)} prompts, {num_updates} updates of {B} episodes, {world} process(es)")
+    run.say(
+        f"plain rows, one response each: {reason}" if reason else f"each prompt is computed once for its {k} responses"
+    )
+
+    def evaluate(ids, texts, coordinates):
+        """One response to each prompt, at the training temperature: {name: tensor [N]} and the responses' texts."""
+        policy.eval()
+        mine = torch.arange(len(ids) + -len(ids) % world).chunk(world)[rank].to(device)  # filled up to whole shares ...
+        queries, query_mask = utils.left_pad([ids[i % len(ids)] for i in mine.tolist()], device)
+
+        def one_slice(queries, query_mask, rows):
+            responses, mask, logprobs = sample(policy, queries, query_mask, rows, 1, R, stop_id, coordinates)
+            batch = queries, query_mask, responses, mask
+            kl = logprobs - response_logprobs(reference, batch, 1)[0]
+            return responses, mask, kl.sum(1), response_scores(reward_model, batch, 1)
+
+        with torch.no_grad(), accelerator.autocast():
+            outputs = in_slices(one_slice, [queries, query_mask, mine], args.rollout_micro_batch_size)
+        responses, mask, kl, scores = (accelerator.gather(x)[: len(ids)] for x in outputs)  # ... and cut again
+        ended = (responses == stop_id).any(1) if stop_id is not None else mask.any(1)
+        result = {
+            "scores": missing_eos_scores(scores, ended, args.missing_eos_penalty, args.missing_eos_mode),
+            "kl": kl,
+        }
+        answers = decode(responses, mask)
+        if gold:
+            result["gold"] = torch.tensor([gold(q, a) for q, a in zip(texts, answers, strict=True)])
+            result["parses"] = torch.tensor(
+                [float(toy.parses(f"{q} {a}")) for q, a in zip(texts, answers, strict=True)]
+            )
+        return result | {"length": mask.sum(1).float()}, answers
+
+    def decode(responses, mask):
+        return [
+            tokenizer.decode(r[m], skip_special_tokens=True) for r, m in zip(responses.cpu(), mask.cpu(), strict=True)
+        ]
+
+    def held_out(update):
+        """Means (and the scores' spread) over the held-out prompts, as eval/* metrics."""
+        result, _ = evaluate(eval_prompts, eval_texts, (args.seed, EVALUATION, 0))
+        metrics = {f"eval/objective/{name}": value.mean().item() for name, value in result.items()}
+        return metrics | {
+            f"eval/objective/{name}_std": result[name].std().item() for name in ("scores", "gold") if name in result
+        }
+
+    before = held_out(0) if eval_prompts else {}
+    start_time = time.time()
+    for update in range(1, num_updates + 1):
+        update_time = time.time()
+        lr = utils.learning_rate_at(update, num_updates, args.learning_rate, args.lr_schedule, args.warmup_ratio)
+        optimizer.param_groups[0]["lr"] = lr
+
+        # ---- 1. Rollout: k responses to each prompt; this process samples its share of the episodes ------------------
+        policy.eval()  # dropout is off either way; in training mode gradient checkpointing would forbid the cache
+        stream = range((update - 1) * P, update * P)  # epoch after epoch, each in an order of its own
+        ids = [order_of_epoch(i // len(prompts))[i % len(prompts)] for i in stream]
+        queries, query_mask = utils.left_pad([prompts[i] for i in ids for _ in range(k)], device)  # [B, Q], global
+        mine = torch.arange(B, device=device).chunk(world)[rank]  # [B / world], global numbers of my episodes
+
+        coordinates = (args.seed, TRAINING, update)
+
+        def sample_slice(queries, query_mask, rows):
+            first = slice(None, None, n_rollout)  # of the adjacent copies of a prompt
+            return sample(policy, queries[first], query_mask[first], rows, n_rollout, R, stop_id, coordinates)
+
+        with torch.no_grad(), accelerator.autocast():
+            responses, response_mask, sampled_logprobs = in_slices(
+                sample_slice, [queries[mine], query_mask[mine], mine], rollout_slice
+            )
+        rollout_time = time.time()
+
+        # ---- 2. Scores: the reward model, and the log-probs that the KL and the ratio need ----------------------------
+        batch = [queries[mine], query_mask[mine], responses, response_mask]
+        with torch.no_grad(), accelerator.autocast():
+            (ref_logprobs,) = in_slices(lambda *b: response_logprobs(reference, b, n_rollout)[:1], batch, rollout_slice)
+            (scores,) = in_slices(lambda *b: (response_scores(reward_model, b, n_rollout),), batch, rollout_slice)
+            logprobs = sampled_logprobs
+            if steps_per_update > 1:  # a ratio compares two outcomes of the same, the training, forward
+                (logprobs,) = in_slices(lambda *b: response_logprobs(policy, b, n)[:1], batch, micro_batch)
+        # gather once: from here on every tensor is the whole batch, the same on every process
+        responses, response_mask, sampled_logprobs, logprobs, ref_logprobs, scores = map(
+            accelerator.gather, (responses, response_mask, sampled_logprobs, logprobs, ref_logprobs, scores)
+        )
+        batch = [queries, query_mask, responses, response_mask]  # [B, Q], [B, Q], [B, R], [B, R]
+        scores_time = time.time()
+
+        # ---- 3. Rewards ------------------------------------------------------------------------------------------------
+        #   response        a    b   EOS   .    .      (nothing is sampled after the stop token)
+        #   response_mask   1    1    1    0    0      the stop token is an action as well: it has a log-prob and a KL
+        ended = (response_mask & (responses == stop_id)).any(1) if stop_id is not None else response_mask.any(1)  # [B]
+        scores = missing_eos_scores(scores, ended, args.missing_eos_penalty, args.missing_eos_mode)  # [B]
+        shaped_scores = shape_scores(scores, args.normalize_reward, args.reward_clip_range)  # [B]
+        kl = (
+            logprobs - ref_logprobs
+        ) * response_mask  # [B, R], the k1 estimate: unbiased, and right where KL is a reward
+        rlhf_rewards = shaped_scores - args.kl_coef * kl.sum(1)  # [B]: a whole response is one action
+
+        # ---- 4. Advantages ---------------------------------------------------------------------------------------------
+        if args.token_level_kl:
+            advantages = token_level_advantages(shaped_scores, kl, k, args.kl_coef) * response_mask  # [B, R]
+        else:
+            advantages = rloo_advantages(rlhf_rewards, k)  # [B]
+        action_mask = (
+            response_mask if args.token_level_kl else torch.ones_like(ended)
+        )  # an action: a token, or a response
+        if args.normalize_advantage:
+            advantages = utils.masked_whiten(advantages, action_mask)
+
+        # ---- 5. Optimise: whole prompt groups are shuffled; micro-batches add up to the minibatch's gradient -----------
+        policy.train()
+        stats, grad_norms, gap = torch.zeros(8, device=device), [], torch.zeros((), device=device)
+        for epoch in range(args.num_ppo_epochs):
+            order = torch.tensor(utils.permutation(P, args.seed, update, epoch), device=device)  # [P]
+            for minibatch in order.chunk(args.num_mini_batches):
+                groups = (minibatch.unsqueeze(1) * k + torch.arange(k, device=device)).reshape(
+                    -1
+                )  # episodes of the minibatch
+                num_actions = action_mask[groups].sum()  # the denominator is the whole minibatch's, on every process
+                micro_batches = groups.reshape(world, -1)[rank].split(micro_batch)
+                for i, rows in enumerate(micro_batches):
+                    last = i + 1 == len(micro_batches)  # gradients are averaged over the processes once a step
+                    with nullcontext() if last else accelerator.no_sync(policy):
+                        new_logprobs, entropies = response_logprobs(policy, [x[rows] for x in batch], n)  # [M, R]
+                        old_logprobs = (
+                            logprobs[rows] if steps_per_update > 1 else new_logprobs.detach()
+                        )  # ratio 1: REINFORCE
+                        losses, logratio, clipped, actions = rloo_policy_loss(
+                            new_logprobs, old_logprobs, response_mask[rows], advantages[rows], args.cliprange
+                        )
+                        accelerator.backward(losses.sum() / num_actions * world)  # the engines average over processes
+                    with torch.no_grad():
+                        off = logratio.expm1() * actions  # ratio - 1
+                        sums = (
+                            losses,
+                            actions,
+                            clipped,
+                            0.5 * logratio**2 * actions,
+                            off,
+                            off**2,
+                            entropies,
+                            response_mask[rows],
+                        )
+                        stats += torch.stack([x.sum().float() for x in sums])
+                        if not grad_norms:  # before the first step: sampler and training forward see the same weights
+                            gap = torch.maximum(gap, (new_logprobs - sampled_logprobs[rows]).abs().max())
+                norm = accelerator.clip_grad_norm_(policy.parameters(), args.max_grad_norm or math.inf)
+                grad_norms.append(float(norm))
+                optimizer.step()
+                optimizer.zero_grad()
+
+        # ---- 6. Log: sums of numerators and of denominators over all processes, then one division ----------------------
+        loss_sum, actions, clipped, approxkl, off, off_squared, entropy, tokens = accelerator.reduce(
+            stats, "sum"
+        ).tolist()
+        episode, now = update * B, time.time()
+        metrics = {
+            "update": update,
+            "episode": episode,
+            "epoch": episode / k / len(prompts),
+            "lr": lr,
+            "eps": B / (now - update_time),
+            "objective/kl": kl.sum(1).mean().item(),
+            "objective/entropy": -(logprobs * response_mask).sum(1).mean().item(),
+            "objective/non_score_reward": -args.kl_coef * kl.sum(1).mean().item(),
+            "objective/rlhf_reward": rlhf_rewards.mean().item(),
+            "objective/scores": scores.mean().item(),
+            "policy/approxkl_avg": approxkl / actions,
+            "policy/clipfrac_avg": clipped / actions,
+            "policy/entropy_avg": entropy / tokens,
+            "policy/grad_norm": sum(grad_norms) / len(grad_norms),
+            "loss/policy_avg": loss_sum / actions,
+            "val/ratio": 1 + off / actions,
+            "val/ratio_var": off_squared / actions - (off / actions) ** 2,
+            "val/logprob_gap": accelerator.gather(gap.reshape(1)).max().item(),
+            "val/num_eos_tokens": (response_mask & (responses == tokenizer.eos_token_id)).sum().item(),
+            "val/num_stop_token_ids": (ended.sum() if stop_id is not None else 0 * ended.sum()).item(),
+            "val/sequence_lengths": response_mask.sum(1).float().mean().item(),
+            "val/optimizer_steps": len(grad_norms),
+            "time/rollout": rollout_time - update_time,
+            "time/scores": scores_time - rollout_time,
+            "time/optimise": now - scores_time,
+            "time/training": now - rollout_time,
+            "time/update": now - update_time,
+            "time/from_scratch": now - start_time,
+        }
+        if gold:
+            answers = decode(responses, response_mask)
+            metrics["objective/gold"] = sum(gold(texts[ids[i // k]], answer) for i, answer in enumerate(answers)) / B
+        if eval_prompts and (update == num_updates or (args.eval_every and update % args.eval_every == 0)):
+            metrics |= held_out(update)
+        run.log(metrics, update)
+        if update in table_updates:
+            result, answers = evaluate(table_prompts, table_texts, (args.seed, SAMPLE_TABLE, update))
+            shown = [
+                {"query": q, "response": a, "score": s, "kl": d, "total": s - args.kl_coef * d}
+                for q, a, s, d in zip(
+                    table_texts, answers, result["scores"].tolist(), result["kl"].tolist(), strict=True
+                )
+            ]
+            run.table(f"samples of update {update}", shown, update)
+
+    # ---- the end: an ordinary model folder, and what changed on held-out prompts
+    if accelerator.is_main_process:
+        utils.save_model(args, accelerator.unwrap_model(policy).model, tokenizer)
+    after = {name: value for name, value in metrics.items() if name.startswith("eval/")}
+    summary = [f"held-out prompts ({len(eval_prompts)}), before -> after"] if after else []
+    for name in after:
+        summary.append(f"  {name.removeprefix('eval/objective/'):12} {before[name]:8.3f} -> {after[name]:8.3f}")
+    run.close([*summary, f"model: {args.output_dir}   run: {run.folder}   {time.time() - start_time:.0f} s"])
+    accelerator.wait_for_everyone()
+    return {"before": before, "after": after, "run": str(run.folder)}
+
+
+if __name__ == "__main__":
+    main(utils.parse_args(Args, toy.DEFAULTS["train_rloo"]))
