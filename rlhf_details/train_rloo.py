@@ -138,8 +138,8 @@ class Args:
     """recompute activations in the backward pass"""
     share_prompts: bool = True
     """compute each prompt once for its k responses, where the model can be shown to allow it"""
-    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
-    """attention kernel"""
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] | None = None
+    """attention kernel; None: the library's choice for the model"""
 
 
 # ---- models: one module call is one forward, so that every engine sees all parameters through it ---------------------
@@ -554,7 +554,7 @@ def main(args: Args):
             tokenizer.decode(r[m], skip_special_tokens=True) for r, m in zip(responses.cpu(), mask.cpu(), strict=True)
         ]
 
-    def held_out(update):
+    def held_out():
         """Means (and the scores' spread) over the held-out prompts, as eval/* metrics."""
         result, _ = evaluate(eval_prompts, eval_texts, (args.seed, EVALUATION, 0))
         metrics = {f"eval/objective/{name}": value.mean().item() for name, value in result.items()}
@@ -562,7 +562,9 @@ def main(args: Args):
             f"eval/objective/{name}_std": result[name].std().item() for name in ("scores", "gold") if name in result
         }
 
-    before = held_out(0) if eval_prompts else {}
+    before = held_out() if eval_prompts else {}
+    if before:
+        run.log({"update": 0, "episode": 0, **before}, 0)
     start_time = time.time()
     for update in range(1, num_updates + 1):
         update_time = time.time()
@@ -706,7 +708,7 @@ def main(args: Args):
             answers = decode(responses, response_mask)
             metrics["objective/gold"] = sum(gold(texts[ids[i // k]], answer) for i, answer in enumerate(answers)) / B
         if eval_prompts and (update == num_updates or (args.eval_every and update % args.eval_every == 0)):
-            metrics |= held_out(update)
+            metrics |= held_out()
         run.log(metrics, update)
         if update in table_updates:
             result, answers = evaluate(table_prompts, table_texts, (args.seed, SAMPLE_TABLE, update))

@@ -106,8 +106,8 @@ class Args:
     """rows a device puts through one forward and backward"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass"""
-    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
-    """attention kernel"""
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] | None = None
+    """attention kernel; None: the library's choice for the model"""
 
 
 class LanguageModel(nn.Module):

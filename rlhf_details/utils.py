@@ -415,7 +415,7 @@ class Run:
         shown = "  ".join(f"{name.split('/')[-1]} {metrics[name]:.4g}" for name in self.watch if name in metrics)
         if self.bar:
             self.bar.update(self.task, completed=step, shown=f"{step}/{self.num_steps}  {shown}")
-        elif step in (1, self.num_steps) or step % max(1, self.num_steps // 20) == 0:
+        elif step in (1, self.num_steps) or (step and step % max(1, self.num_steps // 20) == 0):
             left = (time.time() - self.start) / step * (self.num_steps - step)
             self.say(f"{step}/{self.num_steps}  {shown}  eta {left:.0f}s")
 

@@ -1,0 +1,109 @@
+"""
+The embedded task over seeds: every stage anew for each seed, with and without the KL penalty, and what came of it.
+
+python benchmark/toy.py --seeds 1 2 3 4 5 --output benchmark/results/toy
+
+Trains SFT, reward model, RLOO (the defaults) and RLOO with --kl_coef 0 for three times as many updates, each in a process
+of its own, and skips what is already there. Writes OUTPUT.csv (one row a seed and run) and OUTPUT_curves.csv (learned
+score, gold and KL of every update), and prints the figures that the README quotes.
+"""
+
+import csv
+import json
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from rlhf_details import toy
+
+SCRIPTS = Path(toy.__file__).parent
+
+
+@dataclass
+class Args:
+    seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
+    """seeds; each has its own SFT model, comparisons, reward model and policies"""
+    output: str = "benchmark/results/toy"
+    """where the two CSV files go, without their endings"""
+    models: str = "models/toy_seeds"
+    """folder of the trained models"""
+
+
+def run(script, run_name, *flags):
+    """Runs a script unless its run is complete; returns (rows of metrics, seconds of the process)."""
+    done = Path("runs") / run_name / "seconds"
+    if not done.exists():
+        start = time.time()
+        command = [sys.executable, str(SCRIPTS / script), "--run_name", run_name, "--overwrite", *map(str, flags)]
+        print(" ".join(command[1:]), flush=True)
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        done.write_text(str(time.time() - start))
+    rows = [json.loads(line) for line in (done.parent / "metrics.jsonl").read_text().splitlines()]
+    return rows, float(done.read_text())
+
+
+def one_seed(seed, models):
+    """All stages of one seed: rows for the two tables."""
+    paths = {stage: f"{models}/{seed}/{stage}" for stage in ("sft", "reward", "rloo", "rloo_nokl")}
+    sft, sft_seconds = run("train_sft.py", f"toy_sft_{seed}", "--seed", seed, "--output_dir", paths["sft"])
+    shared = "--seed", seed, "--sft_model_path", paths["sft"]
+    reward, reward_seconds = run("train_reward.py", f"toy_reward_{seed}", *shared, "--output_dir", paths["reward"])
+    shared += "--reward_model_path", paths["reward"]
+    longer = "--kl_coef", 0, "--total_episodes", 3 * toy.DEFAULTS["train_rloo"]["total_episodes"]
+    table, curves = [], []
+    for name, flags in (("rloo", ()), ("rloo_nokl", longer)):
+        rows, seconds = run("train_rloo.py", f"toy_{name}_{seed}", *shared, *flags, "--output_dir", paths[name])
+        before, after = rows[0], rows[-1]
+        window = [
+            statistics.mean(r["objective/gold"] for r in rows[i : i + 10]) for i in range(1, len(rows) - 9)
+        ]  # smoothed
+        scores = [statistics.mean(r["objective/scores"] for r in rows[i : i + 10]) for i in range(1, len(rows) - 9)]
+        peak, sd = max(range(len(window)), key=window.__getitem__), before["eval/objective/gold_std"]
+        row = {"run": name, "seed": seed}
+        row |= {"sft_perplexity": sft[-1]["eval/sft/perplexity"], "reward_accuracy": reward[-1]["eval/rm/accuracy"]}
+        for metric in ("gold", "scores", "kl", "parses", "length"):
+            row |= {
+                f"{metric}_before": before[f"eval/objective/{metric}"],
+                f"{metric}_after": after[f"eval/objective/{metric}"],
+            }
+        row |= {"gold_sd": sd, "rise_in_sd": (row["gold_after"] - row["gold_before"]) / sd}
+        row |= {"peak_update": peak + 10, "fall_from_peak_in_sd": (window[peak] - window[-1]) / sd}
+        row |= {"score_since_peak": scores[-1] - scores[peak]}
+        row |= {"sft_seconds": sft_seconds, "reward_seconds": reward_seconds, "rloo_seconds": seconds}
+        table.append({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()})
+        for r in rows[1:]:
+            point = {k: round(r[f"objective/{k}"], 4) for k in ("scores", "gold", "kl")}
+            curves.append({"run": name, "seed": seed, "update": r["update"]} | point)
+    return table, curves
+
+
+def write(path, rows):
+    """Writes dicts of equal keys as CSV."""
+    with open(path, "w", newline="") as f:
+        writer = csv.DictWriter(f, rows[0].keys())
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def main(args: Args):
+    table, curves = [], []
+    for seed in args.seeds:
+        rows, points = one_seed(seed, args.models)
+        table, curves = table + rows, curves + points
+        write(f"{args.output}.csv", table)
+        write(f"{args.output}_curves.csv", curves)
+    for name in ("rloo", "rloo_nokl"):
+        rows = [row for row in table if row["run"] == name]
+        print(f"\n{name}, {len(rows)} seeds: mean (lowest .. highest)")
+        for key in list(rows[0])[2:]:
+            values = [row[key] for row in rows]
+            print(f"  {key:22} {statistics.mean(values):9.3f}  ({min(values):.3f} .. {max(values):.3f})")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))
