@@ -25,6 +25,8 @@ import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from rlhf_details import utils
+
 TOPICS = {  # topic: places, nouns that take "was", nouns that take "were"
     "restaurant": (
         "restaurant cafe bistro diner",
@@ -225,6 +227,8 @@ def rows(stage, split):
     Args: stage "sft" (`prompt`, `completion`) or "prompts" (`prompt`, `completion` as reference); split "train" or "test".
     Returns: list of dicts of strings. No prompt of a test split opens a review of a training split.
     """
+    if (stage, split) not in SPLITS:
+        utils.fail(f"data set toy:{split}: the splits are toy:train and toy:test")
     rng = np.random.default_rng([2024, sorted(SPLITS).index((stage, split))])
     taken = {r["prompt"] for s in ("sft", "prompts") for r in rows(s, "train")} if split == "test" else set()
     result = []
@@ -241,15 +245,12 @@ def comparisons(split, num, sample):
     """Comparisons for the reward model: 4 responses of the SFT policy a prompt, the best by `choose`.
 
     Args: split "train" or "test"; num, how many; sample, a function from a list of prompts to a list of 4 responses each.
-    Returns: list of {"prompt", "candidates": [4 strings], "best": int}.
+    Returns: list of (prompt, [4 responses], index of the best).
     """
     rng = np.random.default_rng([2025, split == "test", num])
     prompts = [r["prompt"] for r in rows("prompts", split)]
     prompts = [prompts[i % len(prompts)] for i in range(num)]
-    return [
-        {"prompt": p, "candidates": c, "best": choose([gold(p, r) for r in c], rng)}
-        for p, c in zip(prompts, sample(prompts), strict=True)
-    ]
+    return [(p, c, choose([gold(p, r) for r in c], rng)) for p, c in zip(prompts, sample(prompts), strict=True)]
 
 
 def tokenizer():
@@ -279,6 +280,6 @@ def ensure_stages(args, console):
         console(f"{folder} does not exist yet: running {stage}.py first")
         flags = ["--dataset", "toy", "--output_dir", folder]
         flags += ["--sft_model_path", args.sft_model_path] if stage == "train_reward" else []
-        subprocess.run(
-            [sys.executable, str(Path(__file__).with_name(f"{stage}.py")), *flags], check=True, env=child_env
-        )
+        child = subprocess.run([sys.executable, str(Path(__file__).with_name(f"{stage}.py")), *flags], env=child_env)
+        if child.returncode:
+            sys.exit(child.returncode)  # the child has said why

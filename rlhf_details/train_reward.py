@@ -149,7 +149,7 @@ def gain_and_bias(scores, mean=0.0, std=1.0):
 
 def check(args):
     """Ends with one line (exit code 2) where an argument makes no sense; nothing has been written by then."""
-    utils.check_sizes(args)
+    utils.check_numbers(args)
     if args.sft_model_path is None:
         utils.fail(
             "--sft_model_path: required, a model folder or Hub name (only --dataset toy from the command line has a default)"
@@ -158,19 +158,19 @@ def check(args):
 
 
 def read_comparisons(spec, flag):
-    """Rows of any of the two shapes -> list of (prompt, candidates, best)."""
+    """Rows of either shape -> list of (prompt, candidates, best); None for the embedded task, whose rows are sampled later."""
+    if spec.partition(":")[0] == "toy":
+        toy.rows("prompts", spec.partition(":")[2] or "train")  # ends here if there is no such split
+        return None
     rows = utils.read_rows(spec, {"prompt": str}, flag=flag)
     if "candidates" not in rows[0]:
         utils.check_columns(rows, {"chosen": str, "rejected": str}, f"{flag} {spec}")
         return [(row["prompt"], [row["chosen"], row["rejected"]], 0) for row in rows]
     utils.check_columns(rows, {"candidates": list, "best": int}, f"{flag} {spec}")
     for number, row in enumerate(rows, 1):
-        if not all(isinstance(c, str) for c in row["candidates"]) or len(row["candidates"]) != len(
-            rows[0]["candidates"]
-        ):
-            utils.fail(
-                f"{flag} {spec}: row {number}, column 'candidates': needs {len(rows[0]['candidates'])} strings, as row 1 has"
-            )
+        K = max(2, len(rows[0]["candidates"]))
+        if len(row["candidates"]) != K or not all(isinstance(c, str) for c in row["candidates"]):
+            utils.fail(f"{flag} {spec}: row {number}, column 'candidates': must hold {K} strings, in every row alike")
         if not 0 <= row["best"] < len(row["candidates"]):
             utils.fail(f"{flag} {spec}: row {number}, column 'best': {row['best']} is no index of its candidates")
     return [(row["prompt"], row["candidates"], row["best"]) for row in rows]
@@ -185,6 +185,16 @@ def main(args: Args):
     device, world, rank, B = accelerator.device, accelerator.num_processes, accelerator.process_index, args.batch_size
     if B % world:
         utils.fail(f"--batch_size {B}: not divisible by the {world} processes")
+    train_rows = read_comparisons(args.dataset, "--dataset")
+    eval_rows = read_comparisons(args.eval_dataset, "--eval_dataset") if args.eval_dataset else []
+    if train_rows and eval_rows and len(train_rows[0][1]) != len(eval_rows[0][1]):
+        utils.fail(
+            f"--eval_dataset {args.eval_dataset}: {len(eval_rows[0][1])} candidates a row, {len(train_rows[0][1])} in --dataset"
+        )
+    columns = {"prompt": str, "completion": str}
+    references = (
+        utils.read_rows(args.reference_dataset, columns, flag="--reference_dataset") if args.reference_dataset else []
+    )
     if args.dataset == "toy" and accelerator.is_main_process:
         toy.ensure_stages(args, print)
     accelerator.wait_for_everyone()
@@ -230,23 +240,37 @@ def main(args: Args):
             for answers in sample_responses(prompts, 4)[1]
         ]
 
-    def read(spec, flag, num):
-        if spec.partition(":")[0] == "toy":
-            rows = toy.comparisons(spec.partition(":")[2] or "train", num, toy_sample)
-            comparisons = [(row["prompt"], row["candidates"], row["best"]) for row in rows]
-        else:
-            comparisons = read_comparisons(spec, flag)
-        context = getattr(model.config.get_text_config(), "max_position_embeddings", math.inf)
-        data = [([joined(p, c) for c in candidates], best) for p, candidates, best in comparisons]
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", math.inf)
+
+    def encode(rows, what):
+        """Token ids of each candidate of (prompt, candidates, best) rows: list of ([ids] * K, best)."""
+        data = [([joined(prompt, c) for c in candidates], best) for prompt, candidates, best in rows]
         for number, (candidates, _) in enumerate(data, 1):
             if max(map(len, candidates)) > context:
                 utils.fail(
-                    f"{flag} {spec}: row {number} has {max(map(len, candidates))} tokens; the model's context is {context}"
+                    f"{what}: row {number} has {max(map(len, candidates))} tokens; the model's context is {context}"
                 )
-        return data, [p for p, _, _ in comparisons]
+        return data
 
-    data, prompts = read(args.dataset, "--dataset", args.num_comparisons)
-    eval_data, _ = read(args.eval_dataset, "--eval_dataset", 512) if args.eval_dataset else ([], None)
+    if train_rows is None:
+        train_rows = toy.comparisons(args.dataset.partition(":")[2] or "train", args.num_comparisons, toy_sample)
+    if eval_rows is None:
+        eval_rows = toy.comparisons(args.eval_dataset.partition(":")[2] or "train", 512, toy_sample)
+    data, eval_data = (
+        encode(train_rows, f"--dataset {args.dataset}"),
+        encode(eval_rows, f"--eval_dataset {args.eval_dataset}"),
+    )
+    references = encode(
+        [(r["prompt"], [r["completion"]], 0) for r in references], f"--reference_dataset {args.reference_dataset}"
+    )
+    references = [
+        row for candidates, _ in references or data for row in candidates
+    ]  # None given: the candidates themselves
+    prompts = [
+        train_rows[i % len(train_rows)][0] for i in range(args.normalize_samples)
+    ]  # to sample from, for gain_bias
+    if args.normalization == "gain_bias":
+        utils.encode_prompts(tokenizer, prompts, context - args.response_length, f"--dataset {args.dataset}")
     if len(data) < B:
         utils.fail(f"--batch_size {B}: more than the {len(data)} rows of --dataset {args.dataset}")
     steps_per_epoch = len(data) // B
@@ -287,7 +311,7 @@ def main(args: Args):
 
     samples = []
     if args.normalization == "gain_bias":
-        queries, answers = sample_responses([prompts[i % len(prompts)] for i in range(args.normalize_samples)], 1)
+        queries, answers = sample_responses(prompts, 1)
         samples = [q + a[0] for q, a in zip(queries, answers, strict=True)]
         normalize(samples)
     reward, optimizer = accelerator.prepare(reward, optimizer)
@@ -347,12 +371,6 @@ def main(args: Args):
     if args.normalization == "gain_bias":
         normalize(samples)
     if args.normalization == "mean_shift":
-        references = [row for candidates, _ in data for row in candidates]
-        if args.reference_dataset:
-            rows = utils.read_rows(
-                args.reference_dataset, {"prompt": str, "completion": str}, flag="--reference_dataset"
-            )
-            references = [joined(row["prompt"], row["completion"]) for row in rows]
         mean = score(references).mean()
         inner.bias.copy_(inner.bias - mean)
         run.say(f"mean score {mean:.3f} on {len(references)} reference responses -> 0")

@@ -427,7 +427,7 @@ def rloo_policy_loss(logprobs, old_logprobs, mask, advantages, cliprange):
 # ---- the loop --------------------------------------------------------------------------------------------------------
 def check(args):
     """Ends with one line (exit code 2) where arguments contradict each other; nothing has been written by then."""
-    utils.check_sizes(args)
+    utils.check_numbers(args)
     if args.batch_size % args.rloo_k:
         utils.fail(f"--batch_size {args.batch_size}: not divisible by --rloo_k {args.rloo_k}")
     if args.rloo_k == 1 and not (args.token_level_kl and args.normalize_advantage):
@@ -440,6 +440,12 @@ def check(args):
                 f"--{name}: required, a model folder or Hub name (only --dataset toy from the command line has a default)"
             )
     utils.check_output_dir(args)
+
+
+def read_prompts(spec, flag):
+    """Rows with a `prompt`, of the embedded task or of a data set."""
+    name, _, split = spec.partition(":")
+    return toy.rows("prompts", split or "train") if name == "toy" else utils.read_rows(spec, {"prompt": str}, flag=flag)
 
 
 def main(args: Args):
@@ -455,6 +461,8 @@ def main(args: Args):
         utils.fail(
             f"--batch_size {B}: not divisible by num_mini_batches * rloo_k * processes = {args.num_mini_batches} * {k} * {world}"
         )
+    train_rows = read_prompts(args.dataset, "--dataset")
+    eval_rows = read_prompts(args.eval_dataset, "--eval_dataset") if args.eval_dataset else []
     if args.dataset == "toy" and accelerator.is_main_process:
         toy.ensure_stages(args, print)
     accelerator.wait_for_everyone()
@@ -481,21 +489,15 @@ def main(args: Args):
 
     # ---- data: prompts as token ids; their order is a function of (seed, epoch), over and over
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if context is not None and context <= R:
+        utils.fail(f"--response_length {R}: leaves no room for a prompt in the model's context of {context}")
     room = None if context is None else context - R
-
-    def read_prompts(spec, flag):
-        is_toy = spec.partition(":")[0] == "toy"
-        split = spec.partition(":")[2] or "train"
-        rows = toy.rows("prompts", split) if is_toy else utils.read_rows(spec, {"prompt": str}, flag=flag)
-        return [r["prompt"] for r in rows], utils.encode_prompts(tokenizer, rows, room, f"{flag} {spec}")
-
-    texts, prompts = read_prompts(args.dataset, "--dataset")
-    eval_texts, eval_prompts = read_prompts(args.eval_dataset, "--eval_dataset") if args.eval_dataset else ([], [])
+    texts, eval_texts = ([row["prompt"] for row in rows] for rows in (train_rows, eval_rows))
+    prompts = utils.encode_prompts(tokenizer, texts, room, f"--dataset {args.dataset}")
+    eval_prompts = utils.encode_prompts(tokenizer, eval_texts, room, f"--eval_dataset {args.eval_dataset}")
     table_prompts, table_texts = (eval_prompts or prompts)[:4], (eval_texts or texts)[:4]
     order_of_epoch = functools.cache(lambda epoch: utils.permutation(len(prompts), args.seed, epoch))
-    gold = (
-        toy.gold if args.dataset == "toy" else None
-    )  # on the embedded task the true reward is known, and only watched
+    gold = toy.gold if args.dataset == "toy" else None  # the embedded task's true reward is known, and only watched
 
     # ---- memory: how many responses share a row, how many episodes a forward
     reason = "share_prompts is off" if not args.share_prompts else None

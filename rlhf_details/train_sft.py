@@ -123,7 +123,7 @@ class LanguageModel(nn.Module):
         logits = self.model(input_ids=tokens, attention_mask=mask, use_cache=False, **inputs).logits[
             :, :-1
         ]  # position t predicts t+1
-        is_target = is_target[:, 1:]  # [M, L-1]
+        is_target = is_target[:, 1:] & mask[:, :-1]  # [M, L-1]; a row's first token has no past to be predicted from
         return nn.functional.cross_entropy(logits[is_target].float(), tokens[:, 1:][is_target], reduction="sum")
 
 
@@ -168,7 +168,7 @@ def rouge_l(response, reference):
 
 def check(args):
     """Ends with one line (exit code 2) where an argument makes no sense; nothing has been written by then."""
-    utils.check_sizes(args)
+    utils.check_numbers(args)
     if args.base_model == "scratch" and args.hidden_size % args.num_heads:
         utils.fail(f"--hidden_size {args.hidden_size}: not divisible by --num_heads {args.num_heads}")
     utils.check_output_dir(args)
@@ -206,19 +206,20 @@ def main(args: Args):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     context = getattr(model.config.get_text_config(), "max_position_embeddings", math.inf)
 
-    def encode(rows, what):
+    def encode(rows, what, sampled):
         pairs = [utils.encode(tokenizer, row["prompt"], row["completion"]) for row in rows]
         for number, (prompt, completion) in enumerate(pairs, 1):
             if len(prompt) + len(completion) > context:
+                length = len(prompt) + len(completion)
+                utils.fail(f"{what}: row {number} has {length} tokens; the model's context is {context}")
+            if prompt and len(prompt) + sampled > context:
                 utils.fail(
-                    f"{what}: row {number} has {len(prompt) + len(completion)} tokens; the model's context is {context}"
+                    f"{what}: row {number}: its prompt and --response_length {sampled} exceed the context of {context}"
                 )
         return pairs
 
-    data, eval_data = (
-        encode(rows, f"--dataset {args.dataset}"),
-        encode(eval_rows, f"--eval_dataset {args.eval_dataset}"),
-    )
+    data = encode(rows, f"--dataset {args.dataset}", 0)
+    eval_data = encode(eval_rows, f"--eval_dataset {args.eval_dataset}", args.response_length)
 
     def tensors(pairs):
         """(tokens, mask, is_target), each [M, L]: targets are the completion's tokens, EOS included, and the prompt's."""
@@ -230,9 +231,10 @@ def main(args: Args):
         return tokens, mask, in_completion if args.completion_only else mask
 
     def num_targets(pairs):
+        all_but_first = [len(p) + len(c) - 1 for p, c in pairs]
         return sum(
-            len(c) + (0 if args.completion_only else max(len(p) - 1, -1)) for p, c in pairs
-        )  # a row's first token has no past
+            min(len(c), n) if args.completion_only else n for n, (_, c) in zip(all_but_first, pairs, strict=True)
+        )
 
     if len(data) < B:
         utils.fail(f"--batch_size {B}: more than the {len(data)} rows of --dataset {args.dataset}")

@@ -3,8 +3,10 @@ What two scripts need and what makes no algorithmic choice: masks and padding, d
 Every function here has a test in tests/test_utils.py. Nothing runs at import.
 """
 
+import contextlib
 import dataclasses
 import inspect
+import io
 import json
 import math
 import os
@@ -23,6 +25,7 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from safetensors import SafetensorError
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
@@ -135,40 +138,54 @@ def parse_args(args_class, defaults=None, argv=None):
     config = {}
     if given.get("config"):
         try:
-            config = tomllib.loads(Path(given["config"]).read_text())
-        except (OSError, tomllib.TOMLDecodeError) as e:
+            config = tomllib.loads(Path(given["config"]).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as e:  # tomllib's error and a wrong encoding are ValueErrors
             fail(f"--config {given['config']}: {e}")
-    for key in config:
+
+    def tokens(key, value):
+        if isinstance(value, bool):
+            return [f"--{key}" if value else f"--no_{key}"]
+        return [f"--{key}", *map(str, value if isinstance(value, list) else [value])]
+
+    for key, value in config.items():
         if key not in fields:
             fail(f"--config {given['config']}: unknown key {key!r}")
+        try:
+            with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+                tyro.cli(args_class, args=tokens(key, value))
+        except SystemExit:
+            fail(f"--config {given['config']}: {key} = {value!r} is not of that argument's type")
     dataset = given.get("dataset") or config.get("dataset") or "toy"
     values = (defaults or {} if dataset == "toy" else {}) | config
-    tokens = []
-    for key, value in values.items():
-        if isinstance(value, bool):
-            tokens += [f"--{key}" if value else f"--no_{key}"]
-        else:
-            tokens += [f"--{key}", *map(str, value if isinstance(value, list) else [value])]
-    return tyro.cli(args_class, args=tokens + argv)
+    return tyro.cli(args_class, args=[token for item in values.items() for token in tokens(*item)] + argv)
 
 
-def check_sizes(args):
-    """Ends with one line where a count is below 1 or the temperature is not above 0."""
+def check_numbers(args):
+    """Ends with one line where a count is too small, a number not finite or negative, or the run's name no folder name."""
     for name, value in dataclasses.asdict(args).items():
-        if type(value) is int and name not in ("seed", "eval_every", "num_sample_generations") and value < 1:
-            fail(f"--{name} {value}: must be at least 1")
-    if not 0 < args.temperature < math.inf:
-        fail(f"--temperature {args.temperature}: must be above 0")
+        lowest = 0 if name in ("seed", "eval_every", "num_sample_generations") else 1
+        if type(value) is int and value < lowest:
+            fail(f"--{name} {value}: must be at least {lowest}")
+        above_zero = name in ("temperature", "max_grad_norm")
+        if isinstance(value, float) and not (0 < value < math.inf or (value == 0 and not above_zero)):
+            fail(f"--{name} {value}: must be finite and {'above 0' if above_zero else 'not negative'}")
+    if args.warmup_ratio > 1:
+        fail(f"--warmup_ratio {args.warmup_ratio}: must be at most 1")
+    if args.run_name is not None and (args.run_name != Path(args.run_name).name or args.run_name in ("", ".", "..")):
+        fail(f"--run_name {args.run_name!r}: must be the name of a folder in runs/")
 
 
 def check_output_dir(args):
     """Refuses an output folder that holds a model trained with other arguments, unless `--overwrite`; repeating a run is fine."""
     folder = Path(args.output_dir)
+    for part in (folder, *folder.parents):
+        if part.exists() and not part.is_dir():
+            fail(f"--output_dir {folder}: {part} is a file")
     if args.overwrite or not folder.exists() or not any(folder.iterdir()):
         return
     try:
-        before = json.loads((folder / "training_args.json").read_text())
-    except (OSError, ValueError):
+        before = dict(json.loads((folder / "training_args.json").read_text()))
+    except (OSError, ValueError, TypeError):
         fail(
             f"--output_dir {folder} holds something that no run of this script wrote; give another folder or --overwrite"
         )
@@ -195,17 +212,8 @@ def read_rows(spec, columns, default_split="train", flag="--dataset"):
             fail(f"{flag} {spec}: no such file")
         rows = _read_file(path, flag)
     else:
-        from datasets import load_dataset  # here, since it is slow to import and most runs on files do without
-
-        try:
-            rows = (
-                load_dataset(name, data_files=part, split="train")
-                if "." in part
-                else load_dataset(name, split=part or default_split)
-            )
-        except (OSError, ValueError) as e:
-            fail(f"{flag} {spec}: neither a local file nor a data set that could be loaded ({str(e).splitlines()[0]})")
-        rows = [dict(row) for row in rows]
+        options = dict(data_files=part, split="train") if "." in part else dict(split=part or default_split)
+        rows = _load_dataset(f"{flag} {spec}", name, **options)
     if not rows:
         fail(f"{flag} {spec}: no rows")
     check_columns(rows, columns, f"{flag} {spec}")
@@ -215,30 +223,44 @@ def read_rows(spec, columns, default_split="train", flag="--dataset"):
 def check_columns(rows, columns, what):
     """Ends with the row's number where a row lacks one of `columns` ({name: type}) or holds another type in it."""
     for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict):
+            fail(f"{what}: row {number} is no object with columns: {row!r}")
         for column, kind in columns.items():
-            if not isinstance(row, dict) or column not in row:
-                fail(
-                    f"{what}: row {number} has no column {column!r} (it has {sorted(row) if isinstance(row, dict) else row!r})"
-                )
-            if not isinstance(row[column], kind):
-                fail(f"{what}: row {number}, column {column!r}: {row[column]!r} is not a {kind.__name__}")
+            if column not in row:
+                fail(f"{what}: row {number} has no column {column!r} (it has {sorted(row)})")
+            if not isinstance(row[column], kind) or (kind is int and isinstance(row[column], bool)):
+                fail(f"{what}: row {number}, column {column!r}: {row[column]!r} is not of type {kind.__name__}")
 
 
 def _read_file(path, flag):
-    if path.suffix == ".jsonl":
-        rows = []
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-            try:
-                rows += [json.loads(line)] if line.strip() else []
-            except ValueError as e:
-                fail(f"{flag} {path}: line {number} is not JSON ({e})")
-        return rows
-    from datasets import load_dataset
-
+    if path.suffix in (".csv", ".parquet"):
+        return _load_dataset(f"{flag} {path}", path.suffix[1:], data_files=str(path), split="train")
+    number, place = 1, "line"
     try:
-        return [dict(r) for r in load_dataset(path.suffix[1:], data_files=str(path), split="train")]
-    except Exception as e:  # the readers of csv, json and parquet each raise their own; the user needs the first line
-        fail(f"{flag} {path}: cannot be read ({str(e).splitlines()[0]})")
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".json":
+            rows = json.loads(text)
+            return rows if isinstance(rows, list) else [rows]
+        rows = []
+        for number, line in enumerate(text.split("\n"), 1):  # noqa: B007 (read where the error is reported)
+            rows += [json.loads(line)] if line.strip() else []
+        return rows
+    except json.JSONDecodeError as e:
+        fail(
+            f"{flag} {path}: {place} {number if path.suffix == '.jsonl' else e.lineno} is not JSON ({e.msg}, column {e.colno})"
+        )
+    except (OSError, ValueError) as e:
+        fail(f"{flag} {path}: cannot be read as UTF-8 text ({e})")
+
+
+def _load_dataset(what, *args, **kwargs):
+    import datasets  # here, since it is slow to import and most runs do without
+
+    datasets.disable_progress_bars(), datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    try:
+        return [dict(row) for row in datasets.load_dataset(*args, **kwargs)]
+    except Exception as e:  # each reader raises a class of its own; the user needs the innermost cause, in one line
+        fail(f"{what}: cannot be loaded as a local file or data set ({str(e.__cause__ or e).strip().splitlines()[0]})")
 
 
 def encode(tokenizer, prompt, completion=None):
@@ -258,9 +280,9 @@ def encode(tokenizer, prompt, completion=None):
     return ids, [*tokenizer(completion, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
 
 
-def encode_prompts(tokenizer, rows, max_length, what):
-    """Token ids of each row's prompt; one that is empty or longer than max_length (None: no limit) is an error naming its row."""
-    ids = [encode(tokenizer, row["prompt"]) for row in rows]
+def encode_prompts(tokenizer, prompts, max_length, what):
+    """Token ids of each prompt; one that is empty or longer than max_length (None: no limit) is an error naming its row."""
+    ids = [encode(tokenizer, prompt) for prompt in prompts]
     for number, row in enumerate(ids, 1):
         if not row:
             fail(f"{what}: the prompt of row {number} is empty")
@@ -274,13 +296,22 @@ def encode_prompts(tokenizer, rows, max_length, what):
 # ---- models ----------------------------------------------------------------------------------------------------------
 def load_tokenizer(folder, flag):
     """The tokenizer of a model folder or Hub repository; one with an EOS token is required."""
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, TypeError, AttributeError, KeyError) as e:
-        fail(f"{flag} {folder}: no tokenizer there ({str(e).splitlines()[0]})")
-    if tokenizer is None or len(tokenizer) == 0 or tokenizer.eos_token_id is None:
-        fail(f"{flag} {folder}: no tokenizer with an EOS token there")
+    tokenizer = _find_tokenizer(folder)
+    if tokenizer is None or tokenizer.eos_token_id is None:
+        fail(f"{flag} {folder}: no model folder or Hub repository that has a tokenizer with an EOS token")
     return tokenizer
+
+
+def _find_tokenizer(folder):
+    """The tokenizer, or None; the library would make up an empty one for a local folder that has none."""
+    if Path(folder).is_dir() and not any(
+        f for kind in ("tokenizer*", "vocab*", "*.model") for f in Path(folder).glob(kind)
+    ):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, TypeError, AttributeError, KeyError):
+        return None
 
 
 def load_policy(folder, flag, attn_implementation=None):
@@ -289,8 +320,9 @@ def load_policy(folder, flag, attn_implementation=None):
         model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation=attn_implementation
         )
-    except (OSError, ValueError) as e:
-        fail(f"{flag} {folder}: not a causal language model ({str(e).splitlines()[0]})")
+    except (OSError, ValueError, ImportError, SafetensorError) as e:
+        kernel = f" with --attn_implementation {attn_implementation}" if attn_implementation else ""
+        fail(f"{flag} {folder}: cannot be loaded as a causal language model{kernel} ({str(e).strip().splitlines()[0]})")
     return disable_dropout(model)
 
 
@@ -304,8 +336,10 @@ def load_reward_model(folder, flag, allow_untrained=False, attn_implementation=N
         model, info = AutoModelForSequenceClassification.from_pretrained(
             folder, dtype=torch.float32, attn_implementation=attn_implementation, output_loading_info=True, **labels
         )
-    except (OSError, ValueError) as e:
-        fail(f"{flag} {folder}: not a sequence-classification model ({str(e).splitlines()[0]})")
+    except (OSError, ValueError, ImportError, SafetensorError) as e:
+        kernel = f" with --attn_implementation {attn_implementation}" if attn_implementation else ""
+        cause = str(e).strip().splitlines()[0]
+        fail(f"{flag} {folder}: cannot be loaded as a sequence-classification model{kernel} ({cause})")
     if not allow_untrained and (info["missing_keys"] or model.config.num_labels != 1):
         missing = ", ".join(sorted(info["missing_keys"])) or f"num_labels is {model.config.num_labels}, not 1"
         fail(
@@ -317,13 +351,8 @@ def load_reward_model(folder, flag, allow_untrained=False, attn_implementation=N
 def check_same_vocabulary(policy_folder, reward_folder, tokenizer):
     """The reward model reads the policy's token ids: both vocabularies must be the same, but for the padding token."""
     sizes = [AutoConfig.from_pretrained(f).get_text_config().vocab_size for f in (policy_folder, reward_folder)]
-    try:
-        other = AutoTokenizer.from_pretrained(reward_folder)
-    except (OSError, ValueError, TypeError, AttributeError, KeyError):
-        other = None
-    same = [
-        {t: i for t, i in tk.get_vocab().items() if t != tk.pad_token} for tk in (tokenizer, other) if tk is not None
-    ]
+    found = [t for t in (tokenizer, _find_tokenizer(reward_folder)) if t is not None]
+    same = [{token: i for token, i in t.get_vocab().items() if token != t.pad_token} for t in found]
     if sizes[0] > sizes[1] or any(vocabulary != same[0] for vocabulary in same):
         fail(
             f"vocabulary mismatch: --sft_model_path {policy_folder} ({sizes[0]} embeddings, {len(same[0])} tokens) and "
