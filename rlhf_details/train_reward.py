@@ -195,7 +195,7 @@ def main(args: Args):
     references = (
         utils.read_rows(args.reference_dataset, columns, flag="--reference_dataset") if args.reference_dataset else []
     )
-    if args.dataset == "toy" and accelerator.is_main_process:
+    if train_rows is None and accelerator.is_main_process:
         toy.ensure_stages(args, print)
     accelerator.wait_for_everyone()
 

@@ -371,6 +371,11 @@ def why_not_share(policy, reward_model, max_query_length, response_length, devic
 
 
 # ---- equations -------------------------------------------------------------------------------------------------------
+def has_stopped(responses, mask, stop_id):
+    """Whether each response [B, R] holds the stop token, looked for in its real tokens only; stop_id None: always True."""
+    return (mask & (responses == stop_id)).any(1) if stop_id is not None else mask.any(1)
+
+
 def missing_eos_scores(scores, ended, penalty, mode):
     """The EOS trick: a response that did not end pays `penalty` ("subtract"), or its score becomes -penalty ("replace").
 
@@ -463,7 +468,8 @@ def main(args: Args):
         )
     train_rows = read_prompts(args.dataset, "--dataset")
     eval_rows = read_prompts(args.eval_dataset, "--eval_dataset") if args.eval_dataset else []
-    if args.dataset == "toy" and accelerator.is_main_process:
+    is_toy = args.dataset.partition(":")[0] == "toy"
+    if is_toy and accelerator.is_main_process:
         toy.ensure_stages(args, print)
     accelerator.wait_for_everyone()
     torch.manual_seed(args.seed)
@@ -497,7 +503,7 @@ def main(args: Args):
     eval_prompts = utils.encode_prompts(tokenizer, eval_texts, room, f"--eval_dataset {args.eval_dataset}")
     table_prompts, table_texts = (eval_prompts or prompts)[:4], (eval_texts or texts)[:4]
     order_of_epoch = functools.cache(lambda epoch: utils.permutation(len(prompts), args.seed, epoch))
-    gold = toy.gold if args.dataset == "toy" else None  # the embedded task's true reward is known, and only watched
+    gold = toy.gold if is_toy else None  # the embedded task's true reward is known, and only watched
 
     # ---- memory: how many responses share a row, how many episodes a forward
     reason = "share_prompts is off" if not args.share_prompts else None
@@ -538,7 +544,7 @@ def main(args: Args):
         with torch.no_grad(), accelerator.autocast():
             outputs = in_slices(one_slice, [queries, query_mask, mine], args.rollout_micro_batch_size)
         responses, mask, kl, scores = (accelerator.gather(x)[: len(ids)] for x in outputs)  # ... and cut again
-        ended = (responses == stop_id).any(1) if stop_id is not None else mask.any(1)
+        ended = has_stopped(responses, mask, stop_id)
         result = {
             "scores": missing_eos_scores(scores, ended, args.missing_eos_penalty, args.missing_eos_mode),
             "kl": kl,
@@ -610,7 +616,7 @@ def main(args: Args):
         # ---- 3. Rewards ------------------------------------------------------------------------------------------------
         #   response        a    b   EOS   .    .      (nothing is sampled after the stop token)
         #   response_mask   1    1    1    0    0      the stop token is an action as well: it has a log-prob and a KL
-        ended = (response_mask & (responses == stop_id)).any(1) if stop_id is not None else response_mask.any(1)  # [B]
+        ended = has_stopped(responses, response_mask, stop_id)  # [B]
         scores = missing_eos_scores(scores, ended, args.missing_eos_penalty, args.missing_eos_mode)  # [B]
         shaped_scores = shape_scores(scores, args.normalize_reward, args.reward_clip_range)  # [B]
         kl = (
@@ -696,7 +702,7 @@ def main(args: Args):
             "val/ratio_var": off_squared / actions - (off / actions) ** 2,
             "val/logprob_gap": accelerator.gather(gap.reshape(1)).max().item(),
             "val/num_eos_tokens": (response_mask & (responses == tokenizer.eos_token_id)).sum().item(),
-            "val/num_stop_token_ids": (ended.sum() if stop_id is not None else 0 * ended.sum()).item(),
+            "val/num_stop_token_ids": ended.sum().item() if stop_id is not None else 0,
             "val/sequence_lengths": response_mask.sum(1).float().mean().item(),
             "val/optimizer_steps": len(grad_norms),
             "time/rollout": rollout_time - update_time,

@@ -129,7 +129,7 @@ class LanguageModel(nn.Module):
 
 def from_scratch(args, texts):
     """A GPT-NeoX with random weights and, unless the task brings its own, a byte-level BPE tokenizer trained on the texts."""
-    if args.dataset == "toy":
+    if args.dataset.partition(":")[0] == "toy":
         tokenizer = toy.tokenizer()
     else:
         backend = ByteLevelBPETokenizer()

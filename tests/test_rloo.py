@@ -65,7 +65,7 @@ def test_two_processes_sample_the_same_tokens_and_give_the_same_curves(tiny, tmp
     tokens = sampled_tokens(first)
     assert len(tokens) == 160 and tokens == sampled_tokens(second)
     assert len({tuple(t) for t in tokens.values()}) > 100
-    assert len(one) == 10
+    assert [row["update"] for row in one] == list(range(11))
     assert_same_curves(one, two)
 
 
@@ -150,7 +150,7 @@ def test_every_metric_is_blind_to_padding(tiny, in_tmp, monkeypatch):
     monkeypatch.setattr(utils, "left_pad", wide)
     monkeypatch.setattr(train_rloo, "trim", lambda batch: batch)
     assert_same_curves(reference, run_rloo(tiny, **options))
-    assert reference[-1]["val/sequence_lengths"] < 12  # there was padding on the right as well
+    assert reference[1]["val/sequence_lengths"] < 12  # there was padding on the right as well
 
 
 def test_bf16_keeps_fp32_weights_and_log_probs(tiny, tmp_path):
