@@ -204,7 +204,7 @@ def gold(prompt, response):
     words = response.split()
     content = [w for w in words if w in NOUN_TOPIC or w in SENTIMENT]
     kind = len({w for w in words if SENTIMENT.get(w) == 1}) - sum(SENTIMENT.get(w) == -1 for w in words)
-    on_topic = len({w for w in words if NOUN_TOPIC.get(w) == topic})
+    on_topic = len({w for w in words if w in NOUN_TOPIC and NOUN_TOPIC[w] == topic})
     off_topic = sum(NOUN_TOPIC.get(w, topic) != topic for w in words)
     repeated = len(content) - len(set(content)) + sum(a == b for a, b in pairwise(words))
     ending = 1.0 if words and words[-1] == "." else -1.0
@@ -225,19 +225,19 @@ def rows(stage, split):
     """Rows of the embedded data set, the same on every machine.
 
     Args: stage "sft" (`prompt`, `completion`) or "prompts" (`prompt`, `completion` as reference); split "train" or "test".
-    Returns: list of dicts of strings. No prompt of a test split opens a review of a training split.
+    Returns: list of dicts of strings. No opening of a test split is an opening of a training split.
     """
     if (stage, split) not in SPLITS:
         utils.fail(f"data set toy:{split}: the splits are toy:train and toy:test")
     rng = np.random.default_rng([2024, sorted(SPLITS).index((stage, split))])
-    taken = {r["prompt"] for s in ("sft", "prompts") for r in rows(s, "train")} if split == "test" else set()
+    training = rows("sft", "train") + rows("prompts", "train") if split == "test" else []
+    taken = {row["prompt"].partition(" .")[0] for row in training}  # openings, the first sentences
     result = []
     while len(result) < SPLITS[stage, split]:
         text, opening = write_review(rng)
         words, cut = text.split(), opening + int(rng.integers(3))
-        prompt = " ".join(words[:cut])
-        if prompt not in taken:
-            result.append({"prompt": prompt, "completion": " ".join(words[cut:])})
+        if text.partition(" .")[0] not in taken:
+            result.append({"prompt": " ".join(words[:cut]), "completion": " ".join(words[cut:])})
     return result
 
 

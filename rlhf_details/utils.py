@@ -102,13 +102,13 @@ def disable_dropout(model):
     taken at construction. Training mode because `.eval()` would also switch gradient checkpointing off.
     """
     for name, value in vars(model.config).items():
-        if isinstance(value, float) and ("dropout" in name or name.endswith("_pdrop")):
+        if isinstance(value, float) and "drop" in name:
             setattr(model.config, name, 0.0)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         for name, value in vars(module).items():
-            if isinstance(value, float) and "dropout" in name:
+            if isinstance(value, float) and "drop" in name:
                 setattr(module, name, 0.0)
     return model.train()
 
@@ -156,7 +156,7 @@ def parse_args(args_class, defaults=None, argv=None):
         except SystemExit:
             fail(f"--config {given['config']}: {key} = {value!r} is not of that argument's type")
     dataset = given.get("dataset") or config.get("dataset") or "toy"
-    values = (defaults or {} if dataset == "toy" else {}) | config
+    values = (defaults or {} if dataset.partition(":")[0] == "toy" else {}) | config
     return tyro.cli(args_class, args=[token for item in values.items() for token in tokens(*item)] + argv)
 
 
@@ -210,6 +210,8 @@ def read_rows(spec, columns, default_split="train", flag="--dataset"):
     if path.suffix in (".jsonl", ".json", ".csv", ".parquet") and not path.is_dir():
         if not path.exists():
             fail(f"{flag} {spec}: no such file")
+        if part:
+            fail(f"{flag} {spec}: a file has no parts")
         rows = _read_file(path, flag)
     else:
         options = dict(data_files=part, split="train") if "." in part else dict(split=part or default_split)
@@ -268,12 +270,8 @@ def encode(tokenizer, prompt, completion=None):
 
     Prompt and completion are tokenised apart, always, so that training and scoring see the same ids at the seam.
     """
-    ids = tokenizer(prompt, add_special_tokens=False).input_ids
-    if (
-        tokenizer.bos_token_id is not None
-        and tokenizer.bos_token_id in tokenizer("").input_ids
-        and ids[:1] != [tokenizer.bos_token_id]
-    ):
+    ids, with_special_tokens = tokenizer(prompt, add_special_tokens=False).input_ids, tokenizer(prompt).input_ids
+    if tokenizer.bos_token_id is not None and with_special_tokens[:1] == [tokenizer.bos_token_id] != ids[:1]:
         ids = [tokenizer.bos_token_id, *ids]
     if completion is None:
         return ids
@@ -317,12 +315,14 @@ def _find_tokenizer(folder):
 def load_policy(folder, flag, attn_implementation=None):
     """A causal language model in fp32 with every dropout off (and so in training mode)."""
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation=attn_implementation
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation=attn_implementation, output_loading_info=True
         )
     except (OSError, ValueError, ImportError, SafetensorError) as e:
         kernel = f" with --attn_implementation {attn_implementation}" if attn_implementation else ""
         fail(f"{flag} {folder}: cannot be loaded as a causal language model{kernel} ({str(e).strip().splitlines()[0]})")
+    if info["missing_keys"]:
+        fail(f"{flag} {folder}: not a causal language model (no {', '.join(sorted(info['missing_keys']))})")
     return disable_dropout(model)
 
 
@@ -332,7 +332,7 @@ def load_reward_model(folder, flag, allow_untrained=False, attn_implementation=N
     allow_untrained=True: any model will do, its head drawn at random, for dummy runs and for training to start from.
     """
     try:
-        labels = {"num_labels": 1} if allow_untrained else {}
+        labels = {"num_labels": 1, "ignore_mismatched_sizes": True} if allow_untrained else {}
         model, info = AutoModelForSequenceClassification.from_pretrained(
             folder, dtype=torch.float32, attn_implementation=attn_implementation, output_loading_info=True, **labels
         )
@@ -352,7 +352,8 @@ def check_same_vocabulary(policy_folder, reward_folder, tokenizer):
     """The reward model reads the policy's token ids: both vocabularies must be the same, but for the padding token."""
     sizes = [AutoConfig.from_pretrained(f).get_text_config().vocab_size for f in (policy_folder, reward_folder)]
     found = [t for t in (tokenizer, _find_tokenizer(reward_folder)) if t is not None]
-    same = [{token: i for token, i in t.get_vocab().items() if token != t.pad_token} for t in found]
+    padding = {t.pad_token for t in found if t.pad_token != t.eos_token}
+    same = [{token: i for token, i in t.get_vocab().items() if token not in padding} for t in found]
     if sizes[0] > sizes[1] or any(vocabulary != same[0] for vocabulary in same):
         fail(
             f"vocabulary mismatch: --sft_model_path {policy_folder} ({sizes[0]} embeddings, {len(same[0])} tokens) and "
@@ -362,7 +363,8 @@ def check_same_vocabulary(policy_folder, reward_folder, tokenizer):
 
 def save_model(args, model, tokenizer):
     """Writes an ordinary model folder: weights, tokenizer, and the arguments that made it; complete, or not at all."""
-    folder, partial = Path(args.output_dir), Path(f"{args.output_dir}.partial")
+    folder = Path(args.output_dir)
+    partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
