@@ -1,0 +1,252 @@
+"""The embedded task: its grammar, its gold reward against a second implementation, and that no trick beats writing well."""
+
+import math
+import random
+from collections import Counter
+from statistics import mean
+
+import numpy as np
+import pytest
+
+from rlhf_details import toy
+
+
+def vocabulary():
+    """Every word of the tokenizer but the special ones."""
+    tokenizer = toy.tokenizer()
+    return sorted(set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens))
+
+
+def reviews(num, seed=0):
+    rng = np.random.default_rng(seed)
+    return [toy.write_review(rng) for _ in range(num)]
+
+
+def corruptions(text, some):
+    """{how: the text with one word dropped, two different neighbours swapped, or one word said twice}."""
+    words = text.split()
+    i = some.randrange(len(words))
+    j = some.choice([j for j in range(len(words) - 1) if words[j] != words[j + 1]])
+    return {
+        "dropped": " ".join(words[:i] + words[i + 1 :]),
+        "swapped": " ".join(words[:j] + [words[j + 1], words[j]] + words[j + 2 :]),
+        "repeated": " ".join(words[: i + 1] + words[i:]),
+    }
+
+
+# ---- the gold reward -------------------------------------------------------------------------------------------------
+def slow_gold(prompt, response):
+    """Written from the docstring of toy.gold, clause by clause."""
+    words = response.split()
+    nouns = {topic: (" ".join(parts[1:])).split() for topic, parts in toy.TOPICS.items()}
+    subjects = [topic for word in prompt.split() for topic, parts in toy.TOPICS.items() if word in parts[0].split()]
+    mine = nouns[subjects[0]]
+    others = [noun for topic, list_ in nouns.items() if topic != subjects[0] for noun in list_]
+    kind, unkind = toy.POSITIVE + toy.LIKED, toy.NEGATIVE + toy.DISLIKED
+
+    points = 0
+    for word in set(words):
+        points += word in kind
+    for word in words:
+        points -= word in unkind
+    total = min(5, max(-5, points))
+
+    on_topic = len([noun for noun in mine if noun in words])
+    total += -4 if on_topic == 0 else min(4, on_topic)
+    for word in words:
+        total -= 2 * (word in others)
+
+    said = []
+    for word in words:
+        if word in mine + others + kind + unkind:
+            total -= word in said
+            said.append(word)
+    for i in range(1, len(words)):
+        total -= words[i] == words[i - 1]
+    return total + (1 if words[-1:] == ["."] else -1)
+
+
+def test_gold_equals_a_second_implementation():
+    some, checked, words = random.Random(0), set(), vocabulary()
+    for text, opening in reviews(150):
+        prompt, response = (" ".join(part) for part in (text.split()[:opening], text.split()[opening:]))
+        candidates = [response, response[:-2], "", ".", *corruptions(response, some).values()]
+        candidates.append(" ".join(some.choice(words) for _ in range(some.randrange(1, 30))))
+        topic = toy.PLACE_TOPIC[next(w for w in prompt.split() if w in toy.PLACE_TOPIC)]
+        own = (toy.TOPICS[topic][1] + " " + toy.TOPICS[topic][2]).split()
+        candidates.append(" ".join(some.choices(own + toy.POSITIVE + toy.LIKED + toy.NEGATIVE, k=14)))
+        candidates.append(" ".join(some.sample(own + toy.POSITIVE, k=14)) + " .")  # reaches the limits
+        candidates.append(" ".join(some.sample(toy.NEGATIVE, k=9)))
+        for candidate in candidates:
+            assert toy.gold(prompt, candidate) == slow_gold(prompt, candidate), (prompt, candidate)
+            checked.add(toy.gold(prompt, candidate))
+    assert len(checked) > 15
+
+
+def test_gold_of_hand_made_responses():
+    prompt = "last friday my sister went to a small hotel by the river ."
+    assert toy.gold(prompt, "the room was lovely .") == 1 + 1 + 1
+    assert toy.gold(prompt, "the room was lovely") == 1 + 1 - 1
+    assert toy.gold(prompt, "the room was awful .") == -1 + 1 + 1
+    assert toy.gold(prompt, "the soup was lovely .") == 1 - 4 - 2 + 1
+    assert toy.gold(prompt, "the room was lovely lovely .") == 1 + 1 - 1 - 1 + 1  # said again, and follows itself
+    assert toy.gold(prompt, "the room was lovely and the bed was lovely .") == 1 + 2 - 1 + 1
+    assert toy.gold(prompt, "") == 0 - 4 - 1
+    assert toy.gold(prompt, "room bed lobby pool shower .") == 0 + 4 + 1
+
+
+# ---- the grammar -----------------------------------------------------------------------------------------------------
+def test_every_generated_review_parses():
+    assert all(toy.parses(text) for text, _ in reviews(1_000))
+    assert all(toy.parses(f"{r['prompt']} {r['completion']}") for r in toy.rows("sft", "test"))
+
+
+def test_corrupted_reviews_mostly_do_not_parse():
+    some, parsed = random.Random(1), Counter()
+    for text, _ in reviews(500, seed=1):
+        parsed.update(how for how, corrupted in corruptions(text, some).items() if toy.parses(corrupted))
+    assert all(parsed[how] / 500 < 0.05 for how in ("dropped", "swapped", "repeated")), parsed
+
+
+def test_fragments_do_not_parse():
+    text, opening = reviews(1)[0]
+    words = text.split()
+    for fragment in ("", ".", " ".join(words[:opening]), " ".join(words[opening:]), text[:-2], f"{text} ", f" {text}"):
+        assert not toy.parses(fragment), fragment
+
+
+def test_the_opening_ends_where_write_review_says():
+    for text, opening in reviews(200):
+        first = text.split()[:opening]
+        assert first[-1] == "." and first.count(".") == 1
+        assert sum(word in toy.PLACE_TOPIC for word in first) == 1
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+def test_rows_are_a_function_of_the_stage_and_split_alone():
+    for stage, split in toy.SPLITS:
+        np.random.seed(len(stage))
+        random.seed(len(split))
+        rows = toy.rows(stage, split)
+        assert len(rows) == toy.SPLITS[stage, split]
+        if split == "test":
+            assert toy.rows.__wrapped__(stage, split) == rows
+    assert toy.rows.__wrapped__("prompts", "train") == toy.rows("prompts", "train")
+
+
+def test_no_two_splits_are_the_same_texts():
+    sft, prompts = ([f"{r['prompt']} {r['completion']}" for r in toy.rows(s, "train")] for s in ("sft", "prompts"))
+    assert len(set(sft) & set(prompts)) < len(prompts) / 100
+
+
+def test_prompts_are_the_opening_and_up_to_two_words():
+    extra = Counter()
+    for row in toy.rows("prompts", "train"):
+        extra[len(row["prompt"].split()) - row["prompt"].split().index(".") - 1] += 1
+        assert row["completion"].endswith(".")
+    assert set(extra) == {0, 1, 2} and min(extra.values()) > 1000
+
+
+@pytest.mark.parametrize("stage", ["sft", "prompts"])
+def test_no_test_prompt_is_a_training_prompt(stage):
+    training = {r["prompt"] for s in ("sft", "prompts") for r in toy.rows(s, "train")}
+    assert not training & {r["prompt"] for r in toy.rows(stage, "test")}
+
+
+def test_no_test_prompt_opens_a_training_review():
+    opened = set()
+    for stage in ("sft", "prompts"):
+        for row in toy.rows(stage, "train"):
+            words = f"{row['prompt']} {row['completion']}".split()
+            opening = words.index(".") + 1
+            opened |= {" ".join(words[:cut]) for cut in range(opening, opening + 3)}
+    assert not [r["prompt"] for s in ("sft", "prompts") for r in toy.rows(s, "test") if r["prompt"] in opened]
+
+
+def test_a_split_that_is_not_there_is_one_line(capsys):
+    with pytest.raises(SystemExit) as e:
+        toy.rows("sft", "validation")
+    line = capsys.readouterr().err
+    assert e.value.code == 2 and line.startswith("error: ") and line.count("\n") == 1 and "toy:validation" in line
+
+
+# ---- tokenizer -------------------------------------------------------------------------------------------------------
+def test_tokenizer_round_trip_without_unknown_words():
+    tokenizer = toy.tokenizer()
+    for text, _ in reviews(500, seed=2):
+        ids = tokenizer(text).input_ids
+        assert len(ids) == len(text.split()) and tokenizer.unk_token_id not in ids
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == text
+
+
+def test_vocabulary_is_small_the_same_each_time_and_pad_is_not_eos():
+    tokenizer = toy.tokenizer()
+    assert 200 < len(tokenizer) < 500
+    assert tokenizer.get_vocab() == toy.tokenizer().get_vocab()
+    assert len({tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id}) == 3
+    assert sorted(tokenizer.get_vocab().values()) == list(range(len(tokenizer)))
+
+
+def test_every_content_word_belongs_to_one_list():
+    nouns = [noun for _, one, many in toy.TOPICS.values() for noun in f"{one} {many}".split()]
+    lists = [nouns, toy.POSITIVE, toy.NEGATIVE, toy.LIKED, toy.DISLIKED]
+    words = [word for list_ in lists for word in list_]
+    assert len(words) == len(set(words)) and not set(words) & set(toy.PLACE_TOPIC)
+    places = [place for topic, (places, _, _) in toy.TOPICS.items() for place in places.split()]
+    assert {p for p in places if places.count(p) > 1} == set(), "a place of two subjects has no subject of its own"
+
+
+# ---- the human -------------------------------------------------------------------------------------------------------
+def test_the_human_chooses_in_proportion_to_exp_of_gold():
+    scores, n = [1.0, 0.0, 2.5, -1.0], 20_000
+    rng = np.random.default_rng(0)
+    counts = Counter(toy.choose(scores, rng) for _ in range(n))
+    weights = [math.exp(s / toy.HUMAN_TEMPERATURE) for s in scores]
+    expected = [n * w / sum(weights) for w in weights]
+    # chi-square with 3 degrees of freedom: above 25.9 once in 10^5
+    assert sum((counts[i] - e) ** 2 / e for i, e in enumerate(expected)) < 25.9
+
+
+def test_comparisons_ask_for_prompts_of_the_split_and_keep_the_candidates():
+    asked = []
+
+    def sample(prompts):
+        asked.extend(prompts)
+        return [["the room was lovely .", "soup soup soup", "", "awful"] for _ in prompts]
+
+    rows = toy.comparisons("test", 600, sample)  # more than there are prompts: it starts again
+    test = [r["prompt"] for r in toy.rows("prompts", "test")]
+    assert asked == [test[i % len(test)] for i in range(600)] == [prompt for prompt, _, _ in rows]
+    assert all(candidates[0] == "the room was lovely ." and 0 <= best < 4 for _, candidates, best in rows)
+    assert rows == toy.comparisons("test", 600, sample)
+    best = [max(range(4), key=lambda i: toy.gold(prompt, candidates[i])) for prompt, candidates, _ in rows]
+    assert mean(a == b for a, (_, _, b) in zip(best, rows, strict=True)) > 0.6  # noisy, but right on average
+
+
+# ---- tricks that must not pay ----------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def honest():
+    """Mean gold of the training texts."""
+    return mean(toy.gold(r["prompt"], r["completion"]) for r in toy.rows("sft", "train"))
+
+
+def test_no_constant_response_beats_the_training_texts(honest):
+    prompts = [r["prompt"] for r in toy.rows("prompts", "test")[:64]]
+    constants = [r["completion"] for r in toy.rows("sft", "train")[:1000]]
+    assert max(mean(toy.gold(p, c) for p in prompts) for c in constants) < honest
+
+
+def test_no_repeated_word_beats_the_training_texts(honest):
+    prompts = [r["prompt"] for r in toy.rows("prompts", "test")[:64]]
+    subject = [toy.PLACE_TOPIC[next(w for w in p.split() if w in toy.PLACE_TOPIC)] for p in prompts]
+    share = Counter(subject)
+    one_prompt = dict(zip(subject, prompts, strict=True))  # gold reads no more of a prompt than its subject
+    best = -math.inf
+    for word in vocabulary():
+        for times in range(1, 13):
+            for end in ("", " ."):
+                response = " ".join([word] * times) + end
+                total = sum(count * toy.gold(one_prompt[topic], response) for topic, count in share.items())
+                best = max(best, total / len(prompts))
+    assert best < honest
