@@ -59,9 +59,7 @@ def one_seed(seed, models):
     for name, flags in (("rloo", ()), ("rloo_nokl", longer)):
         rows, seconds = run("train_rloo.py", f"toy_{name}_{seed}", *shared, *flags, "--output_dir", paths[name])
         before, after = rows[0], rows[-1]
-        window = [
-            statistics.mean(r["objective/gold"] for r in rows[i : i + 10]) for i in range(1, len(rows) - 9)
-        ]  # smoothed
+        window = [statistics.mean(r["objective/gold"] for r in rows[i : i + 10]) for i in range(1, len(rows) - 9)]  # smoothed
         scores = [statistics.mean(r["objective/scores"] for r in rows[i : i + 10]) for i in range(1, len(rows) - 9)]
         peak, sd = max(range(len(window)), key=window.__getitem__), before["eval/objective/gold_std"]
         row = {"run": name, "seed": seed}

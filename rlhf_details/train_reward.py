@@ -29,7 +29,7 @@ from accelerate import Accelerator, DistributedDataParallelKwargs
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
-from rlhf_details import toy, utils
+from rlhf_details import data, toy, utils
 
 
 @dataclass
@@ -121,9 +121,7 @@ class Reward(nn.Module):
         hidden = self.model.base_model(
             input_ids=tokens, attention_mask=mask, use_cache=False, **inputs
         ).last_hidden_state  # [M, L, H]
-        last = (mask * torch.arange(mask.size(1), device=mask.device)).argmax(
-            1
-        )  # [M]: from the mask, so pad == eos is harmless
+        last = (mask * torch.arange(mask.size(1), device=mask.device)).argmax(1)  # [M]: from the mask, so pad == eos is harmless
         return self.gain * self.model.score(hidden[torch.arange(len(last)), last]).squeeze(-1).float() + self.bias
 
 
@@ -162,11 +160,11 @@ def read_comparisons(spec, flag):
     if spec.partition(":")[0] == "toy":
         toy.rows("prompts", spec.partition(":")[2] or "train")  # ends here if there is no such split
         return None
-    rows = utils.read_rows(spec, {"prompt": str}, flag=flag)
+    rows = data.read_rows(spec, {"prompt": str}, flag=flag)
     if "candidates" not in rows[0]:
-        utils.check_columns(rows, {"chosen": str, "rejected": str}, f"{flag} {spec}")
+        data.check_columns(rows, {"chosen": str, "rejected": str}, f"{flag} {spec}")
         return [(row["prompt"], [row["chosen"], row["rejected"]], 0) for row in rows]
-    utils.check_columns(rows, {"candidates": list, "best": int}, f"{flag} {spec}")
+    data.check_columns(rows, {"candidates": list, "best": int}, f"{flag} {spec}")
     for number, row in enumerate(rows, 1):
         K = max(2, len(rows[0]["candidates"]))
         if len(row["candidates"]) != K or not all(isinstance(c, str) for c in row["candidates"]):
@@ -192,9 +190,7 @@ def main(args: Args):
             f"--eval_dataset {args.eval_dataset}: {len(eval_rows[0][1])} candidates a row, {len(train_rows[0][1])} in --dataset"
         )
     columns = {"prompt": str, "completion": str}
-    references = (
-        utils.read_rows(args.reference_dataset, columns, flag="--reference_dataset") if args.reference_dataset else []
-    )
+    references = data.read_rows(args.reference_dataset, columns, flag="--reference_dataset") if args.reference_dataset else []
     if train_rows is None and accelerator.is_main_process:
         toy.ensure_stages(args, print)
     accelerator.wait_for_everyone()
@@ -212,9 +208,9 @@ def main(args: Args):
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
-    # ---- data
+    # ---- train_ids
     def joined(prompt, completion):
-        query, response = utils.encode(tokenizer, prompt, completion)
+        query, response = data.encode(tokenizer, prompt, completion)
         return query + response
 
     @torch.no_grad()
@@ -224,7 +220,7 @@ def main(args: Args):
 
         policy = utils.load_policy(args.sft_model_path, "--sft_model_path", args.attn_implementation)
         policy = Policy(policy, args.temperature).to(device).eval()
-        ids, answers = [utils.encode(tokenizer, p) for p in prompts], []
+        ids, answers = [data.encode(tokenizer, p) for p in prompts], []
         for start in range(0, len(ids), 128):
             queries, query_mask = utils.left_pad(ids[start : start + 128], device)
             numbers = torch.arange(start * n, (start + len(queries)) * n, device=device)
@@ -235,46 +231,35 @@ def main(args: Args):
         return ids, [answers[i * n : (i + 1) * n] for i in range(len(ids))]
 
     def toy_sample(prompts):
-        return [
-            [tokenizer.decode(a, skip_special_tokens=True) for a in answers]
-            for answers in sample_responses(prompts, 4)[1]
-        ]
+        return [[tokenizer.decode(a, skip_special_tokens=True) for a in answers] for answers in sample_responses(prompts, 4)[1]]
 
     context = getattr(model.config.get_text_config(), "max_position_embeddings", math.inf)
 
     def encode(rows, what):
         """Token ids of each candidate of (prompt, candidates, best) rows: list of ([ids] * K, best)."""
-        data = [([joined(prompt, c) for c in candidates], best) for prompt, candidates, best in rows]
-        for number, (candidates, _) in enumerate(data, 1):
+        train_ids = [([joined(prompt, c) for c in candidates], best) for prompt, candidates, best in rows]
+        for number, (candidates, _) in enumerate(train_ids, 1):
             if max(map(len, candidates)) > context:
-                utils.fail(
-                    f"{what}: row {number} has {max(map(len, candidates))} tokens; the model's context is {context}"
-                )
-        return data
+                utils.fail(f"{what}: row {number} has {max(map(len, candidates))} tokens; the model's context is {context}")
+        return train_ids
 
     if train_rows is None:
         train_rows = toy.comparisons(args.dataset.partition(":")[2] or "train", args.num_comparisons, toy_sample)
     if eval_rows is None:
         eval_rows = toy.comparisons(args.eval_dataset.partition(":")[2] or "train", 512, toy_sample)
-    data, eval_data = (
+    train_ids, eval_ids = (
         encode(train_rows, f"--dataset {args.dataset}"),
         encode(eval_rows, f"--eval_dataset {args.eval_dataset}"),
     )
-    references = encode(
-        [(r["prompt"], [r["completion"]], 0) for r in references], f"--reference_dataset {args.reference_dataset}"
-    )
-    references = [
-        row for candidates, _ in references or data for row in candidates
-    ]  # None given: the candidates themselves
-    prompts = [
-        train_rows[i % len(train_rows)][0] for i in range(args.normalize_samples)
-    ]  # to sample from, for gain_bias
+    references = encode([(r["prompt"], [r["completion"]], 0) for r in references], f"--reference_dataset {args.reference_dataset}")
+    references = [row for candidates, _ in references or train_ids for row in candidates]  # None given: the candidates themselves
+    prompts = [train_rows[i % len(train_rows)][0] for i in range(args.normalize_samples)]  # to sample from, for gain_bias
     if args.normalization == "gain_bias":
-        utils.encode_prompts(tokenizer, prompts, context - args.response_length, f"--dataset {args.dataset}")
-    if len(data) < B:
-        utils.fail(f"--batch_size {B}: more than the {len(data)} rows of --dataset {args.dataset}")
-    steps_per_epoch = len(data) // B
-    num_steps, K = args.num_train_epochs * steps_per_epoch, len(data[0][0])
+        data.encode_prompts(tokenizer, prompts, context - args.response_length, f"--dataset {args.dataset}")
+    if len(train_ids) < B:
+        utils.fail(f"--batch_size {B}: more than the {len(train_ids)} rows of --dataset {args.dataset}")
+    steps_per_epoch = len(train_ids) // B
+    num_steps, K = args.num_train_epochs * steps_per_epoch, len(train_ids[0][0])
 
     reward = Reward(model).to(device)
     inner = reward
@@ -283,7 +268,7 @@ def main(args: Args):
         lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay,
     )  # fmt: skip
     run = utils.Run(args, accelerator, num_steps, ["eps", "train/rm/loss", "train/rm/accuracy", "train/rm/lr"])
-    run.say(f"{args.sft_model_path}, {len(data)} comparisons of {K}, {num_steps} steps, {world} process(es)")
+    run.say(f"{args.sft_model_path}, {len(train_ids)} comparisons of {K}, {num_steps} steps, {world} process(es)")
 
     @torch.no_grad()
     def score(rows):
@@ -292,9 +277,7 @@ def main(args: Args):
         width = args.micro_batch_size * K
         share = [rows[i % len(rows)] for i in range(len(rows) + -len(rows) % world)][rank::world]
         with accelerator.autocast():
-            scores = torch.cat(
-                [reward(*utils.left_pad(share[i : i + width], device)) for i in range(0, len(share), width)]
-            )
+            scores = torch.cat([reward(*utils.left_pad(share[i : i + width], device)) for i in range(0, len(share), width)])
         return accelerator.gather(scores).reshape(world, -1).T.reshape(-1)[: len(rows)]  # back in the rows' order
 
     def normalize(rows):
@@ -322,26 +305,20 @@ def main(args: Args):
         step_time = time.time()
         epoch, place = divmod(step - 1, steps_per_epoch)
         if place == 0:
-            order = utils.permutation(len(data), args.seed, epoch)
+            order = utils.permutation(len(train_ids), args.seed, epoch)
         for group in optimizer.param_groups:
-            group["lr"] = utils.learning_rate_at(
-                step, num_steps, args.learning_rate, args.lr_schedule, args.warmup_ratio
-            )
-        mine = [data[i] for i in order[place * B : (place + 1) * B]][rank::world]
+            group["lr"] = utils.learning_rate_at(step, num_steps, args.learning_rate, args.lr_schedule, args.warmup_ratio)
+        mine = [train_ids[i] for i in order[place * B : (place + 1) * B]][rank::world]
         micro_batches = [mine[i : i + args.micro_batch_size] for i in range(0, len(mine), args.micro_batch_size)]
         reward.train()
         stats = torch.zeros(2, device=device)
         for i, micro_batch in enumerate(micro_batches):
             best = torch.tensor([best for _, best in micro_batch], device=device)  # [M]
             with nullcontext() if i + 1 == len(micro_batches) else accelerator.no_sync(reward):
-                tokens, mask = utils.left_pad(
-                    [row for candidates, _ in micro_batch for row in candidates], device
-                )  # [M * K, L]
+                tokens, mask = utils.left_pad([row for candidates, _ in micro_batch for row in candidates], device)  # [M * K, L]
                 scores = reward(tokens, mask).reshape(-1, K)  # [M, K]
                 loss = best_of_k_loss(scores, best)
-                accelerator.backward(
-                    loss / B * world
-                )  # the whole minibatch's count; the engines average over processes
+                accelerator.backward(loss / B * world)  # the whole minibatch's count; the engines average over processes
             stats += torch.stack([loss.detach(), num_correct(scores.detach(), best).float()])
         grad_norm = float(accelerator.clip_grad_norm_(reward.parameters(), args.max_grad_norm or math.inf))
         optimizer.step()
@@ -360,9 +337,9 @@ def main(args: Args):
             "time/update": now - step_time,
             "time/from_scratch": now - start_time,
         }
-        if step == num_steps and eval_data:
-            best = torch.tensor([best for _, best in eval_data], device=device)
-            scores = score([row for candidates, _ in eval_data for row in candidates]).reshape(-1, K)
+        if step == num_steps and eval_ids:
+            best = torch.tensor([best for _, best in eval_ids], device=device)
+            scores = score([row for candidates, _ in eval_ids for row in candidates]).reshape(-1, K)
             metrics["eval/rm/accuracy"] = num_correct(scores, best).item() / len(best)
             metrics["eval/rm/loss"] = best_of_k_loss(scores, best).item() / len(best)
         run.log(metrics, step)

@@ -32,7 +32,7 @@ from torch import nn
 from transformers import DynamicCache
 from transformers.utils import logging as transformers_logging
 
-from rlhf_details import toy, utils
+from rlhf_details import data, toy, utils
 
 
 @dataclass
@@ -184,9 +184,7 @@ class Reward(nn.Module):
     def forward(self, tokens, mask, positions, last):
         """Args: as Policy's; last [M, n]: the columns to read. Returns: scores [M, n] fp32."""
         inputs = {"position_ids": positions} if self.takes_positions else {}
-        hidden = self.model.base_model(
-            input_ids=tokens, attention_mask=mask, use_cache=False, **inputs
-        ).last_hidden_state
+        hidden = self.model.base_model(input_ids=tokens, attention_mask=mask, use_cache=False, **inputs).last_hidden_state
         hidden = hidden.gather(1, last.unsqueeze(-1).expand(-1, -1, hidden.size(-1)))  # [M, n, H]
         return self.model.score(hidden).squeeze(-1).float() + self.bias
 
@@ -277,20 +275,14 @@ def pack(queries, query_mask, responses, response_mask, n):
     tokens = torch.cat([queries, responses.reshape(-1, n * R)], 1)  # [M/n, L]
     real = torch.cat([query_mask, response_mask.reshape(-1, n * R)], 1)  # [M/n, L]
     step = torch.arange(R, device=device).repeat(n)  # [n * R], 0 .. R-1 for each response
-    positions = torch.cat(
-        [utils.positions_from_mask(query_mask), query_mask.sum(1, keepdim=True) + step], 1
-    )  # [M/n, L]
+    positions = torch.cat([utils.positions_from_mask(query_mask), query_mask.sum(1, keepdim=True) + step], 1)  # [M/n, L]
     index = torch.where(step == 0, Q - 1, Q - 1 + torch.arange(n * R, device=device))  # [n * R]
     if n == 1:
         return tokens, real, positions, index
-    owner = torch.cat(
-        [torch.zeros(Q, device=device), 1 + torch.arange(n, device=device).repeat_interleave(R)]
-    )  # [L], 0: prompt
+    owner = torch.cat([torch.zeros(Q, device=device), 1 + torch.arange(n, device=device).repeat_interleave(R)])  # [L], 0: prompt
     L = torch.arange(Q + n * R, device=device)
     visible = (L.unsqueeze(1) >= L) & ((owner == 0) | (owner.unsqueeze(1) == owner))  # [L, L]
-    visible = visible & real.unsqueeze(1) | (
-        L.unsqueeze(1) == L
-    )  # [M/n, L, L]; every row sees itself, or softmax gives NaN
+    visible = visible & real.unsqueeze(1) | (L.unsqueeze(1) == L)  # [M/n, L, L]; every row sees itself, or softmax gives NaN
     lowest = torch.finfo(torch.bfloat16).min  # finite in fp32 and in bf16
     return (
         tokens,
@@ -312,21 +304,15 @@ def response_logprobs(policy, batch, n):
     M, R = batch[2].shape
     queries, query_mask, responses, response_mask = trim(batch)
     tokens, mask, positions, index = pack(queries, query_mask, responses, response_mask, n)
-    outputs = policy(
-        tokens, mask, positions, index, responses.reshape(M // n, -1)
-    )  # log-probs, entropies: [M/n, n * width]
-    return tuple(
-        nn.functional.pad(x.reshape(responses.shape) * response_mask, (0, R - responses.size(1))) for x in outputs
-    )
+    outputs = policy(tokens, mask, positions, index, responses.reshape(M // n, -1))  # log-probs, entropies: [M/n, n * width]
+    return tuple(nn.functional.pad(x.reshape(responses.shape) * response_mask, (0, R - responses.size(1))) for x in outputs)
 
 
 def response_scores(reward_model, batch, n):
     """Scores [M] fp32: the head's output at each response's last real token, found from the mask."""
     queries, query_mask, responses, response_mask = trim(batch)
     tokens, mask, positions, _ = pack(queries, query_mask, responses, response_mask, n)
-    start = queries.size(1) + responses.size(1) * torch.arange(
-        n, device=queries.device
-    )  # [n], first column of each response
+    start = queries.size(1) + responses.size(1) * torch.arange(n, device=queries.device)  # [n], first column of each response
     return reward_model(tokens, mask, positions, start + response_mask.sum(1).reshape(-1, n) - 1).reshape(-1)
 
 
@@ -335,16 +321,38 @@ def in_slices(function, tensors, size):
     return [torch.cat(parts) for parts in zip(*map(function, *(x.split(size) for x in tensors)), strict=True)]
 
 
+@torch.no_grad()
+def one_response_each(policy, reference, reward_model, ids, args, stop_id, coordinates, accelerator):
+    """Samples and scores one response to each prompt, at the training temperature; each process does its share.
+
+    Args: ids, lists of token ids. Returns: responses, mask [N, R], summed KL, scores [N], gathered to every process.
+    """
+    policy.eval()
+    world, rank, device = accelerator.num_processes, accelerator.process_index, accelerator.device
+    mine = torch.arange(len(ids) + -len(ids) % world, device=device).chunk(world)[rank]  # filled up to whole shares ...
+    queries, query_mask = utils.left_pad([ids[i % len(ids)] for i in mine.tolist()], device)
+
+    def one_slice(queries, query_mask, rows):
+        responses, mask, logprobs = sample(policy, queries, query_mask, rows, 1, args.response_length, stop_id, coordinates)
+        batch = queries, query_mask, responses, mask
+        kl = logprobs - response_logprobs(reference, batch, 1)[0]
+        return responses, mask, kl.sum(1), response_scores(reward_model, batch, 1)
+
+    with accelerator.autocast():
+        outputs = in_slices(one_slice, [queries, query_mask, mine], args.rollout_micro_batch_size)
+    return [accelerator.gather(x)[: len(ids)] for x in outputs]  # ... and cut again
+
+
 def rows_per_forward(k, size):
     """(n, M): responses packed in a row, the most that divide k and fit `size` episodes, and the episodes of a forward."""
     n = max(d for d in range(1, k + 1) if k % d == 0 and d <= size)
     return n, size // n * n
 
 
-def why_not_share(policy, reward_model, max_query_length, response_length, device):
+def why_not_share(policy, reward_model, query_length, response_length, n):
     """None where packed rows give this policy's log-probs and this reward model's scores; else the reason in words.
 
-    Two random prompts, as long as this run's longest, with two responses each are computed packed and one by one.
+    Two random prompts, as long as this run's longest, with n responses each are computed packed and one by one, in fp32.
     """
     for name, model in (("policy", policy.model), ("reward model", reward_model.model)):
         config = model.config.get_text_config()
@@ -355,17 +363,17 @@ def why_not_share(policy, reward_model, max_query_length, response_length, devic
             return f"{config._attn_implementation} cannot take the mask"
         if not utils.accepts(model.base_model.forward, "position_ids"):
             return f"the {name} ({config.model_type}) takes no positions"
-    vocab_size = policy.model.config.get_text_config().vocab_size
-    ids = torch.arange(2 * (max_query_length + 2 * response_length), device=device).mul(7919).remainder(vocab_size)
-    queries = ids[: 2 * max_query_length].reshape(2, -1).repeat_interleave(2, 0)  # [4, Q]
-    responses = ids[2 * max_query_length :].reshape(4, -1)  # [4, R]
+    device, vocab_size = policy.model.device, policy.model.config.get_text_config().vocab_size
+    ids = torch.arange(2 * (query_length + n * response_length), device=device).mul(7919).remainder(vocab_size)
+    queries = ids[: 2 * query_length].reshape(2, -1).repeat_interleave(n, 0)  # [2 * n, Q]
+    responses = ids[2 * query_length :].reshape(2 * n, -1)  # [2 * n, R]
     query_mask = torch.ones_like(queries, dtype=torch.bool)
-    query_mask[:2, : max_query_length // 2] = False  # the first prompt is left-padded
+    query_mask[:n, : query_length // 2] = False  # the first prompt is left-padded
     batch = queries, query_mask, responses, torch.ones_like(responses, dtype=torch.bool)
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         gap = max(
-            (response_logprobs(policy, batch, 2)[0] - response_logprobs(policy, batch, 1)[0]).abs().max().item(),
-            (response_scores(reward_model, batch, 2) - response_scores(reward_model, batch, 1)).abs().max().item(),
+            (response_logprobs(policy, batch, n)[0] - response_logprobs(policy, batch, 1)[0]).abs().max().item(),
+            (response_scores(reward_model, batch, n) - response_scores(reward_model, batch, 1)).abs().max().item(),
         )
     return None if gap < 1e-3 else f"packed and plain rows differ by {gap:.2g}"
 
@@ -436,21 +444,17 @@ def check(args):
     if args.batch_size % args.rloo_k:
         utils.fail(f"--batch_size {args.batch_size}: not divisible by --rloo_k {args.rloo_k}")
     if args.rloo_k == 1 and not (args.token_level_kl and args.normalize_advantage):
-        utils.fail(
-            "--rloo_k 1: leave-one-out needs at least 2; 1 is for --token_level_kl with --normalize_advantage alone"
-        )
+        utils.fail("--rloo_k 1: leave-one-out needs at least 2; 1 is for --token_level_kl with --normalize_advantage alone")
     for name in ("sft_model_path", "reward_model_path"):
         if getattr(args, name) is None:
-            utils.fail(
-                f"--{name}: required, a model folder or Hub name (only --dataset toy from the command line has a default)"
-            )
+            utils.fail(f"--{name}: required, a model folder or Hub name (only --dataset toy from the command line has a default)")
     utils.check_output_dir(args)
 
 
 def read_prompts(spec, flag):
     """Rows with a `prompt`, of the embedded task or of a data set."""
     name, _, split = spec.partition(":")
-    return toy.rows("prompts", split or "train") if name == "toy" else utils.read_rows(spec, {"prompt": str}, flag=flag)
+    return toy.rows("prompts", split or "train") if name == "toy" else data.read_rows(spec, {"prompt": str}, flag=flag)
 
 
 def main(args: Args):
@@ -463,9 +467,8 @@ def main(args: Args):
     k, B, R = args.rloo_k, args.batch_size, args.response_length
     P = B // k
     if B % (args.num_mini_batches * k * world):
-        utils.fail(
-            f"--batch_size {B}: not divisible by num_mini_batches * rloo_k * processes = {args.num_mini_batches} * {k} * {world}"
-        )
+        factors = f"{args.num_mini_batches} * {k} * {world}"
+        utils.fail(f"--batch_size {B}: not divisible by num_mini_batches * rloo_k * processes = {factors}")
     train_rows = read_prompts(args.dataset, "--dataset")
     eval_rows = read_prompts(args.eval_dataset, "--eval_dataset") if args.eval_dataset else []
     is_toy = args.dataset.partition(":")[0] == "toy"
@@ -477,17 +480,12 @@ def main(args: Args):
     # ---- models: the reference is a frozen copy of the initial policy
     tokenizer = utils.load_tokenizer(args.sft_model_path, "--sft_model_path")
     model = utils.load_policy(args.sft_model_path, "--sft_model_path", args.attn_implementation)
-    reference = utils.load_policy(args.sft_model_path, "--sft_model_path", args.attn_implementation)
-    reference = Policy(reference, args.temperature)
-    reward_model = utils.load_reward_model(
-        args.reward_model_path, "--reward_model_path", args.allow_untrained_reward_model, args.attn_implementation
-    )
-    reward_model = Reward(reward_model)
+    reference = Policy(utils.load_policy(args.sft_model_path, "--sft_model_path", args.attn_implementation), args.temperature)
+    untrained, kernel = args.allow_untrained_reward_model, args.attn_implementation
+    reward_model = Reward(utils.load_reward_model(args.reward_model_path, "--reward_model_path", untrained, kernel))
     utils.check_same_vocabulary(args.sft_model_path, args.reward_model_path, tokenizer)
     reference.to(device).eval().requires_grad_(False), reward_model.to(device).eval().requires_grad_(False)
-    stop_id = {"eos": tokenizer.eos_token_id, "none": None}.get(
-        args.stop_token, tokenizer.get_vocab().get(args.stop_token, -1)
-    )
+    stop_id = {"eos": tokenizer.eos_token_id, "none": None}.get(args.stop_token, tokenizer.get_vocab().get(args.stop_token, -1))
     if stop_id == -1:
         utils.fail(f"--stop_token {args.stop_token!r}: not one token of the vocabulary")
     if args.gradient_checkpointing:
@@ -499,25 +497,23 @@ def main(args: Args):
         utils.fail(f"--response_length {R}: leaves no room for a prompt in the model's context of {context}")
     room = None if context is None else context - R
     texts, eval_texts = ([row["prompt"] for row in rows] for rows in (train_rows, eval_rows))
-    prompts = utils.encode_prompts(tokenizer, texts, room, f"--dataset {args.dataset}")
-    eval_prompts = utils.encode_prompts(tokenizer, eval_texts, room, f"--eval_dataset {args.eval_dataset}")
+    prompts = data.encode_prompts(tokenizer, texts, room, f"--dataset {args.dataset}")
+    eval_prompts = data.encode_prompts(tokenizer, eval_texts, room, f"--eval_dataset {args.eval_dataset}")
     table_prompts, table_texts = (eval_prompts or prompts)[:4], (eval_texts or texts)[:4]
     order_of_epoch = functools.cache(lambda epoch: utils.permutation(len(prompts), args.seed, epoch))
     gold = toy.gold if is_toy else None  # the embedded task's true reward is known, and only watched
 
     # ---- memory: how many responses share a row, how many episodes a forward
-    reason = "share_prompts is off" if not args.share_prompts else None
-    longest = max(map(len, prompts + eval_prompts))
-    reason = reason or why_not_share(
-        Policy(model, args.temperature).to(device).eval(), reward_model, longest, R, device
-    )
+    policy = Policy(model, args.temperature).to(device)
+    packed = max(rows_per_forward(k, size)[0] for size in (args.micro_batch_size, args.rollout_micro_batch_size))
+    reason = "--no_share_prompts"
+    if args.share_prompts:
+        reason = why_not_share(policy.eval(), reward_model, max(map(len, prompts)), R, packed)
     n, micro_batch = rows_per_forward(1 if reason else k, args.micro_batch_size)
     n_rollout, rollout_slice = rows_per_forward(1 if reason else k, args.rollout_micro_batch_size)
 
-    policy = Policy(model, args.temperature)
-    optimizer = torch.optim.AdamW(
-        policy.parameters(), lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay
-    )
+    # ---- optimizer
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay)
     policy, optimizer = accelerator.prepare(policy, optimizer)
     num_updates = math.ceil(args.total_episodes / B)
     steps_per_update = args.num_ppo_epochs * args.num_mini_batches
@@ -525,50 +521,27 @@ def main(args: Args):
     run = utils.Run(args, accelerator, num_updates, ["eps", "objective/scores", "objective/kl", "objective/gold"])
     run.say(f"policy {args.sft_model_path}, reward model {args.reward_model_path}")
     run.say(f"{len(prompts)} prompts, {num_updates} updates of {B} episodes, {world} process(es)")
-    run.say(
-        f"plain rows, one response each: {reason}" if reason else f"each prompt is computed once for its {k} responses"
-    )
-
-    def evaluate(ids, texts, coordinates):
-        """One response to each prompt, at the training temperature: {name: tensor [N]} and the responses' texts."""
-        policy.eval()
-        mine = torch.arange(len(ids) + -len(ids) % world).chunk(world)[rank].to(device)  # filled up to whole shares ...
-        queries, query_mask = utils.left_pad([ids[i % len(ids)] for i in mine.tolist()], device)
-
-        def one_slice(queries, query_mask, rows):
-            responses, mask, logprobs = sample(policy, queries, query_mask, rows, 1, R, stop_id, coordinates)
-            batch = queries, query_mask, responses, mask
-            kl = logprobs - response_logprobs(reference, batch, 1)[0]
-            return responses, mask, kl.sum(1), response_scores(reward_model, batch, 1)
-
-        with torch.no_grad(), accelerator.autocast():
-            outputs = in_slices(one_slice, [queries, query_mask, mine], args.rollout_micro_batch_size)
-        responses, mask, kl, scores = (accelerator.gather(x)[: len(ids)] for x in outputs)  # ... and cut again
-        ended = has_stopped(responses, mask, stop_id)
-        result = {
-            "scores": missing_eos_scores(scores, ended, args.missing_eos_penalty, args.missing_eos_mode),
-            "kl": kl,
-        }
-        answers = decode(responses, mask)
-        if gold:
-            result["gold"] = torch.tensor([gold(q, a) for q, a in zip(texts, answers, strict=True)])
-            result["parses"] = torch.tensor(
-                [float(toy.parses(f"{q} {a}")) for q, a in zip(texts, answers, strict=True)]
-            )
-        return result | {"length": mask.sum(1).float()}, answers
+    run.say(f"plain rows, one response each: {reason}" if reason else f"each prompt is computed once for its {k} responses")
 
     def decode(responses, mask):
-        return [
-            tokenizer.decode(r[m], skip_special_tokens=True) for r, m in zip(responses.cpu(), mask.cpu(), strict=True)
-        ]
+        return [tokenizer.decode(r[m], skip_special_tokens=True) for r, m in zip(responses.cpu(), mask.cpu(), strict=True)]
+
+    def evaluate(ids, texts, coordinates):
+        """One response to each prompt: (texts of the responses, {what: tensor [N]}), the same on every process."""
+        models = policy, reference, reward_model
+        responses, mask, kl, scores = one_response_each(*models, ids, args, stop_id, coordinates, accelerator)
+        scores = missing_eos_scores(scores, has_stopped(responses, mask, stop_id), args.missing_eos_penalty, args.missing_eos_mode)
+        result, answers = {"scores": scores, "kl": kl, "length": mask.sum(1).float()}, decode(responses, mask)
+        if gold:
+            result["gold"] = torch.tensor([gold(q, a) for q, a in zip(texts, answers, strict=True)])
+            result["parses"] = torch.tensor([float(toy.parses(f"{q} {a}")) for q, a in zip(texts, answers, strict=True)])
+        return answers, result
 
     def held_out():
-        """Means (and the scores' spread) over the held-out prompts, as eval/* metrics."""
-        result, _ = evaluate(eval_prompts, eval_texts, (args.seed, EVALUATION, 0))
+        """Means over the held-out prompts, and the spread of scores and gold, as eval/* metrics."""
+        _, result = evaluate(eval_prompts, eval_texts, (args.seed, EVALUATION, 0))
         metrics = {f"eval/objective/{name}": value.mean().item() for name, value in result.items()}
-        return metrics | {
-            f"eval/objective/{name}_std": result[name].std().item() for name in ("scores", "gold") if name in result
-        }
+        return metrics | {f"eval/objective/{name}_std": result[name].std().item() for name in ("scores", "gold") if name in result}
 
     before = held_out() if eval_prompts else {}
     if before:
@@ -585,7 +558,6 @@ def main(args: Args):
         ids = [order_of_epoch(i // len(prompts))[i % len(prompts)] for i in stream]
         queries, query_mask = utils.left_pad([prompts[i] for i in ids for _ in range(k)], device)  # [B, Q], global
         mine = torch.arange(B, device=device).chunk(world)[rank]  # [B / world], global numbers of my episodes
-
         coordinates = (args.seed, TRAINING, update)
 
         def sample_slice(queries, query_mask, rows):
@@ -619,9 +591,7 @@ def main(args: Args):
         ended = has_stopped(responses, response_mask, stop_id)  # [B]
         scores = missing_eos_scores(scores, ended, args.missing_eos_penalty, args.missing_eos_mode)  # [B]
         shaped_scores = shape_scores(scores, args.normalize_reward, args.reward_clip_range)  # [B]
-        kl = (
-            logprobs - ref_logprobs
-        ) * response_mask  # [B, R], the k1 estimate: unbiased, and right where KL is a reward
+        kl = (logprobs - ref_logprobs) * response_mask  # [B, R], the k1 estimate: unbiased, and right where KL is a reward
         rlhf_rewards = shaped_scores - args.kl_coef * kl.sum(1)  # [B]: a whole response is one action
 
         # ---- 4. Advantages ---------------------------------------------------------------------------------------------
@@ -629,9 +599,7 @@ def main(args: Args):
             advantages = token_level_advantages(shaped_scores, kl, k, args.kl_coef) * response_mask  # [B, R]
         else:
             advantages = rloo_advantages(rlhf_rewards, k)  # [B]
-        action_mask = (
-            response_mask if args.token_level_kl else torch.ones_like(ended)
-        )  # an action: a token, or a response
+        action_mask = response_mask if args.token_level_kl else torch.ones_like(ended)  # an action: a token, or a response
         if args.normalize_advantage:
             advantages = utils.masked_whiten(advantages, action_mask)
 
@@ -641,34 +609,21 @@ def main(args: Args):
         for epoch in range(args.num_ppo_epochs):
             order = torch.tensor(utils.permutation(P, args.seed, update, epoch), device=device)  # [P]
             for minibatch in order.chunk(args.num_mini_batches):
-                groups = (minibatch.unsqueeze(1) * k + torch.arange(k, device=device)).reshape(
-                    -1
-                )  # episodes of the minibatch
+                groups = (minibatch.unsqueeze(1) * k + torch.arange(k, device=device)).reshape(-1)  # episodes of the minibatch
                 num_actions = action_mask[groups].sum()  # the denominator is the whole minibatch's, on every process
                 micro_batches = groups.reshape(world, -1)[rank].split(micro_batch)
                 for i, rows in enumerate(micro_batches):
                     last = i + 1 == len(micro_batches)  # gradients are averaged over the processes once a step
                     with nullcontext() if last else accelerator.no_sync(policy):
                         new_logprobs, entropies = response_logprobs(policy, [x[rows] for x in batch], n)  # [M, R]
-                        old_logprobs = (
-                            logprobs[rows] if steps_per_update > 1 else new_logprobs.detach()
-                        )  # ratio 1: REINFORCE
+                        old_logprobs = logprobs[rows] if steps_per_update > 1 else new_logprobs.detach()  # ratio 1: REINFORCE
                         losses, logratio, clipped, actions = rloo_policy_loss(
                             new_logprobs, old_logprobs, response_mask[rows], advantages[rows], args.cliprange
                         )
                         accelerator.backward(losses.sum() / num_actions * world)  # the engines average over processes
                     with torch.no_grad():
                         off = logratio.expm1() * actions  # ratio - 1
-                        sums = (
-                            losses,
-                            actions,
-                            clipped,
-                            0.5 * logratio**2 * actions,
-                            off,
-                            off**2,
-                            entropies,
-                            response_mask[rows],
-                        )
+                        sums = losses, actions, clipped, 0.5 * logratio**2 * actions, off, off**2, entropies, response_mask[rows]
                         stats += torch.stack([x.sum().float() for x in sums])
                         if not grad_norms:  # before the first step: sampler and training forward see the same weights
                             gap = torch.maximum(gap, (new_logprobs - sampled_logprobs[rows]).abs().max())
@@ -678,9 +633,7 @@ def main(args: Args):
                 optimizer.zero_grad()
 
         # ---- 6. Log: sums of numerators and of denominators over all processes, then one division ----------------------
-        loss_sum, actions, clipped, approxkl, off, off_squared, entropy, tokens = accelerator.reduce(
-            stats, "sum"
-        ).tolist()
+        loss_sum, actions, clipped, approxkl, off, off_squared, entropy, tokens = accelerator.reduce(stats, "sum").tolist()
         episode, now = update * B, time.time()
         metrics = {
             "update": update,
@@ -719,12 +672,10 @@ def main(args: Args):
             metrics |= held_out()
         run.log(metrics, update)
         if update in table_updates:
-            result, answers = evaluate(table_prompts, table_texts, (args.seed, SAMPLE_TABLE, update))
+            answers, result = evaluate(table_prompts, table_texts, (args.seed, SAMPLE_TABLE, update))
             shown = [
                 {"query": q, "response": a, "score": s, "kl": d, "total": s - args.kl_coef * d}
-                for q, a, s, d in zip(
-                    table_texts, answers, result["scores"].tolist(), result["kl"].tolist(), strict=True
-                )
+                for q, a, s, d in zip(table_texts, answers, result["scores"].tolist(), result["kl"].tolist(), strict=True)
             ]
             run.table(f"samples of update {update}", shown, update)
 

@@ -28,7 +28,7 @@ from torch import nn
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from rlhf_details import toy, utils
+from rlhf_details import data, toy, utils
 
 
 @dataclass
@@ -134,9 +134,7 @@ def from_scratch(args, texts):
     else:
         backend = ByteLevelBPETokenizer()
         special = ["<pad>", "<eos>"]
-        backend.train_from_iterator(
-            texts, args.vocab_size, min_frequency=2, special_tokens=special, show_progress=False
-        )
+        backend.train_from_iterator(texts, args.vocab_size, min_frequency=2, special_tokens=special, show_progress=False)
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend._tokenizer, pad_token="<pad>", eos_token="<eos>")
     config = GPTNeoXConfig(
         vocab_size=len(tokenizer),
@@ -187,11 +185,9 @@ def main(args: Args):
     def read_rows(spec, flag):
         if spec.partition(":")[0] == "toy":
             return toy.rows("sft", spec.partition(":")[2] or "train")
-        rows = utils.read_rows(spec, {}, flag=flag)
-        columns = (
-            {"text": str} if "text" in rows[0] and "completion" not in rows[0] else {"prompt": str, "completion": str}
-        )
-        utils.check_columns(rows, columns, f"{flag} {spec}")
+        rows = data.read_rows(spec, {}, flag=flag)
+        columns = {"text": str} if "text" in rows[0] and "completion" not in rows[0] else {"prompt": str, "completion": str}
+        data.check_columns(rows, columns, f"{flag} {spec}")
         return [{"prompt": "", "completion": row["text"]} if "text" in columns else row for row in rows]
 
     rows = read_rows(args.dataset, "--dataset")
@@ -207,38 +203,32 @@ def main(args: Args):
     context = getattr(model.config.get_text_config(), "max_position_embeddings", math.inf)
 
     def encode(rows, what, sampled):
-        pairs = [utils.encode(tokenizer, row["prompt"], row["completion"]) for row in rows]
+        pairs = [data.encode(tokenizer, row["prompt"], row["completion"]) for row in rows]
         for number, (prompt, completion) in enumerate(pairs, 1):
             if len(prompt) + len(completion) > context:
                 length = len(prompt) + len(completion)
                 utils.fail(f"{what}: row {number} has {length} tokens; the model's context is {context}")
             if prompt and len(prompt) + sampled > context:
-                utils.fail(
-                    f"{what}: row {number}: its prompt and --response_length {sampled} exceed the context of {context}"
-                )
+                utils.fail(f"{what}: row {number}: its prompt and --response_length {sampled} exceed the context of {context}")
         return pairs
 
-    data = encode(rows, f"--dataset {args.dataset}", 0)
-    eval_data = encode(eval_rows, f"--eval_dataset {args.eval_dataset}", args.response_length)
+    train_ids = encode(rows, f"--dataset {args.dataset}", 0)
+    eval_ids = encode(eval_rows, f"--eval_dataset {args.eval_dataset}", args.response_length)
 
     def tensors(pairs):
         """(tokens, mask, is_target), each [M, L]: targets are the completion's tokens, EOS included, and the prompt's."""
         tokens, mask = utils.left_pad([p + c for p, c in pairs], device)
         lengths = torch.tensor([len(c) for _, c in pairs], device=device).unsqueeze(1)
-        in_completion = (
-            torch.arange(tokens.size(1), 0, -1, device=device) <= lengths
-        )  # rows end together: count from the right
+        in_completion = torch.arange(tokens.size(1), 0, -1, device=device) <= lengths  # rows end together: count from the right
         return tokens, mask, in_completion if args.completion_only else mask
 
     def num_targets(pairs):
         all_but_first = [len(p) + len(c) - 1 for p, c in pairs]
-        return sum(
-            min(len(c), n) if args.completion_only else n for n, (_, c) in zip(all_but_first, pairs, strict=True)
-        )
+        return sum(min(len(c), n) if args.completion_only else n for n, (_, c) in zip(all_but_first, pairs, strict=True))
 
-    if len(data) < B:
-        utils.fail(f"--batch_size {B}: more than the {len(data)} rows of --dataset {args.dataset}")
-    steps_per_epoch = len(data) // B  # the ragged tail is left out; the shuffle makes it another one in each epoch
+    if len(train_ids) < B:
+        utils.fail(f"--batch_size {B}: more than the {len(train_ids)} rows of --dataset {args.dataset}")
+    steps_per_epoch = len(train_ids) // B  # the ragged tail is left out; the shuffle makes it another one in each epoch
     num_steps = args.num_train_epochs * steps_per_epoch
     language_model = LanguageModel(model)
     optimizer = torch.optim.AdamW(
@@ -248,20 +238,18 @@ def main(args: Args):
     run = utils.Run(args, accelerator, num_steps, ["eps", "train/sft/loss", "lr"])
     parameters = sum(p.numel() for p in model.parameters())
     run.say(f"{args.base_model}, {parameters / 1e6:.2f} M parameters, {len(tokenizer)} tokens in the vocabulary")
-    run.say(f"{len(data)} rows, {num_steps} steps, {world} process(es)")
+    run.say(f"{len(train_ids)} rows, {num_steps} steps, {world} process(es)")
 
     def evaluate():
         """Held-out loss and perplexity a target token, and ROUGE-L of one sampled response a row against its completion."""
         language_model.eval()
-        mine = eval_data[rank::world]
+        mine = eval_ids[rank::world]
         with torch.no_grad(), accelerator.autocast():
             batches = [mine[i : i + args.micro_batch_size] for i in range(0, len(mine), args.micro_batch_size)]
             total = sum((language_model(*tensors(b)) for b in batches), torch.zeros((), device=device))
-        loss = accelerator.reduce(total, "sum").item() / num_targets(eval_data)
+        loss = accelerator.reduce(total, "sum").item() / num_targets(eval_ids)
         metrics = {"eval/sft/loss": loss, "eval/sft/perplexity": math.exp(loss)}
-        prompts = [
-            (i, p, row["completion"]) for i, ((p, _), row) in enumerate(zip(eval_data, eval_rows, strict=True)) if p
-        ]
+        prompts = [(i, p, row["completion"]) for i, ((p, _), row) in enumerate(zip(eval_ids, eval_rows, strict=True)) if p]
         if not prompts:
             return metrics
         from rlhf_details.train_rloo import EVALUATION, Policy, sample  # the sampler is RLOO's and PPO's
@@ -284,9 +272,7 @@ def main(args: Args):
                 )
             texts = [tokenizer.decode(r[m], skip_special_tokens=True) for r, m in zip(responses, mask, strict=True)]
             scores += [rouge_l(text, reference) for text, (_, _, reference) in zip(texts, batch, strict=True)]
-        rouge = accelerator.reduce(torch.tensor(sum(scores), device=device, dtype=torch.float64), "sum").item() / len(
-            prompts
-        )
+        rouge = accelerator.reduce(torch.tensor(sum(scores), device=device, dtype=torch.float64), "sum").item() / len(prompts)
         return metrics | {"eval/sft/rougeL": rouge}
 
     # ---- the loop
@@ -295,11 +281,11 @@ def main(args: Args):
         step_time = time.time()
         epoch, place = divmod(step - 1, steps_per_epoch)
         if place == 0:
-            order = utils.permutation(len(data), args.seed, epoch)
+            order = utils.permutation(len(train_ids), args.seed, epoch)
         optimizer.param_groups[0]["lr"] = utils.learning_rate_at(
             step, num_steps, args.learning_rate, args.lr_schedule, args.warmup_ratio
         )
-        minibatch = [data[i] for i in order[place * B : (place + 1) * B]]
+        minibatch = [train_ids[i] for i in order[place * B : (place + 1) * B]]
         denominator = num_targets(minibatch)
         mine = minibatch[rank::world]
         micro_batches = [mine[i : i + args.micro_batch_size] for i in range(0, len(mine), args.micro_batch_size)]
@@ -325,7 +311,7 @@ def main(args: Args):
             "time/update": now - step_time,
             "time/from_scratch": now - start_time,
         }
-        if eval_data and step == num_steps:
+        if eval_ids and step == num_steps:
             metrics |= evaluate()
         run.log(metrics, step)
 

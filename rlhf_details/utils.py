@@ -1,6 +1,6 @@
 """
-What two scripts need and what makes no algorithmic choice: masks and padding, data rows, model folders, arguments, the run folder.
-Every function here has a test in tests/test_utils.py. Nothing runs at import.
+What two scripts need and what makes no algorithmic choice: masks and padding, arguments, model folders, the run folder.
+Every function here has a test in tests/test_utils.py. Nothing runs at import. (Reading data sets is in data.py.)
 """
 
 import contextlib
@@ -30,9 +30,7 @@ from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-MEMORY_KNOBS = (
-    "micro_batch_size rollout_micro_batch_size gradient_checkpointing share_prompts attn_implementation".split()
-)
+MEMORY_KNOBS = "micro_batch_size rollout_micro_batch_size gradient_checkpointing share_prompts attn_implementation".split()
 NOT_THE_MODEL = [
     "exp_name",
     "run_name",
@@ -131,9 +129,7 @@ def parse_args(args_class, defaults=None, argv=None):
     fields = {f.name for f in dataclasses.fields(args_class)}
     words = [part for a in argv for part in (a.split("=", 1) if a.startswith("--") else [a])]
     given = {
-        flag[2:].replace("-", "_"): value
-        for flag, value in zip(words, words[1:] + [""], strict=False)
-        if flag.startswith("--")
+        flag[2:].replace("-", "_"): value for flag, value in zip(words, words[1:] + [""], strict=False) if flag.startswith("--")
     }
     config = {}
     if given.get("config"):
@@ -186,9 +182,7 @@ def check_output_dir(args):
     try:
         before = dict(json.loads((folder / "training_args.json").read_text()))
     except (OSError, ValueError, TypeError):
-        fail(
-            f"--output_dir {folder} holds something that no run of this script wrote; give another folder or --overwrite"
-        )
+        fail(f"--output_dir {folder} holds something that no run of this script wrote; give another folder or --overwrite")
     now = json.loads(json.dumps(dataclasses.asdict(args)))
     for key in now:
         if key not in MEMORY_KNOBS + NOT_THE_MODEL and before.get(key) != now[key]:
@@ -196,99 +190,6 @@ def check_output_dir(args):
                 f"--output_dir {folder} holds another model ({key} {before.get(key)!r} there, {now[key]!r} here); "
                 "give another folder or --overwrite"
             )
-
-
-# ---- data ------------------------------------------------------------------------------------------------------------
-def read_rows(spec, columns, default_split="train", flag="--dataset"):
-    """Rows of a data set as a list of dicts.
-
-    Args: spec, "NAME[:PART]". NAME is a local .jsonl/.json/.csv/.parquet file, a folder or a Hub repository; PART a split of it,
-    or a file in it. columns: {name: type} that each row must have. Errors name the file, the column and the row (from 1).
-    """
-    name, _, part = spec.partition(":")
-    path = Path(name)
-    if path.suffix in (".jsonl", ".json", ".csv", ".parquet") and not path.is_dir():
-        if not path.exists():
-            fail(f"{flag} {spec}: no such file")
-        if part:
-            fail(f"{flag} {spec}: a file has no parts")
-        rows = _read_file(path, flag)
-    else:
-        options = dict(data_files=part, split="train") if "." in part else dict(split=part or default_split)
-        rows = _load_dataset(f"{flag} {spec}", name, **options)
-    if not rows:
-        fail(f"{flag} {spec}: no rows")
-    check_columns(rows, columns, f"{flag} {spec}")
-    return rows
-
-
-def check_columns(rows, columns, what):
-    """Ends with the row's number where a row lacks one of `columns` ({name: type}) or holds another type in it."""
-    for number, row in enumerate(rows, 1):
-        if not isinstance(row, dict):
-            fail(f"{what}: row {number} is no object with columns: {row!r}")
-        for column, kind in columns.items():
-            if column not in row:
-                fail(f"{what}: row {number} has no column {column!r} (it has {sorted(row)})")
-            if not isinstance(row[column], kind) or (kind is int and isinstance(row[column], bool)):
-                fail(f"{what}: row {number}, column {column!r}: {row[column]!r} is not of type {kind.__name__}")
-
-
-def _read_file(path, flag):
-    if path.suffix in (".csv", ".parquet"):
-        return _load_dataset(f"{flag} {path}", path.suffix[1:], data_files=str(path), split="train")
-    number, place = 1, "line"
-    try:
-        text = path.read_text(encoding="utf-8")
-        if path.suffix == ".json":
-            rows = json.loads(text)
-            return rows if isinstance(rows, list) else [rows]
-        rows = []
-        for number, line in enumerate(text.split("\n"), 1):  # noqa: B007 (read where the error is reported)
-            rows += [json.loads(line)] if line.strip() else []
-        return rows
-    except json.JSONDecodeError as e:
-        fail(
-            f"{flag} {path}: {place} {number if path.suffix == '.jsonl' else e.lineno} is not JSON ({e.msg}, column {e.colno})"
-        )
-    except (OSError, ValueError) as e:
-        fail(f"{flag} {path}: cannot be read as UTF-8 text ({e})")
-
-
-def _load_dataset(what, *args, **kwargs):
-    import datasets  # here, since it is slow to import and most runs do without
-
-    datasets.disable_progress_bars(), datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    try:
-        return [dict(row) for row in datasets.load_dataset(*args, **kwargs)]
-    except Exception as e:  # each reader raises a class of its own; the user needs the innermost cause, in one line
-        fail(f"{what}: cannot be loaded as a local file or data set ({str(e.__cause__ or e).strip().splitlines()[0]})")
-
-
-def encode(tokenizer, prompt, completion=None):
-    """Token ids of a prompt, or of a prompt and its completion: BOS where the tokenizer has that habit, EOS after the completion.
-
-    Prompt and completion are tokenised apart, always, so that training and scoring see the same ids at the seam.
-    """
-    ids, with_special_tokens = tokenizer(prompt, add_special_tokens=False).input_ids, tokenizer(prompt).input_ids
-    if tokenizer.bos_token_id is not None and with_special_tokens[:1] == [tokenizer.bos_token_id] != ids[:1]:
-        ids = [tokenizer.bos_token_id, *ids]
-    if completion is None:
-        return ids
-    return ids, [*tokenizer(completion, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
-
-
-def encode_prompts(tokenizer, prompts, max_length, what):
-    """Token ids of each prompt; one that is empty or longer than max_length (None: no limit) is an error naming its row."""
-    ids = [encode(tokenizer, prompt) for prompt in prompts]
-    for number, row in enumerate(ids, 1):
-        if not row:
-            fail(f"{what}: the prompt of row {number} is empty")
-        if max_length is not None and len(row) > max_length:
-            fail(
-                f"{what}: the prompt of row {number} has {len(row)} tokens; the model's context leaves room for {max_length}"
-            )
-    return ids
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
@@ -302,9 +203,7 @@ def load_tokenizer(folder, flag):
 
 def _find_tokenizer(folder):
     """The tokenizer, or None; the library would make up an empty one for a local folder that has none."""
-    if Path(folder).is_dir() and not any(
-        f for kind in ("tokenizer*", "vocab*", "*.model") for f in Path(folder).glob(kind)
-    ):
+    if Path(folder).is_dir() and not any(f for kind in ("tokenizer*", "vocab*", "*.model") for f in Path(folder).glob(kind)):
         return None
     try:
         return AutoTokenizer.from_pretrained(folder)
@@ -342,9 +241,7 @@ def load_reward_model(folder, flag, allow_untrained=False, attn_implementation=N
         fail(f"{flag} {folder}: cannot be loaded as a sequence-classification model{kernel} ({cause})")
     if not allow_untrained and (info["missing_keys"] or model.config.num_labels != 1):
         missing = ", ".join(sorted(info["missing_keys"])) or f"num_labels is {model.config.num_labels}, not 1"
-        fail(
-            f"{flag} {folder}: not a trained reward model ({missing}); --allow_untrained_reward_model lets a dummy run go on"
-        )
+        fail(f"{flag} {folder}: not a trained reward model ({missing}); --allow_untrained_reward_model lets a dummy run go on")
     return disable_dropout(model)
 
 
@@ -384,10 +281,7 @@ class Run:
     def __init__(self, args, accelerator, num_steps, watch):
         self.main, self.num_steps, self.watch, self.start = accelerator.is_main_process, num_steps, watch, time.time()
         self.console = Console(quiet=not self.main)
-        name = (
-            args.run_name
-            or f"{args.dataset.split('/')[-1]}__{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-        )
+        name = args.run_name or f"{args.dataset.split('/')[-1]}__{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
         self.folder, self.wandb, self.bar = Path("runs") / name, None, None
         if not self.main:
             return
@@ -415,9 +309,7 @@ class Run:
         if args.track:
             import wandb
 
-            where = dict(
-                project=args.wandb_project_name, entity=args.wandb_entity, name=name, tags=list(args.wandb_tags)
-            )
+            where = dict(project=args.wandb_project_name, entity=args.wandb_entity, name=name, tags=list(args.wandb_tags))
             self.wandb = wandb.init(**where, config=about["args"] | about, save_code=True)
         if self.console.is_terminal:
             columns = (
@@ -457,10 +349,7 @@ class Run:
         for row in rows:
             self.samples_file.write(json.dumps({"update": step, **row}) + "\n")
         self.samples_file.flush()
-        text = [
-            {k: f"{v:.2f}" if isinstance(v, float) else str(v).replace("\n", "⏎") for k, v in row.items()}
-            for row in rows
-        ]
+        text = [{k: f"{v:.2f}" if isinstance(v, float) else str(v).replace("\n", "⏎") for k, v in row.items()} for row in rows]
         if self.console.is_terminal:
             table = Table(*rows[0], title=title, show_lines=True)
             for row in text:
@@ -471,9 +360,7 @@ class Run:
         if self.wandb:
             import wandb
 
-            self.wandb.log(
-                {"samples": wandb.Table(columns=list(rows[0]), data=[list(r.values()) for r in rows])}, step=step
-            )
+            self.wandb.log({"samples": wandb.Table(columns=list(rows[0]), data=[list(r.values()) for r in rows])}, step=step)
 
     def close(self, summary):
         """Prints the closing lines and closes every file."""

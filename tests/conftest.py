@@ -22,9 +22,7 @@ ROOT = Path(__file__).parent.parent
 
 def tiny_config(**changes):
     """A GPT-NeoX configuration over the toy vocabulary, small enough for a run of ten updates in a second or two."""
-    sizes = dict(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=128
-    )
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=128)
     tokenizer = toy.tokenizer()
     ids = dict(
         vocab_size=len(tokenizer),

@@ -182,10 +182,7 @@ WRONG = {"dropped": DROP, "number": 7, "null": None, "list": ["a"]}  # what may 
         *[(ALL, f"prompt {kind}", jsonl({"prompt": x}), ("row 2", "'prompt'")) for kind, x in WRONG.items()],
         *[("reward", f"chosen {kind}", jsonl({"chosen": x}), ("row 2", "'chosen'")) for kind, x in WRONG.items()],
         *[("reward", f"rejected {kind}", jsonl({"rejected": x}), ("row 2", "'rejected'")) for kind, x in WRONG.items()],
-        *[
-            ("sft", f"completion {kind}", jsonl({"completion": x}), ("row 2", "'completion'"))
-            for kind, x in WRONG.items()
-        ],
+        *[("sft", f"completion {kind}", jsonl({"completion": x}), ("row 2", "'completion'")) for kind, x in WRONG.items()],
         ("sft", "text null", '{"text": "we went ."}\n{"text": null}\n', ("row 2", "'text'")),
         ("rloo", "prompt empty", jsonl({"prompt": ""}), ("row 2", "empty")),
         ("rloo", "prompt long", jsonl({"prompt": LONG}), ("row 2", "200 tokens")),
@@ -251,9 +248,7 @@ def test_reference_responses_of_the_reward_model(refused, text, part):
     refused("reward", "--reference_dataset bad.jsonl", part, reference_dataset="bad.jsonl")
 
 
-@pytest.mark.parametrize(
-    "prompt, part", [("", "empty"), (" ".join(["soup"] * 100), "100 tokens")], ids=["empty", "long"]
-)
+@pytest.mark.parametrize("prompt, part", [("", "empty"), (" ".join(["soup"] * 100), "100 tokens")], ids=["empty", "long"])
 def test_prompts_that_normalisation_cannot_sample_from(refused, prompt, part):
     Path("bad.jsonl").write_text(jsonl({"prompt": prompt}))
     changes = dict(dataset="bad.jsonl", normalization="gain_bias", response_length=53)
@@ -262,9 +257,7 @@ def test_prompts_that_normalisation_cannot_sample_from(refused, prompt, part):
 
 def test_held_out_prompt_that_leaves_no_room_for_the_response_of_rouge(refused):
     Path("bad.jsonl").write_text(jsonl({"prompt": " ".join(["soup"] * 100)}))
-    refused(
-        "sft", "--eval_dataset bad.jsonl", "row 2", "--response_length 53", eval_dataset="bad.jsonl", response_length=53
-    )
+    refused("sft", "--eval_dataset bad.jsonl", "row 2", "--response_length 53", eval_dataset="bad.jsonl", response_length=53)
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------

@@ -36,9 +36,7 @@ def test_the_metric_tables_list_exactly_what_is_logged(tiny, in_tmp):
     logged |= {name for line in Path("runs/run/metrics.jsonl").read_text().splitlines() for name in json.loads(line)}
     write_rows("rows.jsonl", toy.rows("sft", "train")[:8])
     logged |= set(train_sft.main(sft_args(num_train_epochs=1)))
-    pairs = [
-        {"prompt": r["prompt"], "chosen": r["completion"], "rejected": "we ."} for r in toy.rows("sft", "train")[:8]
-    ]
+    pairs = [{"prompt": r["prompt"], "chosen": r["completion"], "rejected": "we ."} for r in toy.rows("sft", "train")[:8]]
     write_rows("rows.jsonl", pairs)
     logged |= set(train_reward.main(reward_args(tiny)))
     assert documented == logged
@@ -47,9 +45,7 @@ def test_the_metric_tables_list_exactly_what_is_logged(tiny, in_tmp):
 def commands():
     """Every command of the README that starts one of the scripts, with its backslash-free line."""
     for line in README.splitlines():
-        match = re.search(
-            r"(?:^|`)((?:accelerate launch|python|torchrun)[^`|]*rlhf_details/(train_\w+)\.py[^`|]*)", line
-        )
+        match = re.search(r"(?:^|`)((?:accelerate launch|python|torchrun)[^`|]*rlhf_details/(train_\w+)\.py[^`|]*)", line)
         if match:
             yield match[2], match[1]
 
@@ -98,6 +94,4 @@ def test_the_toys_defaults_are_flags_of_their_scripts():
 @pytest.mark.parametrize("path", sorted((ROOT / "rlhf_details").glob("*.py")), ids=lambda p: p.name)
 def test_no_memory_rituals_and_no_leftovers(path):
     for number, line in enumerate(path.read_text().splitlines(), 1):
-        assert not re.search(
-            r"^\s*del |empty_cache|gc\.collect|time\.sleep|TODO|FIXME|except:|INVALID_LOGPROB", line
-        ), number
+        assert not re.search(r"^\s*del |empty_cache|gc\.collect|time\.sleep|TODO|FIXME|except:|INVALID_LOGPROB", line), number

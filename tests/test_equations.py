@@ -479,8 +479,7 @@ def test_best_of_k_loss_equals_the_loop_and_is_blind_to_a_shift():
     generator = torch.Generator().manual_seed(0)
     scores, best = uniform(generator, 6, 4, low=-3, high=3), torch.randint(4, (6,), generator=generator)
     expected = sum(
-        -math.log(math.exp(row[b]) / sum(map(math.exp, row)))
-        for row, b in zip(scores.tolist(), best.tolist(), strict=True)
+        -math.log(math.exp(row[b]) / sum(map(math.exp, row))) for row, b in zip(scores.tolist(), best.tolist(), strict=True)
     )
     assert train_reward.best_of_k_loss(scores, best).item() == pytest.approx(expected, rel=1e-5)
     shifted = scores + uniform(generator, 6, 1, low=-5, high=5)
@@ -498,8 +497,7 @@ def test_num_correct_equals_the_loop():
     scores = torch.randint(-3, 4, (200, 4), generator=torch.Generator().manual_seed(0)).float()
     best = torch.arange(200) % 4
     expected = sum(
-        all(row[b] > s for i, s in enumerate(row) if i != b)
-        for row, b in zip(scores.tolist(), best.tolist(), strict=True)
+        all(row[b] > s for i, s in enumerate(row) if i != b) for row, b in zip(scores.tolist(), best.tolist(), strict=True)
     )
     assert 0 < train_reward.num_correct(scores, best).item() == expected < 200
 

@@ -58,9 +58,7 @@ def sampled_tokens(records):
 
 # ---- what is a memory or hardware knob never changes the result ------------------------------------------------------
 def test_two_processes_sample_the_same_tokens_and_give_the_same_curves(tiny, tmp_path):
-    args = rloo_args(
-        tiny, total_episodes=160, num_ppo_epochs=2, num_mini_batches=2, micro_batch_size=4, eval_dataset="toy:test"
-    )
+    args = rloo_args(tiny, total_episodes=160, num_ppo_epochs=2, num_mini_batches=2, micro_batch_size=4, eval_dataset="toy:test")
     (one, first), (two, second) = (run_worker(tmp_path / str(n), args, n) for n in (1, 2))
     tokens = sampled_tokens(first)
     assert len(tokens) == 160 and tokens == sampled_tokens(second)
@@ -87,14 +85,10 @@ def test_reward_of_the_prompt_gives_advantages_exactly_zero(tiny, tmp_path, proc
 
 @pytest.mark.parametrize("share_prompts", [True, False])
 def test_micro_batch_and_slice_sizes_change_nothing(tiny, in_tmp, share_prompts):
-    options = dict(
-        total_episodes=160, num_ppo_epochs=2, num_mini_batches=2, learning_rate=3e-4, share_prompts=share_prompts
-    )
+    options = dict(total_episodes=160, num_ppo_epochs=2, num_mini_batches=2, learning_rate=3e-4, share_prompts=share_prompts)
     reference = run_rloo(tiny, micro_batch_size=1000, rollout_micro_batch_size=1000, **options)
     for micro, rollout in ((1, 1), (4, 8), (3, 5)):
-        assert_same_curves(
-            reference, run_rloo(tiny, micro_batch_size=micro, rollout_micro_batch_size=rollout, **options)
-        )
+        assert_same_curves(reference, run_rloo(tiny, micro_batch_size=micro, rollout_micro_batch_size=rollout, **options))
 
 
 def test_packed_and_plain_layout_give_the_same_curves(tiny, in_tmp):
@@ -246,9 +240,7 @@ def test_layers_that_cannot_be_packed_run_in_the_plain_layout_and_say_so(kind, i
     if kind == "gpt_neo":
         sizes = dict(max_position_embeddings=128, vocab_size=len(toy.tokenizer()))
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(
-        kind, **(sizes | LIMITED[kind] | dict(initializer_range=0.2, eos_token_id=1))
-    )
+    config = transformers.AutoConfig.for_model(kind, **(sizes | LIMITED[kind] | dict(initializer_range=0.2, eos_token_id=1)))
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained("tiny/policy")
     config.num_labels = 1
     transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained("tiny/reward")
@@ -264,7 +256,7 @@ def test_ordinary_layers_are_packed(kind):
     policy = train_rloo.Policy(tiny_model(kind), 1.0)
     config = transformers.AutoConfig.for_model(kind, **SMALL, num_labels=1)
     reward = train_rloo.Reward(transformers.AutoModelForSequenceClassification.from_config(config).eval())
-    assert train_rloo.why_not_share(policy, reward, 11, 5, torch.device("cpu")) is None
+    assert train_rloo.why_not_share(policy, reward, 11, 5, 3) is None
 
 
 def test_a_window_that_the_configuration_hides_is_found_by_the_numbers():
@@ -287,14 +279,12 @@ def test_a_window_that_the_configuration_hides_is_found_by_the_numbers():
             transformers.AutoConfig.for_model("llama", **SMALL, num_labels=1)
         ).eval()
     )
-    assert "differ by" in train_rloo.why_not_share(policy, reward, 11, 5, torch.device("cpu"))
+    assert "differ by" in train_rloo.why_not_share(policy, reward, 11, 5, 3)
 
 
 # ---- what must hold at every update ----------------------------------------------------------------------------------
 @pytest.mark.parametrize("epochs, minibatches", [(1, 1), (2, 1), (1, 4), (3, 2)])
-def test_optimiser_steps_are_what_the_flags_say_also_across_epochs_of_prompts(
-    tiny, in_tmp, monkeypatch, epochs, minibatches
-):
+def test_optimiser_steps_are_what_the_flags_say_also_across_epochs_of_prompts(tiny, in_tmp, monkeypatch, epochs, minibatches):
     """Pitfall 1: 24 prompts and 8 a rollout used to give 1, 1, 4, ... steps."""
     prompts = toy.rows("prompts", "train")[:24]
     monkeypatch.setattr(toy, "rows", lambda stage, split: prompts)
@@ -338,9 +328,7 @@ def test_kl_is_zero_at_update_one_and_then_grows(tiny, in_tmp):
 
 def test_learning_rate_zero_changes_no_weight(tiny, in_tmp):
     run_rloo(tiny, learning_rate=0.0)
-    before, after = (
-        transformers.AutoModelForCausalLM.from_pretrained(p).state_dict() for p in (tiny / "policy", "models/rloo")
-    )
+    before, after = (transformers.AutoModelForCausalLM.from_pretrained(p).state_dict() for p in (tiny / "policy", "models/rloo"))
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
@@ -381,9 +369,7 @@ def test_one_step_is_exactly_reinforce(tiny, in_tmp, monkeypatch):
     for row in range(16):
         query, response = queries[row][query_mask[row]], responses[row][mask[row]]
         logits = model(torch.cat([query, response]).unsqueeze(0)).logits[0, len(query) - 1 : -1]
-        total = (
-            total + recorded["advantages"][row] * logits.log_softmax(-1)[torch.arange(len(response)), response].sum()
-        )
+        total = total + recorded["advantages"][row] * logits.log_softmax(-1)[torch.arange(len(response)), response].sum()
     gradients = torch.autograd.grad(-total / 16, list(model.parameters()))
     assert max(g.abs().max() for g in gradients) > 1e-2
     for ours, oracle in zip(recorded["gradient"], gradients, strict=True):
@@ -496,9 +482,7 @@ def test_rows_may_be_sampled_in_any_grouping(tiny):
     queries, mask = utils.left_pad([[3, 4, 5], [6, 7]])
     for row in range(8):
         q = row // 4
-        one = train_rloo.sample(
-            policy, queries[[q]], mask[[q]], torch.tensor([row]), 1, 12, 1, (1, train_rloo.TRAINING, 1)
-        )[0]
+        one = train_rloo.sample(policy, queries[[q]], mask[[q]], torch.tensor([row]), 1, 12, 1, (1, train_rloo.TRAINING, 1))[0]
         assert torch.equal(whole[row], one[0])
 
 
@@ -612,9 +596,7 @@ def test_reinforce_plus_plus_options_change_the_advantages_as_the_oracle_says(
 
 
 def test_one_response_a_prompt_works_with_token_level_kl_and_normalised_advantages(tiny, in_tmp, monkeypatch):
-    scores, mask, advantages = recorded_advantages(
-        tiny, monkeypatch, rloo_k=1, token_level_kl=True, normalize_advantage=True
-    )
+    scores, mask, advantages = recorded_advantages(tiny, monkeypatch, rloo_k=1, token_level_kl=True, normalize_advantage=True)
     oracle = oracle_advantages(scores, mask, 0.3, 1, True, False, None, True)
     for row, expected, m in zip(advantages, oracle, mask, strict=True):
         assert row[m].tolist() == pytest.approx(expected, abs=2e-5)

@@ -10,7 +10,7 @@ import transformers
 from conftest import launch, read_metrics
 from test_rloo import assert_same_curves, without_times
 
-from rlhf_details import toy, train_reward, train_rloo, train_sft, utils
+from rlhf_details import data, toy, train_reward, train_rloo, train_sft, utils
 
 
 def write_rows(path, rows):
@@ -112,9 +112,7 @@ def test_sft_loss_is_the_mean_over_targets_one_row_at_a_time(texts, tiny, comple
     """EOS is a target, the filler is not, and nothing is predicted from it."""
     rows = toy.rows("sft", "train")[:8]
     write_rows("rows.jsonl", rows)
-    options = dict(
-        base_model=str(tiny / "policy"), num_train_epochs=1, learning_rate=0.0, completion_only=completion_only
-    )
+    options = dict(base_model=str(tiny / "policy"), num_train_epochs=1, learning_rate=0.0, completion_only=completion_only)
     ours = run_sft(**options)[0]
     model, tokenizer = utils.load_policy(tiny / "policy", ""), utils.load_tokenizer(tiny / "policy", "")
     total, count = 0.0, 0
@@ -190,15 +188,11 @@ def test_two_reward_runs_are_bitwise_equal(comparisons, tiny):
 
 
 def test_the_head_starts_with_std_one_over_root_of_d_plus_one(comparisons, tiny, monkeypatch):
-    config = transformers.GPTNeoXConfig.from_pretrained(
-        tiny / "policy", hidden_size=1024, intermediate_size=8, num_hidden_layers=1
-    )
+    config = transformers.GPTNeoXConfig.from_pretrained(tiny / "policy", hidden_size=1024, intermediate_size=8, num_hidden_layers=1)
     transformers.GPTNeoXForCausalLM(config).save_pretrained("wide")
     toy.tokenizer().save_pretrained("wide")
     heads, real = [], train_reward.Reward
-    monkeypatch.setattr(
-        train_reward, "Reward", lambda model: heads.append(model.score.weight.detach().clone()) or real(model)
-    )
+    monkeypatch.setattr(train_reward, "Reward", lambda model: heads.append(model.score.weight.detach().clone()) or real(model))
     write_rows("rows.jsonl", [json.loads(line) for line in Path("rows.jsonl").read_text().splitlines()[:8]])
     run_reward(Path("."), sft_model_path="wide")
     assert heads[0].std().item() == pytest.approx(1 / math.sqrt(1025), rel=0.07) and abs(heads[0].mean()) < 3e-3
@@ -209,7 +203,7 @@ def scores_of(folder, rows):
     model = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     assert model.config.num_labels == 1 and model.config.pad_token_id not in (None, tokenizer.eos_token_id)
-    ids = [[*q, *r] for q, r in (utils.encode(tokenizer, p, c) for p, c in rows)]
+    ids = [[*q, *r] for q, r in (data.encode(tokenizer, p, c) for p, c in rows)]
     width = max(map(len, ids))
     padded = torch.tensor([row + [model.config.pad_token_id] * (width - len(row)) for row in ids])
     mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in ids])
@@ -268,9 +262,7 @@ def test_mean_shift_uses_the_reference_responses_that_are_given(comparisons, tin
 
 def test_chosen_and_rejected_are_two_candidates(comparisons, tiny):
     rows = toy.rows("sft", "train")
-    pairs = [
-        {"prompt": "we went", "chosen": rows[i]["completion"], "rejected": rows[i + 1]["completion"]} for i in range(16)
-    ]
+    pairs = [{"prompt": "we went", "chosen": rows[i]["completion"], "rejected": rows[i + 1]["completion"]} for i in range(16)]
     write_rows("rows.jsonl", pairs)
     assert run_reward(tiny, learning_rate=0.0, batch_size=16)[0]["train/rm/loss"] == pytest.approx(math.log(2), abs=0.2)
 

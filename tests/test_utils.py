@@ -31,7 +31,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from rlhf_details import toy, utils
+from rlhf_details import data, toy, utils
 
 
 @pytest.fixture(autouse=True)
@@ -98,9 +98,7 @@ def test_constants_and_empty_masks_are_whitened_to_zero():
     x = torch.full((2, 3), 7.0)
     assert utils.masked_whiten(x, torch.ones(2, 3, dtype=torch.bool)).tolist() == [[0.0] * 3] * 2
     assert utils.masked_whiten(x, torch.zeros(2, 3, dtype=torch.bool)).tolist() == [[0.0] * 3] * 2
-    assert utils.masked_whiten(torch.tensor([3.0]), torch.tensor([True])).tolist() == [
-        0.0
-    ]  # one token: no division by 0
+    assert utils.masked_whiten(torch.tensor([3.0]), torch.tensor([True])).tolist() == [0.0]  # one token: no division by 0
 
 
 def test_left_pad_puts_the_rows_at_the_right():
@@ -162,13 +160,9 @@ DROPPING = {
         tiny_config(vocab_size=50, attention_dropout=0.5, hidden_dropout=0.5, eos_token_id=0, pad_token_id=0)
     ),
     "opt": lambda: OPTForCausalLM(
-        OPTConfig(
-            **SMALL, ffn_dim=32, word_embed_proj_dim=16, dropout=0.5, attention_dropout=0.5, activation_dropout=0.5
-        )
+        OPTConfig(**SMALL, ffn_dim=32, word_embed_proj_dim=16, dropout=0.5, attention_dropout=0.5, activation_dropout=0.5)
     ),
-    "llama": lambda: LlamaForCausalLM(
-        LlamaConfig(**SMALL, num_key_value_heads=2, intermediate_size=32, attention_dropout=0.5)
-    ),
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SMALL, num_key_value_heads=2, intermediate_size=32, attention_dropout=0.5)),
 }
 
 
@@ -259,9 +253,7 @@ def test_later_sources_win(toml):
     assert utils.parse_args(Args, argv=[]) == Args()
     assert utils.parse_args(Args, toy_defaults, []) == Args(learning_rate=0.2, seed=2, batch_size=2)
     file = toml("learning_rate = 0.3\nseed = 3\n")
-    assert utils.parse_args(Args, toy_defaults, ["--config", file]) == Args(
-        learning_rate=0.3, seed=3, batch_size=2, config=file
-    )
+    assert utils.parse_args(Args, toy_defaults, ["--config", file]) == Args(learning_rate=0.3, seed=3, batch_size=2, config=file)
     got = utils.parse_args(Args, toy_defaults, ["--learning_rate", "0.4", "--config", file])
     assert got == Args(learning_rate=0.4, seed=3, batch_size=2, config=file)
 
@@ -300,12 +292,8 @@ def test_booleans_nones_and_lists(toml):
     assert utils.parse_args(Args, argv=["--track", "--no-share-prompts"]) == Args(track=True, share_prompts=False)
     assert utils.parse_args(Args, argv=["--max_grad_norm", "None"]) == Args(max_grad_norm=None)
     assert utils.parse_args(Args, argv=["--wandb_tags", "a", "b"]) == Args(wandb_tags=("a", "b"))
-    file = toml(
-        'track = true\nshare_prompts = false\nwandb_tags = ["a", "b c"]\nmax_grad_norm = "None"\nrun_name = "r"'
-    )
-    expected = Args(
-        track=True, share_prompts=False, wandb_tags=("a", "b c"), max_grad_norm=None, run_name="r", config=file
-    )
+    file = toml('track = true\nshare_prompts = false\nwandb_tags = ["a", "b c"]\nmax_grad_norm = "None"\nrun_name = "r"')
+    expected = Args(track=True, share_prompts=False, wandb_tags=("a", "b c"), max_grad_norm=None, run_name="r", config=file)
     assert utils.parse_args(Args, argv=["--config", file]) == expected
     back = ["--no-track", "--share_prompts", "--wandb_tags", "z", "--max_grad_norm", "2"]
     assert utils.parse_args(Args, argv=["--config", file, *back]) == Args(
@@ -448,9 +436,9 @@ def write_rows(path, rows=ROWS):
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet"])
 def test_rows_of_a_file_come_in_order_with_their_types(tmp_path, suffix):
     path = write_rows(tmp_path / f"rows{suffix}")
-    assert utils.read_rows(str(path), {"prompt": str, "n": int}) == ROWS
+    assert data.read_rows(str(path), {"prompt": str, "n": int}) == ROWS
     write_rows(path, [{"prompt": "new", "n": 4}])
-    assert utils.read_rows(str(path), {"prompt": str}) == [{"prompt": "new", "n": 4}]  # not out of a cache
+    assert data.read_rows(str(path), {"prompt": str}) == [{"prompt": "new", "n": 4}]  # not out of a cache
 
 
 def test_rows_of_a_folder_with_splits(tmp_path, fails):
@@ -458,79 +446,77 @@ def test_rows_of_a_folder_with_splits(tmp_path, fails):
     folder.mkdir()
     write_rows(folder / "train.jsonl", ROWS[:2])
     write_rows(folder / "test.jsonl", ROWS[2:])
-    assert utils.read_rows(str(folder), {"prompt": str}) == ROWS[:2]
-    assert utils.read_rows(f"{folder}:test", {"prompt": str}) == ROWS[2:]
-    assert utils.read_rows(f"{folder}:test.jsonl", {"prompt": str}) == ROWS[2:]
-    assert utils.read_rows(str(folder), {"prompt": str}, default_split="test") == ROWS[2:]
-    assert "nosuch" in fails(utils.read_rows, f"{folder}:nosuch", {"prompt": str})
+    assert data.read_rows(str(folder), {"prompt": str}) == ROWS[:2]
+    assert data.read_rows(f"{folder}:test", {"prompt": str}) == ROWS[2:]
+    assert data.read_rows(f"{folder}:test.jsonl", {"prompt": str}) == ROWS[2:]
+    assert data.read_rows(str(folder), {"prompt": str}, default_split="test") == ROWS[2:]
+    assert "nosuch" in fails(data.read_rows, f"{folder}:nosuch", {"prompt": str})
 
 
 def test_a_missing_file_folder_or_repository_is_one_line(tmp_path, fails):
-    line = fails(utils.read_rows, str(tmp_path / "no.jsonl"), {}, flag="--eval_dataset")
+    line = fails(data.read_rows, str(tmp_path / "no.jsonl"), {}, flag="--eval_dataset")
     assert "--eval_dataset" in line and "no.jsonl" in line and "no such file" in line
-    assert "some-user/no-such-data-set" in fails(utils.read_rows, "some-user/no-such-data-set", {})
+    assert "some-user/no-such-data-set" in fails(data.read_rows, "some-user/no-such-data-set", {})
 
 
-@pytest.mark.parametrize(
-    "name,content", [("a.jsonl", ""), ("a.jsonl", "\n\n"), ("a.json", "[]"), ("a.csv", "prompt\n")]
-)
+@pytest.mark.parametrize("name,content", [("a.jsonl", ""), ("a.jsonl", "\n\n"), ("a.json", "[]"), ("a.csv", "prompt\n")])
 def test_a_file_without_rows_is_one_line(tmp_path, fails, name, content):
     (tmp_path / name).write_text(content)
-    assert name in fails(utils.read_rows, str(tmp_path / name), {"prompt": str})
+    assert name in fails(data.read_rows, str(tmp_path / name), {"prompt": str})
 
 
 def test_reading_a_file_prints_nothing(tmp_path, capsys):
     datasets.enable_progress_bars()
-    utils.read_rows(str(write_rows(tmp_path / "a.csv")), {"prompt": str})
+    data.read_rows(str(write_rows(tmp_path / "a.csv")), {"prompt": str})
     assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("name", ["a.json", "a.csv", "a.parquet"])
 def test_a_file_that_cannot_be_read_is_one_line(tmp_path, fails, name):
     (tmp_path / name).write_text('{"prompt": "a", ' if name == "a.json" else "")
-    assert name in fails(utils.read_rows, str(tmp_path / name), {"prompt": str})
+    assert name in fails(data.read_rows, str(tmp_path / name), {"prompt": str})
 
 
 def test_a_broken_json_line_is_named(tmp_path, fails):
     (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n\n{"prompt": "b"\n{"prompt": "c"}\n')
-    assert "line 3 " in fails(utils.read_rows, str(tmp_path / "a.jsonl"), {"prompt": str})
+    assert "line 3 " in fails(data.read_rows, str(tmp_path / "a.jsonl"), {"prompt": str})
 
 
 def test_a_jsonl_line_ends_at_a_line_feed_only(tmp_path):
     # str.splitlines also splits at U+2028, U+0085 and others, which JSON allows inside strings
     rows = [{"prompt": "one\u2028two\x85three"}, {"prompt": "b"}]
     path = write_rows(tmp_path / "a.jsonl", rows)
-    assert utils.read_rows(str(path), {"prompt": str}) == rows
+    assert data.read_rows(str(path), {"prompt": str}) == rows
 
 
 def test_a_json_file_may_hold_one_row(tmp_path):
     (tmp_path / "a.json").write_text('{"prompt": "a"}')
-    assert utils.read_rows(str(tmp_path / "a.json"), {"prompt": str}) == [{"prompt": "a"}]
+    assert data.read_rows(str(tmp_path / "a.json"), {"prompt": str}) == [{"prompt": "a"}]
 
 
 def test_blank_lines_of_a_jsonl_file_are_skipped(tmp_path):
     (tmp_path / "a.jsonl").write_text('\n{"prompt": "a"}\n\n{"prompt": "b"}')
-    assert utils.read_rows(str(tmp_path / "a.jsonl"), {"prompt": str}) == [{"prompt": "a"}, {"prompt": "b"}]
+    assert data.read_rows(str(tmp_path / "a.jsonl"), {"prompt": str}) == [{"prompt": "a"}, {"prompt": "b"}]
 
 
 def test_a_missing_column_or_a_wrong_type_is_named_with_its_row(tmp_path, fails):
     path = write_rows(tmp_path / "a.jsonl", [{"prompt": "a"}, {"text": "b"}])
-    line = fails(utils.read_rows, str(path), {"prompt": str}, flag="--eval_dataset")
+    line = fails(data.read_rows, str(path), {"prompt": str}, flag="--eval_dataset")
     assert all(words in line for words in ("--eval_dataset", str(path), "row 2", "'prompt'", "text"))
     write_rows(path, [{"prompt": "a"}, {"prompt": "b"}, {"prompt": 7}])
-    line = fails(utils.read_rows, str(path), {"prompt": str})
+    line = fails(data.read_rows, str(path), {"prompt": str})
     assert all(words in line for words in ("row 3", "'prompt'", "7", "str"))
     write_rows(path, [{"prompt": None}])
-    assert "row 1" in fails(utils.read_rows, str(path), {"prompt": str})
+    assert "row 1" in fails(data.read_rows, str(path), {"prompt": str})
     write_rows(path, [["prompt", "a"]])
-    assert "row 1" in fails(utils.read_rows, str(path), {"prompt": str})
+    assert "row 1" in fails(data.read_rows, str(path), {"prompt": str})
 
 
 def test_check_columns(fails):
-    utils.check_columns([{"a": 1, "b": []}, {"a": 2, "b": [1]}], {"a": int, "b": list}, "rows")
-    assert "rows: row 2" in fails(utils.check_columns, [{"a": 1}, {"b": 1}], {"a": int}, "rows")
-    assert "'b'" in fails(utils.check_columns, [{"a": 1, "b": 1}], {"a": int, "b": list}, "rows")
-    assert "'a'" in fails(utils.check_columns, [{"a": True}], {"a": int}, "rows")  # an index is no truth value
+    data.check_columns([{"a": 1, "b": []}, {"a": 2, "b": [1]}], {"a": int, "b": list}, "rows")
+    assert "rows: row 2" in fails(data.check_columns, [{"a": 1}, {"b": 1}], {"a": int}, "rows")
+    assert "'b'" in fails(data.check_columns, [{"a": 1, "b": 1}], {"a": int, "b": list}, "rows")
+    assert "'a'" in fails(data.check_columns, [{"a": True}], {"a": int}, "rows")  # an index is no truth value
 
 
 # ---- encoding --------------------------------------------------------------------------------------------------------
@@ -552,32 +538,32 @@ BOS, EOS, A, B, C = 1, 2, 4, 5, 6
 @pytest.mark.parametrize("template,bos", [(None, []), ("<s> $A", [BOS]), ("<s> $A </s>", [BOS]), ("$A </s>", [])])
 def test_encode_adds_bos_by_habit_and_eos_to_completions_alone(template, bos):
     tokenizer = word_tokenizer(template)
-    assert utils.encode(tokenizer, "a b") == [*bos, A, B]
-    assert utils.encode(tokenizer, "a b", "c a") == ([*bos, A, B], [C, A, EOS])
-    assert utils.encode(tokenizer, "a", "") == ([*bos, A], [EOS])
-    assert utils.encode(tokenizer, "", "c") == (bos, [C, EOS])
-    assert utils.encode(tokenizer, "") == bos
+    assert data.encode(tokenizer, "a b") == [*bos, A, B]
+    assert data.encode(tokenizer, "a b", "c a") == ([*bos, A, B], [C, A, EOS])
+    assert data.encode(tokenizer, "a", "") == ([*bos, A], [EOS])
+    assert data.encode(tokenizer, "", "c") == (bos, [C, EOS])
+    assert data.encode(tokenizer, "") == bos
 
 
 def test_encode_does_not_say_bos_twice():
-    assert utils.encode(word_tokenizer("<s> $A"), "<s> a") == [BOS, A]
-    assert utils.encode(word_tokenizer("<s> $A"), "a <s>") == [BOS, A, BOS]
+    assert data.encode(word_tokenizer("<s> $A"), "<s> a") == [BOS, A]
+    assert data.encode(word_tokenizer("<s> $A"), "a <s>") == [BOS, A, BOS]
 
 
 def test_encode_of_a_tokenizer_without_bos():
-    assert utils.encode(word_tokenizer(bos_token=None), "a", "b") == ([A], [B, EOS])
-    assert utils.encode(toy.tokenizer(), "the room", "was lovely")[1][-1] == toy.tokenizer().eos_token_id
+    assert data.encode(word_tokenizer(bos_token=None), "a", "b") == ([A], [B, EOS])
+    assert data.encode(toy.tokenizer(), "the room", "was lovely")[1][-1] == toy.tokenizer().eos_token_id
 
 
 def test_encode_prompts_names_the_row_that_is_empty_or_too_long(fails):
     rows = ["a", "a b c"]
-    assert utils.encode_prompts(word_tokenizer(), rows, 3, "--dataset x") == [[A], [A, B, C]]
-    assert utils.encode_prompts(word_tokenizer(), rows, None, "--dataset x") == [[A], [A, B, C]]
-    line = fails(utils.encode_prompts, word_tokenizer(), rows, 2, "--dataset x")
+    assert data.encode_prompts(word_tokenizer(), rows, 3, "--dataset x") == [[A], [A, B, C]]
+    assert data.encode_prompts(word_tokenizer(), rows, None, "--dataset x") == [[A], [A, B, C]]
+    line = fails(data.encode_prompts, word_tokenizer(), rows, 2, "--dataset x")
     assert all(words in line for words in ("--dataset x", "row 2", "3 tokens", " 2"))
-    assert "row 2" in fails(utils.encode_prompts, word_tokenizer("<s> $A"), rows, 3, "--dataset x")  # BOS counts
+    assert "row 2" in fails(data.encode_prompts, word_tokenizer("<s> $A"), rows, 3, "--dataset x")  # BOS counts
     empty = [*rows, ""]
-    assert "row 3 is empty" in fails(utils.encode_prompts, word_tokenizer(), empty, None, "--dataset x")
+    assert "row 3 is empty" in fails(data.encode_prompts, word_tokenizer(), empty, None, "--dataset x")
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------

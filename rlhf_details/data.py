@@ -1,0 +1,96 @@
+"""
+Data sets: rows of a local file, a folder or a Hub repository, checked, and their token ids. Nothing runs at import.
+"""
+
+import json
+from pathlib import Path
+
+from rlhf_details.utils import fail
+
+
+def read_rows(spec, columns, default_split="train", flag="--dataset"):
+    """Rows of a data set as a list of dicts.
+
+    Args: spec, "NAME[:PART]". NAME is a local .jsonl/.json/.csv/.parquet file, a folder or a Hub repository; PART a split of it,
+    or a file in it. columns: {name: type} that each row must have. Errors name the file, the column and the row (from 1).
+    """
+    name, _, part = spec.partition(":")
+    path = Path(name)
+    if path.suffix in (".jsonl", ".json", ".csv", ".parquet") and not path.is_dir():
+        if not path.exists():
+            fail(f"{flag} {spec}: no such file")
+        if part:
+            fail(f"{flag} {spec}: a file has no parts")
+        rows = _read_file(path, flag)
+    else:
+        options = dict(data_files=part, split="train") if "." in part else dict(split=part or default_split)
+        rows = _load_dataset(f"{flag} {spec}", name, **options)
+    if not rows:
+        fail(f"{flag} {spec}: no rows")
+    check_columns(rows, columns, f"{flag} {spec}")
+    return rows
+
+
+def check_columns(rows, columns, what):
+    """Ends with the row's number where a row lacks one of `columns` ({name: type}) or holds another type in it."""
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict):
+            fail(f"{what}: row {number} is no object with columns: {row!r}")
+        for column, kind in columns.items():
+            if column not in row:
+                fail(f"{what}: row {number} has no column {column!r} (it has {sorted(row)})")
+            if not isinstance(row[column], kind) or (kind is int and isinstance(row[column], bool)):
+                fail(f"{what}: row {number}, column {column!r}: {row[column]!r} is not of type {kind.__name__}")
+
+
+def _read_file(path, flag):
+    if path.suffix in (".csv", ".parquet"):
+        return _load_dataset(f"{flag} {path}", path.suffix[1:], data_files=str(path), split="train")
+    number, place = 1, "line"
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".json":
+            rows = json.loads(text)
+            return rows if isinstance(rows, list) else [rows]
+        rows = []
+        for number, line in enumerate(text.split("\n"), 1):  # noqa: B007 (read where the error is reported)
+            rows += [json.loads(line)] if line.strip() else []
+        return rows
+    except json.JSONDecodeError as e:
+        fail(f"{flag} {path}: {place} {number if path.suffix == '.jsonl' else e.lineno} is not JSON ({e.msg}, column {e.colno})")
+    except (OSError, ValueError) as e:
+        fail(f"{flag} {path}: cannot be read as UTF-8 text ({e})")
+
+
+def _load_dataset(what, *args, **kwargs):
+    import datasets  # here, since it is slow to import and most runs do without
+
+    datasets.disable_progress_bars(), datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    try:
+        return [dict(row) for row in datasets.load_dataset(*args, **kwargs)]
+    except Exception as e:  # each reader raises a class of its own; the user needs the innermost cause, in one line
+        fail(f"{what}: cannot be loaded as a local file or data set ({str(e.__cause__ or e).strip().splitlines()[0]})")
+
+
+def encode(tokenizer, prompt, completion=None):
+    """Token ids of a prompt, or of a prompt and its completion: BOS where the tokenizer has that habit, EOS after the completion.
+
+    Prompt and completion are tokenised apart, always, so that training and scoring see the same ids at the seam.
+    """
+    ids, with_special_tokens = tokenizer(prompt, add_special_tokens=False).input_ids, tokenizer(prompt).input_ids
+    if tokenizer.bos_token_id is not None and with_special_tokens[:1] == [tokenizer.bos_token_id] != ids[:1]:
+        ids = [tokenizer.bos_token_id, *ids]
+    if completion is None:
+        return ids
+    return ids, [*tokenizer(completion, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+
+
+def encode_prompts(tokenizer, prompts, max_length, what):
+    """Token ids of each prompt; one that is empty or longer than max_length (None: no limit) is an error naming its row."""
+    ids = [encode(tokenizer, prompt) for prompt in prompts]
+    for number, row in enumerate(ids, 1):
+        if not row:
+            fail(f"{what}: the prompt of row {number} is empty")
+        if max_length is not None and len(row) > max_length:
+            fail(f"{what}: the prompt of row {number} has {len(row)} tokens; the model's context leaves room for {max_length}")
+    return ids
