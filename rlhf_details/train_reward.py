@@ -122,7 +122,9 @@ class Reward(nn.Module):
             input_ids=tokens, attention_mask=mask, use_cache=False, **inputs
         ).last_hidden_state  # [M, L, H]
         last = (mask * torch.arange(mask.size(1), device=mask.device)).argmax(1)  # [M]: from the mask, so pad == eos is harmless
-        return self.gain * self.model.score(hidden[torch.arange(len(last)), last]).squeeze(-1).float() + self.bias
+        hidden = hidden.gather(1, last.reshape(-1, 1, 1).expand(-1, 1, hidden.size(-1))).squeeze(1)  # [M, H]
+        with torch.autocast(hidden.device.type, enabled=False):  # bf16 would round the scores to three digits
+            return self.gain * self.model.score(hidden.float()).squeeze(-1) + self.bias
 
 
 def best_of_k_loss(scores, best):

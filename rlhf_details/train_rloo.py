@@ -186,7 +186,8 @@ class Reward(nn.Module):
         inputs = {"position_ids": positions} if self.takes_positions else {}
         hidden = self.model.base_model(input_ids=tokens, attention_mask=mask, use_cache=False, **inputs).last_hidden_state
         hidden = hidden.gather(1, last.unsqueeze(-1).expand(-1, -1, hidden.size(-1)))  # [M, n, H]
-        return self.model.score(hidden).squeeze(-1).float() + self.bias
+        with torch.autocast(hidden.device.type, enabled=False):  # bf16 would round the scores to three digits
+            return self.model.score(hidden.float()).squeeze(-1) + self.bias
 
 
 # ---- sampling --------------------------------------------------------------------------------------------------------
