@@ -662,3 +662,22 @@ def test_held_out_evaluation_is_the_same_draw_before_and_after(tiny, in_tmp):
     result = train_rloo.main(rloo_args(tiny, learning_rate=0.0, eval_dataset="toy:test", eval_every=1))
     assert result["before"] == pytest.approx(result["after"], abs=1e-5) and len(result["before"]) == 7
     assert all("eval/objective/scores" in row for row in read_metrics(result["run"]))
+
+
+def test_every_update_draws_anew_also_for_the_same_prompts_and_weights(tiny, in_tmp, monkeypatch):
+    prompts = toy.rows("prompts", "train")[:4]
+    monkeypatch.setattr(toy, "rows", lambda stage, split: prompts)
+    drawn, real = [], train_rloo.sample
+    monkeypatch.setattr(train_rloo, "sample", lambda *a: drawn.append(real(*a)) or drawn[-1])
+    run_rloo(tiny, learning_rate=0.0, total_episodes=48)
+    texts = [{tuple(r[m].tolist()) for r, m in zip(*batch[:2], strict=True)} for batch in drawn]
+    assert len(texts) == 3 and all(len(t) == 16 for t in texts)
+    assert not (texts[0] & texts[1] or texts[1] & texts[2] or texts[0] & texts[2])
+
+
+def test_the_stop_token_is_not_found_in_the_filler():
+    """The filler is token 0; a vocabulary whose stop token is 0 must not count padding as an ending."""
+    responses = torch.tensor([[5, 0, 0], [5, 6, 7], [5, 0, 0]])
+    mask = torch.tensor([[True, False, False], [True, True, True], [True, True, False]])
+    assert train_rloo.has_stopped(responses, mask, 0).tolist() == [False, False, True]
+    assert train_rloo.has_stopped(responses, mask, None).all()
