@@ -187,10 +187,9 @@ def main(args: Args):
         utils.fail(f"--batch_size {B}: not divisible by the {world} processes")
     train_rows = read_comparisons(args.dataset, "--dataset")
     eval_rows = read_comparisons(args.eval_dataset, "--eval_dataset") if args.eval_dataset else []
-    if train_rows and eval_rows and len(train_rows[0][1]) != len(eval_rows[0][1]):
-        utils.fail(
-            f"--eval_dataset {args.eval_dataset}: {len(eval_rows[0][1])} candidates a row, {len(train_rows[0][1])} in --dataset"
-        )
+    K, eval_K = (4 if rows is None else len(rows[0][1]) if rows else 0 for rows in (train_rows, eval_rows))  # toy: 4
+    if eval_K not in (0, K):
+        utils.fail(f"--eval_dataset {args.eval_dataset}: {eval_K} candidates a row, but {K} in --dataset {args.dataset}")
     columns = {"prompt": str, "completion": str}
     references = data.read_rows(args.reference_dataset, columns, flag="--reference_dataset") if args.reference_dataset else []
     if train_rows is None and accelerator.is_main_process:
@@ -210,7 +209,7 @@ def main(args: Args):
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
-    # ---- train_ids
+    # ---- data: token ids of prompt and candidate, joined as the policy will see them
     def joined(prompt, completion):
         query, response = data.encode(tokenizer, prompt, completion)
         return query + response
@@ -239,20 +238,18 @@ def main(args: Args):
 
     def encode(rows, what):
         """Token ids of each candidate of (prompt, candidates, best) rows: list of ([ids] * K, best)."""
-        train_ids = [([joined(prompt, c) for c in candidates], best) for prompt, candidates, best in rows]
-        for number, (candidates, _) in enumerate(train_ids, 1):
+        encoded = [([joined(prompt, c) for c in candidates], best) for prompt, candidates, best in rows]
+        for number, (candidates, _) in enumerate(encoded, 1):
             if max(map(len, candidates)) > context:
                 utils.fail(f"{what}: row {number} has {max(map(len, candidates))} tokens; the model's context is {context}")
-        return train_ids
+        return encoded
 
     if train_rows is None:
         train_rows = toy.comparisons(args.dataset.partition(":")[2] or "train", args.num_comparisons, toy_sample)
     if eval_rows is None:
         eval_rows = toy.comparisons(args.eval_dataset.partition(":")[2] or "train", 512, toy_sample)
-    train_ids, eval_ids = (
-        encode(train_rows, f"--dataset {args.dataset}"),
-        encode(eval_rows, f"--eval_dataset {args.eval_dataset}"),
-    )
+    train_ids = encode(train_rows, f"--dataset {args.dataset}")
+    eval_ids = encode(eval_rows, f"--eval_dataset {args.eval_dataset}")
     references = encode([(r["prompt"], [r["completion"]], 0) for r in references], f"--reference_dataset {args.reference_dataset}")
     references = [row for candidates, _ in references or train_ids for row in candidates]  # None given: the candidates themselves
     prompts = [train_rows[i % len(train_rows)][0] for i in range(args.normalize_samples)]  # to sample from, for gain_bias
@@ -261,7 +258,7 @@ def main(args: Args):
     if len(train_ids) < B:
         utils.fail(f"--batch_size {B}: more than the {len(train_ids)} rows of --dataset {args.dataset}")
     steps_per_epoch = len(train_ids) // B
-    num_steps, K = args.num_train_epochs * steps_per_epoch, len(train_ids[0][0])
+    num_steps = args.num_train_epochs * steps_per_epoch
 
     reward = Reward(model).to(device)
     inner = reward

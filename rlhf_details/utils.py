@@ -239,6 +239,8 @@ def load_reward_model(folder, flag, allow_untrained=False, attn_implementation=N
         kernel = f" with --attn_implementation {attn_implementation}" if attn_implementation else ""
         cause = str(e).strip().splitlines()[0]
         fail(f"{flag} {folder}: cannot be loaded as a sequence-classification model{kernel} ({cause})")
+    if not hasattr(model, "score"):
+        fail(f"{flag} {folder}: {type(model).__name__} has no linear head `score` on a causal model")
     if not allow_untrained and (info["missing_keys"] or model.config.num_labels != 1):
         missing = ", ".join(sorted(info["missing_keys"])) or f"num_labels is {model.config.num_labels}, not 1"
         fail(f"{flag} {folder}: not a trained reward model ({missing}); --allow_untrained_reward_model lets a dummy run go on")
