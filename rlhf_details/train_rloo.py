@@ -531,8 +531,9 @@ def main(args: Args):
         """One response to each prompt: (texts of the responses, {what: tensor [N]}), the same on every process."""
         models = policy, reference, reward_model
         responses, mask, kl, scores = one_response_each(*models, ids, args, stop_id, coordinates, accelerator)
-        scores = missing_eos_scores(scores, has_stopped(responses, mask, stop_id), args.missing_eos_penalty, args.missing_eos_mode)
-        result, answers = {"scores": scores, "kl": kl, "length": mask.sum(1).float()}, decode(responses, mask)
+        ended, answers = has_stopped(responses, mask, stop_id), decode(responses, mask)
+        scores = missing_eos_scores(scores, ended, args.missing_eos_penalty, args.missing_eos_mode)
+        result = {"scores": scores, "kl": kl, "length": mask.sum(1).float(), "ended": ended.float()}
         if gold:
             result["gold"] = torch.tensor([gold(q, a) for q, a in zip(texts, answers, strict=True)])
             result["parses"] = torch.tensor([float(toy.parses(f"{q} {a}")) for q, a in zip(texts, answers, strict=True)])

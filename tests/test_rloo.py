@@ -660,7 +660,7 @@ def test_the_saved_policy_is_an_ordinary_model_folder(tiny, in_tmp):
 
 def test_held_out_evaluation_is_the_same_draw_before_and_after(tiny, in_tmp):
     result = train_rloo.main(rloo_args(tiny, learning_rate=0.0, eval_dataset="toy:test", eval_every=1))
-    assert result["before"] == pytest.approx(result["after"], abs=1e-5) and len(result["before"]) == 7
+    assert result["before"] == pytest.approx(result["after"], abs=1e-5) and len(result["before"]) == 8
     assert all("eval/objective/scores" in row for row in read_metrics(result["run"]))
 
 

@@ -1,0 +1,91 @@
+"""
+What RLOO changed, to read: the responses of two policies to the same prompts, each with its reward-model score.
+
+    python benchmark/movies_samples.py --sft models/movies/sft --policy models/movies/rloo \
+        --reward models/movies/reward --prompts data/movies/prompts_test.jsonl \
+        --output benchmark/results/movies_samples.md
+
+The scores are the reward model's own: no penalty for a response that did not end. Both policies draw with one noise.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import tyro
+
+from rlhf_details import data, utils
+from rlhf_details.train_rloo import SAMPLE_TABLE, Policy, Reward, response_scores, sample
+
+
+@dataclass
+class Args:
+    sft: str
+    """folder of the policy before RLOO"""
+    policy: str
+    """folder of the policy after RLOO"""
+    reward: str
+    """folder of the reward model"""
+    prompts: str
+    """rows of `prompt`; the first ones are taken"""
+    output: str
+    """Markdown file to write"""
+    num_prompts: int = 10
+    """how many prompts"""
+    response_length: int = 32
+    """most tokens of a response"""
+    temperature: float = 0.7
+    """sampling temperature"""
+    seed: int = 1
+    """seed of the sampling noise"""
+
+
+def cell(text):
+    """Text that cannot break a Markdown table."""
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+@torch.no_grad()
+def main(args: Args):
+    """Samples, scores and writes the table."""
+    prompts = [row["prompt"] for row in data.read_rows(args.prompts, {"prompt": str}, flag="--prompts")]
+    prompts = prompts[: args.num_prompts]
+    tokenizer = utils.load_tokenizer(args.sft, "--sft")
+    queries, query_mask = utils.left_pad([data.encode(tokenizer, prompt) for prompt in prompts])
+    reward = Reward(utils.load_reward_model(args.reward, "--reward")).eval()
+
+    def answers(folder, flag):
+        """(text, whether it ended, score) of one response to each prompt."""
+        policy = Policy(utils.load_policy(folder, flag), args.temperature).eval()
+        rows, stop_id = torch.arange(len(prompts)), tokenizer.eos_token_id
+        coordinates = (args.seed, SAMPLE_TABLE, 0)
+        responses, mask, _ = sample(policy, queries, query_mask, rows, 1, args.response_length, stop_id, coordinates)
+        scores = response_scores(reward, (queries, query_mask, responses, mask), 1).tolist()
+        texts = [tokenizer.decode(r[m], skip_special_tokens=True) for r, m in zip(responses, mask, strict=True)]
+        ended = (responses == stop_id).any(1).tolist()
+        return list(zip(texts, ended, scores, strict=True))
+
+    before, after = answers(args.sft, "--sft"), answers(args.policy, "--policy")
+    lines = [
+        "# Movie reviews: before and after RLOO",
+        "",
+        f"The first {len(prompts)} prompts of `{Path(args.prompts).name}`, one response of each policy to each, "
+        f"drawn at temperature {args.temperature} with seed {args.seed}.",
+        f"The number is the reward model's score; `[...]` marks a response cut off at {args.response_length} tokens.",
+        "Written by `benchmark/movies_samples.py`; nothing was selected.",
+        "",
+        "| prompt | SFT policy | score | after RLOO | score |",
+        "|---|---|---:|---|---:|",
+    ]
+    for prompt, *pair in zip(prompts, before, after, strict=True):
+        cells = [part for text, end, score in pair for part in (cell(text) + ("" if end else " [...]"), f"{score:.2f}")]
+        lines.append("| " + " | ".join([cell(prompt), *cells]) + " |")
+    means = [sum(score for *_, score in side) / len(side) for side in (before, after)]
+    lines.append(f"| mean | | {means[0]:.2f} | | {means[1]:.2f} |")
+    Path(args.output).parent.mkdir(parents=True, exist_ok=True)
+    Path(args.output).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print(f"{args.output}: {len(prompts)} prompts, mean score {means[0]:.2f} -> {means[1]:.2f}")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))
