@@ -197,7 +197,7 @@ def gold(prompt, response):
     + kind words: distinct positive words minus all negative ones, within [-5, 5]
     + subject:    distinct nouns of the prompt's subject, at most 4, or -4 when there is none; -2 for each noun of another
     - repetition: 1 for each noun, adjective or feeling said again, and 1 for each word that follows itself
-    + ending:     +1 when the response ends with a full stop, else -1
+    + ending:     +1 when the response ends with a full stop, else -1 (whether EOS follows is missing_eos_penalty's business)
     Args: prompt, response: strings, words separated by spaces. Returns: float.
     """
     topic = next((PLACE_TOPIC[w] for w in prompt.split() if w in PLACE_TOPIC), None)
@@ -265,18 +265,18 @@ def tokenizer():
 
 
 def ensure_stages(args, console):
-    """Trains the missing stages of the embedded task (SFT, reward model), announced, each in a process of its own.
+    """Trains what is missing of models/toy/sft and models/toy/reward, announced, each in a process of its own.
 
     The child sees neither this launch's process group nor its ranks; call it on the main process only.
     """
-    launcher = r"((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE|NAME)$|(MASTER|TORCHELASTIC|ACCELERATE)_"
+    launcher = r"((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE|NAME)$|(MASTER|TORCHELASTIC|OMPI|PMI)_|ACCELERATE_(?!USE_CPU)"
     child_env = {name: value for name, value in environ.items() if not re.match(launcher, name)}
     for stage, folder in (
         ("train_sft", args.sft_model_path),
         ("train_reward", getattr(args, "reward_model_path", None)),
     ):
-        if folder is None or (Path(folder) / "config.json").exists():
-            continue
+        if folder != DEFAULTS[stage]["output_dir"] or (Path(folder) / "config.json").exists():
+            continue  # a folder of the user's own is never made up here
         console(f"{folder} does not exist yet: running {stage}.py first")
         flags = ["--dataset", "toy", "--output_dir", folder]
         flags += ["--sft_model_path", args.sft_model_path] if stage == "train_reward" else []

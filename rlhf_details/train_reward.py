@@ -182,6 +182,7 @@ def main(args: Args):
     check(args)
     # a step runs the candidates as one forward; buffers never change, so they are not broadcast
     accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)])
+    accelerator.gradient_accumulation_steps = 1  # micro-batches are written out below, whatever the launch configuration says
     device, world, rank, B = accelerator.device, accelerator.num_processes, accelerator.process_index, args.batch_size
     if B % world:
         utils.fail(f"--batch_size {B}: not divisible by the {world} processes")
@@ -215,9 +216,9 @@ def main(args: Args):
         return query + response
 
     @torch.no_grad()
-    def sample_responses(prompts, n):
+    def sample_responses(prompts, n, use):
         """n responses of the SFT policy to each prompt, every process its own full copy: (ids of prompts, ids of responses)."""
-        from rlhf_details.train_rloo import NORMALISATION, Policy, sample  # the sampler is RLOO's and PPO's
+        from rlhf_details.train_rloo import REWARD_DATA, Policy, sample  # the sampler is RLOO's and PPO's
 
         policy = utils.load_policy(args.sft_model_path, "--sft_model_path", args.attn_implementation)
         policy = Policy(policy, args.temperature).to(device).eval()
@@ -225,14 +226,18 @@ def main(args: Args):
         for start in range(0, len(ids), 128):
             queries, query_mask = utils.left_pad(ids[start : start + 128], device)
             numbers = torch.arange(start * n, (start + len(queries)) * n, device=device)
-            coordinates, R, stop_id = (args.seed, NORMALISATION, 0), args.response_length, tokenizer.eos_token_id
+            coordinates, R, stop_id = (args.seed, REWARD_DATA, use), args.response_length, tokenizer.eos_token_id
             with accelerator.autocast():
                 responses, mask, _ = sample(policy, queries, query_mask, numbers, n, R, stop_id, coordinates)
             answers += [r[m].tolist() for r, m in zip(responses, mask, strict=True)]
         return ids, [answers[i * n : (i + 1) * n] for i in range(len(ids))]
 
-    def toy_sample(prompts):
-        return [[tokenizer.decode(a, skip_special_tokens=True) for a in answers] for answers in sample_responses(prompts, 4)[1]]
+    def toy_comparisons(spec, num, use):
+        def four_texts_each(prompts):
+            _, answers = sample_responses(prompts, 4, use)
+            return [[tokenizer.decode(ids, skip_special_tokens=True) for ids in four] for four in answers]
+
+        return toy.comparisons(spec.partition(":")[2] or "train", num, four_texts_each)
 
     context = getattr(model.config.get_text_config(), "max_position_embeddings", math.inf)
 
@@ -245,9 +250,9 @@ def main(args: Args):
         return encoded
 
     if train_rows is None:
-        train_rows = toy.comparisons(args.dataset.partition(":")[2] or "train", args.num_comparisons, toy_sample)
+        train_rows = toy_comparisons(args.dataset, args.num_comparisons, 0)
     if eval_rows is None:
-        eval_rows = toy.comparisons(args.eval_dataset.partition(":")[2] or "train", 512, toy_sample)
+        eval_rows = toy_comparisons(args.eval_dataset, 512, 1)
     train_ids = encode(train_rows, f"--dataset {args.dataset}")
     eval_ids = encode(eval_rows, f"--eval_dataset {args.eval_dataset}")
     references = encode([(r["prompt"], [r["completion"]], 0) for r in references], f"--reference_dataset {args.reference_dataset}")
@@ -266,8 +271,6 @@ def main(args: Args):
         [{"params": model.parameters()}, {"params": [reward.gain], "weight_decay": 0.0}],
         lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay,
     )  # fmt: skip
-    run = utils.Run(args, accelerator, num_steps, ["eps", "train/rm/loss", "train/rm/accuracy", "train/rm/lr"])
-    run.say(f"{args.sft_model_path}, {len(train_ids)} comparisons of {K}, {num_steps} steps, {world} process(es)")
 
     @torch.no_grad()
     def score(rows):
@@ -287,16 +290,18 @@ def main(args: Args):
         if not math.isfinite(gain):
             utils.fail(f"--normalization gain_bias: the {len(rows)} sampled responses all score {scores[0].item():.4g}")
         inner.gain.data.copy_(gain), inner.bias.copy_(bias)
-        run.say(
-            f"normalised on {len(rows)} sampled responses: mean {scores.mean():.3f}, std {scores.std(correction=0):.3f} -> 0, 1"
-        )
+        return f"mean {scores.mean():.3f} and std {scores.std(correction=0):.3f} of {len(rows)} sampled responses -> 0 and 1"
 
-    samples = []
+    samples, said = [], []
     if args.normalization == "gain_bias":
-        queries, answers = sample_responses(prompts, 1)
+        queries, answers = sample_responses(prompts, 1, 2)
         samples = [q + a[0] for q, a in zip(queries, answers, strict=True)]
-        normalize(samples)
+        said.append(normalize(samples))
     reward, optimizer = accelerator.prepare(reward, optimizer)
+    run = utils.Run(args, accelerator, num_steps, ["eps", "train/rm/loss", "train/rm/accuracy", "train/rm/lr"])
+    run.say(f"{args.sft_model_path}, {len(train_ids)} comparisons of {K}, {num_steps} steps, {world} process(es)")
+    for line in said:
+        run.say(line)
 
     # ---- the loop
     start_time = time.time()
@@ -345,7 +350,7 @@ def main(args: Args):
 
     # ---- normalise, fold, save
     if args.normalization == "gain_bias":
-        normalize(samples)
+        run.say(normalize(samples))
     if args.normalization == "mean_shift":
         mean = score(references).mean()
         inner.bias.copy_(inner.bias - mean)

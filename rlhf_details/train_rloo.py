@@ -77,7 +77,7 @@ class Args:
     temperature: float = 0.7
     """sampling temperature; it divides the logits of every log-prob as well"""
     stop_token: str = "eos"
-    """a response ends with this token: "eos", "none", or the text of any one token"""
+    """a response ends with this token: "eos", "none", or a text that is one token"""
     missing_eos_penalty: float | None = 1.0
     """what a response without the stop token pays, in points of score; None: nothing"""
     missing_eos_mode: Literal["subtract", "replace"] = "subtract"
@@ -191,7 +191,7 @@ class Reward(nn.Module):
 
 
 # ---- sampling --------------------------------------------------------------------------------------------------------
-TRAINING, EVALUATION, SAMPLE_TABLE, NORMALISATION = 0, 1, 2, 3  # purposes: what the noise of a sample is drawn for
+TRAINING, EVALUATION, SAMPLE_TABLE, REWARD_DATA = 0, 1, 2, 3  # purposes: what the noise of a sample is drawn for
 
 
 def hash32(x):
@@ -228,7 +228,7 @@ def sample(policy, queries, query_mask, rows, n, response_length, stop_id, coord
     Returns: responses [P * n, R] int64, mask [P * n, R] bool (True up to and including the stop token), log-probs fp32.
     """
     B, device = len(rows), queries.device
-    keys = torch.full((B,), 0x1B873593, dtype=torch.int32, device=device)  # no coordinates may hash to all-zero bits
+    keys = torch.full((B,), 0x1B873593, dtype=torch.int32, device=device)  # not zero, since hash32(0) = 0
     for coordinate in (*coordinates, rows.int()):
         keys = fold(keys, coordinate)
     responses = torch.zeros(B, response_length, dtype=torch.long, device=device)
@@ -248,7 +248,7 @@ def sample(policy, queries, query_mask, rows, n, response_length, stop_id, coord
             alive = alive & (token != stop_id)
         if t + 1 == response_length or not alive.any():
             break
-        seen = torch.cat([seen, alive.unsqueeze(1)], 1)  # [B, Q+t+1]
+        seen = torch.cat([seen, alive.unsqueeze(1)], 1)  # [B, Q+t+1]; finished rows run on with token 0, masked and unread
         logits = policy((token * alive).unsqueeze(1), seen, (position + t).unsqueeze(1), cache=cache)
     return responses, mask, logprobs
 
@@ -283,7 +283,9 @@ def pack(queries, query_mask, responses, response_mask, n):
     owner = torch.cat([torch.zeros(Q, device=device), 1 + torch.arange(n, device=device).repeat_interleave(R)])  # [L], 0: prompt
     L = torch.arange(Q + n * R, device=device)
     visible = (L.unsqueeze(1) >= L) & ((owner == 0) | (owner.unsqueeze(1) == owner))  # [L, L]
-    visible = visible & real.unsqueeze(1) | (L.unsqueeze(1) == L)  # [M/n, L, L]; every row sees itself, or softmax gives NaN
+    visible = visible & real.unsqueeze(1) | (
+        L.unsqueeze(1) == L
+    )  # [M/n, L, L]; a row sees itself at least, or fp16's -inf gives NaN
     lowest = torch.finfo(torch.bfloat16).min  # finite in fp32 and in bf16
     return (
         tokens,
@@ -460,10 +462,12 @@ def read_prompts(spec, flag):
 
 def main(args: Args):
     """Trains; returns {"before": metrics, "after": metrics, "run": folder} of the held-out evaluations."""
+    start_time = time.time()
     transformers_logging.set_verbosity_error(), transformers_logging.disable_progress_bar()
     check(args)
     # without buffer broadcasts, processes may sample different numbers of tokens: a forward is no collective
     accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)])
+    accelerator.gradient_accumulation_steps = 1  # micro-batches are written out below, whatever the launch configuration says
     device, world, rank = accelerator.device, accelerator.num_processes, accelerator.process_index
     k, B, R = args.rloo_k, args.batch_size, args.response_length
     P = B // k
@@ -486,17 +490,20 @@ def main(args: Args):
     reward_model = Reward(utils.load_reward_model(args.reward_model_path, "--reward_model_path", untrained, kernel))
     utils.check_same_vocabulary(args.sft_model_path, args.reward_model_path, tokenizer)
     reference.to(device).eval().requires_grad_(False), reward_model.to(device).eval().requires_grad_(False)
-    stop_id = {"eos": tokenizer.eos_token_id, "none": None}.get(args.stop_token, tokenizer.get_vocab().get(args.stop_token, -1))
-    if stop_id == -1:
+    stop_ids = {"eos": [tokenizer.eos_token_id], "none": [None]}.get(args.stop_token)
+    stop_ids = stop_ids or tokenizer(args.stop_token, add_special_tokens=False).input_ids
+    if len(stop_ids) != 1 or stop_ids == [tokenizer.unk_token_id]:
         utils.fail(f"--stop_token {args.stop_token!r}: not one token of the vocabulary")
+    (stop_id,) = stop_ids
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
     # ---- data: prompts as token ids; their order is a function of (seed, epoch), over and over
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if context is not None and context <= R:
-        utils.fail(f"--response_length {R}: leaves no room for a prompt in the model's context of {context}")
-    room = None if context is None else context - R
+    configs = model.config.get_text_config(), reward_model.model.config.get_text_config()
+    context = min(getattr(config, "max_position_embeddings", None) or math.inf for config in configs)
+    if context <= R:
+        utils.fail(f"--response_length {R}: leaves no room for a prompt in the models' context of {context}")
+    room = context - R
     texts, eval_texts = ([row["prompt"] for row in rows] for rows in (train_rows, eval_rows))
     prompts = data.encode_prompts(tokenizer, texts, room, f"--dataset {args.dataset}")
     eval_prompts = data.encode_prompts(tokenizer, eval_texts, room, f"--eval_dataset {args.eval_dataset}")
@@ -510,7 +517,7 @@ def main(args: Args):
     reason = "--no_share_prompts"
     if args.share_prompts:
         reason = why_not_share(policy.eval(), reward_model, max(map(len, prompts)), R, packed)
-    n, micro_batch = rows_per_forward(1 if reason else k, args.micro_batch_size)
+    n, episodes_per_forward = rows_per_forward(1 if reason else k, args.micro_batch_size)  # n responses share a training row
     n_rollout, rollout_slice = rows_per_forward(1 if reason else k, args.rollout_micro_batch_size)
 
     # ---- optimizer
@@ -522,7 +529,8 @@ def main(args: Args):
     run = utils.Run(args, accelerator, num_updates, ["eps", "objective/scores", "objective/kl", "objective/gold"])
     run.say(f"policy {args.sft_model_path}, reward model {args.reward_model_path}")
     run.say(f"{len(prompts)} prompts, {num_updates} updates of {B} episodes, {world} process(es)")
-    run.say(f"plain rows, one response each: {reason}" if reason else f"each prompt is computed once for its {k} responses")
+    shared = f"a prompt is computed once for {n} of its {k} responses, for {n_rollout} when sampling and scoring"
+    run.say(f"plain rows, one response each: {reason}" if reason else shared)
 
     def decode(responses, mask):
         return [tokenizer.decode(r[m], skip_special_tokens=True) for r, m in zip(responses.cpu(), mask.cpu(), strict=True)]
@@ -543,12 +551,13 @@ def main(args: Args):
         """Means over the held-out prompts, and the spread of scores and gold, as eval/* metrics."""
         _, result = evaluate(eval_prompts, eval_texts, (args.seed, EVALUATION, 0))
         metrics = {f"eval/objective/{name}": value.mean().item() for name, value in result.items()}
-        return metrics | {f"eval/objective/{name}_std": result[name].std().item() for name in ("scores", "gold") if name in result}
+        return metrics | {
+            f"eval/objective/{name}_std": result[name].std(correction=0).item() for name in ("scores", "gold") if name in result
+        }
 
     before = held_out() if eval_prompts else {}
     if before:
         run.log({"update": 0, "episode": 0, **before}, 0)
-    start_time = time.time()
     for update in range(1, num_updates + 1):
         update_time = time.time()
         lr = utils.learning_rate_at(update, num_updates, args.learning_rate, args.lr_schedule, args.warmup_ratio)
@@ -563,8 +572,8 @@ def main(args: Args):
         coordinates = (args.seed, TRAINING, update)
 
         def sample_slice(queries, query_mask, rows):
-            first = slice(None, None, n_rollout)  # of the adjacent copies of a prompt
-            return sample(policy, queries[first], query_mask[first], rows, n_rollout, R, stop_id, coordinates)
+            one = slice(None, None, n_rollout)  # one copy of each prompt: its n_rollout responses share the prefill
+            return sample(policy, queries[one], query_mask[one], rows, n_rollout, R, stop_id, coordinates)
 
         with torch.no_grad(), accelerator.autocast():
             responses, response_mask, sampled_logprobs = in_slices(
@@ -573,13 +582,13 @@ def main(args: Args):
         rollout_time = time.time()
 
         # ---- 2. Scores: the reward model, and the log-probs that the KL and the ratio need ----------------------------
-        batch = [queries[mine], query_mask[mine], responses, response_mask]
+        my_batch = [queries[mine], query_mask[mine], responses, response_mask]
         with torch.no_grad(), accelerator.autocast():
-            (ref_logprobs,) = in_slices(lambda *b: response_logprobs(reference, b, n_rollout)[:1], batch, rollout_slice)
-            (scores,) = in_slices(lambda *b: (response_scores(reward_model, b, n_rollout),), batch, rollout_slice)
-            logprobs = sampled_logprobs
+            ref_logprobs, _ = in_slices(lambda *b: response_logprobs(reference, b, n_rollout), my_batch, rollout_slice)
+            (scores,) = in_slices(lambda *b: (response_scores(reward_model, b, n_rollout),), my_batch, rollout_slice)
+            logprobs = sampled_logprobs  # enough for the KL; with one step there is no ratio that would need more
             if steps_per_update > 1:  # a ratio compares two outcomes of the same, the training, forward
-                (logprobs,) = in_slices(lambda *b: response_logprobs(policy, b, n)[:1], batch, micro_batch)
+                logprobs, _ = in_slices(lambda *b: response_logprobs(policy, b, n), my_batch, episodes_per_forward)
         # gather once: from here on every tensor is the whole batch, the same on every process
         responses, response_mask, sampled_logprobs, logprobs, ref_logprobs, scores = map(
             accelerator.gather, (responses, response_mask, sampled_logprobs, logprobs, ref_logprobs, scores)
@@ -611,12 +620,13 @@ def main(args: Args):
         for epoch in range(args.num_ppo_epochs):
             order = torch.tensor(utils.permutation(P, args.seed, update, epoch), device=device)  # [P]
             for minibatch in order.chunk(args.num_mini_batches):
-                groups = (minibatch.unsqueeze(1) * k + torch.arange(k, device=device)).reshape(-1)  # episodes of the minibatch
-                num_actions = action_mask[groups].sum()  # the denominator is the whole minibatch's, on every process
-                micro_batches = groups.reshape(world, -1)[rank].split(micro_batch)
+                # its episodes: groups 3, 0 with k = 2 are episodes 6, 7, 0, 1
+                episodes = (minibatch.unsqueeze(1) * k + torch.arange(k, device=device)).reshape(-1)
+                num_actions = action_mask[episodes].sum()  # the denominator is the whole minibatch's, on every process
+                micro_batches = episodes.reshape(world, -1)[rank].split(episodes_per_forward)
                 for i, rows in enumerate(micro_batches):
-                    last = i + 1 == len(micro_batches)  # gradients are averaged over the processes once a step
-                    with nullcontext() if last else accelerator.no_sync(policy):
+                    is_last = i + 1 == len(micro_batches)  # gradients are averaged over the processes once a step
+                    with nullcontext() if is_last else accelerator.no_sync(policy):
                         new_logprobs, entropies = response_logprobs(policy, [x[rows] for x in batch], n)  # [M, R]
                         old_logprobs = logprobs[rows] if steps_per_update > 1 else new_logprobs.detach()  # ratio 1: REINFORCE
                         losses, logratio, clipped, actions = rloo_policy_loss(
@@ -624,8 +634,8 @@ def main(args: Args):
                         )
                         accelerator.backward(losses.sum() / num_actions * world)  # the engines average over processes
                     with torch.no_grad():
-                        off = logratio.expm1() * actions  # ratio - 1
-                        sums = losses, actions, clipped, 0.5 * logratio**2 * actions, off, off**2, entropies, response_mask[rows]
+                        excess = logratio.expm1() * actions  # ratio - 1, exact near 1
+                        sums = losses, actions, clipped, 0.5 * logratio**2, excess, excess**2, entropies, response_mask[rows]
                         stats += torch.stack([x.sum().float() for x in sums])
                         if not grad_norms:  # before the first step: sampler and training forward see the same weights
                             gap = torch.maximum(gap, (new_logprobs - sampled_logprobs[rows]).abs().max())
@@ -635,13 +645,13 @@ def main(args: Args):
                 optimizer.zero_grad()
 
         # ---- 6. Log: sums of numerators and of denominators over all processes, then one division ----------------------
-        loss_sum, actions, clipped, approxkl, off, off_squared, entropy, tokens = accelerator.reduce(stats, "sum").tolist()
+        loss, actions, clipped, approxkl, excess, excess_squared, entropy, tokens = accelerator.reduce(stats, "sum").tolist()
         episode, now = update * B, time.time()
         metrics = {
             "update": update,
             "episode": episode,
             "epoch": episode / k / len(prompts),
-            "lr": lr,
+            "lr": optimizer.param_groups[0]["lr"],
             "eps": B / (now - update_time),
             "objective/kl": kl.sum(1).mean().item(),
             "objective/entropy": -(logprobs * response_mask).sum(1).mean().item(),
@@ -652,9 +662,9 @@ def main(args: Args):
             "policy/clipfrac_avg": clipped / actions,
             "policy/entropy_avg": entropy / tokens,
             "policy/grad_norm": sum(grad_norms) / len(grad_norms),
-            "loss/policy_avg": loss_sum / actions,
-            "val/ratio": 1 + off / actions,
-            "val/ratio_var": off_squared / actions - (off / actions) ** 2,
+            "loss/policy_avg": loss / actions,
+            "val/ratio": 1 + excess / actions,
+            "val/ratio_var": excess_squared / actions - (excess / actions) ** 2,
             "val/logprob_gap": accelerator.gather(gap.reshape(1)).max().item(),
             "val/num_eos_tokens": (response_mask & (responses == tokenizer.eos_token_id)).sum().item(),
             "val/num_stop_token_ids": ended.sum().item() if stop_id is not None else 0,

@@ -177,6 +177,7 @@ def main(args: Args):
     transformers_logging.set_verbosity_error(), transformers_logging.disable_progress_bar()
     check(args)
     accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)])
+    accelerator.gradient_accumulation_steps = 1  # micro-batches are written out below, whatever the launch configuration says
     device, world, rank, B = accelerator.device, accelerator.num_processes, accelerator.process_index, args.batch_size
     if B % world:
         utils.fail(f"--batch_size {B}: not divisible by the {world} processes")

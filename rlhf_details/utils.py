@@ -31,17 +31,10 @@ from torch.utils.tensorboard import SummaryWriter
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 MEMORY_KNOBS = "micro_batch_size rollout_micro_batch_size gradient_checkpointing share_prompts attn_implementation".split()
-NOT_THE_MODEL = [
-    "exp_name",
-    "run_name",
-    "track",
-    "wandb_project_name",
-    "wandb_entity",
-    "wandb_tags",
-    "output_dir",
-    "overwrite",
-    "config",
-]
+NOT_THE_MODEL = (  # arguments that may differ when a run is repeated into the same output folder
+    "exp_name run_name track wandb_project_name wandb_entity wandb_tags output_dir overwrite config "
+    "eval_dataset eval_every num_sample_generations"
+).split()
 
 
 # ---- masks, padding, shuffles ----------------------------------------------------------------------------------------
@@ -78,7 +71,8 @@ def positions_from_mask(mask):
 
 def permutation(n, *coordinates):
     """A shuffle of range(n) as a list; a function of the integer coordinates, e.g. (seed, epoch), and of nothing else."""
-    return np.random.default_rng(coordinates).permutation(n).tolist()
+    # their number is the first one, since numpy pads with zeros and would take (1, 2) and (1, 2, 0) for the same
+    return np.random.default_rng((len(coordinates), *coordinates)).permutation(n).tolist()
 
 
 def learning_rate_at(step, num_steps, peak, schedule="linear", warmup_ratio=0.0):
@@ -173,21 +167,29 @@ def check_numbers(args):
 
 def check_output_dir(args):
     """Refuses an output folder that holds a model trained with other arguments, unless `--overwrite`; repeating a run is fine."""
-    folder = Path(args.output_dir)
+    folder = Path(args.output_dir).resolve()
     for part in (folder, *folder.parents):
         if part.exists() and not part.is_dir():
-            fail(f"--output_dir {folder}: {part} is a file")
+            fail(f"--output_dir {args.output_dir}: {part} is a file")
+    inputs = [getattr(args, name, None) for name in ("base_model", "sft_model_path", "reward_model_path")]
+    for kept in (Path.cwd(), *(Path(path).resolve() for path in inputs if path and Path(path).exists())):
+        if kept == folder or folder in kept.parents:
+            fail(f"--output_dir {args.output_dir}: would replace {kept}")
+    if folder.is_dir() and any(item.is_dir() for item in folder.iterdir()):
+        fail(f"--output_dir {args.output_dir}: holds folders, so it is no model folder; give another one")
+    if args.run_name is not None and not args.overwrite and (Path("runs") / args.run_name).exists():
+        fail(f"--run_name {args.run_name}: runs/{args.run_name} exists; give another name or --overwrite")
     if args.overwrite or not folder.exists() or not any(folder.iterdir()):
         return
     try:
         before = dict(json.loads((folder / "training_args.json").read_text()))
     except (OSError, ValueError, TypeError):
-        fail(f"--output_dir {folder} holds something that no run of this script wrote; give another folder or --overwrite")
+        fail(f"--output_dir {args.output_dir} holds something that no run of this script wrote; give another folder or --overwrite")
     now = json.loads(json.dumps(dataclasses.asdict(args)))
     for key in now:
         if key not in MEMORY_KNOBS + NOT_THE_MODEL and before.get(key) != now[key]:
             fail(
-                f"--output_dir {folder} holds another model ({key} {before.get(key)!r} there, {now[key]!r} here); "
+                f"--output_dir {args.output_dir} holds another model ({key} {before.get(key)!r} there, {now[key]!r} here); "
                 "give another folder or --overwrite"
             )
 
@@ -262,13 +264,14 @@ def check_same_vocabulary(policy_folder, reward_folder, tokenizer):
 
 def save_model(args, model, tokenizer):
     """Writes an ordinary model folder: weights, tokenizer, and the arguments that made it; complete, or not at all."""
-    folder = Path(args.output_dir)
+    folder = Path(args.output_dir).resolve()
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     (partial / "training_args.json").write_text(json.dumps(dataclasses.asdict(args), indent=1))
-    shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists():
+        shutil.rmtree(folder)
     partial.rename(folder)
 
 
@@ -284,6 +287,8 @@ class Run:
         self.main, self.num_steps, self.watch, self.start = accelerator.is_main_process, num_steps, watch, time.time()
         self.console = Console(quiet=not self.main)
         name = args.run_name or f"{args.dataset.split('/')[-1]}__{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+        while self.main and args.run_name is None and (Path("runs") / name).exists():  # started in the same second
+            name += "_"
         self.folder, self.wandb, self.bar = Path("runs") / name, None, None
         if not self.main:
             return

@@ -439,7 +439,7 @@ def test_embedded_task_is_checked_before_its_stages_are_trained(refused, monkeyp
 def test_stage_that_fails_leaves_the_message_to_itself(in_tmp, tiny, monkeypatch):
     monkeypatch.setattr(toy.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 2))
     with pytest.raises(SystemExit) as end:
-        train_rloo.main(good_args("rloo", tiny, dataset="toy", sft_model_path="models/sft"))
+        train_rloo.main(good_args("rloo", tiny, dataset="toy", sft_model_path="models/toy/sft"))
     assert end.value.code == 2 and not contents(in_tmp)
 
 
@@ -464,3 +464,34 @@ def test_plain_python(in_tmp, tiny, script, flags, parts):
     assert result.returncode == 2 and "Traceback" not in result.stderr + result.stdout
     assert contents(in_tmp) == before
     assert_one_line(result.stderr, parts)
+
+
+# ---- what --overwrite must never take with it --------------------------------------------------------------------------
+def test_output_folder_that_holds_folders(refused):
+    Path("precious/inner").mkdir(parents=True)
+    refused("rloo", "--output_dir precious", output_dir="precious", overwrite=True)
+
+
+@pytest.mark.parametrize("folder", [".", "..", "own/policy", "own"])
+def test_output_folder_that_is_or_holds_an_input(refused, tiny, folder):
+    shutil.copytree(tiny, "own")
+    refused("rloo", f"--output_dir {folder}", output_dir=folder, sft_model_path="own/policy", overwrite=True)
+
+
+def test_run_name_that_exists(refused):
+    Path("runs/mine").mkdir(parents=True)
+    refused("rloo", "--run_name mine", run_name="mine")
+
+
+def test_a_model_folder_of_the_users_own_is_never_made_up(in_tmp, tiny, capsys):
+    with pytest.raises(SystemExit) as end:
+        train_rloo.main(good_args("rloo", tiny, dataset="toy", sft_model_path="models/mistyped"))
+    assert end.value.code == 2 and not contents(in_tmp) and "models/mistyped" in capsys.readouterr().err
+
+
+def test_prompt_longer_than_the_reward_models_context(refused, tiny):
+    shutil.copytree(tiny, "own")
+    config = json.loads(Path("own/reward/config.json").read_text()) | {"max_position_embeddings": 20}
+    Path("own/reward/config.json").write_text(json.dumps(config))
+    Path("bad.jsonl").write_text(jsonl({"prompt": " ".join(["soup"] * 13)}))
+    refused("rloo", "--dataset bad.jsonl", "row 2", "12", dataset="bad.jsonl", response_length=8, reward_model_path="own/reward")

@@ -86,6 +86,7 @@ def test_sft_micro_batches_change_nothing(texts, completion_only):
 
 
 def test_sft_two_processes_change_nothing(texts):
+    write_rows("rows.jsonl", toy.rows("sft", "train")[:41])  # held-out rows that do not divide by two
     flags = [
         "--dataset",
         "rows.jsonl",
@@ -156,6 +157,10 @@ def test_reward_micro_batches_change_nothing(comparisons, tiny):
 
 
 def test_reward_two_processes_change_nothing(comparisons, tiny):
+    rows = [json.loads(line) for line in Path("rows.jsonl").read_text().splitlines()]
+    write_rows(
+        "rows.jsonl", [row | {"candidates": row["candidates"][:3], "best": row["best"] % 3} for row in rows[:37]]
+    )  # 111 scores
     flags = [
         "--dataset",
         "rows.jsonl",
@@ -290,3 +295,22 @@ def test_missing_toy_stages_are_trained_once_by_the_main_process(tmp_path):
     second = launch("train_rloo.py", flags, 1, cwd=tmp_path)
     assert second.returncode == 0 and "does not exist yet" not in second.stdout
     assert "gold" in second.stdout and "parses" in second.stdout
+
+
+def test_every_epoch_of_sft_has_an_order_of_its_own(texts, monkeypatch):
+    seen, left_pad = [], utils.left_pad
+    monkeypatch.setattr(
+        utils, "left_pad", lambda rows, device=None: seen.append([tuple(r) for r in rows]) or left_pad(rows, device)
+    )
+    run_sft(eval_dataset=None)
+    first, second = (sum(seen[i : i + 5], []) for i in (0, 5))  # noqa: RUF017 (five short lists)
+    assert sorted(first) == sorted(second) and first != second and len(first) == 40
+
+
+def test_the_reward_gain_follows_the_schedule_and_is_not_decayed(comparisons, tiny, monkeypatch):
+    seen, step = [], torch.optim.AdamW.step
+    record = lambda self, *a, **k: seen.append([dict(g, params=None) for g in self.param_groups]) or step(self, *a, **k)  # noqa: E731
+    monkeypatch.setattr(torch.optim.AdamW, "step", record)
+    run_reward(tiny, lr_schedule="linear", weight_decay=0.1)
+    assert [[g["lr"] for g in groups] for groups in seen] == [pytest.approx([1e-3 * (1 - i / 5)] * 2) for i in range(5)]
+    assert all([g["weight_decay"] for g in groups] == [0.1, 0.0] for groups in seen)
