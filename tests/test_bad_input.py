@@ -483,7 +483,8 @@ def test_run_name_that_exists(refused):
     refused("rloo", "--run_name mine", run_name="mine")
 
 
-def test_a_model_folder_of_the_users_own_is_never_made_up(in_tmp, tiny, capsys):
+def test_a_model_folder_of_the_users_own_is_never_made_up(in_tmp, tiny, capsys, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(SystemExit) as end:
         train_rloo.main(good_args("rloo", tiny, dataset="toy", sft_model_path="models/mistyped"))
     assert end.value.code == 2 and not contents(in_tmp) and "models/mistyped" in capsys.readouterr().err
