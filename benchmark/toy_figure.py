@@ -43,7 +43,7 @@ def smooth(values, width=10):
 
 def main(args: Args):
     runs = read(args.curves)
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.2), sharey=True)
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.2))
     titles = {"rloo": "with the KL penalty (0.1)", "rloo_nokl": "without"}
     for axis, (run, title) in zip(axes, titles.items(), strict=True):
         for column, colour, name in (
