@@ -2,6 +2,7 @@
 Data sets: rows of a local file, a folder or a Hub repository, checked, and their token ids. Nothing runs at import.
 """
 
+import functools
 import json
 import re
 from pathlib import Path
@@ -88,12 +89,18 @@ def encode(tokenizer, prompt, completion=None):
     """
     if isinstance(prompt, list):
         return prompt if completion is None else (prompt, completion)
-    ids, with_special_tokens = tokenizer(prompt, add_special_tokens=False).input_ids, tokenizer(prompt).input_ids
-    if tokenizer.bos_token_id is not None and with_special_tokens[:1] == [tokenizer.bos_token_id] != ids[:1]:
-        ids = [tokenizer.bos_token_id, *ids]
+    ids, bos = tokenizer(prompt, add_special_tokens=False).input_ids, tokenizer.bos_token_id
+    if bos is not None and ids[:1] != [bos] and puts_bos(tokenizer):
+        ids = [bos, *ids]
     if completion is None:
         return ids
     return ids, [*tokenizer(completion, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+
+
+@functools.cache
+def puts_bos(tokenizer):
+    """Whether the tokenizer puts its BOS before a text; asked once, since it is a habit and not a matter of the text."""
+    return tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
 
 
 def encode_prompts(tokenizer, prompts, max_length, what):

@@ -25,14 +25,17 @@ import copy
 import functools
 import math
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedType
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 from transformers.utils import logging as transformers_logging
 
 from rlhf_details import data, toy, utils
@@ -120,6 +123,8 @@ class Args:
     """optimiser steps a pass over the batch"""
     num_ppo_epochs: int = 4
     """passes over the batch"""
+    async_rollouts: bool = False
+    """sample the next batch while this one trains, one update off-policy; for one process or DDP"""
     cliprange: float = 0.2
     """clip range of the probability ratio"""
     cliprange_value: float = 0.2
@@ -173,6 +178,9 @@ class Args:
 
 
 # ---- models: one module call is one forward, so that every engine sees all parameters through it ---------------------
+LOGITS_AT_ONCE = 2**24  # 64 MiB in fp32
+
+
 class Policy(nn.Module):
     """Next-token logits, or the log-probs of given tokens; always of softmax(logits / temperature), always in fp32.
 
@@ -183,7 +191,7 @@ class Policy(nn.Module):
         super().__init__()
         self.model, self.temperature, self.critic = model, temperature, critic
         self.shares_trunk = isinstance(critic, nn.Linear)
-        self.slices_logits = utils.accepts(model.forward, "logits_to_keep")
+        self.plain_head = utils.has_plain_head(model)
         self.takes_positions = utils.accepts(model.forward, "position_ids")
 
     def forward(self, tokens, mask, positions, index=None, labels=None, cache=None):
@@ -191,27 +199,41 @@ class Policy(nn.Module):
         Args: tokens, positions [M, L]; mask [M, L] bool; cache, a transformers cache that is extended.
         index [N]: where to read logits (None: the last position), labels [M, N]: the tokens they predict.
         Returns: (log-probs, entropies) or with a critic (log-probs, entropies, values), all [M, N] fp32; without labels
-        the logits, [M, N, V] or at the last position [M, V], fp32.
+        the logits [M, N, V] fp32.
         """
         inputs = {"input_ids": tokens, "attention_mask": mask, "past_key_values": cache, "use_cache": cache is not None}
         inputs |= {"position_ids": positions} if self.takes_positions else {}
         index = torch.tensor([tokens.size(1) - 1], device=tokens.device) if index is None else index
-        inputs |= {"logits_to_keep": index} if self.slices_logits else {}
-        inputs |= {"output_hidden_states": True} if self.shares_trunk and labels is not None else {}
-        outputs = self.model(**inputs)  # logits [M, N, V]: only where a response token is predicted
-        logits = (outputs.logits if self.slices_logits else outputs.logits[:, index]).float() / self.temperature
+        head, vocab_size = self.model.get_output_embeddings(), self.model.config.get_text_config().vocab_size
+        if self.plain_head:
+            trunk = self.model.base_model(**inputs).last_hidden_state[
+                :, index
+            ]  # [M, N, H]: only where a response token is predicted
+            states = trunk
+        else:
+            outputs = self.model(**inputs, output_hidden_states=self.shares_trunk)
+            head, states = nn.Identity(), outputs.logits[:, index]  # [M, N, V]
+            trunk = outputs.hidden_states[-1][:, index] if self.shares_trunk else None
         if labels is None:
-            return logits.squeeze(1)
-        log_softmax = logits.log_softmax(-1)
-        logprobs = log_softmax.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-        with torch.no_grad():
-            entropies = -(log_softmax.exp() * log_softmax).sum(-1)
+            return head(states).float() / self.temperature
+
+        def of_tokens(states, labels):
+            """Log-probs and entropies [C] of C labels, at their states [C, H]."""
+            log_softmax = (head(states).float() / self.temperature).log_softmax(-1)  # [C, V]
+            with torch.no_grad():
+                entropies = -(log_softmax.exp() * log_softmax).sum(-1)
+            return log_softmax.gather(-1, labels.unsqueeze(-1)).squeeze(-1), entropies
+
+        # all logits at once would be M * N * V numbers, and as many again for their softmax and for its gradient
+        pieces = [x.flatten(0, 1).split(max(1, LOGITS_AT_ONCE // vocab_size)) for x in (states, labels)]
+        function = of_tokens if len(pieces[0]) == 1 else functools.partial(checkpoint, of_tokens, use_reentrant=False)
+        logprobs, entropies = (torch.cat(x).reshape(labels.shape) for x in zip(*map(function, *pieces), strict=True))
         if self.critic is None:
             return logprobs, entropies
         if not self.shares_trunk:
             return logprobs, entropies, self.critic(tokens, mask, positions, index.expand(len(tokens), -1))
-        with torch.autocast(logits.device.type, enabled=False):
-            values = self.critic(outputs.hidden_states[-1][:, index].float()).squeeze(-1)  # [M, N]
+        with torch.autocast(trunk.device.type, enabled=False):
+            values = self.critic(trunk.float()).squeeze(-1)  # [M, N]
         return logprobs, entropies, values
 
 
@@ -269,7 +291,7 @@ def sample(policy, queries, query_mask, rows, response_length, stop_id, coordina
     stop_id, a token id or None; coordinates, e.g. (seed, purpose, update).
     Returns: responses [B, R] int64, mask [B, R] bool (True up to and including the stop token), log-probs fp32.
     """
-    B, device = len(rows), queries.device
+    (B, Q), device = queries.shape, queries.device
     keys = torch.full((B,), 0x1B873593, dtype=torch.int32, device=device)  # not zero, since hash32(0) = 0
     for coordinate in (*coordinates, rows.int()):
         keys = fold(keys, coordinate)
@@ -277,9 +299,10 @@ def sample(policy, queries, query_mask, rows, response_length, stop_id, coordina
     mask = torch.zeros(B, response_length, dtype=torch.bool, device=device)
     logprobs = torch.zeros(B, response_length, device=device)
     cache = DynamicCache(config=policy_config(policy))
-    logits = policy(queries, query_mask, utils.positions_from_mask(query_mask), cache=cache)  # [B, V]
-    seen = query_mask  # [B, Q]
-    position = seen.sum(1)  # [B], of the token about to be sampled
+    cache.layers = [InPlaceLayer(response_length) if type(x) is DynamicLayer else x for x in cache.layers]
+    logits = policy(queries, query_mask, utils.positions_from_mask(query_mask), cache=cache).squeeze(1)  # [B, V]
+    visible = torch.cat([query_mask, torch.ones_like(mask)], 1)  # [B, Q + R]
+    position = query_mask.sum(1, keepdim=True)  # [B, 1], of the token about to be sampled
     alive = torch.ones(B, dtype=torch.bool, device=device)
     for t in range(response_length):
         token = (logits + gumbel_noise(fold(keys, t), logits.size(-1))).argmax(-1)  # [B]
@@ -289,14 +312,73 @@ def sample(policy, queries, query_mask, rows, response_length, stop_id, coordina
             alive = alive & (token != stop_id)
         if t + 1 == response_length or not alive.any():
             break
-        seen = torch.cat([seen, alive.unsqueeze(1)], 1)  # [B, Q+t+1]; finished rows run on with token 0, masked and unread
-        logits = policy((token * alive).unsqueeze(1), seen, (position + t).unsqueeze(1), cache=cache)
+        tokens, seen = (token * alive).unsqueeze(1), visible[:, : Q + t + 1]  # finished rows run on with token 0, unread
+        logits = policy(tokens, seen, position + t, cache=cache).squeeze(1)  # [B, V]
     return responses, mask, logprobs
+
+
+class InPlaceLayer(DynamicLayer):
+    """A layer of the cache with room for `steps` more columns: a token is written in place, not by copying all before it."""
+
+    def __init__(self, steps):
+        super().__init__()
+        self.steps, self.room = steps, None
+
+    def update(self, keys, values, *args, **kwargs):
+        if self.room is None:
+            shapes = [(*x.shape[:2], x.size(2) + self.steps, x.size(3)) for x in (keys, values)]
+            self.room, self.is_initialized, past = [keys.new_empty(shape) for shape in shapes], True, 0
+        else:
+            past = self.keys.size(2)
+        for room, new in zip(self.room, (keys, values), strict=True):
+            room[:, :, past : past + new.size(2)] = new
+        self.keys, self.values = (room[:, :, : past + keys.size(2)] for room in self.room)
+        return self.keys, self.values
 
 
 def policy_config(policy):
     """Configuration of the language model inside a (possibly wrapped) Policy."""
     return getattr(policy, "module", policy).model.config
+
+
+class Actor:
+    """A thread with weights of its own that samples the next batch while the learner trains on this one.
+
+        learner   push W0, 1 | take 1, push W0, 2 | train 1: W1 | take 2, push W1, 3 | train 2: W2 | take 3, push W2, 4 | ...
+        actor                  sample 2 with W0                   sample 3 with W1                   sample 4 with W2
+    So batch 1 is fresh and every later one is stale by exactly one update, whatever the speed of either side: with two queues
+    of size one neither can run ahead. There is no collective in this thread, which would meet the learner's.
+    Source: open-instruct, ppo_vllm_thread.py.
+    """
+
+    def __init__(self, policy, rollout):
+        self.policy, self.rollout = copy.deepcopy(policy).eval().requires_grad_(False), rollout
+        self.thread, self.batch = ThreadPoolExecutor(1), None
+        self.stream = torch.cuda.Stream() if torch.cuda.is_available() else None
+
+    def push(self, model, update):
+        """Hands over a model's weights and the number of the update to sample for; the last batch has been taken by now."""
+        self.policy.model.load_state_dict(model.state_dict())
+        if self.stream:
+            torch.cuda.synchronize()  # the weights are there, and the learner has read what the actor will write over
+        self.batch = self.thread.submit(self.sample, update)
+
+    def sample(self, update):
+        """Runs in the thread: stream, device, autocast and no_grad hold for one thread, so they are set here and in `rollout`."""
+        if not self.stream:
+            return self.rollout(self.policy, update)
+        with torch.cuda.device(self.stream.device), torch.cuda.stream(self.stream):
+            batch = self.rollout(self.policy, update)
+            self.stream.synchronize()
+            return batch
+
+    def take(self):
+        """Waits for the batch; what failed in the thread is raised here."""
+        batch = self.batch.result()
+        for x in batch if self.stream else ():
+            if isinstance(x, torch.Tensor):
+                x.record_stream(torch.cuda.current_stream())
+        return batch
 
 
 # ---- from tokens to log-probs and scores -----------------------------------------------------------------------------
@@ -337,9 +419,20 @@ def response_scores(reward_model, batch):
     return reward_model(tokens, mask, positions, batch[0].size(1) + batch[3].sum(1, keepdim=True) - 1).squeeze(1)
 
 
+def by_length(masks):
+    """Row numbers [M], the fewest real tokens first, so that a slice of them holds little padding; masks: list of [M, ..] bool."""
+    return sum(mask.sum(1) for mask in masks).argsort(stable=True)
+
+
 def in_slices(function, tensors, size):
-    """Applies a function of row slices, of `size` rows each, to a list of tensors; the tuples it returns are concatenated."""
-    return [torch.cat(parts) for parts in zip(*map(function, *(x.split(size) for x in tensors)), strict=True)]
+    """Applies a function of row slices, of `size` rows each, to a list of tensors; the tuples it returns are concatenated.
+
+    A slice takes rows of similar length, by the masks (bool) among the tensors; what is returned is in the tensors' order.
+    """
+    order = by_length([x for x in tensors if x.dtype == torch.bool])
+    parts = [function(*(x[rows] for x in tensors)) for rows in order.split(size)]
+    back = order.argsort()
+    return [torch.cat(part)[back] for part in zip(*parts, strict=True)]
 
 
 @torch.no_grad()
@@ -567,6 +660,12 @@ def main(args: Args):
     if is_toy and accelerator.is_main_process:
         toy.ensure_stages(args, print)
     accelerator.wait_for_everyone()
+    if args.async_rollouts and accelerator.distributed_type not in (
+        DistributedType.NO,
+        DistributedType.MULTI_CPU,
+        DistributedType.MULTI_GPU,
+    ):
+        utils.fail(f"--async_rollouts: for one process or DDP, not for {accelerator.distributed_type.value}")
     torch.manual_seed(args.seed)
 
     # ---- models: the reference is a frozen copy of the initial policy, a separate value model a copy of the reward model
@@ -604,7 +703,8 @@ def main(args: Args):
 
     # ---- optimizer: one for policy and value model
     policy = Policy(model, args.temperature, critic).to(device)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay)
+    adam = dict(lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay)
+    optimizer = torch.optim.AdamW(policy.parameters(), **adam, fused=True)  # one kernel for all weights
     policy, optimizer = accelerator.prepare(policy, optimizer)
     num_updates = math.ceil(args.total_episodes / B)
     kl_coef, moments, step = args.kl_coef, RunningMoments(), 0  # what the run carries from update to update, besides weights
@@ -636,39 +736,59 @@ def main(args: Args):
             f"eval/objective/{name}_std": result[name].std(correction=0).item() for name in ("scores", "gold") if name in result
         }
 
-    before = held_out() if eval_prompts else {}
-    if before:
-        run.log({"update": 0, "episode": 0, **before}, 0)
-    for update in range(1, num_updates + 1):
-        update_time = time.time()
-        lr = utils.learning_rate_at(update, num_updates, args.learning_rate, args.lr_schedule, args.warmup_ratio)
-        optimizer.param_groups[0]["lr"] = lr
+    def rollout(policy, update):
+        """Phase 1: a response to each prompt of an update, of which this process samples its share; for any thread.
 
-        # ---- 1. Rollout: a response to each prompt; this process samples its share of the episodes -------------------
+        Returns: numbers of the prompts; queries, query_mask [B, Q] of the whole batch; responses, mask, the sampler's
+        log-probs and those of the training forward where this policy's weights are soon gone, all [B / world, R].
+        """
         policy.eval()  # dropout is 0 either way (utils.load_policy); in training mode gradient checkpointing forbids the cache
         stream = range((update - 1) * B, update * B)  # epoch after epoch, each in an order of its own
         ids = [order_of_epoch(i // len(prompts))[i % len(prompts)] for i in stream]
         queries, query_mask = utils.left_pad([prompts[i] for i in ids], device)  # [B, Q], global
         mine = torch.arange(B, device=device).chunk(world)[rank]  # [B / world], global numbers of my episodes
-        coordinates = (args.seed, TRAINING, update)
-
         with torch.no_grad(), accelerator.autocast():
-            responses, response_mask, sampled_logprobs = in_slices(
-                lambda *b: sample(policy, *b, R, stop_id, coordinates),
-                [queries[mine], query_mask[mine], mine],
-                args.rollout_micro_batch_size,
+            my_prompts, coordinates = [queries[mine], query_mask[mine]], (args.seed, TRAINING, update)
+            responses, mask, sampled_logprobs = in_slices(
+                lambda *b: sample(policy, *b, R, stop_id, coordinates), [*my_prompts, mine], args.rollout_micro_batch_size
             )
+            logprobs = sampled_logprobs
+            if args.async_rollouts:  # a ratio compares two outcomes of the same, the training, forward
+                my_batch = [*my_prompts, responses, mask]
+                logprobs, *_ = in_slices(lambda *b: response_logprobs(policy, b), my_batch, args.micro_batch_size)
+        return ids, queries, query_mask, responses, mask, sampled_logprobs, logprobs
+
+    before = held_out() if eval_prompts else {}
+    if before:
+        run.log({"update": 0, "episode": 0, **before}, 0)
+    actor = Actor(Policy(accelerator.unwrap_model(policy).model, args.temperature), rollout) if args.async_rollouts else None
+    if actor:
+        actor.push(accelerator.unwrap_model(policy).model, 1)
+    for update in range(1, num_updates + 1):
+        update_time = time.time()
+        lr = utils.learning_rate_at(update, num_updates, args.learning_rate, args.lr_schedule, args.warmup_ratio)
+        optimizer.param_groups[0]["lr"] = lr
+
+        # ---- 1. Rollout: a response to each prompt -------------------------------------------------------------------
+        if actor:
+            batch = actor.take()
+            if update < num_updates:  # before this batch is trained on
+                actor.push(accelerator.unwrap_model(policy).model, update + 1)
+        else:
+            batch = rollout(policy, update)
+        ids, queries, query_mask, responses, response_mask, sampled_logprobs, behaviour_logprobs = batch
         scored_mask, ended = truncate_response(responses, response_mask, end_id, args.truncate_after)  # what will be scored
         rollout_time = time.time()
 
         # ---- 2. Scores: the reward model, and the log-probs and values that KL, ratio and advantages need --------------
-        my_batch = [queries[mine], query_mask[mine], responses, response_mask]
+        my_batch = [*(x.chunk(world)[rank] for x in (queries, query_mask)), responses, response_mask]
         slice_size = args.rollout_micro_batch_size
         with torch.no_grad(), accelerator.autocast():
             ref_logprobs, _ = in_slices(lambda *b: response_logprobs(reference, b), my_batch, slice_size)
             (scores,) = in_slices(lambda *b: (response_scores(reward_model, b),), [*my_batch[:3], scored_mask], slice_size)
             # old log-probs from the forward that phase 5 repeats, not from the sampler: before the first step every ratio is 1
             logprobs, _, values = in_slices(lambda *b: response_logprobs(policy, b), my_batch, args.micro_batch_size)
+            logprobs = behaviour_logprobs if actor else logprobs  # an actor's weights were those of the last update
             if args.kl_penalty == "full":
                 (kl_penalties,) = in_slices(lambda *b: (full_kl(policy, reference, b),), my_batch, slice_size)
             else:
@@ -707,7 +827,9 @@ def main(args: Args):
             order, epoch_kl = torch.tensor(utils.permutation(B, args.seed, update, epoch), device=device), 0  # [B]
             for episodes in order.chunk(args.num_mini_batches):
                 num_actions, num_states = response_mask[episodes].sum(), state_mask[episodes].sum()  # the whole minibatch's
-                micro_batches = episodes.reshape(world, -1)[rank].split(args.micro_batch_size)
+                share = episodes.reshape(world, -1)[rank]  # of this process
+                share = share[by_length([query_mask[share], response_mask[share]])]
+                micro_batches = share.split(args.micro_batch_size)
                 sums = torch.zeros_like(stats)
                 for i, rows in enumerate(micro_batches):
                     is_last = i + 1 == len(micro_batches)  # gradients are averaged over the processes once a step
@@ -727,8 +849,8 @@ def main(args: Args):
                             excess, 0.5 * logratio**2, losses, response_mask[rows], clipped, excess**2, entropies,
                             value_losses, state_mask[rows], value_clipped, errors, new_values,
                         )])  # fmt: skip
-                        if not grad_norms:  # before the first step: sampler and training forward see the same weights
-                            gap = torch.maximum(gap, (new_logprobs - sampled_logprobs[rows]).abs().max())
+                        if not grad_norms:  # the first step's old log-probs: sampler and training forward saw the same weights
+                            gap = torch.maximum(gap, (logprobs[rows] - sampled_logprobs[rows]).abs().max())
                 norm = accelerator.clip_grad_norm_(policy.parameters(), args.max_grad_norm or math.inf)
                 sums = accelerator.reduce(sums, "sum")  # over all processes, which therefore decide alike
                 stats += sums

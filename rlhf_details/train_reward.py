@@ -257,13 +257,13 @@ def main(args: Args):
         policy = Policy(policy, args.temperature).to(device).eval()
         ids, answers = [data.encode(tokenizer, p) for p in prompts], []
         for start in range(0, len(ids), 128):
-            queries, query_mask = utils.left_pad(ids[start : start + 128], device)
-            numbers = torch.arange(start * n, (start + len(queries)) * n, device=device)
+            queries, query_mask = utils.left_pad([i for i in ids[start : start + 128] for _ in range(n)], device)
+            numbers = torch.arange(start * n, start * n + len(queries), device=device)
             coordinates, R = (args.seed, REWARD_DATA, use), args.response_length
             # labels were given to whole responses of R tokens, which no EOS ends: lm-human-preferences normalises on the same
             stop_id = None if isinstance(prompts[0], list) else tokenizer.eos_token_id
             with accelerator.autocast():
-                responses, mask, _ = sample(policy, queries, query_mask, numbers, n, R, stop_id, coordinates)
+                responses, mask, _ = sample(policy, queries, query_mask, numbers, 1, R, stop_id, coordinates)
             answers += [r[m].tolist() for r, m in zip(responses, mask, strict=True)]
         return ids, [answers[i * n : (i + 1) * n] for i in range(len(ids))]
 

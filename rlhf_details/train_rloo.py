@@ -19,17 +19,21 @@ One process:   python rlhf_details/train_rloo.py
 N processes:   accelerate launch --num_processes N rlhf_details/train_rloo.py
 """
 
+import copy
 import functools
 import math
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedType
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 from transformers.utils import logging as transformers_logging
 
 from rlhf_details import data, toy, utils
@@ -104,6 +108,8 @@ class Args:
     """optimiser steps a pass over the batch"""
     num_ppo_epochs: int = 2
     """passes over the batch"""
+    async_rollouts: bool = False
+    """sample the next batch while this one trains, one update off-policy; for one process or DDP"""
     cliprange: float = 0.2
     """clip range of the probability ratio"""
     normalize_advantage: bool = False
@@ -143,33 +149,48 @@ class Args:
 
 
 # ---- models: one module call is one forward, so that every engine sees all parameters through it ---------------------
+LOGITS_AT_ONCE = 2**24  # 64 MiB in fp32
+
+
 class Policy(nn.Module):
     """Next-token logits, or the log-probs of given tokens; always of softmax(logits / temperature), always in fp32."""
 
     def __init__(self, model, temperature):
         super().__init__()
         self.model, self.temperature = model, temperature
-        self.slices_logits = utils.accepts(model.forward, "logits_to_keep")
+        self.plain_head = utils.has_plain_head(model)
         self.takes_positions = utils.accepts(model.forward, "position_ids")
 
     def forward(self, tokens, mask, positions, index=None, labels=None, cache=None):
         """
         Args: tokens, positions [M, L]; mask [M, L] bool or [M, 1, L, L] additive; cache, a transformers cache that is extended.
-        index [N]: where to read logits, labels [M, N]: the tokens they predict; without them the last position is read.
-        Returns: (log-probs, entropies), both [M, N] fp32, or without labels the logits [M, V] fp32.
+        index [N]: where to read logits (None: the last position), labels [M, N]: the tokens they predict.
+        Returns: (log-probs, entropies), both [M, N] fp32, or without labels the logits [M, N, V] fp32.
         """
         inputs = {"input_ids": tokens, "attention_mask": mask, "past_key_values": cache, "use_cache": cache is not None}
         inputs |= {"position_ids": positions} if self.takes_positions else {}
         index = torch.tensor([tokens.size(1) - 1], device=tokens.device) if index is None else index
-        inputs |= {"logits_to_keep": index} if self.slices_logits else {}
-        logits = self.model(**inputs).logits  # [M, N, V]: only where a response token is predicted
-        logits = (logits if self.slices_logits else logits[:, index]).float() / self.temperature
+        head, vocab_size = self.model.get_output_embeddings(), self.model.config.get_text_config().vocab_size
+        if self.plain_head:
+            states = self.model.base_model(**inputs).last_hidden_state[
+                :, index
+            ]  # [M, N, H]: only where a response token is predicted
+        else:
+            head, states = nn.Identity(), self.model(**inputs).logits[:, index]  # [M, N, V]
         if labels is None:
-            return logits.squeeze(1)
-        log_softmax = logits.log_softmax(-1)
-        logprobs = log_softmax.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-        with torch.no_grad():
-            entropies = -(log_softmax.exp() * log_softmax).sum(-1)
+            return head(states).float() / self.temperature
+
+        def of_tokens(states, labels):
+            """Log-probs and entropies [C] of C labels, at their states [C, H]."""
+            log_softmax = (head(states).float() / self.temperature).log_softmax(-1)  # [C, V]
+            with torch.no_grad():
+                entropies = -(log_softmax.exp() * log_softmax).sum(-1)
+            return log_softmax.gather(-1, labels.unsqueeze(-1)).squeeze(-1), entropies
+
+        # all logits at once would be M * N * V numbers, and as many again for their softmax and for its gradient
+        pieces = [x.flatten(0, 1).split(max(1, LOGITS_AT_ONCE // vocab_size)) for x in (states, labels)]
+        function = of_tokens if len(pieces[0]) == 1 else functools.partial(checkpoint, of_tokens, use_reentrant=False)
+        logprobs, entropies = (torch.cat(x).reshape(labels.shape) for x in zip(*map(function, *pieces), strict=True))
         return logprobs, entropies
 
 
@@ -227,18 +248,23 @@ def sample(policy, queries, query_mask, rows, n, response_length, stop_id, coord
     stop_id, a token id or None; coordinates, e.g. (seed, purpose, update).
     Returns: responses [P * n, R] int64, mask [P * n, R] bool (True up to and including the stop token), log-probs fp32.
     """
-    B, device = len(rows), queries.device
+    (P, Q), B, device = queries.shape, len(rows), queries.device
     keys = torch.full((B,), 0x1B873593, dtype=torch.int32, device=device)  # not zero, since hash32(0) = 0
     for coordinate in (*coordinates, rows.int()):
         keys = fold(keys, coordinate)
     responses = torch.zeros(B, response_length, dtype=torch.long, device=device)
     mask = torch.zeros(B, response_length, dtype=torch.bool, device=device)
     logprobs = torch.zeros(B, response_length, device=device)
+    # prefill: a prompt is computed once; a step then adds one token of each of its n responses to the prompt's row
+    #   p p p | a b | a b | ...        n = 2, prompt p p p: column Q + t * n + j is token t of response j, which sees its own
+    own = torch.eye(n, dtype=torch.bool, device=device).repeat(1, response_length).expand(P, -1, -1)  # [P, n, n * R]
+    visible = torch.cat([query_mask.unsqueeze(1).expand(-1, n, -1), own], 2)  # [P, n, Q + n * R]
+    visible = additive(visible) if n > 1 else visible.squeeze(1)  # [P, 1, n, Q + n * R] or [P, Q + R]
     cache = DynamicCache(config=policy_config(policy))
-    logits = policy(queries, query_mask, utils.positions_from_mask(query_mask), cache=cache)  # [P, V]
-    cache.batch_repeat_interleave(n)  # the prompt is computed once for its n responses
-    logits, seen = logits.repeat_interleave(n, 0), query_mask.repeat_interleave(n, 0)  # [B, V], [B, Q]
-    position = seen.sum(1)  # [B], of the token about to be sampled
+    cache.layers = [InPlaceLayer(n * response_length) if type(x) is DynamicLayer else x for x in cache.layers]
+    logits = policy(queries, query_mask, utils.positions_from_mask(query_mask), cache=cache)  # [P, 1, V]
+    logits, responses_of_a_row = logits.squeeze(1).repeat_interleave(n, 0), torch.arange(n, device=device)  # [B, V], [n]
+    position = query_mask.sum(1, keepdim=True).expand(P, n)  # [P, n], of the token about to be sampled
     alive = torch.ones(B, dtype=torch.bool, device=device)
     for t in range(response_length):
         token = (logits + gumbel_noise(fold(keys, t), logits.size(-1))).argmax(-1)  # [B]
@@ -248,14 +274,79 @@ def sample(policy, queries, query_mask, rows, n, response_length, stop_id, coord
             alive = alive & (token != stop_id)
         if t + 1 == response_length or not alive.any():
             break
-        seen = torch.cat([seen, alive.unsqueeze(1)], 1)  # [B, Q+t+1]; finished rows run on with token 0, masked and unread
-        logits = policy((token * alive).unsqueeze(1), seen, (position + t).unsqueeze(1), cache=cache)
+        tokens, seen = (token * alive).reshape(P, n), visible[..., : Q + n * (t + 1)]  # finished rows run on with token 0, unread
+        logits = policy(tokens, seen, position + t, responses_of_a_row, cache=cache).flatten(0, 1)  # [B, V]
     return responses, mask, logprobs
+
+
+class InPlaceLayer(DynamicLayer):
+    """A layer of the cache with room for `steps` more columns: a token is written in place, not by copying all before it."""
+
+    def __init__(self, steps):
+        super().__init__()
+        self.steps, self.room = steps, None
+
+    def update(self, keys, values, *args, **kwargs):
+        if self.room is None:
+            shapes = [(*x.shape[:2], x.size(2) + self.steps, x.size(3)) for x in (keys, values)]
+            self.room, self.is_initialized, past = [keys.new_empty(shape) for shape in shapes], True, 0
+        else:
+            past = self.keys.size(2)
+        for room, new in zip(self.room, (keys, values), strict=True):
+            room[:, :, past : past + new.size(2)] = new
+        self.keys, self.values = (room[:, :, : past + keys.size(2)] for room in self.room)
+        return self.keys, self.values
+
+
+def additive(visible):
+    """Attention mask [M, 1, L, L'] fp32 of a bool [M, L, L']: 0 where visible, else a number finite in fp32 and in bf16."""
+    lowest = torch.finfo(torch.bfloat16).min
+    return torch.zeros(visible.shape, device=visible.device).masked_fill(~visible, lowest).unsqueeze(1)
 
 
 def policy_config(policy):
     """Configuration of the language model inside a (possibly wrapped) Policy."""
     return getattr(policy, "module", policy).model.config
+
+
+class Actor:
+    """A thread with weights of its own that samples the next batch while the learner trains on this one.
+
+        learner   push W0, 1 | take 1, push W0, 2 | train 1: W1 | take 2, push W1, 3 | train 2: W2 | take 3, push W2, 4 | ...
+        actor                  sample 2 with W0                   sample 3 with W1                   sample 4 with W2
+    So batch 1 is fresh and every later one is stale by exactly one update, whatever the speed of either side: with two queues
+    of size one neither can run ahead. There is no collective in this thread, which would meet the learner's.
+    Source: open-instruct, ppo_vllm_thread.py.
+    """
+
+    def __init__(self, policy, rollout):
+        self.policy, self.rollout = copy.deepcopy(policy).eval().requires_grad_(False), rollout
+        self.thread, self.batch = ThreadPoolExecutor(1), None
+        self.stream = torch.cuda.Stream() if torch.cuda.is_available() else None
+
+    def push(self, model, update):
+        """Hands over a model's weights and the number of the update to sample for; the last batch has been taken by now."""
+        self.policy.model.load_state_dict(model.state_dict())
+        if self.stream:
+            torch.cuda.synchronize()  # the weights are there, and the learner has read what the actor will write over
+        self.batch = self.thread.submit(self.sample, update)
+
+    def sample(self, update):
+        """Runs in the thread: stream, device, autocast and no_grad hold for one thread, so they are set here and in `rollout`."""
+        if not self.stream:
+            return self.rollout(self.policy, update)
+        with torch.cuda.device(self.stream.device), torch.cuda.stream(self.stream):
+            batch = self.rollout(self.policy, update)
+            self.stream.synchronize()
+            return batch
+
+    def take(self):
+        """Waits for the batch; what failed in the thread is raised here."""
+        batch = self.batch.result()
+        for x in batch if self.stream else ():
+            if isinstance(x, torch.Tensor):
+                x.record_stream(torch.cuda.current_stream())
+        return batch
 
 
 # ---- from tokens to log-probs and scores -----------------------------------------------------------------------------
@@ -285,13 +376,7 @@ def pack(queries, query_mask, responses, response_mask, n):
     visible = (L.unsqueeze(1) >= L) & ((owner == 0) | (owner.unsqueeze(1) == owner))  # [L, L]
     itself = L.unsqueeze(1) == L  # a token sees itself at least, padding as well, or fp16's -inf gives NaN
     visible = (visible & real.unsqueeze(1)) | itself  # [M/n, L, L]
-    lowest = torch.finfo(torch.bfloat16).min  # finite in fp32 and in bf16
-    return (
-        tokens,
-        torch.zeros(visible.shape, device=device).masked_fill(~visible, lowest).unsqueeze(1),
-        positions,
-        index,
-    )
+    return tokens, additive(visible), positions, index
 
 
 def trim(batch):
@@ -318,9 +403,22 @@ def response_scores(reward_model, batch, n):
     return reward_model(tokens, mask, positions, start + response_mask.sum(1).reshape(-1, n) - 1).reshape(-1)
 
 
-def in_slices(function, tensors, size):
-    """Applies a function of row slices, of `size` rows each, to a list of tensors; the tuples it returns are concatenated."""
-    return [torch.cat(parts) for parts in zip(*map(function, *(x.split(size) for x in tensors)), strict=True)]
+def by_length(masks, n=1):
+    """Row numbers [M], the fewest real tokens first, so that a slice of them holds little padding; n adjacent ones stay so."""
+    lengths = sum(mask.sum(1) for mask in masks).reshape(-1, n).amax(1)  # [M/n]
+    groups = lengths.argsort(stable=True)
+    return (groups.unsqueeze(1) * n + torch.arange(n, device=groups.device)).reshape(-1)
+
+
+def in_slices(function, tensors, size, n=1):
+    """Applies a function of row slices, of `size` rows each, to a list of tensors; the tuples it returns are concatenated.
+
+    A slice takes rows of similar length, by the masks (bool) among the tensors; what is returned is in the tensors' order.
+    """
+    order = by_length([x for x in tensors if x.dtype == torch.bool], n)
+    parts = [function(*(x[rows] for x in tensors)) for rows in order.split(size)]
+    back = order.argsort()
+    return [torch.cat(part)[back] for part in zip(*parts, strict=True)]
 
 
 @torch.no_grad()
@@ -483,6 +581,12 @@ def main(args: Args):
     if is_toy and accelerator.is_main_process:
         toy.ensure_stages(args, print)
     accelerator.wait_for_everyone()
+    if args.async_rollouts and accelerator.distributed_type not in (
+        DistributedType.NO,
+        DistributedType.MULTI_CPU,
+        DistributedType.MULTI_GPU,
+    ):
+        utils.fail(f"--async_rollouts: for one process or DDP, not for {accelerator.distributed_type.value}")
     torch.manual_seed(args.seed)
 
     # ---- models: the reference is a frozen copy of the initial policy
@@ -521,7 +625,8 @@ def main(args: Args):
     n_rollout, rollout_slice = rows_per_forward(1 if reason else k, args.rollout_micro_batch_size)
 
     # ---- optimizer
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay)
+    adam = dict(lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay)
+    optimizer = torch.optim.AdamW(policy.parameters(), **adam, fused=True)  # one kernel for all weights
     policy, optimizer = accelerator.prepare(policy, optimizer)
     num_updates = math.ceil(args.total_episodes / B)
     steps_per_update = args.num_ppo_epochs * args.num_mini_batches
@@ -555,40 +660,60 @@ def main(args: Args):
             f"eval/objective/{name}_std": result[name].std(correction=0).item() for name in ("scores", "gold") if name in result
         }
 
-    before = held_out() if eval_prompts else {}
-    if before:
-        run.log({"update": 0, "episode": 0, **before}, 0)
-    for update in range(1, num_updates + 1):
-        update_time = time.time()
-        lr = utils.learning_rate_at(update, num_updates, args.learning_rate, args.lr_schedule, args.warmup_ratio)
-        optimizer.param_groups[0]["lr"] = lr
+    def rollout(policy, update):
+        """Phase 1: k responses to each prompt of an update, of which this process samples its share; for any thread.
 
-        # ---- 1. Rollout: k responses to each prompt; this process samples its share of the episodes ------------------
+        Returns: numbers of the prompts; queries, query_mask [B, Q] of the whole batch; responses, mask, the sampler's
+        log-probs and those of the training forward where this policy's weights are soon gone, all [B / world, R].
+        """
         policy.eval()  # dropout is 0 either way (utils.load_policy); in training mode gradient checkpointing forbids the cache
         stream = range((update - 1) * P, update * P)  # epoch after epoch, each in an order of its own
         ids = [order_of_epoch(i // len(prompts))[i % len(prompts)] for i in stream]
         queries, query_mask = utils.left_pad([prompts[i] for i in ids for _ in range(k)], device)  # [B, Q], global
         mine = torch.arange(B, device=device).chunk(world)[rank]  # [B / world], global numbers of my episodes
-        coordinates = (args.seed, TRAINING, update)
 
         def sample_slice(queries, query_mask, rows):
             one = slice(None, None, n_rollout)  # one copy of each prompt: its n_rollout responses share the prefill
+            coordinates = (args.seed, TRAINING, update)
             return sample(policy, queries[one], query_mask[one], rows, n_rollout, R, stop_id, coordinates)
 
         with torch.no_grad(), accelerator.autocast():
-            responses, response_mask, sampled_logprobs = in_slices(
-                sample_slice, [queries[mine], query_mask[mine], mine], rollout_slice
-            )
+            my_prompts = [queries[mine], query_mask[mine]]
+            responses, mask, sampled_logprobs = in_slices(sample_slice, [*my_prompts, mine], rollout_slice, n_rollout)
+            logprobs = sampled_logprobs
+            if args.async_rollouts:  # a ratio compares two outcomes of the same, the training, forward
+                my_batch = [*my_prompts, responses, mask]
+                logprobs, _ = in_slices(lambda *b: response_logprobs(policy, b, n), my_batch, episodes_per_forward, n)
+        return ids, queries, query_mask, responses, mask, sampled_logprobs, logprobs
+
+    before = held_out() if eval_prompts else {}
+    if before:
+        run.log({"update": 0, "episode": 0, **before}, 0)
+    actor = Actor(accelerator.unwrap_model(policy), rollout) if args.async_rollouts else None
+    if actor:
+        actor.push(accelerator.unwrap_model(policy).model, 1)
+    for update in range(1, num_updates + 1):
+        update_time = time.time()
+        lr = utils.learning_rate_at(update, num_updates, args.learning_rate, args.lr_schedule, args.warmup_ratio)
+        optimizer.param_groups[0]["lr"] = lr
+
+        # ---- 1. Rollout: k responses to each prompt ------------------------------------------------------------------
+        if actor:
+            batch = actor.take()
+            if update < num_updates:  # before this batch is trained on
+                actor.push(accelerator.unwrap_model(policy).model, update + 1)
+        else:
+            batch = rollout(policy, update)
+        ids, queries, query_mask, responses, response_mask, sampled_logprobs, logprobs = batch
         rollout_time = time.time()
 
         # ---- 2. Scores: the reward model, and the log-probs that the KL and the ratio need ----------------------------
-        my_batch = [queries[mine], query_mask[mine], responses, response_mask]
+        my_batch = [*(x.chunk(world)[rank] for x in (queries, query_mask)), responses, response_mask]
         with torch.no_grad(), accelerator.autocast():
-            ref_logprobs, _ = in_slices(lambda *b: response_logprobs(reference, b, n_rollout), my_batch, rollout_slice)
-            (scores,) = in_slices(lambda *b: (response_scores(reward_model, b, n_rollout),), my_batch, rollout_slice)
-            logprobs = sampled_logprobs  # enough for the KL; with one step there is no ratio that would need more
-            if steps_per_update > 1:  # a ratio compares two outcomes of the same, the training, forward
-                logprobs, _ = in_slices(lambda *b: response_logprobs(policy, b, n), my_batch, episodes_per_forward)
+            ref_logprobs, _ = in_slices(lambda *b: response_logprobs(reference, b, n_rollout), my_batch, rollout_slice, n_rollout)
+            (scores,) = in_slices(lambda *b: (response_scores(reward_model, b, n_rollout),), my_batch, rollout_slice, n_rollout)
+            if steps_per_update > 1 and not actor:  # with one step there is no ratio, and for the KL the sampler's are enough
+                logprobs, _ = in_slices(lambda *b: response_logprobs(policy, b, n), my_batch, episodes_per_forward, n)
         # gather once: from here on every tensor is the whole batch, the same on every process
         responses, response_mask, sampled_logprobs, logprobs, ref_logprobs, scores = map(
             accelerator.gather, (responses, response_mask, sampled_logprobs, logprobs, ref_logprobs, scores)
@@ -623,12 +748,15 @@ def main(args: Args):
                 # its episodes: groups 3, 0 with k = 2 are episodes 6, 7, 0, 1
                 episodes = (minibatch.unsqueeze(1) * k + torch.arange(k, device=device)).reshape(-1)
                 num_actions = action_mask[episodes].sum()  # the denominator is the whole minibatch's, on every process
-                micro_batches = episodes.reshape(world, -1)[rank].split(episodes_per_forward)
+                share = episodes.reshape(world, -1)[rank]  # of this process
+                share = share[by_length([query_mask[share], response_mask[share]], n)]
+                micro_batches = share.split(episodes_per_forward)
                 for i, rows in enumerate(micro_batches):
                     is_last = i + 1 == len(micro_batches)  # gradients are averaged over the processes once a step
                     with nullcontext() if is_last else accelerator.no_sync(policy):
                         new_logprobs, entropies = response_logprobs(policy, [x[rows] for x in batch], n)  # [M, R]
-                        old_logprobs = logprobs[rows] if steps_per_update > 1 else new_logprobs.detach()  # ratio 1: REINFORCE
+                        has_ratio = steps_per_update > 1 or actor  # else it is 1: REINFORCE
+                        old_logprobs = logprobs[rows] if has_ratio else new_logprobs.detach()
                         losses, logratio, clipped, actions = rloo_policy_loss(
                             new_logprobs, old_logprobs, response_mask[rows], advantages[rows], args.cliprange
                         )
@@ -637,8 +765,8 @@ def main(args: Args):
                         excess = logratio.expm1() * actions  # ratio - 1, exact near 1
                         sums = excess, 0.5 * logratio**2, losses, actions, clipped, excess**2, entropies, response_mask[rows]
                         stats += torch.stack([x.sum().float() for x in sums])
-                        if not grad_norms:  # before the first step: sampler and training forward see the same weights
-                            gap = torch.maximum(gap, (new_logprobs - sampled_logprobs[rows]).abs().max())
+                        if not grad_norms:  # the first step's old log-probs: sampler and training forward saw the same weights
+                            gap = torch.maximum(gap, (old_logprobs - sampled_logprobs[rows]).abs().max())
                 norm = accelerator.clip_grad_norm_(policy.parameters(), args.max_grad_norm or math.inf)
                 grad_norms.append(float(norm))
                 optimizer.step()

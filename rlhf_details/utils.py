@@ -406,6 +406,14 @@ class Run:
             self.say(line)
 
 
+@torch.no_grad()
+def has_plain_head(model):
+    """Whether a causal model's logits are its output embedding of the last hidden state: not scaled or capped afterwards."""
+    tokens = torch.arange(min(8, model.config.get_text_config().vocab_size), device=model.device).unsqueeze(0)
+    states = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+    return torch.equal(model.get_output_embeddings()(states), model(input_ids=tokens, use_cache=False).logits)
+
+
 def accepts(function, name):
     """Whether a function takes a parameter of that name."""
     return name in inspect.signature(function).parameters

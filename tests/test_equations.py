@@ -326,7 +326,13 @@ class FixedLogits(nn.Module):
 
     def __init__(self, logits):
         super().__init__()
-        self.logits, self.config = logits, GPTNeoXConfig(num_hidden_layers=1)
+        self.logits, self.config, self.device = logits, GPTNeoXConfig(num_hidden_layers=1, vocab_size=len(logits)), logits.device
+
+    def base_model(self, input_ids, **inputs):
+        return SimpleNamespace(last_hidden_state=torch.zeros(*input_ids.shape, 1))
+
+    def get_output_embeddings(self):
+        return lambda states: self.logits.expand(*states.shape[:-1], -1)
 
     def forward(self, input_ids, attention_mask=None, position_ids=None, past_key_values=None, use_cache=False):
         return SimpleNamespace(logits=self.logits.expand(*input_ids.shape, -1))

@@ -53,8 +53,9 @@ def ragged(tmp_path_factory):
 
 
 def recorded(monkeypatch, *names):
-    """{name: list of (arguments, result)} of every later call of these functions of train_ppo."""
+    """{name: list of (arguments, result)} of every later call of these functions of train_ppo, rows in the batch's order."""
     calls = {name: [] for name in names}
+    monkeypatch.setattr(train_ppo, "by_length", lambda masks, n=1: torch.arange(len(masks[0])))
 
     def replace(name, real, seen):
         monkeypatch.setattr(train_ppo, name, lambda *args: seen.append((args, real(*args))) or seen[-1][1])
@@ -249,7 +250,7 @@ def test_the_shared_head_reads_what_the_language_model_head_reads(kind):
     head.register_forward_pre_hook(lambda module, inputs: read.update(head=inputs[0]))
     policy.critic.register_forward_pre_hook(lambda module, inputs: read.update(critic=inputs[0]))
     logprobs, _, values = train_ppo.response_logprobs(policy, batch)
-    assert read["critic"].shape == (12, 6, head.in_features) and torch.equal(read["critic"], read["head"])
+    assert read["critic"].shape == (12, 6, head.in_features) and torch.equal(read["critic"].flatten(0, 1), read["head"])
     # a row alone, without padding or neighbours, has the same values, before each token and after the last
     assert values.std() > 0.05
     for row in range(12):
@@ -1107,9 +1108,13 @@ def test_plain_python_trains_a_policy_with_a_value_head(ragged, tmp_path):
 
 
 # ---- the two scripts say the same thing in the same words ------------------------------------------------------------
-SAME = "Reward hash32 fold gumbel_noise policy_config in_slices missing_eos_scores read_prompts main.decode main.held_out".split()
+SAME = (
+    "Reward hash32 fold gumbel_noise InPlaceLayer policy_config Actor missing_eos_scores read_prompts main.decode main.held_out "
+    "Policy.forward.of_tokens"
+).split()
 DIFFERENT = (  # k responses a prompt and packed rows there; a critic, truncation and other options here
-    "Args Policy sample trim response_logprobs response_scores one_response_each one_response_each.one_slice shape_scores check "
+    "Args Policy sample trim by_length in_slices main.rollout "
+    "response_logprobs response_scores one_response_each one_response_each.one_slice shape_scores check "
     "main main.evaluate Policy.__init__ Policy.forward"
 ).split()
 

@@ -1,6 +1,7 @@
 """Claims about whole runs of train_rloo: what may not change the result, and what must hold at every update."""
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -10,6 +11,7 @@ import pytest
 import torch
 import transformers
 from conftest import launch, read_metrics, rloo_args, run_rloo, save_pair
+from transformers import DynamicCache
 
 from rlhf_details import toy, train_rloo, utils
 
@@ -268,15 +270,16 @@ def test_a_window_that_the_configuration_hides_is_found_by_the_numbers():
     for layer in policy.model.model.layers:
         layer.self_attn.sliding_window = 4
     policy.model.config.layer_types = None
-    real = policy.model.forward
+    real = policy.model.base_model.forward
 
+    @functools.wraps(real)
     def windowed(attention_mask=None, **inputs):  # ... and look at the last four columns only
         if attention_mask is not None and attention_mask.dim() == 4:
             L = torch.arange(attention_mask.size(-1))
             attention_mask = attention_mask.masked_fill(L.unsqueeze(1) - L >= 4, torch.finfo(torch.bfloat16).min)
         return real(attention_mask=attention_mask, **inputs)
 
-    policy.model.forward = windowed
+    policy.model.base_model.forward = windowed
     reward = train_rloo.Reward(
         transformers.AutoModelForSequenceClassification.from_config(
             transformers.AutoConfig.for_model("llama", **SMALL, num_labels=1)
@@ -573,6 +576,7 @@ def recorded_advantages(tiny, monkeypatch, **options):
         )
         patch.setattr(train_rloo, "missing_eos_scores", lambda *a: seen.setdefault("scores", real_score(*a)))
         patch.setattr(utils, "permutation", lambda n, *c: list(range(n)))
+        patch.setattr(train_rloo, "by_length", lambda masks, n=1: torch.arange(len(masks[0])))
         patch.setattr(train_rloo, "response_logprobs", biased(train_rloo.response_logprobs))
         run_rloo(
             tiny,
@@ -729,3 +733,96 @@ def test_the_stop_token_is_not_found_in_the_filler():
     mask = torch.tensor([[True, False, False], [True, True, True], [True, True, False]])
     assert train_rloo.has_stopped(responses, mask, 0).tolist() == [False, False, True]
     assert train_rloo.has_stopped(responses, mask, None).all()
+
+
+# ---- speed: nothing of it changes the result -------------------------------------------------------------------------
+def test_rows_of_similar_length_share_a_slice_and_come_back_in_order():
+    mask = torch.arange(9) < torch.tensor([5, 2, 7, 7, 1, 9, 3, 3]).unsqueeze(1)  # [8, 9]
+    assert train_rloo.by_length([mask]).tolist() == [4, 1, 6, 7, 0, 2, 3, 5]
+    assert train_rloo.by_length([mask, mask.flip(0)]).tolist() == [1, 6, 0, 3, 4, 7, 2, 5]  # sums 8 5 16 8 8 16 5 8
+    assert train_rloo.by_length([mask], 2).tolist() == [6, 7, 0, 1, 2, 3, 4, 5]  # longest of a pair: 5 7 9 3
+    seen = []
+
+    def widths(rows, mask):
+        seen.append(mask.sum(1).tolist())
+        return rows * 10, mask.sum(1)
+
+    rows = torch.arange(8)
+    tens, lengths = train_rloo.in_slices(widths, [rows, mask], 3)
+    assert seen == [[1, 2, 3], [3, 5, 7], [7, 9]]
+    assert tens.tolist() == (rows * 10).tolist() and lengths.tolist() == mask.sum(1).tolist()
+
+
+@pytest.mark.parametrize("at_once", [1, 50, 700])
+def test_logits_in_pieces_give_the_same_log_probs_and_gradients(monkeypatch, at_once):
+    """The pieces: every row alone, uneven ones, and all in two; the model's logits are never there at once."""
+    batch = random_batch()
+    results = []
+    for size in (10**9, at_once):
+        monkeypatch.setattr(train_rloo, "LOGITS_AT_ONCE", size)
+        policy, sizes = train_rloo.Policy(tiny_model("gpt_neox"), 0.7), []
+        policy.model.get_output_embeddings().register_forward_hook(lambda module, inputs, logits: sizes.append(logits.numel()))
+        logprobs, entropies = train_rloo.response_logprobs(policy, batch, 1)
+        (logprobs * torch.arange(logprobs.size(1))).sum().backward()
+        results.append((logprobs, entropies, [p.grad for p in policy.parameters()], sizes))
+    (a, b, gradients, whole), (c, d, pieced, pieces) = results
+    vocab_size = policy.model.config.vocab_size
+    assert len(whole) == 1 and len(pieces) > 2 and max(pieces) <= max(at_once, vocab_size)
+    assert (a - c).abs().max() < 1e-5 and (b - d).abs().max() < 1e-5
+    for x, y in zip(gradients, pieced, strict=True):
+        assert (x - y).abs().max() < 1e-5 * max(1, x.abs().max())
+
+
+def test_a_head_that_is_more_than_a_matrix_is_left_to_the_library():
+    """Gemma 2 caps its logits; what its library forward says is what we compute, and a plain head is known as one."""
+    shape = dict(SMALL, head_dim=8, num_key_value_heads=2, final_logit_softcapping=3.0, query_pre_attn_scalar=8)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model("gemma2", **shape)).eval()
+    assert not utils.has_plain_head(model) and utils.has_plain_head(tiny_model("gpt_neox"))
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(100)
+        batch = random_batch()
+        policy = train_rloo.Policy(model, 0.7)
+        logprobs, _ = train_rloo.response_logprobs(policy, batch, 1)
+        for row in range(3):
+            query, response = batch[0][row][batch[1][row]], batch[2][row][batch[3][row]]
+            logits = model(torch.cat([query, response]).unsqueeze(0)).logits[0, len(query) - 1 : -1]
+            assert logits.abs().max() <= 3.0
+            alone = (logits / 0.7).log_softmax(-1)[torch.arange(len(response)), response]
+            assert (logprobs[row, : len(response)] - alone).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_the_cache_is_written_in_place(n):
+    """Keys and values equal the library's growing cache at every step, and lie in one piece of memory allocated once."""
+    policy, (queries, query_mask, responses, _) = train_rloo.Policy(tiny_model("gpt_neox"), 1.0), random_batch()
+    (B, Q), R = queries.shape, responses.size(1)
+    ours, theirs = DynamicCache(config=policy.model.config), DynamicCache(config=policy.model.config)
+    ours.layers = [train_rloo.InPlaceLayer(n * R) for _ in ours.layers]
+    places = set()
+    with torch.no_grad():
+        for cache in (ours, theirs):
+            policy(queries, query_mask, utils.positions_from_mask(query_mask), cache=cache)
+        for t in range(R):
+            mask = torch.cat([query_mask, torch.ones(B, n * (t + 1), dtype=torch.bool)], 1)
+            tokens = responses[:, [t] * n]
+            a, b = (policy(tokens, mask, query_mask.sum(1, keepdim=True) + t, cache=cache) for cache in (ours, theirs))
+            assert torch.equal(a, b)
+            for x, y in zip(ours.layers, theirs.layers, strict=True):
+                assert torch.equal(x.keys, y.keys) and torch.equal(x.values, y.values)
+            places.add(ours.layers[0].keys.untyped_storage().data_ptr())
+            assert ours.get_seq_length() == Q + n * (t + 1)
+    assert len(places) == 1 and ours.layers[0].keys.untyped_storage().nbytes() == ours.layers[0].keys.nbytes
+
+
+def test_packed_sampling_draws_what_plain_sampling_draws(tiny):
+    """n responses in the row of their prompt, against a row each: the same tokens, some of which end early."""
+    policy = train_rloo.Policy(utils.load_policy(tiny / "policy", "").eval(), 0.7)
+    queries, mask = utils.left_pad([[3, 4, 5, 6], [7, 8], [9, 10, 11], [5]], "cpu")
+    rows = torch.arange(12)
+    stop_id = train_rloo.sample(policy, queries, mask, rows, 3, 9, None, (1, 0, 1))[0].flatten().mode().values.item()
+    packed = train_rloo.sample(policy, queries, mask, rows, 3, 9, stop_id, (1, 0, 1))
+    one_each = queries.repeat_interleave(3, 0), mask.repeat_interleave(3, 0)
+    plain = train_rloo.sample(policy, *one_each, rows, 1, 9, stop_id, (1, 0, 1))
+    assert torch.equal(packed[0], plain[0]) and torch.equal(packed[1], plain[1])
+    assert (packed[2] - plain[2]).abs().max() < 1e-5
+    assert len(set(plain[1].sum(1).tolist())) > 1 and len({tuple(row) for row in plain[0].tolist()}) > 8

@@ -1,0 +1,97 @@
+"""The speed benchmark: what it counts as work, that it compares equal work only, and that its command line measures and prints."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "benchmark"))
+import speed  # noqa: E402
+
+
+def small_config():
+    shape = dict(hidden_size=32, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, vocab_size=50)
+    return GPTNeoXConfig(**shape, attn_implementation="eager")
+
+
+def test_forward_flops_are_those_that_torch_counts():
+    """A prompt of 7 and a response of 5 tokens: linear layers and head exactly; attention after the mask is taken into account.
+
+    Eager attention multiplies all L^2 pairs, half of them to be masked; we count the L (L + 1) / 2 that are asked for.
+    """
+    config, P, R = small_config(), 7, 5
+    model, L = GPTNeoXForCausalLM(config), P + R
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(torch.arange(L).unsqueeze(0), logits_to_keep=torch.arange(P - 1, L - 1))
+    counts = {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items()}
+    blocks, eager_attention, head = (counts[f"aten.{op}"] for op in ("addmm", "bmm", "mm"))  # biases: in the blocks, not the head
+    linear, attention = speed.forward_flops(config, [P], [R])
+    assert linear == blocks
+    assert attention == eager_attention * (L + 1) / 2 / L
+    work = speed.work_flops(config, [P], [R])
+    assert work["rollout"] == linear + attention + head
+    assert work["scores"] == 2 * (linear + attention) + head + 2 * config.hidden_size  # reference, reward model with its head
+    assert work["optimise"] == 3 * work["rollout"]
+
+
+def test_work_flops_are_linear_and_share_prompts():
+    """Twice the batch is twice the work; an epoch more is a training pass more; k responses pay for their prompt once."""
+    config = small_config()
+    one, two = (speed.work_flops(config, [9] * n, [4] * 4 * n) for n in (1, 2))
+    assert two == {phase: 2 * value for phase, value in one.items()}
+    several = speed.work_flops(config, [9], [4] * 4, epochs=3)
+    assert several["optimise"] == 3 * one["optimise"]
+    assert several["scores"] == one["scores"] + one["rollout"]  # the ratio's old log-probs
+    single = speed.work_flops(config, [9] * 4, [4] * 4)  # a prompt for each response: three prompts more a forward
+    assert single["rollout"] - one["rollout"] == sum(speed.forward_flops(config, [9] * 3, [0] * 3))
+    ppo = speed.work_flops(config, [9], [4], "ppo", epochs=4)
+    rloo = speed.work_flops(config, [9], [4], epochs=4)
+    critic = sum(speed.forward_flops(config, [9], [4])) + 2 * config.hidden_size * 4
+    assert ppo["scores"] - rloo["scores"] == critic and ppo["optimise"] - rloo["optimise"] == 12 * critic
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("episodes", 7), ("prompts", 3), ("completions_a_prompt", [3, 4]), ("response_tokens", 50), ("optimizer_steps", 4)],
+)
+def test_other_work_is_refused(key, value):
+    """A record in which one update did something else fails, whatever it is."""
+    work = speed.Compare(size="0.9m", batch_size=8, rloo_k=4, response_length=8, updates=1)
+    done = {"episodes": 8, "prompts": 2, "completions_a_prompt": [4], "response_tokens": 63, "optimizer_steps": 1}
+    speed.check_work("ours", {"updates": [done, done]}, work, speed.model_config(work))
+    with pytest.raises(ValueError, match=key if key != "response_tokens" else "tokens a response"):
+        speed.check_work("ours", {"updates": [done, done | {key: value}]}, work, speed.model_config(work))
+    with pytest.raises(ValueError, match="1 updates"):
+        speed.check_work("ours", {"updates": [done]}, work, speed.model_config(work))
+
+
+def test_compare_from_the_command_line(tmp_path):
+    """Ours alone at a tiny size: the table is printed and written, and the JSON holds what the table says."""
+    work = "--size 0.9m --prompts 4 8 --response_length 4 --batch_size 8 --updates 1 --alternations 1 --threads 1".split()
+    places = ["--work_dir", str(tmp_path / "work"), "--output", str(tmp_path / "table")]
+    command = [sys.executable, str(ROOT / "benchmark" / "speed.py"), "compare", *work, *places, "--against"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert result.returncode == 0, result.stderr
+    data = json.loads((tmp_path / "table.json").read_text())
+    assert list(data["runs"]) == ["ours"] and len(data["runs"]["ours"]) == 1 and not data["errors"]
+    _, counted = data["runs"]["ours"][0]["updates"]
+    assert counted["episodes"] == 8 and counted["prompts"] == 2 and counted["optimizer_steps"] == 1
+    assert 0 < counted["rollout"] + counted["scores"] + counted["optimise"] <= 1.01 * counted["update"]
+    row = next(line for line in result.stdout.splitlines() if line.startswith("| ours |"))
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells[1].startswith(f"{8 / counted['update']:.2f} ") and cells[2] == "1"
+    seconds = sum(data["flops"].values()) / data["peaks"][0]["flops_per_second"]
+    assert cells[-2] == f"{seconds / counted['update']:.2f}"
+    assert row in (tmp_path / "table.md").read_text()
+    assert 1e8 < data["runs"]["ours"][0]["loaded"] <= data["runs"]["ours"][0]["peak"]
+
+
+def test_the_gpu_script_parses():
+    subprocess.run(["bash", "-n", str(ROOT / "benchmark" / "gpu.sh")], check=True)
