@@ -3,6 +3,7 @@ Speed and memory, measured on this machine: our scripts against TRL on the same 
 
     python benchmark/speed.py compare --algorithm rloo --size 27m --prompts 96 128
     python benchmark/speed.py compare --size 27m --against --variants "plain:--no_share_prompts"    ours alone, with a flag off
+    python benchmark/speed.py compare --size 27m --against --without in_place by_length          and with a speed-up taken out
     python benchmark/speed.py decode --size 27m
     python benchmark/speed.py scaling
 
@@ -37,6 +38,7 @@ import transformers
 import tyro
 from speed_trl import memory, now
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from torch import nn
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, GPTNeoXForSequenceClassification, PreTrainedTokenizerFast
 
 SIZES = {  # name: hidden size, layers, heads, vocabulary; 160m and 1b are Pythia's
@@ -106,6 +108,8 @@ class Compare(Work):
     """TRL versions; None: all that have the algorithm"""
     variants: tuple[str, ...] = ()
     """further runs of ours, "name:--flag value --flag": with the flags of train_rloo.py or train_ppo.py"""
+    without: tuple[str, ...] = ()
+    """further runs of ours, each with one speed-up taken out: names in WITHOUT"""
     micro_batch_size: int | None = None
     """ours: episodes of a training forward; None: the script's default"""
     rollout_micro_batch_size: int | None = None
@@ -223,6 +227,52 @@ def build(work):
     return {name: str(path) for name, path in paths.items()}, rows
 
 
+# ---- what a speed-up is worth: ours with one of them taken out -----------------------------------------------------------
+def grow_the_cache(script):
+    script.InPlaceLayer = lambda steps: transformers.cache_utils.DynamicLayer()
+
+
+def sample_one_response_a_row(script):
+    real = script.sample
+
+    def sample(policy, queries, query_mask, rows, n, *rest):
+        return real(policy, queries.repeat_interleave(n, 0), query_mask.repeat_interleave(n, 0), rows, 1, *rest)
+
+    script.sample = sample
+
+
+def keep_the_order_of_rows(script):
+    script.by_length = lambda masks, n=1: torch.arange(len(masks[0]), device=masks[0].device)
+
+
+def all_logits_at_once(script):
+    script.LOGITS_AT_ONCE = 10**15
+
+
+def adam_a_weight_at_a_time(script):
+    real = torch.optim.AdamW
+    torch.optim.AdamW = lambda *args, **options: real(*args, **(options | {"fused": False, "foreach": False}))
+
+
+def products_by_mkl(script):
+    script.utils.use_onednn = lambda model: model
+
+
+def noise_of_the_generator(script):
+    script.gumbel_noise = lambda keys, size: torch.empty(len(keys), size, device=keys.device).exponential_().log_().neg_()
+
+
+WITHOUT = {
+    "onednn": products_by_mkl,
+    "in_place": grow_the_cache,
+    "packed_sampling": sample_one_response_a_row,
+    "by_length": keep_the_order_of_rows,
+    "pieces": all_logits_at_once,
+    "fused": adam_a_weight_at_a_time,
+    "hashed_noise": noise_of_the_generator,
+}
+
+
 # ---- processes -------------------------------------------------------------------------------------------------------
 def ours(spec):
     """Runs in a process of its own: main of the training script, with the clock and the memory read at its own marks."""
@@ -250,6 +300,8 @@ def ours(spec):
     flags |= {"temperature": 0.7, "stop_token": "eos", "missing_eos_penalty": 1.0}
     flags |= {"run_name": "ours", "output_dir": spec["output_dir"]} | ({"rloo_k": spec["k"]} if script is train_rloo else {})
     given = [str(part) for name, value in flags.items() if value is not None for part in (f"--{name}", value)]
+    for name in spec["without"]:
+        WITHOUT[name](script)
     run = script.main(tyro.cli(script.Args, args=[*given, "--overwrite", *spec["flags"]]))["run"]
     record["updates"], before = [], {"epoch": 0, "episode": 0}
     for row in map(json.loads, (Path(run) / "metrics.jsonl").read_text().splitlines()):
@@ -265,16 +317,22 @@ def ours(spec):
 
 
 def peak(spec):
-    """Runs in a process of its own: FLOP/s of torch.mm, the best of several timed ones."""
+    """Runs in a process of its own: FLOP/s of the fastest product, torch.mm's or oneDNN's, and of each; the best of several."""
+    from rlhf_details import utils
+
     n, device = (8192, "cuda") if torch.cuda.is_available() else (2048, "cpu")
     dtype = torch.bfloat16 if spec["precision"] == "bf16" else torch.float32
     a, b = torch.randn(n, n, device=device, dtype=dtype), torch.randn(n, n, device=device, dtype=dtype)
-    best = float("inf")
-    for _ in range(6):
-        start = now()
-        torch.mm(a, b)
-        best = min(best, now() - start)
-    Path(spec["result"]).write_text(json.dumps({"flops_per_second": 2 * n**3 / best}))
+    rates, layer = {}, utils.use_onednn(nn.Sequential(nn.Linear(n, n, bias=False, device=device, dtype=dtype)))
+    with torch.no_grad():
+        for name, product in {"torch.mm": lambda: torch.mm(a, b), "as our linear layers": lambda: layer(a)}.items():
+            best = float("inf")
+            for _ in range(6):
+                start = now()
+                product()
+                best = min(best, now() - start)
+            rates[name] = 2 * n**3 / best
+    Path(spec["result"]).write_text(json.dumps({"flops_per_second": max(rates.values()), "rates": rates}))
 
 
 def others_seconds():
@@ -349,7 +407,7 @@ def spec_of(work, paths, **more):
     names = "algorithm", "batch_size", "response_length", "mini_batches", "precision"
     spec = {name: getattr(work, name) for name in names} | paths
     spec |= {"k": work.k, "epochs": work.passes, "updates": work.updates + 1}
-    spec |= {"micro_batch_size": None, "rollout_micro_batch_size": None, "flags": []}
+    spec |= {"micro_batch_size": None, "rollout_micro_batch_size": None, "flags": [], "without": []}
     return spec | more
 
 
@@ -406,6 +464,8 @@ def systems_of(args, paths):
     for variant in args.variants:
         name, _, flags = variant.partition(":")
         systems[f"ours, {name}"] = OURS, spec_of(args, paths, **own, flags=flags.split()), {}
+    for name in args.without:
+        systems[f"without {name}"] = OURS, spec_of(args, paths, **own, without=[name]), {}
     having = [v for v in TRL_VERSIONS if args.algorithm == "rloo" or v.startswith("0.")]  # TRL 1.x has no PPO
     minibatch = args.batch_size // args.mini_batches
     micro = min(args.trl_micro_batch_size, minibatch)
@@ -467,6 +527,7 @@ def comparison(args, config, prompt_lengths, records, peaks, errors):
     header = ["system", "episodes/s", "times as fast", "rollout s", "scores s", "optimise s", "peak GB (loaded)", "memory share"]
     text = f"{args.algorithm.upper()}, k = {args.k}, epochs {args.passes}, minibatches {args.mini_batches}, {describe(args)}\n"
     text += table([*header, "of the bound", "optimise"], rows)
+    torch_mm = spread([run["rates"]["torch.mm"] / 1e9 for run in peaks], "{:.0f}")
     work = ", ".join(f"{phase} {value / 1e9:.1f}" for phase, value in flops.items())
     text += (
         f"\n\nMedian (lowest .. highest) of {len(first)} alternations of {args.updates} counted updates. Times as fast and memory "
@@ -475,7 +536,8 @@ def comparison(args, config, prompt_lengths, records, peaks, errors):
         "share: ours to that system. Of the bound: the work's seconds at the rate of matrix products to all seconds, then the same "
     )
     text += "in the optimise phase. "
-    text += f"Work of an update: {work} GFLOP. Matrix products run at {spread([r / 1e9 for r in rates], '{:.0f}')} GFLOP/s. "
+    text += f"Work of an update: {work} GFLOP. The fastest matrix product runs at "
+    text += f"{spread([r / 1e9 for r in rates], '{:.0f}')} GFLOP/s (torch.mm: {torch_mm}). "
     others = [run["others"] for runs in (peaks, *records.values()) for run in runs]
     text += f"Other processes kept {spread(others)} cores busy meanwhile."
     return text + "".join(f"\nNot measured: {message}." for message in errors.values()), flops

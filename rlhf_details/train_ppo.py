@@ -34,7 +34,7 @@ import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedType
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 from transformers.utils import logging as transformers_logging
 
@@ -168,11 +168,13 @@ class Args:
 
     # memory and speed: never changes the result
     micro_batch_size: int = 16
-    """episodes a device puts through one forward and backward"""
+    """episodes a device puts through one forward, and backward"""
     rollout_micro_batch_size: int = 64
-    """episodes a device samples or scores at once"""
+    """episodes a device samples at once"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass"""
+    compile: bool = False
+    """compile the sampler's steps, over a cache of fixed size; for GPUs, takes a minute at the start"""
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] | None = None
     """attention kernel; None: the library's choice for the model"""
 
@@ -282,15 +284,17 @@ def gumbel_noise(keys, vocab_size):
 
 
 @torch.no_grad()
-def sample(policy, queries, query_mask, rows, response_length, stop_id, coordinates):
+def sample(policy, queries, query_mask, rows, response_length, stop_id, coordinates, longest=None):
     """A response to each query, each token from softmax(logits / T): no top-k, no top-p, no generation_config.
 
     A token is argmax(logits / T + Gumbel noise), which is a draw from the softmax; the noise is a function of
     (coordinates, row, step, token id), so rows may be grouped, sliced and spread over processes at will.
     Args: policy, a Policy in eval mode; queries, query_mask [B, Q]; rows [B], the global number of each response;
-    stop_id, a token id or None; coordinates, e.g. (seed, purpose, update).
+    stop_id, a token id or None; coordinates, e.g. (seed, purpose, update); longest, for --compile: the columns of all prompts.
     Returns: responses [B, R] int64, mask [B, R] bool (True up to and including the stop token), log-probs fp32.
     """
+    unused = int(query_mask.any(0).int().argmax())  # columns that are padding in every row
+    queries, query_mask = (nn.functional.pad(x, (longest - x.size(1) if longest else -unused, 0)) for x in (queries, query_mask))
     (B, Q), device = queries.shape, queries.device
     keys = torch.full((B,), 0x1B873593, dtype=torch.int32, device=device)  # not zero, since hash32(0) = 0
     for coordinate in (*coordinates, rows.int()):
@@ -298,10 +302,15 @@ def sample(policy, queries, query_mask, rows, response_length, stop_id, coordina
     responses = torch.zeros(B, response_length, dtype=torch.long, device=device)
     mask = torch.zeros(B, response_length, dtype=torch.bool, device=device)
     logprobs = torch.zeros(B, response_length, device=device)
-    cache = DynamicCache(config=policy_config(policy))
-    cache.layers = [InPlaceLayer(response_length) if type(x) is DynamicLayer else x for x in cache.layers]
-    logits = policy(queries, query_mask, utils.positions_from_mask(query_mask), cache=cache).squeeze(1)  # [B, V]
     visible = torch.cat([query_mask, torch.ones_like(mask)], 1)  # [B, Q + R]
+    column = torch.arange(visible.size(1), device=device)
+    if longest:
+        cache, step = compiled(policy, B, len(column))
+        cache.reset()
+    else:
+        cache, step = DynamicCache(config=policy_config(policy)), policy
+        cache.layers = [InPlaceLayer(response_length) if type(x) is DynamicLayer else x for x in cache.layers]
+    logits = policy(queries, query_mask, utils.positions_from_mask(query_mask), cache=cache).squeeze(1)  # [B, V]
     position = query_mask.sum(1, keepdim=True)  # [B, 1], of the token about to be sampled
     alive = torch.ones(B, dtype=torch.bool, device=device)
     for t in range(response_length):
@@ -312,8 +321,10 @@ def sample(policy, queries, query_mask, rows, response_length, stop_id, coordina
             alive = alive & (token != stop_id)
         if t + 1 == response_length or not alive.any():
             break
-        tokens, seen = (token * alive).unsqueeze(1), visible[:, : Q + t + 1]  # finished rows run on with token 0, unread
-        logits = policy(tokens, seen, position + t, cache=cache).squeeze(1)  # [B, V]
+        past = Q + t + 1
+        seen = additive((visible & (column < past)).unsqueeze(1)) if longest else visible[:, :past]
+        tokens = (token * alive).unsqueeze(1)  # finished rows run on with token 0, unread
+        logits = step(tokens, seen, position + t, cache=cache).squeeze(1)  # [B, V]
     return responses, mask, logprobs
 
 
@@ -334,6 +345,21 @@ class InPlaceLayer(DynamicLayer):
             room[:, :, past : past + new.size(2)] = new
         self.keys, self.values = (room[:, :, : past + keys.size(2)] for room in self.room)
         return self.keys, self.values
+
+
+def additive(visible):
+    """Attention mask [M, 1, L, L'] fp32 of a bool [M, L, L']: 0 where visible, else a number finite in fp32 and in bf16."""
+    lowest = torch.finfo(torch.bfloat16).min
+    return torch.zeros(visible.shape, device=visible.device).masked_fill(~visible, lowest).unsqueeze(1)
+
+
+@functools.cache
+def compiled(policy, num_rows, columns):
+    """(static cache, compiled policy) for --compile: steps of one shape, which a GPU replays as one graph, not launch by launch."""
+    policy = getattr(policy, "module", policy)
+    return StaticCache(config=policy.model.config, max_cache_len=columns), torch.compile(
+        policy, mode="reduce-overhead", dynamic=False
+    )
 
 
 def policy_config(policy):
@@ -680,6 +706,8 @@ def main(args: Args):
         critic = nn.Linear(model.get_output_embeddings().in_features, 1)  # on the trunk's last hidden state
         nn.init.zeros_(critic.weight), nn.init.zeros_(critic.bias)  # so that every value starts at 0
     reference.to(device).eval().requires_grad_(False), reward_model.to(device).eval().requires_grad_(False)
+    if args.compile and (reason := utils.why_no_block_mask(model) or (args.async_rollouts and "not with --async_rollouts")):
+        utils.fail(f"--compile: {reason}")
     stop_id = utils.token_id(tokenizer, args.stop_token, "--stop_token")
     end_id = utils.token_id(tokenizer, args.truncate_token, "--truncate_token")
     end_id = stop_id if end_id is None else end_id  # the token that a complete response ends with
@@ -696,6 +724,7 @@ def main(args: Args):
     texts, eval_texts = ([row["prompt"] for row in rows] for rows in (train_rows, eval_rows))
     prompts = data.encode_prompts(tokenizer, texts, room, f"--dataset {args.dataset}")
     eval_prompts = data.encode_prompts(tokenizer, eval_texts, room, f"--eval_dataset {args.eval_dataset}")
+    longest = max(map(len, prompts)) if args.compile else None
     table_prompts, table_texts = (eval_prompts or prompts)[:4], (eval_texts or texts)[:4]
     order_of_epoch = functools.cache(lambda epoch: utils.permutation(len(prompts), args.seed, epoch))
     gold = toy.gold if is_toy else None  # the embedded task's true reward is known, and only watched
@@ -750,7 +779,7 @@ def main(args: Args):
         with torch.no_grad(), accelerator.autocast():
             my_prompts, coordinates = [queries[mine], query_mask[mine]], (args.seed, TRAINING, update)
             responses, mask, sampled_logprobs = in_slices(
-                lambda *b: sample(policy, *b, R, stop_id, coordinates), [*my_prompts, mine], args.rollout_micro_batch_size
+                lambda *b: sample(policy, *b, R, stop_id, coordinates, longest), [*my_prompts, mine], args.rollout_micro_batch_size
             )
             logprobs = sampled_logprobs
             if args.async_rollouts:  # a ratio compares two outcomes of the same, the training, forward
@@ -782,12 +811,12 @@ def main(args: Args):
 
         # ---- 2. Scores: the reward model, and the log-probs and values that KL, ratio and advantages need --------------
         my_batch = [*(x.chunk(world)[rank] for x in (queries, query_mask)), responses, response_mask]
-        slice_size = args.rollout_micro_batch_size
+        slice_size = args.micro_batch_size  # whole sequences fill a device with fewer rows than single tokens do
         with torch.no_grad(), accelerator.autocast():
             ref_logprobs, _ = in_slices(lambda *b: response_logprobs(reference, b), my_batch, slice_size)
             (scores,) = in_slices(lambda *b: (response_scores(reward_model, b),), [*my_batch[:3], scored_mask], slice_size)
             # old log-probs from the forward that phase 5 repeats, not from the sampler: before the first step every ratio is 1
-            logprobs, _, values = in_slices(lambda *b: response_logprobs(policy, b), my_batch, args.micro_batch_size)
+            logprobs, _, values = in_slices(lambda *b: response_logprobs(policy, b), my_batch, slice_size)
             logprobs = behaviour_logprobs if actor else logprobs  # an actor's weights were those of the last update
             if args.kl_penalty == "full":
                 (kl_penalties,) = in_slices(lambda *b: (full_kl(policy, reference, b),), my_batch, slice_size)

@@ -32,7 +32,7 @@ import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedType
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 from transformers.utils import logging as transformers_logging
 
@@ -137,13 +137,15 @@ class Args:
 
     # memory and speed: never changes the result
     micro_batch_size: int = 16
-    """episodes a device puts through one forward and backward"""
+    """episodes a device puts through one forward, and backward"""
     rollout_micro_batch_size: int = 64
-    """episodes a device samples or scores at once"""
+    """episodes a device samples at once"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass"""
     share_prompts: bool = True
     """compute each prompt once for its k responses, where the model can be shown to allow it"""
+    compile: bool = False
+    """compile the sampler's steps, over a cache of fixed size; for GPUs, takes a minute at the start"""
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] | None = None
     """attention kernel; None: the library's choice for the model"""
 
@@ -239,15 +241,17 @@ def gumbel_noise(keys, vocab_size):
 
 
 @torch.no_grad()
-def sample(policy, queries, query_mask, rows, n, response_length, stop_id, coordinates):
+def sample(policy, queries, query_mask, rows, n, response_length, stop_id, coordinates, longest=None):
     """n responses to each query, each token from softmax(logits / T): no top-k, no top-p, no generation_config.
 
     A token is argmax(logits / T + Gumbel noise), which is a draw from the softmax; the noise is a function of
     (coordinates, row, step, token id), so rows may be grouped, sliced and spread over processes at will.
     Args: policy, a Policy in eval mode; queries, query_mask [P, Q]; rows [P * n], the global number of each response;
-    stop_id, a token id or None; coordinates, e.g. (seed, purpose, update).
+    stop_id, a token id or None; coordinates, e.g. (seed, purpose, update); longest, for --compile: the columns of all prompts.
     Returns: responses [P * n, R] int64, mask [P * n, R] bool (True up to and including the stop token), log-probs fp32.
     """
+    unused = int(query_mask.any(0).int().argmax())  # columns that are padding in every row
+    queries, query_mask = (nn.functional.pad(x, (longest - x.size(1) if longest else -unused, 0)) for x in (queries, query_mask))
     (P, Q), B, device = queries.shape, len(rows), queries.device
     keys = torch.full((B,), 0x1B873593, dtype=torch.int32, device=device)  # not zero, since hash32(0) = 0
     for coordinate in (*coordinates, rows.int()):
@@ -259,9 +263,13 @@ def sample(policy, queries, query_mask, rows, n, response_length, stop_id, coord
     #   p p p | a b | a b | ...        n = 2, prompt p p p: column Q + t * n + j is token t of response j, which sees its own
     own = torch.eye(n, dtype=torch.bool, device=device).repeat(1, response_length).expand(P, -1, -1)  # [P, n, n * R]
     visible = torch.cat([query_mask.unsqueeze(1).expand(-1, n, -1), own], 2)  # [P, n, Q + n * R]
-    visible = additive(visible) if n > 1 else visible.squeeze(1)  # [P, 1, n, Q + n * R] or [P, Q + R]
-    cache = DynamicCache(config=policy_config(policy))
-    cache.layers = [InPlaceLayer(n * response_length) if type(x) is DynamicLayer else x for x in cache.layers]
+    column = torch.arange(visible.size(2), device=device)
+    if longest:
+        cache, step = compiled(policy, P, len(column))
+        cache.reset()
+    else:
+        cache, step = DynamicCache(config=policy_config(policy)), policy
+        cache.layers = [InPlaceLayer(n * response_length) if type(x) is DynamicLayer else x for x in cache.layers]
     logits = policy(queries, query_mask, utils.positions_from_mask(query_mask), cache=cache)  # [P, 1, V]
     logits, responses_of_a_row = logits.squeeze(1).repeat_interleave(n, 0), torch.arange(n, device=device)  # [B, V], [n]
     position = query_mask.sum(1, keepdim=True).expand(P, n)  # [P, n], of the token about to be sampled
@@ -274,8 +282,11 @@ def sample(policy, queries, query_mask, rows, n, response_length, stop_id, coord
             alive = alive & (token != stop_id)
         if t + 1 == response_length or not alive.any():
             break
-        tokens, seen = (token * alive).reshape(P, n), visible[..., : Q + n * (t + 1)]  # finished rows run on with token 0, unread
-        logits = policy(tokens, seen, position + t, responses_of_a_row, cache=cache).flatten(0, 1)  # [B, V]
+        past = Q + n * (t + 1)
+        seen = visible & (column < past) if longest else visible[..., :past]  # [P, n, Q + n * R] or [P, n, past]
+        seen = additive(seen) if n > 1 or longest else seen.squeeze(1)
+        tokens = (token * alive).reshape(P, n)  # finished rows run on with token 0, unread
+        logits = step(tokens, seen, position + t, responses_of_a_row, cache=cache).flatten(0, 1)  # [B, V]
     return responses, mask, logprobs
 
 
@@ -302,6 +313,15 @@ def additive(visible):
     """Attention mask [M, 1, L, L'] fp32 of a bool [M, L, L']: 0 where visible, else a number finite in fp32 and in bf16."""
     lowest = torch.finfo(torch.bfloat16).min
     return torch.zeros(visible.shape, device=visible.device).masked_fill(~visible, lowest).unsqueeze(1)
+
+
+@functools.cache
+def compiled(policy, num_rows, columns):
+    """(static cache, compiled policy) for --compile: steps of one shape, which a GPU replays as one graph, not launch by launch."""
+    policy = getattr(policy, "module", policy)
+    return StaticCache(config=policy.model.config, max_cache_len=columns), torch.compile(
+        policy, mode="reduce-overhead", dynamic=False
+    )
 
 
 def policy_config(policy):
@@ -455,14 +475,8 @@ def why_not_share(policy, reward_model, query_length, response_length, n):
     Two random prompts, as long as this run's longest, with n responses each are computed packed and one by one, in fp32.
     """
     for name, model in (("policy", policy.model), ("reward model", reward_model.model)):
-        config = model.config.get_text_config()
-        kinds = set(getattr(config, "layer_types", None) or getattr(config, "attention_layers", None) or [])
-        if kinds - {"full_attention", "global"} or getattr(config, "sliding_window", None):
-            return f"the {name} ({config.model_type}) has sliding-window, local or recurrent layers"
-        if config._attn_implementation not in ("sdpa", "eager"):
-            return f"{config._attn_implementation} cannot take the mask"
-        if not utils.accepts(model.base_model.forward, "position_ids"):
-            return f"the {name} ({config.model_type}) takes no positions"
+        if reason := utils.why_no_block_mask(model):
+            return f"the {name} {reason}"
     device, vocab_size = policy.model.device, policy.model.config.get_text_config().vocab_size
     ids = torch.arange(2 * (query_length + n * response_length), device=device).mul(7919).remainder(vocab_size)
     queries = ids[: 2 * query_length].reshape(2, -1).repeat_interleave(n, 0)  # [2 * n, Q]
@@ -597,6 +611,8 @@ def main(args: Args):
     reward_model = Reward(utils.load_reward_model(args.reward_model_path, "--reward_model_path", untrained, kernel))
     utils.check_same_vocabulary(args.sft_model_path, args.reward_model_path, tokenizer)
     reference.to(device).eval().requires_grad_(False), reward_model.to(device).eval().requires_grad_(False)
+    if args.compile and (reason := utils.why_no_block_mask(model) or (args.async_rollouts and "not with --async_rollouts")):
+        utils.fail(f"--compile: {reason}")
     stop_id = utils.token_id(tokenizer, args.stop_token, "--stop_token")
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -610,6 +626,7 @@ def main(args: Args):
     texts, eval_texts = ([row["prompt"] for row in rows] for rows in (train_rows, eval_rows))
     prompts = data.encode_prompts(tokenizer, texts, room, f"--dataset {args.dataset}")
     eval_prompts = data.encode_prompts(tokenizer, eval_texts, room, f"--eval_dataset {args.eval_dataset}")
+    longest = max(map(len, prompts)) if args.compile else None
     table_prompts, table_texts = (eval_prompts or prompts)[:4], (eval_texts or texts)[:4]
     order_of_epoch = functools.cache(lambda epoch: utils.permutation(len(prompts), args.seed, epoch))
     gold = toy.gold if is_toy else None  # the embedded task's true reward is known, and only watched
@@ -634,7 +651,7 @@ def main(args: Args):
     run = utils.Run(args, accelerator, num_updates, ["eps", "objective/scores", "objective/kl", "objective/gold"])
     run.say(f"policy {args.sft_model_path}, reward model {args.reward_model_path}")
     run.say(f"{len(prompts)} prompts, {num_updates} updates of {B} episodes, {world} process(es)")
-    shared = f"a prompt is computed once for {n} of its {k} responses, for {n_rollout} when sampling and scoring"
+    shared = f"a prompt is computed once for {n} of its {k} responses, for {n_rollout} when sampling"
     run.say(f"plain rows, one response each: {reason}" if reason else shared)
 
     def decode(responses, mask):
@@ -675,7 +692,7 @@ def main(args: Args):
         def sample_slice(queries, query_mask, rows):
             one = slice(None, None, n_rollout)  # one copy of each prompt: its n_rollout responses share the prefill
             coordinates = (args.seed, TRAINING, update)
-            return sample(policy, queries[one], query_mask[one], rows, n_rollout, R, stop_id, coordinates)
+            return sample(policy, queries[one], query_mask[one], rows, n_rollout, R, stop_id, coordinates, longest)
 
         with torch.no_grad(), accelerator.autocast():
             my_prompts = [queries[mine], query_mask[mine]]
@@ -710,8 +727,8 @@ def main(args: Args):
         # ---- 2. Scores: the reward model, and the log-probs that the KL and the ratio need ----------------------------
         my_batch = [*(x.chunk(world)[rank] for x in (queries, query_mask)), responses, response_mask]
         with torch.no_grad(), accelerator.autocast():
-            ref_logprobs, _ = in_slices(lambda *b: response_logprobs(reference, b, n_rollout), my_batch, rollout_slice, n_rollout)
-            (scores,) = in_slices(lambda *b: (response_scores(reward_model, b, n_rollout),), my_batch, rollout_slice, n_rollout)
+            ref_logprobs, _ = in_slices(lambda *b: response_logprobs(reference, b, n), my_batch, episodes_per_forward, n)
+            (scores,) = in_slices(lambda *b: (response_scores(reward_model, b, n),), my_batch, episodes_per_forward, n)
             if steps_per_update > 1 and not actor:  # with one step there is no ratio, and for the KL the sampler's are enough
                 logprobs, _ = in_slices(lambda *b: response_logprobs(policy, b, n), my_batch, episodes_per_forward, n)
         # gather once: from here on every tensor is the whole batch, the same on every process

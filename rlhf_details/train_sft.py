@@ -148,7 +148,7 @@ def from_scratch(args, texts):
         pad_token_id=tokenizer.pad_token_id,
         attn_implementation=args.attn_implementation,
     )
-    return tokenizer, utils.disable_dropout(GPTNeoXForCausalLM(config))
+    return tokenizer, utils.use_onednn(utils.disable_dropout(GPTNeoXForCausalLM(config)))
 
 
 def rouge_l(response, reference):

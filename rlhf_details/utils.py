@@ -235,6 +235,50 @@ def find_tokenizer(folder):
         return None
 
 
+class OneDNNLinear(nn.Linear):
+    """A linear layer whose fp32 products on the CPU are oneDNN's: torch takes MKL's, which use AVX-512 on Intel's processors alone.
+
+    The same numbers to rounding. Elsewhere (a GPU, bf16, autocast) it is the layer it was.
+    """
+
+    def forward(self, x):
+        if x.device.type != "cpu" or x.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
+            return super().forward(x)
+        return OneDNNProduct.apply(x, self.weight, self.bias)
+
+
+class OneDNNProduct(torch.autograd.Function):
+    """x [.., I], weight [O, I], bias [O] or None -> x weight^T + bias [.., O], with its gradients."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        ctx.save_for_backward(x, weight)
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x, weight), product, (of_x, of_weight, of_bias) = ctx.saved_tensors, OneDNNProduct.forward_only, ctx.needs_input_grad
+        rows, x = grad.flatten(0, -2), x.flatten(0, -2)  # [N, O], [N, I]
+        return (
+            product(grad, weight.t()) if of_x else None,
+            product(rows.t(), x.t()) if of_weight else None,
+            rows.sum(0) if of_bias else None,
+        )
+
+    @staticmethod
+    def forward_only(x, weight):
+        return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+
+
+def use_onednn(model):
+    """Lets a model's linear layers use oneDNN where that is at hand and the processor has AVX-512; returns the model."""
+    if torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512":
+        for module in model.modules():
+            if type(module) is nn.Linear:
+                module.__class__ = OneDNNLinear  # not a new module: names, hooks and weights stay
+    return model
+
+
 def load_policy(folder, flag, attn_implementation=None):
     """A causal language model in fp32 with every dropout off (and so in training mode)."""
     try:
@@ -246,7 +290,7 @@ def load_policy(folder, flag, attn_implementation=None):
         fail(f"{flag} {folder}: cannot be loaded as a causal language model{kernel} ({str(e).strip().splitlines()[0]})")
     if info["missing_keys"]:
         fail(f"{flag} {folder}: not a causal language model (no {', '.join(sorted(info['missing_keys']))})")
-    return disable_dropout(model)
+    return use_onednn(disable_dropout(model))
 
 
 def load_reward_model(folder, flag, allow_untrained=False, attn_implementation=None):
@@ -268,7 +312,7 @@ def load_reward_model(folder, flag, allow_untrained=False, attn_implementation=N
     if not allow_untrained and (info["missing_keys"] or model.config.num_labels != 1):
         missing = ", ".join(sorted(info["missing_keys"])) or f"num_labels is {model.config.num_labels}, not 1"
         fail(f"{flag} {folder}: not a trained reward model ({missing}); --allow_untrained_reward_model lets a dummy run go on")
-    return disable_dropout(model)
+    return use_onednn(disable_dropout(model))
 
 
 def check_same_vocabulary(policy_folder, reward_folder, tokenizer):
@@ -412,6 +456,19 @@ def has_plain_head(model):
     tokens = torch.arange(min(8, model.config.get_text_config().vocab_size), device=model.device).unsqueeze(0)
     states = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
     return torch.equal(model.get_output_embeddings()(states), model(input_ids=tokens, use_cache=False).logits)
+
+
+def why_no_block_mask(model):
+    """None where each token of a causal model may be told what it sees and where it stands; else the reason in words."""
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or getattr(config, "attention_layers", None) or [])
+    if kinds - {"full_attention", "global"} or getattr(config, "sliding_window", None):
+        return f"({config.model_type}) has sliding-window, local or recurrent layers"
+    if config._attn_implementation not in ("sdpa", "eager"):
+        return f"({config.model_type}) runs on {config._attn_implementation}, which cannot take the mask"
+    if not accepts(model.base_model.forward, "position_ids"):
+        return f"({config.model_type}) takes no positions"
+    return None
 
 
 def accepts(function, name):

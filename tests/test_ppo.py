@@ -1078,7 +1078,7 @@ def test_held_out_responses_are_truncated_penalised_and_measured_like_the_traini
     reward = transformers.AutoModelForSequenceClassification.from_pretrained(ragged / "reward")
     found, early = {"scores": [], "kl": [], "length": [], "ended": []}, 0
     for (_, queries, query_mask, *_), (responses, mask, logprobs) in [
-        c for c in calls["sample"] if c[0][-1][1] == train_ppo.EVALUATION
+        c for c in calls["sample"] if c[0][6][1] == train_ppo.EVALUATION
     ][-6:]:
         for q, qm, r, m, lp in zip(queries, query_mask, responses, mask, logprobs, strict=True):
             query, response = q[qm].tolist(), r[m].tolist()
@@ -1109,8 +1109,8 @@ def test_plain_python_trains_a_policy_with_a_value_head(ragged, tmp_path):
 
 # ---- the two scripts say the same thing in the same words ------------------------------------------------------------
 SAME = (
-    "Reward hash32 fold gumbel_noise InPlaceLayer policy_config Actor missing_eos_scores read_prompts main.decode main.held_out "
-    "Policy.forward.of_tokens"
+    "Reward hash32 fold gumbel_noise InPlaceLayer additive compiled policy_config Actor missing_eos_scores read_prompts "
+    "main.decode main.held_out Policy.forward.of_tokens"
 ).split()
 DIFFERENT = (  # k responses a prompt and packed rows there; a critic, truncation and other options here
     "Args Policy sample trim by_length in_slices main.rollout "

@@ -1,5 +1,6 @@
 """Every public function of utils: masks and padding, arguments, rows, encoding, model folders, the run folder."""
 
+import copy
 import csv
 import dataclasses
 import json
@@ -805,3 +806,58 @@ def test_token_id_knows_eos_none_and_single_tokens_with_and_without_an_unknown_t
         with pytest.raises(SystemExit) as end:
             utils.token_id(tokenizer, text, "--stop_token")
         assert end.value.code == 2 and f"--stop_token {text!r}" in capsys.readouterr().err
+
+
+# ---- linear layers by oneDNN -----------------------------------------------------------------------------------------
+needs_onednn = pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="oneDNN is used with AVX-512 alone")
+
+
+@needs_onednn
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(5, 24), (3, 7, 24), (2, 3, 1, 24), (1, 24)])
+def test_onednn_layers_equal_the_float64_layer_forward_and_backward(shape, bias):
+    torch.manual_seed(0)
+    layer = utils.use_onednn(torch.nn.Sequential(torch.nn.Linear(24, 10, bias=bias)))[0]
+    assert type(layer) is utils.OneDNNLinear
+    slow = torch.nn.Linear(24, 10, bias=bias).double()
+    slow.load_state_dict(layer.state_dict())
+    x, weights = torch.randn(shape), torch.randn(*shape[:-1], 10)
+    a, b = x.clone().requires_grad_(), x.double().requires_grad_()
+    ours, theirs = layer(a), slow(b)
+    assert ours.shape == theirs.shape and (ours - theirs).abs().max() < 1e-5
+    (ours * weights).sum().backward(), (theirs * weights).sum().backward()
+    pairs = [(a.grad, b.grad), *((p.grad, q.grad) for p, q in zip(layer.parameters(), slow.parameters(), strict=True))]
+    assert len(pairs) == 2 + bias and all((p - q).abs().max() < 1e-5 for p, q in pairs)
+
+
+@needs_onednn
+def test_onednn_is_what_runs_and_only_in_fp32_without_autocast(monkeypatch):
+    calls, real = [], utils.OneDNNProduct.apply
+    monkeypatch.setattr(utils.OneDNNProduct, "apply", lambda *args: calls.append(1) or real(*args))
+    model = utils.use_onednn(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4)))
+    x = torch.randn(3, 8)
+    assert model(x).dtype == torch.float32 and len(calls) == 2
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert model(x).dtype == torch.bfloat16 and len(calls) == 2
+    assert model.to(torch.bfloat16)(x.bfloat16()).dtype == torch.bfloat16 and len(calls) == 2
+
+
+@needs_onednn
+def test_a_copied_onednn_layer_has_weights_of_its_own_and_frozen_weights_get_no_gradient():
+    layer = utils.use_onednn(torch.nn.Sequential(torch.nn.Linear(8, 8)))
+    twin = copy.deepcopy(layer)
+    with torch.no_grad():
+        twin[0].weight.zero_()
+    x = torch.randn(3, 8, requires_grad=True)
+    assert layer(x).std() > 0.1 and torch.equal(twin(x), twin[0].bias.expand(3, 8))
+    layer.requires_grad_(False)
+    layer(x).sum().backward()
+    assert x.grad is not None and layer[0].weight.grad is None and layer[0].bias.grad is None
+
+
+def test_what_is_loaded_uses_onednn_where_it_can(tiny, monkeypatch):
+    for capability, kind in (("AVX512", utils.OneDNNLinear), ("AVX2", torch.nn.Linear)):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+        models = utils.load_policy(tiny / "policy", ""), utils.load_reward_model(tiny / "reward", "")
+        layers = [[m for m in model.modules() if isinstance(m, torch.nn.Linear)] for model in models]
+        assert [len(found) for found in layers] == [9, 9] and all(type(m) is kind for found in layers for m in found)

@@ -29,7 +29,7 @@ def recording(name, *options):
     sample, loss, policy_forward = script.sample, getattr(script, loss_name), script.Policy.forward
 
     def recording_sample(*args):
-        rows, coordinates = args[3], args[-1]
+        rows, coordinates = args[3], next(x for x in args if isinstance(x, tuple))
         result = sample(*args)
         if coordinates[1] == script.TRAINING:
             record["sampled"].append((coordinates[2], rows.cpu(), result[0].cpu(), result[1].cpu()))
