@@ -445,7 +445,9 @@ def publish(work, kind, text, data):
     output = Path(work.output or Path(work.work_dir) / f"{kind}_{work.algorithm}_{work.size}")
     output.parent.mkdir(parents=True, exist_ok=True)
     Path(f"{output}.md").write_text(text + "\n")
-    Path(f"{output}.json").write_text(json.dumps({"args": dataclasses.asdict(work), "about": about(work)} | data, indent=1))
+    folders = {"work_dir", "output", "environments", "wheels"}  # this machine's own
+    asked = {name: value for name, value in dataclasses.asdict(work).items() if name not in folders}
+    Path(f"{output}.json").write_text(json.dumps({"args": asked, "about": about(work)} | data, indent=1))
 
 
 def describe(work):

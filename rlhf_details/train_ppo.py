@@ -196,22 +196,18 @@ class Policy(nn.Module):
         self.plain_head = utils.has_plain_head(model)
         self.takes_positions = utils.accepts(model.forward, "position_ids")
 
-    def forward(self, tokens, mask, positions, index=None, labels=None, cache=None):
+    def forward(self, tokens, mask, positions, index=slice(-1, None), labels=None, cache=None):
         """
         Args: tokens, positions [M, L]; mask [M, L] bool; cache, a transformers cache that is extended.
-        index [N]: where to read logits (None: the last position), labels [M, N]: the tokens they predict.
+        index [N] or a slice: where to read logits (the last position), labels [M, N]: the tokens they predict.
         Returns: (log-probs, entropies) or with a critic (log-probs, entropies, values), all [M, N] fp32; without labels
         the logits [M, N, V] fp32.
         """
         inputs = {"input_ids": tokens, "attention_mask": mask, "past_key_values": cache, "use_cache": cache is not None}
         inputs |= {"position_ids": positions} if self.takes_positions else {}
-        index = torch.tensor([tokens.size(1) - 1], device=tokens.device) if index is None else index
         head, vocab_size = self.model.get_output_embeddings(), self.model.config.get_text_config().vocab_size
         if self.plain_head:
-            trunk = self.model.base_model(**inputs).last_hidden_state[
-                :, index
-            ]  # [M, N, H]: only where a response token is predicted
-            states = trunk
+            states = trunk = self.model.base_model(**inputs).last_hidden_state[:, index]  # [M, N, H]: where a token is predicted
         else:
             outputs = self.model(**inputs, output_hidden_states=self.shares_trunk)
             head, states = nn.Identity(), outputs.logits[:, index]  # [M, N, V]
@@ -357,9 +353,8 @@ def additive(visible):
 def compiled(policy, num_rows, columns):
     """(static cache, compiled policy) for --compile: steps of one shape, which a GPU replays as one graph, not launch by launch."""
     policy = getattr(policy, "module", policy)
-    return StaticCache(config=policy.model.config, max_cache_len=columns), torch.compile(
-        policy, mode="reduce-overhead", dynamic=False
-    )
+    step = torch.compile(policy, mode="reduce-overhead", dynamic=False)
+    return StaticCache(config=policy.model.config, max_cache_len=columns), step
 
 
 def policy_config(policy):
@@ -370,8 +365,8 @@ def policy_config(policy):
 class Actor:
     """A thread with weights of its own that samples the next batch while the learner trains on this one.
 
-        learner   push W0, 1 | take 1, push W0, 2 | train 1: W1 | take 2, push W1, 3 | train 2: W2 | take 3, push W2, 4 | ...
-        actor                  sample 2 with W0                   sample 3 with W1                   sample 4 with W2
+        learner   push W0, 1 |                | take 1, push W0, 2 | train 1 -> W1   | take 2, push W1, 3 | train 2 -> W2    | ..
+        actor                | sample 1 by W0 |                    | sample 2 by W0 .. |                  | sample 3 by W1 ... | ..
     So batch 1 is fresh and every later one is stale by exactly one update, whatever the speed of either side: with two queues
     of size one neither can run ahead. There is no collective in this thread, which would meet the learner's.
     Source: open-instruct, ppo_vllm_thread.py.

@@ -163,20 +163,17 @@ class Policy(nn.Module):
         self.plain_head = utils.has_plain_head(model)
         self.takes_positions = utils.accepts(model.forward, "position_ids")
 
-    def forward(self, tokens, mask, positions, index=None, labels=None, cache=None):
+    def forward(self, tokens, mask, positions, index=slice(-1, None), labels=None, cache=None):
         """
         Args: tokens, positions [M, L]; mask [M, L] bool or [M, 1, L, L] additive; cache, a transformers cache that is extended.
-        index [N]: where to read logits (None: the last position), labels [M, N]: the tokens they predict.
+        index [N] or a slice: where to read logits (the last position), labels [M, N]: the tokens they predict.
         Returns: (log-probs, entropies), both [M, N] fp32, or without labels the logits [M, N, V] fp32.
         """
         inputs = {"input_ids": tokens, "attention_mask": mask, "past_key_values": cache, "use_cache": cache is not None}
         inputs |= {"position_ids": positions} if self.takes_positions else {}
-        index = torch.tensor([tokens.size(1) - 1], device=tokens.device) if index is None else index
         head, vocab_size = self.model.get_output_embeddings(), self.model.config.get_text_config().vocab_size
         if self.plain_head:
-            states = self.model.base_model(**inputs).last_hidden_state[
-                :, index
-            ]  # [M, N, H]: only where a response token is predicted
+            states = self.model.base_model(**inputs).last_hidden_state[:, index]  # [M, N, H]: where a response token is predicted
         else:
             head, states = nn.Identity(), self.model(**inputs).logits[:, index]  # [M, N, V]
         if labels is None:
@@ -271,7 +268,7 @@ def sample(policy, queries, query_mask, rows, n, response_length, stop_id, coord
         cache, step = DynamicCache(config=policy_config(policy)), policy
         cache.layers = [InPlaceLayer(n * response_length) if type(x) is DynamicLayer else x for x in cache.layers]
     logits = policy(queries, query_mask, utils.positions_from_mask(query_mask), cache=cache)  # [P, 1, V]
-    logits, responses_of_a_row = logits.squeeze(1).repeat_interleave(n, 0), torch.arange(n, device=device)  # [B, V], [n]
+    logits = logits.squeeze(1).repeat_interleave(n, 0)  # [B, V]
     position = query_mask.sum(1, keepdim=True).expand(P, n)  # [P, n], of the token about to be sampled
     alive = torch.ones(B, dtype=torch.bool, device=device)
     for t in range(response_length):
@@ -286,7 +283,7 @@ def sample(policy, queries, query_mask, rows, n, response_length, stop_id, coord
         seen = visible & (column < past) if longest else visible[..., :past]  # [P, n, Q + n * R] or [P, n, past]
         seen = additive(seen) if n > 1 or longest else seen.squeeze(1)
         tokens = (token * alive).reshape(P, n)  # finished rows run on with token 0, unread
-        logits = step(tokens, seen, position + t, responses_of_a_row, cache=cache).flatten(0, 1)  # [B, V]
+        logits = step(tokens, seen, position + t, slice(None), cache=cache).flatten(0, 1)  # [P, n, V] -> [B, V]
     return responses, mask, logprobs
 
 
@@ -319,9 +316,8 @@ def additive(visible):
 def compiled(policy, num_rows, columns):
     """(static cache, compiled policy) for --compile: steps of one shape, which a GPU replays as one graph, not launch by launch."""
     policy = getattr(policy, "module", policy)
-    return StaticCache(config=policy.model.config, max_cache_len=columns), torch.compile(
-        policy, mode="reduce-overhead", dynamic=False
-    )
+    step = torch.compile(policy, mode="reduce-overhead", dynamic=False)
+    return StaticCache(config=policy.model.config, max_cache_len=columns), step
 
 
 def policy_config(policy):
@@ -332,8 +328,8 @@ def policy_config(policy):
 class Actor:
     """A thread with weights of its own that samples the next batch while the learner trains on this one.
 
-        learner   push W0, 1 | take 1, push W0, 2 | train 1: W1 | take 2, push W1, 3 | train 2: W2 | take 3, push W2, 4 | ...
-        actor                  sample 2 with W0                   sample 3 with W1                   sample 4 with W2
+        learner   push W0, 1 |                | take 1, push W0, 2 | train 1 -> W1   | take 2, push W1, 3 | train 2 -> W2    | ..
+        actor                | sample 1 by W0 |                    | sample 2 by W0 .. |                  | sample 3 by W1 ... | ..
     So batch 1 is fresh and every later one is stale by exactly one update, whatever the speed of either side: with two queues
     of size one neither can run ahead. There is no collective in this thread, which would meet the learner's.
     Source: open-instruct, ppo_vllm_thread.py.
@@ -706,7 +702,7 @@ def main(args: Args):
     before = held_out() if eval_prompts else {}
     if before:
         run.log({"update": 0, "episode": 0, **before}, 0)
-    actor = Actor(accelerator.unwrap_model(policy), rollout) if args.async_rollouts else None
+    actor = Actor(Policy(accelerator.unwrap_model(policy).model, args.temperature), rollout) if args.async_rollouts else None
     if actor:
         actor.push(accelerator.unwrap_model(policy).model, 1)
     for update in range(1, num_updates + 1):

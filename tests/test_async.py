@@ -182,6 +182,16 @@ def test_two_processes_give_the_curves_of_one(tiny, tmp_path, monkeypatch, scrip
 
 
 @SCRIPTS
+def test_under_bf16_the_actor_computes_in_bf16_with_weights_of_its_own(tiny, tmp_path, script, arguments):
+    """accelerate wraps the policy's forward for bf16; a copy of the wrapper would go on calling the learner's weights."""
+    args = arguments(tiny, total_episodes=64, async_rollouts=True, num_ppo_epochs=4, learning_rate=1e-2)
+    rows, (record,) = run_worker(tmp_path / "run", args, 1, ACCELERATE_MIXED_PRECISION="bf16")
+    assert record["matmul_dtypes"] == {"torch.bfloat16"} and record["weight_dtypes"] == {"torch.float32"}
+    assert abs(rows[1]["objective/kl"]) < 0.01  # batch 2 is W0's, as the reference is
+    assert abs(rows[2]["objective/kl"]) > 0.1 and abs(rows[3]["objective/kl"]) > 0.1
+
+
+@SCRIPTS
 def test_what_fails_in_the_thread_ends_the_run(tiny, in_tmp, monkeypatch, script, arguments):
     real = script.sample
 
