@@ -3,7 +3,7 @@ Speed and memory, measured on this machine: our scripts against TRL on the same 
 
     python benchmark/speed.py compare --algorithm rloo --size 27m --prompts 96 128
     python benchmark/speed.py compare --size 27m --against --variants "plain:--no_share_prompts"    ours alone, with a flag off
-    python benchmark/speed.py compare --size 27m --against --without in_place by_length          and with a speed-up taken out
+    python benchmark/speed.py compare --size 27m --against --without onednn by_length            and with a speed-up taken out
     python benchmark/speed.py decode --size 27m
     python benchmark/speed.py scaling
 
@@ -228,10 +228,6 @@ def build(work):
 
 
 # ---- what a speed-up is worth: ours with one of them taken out -----------------------------------------------------------
-def grow_the_cache(script):
-    script.InPlaceLayer = lambda steps: transformers.cache_utils.DynamicLayer()
-
-
 def sample_one_response_a_row(script):
     real = script.sample
 
@@ -264,7 +260,6 @@ def noise_of_the_generator(script):
 
 WITHOUT = {
     "onednn": products_by_mkl,
-    "in_place": grow_the_cache,
     "packed_sampling": sample_one_response_a_row,
     "by_length": keep_the_order_of_rows,
     "pieces": all_logits_at_once,

@@ -4,7 +4,8 @@ The embedded task over seeds: every stage anew for each seed, RLOO and PPO, and 
 python benchmark/toy.py --seeds 1 2 3 4 5 --output benchmark/results/toy
 
 Trains SFT, reward model, RLOO (the defaults), RLOO with --kl_coef 0 for three times as many updates, PPO (the defaults, the
-N+ recipe) and PPO in the recipe of lm-human-preferences, each in a process of its own, and skips what is already there.
+N+ recipe), PPO in the recipe of lm-human-preferences, RLOO and PPO with --async_rollouts, each in a process of its own, and
+skips what is already there.
 Writes OUTPUT.csv (one row a seed and run) and OUTPUT_curves.csv (learned score, gold and KL of every update), and prints
 the figures that the README quotes.
 """
@@ -26,7 +27,9 @@ SCRIPTS = Path(toy.__file__).parent
 RUNS = {  # name of the run: script, its arguments
     "rloo": ("train_rloo", ()),
     "rloo_nokl": ("train_rloo", ("--kl_coef", 0, "--total_episodes", 3 * toy.DEFAULTS["train_rloo"]["total_episodes"])),
+    "rloo_async": ("train_rloo", ("--async_rollouts",)),
     "ppo": ("train_ppo", ()),
+    "ppo_async": ("train_ppo", ("--async_rollouts",)),
     "ppo_lmhp": ("train_ppo", ("--config", Path(__file__).with_name("configs") / "ppo_toy_lm_human_preferences.toml")),
 }
 

@@ -35,7 +35,6 @@ from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedTy
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, StaticCache
-from transformers.cache_utils import DynamicLayer
 from transformers.utils import logging as transformers_logging
 
 from rlhf_details import data, toy, utils
@@ -300,12 +299,10 @@ def sample(policy, queries, query_mask, rows, response_length, stop_id, coordina
     logprobs = torch.zeros(B, response_length, device=device)
     visible = torch.cat([query_mask, torch.ones_like(mask)], 1)  # [B, Q + R]
     column = torch.arange(visible.size(1), device=device)
+    cache, step = DynamicCache(config=policy_config(policy)), policy
     if longest:
         cache, step = compiled(policy, B, len(column))
         cache.reset()
-    else:
-        cache, step = DynamicCache(config=policy_config(policy)), policy
-        cache.layers = [InPlaceLayer(response_length) if type(x) is DynamicLayer else x for x in cache.layers]
     logits = policy(queries, query_mask, utils.positions_from_mask(query_mask), cache=cache).squeeze(1)  # [B, V]
     position = query_mask.sum(1, keepdim=True)  # [B, 1], of the token about to be sampled
     alive = torch.ones(B, dtype=torch.bool, device=device)
@@ -322,25 +319,6 @@ def sample(policy, queries, query_mask, rows, response_length, stop_id, coordina
         tokens = (token * alive).unsqueeze(1)  # finished rows run on with token 0, unread
         logits = step(tokens, seen, position + t, cache=cache).squeeze(1)  # [B, V]
     return responses, mask, logprobs
-
-
-class InPlaceLayer(DynamicLayer):
-    """A layer of the cache with room for `steps` more columns: a token is written in place, not by copying all before it."""
-
-    def __init__(self, steps):
-        super().__init__()
-        self.steps, self.room = steps, None
-
-    def update(self, keys, values, *args, **kwargs):
-        if self.room is None:
-            shapes = [(*x.shape[:2], x.size(2) + self.steps, x.size(3)) for x in (keys, values)]
-            self.room, self.is_initialized, past = [keys.new_empty(shape) for shape in shapes], True, 0
-        else:
-            past = self.keys.size(2)
-        for room, new in zip(self.room, (keys, values), strict=True):
-            room[:, :, past : past + new.size(2)] = new
-        self.keys, self.values = (room[:, :, : past + keys.size(2)] for room in self.room)
-        return self.keys, self.values
 
 
 def additive(visible):

@@ -1109,7 +1109,7 @@ def test_plain_python_trains_a_policy_with_a_value_head(ragged, tmp_path):
 
 # ---- the two scripts say the same thing in the same words ------------------------------------------------------------
 SAME = (
-    "Reward hash32 fold gumbel_noise InPlaceLayer additive compiled policy_config Actor missing_eos_scores read_prompts "
+    "Reward hash32 fold gumbel_noise additive compiled policy_config Actor missing_eos_scores read_prompts "
     "main.decode main.held_out Policy.forward.of_tokens"
 ).split()
 DIFFERENT = (  # k responses a prompt and packed rows there; a critic, truncation and other options here

@@ -11,7 +11,6 @@ import pytest
 import torch
 import transformers
 from conftest import launch, read_metrics, rloo_args, run_rloo, save_pair
-from transformers import DynamicCache
 
 from rlhf_details import toy, train_rloo, utils
 
@@ -789,29 +788,6 @@ def test_a_head_that_is_more_than_a_matrix_is_left_to_the_library():
             assert logits.abs().max() <= 3.0
             alone = (logits / 0.7).log_softmax(-1)[torch.arange(len(response)), response]
             assert (logprobs[row, : len(response)] - alone).abs().max() < 1e-4
-
-
-@pytest.mark.parametrize("n", [1, 4])
-def test_the_cache_is_written_in_place(n):
-    """Keys and values equal the library's growing cache at every step, and lie in one piece of memory allocated once."""
-    policy, (queries, query_mask, responses, _) = train_rloo.Policy(tiny_model("gpt_neox"), 1.0), random_batch()
-    (B, Q), R = queries.shape, responses.size(1)
-    ours, theirs = DynamicCache(config=policy.model.config), DynamicCache(config=policy.model.config)
-    ours.layers = [train_rloo.InPlaceLayer(n * R) for _ in ours.layers]
-    places = set()
-    with torch.no_grad():
-        for cache in (ours, theirs):
-            policy(queries, query_mask, utils.positions_from_mask(query_mask), cache=cache)
-        for t in range(R):
-            mask = torch.cat([query_mask, torch.ones(B, n * (t + 1), dtype=torch.bool)], 1)
-            tokens = responses[:, [t] * n]
-            a, b = (policy(tokens, mask, query_mask.sum(1, keepdim=True) + t, cache=cache) for cache in (ours, theirs))
-            assert torch.equal(a, b)
-            for x, y in zip(ours.layers, theirs.layers, strict=True):
-                assert torch.equal(x.keys, y.keys) and torch.equal(x.values, y.values)
-            places.add(ours.layers[0].keys.untyped_storage().data_ptr())
-            assert ours.get_seq_length() == Q + n * (t + 1)
-    assert len(places) == 1 and ours.layers[0].keys.untyped_storage().nbytes() == ours.layers[0].keys.nbytes
 
 
 def test_packed_sampling_draws_what_plain_sampling_draws(tiny):
