@@ -238,11 +238,12 @@ def find_tokenizer(folder):
 class OneDNNLinear(nn.Linear):
     """A linear layer whose fp32 products on the CPU are oneDNN's: torch takes MKL's, which use AVX-512 on Intel's processors alone.
 
-    The same numbers to rounding. Elsewhere (a GPU, bf16, autocast) it is the layer it was.
+    The same numbers to rounding. Elsewhere (a GPU, bf16, autocast, compiled) it is the layer it was.
     """
 
     def forward(self, x):
-        if x.device.type != "cpu" or x.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
+        other_kind = x.device.type != "cpu" or x.dtype != torch.float32 or torch.is_autocast_enabled("cpu")
+        if other_kind or torch.compiler.is_compiling():  # the compiler chooses its own products
             return super().forward(x)
         return OneDNNProduct.apply(x, self.weight, self.bias)
 
