@@ -271,12 +271,12 @@ WITHOUT = {
 # ---- processes -------------------------------------------------------------------------------------------------------
 def ours(spec):
     """Runs in a process of its own: main of the training script, with the clock and the memory read at its own marks."""
-    from rlhf_details import train_ppo, train_rloo, utils  # here: the other processes need none of it
+    from rlhf_details import runs, train_ppo, train_rloo  # here: the other processes need none of it
 
     script = {"rloo": train_rloo, "ppo": train_ppo}[spec["algorithm"]]
     record = {"versions": {"torch": torch.__version__, "transformers": transformers.__version__}}
 
-    class Run(utils.Run):
+    class Run(runs.Run):
         def __init__(self, *args):
             super().__init__(*args)
             record["loaded"] = memory()[0]
@@ -285,7 +285,10 @@ def ours(spec):
             super().log(*args)
             record["peak"] = memory()[1]  # of the updates; what writing the model would add is nobody's concern here
 
-    utils.Run, utils.save_model = Run, lambda *_: None
+        def save_model(self, *args):
+            pass
+
+    runs.Run = Run
     if torch.cuda.is_available():  # a phase ends when the GPU is done with it
         script.time = types.SimpleNamespace(time=lambda: (torch.cuda.synchronize(), time.time())[1])
     flags = {name: spec[name] for name in ("batch_size", "response_length", "micro_batch_size", "rollout_micro_batch_size")}
@@ -293,7 +296,8 @@ def ours(spec):
     flags |= {"num_ppo_epochs": spec["epochs"], "num_mini_batches": spec["mini_batches"], "kl_coef": 0.05}
     flags |= {"total_episodes": spec["updates"] * spec["batch_size"], "num_sample_generations": 0, "learning_rate": 3e-6}
     flags |= {"temperature": 0.7, "stop_token": "eos", "missing_eos_penalty": 1.0}
-    flags |= {"run_name": "ours", "output_dir": spec["output_dir"]} | ({"rloo_k": spec["k"]} if script is train_rloo else {})
+    flags |= {"run_name": "ours", "checkpoint_every": 0, "output_dir": spec["output_dir"]}
+    flags |= {"rloo_k": spec["k"]} if script is train_rloo else {}
     given = [str(part) for name, value in flags.items() if value is not None for part in (f"--{name}", value)]
     for name in spec["without"]:
         WITHOUT[name](script)

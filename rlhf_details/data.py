@@ -3,8 +3,11 @@ Data sets: rows of a local file, a folder or a Hub repository, checked, and thei
 """
 
 import functools
+import glob
 import json
+import os
 import re
+import reprlib
 from pathlib import Path
 
 from rlhf_details.utils import fail
@@ -17,11 +20,12 @@ def read_rows(spec, columns, default_split="train", flag="--dataset"):
     or a file in it. At the end [A:B] may take rows A to B, as `datasets` slices splits: "labels.json[:4992]" and "[4992:]".
     columns: {name: type} that each row must have. Errors name the file, the column and the row (from 1, of those taken).
     """
-    whole, taken = re.fullmatch(r"(.*?)(\[-?\d*:-?\d*\])?", spec, re.DOTALL).groups(default="")
+    place = r"(?:-?\d{1,18})?"
+    whole, taken = re.fullmatch(rf"(.*?)(\[{place}:{place}\])?", spec, re.DOTALL).groups(default="")
     name, _, part = whole.partition(":")
     path = Path(name)
-    if path.suffix in (".jsonl", ".json", ".csv", ".parquet") and not path.is_dir():
-        if not path.exists():
+    if path.suffix in (".jsonl", ".json", ".csv", ".parquet") and not os.path.isdir(path):
+        if not os.path.exists(path):  # False also for a name that no file can have, at which path.exists() raises
             fail(f"{flag} {spec}: no such file")
         if part:
             fail(f"{flag} {spec}: a file has no parts")
@@ -40,17 +44,21 @@ def check_columns(rows, columns, what):
     """Ends with the row's number where a row lacks one of `columns` ({name: type}) or holds another type in it."""
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict):
-            fail(f"{what}: row {number} is no object with columns: {row!r}")
+            fail(f"{what}: row {number} is no object with columns: {reprlib.repr(row)}")
         for column, kind in columns.items():
             if column not in row:
                 fail(f"{what}: row {number} has no column {column!r} (it has {sorted(row)})")
-            if not isinstance(row[column], kind) or (kind is int and isinstance(row[column], bool)):
-                fail(f"{what}: row {number}, column {column!r}: {row[column]!r} is not of type {kind.__name__}")
+            value = row[column]
+            if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+                fail(f"{what}: row {number}, column {column!r}: {reprlib.repr(value)} is not of type {kind.__name__}")
+            for text in value if kind is list else [value]:
+                if isinstance(text, str) and re.search("[\ud800-\udfff]", text):  # "\ud83d" alone, which JSON can write
+                    fail(f"{what}: row {number}, column {column!r}: {reprlib.repr(text)} holds half of a surrogate pair")
 
 
 def _read_file(path, flag):
     if path.suffix in (".csv", ".parquet"):
-        return _load_dataset(f"{flag} {path}", path.suffix[1:], data_files=str(path), split="train")
+        return _load_dataset(f"{flag} {path}", path.suffix[1:], data_files=glob.escape(str(path)), split="train")
     number = None
     try:
         text = path.read_text(encoding="utf-8")
@@ -67,8 +75,10 @@ def _read_file(path, flag):
         return rows
     except json.JSONDecodeError as e:
         fail(f"{flag} {path}: line {number or e.lineno} is not JSON ({e.msg}, column {e.colno})")
-    except (OSError, ValueError) as e:
+    except (OSError, UnicodeDecodeError) as e:
         fail(f"{flag} {path}: cannot be read as UTF-8 text ({e})")
+    except (ValueError, RecursionError) as e:  # a number of thousands of digits, brackets nested thousands deep
+        fail(f"{flag} {path}: {f'line {number}' if number else 'its text'} cannot be read as JSON ({e})")
 
 
 def _load_dataset(what, name, **options):
@@ -78,7 +88,8 @@ def _load_dataset(what, name, **options):
     try:
         return [dict(row) for row in datasets.load_dataset(name, **options)]
     except Exception as e:  # each reader raises a class of its own; the user needs the innermost cause, in one line
-        fail(f"{what}: cannot be loaded as a local file or data set ({str(e.__cause__ or e).strip().splitlines()[0]})")
+        cause = (str(e.__cause__ or e).strip() or repr(e)).splitlines()[0]
+        fail(f"{what}: cannot be loaded as a local file or data set ({cause})")
 
 
 def encode(tokenizer, prompt, completion=None):

@@ -82,6 +82,8 @@ class Args:
     """reward model, a sequence-classification folder with one label; None: no scores"""
     allow_untrained_reward_model: bool = False
     """accept a reward model whose head would be newly initialised (dummy runs)"""
+    trust_remote_code: bool = False
+    """run the Python code that comes with a model; for models whose authors you trust"""
 
     # sampling
     response_length: int = 53
@@ -291,6 +293,9 @@ def check(args):
     for name, lowest in dict(num_examples=1, response_length=1, rollout_micro_batch_size=1, seed=0, truncate_after=0).items():
         if getattr(args, name) is not None and getattr(args, name) < lowest:
             utils.fail(f"--{name} {getattr(args, name)}: must be at least {lowest}")
+    for name in ("seed", "num_examples", "response_length", "rollout_micro_batch_size"):
+        if (getattr(args, name) or 0) >= 2**63:
+            utils.fail(f"--{name} {getattr(args, name)}: must be below 2**63")
     for name in ("temperature", "kl_temperature"):
         if not 0 < getattr(args, name) < math.inf:
             utils.fail(f"--{name} {getattr(args, name)}: must be finite and above 0")
@@ -327,6 +332,7 @@ def results_folder(args):
 def check_results(args):
     """Refuses an output folder that holds results of other arguments, or none of ours, unless `--overwrite`."""
     folder = results_folder(args)
+    utils.check_path(str(folder), "--output_dir")
     for part in (folder, *folder.parents):
         if part.exists() and not part.is_dir():
             utils.fail(f"--output_dir {folder}: {part} is a file")
@@ -351,7 +357,7 @@ def check_vocabulary(args, tokenizer, sizes, flag):
 
     Args: tokenizer, the policy's; sizes, {flag: embeddings}; flag, whose model is compared with the policy's.
     """
-    other = utils.find_tokenizer(getattr(args, flag)) or tokenizer  # a reward model may come without one
+    other = utils.find_tokenizer(getattr(args, flag), args.trust_remote_code) or tokenizer  # a reward model may come without one
     padding = {t.pad_token for t in (tokenizer, other) if t.pad_token != t.eos_token}
     ours, theirs = ({word: i for word, i in t.get_vocab().items() if word not in padding} for t in (tokenizer, other))
     readers = {"ref_model_path": ["policy_path"], "reward_model_path": ["policy_path", "opponent_path"]}  # ... of whose tokens
@@ -393,17 +399,18 @@ def main(args: Args):
     texts = [row["prompt"] for row in rows]
 
     # ---- models, each folder once
-    tokenizer = utils.load_tokenizer(args.policy_path, "--policy_path")
+    loading = {"attn_implementation": args.attn_implementation, "trust_remote_code": args.trust_remote_code}
+    tokenizer = utils.load_tokenizer(args.policy_path, "--policy_path", args.trust_remote_code)
     paths = {"policy_path": args.policy_path, "opponent_path": args.opponent_path, "ref_model_path": args.ref_model_path}
     models, sizes, contexts = {}, {}, [math.inf]
     for flag, path in paths.items():
         if path and path not in models:
-            models[path] = utils.load_policy(path, f"--{flag}", args.attn_implementation).to(device).eval()
+            models[path] = utils.load_policy(path, f"--{flag}", **loading).to(device).eval()
     found = {flag: models[path] for flag, path in paths.items() if path}
     reward_model = None
     if args.reward_model_path:
-        untrained, kernel = args.allow_untrained_reward_model, args.attn_implementation
-        head = utils.load_reward_model(args.reward_model_path, "--reward_model_path", untrained, kernel).to(device).eval()
+        untrained = args.allow_untrained_reward_model
+        head = utils.load_reward_model(args.reward_model_path, "--reward_model_path", untrained, **loading).to(device).eval()
         reward_model, found["reward_model_path"] = Reward(head), head
     for flag, model in found.items():
         sizes[flag] = model.config.get_text_config().vocab_size

@@ -20,9 +20,9 @@ One process:   python rlhf_details/train_reward.py
 N processes:   accelerate launch --num_processes N rlhf_details/train_reward.py
 """
 
+import functools
 import math
 import time
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -31,7 +31,7 @@ from accelerate import Accelerator, DistributedDataParallelKwargs
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
-from rlhf_details import data, toy, utils
+from rlhf_details import data, engines, runs, toy, utils
 
 LABEL_PAD = 50259  # what fills the token ids of lm-human-preferences' labels: no id of GPT-2, whose vocabulary has 50257
 
@@ -59,6 +59,10 @@ class Args:
     """folder of the trained reward model"""
     overwrite: bool = False
     """replace an output folder that holds another model"""
+    resume: bool = False
+    """go on from the newest whole checkpoint of --run_name, or of the newest run of this dataset, exp_name and seed"""
+    checkpoint_every: int = 50
+    """steps between checkpoints, the last two of which are kept in the run's folder; 0: only on SIGTERM and SIGINT"""
 
     # data and model
     dataset: str = "toy"
@@ -68,6 +72,8 @@ class Args:
     """held-out comparisons; None: no evaluation"""
     sft_model_path: str | None = None
     """the causal language model whose weights it starts from; also the policy that normalisation samples"""
+    trust_remote_code: bool = False
+    """run the Python code that comes with a model; for models whose authors you trust"""
     num_comparisons: int = 3072
     """toy: how many comparisons the imaginary human labels"""
 
@@ -118,8 +124,7 @@ class Reward(nn.Module):
 
     def __init__(self, model):
         super().__init__()
-        self.model, self.gain = model, nn.Parameter(torch.ones(()))
-        self.register_buffer("bias", torch.zeros(()))
+        self.model, self.gain, self.bias = model, nn.Parameter(torch.ones(1)), 0.0
         self.takes_positions = utils.accepts(model.base_model.forward, "position_ids")
 
     def forward(self, tokens, mask):
@@ -213,8 +218,7 @@ def main(args: Args):
     check(args)
     # a step runs the candidates as one forward; buffers never change, so they are not broadcast
     accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)])
-    accelerator.gradient_accumulation_steps = 1  # micro-batches are written out below, whatever the launch configuration says
-    utils.check_processes(accelerator)
+    engines.settle(accelerator, args)
     device, world, rank, B = accelerator.device, accelerator.num_processes, accelerator.process_index, args.batch_size
     if B % world:
         utils.fail(f"--batch_size {B}: not divisible by the {world} processes")
@@ -230,9 +234,10 @@ def main(args: Args):
     accelerator.wait_for_everyone()
 
     # ---- model: a padding token of its own is saved, since the library reads scores at the last id that is not padding
-    tokenizer = utils.load_tokenizer(args.sft_model_path, "--sft_model_path")
+    loading = {"attn_implementation": args.attn_implementation, "trust_remote_code": args.trust_remote_code}
+    tokenizer = utils.load_tokenizer(args.sft_model_path, "--sft_model_path", args.trust_remote_code)
     torch.manual_seed(args.seed)  # before the head is drawn
-    model = utils.load_reward_model(args.sft_model_path, "--sft_model_path", True, args.attn_implementation)
+    model = utils.load_reward_model(args.sft_model_path, "--sft_model_path", True, **loading)
     nn.init.normal_(model.score.weight, std=1 / math.sqrt(model.score.in_features + 1))
     vocabulary = model.get_input_embeddings().num_embeddings  # of the policy, without the padding token that may be added
     if tokenizer.pad_token_id in (None, tokenizer.eos_token_id):
@@ -253,7 +258,7 @@ def main(args: Args):
         """n responses of the SFT policy to each prompt, every process its own full copy: (ids of prompts, ids of responses)."""
         from rlhf_details.train_rloo import REWARD_DATA, Policy, sample  # the sampler is RLOO's and PPO's
 
-        policy = utils.load_policy(args.sft_model_path, "--sft_model_path", args.attn_implementation)
+        policy = utils.load_policy(args.sft_model_path, "--sft_model_path", **loading)
         policy = Policy(policy, args.temperature).to(device).eval()
         ids, answers = [data.encode(tokenizer, p) for p in prompts], []
         for start in range(0, len(ids), 128):
@@ -323,53 +328,62 @@ def main(args: Args):
             scores = torch.cat([reward(*utils.left_pad(share[i : i + width], device)) for i in range(0, len(share), width)])
         return accelerator.gather(scores).reshape(world, -1).T.reshape(-1)[: len(rows)]  # back in the rows' order
 
-    def normalize(rows):
-        """Overwrites gain and bias: what was there before is taken out first."""
-        inner.gain.data.fill_(1.0), inner.bias.fill_(0.0)
+    def normalization(rows):
+        """(gain, bias) by which today's scores get mean 0 and std 1 on these rows, and a line that says so."""
         scores = score(rows)
-        gain, bias = gain_and_bias(scores)
+        gain, bias = (x.item() for x in gain_and_bias(scores))
         if not math.isfinite(gain):
             utils.fail(f"--normalization gain_bias: the {len(rows)} sampled responses all score {scores[0].item():.4g}")
-        inner.gain.data.copy_(gain), inner.bias.copy_(bias)
-        return f"mean {scores.mean():.3f} and std {scores.std(correction=0):.3f} of {len(rows)} sampled responses -> 0 and 1"
+        line = f"mean {scores.mean():.3f} and std {scores.std(correction=0):.3f} of {len(rows)} sampled responses -> 0 and 1"
+        return gain, bias, line
 
     samples, said = [], []
     if args.normalization == "gain_bias":
         queries, answers = sample_responses(prompts, 1, 2)
         samples = [q + a[0] for q, a in zip(queries, answers, strict=True)]
-        said.append(normalize(samples))
-    reward, optimizer = accelerator.prepare(reward, optimizer)
-    run = utils.Run(args, accelerator, num_steps, ["eps", "train/rm/loss", "train/rm/accuracy", "train/rm/lr"])
+        gain, inner.bias, line = normalization(samples)
+        inner.gain.data.fill_(gain)
+        said.append(line)
+    reward, optimizer = engines.prepare(accelerator, reward, optimizer)
+    run = runs.Run(args, accelerator, num_steps, ["eps", "train/rm/loss", "train/rm/accuracy", "train/rm/lr"], train_ids)
     run.say(f"{args.sft_model_path}, {len(train_ids)} comparisons of {K}, {num_steps} steps, {world} process(es)")
     for line in said:
         run.say(line)
 
+    def show(i):
+        return f"row {i + 1} of --dataset, {[tokenizer.decode(ids) for ids in train_ids[i][0]]}"
+
     # ---- the loop
-    start_time = time.time()
-    for step in range(1, num_steps + 1):
+    done, carried, _ = run.resume(reward, optimizer)
+    start_time, metrics = time.time() - carried.get("seconds", 0), carried.get("metrics")
+    for step in range(done + 1, num_steps + 1):
         step_time = time.time()
         epoch, place = divmod(step - 1, steps_per_epoch)
-        if place == 0:
+        if place == 0 or step == done + 1:
             order = utils.permutation(len(train_ids), args.seed, epoch)
         for group in optimizer.param_groups:
             group["lr"] = utils.learning_rate_at(step, num_steps, args.learning_rate, args.lr_schedule, args.warmup_ratio)
             if args.tf_adam:  # TensorFlow adds epsilon to the root of v before the bias correction, torch after it
                 group["eps"] = args.adam_eps / math.sqrt(1 - group["betas"][1] ** step)
-        mine = [train_ids[i] for i in order[place * B : (place + 1) * B]][rank::world]
+        numbers = order[place * B : (place + 1) * B]
+        mine = [train_ids[i] for i in numbers[rank::world]]
         micro_batches = [mine[i : i + args.micro_batch_size] for i in range(0, len(mine), args.micro_batch_size)]
         reward.train()
-        stats = torch.zeros(2, device=device)
+        stats, row_scores = torch.zeros(2, device=device), []
         for i, micro_batch in enumerate(micro_batches):
-            best = torch.tensor([best for _, best in micro_batch], device=device)  # [M]
-            with nullcontext() if i + 1 == len(micro_batches) else accelerator.no_sync(reward):
+            best, is_last = torch.tensor([best for _, best in micro_batch], device=device), i + 1 == len(micro_batches)  # [M]
+            with engines.accumulate(accelerator, reward, is_last):
                 tokens, mask = utils.left_pad([row for candidates, _ in micro_batch for row in candidates], device)  # [M * K, L]
                 scores = reward(tokens, mask).reshape(-1, K)  # [M, K]
                 loss = best_of_k_loss(scores, best)
+                row_scores.append(scores.detach().sum(1))
+                if is_last:  # before any weight is touched; DeepSpeed steps inside the last backward
+                    numbers = [i for r in range(world) for i in numbers[r::world]]  # as gathered
+                    run.check_finite("the score", step, accelerator.gather(torch.cat(row_scores)), show, numbers, "row")
                 accelerator.backward(loss / B * world)  # the whole minibatch's count; the engines average over processes
             stats += torch.stack([loss.detach(), num_correct(scores.detach(), best).float()])
-        grad_norm = float(accelerator.clip_grad_norm_(reward.parameters(), args.max_grad_norm or math.inf))
-        optimizer.step()
-        optimizer.zero_grad()
+        check_norm = functools.partial(run.check_finite, "the gradient's norm", step, show=show, rows=numbers, unit="row")
+        grad_norm = engines.step(accelerator, reward, optimizer, args.max_grad_norm, check_norm)
         loss_sum, correct = accelerator.reduce(stats, "sum").tolist()
         now = time.time()
         metrics = {
@@ -390,18 +404,22 @@ def main(args: Args):
             metrics["eval/rm/accuracy"] = num_correct(scores, best).item() / len(best)
             metrics["eval/rm/loss"] = best_of_k_loss(scores, best).item() / len(best)
         run.log(metrics, step)
+        if run.is_checkpoint_due(step):
+            run.checkpoint(step, reward, optimizer, {"seconds": time.time() - start_time, "metrics": metrics})
 
     # ---- normalise, fold, save
+    gain, bias = 1.0, 0.0
     if args.normalization == "gain_bias":
-        run.say(normalize(samples))
+        gain, bias, line = normalization(samples)
+        run.say(line)
     if args.normalization == "mean_shift":
-        mean = score(references).mean()
-        inner.bias.copy_(inner.bias - mean)
-        run.say(f"mean score {mean:.3f} on {len(references)} reference responses -> 0")
+        bias = -score(references).mean().item()
+        run.say(f"mean score {-bias:.3f} on {len(references)} reference responses -> 0")
+    weights = engines.full_weights(accelerator, reward)
     if accelerator.is_main_process:
-        model.score.weight.data.mul_(inner.gain.data)
-        model.config.reward_bias = inner.bias.item()
-        utils.save_model(args, model, tokenizer)
+        weights["model.score.weight"] = weights["model.score.weight"] * weights["gain"] * gain
+        model.config.reward_bias = inner.bias * gain + bias
+    run.save_model(model, weights, tokenizer)
     summary = [f"  {name:22} {value:8.3f}" for name, value in metrics.items() if name.startswith("eval/")]
     run.close([*summary, f"model: {args.output_dir}   run: {run.folder}   {time.time() - start_time:.0f} s"])
     accelerator.wait_for_everyone()

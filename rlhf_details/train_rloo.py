@@ -23,19 +23,18 @@ import copy
 import functools
 import math
 import time
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedType
+from accelerate import Accelerator, DistributedDataParallelKwargs
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, StaticCache
 from transformers.utils import logging as transformers_logging
 
-from rlhf_details import data, toy, utils
+from rlhf_details import data, engines, runs, toy, utils
 
 
 @dataclass
@@ -61,6 +60,10 @@ class Args:
     """folder of the trained policy"""
     overwrite: bool = False
     """replace an output folder that holds another model"""
+    resume: bool = False
+    """go on from the newest whole checkpoint of --run_name, or of the newest run of this dataset, exp_name and seed"""
+    checkpoint_every: int = 50
+    """updates between checkpoints, the last two of which are kept in the run's folder; 0: only on SIGTERM and SIGINT"""
 
     # data and models
     dataset: str = "toy"
@@ -73,6 +76,8 @@ class Args:
     """reward model, a sequence-classification folder with one label"""
     allow_untrained_reward_model: bool = False
     """accept a reward model whose head would be newly initialised (dummy runs)"""
+    trust_remote_code: bool = False
+    """run the Python code that comes with a model; for models whose authors you trust"""
 
     # sampling
     response_length: int = 53
@@ -274,7 +279,7 @@ def sample(policy, queries, query_mask, rows, n, response_length, stop_id, coord
         logprobs[:, t] = (logits.gather(1, token.unsqueeze(1)).squeeze(1) - logits.logsumexp(-1)) * alive
         if stop_id is not None:
             alive = alive & (token != stop_id)
-        if t + 1 == response_length or not alive.any():
+        if t + 1 == response_length or not engines.any_row(policy, alive, t):
             break
         past = Q + n * (t + 1)
         seen = visible & (column < past) if longest else visible[..., :past]  # [P, n, Q + n * R] or [P, n, past]
@@ -334,6 +339,11 @@ class Actor:
             self.stream.synchronize()
             return batch
 
+    def put(self, batch):
+        """The batch to take next, where a checkpoint holds it."""
+        self.batch = Future()
+        self.batch.set_result(batch)
+
     def take(self):
         """Waits for the batch; what failed in the thread is raised here."""
         batch = self.batch.result()
@@ -341,6 +351,9 @@ class Actor:
             if isinstance(x, torch.Tensor):
                 x.record_stream(torch.cuda.current_stream())
         return batch
+
+
+PENDING = ("responses", "response_mask", "sampled_logprobs", "logprobs")  # what a checkpoint holds of a batch that waits
 
 
 # ---- from tokens to log-probs and scores -----------------------------------------------------------------------------
@@ -383,7 +396,8 @@ def trim(batch):
 def response_logprobs(policy, batch, n):
     """Log-probs and entropies [M, R] fp32, 0 at padding, of a batch (queries, query_mask, responses, response_mask)."""
     M, R = batch[2].shape
-    queries, query_mask, responses, response_mask = trim(batch)
+    batch = batch if engines.is_zero3(policy) else trim(batch)  # ZeRO-3: as many pieces of logits on every process
+    queries, query_mask, responses, response_mask = batch
     tokens, mask, positions, index = pack(queries, query_mask, responses, response_mask, n)
     outputs = policy(tokens, mask, positions, index, responses.reshape(M // n, -1))  # log-probs, entropies: [M/n, n * width]
     return tuple(nn.functional.pad(x.reshape(responses.shape) * response_mask, (0, R - responses.size(1))) for x in outputs)
@@ -555,8 +569,7 @@ def main(args: Args):
     check(args)
     # DDP would broadcast buffers in each forward, and hang where processes sample for different numbers of steps
     accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)])
-    accelerator.gradient_accumulation_steps = 1  # micro-batches are written out below, whatever the launch configuration says
-    utils.check_processes(accelerator)
+    engines.settle(accelerator, args)
     device, world, rank = accelerator.device, accelerator.num_processes, accelerator.process_index
     k, B, R = args.rloo_k, args.batch_size, args.response_length
     P = B // k
@@ -569,21 +582,20 @@ def main(args: Args):
     if is_toy and accelerator.is_main_process:
         toy.ensure_stages(args, print)
     accelerator.wait_for_everyone()
-    if args.async_rollouts and accelerator.distributed_type not in (
-        DistributedType.NO,
-        DistributedType.MULTI_CPU,
-        DistributedType.MULTI_GPU,
-    ):
-        utils.fail(f"--async_rollouts: for one process or DDP, not for {accelerator.distributed_type.value}")
+    for flag in ("async_rollouts", "compile"):
+        if getattr(args, flag) and engines.name(accelerator) not in ("one process", "DDP"):
+            utils.fail(f"--{flag}: for one process or DDP, not for {engines.name(accelerator)}")
     torch.manual_seed(args.seed)
 
     # ---- models: the reference is a frozen copy of the initial policy
-    tokenizer = utils.load_tokenizer(args.sft_model_path, "--sft_model_path")
-    model = utils.load_policy(args.sft_model_path, "--sft_model_path", args.attn_implementation)
-    reference = Policy(utils.load_policy(args.sft_model_path, "--sft_model_path", args.attn_implementation), args.temperature)
-    untrained, kernel = args.allow_untrained_reward_model, args.attn_implementation
-    reward_model = Reward(utils.load_reward_model(args.reward_model_path, "--reward_model_path", untrained, kernel))
-    utils.check_same_vocabulary(args.sft_model_path, args.reward_model_path, tokenizer)
+    trust = args.trust_remote_code
+    loading = {"attn_implementation": args.attn_implementation, "trust_remote_code": trust}
+    tokenizer = utils.load_tokenizer(args.sft_model_path, "--sft_model_path", trust)
+    model = utils.load_policy(args.sft_model_path, "--sft_model_path", **loading)
+    reference = Policy(utils.load_policy(args.sft_model_path, "--sft_model_path", **loading), args.temperature)
+    untrained = args.allow_untrained_reward_model
+    reward_model = Reward(utils.load_reward_model(args.reward_model_path, "--reward_model_path", untrained, **loading))
+    utils.check_same_vocabulary(args.sft_model_path, args.reward_model_path, tokenizer, trust)
     reference.to(device).eval().requires_grad_(False), reward_model.to(device).eval().requires_grad_(False)
     if args.compile and (reason := utils.why_no_block_mask(model) or (args.async_rollouts and "not with --async_rollouts")):
         utils.fail(f"--compile: {reason}")
@@ -618,11 +630,12 @@ def main(args: Args):
     # ---- optimizer
     adam = dict(lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay)
     optimizer = torch.optim.AdamW(policy.parameters(), **adam, fused=True)  # one kernel for all weights
-    policy, optimizer = accelerator.prepare(policy, optimizer)
+    policy, optimizer = engines.prepare(accelerator, policy, optimizer)
     num_updates = math.ceil(args.total_episodes / B)
     steps_per_update = args.num_ppo_epochs * args.num_mini_batches
     table_updates = set(torch.linspace(1, num_updates, args.num_sample_generations).round().int().tolist())
-    run = utils.Run(args, accelerator, num_updates, ["eps", "objective/scores", "objective/kl", "objective/gold"])
+    watch = ["eps", "objective/scores", "objective/kl", "objective/gold"]
+    run = runs.Run(args, accelerator, num_updates, watch, prompts)
     run.say(f"policy {args.sft_model_path}, reward model {args.reward_model_path}")
     run.say(f"{len(prompts)} prompts, {num_updates} updates of {B} episodes, {world} process(es)")
     shared = f"a prompt is computed once for {n} of its {k} responses, for {n_rollout} when sampling"
@@ -651,6 +664,12 @@ def main(args: Args):
             f"eval/objective/{name}_std": result[name].std(correction=0).item() for name in ("scores", "gold") if name in result
         }
 
+    def prompts_of(update):
+        """The prompts of an update: their numbers, and the queries and query_mask [B, Q] of the whole batch."""
+        stream = range((update - 1) * P, update * P)  # epoch after epoch, each in an order of its own
+        ids = [order_of_epoch(i // len(prompts))[i % len(prompts)] for i in stream]
+        return ids, *utils.left_pad([prompts[i] for i in ids for _ in range(k)], device)
+
     def rollout(policy, update):
         """Phase 1: k responses to each prompt of an update, of which this process samples its share; for any thread.
 
@@ -658,9 +677,7 @@ def main(args: Args):
         log-probs and those of the training forward where this policy's weights are soon gone, all [B / world, R].
         """
         policy.eval()  # dropout is 0 either way (utils.load_policy); in training mode gradient checkpointing forbids the cache
-        stream = range((update - 1) * P, update * P)  # epoch after epoch, each in an order of its own
-        ids = [order_of_epoch(i // len(prompts))[i % len(prompts)] for i in stream]
-        queries, query_mask = utils.left_pad([prompts[i] for i in ids for _ in range(k)], device)  # [B, Q], global
+        ids, queries, query_mask = prompts_of(update)
         mine = torch.arange(B, device=device).chunk(world)[rank]  # [B / world], global numbers of my episodes
 
         def sample_slice(queries, query_mask, rows):
@@ -677,13 +694,20 @@ def main(args: Args):
                 logprobs, _ = in_slices(lambda *b: response_logprobs(policy, b, n), my_batch, episodes_per_forward, n)
         return ids, queries, query_mask, responses, mask, sampled_logprobs, logprobs
 
-    before = held_out() if eval_prompts else {}
-    if before:
-        run.log({"update": 0, "episode": 0, **before}, 0)
+    # ---- what the loop takes from update to update, besides weights and Adam's moments: fresh, or from a checkpoint
+    done, carried, pending = run.resume(policy, optimizer)
+    start_time -= carried.get("seconds", 0)
+    before, metrics = carried.get("before"), carried.get("metrics")
+    if before is None:
+        before = held_out() if eval_prompts else {}
+        if before:
+            run.log({"update": 0, "episode": 0, **before}, 0)
     actor = Actor(Policy(accelerator.unwrap_model(policy).model, args.temperature), rollout) if args.async_rollouts else None
-    if actor:
-        actor.push(accelerator.unwrap_model(policy).model, 1)
-    for update in range(1, num_updates + 1):
+    if pending:
+        actor.put((*prompts_of(done + 1), *(pending[name].chunk(world)[rank] for name in PENDING)))
+    elif actor and done < num_updates:
+        actor.push(accelerator.unwrap_model(policy).model, done + 1)
+    for update in range(done + 1, num_updates + 1):
         update_time = time.time()
         lr = utils.learning_rate_at(update, num_updates, args.learning_rate, args.lr_schedule, args.warmup_ratio)
         optimizer.param_groups[0]["lr"] = lr
@@ -711,6 +735,12 @@ def main(args: Args):
         )
         batch = [queries, query_mask, responses, response_mask]  # [B, Q], [B, Q], [B, R], [B, R]
         scores_time = time.time()
+
+        def show(i):
+            (answer,), row = decode(responses[i : i + 1], response_mask[i : i + 1]), ids[i // k]
+            return f"row {row + 1} of --dataset, {texts[row]!r}, with the response {answer!r}"
+
+        run.check_finite("the score", update, scores, show)
 
         # ---- 3. Rewards ------------------------------------------------------------------------------------------------
         #   response        a    b   EOS   .    .      (nothing is sampled after the stop token)
@@ -742,15 +772,19 @@ def main(args: Args):
                 share = episodes.reshape(world, -1)[rank]  # of this process
                 share = share[by_length([query_mask[share], response_mask[share]], n)]
                 micro_batches = share.split(episodes_per_forward)
+                row_losses = torch.zeros(B, device=device)
                 for i, rows in enumerate(micro_batches):
                     is_last = i + 1 == len(micro_batches)  # gradients are averaged over the processes once a step
-                    with nullcontext() if is_last else accelerator.no_sync(policy):
+                    with engines.accumulate(accelerator, policy, is_last):
                         new_logprobs, entropies = response_logprobs(policy, [x[rows] for x in batch], n)  # [M, R]
                         has_ratio = steps_per_update > 1 or actor  # else it is 1: REINFORCE
                         old_logprobs = logprobs[rows] if has_ratio else new_logprobs.detach()
                         losses, logratio, clipped, actions = rloo_policy_loss(
                             new_logprobs, old_logprobs, response_mask[rows], advantages[rows], args.cliprange
                         )
+                        row_losses[rows] = losses.detach().reshape(len(rows), -1).sum(1)
+                        if is_last:  # before any weight is touched; DeepSpeed steps inside the last backward
+                            run.check_finite("the loss", update, accelerator.reduce(row_losses, "sum"), show)
                         accelerator.backward(losses.sum() / num_actions * world)  # DDP averages over processes, a sum is meant
                     with torch.no_grad():
                         excess = logratio.expm1() * actions  # ratio - 1, exact near 1
@@ -758,10 +792,8 @@ def main(args: Args):
                         stats += torch.stack([x.sum().float() for x in sums])
                         if not grad_norms:  # the first step's old log-probs: sampler and training forward saw the same weights
                             gap = torch.maximum(gap, (old_logprobs - sampled_logprobs[rows]).abs().max())
-                norm = accelerator.clip_grad_norm_(policy.parameters(), args.max_grad_norm or math.inf)
-                grad_norms.append(float(norm))
-                optimizer.step()
-                optimizer.zero_grad()
+                check_norm = functools.partial(run.check_finite, "the gradient's norm", update, show=show, rows=episodes)
+                grad_norms.append(engines.step(accelerator, policy, optimizer, args.max_grad_norm, check_norm))
 
         # ---- 6. Log: sums of numerators and of denominators over all processes, then one division ----------------------
         excess, approxkl, loss, actions, clipped, excess_squared, entropy, tokens = accelerator.reduce(stats, "sum").tolist()
@@ -810,9 +842,15 @@ def main(args: Args):
             ]
             run.table(f"samples of update {update}", shown, update)
 
+        if run.is_checkpoint_due(update):
+            waiting = actor.batch.result()[3:] if actor and update < num_updates else ()  # sampled, to be trained on next
+            pending = {name: accelerator.gather(x) for name, x in zip(PENDING, waiting, strict=False)}
+            carried = {"seconds": time.time() - start_time, "before": before, "metrics": metrics}
+            run.checkpoint(update, policy, optimizer, carried, pending)
+
     # ---- the end: an ordinary model folder, and what changed on held-out prompts
-    if accelerator.is_main_process:
-        utils.save_model(args, accelerator.unwrap_model(policy).model, tokenizer)
+    weights = engines.full_weights(accelerator, policy)
+    run.save_model(accelerator.unwrap_model(policy).model, weights, tokenizer)
     after = {name: value for name, value in metrics.items() if name.startswith("eval/")}
     summary = [f"held-out prompts ({len(eval_prompts)}), before -> after"] if after else []
     for name in after:

@@ -14,10 +14,10 @@ One process:   python rlhf_details/train_sft.py
 N processes:   accelerate launch --num_processes N rlhf_details/train_sft.py
 """
 
+import functools
 import math
 import re
 import time
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,7 +28,7 @@ from torch import nn
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from rlhf_details import data, toy, utils
+from rlhf_details import data, engines, runs, toy, utils
 
 
 @dataclass
@@ -54,6 +54,10 @@ class Args:
     """folder of the trained model"""
     overwrite: bool = False
     """replace an output folder that holds another model"""
+    resume: bool = False
+    """go on from the newest whole checkpoint of --run_name, or of the newest run of this dataset, exp_name and seed"""
+    checkpoint_every: int = 50
+    """steps between checkpoints, the last two of which are kept in the run's folder; 0: only on SIGTERM and SIGINT"""
 
     # data and model
     dataset: str = "toy"
@@ -62,6 +66,8 @@ class Args:
     """held-out rows; None: no evaluation"""
     base_model: str = "scratch"
     """a causal language model (folder or Hub name), or "scratch": a GPT-NeoX of the sizes below"""
+    trust_remote_code: bool = False
+    """run the Python code that comes with a model; for models whose authors you trust"""
     vocab_size: int = 4096
     """scratch: size of the tokenizer trained on the text"""
     hidden_size: int = 128
@@ -111,14 +117,25 @@ class Args:
 
 
 class LanguageModel(nn.Module):
-    """One call is one forward: tokens in, the summed cross-entropy of the targets out; the [M, L, V] logits die here."""
+    """One call is one forward: tokens in, the summed cross-entropy of the targets out; the [M, L, V] logits die here.
 
-    def __init__(self, model):
+    Without targets it is what the sampler calls, for the next token's logits.
+    """
+
+    def __init__(self, model, temperature):
         super().__init__()
-        self.model, self.takes_positions = model, utils.accepts(model.forward, "position_ids")
+        self.model, self.temperature = model, temperature
+        self.takes_positions = utils.accepts(model.forward, "position_ids")
 
-    def forward(self, tokens, mask, is_target):
-        """Args: tokens [M, L]; mask, is_target [M, L] bool. Returns: sum over targets of -log p(token | tokens before), fp32."""
+    def forward(self, tokens, mask, positions=None, index=None, is_target=None, cache=None):
+        """
+        Args: tokens [M, L]; mask, is_target [M, L] bool. Returns: sum over targets of -log p(token | tokens before), fp32.
+        For the sampler: positions [M, L]; cache, which is extended. Returns: logits / temperature of the last token [M, 1, V] fp32.
+        """
+        if is_target is None:
+            inputs = {"position_ids": positions} if self.takes_positions else {}
+            logits = self.model(input_ids=tokens, attention_mask=mask, past_key_values=cache, use_cache=True, **inputs).logits
+            return logits[:, -1:].float() / self.temperature
         inputs = {"position_ids": utils.positions_from_mask(mask)} if self.takes_positions else {}
         logits = self.model(input_ids=tokens, attention_mask=mask, use_cache=False, **inputs).logits[
             :, :-1
@@ -177,8 +194,7 @@ def main(args: Args):
     transformers_logging.set_verbosity_error(), transformers_logging.disable_progress_bar()
     check(args)
     accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)])
-    accelerator.gradient_accumulation_steps = 1  # micro-batches are written out below, whatever the launch configuration says
-    utils.check_processes(accelerator)
+    engines.settle(accelerator, args)
     device, world, rank, B = accelerator.device, accelerator.num_processes, accelerator.process_index, args.batch_size
     if B % world:
         utils.fail(f"--batch_size {B}: not divisible by the {world} processes")
@@ -198,8 +214,8 @@ def main(args: Args):
     if args.base_model == "scratch":
         tokenizer, model = from_scratch(args, [row["prompt"] + row["completion"] for row in rows])
     else:
-        tokenizer = utils.load_tokenizer(args.base_model, "--base_model")
-        model = utils.load_policy(args.base_model, "--base_model", args.attn_implementation)
+        tokenizer = utils.load_tokenizer(args.base_model, "--base_model", args.trust_remote_code)
+        model = utils.load_policy(args.base_model, "--base_model", args.attn_implementation, args.trust_remote_code)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     context = getattr(model.config.get_text_config(), "max_position_embeddings", math.inf)
@@ -218,11 +234,11 @@ def main(args: Args):
     eval_ids = encode(eval_rows, f"--eval_dataset {args.eval_dataset}", args.response_length)
 
     def tensors(pairs):
-        """(tokens, mask, is_target), each [M, L]: targets are the completion's tokens, EOS included, and the prompt's."""
+        """{"tokens", "mask", "is_target"}, each [M, L]: targets are the completion's tokens, EOS included, and the prompt's."""
         tokens, mask = utils.left_pad([p + c for p, c in pairs], device)
         lengths = torch.tensor([len(c) for _, c in pairs], device=device).unsqueeze(1)
         in_completion = torch.arange(tokens.size(1), 0, -1, device=device) <= lengths  # rows end together: count from the right
-        return tokens, mask, in_completion if args.completion_only else mask
+        return {"tokens": tokens, "mask": mask, "is_target": in_completion if args.completion_only else mask}
 
     def num_targets(pairs):
         all_but_first = [len(p) + len(c) - 1 for p, c in pairs]
@@ -232,12 +248,12 @@ def main(args: Args):
         utils.fail(f"--batch_size {B}: more than the {len(train_ids)} rows of --dataset {args.dataset}")
     steps_per_epoch = len(train_ids) // B  # the ragged tail is left out; the shuffle makes it another one in each epoch
     num_steps = args.num_train_epochs * steps_per_epoch
-    language_model = LanguageModel(model)
+    language_model = LanguageModel(model, args.temperature)
     optimizer = torch.optim.AdamW(
         language_model.parameters(), lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay
     )
-    language_model, optimizer = accelerator.prepare(language_model, optimizer)
-    run = utils.Run(args, accelerator, num_steps, ["eps", "train/sft/loss", "lr"])
+    language_model, optimizer = engines.prepare(accelerator, language_model, optimizer)
+    run = runs.Run(args, accelerator, num_steps, ["eps", "train/sft/loss", "lr"], train_ids)
     parameters = sum(p.numel() for p in model.parameters())
     run.say(f"{args.base_model}, {parameters / 1e6:.2f} M parameters, {len(tokenizer)} tokens in the vocabulary")
     run.say(f"{len(train_ids)} rows, {num_steps} steps, {world} process(es)")
@@ -245,68 +261,75 @@ def main(args: Args):
     def evaluate():
         """Held-out loss and perplexity a target token, and ROUGE-L of one sampled response a row against its completion."""
         language_model.eval()
-        mine = eval_ids[rank::world]
-        with torch.no_grad(), accelerator.autocast():
-            batches = [mine[i : i + args.micro_batch_size] for i in range(0, len(mine), args.micro_batch_size)]
-            total = sum((language_model(*tensors(b)) for b in batches), torch.zeros((), device=device))
+
+        def my_batches(rows):
+            """[(batch, whether each of its rows counts)]: as many for each process, which calls sharded weights as often."""
+            filled = [(rows[i % len(rows)], i < len(rows)) for i in range(len(rows) + -len(rows) % world)][rank::world]
+            for start in range(0, len(filled), args.micro_batch_size):
+                yield zip(*filled[start : start + args.micro_batch_size], strict=True)
+
+        total = torch.zeros((), device=device)
+        for batch, counts in my_batches(eval_ids):
+            inputs = tensors(batch)
+            inputs["is_target"] = inputs["is_target"] & torch.tensor(counts, device=device).unsqueeze(1)
+            with torch.no_grad(), accelerator.autocast():
+                total += language_model(**inputs)
         loss = accelerator.reduce(total, "sum").item() / num_targets(eval_ids)
         metrics = {"eval/sft/loss": loss, "eval/sft/perplexity": math.exp(loss)}
         prompts = [(i, p, row["completion"]) for i, ((p, _), row) in enumerate(zip(eval_ids, eval_rows, strict=True)) if p]
         if not prompts:
             return metrics
-        from rlhf_details.train_rloo import EVALUATION, Policy, sample  # the sampler is RLOO's and PPO's
+        from rlhf_details.train_rloo import EVALUATION, sample  # the sampler is RLOO's and PPO's
 
-        sampler, scores = Policy(accelerator.unwrap_model(language_model).model, args.temperature), []
-        for start in range(0, len(prompts[rank::world]), args.micro_batch_size):
-            batch = prompts[rank::world][start : start + args.micro_batch_size]
+        scores, eos, coordinates = [], tokenizer.eos_token_id, (args.seed, EVALUATION, 0)
+        for batch, counts in my_batches(prompts):
+            queries, query_mask = utils.left_pad([p for _, p, _ in batch], device)
+            numbers = torch.tensor([i for i, _, _ in batch], device=device)
             with accelerator.autocast():
-                queries, query_mask = utils.left_pad([p for _, p, _ in batch], device)
-                numbers = torch.tensor([i for i, _, _ in batch], device=device)
-                responses, mask, _ = sample(
-                    sampler,
-                    queries,
-                    query_mask,
-                    numbers,
-                    1,
-                    args.response_length,
-                    tokenizer.eos_token_id,
-                    (args.seed, EVALUATION, 0),
-                )
+                responses, mask, _ = sample(language_model, queries, query_mask, numbers, 1, args.response_length, eos, coordinates)
             texts = [tokenizer.decode(r[m], skip_special_tokens=True) for r, m in zip(responses, mask, strict=True)]
-            scores += [rouge_l(text, reference) for text, (_, _, reference) in zip(texts, batch, strict=True)]
+            scores += [rouge_l(text, row[2]) for text, row, counted in zip(texts, batch, counts, strict=True) if counted]
         rouge = accelerator.reduce(torch.tensor(sum(scores), device=device, dtype=torch.float64), "sum").item() / len(prompts)
         return metrics | {"eval/sft/rougeL": rouge}
 
+    def show(i):
+        return f"row {i + 1} of --dataset, {rows[i]}"
+
     # ---- the loop
-    start_time = time.time()
-    for step in range(1, num_steps + 1):
+    done, carried, _ = run.resume(language_model, optimizer)
+    start_time, metrics = time.time() - carried.get("seconds", 0), carried.get("metrics")
+    for step in range(done + 1, num_steps + 1):
         step_time = time.time()
         epoch, place = divmod(step - 1, steps_per_epoch)
-        if place == 0:
+        if place == 0 or step == done + 1:
             order = utils.permutation(len(train_ids), args.seed, epoch)
         optimizer.param_groups[0]["lr"] = utils.learning_rate_at(
             step, num_steps, args.learning_rate, args.lr_schedule, args.warmup_ratio
         )
-        minibatch = [train_ids[i] for i in order[place * B : (place + 1) * B]]
+        numbers = order[place * B : (place + 1) * B]
+        minibatch = [train_ids[i] for i in numbers]
         denominator = num_targets(minibatch)
         mine = minibatch[rank::world]
         micro_batches = [mine[i : i + args.micro_batch_size] for i in range(0, len(mine), args.micro_batch_size)]
         language_model.train()
         loss_sum = torch.zeros((), device=device)
         for i, micro_batch in enumerate(micro_batches):
-            with nullcontext() if i + 1 == len(micro_batches) else accelerator.no_sync(language_model):
-                loss = language_model(*tensors(micro_batch))
+            is_last = i + 1 == len(micro_batches)
+            with engines.accumulate(accelerator, language_model, is_last):
+                loss = language_model(**tensors(micro_batch))
+                loss_sum += loss.detach()
+                if is_last:  # before any weight is touched; DeepSpeed steps inside the last backward
+                    loss_sum = accelerator.reduce(loss_sum, "sum")
+                    run.check_finite("the loss", step, loss_sum.item(), show, numbers, "row")
                 accelerator.backward(loss / denominator * world)  # the engines average over processes
-            loss_sum += loss.detach()
-        grad_norm = float(accelerator.clip_grad_norm_(language_model.parameters(), args.max_grad_norm or math.inf))
-        optimizer.step()
-        optimizer.zero_grad()
+        check_norm = functools.partial(run.check_finite, "the gradient's norm", step, show=show, rows=numbers, unit="row")
+        grad_norm = engines.step(accelerator, language_model, optimizer, args.max_grad_norm, check_norm)
         now = time.time()
         metrics = {
             "update": step,
             "episode": step * B,
             "epoch": step / steps_per_epoch,
-            "train/sft/loss": accelerator.reduce(loss_sum, "sum").item() / denominator,
+            "train/sft/loss": loss_sum.item() / denominator,
             "train/sft/lr": optimizer.param_groups[0]["lr"],
             "policy/grad_norm": grad_norm,
             "eps": B / (now - step_time),
@@ -316,9 +339,11 @@ def main(args: Args):
         if eval_ids and step == num_steps:
             metrics |= evaluate()
         run.log(metrics, step)
+        if run.is_checkpoint_due(step):
+            run.checkpoint(step, language_model, optimizer, {"seconds": time.time() - start_time, "metrics": metrics})
 
-    if accelerator.is_main_process:
-        utils.save_model(args, accelerator.unwrap_model(language_model).model, tokenizer)
+    weights = engines.full_weights(accelerator, language_model)
+    run.save_model(accelerator.unwrap_model(language_model).model, weights, tokenizer)
     summary = [f"  {name:22} {value:8.3f}" for name, value in metrics.items() if name.startswith("eval/")]
     run.close([*summary, f"model: {args.output_dir}   run: {run.folder}   {time.time() - start_time:.0f} s"])
     accelerator.wait_for_everyone()

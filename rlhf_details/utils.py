@@ -1,6 +1,7 @@
 """
-What two scripts need and what makes no algorithmic choice: masks and padding, arguments, model folders, the run folder.
-Every function here has a test in tests/test_utils.py. Nothing runs at import. (Reading data sets is in data.py.)
+What two scripts need and what makes no algorithmic choice: masks and padding, arguments, model folders.
+Every function here has a test in tests/test_utils.py. Nothing runs at import. Beside it stand data.py (reading data sets),
+runs.py (a run's folder, trackers and checkpoints) and engines.py (what DDP, FSDP2 and ZeRO do differently).
 """
 
 import contextlib
@@ -10,29 +11,23 @@ import io
 import json
 import math
 import os
-import platform
 import shutil
-import subprocess
 import sys
-import time
 import tomllib
 from pathlib import Path
 
 import numpy as np
 import torch
-import transformers
 import tyro
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 from safetensors import SafetensorError
 from torch import nn
-from torch.utils.tensorboard import SummaryWriter
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-MEMORY_KNOBS = "micro_batch_size rollout_micro_batch_size gradient_checkpointing share_prompts attn_implementation".split()
+MEMORY_KNOBS = (
+    "micro_batch_size rollout_micro_batch_size gradient_checkpointing share_prompts compile attn_implementation"
+).split()
 NOT_THE_MODEL = (  # arguments that may differ when a run is repeated into the same output folder
-    "exp_name run_name track wandb_project_name wandb_entity wandb_tags output_dir overwrite config "
+    "exp_name run_name track wandb_project_name wandb_entity wandb_tags output_dir overwrite resume checkpoint_every config "
     "eval_dataset eval_every num_sample_generations"
 ).split()
 
@@ -109,7 +104,8 @@ def disable_dropout(model):
 def fail(message):
     """One clear line on the main process, exit code 2, nothing written."""
     if os.environ.get("RANK", "0") == "0":
-        print(f"error: {message}", file=sys.stderr)
+        line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in message)  # an echoed value may hold line breaks
+        print(f"error: {line}", file=sys.stderr)
     raise SystemExit(2)
 
 
@@ -141,7 +137,7 @@ def parse_args(args_class, defaults=None, argv=None):
     if given.get("config"):
         try:
             config = tomllib.loads(Path(given["config"]).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as e:  # tomllib's error and a wrong encoding are ValueErrors
+        except (OSError, ValueError, RecursionError) as e:  # tomllib's error and a wrong encoding are ValueErrors
             fail(f"--config {given['config']}: {e}")
 
     def tokens(key, value):
@@ -155,9 +151,11 @@ def parse_args(args_class, defaults=None, argv=None):
         try:
             with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
                 tyro.cli(args_class, args=tokens(key, value))
+        except ValueError as e:  # a hexadecimal integer of more digits than Python prints
+            fail(f"--config {given['config']}: {key}: {e}")
         except SystemExit:
             fail(f"--config {given['config']}: {key} = {value!r} is not of that argument's type")
-    dataset = given.get("dataset") or config.get("dataset") or "toy"
+    dataset = str(given.get("dataset") or config.get("dataset") or "toy")
     values = (defaults or {} if dataset.partition(":")[0] == "toy" else {}) | config
     return tyro.cli(args_class, args=[token for item in values.items() for token in tokens(*item)] + argv)
 
@@ -165,9 +163,11 @@ def parse_args(args_class, defaults=None, argv=None):
 def check_numbers(args):
     """Ends with one line where a count is too small, a number not finite or negative, or the run's name no folder name."""
     for name, value in dataclasses.asdict(args).items():
-        lowest = 0 if name in ("seed", "eval_every", "num_sample_generations", "truncate_after") else 1
+        lowest = 0 if name in ("seed", "eval_every", "num_sample_generations", "truncate_after", "checkpoint_every") else 1
         if type(value) is int and value < lowest:
             fail(f"--{name} {value}: must be at least {lowest}")
+        if type(value) is int and value >= 2**63:
+            fail(f"--{name} {value}: must be below 2**63")
         above_zero = name in ("temperature", "max_grad_norm")
         if isinstance(value, float) and not (0 < value < math.inf or (value == 0 and not above_zero)):
             fail(f"--{name} {value}: must be finite and {'above 0' if above_zero else 'not negative'}")
@@ -177,8 +177,24 @@ def check_numbers(args):
         fail(f"--run_name {args.run_name!r}: must be the name of a folder in runs/")
 
 
+def check_path(path, flag):
+    """Ends with one line where no file system could hold a path, at which is_dir(), exists() and mkdir() raise."""
+    if "\0" in path or len(path) > 2000 or any(len(part.encode(errors="surrogatepass")) > 240 for part in Path(path).parts):
+        fail(f"{flag} {path}: no file can have this name")  # 255 bytes at most, and save_model appends ".partial"
+
+
+def default_run_name(args):
+    """The run's name up to the time."""
+    return f"{args.dataset.split('/')[-1].split('[')[0]}__{args.exp_name}__{args.seed}__"
+
+
 def check_output_dir(args):
     """Refuses an output folder that holds a model trained with other arguments, unless `--overwrite`; repeating a run is fine."""
+    for name in ("output_dir", "run_name", "base_model", "sft_model_path", "reward_model_path"):
+        check_path(getattr(args, name, None) or "", f"--{name}")
+    check_path(f"{default_run_name(args)}20000101-000000", "--exp_name")
+    if "/" in args.exp_name:
+        fail(f"--exp_name {args.exp_name}: must be part of a folder's name")
     folder = Path(args.output_dir).resolve()
     for part in (folder, *folder.parents):
         if part.exists() and not part.is_dir():
@@ -189,8 +205,8 @@ def check_output_dir(args):
             fail(f"--output_dir {args.output_dir}: would replace {kept}")
     if folder.is_dir() and any(item.is_dir() for item in folder.iterdir()):
         fail(f"--output_dir {args.output_dir}: holds folders, so it is no model folder; give another one")
-    if args.run_name is not None and not args.overwrite and (Path("runs") / args.run_name).exists():
-        fail(f"--run_name {args.run_name}: runs/{args.run_name} exists; give another name or --overwrite")
+    if args.run_name is not None and not (args.overwrite or args.resume) and (Path("runs") / args.run_name).exists():
+        fail(f"--run_name {args.run_name}: runs/{args.run_name} exists; give another name, --resume or --overwrite")
     if args.overwrite or not folder.exists() or not any(folder.iterdir()):
         return
     try:
@@ -210,27 +226,30 @@ def token_id(tokenizer, text, flag):
     """The id that a flag means by "eos", by "none" (None), or by a text that is one token; anything else ends with one line."""
     if text in ("eos", "none"):
         return tokenizer.eos_token_id if text == "eos" else None
-    ids = tokenizer(text, add_special_tokens=False).input_ids
+    try:
+        ids = tokenizer(text, add_special_tokens=False).input_ids
+    except TypeError:  # no UTF-8 text
+        ids = []
     if len(ids) != 1 or ids == [tokenizer.unk_token_id]:
         fail(f"{flag} {text!r}: not one token of the vocabulary")
     return ids[0]
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
-def load_tokenizer(folder, flag):
+def load_tokenizer(folder, flag, trust_remote_code=False):
     """The tokenizer of a model folder or Hub repository; one with an EOS token is required."""
-    tokenizer = find_tokenizer(folder)
+    tokenizer = find_tokenizer(folder, trust_remote_code)
     if tokenizer is None or tokenizer.eos_token_id is None:
         fail(f"{flag} {folder}: no model folder or Hub repository that has a tokenizer with an EOS token")
     return tokenizer
 
 
-def find_tokenizer(folder):
+def find_tokenizer(folder, trust_remote_code=False):
     """The tokenizer, or None; the library would make up an empty one for a local folder that has none."""
-    if Path(folder).is_dir() and not any(f for kind in ("tokenizer*", "vocab*", "*.model") for f in Path(folder).glob(kind)):
+    if os.path.isdir(folder) and not any(f for kind in ("tokenizer*", "vocab*", "*.model") for f in Path(folder).glob(kind)):
         return None
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, TypeError, AttributeError, KeyError):
         return None
 
@@ -280,12 +299,15 @@ def use_onednn(model):
     return model
 
 
-def load_policy(folder, flag, attn_implementation=None):
+# weights are read from safetensors files alone: the older kind are pickles, which can run any code
+LOADING = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
+
+
+def load_policy(folder, flag, attn_implementation=None, trust_remote_code=False):
     """A causal language model in fp32 with every dropout off (and so in training mode)."""
+    options = {"attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation=attn_implementation, output_loading_info=True
-        )
+        model, info = AutoModelForCausalLM.from_pretrained(folder, **LOADING, **options)
     except (OSError, ValueError, ImportError, SafetensorError) as e:
         kernel = f" with --attn_implementation {attn_implementation}" if attn_implementation else ""
         fail(f"{flag} {folder}: cannot be loaded as a causal language model{kernel} ({str(e).strip().splitlines()[0]})")
@@ -294,16 +316,15 @@ def load_policy(folder, flag, attn_implementation=None):
     return use_onednn(disable_dropout(model))
 
 
-def load_reward_model(folder, flag, allow_untrained=False, attn_implementation=None):
+def load_reward_model(folder, flag, allow_untrained=False, attn_implementation=None, trust_remote_code=False):
     """A sequence-classification model with one label, fp32, dropout off; a head that would be made up here is refused.
 
     allow_untrained=True: any model will do, its head drawn at random, for dummy runs and for training to start from.
     """
     try:
-        labels = {"num_labels": 1, "ignore_mismatched_sizes": True} if allow_untrained else {}
-        model, info = AutoModelForSequenceClassification.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation=attn_implementation, output_loading_info=True, **labels
-        )
+        options = {"attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
+        options |= {"num_labels": 1, "ignore_mismatched_sizes": True} if allow_untrained else {}
+        model, info = AutoModelForSequenceClassification.from_pretrained(folder, **LOADING, **options)
     except (OSError, ValueError, ImportError, SafetensorError) as e:
         kernel = f" with --attn_implementation {attn_implementation}" if attn_implementation else ""
         cause = str(e).strip().splitlines()[0]
@@ -316,10 +337,11 @@ def load_reward_model(folder, flag, allow_untrained=False, attn_implementation=N
     return use_onednn(disable_dropout(model))
 
 
-def check_same_vocabulary(policy_folder, reward_folder, tokenizer):
+def check_same_vocabulary(policy_folder, reward_folder, tokenizer, trust_remote_code=False):
     """The reward model reads the policy's token ids: both vocabularies must be the same, but for the padding token."""
-    sizes = [AutoConfig.from_pretrained(f).get_text_config().vocab_size for f in (policy_folder, reward_folder)]
-    found = [t for t in (tokenizer, find_tokenizer(reward_folder)) if t is not None]
+    configs = [AutoConfig.from_pretrained(f, trust_remote_code=trust_remote_code) for f in (policy_folder, reward_folder)]
+    sizes = [config.get_text_config().vocab_size for config in configs]
+    found = [t for t in (tokenizer, find_tokenizer(reward_folder, trust_remote_code)) if t is not None]
     padding = {t.pad_token for t in found if t.pad_token != t.eos_token}
     same = [{token: i for token, i in t.get_vocab().items() if token not in padding} for t in found]
     if sizes[0] > sizes[1] or any(vocabulary != same[0] for vocabulary in same):
@@ -329,126 +351,39 @@ def check_same_vocabulary(policy_folder, reward_folder, tokenizer):
         )
 
 
-def save_model(args, model, tokenizer):
-    """Writes an ordinary model folder: weights, tokenizer, and the arguments that made it; complete, or not at all."""
-    folder = Path(args.output_dir).resolve()
-    partial = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    (partial / "training_args.json").write_text(json.dumps(dataclasses.asdict(args), indent=1))
-    if folder.exists():
-        shutil.rmtree(folder)
-    partial.rename(folder)
+def save_model(args, model, tokenizer, weights=None):
+    """Writes an ordinary model folder: weights, tokenizer, and the arguments that made it; complete, or not at all.
 
-
-# ---- the run: folder, trackers, terminal -----------------------------------------------------------------------------
-class Run:
-    """Folder `runs/<run_name>/`, TensorBoard, optionally wandb, and the terminal. Only the main process writes or prints.
-
-    config.json (arguments, versions, commit, device), metrics.jsonl (one object an update), samples.jsonl, TensorBoard events.
-    On a terminal: one live line and rich tables; elsewhere: some twenty plain lines a stage.
+    weights, {name: tensor}; None: the model's own.
     """
+    folder = Path(args.output_dir).resolve()
+    partial, before = (folder.with_name(f"{folder.name}.{kind}") for kind in ("partial", "before"))
+    if before.exists() and not folder.exists():  # a save was killed between the two renames below
+        before.rename(folder)
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        model.save_pretrained(partial, state_dict=weights)
+        tokenizer.save_pretrained(partial)
+        (partial / "training_args.json").write_text(json.dumps(dataclasses.asdict(args), indent=1))
+        for path in (*partial.iterdir(), partial):
+            sync(path)
+    except (OSError, SafetensorError):
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    if folder.exists():
+        shutil.rmtree(before, ignore_errors=True)
+        folder.rename(before)
+    partial.rename(folder)
+    shutil.rmtree(before, ignore_errors=True)
 
-    def __init__(self, args, accelerator, num_steps, watch):
-        self.main, self.num_steps, self.watch, self.start = accelerator.is_main_process, num_steps, watch, time.time()
-        self.console = Console(quiet=not self.main)
-        name = (
-            args.run_name
-            or f"{args.dataset.split('/')[-1].split('[')[0]}__{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-        )
-        while self.main and args.run_name is None and (Path("runs") / name).exists():  # started in the same second
-            name += "_"
-        self.folder, self.wandb, self.bar = Path("runs") / name, None, None
-        if not self.main:
-            return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        commit = subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
-        ).stdout.strip()
-        versions = {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        }
-        about = {
-            "args": dataclasses.asdict(args),
-            "versions": versions,
-            "commit": commit,
-            "device": str(accelerator.device),
-        }
-        about |= {"num_processes": accelerator.num_processes, "mixed_precision": accelerator.mixed_precision}
-        (self.folder / "config.json").write_text(json.dumps(about, indent=1))
-        self.metrics_file = open(self.folder / "metrics.jsonl", "w")
-        self.samples_file = open(self.folder / "samples.jsonl", "w")
-        self.tensorboard = SummaryWriter(self.folder)
-        self.tensorboard.add_text("config", f"```\n{json.dumps(about, indent=1)}\n```")
-        if args.track:
-            import wandb
 
-            where = dict(project=args.wandb_project_name, entity=args.wandb_entity, name=name, tags=list(args.wandb_tags))
-            self.wandb = wandb.init(**where, config=about["args"] | about, save_code=True)
-        if self.console.is_terminal:
-            columns = (
-                TextColumn("{task.description}"),
-                BarColumn(bar_width=20),
-                TimeRemainingColumn(),
-                TextColumn("{task.fields[shown]}"),
-            )
-            self.bar = Progress(*columns, console=self.console)
-            self.task = self.bar.add_task(args.exp_name, total=num_steps, shown="")
-            self.bar.start()
-
-    def say(self, line):
-        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-    def log(self, metrics, step):
-        """Writes one row of metrics ({name: number}) everywhere, and shows `watch` of it."""
-        if not self.main:
-            return
-        self.metrics_file.write(json.dumps(metrics) + "\n")
-        self.metrics_file.flush()
-        for name, value in metrics.items():
-            self.tensorboard.add_scalar(name, value, step)
-        if self.wandb:
-            self.wandb.log(metrics | {"global_step": metrics.get("episode", step)}, step=step)
-        shown = "  ".join(f"{name.split('/')[-1]} {metrics[name]:.4g}" for name in self.watch if name in metrics)
-        if self.bar:
-            self.bar.update(self.task, completed=step, shown=f"{step}/{self.num_steps}  {shown}")
-        elif step in (1, self.num_steps) or (step and step % max(1, self.num_steps // 20) == 0):
-            left = (time.time() - self.start) / step * (self.num_steps - step)
-            self.say(f"{step}/{self.num_steps}  {shown}  eta {left:.0f}s")
-
-    def table(self, title, rows, step):
-        """Shows sample rows ([{column: value}]) and appends them, with their step, to samples.jsonl and to wandb."""
-        if not self.main:
-            return
-        for row in rows:
-            self.samples_file.write(json.dumps({"update": step, **row}) + "\n")
-        self.samples_file.flush()
-        text = [{k: f"{v:.2f}" if isinstance(v, float) else str(v).replace("\n", "⏎") for k, v in row.items()} for row in rows]
-        if self.console.is_terminal:
-            table = Table(*rows[0], title=title, show_lines=True)
-            for row in text:
-                table.add_row(*[Console().render_str(v, markup=False) for v in row.values()])
-            self.console.print(table)
-        else:
-            self.say("\n".join([f"-- {title}", *(" | ".join(f"{k}: {v}" for k, v in row.items()) for row in text[:2])]))
-        if self.wandb:
-            import wandb
-
-            self.wandb.log({"samples": wandb.Table(columns=list(rows[0]), data=[list(r.values()) for r in rows])}, step=step)
-
-    def close(self, summary):
-        """Prints the closing lines and closes every file."""
-        if self.main:
-            if self.bar:
-                self.bar.stop()
-            self.metrics_file.close(), self.samples_file.close(), self.tensorboard.close()
-            if self.wandb:
-                self.wandb.finish()
-        for line in summary:
-            self.say(line)
+def sync(path):
+    """Returns once a file, or a folder's list of names, is on disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 @torch.no_grad()

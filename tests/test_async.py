@@ -10,7 +10,7 @@ from conftest import ppo_args, read_metrics, rloo_args
 from test_rloo import assert_same_curves, run_worker, sampled_tokens
 from transformers import AutoModelForCausalLM
 
-from rlhf_details import train_ppo, train_rloo, utils
+from rlhf_details import engines, train_ppo, train_rloo, utils
 
 SCRIPTS = pytest.mark.parametrize("script, arguments", [(train_rloo, rloo_args), (train_ppo, ppo_args)], ids=["rloo", "ppo"])
 UPDATES = 7
@@ -210,10 +210,12 @@ def test_what_fails_in_the_thread_ends_the_run(tiny, in_tmp, monkeypatch, script
 def test_sharded_weights_are_refused(tiny, in_tmp, monkeypatch, capsys, script, arguments):
     from accelerate import Accelerator, DistributedType
 
+    monkeypatch.setattr(engines, "settle", lambda accelerator, args: None)  # there is no plugin to look at
     monkeypatch.setattr(Accelerator, "distributed_type", property(lambda self: DistributedType.FSDP))
+    monkeypatch.setattr(Accelerator, "is_fsdp2", property(lambda self: True))
     with pytest.raises(SystemExit) as error:
         run(script, arguments, tiny, async_rollouts=True)
-    assert error.value.code == 2 and "--async_rollouts" in capsys.readouterr().err
+    assert error.value.code == 2 and "--async_rollouts: for one process or DDP, not for FSDP2" in capsys.readouterr().err
     assert not list(in_tmp.iterdir())
 
 

@@ -81,7 +81,7 @@ def test_every_flag_that_the_readme_names_exists():
 def test_every_flag_is_read_and_documented(script):
     source = (ROOT / f"rlhf_details/{script}.py").read_text()
     tree = ast.parse(source)
-    shared = (ROOT / "rlhf_details/utils.py").read_text()
+    shared = "".join((ROOT / f"rlhf_details/{name}.py").read_text() for name in ("utils", "runs", "engines"))
     read = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and getattr(n.value, "id", "") == "args"}
     read |= set(re.findall(r"\bargs\.(\w+)", shared)) | set(re.findall(r'given\.get\("(\w+)"\)', shared))
     body = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Args").body

@@ -613,11 +613,11 @@ PAIRS = [([5, 6, 7], [8, 9, 1]), ([10, 11], [12, 13, 14, 15, 1]), ([16], [1]), (
 @pytest.fixture(scope="module")
 def language_model():
     torch.manual_seed(0)
-    return train_sft.LanguageModel(GPTNeoXForCausalLM(tiny_config(initializer_range=0.2)).eval())
+    return train_sft.LanguageModel(GPTNeoXForCausalLM(tiny_config(initializer_range=0.2)).eval(), 1.0)
 
 
 def padded(pairs, completion_only, extra=0):
-    """Left-padded tokens, mask, and the target mask of the definition: completion with its EOS, or every real token."""
+    """Inputs: left-padded tokens, mask, and the target mask of the definition: completion with its EOS, or every real token."""
     width = extra + max(len(p) + len(c) for p, c in pairs)
     tokens, mask, targets = [], [], []
     for p, c in pairs:
@@ -625,7 +625,7 @@ def padded(pairs, completion_only, extra=0):
         tokens.append([0] * pad + p + c)
         mask.append([False] * pad + [True] * (len(p) + len(c)))
         targets.append([False] * pad + [not completion_only] * len(p) + [True] * len(c))
-    return torch.tensor(tokens), torch.tensor(mask), torch.tensor(targets)
+    return {"tokens": torch.tensor(tokens), "mask": torch.tensor(mask), "is_target": torch.tensor(targets)}
 
 
 @torch.no_grad()
@@ -644,14 +644,14 @@ def slow_loss(model, pairs, completion_only):
 @pytest.mark.parametrize("completion_only", [True, False])
 def test_sft_loss_equals_the_loop_over_tokens_whatever_the_padding(language_model, completion_only, extra):
     with torch.no_grad():
-        got = language_model(*padded(PAIRS, completion_only, extra)).item()
+        got = language_model(**padded(PAIRS, completion_only, extra)).item()
     assert got == pytest.approx(slow_loss(language_model.model, PAIRS, completion_only), rel=1e-5)
 
 
 def test_eos_is_a_target_of_the_sft_loss(language_model):
     pairs = [([5, 6, 7], [1])]
     with torch.no_grad():
-        loss = language_model(*padded(pairs, True)).item()
+        loss = language_model(**padded(pairs, True)).item()
         logits = language_model.model(torch.tensor([[5, 6, 7]])).logits[0, -1]
     assert loss == pytest.approx(-logits.log_softmax(0)[1].item(), rel=1e-5) and loss > 0
 

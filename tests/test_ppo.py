@@ -823,7 +823,7 @@ def test_ratio_threshold_judges_the_mean_ratio_of_the_minibatch(ragged, in_tmp, 
     assert {row["policy/skipped_minibatches"] for row in metrics} - {0, 6}
 
 
-def test_a_minibatch_without_a_number_is_skipped(ragged, in_tmp, monkeypatch):
+def test_ratio_threshold_does_not_hide_a_minibatch_without_a_number(ragged, in_tmp, monkeypatch, capsys):
     real = train_ppo.ppo_policy_loss
     calls = []
 
@@ -833,9 +833,9 @@ def test_a_minibatch_without_a_number_is_skipped(ragged, in_tmp, monkeypatch):
         return (losses, logratio, clipped) if len(calls) != 3 else (losses * math.nan, logratio * math.nan, clipped)
 
     monkeypatch.setattr(train_ppo, "ppo_policy_loss", broken)
-    metrics = run_ppo(ragged, ratio_threshold=100.0, num_ppo_epochs=2)  # the third minibatch is the second update's first
-    assert [row["policy/skipped_minibatches"] for row in metrics] == [0, 1, 0]
-    assert all(math.isfinite(v) for v in metrics[2].values())
+    with pytest.raises(SystemExit) as error:
+        run_ppo(ragged, ratio_threshold=100.0, num_ppo_epochs=2)  # the third minibatch is the second update's first
+    assert error.value.code == 1 and "update 2: the loss is nan" in capsys.readouterr().err
 
 
 # ---- the optimiser ---------------------------------------------------------------------------------------------------
@@ -1113,7 +1113,7 @@ SAME = (
     "main.decode main.held_out Policy.forward.of_tokens"
 ).split()
 DIFFERENT = (  # k responses a prompt and packed rows there; a critic, truncation and other options here
-    "Args Policy sample trim by_length in_slices main.rollout "
+    "Args Policy sample trim by_length in_slices main.prompts_of main.rollout "
     "response_logprobs response_scores one_response_each one_response_each.one_slice shape_scores check "
     "main main.evaluate Policy.__init__ Policy.forward"
 ).split()

@@ -32,7 +32,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from rlhf_details import data, toy, utils
+from rlhf_details import data, runs, toy, utils
 
 
 @pytest.fixture(autouse=True)
@@ -232,6 +232,10 @@ class Args:
     """folder"""
     overwrite: bool = False
     """replace"""
+    resume: bool = False
+    """go on"""
+    checkpoint_every: int = 0
+    """updates"""
     wandb_project_name: str = "project"
     """wandb"""
     wandb_entity: str | None = None
@@ -714,7 +718,7 @@ def test_a_failed_save_leaves_the_old_model(tmp_path):
 def a_run(accelerator=None, num_steps=40, **changes):
     """Logs num_steps updates and a table in a Run."""
     args = Args(**({"run_name": "name"} | changes))
-    run = utils.Run(args, accelerator or Accelerator(cpu=True), num_steps, ["eps", "objective/scores"])
+    run = runs.Run(args, accelerator or Accelerator(cpu=True), num_steps, ["eps", "objective/scores"])
     for update in range(1, num_steps + 1):
         run.log({"update": update, "episode": update * 8, "eps": 2.0, "objective/scores": update / 4}, update)
     run.table("samples", [{"query": "a\nb", "score": 0.5}, {"query": "[bold]c", "score": 1.0}], num_steps)
@@ -749,7 +753,7 @@ def test_tensorboard_holds_every_number_at_its_update(in_tmp):
 
 
 def test_rows_are_on_disk_at_once(in_tmp):
-    run = utils.Run(Args(run_name="name"), Accelerator(cpu=True), 5, [])
+    run = runs.Run(Args(run_name="name"), Accelerator(cpu=True), 5, [])
     run.log({"update": 1}, 1)
     run.table("samples", [{"query": "a"}], 1)
     assert json.loads((run.folder / "metrics.jsonl").read_text()) == {"update": 1}
@@ -758,7 +762,7 @@ def test_rows_are_on_disk_at_once(in_tmp):
 
 
 def test_a_run_without_a_name_is_called_by_its_data_experiment_and_seed(in_tmp):
-    run = utils.Run(Args(dataset="user/data", seed=3), Accelerator(cpu=True), 1, [])
+    run = runs.Run(Args(dataset="user/data", seed=3), Accelerator(cpu=True), 1, [])
     run.close([])
     assert run.folder.name.startswith("data__exp__3__") and run.folder.parent.name == "runs" and run.folder.exists()
 

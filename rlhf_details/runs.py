@@ -1,0 +1,379 @@
+"""
+What a run leaves behind: its folder and trackers, checkpoints to go on from, and one clear report where it has to stop.
+Nothing runs at import.
+
+    runs/<run_name>/config.json       arguments, versions, git commit, device; where it was resumed
+                    metrics.jsonl     one object an update
+                    samples.jsonl     the sample tables
+                    events.out.*      TensorBoard
+                    checkpoints/000040/weights.safetensors, exp_avg.safetensors, exp_avg_sq.safetensors   whole, fp32, by name
+                                       pending.safetensors   --async_rollouts: the batch that waits to be trained on
+                                       state.json            arguments, and what the loop carries from update to update
+                                       manifest.json         size and SHA-256 of each of these files
+"""
+
+import contextlib
+import dataclasses
+import glob
+import hashlib
+import json
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+import transformers
+from accelerate.utils import broadcast_object_list
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch.utils.tensorboard import SummaryWriter
+
+from rlhf_details import engines, utils
+
+MAY_CHANGE = (
+    utils.MEMORY_KNOBS
+    + (  # what a resumed run may be given anew: nothing here changes a number of the curve
+        "resume overwrite checkpoint_every config run_name track wandb_project_name wandb_entity wandb_tags output_dir"
+    ).split()
+)
+
+
+class Run:
+    """Folder `runs/<run_name>/`, TensorBoard, optionally wandb, and the terminal. Only the main process writes or prints.
+
+    On a terminal: one live line and rich tables; elsewhere: some twenty plain lines a stage. SIGTERM and SIGINT end the run
+    after the update in progress, with a checkpoint; a second one at once.
+    Args: num_steps, updates of the whole run; watch, names of the metrics to show; data, the rows trained on (any JSON).
+    """
+
+    def __init__(self, args, accelerator, num_steps, watch, data=()):
+        self.args, self.accelerator, self.num_steps, self.watch = args, accelerator, num_steps, watch
+        self.main, self.start, self.signal, self.done = accelerator.is_main_process, time.time(), None, 0
+        self.data = hashlib.sha256(json.dumps(data).encode()).hexdigest()
+        self.console, self.wandb, self.bar = Console(quiet=not self.main), None, None
+        (name,) = broadcast_object_list([self.choose_name()])
+        self.folder = Path("runs") / name
+        in_main_thread = threading.current_thread() is threading.main_thread()  # only there can signals be caught
+        signals = (signal.SIGTERM, signal.SIGINT) if in_main_thread else ()
+        self.handlers = {number: signal.signal(number, self.on_signal) for number in signals}
+        if self.main:
+            with self.writing(f"runs/{name}"):
+                self.open()
+
+    def choose_name(self):
+        """The run's name: as given; under --resume that of the newest run of this data, experiment and seed; else a new one."""
+        args = self.args
+        if args.run_name is not None:
+            return args.run_name
+        prefix = utils.default_run_name(args)
+        before = sorted(Path("runs").glob(f"{glob.escape(prefix)}[0-9]*"))
+        if args.resume and before:
+            return before[-1].name
+        name = prefix + time.strftime("%Y%m%d-%H%M%S")
+        while (Path("runs") / name).exists():  # started in the same second
+            name += "_"
+        return name
+
+    def open(self):
+        """Opens the files, or opens them again, and the trackers."""
+        args, accelerator = self.args, self.accelerator
+        self.folder.mkdir(parents=True, exist_ok=True)
+        Path(args.output_dir).resolve().parent.mkdir(parents=True, exist_ok=True)  # found out now, not after a day
+        here = Path(__file__).parent
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=here).stdout.strip()
+        versions = {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
+        about = {"args": dataclasses.asdict(args), "versions": versions, "commit": commit, "device": str(accelerator.device)}
+        about |= {"num_processes": accelerator.num_processes, "mixed_precision": engines.precision(accelerator)}
+        about |= {"engine": engines.name(accelerator), "resumed": []}
+        if args.resume and (self.folder / "config.json").exists():
+            with contextlib.suppress(ValueError, TypeError, KeyError):  # a torn file is written anew
+                before = json.loads((self.folder / "config.json").read_text())
+                about["resumed"] = [*before["resumed"], {key: before[key] for key in ("commit", "num_processes")}]
+                about["wandb_id"] = before.get("wandb_id")
+        if args.track:
+            import wandb
+
+            where = dict(project=args.wandb_project_name, entity=args.wandb_entity, tags=list(args.wandb_tags))
+            if about.get("wandb_id"):  # what is logged again has the same numbers as before; wandb keeps the first
+                where |= dict(id=about["wandb_id"], resume="allow")
+            self.wandb = wandb.init(**where, name=self.folder.name, config=about["args"] | about, save_code=True)
+            about["wandb_id"] = self.wandb.id
+        write_whole(self.folder / "config.json", json.dumps(about, indent=1))
+        self.config = f"```\n{json.dumps(about, indent=1)}\n```"
+        self.metrics_file = self.samples_file = self.tensorboard = None
+        if not args.resume:
+            self.rewind(None)
+        if self.console.is_terminal:
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=20),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[shown]}"),
+            )
+            self.bar = Progress(*columns, console=self.console)
+            self.task = self.bar.add_task(args.exp_name, total=self.num_steps, shown="")
+            self.bar.start()
+
+    def rewind(self, update):
+        """Cuts logs and checkpoints after an update, as if nothing later had ever happened; None: there is nothing before."""
+        files = []
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            path, kept = self.folder / name, []
+            for line in path.read_text().splitlines() if update is not None and path.exists() else ():
+                with contextlib.suppress(ValueError):  # the last line may be torn
+                    kept += [line] if json.loads(line)["update"] <= update else []
+            write_whole(path, "".join(f"{line}\n" for line in kept))
+            files.append(open(path, "a"))
+        self.metrics_file, self.samples_file = files
+        for later in checkpoints_of(self.folder):  # damaged ones, or all those of a run that this one replaces
+            if update is None or int(later.name) > update:
+                shutil.rmtree(later)
+        # TensorBoard's files are never cut: it is told to forget what they say of these steps
+        self.tensorboard = SummaryWriter(self.folder, purge_step=None if update is None else update + 1)
+        self.tensorboard.add_text("config", self.config)
+
+    def say(self, line):
+        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def log(self, metrics, step):
+        """Writes one row of metrics ({name: number}) everywhere, and shows `watch` of it."""
+        if not self.main:
+            return
+        with self.writing(self.folder / "metrics.jsonl"):
+            self.metrics_file.write(json.dumps(metrics) + "\n")
+            self.metrics_file.flush()
+            for name, value in metrics.items():
+                self.tensorboard.add_scalar(name, value, step)
+        if self.wandb:
+            self.wandb.log(metrics | {"global_step": metrics.get("episode", step)}, step=step)
+        shown = "  ".join(f"{name.split('/')[-1]} {metrics[name]:.4g}" for name in self.watch if name in metrics)
+        if self.bar:
+            self.bar.update(self.task, completed=step, shown=f"{step}/{self.num_steps}  {shown}")
+        elif step in (1, self.num_steps) or (step and step % max(1, self.num_steps // 20) == 0):
+            left = (time.time() - self.start) / max(1, step - self.done) * (self.num_steps - step)
+            self.say(f"{step}/{self.num_steps}  {shown}  eta {left:.0f}s")
+
+    def table(self, title, rows, step):
+        """Shows sample rows ([{column: value}]) and appends them, with their step, to samples.jsonl and to wandb."""
+        if not self.main:
+            return
+        with self.writing(self.folder / "samples.jsonl"):
+            for row in rows:
+                self.samples_file.write(json.dumps({"update": step, **row}) + "\n")
+            self.samples_file.flush()
+        text = [{k: f"{v:.2f}" if isinstance(v, float) else str(v).replace("\n", "⏎") for k, v in row.items()} for row in rows]
+        if self.console.is_terminal:
+            table = Table(*rows[0], title=title, show_lines=True)
+            for row in text:
+                table.add_row(*[Console().render_str(v, markup=False) for v in row.values()])
+            self.console.print(table)
+        else:
+            self.say("\n".join([f"-- {title}", *(" | ".join(f"{k}: {v}" for k, v in row.items()) for row in text[:2])]))
+        if self.wandb:
+            import wandb
+
+            self.wandb.log({"samples": wandb.Table(columns=list(rows[0]), data=[list(r.values()) for r in rows])}, step=step)
+
+    def save_model(self, model, weights, tokenizer):
+        """Writes --output_dir; weights, {name: whole tensor} of a module that holds this model as its `model`."""
+        if self.main:
+            weights = {key.removeprefix("model."): w for key, w in weights.items() if key.startswith("model.")}
+            with self.writing(f"--output_dir {self.args.output_dir}"):
+                utils.save_model(self.args, model, tokenizer, weights)
+
+    def close(self, summary):
+        """Prints the closing lines and closes every file."""
+        self.close_files()
+        for line in summary:
+            self.say(line)
+
+    def close_files(self, exit_code=0):
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+        if self.bar:
+            self.bar.stop()
+        for file in (self.metrics_file, self.samples_file, self.tensorboard) if self.main else ():
+            with contextlib.suppress(OSError):  # what it could not write has been said
+                file and file.close()
+        if self.wandb:
+            self.wandb.finish(exit_code)
+
+    # ---- checkpoints: whole weights and moments by name, so that a run goes on under any engine and number of processes --
+    def is_checkpoint_due(self, update):
+        """Whether to write one after this update: every `checkpoint_every`, at the end, and on a signal to any process."""
+        self.done, every = update, self.args.checkpoint_every
+        number = torch.tensor([self.signal or 0], device=self.accelerator.device)
+        self.signal = int(self.accelerator.gather(number).max())  # all processes must stop after the same update
+        return bool(self.signal) or (every > 0 and (update % every == 0 or update == self.num_steps))
+
+    def checkpoint(self, update, module, optimizer, carried, pending=None):
+        """Writes a checkpoint, keeps the last two, and ends the run (exit code 128 + signal) if it was told to.
+
+        Args: module, optimizer as prepared; carried, whatever else the loop takes from one update to the next (JSON);
+        pending, {name: tensor of the whole batch}. Call it on every process.
+        """
+        weights, moments, steps = engines.full_state(self.accelerator, module, optimizer)
+        state = {"args": dataclasses.asdict(self.args), "mixed_precision": engines.precision(self.accelerator), "data": self.data}
+        state |= {"update": update, "adam_steps": steps, "carried": carried}
+        if self.main:
+            tensors = {"weights": weights, **moments} | ({"pending": pending} if pending else {})
+            with self.writing(f"{self.folder}/checkpoints"):
+                write_checkpoint(self.folder / "checkpoints" / f"{update:06d}", state, tensors)
+        self.accelerator.wait_for_everyone()
+        if self.signal:
+            name, number = signal.Signals(self.signal).name, self.signal
+            self.say(f"{name}: stopped after update {update}; --run_name {self.folder.name} --resume goes on")
+            self.end(128 + number)
+
+    def resume(self, module, optimizer):
+        """Puts the newest whole checkpoint into module and optimizer; call it on every process, once they are prepared.
+
+        Returns: (update that it was written after, carried, pending), as given to `checkpoint`; (0, {}, {}) for a new run.
+        """
+        self.done = 0
+        if not self.args.resume:
+            return 0, {}, {}
+        folder, damaged = newest_checkpoint(self.folder)
+        for line in damaged:
+            self.say(line)
+        if folder is None:
+            self.say(f"--resume: no checkpoint in {self.folder}: starts at the beginning")
+            if self.main:
+                with self.writing(self.folder):
+                    self.rewind(None)
+            return 0, {}, {}
+        state = json.loads((folder / "state.json").read_text())
+        now = {"mixed_precision": engines.precision(self.accelerator)} | json.loads(json.dumps(dataclasses.asdict(self.args)))
+        before = {"mixed_precision": state["mixed_precision"]} | state["args"]
+        differences = [
+            f"{key} {before.get(key)!r} there, {now.get(key)!r} here"
+            for key in before | now
+            if key not in MAY_CHANGE and before.get(key) != now.get(key)
+        ]
+        if differences:
+            utils.fail(f"--resume: {folder} has other arguments: {'; '.join(differences)}")
+        if state["data"] != self.data:
+            utils.fail(f"--resume: {folder} was trained on other rows than --dataset {self.args.dataset} holds now")
+        tensors = {file.stem: load_file(file) for file in folder.glob("*.safetensors")}
+        pending = {name: x.to(self.accelerator.device) for name, x in tensors.pop("pending", {}).items()}
+        engines.load_full_state(self.accelerator, module, optimizer, tensors, state["adam_steps"])
+        self.done = state["update"]
+        self.accelerator.wait_for_everyone()  # all have read it
+        if self.main:
+            with self.writing(self.folder):
+                self.rewind(self.done)
+        self.say(f"--resume: goes on after update {self.done} of {self.num_steps}, from {folder}")
+        return self.done, state["carried"], pending
+
+    # ---- how a run ends before its time --------------------------------------------------------------------------------
+    def on_signal(self, number, frame):
+        self.signal = number
+        for other, handler in self.handlers.items():  # the next one ends at once
+            signal.signal(other, handler)
+        self.say(f"{signal.Signals(number).name}: will stop after this update, with a checkpoint")
+
+    @contextlib.contextmanager
+    def writing(self, what):
+        """Within it an error of the file system ends the run with one line."""
+        try:
+            yield
+        except (OSError, SafetensorError) as e:
+            self.stop(f"{what} cannot be written ({getattr(e, 'strerror', None) or e})")
+
+    def stop(self, message, *details):
+        """Ends the run over a fault, exit code 1: what, where, and the checkpoint to go on from. Weights on disk stay."""
+        if self.main:
+            folder, _ = newest_checkpoint(self.folder)
+            last = f"{folder}; --run_name {self.folder.name} --resume goes on from it" if folder else "none"
+            print(f"error: {message}", *details, f"last good checkpoint: {last}", sep="\n  ", file=sys.stderr)
+        self.end(1)
+
+    def end(self, exit_code):
+        self.close_files(exit_code)
+        utils.leave_process_group()
+        raise SystemExit(exit_code)
+
+    def check_finite(self, what, update, values, show, rows=None, unit="episode"):
+        """Stops the run where a number is not finite; call it on every process, with the same numbers.
+
+        Args: values, a tensor [N], one number a row, or a float that all rows have made; rows, their numbers (None: 0 .. N - 1)
+        and unit, what they are called; show(row), that row as text. The report names the rows and shows the first.
+        """
+        values = torch.as_tensor(values)
+        if values.isfinite().all():
+            return
+        wrong = values.isfinite().logical_not().expand(len(values) if rows is None else len(rows)).nonzero().flatten().tolist()
+        bad = wrong if rows is None else [int(rows[i]) for i in wrong]
+        more = f" and {len(bad) - 16} more" if len(bad) > 16 else ""
+        value = values.expand(len(bad)) if values.dim() == 0 else values[wrong]
+        names = f"{unit}s {', '.join(map(str, bad[:16]))}{more}"
+        self.stop(f"update {update}: {what} is {value[0].item()}", names, f"{unit} {bad[0]}: {show(bad[0])}")
+
+
+def write_whole(path, text):
+    """Writes a text file that is never seen half: to a file beside it, which takes its name once it is on disk."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(text)
+    utils.sync(partial)
+    partial.replace(path)
+
+
+def write_checkpoint(folder, state, tensors):
+    """Writes state (JSON) and tensors ({file: {name: tensor}}) to a new folder, whole or not at all, and removes all but two."""
+    partial = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        for name, content in tensors.items():
+            save_file(content, partial / f"{name}.safetensors")
+        (partial / "state.json").write_text(json.dumps(state, indent=1))
+        files = {file.name: [file.stat().st_size, digest(file)] for file in sorted(partial.iterdir())}
+        (partial / "manifest.json").write_text(json.dumps(files, indent=1))
+        for path in (*partial.iterdir(), partial):
+            utils.sync(path)
+    except (OSError, SafetensorError):
+        shutil.rmtree(partial, ignore_errors=True)  # on a full disk its room may save the older ones
+        raise
+    partial.rename(folder)
+    utils.sync(folder.parent)
+    for old in checkpoints_of(folder.parent.parent)[2:]:
+        shutil.rmtree(old)
+
+
+def digest(file):
+    """SHA-256 of a file."""
+    with open(file, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def checkpoints_of(run_folder):
+    """Folders of a run's checkpoints, the newest first."""
+    folders = [folder for folder in Path(run_folder).glob("checkpoints/*") if folder.name.isdecimal()]
+    return sorted(folders, key=lambda folder: int(folder.name), reverse=True)
+
+
+def newest_checkpoint(run_folder):
+    """(folder of a run's newest whole checkpoint or None, a line on each newer one that is damaged)."""
+    damaged = []
+    for folder in checkpoints_of(run_folder):
+        try:
+            files = json.loads((folder / "manifest.json").read_text())
+            wrong = [name for name, (size, sha) in files.items() if not is_whole(folder / name, size, sha)]
+        except (OSError, ValueError, TypeError, AttributeError):
+            wrong = ["manifest.json"]
+        if not wrong:
+            return folder, damaged
+        damaged.append(f"--resume: {folder} is damaged ({', '.join(wrong)}): passed over")
+    return None, damaged
+
+
+def is_whole(file, size, sha):
+    return file.is_file() and file.stat().st_size == size and digest(file) == sha
