@@ -59,6 +59,7 @@ class Run:
         self.main, self.start, self.signal, self.done = accelerator.is_main_process, time.time(), None, 0
         self.data = hashlib.sha256(json.dumps(data).encode()).hexdigest()
         self.console, self.wandb, self.bar = Console(quiet=not self.main), None, None
+        self.metrics_file = self.samples_file = self.tensorboard = None
         (name,) = broadcast_object_list([self.choose_name()])
         self.folder = Path("runs") / name
         in_main_thread = threading.current_thread() is threading.main_thread()  # only there can signals be caught
@@ -108,7 +109,6 @@ class Run:
             about["wandb_id"] = self.wandb.id
         write_whole(self.folder / "config.json", json.dumps(about, indent=1))
         self.config = f"```\n{json.dumps(about, indent=1)}\n```"
-        self.metrics_file = self.samples_file = self.tensorboard = None
         if not args.resume:
             self.rewind(None)
         if self.console.is_terminal:
@@ -142,6 +142,15 @@ class Run:
 
     def say(self, line):
         self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def note_combination(self, architecture, layout):
+        """Says so where no test has run this architecture under this engine, precision and layout of rows ("packed", "plain")."""
+        found = json.loads(Path(__file__).with_name("validated.json").read_text())
+        combination = [architecture, engines.precision(self.accelerator), layout, engines.name(self.accelerator)]
+        if combination not in [row[:4] for row in found]:
+            self.say(
+                f"note: no test has run {', '.join(combination)} (README, Validated on): look at val/logprob_gap and val/ratio"
+            )
 
     def log(self, metrics, step):
         """Writes one row of metrics ({name: number}) everywhere, and shows `watch` of it."""

@@ -725,6 +725,7 @@ def main(args: Args):
     run = runs.Run(args, accelerator, num_updates, watch, prompts)
     run.say(f"policy {args.sft_model_path}, reward model {args.reward_model_path}, value model {args.value_model}")
     run.say(f"{len(prompts)} prompts, {num_updates} updates of {B} episodes, {world} process(es)")
+    run.note_combination(model.config.model_type, "plain")
 
     def decode(responses, mask):
         return [tokenizer.decode(r[m], skip_special_tokens=True) for r, m in zip(responses.cpu(), mask.cpu(), strict=True)]

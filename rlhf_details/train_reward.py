@@ -347,6 +347,7 @@ def main(args: Args):
     reward, optimizer = engines.prepare(accelerator, reward, optimizer)
     run = runs.Run(args, accelerator, num_steps, ["eps", "train/rm/loss", "train/rm/accuracy", "train/rm/lr"], train_ids)
     run.say(f"{args.sft_model_path}, {len(train_ids)} comparisons of {K}, {num_steps} steps, {world} process(es)")
+    run.note_combination(model.config.model_type, "plain")
     for line in said:
         run.say(line)
 

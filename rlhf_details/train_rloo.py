@@ -640,6 +640,7 @@ def main(args: Args):
     run.say(f"{len(prompts)} prompts, {num_updates} updates of {B} episodes, {world} process(es)")
     shared = f"a prompt is computed once for {n} of its {k} responses, for {n_rollout} when sampling"
     run.say(f"plain rows, one response each: {reason}" if reason else shared)
+    run.note_combination(model.config.model_type, "plain" if reason else "packed")
 
     def decode(responses, mask):
         return [tokenizer.decode(r[m], skip_special_tokens=True) for r, m in zip(responses.cpu(), mask.cpu(), strict=True)]

@@ -257,6 +257,7 @@ def main(args: Args):
     parameters = sum(p.numel() for p in model.parameters())
     run.say(f"{args.base_model}, {parameters / 1e6:.2f} M parameters, {len(tokenizer)} tokens in the vocabulary")
     run.say(f"{len(train_ids)} rows, {num_steps} steps, {world} process(es)")
+    run.note_combination(model.config.model_type, "plain")
 
     def evaluate():
         """Held-out loss and perplexity a target token, and ROUGE-L of one sampled response a row against its completion."""

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from test_stages import write_rows
 from transformers import AutoModelForSequenceClassification
 
-from rlhf_details import toy, train_both, train_ppo, train_reward, train_rloo
+from rlhf_details import runs, toy, train_both, train_ppo, train_reward, train_rloo
 
 
 def flags(tiny, **more):
@@ -33,8 +33,8 @@ def recorded(monkeypatch, algorithm):
     module = {"ppo": train_ppo, "rloo": train_rloo}[algorithm]
     load = module.utils.load_reward_model
 
-    def recording(folder, flag, *rest):
-        model = load(folder, flag, *rest)
+    def recording(folder, flag, *rest, **options):
+        model = load(folder, flag, *rest, **options)
         if flag == "--reward_model_path":
             seen.append((folder, {k: v.clone() for k, v in model.state_dict().items()}))
         return model
@@ -55,6 +55,29 @@ def test_the_policy_is_trained_on_the_reward_model_just_trained(tiny, in_tmp, mo
     assert len(read_metrics(result["run"])) == 2 and result["run"].endswith(tuple("0123456789"))
     assert f"train_{algorithm}" in result["run"] and (Path("policy") / "config.json").exists()
     assert json.loads(Path("policy/training_args.json").read_text())["seed"] == 3
+
+
+def test_both_can_be_resumed(tiny, in_tmp, monkeypatch):
+    """Killed while the policy trains: the reward model is not trained again, and the end is that of an untouched run."""
+    names = {"reward.run_name": "r", "policy.run_name": "p", "reward.checkpoint_every": 1, "policy.checkpoint_every": 1}
+    train_both.main(flags(tiny, **names, **{"policy.output_dir": "untouched", "policy.overwrite": True, "reward.overwrite": True}))
+    log = runs.Run.log
+
+    def dying(self, metrics, step):
+        log(self, metrics, step)
+        if "objective/kl" in metrics and step == 2:
+            raise KeyboardInterrupt
+
+    overwrite = {"reward.overwrite": True, "policy.overwrite": True}
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(runs.Run, "log", dying)
+        train_both.main(flags(tiny, **names, **overwrite))
+    steps = []
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self, *a, step=torch.optim.AdamW.step: steps.append(1) or step(self, *a))
+    train_both.main(flags(tiny, **names, **{"reward.resume": True, "policy.resume": True}))
+    assert len(steps) == 4  # the policy's second update, of four steps
+    a, b = (load_file(f"{folder}/model.safetensors") for folder in ("untouched", "policy"))
+    assert all(torch.equal(a[name], b[name]) for name in a)
 
 
 def test_both_runs_are_tracked_offline(tiny, in_tmp):

@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import json
 import re
+import runpy
 import shlex
 from pathlib import Path
 
@@ -72,7 +73,7 @@ def test_every_command_of_the_readme_parses_against_the_flags():
 def test_every_flag_that_the_readme_names_exists():
     fields = {f.name for module in SCRIPTS.values() for f in dataclasses.fields(module.Args)}
     fields |= {"algorithm", "reward", "policy"}  # of train_both.py
-    elsewhere = {"num_processes", "mixed_precision", "nproc_per_node", "help", "no"}  # "no": git diff --no-index
+    elsewhere = {"num_processes", "mixed_precision", "config_file", "nproc_per_node", "help", "no"}  # "no": git diff --no-index
     for flag in re.findall(r"--([a-z_]+)", README):
         assert flag in fields | elsewhere, flag
 
@@ -88,6 +89,12 @@ def test_every_flag_is_read_and_documented(script):
     for field, doc in zip(body[::2], body[1::2], strict=True):
         assert field.target.id in read, f"{field.target.id} is read by nothing"
         assert len(doc.value.value) > 8, f"{field.target.id} is not documented"
+
+
+def test_the_table_of_validated_combinations_is_that_of_the_last_run_of_the_engine_tests():
+    benchmark = runpy.run_path(str(ROOT / "benchmark" / "validated.py"))
+    found = json.loads((ROOT / "rlhf_details" / "validated.json").read_text())
+    assert benchmark["table"](found) in README and len(found) > 30
 
 
 def test_flags_mean_the_same_in_every_script():
