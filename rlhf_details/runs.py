@@ -46,22 +46,34 @@ MAY_CHANGE = (
 )
 
 
+class Terminal(Console):
+    """A console that falls silent where nobody reads it any more (`| tee` after Ctrl-C); rich would end the process there."""
+
+    def on_broken_pipe(self):
+        with contextlib.suppress(SystemExit):
+            super().on_broken_pipe()
+
+
 class Run:
     """Folder `runs/<run_name>/`, TensorBoard, optionally wandb, and the terminal. Only the main process writes or prints.
 
     On a terminal: one live line and rich tables; elsewhere: some twenty plain lines a stage. SIGTERM and SIGINT end the run
     after the update in progress, with a checkpoint; a second one at once.
-    Args: num_steps, updates of the whole run; watch, names of the metrics to show; data, the rows trained on (any JSON).
+    Args: num_steps, updates of the whole run; watch, names of the metrics to show; data, what it learns from, as any JSON: the
+    rows and the checksums of the models. A run goes on with the same only.
     """
 
     def __init__(self, args, accelerator, num_steps, watch, data=()):
         self.args, self.accelerator, self.num_steps, self.watch = args, accelerator, num_steps, watch
         self.main, self.start, self.signal, self.done = accelerator.is_main_process, time.time(), None, 0
         self.data = hashlib.sha256(json.dumps(data).encode()).hexdigest()
-        self.console, self.wandb, self.bar = Console(quiet=not self.main), None, None
+        self.console, self.wandb, self.bar = Terminal(quiet=not self.main), None, None
         self.metrics_file = self.samples_file = self.tensorboard = None
         (name,) = broadcast_object_list([self.choose_name()])
         self.folder = Path("runs") / name
+        self.newest, self.damaged = newest_checkpoint(self.folder) if args.resume else (None, [])
+        if self.newest:
+            self.check_same_run()  # before anything is written
         in_main_thread = threading.current_thread() is threading.main_thread()  # only there can signals be caught
         signals = (signal.SIGTERM, signal.SIGINT) if in_main_thread else ()
         self.handlers = {number: signal.signal(number, self.on_signal) for number in signals}
@@ -133,11 +145,13 @@ class Run:
             write_whole(path, "".join(f"{line}\n" for line in kept))
             files.append(open(path, "a"))
         self.metrics_file, self.samples_file = files
+        for unfinished in self.folder.glob("checkpoints/*.partial"):
+            shutil.rmtree(unfinished)
         for later in checkpoints_of(self.folder):  # damaged ones, or all those of a run that this one replaces
             if update is None or int(later.name) > update:
                 shutil.rmtree(later)
         # TensorBoard's files are never cut: it is told to forget what they say of these steps
-        self.tensorboard = SummaryWriter(self.folder, purge_step=None if update is None else update + 1)
+        self.tensorboard = SummaryWriter(self.folder, purge_step=0 if update is None else update + 1)
         self.tensorboard.add_text("config", self.config)
 
     def say(self, line):
@@ -242,23 +256,9 @@ class Run:
             self.say(f"{name}: stopped after update {update}; --run_name {self.folder.name} --resume goes on")
             self.end(128 + number)
 
-    def resume(self, module, optimizer):
-        """Puts the newest whole checkpoint into module and optimizer; call it on every process, once they are prepared.
-
-        Returns: (update that it was written after, carried, pending), as given to `checkpoint`; (0, {}, {}) for a new run.
-        """
-        self.done = 0
-        if not self.args.resume:
-            return 0, {}, {}
-        folder, damaged = newest_checkpoint(self.folder)
-        for line in damaged:
-            self.say(line)
-        if folder is None:
-            self.say(f"--resume: no checkpoint in {self.folder}: starts at the beginning")
-            if self.main:
-                with self.writing(self.folder):
-                    self.rewind(None)
-            return 0, {}, {}
+    def check_same_run(self):
+        """Ends with one line where the checkpoint to go on from is of other arguments or rows."""
+        folder = self.newest
         state = json.loads((folder / "state.json").read_text())
         now = {"mixed_precision": engines.precision(self.accelerator)} | json.loads(json.dumps(dataclasses.asdict(self.args)))
         before = {"mixed_precision": state["mixed_precision"]} | state["args"]
@@ -270,7 +270,28 @@ class Run:
         if differences:
             utils.fail(f"--resume: {folder} has other arguments: {'; '.join(differences)}")
         if state["data"] != self.data:
-            utils.fail(f"--resume: {folder} was trained on other rows than --dataset {self.args.dataset} holds now")
+            utils.fail(
+                f"--resume: {folder} had other rows than --dataset {self.args.dataset} holds now, or started from other weights"
+            )
+
+    def resume(self, module, optimizer):
+        """Puts the newest whole checkpoint into module and optimizer; call it on every process, once they are prepared.
+
+        Returns: (update that it was written after, carried, pending), as given to `checkpoint`; (0, {}, {}) for a new run.
+        """
+        self.done = 0
+        if not self.args.resume:
+            return 0, {}, {}
+        folder = self.newest
+        for line in self.damaged:
+            self.say(line)
+        if folder is None:
+            self.say(f"--resume: no checkpoint in {self.folder}: starts at the beginning")
+            if self.main:
+                with self.writing(self.folder):
+                    self.rewind(None)
+            return 0, {}, {}
+        state = json.loads((folder / "state.json").read_text())
         tensors = {file.stem: load_file(file) for file in folder.glob("*.safetensors")}
         pending = {name: x.to(self.accelerator.device) for name, x in tensors.pop("pending", {}).items()}
         engines.load_full_state(self.accelerator, module, optimizer, tensors, state["adam_steps"])
@@ -295,7 +316,7 @@ class Run:
         try:
             yield
         except (OSError, SafetensorError) as e:
-            self.stop(f"{what} cannot be written ({getattr(e, 'strerror', None) or e})")
+            self.stop(f"{getattr(e, 'filename', None) or what} cannot be written ({getattr(e, 'strerror', None) or e})")
 
     def stop(self, message, *details):
         """Ends the run over a fault, exit code 1: what, where, and the checkpoint to go on from. Weights on disk stay."""
@@ -375,8 +396,9 @@ def newest_checkpoint(run_folder):
     for folder in checkpoints_of(run_folder):
         try:
             files = json.loads((folder / "manifest.json").read_text())
+            files["weights.safetensors"], files["state.json"]  # an empty list would make anything whole
             wrong = [name for name, (size, sha) in files.items() if not is_whole(folder / name, size, sha)]
-        except (OSError, ValueError, TypeError, AttributeError):
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
             wrong = ["manifest.json"]
         if not wrong:
             return folder, damaged

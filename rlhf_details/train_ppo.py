@@ -722,7 +722,7 @@ def main(args: Args):
     num_updates = math.ceil(args.total_episodes / B)
     table_updates = set(torch.linspace(1, num_updates, args.num_sample_generations).round().int().tolist())
     watch = ["eps", "objective/scores", "objective/kl", "objective/gold"]
-    run = runs.Run(args, accelerator, num_updates, watch, prompts)
+    run = runs.Run(args, accelerator, num_updates, watch, [prompts, utils.checksum(reference), utils.checksum(reward_model)])
     run.say(f"policy {args.sft_model_path}, reward model {args.reward_model_path}, value model {args.value_model}")
     run.say(f"{len(prompts)} prompts, {num_updates} updates of {B} episodes, {world} process(es)")
     run.note_combination(model.config.model_type, "plain")

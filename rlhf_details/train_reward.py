@@ -245,6 +245,7 @@ def main(args: Args):
         if tokenizer.pad_token_id >= model.get_input_embeddings().num_embeddings:
             model.resize_token_embeddings(tokenizer.pad_token_id + 1)
     model.config.pad_token_id = tokenizer.pad_token_id
+    checksum = utils.checksum(model)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
@@ -345,14 +346,16 @@ def main(args: Args):
         inner.gain.data.fill_(gain)
         said.append(line)
     reward, optimizer = engines.prepare(accelerator, reward, optimizer)
-    run = runs.Run(args, accelerator, num_steps, ["eps", "train/rm/loss", "train/rm/accuracy", "train/rm/lr"], train_ids)
+    run = runs.Run(
+        args, accelerator, num_steps, ["eps", "train/rm/loss", "train/rm/accuracy", "train/rm/lr"], [train_ids, checksum]
+    )
     run.say(f"{args.sft_model_path}, {len(train_ids)} comparisons of {K}, {num_steps} steps, {world} process(es)")
     run.note_combination(model.config.model_type, "plain")
     for line in said:
         run.say(line)
 
     def show(i):
-        return f"row {i + 1} of --dataset, {[tokenizer.decode(ids) for ids in train_ids[i][0]]}"
+        return f"{[tokenizer.decode(ids) for ids in train_ids[i - 1][0]]}"
 
     # ---- the loop
     done, carried, _ = run.resume(reward, optimizer)
@@ -379,7 +382,7 @@ def main(args: Args):
                 loss = best_of_k_loss(scores, best)
                 row_scores.append(scores.detach().sum(1))
                 if is_last:  # before any weight is touched; DeepSpeed steps inside the last backward
-                    numbers = [i for r in range(world) for i in numbers[r::world]]  # as gathered
+                    numbers = [i + 1 for r in range(world) for i in numbers[r::world]]  # of the rows, from 1, as gathered
                     run.check_finite("the score", step, accelerator.gather(torch.cat(row_scores)), show, numbers, "row")
                 accelerator.backward(loss / B * world)  # the whole minibatch's count; the engines average over processes
             stats += torch.stack([loss.detach(), num_correct(scores.detach(), best).float()])

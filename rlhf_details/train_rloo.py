@@ -635,7 +635,7 @@ def main(args: Args):
     steps_per_update = args.num_ppo_epochs * args.num_mini_batches
     table_updates = set(torch.linspace(1, num_updates, args.num_sample_generations).round().int().tolist())
     watch = ["eps", "objective/scores", "objective/kl", "objective/gold"]
-    run = runs.Run(args, accelerator, num_updates, watch, prompts)
+    run = runs.Run(args, accelerator, num_updates, watch, [prompts, utils.checksum(reference), utils.checksum(reward_model)])
     run.say(f"policy {args.sft_model_path}, reward model {args.reward_model_path}")
     run.say(f"{len(prompts)} prompts, {num_updates} updates of {B} episodes, {world} process(es)")
     shared = f"a prompt is computed once for {n} of its {k} responses, for {n_rollout} when sampling"

@@ -248,12 +248,12 @@ def main(args: Args):
         utils.fail(f"--batch_size {B}: more than the {len(train_ids)} rows of --dataset {args.dataset}")
     steps_per_epoch = len(train_ids) // B  # the ragged tail is left out; the shuffle makes it another one in each epoch
     num_steps = args.num_train_epochs * steps_per_epoch
-    language_model = LanguageModel(model, args.temperature)
+    checksum, language_model = utils.checksum(model), LanguageModel(model, args.temperature)
     optimizer = torch.optim.AdamW(
         language_model.parameters(), lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay
     )
     language_model, optimizer = engines.prepare(accelerator, language_model, optimizer)
-    run = runs.Run(args, accelerator, num_steps, ["eps", "train/sft/loss", "lr"], train_ids)
+    run = runs.Run(args, accelerator, num_steps, ["eps", "train/sft/loss", "lr"], [train_ids, checksum])
     parameters = sum(p.numel() for p in model.parameters())
     run.say(f"{args.base_model}, {parameters / 1e6:.2f} M parameters, {len(tokenizer)} tokens in the vocabulary")
     run.say(f"{len(train_ids)} rows, {num_steps} steps, {world} process(es)")
@@ -294,7 +294,7 @@ def main(args: Args):
         return metrics | {"eval/sft/rougeL": rouge}
 
     def show(i):
-        return f"row {i + 1} of --dataset, {rows[i]}"
+        return f"{rows[i - 1]}"
 
     # ---- the loop
     done, carried, _ = run.resume(language_model, optimizer)
@@ -308,7 +308,7 @@ def main(args: Args):
             step, num_steps, args.learning_rate, args.lr_schedule, args.warmup_ratio
         )
         numbers = order[place * B : (place + 1) * B]
-        minibatch = [train_ids[i] for i in numbers]
+        minibatch, dataset_rows = [train_ids[i] for i in numbers], [i + 1 for i in numbers]
         denominator = num_targets(minibatch)
         mine = minibatch[rank::world]
         micro_batches = [mine[i : i + args.micro_batch_size] for i in range(0, len(mine), args.micro_batch_size)]
@@ -321,9 +321,9 @@ def main(args: Args):
                 loss_sum += loss.detach()
                 if is_last:  # before any weight is touched; DeepSpeed steps inside the last backward
                     loss_sum = accelerator.reduce(loss_sum, "sum")
-                    run.check_finite("the loss", step, loss_sum.item(), show, numbers, "row")
+                    run.check_finite("the loss", step, loss_sum.item(), show, dataset_rows, "row")
                 accelerator.backward(loss / denominator * world)  # the engines average over processes
-        check_norm = functools.partial(run.check_finite, "the gradient's norm", step, show=show, rows=numbers, unit="row")
+        check_norm = functools.partial(run.check_finite, "the gradient's norm", step, show=show, rows=dataset_rows, unit="row")
         grad_norm = engines.step(accelerator, language_model, optimizer, args.max_grad_norm, check_norm)
         now = time.time()
         metrics = {

@@ -59,6 +59,18 @@ def in_tmp(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.fixture
+def offline_wandb(in_tmp, monkeypatch):
+    """wandb writes to the test's folder, and forgets it afterwards: it reads its settings once a process."""
+    import wandb
+
+    wandb.teardown()
+    for name, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_DIR": str(in_tmp)}.items():
+        monkeypatch.setenv(name, value)
+    yield in_tmp / "wandb"
+    wandb.teardown()
+
+
 def rloo_args(tiny, **changes):
     """Args of a short RLOO run on the tiny models: 3 updates of 16 episodes, k = 4, responses of 8 tokens."""
     values = dict(

@@ -772,11 +772,9 @@ def test_other_processes_write_and_print_nothing(in_tmp, capsys):
     assert not list(in_tmp.iterdir()) and capsys.readouterr() == ("", "")
 
 
-def test_tracking_offline_writes_a_wandb_folder(in_tmp, monkeypatch):
-    for name, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_DIR": str(in_tmp)}.items():
-        monkeypatch.setenv(name, value)
+def test_tracking_offline_writes_a_wandb_folder(in_tmp, offline_wandb):
     a_run(num_steps=2, track=True, wandb_tags=("tag",))
-    assert list((in_tmp / "wandb").glob("offline-run-*/*.wandb"))
+    assert list(offline_wandb.glob("offline-run-*/*.wandb"))
     assert len((in_tmp / "runs" / "name" / "metrics.jsonl").read_text().splitlines()) == 2
 
 

@@ -1,0 +1,47 @@
+"""
+Resident size of toy runs over 200 updates: python benchmark/memory.py (needs the stages in models/toy; a minute or two)
+
+Prints it after 20 and 200 updates, and fails where it has grown by more than 5 %.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+POINTS = (20, 50, 100, 150, 200)
+
+
+def one(algorithm):
+    """Runs 200 updates of 64 episodes in this process; prints {update: MB} as JSON."""
+    from rlhf_details import runs, toy, train_ppo, train_rloo, utils
+
+    sizes, log, script = {}, runs.Run.log, {"rloo": train_rloo, "ppo": train_ppo}[algorithm]
+
+    def recording(self, metrics, step):
+        log(self, metrics, step)
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        sizes[step] = pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+    runs.Run.log = recording
+    flags = ["--batch_size", "64", "--total_episodes", str(64 * 200), "--run_name", f"memory_{algorithm}", "--overwrite"]
+    flags += ["--output_dir", f"models/memory_{algorithm}"]
+    script.main(utils.parse_args(script.Args, toy.DEFAULTS[f"train_{algorithm}"], flags))
+    print(json.dumps({step: round(sizes[step], 1) for step in POINTS}))
+
+
+def main():
+    grown = False
+    for algorithm in ("rloo", "ppo"):
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+        done = subprocess.run([sys.executable, __file__, algorithm], env=environment, stdout=subprocess.PIPE, text=True, check=True)
+        sizes = json.loads(done.stdout.splitlines()[-1])
+        growth = sizes["200"] / sizes["20"] - 1
+        grown |= growth > 0.05
+        print(algorithm, " ".join(f"{step}: {size} MB" for step, size in sizes.items()), f"growth {growth:+.1%}", flush=True)
+    sys.exit(grown)
+
+
+if __name__ == "__main__":
+    one(sys.argv[1]) if len(sys.argv) > 1 else main()
