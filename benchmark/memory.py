@@ -1,7 +1,8 @@
 """
-Resident size of toy runs over 200 updates: python benchmark/memory.py (needs the stages in models/toy; a minute or two)
+Resident size of toy runs over 200 updates: python benchmark/memory.py [--without] (needs the stages in models/toy; a minute or two)
 
-Prints it after 20 and 200 updates, and fails where it has grown by more than 5 %.
+Prints it after 20 and 200 updates, and fails where it has grown by more than 5 %. The learning rate is 0, so that responses are
+as long at the end as at the beginning; their lengths vary from batch to batch. --without: without utils.keep_memory_flat.
 """
 
 import json
@@ -25,7 +26,19 @@ def one(algorithm):
         sizes[step] = pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
     runs.Run.log = recording
-    flags = ["--batch_size", "64", "--total_episodes", str(64 * 200), "--run_name", f"memory_{algorithm}", "--overwrite"]
+    if "--without" in sys.argv:
+        utils.keep_memory_flat = lambda: None
+    flags = [
+        "--batch_size",
+        "64",
+        "--total_episodes",
+        str(64 * 200),
+        "--run_name",
+        f"memory_{algorithm}",
+        "--overwrite",
+        "--learning_rate",
+        "0",
+    ]
     flags += ["--output_dir", f"models/memory_{algorithm}"]
     script.main(utils.parse_args(script.Args, toy.DEFAULTS[f"train_{algorithm}"], flags))
     print(json.dumps({step: round(sizes[step], 1) for step in POINTS}))
@@ -35,7 +48,9 @@ def main():
     grown = False
     for algorithm in ("rloo", "ppo"):
         environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-        done = subprocess.run([sys.executable, __file__, algorithm], env=environment, stdout=subprocess.PIPE, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, __file__, algorithm, *sys.argv[1:]], env=environment, stdout=subprocess.PIPE, text=True, check=True
+        )
         sizes = json.loads(done.stdout.splitlines()[-1])
         growth = sizes["200"] / sizes["20"] - 1
         grown |= growth > 0.05
@@ -44,4 +59,4 @@ def main():
 
 
 if __name__ == "__main__":
-    one(sys.argv[1]) if len(sys.argv) > 1 else main()
+    one(sys.argv[1]) if sys.argv[1:2] not in ([], ["--without"]) else main()

@@ -876,7 +876,7 @@ def main(args: Args):
                         )
                         loss = losses.sum() / num_actions + args.vf_coef * value_losses.sum() / num_states
                         row_losses[rows] = losses.detach().sum(1) + args.vf_coef * value_losses.detach().sum(1)
-                        if is_last:  # before any weight is touched; DeepSpeed steps inside the last backward
+                        if is_last:  # before any weight is touched
                             run.check_finite("the loss", update, accelerator.reduce(row_losses, "sum"), show)
                         accelerator.backward(loss * world)  # DDP averages over processes, a sum is meant
                     with torch.no_grad():

@@ -381,7 +381,7 @@ def main(args: Args):
                 scores = reward(tokens, mask).reshape(-1, K)  # [M, K]
                 loss = best_of_k_loss(scores, best)
                 row_scores.append(scores.detach().sum(1))
-                if is_last:  # before any weight is touched; DeepSpeed steps inside the last backward
+                if is_last:  # before any weight is touched
                     numbers = [i + 1 for r in range(world) for i in numbers[r::world]]  # of the rows, from 1, as gathered
                     run.check_finite("the score", step, accelerator.gather(torch.cat(row_scores)), show, numbers, "row")
                 accelerator.backward(loss / B * world)  # the whole minibatch's count; the engines average over processes

@@ -784,7 +784,7 @@ def main(args: Args):
                             new_logprobs, old_logprobs, response_mask[rows], advantages[rows], args.cliprange
                         )
                         row_losses[rows] = losses.detach().reshape(len(rows), -1).sum(1)
-                        if is_last:  # before any weight is touched; DeepSpeed steps inside the last backward
+                        if is_last:  # before any weight is touched
                             run.check_finite("the loss", update, accelerator.reduce(row_losses, "sum"), show)
                         accelerator.backward(losses.sum() / num_actions * world)  # DDP averages over processes, a sum is meant
                     with torch.no_grad():

@@ -319,7 +319,7 @@ def main(args: Args):
             with engines.accumulate(accelerator, language_model, is_last):
                 loss = language_model(**tensors(micro_batch))
                 loss_sum += loss.detach()
-                if is_last:  # before any weight is touched; DeepSpeed steps inside the last backward
+                if is_last:  # before any weight is touched
                     loss_sum = accelerator.reduce(loss_sum, "sum")
                     run.check_finite("the loss", step, loss_sum.item(), show, dataset_rows, "row")
                 accelerator.backward(loss / denominator * world)  # the engines average over processes
