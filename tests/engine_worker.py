@@ -24,6 +24,7 @@ from accelerate import Accelerator, DeepSpeedPlugin, DistributedType, FullyShard
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from rlhf_details import engines, runs, train_ppo, train_rloo, utils
@@ -112,6 +113,7 @@ def one_run(spec, engine):
         held, stepped, total = parts(module, optimizer)
         seen.update(engine=engines.name(accelerator), world=accelerator.num_processes, precision=engines.precision(accelerator))
         seen.update(held=held, stepped=stepped, total=total, architecture=inner.config.model_type, products=[])
+        seen.update(groups=sum(isinstance(m, FSDPModule) for m in module.modules()))
         seen.update(sharded=engines.is_sharded(module), dtypes=sorted({str(p.dtype) for p in module.parameters()}))
 
         def note(layer, inputs, output):

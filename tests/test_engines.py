@@ -184,6 +184,8 @@ def test_an_engine_follows_one_process_and_holds_its_share(one, engine):
             assert row["dtypes"] == ["torch.float32"]  # the weights, also under bf16, where products are made in it:
             assert row["products"] == [{"fp32": "torch.float32", "bf16": "torch.bfloat16"}[precision]]
             assert row["sharded"] == (engine in ("fsdp2", "zero3"))
+            layers = 2 * (1 + (name in ("ppo", "ppo_gpt2", "ppo_bf16")))  # the value model is another transformer
+            assert row["groups"] == (1 + layers if engine == "fsdp2" else 0)  # what FSDP2 gathers at a time: each layer, the rest
         held, stepped, total = (sum(row[key] for row in ranks) for key in ("held", "stepped", "total"))
         uneven = 0.01 * total  # a tensor of odd size leaves one process a filler, or the other nothing
         assert held == total if engine in ("ddp", "zero2") else abs(held - total / 2) < uneven
