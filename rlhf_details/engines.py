@@ -56,16 +56,18 @@ def settle(accelerator, args):
         from transformers.integrations import unset_hf_deepspeed_config
 
         unset_hf_deepspeed_config()  # under ZeRO-3 every model would be loaded in parts, also those that no engine runs
-        kind = accelerator.mixed_precision
+        plugin = accelerator.deepspeed_plugin
+        plugin.asked_precision = kind = getattr(plugin, "asked_precision", accelerator.mixed_precision)  # train_both.py asks twice
         if kind not in ("no", "bf16"):
             utils.fail(f"mixed_precision {kind}: not with DeepSpeed; take bf16 or no")
-        config = accelerator.deepspeed_plugin.deepspeed_config
+        config = plugin.deepspeed_config
         config["bf16"] = config["fp16"] = {"enabled": False}  # weights stay fp32 ...
         bf16 = kind == "bf16"
         accelerator.autocast = lambda: torch.autocast(accelerator.device.type, torch.bfloat16, enabled=bf16)  # ... as elsewhere
         # DeepSpeed clips by itself, where accelerate's "auto" means 1; the batch size is for its counters
         config |= {"gradient_clipping": args.max_grad_norm or 0.0, "gradient_accumulation_steps": 1}
         config["train_micro_batch_size_per_gpu"] = args.micro_batch_size
+        config["train_batch_size"] = args.micro_batch_size * accelerator.num_processes
     return accelerator
 
 
@@ -205,7 +207,8 @@ def load_full_state(accelerator, module, optimizer, tensors, steps):
         p.copy_(like(p, tensors["weights"][key]))
         if key in tensors["exp_avg"]:
             optimizer.state[p] = {kind: like(p, tensors[kind][key]) for kind in MOMENTS}
-            optimizer.state[p]["step"] = torch.tensor(float(steps), device=p.device)
+            place = p.device if optimizer.param_groups[0].get("fused") else "cpu"  # as torch's AdamW has it
+            optimizer.state[p]["step"] = torch.tensor(float(steps), device=place)
 
 
 def innermost(optimizer):

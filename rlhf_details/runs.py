@@ -17,6 +17,7 @@ import dataclasses
 import glob
 import hashlib
 import json
+import os
 import platform
 import shutil
 import signal
@@ -38,12 +39,9 @@ from torch.utils.tensorboard import SummaryWriter
 
 from rlhf_details import engines, utils
 
-MAY_CHANGE = (
-    utils.MEMORY_KNOBS
-    + (  # what a resumed run may be given anew: nothing here changes a number of the curve
-        "resume overwrite checkpoint_every config run_name track wandb_project_name wandb_entity wandb_tags output_dir"
-    ).split()
-)
+# what a resumed run may be given anew: nothing here changes a number of the curve
+OUTPUTS = "resume overwrite checkpoint_every config run_name track wandb_project_name wandb_entity wandb_tags output_dir".split()
+MAY_CHANGE = utils.MEMORY_KNOBS + OUTPUTS
 
 
 class Terminal(Console):
@@ -71,9 +69,9 @@ class Run:
         self.metrics_file = self.samples_file = self.tensorboard = None
         (name,) = broadcast_object_list([self.choose_name()])
         self.folder = Path("runs") / name
-        self.newest, self.damaged = newest_checkpoint(self.folder) if args.resume else (None, [])
-        if self.newest:
-            self.check_same_run()  # before anything is written
+        self.last, self.stopping, self.handlers = None, 0, {}  # the newest whole checkpoint; the signal that all processes stop for
+        if args.resume:
+            self.last = self.choose_checkpoint()  # before anything is written
         in_main_thread = threading.current_thread() is threading.main_thread()  # only there can signals be caught
         signals = (signal.SIGTERM, signal.SIGINT) if in_main_thread else ()
         self.handlers = {number: signal.signal(number, self.on_signal) for number in signals}
@@ -147,9 +145,12 @@ class Run:
         self.metrics_file, self.samples_file = files
         for unfinished in self.folder.glob("checkpoints/*.partial"):
             shutil.rmtree(unfinished)
-        for later in checkpoints_of(self.folder):  # damaged ones, or all those of a run that this one replaces
-            if update is None or int(later.name) > update:
+        for later in checkpoints_of(self.folder):
+            if update is None:  # all those of a run that this one replaces
                 shutil.rmtree(later)
+            elif int(later.name) > update:  # damaged, but perhaps not all of it
+                shutil.rmtree(f"{later}.damaged", ignore_errors=True)
+                later.rename(f"{later}.damaged")
         # TensorBoard's files are never cut: it is told to forget what they say of these steps
         self.tensorboard = SummaryWriter(self.folder, purge_step=0 if update is None else update + 1)
         self.tensorboard.add_text("config", self.config)
@@ -157,11 +158,16 @@ class Run:
     def say(self, line):
         self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
-    def note_combination(self, architecture, layout):
-        """Says so where no test has run this architecture under this engine, precision and layout of rows ("packed", "plain")."""
+    def note_combination(self, script, architecture, layout):
+        """Says so where no test has run this script and architecture under this engine, precision and layout of rows.
+
+        layout: "packed" or "plain". The tests run on CPUs.
+        """
         found = json.loads(Path(__file__).with_name("validated.json").read_text())
-        combination = [architecture, engines.precision(self.accelerator), layout, engines.name(self.accelerator)]
-        if combination not in [row[:4] for row in found]:
+        combination = [architecture, engines.precision(self.accelerator), layout, engines.name(self.accelerator), script]
+        if self.accelerator.device.type != "cpu":
+            combination.append(f"on {self.accelerator.device.type}")
+        if combination not in found:
             self.say(
                 f"note: no test has run {', '.join(combination)} (README, Validated on): look at val/logprob_gap and val/ratio"
             )
@@ -233,9 +239,9 @@ class Run:
     def is_checkpoint_due(self, update):
         """Whether to write one after this update: every `checkpoint_every`, at the end, and on a signal to any process."""
         self.done, every = update, self.args.checkpoint_every
-        number = torch.tensor([self.signal or 0], device=self.accelerator.device)
-        self.signal = int(self.accelerator.gather(number).max())  # all processes must stop after the same update
-        return bool(self.signal) or (every > 0 and (update % every == 0 or update == self.num_steps))
+        heard = torch.tensor([self.signal or 0], device=self.accelerator.device)
+        self.stopping = int(self.accelerator.gather(heard).max())  # all processes must stop after the same update
+        return bool(self.stopping) or (every > 0 and (update % every == 0 or update == self.num_steps))
 
     def checkpoint(self, update, module, optimizer, carried, pending=None):
         """Writes a checkpoint, keeps the last two, and ends the run (exit code 128 + signal) if it was told to.
@@ -246,19 +252,44 @@ class Run:
         weights, moments, steps = engines.full_state(self.accelerator, module, optimizer)
         state = {"args": dataclasses.asdict(self.args), "mixed_precision": engines.precision(self.accelerator), "data": self.data}
         state |= {"update": update, "adam_steps": steps, "carried": carried}
+        if self.accelerator.scaler is not None:
+            state["scaler"] = self.accelerator.scaler.state_dict()
+        folder = self.folder / "checkpoints" / f"{update:06d}"
         if self.main:
             tensors = {"weights": weights, **moments} | ({"pending": pending} if pending else {})
             with self.writing(f"{self.folder}/checkpoints"):
-                write_checkpoint(self.folder / "checkpoints" / f"{update:06d}", state, tensors)
+                for file in (self.metrics_file, self.samples_file):  # the rows before a checkpoint last as long as it does
+                    os.fsync(file.fileno())
+                write_checkpoint(folder, state, tensors)
         self.accelerator.wait_for_everyone()
-        if self.signal:
-            name, number = signal.Signals(self.signal).name, self.signal
+        self.last = folder
+        if self.stopping:
+            name = signal.Signals(self.stopping).name
             self.say(f"{name}: stopped after update {update}; --run_name {self.folder.name} --resume goes on")
-            self.end(128 + number)
+            self.end(128 + self.stopping)
 
-    def check_same_run(self):
-        """Ends with one line where the checkpoint to go on from is of other arguments or rows."""
-        folder = self.newest
+    def choose_checkpoint(self):
+        """The folder to go on from, or None: the main process looks, all take the same. A line says what is damaged."""
+        found = [None, []]
+        if self.main:
+            with self.writing(self.folder, "read"):
+                folder, damaged = newest_checkpoint(self.folder)
+            found = [str(folder) if folder else None, damaged]
+        folder, damaged = broadcast_object_list(found)
+        for line in damaged:
+            self.say(line)
+        if folder is None:
+            if damaged and not self.args.overwrite:
+                utils.fail(f"--resume: no checkpoint in {self.folder} is whole; --overwrite starts anew")
+            return None
+        missing = torch.tensor([not (Path(folder) / "state.json").exists()], device=self.accelerator.device)
+        if self.accelerator.gather(missing).any():
+            utils.fail(f"--resume: {folder} is not seen by every process; runs/ must be on a file system that all share")
+        self.check_same_run(Path(folder))
+        return Path(folder)
+
+    def check_same_run(self, folder):
+        """Ends with one line where a checkpoint is of other arguments, rows or models."""
         state = json.loads((folder / "state.json").read_text())
         now = {"mixed_precision": engines.precision(self.accelerator)} | json.loads(json.dumps(dataclasses.asdict(self.args)))
         before = {"mixed_precision": state["mixed_precision"]} | state["args"]
@@ -282,9 +313,7 @@ class Run:
         self.done = 0
         if not self.args.resume:
             return 0, {}, {}
-        folder = self.newest
-        for line in self.damaged:
-            self.say(line)
+        folder = self.last
         if folder is None:
             self.say(f"--resume: no checkpoint in {self.folder}: starts at the beginning")
             if self.main:
@@ -295,6 +324,8 @@ class Run:
         tensors = {file.stem: load_file(file) for file in folder.glob("*.safetensors")}
         pending = {name: x.to(self.accelerator.device) for name, x in tensors.pop("pending", {}).items()}
         engines.load_full_state(self.accelerator, module, optimizer, tensors, state["adam_steps"])
+        if self.accelerator.scaler is not None:
+            self.accelerator.scaler.load_state_dict(state["scaler"])
         self.done = state["update"]
         self.accelerator.wait_for_everyone()  # all have read it
         if self.main:
@@ -305,25 +336,28 @@ class Run:
 
     # ---- how a run ends before its time --------------------------------------------------------------------------------
     def on_signal(self, number, frame):
+        if number == signal.SIGINT:  # the next one ends at once; SIGTERM comes twice, from a scheduler and from the launcher
+            signal.signal(number, self.handlers[number])
         self.signal = number
-        for other, handler in self.handlers.items():  # the next one ends at once
-            signal.signal(other, handler)
         self.say(f"{signal.Signals(number).name}: will stop after this update, with a checkpoint")
 
     @contextlib.contextmanager
-    def writing(self, what):
+    def writing(self, what, verb="written"):
         """Within it an error of the file system ends the run with one line."""
         try:
             yield
         except (OSError, SafetensorError) as e:
-            self.stop(f"{getattr(e, 'filename', None) or what} cannot be written ({getattr(e, 'strerror', None) or e})")
+            self.stop(f"{getattr(e, 'filename', None) or what} cannot be {verb} ({getattr(e, 'strerror', None) or e})")
 
     def stop(self, message, *details):
         """Ends the run over a fault, exit code 1: what, where, and the checkpoint to go on from. Weights on disk stay."""
         if self.main:
-            folder, _ = newest_checkpoint(self.folder)
-            last = f"{folder}; --run_name {self.folder.name} --resume goes on from it" if folder else "none"
-            print(f"error: {message}", *details, f"last good checkpoint: {last}", sep="\n  ", file=sys.stderr)
+            last = f"{self.last}; --run_name {self.folder.name} --resume goes on from it" if self.last else "none"
+            print(f"error: {message}", *details, f"last good checkpoint: {last}", sep="\n  ", file=sys.stderr, flush=True)
+        if self.accelerator.num_processes > 1:  # the others may wait in a collective, and leaving their group would be another
+            self.close_files(1)
+            sys.stdout.flush()
+            os._exit(1)  # so that the launcher ends them
         self.end(1)
 
     def end(self, exit_code):
@@ -398,7 +432,7 @@ def newest_checkpoint(run_folder):
             files = json.loads((folder / "manifest.json").read_text())
             files["weights.safetensors"], files["state.json"]  # an empty list would make anything whole
             wrong = [name for name, (size, sha) in files.items() if not is_whole(folder / name, size, sha)]
-        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError):  # not EIO and its like, which may pass
             wrong = ["manifest.json"]
         if not wrong:
             return folder, damaged

@@ -27,10 +27,11 @@ import math
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal
 
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, StaticCache
@@ -498,8 +499,8 @@ def missing_eos_scores(scores, ended, penalty, mode):
 class RunningMoments:
     """Mean and unbiased standard deviation of all numbers seen so far (floats); batches are merged by Chan's formula."""
 
-    def __init__(self):
-        self.count, self.mean, self.squares = 0, 0.0, 0.0  # squares: sum of squared distances from the mean
+    def __init__(self, count=0, mean=0.0, squares=0.0):
+        self.count, self.mean, self.squares = count, mean, squares  # squares: sum of squared distances from the mean
 
     def update(self, x):
         x, n = x.double(), self.count
@@ -657,7 +658,8 @@ def main(args: Args):
     transformers_logging.set_verbosity_error(), transformers_logging.disable_progress_bar()
     check(args)
     # DDP would broadcast buffers in each forward, and hang where processes sample for different numbers of steps
-    accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)])
+    patience = InitProcessGroupKwargs(timeout=timedelta(hours=2))  # while the main process writes a large checkpoint
+    accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False), patience])
     engines.settle(accelerator, args)
     device, world, rank = accelerator.device, accelerator.num_processes, accelerator.process_index
     if args.ratio_threshold is not None and accelerator.mixed_precision == "fp16":
@@ -722,10 +724,11 @@ def main(args: Args):
     num_updates = math.ceil(args.total_episodes / B)
     table_updates = set(torch.linspace(1, num_updates, args.num_sample_generations).round().int().tolist())
     watch = ["eps", "objective/scores", "objective/kl", "objective/gold"]
-    run = runs.Run(args, accelerator, num_updates, watch, [prompts, utils.checksum(reference), utils.checksum(reward_model)])
+    learnt_from = [prompts, eval_prompts, utils.checksum(reference), utils.checksum(reward_model), reward_model.bias]
+    run = runs.Run(args, accelerator, num_updates, watch, learnt_from)
     run.say(f"policy {args.sft_model_path}, reward model {args.reward_model_path}, value model {args.value_model}")
     run.say(f"{len(prompts)} prompts, {num_updates} updates of {B} episodes, {world} process(es)")
-    run.note_combination(model.config.model_type, "plain")
+    run.note_combination("train_ppo", model.config.model_type, "plain")
 
     def decode(responses, mask):
         return [tokenizer.decode(r[m], skip_special_tokens=True) for r, m in zip(responses.cpu(), mask.cpu(), strict=True)]
@@ -778,8 +781,8 @@ def main(args: Args):
 
     # ---- what the loop takes from update to update, besides weights and Adam's moments: fresh, or from a checkpoint
     done, carried, pending = run.resume(policy, optimizer)
-    kl_coef, step, moments = carried.get("kl_coef", args.kl_coef), carried.get("step", 0), RunningMoments()
-    vars(moments).update(carried.get("moments", {}))
+    kl_coef, step = carried.get("kl_coef", args.kl_coef), carried.get("step", 0)
+    moments = RunningMoments(**carried.get("moments", {}))
     start_time -= carried.get("seconds", 0)
     before, metrics = carried.get("before"), carried.get("metrics")
     if before is None:
@@ -876,7 +879,7 @@ def main(args: Args):
                         )
                         loss = losses.sum() / num_actions + args.vf_coef * value_losses.sum() / num_states
                         row_losses[rows] = losses.detach().sum(1) + args.vf_coef * value_losses.detach().sum(1)
-                        if is_last:  # before any weight is touched
+                        if is_last:  # all losses are known, and no weight is touched
                             run.check_finite("the loss", update, accelerator.reduce(row_losses, "sum"), show)
                         accelerator.backward(loss * world)  # DDP averages over processes, a sum is meant
                     with torch.no_grad():
@@ -971,8 +974,9 @@ def main(args: Args):
             kl_coef = adapt_kl_coef(kl_coef, metrics["objective/kl"], args.kl_target, args.kl_horizon, B)
 
         if run.is_checkpoint_due(update):
-            waiting = actor.batch.result()[3:] if actor and update < num_updates else ()  # sampled, to be trained on next
-            pending = {name: accelerator.gather(x) for name, x in zip(PENDING, waiting, strict=False)}
+            pending = {}
+            if actor and update < num_updates:  # the batch to be trained on next; its prompts are known
+                pending = {name: accelerator.gather(x) for name, x in zip(PENDING, actor.batch.result()[3:], strict=True)}
             carried = {"seconds": time.time() - start_time, "before": before, "metrics": metrics}
             carried |= {"kl_coef": kl_coef, "step": step, "moments": vars(moments)}
             run.checkpoint(update, policy, optimizer, carried, pending)

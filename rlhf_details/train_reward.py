@@ -24,10 +24,11 @@ import functools
 import math
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal
 
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
@@ -217,7 +218,8 @@ def main(args: Args):
     transformers_logging.set_verbosity_error(), transformers_logging.disable_progress_bar()
     check(args)
     # a step runs the candidates as one forward; buffers never change, so they are not broadcast
-    accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)])
+    patience = InitProcessGroupKwargs(timeout=timedelta(hours=2))  # while the main process writes a large checkpoint
+    accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False), patience])
     engines.settle(accelerator, args)
     device, world, rank, B = accelerator.device, accelerator.num_processes, accelerator.process_index, args.batch_size
     if B % world:
@@ -347,10 +349,14 @@ def main(args: Args):
         said.append(line)
     reward, optimizer = engines.prepare(accelerator, reward, optimizer)
     run = runs.Run(
-        args, accelerator, num_steps, ["eps", "train/rm/loss", "train/rm/accuracy", "train/rm/lr"], [train_ids, checksum]
+        args,
+        accelerator,
+        num_steps,
+        ["eps", "train/rm/loss", "train/rm/accuracy", "train/rm/lr"],
+        [train_ids, eval_ids, references, checksum],
     )
     run.say(f"{args.sft_model_path}, {len(train_ids)} comparisons of {K}, {num_steps} steps, {world} process(es)")
-    run.note_combination(model.config.model_type, "plain")
+    run.note_combination("train_reward", model.config.model_type, "plain")
     for line in said:
         run.say(line)
 
@@ -359,6 +365,7 @@ def main(args: Args):
 
     # ---- the loop
     done, carried, _ = run.resume(reward, optimizer)
+    inner.bias = carried.get("bias", inner.bias)
     start_time, metrics = time.time() - carried.get("seconds", 0), carried.get("metrics")
     for step in range(done + 1, num_steps + 1):
         step_time = time.time()
@@ -381,7 +388,7 @@ def main(args: Args):
                 scores = reward(tokens, mask).reshape(-1, K)  # [M, K]
                 loss = best_of_k_loss(scores, best)
                 row_scores.append(scores.detach().sum(1))
-                if is_last:  # before any weight is touched
+                if is_last:  # all scores are known, and no weight is touched
                     numbers = [i + 1 for r in range(world) for i in numbers[r::world]]  # of the rows, from 1, as gathered
                     run.check_finite("the score", step, accelerator.gather(torch.cat(row_scores)), show, numbers, "row")
                 accelerator.backward(loss / B * world)  # the whole minibatch's count; the engines average over processes
@@ -409,7 +416,7 @@ def main(args: Args):
             metrics["eval/rm/loss"] = best_of_k_loss(scores, best).item() / len(best)
         run.log(metrics, step)
         if run.is_checkpoint_due(step):
-            run.checkpoint(step, reward, optimizer, {"seconds": time.time() - start_time, "metrics": metrics})
+            run.checkpoint(step, reward, optimizer, {"seconds": time.time() - start_time, "metrics": metrics, "bias": inner.bias})
 
     # ---- normalise, fold, save
     gain, bias = 1.0, 0.0

@@ -25,10 +25,11 @@ import math
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal
 
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, StaticCache
@@ -568,7 +569,8 @@ def main(args: Args):
     transformers_logging.set_verbosity_error(), transformers_logging.disable_progress_bar()
     check(args)
     # DDP would broadcast buffers in each forward, and hang where processes sample for different numbers of steps
-    accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)])
+    patience = InitProcessGroupKwargs(timeout=timedelta(hours=2))  # while the main process writes a large checkpoint
+    accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False), patience])
     engines.settle(accelerator, args)
     device, world, rank = accelerator.device, accelerator.num_processes, accelerator.process_index
     k, B, R = args.rloo_k, args.batch_size, args.response_length
@@ -635,12 +637,13 @@ def main(args: Args):
     steps_per_update = args.num_ppo_epochs * args.num_mini_batches
     table_updates = set(torch.linspace(1, num_updates, args.num_sample_generations).round().int().tolist())
     watch = ["eps", "objective/scores", "objective/kl", "objective/gold"]
-    run = runs.Run(args, accelerator, num_updates, watch, [prompts, utils.checksum(reference), utils.checksum(reward_model)])
+    learnt_from = [prompts, eval_prompts, utils.checksum(reference), utils.checksum(reward_model), reward_model.bias]
+    run = runs.Run(args, accelerator, num_updates, watch, learnt_from)
     run.say(f"policy {args.sft_model_path}, reward model {args.reward_model_path}")
     run.say(f"{len(prompts)} prompts, {num_updates} updates of {B} episodes, {world} process(es)")
     shared = f"a prompt is computed once for {n} of its {k} responses, for {n_rollout} when sampling"
     run.say(f"plain rows, one response each: {reason}" if reason else shared)
-    run.note_combination(model.config.model_type, "plain" if reason else "packed")
+    run.note_combination("train_rloo", model.config.model_type, "plain" if reason else "packed")
 
     def decode(responses, mask):
         return [tokenizer.decode(r[m], skip_special_tokens=True) for r, m in zip(responses.cpu(), mask.cpu(), strict=True)]
@@ -784,7 +787,7 @@ def main(args: Args):
                             new_logprobs, old_logprobs, response_mask[rows], advantages[rows], args.cliprange
                         )
                         row_losses[rows] = losses.detach().reshape(len(rows), -1).sum(1)
-                        if is_last:  # before any weight is touched
+                        if is_last:  # all losses are known, and no weight is touched
                             run.check_finite("the loss", update, accelerator.reduce(row_losses, "sum"), show)
                         accelerator.backward(losses.sum() / num_actions * world)  # DDP averages over processes, a sum is meant
                     with torch.no_grad():
@@ -844,8 +847,9 @@ def main(args: Args):
             run.table(f"samples of update {update}", shown, update)
 
         if run.is_checkpoint_due(update):
-            waiting = actor.batch.result()[3:] if actor and update < num_updates else ()  # sampled, to be trained on next
-            pending = {name: accelerator.gather(x) for name, x in zip(PENDING, waiting, strict=False)}
+            pending = {}
+            if actor and update < num_updates:  # the batch to be trained on next; its prompts are known
+                pending = {name: accelerator.gather(x) for name, x in zip(PENDING, actor.batch.result()[3:], strict=True)}
             carried = {"seconds": time.time() - start_time, "before": before, "metrics": metrics}
             run.checkpoint(update, policy, optimizer, carried, pending)
 

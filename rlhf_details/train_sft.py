@@ -19,10 +19,11 @@ import math
 import re
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal
 
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from tokenizers import ByteLevelBPETokenizer
 from torch import nn
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedTokenizerFast
@@ -193,7 +194,8 @@ def main(args: Args):
     """Trains; returns the last row of metrics."""
     transformers_logging.set_verbosity_error(), transformers_logging.disable_progress_bar()
     check(args)
-    accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)])
+    patience = InitProcessGroupKwargs(timeout=timedelta(hours=2))  # while the main process writes a large checkpoint
+    accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False), patience])
     engines.settle(accelerator, args)
     device, world, rank, B = accelerator.device, accelerator.num_processes, accelerator.process_index, args.batch_size
     if B % world:
@@ -253,11 +255,11 @@ def main(args: Args):
         language_model.parameters(), lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay
     )
     language_model, optimizer = engines.prepare(accelerator, language_model, optimizer)
-    run = runs.Run(args, accelerator, num_steps, ["eps", "train/sft/loss", "lr"], [train_ids, checksum])
+    run = runs.Run(args, accelerator, num_steps, ["eps", "train/sft/loss", "lr"], [train_ids, eval_ids, checksum])
     parameters = sum(p.numel() for p in model.parameters())
     run.say(f"{args.base_model}, {parameters / 1e6:.2f} M parameters, {len(tokenizer)} tokens in the vocabulary")
     run.say(f"{len(train_ids)} rows, {num_steps} steps, {world} process(es)")
-    run.note_combination(model.config.model_type, "plain")
+    run.note_combination("train_sft", model.config.model_type, "plain")
 
     def evaluate():
         """Held-out loss and perplexity a target token, and ROUGE-L of one sampled response a row against its completion."""
@@ -319,7 +321,7 @@ def main(args: Args):
             with engines.accumulate(accelerator, language_model, is_last):
                 loss = language_model(**tensors(micro_batch))
                 loss_sum += loss.detach()
-                if is_last:  # before any weight is touched
+                if is_last:  # all losses are known, and no weight is touched
                     loss_sum = accelerator.reduce(loss_sum, "sum")
                     run.check_finite("the loss", step, loss_sum.item(), show, dataset_rows, "row")
                 accelerator.backward(loss / denominator * world)  # the engines average over processes

@@ -7,6 +7,7 @@ runs.py (a run's folder, trackers and checkpoints) and engines.py (what DDP, FSD
 import contextlib
 import ctypes
 import dataclasses
+import errno
 import inspect
 import io
 import json
@@ -260,7 +261,7 @@ def checksum(model):
     """A number that tells a model's weights from others: the CRC-32 of their bytes, on the CPU."""
     total = 0
     for p in model.parameters():
-        total = zlib.crc32(p.detach().cpu().contiguous().view(torch.uint8).numpy(), total)
+        total = zlib.crc32(p.detach().cpu().reshape(-1).view(torch.uint8).numpy(), total)
     return total
 
 
@@ -385,6 +386,9 @@ def save_model(args, model, tokenizer, weights=None):
     if before.exists() and not folder.exists():  # a save was killed between the two renames below
         before.rename(folder)
     shutil.rmtree(partial, ignore_errors=True)
+    if weights is not None:
+        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        weights = weights | {name: x.detach().cpu() for name, x in model.state_dict().items() if name not in parameters}  # buffers
     try:
         model.save_pretrained(partial, state_dict=weights)
         tokenizer.save_pretrained(partial)
@@ -406,6 +410,9 @@ def sync(path):
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as e:
+        if not (Path(path).is_dir() and e.errno in (errno.EINVAL, errno.ENOTSUP)):  # some file systems cannot sync folders
+            raise
     finally:
         os.close(handle)
 

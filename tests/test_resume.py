@@ -15,6 +15,8 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch
+from accelerate import Accelerator
 from conftest import launch, ppo_args, read_metrics, rloo_args
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_rloo import assert_same_curves, without_times
@@ -337,18 +339,22 @@ def test_past_a_damaged_checkpoint_the_older_one_is_taken(tiny, in_tmp, capsys, 
         start(tiny, "rloo", resume=True)
     out = capsys.readouterr().out
     assert out.count("is damaged") == 1 and f"{run}/checkpoints/000004 is damaged (weights.safetensors): passed over" in out
-    assert "goes on after update 2 of 6" in out and checkpoints() == ["000002"]
+    assert "goes on after update 2 of 6" in out and checkpoints() == ["000002", "000004.damaged"]
     assert [row["update"] for row in read_metrics(run)] == [1, 2, 3]
     start(tiny, "rloo", resume=True)
     assert_same_run(".", whole(tiny, "rloo"))
 
 
-def test_where_all_are_damaged_it_starts_at_the_beginning(tiny, in_tmp, capsys):
+def test_where_all_are_damaged_it_starts_anew_only_if_told_to(tiny, in_tmp, capsys):
     run = copy_of_dead(tiny, "rloo-steps")
     for name in ("000002", "000004"):
         cut(run / f"checkpoints/{name}/exp_avg.safetensors")
+    before = everything()
+    with pytest.raises(SystemExit) as error:
+        start(tiny, "rloo-steps", resume=True, overwrite=False)
+    assert f"no checkpoint in {run} is whole" in the_error(capsys, 2, error) and everything() == before
     next_second()
-    start(tiny, "rloo-steps", resume=True)
+    start(tiny, "rloo-steps", resume=True, overwrite=True)
     out = capsys.readouterr().out
     assert out.count("is damaged (exp_avg.safetensors): passed over") == 2 and "starts at the beginning" in out
     assert_same_run(".", whole(tiny, "rloo-steps"))
@@ -507,10 +513,35 @@ def test_a_signal_stops_after_the_update_with_a_checkpoint(tiny, in_tmp, capsys,
 
 
 @in_main_thread
-def test_a_second_signal_acts_at_once(tiny, in_tmp):
+def test_a_second_sigterm_changes_nothing(tiny, in_tmp):
+    """A scheduler and the launcher may both send one."""
+    send = lambda run: [os.kill(os.getpid(), signal.SIGTERM) for _ in range(2)]  # noqa: E731
+    with after_row(3, send), pytest.raises(SystemExit) as error:
+        start(tiny, "rloo", checkpoint_every=0)
+    assert error.value.code == 143 and checkpoints() == ["000003"]
+
+
+@in_main_thread
+def test_a_signal_while_the_processes_agree_is_heard_after_the_next_update(tiny, in_tmp, monkeypatch):
+    gather = Accelerator.gather
+
+    def interrupted(self, x):
+        result = gather(self, x)
+        if x.numel() == 1 and x.dtype == torch.int64 and len(read_metrics("runs/run")) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return result
+
+    monkeypatch.setattr(Accelerator, "gather", interrupted)
+    with pytest.raises(SystemExit) as error:
+        start(tiny, "rloo", checkpoint_every=2)
+    assert error.value.code == 143 and checkpoints() == ["000002", "000003"]
+
+
+@in_main_thread
+def test_a_second_ctrl_c_acts_at_once(tiny, in_tmp):
     def twice(run):
         os.kill(os.getpid(), signal.SIGINT)
-        assert run.signal == signal.SIGINT and signal.getsignal(signal.SIGTERM) != run.on_signal
+        assert run.signal == signal.SIGINT and signal.getsignal(signal.SIGINT) != run.on_signal
         os.kill(os.getpid(), signal.SIGINT)
 
     with after_row(2, twice), pytest.raises(KeyboardInterrupt):
