@@ -258,8 +258,13 @@ def noise_of_the_generator(script):
     script.gumbel_noise = lambda keys, size: torch.empty(len(keys), size, device=keys.device).exponential_().log_().neg_()
 
 
+def heap_as_it_comes(script):
+    script.utils.keep_memory_flat = lambda: None
+
+
 WITHOUT = {
     "onednn": products_by_mkl,
+    "flat_memory": heap_as_it_comes,
     "packed_sampling": sample_one_response_a_row,
     "by_length": keep_the_order_of_rows,
     "pieces": all_logits_at_once,

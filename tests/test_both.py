@@ -91,6 +91,7 @@ def test_both_runs_are_tracked_offline(tiny, in_tmp):
     assert len(list((in_tmp / "runs").iterdir())) == 2
 
 
+@pytest.mark.slow
 def test_two_processes_are_launched_once_and_give_the_curves_of_one(tiny, tmp_path, monkeypatch):
     curves = []
     for processes in (1, 2):

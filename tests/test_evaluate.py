@@ -302,6 +302,7 @@ def test_slices_change_nothing(rows, tiny, other):
     assert parts["policy"]["kl"]["value"] == pytest.approx(whole["policy"]["kl"]["value"], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_two_processes_change_nothing(rows, tiny, other, in_tmp):
     """Also the command line: the flags are those of evaluate_args."""
     options = dict(opponent_path=other, ref_model_path=other, temperature=1.0)

@@ -277,6 +277,7 @@ def test_samples_for_text_rows_still_end_at_eos(in_tmp, gpt2, monkeypatch):
 
 
 # ---- several processes -----------------------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_two_processes_change_nothing(labels, gpt2, in_tmp):
     flags = ["--dataset", "labels.json[:96]", "--eval_dataset", "labels.json[96:131]", "--sft_model_path", gpt2, "--batch_size", 32]
     flags += ["--normalization", "gain_bias", "--response_length", R, "--learning_rate", 1e-3, "--tf_adam", "--run_name", "two"]

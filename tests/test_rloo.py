@@ -71,6 +71,7 @@ def test_two_processes_sample_the_same_tokens_and_give_the_same_curves(tiny, tmp
     assert_same_curves(one, two)
 
 
+@pytest.mark.slow
 def test_two_processes_agree_at_vocabulary_8192(tmp_path):
     tiny = save_pair(tmp_path, vocab_size=8192)
     args = rloo_args(tiny, total_episodes=160, learning_rate=3e-4, token_level_kl=True, normalize_advantage=True)

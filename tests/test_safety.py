@@ -43,6 +43,7 @@ def test_pickled_weights_are_not_read(tiny, in_tmp, capsys, load):
     assert Path("unpickled").exists()
 
 
+@pytest.mark.slow
 def test_pickled_data_sets_are_not_read(in_tmp, capsys):
     Path("rows").mkdir()
     Path("rows/train.pkl").write_bytes(pickle.dumps([Trap()]))

@@ -73,6 +73,7 @@ def test_other_work_is_refused(key, value):
         speed.check_work("ours", {"updates": [done]}, work, speed.model_config(work))
 
 
+@pytest.mark.slow
 def test_compare_from_the_command_line(tmp_path):
     """Ours alone at a tiny size: the table is printed and written, and the JSON holds what the table says."""
     work = "--size 0.9m --prompts 4 8 --response_length 4 --batch_size 8 --updates 1 --alternations 1 --threads 1".split()
