@@ -68,6 +68,8 @@ def rows_of(name):
     return path.read_text().split("\n")[:-1] if path.exists() else []
 
 
+# The kills below look into a run from outside, which tells nobody when a row or a folder is there: so they poll. The waits
+# after that are the experiment itself: they make the moment random.
 def wait_for_rows(process, name, count):
     """Until a run has logged so many rows, or has ended."""
     while process.poll() is None and len(rows_of(name)) < count:

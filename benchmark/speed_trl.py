@@ -77,7 +77,7 @@ class Watch(TrainerCallback):
             model.base_model.register_forward_pre_hook(self.before_forward)
         generate = policy.generate
 
-        def counted(*args, **kwargs):
+        def counted(*args, **kwargs):  # whatever the TRL version at hand gives `generate`
             self.generating = True
             output = generate(*args, **kwargs)
             self.generating = False
@@ -90,6 +90,7 @@ class Watch(TrainerCallback):
 
         policy.generate = counted
 
+    # transformers' TrainerCallback gives its methods arguments that differ from version to version; none is needed here
     def on_train_begin(self, *args, **kwargs):
         self.loaded = memory()[0]
         self.begin()

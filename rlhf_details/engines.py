@@ -79,13 +79,13 @@ def prepare(accelerator, module, optimizer):
     if uses_deepspeed(accelerator) or accelerator.distributed_type == DistributedType.FSDP:
         forward = module.forward
 
-        def in_autocast(*args, **kwargs):  # accelerate does it for DDP
+        def in_autocast(*args, **kwargs):  # of any module's forward; accelerate does the same for DDP
             with accelerator.autocast():
                 return forward(*args, **kwargs)
 
         module.forward = in_autocast
     module, optimizer = accelerator.prepare(module, optimizer)
-    if uses_deepspeed(accelerator):  # accelerate would step inside `backward`
+    if uses_deepspeed(accelerator):  # accelerate (1.15) would step inside `backward`, once a micro-batch; see `step`
         accelerator.deepspeed_engine_wrapped.backward = lambda loss, **_: module.backward(loss)
     return module, optimizer
 

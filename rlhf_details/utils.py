@@ -319,7 +319,7 @@ def keep_memory_flat():
     """For a CPU run of many batches, each of other shapes: oneDNN would keep kernels for the last 1024 of them, and among those the
     heap would go to pieces, since the C library raises its size of blocks to be returned at once to the largest ever freed.
 
-    Without it a toy run grew by 22 % between updates 20 and 200, with it by 0 % at the same speed (benchmark/memory.py).
+    benchmark/memory.py measures a toy run with and without it.
     """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
     os.environ.setdefault("LRU_CACHE_CAPACITY", "16")
