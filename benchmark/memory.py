@@ -40,7 +40,7 @@ def one(algorithm):
         "0",
     ]
     flags += ["--output_dir", f"models/memory_{algorithm}"]
-    script.main(utils.parse_args(script.Args, toy.DEFAULTS[f"train_{algorithm}"], flags))
+    script.main(utils.parse_args(script.Args, toy.defaults(f"train_{algorithm}"), flags))
     print(json.dumps({step: round(sizes[step], 1) for step in POINTS}))
 
 

@@ -166,7 +166,8 @@ def full_weights(accelerator, module):
 def full_state(accelerator, module, optimizer):
     """Whole weights and Adam moments of a prepared module, on the main process's CPU; call it on every process.
 
-    Returns: ({name: weight}, {"exp_avg": {name: moment}, "exp_avg_sq": {name: moment}}, optimiser steps taken), where the
+    Of the weights only those that are trained, where there is an optimizer; under LoRA these are few. Returns: ({name: weight},
+    {"exp_avg": {name: moment}, "exp_avg_sq": {name: moment}}, optimiser steps taken), where the
     moments are empty before the first step, or with optimizer=None.
     """
     weights, moments = {}, {kind: {} for kind in MOMENTS}
@@ -185,6 +186,8 @@ def full_state(accelerator, module, optimizer):
             return whole(states[p][kind]) if p in states else None
 
     for key, p in named_parameters(accelerator, module):
+        if optimizer and not p.requires_grad:
+            continue
         found = [(weights, weight_of(p)), *((moments[kind], moment_of(p, kind)) for kind in MOMENTS if steps)]
         for target, x in found:
             if accelerator.is_main_process and x is not None:  # one process alone needs room for the whole
@@ -204,7 +207,8 @@ def load_full_state(accelerator, module, optimizer, tensors, steps):
         return distribute_tensor(x, p.device_mesh, p.placements) if isinstance(p, DTensor) else x
 
     for key, p in named:
-        p.copy_(like(p, tensors["weights"][key]))
+        if key in tensors["weights"]:
+            p.copy_(like(p, tensors["weights"][key]))
         if key in tensors["exp_avg"]:
             optimizer.state[p] = {kind: like(p, tensors[kind][key]) for kind in MOMENTS}
             place = p.device if optimizer.param_groups[0].get("fused") else "cpu"  # as torch's AdamW has it

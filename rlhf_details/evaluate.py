@@ -72,6 +72,10 @@ class Args:
     """prompts: "toy" (its test split), a .jsonl/.json/.csv/.parquet file, a folder or a Hub data set, with :PART for a split"""
     num_examples: int | None = None
     """evaluate on the first so many prompts; None: on all"""
+    prompt_template: str | None = None
+    """the prompt, with the row's columns in their places: "Question: {question}\\nAnswer:"; None: the column `prompt`"""
+    max_prompt_length: int | None = None
+    """drop rows whose prompt has more tokens than this; the number dropped is printed"""
     policy_path: str | None = None
     """the policy that is evaluated, a folder or a Hub model"""
     opponent_path: str | None = None
@@ -290,10 +294,12 @@ def ask_all(args, texts, cache_file, say):
 # ---- main ------------------------------------------------------------------------------------------------------------
 def check(args):
     """Ends with one line (exit code 2) where arguments are wrong or contradict each other; nothing has been written by then."""
-    for name, lowest in dict(num_examples=1, response_length=1, rollout_micro_batch_size=1, seed=0, truncate_after=0).items():
+    for name, lowest in dict(
+        num_examples=1, max_prompt_length=1, response_length=1, rollout_micro_batch_size=1, seed=0, truncate_after=0
+    ).items():
         if getattr(args, name) is not None and getattr(args, name) < lowest:
             utils.fail(f"--{name} {getattr(args, name)}: must be at least {lowest}")
-    for name in ("seed", "num_examples", "response_length", "rollout_micro_batch_size"):
+    for name in ("seed", "num_examples", "max_prompt_length", "response_length", "rollout_micro_batch_size"):
         if (getattr(args, name) or 0) >= 2**63:
             utils.fail(f"--{name} {getattr(args, name)}: must be below 2**63")
     for name in ("temperature", "kl_temperature"):
@@ -393,10 +399,9 @@ def main(args: Args):
     device, R = accelerator.device, args.response_length
     name, _, split = args.dataset.partition(":")
     is_toy, use_references = name == "toy", args.judge != "none" and not args.opponent_path
-    columns = {"prompt": str} | ({"completion": str} if use_references else {})
-    rows = toy.rows("prompts", split or "test") if is_toy else data.read_rows(args.dataset, columns)
-    rows = rows[: args.num_examples]
-    texts = [row["prompt"] for row in rows]
+    rows = toy.rows("prompts", split or "test", name) if name in toy.TASKS else data.read_rows(args.dataset, {})
+    rows = data.with_prompts(rows[: args.num_examples], args.prompt_template, f"--dataset {args.dataset}")
+    rows = data.with_completions(rows, f"--dataset {args.dataset}") if use_references else rows
 
     # ---- models, each folder once
     loading = {"attn_implementation": args.attn_implementation, "trust_remote_code": args.trust_remote_code}
@@ -423,14 +428,17 @@ def main(args: Args):
     # ---- prompts and references as token ids
     if min(contexts) <= R:
         utils.fail(f"--response_length {R}: leaves no room for a prompt in the models' context of {min(contexts)}")
-    ids = data.encode_prompts(tokenizer, texts, min(contexts) - R, f"--dataset {args.dataset}")
+    limit = args.max_prompt_length or math.inf
+    kept, ids = data.encode_prompts(tokenizer, rows, min(contexts) - R, f"--dataset {args.dataset}", limit)
+    rows = [rows[i] for i in kept]
+    texts = [data.as_text(tokenizer, row["prompt"]) for row in rows]
     references = []
     if use_references:
         references = [data.encode(tokenizer, row["prompt"], row["completion"])[1] for row in rows]  # EOS at the end
     for number, (prompt, reference) in enumerate(zip(ids, references, strict=False), 1):
         if reward_model and len(prompt + reference) > min(contexts):
             length = f"{len(prompt + reference)} tokens; the models' context is {min(contexts)}"
-            utils.fail(f"--dataset {args.dataset}: prompt and completion of row {number} have {length}")
+            utils.fail(f"--dataset {args.dataset}: prompt and completion of row {kept[number - 1] + 1} have {length}")
 
     # ---- responses: the policy's and the opponent's, with the same noise
     def sample_all(path, temperature, purpose, reference=None):
@@ -480,7 +488,8 @@ def main(args: Args):
         mask = torch.arange(max(map(len, references)), device=device) < lengths.unsqueeze(1)  # [N, R]
         tokens = torch.zeros(mask.shape, dtype=torch.long, device=device)
         tokens[mask] = torch.tensor(list(chain(*references)), device=device)
-        opponent, metrics["opponent"] = measure(tokens, mask, [row["completion"] for row in rows])
+        answers = [data.as_text(tokenizer, row["completion"]) for row in rows]
+        opponent, metrics["opponent"] = measure(tokens, mask, answers)
     if args.ref_model_path:
         reference = Policy(models[args.ref_model_path], args.kl_temperature)
         _, _, kl = sample_all(args.policy_path, args.kl_temperature, EVALUATION, reference)
@@ -579,4 +588,4 @@ def show_table(console, say, title, metrics, args):
 
 
 if __name__ == "__main__":
-    main(utils.parse_args(Args, toy.DEFAULTS["evaluate"]))
+    main(utils.parse_args(Args, toy.defaults("evaluate")))

@@ -37,10 +37,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.utils.tensorboard import SummaryWriter
 
-from rlhf_details import engines, utils
+from rlhf_details import engines, health, hub, lora, utils
 
 # what a resumed run may be given anew: nothing here changes a number of the curve
-OUTPUTS = "resume overwrite checkpoint_every config run_name track wandb_project_name wandb_entity wandb_tags output_dir".split()
+OUTPUTS = (
+    "resume overwrite checkpoint_every config run_name track wandb_project_name wandb_entity wandb_tags output_dir "
+    "push_to_hub hub_model_id"
+).split()
 MAY_CHANGE = utils.MEMORY_KNOBS + OUTPUTS
 
 
@@ -63,9 +66,11 @@ class Run:
 
     def __init__(self, args, accelerator, num_steps, watch, data=()):
         self.args, self.accelerator, self.num_steps, self.watch = args, accelerator, num_steps, watch
-        self.main, self.start, self.signal, self.done = accelerator.is_main_process, time.time(), None, 0
+        self.health, self.latest = health.Health(args, accelerator), {}
+        self.main, self.start, self.signal = accelerator.is_main_process, time.time(), None
+        self.done = self.resumed_at = 0
         self.data = hashlib.sha256(json.dumps(data).encode()).hexdigest()
-        self.console, self.wandb, self.bar = Terminal(quiet=not self.main), None, None
+        self.console, self.wandb, self.bar, self.repository = Terminal(quiet=not self.main), None, None, None
         self.metrics_file = self.samples_file = self.tensorboard = None
         (name,) = broadcast_object_list([self.choose_name()])
         self.folder = Path("runs") / name
@@ -103,20 +108,18 @@ class Run:
         versions = {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
         about = {"args": dataclasses.asdict(args), "versions": versions, "commit": commit, "device": str(accelerator.device)}
         about |= {"num_processes": accelerator.num_processes, "mixed_precision": engines.precision(accelerator)}
-        about |= {"engine": engines.name(accelerator), "resumed": []}
+        about |= {"engine": engines.name(accelerator), "resumed": [], "run": str(self.folder)}
+        if args.push_to_hub:
+            about["hub"] = self.repository = hub.open_repository(args)
         if args.resume and (self.folder / "config.json").exists():
             with contextlib.suppress(ValueError, TypeError, KeyError):  # a torn file is written anew
                 before = json.loads((self.folder / "config.json").read_text())
                 about["resumed"] = [*before["resumed"], {key: before[key] for key in ("commit", "num_processes")}]
                 about["wandb_id"] = before.get("wandb_id")
         if args.track:
-            import wandb
-
-            where = dict(project=args.wandb_project_name, entity=args.wandb_entity, tags=list(args.wandb_tags))
-            if about.get("wandb_id"):  # what is logged again has the same numbers as before; wandb keeps the first
-                where |= dict(id=about["wandb_id"], resume="allow")
-            self.wandb = wandb.init(**where, name=self.folder.name, config=about["args"] | about, save_code=True)
+            self.wandb = self.start_wandb(about)
             about["wandb_id"] = self.wandb.id
+        self.about = about
         write_whole(self.folder / "config.json", json.dumps(about, indent=1))
         self.config = f"```\n{json.dumps(about, indent=1)}\n```"
         if not args.resume:
@@ -131,6 +134,42 @@ class Run:
             self.bar = Progress(*columns, console=self.console)
             self.task = self.bar.add_task(args.exp_name, total=self.num_steps, shown="")
             self.bar.start()
+
+    def start_wandb(self, about):
+        """The Weights & Biases run, with configuration, code and tags; a group holds the seeds of an experiment."""
+        import wandb
+
+        args, here = self.args, Path(__file__).parent
+        git = ["git", "describe", "--tags", "--always", "--dirty"]
+        described = subprocess.run(git, capture_output=True, text=True, cwd=here).stdout.strip()
+        where = dict(project=args.wandb_project_name, entity=args.wandb_entity, name=self.folder.name)
+        where |= dict(tags=[*args.wandb_tags, *([described[:64]] if described else [])], job_type=args.exp_name)
+        where |= dict(group=utils.default_run_name(args).rpartition(f"__{args.seed}__")[0], config=about["args"] | about)
+        if about.get("wandb_id"):  # what is logged again has the same numbers as before; wandb keeps the first
+            where |= dict(id=about["wandb_id"], resume="allow")
+        try:
+            run = wandb.init(**where)
+        except wandb.errors.Error as e:
+            hint = "run `wandb login`, set WANDB_API_KEY, or WANDB_MODE=offline"
+            utils.fail(f"--track: Weights & Biases cannot be started ({hub.first_line(e)}); {hint}")
+        run.log_code(str(here))
+        run.define_metric("*", step_metric="episode")  # one axis for runs of any batch size
+        return run
+
+    def show_data(self, prompt_set):
+        """The first rows of a data set and the lengths of its prompts for the trackers, and a prompt for the model card."""
+        (self.prompt, *_), rows, lengths = prompt_set.texts, prompt_set.rows, [len(tokens) for tokens in prompt_set.ids]
+        if not self.main or self.last:
+            return
+        if self.tensorboard:
+            self.tensorboard.add_histogram("data/prompt_lengths", torch.tensor(lengths), 0)
+        if self.wandb:
+            import wandb
+
+            columns = list(dict.fromkeys(column for row in rows[:8] for column in row))
+            table = [[str(row.get(column, "")) for column in columns] for row in rows[:8]]
+            shown = {"data/rows": wandb.Table(columns=columns, data=table), "data/prompt_lengths": wandb.Histogram(lengths)}
+            self.wandb.log(shown, step=0)
 
     def rewind(self, update):
         """Cuts logs and checkpoints after an update, as if nothing later had ever happened; None: there is nothing before."""
@@ -173,21 +212,25 @@ class Run:
             )
 
     def log(self, metrics, step):
-        """Writes one row of metrics ({name: number}) everywhere, and shows `watch` of it."""
+        """Writes one row of metrics ({name: number}) everywhere, shows `watch` of it, and says what looks unhealthy in it."""
+        found, warnings = self.health(metrics)
+        self.latest = metrics = metrics | found
         if not self.main:
             return
+        for line in warnings:
+            self.say(line)
         with self.writing(self.folder / "metrics.jsonl"):
             self.metrics_file.write(json.dumps(metrics) + "\n")
             self.metrics_file.flush()
             for name, value in metrics.items():
                 self.tensorboard.add_scalar(name, value, step)
         if self.wandb:
-            self.wandb.log(metrics | {"global_step": metrics.get("episode", step)}, step=step)
+            self.wandb.log(metrics | {"global_step": metrics["episode"]}, step=step)
         shown = "  ".join(f"{name.split('/')[-1]} {metrics[name]:.4g}" for name in self.watch if name in metrics)
         if self.bar:
             self.bar.update(self.task, completed=step, shown=f"{step}/{self.num_steps}  {shown}")
         elif step in (1, self.num_steps) or (step and step % max(1, self.num_steps // 20) == 0):
-            left = (time.time() - self.start) / max(1, step - self.done) * (self.num_steps - step)
+            left = (time.time() - self.start) / max(1, step - self.resumed_at) * (self.num_steps - step)
             self.say(f"{step}/{self.num_steps}  {shown}  eta {left:.0f}s")
 
     def table(self, title, rows, step):
@@ -212,16 +255,35 @@ class Run:
             self.wandb.log({"samples": wandb.Table(columns=list(rows[0]), data=[list(r.values()) for r in rows])}, step=step)
 
     def save_model(self, model, weights, tokenizer):
-        """Writes --output_dir; weights, {name: whole tensor} of a module that holds this model as its `model`."""
-        if self.main:
-            weights = {key.removeprefix("model."): w for key, w in weights.items() if key.startswith("model.")}
-            with self.writing(f"--output_dir {self.args.output_dir}"):
-                utils.save_model(self.args, model, tokenizer, weights)
+        """Writes --output_dir with a model card, and then pushes it, where asked for.
+
+        weights, {name: whole tensor} of a module that holds this model as its `model`; a model with adapters needs none of them.
+        """
+        if not self.main:
+            return
+        args, link = self.args, self.wandb.url if self.wandb else None
+        weights = {key.removeprefix("model."): w for key, w in weights.items() if key.startswith("model.")}
+
+        def write(folder, weights):
+            if hasattr(model, "peft_config"):
+                lora.save(model, folder, getattr(args, "sft_model_path", None) or args.base_model, args.lora_merge)
+            else:
+                model.save_pretrained(folder, state_dict=weights)
+            card = hub.model_card(args, self.repository, self.latest, link, self.about | {"prompt": self.prompt})
+            (folder / "README.md").write_text(card, encoding="utf-8")
+
+        with self.writing(f"--output_dir {args.output_dir}"):
+            utils.save_model(args, model, tokenizer, weights, write)
+        if self.repository:
+            address, line = hub.push(args, self.repository)
+            print(line, file=sys.stdout if address else sys.stderr, flush=True)
+            if self.wandb:
+                self.wandb.summary["hub"] = address or "not pushed"
 
     def close(self, summary):
         """Prints the closing lines and closes every file."""
         self.close_files()
-        for line in summary:
+        for line in [*summary, f"curves: python benchmark/plot.py {self.folder}"]:
             self.say(line)
 
     def close_files(self, exit_code=0):
@@ -251,7 +313,7 @@ class Run:
         """
         weights, moments, steps = engines.full_state(self.accelerator, module, optimizer)
         state = {"args": dataclasses.asdict(self.args), "mixed_precision": engines.precision(self.accelerator), "data": self.data}
-        state |= {"update": update, "adam_steps": steps, "carried": carried}
+        state |= {"update": update, "adam_steps": steps, "carried": carried, "health": self.health.memory, "latest": self.latest}
         if self.accelerator.scaler is not None:
             state["scaler"] = self.accelerator.scaler.state_dict()
         folder = self.folder / "checkpoints" / f"{update:06d}"
@@ -326,7 +388,8 @@ class Run:
         engines.load_full_state(self.accelerator, module, optimizer, tensors, state["adam_steps"])
         if self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])
-        self.done = state["update"]
+        self.done = self.resumed_at = state["update"]
+        self.health.memory, self.latest = state["health"], state["latest"]
         self.accelerator.wait_for_everyone()  # all have read it
         if self.main:
             with self.writing(self.folder):

@@ -40,14 +40,16 @@ def parse(argv):
     wants_help = bool({"-h", "--help"} & {word for group in words.values() for word in group})
     rest = [word for word in words[""] if word not in ("-h", "--help")]
     module = {"ppo": train_ppo, "rloo": train_rloo}[tyro.cli(Both, args=rest).algorithm]
-    defaults = toy.DEFAULTS["train_reward"], toy.DEFAULTS[module.__name__.rpartition(".")[2]]
+    of_policy = module.__name__.rpartition(".")[2]
+    defaults = toy.DEFAULTS["train_reward"], toy.DEFAULTS[of_policy]
     if wants_help:
         pairs = zip(("reward", "policy"), (train_reward.Args, module.Args), defaults, strict=True)
         groups = [(name, kind, field(default_factory=lambda k=kind, d=values: k(**d))) for name, kind, values in pairs]
         tyro.cli(make_dataclass("Help", groups, bases=(Both,)), args=["--help"])
-    reward = utils.parse_args(train_reward.Args, defaults[0], words["reward"])
+    reward = utils.parse_args(train_reward.Args, toy.defaults("train_reward"), words["reward"])
     start = {"sft_model_path": reward.sft_model_path} if reward.sft_model_path else {}
-    policy = utils.parse_args(module.Args, defaults[1] | start | {"reward_model_path": reward.output_dir}, words["policy"])
+    start = {"toy": toy.DEFAULTS[of_policy] | start | {"reward_model_path": reward.output_dir}}
+    policy = utils.parse_args(module.Args, start, words["policy"])
     if policy.reward_model_path not in (None, reward.output_dir):
         utils.fail(
             f"--policy.reward_model_path {policy.reward_model_path}: it is the reward model just trained, {reward.output_dir}; "
@@ -69,7 +71,7 @@ def check(reward, module, policy):
         utils.fail(f"--policy.run_name {policy.run_name}: is the reward model's as well")
     for name in ("dataset", "eval_dataset"):
         if getattr(policy, name):
-            module.read_prompts(getattr(policy, name), f"--policy.{name}")
+            module.read_prompts(getattr(policy, name), f"--policy.{name}", policy.prompt_template)
 
 
 def main(argv):

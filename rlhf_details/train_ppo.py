@@ -37,7 +37,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, StaticCache
 from transformers.utils import logging as transformers_logging
 
-from rlhf_details import data, engines, runs, toy, utils
+from rlhf_details import data, engines, lora, reward_functions, runs, toy, utils
 
 
 @dataclass
@@ -67,18 +67,36 @@ class Args:
     """go on from the newest whole checkpoint of --run_name, or of the newest run of this dataset, exp_name and seed"""
     checkpoint_every: int = 50
     """updates between checkpoints, the last two of which are kept in the run's folder; 0: only on SIGTERM and SIGINT"""
+    push_to_hub: bool = False
+    """upload output_dir to the Hugging Face Hub at the end"""
+    hub_model_id: str | None = None
+    """the Hub repository, "name" or "owner/name"; None: output_dir with - for /"""
 
     # data and models
     dataset: str = "toy"
-    """prompts: "toy", a .jsonl/.json/.csv/.parquet file, a folder or a Hub data set, with :PART for a split or file of it"""
+    """prompts: "toy", "toy-sum", a .jsonl/.json/.csv/.parquet file, a folder or a Hub data set, with :PART for a split or file of
+    it, or FILE.py:FUNCTION that returns rows"""
     eval_dataset: str | None = None
     """held-out prompts, scored before and after training; None: no held-out evaluation"""
+    take: int | None = None
+    """only the first so many rows of --dataset"""
+    prompt_template: str | None = None
+    """the prompt, with the row's columns in their places: "Question: {question}\\nAnswer:"; None: the column `prompt`"""
+    max_prompt_length: int | None = None
+    """drop rows whose prompt has more tokens than this; the number dropped is printed"""
+    filter_length: bool = False
+    """drop rows whose prompt has more than 0.9 * response_length tokens"""
     sft_model_path: str | None = None
     """the policy to start from, and the reference of the KL; a folder or a Hub model"""
     reward_model_path: str | None = None
-    """reward model, a sequence-classification folder with one label"""
+    """reward model, a sequence-classification folder with one label; one with a tokenizer of its own is given text"""
     allow_untrained_reward_model: bool = False
     """accept a reward model whose head would be newly initialised (dummy runs)"""
+    reward_fn: tuple[str, ...] = ()
+    """functions f(prompts, completions, **columns) -> rewards, FILE.py:function or package.module:function, instead of a reward
+    model or added to its score"""
+    reward_fn_weights: tuple[float, ...] = ()
+    """what each of them is multiplied by, in their order; none: 1"""
     trust_remote_code: bool = False
     """run the Python code that comes with a model; for models whose authors you trust"""
 
@@ -164,6 +182,10 @@ class Args:
     """AdamW's weight decay"""
     max_grad_norm: float | None = None
     """clip the gradient's global norm to this; None: only log it"""
+    lora_rank: int | None = None
+    """train adapters of this rank (LoRA, with alpha twice the rank) in place of all weights; None: all weights"""
+    lora_merge: bool = False
+    """save the model with its adapters merged, and them in output_dir/adapter; else output_dir holds the adapters alone"""
 
     # logging
     num_sample_generations: int = 10
@@ -449,10 +471,11 @@ def in_slices(function, tensors, size):
 
 
 @torch.no_grad()
-def one_response_each(policy, reference, reward_model, ids, args, stop_id, end_id, coordinates, accelerator):
+def one_response_each(policy, reference, judge, ids, args, stop_id, end_id, coordinates, accelerator):
     """Samples and scores one response to each prompt, at the training temperature; each process does its share.
 
-    Args: ids, lists of token ids. Returns: responses, mask of what is scored [N, R], ended, summed KL, scores [N], gathered.
+    Args: ids, N lists of token ids; judge(numbers of the prompts, from 0 and modulo N, batch, ended) -> rewards' values and kinds.
+    Returns: responses, mask of what is scored [N, R], ended, summed KL [N], values, kinds [N, F], gathered to every process.
     """
     policy.eval()
     world, rank, device = accelerator.num_processes, accelerator.process_index, accelerator.device
@@ -463,7 +486,7 @@ def one_response_each(policy, reference, reward_model, ids, args, stop_id, end_i
         responses, mask, logprobs = sample(policy, queries, query_mask, rows, args.response_length, stop_id, coordinates)
         kl = logprobs - response_logprobs(reference, (queries, query_mask, responses, mask))[0]
         mask, ended = truncate_response(responses, mask, end_id, args.truncate_after)
-        return responses, mask, ended, kl.sum(1), response_scores(reward_model, (queries, query_mask, responses, mask))
+        return responses, mask, ended, kl.sum(1), *judge(rows, (queries, query_mask, responses, mask), ended)
 
     with accelerator.autocast():
         outputs = in_slices(one_slice, [queries, query_mask, mine], args.rollout_micro_batch_size)
@@ -482,6 +505,18 @@ def truncate_response(responses, mask, token_id, after):
     ends = mask & (responses == token_id)
     ends[:, :after] = False
     return mask & (ends.cumsum(1) - ends.long() == 0), ends.any(1)  # no end strictly before
+
+
+def combine_rewards(values, given, weights, k):
+    """The weighted sum of the rewards that each response was given, and whether it takes part in the update.
+
+    A reward that says nothing of all k responses to a prompt does not apply to that prompt. One that says nothing of some of them
+    leaves those out, since their sums cannot be compared with their siblings'; so does a response that no reward applies to.
+    Args: values [B, F]; given [B, F] bool; weights [F]; the k of a prompt adjacent. Returns: scores [B], counted [B] bool.
+    """
+    applies = given.reshape(-1, k, given.size(1)).any(1).repeat_interleave(k, 0)  # [B, F]
+    counted = (given | ~applies).all(1) & applies.any(1)
+    return (values * given * weights).sum(1) * counted, counted
 
 
 def missing_eos_scores(scores, ended, penalty, mode):
@@ -514,14 +549,14 @@ class RunningMoments:
         return math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else 0.0
 
 
-def shape_scores(scores, moments, scaling, norm, clip):
+def shape_scores(scores, moments, scaling, norm, clip, counted=slice(None)):
     """Scores [B] less their running mean (norm), over their running standard deviation (scaling), clipped to [-clip, clip].
 
-    Args: moments, a RunningMoments, which sees these scores first; clip, float or None. Equal scores are not scaled.
-    Source: TRL v0.11.4, ppo_trainer.py.
+    Args: moments, a RunningMoments, which sees these scores (those of `counted` [B] bool) first; clip, float or None. Equal scores
+    are not scaled. Source: TRL v0.11.4, ppo_trainer.py.
     """
-    if scaling or norm:
-        moments.update(scores)
+    if (scaling or norm) and len(scores[counted]):
+        moments.update(scores[counted])
     scores = (scores - moments.mean if norm else scores) / ((scaling and moments.std) or 1.0)
     return scores if clip is None else scores.clamp(-clip, clip)
 
@@ -640,16 +675,20 @@ def check(args):
         utils.fail(f"--truncate_after {args.truncate_after}: needs a --truncate_token")
     if args.truncate_after >= args.response_length:
         utils.fail(f"--truncate_after {args.truncate_after}: not below --response_length {args.response_length}")
-    for name in ("sft_model_path", "reward_model_path"):
-        if getattr(args, name) is None:
-            utils.fail(f"--{name}: required, a model folder or Hub name (only --dataset toy from the command line has a default)")
+    if args.sft_model_path is None:
+        utils.fail(
+            "--sft_model_path: required, a model folder or Hub name (only --dataset toy from the command line has a default)"
+        )
+    reward_functions.check(args)
+    lora.check(args)
     utils.check_output_dir(args)
 
 
-def read_prompts(spec, flag):
-    """Rows with a `prompt`, of the embedded task or of a data set."""
+def read_prompts(spec, flag, template=None, take=None):
+    """Rows with a `prompt`, of an embedded task or of a data set."""
     name, _, split = spec.partition(":")
-    return toy.rows("prompts", split or "train") if name == "toy" else data.read_rows(spec, {"prompt": str}, flag=flag)
+    rows = toy.rows("prompts", split or "train", name) if name in toy.TASKS else data.read_rows(spec, {}, flag=flag)
+    return data.with_prompts(rows[:take], template, f"{flag} {spec}")
 
 
 def main(args: Args):
@@ -667,13 +706,13 @@ def main(args: Args):
     B, R = args.batch_size, args.response_length
     if B % (args.num_mini_batches * world):
         utils.fail(f"--batch_size {B}: not divisible by num_mini_batches * processes = {args.num_mini_batches} * {world}")
-    train_rows = read_prompts(args.dataset, "--dataset")
-    eval_rows = read_prompts(args.eval_dataset, "--eval_dataset") if args.eval_dataset else []
-    is_toy = args.dataset.partition(":")[0] == "toy"
-    if is_toy and accelerator.is_main_process:
+    train_rows = read_prompts(args.dataset, "--dataset", args.prompt_template, args.take)
+    eval_rows = read_prompts(args.eval_dataset, "--eval_dataset", args.prompt_template) if args.eval_dataset else []
+    task = args.dataset.partition(":")[0]
+    if task in toy.TASKS and accelerator.is_main_process:
         toy.ensure_stages(args, print)
     accelerator.wait_for_everyone()
-    for flag in ("async_rollouts", "compile"):
+    for flag in ("async_rollouts", "compile", "lora_rank"):
         if getattr(args, flag) and engines.name(accelerator) not in ("one process", "DDP"):
             utils.fail(f"--{flag}: for one process or DDP, not for {engines.name(accelerator)}")
     torch.manual_seed(args.seed)
@@ -683,15 +722,30 @@ def main(args: Args):
     loading = {"attn_implementation": args.attn_implementation, "trust_remote_code": trust}
     tokenizer = utils.load_tokenizer(args.sft_model_path, "--sft_model_path", trust)
     model = utils.load_policy(args.sft_model_path, "--sft_model_path", **loading)
-    reference = Policy(utils.load_policy(args.sft_model_path, "--sft_model_path", **loading), args.temperature)
-    untrained = args.allow_untrained_reward_model
-    reward_model = Reward(utils.load_reward_model(args.reward_model_path, "--reward_model_path", untrained, **loading))
-    utils.check_same_vocabulary(args.sft_model_path, args.reward_model_path, tokenizer, trust)
-    critic = copy.deepcopy(reward_model)  # with its reward_bias, and before the reward model is frozen below
+    if args.lora_rank:  # the reference is the same model, with its adapters off
+        lora.add_adapters(model, args.lora_rank)
+        reference = lora.without_adapters(Policy(model, args.temperature))
+    else:
+        reference = Policy(utils.load_policy(args.sft_model_path, "--sft_model_path", **loading), args.temperature)
+        reference.requires_grad_(False)
+    reward_model = own_tokenizer = None
+    if args.reward_model_path:
+        untrained = args.allow_untrained_reward_model
+        reward_model = Reward(utils.load_reward_model(args.reward_model_path, "--reward_model_path", untrained, **loading))
+        own_tokenizer = utils.find_own_tokenizer(args.sft_model_path, args.reward_model_path, tokenizer, trust)
+    if args.value_model == "separate" and reward_model and not own_tokenizer:
+        critic = copy.deepcopy(reward_model)  # with its reward_bias, and before the reward model is frozen below
+    elif args.value_model == "separate":  # no reward model that reads these token ids: the initial policy's trunk and a zero head
+        critic = Reward(utils.load_reward_model(args.sft_model_path, "--sft_model_path", True, **loading))
+        nn.init.zeros_(critic.model.score.weight)
+    if args.value_model == "separate" and args.lora_rank:
+        lora.add_adapters(critic.model, args.lora_rank)  # its head is trained as a whole
     if args.value_model == "shared":
         critic = nn.Linear(model.get_output_embeddings().in_features, 1)  # on the trunk's last hidden state
         nn.init.zeros_(critic.weight), nn.init.zeros_(critic.bias)  # so that every value starts at 0
-    reference.to(device).eval().requires_grad_(False), reward_model.to(device).eval().requires_grad_(False)
+    reference.to(device).eval()
+    if reward_model:
+        reward_model.to(device).eval().requires_grad_(False)
     if args.compile and (reason := utils.why_no_block_mask(model) or (args.async_rollouts and "not with --async_rollouts")):
         utils.fail(f"--compile: {reason}")
     stop_id = utils.token_id(tokenizer, args.stop_token, "--stop_token")
@@ -702,52 +756,82 @@ def main(args: Args):
             network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
     # ---- data: prompts as token ids; their order is a function of (seed, epoch), over and over
-    configs = model.config.get_text_config(), reward_model.model.config.get_text_config()
-    context = min(getattr(config, "max_position_embeddings", None) or math.inf for config in configs)
+    readers = [model] if reward_model is None or own_tokenizer else [model, reward_model.model]  # of these token ids
+    context = min(getattr(m.config.get_text_config(), "max_position_embeddings", None) or math.inf for m in readers)
     if context <= R:
         utils.fail(f"--response_length {R}: leaves no room for a prompt in the models' context of {context}")
-    room = context - R
-    texts, eval_texts = ([row["prompt"] for row in rows] for rows in (train_rows, eval_rows))
-    prompts = data.encode_prompts(tokenizer, texts, room, f"--dataset {args.dataset}")
-    eval_prompts = data.encode_prompts(tokenizer, eval_texts, room, f"--eval_dataset {args.eval_dataset}")
+    limit = min(args.max_prompt_length or math.inf, 0.9 * R if args.filter_length else math.inf)
+    train_set = data.prompt_set(tokenizer, train_rows, context - R, f"--dataset {args.dataset}", limit)
+    eval_set = data.prompt_set(tokenizer, eval_rows, context - R, f"--eval_dataset {args.eval_dataset}", limit)
+    table_set, prompts = (eval_set if eval_rows else train_set).first(4), train_set.ids
+    functions = reward_functions.RewardFunctions(args, device)
+    functions.check_columns(train_rows, f"--dataset {args.dataset}")
+    functions.check_columns(eval_rows, f"--eval_dataset {args.eval_dataset}")
+    weights = torch.tensor(functions.weights, device=device)  # [F], of all rewards
     longest = max(map(len, prompts)) if args.compile else None
-    table_prompts, table_texts = (eval_prompts or prompts)[:4], (eval_texts or texts)[:4]
     order_of_epoch = functools.cache(lambda epoch: utils.permutation(len(prompts), args.seed, epoch))
-    gold = toy.gold if is_toy else None  # the embedded task's true reward is known, and only watched
+    gold = toy.gold if task == "toy" else None  # the embedded task's true reward is known, and only watched
     gold_of_eval = toy.gold if (args.eval_dataset or args.dataset).partition(":")[0] == "toy" else None
 
     # ---- optimizer: one for policy and value model
     policy = Policy(model, args.temperature, critic).to(device)
     adam = dict(lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay)
-    optimizer = torch.optim.AdamW(policy.parameters(), **adam, fused=True)  # one kernel for all weights
+    trained = [p for p in policy.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, **adam, fused=True)  # one kernel for all weights
     policy, optimizer = engines.prepare(accelerator, policy, optimizer)
     num_updates = math.ceil(args.total_episodes / B)
     table_updates = set(torch.linspace(1, num_updates, args.num_sample_generations).round().int().tolist())
     watch = ["eps", "objective/scores", "objective/kl", "objective/gold"]
-    learnt_from = [prompts, eval_prompts, utils.checksum(reference), utils.checksum(reward_model), reward_model.bias]
+    learnt_from = [prompts, eval_set.ids, utils.checksum(reference)]
+    learnt_from += [utils.checksum(reward_model), reward_model.bias] if reward_model else []
+    learnt_from += [repr(train_set.rows)] if args.reward_fn else []  # whose columns the functions read
     run = runs.Run(args, accelerator, num_updates, watch, learnt_from)
+    run.show_data(train_set)
     run.say(f"policy {args.sft_model_path}, reward model {args.reward_model_path}, value model {args.value_model}")
+    run.say(f"rewards: {', '.join(f'{w:g} * {name}' for w, name in zip(functions.weights, functions.names, strict=True))}")
+    if own_tokenizer:
+        known = f"{len(own_tokenizer)} tokens, the policy's {len(tokenizer)}"
+        run.say(f"the reward model has a tokenizer of its own ({known}): it is given text, decoded and encoded again")
     run.say(f"{len(prompts)} prompts, {num_updates} updates of {B} episodes, {world} process(es)")
     run.note_combination("train_ppo", model.config.model_type, "plain")
 
     def decode(responses, mask):
         return [tokenizer.decode(r[m], skip_special_tokens=True) for r, m in zip(responses.cpu(), mask.cpu(), strict=True)]
 
-    def evaluate(ids, texts, coordinates):
-        """One response to each prompt: (texts of the responses, {what: tensor [N]}), the same on every process."""
-        models = policy, reference, reward_model
-        responses, mask, ended, kl, scores = one_response_each(*models, ids, args, stop_id, end_id, coordinates, accelerator)
+    def rewards_of(rows, batch, ended):
+        """What each reward says of this process's responses to rows of the data: values and kinds [M, F]."""
+        scores, answers = None, decode(*batch[2:]) if args.reward_fn or own_tokenizer else []
+        if own_tokenizer:
+            prompts = [row["prompt"] if data.is_messages(row["prompt"]) else data.as_text(tokenizer, row["prompt"]) for row in rows]
+            scores = reward_functions.score_text(reward_model, own_tokenizer, prompts, answers, ended, args.micro_batch_size)
+        elif reward_model:
+            (scores,) = in_slices(lambda *b: (response_scores(reward_model, b),), batch, args.micro_batch_size)
+        return functions(rows, answers, scores)
+
+    def evaluate(prompt_set, coordinates):
+        """One response to each prompt: (their texts, their scores [N], {what: tensor}), the same on every process."""
+        ids, texts, rows, _ = prompt_set
+
+        def judge(numbers, *batch_and_ended):
+            return rewards_of([rows[i % len(rows)] for i in numbers.tolist()], *batch_and_ended)
+
+        responses, mask, ended, kl, values, kinds = one_response_each(
+            policy, reference, judge, ids, args, stop_id, end_id, coordinates, accelerator
+        )
         answers = decode(responses, mask)
+        functions.stop_if_failed(run, "evaluation", kinds, lambda i: f"{texts[i]!r}, with the response {answers[i]!r}")
+        scores, counted = combine_rewards(values, kinds != reward_functions.NOTHING, weights, 1)
         scores = missing_eos_scores(scores, ended, args.missing_eos_penalty, args.missing_eos_mode)
-        result = {"scores": scores, "kl": kl, "length": mask.sum(1).float(), "ended": ended.float()}
+        result = {"scores": scores[counted], "kl": kl, "length": mask.sum(1).float(), "ended": ended.float()}
+        result |= functions.by_name(values, kinds)
         if gold_of_eval:
             result["gold"] = torch.tensor([gold_of_eval(q, a) for q, a in zip(texts, answers, strict=True)])
             result["parses"] = torch.tensor([float(toy.parses(f"{q} {a}")) for q, a in zip(texts, answers, strict=True)])
-        return answers, result
+        return answers, scores, result
 
     def held_out():
         """Means over the held-out prompts, and the spread of scores and gold, as eval/* metrics."""
-        _, result = evaluate(eval_prompts, eval_texts, (args.seed, EVALUATION, 0))
+        _, _, result = evaluate(eval_set, (args.seed, EVALUATION, 0))
         metrics = {f"eval/objective/{name}": value.mean().item() for name, value in result.items()}
         return metrics | {
             f"eval/objective/{name}_std": result[name].std(correction=0).item() for name in ("scores", "gold") if name in result
@@ -786,7 +870,7 @@ def main(args: Args):
     start_time -= carried.get("seconds", 0)
     before, metrics = carried.get("before"), carried.get("metrics")
     if before is None:
-        before = held_out() if eval_prompts else {}
+        before = held_out() if eval_rows else {}
         if before:
             run.log({"update": 0, "episode": 0, **before}, 0)
     actor = Actor(Policy(accelerator.unwrap_model(policy).model, args.temperature), rollout) if args.async_rollouts else None
@@ -815,7 +899,8 @@ def main(args: Args):
         slice_size = args.micro_batch_size  # whole sequences fill a device with fewer rows than single tokens do
         with torch.no_grad(), accelerator.autocast():
             ref_logprobs, _ = in_slices(lambda *b: response_logprobs(reference, b), my_batch, slice_size)
-            (scores,) = in_slices(lambda *b: (response_scores(reward_model, b),), [*my_batch[:3], scored_mask], slice_size)
+            my_rows = [train_set.rows[ids[i]] for i in torch.arange(B).chunk(world)[rank].tolist()]
+            reward_values, kinds = rewards_of(my_rows, [*my_batch[:3], scored_mask], ended)
             # old log-probs from the forward that phase 5 repeats, not from the sampler: before the first step every ratio is 1
             logprobs, _, values = in_slices(lambda *b: response_logprobs(policy, b), my_batch, slice_size)
             logprobs = behaviour_logprobs if actor else logprobs  # an actor's weights were those of the last update
@@ -824,28 +909,32 @@ def main(args: Args):
             else:
                 kl_penalties = kl_penalty(logprobs, ref_logprobs, args.kl_penalty)
         # gather once: from here on every tensor is the whole batch, the same on every process
-        responses, response_mask, scored_mask, ended, sampled_logprobs, logprobs, ref_logprobs, kl_penalties, values, scores = map(
+        responses, response_mask, scored_mask, ended, sampled_logprobs, logprobs, ref_logprobs, kl_penalties, values = map(
             accelerator.gather,
-            (responses, response_mask, scored_mask, ended, sampled_logprobs, logprobs, ref_logprobs, kl_penalties, values, scores),
+            (responses, response_mask, scored_mask, ended, sampled_logprobs, logprobs, ref_logprobs, kl_penalties, values),
         )
+        reward_values, kinds = accelerator.gather(reward_values), accelerator.gather(kinds)  # [B, F]
         batch = [queries, query_mask, responses, response_mask]  # [B, Q], [B, Q], [B, R], [B, R]
         scores_time = time.time()
 
         def show(i):
             (answer,), row = decode(responses[i : i + 1], response_mask[i : i + 1]), ids[i]
-            return f"row {row + 1} of --dataset, {texts[row]!r}, with the response {answer!r}"
+            return f"row {train_set.numbers[row]} of --dataset, {train_set.texts[row]!r}, with the response {answer!r}"
 
-        run.check_finite("the score", update, scores, show)
+        functions.stop_if_failed(run, f"update {update}", kinds, show)
+        run.check_finite("the score", update, reward_values.sum(1), show)
 
         # ---- 3. Rewards ------------------------------------------------------------------------------------------------
         #   response        a    b   EOS   .    .      (nothing is sampled after the stop token)
         #   response_mask   1    1    1    0    0      actions: they have log-probs, KL, advantages and a policy loss
         #   state_mask      1    1    1    1    0      states: one more, after the end; they have rewards, values and a value loss
         #   rewards        -cK  -cK  -cK score  0      c: kl_coef, K: its KL penalty; in a full row the last token gets both
+        given = kinds != reward_functions.NOTHING  # [B, F]; a function may have nothing to say of a response
+        scores, counted = combine_rewards(reward_values, given, weights, 1)  # [B], [B]
         scores = missing_eos_scores(scores, ended, args.missing_eos_penalty, args.missing_eos_mode)  # [B]
-        shaped_scores = shape_scores(scores, moments, args.score_scaling, args.score_norm, args.score_clip)  # [B]
+        shaped_scores = shape_scores(scores, moments, args.score_scaling, args.score_norm, args.score_clip, counted)  # [B]
         kl = (logprobs - ref_logprobs) * response_mask  # [B, R], k1: objective/kl and adapt_kl_coef, under any --kl_penalty
-        state_mask = value_mask(response_mask)  # [B, R]
+        loss_mask, state_mask = (mask & counted.unsqueeze(1) for mask in (response_mask, value_mask(response_mask)))  # [B, R]
         rewards = token_rewards(shaped_scores, kl_penalties, response_mask, kl_coef)  # [B, R]
         if args.whiten_rewards:
             rewards = utils.masked_whiten(rewards, state_mask, shift_mean=False)
@@ -853,16 +942,18 @@ def main(args: Args):
         # ---- 4. Advantages ---------------------------------------------------------------------------------------------
         advantages, returns = compute_gae(rewards, values, args.gamma, args.lam)  # [B, R]
         if args.normalize_advantage:
-            advantages = utils.masked_whiten(advantages, response_mask)
+            advantages = utils.masked_whiten(advantages, loss_mask)
 
         # ---- 5. Optimise: episodes are shuffled; micro-batches add up to the minibatch's gradient ----------------------
         policy.train()
-        stats, grad_norms, gap = torch.zeros(12, device=device), [], torch.zeros((), device=device)
+        stats, grad_norms = torch.zeros(12, device=device), []
+        gap, first_logratio = torch.zeros((), device=device), torch.zeros((), device=device)
         num_skipped = 0
         for epoch in range(args.num_ppo_epochs):
             order, epoch_kl = torch.tensor(utils.permutation(B, args.seed, update, epoch), device=device), 0  # [B]
             for episodes in order.chunk(args.num_mini_batches):
-                num_actions, num_states = response_mask[episodes].sum(), state_mask[episodes].sum()  # the whole minibatch's
+                # of the whole minibatch
+                num_actions, num_states = (mask[episodes].sum().clamp(min=1) for mask in (loss_mask, state_mask))
                 share = episodes.reshape(world, -1)[rank]  # of this process
                 share = share[by_length([query_mask[share], response_mask[share]])]
                 micro_batches = share.split(args.micro_batch_size)
@@ -872,7 +963,7 @@ def main(args: Args):
                     with engines.accumulate(accelerator, policy, is_last):
                         new_logprobs, entropies, new_values = response_logprobs(policy, [x[rows] for x in batch])  # [M, R]
                         losses, logratio, clipped = ppo_policy_loss(
-                            new_logprobs, logprobs[rows], response_mask[rows], advantages[rows], args.cliprange
+                            new_logprobs, logprobs[rows], loss_mask[rows], advantages[rows], args.cliprange
                         )
                         value_losses, errors, value_clipped = ppo_value_loss(
                             new_values, values[rows], returns[rows], state_mask[rows], args.cliprange_value
@@ -883,13 +974,14 @@ def main(args: Args):
                             run.check_finite("the loss", update, accelerator.reduce(row_losses, "sum"), show)
                         accelerator.backward(loss * world)  # DDP averages over processes, a sum is meant
                     with torch.no_grad():
-                        excess = logratio.expm1() * response_mask[rows]  # ratio - 1, exact near 1
+                        excess = logratio.expm1() * loss_mask[rows]  # ratio - 1, exact near 1
                         sums += torch.stack([x.sum().float() for x in (
-                            excess, 0.5 * logratio**2, losses, response_mask[rows], clipped, excess**2, entropies,
-                            value_losses, state_mask[rows], value_clipped, errors, new_values,
+                            excess, 0.5 * logratio**2, losses, loss_mask[rows], clipped, excess**2, entropies * loss_mask[rows],
+                            value_losses, state_mask[rows], value_clipped, errors, new_values * state_mask[rows],
                         )])  # fmt: skip
                         if not grad_norms:  # the first step's old log-probs: sampler and training forward saw the same weights
                             gap = torch.maximum(gap, (logprobs[rows] - sampled_logprobs[rows]).abs().max())
+                            first_logratio = torch.maximum(first_logratio, logratio.abs().max())
                 sums = accelerator.reduce(sums, "sum")  # over all processes, which therefore decide alike
                 stats += sums
                 mean_excess, approxkl = (sums[:2] / num_actions).tolist()
@@ -909,6 +1001,7 @@ def main(args: Args):
         # ---- 6. Log: sums of numerators and of denominators over all processes, then one division ----------------------
         excess, approxkl, loss, actions, clipped, excess_squared, entropy = stats[:7].tolist()
         value_loss, states, value_clipped, error, vpred = stats[7:].tolist()
+        actions, states = max(actions, 1), max(states, 1)
         non_score_reward = -kl_coef * kl_penalties.sum(1).mean().item()
         value_mean, value_var = mean_and_variance(values, state_mask)
         returns_mean, returns_var = mean_and_variance(returns, state_mask)
@@ -923,9 +1016,9 @@ def main(args: Args):
             "objective/entropy": -(logprobs * response_mask).sum(1).mean().item(),
             "objective/kl_coef": kl_coef,
             "objective/non_score_reward": non_score_reward,
-            "objective/rlhf_reward": shaped_scores.mean().item() + non_score_reward,
-            "objective/scores": scores.mean().item(),
-            "objective/score_total": scores.mean().item() + non_score_reward,
+            "objective/rlhf_reward": utils.masked_mean(shaped_scores, counted).item() + non_score_reward,
+            "objective/scores": utils.masked_mean(scores, counted).item(),
+            "objective/score_total": utils.masked_mean(scores, counted).item() + non_score_reward,
             "objective/loss": loss / actions + args.vf_coef * value_loss / states,
             "policy/approxkl_avg": approxkl / actions,
             "policy/clipfrac_avg": clipped / actions,
@@ -946,8 +1039,10 @@ def main(args: Args):
             "val/ratio": 1 + excess / actions,
             "val/ratio_var": excess_squared / actions - (excess / actions) ** 2,
             "val/logprob_gap": accelerator.gather(gap.reshape(1)).max().item(),
+            "val/first_ratio": accelerator.gather(first_logratio.reshape(1)).max().clamp(max=20).exp().item(),
             "val/num_eos_tokens": (response_mask & (responses == tokenizer.eos_token_id)).sum().item(),
             "val/num_stop_token_ids": ended.sum().item() if end_id is not None else 0,
+            "val/equal_scores": (scores == scores[0]).all().float().item(),
             "val/sequence_lengths": response_mask.sum(1).float().mean().item(),
             "val/optimizer_steps": len(grad_norms),
             "time/rollout": rollout_time - update_time,
@@ -957,17 +1052,18 @@ def main(args: Args):
             "time/update": now - update_time,
             "time/from_scratch": now - start_time,
         }
+        metrics |= {f"objective/{name}": x.mean().item() for name, x in functions.by_name(reward_values, kinds).items()}
         if gold:
             answers = decode(responses, scored_mask)
-            metrics["objective/gold"] = sum(gold(texts[ids[i]], answer) for i, answer in enumerate(answers)) / B
-        if eval_prompts and (update == num_updates or (args.eval_every and update % args.eval_every == 0)):
+            metrics["objective/gold"] = sum(gold(train_set.texts[ids[i]], answer) for i, answer in enumerate(answers)) / B
+        if eval_rows and (update == num_updates or (args.eval_every and update % args.eval_every == 0)):
             metrics |= held_out()
         run.log(metrics, update)
         if update in table_updates:
-            answers, result = evaluate(table_prompts, table_texts, (args.seed, SAMPLE_TABLE, update))
+            answers, scores, result = evaluate(table_set, (args.seed, SAMPLE_TABLE, update))
             shown = [
                 {"query": q, "response": a, "score": s, "kl": d, "total": s - kl_coef * d}
-                for q, a, s, d in zip(table_texts, answers, result["scores"].tolist(), result["kl"].tolist(), strict=True)
+                for q, a, s, d in zip(table_set.texts, answers, scores.tolist(), result["kl"].tolist(), strict=True)
             ]
             run.table(f"samples of update {update}", shown, update)
         if args.adaptive_kl:
@@ -985,8 +1081,8 @@ def main(args: Args):
     weights = engines.full_weights(accelerator, policy)
     run.save_model(accelerator.unwrap_model(policy).model, weights, tokenizer)
     after = {name: value for name, value in metrics.items() if name.startswith("eval/")}
-    summary = [f"held-out prompts ({len(eval_prompts)}), before -> after"] if after else []
-    for name in after:
+    summary = [f"held-out prompts ({len(eval_set.ids)}), before -> after"] if after else []
+    for name in [name for name in after if name in before]:
         summary.append(f"  {name.removeprefix('eval/objective/'):12} {before[name]:8.3f} -> {after[name]:8.3f}")
     run.close([*summary, f"model: {args.output_dir}   run: {run.folder}   {time.time() - start_time:.0f} s"])
     accelerator.wait_for_everyone()
@@ -994,5 +1090,5 @@ def main(args: Args):
 
 
 if __name__ == "__main__":
-    main(utils.parse_args(Args, toy.DEFAULTS["train_ppo"]))
+    main(utils.parse_args(Args, toy.defaults("train_ppo")))
     utils.leave_process_group()

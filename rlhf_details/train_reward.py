@@ -32,7 +32,7 @@ from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGr
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
-from rlhf_details import data, engines, runs, toy, utils
+from rlhf_details import data, engines, lora, runs, toy, utils
 
 LABEL_PAD = 50259  # what fills the token ids of lm-human-preferences' labels: no id of GPT-2, whose vocabulary has 50257
 
@@ -64,13 +64,24 @@ class Args:
     """go on from the newest whole checkpoint of --run_name, or of the newest run of this dataset, exp_name and seed"""
     checkpoint_every: int = 50
     """steps between checkpoints, the last two of which are kept in the run's folder; 0: only on SIGTERM and SIGINT"""
+    push_to_hub: bool = False
+    """upload output_dir to the Hugging Face Hub at the end"""
+    hub_model_id: str | None = None
+    """the Hub repository, "name" or "owner/name"; None: output_dir with - for /"""
 
     # data and model
     dataset: str = "toy"
-    """comparisons: "toy", a file, a folder or a Hub data set of `prompt`, `chosen`, `rejected`, or `prompt`, `candidates`, `best`,
-    or token ids `query`, `sample0` .. and `best` (lm-human-preferences); a file's name may end in [:4992], its first rows"""
+    """comparisons: "toy", a file, a folder, a Hub data set or FILE.py:FUNCTION, with rows of `prompt`, `chosen`, `rejected` (where
+    these begin with the prompt it may be left out), or `prompt`, `candidates`, `best`, or token ids: `query`, `sample0` .. and
+    `best` (lm-human-preferences), `query_token`, `response0_token` .. and `choice` (N+). A name may end in [:4992]: its start"""
     eval_dataset: str | None = None
     """held-out comparisons; None: no evaluation"""
+    take: int | None = None
+    """only the first so many rows of --dataset"""
+    prompt_template: str | None = None
+    """the prompt, with the row's columns in their places: "Question: {question}\\nAnswer:"; None: the column `prompt`"""
+    max_prompt_length: int | None = None
+    """drop rows whose prompt has more tokens than this; the number dropped is printed"""
     sft_model_path: str | None = None
     """the causal language model whose weights it starts from; also the policy that normalisation samples"""
     trust_remote_code: bool = False
@@ -109,6 +120,8 @@ class Args:
     """AdamW's weight decay"""
     max_grad_norm: float | None = None
     """clip the gradient's global norm to this; None: only log it"""
+    lora_rank: int | None = None
+    """train adapters of this rank (LoRA, with alpha twice the rank) and the head in place of all weights; saved merged"""
 
     # memory and speed: never changes the result
     micro_batch_size: int = 8
@@ -167,29 +180,60 @@ def check(args):
         utils.fail(
             "--sft_model_path: required, a model folder or Hub name (only --dataset toy from the command line has a default)"
         )
+    lora.check(args)
     utils.check_output_dir(args)
 
 
-def read_comparisons(spec, flag):
+def read_comparisons(spec, flag, template=None, take=None):
     """Rows of any shape -> list of (prompt, candidates, best); None for the embedded task, whose rows are sampled later."""
-    if spec.partition(":")[0] == "toy":
-        toy.rows("prompts", spec.partition(":")[2] or "train")  # ends here if there is no such split
+    name, _, split = spec.partition(":")
+    if name in toy.TASKS:
+        if name != "toy":
+            utils.fail(f"{flag} {spec}: has no comparisons; its reward is a function")
+        toy.rows("prompts", split or "train")  # ends here if there is no such split
         return None
-    rows = data.read_rows(spec, {}, flag=flag)
+    rows, what = data.read_rows(spec, {}, flag=flag)[:take], f"{flag} {spec}"
     if "sample0" in rows[0]:
-        return label_rows(rows, f"{flag} {spec}")
-    data.check_columns(rows, {"prompt": str}, f"{flag} {spec}")
-    if "candidates" not in rows[0]:
-        data.check_columns(rows, {"chosen": str, "rejected": str}, f"{flag} {spec}")
-        return [(row["prompt"], [row["chosen"], row["rejected"]], 0) for row in rows]
-    data.check_columns(rows, {"candidates": list, "best": int}, f"{flag} {spec}")
-    for number, row in enumerate(rows, 1):
-        K = max(2, len(rows[0]["candidates"]))
-        if len(row["candidates"]) != K or not all(isinstance(c, str) for c in row["candidates"]):
-            utils.fail(f"{flag} {spec}: row {number}, column 'candidates': must hold {K} strings, in every row alike")
-        if not 0 <= row["best"] < len(row["candidates"]):
-            utils.fail(f"{flag} {spec}: row {number}, column 'best': {row['best']} is no index of its candidates")
-    return [(row["prompt"], row["candidates"], row["best"]) for row in rows]
+        if template is not None:
+            utils.fail(f"--prompt_template {template!r}: {what} holds token ids")
+        return label_rows(rows, what)
+    if "response0_token" in rows[0]:  # N+
+        rows = data.with_prompts(rows, template, what)
+        data.check_columns(rows, {"response0_token": list, "response1_token": list, "choice": int}, what)
+        both, names = (
+            [[data.Padded(row[f"response{i}_token"]) for i in (0, 1)] for row in rows],
+            ["response0_token", "response1_token"],
+        )
+        triples = [(row["prompt"], candidates, row["choice"]) for row, candidates in zip(rows, both, strict=True)]
+    elif "candidates" in rows[0]:
+        rows = data.with_prompts(rows, template, what)
+        data.check_columns(rows, {"candidates": list, "best": int}, what)
+        triples = [(row["prompt"], row["candidates"], row["best"]) for row in rows]
+        names = ["candidates"] * max(2, len(rows[0]["candidates"]))
+    else:
+        names = ["chosen", "rejected"]
+        triples = [(*chosen_and_rejected(row, template, f"{what}: row {i}"), 0) for i, row in enumerate(rows, 1)]
+    for number, (prompt, candidates, best) in enumerate(triples, 1):
+        if len(candidates) != len(names):
+            utils.fail(f"{what}: row {number}, column 'candidates': must hold {len(names)} strings, in every row alike")
+        for name, candidate in zip(names, candidates, strict=True):
+            data.check_text(candidate, f"{what}: row {number}, column {name!r}", prompt)
+        if not 0 <= best < len(candidates):
+            utils.fail(f"{what}: row {number}, column 'best': {best} is no index of its candidates")
+    return triples
+
+
+def chosen_and_rejected(row, template, what):
+    """(prompt, [chosen, rejected]) of a row; the prompt may be what both begin with, or be repeated by them as messages."""
+    for column in ("chosen", "rejected"):
+        if column not in row:
+            utils.fail(f"{what} has no column {column!r} (it has {sorted(row)})")
+    chosen, rejected = row["chosen"], row["rejected"]
+    repeats = data.is_messages(chosen) and len(chosen) > 1
+    if template is None and ("prompt" not in row or repeats):
+        return data.split_common(chosen, rejected, what)
+    (row,) = data.with_prompts([row], template, what)
+    return row["prompt"], [chosen, rejected]
 
 
 def label_rows(rows, what):
@@ -224,13 +268,24 @@ def main(args: Args):
     device, world, rank, B = accelerator.device, accelerator.num_processes, accelerator.process_index, args.batch_size
     if B % world:
         utils.fail(f"--batch_size {B}: not divisible by the {world} processes")
-    train_rows = read_comparisons(args.dataset, "--dataset")
-    eval_rows = read_comparisons(args.eval_dataset, "--eval_dataset") if args.eval_dataset else []
+    for flag in ("take", "prompt_template", "max_prompt_length"):
+        if getattr(args, flag) is not None and args.dataset.partition(":")[0] == "toy":
+            utils.fail(
+                f"--{flag} {getattr(args, flag)}: not for the embedded task, whose comparisons are sampled; --num_comparisons"
+            )
+    if args.lora_rank and engines.name(accelerator) not in ("one process", "DDP"):
+        utils.fail(f"--lora_rank: for one process or DDP, not for {engines.name(accelerator)}")
+    train_rows = read_comparisons(args.dataset, "--dataset", args.prompt_template, args.take)
+    eval_rows = read_comparisons(args.eval_dataset, "--eval_dataset", args.prompt_template) if args.eval_dataset else []
     K, eval_K = (4 if rows is None else len(rows[0][1]) if rows else 0 for rows in (train_rows, eval_rows))  # toy: 4
     if eval_K not in (0, K):
         utils.fail(f"--eval_dataset {args.eval_dataset}: {eval_K} candidates a row, but {K} in --dataset {args.dataset}")
-    columns = {"prompt": str, "completion": str}
-    references = data.read_rows(args.reference_dataset, columns, flag="--reference_dataset") if args.reference_dataset else []
+    references, what = [], f"--reference_dataset {args.reference_dataset}"
+    if args.reference_dataset:
+        references = data.with_prompts(
+            data.read_rows(args.reference_dataset, {}, flag="--reference_dataset"), args.prompt_template, what
+        )
+        references = data.with_completions(references, what)
     if train_rows is None and accelerator.is_main_process:
         toy.ensure_stages(args, print)
     accelerator.wait_for_everyone()
@@ -247,6 +302,7 @@ def main(args: Args):
         if tokenizer.pad_token_id >= model.get_input_embeddings().num_embeddings:
             model.resize_token_embeddings(tokenizer.pad_token_id + 1)
     model.config.pad_token_id = tokenizer.pad_token_id
+    model = lora.add_adapters(model, args.lora_rank) if args.lora_rank else model
     checksum = utils.checksum(model)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -269,7 +325,7 @@ def main(args: Args):
             numbers = torch.arange(start * n, start * n + len(queries), device=device)
             coordinates, R = (args.seed, REWARD_DATA, use), args.response_length
             # labels were given to whole responses of R tokens, which no EOS ends: lm-human-preferences normalises on the same
-            stop_id = None if isinstance(prompts[0], list) else tokenizer.eos_token_id
+            stop_id = None if type(prompts[0]) is list and not data.is_messages(prompts[0]) else tokenizer.eos_token_id
             with accelerator.autocast():
                 responses, mask, _ = sample(policy, queries, query_mask, numbers, 1, R, stop_id, coordinates)
             answers += [r[m].tolist() for r, m in zip(responses, mask, strict=True)]
@@ -284,16 +340,27 @@ def main(args: Args):
 
     context = getattr(model.config.get_text_config(), "max_position_embeddings", math.inf)
 
-    def encode(rows, what):
+    def keep_short(rows, what):
+        """(numbers, from 1, of the rows whose prompt is not above --max_prompt_length; these rows)."""
+        if args.max_prompt_length is None or not rows:
+            return range(1, len(rows) + 1), rows
+        kept = data.short_enough([data.encode(tokenizer, prompt) for prompt, _, _ in rows], args.max_prompt_length, what)
+        return [i + 1 for i in kept], [rows[i] for i in kept]
+
+    def encode(rows, what, row_numbers=None):
         """Token ids of each candidate of (prompt, candidates, best) rows: list of ([ids] * K, best)."""
-        for number, (query, samples, _) in enumerate(rows if rows and isinstance(rows[0][0], list) else [], 1):
+        row_numbers = row_numbers or range(1, len(rows) + 1)
+        are_ids = rows and isinstance(rows[0][0], list) and not data.is_messages(rows[0][0])
+        for number, (query, samples, _) in zip(row_numbers, rows if are_ids else [], strict=False):
+            if isinstance(query, data.Padded):
+                query, samples = data.encode(tokenizer, query), [data.encode(tokenizer, ids) for ids in samples]
             for column, ids in [("query", query), *((f"sample{k}", ids) for k, ids in enumerate(samples))]:
                 for i in ids:
                     if not 0 <= i < vocabulary or i == tokenizer.pad_token_id:  # the library reads no score at its padding
                         known = f"the labels' padding {LABEL_PAD} nor a token of the model ({vocabulary}, less its own padding)"
                         utils.fail(f"{what}: row {number}, column {column!r}: id {i} is neither {known}")
         encoded = [([joined(prompt, c) for c in candidates], best) for prompt, candidates, best in rows]
-        for number, (candidates, _) in enumerate(encoded, 1):
+        for number, (candidates, _) in zip(row_numbers, encoded, strict=True):
             if max(map(len, candidates)) > context:
                 utils.fail(f"{what}: row {number} has {max(map(len, candidates))} tokens; the model's context is {context}")
         return encoded
@@ -302,13 +369,16 @@ def main(args: Args):
         train_rows = toy_comparisons(args.dataset, args.num_comparisons, 0)
     if eval_rows is None:
         eval_rows = toy_comparisons(args.eval_dataset, 512, 1)
-    train_ids = encode(train_rows, f"--dataset {args.dataset}")
-    eval_ids = encode(eval_rows, f"--eval_dataset {args.eval_dataset}")
+    row_numbers, train_rows = keep_short(train_rows, f"--dataset {args.dataset}")
+    eval_numbers, eval_rows = keep_short(eval_rows, f"--eval_dataset {args.eval_dataset}")
+    train_ids = encode(train_rows, f"--dataset {args.dataset}", row_numbers)
+    eval_ids = encode(eval_rows, f"--eval_dataset {args.eval_dataset}", eval_numbers)
     references = encode([(r["prompt"], [r["completion"]], 0) for r in references], f"--reference_dataset {args.reference_dataset}")
     references = [row for candidates, _ in references or train_ids for row in candidates]  # None given: the candidates themselves
     prompts = [train_rows[i % len(train_rows)][0] for i in range(args.normalize_samples)]  # to sample from, for gain_bias
     if args.normalization == "gain_bias":
-        data.encode_prompts(tokenizer, prompts, context - args.response_length, f"--dataset {args.dataset}")
+        rows = [{"prompt": prompt} for prompt in prompts]
+        data.encode_prompts(tokenizer, rows, context - args.response_length, f"--dataset {args.dataset}")
     if len(train_ids) < B:
         utils.fail(f"--batch_size {B}: more than the {len(train_ids)} rows of --dataset {args.dataset}")
     steps_per_epoch = len(train_ids) // B
@@ -317,7 +387,7 @@ def main(args: Args):
     reward = Reward(model).to(device)
     inner = reward
     optimizer = torch.optim.AdamW(
-        [{"params": model.parameters()}, {"params": [reward.gain], "weight_decay": 0.0}],
+        [{"params": [p for p in model.parameters() if p.requires_grad]}, {"params": [reward.gain], "weight_decay": 0.0}],
         lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay,
     )  # fmt: skip
 
@@ -355,13 +425,16 @@ def main(args: Args):
         ["eps", "train/rm/loss", "train/rm/accuracy", "train/rm/lr"],
         [train_ids, eval_ids, references, checksum],
     )
+    shown = [{"prompt": p, "candidates": c, "best": best} for p, c, best in train_rows]
+    ids, texts = ([f(tokenizer, prompt) for prompt, _, _ in train_rows] for f in (data.encode, data.as_text))
+    run.show_data(data.PromptSet(ids, texts, shown, row_numbers))
     run.say(f"{args.sft_model_path}, {len(train_ids)} comparisons of {K}, {num_steps} steps, {world} process(es)")
     run.note_combination("train_reward", model.config.model_type, "plain")
     for line in said:
         run.say(line)
 
     def show(i):
-        return f"{[tokenizer.decode(ids) for ids in train_ids[i - 1][0]]}"
+        return f"{[tokenizer.decode(ids) for ids in train_ids[row_numbers.index(i)][0]]}"
 
     # ---- the loop
     done, carried, _ = run.resume(reward, optimizer)
@@ -389,11 +462,11 @@ def main(args: Args):
                 loss = best_of_k_loss(scores, best)
                 row_scores.append(scores.detach().sum(1))
                 if is_last:  # all scores are known, and no weight is touched
-                    numbers = [i + 1 for r in range(world) for i in numbers[r::world]]  # of the rows, from 1, as gathered
-                    run.check_finite("the score", step, accelerator.gather(torch.cat(row_scores)), show, numbers, "row")
+                    gathered = [row_numbers[i] for r in range(world) for i in numbers[r::world]]  # of the rows, from 1
+                    run.check_finite("the score", step, accelerator.gather(torch.cat(row_scores)), show, gathered, "row")
                 accelerator.backward(loss / B * world)  # the whole minibatch's count; the engines average over processes
             stats += torch.stack([loss.detach(), num_correct(scores.detach(), best).float()])
-        check_norm = functools.partial(run.check_finite, "the gradient's norm", step, show=show, rows=numbers, unit="row")
+        check_norm = functools.partial(run.check_finite, "the gradient's norm", step, show=show, rows=gathered, unit="row")
         grad_norm = engines.step(accelerator, reward, optimizer, args.max_grad_norm, check_norm)
         loss_sum, correct = accelerator.reduce(stats, "sum").tolist()
         now = time.time()
@@ -426,6 +499,8 @@ def main(args: Args):
     if args.normalization == "mean_shift":
         bias = -score(references).mean().item()
         run.say(f"mean score {-bias:.3f} on {len(references)} reference responses -> 0")
+    if args.lora_rank:  # the head, its scale and its bias belong to the whole model, so it is saved as one
+        lora.merge(model)
     weights = engines.full_weights(accelerator, reward)
     if accelerator.is_main_process:
         weights["model.score.weight"] = weights["model.score.weight"] * weights["gain"] * gain
@@ -438,5 +513,5 @@ def main(args: Args):
 
 
 if __name__ == "__main__":
-    main(utils.parse_args(Args, toy.DEFAULTS["train_reward"]))
+    main(utils.parse_args(Args, toy.defaults("train_reward")))
     utils.leave_process_group()

@@ -9,7 +9,7 @@ RLOO: REINFORCE with a leave-one-out baseline, on a language model and a learned
 5. All randomness is a function of coordinates (seed, purpose, update, row, step, token), never of a generator's state.
 
 Left out on purpose: a separate inference engine, top-k and top-p (they would make the sampler another policy), a KL loss
-(the KL is in the reward), reward functions in Python (to come).
+(the KL is in the reward).
 
 Shapes    P: prompts   k: responses a prompt   B = P * k: episodes, the k of a prompt adjacent   Q: query tokens, left-padded
           R: response tokens, right-padded   V: vocabulary   M: episodes of a micro-batch   n: responses packed in a row
@@ -35,7 +35,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, StaticCache
 from transformers.utils import logging as transformers_logging
 
-from rlhf_details import data, engines, runs, toy, utils
+from rlhf_details import data, engines, lora, reward_functions, runs, toy, utils
 
 
 @dataclass
@@ -65,18 +65,36 @@ class Args:
     """go on from the newest whole checkpoint of --run_name, or of the newest run of this dataset, exp_name and seed"""
     checkpoint_every: int = 50
     """updates between checkpoints, the last two of which are kept in the run's folder; 0: only on SIGTERM and SIGINT"""
+    push_to_hub: bool = False
+    """upload output_dir to the Hugging Face Hub at the end"""
+    hub_model_id: str | None = None
+    """the Hub repository, "name" or "owner/name"; None: output_dir with - for /"""
 
     # data and models
     dataset: str = "toy"
-    """prompts: "toy", a .jsonl/.json/.csv/.parquet file, a folder or a Hub data set, with :PART for a split or file of it"""
+    """prompts: "toy", "toy-sum", a .jsonl/.json/.csv/.parquet file, a folder or a Hub data set, with :PART for a split or file of
+    it, or FILE.py:FUNCTION that returns rows"""
     eval_dataset: str | None = None
     """held-out prompts, scored before and after training; None: no held-out evaluation"""
+    take: int | None = None
+    """only the first so many rows of --dataset"""
+    prompt_template: str | None = None
+    """the prompt, with the row's columns in their places: "Question: {question}\\nAnswer:"; None: the column `prompt`"""
+    max_prompt_length: int | None = None
+    """drop rows whose prompt has more tokens than this; the number dropped is printed"""
+    filter_length: bool = False
+    """drop rows whose prompt has more than 0.9 * response_length tokens"""
     sft_model_path: str | None = None
     """the policy to start from, and the reference of the KL; a folder or a Hub model"""
     reward_model_path: str | None = None
-    """reward model, a sequence-classification folder with one label"""
+    """reward model, a sequence-classification folder with one label; one with a tokenizer of its own is given text"""
     allow_untrained_reward_model: bool = False
     """accept a reward model whose head would be newly initialised (dummy runs)"""
+    reward_fn: tuple[str, ...] = ()
+    """functions f(prompts, completions, **columns) -> rewards, FILE.py:function or package.module:function, instead of a reward
+    model or added to its score"""
+    reward_fn_weights: tuple[float, ...] = ()
+    """what each of them is multiplied by, in their order; none: 1"""
     trust_remote_code: bool = False
     """run the Python code that comes with a model; for models whose authors you trust"""
 
@@ -133,6 +151,10 @@ class Args:
     """AdamW's weight decay"""
     max_grad_norm: float | None = 1.0
     """clip the gradient's global norm to this; None: only log it"""
+    lora_rank: int | None = None
+    """train adapters of this rank (LoRA, with alpha twice the rank) in place of all weights; None: all weights"""
+    lora_merge: bool = False
+    """save the model with its adapters merged, and them in output_dir/adapter; else output_dir holds the adapters alone"""
 
     # logging
     num_sample_generations: int = 10
@@ -431,10 +453,11 @@ def in_slices(function, tensors, size, n=1):
 
 
 @torch.no_grad()
-def one_response_each(policy, reference, reward_model, ids, args, stop_id, coordinates, accelerator):
+def one_response_each(policy, reference, judge, ids, args, stop_id, coordinates, accelerator):
     """Samples and scores one response to each prompt, at the training temperature; each process does its share.
 
-    Args: ids, lists of token ids. Returns: responses, mask [N, R], summed KL, scores [N], gathered to every process.
+    Args: ids, N lists of token ids; judge(numbers of the prompts, from 0 and modulo N, batch, ended) -> rewards' values and kinds.
+    Returns: responses, mask [N, R], ended, summed KL [N], values, kinds [N, F], gathered to every process.
     """
     policy.eval()
     world, rank, device = accelerator.num_processes, accelerator.process_index, accelerator.device
@@ -445,7 +468,8 @@ def one_response_each(policy, reference, reward_model, ids, args, stop_id, coord
         responses, mask, logprobs = sample(policy, queries, query_mask, rows, 1, args.response_length, stop_id, coordinates)
         batch = queries, query_mask, responses, mask
         kl = logprobs - response_logprobs(reference, batch, 1)[0]
-        return responses, mask, kl.sum(1), response_scores(reward_model, batch, 1)
+        ended = has_stopped(responses, mask, stop_id)
+        return responses, mask, ended, kl.sum(1), *judge(rows, batch, ended)
 
     with accelerator.autocast():
         outputs = in_slices(one_slice, [queries, query_mask, mine], args.rollout_micro_batch_size)
@@ -459,12 +483,12 @@ def rows_per_forward(k, size):
 
 
 def why_not_share(policy, reward_model, query_length, response_length, n):
-    """None where packed rows give this policy's log-probs and this reward model's scores; else the reason in words.
+    """None where packed rows give this policy's log-probs and this reward model's scores (None: no such model); else the reason.
 
     Two random prompts, as long as this run's longest, with n responses each are computed packed and one by one, in fp32.
     """
-    for name, model in (("policy", policy.model), ("reward model", reward_model.model)):
-        if reason := utils.why_no_block_mask(model):
+    for name, module in (("policy", policy), ("reward model", reward_model)):
+        if module and (reason := utils.why_no_block_mask(module.model)):
             return f"the {name} {reason}"
     device, vocab_size = policy.model.device, policy.model.config.get_text_config().vocab_size
     ids = torch.arange(2 * (query_length + n * response_length), device=device).mul(7919).remainder(vocab_size)
@@ -474,10 +498,10 @@ def why_not_share(policy, reward_model, query_length, response_length, n):
     query_mask[:n, : query_length // 2] = False  # the first prompt is left-padded
     batch = queries, query_mask, responses, torch.ones_like(responses, dtype=torch.bool)
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        gap = max(
-            (response_logprobs(policy, batch, n)[0] - response_logprobs(policy, batch, 1)[0]).abs().max().item(),
-            (response_scores(reward_model, batch, n) - response_scores(reward_model, batch, 1)).abs().max().item(),
-        )
+        gap = (response_logprobs(policy, batch, n)[0] - response_logprobs(policy, batch, 1)[0]).abs().max().item()
+        if reward_model:
+            scores = response_scores(reward_model, batch, n) - response_scores(reward_model, batch, 1)
+            gap = max(gap, scores.abs().max().item())
     return None if gap < 1e-3 else f"packed and plain rows differ by {gap:.2g}"
 
 
@@ -485,6 +509,18 @@ def why_not_share(policy, reward_model, query_length, response_length, n):
 def has_stopped(responses, mask, stop_id):
     """Whether each response [B, R] holds the stop token, looked for in its real tokens only; stop_id None: always True."""
     return (mask & (responses == stop_id)).any(1) if stop_id is not None else mask.any(1)
+
+
+def combine_rewards(values, given, weights, k):
+    """The weighted sum of the rewards that each response was given, and whether it takes part in the update.
+
+    A reward that says nothing of all k responses to a prompt does not apply to that prompt. One that says nothing of some of them
+    leaves those out, since their sums cannot be compared with their siblings'; so does a response that no reward applies to.
+    Args: values [B, F]; given [B, F] bool; weights [F]; the k of a prompt adjacent. Returns: scores [B], counted [B] bool.
+    """
+    applies = given.reshape(-1, k, given.size(1)).any(1).repeat_interleave(k, 0)  # [B, F]
+    counted = (given | ~applies).all(1) & applies.any(1)
+    return (values * given * weights).sum(1) * counted, counted
 
 
 def missing_eos_scores(scores, ended, penalty, mode):
@@ -499,30 +535,36 @@ def missing_eos_scores(scores, ended, penalty, mode):
     return torch.where(ended, scores, scores - penalty if mode == "subtract" else torch.full_like(scores, -penalty))
 
 
-def shape_scores(scores, normalize, clip_range):
-    """Scores [B] whitened over the batch (`normalize`) and then clipped to [-clip_range, clip_range] (None: not)."""
+def shape_scores(scores, normalize, clip_range, counted=None):
+    """Scores [B] whitened over the batch (`normalize`) and then clipped to [-clip_range, clip_range] (None: not).
+
+    Args: counted [B] bool, None: all; the others become 0.
+    """
     if normalize:
-        scores = utils.masked_whiten(scores, torch.ones_like(scores, dtype=torch.bool))
+        scores = utils.masked_whiten(scores, torch.ones_like(scores, dtype=torch.bool) if counted is None else counted)
     return scores if clip_range is None else scores.clamp(-clip_range, clip_range)
 
 
-def rloo_advantages(rewards, k):
+def rloo_advantages(rewards, k, counted=None):
     """Each reward minus the mean of its k - 1 siblings': A_i = R_i - (sum_j R_j - R_i) / (k - 1).
 
-    Args: rewards [B], the k of a prompt adjacent; k >= 2. Returns: [B]; each group sums to 0. Source: arXiv 2402.14740, eq. 8.
+    Args: rewards [B], the k of a prompt adjacent; k >= 2; counted [B] bool, None: all. One that does not count is no one's sibling,
+    and has advantage 0, as one without siblings has. Returns: [B]; each group sums to 0. Source: arXiv 2402.14740, eq. 8.
     """
-    rewards = rewards.reshape(-1, k)  # [P, k]
-    baseline = (rewards.sum(1, keepdim=True) - rewards) / (k - 1)
-    return (rewards - baseline).reshape(-1)
+    counted = torch.ones_like(rewards, dtype=torch.bool) if counted is None else counted
+    rewards, counted = rewards.reshape(-1, k), counted.reshape(-1, k)  # [P, k]
+    siblings = counted.sum(1, keepdim=True) - 1  # [P, 1], k - 1 where all count
+    baseline = ((rewards * counted).sum(1, keepdim=True) - rewards) / siblings.clamp(min=1)
+    return ((rewards - baseline) * (counted & (siblings > 0))).reshape(-1)
 
 
-def token_level_advantages(scores, kl, k, kl_coef):
+def token_level_advantages(scores, kl, k, kl_coef, counted=None):
     """A_t = (score minus its leave-one-out baseline) - kl_coef * sum of kl_u for u >= t; k = 1 has no baseline.
 
-    Args: scores [B]; kl [B, R], 0 at padding. Returns: [B, R]. Source: REINFORCE++, arXiv 2501.03262.
+    Args: scores [B]; kl [B, R], 0 at padding; counted as above. Returns: [B, R]. Source: REINFORCE++, arXiv 2501.03262.
     """
     kl_to_go = kl.flip(1).cumsum(1).flip(1)  # [B, R]
-    return (rloo_advantages(scores, k) if k > 1 else scores).unsqueeze(1) - kl_coef * kl_to_go
+    return (rloo_advantages(scores, k, counted) if k > 1 else scores).unsqueeze(1) - kl_coef * kl_to_go
 
 
 def rloo_policy_loss(logprobs, old_logprobs, mask, advantages, cliprange):
@@ -533,7 +575,7 @@ def rloo_policy_loss(logprobs, old_logprobs, mask, advantages, cliprange):
     """
     logratio = (logprobs - old_logprobs) * mask
     if advantages.dim() == 1:
-        logratio, mask = logratio.sum(1), torch.ones_like(advantages, dtype=torch.bool)  # [M]
+        logratio, mask = logratio.sum(1), mask.any(1)  # [M]
     ratio = logratio.exp()
     losses1 = -advantages * ratio
     losses2 = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
@@ -551,16 +593,20 @@ def check(args):
         utils.fail(f"--batch_size {args.batch_size}: not divisible by num_mini_batches * rloo_k = {factors}")
     if args.rloo_k == 1 and not (args.token_level_kl and args.normalize_advantage):
         utils.fail("--rloo_k 1: leave-one-out needs at least 2; 1 is for --token_level_kl with --normalize_advantage alone")
-    for name in ("sft_model_path", "reward_model_path"):
-        if getattr(args, name) is None:
-            utils.fail(f"--{name}: required, a model folder or Hub name (only --dataset toy from the command line has a default)")
+    if args.sft_model_path is None:
+        utils.fail(
+            "--sft_model_path: required, a model folder or Hub name (only --dataset toy from the command line has a default)"
+        )
+    reward_functions.check(args)
+    lora.check(args)
     utils.check_output_dir(args)
 
 
-def read_prompts(spec, flag):
-    """Rows with a `prompt`, of the embedded task or of a data set."""
+def read_prompts(spec, flag, template=None, take=None):
+    """Rows with a `prompt`, of an embedded task or of a data set."""
     name, _, split = spec.partition(":")
-    return toy.rows("prompts", split or "train") if name == "toy" else data.read_rows(spec, {"prompt": str}, flag=flag)
+    rows = toy.rows("prompts", split or "train", name) if name in toy.TASKS else data.read_rows(spec, {}, flag=flag)
+    return data.with_prompts(rows[:take], template, f"{flag} {spec}")
 
 
 def main(args: Args):
@@ -578,13 +624,13 @@ def main(args: Args):
     if B % (args.num_mini_batches * k * world):
         factors = f"{args.num_mini_batches} * {k} * {world}"
         utils.fail(f"--batch_size {B}: not divisible by num_mini_batches * rloo_k * processes = {factors}")
-    train_rows = read_prompts(args.dataset, "--dataset")
-    eval_rows = read_prompts(args.eval_dataset, "--eval_dataset") if args.eval_dataset else []
-    is_toy = args.dataset.partition(":")[0] == "toy"
-    if is_toy and accelerator.is_main_process:
+    train_rows = read_prompts(args.dataset, "--dataset", args.prompt_template, args.take)
+    eval_rows = read_prompts(args.eval_dataset, "--eval_dataset", args.prompt_template) if args.eval_dataset else []
+    task = args.dataset.partition(":")[0]
+    if task in toy.TASKS and accelerator.is_main_process:
         toy.ensure_stages(args, print)
     accelerator.wait_for_everyone()
-    for flag in ("async_rollouts", "compile"):
+    for flag in ("async_rollouts", "compile", "lora_rank"):
         if getattr(args, flag) and engines.name(accelerator) not in ("one process", "DDP"):
             utils.fail(f"--{flag}: for one process or DDP, not for {engines.name(accelerator)}")
     torch.manual_seed(args.seed)
@@ -594,11 +640,20 @@ def main(args: Args):
     loading = {"attn_implementation": args.attn_implementation, "trust_remote_code": trust}
     tokenizer = utils.load_tokenizer(args.sft_model_path, "--sft_model_path", trust)
     model = utils.load_policy(args.sft_model_path, "--sft_model_path", **loading)
-    reference = Policy(utils.load_policy(args.sft_model_path, "--sft_model_path", **loading), args.temperature)
-    untrained = args.allow_untrained_reward_model
-    reward_model = Reward(utils.load_reward_model(args.reward_model_path, "--reward_model_path", untrained, **loading))
-    utils.check_same_vocabulary(args.sft_model_path, args.reward_model_path, tokenizer, trust)
-    reference.to(device).eval().requires_grad_(False), reward_model.to(device).eval().requires_grad_(False)
+    if args.lora_rank:  # the reference is the same model, with its adapters off
+        lora.add_adapters(model, args.lora_rank)
+        reference = lora.without_adapters(Policy(model, args.temperature))
+    else:
+        reference = Policy(utils.load_policy(args.sft_model_path, "--sft_model_path", **loading), args.temperature)
+        reference.requires_grad_(False)
+    reward_model = own_tokenizer = None
+    if args.reward_model_path:
+        untrained = args.allow_untrained_reward_model
+        reward_model = Reward(utils.load_reward_model(args.reward_model_path, "--reward_model_path", untrained, **loading))
+        own_tokenizer = utils.find_own_tokenizer(args.sft_model_path, args.reward_model_path, tokenizer, trust)
+    reference.to(device).eval()
+    if reward_model:
+        reward_model.to(device).eval().requires_grad_(False)
     if args.compile and (reason := utils.why_no_block_mask(model) or (args.async_rollouts and "not with --async_rollouts")):
         utils.fail(f"--compile: {reason}")
     stop_id = utils.token_id(tokenizer, args.stop_token, "--stop_token")
@@ -606,18 +661,21 @@ def main(args: Args):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
     # ---- data: prompts as token ids; their order is a function of (seed, epoch), over and over
-    configs = model.config.get_text_config(), reward_model.model.config.get_text_config()
-    context = min(getattr(config, "max_position_embeddings", None) or math.inf for config in configs)
+    readers = [model] if reward_model is None or own_tokenizer else [model, reward_model.model]  # of these token ids
+    context = min(getattr(m.config.get_text_config(), "max_position_embeddings", None) or math.inf for m in readers)
     if context <= R:
         utils.fail(f"--response_length {R}: leaves no room for a prompt in the models' context of {context}")
-    room = context - R
-    texts, eval_texts = ([row["prompt"] for row in rows] for rows in (train_rows, eval_rows))
-    prompts = data.encode_prompts(tokenizer, texts, room, f"--dataset {args.dataset}")
-    eval_prompts = data.encode_prompts(tokenizer, eval_texts, room, f"--eval_dataset {args.eval_dataset}")
+    limit = min(args.max_prompt_length or math.inf, 0.9 * R if args.filter_length else math.inf)
+    train_set = data.prompt_set(tokenizer, train_rows, context - R, f"--dataset {args.dataset}", limit)
+    eval_set = data.prompt_set(tokenizer, eval_rows, context - R, f"--eval_dataset {args.eval_dataset}", limit)
+    table_set, prompts = (eval_set if eval_rows else train_set).first(4), train_set.ids
+    functions = reward_functions.RewardFunctions(args, device)
+    functions.check_columns(train_rows, f"--dataset {args.dataset}")
+    functions.check_columns(eval_rows, f"--eval_dataset {args.eval_dataset}")
+    weights = torch.tensor(functions.weights, device=device)  # [F], of all rewards
     longest = max(map(len, prompts)) if args.compile else None
-    table_prompts, table_texts = (eval_prompts or prompts)[:4], (eval_texts or texts)[:4]
     order_of_epoch = functools.cache(lambda epoch: utils.permutation(len(prompts), args.seed, epoch))
-    gold = toy.gold if is_toy else None  # the embedded task's true reward is known, and only watched
+    gold = toy.gold if task == "toy" else None  # the embedded task's true reward is known, and only watched
     gold_of_eval = toy.gold if (args.eval_dataset or args.dataset).partition(":")[0] == "toy" else None
 
     # ---- memory: how many responses share a row, how many episodes a forward
@@ -625,21 +683,30 @@ def main(args: Args):
     packed = max(rows_per_forward(k, size)[0] for size in (args.micro_batch_size, args.rollout_micro_batch_size))
     reason = "--no_share_prompts"
     if args.share_prompts:
-        reason = why_not_share(policy.eval(), reward_model, max(map(len, prompts)), R, packed)
+        reads_ids = None if own_tokenizer else reward_model
+        reason = why_not_share(policy.eval(), reads_ids, max(map(len, prompts)), R, packed)
     n, episodes_per_forward = rows_per_forward(1 if reason else k, args.micro_batch_size)  # n responses share a training row
     n_rollout, rollout_slice = rows_per_forward(1 if reason else k, args.rollout_micro_batch_size)
 
     # ---- optimizer
     adam = dict(lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay)
-    optimizer = torch.optim.AdamW(policy.parameters(), **adam, fused=True)  # one kernel for all weights
+    trained = [p for p in policy.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, **adam, fused=True)  # one kernel for all weights
     policy, optimizer = engines.prepare(accelerator, policy, optimizer)
     num_updates = math.ceil(args.total_episodes / B)
     steps_per_update = args.num_ppo_epochs * args.num_mini_batches
     table_updates = set(torch.linspace(1, num_updates, args.num_sample_generations).round().int().tolist())
     watch = ["eps", "objective/scores", "objective/kl", "objective/gold"]
-    learnt_from = [prompts, eval_prompts, utils.checksum(reference), utils.checksum(reward_model), reward_model.bias]
+    learnt_from = [prompts, eval_set.ids, utils.checksum(reference)]
+    learnt_from += [utils.checksum(reward_model), reward_model.bias] if reward_model else []
+    learnt_from += [repr(train_set.rows)] if args.reward_fn else []  # whose columns the functions read
     run = runs.Run(args, accelerator, num_updates, watch, learnt_from)
+    run.show_data(train_set)
     run.say(f"policy {args.sft_model_path}, reward model {args.reward_model_path}")
+    run.say(f"rewards: {', '.join(f'{w:g} * {name}' for w, name in zip(functions.weights, functions.names, strict=True))}")
+    if own_tokenizer:
+        known = f"{len(own_tokenizer)} tokens, the policy's {len(tokenizer)}"
+        run.say(f"the reward model has a tokenizer of its own ({known}): it is given text, decoded and encoded again")
     run.say(f"{len(prompts)} prompts, {num_updates} updates of {B} episodes, {world} process(es)")
     shared = f"a prompt is computed once for {n} of its {k} responses, for {n_rollout} when sampling"
     run.say(f"plain rows, one response each: {reason}" if reason else shared)
@@ -648,21 +715,40 @@ def main(args: Args):
     def decode(responses, mask):
         return [tokenizer.decode(r[m], skip_special_tokens=True) for r, m in zip(responses.cpu(), mask.cpu(), strict=True)]
 
-    def evaluate(ids, texts, coordinates):
-        """One response to each prompt: (texts of the responses, {what: tensor [N]}), the same on every process."""
-        models = policy, reference, reward_model
-        responses, mask, kl, scores = one_response_each(*models, ids, args, stop_id, coordinates, accelerator)
-        ended, answers = has_stopped(responses, mask, stop_id), decode(responses, mask)
+    def rewards_of(rows, batch, ended, n):
+        """What each reward says of this process's responses to rows of the data: values and kinds [M, F]."""
+        scores, answers = None, decode(*batch[2:]) if args.reward_fn or own_tokenizer else []
+        if own_tokenizer:
+            prompts = [row["prompt"] if data.is_messages(row["prompt"]) else data.as_text(tokenizer, row["prompt"]) for row in rows]
+            scores = reward_functions.score_text(reward_model, own_tokenizer, prompts, answers, ended, args.micro_batch_size)
+        elif reward_model:
+            (scores,) = in_slices(lambda *b: (response_scores(reward_model, b, n),), batch, episodes_per_forward, n)
+        return functions(rows, answers, scores)
+
+    def evaluate(prompt_set, coordinates):
+        """One response to each prompt: (their texts, their scores [N], {what: tensor}), the same on every process."""
+        ids, texts, rows, _ = prompt_set
+
+        def judge(numbers, *batch_and_ended):
+            return rewards_of([rows[i % len(rows)] for i in numbers.tolist()], *batch_and_ended, 1)
+
+        responses, mask, ended, kl, values, kinds = one_response_each(
+            policy, reference, judge, ids, args, stop_id, coordinates, accelerator
+        )
+        answers = decode(responses, mask)
+        functions.stop_if_failed(run, "evaluation", kinds, lambda i: f"{texts[i]!r}, with the response {answers[i]!r}")
+        scores, counted = combine_rewards(values, kinds != reward_functions.NOTHING, weights, 1)
         scores = missing_eos_scores(scores, ended, args.missing_eos_penalty, args.missing_eos_mode)
-        result = {"scores": scores, "kl": kl, "length": mask.sum(1).float(), "ended": ended.float()}
+        result = {"scores": scores[counted], "kl": kl, "length": mask.sum(1).float(), "ended": ended.float()}
+        result |= functions.by_name(values, kinds)
         if gold_of_eval:
             result["gold"] = torch.tensor([gold_of_eval(q, a) for q, a in zip(texts, answers, strict=True)])
             result["parses"] = torch.tensor([float(toy.parses(f"{q} {a}")) for q, a in zip(texts, answers, strict=True)])
-        return answers, result
+        return answers, scores, result
 
     def held_out():
         """Means over the held-out prompts, and the spread of scores and gold, as eval/* metrics."""
-        _, result = evaluate(eval_prompts, eval_texts, (args.seed, EVALUATION, 0))
+        _, _, result = evaluate(eval_set, (args.seed, EVALUATION, 0))
         metrics = {f"eval/objective/{name}": value.mean().item() for name, value in result.items()}
         return metrics | {
             f"eval/objective/{name}_std": result[name].std(correction=0).item() for name in ("scores", "gold") if name in result
@@ -703,7 +789,7 @@ def main(args: Args):
     start_time -= carried.get("seconds", 0)
     before, metrics = carried.get("before"), carried.get("metrics")
     if before is None:
-        before = held_out() if eval_prompts else {}
+        before = held_out() if eval_rows else {}
         if before:
             run.log({"update": 0, "episode": 0, **before}, 0)
     actor = Actor(Policy(accelerator.unwrap_model(policy).model, args.temperature), rollout) if args.async_rollouts else None
@@ -730,49 +816,55 @@ def main(args: Args):
         my_batch = [*(x.chunk(world)[rank] for x in (queries, query_mask)), responses, response_mask]
         with torch.no_grad(), accelerator.autocast():
             ref_logprobs, _ = in_slices(lambda *b: response_logprobs(reference, b, n), my_batch, episodes_per_forward, n)
-            (scores,) = in_slices(lambda *b: (response_scores(reward_model, b, n),), my_batch, episodes_per_forward, n)
+            my_rows = [train_set.rows[ids[i // k]] for i in torch.arange(B).chunk(world)[rank].tolist()]
+            reward_values, kinds = rewards_of(my_rows, my_batch, has_stopped(responses, response_mask, stop_id), n)
             if steps_per_update > 1 and not actor:  # with one step there is no ratio, and for the KL the sampler's are enough
                 logprobs, _ = in_slices(lambda *b: response_logprobs(policy, b, n), my_batch, episodes_per_forward, n)
         # gather once: from here on every tensor is the whole batch, the same on every process
-        responses, response_mask, sampled_logprobs, logprobs, ref_logprobs, scores = map(
-            accelerator.gather, (responses, response_mask, sampled_logprobs, logprobs, ref_logprobs, scores)
+        responses, response_mask, sampled_logprobs, logprobs, ref_logprobs, reward_values, kinds = map(
+            accelerator.gather, (responses, response_mask, sampled_logprobs, logprobs, ref_logprobs, reward_values, kinds)
         )
         batch = [queries, query_mask, responses, response_mask]  # [B, Q], [B, Q], [B, R], [B, R]
         scores_time = time.time()
 
         def show(i):
             (answer,), row = decode(responses[i : i + 1], response_mask[i : i + 1]), ids[i // k]
-            return f"row {row + 1} of --dataset, {texts[row]!r}, with the response {answer!r}"
+            return f"row {train_set.numbers[row]} of --dataset, {train_set.texts[row]!r}, with the response {answer!r}"
 
-        run.check_finite("the score", update, scores, show)
+        functions.stop_if_failed(run, f"update {update}", kinds, show)
+        run.check_finite("the score", update, reward_values.sum(1), show)
 
         # ---- 3. Rewards ------------------------------------------------------------------------------------------------
         #   response        a    b   EOS   .    .      (nothing is sampled after the stop token)
         #   response_mask   1    1    1    0    0      the stop token is an action as well: it has a log-prob and a KL
         ended = has_stopped(responses, response_mask, stop_id)  # [B]
+        given = kinds != reward_functions.NOTHING  # [B, F]; a function may have nothing to say of a response
+        scores, counted = combine_rewards(reward_values, given, weights, k)  # [B], [B]
         scores = missing_eos_scores(scores, ended, args.missing_eos_penalty, args.missing_eos_mode)  # [B]
-        shaped_scores = shape_scores(scores, args.normalize_reward, args.reward_clip_range)  # [B]
+        shaped_scores = shape_scores(scores, args.normalize_reward, args.reward_clip_range, counted)  # [B]
         kl = (logprobs - ref_logprobs) * response_mask  # [B, R], the k1 estimate: unbiased, and right where KL is a reward
         rlhf_rewards = shaped_scores - args.kl_coef * kl.sum(1)  # [B]: a whole response is one action
 
         # ---- 4. Advantages ---------------------------------------------------------------------------------------------
+        loss_mask = response_mask & counted.unsqueeze(1)  # [B, R]
         if args.token_level_kl:
-            advantages = token_level_advantages(shaped_scores, kl, k, args.kl_coef) * response_mask  # [B, R]
+            advantages = token_level_advantages(shaped_scores, kl, k, args.kl_coef, counted) * loss_mask  # [B, R]
         else:
-            advantages = rloo_advantages(rlhf_rewards, k)  # [B]
-        action_mask = response_mask if args.token_level_kl else torch.ones_like(ended)  # an action: a token, or a response
+            advantages = rloo_advantages(rlhf_rewards, k, counted)  # [B]
+        action_mask = loss_mask if args.token_level_kl else counted  # an action: a token, or a response
         if args.normalize_advantage:
             advantages = utils.masked_whiten(advantages, action_mask)
 
         # ---- 5. Optimise: whole prompt groups are shuffled; micro-batches add up to the minibatch's gradient -----------
         policy.train()
-        stats, grad_norms, gap = torch.zeros(8, device=device), [], torch.zeros((), device=device)
+        stats, grad_norms = torch.zeros(8, device=device), []
+        gap, first_logratio = torch.zeros((), device=device), torch.zeros((), device=device)
         for epoch in range(args.num_ppo_epochs):
             order = torch.tensor(utils.permutation(P, args.seed, update, epoch), device=device)  # [P]
             for minibatch in order.chunk(args.num_mini_batches):
                 # its episodes: groups 3, 0 with k = 2 are episodes 6, 7, 0, 1
                 episodes = (minibatch.unsqueeze(1) * k + torch.arange(k, device=device)).reshape(-1)
-                num_actions = action_mask[episodes].sum()  # the denominator is the whole minibatch's, on every process
+                num_actions = action_mask[episodes].sum().clamp(min=1)  # the denominator is the whole minibatch's, on every process
                 share = episodes.reshape(world, -1)[rank]  # of this process
                 share = share[by_length([query_mask[share], response_mask[share]], n)]
                 micro_batches = share.split(episodes_per_forward)
@@ -784,7 +876,7 @@ def main(args: Args):
                         has_ratio = steps_per_update > 1 or actor  # else it is 1: REINFORCE
                         old_logprobs = logprobs[rows] if has_ratio else new_logprobs.detach()
                         losses, logratio, clipped, actions = rloo_policy_loss(
-                            new_logprobs, old_logprobs, response_mask[rows], advantages[rows], args.cliprange
+                            new_logprobs, old_logprobs, loss_mask[rows], advantages[rows], args.cliprange
                         )
                         row_losses[rows] = losses.detach().reshape(len(rows), -1).sum(1)
                         if is_last:  # all losses are known, and no weight is touched
@@ -796,11 +888,14 @@ def main(args: Args):
                         stats += torch.stack([x.sum().float() for x in sums])
                         if not grad_norms:  # the first step's old log-probs: sampler and training forward saw the same weights
                             gap = torch.maximum(gap, (old_logprobs - sampled_logprobs[rows]).abs().max())
+                            first_logratio = torch.maximum(first_logratio, logratio.abs().max())
                 check_norm = functools.partial(run.check_finite, "the gradient's norm", update, show=show, rows=episodes)
                 grad_norms.append(engines.step(accelerator, policy, optimizer, args.max_grad_norm, check_norm))
 
         # ---- 6. Log: sums of numerators and of denominators over all processes, then one division ----------------------
         excess, approxkl, loss, actions, clipped, excess_squared, entropy, tokens = accelerator.reduce(stats, "sum").tolist()
+        actions = max(actions, 1)
+        group_scores = scores.reshape(-1, k if k > 1 else B)  # [P, k]
         episode, now = update * B, time.time()
         metrics = {
             "update": update,
@@ -811,8 +906,8 @@ def main(args: Args):
             "objective/kl": kl.sum(1).mean().item(),
             "objective/entropy": -(logprobs * response_mask).sum(1).mean().item(),
             "objective/non_score_reward": -args.kl_coef * kl.sum(1).mean().item(),
-            "objective/rlhf_reward": rlhf_rewards.mean().item(),
-            "objective/scores": scores.mean().item(),
+            "objective/rlhf_reward": utils.masked_mean(rlhf_rewards, counted).item(),
+            "objective/scores": utils.masked_mean(scores, counted).item(),
             "policy/approxkl_avg": approxkl / actions,
             "policy/clipfrac_avg": clipped / actions,
             "policy/entropy_avg": entropy / tokens,
@@ -821,8 +916,10 @@ def main(args: Args):
             "val/ratio": 1 + excess / actions,
             "val/ratio_var": excess_squared / actions - (excess / actions) ** 2,
             "val/logprob_gap": accelerator.gather(gap.reshape(1)).max().item(),
+            "val/first_ratio": accelerator.gather(first_logratio.reshape(1)).max().clamp(max=20).exp().item(),
             "val/num_eos_tokens": (response_mask & (responses == tokenizer.eos_token_id)).sum().item(),
             "val/num_stop_token_ids": ended.sum().item() if stop_id is not None else 0,
+            "val/equal_scores": (group_scores == group_scores[:, :1]).all(1).float().mean().item(),
             "val/sequence_lengths": response_mask.sum(1).float().mean().item(),
             "val/optimizer_steps": len(grad_norms),
             "time/rollout": rollout_time - update_time,
@@ -832,17 +929,18 @@ def main(args: Args):
             "time/update": now - update_time,
             "time/from_scratch": now - start_time,
         }
+        metrics |= {f"objective/{name}": x.mean().item() for name, x in functions.by_name(reward_values, kinds).items()}
         if gold:
             answers = decode(responses, response_mask)
-            metrics["objective/gold"] = sum(gold(texts[ids[i // k]], answer) for i, answer in enumerate(answers)) / B
-        if eval_prompts and (update == num_updates or (args.eval_every and update % args.eval_every == 0)):
+            metrics["objective/gold"] = sum(gold(train_set.texts[ids[i // k]], answer) for i, answer in enumerate(answers)) / B
+        if eval_rows and (update == num_updates or (args.eval_every and update % args.eval_every == 0)):
             metrics |= held_out()
         run.log(metrics, update)
         if update in table_updates:
-            answers, result = evaluate(table_prompts, table_texts, (args.seed, SAMPLE_TABLE, update))
+            answers, scores, result = evaluate(table_set, (args.seed, SAMPLE_TABLE, update))
             shown = [
                 {"query": q, "response": a, "score": s, "kl": d, "total": s - args.kl_coef * d}
-                for q, a, s, d in zip(table_texts, answers, result["scores"].tolist(), result["kl"].tolist(), strict=True)
+                for q, a, s, d in zip(table_set.texts, answers, scores.tolist(), result["kl"].tolist(), strict=True)
             ]
             run.table(f"samples of update {update}", shown, update)
 
@@ -857,8 +955,8 @@ def main(args: Args):
     weights = engines.full_weights(accelerator, policy)
     run.save_model(accelerator.unwrap_model(policy).model, weights, tokenizer)
     after = {name: value for name, value in metrics.items() if name.startswith("eval/")}
-    summary = [f"held-out prompts ({len(eval_prompts)}), before -> after"] if after else []
-    for name in after:
+    summary = [f"held-out prompts ({len(eval_set.ids)}), before -> after"] if after else []
+    for name in [name for name in after if name in before]:
         summary.append(f"  {name.removeprefix('eval/objective/'):12} {before[name]:8.3f} -> {after[name]:8.3f}")
     run.close([*summary, f"model: {args.output_dir}   run: {run.folder}   {time.time() - start_time:.0f} s"])
     accelerator.wait_for_everyone()
@@ -866,5 +964,5 @@ def main(args: Args):
 
 
 if __name__ == "__main__":
-    main(utils.parse_args(Args, toy.DEFAULTS["train_rloo"]))
+    main(utils.parse_args(Args, toy.defaults("train_rloo")))
     utils.leave_process_group()

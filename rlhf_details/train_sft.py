@@ -29,7 +29,7 @@ from torch import nn
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from rlhf_details import data, engines, runs, toy, utils
+from rlhf_details import data, engines, lora, runs, toy, utils
 
 
 @dataclass
@@ -59,12 +59,23 @@ class Args:
     """go on from the newest whole checkpoint of --run_name, or of the newest run of this dataset, exp_name and seed"""
     checkpoint_every: int = 50
     """steps between checkpoints, the last two of which are kept in the run's folder; 0: only on SIGTERM and SIGINT"""
+    push_to_hub: bool = False
+    """upload output_dir to the Hugging Face Hub at the end"""
+    hub_model_id: str | None = None
+    """the Hub repository, "name" or "owner/name"; None: output_dir with - for /"""
 
     # data and model
     dataset: str = "toy"
-    """rows of `prompt` and `completion`, or of `text`: "toy", a file, a folder or a Hub data set (:PART, a split or file of it)"""
+    """rows of `prompt` and `completion`, of `messages`, of `text`, or of N+'s tokens: "toy", "toy-sum", a file, a folder or a Hub
+    data set (:PART, a split or file of it), or FILE.py:FUNCTION that returns rows"""
     eval_dataset: str | None = None
     """held-out rows; None: no evaluation"""
+    take: int | None = None
+    """only the first so many rows of --dataset"""
+    prompt_template: str | None = None
+    """the prompt, with the row's columns in their places: "Question: {question}\\nAnswer:"; None: the column `prompt`"""
+    max_prompt_length: int | None = None
+    """drop rows whose prompt has more tokens than this; the number dropped is printed"""
     base_model: str = "scratch"
     """a causal language model (folder or Hub name), or "scratch": a GPT-NeoX of the sizes below"""
     trust_remote_code: bool = False
@@ -101,6 +112,10 @@ class Args:
     """AdamW's weight decay"""
     max_grad_norm: float | None = 1.0
     """clip the gradient's global norm to this; None: only log it"""
+    lora_rank: int | None = None
+    """train adapters of this rank (LoRA, with alpha twice the rank) in place of all weights; None: all weights"""
+    lora_merge: bool = False
+    """save the model with its adapters merged, and them in output_dir/adapter; else output_dir holds the adapters alone"""
 
     # evaluation
     response_length: int = 53
@@ -147,8 +162,8 @@ class LanguageModel(nn.Module):
 
 def from_scratch(args, texts):
     """A GPT-NeoX with random weights and, unless the task brings its own, a byte-level BPE tokenizer trained on the texts."""
-    if args.dataset.partition(":")[0] == "toy":
-        tokenizer = toy.tokenizer()
+    if (task := args.dataset.partition(":")[0]) in toy.TASKS:
+        tokenizer = toy.tokenizer(task)
     else:
         backend = ByteLevelBPETokenizer()
         special = ["<pad>", "<eos>"]
@@ -187,7 +202,22 @@ def check(args):
     utils.check_numbers(args)
     if args.base_model == "scratch" and args.hidden_size % args.num_heads:
         utils.fail(f"--hidden_size {args.hidden_size}: not divisible by --num_heads {args.num_heads}")
+    if args.base_model == "scratch" and args.lora_rank:
+        utils.fail(f"--lora_rank {args.lora_rank}: there is nothing to adapt in --base_model scratch")
+    lora.check(args)
     utils.check_output_dir(args)
+
+
+def read_rows(spec, flag, template=None, take=None):
+    """Rows with `prompt` and `completion`, of an embedded task or of a data set; of rows of `text` the prompt is empty."""
+    name, _, split = spec.partition(":")
+    if name in toy.TASKS:
+        return data.with_prompts(toy.rows("sft", split or "train", name)[:take], template, f"{flag} {spec}")
+    rows = data.read_rows(spec, {}, flag=flag)[:take]
+    if "text" in rows[0] and "completion" not in rows[0] and template is None:
+        data.check_columns(rows, {"text": str}, f"{flag} {spec}")
+        return [{"prompt": "", "completion": row["text"]} for row in rows]
+    return data.with_completions(data.with_prompts(rows, template, f"{flag} {spec}"), f"{flag} {spec}")
 
 
 def main(args: Args):
@@ -202,38 +232,38 @@ def main(args: Args):
         utils.fail(f"--batch_size {B}: not divisible by the {world} processes")
 
     # ---- data and model
-    def read_rows(spec, flag):
-        if spec.partition(":")[0] == "toy":
-            return toy.rows("sft", spec.partition(":")[2] or "train")
-        rows = data.read_rows(spec, {}, flag=flag)
-        columns = {"text": str} if "text" in rows[0] and "completion" not in rows[0] else {"prompt": str, "completion": str}
-        data.check_columns(rows, columns, f"{flag} {spec}")
-        return [{"prompt": "", "completion": row["text"]} if "text" in columns else row for row in rows]
-
-    rows = read_rows(args.dataset, "--dataset")
-    eval_rows = read_rows(args.eval_dataset, "--eval_dataset") if args.eval_dataset else []
+    if args.lora_rank and engines.name(accelerator) not in ("one process", "DDP"):
+        utils.fail(f"--lora_rank: for one process or DDP, not for {engines.name(accelerator)}")
+    rows = read_rows(args.dataset, "--dataset", args.prompt_template, args.take)
+    eval_rows = read_rows(args.eval_dataset, "--eval_dataset", args.prompt_template) if args.eval_dataset else []
     torch.manual_seed(args.seed)  # before any weight is drawn
     if args.base_model == "scratch":
+        if not all(isinstance(row["prompt"], str) for row in rows):
+            utils.fail("--base_model scratch: makes its tokenizer from text, and knows no messages and no token ids")
         tokenizer, model = from_scratch(args, [row["prompt"] + row["completion"] for row in rows])
     else:
         tokenizer = utils.load_tokenizer(args.base_model, "--base_model", args.trust_remote_code)
         model = utils.load_policy(args.base_model, "--base_model", args.attn_implementation, args.trust_remote_code)
+        model = lora.add_adapters(model, args.lora_rank) if args.lora_rank else model
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     context = getattr(model.config.get_text_config(), "max_position_embeddings", math.inf)
 
     def encode(rows, what, sampled):
+        """(numbers of the rows kept, from 1; these rows; the prompt's and the completion's ids of each)."""
         pairs = [data.encode(tokenizer, row["prompt"], row["completion"]) for row in rows]
-        for number, (prompt, completion) in enumerate(pairs, 1):
+        kept = data.short_enough([prompt for prompt, _ in pairs], args.max_prompt_length or math.inf, what)
+        rows, pairs, numbers = [rows[i] for i in kept], [pairs[i] for i in kept], [i + 1 for i in kept]
+        for number, (prompt, completion) in zip(numbers, pairs, strict=True):
             if len(prompt) + len(completion) > context:
                 length = len(prompt) + len(completion)
                 utils.fail(f"{what}: row {number} has {length} tokens; the model's context is {context}")
             if prompt and len(prompt) + sampled > context:
                 utils.fail(f"{what}: row {number}: its prompt and --response_length {sampled} exceed the context of {context}")
-        return pairs
+        return numbers, rows, pairs
 
-    train_ids = encode(rows, f"--dataset {args.dataset}", 0)
-    eval_ids = encode(eval_rows, f"--eval_dataset {args.eval_dataset}", args.response_length)
+    row_numbers, rows, train_ids = encode(rows, f"--dataset {args.dataset}", 0)
+    _, eval_rows, eval_ids = encode(eval_rows, f"--eval_dataset {args.eval_dataset}", args.response_length)
 
     def tensors(pairs):
         """{"tokens", "mask", "is_target"}, each [M, L]: targets are the completion's tokens, EOS included, and the prompt's."""
@@ -251,11 +281,12 @@ def main(args: Args):
     steps_per_epoch = len(train_ids) // B  # the ragged tail is left out; the shuffle makes it another one in each epoch
     num_steps = args.num_train_epochs * steps_per_epoch
     checksum, language_model = utils.checksum(model), LanguageModel(model, args.temperature)
-    optimizer = torch.optim.AdamW(
-        language_model.parameters(), lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay
-    )
+    adam = dict(lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay)
+    optimizer = torch.optim.AdamW([p for p in language_model.parameters() if p.requires_grad], **adam)
     language_model, optimizer = engines.prepare(accelerator, language_model, optimizer)
     run = runs.Run(args, accelerator, num_steps, ["eps", "train/sft/loss", "lr"], [train_ids, eval_ids, checksum])
+    prompts, texts = [prompt for prompt, _ in train_ids], [data.as_text(tokenizer, row["prompt"]) for row in rows]
+    run.show_data(data.PromptSet(prompts, texts, rows, row_numbers))
     parameters = sum(p.numel() for p in model.parameters())
     run.say(f"{args.base_model}, {parameters / 1e6:.2f} M parameters, {len(tokenizer)} tokens in the vocabulary")
     run.say(f"{len(train_ids)} rows, {num_steps} steps, {world} process(es)")
@@ -279,7 +310,11 @@ def main(args: Args):
                 total += language_model(**inputs)
         loss = accelerator.reduce(total, "sum").item() / num_targets(eval_ids)
         metrics = {"eval/sft/loss": loss, "eval/sft/perplexity": math.exp(loss)}
-        prompts = [(i, p, row["completion"]) for i, ((p, _), row) in enumerate(zip(eval_ids, eval_rows, strict=True)) if p]
+        prompts = [
+            (i, p, data.as_text(tokenizer, row["completion"]))
+            for i, ((p, _), row) in enumerate(zip(eval_ids, eval_rows, strict=True))
+            if p
+        ]
         if not prompts:
             return metrics
         from rlhf_details.train_rloo import EVALUATION, sample  # the sampler is RLOO's and PPO's
@@ -296,7 +331,7 @@ def main(args: Args):
         return metrics | {"eval/sft/rougeL": rouge}
 
     def show(i):
-        return f"{rows[i - 1]}"
+        return f"{rows[row_numbers.index(i)]}"
 
     # ---- the loop
     done, carried, _ = run.resume(language_model, optimizer)
@@ -310,7 +345,7 @@ def main(args: Args):
             step, num_steps, args.learning_rate, args.lr_schedule, args.warmup_ratio
         )
         numbers = order[place * B : (place + 1) * B]
-        minibatch, dataset_rows = [train_ids[i] for i in numbers], [i + 1 for i in numbers]
+        minibatch, dataset_rows = [train_ids[i] for i in numbers], [row_numbers[i] for i in numbers]
         denominator = num_targets(minibatch)
         mine = minibatch[rank::world]
         micro_batches = [mine[i : i + args.micro_batch_size] for i in range(0, len(mine), args.micro_batch_size)]
@@ -354,5 +389,5 @@ def main(args: Args):
 
 
 if __name__ == "__main__":
-    main(utils.parse_args(Args, toy.DEFAULTS["train_sft"]))
+    main(utils.parse_args(Args, toy.defaults("train_sft")))
     utils.leave_process_group()

@@ -18,6 +18,7 @@ import sys
 import tomllib
 import zlib
 from pathlib import Path
+from typing import get_origin
 
 import numpy as np
 import torch
@@ -26,11 +27,14 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from rlhf_details import lora
+
 MEMORY_KNOBS = (
     "micro_batch_size rollout_micro_batch_size gradient_checkpointing share_prompts compile attn_implementation"
 ).split()
 NOT_THE_MODEL = (  # arguments that may differ when a run is repeated into the same output folder
     "exp_name run_name track wandb_project_name wandb_entity wandb_tags output_dir overwrite resume checkpoint_every config "
+    "push_to_hub hub_model_id "
     "eval_dataset eval_every num_sample_generations"
 ).split()
 
@@ -127,11 +131,12 @@ def leave_process_group():
 def parse_args(args_class, defaults=None, argv=None):
     """Command line -> Args. Later wins: the class's defaults, the embedded task's, `--config FILE.toml`, the command line.
 
-    Args: args_class, a flat dataclass; defaults, {field: value} used when the data set is "toy"; argv, sys.argv[1:] if None.
+    Args: args_class, a flat dataclass; defaults, {data set: {field: value}} of the embedded tasks; argv, sys.argv[1:] if None.
     A TOML value becomes command-line tokens, so its type is checked like theirs; an unknown key is an error (exit code 2).
+    "--reward_fn A --reward_fn B" is "--reward_fn A B".
     """
-    argv = sys.argv[1:] if argv is None else argv
-    fields = {f.name for f in dataclasses.fields(args_class)}
+    fields = {f.name: f.type for f in dataclasses.fields(args_class)}
+    argv = join_lists(sys.argv[1:] if argv is None else argv, {name for name in fields if get_origin(fields[name]) is tuple})
     words = [part for a in argv for part in (a.split("=", 1) if a.startswith("--") else [a])]
     given = {
         flag[2:].replace("-", "_"): value for flag, value in zip(words, words[1:] + [""], strict=False) if flag.startswith("--")
@@ -159,8 +164,23 @@ def parse_args(args_class, defaults=None, argv=None):
         except SystemExit:
             fail(f"--config {given['config']}: {key} = {value!r} is not of that argument's type")
     dataset = str(given.get("dataset") or config.get("dataset") or "toy")
-    values = (defaults or {} if dataset.partition(":")[0] == "toy" else {}) | config
+    values = (defaults or {}).get(dataset.partition(":")[0], {}) | config
     return tyro.cli(args_class, args=[token for item in values.items() for token in tokens(*item)] + argv)
+
+
+def join_lists(argv, names):
+    """Command-line words in which each flag of several values (names) stands once, with the values of all its places."""
+    found, words, target = {}, [], None
+    for word in argv:
+        if word.startswith("--"):
+            flag, is_joined, value = word.partition("=")
+            name = flag[2:].replace("-", "_")
+            target = found.setdefault(name, []) if name in names else words
+            if name in names:
+                target += [value] if is_joined else []
+                continue
+        (words if target is None else target).append(word)
+    return words + [word for name, values in found.items() for word in (f"--{name}", *values)]
 
 
 def check_numbers(args):
@@ -206,7 +226,7 @@ def check_output_dir(args):
     for kept in (Path.cwd(), *(Path(path).resolve() for path in inputs if path and Path(path).exists())):
         if kept == folder or folder in kept.parents:
             fail(f"--output_dir {args.output_dir}: would replace {kept}")
-    if folder.is_dir() and any(item.is_dir() for item in folder.iterdir()):
+    if folder.is_dir() and any(item.is_dir() and item.name != "adapter" for item in folder.iterdir()):  # that is --lora_merge's
         fail(f"--output_dir {args.output_dir}: holds folders, so it is no model folder; give another one")
     if args.run_name is not None and not (args.overwrite or args.resume) and (Path("runs") / args.run_name).exists():
         fail(f"--run_name {args.run_name}: runs/{args.run_name} exists; give another name, --resume or --overwrite")
@@ -329,8 +349,10 @@ def keep_memory_flat():
 
 
 def load_policy(folder, flag, attn_implementation=None, trust_remote_code=False):
-    """A causal language model in fp32 with every dropout off (and so in training mode)."""
+    """A causal language model in fp32 with every dropout off (and so in training mode); adapters are merged into theirs."""
     options = {"attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
+    if base := lora.base_of(folder):
+        return use_onednn(lora.load_merged(load_policy(base, f"{flag} {folder}: base model", **options), folder, flag))
     try:
         model, info = AutoModelForCausalLM.from_pretrained(folder, **LOADING, **options)
     except (OSError, ValueError, ImportError, SafetensorError) as e:
@@ -344,8 +366,14 @@ def load_policy(folder, flag, attn_implementation=None, trust_remote_code=False)
 def load_reward_model(folder, flag, allow_untrained=False, attn_implementation=None, trust_remote_code=False):
     """A sequence-classification model with one label, fp32, dropout off; a head that would be made up here is refused.
 
-    allow_untrained=True: any model will do, its head drawn at random, for dummy runs and for training to start from.
+    allow_untrained=True: any model will do, its head drawn at random, for dummy runs and for training to start from; of adapters
+    the trunk that they make of theirs.
     """
+    if allow_untrained and (base := lora.base_of(folder)):
+        model = load_reward_model(base, f"{flag} {folder}: base model", True, attn_implementation, trust_remote_code)
+        policy = load_policy(folder, flag, attn_implementation, trust_remote_code)
+        model.base_model.load_state_dict(policy.base_model.state_dict())
+        return model
     try:
         options = {"attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
         options |= {"num_labels": 1, "ignore_mismatched_sizes": True} if allow_untrained else {}
@@ -362,24 +390,31 @@ def load_reward_model(folder, flag, allow_untrained=False, attn_implementation=N
     return use_onednn(disable_dropout(model))
 
 
-def check_same_vocabulary(policy_folder, reward_folder, tokenizer, trust_remote_code=False):
-    """The reward model reads the policy's token ids: both vocabularies must be the same, but for the padding token."""
-    configs = [AutoConfig.from_pretrained(f, trust_remote_code=trust_remote_code) for f in (policy_folder, reward_folder)]
+def find_own_tokenizer(policy_folder, reward_folder, tokenizer, trust_remote_code=False):
+    """None where a reward model reads the policy's token ids: both vocabularies are the same, but for the padding token.
+
+    Else the reward model's own tokenizer, which must read the text; a model that has none ends the run.
+    """
+    folders = lora.base_of(policy_folder) or policy_folder, reward_folder
+    configs = [AutoConfig.from_pretrained(f, trust_remote_code=trust_remote_code) for f in folders]
     sizes = [config.get_text_config().vocab_size for config in configs]
     found = [t for t in (tokenizer, find_tokenizer(reward_folder, trust_remote_code)) if t is not None]
     padding = {t.pad_token for t in found if t.pad_token != t.eos_token}
     same = [{token: i for token, i in t.get_vocab().items() if token not in padding} for t in found]
-    if sizes[0] > sizes[1] or any(vocabulary != same[0] for vocabulary in same):
-        fail(
-            f"vocabulary mismatch: --sft_model_path {policy_folder} ({sizes[0]} embeddings, {len(same[0])} tokens) and "
-            f"--reward_model_path {reward_folder} ({sizes[1]} embeddings, {len(same[-1])} tokens)"
-        )
+    if sizes[0] <= sizes[1] and all(vocabulary == same[0] for vocabulary in same):
+        return None
+    if len(same) == 2 and same[1] != same[0]:
+        return found[1]
+    fail(
+        f"vocabulary mismatch: --sft_model_path {policy_folder} ({sizes[0]} embeddings, {len(same[0])} tokens) and "
+        f"--reward_model_path {reward_folder} ({sizes[1]} embeddings, and no tokenizer of another vocabulary)"
+    )
 
 
-def save_model(args, model, tokenizer, weights=None):
+def save_model(args, model, tokenizer, weights=None, write=None):
     """Writes an ordinary model folder: weights, tokenizer, and the arguments that made it; complete, or not at all.
 
-    weights, {name: tensor}; None: the model's own.
+    weights, {name: tensor}; None: the model's own. write(folder, weights) may write the model in place of its `save_pretrained`.
     """
     folder = Path(args.output_dir).resolve()
     partial, before = (folder.with_name(f"{folder.name}.{kind}") for kind in ("partial", "before"))
@@ -390,10 +425,13 @@ def save_model(args, model, tokenizer, weights=None):
         parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         weights = weights | {name: x.detach().cpu() for name, x in model.state_dict().items() if name not in parameters}  # buffers
     try:
-        model.save_pretrained(partial, state_dict=weights)
+        if write is None:
+            model.save_pretrained(partial, state_dict=weights)
+        else:
+            write(partial, weights)
         tokenizer.save_pretrained(partial)
         (partial / "training_args.json").write_text(json.dumps(dataclasses.asdict(args), indent=1))
-        for path in (*partial.iterdir(), partial):
+        for path in (*partial.rglob("*"), partial):
             sync(path)
     except (OSError, SafetensorError):
         shutil.rmtree(partial, ignore_errors=True)

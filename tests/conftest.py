@@ -65,7 +65,12 @@ def offline_wandb(in_tmp, monkeypatch):
     import wandb
 
     wandb.teardown()
-    for name, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_DIR": str(in_tmp)}.items():
+    for name, value in {
+        "WANDB_MODE": "offline",
+        "WANDB_SILENT": "true",
+        "WANDB_DIR": str(in_tmp),
+        "WANDB_DATA_DIR": str(in_tmp),
+    }.items():
         monkeypatch.setenv(name, value)
     yield in_tmp / "wandb"
     wandb.teardown()

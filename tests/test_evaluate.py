@@ -659,9 +659,9 @@ def test_each_policy_has_a_folder_of_its_own_by_default():
 
 
 def test_command_line_of_the_embedded_task():
-    args = utils.parse_args(evaluate.Args, toy.DEFAULTS["evaluate"], [])
+    args = utils.parse_args(evaluate.Args, toy.defaults("evaluate"), [])
     assert (args.dataset, args.policy_path, args.judge, args.temperature) == ("toy:test", "models/toy/rloo", "gold", 1.0)
-    args = utils.parse_args(evaluate.Args, toy.DEFAULTS["evaluate"], ["--opponent_path", "None", "--policy_path", "models/mine"])
+    args = utils.parse_args(evaluate.Args, toy.defaults("evaluate"), ["--opponent_path", "None", "--policy_path", "models/mine"])
     assert (args.policy_path, args.opponent_path, args.ref_model_path) == ("models/mine", None, "models/toy/sft")
-    args = utils.parse_args(evaluate.Args, toy.DEFAULTS["evaluate"], ["--dataset", "rows.jsonl", "--policy_path", "models/mine"])
+    args = utils.parse_args(evaluate.Args, toy.defaults("evaluate"), ["--dataset", "rows.jsonl", "--policy_path", "models/mine"])
     assert args == evaluate.Args(dataset="rows.jsonl", policy_path="models/mine")

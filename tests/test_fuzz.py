@@ -115,7 +115,7 @@ def arguments(args_class, prefix="--"):
 
 def parse_and_check(script, argv):
     module = SCRIPTS[script]
-    args = utils.parse_args(module.Args, toy.DEFAULTS[script], argv)
+    args = utils.parse_args(module.Args, toy.defaults(script), argv)
     module.check(args)
     torch.Generator().manual_seed(args.seed)  # the first thing that main does with them
     return args
@@ -175,14 +175,6 @@ def test_toml_files():
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
-def read_sft(spec, flag):
-    """As train_sft.main does."""
-    rows = data.read_rows(spec, {}, flag=flag)
-    columns = {"text": str} if "text" in rows[0] and "completion" not in rows[0] else {"prompt": str, "completion": str}
-    data.check_columns(rows, columns, f"{flag} {spec}")
-    return [{"prompt": "", "completion": row["text"]} if "text" in columns else row for row in rows]
-
-
 def read_and_encode(kind, spec):
     """Reads rows as the scripts do and tokenises them as they do."""
     flag, tokenizer = "--dataset", toy.tokenizer()
@@ -190,12 +182,14 @@ def read_and_encode(kind, spec):
         for prompt, candidates, _ in train_reward.read_comparisons(spec, flag) or []:
             assert all(data.encode(tokenizer, prompt, candidate)[1] for candidate in candidates)
     elif kind in ("sft", "text"):
-        assert all(data.encode(tokenizer, row["prompt"], row["completion"])[1] for row in read_sft(spec, flag))
+        assert all(data.encode(tokenizer, row["prompt"], row["completion"])[1] for row in train_sft.read_rows(spec, flag))
     else:
-        read = {"ppo": train_ppo.read_prompts, "rloo": train_rloo.read_prompts}.get(kind) or (
-            lambda spec, _: data.read_rows(spec, {"prompt": str, "completion": str})  # as evaluate.main does
-        )
-        data.encode_prompts(tokenizer, [row["prompt"] for row in read(spec, flag)], 8, f"{flag} {spec}")
+        if kind == "evaluate":  # as its main does
+            what = f"{flag} {spec}"
+            rows = data.with_completions(data.with_prompts(data.read_rows(spec, {}), None, what), what)
+        else:
+            rows = {"ppo": train_ppo, "rloo": train_rloo}[kind].read_prompts(spec, flag)
+        data.encode_prompts(tokenizer, rows, 8, f"{flag} {spec}")
     return True
 
 

@@ -34,7 +34,7 @@ both_value_models = pytest.mark.parametrize("value_model", ["separate", "shared"
 def in_tmp(in_tmp, monkeypatch):
     """96 prompts are enough here; tokenising all 4096 would be half of a test's time."""
     rows = toy.rows
-    monkeypatch.setattr(toy, "rows", lambda stage, split: rows(stage, split)[:96])
+    monkeypatch.setattr(toy, "rows", lambda stage, split, task="toy": rows(stage, split)[:96])
     return in_tmp
 
 
@@ -492,7 +492,7 @@ class Oracle:
             advantages = whitened(advantages)
 
         lr = args.learning_rate * (1 - (number - 1) / num_updates)
-        tokens, states, norms, skipped, gap = [], [], [], 0, 0.0
+        tokens, states, norms, skipped, gap, first = [], [], [], 0, 0.0, 1.0
         for order in orders:
             size, pass_kl = len(order) // args.num_mini_batches, []
             for part in range(args.num_mini_batches):
@@ -505,6 +505,7 @@ class Oracle:
                         ratio, advantage = (new - old_logprobs[i][t]).exp(), advantages[i][t]
                         plain, clipped = -advantage * ratio, -advantage * ratio.clamp(1 - args.cliprange, 1 + args.cliprange)
                         policy_losses.append(torch.max(plain, clipped))
+                        first = max(first, ratio.item(), 1 / ratio.item()) if not norms else first
                         ratios.append(ratio.item()), half_squares.append((new.item() - old_logprobs[i][t]) ** 2 / 2)
                         tokens.append(
                             (policy_losses[-1].item(), ratio.item(), half_squares[-1], entropies[t], clipped.item() > plain.item())
@@ -573,6 +574,8 @@ class Oracle:
             "val/ratio": mean(ratios),
             "val/ratio_var": variance(ratios),
             "val/logprob_gap": gap,
+            "val/first_ratio": first,
+            "val/equal_scores": float(len(set(scores)) == 1),
             "val/num_eos_tokens": sum(response.count(self.token("eos")) for _, response in episodes),
             "val/num_stop_token_ids": sum(ended for _, _, ended in judged)
             if (args.stop_token, args.truncate_token) != ("none",) * 2
@@ -622,7 +625,7 @@ def test_three_updates_equal_the_slow_oracles(ragged, in_tmp, monkeypatch, optio
         expected.append(oracle.update(number, 3, episodes, orders, [s[m].tolist() for s, m in zip(sampled, mask, strict=True)]))
     # every metric
     for row, wanted in zip(got, expected, strict=True):
-        assert {name for name in row if not name.startswith(("time/", "eps"))} == wanted.keys()
+        assert {name for name in row if not name.startswith(("time/", "eps", "health/"))} == wanted.keys()
         for name, value in wanted.items():
             if name != "val/logprob_gap":
                 assert row[name] == pytest.approx(value, rel=2e-4, abs=2e-5), (row["update"], name)
@@ -731,7 +734,7 @@ def test_kl_is_zero_at_update_one_and_then_grows(ragged, in_tmp):
 def test_optimiser_steps_are_what_the_flags_say_also_across_epochs_of_prompts(ragged, in_tmp, monkeypatch, epochs, minibatches):
     """Pitfall 1: 24 prompts and 8 a rollout used to give 1, 1, 4, ... steps."""
     prompts = toy.rows("prompts", "train")[:24]
-    monkeypatch.setattr(toy, "rows", lambda stage, split: prompts)
+    monkeypatch.setattr(toy, "rows", lambda stage, split, task="toy": prompts)
     steps, step = [], torch.optim.AdamW.step
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda self, *a, **k: steps.append(1) or step(self, *a, **k))
     sizes = dict(total_episodes=7 * 8 - 3, batch_size=8, micro_batch_size=2, response_length=3)
@@ -745,7 +748,7 @@ def test_optimiser_steps_are_what_the_flags_say_also_across_epochs_of_prompts(ra
 def test_the_second_pass_over_the_prompts_has_the_same_ones_in_another_order(ragged, in_tmp, monkeypatch):
     prompts = toy.rows("prompts", "train")[:12]
     assert len({row["prompt"] for row in prompts}) == 12
-    monkeypatch.setattr(toy, "rows", lambda stage, split: prompts)
+    monkeypatch.setattr(toy, "rows", lambda stage, split, task="toy": prompts)
     calls = recorded(monkeypatch, "sample")
     run_ppo(ragged, total_episodes=6 * 8, batch_size=8, response_length=2)
     order = [tuple(q[m].tolist()) for (_, queries, mask, *_), _ in calls["sample"] for q, m in zip(queries, mask, strict=True)]
@@ -756,7 +759,7 @@ def test_the_second_pass_over_the_prompts_has_the_same_ones_in_another_order(rag
 
 def test_every_update_draws_anew_also_for_the_same_prompts_and_weights(ragged, in_tmp, monkeypatch):
     prompts = toy.rows("prompts", "train")[:1]
-    monkeypatch.setattr(toy, "rows", lambda stage, split: prompts)
+    monkeypatch.setattr(toy, "rows", lambda stage, split, task="toy": prompts)
     calls = recorded(monkeypatch, "sample")
     run_ppo(ragged, learning_rate=0.0, stop_token="none")
     texts = [tuple(r.tolist()) for _, (responses, _, _) in calls["sample"] for r in responses]
@@ -981,7 +984,7 @@ def test_the_reward_model_reads_exactly_the_truncated_text(ragged, in_tmp, monke
 def test_the_penalty_asks_for_the_token_in_the_scored_part_of_the_response_only(ragged, in_tmp, monkeypatch, mode, expected):
     """Pitfalls 8 and 9: prompts that contain the token, and a token that is not EOS."""
     prompts = [{"prompt": f"hotel {row['prompt']}"} for row in toy.rows("prompts", "train")]
-    monkeypatch.setattr(toy, "rows", lambda stage, split: prompts)
+    monkeypatch.setattr(toy, "rows", lambda stage, split, task="toy": prompts)
     monkeypatch.setattr(train_ppo, "response_scores", lambda model, batch: torch.full((len(batch[0]),), 0.25))
     calls = recorded(monkeypatch, "sample")
     hotel = toy.tokenizer().convert_tokens_to_ids("hotel")
@@ -1109,13 +1112,13 @@ def test_plain_python_trains_a_policy_with_a_value_head(ragged, tmp_path):
 
 # ---- the two scripts say the same thing in the same words ------------------------------------------------------------
 SAME = (
-    "Reward hash32 fold gumbel_noise additive compiled policy_config Actor missing_eos_scores read_prompts "
+    "Reward hash32 fold gumbel_noise additive compiled policy_config Actor combine_rewards missing_eos_scores read_prompts "
     "main.decode main.held_out Policy.forward.of_tokens"
 ).split()
 DIFFERENT = (  # k responses a prompt and packed rows there; a critic, truncation and other options here
     "Args Policy sample trim by_length in_slices main.prompts_of main.rollout "
     "response_logprobs response_scores one_response_each one_response_each.one_slice shape_scores check "
-    "main main.evaluate Policy.__init__ Policy.forward"
+    "main main.rewards_of main.evaluate main.evaluate.judge Policy.__init__ Policy.forward"
 ).split()
 
 

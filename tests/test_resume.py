@@ -147,8 +147,9 @@ def copy_of_dead(tiny, case="rloo"):
 
 
 def model_of(folder):
-    """Bytes of the model's files; only in its arguments does a resumed run differ."""
-    return {file.name: file.read_bytes() for file in (Path(folder) / "model").iterdir() if file.name != "training_args.json"}
+    """Bytes of the model's files; only in its arguments, and so in its card, does a resumed run differ."""
+    differ = "training_args.json", "README.md"
+    return {file.name: file.read_bytes() for file in (Path(folder) / "model").iterdir() if file.name not in differ}
 
 
 def assert_same_run(folder, other, run="run"):

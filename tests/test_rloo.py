@@ -293,7 +293,7 @@ def test_a_window_that_the_configuration_hides_is_found_by_the_numbers():
 def test_optimiser_steps_are_what_the_flags_say_also_across_epochs_of_prompts(tiny, in_tmp, monkeypatch, epochs, minibatches):
     """Pitfall 1: 24 prompts and 8 a rollout used to give 1, 1, 4, ... steps."""
     prompts = toy.rows("prompts", "train")[:24]
-    monkeypatch.setattr(toy, "rows", lambda stage, split: prompts)
+    monkeypatch.setattr(toy, "rows", lambda stage, split, task="toy": prompts)
     steps = []
     step = torch.optim.AdamW.step
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda self, *a, **k: steps.append(1) or step(self, *a, **k))
@@ -556,7 +556,7 @@ def test_pad_equal_to_eos_is_no_special_case(tiny, in_tmp, stop_token):
 def test_the_penalty_asks_for_the_stop_token_in_the_response_only(tiny, in_tmp, monkeypatch):
     """Pitfall 8: prompts that contain the stop token, and a stop token that is not EOS."""
     prompts = [{"prompt": f"hotel {row['prompt']}"} for row in toy.rows("prompts", "train")]
-    monkeypatch.setattr(toy, "rows", lambda stage, split: prompts)
+    monkeypatch.setattr(toy, "rows", lambda stage, split, task="toy": prompts)
     monkeypatch.setattr(train_rloo, "response_scores", lambda model, batch, n: torch.zeros(len(batch[0])))
     for row in run_rloo(tiny, stop_token="hotel", missing_eos_penalty=2.0):
         assert row["objective/scores"] == pytest.approx(-2.0 * (1 - row["val/num_stop_token_ids"] / 16))
@@ -656,7 +656,7 @@ def test_one_response_a_prompt_works_with_token_level_kl_and_normalised_advantag
 
 def test_the_second_pass_has_the_same_prompts_in_another_order(tiny, in_tmp, monkeypatch):
     prompts = toy.rows("prompts", "train")[:12]
-    monkeypatch.setattr(toy, "rows", lambda stage, split: prompts)
+    monkeypatch.setattr(toy, "rows", lambda stage, split, task="toy": prompts)
     seen, left_pad = [], utils.left_pad
     monkeypatch.setattr(
         utils, "left_pad", lambda rows, device=None: seen.append([tuple(r) for r in rows]) or left_pad(rows, device)
@@ -718,7 +718,7 @@ def test_held_out_evaluation_is_the_same_draw_before_and_after(tiny, in_tmp):
 
 def test_every_update_draws_anew_also_for_the_same_prompts_and_weights(tiny, in_tmp, monkeypatch):
     prompts = toy.rows("prompts", "train")[:4]
-    monkeypatch.setattr(toy, "rows", lambda stage, split: prompts)
+    monkeypatch.setattr(toy, "rows", lambda stage, split, task="toy": prompts)
     drawn, real = [], train_rloo.sample
     monkeypatch.setattr(train_rloo, "sample", lambda *a: drawn.append(real(*a)) or drawn[-1])
     run_rloo(tiny, learning_rate=0.0, total_episodes=48)

@@ -81,7 +81,7 @@ def test_code_that_comes_with_a_model_runs_only_where_it_is_asked_for(with_code,
 @pytest.mark.parametrize("script, make", [(train_rloo, rloo_args), (train_ppo, ppo_args)])
 def test_every_model_is_loaded_with_the_flags_choice(tiny, in_tmp, monkeypatch, script, make):
     asked = []
-    for name in ("load_policy", "load_reward_model", "load_tokenizer", "check_same_vocabulary"):
+    for name in ("load_policy", "load_reward_model", "load_tokenizer", "find_own_tokenizer"):
         load = getattr(utils, name)
         given = lambda *args, load=load, **kwargs: asked.append(kwargs.get("trust_remote_code", args[-1])) or load(*args, **kwargs)  # noqa: E731
         monkeypatch.setattr(utils, name, given)

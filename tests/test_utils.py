@@ -234,6 +234,10 @@ class Args:
     """replace"""
     resume: bool = False
     """go on"""
+    push_to_hub: bool = False
+    """upload"""
+    lora_rank: int | None = None
+    """adapters"""
     checkpoint_every: int = 0
     """updates"""
     wandb_project_name: str = "project"
@@ -254,7 +258,7 @@ def toml(tmp_path):
 
 
 def test_later_sources_win(toml):
-    toy_defaults = {"learning_rate": 0.2, "seed": 2, "batch_size": 2}
+    toy_defaults = {"toy": {"learning_rate": 0.2, "seed": 2, "batch_size": 2}}
     assert utils.parse_args(Args, argv=[]) == Args()
     assert utils.parse_args(Args, toy_defaults, []) == Args(learning_rate=0.2, seed=2, batch_size=2)
     file = toml("learning_rate = 0.3\nseed = 3\n")
@@ -269,7 +273,8 @@ def test_the_command_line_is_sys_argv_unless_given(monkeypatch):
 
 
 def test_the_toy_defaults_are_for_the_toy_data_set_alone(toml):
-    defaults = {"seed": 2, "dataset": "toy"}
+    defaults = {"toy": {"seed": 2, "dataset": "toy"}, "toy-sum": {"seed": 7}}
+    assert utils.parse_args(Args, defaults, ["--dataset", "toy-sum:test"]) == Args(dataset="toy-sum:test", seed=7)
     assert utils.parse_args(Args, defaults, ["--dataset", "rows.jsonl"]) == Args(dataset="rows.jsonl")
     assert utils.parse_args(Args, defaults, ["--dataset=rows.jsonl"]) == Args(dataset="rows.jsonl")
     file = toml('dataset = "rows.jsonl"')
@@ -290,7 +295,7 @@ def test_the_toy_defaults_are_for_the_toy_data_set_alone(toml):
     ],
 )
 def test_dashes_underscores_and_equals_signs(argv):
-    assert utils.parse_args(Args, {"batch_size": 2}, argv) == Args(batch_size=3)
+    assert utils.parse_args(Args, {"toy": {"batch_size": 2}}, argv) == Args(batch_size=3)
 
 
 def test_booleans_nones_and_lists(toml):
@@ -561,14 +566,14 @@ def test_encode_of_a_tokenizer_without_bos():
 
 
 def test_encode_prompts_names_the_row_that_is_empty_or_too_long(fails):
-    rows = ["a", "a b c"]
-    assert data.encode_prompts(word_tokenizer(), rows, 3, "--dataset x") == [[A], [A, B, C]]
-    assert data.encode_prompts(word_tokenizer(), rows, None, "--dataset x") == [[A], [A, B, C]]
+    rows = [{"prompt": "a"}, {"prompt": "a b c"}]
+    assert data.encode_prompts(word_tokenizer(), rows, 3, "--dataset x") == ([0, 1], [[A], [A, B, C]])
+    assert data.encode_prompts(word_tokenizer(), rows, math.inf, "--dataset x") == ([0, 1], [[A], [A, B, C]])
     line = fails(data.encode_prompts, word_tokenizer(), rows, 2, "--dataset x")
     assert all(words in line for words in ("--dataset x", "row 2", "3 tokens", " 2"))
     assert "row 2" in fails(data.encode_prompts, word_tokenizer("<s> $A"), rows, 3, "--dataset x")  # BOS counts
-    empty = [*rows, ""]
-    assert "row 3 is empty" in fails(data.encode_prompts, word_tokenizer(), empty, None, "--dataset x")
+    empty = [*rows, {"prompt": ""}]
+    assert "row 3 is empty" in fails(data.encode_prompts, word_tokenizer(), empty, math.inf, "--dataset x")
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
@@ -630,7 +635,7 @@ def test_a_classifier_of_two_labels_is_allowed_in_a_dummy_run(tmp_path):
 
 
 def vocabulary_folder(folder, tokenizer, size):
-    """A folder with a tokenizer and a configuration of `size` embeddings: all that check_same_vocabulary reads."""
+    """A folder with a tokenizer and a configuration of `size` embeddings: all that find_own_tokenizer reads."""
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     tiny_config(vocab_size=size).save_pretrained(folder)
@@ -640,39 +645,39 @@ def vocabulary_folder(folder, tokenizer, size):
 def test_equal_vocabularies_pass_also_where_the_reward_model_has_a_pad_token_more(tmp_path):
     tokenizer = word_tokenizer()
     policy = vocabulary_folder(tmp_path / "policy", tokenizer, 8)
-    utils.check_same_vocabulary(policy, vocabulary_folder(tmp_path / "same", tokenizer, 8), tokenizer)
-    utils.check_same_vocabulary(policy, vocabulary_folder(tmp_path / "rounded", tokenizer, 64), tokenizer)
+    assert utils.find_own_tokenizer(policy, vocabulary_folder(tmp_path / "same", tokenizer, 8), tokenizer) is None
+    assert utils.find_own_tokenizer(policy, vocabulary_folder(tmp_path / "rounded", tokenizer, 64), tokenizer) is None
     without, padded = word_tokenizer(pad_token=None), word_tokenizer(pad_token="[PAD]")
     assert len(padded) == len(without) + 1
     policy = vocabulary_folder(tmp_path / "without", without, 8)
-    utils.check_same_vocabulary(policy, vocabulary_folder(tmp_path / "padded", padded, 9), without)
+    assert utils.find_own_tokenizer(policy, vocabulary_folder(tmp_path / "padded", padded, 9), without) is None
 
 
 def test_a_reward_model_without_a_tokenizer_has_nothing_to_compare(tmp_path):
     policy = vocabulary_folder(tmp_path / "policy", word_tokenizer(), 8)
-    utils.check_same_vocabulary(policy, vocabulary_folder(tmp_path / "none", None, 8), word_tokenizer())
+    assert utils.find_own_tokenizer(policy, vocabulary_folder(tmp_path / "none", None, 8), word_tokenizer()) is None
 
 
 def test_a_policy_that_pads_with_eos_matches_the_reward_model_trained_from_it(tmp_path):
     policy, reward = word_tokenizer(pad_token="</s>"), word_tokenizer(pad_token="</s>")
     reward.add_special_tokens({"pad_token": "[PAD]"})  # as train_reward does
     folder = vocabulary_folder(tmp_path / "policy", policy, 8)
-    utils.check_same_vocabulary(folder, vocabulary_folder(tmp_path / "reward", reward, 9), policy)
+    assert utils.find_own_tokenizer(folder, vocabulary_folder(tmp_path / "reward", reward, 9), policy) is None
 
 
-def test_other_tokens_other_ids_or_fewer_embeddings_are_refused(tmp_path, fails):
+def test_fewer_embeddings_are_refused_and_other_tokens_or_ids_mean_that_text_is_read(tmp_path, fails):
     tokenizer = word_tokenizer()
     policy = vocabulary_folder(tmp_path / "policy", tokenizer, 8)
-    line = fails(utils.check_same_vocabulary, policy, vocabulary_folder(tmp_path / "small", tokenizer, 7), tokenizer)
+    line = fails(utils.find_own_tokenizer, policy, vocabulary_folder(tmp_path / "small", tokenizer, 7), tokenizer)
     assert "8 embeddings" in line and "7 embeddings" in line
+    assert "vocabulary mismatch" in fails(utils.find_own_tokenizer, policy, vocabulary_folder(tmp_path / "no", None, 7), tokenizer)
     more = word_tokenizer()
     more.add_tokens(["e"])
     swapped = Tokenizer(models.WordLevel({w: i for i, w in enumerate("<pad> <s> </s> <unk> b a c d".split())}))
     swapped = PreTrainedTokenizerFast(tokenizer_object=swapped, eos_token="</s>", pad_token="<pad>")
     for name, other in {"toy": toy.tokenizer(), "more": more, "swapped": swapped}.items():
         folder = vocabulary_folder(tmp_path / name, other, 300)
-        line = fails(utils.check_same_vocabulary, policy, folder, tokenizer)
-        assert "vocabulary" in line and str(folder) in line and str(policy) in line
+        assert utils.find_own_tokenizer(policy, folder, tokenizer).get_vocab() == other.get_vocab()
 
 
 def saved(args, seed=0):
@@ -741,7 +746,7 @@ def test_a_run_writes_its_folder_and_some_twenty_lines(in_tmp, capsys):
     out = capsys.readouterr().out
     steps = [line for line in out.splitlines() if "/40" in line]
     assert 18 <= len(steps) <= 24 and "1/40" in steps[0] and "40/40" in steps[-1] and "scores 10" in steps[-1]
-    assert "[bold]c" in out and "a⏎b" in out and out.rstrip().endswith("the end")
+    assert "[bold]c" in out and "a⏎b" in out and out.rstrip().endswith("the end\ncurves: python benchmark/plot.py runs/name")
 
 
 def test_tensorboard_holds_every_number_at_its_update(in_tmp):

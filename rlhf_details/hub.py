@@ -1,0 +1,139 @@
+"""
+What others need in order to use a trained model: its card, always, and its place on the Hugging Face Hub, on request.
+Nothing runs at import, and the Hub is only spoken to under --push_to_hub.
+"""
+
+import dataclasses
+import inspect
+import json
+import re
+import shlex
+from pathlib import Path
+
+import huggingface_hub
+from huggingface_hub.errors import HfHubHTTPError
+
+from rlhf_details import utils
+
+PAPERS = {  # of each script: title, authors, year, arXiv number
+    "sft": ("Training language models to follow instructions with human feedback", "Ouyang, Long and others", 2022, "2203.02155"),
+    "reward": ("Learning to summarize from human feedback", "Stiennon, Nisan and others", 2020, "2009.01325"),
+    "ppo": (
+        "The N+ Implementation Details of RLHF with PPO: A Case Study on TL;DR Summarization",
+        "Huang, Shengyi and Noukhovitch, Michael and Hosseini, Arian and Rasul, Kashif and Wang, Weixun and Tunstall, Lewis",
+        2024,
+        "2403.17031",
+    ),
+    "rloo": (
+        "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback in LLMs",
+        "Ahmadian, Arash and Cremer, Chris and Gallé, Matthias and Fadaee, Marzieh and Kreutzer, Julia and others",
+        2024,
+        "2402.14740",
+    ),
+}
+OF_A_POLICY = """\
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+model = AutoModelForCausalLM.from_pretrained("{name}")
+inputs = tokenizer({prompt!r}, return_tensors="pt")
+tokens = model.generate(**inputs, do_sample=True, temperature={temperature}, top_k=0, max_new_tokens={length})
+print(tokenizer.decode(tokens[0]))"""
+OF_A_REWARD_MODEL = """\
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+model = AutoModelForSequenceClassification.from_pretrained("{name}")
+inputs = tokenizer({prompt!r} + tokenizer.eos_token, return_tensors="pt")
+print(model(**inputs).logits[0, 0].item() + model.config.reward_bias)"""
+
+
+def script_of(args):
+    """The script's file name, e.g. "train_rloo.py"."""
+    return Path(inspect.getfile(type(args))).name
+
+
+def command_of(args, num_processes):
+    """A command line that starts the same run: every argument that is not its class's default."""
+    words = ["accelerate", "launch", "--num_processes", str(num_processes), f"rlhf_details/{script_of(args)}"]
+    for field in dataclasses.fields(args):
+        value = getattr(args, field.name)
+        if value == field.default or field.name in ("config", "resume", "overwrite"):
+            continue
+        if isinstance(value, bool):
+            words.append(f"--{field.name}" if value else f"--no_{field.name}")
+        else:
+            words += [f"--{field.name}", *map(str, value if isinstance(value, tuple) else [value])]
+    return shlex.join(words)
+
+
+def on_the_hub(name):
+    """Whether a model's or data set's name can be one on the Hub, and is nothing on this disk."""
+    return bool(re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name)) and not Path(name).exists()
+
+
+def model_card(args, repository, metrics, link, about):
+    """Text of a model card (README.md).
+
+    Args: repository, the Hub's name of the model or None; metrics, {name: number} of the last update; link, of the tracked run or
+    None; about, the run's config.json as a dict (commit, versions, num_processes, prompt).
+    """
+    kind = script_of(args).removeprefix("train_").removesuffix(".py")
+    base = getattr(args, "sft_model_path", None) or getattr(args, "base_model", None)
+    is_reward, dataset = kind == "reward", args.dataset.partition(":")[0].partition("[")[0]
+    facts = {"library_name": "transformers", "tags": [kind, "rlhf", "rlhf_details"] + ["lora"] * bool(args.lora_rank)}
+    facts["pipeline_tag"] = "text-classification" if is_reward else "text-generation"
+    facts |= {"base_model": base} if base != "scratch" and on_the_hub(base) else {}
+    facts |= {"datasets": [dataset]} if "/" in dataset and on_the_hub(dataset) else {}
+    values = {"name": repository or args.output_dir, "prompt": about["prompt"], "temperature": args.temperature}
+    snippet = (OF_A_REWARD_MODEL if is_reward else OF_A_POLICY).format(**values, length=args.response_length)
+    title, authors, year, number = PAPERS[kind]
+    rows = [f"| `{name}` | {value:.6g} |" for name, value in metrics.items() if not name.startswith("time/")]
+    command = command_of(args, about["num_processes"])
+    lines = [
+        "---",
+        huggingface_hub.ModelCardData(**facts).to_yaml().strip(),
+        "---",
+        "",
+        f"# {(repository or args.output_dir).rpartition('/')[2]}",
+        "",
+        f"{'Reward model' if is_reward else 'Language model'} trained with `{script_of(args)}` of rlhf_details "
+        f"(commit `{about['commit'][:12] or 'unknown'}`), from `{base}` on the data `{args.dataset}`"
+        + (f", held-out data `{args.eval_dataset}`." if args.eval_dataset else "."),
+        f"Tracked run: {link}" if link else f"Run: `{about['run']}`, not tracked online.",
+        "",
+        *("## Use", "", "```python", snippet, "```", ""),
+        *("## Training", "", "```", command, "```", ""),
+        *("| metric, last update | value |", "|---|---:|", *rows, ""),
+        *("Versions: " + ", ".join(f"{name} {version}" for name, version in about["versions"].items()) + ".", ""),
+        *("All arguments:", "", "```json", json.dumps(dataclasses.asdict(args), indent=1), "```", ""),
+        *("## Citation", "", "```bibtex", f"@article{{arxiv_{number.replace('.', '_')},", f"  title = {{{title}}},"),
+        *(f"  author = {{{authors}}},", f"  journal = {{arXiv:{number}}},", f"  year = {{{year}}}", "}", "```", ""),
+    ]
+    return "\n".join(lines)
+
+
+def open_repository(args):
+    """Makes sure, before anything is trained, that there is a place to push to. Returns "owner/name"; for the main process."""
+    name = args.hub_model_id or re.sub(r"[^\w.-]+", "-", args.output_dir).strip("-.")
+    if not huggingface_hub.get_token():
+        utils.fail("--push_to_hub: no login; run `hf auth login`, or set HF_TOKEN")
+    try:
+        return huggingface_hub.HfApi().create_repo(name, exist_ok=True).repo_id
+    except (HfHubHTTPError, ValueError, OSError) as e:  # HFValidationError is a ValueError, no connection an OSError
+        utils.fail(f"--push_to_hub: the repository {name} cannot be opened ({first_line(e)})")
+
+
+def push(args, repository):
+    """Uploads output_dir. Returns (its address or None, a line that says what came of it): the model on disk stays in any case."""
+    try:
+        message = f"Trained with {script_of(args)}"
+        info = huggingface_hub.HfApi().upload_folder(repo_id=repository, folder_path=args.output_dir, commit_message=message)
+    except Exception as e:  # whatever the network does to a run that is over
+        again = f"hf upload {shlex.quote(repository)} {shlex.quote(args.output_dir)}"
+        return None, f"error: --push_to_hub: {first_line(e)}; the model is whole in {args.output_dir}; to repeat: {again}"
+    return str(info.commit_url), f"pushed to {repository}: {info.commit_url}"
+
+
+def first_line(error):
+    return (str(error).strip() or repr(error)).splitlines()[0]

@@ -1,0 +1,453 @@
+"""Rewards given by functions: how they are found, called, checked, summed and logged, and what a None does."""
+
+import dataclasses
+import itertools
+import json
+import random
+import shutil
+import textwrap
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import launch, ppo_args, read_metrics, rloo_args, run_ppo, run_rloo
+from test_rloo import assert_same_curves, without_times
+from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
+
+from rlhf_details import data, reward_functions, toy, train_ppo, train_rloo, utils
+
+SCRIPTS = [(train_rloo, rloo_args), (train_ppo, ppo_args)]
+MAINS = pytest.mark.parametrize("script, args", SCRIPTS, ids=["rloo", "ppo"])
+
+
+@pytest.fixture
+def functions(in_tmp):
+    """functions(code): writes it to mine.py in the test's folder."""
+
+    def write(code, name="mine.py"):
+        data._load_module.cache_clear()
+        Path(name).write_text(textwrap.dedent(code))
+
+    return write
+
+
+def refused(capsys, function, *args):
+    with pytest.raises(SystemExit) as end:
+        function(*args)
+    line = capsys.readouterr().err
+    assert end.value.code == 2 and line.startswith("error: ") and line.count("\n") == 1, line
+    return line
+
+
+# ---- finding them ----------------------------------------------------------------------------------------------------
+def test_a_function_is_found_in_a_file_and_in_a_package_and_may_import_its_neighbours(functions, in_tmp):
+    (in_tmp / "pack").mkdir()
+    functions("WORD = 'kind'", "words.py")
+    functions("import words\ndef f(prompts, completions):\n    return [c.count(words.WORD) for c in completions]")
+    functions("from words import WORD\ndef g(prompts, completions):\n    return WORD", "pack/inner.py")
+    functions("def length():\n    return 'of the user, not of this project'", "toy.py")
+    assert data.load_function("mine.py:f", "--reward_fn")([""], ["kind and kind"]) == [2]
+    assert data.load_function(f"{in_tmp}/mine.py:f", "--reward_fn")([""], ["kind"]) == [1]
+    assert data.load_function("pack.inner:g", "--reward_fn")([], []) == "kind"
+    assert data.load_function("toy:length", "--reward_fn")() == "of the user, not of this project"
+    assert data.load_function("rlhf_details.toy:right_sum", "--reward_fn") is toy.right_sum
+
+
+@pytest.mark.parametrize(
+    "spec, code, words",
+    [
+        ("mine.py", "", "FILE.py:function"),
+        ("nowhere.py:f", "", "nowhere.py"),
+        ("no.such.package:f", "", "No module named"),
+        ("mine.py:f", "def g(): pass", "no function 'f'"),
+        ("mine.py:f", "f = 3", "no function 'f'"),
+        ("mine.py:f", "def f(:", "SyntaxError"),
+        ("mine.py:f", "1 / 0", "ZeroDivisionError"),
+        ("mine.py:f", "import sys; sys.exit(0)", "SystemExit"),
+    ],
+)
+def test_a_function_that_cannot_be_had_is_one_line(functions, tiny, capsys, spec, code, words):
+    functions(code)
+    line = refused(capsys, train_rloo.check, rloo_args(tiny, reward_fn=(spec,)))
+    assert f"--reward_fn {spec}" in line and words in line and not Path("runs").exists()
+
+
+def test_weights_must_be_as_many_as_functions_and_finite_and_one_reward_must_be_named(functions, tiny, capsys):
+    functions("def f(prompts, completions):\n    return [0.0]")
+    one = {"reward_fn": ("mine.py:f",)}
+    assert "2 weights of 1" in refused(capsys, train_rloo.check, rloo_args(tiny, **one, reward_fn_weights=(1.0, 2.0)))
+    assert "finite" in refused(capsys, train_ppo.check, ppo_args(tiny, **one, reward_fn_weights=(float("nan"),)))
+    assert "named twice" in refused(capsys, train_ppo.check, ppo_args(tiny, reward_fn=("mine.py:f", "mine.py:f")))
+    assert "--reward_model_path or --reward_fn" in refused(capsys, train_rloo.check, rloo_args(tiny, reward_model_path=None))
+
+
+def test_a_column_that_a_function_needs_and_no_row_has_is_named_for_both_data_sets(functions, tiny, capsys):
+    functions("def f(prompts, completions, answer):\n    return [1.0] * len(prompts)")
+    line = refused(capsys, train_rloo.main, rloo_args(tiny, reward_fn=("mine.py:f",)))
+    assert "'answer'" in line and "--dataset toy" in line and "'completion'" in line
+    rows = [{"prompt": row["prompt"], "answer": "x"} for row in toy.rows("prompts", "train")[:16]]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = dict(dataset="rows.jsonl", eval_dataset="toy:test", reward_fn=("mine.py:f",))
+    assert "--eval_dataset toy:test" in refused(capsys, train_ppo.main, ppo_args(tiny, **options))
+
+
+def test_the_flag_may_be_given_again_and_again(monkeypatch):
+    for argv in (
+        ["--reward_fn", "a:f", "b:g"],
+        ["--reward_fn", "a:f", "--reward-fn=b:g"],
+        ["--reward_fn=a:f", "--reward_fn", "b:g"],
+    ):
+        got = utils.parse_args(train_rloo.Args, toy.defaults("train_rloo"), [*argv, "--reward_fn_weights", "1", "-0.5", "--track"])
+        assert got.reward_fn == ("a:f", "b:g") and got.reward_fn_weights == (1.0, -0.5) and got.track
+
+
+def test_a_file_of_defaults_gives_way_to_the_command_line(in_tmp):
+    Path("run.toml").write_text('reward_fn = ["a:f", "b:g"]\nreward_fn_weights = [1, 2]')
+    parse = lambda *argv: utils.parse_args(train_ppo.Args, toy.defaults("train_ppo"), ["--config", "run.toml", *argv])  # noqa: E731
+    assert parse().reward_fn == ("a:f", "b:g") and parse().reward_fn_weights == (1.0, 2.0)
+    assert parse("--reward_fn", "c:h").reward_fn == ("c:h",)
+
+
+# ---- calling them ----------------------------------------------------------------------------------------------------
+def call(functions, code, rows, completions, names=("f",), scores=None):
+    functions(code)
+    args = SimpleNamespace(reward_fn=tuple(f"mine.py:{name}" for name in names), reward_fn_weights=(), reward_model_path=None)
+    found = reward_functions.RewardFunctions(args, "cpu")
+    return found, *found(rows, completions, scores)
+
+
+ROWS = [{"prompt": f"p{i}", "answer": i, "extra": -i} for i in range(3)]
+
+
+@pytest.mark.parametrize(
+    "returned, values, kinds",
+    [
+        ("[1, 2.5, -3]", [1, 2.5, -3], [1, 1, 1]),
+        ("[True, False, True]", [1, 0, 1], [2, 2, 2]),
+        ("[None, 0.0, None]", [0, 0, 0], [0, 1, 0]),
+        ("(x for x in (1, True, None))", [1, 1, 0], [1, 2, 0]),
+        ("__import__('numpy').array([1.5, 2, 3])", [1.5, 2, 3], [1, 1, 1]),
+        ("__import__('numpy').array([True, False, True])", [1, 0, 1], [2, 2, 2]),
+        ("__import__('torch').tensor([1.5, 2, 3])", [1.5, 2, 3], [1, 1, 1]),
+        (
+            "[__import__('torch').tensor(1.5), __import__('numpy').float32(2), __import__('numpy').bool_(True)]",
+            [1.5, 2, 1],
+            [1, 1, 2],
+        ),
+        ("[float('nan'), 1, 2]", [0, 1, 2], [3, 1, 1]),
+        ("[1, float('inf'), 2]", [1, 0, 2], [1, 3, 1]),
+        ("[1, 2, 1e39]", [1, 2, 0], [1, 1, 3]),
+        ("['1', 2, 3]", [0, 2, 3], [3, 1, 1]),
+        ("[1, 2]", [0, 0, 0], [3, 3, 3]),
+        ("[1, 2, 3, 4]", [0, 0, 0], [3, 3, 3]),
+        ("None", [0, 0, 0], [3, 3, 3]),
+        ("7", [0, 0, 0], [3, 3, 3]),
+        ("1 / 0", [0, 0, 0], [3, 3, 3]),
+    ],
+)
+def test_what_a_function_may_return(functions, returned, values, kinds):
+    found, got, kind = call(functions, f"def f(prompts, completions):\n    return {returned}", ROWS, ["a", "b", "c"])
+    assert got.squeeze(1).tolist() == values and kind.squeeze(1).tolist() == kinds
+    assert bool(found.error) == (3 in kinds) and (not found.error or "--reward_fn f" in found.error)
+
+
+def test_a_function_gets_the_columns_that_it_names_or_all(functions):
+    code = """
+        def f(prompts, completions, answer): return [prompts == ["p0", "p1", "p2"] and answer == [0, 1, 2]] * 3
+        def g(completions, prompts, **columns): return [columns == {"answer": [0, 1, 2], "extra": [0, -1, -2]}] * 3
+        def h(prompts, completions, *, extra=None, other=None): return [extra == [0, -1, -2] and other is None] * 3
+        def i(prompts, completions): return [len(c) for c in completions]
+    """
+    _, values, kinds = call(functions, code, ROWS, ["", "b", "cc"], "fghi")
+    assert values.tolist() == [[1, 1, 1, 0], [1, 1, 1, 1], [1, 1, 1, 2]] and kinds.tolist() == [[2, 2, 2, 1]] * 3
+
+
+def test_conversations_come_as_messages(functions):
+    rows = [{"prompt": [{"role": "user", "content": "hello"}]}]
+    code = """
+        def f(prompts, completions):
+            assert completions == [[{"role": "assistant", "content": "x"}]]
+            return [prompts == [[{"role": "user", "content": "hello"}]]]
+    """
+    assert call(functions, code, rows, ["x"])[1].tolist() == [[1.0]]
+
+
+def test_a_reward_models_scores_stand_before_the_functions_and_names_are_told_apart(functions):
+    functions("def f(prompts, completions):\n    return [5, 6, 7]", "other.py")
+    functions("def f(prompts, completions):\n    return [1, 2, None]")
+    specs = ("mine.py:f", "other.py:f")
+    args = SimpleNamespace(reward_fn=specs, reward_fn_weights=(2.0, -1.0), reward_model_path="model")
+    found = reward_functions.RewardFunctions(args, "cpu")
+    values, kinds = found(ROWS, ["a", "b", "c"], torch.tensor([0.5, 0.25, 0.125]))
+    assert found.names == ["reward_model", *specs] and found.weights == [1.0, 2.0, -1.0]
+    assert values.tolist() == [[0.5, 1, 5], [0.25, 2, 6], [0.125, 0, 7]] and kinds.tolist() == [[1, 1, 1], [1, 1, 1], [1, 0, 1]]
+    by_name = {name: x.tolist() for name, x in found.by_name(values, kinds).items()}
+    expected = {"rewards/reward_model": [0.5, 0.25, 0.125], "rewards/mine.py:f": [1, 2], "rewards/other.py:f": [5, 6, 7]}
+    assert by_name == expected
+
+
+# ---- summing them ----------------------------------------------------------------------------------------------------
+def slow_combine(values, given, weights, k):
+    """For each response: a sum and whether it counts, by loops over groups."""
+    scores, counted = [], []
+    for start in range(0, len(values), k):
+        group = range(start, start + k)
+        of_prompt = [f for f in range(len(weights)) if any(given[i][f] for i in group)]
+        for i in group:
+            complete = bool(of_prompt) and all(given[i][f] for f in of_prompt)
+            counted.append(complete)
+            scores.append(sum(weights[f] * values[i][f] for f in of_prompt) if complete else 0.0)
+    return scores, counted
+
+
+@pytest.mark.parametrize("script", [train_rloo, train_ppo])
+def test_rewards_are_summed_by_weight_and_nones_leave_out_whom_they_must(script):
+    rng = random.Random(0)
+    for k, num_rewards in itertools.product((1, 2, 4), (1, 2, 3)):
+        values = [[rng.uniform(-2, 2) for _ in range(num_rewards)] for _ in range(24)]
+        given = [[rng.random() < 0.7 for _ in range(num_rewards)] for _ in range(24)]
+        weights = [rng.uniform(-1, 2) for _ in range(num_rewards)]
+        expected, expected_counted = slow_combine(values, given, weights, k)
+        scores, counted = script.combine_rewards(torch.tensor(values), torch.tensor(given), torch.tensor(weights), k)
+        assert counted.tolist() == expected_counted and scores.tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_one_none_of_k_leaves_its_siblings_as_if_it_had_not_been_sampled():
+    rewards, counted = torch.tensor([3.0, 1.0, 100.0, 2.0, 5.0, 1.0]), torch.tensor([True, True, False, True, True, False])
+    advantages = train_rloo.rloo_advantages(rewards[:4], 4, counted[:4])
+    alone = train_rloo.rloo_advantages(torch.tensor([3.0, 1.0, 2.0]), 3)
+    assert advantages.tolist() == [alone[0], alone[1], 0.0, alone[2]]
+    assert train_rloo.rloo_advantages(rewards[4:], 2, counted[4:]).tolist() == [0.0, 0.0]  # no sibling is left to compare with
+    kl = torch.rand(4, 5)
+    got = train_rloo.token_level_advantages(rewards[:4], kl, 4, 0.1, counted[:4])
+    of_three = train_rloo.token_level_advantages(torch.tensor([3.0, 1.0, 2.0]), kl[counted[:4]], 3, 0.1)
+    assert torch.allclose(got[counted[:4]], of_three)
+
+
+def test_whitening_and_running_moments_do_not_see_who_does_not_count():
+    scores, counted = torch.tensor([1.0, 2.0, 4.0, 0.0]), torch.tensor([True, True, True, False])
+    alone = train_rloo.shape_scores(scores[:3], True, None)
+    assert torch.allclose(train_rloo.shape_scores(scores, True, None, counted), torch.cat([alone, torch.zeros(1)]))
+    moments, other = train_ppo.RunningMoments(), train_ppo.RunningMoments()
+    train_ppo.shape_scores(scores, moments, True, True, None, counted)
+    train_ppo.shape_scores(scores[:3], other, True, True, None)
+    assert vars(moments) == vars(other)
+    train_ppo.shape_scores(scores, moments, True, True, None, torch.zeros(4, dtype=torch.bool))  # nobody counts: nothing changes
+    assert vars(moments) == vars(other)
+
+
+# ---- whole runs ------------------------------------------------------------------------------------------------------
+LENGTHS = """
+    def words(prompts, completions): return [float(len(c.split())) for c in completions]
+    def is_long(prompts, completions, completion):
+        assert len(prompts) == len(completions) == len(completion)
+        return [len(c.split()) > 4 for c in completions]
+"""
+
+
+@MAINS
+def test_the_score_is_the_weighted_sum_of_reward_model_and_functions(functions, tiny, script, args):
+    functions(LENGTHS)
+    options = dict(reward_fn=("mine.py:words", "mine.py:is_long"), reward_fn_weights=(0.5, -2.0), missing_eos_penalty=None)
+    script.main(args(tiny, **options, eval_dataset="toy:test", take=20))
+    rows = read_metrics("runs/run")
+    assert len(rows) == 4
+    for row in rows:
+        at = "eval/objective/" if row["update"] == 0 else "objective/"
+        model, words, is_long = (row[f"{at}rewards/{name}"] for name in ("reward_model", "words", "is_long"))
+        assert row[f"{at}scores"] == pytest.approx(model + 0.5 * words - 2 * is_long, abs=1e-4)
+        assert row[f"{at}verifiable_correct_rate"] == is_long and 1 < words < 9
+        assert words <= row.get("val/sequence_lengths", row.get("eval/objective/length"))
+
+
+@MAINS
+def test_functions_alone_train_without_any_reward_model(functions, tiny, script, args):
+    functions("def f(prompts, completions):\n    return [c.count('the') - 0.5 * len(c.split()) for c in completions]")
+    options = dict(reward_model_path=None, reward_fn=("mine.py:f",), kl_coef=0.0, learning_rate=3e-3, total_episodes=480)
+    script.main(args(tiny, **options, missing_eos_penalty=None))
+    rows = read_metrics("runs/run")
+    scores = [row["objective/scores"] for row in rows]
+    assert sum(scores[-5:]) / 5 > sum(scores[:5]) / 5 + 0.5
+    assert [row["objective/rewards/f"] for row in rows] == pytest.approx(scores, abs=1e-5)
+    if script is train_ppo:
+        assert rows[0]["val/mean"] == 0 and rows[-1]["val/mean"] != 0  # a critic with a zero head, on the policy's trunk
+
+
+@MAINS
+def test_each_function_sees_the_rows_own_columns(functions, tiny, script, args):
+    rows = [
+        {"prompt": row["prompt"], "number": i, "text": row["prompt"]} for i, row in enumerate(toy.rows("prompts", "train")[:24])
+    ]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    functions("""
+        import json
+        TEXTS = [json.loads(line)["prompt"] for line in open("rows.jsonl")]
+        def f(prompts, completions, **columns):
+            assert set(columns) == {"number", "text"}
+            return [p == t == TEXTS[n] for p, t, n in zip(prompts, columns["text"], columns["number"])]
+    """)
+    options = dict(dataset="rows.jsonl", reward_fn=("mine.py:f",), max_prompt_length=17)  # some rows are dropped
+    script.main(args(tiny, **options))
+    assert [row["objective/verifiable_correct_rate"] for row in read_metrics("runs/run")] == [1.0] * 3
+
+
+@MAINS
+def test_nones_are_left_out_of_means_and_of_the_update(functions, tiny, script, args):
+    """A None in place of a huge reward changes neither the mean score nor the loss of the others."""
+    functions("""
+        def f(prompts, completions): return [None if len(c.split()) % 2 else 1.0 + len(c.split()) for c in completions]
+        def never(prompts, completions): return [None for _ in completions]
+    """)
+    script.main(args(tiny, reward_model_path=None, reward_fn=("mine.py:f",), missing_eos_penalty=None, total_episodes=32))
+    first = read_metrics("runs/run")[0]
+    assert first["objective/scores"] == pytest.approx(first["objective/rewards/f"]) and first["objective/scores"] > 1
+    options = dict(reward_model_path=None, reward_fn=("mine.py:never",), kl_coef=0.0, total_episodes=32, missing_eos_penalty=None)
+    script.main(args(tiny, **options, output_dir="same"))
+    rows = read_metrics("runs/run")
+    assert all(row["policy/grad_norm"] == 0 and row["objective/scores"] == 0 for row in rows)
+    assert "objective/rewards/never" not in rows[0]
+
+
+@pytest.mark.parametrize("run, args", [(run_rloo, rloo_args), (run_ppo, ppo_args)], ids=["rloo", "ppo"])
+def test_two_processes_and_small_micro_batches_give_the_same_curves(functions, tiny, in_tmp, run, args):
+    functions(LENGTHS + "    def some(prompts, completions): return [None if 'the' in c else 1.0 for c in completions]\n")
+    options = dict(reward_fn=("mine.py:words", "mine.py:is_long", "mine.py:some"), num_mini_batches=2, num_ppo_epochs=2)
+    one = run(tiny, **options, micro_batch_size=1000)
+    assert_same_curves(one, run(tiny, **options, micro_batch_size=4, rollout_micro_batch_size=4))
+    done = start(args(tiny, **options), 2)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[:2000]
+    assert_same_curves(one, read_metrics("runs/run"))
+
+
+def start(args, processes):
+    """A run in processes of its own."""
+    script = "train_rloo.py" if isinstance(args, train_rloo.Args) else "train_ppo.py"
+    flags = []
+    for field in dataclasses.fields(args):
+        value = getattr(args, field.name)
+        if isinstance(value, bool):
+            flags.append(f"--{field.name}" if value else f"--no_{field.name}")
+        elif value != () and field.name != "config":
+            flags += [f"--{field.name}", *(map(str, value) if isinstance(value, tuple) else [value])]
+    return launch(script, flags, processes, cwd=Path.cwd())
+
+
+@MAINS
+@pytest.mark.parametrize(
+    "body, words",
+    [
+        ("raise ValueError('no such key')", ["raised ValueError: no such key", "mine.py, line 5"]),
+        ("return [0.0] * (len(completions) - 1)", ["returned", "entries for"]),
+        ("return [float('nan')] * len(completions)", ["returned nan for the completion"]),
+        ("return [0.0] * (len(completions) - 1) + ['much']", ["returned 'much' for the completion"]),
+    ],
+)
+def test_a_function_that_fails_stops_the_run_with_its_name_the_update_and_the_row(
+    functions, tiny, capsys, script, args, body, words
+):
+    functions(f"""
+        calls = []
+        def f(prompts, completions):
+            calls.append(1)
+            if len(calls) > 1: {body}
+            return [0.0] * len(completions)
+    """)
+    with pytest.raises(SystemExit) as end:
+        script.main(args(tiny, reward_fn=("mine.py:f",), checkpoint_every=1))
+    report = capsys.readouterr().err
+    assert end.value.code == 1 and "update 2: --reward_fn f" in report and all(word in report for word in words), report
+    assert (
+        "row " in report
+        and "of --dataset" in report
+        and "checkpoints/000001" in report
+        and not Path(args(tiny).output_dir).exists()
+    )
+
+
+@pytest.mark.slow
+def test_a_function_that_fails_on_one_process_alone_stops_all_of_them(functions, tiny):
+    functions("""
+        import os
+        def f(prompts, completions):
+            if os.environ["RANK"] == "1": raise KeyError("only here")
+            return [0.0] * len(completions)
+    """)
+    done = start(rloo_args(tiny, reward_fn=("mine.py:f",)), 2)
+    assert done.returncode != 0 and done.stderr.count("error: update 1: --reward_fn f raised KeyError") == 1
+
+
+def test_a_resumed_run_goes_on_after_the_function_was_mended(functions, tiny, capsys):
+    broken = "def f(prompts, completions):\n    f.n = getattr(f, 'n', 0) + 1\n    return [float(len(c)) for c in completions]"
+    functions(broken)
+    train_rloo.main(rloo_args(tiny, reward_fn=("mine.py:f",), run_name="whole", output_dir="whole"))
+    functions(broken + "[: None if f.n < 3 else 0]")
+    with pytest.raises(SystemExit):
+        train_rloo.main(rloo_args(tiny, reward_fn=("mine.py:f",), checkpoint_every=1))
+    functions(broken)
+    train_rloo.main(rloo_args(tiny, reward_fn=("mine.py:f",), checkpoint_every=1, resume=True))
+    assert without_times(read_metrics("runs/run")) == without_times(read_metrics("runs/whole"))
+
+
+# ---- a reward model with a tokenizer of its own ------------------------------------------------------------------------
+def other_tokenizer(order):
+    """The toy tokenizer with its words' ids shuffled: order[old id] is the new one."""
+    spec = json.loads(toy.tokenizer().backend_tokenizer.to_str())
+    spec["model"]["vocab"] = {word: order[i] for word, i in spec["model"]["vocab"].items()}
+    spec["added_tokens"] = [t | {"id": order[t["id"]]} for t in spec["added_tokens"] if t["content"] == "<eos>"]
+    Path("tokenizer.json").write_text(json.dumps(spec))
+    return PreTrainedTokenizerFast(tokenizer_file="tokenizer.json", eos_token="<eos>")
+
+
+@pytest.fixture
+def shuffled(tiny, in_tmp):
+    """(a policy that has no special token but EOS, so that its text says all; the tiny reward model over the same words in another
+    order: its scores of a text are the same, those of ids are not)."""
+    policy = shutil.copytree(tiny / "policy", "policy")
+    for file in policy_files(policy):
+        file.unlink()
+    plain = json.loads(toy.tokenizer().backend_tokenizer.to_str())
+    plain["added_tokens"] = [token for token in plain["added_tokens"] if token["content"] == "<eos>"]
+    Path("plain.json").write_text(json.dumps(plain))
+    PreTrainedTokenizerFast(tokenizer_file="plain.json", eos_token="<eos>").save_pretrained(policy)
+    order = np.random.default_rng(0).permutation(len(toy.tokenizer())).tolist()
+    model = AutoModelForSequenceClassification.from_pretrained(tiny / "reward")
+    weight = model.get_input_embeddings().weight
+    with torch.no_grad():
+        weight[torch.tensor(order)] = weight.clone()[: len(order)]
+    tokenizer = other_tokenizer(order)
+    model.save_pretrained("shuffled"), tokenizer.save_pretrained("shuffled")
+    return "policy", "shuffled"
+
+
+def policy_files(folder):
+    return [file for file in Path(folder).iterdir() if "token" in file.name]
+
+
+@MAINS
+def test_a_reward_model_with_other_token_ids_is_given_text_and_scores_the_same(tiny, shuffled, capsys, script, args):
+    policy, reward_model = shuffled
+    options = dict(eval_dataset="toy:test", take=30, sft_model_path=policy)
+    options |= {"value_model": "shared"} if script is train_ppo else {}
+    script.main(args(tiny, **options))
+    same = read_metrics("runs/run")
+    script.main(args(tiny, **options, reward_model_path=reward_model))
+    assert "tokenizer of its own" in capsys.readouterr().out
+    assert_same_curves(same, read_metrics("runs/run"))
+
+
+def test_only_what_has_ended_is_followed_by_eos_and_long_texts_lose_their_beginning(tiny):
+    reward_model = train_rloo.Reward(utils.load_reward_model(tiny / "reward", "--reward_model_path")).eval()
+    tokenizer, prompts, answers = toy.tokenizer(), ["last night we went", "on monday"], ["the room was lovely .", "the pool"]
+    ended = torch.tensor([True, False])
+    got = reward_functions.score_text(reward_model, tokenizer, prompts, answers, ended, 1)
+    for i in range(2):
+        ids = tokenizer(f"{prompts[i]} {answers[i]}").input_ids + [tokenizer.eos_token_id] * bool(ended[i])
+        tokens = torch.tensor([ids])
+        mask = torch.ones_like(tokens, dtype=torch.bool)
+        alone = reward_model(tokens, mask, utils.positions_from_mask(mask), torch.tensor([[len(ids) - 1]]))
+        assert got[i].item() == pytest.approx(alone.item(), abs=1e-5)
+    long = ["we " * 500]
+    both = [reward_functions.score_text(reward_model, tokenizer, [p], ["the room"], ended[1:], 4) for p in (long[0], long[0] * 2)]
+    assert torch.equal(*both)
