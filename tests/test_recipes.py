@@ -4,13 +4,17 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import json
 import math
 import re
 import shlex
+import shutil
 import tomllib
+from pathlib import Path
 
 import pytest
-from conftest import ROOT, read_metrics
+from conftest import ROOT, read_metrics, tiny_config
+from transformers import GPTNeoXForSequenceClassification
 
 from rlhf_details import toy, utils
 
@@ -49,7 +53,7 @@ def recipe(path):
     module = importlib.import_module(f"rlhf_details.{script}")
     assert flags == ["--config", str(path.relative_to(ROOT))]
     with contextlib.chdir(ROOT):  # where the command is to be typed
-        args = utils.parse_args(module.Args, toy.DEFAULTS[script], flags)
+        args = utils.parse_args(module.Args, toy.defaults(script), flags)
     return module, args, int(launcher[launcher.index("--num_processes") + 1])
 
 
@@ -68,6 +72,28 @@ def arithmetic(args, processes):
     return args.batch_size, minibatches, mine // args.micro_batch_size, getattr(args, "num_ppo_epochs", 1) * minibatches, updates
 
 
+def at_home(args):
+    """Arguments whose reward functions are found from any folder."""
+    functions = tuple(str(ROOT / spec) for spec in getattr(args, "reward_fn", ()))
+    return dataclasses.replace(args, reward_fn=functions) if functions else args
+
+
+def classifier():
+    """A tiny text classifier in the current folder, in place of the Hub's."""
+    labels = {"id2label": {0: "NEGATIVE", 1: "POSITIVE"}, "label2id": {"NEGATIVE": 0, "POSITIVE": 1}}
+    GPTNeoXForSequenceClassification(tiny_config(num_labels=2, **labels)).save_pretrained("classifier")
+    toy.tokenizer().save_pretrained("classifier")
+    return "classifier"
+
+
+def chatty(tiny):
+    """The tiny policy with a chat template."""
+    folder, tokenizer = shutil.copytree(tiny / "policy", "chatty"), toy.tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 def several(n, word):
     return f"{n} {word}" if n == 1 else f"{n} {word}{'es' if word[-1] in 'sh' else 's'}"
 
@@ -83,25 +109,34 @@ def test_it_parses_to_its_own_values(path):
     assert values
     for key, value in values.items():
         parsed = getattr(args, key)
+        parsed = parsed[0] if isinstance(parsed, tuple) else parsed  # reward_fn and its weights: one of each
         assert (None if value == "None" else value) == parsed and isinstance(parsed, bool) == isinstance(value, bool), key
 
 
 @each_config
 def test_the_script_finds_no_contradiction_in_it(path, in_tmp):
     module, args, _ = recipe(path)
-    module.check(args)
+    module.check(at_home(args))
 
 
 @pytest.mark.parametrize("path", [p for p in CONFIGS if not p.stem.startswith("reward_")], ids=lambda path: path.stem)
-def test_it_runs_when_its_models_and_sizes_are_tiny(path, tiny, in_tmp):
+def test_it_runs_when_its_models_and_sizes_are_tiny(path, tiny, in_tmp, monkeypatch):
     module, args, _ = recipe(path)
     batch = 4 * getattr(args, "rloo_k", 1) * args.num_mini_batches
-    models = dict(dataset="toy", eval_dataset=None, sft_model_path=str(tiny / "policy"), reward_model_path=str(tiny / "reward"))
+    models = dict(dataset="toy", eval_dataset=None, sft_model_path=str(tiny / "policy"))
+    models |= dict(reward_model_path=str(tiny / "reward")) if args.reward_model_path else {}
     sizes = dict(response_length=20, batch_size=batch, total_episodes=2 * batch, micro_batch_size=4, rollout_micro_batch_size=8)
-    run = module.main(dataclasses.replace(args, **models, **sizes, num_sample_generations=1))["run"]
+    monkeypatch.setenv("SENTIMENT_MODEL", str(classifier()))
+    args = dataclasses.replace(at_home(args), **models, **sizes, num_sample_generations=1)
+    if args.reward_fn and "exact_match" in args.reward_fn[0]:
+        rows = [{"messages": [{"role": "user", "content": "the room"}], "answer": str(i)} for i in range(8)]
+        Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        args = dataclasses.replace(args, dataset="rows.jsonl", sft_model_path=str(chatty(tiny)))
+    run = module.main(args)["run"]
     rows = read_metrics(run)
     assert len(rows) == 2 and all(math.isfinite(row["objective/rlhf_reward"]) for row in rows)
     assert rows[0]["objective/kl"] == pytest.approx(0, abs=1e-3) and rows[1]["policy/grad_norm"] > 0
+    assert not args.reward_fn or f"objective/rewards/{args.reward_fn[0].rpartition(':')[2]}" in rows[0]
 
 
 @each_config
