@@ -34,7 +34,7 @@ import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
 from time import sleep
@@ -48,7 +48,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers.utils import logging as transformers_logging
 
-from rlhf_details import data, toy, utils
+from rlhf_details import data, reward_functions, toy, utils
 from rlhf_details.train_ppo import truncate_response
 from rlhf_details.train_rloo import EVALUATION, Policy, Reward, in_slices, response_logprobs, response_scores, sample
 
@@ -86,6 +86,8 @@ class Args:
     """reward model, a sequence-classification folder with one label; None: no scores"""
     allow_untrained_reward_model: bool = False
     """accept a reward model whose head would be newly initialised (dummy runs)"""
+    reward_fn: tuple[str, ...] = ()
+    """functions f(prompts, completions, **columns) -> rewards, FILE.py:function or package.module:function; reported by name"""
     trust_remote_code: bool = False
     """run the Python code that comes with a model; for models whose authors you trust"""
 
@@ -309,6 +311,8 @@ def check(args):
         utils.fail(f"--truncate_after {args.truncate_after}: needs a --truncate_token")
     if args.truncate_after >= args.response_length:
         utils.fail(f"--truncate_after {args.truncate_after}: not below --response_length {args.response_length}")
+    for spec in args.reward_fn:
+        data.load_function(spec, "--reward_fn")
     if not args.policy_path:
         utils.fail("--policy_path: required, a model folder or Hub name (only --dataset toy from the command line has a default)")
     if args.judge == "reward_model" and not args.reward_model_path:
@@ -431,6 +435,8 @@ def main(args: Args):
     limit = args.max_prompt_length or math.inf
     kept, ids = data.encode_prompts(tokenizer, rows, min(contexts) - R, f"--dataset {args.dataset}", limit)
     rows = [rows[i] for i in kept]
+    functions = reward_functions.RewardFunctions(replace(args, reward_model_path=None), "cpu")
+    functions.check_columns(rows, f"--dataset {args.dataset}")
     texts = [data.as_text(tokenizer, row["prompt"]) for row in rows]
     references = []
     if use_references:
@@ -474,9 +480,14 @@ def main(args: Args):
         if is_toy:
             side["gold"] = [toy.gold(q, a) for q, a in zip(texts, texts_of, strict=True)]
             side["parses"] = [int(toy.parses(f"{q} {a}")) for q, a in zip(texts, texts_of, strict=True)]
+        values, kinds = functions(rows, texts_of, None)
+        if (kinds == reward_functions.FAILED).any():
+            utils.fail(f"{functions.error}; row {kept[int((kinds == reward_functions.FAILED).any(1).nonzero()[0])] + 1}")
         said = [r[:-1] if r[-1] in (end_id, tokenizer.eos_token_id) else r for r in tokens]
         figures = {what: average(side[what]) for what in ("score", "gold", "length") if what in side}
         figures |= {what: rate(side[what]) for what in ("ended", "parses") if what in side}
+        for name, x in functions.by_name(values, kinds).items():
+            figures[name] = rate(x.tolist()) if name == "verifiable_correct_rate" else average(x.tolist())
         return side, figures | {f"distinct_{n}": {"value": distinct_n(said, n)} for n in (1, 2, 3)}
 
     policy, figures = measure(*sample_all(args.policy_path, args.temperature, LOW_TEMPERATURE))
@@ -575,6 +586,7 @@ def show_table(console, say, title, metrics, args):
         interval = f"  ({figure['low']:.3f} .. {figure['high']:.3f})" if "low" in figure else ""
         return f"{figure['value']:.3f}{interval}"
 
+    labels |= {w: w for side in sides for w in metrics[side] if w not in labels}  # reward functions, by name
     lines = [[labels[w], *(cell(metrics[s].get(w)) for s in sides)] for w in labels if any(w in metrics[s] for s in sides)]
     if console.is_terminal:
         table = Table(title=Text(title))  # a Text: brackets in a path are no markup

@@ -52,7 +52,7 @@ class RewardFunctions:
             name = name if names.count(name) == 1 else spec.replace("/", ".")
             self.functions[name] = function, (None if takes_all else {p.name for p in columns})
             self.required |= {p.name: spec for p in columns if p.default is p.empty and p.kind != p.VAR_KEYWORD}
-        weights = args.reward_fn_weights or (1.0,) * len(args.reward_fn)
+        weights = getattr(args, "reward_fn_weights", ()) or (1.0,) * len(args.reward_fn)
         self.names = ["reward_model"] * bool(args.reward_model_path) + list(self.functions)
         self.weights = [1.0] * bool(args.reward_model_path) + list(weights)
         self.device, self.error = device, ""

@@ -154,7 +154,8 @@ SUM_DEFAULTS = {  # what "toy-sum" has otherwise: arithmetic, rewarded by a func
     ),
     "evaluate": dict(
         dataset="toy-sum:test", policy_path="models/toy-sum/rloo", opponent_path="models/toy-sum/sft",
-        ref_model_path="models/toy-sum/sft", reward_model_path=None, judge="none", response_length=3,
+        ref_model_path="models/toy-sum/sft", reward_model_path=None, reward_fn=["rlhf_details.toy:right_sum"], judge="none",
+        response_length=3,
     ),
 }  # fmt: skip
 

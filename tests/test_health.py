@@ -129,7 +129,7 @@ def test_equal_rewards_are_counted_by_group(tiny, in_tmp):
 def test_a_policy_that_says_one_word_again_and_again_shows_in_entropy_and_length(tiny, in_tmp, capsys, script, args):
     code = "def f(prompts, completions): return [float(c.count('the')) for c in completions]"
     options = dict(reward_model_path=None, reward_fn=("mine.py:f",), missing_eos_penalty=None, kl_coef=0.0, stop_token="was")
-    found = run(script, args(tiny, **options, learning_rate=0.03, total_episodes=1280, num_ppo_epochs=2, response_length=64), code)
+    found = run(script, args(tiny, **options, learning_rate=0.03, total_episodes=960, num_ppo_epochs=2, response_length=16), code)
     assert {"entropy"} <= found.keys() and "health/entropy" in warnings_in(capsys)
 
 

@@ -125,6 +125,7 @@ def test_a_resumed_run_is_the_same_and_its_checkpoints_hold_the_adapters_alone(t
     assert Path(f"whole/{name}").read_bytes() == (Path(args(tiny).output_dir) / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_two_processes_train_the_same_adapters(tiny, in_tmp):
     train_rloo.main(rloo_args(tiny, lora_rank=4))
     flags = [f"--{name}={value}" for name, value in dict(
@@ -198,11 +199,12 @@ def test_what_lora_is_not_for_is_refused(tiny, in_tmp, monkeypatch, capsys):
         patch.setattr(engines, "name", lambda accelerator: "FSDP2")
         for main, args in ((train_rloo.main, rloo_args), (train_ppo.main, ppo_args)):
             assert "--lora_rank: for one process or DDP, not for FSDP2" in line(main, args(tiny, lora_rank=2))
-    GPTNeoXForCausalLM(tiny_config()).save_pretrained("base")
-    lora.save_adapter(lora.add_adapters(utils.load_policy("base", ""), 2), "adapter", "base")
+    base = "a/folder/base"  # its slashes make it no name on the Hub, which would be asked for long
+    GPTNeoXForCausalLM(tiny_config()).save_pretrained(base)
+    lora.save_adapter(lora.add_adapters(utils.load_policy(base, ""), 2), "adapter", base)
     with monkeypatch.context() as patch:
         patch.setattr(lora.importlib.util, "find_spec", lambda name: None)
         assert "pip install" in line(train_rloo.check, rloo_args(tiny, lora_rank=2))
         assert "pip install" in line(utils.load_policy, "adapter", "--sft_model_path")
-    shutil.rmtree("base")
+    shutil.rmtree("a")
     assert "--sft_model_path adapter" in line(utils.load_policy, "adapter", "--sft_model_path")

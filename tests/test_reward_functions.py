@@ -16,7 +16,7 @@ from conftest import launch, ppo_args, read_metrics, rloo_args, run_ppo, run_rlo
 from test_rloo import assert_same_curves, without_times
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
-from rlhf_details import data, reward_functions, toy, train_ppo, train_rloo, utils
+from rlhf_details import data, evaluate, reward_functions, toy, train_ppo, train_rloo, utils
 
 SCRIPTS = [(train_rloo, rloo_args), (train_ppo, ppo_args)]
 MAINS = pytest.mark.parametrize("script, args", SCRIPTS, ids=["rloo", "ppo"])
@@ -310,7 +310,9 @@ def test_nones_are_left_out_of_means_and_of_the_update(functions, tiny, script, 
     assert "objective/rewards/never" not in rows[0]
 
 
-@pytest.mark.parametrize("run, args", [(run_rloo, rloo_args), (run_ppo, ppo_args)], ids=["rloo", "ppo"])
+@pytest.mark.parametrize(
+    "run, args", [(run_rloo, rloo_args), pytest.param(run_ppo, ppo_args, marks=pytest.mark.slow)], ids=["rloo", "ppo"]
+)
 def test_two_processes_and_small_micro_batches_give_the_same_curves(functions, tiny, in_tmp, run, args):
     functions(LENGTHS + "    def some(prompts, completions): return [None if 'the' in c else 1.0 for c in completions]\n")
     options = dict(reward_fn=("mine.py:words", "mine.py:is_long", "mine.py:some"), num_mini_batches=2, num_ppo_epochs=2)
@@ -451,3 +453,22 @@ def test_only_what_has_ended_is_followed_by_eos_and_long_texts_lose_their_beginn
     long = ["we " * 500]
     both = [reward_functions.score_text(reward_model, tokenizer, [p], ["the room"], ended[1:], 4) for p in (long[0], long[0] * 2)]
     assert torch.equal(*both)
+
+
+def test_an_evaluation_reports_each_reward_with_its_interval(functions, tiny, capsys):
+    functions("""
+        def words(prompts, completions): return [float(len(c.split())) for c in completions]
+        def is_long(prompts, completions, completion): return [len(c.split()) > 4 for c in completions]
+        def fails(prompts, completions): return [0.0] * 3 + [None, float("nan")] + [0.0] * (len(completions) - 5)
+    """)
+    values = dict(policy_path=str(tiny / "policy"), opponent_path=str(tiny / "policy"), num_examples=24, response_length=8)
+    values |= dict(temperature=1.0, overwrite=True)
+    summary = evaluate.main(evaluate.Args(**values, reward_fn=("mine.py:words", "mine.py:is_long")))
+    for side in ("policy", "opponent"):
+        figures = summary["metrics"][side]
+        assert 1 < figures["rewards/words"]["low"] < figures["rewards/words"]["value"] < figures["rewards/words"]["high"]
+        assert figures["verifiable_correct_rate"]["value"] == figures["rewards/is_long"]["value"]
+    assert "rewards/words" in capsys.readouterr().out
+    assert "mine.py:no" in refused(capsys, evaluate.main, evaluate.Args(**values, reward_fn=("mine.py:no",)))
+    line = refused(capsys, evaluate.main, evaluate.Args(**values, reward_fn=("mine.py:fails",)))
+    assert "--reward_fn fails returned nan" in line and "row 5" in line

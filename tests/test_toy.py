@@ -1,5 +1,6 @@
 """The embedded task: its grammar, its gold reward against a second implementation, and that no trick beats writing well."""
 
+import json
 import math
 import random
 from collections import Counter
@@ -7,8 +8,11 @@ from statistics import mean
 
 import numpy as np
 import pytest
+from conftest import launch
 
 from rlhf_details import toy
+
+FIRST_SUM = "6 + 4 + 3 + 9 =", "22"
 
 
 def vocabulary():
@@ -250,3 +254,49 @@ def test_no_repeated_word_beats_the_training_texts(honest):
                 total = sum(count * toy.gold(one_prompt[topic], response) for topic, count in share.items())
                 best = max(best, total / len(prompts))
     assert best < honest
+
+
+# ---- toy-sum -----------------------------------------------------------------------------------------------------------
+def test_sums_are_the_same_everywhere_and_their_answers_are_right():
+    for stage, split in toy.SPLITS:
+        rows = toy.rows(stage, split, "toy-sum")
+        assert len(rows) == toy.SPLITS[stage, split] and rows == toy.sums(stage, split)
+        for row in rows:
+            digits = row["prompt"].removesuffix(" =").split(" + ")
+            assert len(digits) == 4 and all(len(d) == 1 for d in digits) and str(sum(map(int, digits))) == row["answer"]
+            assert stage == "sft" or row["completion"] == row["answer"]
+    assert toy.rows("prompts", "train", "toy-sum")[0] == {
+        "prompt": FIRST_SUM[0],
+        "completion": FIRST_SUM[1],
+        "answer": FIRST_SUM[1],
+    }
+
+
+def test_no_held_out_sum_is_trained_on():
+    training = {row["prompt"] for stage in ("sft", "prompts") for row in toy.rows(stage, "train", "toy-sum")}
+    held_out = {row["prompt"] for stage in ("sft", "prompts") for row in toy.rows(stage, "test", "toy-sum")}
+    assert not training & held_out and len(held_out) > 500 and len(training) > 6000
+
+
+def test_the_human_who_adds_is_careless_every_second_time_or_so():
+    errors = Counter(int(row["completion"]) - int(row["answer"]) for row in toy.rows("sft", "train", "toy-sum"))
+    assert errors.keys() == {-1, 0, 1} and 0.54 < errors[0] / errors.total() < 0.57
+    assert 0.9 < errors[1] / errors[-1] < 1.1
+
+
+def test_a_sum_is_right_or_wrong_and_every_number_is_one_token():
+    assert toy.right_sum(["", "", ""], ["17", " 17 ", "18"], answer=["17"] * 3) == [True, True, False]
+    tokenizer = toy.tokenizer("toy-sum")
+    assert len(tokenizer) == 3 + 2 + 38 and len(tokenizer("3 + 8 + 5 + 1 = 17").input_ids) == 9
+    assert tokenizer.decode(tokenizer("36").input_ids) == "36"
+
+
+@pytest.mark.slow
+def test_a_verifiable_reward_teaches_the_sums(in_tmp):
+    """From nothing to above nine right answers in ten, on sums never trained on, without a reward model."""
+    done = launch("train_rloo.py", ["--dataset", "toy-sum", "--run_name", "sums"], cwd=in_tmp)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [json.loads(line) for line in (in_tmp / "runs/sums/metrics.jsonl").read_text().splitlines()]
+    before, after = (row["eval/objective/verifiable_correct_rate"] for row in (rows[0], rows[-1]))
+    assert before < 0.7 and after > 0.9 and rows[-1]["time/from_scratch"] < 600
+    assert not (in_tmp / "models/toy-sum/reward").exists()
