@@ -354,7 +354,7 @@ def check_results(args):
         before = dict(json.loads((folder / "summary.json").read_text())["args"])
     except (OSError, ValueError, TypeError, LookupError):
         utils.fail(f"--output_dir {folder} holds something that is no evaluation; give another folder or --overwrite")
-    for name, value in asdict(args).items():
+    for name, value in json.loads(json.dumps(asdict(args))).items():
         if name not in MAY_DIFFER and before.get(name) != value:
             utils.fail(
                 f"--output_dir {folder} holds another evaluation ({name} {before.get(name)!r} there, {value!r} here); "
