@@ -58,7 +58,7 @@ def peak(script, *flags):
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
     make_models()
-    header = "peak MB, 110 M parameters", "all weights", "`--lora_rank 16`", "and `--gradient_checkpointing`", "that without LoRA"
+    header = "peak MB, 110 M parameters", "all weights", "`--lora_rank 16`", "and `--gradient_checkpointing`", "the latter alone"
     print(f"| {' | '.join(header)} |")
     print("|---|---:|---:|---:|---:|")
     for script in STAGES:
