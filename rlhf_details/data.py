@@ -174,7 +174,7 @@ def fill(template, row, what):
     """A --prompt_template with a row's columns in its {places}; "\\n" in it is a line break, which shells do not pass."""
     try:
         names = {re.split(r"[.[]", name)[0] for _, name, _, _ in string.Formatter().parse(template) if name is not None}
-        if missing := names - row.keys():
+        if missing := {name for name in names if row.get(name) is None}:
             fail(f"--prompt_template {template!r}: {what} has no column {sorted(missing)[0]!r} (it has {sorted(row)})")
         return template.replace("\\n", "\n").format(**row)
     except (ValueError, LookupError, AttributeError, TypeError) as e:
@@ -206,13 +206,15 @@ def with_prompts(rows, template, what):
     return result
 
 
-def with_completions(rows, what):
+def with_completions(rows, what, template=None):
     """The rows of `with_prompts`, each with its `completion`: that column, the answer that ends `messages` (then all messages
-    before it are the prompt), or N+'s `reference_response_token`."""
+    before it are the prompt), or N+'s `reference_response_token`. template: as given to `with_prompts`."""
     result = []
     for number, row in enumerate(rows, 1):
         if "completion" in row:
             completion = row["completion"]
+        elif is_messages(row.get("messages")) and template is not None:
+            fail(f"--prompt_template {template!r}: {what} holds `messages`, whose answers follow their own prompts")
         elif is_messages(row.get("messages")):
             completion, row = row["messages"][-1:], row | {"prompt": row["messages"][:-1]}
             if completion[0].get("role") != "assistant" or not row["prompt"]:
@@ -339,6 +341,8 @@ def encode_prompts(tokenizer, rows, room, what, limit=math.inf):
     for i in kept:
         if not ids[i]:
             fail(f"{what}: the prompt of row {i + 1} is empty")
+        if set(ids[i]) == {tokenizer.unk_token_id}:
+            fail(f"{what}: the tokenizer knows no word of the prompt of row {i + 1}, {rows[i]['prompt']!r}")
         if max(ids[i]) >= len(tokenizer):
             fail(f"{what}: the prompt of row {i + 1} holds {max(ids[i])}, which is no token ({len(tokenizer)} in the vocabulary)")
         if len(ids[i]) > room:

@@ -405,7 +405,7 @@ def main(args: Args):
     is_toy, use_references = name == "toy", args.judge != "none" and not args.opponent_path
     rows = toy.rows("prompts", split or "test", name) if name in toy.TASKS else data.read_rows(args.dataset, {})
     rows = data.with_prompts(rows[: args.num_examples], args.prompt_template, f"--dataset {args.dataset}")
-    rows = data.with_completions(rows, f"--dataset {args.dataset}") if use_references else rows
+    rows = data.with_completions(rows, f"--dataset {args.dataset}", args.prompt_template) if use_references else rows
 
     # ---- models, each folder once
     loading = {"attn_implementation": args.attn_implementation, "trust_remote_code": args.trust_remote_code}

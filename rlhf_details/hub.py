@@ -11,9 +11,8 @@ import shlex
 from pathlib import Path
 
 import huggingface_hub
-from huggingface_hub.errors import HfHubHTTPError
 
-from rlhf_details import utils
+from rlhf_details import toy, utils
 
 PAPERS = {  # of each script: title, authors, year, arXiv number
     "sft": ("Training language models to follow instructions with human feedback", "Ouyang, Long and others", 2022, "2203.02155"),
@@ -34,17 +33,17 @@ PAPERS = {  # of each script: title, authors, year, arXiv number
 OF_A_POLICY = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-tokenizer = AutoTokenizer.from_pretrained("{name}")
-model = AutoModelForCausalLM.from_pretrained("{name}")
-inputs = tokenizer({prompt!r}, return_tensors="pt")
+tokenizer = AutoTokenizer.from_pretrained({name!r})
+model = AutoModelForCausalLM.from_pretrained({name!r})
+inputs = {inputs}
 tokens = model.generate(**inputs, do_sample=True, temperature={temperature}, top_k=0, max_new_tokens={length})
 print(tokenizer.decode(tokens[0]))"""
 OF_A_REWARD_MODEL = """\
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-tokenizer = AutoTokenizer.from_pretrained("{name}")
-model = AutoModelForSequenceClassification.from_pretrained("{name}")
-inputs = tokenizer({prompt!r} + tokenizer.eos_token, return_tensors="pt")
+tokenizer = AutoTokenizer.from_pretrained({name!r})
+model = AutoModelForSequenceClassification.from_pretrained({name!r})
+inputs = {inputs}
 print(model(**inputs).logits[0, 0].item() + model.config.reward_bias)"""
 
 
@@ -54,17 +53,30 @@ def script_of(args):
 
 
 def command_of(args, num_processes):
-    """A command line that starts the same run: every argument that is not its class's default."""
+    """A command line that starts the same run: every argument that the script would not take by itself for this data set."""
+    task, script = args.dataset.partition(":")[0], script_of(args).removesuffix(".py")
+    by_itself = {field.name: field.default for field in dataclasses.fields(args)} | toy.defaults(script).get(task, {})
     words = ["accelerate", "launch", "--num_processes", str(num_processes), f"rlhf_details/{script_of(args)}"]
     for field in dataclasses.fields(args):
         value = getattr(args, field.name)
-        if value == field.default or field.name in ("config", "resume", "overwrite"):
+        default = by_itself[field.name]
+        default = tuple(default) if isinstance(default, list) else default
+        if (value == default and field.name != "dataset") or field.name in ("config", "resume", "overwrite"):
             continue
         if isinstance(value, bool):
             words.append(f"--{field.name}" if value else f"--no_{field.name}")
         else:
             words += [f"--{field.name}", *map(str, value if isinstance(value, tuple) else [value])]
     return shlex.join(words)
+
+
+def inputs_of(prompt, is_reward):
+    """The line of a snippet that makes a model's inputs of a prompt, a string or messages."""
+    if not isinstance(prompt, str):
+        prompt = [*prompt, {"role": "assistant", "content": "An answer."}] if is_reward else prompt
+        generate = "" if is_reward else ", add_generation_prompt=True"
+        return f'tokenizer.apply_chat_template({prompt!r}{generate}, return_dict=True, return_tensors="pt")'
+    return f'tokenizer({prompt!r}{" + tokenizer.eos_token" if is_reward else ""}, return_tensors="pt")'
 
 
 def on_the_hub(name):
@@ -85,7 +97,11 @@ def model_card(args, repository, metrics, link, about):
     facts["pipeline_tag"] = "text-classification" if is_reward else "text-generation"
     facts |= {"base_model": base} if base != "scratch" and on_the_hub(base) else {}
     facts |= {"datasets": [dataset]} if "/" in dataset and on_the_hub(dataset) else {}
-    values = {"name": repository or args.output_dir, "prompt": about["prompt"], "temperature": args.temperature}
+    values = {
+        "name": repository or args.output_dir,
+        "inputs": inputs_of(about["prompt"], is_reward),
+        "temperature": args.temperature,
+    }
     snippet = (OF_A_REWARD_MODEL if is_reward else OF_A_POLICY).format(**values, length=args.response_length)
     title, authors, year, number = PAPERS[kind]
     rows = [f"| `{name}` | {value:.6g} |" for name, value in metrics.items() if not name.startswith("time/")]
@@ -95,7 +111,7 @@ def model_card(args, repository, metrics, link, about):
         huggingface_hub.ModelCardData(**facts).to_yaml().strip(),
         "---",
         "",
-        f"# {(repository or args.output_dir).rpartition('/')[2]}",
+        f"# {(repository or args.output_dir).rstrip('/').rpartition('/')[2]}",
         "",
         f"{'Reward model' if is_reward else 'Language model'} trained with `{script_of(args)}` of rlhf_details "
         f"(commit `{about['commit'][:12] or 'unknown'}`), from `{base}` on the data `{args.dataset}`"
@@ -120,7 +136,7 @@ def open_repository(args):
         utils.fail("--push_to_hub: no login; run `hf auth login`, or set HF_TOKEN")
     try:
         return huggingface_hub.HfApi().create_repo(name, exist_ok=True).repo_id
-    except (HfHubHTTPError, ValueError, OSError) as e:  # HFValidationError is a ValueError, no connection an OSError
+    except Exception as e:  # refused, not a name, no connection: each layer raises a class of its own
         utils.fail(f"--push_to_hub: the repository {name} cannot be opened ({first_line(e)})")
 
 

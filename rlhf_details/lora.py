@@ -20,6 +20,11 @@ def check(args):
         utils.fail("--lora_rank: needs the package peft: pip install 'rlhf_details[peft]'")
     if getattr(args, "lora_merge", False) and not args.lora_rank:
         utils.fail("--lora_merge: needs a --lora_rank")
+    start = getattr(args, "sft_model_path", None) or getattr(args, "base_model", None)
+    if args.lora_rank and hasattr(args, "lora_merge") and not args.lora_merge and base_of(start):
+        utils.fail(
+            f"--lora_rank {args.lora_rank}: {start} holds adapters, and nothing loads adapters on adapters; give --lora_merge"
+        )
 
 
 def add_adapters(model, rank):
@@ -67,6 +72,7 @@ def save_adapter(model, folder, base_model):
 
     Path(folder).mkdir(parents=True, exist_ok=True)
     config = model.peft_config["default"]
+    base_model = str(Path(base_model).resolve()) if Path(base_model).exists() else base_model  # found from any folder
     config.base_model_name_or_path, config.inference_mode = base_model, True
     config.save_pretrained(folder)
     weights = {f"base_model.model.{name}": x.detach().cpu().contiguous() for name, x in get_peft_model_state_dict(model).items()}
@@ -87,6 +93,7 @@ def merge(model):
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, layer.get_base_layer())
     delattr(model, "peft_config")
+    model._hf_peft_config_loaded = False  # transformers' own mark, where it has loaded the adapters
     return model
 
 

@@ -1,16 +1,19 @@
 """
 Rewards that are given to text: Python functions of the user's own, and reward models that have a tokenizer of their own.
 
-A function is called as f(prompts, completions, **columns), once for all responses that a process has of an update, and returns a
-list with an entry for each: a number; True or False, for a reward that can be verified, which count 1 and 0; or None, where it
-has nothing to say. `prompts` and `completions` are strings; of rows whose prompts are messages, lists of messages. `columns` are
-the row's other columns, each a list as long; a function gets those that it names, or all where it takes **columns.
+A function is called as f(prompts, completions, **columns), once for all responses that a process has of an update (evaluations: of
+a slice), and returns a list with an entry for each: a number; True or False, for a reward that can be verified, which count 1
+and 0; or None, where it has nothing to say. `prompts` and `completions` are strings; of rows whose prompts are messages, lists of
+messages. `columns` are the data set's other columns, each a list as long, None where a row lacks it; a function gets those that
+it names, or all where it takes **columns.
 Source: the convention of TRL's GRPOTrainer and RLOOTrainer. Nothing runs at import.
 """
 
+import copy
 import inspect
-import math
 import numbers
+import reprlib
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -30,12 +33,28 @@ def check(args):
     if len(args.reward_fn_weights) not in (0, len(args.reward_fn)):
         utils.fail(f"--reward_fn_weights: {len(args.reward_fn_weights)} weights of {len(args.reward_fn)} functions")
     for weight in args.reward_fn_weights:
-        if not math.isfinite(weight):
-            utils.fail(f"--reward_fn_weights {weight}: must be finite")
+        if not abs(weight) <= torch.finfo(torch.float32).max:
+            utils.fail(f"--reward_fn_weights {weight}: must be finite, in fp32")
     if twice := {spec for spec in args.reward_fn if args.reward_fn.count(spec) > 1}:
         utils.fail(f"--reward_fn {min(twice)}: named twice")
     for spec in args.reward_fn:
-        data.load_function(spec, "--reward_fn")
+        parameters_of(data.load_function(spec, "--reward_fn"), spec)
+
+
+def parameters_of(function, spec):
+    """The parameters of a reward function but for prompts and completions; ends where it cannot be called by those names."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        utils.fail(f"--reward_fn {spec}: its parameters are not known to Python; wrap it in a function")
+    by_name = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    takes_all = any(p.kind == p.VAR_KEYWORD for p in parameters)
+    needed = [p for p in parameters if p.kind == p.POSITIONAL_ONLY and p.default is p.empty]
+    if needed or not (takes_all or {"prompts", "completions"} <= by_name) or inspect.isclass(function):
+        utils.fail(f"--reward_fn {spec}: must be a function f(prompts, completions, **columns)")
+    if inspect.iscoroutinefunction(function):
+        utils.fail(f"--reward_fn {spec}: is async; rewards are waited for")
+    return [p for p in parameters if p.name not in ("prompts", "completions")]
 
 
 class RewardFunctions:
@@ -43,25 +62,28 @@ class RewardFunctions:
 
     def __init__(self, args, device):
         self.functions = {}  # {name: (function, the columns that it takes, or None for all)}
-        self.required = {}  # {column that a function cannot do without: its spec}
+        self.required, self.columns = {}, set()  # {column that a function cannot do without: its spec}; those of the data
         names = [spec.rpartition(":")[2] for spec in args.reward_fn]
         for spec, name in zip(args.reward_fn, names, strict=True):
             function = data.load_function(spec, "--reward_fn")
-            columns = [p for p in inspect.signature(function).parameters.values() if p.name not in ("prompts", "completions")]
+            columns = parameters_of(function, spec)
             takes_all = any(p.kind == p.VAR_KEYWORD for p in columns)
-            name = name if names.count(name) == 1 else spec.replace("/", ".")
+            name = name if names.count(name) == 1 and name != "reward_model" else spec.replace("/", ".")
             self.functions[name] = function, (None if takes_all else {p.name for p in columns})
-            self.required |= {p.name: spec for p in columns if p.default is p.empty and p.kind != p.VAR_KEYWORD}
+            kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+            self.required |= {p.name: spec for p in columns if p.default is p.empty and p.kind in kinds}
         weights = getattr(args, "reward_fn_weights", ()) or (1.0,) * len(args.reward_fn)
         self.names = ["reward_model"] * bool(args.reward_model_path) + list(self.functions)
         self.weights = [1.0] * bool(args.reward_model_path) + list(weights)
         self.device, self.error = device, ""
 
     def check_columns(self, rows, what):
-        """Ends with one line where a function needs a column that the rows (if any) do not have; what: the data set they are of."""
+        """Takes note of the columns of a data set (what), and ends with one line where a function needs one that no row has."""
+        found = {column for row in rows for column in row} - {"prompts", "completions"}
+        self.columns |= found - {"prompt"}
         for column, spec in self.required.items():
-            if rows and column not in rows[0]:
-                utils.fail(f"--reward_fn {spec}: needs a column {column!r}, and {what} has {sorted(rows[0])}")
+            if rows and column not in found:
+                utils.fail(f"--reward_fn {spec}: needs a column {column!r}, and {what} has {sorted(found)}")
 
     def __call__(self, rows, completions, scores):
         """What each reward says: values [N, F] fp32 and kinds [N, F] int64.
@@ -74,13 +96,13 @@ class RewardFunctions:
             completions = [[{"role": "assistant", "content": text}] for text in completions]
         prompts = [row["prompt"] for row in rows]
         for i, (name, (function, wanted)) in enumerate(self.functions.items()):
-            keys = {key for row in rows for key in row} - {"prompt"}
-            columns = {key: [row.get(key) for row in rows] for key in keys if wanted is None or key in wanted}
+            columns = {key: [row.get(key) for row in rows] for key in self.columns if wanted is None or key in wanted}
+            given = copy.deepcopy({"prompts": prompts, "completions": completions, **columns})  # which it may change
             try:
-                entries = function(prompts=list(prompts), completions=list(completions), **columns)
-                self.read(name, entries, completions, values[:, i], kinds[:, i])
+                with torch.autocast(torch.device(self.device).type, enabled=False):
+                    self.read(name, function(**given), completions, values[:, i], kinds[:, i])
             except (Exception, SystemExit) as e:  # whatever the user's code raises
-                self.error = f"--reward_fn {name} raised {type(e).__name__}: {e}{last_line(e)}"
+                self.error = f"--reward_fn {name} raised {type(e).__name__}: {' '.join(str(e).split())}{last_line(e)}"
                 kinds[:, i] = FAILED
         if scores is None:
             return values.to(self.device), kinds.to(self.device)
@@ -90,10 +112,11 @@ class RewardFunctions:
 
     def read(self, name, entries, completions, values, kinds):
         """Puts a function's entries into one column of values and kinds."""
-        try:
-            entries = entries.tolist() if isinstance(entries, np.ndarray | torch.Tensor) else list(entries)
-        except TypeError:
-            entries = [entries]
+        if isinstance(entries, dict | set | str | bytes) or not isinstance(entries, Iterable):
+            self.error = f"--reward_fn {name} returned {reprlib.repr(entries)}, which is no list"
+            kinds.fill_(FAILED)
+            return
+        entries = entries.tolist() if isinstance(entries, np.ndarray | torch.Tensor) else list(entries)
         if len(entries) != len(completions):
             self.error = f"--reward_fn {name} returned {len(entries)} entries for {len(completions)} completions"
             kinds.fill_(FAILED)
@@ -103,7 +126,8 @@ class RewardFunctions:
             if entry is None:
                 continue
             if not isinstance(entry, numbers.Real) or not abs(entry) <= torch.finfo(torch.float32).max:
-                self.error = self.error or f"--reward_fn {name} returned {entry!r} for the completion {completions[row]!r}"
+                said = f"--reward_fn {name} returned {reprlib.repr(entry)} for the completion {completions[row]!r}"
+                self.error = self.error or said
                 kinds[row] = FAILED
                 continue
             values[row], kinds[row] = float(entry), VERDICT if isinstance(entry, bool) else NUMBER
@@ -133,6 +157,13 @@ def last_line(error):
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     return f" ({trace.tb_frame.f_code.co_filename}, line {trace.tb_lineno})" if trace else ""
+
+
+def check_prompts(tokenizer, *prompt_sets):
+    """Ends where a reward model's tokenizer, say its chat template, cannot take a prompt that it will be given."""
+    for row in (row for prompt_set in prompt_sets for row in prompt_set.rows):
+        if data.is_messages(row["prompt"]):
+            data.encode(tokenizer, row["prompt"], [{"role": "assistant", "content": "."}])
 
 
 @torch.no_grad()

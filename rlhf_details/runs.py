@@ -29,7 +29,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -37,7 +37,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.utils.tensorboard import SummaryWriter
 
-from rlhf_details import engines, health, hub, lora, utils
+from rlhf_details import data, engines, health, hub, lora, utils
 
 # what a resumed run may be given anew: nothing here changes a number of the curve
 OUTPUTS = (
@@ -60,16 +60,20 @@ class Run:
 
     On a terminal: one live line and rich tables; elsewhere: some twenty plain lines a stage. SIGTERM and SIGINT end the run
     after the update in progress, with a checkpoint; a second one at once.
-    Args: num_steps, updates of the whole run; watch, names of the metrics to show; data, what it learns from, as any JSON: the
+    Args: num_steps, updates of the whole run; watch, names of the metrics to show; learnt_from, as any JSON: the
     rows and the checksums of the models. A run goes on with the same only.
     """
 
-    def __init__(self, args, accelerator, num_steps, watch, data=()):
+    def __init__(self, args, accelerator, num_steps, watch, learnt_from=()):
         self.args, self.accelerator, self.num_steps, self.watch = args, accelerator, num_steps, watch
         self.health, self.latest = health.Health(args, accelerator), {}
         self.main, self.start, self.signal = accelerator.is_main_process, time.time(), None
         self.done = self.resumed_at = 0
-        self.data = hashlib.sha256(json.dumps(data).encode()).hexdigest()
+        self.data = hashlib.sha256(json.dumps(learnt_from).encode()).hexdigest()
+        if len(set(gather_object([self.data]))) > 1:
+            utils.fail(
+                "--dataset: the processes read other rows; a function that returns rows must return the same on each of them"
+            )
         self.console, self.wandb, self.bar, self.repository = Terminal(quiet=not self.main), None, None, None
         self.metrics_file = self.samples_file = self.tensorboard = None
         (name,) = broadcast_object_list([self.choose_name()])
@@ -101,8 +105,6 @@ class Run:
     def open(self):
         """Opens the files, or opens them again, and the trackers."""
         args, accelerator = self.args, self.accelerator
-        self.folder.mkdir(parents=True, exist_ok=True)
-        Path(args.output_dir).resolve().parent.mkdir(parents=True, exist_ok=True)  # found out now, not after a day
         here = Path(__file__).parent
         commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=here).stdout.strip()
         versions = {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
@@ -120,6 +122,8 @@ class Run:
             self.wandb = self.start_wandb(about)
             about["wandb_id"] = self.wandb.id
         self.about = about
+        self.folder.mkdir(parents=True, exist_ok=True)
+        Path(args.output_dir).resolve().parent.mkdir(parents=True, exist_ok=True)  # found out now, not after a day
         write_whole(self.folder / "config.json", json.dumps(about, indent=1))
         self.config = f"```\n{json.dumps(about, indent=1)}\n```"
         if not args.resume:
@@ -149,7 +153,7 @@ class Run:
             where |= dict(id=about["wandb_id"], resume="allow")
         try:
             run = wandb.init(**where)
-        except wandb.errors.Error as e:
+        except (wandb.errors.Error, ValueError) as e:  # ValueError: a tag or name that it does not take
             hint = "run `wandb login`, set WANDB_API_KEY, or WANDB_MODE=offline"
             utils.fail(f"--track: Weights & Biases cannot be started ({hub.first_line(e)}); {hint}")
         run.log_code(str(here))
@@ -158,7 +162,8 @@ class Run:
 
     def show_data(self, prompt_set):
         """The first rows of a data set and the lengths of its prompts for the trackers, and a prompt for the model card."""
-        (self.prompt, *_), rows, lengths = prompt_set.texts, prompt_set.rows, [len(tokens) for tokens in prompt_set.ids]
+        rows, lengths = prompt_set.rows, [len(tokens) for tokens in prompt_set.ids]
+        self.prompt = rows[0]["prompt"] if data.is_messages(rows[0]["prompt"]) else prompt_set.texts[0]
         if not self.main or self.last:
             return
         if self.tensorboard:

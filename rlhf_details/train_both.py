@@ -62,6 +62,10 @@ def parse(argv):
 def check(reward, module, policy):
     """Ends with one line (exit code 2) where the arguments of either, or of both together, make no sense."""
     train_reward.check(reward), module.check(policy)
+    if (task := policy.dataset.partition(":")[0]) in toy.TASKS and task != "toy":
+        utils.fail(
+            f"--policy.dataset {policy.dataset}: its reward is a function; run {module.__name__.rpartition('.')[2]}.py on it"
+        )
     written = Path(reward.output_dir).resolve()
     for name in ("sft_model_path", "output_dir"):
         path = Path(getattr(policy, name)).resolve()

@@ -510,8 +510,10 @@ def truncate_response(responses, mask, token_id, after):
 def combine_rewards(values, given, weights, k):
     """The weighted sum of the rewards that each response was given, and whether it takes part in the update.
 
-    A reward that says nothing of all k responses to a prompt does not apply to that prompt. One that says nothing of some of them
-    leaves those out, since their sums cannot be compared with their siblings'; so does a response that no reward applies to.
+        rewards of three responses:   f f f   g . g     the second is left out: its sum cannot be compared with its siblings'
+                                      f f f   . . .     g does not apply to this prompt: all three count
+    One response alone (k = 1) has no siblings that could tell: what says nothing does not apply. A response that no reward
+    applies to is left out.
     Args: values [B, F]; given [B, F] bool; weights [F]; the k of a prompt adjacent. Returns: scores [B], counted [B] bool.
     """
     applies = given.reshape(-1, k, given.size(1)).any(1).repeat_interleave(k, 0)  # [B, F]
@@ -732,7 +734,7 @@ def main(args: Args):
     if args.reward_model_path:
         untrained = args.allow_untrained_reward_model
         reward_model = Reward(utils.load_reward_model(args.reward_model_path, "--reward_model_path", untrained, **loading))
-        own_tokenizer = utils.find_own_tokenizer(args.sft_model_path, args.reward_model_path, tokenizer, trust)
+        own_tokenizer = utils.find_own_tokenizer(args.sft_model_path, model.config, args.reward_model_path, tokenizer, trust)
     if args.value_model == "separate" and reward_model and not own_tokenizer:
         critic = copy.deepcopy(reward_model)  # with its reward_bias, and before the reward model is frozen below
     elif args.value_model == "separate":  # no reward model that reads these token ids: the initial policy's trunk and a zero head
@@ -767,6 +769,8 @@ def main(args: Args):
     functions = reward_functions.RewardFunctions(args, device)
     functions.check_columns(train_rows, f"--dataset {args.dataset}")
     functions.check_columns(eval_rows, f"--eval_dataset {args.eval_dataset}")
+    if own_tokenizer:
+        reward_functions.check_prompts(own_tokenizer, train_set, eval_set)
     weights = torch.tensor(functions.weights, device=device)  # [F], of all rewards
     longest = max(map(len, prompts)) if args.compile else None
     order_of_epoch = functools.cache(lambda epoch: utils.permutation(len(prompts), args.seed, epoch))
@@ -784,7 +788,7 @@ def main(args: Args):
     watch = ["eps", "objective/scores", "objective/kl", "objective/gold"]
     learnt_from = [prompts, eval_set.ids, utils.checksum(reference)]
     learnt_from += [utils.checksum(reward_model), reward_model.bias] if reward_model else []
-    learnt_from += [repr(train_set.rows)] if args.reward_fn else []  # whose columns the functions read
+    learnt_from += [repr(train_set.rows), repr(eval_set.rows)] if args.reward_fn else []  # whose columns the functions read
     run = runs.Run(args, accelerator, num_updates, watch, learnt_from)
     run.show_data(train_set)
     run.say(f"policy {args.sft_model_path}, reward model {args.reward_model_path}, value model {args.value_model}")
@@ -803,6 +807,7 @@ def main(args: Args):
         scores, answers = None, decode(*batch[2:]) if args.reward_fn or own_tokenizer else []
         if own_tokenizer:
             prompts = [row["prompt"] if data.is_messages(row["prompt"]) else data.as_text(tokenizer, row["prompt"]) for row in rows]
+            ended = ended & (end_id is not None)  # where no token ends a response, none is put behind its text
             scores = reward_functions.score_text(reward_model, own_tokenizer, prompts, answers, ended, args.micro_batch_size)
         elif reward_model:
             (scores,) = in_slices(lambda *b: (response_scores(reward_model, b),), batch, args.micro_batch_size)
@@ -819,7 +824,8 @@ def main(args: Args):
             policy, reference, judge, ids, args, stop_id, end_id, coordinates, accelerator
         )
         answers = decode(responses, mask)
-        functions.stop_if_failed(run, "evaluation", kinds, lambda i: f"{texts[i]!r}, with the response {answers[i]!r}")
+        show = lambda i: f"row {prompt_set.numbers[i]}, {texts[i]!r}, with the response {answers[i]!r}"  # noqa: E731
+        functions.stop_if_failed(run, f"evaluation, update {coordinates[-1]}", kinds, show)
         scores, counted = combine_rewards(values, kinds != reward_functions.NOTHING, weights, 1)
         scores = missing_eos_scores(scores, ended, args.missing_eos_penalty, args.missing_eos_mode)
         result = {"scores": scores[counted], "kl": kl, "length": mask.sum(1).float(), "ended": ended.float()}
@@ -832,6 +838,7 @@ def main(args: Args):
     def held_out():
         """Means over the held-out prompts, and the spread of scores and gold, as eval/* metrics."""
         _, _, result = evaluate(eval_set, (args.seed, EVALUATION, 0))
+        result = {name: value for name, value in result.items() if len(value)}  # no score where functions said nothing at all
         metrics = {f"eval/objective/{name}": value.mean().item() for name, value in result.items()}
         return metrics | {
             f"eval/objective/{name}_std": result[name].std(correction=0).item() for name in ("scores", "gold") if name in result
@@ -1042,7 +1049,8 @@ def main(args: Args):
             "val/first_ratio": accelerator.gather(first_logratio.reshape(1)).max().clamp(max=20).exp().item(),
             "val/num_eos_tokens": (response_mask & (responses == tokenizer.eos_token_id)).sum().item(),
             "val/num_stop_token_ids": ended.sum().item() if end_id is not None else 0,
-            "val/equal_scores": (scores == scores[0]).all().float().item(),
+            "val/equal_scores": float(scores[counted].unique().numel() < 2),
+            "val/counted": counted.float().mean().item(),
             "val/sequence_lengths": response_mask.sum(1).float().mean().item(),
             "val/optimizer_steps": len(grad_norms),
             "time/rollout": rollout_time - update_time,

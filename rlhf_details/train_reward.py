@@ -285,7 +285,7 @@ def main(args: Args):
         references = data.with_prompts(
             data.read_rows(args.reference_dataset, {}, flag="--reference_dataset"), args.prompt_template, what
         )
-        references = data.with_completions(references, what)
+        references = data.with_completions(references, what, args.prompt_template)
     if train_rows is None and accelerator.is_main_process:
         toy.ensure_stages(args, print)
     accelerator.wait_for_everyone()

@@ -217,7 +217,7 @@ def read_rows(spec, flag, template=None, take=None):
     if "text" in rows[0] and "completion" not in rows[0] and template is None:
         data.check_columns(rows, {"text": str}, f"{flag} {spec}")
         return [{"prompt": "", "completion": row["text"]} for row in rows]
-    return data.with_completions(data.with_prompts(rows, template, f"{flag} {spec}"), f"{flag} {spec}")
+    return data.with_completions(data.with_prompts(rows, template, f"{flag} {spec}"), f"{flag} {spec}", template)
 
 
 def main(args: Args):

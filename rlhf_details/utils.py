@@ -213,6 +213,8 @@ def default_run_name(args):
 
 def check_output_dir(args):
     """Refuses an output folder that holds a model trained with other arguments, unless `--overwrite`; repeating a run is fine."""
+    if getattr(args, "hub_model_id", None) and not args.push_to_hub:
+        fail(f"--hub_model_id {args.hub_model_id}: is read with --push_to_hub alone")
     for name in ("output_dir", "run_name", "base_model", "sft_model_path", "reward_model_path"):
         check_path(getattr(args, name, None) or "", f"--{name}")
     check_path(f"{default_run_name(args)}20000101-000000", "--exp_name")
@@ -360,6 +362,8 @@ def load_policy(folder, flag, attn_implementation=None, trust_remote_code=False)
         fail(f"{flag} {folder}: cannot be loaded as a causal language model{kernel} ({str(e).strip().splitlines()[0]})")
     if info["missing_keys"]:
         fail(f"{flag} {folder}: not a causal language model (no {', '.join(sorted(info['missing_keys']))})")
+    if hasattr(model, "peft_config"):  # adapters on the Hub, which the library has put beside their base
+        model = lora.merge(model).requires_grad_(True)
     return use_onednn(disable_dropout(model))
 
 
@@ -390,13 +394,12 @@ def load_reward_model(folder, flag, allow_untrained=False, attn_implementation=N
     return use_onednn(disable_dropout(model))
 
 
-def find_own_tokenizer(policy_folder, reward_folder, tokenizer, trust_remote_code=False):
+def find_own_tokenizer(policy_folder, policy_config, reward_folder, tokenizer, trust_remote_code=False):
     """None where a reward model reads the policy's token ids: both vocabularies are the same, but for the padding token.
 
     Else the reward model's own tokenizer, which must read the text; a model that has none ends the run.
     """
-    folders = lora.base_of(policy_folder) or policy_folder, reward_folder
-    configs = [AutoConfig.from_pretrained(f, trust_remote_code=trust_remote_code) for f in folders]
+    configs = policy_config, AutoConfig.from_pretrained(reward_folder, trust_remote_code=trust_remote_code)
     sizes = [config.get_text_config().vocab_size for config in configs]
     found = [t for t in (tokenizer, find_tokenizer(reward_folder, trust_remote_code)) if t is not None]
     padding = {t.pad_token for t in found if t.pad_token != t.eos_token}

@@ -68,7 +68,7 @@ def test_every_model_has_a_card_whose_snippet_runs_and_whose_command_parses(tiny
         float(printed.getvalue())
     words = shlex.split(command)
     assert words[:5] == ["accelerate", "launch", "--num_processes", "1", f"rlhf_details/train_{kind}.py"]
-    parsed = utils.parse_args(type(args), None, words[5:])
+    parsed = utils.parse_args(type(args), toy.defaults(f"train_{kind}"), words[5:])
     assert dataclasses.replace(args, overwrite=False, resume=False, config=None) == parsed
     assert json.loads(arguments) == json.loads(json.dumps(dataclasses.asdict(args)))
     last = json.loads(Path("runs/run/metrics.jsonl").read_text().splitlines()[-1])
@@ -78,13 +78,32 @@ def test_every_model_has_a_card_whose_snippet_runs_and_whose_command_parses(tiny
     assert f"arXiv:{number}" in citation and args.dataset in body and "not tracked online" in body
 
 
+def test_the_cards_command_says_what_the_embedded_tasks_would_have_otherwise(in_tmp):
+    for values in (
+        dict(reward_model_path=None, reward_fn=("toy:f",), kl_coef=0.03),
+        dict(dataset="toy-sum"),
+        dict(dataset="a.jsonl"),
+    ):
+        args = train_rloo.Args(sft_model_path="models/toy/sft", **values)
+        words = shlex.split(hub.command_of(args, 1))[5:]
+        assert utils.parse_args(train_rloo.Args, toy.defaults("train_rloo"), words) == args
+
+
+def test_snippets_of_conversations_use_the_chat_template():
+    prompt = [{"role": "user", "content": 'say "it\'s"'}]
+    assert "add_generation_prompt=True" in hub.inputs_of(prompt, False) and repr(prompt)[1:-1] in hub.inputs_of(prompt, True)
+    assert "eos_token" in hub.inputs_of("a", True) and "assistant" in hub.inputs_of(prompt, True)
+    for line in (hub.inputs_of(p, r) for p in ("it's", prompt) for r in (False, True)):
+        compile(line, "snippet", "eval")
+
+
 def test_a_card_names_what_is_on_the_hub_and_nothing_else(in_tmp):
     Path("models/sft").mkdir(parents=True)
     about = {"commit": "a" * 40, "versions": {"torch": "2"}, "num_processes": 8, "prompt": "it's", "run": "runs/x"}
     card = lambda **changes: read_card(hub.model_card(train_rloo.Args(**changes), "me/it", {}, "https://x/y", about))  # noqa: E731
     facts, body = card(sft_model_path="EleutherAI/pythia-1b", dataset="trl-lib/tldr:train[:100]", lora_rank=8)
     assert facts["base_model"] == "EleutherAI/pythia-1b" and facts["datasets"] == ["trl-lib/tldr"] and "lora" in facts["tags"]
-    assert "# it\n" in body and "Tracked run: https://x/y" in body and '"me/it"' in body and "--num_processes 8" in body
+    assert "# it\n" in body and "Tracked run: https://x/y" in body and "'me/it'" in body and "--num_processes 8" in body
     for path, dataset in (("models/sft", "toy"), ("models/toy/deep/sft", "rows.jsonl"), ("/abs/sft", "a/b/c.parquet")):
         assert not {"base_model", "datasets"} & card(sft_model_path=path, dataset=dataset)[0].keys()
 
@@ -134,6 +153,7 @@ def test_a_push_that_cannot_succeed_is_refused_before_anything_is_trained(tiny, 
     server.fail_on = "create"
     assert "models-rloo" in line()
     server.fail_on = None
+    assert not Path("runs/new").exists()  # so that the same command may be given again
     monkeypatch.setattr(hub.huggingface_hub, "get_token", lambda: None)
     assert "hf auth login" in line()
 

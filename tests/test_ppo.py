@@ -576,6 +576,7 @@ class Oracle:
             "val/logprob_gap": gap,
             "val/first_ratio": first,
             "val/equal_scores": float(len(set(scores)) == 1),
+            "val/counted": 1.0,
             "val/num_eos_tokens": sum(response.count(self.token("eos")) for _, response in episodes),
             "val/num_stop_token_ids": sum(ended for _, _, ended in judged)
             if (args.stop_token, args.truncate_token) != ("none",) * 2

@@ -115,6 +115,7 @@ def call(functions, code, rows, completions, names=("f",), scores=None):
     functions(code)
     args = SimpleNamespace(reward_fn=tuple(f"mine.py:{name}" for name in names), reward_fn_weights=(), reward_model_path=None)
     found = reward_functions.RewardFunctions(args, "cpu")
+    found.check_columns(rows, "--dataset x")
     return found, *found(rows, completions, scores)
 
 
@@ -143,6 +144,9 @@ ROWS = [{"prompt": f"p{i}", "answer": i, "extra": -i} for i in range(3)]
         ("[1, 2]", [0, 0, 0], [3, 3, 3]),
         ("[1, 2, 3, 4]", [0, 0, 0], [3, 3, 3]),
         ("None", [0, 0, 0], [3, 3, 3]),
+        ("{0: 1, 1: 2, 2: 3}", [0, 0, 0], [3, 3, 3]),
+        ("'abc'", [0, 0, 0], [3, 3, 3]),
+        ("[10**400, 2, 3]", [0, 2, 3], [3, 1, 1]),
         ("7", [0, 0, 0], [3, 3, 3]),
         ("1 / 0", [0, 0, 0], [3, 3, 3]),
     ],
@@ -162,6 +166,54 @@ def test_a_function_gets_the_columns_that_it_names_or_all(functions):
     """
     _, values, kinds = call(functions, code, ROWS, ["", "b", "cc"], "fghi")
     assert values.tolist() == [[1, 1, 1, 0], [1, 1, 1, 1], [1, 1, 1, 2]] and kinds.tolist() == [[2, 2, 2, 1]] * 3
+
+
+def test_columns_are_those_of_the_data_set_and_what_a_function_changes_is_its_own(functions):
+    code = """
+        def f(prompts, completions, **columns):
+            seen = sorted(columns) == ["answer", "extra", "rare"] and columns["rare"] == [None, None, None] and prompts[0] == "p0"
+            prompts.clear(), completions.clear(), columns["extra"].append(9)
+            return [seen] * 3
+        def g(prompts, completions, rare): return [rare == [None] * 3 and completions == ["a", "b", "c"]] * 3
+    """
+    functions(code)
+    args = SimpleNamespace(reward_fn=("mine.py:f", "mine.py:g"), reward_fn_weights=(), reward_model_path=None)
+    found = reward_functions.RewardFunctions(args, "cpu")
+    found.check_columns([*ROWS, {"prompt": "p", "rare": 1, "prompts": "x", "completions": "y"}], "--dataset x")
+    assert found(ROWS, ["a", "b", "c"], None)[0].tolist() == [[1, 1]] * 3
+    messages = [{"prompt": [{"role": "user", "content": "hello"}]}]
+    functions("def f(prompts, completions):\n    prompts[0][0]['content'] = completions[0][0]['content'] = ''\n    return [0]")
+    args.reward_fn = ("mine.py:f",)
+    reward_functions.RewardFunctions(args, "cpu")(messages, ["x"], None)
+    assert messages == [{"prompt": [{"role": "user", "content": "hello"}]}]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "def f(prompts): return []",
+        "def f(a, b): return []",
+        "def f(prompts, completions, /): return []",
+        "async def f(prompts, completions): return []",
+        "f = max",
+        "class f:\n    def __init__(self, prompts, completions): pass",
+    ],
+)
+def test_what_cannot_be_called_as_a_reward_function_is_refused_at_once(functions, tiny, capsys, code):
+    functions(code)
+    assert "--reward_fn mine.py:f" in refused(capsys, train_rloo.check, rloo_args(tiny, reward_fn=("mine.py:f",)))
+
+
+def test_partials_and_instances_are_functions(functions):
+    code = """
+        import functools
+        def g(scale, prompts, completions, **columns): return [scale * len(c) for c in completions]
+        f = functools.partial(g, 2)
+        class Caller:
+            def __call__(self, prompts, completions): return [len(c) for c in completions]
+        h = Caller()
+    """
+    assert call(functions, code, ROWS, ["a", "bb", ""], "fh")[1].tolist() == [[2, 1], [4, 2], [0, 0]]
 
 
 def test_conversations_come_as_messages(functions):
@@ -307,6 +359,7 @@ def test_nones_are_left_out_of_means_and_of_the_update(functions, tiny, script, 
     script.main(args(tiny, **options, output_dir="same"))
     rows = read_metrics("runs/run")
     assert all(row["policy/grad_norm"] == 0 and row["objective/scores"] == 0 for row in rows)
+    assert all(row["val/counted"] == 0 and row["val/equal_scores"] == 1 for row in rows) and 0 < first["val/counted"] < 1
     assert "objective/rewards/never" not in rows[0]
 
 
@@ -390,6 +443,19 @@ def test_a_resumed_run_goes_on_after_the_function_was_mended(functions, tiny, ca
     functions(broken)
     train_rloo.main(rloo_args(tiny, reward_fn=("mine.py:f",), checkpoint_every=1, resume=True))
     assert without_times(read_metrics("runs/run")) == without_times(read_metrics("runs/whole"))
+
+
+@pytest.mark.slow
+def test_rows_that_differ_between_the_processes_end_the_run(functions, tiny):
+    functions("""
+        import os
+        def rows():
+            rows = [{"prompt": f"we went to a small {word}"} for word in ("cafe", "hotel", "inn")]
+            return rows[::-1] if os.environ["RANK"] == "1" else rows
+    """)
+    done = start(rloo_args(tiny, dataset="mine.py:rows"), 2)
+    assert done.returncode != 0 and done.stderr.count("error: --dataset: the processes read other rows") == 1
+    assert not Path("runs/run").exists()
 
 
 # ---- a reward model with a tokenizer of its own ------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from conftest import tiny_config
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
+    AutoConfig,
     GPT2Config,
     GPT2LMHeadModel,
     GPTNeoXForCausalLM,
@@ -642,42 +643,57 @@ def vocabulary_folder(folder, tokenizer, size):
     return folder
 
 
+def config_of(folder):
+    return AutoConfig.from_pretrained(folder)
+
+
 def test_equal_vocabularies_pass_also_where_the_reward_model_has_a_pad_token_more(tmp_path):
     tokenizer = word_tokenizer()
     policy = vocabulary_folder(tmp_path / "policy", tokenizer, 8)
-    assert utils.find_own_tokenizer(policy, vocabulary_folder(tmp_path / "same", tokenizer, 8), tokenizer) is None
-    assert utils.find_own_tokenizer(policy, vocabulary_folder(tmp_path / "rounded", tokenizer, 64), tokenizer) is None
+    assert (
+        utils.find_own_tokenizer(policy, config_of(policy), vocabulary_folder(tmp_path / "same", tokenizer, 8), tokenizer) is None
+    )
+    assert (
+        utils.find_own_tokenizer(policy, config_of(policy), vocabulary_folder(tmp_path / "rounded", tokenizer, 64), tokenizer)
+        is None
+    )
     without, padded = word_tokenizer(pad_token=None), word_tokenizer(pad_token="[PAD]")
     assert len(padded) == len(without) + 1
     policy = vocabulary_folder(tmp_path / "without", without, 8)
-    assert utils.find_own_tokenizer(policy, vocabulary_folder(tmp_path / "padded", padded, 9), without) is None
+    assert utils.find_own_tokenizer(policy, config_of(policy), vocabulary_folder(tmp_path / "padded", padded, 9), without) is None
 
 
 def test_a_reward_model_without_a_tokenizer_has_nothing_to_compare(tmp_path):
     policy = vocabulary_folder(tmp_path / "policy", word_tokenizer(), 8)
-    assert utils.find_own_tokenizer(policy, vocabulary_folder(tmp_path / "none", None, 8), word_tokenizer()) is None
+    assert (
+        utils.find_own_tokenizer(policy, config_of(policy), vocabulary_folder(tmp_path / "none", None, 8), word_tokenizer()) is None
+    )
 
 
 def test_a_policy_that_pads_with_eos_matches_the_reward_model_trained_from_it(tmp_path):
     policy, reward = word_tokenizer(pad_token="</s>"), word_tokenizer(pad_token="</s>")
     reward.add_special_tokens({"pad_token": "[PAD]"})  # as train_reward does
     folder = vocabulary_folder(tmp_path / "policy", policy, 8)
-    assert utils.find_own_tokenizer(folder, vocabulary_folder(tmp_path / "reward", reward, 9), policy) is None
+    assert utils.find_own_tokenizer(folder, config_of(folder), vocabulary_folder(tmp_path / "reward", reward, 9), policy) is None
 
 
 def test_fewer_embeddings_are_refused_and_other_tokens_or_ids_mean_that_text_is_read(tmp_path, fails):
     tokenizer = word_tokenizer()
     policy = vocabulary_folder(tmp_path / "policy", tokenizer, 8)
-    line = fails(utils.find_own_tokenizer, policy, vocabulary_folder(tmp_path / "small", tokenizer, 7), tokenizer)
+    line = fails(
+        utils.find_own_tokenizer, policy, config_of(policy), vocabulary_folder(tmp_path / "small", tokenizer, 7), tokenizer
+    )
     assert "8 embeddings" in line and "7 embeddings" in line
-    assert "vocabulary mismatch" in fails(utils.find_own_tokenizer, policy, vocabulary_folder(tmp_path / "no", None, 7), tokenizer)
+    assert "vocabulary mismatch" in fails(
+        utils.find_own_tokenizer, policy, config_of(policy), vocabulary_folder(tmp_path / "no", None, 7), tokenizer
+    )
     more = word_tokenizer()
     more.add_tokens(["e"])
     swapped = Tokenizer(models.WordLevel({w: i for i, w in enumerate("<pad> <s> </s> <unk> b a c d".split())}))
     swapped = PreTrainedTokenizerFast(tokenizer_object=swapped, eos_token="</s>", pad_token="<pad>")
     for name, other in {"toy": toy.tokenizer(), "more": more, "swapped": swapped}.items():
         folder = vocabulary_folder(tmp_path / name, other, 300)
-        assert utils.find_own_tokenizer(policy, folder, tokenizer).get_vocab() == other.get_vocab()
+        assert utils.find_own_tokenizer(policy, config_of(policy), folder, tokenizer).get_vocab() == other.get_vocab()
 
 
 def saved(args, seed=0):
