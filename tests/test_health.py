@@ -41,6 +41,12 @@ def test_each_sign_has_its_threshold(sign, args):
     assert showing(HEALTHY | {metric: ill}, args) == {{"gap": "first_ratio", "shorter": "length"}.get(sign, sign)}
 
 
+def test_truncation_is_a_share_of_the_batch():
+    args = train_rloo.Args(batch_size=100)
+    assert showing(HEALTHY | {"val/num_stop_token_ids": 5}, args) == set()
+    assert showing(HEALTHY | {"val/num_stop_token_ids": 4}, args) == {"truncated"}
+
+
 def test_long_responses_bf16_stale_batches_and_runs_without_an_end_have_other_bounds():
     args = train_rloo.Args(batch_size=16)
     long = {"val/sequence_lengths": 1000.0}

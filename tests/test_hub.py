@@ -81,6 +81,7 @@ def test_every_model_has_a_card_whose_snippet_runs_and_whose_command_parses(tiny
 def test_the_cards_command_says_what_the_embedded_tasks_would_have_otherwise(in_tmp):
     for values in (
         dict(reward_model_path=None, reward_fn=("toy:f",), kl_coef=0.03),
+        dict(share_prompts=False, track=True, wandb_tags=("a b", "c"), reward_fn_weights=(-1.0, 2.0), stop_token="it's"),
         dict(dataset="toy-sum"),
         dict(dataset="a.jsonl"),
     ):
@@ -121,6 +122,14 @@ def test_a_pushed_model_comes_back_from_the_hub_as_it_is_on_disk(tiny, in_tmp, s
         there, here = (AutoModelForCausalLM.from_pretrained(name) for name in ("someone/models-out", "models/out"))
         assert all((a == b).all() for a, b in zip(there.parameters(), here.parameters(), strict=True))
         assert AutoTokenizer.from_pretrained("someone/models-out").get_vocab() == toy.tokenizer().get_vocab()
+
+
+def test_a_repository_that_is_there_already_is_pushed_to_again(tiny, in_tmp, server):
+    start("sft", tiny, output_dir="out", push_to_hub=True)
+    start("sft", tiny, output_dir="out", push_to_hub=True, learning_rate=0.5)
+    assert (
+        len(server.messages) == 2 and server.files["someone/out"]["model.safetensors"] == Path("out/model.safetensors").read_bytes()
+    )
 
 
 def test_adapters_and_the_merged_model_are_pushed_together(tiny, in_tmp, server):

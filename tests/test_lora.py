@@ -93,6 +93,8 @@ def test_a_run_trains_adapters_alone_and_saves_them(tiny, in_tmp, script, args, 
     adapter, before = Path("out/adapter" if merge else "out"), logits_of(str(tiny / "policy"))
     assert (adapter / "adapter_config.json").exists() and (adapter / "adapter_model.safetensors").exists()
     assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == str(tiny / "policy")
+    written = json.loads((adapter / "adapter_config.json").read_text())
+    assert (written["r"], written["lora_alpha"], written["lora_dropout"]) == (4, 8, 0.0)
     after = logits_of(str(adapter))
     assert (after - before).abs().max() > 1e-2
     assert (Path("out/model.safetensors").exists(), Path("out/config.json").exists()) == (merge, merge)

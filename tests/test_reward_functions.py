@@ -5,6 +5,7 @@ import itertools
 import json
 import random
 import shutil
+import sys
 import textwrap
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import launch, ppo_args, read_metrics, rloo_args, run_ppo, run_rloo
+from conftest import ROOT, launch, ppo_args, read_metrics, rloo_args, run_ppo, run_rloo
 from test_rloo import assert_same_curves, without_times
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
@@ -42,7 +43,7 @@ def refused(capsys, function, *args):
 
 
 # ---- finding them ----------------------------------------------------------------------------------------------------
-def test_a_function_is_found_in_a_file_and_in_a_package_and_may_import_its_neighbours(functions, in_tmp):
+def test_a_function_is_found_in_a_file_and_in_a_package_and_may_import_its_neighbours(functions, in_tmp, monkeypatch):
     (in_tmp / "pack").mkdir()
     functions("WORD = 'kind'", "words.py")
     functions("import words\ndef f(prompts, completions):\n    return [c.count(words.WORD) for c in completions]")
@@ -51,6 +52,8 @@ def test_a_function_is_found_in_a_file_and_in_a_package_and_may_import_its_neigh
     assert data.load_function("mine.py:f", "--reward_fn")([""], ["kind and kind"]) == [2]
     assert data.load_function(f"{in_tmp}/mine.py:f", "--reward_fn")([""], ["kind"]) == [1]
     assert data.load_function("pack.inner:g", "--reward_fn")([], []) == "kind"
+    monkeypatch.syspath_prepend(str(ROOT / "rlhf_details"))  # as where a script has been started
+    monkeypatch.delitem(sys.modules, "toy", raising=False)
     assert data.load_function("toy:length", "--reward_fn")() == "of the user, not of this project"
     assert data.load_function("rlhf_details.toy:right_sum", "--reward_fn") is toy.right_sum
 
@@ -393,7 +396,8 @@ def start(args, processes):
 @pytest.mark.parametrize(
     "body, words",
     [
-        ("raise ValueError('no such key')", ["raised ValueError: no such key", "mine.py, line 5"]),
+        ("raise ValueError('no such\\nkey')", ["raised ValueError: no such key", "mine.py, line 5"]),
+        ("import sys; sys.exit(3)", ["raised SystemExit: 3"]),
         ("return [0.0] * (len(completions) - 1)", ["returned", "entries for"]),
         ("return [float('nan')] * len(completions)", ["returned nan for the completion"]),
         ("return [0.0] * (len(completions) - 1) + ['much']", ["returned 'much' for the completion"]),
@@ -538,3 +542,204 @@ def test_an_evaluation_reports_each_reward_with_its_interval(functions, tiny, ca
     assert "mine.py:no" in refused(capsys, evaluate.main, evaluate.Args(**values, reward_fn=("mine.py:no",)))
     line = refused(capsys, evaluate.main, evaluate.Args(**values, reward_fn=("mine.py:fails",)))
     assert "--reward_fn fails returned nan" in line and "row 5" in line
+
+
+# ---- wiring: who is rewarded, and who is left out of what ------------------------------------------------------------------
+@pytest.fixture
+def echo(monkeypatch):
+    """The sampler repeats the end of each prompt, so that a completion says which prompt it belongs to."""
+
+    def install(script):
+        def sample(policy, queries, query_mask, rows, *rest):
+            n, R = (rest[0], rest[1]) if script is train_rloo else (1, rest[0])
+            responses = queries[:, -R:].repeat_interleave(n, 0)
+            return responses, torch.ones_like(responses, dtype=torch.bool), torch.zeros(responses.shape)
+
+        monkeypatch.setattr(script, "sample", sample)
+
+    return install
+
+
+@MAINS
+def test_each_completion_is_rewarded_with_its_own_row(functions, tiny, echo, script, args):
+    prompts = [f"{row['prompt']} {row['prompt']}" for row in toy.rows("prompts", "train")[:40]]
+    for name, part in (("train", prompts[:24]), ("eval", prompts[24:37])):
+        Path(f"{name}.jsonl").write_text("".join(json.dumps({"prompt": p, "copy": p}) + "\n" for p in part))
+    echo(script)
+    functions("""
+        def f(prompts, completions, copy): return [p == q and p.endswith(c) for p, q, c in zip(prompts, copy, completions)]
+    """)
+    options = dict(dataset="train.jsonl", eval_dataset="eval.jsonl", stop_token="none", rollout_micro_batch_size=4)
+    script.main(args(tiny, **options, reward_fn=("mine.py:f",), num_sample_generations=2))
+    for row in read_metrics("runs/run"):
+        rates = [row[name] for name in row if name.endswith("verifiable_correct_rate")]
+        assert rates and set(rates) == {1.0}
+
+
+SOME = """
+    calls = []
+    def half(prompts, completions): return [None if i % 2 else float(i) for i in range(len(completions))]
+    def half_equal(prompts, completions): return [None if i % 2 else 1.0 for i in range(len(completions))]
+    def later_none(prompts, completions):
+        calls.append(1)
+        return [None if len(calls) > 2 else float(i % 3) for i in range(len(completions))]
+"""
+
+
+@MAINS
+def test_from_when_on_nobody_counts_there_is_no_gradient(functions, tiny, script, args):
+    functions(SOME)
+    options = dict(
+        reward_model_path=None, reward_fn=("mine.py:later_none",), missing_eos_penalty=None, kl_coef=0.5, learning_rate=0.01
+    )
+    options |= {"token_level_kl": True} if script is train_rloo else {}
+    script.main(args(tiny, **options, total_episodes=64))
+    norms = [row["policy/grad_norm"] for row in read_metrics("runs/run")]
+    assert norms[0] > 0 and norms[1] > 0 and norms[2:] == [0, 0]
+
+
+def test_the_loss_is_a_mean_over_those_who_count(functions, tiny):
+    """Half of each group of 4 is left out; a group of the others alone, all counted, has the same mean gradient."""
+    functions(
+        SOME + "    def all_of_two(prompts, completions): return [float(i // 2 * 4 + i % 2 * 2) for i in range(len(completions))]\n"
+    )
+    options = dict(reward_model_path=None, missing_eos_penalty=None, kl_coef=0.0, total_episodes=16)
+    run_rloo(tiny, **options, reward_fn=("mine.py:half",))
+    seen = {}
+    original = train_rloo.rloo_policy_loss
+
+    def spy(*tensors):
+        result = original(*tensors)
+        seen["mask"] = result[3]
+        return result
+
+    train_rloo.rloo_policy_loss = spy
+    try:
+        rows = run_rloo(tiny, **options, reward_fn=("mine.py:half",))
+    finally:
+        train_rloo.rloo_policy_loss = original
+    assert seen["mask"].sum() == 8 and rows[0]["val/counted"] == 0.5
+    # 8 losses of ratio 1 are minus their advantages, whose mean over those 8 is 0
+    assert rows[0]["loss/policy_avg"] == pytest.approx(0, abs=1e-5) and rows[0]["policy/grad_norm"] > 0
+
+
+@MAINS
+def test_means_whitening_and_moments_are_over_those_who_count(functions, tiny, monkeypatch, script, args):
+    functions(SOME)
+    masks = []
+    whiten = utils.masked_whiten
+
+    def spy(x, mask, *rest, **options):
+        masks.append(mask)
+        return whiten(x, mask, *rest, **options)
+
+    monkeypatch.setattr(utils, "masked_whiten", spy)
+    options = dict(reward_model_path=None, reward_fn=("mine.py:half",), missing_eos_penalty=None, kl_coef=0.0, total_episodes=16)
+    norm = {"normalize_reward": True, "normalize_advantage": True} if script is train_rloo else {"score_norm": True}
+    script.main(args(tiny, **options, checkpoint_every=1))
+    (plain,) = read_metrics("runs/run")
+    assert plain["objective/rlhf_reward"] == pytest.approx(plain["objective/scores"], abs=1e-5) == 7.0
+    assert plain.get("objective/score_total", 7.0) == pytest.approx(7.0)
+    masks.clear()
+    script.main(args(tiny, **options, **norm, checkpoint_every=1))
+    (row,) = read_metrics("runs/run")
+    assert row["objective/rlhf_reward"] == pytest.approx(0, abs=1e-4)
+    if script is train_rloo:
+        assert [mask.sum().item() for mask in masks] == [8, 8]
+    else:
+        assert masks[-1].sum() < masks[-1].numel() and not masks[-1][1::2].any()
+        state = json.loads(Path("runs/run/checkpoints/000001/state.json").read_text())
+        assert state["carried"]["moments"]["count"] == pytest.approx(8, abs=0.01)
+
+
+@MAINS
+def test_held_out_scores_are_of_those_who_count_and_a_failure_there_stops_the_run(functions, tiny, capsys, script, args):
+    functions(SOME + "    def fails(prompts, completions): return [1 / 0]\n")
+    options = dict(reward_model_path=None, missing_eos_penalty=None, eval_dataset="toy:test", total_episodes=16)
+    script.main(args(tiny, **options, reward_fn=("mine.py:half",)))
+    for row in read_metrics("runs/run"):
+        assert row["eval/objective/scores"] == pytest.approx(row["eval/objective/rewards/half"], rel=1e-5)
+    with pytest.raises(SystemExit) as end:
+        script.main(args(tiny, **options, reward_fn=("mine.py:fails",)))
+    report = capsys.readouterr().err
+    assert end.value.code == 1 and "row 1, " in report
+    assert "evaluation, update 0: --reward_fn fails raised ZeroDivisionError" in report
+
+
+@MAINS
+def test_a_reward_model_alone_is_the_score_and_equal_scores_are_rare(tiny, in_tmp, script, args):
+    script.main(args(tiny))
+    rows = read_metrics("runs/run")
+    assert all(row["val/equal_scores"] < 0.5 and row["val/counted"] == 1 for row in rows)
+    assert not any("/rewards/" in name for row in rows for name in row)
+
+
+def test_with_one_response_a_prompt_equal_scores_are_of_the_batch(tiny, in_tmp):
+    rows = run_rloo(tiny, rloo_k=1, token_level_kl=True, normalize_advantage=True)
+    assert [row["val/equal_scores"] for row in rows] == [0, 0, 0]
+
+
+def test_a_critic_cannot_start_from_a_reward_model_of_other_token_ids(tiny, shuffled):
+    policy, reward_model = shuffled
+    (first, *_) = run_ppo(tiny, sft_model_path=policy, reward_model_path=reward_model, value_model="separate")
+    assert first["val/mean"] == 0 and first["val/var"] == 0
+
+
+def test_a_resumed_run_with_other_columns_is_refused(functions, tiny, capsys):
+    functions("def f(prompts, completions, x): return [float(v) for v in x]")
+    for value in (1, 2):
+        rows = [{"prompt": row["prompt"], "x": value} for row in toy.rows("prompts", "train")[:16]]
+        Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        options = dict(dataset="rows.jsonl", reward_fn=("mine.py:f",), checkpoint_every=1)
+        if value == 1:
+            train_rloo.main(rloo_args(tiny, **options))
+    assert "had other rows" in refused(capsys, train_rloo.main, rloo_args(tiny, **options, resume=True))
+
+
+def test_the_episode_shown_is_the_one_that_failed(functions, tiny, capsys):
+    functions("def f(prompts, completions): return [0.0] * (len(completions) - 1) + ['much']")
+    with pytest.raises(SystemExit):
+        train_rloo.main(rloo_args(tiny, reward_fn=("mine.py:f",)))
+    report = capsys.readouterr().err
+    said = report.split("for the completion ")[1].splitlines()[0]
+    assert "1 episode(s), the first is 15" in report and report.count(said) == 2
+
+
+def test_text_is_scored_by_its_end_with_a_chat_template_and_without_an_eos(tiny, in_tmp):
+    reward_model = train_rloo.Reward(utils.load_reward_model(tiny / "reward", "--reward_model_path")).eval()
+    tokenizer, ended = toy.tokenizer(), torch.tensor([True])
+
+    def alone(ids):
+        tokens = torch.tensor([ids])
+        mask = torch.ones_like(tokens, dtype=torch.bool)
+        return reward_model(tokens, mask, utils.positions_from_mask(mask), torch.tensor([[len(ids) - 1]])).item()
+
+    long = " ".join(random.Random(0).choices(sorted(toy.NOUN_TOPIC), k=300))
+    ids = tokenizer(f"{long} the room").input_ids + [tokenizer.eos_token_id]
+    got = reward_functions.score_text(reward_model, tokenizer, [long], ["the room"], ended, 4)
+    assert got.item() == pytest.approx(alone(ids[-128:]), abs=1e-5)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['content'] }} {% if m['role'] == 'assistant' %}<eos>{% endif %}{% endfor %}"
+    )
+    messages = [{"role": "user", "content": "we went"}]
+    query, answer = data.encode(tokenizer, messages, [{"role": "assistant", "content": "the room"}])
+    got = reward_functions.score_text(reward_model, tokenizer, [messages], ["the room"], ended, 4)
+    assert got.item() == pytest.approx(alone(query + answer), abs=1e-5)
+    without = toy.tokenizer()
+    without.eos_token = None
+    got = reward_functions.score_text(reward_model, without, ["we went"], ["the room"], ended, 4)
+    assert got.item() == pytest.approx(alone(tokenizer("we went the room").input_ids), abs=1e-5)
+
+
+def test_what_a_function_empties_the_next_one_still_sees_and_defaults_are_not_required(functions):
+    code = """
+        def f(prompts, completions, other=None): prompts.clear(), completions.clear(); return [1, 1, 1]
+        def g(prompts, completions): return [float(len(prompts) + len(completions))] * 3
+    """
+    assert call(functions, code, ROWS, ["a", "b", "c"], "fg")[1].tolist() == [[1, 6]] * 3
+
+
+def test_what_a_function_imports_when_it_is_called_is_found(functions):
+    functions("WORD = 'kind'", "words.py")
+    functions("def f(prompts, completions):\n    import words\n    return [c.count(words.WORD) for c in completions]")
+    assert data.load_function("mine.py:f", "--reward_fn")([""], ["kind"]) == [1]

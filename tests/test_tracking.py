@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import wandb
 from conftest import ROOT, ppo_args, read_metrics, rloo_args
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from wandb_file import read_offline_run
+from wandb_file import read_offline_run, read_run_file
 
 from rlhf_details import toy, train_ppo, train_rloo
 
@@ -21,6 +22,7 @@ OPTIONS = dict(track=True, wandb_tags=("mine",), num_sample_generations=2, eval_
 def test_an_offline_run_holds_metrics_configuration_code_tables_and_data(tiny, offline_wandb, script, args):
     name = script.__name__.rpartition(".")[2]
     script.main(args(tiny, **OPTIONS))
+    wandb.teardown()  # so that all is on disk
     run, rows = read_offline_run(offline_wandb), read_metrics("runs/run")
     history = {row["update"]: row for row in run.history if "update" in row}
     assert history.keys() == {0, 1, 2, 3} and run.exit_code == 0
@@ -52,8 +54,21 @@ def test_the_repository_on_the_hub_is_part_of_the_run(tiny, offline_wandb, monke
     with Hub() as server:
         point_at(monkeypatch, server)
         train_rloo.main(rloo_args(tiny, track=True, push_to_hub=True, hub_model_id="it"))
+        wandb.teardown()
         run = read_offline_run(offline_wandb)
     assert run.config["hub"] == "someone/it" and "someone/it" in run.summary["hub"]
+
+
+def test_a_resumed_run_is_the_same_one_and_shows_its_data_once(tiny, offline_wandb):
+    options = dict(track=True, checkpoint_every=1, total_episodes=32, take=16)
+    train_rloo.main(rloo_args(tiny, **options))
+    for later in Path("runs/run/checkpoints/000002").iterdir():
+        later.unlink()
+    train_rloo.main(rloo_args(tiny, **options, resume=True))
+    wandb.teardown()
+    first, second = (read_run_file(path) for path in sorted(offline_wandb.glob("offline-run-*/run-*.wandb")))
+    assert first.id == second.id and first.table("data/rows") and not second.column("data/prompt_lengths")
+    assert [row["update"] for row in second.history if "update" in row] == [2]
 
 
 def test_without_a_login_there_is_one_line_and_nothing_is_trained(tiny, in_tmp):
