@@ -170,3 +170,16 @@ def test_a_push_that_cannot_succeed_is_refused_before_anything_is_trained(tiny, 
 def test_nothing_speaks_to_the_hub_unless_told(tiny, in_tmp, server):
     start("rloo", tiny, output_dir="models/out")
     assert server.requests == []
+
+
+def test_adapters_on_the_hub_are_merged_into_their_base_and_trained_on(tiny, in_tmp, server):
+    """As a policy to start from, and as one with which a reward model shares its vocabulary."""
+    pytest.importorskip("peft")
+    start("rloo", tiny, output_dir="out", push_to_hub=True, hub_model_id="adapters", lora_rank=2, learning_rate=1e-2)
+    assert "model.safetensors" not in server.files["someone/adapters"]
+    here, there = utils.load_policy("out", ""), utils.load_policy("someone/adapters", "")
+    assert here.state_dict().keys() == there.state_dict().keys() and all(p.requires_grad for p in there.parameters())
+    for a, b in zip(here.parameters(), there.parameters(), strict=True):
+        assert (a - b).abs().max() < 1e-6
+    start("ppo", tiny, sft_model_path="someone/adapters", output_dir="next", total_episodes=16)
+    assert json.loads(Path("runs/run/metrics.jsonl").read_text().splitlines()[0])["policy/grad_norm"] > 0
