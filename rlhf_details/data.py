@@ -262,7 +262,8 @@ def encode(tokenizer, prompt, completion=None):
         ids = [bos, *ids]
     if completion is None:
         return ids
-    return ids, [*tokenizer(completion, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+    answer = tokenizer(completion, add_special_tokens=False).input_ids  # [DATA-1] apart: the sampler's seam is here as well
+    return ids, [*answer, tokenizer.eos_token_id]  # [DATA-2] else no policy learns to stop
 
 
 def encode_messages(tokenizer, prompt, completion=None):
@@ -280,7 +281,7 @@ def encode_messages(tokenizer, prompt, completion=None):
         whole = completion and tokenizer.apply_chat_template(begun, tokenize=False)
     except Exception as e:  # the template's own complaints, and jinja's
         fail(f"the chat template refuses the messages {reprlib.repr(prompt)}: {e}")
-    ids = tokenizer(text, add_special_tokens=False).input_ids  # the template has written BOS, if there is one
+    ids = tokenizer(text, add_special_tokens=False).input_ids  # [DATA-3] the template has written BOS, if there is one
     if completion is None:
         return ids
     if not whole.startswith(text):

@@ -95,7 +95,7 @@ def accumulate(accelerator, module, is_last):
     if uses_deepspeed(accelerator):
         module.set_gradient_accumulation_boundary(is_last)
         return contextlib.nullcontext()
-    return contextlib.nullcontext() if is_last else accelerator.no_sync(module)
+    return contextlib.nullcontext() if is_last else accelerator.no_sync(module)  # [OPT-7] one exchange a step
 
 
 def step(accelerator, module, optimizer, max_grad_norm, check):
@@ -108,7 +108,7 @@ def step(accelerator, module, optimizer, max_grad_norm, check):
         norm = float(module.get_global_grad_norm())
         check(norm)
         return norm
-    norm = float(accelerator.clip_grad_norm_(module.parameters(), max_grad_norm or math.inf))
+    norm = float(accelerator.clip_grad_norm_(module.parameters(), max_grad_norm or math.inf))  # [OPT-8] inf: only measured
     if accelerator.scaler is None:  # fp16 skips the step of an infinite gradient, and lowers the scale of the loss
         check(norm)
     optimizer.step()

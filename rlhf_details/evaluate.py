@@ -199,6 +199,7 @@ def verdict_by_answer(answer, ours):
 def win_rate(verdicts):
     """rate() of the verdicts, a tie being half a win and an unparsable answer none, and how many there are of each."""
     counts = {name: verdicts.count(name) for name in ("won", "tied", "lost", "unparsable")}
+    # [EVAL-2] what cannot be read is not won
     return rate([{"won": 1.0, "tied": 0.5}.get(v, 0.0) for v in verdicts]) | {"pairs": len(verdicts)} | counts
 
 
@@ -210,7 +211,7 @@ def backoff(attempt):
 # ---- the language model as a judge -----------------------------------------------------------------------------------
 def question(prompt, response, opponent, seed, number):
     """(text for the judge, letter of `response` in it); the order is a function of (seed, number of the prompt) alone."""
-    first = utils.permutation(2, seed, JUDGE_ORDER, number)[0] == 0
+    first = utils.permutation(2, seed, JUDGE_ORDER, number)[0] == 0  # [EVAL-1] judges like what comes first
     a, b = (response, opponent) if first else (opponent, response)
     return JUDGE_TEMPLATE.format(prompt=prompt.strip(), a=a.strip(), b=b.strip()), "A" if first else "B"
 
@@ -503,6 +504,7 @@ def main(args: Args):
         opponent, metrics["opponent"] = measure(tokens, mask, answers)
     if args.ref_model_path:
         reference = Policy(models[args.ref_model_path], args.kl_temperature)
+        # [EVAL-3] the estimate is unbiased only for draws from the policy that it is about
         _, _, kl = sample_all(args.policy_path, args.kl_temperature, EVALUATION, reference)
         metrics["policy"]["kl"] = average(kl.tolist())
     utils.leave_process_group()  # all at once, no collective follows: judging may take longer than a process group waits
@@ -550,6 +552,7 @@ def main(args: Args):
         shown |= {"opponent": opponent["response"][i]} if opponent else {}
         say(" | ".join(f"{what}: {text.strip()}" for what, text in shown.items()).replace("\n", "⏎"))
     if verdicts:
+        # [EVAL-4] judges like long responses
         w, lengths = metrics["win_rate"], [metrics[side]["length"]["value"] for side in ("policy", "opponent")]
         unparsable = f", {w['unparsable']} unparsable" if args.judge == "llm" else ""
         say(

@@ -11,7 +11,7 @@ PPO on a language model and a learned reward: the two published recipes, "N+" an
 5. All randomness is a function of coordinates (seed, purpose, update, row, step, token), never of a generator's state.
 
 Left out on purpose: a separate inference engine, top-k and top-p (they would make the sampler another policy), an entropy
-bonus (no published recipe has one), reward functions in Python (to come).
+bonus (no published recipe has one).
 
 Shapes    B: episodes, one per prompt   Q: query tokens, left-padded   R: response tokens, right-padded   V: vocabulary
           M: episodes of a micro-batch
@@ -240,16 +240,16 @@ class Policy(nn.Module):
             head, states = nn.Identity(), outputs.logits[:, index]  # [M, N, V]
             trunk = outputs.hidden_states[-1][:, index] if self.shares_trunk else None
         if labels is None:
-            return head(states).float() / self.temperature
+            return head(states).float() / self.temperature  # [GEN-2] T = 0.7 samples another policy than T = 1
 
         def of_tokens(states, labels):
             """Log-probs and entropies [C] of C labels, at their states [C, H]."""
-            log_softmax = (head(states).float() / self.temperature).log_softmax(-1)  # [C, V]
+            log_softmax = (head(states).float() / self.temperature).log_softmax(-1)  # [C, V] [GEN-3] that policy's log-probs
             with torch.no_grad():
                 entropies = -(log_softmax.exp() * log_softmax).sum(-1)
             return log_softmax.gather(-1, labels.unsqueeze(-1)).squeeze(-1), entropies
 
-        # all logits at once would be M * N * V numbers, and as many again for their softmax and for its gradient
+        # [GEN-8] all logits at once would be M * N * V numbers, and as many again for their softmax and for its gradient
         pieces = [x.flatten(0, 1).split(max(1, LOGITS_AT_ONCE // vocab_size)) for x in (states, labels)]
         function = of_tokens if len(pieces[0]) == 1 else functools.partial(checkpoint, of_tokens, use_reentrant=False)
         logprobs, entropies = (torch.cat(x).reshape(labels.shape) for x in zip(*map(function, *pieces), strict=True))
@@ -258,7 +258,7 @@ class Policy(nn.Module):
         if not self.shares_trunk:
             return logprobs, entropies, self.critic(tokens, mask, positions, index.expand(len(tokens), -1))
         with torch.autocast(trunk.device.type, enabled=False):
-            values = self.critic(trunk.float()).squeeze(-1)  # [M, N]
+            values = self.critic(trunk.float()).squeeze(-1)  # [M, N] [PPO-3] its loss trains the policy's trunk as well
         return logprobs, entropies, values
 
 
@@ -267,7 +267,7 @@ class Reward(nn.Module):
 
     def __init__(self, model):
         super().__init__()
-        self.model, self.bias = model, getattr(model.config, "reward_bias", 0.0)
+        self.model, self.bias = model, getattr(model.config, "reward_bias", 0.0)  # [REW-1] of normalisation
         self.takes_positions = utils.accepts(model.base_model.forward, "position_ids")
 
     def forward(self, tokens, mask, positions, last):
@@ -275,7 +275,7 @@ class Reward(nn.Module):
         inputs = {"position_ids": positions} if self.takes_positions else {}
         hidden = self.model.base_model(input_ids=tokens, attention_mask=mask, use_cache=False, **inputs).last_hidden_state
         hidden = hidden.gather(1, last.unsqueeze(-1).expand(-1, -1, hidden.size(-1)))  # [M, n, H]
-        with torch.autocast(hidden.device.type, enabled=False):  # bf16 would round the scores to three digits
+        with torch.autocast(hidden.device.type, enabled=False):  # [RM-6] bf16 would round the scores to three digits
             return self.model.score(hidden.float()).squeeze(-1) + self.bias
 
 
@@ -321,7 +321,7 @@ def sample(policy, queries, query_mask, rows, response_length, stop_id, coordina
     (B, Q), device = queries.shape, queries.device
     keys = torch.full((B,), 0x1B873593, dtype=torch.int32, device=device)  # not zero, since hash32(0) = 0
     for coordinate in (*coordinates, rows.int()):
-        keys = fold(keys, coordinate)
+        keys = fold(keys, coordinate)  # [GEN-4] no stream: a row's tokens do not depend on its batch or process
     responses = torch.zeros(B, response_length, dtype=torch.long, device=device)
     mask = torch.zeros(B, response_length, dtype=torch.bool, device=device)
     logprobs = torch.zeros(B, response_length, device=device)
@@ -335,16 +335,17 @@ def sample(policy, queries, query_mask, rows, response_length, stop_id, coordina
     position = query_mask.sum(1, keepdim=True)  # [B, 1], of the token about to be sampled
     alive = torch.ones(B, dtype=torch.bool, device=device)
     for t in range(response_length):
-        token = (logits + gumbel_noise(fold(keys, t), logits.size(-1))).argmax(-1)  # [B]
+        token = (logits + gumbel_noise(fold(keys, t), logits.size(-1))).argmax(-1)  # [B] [GEN-1] a draw from the softmax
         responses[:, t], mask[:, t] = token * alive, alive
         logprobs[:, t] = (logits.gather(1, token.unsqueeze(1)).squeeze(1) - logits.logsumexp(-1)) * alive
         if stop_id is not None:
-            alive = alive & (token != stop_id)
+            alive = alive & (token != stop_id)  # [GEN-5] the stop token itself is still in the mask
         if t + 1 == response_length or not engines.any_row(policy, alive, t):
             break
         past = Q + t + 1
         seen = additive((visible & (column < past)).unsqueeze(1)) if longest else visible[:, :past]
         tokens = (token * alive).unsqueeze(1)  # finished rows run on with token 0, unread
+        # [GEN-6] positions go on behind the prompt's real tokens, not behind its padding
         logits = step(tokens, seen, position + t, cache=cache).squeeze(1)  # [B, V]
     return responses, mask, logprobs
 
@@ -385,7 +386,7 @@ class Actor:
 
     def push(self, model, update):
         """Hands over a model's weights and the number of the update to sample for; the last batch has been taken by now."""
-        self.policy.model.load_state_dict(model.state_dict())
+        self.policy.model.load_state_dict(model.state_dict())  # [GEN-10] a copy, which training leaves alone
         if self.stream:
             torch.cuda.synchronize()  # the weights are there, and the learner has read what the actor will write over
         self.batch = self.thread.submit(self.sample, update)
@@ -427,6 +428,7 @@ def join(queries, query_mask, responses, response_mask):
     Returns: tokens, mask, positions [M, L] with L = Q + R, and index [R], the columns Q-1 .. Q-1 + R-1.
     """
     mask = torch.cat([query_mask, response_mask], 1)  # [M, L]
+    # [GEN-7] token t of a response is predicted by the state before it, the first one by the prompt's last
     index = torch.arange(responses.size(1), device=mask.device) + queries.size(1) - 1
     return torch.cat([queries, responses], 1), mask, utils.positions_from_mask(mask), index
 
@@ -444,6 +446,7 @@ def response_logprobs(policy, batch):
     batch = batch if engines.is_zero3(policy) else trim(batch)  # ZeRO-3: as many pieces of logits on every process
     outputs = policy(*join(*batch), labels=batch[2])  # [M, width] each
     masks = batch[3], batch[3], value_mask(batch[3])
+    # [REW-6] zeros, not a sentinel: sums over a row need no mask
     return tuple(nn.functional.pad(x * m, (0, R - x.size(1))) for x, m in zip(outputs, masks, strict=False))
 
 
@@ -451,7 +454,8 @@ def response_scores(reward_model, batch):
     """Scores [M] fp32: the head's output at each response's last real token, found from the mask."""
     batch = trim(batch)
     tokens, mask, positions, _ = join(*batch)
-    return reward_model(tokens, mask, positions, batch[0].size(1) + batch[3].sum(1, keepdim=True) - 1).squeeze(1)
+    last = batch[0].size(1) + batch[3].sum(1, keepdim=True) - 1  # [M, 1] [REW-2] from the mask, not where padding begins
+    return reward_model(tokens, mask, positions, last).squeeze(1)
 
 
 def by_length(masks):
@@ -502,8 +506,8 @@ def truncate_response(responses, mask, token_id, after):
     """
     if token_id is None:
         return mask, mask.any(1)
-    ends = mask & (responses == token_id)
-    ends[:, :after] = False
+    ends = mask & (responses == token_id)  # [GEN-13] filler may look like it
+    ends[:, :after] = False  # [GEN-12] a full stop this early ends nothing: the labels were of long texts
     return mask & (ends.cumsum(1) - ends.long() == 0), ends.any(1)  # no end strictly before
 
 
@@ -517,7 +521,7 @@ def combine_rewards(values, given, weights, k):
     Args: values [B, F]; given [B, F] bool; weights [F]; the k of a prompt adjacent. Returns: scores [B], counted [B] bool.
     """
     applies = given.reshape(-1, k, given.size(1)).any(1).repeat_interleave(k, 0)  # [B, F]
-    counted = (given | ~applies).all(1) & applies.any(1)
+    counted = (given | ~applies).all(1) & applies.any(1)  # [REW-4] None is not 0
     return (values * given * weights).sum(1) * counted, counted
 
 
@@ -530,6 +534,7 @@ def missing_eos_scores(scores, ended, penalty, mode):
     """
     if penalty is None:
         return scores
+    # [REW-3] else a response that goes on for ever is as good as its last token
     return torch.where(ended, scores, scores - penalty if mode == "subtract" else torch.full_like(scores, -penalty))
 
 
@@ -543,6 +548,7 @@ class RunningMoments:
         x, n = x.double(), self.count
         self.count += len(x)
         delta = x.mean().item() - self.mean
+        # [PPO-19] spread within the batch, and between it and what was seen before
         self.squares += ((x - x.mean()) ** 2).sum().item() + delta**2 * n * len(x) / self.count
         self.mean += delta * len(x) / self.count
 
@@ -570,7 +576,7 @@ def kl_penalty(logprobs, ref_logprobs, kind):
     Source: TRL v0.11.4, ppo_trainer.py (kl, abs, mse); open-instruct, ppo_vllm_thread_ray_gtrl.py (k2, k3).
     """
     d = logprobs - ref_logprobs
-    return {"kl": d, "abs": d.abs(), "mse": d**2 / 2, "k2": d**2 / 2, "k3": torch.expm1(-d) + d}[kind]
+    return {"kl": d, "abs": d.abs(), "mse": d**2 / 2, "k2": d**2 / 2, "k3": torch.expm1(-d) + d}[kind]  # [PPO-7] d can be negative
 
 
 def full_kl(policy, reference, batch):
@@ -586,7 +592,7 @@ def full_kl(policy, reference, batch):
 def value_mask(response_mask):
     """States that have a value, [B, R] bool: before each response token, and the one after the last where there is room."""
     after_last = nn.functional.pad(response_mask, (1, 0), value=True)[:, :-1]  # the mask, one place to the right
-    return response_mask | after_last
+    return response_mask | after_last  # [PPO-5] what comes after the end is worth something until its reward is in
 
 
 def token_rewards(scores, kl_penalties, response_mask, kl_coef):
@@ -595,7 +601,7 @@ def token_rewards(scores, kl_penalties, response_mask, kl_coef):
     Args: scores [B]; kl_penalties [B, R], 0 at padding; response_mask [B, R]. Returns: [B, R].
     Source: N+, ppo.py. Where responses have a fixed length there is never room: lm-human-preferences, train_policy.py.
     """
-    last = value_mask(response_mask).sum(1, keepdim=True) - 1  # [B, 1]
+    last = value_mask(response_mask).sum(1, keepdim=True) - 1  # [B, 1] [PPO-6] the place after EOS, if there is one
     return (-kl_coef * kl_penalties).scatter_add(1, last, scores.unsqueeze(1))
 
 
@@ -604,7 +610,7 @@ def adapt_kl_coef(kl_coef, kl, target, horizon, num_episodes):
 
     Args: kl, mean over the batch of a response's KL, nats. Source: lm-human-preferences, train_policy.py.
     """
-    error = min(max(kl / target - 1, -0.2), 0.2)
+    error = min(max(kl / target - 1, -0.2), 0.2)  # [PPO-15] one wild batch must not set the price
     return kl_coef * (1 + error * num_episodes / horizon)
 
 
@@ -616,6 +622,7 @@ def compute_gae(rewards, values, gamma, lam):
     """
     advantages, advantage, next_value = torch.zeros_like(rewards), 0, 0
     for t in reversed(range(rewards.size(1))):
+        # [PPO-9] lam < 1 trusts the values for less variance
         advantage = rewards[:, t] + gamma * next_value - values[:, t] + gamma * lam * advantage  # [B]
         advantages[:, t], next_value = advantage, values[:, t]
     return advantages, advantages + values
@@ -630,7 +637,8 @@ def ppo_policy_loss(logprobs, old_logprobs, mask, advantages, cliprange):
     ratio = logratio.exp()
     losses1 = -advantages * ratio
     losses2 = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
-    return torch.max(losses1, losses2) * mask, logratio, (losses2 > losses1) & mask
+    losses = torch.max(losses1, losses2)  # [PPO-12] no gain from leaving the range, but the way back stays open
+    return losses * mask, logratio, (losses2 > losses1) & mask
 
 
 def ppo_value_loss(values, old_values, returns, mask, cliprange_value):
@@ -641,7 +649,8 @@ def ppo_value_loss(values, old_values, returns, mask, cliprange_value):
     """
     errors = (values - returns) ** 2
     clipped_errors = (values.clamp(old_values - cliprange_value, old_values + cliprange_value) - returns) ** 2
-    return 0.5 * torch.max(errors, clipped_errors) * mask, errors * mask, (clipped_errors > errors) & mask
+    losses = 0.5 * torch.max(errors, clipped_errors)  # [PPO-13] a value that moved too far gets no gradient to go on
+    return losses * mask, errors * mask, (clipped_errors > errors) & mask
 
 
 def mean_and_variance(x, mask):
@@ -656,7 +665,7 @@ def tf_adam_eps(eps, step, beta2=0.999):
 
     Source: tf.train.AdamOptimizer, used by lm-human-preferences, utils/core.py.
     """
-    return eps / math.sqrt(1 - beta2**step)
+    return eps / math.sqrt(1 - beta2**step)  # [OPT-3] 32 times eps at the first step
 
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
@@ -728,6 +737,7 @@ def main(args: Args):
         lora.add_adapters(model, args.lora_rank)
         reference = lora.without_adapters(Policy(model, args.temperature))
     else:
+        # [MODEL-4] a model of its own: the policy's KL to itself would always be 0
         reference = Policy(utils.load_policy(args.sft_model_path, "--sft_model_path", **loading), args.temperature)
         reference.requires_grad_(False)
     reward_model = own_tokenizer = None
@@ -736,7 +746,7 @@ def main(args: Args):
         reward_model = Reward(utils.load_reward_model(args.reward_model_path, "--reward_model_path", untrained, **loading))
         own_tokenizer = utils.find_own_tokenizer(args.sft_model_path, model.config, args.reward_model_path, tokenizer, trust)
     if args.value_model == "separate" and reward_model and not own_tokenizer:
-        critic = copy.deepcopy(reward_model)  # with its reward_bias, and before the reward model is frozen below
+        critic = copy.deepcopy(reward_model)  # [PPO-1] with its reward_bias, and before the reward model is frozen below
     elif args.value_model == "separate":  # no reward model that reads these token ids: the initial policy's trunk and a zero head
         critic = Reward(utils.load_reward_model(args.sft_model_path, "--sft_model_path", True, **loading))
         nn.init.zeros_(critic.model.score.weight)
@@ -744,7 +754,7 @@ def main(args: Args):
         lora.add_adapters(critic.model, args.lora_rank)  # its head is trained as a whole
     if args.value_model == "shared":
         critic = nn.Linear(model.get_output_embeddings().in_features, 1)  # on the trunk's last hidden state
-        nn.init.zeros_(critic.weight), nn.init.zeros_(critic.bias)  # so that every value starts at 0
+        nn.init.zeros_(critic.weight), nn.init.zeros_(critic.bias)  # [PPO-2] so that every value starts at 0
     reference.to(device).eval()
     if reward_model:
         reward_model.to(device).eval().requires_grad_(False)
@@ -773,17 +783,17 @@ def main(args: Args):
         reward_functions.check_prompts(own_tokenizer, train_set, eval_set)
     weights = torch.tensor(functions.weights, device=device)  # [F], of all rewards
     longest = max(map(len, prompts)) if args.compile else None
-    order_of_epoch = functools.cache(lambda epoch: utils.permutation(len(prompts), args.seed, epoch))
+    order_of_epoch = functools.cache(lambda epoch: utils.permutation(len(prompts), args.seed, epoch))  # [DATA-7] anew each time
     gold = toy.gold if task == "toy" else None  # the embedded task's true reward is known, and only watched
     gold_of_eval = toy.gold if (args.eval_dataset or args.dataset).partition(":")[0] == "toy" else None
 
     # ---- optimizer: one for policy and value model
     policy = Policy(model, args.temperature, critic).to(device)
-    adam = dict(lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay)
-    trained = [p for p in policy.parameters() if p.requires_grad]
+    adam = dict(lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay)  # [OPT-4] not the library's defaults
+    trained = [p for p in policy.parameters() if p.requires_grad]  # [PPO-4] the value model's as well
     optimizer = torch.optim.AdamW(trained, **adam, fused=True)  # one kernel for all weights
     policy, optimizer = engines.prepare(accelerator, policy, optimizer)
-    num_updates = math.ceil(args.total_episodes / B)
+    num_updates = math.ceil(args.total_episodes / B)  # [OPT-10] up, so that all batches are whole
     table_updates = set(torch.linspace(1, num_updates, args.num_sample_generations).round().int().tolist())
     watch = ["eps", "objective/scores", "objective/kl", "objective/gold"]
     learnt_from = [prompts, eval_set.ids, utils.checksum(reference)]
@@ -867,6 +877,7 @@ def main(args: Args):
             logprobs = sampled_logprobs
             if args.async_rollouts:  # a ratio compares two outcomes of the same, the training, forward
                 my_batch = [*my_prompts, responses, mask]
+                # [GEN-11] of the policy that samples, whose weights are soon written over
                 logprobs, *_ = in_slices(lambda *b: response_logprobs(policy, b), my_batch, args.micro_batch_size)
         return ids, queries, query_mask, responses, mask, sampled_logprobs, logprobs
 
@@ -888,7 +899,7 @@ def main(args: Args):
     for update in range(done + 1, num_updates + 1):
         update_time = time.time()
         lr = utils.learning_rate_at(update, num_updates, args.learning_rate, args.lr_schedule, args.warmup_ratio)
-        optimizer.param_groups[0]["lr"] = lr
+        optimizer.param_groups[0]["lr"] = lr  # [OPT-2] the same for all steps of an update
 
         # ---- 1. Rollout: a response to each prompt -------------------------------------------------------------------
         if actor:
@@ -907,15 +918,15 @@ def main(args: Args):
         with torch.no_grad(), accelerator.autocast():
             ref_logprobs, _ = in_slices(lambda *b: response_logprobs(reference, b), my_batch, slice_size)
             my_rows = [train_set.rows[ids[i]] for i in torch.arange(B).chunk(world)[rank].tolist()]
-            reward_values, kinds = rewards_of(my_rows, [*my_batch[:3], scored_mask], ended)
-            # old log-probs from the forward that phase 5 repeats, not from the sampler: before the first step every ratio is 1
+            reward_values, kinds = rewards_of(my_rows, [*my_batch[:3], scored_mask], ended)  # [GEN-14] what a human would read
+            # [GEN-9] the forward that phase 5 repeats, not the sampler's: before the first step every ratio is 1
             logprobs, _, values = in_slices(lambda *b: response_logprobs(policy, b), my_batch, slice_size)
             logprobs = behaviour_logprobs if actor else logprobs  # an actor's weights were those of the last update
             if args.kl_penalty == "full":
                 (kl_penalties,) = in_slices(lambda *b: (full_kl(policy, reference, b),), my_batch, slice_size)
             else:
                 kl_penalties = kl_penalty(logprobs, ref_logprobs, args.kl_penalty)
-        # gather once: from here on every tensor is the whole batch, the same on every process
+        # [REW-7] gather once: from here on every tensor is the whole batch, the same on every process
         responses, response_mask, scored_mask, ended, sampled_logprobs, logprobs, ref_logprobs, kl_penalties, values = map(
             accelerator.gather,
             (responses, response_mask, scored_mask, ended, sampled_logprobs, logprobs, ref_logprobs, kl_penalties, values),
@@ -940,16 +951,16 @@ def main(args: Args):
         scores, counted = combine_rewards(reward_values, given, weights, 1)  # [B], [B]
         scores = missing_eos_scores(scores, ended, args.missing_eos_penalty, args.missing_eos_mode)  # [B]
         shaped_scores = shape_scores(scores, moments, args.score_scaling, args.score_norm, args.score_clip, counted)  # [B]
-        kl = (logprobs - ref_logprobs) * response_mask  # [B, R], k1: objective/kl and adapt_kl_coef, under any --kl_penalty
+        kl = (logprobs - ref_logprobs) * response_mask  # [B, R] [REW-5] k1: objective/kl, under any --kl_penalty
         loss_mask, state_mask = (mask & counted.unsqueeze(1) for mask in (response_mask, value_mask(response_mask)))  # [B, R]
         rewards = token_rewards(shaped_scores, kl_penalties, response_mask, kl_coef)  # [B, R]
         if args.whiten_rewards:
-            rewards = utils.masked_whiten(rewards, state_mask, shift_mean=False)
+            rewards = utils.masked_whiten(rewards, state_mask, shift_mean=False)  # [PPO-8] their sign means something
 
         # ---- 4. Advantages ---------------------------------------------------------------------------------------------
         advantages, returns = compute_gae(rewards, values, args.gamma, args.lam)  # [B, R]
         if args.normalize_advantage:
-            advantages = utils.masked_whiten(advantages, loss_mask)
+            advantages = utils.masked_whiten(advantages, loss_mask)  # [PPO-10] over the response tokens of the batch
 
         # ---- 5. Optimise: episodes are shuffled; micro-batches add up to the minibatch's gradient ----------------------
         policy.train()
@@ -957,7 +968,8 @@ def main(args: Args):
         gap, first_logratio = torch.zeros((), device=device), torch.zeros((), device=device)
         num_skipped = 0
         for epoch in range(args.num_ppo_epochs):
-            order, epoch_kl = torch.tensor(utils.permutation(B, args.seed, update, epoch), device=device), 0  # [B]
+            order = torch.tensor(utils.permutation(B, args.seed, update, epoch), device=device)  # [B] [OPT-9] anew each pass
+            epoch_kl = 0
             for episodes in order.chunk(args.num_mini_batches):
                 # of the whole minibatch
                 num_actions, num_states = (mask[episodes].sum().clamp(min=1) for mask in (loss_mask, state_mask))
@@ -975,24 +987,27 @@ def main(args: Args):
                         value_losses, errors, value_clipped = ppo_value_loss(
                             new_values, values[rows], returns[rows], state_mask[rows], args.cliprange_value
                         )
-                        loss = losses.sum() / num_actions + args.vf_coef * value_losses.sum() / num_states
+                        loss = losses.sum() / num_actions  # [OPT-5] so micro-batches add up to the minibatch's gradient
+                        loss = loss + args.vf_coef * value_losses.sum() / num_states  # [PPO-14] and no entropy bonus
                         row_losses[rows] = losses.detach().sum(1) + args.vf_coef * value_losses.detach().sum(1)
                         if is_last:  # all losses are known, and no weight is touched
                             run.check_finite("the loss", update, accelerator.reduce(row_losses, "sum"), show)
-                        accelerator.backward(loss * world)  # DDP averages over processes, a sum is meant
+                        accelerator.backward(loss * world)  # [OPT-6] DDP averages over processes, a sum is meant
                     with torch.no_grad():
                         excess = logratio.expm1() * loss_mask[rows]  # ratio - 1, exact near 1
+                        approxkl = 0.5 * logratio**2  # [LOG-3] of an action
                         sums += torch.stack([x.sum().float() for x in (
-                            excess, 0.5 * logratio**2, losses, loss_mask[rows], clipped, excess**2, entropies * loss_mask[rows],
+                            excess, approxkl, losses, loss_mask[rows], clipped, excess**2, entropies * loss_mask[rows],
                             value_losses, state_mask[rows], value_clipped, errors, new_values * state_mask[rows],
                         )])  # fmt: skip
-                        if not grad_norms:  # the first step's old log-probs: sampler and training forward saw the same weights
+                        if not grad_norms:  # [LOG-6] the first step: sampler and training forward saw the same weights
                             gap = torch.maximum(gap, (logprobs[rows] - sampled_logprobs[rows]).abs().max())
                             first_logratio = torch.maximum(first_logratio, logratio.abs().max())
-                sums = accelerator.reduce(sums, "sum")  # over all processes, which therefore decide alike
+                sums = accelerator.reduce(sums, "sum")  # [LOG-2] over all processes, which therefore decide alike
                 stats += sums
                 mean_excess, approxkl = (sums[:2] / num_actions).tolist()
                 epoch_kl += approxkl / args.num_mini_batches
+                # [PPO-17] such a step would be one of noise
                 if args.ratio_threshold is not None and not 1 + mean_excess <= args.ratio_threshold:
                     num_skipped += 1
                     engines.forget_gradient(accelerator, policy, optimizer)
@@ -1002,14 +1017,14 @@ def main(args: Args):
                     optimizer.param_groups[0]["eps"] = tf_adam_eps(args.adam_eps, step)
                 check_norm = functools.partial(run.check_finite, "the gradient's norm", update, show=show, rows=episodes)
                 grad_norms.append(engines.step(accelerator, policy, optimizer, args.max_grad_norm, check_norm))
-            if args.target_kl is not None and not epoch_kl <= 1.5 * args.target_kl:
+            if args.target_kl is not None and not epoch_kl <= 1.5 * args.target_kl:  # [PPO-18] the batch is used up
                 break
 
         # ---- 6. Log: sums of numerators and of denominators over all processes, then one division ----------------------
         excess, approxkl, loss, actions, clipped, excess_squared, entropy = stats[:7].tolist()
         value_loss, states, value_clipped, error, vpred = stats[7:].tolist()
         actions, states = max(actions, 1), max(states, 1)
-        non_score_reward = -kl_coef * kl_penalties.sum(1).mean().item()
+        non_score_reward = -kl_coef * kl_penalties.sum(1).mean().item()  # [LOG-5] what is added
         value_mean, value_var = mean_and_variance(values, state_mask)
         returns_mean, returns_var = mean_and_variance(returns, state_mask)
         episode, now = update * B, time.time()
@@ -1020,7 +1035,7 @@ def main(args: Args):
             "lr": optimizer.param_groups[0]["lr"],
             "eps": B / (now - update_time),
             "objective/kl": kl.sum(1).mean().item(),
-            "objective/entropy": -(logprobs * response_mask).sum(1).mean().item(),
+            "objective/entropy": -(logprobs * response_mask).sum(1).mean().item(),  # [LOG-1] padding has no part in it
             "objective/kl_coef": kl_coef,
             "objective/non_score_reward": non_score_reward,
             "objective/rlhf_reward": utils.masked_mean(shaped_scores, counted).item() + non_score_reward,
@@ -1044,7 +1059,7 @@ def main(args: Args):
             "val/clipfrac_avg": value_clipped / states,
             "val/var_explained": 1 - error / states / (returns_var + 1e-8),
             "val/ratio": 1 + excess / actions,
-            "val/ratio_var": excess_squared / actions - (excess / actions) ** 2,
+            "val/ratio_var": excess_squared / actions - (excess / actions) ** 2,  # [LOG-4] of actions
             "val/logprob_gap": accelerator.gather(gap.reshape(1)).max().item(),
             "val/first_ratio": accelerator.gather(first_logratio.reshape(1)).max().clamp(max=20).exp().item(),
             "val/num_eos_tokens": (response_mask & (responses == tokenizer.eos_token_id)).sum().item(),
@@ -1075,6 +1090,7 @@ def main(args: Args):
             ]
             run.table(f"samples of update {update}", shown, update)
         if args.adaptive_kl:
+            # [PPO-16] only now: this batch was priced, and logged, at the old one
             kl_coef = adapt_kl_coef(kl_coef, metrics["objective/kl"], args.kl_target, args.kl_horizon, B)
 
         if run.is_checkpoint_due(update):

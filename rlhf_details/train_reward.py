@@ -138,7 +138,8 @@ class Reward(nn.Module):
 
     def __init__(self, model):
         super().__init__()
-        self.model, self.gain, self.bias = model, nn.Parameter(torch.ones(1)), 0.0
+        self.model, self.bias = model, 0.0
+        self.gain = nn.Parameter(torch.ones(1))  # [RM-5] learns how sure the labels are; a bias would have no gradient
         self.takes_positions = utils.accepts(model.base_model.forward, "position_ids")
 
     def forward(self, tokens, mask):
@@ -147,9 +148,9 @@ class Reward(nn.Module):
         hidden = self.model.base_model(
             input_ids=tokens, attention_mask=mask, use_cache=False, **inputs
         ).last_hidden_state  # [M, L, H]
-        last = (mask * torch.arange(mask.size(1), device=mask.device)).argmax(1)  # [M]: from the mask, so pad == eos is harmless
+        last = (mask * torch.arange(mask.size(1), device=mask.device)).argmax(1)  # [M] [RM-4] from the mask: pad may be EOS
         hidden = hidden.gather(1, last.reshape(-1, 1, 1).expand(-1, 1, hidden.size(-1))).squeeze(1)  # [M, H]
-        with torch.autocast(hidden.device.type, enabled=False):  # bf16 would round the scores to three digits
+        with torch.autocast(hidden.device.type, enabled=False):  # [RM-6] bf16 would round the scores to three digits
             return self.gain * self.model.score(hidden.float()).squeeze(-1) + self.bias
 
 
@@ -158,13 +159,13 @@ def best_of_k_loss(scores, best):
 
     Args: scores [M, K]; best [M] int64. Returns: a scalar. Source: lm-human-preferences, label_types.py (PickBest).
     """
-    return nn.functional.cross_entropy(scores, best, reduction="sum")
+    return nn.functional.cross_entropy(scores, best, reduction="sum")  # [RM-7] log K at chance
 
 
 def num_correct(scores, best):
     """How many comparisons (scores [M, K], best [M]) have their best candidate strictly highest; a tie is wrong."""
     others = scores.scatter(1, best.unsqueeze(1), -math.inf)
-    return (scores.gather(1, best.unsqueeze(1)).squeeze(1) > others.amax(1)).sum()
+    return (scores.gather(1, best.unsqueeze(1)).squeeze(1) > others.amax(1)).sum()  # [RM-8] > and not >=
 
 
 def gain_and_bias(scores, mean=0.0, std=1.0):
@@ -253,7 +254,10 @@ def label_rows(rows, what):
                 utils.fail(f"{what}: row {number}, column {column!r}: no token that is not padding")
         if not 0 <= row["best"] < K:
             utils.fail(f"{what}: row {number}, column 'best': {row['best']} is no index of its {K} samples")
-    real = lambda ids: [i for i in ids if i != LABEL_PAD]  # noqa: E731
+
+    def real(ids):
+        return [i for i in ids if i != LABEL_PAD]  # [DATA-4] it is no token of the model
+
     return [(real(row["query"]), [real(row[column]) for column in samples], row["best"]) for row in rows]
 
 
@@ -293,10 +297,12 @@ def main(args: Args):
     # ---- model: a padding token of its own is saved, since the library reads scores at the last id that is not padding
     loading = {"attn_implementation": args.attn_implementation, "trust_remote_code": args.trust_remote_code}
     tokenizer = utils.load_tokenizer(args.sft_model_path, "--sft_model_path", args.trust_remote_code)
-    torch.manual_seed(args.seed)  # before the head is drawn
+    torch.manual_seed(args.seed)  # [RM-2] before the head is drawn
     model = utils.load_reward_model(args.sft_model_path, "--sft_model_path", True, **loading)
+    # [RM-1] so that scores start with a variance near 1, of states whose entries have it
     nn.init.normal_(model.score.weight, std=1 / math.sqrt(model.score.in_features + 1))
     vocabulary = model.get_input_embeddings().num_embeddings  # of the policy, without the padding token that may be added
+    # [RM-3] the library reads scores at the last id that is not padding, which must not be before EOS
     if tokenizer.pad_token_id in (None, tokenizer.eos_token_id):
         tokenizer.add_special_tokens({"pad_token": "[PAD]"})
         if tokenizer.pad_token_id >= model.get_input_embeddings().num_embeddings:
@@ -324,7 +330,7 @@ def main(args: Args):
             queries, query_mask = utils.left_pad([i for i in ids[start : start + 128] for _ in range(n)], device)
             numbers = torch.arange(start * n, start * n + len(queries), device=device)
             coordinates, R = (args.seed, REWARD_DATA, use), args.response_length
-            # labels were given to whole responses of R tokens, which no EOS ends: lm-human-preferences normalises on the same
+            # [RM-11] labels were given to whole responses of R tokens, which no EOS ends
             stop_id = None if type(prompts[0]) is list and not data.is_messages(prompts[0]) else tokenizer.eos_token_id
             with accelerator.autocast():
                 responses, mask, _ = sample(policy, queries, query_mask, numbers, 1, R, stop_id, coordinates)
@@ -388,7 +394,7 @@ def main(args: Args):
     inner = reward
     optimizer = torch.optim.AdamW(
         [{"params": [p for p in model.parameters() if p.requires_grad]}, {"params": [reward.gain], "weight_decay": 0.0}],
-        lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay,
+        lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay,  # [OPT-4] neither is the library's default
     )  # fmt: skip
 
     @torch.no_grad()
@@ -415,7 +421,7 @@ def main(args: Args):
         queries, answers = sample_responses(prompts, 1, 2)
         samples = [q + a[0] for q, a in zip(queries, answers, strict=True)]
         gain, inner.bias, line = normalization(samples)
-        inner.gain.data.fill_(gain)
+        inner.gain.data.fill_(gain)  # [RM-9] the loss starts from scores that are neither huge nor tiny
         said.append(line)
     reward, optimizer = engines.prepare(accelerator, reward, optimizer)
     run = runs.Run(
@@ -448,9 +454,9 @@ def main(args: Args):
         for group in optimizer.param_groups:
             group["lr"] = utils.learning_rate_at(step, num_steps, args.learning_rate, args.lr_schedule, args.warmup_ratio)
             if args.tf_adam:  # TensorFlow adds epsilon to the root of v before the bias correction, torch after it
-                group["eps"] = args.adam_eps / math.sqrt(1 - group["betas"][1] ** step)
+                group["eps"] = args.adam_eps / math.sqrt(1 - group["betas"][1] ** step)  # [OPT-3] so early steps are smaller
         numbers = order[place * B : (place + 1) * B]
-        mine = [train_ids[i] for i in numbers[rank::world]]
+        mine = [train_ids[i] for i in numbers[rank::world]]  # [RM-14] one order, disjoint shares
         micro_batches = [mine[i : i + args.micro_batch_size] for i in range(0, len(mine), args.micro_batch_size)]
         reward.train()
         stats, row_scores = torch.zeros(2, device=device), []
@@ -464,7 +470,8 @@ def main(args: Args):
                 if is_last:  # all scores are known, and no weight is touched
                     gathered = [row_numbers[i] for r in range(world) for i in numbers[r::world]]  # of the rows, from 1
                     run.check_finite("the score", step, accelerator.gather(torch.cat(row_scores)), show, gathered, "row")
-                accelerator.backward(loss / B * world)  # the whole minibatch's count; the engines average over processes
+                loss_share = loss / B  # [OPT-5] of the whole minibatch's count
+                accelerator.backward(loss_share * world)  # [OPT-6] the engines average over processes, a sum is meant
             stats += torch.stack([loss.detach(), num_correct(scores.detach(), best).float()])
         check_norm = functools.partial(run.check_finite, "the gradient's norm", step, show=show, rows=gathered, unit="row")
         grad_norm = engines.step(accelerator, reward, optimizer, args.max_grad_norm, check_norm)
@@ -494,16 +501,16 @@ def main(args: Args):
     # ---- normalise, fold, save
     gain, bias = 1.0, 0.0
     if args.normalization == "gain_bias":
-        gain, bias, line = normalization(samples)
+        gain, bias, line = normalization(samples)  # [RM-10] training has moved them; kl_coef is a price in these points
         run.say(line)
     if args.normalization == "mean_shift":
-        bias = -score(references).mean().item()
+        bias = -score(references).mean().item()  # [RM-12] a reference scores 0 in the mean
         run.say(f"mean score {-bias:.3f} on {len(references)} reference responses -> 0")
     if args.lora_rank:  # the head, its scale and its bias belong to the whole model, so it is saved as one
         lora.merge(model)
     weights = engines.full_weights(accelerator, reward)
     if accelerator.is_main_process:
-        weights["model.score.weight"] = weights["model.score.weight"] * weights["gain"] * gain
+        weights["model.score.weight"] = weights["model.score.weight"] * weights["gain"] * gain  # [RM-13] libraries know no gain
         model.config.reward_bias = inner.bias * gain + bias
     run.save_model(model, weights, tokenizer)
     summary = [f"  {name:22} {value:8.3f}" for name, value in metrics.items() if name.startswith("eval/")]

@@ -204,16 +204,16 @@ class Policy(nn.Module):
         else:
             head, states = nn.Identity(), self.model(**inputs).logits[:, index]  # [M, N, V]
         if labels is None:
-            return head(states).float() / self.temperature
+            return head(states).float() / self.temperature  # [GEN-2] T = 0.7 samples another policy than T = 1
 
         def of_tokens(states, labels):
             """Log-probs and entropies [C] of C labels, at their states [C, H]."""
-            log_softmax = (head(states).float() / self.temperature).log_softmax(-1)  # [C, V]
+            log_softmax = (head(states).float() / self.temperature).log_softmax(-1)  # [C, V] [GEN-3] that policy's log-probs
             with torch.no_grad():
                 entropies = -(log_softmax.exp() * log_softmax).sum(-1)
             return log_softmax.gather(-1, labels.unsqueeze(-1)).squeeze(-1), entropies
 
-        # all logits at once would be M * N * V numbers, and as many again for their softmax and for its gradient
+        # [GEN-8] all logits at once would be M * N * V numbers, and as many again for their softmax and for its gradient
         pieces = [x.flatten(0, 1).split(max(1, LOGITS_AT_ONCE // vocab_size)) for x in (states, labels)]
         function = of_tokens if len(pieces[0]) == 1 else functools.partial(checkpoint, of_tokens, use_reentrant=False)
         logprobs, entropies = (torch.cat(x).reshape(labels.shape) for x in zip(*map(function, *pieces), strict=True))
@@ -225,7 +225,7 @@ class Reward(nn.Module):
 
     def __init__(self, model):
         super().__init__()
-        self.model, self.bias = model, getattr(model.config, "reward_bias", 0.0)
+        self.model, self.bias = model, getattr(model.config, "reward_bias", 0.0)  # [REW-1] of normalisation
         self.takes_positions = utils.accepts(model.base_model.forward, "position_ids")
 
     def forward(self, tokens, mask, positions, last):
@@ -233,7 +233,7 @@ class Reward(nn.Module):
         inputs = {"position_ids": positions} if self.takes_positions else {}
         hidden = self.model.base_model(input_ids=tokens, attention_mask=mask, use_cache=False, **inputs).last_hidden_state
         hidden = hidden.gather(1, last.unsqueeze(-1).expand(-1, -1, hidden.size(-1)))  # [M, n, H]
-        with torch.autocast(hidden.device.type, enabled=False):  # bf16 would round the scores to three digits
+        with torch.autocast(hidden.device.type, enabled=False):  # [RM-6] bf16 would round the scores to three digits
             return self.model.score(hidden.float()).squeeze(-1) + self.bias
 
 
@@ -279,7 +279,7 @@ def sample(policy, queries, query_mask, rows, n, response_length, stop_id, coord
     (P, Q), B, device = queries.shape, len(rows), queries.device
     keys = torch.full((B,), 0x1B873593, dtype=torch.int32, device=device)  # not zero, since hash32(0) = 0
     for coordinate in (*coordinates, rows.int()):
-        keys = fold(keys, coordinate)
+        keys = fold(keys, coordinate)  # [GEN-4] no stream: a row's tokens do not depend on its batch or process
     responses = torch.zeros(B, response_length, dtype=torch.long, device=device)
     mask = torch.zeros(B, response_length, dtype=torch.bool, device=device)
     logprobs = torch.zeros(B, response_length, device=device)
@@ -297,17 +297,18 @@ def sample(policy, queries, query_mask, rows, n, response_length, stop_id, coord
     position = query_mask.sum(1, keepdim=True).expand(P, n)  # [P, n], of the token about to be sampled
     alive = torch.ones(B, dtype=torch.bool, device=device)
     for t in range(response_length):
-        token = (logits + gumbel_noise(fold(keys, t), logits.size(-1))).argmax(-1)  # [B]
+        token = (logits + gumbel_noise(fold(keys, t), logits.size(-1))).argmax(-1)  # [B] [GEN-1] a draw from the softmax
         responses[:, t], mask[:, t] = token * alive, alive
         logprobs[:, t] = (logits.gather(1, token.unsqueeze(1)).squeeze(1) - logits.logsumexp(-1)) * alive
         if stop_id is not None:
-            alive = alive & (token != stop_id)
+            alive = alive & (token != stop_id)  # [GEN-5] the stop token itself is still in the mask
         if t + 1 == response_length or not engines.any_row(policy, alive, t):
             break
         past = Q + n * (t + 1)
         seen = visible & (column < past) if longest else visible[..., :past]  # [P, n, Q + n * R] or [P, n, past]
         seen = additive(seen) if n > 1 or longest else seen.squeeze(1)
         tokens = (token * alive).reshape(P, n)  # finished rows run on with token 0, unread
+        # [GEN-6] positions go on behind the prompt's real tokens, not behind its padding
         logits = step(tokens, seen, position + t, slice(None), cache=cache).flatten(0, 1)  # [P, n, V] -> [B, V]
     return responses, mask, logprobs
 
@@ -348,7 +349,7 @@ class Actor:
 
     def push(self, model, update):
         """Hands over a model's weights and the number of the update to sample for; the last batch has been taken by now."""
-        self.policy.model.load_state_dict(model.state_dict())
+        self.policy.model.load_state_dict(model.state_dict())  # [GEN-10] a copy, which training leaves alone
         if self.stream:
             torch.cuda.synchronize()  # the weights are there, and the learner has read what the actor will write over
         self.batch = self.thread.submit(self.sample, update)
@@ -397,15 +398,17 @@ def pack(queries, query_mask, responses, response_mask, n):
     tokens = torch.cat([queries, responses.reshape(-1, n * R)], 1)  # [M/n, L]
     real = torch.cat([query_mask, response_mask.reshape(-1, n * R)], 1)  # [M/n, L]
     step = torch.arange(R, device=device).repeat(n)  # [n * R], 0 .. R-1 for each response
+    # [RLOO-10] each response is placed as if it alone followed the prompt
     positions = torch.cat([utils.positions_from_mask(query_mask), query_mask.sum(1, keepdim=True) + step], 1)  # [M/n, L]
+    # [GEN-7] token t of a response is predicted by the state before it, the first one by the prompt's last
     index = torch.where(step == 0, Q - 1, Q - 1 + torch.arange(n * R, device=device))  # [n * R]
     if n == 1:
         return tokens, real, positions, index
     owner = torch.cat([torch.zeros(Q, device=device), 1 + torch.arange(n, device=device).repeat_interleave(R)])  # [L], 0: prompt
     L = torch.arange(Q + n * R, device=device)
-    visible = (L.unsqueeze(1) >= L) & ((owner == 0) | (owner.unsqueeze(1) == owner))  # [L, L]
-    itself = L.unsqueeze(1) == L  # a token sees itself at least, padding as well, or fp16's -inf gives NaN
-    visible = (visible & real.unsqueeze(1)) | itself  # [M/n, L, L]
+    visible = (L.unsqueeze(1) >= L) & ((owner == 0) | (owner.unsqueeze(1) == owner))  # [L, L] [RLOO-9] prompt and own past
+    itself = L.unsqueeze(1) == L
+    visible = (visible & real.unsqueeze(1)) | itself  # [M/n, L, L] [RLOO-11] a softmax over nothing is NaN
     return tokens, additive(visible), positions, index
 
 
@@ -423,6 +426,7 @@ def response_logprobs(policy, batch, n):
     queries, query_mask, responses, response_mask = batch
     tokens, mask, positions, index = pack(queries, query_mask, responses, response_mask, n)
     outputs = policy(tokens, mask, positions, index, responses.reshape(M // n, -1))  # log-probs, entropies: [M/n, n * width]
+    # [REW-6] zeros, not a sentinel: sums over a row need no mask
     return tuple(nn.functional.pad(x.reshape(responses.shape) * response_mask, (0, R - responses.size(1))) for x in outputs)
 
 
@@ -431,7 +435,8 @@ def response_scores(reward_model, batch, n):
     queries, query_mask, responses, response_mask = trim(batch)
     tokens, mask, positions, _ = pack(queries, query_mask, responses, response_mask, n)
     start = queries.size(1) + responses.size(1) * torch.arange(n, device=queries.device)  # [n], first column of each response
-    return reward_model(tokens, mask, positions, start + response_mask.sum(1).reshape(-1, n) - 1).reshape(-1)
+    last = start + response_mask.sum(1).reshape(-1, n) - 1  # [M/n, n] [REW-2] from the mask, not where padding begins
+    return reward_model(tokens, mask, positions, last).reshape(-1)
 
 
 def by_length(masks, n=1):
@@ -502,13 +507,14 @@ def why_not_share(policy, reward_model, query_length, response_length, n):
         if reward_model:
             scores = response_scores(reward_model, batch, n) - response_scores(reward_model, batch, 1)
             gap = max(gap, scores.abs().max().item())
+    # [RLOO-12] sliding windows and ALiBi read the mask in their own way, silently
     return None if gap < 1e-3 else f"packed and plain rows differ by {gap:.2g}"
 
 
 # ---- equations -------------------------------------------------------------------------------------------------------
 def has_stopped(responses, mask, stop_id):
     """Whether each response [B, R] holds the stop token, looked for in its real tokens only; stop_id None: always True."""
-    return (mask & (responses == stop_id)).any(1) if stop_id is not None else mask.any(1)
+    return (mask & (responses == stop_id)).any(1) if stop_id is not None else mask.any(1)  # [GEN-13] filler may look like it
 
 
 def combine_rewards(values, given, weights, k):
@@ -521,7 +527,7 @@ def combine_rewards(values, given, weights, k):
     Args: values [B, F]; given [B, F] bool; weights [F]; the k of a prompt adjacent. Returns: scores [B], counted [B] bool.
     """
     applies = given.reshape(-1, k, given.size(1)).any(1).repeat_interleave(k, 0)  # [B, F]
-    counted = (given | ~applies).all(1) & applies.any(1)
+    counted = (given | ~applies).all(1) & applies.any(1)  # [REW-4] None is not 0
     return (values * given * weights).sum(1) * counted, counted
 
 
@@ -534,6 +540,7 @@ def missing_eos_scores(scores, ended, penalty, mode):
     """
     if penalty is None:
         return scores
+    # [REW-3] else a response that goes on for ever is as good as its last token
     return torch.where(ended, scores, scores - penalty if mode == "subtract" else torch.full_like(scores, -penalty))
 
 
@@ -544,7 +551,7 @@ def shape_scores(scores, normalize, clip_range, counted=None):
     """
     if normalize:
         scores = utils.masked_whiten(scores, torch.ones_like(scores, dtype=torch.bool) if counted is None else counted)
-    return scores if clip_range is None else scores.clamp(-clip_range, clip_range)
+    return scores if clip_range is None else scores.clamp(-clip_range, clip_range)  # [RLOO-13] one bad score rules no batch
 
 
 def rloo_advantages(rewards, k, counted=None):
@@ -556,6 +563,7 @@ def rloo_advantages(rewards, k, counted=None):
     counted = torch.ones_like(rewards, dtype=torch.bool) if counted is None else counted
     rewards, counted = rewards.reshape(-1, k), counted.reshape(-1, k)  # [P, k]
     siblings = counted.sum(1, keepdim=True) - 1  # [P, 1], k - 1 where all count
+    # [RLOO-3] its own reward in it would bias the gradient; a std in it would blow up where siblings tie
     baseline = ((rewards * counted).sum(1, keepdim=True) - rewards) / siblings.clamp(min=1)
     return ((rewards - baseline) * (counted & (siblings > 0))).reshape(-1)
 
@@ -565,7 +573,7 @@ def token_level_advantages(scores, kl, k, kl_coef, counted=None):
 
     Args: scores [B]; kl [B, R], 0 at padding; counted as above. Returns: [B, R]. Source: REINFORCE++, arXiv 2501.03262.
     """
-    kl_to_go = kl.flip(1).cumsum(1).flip(1)  # [B, R]
+    kl_to_go = kl.flip(1).cumsum(1).flip(1)  # [B, R] [RLOO-4] a token does not pay for what was before it
     return (rloo_advantages(scores, k, counted) if k > 1 else scores).unsqueeze(1) - kl_coef * kl_to_go
 
 
@@ -577,11 +585,12 @@ def rloo_policy_loss(logprobs, old_logprobs, mask, advantages, cliprange):
     """
     logratio = (logprobs - old_logprobs) * mask
     if advantages.dim() == 1:
-        logratio, mask = logratio.sum(1), mask.any(1)  # [M]
+        logratio, mask = logratio.sum(1), mask.any(1)  # [M] [RLOO-5] the action is the whole response
     ratio = logratio.exp()
     losses1 = -advantages * ratio
     losses2 = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
-    return torch.max(losses1, losses2) * mask, logratio, (losses2 > losses1) & mask, mask
+    losses = torch.max(losses1, losses2)  # [RLOO-6] no gain from leaving the range, but the way back stays open
+    return losses * mask, logratio, (losses2 > losses1) & mask, mask
 
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
@@ -646,6 +655,7 @@ def main(args: Args):
         lora.add_adapters(model, args.lora_rank)
         reference = lora.without_adapters(Policy(model, args.temperature))
     else:
+        # [MODEL-4] a model of its own: the policy's KL to itself would always be 0
         reference = Policy(utils.load_policy(args.sft_model_path, "--sft_model_path", **loading), args.temperature)
         reference.requires_grad_(False)
     reward_model = own_tokenizer = None
@@ -678,7 +688,7 @@ def main(args: Args):
         reward_functions.check_prompts(own_tokenizer, train_set, eval_set)
     weights = torch.tensor(functions.weights, device=device)  # [F], of all rewards
     longest = max(map(len, prompts)) if args.compile else None
-    order_of_epoch = functools.cache(lambda epoch: utils.permutation(len(prompts), args.seed, epoch))
+    order_of_epoch = functools.cache(lambda epoch: utils.permutation(len(prompts), args.seed, epoch))  # [DATA-7] anew each time
     gold = toy.gold if task == "toy" else None  # the embedded task's true reward is known, and only watched
     gold_of_eval = toy.gold if (args.eval_dataset or args.dataset).partition(":")[0] == "toy" else None
 
@@ -693,11 +703,11 @@ def main(args: Args):
     n_rollout, rollout_slice = rows_per_forward(1 if reason else k, args.rollout_micro_batch_size)
 
     # ---- optimizer
-    adam = dict(lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay)
+    adam = dict(lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay)  # [OPT-4] not the library's defaults
     trained = [p for p in policy.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, **adam, fused=True)  # one kernel for all weights
     policy, optimizer = engines.prepare(accelerator, policy, optimizer)
-    num_updates = math.ceil(args.total_episodes / B)
+    num_updates = math.ceil(args.total_episodes / B)  # [OPT-10] up, so that all batches are whole
     steps_per_update = args.num_ppo_epochs * args.num_mini_batches
     table_updates = set(torch.linspace(1, num_updates, args.num_sample_generations).round().int().tolist())
     watch = ["eps", "objective/scores", "objective/kl", "objective/gold"]
@@ -765,7 +775,7 @@ def main(args: Args):
         """The prompts of an update: their numbers, and the queries and query_mask [B, Q] of the whole batch."""
         stream = range((update - 1) * P, update * P)  # epoch after epoch, each in an order of its own
         ids = [order_of_epoch(i // len(prompts))[i % len(prompts)] for i in stream]
-        return ids, *utils.left_pad([prompts[i] for i in ids for _ in range(k)], device)
+        return ids, *utils.left_pad([prompts[i] for i in ids for _ in range(k)], device)  # [RLOO-1] k copies side by side
 
     def rollout(policy, update):
         """Phase 1: k responses to each prompt of an update, of which this process samples its share; for any thread.
@@ -788,6 +798,7 @@ def main(args: Args):
             logprobs = sampled_logprobs
             if args.async_rollouts:  # a ratio compares two outcomes of the same, the training, forward
                 my_batch = [*my_prompts, responses, mask]
+                # [GEN-11] of the policy that samples, whose weights are soon written over
                 logprobs, _ = in_slices(lambda *b: response_logprobs(policy, b, n), my_batch, episodes_per_forward, n)
         return ids, queries, query_mask, responses, mask, sampled_logprobs, logprobs
 
@@ -807,7 +818,7 @@ def main(args: Args):
     for update in range(done + 1, num_updates + 1):
         update_time = time.time()
         lr = utils.learning_rate_at(update, num_updates, args.learning_rate, args.lr_schedule, args.warmup_ratio)
-        optimizer.param_groups[0]["lr"] = lr
+        optimizer.param_groups[0]["lr"] = lr  # [OPT-2] the same for all steps of an update
 
         # ---- 1. Rollout: k responses to each prompt ------------------------------------------------------------------
         if actor:
@@ -826,8 +837,9 @@ def main(args: Args):
             my_rows = [train_set.rows[ids[i // k]] for i in torch.arange(B).chunk(world)[rank].tolist()]
             reward_values, kinds = rewards_of(my_rows, my_batch, has_stopped(responses, response_mask, stop_id), n)
             if steps_per_update > 1 and not actor:  # with one step there is no ratio, and for the KL the sampler's are enough
+                # [GEN-9] the forward that phase 5 repeats: before the first step every ratio is 1
                 logprobs, _ = in_slices(lambda *b: response_logprobs(policy, b, n), my_batch, episodes_per_forward, n)
-        # gather once: from here on every tensor is the whole batch, the same on every process
+        # [REW-7] gather once: from here on every tensor is the whole batch, the same on every process
         responses, response_mask, sampled_logprobs, logprobs, ref_logprobs, reward_values, kinds = map(
             accelerator.gather, (responses, response_mask, sampled_logprobs, logprobs, ref_logprobs, reward_values, kinds)
         )
@@ -849,8 +861,8 @@ def main(args: Args):
         scores, counted = combine_rewards(reward_values, given, weights, k)  # [B], [B]
         scores = missing_eos_scores(scores, ended, args.missing_eos_penalty, args.missing_eos_mode)  # [B]
         shaped_scores = shape_scores(scores, args.normalize_reward, args.reward_clip_range, counted)  # [B]
-        kl = (logprobs - ref_logprobs) * response_mask  # [B, R], the k1 estimate: unbiased, and right where KL is a reward
-        rlhf_rewards = shaped_scores - args.kl_coef * kl.sum(1)  # [B]: a whole response is one action
+        kl = (logprobs - ref_logprobs) * response_mask  # [B, R] [REW-5] k1: unbiased, and its gradient right in a reward
+        rlhf_rewards = shaped_scores - args.kl_coef * kl.sum(1)  # [B] [RLOO-2] a whole response is one action
 
         # ---- 4. Advantages ---------------------------------------------------------------------------------------------
         loss_mask = response_mask & counted.unsqueeze(1)  # [B, R]
@@ -860,18 +872,18 @@ def main(args: Args):
             advantages = rloo_advantages(rlhf_rewards, k, counted)  # [B]
         action_mask = loss_mask if args.token_level_kl else counted  # an action: a token, or a response
         if args.normalize_advantage:
-            advantages = utils.masked_whiten(advantages, action_mask)
+            advantages = utils.masked_whiten(advantages, action_mask)  # [RLOO-14] over the whole batch
 
         # ---- 5. Optimise: whole prompt groups are shuffled; micro-batches add up to the minibatch's gradient -----------
         policy.train()
         stats, grad_norms = torch.zeros(8, device=device), []
         gap, first_logratio = torch.zeros((), device=device), torch.zeros((), device=device)
         for epoch in range(args.num_ppo_epochs):
-            order = torch.tensor(utils.permutation(P, args.seed, update, epoch), device=device)  # [P]
+            order = torch.tensor(utils.permutation(P, args.seed, update, epoch), device=device)  # [P] [OPT-9] anew each pass
             for minibatch in order.chunk(args.num_mini_batches):
-                # its episodes: groups 3, 0 with k = 2 are episodes 6, 7, 0, 1
+                # [RLOO-8] its episodes, group by group: groups 3, 0 with k = 2 are episodes 6, 7, 0, 1
                 episodes = (minibatch.unsqueeze(1) * k + torch.arange(k, device=device)).reshape(-1)
-                num_actions = action_mask[episodes].sum().clamp(min=1)  # the denominator is the whole minibatch's, on every process
+                num_actions = action_mask[episodes].sum().clamp(min=1)  # of the whole minibatch, on every process
                 share = episodes.reshape(world, -1)[rank]  # of this process
                 share = share[by_length([query_mask[share], response_mask[share]], n)]
                 micro_batches = share.split(episodes_per_forward)
@@ -881,25 +893,28 @@ def main(args: Args):
                     with engines.accumulate(accelerator, policy, is_last):
                         new_logprobs, entropies = response_logprobs(policy, [x[rows] for x in batch], n)  # [M, R]
                         has_ratio = steps_per_update > 1 or actor  # else it is 1: REINFORCE
-                        old_logprobs = logprobs[rows] if has_ratio else new_logprobs.detach()
+                        old_logprobs = logprobs[rows] if has_ratio else new_logprobs.detach()  # [RLOO-7] bf16 clips nothing
                         losses, logratio, clipped, actions = rloo_policy_loss(
                             new_logprobs, old_logprobs, loss_mask[rows], advantages[rows], args.cliprange
                         )
                         row_losses[rows] = losses.detach().reshape(len(rows), -1).sum(1)
                         if is_last:  # all losses are known, and no weight is touched
                             run.check_finite("the loss", update, accelerator.reduce(row_losses, "sum"), show)
-                        accelerator.backward(losses.sum() / num_actions * world)  # DDP averages over processes, a sum is meant
+                        loss = losses.sum() / num_actions  # [OPT-5] so micro-batches add up to the minibatch's gradient
+                        accelerator.backward(loss * world)  # [OPT-6] DDP averages over processes, a sum is meant
                     with torch.no_grad():
                         excess = logratio.expm1() * actions  # ratio - 1, exact near 1
-                        sums = excess, 0.5 * logratio**2, losses, actions, clipped, excess**2, entropies, response_mask[rows]
+                        approxkl = 0.5 * logratio**2  # [LOG-3] of an action
+                        sums = excess, approxkl, losses, actions, clipped, excess**2, entropies, response_mask[rows]
                         stats += torch.stack([x.sum().float() for x in sums])
-                        if not grad_norms:  # the first step's old log-probs: sampler and training forward saw the same weights
+                        if not grad_norms:  # [LOG-6] the first step: sampler and training forward saw the same weights
                             gap = torch.maximum(gap, (old_logprobs - sampled_logprobs[rows]).abs().max())
                             first_logratio = torch.maximum(first_logratio, logratio.abs().max())
                 check_norm = functools.partial(run.check_finite, "the gradient's norm", update, show=show, rows=episodes)
                 grad_norms.append(engines.step(accelerator, policy, optimizer, args.max_grad_norm, check_norm))
 
         # ---- 6. Log: sums of numerators and of denominators over all processes, then one division ----------------------
+        # [LOG-2] a mean of the processes' means would weigh short responses more
         excess, approxkl, loss, actions, clipped, excess_squared, entropy, tokens = accelerator.reduce(stats, "sum").tolist()
         actions = max(actions, 1)
         groups = k if k > 1 else B  # [P] each; of those that count, and so the wrong way round where none does
@@ -913,8 +928,8 @@ def main(args: Args):
             "lr": optimizer.param_groups[0]["lr"],
             "eps": B / (now - update_time),
             "objective/kl": kl.sum(1).mean().item(),
-            "objective/entropy": -(logprobs * response_mask).sum(1).mean().item(),
-            "objective/non_score_reward": -args.kl_coef * kl.sum(1).mean().item(),
+            "objective/entropy": -(logprobs * response_mask).sum(1).mean().item(),  # [LOG-1] padding has no part in it
+            "objective/non_score_reward": -args.kl_coef * kl.sum(1).mean().item(),  # [LOG-5] what is added
             "objective/rlhf_reward": utils.masked_mean(rlhf_rewards, counted).item(),
             "objective/scores": utils.masked_mean(scores, counted).item(),
             "policy/approxkl_avg": approxkl / actions,
@@ -923,7 +938,7 @@ def main(args: Args):
             "policy/grad_norm": sum(grad_norms) / len(grad_norms),
             "loss/policy_avg": loss / actions,
             "val/ratio": 1 + excess / actions,
-            "val/ratio_var": excess_squared / actions - (excess / actions) ** 2,
+            "val/ratio_var": excess_squared / actions - (excess / actions) ** 2,  # [LOG-4] of actions
             "val/logprob_gap": accelerator.gather(gap.reshape(1)).max().item(),
             "val/first_ratio": accelerator.gather(first_logratio.reshape(1)).max().clamp(max=20).exp().item(),
             "val/num_eos_tokens": (response_mask & (responses == tokenizer.eos_token_id)).sum().item(),

@@ -156,7 +156,7 @@ class LanguageModel(nn.Module):
         logits = self.model(input_ids=tokens, attention_mask=mask, use_cache=False, **inputs).logits[
             :, :-1
         ]  # position t predicts t+1
-        is_target = is_target[:, 1:] & mask[:, :-1]  # [M, L-1]; a row's first token has no past to be predicted from
+        is_target = is_target[:, 1:] & mask[:, :-1]  # [M, L-1] [SFT-2] a row's first token has no past to be predicted from
         return nn.functional.cross_entropy(logits[is_target].float(), tokens[:, 1:][is_target], reduction="sum")
 
 
@@ -270,7 +270,8 @@ def main(args: Args):
         tokens, mask = utils.left_pad([p + c for p, c in pairs], device)
         lengths = torch.tensor([len(c) for _, c in pairs], device=device).unsqueeze(1)
         in_completion = torch.arange(tokens.size(1), 0, -1, device=device) <= lengths  # rows end together: count from the right
-        return {"tokens": tokens, "mask": mask, "is_target": in_completion if args.completion_only else mask}
+        is_target = in_completion if args.completion_only else mask  # [SFT-1] N+ learns the prompts as well
+        return {"tokens": tokens, "mask": mask, "is_target": is_target}
 
     def num_targets(pairs):
         all_but_first = [len(p) + len(c) - 1 for p, c in pairs]
@@ -281,7 +282,7 @@ def main(args: Args):
     steps_per_epoch = len(train_ids) // B  # the ragged tail is left out; the shuffle makes it another one in each epoch
     num_steps = args.num_train_epochs * steps_per_epoch
     checksum, language_model = utils.checksum(model), LanguageModel(model, args.temperature)
-    adam = dict(lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay)
+    adam = dict(lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay)  # [OPT-4] not the library's defaults
     optimizer = torch.optim.AdamW([p for p in language_model.parameters() if p.requires_grad], **adam)
     language_model, optimizer = engines.prepare(accelerator, language_model, optimizer)
     run = runs.Run(args, accelerator, num_steps, ["eps", "train/sft/loss", "lr"], [train_ids, eval_ids, checksum])
@@ -359,7 +360,8 @@ def main(args: Args):
                 if is_last:  # all losses are known, and no weight is touched
                     loss_sum = accelerator.reduce(loss_sum, "sum")
                     run.check_finite("the loss", step, loss_sum.item(), show, dataset_rows, "row")
-                accelerator.backward(loss / denominator * world)  # the engines average over processes
+                loss_share = loss / denominator  # [SFT-3] of the whole minibatch, or short rows would weigh more
+                accelerator.backward(loss_share * world)  # [OPT-6] the engines average over processes, a sum is meant
         check_norm = functools.partial(run.check_finite, "the gradient's norm", step, show=show, rows=dataset_rows, unit="row")
         grad_norm = engines.step(accelerator, language_model, optimizer, args.max_grad_norm, check_norm)
         now = time.time()

@@ -51,7 +51,8 @@ def masked_whiten(x, mask, shift_mean=True):
     The variance is the biased one, as in openai/lm-human-preferences, lm_human_preferences/utils/core.py (tf.nn.moments).
     """
     mean = masked_mean(x, mask)
-    whitened = (x - mean) * torch.rsqrt(masked_mean((x - mean) ** 2, mask) + 1e-8)
+    variance = masked_mean((x - mean) ** 2, mask)  # [PPO-11] biased, as tf.nn.moments
+    whitened = (x - mean) * torch.rsqrt(variance + 1e-8)
     return (whitened if shift_mean else whitened + mean) * mask
 
 
@@ -61,6 +62,7 @@ def left_pad(rows, device=None):
     The filler is token 0 and never read: what is real is said by the mask alone, so pad == eos is no special case.
     """
     width = max(map(len, rows))
+    # [DATA-5] on the left: every row ends where its response begins
     tokens = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows], device=device)
     mask = torch.tensor([[False] * (width - len(row)) + [True] * len(row) for row in rows], device=device)
     return tokens, mask
@@ -68,7 +70,7 @@ def left_pad(rows, device=None):
 
 def positions_from_mask(mask):
     """Position of each token among the real ones, [B, L] int64; padding gets 0. Source: lm-human-preferences, language/model.py."""
-    return (mask.cumsum(-1) - 1).clamp(min=0)
+    return (mask.cumsum(-1) - 1).clamp(min=0)  # [DATA-6] GPT-2's learnt positions would count the padding
 
 
 def permutation(n, *coordinates):
@@ -85,7 +87,7 @@ def learning_rate_at(step, num_steps, peak, schedule="linear", warmup_ratio=0.0)
     warmup = math.ceil(warmup_ratio * num_steps)
     if step <= warmup:
         return peak * step / warmup
-    done = (step - 1 - warmup) / max(1, num_steps - warmup)
+    done = (step - 1 - warmup) / max(1, num_steps - warmup)  # [OPT-1] 0 at the first step after warm-up, never 1
     return peak * {"linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done)), "constant": 1.0}[schedule]
 
 
@@ -100,10 +102,10 @@ def disable_dropout(model):
             setattr(model.config, name, 0.0)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
-            module.p = 0.0
+            module.p = 0.0  # [MODEL-1] noise in a log-prob is noise in the ratio and in the KL
         for name, value in vars(module).items():
             if isinstance(value, float) and "drop" in name:
-                setattr(module, name, 0.0)
+                setattr(module, name, 0.0)  # [MODEL-2] functional dropout reads this copy
     return model.train()
 
 
@@ -334,6 +336,7 @@ def use_onednn(model):
 
 
 # weights are read from safetensors files alone: the older kind are pickles, which can run any code
+# [MODEL-3] fp32: bf16 weights would swallow a step of 3e-6
 LOADING = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
 
 
@@ -388,6 +391,7 @@ def load_reward_model(folder, flag, allow_untrained=False, attn_implementation=N
         fail(f"{flag} {folder}: cannot be loaded as a sequence-classification model{kernel} ({cause})")
     if not hasattr(model, "score"):
         fail(f"{flag} {folder}: {type(model).__name__} has no linear head `score` on a causal model")
+    # [MODEL-5] the library would only warn, and the rewards be noise
     if not allow_untrained and (info["missing_keys"] or model.config.num_labels != 1):
         missing = ", ".join(sorted(info["missing_keys"])) or f"num_labels is {model.config.num_labels}, not 1"
         fail(f"{flag} {folder}: not a trained reward model ({missing}); --allow_untrained_reward_model lets a dummy run go on")

@@ -85,7 +85,7 @@ def trace(monkeypatch):
 
 
 @SCRIPTS
-def test_the_order_of_events_is_one_step_off_policy(tiny, in_tmp, trace, script, arguments):
+def test_gen_10_the_order_of_events_is_one_step_off_policy(tiny, in_tmp, trace, script, arguments):
     """Weights and prompts of u + 1 are handed over before training on u; batch 1 is fresh, the others stale by one update."""
     events, rows = trace(script, arguments, tiny, async_rollouts=True)
     assert [row["update"] for row in rows] == list(range(1, UPDATES + 1))
@@ -116,7 +116,7 @@ def test_without_it_everything_is_fresh_and_in_one_thread(tiny, in_tmp, trace, s
 
 
 @SCRIPTS
-def test_the_ratio_is_against_the_policy_that_sampled(tiny, in_tmp, monkeypatch, script, arguments):
+def test_gen_11_the_ratio_is_against_the_policy_that_sampled(tiny, in_tmp, monkeypatch, script, arguments):
     """Old log-probs are those of the weights two updates ago, by a model that is asked row by row; the ratios are not 1."""
     loss, old, models, state = f"{script.__name__.rpartition('_')[2]}_policy_loss", [], [], {}
     real_loss, real_push, real_take = getattr(script, loss), script.Actor.push, script.Actor.take

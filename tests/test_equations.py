@@ -35,7 +35,7 @@ def slow_rloo(rewards, k):
     return result
 
 
-def test_rloo_advantages_of_the_documented_example():
+def test_rloo_3_rloo_advantages_of_the_documented_example():
     blocks = torch.tensor([[1.0, 2, 3], [2, 3, 4], [5, 6, 7], [8, 9, 10]])  # k = 4 blocks over n = 3 prompts
     advantages = train_rloo.rloo_advantages(blocks.T.reshape(-1), 4).reshape(3, 4).T
     assert advantages[0, 0].item() == pytest.approx(-4)  # 1 - (2 + 5 + 8) / 3
@@ -62,7 +62,7 @@ def test_equal_siblings_but_one_give_moderate_advantages():
 
 
 @pytest.mark.parametrize("k", [1, 2, 4])
-def test_token_level_advantages_equal_the_loop(k):
+def test_rloo_4_token_level_advantages_equal_the_loop(k):
     generator = torch.Generator().manual_seed(k)
     scores, mask = uniform(generator, 8, low=-2, high=5), ragged_mask([1, 5, 3, 2, 4, 5, 1, 3], 5)
     kl = uniform(generator, 8, 5) * mask
@@ -87,7 +87,7 @@ def test_token_level_kl_is_not_the_sequence_level_one():
 
 
 # ---- scores ----------------------------------------------------------------------------------------------------------
-def test_missing_eos_subtracts_or_replaces():
+def test_rew_3_missing_eos_subtracts_or_replaces():
     scores, ended = torch.tensor([2.0, 3.0, -4.0]), torch.tensor([True, False, False])
     assert train_rloo.missing_eos_scores(scores, ended, 1.0, "replace").tolist() == [2, -1, -1]  # -4 rises to -1
     assert train_rloo.missing_eos_scores(scores, ended, 1.0, "subtract").tolist() == [2, 2, -5]  # -4 falls
@@ -101,7 +101,7 @@ def slow_whiten(values):
     return [(v - mean) / math.sqrt(variance + 1e-8) for v in values]
 
 
-def test_scores_are_normalised_then_clipped_each_switch_alone_as_well():
+def test_rloo_13_scores_are_normalised_then_clipped_each_switch_alone_as_well():
     scores = [0.0, 0.0, 0.0, 40.0]
     white = slow_whiten(scores)  # [-0.577, -0.577, -0.577, 1.732]
     for normalize, clip in [(False, None), (True, None), (False, 10.0), (True, 1.0), (True, 0.5), (True, 10.0)]:
@@ -131,7 +131,7 @@ CASES = [  # advantage, ratio, loss, clipped, at cliprange 0.2
 ]
 
 
-def test_policy_loss_of_a_response_has_the_hand_made_values():
+def test_rloo_6_policy_loss_of_a_response_has_the_hand_made_values():
     advantages, ratios, losses, flags = map(torch.tensor, zip(*CASES, strict=True))
     old = uniform(torch.Generator().manual_seed(0), len(CASES), 3, low=-3, high=0)
     new = old + (ratios.log() / 3).unsqueeze(1)  # a third of the log-ratio a token
@@ -189,7 +189,7 @@ def test_policy_loss_equals_the_loop_and_padding_counts_for_nothing(token_level,
     assert not token_level or (logratio[~mask] == 0).all()
 
 
-def test_a_tenth_more_a_token_is_a_ratio_of_exp_of_a_tenth_of_the_length():
+def test_rloo_5_a_tenth_more_a_token_is_a_ratio_of_exp_of_a_tenth_of_the_length():
     old = torch.full((3, 8), -2.0)
     mask = ragged_mask([1, 2, 8], 8)
     losses, logratio, clipped, _ = train_rloo.rloo_policy_loss(old + 0.1, old, mask, torch.full((3,), -1.0), 0.2)
@@ -243,7 +243,7 @@ def pack_example(n, prompts=2, Q=4, R=3, seed=0):
 
 @pytest.mark.parametrize("n", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(4))
-def test_pack_draws_the_rows_of_its_definition(n, seed):
+def test_rloo_11_pack_draws_the_rows_of_its_definition(n, seed):
     Q, R, prompts = 4, 3, 2
     batch = queries, query_mask, responses, response_mask = pack_example(n, prompts, Q, R, seed)
     tokens, mask, positions, index = train_rloo.pack(*batch, n)
@@ -472,7 +472,7 @@ def test_equal_scores_lose_log_4():
     assert loss.item() == pytest.approx(3 * math.log(4), rel=1e-6)  # a sum over the comparisons
 
 
-def test_best_of_two_is_the_pairwise_logistic_loss():
+def test_rm_7_best_of_two_is_the_pairwise_logistic_loss():
     chosen, rejected = torch.tensor([1.0, -2.0, 0.0, 3.0]), torch.tensor([0.5, 1.0, 0.0, -9.0])
     expected = sum(math.log1p(math.exp(r - c)) for c, r in zip(chosen.tolist(), rejected.tolist(), strict=True))
     assert train_reward.best_of_k_loss(torch.stack([chosen, rejected], 1), torch.zeros(4).long()).item() == (
@@ -492,7 +492,7 @@ def test_best_of_k_loss_equals_the_loop_and_is_blind_to_a_shift():
     assert train_reward.best_of_k_loss(shifted, best).item() == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_tie_is_wrong():
+def test_rm_8_a_tie_is_wrong():
     scores = torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 2.0], [3.0, -1.0]])
     assert train_reward.num_correct(scores, torch.tensor([0, 0, 0, 0])).item() == 2
     assert train_reward.num_correct(scores, torch.tensor([1, 1, 1, 1])).item() == 1
@@ -642,7 +642,7 @@ def slow_loss(model, pairs, completion_only):
 
 @pytest.mark.parametrize("extra", [0, 3])
 @pytest.mark.parametrize("completion_only", [True, False])
-def test_sft_loss_equals_the_loop_over_tokens_whatever_the_padding(language_model, completion_only, extra):
+def test_sft_2_sft_loss_equals_the_loop_over_tokens_whatever_the_padding(language_model, completion_only, extra):
     with torch.no_grad():
         got = language_model(**padded(PAIRS, completion_only, extra)).item()
     assert got == pytest.approx(slow_loss(language_model.model, PAIRS, completion_only), rel=1e-5)

@@ -64,7 +64,7 @@ def test_means_come_with_1_96_standard_errors():
     assert evaluate.average([2.0]) == {"value": 2.0}  # one number says nothing of its spread
 
 
-def test_win_rate_a_tie_is_half_a_win_and_an_unparsable_answer_none():
+def test_eval_2_win_rate_a_tie_is_half_a_win_and_an_unparsable_answer_none():
     w = evaluate.win_rate(["won"] * 3 + ["tied"] * 2 + ["lost"] * 4 + ["unparsable"])
     assert (w["value"], w["pairs"], w["won"], w["tied"], w["lost"], w["unparsable"]) == (0.4, 10, 3, 2, 4, 1)
     assert (w["low"], w["high"]) == evaluate.wilson_interval(4, 10)
@@ -90,7 +90,7 @@ def test_only_a_last_line_that_is_a_letter_is_an_answer(answer, letter):
         assert evaluate.verdict_by_answer(answer, ours) == expected
 
 
-def test_a_judge_that_always_says_the_first_is_better_gives_one_half():
+def test_eval_1_a_judge_that_always_says_the_first_is_better_gives_one_half():
     letters = [evaluate.question("p", "ours", "theirs", 1, number)[1] for number in range(2000)]
     rate = evaluate.win_rate([evaluate.verdict_by_answer("A", letter) for letter in letters])
     assert abs(rate["value"] - 0.5) < 0.04
@@ -207,7 +207,7 @@ def test_samples_are_greedy_and_figures_are_those_of_plain_transformers(rows, pe
     assert "ended" not in metrics["opponent"] and metrics["policy"]["score"] == evaluate.average([float(x["score"]) for x in table])
 
 
-def test_the_win_rate_line_and_the_files_agree(rows, tiny, capsys):
+def test_eval_4_the_win_rate_line_and_the_files_agree(rows, tiny, capsys):
     metrics, table = evaluate_tiny(tiny)
     w, verdicts = metrics["win_rate"], [row["verdict"] for row in table]
     won, tied, lost = (verdicts.count(v) for v in ("won", "tied", "lost"))
@@ -259,7 +259,7 @@ def test_kl_of_a_policy_to_itself_is_zero_and_to_another_is_not(rows, tiny, othe
     assert far["policy"]["score"] == same["policy"]["score"]  # the pass for the KL has nothing to do with the samples
 
 
-def test_the_kl_is_that_of_the_trainings_held_out_evaluation(rows, tiny):
+def test_eval_3_the_kl_is_that_of_the_trainings_held_out_evaluation(rows, tiny):
     training = dict(dataset="rows.jsonl", eval_dataset="rows.jsonl", temperature=0.7, response_length=6, output_dir="trained")
     after = train_rloo.main(rloo_args(tiny, learning_rate=1e-2, **training))["after"]
     metrics, table = evaluate_tiny(tiny, policy_path="trained", ref_model_path=str(tiny / "policy"), kl_temperature=0.7)

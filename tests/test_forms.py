@@ -359,7 +359,7 @@ def test_a_row_without_any_prompt_is_an_error_that_names_the_row(fails):
 
 # ---- 2. conversations as token ids -----------------------------------------------------------------------------------
 @ALL_TEMPLATES
-def test_a_conversation_is_encoded_as_its_template_does(tokenizers, template):
+def test_data_3_a_conversation_is_encoded_as_its_template_does(tokenizers, template):
     tokenizer = tokenizers[template]
     for prompt, _, _ in conversations(6):
         ids = data.encode(tokenizer, prompt)

@@ -118,7 +118,7 @@ def test_labels_that_say_nothing_are_at_chance(labels, gpt2):
     assert train_reward.best_of_k_loss(torch.zeros(3, 4), torch.tensor([0, 3, 1])).item() == pytest.approx(3 * math.log(4))
 
 
-def test_the_token_ids_reach_the_model_as_they_are(labels, gpt2, seen, monkeypatch):
+def test_data_4_the_token_ids_reach_the_model_as_they_are(labels, gpt2, seen, monkeypatch):
     """No tokenizer, no EOS, no 50259: each row is its query and its sample without padding, the mask says so exactly."""
     looked_up, embed = [], torch.nn.Embedding.forward
     monkeypatch.setattr(torch.nn.Embedding, "forward", lambda self, ids: looked_up.append(int(ids.max())) or embed(self, ids))
@@ -235,7 +235,7 @@ def test_token_ids_are_encoded_as_they_are(gpt2):
 
 
 # ---- normalisation ---------------------------------------------------------------------------------------------------
-def test_normalisation_samples_whole_responses_and_overwrites_gain_and_bias(labels, gpt2, monkeypatch):
+def test_rm_11_normalisation_samples_whole_responses_and_overwrites_gain_and_bias(labels, gpt2, monkeypatch):
     """E5, E6, E7: no sample ends at EOS; the saved model gives mean 0 and std 1 to these samples, and nearly so to fresh ones."""
     samples, stops, real_sample = [], [], train_rloo.sample
 
@@ -301,7 +301,7 @@ def tf_adam(gradients, lr, eps, beta1=0.9, beta2=0.999):
 
 
 @pytest.mark.parametrize("flag", [True, False])
-def test_tf_adam_takes_the_steps_of_tensorflow(labels, gpt2, monkeypatch, flag):
+def test_opt_3_tf_adam_takes_the_steps_of_tensorflow(labels, gpt2, monkeypatch, flag):
     assert tf_adam([1e-3], lambda t: 1e-5, 1e-5) == pytest.approx([7.597e-6], rel=1e-4)
     record, step = [], torch.optim.AdamW.step
 
@@ -343,7 +343,7 @@ def test_the_first_step_of_tf_adam_and_of_torch(labels, gpt2, monkeypatch, flag,
 # ---- the saved folder ------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("special", [{}, {"pad_token": "w0"}], ids=["no pad token", "pad is eos"])
 @pytest.mark.parametrize("normalization", ["mean_shift", "gain_bias"])
-def test_plain_transformers_gives_the_same_scores_up_to_the_bias(labels, in_tmp, special, normalization):
+def test_rm_13_plain_transformers_gives_the_same_scores_up_to_the_bias(labels, in_tmp, special, normalization):
     """Also for samples that end in EOS: the folder's padding token is another one, and the library skips only that."""
     for row in labels[:40]:
         row["sample3"][-1] = EOS

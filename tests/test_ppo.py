@@ -125,7 +125,7 @@ def test_two_processes_sample_the_same_tokens_and_give_the_same_curves(ragged, t
 
 
 @both_recipes
-def test_micro_batch_and_slice_sizes_change_nothing(ragged, in_tmp, recipe):
+def test_opt_5_micro_batch_and_slice_sizes_change_nothing(ragged, in_tmp, recipe):
     options = recipe | dict(num_ppo_epochs=2, num_mini_batches=2, learning_rate=3e-4, kl_penalty="full")
     reference = run_ppo(ragged, micro_batch_size=1000, rollout_micro_batch_size=1000, **options)
     for micro, rollout in ((1, 1), (3, 5)):
@@ -295,7 +295,7 @@ def test_values_of_a_separate_model_are_its_scores_of_unpadded_prefixes(kind):
 
 
 @both_value_models
-def test_the_values_of_the_first_update(ragged, in_tmp, monkeypatch, value_model):
+def test_ppo_2_the_values_of_the_first_update(ragged, in_tmp, monkeypatch, value_model):
     """Zero with a shared trunk; else what the reward model itself, bias included, says of every prefix."""
     calls = recorded(monkeypatch, "compute_gae", "value_mask", "sample")
     run_ppo(ragged, total_episodes=16, value_model=value_model, micro_batch_size=3, rollout_micro_batch_size=16)
@@ -315,7 +315,7 @@ def test_the_values_of_the_first_update(ragged, in_tmp, monkeypatch, value_model
 
 
 @both_value_models
-def test_the_value_loss_reaches_the_policys_trunk_only_where_it_is_shared(ragged, in_tmp, monkeypatch, value_model):
+def test_ppo_3_the_value_loss_reaches_the_policys_trunk_only_where_it_is_shared(ragged, in_tmp, monkeypatch, value_model):
     real, clip, made, norms = train_ppo.ppo_policy_loss, torch.nn.utils.clip_grad_norm_, made_policies(monkeypatch), []
 
     def norm_of(module):
@@ -340,7 +340,9 @@ def test_the_value_loss_reaches_the_policys_trunk_only_where_it_is_shared(ragged
 
 
 @both_value_models
-def test_policy_and_critic_both_learn_and_the_critic_does_not_change_the_reward_model(ragged, in_tmp, monkeypatch, value_model):
+def test_ppo_4_policy_and_critic_both_learn_and_the_critic_does_not_change_the_reward_model(
+    ragged, in_tmp, monkeypatch, value_model
+):
     """Pitfall 21; and the value model is a copy, so that the scores of equal tokens stay what they were."""
     made, calls = made_policies(monkeypatch), recorded(monkeypatch, "response_scores")
     run_ppo(ragged, value_model=value_model, total_episodes=32)
@@ -701,7 +703,7 @@ def test_shuffled_rows_meet_their_own_old_numbers_which_stay_the_same_in_every_p
         assert torch.equal(got_states, train_ppo.value_mask(mask)[rows])
 
 
-def test_old_log_probs_and_values_come_from_the_training_forward(ragged, in_tmp, monkeypatch):
+def test_gen_9_old_log_probs_and_values_come_from_the_training_forward(ragged, in_tmp, monkeypatch):
     """A sampler that is off by 0.1 a token must show in the gap, and not in the ratio."""
     real = train_ppo.sample
 
@@ -726,7 +728,7 @@ def test_learning_rate_zero_changes_no_weight_and_every_ratio_stays_one(ragged, 
     assert all(torch.equal(x, after[name]) for name, x in initial_weights(ragged, value_model).items())
 
 
-def test_kl_is_zero_at_update_one_and_then_grows(ragged, in_tmp):
+def test_model_4_kl_is_zero_at_update_one_and_then_grows(ragged, in_tmp):
     metrics = run_ppo(ragged, temperature=0.7, learning_rate=3e-3)
     assert abs(metrics[0]["objective/kl"]) < 1e-4 < 1e-2 < abs(metrics[-1]["objective/kl"])
 
@@ -746,7 +748,7 @@ def test_optimiser_steps_are_what_the_flags_say_also_across_epochs_of_prompts(ra
     assert [row["episode"] for row in metrics] == [8 * u for u in range(1, 8)]
 
 
-def test_the_second_pass_over_the_prompts_has_the_same_ones_in_another_order(ragged, in_tmp, monkeypatch):
+def test_data_7_the_second_pass_over_the_prompts_has_the_same_ones_in_another_order(ragged, in_tmp, monkeypatch):
     prompts = toy.rows("prompts", "train")[:12]
     assert len({row["prompt"] for row in prompts}) == 12
     monkeypatch.setattr(toy, "rows", lambda stage, split, task="toy": prompts)
@@ -774,7 +776,7 @@ def pass_kls(calls, num_mini_batches):
 
 
 @pytest.mark.parametrize("minibatches", [1, 2])
-def test_target_kl_ends_the_passes_above_one_and_a_half_times_itself(ragged, in_tmp, monkeypatch, minibatches):
+def test_ppo_18_target_kl_ends_the_passes_above_one_and_a_half_times_itself(ragged, in_tmp, monkeypatch, minibatches):
     calls = recorded(monkeypatch, "ppo_policy_loss")["ppo_policy_loss"]
     options = dict(total_episodes=16, num_ppo_epochs=4, num_mini_batches=minibatches, learning_rate=3e-3)
     run_ppo(ragged, **options)
@@ -799,7 +801,7 @@ def test_target_kl_judges_every_update_anew(ragged, in_tmp):
 
 
 @both_value_models
-def test_ratio_threshold_skips_steps(ragged, in_tmp, monkeypatch, value_model):
+def test_ppo_17_ratio_threshold_skips_steps(ragged, in_tmp, monkeypatch, value_model):
     made = made_policies(monkeypatch)
     monkeypatch.setattr(train_ppo, "check", lambda args: None)  # it refuses what no first ratio passes
     options = dict(num_ppo_epochs=2, num_mini_batches=2, value_model=value_model, weight_decay=0.5)
@@ -855,7 +857,7 @@ def recorded_steps(monkeypatch):
     "schedule, warmup, shares",
     [("linear", 0.0, [1, 0.75, 0.5, 0.25]), ("constant", 0.5, [0.5, 1, 1, 1]), ("cosine", 0.0, [1, 0.8535534, 0.5, 0.1464466])],
 )
-def test_the_optimiser_steps_with_the_scheduled_learning_rate(ragged, in_tmp, monkeypatch, schedule, warmup, shares):
+def test_opt_2_the_optimiser_steps_with_the_scheduled_learning_rate(ragged, in_tmp, monkeypatch, schedule, warmup, shares):
     seen = recorded_steps(monkeypatch)
     options = dict(lr_schedule=schedule, warmup_ratio=warmup, adam_eps=1e-6, weight_decay=0.02, num_ppo_epochs=2)
     metrics = run_ppo(ragged, total_episodes=32, batch_size=8, response_length=4, **options)
@@ -886,7 +888,7 @@ def test_without_a_loss_weights_only_decay(ragged, in_tmp, monkeypatch, value_mo
         assert (after[name] - x * 0.95**6).abs().max() < 1e-6
 
 
-def test_max_grad_norm_really_clips_and_the_norm_is_logged(ragged, in_tmp, monkeypatch):
+def test_opt_8_max_grad_norm_really_clips_and_the_norm_is_logged(ragged, in_tmp, monkeypatch):
     norms, step = [], torch.optim.AdamW.step
 
     def record(self, *args, **kwargs):
@@ -903,7 +905,7 @@ def test_max_grad_norm_really_clips_and_the_norm_is_logged(ragged, in_tmp, monke
 
 # ---- KL and rewards --------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("adaptive", [True, False])
-def test_kl_coef_follows_its_controller(ragged, in_tmp, adaptive):
+def test_ppo_16_kl_coef_follows_its_controller(ragged, in_tmp, adaptive):
     options = dict(kl_target=0.05, kl_horizon=100.0, kl_coef=0.2, learning_rate=3e-3, total_episodes=6 * 16)
     metrics = run_ppo(ragged, adaptive_kl=adaptive, **options)
     assert metrics[0]["objective/kl_coef"] == 0.2
@@ -940,7 +942,7 @@ def truncated(response, token, after):
 @pytest.mark.parametrize(
     "stop_token, truncate_token, after", [("none", "eos", 3), ("none", "eos", 0), ("eos", "none", 0), ("none", "none", 0)]
 )
-def test_the_reward_model_reads_exactly_the_truncated_text(ragged, in_tmp, monkeypatch, stop_token, truncate_token, after):
+def test_gen_14_the_reward_model_reads_exactly_the_truncated_text(ragged, in_tmp, monkeypatch, stop_token, truncate_token, after):
     seen, forward = [], train_ppo.Reward.forward
 
     def record(self, tokens, mask, positions, last):

@@ -38,7 +38,7 @@ def slow_gae(rewards, values, gamma, lam):
     return [sum((gamma * lam) ** (u - t) * deltas[u] for u in range(t, n)) for t in range(n)]
 
 
-def test_gae_of_three_tokens_worked_out_by_hand():  # H1
+def test_ppo_9_gae_of_three_tokens_worked_out_by_hand():  # H1
     rewards, values = torch.tensor([[1.0, 2, 3]]), torch.tensor([[0.5, 0.25, 0.1]])
     advantages, returns = train_ppo.compute_gae(rewards, values, 1.0, 0.95)
     close(advantages, [[5.12475, 4.605, 2.9]])
@@ -89,7 +89,7 @@ def test_nothing_leaks_from_the_zeros_behind_a_row(seed):  # H2
 
 
 # ---- masks and rewards -----------------------------------------------------------------------------------------------
-def test_value_mask_of_a_response_that_stops_early():  # B10: [a, b, EOS, P, P]
+def test_ppo_5_value_mask_of_a_response_that_stops_early():  # B10: [a, b, EOS, P, P]
     mask = torch.tensor([[1, 1, 1, 0, 0], [1, 0, 0, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]).bool()
     expected = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 0, 0, 0], [1, 1, 1, 1, 1], [1, 1, 1, 1, 1]]).bool()
     got = train_ppo.value_mask(mask)
@@ -105,7 +105,7 @@ def test_value_mask_has_one_position_more_where_there_is_one(seed):
     assert torch.equal(mask, ragged_mask(lengths, width))  # not changed in place
 
 
-def test_the_score_stands_after_the_last_token_where_there_is_room():  # G4
+def test_ppo_6_the_score_stands_after_the_last_token_where_there_is_room():  # G4
     mask = ragged_mask([3, 5, 4, 1, 5], 5)  # EOS at 2, at 4, at 3, at 0, nowhere
     rewards = train_ppo.token_rewards(torch.tensor([7.0, 8, 9, 10, 11]), torch.zeros(5, 5), mask, 0.1)
     close(rewards, [[0, 0, 0, 7, 0], [0, 0, 0, 0, 8], [0, 0, 0, 0, 9], [0, 10, 0, 0, 0], [0, 0, 0, 0, 11]], atol=0)
@@ -196,7 +196,7 @@ KL_FORMULAS = {
 
 @pytest.mark.parametrize("kind,up,down", [("kl", 0.5, -0.5), ("abs", 0.5, 0.5), ("mse", 0.125, 0.125), ("k2", 0.125, 0.125),
                                           ("k3", 0.10653, 0.14872)])  # fmt: skip
-def test_kl_penalties_of_half_a_nat(kind, up, down):  # G2
+def test_ppo_7_kl_penalties_of_half_a_nat(kind, up, down):  # G2
     got = train_ppo.kl_penalty(torch.tensor([[-1.0, -1.5, -2.0]]), torch.tensor([[-1.5, -1.0, -2.0]]), kind)
     close(got, [[up, down, 0.0]], atol=6e-6, rtol=0)
 
@@ -309,7 +309,7 @@ def test_full_kl_is_what_the_sampled_kl_estimates(two_models):
 
 @pytest.mark.parametrize("kl,expected", [(12, 0.151536), (0, 0.148464), (6, 0.15), (7.2, 0.151536), (1e6, 0.151536),
                                          (-3, 0.148464), (6.6, 0.150768), (5.4, 0.149232)])  # fmt: skip
-def test_the_kl_controller_has_the_hand_made_values(kl, expected):  # G6
+def test_ppo_15_the_kl_controller_has_the_hand_made_values(kl, expected):  # G6
     got = train_ppo.adapt_kl_coef(0.15, kl, 6, 10_000, 512)
     assert type(got) is float and got == pytest.approx(expected, rel=1e-9)
 
@@ -349,7 +349,7 @@ def test_tf_adam_eps_starts_large_and_becomes_eps():
 
 @pytest.mark.parametrize("schedule", [lambda t: 1e-5, lambda t: 1e-5 * (1 - (t - 1) / 500), lambda t: 2e-5 * (t % 7) / 7])
 @pytest.mark.parametrize("optimizer_class,betas", [(torch.optim.Adam, (0.9, 0.999)), (torch.optim.AdamW, (0.8, 0.97))])
-def test_500_steps_are_those_of_tensorflows_adam(optimizer_class, betas, schedule):
+def test_opt_3_500_steps_are_those_of_tensorflows_adam(optimizer_class, betas, schedule):
     generator = torch.Generator().manual_seed(0)
     scales = 10.0 ** torch.arange(-7, 1).double()  # gradients from far below eps to far above
     gradients = scales * torch.randn(500, 8, generator=generator, dtype=torch.float64)
@@ -372,7 +372,7 @@ def test_500_steps_are_those_of_tensorflows_adam(optimizer_class, betas, schedul
 
 
 # ---- the policy loss -------------------------------------------------------------------------------------------------
-def test_policy_loss_has_the_hand_made_values():  # I1
+def test_ppo_12_policy_loss_has_the_hand_made_values():  # I1
     advantages, ratios, losses, flags = (torch.tensor([column]) for column in zip(*CASES, strict=True))
     old = uniform(torch.Generator().manual_seed(0), 1, len(CASES), low=-3, high=0)
     got, logratio, clipped = train_ppo.ppo_policy_loss(old + ratios.log(), old, torch.ones_like(flags), advantages, 0.2)
@@ -446,7 +446,7 @@ def value_cases():
     return *numbers, flags
 
 
-def test_value_loss_has_the_hand_made_values():  # I3, I8
+def test_ppo_13_value_loss_has_the_hand_made_values():  # I3, I8
     values, old, returns, losses, errors, flags = value_cases()
     got, got_errors, clipped = train_ppo.ppo_value_loss(values, old, returns, torch.ones_like(flags), 0.2)
     close(got, losses, atol=1e-6)
@@ -502,7 +502,7 @@ def test_the_value_loss_sends_no_gradient_into_the_padding():
 
 
 # ---- the scored part of a response -----------------------------------------------------------------------------------
-def test_truncation_after_the_first_full_stop_that_counts():  # F6
+def test_gen_12_truncation_after_the_first_full_stop_that_counts():  # F6
     responses = torch.full((3, 24), 7)
     responses[0, [5, 17, 20]] = 13
     responses[1, 5] = 13
@@ -511,7 +511,7 @@ def test_truncation_after_the_first_full_stop_that_counts():  # F6
     assert torch.equal(scored, ragged_mask([18, 24, 17], 24)) and found.tolist() == [True, False, True]
 
 
-def test_filler_that_equals_the_token_is_not_a_token():
+def test_gen_13_filler_that_equals_the_token_is_not_a_token():
     responses = torch.tensor([[5, 6, 13, 13, 13], [5, 13, 6, 13, 13], [5, 6, 7, 8, 13]])
     mask = ragged_mask([2, 3, 4], 5)
     scored, found = train_ppo.truncate_response(responses, mask, 13, 0)
@@ -543,7 +543,7 @@ def test_truncation_equals_the_loop(seed, after):
 
 
 # ---- scores ----------------------------------------------------------------------------------------------------------
-def test_missing_eos_subtracts_or_replaces():  # F8
+def test_rew_3_missing_eos_subtracts_or_replaces():  # F8
     scores, ended = torch.tensor([2.0, 3.0, -4.0]), torch.tensor([True, False, False])
     assert train_ppo.missing_eos_scores(scores, ended, 1.0, "replace").tolist() == [2, -1, -1]
     assert train_ppo.missing_eos_scores(scores, ended, 1.0, "subtract").tolist() == [2, 2, -5]
@@ -562,7 +562,7 @@ def slow_moments(seen):
 
 @pytest.mark.parametrize("sizes", [[1], [1, 1], [2], [1, 7], [7, 1, 1], [5, 64, 3, 1, 20], [100] * 5])
 @pytest.mark.parametrize("offset,scale", [(0.0, 1.0), (1000.0, 1.0), (-3.0, 1e-3), (2.0, 50.0)])
-def test_running_moments_equal_those_of_all_scores_at_once(sizes, offset, scale):
+def test_ppo_19_running_moments_equal_those_of_all_scores_at_once(sizes, offset, scale):
     generator = torch.Generator().manual_seed(0)
     moments, seen = train_ppo.RunningMoments(), []
     assert moments.count == 0 and moments.std == 0

@@ -258,7 +258,7 @@ def slow_combine(values, given, weights, k):
 
 
 @pytest.mark.parametrize("script", [train_rloo, train_ppo])
-def test_rewards_are_summed_by_weight_and_nones_leave_out_whom_they_must(script):
+def test_rew_4_rewards_are_summed_by_weight_and_nones_leave_out_whom_they_must(script):
     rng = random.Random(0)
     for k, num_rewards in itertools.product((1, 2, 4), (1, 2, 3)):
         values = [[rng.uniform(-2, 2) for _ in range(num_rewards)] for _ in range(24)]

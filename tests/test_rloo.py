@@ -81,7 +81,7 @@ def test_two_processes_agree_at_vocabulary_8192(tmp_path):
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_reward_of_the_prompt_gives_advantages_exactly_zero(tiny, tmp_path, processes):
+def test_rloo_1_reward_of_the_prompt_gives_advantages_exactly_zero(tiny, tmp_path, processes):
     args = rloo_args(tiny, kl_coef=0.0, missing_eos_penalty=None)
     _, records = run_worker(tmp_path / "run", args, processes, "prompt_scores")
     advantages = torch.cat([a for r in records for a in r["advantages"]])
@@ -89,14 +89,14 @@ def test_reward_of_the_prompt_gives_advantages_exactly_zero(tiny, tmp_path, proc
 
 
 @pytest.mark.parametrize("share_prompts", [True, False])
-def test_micro_batch_and_slice_sizes_change_nothing(tiny, in_tmp, share_prompts):
+def test_opt_5_micro_batch_and_slice_sizes_change_nothing(tiny, in_tmp, share_prompts):
     options = dict(total_episodes=160, num_ppo_epochs=2, num_mini_batches=2, learning_rate=3e-4, share_prompts=share_prompts)
     reference = run_rloo(tiny, micro_batch_size=1000, rollout_micro_batch_size=1000, **options)
     for micro, rollout in ((1, 1), (4, 8), (3, 5)):
         assert_same_curves(reference, run_rloo(tiny, micro_batch_size=micro, rollout_micro_batch_size=rollout, **options))
 
 
-def test_packed_and_plain_layout_give_the_same_curves(tiny, in_tmp):
+def test_rloo_8_packed_and_plain_layout_give_the_same_curves(tiny, in_tmp):
     options = dict(total_episodes=160, num_ppo_epochs=2, learning_rate=3e-4)
     assert_same_curves(run_rloo(tiny, **options), run_rloo(tiny, share_prompts=False, **options))
 
@@ -191,7 +191,7 @@ def random_batch(groups=3, k=4, Q=9, R=6):
 
 @pytest.mark.parametrize("kind", ["gpt_neox", "gpt2", "llama", "qwen2", "opt", "gptj", "phi"])
 @torch.no_grad()
-def test_packed_rows_give_the_log_probs_of_single_rows(kind):
+def test_rloo_9_packed_rows_give_the_log_probs_of_single_rows(kind):
     changes = {"opt": dict(ffn_dim=64, word_embed_proj_dim=32), "gptj": dict(rotary_dim=8)}.get(kind, {})
     policy, batch = train_rloo.Policy(tiny_model(kind, **changes), 0.7), random_batch()
     plain, entropies = train_rloo.response_logprobs(policy, batch, 1)
@@ -210,7 +210,7 @@ def test_packed_rows_give_the_log_probs_of_single_rows(kind):
 
 @pytest.mark.parametrize("kind", ["gpt_neox", "gpt2", "llama", "qwen2"])
 @torch.no_grad()
-def test_packed_rows_give_the_scores_of_single_rows(kind):
+def test_rloo_10_packed_rows_give_the_scores_of_single_rows(kind):
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(kind, **SMALL, initializer_range=0.2, num_labels=1)
     model = transformers.AutoModelForSequenceClassification.from_config(config).eval()
@@ -264,7 +264,7 @@ def test_ordinary_layers_are_packed(kind):
     assert train_rloo.why_not_share(policy, reward, 11, 5, 3) is None
 
 
-def test_a_window_that_the_configuration_hides_is_found_by_the_numbers():
+def test_rloo_12_a_window_that_the_configuration_hides_is_found_by_the_numbers():
     policy = train_rloo.Policy(tiny_model("mistral", sliding_window=4, num_key_value_heads=2), 1.0)
     policy.model.config.sliding_window = None  # the layers have read it ...
     for layer in policy.model.model.layers:
@@ -323,7 +323,7 @@ def test_the_first_ratio_of_every_update_is_one_and_nothing_is_clipped(tiny, in_
     assert all(row["val/logprob_gap"] < 1e-4 for row in metrics)
 
 
-def test_old_log_probs_come_from_the_training_forward(tiny, in_tmp, monkeypatch):
+def test_gen_9_old_log_probs_come_from_the_training_forward(tiny, in_tmp, monkeypatch):
     """A sampler that is off by 0.1 a token must show in the gap, and not in the ratio."""
     real = train_rloo.sample
 
@@ -337,7 +337,7 @@ def test_old_log_probs_come_from_the_training_forward(tiny, in_tmp, monkeypatch)
 
 
 @pytest.mark.parametrize("schedule, warmup, shares", [("linear", 0.0, [1, 0.75, 0.5, 0.25]), ("constant", 0.5, [0.5, 1, 1, 1])])
-def test_the_optimiser_steps_with_the_scheduled_learning_rate(tiny, in_tmp, monkeypatch, schedule, warmup, shares):
+def test_opt_2_the_optimiser_steps_with_the_scheduled_learning_rate(tiny, in_tmp, monkeypatch, schedule, warmup, shares):
     seen, step = [], torch.optim.AdamW.step
     record = lambda self, *a, **k: seen.append([dict(g, params=None) for g in self.param_groups]) or step(self, *a, **k)  # noqa: E731
     monkeypatch.setattr(torch.optim.AdamW, "step", record)
@@ -364,7 +364,7 @@ def test_later_minibatches_see_a_ratio_other_than_one(tiny, in_tmp):
     assert all(row["val/ratio_var"] > 1e-8 for row in run_rloo(tiny, num_mini_batches=2))
 
 
-def test_kl_is_zero_at_update_one_and_then_grows(tiny, in_tmp):
+def test_model_4_kl_is_zero_at_update_one_and_then_grows(tiny, in_tmp):
     metrics = run_rloo(tiny, temperature=0.7)
     assert abs(metrics[0]["objective/kl"]) < 1e-4 < 1e-2 < abs(metrics[-1]["objective/kl"])
 
@@ -388,7 +388,7 @@ def test_it_learns_a_trivial_reward(tiny, in_tmp, monkeypatch):
 
 
 @pytest.mark.parametrize("token_level", [False, True])
-def test_one_step_is_exactly_reinforce(tiny, in_tmp, monkeypatch, token_level):
+def test_rloo_7_one_step_is_exactly_reinforce(tiny, in_tmp, monkeypatch, token_level):
     """The gradient of the first update equals that of -mean(A * log p(action)), computed one row at a time."""
     recorded, real = {}, train_rloo.rloo_policy_loss
     clip = torch.nn.utils.clip_grad_norm_
@@ -427,7 +427,7 @@ def test_one_step_is_exactly_reinforce(tiny, in_tmp, monkeypatch, token_level):
         assert (ours - oracle).abs().max() < 1e-6
 
 
-def test_max_grad_norm_really_clips_and_the_norm_is_logged(tiny, in_tmp, monkeypatch):
+def test_opt_8_max_grad_norm_really_clips_and_the_norm_is_logged(tiny, in_tmp, monkeypatch):
     norms = []
     step = torch.optim.AdamW.step
 
@@ -635,7 +635,7 @@ def oracle_advantages(scores, mask, kl_coef, k, token_level, normalize_reward, c
     "normalize_reward, clip, normalize_advantage",
     [(False, None, False), (True, None, False), (False, 0.05, False), (True, 0.5, True)],
 )
-def test_reinforce_plus_plus_options_change_the_advantages_as_the_oracle_says(
+def test_rloo_14_reinforce_plus_plus_options_change_the_advantages_as_the_oracle_says(
     tiny, in_tmp, monkeypatch, token_level, normalize_reward, clip, normalize_advantage
 ):
     options = dict(normalize_reward=normalize_reward, reward_clip_range=clip, normalize_advantage=normalize_advantage)
@@ -654,7 +654,7 @@ def test_one_response_a_prompt_works_with_token_level_kl_and_normalised_advantag
         assert row[m].tolist() == pytest.approx(expected, abs=2e-5)
 
 
-def test_the_second_pass_has_the_same_prompts_in_another_order(tiny, in_tmp, monkeypatch):
+def test_data_7_the_second_pass_has_the_same_prompts_in_another_order(tiny, in_tmp, monkeypatch):
     prompts = toy.rows("prompts", "train")[:12]
     monkeypatch.setattr(toy, "rows", lambda stage, split, task="toy": prompts)
     seen, left_pad = [], utils.left_pad
@@ -727,7 +727,7 @@ def test_every_update_draws_anew_also_for_the_same_prompts_and_weights(tiny, in_
     assert not (texts[0] & texts[1] or texts[1] & texts[2] or texts[0] & texts[2])
 
 
-def test_the_stop_token_is_not_found_in_the_filler():
+def test_gen_13_the_stop_token_is_not_found_in_the_filler():
     """The filler is token 0; a vocabulary whose stop token is 0 must not count padding as an ending."""
     responses = torch.tensor([[5, 0, 0], [5, 6, 7], [5, 0, 0]])
     mask = torch.tensor([[True, False, False], [True, True, True], [True, True, False]])

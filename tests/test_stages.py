@@ -79,7 +79,7 @@ def test_from_scratch_trains_a_tokenizer_and_learns(texts):
 
 
 @pytest.mark.parametrize("completion_only", [False, True])
-def test_sft_micro_batches_change_nothing(texts, completion_only):
+def test_sft_3_sft_micro_batches_change_nothing(texts, completion_only):
     runs = [run_sft(completion_only=completion_only, micro_batch_size=m) for m in (8, 3, 1)]
     assert_same_curves(runs[0], runs[1])
     assert_same_curves(runs[0], runs[2])
@@ -109,7 +109,7 @@ def test_sft_two_processes_change_nothing(texts):
 
 
 @pytest.mark.parametrize("completion_only", [False, True])
-def test_sft_loss_is_the_mean_over_targets_one_row_at_a_time(texts, tiny, completion_only):
+def test_sft_1_sft_loss_is_the_mean_over_targets_one_row_at_a_time(texts, tiny, completion_only):
     """EOS is a target, the filler is not, and nothing is predicted from it."""
     rows = toy.rows("sft", "train")[:8]
     write_rows("rows.jsonl", rows)
@@ -150,13 +150,13 @@ def test_reward_learns_to_prefer_the_best(comparisons, tiny):
     assert metrics[-1]["eval/rm/accuracy"] > 0.8 and metrics[-1]["eval/rm/loss"] < 0.7
 
 
-def test_reward_micro_batches_change_nothing(comparisons, tiny):
+def test_opt_5_reward_micro_batches_change_nothing(comparisons, tiny):
     runs = [run_reward(tiny, micro_batch_size=m) for m in (8, 3, 1)]
     assert_same_curves(runs[0], runs[1])
     assert_same_curves(runs[0], runs[2])
 
 
-def test_reward_two_processes_change_nothing(comparisons, tiny):
+def test_rm_14_reward_two_processes_change_nothing(comparisons, tiny):
     rows = [json.loads(line) for line in Path("rows.jsonl").read_text().splitlines()]
     write_rows(
         "rows.jsonl", [row | {"candidates": row["candidates"][:3], "best": row["best"] % 3} for row in rows[:37]]
@@ -182,7 +182,7 @@ def test_reward_two_processes_change_nothing(comparisons, tiny):
     assert bias[0] == pytest.approx(bias[1], rel=1e-4, abs=1e-5)
 
 
-def test_two_reward_runs_are_bitwise_equal(comparisons, tiny):
+def test_rm_2_two_reward_runs_are_bitwise_equal(comparisons, tiny):
     """Pitfall 28: the head used to be drawn before the seed was set."""
     weights = []
     for _ in range(2):
@@ -192,7 +192,7 @@ def test_two_reward_runs_are_bitwise_equal(comparisons, tiny):
     assert weights[0] == weights[1]
 
 
-def test_the_head_starts_with_std_one_over_root_of_d_plus_one(comparisons, tiny, monkeypatch):
+def test_rm_1_the_head_starts_with_std_one_over_root_of_d_plus_one(comparisons, tiny, monkeypatch):
     config = transformers.GPTNeoXConfig.from_pretrained(tiny / "policy", hidden_size=1024, intermediate_size=8, num_hidden_layers=1)
     transformers.GPTNeoXForCausalLM(config).save_pretrained("wide")
     toy.tokenizer().save_pretrained("wide")
@@ -223,7 +223,7 @@ def scores_of(folder, rows):
 
 @pytest.mark.parametrize("normalization", ["none", "mean_shift", "gain_bias"])
 @pytest.mark.parametrize("pad_is_eos", [False, True])
-def test_the_saved_folder_scores_the_same_in_plain_transformers(comparisons, tiny, normalization, pad_is_eos):
+def test_rm_3_the_saved_folder_scores_the_same_in_plain_transformers(comparisons, tiny, normalization, pad_is_eos):
     """Also where the policy's pad was its EOS: a pad token of its own is saved, since the library pools at the last non-pad id."""
     source = tiny / "policy"
     if pad_is_eos:
@@ -243,7 +243,7 @@ def test_the_saved_folder_scores_the_same_in_plain_transformers(comparisons, tin
         assert abs(ours.mean()) < 1e-5
 
 
-def test_gain_and_bias_give_mean_0_and_std_1_on_the_policys_samples(comparisons, tiny, monkeypatch):
+def test_rm_10_gain_and_bias_give_mean_0_and_std_1_on_the_policys_samples(comparisons, tiny, monkeypatch):
     """Feature B2: measured again from the saved folder, on the very samples; and the gain is trained in between."""
     sampled, real = [], train_rloo.sample
     monkeypatch.setattr(train_rloo, "sample", lambda *a: sampled.append((a[1], a[2], *real(*a)[:2])) or real(*a))
@@ -258,7 +258,7 @@ def test_gain_and_bias_give_mean_0_and_std_1_on_the_policys_samples(comparisons,
     assert abs(scores.mean()) < 1e-4 and scores.std(correction=0).item() == pytest.approx(1, abs=1e-4)
 
 
-def test_mean_shift_uses_the_reference_responses_that_are_given(comparisons, tiny):
+def test_rm_12_mean_shift_uses_the_reference_responses_that_are_given(comparisons, tiny):
     references = toy.rows("sft", "test")[:20]
     run_reward(tiny, reference_dataset=write_rows("references.jsonl", references))
     _, ours = scores_of("reward", [(row["prompt"], row["completion"]) for row in references])
@@ -272,7 +272,7 @@ def test_chosen_and_rejected_are_two_candidates(comparisons, tiny):
     assert run_reward(tiny, learning_rate=0.0, batch_size=16)[0]["train/rm/loss"] == pytest.approx(math.log(2), abs=0.2)
 
 
-def test_scores_do_not_depend_on_padding_or_batch_mates(comparisons, tiny):
+def test_rm_4_scores_do_not_depend_on_padding_or_batch_mates(comparisons, tiny):
     """Pitfall 25, with EOS inside the prompt as well (pitfall 24)."""
     reward = train_reward.Reward(utils.load_reward_model(tiny / "reward", "").eval())
     rows = [[5, 1, 7, 8, 1], [9, 10, 1], [5, 1, 11, 1]]
@@ -307,7 +307,7 @@ def test_every_epoch_of_sft_has_an_order_of_its_own(texts, monkeypatch):
     assert sorted(first) == sorted(second) and first != second and len(first) == 40
 
 
-def test_the_reward_gain_follows_the_schedule_and_is_not_decayed(comparisons, tiny, monkeypatch):
+def test_rm_5_the_reward_gain_follows_the_schedule_and_is_not_decayed(comparisons, tiny, monkeypatch):
     seen, step = [], torch.optim.AdamW.step
     record = lambda self, *a, **k: seen.append([dict(g, params=None) for g in self.param_groups]) or step(self, *a, **k)  # noqa: E731
     monkeypatch.setattr(torch.optim.AdamW, "step", record)

@@ -84,7 +84,7 @@ def test_whitening_without_shift_of_the_known_example():
 
 
 @pytest.mark.parametrize("shift_mean", [True, False])
-def test_whitening_uses_the_biased_variance_of_what_the_mask_keeps(shift_mean):
+def test_ppo_11_whitening_uses_the_biased_variance_of_what_the_mask_keeps(shift_mean):
     generator = torch.Generator().manual_seed(0)
     x, mask = 5 * torch.rand(4, 6, generator=generator), torch.rand(4, 6, generator=generator) < 0.5
     x[~mask] = 1e3  # must not be looked at
@@ -103,7 +103,7 @@ def test_constants_and_empty_masks_are_whitened_to_zero():
     assert utils.masked_whiten(torch.tensor([3.0]), torch.tensor([True])).tolist() == [0.0]  # one token: no division by 0
 
 
-def test_left_pad_puts_the_rows_at_the_right():
+def test_data_5_left_pad_puts_the_rows_at_the_right():
     tokens, mask = utils.left_pad([[5, 6, 7], [8], [9, 10]])
     assert mask.tolist() == [[True] * 3, [False, False, True], [False, True, True]]
     assert tokens.dtype == torch.int64 and mask.dtype == torch.bool
@@ -112,7 +112,7 @@ def test_left_pad_puts_the_rows_at_the_right():
     assert utils.left_pad([[0, 0], [3]])[1].tolist() == [[True, True], [False, True]]  # a real token may be 0
 
 
-def test_positions_count_the_real_tokens_before():
+def test_data_6_positions_count_the_real_tokens_before():
     mask = torch.tensor([[1, 0, 0, 1, 1, 1], [0, 0, 1, 1, 0, 1], [1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0]]).bool()
     got = utils.positions_from_mask(mask)
     assert got.dtype == torch.int64 and got[0][mask[0]].tolist() == [0, 1, 2, 3]
@@ -130,7 +130,7 @@ def test_permutation_depends_on_its_coordinates_alone():
     assert all(other != one for other in others) and len(set(map(tuple, others))) == len(others)
 
 
-def test_learning_rate_is_full_at_first_and_a_share_at_last():
+def test_opt_1_learning_rate_is_full_at_first_and_a_share_at_last():
     trace = [utils.learning_rate_at(u, 10, 3e-6) for u in range(1, 11)]
     assert trace == pytest.approx([3e-6 * (1 - (u - 1) / 10) for u in range(1, 11)])
     assert trace[0] == 3e-6 and trace[-1] == pytest.approx(3e-7)
@@ -170,7 +170,7 @@ DROPPING = {
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", DROPPING)
-def test_no_dropout_is_left_in_training_mode(name, attention):
+def test_model_1_no_dropout_is_left_in_training_mode(name, attention):
     torch.manual_seed(0)
     model = DROPPING[name]().train()
     model.set_attn_implementation(attention)
@@ -547,7 +547,7 @@ BOS, EOS, A, B, C = 1, 2, 4, 5, 6
 
 
 @pytest.mark.parametrize("template,bos", [(None, []), ("<s> $A", [BOS]), ("<s> $A </s>", [BOS]), ("$A </s>", [])])
-def test_encode_adds_bos_by_habit_and_eos_to_completions_alone(template, bos):
+def test_data_2_encode_adds_bos_by_habit_and_eos_to_completions_alone(template, bos):
     tokenizer = word_tokenizer(template)
     assert data.encode(tokenizer, "a b") == [*bos, A, B]
     assert data.encode(tokenizer, "a b", "c a") == ([*bos, A, B], [C, A, EOS])
@@ -594,7 +594,7 @@ def test_a_model_folder_without_a_tokenizer_is_one_line(tmp_path, fails):
     assert "no_tokenizer" in fails(utils.load_tokenizer, tmp_path / "no_tokenizer", "--base_model")
 
 
-def test_load_policy_is_fp32_without_dropout_in_training_mode(tmp_path, fails):
+def test_model_3_load_policy_is_fp32_without_dropout_in_training_mode(tmp_path, fails):
     config = tiny_config(hidden_dropout=0.5, attention_dropout=0.5)
     model = GPTNeoXForCausalLM(config)
     model.bfloat16().save_pretrained(tmp_path / "policy")
@@ -607,7 +607,7 @@ def test_load_policy_is_fp32_without_dropout_in_training_mode(tmp_path, fails):
     assert "--sft_model_path" in fails(utils.load_policy, tmp_path / "nowhere", "--sft_model_path")
 
 
-def test_a_base_language_model_is_no_reward_model_unless_allowed(tiny, tmp_path, fails):
+def test_model_5_a_base_language_model_is_no_reward_model_unless_allowed(tiny, tmp_path, fails):
     line = fails(utils.load_reward_model, tiny / "policy", "--reward_model_path")
     assert "score.weight" in line and "--allow_untrained_reward_model" in line
     GPTNeoXForCausalLM(tiny_config(num_labels=1)).save_pretrained(tmp_path / "one_label")

@@ -1,0 +1,338 @@
+"""
+Proof that each detail's test tests it: every detail is broken in a copy of the code, and its test must then fail.
+
+    python benchmark/mutations.py                 all mutants, on two workers; writes benchmark/results/mutations.md
+    python benchmark/mutations.py --only RM-4     those of one tag, or of several
+    python benchmark/mutations.py --show RM-4     the mutated lines, without running anything
+
+A mutant is (tag, file, old, new): in the statement that carries the tag's comment, `old` becomes `new`. Both are written as
+`ast.unparse` writes the statement, so that reformatting the code changes nothing here. A tag that stands in several files has a
+mutant in each. The tests of a tag are those whose names begin with it: of [RM-4] `test_rm_4_...`.
+"""
+
+import argparse
+import ast
+import difflib
+import io
+import multiprocessing
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tokenize
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SECONDS = 240  # after which a mutant's tests count as failed: it hangs
+PPO, RLOO, RM, SFT = "train_ppo.py", "train_rloo.py", "train_reward.py", "train_sft.py"
+UTILS, DATA, ENGINES, EVALUATE = "utils.py", "data.py", "engines.py", "evaluate.py"
+
+SEPARATE = "[sampled_logprobs, *in_slices(lambda *b: response_logprobs(policy, b), my_batch, slice_size)[1:]]"
+MUTATIONS = [
+    ("DATA-1", DATA, "tokenizer(completion, add_special_tokens=False).input_ids",
+     "tokenizer(prompt + completion, add_special_tokens=False).input_ids[len(ids):]"),
+    ("DATA-2", DATA, "[*answer, tokenizer.eos_token_id]", "answer"),
+    ("DATA-3", DATA, "add_special_tokens=False", "add_special_tokens=True"),
+    ("DATA-4", RM, "if i != LABEL_PAD", ""),
+    ("DATA-5", UTILS, "[0] * (width - len(row)) + list(row)", "list(row) + [0] * (width - len(row))"),
+    ("DATA-6", UTILS, "mask.cumsum(-1)", "mask.new_ones(mask.shape).cumsum(-1)"),
+    ("DATA-7", PPO, "args.seed, epoch", "args.seed"),
+    ("DATA-7", RLOO, "args.seed, epoch", "args.seed"),
+    ("MODEL-1", UTILS, "module.p = 0.0", "module.p = module.p"),
+    ("MODEL-2", UTILS, "setattr(module, name, 0.0)", "value"),
+    ("MODEL-3", UTILS, "torch.float32", "torch.bfloat16"),
+    ("MODEL-4", PPO, "utils.load_policy(args.sft_model_path, '--sft_model_path', **loading)", "model"),
+    ("MODEL-4", RLOO, "utils.load_policy(args.sft_model_path, '--sft_model_path', **loading)", "model"),
+    ("MODEL-5", UTILS, "info['missing_keys'] or", ""),
+    ("SFT-1", SFT, "in_completion if args.completion_only else mask", "in_completion"),
+    ("SFT-2", SFT, "is_target[:, 1:] & mask[:, :-1]", "is_target[:, :-1] & mask[:, :-1]"),
+    ("SFT-3", SFT, "loss / denominator", "loss / num_targets(micro_batch) / len(micro_batches)"),
+    ("RM-1", RM, "1 / math.sqrt(model.score.in_features + 1)", "0.02"),
+    ("RM-2", RM, "torch.manual_seed(args.seed)", "args.seed"),
+    ("RM-3", RM, "(None, tokenizer.eos_token_id)", "(None,)"),
+    ("RM-4", RM, "(mask * torch.arange(mask.size(1), device=mask.device)).argmax(1)", "mask.sum(1) - 1"),
+    ("RM-5", RM, "torch.ones(1)", "torch.ones(1), requires_grad=False"),
+    ("RM-6", RM, "enabled=False", "enabled=True"),
+    ("RM-6", PPO, "enabled=False", "enabled=True"),
+    ("RM-6", RLOO, "enabled=False", "enabled=True"),
+    ("RM-7", RM, "cross_entropy(scores,", "cross_entropy(scores.sigmoid(),"),
+    ("RM-8", RM, "> others", ">= others"),
+    ("RM-9", RM, "fill_(gain)", "fill_(1.0)"),
+    ("RM-10", RM, "normalization(samples)", "(1.0, 0.0, '')"),
+    ("RM-11", RM, "None if", "tokenizer.eos_token_id if"),
+    ("RM-12", RM, "-score(references).mean().item()", "0.0"),
+    ("RM-13", RM, " * weights['gain']", ""),
+    ("RM-14", RM, "numbers[rank::world]", "numbers[:len(numbers) // world]"),
+    ("GEN-1", PPO, "logits + gumbel_noise(fold(keys, t), logits.size(-1))", "logits"),
+    ("GEN-1", RLOO, "logits + gumbel_noise(fold(keys, t), logits.size(-1))", "logits"),
+    ("GEN-2", PPO, " / self.temperature", ""),
+    ("GEN-2", RLOO, " / self.temperature", ""),
+    ("GEN-3", PPO, " / self.temperature", ""),
+    ("GEN-3", RLOO, " / self.temperature", ""),
+    ("GEN-4", PPO, "fold(keys, coordinate)", "keys + coordinate"),
+    ("GEN-4", RLOO, "fold(keys, coordinate)", "keys + coordinate"),
+    ("GEN-5", PPO, "token != stop_id", "token == token"),
+    ("GEN-5", RLOO, "token != stop_id", "token == token"),
+    ("GEN-6", PPO, "position + t", "Q + t + 0 * position"),
+    ("GEN-6", RLOO, "position + t", "Q + t + 0 * position"),
+    ("GEN-7", PPO, "queries.size(1) - 1", "queries.size(1)"),
+    ("GEN-7", RLOO, "torch.where(step == 0, Q - 1, Q - 1 + torch.arange(n * R, device=device))",
+     "Q - 1 + torch.arange(n * R, device=device)"),
+    ("GEN-8", PPO, "LOGITS_AT_ONCE // vocab_size", "10 ** 9"),
+    ("GEN-8", RLOO, "LOGITS_AT_ONCE // vocab_size", "10 ** 9"),
+    ("GEN-9", PPO, "in_slices(lambda *b: response_logprobs(policy, b), my_batch, slice_size)", SEPARATE),
+    ("GEN-9", RLOO, "in_slices(lambda *b: response_logprobs(policy, b, n), my_batch, episodes_per_forward, n)",
+     "(sampled_logprobs, 0)"),
+    ("GEN-10", PPO, "self.policy.model.load_state_dict(model.state_dict())", "self.policy.model = model"),
+    ("GEN-10", RLOO, "self.policy.model.load_state_dict(model.state_dict())", "self.policy.model = model"),
+    ("GEN-11", PPO, "in_slices(lambda *b: response_logprobs(policy, b), my_batch, args.micro_batch_size)",
+     "(sampled_logprobs.new_zeros(sampled_logprobs.shape),)"),
+    ("GEN-11", RLOO, "in_slices(lambda *b: response_logprobs(policy, b, n), my_batch, episodes_per_forward, n)",
+     "(sampled_logprobs.new_zeros(sampled_logprobs.shape), 0)"),
+    ("GEN-12", PPO, "ends[:, :after] = False", "after"),
+    ("GEN-13", PPO, "mask & (responses == token_id)", "responses == token_id"),
+    ("GEN-13", RLOO, "mask & (responses == stop_id)", "responses == stop_id"),
+    ("GEN-14", PPO, "scored_mask", "my_batch[3]"),
+    ("REW-1", PPO, "getattr(model.config, 'reward_bias', 0.0)", "0.0"),
+    ("REW-1", RLOO, "getattr(model.config, 'reward_bias', 0.0)", "0.0"),
+    ("REW-2", PPO, "batch[3].sum(1, keepdim=True)", "batch[3].new_ones(batch[3].shape).sum(1, keepdim=True)"),
+    ("REW-2", RLOO, "response_mask.sum(1)", "response_mask.new_ones(response_mask.shape).sum(1)"),
+    ("REW-3", PPO, "scores - penalty if mode == 'subtract' else torch.full_like(scores, -penalty)", "scores"),
+    ("REW-3", RLOO, "scores - penalty if mode == 'subtract' else torch.full_like(scores, -penalty)", "scores"),
+    ("REW-4", PPO, "(given | ~applies).all(1) & applies.any(1)", "applies.any(1)"),
+    ("REW-4", RLOO, "(given | ~applies).all(1) & applies.any(1)", "applies.any(1)"),
+    ("REW-5", PPO, "logprobs - ref_logprobs", "(logprobs - ref_logprobs) ** 2 / 2"),
+    ("REW-5", RLOO, "logprobs - ref_logprobs", "(logprobs - ref_logprobs) ** 2 / 2"),
+    ("REW-6", PPO, "x * m", "x"),
+    ("REW-6", RLOO, " * response_mask", ""),
+    ("REW-7", PPO, "accelerator.gather", "lambda x: torch.cat([x] * world)"),
+    ("REW-7", RLOO, "accelerator.gather", "lambda x: torch.cat([x] * world)"),
+    ("PPO-1", PPO, "copy.deepcopy(reward_model)", "reward_model"),
+    ("PPO-2", PPO, "nn.init.zeros_(critic.weight)", "critic.weight"),
+    ("PPO-3", PPO, "trunk.float()", "trunk.detach().float()"),
+    ("PPO-4", PPO, "policy.parameters()", "policy.model.parameters()"),
+    ("PPO-5", PPO, "response_mask | after_last", "response_mask"),
+    ("PPO-6", PPO, "value_mask(response_mask).sum(1, keepdim=True) - 1",
+     "response_mask.new_ones(response_mask.shape).sum(1, keepdim=True) - 1"),
+    ("PPO-7", PPO, "torch.expm1(-d) + d", "torch.expm1(d) - d"),
+    ("PPO-8", PPO, "shift_mean=False", "shift_mean=True"),
+    ("PPO-9", PPO, "gamma * lam * advantage", "gamma * advantage"),
+    ("PPO-10", PPO, "loss_mask)", "torch.ones_like(loss_mask))"),
+    ("PPO-11", UTILS, "masked_mean((x - mean) ** 2, mask)", "masked_mean((x - mean) ** 2, mask) * mask.sum() / (mask.sum() - 1)"),
+    ("PPO-12", PPO, "torch.max(losses1, losses2)", "losses2"),
+    ("PPO-13", PPO, "torch.max(errors, clipped_errors)", "errors"),
+    ("PPO-14", PPO, "args.vf_coef * ", ""),
+    ("PPO-15", PPO, "min(max(kl / target - 1, -0.2), 0.2)", "kl / target - 1"),
+    ("PPO-16", PPO, "metrics['objective/kl']", "kl[0].sum().item()"),
+    ("PPO-17", PPO, "not 1 + mean_excess <= args.ratio_threshold", "False"),
+    ("PPO-18", PPO, "not epoch_kl <= 1.5 * args.target_kl", "False"),
+    ("PPO-19", PPO, " + delta ** 2 * n * len(x) / self.count", ""),
+    ("RLOO-1", RLOO, "for i in ids for _ in range(k)", "for _ in range(k) for i in ids"),
+    ("RLOO-2", RLOO, "kl.sum(1)", "utils.masked_mean(kl, response_mask)"),
+    ("RLOO-3", RLOO, "((rewards * counted).sum(1, keepdim=True) - rewards) / siblings.clamp(min=1)",
+     "(rewards * counted).sum(1, keepdim=True) / (siblings + 1)"),
+    ("RLOO-4", RLOO, "kl.flip(1).cumsum(1).flip(1)", "kl.sum(1, keepdim=True).expand(kl.shape)"),
+    ("RLOO-5", RLOO, "logratio.sum(1)", "logratio.sum(1) / mask.sum(1).clamp(min=1)"),
+    ("RLOO-6", RLOO, "torch.max(losses1, losses2)", "losses2"),
+    ("RLOO-7", RLOO, "logprobs[rows] if has_ratio else new_logprobs.detach()", "logprobs[rows]"),
+    ("RLOO-8", RLOO, "minibatch.unsqueeze(1) * k + torch.arange(k, device=device)",
+     "(minibatch.unsqueeze(1) * k + torch.arange(k, device=device)).T"),
+    ("RLOO-9", RLOO, "(owner == 0) | (owner.unsqueeze(1) == owner)", "owner >= 0"),
+    ("RLOO-10", RLOO, "query_mask.sum(1, keepdim=True) + step",
+     "query_mask.sum(1, keepdim=True) + torch.arange(n * R, device=device)"),
+    ("RLOO-11", RLOO, " | itself", ""),
+    ("RLOO-12", RLOO, "if gap < 0.001", "if gap < math.inf"),
+    ("RLOO-13", RLOO, "if clip_range is None", "if clip_range is None or not normalize"),
+    ("RLOO-14", RLOO, "action_mask)", "torch.ones_like(action_mask))"),
+    ("OPT-1", UTILS, "step - 1 - warmup", "step - warmup"),
+    ("OPT-2", PPO, "= lr", "= args.learning_rate"),
+    ("OPT-2", RLOO, "= lr", "= args.learning_rate"),
+    ("OPT-3", PPO, " / math.sqrt(1 - beta2 ** step)", ""),
+    ("OPT-3", RM, " / math.sqrt(1 - group['betas'][1] ** step)", ""),
+    ("OPT-4", PPO, "eps=args.adam_eps, ", ""),
+    ("OPT-4", RLOO, "eps=args.adam_eps, ", ""),
+    ("OPT-4", SFT, "eps=args.adam_eps, ", ""),
+    ("OPT-4", RM, "eps=args.adam_eps, ", ""),
+    ("OPT-5", PPO, "losses.sum() / num_actions", "losses.sum() / loss_mask[rows].sum() / len(micro_batches)"),
+    ("OPT-5", RLOO, "losses.sum() / num_actions", "losses.sum() / actions.sum() / len(micro_batches)"),
+    ("OPT-5", RM, "loss / B", "loss / len(micro_batch)"),
+    ("OPT-6", PPO, " * world", ""),
+    ("OPT-6", RLOO, " * world", ""),
+    ("OPT-6", SFT, " * world", ""),
+    ("OPT-6", RM, " * world", ""),
+    ("OPT-7", ENGINES, "if is_last", "if True"),
+    ("OPT-8", ENGINES, "max_grad_norm or math.inf", "math.inf"),
+    ("OPT-9", PPO, "update, epoch", "update"),
+    ("OPT-9", RLOO, "update, epoch", "update"),
+    ("OPT-10", PPO, "math.ceil(args.total_episodes / B)", "args.total_episodes // B"),
+    ("OPT-10", RLOO, "math.ceil(args.total_episodes / B)", "args.total_episodes // B"),
+    ("LOG-1", PPO, "-(logprobs * response_mask).sum(1)", "-(logprobs - ~response_mask).sum(1)"),
+    ("LOG-1", RLOO, "-(logprobs * response_mask).sum(1)", "-(logprobs - ~response_mask).sum(1)"),
+    ("LOG-2", PPO, "accelerator.reduce(sums, 'sum')", "sums * world"),
+    ("LOG-2", RLOO, "accelerator.reduce(stats, 'sum')", "(stats * world)"),
+    ("LOG-3", PPO, "0.5 * logratio ** 2", "logratio ** 2"),
+    ("LOG-3", RLOO, "0.5 * logratio ** 2", "logratio ** 2"),
+    ("LOG-4", PPO, "excess_squared / actions - (excess / actions) ** 2", "excess_squared / actions / (excess / actions) ** 2"),
+    ("LOG-4", RLOO, "excess_squared / actions - (excess / actions) ** 2", "excess_squared / actions / (excess / actions) ** 2"),
+    ("LOG-5", PPO, "-kl_coef", "kl_coef"),
+    ("LOG-5", RLOO, "'objective/non_score_reward': -args.kl_coef", "'objective/non_score_reward': args.kl_coef"),
+    ("LOG-6", PPO, "if not grad_norms", "if grad_norms"),
+    ("LOG-6", RLOO, "if not grad_norms", "if grad_norms"),
+    ("EVAL-1", EVALUATE, "utils.permutation(2, seed, JUDGE_ORDER, number)[0] == 0", "True"),
+    ("EVAL-2", EVALUATE, ".get(v, 0.0)", ".get(v, 0.5)"),
+    ("EVAL-3", EVALUATE, "args.kl_temperature, EVALUATION", "args.temperature, EVALUATION"),
+    ("EVAL-4", EVALUATE, "metrics[side]", "metrics['policy']"),
+]  # fmt: skip
+
+
+def tags_in(source):
+    """{tag: number of the line, from 1, on which the statement that it speaks of begins or goes on} of a Python source."""
+    found, code = {}, set()
+    tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
+    blank = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    for token in tokens:
+        if token.type not in blank:
+            code |= set(range(token.start[0], token.end[0] + 1))
+    for token in tokens:
+        if token.type == tokenize.COMMENT:
+            for tag in re.findall(r"\[([A-Z]+-\d+)\]", token.string):
+                if tag in found:
+                    raise ValueError(f"[{tag}] stands twice")
+                found[tag] = next(n for n in sorted(code) if n >= token.start[0])  # a comment of its own speaks of what follows
+    return found
+
+
+def mutate(source, tag, old, new):
+    """The source with `old` turned into `new` in the smallest statement that carries the tag; ValueError unless it is there once."""
+    line = tags_in(source)[tag]
+    holders = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.stmt) and n.lineno <= line <= n.end_lineno]
+    statement = min(holders, key=lambda n: n.end_lineno - n.lineno)
+    text = ast.unparse(statement)
+    if text.count(old) != 1:
+        raise ValueError(f"[{tag}]: {old!r} is there {text.count(old)} times in\n{text}")
+    lines = source.splitlines()
+    indent = " " * statement.col_offset
+    changed = [indent + x for x in text.replace(old, new).splitlines()]
+    mutant = "\n".join([*lines[: statement.lineno - 1], *changed, *lines[statement.end_lineno :]]) + "\n"
+    ast.parse(mutant)
+    return mutant
+
+
+def tests_of(tag, root=ROOT):
+    """["tests/test_x.py::test_rm_4_...", ...]: the tests named after a tag."""
+    prefix = f"test_{tag.lower().replace('-', '_')}_"
+    return [
+        f"{path.relative_to(root)}::{node.name}"
+        for path in sorted((root / "tests").glob("test_*.py"))
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith(prefix)
+    ]
+
+
+def copy_of(root, folder):
+    """Copies what git tracks, or would, into a folder; returns the folder."""
+    command = ["git", "-C", str(root), "ls-files", "--cached", "--others", "--exclude-standard"]
+    for name in subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines():
+        if (root / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(root / name, folder / name)
+    return folder
+
+
+def run_tests(folder, tests, output):
+    """Runs in a forked child: pytest on the copy in `folder`; ends the child with pytest's exit code."""
+    os.chdir(folder)
+    os.environ["PYTHONPATH"] = str(folder)
+    sys.path[:0] = [str(folder)]
+    with open(output, "w") as file:
+        os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
+    import pytest
+
+    os._exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-m", "slow or not slow", "--basetemp", f"{folder}.tmp", *tests]))
+
+
+def judge(folder, tests):
+    """(pytest's exit code, or None after SECONDS; the line that failed; seconds) of tests on the copy in `folder`."""
+    start, output = time.time(), f"{folder}.out"
+    child = multiprocessing.get_context("fork").Process(target=run_tests, args=(folder, tests, output))
+    child.start()
+    child.join(SECONDS)
+    if child.is_alive():
+        child.kill(), child.join()
+        return None, f"no end after {SECONDS} s", time.time() - start
+    text = Path(output).read_text()
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)(?: - (.*))?", text, re.M)
+    return child.exitcode, " ".join(failed[0]).strip() if failed else text[-300:], time.time() - start
+
+
+def worker(mutants, results):
+    """Takes mutants from a queue, breaks a copy of its own with each, and puts what the tests said into another queue."""
+    scratch = Path(tempfile.mkdtemp(prefix="mutations-"))
+    folder = copy_of(ROOT, scratch / "copy")
+    while (mutant := mutants.get()) is not None:
+        tag, file, old, new = mutant
+        path = folder / "rlhf_details" / file
+        source, tests = path.read_text(), tests_of(tag)
+        try:
+            path.write_text(mutate(source, tag, old, new))
+            results.put((mutant, *judge(folder, tests)) if tests else (mutant, 0, "no test has its name", 0.0))
+        finally:
+            path.write_text(source)
+    shutil.rmtree(scratch)
+
+
+def table(rows):
+    """The report: one line a mutant."""
+    killed = sum(code not in (0, 5) for _, code, _, _ in rows)
+    seconds = sum(row[3] for row in rows)
+    lines = [f"{killed} of {len(rows)} mutants killed by the tests of their own tag; {seconds:.0f} s of tests.", ""]
+    lines += ["| tag | file | `old` -> `new` | killed by | s |", "|---|---|---|---|---:|"]
+    for (tag, file, old, new), code, said, spent in rows:
+        change = f"`{old}` -> {f'`{new}`' if new else 'nothing'}".replace("|", "\\|")
+        verdict = "**survived** " + said.splitlines()[0] if code in (0, 5) else said.split("::")[-1].split(" - ")[0].split(" ")[0]
+        lines.append(f"| {tag} | `{file}` | {change} | {verdict if code is not None else said} | {spent:.0f} |")
+    return "\n".join(lines) + "\n"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", help="tags")
+    parser.add_argument("--show", nargs="+", help="tags whose mutants are printed, and not run")
+    parser.add_argument("--workers", type=int, default=2)
+    args = parser.parse_args()
+    chosen = [m for m in MUTATIONS if m[0] in (args.only or args.show or [x[0] for x in MUTATIONS])]
+    if args.show:
+        for tag, file, old, new in chosen:
+            source = (ROOT / "rlhf_details" / file).read_text()
+            pair = (x.splitlines(True) for x in (source, mutate(source, tag, old, new)))
+            sys.stdout.writelines(difflib.unified_diff(*pair, file, file))
+        return 0
+    os.environ["OMP_NUM_THREADS"] = "1"
+    for name in ("torch", "transformers", "accelerate", "datasets", "tyro", "wandb", "pytest"):  # once, for all children
+        __import__(name)
+    start, context = time.time(), multiprocessing.get_context("fork")
+    mutants, results = context.Queue(), context.Queue()
+    for mutant in [*chosen, *[None] * args.workers]:
+        mutants.put(mutant)
+    workers = [context.Process(target=worker, args=(mutants, results)) for _ in range(args.workers)]
+    for process in workers:
+        process.start()
+    rows = []
+    for _ in chosen:
+        rows.append(results.get())
+        (tag, file, *_), code, said, seconds = rows[-1]
+        verdict = "SURVIVED" if code in (0, 5) else "killed"
+        print(f"{len(rows):3} {tag:8} {file:16} {verdict} {seconds:5.1f} s  {said[:150]!r}", flush=True)
+    rows.sort(key=lambda row: chosen.index(row[0]))
+    report = table(rows)
+    print(report.splitlines()[0], f"{time.time() - start:.0f} s on {args.workers} workers.")
+    if not args.only:
+        (ROOT / "benchmark" / "results" / "mutations.md").write_text(report)
+    return int(any(code in (0, 5) for _, code, _, _ in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
