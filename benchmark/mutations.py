@@ -13,6 +13,7 @@ mutant in each. The tests of a tag are those whose names begin with it: of [RM-4
 import argparse
 import ast
 import difflib
+import functools
 import io
 import multiprocessing
 import os
@@ -188,6 +189,7 @@ MUTATIONS = [
 ]  # fmt: skip
 
 
+@functools.cache
 def tags_in(source):
     """{tag: number of the line, from 1, on which the statement that it speaks of begins or goes on} of a Python source."""
     found, code = {}, set()
@@ -205,10 +207,15 @@ def tags_in(source):
     return found
 
 
+@functools.cache
+def statements(source):
+    return [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.stmt)]
+
+
 def mutate(source, tag, old, new):
-    """The source with `old` turned into `new` in the smallest statement that carries the tag; ValueError unless it is there once."""
+    """The source with `old` turned into `new` in the smallest statement with the tag; ValueError unless it is there once."""
     line = tags_in(source)[tag]
-    holders = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.stmt) and n.lineno <= line <= n.end_lineno]
+    holders = [node for node in statements(source) if node.lineno <= line <= node.end_lineno]
     statement = min(holders, key=lambda n: n.end_lineno - n.lineno)
     text = ast.unparse(statement)
     if text.count(old) != 1:
@@ -221,15 +228,19 @@ def mutate(source, tag, old, new):
     return mutant
 
 
-def tests_of(tag, root=ROOT):
-    """["tests/test_x.py::test_rm_4_...", ...]: the tests named after a tag."""
-    prefix = f"test_{tag.lower().replace('-', '_')}_"
+@functools.cache
+def all_tests(root):
+    """["tests/test_x.py::test_name", ...] of the test functions in a copy of the repository."""
     return [
-        f"{path.relative_to(root)}::{node.name}"
+        f"{path.relative_to(root)}::{name}"
         for path in sorted((root / "tests").glob("test_*.py"))
-        for node in ast.parse(path.read_text()).body
-        if isinstance(node, ast.FunctionDef) and node.name.startswith(prefix)
+        for name in re.findall(r"^def (test_\w+)\(", path.read_text(encoding="utf-8"), re.M)
     ]
+
+
+def tests_of(tag, root=ROOT):
+    """The tests named after a tag."""
+    return [test for test in all_tests(root) if test.split("::")[1].startswith(f"test_{tag.lower().replace('-', '_')}_")]
 
 
 def copy_of(root, folder):
@@ -275,7 +286,7 @@ def worker(mutants, results):
     while (mutant := mutants.get()) is not None:
         tag, file, old, new = mutant
         path = folder / "rlhf_details" / file
-        source, tests = path.read_text(), tests_of(tag)
+        source, tests = path.read_text(), tests_of(tag, folder)
         try:
             path.write_text(mutate(source, tag, old, new))
             results.put((mutant, *judge(folder, tests)) if tests else (mutant, 0, "no test has its name", 0.0))
@@ -284,16 +295,21 @@ def worker(mutants, results):
     shutil.rmtree(scratch)
 
 
+def is_killed(code):
+    """Whether pytest's exit code says that a test failed (1; not: nothing collected, or nothing importable), or hung (None)."""
+    return code in (1, None)
+
+
 def table(rows):
     """The report: one line a mutant."""
-    killed = sum(code not in (0, 5) for _, code, _, _ in rows)
+    killed = sum(is_killed(code) for _, code, _, _ in rows)
     seconds = sum(row[3] for row in rows)
     lines = [f"{killed} of {len(rows)} mutants killed by the tests of their own tag; {seconds:.0f} s of tests.", ""]
     lines += ["| tag | file | `old` -> `new` | killed by | s |", "|---|---|---|---|---:|"]
     for (tag, file, old, new), code, said, spent in rows:
         change = f"`{old}` -> {f'`{new}`' if new else 'nothing'}".replace("|", "\\|")
-        verdict = "**survived** " + said.splitlines()[0] if code in (0, 5) else said.split("::")[-1].split(" - ")[0].split(" ")[0]
-        lines.append(f"| {tag} | `{file}` | {change} | {verdict if code is not None else said} | {spent:.0f} |")
+        verdict = f"`{said.split('::')[-1].split(' ')[0]}`" if is_killed(code) else f"**survived** (pytest's exit code {code})"
+        lines.append(f"| {tag} | `{file}` | {change} | {said if code is None else verdict} | {spent:.0f} |")
     return "\n".join(lines) + "\n"
 
 
@@ -324,14 +340,14 @@ def main():
     for _ in chosen:
         rows.append(results.get())
         (tag, file, *_), code, said, seconds = rows[-1]
-        verdict = "SURVIVED" if code in (0, 5) else "killed"
+        verdict = "killed" if is_killed(code) else "SURVIVED"
         print(f"{len(rows):3} {tag:8} {file:16} {verdict} {seconds:5.1f} s  {said[:150]!r}", flush=True)
     rows.sort(key=lambda row: chosen.index(row[0]))
     report = table(rows)
     print(report.splitlines()[0], f"{time.time() - start:.0f} s on {args.workers} workers.")
     if not args.only:
         (ROOT / "benchmark" / "results" / "mutations.md").write_text(report)
-    return int(any(code in (0, 5) for _, code, _, _ in rows))
+    return int(not all(is_killed(code) for _, code, _, _ in rows))
 
 
 if __name__ == "__main__":

@@ -504,7 +504,7 @@ def main(args: Args):
         opponent, metrics["opponent"] = measure(tokens, mask, answers)
     if args.ref_model_path:
         reference = Policy(models[args.ref_model_path], args.kl_temperature)
-        # [EVAL-3] the estimate is unbiased only for draws from the policy that it is about
+        # [EVAL-3] unbiased only for draws from the policy that it is about
         _, _, kl = sample_all(args.policy_path, args.kl_temperature, EVALUATION, reference)
         metrics["policy"]["kl"] = average(kl.tolist())
     utils.leave_process_group()  # all at once, no collective follows: judging may take longer than a process group waits

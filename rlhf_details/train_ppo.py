@@ -249,7 +249,7 @@ class Policy(nn.Module):
                 entropies = -(log_softmax.exp() * log_softmax).sum(-1)
             return log_softmax.gather(-1, labels.unsqueeze(-1)).squeeze(-1), entropies
 
-        # [GEN-8] all logits at once would be M * N * V numbers, and as many again for their softmax and for its gradient
+        # [GEN-8] at once they would be M * N * V numbers, three times over
         pieces = [x.flatten(0, 1).split(max(1, LOGITS_AT_ONCE // vocab_size)) for x in (states, labels)]
         function = of_tokens if len(pieces[0]) == 1 else functools.partial(checkpoint, of_tokens, use_reentrant=False)
         logprobs, entropies = (torch.cat(x).reshape(labels.shape) for x in zip(*map(function, *pieces), strict=True))
@@ -321,7 +321,7 @@ def sample(policy, queries, query_mask, rows, response_length, stop_id, coordina
     (B, Q), device = queries.shape, queries.device
     keys = torch.full((B,), 0x1B873593, dtype=torch.int32, device=device)  # not zero, since hash32(0) = 0
     for coordinate in (*coordinates, rows.int()):
-        keys = fold(keys, coordinate)  # [GEN-4] no stream: a row's tokens do not depend on its batch or process
+        keys = fold(keys, coordinate)  # [GEN-4] no stream: batch-mates and processes have no say
     responses = torch.zeros(B, response_length, dtype=torch.long, device=device)
     mask = torch.zeros(B, response_length, dtype=torch.bool, device=device)
     logprobs = torch.zeros(B, response_length, device=device)
@@ -428,7 +428,7 @@ def join(queries, query_mask, responses, response_mask):
     Returns: tokens, mask, positions [M, L] with L = Q + R, and index [R], the columns Q-1 .. Q-1 + R-1.
     """
     mask = torch.cat([query_mask, response_mask], 1)  # [M, L]
-    # [GEN-7] token t of a response is predicted by the state before it, the first one by the prompt's last
+    # [GEN-7] the state before a token predicts it, the prompt's last the first
     index = torch.arange(responses.size(1), device=mask.device) + queries.size(1) - 1
     return torch.cat([queries, responses], 1), mask, utils.positions_from_mask(mask), index
 
@@ -507,7 +507,7 @@ def truncate_response(responses, mask, token_id, after):
     if token_id is None:
         return mask, mask.any(1)
     ends = mask & (responses == token_id)  # [GEN-13] filler may look like it
-    ends[:, :after] = False  # [GEN-12] a full stop this early ends nothing: the labels were of long texts
+    ends[:, :after] = False  # [GEN-12] a full stop this early ends nothing
     return mask & (ends.cumsum(1) - ends.long() == 0), ends.any(1)  # no end strictly before
 
 
@@ -534,7 +534,7 @@ def missing_eos_scores(scores, ended, penalty, mode):
     """
     if penalty is None:
         return scores
-    # [REW-3] else a response that goes on for ever is as good as its last token
+    # [REW-3] else going on for ever costs nothing
     return torch.where(ended, scores, scores - penalty if mode == "subtract" else torch.full_like(scores, -penalty))
 
 
@@ -592,7 +592,7 @@ def full_kl(policy, reference, batch):
 def value_mask(response_mask):
     """States that have a value, [B, R] bool: before each response token, and the one after the last where there is room."""
     after_last = nn.functional.pad(response_mask, (1, 0), value=True)[:, :-1]  # the mask, one place to the right
-    return response_mask | after_last  # [PPO-5] what comes after the end is worth something until its reward is in
+    return response_mask | after_last  # [PPO-5] after the last token the score is still to come
 
 
 def token_rewards(scores, kl_penalties, response_mask, kl_coef):
@@ -737,7 +737,7 @@ def main(args: Args):
         lora.add_adapters(model, args.lora_rank)
         reference = lora.without_adapters(Policy(model, args.temperature))
     else:
-        # [MODEL-4] a model of its own: the policy's KL to itself would always be 0
+        # [MODEL-4] a model of its own, or the KL would always be 0
         reference = Policy(utils.load_policy(args.sft_model_path, "--sft_model_path", **loading), args.temperature)
         reference.requires_grad_(False)
     reward_model = own_tokenizer = None
@@ -919,14 +919,14 @@ def main(args: Args):
             ref_logprobs, _ = in_slices(lambda *b: response_logprobs(reference, b), my_batch, slice_size)
             my_rows = [train_set.rows[ids[i]] for i in torch.arange(B).chunk(world)[rank].tolist()]
             reward_values, kinds = rewards_of(my_rows, [*my_batch[:3], scored_mask], ended)  # [GEN-14] what a human would read
-            # [GEN-9] the forward that phase 5 repeats, not the sampler's: before the first step every ratio is 1
+            # [GEN-9] the forward that phase 5 repeats: the first ratio is 1
             logprobs, _, values = in_slices(lambda *b: response_logprobs(policy, b), my_batch, slice_size)
             logprobs = behaviour_logprobs if actor else logprobs  # an actor's weights were those of the last update
             if args.kl_penalty == "full":
                 (kl_penalties,) = in_slices(lambda *b: (full_kl(policy, reference, b),), my_batch, slice_size)
             else:
                 kl_penalties = kl_penalty(logprobs, ref_logprobs, args.kl_penalty)
-        # [REW-7] gather once: from here on every tensor is the whole batch, the same on every process
+        # [REW-7] gather once: from here on all is the whole batch, everywhere
         responses, response_mask, scored_mask, ended, sampled_logprobs, logprobs, ref_logprobs, kl_penalties, values = map(
             accelerator.gather,
             (responses, response_mask, scored_mask, ended, sampled_logprobs, logprobs, ref_logprobs, kl_penalties, values),

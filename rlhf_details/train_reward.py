@@ -299,10 +299,10 @@ def main(args: Args):
     tokenizer = utils.load_tokenizer(args.sft_model_path, "--sft_model_path", args.trust_remote_code)
     torch.manual_seed(args.seed)  # [RM-2] before the head is drawn
     model = utils.load_reward_model(args.sft_model_path, "--sft_model_path", True, **loading)
-    # [RM-1] so that scores start with a variance near 1, of states whose entries have it
+    # [RM-1] normalised states, d entries of variance 1, then score with variance 1
     nn.init.normal_(model.score.weight, std=1 / math.sqrt(model.score.in_features + 1))
     vocabulary = model.get_input_embeddings().num_embeddings  # of the policy, without the padding token that may be added
-    # [RM-3] the library reads scores at the last id that is not padding, which must not be before EOS
+    # [RM-3] libraries read scores before padding, which must not be EOS
     if tokenizer.pad_token_id in (None, tokenizer.eos_token_id):
         tokenizer.add_special_tokens({"pad_token": "[PAD]"})
         if tokenizer.pad_token_id >= model.get_input_embeddings().num_embeddings:
@@ -330,7 +330,7 @@ def main(args: Args):
             queries, query_mask = utils.left_pad([i for i in ids[start : start + 128] for _ in range(n)], device)
             numbers = torch.arange(start * n, start * n + len(queries), device=device)
             coordinates, R = (args.seed, REWARD_DATA, use), args.response_length
-            # [RM-11] labels were given to whole responses of R tokens, which no EOS ends
+            # [RM-11] labels were given to whole responses, which no EOS ends
             stop_id = None if type(prompts[0]) is list and not data.is_messages(prompts[0]) else tokenizer.eos_token_id
             with accelerator.autocast():
                 responses, mask, _ = sample(policy, queries, query_mask, numbers, 1, R, stop_id, coordinates)

@@ -213,7 +213,7 @@ class Policy(nn.Module):
                 entropies = -(log_softmax.exp() * log_softmax).sum(-1)
             return log_softmax.gather(-1, labels.unsqueeze(-1)).squeeze(-1), entropies
 
-        # [GEN-8] all logits at once would be M * N * V numbers, and as many again for their softmax and for its gradient
+        # [GEN-8] at once they would be M * N * V numbers, three times over
         pieces = [x.flatten(0, 1).split(max(1, LOGITS_AT_ONCE // vocab_size)) for x in (states, labels)]
         function = of_tokens if len(pieces[0]) == 1 else functools.partial(checkpoint, of_tokens, use_reentrant=False)
         logprobs, entropies = (torch.cat(x).reshape(labels.shape) for x in zip(*map(function, *pieces), strict=True))
@@ -279,7 +279,7 @@ def sample(policy, queries, query_mask, rows, n, response_length, stop_id, coord
     (P, Q), B, device = queries.shape, len(rows), queries.device
     keys = torch.full((B,), 0x1B873593, dtype=torch.int32, device=device)  # not zero, since hash32(0) = 0
     for coordinate in (*coordinates, rows.int()):
-        keys = fold(keys, coordinate)  # [GEN-4] no stream: a row's tokens do not depend on its batch or process
+        keys = fold(keys, coordinate)  # [GEN-4] no stream: batch-mates and processes have no say
     responses = torch.zeros(B, response_length, dtype=torch.long, device=device)
     mask = torch.zeros(B, response_length, dtype=torch.bool, device=device)
     logprobs = torch.zeros(B, response_length, device=device)
@@ -400,7 +400,7 @@ def pack(queries, query_mask, responses, response_mask, n):
     step = torch.arange(R, device=device).repeat(n)  # [n * R], 0 .. R-1 for each response
     # [RLOO-10] each response is placed as if it alone followed the prompt
     positions = torch.cat([utils.positions_from_mask(query_mask), query_mask.sum(1, keepdim=True) + step], 1)  # [M/n, L]
-    # [GEN-7] token t of a response is predicted by the state before it, the first one by the prompt's last
+    # [GEN-7] the state before a token predicts it, the prompt's last the first
     index = torch.where(step == 0, Q - 1, Q - 1 + torch.arange(n * R, device=device))  # [n * R]
     if n == 1:
         return tokens, real, positions, index
@@ -540,7 +540,7 @@ def missing_eos_scores(scores, ended, penalty, mode):
     """
     if penalty is None:
         return scores
-    # [REW-3] else a response that goes on for ever is as good as its last token
+    # [REW-3] else going on for ever costs nothing
     return torch.where(ended, scores, scores - penalty if mode == "subtract" else torch.full_like(scores, -penalty))
 
 
@@ -563,7 +563,7 @@ def rloo_advantages(rewards, k, counted=None):
     counted = torch.ones_like(rewards, dtype=torch.bool) if counted is None else counted
     rewards, counted = rewards.reshape(-1, k), counted.reshape(-1, k)  # [P, k]
     siblings = counted.sum(1, keepdim=True) - 1  # [P, 1], k - 1 where all count
-    # [RLOO-3] its own reward in it would bias the gradient; a std in it would blow up where siblings tie
+    # [RLOO-3] itself left out, so unbiased; no std, which ties make 0
     baseline = ((rewards * counted).sum(1, keepdim=True) - rewards) / siblings.clamp(min=1)
     return ((rewards - baseline) * (counted & (siblings > 0))).reshape(-1)
 
@@ -655,7 +655,7 @@ def main(args: Args):
         lora.add_adapters(model, args.lora_rank)
         reference = lora.without_adapters(Policy(model, args.temperature))
     else:
-        # [MODEL-4] a model of its own: the policy's KL to itself would always be 0
+        # [MODEL-4] a model of its own, or the KL would always be 0
         reference = Policy(utils.load_policy(args.sft_model_path, "--sft_model_path", **loading), args.temperature)
         reference.requires_grad_(False)
     reward_model = own_tokenizer = None
@@ -837,9 +837,9 @@ def main(args: Args):
             my_rows = [train_set.rows[ids[i // k]] for i in torch.arange(B).chunk(world)[rank].tolist()]
             reward_values, kinds = rewards_of(my_rows, my_batch, has_stopped(responses, response_mask, stop_id), n)
             if steps_per_update > 1 and not actor:  # with one step there is no ratio, and for the KL the sampler's are enough
-                # [GEN-9] the forward that phase 5 repeats: before the first step every ratio is 1
+                # [GEN-9] the forward that phase 5 repeats: the first ratio is 1
                 logprobs, _ = in_slices(lambda *b: response_logprobs(policy, b, n), my_batch, episodes_per_forward, n)
-        # [REW-7] gather once: from here on every tensor is the whole batch, the same on every process
+        # [REW-7] gather once: from here on all is the whole batch, everywhere
         responses, response_mask, sampled_logprobs, logprobs, ref_logprobs, reward_values, kinds = map(
             accelerator.gather, (responses, response_mask, sampled_logprobs, logprobs, ref_logprobs, reward_values, kinds)
         )
@@ -881,7 +881,7 @@ def main(args: Args):
         for epoch in range(args.num_ppo_epochs):
             order = torch.tensor(utils.permutation(P, args.seed, update, epoch), device=device)  # [P] [OPT-9] anew each pass
             for minibatch in order.chunk(args.num_mini_batches):
-                # [RLOO-8] its episodes, group by group: groups 3, 0 with k = 2 are episodes 6, 7, 0, 1
+                # [RLOO-8] groups stay whole: with k = 2, group 3 is 6, 7
                 episodes = (minibatch.unsqueeze(1) * k + torch.arange(k, device=device)).reshape(-1)
                 num_actions = action_mask[episodes].sum().clamp(min=1)  # of the whole minibatch, on every process
                 share = episodes.reshape(world, -1)[rank]  # of this process

@@ -102,7 +102,7 @@ def disable_dropout(model):
             setattr(model.config, name, 0.0)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
-            module.p = 0.0  # [MODEL-1] noise in a log-prob is noise in the ratio and in the KL
+            module.p = 0.0  # [MODEL-1] noise in log-probs is noise in ratio and KL
         for name, value in vars(module).items():
             if isinstance(value, float) and "drop" in name:
                 setattr(module, name, 0.0)  # [MODEL-2] functional dropout reads this copy

@@ -6,6 +6,9 @@ Oracles here are plain transformers on rows without padding, loops, and what a s
 """
 
 import contextlib
+import gc
+import math
+import threading
 
 import pytest
 import torch
@@ -19,7 +22,7 @@ from tokenizers import ByteLevelBPETokenizer
 from transformers import AutoModelForSequenceClassification, GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedTokenizerFast
 from worker import recording
 
-from rlhf_details import data, engines, toy, train_ppo, train_reward, train_rloo, train_sft, utils
+from rlhf_details import data, engines, runs, toy, train_ppo, train_reward, train_rloo, train_sft, utils
 
 both = pytest.mark.parametrize("script", [train_ppo, train_rloo], ids=["ppo", "rloo"])
 RUN = {train_ppo: run_ppo, train_rloo: run_rloo}
@@ -74,6 +77,18 @@ def test_data_1_prompt_and_completion_are_tokenised_apart():
     assert data.encode(tokenizer, "hel", "lo") == (prompt, [*completion, tokenizer.eos_token_id])
 
 
+@both
+def test_data_7_a_batch_may_reach_from_one_pass_over_the_prompts_into_the_next(tiny, in_tmp, monkeypatch, script):
+    prompts = [row["prompt"] for row in toy.rows("prompts", "train")[:6]]
+    write_rows("six.jsonl", [{"prompt": prompt} for prompt in prompts])
+    calls, k = record(monkeypatch, script, "sample"), 4 if script is train_rloo else 1
+    RUN[script](tiny, dataset="six.jsonl", total_episodes=12 * k, batch_size=4 * k)  # 3 updates of 4 prompts: twice 6
+    tokenizer = toy.tokenizer()
+    seen = [tokenizer.decode(q[m]) for (_, queries, masks, *_), _ in calls for q, m in zip(queries, masks, strict=True)]
+    seen = seen[:: len(seen) // 12]
+    assert sorted(seen) == sorted(2 * prompts)
+
+
 def test_model_2_attention_dropout_that_is_a_number_is_off_too():
     torch.manual_seed(0)
     config = GPTNeoXConfig(
@@ -99,6 +114,16 @@ def test_rm_6_scores_are_fp32_under_bf16(tiny, script):
     expected = torch.nn.functional.linear(seen[0].float(), reward.model.score.weight).flatten()
     assert scores.dtype == torch.float32 and torch.allclose(scores, expected, atol=1e-6)
     assert not torch.equal(scores, scores.bfloat16().float())
+
+
+def test_rm_5_the_gain_is_trained_and_a_bias_would_not_be(labels, gpt2, monkeypatch):  # noqa: F811
+    made, scores = record(monkeypatch, train_reward, "Reward"), torch.randn(5, 4, requires_grad=True)
+    run_on_labels(gpt2)
+    ((_, reward),) = made
+    assert abs(reward.gain.item() - 1) > 1e-4 and not isinstance(reward.bias, torch.Tensor)
+    gain, bias = torch.ones(1, requires_grad=True), torch.zeros(1, requires_grad=True)
+    train_reward.best_of_k_loss(gain * scores + bias, torch.tensor([0, 1, 2, 3, 0])).backward()
+    assert abs(bias.grad.item()) < 1e-6 < 1e-2 < abs(gain.grad.item())
 
 
 def test_rm_9_training_starts_from_scores_of_mean_0_and_std_1(labels, gpt2, monkeypatch):  # noqa: F811
@@ -166,6 +191,17 @@ def test_gen_4_tokens_are_a_function_of_coordinates_and_row(script):
 
 
 @both
+def test_gen_4_the_seed_is_in_the_noise_and_in_the_order_of_the_prompts(tiny, in_tmp, monkeypatch, script):
+    calls, queries = record(monkeypatch, script, "sample"), []
+    for seed in (5, 6):
+        calls.clear()
+        RUN[script](tiny, total_episodes=16, seed=seed)
+        assert {next(x for x in args if isinstance(x, tuple))[0] for args, _ in calls} == {seed}
+        queries.append([args[1][args[2]].tolist() for args, _ in calls])
+    assert queries[0] != queries[1]
+
+
+@both
 @torch.no_grad()
 def test_gen_5_nothing_is_sampled_after_the_stop_token(script):
     policy = script.Policy(tiny_model("gpt_neox", vocab_size=23), 1.0)
@@ -216,6 +252,37 @@ def test_gen_8_logits_are_made_of_response_positions_alone_and_in_pieces(script,
     assert max(sizes) <= 50 and len(sizes) > 4 and torch.allclose(whole, pieces, atol=1e-6)
 
 
+@both
+def test_gen_10_the_actor_samples_with_the_weights_from_before_training_however_late(tiny, in_tmp, monkeypatch, script):
+    """The actor waits until the update that it should overlap with has been trained on."""
+    trained, pushed, used = {u: threading.Event() for u in range(1, 4)}, {}, {}
+    sample, push, step = script.sample, script.Actor.push, torch.optim.AdamW.step
+
+    def late_sample(policy, *rest):
+        update = next(x for x in rest if isinstance(x, tuple))[2]
+        assert update == 1 or trained[update - 1].wait(60)
+        used[update] = [p.clone() for p in policy.parameters()]
+        return sample(policy, *rest)
+
+    def recording_push(self, model, update):
+        pushed[update] = [p.detach().clone() for p in model.parameters()]
+        push(self, model, update)
+
+    def recording_step(self, *args, **kwargs):
+        result = step(self, *args, **kwargs)
+        next(event for event in trained.values() if not event.is_set()).set()
+        return result
+
+    monkeypatch.setattr(script, "sample", late_sample)
+    monkeypatch.setattr(script.Actor, "push", recording_push)
+    monkeypatch.setattr(torch.optim.AdamW, "step", recording_step)
+    RUN[script](tiny, async_rollouts=True, learning_rate=1e-2)
+    assert sorted(used) == sorted(pushed) == [1, 2, 3]
+    for update in used:
+        assert all(torch.equal(a, b) for a, b in zip(used[update], pushed[update], strict=True))
+    assert not torch.equal(used[2][0], used[3][0])
+
+
 # ---- scores and KL -----------------------------------------------------------------------------------------------------------
 @both
 @torch.no_grad()
@@ -244,24 +311,27 @@ class Trace:
     """A short run of a script, and what its functions were given and gave."""
 
     def __init__(self, script, tiny, monkeypatch, **options):
-        self.logprobs, self.losses, real = {}, record(monkeypatch, script, LOSS[script]), script.response_logprobs
+        self.logprobs, self.training, real = {}, [], script.response_logprobs
+        self.losses = record(monkeypatch, script, LOSS[script])
 
         def response_logprobs(policy, batch, *n):
             result = real(policy, batch, *n)
             if not torch.is_grad_enabled() and len(batch[2]) == 16:  # not the probe of packed rows
                 self.logprobs.setdefault(id(policy), []).append((result[0], batch[3]))
+            elif torch.is_grad_enabled():
+                self.training.append((result[1], batch[3]))
             return result
 
         monkeypatch.setattr(script, "response_logprobs", response_logprobs)
         knobs = dict(total_episodes=32, num_ppo_epochs=2, micro_batch_size=16, learning_rate=1e-2, kl_coef=0.5)
         self.metrics = RUN[script](tiny, **(knobs | options))
-        self.reference, self.policy = self.logprobs.values()  # of each update, in the order of phase 2
+        self.by_model = list(self.logprobs.values())  # the reference's and the policy's, of each update, in the order of phase 2
 
 
 @both
 def test_rew_5_the_kl_is_the_difference_of_log_probs_which_may_be_negative(tiny, in_tmp, monkeypatch, script):
     trace = Trace(script, tiny, monkeypatch)
-    for row, (reference, _), (policy, mask) in zip(trace.metrics, trace.reference, trace.policy, strict=True):
+    for row, (reference, _), (policy, mask) in zip(trace.metrics, *trace.by_model, strict=True):
         assert row["objective/kl"] == pytest.approx(((policy - reference) * mask).sum().item() / 16, abs=1e-4)
     assert abs(trace.metrics[1]["objective/kl"]) > 0.1
 
@@ -342,6 +412,23 @@ def test_log_2_metrics_are_means_over_all_actions_of_all_processes(two_processes
     assert one[-1]["policy/approxkl_avg"] > 1e-4
 
 
+@pytest.mark.parametrize("script, options", [
+    (train_ppo, {}), (train_rloo, {}), (train_rloo, dict(token_level_kl=True, normalize_advantage=True))
+], ids=["ppo", "rloo", "rloo-tokens"])  # fmt: skip
+def test_log_2_means_are_over_real_tokens(tiny, in_tmp, monkeypatch, script, options):
+    trace = Trace(script, tiny, monkeypatch, total_episodes=16, num_ppo_epochs=3, micro_batch_size=4, **options)
+    (row,), logratios = trace.metrics, actions_of(trace.losses)
+    entropies = [x for values, mask in trace.training for x in values[mask].tolist()]
+    losses = [x for args, result in trace.losses for x in result[0][result[3] if len(result) == 4 else args[2]].tolist()]
+    clipped = [x for args, result in trace.losses for x in result[2][result[3] if len(result) == 4 else args[2]].tolist()]
+    assert len(entropies) < 3 * 16 * 8, "no response ends early: the test shows nothing"
+    assert row["policy/entropy_avg"] == pytest.approx(sum(entropies) / len(entropies), rel=1e-4)
+    assert row["policy/approxkl_avg"] == pytest.approx(sum(x * x / 2 for x in logratios) / len(logratios), rel=1e-4)
+    assert row["policy/clipfrac_avg"] == pytest.approx(sum(clipped) / len(clipped), rel=1e-4) and sum(clipped) > 0
+    assert row["loss/policy_avg"] == pytest.approx(sum(losses) / len(losses), rel=1e-3, abs=1e-5)
+    assert row["val/ratio"] == pytest.approx(sum(map(math.exp, logratios)) / len(logratios), rel=1e-4)
+
+
 # ---- PPO -----------------------------------------------------------------------------------------------------------------------
 def test_ppo_1_the_value_model_starts_as_a_copy_of_the_reward_model_which_training_leaves_alone(tiny, in_tmp, monkeypatch):
     rewards, policies = record(monkeypatch, train_ppo, "Reward"), record(monkeypatch, train_ppo, "Policy")
@@ -395,6 +482,19 @@ def test_rloo_2_a_response_pays_for_the_sum_of_its_kl(tiny, in_tmp):
     assert row["objective/kl"] > 0.1 and row["val/sequence_lengths"] > 2
 
 
+def test_rloo_7_with_one_step_the_ratio_is_exactly_one_whatever_the_sampler_says(tiny, in_tmp, monkeypatch):
+    """Under bf16 the sampler's log-probs are off; here by 0.1 a token, which a response of 8 would turn into a ratio of 0.4."""
+    real = train_rloo.sample
+
+    def off(*args):
+        responses, mask, logprobs = real(*args)
+        return responses, mask, (logprobs + 0.1) * mask
+
+    monkeypatch.setattr(train_rloo, "sample", off)
+    for row in run_rloo(tiny, learning_rate=1e-2):
+        assert row["val/ratio"] == 1 and row["policy/clipfrac_avg"] == row["policy/approxkl_avg"] == 0
+
+
 # ---- optimisation ----------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("script", [train_ppo, train_rloo, train_sft, train_reward], ids=["ppo", "rloo", "sft", "reward"])
 def test_opt_4_epsilon_and_weight_decay_reach_the_optimizer(tiny, in_tmp, monkeypatch, script):
@@ -442,12 +542,12 @@ def test_opt_10_updates_are_rounded_up(tiny, in_tmp, script):
 @both
 def test_log_1_entropy_sums_over_real_tokens(tiny, in_tmp, monkeypatch, script):
     trace = Trace(script, tiny, monkeypatch)
-    for row, (logprobs, mask) in zip(trace.metrics, trace.policy, strict=True):
+    for row, (logprobs, mask) in zip(trace.metrics, trace.by_model[1], strict=True):
         sums = [
             -sum(x for x, real in zip(*pair, strict=True) if real) for pair in zip(logprobs.tolist(), mask.tolist(), strict=True)
         ]
         assert row["objective/entropy"] == pytest.approx(sum(sums) / 16, abs=1e-4) and row["objective/entropy"] > 0
-    assert not all(mask.all() for _, mask in trace.policy)
+    assert not all(mask.all() for _, mask in trace.by_model[1])
 
 
 def actions_of(calls):
@@ -491,3 +591,19 @@ def test_log_6_the_gap_is_the_samplers_to_the_first_forward_and_the_first_ratio_
     for row in RUN[script](tiny, num_ppo_epochs=2, learning_rate=1e-2):
         assert row["val/logprob_gap"] == pytest.approx(0.1, abs=1e-3) and abs(row["val/first_ratio"] - 1) < 1e-4
         assert abs(row["val/ratio"] - 1) > 1e-4
+
+
+@both
+def test_no_update_leaves_a_graph_behind(tiny, in_tmp, monkeypatch, script):
+    """Fault 34: a loss kept without `detach` keeps its graph. Tensors that have one are counted wherever a row is logged."""
+    alive, log = [], runs.Run.log
+
+    def counting_log(self, metrics, update):
+        gc.collect()
+        alive.append(sum(isinstance(x, torch.Tensor) and x.grad_fn is not None for x in gc.get_objects()))
+        log(self, metrics, update)
+
+    monkeypatch.setattr(runs.Run, "log", counting_log)
+    for micro_batch_size in (16, 4):
+        RUN[script](tiny, num_ppo_epochs=2, micro_batch_size=micro_batch_size)
+    assert len(alive) == 6 and len(set(alive)) == 1 and alive[0] > 0

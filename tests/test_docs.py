@@ -6,6 +6,9 @@ import json
 import re
 import runpy
 import shlex
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -113,10 +116,149 @@ def test_the_toys_defaults_are_flags_of_their_scripts():
         assert values.keys() <= {f.name for f in dataclasses.fields(SCRIPTS[script].Args)}
 
 
+# ---- the index of details ------------------------------------------------------------------------------------------------
+sys.path.append(str(ROOT / "benchmark"))
+import mutations  # noqa: E402
+
+DETAILS, CATALOGUE, FAULTS = (
+    tomllib.loads((ROOT / "benchmark" / f"{name}.toml").read_text()) for name in "details catalogue faults".split()
+)
+SOURCES = {path.name: path.read_text() for path in sorted((ROOT / "rlhf_details").glob("*.py"))}
+UNPARSED = {file: ast.unparse(ast.parse(source)) for file, source in SOURCES.items()}
+STANDS = [
+    (tag, file) for file, source in SOURCES.items() for tag in mutations.tags_in(source)
+]  # fails where a file has a tag twice
+
+
+def all_tests():
+    return {test.removeprefix("tests/") for test in mutations.all_tests(ROOT)}
+
+
+def test_the_index_and_the_verdicts_are_those_of_the_code():
+    done = subprocess.run([sys.executable, ROOT / "benchmark" / "details.py", "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_code_table_tests_and_mutants_have_the_same_tags():
+    tags = set(DETAILS["tags"])
+    assert {tag for tag, _ in STANDS} == tags and len(tags) > 50
+    named = {m[1].upper().replace("_", "-") for m in (re.match(r"test_([a-z]+_\d+)_", t.split("::")[1]) for t in all_tests()) if m}
+    assert named == tags
+    assert {(tag, file) for tag, file, _, _ in mutations.MUTATIONS} == set(STANDS)
+
+
+@pytest.mark.parametrize("tag", DETAILS["tags"])
+def test_a_tag_has_a_cause_of_a_dozen_words_a_source_and_the_next_number(tag):
+    family, number = tag.split("-")
+    assert number == "1" or f"{family}-{int(number) - 1}" in DETAILS["tags"]
+    assert DETAILS["tags"][tag]["what"] and DETAILS["tags"][tag]["source"]
+    for file in (file for t, file in STANDS if t == tag):
+        (comment,) = re.findall(rf"#.*\[{tag}\](.*)", SOURCES[file])
+        assert 2 <= len(re.findall(r"[\w']+", comment)) <= 12, comment
+
+
+def test_details_of_both_scripts_have_the_same_words():
+    comments = {file: dict(re.findall(r"\[([A-Z]+-\d+)\] (.*)", SOURCES[file])) for file in ("train_ppo.py", "train_rloo.py")}
+    ppo, rloo = comments.values()
+    differ = {tag for tag in ppo.keys() & rloo.keys() if ppo[tag] != rloo[tag]}
+    assert len(ppo.keys() & rloo.keys()) > 25 and differ <= {"REW-5", "LOG-2"}, (
+        differ
+    )  # PPO has other penalties, and reduces a step
+
+
+@pytest.mark.parametrize(
+    "tag, file, old, new", mutations.MUTATIONS, ids=lambda x: x if re.fullmatch(r"[A-Z]+-\d+|\w+\.py", x) else ""
+)
+def test_a_mutant_can_be_made_and_changes_its_statement_alone(tag, file, old, new):
+    mutant = mutations.mutate(SOURCES[file], tag, old, new)
+    ast.parse(mutant)
+    assert ast.unparse(ast.parse(mutant)) != UNPARSED[file]
+
+
+def test_mutants_survive_reformatting():
+    changed = 0
+    for file in sorted({file for _, file, _, _ in mutations.MUTATIONS}):
+        command = [sys.executable, "-m", "ruff", "format", "--line-length", "100", "--stdin-filename", file, "-"]
+        source = subprocess.run(command, input=SOURCES[file], capture_output=True, text=True, check=True).stdout
+        changed += source != SOURCES[file]
+        for tag, _, old, new in (m for m in mutations.MUTATIONS if m[1] == file):
+            mutations.mutate(source, tag, old, new)
+    assert changed > 4
+
+
+def test_every_entry_of_the_catalogue_has_one_verdict_and_tagged_ones_a_tag():
+    sizes = dict(A=17, B=11, C=11, D=5, E=17, F=15, G=11, H=10, I=8, J=14, K=12, L=9, M=5, N=15)
+    assert list(CATALOGUE) == [f"{letter}{i}" for letter, size in sizes.items() for i in range(1, size + 1)]
+    tagged = {entry for detail in DETAILS["tags"].values() for entry in detail["entries"].split()}
+    for entry, row in CATALOGUE.items():
+        assert row["verdict"] in ("tagged", "different", "not ours") and (row["verdict"] == "tagged") == (entry in tagged), entry
+        assert row["what"] and (row["why"] or row["verdict"] == "tagged") and "|" not in row["what"] + row["why"], entry
+
+
+def test_every_fault_has_tests_that_exist_or_a_reason():
+    assert list(FAULTS) == [str(i) for i in range(1, 48)]
+    caught = {fault for detail in DETAILS["tags"].values() for fault in detail["faults"].split()}
+    assert caught <= FAULTS.keys()
+    exist = all_tests()
+    for number, fault in FAULTS.items():
+        assert {re.sub(r"\[.*", "", test) for test in fault["tests"]} <= exist, number
+        assert (fault["tests"] or number in caught or fault["note"]) and not fault["note"].startswith("MISSING"), number
+
+
+def test_a_row_of_the_report_says_killed_only_where_a_test_failed():
+    mutant, rows = mutations.MUTATIONS[0], []
+    for code, said in (
+        (1, "tests/test_a.py::test_b - assert 1 == 2"),
+        (None, "no end after 240 s"),
+        (0, ""),
+        (2, "broken"),
+        (4, ""),
+        (5, ""),
+    ):
+        rows.append((mutant, code, said, 1.0))
+    report = mutations.table(rows)
+    assert report.startswith("2 of 6 mutants killed") and report.count("**survived**") == 4 and "`test_b`" in report
+
+
+# ---- what no file may hold -----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("path", sorted((ROOT / "rlhf_details").glob("*.py")), ids=lambda p: p.name)
 def test_no_memory_rituals_and_no_leftovers(path):
     for number, line in enumerate(path.read_text().splitlines(), 1):
         assert not re.search(r"^\s*del |empty_cache|gc\.collect|time\.sleep|TODO|FIXME|except:|INVALID_LOGPROB", line), number
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    assert not any(isinstance(node, ast.Delete | ast.Global) for node in nodes)
+    for node in nodes:  # a number that stands for "no value" among log-probs or rewards
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("masked_fill", "masked_fill_", "where"):
+            sentinels = [a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, int | float)]
+            assert not set(sentinels) - {0}, ast.unparse(node)
+
+
+def test_no_code_is_commented_out():
+    done = subprocess.run(
+        [sys.executable, "-m", "ruff", "check", "--select", "ERA", ROOT / "rlhf_details"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def test_importing_opens_no_connection_and_writes_nothing(tmp_path):
+    code = """
+import socket, sys
+def refuse(*a, **k): raise AssertionError("a connection at import")
+socket.socket.connect = socket.create_connection = socket.getaddrinfo = refuse
+from rlhf_details import (data, engines, evaluate, health, hub, lora, reward_functions, runs, toy, train_both, train_ppo,
+                          train_reward, train_rloo, train_sft, utils)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stdout and not list(tmp_path.iterdir()), done.stderr
+
+
+def phases_of(source):
+    return re.findall(r"# ---- (\d\. \w+)", source)
+
+
+def test_both_loops_have_the_same_six_phases():
+    wanted = ["1. Rollout", "2. Scores", "3. Rewards", "4. Advantages", "5. Optimise", "6. Log"]
+    assert phases_of(SOURCES["train_ppo.py"]) == wanted == phases_of(SOURCES["train_rloo.py"])
 
 
 @pytest.mark.parametrize("script, args", [(train_rloo, rloo_args), (train_ppo, ppo_args)], ids=["rloo", "ppo"])
