@@ -728,7 +728,8 @@ def main(args: Args):
             utils.fail(f"--{flag}: for one process or DDP, not for {engines.name(accelerator)}")
     torch.manual_seed(args.seed)
 
-    # ---- models: the reference is a frozen copy of the initial policy, a separate value model a copy of the reward model
+    # ---- models: the reference is a frozen copy of the initial policy, a separate value model a copy of the reward model;
+    # utils.load_policy and load_reward_model give fp32 weights and turn every dropout off
     trust = args.trust_remote_code
     loading = {"attn_implementation": args.attn_implementation, "trust_remote_code": trust}
     tokenizer = utils.load_tokenizer(args.sft_model_path, "--sft_model_path", trust)
