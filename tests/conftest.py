@@ -77,11 +77,11 @@ def offline_wandb(in_tmp, monkeypatch):
 
 
 def rloo_args(tiny, **changes):
-    """Args of a short RLOO run on the tiny models: 3 updates of 16 episodes, k = 4, responses of 8 tokens."""
+    """Args of a short RLOO run on the tiny models: 3 updates of 16 episodes, k = 4, responses of 8 tokens, 256 prompts."""
     values = dict(
         sft_model_path=str(tiny / "policy"), reward_model_path=str(tiny / "reward"), total_episodes=48, batch_size=16, rloo_k=4,
         response_length=8, temperature=1.0, num_ppo_epochs=1, num_mini_batches=1, learning_rate=1e-3, num_sample_generations=0,
-        run_name="run", overwrite=True,
+        run_name="run", overwrite=True, take=256,
     )  # fmt: skip
     return train_rloo.Args(**(values | changes))
 
@@ -97,11 +97,11 @@ def run_rloo(tiny, **changes):
 
 
 def ppo_args(tiny, **changes):
-    """Args of a short PPO run on the tiny models: 3 updates of 16 episodes, responses of 8 tokens, one pass."""
+    """Args of a short PPO run on the tiny models: 3 updates of 16 episodes, responses of 8 tokens, one pass, 256 prompts."""
     values = dict(
         sft_model_path=str(tiny / "policy"), reward_model_path=str(tiny / "reward"), total_episodes=48, batch_size=16,
         response_length=8, temperature=1.0, num_ppo_epochs=1, num_mini_batches=1, learning_rate=1e-3, num_sample_generations=0,
-        run_name="run", overwrite=True,
+        run_name="run", overwrite=True, take=256,
     )  # fmt: skip
     return train_ppo.Args(**(values | changes))
 

@@ -166,6 +166,7 @@ def test_two_runs_are_bitwise_equal(tiny, in_tmp, script, arguments):
     assert first == numbers() and len({row["objective/kl"] for row in first}) > 4
 
 
+@pytest.mark.slow
 @SCRIPTS
 def test_two_processes_give_the_curves_of_one(tiny, tmp_path, monkeypatch, script, arguments):
     args = arguments(
@@ -181,6 +182,7 @@ def test_two_processes_give_the_curves_of_one(tiny, tmp_path, monkeypatch, scrip
     assert_same_curves(one, two)
 
 
+@pytest.mark.slow
 @SCRIPTS
 def test_under_bf16_the_actor_computes_in_bf16_with_weights_of_its_own(tiny, tmp_path, script, arguments):
     """accelerate wraps the policy's forward for bf16; a copy of the wrapper would go on calling the learner's weights."""

@@ -489,8 +489,10 @@ def test_stage_that_fails_leaves_the_message_to_itself(in_tmp, tiny, monkeypatch
 @pytest.mark.parametrize(
     "script, flags, parts",
     [
-        ("train_sft.py", ["--dataset", "missing.jsonl"], ["--dataset missing.jsonl", "no such file"]),
-        ("train_reward.py", ["--dataset", "bad.jsonl"], ["--dataset bad.jsonl", "line 3"]),
+        pytest.param(
+            "train_sft.py", ["--dataset", "missing.jsonl"], ["--dataset missing.jsonl", "no such file"], marks=pytest.mark.slow
+        ),
+        pytest.param("train_reward.py", ["--dataset", "bad.jsonl"], ["--dataset bad.jsonl", "line 3"], marks=pytest.mark.slow),
         ("train_rloo.py", ["--dataset", "bad.jsonl", "--batch_size", "18"], ["--batch_size 18", "rloo_k 4"]),
         ("train_ppo.py", ["--dataset", "bad.jsonl", "--gamma", "1.5"], ["--gamma 1.5", "at most 1"]),
     ],

@@ -81,6 +81,7 @@ def test_both_can_be_resumed(tiny, in_tmp, monkeypatch):
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.slow
 def test_both_runs_are_tracked_offline(tiny, in_tmp):
     words = flags(tiny) + ["--reward.track", "--policy.track"]
     done = launch(

@@ -131,6 +131,7 @@ def test_equal_rewards_are_counted_by_group(tiny, in_tmp):
     assert read_metrics("runs/run")[0]["val/equal_scores"] == 0.25
 
 
+@pytest.mark.slow
 @MAINS
 def test_a_policy_that_says_one_word_again_and_again_shows_in_entropy_and_length(tiny, in_tmp, capsys, script, args):
     code = "def f(prompts, completions): return [float(c.count('the')) for c in completions]"
@@ -139,6 +140,7 @@ def test_a_policy_that_says_one_word_again_and_again_shows_in_entropy_and_length
     assert {"entropy"} <= found.keys() and "health/entropy" in warnings_in(capsys)
 
 
+@pytest.mark.slow
 @MAINS
 def test_shrinking_responses_show(tiny, in_tmp, capsys, script, args):
     code = "def f(prompts, completions): return [-float(len(c.split())) for c in completions]"

@@ -99,6 +99,7 @@ def epoch_rows(B, update, epochs, minibatches, micro=10**9):
 VALVES = dict(score_scaling=True, score_norm=True, score_clip=1.5, ratio_threshold=1.004, target_kl=3e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [NPLUS | VALVES, OPENAI], ids=["nplus-valves", "openai"])
 def test_two_processes_sample_the_same_tokens_and_give_the_same_curves(ragged, tmp_path, monkeypatch, options):
     prompts = tmp_path / "odd.jsonl"  # 41 rows do not divide by two
@@ -200,6 +201,7 @@ def test_accumulation_of_the_launch_configuration_changes_nothing(ragged, in_tmp
     assert without_times(run_ppo(ragged, micro_batch_size=4)) == without_times(reference)
 
 
+@pytest.mark.slow
 def test_bf16_keeps_fp32_weights_log_probs_and_values(ragged, tmp_path):
     args = ppo_args(ragged, total_episodes=32, num_ppo_epochs=2)
     metrics, (record,) = run_worker(tmp_path / "run", args, 1, ACCELERATE_MIXED_PRECISION="bf16")  # asserts fp32 outputs
@@ -1102,6 +1104,7 @@ def test_held_out_responses_are_truncated_penalised_and_measured_like_the_traini
     assert metrics["eval/objective/scores_std"] == pytest.approx(statistics.pstdev(found["scores"]), abs=1e-4)
 
 
+@pytest.mark.slow
 def test_plain_python_trains_a_policy_with_a_value_head(ragged, tmp_path):
     (tmp_path / "prompts.jsonl").write_text(
         "".join(json.dumps({"prompt": row["prompt"]}) + "\n" for row in toy.rows("prompts", "train")[:8])

@@ -366,9 +366,8 @@ def test_nones_are_left_out_of_means_and_of_the_update(functions, tiny, script, 
     assert "objective/rewards/never" not in rows[0]
 
 
-@pytest.mark.parametrize(
-    "run, args", [(run_rloo, rloo_args), pytest.param(run_ppo, ppo_args, marks=pytest.mark.slow)], ids=["rloo", "ppo"]
-)
+@pytest.mark.parametrize("run, args", [(run_rloo, rloo_args), (run_ppo, ppo_args)], ids=["rloo", "ppo"])
+@pytest.mark.slow
 def test_two_processes_and_small_micro_batches_give_the_same_curves(functions, tiny, in_tmp, run, args):
     functions(LENGTHS + "    def some(prompts, completions): return [None if 'the' in c else 1.0 for c in completions]\n")
     options = dict(reward_fn=("mine.py:words", "mine.py:is_long", "mine.py:some"), num_mini_batches=2, num_ppo_epochs=2)

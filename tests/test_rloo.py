@@ -58,6 +58,7 @@ def sampled_tokens(records):
 
 
 # ---- what is a memory or hardware knob never changes the result ------------------------------------------------------
+@pytest.mark.slow
 def test_two_processes_sample_the_same_tokens_and_give_the_same_curves(tiny, tmp_path):
     prompts = tmp_path / "odd.jsonl"  # 41 rows do not divide by two
     prompts.write_text("".join(json.dumps(row) + "\n" for row in toy.rows("prompts", "test")[:41]))
@@ -80,7 +81,7 @@ def test_two_processes_agree_at_vocabulary_8192(tmp_path):
     assert_same_curves(one, two)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_rloo_1_reward_of_the_prompt_gives_advantages_exactly_zero(tiny, tmp_path, processes):
     args = rloo_args(tiny, kl_coef=0.0, missing_eos_penalty=None)
     _, records = run_worker(tmp_path / "run", args, processes, "prompt_scores")
@@ -88,7 +89,7 @@ def test_rloo_1_reward_of_the_prompt_gives_advantages_exactly_zero(tiny, tmp_pat
     assert len(advantages) == 48 and (advantages == 0).all()
 
 
-@pytest.mark.parametrize("share_prompts", [True, False])
+@pytest.mark.parametrize("share_prompts", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_opt_5_micro_batch_and_slice_sizes_change_nothing(tiny, in_tmp, share_prompts):
     options = dict(total_episodes=160, num_ppo_epochs=2, num_mini_batches=2, learning_rate=3e-4, share_prompts=share_prompts)
     reference = run_rloo(tiny, micro_batch_size=1000, rollout_micro_batch_size=1000, **options)
@@ -469,6 +470,7 @@ def chi_square_over_pairs(model, temperature, draws=8_000):
     return (statistic - freedom) / math.sqrt(2 * freedom)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_sampled_tokens_follow_softmax_of_logits_over_temperature(temperature):
     model = tiny_model("gpt_neox", vocab_size=23)

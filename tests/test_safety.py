@@ -96,6 +96,7 @@ SECRETS = {
 }
 
 
+@pytest.mark.slow
 def test_no_key_of_the_environment_is_written_down(tiny, in_tmp):
     flags = ["--sft_model_path", tiny / "policy", "--reward_model_path", tiny / "reward", "--dataset", "toy", "--track"]
     flags += ["--total_episodes", 16, "--batch_size", 16, "--response_length", 8, "--run_name", "run", "--output_dir", "model"]

@@ -85,6 +85,7 @@ def test_sft_3_sft_micro_batches_change_nothing(texts, completion_only):
     assert_same_curves(runs[0], runs[2])
 
 
+@pytest.mark.slow
 def test_sft_two_processes_change_nothing(texts):
     write_rows("rows.jsonl", toy.rows("sft", "train")[:41])  # held-out rows that do not divide by two
     flags = [
@@ -156,6 +157,7 @@ def test_opt_5_reward_micro_batches_change_nothing(comparisons, tiny):
     assert_same_curves(runs[0], runs[2])
 
 
+@pytest.mark.slow
 def test_rm_14_reward_two_processes_change_nothing(comparisons, tiny):
     rows = [json.loads(line) for line in Path("rows.jsonl").read_text().splitlines()]
     write_rows(

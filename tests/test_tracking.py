@@ -71,6 +71,7 @@ def test_a_resumed_run_is_the_same_one_and_shows_its_data_once(tiny, offline_wan
     assert [row["update"] for row in second.history if "update" in row] == [2]
 
 
+@pytest.mark.slow
 def test_without_a_login_there_is_one_line_and_nothing_is_trained(tiny, in_tmp):
     env = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")} | {"HOME": str(in_tmp), "NETRC": str(in_tmp / "no")}
     flags = ["--track", "--sft_model_path", tiny / "policy", "--reward_model_path", tiny / "reward", "--run_name", "r"]
