@@ -1,20 +1,21 @@
 """
 PPO on a language model and a learned reward: the two published recipes, "N+" and openai/lm-human-preferences, in one loop.
 
-1. Each prompt gets one response. Each of its tokens is an action with a reward of -kl_coef * its KL; the response's score
-   is the reward of the place after the last token, or is added to the last token's where there is no such place.
+1. Each prompt gets one response. Each response token is an action with the reward -kl_coef * KL. The score is the reward of the
+   place after the last token (mostly EOS); a response of all R tokens has no such place, and it is added to the last token's.
 2. A value model says what every prefix is worth. GAE turns rewards and values into advantages, which are whitened.
 3. The rollout is used for several epochs; the probability ratio of a token and the change of a value are clipped.
 4. N+ (arXiv 2403.17031): a separate value model that starts as the reward model, a fixed kl_coef, nothing after EOS counts.
    lm-human-preferences (arXiv 1909.08593): a value head on the policy's own trunk that starts at zero, an adaptive
-   kl_coef, whitened rewards, responses of fixed length of which the reward model reads the part up to a token.
+   kl_coef, whitened rewards, responses of fixed length, which the reward model reads up to the first full stop.
 5. All randomness is a function of coordinates (seed, purpose, update, row, step, token), never of a generator's state.
 
 Left out on purpose: a separate inference engine, top-k and top-p (they would make the sampler another policy), an entropy
-bonus (no published recipe has one).
+bonus (neither recipe has one).
 
 Shapes    B: episodes, one per prompt   Q: query tokens, left-padded   R: response tokens, right-padded   V: vocabulary
-          M: episodes of a micro-batch
+          M: rows of a call, say of a micro-batch   L = Q + R: columns of a row   N: columns read   H: hidden size   F: rewards
+          In `sample` and in evaluations B and N count what that call is given.
 Masks     True = real token. They travel with the tokens; nothing is ever found by looking for a pad token.
 
 One process:   python rlhf_details/train_ppo.py
@@ -112,7 +113,7 @@ class Args:
     truncate_after: int = 0
     """tokens before this place of the response (from 0) do not truncate it"""
     missing_eos_penalty: float | None = 1.0
-    """what a response without that token pays, in points of score; None: nothing, as where no token ends a response"""
+    """what a response without its end (--truncate_token, else --stop_token) pays, in points of score; None: nothing"""
     missing_eos_mode: Literal["subtract", "replace"] = "subtract"
     """subtract the penalty from the score, or replace the score by -penalty"""
 
@@ -244,12 +245,14 @@ class Policy(nn.Module):
 
         def of_tokens(states, labels):
             """Log-probs and entropies [C] of C labels, at their states [C, H]."""
-            log_softmax = (head(states).float() / self.temperature).log_softmax(-1)  # [C, V] [GEN-3] that policy's log-probs
+            log_softmax = (head(states).float() / self.temperature).log_softmax(
+                -1
+            )  # [C, V] [GEN-3] of the policy that is sampled: the same T
             with torch.no_grad():
                 entropies = -(log_softmax.exp() * log_softmax).sum(-1)
             return log_softmax.gather(-1, labels.unsqueeze(-1)).squeeze(-1), entropies
 
-        # [GEN-8] at once they would be M * N * V numbers, three times over
+        # [GEN-8] all logits at once: M * N * V numbers, and their gradients
         pieces = [x.flatten(0, 1).split(max(1, LOGITS_AT_ONCE // vocab_size)) for x in (states, labels)]
         function = of_tokens if len(pieces[0]) == 1 else functools.partial(checkpoint, of_tokens, use_reentrant=False)
         logprobs, entropies = (torch.cat(x).reshape(labels.shape) for x in zip(*map(function, *pieces), strict=True))
@@ -267,7 +270,10 @@ class Reward(nn.Module):
 
     def __init__(self, model):
         super().__init__()
-        self.model, self.bias = model, getattr(model.config, "reward_bias", 0.0)  # [REW-1] of normalisation
+        self.model, self.bias = (
+            model,
+            getattr(model.config, "reward_bias", 0.0),
+        )  # [REW-1] normalisation's shift, which plain loaders ignore
         self.takes_positions = utils.accepts(model.base_model.forward, "position_ids")
 
     def forward(self, tokens, mask, positions, last):
@@ -275,7 +281,7 @@ class Reward(nn.Module):
         inputs = {"position_ids": positions} if self.takes_positions else {}
         hidden = self.model.base_model(input_ids=tokens, attention_mask=mask, use_cache=False, **inputs).last_hidden_state
         hidden = hidden.gather(1, last.unsqueeze(-1).expand(-1, -1, hidden.size(-1)))  # [M, n, H]
-        with torch.autocast(hidden.device.type, enabled=False):  # [RM-6] bf16 would round the scores to three digits
+        with torch.autocast(hidden.device.type, enabled=False):  # [RM-6] bf16 scores between 2 and 4 would lie 1/64 apart
             return self.model.score(hidden.float()).squeeze(-1) + self.bias
 
 
@@ -298,7 +304,8 @@ def fold(key, coordinate):
 def gumbel_noise(keys, vocab_size):
     """Standard Gumbel noise [B, V] fp32, a function of (key of the row, token id); keys: [B] int32.
 
-    31 hashed bits make u in (0, 1); -log(-log(1 - u)) keeps them in the tail that decides an argmax, up to about 22.
+    31 hashed bits make u in (0, 1). Large noise decides an argmax; as -log(-log(1 - u)) it comes from small u, where floats are
+    dense, and reaches 22. As -log(-log(u)) it would come from u near 1, where fp32 ends at about 17.
     """
     tokens = fold(torch.arange(vocab_size, dtype=torch.int32, device=keys.device), 0x3C6EF372)  # [V]
     bits = hash32(keys.unsqueeze(1) ^ tokens) & 0x7FFFFFFF  # [B, V]
@@ -313,7 +320,7 @@ def sample(policy, queries, query_mask, rows, response_length, stop_id, coordina
     A token is argmax(logits / T + Gumbel noise), which is a draw from the softmax; the noise is a function of
     (coordinates, row, step, token id), so rows may be grouped, sliced and spread over processes at will.
     Args: policy, a Policy in eval mode; queries, query_mask [B, Q]; rows [B], the global number of each response;
-    stop_id, a token id or None; coordinates, e.g. (seed, purpose, update); longest, for --compile: the columns of all prompts.
+    stop_id, a token id or None; coordinates, e.g. (seed, purpose, update); longest, for --compile: pad prompts to so many columns.
     Returns: responses [B, R] int64, mask [B, R] bool (True up to and including the stop token), log-probs fp32.
     """
     unused = int(query_mask.any(0).int().argmax())  # columns that are padding in every row
@@ -327,15 +334,17 @@ def sample(policy, queries, query_mask, rows, response_length, stop_id, coordina
     logprobs = torch.zeros(B, response_length, device=device)
     visible = torch.cat([query_mask, torch.ones_like(mask)], 1)  # [B, Q + R]
     column = torch.arange(visible.size(1), device=device)
-    cache, step = DynamicCache(config=policy_config(policy)), policy
+    cache, next_logits = DynamicCache(config=policy_config(policy)), policy
     if longest:
-        cache, step = compiled(policy, B, len(column))
+        cache, next_logits = compiled(policy, B, len(column))
         cache.reset()
     logits = policy(queries, query_mask, utils.positions_from_mask(query_mask), cache=cache).squeeze(1)  # [B, V]
-    position = query_mask.sum(1, keepdim=True)  # [B, 1], of the token about to be sampled
+    position = query_mask.sum(1, keepdim=True)  # [B, 1], of a response's first token
     alive = torch.ones(B, dtype=torch.bool, device=device)
     for t in range(response_length):
-        token = (logits + gumbel_noise(fold(keys, t), logits.size(-1))).argmax(-1)  # [B] [GEN-1] a draw from the softmax
+        token = (logits + gumbel_noise(fold(keys, t), logits.size(-1))).argmax(
+            -1
+        )  # [B] [GEN-1] Gumbel-max; the logits are tempered already
         responses[:, t], mask[:, t] = token * alive, alive
         logprobs[:, t] = (logits.gather(1, token.unsqueeze(1)).squeeze(1) - logits.logsumexp(-1)) * alive
         if stop_id is not None:
@@ -346,18 +355,18 @@ def sample(policy, queries, query_mask, rows, response_length, stop_id, coordina
         seen = additive((visible & (column < past)).unsqueeze(1)) if longest else visible[:, :past]
         tokens = (token * alive).unsqueeze(1)  # finished rows run on with token 0, unread
         # [GEN-6] positions go on behind the prompt's real tokens, not behind its padding
-        logits = step(tokens, seen, position + t, cache=cache).squeeze(1)  # [B, V]
+        logits = next_logits(tokens, seen, position + t, cache=cache).squeeze(1)  # [B, V]
     return responses, mask, logprobs
 
 
 def additive(visible):
     """Attention mask [M, 1, L, L'] fp32 of a bool [M, L, L']: 0 where visible, else a number finite in fp32 and in bf16."""
-    lowest = torch.finfo(torch.bfloat16).min
+    lowest = torch.finfo(torch.bfloat16).min  # once cast to fp16 it is -inf
     return torch.zeros(visible.shape, device=visible.device).masked_fill(~visible, lowest).unsqueeze(1)
 
 
 @functools.cache
-def compiled(policy, num_rows, columns):
+def compiled(policy, num_rows, columns):  # a cache for each number of rows
     """(static cache, compiled policy) for --compile: steps of one shape, which a GPU replays as one graph, not launch by launch."""
     policy = getattr(policy, "module", policy)
     step = torch.compile(policy, mode="reduce-overhead", dynamic=False)
@@ -374,9 +383,9 @@ class Actor:
 
         learner   push W0, 1 |                | take 1, push W0, 2 | train 1 -> W1   | take 2, push W1, 3 | train 2 -> W2    | ..
         actor                | sample 1 by W0 |                    | sample 2 by W0 .. |                  | sample 3 by W1 ... | ..
-    So batch 1 is fresh and every later one is stale by exactly one update, whatever the speed of either side: with two queues
-    of size one neither can run ahead. There is no collective in this thread, which would meet the learner's.
-    Source: open-instruct, ppo_vllm_thread.py.
+    So batch 1 is fresh and every later one is stale by exactly one update, whatever the speed of either side: a push follows a
+    take, so neither can run ahead. There is no collective in this thread, which would meet the learner's.
+    Source: open-instruct, ppo_vllm_thread_ray_gtrl.py, with its two queues of size one.
     """
 
     def __init__(self, policy, rollout):
@@ -428,7 +437,7 @@ def join(queries, query_mask, responses, response_mask):
     Returns: tokens, mask, positions [M, L] with L = Q + R, and index [R], the columns Q-1 .. Q-1 + R-1.
     """
     mask = torch.cat([query_mask, response_mask], 1)  # [M, L]
-    # [GEN-7] the state before a token predicts it, the prompt's last the first
+    # [GEN-7] the state before a token predicts it
     index = torch.arange(responses.size(1), device=mask.device) + queries.size(1) - 1
     return torch.cat([queries, responses], 1), mask, utils.positions_from_mask(mask), index
 
@@ -443,8 +452,8 @@ def trim(batch):
 def response_logprobs(policy, batch):
     """Log-probs, entropies and, where the policy has a critic, values, [M, R] fp32, 0 where masked (values: by value_mask)."""
     R = batch[2].size(1)
-    batch = batch if engines.is_zero3(policy) else trim(batch)  # ZeRO-3: as many pieces of logits on every process
-    outputs = policy(*join(*batch), labels=batch[2])  # [M, width] each
+    batch = batch if engines.is_zero3(policy) else trim(batch)  # ZeRO-3 gathers the head for each piece: as many everywhere
+    outputs = policy(*join(*batch), labels=batch[2])  # each [M, W], W: the longest response, and one more
     masks = batch[3], batch[3], value_mask(batch[3])
     # [REW-6] zeros, not a sentinel: sums over a row need no mask
     return tuple(nn.functional.pad(x * m, (0, R - x.size(1))) for x, m in zip(outputs, masks, strict=False))
@@ -454,7 +463,7 @@ def response_scores(reward_model, batch):
     """Scores [M] fp32: the head's output at each response's last real token, found from the mask."""
     batch = trim(batch)
     tokens, mask, positions, _ = join(*batch)
-    last = batch[0].size(1) + batch[3].sum(1, keepdim=True) - 1  # [M, 1] [REW-2] from the mask, not where padding begins
+    last = batch[0].size(1) + batch[3].sum(1, keepdim=True) - 1  # [M, 1] [REW-2] by the mask: pad may be EOS
     return reward_model(tokens, mask, positions, last).squeeze(1)
 
 
@@ -475,10 +484,11 @@ def in_slices(function, tensors, size):
 
 
 @torch.no_grad()
-def one_response_each(policy, reference, judge, ids, args, stop_id, end_id, coordinates, accelerator):
+def one_response_each(policy, reference, score_slice, ids, args, stop_id, end_id, coordinates, accelerator):
     """Samples and scores one response to each prompt, at the training temperature; each process does its share.
 
-    Args: ids, N lists of token ids; judge(numbers of the prompts, from 0 and modulo N, batch, ended) -> rewards' values and kinds.
+    Args: ids, N lists of token ids; score_slice(numbers of the prompts [M], batch, ended [M]) -> values [M, F] and kinds [M, F] of
+    the rewards; a number of N or more is filler, for prompt number modulo N.
     Returns: responses, mask of what is scored [N, R], ended, summed KL [N], values, kinds [N, F], gathered to every process.
     """
     policy.eval()
@@ -490,7 +500,7 @@ def one_response_each(policy, reference, judge, ids, args, stop_id, end_id, coor
         responses, mask, logprobs = sample(policy, queries, query_mask, rows, args.response_length, stop_id, coordinates)
         kl = logprobs - response_logprobs(reference, (queries, query_mask, responses, mask))[0]
         mask, ended = truncate_response(responses, mask, end_id, args.truncate_after)
-        return responses, mask, ended, kl.sum(1), *judge(rows, (queries, query_mask, responses, mask), ended)
+        return responses, mask, ended, kl.sum(1), *score_slice(rows, (queries, query_mask, responses, mask), ended)
 
     with accelerator.autocast():
         outputs = in_slices(one_slice, [queries, query_mask, mine], args.rollout_micro_batch_size)
@@ -506,8 +516,8 @@ def truncate_response(responses, mask, token_id, after):
     """
     if token_id is None:
         return mask, mask.any(1)
-    ends = mask & (responses == token_id)  # [GEN-13] filler may look like it
-    ends[:, :after] = False  # [GEN-12] a full stop this early ends nothing
+    ends = mask & (responses == token_id)  # [GEN-13] & mask: the filler, token 0, may be it
+    ends[:, :after] = False  # [GEN-12] what stands this early does not count
     return mask & (ends.cumsum(1) - ends.long() == 0), ends.any(1)  # no end strictly before
 
 
@@ -534,7 +544,7 @@ def missing_eos_scores(scores, ended, penalty, mode):
     """
     if penalty is None:
         return scores
-    # [REW-3] else going on for ever costs nothing
+    # [REW-3] else nothing teaches the policy to stop
     return torch.where(ended, scores, scores - penalty if mode == "subtract" else torch.full_like(scores, -penalty))
 
 
@@ -572,20 +582,22 @@ def shape_scores(scores, moments, scaling, norm, clip, counted=slice(None)):
 def kl_penalty(logprobs, ref_logprobs, kind):
     """What each sampled token pays, [B, R], from d = log p - log p_ref; "full" is full_kl.
 
-    "kl" d: unbiased, right in a reward. "abs" |d|. "mse", "k2" d^2/2. "k3" exp(-d) - 1 + d: never negative, unbiased.
+    "kl" d: its mean is the KL, and as a reward its policy gradient the KL's. "abs" |d|. "mse", "k2" d^2/2.
+    "k3" exp(-d) - 1 + d: never negative, its mean is the KL, but not its policy gradient.
     Source: TRL v0.11.4, ppo_trainer.py (kl, abs, mse); open-instruct, ppo_vllm_thread_ray_gtrl.py (k2, k3).
     """
     d = logprobs - ref_logprobs
-    return {"kl": d, "abs": d.abs(), "mse": d**2 / 2, "k2": d**2 / 2, "k3": torch.expm1(-d) + d}[kind]  # [PPO-7] d can be negative
+    return {"kl": d, "abs": d.abs(), "mse": d**2 / 2, "k2": d**2 / 2, "k3": torch.expm1(-d) + d}[
+        kind
+    ]  # [PPO-7] one token's d may be negative
 
 
 def full_kl(policy, reference, batch):
-    """The exact KL of the next-token distributions, sum over the vocabulary of p (log p - log q), [M, R], 0 at padding."""
+    """The exact KL of the next-token distributions, sum over the vocabulary of p (log p - log p_ref), [M, R], 0 at padding."""
     R = batch[2].size(1)
     batch = trim(batch)
-    # the reshape undoes Policy.forward's squeeze where the width is 1
-    logp, logq = (m(*join(*batch)).reshape(*batch[2].shape, -1).log_softmax(-1) for m in (policy, reference))  # [M, width, V]
-    kl = (logp.exp() * (logp - logq)).sum(-1) * batch[3]
+    logp, logp_ref = (m(*join(*batch)).log_softmax(-1) for m in (policy, reference))  # [M, W, V]
+    kl = (logp.exp() * (logp - logp_ref)).sum(-1) * batch[3]
     return nn.functional.pad(kl, (0, R - kl.size(1)))
 
 
@@ -601,8 +613,8 @@ def token_rewards(scores, kl_penalties, response_mask, kl_coef):
     Args: scores [B]; kl_penalties [B, R], 0 at padding; response_mask [B, R]. Returns: [B, R].
     Source: N+, ppo.py. Where responses have a fixed length there is never room: lm-human-preferences, train_policy.py.
     """
-    last = value_mask(response_mask).sum(1, keepdim=True) - 1  # [B, 1] [PPO-6] the place after EOS, if there is one
-    return (-kl_coef * kl_penalties).scatter_add(1, last, scores.unsqueeze(1))
+    place = value_mask(response_mask).sum(1, keepdim=True) - 1  # [B, 1] [PPO-6] the place after EOS, if there is one
+    return (-kl_coef * kl_penalties).scatter_add(1, place, scores.unsqueeze(1))
 
 
 def adapt_kl_coef(kl_coef, kl, target, horizon, num_episodes):
@@ -707,8 +719,8 @@ def main(args: Args):
     start_time = time.time()
     transformers_logging.set_verbosity_error(), transformers_logging.disable_progress_bar()
     check(args)
-    # DDP would broadcast buffers in each forward, and hang where processes sample for different numbers of steps
     patience = InitProcessGroupKwargs(timeout=timedelta(hours=2))  # while the main process writes a large checkpoint
+    # DDP would broadcast buffers in each forward, and hang where processes sample for different numbers of steps
     accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False), patience])
     engines.settle(accelerator, args)
     device, world, rank = accelerator.device, accelerator.num_processes, accelerator.process_index
@@ -717,15 +729,15 @@ def main(args: Args):
     B, R = args.batch_size, args.response_length
     if B % (args.num_mini_batches * world):
         utils.fail(f"--batch_size {B}: not divisible by num_mini_batches * processes = {args.num_mini_batches} * {world}")
+    for flag in ("async_rollouts", "compile", "lora_rank"):
+        if getattr(args, flag) and engines.name(accelerator) not in ("one process", "DDP"):
+            utils.fail(f"--{flag}: for one process or DDP, not for {engines.name(accelerator)}")
     train_rows = read_prompts(args.dataset, "--dataset", args.prompt_template, args.take)
     eval_rows = read_prompts(args.eval_dataset, "--eval_dataset", args.prompt_template) if args.eval_dataset else []
     task = args.dataset.partition(":")[0]
     if task in toy.TASKS and accelerator.is_main_process:
         toy.ensure_stages(args, print)
     accelerator.wait_for_everyone()
-    for flag in ("async_rollouts", "compile", "lora_rank"):
-        if getattr(args, flag) and engines.name(accelerator) not in ("one process", "DDP"):
-            utils.fail(f"--{flag}: for one process or DDP, not for {engines.name(accelerator)}")
     torch.manual_seed(args.seed)
 
     # ---- models: the reference is a frozen copy of the initial policy, a separate value model a copy of the reward model;
@@ -784,17 +796,21 @@ def main(args: Args):
         reward_functions.check_prompts(own_tokenizer, train_set, eval_set)
     weights = torch.tensor(functions.weights, device=device)  # [F], of all rewards
     longest = max(map(len, prompts)) if args.compile else None
-    order_of_epoch = functools.cache(lambda epoch: utils.permutation(len(prompts), args.seed, epoch))  # [DATA-7] anew each time
+    order_of_epoch = functools.cache(
+        lambda epoch: utils.permutation(len(prompts), args.seed, epoch)
+    )  # [DATA-7] a new order each epoch
     gold = toy.gold if task == "toy" else None  # the embedded task's true reward is known, and only watched
     gold_of_eval = toy.gold if (args.eval_dataset or args.dataset).partition(":")[0] == "toy" else None
 
     # ---- optimizer: one for policy and value model
     policy = Policy(model, args.temperature, critic).to(device)
-    adam = dict(lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay)  # [OPT-4] not the library's defaults
+    adam = dict(
+        lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay
+    )  # [OPT-4] both given, neither left to the library
     trained = [p for p in policy.parameters() if p.requires_grad]  # [PPO-4] the value model's as well
     optimizer = torch.optim.AdamW(trained, **adam, fused=True)  # one kernel for all weights
     policy, optimizer = engines.prepare(accelerator, policy, optimizer)
-    num_updates = math.ceil(args.total_episodes / B)  # [OPT-10] up, so that all batches are whole
+    num_updates = math.ceil(args.total_episodes / B)  # [OPT-10] up: whole batches, at least total_episodes
     table_updates = set(torch.linspace(1, num_updates, args.num_sample_generations).round().int().tolist())
     watch = ["eps", "objective/scores", "objective/kl", "objective/gold"]
     learnt_from = [prompts, eval_set.ids, utils.checksum(reference)]
@@ -814,7 +830,7 @@ def main(args: Args):
         return [tokenizer.decode(r[m], skip_special_tokens=True) for r, m in zip(responses.cpu(), mask.cpu(), strict=True)]
 
     def rewards_of(rows, batch, ended):
-        """What each reward says of this process's responses to rows of the data: values and kinds [M, F]."""
+        """What each reward says of this process's responses to rows of the data: values, kinds (NOTHING, NUMBER, ..) [M, F]."""
         scores, answers = None, decode(*batch[2:]) if args.reward_fn or own_tokenizer else []
         if own_tokenizer:
             prompts = [row["prompt"] if data.is_messages(row["prompt"]) else data.as_text(tokenizer, row["prompt"]) for row in rows]
@@ -825,14 +841,14 @@ def main(args: Args):
         return functions(rows, answers, scores)
 
     def evaluate(prompt_set, coordinates):
-        """One response to each prompt: (their texts, their scores [N], {what: tensor}), the same on every process."""
+        """One response to each prompt: (responses as texts, scores [N], {metric: values, at most N}), on every process."""
         ids, texts, rows, _ = prompt_set
 
-        def judge(numbers, *batch_and_ended):
+        def score_slice(numbers, *batch_and_ended):
             return rewards_of([rows[i % len(rows)] for i in numbers.tolist()], *batch_and_ended)
 
         responses, mask, ended, kl, values, kinds = one_response_each(
-            policy, reference, judge, ids, args, stop_id, end_id, coordinates, accelerator
+            policy, reference, score_slice, ids, args, stop_id, end_id, coordinates, accelerator
         )
         answers = decode(responses, mask)
         show = lambda i: f"row {prompt_set.numbers[i]}, {texts[i]!r}, with the response {answers[i]!r}"  # noqa: E731
@@ -858,17 +874,17 @@ def main(args: Args):
     def prompts_of(update):
         """The prompts of an update: their numbers, and the queries and query_mask [B, Q] of the whole batch."""
         stream = range((update - 1) * B, update * B)  # epoch after epoch, each in an order of its own
-        ids = [order_of_epoch(i // len(prompts))[i % len(prompts)] for i in stream]
-        return ids, *utils.left_pad([prompts[i] for i in ids], device)
+        numbers = [order_of_epoch(i // len(prompts))[i % len(prompts)] for i in stream]
+        return numbers, *utils.left_pad([prompts[i] for i in numbers], device)
 
     def rollout(policy, update):
         """Phase 1: a response to each prompt of an update, of which this process samples its share; for any thread.
 
-        Returns: numbers of the prompts; queries, query_mask [B, Q] of the whole batch; responses, mask, the sampler's
-        log-probs and those of the training forward where this policy's weights are soon gone, all [B / world, R].
+        Returns: numbers of the prompts; queries, query_mask [B, Q] of the whole batch; responses, mask and the sampler's log-probs;
+        and, of use under --async_rollouts alone, this policy's log-probs by the training forward; all [B / world, R].
         """
         policy.eval()  # dropout is 0 either way (utils.load_policy); in training mode gradient checkpointing forbids the cache
-        ids, queries, query_mask = prompts_of(update)
+        numbers, queries, query_mask = prompts_of(update)
         mine = torch.arange(B, device=device).chunk(world)[rank]  # [B / world], global numbers of my episodes
         with torch.no_grad(), accelerator.autocast():
             my_prompts, coordinates = [queries[mine], query_mask[mine]], (args.seed, TRAINING, update)
@@ -876,11 +892,11 @@ def main(args: Args):
                 lambda *b: sample(policy, *b, R, stop_id, coordinates, longest), [*my_prompts, mine], args.rollout_micro_batch_size
             )
             logprobs = sampled_logprobs
-            if args.async_rollouts:  # a ratio compares two outcomes of the same, the training, forward
+            if args.async_rollouts:  # both sides of a ratio come from the training forward
                 my_batch = [*my_prompts, responses, mask]
                 # [GEN-11] of the policy that samples, whose weights are soon written over
                 logprobs, *_ = in_slices(lambda *b: response_logprobs(policy, b), my_batch, args.micro_batch_size)
-        return ids, queries, query_mask, responses, mask, sampled_logprobs, logprobs
+        return numbers, queries, query_mask, responses, mask, sampled_logprobs, logprobs
 
     # ---- what the loop takes from update to update, besides weights and Adam's moments: fresh, or from a checkpoint
     done, carried, pending = run.resume(policy, optimizer)
@@ -909,16 +925,16 @@ def main(args: Args):
                 actor.push(accelerator.unwrap_model(policy).model, update + 1)
         else:
             batch = rollout(policy, update)
-        ids, queries, query_mask, responses, response_mask, sampled_logprobs, behaviour_logprobs = batch
+        numbers, queries, query_mask, responses, response_mask, sampled_logprobs, behaviour_logprobs = batch
         scored_mask, ended = truncate_response(responses, response_mask, end_id, args.truncate_after)  # what will be scored
         rollout_time = time.time()
 
-        # ---- 2. Scores: the reward model, and the log-probs and values that KL, ratio and advantages need --------------
+        # ---- 2. Scores: rewards, log-probs and values for KL, ratio and advantages; [B / world, ..] until gathered ------
         my_batch = [*(x.chunk(world)[rank] for x in (queries, query_mask)), responses, response_mask]
         slice_size = args.micro_batch_size  # whole sequences fill a device with fewer rows than single tokens do
         with torch.no_grad(), accelerator.autocast():
             ref_logprobs, _ = in_slices(lambda *b: response_logprobs(reference, b), my_batch, slice_size)
-            my_rows = [train_set.rows[ids[i]] for i in torch.arange(B).chunk(world)[rank].tolist()]
+            my_rows = [train_set.rows[numbers[i]] for i in torch.arange(B).chunk(world)[rank].tolist()]
             reward_values, kinds = rewards_of(my_rows, [*my_batch[:3], scored_mask], ended)  # [GEN-14] what a human would read
             # [GEN-9] the forward that phase 5 repeats: the first ratio is 1
             logprobs, _, values = in_slices(lambda *b: response_logprobs(policy, b), my_batch, slice_size)
@@ -937,34 +953,39 @@ def main(args: Args):
         scores_time = time.time()
 
         def show(i):
-            (answer,), row = decode(responses[i : i + 1], response_mask[i : i + 1]), ids[i]
+            (answer,), row = decode(responses[i : i + 1], response_mask[i : i + 1]), numbers[i]
             return f"row {train_set.numbers[row]} of --dataset, {train_set.texts[row]!r}, with the response {answer!r}"
 
         functions.stop_if_failed(run, f"update {update}", kinds, show)
         run.check_finite("the score", update, reward_values.sum(1), show)
 
         # ---- 3. Rewards ------------------------------------------------------------------------------------------------
-        #   response        a    b   EOS   .    .      (nothing is sampled after the stop token)
+        #   response        a    b   EOS   .    .      (nothing is sampled after the stop token; a state: before its token)
         #   response_mask   1    1    1    0    0      actions: they have log-probs, KL, advantages and a policy loss
         #   state_mask      1    1    1    1    0      states: one more, after the end; they have rewards, values and a value loss
-        #   rewards        -cK  -cK  -cK score  0      c: kl_coef, K: its KL penalty; in a full row the last token gets both
+        #   rewards        -cK  -cK  -cK score  0      c: kl_coef, K: its KL penalty
+        #   without EOS     a    b    c    d    e      both masks are 1 everywhere, and the value after e counts as 0
+        #   rewards        -cK  -cK  -cK  -cK  -cK + score      where the score has paid missing_eos_penalty
         given = kinds != reward_functions.NOTHING  # [B, F]; a function may have nothing to say of a response
         scores, counted = combine_rewards(reward_values, given, weights, 1)  # [B], [B]
         scores = missing_eos_scores(scores, ended, args.missing_eos_penalty, args.missing_eos_mode)  # [B]
         shaped_scores = shape_scores(scores, moments, args.score_scaling, args.score_norm, args.score_clip, counted)  # [B]
         kl = (logprobs - ref_logprobs) * response_mask  # [B, R] [REW-5] k1: objective/kl, under any --kl_penalty
-        loss_mask, state_mask = (mask & counted.unsqueeze(1) for mask in (response_mask, value_mask(response_mask)))  # [B, R]
+        loss_mask = response_mask & counted.unsqueeze(1)  # [B, R]
+        state_mask = value_mask(response_mask) & counted.unsqueeze(1)  # [B, R]
         rewards = token_rewards(shaped_scores, kl_penalties, response_mask, kl_coef)  # [B, R]
         if args.whiten_rewards:
-            rewards = utils.masked_whiten(rewards, state_mask, shift_mean=False)  # [PPO-8] their sign means something
+            rewards = utils.masked_whiten(
+                rewards, state_mask, shift_mean=False
+            )  # [PPO-8] mean kept: to subtract it would price length
 
         # ---- 4. Advantages ---------------------------------------------------------------------------------------------
         advantages, returns = compute_gae(rewards, values, args.gamma, args.lam)  # [B, R]
         if args.normalize_advantage:
-            advantages = utils.masked_whiten(advantages, loss_mask)  # [PPO-10] over the response tokens of the batch
+            advantages = utils.masked_whiten(advantages, loss_mask)  # [PPO-10] over all response tokens that count
 
         # ---- 5. Optimise: episodes are shuffled; micro-batches add up to the minibatch's gradient ----------------------
-        policy.train()
+        policy.train()  # for gradient checkpointing; every dropout is 0
         stats, grad_norms = torch.zeros(12, device=device), []
         gap, first_logratio = torch.zeros((), device=device), torch.zeros((), device=device)
         num_skipped = 0
@@ -1001,14 +1022,14 @@ def main(args: Args):
                             excess, approxkl, losses, loss_mask[rows], clipped, excess**2, entropies * loss_mask[rows],
                             value_losses, state_mask[rows], value_clipped, errors, new_values * state_mask[rows],
                         )])  # fmt: skip
-                        if not grad_norms:  # [LOG-6] the first step: sampler and training forward saw the same weights
+                        if not grad_norms:  # [LOG-6] before any step: rounding alone, or an actor's lag
                             gap = torch.maximum(gap, (logprobs[rows] - sampled_logprobs[rows]).abs().max())
                             first_logratio = torch.maximum(first_logratio, logratio.abs().max())
                 sums = accelerator.reduce(sums, "sum")  # [LOG-2] over all processes, which therefore decide alike
                 stats += sums
                 mean_excess, approxkl = (sums[:2] / num_actions).tolist()
                 epoch_kl += approxkl / args.num_mini_batches
-                # [PPO-17] such a step would be one of noise
+                # [PPO-17] so far from its samples the surrogate says little
                 if args.ratio_threshold is not None and not 1 + mean_excess <= args.ratio_threshold:
                     num_skipped += 1
                     engines.forget_gradient(accelerator, policy, optimizer)
@@ -1018,7 +1039,9 @@ def main(args: Args):
                     optimizer.param_groups[0]["eps"] = tf_adam_eps(args.adam_eps, step)
                 check_norm = functools.partial(run.check_finite, "the gradient's norm", update, show=show, rows=episodes)
                 grad_norms.append(engines.step(accelerator, policy, optimizer, args.max_grad_norm, check_norm))
-            if args.target_kl is not None and not epoch_kl <= 1.5 * args.target_kl:  # [PPO-18] the batch is used up
+            if (
+                args.target_kl is not None and not epoch_kl <= 1.5 * args.target_kl
+            ):  # [PPO-18] the policy has left its samples behind
                 break
 
         # ---- 6. Log: sums of numerators and of denominators over all processes, then one division ----------------------
@@ -1079,7 +1102,7 @@ def main(args: Args):
         metrics |= {f"objective/{name}": x.mean().item() for name, x in functions.by_name(reward_values, kinds).items()}
         if gold:
             answers = decode(responses, scored_mask)
-            metrics["objective/gold"] = sum(gold(train_set.texts[ids[i]], answer) for i, answer in enumerate(answers)) / B
+            metrics["objective/gold"] = sum(gold(train_set.texts[numbers[i]], answer) for i, answer in enumerate(answers)) / B
         if eval_rows and (update == num_updates or (args.eval_every and update % args.eval_every == 0)):
             metrics |= held_out()
         run.log(metrics, update)

@@ -34,6 +34,7 @@ from transformers.utils import logging as transformers_logging
 
 from rlhf_details import data, engines, lora, runs, toy, utils
 
+TRAIN, EVAL, NORMALISATION = 0, 1, 2  # what responses are sampled for: a coordinate of their noise
 LABEL_PAD = 50259  # what fills the token ids of lm-human-preferences' labels: no id of GPT-2, whose vocabulary has 50257
 
 
@@ -133,13 +134,13 @@ class Args:
 
 
 class Reward(nn.Module):
-    """One call is one forward: scores gain * head(h) + bias, read at given tokens. The gain is trained, the bias cannot be:
-    the loss does not see a constant."""
+    """One call is one forward: scores gain * head(h) + bias, h the state of a row's last real token. The gain is trained, the bias
+    cannot be: the loss does not see a constant."""
 
     def __init__(self, model):
         super().__init__()
         self.model, self.bias = model, 0.0
-        self.gain = nn.Parameter(torch.ones(1))  # [RM-5] learns how sure the labels are; a bias would have no gradient
+        self.gain = nn.Parameter(torch.ones(1))  # [RM-5] one trained scale; a bias would cancel in the loss
         self.takes_positions = utils.accepts(model.base_model.forward, "position_ids")
 
     def forward(self, tokens, mask):
@@ -148,28 +149,31 @@ class Reward(nn.Module):
         hidden = self.model.base_model(
             input_ids=tokens, attention_mask=mask, use_cache=False, **inputs
         ).last_hidden_state  # [M, L, H]
-        last = (mask * torch.arange(mask.size(1), device=mask.device)).argmax(1)  # [M] [RM-4] from the mask: pad may be EOS
+        last = (mask * torch.arange(mask.size(1), device=mask.device)).argmax(1)  # [M] [RM-4] from the mask: no id is searched for
         hidden = hidden.gather(1, last.reshape(-1, 1, 1).expand(-1, 1, hidden.size(-1))).squeeze(1)  # [M, H]
-        with torch.autocast(hidden.device.type, enabled=False):  # [RM-6] bf16 would round the scores to three digits
+        with torch.autocast(hidden.device.type, enabled=False):  # [RM-6] bf16 scores between 2 and 4 would lie 1/64 apart
             return self.gain * self.model.score(hidden.float()).squeeze(-1) + self.bias
 
 
 def best_of_k_loss(scores, best):
-    """Cross-entropy of the candidates' scores against the best one, summed; for K = 2 it is -log sigmoid(chosen - rejected).
+    """Cross-entropy of K candidates' scores against the best one, summed over M; for K = 2: -log sigmoid(chosen - rejected).
 
     Args: scores [M, K]; best [M] int64. Returns: a scalar. Source: lm-human-preferences, label_types.py (PickBest).
     """
-    return nn.functional.cross_entropy(scores, best, reduction="sum")  # [RM-7] log K at chance
+    return nn.functional.cross_entropy(scores, best, reduction="sum")  # [RM-7] log K a comparison where scores are equal
 
 
 def num_correct(scores, best):
     """How many comparisons (scores [M, K], best [M]) have their best candidate strictly highest; a tie is wrong."""
     others = scores.scatter(1, best.unsqueeze(1), -math.inf)
-    return (scores.gather(1, best.unsqueeze(1)).squeeze(1) > others.amax(1)).sum()  # [RM-8] > and not >=
+    return (scores.gather(1, best.unsqueeze(1)).squeeze(1) > others.amax(1)).sum()  # [RM-8] >, so that a constant model gets 0
 
 
 def gain_and_bias(scores, mean=0.0, std=1.0):
-    """(gain, bias) that give these raw scores the wanted mean and (biased) std. Source: lm-human-preferences, rewards.py."""
+    """(gain, bias), scalar tensors, that give these raw scores [N] the wanted mean and (biased) std; equal scores: gain inf.
+
+    Source: lm-human-preferences, rewards.py.
+    """
     gain = std / scores.std(correction=0)
     return gain, mean - gain * scores.mean()
 
@@ -265,8 +269,8 @@ def main(args: Args):
     """Trains; returns the last row of metrics."""
     transformers_logging.set_verbosity_error(), transformers_logging.disable_progress_bar()
     check(args)
-    # a step runs the candidates as one forward; buffers never change, so they are not broadcast
     patience = InitProcessGroupKwargs(timeout=timedelta(hours=2))  # while the main process writes a large checkpoint
+    # buffers never change, so they are not broadcast
     accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False), patience])
     engines.settle(accelerator, args)
     device, world, rank, B = accelerator.device, accelerator.num_processes, accelerator.process_index, args.batch_size
@@ -281,7 +285,8 @@ def main(args: Args):
         utils.fail(f"--lora_rank: for one process or DDP, not for {engines.name(accelerator)}")
     train_rows = read_comparisons(args.dataset, "--dataset", args.prompt_template, args.take)
     eval_rows = read_comparisons(args.eval_dataset, "--eval_dataset", args.prompt_template) if args.eval_dataset else []
-    K, eval_K = (4 if rows is None else len(rows[0][1]) if rows else 0 for rows in (train_rows, eval_rows))  # toy: 4
+    candidates_in = lambda rows: 4 if rows is None else len(rows[0][1]) if rows else 0  # noqa: E731 (None: toy, which has 4)
+    K, eval_K = candidates_in(train_rows), candidates_in(eval_rows)
     if eval_K not in (0, K):
         utils.fail(f"--eval_dataset {args.eval_dataset}: {eval_K} candidates a row, but {K} in --dataset {args.dataset}")
     references, what = [], f"--reference_dataset {args.reference_dataset}"
@@ -302,7 +307,7 @@ def main(args: Args):
     # [RM-1] normalised states, d entries of variance 1, then score with variance 1
     nn.init.normal_(model.score.weight, std=1 / math.sqrt(model.score.in_features + 1))
     vocabulary = model.get_input_embeddings().num_embeddings  # of the policy, without the padding token that may be added
-    # [RM-3] libraries read scores before padding, which must not be EOS
+    # [RM-3] transformers scores the last id != pad, and would skip EOS
     if tokenizer.pad_token_id in (None, tokenizer.eos_token_id):
         tokenizer.add_special_tokens({"pad_token": "[PAD]"})
         if tokenizer.pad_token_id >= model.get_input_embeddings().num_embeddings:
@@ -320,7 +325,10 @@ def main(args: Args):
 
     @torch.no_grad()
     def sample_responses(prompts, n, use):
-        """n responses of the SFT policy to each prompt, every process its own full copy: (ids of prompts, ids of responses)."""
+        """n responses of the model at --sft_model_path to each of N prompts; every process samples all of them.
+
+        use: TRAIN, EVAL or NORMALISATION, so that the noise differs. Returns: token ids of the prompts, and of n responses to each.
+        """
         from rlhf_details.train_rloo import REWARD_DATA, Policy, sample  # the sampler is RLOO's and PPO's
 
         policy = utils.load_policy(args.sft_model_path, "--sft_model_path", **loading)
@@ -330,7 +338,7 @@ def main(args: Args):
             queries, query_mask = utils.left_pad([i for i in ids[start : start + 128] for _ in range(n)], device)
             numbers = torch.arange(start * n, start * n + len(queries), device=device)
             coordinates, R = (args.seed, REWARD_DATA, use), args.response_length
-            # [RM-11] labels were given to whole responses, which no EOS ends
+            # [RM-11] lm-human-preferences' rows: whole responses, no EOS
             stop_id = None if type(prompts[0]) is list and not data.is_messages(prompts[0]) else tokenizer.eos_token_id
             with accelerator.autocast():
                 responses, mask, _ = sample(policy, queries, query_mask, numbers, 1, R, stop_id, coordinates)
@@ -372,29 +380,30 @@ def main(args: Args):
         return encoded
 
     if train_rows is None:
-        train_rows = toy_comparisons(args.dataset, args.num_comparisons, 0)
+        train_rows = toy_comparisons(args.dataset, args.num_comparisons, TRAIN)
     if eval_rows is None:
-        eval_rows = toy_comparisons(args.eval_dataset, 512, 1)
+        eval_rows = toy_comparisons(args.eval_dataset, 512, EVAL)
     row_numbers, train_rows = keep_short(train_rows, f"--dataset {args.dataset}")
     eval_numbers, eval_rows = keep_short(eval_rows, f"--eval_dataset {args.eval_dataset}")
     train_ids = encode(train_rows, f"--dataset {args.dataset}", row_numbers)
     eval_ids = encode(eval_rows, f"--eval_dataset {args.eval_dataset}", eval_numbers)
     references = encode([(r["prompt"], [r["completion"]], 0) for r in references], f"--reference_dataset {args.reference_dataset}")
-    references = [row for candidates, _ in references or train_ids for row in candidates]  # None given: the candidates themselves
+    # lists of token ids; none given: all candidates of the comparisons
+    references = [row for candidates, _ in references or train_ids for row in candidates]
     prompts = [train_rows[i % len(train_rows)][0] for i in range(args.normalize_samples)]  # to sample from, for gain_bias
     if args.normalization == "gain_bias":
         rows = [{"prompt": prompt} for prompt in prompts]
         data.encode_prompts(tokenizer, rows, context - args.response_length, f"--dataset {args.dataset}")
     if len(train_ids) < B:
         utils.fail(f"--batch_size {B}: more than the {len(train_ids)} rows of --dataset {args.dataset}")
-    steps_per_epoch = len(train_ids) // B
+    steps_per_epoch = len(train_ids) // B  # the ragged tail is left out, another one in each epoch
     num_steps = args.num_train_epochs * steps_per_epoch
 
     reward = Reward(model).to(device)
-    inner = reward
+    inner = reward  # whose gain and bias are within reach after engines.prepare has wrapped it
     optimizer = torch.optim.AdamW(
         [{"params": [p for p in model.parameters() if p.requires_grad]}, {"params": [reward.gain], "weight_decay": 0.0}],
-        lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay,  # [OPT-4] neither is the library's default
+        lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay,  # [OPT-4] both given, neither left to the library
     )  # fmt: skip
 
     @torch.no_grad()
@@ -418,7 +427,7 @@ def main(args: Args):
 
     samples, said = [], []
     if args.normalization == "gain_bias":
-        queries, answers = sample_responses(prompts, 1, 2)
+        queries, answers = sample_responses(prompts, 1, NORMALISATION)
         samples = [q + a[0] for q, a in zip(queries, answers, strict=True)]
         gain, inner.bias, line = normalization(samples)
         inner.gain.data.fill_(gain)  # [RM-9] the loss starts from scores that are neither huge nor tiny
@@ -461,7 +470,8 @@ def main(args: Args):
         reward.train()
         stats, row_scores = torch.zeros(2, device=device), []
         for i, micro_batch in enumerate(micro_batches):
-            best, is_last = torch.tensor([best for _, best in micro_batch], device=device), i + 1 == len(micro_batches)  # [M]
+            best = torch.tensor([best for _, best in micro_batch], device=device)  # [M]
+            is_last = i + 1 == len(micro_batches)
             with engines.accumulate(accelerator, reward, is_last):
                 tokens, mask = utils.left_pad([row for candidates, _ in micro_batch for row in candidates], device)  # [M * K, L]
                 scores = reward(tokens, mask).reshape(-1, K)  # [M, K]
@@ -470,7 +480,7 @@ def main(args: Args):
                 if is_last:  # all scores are known, and no weight is touched
                     gathered = [row_numbers[i] for r in range(world) for i in numbers[r::world]]  # of the rows, from 1
                     run.check_finite("the score", step, accelerator.gather(torch.cat(row_scores)), show, gathered, "row")
-                loss_share = loss / B  # [OPT-5] of the whole minibatch's count
+                loss_share = loss / B  # [OPT-5] B, not this micro-batch's count
                 accelerator.backward(loss_share * world)  # [OPT-6] the engines average over processes, a sum is meant
             stats += torch.stack([loss.detach(), num_correct(scores.detach(), best).float()])
         check_norm = functools.partial(run.check_finite, "the gradient's norm", step, show=show, rows=gathered, unit="row")
@@ -485,7 +495,7 @@ def main(args: Args):
             "train/rm/accuracy": correct / B,
             "train/rm/lr": optimizer.param_groups[0]["lr"],
             "policy/grad_norm": grad_norm,
-            "eps": B / (now - step_time),
+            "eps": B / (now - step_time),  # comparisons a second
             "time/update": now - step_time,
             "time/from_scratch": now - start_time,
         }
@@ -511,7 +521,7 @@ def main(args: Args):
     weights = engines.full_weights(accelerator, reward)
     if accelerator.is_main_process:
         weights["model.score.weight"] = weights["model.score.weight"] * weights["gain"] * gain  # [RM-13] libraries know no gain
-        model.config.reward_bias = inner.bias * gain + bias
+        model.config.reward_bias = inner.bias * gain + bias  # gain * (g h + b) + bias = (gain * g) h + (gain * b + bias)
     run.save_model(model, weights, tokenizer)
     summary = [f"  {name:22} {value:8.3f}" for name, value in metrics.items() if name.startswith("eval/")]
     run.close([*summary, f"model: {args.output_dir}   run: {run.folder}   {time.time() - start_time:.0f} s"])

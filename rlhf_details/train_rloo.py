@@ -2,17 +2,20 @@
 RLOO: REINFORCE with a leave-one-out baseline, on a language model and a learned reward (arXiv 2402.14740).
 
 1. Each prompt gets k responses. A response is one action: its reward is score - kl_coef * (sum of its tokens' KL).
-2. The baseline of a response is the mean reward of its k - 1 siblings. There is no value model, no GAE, no whitening.
-3. With one epoch and one minibatch an update is exactly REINFORCE; more optimiser steps a rollout are clipped as in PPO,
-   with one probability ratio a response.
-4. The k responses share their prompt in every forward: packed in one row, [prompt | r1 | ... | rk], under a block mask.
+2. The baseline of a response is the mean reward of its k - 1 siblings. No value model, no GAE, and by default no whitening.
+3. One optimiser step on a fresh rollout is exactly REINFORCE. With more steps, or --async_rollouts, the loss is PPO's clipped
+   one, with a probability ratio a response (under --token_level_kl: a token).
+4. Up to k responses share one computation of their prompt: packed in a row, [prompt | r1 | .. | rn], under a block mask for
+   log-probs and scores, and interleaved by step in the sampler's cache. Where a model does not allow it: plain rows.
 5. All randomness is a function of coordinates (seed, purpose, update, row, step, token), never of a generator's state.
 
 Left out on purpose: a separate inference engine, top-k and top-p (they would make the sampler another policy), a KL loss
 (the KL is in the reward).
 
 Shapes    P: prompts   k: responses a prompt   B = P * k: episodes, the k of a prompt adjacent   Q: query tokens, left-padded
-          R: response tokens, right-padded   V: vocabulary   M: episodes of a micro-batch   n: responses packed in a row
+          R: response tokens, right-padded   V: vocabulary   n: responses packed in a row   L: columns of a row   F: rewards
+          M: episodes of a micro-batch (in a model's forward: its rows)   N: columns read   H: hidden size
+          In `sample` and in evaluations P, B and N count what that call is given.
 Masks     True = real token. They travel with the tokens; nothing is ever found by looking for a pad token.
 
 One process:   python rlhf_details/train_rloo.py
@@ -208,12 +211,14 @@ class Policy(nn.Module):
 
         def of_tokens(states, labels):
             """Log-probs and entropies [C] of C labels, at their states [C, H]."""
-            log_softmax = (head(states).float() / self.temperature).log_softmax(-1)  # [C, V] [GEN-3] that policy's log-probs
+            log_softmax = (head(states).float() / self.temperature).log_softmax(
+                -1
+            )  # [C, V] [GEN-3] of the policy that is sampled: the same T
             with torch.no_grad():
                 entropies = -(log_softmax.exp() * log_softmax).sum(-1)
             return log_softmax.gather(-1, labels.unsqueeze(-1)).squeeze(-1), entropies
 
-        # [GEN-8] at once they would be M * N * V numbers, three times over
+        # [GEN-8] all logits at once: M * N * V numbers, and their gradients
         pieces = [x.flatten(0, 1).split(max(1, LOGITS_AT_ONCE // vocab_size)) for x in (states, labels)]
         function = of_tokens if len(pieces[0]) == 1 else functools.partial(checkpoint, of_tokens, use_reentrant=False)
         logprobs, entropies = (torch.cat(x).reshape(labels.shape) for x in zip(*map(function, *pieces), strict=True))
@@ -225,7 +230,10 @@ class Reward(nn.Module):
 
     def __init__(self, model):
         super().__init__()
-        self.model, self.bias = model, getattr(model.config, "reward_bias", 0.0)  # [REW-1] of normalisation
+        self.model, self.bias = (
+            model,
+            getattr(model.config, "reward_bias", 0.0),
+        )  # [REW-1] normalisation's shift, which plain loaders ignore
         self.takes_positions = utils.accepts(model.base_model.forward, "position_ids")
 
     def forward(self, tokens, mask, positions, last):
@@ -233,7 +241,7 @@ class Reward(nn.Module):
         inputs = {"position_ids": positions} if self.takes_positions else {}
         hidden = self.model.base_model(input_ids=tokens, attention_mask=mask, use_cache=False, **inputs).last_hidden_state
         hidden = hidden.gather(1, last.unsqueeze(-1).expand(-1, -1, hidden.size(-1)))  # [M, n, H]
-        with torch.autocast(hidden.device.type, enabled=False):  # [RM-6] bf16 would round the scores to three digits
+        with torch.autocast(hidden.device.type, enabled=False):  # [RM-6] bf16 scores between 2 and 4 would lie 1/64 apart
             return self.model.score(hidden.float()).squeeze(-1) + self.bias
 
 
@@ -256,7 +264,8 @@ def fold(key, coordinate):
 def gumbel_noise(keys, vocab_size):
     """Standard Gumbel noise [B, V] fp32, a function of (key of the row, token id); keys: [B] int32.
 
-    31 hashed bits make u in (0, 1); -log(-log(1 - u)) keeps them in the tail that decides an argmax, up to about 22.
+    31 hashed bits make u in (0, 1). Large noise decides an argmax; as -log(-log(1 - u)) it comes from small u, where floats are
+    dense, and reaches 22. As -log(-log(u)) it would come from u near 1, where fp32 ends at about 17.
     """
     tokens = fold(torch.arange(vocab_size, dtype=torch.int32, device=keys.device), 0x3C6EF372)  # [V]
     bits = hash32(keys.unsqueeze(1) ^ tokens) & 0x7FFFFFFF  # [B, V]
@@ -271,7 +280,7 @@ def sample(policy, queries, query_mask, rows, n, response_length, stop_id, coord
     A token is argmax(logits / T + Gumbel noise), which is a draw from the softmax; the noise is a function of
     (coordinates, row, step, token id), so rows may be grouped, sliced and spread over processes at will.
     Args: policy, a Policy in eval mode; queries, query_mask [P, Q]; rows [P * n], the global number of each response;
-    stop_id, a token id or None; coordinates, e.g. (seed, purpose, update); longest, for --compile: the columns of all prompts.
+    stop_id, a token id or None; coordinates, e.g. (seed, purpose, update); longest, for --compile: pad prompts to so many columns.
     Returns: responses [P * n, R] int64, mask [P * n, R] bool (True up to and including the stop token), log-probs fp32.
     """
     unused = int(query_mask.any(0).int().argmax())  # columns that are padding in every row
@@ -288,16 +297,18 @@ def sample(policy, queries, query_mask, rows, n, response_length, stop_id, coord
     own = torch.eye(n, dtype=torch.bool, device=device).repeat(1, response_length).expand(P, -1, -1)  # [P, n, n * R]
     visible = torch.cat([query_mask.unsqueeze(1).expand(-1, n, -1), own], 2)  # [P, n, Q + n * R]
     column = torch.arange(visible.size(2), device=device)
-    cache, step = DynamicCache(config=policy_config(policy)), policy
+    cache, next_logits = DynamicCache(config=policy_config(policy)), policy
     if longest:
-        cache, step = compiled(policy, P, len(column))
+        cache, next_logits = compiled(policy, P, len(column))
         cache.reset()
     logits = policy(queries, query_mask, utils.positions_from_mask(query_mask), cache=cache)  # [P, 1, V]
     logits = logits.squeeze(1).repeat_interleave(n, 0)  # [B, V]
-    position = query_mask.sum(1, keepdim=True).expand(P, n)  # [P, n], of the token about to be sampled
+    position = query_mask.sum(1, keepdim=True).expand(P, n)  # [P, n], of a response's first token
     alive = torch.ones(B, dtype=torch.bool, device=device)
     for t in range(response_length):
-        token = (logits + gumbel_noise(fold(keys, t), logits.size(-1))).argmax(-1)  # [B] [GEN-1] a draw from the softmax
+        token = (logits + gumbel_noise(fold(keys, t), logits.size(-1))).argmax(
+            -1
+        )  # [B] [GEN-1] Gumbel-max; the logits are tempered already
         responses[:, t], mask[:, t] = token * alive, alive
         logprobs[:, t] = (logits.gather(1, token.unsqueeze(1)).squeeze(1) - logits.logsumexp(-1)) * alive
         if stop_id is not None:
@@ -309,18 +320,18 @@ def sample(policy, queries, query_mask, rows, n, response_length, stop_id, coord
         seen = additive(seen) if n > 1 or longest else seen.squeeze(1)
         tokens = (token * alive).reshape(P, n)  # finished rows run on with token 0, unread
         # [GEN-6] positions go on behind the prompt's real tokens, not behind its padding
-        logits = step(tokens, seen, position + t, slice(None), cache=cache).flatten(0, 1)  # [P, n, V] -> [B, V]
+        logits = next_logits(tokens, seen, position + t, slice(None), cache=cache).flatten(0, 1)  # [P, n, V] -> [B, V]
     return responses, mask, logprobs
 
 
 def additive(visible):
     """Attention mask [M, 1, L, L'] fp32 of a bool [M, L, L']: 0 where visible, else a number finite in fp32 and in bf16."""
-    lowest = torch.finfo(torch.bfloat16).min
+    lowest = torch.finfo(torch.bfloat16).min  # once cast to fp16 it is -inf
     return torch.zeros(visible.shape, device=visible.device).masked_fill(~visible, lowest).unsqueeze(1)
 
 
 @functools.cache
-def compiled(policy, num_rows, columns):
+def compiled(policy, num_rows, columns):  # a cache for each number of rows
     """(static cache, compiled policy) for --compile: steps of one shape, which a GPU replays as one graph, not launch by launch."""
     policy = getattr(policy, "module", policy)
     step = torch.compile(policy, mode="reduce-overhead", dynamic=False)
@@ -337,9 +348,9 @@ class Actor:
 
         learner   push W0, 1 |                | take 1, push W0, 2 | train 1 -> W1   | take 2, push W1, 3 | train 2 -> W2    | ..
         actor                | sample 1 by W0 |                    | sample 2 by W0 .. |                  | sample 3 by W1 ... | ..
-    So batch 1 is fresh and every later one is stale by exactly one update, whatever the speed of either side: with two queues
-    of size one neither can run ahead. There is no collective in this thread, which would meet the learner's.
-    Source: open-instruct, ppo_vllm_thread.py.
+    So batch 1 is fresh and every later one is stale by exactly one update, whatever the speed of either side: a push follows a
+    take, so neither can run ahead. There is no collective in this thread, which would meet the learner's.
+    Source: open-instruct, ppo_vllm_thread_ray_gtrl.py, with its two queues of size one.
     """
 
     def __init__(self, policy, rollout):
@@ -384,10 +395,10 @@ PENDING = ("responses", "response_mask", "sampled_logprobs", "logprobs")  # what
 def pack(queries, query_mask, responses, response_mask, n):
     """Rows of n responses to one prompt, each blind to the others and placed as if it alone followed the prompt.
 
-                  p p p a a b b        n = 2, prompt p p p, responses a a and b b
-        p p p     x . . . . . .        (the prompt's own rows are causal as well)
-        a a       x x x x . . .
-        b b       x x x . . x .        b sees the prompt and itself; its positions restart after the prompt
+             p  p  p  a1 a2 b1 b2      n = 2, prompt p p p, responses a1 a2 and b1 b2
+        p    x  .  .  .  .  .  .       (its first token; the prompt is causal as well)
+        a1   x  x  x  x  .  .  .
+        b2   x  x  x  .  .  x  x       b sees the prompt and its own past; its positions restart after the prompt
     With n = 1 this is an ordinary left-padded row, and the mask stays the ordinary [M, L].
     Args: queries, query_mask [M, Q] (of adjacent rows of one prompt the first is read); responses, response_mask [M, R].
     Returns: tokens, mask (bool [M/n, L] or additive [M/n, 1, L, L]), positions [M/n, L] with L = Q + nR, and
@@ -400,15 +411,17 @@ def pack(queries, query_mask, responses, response_mask, n):
     step = torch.arange(R, device=device).repeat(n)  # [n * R], 0 .. R-1 for each response
     # [RLOO-10] each response is placed as if it alone followed the prompt
     positions = torch.cat([utils.positions_from_mask(query_mask), query_mask.sum(1, keepdim=True) + step], 1)  # [M/n, L]
-    # [GEN-7] the state before a token predicts it, the prompt's last the first
+    # [GEN-7] the state before a token predicts it
     index = torch.where(step == 0, Q - 1, Q - 1 + torch.arange(n * R, device=device))  # [n * R]
     if n == 1:
         return tokens, real, positions, index
     owner = torch.cat([torch.zeros(Q, device=device), 1 + torch.arange(n, device=device).repeat_interleave(R)])  # [L], 0: prompt
-    L = torch.arange(Q + n * R, device=device)
-    visible = (L.unsqueeze(1) >= L) & ((owner == 0) | (owner.unsqueeze(1) == owner))  # [L, L] [RLOO-9] prompt and own past
-    itself = L.unsqueeze(1) == L
-    visible = (visible & real.unsqueeze(1)) | itself  # [M/n, L, L] [RLOO-11] a softmax over nothing is NaN
+    column = torch.arange(Q + n * R, device=device)  # [L]
+    visible = (column.unsqueeze(1) >= column) & (
+        (owner == 0) | (owner.unsqueeze(1) == owner)
+    )  # [L, L] [RLOO-9] prompt and own past
+    itself = column.unsqueeze(1) == column
+    visible = (visible & real.unsqueeze(1)) | itself  # [M/n, L, L] [RLOO-11] an empty row is NaN where fp16 makes the mask -inf
     return tokens, additive(visible), positions, index
 
 
@@ -422,7 +435,7 @@ def trim(batch):
 def response_logprobs(policy, batch, n):
     """Log-probs and entropies [M, R] fp32, 0 at padding, of a batch (queries, query_mask, responses, response_mask)."""
     M, R = batch[2].shape
-    batch = batch if engines.is_zero3(policy) else trim(batch)  # ZeRO-3: as many pieces of logits on every process
+    batch = batch if engines.is_zero3(policy) else trim(batch)  # ZeRO-3 gathers the head for each piece: as many everywhere
     queries, query_mask, responses, response_mask = batch
     tokens, mask, positions, index = pack(queries, query_mask, responses, response_mask, n)
     outputs = policy(tokens, mask, positions, index, responses.reshape(M // n, -1))  # log-probs, entropies: [M/n, n * width]
@@ -435,7 +448,7 @@ def response_scores(reward_model, batch, n):
     queries, query_mask, responses, response_mask = trim(batch)
     tokens, mask, positions, _ = pack(queries, query_mask, responses, response_mask, n)
     start = queries.size(1) + responses.size(1) * torch.arange(n, device=queries.device)  # [n], first column of each response
-    last = start + response_mask.sum(1).reshape(-1, n) - 1  # [M/n, n] [REW-2] from the mask, not where padding begins
+    last = start + response_mask.sum(1).reshape(-1, n) - 1  # [M/n, n] [REW-2] by the mask: pad may be EOS
     return reward_model(tokens, mask, positions, last).reshape(-1)
 
 
@@ -458,10 +471,11 @@ def in_slices(function, tensors, size, n=1):
 
 
 @torch.no_grad()
-def one_response_each(policy, reference, judge, ids, args, stop_id, coordinates, accelerator):
+def one_response_each(policy, reference, score_slice, ids, args, stop_id, coordinates, accelerator):
     """Samples and scores one response to each prompt, at the training temperature; each process does its share.
 
-    Args: ids, N lists of token ids; judge(numbers of the prompts, from 0 and modulo N, batch, ended) -> rewards' values and kinds.
+    Args: ids, N lists of token ids; score_slice(numbers of the prompts [M], batch, ended [M]) -> values [M, F] and kinds [M, F] of
+    the rewards; a number of N or more is filler, for prompt number modulo N.
     Returns: responses, mask [N, R], ended, summed KL [N], values, kinds [N, F], gathered to every process.
     """
     policy.eval()
@@ -474,7 +488,7 @@ def one_response_each(policy, reference, judge, ids, args, stop_id, coordinates,
         batch = queries, query_mask, responses, mask
         kl = logprobs - response_logprobs(reference, batch, 1)[0]
         ended = has_stopped(responses, mask, stop_id)
-        return responses, mask, ended, kl.sum(1), *judge(rows, batch, ended)
+        return responses, mask, ended, kl.sum(1), *score_slice(rows, batch, ended)
 
     with accelerator.autocast():
         outputs = in_slices(one_slice, [queries, query_mask, mine], args.rollout_micro_batch_size)
@@ -490,7 +504,7 @@ def rows_per_forward(k, size):
 def why_not_share(policy, reward_model, query_length, response_length, n):
     """None where packed rows give this policy's log-probs and this reward model's scores (None: no such model); else the reason.
 
-    Two random prompts, as long as this run's longest, with n responses each are computed packed and one by one, in fp32.
+    Two made-up prompts, as long as this run's longest, with n responses each are computed packed and one by one, in fp32.
     """
     for name, module in (("policy", policy), ("reward model", reward_model)):
         if module and (reason := utils.why_no_block_mask(module.model)):
@@ -507,14 +521,16 @@ def why_not_share(policy, reward_model, query_length, response_length, n):
         if reward_model:
             scores = response_scores(reward_model, batch, n) - response_scores(reward_model, batch, 1)
             gap = max(gap, scores.abs().max().item())
-    # [RLOO-12] sliding windows and ALiBi read the mask in their own way, silently
+    # [RLOO-12] finds what no configuration tells, such as ALiBi
     return None if gap < 1e-3 else f"packed and plain rows differ by {gap:.2g}"
 
 
 # ---- equations -------------------------------------------------------------------------------------------------------
 def has_stopped(responses, mask, stop_id):
     """Whether each response [B, R] holds the stop token, looked for in its real tokens only; stop_id None: always True."""
-    return (mask & (responses == stop_id)).any(1) if stop_id is not None else mask.any(1)  # [GEN-13] filler may look like it
+    return (
+        (mask & (responses == stop_id)).any(1) if stop_id is not None else mask.any(1)
+    )  # [GEN-13] & mask: the filler, token 0, may be it
 
 
 def combine_rewards(values, given, weights, k):
@@ -540,18 +556,18 @@ def missing_eos_scores(scores, ended, penalty, mode):
     """
     if penalty is None:
         return scores
-    # [REW-3] else going on for ever costs nothing
+    # [REW-3] else nothing teaches the policy to stop
     return torch.where(ended, scores, scores - penalty if mode == "subtract" else torch.full_like(scores, -penalty))
 
 
 def shape_scores(scores, normalize, clip_range, counted=None):
     """Scores [B] whitened over the batch (`normalize`) and then clipped to [-clip_range, clip_range] (None: not).
 
-    Args: counted [B] bool, None: all; the others become 0.
+    Args: counted [B] bool, whose mean and variance are taken (None: all); of the others' scores nothing is read.
     """
     if normalize:
         scores = utils.masked_whiten(scores, torch.ones_like(scores, dtype=torch.bool) if counted is None else counted)
-    return scores if clip_range is None else scores.clamp(-clip_range, clip_range)  # [RLOO-13] one bad score rules no batch
+    return scores if clip_range is None else scores.clamp(-clip_range, clip_range)  # [RLOO-13] one outlier must not dominate
 
 
 def rloo_advantages(rewards, k, counted=None):
@@ -563,7 +579,7 @@ def rloo_advantages(rewards, k, counted=None):
     counted = torch.ones_like(rewards, dtype=torch.bool) if counted is None else counted
     rewards, counted = rewards.reshape(-1, k), counted.reshape(-1, k)  # [P, k]
     siblings = counted.sum(1, keepdim=True) - 1  # [P, 1], k - 1 where all count
-    # [RLOO-3] itself left out, so unbiased; no std, which ties make 0
+    # [RLOO-3] own reward left out: independent of the action; no std
     baseline = ((rewards * counted).sum(1, keepdim=True) - rewards) / siblings.clamp(min=1)
     return ((rewards - baseline) * (counted & (siblings > 0))).reshape(-1)
 
@@ -571,7 +587,8 @@ def rloo_advantages(rewards, k, counted=None):
 def token_level_advantages(scores, kl, k, kl_coef, counted=None):
     """A_t = (score minus its leave-one-out baseline) - kl_coef * sum of kl_u for u >= t; k = 1 has no baseline.
 
-    Args: scores [B]; kl [B, R], 0 at padding; counted as above. Returns: [B, R]. Source: REINFORCE++, arXiv 2501.03262.
+    Args: scores [B]; kl [B, R], 0 at padding; counted as above. Returns: [B, R]. Source: REINFORCE++, arXiv 2501.03262, for the KL
+    to go; the leave-one-out baseline with it is ours.
     """
     kl_to_go = kl.flip(1).cumsum(1).flip(1)  # [B, R] [RLOO-4] a token does not pay for what was before it
     return (rloo_advantages(scores, k, counted) if k > 1 else scores).unsqueeze(1) - kl_coef * kl_to_go
@@ -625,8 +642,8 @@ def main(args: Args):
     start_time = time.time()
     transformers_logging.set_verbosity_error(), transformers_logging.disable_progress_bar()
     check(args)
-    # DDP would broadcast buffers in each forward, and hang where processes sample for different numbers of steps
     patience = InitProcessGroupKwargs(timeout=timedelta(hours=2))  # while the main process writes a large checkpoint
+    # DDP would broadcast buffers in each forward, and hang where processes sample for different numbers of steps
     accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False), patience])
     engines.settle(accelerator, args)
     device, world, rank = accelerator.device, accelerator.num_processes, accelerator.process_index
@@ -635,15 +652,15 @@ def main(args: Args):
     if B % (args.num_mini_batches * k * world):
         factors = f"{args.num_mini_batches} * {k} * {world}"
         utils.fail(f"--batch_size {B}: not divisible by num_mini_batches * rloo_k * processes = {factors}")
+    for flag in ("async_rollouts", "compile", "lora_rank"):
+        if getattr(args, flag) and engines.name(accelerator) not in ("one process", "DDP"):
+            utils.fail(f"--{flag}: for one process or DDP, not for {engines.name(accelerator)}")
     train_rows = read_prompts(args.dataset, "--dataset", args.prompt_template, args.take)
     eval_rows = read_prompts(args.eval_dataset, "--eval_dataset", args.prompt_template) if args.eval_dataset else []
     task = args.dataset.partition(":")[0]
     if task in toy.TASKS and accelerator.is_main_process:
         toy.ensure_stages(args, print)
     accelerator.wait_for_everyone()
-    for flag in ("async_rollouts", "compile", "lora_rank"):
-        if getattr(args, flag) and engines.name(accelerator) not in ("one process", "DDP"):
-            utils.fail(f"--{flag}: for one process or DDP, not for {engines.name(accelerator)}")
     torch.manual_seed(args.seed)
 
     # ---- models: the reference is a frozen copy of the initial policy;
@@ -689,7 +706,9 @@ def main(args: Args):
         reward_functions.check_prompts(own_tokenizer, train_set, eval_set)
     weights = torch.tensor(functions.weights, device=device)  # [F], of all rewards
     longest = max(map(len, prompts)) if args.compile else None
-    order_of_epoch = functools.cache(lambda epoch: utils.permutation(len(prompts), args.seed, epoch))  # [DATA-7] anew each time
+    order_of_epoch = functools.cache(
+        lambda epoch: utils.permutation(len(prompts), args.seed, epoch)
+    )  # [DATA-7] a new order each epoch
     gold = toy.gold if task == "toy" else None  # the embedded task's true reward is known, and only watched
     gold_of_eval = toy.gold if (args.eval_dataset or args.dataset).partition(":")[0] == "toy" else None
 
@@ -704,11 +723,13 @@ def main(args: Args):
     n_rollout, rollout_slice = rows_per_forward(1 if reason else k, args.rollout_micro_batch_size)
 
     # ---- optimizer
-    adam = dict(lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay)  # [OPT-4] not the library's defaults
+    adam = dict(
+        lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay
+    )  # [OPT-4] both given, neither left to the library
     trained = [p for p in policy.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, **adam, fused=True)  # one kernel for all weights
     policy, optimizer = engines.prepare(accelerator, policy, optimizer)
-    num_updates = math.ceil(args.total_episodes / B)  # [OPT-10] up, so that all batches are whole
+    num_updates = math.ceil(args.total_episodes / B)  # [OPT-10] up: whole batches, at least total_episodes
     steps_per_update = args.num_ppo_epochs * args.num_mini_batches
     table_updates = set(torch.linspace(1, num_updates, args.num_sample_generations).round().int().tolist())
     watch = ["eps", "objective/scores", "objective/kl", "objective/gold"]
@@ -731,7 +752,7 @@ def main(args: Args):
         return [tokenizer.decode(r[m], skip_special_tokens=True) for r, m in zip(responses.cpu(), mask.cpu(), strict=True)]
 
     def rewards_of(rows, batch, ended, n):
-        """What each reward says of this process's responses to rows of the data: values and kinds [M, F]."""
+        """What each reward says of this process's responses to rows of the data: values, kinds (NOTHING, NUMBER, ..) [M, F]."""
         scores, answers = None, decode(*batch[2:]) if args.reward_fn or own_tokenizer else []
         if own_tokenizer:
             prompts = [row["prompt"] if data.is_messages(row["prompt"]) else data.as_text(tokenizer, row["prompt"]) for row in rows]
@@ -742,14 +763,14 @@ def main(args: Args):
         return functions(rows, answers, scores)
 
     def evaluate(prompt_set, coordinates):
-        """One response to each prompt: (their texts, their scores [N], {what: tensor}), the same on every process."""
+        """One response to each prompt: (responses as texts, scores [N], {metric: values, at most N}), on every process."""
         ids, texts, rows, _ = prompt_set
 
-        def judge(numbers, *batch_and_ended):
+        def score_slice(numbers, *batch_and_ended):
             return rewards_of([rows[i % len(rows)] for i in numbers.tolist()], *batch_and_ended, 1)
 
         responses, mask, ended, kl, values, kinds = one_response_each(
-            policy, reference, judge, ids, args, stop_id, coordinates, accelerator
+            policy, reference, score_slice, ids, args, stop_id, coordinates, accelerator
         )
         answers = decode(responses, mask)
         show = lambda i: f"row {prompt_set.numbers[i]}, {texts[i]!r}, with the response {answers[i]!r}"  # noqa: E731
@@ -775,17 +796,17 @@ def main(args: Args):
     def prompts_of(update):
         """The prompts of an update: their numbers, and the queries and query_mask [B, Q] of the whole batch."""
         stream = range((update - 1) * P, update * P)  # epoch after epoch, each in an order of its own
-        ids = [order_of_epoch(i // len(prompts))[i % len(prompts)] for i in stream]
-        return ids, *utils.left_pad([prompts[i] for i in ids for _ in range(k)], device)  # [RLOO-1] k copies side by side
+        numbers = [order_of_epoch(i // len(prompts))[i % len(prompts)] for i in stream]
+        return numbers, *utils.left_pad([prompts[i] for i in numbers for _ in range(k)], device)  # [RLOO-1] k copies side by side
 
     def rollout(policy, update):
         """Phase 1: k responses to each prompt of an update, of which this process samples its share; for any thread.
 
-        Returns: numbers of the prompts; queries, query_mask [B, Q] of the whole batch; responses, mask, the sampler's
-        log-probs and those of the training forward where this policy's weights are soon gone, all [B / world, R].
+        Returns: numbers of the prompts; queries, query_mask [B, Q] of the whole batch; responses, mask and the sampler's log-probs;
+        and the log-probs that a ratio starts from: under --async_rollouts this policy's own, else not final; all [B / world, R].
         """
         policy.eval()  # dropout is 0 either way (utils.load_policy); in training mode gradient checkpointing forbids the cache
-        ids, queries, query_mask = prompts_of(update)
+        numbers, queries, query_mask = prompts_of(update)
         mine = torch.arange(B, device=device).chunk(world)[rank]  # [B / world], global numbers of my episodes
 
         def sample_slice(queries, query_mask, rows):
@@ -797,11 +818,11 @@ def main(args: Args):
             my_prompts = [queries[mine], query_mask[mine]]
             responses, mask, sampled_logprobs = in_slices(sample_slice, [*my_prompts, mine], rollout_slice, n_rollout)
             logprobs = sampled_logprobs
-            if args.async_rollouts:  # a ratio compares two outcomes of the same, the training, forward
+            if args.async_rollouts:  # both sides of a ratio come from the training forward
                 my_batch = [*my_prompts, responses, mask]
                 # [GEN-11] of the policy that samples, whose weights are soon written over
                 logprobs, _ = in_slices(lambda *b: response_logprobs(policy, b, n), my_batch, episodes_per_forward, n)
-        return ids, queries, query_mask, responses, mask, sampled_logprobs, logprobs
+        return numbers, queries, query_mask, responses, mask, sampled_logprobs, logprobs
 
     # ---- what the loop takes from update to update, besides weights and Adam's moments: fresh, or from a checkpoint
     done, carried, pending = run.resume(policy, optimizer)
@@ -828,14 +849,14 @@ def main(args: Args):
                 actor.push(accelerator.unwrap_model(policy).model, update + 1)
         else:
             batch = rollout(policy, update)
-        ids, queries, query_mask, responses, response_mask, sampled_logprobs, logprobs = batch
+        numbers, queries, query_mask, responses, response_mask, sampled_logprobs, logprobs = batch
         rollout_time = time.time()
 
-        # ---- 2. Scores: the reward model, and the log-probs that the KL and the ratio need ----------------------------
+        # ---- 2. Scores: rewards, and the log-probs that KL and ratio need; [B / world, ..] until they are gathered ------
         my_batch = [*(x.chunk(world)[rank] for x in (queries, query_mask)), responses, response_mask]
         with torch.no_grad(), accelerator.autocast():
             ref_logprobs, _ = in_slices(lambda *b: response_logprobs(reference, b, n), my_batch, episodes_per_forward, n)
-            my_rows = [train_set.rows[ids[i // k]] for i in torch.arange(B).chunk(world)[rank].tolist()]
+            my_rows = [train_set.rows[numbers[i // k]] for i in torch.arange(B).chunk(world)[rank].tolist()]
             reward_values, kinds = rewards_of(my_rows, my_batch, has_stopped(responses, response_mask, stop_id), n)
             if steps_per_update > 1 and not actor:  # with one step there is no ratio, and for the KL the sampler's are enough
                 # [GEN-9] the forward that phase 5 repeats: the first ratio is 1
@@ -848,7 +869,7 @@ def main(args: Args):
         scores_time = time.time()
 
         def show(i):
-            (answer,), row = decode(responses[i : i + 1], response_mask[i : i + 1]), ids[i // k]
+            (answer,), row = decode(responses[i : i + 1], response_mask[i : i + 1]), numbers[i // k]
             return f"row {train_set.numbers[row]} of --dataset, {train_set.texts[row]!r}, with the response {answer!r}"
 
         functions.stop_if_failed(run, f"update {update}", kinds, show)
@@ -862,7 +883,7 @@ def main(args: Args):
         scores, counted = combine_rewards(reward_values, given, weights, k)  # [B], [B]
         scores = missing_eos_scores(scores, ended, args.missing_eos_penalty, args.missing_eos_mode)  # [B]
         shaped_scores = shape_scores(scores, args.normalize_reward, args.reward_clip_range, counted)  # [B]
-        kl = (logprobs - ref_logprobs) * response_mask  # [B, R] [REW-5] k1: unbiased, and its gradient right in a reward
+        kl = (logprobs - ref_logprobs) * response_mask  # [B, R] [REW-5] k1: its mean is the KL, and its policy gradient the KL's
         rlhf_rewards = shaped_scores - args.kl_coef * kl.sum(1)  # [B] [RLOO-2] a whole response is one action
 
         # ---- 4. Advantages ---------------------------------------------------------------------------------------------
@@ -876,13 +897,13 @@ def main(args: Args):
             advantages = utils.masked_whiten(advantages, action_mask)  # [RLOO-14] over the whole batch
 
         # ---- 5. Optimise: whole prompt groups are shuffled; micro-batches add up to the minibatch's gradient -----------
-        policy.train()
+        policy.train()  # for gradient checkpointing; every dropout is 0
         stats, grad_norms = torch.zeros(8, device=device), []
         gap, first_logratio = torch.zeros((), device=device), torch.zeros((), device=device)
         for epoch in range(args.num_ppo_epochs):
             order = torch.tensor(utils.permutation(P, args.seed, update, epoch), device=device)  # [P] [OPT-9] anew each pass
             for minibatch in order.chunk(args.num_mini_batches):
-                # [RLOO-8] groups stay whole: with k = 2, group 3 is 6, 7
+                # [RLOO-8] siblings share a packed row: groups stay whole
                 episodes = (minibatch.unsqueeze(1) * k + torch.arange(k, device=device)).reshape(-1)
                 num_actions = action_mask[episodes].sum().clamp(min=1)  # of the whole minibatch, on every process
                 share = episodes.reshape(world, -1)[rank]  # of this process
@@ -893,8 +914,10 @@ def main(args: Args):
                     is_last = i + 1 == len(micro_batches)  # gradients are averaged over the processes once a step
                     with engines.accumulate(accelerator, policy, is_last):
                         new_logprobs, entropies = response_logprobs(policy, [x[rows] for x in batch], n)  # [M, R]
-                        has_ratio = steps_per_update > 1 or actor  # else it is 1: REINFORCE
-                        old_logprobs = logprobs[rows] if has_ratio else new_logprobs.detach()  # [RLOO-7] bf16 clips nothing
+                        has_ratio = steps_per_update > 1 or actor  # an actor's batch is one update old
+                        old_logprobs = (
+                            logprobs[rows] if has_ratio else new_logprobs.detach()
+                        )  # [RLOO-7] itself: exactly 1, bf16 noise clips nothing
                         losses, logratio, clipped, actions = rloo_policy_loss(
                             new_logprobs, old_logprobs, loss_mask[rows], advantages[rows], args.cliprange
                         )
@@ -908,18 +931,19 @@ def main(args: Args):
                         approxkl = 0.5 * logratio**2  # [LOG-3] of an action
                         sums = excess, approxkl, losses, actions, clipped, excess**2, entropies, response_mask[rows]
                         stats += torch.stack([x.sum().float() for x in sums])
-                        if not grad_norms:  # [LOG-6] the first step: sampler and training forward saw the same weights
+                        if not grad_norms:  # [LOG-6] before any step: rounding alone, or an actor's lag
                             gap = torch.maximum(gap, (old_logprobs - sampled_logprobs[rows]).abs().max())
                             first_logratio = torch.maximum(first_logratio, logratio.abs().max())
                 check_norm = functools.partial(run.check_finite, "the gradient's norm", update, show=show, rows=episodes)
                 grad_norms.append(engines.step(accelerator, policy, optimizer, args.max_grad_norm, check_norm))
 
         # ---- 6. Log: sums of numerators and of denominators over all processes, then one division ----------------------
-        # [LOG-2] a mean of the processes' means would weigh short responses more
+        # [LOG-2] a mean of means would weigh processes, not actions
         excess, approxkl, loss, actions, clipped, excess_squared, entropy, tokens = accelerator.reduce(stats, "sum").tolist()
         actions = max(actions, 1)
-        groups = k if k > 1 else B  # [P] each; of those that count, and so the wrong way round where none does
-        highest, lowest = (scores.masked_fill(~counted, x).reshape(-1, groups) for x in (-math.inf, math.inf))
+        group_size = k if k > 1 else B
+        # [P] each, of the scores that count; in a group where none does the highest is -inf, the lowest inf
+        highest, lowest = (scores.masked_fill(~counted, x).reshape(-1, group_size) for x in (-math.inf, math.inf))
         highest, lowest = highest.amax(1), lowest.amin(1)
         episode, now = update * B, time.time()
         metrics = {
@@ -958,7 +982,7 @@ def main(args: Args):
         metrics |= {f"objective/{name}": x.mean().item() for name, x in functions.by_name(reward_values, kinds).items()}
         if gold:
             answers = decode(responses, response_mask)
-            metrics["objective/gold"] = sum(gold(train_set.texts[ids[i // k]], answer) for i, answer in enumerate(answers)) / B
+            metrics["objective/gold"] = sum(gold(train_set.texts[numbers[i // k]], answer) for i, answer in enumerate(answers)) / B
         if eval_rows and (update == num_updates or (args.eval_every and update % args.eval_every == 0)):
             metrics |= held_out()
         run.log(metrics, update)

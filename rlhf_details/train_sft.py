@@ -1,12 +1,13 @@
 """
 SFT: supervised fine-tuning of a causal language model on prompts and completions, or its training from scratch.
 
-1. The loss is cross-entropy on the completion's tokens, EOS among them (`--completion_only`), or on all tokens, as N+ has it.
+1. The loss is cross-entropy on all tokens, the prompt's included, as N+ has it; with `--completion_only` on the completion's,
+   EOS among them.
 2. The denominator is the token count of the whole global minibatch, so micro-batches and processes do not change the gradient.
 3. `--base_model scratch` makes a tokenizer from the text (byte-level BPE) and a small GPT-NeoX from four flags.
 4. Held-out rows give loss and perplexity and, against their completions, ROUGE-L of sampled responses.
 
-Left out on purpose: packing of several rows into one (it would let rows see each other or need another mask).
+Left out on purpose: packing of several rows into one (which needs a block mask; train_rloo.py shows one).
 
 Shapes    B: rows of a minibatch   M: rows of a micro-batch   L: tokens of a row, left-padded   V: vocabulary
 
@@ -146,18 +147,18 @@ class LanguageModel(nn.Module):
     def forward(self, tokens, mask, positions=None, index=None, is_target=None, cache=None):
         """
         Args: tokens [M, L]; mask, is_target [M, L] bool. Returns: sum over targets of -log p(token | tokens before), fp32.
-        For the sampler: positions [M, L]; cache, which is extended. Returns: logits / temperature of the last token [M, 1, V] fp32.
+        For the sampler: positions [M, L]; cache, which is extended; index is not read. Returns: logits / temperature of the last
+        token [M, 1, V] fp32. (The loss is that of temperature 1.)
         """
         if is_target is None:
             inputs = {"position_ids": positions} if self.takes_positions else {}
             logits = self.model(input_ids=tokens, attention_mask=mask, past_key_values=cache, use_cache=True, **inputs).logits
             return logits[:, -1:].float() / self.temperature
         inputs = {"position_ids": utils.positions_from_mask(mask)} if self.takes_positions else {}
-        logits = self.model(input_ids=tokens, attention_mask=mask, use_cache=False, **inputs).logits[
-            :, :-1
-        ]  # position t predicts t+1
-        is_target = is_target[:, 1:] & mask[:, :-1]  # [M, L-1] [SFT-2] a row's first token has no past to be predicted from
-        return nn.functional.cross_entropy(logits[is_target].float(), tokens[:, 1:][is_target], reduction="sum")
+        logits = self.model(input_ids=tokens, attention_mask=mask, use_cache=False, **inputs).logits
+        logits, labels = logits[:, :-1], tokens[:, 1:]  # [M, L-1, V], [M, L-1] [SFT-2] column t predicts column t + 1
+        is_target = is_target[:, 1:] & mask[:, :-1]  # [M, L-1]; a row's first token has no past to be predicted from
+        return nn.functional.cross_entropy(logits[is_target].float(), labels[is_target], reduction="sum")
 
 
 def from_scratch(args, texts):
@@ -185,7 +186,7 @@ def from_scratch(args, texts):
 
 
 def rouge_l(response, reference):
-    """ROUGE-L F1 of two strings on lower-case words of letters and digits, in [0, 1]. Source: Lin 2004, section 3.1."""
+    """ROUGE-L F1 of two strings on lower-case words of ASCII letters and digits, in [0, 1]. Source: Lin 2004, section 3.1."""
     a, b = (re.findall(r"[a-z0-9]+", text.lower()) for text in (response, reference))
     longest = [0] * (len(b) + 1)  # length of the longest common subsequence of the words of a so far and b[:j]
     for word in a:
@@ -250,7 +251,7 @@ def main(args: Args):
     context = getattr(model.config.get_text_config(), "max_position_embeddings", math.inf)
 
     def encode(rows, what, sampled):
-        """(numbers of the rows kept, from 1; these rows; the prompt's and the completion's ids of each)."""
+        """(numbers of the rows kept, from 1; these rows; the prompt's and the completion's ids of each); sampled: room to leave."""
         pairs = [data.encode(tokenizer, row["prompt"], row["completion"]) for row in rows]
         kept = data.short_enough([prompt for prompt, _ in pairs], args.max_prompt_length or math.inf, what)
         rows, pairs, numbers = [rows[i] for i in kept], [pairs[i] for i in kept], [i + 1 for i in kept]
@@ -266,7 +267,7 @@ def main(args: Args):
     _, eval_rows, eval_ids = encode(eval_rows, f"--eval_dataset {args.eval_dataset}", args.response_length)
 
     def tensors(pairs):
-        """{"tokens", "mask", "is_target"}, each [M, L]: targets are the completion's tokens, EOS included, and the prompt's."""
+        """{"tokens", "mask", "is_target"}, each [M, L]; --completion_only: targets are the completion's tokens, EOS included."""
         tokens, mask = utils.left_pad([p + c for p, c in pairs], device)
         lengths = torch.tensor([len(c) for _, c in pairs], device=device).unsqueeze(1)
         in_completion = torch.arange(tokens.size(1), 0, -1, device=device) <= lengths  # rows end together: count from the right
@@ -274,6 +275,7 @@ def main(args: Args):
         return {"tokens": tokens, "mask": mask, "is_target": is_target}
 
     def num_targets(pairs):
+        """How many targets `tensors` makes of these rows, without each row's first token, which nothing predicts."""
         all_but_first = [len(p) + len(c) - 1 for p, c in pairs]
         return sum(min(len(c), n) if args.completion_only else n for n, (_, c) in zip(all_but_first, pairs, strict=True))
 
@@ -282,10 +284,12 @@ def main(args: Args):
     steps_per_epoch = len(train_ids) // B  # the ragged tail is left out; the shuffle makes it another one in each epoch
     num_steps = args.num_train_epochs * steps_per_epoch
     checksum, language_model = utils.checksum(model), LanguageModel(model, args.temperature)
-    adam = dict(lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay)  # [OPT-4] not the library's defaults
+    adam = dict(
+        lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay
+    )  # [OPT-4] both given, neither left to the library
     optimizer = torch.optim.AdamW([p for p in language_model.parameters() if p.requires_grad], **adam)
     language_model, optimizer = engines.prepare(accelerator, language_model, optimizer)
-    run = runs.Run(args, accelerator, num_steps, ["eps", "train/sft/loss", "lr"], [train_ids, eval_ids, checksum])
+    run = runs.Run(args, accelerator, num_steps, ["eps", "train/sft/loss", "train/sft/lr"], [train_ids, eval_ids, checksum])
     prompts, texts = [prompt for prompt, _ in train_ids], [data.as_text(tokenizer, row["prompt"]) for row in rows]
     run.show_data(data.PromptSet(prompts, texts, rows, row_numbers))
     parameters = sum(p.numel() for p in model.parameters())
@@ -298,7 +302,7 @@ def main(args: Args):
         language_model.eval()
 
         def my_batches(rows):
-            """[(batch, whether each of its rows counts)]: as many for each process, which calls sharded weights as often."""
+            """Yields (rows, whether each counts) of this process's share, filled up so that all processes make as many forwards."""
             filled = [(rows[i % len(rows)], i < len(rows)) for i in range(len(rows) + -len(rows) % world)][rank::world]
             for start in range(0, len(filled), args.micro_batch_size):
                 yield zip(*filled[start : start + args.micro_batch_size], strict=True)

@@ -1,5 +1,5 @@
 """
-What two scripts need and what makes no algorithmic choice: masks and padding, arguments, model folders.
+What several scripts share: masks and padding, arguments, model folders. Where it makes a choice, the line has a tag.
 Every function here has a test in tests/test_utils.py. Nothing runs at import. Beside it stand data.py (reading data sets),
 runs.py (a run's folder, trackers and checkpoints) and engines.py (what DDP, FSDP2 and ZeRO do differently).
 """
@@ -46,7 +46,7 @@ def masked_mean(x, mask):
 
 
 def masked_whiten(x, mask, shift_mean=True):
-    """(x - mean) / sqrt(var + 1e-8) over the True entries, 0 elsewhere; `shift_mean=False` puts the mean back.
+    """(x - mean) / sqrt(var + 1e-8) over the True entries, 0 elsewhere; `shift_mean=False` adds the mean again.
 
     The variance is the biased one, as in openai/lm-human-preferences, lm_human_preferences/utils/core.py (tf.nn.moments).
     """
@@ -80,9 +80,10 @@ def permutation(n, *coordinates):
 
 
 def learning_rate_at(step, num_steps, peak, schedule="linear", warmup_ratio=0.0):
-    """Learning rate of step 1..num_steps: full at the first step after warm-up, peak/num_steps at the last for "linear".
+    """Learning rate of step 1 .. num_steps: peak * step / w in the first w = ceil(warmup_ratio * num_steps), peak at step w + 1,
+    then falling towards 0, which step num_steps + 1 would have: "linear" ends at peak / (num_steps - w).
 
-    schedule: "linear" (to 0, as lm-human-preferences anneals), "cosine" or "constant"; warm-up is linear from peak/w.
+    schedule: "linear" (as lm-human-preferences), "cosine" or "constant".
     """
     warmup = math.ceil(warmup_ratio * num_steps)
     if step <= warmup:
@@ -341,8 +342,8 @@ LOADING = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info
 
 
 def keep_memory_flat():
-    """For a CPU run of many batches, each of other shapes: oneDNN would keep kernels for the last 1024 of them, and among those the
-    heap would go to pieces, since the C library raises its size of blocks to be returned at once to the largest ever freed.
+    """For CPU runs of many batches, each of other shapes: caps oneDNN's cache of kernels (1024 by default), and fixes the C
+    library's threshold for blocks that go back to the system at once, which else grows to the largest block freed.
 
     benchmark/memory.py measures a toy run with and without it.
     """

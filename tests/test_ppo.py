@@ -1124,7 +1124,7 @@ SAME = (
 DIFFERENT = (  # k responses a prompt and packed rows there; a critic, truncation and other options here
     "Args Policy sample trim by_length in_slices main.prompts_of main.rollout "
     "response_logprobs response_scores one_response_each one_response_each.one_slice shape_scores check "
-    "main main.rewards_of main.evaluate main.evaluate.judge Policy.__init__ Policy.forward"
+    "main main.rewards_of main.evaluate main.evaluate.score_slice Policy.__init__ Policy.forward"
 ).split()
 
 
