@@ -262,7 +262,8 @@ def run_tests(folder, tests, output):
         os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
     import pytest
 
-    os._exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-m", "slow or not slow", "--basetemp", f"{folder}.tmp", *tests]))
+    options = ["-x", "-q", "--tb=line", "-p", "no:cacheprovider", "-m", "slow or not slow", "--basetemp", f"{folder}.tmp"]
+    os._exit(pytest.main([*options, *tests]))
 
 
 def judge(folder, tests):

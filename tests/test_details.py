@@ -205,10 +205,10 @@ def test_gen_4_the_seed_is_in_the_noise_and_in_the_order_of_the_prompts(tiny, in
 @torch.no_grad()
 def test_gen_5_nothing_is_sampled_after_the_stop_token(script):
     policy = script.Policy(tiny_model("gpt_neox", vocab_size=23), 1.0)
-    free, free_mask, _ = draw(script, policy, [[3, 4, 5]] * 200, 20)
-    responses, mask, logprobs = draw(script, policy, [[3, 4, 5]] * 200, 20, stop_id=9)
+    free, free_mask, _ = draw(script, policy, [[3, 4, 5]] * 80, 20)
+    responses, mask, logprobs = draw(script, policy, [[3, 4, 5]] * 80, 20, stop_id=9)
     assert free_mask.all()
-    for i in range(200):
+    for i in range(80):
         tokens = free[i].tolist()
         length = tokens.index(9) + 1 if 9 in tokens else 20
         assert mask[i].tolist() == [t < length for t in range(20)]

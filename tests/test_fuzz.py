@@ -1,6 +1,7 @@
 """Whatever stands in flags, TOML files, rows and names: a script goes on, or refuses it with one line and exit code 2.
 
-Hypothesis draws the cases, the same ones on every machine; `outcome` judges each. NUMBERS says how many each property takes.
+Hypothesis draws the cases, the same ones on every machine; `outcome` judges each. NUMBERS says how many each property takes; the
+fast suite draws a quarter of them.
 """
 
 import contextlib
@@ -10,6 +11,7 @@ import io
 import json
 import re
 import shutil
+import sys
 from itertools import chain
 from pathlib import Path
 
@@ -51,11 +53,21 @@ def outcome(function, *args, usage=False):
     return result, line
 
 
+share = 1  # of NUMBERS, one in so many
+
+
+@pytest.fixture(params=[4, pytest.param(1, marks=pytest.mark.slow)], ids=["a quarter", "all"], autouse=True)
+def how_many(request, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "share", request.param)
+
+
 def fuzz(name, function, *strategies):
-    """Calls function on NUMBERS[name] drawn cases and shows the smallest one that fails."""
+    """Calls function on NUMBERS[name] drawn cases, or a share of them, and shows the smallest one that fails."""
     ran = 0
 
-    @settings(max_examples=NUMBERS[name], deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=NUMBERS[name] // share, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+    )
     @given(st.tuples(*strategies))
     def case(drawn):
         nonlocal ran
@@ -64,7 +76,7 @@ def fuzz(name, function, *strategies):
 
     case()
     print(f"{name}: {ran} cases")
-    assert ran >= NUMBERS[name]
+    assert ran >= NUMBERS[name] // share
 
 
 def test_number_of_cases():

@@ -34,6 +34,8 @@ both_value_models = pytest.mark.parametrize("value_model", ["separate", "shared"
 def in_tmp(in_tmp, monkeypatch):
     """96 prompts are enough here; tokenising all 4096 would be half of a test's time."""
     rows = toy.rows
+    for stage, split in toy.SPLITS:
+        rows(stage, split)  # cached before the name is another function's: the test rows are made with the training rows
     monkeypatch.setattr(toy, "rows", lambda stage, split, task="toy": rows(stage, split)[:96])
     return in_tmp
 
@@ -614,7 +616,12 @@ ORACLE = {
 }
 
 
-@pytest.mark.parametrize("options", ORACLE.values(), ids=ORACLE)
+SLOW_ORACLES = "openai", "abs"
+
+
+@pytest.mark.parametrize(
+    "options", [pytest.param(x, id=name, marks=pytest.mark.slow if name in SLOW_ORACLES else ()) for name, x in ORACLE.items()]
+)
 def test_three_updates_equal_the_slow_oracles(ragged, in_tmp, monkeypatch, options):
     args = ppo_args(ragged, **(STEEP | options))
     calls, made = recorded(monkeypatch, "sample"), made_policies(monkeypatch)
@@ -735,7 +742,7 @@ def test_model_4_kl_is_zero_at_update_one_and_then_grows(ragged, in_tmp):
     assert abs(metrics[0]["objective/kl"]) < 1e-4 < 1e-2 < abs(metrics[-1]["objective/kl"])
 
 
-@pytest.mark.parametrize("epochs, minibatches", [(1, 1), (1, 4), (3, 2)])
+@pytest.mark.parametrize("epochs, minibatches", [pytest.param(1, 1, marks=pytest.mark.slow), (1, 4), (3, 2)])
 def test_optimiser_steps_are_what_the_flags_say_also_across_epochs_of_prompts(ragged, in_tmp, monkeypatch, epochs, minibatches):
     """Pitfall 1: 24 prompts and 8 a rollout used to give 1, 1, 4, ... steps."""
     prompts = toy.rows("prompts", "train")[:24]
@@ -777,7 +784,7 @@ def pass_kls(calls, num_mini_batches):
     return [mean(kls[i : i + num_mini_batches]) for i in range(0, len(kls), num_mini_batches)]
 
 
-@pytest.mark.parametrize("minibatches", [1, 2])
+@pytest.mark.parametrize("minibatches", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_ppo_18_target_kl_ends_the_passes_above_one_and_a_half_times_itself(ragged, in_tmp, monkeypatch, minibatches):
     calls = recorded(monkeypatch, "ppo_policy_loss")["ppo_policy_loss"]
     options = dict(total_episodes=16, num_ppo_epochs=4, num_mini_batches=minibatches, learning_rate=3e-3)
@@ -1022,7 +1029,7 @@ def test_pad_equal_to_eos_is_no_special_case(ragged, in_tmp, recipe):
 
 
 # ---- learning, saving, tables ----------------------------------------------------------------------------------------
-@both_value_models
+@pytest.mark.parametrize("value_model", [pytest.param("separate", marks=pytest.mark.slow), "shared"])
 def test_it_learns_a_trivial_reward(tiny, in_tmp, monkeypatch, value_model):
     """Score = share of even tokens; a random policy is near one half."""
 

@@ -182,7 +182,10 @@ def the_error(capsys, code, error):
 
 
 # ---- 1. a run that died goes on as if it had not ---------------------------------------------------------------------
-@pytest.mark.parametrize("case", CASES)
+SLOW = "ppo-carries", "rloo-steps", "ppo-shared"
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow) if c in SLOW else c for c in CASES])
 def test_a_run_that_died_goes_on_as_if_it_had_not(tiny, in_tmp, capsys, case):
     run = copy_of_dead(tiny, case)
     assert [row["update"] for row in read_metrics(run) if row["update"]] == [1, 2, 3, 4, 5] and checkpoints() == [
@@ -253,7 +256,9 @@ def dying_at(stage):
     return patch.multiple(runs, save_file=save_file, digest=digest), patch.object(utils, "sync", sync)
 
 
-@pytest.mark.parametrize("stage", ["weights", "exp_avg_sq", "manifest", "rename", "older ones"])
+@pytest.mark.parametrize(
+    "stage", ["weights", *(pytest.param(x, marks=pytest.mark.slow) for x in ("exp_avg_sq", "manifest")), "rename", "older ones"]
+)
 def test_dying_while_a_checkpoint_is_written(tiny, in_tmp, capsys, stage):
     in_runs, in_utils = dying_at(stage)
     with in_runs, in_utils, pytest.raises(Death):

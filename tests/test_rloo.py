@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from conftest import launch, read_metrics, rloo_args, run_rloo, save_pair
+from worker import recording
 
 from rlhf_details import toy, train_rloo, utils
 
@@ -82,16 +83,22 @@ def test_two_processes_agree_at_vocabulary_8192(tmp_path):
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_rloo_1_reward_of_the_prompt_gives_advantages_exactly_zero(tiny, tmp_path, processes):
+def test_rloo_1_reward_of_the_prompt_gives_advantages_exactly_zero(tiny, tmp_path, monkeypatch, processes):
     args = rloo_args(tiny, kl_coef=0.0, missing_eos_penalty=None)
-    _, records = run_worker(tmp_path / "run", args, processes, "prompt_scores")
+    if processes == 1:
+        monkeypatch.chdir(tmp_path)
+        with recording("train_rloo", "prompt_scores") as record:
+            train_rloo.main(args)
+        records = [record]
+    else:
+        _, records = run_worker(tmp_path / "run", args, processes, "prompt_scores")
     advantages = torch.cat([a for r in records for a in r["advantages"]])
     assert len(advantages) == 48 and (advantages == 0).all()
 
 
 @pytest.mark.parametrize("share_prompts", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_opt_5_micro_batch_and_slice_sizes_change_nothing(tiny, in_tmp, share_prompts):
-    options = dict(total_episodes=160, num_ppo_epochs=2, num_mini_batches=2, learning_rate=3e-4, share_prompts=share_prompts)
+    options = dict(total_episodes=80, num_ppo_epochs=2, num_mini_batches=2, learning_rate=3e-4, share_prompts=share_prompts)
     reference = run_rloo(tiny, micro_batch_size=1000, rollout_micro_batch_size=1000, **options)
     for micro, rollout in ((1, 1), (4, 8), (3, 5)):
         assert_same_curves(reference, run_rloo(tiny, micro_batch_size=micro, rollout_micro_batch_size=rollout, **options))
@@ -290,7 +297,9 @@ def test_rloo_12_a_window_that_the_configuration_hides_is_found_by_the_numbers()
 
 
 # ---- what must hold at every update ----------------------------------------------------------------------------------
-@pytest.mark.parametrize("epochs, minibatches", [(1, 1), (2, 1), (1, 4), (3, 2)])
+@pytest.mark.parametrize(
+    "epochs, minibatches", [(1, 1), *(pytest.param(*x, marks=pytest.mark.slow) for x in [(2, 1), (1, 4)]), (3, 2)]
+)
 def test_optimiser_steps_are_what_the_flags_say_also_across_epochs_of_prompts(tiny, in_tmp, monkeypatch, epochs, minibatches):
     """Pitfall 1: 24 prompts and 8 a rollout used to give 1, 1, 4, ... steps."""
     prompts = toy.rows("prompts", "train")[:24]
@@ -515,6 +524,7 @@ def test_gpt2_positions_restart_behind_left_padding():
     assert torch.equal(together[0][4:], alone[0]) and (together[2][4:] - alone[2]).abs().max() < 1e-5
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_response_ends_at_its_stop_token_and_nowhere_else(tiny):
     policy = train_rloo.Policy(utils.load_policy(tiny / "policy", "").eval(), 1.0)
@@ -681,6 +691,7 @@ def test_the_default_is_ten_tables():
     assert train_rloo.Args.num_sample_generations == 10
 
 
+@pytest.mark.slow
 def test_dummy_run_with_plain_python(tiny, tmp_path):
     """A tiny causal language model is policy and, allowed explicitly, reward model too."""
     (tmp_path / "prompts.jsonl").write_text(

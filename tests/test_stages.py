@@ -78,7 +78,7 @@ def test_from_scratch_trains_a_tokenizer_and_learns(texts):
     assert isinstance(model, transformers.GPTNeoXForCausalLM) and model.config.max_position_embeddings == 256
 
 
-@pytest.mark.parametrize("completion_only", [False, True])
+@pytest.mark.parametrize("completion_only", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_sft_3_sft_micro_batches_change_nothing(texts, completion_only):
     runs = [run_sft(completion_only=completion_only, micro_batch_size=m) for m in (8, 3, 1)]
     assert_same_curves(runs[0], runs[1])
