@@ -1,0 +1,176 @@
+"""
+Runs commands over seeds, on several workers or under SLURM, and keeps their curves.
+
+    python benchmark/benchmark.py --exp rloo --command "python rlhf_details/train_rloo.py" --seeds 1 2 3 4 5 --workers 2
+
+Each run has a folder of its own, runs/benchmark/<tag>/<exp>_s<seed>/, in which the command is started, with --seed, --run_name and
+--overwrite added; `{seed}` and `{root}` in the command are replaced. When it has ended, the columns asked for go to
+benchmark/results/<tag>/<exp>_s<seed>.csv, and env.json beside it says with what they were made. What is there is skipped, what
+failed is reported at the end (exit code 1) and tried again by the same command. The tag is git's `describe`, with -dirty where
+the tree is.
+"""
+
+import csv
+import json
+import math
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import tyro
+
+ROOT = Path(__file__).resolve().parent.parent
+COLUMNS = (
+    "update episode objective/scores objective/gold objective/kl objective/rlhf_reward policy/entropy_avg policy/approxkl_avg "
+    "policy/clipfrac_avg val/sequence_lengths val/num_stop_token_ids loss/policy_avg loss/value_avg "
+    "eval/objective/scores eval/objective/gold eval/objective/kl eval/objective/parses"
+).split()
+SLURM = """#!/bin/bash
+#SBATCH --job-name={exp}
+#SBATCH --array=0-{last}
+#SBATCH --cpus-per-task={cpus}
+#SBATCH --output=runs/benchmark/slurm-%A_%a.out
+cd {root}
+{python} benchmark/benchmark.py --only $SLURM_ARRAY_TASK_ID {arguments}
+"""
+
+
+@dataclass
+class Args:
+    command: tuple[str, ...]
+    """commands to run, each a string"""
+    exp: tuple[str, ...]
+    """names of the experiments, one a command"""
+    seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
+    """seeds of each experiment"""
+    workers: int = 1
+    """runs at a time"""
+    threads: int = 1
+    """CPU threads a run (OMP_NUM_THREADS)"""
+    tag: str | None = None
+    """folder of the results; None: git describe"""
+    columns: tuple[str, ...] = tuple(COLUMNS)
+    """metrics to keep, those that the run has"""
+    every: int = 1
+    """keep every so manyth row, and the last"""
+    slurm: str | None = None
+    """write an array job to this file, a task a run, and run nothing"""
+    only: int | None = None
+    """the run of this number alone, as a task of an array job does"""
+
+
+def git_tag(root=ROOT):
+    """git describe of the working tree: the last tag and what came after it, or the commit; with -dirty where files differ."""
+    command = ["git", "-C", str(root), "describe", "--tags", "--always", "--dirty"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def environment(tag):
+    """What the figures were made with."""
+    names = ("torch", "transformers", "accelerate", "numpy", "tokenizers")
+    cpu = next((x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")), "")
+    return {
+        "tag": tag,
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in names},
+        "cpu": cpu or platform.processor(),
+        "cores": os.cpu_count(),
+    }
+
+
+def table(rows, columns, every=1):
+    """[header, row, ...] of a run's metrics: the columns that it has, in five digits; every so manyth row, and the last."""
+    kept = [name for name in columns if any(name in row for row in rows)]
+    rows = [row for i, row in enumerate(rows) if i % every == 0 or i + 1 == len(rows)]
+
+    def cell(x):
+        return "" if x is None else x if isinstance(x, int | str) else f"{x:.5g}"
+
+    return [kept, *([cell(row.get(name)) for name in kept] for row in rows)]
+
+
+class Run:
+    """One experiment with one seed."""
+
+    def __init__(self, exp, command, seed, tag):
+        self.name, self.seed, self.tag = f"{exp}_s{seed}", seed, tag
+        self.command = command.format(seed=seed, root=ROOT)
+        self.folder = ROOT / "runs" / "benchmark" / tag / self.name
+        self.result = ROOT / "benchmark" / "results" / tag / f"{self.name}.csv"
+
+    def is_done(self):
+        return self.result.exists()
+
+    def start(self, args):
+        """Runs the command; returns (seconds, None) or (seconds, what went wrong). The result is written whole or not at all."""
+        start = time.time()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        words = shlex.split(self.command)
+        words = [sys.executable, *words[1:]] if words[0] == "python" else words
+        words = [str(ROOT / w) if w.endswith(".py") and (ROOT / w).exists() else w for w in words]
+        words += ["--seed", str(self.seed), "--run_name", "run", "--overwrite"]
+        with open(self.folder / "output.txt", "w") as output:
+            done = subprocess.run(
+                words, cwd=self.folder, stdout=output, stderr=subprocess.STDOUT,
+                env=os.environ | {"OMP_NUM_THREADS": str(args.threads)},
+            )  # fmt: skip
+        if done.returncode:
+            last = (self.folder / "output.txt").read_text(errors="replace").strip().splitlines()[-1:]
+            return time.time() - start, f"exit code {done.returncode}: {' '.join(last)}"
+        lines = (self.folder / "runs" / "run" / "metrics.jsonl").read_text().splitlines()
+        self.result.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.result.with_suffix(".partial")
+        with open(partial, "w", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows(table([json.loads(x) for x in lines], args.columns, args.every))
+        partial.replace(self.result)
+        return time.time() - start, None
+
+
+def write_slurm(args, number):
+    """The array job that runs each run as a task of its own."""
+    words = ["--command", *args.command, "--exp", *args.exp, "--seeds", *map(str, args.seeds), "--threads", str(args.threads)]
+    words += ["--tag", args.tag or git_tag(), "--columns", *args.columns, "--every", str(args.every)]
+    values = dict(exp=args.exp[0], last=number - 1, cpus=args.threads, root=ROOT, python=sys.executable)
+    Path(args.slurm).write_text(SLURM.format(**values, arguments=shlex.join(words)))
+
+
+def main(args: Args):
+    """Returns the names of the runs that failed."""
+    if len(args.command) != len(args.exp):
+        print(f"error: --exp: {len(args.exp)} names of {len(args.command)} commands", file=sys.stderr)
+        raise SystemExit(2)
+    tag = args.tag or git_tag()
+    runs = [Run(exp, command, seed, tag) for seed in args.seeds for exp, command in zip(args.exp, args.command, strict=True)]
+    if args.slurm:
+        return write_slurm(args, len(runs))
+    if args.only is not None:
+        runs = runs[args.only : args.only + 1]
+    todo = [run for run in runs if not run.is_done()]
+    print(f"{tag}: {len(runs)} runs, {len(runs) - len(todo)} done, {len(todo)} to do, {args.workers} at a time", flush=True)
+    if todo:
+        folder = ROOT / "benchmark" / "results" / tag
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "env.json").write_text(json.dumps(environment(tag), indent=1) + "\n")
+    failed, started = [], time.time()
+    with ThreadPoolExecutor(args.workers) as pool:
+        futures = {pool.submit(run.start, args): run for run in todo}
+        for number, future in enumerate(as_completed(futures), 1):
+            spent, error = future.result()
+            failed += [futures[future].name] if error else []
+            left = (time.time() - started) / number * (len(todo) - number)
+            line = f"{number}/{len(todo)} {futures[future].name} {spent:.0f} s, {math.ceil(left / 60)} min left"
+            print(f"{line}  FAILED: {error}" if error else line, flush=True)
+    if failed:
+        print(f"failed: {', '.join(failed)}; the same command tries them again", file=sys.stderr)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(bool(main(tyro.cli(Args))))
