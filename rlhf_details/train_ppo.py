@@ -1018,6 +1018,7 @@ def main(args: Args):
                     with torch.no_grad():
                         excess = logratio.expm1() * loss_mask[rows]  # ratio - 1, exact near 1
                         approxkl = 0.5 * logratio**2  # [LOG-3] of an action
+                        # phase 6 unpacks the sums in this order
                         sums += torch.stack([x.sum().float() for x in (
                             excess, approxkl, losses, loss_mask[rows], clipped, excess**2, entropies * loss_mask[rows],
                             value_losses, state_mask[rows], value_clipped, errors, new_values * state_mask[rows],

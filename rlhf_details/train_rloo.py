@@ -929,6 +929,7 @@ def main(args: Args):
                     with torch.no_grad():
                         excess = logratio.expm1() * actions  # ratio - 1, exact near 1
                         approxkl = 0.5 * logratio**2  # [LOG-3] of an action
+                        # phase 6 unpacks the sums in this order
                         sums = excess, approxkl, losses, actions, clipped, excess**2, entropies, response_mask[rows]
                         stats += torch.stack([x.sum().float() for x in sums])
                         if not grad_norms:  # [LOG-6] before any step: rounding alone, or an actor's lag
