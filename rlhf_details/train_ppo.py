@@ -245,9 +245,8 @@ class Policy(nn.Module):
 
         def of_tokens(states, labels):
             """Log-probs and entropies [C] of C labels, at their states [C, H]."""
-            log_softmax = (head(states).float() / self.temperature).log_softmax(
-                -1
-            )  # [C, V] [GEN-3] of the policy that is sampled: the same T
+            # [GEN-3] of the policy that is sampled: the same T
+            log_softmax = (head(states).float() / self.temperature).log_softmax(-1)  # [C, V]
             with torch.no_grad():
                 entropies = -(log_softmax.exp() * log_softmax).sum(-1)
             return log_softmax.gather(-1, labels.unsqueeze(-1)).squeeze(-1), entropies
@@ -270,10 +269,8 @@ class Reward(nn.Module):
 
     def __init__(self, model):
         super().__init__()
-        self.model, self.bias = (
-            model,
-            getattr(model.config, "reward_bias", 0.0),
-        )  # [REW-1] normalisation's shift, which plain loaders ignore
+        # [REW-1] normalisation's shift, which plain loaders ignore
+        self.model, self.bias = model, getattr(model.config, "reward_bias", 0.0)
         self.takes_positions = utils.accepts(model.base_model.forward, "position_ids")
 
     def forward(self, tokens, mask, positions, last):
@@ -342,9 +339,8 @@ def sample(policy, queries, query_mask, rows, response_length, stop_id, coordina
     position = query_mask.sum(1, keepdim=True)  # [B, 1], of a response's first token
     alive = torch.ones(B, dtype=torch.bool, device=device)
     for t in range(response_length):
-        token = (logits + gumbel_noise(fold(keys, t), logits.size(-1))).argmax(
-            -1
-        )  # [B] [GEN-1] Gumbel-max; the logits are tempered already
+        # [GEN-1] Gumbel-max; the logits are tempered already
+        token = (logits + gumbel_noise(fold(keys, t), logits.size(-1))).argmax(-1)  # [B]
         responses[:, t], mask[:, t] = token * alive, alive
         logprobs[:, t] = (logits.gather(1, token.unsqueeze(1)).squeeze(1) - logits.logsumexp(-1)) * alive
         if stop_id is not None:
@@ -587,9 +583,8 @@ def kl_penalty(logprobs, ref_logprobs, kind):
     Source: TRL v0.11.4, ppo_trainer.py (kl, abs, mse); open-instruct, ppo_vllm_thread_ray_gtrl.py (k2, k3).
     """
     d = logprobs - ref_logprobs
-    return {"kl": d, "abs": d.abs(), "mse": d**2 / 2, "k2": d**2 / 2, "k3": torch.expm1(-d) + d}[
-        kind
-    ]  # [PPO-7] one token's d may be negative
+    # [PPO-7] one token's d may be negative
+    return {"kl": d, "abs": d.abs(), "mse": d**2 / 2, "k2": d**2 / 2, "k3": torch.expm1(-d) + d}[kind]
 
 
 def full_kl(policy, reference, batch):
@@ -796,17 +791,15 @@ def main(args: Args):
         reward_functions.check_prompts(own_tokenizer, train_set, eval_set)
     weights = torch.tensor(functions.weights, device=device)  # [F], of all rewards
     longest = max(map(len, prompts)) if args.compile else None
-    order_of_epoch = functools.cache(
-        lambda epoch: utils.permutation(len(prompts), args.seed, epoch)
-    )  # [DATA-7] a new order each epoch
+    # [DATA-7] a new order each epoch
+    order_of_epoch = functools.cache(lambda epoch: utils.permutation(len(prompts), args.seed, epoch))
     gold = toy.gold if task == "toy" else None  # the embedded task's true reward is known, and only watched
     gold_of_eval = toy.gold if (args.eval_dataset or args.dataset).partition(":")[0] == "toy" else None
 
     # ---- optimizer: one for policy and value model
     policy = Policy(model, args.temperature, critic).to(device)
-    adam = dict(
-        lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay
-    )  # [OPT-4] both given, neither left to the library
+    # [OPT-4] both given, neither left to the library
+    adam = dict(lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay)
     trained = [p for p in policy.parameters() if p.requires_grad]  # [PPO-4] the value model's as well
     optimizer = torch.optim.AdamW(trained, **adam, fused=True)  # one kernel for all weights
     policy, optimizer = engines.prepare(accelerator, policy, optimizer)
@@ -975,9 +968,8 @@ def main(args: Args):
         state_mask = value_mask(response_mask) & counted.unsqueeze(1)  # [B, R]
         rewards = token_rewards(shaped_scores, kl_penalties, response_mask, kl_coef)  # [B, R]
         if args.whiten_rewards:
-            rewards = utils.masked_whiten(
-                rewards, state_mask, shift_mean=False
-            )  # [PPO-8] mean kept: to subtract it would price length
+            # [PPO-8] mean kept: to subtract it would price length
+            rewards = utils.masked_whiten(rewards, state_mask, shift_mean=False)
 
         # ---- 4. Advantages ---------------------------------------------------------------------------------------------
         advantages, returns = compute_gae(rewards, values, args.gamma, args.lam)  # [B, R]

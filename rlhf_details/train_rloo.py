@@ -211,9 +211,8 @@ class Policy(nn.Module):
 
         def of_tokens(states, labels):
             """Log-probs and entropies [C] of C labels, at their states [C, H]."""
-            log_softmax = (head(states).float() / self.temperature).log_softmax(
-                -1
-            )  # [C, V] [GEN-3] of the policy that is sampled: the same T
+            # [GEN-3] of the policy that is sampled: the same T
+            log_softmax = (head(states).float() / self.temperature).log_softmax(-1)  # [C, V]
             with torch.no_grad():
                 entropies = -(log_softmax.exp() * log_softmax).sum(-1)
             return log_softmax.gather(-1, labels.unsqueeze(-1)).squeeze(-1), entropies
@@ -230,10 +229,8 @@ class Reward(nn.Module):
 
     def __init__(self, model):
         super().__init__()
-        self.model, self.bias = (
-            model,
-            getattr(model.config, "reward_bias", 0.0),
-        )  # [REW-1] normalisation's shift, which plain loaders ignore
+        # [REW-1] normalisation's shift, which plain loaders ignore
+        self.model, self.bias = model, getattr(model.config, "reward_bias", 0.0)
         self.takes_positions = utils.accepts(model.base_model.forward, "position_ids")
 
     def forward(self, tokens, mask, positions, last):
@@ -306,9 +303,8 @@ def sample(policy, queries, query_mask, rows, n, response_length, stop_id, coord
     position = query_mask.sum(1, keepdim=True).expand(P, n)  # [P, n], of a response's first token
     alive = torch.ones(B, dtype=torch.bool, device=device)
     for t in range(response_length):
-        token = (logits + gumbel_noise(fold(keys, t), logits.size(-1))).argmax(
-            -1
-        )  # [B] [GEN-1] Gumbel-max; the logits are tempered already
+        # [GEN-1] Gumbel-max; the logits are tempered already
+        token = (logits + gumbel_noise(fold(keys, t), logits.size(-1))).argmax(-1)  # [B]
         responses[:, t], mask[:, t] = token * alive, alive
         logprobs[:, t] = (logits.gather(1, token.unsqueeze(1)).squeeze(1) - logits.logsumexp(-1)) * alive
         if stop_id is not None:
@@ -417,9 +413,8 @@ def pack(queries, query_mask, responses, response_mask, n):
         return tokens, real, positions, index
     owner = torch.cat([torch.zeros(Q, device=device), 1 + torch.arange(n, device=device).repeat_interleave(R)])  # [L], 0: prompt
     column = torch.arange(Q + n * R, device=device)  # [L]
-    visible = (column.unsqueeze(1) >= column) & (
-        (owner == 0) | (owner.unsqueeze(1) == owner)
-    )  # [L, L] [RLOO-9] prompt and own past
+    # [RLOO-9] prompt and own past
+    visible = (column.unsqueeze(1) >= column) & ((owner == 0) | (owner.unsqueeze(1) == owner))  # [L, L]
     itself = column.unsqueeze(1) == column
     visible = (visible & real.unsqueeze(1)) | itself  # [M/n, L, L] [RLOO-11] an empty row is NaN where fp16 makes the mask -inf
     return tokens, additive(visible), positions, index
@@ -528,9 +523,8 @@ def why_not_share(policy, reward_model, query_length, response_length, n):
 # ---- equations -------------------------------------------------------------------------------------------------------
 def has_stopped(responses, mask, stop_id):
     """Whether each response [B, R] holds the stop token, looked for in its real tokens only; stop_id None: always True."""
-    return (
-        (mask & (responses == stop_id)).any(1) if stop_id is not None else mask.any(1)
-    )  # [GEN-13] & mask: the filler, token 0, may be it
+    # [GEN-13] & mask: the filler, token 0, may be it
+    return (mask & (responses == stop_id)).any(1) if stop_id is not None else mask.any(1)
 
 
 def combine_rewards(values, given, weights, k):
@@ -706,9 +700,8 @@ def main(args: Args):
         reward_functions.check_prompts(own_tokenizer, train_set, eval_set)
     weights = torch.tensor(functions.weights, device=device)  # [F], of all rewards
     longest = max(map(len, prompts)) if args.compile else None
-    order_of_epoch = functools.cache(
-        lambda epoch: utils.permutation(len(prompts), args.seed, epoch)
-    )  # [DATA-7] a new order each epoch
+    # [DATA-7] a new order each epoch
+    order_of_epoch = functools.cache(lambda epoch: utils.permutation(len(prompts), args.seed, epoch))
     gold = toy.gold if task == "toy" else None  # the embedded task's true reward is known, and only watched
     gold_of_eval = toy.gold if (args.eval_dataset or args.dataset).partition(":")[0] == "toy" else None
 
@@ -723,9 +716,8 @@ def main(args: Args):
     n_rollout, rollout_slice = rows_per_forward(1 if reason else k, args.rollout_micro_batch_size)
 
     # ---- optimizer
-    adam = dict(
-        lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay
-    )  # [OPT-4] both given, neither left to the library
+    # [OPT-4] both given, neither left to the library
+    adam = dict(lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay)
     trained = [p for p in policy.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, **adam, fused=True)  # one kernel for all weights
     policy, optimizer = engines.prepare(accelerator, policy, optimizer)
@@ -915,9 +907,8 @@ def main(args: Args):
                     with engines.accumulate(accelerator, policy, is_last):
                         new_logprobs, entropies = response_logprobs(policy, [x[rows] for x in batch], n)  # [M, R]
                         has_ratio = steps_per_update > 1 or actor  # an actor's batch is one update old
-                        old_logprobs = (
-                            logprobs[rows] if has_ratio else new_logprobs.detach()
-                        )  # [RLOO-7] itself: exactly 1, bf16 noise clips nothing
+                        # [RLOO-7] itself: exactly 1, bf16 noise clips nothing
+                        old_logprobs = logprobs[rows] if has_ratio else new_logprobs.detach()
                         losses, logratio, clipped, actions = rloo_policy_loss(
                             new_logprobs, old_logprobs, loss_mask[rows], advantages[rows], args.cliprange
                         )

@@ -284,9 +284,8 @@ def main(args: Args):
     steps_per_epoch = len(train_ids) // B  # the ragged tail is left out; the shuffle makes it another one in each epoch
     num_steps = args.num_train_epochs * steps_per_epoch
     checksum, language_model = utils.checksum(model), LanguageModel(model, args.temperature)
-    adam = dict(
-        lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay
-    )  # [OPT-4] both given, neither left to the library
+    # [OPT-4] both given, neither left to the library
+    adam = dict(lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay)
     optimizer = torch.optim.AdamW([p for p in language_model.parameters() if p.requires_grad], **adam)
     language_model, optimizer = engines.prepare(accelerator, language_model, optimizer)
     run = runs.Run(args, accelerator, num_steps, ["eps", "train/sft/loss", "train/sft/lr"], [train_ids, eval_ids, checksum])
