@@ -350,6 +350,11 @@ def test_rew_6_log_probs_and_entropies_are_zero_behind_the_end(tiny, script):
 
 
 # ---- one process and two -------------------------------------------------------------------------------------------------------
+slow = pytest.mark.slow
+LOOPS = [pytest.param(train_ppo, marks=slow, id="ppo"), pytest.param(train_rloo, id="rloo")]
+STAGES = [pytest.param(train_sft, marks=slow, id="sft"), pytest.param(train_reward, marks=slow, id="reward")]
+
+
 @pytest.fixture(scope="module")
 def two_processes(tiny, tmp_path_factory):
     """two_processes(script): rows of metrics and recorded advantages of the same run on one process and on two; made once."""
@@ -385,25 +390,21 @@ def two_processes(tiny, tmp_path_factory):
 PAIRS = [row | {"chosen": row["completion"], "rejected": "we ."} for row in toy.rows("sft", "train")[:24]]
 
 
-@both
+@pytest.mark.parametrize("script", LOOPS)
 def test_rew_7_advantages_are_those_of_the_whole_batch_on_any_number_of_processes(two_processes, script):
     (_, one), (_, two) = two_processes(script)
     first = [torch.cat([x.flatten() for r in records for x in r["advantages"]]).sort().values for records in (one, two)]
     assert first[0].shape == first[1].shape and torch.allclose(*first, atol=2e-3) and first[0].std() > 0.1
 
 
-slow = pytest.mark.slow
-stages = [pytest.param(train_sft, marks=slow, id="sft"), pytest.param(train_reward, marks=slow, id="reward")]
-
-
-@pytest.mark.parametrize("script", [pytest.param(train_ppo, id="ppo"), pytest.param(train_rloo, id="rloo"), *stages])
+@pytest.mark.parametrize("script", [*LOOPS, *STAGES])
 def test_opt_6_the_gradient_is_the_same_on_two_processes(two_processes, script):
     (one, _), (two, _) = two_processes(script)
     norms = [[row["policy/grad_norm"] for row in rows] for rows in (one, two)]
     assert len(norms[0]) >= 3 and norms[0] == pytest.approx(norms[1], rel=1e-3)
 
 
-@both
+@pytest.mark.parametrize("script", LOOPS)
 def test_log_2_metrics_are_means_over_all_actions_of_all_processes(two_processes, script):
     (one, _), (two, _) = two_processes(script)
     names = "policy/approxkl_avg policy/clipfrac_avg policy/entropy_avg loss/policy_avg val/ratio val/ratio_var".split()
@@ -593,7 +594,7 @@ def test_log_6_the_gap_is_the_samplers_to_the_first_forward_and_the_first_ratio_
         assert abs(row["val/ratio"] - 1) > 1e-4
 
 
-@both
+@pytest.mark.parametrize("script", LOOPS)
 def test_no_update_leaves_a_graph_behind(tiny, in_tmp, monkeypatch, script):
     """Fault 34: a loss kept without `detach` keeps its graph. Tensors that have one are counted wherever a row is logged."""
     alive, log = [], runs.Run.log

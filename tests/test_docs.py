@@ -175,6 +175,7 @@ def test_a_mutant_can_be_made_and_changes_its_statement_alone(tag, file, old, ne
     assert ast.unparse(ast.parse(mutant)) != UNPARSED[file]
 
 
+@pytest.mark.slow
 def test_mutants_survive_reformatting():
     changed = 0
     for file in sorted({file for _, file, _, _ in mutations.MUTATIONS}):
@@ -240,6 +241,7 @@ def test_no_code_is_commented_out():
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.slow
 def test_importing_opens_no_connection_and_writes_nothing(tmp_path):
     code = """
 import socket, sys

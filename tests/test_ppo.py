@@ -127,7 +127,7 @@ def test_two_processes_sample_the_same_tokens_and_give_the_same_curves(ragged, t
         assert len({row["objective/kl_coef"] for row in one[1:]}) == 10
 
 
-@both_recipes
+@pytest.mark.parametrize("recipe", [NPLUS, pytest.param(OPENAI, marks=pytest.mark.slow)], ids=["nplus", "openai"])
 def test_opt_5_micro_batch_and_slice_sizes_change_nothing(ragged, in_tmp, recipe):
     options = recipe | dict(num_ppo_epochs=2, num_mini_batches=2, learning_rate=3e-4, kl_penalty="full")
     reference = run_ppo(ragged, micro_batch_size=1000, rollout_micro_batch_size=1000, **options)

@@ -66,6 +66,7 @@ def comparisons(in_tmp):
 
 
 # ---- SFT -------------------------------------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_from_scratch_trains_a_tokenizer_and_learns(texts):
     metrics = run_sft(num_train_epochs=20)
     assert metrics[-1]["train/sft/loss"] < 0.7 * metrics[0]["train/sft/loss"]
