@@ -235,24 +235,24 @@ class Policy(nn.Module):
         inputs |= {"position_ids": positions} if self.takes_positions else {}
         head, vocab_size = self.model.get_output_embeddings(), self.model.config.get_text_config().vocab_size
         if self.plain_head:
-            states = trunk = self.model.base_model(**inputs).last_hidden_state[:, index]  # [M, N, H]: where a token is predicted
+            hidden = trunk = self.model.base_model(**inputs).last_hidden_state[:, index]  # [M, N, H]: where a token is predicted
         else:
             outputs = self.model(**inputs, output_hidden_states=self.shares_trunk)
-            head, states = nn.Identity(), outputs.logits[:, index]  # [M, N, V]
+            head, hidden = nn.Identity(), outputs.logits[:, index]  # [M, N, V], as there is no plain head to apply
             trunk = outputs.hidden_states[-1][:, index] if self.shares_trunk else None
         if labels is None:
-            return head(states).float() / self.temperature  # [GEN-2] T = 0.7 samples another policy than T = 1
+            return head(hidden).float() / self.temperature  # [GEN-2] T = 0.7 samples another policy than T = 1
 
-        def of_tokens(states, labels):
-            """Log-probs and entropies [C] of C labels, at their states [C, H]."""
+        def of_tokens(hidden, labels):
+            """Log-probs and entropies [C] of C labels, at their hidden states [C, H] (without a plain head: logits)."""
             # [GEN-3] of the policy that is sampled: the same T
-            log_softmax = (head(states).float() / self.temperature).log_softmax(-1)  # [C, V]
+            log_softmax = (head(hidden).float() / self.temperature).log_softmax(-1)  # [C, V]
             with torch.no_grad():
                 entropies = -(log_softmax.exp() * log_softmax).sum(-1)
             return log_softmax.gather(-1, labels.unsqueeze(-1)).squeeze(-1), entropies
 
         # [GEN-8] all logits at once: M * N * V numbers, and their gradients
-        pieces = [x.flatten(0, 1).split(max(1, LOGITS_AT_ONCE // vocab_size)) for x in (states, labels)]
+        pieces = [x.flatten(0, 1).split(max(1, LOGITS_AT_ONCE // vocab_size)) for x in (hidden, labels)]
         function = of_tokens if len(pieces[0]) == 1 else functools.partial(checkpoint, of_tokens, use_reentrant=False)
         logprobs, entropies = (torch.cat(x).reshape(labels.shape) for x in zip(*map(function, *pieces), strict=True))
         if self.critic is None:
@@ -265,7 +265,10 @@ class Policy(nn.Module):
 
 
 class Reward(nn.Module):
-    """Scores: the head's output at given tokens, plus the bias that normalisation left in the configuration."""
+    """Scores: the head's output at given tokens, plus the bias that normalisation left in the configuration.
+
+    Read at the last token it is the reward model, read at every state the value model (the critic).
+    """
 
     def __init__(self, model):
         super().__init__()
