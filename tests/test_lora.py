@@ -133,7 +133,7 @@ def test_two_processes_train_the_same_adapters(tiny, in_tmp):
     flags = [f"--{name}={value}" for name, value in dict(
         sft_model_path=tiny / "policy", reward_model_path=tiny / "reward", total_episodes=48, batch_size=16, response_length=8,
         learning_rate=1e-3, num_sample_generations=0, run_name="two", output_dir="two", lora_rank=4, missing_eos_penalty=1.0,
-        eval_dataset=None, kl_coef=0.03, micro_batch_size=16, rollout_micro_batch_size=64,
+        eval_dataset=None, kl_coef=0.03, micro_batch_size=16, rollout_micro_batch_size=64, take=256,
     ).items()]  # fmt: skip
     done = launch("train_rloo.py", flags, 2, cwd=Path.cwd())
     assert done.returncode == 0, done.stderr[-2000:]
