@@ -73,7 +73,7 @@ def rows_of(name):
 def wait_for_rows(process, name, count):
     """Until a run has logged so many rows, or has ended."""
     while process.poll() is None and len(rows_of(name)) < count:
-        time.sleep(0.001)
+        time.sleep(0.001)  # another process's file: there is nothing to wait on
 
 
 def kill_somewhere(args, process, name, chance, seconds_an_update, while_writing):
@@ -83,10 +83,10 @@ def kill_somewhere(args, process, name, chance, seconds_an_update, while_writing
     folder = Path("runs") / name / "checkpoints"
     if while_writing:
         while process.poll() is None and not list(folder.glob("*.partial")):
-            time.sleep(0.0002)
-        time.sleep(chance.uniform(0, 0.03))
+            time.sleep(0.0002)  # as short as a checkpoint's folder may be there
+        time.sleep(chance.uniform(0, 0.03))  # the moment of death is to be random
     else:
-        time.sleep(chance.uniform(0, seconds_an_update))
+        time.sleep(chance.uniform(0, seconds_an_update))  # likewise
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
     process.communicate()

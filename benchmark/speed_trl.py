@@ -91,11 +91,11 @@ class Watch(TrainerCallback):
         policy.generate = counted
 
     # transformers' TrainerCallback gives its methods arguments that differ from version to version; none is needed here
-    def on_train_begin(self, *args, **kwargs):
+    def on_train_begin(self, *args, **kwargs):  # transformers' callback interface
         self.loaded = memory()[0]
         self.begin()
 
-    def on_step_end(self, *args, **kwargs):
+    def on_step_end(self, *args, **kwargs):  # likewise
         self.ends += 1
         if self.ends < self.steps_per_update:
             return

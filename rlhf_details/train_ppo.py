@@ -7,7 +7,7 @@ PPO on a language model and a learned reward: the two published recipes, "N+" an
 3. The rollout is used for several epochs; the probability ratio of a token and the change of a value are clipped.
 4. N+ (arXiv 2403.17031): a separate value model that starts as the reward model, a fixed kl_coef, nothing after EOS counts.
    lm-human-preferences (arXiv 1909.08593): a value head on the policy's own trunk that starts at zero, an adaptive
-   kl_coef, whitened rewards, responses of fixed length, which the reward model reads up to the first full stop.
+   kl_coef, whitened rewards, responses of fixed length, read by the reward model up to a full stop.
 5. All randomness is a function of coordinates (seed, purpose, update, row, step, token), never of a generator's state.
 
 Left out on purpose: a separate inference engine, top-k and top-p (they would make the sampler another policy), an entropy
