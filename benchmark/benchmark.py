@@ -7,14 +7,16 @@ Each run has a folder of its own, runs/benchmark/<tag>/<exp>_s<seed>/, in which 
 --overwrite added; `{seed}` and `{root}` in the command are replaced. When it has ended, the columns asked for go to
 benchmark/results/<tag>/<exp>_s<seed>.csv, and env.json beside it says with what they were made. What is there is skipped, what
 failed is reported at the end (exit code 1) and tried again by the same command. The tag is git's `describe`, with -dirty where
-the tree is.
+the tree is; --study names a folder within it.
 """
 
 import csv
 import json
 import math
+import multiprocessing
 import os
 import platform
+import runpy
 import shlex
 import subprocess
 import sys
@@ -30,8 +32,22 @@ ROOT = Path(__file__).resolve().parent.parent
 COLUMNS = (
     "update episode objective/scores objective/gold objective/kl objective/rlhf_reward policy/entropy_avg policy/approxkl_avg "
     "policy/clipfrac_avg val/sequence_lengths val/num_stop_token_ids loss/policy_avg loss/value_avg "
-    "eval/objective/scores eval/objective/gold eval/objective/kl eval/objective/parses"
+    "eval/objective/scores eval/objective/gold eval/objective/kl eval/objective/parses eval/objective/length eval/objective/ended "
+    "eval/objective/scores_std eval/objective/gold_std train/sft/loss eval/sft/perplexity train/rm/loss train/rm/accuracy "
+    "eval/rm/accuracy"
 ).split()
+MODELS = "{root}/models/bench/{seed}"  # of the studies, which share SFT and reward models
+STAGES = f"--sft_model_path {MODELS}/sft --reward_model_path {MODELS}/reward"
+PRELOADED = [
+    "scipy.stats",
+    "torch",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "tyro",
+    "rich",
+    "transformers.models.gpt_neox.modeling_gpt_neox",
+]
 SLURM = """#!/bin/bash
 #SBATCH --job-name={exp}
 #SBATCH --array=0-{last}
@@ -56,6 +72,10 @@ class Args:
     """CPU threads a run (OMP_NUM_THREADS)"""
     tag: str | None = None
     """folder of the results; None: git describe"""
+    study: str = ""
+    """folder within it"""
+    preload: bool = False
+    """start the runs as forks of one process that has loaded the libraries, which saves seconds a run"""
     columns: tuple[str, ...] = tuple(COLUMNS)
     """metrics to keep, those that the run has"""
     every: int = 1
@@ -96,14 +116,26 @@ def table(rows, columns, every=1):
     return [kept, *([cell(row.get(name)) for name in kept] for row in rows)]
 
 
-class Run:
-    """One experiment with one seed."""
+def forked(words, folder, environ):
+    """Runs in a fork of the process that has loaded the libraries: a Python script, with its output to output.txt."""
+    os.chdir(folder)
+    os.environ.update(environ)
+    with open("output.txt", "w") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    sys.path[:0] = [str(Path(words[0]).parent), *environ["PYTHONPATH"].split(os.pathsep)]
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")
 
-    def __init__(self, exp, command, seed, tag):
-        self.name, self.seed, self.tag = f"{exp}_s{seed}", seed, tag
+
+class Run:
+    """One experiment with one seed; `code`: the folder whose scripts it runs, the repository or a copy of it."""
+
+    def __init__(self, exp, command, seed, tag, study="", code=None):
+        self.name, self.seed, self.code = f"{exp}_s{seed}", seed, Path(code or ROOT)
         self.command = command.format(seed=seed, root=ROOT)
-        self.folder = ROOT / "runs" / "benchmark" / tag / self.name
-        self.result = ROOT / "benchmark" / "results" / tag / f"{self.name}.csv"
+        self.folder = ROOT / "runs" / "benchmark" / tag / study / self.name
+        self.result = ROOT / "benchmark" / "results" / tag / study / f"{self.name}.csv"
 
     def is_done(self):
         return self.result.exists()
@@ -114,16 +146,24 @@ class Run:
         self.folder.mkdir(parents=True, exist_ok=True)
         words = shlex.split(self.command)
         words = [sys.executable, *words[1:]] if words[0] == "python" else words
-        words = [str(ROOT / w) if w.endswith(".py") and (ROOT / w).exists() else w for w in words]
+        words = [str(self.code / w) if w.endswith(".py") and (self.code / w).exists() else w for w in words]
         words += ["--seed", str(self.seed), "--run_name", "run", "--overwrite"]
-        with open(self.folder / "output.txt", "w") as output:
-            done = subprocess.run(
-                words, cwd=self.folder, stdout=output, stderr=subprocess.STDOUT,
-                env=os.environ | {"OMP_NUM_THREADS": str(args.threads)},
-            )  # fmt: skip
-        if done.returncode:
+        path = os.pathsep.join([str(self.code), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environ = {"OMP_NUM_THREADS": str(args.threads), "PYTHONPATH": path}
+        if args.preload and words[0] == sys.executable:
+            child = multiprocessing.get_context("forkserver").Process(target=forked, args=(words[1:], self.folder, environ))
+            child.start()
+            child.join()
+            code = child.exitcode
+        else:
+            with open(self.folder / "output.txt", "w") as output:
+                done = subprocess.run(
+                    words, cwd=self.folder, stdout=output, stderr=subprocess.STDOUT, env=os.environ | environ
+                )  # fmt: skip
+            code = done.returncode
+        if code:
             last = (self.folder / "output.txt").read_text(errors="replace").strip().splitlines()[-1:]
-            return time.time() - start, f"exit code {done.returncode}: {' '.join(last)}"
+            return time.time() - start, f"exit code {code}: {' '.join(last)}"
         lines = (self.folder / "runs" / "run" / "metrics.jsonl").read_text().splitlines()
         self.result.parent.mkdir(parents=True, exist_ok=True)
         partial = self.result.with_suffix(".partial")
@@ -137,6 +177,7 @@ def write_slurm(args, number):
     """The array job that runs each run as a task of its own."""
     words = ["--command", *args.command, "--exp", *args.exp, "--seeds", *map(str, args.seeds), "--threads", str(args.threads)]
     words += ["--tag", args.tag or git_tag(), "--columns", *args.columns, "--every", str(args.every)]
+    words += ["--study", args.study] if args.study else []
     values = dict(exp=args.exp[0], last=number - 1, cpus=args.threads, root=ROOT, python=sys.executable)
     Path(args.slurm).write_text(SLURM.format(**values, arguments=shlex.join(words)))
 
@@ -147,17 +188,39 @@ def main(args: Args):
         print(f"error: --exp: {len(args.exp)} names of {len(args.command)} commands", file=sys.stderr)
         raise SystemExit(2)
     tag = args.tag or git_tag()
-    runs = [Run(exp, command, seed, tag) for seed in args.seeds for exp, command in zip(args.exp, args.command, strict=True)]
+    pairs = list(zip(args.exp, args.command, strict=True))
+    runs = [Run(exp, command, seed, tag, args.study) for seed in args.seeds for exp, command in pairs]
     if args.slurm:
         return write_slurm(args, len(runs))
     if args.only is not None:
         runs = runs[args.only : args.only + 1]
+    return run_all(runs, args, tag)
+
+
+def stage_runs(seeds, tag, first=None, second=None):
+    """[SFT runs, reward model runs] of a study, in its tag's folder "stages": MODELS/sft, MODELS/reward and what else is asked for.
+
+    Args: first, second, {name: (command, folder of its code or None)}; what `second` runs needs what `first` has run.
+    """
+    reward = f"python rlhf_details/train_reward.py --sft_model_path {MODELS}/sft --output_dir {MODELS}/reward"
+    first = {"sft": (f"python rlhf_details/train_sft.py --output_dir {MODELS}/sft", None)} | (first or {})
+    second = {"reward": (reward, None)} | (second or {})
+    return [
+        [Run(name, command, seed, tag, "stages", code) for seed in seeds for name, (command, code) in batch.items()]
+        for batch in (first, second)
+    ]
+
+
+def run_all(runs, args, tag):
+    """Does the runs that are not done, args.workers at a time; returns the names of those that failed."""
     todo = [run for run in runs if not run.is_done()]
     print(f"{tag}: {len(runs)} runs, {len(runs) - len(todo)} done, {len(todo)} to do, {args.workers} at a time", flush=True)
     if todo:
-        folder = ROOT / "benchmark" / "results" / tag
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "env.json").write_text(json.dumps(environment(tag), indent=1) + "\n")
+        todo[0].result.parent.mkdir(parents=True, exist_ok=True)
+        todo[0].result.with_name("env.json").write_text(json.dumps(environment(tag), indent=1) + "\n")
+    if args.preload:
+        os.environ["OMP_NUM_THREADS"] = str(args.threads)  # which the OpenMP library reads when it is loaded
+        multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
     failed, started = [], time.time()
     with ThreadPoolExecutor(args.workers) as pool:
         futures = {pool.submit(run.start, args): run for run in todo}

@@ -1,7 +1,12 @@
 """
-Draws the curves of a run, or of several over each other, from metrics.jsonl: PPO, RLOO, SFT or reward model.
+Curves: of runs as they are, of experiments over seeds, and whether two versions of the code learn alike.
 
-python benchmark/plot.py runs/<name> [runs/<other> ...]     (needs the extra "benchmark")
+    python benchmark/plot.py runs/<name> [runs/<other> ...]      one run's curves, or several over each other, from metrics.jsonl
+    python benchmark/plot.py curves TAG --exp rloo ppo           experiments in benchmark/results/TAG: interquartile means over
+                                                                 seeds with 95 % bootstrap intervals, and a table beside the figure
+    python benchmark/plot.py compare TAG_A TAG_B                 a verdict; exit code 1 where they differ
+
+All need the extra "benchmark".
 """
 
 import json
@@ -12,7 +17,10 @@ from fnmatch import fnmatchcase
 from itertools import groupby
 from pathlib import Path
 
+import matplotlib
+import numpy as np
 import tyro
+from intervals import ROOT, bootstrap, iqm, last, mean_interval, read_seeds, welch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -148,5 +156,139 @@ def main(args: Args):
     print(output)
 
 
+# ---- experiments over seeds ------------------------------------------------------------------------------------------
+@dataclass
+class CurvesArgs:
+    tag: tyro.conf.Positional[str]
+    """folder under benchmark/results/, or a path"""
+    exp: tuple[str, ...] = ()
+    """experiments; none: all in the folder"""
+    metrics: tuple[str, ...] = ("objective/scores", "objective/gold", "objective/kl")
+    """metrics, a panel each"""
+    x: str = "update"
+    """the column of the horizontal axis"""
+    output: str = "static/curves.svg"
+    """the figure; the table stands beside it, with the ending .md"""
+
+
+@dataclass
+class CompareArgs:
+    a: tyro.conf.Positional[str]
+    """folder under benchmark/results/, or a path: what is known"""
+    b: tyro.conf.Positional[str]
+    """folder of what is compared with it"""
+    exp: tuple[str, ...] = ()
+    """experiments; none: all that both folders have"""
+    metrics: tuple[str, ...] = ("objective/scores", "objective/gold", "objective/kl")
+    """metrics"""
+    margin: float = 0.25
+    """how far the whole interval must lie from zero, in standard deviations of A's seeds"""
+
+
+def results(tag):
+    """The folder of a tag's CSV files."""
+    found = [path for path in (ROOT / "benchmark" / "results" / tag, Path(tag)) if path.is_dir()]
+    return found[0] if found else fail(f"{tag}: no folder of that name under benchmark/results/")
+
+
+def experiments(folder):
+    """Names of the experiments in a folder, of its files <exp>_s<seed>.csv."""
+    return sorted({p.stem.rpartition("_s")[0] for p in folder.glob("*_s*.csv") if p.stem.rpartition("_s")[2].isdigit()})
+
+
+def seeds_of(folder, exp):
+    try:
+        return read_seeds(folder, exp)
+    except FileNotFoundError as e:
+        fail(e)
+
+
+def final(seed, metric):
+    """What a run reached: the held-out figure of its end where there is one, else the mean of the last tenth of its updates."""
+    held_out = seed.get(f"eval/{metric}")
+    if held_out is not None and not np.isnan(held_out).all():
+        return last(held_out)
+    column = seed[metric][~np.isnan(seed[metric])]
+    return column[-math.ceil(len(column) / 10) :].mean()
+
+
+def area(seed, metric):
+    """The area under a curve, as its mean height."""
+    return np.nanmean(seed[metric])
+
+
+def curves(args: CurvesArgs):
+    """Writes the figure and the table."""
+    folder = results(args.tag)
+    found = {exp: seeds_of(folder, exp) for exp in args.exp or experiments(folder)}
+    picture = Figure(figsize=(3.4 * len(args.metrics), 2.8), layout="constrained")
+    FigureCanvasAgg(picture)
+    lines = ["| experiment | seeds | metric | at the end | area under the curve |", "|---|---:|---|---:|---:|"]
+    for place, metric in enumerate(args.metrics, 1):
+        axis = picture.add_subplot(1, len(args.metrics), place)
+        for colour, (exp, seeds) in enumerate(found.items()):
+            if not all(metric in seed for seed in seeds.values()):
+                continue
+            length = min(len(seed[metric]) for seed in seeds.values())
+            first = next(iter(seeds.values()))
+            heights = np.array([seed[metric][:length] for seed in seeds.values()]).T  # [rows, seeds]
+            rows = ~np.isnan(heights).any(1)
+            x = first[args.x][:length][rows]
+            axis.plot(x, iqm(heights[rows]), color=f"C{colour}", linewidth=1.4, label=exp)
+            axis.fill_between(x, *bootstrap(heights[rows]), color=f"C{colour}", alpha=0.2, linewidth=0)
+            cells = []
+            for measure in (final, area):
+                numbers = np.array([measure(seed, metric) for seed in seeds.values()])
+                low, high = bootstrap(numbers)
+                cells.append(f"{iqm(numbers):.3f} ({low:.3f} .. {high:.3f})")
+            lines.append(f"| {exp} | {len(seeds)} | {metric} | {' | '.join(cells)} |")
+        axis.set_title(metric, fontsize=9)
+        axis.set_xlabel(args.x, fontsize=8)
+        axis.tick_params(labelsize=7)
+        axis.grid(alpha=0.2)
+        axis.legend(frameon=False, fontsize=7)
+    matplotlib.rcParams["svg.hashsalt"] = "curves"  # the same bytes for the same data
+    try:
+        picture.savefig(args.output, **({"metadata": {"Date": None}} if args.output.endswith(".svg") else {"dpi": 90}))
+    except (OSError, ValueError) as e:
+        fail(f"{args.output}: {e}")
+    head = f"{Path(args.output).name}: `{args.tag}`, interquartile mean over seeds (95 % bootstrap interval)\n\n"
+    Path(args.output).with_suffix(".md").write_text(head + "\n".join(lines) + "\n")
+    print("\n".join(lines))
+
+
+def compare(args: CompareArgs):
+    """Prints a line for each experiment, metric and measure; returns 1 where one of them differs, else 0.
+
+    The difference is B less A: of each seed where both have the same seeds, since a seed is the same prompts and noise, else of
+    the means (Welch). It counts where its 95 % interval lies beyond the margin.
+    """
+    a, b = results(args.a), results(args.b)
+    names = args.exp or [exp for exp in experiments(a) if exp in experiments(b)]
+    if not names:
+        fail(f"{args.a} and {args.b} have no experiment in common")
+    differ = []
+    print(f"{args.b} less {args.a}, 95 % interval; margin: {args.margin:g} standard deviations of {args.a}'s seeds")
+    for exp in names:
+        of_a, of_b = seeds_of(a, exp), seeds_of(b, exp)
+        if min(len(of_a), len(of_b)) < 2:
+            fail(f"{exp}: an interval needs two seeds or more")
+        for metric in (m for m in args.metrics if all(m in seed for seed in (*of_a.values(), *of_b.values()))):
+            for name, measure in (("final", final), ("area", area)):
+                x, y = (np.array([measure(seed, metric) for seed in seeds.values()]) for seeds in (of_a, of_b))
+                mean, low, high, _ = mean_interval(y - x) if set(of_a) == set(of_b) else welch(x, y)
+                margin = args.margin * x.std(ddof=1)
+                is_different = bool(low > margin or high < -margin)
+                differ += [f"{exp} {metric} {name}"] * is_different
+                numbers = f"{x.mean():9.4f} -> {y.mean():9.4f}   {mean:+.4f} ({low:+.4f} .. {high:+.4f}), margin {margin:.4f}"
+                print(f"{exp:20} {metric:18} {name:5}  {numbers}  {'DIFFERENT' if is_different else 'no difference'}")
+    print(f"different: {', '.join(differ)}" if differ else "no difference")
+    return int(bool(differ))
+
+
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    kinds = {"curves": (CurvesArgs, curves), "compare": (CompareArgs, compare)}
+    if sys.argv[1:2] and sys.argv[1] in kinds:
+        arguments, function = kinds[sys.argv[1]]
+        sys.exit(function(tyro.cli(arguments, args=sys.argv[2:], prog=f"plot.py {sys.argv[1]}")))
+    main(tyro.cli(Args, description=__doc__))

@@ -19,6 +19,7 @@ from rlhf_details import toy, train_ppo, train_rloo
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the suite tests the CPU path, also where there is a GPU
 torch.set_num_threads(1)  # pytest -n starts one worker a core; more threads on these small models only wait for each other
 ROOT = Path(__file__).parent.parent
+sys.path.append(str(ROOT / "benchmark"))  # whose files import each other
 
 
 def tiny_config(**changes):

@@ -117,7 +117,6 @@ def test_the_toys_defaults_are_flags_of_their_scripts():
 
 
 # ---- the index of details ------------------------------------------------------------------------------------------------
-sys.path.append(str(ROOT / "benchmark"))
 import mutations  # noqa: E402
 
 DETAILS, CATALOGUE, FAULTS = (

@@ -1,0 +1,433 @@
+"""
+What each detail is worth: the embedded task with one detail switched off or swapped, over seeds, beside the same run with it.
+
+    python benchmark/ablations.py run --tag TAG --seeds 1 2 3 4 5 6 7 8 9 10 --workers 2     (hours; goes on where it stopped)
+    python benchmark/ablations.py draw --tag TAG     (static/ablations.svg, results/TAG/ablations.md, results/worth.toml)
+
+A detail that has a flag is switched by it. Any other is changed in a copy of the scripts, by the one statement that has its tag
+(mutations.py does it), so that the scripts have no switches for the sake of a study. Every variant of a seed starts from the same
+SFT and reward model as the base it is compared with, and meets the same prompts and the same noise: the effect is the mean over
+seeds of the paired difference, with Student's 95 % interval.
+"""
+
+import json
+import shutil
+import sys
+from dataclasses import dataclass
+
+import numpy as np
+import tyro
+from intervals import ROOT, holm, last, mean_interval, read_seeds
+from mutations import PPO, RLOO, RM, UTILS, mutate
+
+from benchmark import MODELS, STAGES, Run, git_tag, run_all, stage_runs
+
+RUN = "--num_sample_generations 0 --checkpoint_every 0 --output_dir policy --batch_size 128"
+SHORT_RLOO = f"train_rloo.py {RUN} --total_episodes 3200"
+SHORT_PPO = f"train_ppo.py {RUN} --total_episodes 1536"
+GPT2 = f"--sft_model_path {MODELS}/gpt2_sft --reward_model_path {MODELS}/gpt2_reward"
+BASES = {  # name: (what, script and arguments)
+    "rloo": ("RLOO, 25 updates of 32 prompts x 4", f"{SHORT_RLOO} {STAGES}"),
+    "rloo2": ("the same with 2 passes over each batch", f"{SHORT_RLOO} {STAGES} --num_ppo_epochs 2"),
+    "rloo_short": ("the same with responses of at most 20 tokens", f"{SHORT_RLOO} {STAGES} --response_length 20"),
+    "rloo_token": ("the same with a KL for each token", f"{SHORT_RLOO} {STAGES} --token_level_kl"),
+    "rloo_gpt2": ("the same on a GPT-2, whose positions are learnt", f"{SHORT_RLOO} {GPT2}"),
+    "ppo": ("PPO (N+), 12 updates of 128 episodes x 4 passes", f"{SHORT_PPO} {STAGES}"),
+    "ppo_shared": ("the same with a value head on the policy's trunk", f"{SHORT_PPO} {STAGES} --value_model shared"),
+    "ppo_white": ("the same with whitened rewards", f"{SHORT_PPO} {STAGES} --whiten_rewards"),
+    "ppo_short": (
+        "the same with responses of at most 20 tokens, where a missing EOS replaces the score",
+        f"{SHORT_PPO} {STAGES} --response_length 20 --missing_eos_mode replace",
+    ),
+}
+
+
+@dataclass
+class Variant:
+    name: str
+    base: str
+    tags: str  # of the details that it prices
+    what: str  # what is done in place of them
+    flags: str = ""
+    mutations: tuple = ()  # (file, tag, old, new)
+    reward: tuple = ()  # mutations of the reward model's training, or flags of it: a reward model of its own
+    runs: str = ""  # the base whose runs are this variant's
+
+
+ALONE = "((rewards * counted).sum(1, keepdim=True) - rewards) / siblings.clamp(min=1)"
+ROUNDED = "(sampled_logprobs.bfloat16().float(), 0)"
+FORWARD = "in_slices(lambda *b: response_logprobs(policy, b, n), my_batch, episodes_per_forward, n)"
+PPO_FORWARD = "in_slices(lambda *b: response_logprobs(policy, b), my_batch, slice_size)"
+VARIANTS = [
+    # ---- the size of what can go wrong
+    Variant("no_kl", "rloo", "REW-5", "no KL in the reward", "--kl_coef 0"),
+    Variant("greedy", "rloo", "GEN-1", "no noise: k equal responses", mutations=(
+        (RLOO, "GEN-1", "logits + gumbel_noise(fold(keys, t), logits.size(-1))", "logits"),)),
+    Variant("added_keys", "rloo", "GEN-4", "coordinates added, not hashed", mutations=(
+        (RLOO, "GEN-4", "fold(keys, coordinate)", "keys + coordinate"),)),
+    Variant("no_stop", "rloo", "GEN-5", "what follows EOS is part of the response", mutations=(
+        (RLOO, "GEN-5", "token != stop_id", "token == token"),)),
+    Variant("last_column", "rloo", "REW-2", "score read in the last column, padding or not", mutations=(
+        (RLOO, "REW-2", "response_mask.sum(1)", "response_mask.new_ones(response_mask.shape).sum(1)"),)),
+    Variant("right_padding", "rloo", "DATA-5", "prompts padded on the right", mutations=(
+        (UTILS, "DATA-5", "[0] * (width - len(row)) + list(row)", "list(row) + [0] * (width - len(row))"),)),
+    # ---- positions
+    Variant("positions_rope", "rloo", "DATA-6", "positions count padding (rotary positions)", mutations=(
+        (UTILS, "DATA-6", "mask.cumsum(-1)", "mask.new_ones(mask.shape).cumsum(-1)"),)),
+    Variant("positions_gpt2", "rloo_gpt2", "DATA-6", "positions count padding (learnt positions)", mutations=(
+        (UTILS, "DATA-6", "mask.cumsum(-1)", "mask.new_ones(mask.shape).cumsum(-1)"),)),
+    Variant("sampler_positions_gpt2", "rloo_gpt2", "GEN-6", "the sampler's positions count padding", mutations=(
+        (RLOO, "GEN-6", "position + t", "Q + t + 0 * position"),)),
+    Variant("dropout_gpt2", "rloo_gpt2", "MODEL-1 MODEL-2", "dropout 0.1 left on", mutations=(
+        (UTILS, "MODEL-1", "module.p = 0.0", "module.p = module.p"), (UTILS, "MODEL-2", "setattr(module, name, 0.0)", "value"))),
+    # ---- packed rows
+    Variant("plain_rows", "rloo", "RLOO-8 RLOO-12", "one response a row", "--no_share_prompts"),
+    Variant("siblings_seen", "rloo", "RLOO-9", "packed siblings see each other", mutations=(
+        (RLOO, "RLOO-9", "(owner == 0) | (owner.unsqueeze(1) == owner)", "owner >= 0"),
+        (RLOO, "RLOO-12", "if gap < 0.001", "if gap < math.inf"))),
+    Variant("packed_positions", "rloo", "RLOO-10", "packed responses placed one behind the other", mutations=(
+        (RLOO, "RLOO-10", "query_mask.sum(1, keepdim=True) + step",
+         "query_mask.sum(1, keepdim=True) + torch.arange(n * R, device=device)"),
+        (RLOO, "RLOO-12", "if gap < 0.001", "if gap < math.inf"))),
+    # ---- EOS
+    Variant("no_eos_penalty_short", "rloo_short", "REW-3", "nothing is paid for a missing EOS", "--missing_eos_penalty None"),
+    Variant("eos_replace_short", "rloo_short", "REW-3", "a missing EOS replaces the score", "--missing_eos_mode replace"),
+    # ---- RLOO's estimator
+    Variant("no_baseline", "rloo", "RLOO-3", "no baseline", mutations=((RLOO, "RLOO-3", ALONE, "torch.zeros_like(rewards)"),)),
+    Variant("group_mean", "rloo", "RLOO-3", "baseline: the group's mean, own reward included", mutations=(
+        (RLOO, "RLOO-3", ALONE, "(rewards * counted).sum(1, keepdim=True) / (siblings + 1)"),)),
+    Variant("group_std", "rloo", "RLOO-3", "group's mean, over the group's deviation (GRPO)", mutations=(
+        (RLOO, "RLOO-3", ALONE, "rewards - (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)"),)),
+    Variant("mean_kl", "rloo", "RLOO-2", "KL of a response: the mean of its tokens'", mutations=(
+        (RLOO, "RLOO-2", "kl.sum(1)", "utils.masked_mean(kl, response_mask)"),)),
+    Variant("mean_logprob", "rloo", "RLOO-5", "log-probs of a response averaged over its tokens", mutations=(
+        (RLOO, "RLOO-5", "logratio.sum(1)", "logratio.sum(1) / mask.sum(1).clamp(min=1)"),)),
+    Variant("token_kl", "rloo", "RLOO-4", "REINFORCE++: each token pays for the KL from itself on", runs="rloo_token"),
+    Variant("k2_kl", "rloo", "REW-5", "KL in the reward: d^2/2", mutations=(
+        (RLOO, "REW-5", "logprobs - ref_logprobs", "(logprobs - ref_logprobs) ** 2 / 2"),)),
+    Variant("whiten_scores", "rloo", "RLOO-13", "REINFORCE++: scores whitened over the batch", "--normalize_reward"),
+    Variant("whiten_advantages", "rloo", "RLOO-14", "REINFORCE++: advantages whitened", "--normalize_advantage"),
+    Variant("k_2", "rloo", "RLOO-1", "k = 2, as many responses in all", "--rloo_k 2"),
+    Variant("k_8", "rloo", "RLOO-1", "k = 8, as many responses in all", "--rloo_k 8"),
+    # ---- RLOO's optimisation
+    Variant("two_passes", "rloo", "GEN-9", "2 passes over each batch", runs="rloo2"),
+    Variant("no_clip", "rloo2", "RLOO-6", "the ratio is not clipped", "--cliprange 1e9"),
+    Variant("sampler_logprobs", "rloo2", "GEN-9", "old log-probs: the sampler's, rounded to bf16", mutations=(
+        (RLOO, "GEN-9", FORWARD, ROUNDED),)),
+    Variant("async", "rloo", "GEN-10 GEN-11", "sampled one update ahead", "--async_rollouts"),
+    Variant("constant_lr", "rloo", "OPT-1", "the learning rate stays", "--lr_schedule constant"),
+    Variant("adam_eps", "rloo", "OPT-4", "AdamW's epsilon 1e-5 in place of 1e-8", "--adam_eps 1e-5"),
+    Variant("no_grad_clip", "rloo", "OPT-8", "the gradient's norm is not clipped", "--max_grad_norm None"),
+    # ---- the reward model
+    Variant("head_std_1", "rloo", "RM-1", "the reward head starts with standard deviation 1", reward=(
+        (RM, "RM-1", "1 / math.sqrt(model.score.in_features + 1)", "1.0"),)),
+    Variant("rm_last_but_one", "rloo", "RM-4", "trained on the state before the last token, scored at the last", reward=(
+        (RM, "RM-4", ".argmax(1)", ".argmax(1) - 1"),)),
+    Variant("rm_no_shift", "ppo_short", "RM-12 REW-1", "scores are not shifted to mean 0", mutations=(
+        (PPO, "REW-1", "getattr(model.config, 'reward_bias', 0.0)", "0.0"),)),
+    # ---- PPO
+    Variant("ppo_no_kl", "ppo", "REW-5", "no KL in the reward", "--kl_coef 0"),
+    Variant("ppo_k3", "ppo", "PPO-7", "a token pays k3, exp(-d) - 1 + d", "--kl_penalty k3"),
+    Variant("ppo_adaptive", "ppo", "PPO-15 PPO-16", "adaptive KL, target 6", "--adaptive_kl"),
+    Variant("ppo_score_in_last_place", "ppo", "PPO-6", "the score in the last column, behind the padding", mutations=(
+        (PPO, "PPO-6", "value_mask(response_mask).sum(1, keepdim=True) - 1",
+         "response_mask.new_ones(response_mask.shape).sum(1, keepdim=True) - 1"),)),
+    Variant("ppo_no_state_after", "ppo", "PPO-5", "the state after EOS has no value", mutations=(
+        (PPO, "PPO-5", "response_mask | after_last", "response_mask"),)),
+    Variant("ppo_whiten_rewards", "ppo", "PPO-8", "rewards whitened, their mean kept", runs="ppo_white"),
+    Variant("ppo_raw_advantages", "ppo", "PPO-10 PPO-11", "advantages are not whitened", "--no_normalize_advantage"),
+    Variant("ppo_whiten_padding", "ppo", "PPO-10", "padding counts where advantages are whitened", mutations=(
+        (PPO, "PPO-10", "loss_mask)", "torch.ones_like(loss_mask)) * loss_mask"),)),
+    Variant("ppo_lam_1", "ppo", "PPO-9", "GAE with lambda 1", "--lam 1"),
+    Variant("ppo_value_from_sft", "ppo", "PPO-1", "the value head starts at zero, its trunk as the reward model", mutations=(
+        (PPO, "PPO-1", "copy.deepcopy(reward_model)",
+         "copy.deepcopy(reward_model); nn.init.zeros_(critic.model.score.weight)"),)),
+    Variant("ppo_shared_value", "ppo", "PPO-3", "a value head on the policy's trunk", runs="ppo_shared"),
+    Variant("ppo_value_init", "ppo_shared", "PPO-2", "the shared value head starts at random", mutations=(
+        (PPO, "PPO-2", "nn.init.zeros_(critic.weight)", "critic.weight"),)),
+    Variant("ppo_vf_coef", "ppo", "PPO-14", "the value loss weighs 1 in place of 0.1", "--vf_coef 1"),
+    Variant("ppo_no_clip", "ppo", "PPO-12", "the ratio is not clipped", "--cliprange 1e9"),
+    Variant("ppo_no_value_clip", "ppo", "PPO-13", "the value is not clipped", "--cliprange_value 1e9"),
+    Variant("ppo_one_pass", "ppo", "GEN-9", "1 pass over each batch", "--num_ppo_epochs 1"),
+    Variant("ppo_sampler_logprobs", "ppo", "GEN-9", "old log-probs: the sampler's, rounded to bf16", mutations=(
+        (PPO, "GEN-9", PPO_FORWARD,
+         "[sampled_logprobs.bfloat16().float(), *in_slices(lambda *b: response_logprobs(policy, b)[1:], my_batch, slice_size)]"),)),
+    Variant("ppo_target_kl", "ppo", "PPO-18", "early stop at 0.01", "--target_kl 0.01"),
+    Variant("ppo_scaled_scores", "ppo", "PPO-19", "scores by running mean and deviation", "--score_norm --score_scaling"),
+    Variant("ppo_tf_adam", "ppo", "OPT-3", "TensorFlow's epsilon", "--tf_adam"),
+    Variant("ppo_micro_means", "ppo", "OPT-5", "mean of the means of micro-batches of 16", "--micro_batch_size 16", mutations=(
+        (PPO, "OPT-5", "losses.sum() / num_actions", "losses.sum() / loss_mask[rows].sum() / len(micro_batches)"),)),
+]  # fmt: skip
+COLUMNS = ["update", "objective/gold", "objective/scores", "objective/kl"]
+COLUMNS += [f"eval/objective/{name}" for name in ("gold", "scores", "kl", "ended", "length")]
+
+
+@dataclass
+class RunArgs:
+    """Trains what is missing: SFT and reward models of each seed, bases, variants."""
+
+    tag: str | None = None
+    """folder of the results; None: git describe"""
+    seeds: tuple[int, ...] = tuple(range(1, 11))
+    """seeds"""
+    workers: int = 2
+    """runs at a time"""
+    threads: int = 1
+    """CPU threads a run"""
+    only: tuple[str, ...] = ()
+    """names of bases and variants; none: all"""
+    preload: bool = True
+    """start runs as forks of one process that has the libraries loaded"""
+    columns: tuple[str, ...] = tuple(COLUMNS)
+    """metrics to keep"""
+    every: int = 1
+    """keep every so manyth row"""
+
+
+def code_of(name, mutations, tag):
+    """A copy of the scripts with the mutations in it."""
+    folder = ROOT / "runs" / "benchmark" / tag / "code" / name
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(ROOT / "rlhf_details", folder / "rlhf_details", ignore=shutil.ignore_patterns("__pycache__"))
+    for file, of, old, new in mutations:
+        path = folder / "rlhf_details" / file
+        path.write_text(mutate(path.read_text(encoding="utf-8"), of, old, new), encoding="utf-8")
+    return folder
+
+
+def random_gpt2(seed):
+    """A GPT-2 of the embedded task's size with random weights and its tokenizer; its dropout is the library's 0.1."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from rlhf_details import toy
+
+    folder = ROOT / "models" / "bench" / str(seed) / "gpt2"
+    if not (folder / "config.json").exists():
+        tokenizer = toy.tokenizer()
+        torch.manual_seed(seed)
+        ids = dict(bos_token_id=tokenizer.eos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+        config = GPT2Config(vocab_size=len(tokenizer), n_positions=128, n_embd=64, n_layer=2, n_head=4, **ids)
+        GPT2LMHeadModel(config).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+def stages(seeds, tag, variants=()):
+    """[runs that can go side by side, ...]: what the policies of these seeds start from."""
+    reward, first, second = "python rlhf_details/train_reward.py", {}, {}
+    if any("gpt2" in variant.base for variant in variants):
+        for seed in seeds:
+            random_gpt2(seed)
+        command = f"python rlhf_details/train_sft.py --output_dir {MODELS}/gpt2_sft --base_model {MODELS}/gpt2"
+        first["gpt2_sft"] = (command, None)
+        second["gpt2_reward"] = (f"{reward} --sft_model_path {MODELS}/gpt2_sft --output_dir {MODELS}/gpt2_reward", None)
+    for variant in variants:
+        if variant.reward:
+            flags = " ".join(x for x in variant.reward if isinstance(x, str))
+            mutations = [x for x in variant.reward if not isinstance(x, str)]
+            code = code_of(f"reward_{variant.name}", mutations, tag) if mutations else None
+            command = f"{reward} --sft_model_path {MODELS}/sft --output_dir {MODELS}/reward_{variant.name} {flags}"
+            second[f"reward_{variant.name}"] = (command, code)
+    return stage_runs(seeds, tag, first, second)
+
+
+def run(args: RunArgs):
+    """Returns the names of the runs that failed."""
+    tag = args.tag or git_tag()
+    variants = [v for v in VARIANTS if not args.only or v.name in args.only]
+    bases = {name for v in variants for name in (v.base, v.runs)} | (set(args.only) & set(BASES))
+    failed = []
+    for batch in stages(args.seeds, tag, variants):
+        failed += run_all(batch, args, tag)
+    runs = []
+    for seed in args.seeds:
+        for name in BASES:
+            if name in bases:
+                runs.append(Run(name, f"python rlhf_details/{BASES[name][1]}", seed, tag, "ablations"))
+        for variant in [v for v in variants if not v.runs]:
+            command = f"python rlhf_details/{BASES[variant.base][1]} {variant.flags}"
+            if variant.reward:
+                command = command.replace(f"{MODELS}/reward", f"{MODELS}/reward_{variant.name}")
+            code = code_of(variant.name, variant.mutations, tag) if variant.mutations else None
+            runs.append(Run(variant.name, command, seed, tag, "ablations", code))
+    return failed + run_all(runs, args, tag)
+
+
+UNPRICED = {  # reason: tags that have no row
+    "there is nothing to swap it for: otherwise the run fails, or its numbers are plainly wrong (a mutant shows it)":
+        "DATA-4 MODEL-4 MODEL-5 SFT-2 REW-6 RM-3 RM-7 GEN-7 GEN-13 PPO-4 RLOO-11",
+    "it concerns what is saved or reported, not what is learnt":
+        "RM-8 RM-13 LOG-1 LOG-2 LOG-3 LOG-4 LOG-5 LOG-6 EVAL-1 EVAL-2 EVAL-3 EVAL-4",
+    "it acts on several processes only, where the runs here have one": "RM-14 REW-7 OPT-6 OPT-7",
+    "it acts under bf16 or fp16 only, where the runs here are fp32": "MODEL-3 RM-6 RLOO-7",
+    "it acts on data that the embedded task does not have": "DATA-1 DATA-3 RM-11 REW-4",
+    "it concerns memory, not results": "GEN-8",
+    "temperature 1, as here, divides by nothing": "GEN-2 GEN-3",
+    "the runs are shorter than an epoch, and whole batches": "DATA-7 OPT-10",
+    "only the embedded task's truncation (`ppo_toy_lm_human_preferences.toml`) has it": "GEN-12 GEN-14",
+    "it belongs to SFT, of which the study trains one model a seed": "DATA-2 SFT-1 SFT-3",
+    "only `--normalization gain_bias` has it": "RM-5 RM-9 RM-10",
+    "one step a pass, as here, is the same in any order": "OPT-9",
+    "it makes the draw of the head repeatable, and does not say which": "RM-2",
+    "at most the steps within an update would differ": "OPT-2",
+    "no minibatch of these runs reaches a threshold worth setting": "PPO-17",
+}  # fmt: skip
+
+
+@dataclass
+class DrawArgs:
+    """Draws the figure and writes the tables from the CSV files."""
+
+    tag: str
+    """folder of the results"""
+    output: str = "static/ablations.svg"
+    """the figure"""
+
+
+def outcome(seed):
+    """What is measured of one run: gold and KL on held-out prompts at the end, and the mean of gold over the updates."""
+    return {
+        "gold": last(seed["eval/objective/gold"]),
+        "kl": last(seed["eval/objective/kl"]),
+        "course": seed["objective/gold"][~np.isnan(seed["objective/gold"])].mean(),
+    }
+
+
+MEASURES = ("gold", "course", "kl")
+
+
+def effects(folder):
+    """{variant: {"seeds": number, measure: (mean, low, high, p)}} of the paired differences, variant less base; and, under "base",
+    what the bases reach: {base: {measure: (mean, low, high, p)}}."""
+    runs, found, bases = {}, {}, {}
+
+    def outcomes(name):
+        if name not in runs:
+            runs[name] = {number: outcome(seed) for number, seed in read_seeds(folder, name).items()}
+        return runs[name]
+
+    for variant in VARIANTS:
+        base, changed = outcomes(variant.base), outcomes(variant.runs or variant.name)
+        seeds = sorted(set(base) & set(changed))
+        found[variant.name] = {"seeds": len(seeds)} | {
+            m: mean_interval([changed[seed][m] - base[seed][m] for seed in seeds]) for m in MEASURES
+        }
+        bases[variant.base] = {m: mean_interval([x[m] for x in base.values()]) for m in MEASURES}
+    return found, bases
+
+
+def verdicts(found):
+    """{variant: verdict}: "matters" where one of its p values is below 0.05 after Holm's correction over all of the table,
+    "perhaps" where one of its intervals excludes 0, "changes nothing" where all differences are exactly 0."""
+    keys = [(name, m) for name in found for m in MEASURES]
+    adjusted = dict(zip(keys, holm([found[name][m][3] for name, m in keys]), strict=True))
+    result = {}
+    for name, effect in found.items():
+        if all(effect[m][:3] == (0, 0, 0) for m in MEASURES):
+            result[name] = "changes nothing"
+        elif min(adjusted[name, m] for m in MEASURES) < 0.05:
+            result[name] = "matters"
+        elif any(effect[m][1] > 0 or effect[m][2] < 0 for m in MEASURES):
+            result[name] = "perhaps"
+        else:
+            result[name] = "does not show here"
+    return result
+
+
+def signed(x):
+    """An interval (mean, low, high, ..) in words."""
+    digits = 2 if max(map(abs, x[1:3])) < 20 else 1
+    return f"{x[0]:+.{digits}f} ({x[1]:+.{digits}f} .. {x[2]:+.{digits}f})"
+
+
+def forest(found, verdict, output):
+    """The forest plot: a row a variant, the worst for gold at the bottom; effects beyond +-0.5 on a logarithmic scale."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    names = sorted(found, key=lambda name: found[name]["gold"][0])
+    what = {variant.name: variant for variant in VARIANTS}
+    colours = {"matters": "#b22222", "perhaps": "#b8860b", "does not show here": "#808080", "changes nothing": "#3465a4"}
+    figure, axes = plt.subplots(1, 2, figsize=(10, 0.17 * len(names) + 1), sharey=True, layout="constrained")
+    for axis, measure, title in zip(
+        axes, ("gold", "kl"), ("effect on gold, points", "effect on the KL, nats a response"), strict=True
+    ):
+        for row, name in enumerate(names):
+            mean, low, high, _ = found[name][measure]
+            axis.plot([low, high], [row, row], color=colours[verdict[name]], linewidth=1.2)
+            axis.plot(mean, row, "o", color=colours[verdict[name]], markersize=3)
+        axis.axvline(0, color="black", linewidth=0.6)
+        axis.set_xscale("symlog", linthresh=0.5)
+        axis.set_title(title, fontsize=9)
+        axis.tick_params(labelsize=6.5)
+        axis.grid(alpha=0.2)
+    labels = [f"{what[name].what} [{what[name].base.replace('_', ' ')}]" for name in names]
+    axes[0].set_yticks(range(len(names)), labels)
+    axes[0].set_ylim(-1, len(names))
+    for label, colour in colours.items():
+        axes[1].plot([], [], color=colour, label=label)
+    axes[1].legend(frameon=False, fontsize=7, loc="lower right")
+    plt.rcParams["svg.hashsalt"] = "ablations"  # the same bytes for the same data
+    figure.savefig(ROOT / output, metadata={"Date": None})
+
+
+HEAD = """\
+# What each detail is worth
+
+Written by `python benchmark/ablations.py draw --tag {tag}`; the runs by `python benchmark/ablations.py run --tag {tag}`.
+The embedded task. Effects are means over seeds of the paired difference, variant less base, with Student's 95 % interval: gold of
+512 held-out prompts at the end, gold of the training batches in the mean over the updates, and the KL at the end.
+
+*matters*: one of the three p values is below 0.05 after Holm's correction over the whole table. *perhaps*: one of the intervals
+excludes 0, as one in twenty does by chance. *does not show here*: none does. *changes nothing*: every run is the same, digit by
+digit. {variants} variants of {details} details: {count}.
+"""
+
+
+def draw(args: DrawArgs):
+    """Writes the figure, results/TAG/ablations.md and results/worth.toml."""
+    results = ROOT / "benchmark" / "results"
+    found, bases = effects(results / args.tag / "ablations")
+    verdict = verdicts(found)
+    forest(found, verdict, args.output)
+    count = {v: sum(x == v for x in verdict.values()) for v in ("matters", "perhaps", "does not show here", "changes nothing")}
+    priced = sorted({tag for variant in VARIANTS for tag in variant.tags.split()})
+    lines = [
+        HEAD.format(
+            tag=args.tag, variants=len(VARIANTS), details=len(priced), count=", ".join(f"{n} {v}" for v, n in count.items())
+        ),
+        "| base | what | gold at the end | gold over the run | KL, nats a response |",
+        "|---|---|---:|---:|---:|",
+    ]
+    for name in BASES:
+        cells = [f"{bases[name][m][0]:.2f} ({bases[name][m][1]:.2f} .. {bases[name][m][2]:.2f})" for m in MEASURES]
+        lines.append(f"| {name} | {BASES[name][0]} | {' | '.join(cells)} |")
+    lines += ["", "| details | in place of them | base | seeds | gold at the end | gold over the run | KL | verdict |"]
+    lines += ["|---|---|---|---:|---:|---:|---:|---|"]
+    for v in VARIANTS:
+        cells = " | ".join(signed(found[v.name][m]) for m in MEASURES)
+        tags = ", ".join(v.tags.split())
+        lines.append(f"| {tags} | {v.what} | {v.base} | {found[v.name]['seeds']} | {cells} | {verdict[v.name]} |")
+    lines += ["", "## Not priced", "", "| details | why |", "|---|---|"]
+    lines += [f"| {', '.join(tags.split())} | {reason} |" for reason, tags in UNPRICED.items()]
+    (results / args.tag / "ablations.md").write_text("\n".join(lines) + "\n")
+    worth = []
+    for tag in priced:
+        of_tag = [v for v in VARIANTS if tag in v.tags.split()]
+        v = min(of_tag, key=lambda v: min(found[v.name][m][3] for m in MEASURES))  # the plainest
+        effect = found[v.name]
+        says = {"changes nothing": "nothing, to the digit", "does not show here": "does not show"}.get(
+            verdict[v.name],
+            f"gold {effect['gold'][0]:+.2f}, KL {effect['kl'][0]:+.1f}" + (" (perhaps)" if verdict[v.name] == "perhaps" else ""),
+        )
+        worth += [f"[{tag}]", f"says = {json.dumps(f'{v.what}: {says}')}", ""]
+    (results / "worth.toml").write_text("# Written by benchmark/ablations.py draw.\n\n" + "\n".join(worth))
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    commands = {"run": (RunArgs, run), "draw": (DrawArgs, draw)}
+    args = tyro.extras.subcommand_cli_from_dict({name: arguments for name, (arguments, _) in commands.items()})
+    sys.exit(bool(next(function for arguments, function in commands.values() if isinstance(args, arguments))(args)))

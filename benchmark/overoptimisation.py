@@ -1,0 +1,252 @@
+"""
+Over-optimisation on the embedded task: the learned reward that a policy is trained on, and the true one, over their KL.
+
+    python benchmark/overoptimisation.py run --tag TAG --seeds 1 2 3 4 5 6 7 8 9 10 --workers 2     (goes on where it stopped)
+    python benchmark/overoptimisation.py draw --tag TAG         (static/overoptimisation.svg, results/TAG/overoptimisation.md)
+
+RLOO and PPO under several KL coefficients; RLOO without the KL under reward models of fewer labels, and smaller ones (a reward
+model starts as the SFT model of its width, and that one's responses are what it compares). Best-of-n, the reference: of n responses
+of the SFT policy to a held-out prompt the one with the highest learned score; its KL is log n - (n - 1) / n (arXiv 2210.10760).
+"""
+
+import math
+import sys
+from dataclasses import dataclass
+
+import numpy as np
+import tyro
+from intervals import ROOT, bootstrap, iqm, mean_interval, read_seeds
+
+from benchmark import MODELS, STAGES, Run, git_tag, run_all, stage_runs
+
+RUN = "--num_sample_generations 0 --checkpoint_every 0 --output_dir policy --batch_size 128"
+RLOO = f"python rlhf_details/train_rloo.py {RUN} --total_episodes 10240 --sft_model_path {MODELS}/sft"
+PPO = f"python rlhf_details/train_ppo.py {RUN} --total_episodes 3840 {STAGES}"
+RLOO_COEFS, PPO_COEFS = (0, 0.03, 0.1), (0, 0.03, 0.1)
+LABELS, WIDTHS = (192, 768), (16,)  # and 3072 labels of width 64, the embedded task's own
+COLUMNS = ["update", "objective/gold", "objective/scores", "objective/kl"]
+COLUMNS += [f"eval/objective/{name}" for name in ("gold", "scores", "kl", "parses")]
+RESPONSES, PROMPTS = 64, 256  # of best-of-n
+
+
+def settings():
+    """{name: (panel, label, command)} of the policies, in the order of their curves."""
+    result = {f"rloo_kl{c}": ("RLOO", f"{c}", f"{RLOO} --reward_model_path {MODELS}/reward --kl_coef {c}") for c in RLOO_COEFS}
+    result |= {f"ppo_kl{c}": ("PPO", f"{c}", f"{PPO} --kl_coef {c}") for c in PPO_COEFS}
+    free = f"{RLOO} --kl_coef 0 --reward_model_path {MODELS}"
+    result |= {f"labels{n}": ("labels", f"{n}", f"{free}/reward_labels{n}") for n in LABELS}
+    return result | {f"width{w}": ("width", f"{w}", f"{free}/reward_width{w}") for w in WIDTHS}
+
+
+@dataclass
+class RunArgs:
+    """Trains what is missing: SFT and reward models of each seed, policies, and best-of-n."""
+
+    tag: str | None = None
+    """folder of the results; None: git describe"""
+    seeds: tuple[int, ...] = tuple(range(1, 11))
+    """seeds"""
+    workers: int = 2
+    """runs at a time"""
+    threads: int = 1
+    """CPU threads a run"""
+    preload: bool = True
+    """start runs as forks of one process that has the libraries loaded"""
+    columns: tuple[str, ...] = tuple(COLUMNS)
+    """metrics to keep"""
+    every: int = 1
+    """keep every so manyth row"""
+
+
+@dataclass
+class BestOfNArgs:
+    """Best-of-n of one seed's SFT and reward model, as a CSV file (what `run` calls)."""
+
+    seed: int
+    """seed of the models and of the samples"""
+    run_name: str = "run"
+    """folder under runs/"""
+    overwrite: bool = True
+    """replace it"""
+
+
+def best_of_shares(number, n):
+    """In which share of all subsets of n each of so many responses, in ascending order of score, is the best: [number].
+
+    Number i (from 0) is the best of C(i, n - 1) of the C(number, n) subsets.
+    """
+    return np.array([math.comb(i, n - 1) / math.comb(number, n) for i in range(number)])
+
+
+def best_of_n(args: BestOfNArgs):
+    """Samples RESPONSES to each of PROMPTS held-out prompts; writes mean score and gold of the best of n, n = 1, 2, 4, ..: means
+    over all subsets of n responses, exactly."""
+    import json
+    from pathlib import Path
+
+    import torch
+
+    from rlhf_details import toy, train_rloo, utils
+
+    folder = ROOT / "models" / "bench" / str(args.seed)
+    defaults = toy.DEFAULTS["train_rloo"]
+    tokenizer = utils.load_tokenizer(str(folder / "sft"), "sft", False)
+    policy = train_rloo.Policy(utils.load_policy(str(folder / "sft"), "sft"), defaults["temperature"]).eval()
+    reward = train_rloo.Reward(utils.load_reward_model(str(folder / "reward"), "reward")).eval()
+    texts = [row["prompt"] for row in toy.rows("prompts", "test")[:PROMPTS]]
+    queries, query_mask = utils.left_pad([tokenizer(text).input_ids for text in texts], "cpu")
+    golds, n, stop_id = [], RESPONSES, tokenizer.eos_token_id
+
+    def one_slice(queries, query_mask, numbers):
+        rows = (numbers.unsqueeze(1) * n + torch.arange(n)).reshape(-1)
+        coordinates = (args.seed, train_rloo.EVALUATION, 0)
+        responses, mask, _ = train_rloo.sample(
+            policy, queries, query_mask, rows, n, defaults["response_length"], stop_id, coordinates
+        )
+        batch = queries.repeat_interleave(n, 0), query_mask.repeat_interleave(n, 0), responses, mask
+        scores = train_rloo.response_scores(reward, batch, 1)
+        ended = train_rloo.has_stopped(responses, mask, stop_id)
+        scores = train_rloo.missing_eos_scores(scores, ended, defaults["missing_eos_penalty"], "subtract")
+        return scores.reshape(-1, n), responses.reshape(-1, n, responses.size(1)), mask.reshape(-1, n, mask.size(1))
+
+    with torch.no_grad():
+        outputs = train_rloo.in_slices(one_slice, [queries, query_mask, torch.arange(len(texts))], 8)
+    scores = outputs[0].numpy()
+    for text, responses, mask in zip(texts, *outputs[1:], strict=True):
+        answers = [tokenizer.decode(r[m], skip_special_tokens=True) for r, m in zip(responses, mask, strict=True)]
+        golds.append([toy.gold(text, answer) for answer in answers])
+    order = np.argsort(scores, 1)
+    scores, golds = (np.take_along_axis(np.array(x), order, 1).mean(0) for x in (scores, golds))  # [RESPONSES], worst first
+    output = Path("runs") / args.run_name
+    output.mkdir(parents=True, exist_ok=True)
+    with open(output / "metrics.jsonl", "w") as file:
+        for exponent in range(int(math.log2(n)) + 1):
+            best_of = 2**exponent
+            share = best_of_shares(n, best_of)
+            row = {"update": best_of, "objective/gold": float(golds @ share), "objective/scores": float(scores @ share)}
+            file.write(json.dumps(row | {"objective/kl": math.log(best_of) - (best_of - 1) / best_of}) + "\n")
+
+
+def run(args: RunArgs):
+    """Returns the names of the runs that failed."""
+    tag = args.tag or git_tag()
+    sft = f"python rlhf_details/train_sft.py --output_dir {MODELS}/sft_width"
+    first = {f"sft_width{w}": (f"{sft}{w} --hidden_size {w}", None) for w in WIDTHS}
+    reward = f"python rlhf_details/train_reward.py --output_dir {MODELS}/reward_"
+    second = {f"reward_labels{n}": (f"{reward}labels{n} --sft_model_path {MODELS}/sft --num_comparisons {n}", None) for n in LABELS}
+    second |= {f"reward_width{w}": (f"{reward}width{w} --sft_model_path {MODELS}/sft_width{w}", None) for w in WIDTHS}
+    failed = []
+    for batch in stage_runs(args.seeds, tag, first, second):
+        failed += run_all(batch, args, tag)
+    commands = {name: command for name, (_, _, command) in settings().items()}
+    commands["best_of_n"] = "python benchmark/overoptimisation.py best-of-n"
+    runs = [Run(name, command, seed, tag, "overoptimisation") for seed in args.seeds for name, command in commands.items()]
+    return failed + run_all(runs, args, tag)
+
+
+@dataclass
+class DrawArgs:
+    """Draws the figure and writes its table from the CSV files."""
+
+    tag: str
+    """folder of the results"""
+    output: str = "static/overoptimisation.svg"
+    """the figure"""
+
+
+SMOOTH = 5  # updates of the running mean
+
+
+def smooth(x):
+    """Running mean over the last axis."""
+    return np.apply_along_axis(lambda row: np.convolve(row, np.ones(SMOOTH) / SMOOTH, mode="valid"), -1, x)
+
+
+def curves(folder, name):
+    """{"gold", "scores", "kl": [updates, seeds]} of one setting, smoothed, and the number of seeds."""
+    seeds = read_seeds(folder, name).values()
+    short = {c: smooth(np.array([seed[f"objective/{c}"] for seed in seeds])).T for c in ("gold", "scores", "kl")}
+    return short, len(seeds)
+
+
+def fall(gold, scores):
+    """What became of gold after its peak: (row of the peak of the mean over seeds, and two intervals (mean, low, high, p) over
+    seeds: of the gold lost since, and of the learned score gained since)."""
+    peak = int(gold.mean(1).argmax())
+    return peak, mean_interval(gold[peak] - gold[-1]), mean_interval(scores[-1] - scores[peak])
+
+
+def interval(x, digits=2):
+    """An interval (mean, low, high, ..) in words."""
+    return f"{x[0]:.{digits}f} ({x[1]:.{digits}f} .. {x[2]:.{digits}f})"
+
+
+HEAD = """\
+# Over-optimisation
+
+Written by `python benchmark/overoptimisation.py draw --tag {tag}`; `run` in place of `draw` makes the runs.
+Means over seeds with Student's 95 % interval; curves smoothed over {smooth} updates. The peak is that of the mean over seeds.
+"""
+
+
+def draw(args: DrawArgs):
+    """Writes the figure and results/TAG/overoptimisation.md."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    folder = ROOT / "benchmark" / "results" / args.tag / "overoptimisation"
+    panels = {"RLOO": [], "PPO": [], "reward models": []}
+    for name, (panel, label, _) in settings().items():
+        title = panel if panel in panels else "reward models"
+        label = f"KL coefficient {label}" if panel in panels else {"labels": f"{label} labels", "width": f"width {label}"}[panel]
+        panels[title].append((label, name))
+    panels["reward models"].append(("3072 labels, width 64", "rloo_kl0"))
+    best = [
+        np.array([seed[f"objective/{c}"] for seed in read_seeds(folder, "best_of_n").values()]) for c in ("kl", "gold", "scores")
+    ]
+    figure, axes = plt.subplots(1, 3, figsize=(10, 3.6), sharey=True, layout="constrained")
+    lines = ["| policy | seeds | gold at its peak | at the end | lost since | learned score gained since | KL at the peak, end |"]
+    lines += ["|---|---:|---:|---:|---:|---:|---:|"]
+    for axis, (title, members) in zip(axes, panels.items(), strict=True):
+        for colour, (label, name) in enumerate(members):
+            columns, seeds = curves(folder, name)
+            x = np.sqrt(np.maximum(columns["kl"].mean(1), 0))
+            for column, style in (("gold", "-"), ("scores", "--")):
+                centre = iqm(columns[column])
+                axis.plot(x, centre, style, color=f"C{colour}", linewidth=1.4, label=label if column == "gold" else None)
+                axis.fill_between(x, *bootstrap(columns[column]), color=f"C{colour}", alpha=0.15, linewidth=0)
+            peak, lost, gained = fall(columns["gold"], columns["scores"])
+            kl = columns["kl"].mean(1)
+            row = f"{title}, {label}", seeds, f"{columns['gold'][peak].mean():.2f}", interval(mean_interval(columns["gold"][-1]))
+            row += interval(lost), interval(gained), f"{kl[peak]:.1f}, {kl[-1]:.1f}"
+            lines.append("| " + " | ".join(map(str, row)) + " |")
+        for column, style in ((best[1], "-"), (best[2], "--")):
+            axis.plot(
+                np.sqrt(best[0][0]), column.mean(0), style, color="black", linewidth=1, label="best of n" if style == "-" else None
+            )
+        axis.set_title(f"{title}{' under RLOO, no KL penalty' if title == 'reward models' else ''}", fontsize=9)
+        axis.set_xlabel("square root of the KL, nats a response", fontsize=8)
+        axis.tick_params(labelsize=7)
+        axis.grid(alpha=0.2)
+        axis.legend(frameon=False, fontsize=7, loc="lower left")
+    axes[0].set_ylabel("points:  gold (solid),  learned score (dashed)", fontsize=8)
+    axes[0].set_ylim(-8, None)
+    plt.rcParams["svg.hashsalt"] = "overoptimisation"  # the same bytes for the same data
+    figure.savefig(ROOT / args.output, metadata={"Date": None})
+    n = [2**i for i in range(best[0].shape[1])]
+    lines += ["", "| best of n | KL | gold | learned score |", "|---:|---:|---:|---:|"]
+    for i, number in enumerate(n):
+        gold, scores = (interval(mean_interval(column[:, i])) for column in best[1:])
+        lines.append(f"| {number} | {best[0][0, i]:.2f} | {gold} | {scores} |")
+    (ROOT / "benchmark" / "results" / args.tag / "overoptimisation.md").write_text(
+        "\n".join([HEAD.format(tag=args.tag, smooth=SMOOTH), *lines]) + "\n"
+    )
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    commands = {"run": (RunArgs, run), "best-of-n": (BestOfNArgs, best_of_n), "draw": (DrawArgs, draw)}
+    args = tyro.extras.subcommand_cli_from_dict({name: arguments for name, (arguments, _) in commands.items()})
+    sys.exit(bool(next(function for arguments, function in commands.values() if isinstance(args, arguments))(args)))

@@ -1,0 +1,292 @@
+"""The studies in benchmark/: their arithmetic on made-up numbers, their commands and mutations on the scripts as they are."""
+
+import csv
+import itertools
+import math
+import runpy
+import shlex
+import subprocess
+import sys
+import tomllib
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from conftest import ROOT
+
+from rlhf_details import toy, train_ppo, train_reward, train_rloo, train_sft, utils
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("scipy")
+import ablations
+import intervals
+import overoptimisation
+import plot
+
+import benchmark
+
+SCRIPTS = {"train_sft": train_sft, "train_reward": train_reward, "train_rloo": train_rloo, "train_ppo": train_ppo}
+TAGS = set(tomllib.loads((ROOT / "benchmark" / "details.toml").read_text())["tags"])
+
+
+# ---- arithmetic ------------------------------------------------------------------------------------------------------
+def test_the_interquartile_mean_leaves_out_a_quarter_at_each_end():
+    assert intervals.iqm([9, 1, 2, 3, 4, 5, 6, 100]) == (3 + 4 + 5 + 6) / 4
+    assert intervals.iqm(np.arange(24).reshape(2, 12)).tolist() == [5.5, 17.5]
+
+
+def test_bootstrap_intervals_hold_the_truth_about_as_often_as_they_say():
+    rng, hits = np.random.default_rng(1), 0
+    low, high = intervals.bootstrap(rng.normal(3, 1, size=(200, 30)))
+    hits = ((low < 3) & (high > 3)).mean()
+    assert 0.88 < hits < 0.99
+    wide, narrow = ((high - low).mean() for low, high in (intervals.bootstrap(rng.normal(size=(50, n))) for n in (10, 40)))
+    assert 1.6 < wide / narrow < 2.6  # as the root of the number of seeds
+
+
+def test_students_interval_is_that_of_the_textbook():
+    mean, low, high, p = intervals.mean_interval([1.0, 2.0, 3.0, 4.0, 5.0])
+    half = 2.776445 * math.sqrt(2.5 / 5)  # t of 4 degrees of freedom
+    assert mean == 3 and low == pytest.approx(3 - half, abs=1e-5) and high == pytest.approx(3 + half, abs=1e-5)
+    assert p == pytest.approx(0.013, abs=5e-4)
+    assert intervals.mean_interval([0.0, 0.0]) == (0, 0, 0, 1) and intervals.mean_interval([2.0, 2.0]) == (2, 2, 2, 0)
+    with pytest.raises(ValueError, match="two seeds"):
+        intervals.mean_interval([1.0])
+
+
+def test_welchs_interval_is_b_less_a():
+    mean, low, high, p = intervals.welch(np.array([1.0, 2.0, 3.0]), np.array([4.0, 6.0, 8.0]))
+    assert mean == 4 and low < 4 < high and (p < 0.05) == (low > 0)
+    assert intervals.welch(np.ones(3), np.ones(4))[:3] == (0, 0, 0)
+
+
+def test_holms_correction():
+    assert intervals.holm([0.01, 0.04, 0.03, 0.005]).tolist() == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert intervals.holm([0.9, 0.8]).tolist() == [1, 1]
+
+
+def write(folder, exp, seed, columns):
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / f"{exp}_s{seed}.csv", "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(columns)
+        writer.writerows(zip(*columns.values(), strict=True))
+
+
+def test_an_experiment_is_not_another_whose_name_begins_alike(tmp_path):
+    for exp, value in (("rloo", 1.0), ("rloo_short", 2.0), ("rloo_s1", 3.0)):
+        write(tmp_path, exp, 7, {"update": [1, 2], "gold": [value, ""]})
+    assert {e: intervals.read_seeds(tmp_path, e)[7]["gold"][0] for e in ("rloo", "rloo_short", "rloo_s1")} == {
+        "rloo": 1, "rloo_short": 2, "rloo_s1": 3,
+    }  # fmt: skip
+    assert plot.experiments(tmp_path) == ["rloo", "rloo_s1", "rloo_short"]
+    assert intervals.last(intervals.read_seeds(tmp_path, "rloo")[7]["gold"]) == 1
+    with pytest.raises(FileNotFoundError):
+        intervals.read_seeds(tmp_path, "ppo")
+
+
+# ---- compare and curves ----------------------------------------------------------------------------------------------
+def learning(folder, exp, seeds, rise=1.0, noise=0.05):
+    for seed in seeds:
+        rng, x = np.random.default_rng(seed), np.arange(1, 21)
+        gold, kl = rise * x / 20 + noise * rng.normal(size=20) + 0.1 * rng.normal(), 0.1 * x
+        write(folder, exp, seed, {"update": x, "objective/gold": gold, "objective/kl": kl, "objective/scores": gold})
+
+
+def compare(*words):
+    command = [sys.executable, str(ROOT / "benchmark/plot.py"), "compare", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_compare_finds_no_difference_between_a_tag_and_itself_and_one_in_worse_code(tmp_path):
+    learning(tmp_path / "a", "rloo", range(1, 6))
+    learning(tmp_path / "worse", "rloo", range(1, 6), rise=0.5)
+    same = compare(tmp_path / "a", tmp_path / "a")
+    assert same.returncode == 0 and same.stdout.endswith("no difference\n") and "DIFFERENT" not in same.stdout, same.stderr
+    worse = compare(tmp_path / "a", tmp_path / "worse")
+    assert worse.returncode == 1, worse.stdout + worse.stderr
+    assert "different: rloo objective/scores final, rloo objective/scores area, rloo objective/gold final" in worse.stdout
+    assert "kl final" not in worse.stdout.splitlines()[-1]
+    assert compare(tmp_path / "a", tmp_path / "worse", "--margin", "1000").returncode == 0
+    assert compare(tmp_path / "a", tmp_path / "none").returncode == 2
+
+
+def test_compare_pairs_equal_seeds_and_not_others(tmp_path, capsys):
+    for folder, shift, seeds in (("a", 0.0, range(6)), ("b", 0.03, range(6)), ("c", 0.03, range(10, 16))):
+        for seed in seeds:
+            level = np.random.default_rng(seed).normal()  # seeds differ by far more than a and b do
+            write(tmp_path / folder, "x", seed, {"update": [1, 2], "objective/gold": [level, level + shift + 1e-3 * seed]})
+    args = plot.CompareArgs(str(tmp_path / "a"), str(tmp_path / "b"), margin=0.0)
+    assert plot.compare(args) == 1
+    assert plot.compare(replace(args, b=str(tmp_path / "c"))) == 0
+    assert plot.compare(replace(args, margin=0.25)) == 0  # a difference, but below the margin
+    capsys.readouterr()
+
+
+def test_the_final_figure_is_the_held_out_one_where_there_is_one():
+    seed = {"objective/kl": np.arange(20.0), "eval/objective/kl": np.array([math.nan] * 19 + [7.0])}
+    assert plot.final(seed, "objective/kl") == 7
+    assert plot.final({"objective/kl": np.arange(20.0)}, "objective/kl") == 18.5 and plot.area(seed, "objective/kl") == 9.5
+
+
+def test_curves_writes_a_figure_and_its_table(tmp_path, capsys):
+    learning(tmp_path / "a", "rloo", range(1, 11))
+    learning(tmp_path / "a", "ppo", range(1, 11), rise=2.0)
+    output = tmp_path / "curves.svg"
+    args = plot.CurvesArgs(str(tmp_path / "a"), exp=("rloo", "ppo"), metrics=("objective/gold", "objective/kl"), output=str(output))
+    plot.curves(args)
+    first = output.read_bytes()
+    plot.curves(args)
+    assert output.read_bytes() == first and b"<svg" in first  # the same bytes for the same data
+    table = (tmp_path / "curves.md").read_text()
+    assert "| rloo | 10 | objective/gold |" in table and "| ppo | 10 | objective/kl | 1.950 (1.950 .. 1.950) | 1.050" in table
+    capsys.readouterr()
+
+
+# ---- ablations -------------------------------------------------------------------------------------------------------
+def test_every_variants_mutation_changes_the_scripts_as_they_are():
+    for variant in ablations.VARIANTS:
+        for file, tag, old, new in [*variant.mutations, *(x for x in variant.reward if not isinstance(x, str))]:
+            source = (ROOT / "rlhf_details" / file).read_text(encoding="utf-8")
+            assert ablations.mutate(source, tag, old, new) != source, variant.name
+        assert variant.flags or variant.mutations or variant.reward or variant.runs, variant.name
+
+
+def test_every_command_of_the_studies_parses_against_the_flags():
+    studies = {name: command for name, (_, command) in ablations.BASES.items()}
+    studies |= {v.name: f"{ablations.BASES[v.base][1]} {v.flags}" for v in ablations.VARIANTS if not v.runs}
+    studies |= {name: command.partition("rlhf_details/")[2] for name, (_, _, command) in overoptimisation.settings().items()}
+    for batch in benchmark.stage_runs((1,), "t"):
+        studies |= {run.name: run.command.partition("rlhf_details/")[2] for run in batch}
+    for name, command in studies.items():
+        script, *flags = shlex.split(command)
+        script = script.removesuffix(".py")
+        try:
+            args = utils.parse_args(SCRIPTS[script].Args, toy.defaults(script), flags)
+        except SystemExit:
+            pytest.fail(f"{name}: {command}")
+        assert args.dataset == "toy"
+
+
+def test_a_detail_is_priced_or_listed_with_the_reason_why_not_and_25_are_priced():
+    priced = {tag for variant in ablations.VARIANTS for tag in variant.tags.split()}
+    unpriced = [tag for tags in ablations.UNPRICED.values() for tag in tags.split()]
+    assert priced | set(unpriced) == TAGS and not priced & set(unpriced) and len(unpriced) == len(set(unpriced))
+    assert len(priced) >= 25
+    names = [v.name for v in ablations.VARIANTS] + list(ablations.BASES)
+    assert len(names) == len(set(names))
+    assert all(v.base in ablations.BASES and (not v.runs or v.runs in ablations.BASES) for v in ablations.VARIANTS)
+
+
+def test_a_mutated_copy_is_what_a_variant_runs(tmp_path, monkeypatch):
+    monkeypatch.setitem(ablations.code_of.__globals__, "ROOT", tmp_path)
+    (tmp_path / "rlhf_details").mkdir()
+    for path in (ROOT / "rlhf_details").glob("*.py"):
+        (tmp_path / "rlhf_details" / path.name).write_text(path.read_text())
+    variant = next(v for v in ablations.VARIANTS if v.name == "siblings_seen")
+    folder = ablations.code_of(variant.name, variant.mutations, "t")
+    changed = [
+        p.name for p in (folder / "rlhf_details").glob("*.py") if p.read_text() != (ROOT / "rlhf_details" / p.name).read_text()
+    ]
+    assert changed == ["train_rloo.py"] and "owner >= 0" in (folder / "rlhf_details" / "train_rloo.py").read_text()
+
+
+def outcomes(folder, name, gold, kl, seeds=range(1, 11)):
+    for seed in seeds:
+        level = np.random.default_rng(seed).normal()
+        own = 0.05 * np.random.default_rng([seed, *name.encode()]).normal()
+        ends = {"eval/objective/gold": ["", level + gold + own], "eval/objective/kl": ["", kl]}
+        write(folder, name, seed, {"update": [1, 2], "objective/gold": [level, level + gold + own]} | ends)
+
+
+def test_effects_are_paired_differences_and_verdicts_are_corrected_for_their_number(tmp_path, monkeypatch):
+    variants = [
+        ablations.Variant("worse", "rloo", "REW-5", "w"),
+        ablations.Variant("same", "rloo", "REW-5", "s", runs="rloo"),
+        ablations.Variant("noise", "rloo", "REW-5", "n"),
+        *(ablations.Variant(f"other{i}", "rloo", "REW-5", "o") for i in range(20)),
+    ]
+    monkeypatch.setattr(ablations, "VARIANTS", variants)
+    outcomes(tmp_path, "rloo", 0, 4)
+    outcomes(tmp_path, "worse", -1, 9)
+    for variant in variants[2:]:
+        outcomes(tmp_path, variant.name, 0, 4)
+    found, bases = ablations.effects(tmp_path)
+    mean, low, high, _ = found["worse"]["gold"]
+    assert mean == pytest.approx(-1, abs=0.1) and low < -1 < high and high - low < 0.3  # seeds themselves lie 1 apart
+    assert found["worse"]["kl"][:3] == (5, 5, 5) and found["worse"]["seeds"] == 10 and bases["rloo"]["kl"][0] == 4
+    verdict = ablations.verdicts(found)
+    assert verdict["worse"] == "matters" and verdict["same"] == "changes nothing"
+    others = [verdict[v.name] for v in variants[2:]]
+    assert set(others) <= {"perhaps", "does not show here"} and others.count("perhaps") <= 5
+
+
+# ---- over-optimisation -----------------------------------------------------------------------------------------------
+def test_best_of_n_is_the_mean_over_all_subsets():
+    scores = np.sort(np.random.default_rng(1).normal(size=6))
+    golds = np.random.default_rng(2).normal(size=6)
+    for best_of in (1, 2, 3, 6):
+        share = overoptimisation.best_of_shares(6, best_of)
+        subsets = list(itertools.combinations(range(6), best_of))
+        assert golds @ share == pytest.approx(np.mean([golds[max(s, key=lambda i: scores[i])] for s in subsets]))
+
+
+def test_a_fall_is_from_the_peak_of_the_mean_and_paired_over_seeds():
+    x = np.arange(30.0)
+    level = np.random.default_rng(1).normal(size=8)
+    gold = (-((x - 10) ** 2) / 100).reshape(-1, 1) + level
+    peak, lost, gained = overoptimisation.fall(gold, x.reshape(-1, 1) * 0.1 + level)
+    assert peak == 10 and lost[:3] == pytest.approx((3.61, 3.61, 3.61)) and gained[0] == pytest.approx(1.9)
+
+
+def test_smoothing_keeps_the_mean_of_a_line():
+    line = np.arange(10.0)
+    assert overoptimisation.smooth(np.stack([line, 2 * line]))[:, 0].tolist() == [2, 4]
+
+
+# ---- runs started as forks -------------------------------------------------------------------------------------------
+SCRIPT = """
+import json, os, sys
+from pathlib import Path
+import mine
+flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+if int(flags["--seed"]) == 2:
+    print("it broke", flush=True)
+    raise ValueError("seed 2")
+folder = Path("runs") / flags["--run_name"]
+folder.mkdir(parents=True, exist_ok=True)
+(folder / "metrics.jsonl").write_text(json.dumps({"update": mine.VALUE, "threads": os.environ["OMP_NUM_THREADS"]}))
+"""
+
+
+def test_runs_may_be_forks_of_one_process_and_import_from_their_copy_of_the_code(tmp_path):
+    for value in (1, 2):
+        folder = tmp_path / f"code{value}"
+        folder.mkdir()
+        (folder / "mine.py").write_text(f"VALUE = {value}")
+        (folder / "train.py").write_text(SCRIPT)
+    driver = tmp_path / "driver.py"
+    driver.write_text(f"""
+import sys
+sys.path.insert(0, {str(ROOT / "benchmark")!r})
+import benchmark
+from pathlib import Path
+if __name__ == "__main__":
+    benchmark.ROOT, benchmark.PRELOADED = Path({str(tmp_path)!r}), ["json"]
+    pairs = [(v, s) for v in (1, 2) for s in (1, 2)]
+    runs = [benchmark.Run(f"v{{v}}", "python train.py --a b", s, "t", "study", f"{tmp_path}/code{{v}}") for v, s in pairs]
+    args = benchmark.Args((), (), preload=True, workers=2, columns=("update", "threads"))
+    print(benchmark.run_all(runs, args, "t"))
+""")
+    done = subprocess.run([sys.executable, driver], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] in ("['v1_s2', 'v2_s2']", "['v2_s2', 'v1_s2']"), done.stdout + done.stderr
+    results = tmp_path / "benchmark" / "results" / "t" / "study"
+    assert [(results / f"v{v}_s1.csv").read_text().splitlines()[1] for v in (1, 2)] == ["1,1", "2,1"]
+    assert "ValueError: seed 2" in (tmp_path / "runs/benchmark/t/study/v1_s2/output.txt").read_text()
+
+
+def test_the_studies_commands_say_what_they_do():
+    for name in ("ablations", "overoptimisation"):
+        done = subprocess.run([sys.executable, ROOT / f"benchmark/{name}.py", "--help"], capture_output=True, text=True)
+        assert done.returncode == 0 and "run" in done.stdout and "draw" in done.stdout, done.stderr
+    assert runpy.run_path(str(ROOT / "benchmark/plot.py"))["compare"]
