@@ -78,8 +78,9 @@ VARIANTS = [
         (UTILS, "DATA-6", "mask.cumsum(-1)", "mask.new_ones(mask.shape).cumsum(-1)"),)),
     Variant("sampler_positions_gpt2", "rloo_gpt2", "GEN-6", "the sampler's positions count padding", mutations=(
         (RLOO, "GEN-6", "position + t", "Q + t + 0 * position"),)),
-    Variant("dropout_gpt2", "rloo_gpt2", "MODEL-1 MODEL-2", "dropout 0.1 left on", mutations=(
-        (UTILS, "MODEL-1", "module.p = 0.0", "module.p = module.p"), (UTILS, "MODEL-2", "setattr(module, name, 0.0)", "value"))),
+    Variant("dropout_gpt2", "rloo_gpt2", "MODEL-1 MODEL-2", "dropout 0.1 in the policy", mutations=(
+        (UTILS, "MODEL-1", "module.p = 0.0", "module.p = 0.1"),
+        (UTILS, "MODEL-2", "setattr(module, name, 0.0)", "setattr(module, name, 0.1)"))),
     # ---- packed rows
     Variant("plain_rows", "rloo", "RLOO-8 RLOO-12", "one response a row", "--no_share_prompts"),
     Variant("siblings_seen", "rloo", "RLOO-9", "packed siblings see each other", mutations=(
@@ -99,7 +100,7 @@ VARIANTS = [
     Variant("group_std", "rloo", "RLOO-3", "group's mean, over the group's deviation (GRPO)", mutations=(
         (RLOO, "RLOO-3", ALONE, "rewards - (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)"),)),
     Variant("mean_kl", "rloo", "RLOO-2", "KL of a response: the mean of its tokens'", mutations=(
-        (RLOO, "RLOO-2", "kl.sum(1)", "utils.masked_mean(kl, response_mask)"),)),
+        (RLOO, "RLOO-2", "kl.sum(1)", "kl.sum(1) / response_mask.sum(1).clamp(min=1)"),)),
     Variant("mean_logprob", "rloo", "RLOO-5", "log-probs of a response averaged over its tokens", mutations=(
         (RLOO, "RLOO-5", "logratio.sum(1)", "logratio.sum(1) / mask.sum(1).clamp(min=1)"),)),
     Variant("token_kl", "rloo", "RLOO-4", "REINFORCE++: each token pays for the KL from itself on", runs="rloo_token"),

@@ -3,18 +3,20 @@
 import csv
 import itertools
 import math
+import os
 import runpy
 import shlex
 import subprocess
 import sys
 import tomllib
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import ROOT
 
-from rlhf_details import toy, train_ppo, train_reward, train_rloo, train_sft, utils
+from rlhf_details import evaluate, toy, train_ppo, train_reward, train_rloo, train_sft, utils
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("scipy")
@@ -283,6 +285,24 @@ if __name__ == "__main__":
     results = tmp_path / "benchmark" / "results" / "t" / "study"
     assert [(results / f"v{v}_s1.csv").read_text().splitlines()[1] for v in (1, 2)] == ["1,1", "2,1"]
     assert "ValueError: seed 2" in (tmp_path / "runs/benchmark/t/study/v1_s2/output.txt").read_text()
+
+
+def test_every_command_of_the_tldr_experiment_parses_against_the_flags():
+    environ = {"DRY_RUN": "1", "SEEDS": "7", "PATH": os.environ["PATH"]}
+    done = subprocess.run(["bash", ROOT / "benchmark" / "tldr.sh"], capture_output=True, text=True, env=environ, check=True)
+    found = []
+    for words in map(shlex.split, done.stdout.splitlines()):
+        place = next(i for i, word in enumerate(words) if word.endswith(".py"))
+        script = Path(words[place]).stem
+        args = utils.parse_args((SCRIPTS | {"evaluate": evaluate})[script].Args, {}, words[place + 1 :])
+        found.append((script, args))
+    assert [script for script, _ in found] == ["train_sft", "train_reward", "train_ppo", "evaluate", "train_rloo", "evaluate"]
+    made = {args.output_dir for script, args in found if script != "evaluate"}
+    for _, args in found:  # each stage starts from what an earlier one of the same seed has made
+        paths = [getattr(args, name, None) for name in ("sft_model_path", "reward_model_path", "policy_path", "ref_model_path")]
+        assert {path for path in paths if path} <= made
+        assert args.seed == 7 or isinstance(args, evaluate.Args)
+    assert found[2][1].missing_eos_mode == "replace" and found[4][1].rloo_k == 2  # the recipes' own values
 
 
 def test_the_studies_commands_say_what_they_do():
