@@ -5,7 +5,8 @@ Over-optimisation on the embedded task: the learned reward that a policy is trai
     python benchmark/overoptimisation.py draw --tag TAG         (static/overoptimisation.svg, results/TAG/overoptimisation.md)
 
 RLOO and PPO under several KL coefficients; RLOO without the KL under reward models of fewer labels, and smaller ones (a reward
-model starts as the SFT model of its width, and that one's responses are what it compares). Best-of-n, the reference: of n responses
+model starts as the SFT model of its width, and that one's responses are what it compares). Twice the embedded task's learning rate,
+which does not fall: the default recipe stops before anything is over-optimised. Best-of-n, the reference: of n responses
 of the SFT policy to a held-out prompt the one with the highest learned score; its KL is log n - (n - 1) / n (arXiv 2210.10760).
 """
 
@@ -20,8 +21,9 @@ from intervals import ROOT, bootstrap, iqm, mean_interval, read_seeds
 from benchmark import MODELS, STAGES, Run, git_tag, run_all, stage_runs
 
 RUN = "--num_sample_generations 0 --checkpoint_every 0 --output_dir policy --batch_size 128"
+RUN += " --learning_rate 1e-3 --lr_schedule constant"
 RLOO = f"python rlhf_details/train_rloo.py {RUN} --total_episodes 10240 --sft_model_path {MODELS}/sft"
-PPO = f"python rlhf_details/train_ppo.py {RUN} --total_episodes 3840 {STAGES}"
+PPO = f"python rlhf_details/train_ppo.py {RUN} --total_episodes 3072 {STAGES}"
 RLOO_COEFS, PPO_COEFS = (0, 0.03, 0.1), (0, 0.03, 0.1)
 LABELS, WIDTHS = (192, 768), (16,)  # and 3072 labels of width 64, the embedded task's own
 COLUMNS = ["update", "objective/gold", "objective/scores", "objective/kl"]

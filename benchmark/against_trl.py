@@ -1,0 +1,282 @@
+"""
+Against TRL: the same models, prompts, rewards and settings through TRL's trainers and through ours, over seeds.
+
+    python benchmark/against_trl.py run --tag TAG --seeds 1 2 3 4 5 --workers 2 --environments FOLDER     (goes on where it stopped)
+    python benchmark/against_trl.py draw --tag TAG                                    (static/trl.svg, results/TAG/trl.md)
+
+Systems: RLOO and PPO of TRL 0.21.0, its last release with both in the form of the N+ paper; RLOO of TRL 1.16.0; train_rloo.py and
+train_ppo.py. The embedded task, 25 updates of RLOO and 12 of PPO, 128 episodes each, all other settings the task's defaults, which
+trl_side.py translates; it also lists what still differs. FOLDER/trl-VERSION is an environment, made by speed.py where missing.
+
+The curves are of the training samples. The final figures are one evaluator's: our sampler on the 512 held-out prompts, with the
+noise of (seed, EVALUATION, 0), which is what our scripts' own last eval/* are, to the digit.
+"""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import tyro
+from intervals import ROOT, bootstrap, iqm, last, mean_interval, read_seeds, welch
+from scipy import stats
+
+from benchmark import STAGES, Run, git_tag, run_all, stage_runs
+
+CHANGES = {"rloo": {"batch_size": 128, "total_episodes": 3200}, "ppo": {"batch_size": 128, "total_episodes": 1536}}
+RUN = "--num_sample_generations 0 --checkpoint_every 0 --output_dir policy"
+SYSTEMS = {  # name: (algorithm, TRL version or None, label, colour)
+    "ours_rloo": ("rloo", None, "train_rloo.py", "#c4501b"),
+    "trl_rloo_1.16.0": ("rloo", "1.16.0", "TRL 1.16.0", "#3465a4"),
+    "trl_rloo_0.21.0": ("rloo", "0.21.0", "TRL 0.21.0", "#4e9a06"),
+    "ours_ppo": ("ppo", None, "train_ppo.py", "#c4501b"),
+    "trl_ppo_0.21.0": ("ppo", "0.21.0", "TRL 0.21.0", "#4e9a06"),
+}
+FIGURES = {"scores": "score", "gold": "gold", "kl": "KL, nats a response"}
+COLUMNS = ["update", "objective/scores", "objective/kl"]
+COLUMNS += [f"eval/objective/{name}" for name in ("scores", "gold", "kl", "ended", "length")]
+PACKAGES = "trl transformers torch accelerate datasets tokenizers numpy".split()
+
+
+@dataclass
+class RunArgs:
+    """Trains what is missing: SFT and reward models of each seed, then every system's policy from them."""
+
+    tag: str | None = None
+    """folder of the results; None: git describe"""
+    seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
+    """seeds"""
+    environments: str = "runs/environments"
+    """folder of the environments trl-VERSION"""
+    workers: int = 1
+    """runs at a time"""
+    threads: int = 1
+    """CPU threads a run"""
+    preload: bool = False
+    """start runs as forks of one process that has the libraries loaded"""
+    columns: tuple[str, ...] = tuple(COLUMNS)
+    """metrics to keep"""
+    every: int = 1
+    """keep every so manyth row, and the last"""
+
+
+@dataclass
+class TrlArgs:
+    """One policy by TRL, and its evaluation, as a run's metrics.jsonl (what `run` calls, in a run's folder)."""
+
+    system: str
+    """a name in SYSTEMS, one of TRL's"""
+    seed: int
+    """seed of the models, the samples and the evaluation"""
+    environments: str
+    """folder of the environments trl-VERSION"""
+    run_name: str = "run"
+    """folder under runs/"""
+    overwrite: bool = True
+    """replace it"""
+
+
+@dataclass
+class DrawArgs:
+    """The figure and the table."""
+
+    tag: str | None = None
+    """folder of the results; None: git describe"""
+    output: str = "static/trl.svg"
+    """the figure"""
+
+
+# ---- run -------------------------------------------------------------------------------------------------------------
+def settings(algorithm):
+    """{argument: value} of our script: its defaults on the embedded task, with CHANGES."""
+    from rlhf_details import toy, train_ppo, train_rloo
+
+    script = {"rloo": train_rloo, "ppo": train_ppo}[algorithm]
+    defaults = {field.name: field.default for field in dataclasses.fields(script.Args)}
+    return defaults | toy.DEFAULTS[f"train_{algorithm}"] | CHANGES[algorithm]
+
+
+def python_of(version, folder):
+    """The Python of the environment with a TRL version, which is made where it is missing."""
+    from speed import environment_of
+
+    (python, _), _ = environment_of(version, SimpleNamespace(wheels=None, environments=folder, work_dir="runs"))
+    return python
+
+
+def evaluate(policy_folder, seed):
+    """{eval/objective/NAME: mean over the held-out prompts} of a policy: one response to each, in the words of train_rloo.py."""
+    import torch
+    from accelerate import Accelerator
+
+    from rlhf_details import toy, train_rloo, utils
+
+    args, stages = SimpleNamespace(**settings("rloo")), ROOT / "models" / "bench" / str(seed)
+    tokenizer = utils.load_tokenizer(str(stages / "sft"), "sft")
+    models = (utils.load_policy(str(folder), "policy") for folder in (policy_folder, stages / "sft"))
+    policy, reference = (train_rloo.Policy(model, args.temperature).eval() for model in models)
+    reward = train_rloo.Reward(utils.load_reward_model(str(stages / "reward"), "reward")).eval()
+    texts = [row["prompt"] for row in toy.rows("prompts", "test")]
+
+    def score_slice(numbers, batch, ended):
+        scores = train_rloo.response_scores(reward, batch, 1)
+        return (train_rloo.missing_eos_scores(scores, ended, args.missing_eos_penalty, args.missing_eos_mode),)
+
+    ids, coordinates = [tokenizer(text).input_ids for text in texts], (seed, train_rloo.EVALUATION, 0)
+    responses, mask, ended, kl, scores = train_rloo.one_response_each(
+        policy, reference, score_slice, ids, args, tokenizer.eos_token_id, coordinates, Accelerator(cpu=True)
+    )
+    answers = [tokenizer.decode(r[m], skip_special_tokens=True) for r, m in zip(responses, mask, strict=True)]
+    gold = torch.tensor([toy.gold(text, answer) for text, answer in zip(texts, answers, strict=True)])
+    result = {"scores": scores, "gold": gold, "kl": kl, "ended": ended.float(), "length": mask.sum(1).float()}
+    return {f"eval/objective/{name}": value.mean().item() for name, value in result.items()}
+
+
+def by_trl(args: TrlArgs):
+    """Trains in TRL's environment, evaluates in this one; writes runs/<run_name>/metrics.jsonl."""
+    from rlhf_details import toy
+
+    algorithm, version, *_ = SYSTEMS[args.system]
+    stages, here = ROOT / "models" / "bench" / str(args.seed), Path.cwd()
+    paths = {name: str(here / file) for name, file in (("prompts", "prompts.jsonl"), ("result", "result.json"))}
+    Path(paths["prompts"]).write_text("".join(json.dumps({"prompt": row["prompt"]}) + "\n" for row in toy.rows("prompts", "train")))
+    Path(paths["result"]).unlink(missing_ok=True)
+    spec = {"algorithm": algorithm, "policy": str(stages / "sft"), "reward": str(stages / "reward"), "seed": args.seed}
+    spec |= {"settings": settings(algorithm), "output_dir": str(here / "policy")} | paths
+    (here / "spec.json").write_text(json.dumps(spec, indent=1))
+    worker = [python_of(version, args.environments), str(Path(__file__).resolve().with_name("trl_side.py"))]
+    subprocess.run([*worker, str(here / "spec.json")], check=True, env=trl_environ())
+    rows = json.loads(Path(paths["result"]).read_text())["rows"]
+    updates = spec["settings"]["total_episodes"] // spec["settings"]["batch_size"]
+    if len(rows) != updates:
+        raise RuntimeError(f"{args.system}: {len(rows)} updates, not {updates}")
+    rows[-1] |= evaluate(spec["output_dir"], args.seed)
+    folder = here / "runs" / args.run_name
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def trl_environ():
+    """Environment variables of a process with TRL: none of this one's modules, no network."""
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return kept | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "ACCELERATE_USE_CPU": "true"}
+
+
+def run(args: RunArgs):
+    """Returns the names of the runs that failed."""
+    tag, environments = args.tag or git_tag(), Path(args.environments).resolve()
+    script = "import sys; from importlib.metadata import version; print(*map(version, sys.argv[1:]))"
+    versions = {}
+    for name in sorted({version for _, version, *_ in SYSTEMS.values() if version}):
+        found = subprocess.run([python_of(name, environments), "-c", script, *PACKAGES], capture_output=True, text=True, check=True)
+        versions[f"trl-{name}"] = dict(zip(PACKAGES, found.stdout.split(), strict=True))
+    failed = []
+    for batch in stage_runs(args.seeds, tag):
+        failed += run_all(batch, args, tag)
+    runs = []
+    for seed in args.seeds:
+        for system, (algorithm, version, *_) in SYSTEMS.items():
+            changes = " ".join(f"--{name} {value}" for name, value in CHANGES[algorithm].items())
+            command = f"python rlhf_details/train_{algorithm}.py {RUN} {changes} {STAGES}"
+            if version:
+                command = f"python benchmark/against_trl.py trl --system {system} --environments {environments}"
+            runs.append(Run(system, command, seed, tag, "trl"))
+    failed += run_all(runs, args, tag)
+    about = runs[0].result.with_name("env.json")
+    about.write_text(json.dumps(json.loads(about.read_text()) | {"environments": versions}, indent=1) + "\n")
+    return failed
+
+
+# ---- draw ------------------------------------------------------------------------------------------------------------
+def final(seeds):
+    """{figure: [its last value of each seed]}"""
+    return {name: np.array([last(columns[f"eval/objective/{name}"]) for columns in seeds.values()]) for name in FIGURES}
+
+
+def prediction_interval(x):
+    """95 % interval for one more seed: mean -+ t * s * sqrt(1 + 1 / n), t of n - 1 degrees of freedom."""
+    half = stats.t.ppf(0.975, len(x) - 1) * np.std(x, ddof=1) * np.sqrt(1 + 1 / len(x))
+    return np.mean(x) - half, np.mean(x) + half
+
+
+def tables(found):
+    """The two tables, as lines: what each system reached, and how far ours is from TRL's."""
+    lines = ["| system | seeds | " + " | ".join(FIGURES.values()) + " |", "|---|---:|" + "---:|" * len(FIGURES)]
+    for system, seeds in found.items():
+        cells = []
+        for x in final(seeds).values():
+            mean, low, high, _ = mean_interval(x)
+            cells.append(f"{mean:.2f} [{low:.2f}, {high:.2f}], {x.min():.2f} .. {x.max():.2f}")
+        lines.append(f"| {system} | {len(seeds)} | " + " | ".join(cells) + " |")
+    lines += [
+        "",
+        "| ours less TRL's | figure | difference | contains 0 | a TRL seed | our mean within |",
+        "|---|---|---:|---|---:|---|",
+    ]
+    yes = lambda is_true: "yes" if is_true else "**no**"  # noqa: E731
+    for system, seeds in found.items():
+        ours = f"ours_{SYSTEMS[system][0]}"
+        if system == ours or ours not in found:
+            continue
+        theirs, us = final(seeds), final(found[ours])
+        for name, label in FIGURES.items():
+            difference, low, high, _ = welch(theirs[name], us[name])
+            least, most = prediction_interval(theirs[name])
+            cells = f"{difference:+.2f} [{low:+.2f}, {high:+.2f}] | {yes(low <= 0 <= high)} | {least:.2f} .. {most:.2f}"
+            lines.append(f"| {system} | {label} | {cells} | {yes(least <= us[name].mean() <= most)} |")
+    return lines
+
+
+def draw(args: DrawArgs):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    tag = args.tag or git_tag()
+    folder, found = ROOT / "benchmark" / "results" / tag, {}
+    for system in SYSTEMS:
+        try:
+            found[system] = read_seeds(folder / "trl", system)
+        except FileNotFoundError as error:
+            print(error, file=sys.stderr)
+    figure, axes = plt.subplots(2, 2, figsize=(9, 5), sharex="col")
+    for system, seeds in found.items():
+        algorithm, _, label, colour = SYSTEMS[system]
+        for axis, name in zip(axes[:, ["rloo", "ppo"].index(algorithm)], ("scores", "kl"), strict=True):
+            curves = [columns[f"objective/{name}"] for columns in seeds.values()]
+            curves = np.stack([curve[~np.isnan(curve)] for curve in curves], 1)  # [updates, seeds]
+            updates = np.arange(1, len(curves) + 1)
+            axis.plot(updates, iqm(curves), color=colour, linewidth=1.5, label=label)
+            axis.fill_between(updates, *bootstrap(curves), color=colour, alpha=0.2, linewidth=0)
+            axis.grid(alpha=0.2)
+    for column, title in enumerate(("RLOO", "PPO")):
+        axes[0, column].set_title(title)
+        axes[1, column].set_xlabel("update")
+        axes[0, column].legend(frameon=False, loc="lower right", fontsize=8)
+    axes[0, 0].set_ylabel("score, points")
+    axes[1, 0].set_ylabel("KL, nats a response")
+    figure.tight_layout()
+    plt.rcParams["svg.hashsalt"] = "trl"  # the same bytes for the same data
+    figure.savefig(ROOT / args.output, metadata={"Date": None})
+    lines = [
+        "# Against TRL",
+        "",
+        "Written by `benchmark/against_trl.py draw`. Final policies on 512 held-out prompts, measured by one evaluator: mean over",
+        "seeds, Student's 95 % interval, range. Below, ours less TRL's with Welch's 95 % interval, the 95 % prediction interval",
+        "for one more seed of TRL's, and whether our mean lies in it.",
+        "",
+        *tables(found),
+    ]
+    (folder / "trl.md").write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    commands = {"run": (RunArgs, run), "trl": (TrlArgs, by_trl), "draw": (DrawArgs, draw)}
+    args = tyro.extras.subcommand_cli_from_dict({name: arguments for name, (arguments, _) in commands.items()})
+    sys.exit(bool(next(function for arguments, function in commands.values() if isinstance(args, arguments))(args)))
