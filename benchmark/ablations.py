@@ -16,11 +16,10 @@ import sys
 from dataclasses import dataclass
 
 import numpy as np
-import tyro
 from intervals import ROOT, holm, last, mean_interval, read_seeds
 from mutations import PPO, RLOO, RM, UTILS, mutate
 
-from benchmark import MODELS, STAGES, Run, git_tag, run_all, stage_runs
+from benchmark import MODELS, STAGES, Run, git_tag, run_all, run_command, stage_runs
 
 RUN = "--num_sample_generations 0 --checkpoint_every 0 --output_dir policy --batch_size 128"
 SHORT_RLOO = f"train_rloo.py {RUN} --total_episodes 3200"
@@ -428,7 +427,7 @@ def draw(args: DrawArgs):
     print("\n".join(lines))
 
 
+COMMANDS = {"run": (RunArgs, run), "draw": (DrawArgs, draw)}
+
 if __name__ == "__main__":
-    commands = {"run": (RunArgs, run), "draw": (DrawArgs, draw)}
-    args = tyro.extras.subcommand_cli_from_dict({name: arguments for name, (arguments, _) in commands.items()})
-    sys.exit(bool(next(function for arguments, function in commands.values() if isinstance(args, arguments))(args)))
+    sys.exit(run_command(COMMANDS))

@@ -2,6 +2,7 @@
 Against TRL: the same models, prompts, rewards and settings through TRL's trainers and through ours, over seeds.
 
     python benchmark/against_trl.py run --tag TAG --seeds 1 2 3 4 5 --workers 2 --environments FOLDER     (goes on where it stopped)
+    python benchmark/against_trl.py replay --tag TAG --environments FOLDER                         (results/TAG/trl_replay.md)
     python benchmark/against_trl.py draw --tag TAG                                    (static/trl.svg, results/TAG/trl.md)
 
 Systems: RLOO and PPO of TRL 0.21.0, its last release with both in the form of the N+ paper; RLOO of TRL 1.16.0; train_rloo.py and
@@ -10,6 +11,9 @@ trl_side.py translates; it also lists what still differs. FOLDER/trl-VERSION is 
 
 The curves are of the training samples. The final figures are one evaluator's: our sampler on the 512 held-out prompts, with the
 noise of (seed, EVALUATION, 0), which is what our scripts' own last eval/* are, to the digit.
+
+`replay` takes the samples away as a cause: TRL is given those that our script drew, update by update, and the weights that both
+arrive at are compared.
 """
 
 import dataclasses
@@ -22,11 +26,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-import tyro
 from intervals import ROOT, bootstrap, iqm, last, mean_interval, read_seeds, welch
 from scipy import stats
 
-from benchmark import STAGES, Run, git_tag, run_all, stage_runs
+from benchmark import STAGES, Run, git_tag, run_all, run_command, stage_runs
 
 CHANGES = {"rloo": {"batch_size": 128, "total_episodes": 3200}, "ppo": {"batch_size": 128, "total_episodes": 1536}}
 RUN = "--num_sample_generations 0 --checkpoint_every 0 --output_dir policy"
@@ -79,6 +82,18 @@ class TrlArgs:
     """folder under runs/"""
     overwrite: bool = True
     """replace it"""
+
+
+@dataclass
+class ReplayArgs:
+    """TRL trained on the samples of our script, and how far apart the two policies are; the models are those of `run`."""
+
+    tag: str
+    """folder of the results"""
+    seed: int = 1
+    """seed of the models and of our samples"""
+    environments: str = "runs/environments"
+    """folder of the environments trl-VERSION"""
 
 
 @dataclass
@@ -192,6 +207,77 @@ def run(args: RunArgs):
     return failed
 
 
+# ---- replay ----------------------------------------------------------------------------------------------------------
+def record(algorithm, seed, changes, folder):
+    """Trains our policy into folder/ours and writes its samples to folder/samples.json: of each update [query, response] ids."""
+    from rlhf_details import train_ppo, train_rloo
+
+    script, kept = {"rloo": train_rloo, "ppo": train_ppo}[algorithm], {}
+    sample, stages = script.sample, ROOT / "models" / "bench" / str(seed)
+
+    def recorded(policy, queries, query_mask, rows, *rest):
+        responses, mask, logprobs = sample(policy, queries, query_mask, rows, *rest)
+        n, (_, purpose, update) = len(rows) // len(queries), next(x for x in rest if isinstance(x, tuple))
+        for i, row in enumerate(rows.tolist() if purpose == script.TRAINING else ()):
+            query = queries[i // n][query_mask[i // n]].tolist()
+            kept.setdefault(update, {})[row] = [query, responses[i][mask[i]].tolist()]
+        return responses, mask, logprobs
+
+    paths = {"sft_model_path": str(stages / "sft"), "reward_model_path": str(stages / "reward"), "output_dir": str(folder / "ours")}
+    own = {"seed": seed, "run_name": f"record_{algorithm}", "overwrite": True, "num_sample_generations": 0, "checkpoint_every": 0}
+    script.sample = recorded
+    try:
+        script.main(script.Args(**(settings(algorithm) | own | paths | changes | {"eval_dataset": None})))
+    finally:
+        script.sample = sample
+    samples = [[kept[update][row] for row in sorted(kept[update])] for update in sorted(kept)]
+    (folder / "samples.json").write_text(json.dumps(samples))
+
+
+def distance(a, b, start):
+    """|a - b| / |a - start| over all weights of three model folders."""
+    from safetensors.torch import load_file
+
+    a, b, start = (load_file(Path(folder) / "model.safetensors") for folder in (a, b, start))
+    apart, moved = (sum(((x[name] - y[name]).double() ** 2).sum() for name in start) for x, y in ((a, b), (a, start)))
+    return (apart / moved).sqrt().item()
+
+
+def replay(args: ReplayArgs):
+    """Writes the table."""
+    stages, lines = ROOT / "models" / "bench" / str(args.seed), []
+    for algorithm, changes in (("rloo", {}), ("ppo", {}), ("ppo", {"weight_decay": 0.0})):
+        name = f"{algorithm}{'_no_decay' if changes else ''}"
+        folder = ROOT / "runs" / "benchmark" / args.tag / "trl_replay" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        record(algorithm, args.seed, changes, folder)
+        for system, (of, version, label, _) in SYSTEMS.items():
+            if of != algorithm or version is None:
+                continue
+            theirs = folder / system
+            theirs.mkdir(exist_ok=True)
+            paths = {"samples": str(folder / "samples.json"), "prompts": os.devnull, "result": str(theirs / "result.json")}
+            spec = {"algorithm": algorithm, "policy": str(stages / "sft"), "reward": str(stages / "reward"), "seed": args.seed}
+            spec |= {"settings": settings(algorithm) | changes, "output_dir": str(theirs)} | paths
+            (theirs / "spec.json").write_text(json.dumps(spec))
+            worker = [python_of(version, args.environments), str(Path(__file__).resolve().with_name("trl_side.py"))]
+            subprocess.run([*worker, str(theirs / "spec.json")], check=True, env=trl_environ())
+            apart = distance(folder / "ours", theirs, stages / "sft")
+            what = f"{algorithm.upper()}{', weight decay 0' if changes else ''}"
+            updates = len(json.loads((folder / "samples.json").read_text()))
+            lines.append(f"| {what} | {label} | {updates} | {100 * apart:.2g} % |")
+            print(lines[-1], flush=True)
+    head = f"""# TRL on our samples
+
+Written by `python benchmark/against_trl.py replay --tag {args.tag}`, seed {args.seed}: how far TRL's weights end from ours,
+as a share of how far ours have moved, when both train on the samples that our script drew.
+
+| algorithm | against | updates | distance |
+|---|---|---:|---:|
+"""
+    (ROOT / "benchmark" / "results" / args.tag / "trl_replay.md").write_text(head + "\n".join(lines) + "\n")
+
+
 # ---- draw ------------------------------------------------------------------------------------------------------------
 def final(seeds):
     """{figure: [its last value of each seed]}"""
@@ -276,7 +362,7 @@ def draw(args: DrawArgs):
     (folder / "trl.md").write_text("\n".join(lines) + "\n")
 
 
+COMMANDS = {"run": (RunArgs, run), "trl": (TrlArgs, by_trl), "replay": (ReplayArgs, replay), "draw": (DrawArgs, draw)}
+
 if __name__ == "__main__":
-    commands = {"run": (RunArgs, run), "trl": (TrlArgs, by_trl), "draw": (DrawArgs, draw)}
-    args = tyro.extras.subcommand_cli_from_dict({name: arguments for name, (arguments, _) in commands.items()})
-    sys.exit(bool(next(function for arguments, function in commands.values() if isinstance(args, arguments))(args)))
+    sys.exit(run_command(COMMANDS))

@@ -197,6 +197,18 @@ def main(args: Args):
     return run_all(runs, args, tag)
 
 
+def parse(commands, words=None):
+    """(function, its arguments) of a command line; commands, {name: (dataclass of the arguments, function)}."""
+    args = tyro.extras.subcommand_cli_from_dict({name: arguments for name, (arguments, _) in commands.items()}, args=words)
+    return next(function for arguments, function in commands.values() if isinstance(args, arguments)), args
+
+
+def run_command(commands):
+    """Does what the command line says, one of `commands`; returns 1 where that returns something, say names of failed runs."""
+    function, args = parse(commands)
+    return int(bool(function(args)))
+
+
 def stage_runs(seeds, tag, first=None, second=None):
     """[SFT runs, reward model runs] of a study, in its tag's folder "stages": MODELS/sft, MODELS/reward and what else is asked for.
 

@@ -15,10 +15,9 @@ import sys
 from dataclasses import dataclass
 
 import numpy as np
-import tyro
 from intervals import ROOT, bootstrap, iqm, mean_interval, read_seeds
 
-from benchmark import MODELS, STAGES, Run, git_tag, run_all, stage_runs
+from benchmark import MODELS, STAGES, Run, git_tag, run_all, run_command, stage_runs
 
 RUN = "--num_sample_generations 0 --checkpoint_every 0 --output_dir policy --batch_size 128"
 RUN += " --learning_rate 1e-3 --lr_schedule constant"
@@ -248,7 +247,7 @@ def draw(args: DrawArgs):
     print("\n".join(lines))
 
 
+COMMANDS = {"run": (RunArgs, run), "best-of-n": (BestOfNArgs, best_of_n), "draw": (DrawArgs, draw)}
+
 if __name__ == "__main__":
-    commands = {"run": (RunArgs, run), "best-of-n": (BestOfNArgs, best_of_n), "draw": (DrawArgs, draw)}
-    args = tyro.extras.subcommand_cli_from_dict({name: arguments for name, (arguments, _) in commands.items()})
-    sys.exit(bool(next(function for arguments, function in commands.values() if isinstance(args, arguments))(args)))
+    sys.exit(run_command(COMMANDS))

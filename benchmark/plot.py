@@ -286,9 +286,10 @@ def compare(args: CompareArgs):
     return int(bool(differ))
 
 
+COMMANDS = {"curves": (CurvesArgs, curves), "compare": (CompareArgs, compare)}
+
 if __name__ == "__main__":
-    kinds = {"curves": (CurvesArgs, curves), "compare": (CompareArgs, compare)}
-    if sys.argv[1:2] and sys.argv[1] in kinds:
-        arguments, function = kinds[sys.argv[1]]
+    if sys.argv[1:2] and sys.argv[1] in COMMANDS:
+        arguments, function = COMMANDS[sys.argv[1]]
         sys.exit(function(tyro.cli(arguments, args=sys.argv[2:], prog=f"plot.py {sys.argv[1]}")))
     main(tyro.cli(Args, description=__doc__))

@@ -4,8 +4,9 @@ The side of against_trl.py that runs inside an environment with TRL: one process
     ENVIRONMENT/bin/python benchmark/trl_side.py SPEC.json        (against_trl.py calls it)
 
 SPEC: algorithm (rloo or ppo), policy, reward (model folders), prompts (.jsonl with `prompt`), seed, settings (the arguments of our
-train_rloo.py or train_ppo.py, by their names), output_dir (the trained policy goes there), result (.json: the versions and a curve,
-one row an update with objective/scores and objective/kl, the KL in nats a response of that update's samples).
+train_rloo.py or train_ppo.py, by their names), output_dir (of the trained policy), result (.json: the versions and a curve, one row
+an update with objective/scores and objective/kl, the KL in nats a response of that update's samples). With samples (.json: a
+list an update of [query, response] token ids, the responses of a prompt adjacent), these are trained on in place of TRL's own.
 
 The whole batch is one micro-batch, so a step's gradient is that of the whole batch. What still differs from our scripts:
 
@@ -27,11 +28,13 @@ import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from datasets import Dataset
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -191,6 +194,34 @@ def new_trainer(spec, policy, tokenizer, texts):
     return trainer, curve
 
 
+def replay(trainer, policy, samples, spec):
+    """Lets the trainer draw the prompts of `samples` in their order, and `generate` give their responses."""
+    ours = spec["settings"]
+    if hasattr(trainer, "dataloader"):  # 0.21: token ids
+        ids = [{"input_ids": query} for update in samples for query, _ in update[:: ours.get("rloo_k", 1)]]
+        size = ours["batch_size"] // ours.get("rloo_k", 1)
+        trainer.dataloader = DataLoader(Dataset.from_list(ids), batch_size=size, collate_fn=trainer.data_collator)
+    else:
+        trainer.shuffle_dataset = False
+    left = iter(samples)
+
+    def generate(input_ids, attention_mask, **options):
+        responses = {}
+        for query, response in next(left):
+            responses.setdefault(tuple(query), []).append(response)
+        found = [responses[tuple(row[mask].tolist())].pop(0) for row, mask in zip(input_ids, attention_mask.bool(), strict=True)]
+        filled = torch.tensor([ids + [0] * (ours["response_length"] - len(ids)) for ids in found])
+        sequences = torch.cat([input_ids, filled], 1)
+        if not options.get("return_dict_in_generate"):
+            return sequences
+        mask = torch.cat([attention_mask.long(), torch.ones_like(filled)], 1)
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        logits = policy(input_ids=sequences, attention_mask=mask, position_ids=positions).logits[:, input_ids.size(1) - 1 : -1]
+        return SimpleNamespace(sequences=sequences, scores=tuple(logits.unbind(1)))
+
+    policy.generate = generate
+
+
 def main(spec):
     start = time.time()
     ours = spec["settings"]
@@ -198,13 +229,20 @@ def main(spec):
         raise ValueError("not translated: minibatches, --missing_eos_mode replace, warm-up")
     set_seed(spec["seed"])
     texts = [json.loads(line)["prompt"] for line in Path(spec["prompts"]).read_text().splitlines()]
+    samples = json.loads(Path(spec["samples"]).read_text()) if "samples" in spec else None
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_file=f"{spec['policy']}/tokenizer.json", eos_token="<eos>", pad_token="<pad>", padding_side="left"
     )
+    if samples:
+        every = ours.get("rloo_k", 1)
+        texts = [" ".join(tokenizer.convert_ids_to_tokens(query)) for update in samples for query, _ in update[::every]]
     policy = AutoModelForCausalLM.from_pretrained(spec["policy"], dtype=torch.float32)
     make = legacy_trainer if version("trl").startswith("0.") else new_trainer
     trainer, curve = make(spec, policy, tokenizer, texts)
+    if samples:
+        replay(trainer, policy, samples, spec)
     trainer.train()
+    vars(policy).pop("generate", None)
     policy.save_pretrained(spec["output_dir"])
     tokenizer.save_pretrained(spec["output_dir"])
     versions = {name: version(name) for name in ("trl", "transformers", "torch", "accelerate", "datasets", "tokenizers", "numpy")}

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import importlib
 import json
 import re
 import runpy
@@ -15,6 +16,13 @@ import pytest
 from conftest import ROOT, ppo_args, rloo_args
 from test_stages import reward_args, sft_args, write_rows
 
+pytest.importorskip("matplotlib")
+import against_trl
+import mutations
+import plot
+import readme
+
+import benchmark
 from rlhf_details import evaluate, toy, train_both, train_ppo, train_reward, train_rloo, train_sft, utils
 
 README = (ROOT / "README.md").read_text()
@@ -75,10 +83,47 @@ def test_every_command_of_the_readme_parses_against_the_flags():
             utils.parse_args(SCRIPTS[script].Args, toy.defaults(script), flags)
 
 
+def test_every_command_of_the_readme_that_runs_or_draws_a_study_parses():
+    benchmarks = {"benchmark": None} | dict.fromkeys(("ablations", "overoptimisation", "against_trl", "plot"))
+    found = set()
+    for name, rest in re.findall(rf"python benchmark/({'|'.join(benchmarks)})\.py([^`|\n]*)", README):
+        module, words = importlib.import_module(name), shlex.split(rest.partition("     ")[0])
+        if name == "benchmark":
+            module.tyro.cli(module.Args, args=words)
+        elif name == "plot":
+            kind = words[0] if words[0] in module.COMMANDS else None
+            module.tyro.cli(module.COMMANDS[kind][0] if kind else module.Args, args=words[1:] if kind else words)
+            words[0] = kind
+        else:
+            benchmark.parse(module.COMMANDS, words)
+        found.add((name, words[0]))
+    studies = {(name, kind) for name in ("ablations", "overoptimisation", "against_trl") for kind in ("run", "draw")}
+    assert studies | {("plot", "compare"), ("plot", "curves"), ("plot", None)} <= found
+
+
+def test_the_readmes_tables_are_those_that_the_studies_have_written():
+    assert readme.written(README) == README and README.count("<!-- table ") == 2 * len(readme.TABLES)
+
+
+def test_every_figure_of_the_readme_is_there_and_they_are_small_together():
+    figures = [ROOT / path for path in re.findall(r"!\[[^]]+\]\(([^)]+)\)", README)]
+    assert len(figures) >= 4 and set(figures) == set((ROOT / "static").glob("*.svg")) | set((ROOT / "static").glob("*.png"))
+    assert sum(path.stat().st_size for path in figures) < 2e6
+
+
 def test_every_flag_that_the_readme_names_exists():
     fields = {f.name for module in SCRIPTS.values() for f in dataclasses.fields(module.Args)}
     fields |= {"algorithm", "reward", "policy"}  # of train_both.py
-    elsewhere = {"num_processes", "mixed_precision", "config_file", "nproc_per_node", "help", "no"}  # "no": git diff --no-index
+    fields |= {f"no_{name}" for name in fields}
+    studies = benchmark.Args, plot.CurvesArgs, plot.CompareArgs, *(arguments for arguments, _ in against_trl.COMMANDS.values())
+    fields |= {field.name for arguments in studies for field in dataclasses.fields(arguments)}
+    elsewhere = {"num_processes", "mixed_precision", "config_file", "nproc_per_node", "help"}
+    elsewhere |= {
+        "no",
+        "filters",
+        "env",
+        "output",
+    }  # git diff --no-index; openrlbenchmark's --filters, --env-ids, --output-filename
     for flag in re.findall(r"--([a-z_]+)", README):
         assert flag in fields | elsewhere, flag
 
@@ -117,7 +162,6 @@ def test_the_toys_defaults_are_flags_of_their_scripts():
 
 
 # ---- the index of details ------------------------------------------------------------------------------------------------
-import mutations  # noqa: E402
 
 DETAILS, CATALOGUE, FAULTS = (
     tomllib.loads((ROOT / "benchmark" / f"{name}.toml").read_text()) for name in "details catalogue faults".split()

@@ -2,10 +2,12 @@
 
 import csv
 import itertools
+import json
 import math
 import os
 import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -21,6 +23,7 @@ from rlhf_details import evaluate, toy, train_ppo, train_reward, train_rloo, tra
 pytest.importorskip("matplotlib")
 pytest.importorskip("scipy")
 import ablations
+import against_trl
 import intervals
 import overoptimisation
 import plot
@@ -244,6 +247,72 @@ def test_a_fall_is_from_the_peak_of_the_mean_and_paired_over_seeds():
 def test_smoothing_keeps_the_mean_of_a_line():
     line = np.arange(10.0)
     assert overoptimisation.smooth(np.stack([line, 2 * line]))[:, 0].tolist() == [2, 4]
+
+
+# ---- against TRL -----------------------------------------------------------------------------------------------------
+@pytest.fixture
+def stages(tiny, in_tmp, monkeypatch):
+    """A repository's root with the tiny models as those of seed 3."""
+    monkeypatch.setattr(against_trl, "ROOT", in_tmp)
+    folder = in_tmp / "models" / "bench" / "3"
+    for name, model in (("sft", "policy"), ("reward", "reward")):
+        shutil.copytree(tiny / model, folder / name)
+    return folder
+
+
+def test_the_evaluator_of_trls_policies_gives_our_scripts_own_figures(stages):
+    paths = {"sft_model_path": str(stages / "sft"), "reward_model_path": str(stages / "reward"), "output_dir": "policy"}
+    changes = {"batch_size": 16, "total_episodes": 32, "eval_dataset": "toy:test", "num_sample_generations": 0, "seed": 3}
+    script = train_rloo.Args(**(against_trl.settings("rloo") | paths | changes | {"run_name": "run", "overwrite": True}))
+    after = train_rloo.main(script)["after"]
+    found = against_trl.evaluate("policy", 3)
+    assert found.keys() == {f"eval/objective/{name}" for name in ("scores", "gold", "kl", "ended", "length")}
+    assert found == {name: after[name] for name in found}
+
+
+def test_what_is_recorded_are_the_samples_that_were_trained_on(stages, in_tmp, monkeypatch):
+    seen, score = [], train_rloo.response_scores
+
+    def watched(reward_model, batch, n):
+        seen.extend([q[m].tolist(), r[w].tolist()] for q, m, r, w in zip(*batch, strict=True))
+        return score(reward_model, batch, n)
+
+    monkeypatch.setattr(train_rloo, "why_not_share", lambda *_: None)  # which scores made-up rows
+    monkeypatch.setattr(train_rloo, "response_scores", watched)
+    (in_tmp / "out").mkdir()
+    against_trl.record("rloo", 3, {"batch_size": 16, "total_episodes": 32}, in_tmp / "out")
+    samples = json.loads((in_tmp / "out" / "samples.json").read_text())
+    assert [len(update) for update in samples] == [16, 16]
+    assert sorted(itertools.chain(*samples)) == sorted(seen)
+    assert all(len({tuple(query) for query, _ in update[i : i + 4]}) == 1 for update in samples for i in range(0, 16, 4))
+    start, ours = str(stages / "sft"), str(in_tmp / "out" / "ours")
+    assert against_trl.distance(ours, ours, start) == 0 and against_trl.distance(ours, start, start) == 1
+
+
+def test_the_tables_against_trl(tmp_path):
+    spread = np.array([-1.0, -0.5, 0.0, 0.5, 1.0])
+
+    def seeds(level):
+        return {
+            i: {f"eval/objective/{n}": np.array([math.nan, level + x]) for n in against_trl.FIGURES} for i, x in enumerate(spread)
+        }
+
+    low, high = against_trl.prediction_interval(spread)
+    assert high == -low == pytest.approx(2.776445 * math.sqrt(0.625) * math.sqrt(1.2), abs=1e-5)
+    lines = against_trl.tables({"ours_rloo": seeds(1.0), "trl_rloo_1.16.0": seeds(1.2), "trl_rloo_0.21.0": seeds(9.0)})
+    near, far = (next(x for x in lines if x.startswith(f"| trl_rloo_{v} | score")) for v in ("1.16.0", "0.21.0"))
+    assert "-0.20 [" in near and near.count("yes") == 2 and "**no**" not in near
+    assert "-8.00 [" in far and far.count("**no**") == 2
+    assert lines[2].startswith("| ours_rloo | 5 | 1.00 [0.02, 1.98], 0.00 .. 2.00 |")
+
+
+def test_trl_gets_the_settings_of_our_scripts():
+    rloo, ppo = (against_trl.settings(name) for name in ("rloo", "ppo"))
+    assert (rloo["kl_coef"], rloo["rloo_k"], rloo["missing_eos_penalty"], rloo["batch_size"]) == (0.1, 4, 3.0, 128)
+    assert (ppo["num_ppo_epochs"], ppo["lam"], ppo["vf_coef"], ppo["adam_eps"]) == (4, 0.95, 0.1, 1e-5)
+    for algorithm, command in (("rloo", rloo), ("ppo", ppo)):  # those that our side of `run` is started with
+        changes = against_trl.CHANGES[algorithm]
+        assert {name: command[name] for name in changes} == changes
 
 
 # ---- runs started as forks -------------------------------------------------------------------------------------------

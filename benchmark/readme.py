@@ -1,0 +1,62 @@
+"""
+Writes the studies' tables into README.md, between markers that name them: <!-- table NAME -->.
+
+    python benchmark/readme.py            writes
+    python benchmark/readme.py --check    writes nothing; exit code 1 where the README is stale
+
+The tables come from benchmark/results/TAG/*.md, which the studies' `draw` has written from the CSV files beside them.
+"""
+
+import re
+import sys
+
+from intervals import ROOT
+
+TAG = "f1166b3"  # the commit whose scripts were run
+
+
+def tables(name):
+    """The tables in results/TAG/<name>.md, each a list of lines."""
+    text = (ROOT / "benchmark" / "results" / TAG / f"{name}.md").read_text(encoding="utf-8")
+    return [block.strip().splitlines() for block in re.findall(r"(?:^\|.*\n)+", text, re.M)]
+
+
+def ablations():
+    """Of the ablations those that matter, without the columns that say the same in every row."""
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in tables("ablations")[1]]
+    head, rule, *rows = ([*row[:3], *row[4:7]] for row in table if row[0] in ("details", "---") or row[7] == "matters")
+    rows.sort(key=lambda row: float(row[3].split()[0]))
+    return ["| " + " | ".join(row) + " |" for row in (head, rule, *rows)]
+
+
+TABLES = {
+    "overoptimisation": lambda: tables("overoptimisation")[0],
+    "best_of_n": lambda: tables("overoptimisation")[1],
+    "ablations": ablations,
+    "trl": lambda: tables("trl")[0],
+    "trl_differences": lambda: tables("trl")[1],
+}
+
+
+def written(text):
+    """README.md with the tables in place."""
+
+    def fill(match):
+        return f"{match[1]}\n" + "\n".join(TABLES[match[2]]()) + f"\n{match[1]}"
+
+    return re.sub(r"(<!-- table (\w+) -->)\n.*?\1", fill, text, flags=re.S)
+
+
+def main():
+    readme = ROOT / "README.md"
+    before = readme.read_text(encoding="utf-8")
+    after = written(before)
+    if "--check" in sys.argv[1:]:
+        print("README.md is fresh" if after == before else "README.md is stale; run python benchmark/readme.py")
+        return int(after != before)
+    readme.write_text(after, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
