@@ -10,6 +10,7 @@ SFT and reward model as the base it is compared with, and meets the same prompts
 seeds of the paired difference, with Student's 95 % interval.
 """
 
+import hashlib
 import json
 import shutil
 import sys
@@ -19,7 +20,7 @@ import numpy as np
 from intervals import ROOT, holm, last, mean_interval, read_seeds
 from mutations import PPO, RLOO, RM, UTILS, mutate
 
-from benchmark import MODELS, STAGES, Run, git_tag, run_all, run_command, stage_runs
+from benchmark import MODELS, STAGES, Run, code_hash, git_tag, run_all, run_command, stage_runs
 
 RUN = "--num_sample_generations 0 --checkpoint_every 0 --output_dir policy --batch_size 128"
 SHORT_RLOO = f"train_rloo.py {RUN} --total_episodes 3200"
@@ -45,43 +46,48 @@ BASES = {  # name: (what, script and arguments)
 class Variant:
     name: str
     base: str
-    tags: str  # of the details that it prices
+    tags: str  # of the details that it prices; none: a setting, a feature
     what: str  # what is done in place of them
     flags: str = ""
-    mutations: tuple = ()  # (file, tag, old, new)
+    mutations: tuple = ()  # (file, tag, old, new), in the statement with the tag; tag "": anywhere, once
     reward: tuple = ()  # mutations of the reward model's training, or flags of it: a reward model of its own
     runs: str = ""  # the base whose runs are this variant's
+    measure: bool = False  # whether what is changed would measure the policy as well: it is evaluated by the scripts as they are
 
 
 ALONE = "((rewards * counted).sum(1, keepdim=True) - rewards) / siblings.clamp(min=1)"
 ROUNDED = "(sampled_logprobs.bfloat16().float(), 0)"
 FORWARD = "in_slices(lambda *b: response_logprobs(policy, b, n), my_batch, episodes_per_forward, n)"
 PPO_FORWARD = "in_slices(lambda *b: response_logprobs(policy, b), my_batch, slice_size)"
+POSITIONS = (
+    (UTILS, "DATA-6", "mask.cumsum(-1)", "mask.new_ones(mask.shape).cumsum(-1)"),
+    (RLOO, "GEN-6", "position + t", "Q + t + 0 * position"),
+    (RLOO, "RLOO-10", "query_mask.sum(1, keepdim=True) + step", "Q + 0 * query_mask.sum(1, keepdim=True) + step"),
+)
 VARIANTS = [
     # ---- the size of what can go wrong
-    Variant("no_kl", "rloo", "REW-5", "no KL in the reward", "--kl_coef 0"),
-    Variant("greedy", "rloo", "GEN-1", "no noise: k equal responses", mutations=(
+    Variant("no_kl", "rloo", "", "no KL in the reward", "--kl_coef 0"),
+    Variant("greedy", "rloo", "GEN-1", "no noise: k equal responses, which teach nothing", measure=True, mutations=(
         (RLOO, "GEN-1", "logits + gumbel_noise(fold(keys, t), logits.size(-1))", "logits"),)),
-    Variant("added_keys", "rloo", "GEN-4", "coordinates added, not hashed", mutations=(
+    Variant("added_keys", "rloo", "GEN-4", "coordinates added, not hashed", measure=True, mutations=(
         (RLOO, "GEN-4", "fold(keys, coordinate)", "keys + coordinate"),)),
-    Variant("no_stop", "rloo", "GEN-5", "what follows EOS is part of the response", mutations=(
+    Variant("no_stop", "rloo", "GEN-5", "what follows EOS is part of the response", measure=True, mutations=(
         (RLOO, "GEN-5", "token != stop_id", "token == token"),)),
     Variant("last_column", "rloo", "REW-2", "score read in the last column, padding or not", mutations=(
         (RLOO, "REW-2", "response_mask.sum(1)", "response_mask.new_ones(response_mask.shape).sum(1)"),)),
-    Variant("right_padding", "rloo", "DATA-5", "prompts padded on the right", mutations=(
-        (UTILS, "DATA-5", "[0] * (width - len(row)) + list(row)", "list(row) + [0] * (width - len(row))"),)),
+    Variant("right_padding", "rloo", "DATA-5", "prompts padded on the right", measure=True, mutations=(
+        (UTILS, "DATA-5", "[0] * (width - len(row)) + list(row)", "list(row) + [0] * (width - len(row))"),
+        (UTILS, "", "[False] * (width - len(row)) + [True] * len(row)", "[True] * len(row) + [False] * (width - len(row))"))),
     # ---- positions
-    Variant("positions_rope", "rloo", "DATA-6", "positions count padding (rotary positions)", mutations=(
-        (UTILS, "DATA-6", "mask.cumsum(-1)", "mask.new_ones(mask.shape).cumsum(-1)"),)),
-    Variant("positions_gpt2", "rloo_gpt2", "DATA-6", "positions count padding (learnt positions)", mutations=(
-        (UTILS, "DATA-6", "mask.cumsum(-1)", "mask.new_ones(mask.shape).cumsum(-1)"),)),
-    Variant("sampler_positions_gpt2", "rloo_gpt2", "GEN-6", "the sampler's positions count padding", mutations=(
+    Variant("positions_rope", "rloo", "DATA-6", "positions count padding (rotary)", measure=True, mutations=POSITIONS),
+    Variant("positions_gpt2", "rloo_gpt2", "DATA-6", "positions count padding (learnt)", measure=True, mutations=POSITIONS),
+    Variant("sampler_positions_gpt2", "rloo_gpt2", "GEN-6", "those of the sampler's responses alone", measure=True, mutations=(
         (RLOO, "GEN-6", "position + t", "Q + t + 0 * position"),)),
-    Variant("dropout_gpt2", "rloo_gpt2", "MODEL-1 MODEL-2", "dropout 0.1 in the policy", mutations=(
+    Variant("dropout", "rloo2", "MODEL-1 MODEL-2", "dropout 0.1 in the policy", mutations=(
         (UTILS, "MODEL-1", "module.p = 0.0", "module.p = 0.1"),
         (UTILS, "MODEL-2", "setattr(module, name, 0.0)", "setattr(module, name, 0.1)"))),
     # ---- packed rows
-    Variant("plain_rows", "rloo", "RLOO-8 RLOO-12", "one response a row", "--no_share_prompts"),
+    Variant("plain_rows", "rloo", "", "one response a row, nothing is shared", "--no_share_prompts"),
     Variant("siblings_seen", "rloo", "RLOO-9", "packed siblings see each other", mutations=(
         (RLOO, "RLOO-9", "(owner == 0) | (owner.unsqueeze(1) == owner)", "owner >= 0"),
         (RLOO, "RLOO-12", "if gap < 0.001", "if gap < math.inf"))),
@@ -94,27 +100,29 @@ VARIANTS = [
     Variant("eos_replace_short", "rloo_short", "REW-3", "a missing EOS replaces the score", "--missing_eos_mode replace"),
     # ---- RLOO's estimator
     Variant("no_baseline", "rloo", "RLOO-3", "no baseline", mutations=((RLOO, "RLOO-3", ALONE, "torch.zeros_like(rewards)"),)),
-    Variant("group_mean", "rloo", "RLOO-3", "baseline: the group's mean, own reward included", mutations=(
+    Variant("group_mean", "rloo", "RLOO-3", "baseline: the group's mean (three quarters of the same advantage)", mutations=(
         (RLOO, "RLOO-3", ALONE, "(rewards * counted).sum(1, keepdim=True) / (siblings + 1)"),)),
     Variant("group_std", "rloo", "RLOO-3", "group's mean, over the group's deviation (GRPO)", mutations=(
         (RLOO, "RLOO-3", ALONE, "rewards - (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)"),)),
-    Variant("mean_kl", "rloo", "RLOO-2", "KL of a response: the mean of its tokens'", mutations=(
+    Variant("mean_kl", "rloo", "RLOO-2", "KL of a response: its tokens' mean (a price 25 times as low)", mutations=(
         (RLOO, "RLOO-2", "kl.sum(1)", "kl.sum(1) / response_mask.sum(1).clamp(min=1)"),)),
     Variant("mean_logprob", "rloo", "RLOO-5", "log-probs of a response averaged over its tokens", mutations=(
         (RLOO, "RLOO-5", "logratio.sum(1)", "logratio.sum(1) / mask.sum(1).clamp(min=1)"),)),
-    Variant("token_kl", "rloo", "RLOO-4", "REINFORCE++: each token pays for the KL from itself on", runs="rloo_token"),
+    Variant("token_kl", "rloo", "", "REINFORCE++: each token pays for the KL from itself on", runs="rloo_token"),
+    Variant("whole_kl", "rloo_token", "RLOO-4", "each token pays for all of the response's KL", mutations=(
+        (RLOO, "RLOO-4", "kl.flip(1).cumsum(1).flip(1)", "kl.sum(1, keepdim=True).expand(kl.shape)"),)),
     Variant("k2_kl", "rloo", "REW-5", "KL in the reward: d^2/2", mutations=(
         (RLOO, "REW-5", "logprobs - ref_logprobs", "(logprobs - ref_logprobs) ** 2 / 2"),)),
     Variant("whiten_scores", "rloo", "RLOO-13", "REINFORCE++: scores whitened over the batch", "--normalize_reward"),
     Variant("whiten_advantages", "rloo", "RLOO-14", "REINFORCE++: advantages whitened", "--normalize_advantage"),
-    Variant("k_2", "rloo", "RLOO-1", "k = 2, as many responses in all", "--rloo_k 2"),
-    Variant("k_8", "rloo", "RLOO-1", "k = 8, as many responses in all", "--rloo_k 8"),
+    Variant("k_2", "rloo", "", "k = 2, as many responses in all", "--rloo_k 2"),
+    Variant("k_8", "rloo", "", "k = 8, as many responses in all", "--rloo_k 8"),
     # ---- RLOO's optimisation
-    Variant("two_passes", "rloo", "GEN-9", "2 passes over each batch", runs="rloo2"),
+    Variant("two_passes", "rloo", "", "2 passes over each batch", runs="rloo2"),
     Variant("no_clip", "rloo2", "RLOO-6", "the ratio is not clipped", "--cliprange 1e9"),
     Variant("sampler_logprobs", "rloo2", "GEN-9", "old log-probs: the sampler's, rounded to bf16", mutations=(
         (RLOO, "GEN-9", FORWARD, ROUNDED),)),
-    Variant("async", "rloo", "GEN-10 GEN-11", "sampled one update ahead", "--async_rollouts"),
+    Variant("async", "rloo", "", "sampled one update ahead", "--async_rollouts"),
     Variant("constant_lr", "rloo", "OPT-1", "the learning rate stays", "--lr_schedule constant"),
     Variant("adam_eps", "rloo", "OPT-4", "AdamW's epsilon 1e-5 in place of 1e-8", "--adam_eps 1e-5"),
     Variant("no_grad_clip", "rloo", "OPT-8", "the gradient's norm is not clipped", "--max_grad_norm None"),
@@ -123,36 +131,42 @@ VARIANTS = [
         (RM, "RM-1", "1 / math.sqrt(model.score.in_features + 1)", "1.0"),)),
     Variant("rm_last_but_one", "rloo", "RM-4", "trained on the state before the last token, scored at the last", reward=(
         (RM, "RM-4", ".argmax(1)", ".argmax(1) - 1"),)),
-    Variant("rm_no_shift", "ppo_short", "RM-12 REW-1", "scores are not shifted to mean 0", mutations=(
-        (PPO, "REW-1", "getattr(model.config, 'reward_bias', 0.0)", "0.0"),)),
+    Variant("rm_shift", "ppo_short", "RM-12 REW-1", "scores shifted by -3: no end is better than a bad one", mutations=(
+        (PPO, "REW-1", "getattr(model.config, 'reward_bias', 0.0)", "getattr(model.config, 'reward_bias', 0.0) - 3"),)),
     # ---- PPO
-    Variant("ppo_no_kl", "ppo", "REW-5", "no KL in the reward", "--kl_coef 0"),
+    Variant("ppo_no_kl", "ppo", "", "no KL in the reward", "--kl_coef 0"),
     Variant("ppo_k3", "ppo", "PPO-7", "a token pays k3, exp(-d) - 1 + d", "--kl_penalty k3"),
-    Variant("ppo_adaptive", "ppo", "PPO-15 PPO-16", "adaptive KL, target 6", "--adaptive_kl"),
+    Variant("ppo_adaptive", "ppo", "PPO-15", "adaptive KL, target 6, horizon 500 episodes", "--adaptive_kl --kl_horizon 500"),
     Variant("ppo_score_in_last_place", "ppo", "PPO-6", "the score in the last column, behind the padding", mutations=(
         (PPO, "PPO-6", "value_mask(response_mask).sum(1, keepdim=True) - 1",
          "response_mask.new_ones(response_mask.shape).sum(1, keepdim=True) - 1"),)),
-    Variant("ppo_no_state_after", "ppo", "PPO-5", "the state after EOS has no value", mutations=(
+    Variant("ppo_no_state_after", "ppo", "PPO-5", "the state after EOS has no value; the score stands on EOS", mutations=(
         (PPO, "PPO-5", "response_mask | after_last", "response_mask"),)),
-    Variant("ppo_whiten_rewards", "ppo", "PPO-8", "rewards whitened, their mean kept", runs="ppo_white"),
-    Variant("ppo_raw_advantages", "ppo", "PPO-10 PPO-11", "advantages are not whitened", "--no_normalize_advantage"),
+    Variant("ppo_whiten_rewards", "ppo", "", "rewards whitened, their mean kept", runs="ppo_white"),
+    Variant("ppo_shift_mean", "ppo_white", "PPO-8", "the whitened rewards' mean is subtracted", mutations=(
+        (PPO, "PPO-8", "shift_mean=False", "shift_mean=True"),)),
+    Variant("ppo_raw_advantages", "ppo", "PPO-10", "advantages are not whitened", "--no_normalize_advantage"),
     Variant("ppo_whiten_padding", "ppo", "PPO-10", "padding counts where advantages are whitened", mutations=(
         (PPO, "PPO-10", "loss_mask)", "torch.ones_like(loss_mask)) * loss_mask"),)),
     Variant("ppo_lam_1", "ppo", "PPO-9", "GAE with lambda 1", "--lam 1"),
-    Variant("ppo_value_from_sft", "ppo", "PPO-1", "the value head starts at zero, its trunk as the reward model", mutations=(
+    Variant("ppo_value_head", "ppo", "PPO-1", "the value model's head starts at zero", mutations=(
         (PPO, "PPO-1", "copy.deepcopy(reward_model)",
          "copy.deepcopy(reward_model); nn.init.zeros_(critic.model.score.weight)"),)),
-    Variant("ppo_shared_value", "ppo", "PPO-3", "a value head on the policy's trunk", runs="ppo_shared"),
+    Variant("ppo_shared_value", "ppo", "", "a value head on the policy's trunk", runs="ppo_shared"),
+    Variant("ppo_detached", "ppo_shared", "PPO-3", "the value loss does not reach the trunk", mutations=(
+        (PPO, "PPO-3", "trunk.float()", "trunk.detach().float()"),)),
+    Variant("ppo_frozen_value", "ppo", "PPO-4", "the value model is not trained", mutations=(
+        (PPO, "PPO-4", "policy.parameters()", "policy.model.parameters()"),)),
     Variant("ppo_value_init", "ppo_shared", "PPO-2", "the shared value head starts at random", mutations=(
         (PPO, "PPO-2", "nn.init.zeros_(critic.weight)", "critic.weight"),)),
     Variant("ppo_vf_coef", "ppo", "PPO-14", "the value loss weighs 1 in place of 0.1", "--vf_coef 1"),
     Variant("ppo_no_clip", "ppo", "PPO-12", "the ratio is not clipped", "--cliprange 1e9"),
     Variant("ppo_no_value_clip", "ppo", "PPO-13", "the value is not clipped", "--cliprange_value 1e9"),
-    Variant("ppo_one_pass", "ppo", "GEN-9", "1 pass over each batch", "--num_ppo_epochs 1"),
+    Variant("ppo_one_pass", "ppo", "", "1 pass over each batch", "--num_ppo_epochs 1"),
     Variant("ppo_sampler_logprobs", "ppo", "GEN-9", "old log-probs: the sampler's, rounded to bf16", mutations=(
         (PPO, "GEN-9", PPO_FORWARD,
          "[sampled_logprobs.bfloat16().float(), *in_slices(lambda *b: response_logprobs(policy, b)[1:], my_batch, slice_size)]"),)),
-    Variant("ppo_target_kl", "ppo", "PPO-18", "early stop at 0.01", "--target_kl 0.01"),
+    Variant("ppo_target_kl", "ppo", "PPO-18", "no further pass above 0.003 (--target_kl 0.002)", "--target_kl 0.002"),
     Variant("ppo_scaled_scores", "ppo", "PPO-19", "scores by running mean and deviation", "--score_norm --score_scaling"),
     Variant("ppo_tf_adam", "ppo", "OPT-3", "TensorFlow's epsilon", "--tf_adam"),
     Variant("ppo_micro_means", "ppo", "OPT-5", "mean of the means of micro-batches of 16", "--micro_batch_size 16", mutations=(
@@ -184,14 +198,23 @@ class RunArgs:
     """keep every so manyth row"""
 
 
+def hash_of(x):
+    """Eight digits of what a Python object prints as."""
+    return hashlib.sha256(repr(x).encode()).hexdigest()[:8]
+
+
 def code_of(name, mutations, tag):
     """A copy of the scripts with the mutations in it."""
-    folder = ROOT / "runs" / "benchmark" / tag / "code" / name
-    shutil.rmtree(folder, ignore_errors=True)
+    folder = ROOT / "runs" / "benchmark" / tag / "code" / f"{name}_{code_hash()}_{hash_of(mutations)}"
+    if folder.exists():  # a run of it may be on its way
+        return folder
     shutil.copytree(ROOT / "rlhf_details", folder / "rlhf_details", ignore=shutil.ignore_patterns("__pycache__"))
     for file, of, old, new in mutations:
         path = folder / "rlhf_details" / file
-        path.write_text(mutate(path.read_text(encoding="utf-8"), of, old, new), encoding="utf-8")
+        source = path.read_text(encoding="utf-8")
+        if not of and source.count(old) != 1:
+            raise ValueError(f"{old!r} is there {source.count(old)} times in {file}")
+        path.write_text(mutate(source, of, old, new) if of else source.replace(old, new), encoding="utf-8")
     return folder
 
 
@@ -250,27 +273,38 @@ def run(args: RunArgs):
                 command = command.replace(f"{MODELS}/reward", f"{MODELS}/reward_{variant.name}")
             code = code_of(variant.name, variant.mutations, tag) if variant.mutations else None
             runs.append(Run(variant.name, command, seed, tag, "ablations", code))
-    return failed + run_all(runs, args, tag)
+    failed += run_all(runs, args, tag)
+    measured = []
+    for seed in args.seeds:
+        for variant in [v for v in variants if v.measure]:
+            policy = "{root}" + f"/runs/benchmark/{tag}/ablations/{variant.name}_s{seed}/policy"
+            kind = "gpt2_" if "gpt2" in variant.base else ""
+            command = f"python benchmark/held_out.py --policy {policy} --sft {MODELS}/{kind}sft --reward {MODELS}/{kind}reward"
+            measured.append(Run(f"{variant.name}_measured", command, seed, tag, "ablations"))
+    return failed + (run_all(measured, args, tag) if measured else [])
 
 
 UNPRICED = {  # reason: tags that have no row
     "there is nothing to swap it for: otherwise the run fails, or its numbers are plainly wrong (a mutant shows it)":
-        "DATA-4 MODEL-4 MODEL-5 SFT-2 REW-6 RM-3 RM-7 GEN-7 GEN-13 PPO-4 RLOO-11",
+        "MODEL-4 MODEL-5 SFT-2 REW-6 RM-7 GEN-7 RLOO-1 RLOO-8",
     "it concerns what is saved or reported, not what is learnt":
-        "RM-8 RM-13 LOG-1 LOG-2 LOG-3 LOG-4 LOG-5 LOG-6 EVAL-1 EVAL-2 EVAL-3 EVAL-4",
+        "RM-8 LOG-1 LOG-2 LOG-3 LOG-4 LOG-5 LOG-6 EVAL-1 EVAL-2 EVAL-3 EVAL-4",
     "it acts on several processes only, where the runs here have one": "RM-14 REW-7 OPT-6 OPT-7",
-    "it acts under bf16 or fp16 only, where the runs here are fp32": "MODEL-3 RM-6 RLOO-7",
-    "it acts on data that the embedded task does not have": "DATA-1 DATA-3 RM-11 REW-4",
+    "it acts under bf16 or fp16 only, where the runs here are fp32": "MODEL-3 RM-6 RLOO-7 RLOO-11",
+    "it acts on data or models that the embedded task does not have": "DATA-1 DATA-3 DATA-4 RM-3 RM-11 REW-4 GEN-13 RLOO-12",
     "it concerns memory, not results": "GEN-8",
     "temperature 1, as here, divides by nothing": "GEN-2 GEN-3",
     "the runs are shorter than an epoch, and whole batches": "DATA-7 OPT-10",
-    "only the embedded task's truncation (`ppo_toy_lm_human_preferences.toml`) has it": "GEN-12 GEN-14",
+    "only recipes that truncate what is scored (`ppo_toy_lm_human_preferences.toml`) have it": "GEN-12 GEN-14",
     "it belongs to SFT, of which the study trains one model a seed": "DATA-2 SFT-1 SFT-3",
-    "only `--normalization gain_bias` has it": "RM-5 RM-9 RM-10",
-    "one step a pass, as here, is the same in any order": "OPT-9",
+    "it belongs to the reward model's scale, for which no variant was trained": "RM-5 RM-9 RM-10 RM-13",
     "it makes the draw of the head repeatable, and does not say which": "RM-2",
-    "at most the steps within an update would differ": "OPT-2",
+    "within an update the rate would differ by a twelfth at most": "OPT-2",
+    "the other variance differs by one part in thousands of tokens": "PPO-11",
+    "one update's delay of a coefficient that moves by a few percent an update": "PPO-16",
     "no minibatch of these runs reaches a threshold worth setting": "PPO-17",
+    "it acts under `--async_rollouts` alone, whose price as a whole is in the table": "GEN-10 GEN-11",
+    "one step a pass, as here, is the same in any order": "OPT-9",
 }  # fmt: skip
 
 
@@ -308,6 +342,10 @@ def effects(folder):
 
     for variant in VARIANTS:
         base, changed = outcomes(variant.base), outcomes(variant.runs or variant.name)
+        if variant.measure:
+            held_out = read_seeds(folder, f"{variant.name}_measured")
+            ends = {n: {m: last(seed[f"eval/objective/{m}"]) for m in ("gold", "kl")} for n, seed in held_out.items()}
+            changed = {n: changed[n] | ends[n] for n in set(changed) & set(ends)}
         seeds = sorted(set(base) & set(changed))
         found[variant.name] = {"seeds": len(seeds)} | {
             m: mean_interval([changed[seed][m] - base[seed][m] for seed in seeds]) for m in MEASURES
@@ -376,13 +414,18 @@ def forest(found, verdict, output):
 HEAD = """\
 # What each detail is worth
 
-Written by `python benchmark/ablations.py draw --tag {tag}`; the runs by `python benchmark/ablations.py run --tag {tag}`.
-The embedded task. Effects are means over seeds of the paired difference, variant less base, with Student's 95 % interval: gold of
-512 held-out prompts at the end, gold of the training batches in the mean over the updates, and the KL at the end.
+Written by `python benchmark/ablations.py draw --tag {tag}`; `run` in place of `draw` makes the runs.
 
-*matters*: one of the three p values is below 0.05 after Holm's correction over the whole table. *perhaps*: one of the intervals
-excludes 0, as one in twenty does by chance. *does not show here*: none does. *changes nothing*: every run is the same, digit by
-digit. {variants} variants of {details} details: {count}.
+The embedded task. A seed changes initialisations, order and samples of every stage; texts, prompts and the human's labels stay.
+Effects are means over seeds of the paired difference, variant less base, with Student's 95 % interval: gold of 512 held-out
+prompts at the end, gold of the training batches in the mean over the updates, and the KL at the end. Where a variant changes
+what would measure it too (the sampler, positions), the figures of the end are those of the scripts as they are; its gold over
+the run is what its own sampler gave.
+
+*matters*: one of the three p values is below 0.05 after Holm's correction over the whole table. *perhaps*: one of the three
+intervals excludes 0, which chance alone does in up to one row of seven. *does not show here*: none does. *changes nothing*:
+every figure is the same, to the five digits that are kept. Gradients are clipped to norm 1 and AdamW divides by their size, so
+a mere factor on the advantages cannot show. {variants} variants, {details} details: {count}.
 """
 
 
@@ -415,14 +458,10 @@ def draw(args: DrawArgs):
     (results / args.tag / "ablations.md").write_text("\n".join(lines) + "\n")
     worth = []
     for tag in priced:
-        of_tag = [v for v in VARIANTS if tag in v.tags.split()]
-        v = min(of_tag, key=lambda v: min(found[v.name][m][3] for m in MEASURES))  # the plainest
+        v = next(v for v in VARIANTS if tag in v.tags.split())
         effect = found[v.name]
-        says = {"changes nothing": "nothing, to the digit", "does not show here": "does not show"}.get(
-            verdict[v.name],
-            f"gold {effect['gold'][0]:+.2f}, KL {effect['kl'][0]:+.1f}" + (" (perhaps)" if verdict[v.name] == "perhaps" else ""),
-        )
-        worth += [f"[{tag}]", f"says = {json.dumps(f'{v.what}: {says}')}", ""]
+        numbers = f"gold {effect['gold'][0]:+.2f}, KL {effect['kl'][0]:+.1f}"
+        worth += [f"[{tag}]", f"says = {json.dumps(f'{v.what}: {numbers}; {verdict[v.name]}')}", ""]
     (results / "worth.toml").write_text("# Written by benchmark/ablations.py draw.\n\n" + "\n".join(worth))
     print("\n".join(lines))
 

@@ -26,7 +26,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-from intervals import ROOT, bootstrap, iqm, last, mean_interval, read_seeds, welch
+from held_out import evaluate
+from intervals import ROOT, bootstrap, iqm, last, mean_interval, read_seeds
 from scipy import stats
 
 from benchmark import STAGES, Run, git_tag, run_all, run_command, stage_runs
@@ -124,34 +125,6 @@ def python_of(version, folder):
     return python
 
 
-def evaluate(policy_folder, seed):
-    """{eval/objective/NAME: mean over the held-out prompts} of a policy: one response to each, in the words of train_rloo.py."""
-    import torch
-    from accelerate import Accelerator
-
-    from rlhf_details import toy, train_rloo, utils
-
-    args, stages = SimpleNamespace(**settings("rloo")), ROOT / "models" / "bench" / str(seed)
-    tokenizer = utils.load_tokenizer(str(stages / "sft"), "sft")
-    models = (utils.load_policy(str(folder), "policy") for folder in (policy_folder, stages / "sft"))
-    policy, reference = (train_rloo.Policy(model, args.temperature).eval() for model in models)
-    reward = train_rloo.Reward(utils.load_reward_model(str(stages / "reward"), "reward")).eval()
-    texts = [row["prompt"] for row in toy.rows("prompts", "test")]
-
-    def score_slice(numbers, batch, ended):
-        scores = train_rloo.response_scores(reward, batch, 1)
-        return (train_rloo.missing_eos_scores(scores, ended, args.missing_eos_penalty, args.missing_eos_mode),)
-
-    ids, coordinates = [tokenizer(text).input_ids for text in texts], (seed, train_rloo.EVALUATION, 0)
-    responses, mask, ended, kl, scores = train_rloo.one_response_each(
-        policy, reference, score_slice, ids, args, tokenizer.eos_token_id, coordinates, Accelerator(cpu=True)
-    )
-    answers = [tokenizer.decode(r[m], skip_special_tokens=True) for r, m in zip(responses, mask, strict=True)]
-    gold = torch.tensor([toy.gold(text, answer) for text, answer in zip(texts, answers, strict=True)])
-    result = {"scores": scores, "gold": gold, "kl": kl, "ended": ended.float(), "length": mask.sum(1).float()}
-    return {f"eval/objective/{name}": value.mean().item() for name, value in result.items()}
-
-
 def by_trl(args: TrlArgs):
     """Trains in TRL's environment, evaluates in this one; writes runs/<run_name>/metrics.jsonl."""
     from rlhf_details import toy
@@ -170,7 +143,7 @@ def by_trl(args: TrlArgs):
     updates = spec["settings"]["total_episodes"] // spec["settings"]["batch_size"]
     if len(rows) != updates:
         raise RuntimeError(f"{args.system}: {len(rows)} updates, not {updates}")
-    rows[-1] |= evaluate(spec["output_dir"], args.seed)
+    rows[-1] |= evaluate(spec["output_dir"], stages / "sft", stages / "reward", args.seed)
     folder = here / "runs" / args.run_name
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -203,7 +176,7 @@ def run(args: RunArgs):
             runs.append(Run(system, command, seed, tag, "trl"))
     failed += run_all(runs, args, tag)
     about = runs[0].result.with_name("env.json")
-    about.write_text(json.dumps(json.loads(about.read_text()) | {"environments": versions}, indent=1) + "\n")
+    about.write_text(json.dumps(json.loads(about.read_text()) | {"trl": versions}, indent=1) + "\n")
     return failed
 
 
@@ -309,9 +282,10 @@ def tables(found):
         ours = f"ours_{SYSTEMS[system][0]}"
         if system == ours or ours not in found:
             continue
-        theirs, us = final(seeds), final(found[ours])
+        common = sorted(set(seeds) & set(found[ours]))
+        theirs, us = (final({seed: columns[seed] for seed in common}) for columns in (seeds, found[ours]))
         for name, label in FIGURES.items():
-            difference, low, high, _ = welch(theirs[name], us[name])
+            difference, low, high, _ = mean_interval(us[name] - theirs[name])
             least, most = prediction_interval(theirs[name])
             cells = f"{difference:+.2f} [{low:+.2f}, {high:+.2f}] | {yes(low <= 0 <= high)} | {least:.2f} .. {most:.2f}"
             lines.append(f"| {system} | {label} | {cells} | {yes(least <= us[name].mean() <= most)} |")
@@ -353,9 +327,10 @@ def draw(args: DrawArgs):
     lines = [
         "# Against TRL",
         "",
-        "Written by `benchmark/against_trl.py draw`. Final policies on 512 held-out prompts, measured by one evaluator: mean over",
-        "seeds, Student's 95 % interval, range. Below, ours less TRL's with Welch's 95 % interval, the 95 % prediction interval",
-        "for one more seed of TRL's, and whether our mean lies in it.",
+        "Written by `benchmark/against_trl.py draw`. Final policies on 512 held-out prompts, measured by one evaluator: mean",
+        "over seeds, Student's 95 % interval, range. Below, ours less TRL's, paired over seeds (which share SFT model, reward",
+        "model and the noise of the evaluation), with Student's 95 % interval; the 95 % prediction interval for one more seed",
+        "of TRL's, and whether our mean lies in it.",
         "",
         *tables(found),
     ]

@@ -11,6 +11,7 @@ the tree is; --study names a folder within it.
 """
 
 import csv
+import hashlib
 import json
 import math
 import multiprocessing
@@ -53,7 +54,7 @@ SLURM = """#!/bin/bash
 #SBATCH --array=0-{last}
 #SBATCH --cpus-per-task={cpus}
 #SBATCH --output=runs/benchmark/slurm-%A_%a.out
-cd {root}
+cd "{root}"
 {python} benchmark/benchmark.py --only $SLURM_ARRAY_TASK_ID {arguments}
 """
 
@@ -86,18 +87,33 @@ class Args:
     """the run of this number alone, as a task of an array job does"""
 
 
+def fail(message):
+    """One clear line, exit code 2."""
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
 def git_tag(root=ROOT):
     """git describe of the working tree: the last tag and what came after it, or the commit; with -dirty where files differ."""
     command = ["git", "-C", str(root), "describe", "--tags", "--always", "--dirty"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def environment(tag):
-    """What the figures were made with."""
+def code_hash(root=ROOT):
+    """Twelve digits that change with any of the scripts in rlhf_details/."""
+    digest = hashlib.sha256()
+    for path in sorted((root / "rlhf_details").glob("*.py")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def environment():
+    """What the figures are made with."""
     names = ("torch", "transformers", "accelerate", "numpy", "tokenizers")
     cpu = next((x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")), "")
     return {
-        "tag": tag,
+        "commit": git_tag(),
+        "code": code_hash(),
         "python": platform.python_version(),
         "versions": {name: version(name) for name in names},
         "cpu": cpu or platform.processor(),
@@ -129,11 +145,13 @@ def forked(words, folder, environ):
 
 
 class Run:
-    """One experiment with one seed; `code`: the folder whose scripts it runs, the repository or a copy of it."""
+    """One experiment with one seed. code: the folder whose scripts it runs, the repository or a copy of it; columns: the metrics
+    to keep (None: what the command line asks for)."""
 
-    def __init__(self, exp, command, seed, tag, study="", code=None):
+    def __init__(self, exp, command, seed, tag, study="", code=None, columns=None):
         self.name, self.seed, self.code = f"{exp}_s{seed}", seed, Path(code or ROOT)
-        self.command = command.format(seed=seed, root=ROOT)
+        self.command, self.columns = command.format(seed=seed, root=ROOT), columns
+        self.recipe = command if code is None else f"{command}   # in a copy, code {code_hash(self.code)}"
         self.folder = ROOT / "runs" / "benchmark" / tag / study / self.name
         self.result = ROOT / "benchmark" / "results" / tag / study / f"{self.name}.csv"
 
@@ -168,7 +186,9 @@ class Run:
         self.result.parent.mkdir(parents=True, exist_ok=True)
         partial = self.result.with_suffix(".partial")
         with open(partial, "w", newline="") as file:
-            csv.writer(file, lineterminator="\n").writerows(table([json.loads(x) for x in lines], args.columns, args.every))
+            csv.writer(file, lineterminator="\n").writerows(
+                table([json.loads(x) for x in lines], self.columns or args.columns, args.every)
+            )
         partial.replace(self.result)
         return time.time() - start, None
 
@@ -176,6 +196,7 @@ class Run:
 def write_slurm(args, number):
     """The array job that runs each run as a task of its own."""
     words = ["--command", *args.command, "--exp", *args.exp, "--seeds", *map(str, args.seeds), "--threads", str(args.threads)]
+    (ROOT / "runs" / "benchmark").mkdir(parents=True, exist_ok=True)  # where the output goes
     words += ["--tag", args.tag or git_tag(), "--columns", *args.columns, "--every", str(args.every)]
     words += ["--study", args.study] if args.study else []
     values = dict(exp=args.exp[0], last=number - 1, cpus=args.threads, root=ROOT, python=sys.executable)
@@ -185,8 +206,7 @@ def write_slurm(args, number):
 def main(args: Args):
     """Returns the names of the runs that failed."""
     if len(args.command) != len(args.exp):
-        print(f"error: --exp: {len(args.exp)} names of {len(args.command)} commands", file=sys.stderr)
-        raise SystemExit(2)
+        fail(f"--exp: {len(args.exp)} names of {len(args.command)} commands")
     tag = args.tag or git_tag()
     pairs = list(zip(args.exp, args.command, strict=True))
     runs = [Run(exp, command, seed, tag, args.study) for seed in args.seeds for exp, command in pairs]
@@ -209,6 +229,29 @@ def run_command(commands):
     return int(bool(function(args)))
 
 
+def note(runs, tag):
+    """Adds to the env.json beside the results with what the runs that follow are made, and their commands.
+
+    Ends with exit code 2 where results of the same name are there that other scripts or another command have made.
+    """
+    path = runs[0].result.with_name("env.json")
+    about = json.loads(path.read_text()) if path.exists() else {}
+    made = environment()
+    others = [x["code"] for x in about.get("environments", []) if x["code"] != made["code"]]
+    if others:
+        fail(f"--tag {tag}: its results were made by other scripts ({others[0]}, these are {made['code']}); give another tag")
+    commands = {run.name.rpartition("_s")[0]: run.recipe for run in runs}
+    for exp, command in commands.items():
+        if about.get("commands", {}).get(exp, command) != command:
+            fail(
+                f"{exp}: there are results of another command in {path.parent.relative_to(ROOT)}; remove them, or give another tag"
+            )
+    environments = about.get("environments", []) + [made] * (made not in about.get("environments", []))
+    about |= {"tag": tag, "environments": environments, "commands": about.get("commands", {}) | commands}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(about, indent=1) + "\n")
+
+
 def stage_runs(seeds, tag, first=None, second=None):
     """[SFT runs, reward model runs] of a study, in its tag's folder "stages": MODELS/sft, MODELS/reward and what else is asked for.
 
@@ -218,7 +261,7 @@ def stage_runs(seeds, tag, first=None, second=None):
     first = {"sft": (f"python rlhf_details/train_sft.py --output_dir {MODELS}/sft", None)} | (first or {})
     second = {"reward": (reward, None)} | (second or {})
     return [
-        [Run(name, command, seed, tag, "stages", code) for seed in seeds for name, (command, code) in batch.items()]
+        [Run(name, command, seed, tag, "stages", code, COLUMNS) for seed in seeds for name, (command, code) in batch.items()]
         for batch in (first, second)
     ]
 
@@ -228,8 +271,7 @@ def run_all(runs, args, tag):
     todo = [run for run in runs if not run.is_done()]
     print(f"{tag}: {len(runs)} runs, {len(runs) - len(todo)} done, {len(todo)} to do, {args.workers} at a time", flush=True)
     if todo:
-        todo[0].result.parent.mkdir(parents=True, exist_ok=True)
-        todo[0].result.with_name("env.json").write_text(json.dumps(environment(tag), indent=1) + "\n")
+        note(runs, tag)
     if args.preload:
         os.environ["OMP_NUM_THREADS"] = str(args.threads)  # which the OpenMP library reads when it is loaded
         multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
@@ -237,7 +279,10 @@ def run_all(runs, args, tag):
     with ThreadPoolExecutor(args.workers) as pool:
         futures = {pool.submit(run.start, args): run for run in todo}
         for number, future in enumerate(as_completed(futures), 1):
-            spent, error = future.result()
+            try:
+                spent, error = future.result()
+            except OSError as e:  # no metrics, say, although the run ended well
+                spent, error = math.nan, str(e)
             failed += [futures[future].name] if error else []
             left = (time.time() - started) / number * (len(todo) - number)
             line = f"{number}/{len(todo)} {futures[future].name} {spent:.0f} s, {math.ceil(left / 60)} min left"

@@ -166,8 +166,9 @@ def smooth(x):
 def curves(folder, name):
     """{"gold", "scores", "kl": [updates, seeds]} of one setting, smoothed, and the number of seeds."""
     seeds = read_seeds(folder, name).values()
-    short = {c: smooth(np.array([seed[f"objective/{c}"] for seed in seeds])).T for c in ("gold", "scores", "kl")}
-    return short, len(seeds)
+    columns = {c: np.array([seed[f"objective/{c}"] for seed in seeds]) for c in ("gold", "scores", "kl")}  # [seeds, rows]
+    of_updates = ~np.isnan(columns["gold"]).any(0)  # and not of the evaluation before them
+    return {c: smooth(x[:, of_updates]).T for c, x in columns.items()}, len(seeds)
 
 
 def fall(gold, scores):
@@ -203,7 +204,7 @@ def draw(args: DrawArgs):
         title = panel if panel in panels else "reward models"
         label = f"KL coefficient {label}" if panel in panels else {"labels": f"{label} labels", "width": f"width {label}"}[panel]
         panels[title].append((label, name))
-    panels["reward models"].append(("3072 labels, width 64", "rloo_kl0"))
+    panels["reward models"].insert(0, ("3072 labels, width 64", "rloo_kl0"))
     best = [
         np.array([seed[f"objective/{c}"] for seed in read_seeds(folder, "best_of_n").values()]) for c in ("kl", "gold", "scores")
     ]
@@ -213,7 +214,7 @@ def draw(args: DrawArgs):
     for axis, (title, members) in zip(axes, panels.items(), strict=True):
         for colour, (label, name) in enumerate(members):
             columns, seeds = curves(folder, name)
-            x = np.sqrt(np.maximum(columns["kl"].mean(1), 0))
+            x = np.sqrt(np.maximum(iqm(columns["kl"]), 0))
             for column, style in (("gold", "-"), ("scores", "--")):
                 centre = iqm(columns[column])
                 axis.plot(x, centre, style, color=f"C{colour}", linewidth=1.4, label=label if column == "gold" else None)

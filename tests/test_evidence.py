@@ -149,11 +149,21 @@ def test_curves_writes_a_figure_and_its_table(tmp_path, capsys):
 
 
 # ---- ablations -------------------------------------------------------------------------------------------------------
-def test_every_variants_mutation_changes_the_scripts_as_they_are():
+@pytest.fixture
+def copies(tmp_path, monkeypatch):
+    """Mutated copies go to tmp_path, of the scripts as they are."""
+    shutil.copytree(ROOT / "rlhf_details", tmp_path / "rlhf_details", ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(ablations, "ROOT", tmp_path)
+    return tmp_path
+
+
+def test_every_variants_mutation_changes_the_scripts_as_they_are(copies):
     for variant in ablations.VARIANTS:
-        for file, tag, old, new in [*variant.mutations, *(x for x in variant.reward if not isinstance(x, str))]:
-            source = (ROOT / "rlhf_details" / file).read_text(encoding="utf-8")
-            assert ablations.mutate(source, tag, old, new) != source, variant.name
+        mutations = [*variant.mutations, *(x for x in variant.reward if not isinstance(x, str))]
+        if mutations:
+            folder = ablations.code_of(variant.name, mutations, "t") / "rlhf_details"
+            changed = {p.name for p in folder.glob("*.py") if p.read_text() != (ROOT / "rlhf_details" / p.name).read_text()}
+            assert changed == {file for file, *_ in mutations}, variant.name
         assert variant.flags or variant.mutations or variant.reward or variant.runs, variant.name
 
 
@@ -183,17 +193,53 @@ def test_a_detail_is_priced_or_listed_with_the_reason_why_not_and_25_are_priced(
     assert all(v.base in ablations.BASES and (not v.runs or v.runs in ablations.BASES) for v in ablations.VARIANTS)
 
 
-def test_a_mutated_copy_is_what_a_variant_runs(tmp_path, monkeypatch):
-    monkeypatch.setitem(ablations.code_of.__globals__, "ROOT", tmp_path)
-    (tmp_path / "rlhf_details").mkdir()
-    for path in (ROOT / "rlhf_details").glob("*.py"):
-        (tmp_path / "rlhf_details" / path.name).write_text(path.read_text())
-    variant = next(v for v in ablations.VARIANTS if v.name == "siblings_seen")
-    folder = ablations.code_of(variant.name, variant.mutations, "t")
-    changed = [
-        p.name for p in (folder / "rlhf_details").glob("*.py") if p.read_text() != (ROOT / "rlhf_details" / p.name).read_text()
-    ]
-    assert changed == ["train_rloo.py"] and "owner >= 0" in (folder / "rlhf_details" / "train_rloo.py").read_text()
+MEASURE = """
+import json, sys, torch
+from rlhf_details import train_rloo, utils
+policy = train_rloo.Policy(utils.load_policy(sys.argv[1], "policy"), 1.0).eval()
+queries, mask = utils.left_pad([[5, 6, 7, 8, 9], [11, 12], [5, 3, 4]])
+with torch.no_grad():
+    responses, response_mask, logprobs = train_rloo.sample(policy, queries, mask, torch.arange(6), 2, 6, 1, (1, 0, 1))
+    batch = queries.repeat_interleave(2, 0), mask.repeat_interleave(2, 0), responses, response_mask
+    forward = {n: train_rloo.response_logprobs(policy, batch, n)[0].tolist() for n in (1, 2)}
+ids = [row[real].tolist() for row, real in zip(queries, mask)]
+print(json.dumps({"ids": ids, "mask": mask.tolist(), "responses": responses.tolist(), "sampled": logprobs.tolist(), **forward}))
+"""
+
+
+def measured(variant, model):
+    """What MEASURE prints, run on the mutated copy of a variant (None: on the scripts as they are)."""
+    names = {v.name: v for v in ablations.VARIANTS}
+    folder = ablations.code_of(variant, names[variant].mutations, "t") if variant else ROOT
+    environ = os.environ | {"PYTHONPATH": str(folder)}
+    command = [sys.executable, "-c", MEASURE, str(model)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environ, cwd=folder)  # which -c imports from first
+    assert done.returncode == 0, done.stderr
+    return {name: np.array(x) if name != "ids" else x for name, x in json.loads(done.stdout.splitlines()[-1]).items()}
+
+
+@pytest.mark.slow
+def test_positions_that_count_the_padding_shift_whole_rows(copies, tiny):
+    """Which rotary positions forgive: the sampler, packed and plain rows all agree with the scripts as they are."""
+    right, shifted, sampler = (measured(v, tiny / "policy") for v in (None, "positions_rope", "sampler_positions_gpt2"))
+    for name in ("sampled", "1", "2"):
+        assert np.abs(shifted[name] - right[name]).max() < 2e-4, name
+    assert np.abs(sampler["sampled"] - sampler["1"]).max() > 1e-2  # a sampler that is not the policy that is trained
+
+
+@pytest.mark.slow
+def test_right_padding_keeps_the_prompts_and_moves_their_padding(copies, tiny):
+    right, padded = (measured(v, tiny / "policy") for v in (None, "right_padding"))
+    assert padded["ids"] == right["ids"]  # no token is lost, none made up
+    assert padded["mask"].tolist() == right["mask"][:, ::-1].tolist()
+    assert np.abs(padded["1"][:2] - padded["sampled"][:2]).max() < 2e-4  # the longest prompt has no padding
+
+
+@pytest.mark.slow
+def test_siblings_that_see_each_other_differ_in_packed_rows_alone(copies, tiny):
+    right, seen = (measured(v, tiny / "policy") for v in (None, "siblings_seen"))
+    assert np.abs(seen["1"] - right["1"]).max() < 2e-4
+    assert np.abs(seen["2"] - right["2"]).max() > 1e-2
 
 
 def outcomes(folder, name, gold, kl, seeds=range(1, 11)):
