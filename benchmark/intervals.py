@@ -47,25 +47,25 @@ def bootstrap(x, statistic=iqm):
     return tuple(np.percentile(np.stack([statistic(x[..., i]) for i in index]), (2.5, 97.5), axis=0))
 
 
-def mean_interval(x):
-    """(mean, low, high, p): Student's 95 % interval of the mean, and the p value of its being 0; numbers that are all equal have
-    an interval of no width."""
+def mean_interval(x, level=0.95):
+    """(mean, low, high, p): Student's interval of the mean, and the p value of its being 0; numbers that are all equal have an
+    interval of no width."""
     x = np.asarray(x, dtype=float)
     if len(x) < 2:
         raise ValueError(f"an interval needs two seeds or more, not {len(x)}")
     if np.ptp(x) == 0:
         return x[0], x[0], x[0], float(x[0] == 0)
     test = stats.ttest_1samp(x, 0)
-    return x.mean(), *test.confidence_interval(), test.pvalue
+    return x.mean(), *test.confidence_interval(level), test.pvalue
 
 
-def welch(a, b):
+def welch(a, b, level=0.95):
     """(mean of b less that of a, low, high, p), unpaired and of unequal variances."""
     if np.ptp(a) == 0 and np.ptp(b) == 0:
         difference = b[0] - a[0]
         return difference, difference, difference, float(difference == 0)
     test = stats.ttest_ind(b, a, equal_var=False)
-    return np.mean(b) - np.mean(a), *test.confidence_interval(), test.pvalue
+    return np.mean(b) - np.mean(a), *test.confidence_interval(level), test.pvalue
 
 
 def holm(p_values):

@@ -7,7 +7,8 @@ Over-optimisation on the embedded task: the learned reward that a policy is trai
 RLOO and PPO under several KL coefficients; RLOO without the KL under reward models of fewer labels, and smaller ones (a reward
 model starts as the SFT model of its width, and that one's responses are what it compares). Twice the embedded task's learning rate,
 which does not fall: the default recipe stops before anything is over-optimised. Best-of-n, the reference: of n responses
-of the SFT policy to a held-out prompt the one with the highest learned score; its KL is log n - (n - 1) / n (arXiv 2210.10760).
+of the SFT policy to a held-out prompt the one with the highest learned score; its KL is at most log n - (n - 1) / n
+(arXiv 2210.10760).
 """
 
 import math
@@ -173,9 +174,14 @@ def curves(folder, name):
 
 def fall(gold, scores):
     """What became of gold after its peak: (row of the peak of the mean over seeds, and two intervals (mean, low, high, p) over
-    seeds: of the gold lost since, and of the learned score gained since)."""
-    peak = int(gold.mean(1).argmax())
-    return peak, mean_interval(gold[peak] - gold[-1]), mean_interval(scores[-1] - scores[peak])
+    seeds: of the gold lost since, and of the learned score gained since).
+
+    A seed's peak is that of the mean over the others, so that no seed chooses where its own noise was high.
+    """
+    seeds = np.arange(gold.shape[1])
+    peaks = np.array([gold[:, seeds != seed].mean(1).argmax() for seed in seeds])
+    lost, gained = gold[peaks, seeds] - gold[-1], scores[-1] - scores[peaks, seeds]
+    return int(gold.mean(1).argmax()), mean_interval(lost), mean_interval(gained)
 
 
 def interval(x, digits=2):
@@ -187,7 +193,10 @@ HEAD = """\
 # Over-optimisation
 
 Written by `python benchmark/overoptimisation.py draw --tag {tag}`; `run` in place of `draw` makes the runs.
-Means over seeds with Student's 95 % interval; curves smoothed over {smooth} updates. The peak is that of the mean over seeds.
+Means over seeds with Student's 95 % interval. A seed changes initialisations, order and samples of every stage; texts,
+prompts and the human's labels stay. Curves are of training prompts, smoothed over {smooth} updates; the end is their last
+point. Lost and gained are paired, from a peak that is, for each seed, that of the mean over the others. Best-of-n is on held-
+out prompts, its KL an upper bound.
 """
 
 

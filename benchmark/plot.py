@@ -182,7 +182,9 @@ class CompareArgs:
     metrics: tuple[str, ...] = ("objective/scores", "objective/gold", "objective/kl")
     """metrics"""
     margin: float = 0.25
-    """how far the whole interval must lie from zero, in standard deviations of A's seeds"""
+    """different: how far from zero the whole interval must lie, in standard deviations of A's seeds"""
+    same: float = 1.0
+    """no difference: within what the whole interval must lie, in the same unit"""
 
 
 def results(tag):
@@ -209,12 +211,13 @@ def final(seed, metric):
     if held_out is not None and not np.isnan(held_out).all():
         return last(held_out)
     column = seed[metric][~np.isnan(seed[metric])]
-    return column[-math.ceil(len(column) / 10) :].mean()
+    return column[-math.ceil(len(column) / 10) :].mean() if len(column) else math.nan
 
 
 def area(seed, metric):
     """The area under a curve, as its mean height."""
-    return np.nanmean(seed[metric])
+    column = seed[metric][~np.isnan(seed[metric])]
+    return column.mean() if len(column) else math.nan
 
 
 def curves(args: CurvesArgs):
@@ -257,33 +260,67 @@ def curves(args: CurvesArgs):
     print("\n".join(lines))
 
 
+def differences(of_a, of_b, metrics, level):
+    """[(metric, measure, mean of A, its deviation over seeds, (difference B less A, low, high), how)] of one experiment.
+
+    Of each seed that both have, since a seed is the same prompts and noise ("paired"); of the means where they share fewer than
+    two (Welch). ValueError where a metric of A's is not in B, or a figure is not finite.
+    """
+    common, result = sorted(set(of_a) & set(of_b)), []
+    for metric in metrics:
+        if not all(metric in seed for seed in of_a.values()):
+            continue
+        if not all(metric in seed for seed in of_b.values()):
+            raise ValueError(f"{metric} is missing")
+        for name, measure in (("final", final), ("area", area)):
+            paired = len(common) > 1
+            x, y = (np.array([measure(seeds[n], metric) for n in (common if paired else seeds)]) for seeds in (of_a, of_b))
+            if not np.isfinite([*x, *y]).all():
+                raise ValueError(f"{metric} is not finite")
+            interval = mean_interval(y - x, level) if paired else welch(x, y, level)
+            how = f"{len(common)} pairs" if paired else f"{len(x)} and {len(y)} seeds"
+            result.append((metric, name, x.mean(), x.std(ddof=1), interval[:3], how))
+    if not result:
+        raise ValueError(f"none of {', '.join(metrics)} is there")
+    return result
+
+
 def compare(args: CompareArgs):
     """Prints a line for each experiment, metric and measure; returns 1 where one of them differs, else 0.
 
-    The difference is B less A: of each seed where both have the same seeds, since a seed is the same prompts and noise, else of
-    the means (Welch). It counts where its 95 % interval lies beyond the margin.
+    Intervals hold together with 95 % (Bonferroni). "different": one lies beyond the margin; "no difference": it lies within
+    `same`; else "undecided", which more seeds would settle.
     """
     a, b = results(args.a), results(args.b)
-    names = args.exp or [exp for exp in experiments(a) if exp in experiments(b)]
+    names = args.exp or experiments(a)
+    if lost := [exp for exp in names if exp not in experiments(b)]:
+        fail(f"{args.b} has no {', '.join(lost)}; --exp names those to compare")
     if not names:
-        fail(f"{args.a} and {args.b} have no experiment in common")
-    differ = []
-    print(f"{args.b} less {args.a}, 95 % interval; margin: {args.margin:g} standard deviations of {args.a}'s seeds")
+        fail(f"{args.a}: no experiments")
+    found, number = {}, 2 * len(args.metrics) * len(names)
     for exp in names:
         of_a, of_b = seeds_of(a, exp), seeds_of(b, exp)
         if min(len(of_a), len(of_b)) < 2:
             fail(f"{exp}: an interval needs two seeds or more")
-        for metric in (m for m in args.metrics if all(m in seed for seed in (*of_a.values(), *of_b.values()))):
-            for name, measure in (("final", final), ("area", area)):
-                x, y = (np.array([measure(seed, metric) for seed in seeds.values()]) for seeds in (of_a, of_b))
-                mean, low, high, _ = mean_interval(y - x) if set(of_a) == set(of_b) else welch(x, y)
-                margin = args.margin * x.std(ddof=1)
-                is_different = bool(low > margin or high < -margin)
-                differ += [f"{exp} {metric} {name}"] * is_different
-                numbers = f"{x.mean():9.4f} -> {y.mean():9.4f}   {mean:+.4f} ({low:+.4f} .. {high:+.4f}), margin {margin:.4f}"
-                print(f"{exp:20} {metric:18} {name:5}  {numbers}  {'DIFFERENT' if is_different else 'no difference'}")
-    print(f"different: {', '.join(differ)}" if differ else "no difference")
-    return int(bool(differ))
+        if lost := sorted(set(of_a) - set(of_b)) if set(of_a) & set(of_b) else []:
+            print(f"{exp}: {args.b} has no seed {', '.join(map(str, lost))}")
+        try:
+            found[exp] = differences(of_a, of_b, args.metrics, 1 - 0.05 / number)
+        except ValueError as e:
+            fail(f"{exp}: {e}")
+    print(f"{args.b} less {args.a}; different beyond {args.margin:g}, the same within {args.same:g} of A's deviation over seeds")
+    verdicts = {}
+    for exp, rows in found.items():
+        for metric, name, mean, deviation, (difference, low, high), how in rows:
+            is_different = low > args.margin * deviation or high < -args.margin * deviation
+            is_same = -args.same * deviation <= low and high <= args.same * deviation
+            verdict = "DIFFERENT" if is_different else "no difference" if is_same else "undecided"
+            verdicts.setdefault(verdict, []).append(f"{exp} {metric} {name}")
+            numbers = f"{mean:9.4f}, deviation {deviation:.4f}; {difference:+.4f} ({low:+.4f} .. {high:+.4f}), {how}"
+            print(f"{exp:16} {metric:17} {name:5}  {numbers}  {verdict}")
+    worst = next(verdict for verdict in ("DIFFERENT", "undecided", "no difference") if verdict in verdicts)
+    print("no difference" if worst == "no difference" else f"{worst.lower()}: {', '.join(verdicts[worst])}")
+    return int(worst == "DIFFERENT")
 
 
 COMMANDS = {"curves": (CurvesArgs, curves), "compare": (CompareArgs, compare)}

@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -62,6 +61,8 @@ def test_students_interval_is_that_of_the_textbook():
 def test_welchs_interval_is_b_less_a():
     mean, low, high, p = intervals.welch(np.array([1.0, 2.0, 3.0]), np.array([4.0, 6.0, 8.0]))
     assert mean == 4 and low < 4 < high and (p < 0.05) == (low > 0)
+    half = 3.219 * math.sqrt(1 / 3 + 4 / 3)  # t of (5/3)^2 / ((1/3)^2 / 2 + (4/3)^2 / 2) = 2.94 degrees of freedom
+    assert (low, high) == pytest.approx((4 - half, 4 + half), abs=2e-3)
     assert intervals.welch(np.ones(3), np.ones(4))[:3] == (0, 0, 0)
 
 
@@ -98,34 +99,65 @@ def learning(folder, exp, seeds, rise=1.0, noise=0.05):
         write(folder, exp, seed, {"update": x, "objective/gold": gold, "objective/kl": kl, "objective/scores": gold})
 
 
-def compare(*words):
-    command = [sys.executable, str(ROOT / "benchmark/plot.py"), "compare", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True)
+def compared(capsys, a, b, **changes):
+    """(exit code, what was printed) of plot.compare; code 2 where it ends with an error."""
+    try:
+        code = plot.compare(plot.CompareArgs(str(a), str(b), **changes))
+    except SystemExit as end:
+        code = end.code
+    output = capsys.readouterr()
+    return code, output.out + output.err
 
 
-def test_compare_finds_no_difference_between_a_tag_and_itself_and_one_in_worse_code(tmp_path):
+def test_compare_finds_no_difference_between_a_tag_and_itself_and_one_in_worse_code(tmp_path, capsys):
     learning(tmp_path / "a", "rloo", range(1, 6))
     learning(tmp_path / "worse", "rloo", range(1, 6), rise=0.5)
-    same = compare(tmp_path / "a", tmp_path / "a")
-    assert same.returncode == 0 and same.stdout.endswith("no difference\n") and "DIFFERENT" not in same.stdout, same.stderr
-    worse = compare(tmp_path / "a", tmp_path / "worse")
-    assert worse.returncode == 1, worse.stdout + worse.stderr
-    assert "different: rloo objective/scores final, rloo objective/scores area, rloo objective/gold final" in worse.stdout
-    assert "kl final" not in worse.stdout.splitlines()[-1]
-    assert compare(tmp_path / "a", tmp_path / "worse", "--margin", "1000").returncode == 0
-    assert compare(tmp_path / "a", tmp_path / "none").returncode == 2
+    code, said = compared(capsys, tmp_path / "a", tmp_path / "a")
+    assert code == 0 and said.splitlines()[-1] == "no difference" and "DIFFERENT" not in said
+    code, said = compared(capsys, tmp_path / "a", tmp_path / "worse")
+    assert code == 1
+    names = [f"rloo objective/{m} {n}" for m in ("scores", "gold") for n in ("final", "area")]
+    assert said.splitlines()[-1] == f"different: {', '.join(names)}"
+    assert compared(capsys, tmp_path / "a", tmp_path / "worse", margin=1000.0)[0] == 0
 
 
-def test_compare_pairs_equal_seeds_and_not_others(tmp_path, capsys):
-    for folder, shift, seeds in (("a", 0.0, range(6)), ("b", 0.03, range(6)), ("c", 0.03, range(10, 16))):
+def test_the_command_line_of_compare_ends_with_its_verdict(tmp_path):
+    learning(tmp_path / "a", "rloo", range(1, 6))
+    learning(tmp_path / "worse", "rloo", range(1, 6), rise=0.5)
+    for b, code in (("a", 0), ("worse", 1), ("none", 2)):
+        command = [sys.executable, ROOT / "benchmark/plot.py", "compare", tmp_path / "a", tmp_path / b, "--exp", "rloo"]
+        assert subprocess.run(command, capture_output=True).returncode == code
+
+
+def test_compare_pairs_equal_seeds_and_is_undecided_where_it_cannot(tmp_path, capsys):
+    for folder, shift, seeds in (("a", 0.0, range(6)), ("b", 0.03, range(6)), ("c", 0.03, range(10, 16)), ("d", 0.03, range(9))):
         for seed in seeds:
             level = np.random.default_rng(seed).normal()  # seeds differ by far more than a and b do
             write(tmp_path / folder, "x", seed, {"update": [1, 2], "objective/gold": [level, level + shift + 1e-3 * seed]})
-    args = plot.CompareArgs(str(tmp_path / "a"), str(tmp_path / "b"), margin=0.0)
-    assert plot.compare(args) == 1
-    assert plot.compare(replace(args, b=str(tmp_path / "c"))) == 0
-    assert plot.compare(replace(args, margin=0.25)) == 0  # a difference, but below the margin
-    capsys.readouterr()
+    assert compared(capsys, tmp_path / "a", tmp_path / "b", margin=0.0)[0] == 1
+    assert compared(capsys, tmp_path / "a", tmp_path / "d", margin=0.0)[0] == 1  # of the seeds that both have
+    code, said = compared(capsys, tmp_path / "a", tmp_path / "b")
+    assert code == 0 and said.endswith("no difference\n")  # there is one, within the margins
+    code, said = compared(capsys, tmp_path / "a", tmp_path / "c", margin=0.0)
+    assert code == 0 and "6 and 6 seeds" in said and said.splitlines()[-1].startswith("undecided: x objective/gold final")
+
+
+def test_compare_does_not_pass_what_is_lost(tmp_path, capsys):
+    for exp in ("rloo", "ppo"):
+        learning(tmp_path / "a", exp, range(5))
+    learning(tmp_path / "b", "rloo", range(4))
+    code, said = compared(capsys, tmp_path / "a", tmp_path / "b")
+    assert code == 2 and "has no ppo" in said
+    code, said = compared(capsys, tmp_path / "a", tmp_path / "b", exp=("rloo",))
+    assert code == 0 and "has no seed 4" in said
+    for columns, message in (
+        ({"update": [1, 2]}, "missing"),
+        ({"objective/gold": [1.0, ""], "objective/scores": ["", ""]}, "finite"),
+    ):
+        for seed in range(5):
+            write(tmp_path / "c", "rloo", seed, columns)
+        code, said = compared(capsys, tmp_path / "a", tmp_path / "c", exp=("rloo",))
+        assert code == 2 and message in said
 
 
 def test_the_final_figure_is_the_held_out_one_where_there_is_one():
@@ -282,12 +314,23 @@ def test_best_of_n_is_the_mean_over_all_subsets():
         assert golds @ share == pytest.approx(np.mean([golds[max(s, key=lambda i: scores[i])] for s in subsets]))
 
 
-def test_a_fall_is_from_the_peak_of_the_mean_and_paired_over_seeds():
+def test_a_fall_is_from_the_peak_of_the_other_seeds_mean_and_paired():
     x = np.arange(30.0)
     level = np.random.default_rng(1).normal(size=8)
     gold = (-((x - 10) ** 2) / 100).reshape(-1, 1) + level
+    gold[20, 0] += 100  # one seed's luck: the others' peak, and not its own, is where it is measured
     peak, lost, gained = overoptimisation.fall(gold, x.reshape(-1, 1) * 0.1 + level)
-    assert peak == 10 and lost[:3] == pytest.approx((3.61, 3.61, 3.61)) and gained[0] == pytest.approx(1.9)
+    assert peak == 20
+    assert lost[0] == pytest.approx((3.61 + 7 * (3.61 - 1)) / 8) and gained[0] == pytest.approx((1.9 + 7 * 0.9) / 8)
+    noise = np.random.default_rng(2).normal(size=(40, 10))
+    assert overoptimisation.fall(noise, noise)[1][1] < 0  # no fall where there is only noise
+
+
+def test_the_row_before_the_first_update_is_not_in_the_curves(tmp_path):
+    for seed in (1, 2):
+        write(tmp_path, "x", seed, {f"objective/{c}": ["", *range(1, 11)] for c in ("gold", "scores", "kl")})
+    columns, seeds = overoptimisation.curves(tmp_path, "x")
+    assert seeds == 2 and np.allclose(columns["gold"], [[x, x] for x in (3, 4, 5, 6, 7, 8)])
 
 
 def test_smoothing_keeps_the_mean_of_a_line():
