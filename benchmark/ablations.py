@@ -262,26 +262,27 @@ def run(args: RunArgs):
     failed = []
     for batch in stages(args.seeds, tag, variants):
         failed += run_all(batch, args, tag)
-    runs = []
     for seed in args.seeds:
-        for name in BASES:
-            if name in bases:
-                runs.append(Run(name, f"python rlhf_details/{BASES[name][1]}", seed, tag, "ablations"))
+        runs = [
+            Run(name, f"python rlhf_details/{script}", seed, tag, "ablations")
+            for name, (_, script) in BASES.items()
+            if name in bases
+        ]
+        measured = []
         for variant in [v for v in variants if not v.runs]:
             command = f"python rlhf_details/{BASES[variant.base][1]} {variant.flags}"
             if variant.reward:
                 command = command.replace(f"{MODELS}/reward", f"{MODELS}/reward_{variant.name}")
             code = code_of(variant.name, variant.mutations, tag) if variant.mutations else None
             runs.append(Run(variant.name, command, seed, tag, "ablations", code))
-    failed += run_all(runs, args, tag)
-    measured = []
-    for seed in args.seeds:
-        for variant in [v for v in variants if v.measure]:
-            policy = "{root}" + f"/runs/benchmark/{tag}/ablations/{variant.name}_s{seed}/policy"
-            kind = "gpt2_" if "gpt2" in variant.base else ""
-            command = f"python benchmark/held_out.py --policy {policy} --sft {MODELS}/{kind}sft --reward {MODELS}/{kind}reward"
-            measured.append(Run(f"{variant.name}_measured", command, seed, tag, "ablations"))
-    return failed + (run_all(measured, args, tag) if measured else [])
+            if variant.measure:
+                policy = "{root}/runs/benchmark/" + f"{tag}/ablations/{variant.name}_s" + "{seed}/policy"
+                kind = "gpt2_" if "gpt2" in variant.base else ""
+                command = f"python benchmark/held_out.py --policy {policy} --sft {MODELS}/{kind}sft --reward {MODELS}/{kind}reward"
+                measured.append(Run(f"{variant.name}_measured", command, seed, tag, "ablations"))
+        for batch in (runs, measured):
+            failed += run_all(batch, args, tag) if batch else []
+    return failed
 
 
 UNPRICED = {  # reason: tags that have no row

@@ -30,7 +30,7 @@ from held_out import evaluate
 from intervals import ROOT, bootstrap, iqm, last, mean_interval, read_seeds
 from scipy import stats
 
-from benchmark import STAGES, Run, git_tag, run_all, run_command, stage_runs
+from benchmark import COLUMNS, STAGES, Run, git_tag, run_all, run_command, stage_runs
 
 CHANGES = {"rloo": {"batch_size": 128, "total_episodes": 3200}, "ppo": {"batch_size": 128, "total_episodes": 1536}}
 RUN = "--num_sample_generations 0 --checkpoint_every 0 --output_dir policy"
@@ -42,8 +42,6 @@ SYSTEMS = {  # name: (algorithm, TRL version or None, label, colour)
     "trl_ppo_0.21.0": ("ppo", "0.21.0", "TRL 0.21.0", "#4e9a06"),
 }
 FIGURES = {"scores": "score", "gold": "gold", "kl": "KL, nats a response"}
-COLUMNS = ["update", "objective/scores", "objective/kl"]
-COLUMNS += [f"eval/objective/{name}" for name in ("scores", "gold", "kl", "ended", "length")]
 PACKAGES = "trl transformers torch accelerate datasets tokenizers numpy".split()
 
 
@@ -77,8 +75,8 @@ class TrlArgs:
     """a name in SYSTEMS, one of TRL's"""
     seed: int
     """seed of the models, the samples and the evaluation"""
-    environments: str
-    """folder of the environments trl-VERSION"""
+    environments: str = os.environ.get("TRL_ENVIRONMENTS", "runs/environments")
+    """folder of the environments trl-VERSION; `run` gives its own by a variable, since a command is kept with its results"""
     run_name: str = "run"
     """folder under runs/"""
     overwrite: bool = True
@@ -158,6 +156,7 @@ def trl_environ():
 def run(args: RunArgs):
     """Returns the names of the runs that failed."""
     tag, environments = args.tag or git_tag(), Path(args.environments).resolve()
+    os.environ["TRL_ENVIRONMENTS"] = str(environments)
     script = "import sys; from importlib.metadata import version; print(*map(version, sys.argv[1:]))"
     versions = {}
     for name in sorted({version for _, version, *_ in SYSTEMS.values() if version}):
@@ -172,7 +171,7 @@ def run(args: RunArgs):
             changes = " ".join(f"--{name} {value}" for name, value in CHANGES[algorithm].items())
             command = f"python rlhf_details/train_{algorithm}.py {RUN} {changes} {STAGES}"
             if version:
-                command = f"python benchmark/against_trl.py trl --system {system} --environments {environments}"
+                command = f"python benchmark/against_trl.py trl --system {system}"
             runs.append(Run(system, command, seed, tag, "trl"))
     failed += run_all(runs, args, tag)
     about = runs[0].result.with_name("env.json")

@@ -15,11 +15,14 @@ package's folder, dataset/<entity>/<project>/: `offline.sqlite` lists the runs, 
   the rest of a filter, only ?user= and ?cl=: it draws every run of that data set and experiment. With --replace the project holds
   these runs alone.
 * A folder that is given again takes the place of what it was.
+* In place of a folder a CSV file may be given that benchmark.py has written (with the column `episode`): its arguments are the
+  script's name, the data set and the seed.
 """
 
 import csv
 import hashlib
 import json
+import shlex
 import shutil
 import sqlite3
 import subprocess
@@ -49,7 +52,7 @@ WHERE = "import importlib.util as u; print(u.find_spec('openrlbenchmark').submod
 @dataclass
 class Args:
     runs: tyro.conf.Positional[tuple[str, ...]]
-    """folders runs/<name>"""
+    """folders runs/<name>, or CSV files of benchmark.py"""
     python: str | None = None
     """the Python whose openrlbenchmark will draw"""
     package: str | None = None
@@ -103,18 +106,39 @@ def read_rows(path):
     return rows or fail(f"{path}: no rows")
 
 
+def read_result(path):
+    """A CSV file of benchmark.py as (rows, arguments, commit): those of its command that say which curve it is, and the seed."""
+    try:
+        about = json.loads(read(path.with_name("env.json")))
+        words = shlex.split(about["commands"][path.stem.rpartition("_s")[0]])
+        given = {"exp_name": next(Path(word).stem for word in words if word.endswith(".py")), "dataset": "toy"}
+        given |= {name: words[words.index(f"--{name}") + 1] for name in ("exp_name", "dataset") if f"--{name}" in words}
+        given["seed"], commit = int(path.stem.rpartition("_s")[2]), about["environments"][-1]["commit"]
+    except (ValueError, KeyError, IndexError, StopIteration):
+        fail(f"{path}: env.json beside it does not say by which command it was made")
+    rows = []
+    for row in csv.DictReader(read(path).splitlines()):
+        numbers = {name: float(cell) for name, cell in row.items() if cell}
+        rows.append(numbers | {name: int(numbers.get(name, 0)) for name in ("update", "episode")})
+    return rows or fail(f"{path}: no rows"), given, commit
+
+
 def read_run(folder, args):
-    """A run folder as (what the tool keeps of a W&B run, rows with its axes)."""
+    """A run folder, or a CSV file of benchmark.py, as (what the tool keeps of a W&B run, rows with its axes)."""
     folder = Path(folder)
+    if folder.suffix == ".csv":
+        found, given, commit = read_result(folder)
+    else:
+        found = read_rows(folder / "metrics.jsonl")
+        try:
+            about = json.loads(read(folder / "config.json"))
+            given, commit = about["args"], about.get("commit") or ""
+        except (ValueError, KeyError, TypeError):
+            fail(f"{folder / 'config.json'}: does not hold a run's arguments")
     rows, seconds = [], 0.0
-    for row in read_rows(folder / "metrics.jsonl"):
+    for row in found:
         seconds = row.get("time/from_scratch", seconds)
         rows.append({"_step": row["update"], "_runtime": seconds, "global_step": row["episode"]} | row)
-    try:
-        about = json.loads(read(folder / "config.json"))
-        given, commit = about["args"], about.get("commit") or ""
-    except (ValueError, KeyError, TypeError):
-        fail(f"{folder / 'config.json'}: does not hold a run's arguments")
     name = f"r{hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12]}"  # the letter keeps sqlite from making it a number
     run = {"id": name, "name": str(folder), "state": "finished", "url": folder.resolve().as_uri()}
     run |= {"project": args.project, "entity": args.entity, "path": [args.entity, args.project, name]}
