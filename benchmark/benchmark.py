@@ -145,12 +145,12 @@ def forked(words, folder, environ):
 
 
 class Run:
-    """One experiment with one seed. code: the folder whose scripts it runs, the repository or a copy of it; columns: the metrics
-    to keep (None: what the command line asks for)."""
+    """One experiment with one seed. code: the folder whose scripts it runs, the repository or a copy of it; columns, every: the
+    metrics and rows to keep (None: what the command line asks for)."""
 
-    def __init__(self, exp, command, seed, tag, study="", code=None, columns=None):
+    def __init__(self, exp, command, seed, tag, study="", code=None, columns=None, every=None):
         self.name, self.seed, self.code = f"{exp}_s{seed}", seed, Path(code or ROOT)
-        self.command, self.columns = command.format(seed=seed, root=ROOT), columns
+        self.command, self.columns, self.every = command.format(seed=seed, root=ROOT), columns, every
         self.recipe = command if code is None else f"{command}   # in a copy, code {code_hash(self.code)}"
         self.folder = ROOT / "runs" / "benchmark" / tag / study / self.name
         self.result = ROOT / "benchmark" / "results" / tag / study / f"{self.name}.csv"
@@ -187,7 +187,7 @@ class Run:
         partial = self.result.with_suffix(".partial")
         with open(partial, "w", newline="") as file:
             csv.writer(file, lineterminator="\n").writerows(
-                table([json.loads(x) for x in lines], self.columns or args.columns, args.every)
+                table([json.loads(x) for x in lines], self.columns or args.columns, self.every or args.every)
             )
         partial.replace(self.result)
         return time.time() - start, None
@@ -261,7 +261,7 @@ def stage_runs(seeds, tag, first=None, second=None):
     first = {"sft": (f"python rlhf_details/train_sft.py --output_dir {MODELS}/sft", None)} | (first or {})
     second = {"reward": (reward, None)} | (second or {})
     return [
-        [Run(name, command, seed, tag, "stages", code, COLUMNS) for seed in seeds for name, (command, code) in batch.items()]
+        [Run(name, command, seed, tag, "stages", code, COLUMNS, 20) for seed in seeds for name, (command, code) in batch.items()]
         for batch in (first, second)
     ]
 

@@ -21,20 +21,12 @@ def tables(name):
     return [block.strip().splitlines() for block in re.findall(r"(?:^\|.*\n)+", text, re.M)]
 
 
-def ablations():
-    """Of the ablations those that matter, without the columns that say the same in every row."""
-    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in tables("ablations")[1]]
-    head, rule, *rows = ([*row[:3], *row[4:7]] for row in table if row[0] in ("details", "---") or row[7] == "matters")
-    rows.sort(key=lambda row: float(row[3].split()[0]))
-    return ["| " + " | ".join(row) + " |" for row in (head, rule, *rows)]
-
-
 TABLES = {
     "overoptimisation": lambda: tables("overoptimisation")[0],
     "best_of_n": lambda: tables("overoptimisation")[1],
-    "ablations": ablations,
     "trl": lambda: tables("trl")[0],
     "trl_differences": lambda: tables("trl")[1],
+    "trl_replay": lambda: tables("trl_replay")[0],
 }
 
 

@@ -52,7 +52,9 @@ def test_each_seed_leaves_the_columns_asked_for_and_the_environment(bench, capsy
     assert sorted(p.name for p in bench.results.iterdir()) == ["env.json", "toy_s1.csv", "toy_s2.csv", "toy_s3.csv"]
     assert read(bench.results / "toy_s2.csv")[:3] == [["update", "objective/scores"], ["1", "2.3333"], ["2", "2.6667"]]
     environment = json.loads((bench.results / "env.json").read_text())
-    assert environment["tag"] == "v1" and environment["versions"]["torch"] and environment["cores"] > 0
+    assert environment["tag"] == "v1" and environment["commands"]["toy"].endswith("--name {seed}")
+    (made,) = environment["environments"]
+    assert made["versions"]["torch"] and made["cores"] > 0 and len(made["code"]) == 12 and made["commit"]
     assert "3/3" in capsys.readouterr().out
 
 
@@ -64,6 +66,22 @@ def test_what_is_there_is_skipped_and_what_failed_is_tried_again(bench, tmp_path
     assert bench() == [] and "2 done, 1 to do" in capsys.readouterr().out
     started = {p.parent.name: p.read_text() for p in (tmp_path / "runs/benchmark/v1").glob("*/started")}
     assert started == {"toy_s1": "1", "toy_s2": "2", "toy_s3": "1"}
+
+
+def test_results_of_other_scripts_or_of_another_command_are_not_added_to(bench, tmp_path, capsys):
+    assert bench(seeds=(1,)) == []
+    with pytest.raises(SystemExit) as end:
+        bench(command=(f"python {tmp_path}/train.py --broken none --name {{seed}}",))
+    assert end.value.code == 2 and "results of another command" in capsys.readouterr().err
+    assert bench(exp=("other",), command=(f"python {tmp_path}/train.py --broken none --name {{seed}}",)) == []
+    path = bench.results / "env.json"
+    about = json.loads(path.read_text())
+    assert set(about["commands"]) == {"toy", "other"} and len(about["environments"]) == 1
+    about["environments"][0]["code"] = "0" * 12
+    path.write_text(json.dumps(about))
+    with pytest.raises(SystemExit) as end:
+        bench()
+    assert end.value.code == 2 and "made by other scripts" in capsys.readouterr().err
 
 
 def test_every_so_manyth_row_and_the_last_are_kept(bench):

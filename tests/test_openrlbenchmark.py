@@ -64,6 +64,35 @@ def listed(project):
 
 
 # ---- the converter, without the tool -----------------------------------------------------------------------------------
+def test_a_csv_file_of_benchmark_is_read_as_the_run_that_its_command_says(offline, in_tmp):
+    commands = {
+        "ours": "python rlhf_details/train_ppo.py --batch_size 8",
+        "named": "python x/train_rloo.py --dataset a.jsonl --exp_name b",
+    }
+    about = {"commands": commands, "environments": [{"commit": "0123456789"}]}
+    Path("env.json").write_text(json.dumps(about))
+    for exp in ("ours", "named", "other"):
+        Path(f"{exp}_s7.csv").write_text("update,episode,objective/gold,eval/objective/gold\n0,0,,2.5\n1,8,3.25,\n")
+    project = convert(offline, "ours_s7.csv", "named_s7.csv")
+    runs, tags = listed(project)
+    configs = [json.loads(row["config"]) for row in runs.values()]
+    assert [(c["exp_name"], c["dataset.value"], c["seed"]) for c in configs] == [("train_ppo", "toy", 7), ("b", "a.jsonl", 7)]
+    assert [tag for _, tag in tags] == ["0123456"] * 2
+    rows = list(csv.DictReader(open(project / next(iter(runs)) / "run_df.csv")))
+    assert [(r["_step"], r["global_step"], r["objective/gold"]) for r in rows] == [("0", "0", ""), ("1", "8", "3.25")]
+    with pytest.raises(SystemExit) as end:
+        convert(offline, "other_s7.csv")
+    assert end.value.code == 2
+
+
+def test_the_curves_that_the_readme_has_drawn_are_there(offline, in_tmp):
+    pattern = re.search(r"OUT (benchmark/results/\S+)ours_{rloo,ppo}_s\*\.csv", README)[1]
+    found = sorted((ROOT / pattern).glob("ours_*_s*.csv"))
+    runs, _ = listed(convert(offline, *map(str, found)))
+    names = [json.loads(row["config"])["exp_name"] for row in runs.values()]
+    assert names.count("train_rloo") == names.count("train_ppo") >= 5
+
+
 def test_a_run_is_listed_with_its_arguments_tags_and_curves(offline, in_tmp):
     project = convert(offline, write("runs/a", ROWS, torn='{"update": 3, "epi'), entity="e", project="p", tags=("more",))
     assert project == Path("package/dataset/e/p")
