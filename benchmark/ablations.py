@@ -20,7 +20,7 @@ import numpy as np
 from intervals import ROOT, holm, last, mean_interval, read_seeds
 from mutations import PPO, RLOO, RM, UTILS, mutate
 
-from benchmark import MODELS, STAGES, Run, code_hash, git_tag, run_all, run_command, stage_runs
+from benchmark import MODELS, STAGES, Run, code_hash, git_tag, run_command, run_study, stage_runs
 
 RUN = "--num_sample_generations 0 --checkpoint_every 0 --output_dir policy --batch_size 128"
 SHORT_RLOO = f"train_rloo.py {RUN} --total_episodes 3200"
@@ -260,8 +260,6 @@ def run(args: RunArgs):
     variants = [v for v in VARIANTS if not args.only or v.name in args.only]
     bases = {name for v in variants for name in (v.base, v.runs)} | (set(args.only) & set(BASES))
     failed = []
-    for batch in stages(args.seeds, tag, variants):
-        failed += run_all(batch, args, tag)
     for seed in args.seeds:
         runs = [
             Run(name, f"python rlhf_details/{script}", seed, tag, "ablations")
@@ -280,8 +278,9 @@ def run(args: RunArgs):
                 kind = "gpt2_" if "gpt2" in variant.base else ""
                 command = f"python benchmark/held_out.py --policy {policy} --sft {MODELS}/{kind}sft --reward {MODELS}/{kind}reward"
                 measured.append(Run(f"{variant.name}_measured", command, seed, tag, "ablations"))
-        for batch in (runs, measured):
-            failed += run_all(batch, args, tag) if batch else []
+                runs[-1].makes = None if measured[-1].is_done() else runs[-1].folder / "policy"
+        failed += run_study(stages((seed,), tag, variants), runs, args, tag)
+        failed += run_study([], measured, args, tag) if measured else []
     return failed
 
 

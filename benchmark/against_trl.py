@@ -30,7 +30,7 @@ from held_out import evaluate
 from intervals import ROOT, bootstrap, iqm, last, mean_interval, read_seeds
 from scipy import stats
 
-from benchmark import COLUMNS, STAGES, Run, git_tag, run_all, run_command, stage_runs
+from benchmark import COLUMNS, STAGES, Run, git_tag, run_command, run_study, stage_runs
 
 CHANGES = {"rloo": {"batch_size": 128, "total_episodes": 3200}, "ppo": {"batch_size": 128, "total_episodes": 1536}}
 RUN = "--num_sample_generations 0 --checkpoint_every 0 --output_dir policy"
@@ -162,9 +162,6 @@ def run(args: RunArgs):
     for name in sorted({version for _, version, *_ in SYSTEMS.values() if version}):
         found = subprocess.run([python_of(name, environments), "-c", script, *PACKAGES], capture_output=True, text=True, check=True)
         versions[f"trl-{name}"] = dict(zip(PACKAGES, found.stdout.split(), strict=True))
-    failed = []
-    for batch in stage_runs(args.seeds, tag):
-        failed += run_all(batch, args, tag)
     runs = []
     for seed in args.seeds:
         for system, (algorithm, version, *_) in SYSTEMS.items():
@@ -173,7 +170,7 @@ def run(args: RunArgs):
             if version:
                 command = f"python benchmark/against_trl.py trl --system {system}"
             runs.append(Run(system, command, seed, tag, "trl"))
-    failed += run_all(runs, args, tag)
+    failed = run_study(stage_runs(args.seeds, tag), runs, args, tag)
     about = runs[0].result.with_name("env.json")
     about.write_text(json.dumps(json.loads(about.read_text()) | {"trl": versions}, indent=1) + "\n")
     return failed

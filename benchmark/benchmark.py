@@ -12,6 +12,7 @@ the tree is; --study names a folder within it.
 
 import csv
 import hashlib
+import itertools
 import json
 import math
 import multiprocessing
@@ -154,9 +155,10 @@ class Run:
         self.recipe = command if code is None else f"{command}   # in a copy, code {code_hash(self.code)}"
         self.folder = ROOT / "runs" / "benchmark" / tag / study / self.name
         self.result = ROOT / "benchmark" / "results" / tag / study / f"{self.name}.csv"
+        self.makes = None  # a model's folder that others need
 
     def is_done(self):
-        return self.result.exists()
+        return self.result.exists() and (self.makes is None or (self.makes / "config.json").exists())
 
     def start(self, args):
         """Runs the command; returns (seconds, None) or (seconds, what went wrong). The result is written whole or not at all."""
@@ -260,10 +262,22 @@ def stage_runs(seeds, tag, first=None, second=None):
     reward = f"python rlhf_details/train_reward.py --sft_model_path {MODELS}/sft --output_dir {MODELS}/reward"
     first = {"sft": (f"python rlhf_details/train_sft.py --output_dir {MODELS}/sft", None)} | (first or {})
     second = {"reward": (reward, None)} | (second or {})
-    return [
+    batches = [
         [Run(name, command, seed, tag, "stages", code, COLUMNS, 20) for seed in seeds for name, (command, code) in batch.items()]
         for batch in (first, second)
     ]
+    for run in itertools.chain(*batches):
+        words = shlex.split(run.command)
+        run.makes = Path(words[words.index("--output_dir") + 1])
+    return batches
+
+
+def run_study(stages, runs, args, tag):
+    """Does the runs of a study, and before them their stages; nothing where all of the runs are done. Returns who failed."""
+    if all(run.is_done() for run in runs):
+        print(f"{tag}: {len(runs)} runs, all done")
+        return []
+    return [name for batch in (*stages, runs) for name in run_all(batch, args, tag)]
 
 
 def run_all(runs, args, tag):

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from intervals import ROOT, bootstrap, iqm, mean_interval, read_seeds
 
-from benchmark import MODELS, STAGES, Run, git_tag, run_all, run_command, stage_runs
+from benchmark import MODELS, STAGES, Run, git_tag, run_command, run_study, stage_runs
 
 RUN = "--num_sample_generations 0 --checkpoint_every 0 --output_dir policy --batch_size 128"
 RUN += " --learning_rate 1e-3 --lr_schedule constant"
@@ -137,13 +137,10 @@ def run(args: RunArgs):
     reward = f"python rlhf_details/train_reward.py --output_dir {MODELS}/reward_"
     second = {f"reward_labels{n}": (f"{reward}labels{n} --sft_model_path {MODELS}/sft --num_comparisons {n}", None) for n in LABELS}
     second |= {f"reward_width{w}": (f"{reward}width{w} --sft_model_path {MODELS}/sft_width{w}", None) for w in WIDTHS}
-    failed = []
-    for batch in stage_runs(args.seeds, tag, first, second):
-        failed += run_all(batch, args, tag)
     commands = {name: command for name, (_, _, command) in settings().items()}
     commands["best_of_n"] = "python benchmark/overoptimisation.py best-of-n"
     runs = [Run(name, command, seed, tag, "overoptimisation") for seed in args.seeds for name, command in commands.items()]
-    return failed + run_all(runs, args, tag)
+    return run_study(stage_runs(args.seeds, tag, first, second), runs, args, tag)
 
 
 @dataclass

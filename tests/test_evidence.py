@@ -304,6 +304,28 @@ def test_effects_are_paired_differences_and_verdicts_are_corrected_for_their_num
     assert set(others) <= {"perhaps", "does not show here"} and others.count("perhaps") <= 5
 
 
+def test_stages_run_where_a_run_needs_them_and_not_where_all_is_done(tmp_path, monkeypatch):
+    monkeypatch.setattr(benchmark, "ROOT", tmp_path)
+    asked = []
+    monkeypatch.setattr(benchmark, "run_all", lambda runs, args, tag: asked.append([r.name for r in runs if not r.is_done()]) or [])
+    stages = benchmark.stage_runs(
+        (1,), "t", {"small": ("python rlhf_details/train_sft.py --output_dir {root}/m/{seed}/small", None)}
+    )
+    runs = [benchmark.Run("rloo", "python x.py", 1, "t", "study")]
+    made = [run.makes.relative_to(tmp_path) for batch in stages for run in batch]
+    assert made == [Path("models/bench/1/sft"), Path("m/1/small"), Path("models/bench/1/reward")]
+    benchmark.run_study(stages, runs, None, "t")
+    for run in (stages[0][0], stages[0][1], *runs):
+        write(run.result.parent, run.name.removesuffix("_s1"), 1, {"update": [1]})
+    stages[0][1].makes.mkdir(parents=True)
+    (stages[0][1].makes / "config.json").touch()
+    runs.append(benchmark.Run("ppo", "python x.py", 1, "t", "study"))
+    benchmark.run_study(stages, runs, None, "t")
+    assert asked[:3] == [["sft_s1", "small_s1"], ["reward_s1"], ["rloo_s1"]]
+    assert asked[3:] == [["sft_s1"], ["reward_s1"], ["ppo_s1"]]  # the curve of sft is there, its model is not
+    assert benchmark.run_study(stages, runs[:1], None, "t") == [] and len(asked) == 6
+
+
 # ---- over-optimisation -----------------------------------------------------------------------------------------------
 def test_best_of_n_is_the_mean_over_all_subsets():
     scores = np.sort(np.random.default_rng(1).normal(size=6))
