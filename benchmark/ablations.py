@@ -64,6 +64,7 @@ POSITIONS = (
     (RLOO, "GEN-6", "position + t", "Q + t + 0 * position"),
     (RLOO, "RLOO-10", "query_mask.sum(1, keepdim=True) + step", "Q + 0 * query_mask.sum(1, keepdim=True) + step"),
 )
+SHIFT = (RLOO, "REW-1", "getattr(model.config, 'reward_bias', 0.0)", "getattr(model.config, 'reward_bias', 0.0) + 10")
 VARIANTS = [
     # ---- the size of what can go wrong
     Variant("no_kl", "rloo", "", "no KL in the reward", "--kl_coef 0"),
@@ -100,6 +101,9 @@ VARIANTS = [
     Variant("eos_replace_short", "rloo_short", "REW-3", "a missing EOS replaces the score", "--missing_eos_mode replace"),
     # ---- RLOO's estimator
     Variant("no_baseline", "rloo", "RLOO-3", "no baseline", mutations=((RLOO, "RLOO-3", ALONE, "torch.zeros_like(rewards)"),)),
+    Variant("shifted", "rloo", "", "scores shifted by 10, to which the baseline is blind", mutations=(SHIFT,)),
+    Variant("shifted_no_baseline", "rloo", "RLOO-3", "scores shifted by 10, no baseline", mutations=(
+        SHIFT, (RLOO, "RLOO-3", ALONE, "torch.zeros_like(rewards)"))),
     Variant("group_mean", "rloo", "RLOO-3", "baseline: the group's mean (three quarters of the same advantage)", mutations=(
         (RLOO, "RLOO-3", ALONE, "(rewards * counted).sum(1, keepdim=True) / (siblings + 1)"),)),
     Variant("group_std", "rloo", "RLOO-3", "group's mean, over the group's deviation (GRPO)", mutations=(
@@ -319,15 +323,16 @@ class DrawArgs:
 
 
 def outcome(seed):
-    """What is measured of one run: gold and KL on held-out prompts at the end, and the mean of gold over the updates."""
+    """What is measured of one run: on held-out prompts at the end gold, KL and the share that EOS ended; gold over the updates."""
     return {
         "gold": last(seed["eval/objective/gold"]),
         "kl": last(seed["eval/objective/kl"]),
+        "ended": last(seed["eval/objective/ended"]),
         "course": seed["objective/gold"][~np.isnan(seed["objective/gold"])].mean(),
     }
 
 
-MEASURES = ("gold", "course", "kl")
+MEASURES = ("gold", "course", "kl", "ended")
 
 
 def effects(folder):
@@ -344,7 +349,7 @@ def effects(folder):
         base, changed = outcomes(variant.base), outcomes(variant.runs or variant.name)
         if variant.measure:
             held_out = read_seeds(folder, f"{variant.name}_measured")
-            ends = {n: {m: last(seed[f"eval/objective/{m}"]) for m in ("gold", "kl")} for n, seed in held_out.items()}
+            ends = {n: {m: last(seed[f"eval/objective/{m}"]) for m in ("gold", "kl", "ended")} for n, seed in held_out.items()}
             changed = {n: changed[n] | ends[n] for n in set(changed) & set(ends)}
         seeds = sorted(set(base) & set(changed))
         found[variant.name] = {"seeds": len(seeds)} | {
@@ -398,6 +403,9 @@ def forest(found, verdict, output):
             axis.plot(mean, row, "o", color=colours[verdict[name]], markersize=3)
         axis.axvline(0, color="black", linewidth=0.6)
         axis.set_xscale("symlog", linthresh=0.5)
+        ticks = [-10, -3, -1, -0.5, 0, 0.5, 1, 3, 10]
+        axis.set_xticks(ticks, [f"{x:g}" for x in ticks])
+        axis.minorticks_off()
         axis.set_title(title, fontsize=9)
         axis.tick_params(labelsize=6.5)
         axis.grid(alpha=0.2)
@@ -418,12 +426,12 @@ Written by `python benchmark/ablations.py draw --tag {tag}`; `run` in place of `
 
 The embedded task. A seed changes initialisations, order and samples of every stage; texts, prompts and the human's labels stay.
 Effects are means over seeds of the paired difference, variant less base, with Student's 95 % interval: gold of 512 held-out
-prompts at the end, gold of the training batches in the mean over the updates, and the KL at the end. Where a variant changes
-what would measure it too (the sampler, positions), the figures of the end are those of the scripts as they are; its gold over
-the run is what its own sampler gave.
+prompts at the end, gold of the training batches in the mean over the updates, the KL at the end, and the share of responses
+that EOS ended. Where a variant changes what would measure it too (the sampler, positions), the figures of the end are those of
+the scripts as they are; its gold over the run is what its own sampler gave.
 
-*matters*: one of the three p values is below 0.05 after Holm's correction over the whole table. *perhaps*: one of the three
-intervals excludes 0, which chance alone does in up to one row of seven. *does not show here*: none does. *changes nothing*:
+*matters*: one of the four p values is below 0.05 after Holm's correction over the whole table. *perhaps*: one of the four
+intervals excludes 0, which chance alone does in up to one row of five. *does not show here*: none does. *changes nothing*:
 every figure is the same, to the five digits that are kept. Gradients are clipped to norm 1 and AdamW divides by their size, so
 a mere factor on the advantages cannot show. {variants} variants, {details} details: {count}.
 """
@@ -441,14 +449,17 @@ def draw(args: DrawArgs):
         HEAD.format(
             tag=args.tag, variants=len(VARIANTS), details=len(priced), count=", ".join(f"{n} {v}" for v, n in count.items())
         ),
-        "| base | what | gold at the end | gold over the run | KL, nats a response |",
-        "|---|---|---:|---:|---:|",
+        "| base | what | gold at the end | gold over the run | KL, nats a response | share ended |",
+        "|---|---|---:|---:|---:|---:|",
     ]
     for name in BASES:
         cells = [f"{bases[name][m][0]:.2f} ({bases[name][m][1]:.2f} .. {bases[name][m][2]:.2f})" for m in MEASURES]
         lines.append(f"| {name} | {BASES[name][0]} | {' | '.join(cells)} |")
-    lines += ["", "| details | in place of them | base | seeds | gold at the end | gold over the run | KL | verdict |"]
-    lines += ["|---|---|---|---:|---:|---:|---:|---|"]
+    lines += [
+        "",
+        "| details | in place of them | base | seeds | gold at the end | gold over the run | KL | share ended | verdict |",
+    ]
+    lines += ["|---|---|---|---:|---:|---:|---:|---:|---|"]
     for v in VARIANTS:
         cells = " | ".join(signed(found[v.name][m]) for m in MEASURES)
         tags = ", ".join(v.tags.split())

@@ -279,7 +279,7 @@ def outcomes(folder, name, gold, kl, seeds=range(1, 11)):
     for seed in seeds:
         level = np.random.default_rng(seed).normal()
         own = 0.05 * np.random.default_rng([seed, *name.encode()]).normal()
-        ends = {"eval/objective/gold": ["", level + gold + own], "eval/objective/kl": ["", kl]}
+        ends = {"eval/objective/gold": ["", level + gold + own], "eval/objective/kl": ["", kl], "eval/objective/ended": ["", 0.5]}
         write(folder, name, seed, {"update": [1, 2], "objective/gold": [level, level + gold + own]} | ends)
 
 
