@@ -1,11 +1,15 @@
 #!/bin/bash
 # Real text, real human labels: movie-review snippets, a reward model that prefers the positive ones, RLOO and PPO against it.
-# From the repository root: bash benchmark/movies.sh DATA_DIR [OUT_DIR]   (benchmark/movies_data.py makes DATA_DIR)
+# From the repository root: bash benchmark/movies.sh DATA_DIR [OUT_DIR]   (benchmark/movies_data.py makes DATA_DIR; with DRY_RUN it
+# prints the commands, which movies.py runs over seeds)
 set -euo pipefail
+run() {
+    if [[ -n ${DRY_RUN:-} ]]; then echo "${@@Q}"; else "$@"; fi
+}
 DATA=$1
 OUT=${2:-models/movies}
 
-python rlhf_details/train_sft.py \
+run python rlhf_details/train_sft.py \
     --dataset "$DATA/sft_train.jsonl" \
     --eval_dataset "$DATA/sft_test.jsonl" \
     --base_model scratch \
@@ -21,7 +25,7 @@ python rlhf_details/train_sft.py \
     --response_length 32 \
     --output_dir "$OUT/sft"
 
-python rlhf_details/train_reward.py \
+run python rlhf_details/train_reward.py \
     --dataset "$DATA/preference_train.jsonl" \
     --eval_dataset "$DATA/preference_test.jsonl" \
     --sft_model_path "$OUT/sft" \
@@ -34,7 +38,7 @@ python rlhf_details/train_reward.py \
     --max_grad_norm 1.0 \
     --output_dir "$OUT/reward"
 
-python rlhf_details/train_rloo.py \
+run python rlhf_details/train_rloo.py \
     --dataset "$DATA/prompts_train.jsonl" \
     --eval_dataset "$DATA/prompts_test.jsonl" \
     --sft_model_path "$OUT/sft" \
@@ -51,7 +55,7 @@ python rlhf_details/train_rloo.py \
     --learning_rate 3e-4 \
     --output_dir "$OUT/rloo"
 
-python rlhf_details/train_ppo.py \
+run python rlhf_details/train_ppo.py \
     --dataset "$DATA/prompts_train.jsonl" \
     --eval_dataset "$DATA/prompts_test.jsonl" \
     --sft_model_path "$OUT/sft" \
@@ -68,7 +72,7 @@ python rlhf_details/train_ppo.py \
     --output_dir "$OUT/ppo"
 
 for POLICY in rloo ppo; do
-    python rlhf_details/evaluate.py \
+    run python rlhf_details/evaluate.py \
         --dataset "$DATA/prompts_test.jsonl" \
         --policy_path "$OUT/$POLICY" \
         --opponent_path "$OUT/sft" \

@@ -25,6 +25,7 @@ import ablations
 import against_trl
 import held_out
 import intervals
+import movies
 import overoptimisation
 import plot
 
@@ -437,6 +438,33 @@ def test_trl_gets_the_settings_that_our_side_is_started_with(monkeypatch, tmp_pa
         ours = vars(utils.parse_args(module.Args, toy.defaults(f"train_{algorithm}"), flags))
         theirs = against_trl.settings(algorithm)
         assert {name: ours[name] for name in ours.keys() - own} == {name: theirs[name] for name in theirs.keys() - own}
+
+
+# ---- movies ----------------------------------------------------------------------------------------------------------
+def test_the_commands_of_movies_parse_and_each_stage_starts_from_an_earlier_one():
+    found, made = movies.commands(), set()
+    assert list(found) == ["sft", "reward", "rloo", "ppo"]
+    for name, command in found.items():
+        args = utils.parse_args(SCRIPTS[f"train_{name}"].Args, {}, shlex.split(command)[2:])
+        paths = {getattr(args, flag, None) for flag in ("sft_model_path", "reward_model_path")} - {None}
+        assert paths <= made and "{seed}" in args.output_dir and args.dataset.startswith("{root}/data/movies/")
+        made.add(args.output_dir)
+
+
+def test_movies_are_drawn_with_a_table_of_their_seeds(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(movies, "ROOT", tmp_path)
+    folder = tmp_path / "benchmark" / "results" / "t" / "movies"
+    for seed in (1, 2, 3):
+        write(folder, "sft", seed, {"update": [1], "eval/sft/perplexity": [100 + seed]})
+        write(folder, "reward", seed, {"update": [1], "eval/rm/accuracy": [0.8]})
+        for name, rise in (("rloo", 4), ("ppo", 5)):
+            curve = {"episode": [0, 64, 128], "objective/scores": ["", 1, 2 + seed], "objective/kl": ["", 1, 2]}
+            ends = {f"eval/objective/{m}": [0, "", rise + seed] for m in movies.FIGURES}
+            write(folder, name, seed, curve | ends)
+    movies.draw(movies.DrawArgs("t", output="movies.svg"))
+    said = capsys.readouterr().out
+    assert "| SFT: perplexity a token | 102 (99.5 .. 104) |" in said and "| score | 0 (0 .. 0) | 6 (3.52 .. 8.48) | 7 (4.52" in said
+    assert (tmp_path / "movies.svg").stat().st_size and "seeds" in (folder.parent / "movies.md").read_text()
 
 
 # ---- runs started as forks -------------------------------------------------------------------------------------------

@@ -1,0 +1,138 @@
+"""
+The experiment of movies.sh over seeds, every stage anew for each: real text, real human labels.
+
+    python benchmark/movies.py run --tag TAG --seeds 1 2 3 4 5 --workers 2     (an hour or two; goes on where it stopped)
+    python benchmark/movies.py draw --tag TAG                           (static/movies.svg, results/TAG/movies.md)
+
+The data are expected in data/movies (movies_data.py makes them); the commands are those that movies.sh prints with DRY_RUN.
+"""
+
+import os
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from intervals import ROOT, bootstrap, iqm, last, mean_interval, read_seeds
+
+from benchmark import COLUMNS, Run, git_tag, run_command, run_study
+
+POLICIES = {"rloo": ("RLOO", "#3465a4"), "ppo": ("PPO", "#c4501b")}
+FIGURES = {"scores": "score", "kl": "KL, nats a response", "length": "length, tokens", "ended": "share ended"}
+
+
+@dataclass
+class RunArgs:
+    """Trains what is missing: SFT, reward model, RLOO and PPO of each seed."""
+
+    tag: str | None = None
+    """folder of the results; None: git describe"""
+    seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
+    """seeds"""
+    workers: int = 2
+    """runs at a time"""
+    threads: int = 1
+    """CPU threads a run"""
+    preload: bool = True
+    """start runs as forks of one process that has the libraries loaded"""
+    columns: tuple[str, ...] = tuple(COLUMNS)
+    """metrics to keep"""
+    every: int = 1
+    """keep every so manyth row, and the last"""
+
+
+@dataclass
+class DrawArgs:
+    """Draws the figure and writes its table from the CSV files."""
+
+    tag: str
+    """folder of the results"""
+    output: str = "static/movies.svg"
+    """the figure"""
+
+
+def commands():
+    """{"sft", "reward", "rloo", "ppo": command} of movies.sh, with {root} and {seed} in the paths."""
+    words = ["bash", str(ROOT / "benchmark" / "movies.sh"), "{root}/data/movies", "{root}/models/movies/{seed}"]
+    printed = subprocess.run(words, capture_output=True, text=True, check=True, env=os.environ | {"DRY_RUN": "1"}).stdout
+    lines = [shlex.split(line) for line in printed.splitlines()]
+    named = {Path(line[1]).stem.removeprefix("train_"): line for line in lines if Path(line[1]).stem != "evaluate"}
+    return {name: " ".join(line) for name, line in named.items()}
+
+
+def run(args: RunArgs):
+    """Returns the names of the runs that failed."""
+    tag, failed = args.tag or git_tag(), []
+    if not (ROOT / "data" / "movies").is_dir():
+        print(
+            "error: data/movies: no such folder; python benchmark/movies_data.py --output_dir data/movies makes it", file=sys.stderr
+        )
+        raise SystemExit(2)
+    batches = {name: [Run(name, command, seed, tag, "movies") for seed in args.seeds] for name, command in commands().items()}
+    for name in ("sft", "reward"):
+        for one in batches[name]:
+            one.makes, one.every = ROOT / "models" / "movies" / str(one.seed) / name, 10
+    runs = [one for pair in zip(batches["rloo"], batches["ppo"], strict=True) for one in pair]
+    return failed + run_study([batches["sft"], batches["reward"]], runs, args, tag)
+
+
+def table(folder):
+    """Lines of the table: what each stage reached, mean over seeds with Student's 95 % interval."""
+
+    def cell(x):
+        mean, low, high, _ = mean_interval(x)
+        return f"{mean:.3g} ({low:.3g} .. {high:.3g})"
+
+    stages = [("sft", "eval/sft/perplexity", "SFT: perplexity a token"), ("reward", "eval/rm/accuracy", "reward model: accuracy")]
+    lines = ["| | " + " | ".join(["before", *(label for label, _ in POLICIES.values())]) + " |", "|---|---:|---:|---:|"]
+    for name, metric, label in stages:
+        lines.append(f"| {label} | {cell([last(seed[metric]) for seed in read_seeds(folder, name).values()])} | | |")
+    found = {name: list(read_seeds(folder, name).values()) for name in POLICIES}
+    for metric, label in FIGURES.items():
+        column = f"eval/objective/{metric}"
+        before = cell([seed[column][0] for seed in found["rloo"]])
+        after = " | ".join(cell([last(seed[column]) for seed in seeds]) for seeds in found.values())
+        lines.append(f"| {label} | {before} | {after} |")
+    return [*lines, f"| seeds | | {' | '.join(str(len(seeds)) for seeds in found.values())} |"]
+
+
+def draw(args: DrawArgs):
+    """Writes the figure and results/TAG/movies.md."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    folder = ROOT / "benchmark" / "results" / args.tag / "movies"
+    figure, axes = plt.subplots(1, 2, figsize=(8, 2.8), layout="constrained")
+    for name, (label, colour) in POLICIES.items():
+        seeds = list(read_seeds(folder, name).values())
+        for axis, metric in zip(axes, ("scores", "kl"), strict=True):
+            heights = np.array([seed[f"objective/{metric}"] for seed in seeds]).T  # [rows, seeds]
+            rows = ~np.isnan(heights).any(1)
+            x = seeds[0]["episode"][rows]
+            axis.plot(x, iqm(heights[rows]), color=colour, linewidth=1.4, label=label)
+            axis.fill_between(x, *bootstrap(heights[rows]), color=colour, alpha=0.2, linewidth=0)
+            axis.set_title(FIGURES[metric], fontsize=9)
+            axis.set_xlabel("episode", fontsize=8)
+            axis.tick_params(labelsize=7)
+            axis.grid(alpha=0.2)
+    axes[0].legend(frameon=False, fontsize=8)
+    plt.rcParams["svg.hashsalt"] = "movies"  # the same bytes for the same data
+    figure.savefig(ROOT / args.output, metadata={"Date": None})
+    head = f"""# Movie reviews over seeds
+
+Written by `python benchmark/movies.py draw --tag {args.tag}`: held-out figures, mean over seeds with Student's 95 % interval.
+
+"""
+    lines = table(folder)
+    (ROOT / "benchmark" / "results" / args.tag / "movies.md").write_text(head + "\n".join(lines) + "\n")
+    print("\n".join(lines))
+
+
+COMMANDS = {"run": (RunArgs, run), "draw": (DrawArgs, draw)}
+
+if __name__ == "__main__":
+    sys.exit(run_command(COMMANDS))
