@@ -64,7 +64,7 @@ def commands():
 
 def run(args: RunArgs):
     """Returns the names of the runs that failed."""
-    tag, failed = args.tag or git_tag(), []
+    tag = args.tag or git_tag()
     if not (ROOT / "data" / "movies").is_dir():
         print(
             "error: data/movies: no such folder; python benchmark/movies_data.py --output_dir data/movies makes it", file=sys.stderr
@@ -75,7 +75,7 @@ def run(args: RunArgs):
         for one in batches[name]:
             one.makes, one.every = ROOT / "models" / "movies" / str(one.seed) / name, 10
     runs = [one for pair in zip(batches["rloo"], batches["ppo"], strict=True) for one in pair]
-    return failed + run_study([batches["sft"], batches["reward"]], runs, args, tag)
+    return run_study([batches["sft"], batches["reward"]], runs, args, tag)
 
 
 def table(folder):

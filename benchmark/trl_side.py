@@ -146,7 +146,7 @@ def reward_function(spec, tokenizer):
     model, last = load_reward(spec), {}
     penalty, eos = spec["settings"]["missing_eos_penalty"], tokenizer.eos_token_id
 
-    def reward(prompts, completion_ids, **kwargs):
+    def reward(prompts, completion_ids, **kwargs):  # TRL gives all it has of a batch, by name
         rows = [p + c for p, c in zip(tokenizer(prompts).input_ids, completion_ids, strict=True)]
         lengths = torch.tensor([len(row) for row in rows])
         tokens = nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)

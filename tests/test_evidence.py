@@ -5,7 +5,6 @@ import itertools
 import json
 import math
 import os
-import runpy
 import shlex
 import shutil
 import subprocess
@@ -530,4 +529,3 @@ def test_the_studies_commands_say_what_they_do():
     for name in ("ablations", "overoptimisation"):
         done = subprocess.run([sys.executable, ROOT / f"benchmark/{name}.py", "--help"], capture_output=True, text=True)
         assert done.returncode == 0 and "run" in done.stdout and "draw" in done.stdout, done.stderr
-    assert runpy.run_path(str(ROOT / "benchmark/plot.py"))["compare"]
