@@ -21,9 +21,18 @@ def tables(name):
     return [block.strip().splitlines() for block in re.findall(r"(?:^\|.*\n)+", text, re.M)]
 
 
+def ablations():
+    """The rows of the ablations that matter, the worst for gold first, without the verdict."""
+    head, rule, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in tables("ablations")[1])
+    gold, verdict = head.index("gold at the end"), head.index("verdict")
+    rows = sorted((row for row in rows if row[verdict] == "matters"), key=lambda row: float(row[gold].split()[0]))
+    return ["| " + " | ".join(row[:verdict]) + " |" for row in (head, rule, *rows)]
+
+
 TABLES = {
     "overoptimisation": lambda: tables("overoptimisation")[0],
     "best_of_n": lambda: tables("overoptimisation")[1],
+    "ablations": ablations,
     "trl": lambda: tables("trl")[0],
     "trl_differences": lambda: tables("trl")[1],
     "trl_replay": lambda: tables("trl_replay")[0],

@@ -122,6 +122,19 @@ def test_compare_finds_no_difference_between_a_tag_and_itself_and_one_in_worse_c
     assert compared(capsys, tmp_path / "a", tmp_path / "worse", margin=1000.0)[0] == 0
 
 
+def test_compare_tells_real_runs_from_those_of_broken_code(tmp_path, capsys):
+    """The committed curves of RLOO, and those of a copy of the scripts in which what follows EOS counts as response."""
+    runs = ROOT / "benchmark" / "results" / "f1166b3" / "ablations"
+    for folder, name in (("as_it_is", "rloo"), ("broken", "no_stop")):
+        (tmp_path / folder).mkdir()
+        for seed in intervals.read_seeds(runs, name):
+            shutil.copy(runs / f"{name}_s{seed}.csv", tmp_path / folder / f"rloo_s{seed}.csv")
+    code, said = compared(capsys, tmp_path / "as_it_is", tmp_path / "as_it_is")
+    assert code == 0 and said.splitlines()[-1] == "no difference"
+    code, said = compared(capsys, tmp_path / "as_it_is", tmp_path / "broken")
+    assert code == 1 and "rloo objective/gold final" in said.splitlines()[-1]
+
+
 def test_the_command_line_of_compare_ends_with_its_verdict(tmp_path):
     learning(tmp_path / "a", "rloo", range(1, 6))
     learning(tmp_path / "worse", "rloo", range(1, 6), rise=0.5)
