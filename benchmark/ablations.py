@@ -143,7 +143,7 @@ VARIANTS = [
         (RM, "RM-4", ".argmax(1)", ".argmax(1) - 1"),)),
     Variant("rm_shift", "ppo_short", "RM-12 REW-1", "reference responses score -3 in the mean, not 0", mutations=(
         (PPO, "REW-1", "getattr(model.config, 'reward_bias', 0.0)", "getattr(model.config, 'reward_bias', 0.0) - 3"),),
-        note="then an ordinary end pays no more than a missing one; the shift that is dropped here is smaller, +0.65 at seed 5"),
+        note="an ordinary end pays as little as a missing one; a stress: the shift left out was 0.65 at seed 5"),
     # ---- PPO
     Variant("ppo_no_kl", "ppo", "", "no KL in the reward", "--kl_coef 0"),
     Variant("ppo_k3", "ppo", "PPO-7", "a token pays k3, exp(-d) - 1 + d", "--kl_penalty k3"),
@@ -347,7 +347,8 @@ def outcome(seed):
     }
 
 
-MEASURES = ("gold", "course", "kl", "ended")
+NAMES = {"gold": "gold", "course": "gold over the run", "kl": "KL", "ended": "share ended"}
+MEASURES = tuple(NAMES)
 
 
 def effects(folder):
@@ -376,20 +377,21 @@ def effects(folder):
 
 def verdicts(found):
     """{variant: verdict}: "matters" where one of its p values is below 0.05 after Holm's correction over all of the table,
-    "perhaps" where one of its intervals excludes 0, "changes nothing" where all differences are exactly 0."""
+    "perhaps" where one of its intervals excludes 0, "changes nothing" where all differences are exactly 0; and the set of
+    (variant, measure) with such a p value."""
     keys = [(name, m) for name in found for m in MEASURES]
     adjusted = dict(zip(keys, holm([found[name][m][3] for name, m in keys]), strict=True))
-    result = {}
+    sure, result = {key for key in keys if adjusted[key] < 0.05}, {}
     for name, effect in found.items():
         if all(effect[m][:3] == (0, 0, 0) for m in MEASURES):
             result[name] = "changes nothing"
-        elif min(adjusted[name, m] for m in MEASURES) < 0.05:
+        elif any((name, m) in sure for m in MEASURES):
             result[name] = "matters"
         elif any(effect[m][1] > 0 or effect[m][2] < 0 for m in MEASURES):
             result[name] = "perhaps"
         else:
             result[name] = "does not show here"
-    return result
+    return result, sure
 
 
 def signed(x):
@@ -439,7 +441,7 @@ def count_up(effect):
 
 
 def named(variant):
-    return variant.what + " (an option)" * (variant.name in OPTIONS)
+    return variant.what + " (an option)" * (variant.name in OPTIONS) + (f" ({variant.note})" if variant.note else "")
 
 
 HEAD = """\
@@ -459,14 +461,20 @@ it is the other way.
 Where a variant changes what would measure it too (the sampler, positions), the figures of the end are those of the scripts as
 they are; its gold over the run is what its own sampler gave.
 
-*matters*: one of the four p values is below 0.05 after Holm's correction over the whole table. *perhaps*: one of the four
-intervals excludes 0, which chance alone does in up to one row of five. *does not show here*: none does. *changes nothing*:
-the four figures of every seed are the same, to the five digits that are kept. {variants} variants, {details} details: {count}.
+*matters*: one of the four p values, that of a figure in bold, is below 0.05 after Holm's correction over the whole table.
+*perhaps*: one of the four intervals excludes 0, which chance alone does in up to one row of five. *does not show here*: none
+does. *changes nothing*: the four figures of every seed are the same, to the five digits that are kept.
+{variants} variants, {details} details: {count}.
 
 How to read it: the runs end while gold still rises, so that whatever makes steps larger or more numerous gains, and what hurts
 late cannot show (over-optimisation: see the study of that name). In RLOO every gradient is clipped to norm 1, and AdamW divides
 by its size: a mere factor on the advantages cannot show. A small model, short responses, fp32 and one process hide what acts on
 large ones, long ones, in bf16, and on several.
+
+Before the correction a p value must be below some 0.0002. Ten seeds give that only if differences are normal, as Student
+supposes: that ten have one sign has an exact p of 0.002. Where one seed is far out his interval says little, either way; compare
+the counts. A variant with a sampler of its own (GEN-1, GEN-5, DATA-5, DATA-6) has another gold over the run before anything is
+learnt.
 """
 
 
@@ -474,7 +482,7 @@ def draw(args: DrawArgs):
     """Writes the figure, results/TAG/ablations.md and results/worth.toml."""
     results = ROOT / "benchmark" / "results"
     found, bases = effects(results / args.tag / "ablations")
-    verdict = verdicts(found)
+    verdict, sure = verdicts(found)
     forest(found, verdict, args.output)
     count = {v: list(verdict.values()).count(v) for v in ("matters", "perhaps", "does not show here", "changes nothing")}
     priced = sorted({tag for variant in VARIANTS for tag in variant.tags.split()})
@@ -498,10 +506,10 @@ def draw(args: DrawArgs):
     ]
     lines += ["|---|---|---|---:|---:|---:|---:|---:|---|"]
     for v in VARIANTS:
-        cells = " | ".join(signed(found[v.name][m]) for m in MEASURES)
+        marks = {m: "**" if (v.name, m) in sure else "" for m in MEASURES}
+        cells = " | ".join(f"{marks[m]}{signed(found[v.name][m])}{marks[m]}" for m in MEASURES)
         tags = ", ".join(v.tags.split())
-        what = named(v) + (f" ({v.note})" if v.note else "")
-        lines.append(f"| {tags} | {what} | {v.base} | {count_up(found[v.name])} | {cells} | {verdict[v.name]} |")
+        lines.append(f"| {tags} | {named(v)} | {v.base} | {count_up(found[v.name])} | {cells} | {verdict[v.name]} |")
     lines += ["", "## Not priced", "", "| details | why |", "|---|---|"]
     lines += [f"| {', '.join(tags.split())} | {reason} |" for reason, tags in UNPRICED.items()]
     (results / args.tag / "ablations.md").write_text("\n".join(lines) + "\n")
@@ -512,10 +520,9 @@ def draw(args: DrawArgs):
             key=lambda v: (order.index(verdict[v.name]), -abs(found[v.name]["gold"][0])),
         )
         effect = found[v.name]
-        numbers = f"gold {effect['gold'][0]:+.2f}, KL {effect['kl'][0]:+.1f}"
-        if effect["ended"][1] > 0 or effect["ended"][2] < 0:
-            numbers += f", share ended {effect['ended'][0]:+.2f}"
-        worth += [f"[{tag}]", f"says = {json.dumps(f'{named(v)}: {numbers}; {verdict[v.name]}')}", ""]
+        shown = [m for m in MEASURES if m in ("gold", "kl") or effect[m][1] > 0 or effect[m][2] < 0]
+        numbers = ", ".join(f"{NAMES[m]} {effect[m][0]:+.2f}{'*' * ((v.name, m) in sure)}" for m in shown)
+        worth += [f"[{tag}]", f"says = {json.dumps(f'{named(v)}, {v.base}: {numbers}; {verdict[v.name]}')}", ""]
     (results / "worth.toml").write_text("# Written by benchmark/ablations.py draw.\n\n" + "\n".join(worth))
     print("\n".join(lines))
 

@@ -170,15 +170,15 @@ def curves(folder, name):
 
 
 def fall(gold, scores):
-    """What became of gold after its peak: (row of the peak of the mean over seeds, and two intervals (mean, low, high, p) over
-    seeds: of the gold lost since, and of the learned score gained since).
+    """What became of gold after its peak: (row of the peak of the mean over seeds, two intervals (mean, low, high, p) over seeds:
+    of the gold lost since, and of the learned score gained since; and the gold lost, [seeds]).
 
     A seed's peak is that of the mean over the others, so that no seed chooses where its own noise was high.
     """
     seeds = np.arange(gold.shape[1])
     peaks = np.array([gold[:, seeds != seed].mean(1).argmax() for seed in seeds])
     lost, gained = gold[peaks, seeds] - gold[-1], scores[-1] - scores[peaks, seeds]
-    return int(gold.mean(1).argmax()), mean_interval(lost), mean_interval(gained)
+    return int(gold.mean(1).argmax()), mean_interval(lost), mean_interval(gained), lost
 
 
 def interval(x, digits=2):
@@ -191,9 +191,9 @@ HEAD = """\
 
 Written by `python benchmark/overoptimisation.py draw --tag {tag}`; `run` in place of `draw` makes the runs.
 Means over seeds with Student's 95 % interval. A seed changes initialisations, order and samples of every stage; texts,
-prompts and the human's labels stay. Curves are of training prompts, smoothed over {smooth} updates; the end is their last
-point. Lost and gained are paired, from a peak that is, for each seed, that of the mean over the others. Best-of-n is on held-
-out prompts, its KL an upper bound.
+prompts and the noise of the human's choices stay. Curves are of training prompts, smoothed over {smooth} updates; the end is
+their last point. Lost and gained are paired, from a peak that is, for each seed, that of the mean over the others. Best-of-n is
+on held-out prompts, its KL an upper bound.
 """
 
 
@@ -215,8 +215,8 @@ def draw(args: DrawArgs):
         np.array([seed[f"objective/{c}"] for seed in read_seeds(folder, "best_of_n").values()]) for c in ("kl", "gold", "scores")
     ]
     figure, axes = plt.subplots(1, 3, figsize=(10, 3.6), sharey=True, layout="constrained")
-    lines = ["| policy | seeds | gold at its peak | at the end | lost since | learned score gained since | KL at the peak, end |"]
-    lines += ["|---|---:|---:|---:|---:|---:|---:|"]
+    head = "| policy | seeds | gold at its peak | at the end | lost since | least .. most | learned score gained since | KL at the "
+    lines = [f"{head}peak, end |", "|---|---:|---:|---:|---:|---:|---:|---:|"]
     for axis, (title, members) in zip(axes, panels.items(), strict=True):
         for colour, (label, name) in enumerate(members):
             columns, seeds = curves(folder, name)
@@ -225,10 +225,10 @@ def draw(args: DrawArgs):
                 centre = iqm(columns[column])
                 axis.plot(x, centre, style, color=f"C{colour}", linewidth=1.4, label=label if column == "gold" else None)
                 axis.fill_between(x, *bootstrap(columns[column]), color=f"C{colour}", alpha=0.15, linewidth=0)
-            peak, lost, gained = fall(columns["gold"], columns["scores"])
+            peak, lost, gained, losses = fall(columns["gold"], columns["scores"])
             kl = columns["kl"].mean(1)
             row = f"{title}, {label}", seeds, f"{columns['gold'][peak].mean():.2f}", interval(mean_interval(columns["gold"][-1]))
-            row += interval(lost), interval(gained), f"{kl[peak]:.1f}, {kl[-1]:.1f}"
+            row += interval(lost), f"{min(losses):.1f} .. {max(losses):.1f}", interval(gained), f"{kl[peak]:.1f}, {kl[-1]:.1f}"
             lines.append("| " + " | ".join(map(str, row)) + " |")
         for column, style in ((best[1], "-"), (best[2], "--")):
             axis.plot(

@@ -25,7 +25,7 @@ def ablations():
     """The rows of the ablations that matter, the worst for gold first, without the verdict."""
     head, rule, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in tables("ablations")[1])
     gold, verdict = head.index("gold at the end"), head.index("verdict")
-    rows = sorted((row for row in rows if row[verdict] == "matters"), key=lambda row: float(row[gold].split()[0]))
+    rows = sorted((row for row in rows if row[verdict] == "matters"), key=lambda row: float(row[gold].strip("*").split()[0]))
     return ["| " + " | ".join(row[:verdict]) + " |" for row in (head, rule, *rows)]
 
 

@@ -7,12 +7,14 @@
 #
 # Goes through what is not trained yet, seed by seed. It has not been run by us. Environment variables:
 #     SIZE (1b)   of EleutherAI/pythia-SIZE-deduped      SEEDS (44413 55513 66613 77713: N+'s)      POLICIES (ppo rloo)
+#     FLAGS   of their training, say "--rloo_k 4"
 #     LAUNCH (--num_processes 8 --mixed_precision bf16)  JUDGE (gpt-4o-mini)    DRY_RUN   print the commands
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 read -ra launch <<<"${LAUNCH:---num_processes 8 --mixed_precision bf16}"
 read -ra seeds <<<"${SEEDS:-44413 55513 66613 77713}"
 read -ra policies <<<"${POLICIES:-ppo rloo}"
+read -ra flags <<<"${FLAGS:-}"
 POSTS=trl-lib/tldr COMPARISONS=trl-lib/tldr-preference
 
 # run WORDS...: runs them, or prints them as they could be typed
@@ -36,7 +38,7 @@ for seed in "${seeds[@]}"; do
         --dataset $COMPARISONS:train --eval_dataset $COMPARISONS:validation
     for policy in "${policies[@]}"; do
         stage "train_$policy" "$models/$policy" --config "benchmark/configs/${policy}_tldr_1b.toml" \
-            --sft_model_path "$models/sft" --reward_model_path "$models/reward"
+            --sft_model_path "$models/sft" --reward_model_path "$models/reward" "${flags[@]}"
         run python rlhf_details/evaluate.py --dataset $POSTS:validation --num_examples 1000 --policy_path "$models/$policy" \
             --ref_model_path "$models/sft" --reward_model_path "$models/reward" --kl_temperature 0.7 \
             --judge llm --judge_model "${JUDGE:-gpt-4o-mini}"

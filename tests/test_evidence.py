@@ -312,8 +312,10 @@ def test_effects_are_paired_differences_and_verdicts_are_corrected_for_their_num
     mean, low, high, _ = found["worse"]["gold"]
     assert mean == pytest.approx(-1, abs=0.1) and low < -1 < high and high - low < 0.3  # seeds themselves lie 1 apart
     assert found["worse"]["kl"][:3] == (5, 5, 5) and found["worse"]["seeds"] == 10 and bases["rloo"]["kl"][0] == 4
-    verdict = ablations.verdicts(found)
+    verdict, sure = ablations.verdicts(found)
     assert verdict["worse"] == "matters" and verdict["same"] == "changes nothing"
+    assert {("worse", "gold"), ("worse", "kl")} <= sure and not {name for name, _ in sure} - {"worse"}
+    assert (found["worse"]["up"]["gold"], found["worse"]["up"]["kl"], found["same"]["up"]["kl"]) == (0, 10, 0)
     others = [verdict[v.name] for v in variants[2:]]
     assert set(others) <= {"perhaps", "does not show here"} and others.count("perhaps") <= 5
 
@@ -355,9 +357,10 @@ def test_a_fall_is_from_the_peak_of_the_other_seeds_mean_and_paired():
     level = np.random.default_rng(1).normal(size=8)
     gold = (-((x - 10) ** 2) / 100).reshape(-1, 1) + level
     gold[20, 0] += 100  # one seed's luck: the others' peak, and not its own, is where it is measured
-    peak, lost, gained = overoptimisation.fall(gold, x.reshape(-1, 1) * 0.1 + level)
+    peak, lost, gained, losses = overoptimisation.fall(gold, x.reshape(-1, 1) * 0.1 + level)
     assert peak == 20
     assert lost[0] == pytest.approx((3.61 + 7 * (3.61 - 1)) / 8) and gained[0] == pytest.approx((1.9 + 7 * 0.9) / 8)
+    assert losses == pytest.approx([3.61] + 7 * [2.61])
     noise = np.random.default_rng(2).normal(size=(40, 10))
     assert overoptimisation.fall(noise, noise)[1][1] < 0  # no fall where there is only noise
 
