@@ -352,8 +352,8 @@ MEASURES = tuple(NAMES)
 
 
 def effects(folder):
-    """{variant: {"seeds": number, "up": {measure: number of seeds in which it rises}, measure: (mean, low, high, p)}} of the paired
-    differences, variant less base; and what the bases reach: {base: {measure: (mean, low, high, p)}}."""
+    """{variant: {"seeds": {seed: {measure: difference}}, measure: (mean, low, high, p)}} of the paired differences, variant less
+    base; and what the bases reach, in the same form."""
     runs, found, bases = {}, {}, {}
 
     def outcomes(name):
@@ -367,11 +367,9 @@ def effects(folder):
             held_out = read_seeds(folder, f"{variant.name}_measured")
             ends = {n: {m: last(seed[f"eval/objective/{m}"]) for m in ("gold", "kl", "ended")} for n, seed in held_out.items()}
             changed = {n: changed[n] | ends[n] for n in set(changed) & set(ends)}
-        seeds = sorted(set(base) & set(changed))
-        differences = {m: [changed[seed][m] - base[seed][m] for seed in seeds] for m in MEASURES}
-        found[variant.name] = {m: mean_interval(x) for m, x in differences.items()} | {"seeds": len(seeds)}
-        found[variant.name]["up"] = {m: sum(d > 0 for d in x) for m, x in differences.items()}
-        bases[variant.base] = {m: mean_interval([x[m] for x in base.values()]) for m in MEASURES}
+        differences = {n: {m: changed[n][m] - base[n][m] for m in MEASURES} for n in sorted(set(base) & set(changed))}
+        for result, name, seeds in ((found, variant.name, differences), (bases, variant.base, base)):
+            result[name] = {m: mean_interval([x[m] for x in seeds.values()]) for m in MEASURES} | {"seeds": seeds}
     return found, bases
 
 
@@ -437,7 +435,22 @@ def forest(found, verdict, output):
 
 
 def count_up(effect):
-    return f"{effect['seeds']}: {effect['up']['gold']}, {effect['up']['kl']}"
+    """ "10: 4, 9": ten seeds, in 4 of which gold rises, in 9 the KL."""
+    seeds = effect["seeds"].values()
+    return f"{len(seeds)}: {sum(x['gold'] > 0 for x in seeds)}, {sum(x['kl'] > 0 for x in seeds)}"
+
+
+def seed_by_seed(found, bases):
+    """Lines of the table of every seed's gold and KL at the end: the bases', and the variants' differences from them."""
+    numbers = sorted({n for effect in found.values() for n in effect["seeds"]})
+    lines = ["| | " + " | ".join(f"seed {n}" for n in numbers) + " |", "|---|" + "---:|" * len(numbers)]
+    rows = [(name, effect, ".2f") for name, effect in bases.items()] + [
+        (f"{v.what} [{v.base}]", found[v.name], "+.2f") for v in VARIANTS
+    ]
+    for label, effect, form in rows:
+        pairs = [effect["seeds"].get(n) for n in numbers]
+        lines.append(f"| {label} | " + " | ".join(f"{x['gold']:{form}}, {x['kl']:{form}}" if x else "" for x in pairs) + " |")
+    return lines
 
 
 def named(variant):
@@ -512,6 +525,8 @@ def draw(args: DrawArgs):
         lines.append(f"| {tags} | {named(v)} | {v.base} | {count_up(found[v.name])} | {cells} | {verdict[v.name]} |")
     lines += ["", "## Not priced", "", "| details | why |", "|---|---|"]
     lines += [f"| {', '.join(tags.split())} | {reason} |" for reason, tags in UNPRICED.items()]
+    lines += ["", "## Seed by seed", "", "Gold and KL at the end: the bases', and the variants' differences from them.", ""]
+    lines += seed_by_seed(found, bases)
     (results / args.tag / "ablations.md").write_text("\n".join(lines) + "\n")
     worth, order = [], list(count)
     for tag in priced:  # of several variants that which shows most

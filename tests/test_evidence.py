@@ -311,11 +311,13 @@ def test_effects_are_paired_differences_and_verdicts_are_corrected_for_their_num
     found, bases = ablations.effects(tmp_path)
     mean, low, high, _ = found["worse"]["gold"]
     assert mean == pytest.approx(-1, abs=0.1) and low < -1 < high and high - low < 0.3  # seeds themselves lie 1 apart
-    assert found["worse"]["kl"][:3] == (5, 5, 5) and found["worse"]["seeds"] == 10 and bases["rloo"]["kl"][0] == 4
+    assert found["worse"]["kl"][:3] == (5, 5, 5) and len(found["worse"]["seeds"]) == 10 and bases["rloo"]["kl"][0] == 4
     verdict, sure = ablations.verdicts(found)
     assert verdict["worse"] == "matters" and verdict["same"] == "changes nothing"
     assert {("worse", "gold"), ("worse", "kl")} <= sure and not {name for name, _ in sure} - {"worse"}
-    assert (found["worse"]["up"]["gold"], found["worse"]["up"]["kl"], found["same"]["up"]["kl"]) == (0, 10, 0)
+    assert ablations.count_up(found["worse"]) == "10: 0, 10" and ablations.count_up(found["same"]) == "10: 0, 0"
+    gold, kl = ablations.seed_by_seed(found, bases)[-len(variants)].split("|")[2].split(",")
+    assert float(gold) == pytest.approx(found["worse"]["seeds"][1]["gold"], abs=0.01) and float(kl) == 5
     others = [verdict[v.name] for v in variants[2:]]
     assert set(others) <= {"perhaps", "does not show here"} and others.count("perhaps") <= 5
 
