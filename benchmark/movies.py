@@ -1,7 +1,7 @@
 """
 The experiment of movies.sh over seeds, every stage anew for each: real text, real human labels.
 
-    python benchmark/movies.py run --tag TAG --seeds 1 2 3 4 5 --workers 2     (an hour or two; goes on where it stopped)
+    python benchmark/movies.py run --tag TAG --seeds 1 2 3 4 5 --workers 2     (two hours or less; goes on where it stopped)
     python benchmark/movies.py draw --tag TAG                           (static/movies.svg, results/TAG/movies.md)
 
 The data are expected in data/movies (movies_data.py makes them); the commands are those that movies.sh prints with DRY_RUN.
@@ -83,7 +83,7 @@ def table(folder):
 
     def cell(x):
         mean, low, high, _ = mean_interval(x)
-        return f"{mean:.3g} ({low:.3g} .. {high:.3g})"
+        return f"{mean:.2f} ({low:.2f} .. {high:.2f})"
 
     stages = [("sft", "eval/sft/perplexity", "SFT: perplexity a token"), ("reward", "eval/rm/accuracy", "reward model: accuracy")]
     lines = ["| | " + " | ".join(["before", *(label for label, _ in POLICIES.values())]) + " |", "|---|---:|---:|---:|"]
