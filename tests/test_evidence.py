@@ -27,6 +27,7 @@ import intervals
 import movies
 import overoptimisation
 import plot
+import readme
 
 import benchmark
 
@@ -320,6 +321,16 @@ def test_effects_are_paired_differences_and_verdicts_are_corrected_for_their_num
     assert float(gold) == pytest.approx(found["worse"]["seeds"][1]["gold"], abs=0.01) and float(kl) == 5
     others = [verdict[v.name] for v in variants[2:]]
     assert set(others) <= {"perhaps", "does not show here"} and others.count("perhaps") <= 5
+
+
+def test_the_committed_table_marks_the_figures_of_the_rows_that_matter_and_the_readme_shows_those_rows():
+    rows = readme.tables("ablations")[1][2:]
+    assert len(rows) == len(ablations.VARIANTS)
+    assert all(("**" in row) == row.endswith("| matters |") for row in rows)
+    shown = readme.ablations()[2:]
+    assert len(shown) == sum("**" in row for row in rows) and all("**" in row for row in shown)
+    golds = [float(row.split("|")[5].strip(" *").split()[0]) for row in shown]
+    assert golds == sorted(golds)
 
 
 def test_stages_run_where_a_run_needs_them_and_not_where_all_is_done(tmp_path, monkeypatch):
