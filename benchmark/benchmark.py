@@ -273,11 +273,13 @@ def stage_runs(seeds, tag, first=None, second=None):
 
 
 def run_study(stages, runs, args, tag):
-    """Does the runs of a study, and before them their stages; nothing where all of the runs are done. Returns who failed."""
-    if all(run.is_done() for run in runs):
+    """Does the runs of a study, and before them the stages of seeds whose runs are not all done. Returns who failed."""
+    seeds = {run.seed for run in runs if not run.is_done()}
+    if not seeds:
         print(f"{tag}: {len(runs)} runs, all done")
         return []
-    return [name for batch in (*stages, runs) for name in run_all(batch, args, tag)]
+    needed = [[stage for stage in batch if stage.seed in seeds] for batch in stages]
+    return [name for batch in (*needed, runs) for name in run_all(batch, args, tag)]
 
 
 def run_all(runs, args, tag):

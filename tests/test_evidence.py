@@ -353,6 +353,11 @@ def test_stages_run_where_a_run_needs_them_and_not_where_all_is_done(tmp_path, m
     assert asked[:3] == [["sft_s1", "small_s1"], ["reward_s1"], ["rloo_s1"]]
     assert asked[3:] == [["sft_s1"], ["reward_s1"], ["ppo_s1"]]  # the curve of sft is there, its model is not
     assert benchmark.run_study(stages, runs[:1], None, "t") == [] and len(asked) == 6
+    stages[0].append(benchmark.stage_runs((2,), "t")[0][0])
+    runs.append(benchmark.Run("rloo", "python x.py", 2, "t", "study"))
+    write(runs[1].result.parent, "ppo", 1, {"update": [1]})
+    benchmark.run_study(stages, runs, None, "t")
+    assert asked[6:] == [["sft_s2"], [], ["rloo_s2"]]  # nothing for seed 1, whose runs are done and whose models are gone
 
 
 # ---- over-optimisation -----------------------------------------------------------------------------------------------
