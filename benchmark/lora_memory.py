@@ -3,16 +3,22 @@ Peak memory of training with and without LoRA: SFT, reward model, RLOO and PPO o
 
 Each run is a process of its own: two updates of 8 episodes (RLOO, PPO) or two steps of 8 rows; the peak is its resident set's.
 
-python benchmark/lora_memory.py      (in an empty folder; some five minutes on two cores)
+    python benchmark/lora_memory.py      (results/lora_memory.md; some five minutes on two cores)
 """
 
 import json
 import os
 import subprocess
 import sys
-from pathlib import Path
+from dataclasses import dataclass
+from importlib.metadata import version
 
-ROOT = Path(__file__).resolve().parent.parent
+import tyro
+from intervals import ROOT
+
+from benchmark import environment
+
+FOLDER = ROOT / "runs" / "lora_memory"  # of models, data and runs
 RUN = "import resource, runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
 RUN += "; print('PEAK', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
 POLICY = ["--sft_model_path", "base", "--total_episodes", 16, "--batch_size", 8, "--num_mini_batches", 1, "--response_length", 32]
@@ -22,6 +28,12 @@ STAGES = {
     "train_rloo": [*POLICY, "--reward_model_path", "reward", "--rloo_k", 4],
     "train_ppo": [*POLICY, "--reward_model_path", "reward"],
 }
+
+
+@dataclass
+class Args:
+    output: str = "benchmark/results/lora_memory.md"
+    """the table"""
 
 
 def make_models():
@@ -35,11 +47,11 @@ def make_models():
     sizes = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072}
     config = GPTNeoXConfig(vocab_size=16384, max_position_embeddings=256, num_labels=1, **sizes, **ids)
     for name, kind in (("base", GPTNeoXForCausalLM), ("reward", GPTNeoXForSequenceClassification)):
-        kind(config).save_pretrained(name), tokenizer.save_pretrained(name)
+        kind(config).save_pretrained(FOLDER / name), tokenizer.save_pretrained(FOLDER / name)
     rows = toy.rows("sft", "train")[:16]
-    Path("sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (FOLDER / "sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     pairs = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": "we ."} for row in rows]
-    Path("pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    (FOLDER / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
 
 
 def peak(script, *flags):
@@ -49,19 +61,32 @@ def peak(script, *flags):
     words += ["--num_sample_generations", 0] if script in ("train_rloo", "train_ppo") else ["--batch_size", 8]
     command = [sys.executable, "-c", RUN, str(ROOT / "rlhf_details" / f"{script}.py"), *map(str, [*words, *STAGES[script], *flags])]
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    done = subprocess.run(command, env=env, cwd=FOLDER, capture_output=True, text=True)
     if done.returncode:
         sys.exit(done.stderr)
     return int(done.stdout.rsplit("PEAK", 1)[1]) / 1024
 
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
+def main(args: Args):
+    FOLDER.mkdir(parents=True, exist_ok=True)
     make_models()
+    made = environment()
+    versions = ", ".join(f"{name} {number}" for name, number in made["versions"].items())
     header = "peak MB, 110 M parameters", "all weights", "`--lora_rank 16`", "and `--gradient_checkpointing`", "the latter alone"
-    print(f"| {' | '.join(header)} |")
-    print("|---|---:|---:|---:|---:|")
+    lines = [f"| {' | '.join(header)} |", "|---|---:|---:|---:|---:|"]
     for script in STAGES:
         lora, less = ["--lora_rank", 16], ["--gradient_checkpointing"]
         found = [peak(script), peak(script, *lora), peak(script, *lora, *less), peak(script, *less)]
-        print(f"| `{script}` | " + " | ".join(f"{x:,.0f}" for x in found) + " |", flush=True)
+        lines.append(f"| `{script}` | {' | '.join(f'{x:,.0f}' for x in found)} |")
+    head = f"""# Memory with and without LoRA
+
+Written by `python benchmark/lora_memory.py`: peak of a whole process, fp32 on the CPU, one thread.
+Scripts {made["code"]} ({made["commit"]}), Python {made["python"]}, {versions}, peft {version("peft")}; {made["cpu"]}.
+"""
+    path = ROOT / args.output
+    path.write_text("\n".join([head, *lines]) + "\n")
+    print(path.read_text())
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

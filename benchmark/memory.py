@@ -1,5 +1,7 @@
 """
-Resident size of toy runs over 200 updates: python benchmark/memory.py [--without] (needs the stages in models/toy; a minute or two)
+Resident size of toy runs over 200 updates (needs the stages in models/toy; a minute or two).
+
+    python benchmark/memory.py [--without]
 
 Prints it after 20 and 200 updates, and fails where it has grown by more than 5 %. The learning rate is 0, so that responses are
 as long at the end as at the beginning; their lengths vary from batch to batch. --without: without utils.keep_memory_flat.
@@ -9,12 +11,24 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
+
+import tyro
 
 POINTS = (20, 50, 100, 150, 200)
 
 
-def one(algorithm):
+@dataclass
+class Args:
+    algorithm: Literal["rloo", "ppo"] | None = None
+    """run this one in this process; None: both, each in one of its own"""
+    without: bool = False
+    """without utils.keep_memory_flat"""
+
+
+def one(algorithm, without):
     """Runs 200 updates of 64 episodes in this process; prints {update: MB} as JSON."""
     from rlhf_details import runs, toy, train_ppo, train_rloo, utils
 
@@ -26,20 +40,10 @@ def one(algorithm):
         sizes[step] = pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
     runs.Run.log = recording
-    if "--without" in sys.argv:
+    if without:
         utils.keep_memory_flat = lambda: None
-    flags = [
-        "--batch_size",
-        "64",
-        "--total_episodes",
-        str(64 * 200),
-        "--run_name",
-        f"memory_{algorithm}",
-        "--overwrite",
-        "--learning_rate",
-        "0",
-    ]
-    flags += ["--output_dir", f"models/memory_{algorithm}"]
+    flags = ["--batch_size", "64", "--total_episodes", str(64 * 200), "--learning_rate", "0", "--overwrite"]
+    flags += ["--run_name", f"memory_{algorithm}", "--output_dir", f"models/memory_{algorithm}"]
     script.main(utils.parse_args(script.Args, toy.defaults(f"train_{algorithm}"), flags))
     print(json.dumps({step: round(sizes[step], 1) for step in POINTS}))
 
@@ -48,9 +52,8 @@ def main():
     grown = False
     for algorithm in ("rloo", "ppo"):
         environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-        done = subprocess.run(
-            [sys.executable, __file__, algorithm, *sys.argv[1:]], env=environment, stdout=subprocess.PIPE, text=True, check=True
-        )
+        words = [sys.executable, __file__, "--algorithm", algorithm, *sys.argv[1:]]
+        done = subprocess.run(words, env=environment, stdout=subprocess.PIPE, text=True, check=True)
         sizes = json.loads(done.stdout.splitlines()[-1])
         growth = sizes["200"] / sizes["20"] - 1
         grown |= growth > 0.05
@@ -59,4 +62,5 @@ def main():
 
 
 if __name__ == "__main__":
-    one(sys.argv[1]) if sys.argv[1:2] not in ([], ["--without"]) else main()
+    args = tyro.cli(Args)
+    one(args.algorithm, args.without) if args.algorithm else main()
