@@ -122,6 +122,13 @@ def environment():
     }
 
 
+def made_with():
+    """The same as a line of text."""
+    made = environment()
+    versions = ", ".join(f"{name} {number}" for name, number in made["versions"].items())
+    return f"Scripts {made['code']} ({made['commit']}), Python {made['python']}, {versions}; {made['cores']} cores, {made['cpu']}."
+
+
 def table(rows, columns, every=1):
     """[header, row, ...] of a run's metrics: the columns that it has, in five digits; every so manyth row, and the last."""
     kept = [name for name in columns if any(name in row for row in rows)]

@@ -16,7 +16,7 @@ from importlib.metadata import version
 import tyro
 from intervals import ROOT
 
-from benchmark import environment
+from benchmark import made_with
 
 FOLDER = ROOT / "runs" / "lora_memory"  # of models, data and runs
 RUN = "import resource, runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
@@ -70,8 +70,6 @@ def peak(script, *flags):
 def main(args: Args):
     FOLDER.mkdir(parents=True, exist_ok=True)
     make_models()
-    made = environment()
-    versions = ", ".join(f"{name} {number}" for name, number in made["versions"].items())
     header = "peak MB, 110 M parameters", "all weights", "`--lora_rank 16`", "and `--gradient_checkpointing`", "the latter alone"
     lines = [f"| {' | '.join(header)} |", "|---|---:|---:|---:|---:|"]
     for script in STAGES:
@@ -81,7 +79,7 @@ def main(args: Args):
     head = f"""# Memory with and without LoRA
 
 Written by `python benchmark/lora_memory.py`: peak of a whole process, fp32 on the CPU, one thread.
-Scripts {made["code"]} ({made["commit"]}), Python {made["python"]}, {versions}, peft {version("peft")}; {made["cpu"]}.
+{made_with()} peft {version("peft")}.
 """
     path = ROOT / args.output
     path.write_text("\n".join([head, *lines]) + "\n")

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import tyro
 from intervals import ROOT
 
-from benchmark import environment
+from benchmark import made_with
 
 FOLDER = ROOT / "runs" / "reward_functions"  # of runs and models
 WEIGHTS = ((1.0, 0.0), (1.0, 0.5), (1.0, 2.0))  # of keyword and brevity
@@ -75,14 +75,12 @@ def sums(seeds):
 
 
 def main(args: Args):
-    made = environment()
-    versions = ", ".join(f"{name} {number}" for name, number in made["versions"].items())
     seeds = " ".join(map(str, args.seeds))
     head = f"""# Rewards that are functions
 
 Written by `python benchmark/reward_functions.py --seeds {seeds}`. One SFT policy a task; mean (lowest .. highest) over the
 seeds of the policy's training, held-out prompts, one thread a run.
-Scripts {made["code"]} ({made["commit"]}), Python {made["python"]}, {versions}; {made["cores"]} cores, {made["cpu"]}.
+{made_with()}
 """
     lines = [head, *style(args.seeds), "", *sums(args.seeds)]
     path = ROOT / args.output

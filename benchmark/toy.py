@@ -1,13 +1,13 @@
 """
 The embedded task over seeds: every stage anew for each seed, RLOO and PPO, and what came of it.
 
-python benchmark/toy.py --seeds 1 2 3 4 5 --output benchmark/results/toy
+    python benchmark/toy.py --seeds 1 2 3 4 5 --runs rloo rloo_nokl ppo ppo_lmhp      (the README's table; an hour on one core)
 
 Trains SFT, reward model, RLOO (the defaults), RLOO with --kl_coef 0 for three times as many updates, PPO (the defaults, the
 N+ recipe), PPO in the recipe of lm-human-preferences, RLOO and PPO with --async_rollouts, each in a process of its own, and
 skips what is already there.
-Writes OUTPUT.csv (one row a seed and run) and OUTPUT_curves.csv (learned score, gold and KL of every update), and prints
-the figures that the README quotes.
+Writes OUTPUT.csv (one row a seed and run), OUTPUT_curves.csv (learned score, gold and KL of every update) and OUTPUT.md, the
+README's table.
 """
 
 import csv
@@ -21,6 +21,7 @@ from pathlib import Path
 
 import tyro
 
+from benchmark import made_with
 from rlhf_details import toy
 
 SCRIPTS = Path(toy.__file__).parent
@@ -32,6 +33,26 @@ RUNS = {  # name of the run: script, its arguments
     "ppo_async": ("train_ppo", ("--async_rollouts",)),
     "ppo_lmhp": ("train_ppo", ("--config", Path(__file__).with_name("configs") / "ppo_toy_lm_human_preferences.toml")),
 }
+LABELS = {
+    "rloo": "RLOO",
+    "rloo_nokl": "RLOO without the KL penalty",
+    "rloo_async": "RLOO, asynchronous",
+    "ppo": "PPO (N+)",
+    "ppo_async": "PPO (N+), asynchronous",
+    "ppo_lmhp": "PPO (lm-human-preferences)",
+}
+FIGURES = {  # row of the table: column of the CSV
+    "gold of the SFT policy": "gold_before",
+    "its standard deviation": "gold_sd",
+    "gold at the end": "gold_after",
+    "rise in SFT standard deviations": "rise_in_sd",
+    "fall from the peak, in SFT standard deviations": "fall_from_peak_in_sd",
+    "learned score at the end minus at gold's peak": "score_since_peak",
+    "KL, nats a response": "kl_after",
+    "share of responses that parse": "parses_after",
+    "the SFT policy's": "parses_before",
+    "seconds of this stage": "seconds",
+}
 
 
 @dataclass
@@ -39,7 +60,7 @@ class Args:
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
     """seeds; each has its own SFT model, comparisons, reward model and policies"""
     output: str = "benchmark/results/toy"
-    """where the two CSV files go, without their endings"""
+    """where the files go, without their endings"""
     models: str = "models/toy_seeds"
     """folder of the trained models"""
     runs: tuple[str, ...] = tuple(RUNS)
@@ -100,6 +121,22 @@ def write(path, rows):
         writer.writerows(rows)
 
 
+def markdown(table, curves, names):
+    """Lines of the README's table: mean (lowest .. highest) over seeds."""
+
+    def cell(name, key):
+        values = [row[key] for row in table if row["run"] == name]
+        digits = 0 if key == "seconds" or max(map(abs, values)) >= 100 else 2
+        return f"{statistics.mean(values):.{digits}f} ({min(values):.{digits}f} .. {max(values):.{digits}f})"
+
+    updates = {name: max(point["update"] for point in curves if point["run"] == name) for name in names}
+    lines = ["| | " + " | ".join(f"{LABELS[name]}, {updates[name]} updates" for name in names) + " |"]
+    lines.append("|---|" + "---:|" * len(names))
+    for label, key in FIGURES.items():
+        lines.append(f"| {label} | " + " | ".join(cell(name, key) for name in names) + " |")
+    return lines
+
+
 def main(args: Args):
     table, curves = [], []
     for seed in args.seeds:
@@ -107,12 +144,16 @@ def main(args: Args):
         table, curves = table + rows, curves + points
         write(f"{args.output}.csv", table)
         write(f"{args.output}_curves.csv", curves)
-    for name in args.runs:
-        rows = [row for row in table if row["run"] == name]
-        print(f"\n{name}, {len(rows)} seeds: mean (lowest .. highest)")
-        for key in list(rows[0])[2:]:
-            values = [row[key] for row in rows]
-            print(f"  {key:22} {statistics.mean(values):9.3f}  ({min(values):.3f} .. {max(values):.3f})")
+    head = f"""# The embedded task over seeds
+
+Written by `python benchmark/toy.py --seeds {" ".join(map(str, args.seeds))} --runs {" ".join(args.runs)}`:
+mean (lowest .. highest), every stage anew for each seed. 512 held-out prompts; falls, and scores since the peak, are of training
+batches, over ten updates.
+{made_with()}
+"""
+    path = Path(f"{args.output}.md")
+    path.write_text("\n".join([head, *markdown(table, curves, args.runs)]) + "\n")
+    print(path.read_text())
 
 
 if __name__ == "__main__":
