@@ -171,12 +171,15 @@ def check_text(value, what, kind=None):
 
 
 def fill(template, row, what):
-    """A --prompt_template with a row's columns in its {places}; "\\n" in it is a line break, which shells do not pass."""
+    """A --prompt_template with a row's columns in its {places}; "\\n" in it is a line break, which shells do not pass.
+
+    None, which an empty cell of a CSV file is read as, becomes the empty string.
+    """
     try:
         names = {re.split(r"[.[]", name)[0] for _, name, _, _ in string.Formatter().parse(template) if name is not None}
-        if missing := {name for name in names if row.get(name) is None}:
+        if missing := {name for name in names if name not in row}:
             fail(f"--prompt_template {template!r}: {what} has no column {sorted(missing)[0]!r} (it has {sorted(row)})")
-        return template.replace("\\n", "\n").format(**row)
+        return template.replace("\\n", "\n").format(**{name: "" if value is None else value for name, value in row.items()})
     except (ValueError, LookupError, AttributeError, TypeError) as e:
         fail(f"--prompt_template {template!r}: {what}: {e}")
 
@@ -185,13 +188,14 @@ def with_prompts(rows, template, what):
     """The rows, each with its `prompt`: a string, messages or token ids.
 
     It is the filled --prompt_template (None: no template), the column `prompt`, `messages` up to their last answer, N+'s
-    `query_token`, or what `chosen` and `rejected` have in common.
+    `query_token`, or what `chosen` and `rejected` have in common. A `prompt` that repeats one of the row's `messages`, and has no
+    `completion`, gives way to these, which SFT trains on.
     """
     result = []
     for number, row in enumerate(rows, 1):
         if template is not None:
             prompt = fill(template, row, f"{what}: row {number}")
-        elif "prompt" in row:
+        elif "prompt" in row and not repeats_message(row):
             prompt = row["prompt"]
         elif is_messages(row.get("messages")):
             prompt = row["messages"][: -1 if row["messages"][-1].get("role") == "assistant" else None]
@@ -204,6 +208,12 @@ def with_prompts(rows, template, what):
         check_text(prompt, f"{what}: row {number}, column 'prompt'")
         result.append(row | {"prompt": prompt})
     return result
+
+
+def repeats_message(row):
+    """Whether a row's prompt is the text of one of its messages, and the messages are what holds its answer."""
+    contents = [m.get("content") for m in row["messages"]] if is_messages(row.get("messages")) else []
+    return row["prompt"] in contents and not {"completion", "chosen"} & row.keys()
 
 
 def with_completions(rows, what, template=None):
@@ -263,6 +273,8 @@ def encode(tokenizer, prompt, completion=None):
     if completion is None:
         return ids
     answer = tokenizer(completion, add_special_tokens=False).input_ids  # [DATA-1] apart: the sampler's seam is here as well
+    if answer[-1:] == [tokenizer.eos_token_id]:  # the text has it already
+        return ids, answer
     return ids, [*answer, tokenizer.eos_token_id]  # [DATA-2] else no policy learns to stop
 
 
@@ -342,8 +354,10 @@ def encode_prompts(tokenizer, rows, room, what, limit=math.inf):
     for i in kept:
         if not ids[i]:
             fail(f"{what}: the prompt of row {i + 1} is empty")
-        if set(ids[i]) == {tokenizer.unk_token_id}:
-            fail(f"{what}: the tokenizer knows no word of the prompt of row {i + 1}, {rows[i]['prompt']!r}")
+        prompt = rows[i]["prompt"]
+        unknown = isinstance(prompt, str) and set(ids[i]) == {tokenizer.unk_token_id}
+        if unknown and tokenizer.unk_token not in prompt:  # GPT-2's is its EOS, which is a prompt as good as any
+            fail(f"{what}: the tokenizer knows no word of the prompt of row {i + 1}, {prompt!r}")
         if max(ids[i]) >= len(tokenizer):
             fail(f"{what}: the prompt of row {i + 1} holds {max(ids[i])}, which is no token ({len(tokenizer)} in the vocabulary)")
         if len(ids[i]) > room:

@@ -420,6 +420,7 @@ def main(args: Args):
     reward_model = None
     if args.reward_model_path:
         untrained = args.allow_untrained_reward_model
+        torch.manual_seed(args.seed)  # before such a model's head is drawn
         head = utils.load_reward_model(args.reward_model_path, "--reward_model_path", untrained, **loading).to(device).eval()
         reward_model, found["reward_model_path"] = Reward(head), head
     for flag, model in found.items():
@@ -436,7 +437,7 @@ def main(args: Args):
     limit = args.max_prompt_length or math.inf
     kept, ids = data.encode_prompts(tokenizer, rows, min(contexts) - R, f"--dataset {args.dataset}", limit)
     rows = [rows[i] for i in kept]
-    functions = reward_functions.RewardFunctions(replace(args, reward_model_path=None), "cpu")
+    functions = reward_functions.RewardFunctions(replace(args, reward_model_path=None), "cpu", tokenizer)
     functions.check_columns(rows, f"--dataset {args.dataset}")
     texts = [data.as_text(tokenizer, row["prompt"]) for row in rows]
     references = []
@@ -484,7 +485,7 @@ def main(args: Args):
         values, kinds = functions(rows, texts_of, None)
         if (kinds == reward_functions.FAILED).any():
             utils.fail(f"{functions.error}; row {kept[int((kinds == reward_functions.FAILED).any(1).nonzero()[0])] + 1}")
-        said = [r[:-1] if r[-1] in (end_id, tokenizer.eos_token_id) else r for r in tokens]
+        said = [r[:-1] if r[-1:] in ([end_id], [tokenizer.eos_token_id]) else r for r in tokens]
         figures = {what: average(side[what]) for what in ("score", "gold", "length") if what in side}
         figures |= {what: rate(side[what]) for what in ("ended", "parses") if what in side}
         for name, x in functions.by_name(values, kinds).items():

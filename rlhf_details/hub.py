@@ -36,7 +36,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 tokenizer = AutoTokenizer.from_pretrained({name!r})
 model = AutoModelForCausalLM.from_pretrained({name!r})
 inputs = {inputs}
-tokens = model.generate(**inputs, do_sample=True, temperature={temperature}, top_k=0, max_new_tokens={length})
+plain = dict(top_k=0, top_p=1.0, repetition_penalty=1.0)  # the policy as it was trained, whatever generation_config.json says
+tokens = model.generate(**inputs, do_sample=True, temperature={temperature}, max_new_tokens={length}, **plain)
 print(tokenizer.decode(tokens[0]))"""
 OF_A_REWARD_MODEL = """\
 from transformers import AutoModelForSequenceClassification, AutoTokenizer

@@ -111,6 +111,8 @@ def load_merged(model, folder, flag):
         utils.fail(f"{flag} {folder}: holds adapters and needs the package peft: pip install 'rlhf_details[peft]'")
     from peft import PeftModel
 
+    if not (Path(folder) / "adapter_model.safetensors").is_file():  # the library would unpickle an adapter_model.bin
+        utils.fail(f"{flag} {folder}: has no adapter_model.safetensors")
     try:
         return PeftModel.from_pretrained(model, folder).merge_and_unload().requires_grad_(True)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as e:

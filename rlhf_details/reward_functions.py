@@ -4,8 +4,8 @@ Rewards that are given to text: Python functions of the user's own, and reward m
 A function is called as f(prompts, completions, **columns), once for all responses that a process has of an update (evaluations: of
 a slice), and returns a list with an entry for each: a number; True or False, for a reward that can be verified, which count 1
 and 0; or None, where it has nothing to say. `prompts` and `completions` are strings; of rows whose prompts are messages, lists of
-messages. `columns` are the data set's other columns, each a list as long, None where a row lacks it; a function gets those that
-it names, or all where it takes **columns.
+messages; a prompt of token ids is decoded. `columns` are the data set's other columns, each a list as long, None where a row
+lacks it; a function gets those that it names, or all where it takes **columns.
 Source: the convention of TRL's GRPOTrainer and RLOOTrainer. Nothing runs at import.
 """
 
@@ -60,7 +60,7 @@ def parameters_of(function, spec):
 class RewardFunctions:
     """The functions of --reward_fn, and the names and weights of all rewards; the reward model's (weight 1) is the first."""
 
-    def __init__(self, args, device):
+    def __init__(self, args, device, tokenizer):
         self.functions = {}  # {name: (function, the columns that it takes, or None for all)}
         self.required, self.columns = {}, set()  # {column that a function cannot do without: its spec}; those of the data
         names = [spec.rpartition(":")[2] for spec in args.reward_fn]
@@ -72,6 +72,7 @@ class RewardFunctions:
             self.functions[name] = function, (None if takes_all else {p.name for p in columns})
             kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
             self.required |= {p.name: spec for p in columns if p.default is p.empty and p.kind in kinds}
+        self.tokenizer = tokenizer
         weights = getattr(args, "reward_fn_weights", ()) or (1.0,) * len(args.reward_fn)
         self.names = ["reward_model"] * bool(args.reward_model_path) + list(self.functions)
         self.weights = [1.0] * bool(args.reward_model_path) + list(weights)
@@ -79,8 +80,8 @@ class RewardFunctions:
 
     def check_columns(self, rows, what):
         """Takes note of the columns of a data set (what), and ends with one line where a function needs one that no row has."""
-        found = {column for row in rows for column in row} - {"prompts", "completions"}
-        self.columns |= found - {"prompt"}
+        found = {column for row in rows for column in row} - {"prompt", "prompts", "completions"}
+        self.columns |= found
         for column, spec in self.required.items():
             if rows and column not in found:
                 utils.fail(f"--reward_fn {spec}: needs a column {column!r}, and {what} has {sorted(found)}")
@@ -92,9 +93,10 @@ class RewardFunctions:
         None. What a function does wrong is a kind, FAILED, and not raised: all processes stop together, in `stop_if_failed`.
         """
         values, kinds = torch.zeros(len(rows), len(self.functions)), torch.full((len(rows), len(self.functions)), NOTHING)
-        if any(data.is_messages(row["prompt"]) for row in rows):
-            completions = [[{"role": "assistant", "content": text}] for text in completions]
-        prompts = [row["prompt"] for row in rows]
+        prompts, are_messages = [row["prompt"] for row in rows], [data.is_messages(row["prompt"]) for row in rows]
+        pairs = list(zip(prompts, completions, are_messages, strict=True)) if self.functions else []
+        completions = [[{"role": "assistant", "content": text}] if messages else text for _, text, messages in pairs]
+        prompts = [prompt if messages else data.as_text(self.tokenizer, prompt) for prompt, _, messages in pairs]
         for i, (name, (function, wanted)) in enumerate(self.functions.items()):
             columns = {key: [row.get(key) for row in rows] for key in self.columns if wanted is None or key in wanted}
             given = copy.deepcopy({"prompts": prompts, "completions": completions, **columns})  # which it may change

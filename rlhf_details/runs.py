@@ -47,6 +47,14 @@ OUTPUTS = (
 MAY_CHANGE = utils.MEMORY_KNOBS + OUTPUTS
 
 
+def git(*words):
+    """What git says of this repository; "" where there is no git, or no repository."""
+    try:
+        return subprocess.run(["git", *words], capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()
+    except OSError:
+        return ""
+
+
 class Terminal(Console):
     """A console that falls silent where nobody reads it any more (`| tee` after Ctrl-C); rich would end the process there."""
 
@@ -76,17 +84,22 @@ class Run:
             )
         self.console, self.wandb, self.bar, self.repository = Terminal(quiet=not self.main), None, None, None
         self.metrics_file = self.samples_file = self.tensorboard = None
+        self.last, self.stopping, self.handlers = None, 0, {}  # the newest whole checkpoint; the signal that all processes stop for
         (name,) = broadcast_object_list([self.choose_name()])
         self.folder = Path("runs") / name
-        self.last, self.stopping, self.handlers = None, 0, {}  # the newest whole checkpoint; the signal that all processes stop for
         if args.resume:
             self.last = self.choose_checkpoint()  # before anything is written
         in_main_thread = threading.current_thread() is threading.main_thread()  # only there can signals be caught
         signals = (signal.SIGTERM, signal.SIGINT) if in_main_thread else ()
         self.handlers = {number: signal.signal(number, self.on_signal) for number in signals}
         if self.main:
-            with self.writing(f"runs/{name}"):
-                self.open()
+            try:
+                with self.writing(f"runs/{name}"):
+                    self.open()
+            except SystemExit:
+                with contextlib.suppress(OSError):  # nothing is left of a run that did not start
+                    self.folder.rmdir(), self.folder.parent.rmdir()
+                raise
 
     def choose_name(self):
         """The run's name: as given; under --resume that of the newest run of this data, experiment and seed; else a new one."""
@@ -98,15 +111,18 @@ class Run:
         if args.resume and before:
             return before[-1].name
         name = prefix + time.strftime("%Y%m%d-%H%M%S")
-        while (Path("runs") / name).exists():  # started in the same second
-            name += "_"
-        return name
+        while self.main:
+            with self.writing(f"runs/{name}"):
+                try:
+                    (Path("runs") / name).mkdir(parents=True)
+                    return name
+                except FileExistsError:  # another run of a sweep has it, started in the same second
+                    name += "_"
 
     def open(self):
         """Opens the files, or opens them again, and the trackers."""
         args, accelerator = self.args, self.accelerator
-        here = Path(__file__).parent
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=here).stdout.strip()
+        commit = git("rev-parse", "HEAD")
         versions = {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
         about = {"args": dataclasses.asdict(args), "versions": versions, "commit": commit, "device": str(accelerator.device)}
         about |= {"num_processes": accelerator.num_processes, "mixed_precision": engines.precision(accelerator)}
@@ -144,8 +160,7 @@ class Run:
         import wandb
 
         args, here = self.args, Path(__file__).parent
-        git = ["git", "describe", "--tags", "--always", "--dirty"]
-        described = subprocess.run(git, capture_output=True, text=True, cwd=here).stdout.strip()
+        described = git("describe", "--tags", "--always", "--dirty")
         where = dict(project=args.wandb_project_name, entity=args.wandb_entity, name=self.folder.name)
         where |= dict(tags=[*args.wandb_tags, *([described[:64]] if described else [])], job_type=args.exp_name)
         where |= dict(group=utils.default_run_name(args).rpartition(f"__{args.seed}__")[0], config=about["args"] | about)
@@ -337,17 +352,20 @@ class Run:
 
     def choose_checkpoint(self):
         """The folder to go on from, or None: the main process looks, all take the same. A line says what is damaged."""
-        found = [None, []]
+        found = [None, [], []]
         if self.main:
             with self.writing(self.folder, "read"):
                 folder, damaged = newest_checkpoint(self.folder)
-            found = [str(folder) if folder else None, damaged]
-        folder, damaged = broadcast_object_list(found)
+            found = [str(folder) if folder else None, damaged, [] if folder else self.differences_from_log()]
+        folder, damaged, differences = broadcast_object_list(found)
         for line in damaged:
             self.say(line)
         if folder is None:
             if damaged and not self.args.overwrite:
                 utils.fail(f"--resume: no checkpoint in {self.folder} is whole; --overwrite starts anew")
+            if differences and not self.args.overwrite:  # its log would be lost
+                others = "; ".join(differences)
+                utils.fail(f"--resume: {self.folder} has no checkpoint and other arguments: {others}; --overwrite starts anew")
             return None
         missing = torch.tensor([not (Path(folder) / "state.json").exists()], device=self.accelerator.device)
         if self.accelerator.gather(missing).any():
@@ -355,17 +373,27 @@ class Run:
         self.check_same_run(Path(folder))
         return Path(folder)
 
-    def check_same_run(self, folder):
-        """Ends with one line where a checkpoint is of other arguments, rows or models."""
-        state = json.loads((folder / "state.json").read_text())
+    def differences(self, before):
+        """The arguments that would change a number of the curve and are others than before, {"args": .., "mixed_precision": ..}."""
         now = {"mixed_precision": engines.precision(self.accelerator)} | json.loads(json.dumps(dataclasses.asdict(self.args)))
-        before = {"mixed_precision": state["mixed_precision"]} | state["args"]
-        differences = [
+        before = {"mixed_precision": before["mixed_precision"]} | before["args"]
+        return [
             f"{key} {before.get(key)!r} there, {now.get(key)!r} here"
             for key in before | now
             if key not in MAY_CHANGE and before.get(key) != now.get(key)
         ]
-        if differences:
+
+    def differences_from_log(self):
+        """`differences` to the run whose log is in the folder; none where there is no log, or it is torn."""
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            if (self.folder / "metrics.jsonl").stat().st_size:
+                return self.differences(json.loads((self.folder / "config.json").read_text()))
+        return []
+
+    def check_same_run(self, folder):
+        """Ends with one line where a checkpoint is of other arguments, rows or models."""
+        state = json.loads((folder / "state.json").read_text())
+        if differences := self.differences(state):
             utils.fail(f"--resume: {folder} has other arguments: {'; '.join(differences)}")
         if state["data"] != self.data:
             utils.fail(

@@ -688,6 +688,12 @@ def check(args):
     for name in ("kl_target", "kl_horizon", *(["kl_coef"] if args.adaptive_kl else [])):
         if getattr(args, name) == 0:
             utils.fail(f"--{name} {getattr(args, name)}: must be above 0{' with --adaptive_kl' * (name == 'kl_coef')}")
+    if args.adaptive_kl and args.batch_size >= 5 * args.kl_horizon:
+        utils.fail(
+            f"--kl_horizon {args.kl_horizon}: must be above a fifth of --batch_size, or a low KL would make kl_coef negative"
+        )
+    if args.kl_penalty == "full" and args.async_rollouts:
+        utils.fail("--kl_penalty full: not with --async_rollouts, whose sampling policy is not at hand any more")
     if args.ratio_threshold is not None and args.ratio_threshold <= 1:
         utils.fail(f"--ratio_threshold {args.ratio_threshold}: must be above 1, which is the first ratio of every rollout")
     if args.batch_size % args.num_mini_batches:
@@ -787,7 +793,7 @@ def main(args: Args):
     train_set = data.prompt_set(tokenizer, train_rows, context - R, f"--dataset {args.dataset}", limit)
     eval_set = data.prompt_set(tokenizer, eval_rows, context - R, f"--eval_dataset {args.eval_dataset}", limit)
     table_set, prompts = (eval_set if eval_rows else train_set).first(4), train_set.ids
-    functions = reward_functions.RewardFunctions(args, device)
+    functions = reward_functions.RewardFunctions(args, device, tokenizer)
     functions.check_columns(train_rows, f"--dataset {args.dataset}")
     functions.check_columns(eval_rows, f"--eval_dataset {args.eval_dataset}")
     if own_tokenizer:

@@ -255,11 +255,11 @@ def main(args: Args):
         pairs = [data.encode(tokenizer, row["prompt"], row["completion"]) for row in rows]
         kept = data.short_enough([prompt for prompt, _ in pairs], args.max_prompt_length or math.inf, what)
         rows, pairs, numbers = [rows[i] for i in kept], [pairs[i] for i in kept], [i + 1 for i in kept]
-        for number, (prompt, completion) in zip(numbers, pairs, strict=True):
+        for number, row, (prompt, completion) in zip(numbers, rows, pairs, strict=True):
             if len(prompt) + len(completion) > context:
                 length = len(prompt) + len(completion)
                 utils.fail(f"{what}: row {number} has {length} tokens; the model's context is {context}")
-            if prompt and len(prompt) + sampled > context:
+            if row["prompt"] and len(prompt) + sampled > context:  # rows of text have none, but perhaps a BOS
                 utils.fail(f"{what}: row {number}: its prompt and --response_length {sampled} exceed the context of {context}")
         return numbers, rows, pairs
 
@@ -275,9 +275,9 @@ def main(args: Args):
         return {"tokens": tokens, "mask": mask, "is_target": is_target}
 
     def num_targets(pairs):
-        """How many targets `tensors` makes of these rows, without each row's first token, which nothing predicts."""
+        """How many targets `tensors` makes of these rows, without each row's first token, which nothing predicts; at least 1."""
         all_but_first = [len(p) + len(c) - 1 for p, c in pairs]
-        return sum(min(len(c), n) if args.completion_only else n for n, (_, c) in zip(all_but_first, pairs, strict=True))
+        return max(1, sum(min(len(c), n) if args.completion_only else n for n, (_, c) in zip(all_but_first, pairs, strict=True)))
 
     if len(train_ids) < B:
         utils.fail(f"--batch_size {B}: more than the {len(train_ids)} rows of --dataset {args.dataset}")
@@ -317,7 +317,7 @@ def main(args: Args):
         prompts = [
             (i, p, data.as_text(tokenizer, row["completion"]))
             for i, ((p, _), row) in enumerate(zip(eval_ids, eval_rows, strict=True))
-            if p
+            if row["prompt"]
         ]
         if not prompts:
             return metrics

@@ -93,19 +93,19 @@ def learning_rate_at(step, num_steps, peak, schedule="linear", warmup_ratio=0.0)
 
 
 def disable_dropout(model):
-    """Sets every dropout of a model to zero and puts it in training mode; returns the model.
+    """Sets every dropout of a model, and the jitter of a router, to zero and puts it in training mode; returns the model.
 
     Both the modules and the configuration's numbers: attention that calls the functional form reads the latter or a copy
     taken at construction. Training mode because `.eval()` would also switch gradient checkpointing off.
     """
     for name, value in vars(model.config).items():
-        if isinstance(value, float) and "drop" in name:
+        if isinstance(value, float) and ("drop" in name or "jitter" in name):
             setattr(model.config, name, 0.0)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0  # [MODEL-1] noise in log-probs is noise in ratio and KL
         for name, value in vars(module).items():
-            if isinstance(value, float) and "drop" in name:
+            if isinstance(value, float) and ("drop" in name or "jitter" in name):
                 setattr(module, name, 0.0)  # [MODEL-2] functional dropout reads this copy
     return model.train()
 
@@ -251,16 +251,22 @@ def check_output_dir(args):
 
 
 def token_id(tokenizer, text, flag):
-    """The id that a flag means by "eos", by "none" (None), or by a text that is one token; anything else ends with one line."""
+    """The id that a flag means by "eos", by "none" (None), or by a text that is one token; anything else ends with one line.
+
+    The text is read as it stands within a response: at the start of a text SentencePiece's tokenizers put a space before it,
+    another token, which no response would end with.
+    """
     if text in ("eos", "none"):
         return tokenizer.eos_token_id if text == "eos" else None
+    if text in (vocabulary := tokenizer.get_vocab()):  # the unknown token, too, where it is the text: GPT-2's is its EOS
+        return vocabulary[text]
     try:
-        ids = tokenizer(text, add_special_tokens=False).input_ids
+        before, ids = (tokenizer(words, add_special_tokens=False).input_ids for words in ("a", f"a{text}"))
     except TypeError:  # no UTF-8 text
-        ids = []
-    if len(ids) != 1 or ids == [tokenizer.unk_token_id]:
+        before = ids = []
+    if ids[:-1] != before or ids[-1:] in ([], [tokenizer.unk_token_id]):
         fail(f"{flag} {text!r}: not one token of the vocabulary")
-    return ids[0]
+    return ids[-1]
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
@@ -297,7 +303,7 @@ class OneDNNLinear(nn.Linear):
     """
 
     def forward(self, x):
-        other_kind = x.device.type != "cpu" or x.dtype != torch.float32 or torch.is_autocast_enabled("cpu")
+        other_kind = x.device.type != "cpu" or x.dtype != torch.float32 or torch.is_autocast_enabled("cpu") or not x.numel()
         if other_kind or torch.compiler.is_compiling():  # the compiler chooses its own products
             return super().forward(x)
         return OneDNNProduct.apply(x, self.weight, self.bias)
@@ -368,7 +374,21 @@ def load_policy(folder, flag, attn_implementation=None, trust_remote_code=False)
         fail(f"{flag} {folder}: not a causal language model (no {', '.join(sorted(info['missing_keys']))})")
     if hasattr(model, "peft_config"):  # adapters on the Hub, which the library has put beside their base
         model = lora.merge(model).requires_grad_(True)
-    return use_onednn(disable_dropout(model))
+    if reason := why_unfit(disable_dropout(model)):
+        fail(f"{flag} {folder}: a {model.config.model_type} {reason}")
+    return use_onednn(model)
+
+
+@torch.no_grad()
+def why_unfit(model):
+    """None where a causal model can be sampled with the usual cache and its training mode is free of noise; else the reason."""
+    if not accepts(model.base_model.forward, "past_key_values"):
+        return "cannot be sampled: its forward takes no past_key_values"
+    tokens = torch.arange(min(8, model.config.get_text_config().vocab_size), device=model.device).unsqueeze(0)
+    first, second = (model(input_ids=tokens, use_cache=False).logits for _ in range(2))
+    return (
+        None if torch.allclose(first, second, atol=1e-4) else "draws random numbers in training mode, although every dropout is off"
+    )
 
 
 def load_reward_model(folder, flag, allow_untrained=False, attn_implementation=None, trust_remote_code=False):

@@ -117,7 +117,7 @@ def test_a_file_of_defaults_gives_way_to_the_command_line(in_tmp):
 def call(functions, code, rows, completions, names=("f",), scores=None):
     functions(code)
     args = SimpleNamespace(reward_fn=tuple(f"mine.py:{name}" for name in names), reward_fn_weights=(), reward_model_path=None)
-    found = reward_functions.RewardFunctions(args, "cpu")
+    found = reward_functions.RewardFunctions(args, "cpu", None)
     found.check_columns(rows, "--dataset x")
     return found, *found(rows, completions, scores)
 
@@ -181,13 +181,13 @@ def test_columns_are_those_of_the_data_set_and_what_a_function_changes_is_its_ow
     """
     functions(code)
     args = SimpleNamespace(reward_fn=("mine.py:f", "mine.py:g"), reward_fn_weights=(), reward_model_path=None)
-    found = reward_functions.RewardFunctions(args, "cpu")
+    found = reward_functions.RewardFunctions(args, "cpu", None)
     found.check_columns([*ROWS, {"prompt": "p", "rare": 1, "prompts": "x", "completions": "y"}], "--dataset x")
     assert found(ROWS, ["a", "b", "c"], None)[0].tolist() == [[1, 1]] * 3
     messages = [{"prompt": [{"role": "user", "content": "hello"}]}]
     functions("def f(prompts, completions):\n    prompts[0][0]['content'] = completions[0][0]['content'] = ''\n    return [0]")
     args.reward_fn = ("mine.py:f",)
-    reward_functions.RewardFunctions(args, "cpu")(messages, ["x"], None)
+    reward_functions.RewardFunctions(args, "cpu", None)(messages, ["x"], None)
     assert messages == [{"prompt": [{"role": "user", "content": "hello"}]}]
 
 
@@ -234,7 +234,7 @@ def test_a_reward_models_scores_stand_before_the_functions_and_names_are_told_ap
     functions("def f(prompts, completions):\n    return [1, 2, None]")
     specs = ("mine.py:f", "other.py:f")
     args = SimpleNamespace(reward_fn=specs, reward_fn_weights=(2.0, -1.0), reward_model_path="model")
-    found = reward_functions.RewardFunctions(args, "cpu")
+    found = reward_functions.RewardFunctions(args, "cpu", None)
     values, kinds = found(ROWS, ["a", "b", "c"], torch.tensor([0.5, 0.25, 0.125]))
     assert found.names == ["reward_model", *specs] and found.weights == [1.0, 2.0, -1.0]
     assert values.tolist() == [[0.5, 1, 5], [0.25, 2, 6], [0.125, 0, 7]] and kinds.tolist() == [[1, 1, 1], [1, 1, 1], [1, 0, 1]]
