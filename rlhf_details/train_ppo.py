@@ -1041,9 +1041,8 @@ def main(args: Args):
                     optimizer.param_groups[0]["eps"] = tf_adam_eps(args.adam_eps, step)
                 check_norm = functools.partial(run.check_finite, "the gradient's norm", update, show=show, rows=episodes)
                 grad_norms.append(engines.step(accelerator, policy, optimizer, args.max_grad_norm, check_norm))
-            if (
-                args.target_kl is not None and not epoch_kl <= 1.5 * args.target_kl
-            ):  # [PPO-18] the policy has left its samples behind
+            # [PPO-18] the policy has left its samples behind
+            if args.target_kl is not None and not epoch_kl <= 1.5 * args.target_kl:
                 break
 
         # ---- 6. Log: sums of numerators and of denominators over all processes, then one division ----------------------
