@@ -4,7 +4,8 @@ Writes the studies' tables into README.md, between markers that name them: <!-- 
     python benchmark/readme.py            writes
     python benchmark/readme.py --check    writes nothing; exit code 1 where the README is stale
 
-The tables come from benchmark/results/TAG/*.md, which the studies' `draw` has written from the CSV files beside them.
+The tables come from benchmark/results/TAG/*.md, which the studies' `draw` has written from the CSV files beside them, and from
+benchmark/results/*.md, which the scripts of these names write.
 """
 
 import re
@@ -15,9 +16,9 @@ from intervals import ROOT
 TAG = "f1166b3"  # the commit whose scripts were run
 
 
-def tables(name):
-    """The tables in results/TAG/<name>.md, each a list of lines."""
-    text = (ROOT / "benchmark" / "results" / TAG / f"{name}.md").read_text(encoding="utf-8")
+def tables(name, tag=TAG):
+    """The tables in results/<tag>/<name>.md, each a list of lines."""
+    text = (ROOT / "benchmark" / "results" / tag / f"{name}.md").read_text(encoding="utf-8")
     return [block.strip().splitlines() for block in re.findall(r"(?:^\|.*\n)+", text, re.M)]
 
 
@@ -30,6 +31,8 @@ def ablations():
 
 
 TABLES = {
+    "style": lambda: tables("reward_functions", ".")[0],
+    "sums": lambda: tables("reward_functions", ".")[1],
     "overoptimisation": lambda: tables("overoptimisation")[0],
     "best_of_n": lambda: tables("overoptimisation")[1],
     "ablations": ablations,
