@@ -51,7 +51,6 @@ FIGURES = {  # row of the table: column of the CSV
     "KL, nats a response": "kl_after",
     "share of responses that parse": "parses_after",
     "the SFT policy's": "parses_before",
-    "seconds of this stage": "seconds",
 }
 
 
@@ -126,7 +125,7 @@ def markdown(table, curves, names):
 
     def cell(name, key):
         values = [row[key] for row in table if row["run"] == name]
-        digits = 0 if key == "seconds" or max(map(abs, values)) >= 100 else 2
+        digits = 0 if max(map(abs, values)) >= 100 else 2
         return f"{statistics.mean(values):.{digits}f} ({min(values):.{digits}f} .. {max(values):.{digits}f})"
 
     updates = {name: max(point["update"] for point in curves if point["run"] == name) for name in names}
