@@ -211,9 +211,11 @@ def with_prompts(rows, template, what):
 
 
 def repeats_message(row):
-    """Whether a row's prompt is the text of one of its messages, and the messages are what holds its answer."""
-    contents = [m.get("content") for m in row["messages"]] if is_messages(row.get("messages")) else []
-    return row["prompt"] in contents and not {"completion", "chosen"} & row.keys()
+    """Whether a row's prompt is the text of one of the messages before the last, and no column but these holds its answer."""
+    messages = row["messages"][:-1] if is_messages(row.get("messages")) and isinstance(row["prompt"], str) else []
+    others = {"completion", "chosen", "candidates", "reference_response_token", "response0_token"}
+    said = [m["content"].strip() for m in messages if isinstance(m.get("content"), str)]
+    return row["prompt"].strip() in said and not others & row.keys() if said else False
 
 
 def with_completions(rows, what, template=None):

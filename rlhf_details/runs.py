@@ -96,7 +96,7 @@ class Run:
             try:
                 with self.writing(f"runs/{name}"):
                     self.open()
-            except SystemExit:
+            except BaseException:
                 with contextlib.suppress(OSError):  # nothing is left of a run that did not start
                     self.folder.rmdir(), self.folder.parent.rmdir()
                 raise
@@ -107,14 +107,15 @@ class Run:
         if args.run_name is not None:
             return args.run_name
         prefix = utils.default_run_name(args)
-        before = sorted(Path("runs").glob(f"{glob.escape(prefix)}[0-9]*"))
+        before = sorted(f for f in Path("runs").glob(f"{glob.escape(prefix)}[0-9]*") if any(f.iterdir()))  # some never started
         if args.resume and before:
             return before[-1].name
         name = prefix + time.strftime("%Y%m%d-%H%M%S")
         while self.main:
             with self.writing(f"runs/{name}"):
+                Path("runs").mkdir(exist_ok=True)
                 try:
-                    (Path("runs") / name).mkdir(parents=True)
+                    (Path("runs") / name).mkdir()
                     return name
                 except FileExistsError:  # another run of a sweep has it, started in the same second
                     name += "_"

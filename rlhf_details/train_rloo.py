@@ -517,7 +517,9 @@ def why_not_share(policy, reward_model, query_length, response_length, n):
             if reward_model:
                 scores = response_scores(reward_model, batch, n) - response_scores(reward_model, batch, 1)
                 gap = max(gap, scores.abs().max().item())
-    except (ValueError, TypeError, RuntimeError, IndexError) as e:  # the model's own, say of one that reads the mask for its ALiBi
+    except torch.OutOfMemoryError:
+        raise
+    except (ValueError, TypeError, RuntimeError, LookupError, AssertionError, AttributeError) as e:  # of a mask that it cannot read
         return f"packed rows cannot be computed ({type(e).__name__}: {e})"
     # [RLOO-12] finds what no configuration tells, such as ALiBi
     return None if gap < 1e-3 else f"packed and plain rows differ by {gap:.2g}"

@@ -259,7 +259,7 @@ def main(args: Args):
             if len(prompt) + len(completion) > context:
                 length = len(prompt) + len(completion)
                 utils.fail(f"{what}: row {number} has {length} tokens; the model's context is {context}")
-            if row["prompt"] and len(prompt) + sampled > context:  # rows of text have none, but perhaps a BOS
+            if prompt and row["prompt"] and len(prompt) + sampled > context:
                 utils.fail(f"{what}: row {number}: its prompt and --response_length {sampled} exceed the context of {context}")
         return numbers, rows, pairs
 
@@ -317,7 +317,7 @@ def main(args: Args):
         prompts = [
             (i, p, data.as_text(tokenizer, row["completion"]))
             for i, ((p, _), row) in enumerate(zip(eval_ids, eval_rows, strict=True))
-            if row["prompt"]
+            if p and row["prompt"]  # rows of text have no prompt, but perhaps a BOS
         ]
         if not prompts:
             return metrics

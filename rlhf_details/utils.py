@@ -93,19 +93,19 @@ def learning_rate_at(step, num_steps, peak, schedule="linear", warmup_ratio=0.0)
 
 
 def disable_dropout(model):
-    """Sets every dropout of a model, and the jitter of a router, to zero and puts it in training mode; returns the model.
+    """Sets every dropout of a model to zero and puts it in training mode; returns the model.
 
     Both the modules and the configuration's numbers: attention that calls the functional form reads the latter or a copy
     taken at construction. Training mode because `.eval()` would also switch gradient checkpointing off.
     """
     for name, value in vars(model.config).items():
-        if isinstance(value, float) and ("drop" in name or "jitter" in name):
+        if isinstance(value, float) and "drop" in name:
             setattr(model.config, name, 0.0)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0  # [MODEL-1] noise in log-probs is noise in ratio and KL
         for name, value in vars(module).items():
-            if isinstance(value, float) and ("drop" in name or "jitter" in name):
+            if isinstance(value, float) and "drop" in name:
                 setattr(module, name, 0.0)  # [MODEL-2] functional dropout reads this copy
     return model.train()
 
@@ -258,8 +258,9 @@ def token_id(tokenizer, text, flag):
     """
     if text in ("eos", "none"):
         return tokenizer.eos_token_id if text == "eos" else None
-    if text in (vocabulary := tokenizer.get_vocab()):  # the unknown token, too, where it is the text: GPT-2's is its EOS
-        return vocabulary[text]
+    # the unknown token, too, where it is the text (GPT-2's is its EOS); decoded, since some vocabularies spell bytes as characters
+    if (token := tokenizer.get_vocab().get(text)) is not None and tokenizer.decode([token]).strip() == text.strip("▁ "):
+        return token
     try:
         before, ids = (tokenizer(words, add_special_tokens=False).input_ids for words in ("a", f"a{text}"))
     except TypeError:  # no UTF-8 text
@@ -382,13 +383,13 @@ def load_policy(folder, flag, attn_implementation=None, trust_remote_code=False)
 @torch.no_grad()
 def why_unfit(model):
     """None where a causal model can be sampled with the usual cache and its training mode is free of noise; else the reason."""
-    if not accepts(model.base_model.forward, "past_key_values"):
+    if not (accepts(model.forward, "past_key_values") or accepts(model.base_model.forward, "past_key_values")):
         return "cannot be sampled: its forward takes no past_key_values"
     tokens = torch.arange(min(8, model.config.get_text_config().vocab_size), device=model.device).unsqueeze(0)
     first, second = (model(input_ids=tokens, use_cache=False).logits for _ in range(2))
-    return (
-        None if torch.allclose(first, second, atol=1e-4) else "draws random numbers in training mode, although every dropout is off"
-    )
+    if not torch.allclose(first, second, atol=1e-4, equal_nan=True):  # a router's jitter, which may be what the model is, too
+        return "draws random numbers in training mode, although every dropout is off"
+    return None
 
 
 def load_reward_model(folder, flag, allow_untrained=False, attn_implementation=None, trust_remote_code=False):

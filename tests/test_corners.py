@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import ppo_args, read_metrics, rloo_args, run_ppo, run_rloo
 from test_stages import sft_args, write_rows
-from tokenizers import ByteLevelBPETokenizer, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import ByteLevelBPETokenizer, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
     FalconConfig,
     FalconForCausalLM,
@@ -17,8 +17,8 @@ from transformers import (
     GPT2Tokenizer,
     Mamba2Config,
     Mamba2ForCausalLM,
+    MixtralConfig,
     MixtralForCausalLM,
-    PhimoeForCausalLM,
     PreTrainedTokenizerFast,
 )
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXMLP
@@ -87,6 +87,19 @@ def test_a_stop_token_is_the_token_that_a_response_holds(gpt2_tokenizer):
         assert [utils.token_id(gpt2_tokenizer, text, "--stop_token")] == gpt2_tokenizer(text).input_ids
 
 
+def test_a_stop_token_is_no_byte_that_the_vocabulary_spells_as_a_character(in_tmp, capsys):
+    """é is two bytes, and its character stands for the byte 0xE9 in the vocabulary of GPT-2."""
+    trained = ByteLevelBPETokenizer()
+    trained.train_from_iterator(["le thé et le café"] * 20, 400, show_progress=False)
+    trained.save_model(".")
+    tokenizer = GPT2Tokenizer(vocab="vocab.json", merges="merges.txt", unk_token="<|endoftext|>")
+    token = utils.token_id(tokenizer, "é", "--stop_token")
+    assert token != tokenizer.get_vocab()["é"] and tokenizer.decode([token]) == "é"
+    for text in ("»", "Ġ"):
+        with pytest.raises(SystemExit):
+            utils.token_id(tokenizer, text, "--stop_token")
+
+
 def test_eos_is_put_behind_a_completion_once():
     tokenizer = metaspace_tokenizer()
     for text in ("the cat.", "the cat.</s>"):
@@ -111,14 +124,18 @@ def test_a_model_that_draws_in_training_mode_is_refused(tiny, capsys, monkeypatc
     assert "a gpt_neox draws random numbers in training mode" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", [PhimoeForCausalLM, MixtralForCausalLM])
-def test_the_jitter_of_a_router_is_switched_off_as_dropout_is(in_tmp, kind):
-    experts = dict(num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, intermediate_size=64, router_jitter_noise=0.1)
+def test_a_routers_jitter_is_refused_and_not_switched_off(in_tmp, capsys):
+    """Phi-MoE's is the threshold of its mask as well, also where nothing is drawn: without it, it is another model."""
+    experts = dict(num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, intermediate_size=64)
     torch.manual_seed(0)
-    folder = saved(kind(kind.config_class(**SMALL, **IDS, **experts)), in_tmp / "experts")
-    model, tokens = utils.load_policy(folder, "--sft_model_path"), torch.arange(3, 23).unsqueeze(0)
-    with torch.no_grad():
-        assert model.training and torch.equal(model(tokens).logits, model(tokens).logits)
+    config = MixtralConfig(**SMALL, **IDS, **experts, router_jitter_noise=0.1)
+    folder = saved(MixtralForCausalLM(config), in_tmp / "experts")
+    with pytest.raises(SystemExit):
+        utils.load_policy(folder, "--sft_model_path")
+    assert "a mixtral draws random numbers in training mode" in capsys.readouterr().err
+    config.router_jitter_noise = 0.0
+    config.save_pretrained(folder)
+    assert utils.load_policy(folder, "--sft_model_path").training
 
 
 def test_a_model_that_cannot_read_the_mask_of_packed_rows_gets_plain_ones(in_tmp, capsys):
@@ -179,11 +196,22 @@ def test_two_runs_of_the_same_second_have_folders_of_their_own(tiny, in_tmp, mon
     assert names[1] == names[0] + "_" and read_metrics(Path("runs") / names[0])
 
 
-def test_a_run_that_does_not_start_leaves_no_folder(tiny, in_tmp, monkeypatch):
-    monkeypatch.setattr(runs.Run, "open", lambda self: utils.fail("--track: no"))
-    with pytest.raises(SystemExit):
+@pytest.mark.parametrize("fault", [SystemExit(2), KeyboardInterrupt(), RuntimeError("of a tracker")])
+def test_a_run_that_does_not_start_leaves_no_folder(tiny, in_tmp, monkeypatch, fault):
+    def opens(self):
+        raise fault
+
+    monkeypatch.setattr(runs.Run, "open", opens)
+    with pytest.raises(type(fault)):
         train_rloo.main(rloo_args(tiny, run_name=None))
     assert not Path("runs").exists()
+
+
+def test_resume_passes_over_a_run_that_never_started(tiny, in_tmp, capsys):
+    (run,) = [train_rloo.main(rloo_args(tiny, run_name=None))["run"]]
+    Path(f"{run}1").mkdir()  # a later one, killed before it wrote anything
+    train_rloo.main(rloo_args(tiny, run_name=None, resume=True))
+    assert f"goes on after update 3 of 3, from {run}/checkpoints" in capsys.readouterr().out
 
 
 def test_resume_does_not_empty_the_log_of_another_run(tiny, in_tmp, capsys):
@@ -228,15 +256,20 @@ def test_a_prompt_that_repeats_a_message_is_templated_in_every_stage():
     row = {"prompt": "Hi?", "messages": [user, answer]}
     (of_rl,), (of_sft,) = data.with_prompts([row], None, "x"), data.with_completions(data.with_prompts([row], None, "x"), "x")
     assert of_rl["prompt"] == of_sft["prompt"] == [user] and of_sft["completion"] == [answer]
-    for other in ({"prompt": "Hello?"}, {"completion": "No."}, {"chosen": "a", "rejected": "b"}):
+    assert data.with_prompts([row | {"prompt": "Hi? "}], None, "x")[0]["prompt"] == [user]
+    others = [{"prompt": "Hello?"}, {"prompt": "Yes."}, {"completion": "No."}, {"chosen": "a", "rejected": "b"}]
+    for other in (*others, {"candidates": ["a", "b"], "best": 0}):
         (kept,) = data.with_prompts([row | other], None, "x")
         assert kept["prompt"] == (row | other)["prompt"]
 
 
 def test_rows_of_text_have_no_prompt_to_answer_though_the_tokenizer_has_a_bos(tiny, in_tmp):
     tokenizer = toy.tokenizer()
-    tokenizer.bos_token = tokenizer.eos_token
+    bos = tokenizer.bos_token = tokenizer.eos_token
+    habit = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, tokenizer.eos_token_id)])
+    tokenizer.backend_tokenizer.post_processor = habit
     tokenizer.save_pretrained("base")
+    assert data.encode(utils.load_tokenizer("base", "x"), "") == [tokenizer.eos_token_id]
     utils.load_policy(str(tiny / "policy"), "x").save_pretrained("base")
     write_rows("text.jsonl", [{"text": row["completion"]} for row in toy.rows("sft", "train")[:16]])
     metrics = train_sft.main(
