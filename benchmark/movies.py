@@ -81,14 +81,14 @@ def run(args: RunArgs):
 def table(folder):
     """Lines of the table: what each stage reached, mean over seeds with Student's 95 % interval."""
 
-    def cell(x):
-        mean, low, high, _ = mean_interval(x)
-        return f"{mean:.2f} ({low:.2f} .. {high:.2f})"
+    def cell(x, digits=2):
+        mean, low, high = (round(float(number), digits) + 0.0 for number in mean_interval(x)[:3])  # no -0.00
+        return f"{mean:.{digits}f} ({low:.{digits}f} .. {high:.{digits}f})"
 
-    stages = [("sft", "eval/sft/perplexity", "SFT: perplexity a token"), ("reward", "eval/rm/accuracy", "reward model: accuracy")]
-    lines = ["| | " + " | ".join(["before", *(label for label, _ in POLICIES.values())]) + " |", "|---|---:|---:|---:|"]
-    for name, metric, label in stages:
-        lines.append(f"| {label} | {cell([last(seed[metric]) for seed in read_seeds(folder, name).values()])} | | |")
+    stages = [("sft", "eval/sft/perplexity", "perplexity a token", 1), ("reward", "eval/rm/accuracy", "reward model's accuracy", 3)]
+    lines = ["| | " + " | ".join(["SFT", *(label for label, _ in POLICIES.values())]) + " |", "|---|---:|---:|---:|"]
+    for name, metric, label, digits in stages:
+        lines.append(f"| {label} | {cell([last(seed[metric]) for seed in read_seeds(folder, name).values()], digits)} | | |")
     found = {name: list(read_seeds(folder, name).values()) for name in POLICIES}
     for metric, label in FIGURES.items():
         column = f"eval/objective/{metric}"

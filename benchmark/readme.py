@@ -31,6 +31,7 @@ def ablations():
 
 
 TABLES = {
+    "movies": lambda: tables("movies")[0],
     "lora": lambda: tables("lora_memory", ".")[0],
     "style": lambda: tables("reward_functions", ".")[0],
     "sums": lambda: tables("reward_functions", ".")[1],
