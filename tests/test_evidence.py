@@ -496,7 +496,7 @@ def test_movies_are_drawn_with_a_table_of_their_seeds(tmp_path, monkeypatch, cap
             write(folder, name, seed, curve | ends)
     movies.draw(movies.DrawArgs("t", output="movies.svg"))
     said = capsys.readouterr().out
-    assert "| SFT: perplexity a token | 102.00 (99.52 .. 104.48) |" in said
+    assert "| perplexity a token | 102.0 (99.5 .. 104.5) |" in said
     assert "| score | 0.00 (0.00 .. 0.00) | 6.00 (3.52 .. 8.48) | 7.00 (4.52 .. 9.48) |" in said
     assert (tmp_path / "movies.svg").stat().st_size and "seeds" in (folder.parent / "movies.md").read_text()
 
