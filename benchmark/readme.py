@@ -31,6 +31,7 @@ def ablations():
 
 
 TABLES = {
+    "toy": lambda: tables("toy", ".")[0],
     "movies": lambda: tables("movies")[0],
     "lora": lambda: tables("lora_memory", ".")[0],
     "style": lambda: tables("reward_functions", ".")[0],

@@ -21,6 +21,7 @@ import against_trl
 import mutations
 import plot
 import readme
+import toy as toy_over_seeds
 
 import benchmark
 from rlhf_details import evaluate, toy, train_both, train_ppo, train_reward, train_rloo, train_sft, utils
@@ -115,7 +116,8 @@ def test_every_flag_that_the_readme_names_exists():
     fields = {f.name for module in SCRIPTS.values() for f in dataclasses.fields(module.Args)}
     fields |= {"algorithm", "reward", "policy"}  # of train_both.py
     fields |= {f"no_{name}" for name in fields}
-    studies = benchmark.Args, plot.CurvesArgs, plot.CompareArgs, *(arguments for arguments, _ in against_trl.COMMANDS.values())
+    studies = benchmark.Args, plot.CurvesArgs, plot.CompareArgs, toy_over_seeds.Args
+    studies += tuple(arguments for arguments, _ in against_trl.COMMANDS.values())
     fields |= {field.name for arguments in studies for field in dataclasses.fields(arguments)}
     elsewhere = {"num_processes", "mixed_precision", "config_file", "nproc_per_node", "help"}
     elsewhere |= {
