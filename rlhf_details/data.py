@@ -77,7 +77,7 @@ def load_function(spec, flag):
     if not name:
         fail(f"{flag} {spec}: must be FILE.py:function or package.module:function")
     try:
-        found = getattr(_load_module(name), function, None)
+        found = getattr(_load_module(str(Path(name).resolve()) if name.endswith(".py") else name), function, None)
     except (Exception, SystemExit) as e:  # whatever the user's code raises
         fail(f"{flag} {spec}: cannot be imported ({type(e).__name__}: {e})")
     if not callable(found):

@@ -328,3 +328,12 @@ def test_an_untrained_head_is_a_function_of_the_seed(tiny, in_tmp):
         )  # fmt: skip
         scores.append(metrics["metrics"]["policy"]["score"]["value"])
     assert scores[0] == scores[1]
+
+
+def test_a_file_of_the_same_name_in_another_folder_is_another_file(tmp_path, monkeypatch):
+    for number in (1, 2):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        Path("same.py").write_text(f"def f(prompts, completions):\n    return {number}\n")
+        assert data.load_function("same.py:f", "--reward_fn")([], []) == number
