@@ -107,7 +107,8 @@ class Run:
         if args.run_name is not None:
             return args.run_name
         prefix = utils.default_run_name(args)
-        before = sorted(f for f in Path("runs").glob(f"{glob.escape(prefix)}[0-9]*") if any(f.iterdir()))  # some never started
+        named = Path("runs").glob(f"{glob.escape(prefix)}[0-9]*")
+        before = sorted(folder for folder in named if folder.is_dir() and any(folder.iterdir()))  # an empty one never started
         if args.resume and before:
             return before[-1].name
         name = prefix + time.strftime("%Y%m%d-%H%M%S")

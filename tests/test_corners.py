@@ -138,6 +138,13 @@ def test_a_routers_jitter_is_refused_and_not_switched_off(in_tmp, capsys):
     assert utils.load_policy(folder, "--sft_model_path").training
 
 
+def test_a_linear_layer_takes_no_rows():
+    """An expert that no token was sent to; oneDNN has no product of nothing."""
+    layer = torch.nn.Linear(4, 3)
+    layer.__class__ = utils.OneDNNLinear
+    assert layer(torch.zeros(0, 4)).shape == (0, 3)
+
+
 def test_a_model_that_cannot_read_the_mask_of_packed_rows_gets_plain_ones(in_tmp, capsys):
     """Falcon with ALiBi takes positions and makes its biases of the mask, which must have two dimensions."""
     torch.manual_seed(0)
@@ -231,8 +238,8 @@ def test_resume_does_not_empty_the_log_of_another_run(tiny, in_tmp, capsys):
 # ---- arguments -------------------------------------------------------------------------------------------------------
 def test_a_horizon_that_could_make_the_kl_coefficient_negative_is_refused(tiny, in_tmp, capsys):
     with pytest.raises(SystemExit):
-        train_ppo.check(ppo_args(tiny, adaptive_kl=True, kl_horizon=3))  # 16 episodes
-    assert "--kl_horizon 3: must be above a fifth of --batch_size" in capsys.readouterr().err
+        train_ppo.check(ppo_args(tiny, adaptive_kl=True, kl_horizon=4, batch_size=20))
+    assert "--kl_horizon 4: must be above a fifth of --batch_size" in capsys.readouterr().err
     train_ppo.check(ppo_args(tiny, adaptive_kl=True, kl_horizon=4))
     assert train_ppo.adapt_kl_coef(1.0, 0.0, 6.0, 4, 16) == pytest.approx(0.2)
 
