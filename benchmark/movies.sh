@@ -78,8 +78,5 @@ for POLICY in rloo ppo; do
         --opponent_path "$OUT/sft" \
         --ref_model_path "$OUT/sft" \
         --reward_model_path "$OUT/reward" \
-        --judge reward_model \
-        --response_length 32 \
-        --temperature 0.7 \
-        --kl_temperature 0.7
+        --judge reward_model
 done

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # TL;DR summaries with Pythia, from the base model to a judged policy: SFT, reward model, PPO (N+) and RLOO (TRL's documentation), four
-# seeds, each with stages of its own, as in "The N+ Implementation Details of RLHF with PPO" (arXiv 2403.17031).
+# seeds, each with stages of its own, as in "The N+ Implementation Details of RLHF with PPO" (arXiv 2403.17031), which judges samples
+# of temperature 0.01.
 #
 #     bash benchmark/tldr.sh                                       8 GPUs, a network, OPENAI_API_KEY for the judge
 #     SIZE=6.9b LAUNCH="--config_file benchmark/accelerate/zero3.yaml" bash benchmark/tldr.sh
@@ -40,7 +41,7 @@ for seed in "${seeds[@]}"; do
         stage "train_$policy" "$models/$policy" --config "benchmark/configs/${policy}_tldr_1b.toml" \
             --sft_model_path "$models/sft" --reward_model_path "$models/reward" "${flags[@]}"
         run python rlhf_details/evaluate.py --dataset $POSTS:validation --num_examples 1000 --policy_path "$models/$policy" \
-            --ref_model_path "$models/sft" --reward_model_path "$models/reward" --kl_temperature 0.7 \
+            --ref_model_path "$models/sft" --reward_model_path "$models/reward" --temperature 0.01 \
             --judge llm --judge_model "${JUDGE:-gpt-4o-mini}"
     done
 done

@@ -1,15 +1,16 @@
 """
-Evaluation of a policy: samples at low temperature, what they score, how far they are from a reference, how often they win.
+Evaluation of a policy: samples as it was trained, what they score, how far they are from a reference, how often they win.
 
-1. The policy gives one response to each prompt, sampled at a temperature near 0. The opponent is another policy, sampled with
-   the same noise (a policy against itself ties everywhere), or the rows' `completion`. Scores are the reward model's own, bias
-   included: nothing is taken off where a response did not end.
+1. The policy gives one response to each prompt, sampled as it was trained: temperature, length and the tokens that end a
+   response come from its folder's training_args.json, unless a flag says otherwise. The opponent is another policy, sampled with
+   the same settings and noise (a policy against itself ties everywhere), or the rows' `completion`. Scores are the reward
+   model's own, bias included: nothing is taken off where a response did not end.
 2. Win rate = (won + tied / 2) / pairs. Who wins a pair is said by the reward model, by the embedded task's true reward, or by a
    language model that reads both responses in a random order. An answer of it that names neither counts as a pair not won.
 3. KL(policy || reference) is estimated by the mean over responses of sum_t (log p - log p_ref), which is unbiased only for
-   responses drawn from p itself. Those of 1. come from softmax(logits / 0.01), whose own KL is huge and says little. So the KL
-   has a pass of its own, sampled and computed at `kl_temperature`, with the noise of the training scripts' held-out evaluation:
-   with the training's temperature, seed, prompts, stop_token and response_length it is that evaluation's KL.
+   responses drawn from p itself. Those of 1. may come from another policy, say from softmax(logits / 0.01), whose own KL is huge
+   and says little. So the KL has a pass of its own, sampled and computed at `kl_temperature`, with the noise of the training
+   scripts' held-out evaluation: without flags it is that evaluation's KL, given the training's seed and prompts.
 4. Every rate has its Wilson 95% interval (with many ties wider than it need be), every mean has mean +- 1.96 standard errors.
    Both are over prompts: they do not know of the luck of the seed that the policy was trained with.
 5. Answers of the judge are kept on disk one by one: an interrupted judging goes on with the same command.
@@ -91,19 +92,20 @@ class Args:
     trust_remote_code: bool = False
     """run the Python code that comes with a model; for models whose authors you trust"""
 
-    # sampling
-    response_length: int = 53
-    """most tokens a response may have (R)"""
-    temperature: float = 0.01
-    """sampling temperature of the responses that are scored and compared"""
-    kl_temperature: float = 1.0
-    """temperature of both policies in the KL; the one of training makes it comparable with `objective/kl`"""
-    stop_token: str = "eos"
-    """sampling ends with this token: "eos", "none", or a text that is one token"""
-    truncate_token: str = "none"
-    """as in train_ppo.py: what is read of a response ends with this token: "eos", "none" (all of it), or a text"""
-    truncate_after: int = 0
-    """tokens before this place of the response (from 0) do not truncate it"""
+    # sampling; None: as the policy was trained, says its folder's training_args.json, or else what FALLBACKS says
+    response_length: int | None = None
+    """most tokens a response may have (R); None: as the policy was trained, or 53"""
+    temperature: float | None = None
+    """sampling temperature of the responses that are scored and compared; None: as the policy was trained, or 1"""
+    kl_temperature: float | None = None
+    """temperature of both policies in the KL; None: as the policy was trained, or 1, comparable with training's `objective/kl`"""
+    stop_token: str | None = None
+    """sampling ends with this token: "eos", "none", or a text that is one token; None: as the policy was trained, or eos"""
+    truncate_token: str | None = None
+    """as in train_ppo.py: what is read of a response ends with this token: "eos", "none" (all of it), or a text; None: as the
+    policy was trained, or none"""
+    truncate_after: int | None = None
+    """tokens before this place of the response (from 0) do not truncate it; None: as the policy was trained, or 0"""
 
     # judging
     judge: Literal["none", "reward_model", "gold", "llm"] = "none"
@@ -121,7 +123,10 @@ class Args:
 
 
 MAY_DIFFER = "exp_name config output_dir overwrite judge_base_url rollout_micro_batch_size attn_implementation".split()
-LOW_TEMPERATURE, JUDGE_ORDER = 4, 5  # purposes of noise, beside those of train_rloo
+COMPARED, JUDGE_ORDER = 4, 5  # purposes of noise, beside those of train_rloo: the responses that are compared, and the pairs
+FALLBACKS = dict(  # how a policy is sampled where neither a flag nor its folder says it
+    temperature=1.0, response_length=53, stop_token="eos", truncate_token="none", truncate_after=0, kl_temperature=1.0
+)  # fmt: skip
 JUDGE_ATTEMPTS, JUDGE_THREADS, JUDGE_TIMEOUT = 6, 8, 60.0  # the time limit is in seconds
 JUDGE_TEMPLATE = """\
 Below are a prompt and two responses to it. Say which response is better. If the prompt asks for a summary, the better one says \
@@ -295,8 +300,63 @@ def ask_all(args, texts, cache_file, say):
 
 
 # ---- main ------------------------------------------------------------------------------------------------------------
+def as_trained(args):
+    """Resolves the settings of sampling: the flag's value, else that of the policy's training_args.json, else the fallback.
+
+    Returns: (the arguments, none of these settings None; a line that says them, and where each group of them comes from).
+    A file that cannot be read, or that holds a value of another type, ends with one line (exit code 2).
+    """
+    if not args.policy_path:
+        utils.fail("--policy_path: required, a model folder or Hub name (only --dataset toy from the command line has a default)")
+    flags = {name: getattr(args, name) for name in FALLBACKS if getattr(args, name) is not None}
+    path, trained = Path(args.policy_path, "training_args.json"), {}
+    has_file = os.path.isfile(path)
+    if has_file and len(flags) < len(FALLBACKS):
+        trained = read_training_args(path)
+        trained["kl_temperature"] = trained.get("temperature")
+    found = {name: trained[name] for name in FALLBACKS if name not in flags and trained.get(name) is not None}
+    for name, value in found.items():
+        kind = type(FALLBACKS[name])
+        if kind is float and type(value) is int and abs(value) < 2**63:
+            found[name] = value = float(value)
+        if type(value) is not kind:
+            utils.fail(f"--policy_path {args.policy_path}: {path}: {name}: {value!r} is not of type {kind.__name__}")
+    others = {name: value for name, value in FALLBACKS.items() if name not in flags | found}
+    values = flags | found | others
+    silent = set() if values["truncate_token"] != "none" or values["truncate_after"] else {"truncate_token", "truncate_after"}
+    silent |= set() if args.ref_model_path else {"kl_temperature"}  # what changes nothing is named only where a flag gives it
+    text = lambda x: x if x in ("eos", "none") else repr(x)  # noqa: E731
+    words = dict(
+        temperature=f"temperature {values['temperature']:g}", response_length=f"{values['response_length']} tokens",
+        stop_token=f"stop token {text(values['stop_token'])}", truncate_token=f"truncate token {text(values['truncate_token'])}",
+        truncate_after=f"truncate after {values['truncate_after']}",
+        kl_temperature=f"KL at temperature {values['kl_temperature']:g}",
+    )  # fmt: skip
+    why = f"the fallback, not in {path}" if has_file else f"the fallback, {args.policy_path} has no training_args.json"
+    groups = []
+    for names, source in ((found, f"from {path}"), (flags, ", ".join(f"--{name}" for name in flags)), (others, why)):
+        if said := [words[name] for name in FALLBACKS if name in names and (name in flags or name not in silent)]:
+            groups.append(f"{', '.join(said)} ({source})")
+    line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in f"sampling: {'; '.join(groups)}")  # as utils.fail has it
+    return replace(args, **values), line
+
+
+def read_training_args(path):
+    """The object that a policy's training_args.json holds; anything else ends with one line."""
+    try:
+        trained = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as e:  # a wrong encoding and a wrong JSON are ValueErrors
+        utils.fail(f"--policy_path {path.parent}: {path} cannot be read as JSON ({e})")
+    if not isinstance(trained, dict):
+        utils.fail(f"--policy_path {path.parent}: {path} holds no object with the arguments of a training")
+    return trained
+
+
 def check(args):
-    """Ends with one line (exit code 2) where arguments are wrong or contradict each other; nothing has been written by then."""
+    """Ends with one line (exit code 2) where arguments are wrong or contradict each other; nothing has been written by then.
+
+    Args: args, as `as_trained` returns them.
+    """
     for name, lowest in dict(
         num_examples=1, max_prompt_length=1, response_length=1, rollout_micro_batch_size=1, seed=0, truncate_after=0
     ).items():
@@ -314,8 +374,6 @@ def check(args):
         utils.fail(f"--truncate_after {args.truncate_after}: not below --response_length {args.response_length}")
     for spec in args.reward_fn:
         data.load_function(spec, "--reward_fn")
-    if not args.policy_path:
-        utils.fail("--policy_path: required, a model folder or Hub name (only --dataset toy from the command line has a default)")
     if args.judge == "reward_model" and not args.reward_model_path:
         utils.fail("--judge reward_model: needs --reward_model_path")
     if args.judge == "gold" and args.dataset.partition(":")[0] != "toy":
@@ -398,6 +456,9 @@ def main(args: Args):
     """Evaluates; returns the contents of summary.json on the main process, None on the others."""
     start_time = time.time()
     transformers_logging.set_verbosity_error(), transformers_logging.disable_progress_bar()
+    args, sampling = as_trained(args)
+    if os.environ.get("RANK", "0") == "0":
+        print(sampling)  # before the checks, whose errors may speak of a value that no flag has given
     check(args)
     accelerator = Accelerator()
     utils.check_processes(accelerator)
@@ -492,10 +553,10 @@ def main(args: Args):
             figures[name] = rate(x.tolist()) if name == "verifiable_correct_rate" else average(x.tolist())
         return side, figures | {f"distinct_{n}": {"value": distinct_n(said, n)} for n in (1, 2, 3)}
 
-    policy, figures = measure(*sample_all(args.policy_path, args.temperature, LOW_TEMPERATURE))
+    policy, figures = measure(*sample_all(args.policy_path, args.temperature, COMPARED))
     metrics, opponent = {"policy": figures}, None
     if args.opponent_path:
-        opponent, metrics["opponent"] = measure(*sample_all(args.opponent_path, args.temperature, LOW_TEMPERATURE))
+        opponent, metrics["opponent"] = measure(*sample_all(args.opponent_path, args.temperature, COMPARED))
     elif use_references:
         lengths = torch.tensor(list(map(len, references)), device=device)
         mask = torch.arange(max(map(len, references)), device=device) < lengths.unsqueeze(1)  # [N, R]

@@ -131,10 +131,9 @@ DEFAULTS = {
         missing_eos_penalty=3.0, response_length=RESPONSE_LENGTH, temperature=1.0,
         max_grad_norm=1.0, micro_batch_size=256, rollout_micro_batch_size=256,
     ),
-    "evaluate": dict(  # near temperature 0 both policies say the same words again and again, which the true reward punishes
+    "evaluate": dict(
         dataset="toy:test", policy_path="models/toy/rloo", opponent_path="models/toy/sft", ref_model_path="models/toy/sft",
-        reward_model_path="models/toy/reward", judge="gold", response_length=RESPONSE_LENGTH, temperature=1.0,
-        rollout_micro_batch_size=256,
+        reward_model_path="models/toy/reward", judge="gold", rollout_micro_batch_size=256,
     ),
 }  # fmt: skip
 SUM_DEFAULTS = {  # what "toy-sum" has otherwise: arithmetic, rewarded by a function and not by a model
@@ -155,7 +154,6 @@ SUM_DEFAULTS = {  # what "toy-sum" has otherwise: arithmetic, rewarded by a func
     "evaluate": dict(
         dataset="toy-sum:test", policy_path="models/toy-sum/rloo", opponent_path="models/toy-sum/sft",
         ref_model_path="models/toy-sum/sft", reward_model_path=None, reward_fn=["rlhf_details.toy:right_sum"], judge="none",
-        response_length=3,
     ),
 }  # fmt: skip
 

@@ -187,7 +187,7 @@ def test_samples_are_greedy_and_figures_are_those_of_plain_transformers(rows, pe
     ended = [r[-1] == stop for r in greedy]
     assert 0 < sum(ended) < len(rows)
 
-    metrics, table = evaluate_tiny(peaked, stop_token=tokenizer.decode([stop]))
+    metrics, table = evaluate_tiny(peaked, stop_token=tokenizer.decode([stop]), temperature=0.01)
     assert [row["response"] for row in table] == [tokenizer.decode(r) for r in greedy]
     assert [int(row["length"]) for row in table] == [len(r) for r in greedy]
     assert [row["ended"] for row in table] == [str(int(x)) for x in ended]
@@ -330,6 +330,129 @@ def test_a_terminal_shows_a_table_of_all_figures(rows, tiny, monkeypatch, capsys
     assert all(x in text for x in ("score (reward model)", "length (tokens)", "ended (eos)", "distinct-3", "KL (nats, T = 1)"))
 
 
+# ---- sampling as the policy was trained ------------------------------------------------------------------------------
+AS_TRAINED = dict.fromkeys(evaluate.FALLBACKS)  # what no flag gives
+
+
+@pytest.fixture
+def trained(tiny, in_tmp):
+    """trained(text or object): a folder `trained` with the tiny policy and this training_args.json."""
+
+    def make(content):
+        shutil.copytree(tiny / "policy", "trained", dirs_exist_ok=True)
+        Path("trained/training_args.json").write_text(content if isinstance(content, str) else json.dumps(content))
+        return "trained"
+
+    return make
+
+
+def resolved(**changes):
+    """(the settings of sampling, the line that says them) of flags."""
+    args, line = evaluate.as_trained(evaluate.Args(**({"policy_path": "trained"} | changes)))
+    return {name: getattr(args, name) for name in evaluate.FALLBACKS}, line
+
+
+def test_a_policy_is_sampled_as_it_was_trained(rows, tiny, other, trained, capsys):
+    policy = trained(dict(temperature=1.0, response_length=24, stop_token="eos"))
+    metrics, table = evaluate_tiny(tiny, **AS_TRAINED, policy_path=policy, opponent_path=other, ref_model_path=other)
+    line = "sampling: temperature 1, 24 tokens, stop token eos, KL at temperature 1 (from trained/training_args.json)"
+    assert [text for text in capsys.readouterr().out.splitlines() if text.startswith("sampling")] == [line]
+    args = json.loads(Path("out/summary.json").read_text())["args"]
+    assert (args["temperature"], args["response_length"], args["kl_temperature"]) == (1, 24, 1)
+    assert (args["stop_token"], args["truncate_token"], args["truncate_after"]) == ("eos", "none", 0)
+    assert max(int(row[side]) for row in table for side in ("length", "opponent_length")) == 24
+    flags = dict(temperature=1.0, response_length=24, kl_temperature=1.0, policy_path=policy, opponent_path=other)
+    assert evaluate_tiny(tiny, **flags, ref_model_path=other, output_dir="by_flags") == (metrics, table)
+
+
+def test_the_kl_without_flags_is_that_of_the_trainings_held_out_evaluation(rows, tiny):
+    """Also of a policy of fixed length, whose training wrote the file."""
+    recipe = dict(stop_token="none", truncate_token="eos", truncate_after=2, response_length=40, temperature=0.8)
+    training = dict(dataset="rows.jsonl", eval_dataset="rows.jsonl", output_dir="trained", missing_eos_penalty=None)
+    after = train_ppo.main(ppo_args(tiny, learning_rate=1e-2, **recipe, **training))["after"]
+    metrics, _ = evaluate_tiny(tiny, **AS_TRAINED, policy_path="trained", ref_model_path=str(tiny / "policy"))
+    args = json.loads(Path("out/summary.json").read_text())["args"]
+    assert recipe | {"kl_temperature": 0.8} == {name: args[name] for name in evaluate.FALLBACKS}
+    assert metrics["policy"]["kl"]["value"] == pytest.approx(after["eval/objective/kl"], rel=1e-4)
+
+
+PPO_ARGS = dict(temperature=0.7, response_length=24, stop_token="none", truncate_token=".", truncate_after=16, seed=1)
+FROM, FALLBACKS = "(from trained/training_args.json)", dict(evaluate.FALLBACKS)
+
+
+@pytest.mark.parametrize(
+    "file, flags, expected, line",
+    [
+        (PPO_ARGS, {}, dict(PPO_ARGS, kl_temperature=0.7), "temperature 0.7, 24 tokens, stop token none, truncate token '.', "
+         f"truncate after 16 {FROM}"),
+        (PPO_ARGS, dict(temperature=0.01, ref_model_path="x"), dict(PPO_ARGS, temperature=0.01, kl_temperature=0.7),
+         f"24 tokens, stop token none, truncate token '.', truncate after 16, KL at temperature 0.7 {FROM}; "
+         "temperature 0.01 (--temperature)"),
+        (PPO_ARGS, dict(truncate_token="none", truncate_after=0), dict(PPO_ARGS, truncate_token="none", truncate_after=0,
+         kl_temperature=0.7), f"temperature 0.7, 24 tokens, stop token none {FROM}; truncate token none, truncate after 0 "
+         "(--truncate_token, --truncate_after)"),
+        (dict(temperature=1, response_length=36), {}, dict(FALLBACKS, temperature=1, response_length=36),  # of train_sft.py
+         f"temperature 1, 36 tokens {FROM}; stop token eos (the fallback, not in trained/training_args.json)"),
+        ({}, dict(kl_temperature=0.5), dict(FALLBACKS, kl_temperature=0.5), "KL at temperature 0.5 (--kl_temperature); temperature "
+         "1, 53 tokens, stop token eos (the fallback, not in trained/training_args.json)"),
+        (None, {}, FALLBACKS, "temperature 1, 53 tokens, stop token eos (the fallback, trained has no training_args.json)"),
+        (None, dict(temperature=0.3), dict(FALLBACKS, temperature=0.3), "temperature 0.3 (--temperature); 53 tokens, stop token "
+         "eos (the fallback, trained has no training_args.json)"),
+        ("{", {**FALLBACKS, "truncate_token": "eos"}, dict(FALLBACKS, truncate_token="eos"), "temperature 1, 53 tokens, stop token "
+         "eos, truncate token eos, truncate after 0, KL at temperature 1 (--temperature, --response_length, --stop_token, "
+         "--truncate_token, --truncate_after, --kl_temperature)"),
+    ],
+    ids=["all", "temperature", "truncation", "sft", "empty", "foreign folder", "foreign folder, flag", "flags alone"],
+)  # fmt: skip
+def test_each_setting_is_the_flags_or_the_files_or_the_fallback(trained, file, flags, expected, line):
+    trained(file or {})
+    if file is None:
+        Path("trained/training_args.json").unlink()
+    values, said = resolved(**flags)
+    assert values == {name: expected[name] for name in evaluate.FALLBACKS} and said == f"sampling: {line}"
+
+
+def test_a_hub_model_has_the_fallbacks(in_tmp):
+    assert resolved(policy_path="EleutherAI/pythia-160m")[0] == evaluate.FALLBACKS
+
+
+def test_the_line_can_be_printed_whatever_the_name_is(in_tmp):
+    resolved(policy_path="a\n\udcff\0")[1].encode("ascii")
+
+
+@pytest.mark.parametrize(
+    "content, parts",
+    [
+        ("{", ("cannot be read as JSON",)), ("", ("cannot be read as JSON",)), 
+        ("[1]", ("holds no object",)), ("null", ("holds no object",)),
+        ('{"temperature": "warm"}', ("temperature", "'warm'")), ('{"response_length": 24.5}', ("response_length", 24.5)),
+        ('{"response_length": true}', ("response_length", True)), ('{"stop_token": 3}', ("stop_token", 3)),
+        ('{"temperature": 1' + "0" * 400 + "}", ("temperature",)),
+    ],
+    ids=["half", "empty", "list", "null", "text", "float", "bool", "number", "huge"],
+)  # fmt: skip
+def test_a_broken_file_of_the_training_is_one_line(trained, refused, content, parts):
+    trained(content)
+    refused("--policy_path trained", "trained/training_args.json", *parts, **AS_TRAINED, policy_path="trained")
+
+
+@pytest.mark.parametrize(
+    "file, flags, parts",
+    [
+        (PPO_ARGS, dict(response_length=16), ("--truncate_after 16", "--response_length 16")),
+        (dict(PPO_ARGS, truncate_after=0), dict(truncate_after=24), ("--truncate_after 24", "--response_length 24")),
+        (PPO_ARGS, dict(truncate_token="none"), ("--truncate_after 16", "--truncate_token")),
+        (dict(temperature=0.0), {}, ("--temperature 0.0",)),
+        (dict(temperature=NAN), {}, ("--temperature nan",)),
+        (dict(response_length=0), {}, ("--response_length 0",)),
+        (dict(stop_token="nonsense"), {}, ("--stop_token 'nonsense'",)),
+    ],
+)
+def test_the_checks_hold_for_what_the_file_says(trained, refused, file, flags, parts):
+    trained(file)
+    refused(*parts, **(AS_TRAINED | flags), policy_path="trained")
+
+
 # ---- the output folder -----------------------------------------------------------------------------------------------
 def test_the_same_command_may_be_repeated_and_another_needs_overwrite(rows, tiny, capsys):
     evaluate_tiny(tiny)
@@ -339,7 +462,7 @@ def test_the_same_command_may_be_repeated_and_another_needs_overwrite(rows, tiny
     with pytest.raises(SystemExit) as end:
         evaluate_tiny(tiny, temperature=0.5)
     assert end.value.code == 2 and contents(Path(".")) == before
-    assert_one_line(capsys.readouterr().err, ["--output_dir out", "temperature", 0.01, 0.5, "--overwrite"])
+    assert_one_line(capsys.readouterr().err, ["--output_dir out", "temperature 1.0 there", "0.5 here", "--overwrite"])
     _, second = evaluate_tiny(tiny, temperature=0.5, overwrite=True)
     assert first != second and Path("out/judge_cache.jsonl").read_text() == "paid for\n"
     assert sorted(p.name for p in Path("out").iterdir()) == ["judge_cache.jsonl", "samples.csv", "summary.json"]
@@ -660,7 +783,7 @@ def test_each_policy_has_a_folder_of_its_own_by_default():
 
 def test_command_line_of_the_embedded_task():
     args = utils.parse_args(evaluate.Args, toy.defaults("evaluate"), [])
-    assert (args.dataset, args.policy_path, args.judge, args.temperature) == ("toy:test", "models/toy/rloo", "gold", 1.0)
+    assert (args.dataset, args.policy_path, args.judge, args.temperature) == ("toy:test", "models/toy/rloo", "gold", None)
     args = utils.parse_args(evaluate.Args, toy.defaults("evaluate"), ["--opponent_path", "None", "--policy_path", "models/mine"])
     assert (args.policy_path, args.opponent_path, args.ref_model_path) == ("models/mine", None, "models/toy/sft")
     args = utils.parse_args(evaluate.Args, toy.defaults("evaluate"), ["--dataset", "rows.jsonl", "--policy_path", "models/mine"])

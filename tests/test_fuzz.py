@@ -125,10 +125,15 @@ def arguments(args_class, prefix="--"):
     return lines.map(lambda parts: list(chain(*parts[0], *parts[1]))).filter(lambda line: not {"-h", "--help"} & set(line))
 
 
+def check(module, args):
+    """Checks arguments as the script's main does."""
+    module.check(evaluate.as_trained(args)[0] if module is evaluate else args)
+
+
 def parse_and_check(script, argv):
     module = SCRIPTS[script]
     args = utils.parse_args(module.Args, toy.defaults(script), argv)
-    module.check(args)
+    check(module, args)
     torch.Generator().manual_seed(args.seed)  # the first thing that main does with them
     return args
 
@@ -318,7 +323,7 @@ def test_names():
         changes |= dict.fromkeys(("base_model", "sft_model_path", "policy_path"), model)
         fields = [field.name for field in dataclasses.fields(module.Args)]
         args = module.Args(**toy.DEFAULTS[script] | {name: value for name, value in changes.items() if name in fields})
-        _, line = outcome(module.check, args)
+        _, line = outcome(check, module, args)
         if line:
             assert line.startswith("error: --"), line
         elif script != "evaluate":
