@@ -188,14 +188,13 @@ def with_prompts(rows, template, what):
     """The rows, each with its `prompt`: a string, messages or token ids.
 
     It is the filled --prompt_template (None: no template), the column `prompt`, `messages` up to their last answer, N+'s
-    `query_token`, or what `chosen` and `rejected` have in common. A `prompt` that repeats one of the row's `messages`, and has no
-    `completion`, gives way to these, which SFT trains on.
+    `query_token`, or what `chosen` and `rejected` have in common: the first of these that a row has, read as it stands.
     """
     result = []
     for number, row in enumerate(rows, 1):
         if template is not None:
             prompt = fill(template, row, f"{what}: row {number}")
-        elif "prompt" in row and not repeats_message(row):
+        elif "prompt" in row:
             prompt = row["prompt"]
         elif is_messages(row.get("messages")):
             prompt = row["messages"][: -1 if row["messages"][-1].get("role") == "assistant" else None]
@@ -210,17 +209,12 @@ def with_prompts(rows, template, what):
     return result
 
 
-def repeats_message(row):
-    """Whether a row's prompt is the text of one of the messages before the last, and no column but these holds its answer."""
-    messages = row["messages"][:-1] if is_messages(row.get("messages")) and isinstance(row["prompt"], str) else []
-    others = {"completion", "chosen", "candidates", "reference_response_token", "response0_token"}
-    said = [m["content"].strip() for m in messages if isinstance(m.get("content"), str)]
-    return row["prompt"].strip() in said and not others & row.keys() if said else False
-
-
 def with_completions(rows, what, template=None):
     """The rows of `with_prompts`, each with its `completion`: that column, the answer that ends `messages` (then all messages
-    before it are the prompt), or N+'s `reference_response_token`. template: as given to `with_prompts`."""
+    before it are the prompt, also where there is a column `prompt`), or N+'s `reference_response_token`.
+
+    template: as given to `with_prompts`.
+    """
     result = []
     for number, row in enumerate(rows, 1):
         if "completion" in row:

@@ -67,8 +67,8 @@ class Args:
 
     # data and model
     dataset: str = "toy"
-    """rows of `prompt` and `completion`, of `messages`, of `text`, or of N+'s tokens: "toy", "toy-sum", a file, a folder or a Hub
-    data set (:PART, a split or file of it), or FILE.py:FUNCTION that returns rows"""
+    """rows of `prompt` and `completion`, else of `messages`, of `text`, or of N+'s tokens: "toy", "toy-sum", a file, a folder or a
+    Hub data set (:PART, a split or file of it), or FILE.py:FUNCTION that returns rows"""
     eval_dataset: str | None = None
     """held-out rows; None: no evaluation"""
     take: int | None = None

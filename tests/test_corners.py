@@ -259,17 +259,17 @@ def test_an_empty_cell_of_a_template_is_the_empty_string(in_tmp):
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
-def test_a_prompt_that_repeats_a_message_is_templated_in_every_stage():
-    """UltraChat's rows: `prompt` is the first message, and SFT trains on `messages`."""
+def test_a_prompt_is_read_as_it_stands_beside_messages_and_sft_reads_these():
+    """UltraChat's rows: `prompt` is the first message, and SFT trains on `messages`, unless there is a `completion`."""
     user, answer = {"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Yes."}
     row = {"prompt": "Hi?", "messages": [user, answer]}
     (of_rl,), (of_sft,) = data.with_prompts([row], None, "x"), data.with_completions(data.with_prompts([row], None, "x"), "x")
-    assert of_rl["prompt"] == of_sft["prompt"] == [user] and of_sft["completion"] == [answer]
-    assert data.with_prompts([row | {"prompt": "Hi? "}], None, "x")[0]["prompt"] == [user]
-    others = [{"prompt": "Hello?"}, {"prompt": "Yes."}, {"completion": "No."}, {"chosen": "a", "rejected": "b"}]
-    for other in (*others, {"candidates": ["a", "b"], "best": 0}):
+    assert of_rl["prompt"] == "Hi?" and of_sft["prompt"] == [user] and of_sft["completion"] == [answer]
+    for other in ({"prompt": "Hi? "}, {"prompt": "Hello?"}, {"prompt": [answer]}, {"prompt": "Yes."}, {"completion": "No."}):
         (kept,) = data.with_prompts([row | other], None, "x")
         assert kept["prompt"] == (row | other)["prompt"]
+    (of_sft,) = data.with_completions(data.with_prompts([row | {"completion": "No."}], None, "x"), "x")
+    assert (of_sft["prompt"], of_sft["completion"]) == ("Hi?", "No.")
 
 
 def test_rows_of_text_have_no_prompt_to_answer_though_the_tokenizer_has_a_bos(tiny, in_tmp):

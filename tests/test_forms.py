@@ -888,17 +888,34 @@ def save_splits(folder, **splits):
     return str(folder)
 
 
+def sft_trl_style(n):
+    """n rows with exactly the columns of trl-internal-testing/tldr-preference-sft-trl-style."""
+    rows = []
+    for i, row in enumerate(REVIEWS[:n]):
+        post, summary = row["prompt"], row["completion"][:50].strip()
+        text = f"SUBREDDIT: r/{i}\n\nTITLE: x\n\nPOST: {post}\n\nTL;DR:"
+        rows.append({
+            "prompt": text, "messages": [user(text), assistant(summary)],
+            "id": f"t3_{i}", "subreddit": f"{i}", "title": "x", "post": post, "summary": summary,
+        })  # fmt: skip
+    return rows
+
+
 @pytest.fixture
 def trl_style(in_tmp):
-    """(folder, rows of train) like trl-internal-testing/tldr-preference-sft-trl-style."""
+    """(folder, rows of train, rows of validation) like trl-internal-testing/tldr-preference-sft-trl-style."""
+    rows = sft_trl_style(12)
+    return save_splits(in_tmp / "trl_style", train=rows[:8], validation=rows[8:]), rows[:8], rows[8:]
+
+
+@pytest.fixture
+def trl_style_pairs(in_tmp):
+    """(folder, rows of train, rows of validation) of comparisons whose messages begin with the row's prompt."""
     rows = []
     for row, other in zip(REVIEWS[:12], REVIEWS[20:32], strict=True):
         text, good, bad = f"POST: {row['prompt']}\n\nTL;DR:", row["completion"][:50].strip(), other["completion"][:40].strip()
-        rows.append({
-            "prompt": text, "chosen": [user(text), assistant(good)], "rejected": [user(text), assistant(bad)],
-            "messages": [user(text), assistant(good)],
-        })  # fmt: skip
-    return save_splits(in_tmp / "trl_style", train=rows[:8], validation=rows[8:]), rows[:8], rows[8:]
+        rows.append({"prompt": text, "chosen": [user(text), assistant(good)], "rejected": [user(text), assistant(bad)]})
+    return save_splits(in_tmp / "trl_style_pairs", train=rows[:8], validation=rows[8:]), rows[:8], rows[8:]
 
 
 def test_sft_reads_the_messages_of_the_trl_style_beside_its_prompts(tokenizers, chat_models, trl_style):
@@ -913,8 +930,8 @@ def test_sft_reads_the_messages_of_the_trl_style_beside_its_prompts(tokenizers, 
     assert metrics["eval/sft/loss"] == pytest.approx(mean_loss(chat_models["chatml"] / "policy", pairs[1]), rel=1e-4)
 
 
-def test_reward_reads_the_implicit_prompt_of_the_trl_style(tokenizers, chat_models, trl_style):
-    folder, rows, held_out = trl_style
+def test_reward_reads_the_implicit_prompt_of_the_trl_style(tokenizers, chat_models, trl_style_pairs):
+    folder, rows, held_out = trl_style_pairs
     (metrics,) = run_reward(chat_models["chatml"], dataset=folder, eval_dataset=f"{folder}:validation")
     for name, of_split in (("train", rows), ("eval", held_out)):
         pairs = [([whole_ids(tokenizers["chatml"], row[c], "<|im_end|>") for c in ("chosen", "rejected")], 0) for row in of_split]
@@ -922,7 +939,7 @@ def test_reward_reads_the_implicit_prompt_of_the_trl_style(tokenizers, chat_mode
 
 
 @BOTH_LOOPS
-def test_a_loop_reads_the_prompts_of_the_trl_style(tokenizers, chat_models, trl_style, sampled, loop):
+def test_a_loop_reads_the_prompts_of_the_trl_style_as_they_stand(tokenizers, chat_models, trl_style, sampled, loop):
     folder, rows, _ = trl_style
     trained_on = sampled(LOOPS[loop][0])
     assert_finite(run_loop(loop, chat_models["chatml"], dataset=f"{folder}:train", eval_dataset=f"{folder}:validation"))

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, read_metrics, tiny_config
+from test_forms import save_splits, sft_trl_style
 from transformers import GPTNeoXForSequenceClassification
 
 from rlhf_details import toy, utils
@@ -137,6 +138,25 @@ def test_it_runs_when_its_models_and_sizes_are_tiny(path, tiny, in_tmp, monkeypa
     assert len(rows) == 2 and all(math.isfinite(row["objective/rlhf_reward"]) for row in rows)
     assert rows[0]["objective/kl"] == pytest.approx(0, abs=1e-3) and rows[1]["policy/grad_norm"] > 0
     assert not args.reward_fn or f"objective/rewards/{args.reward_fn[0].rpartition(':')[2]}" in rows[0]
+
+
+def test_rloo_starts_on_the_columns_of_the_data_set_that_its_recipe_names(tiny, in_tmp):
+    """Exactly the published columns, and a tokenizer without a chat template, as Pythia's: the prompts are read as they stand."""
+    assert toy.tokenizer().chat_template is None
+    module, args, _ = recipe(ROOT / "benchmark/configs/rloo_tldr_1b.toml")
+    rows = sft_trl_style(24)
+    assert list(rows[0]) == "prompt messages id subreddit title post summary".split()
+    name = "trl-internal-testing/tldr-preference-sft-trl-style"
+    folder = save_splits(in_tmp / "tldr", train=rows[:16], validation=rows[16:])
+    data_sets = {flag: getattr(args, flag).replace(name, folder) for flag in ("dataset", "eval_dataset")}
+    assert data_sets == {"dataset": f"{folder}:train", "eval_dataset": f"{folder}:validation"}
+    models = dict(sft_model_path=str(tiny / "policy"), reward_model_path=str(tiny / "reward"))
+    sizes = dict(response_length=8, batch_size=16, total_episodes=32, micro_batch_size=4, rollout_micro_batch_size=8)
+    run = module.main(dataclasses.replace(args, **data_sets, **models, **sizes))["run"]
+    rewards = [row["objective/rlhf_reward"] for row in read_metrics(run) if "objective/rlhf_reward" in row]
+    assert len(rewards) == 2 and all(map(math.isfinite, rewards))
+    samples = [json.loads(line) for line in Path(run, "samples.jsonl").read_text().splitlines()]
+    assert samples and {row["query"] for row in samples} <= {row["prompt"] for row in rows[16:]}
 
 
 @each_config
