@@ -4,7 +4,7 @@ Has a rewrite changed a number? This tool runs an old commit and the working tre
     python benchmark/frozen.py --against b9b2685 --list                 which runs there are
     python benchmark/frozen.py --against b9b2685 --work /tmp/frozen     all of them; exit code 1 where one differs
     python benchmark/frozen.py --against b9b2685 --runs rloo ppo --processes 1
-    python benchmark/frozen.py --against b9b2685 --noise                the old commit against itself: what rounding does
+    python benchmark/frozen.py --against b9b2685 --noise                what rounding does to the old commit
 
 Both sides run on this machine, one thread a process, from the same seeds, each run in a folder of its own. The tool
 checks the old commit out into a temporary `git worktree` and removes it at the end. It keeps the old side's results in
@@ -19,14 +19,18 @@ It compares:
    held-out samples: they are equal as a set, since slices may overlap. Between update 0 and update 1 they are the batch
    of the first update: equal as a multiset, in any order. Sample tables may fall into the same time; the tool leaves
    their rows out, since it knows their prompts from the held-out samples.
-2. The metrics of the first 20 updates: 1e-3 relative, plus what ABSOLUTE allows for a metric (under bf16: BF16_RELATIVE).
-   Counts of tokens (EXACT) are equal at update 1. Times are left out. A metric that only the new side has is named; one
-   that only the old side has is a difference, unless ALLOWED_TO_GO names it.
+2. The metrics of the first 20 updates: 1e-3 relative, plus what ABSOLUTE allows for a metric. Counts of tokens (EXACT)
+   are equal at update 1. Times are left out. A metric that only the new side has is named; one that only the old side
+   has is a difference, unless ALLOWED_TO_GO names it.
 3. The held-out figures of the last row: within the range of three seeds of the old side (rloo and ppo on one process),
    or 2e-2 relative (all runs).
 4. The saved models: the norm of the difference of all weights, 1e-3 of the norm of the weights, and the reward model's
    bias, which is in no metric.
 5. The run `resume`, which a SIGTERM stops, also with the run `rloo` of its own side, which nobody stopped.
+
+Runs in bf16 are allowed more: see BF16_TOLERANCE. Rounding may, rarely, turn a sampled token, and from that update on a
+run is another one. The verdict names the first numbers that differ: a difference that begins late, in one run alone,
+may be such a turn. Sample tables are not compared, nor is what the scripts print.
 """
 
 import json
@@ -52,8 +56,21 @@ ROOT = Path(__file__).resolve().parent.parent
 ALLOWED_TO_GO = {"val/counted"}  # metrics of the old side that the new side may lack
 GOING = ("--async_rollouts", "--lora_merge")  # flags that a side is given where its --help knows them, and else not
 EXACT = ("val/num_eos_tokens", "val/num_stop_token_ids", "val/sequence_lengths")  # at the first update
-TOLERANCE, BF16_TOLERANCE, EVAL_TOLERANCE, COMPARED_UPDATES = 1e-3, 2e-2, 2e-2, 20
-ABSOLUTE = {}
+TOLERANCE, EVAL_TOLERANCE, COMPARED_UPDATES = 1e-3, 2e-2, 20
+# What --noise showed beyond 1e-3 relative at b9b2685, in runs where no sampled token turned, and what is allowed:
+ABSOLUTE = {
+    "objective/kl": 2e-6,  # 3e-7, at update 1, where it is rounding alone
+    "eval/objective/kl": 2e-6,  # 5e-8, at update 0
+    "objective/non_score_reward": 2e-6,  # 3e-8, at update 1
+    "val/logprob_gap": 3e-5,  # 5e-6, rounding alone at all updates
+    "policy/approxkl_avg": 2e-6,  # 6e-7
+    "val/ratio_var": 2e-6,  # 4e-7
+    "loss/policy_avg": 1e-6,  # zero by construction in RLOO with one step, and none seen; bf16: 3e-8
+    "policy/clipfrac_avg": 2e-4,  # an action more or less of some 6,000; none seen
+    "val/clipfrac_avg": 2e-4,  # likewise
+}
+# Under bf16 rounding turns sampled tokens from update 2 on: so update 1 and the end are compared, with more allowed.
+BF16_TOLERANCE, BF16_ABSOLUTE, BF16_TURNED = 5e-2, 1000, 0.02  # relative; times ABSOLUTE; share of samples
 NOISE = ("--micro_batch_size", "16"), ("--rollout_micro_batch_size", "32")  # they change rounding alone
 RECORDER = """import json, os
 from pathlib import Path
@@ -82,7 +99,8 @@ class Run:
     stopped: bool = False  # by SIGTERM, and then resumed
 
 
-CLASSIC = "--score_scaling --score_norm --score_clip 2 --target_kl 0.01 --ratio_threshold 1.01 --kl_penalty abs"
+CLASSIC = "--score_scaling --score_norm --score_clip 2 --kl_penalty abs"
+LIMITS = "--num_mini_batches 2 --target_kl 0.001 --ratio_threshold 1.0005"  # low, so that both act
 LM_HUMAN_PREFERENCES = "--config {tree}/benchmark/configs/ppo_toy_lm_human_preferences.toml"
 SUM = (("rlhf_details.toy:right_sum", 1),)
 STYLE = (("{tree}/benchmark/rewards.py:keyword", 1), ("{tree}/benchmark/rewards.py:brevity", 0.5))
@@ -100,8 +118,8 @@ RUNS = {
     "resume": Run("train_rloo", "--checkpoint_every 5", 256, stopped=True),
     "ppo": Run("train_ppo", "", 256, processes=(1, 2), seeds=(1, 2, 3)),
     "ppo_lmhp": Run("train_ppo", LM_HUMAN_PREFERENCES),
-    "ppo_full": Run("train_ppo", "--kl_penalty full"),
-    "ppo_classic": Run("train_ppo", CLASSIC),
+    "ppo_full": Run("train_ppo", "--kl_penalty full --learning_rate 1e-4"),
+    "ppo_classic": Run("train_ppo", f"{CLASSIC} {LIMITS}"),
     "ppo_async": Run("train_ppo_async", "--async_rollouts"),
     "ppo_own_tokenizer": Run("train_ppo", "--reward_model_path models/own/reward"),
     "ppo_lora": Run("train_ppo", "--lora_rank 4 --lora_merge"),
@@ -129,7 +147,7 @@ class Args:
     report: str | None = None
     """markdown file for the table"""
     noise: bool = False
-    """run the old commit with other micro-batch sizes in place of the working tree, and print the differences of every metric"""
+    """in place of the working tree, run the old commit with other micro-batch sizes, and print what differs"""
     list: bool = False
     """print the runs and stop"""
 
@@ -250,7 +268,7 @@ def train_stages(tree, folder):
 # ---- comparing -------------------------------------------------------------------------------------------------------
 @dataclass
 class Verdict:
-    """What one comparison found: the largest relative difference, what is wrong, what to know besides, and both times."""
+    """What one comparison found: the largest relative difference, what is wrong, what to know besides, the times."""
 
     name: str
     processes: int
@@ -292,35 +310,38 @@ def samples_of(folder):
     return held_out, Counter((p, completion) for update, p, completion in lines if update == 0 and p not in prompts)
 
 
-def compare_metrics(verdict, old, new, relative, ranges):
+def compare_metrics(verdict, old, new, bf16, ranges):
     """Compares the rows of metrics; ranges: {held-out metric: its values over seeds}, where there are such."""
     old, new = metrics_of(old), metrics_of(new)
     if list(old) != list(new):
         verdict.wrong.append(f"rows of updates {list(old)[:1]}..{list(old)[-1:]} -> {list(new)[:1]}..{list(new)[-1:]}")
     last, lacking, fresh = max(old), set(), set()
+    relative, factor, updates = (BF16_TOLERANCE, BF16_ABSOLUTE, 1) if bf16 else (TOLERANCE, 1, COMPARED_UPDATES)
     for update in sorted(set(old) & set(new)):
         a, b, where = old[update], new[update], f" at {update}"
         lacking |= set(a) - set(b)
         fresh |= set(b) - set(a)
         for metric in [metric for metric in a if metric in b]:
-            if metric in EXACT and update == 1:
+            if metric in EXACT and update == 1 and not bf16:
                 verdict.number(metric, a[metric], b[metric], 0.0, where=where)
             elif metric.startswith("eval/") and update == last:
                 seeds = ranges.get(metric, [math.inf])
                 allowed = 1e9 if min(seeds) <= b[metric] <= max(seeds) else EVAL_TOLERANCE
                 verdict.number(metric, a[metric], b[metric], max(allowed, relative), where=" at the end")
-            elif update <= COMPARED_UPDATES:
-                verdict.number(metric, a[metric], b[metric], relative, ABSOLUTE.get(metric, 0.0), where)
+            elif update <= updates:
+                verdict.number(metric, a[metric], b[metric], relative, factor * ABSOLUTE.get(metric, 0.0), where)
     verdict.wrong += [f"lacks {metric}" for metric in sorted(lacking - ALLOWED_TO_GO)]
     verdict.notes += [f"lacks {metric}, which may go" for metric in sorted(lacking & ALLOWED_TO_GO)]
     verdict.notes += [f"new: {', '.join(sorted(fresh))}"] if fresh else []
 
 
-def compare_samples(verdict, old, new, batch_size):
+def compare_samples(verdict, old, new, batch_size, turned):
+    """Compares the recorded texts; turned: the share of them that may be others."""
     (held_out, first), (other_held_out, other_first) = samples_of(old), samples_of(new)
-    if held_out != other_held_out:
+    if len(held_out ^ other_held_out) > 2 * turned * len(held_out):
         verdict.wrong.append(f"{len(held_out - other_held_out)} of {len(held_out)} held-out samples before update 1")
-    if first != other_first or first.total() != batch_size:
+    differing = ((first - other_first) + (other_first - first)).total()
+    if differing > 2 * turned * batch_size or first.total() != batch_size:
         verdict.wrong.append(f"{(first - other_first).total()} of {first.total()} samples of update 1")
 
 
@@ -348,15 +369,15 @@ def compare(name, processes, old, new, unstopped, ranges):
         log = Path(new["folder"], "log.txt").read_text().strip().splitlines()
         verdict.wrong.append(f"does not run: {log[-1] if log else 'no output'}")
         return verdict
-    relative = BF16_TOLERANCE if RUNS[name].bf16 else TOLERANCE
-    compare_metrics(verdict, old["folder"], new["folder"], relative, ranges)
-    compare_models(verdict, old["folder"], new["folder"], relative)
+    bf16, folders = RUNS[name].bf16, (old["folder"], new["folder"])
     if RUNS[name].script not in ("train_sft", "train_reward"):
-        compare_samples(verdict, old["folder"], new["folder"], RUNS[name].batch_size)
+        compare_samples(verdict, *folders, RUNS[name].batch_size, BF16_TURNED if bf16 else 0)
+    compare_metrics(verdict, *folders, bf16, ranges)
+    compare_models(verdict, *folders, BF16_TOLERANCE if bf16 else TOLERANCE)
     if unstopped:
         before = len(verdict.wrong)
         for resumed, whole in zip((old, new), unstopped, strict=True):
-            compare_metrics(verdict, whole["folder"], resumed["folder"], relative, {})
+            compare_metrics(verdict, whole["folder"], resumed["folder"], bf16, {})
         verdict.wrong[before:] = [f"stopped and resumed: {text}" for text in verdict.wrong[before:]]
     return verdict
 
@@ -408,10 +429,11 @@ def report(args, commit, verdicts):
     rows = [HEADER, ["---"] * len(HEADER), *(verdict.row() for verdict in verdicts)]
     text += "".join(f"| {' | '.join(row)} |\n" for row in rows)
     allowed = ", ".join(f"`{metric}` {value:g}" for metric, value in ABSOLUTE.items())
-    text += f"\nAllowed: {TOLERANCE:g} relative (bf16: {BF16_TOLERANCE:g}), and on top, absolute: {allowed}.\n"
+    text += f"\nAllowed: {TOLERANCE:g} relative (bf16: {BF16_TOLERANCE:g}), and on top, absolute: {allowed}"
+    text += f" (bf16: {BF16_ABSOLUTE} times as much).\n"
     text += f"The metrics that may be missing: {', '.join(sorted(ALLOWED_TO_GO))}.\n"
     if args.noise:
-        text += "\n| metric | largest absolute difference, its run | largest relative difference, its run |\n|---|---|---|\n"
+        text += "\n| metric | largest absolute difference, run | largest relative difference, run |\n|---|---|---|\n"
         fp32 = [verdict for verdict in verdicts if not RUNS[verdict.name].bf16]
         for metric in sorted({metric for verdict in fp32 for metric in verdict.noise}):
             pairs = [(v.noise[metric], f"{v.name} {v.processes}") for v in fp32 if metric in v.noise]
