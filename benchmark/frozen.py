@@ -66,7 +66,7 @@ ABSOLUTE = {
     "policy/approxkl_avg": 2e-6,  # 6e-7
     "val/ratio_var": 2e-6,  # 4e-7
     "loss/policy_avg": 1e-6,  # zero by construction in RLOO with one step, and none seen; bf16: 3e-8
-    "policy/clipfrac_avg": 2e-4,  # an action more or less of some 6,000; none seen
+    "policy/clipfrac_avg": 2e-4,  # an action more or less of some 6,000: 1e-4
     "val/clipfrac_avg": 2e-4,  # likewise
 }
 # Under bf16 rounding turns sampled tokens from update 2 on: so update 1 and the end are compared, with more allowed.
@@ -120,7 +120,7 @@ RUNS = {
     "ppo_lmhp": Run("train_ppo", LM_HUMAN_PREFERENCES),
     "ppo_full": Run("train_ppo", "--kl_penalty full --learning_rate 1e-4"),
     "ppo_classic": Run("train_ppo", f"{CLASSIC} {LIMITS}"),
-    "ppo_async": Run("train_ppo_async", "--async_rollouts"),
+    "ppo_async": Run("train_ppo_async", "--async_rollouts --learning_rate 1e-4"),
     "ppo_own_tokenizer": Run("train_ppo", "--reward_model_path models/own/reward"),
     "ppo_lora": Run("train_ppo", "--lora_rank 4 --lora_merge"),
     "ppo_bf16": Run("train_ppo", "", bf16=True),
@@ -134,6 +134,8 @@ STAGES = ("train_sft", ""), ("train_reward", ""), ("train_sft", "--dataset toy-s
 class Args:
     against: str = "b9b2685"
     """the old commit"""
+    tree: str = str(ROOT)
+    """the working tree, by default the one that this file lies in"""
     runs: tuple[str, ...] = tuple(RUNS)
     """names of runs"""
     processes: tuple[int, ...] = (1, 2)
@@ -389,9 +391,9 @@ def git(*words):
 
 def run_both(args, commit):
     """Runs both sides, prints a line a run and returns the verdicts."""
-    work = Path(args.work).resolve()
+    work, here = Path(args.work).resolve(), Path(args.tree).resolve()
     tree, stages = work / f"tree-{commit}-{os.getpid()}", work / commit / "stages"
-    old, new = Side(tree, work / commit, stages, keeps=True), Side(ROOT, work / f"new-{ROOT.name}", stages)
+    old, new = Side(tree, work / commit, stages, keeps=True), Side(here, work / f"new-{here.name}", stages)
     if args.noise:
         new = Side(tree, work / f"noise-{commit}", stages, noise=True)
     chosen = {*args.runs, *(["rloo"] if "resume" in args.runs else [])}
