@@ -1,57 +1,42 @@
 """
-Evaluation of a policy: samples as it was trained, what they score, how far they are from a reference, how often they win.
+Evaluation of a policy: its samples, what they score, how far they are from a reference, and how often they win.
 
-1. The policy gives one response to each prompt, sampled as it was trained: temperature, length and the tokens that end a
-   response come from its folder's training_args.json, unless a flag says otherwise. The opponent is another policy, sampled with
-   the same settings and noise (a policy against itself ties everywhere), or the rows' `completion`. Scores are the reward
-   model's own, bias included: nothing is taken off where a response did not end.
-2. Win rate = (won + tied / 2) / pairs. Who wins a pair is said by the reward model, by the embedded task's true reward, or by a
-   language model that reads both responses in a random order. An answer of it that names neither counts as a pair not won.
-3. KL(policy || reference) is estimated by the mean over responses of sum_t (log p - log p_ref), which is unbiased only for
-   responses drawn from p itself. Those of 1. may come from another policy, say from softmax(logits / 0.01), whose own KL is huge
-   and says little. So the KL has a pass of its own, sampled and computed at `kl_temperature`, with the noise of the training
-   scripts' held-out evaluation: without flags it is that evaluation's KL, given the training's seed and prompts.
-4. Every rate has its Wilson 95% interval (with many ties wider than it need be), every mean has mean +- 1.96 standard errors.
-   Both are over prompts: they do not know of the luck of the seed that the policy was trained with.
-5. Answers of the judge are kept on disk one by one: an interrupted judging goes on with the same command.
+1. The policy gives one response to each prompt, sampled as it was trained: temperature, length and the tokens that end
+   a response come from its folder's training_args.json, unless a flag says otherwise.
+2. The opponent is another policy, sampled with the same settings and the same noise, or the rows' `completion`. So a
+   policy against itself ties everywhere.
+3. Scores are the reward model's own. Nothing is taken off where a response did not end.
+4. Win rate = (won + tied / 2) / pairs. The reward model, the embedded task's true reward or a language model says who
+   wins. The language model reads the two in a random order, and an answer that names neither is no win.
+5. KL(policy || reference) is the mean over responses of sum_t (log p - log p_ref). It is unbiased only for responses
+   drawn from p, so the KL has samples of its own, drawn at `kl_temperature`. Their noise is that of the training
+   scripts' held-out evaluation: with the training's settings, seed and prompts it is that evaluation's KL.
+6. Rates have Wilson's 95% interval, which is too wide where there are many ties, and means have +- 1.96 standard
+   errors. Both are over prompts: they say nothing of the luck of the seed that the policy was trained with.
 
-It writes to `output_dir`: summary.json (arguments, versions, all figures), samples.csv (a row a prompt), judge_cache.jsonl.
 Left out on purpose: ties from the language model, and a prompt of the user's own for it.
 
-Shapes    N: prompts   R: response tokens, right-padded   M: responses of a slice
+Shapes    N: prompts, of which each process has its share   Q: prompt tokens, left-padded   V: vocabulary   F: rewards
+          R: response tokens, right-padded   M: rows of a forward   L: columns of a row
+Masks     True marks a real token. Masks travel with the tokens, and nothing is ever found by looking for a pad token.
 
 One process:   python rlhf_details/evaluate.py
 N processes:   accelerate launch --num_processes N rlhf_details/evaluate.py
 """
 
-import csv
-import hashlib
-import importlib.util
-import json
 import math
-import os
-import platform
-import re
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
-from itertools import chain
-from pathlib import Path
-from time import sleep
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
-import transformers
 from accelerate import Accelerator
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-from transformers.utils import logging as transformers_logging
+from accelerate.utils import gather_object
+from torch import nn
 
-from rlhf_details import data, reward_functions, toy, utils
-from rlhf_details.train_ppo import truncate_response
-from rlhf_details.train_rloo import EVALUATION, Policy, Reward, in_slices, response_logprobs, response_scores, sample
+from rlhf_details import utils
+from rlhf_details.plumbing import cli, data, evaluation, judge, models, report, rewards
+from rlhf_details.utils import EVALUATION, in_slices
 
 
 @dataclass
@@ -62,21 +47,21 @@ class Args:
     seed: int = 1
     """seed of the samples and of the order in which the judge reads a pair"""
     config: str | None = None
-    """TOML file of defaults for these arguments; the command line wins"""
+    """TOML file with defaults for these flags; the command line wins"""
     output_dir: str = "runs/evaluate__{policy}"
     """folder of summary.json, samples.csv and judge_cache.jsonl; {policy} stands for policy_path, with _ for /"""
     overwrite: bool = False
-    """replace the results of other arguments; answers of the judge are kept all the same"""
+    """replace the results of other arguments; the judge's answers are kept"""
 
     # data and models: all models share the policy's vocabulary
     dataset: str = "toy"
-    """prompts: "toy" (its test split), a .jsonl/.json/.csv/.parquet file, a folder or a Hub data set, with :PART for a split"""
+    """prompts: "toy" (its test split), a .jsonl/.json/.csv/.parquet file, a folder or a Hub data set, with :PART"""
     num_examples: int | None = None
-    """evaluate on the first so many prompts; None: on all"""
+    """use only the first so many prompts; None: all"""
     prompt_template: str | None = None
-    """the prompt, with the row's columns in their places: "Question: {question}\\nAnswer:"; None: the column `prompt`"""
+    """the prompt with the row's columns in their places: "Question: {question}\\nAnswer:"; None: the column `prompt`"""
     max_prompt_length: int | None = None
-    """drop rows whose prompt has more tokens than this; the number dropped is printed"""
+    """drop rows whose prompt has more tokens than this; the number of dropped rows is printed"""
     policy_path: str | None = None
     """the policy that is evaluated, a folder or a Hub model"""
     opponent_path: str | None = None
@@ -84,26 +69,25 @@ class Args:
     ref_model_path: str | None = None
     """the policy to which the KL is measured; None: no KL"""
     reward_model_path: str | None = None
-    """reward model, a sequence-classification folder with one label; None: no scores"""
+    """reward model, a sequence-classification model with one label; None: no scores"""
     allow_untrained_reward_model: bool = False
-    """accept a reward model whose head would be newly initialised (dummy runs)"""
+    """accept a reward model without a trained head; the head is drawn at random (dummy runs)"""
     reward_fn: tuple[str, ...] = ()
-    """functions f(prompts, completions, **columns) -> rewards, FILE.py:function or package.module:function; reported by name"""
+    """functions f(prompts, completions, **columns) -> rewards, FILE.py:function or package.module:function"""
     trust_remote_code: bool = False
-    """run the Python code that comes with a model; for models whose authors you trust"""
+    """run the Python code that comes with a model; only for models whose authors you trust"""
 
-    # sampling; None: as the policy was trained, says its folder's training_args.json, or else what FALLBACKS says
+    # sampling; None: as the policy was trained, or else what FALLBACKS says
     response_length: int | None = None
     """most tokens a response may have (R); None: as the policy was trained, or 53"""
     temperature: float | None = None
     """sampling temperature of the responses that are scored and compared; None: as the policy was trained, or 1"""
     kl_temperature: float | None = None
-    """temperature of both policies in the KL; None: as the policy was trained, or 1, comparable with training's `objective/kl`"""
+    """temperature of both policies in the KL; None: as the policy was trained, or 1"""
     stop_token: str | None = None
-    """sampling ends with this token: "eos", "none", or a text that is one token; None: as the policy was trained, or eos"""
+    """a response ends with this token: "eos", "none", or a text; None: as the policy was trained, or eos"""
     truncate_token: str | None = None
-    """as in train_ppo.py: what is read of a response ends with this token: "eos", "none" (all of it), or a text; None: as the
-    policy was trained, or none"""
+    """a response is read up to this token: "eos", "none" (all of it), or a text; None: as trained, or none"""
     truncate_after: int | None = None
     """tokens before this place of the response (from 0) do not truncate it; None: as the policy was trained, or 0"""
 
@@ -113,47 +97,149 @@ class Args:
     judge_model: str | None = None
     """name of the language model, as its server knows it"""
     judge_base_url: str | None = None
-    """OpenAI-compatible endpoint, e.g. http://localhost:8000/v1 of a local vLLM; None: OpenAI's. The key is $OPENAI_API_KEY"""
+    """OpenAI-compatible endpoint, e.g. http://localhost:8000/v1; None: OpenAI's. The key is $OPENAI_API_KEY"""
 
     # memory and speed: never changes the result
     rollout_micro_batch_size: int = 64
-    """responses a device samples or scores at once"""
+    """responses that a device samples or scores at once"""
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] | None = None
     """attention kernel; None: the library's choice for the model"""
 
 
-MAY_DIFFER = "exp_name config output_dir overwrite judge_base_url rollout_micro_batch_size attn_implementation".split()
-COMPARED, JUDGE_ORDER = 4, 5  # purposes of noise, beside those of train_rloo: the responses that are compared, and the pairs
-FALLBACKS = dict(  # how a policy is sampled where neither a flag nor its folder says it
-    temperature=1.0, response_length=53, stop_token="eos", truncate_token="none", truncate_after=0, kl_temperature=1.0
-)  # fmt: skip
-JUDGE_ATTEMPTS, JUDGE_THREADS, JUDGE_TIMEOUT = 6, 8, 60.0  # the time limit is in seconds
-JUDGE_TEMPLATE = """\
-Below are a prompt and two responses to it. Say which response is better. If the prompt asks for a summary, the better one says \
-what matters most in the text, briefly, and nothing that the text does not say. If it asks for something else, or is the beginning \
-of a text, the better one does what is asked, or continues the text, fluently, to the point and without repeating itself. \
-Neither the order of the responses nor their length counts by itself.
+COMPARED = 4  # what a sample is drawn for, beside the purposes in utils.py: the responses that are scored and compared
+# How a policy is sampled where neither a flag nor its folder says it.
+FALLBACKS = dict(temperature=1.0, response_length=53, stop_token="eos", truncate_token="none", truncate_after=0)
+FALLBACKS |= {"kl_temperature": 1.0}
 
-### Prompt
-{prompt}
 
-### Response A
-{a}
+# ---- models ----------------------------------------------------------------------------------------------------------
+class Policy(nn.Module):
+    """Next-token logits, or the log-probs of given tokens, always of softmax(logits / temperature) in fp32."""
 
-### Response B
-{b}
+    logits_at_once = 2**24  # 64 MiB in fp32
 
-### Your answer
-First compare the two in one sentence. Then name the better one, A or B, on a line of its own. Write exactly two lines:
-Comparison: <one sentence>
-Preferred: <A or B>"""
+    def __init__(self, model, temperature):
+        super().__init__()
+        self.model, self.temperature, self.head = model, temperature, models.head_of(model)
+        (self.takes_positions,) = models.accepts(model, "position_ids")
+
+    def forward(self, tokens, mask, positions, index, labels=None, cache=None):
+        """
+        Args: tokens, mask, positions [M, L]; index [N], the columns whose logits are read; labels [M, N], the tokens
+        that these predict; cache, a transformers cache, which is extended.
+        Returns: log-probs [M, N] fp32, or without labels the logits / T [M, N, V] fp32.
+        """
+        inputs = {"input_ids": tokens, "attention_mask": mask, "past_key_values": cache, "use_cache": cache is not None}
+        inputs |= {"position_ids": positions} if self.takes_positions else {}
+        hidden = self.model.base_model(**inputs).last_hidden_state[:, index]  # [M, N, H]
+        if labels is None:
+            return self.logits(hidden)
+        # All logits at once would be M * N * V numbers.
+        pieces = [x.flatten(0, 1).split(max(1, self.logits_at_once // self.head.vocab_size)) for x in (hidden, labels)]
+        pieces = [self.logits(h).log_softmax(-1).gather(-1, y.unsqueeze(-1)) for h, y in zip(*pieces, strict=True)]
+        return torch.cat(pieces).reshape(labels.shape)
+
+    def logits(self, hidden):
+        """Tempered logits [.., V] fp32 of last hidden states [.., H]."""
+        return self.head(hidden).float() / self.temperature
+
+
+class Reward(nn.Module):
+    """Scores: the head's output at given columns, plus the bias that normalisation left in the configuration."""
+
+    tokenizer = None  # It reads the policy's token ids.
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+        # `reward_bias` is the shift that train_reward.py leaves. Plain loaders ignore it.
+        self.bias = getattr(model.config, "reward_bias", 0.0)
+        (self.takes_positions,) = models.accepts(model.base_model, "position_ids")
+
+    def forward(self, tokens, mask, positions, index):
+        """Args: tokens, mask, positions as Policy's; index [M, n], the columns to read. Returns: scores [M, n] fp32."""
+        inputs = {"input_ids": tokens, "attention_mask": mask, "use_cache": False}
+        inputs |= {"position_ids": positions} if self.takes_positions else {}
+        hidden = self.model.base_model(**inputs).last_hidden_state  # [M, L, H]
+        hidden = hidden.gather(1, index.unsqueeze(-1).expand(-1, -1, hidden.size(-1)))  # [M, n, H]
+        # The head runs in fp32: between 2 and 4 bf16 scores would lie 1/64 apart.
+        with torch.autocast(hidden.device.type, enabled=False):
+            return self.model.score(hidden.float()).squeeze(-1) + self.bias
+
+
+def load_models(args, device):
+    """Returns (tokenizer, {path: Policy}, Reward or None), all in fp32. Each folder is loaded once."""
+    tokenizer, policies, loaded = models.load_tokenizer(args.policy_path, "--policy_path", args), {}, {}
+    for flag in ("policy_path", "opponent_path", "ref_model_path"):
+        if path := getattr(args, flag):
+            if path not in policies:
+                model = models.load_policy(path, f"--{flag}", args).to(device).eval()
+                policies[path] = Policy(model, args.temperature)
+            loaded[flag] = policies[path].model
+    reward_model = None
+    if args.reward_model_path:
+        torch.manual_seed(args.seed)  # for a head that is drawn at random
+        reward_model = Reward(models.load_reward_model(args.reward_model_path, args).to(device).eval())
+        loaded["reward_model_path"] = reward_model.model
+    evaluation.check_vocabularies(args, tokenizer, loaded)
+    return tokenizer, policies, reward_model
+
+
+# ---- from tokens to log-probs and scores -----------------------------------------------------------------------------
+def join(queries, query_mask, responses, response_mask):
+    """Rows of a prompt and its response: tokens, mask, positions [M, L], and index [R], the columns that predict it."""
+    mask = torch.cat([query_mask, response_mask], 1)  # [M, L]
+    # The logits in the column before a token predict it.
+    index = torch.arange(responses.size(1), device=mask.device) + queries.size(1) - 1
+    return torch.cat([queries, responses], 1), mask, utils.positions_from_mask(mask), index
+
+
+def response_logprobs(policy, batch):
+    """Log-probs [[M, R]] fp32, 0 at padding, of a batch (queries, query_mask, responses, response_mask)."""
+    R = batch[2].size(1)
+    batch = utils.trim(batch)
+    logprobs = policy(*join(*batch), labels=batch[2]) * batch[3]  # [M, width]
+    return [nn.functional.pad(logprobs, (0, R - logprobs.size(1)))]
+
+
+def response_scores(reward_model, batch):
+    """Scores [M] fp32: the reward model's output at the last real token of each response."""
+    batch = utils.trim(batch)
+    tokens, mask, positions, _ = join(*batch)
+    # The mask says which token is the last. Pad may equal EOS, so no search for an id can.
+    last = batch[0].size(1) + batch[3].sum(1, keepdim=True) - 1  # [M, 1]
+    return reward_model(tokens, mask, positions, last).squeeze(1)
+
+
+def truncate_response(responses, mask, token_id, after):
+    """What is read of a response: up to its first `token_id` at place `after` or later, or all of it.
+
+    Args: responses [M, R]; mask [M, R] bool, what was sampled; token_id, or None: all is read and counts as ended.
+    Returns: (mask [M, R] of what is read, whether the token was there [M]). Source: lm-human-preferences, lm_tasks.py.
+    """
+    if token_id is None:
+        return mask, mask.any(1)
+    # Only real tokens are searched, because the filler, token 0, may be the stop token.
+    ends = mask & (responses == token_id)
+    ends[:, :after] = False  # A token that stands before this place does not end the response.
+    return mask & (ends.cumsum(1) - ends.long() == 0), ends.any(1)  # True where no end stands strictly before
+
+
+def sample_responses(policy, batch, stop_id, purpose, args):
+    """A response to each prompt of a batch: queries, query_mask [M, Q], and the prompts' numbers [M].
+
+    Returns: responses, mask and log-probs, all [M, R].
+    """
+    sampler_args = 1, args.response_length, stop_id, (args.seed, purpose, 0)
+    return in_slices(utils.sample, policy, batch, args.rollout_micro_batch_size, *sampler_args)
 
 
 # ---- equations -------------------------------------------------------------------------------------------------------
 def wilson_interval(wins, n, z=1.96):
     """Wilson's score interval (low, high) of a rate of `wins` (ties may count half) out of n; z = 1.96: 95%.
 
-    Unlike p +- z sqrt(p (1 - p) / n) it stays within [0, 1] and has a width at p = 0 and p = 1. Source: E. B. Wilson, 1927.
+    Unlike p +- z sqrt(p (1 - p) / n) it stays within [0, 1] and has a width at p = 0 and p = 1.
+    Source: E. B. Wilson, 1927.
     """
     p = wins / n
     center, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
@@ -161,13 +247,13 @@ def wilson_interval(wins, n, z=1.96):
 
 
 def rate(hits):
-    """{"value", "low", "high"}: share of a list of numbers in [0, 1] that hit, with its Wilson interval."""
+    """{"value", "low", "high"}: the mean of numbers in [0, 1], with its Wilson interval."""
     low, high = wilson_interval(sum(hits), len(hits))
     return {"value": sum(hits) / len(hits), "low": low, "high": high}
 
 
 def average(values):
-    """{"value", "low", "high"}: mean of a list of numbers +- 1.96 standard errors; one number has no interval."""
+    """{"value", "low", "high"}: the mean of numbers +- 1.96 standard errors. A single number has no interval."""
     mean = sum(values) / len(values)
     if len(values) == 1:
         return {"value": mean}
@@ -176,493 +262,153 @@ def average(values):
 
 
 def distinct_n(responses, n):
-    """Different n-grams over all n-grams of all responses (lists of token ids); 0 where there is none.
+    """Different n-grams over all n-grams of all responses (lists of token ids), and 0 where there is none.
 
-    It falls as there are more tokens: compare like with like. Source: Li et al., arXiv 1510.03055.
+    It falls as there are more tokens, so compare like with like. Source: Li et al., arXiv 1510.03055.
     """
     ngrams = [tuple(ids[i : i + n]) for ids in responses for i in range(len(ids) - n + 1)]
     return len(set(ngrams)) / max(1, len(ngrams))
 
 
 def verdict_by_score(score, opponent_score):
-    """ "won", "tied" or "lost"; within 1e-4 is a tie, since the same response in another slice differs by float error."""
+    """ "won", "tied" or "lost". Within 1e-4 is a tie, because the same response may score differently by rounding."""
     difference = score - opponent_score
     return "tied" if abs(difference) < 1e-4 else "won" if difference > 0 else "lost"
 
 
-def verdict_by_answer(answer, ours):
-    """ "won", "lost" or "unparsable" from the judge's text; ours: the letter that the evaluated policy's response had.
-
-    Only the last line counts. It must end with A or B, alone, as "Response A", or after "Preferred:"; quotes, brackets and
-    asterisks may stand around, and letters may be small.
-    """
-    last = (answer.strip().splitlines() or [""])[-1]
-    match = re.fullmatch(r"(?:.*preferred[\W_]*:)?[\W_]*(?:response[\W_]*)?([ab])[\W_]*", last, re.IGNORECASE)
-    return "unparsable" if match is None else "won" if match[1].upper() == ours else "lost"
-
-
 def win_rate(verdicts):
-    """rate() of the verdicts, a tie being half a win and an unparsable answer none, and how many there are of each."""
+    """rate() of the verdicts, where a tie is half a win, and how many there are of each."""
     counts = {name: verdicts.count(name) for name in ("won", "tied", "lost", "unparsable")}
-    # [EVAL-2] what cannot be read is not won
+    # An answer that cannot be read is a pair that is not won. [EVAL-2]
     return rate([{"won": 1.0, "tied": 0.5}.get(v, 0.0) for v in verdicts]) | {"pairs": len(verdicts)} | counts
 
 
-def backoff(attempt):
-    """Seconds to wait after the failed attempt number 0, 1, ...: 1, 2, 4, ... and never more than 60."""
-    return min(2.0**attempt, 60.0)
+def measure(texts, responses, mask, ended, values, score, end_ids):
+    """What is known of one side's responses, one by one and on average.
 
-
-# ---- the language model as a judge -----------------------------------------------------------------------------------
-def question(prompt, response, opponent, seed, number):
-    """(text for the judge, letter of `response` in it); the order is a function of (seed, number of the prompt) alone."""
-    first = utils.permutation(2, seed, JUDGE_ORDER, number)[0] == 0  # [EVAL-1] judges like what comes first
-    a, b = (response, opponent) if first else (opponent, response)
-    return JUDGE_TEMPLATE.format(prompt=prompt.strip(), a=a.strip(), b=b.strip()), "A" if first else "B"
-
-
-def cache_key(judge_model, text):
-    """What an answer is kept under: a hash of the judge's name and of all that it reads (template, prompt, pair, order)."""
-    return hashlib.sha256(json.dumps([judge_model, text]).encode()).hexdigest()
-
-
-def read_cache(path):
-    """{key: answer} of a cache file; a line that a crash cut short, or that is something else, is skipped."""
-    answers = {}
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
-        try:
-            row = json.loads(line)
-            answers[row["key"]] = row["answer"]
-        except (ValueError, TypeError, LookupError):
-            continue
-    return answers
-
-
-def ask(client, judge_model, text):
-    """The judge's answer to one question. What may pass is tried again: no connection, 408, 409, 429, 5xx, no chat completion."""
-    import openai
-
-    for attempt in range(JUDGE_ATTEMPTS):
-        try:
-            messages = [{"role": "user", "content": text}]
-            completion = client.chat.completions.create(model=judge_model, messages=messages, temperature=0)
-            if not getattr(completion, "choices", None):
-                raise ValueError("the endpoint's reply is no chat completion")
-            return completion.choices[0].message.content or ""
-        except (openai.APIError, ValueError) as e:  # ValueError: also a body that is no JSON
-            status = getattr(e, "status_code", 500)
-            if attempt + 1 == JUDGE_ATTEMPTS or not (status in (408, 409, 429) or status >= 500):
-                raise
-            sleep(backoff(attempt))
-
-
-def ask_all(args, texts, cache_file, say):
-    """The judge's answer to each of `texts`, from the cache where it is there, else asked for and appended to it."""
-    import openai
-
-    answers = read_cache(cache_file)
-    missing = {key: text for text in texts if (key := cache_key(args.judge_model, text)) not in answers}
-    say(f"judge {args.judge_model}: {len(texts)} questions, {len(missing)} to ask, the others are in {cache_file}")
-    api_key = os.environ.get("OPENAI_API_KEY")
-    # the client wants a key; check() has made sure that only a server of the user's own gets the dummy
-    client = openai.OpenAI(api_key=api_key or "none", base_url=args.judge_base_url, timeout=JUDGE_TIMEOUT, max_retries=0)
-    lock, stopped = threading.Lock(), threading.Event()
-    with open(cache_file, "a+b") as file, ThreadPoolExecutor(JUDGE_THREADS) as pool:
-        if file.tell() and (file.seek(-1, os.SEEK_END), file.read())[1] != b"\n":
-            file.write(b"\n")  # the last line was cut short: the next one must not be glued to it
-
-        def ask_and_keep(key, text):
-            if stopped.is_set():
-                return
-            try:
-                answer = ask(client, args.judge_model, text)
-            except (openai.APIError, ValueError):
-                stopped.set()  # at once: no further question is asked
-                raise
-            with lock:
-                answers[key] = answer
-                file.write(json.dumps({"key": key, "judge_model": args.judge_model, "answer": answer}).encode() + b"\n")
-                file.flush()
-
-        try:
-            for future in [pool.submit(ask_and_keep, *item) for item in missing.items()]:
-                future.result()
-        except (openai.APIError, ValueError) as e:
-            error = f"{e} ({e.__cause__})" if e.__cause__ else str(e)
-        else:
-            return [answers[cache_key(args.judge_model, text)] for text in texts]
-        finally:
-            pool.shutdown(cancel_futures=True)  # waits for the answers under way, which are kept as well
-    error = " ".join((error.replace(api_key, "***") if api_key else error).split())  # one line, and never the key
-    kept = sum(key in answers for key in missing)
-    where = f"--judge_model {args.judge_model} at --judge_base_url {args.judge_base_url}"
-    utils.fail(f"{where}: {error}; {kept} of {len(missing)} answers came and are kept: the same command goes on from there")
+    Args: texts, N strings; responses, mask [N, R]; ended [N] bool or None; values [N, F] of the Scorer `score`;
+    end_ids, the tokens that may end a response.
+    Returns: ({column: list of N, None where a reward does not apply}, {name: {"value", "low", "high"}}).
+    """
+    tokens = [response[m].tolist() for response, m in zip(responses, mask, strict=True)]
+    columns = {"response": texts, "length": list(map(len, tokens))}  # The length counts the token at the end.
+    columns |= {"ended": ended.int().tolist()} if ended is not None else {}
+    for name, x in zip(score.names, values.unbind(1), strict=True):
+        label = "score" if name == "reward_model" else name if name in score.watched else f"rewards/{name}"
+        columns[label] = [None if math.isnan(value) else value for value in x.tolist()]
+    given = {label: [x for x in columns[label] if x is not None] for label in columns if label != "response"}
+    figures = {label: rate(x) if label in ("ended", "parses") else average(x) for label, x in given.items() if x}
+    if verdicts := [x for name in score.boolean for x in given[f"rewards/{name}"]]:
+        figures["verifiable_correct_rate"] = rate(verdicts)
+    said = [ids[:-1] if set(ids[-1:]) & end_ids else ids for ids in tokens]
+    return columns, figures | {f"distinct_{n}": {"value": distinct_n(said, n)} for n in (1, 2, 3)}
 
 
 # ---- main ------------------------------------------------------------------------------------------------------------
-def as_trained(args):
-    """Resolves the settings of sampling: the flag's value, else that of the policy's training_args.json, else the fallback.
-
-    Returns: (the arguments, none of these settings None; a line that says them, and where each group of them comes from).
-    A file that cannot be read, or that holds a value of another type, ends with one line (exit code 2).
-    """
-    if not args.policy_path:
-        utils.fail("--policy_path: required, a model folder or Hub name (only --dataset toy from the command line has a default)")
-    flags = {name: getattr(args, name) for name in FALLBACKS if getattr(args, name) is not None}
-    path, trained = Path(args.policy_path, "training_args.json"), {}
-    has_file = os.path.isfile(path)
-    if has_file and len(flags) < len(FALLBACKS):
-        trained = read_training_args(path)
-        trained["kl_temperature"] = trained.get("temperature")
-    found = {name: trained[name] for name in FALLBACKS if name not in flags and trained.get(name) is not None}
-    for name, value in found.items():
-        kind = type(FALLBACKS[name])
-        if kind is float and type(value) is int and abs(value) < 2**63:
-            found[name] = value = float(value)
-        if type(value) is not kind:
-            utils.fail(f"--policy_path {args.policy_path}: {path}: {name}: {value!r} is not of type {kind.__name__}")
-    others = {name: value for name, value in FALLBACKS.items() if name not in flags | found}
-    values = flags | found | others
-    silent = set() if values["truncate_token"] != "none" or values["truncate_after"] else {"truncate_token", "truncate_after"}
-    silent |= set() if args.ref_model_path else {"kl_temperature"}  # what changes nothing is named only where a flag gives it
-    text = lambda x: x if x in ("eos", "none") else repr(x)  # noqa: E731
-    words = dict(
-        temperature=f"temperature {values['temperature']:g}", response_length=f"{values['response_length']} tokens",
-        stop_token=f"stop token {text(values['stop_token'])}", truncate_token=f"truncate token {text(values['truncate_token'])}",
-        truncate_after=f"truncate after {values['truncate_after']}",
-        kl_temperature=f"KL at temperature {values['kl_temperature']:g}",
-    )  # fmt: skip
-    why = f"the fallback, not in {path}" if has_file else f"the fallback, {args.policy_path} has no training_args.json"
-    groups = []
-    for names, source in ((found, f"from {path}"), (flags, ", ".join(f"--{name}" for name in flags)), (others, why)):
-        if said := [words[name] for name in FALLBACKS if name in names and (name in flags or name not in silent)]:
-            groups.append(f"{', '.join(said)} ({source})")
-    line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in f"sampling: {'; '.join(groups)}")  # as utils.fail has it
-    return replace(args, **values), line
-
-
-def read_training_args(path):
-    """The object that a policy's training_args.json holds; anything else ends with one line."""
-    try:
-        trained = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as e:  # a wrong encoding and a wrong JSON are ValueErrors
-        utils.fail(f"--policy_path {path.parent}: {path} cannot be read as JSON ({e})")
-    if not isinstance(trained, dict):
-        utils.fail(f"--policy_path {path.parent}: {path} holds no object with the arguments of a training")
-    return trained
-
-
 def check(args):
-    """Ends with one line (exit code 2) where arguments are wrong or contradict each other; nothing has been written by then.
-
-    Args: args, as `as_trained` returns them.
-    """
-    for name, lowest in dict(
-        num_examples=1, max_prompt_length=1, response_length=1, rollout_micro_batch_size=1, seed=0, truncate_after=0
-    ).items():
-        if getattr(args, name) is not None and getattr(args, name) < lowest:
-            utils.fail(f"--{name} {getattr(args, name)}: must be at least {lowest}")
-    for name in ("seed", "num_examples", "max_prompt_length", "response_length", "rollout_micro_batch_size"):
-        if (getattr(args, name) or 0) >= 2**63:
-            utils.fail(f"--{name} {getattr(args, name)}: must be below 2**63")
-    for name in ("temperature", "kl_temperature"):
-        if not 0 < getattr(args, name) < math.inf:
-            utils.fail(f"--{name} {getattr(args, name)}: must be finite and above 0")
-    if args.truncate_after and args.truncate_token == "none":
-        utils.fail(f"--truncate_after {args.truncate_after}: needs a --truncate_token")
-    if args.truncate_after >= args.response_length:
-        utils.fail(f"--truncate_after {args.truncate_after}: not below --response_length {args.response_length}")
+    """Ends with one line (exit code 2) where arguments are wrong or contradict each other."""
+    cli.check_numbers(args)
+    if args.truncate_after and (args.truncate_token == "none" or args.truncate_after >= args.response_length):
+        cli.fail(f"--truncate_after {args.truncate_after}: needs a truncate_token, and must be below response_length")
     for spec in args.reward_fn:
-        data.load_function(spec, "--reward_fn")
+        rewards.parameters_of(data.load_function(spec, "--reward_fn"), spec)
     if args.judge == "reward_model" and not args.reward_model_path:
-        utils.fail("--judge reward_model: needs --reward_model_path")
+        cli.fail("--judge reward_model: needs --reward_model_path")
     if args.judge == "gold" and args.dataset.partition(":")[0] != "toy":
-        utils.fail(f"--judge gold: only the embedded task has a true reward, not --dataset {args.dataset}")
-    if args.judge == "llm":
-        url = args.judge_base_url
-        if not args.judge_model:
-            utils.fail("--judge llm: needs --judge_model")
-        if url is not None and not url.startswith(("http://", "https://")):
-            utils.fail(f"--judge_base_url {url}: must begin with http:// or https://")
-        if url is None and not os.environ.get("OPENAI_API_KEY"):
-            utils.fail("--judge llm: needs OPENAI_API_KEY in the environment, or the --judge_base_url of a server of your own")
-        if importlib.util.find_spec("openai") is None:
-            utils.fail("--judge llm: needs the package openai: pip install 'rlhf_details[judge]'")
-    elif args.judge_model:
-        utils.fail(f"--judge_model {args.judge_model}: is read by --judge llm alone, not by --judge {args.judge}")
-    check_results(args)
-
-
-def results_folder(args):
-    """The output folder, with the policy's path in its place."""
-    return Path(args.output_dir.replace("{policy}", args.policy_path.strip("/").replace("/", "_")))
-
-
-def check_results(args):
-    """Refuses an output folder that holds results of other arguments, or none of ours, unless `--overwrite`."""
-    folder = results_folder(args)
-    utils.check_path(str(folder), "--output_dir")
-    for part in (folder, *folder.parents):
-        if part.exists() and not part.is_dir():
-            utils.fail(f"--output_dir {folder}: {part} is a file")
-    if (folder / "config.json").exists():
-        utils.fail(f"--output_dir {folder}: holds a model or a training run")
-    if args.overwrite or not folder.exists() or not any(folder.iterdir()):
-        return
-    try:
-        before = dict(json.loads((folder / "summary.json").read_text())["args"])
-    except (OSError, ValueError, TypeError, LookupError):
-        utils.fail(f"--output_dir {folder} holds something that is no evaluation; give another folder or --overwrite")
-    for name, value in json.loads(json.dumps(asdict(args))).items():
-        if name not in MAY_DIFFER and before.get(name) != value:
-            utils.fail(
-                f"--output_dir {folder} holds another evaluation ({name} {before.get(name)!r} there, {value!r} here); "
-                "give another folder or --overwrite"
-            )
-
-
-def check_vocabulary(args, tokenizer, sizes, flag):
-    """All models read and write the policy's token ids: the same vocabulary but for the padding, and enough embeddings.
-
-    Args: tokenizer, the policy's; sizes, {flag: embeddings}; flag, whose model is compared with the policy's.
-    """
-    other = utils.find_tokenizer(getattr(args, flag), args.trust_remote_code) or tokenizer  # a reward model may come without one
-    padding = {t.pad_token for t in (tokenizer, other) if t.pad_token != t.eos_token}
-    ours, theirs = ({word: i for word, i in t.get_vocab().items() if word not in padding} for t in (tokenizer, other))
-    readers = {"ref_model_path": ["policy_path"], "reward_model_path": ["policy_path", "opponent_path"]}  # ... of whose tokens
-    if ours != theirs or any(sizes.get(writer, 0) > sizes[flag] for writer in readers.get(flag, [])):
-        utils.fail(
-            f"vocabulary mismatch: --policy_path {args.policy_path} ({sizes['policy_path']} embeddings, {len(ours)} tokens) and "
-            f"--{flag} {getattr(args, flag)} ({sizes[flag]} embeddings, {len(theirs)} tokens)"
-        )
+        cli.fail(f"--judge gold: only the embedded task has a true reward, not --dataset {args.dataset}")
+    judge.check(args)
+    report.check_folder(args)
 
 
 @torch.no_grad()
-def on_every_prompt(function, ids, args, accelerator):
-    """Applies function(queries [M, Q], query_mask [M, Q], rows [M]) -> tuple of tensors [M, ..] to all prompts in slices.
-
-    Each process does its share. Args: ids, N lists of token ids. Returns: the tensors, [N, ..], the same on every process.
-    """
-    world, device = accelerator.num_processes, accelerator.device
-    rows = torch.arange(len(ids) + -len(ids) % world, device=device) % len(ids)  # filled up to whole shares ...
-    mine = rows.chunk(world)[accelerator.process_index]
-    queries, query_mask = utils.left_pad([ids[i] for i in mine.tolist()], device)
-    with accelerator.autocast():
-        outputs = in_slices(function, [queries, query_mask, mine], args.rollout_micro_batch_size)
-    return [accelerator.gather(x)[: len(ids)] for x in outputs]  # ... and cut again
-
-
 def main(args: Args):
     """Evaluates; returns the contents of summary.json on the main process, None on the others."""
-    start_time = time.time()
-    transformers_logging.set_verbosity_error(), transformers_logging.disable_progress_bar()
-    args, sampling = as_trained(args)
-    if os.environ.get("RANK", "0") == "0":
-        print(sampling)  # before the checks, whose errors may speak of a value that no flag has given
+    start = time.time()
+    args = evaluation.as_trained(args, FALLBACKS)
     check(args)
     accelerator = Accelerator()
-    utils.check_processes(accelerator)
-    device, R = accelerator.device, args.response_length
-    name, _, split = args.dataset.partition(":")
-    is_toy, use_references = name == "toy", args.judge != "none" and not args.opponent_path
-    rows = toy.rows("prompts", split or "test", name) if name in toy.TASKS else data.read_rows(args.dataset, {})
-    rows = data.with_prompts(rows[: args.num_examples], args.prompt_template, f"--dataset {args.dataset}")
-    rows = data.with_completions(rows, f"--dataset {args.dataset}", args.prompt_template) if use_references else rows
+    if accelerator.num_processes != cli.world_size():  # This happens on machines without a GPU.
+        cli.fail(f"{cli.world_size()} processes, but accelerate sees one: set ACCELERATE_USE_CPU=true")
+    device, size = accelerator.device, args.rollout_micro_batch_size
+    use_references = args.judge != "none" and not args.opponent_path
 
-    # ---- models, each folder once
-    loading = {"attn_implementation": args.attn_implementation, "trust_remote_code": args.trust_remote_code}
-    tokenizer = utils.load_tokenizer(args.policy_path, "--policy_path", args.trust_remote_code)
-    paths = {"policy_path": args.policy_path, "opponent_path": args.opponent_path, "ref_model_path": args.ref_model_path}
-    models, sizes, contexts = {}, {}, [math.inf]
-    for flag, path in paths.items():
-        if path and path not in models:
-            models[path] = utils.load_policy(path, f"--{flag}", **loading).to(device).eval()
-    found = {flag: models[path] for flag, path in paths.items() if path}
-    reward_model = None
-    if args.reward_model_path:
-        untrained = args.allow_untrained_reward_model
-        torch.manual_seed(args.seed)  # before such a model's head is drawn
-        head = utils.load_reward_model(args.reward_model_path, "--reward_model_path", untrained, **loading).to(device).eval()
-        reward_model, found["reward_model_path"] = Reward(head), head
-    for flag, model in found.items():
-        sizes[flag] = model.config.get_text_config().vocab_size
-        contexts.append(getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf)
-        check_vocabulary(args, tokenizer, sizes, flag)
-    stop_id = utils.token_id(tokenizer, args.stop_token, "--stop_token")
-    end_id = utils.token_id(tokenizer, args.truncate_token, "--truncate_token")
+    # ---- prompts, models, rewards
+    rows = evaluation.read_rows(args, use_references)
+    tokenizer, policies, reward_model = load_models(args, device)
+    stop_id = models.token_id(tokenizer, args.stop_token, "--stop_token")
+    end_id = models.token_id(tokenizer, args.truncate_token, "--truncate_token")
     end_id = stop_id if end_id is None else end_id  # the token that a complete response ends with
-
-    # ---- prompts and references as token ids
-    if min(contexts) <= R:
-        utils.fail(f"--response_length {R}: leaves no room for a prompt in the models' context of {min(contexts)}")
-    limit = args.max_prompt_length or math.inf
-    kept, ids = data.encode_prompts(tokenizer, rows, min(contexts) - R, f"--dataset {args.dataset}", limit)
-    rows = [rows[i] for i in kept]
-    functions = reward_functions.RewardFunctions(replace(args, reward_model_path=None), "cpu", tokenizer)
-    functions.check_columns(rows, f"--dataset {args.dataset}")
-    texts = [data.as_text(tokenizer, row["prompt"]) for row in rows]
-    references = []
+    context = models.context(*policies.values(), reward_model)
+    prompts = evaluation.encode_rows(args, tokenizer, rows, context)
     if use_references:
-        references = [data.encode(tokenizer, row["prompt"], row["completion"])[1] for row in rows]  # EOS at the end
-    for number, (prompt, reference) in enumerate(zip(ids, references, strict=False), 1):
-        if reward_model and len(prompt + reference) > min(contexts):
-            length = f"{len(prompt + reference)} tokens; the models' context is {min(contexts)}"
-            utils.fail(f"--dataset {args.dataset}: prompt and completion of row {kept[number - 1] + 1} have {length}")
+        references = evaluation.encode_references(args, tokenizer, prompts, context, device)
+    score = rewards.Scorer(args, accelerator, tokenizer, reward_model, response_scores, size, end_id)
+    score.check_columns(prompts)
+    N = len(prompts)
+    numbers = data.my_share(N, accelerator)  # [N / world], filled up, so that all processes have as many
+    mine = (numbers % N).tolist()
+    queries, query_mask = utils.left_pad([prompts[i].ids for i in mine], device)  # [N / world, Q]
 
-    # ---- responses: the policy's and the opponent's, with the same noise
-    def sample_all(path, temperature, purpose, reference=None):
-        """Responses, mask [N, R] of a policy; with a reference also each response's KL estimate [N]."""
-        policy = Policy(models[path], temperature)
+    # ---- 1. Responses and scores: the opponent is sampled with the policy's noise ------------------------------------
+    sides = {"policy": args.policy_path}
+    sides |= {"opponent": args.opponent_path} if args.opponent_path or use_references else {}
+    columns, metrics = {}, {}
+    for side, path in sides.items():
+        with accelerator.autocast():
+            if path:
+                batch = [queries, query_mask, numbers]
+                responses, mask, _ = sample_responses(policies[path], batch, stop_id, COMPARED, args)
+                mask, ended = truncate_response(responses, mask, end_id, args.truncate_after)
+                texts = models.decode(tokenizer, responses, mask)
+            else:  # The references are no samples, so nothing is said of whether they ended.
+                texts, responses, mask = [references[0][i] for i in mine], references[1][mine], references[2][mine]
+                ended = mask.any(1)
+            batch = [queries, query_mask, responses, mask]
+            values = score([prompts[i] for i in mine], batch, texts=texts)  # [N / world, F]
+        texts = gather_object(texts)[:N]
+        responses, mask, ended, values = (x[:N] for x in accelerator.gather((responses, mask, ended, values)))
+        ended = ended if path and end_id is not None else None
+        end_ids = {end_id, tokenizer.eos_token_id}
+        columns[side], metrics[side] = measure(texts, responses, mask, ended, values, score, end_ids)
 
-        def one_slice(queries, query_mask, rows):
-            coordinates = (args.seed, purpose, 0)
-            responses, mask, logprobs = sample(policy, queries, query_mask, rows, 1, R, stop_id, coordinates)
-            if reference is None:
-                return responses, mask
-            ref_logprobs, _ = response_logprobs(reference, (queries, query_mask, responses, mask), 1)
-            return responses, mask, (logprobs - ref_logprobs).sum(1)
-
-        return on_every_prompt(one_slice, ids, args, accelerator)
-
-    def measure(responses, mask, answers=None):
-        """{what: list of N} of responses [N, R]; answers: their texts, where they are not samples but the rows' references."""
-        if answers is None:
-            mask, ended = truncate_response(responses, mask, end_id, args.truncate_after)
-        tokens = [r[m].tolist() for r, m in zip(responses.cpu(), mask.cpu(), strict=True)]
-        texts_of = answers or [tokenizer.decode(r, skip_special_tokens=True) for r in tokens]
-        side = {"response": texts_of, "length": list(map(len, tokens))}  # with the stop token, as val/sequence_lengths
-        if answers is None and end_id is not None:
-            side["ended"] = [int(x) for x in ended.tolist()]
-        if reward_model:
-
-            def one_slice(queries, query_mask, rows):
-                return (response_scores(reward_model, (queries, query_mask, responses[rows], mask[rows]), 1),)
-
-            (scores,) = on_every_prompt(one_slice, ids, args, accelerator)
-            side["score"] = scores.tolist()
-        if is_toy:
-            side["gold"] = [toy.gold(q, a) for q, a in zip(texts, texts_of, strict=True)]
-            side["parses"] = [int(toy.parses(f"{q} {a}")) for q, a in zip(texts, texts_of, strict=True)]
-        values, kinds = functions(rows, texts_of, None)
-        if (kinds == reward_functions.FAILED).any():
-            utils.fail(f"{functions.error}; row {kept[int((kinds == reward_functions.FAILED).any(1).nonzero()[0])] + 1}")
-        said = [r[:-1] if r[-1:] in ([end_id], [tokenizer.eos_token_id]) else r for r in tokens]
-        figures = {what: average(side[what]) for what in ("score", "gold", "length") if what in side}
-        figures |= {what: rate(side[what]) for what in ("ended", "parses") if what in side}
-        for name, x in functions.by_name(values, kinds).items():
-            figures[name] = rate(x.tolist()) if name == "verifiable_correct_rate" else average(x.tolist())
-        return side, figures | {f"distinct_{n}": {"value": distinct_n(said, n)} for n in (1, 2, 3)}
-
-    policy, figures = measure(*sample_all(args.policy_path, args.temperature, COMPARED))
-    metrics, opponent = {"policy": figures}, None
-    if args.opponent_path:
-        opponent, metrics["opponent"] = measure(*sample_all(args.opponent_path, args.temperature, COMPARED))
-    elif use_references:
-        lengths = torch.tensor(list(map(len, references)), device=device)
-        mask = torch.arange(max(map(len, references)), device=device) < lengths.unsqueeze(1)  # [N, R]
-        tokens = torch.zeros(mask.shape, dtype=torch.long, device=device)
-        tokens[mask] = torch.tensor(list(chain(*references)), device=device)
-        answers = [data.as_text(tokenizer, row["completion"]) for row in rows]
-        opponent, metrics["opponent"] = measure(tokens, mask, answers)
+    # ---- 2. KL: samples of its own, with the noise of the training's held-out evaluation -----------------------------
     if args.ref_model_path:
-        reference = Policy(models[args.ref_model_path], args.kl_temperature)
-        # [EVAL-3] unbiased only for draws from the policy that it is about
-        _, _, kl = sample_all(args.policy_path, args.kl_temperature, EVALUATION, reference)
+        pair = (policies[path].model for path in (args.policy_path, args.ref_model_path))
+        policy, reference = (Policy(model, args.kl_temperature) for model in pair)
+        with accelerator.autocast():
+            # The estimate is unbiased only for draws from the policy that it is about. [EVAL-3]
+            batch = [queries, query_mask, numbers]
+            responses, mask, logprobs = sample_responses(policy, batch, stop_id, EVALUATION, args)
+            batch = [queries, query_mask, responses, mask]
+            (ref_logprobs,) = in_slices(response_logprobs, reference, batch, size)  # [N / world, R]
+        kl = accelerator.gather((logprobs - ref_logprobs).sum(1))[:N]
         metrics["policy"]["kl"] = average(kl.tolist())
-    utils.leave_process_group()  # all at once, no collective follows: judging may take longer than a process group waits
+
+    # ---- 3. Verdicts: on the main process, because a judge may take longer than processes wait for each other --------
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
     if not accelerator.is_main_process:
         return None
-
-    # ---- judging
-    console, folder = Console(), results_folder(args)
-
-    def say(line):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
-    summary = {"args": asdict(args), "versions": versions, "device": str(device)}
-    summary |= {"num_processes": accelerator.num_processes, "num_examples": len(rows)}
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "summary.json", summary)  # without figures until there are all
-    verdicts, answers = [], [""] * len(rows)
+    folder, summary = report.open_folder(args, accelerator, N)
+    table = {"prompt": [row.text for row in prompts]} | columns["policy"]
+    table |= {f"opponent_{name}": column for name, column in columns.get("opponent", {}).items()}
     if args.judge == "llm":
-        pairs = list(zip(texts, policy["response"], opponent["response"], strict=True))
-        asked = [i for i, (_, ours, theirs) in enumerate(pairs) if ours.strip() != theirs.strip()]
-        questions = [question(*pairs[i], args.seed, i) for i in asked]
-        verdicts = ["tied"] * len(rows)  # what is the same ties unasked
-        given = ask_all(args, [text for text, _ in questions], folder / "judge_cache.jsonl", say)
-        for i, answer, (_, letter) in zip(asked, given, questions, strict=True):
-            verdicts[i], answers[i] = verdict_by_answer(answer, letter), answer
+        pairs = list(zip(table["prompt"], table["response"], table["opponent_response"], strict=True))
+        table["verdict"], table["judge_answer"] = judge.judge_pairs(args, pairs, folder / "judge_cache.jsonl")
     elif args.judge != "none":
-        what = "gold" if args.judge == "gold" else "score"
-        verdicts = [verdict_by_score(a, b) for a, b in zip(policy[what], opponent[what], strict=True)]
-    if verdicts:
-        metrics["win_rate"] = win_rate(verdicts)
+        name = "gold" if args.judge == "gold" else "score"
+        pairs = zip(table[name], table[f"opponent_{name}"], strict=True)
+        table["verdict"] = [verdict_by_score(*pair) for pair in pairs]
+    if args.judge != "none":
+        metrics["win_rate"] = win_rate(table["verdict"])
 
-    # ---- files, table, samples
-    table = {"prompt": texts} | policy | ({f"opponent_{what}": x for what, x in opponent.items()} if opponent else {})
-    table |= ({"verdict": verdicts} if verdicts else {}) | ({"judge_answer": answers} if args.judge == "llm" else {})
-    partial = folder / "samples.csv.partial"
-    with open(partial, "w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([list(table), *zip(*table.values(), strict=True)])
-    partial.replace(folder / "samples.csv")
-    write_json(folder / "summary.json", summary | {"metrics": metrics})
-
-    show_table(console, say, f"{args.exp_name}: {args.policy_path} on {len(rows)} prompts of {args.dataset}", metrics, args)
-    for i in range(min(4, len(rows))):
-        shown = {"prompt": texts[i], "response": policy["response"][i]}
-        shown |= {"opponent": opponent["response"][i]} if opponent else {}
-        say(" | ".join(f"{what}: {text.strip()}" for what, text in shown.items()).replace("\n", "⏎"))
-    if verdicts:
-        # [EVAL-4] judges like long responses
-        w, lengths = metrics["win_rate"], [metrics[side]["length"]["value"] for side in ("policy", "opponent")]
-        unparsable = f", {w['unparsable']} unparsable" if args.judge == "llm" else ""
-        say(
-            f"Model win rate: {w['value']:.2%}  ({w['low']:.2%} .. {w['high']:.2%}, {w['pairs']} pairs: {w['won']} won, "
-            f"{w['tied']} tied, {w['lost']} lost{unparsable}, mean length {lengths[0]:.1f} against {lengths[1]:.1f} tokens)"
-        )
-    say(f"results: {folder}   {time.time() - start_time:.0f} s")
-    return summary | {"metrics": metrics}
-
-
-def write_json(path, value):
-    """Writes a JSON file, complete or not at all."""
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(value, indent=1))
-    partial.replace(path)
-
-
-def show_table(console, say, title, metrics, args):
-    """One line a figure, the policy's beside the opponent's, with intervals: a rich table on a terminal, else plain lines."""
-    labels = {
-        "score": "score (reward model)", "gold": "gold", "parses": "parses", "length": "length (tokens)",
-        "ended": f"ended ({args.stop_token if args.truncate_token == 'none' else args.truncate_token})",
-        "distinct_1": "distinct-1", "distinct_2": "distinct-2",
-        "distinct_3": "distinct-3", "kl": f"KL (nats, T = {args.kl_temperature:g})",
-    }  # fmt: skip
-    sides = [side for side in ("policy", "opponent") if side in metrics]
-    opponent = args.opponent_path or "references"
-    header = ["", args.policy_path, opponent][: len(sides) + 1]
-
-    def cell(figure):
-        """The number, and its interval where it has one."""
-        if figure is None:
-            return ""
-        interval = f"  ({figure['low']:.3f} .. {figure['high']:.3f})" if "low" in figure else ""
-        return f"{figure['value']:.3f}{interval}"
-
-    labels |= {w: w for side in sides for w in metrics[side] if w not in labels}  # reward functions, by name
-    lines = [[labels[w], *(cell(metrics[s].get(w)) for s in sides)] for w in labels if any(w in metrics[s] for s in sides)]
-    if console.is_terminal:
-        table = Table(title=Text(title))  # a Text: brackets in a path are no markup
-        for column in header:
-            table.add_column(Text(column), overflow="fold")
-        for line in lines:
-            table.add_row(*line)
-        console.print(table)
-        return
-    say("\n".join([title, *(f"  {a:22}" + "".join(f" {x:34}" for x in rest) for a, *rest in [header, *lines])]))
+    # ---- 4. Report: samples.csv, summary.json, a table of the figures ------------------------------------------------
+    summary |= {"metrics": metrics}
+    report.write(folder, summary, table)
+    report.show(args, metrics, table)
+    cli.say(f"results: {folder}   {time.time() - start:.0f} s")
+    return summary
 
 
 if __name__ == "__main__":
-    main(utils.parse_args(Args, toy.defaults("evaluate")))
+    cli.main(main, Args)

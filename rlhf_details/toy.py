@@ -2,30 +2,24 @@
 The embedded task: short reviews written by a seeded grammar, and an imaginary human whose taste is a plain function.
 
 1. Texts. A review opens with who went where ("last friday my sister went to a small hotel by the river .") and goes on
-   with two or three sentences from the patterns below. A prompt is the opening and up to two words more; the response
-   continues it. `parses` says whether a text is a sentence-by-sentence member of the grammar.
+   with two or three sentences from the patterns below. A prompt is the opening and up to two words more. The response
+   continues it. `parses` says whether the grammar can write a text.
 2. The true ("gold") reward, `gold(prompt, response)`, wants four things at once: kind words, the subject of the
-   opening, no repetition, a proper ending. No single trick satisfies it: a word said again costs, a noun from another
-   subject costs, and a response without a noun of its own subject costs most.
-3. The human, `choose`, prefers among K responses with probability proportional to exp(gold / HUMAN_TEMPERATURE):
-   noisy, but right on average.
+   opening, no repetition, a proper ending. No single trick satisfies it, because a repeated word costs, a noun from
+   another subject costs, and a response without a noun of its own subject costs most.
+3. The human, `choose`, prefers among K responses with probability proportional to exp(gold / HUMAN_TEMPERATURE). The
+   choices are noisy, but right on average.
 
-Everything is a function of a seed, so no file has to be shipped: `rows("prompts", "train")` gives the same list anywhere.
+Everything is a function of a seed, so no file has to be shipped: `rows("prompts", "train")` gives the same anywhere.
 """
 
 import re
-import subprocess
-import sys
 from functools import cache
 from itertools import pairwise
-from os import environ
-from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
-
-from rlhf_details import utils
 
 TOPICS = {  # topic: places, nouns that take "was", nouns that take "were"
     "restaurant": (
@@ -54,8 +48,8 @@ TOPICS = {  # topic: places, nouns that take "was", nouns that take "were"
     "gym": ("gym club spa sauna", "coach locker treadmill class massage steam mirror equipment", "weights machines"),
 }
 POSITIVE = (
-    "wonderful charming delightful excellent lovely superb friendly brilliant perfect graceful cosy elegant fresh gorgeous "
-    "impressive pleasant splendid warm enchanting marvellous"
+    "wonderful charming delightful excellent lovely superb friendly brilliant perfect graceful cosy elegant fresh "
+    "gorgeous impressive pleasant splendid warm enchanting marvellous"
 ).split()
 NEGATIVE = (
     "awful dull dreadful shabby rude terrible gloomy broken filthy boring clumsy noisy stale ugly "
@@ -88,7 +82,7 @@ FILL = {
     "time_word": ["evening", "day", "experience", "surprise", "afternoon"],
 }
 OPENING = "{time} {who} went to {size} {place} {where} ."
-SENTENCES = [  # {subject} is a noun with its verb, {good} a word of the sentence's sentiment, {bad} one of the other
+SENTENCES = [  # {subject}: a noun with its verb; {good}: a word of the sentence's sentiment; {bad}: one of the other
     "the {subject} {adv} {good} .",
     "the {subject} {good} and the {subject} {good} .",
     "the {subject} {good} but the {subject} {bad} .",
@@ -107,61 +101,6 @@ SENTIMENT = dict.fromkeys(POSITIVE + LIKED, 1) | dict.fromkeys(NEGATIVE + DISLIK
 HUMAN_TEMPERATURE = 1.0
 RESPONSE_LENGTH = 36
 
-# What the embedded task needs in place of the published recipes' values, as command-line defaults of each script.
-DEFAULTS = {
-    "train_sft": dict(
-        dataset="toy", eval_dataset="toy:test", base_model="scratch", output_dir="models/toy/sft", context_length=128,
-        hidden_size=64, num_layers=2, num_heads=4, learning_rate=5e-3, warmup_ratio=0.05, batch_size=32, num_train_epochs=3,
-        response_length=RESPONSE_LENGTH, temperature=1.0, micro_batch_size=128,
-    ),
-    "train_reward": dict(
-        dataset="toy", eval_dataset="toy:test", sft_model_path="models/toy/sft", output_dir="models/toy/reward",
-        learning_rate=2e-3, warmup_ratio=0.05, batch_size=16, max_grad_norm=1.0,
-        response_length=RESPONSE_LENGTH, temperature=1.0, micro_batch_size=128,
-    ),
-    "train_rloo": dict(
-        dataset="toy", eval_dataset="toy:test", sft_model_path="models/toy/sft", reward_model_path="models/toy/reward",
-        output_dir="models/toy/rloo", total_episodes=25_600, batch_size=256, rloo_k=4, learning_rate=5e-4, kl_coef=0.1,
-        num_ppo_epochs=1, num_mini_batches=1, missing_eos_penalty=3.0, response_length=RESPONSE_LENGTH, temperature=1.0,
-        micro_batch_size=256, rollout_micro_batch_size=256,
-    ),
-    "train_ppo": dict(
-        dataset="toy", eval_dataset="toy:test", sft_model_path="models/toy/sft", reward_model_path="models/toy/reward",
-        output_dir="models/toy/ppo", total_episodes=10_240, batch_size=256, learning_rate=5e-4, kl_coef=0.1,
-        missing_eos_penalty=3.0, response_length=RESPONSE_LENGTH, temperature=1.0,
-        max_grad_norm=1.0, micro_batch_size=256, rollout_micro_batch_size=256,
-    ),
-    "evaluate": dict(
-        dataset="toy:test", policy_path="models/toy/rloo", opponent_path="models/toy/sft", ref_model_path="models/toy/sft",
-        reward_model_path="models/toy/reward", judge="gold", rollout_micro_batch_size=256,
-    ),
-}  # fmt: skip
-SUM_DEFAULTS = {  # what "toy-sum" has otherwise: arithmetic, rewarded by a function and not by a model
-    "train_sft": dict(
-        dataset="toy-sum", eval_dataset="toy-sum:test", output_dir="models/toy-sum/sft", completion_only=True, num_train_epochs=6,
-        response_length=3,
-    ),
-    "train_rloo": dict(
-        dataset="toy-sum", eval_dataset="toy-sum:test", sft_model_path="models/toy-sum/sft", output_dir="models/toy-sum/rloo",
-        reward_model_path=None, reward_fn=["rlhf_details.toy:right_sum"], response_length=3, missing_eos_penalty=1.0, kl_coef=0.01,
-        learning_rate=2e-3, total_episodes=307_200,
-    ),
-    "train_ppo": dict(
-        dataset="toy-sum", eval_dataset="toy-sum:test", sft_model_path="models/toy-sum/sft", output_dir="models/toy-sum/ppo",
-        reward_model_path=None, reward_fn=["rlhf_details.toy:right_sum"], response_length=3, missing_eos_penalty=1.0, kl_coef=0.01,
-        learning_rate=1e-3, total_episodes=76_800,
-    ),
-    "evaluate": dict(
-        dataset="toy-sum:test", policy_path="models/toy-sum/rloo", opponent_path="models/toy-sum/sft",
-        ref_model_path="models/toy-sum/sft", reward_model_path=None, reward_fn=["rlhf_details.toy:right_sum"], judge="none",
-    ),
-}  # fmt: skip
-
-
-def defaults(script):
-    """{task: {argument: value}}: a script's command-line defaults for each embedded task."""
-    return {"toy": DEFAULTS[script]} | ({"toy-sum": DEFAULTS[script] | SUM_DEFAULTS[script]} if script in SUM_DEFAULTS else {})
-
 
 # ---- the grammar -----------------------------------------------------------------------------------------------------
 def write_review(rng):
@@ -174,7 +113,7 @@ def write_review(rng):
     topic = pick(list(TOPICS))
     places, one, many = (words.split() for words in TOPICS[topic])
     subjects = [f"{n} was" for n in one] + [f"{n} were" for n in many]
-    mood = pick([+1, +1, -1, -1, 0])  # 0: each sentence goes its own way
+    mood = pick([+1, +1, -1, -1, 0])  # With 0 each sentence has a mood of its own.
     said = set()
 
     def fill(pattern, sign):
@@ -186,7 +125,7 @@ def write_review(rng):
             fresh = [o for o in options if o.split()[0] not in said]
             chosen = pick(fresh if fresh and rng.random() < 0.9 else options)
             if chosen.split()[0] in NOUN_TOPIC or chosen in SENTIMENT:
-                said.add(chosen.split()[0])  # a person rarely says the same word twice, but now and then does
+                said.add(chosen.split()[0])  # A person rarely repeats a word, but now and then does.
             return chosen
 
         return re.sub(r"{(\w+)}", word, pattern)
@@ -227,12 +166,12 @@ def parses(text):
 
 # ---- the imaginary human ---------------------------------------------------------------------------------------------
 def gold(prompt, response):
-    """The true reward of a response, in points; it does not read the learned reward model and is never trained on.
+    """The true reward of a response, in points. Nothing is trained on it, except by the choices of `choose`.
 
     + kind words: distinct positive words minus all negative ones, within [-5, 5]
-    + subject:    distinct nouns of the prompt's subject, at most 4, or -4 when there is none; -2 for each noun of another
+    + subject:    distinct nouns of the prompt's subject, at most 4, or -4 where there is none; -2 for each other noun
     - repetition: 1 for each noun, adjective or feeling said again, and 1 for each word that follows itself
-    + ending:     +1 when the response ends with a full stop, else -1 (whether EOS follows is missing_eos_penalty's business)
+    + ending:     +1 where the response ends with a full stop, else -1 (a missing EOS is missing_eos_penalty's matter)
     Args: prompt, response: strings, words separated by spaces. Returns: float.
     """
     topic = next((PLACE_TOPIC[w] for w in prompt.split() if w in PLACE_TOPIC), None)
@@ -251,7 +190,7 @@ def choose(scores, rng):
     return int(np.argmax(np.asarray(scores) / HUMAN_TEMPERATURE + rng.gumbel(size=len(scores))))
 
 
-# ---- rows, tokenizer, stages -----------------------------------------------------------------------------------------
+# ---- rows and tokenizer ----------------------------------------------------------------------------------------------
 TASKS = ("toy", "toy-sum")
 SPLITS = {("sft", "train"): 12_000, ("sft", "test"): 512, ("prompts", "train"): 4_096, ("prompts", "test"): 512}
 
@@ -260,11 +199,12 @@ SPLITS = {("sft", "train"): 12_000, ("sft", "test"): 512, ("prompts", "train"): 
 def rows(stage, split, task="toy"):
     """Rows of an embedded data set, the same on every machine.
 
-    Args: stage "sft" (`prompt`, `completion`) or "prompts" (`prompt`, `completion` as reference); split "train" or "test";
-    task, one of TASKS. Returns: list of dicts of strings. No opening (toy-sum: no sum) of a test split is one of a training split.
+    Args: stage "sft" (`prompt`, `completion`) or "prompts" (`prompt`, `completion` as reference); split "train" or
+    "test"; task, one of TASKS. Returns: list of dicts of strings. No opening (in toy-sum: no sum) of a test split is in
+    a training split. Errors: ValueError where there is no such split.
     """
     if (stage, split) not in SPLITS:
-        utils.fail(f"data set {task}:{split}: the splits are {task}:train and {task}:test")
+        raise ValueError(f"the splits are {task}:train and {task}:test")
     if task == "toy-sum":
         return sums(stage, split)
     rng = np.random.default_rng([2024, sorted(SPLITS).index((stage, split))])
@@ -282,8 +222,8 @@ def rows(stage, split, task="toy"):
 def sums(stage, split):
     """Rows of the task "toy-sum": `prompt` "3 + 8 + 5 + 1 =", `completion` and `answer` "17".
 
-    In the stage "sft" the completion is a careless human's, right about every second time and else off by one. One sum in ten is
-    held out: no test split shares one with a training split.
+    In the stage "sft" a careless human writes the completion, which is off by one about every second time. One sum in
+    ten is held out, so no test split shares one with a training split.
     """
     rng = np.random.default_rng([2026, sorted(SPLITS).index((stage, split))])
     is_test = np.random.default_rng(2026).random(10_000) < 0.1  # of each sum, by its digits
@@ -303,9 +243,9 @@ def right_sum(prompts, completions, answer):
 
 
 def comparisons(split, num, sample):
-    """Comparisons for the reward model: 4 responses of the SFT policy a prompt, the best by `choose`.
+    """Comparisons for the reward model: 4 responses of the SFT policy to each prompt, and which of them `choose` takes.
 
-    Args: split "train" or "test"; num, how many; sample, a function from a list of prompts to a list of 4 responses each.
+    Args: split "train" or "test"; num, how many; sample, a function from a list of prompts to lists of 4 responses.
     Returns: list of (prompt, [4 responses], index of the best).
     """
     rng = np.random.default_rng([2025, split == "test", num])
@@ -315,7 +255,7 @@ def comparisons(split, num, sample):
 
 
 def tokenizer(task="toy"):
-    """A word-level tokenizer of a task's whole vocabulary: every word of the grammar, or every number, is one token."""
+    """A word-level tokenizer of a task's vocabulary: every word of the grammar, or every number, is one token."""
     patterns = [OPENING, *SENTENCES, *CLOSERS[+1], *CLOSERS[-1]]
     words = {w for p in patterns for w in p.split() if "{" not in w} | {"was", "were"}
     words |= {w for phrases in FILL.values() for p in phrases for w in p.split()}
@@ -324,26 +264,3 @@ def tokenizer(task="toy"):
     backend = Tokenizer(models.WordLevel({w: i for i, w in enumerate(vocabulary)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
-
-
-def ensure_stages(args, console):
-    """Trains what is missing of a task's models (models/toy/sft, models/toy/reward), announced, each in a process of its own.
-
-    The child sees neither this launch's process group nor its ranks; call it on the main process only.
-    """
-    task = args.dataset.partition(":")[0]
-    launcher = r"((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE|NAME)$|(MASTER|TORCHELASTIC|OMPI|PMI)_|ACCELERATE_(?!USE_CPU)"
-    child_env = {name: value for name, value in environ.items() if not re.match(launcher, name)}
-    for stage, folder in (
-        ("train_sft", args.sft_model_path),
-        ("train_reward", getattr(args, "reward_model_path", None)),
-    ):
-        made_here = defaults(stage).get(task, {}).get("output_dir")
-        if folder is None or folder != made_here or (Path(folder) / "config.json").exists():
-            continue  # a folder of the user's own is never made up here
-        console(f"{folder} does not exist yet: running {stage}.py first")
-        flags = ["--dataset", task, "--output_dir", folder]
-        flags += ["--sft_model_path", args.sft_model_path] if stage == "train_reward" else []
-        child = subprocess.run([sys.executable, str(Path(__file__).with_name(f"{stage}.py")), *flags], env=child_env)
-        if child.returncode:
-            sys.exit(child.returncode)  # the child has said why

@@ -1,6 +1,6 @@
 """
 What others need in order to use a trained model: its card, always, and its place on the Hugging Face Hub, on request.
-Nothing runs at import, and the Hub is only spoken to under --push_to_hub.
+The Hub is spoken to under --push_to_hub only.
 """
 
 import dataclasses
@@ -12,14 +12,20 @@ from pathlib import Path
 
 import huggingface_hub
 
-from rlhf_details import toy, utils
+from rlhf_details.plumbing import cli, stages
 
 PAPERS = {  # of each script: title, authors, year, arXiv number
-    "sft": ("Training language models to follow instructions with human feedback", "Ouyang, Long and others", 2022, "2203.02155"),
+    "sft": (
+        "Training language models to follow instructions with human feedback",
+        "Ouyang, Long and others",
+        2022,
+        "2203.02155",
+    ),
     "reward": ("Learning to summarize from human feedback", "Stiennon, Nisan and others", 2020, "2009.01325"),
     "ppo": (
         "The N+ Implementation Details of RLHF with PPO: A Case Study on TL;DR Summarization",
-        "Huang, Shengyi and Noukhovitch, Michael and Hosseini, Arian and Rasul, Kashif and Wang, Weixun and Tunstall, Lewis",
+        "Huang, Shengyi and Noukhovitch, Michael and Hosseini, Arian and Rasul, Kashif and Wang, Weixun and "
+        "Tunstall, Lewis",
         2024,
         "2403.17031",
     ),
@@ -36,7 +42,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 tokenizer = AutoTokenizer.from_pretrained({name!r})
 model = AutoModelForCausalLM.from_pretrained({name!r})
 inputs = {inputs}
-plain = dict(top_k=0, top_p=1.0, repetition_penalty=1.0)  # the policy as it was trained, whatever generation_config.json says
+plain = dict(top_k=0, top_p=1.0, repetition_penalty=1.0)  # samples from the policy as it was trained
 tokens = model.generate(**inputs, do_sample=True, temperature={temperature}, max_new_tokens={length}, **plain)
 print(tokenizer.decode(tokens[0]))"""
 OF_A_REWARD_MODEL = """\
@@ -54,25 +60,24 @@ def script_of(args):
 
 
 def command_of(args, num_processes):
-    """A command line that starts the same run: every argument that the script would not take by itself for this data set."""
+    """A command line that starts the same run. It leaves out the script's own defaults for this data set."""
     task, script = args.dataset.partition(":")[0], script_of(args).removesuffix(".py")
-    by_itself = {field.name: field.default for field in dataclasses.fields(args)} | toy.defaults(script).get(task, {})
-    words = ["accelerate", "launch", "--num_processes", str(num_processes), f"rlhf_details/{script_of(args)}"]
-    for field in dataclasses.fields(args):
-        value = getattr(args, field.name)
-        default = by_itself[field.name]
-        default = tuple(default) if isinstance(default, list) else default
-        if (value == default and field.name != "dataset") or field.name in ("config", "resume", "overwrite"):
+    defaults = {field.name: field.default for field in dataclasses.fields(args)}
+    defaults |= stages.defaults(defaults["exp_name"]).get(task, {})
+    words = ["accelerate", "launch", "--num_processes", str(num_processes), f"rlhf_details/{script}.py"]
+    for name, default in defaults.items():
+        value, default = getattr(args, name), tuple(default) if isinstance(default, list) else default
+        if (value == default and name != "dataset") or name in ("config", "resume", "overwrite"):
             continue
         if isinstance(value, bool):
-            words.append(f"--{field.name}" if value else f"--no_{field.name}")
+            words.append(f"--{name}" if value else f"--no_{name}")
         else:
-            words += [f"--{field.name}", *map(str, value if isinstance(value, tuple) else [value])]
+            words += [f"--{name}", *map(str, value if isinstance(value, tuple) else [value])]
     return shlex.join(words)
 
 
 def inputs_of(prompt, is_reward):
-    """The line of a snippet that makes a model's inputs of a prompt, a string or messages."""
+    """Python code that makes a model's inputs from a prompt, a string or messages."""
     if not isinstance(prompt, str):
         prompt = [*prompt, {"role": "assistant", "content": "An answer."}] if is_reward else prompt
         generate = "" if is_reward else ", add_generation_prompt=True"
@@ -81,32 +86,31 @@ def inputs_of(prompt, is_reward):
 
 
 def on_the_hub(name):
-    """Whether a model's or data set's name can be one on the Hub, and is nothing on this disk."""
+    """Whether the name of a model or data set can be one on the Hub, and is no path on this disk."""
     return bool(re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name)) and not Path(name).exists()
 
 
 def model_card(args, repository, metrics, link, about):
     """Text of a model card (README.md).
 
-    Args: repository, the Hub's name of the model or None; metrics, {name: number} of the last update; link, of the tracked run or
-    None; about, the run's config.json as a dict (commit, versions, num_processes, prompt).
+    Args: repository, the model's name on the Hub or None; metrics, {name: number} of the last update; link, the address
+    of the tracked run or None; about, the run's config.json as a dictionary, and beside it a `prompt`.
     """
-    kind = script_of(args).removeprefix("train_").removesuffix(".py")
+    kind = script_of(args).removesuffix(".py").split("_")[1]  # "ppo", also for train_ppo_async.py
     base = getattr(args, "sft_model_path", None) or getattr(args, "base_model", None)
     is_reward, dataset = kind == "reward", args.dataset.partition(":")[0].partition("[")[0]
     facts = {"library_name": "transformers", "tags": [kind, "rlhf", "rlhf_details"] + ["lora"] * bool(args.lora_rank)}
     facts["pipeline_tag"] = "text-classification" if is_reward else "text-generation"
     facts |= {"base_model": base} if base != "scratch" and on_the_hub(base) else {}
     facts |= {"datasets": [dataset]} if "/" in dataset and on_the_hub(dataset) else {}
-    values = {
-        "name": repository or args.output_dir,
-        "inputs": inputs_of(about["prompt"], is_reward),
-        "temperature": args.temperature,
-    }
-    snippet = (OF_A_REWARD_MODEL if is_reward else OF_A_POLICY).format(**values, length=args.response_length)
+    values = {"name": repository or args.output_dir, "inputs": inputs_of(about["prompt"], is_reward)}
+    values |= {"temperature": args.temperature, "length": args.response_length}
+    snippet = (OF_A_REWARD_MODEL if is_reward else OF_A_POLICY).format(**values)
     title, authors, year, number = PAPERS[kind]
     rows = [f"| `{name}` | {value:.6g} |" for name, value in metrics.items() if not name.startswith("time/")]
     command = command_of(args, about["num_processes"])
+    held_out = f", held-out data `{args.eval_dataset}`." if args.eval_dataset else "."
+    adapters = ["The folder `adapter` holds the LoRA adapters alone; they are merged into the weights here."]
     lines = [
         "---",
         huggingface_hub.ModelCardData(**facts).to_yaml().strip(),
@@ -115,8 +119,8 @@ def model_card(args, repository, metrics, link, about):
         f"# {(repository or args.output_dir).rstrip('/').rpartition('/')[2]}",
         "",
         f"{'Reward model' if is_reward else 'Language model'} trained with `{script_of(args)}` of rlhf_details "
-        f"(commit `{about['commit'][:12] or 'unknown'}`), from `{base}` on the data `{args.dataset}`"
-        + (f", held-out data `{args.eval_dataset}`." if args.eval_dataset else "."),
+        f"(commit `{about['commit'][:12] or 'unknown'}`), from `{base}` on the data `{args.dataset}`{held_out}",
+        *(adapters if args.lora_rank else []),
         f"Tracked run: {link}" if link else f"Run: `{about['run']}`, not tracked online.",
         "",
         *("## Use", "", "```python", snippet, "```", ""),
@@ -131,26 +135,31 @@ def model_card(args, repository, metrics, link, about):
 
 
 def open_repository(args):
-    """Makes sure, before anything is trained, that there is a place to push to. Returns "owner/name"; for the main process."""
+    """Creates the repository to push to, or finds it. Returns "owner/name". Only the main process calls this."""
     name = args.hub_model_id or re.sub(r"[^\w.-]+", "-", args.output_dir).strip("-.")
     if not huggingface_hub.get_token():
-        utils.fail("--push_to_hub: no login; run `hf auth login`, or set HF_TOKEN")
+        cli.fail("--push_to_hub: no login; run `hf auth login`, or set HF_TOKEN")
     try:
         return huggingface_hub.HfApi().create_repo(name, exist_ok=True).repo_id
-    except Exception as e:  # refused, not a name, no connection: each layer raises a class of its own
-        utils.fail(f"--push_to_hub: the repository {name} cannot be opened ({first_line(e)})")
+    except Exception as e:  # Each layer of the library raises errors of its own classes.
+        cli.fail(f"--push_to_hub: the repository {name} cannot be opened ({first_line(e)})")
 
 
 def push(args, repository):
-    """Uploads output_dir. Returns (its address or None, a line that says what came of it): the model on disk stays in any case."""
+    """Uploads output_dir. Returns (its address or None, a line on what happened). The model on the disk stays."""
     try:
-        message = f"Trained with {script_of(args)}"
-        info = huggingface_hub.HfApi().upload_folder(repo_id=repository, folder_path=args.output_dir, commit_message=message)
-    except Exception as e:  # whatever the network does to a run that is over
+        options = {"folder_path": args.output_dir, "commit_message": f"Trained with {script_of(args)}"}
+        info = huggingface_hub.HfApi().upload_folder(repo_id=repository, **options)
+    except Exception as e:  # The run is over, and no error of the network may spoil it.
         again = f"hf upload {shlex.quote(repository)} {shlex.quote(args.output_dir)}"
-        return None, f"error: --push_to_hub: {first_line(e)}; the model is whole in {args.output_dir}; to repeat: {again}"
-    return str(info.commit_url), f"pushed to {repository}: {info.commit_url}"
+        return (
+            None,
+            f"error: --push_to_hub: {first_line(e)}; the model is whole in {args.output_dir}; to repeat: {again}",
+        )
+    what = "the merged model, and its adapters in adapter/" if args.lora_rank else "the model"
+    return str(info.commit_url), f"pushed to {repository} ({what}): {info.commit_url}"
 
 
 def first_line(error):
+    """The first line of an exception's own words."""
     return (str(error).strip() or repr(error)).splitlines()[0]

@@ -1,0 +1,185 @@
+"""
+Comparisons, the rows that train_reward.py trains on: a prompt, K candidates, and which of them a human found the best.
+
+They are read from `prompt`, `chosen`, `rejected`; from `prompt`, `candidates`, `best`; from the token ids of
+lm-human-preferences (`query`, `sample0` .., `best`) and of N+ (`query_token`, `response0_token` .., `choice`). Those of
+the embedded task are made up: the SFT policy writes the candidates, and an imaginary human chooses.
+"""
+
+from dataclasses import dataclass
+
+from rlhf_details import toy
+from rlhf_details.plumbing import cli, data, demonstrations, models
+
+TRAIN, EVAL, NORMALISATION = 0, 1, 2  # what responses are sampled for, a coordinate of their noise
+LABEL_PAD = 50259  # fills up the rows of lm-human-preferences; it is no id of GPT-2, whose vocabulary has 50257 tokens
+
+
+@dataclass(kw_only=True, eq=False)
+class Comparison(data.Prompt):
+    """A prompt, its candidates and the choice between them."""
+
+    candidates: list  # K lists of token ids, each of the prompt and a response
+    best: int  # 0 .. K - 1
+
+
+def check(args):
+    """Ends with one line where the data flags contradict each other."""
+    for flag in ("dataset", "eval_dataset"):
+        name, _, split = (getattr(args, flag) or "").partition(":")
+        if name in toy.TASKS and name != "toy":
+            cli.fail(f"--{flag} {getattr(args, flag)}: has no comparisons; its reward is a function")
+        if name == "toy":
+            toy.rows("prompts", split or "train")  # This ends with one line where there is no such split.
+    for flag in ("take", "prompt_template", "max_prompt_length"):
+        if getattr(args, flag) is not None and args.dataset.partition(":")[0] == "toy":
+            hint = "not for the embedded task, whose comparisons are sampled; --num_comparisons"
+            cli.fail(f"--{flag} {getattr(args, flag)}: {hint}")
+
+
+def load(args, tokenizer, reward, sample):
+    """(Comparisons of --dataset, those of --eval_dataset or none, references): two data.Prompts and lists of token ids.
+
+    References are the rows of --reference_dataset, each a prompt and its completion, or else the training candidates.
+    Args: reward, the page's module, whose `model` limits tokens and context; sample, the page's function of (P prompts
+    as token ids, n, purpose, stop_id), which returns P * n responses as token ids, the n of a prompt adjacent.
+    """
+
+    def load_one(spec, flag, take, num, purpose):
+        name, _, split = spec.partition(":")
+        if name == "toy":
+            rows = toy.comparisons(split or "train", num, lambda texts: four_texts(texts, tokenizer, sample, purpose))
+            return encode(rows, f"{flag} {spec}", tokenizer, reward)
+        rows = read_comparisons(spec, flag, args.prompt_template, take)
+        return encode(rows, f"{flag} {spec}", tokenizer, reward, args.max_prompt_length)
+
+    train, held_out = load_one(args.dataset, "--dataset", args.take, args.num_comparisons, TRAIN), data.Prompts()
+    if args.eval_dataset:
+        held_out = load_one(args.eval_dataset, "--eval_dataset", None, 512, EVAL)
+    K, eval_K = len(train[0].candidates), len((held_out or train)[0].candidates)
+    if eval_K != K:
+        cli.fail(f"--eval_dataset {args.eval_dataset}: {eval_K} candidates a row, but {K} in --dataset {args.dataset}")
+    if args.normalization == "gain_bias":  # These prompts are sampled from.
+        prompts = [{"prompt": row.columns["prompt"]} for row in train[: args.normalize_samples]]
+        room = models.context(reward) - args.response_length
+        data.encode_prompts(tokenizer, prompts, room, f"--dataset {args.dataset}")
+    rows, what = demonstrations.read(args, "reference_dataset"), f"--reference_dataset {args.reference_dataset}"
+    references = demonstrations.encode(rows, what, tokenizer, models.context(reward))
+    candidates = [row for comparison in train for row in comparison.candidates]
+    return train, held_out, [row.ids + row.completion for row in references] or candidates
+
+
+def four_texts(prompts, tokenizer, sample, purpose):
+    """Four responses of the SFT policy to each prompt, all as strings."""
+    prompts = [data.encode(tokenizer, prompt) for prompt in prompts]
+    texts = [
+        tokenizer.decode(ids, skip_special_tokens=True) for ids in sample(prompts, 4, purpose, tokenizer.eos_token_id)
+    ]
+    return [texts[i : i + 4] for i in range(0, len(texts), 4)]
+
+
+def are_token_ids(rows):
+    """Whether rows hold token ids that are trained on as they are, without EOS: the labels of lm-human-preferences."""
+    prompt = rows[0].columns["prompt"]
+    return type(prompt) is list and not data.is_messages(prompt)
+
+
+# ---- rows -> prompt, candidates, best --------------------------------------------------------------------------------
+def read_comparisons(spec, flag, template=None, take=None):
+    """The first `take` rows (None: all) of a data set in any of the formats: a list of (prompt, candidates, best)."""
+    rows, what = data.read_rows(spec, {}, flag)[:take], f"{flag} {spec}"
+    if "sample0" in rows[0]:
+        if template is not None:
+            cli.fail(f"--prompt_template {template!r}: {what} holds token ids")
+        return label_rows(rows, what)
+    if "response0_token" in rows[0]:
+        names = ["response0_token", "response1_token"]
+        data.check_columns(rows, {**dict.fromkeys(names, list), "choice": int}, what)
+        rows = data.with_prompts(rows, template, what)
+        triples = [(row["prompt"], [data.Padded(row[name]) for name in names], row["choice"]) for row in rows]
+    elif "candidates" in rows[0]:
+        data.check_columns(rows, {"candidates": list, "best": int}, what)
+        rows = data.with_prompts(rows, template, what)
+        triples = [(row["prompt"], row["candidates"], row["best"]) for row in rows]
+        names = ["candidates"] * max(2, len(rows[0]["candidates"]))
+    else:
+        names = ["chosen", "rejected"]
+        triples = [(*chosen_and_rejected(row, template, f"{what}: row {i}"), 0) for i, row in enumerate(rows, 1)]
+    for number, (prompt, candidates, best) in enumerate(triples, 1):
+        if len(candidates) != len(names):
+            cli.fail(f"{what}: row {number}, column 'candidates': must hold {len(names)} strings, in every row alike")
+        for name, candidate in zip(names, candidates, strict=True):
+            data.check_text(candidate, f"{what}: row {number}, column {name!r}", prompt)
+        if not 0 <= best < len(candidates):
+            cli.fail(f"{what}: row {number}, column 'best': {best} is no index of its candidates")
+    return triples
+
+
+def chosen_and_rejected(row, template, what):
+    """(prompt, [chosen, rejected]) of a row. Where there is no `prompt`, it is what both answers begin with.
+
+    Some data sets have a `prompt` and repeat it in `chosen` and `rejected`, which are then several messages.
+    """
+    for column in ("chosen", "rejected"):
+        if column not in row:
+            cli.fail(f"{what} has no column {column!r} (it has {sorted(row)})")
+    chosen, rejected = row["chosen"], row["rejected"]
+    repeats = data.is_messages(chosen) and len(chosen) > 1
+    if template is None and ("prompt" not in row or repeats):
+        return data.split_common(chosen, rejected, what)
+    (row,) = data.with_prompts([row], template, what)
+    return row["prompt"], [chosen, rejected]
+
+
+def label_rows(rows, what):
+    """Rows of token ids `query`, `sample0`, `sample1`, .. and `best` -> list of ([ids], [[ids]] * K, best), not padded.
+
+    A query may be empty, a sample may not.
+    Source: lm-human-preferences, label_types.py (PickBest) and language/encodings.py (the padding token).
+    """
+    K = len({column for row in rows for column in row if column.startswith("sample") and column[6:].isdigit()})
+    samples = [f"sample{k}" for k in range(max(2, K))]
+    data.check_columns(rows, {"query": list, **dict.fromkeys(samples, list), "best": int}, what)
+    for number, row in enumerate(rows, 1):
+        for column in ("query", *samples):
+            if not all(type(i) is int for i in row[column]):
+                cli.fail(f"{what}: row {number}, column {column!r}: must hold token ids, whole numbers")
+            if column != "query" and all(i == LABEL_PAD for i in row[column]):
+                cli.fail(f"{what}: row {number}, column {column!r}: no token that is not padding")
+        if not 0 <= row["best"] < K:
+            cli.fail(f"{what}: row {number}, column 'best': {row['best']} is no index of its {K} samples")
+
+    def real(ids):
+        # Padding is dropped wherever it stands, because it is no token of the model. [DATA-4]
+        return [i for i in ids if i != LABEL_PAD]
+
+    return [(real(row["query"]), [real(row[column]) for column in samples], row["best"]) for row in rows]
+
+
+# ---- text -> token ids -----------------------------------------------------------------------------------------------
+def encode(rows, what, tokenizer, reward, max_prompt_length=None):
+    """data.Prompts of one Comparison for each (prompt, candidates, best). Rows that the model cannot read are an error.
+
+    Args: what, the rows' name in messages; max_prompt_length, drop rows with longer prompts.
+    """
+    context, vocabulary = models.context(reward), reward.model.get_input_embeddings().num_embeddings
+    queries, kept, result = [data.encode(tokenizer, prompt) for prompt, _, _ in rows], range(len(rows)), data.Prompts()
+    if max_prompt_length is not None:
+        kept = data.short_enough(queries, max_prompt_length, what)
+    for i in kept:
+        (prompt, candidates, best), query, where = rows[i], queries[i], f"{what}: row {i + 1}"
+        pairs = [data.encode(tokenizer, prompt, candidate) for candidate in candidates]
+        if isinstance(prompt, list) and not data.is_messages(prompt):
+            for column, ids in [("query", query), *((f"sample{k}", ids) for k, (_, ids) in enumerate(pairs))]:
+                # The library reads no score at its own padding, so this token may not occur in a text either.
+                unknown = [i for i in ids if not 0 <= i < vocabulary or i == tokenizer.pad_token_id]
+                if unknown:
+                    known = f"the labels' padding {LABEL_PAD} nor a token of the model, less its own padding"
+                    cli.fail(f"{where}, column {column!r}: id {unknown[0]} is neither {known}")
+        joined = [query + response for query, response in pairs]
+        if (longest := max(map(len, joined))) > context:
+            cli.fail(f"{where} has {longest} tokens; the model's context is {context}")
+        columns = {"prompt": prompt, "candidates": candidates, "best": best}
+        text = data.as_text(tokenizer, prompt)
+        result.append(Comparison(query, text, columns, i + 1, what, candidates=joined, best=best))
+    return result

@@ -1,0 +1,67 @@
+"""
+Faster linear layers on CPUs, with the same numbers up to rounding. Without this module everything works, only slower.
+
+For fp32 on the CPU, torch takes MKL, which uses AVX-512 on Intel's processors alone. oneDNN uses it on all of them.
+"""
+
+import contextlib
+import ctypes
+import os
+
+import torch
+from torch import nn
+
+
+def use_onednn(model):
+    """Lets a model's linear layers use oneDNN, where torch has it and the processor has AVX-512. Returns the model."""
+    if torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512":
+        keep_memory_flat()
+        for module in model.modules():
+            if type(module) is nn.Linear:
+                module.__class__ = OneDNNLinear  # The module stays the same object, with its name, hooks and weights.
+    return model
+
+
+class OneDNNLinear(nn.Linear):
+    """A linear layer whose fp32 products on the CPU are oneDNN's. On a GPU, in bf16 or under autocast: nn.Linear."""
+
+    def forward(self, x):
+        if x.device.type != "cpu" or x.dtype != torch.float32 or torch.is_autocast_enabled("cpu") or not x.numel():
+            return super().forward(x)
+        return OneDNNProduct.apply(x, self.weight, self.bias)
+
+
+class OneDNNProduct(torch.autograd.Function):
+    """x [.., I], weight [O, I], bias [O] or None -> x weight^T + bias [.., O], with its gradients."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        ctx.save_for_backward(x, weight)
+        return product(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x, weight), (needs_x, needs_weight, needs_bias) = ctx.saved_tensors, ctx.needs_input_grad
+        rows, x = grad.flatten(0, -2), x.flatten(0, -2)  # [N, O], [N, I]
+        return (
+            product(grad, weight.t()) if needs_x else None,
+            product(rows.t(), x.t()) if needs_weight else None,
+            rows.sum(0) if needs_bias else None,
+        )
+
+
+def product(x, weight, bias=None):
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+def keep_memory_flat():
+    """Keeps the memory of long CPU runs from growing, because each of their batches has another shape.
+
+    oneDNN would keep 1024 compiled kernels. The C library returns blocks above a threshold to the system at once, and
+    would raise this threshold to the largest block that was ever freed. benchmark/memory.py measures both.
+    """
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
+    os.environ.setdefault("LRU_CACHE_CAPACITY", "16")
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # Other C libraries have no mallopt.
+        libc = ctypes.CDLL(None)
+        libc.mallopt(-3, 3 * 2**20), libc.mallopt(-1, 2**28)  # M_MMAP_THRESHOLD and M_TRIM_THRESHOLD, in bytes

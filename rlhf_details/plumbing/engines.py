@@ -1,0 +1,299 @@
+"""
+What the engines that accelerate launches do differently: one process, DDP, FSDP2, DeepSpeed ZeRO-2 and ZeRO-3.
+
+Under each of them a script computes the same: weights and Adam's moments are fp32, and bf16 is autocast. FSDP2 and
+ZeRO-3 gather the weights of a layer when it is called, so all processes must call a model equally often.
+benchmark/accelerate/ holds a launch configuration for each.
+"""
+
+import contextlib
+import math
+import os
+from datetime import timedelta
+
+import torch
+from accelerate import Accelerator, DistributedType
+from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from rlhf_details.plumbing import cli, stages
+
+MOMENTS = "exp_avg", "exp_avg_sq"
+
+
+# ---- the start -------------------------------------------------------------------------------------------------------
+def start(args):
+    """Returns an Accelerator for one process, DDP, FSDP2 or DeepSpeed. Trains missing toy stages, and seeds torch."""
+    patience = InitProcessGroupKwargs(timeout=timedelta(hours=2))  # while the main process writes a large checkpoint
+    # DDP would broadcast buffers in each forward, and hang where processes sample for different numbers of steps.
+    accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False), patience])
+    configure(accelerator, args)
+    if args.lora_rank and name(accelerator) not in ("one process", "DDP"):
+        cli.fail(f"--lora_rank {args.lora_rank}: for one process or DDP, not for {name(accelerator)}")
+    if accelerator.is_main_process:
+        stages.ensure(args)
+    accelerator.wait_for_everyone()
+    torch.manual_seed(args.seed)
+    return accelerator
+
+
+def configure(accelerator, args):
+    """Settles what a launch configuration leaves open, or would have otherwise. Call it before any model is loaded."""
+    if cli.world_size() != accelerator.num_processes:  # This happens on machines without a GPU.
+        seen = accelerator.num_processes
+        cli.fail(f"{cli.world_size()} processes, but accelerate sees {seen}: set ACCELERATE_USE_CPU=true")
+    accelerator.gradient_accumulation_steps = 1  # The scripts write their micro-batches out.
+    if accelerator.distributed_type == DistributedType.FSDP:
+        if not accelerator.is_fsdp2:
+            cli.fail("fsdp_version 1: not supported; set fsdp_version: 2 in the launch configuration")
+        plugin = accelerator.state.fsdp_plugin
+        plugin.mixed_precision_policy = MixedPrecisionPolicy()  # accelerate's would round the log-probs to bf16.
+        # Otherwise transformers leaves the models that are not sharded empty on all processes but the first.
+        plugin.cpu_ram_efficient_loading, os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = False, "false"
+    if uses_deepspeed(accelerator):
+        configure_deepspeed(accelerator, args)
+
+
+def configure_deepspeed(accelerator, args):
+    from transformers.integrations import unset_hf_deepspeed_config
+
+    unset_hf_deepspeed_config()  # Under ZeRO-3 transformers would split every model, also those that no engine runs.
+    plugin = accelerator.deepspeed_plugin
+    # train_both.py comes here twice, and the second time accelerate has forgotten what was asked for.
+    plugin.asked_precision = kind = getattr(plugin, "asked_precision", accelerator.mixed_precision)
+    if kind not in ("no", "bf16"):
+        cli.fail(f"mixed_precision {kind}: not with DeepSpeed; take bf16 or no")
+    config, bf16 = plugin.deepspeed_config, kind == "bf16"
+    # The weights stay fp32 and bf16 is autocast, as under the other engines.
+    config["bf16"] = config["fp16"] = {"enabled": False}
+    accelerator.autocast = lambda: torch.autocast(accelerator.device.type, torch.bfloat16, enabled=bf16)
+    # DeepSpeed clips by itself, where accelerate's "auto" would mean 1. The batch sizes are for its counters alone.
+    config |= {"gradient_clipping": args.max_grad_norm or 0.0, "gradient_accumulation_steps": 1}
+    config["train_micro_batch_size_per_gpu"] = args.micro_batch_size
+    config["train_batch_size"] = args.micro_batch_size * accelerator.num_processes
+
+
+def prepare(accelerator, module, optimizer):
+    """accelerator.prepare, which puts a module and its optimizer under the engine. Returns both."""
+    kinds = {kind for m in module.modules() for kind in getattr(m, "_no_split_modules", None) or []}
+    present = {type(m).__name__ for m in module.modules()}
+    module._no_split_modules = sorted(kinds & present)  # FSDP2 gathers these layers one by one.
+    if uses_deepspeed(accelerator) or accelerator.distributed_type == DistributedType.FSDP:
+        forward = module.forward
+
+        def in_autocast(*args, **kwargs):  # accelerate does the same for DDP.
+            with accelerator.autocast():
+                return forward(*args, **kwargs)
+
+        module.forward = in_autocast
+    if name(accelerator) == "ZeRO-3":
+        # Each piece of the logits gathers the head, and processes have different numbers of pieces. So it makes one.
+        module.logits_at_once = 2**62
+    module, optimizer = accelerator.prepare(module, optimizer)
+    if uses_deepspeed(accelerator):
+        # accelerate (1.15) would step inside `backward`, once a micro-batch. `step` does it here.
+        accelerator.deepspeed_engine_wrapped.backward = lambda loss, **_: module.backward(loss)
+    return module, optimizer
+
+
+# ---- which engine it is ----------------------------------------------------------------------------------------------
+def uses_deepspeed(accelerator):
+    return accelerator.distributed_type == DistributedType.DEEPSPEED
+
+
+def name(accelerator):
+    """One of "one process", "DDP", "FSDP2", "ZeRO-2", "ZeRO-3", or what else accelerate calls it."""
+    kind = accelerator.distributed_type
+    if uses_deepspeed(accelerator):
+        return f"ZeRO-{accelerator.deepspeed_plugin.zero_stage}"
+    plain = {DistributedType.NO: "one process", DistributedType.MULTI_CPU: "DDP", DistributedType.MULTI_GPU: "DDP"}
+    return "FSDP2" if accelerator.is_fsdp2 else plain.get(kind, kind.value)
+
+
+def precision(accelerator):
+    """What matrices are multiplied in: "fp32", or autocast's "bf16" or "fp16"."""
+    device = accelerator.device.type
+    with accelerator.autocast():
+        kind = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
+    return {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[kind]
+
+
+def is_sharded(module):
+    """Whether a process holds only a part of the weights."""
+    return isinstance(module, FSDPModule) or hasattr(next(module.parameters(), None), "ds_id")  # FSDP2 or ZeRO-3
+
+
+# ---- sampling and training -------------------------------------------------------------------------------------------
+def any_alive(policy):
+    """The function(alive [B] bool) -> bool that tells a sampler whether to go on.
+
+    Where weights are sharded no process may stop alone, since the others' next forward would wait for its part.
+    """
+    if not is_sharded(policy):
+        return torch.any
+
+    def any_alive_anywhere(alive):
+        alive = alive.any().int()
+        torch.distributed.all_reduce(alive, torch.distributed.ReduceOp.MAX)
+        return bool(alive)
+
+    return any_alive_anywhere
+
+
+def accumulate(accelerator, module, is_last):
+    """The context of a micro-batch's forward and backward. is_last: whether it is the last one of an optimiser step."""
+    if uses_deepspeed(accelerator):
+        module.set_gradient_accumulation_boundary(is_last)
+        return contextlib.nullcontext()
+    # Processes exchange their gradients once a step, after the last micro-batch. [OPT-7]
+    return contextlib.nullcontext() if is_last else accelerator.no_sync(module)
+
+
+def step(accelerator, module, optimizer, max_grad_norm, run, what):
+    """Clips the gradient's global norm, steps, and forgets the gradient. Returns the norm before clipping, a float.
+
+    A norm that is not finite ends the run before any weight changes. DeepSpeed clips and steps in one call, so there it
+    ends the run afterwards. what: the minibatch's name in the error message.
+    """
+
+    def check(norm):
+        if not math.isfinite(norm):
+            run.stop(f"update {run.update}, {what}: the gradient's norm is {norm}")
+
+    if uses_deepspeed(accelerator):
+        module.step()
+        norm = float(module.get_global_grad_norm())
+        check(norm)
+        return norm
+    # Without a limit the norm is only measured: clipping to infinity changes nothing. [OPT-8]
+    norm = float(accelerator.clip_grad_norm_(module.parameters(), max_grad_norm or math.inf))
+    if accelerator.scaler is None:  # fp16's scaler skips the step of an infinite gradient and lowers the loss's scale.
+        check(norm)
+    optimizer.step()
+    optimizer.zero_grad()
+    return norm
+
+
+def forget_gradient(accelerator, module, optimizer):
+    """Call it in place of `step` where a step is skipped."""
+    (module.optimizer if uses_deepspeed(accelerator) else optimizer).zero_grad()
+
+
+# ---- whole weights and moments, by name, so that a run continues under any engine ------------------------------------
+def named_parameters(accelerator, module):
+    """(name, parameter) of the module as it was before `prepare`; tied weights once."""
+    for m in module.modules():
+        if isinstance(m, FSDPModule):
+            # A forward without a backward leaves some weights whole, in tensors that the optimizer does not know.
+            m.reshard()
+    return list(accelerator.unwrap_model(module).named_parameters())
+
+
+def whole(x):
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def full_weights(accelerator, module):
+    """{name: whole fp32 weight}, on the main process's CPU; call it on every process."""
+    return full_state(accelerator, module, None)[0]
+
+
+@torch.no_grad()
+def full_state(accelerator, module, optimizer):
+    """Whole weights and Adam moments of a prepared module, on the main process's CPU; call it on every process.
+
+    Where there is an optimizer, only the trained weights, which are few under LoRA. With optimizer=None, all of them.
+    Returns: ({name: weight}, {"exp_avg": {name: moment}, "exp_avg_sq": {name: moment}}, optimiser steps taken). The
+    moments are empty before the first step, and without an optimizer.
+    """
+    weights, moments = {}, {kind: {} for kind in MOMENTS}
+    states = innermost(optimizer).state if optimizer else {}
+    steps = next((int(whole(state["step"])) for state in states.values() if "step" in state), 0)
+    if uses_deepspeed(accelerator):
+        from deepspeed.utils import safe_get_full_fp32_param as weight_of
+        from deepspeed.utils import safe_get_full_optimizer_state as moment_of
+
+        if steps:
+            link_moments(optimizer.optimizer)
+    else:
+        weight_of = whole
+
+        def moment_of(p, kind):
+            return whole(states[p][kind]) if p in states else None
+
+    for key, p in named_parameters(accelerator, module):
+        if optimizer and not p.requires_grad:
+            continue
+        found = [(weights, weight_of(p)), *((moments[kind], moment_of(p, kind)) for kind in MOMENTS if steps)]
+        for target, x in found:
+            if accelerator.is_main_process and x is not None:  # Only one process needs room for the whole.
+                target[key] = x.detach().to("cpu", torch.float32).reshape(weights.get(key, x).shape).contiguous()
+    return weights, moments, steps
+
+
+@torch.no_grad()
+def load_full_state(accelerator, module, optimizer, tensors, steps):
+    """The inverse of full_state. tensors: {"weights": .., "exp_avg": .., "exp_avg_sq": ..} of {name: whole tensor}."""
+    named = named_parameters(accelerator, module)
+    if uses_deepspeed(accelerator):
+        return load_into_deepspeed(optimizer.optimizer, named, tensors, steps, accelerator.process_index)
+
+    def like(p, x):
+        x = x.to(p.device, p.dtype)
+        return distribute_tensor(x, p.device_mesh, p.placements) if isinstance(p, DTensor) else x
+
+    for key, p in named:
+        if key in tensors["weights"]:
+            p.copy_(like(p, tensors["weights"][key]))
+        if key in tensors["exp_avg"]:
+            optimizer.state[p] = {kind: like(p, tensors[kind][key]) for kind in MOMENTS}
+            place = p.device if optimizer.param_groups[0].get("fused") else "cpu"  # where torch's AdamW keeps it
+            optimizer.state[p]["step"] = torch.tensor(float(steps), device=place)
+
+
+def innermost(optimizer):
+    """The torch optimizer inside accelerate's and DeepSpeed's."""
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def link_moments(zero):
+    """ZeRO-1 and 2: lets each parameter find its moments. DeepSpeed 0.19.8 does so for the first group only."""
+    if hasattr(zero, "_hp_optimizer_states_linked"):
+        zero._hp_optimizer_states_linked = False
+        zero._lazy_init_hp_params_optimizer_state()
+
+
+def load_into_deepspeed(zero, named, tensors, steps, rank):
+    """Puts whole tensors into the flat fp32 partitions that ZeRO steps, and then into the weights of the forward."""
+    if hasattr(zero, "fp32_partitioned_groups_flat"):  # ZeRO-3
+        zero._partition_all_parameters()  # A forward may have left some weights whole.
+        flats = zero.fp32_partitioned_groups_flat
+    else:
+        flats = zero.single_partition_of_fp32_groups
+    if tensors["exp_avg"]:
+        for flat in flats:
+            moments = {kind: torch.zeros_like(flat) for kind in MOMENTS}
+            innermost(zero).state[flat] = {"step": torch.tensor(float(steps), device=flat.device), **moments}
+        link_moments(zero)
+    for key, p in named:
+        for file, kind in (("weights", None), *((kind, kind) for kind in MOMENTS)):
+            x = tensors[file].get(key)
+            if x is None:
+                continue
+            if hasattr(p, "ds_tensor"):  # DeepSpeed's own setter fails where the size is no multiple of the processes.
+                shard = torch.zeros(p.ds_tensor.ds_numel, device=p.device)
+                mine = x.flatten()[rank * len(shard) :][: len(shard)]
+                shard[: len(mine)] = mine
+                zero.set_local_hp_param(shard, p, kind)
+            else:
+                p.set_full_hp_param(x.to(p.device), kind)
+    if not hasattr(zero, "fp32_partitioned_groups_flat"):
+        zero.update_lp_params()
+        return
+    for i in range(len(zero.fp16_groups)):
+        zero._reassign_or_swap_out_partitioned_parameters(i)
+    if zero.persistent_parameters:
+        zero.persistent_parameters[0].all_gather(zero.persistent_parameters)

@@ -1,0 +1,103 @@
+"""The flags that scripts share, as base classes of their Args, and which of them may differ between equal runs."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+# These flags bound memory or choose kernels. They never change a result.
+MEMORY_KNOBS = (
+    "micro_batch_size rollout_micro_batch_size gradient_checkpointing share_prompts attn_implementation"
+).split()
+# These flags say where a run writes. A resumed run may be given others.
+OUTPUTS = (
+    "resume overwrite checkpoint_every config run_name track wandb_project_name wandb_entity wandb_tags output_dir "
+    "push_to_hub hub_model_id"
+).split()
+# These flags may differ when a run writes into the output folder of an earlier one, because the model is the same.
+NOT_THE_MODEL = [*MEMORY_KNOBS, *OUTPUTS, "exp_name", "eval_dataset", "eval_every", "num_sample_generations"]
+GROUPS = {"RunArgs": "run, data and memory", "PolicyArgs": "policy training"}  # titles in --help of the classes below
+
+
+@dataclass
+class RunArgs:
+    """The flags of all four training scripts."""
+
+    # run
+    exp_name: str = "train"
+    """name of the experiment, part of the run's name"""
+    seed: int = 1
+    """seed of everything random"""
+    track: bool = False
+    """log to Weights & Biases as well (WANDB_MODE=offline needs no account)"""
+    wandb_project_name: str = "rlhf_details"
+    """Weights & Biases project"""
+    wandb_entity: str | None = None
+    """Weights & Biases team or user"""
+    wandb_tags: tuple[str, ...] = ()
+    """Weights & Biases tags"""
+    run_name: str | None = None
+    """name of the run's folder in runs/; None: dataset, exp_name, seed and time"""
+    config: str | None = None
+    """TOML file with defaults for these flags; the command line wins"""
+    output_dir: str = "models/train"
+    """folder of the trained model"""
+    overwrite: bool = False
+    """replace an output folder that holds another model"""
+    resume: bool = False
+    """continue from the last whole checkpoint of --run_name, or of the newest run of this dataset, exp_name and seed"""
+    checkpoint_every: int = 50
+    """updates between checkpoints, of which the run's folder keeps the last two; 0: only on SIGTERM and SIGINT"""
+    push_to_hub: bool = False
+    """upload output_dir to the Hugging Face Hub at the end"""
+    hub_model_id: str | None = None
+    """the Hub repository, "name" or "owner/name"; None: output_dir with - in place of /"""
+
+    # data and models
+    dataset: str = "toy"
+    """rows: "toy", "toy-sum", a .jsonl/.json/.csv/.parquet file, a folder or a Hub data set, with :PART for a split or
+    a file of it, or FILE.py:FUNCTION, which returns rows"""
+    eval_dataset: str | None = None
+    """held-out rows, evaluated before, during and after training; None: no held-out evaluation"""
+    take: int | None = None
+    """use only this many rows of --dataset, the first ones"""
+    prompt_template: str | None = None
+    """the prompt, with the row's columns in their places: "Question: {question}\\nAnswer:"; None: column `prompt`"""
+    max_prompt_length: int | None = None
+    """drop rows whose prompt has more tokens than this; the number of dropped rows is printed"""
+    trust_remote_code: bool = False
+    """run the Python code that comes with a model; only for models whose authors you trust"""
+    lora_rank: int | None = None
+    """train adapters of this rank (LoRA, alpha is twice the rank) in place of all weights; output_dir holds the model
+    with its adapters merged, and output_dir/adapter the adapters; None: train all weights"""
+
+    # memory and speed: never changes the result
+    micro_batch_size: int = 16
+    """rows or episodes that a device puts through one forward and backward pass"""
+    gradient_checkpointing: bool = False
+    """compute activations again in the backward pass, which saves memory"""
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] | None = None
+    """attention kernel; None: the library's choice for the model"""
+
+
+@dataclass
+class PolicyArgs(RunArgs):
+    """What the scripts that train a policy on rewards have in addition."""
+
+    filter_length: bool = False
+    """drop rows whose prompt has more than 0.9 * response_length tokens"""
+    sft_model_path: str | None = None
+    """the policy to start from, which is also the reference of the KL; a folder or a Hub model"""
+    reward_model_path: str | None = None
+    """reward model, a sequence-classification model with one label; one that has another tokenizer is given text"""
+    allow_untrained_reward_model: bool = False
+    """accept a reward model without a trained head; the head is drawn at random (dummy runs)"""
+    reward_fn: tuple[str, ...] = ()
+    """functions f(prompts, completions, **columns) -> rewards, FILE.py:function or package.module:function; they
+    replace the reward model, or are added to its score"""
+    reward_fn_weights: tuple[float, ...] = ()
+    """the factor of each reward function, in their order; none given: 1 for each"""
+    num_sample_generations: int = 10
+    """how many tables of sample responses to show, spread evenly over the run"""
+    eval_every: int = 0
+    """updates between held-out evaluations; 0: only before and after training"""
+    rollout_micro_batch_size: int = 64
+    """episodes that a device samples at once"""

@@ -1,0 +1,80 @@
+"""
+"Is my run healthy?": known bad signs of a PPO or RLOO run, each with a threshold and an advice.
+
+Each sign is a metric `health/<name>`: 1 in an update where it shows, else 0. The first time it shows, one line says so.
+The README's section of that name explains them. Nothing here changes a run.
+"""
+
+from rlhf_details.plumbing import engines
+
+
+def signs(metrics, first, args, precision):
+    """{name: (whether it shows, what is seen, what to do)}.
+
+    Args: metrics of an update; first, those of the first update; precision, the type that matrices are multiplied in.
+    """
+    kl, clipped = metrics["objective/kl"], metrics["policy/clipfrac_avg"]
+    length, entropy = metrics["val/sequence_lengths"], metrics["policy/entropy_avg"]
+    kl_bound = max(25.0, 0.25 * length)  # nats per response, or a quarter of a nat per token
+    gap, gap_bound = (
+        max(metrics.get("val/first_ratio", 1) - 1, metrics["val/logprob_gap"]),
+        0.01 if precision == "fp32" else 0.5,
+    )
+    ended, same = metrics["val/num_stop_token_ids"] / args.batch_size, metrics["val/equal_scores"]
+    has_end = {args.stop_token, getattr(args, "truncate_token", "none")} != {"none"}
+    return {
+        "kl": (
+            kl > kl_bound,
+            f"the KL to the reference is {kl:.1f} nats per response, above {kl_bound:g}",
+            "the policy over-optimises the reward: raise --kl_coef, lower --learning_rate, or stop earlier",
+        ),
+        "clipfrac": (
+            clipped > 0.3,
+            f"{clipped:.0%} of the ratios are clipped, above 30 %",
+            "the steps are too large: lower --learning_rate, --num_ppo_epochs or --num_mini_batches",
+        ),
+        "first_ratio": (
+            gap > gap_bound,
+            f"before its first step the policy's log-probs differ from the sampler's by {gap:.2g}, above {gap_bound:g}",
+            "sampling and training disagree: check the model's code, its dropout and --attn_implementation",
+        ),
+        "truncated": (
+            has_end and ended < 0.05,
+            f"{ended:.0%} of the responses end with the stop token, below 5 %",
+            "raise --response_length or --missing_eos_penalty, and check that the SFT data end with --stop_token",
+        ),
+        "reward_variance": (
+            same > 0.5,
+            f"{same:.0%} of the prompts have responses of equal score, above 50 %",
+            "they teach nothing: stop if the reward is at its best, else take other prompts or a larger --rloo_k",
+        ),
+        "entropy": (
+            entropy < 0.2 * first["policy/entropy_avg"],
+            f"the entropy fell from {first['policy/entropy_avg']:.3f} to {entropy:.3f} nats per token, below a fifth",
+            "the policy repeats itself: raise --kl_coef, or lower --learning_rate",
+        ),
+        "length": (
+            not 0.5 <= length / max(first["val/sequence_lengths"], 1e-9) <= 2,
+            f"the responses went from {first['val/sequence_lengths']:.1f} to {length:.1f} tokens, over a factor of 2",
+            "read the samples, since rewards often pay for length: raise --kl_coef, or price length with a --reward_fn",
+        ),
+    }
+
+
+class Health:
+    """Looks at each update's metrics. Its `memory` goes into the checkpoints."""
+
+    def __init__(self, args, accelerator):
+        self.args, self.accelerator, self.memory = args, accelerator, {"first": None, "said": []}
+
+    def __call__(self, metrics):
+        """(the health/* metrics of an update, the lines to print). Rows of other scripts have none."""
+        if "val/equal_scores" not in metrics:
+            return {}, []
+        kept = "policy/entropy_avg", "val/sequence_lengths"
+        self.memory["first"] = self.memory["first"] or {name: metrics[name] for name in kept}
+        found = signs(metrics, self.memory["first"], self.args, engines.precision(self.accelerator))
+        fresh = [name for name, (shows, _, _) in found.items() if shows and name not in self.memory["said"]]
+        self.memory["said"] += fresh
+        lines = [f"warning: health/{name}: {found[name][1]}; {found[name][2]}" for name in fresh]
+        return {f"health/{name}": float(shows) for name, (shows, _, _) in found.items()}, lines

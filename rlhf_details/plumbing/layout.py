@@ -1,0 +1,94 @@
+"""
+How many responses to a prompt share a row of a forward, and how many episodes a forward takes.
+
+Packed rows compute a prompt once for its responses. They need a model that takes any attention mask and any positions.
+This is looked up in its configuration, and then tried out on two made-up prompts.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from rlhf_details.plumbing import cli, models
+
+
+class Packing(NamedTuple):
+    """n responses to a prompt in a row and `size` episodes in a forward; the same two numbers for the sampler."""
+
+    n: int
+    size: int
+    rollout_n: int
+    rollout_size: int
+
+
+def choose(args, policy, reward_model, prompts, response_logprobs, response_scores):
+    """The Packing of a run; one line says which rows it uses, and why.
+
+    Args: policy, reward_model (or None), modules of the page; prompts, data.Prompts; response_logprobs and
+    response_scores, the page's functions of (module, batch, n).
+    """
+    reward_model = None if reward_model is None or reward_model.tokenizer else reward_model  # That one is given text.
+    n, size = largest(args.rloo_k, args.micro_batch_size)
+    rollout_n, rollout_size = largest(args.rloo_k, args.rollout_micro_batch_size)
+    longest = max(len(prompt.ids) for prompt in prompts)
+    why_plain = "--no_share_prompts" if not args.share_prompts else ""
+    if max(n, rollout_n) == 1:
+        why_plain = why_plain or "a micro-batch holds one response to a prompt"
+    for name, module in (("policy", policy), ("reward model", reward_model)):
+        why_plain = why_plain or (module is not None and why_no_block_mask(module.model, name)) or ""
+    if not why_plain:
+        batch = made_up_batch(policy.model, longest, args.response_length, max(n, rollout_n))
+        why_plain = why_wrong(policy.eval(), reward_model, batch, max(n, rollout_n), response_logprobs, response_scores)
+    if why_plain:
+        cli.say(f"plain rows, one response each: {why_plain}")
+        return Packing(1, args.micro_batch_size, 1, args.rollout_micro_batch_size)
+    when = f"{n} of its {args.rloo_k} responses, and for {rollout_n} in sampling"
+    cli.say(f"packed rows: a prompt is computed once for {when}; they give the same numbers as plain rows")
+    return Packing(n, size, rollout_n, rollout_size)
+
+
+def largest(k, size):
+    """(n, M): the largest divisor of k that is at most `size`, and the most episodes, a multiple of n, that are."""
+    n = max(divisor for divisor in range(1, k + 1) if k % divisor == 0 and divisor <= size)
+    return n, size // n * n
+
+
+def why_no_block_mask(model, name):
+    """Why a model's configuration does not allow to tell each token what it sees and where it stands; "" if it does."""
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or getattr(config, "attention_layers", None) or [])
+    if kinds - {"full_attention", "global"} or getattr(config, "sliding_window", None):
+        return f"the {name} ({config.model_type}) has sliding-window, local or recurrent layers"
+    if config._attn_implementation not in ("sdpa", "eager"):
+        return f"the {name} ({config.model_type}) runs on {config._attn_implementation}, which cannot take the mask"
+    (takes_positions,) = models.accepts(model.base_model, "position_ids")
+    return "" if takes_positions else f"the {name} ({config.model_type}) takes no positions"
+
+
+def made_up_batch(model, query_length, response_length, n):
+    """Queries, query_mask, responses, response_mask [2 * n, ..]: two prompts with n responses each, of full length."""
+    vocabulary = model.config.get_text_config().vocab_size
+    ids = torch.arange(2 * (query_length + n * response_length), device=model.device).mul(7919).remainder(vocabulary)
+    queries = ids[: 2 * query_length].reshape(2, -1).repeat_interleave(n, 0)  # [2 * n, Q]
+    responses = ids[2 * query_length :].reshape(2 * n, -1)  # [2 * n, R]
+    query_mask = torch.ones_like(queries, dtype=torch.bool)
+    query_mask[:n, : query_length // 2] = False  # The first prompt is left-padded.
+    return queries, query_mask, responses, torch.ones_like(responses, dtype=torch.bool)
+
+
+@torch.no_grad()
+def why_wrong(policy, reward_model, batch, n, response_logprobs, response_scores):
+    """Why packed rows must not be used, after computing log-probs and scores both ways in fp32; "" if they may be."""
+    try:
+        with torch.autocast(policy.model.device.type, enabled=False):
+            gaps = [response_logprobs(policy, batch, n)[0] - response_logprobs(policy, batch, 1)[0]]
+            if reward_model is not None:
+                gaps.append(response_scores(reward_model, batch, n) - response_scores(reward_model, batch, 1))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as e:  # A model that cannot take the mask may fail in any way.
+        words = (str(e).strip() or "no words").splitlines()[0]
+        return f"packed rows cannot be computed ({type(e).__name__}: {words})"
+    gap = torch.cat([x.flatten() for x in gaps]).abs().max().item()
+    # The trial finds what no configuration tells, such as ALiBi. [RLOO-12]
+    return "" if gap < 1e-3 else f"packed and plain rows differ by {gap:.2g}"

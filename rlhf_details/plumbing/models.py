@@ -1,0 +1,263 @@
+"""Models and tokenizers: they are loaded, refused where they do not fit, and saved as ordinary folders."""
+
+import dataclasses
+import errno
+import inspect
+import json
+import math
+import os
+import shutil
+import zlib
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from rlhf_details.plumbing import cli, cpu, lora
+
+# Weights are read from safetensors files alone, because the older kind are pickles, which can run any code.
+# They are held in fp32, because a bf16 weight would swallow a step of 3e-6. [MODEL-3]
+LOADING = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
+
+
+# ---- tokenizers ------------------------------------------------------------------------------------------------------
+def load_tokenizer(path, flag, args):
+    """The tokenizer of a model folder or Hub repository, which must have an EOS token."""
+    with cli.reading(flag, path):
+        tokenizer = find_tokenizer(path, args)
+    if tokenizer is None or tokenizer.eos_token_id is None:
+        cli.fail(f"{flag} {path}: has no {'tokenizer' if tokenizer is None else 'EOS token'}")
+    return tokenizer
+
+
+def find_tokenizer(path, args):
+    """The tokenizer of a model, or None for a folder without one, for which the library would make up an empty one."""
+    kinds = "tokenizer*", "vocab*", "*.model"
+    if os.path.isdir(path) and not any(file for kind in kinds for file in Path(path).glob(kind)):
+        return None
+    return AutoTokenizer.from_pretrained(path, trust_remote_code=args.trust_remote_code)
+
+
+def own_tokenizer(args, tokenizer):
+    """The reward model's own tokenizer, or None where the reward model reads the policy's token ids.
+
+    It reads them where both vocabularies are the same, but for the padding token. A reward model of another vocabulary
+    is given text, for which it needs a tokenizer. Args: tokenizer, the policy's.
+    """
+    paths = {"--sft_model_path": args.sft_model_path, "--reward_model_path": args.reward_model_path}
+    sizes, tokenizers = [], [tokenizer]
+    for flag, path in paths.items():
+        with cli.reading(flag, path):
+            config = AutoConfig.from_pretrained(lora.base_of(path) or path, trust_remote_code=args.trust_remote_code)
+            sizes.append(config.get_text_config().vocab_size)
+    with cli.reading("--reward_model_path", args.reward_model_path):
+        tokenizers += filter(None, [find_tokenizer(args.reward_model_path, args)])
+    padding = {t.pad_token for t in tokenizers if t.pad_token != t.eos_token}
+    vocabularies = [{w: i for w, i in t.get_vocab().items() if w not in padding} for t in tokenizers]
+    if vocabularies[0] != vocabularies[-1]:
+        return tokenizers[-1]
+    if sizes[0] > sizes[1]:
+        named = [f"{flag} {path} ({size} embeddings)" for (flag, path), size in zip(paths.items(), sizes, strict=True)]
+        cli.fail(f"vocabulary mismatch: {' and '.join(named)}, and the latter has no tokenizer of another vocabulary")
+    return None
+
+
+def token_id(tokenizer, text, flag):
+    """The id that a flag means by "eos", by "none" (None) or by a text that is one token. Others end with one line.
+
+    The text is read as it stands within a response. At the start of a text, SentencePiece's tokenizers put a space
+    before it. That is another token, and no response would end with it.
+    """
+    if text in ("eos", "none"):
+        return tokenizer.eos_token_id if text == "eos" else None
+    # Some vocabularies spell bytes as other characters, so an entry counts only if it decodes to the text.
+    token = tokenizer.get_vocab().get(text)
+    if token is not None and tokenizer.decode([token]).strip() == text.strip("▁ "):
+        return token
+    before, ids = (tokenizer(words, add_special_tokens=False).input_ids for words in ("a", f"a{text}"))
+    if not ids or ids[:-1] != before or ids[-1] == tokenizer.unk_token_id:
+        cli.fail(f"{flag} {text!r}: not one token of the vocabulary")
+    return ids[-1]
+
+
+def decode(tokenizer, responses, mask):
+    """The texts of responses [N, R] with their mask, a list of N strings without special tokens."""
+    return [tokenizer.decode(r[m], skip_special_tokens=True) for r, m in zip(responses.cpu(), mask.cpu(), strict=True)]
+
+
+# ---- models ----------------------------------------------------------------------------------------------------------
+def accepts(model, *names):
+    """For each name, whether the model's forward takes a parameter of that name: a list of bools."""
+    parameters = inspect.signature(model.forward).parameters
+    return [name in parameters for name in names]
+
+
+def load_policy(path, flag, args):
+    """A causal language model (folder or Hub name) in fp32. Adapters are merged into the model that they belong to."""
+    with cli.reading(flag, path):
+        base = lora.base_of(path)
+    if base:
+        return set_up(lora.load_merged(load_policy(base, f"{flag} {path}: base model", args), path, flag), args)
+    with cli.reading(named(flag, args), path):
+        model, info = AutoModelForCausalLM.from_pretrained(path, **LOADING, **options(args))
+    wrong = {f"lacks {name}" for name in info["missing_keys"]}
+    wrong |= {f"has {name}" for name in info["unexpected_keys"] if name.startswith("score.")}
+    if wrong:
+        cli.fail(f"{flag} {path}: not a causal language model (it {', '.join(sorted(wrong))})")
+    if not any(accepts(model, "past_key_values") + accepts(model.base_model, "past_key_values")):
+        kind = model.config.model_type
+        cli.fail(f"{flag} {path}: a {kind} cannot be sampled: its forward takes no past_key_values")
+    for name, value in vars(model.config.get_text_config()).items():
+        if "jitter" in name and value:  # A router with jitter would put noise into the log-probs.
+            kind = model.config.model_type
+            cli.fail(f"{flag} {path}: a {kind} draws random numbers in training mode ({name} {value})")
+    return set_up(model, args)
+
+
+def load_reward_model(path, args, flag="--reward_model_path", allow_untrained=None):
+    """A sequence-classification model with one label, in fp32. A head that would be made up here is refused.
+
+    allow_untrained=True accepts any model and draws its head at random, for dummy runs and for training to start from.
+    Of adapters it takes the trunk of the merged model. None: as --allow_untrained_reward_model says.
+    """
+    allow_untrained = args.allow_untrained_reward_model if allow_untrained is None else allow_untrained
+    with cli.reading(flag, path):
+        base = lora.base_of(path) if allow_untrained else None
+    if base:
+        model = load_reward_model(base, args, f"{flag} {path}: base model", True)
+        model.base_model.load_state_dict(load_policy(path, flag, args).base_model.state_dict())
+        return model
+    one_label = {"num_labels": 1, "ignore_mismatched_sizes": True} if allow_untrained else {}
+    with cli.reading(named(flag, args), path):
+        model, info = AutoModelForSequenceClassification.from_pretrained(path, **LOADING, **options(args), **one_label)
+    if not hasattr(model, "score"):
+        cli.fail(f"{flag} {path}: {type(model).__name__} has no linear head `score` on a causal model")
+    # The library only warns of a head without trained weights, and the rewards would be noise. [MODEL-5]
+    if not allow_untrained and (info["missing_keys"] or model.config.num_labels != 1):
+        missing = ", ".join(sorted(info["missing_keys"])) or f"num_labels is {model.config.num_labels}, not 1"
+        hint = "--allow_untrained_reward_model lets a dummy run continue"
+        cli.fail(f"{flag} {path}: not a trained reward model ({missing}); {hint}")
+    return set_up(model, args)
+
+
+def options(args):
+    """What every model is loaded with."""
+    return {"attn_implementation": args.attn_implementation, "trust_remote_code": args.trust_remote_code}
+
+
+def named(flag, args):
+    """What an error line begins with: the flag, and the attention kernel before it where the user has chosen one."""
+    return f"--attn_implementation {args.attn_implementation} with {flag}" if args.attn_implementation else flag
+
+
+def set_up(model, args):
+    """Lets a loaded or new model use oneDNN, and gradient checkpointing where args ask for it. Returns the model."""
+    if getattr(args, "gradient_checkpointing", False):
+        # The second name is that of older versions of transformers, and deprecated in newer ones.
+        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+        enable({"use_reentrant": False})
+    return cpu.use_onednn(model)
+
+
+def context(*modules):
+    """The most tokens that all modules' models can read (math.inf where none has a limit).
+
+    None does not count, nor does a reward model with a tokenizer of its own, because it reads other tokens.
+    """
+    readers = [m.model for m in modules if m is not None and getattr(m, "tokenizer", None) is None]
+    limits = [getattr(model.config.get_text_config(), "max_position_embeddings", None) for model in readers]
+    return min((limit for limit in limits if limit), default=math.inf)
+
+
+def checksum(module):
+    """A number that tells a module's weights from others: the CRC-32 of their bytes, on the CPU."""
+    total = 0
+    for p in module.parameters():
+        total = zlib.crc32(p.detach().cpu().reshape(-1).view(torch.uint8).numpy(), total)
+    return total
+
+
+# ---- saving ----------------------------------------------------------------------------------------------------------
+def save_folder(args, model, tokenizer, weights, card=None):
+    """Writes --output_dir, whole or not at all: weights, tokenizer, training_args.json and the model card.
+
+    Args: weights, {name: whole tensor} as the model names its parameters, None for the model's own; card, the text of
+    README.md. A model with adapters is merged, and the adapters go to the folder `adapter` in it.
+    """
+    folder = Path(args.output_dir).resolve()
+    partial, before = (folder.with_name(f"{folder.name}.{kind}") for kind in ("partial", "before"))
+    if before.exists() and not folder.exists():  # An earlier save was killed between the two renames below.
+        before.rename(folder)
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        if hasattr(model, "peft_config"):
+            lora.save_adapter(model, partial / "adapter", getattr(args, "sft_model_path", None) or args.base_model)
+            tokenizer.save_pretrained(partial / "adapter")  # So that the adapters can be loaded by themselves.
+            model, weights = lora.merge(model), None
+        if weights is not None:  # Buffers are no parameters, but belong to the model.
+            parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+            buffers = {name: x for name, x in model.state_dict().items() if name not in parameters}
+            weights = weights | {name: x.detach().cpu() for name, x in buffers.items()}
+        model.save_pretrained(partial, state_dict=weights)
+        tokenizer.save_pretrained(partial)
+        (partial / "training_args.json").write_text(json.dumps(dataclasses.asdict(args), indent=1))
+        if card is not None:
+            (partial / "README.md").write_text(card, encoding="utf-8")
+        for path in (*partial.rglob("*"), partial):
+            sync(path)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)  # On a full disk its room may be needed.
+        raise
+    if folder.exists():
+        shutil.rmtree(before, ignore_errors=True)
+        folder.rename(before)
+    partial.rename(folder)
+    shutil.rmtree(before, ignore_errors=True)
+
+
+def sync(path):
+    """Returns when a file, or a folder's list of names, is on disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as e:
+        if not (Path(path).is_dir() and e.errno in (errno.EINVAL, errno.ENOTSUP)):  # Some file systems sync no folders.
+            raise
+    finally:
+        os.close(handle)
+
+
+class Head:
+    """From last hidden states to logits: the output embedding, and what a model does with it afterwards.
+
+    It looks the embedding up in the model at each call, so that it is no second owner of its weights.
+    """
+
+    def __init__(self, model):
+        config = model.config.get_text_config()
+        self.model, self.vocab_size = (
+            [model],
+            config.vocab_size,
+        )  # A list, so that no module sees the model as its child.
+        # Cohere multiplies by `logit_scale`, Granite divides by `logits_scaling`, and Gemma 2 caps.
+        self.scale = (getattr(config, "logit_scale", None) or 1) / (getattr(config, "logits_scaling", None) or 1)
+        self.cap = getattr(config, "final_logit_softcapping", None)
+
+    def __call__(self, hidden):
+        """Args: hidden [.., H]. Returns: logits [.., V]."""
+        logits = self.model[0].get_output_embeddings()(hidden)
+        logits = logits * self.scale if self.scale != 1 else logits
+        return self.cap * (logits / self.cap).tanh() if self.cap else logits
+
+
+@torch.no_grad()
+def head_of(model):
+    """The Head of a causal model. It is shown to give the model's own logits, or the program ends with one line."""
+    head, training = Head(model), model.training
+    tokens = torch.arange(min(8, head.vocab_size), device=model.device).unsqueeze(0)
+    states = model.eval().base_model(input_ids=tokens, use_cache=False).last_hidden_state
+    ours, theirs = head(states), model(input_ids=tokens, use_cache=False).logits
+    model.train(training)
+    if ours.shape != theirs.shape or not torch.allclose(ours, theirs, rtol=1e-4, atol=1e-4, equal_nan=True):
+        cli.fail(f"a {model.config.model_type} changes its logits after the output embedding in a way not known here")
+    return head

@@ -1,0 +1,752 @@
+"""
+PPO whose sampling and training overlap: train_ppo.py with an actor, a thread that samples the next batch by weights of
+its own while the learner trains on this one. So every batch but the first is one update off-policy.
+
+    learner   push W0 |                | take 1, push W0 | train 1 -> W1     | take 2, push W1 | train 2 -> W2 | ..
+    actor             | sample 1 by W0 |                 | sample 2 by W0 .. |                 | sample 3 by W1 | ..
+
+A push follows a take, so neither side can run ahead, and speed changes no result. The rest is as in train_ppo.py:
+
+1. Each prompt gets one response. Each token is an action with the reward -kl_coef * KL. The score is the reward of the
+   place after the last token, or of the last token where a response has all R tokens.
+2. A value model says what every prefix is worth. GAE turns rewards and values into advantages, which are whitened.
+3. A rollout is used for several passes. The probability ratio of a token and the change of a value are clipped.
+4. N+ (arXiv 2403.17031), the defaults: a value model of its own that starts as the reward model, a fixed kl_coef.
+   Only the EOS trick differs: N+ replaces the score of an unfinished response, and the default here subtracts.
+   lm-human-preferences (arXiv 1909.08593), benchmark/configs/ppo_sentiment.toml: a value head on the policy's trunk
+   that starts at zero, an adaptive kl_coef, whitened rewards, and responses of fixed length that the reward model reads
+   up to a full stop.
+5. All randomness is a function of coordinates (seed, purpose, update, row, step, token), never of a generator's state.
+
+Left out on purpose: a separate inference engine, top-k and top-p (the sampled policy would not be the trained one), and
+an entropy bonus (neither recipe has one).
+
+Read `main` first if you know the paper, else from top to bottom. A tag such as [PPO-3] marks an implementation detail:
+benchmark/details.md has its source, its test and what it is worth.
+
+Shapes    B: episodes of an update, one per prompt   Q: query tokens, left-padded   R: response tokens, right-padded
+          L: columns of a row   V: vocabulary   M: episodes of a micro-batch, or rows of a forward   H: hidden size
+          C: columns that are read   F: reward functions, the reward model among them   N: held-out prompts
+Masks     True marks a real token. Masks travel with the tokens, and nothing is ever found by looking for a pad token.
+
+One process:   python rlhf_details/train_ppo_async.py
+N processes:   accelerate launch --num_processes N rlhf_details/train_ppo_async.py      (DDP only)
+"""
+
+import copy
+import functools
+import math
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from rlhf_details import utils
+from rlhf_details.plumbing import cli, data, engines, lora, models, rewards
+from rlhf_details.plumbing.run import Run
+from rlhf_details.utils import EVALUATION, TRAINING, in_slices
+
+
+@dataclass
+class Args(cli.PolicyArgs):  # which holds the flags of run, data, models, logging and memory
+    exp_name: str = "train_ppo_async"
+    """name of the experiment, part of the run's name"""
+    output_dir: str = "models/ppo_async"
+    """folder of the trained policy"""
+
+    # sampling
+    response_length: int = 53
+    """most tokens a response may have (R)"""
+    temperature: float = 0.7
+    """sampling temperature; it divides the logits of every log-prob as well"""
+    stop_token: str = "eos"
+    """sampling ends with this token: "eos", "none", or a text that is one token"""
+    truncate_token: str = "none"
+    """the reward model reads a response up to this token: "eos", "none" (all of it), or a text that is one token"""
+    truncate_after: int = 0
+    """tokens before this place of the response (from 0) do not truncate it"""
+    missing_eos_penalty: float | None = 1.0
+    """what a response without its end (truncate_token, else stop_token) pays, in points of score; None: nothing"""
+    missing_eos_mode: Literal["subtract", "replace"] = "subtract"
+    """subtract the penalty from the score, or replace the score by -penalty"""
+
+    # reward and KL
+    kl_coef: float = 0.05
+    """weight of the KL in the reward (beta); under adaptive_kl the first one"""
+    kl_penalty: Literal["kl", "abs", "mse", "full", "k2", "k3"] = "kl"
+    """what a token pays for, with d = log p - log p_ref: "kl" d, "abs" |d|, "mse" and "k2" d^2/2, "k3" exp(-d) - 1 + d,
+    "full" the exact KL; objective/kl and adaptive_kl use d in any case"""
+    adaptive_kl: bool = False
+    """lm-human-preferences: steer kl_coef so that the KL of a response stays near kl_target"""
+    kl_target: float = 6.0
+    """adaptive_kl: KL to hold, in nats per response"""
+    kl_horizon: float = 10_000
+    """adaptive_kl: episodes over which kl_coef changes by a fifth at most"""
+    whiten_rewards: bool = False
+    """lm-human-preferences: scale the rewards of the batch to variance 1 and keep their mean"""
+    score_scaling: bool = False
+    """divide the scores by their running standard deviation"""
+    score_norm: bool = False
+    """subtract the scores' running mean"""
+    score_clip: float | None = None
+    """clip the scores to [-c, c], after scaling"""
+
+    # algorithm
+    total_episodes: int = 1_000_000
+    """responses to sample in the whole run; rounded up to whole batches"""
+    batch_size: int = 512
+    """episodes per update, over all processes (B)"""
+    num_mini_batches: int = 1
+    """optimiser steps per pass over the batch"""
+    num_ppo_epochs: int = 4
+    """passes over the batch"""
+    cliprange: float = 0.2
+    """clip range of the probability ratio"""
+    cliprange_value: float = 0.2
+    """clip range of the change of a value"""
+    vf_coef: float = 0.1
+    """weight of the value loss"""
+    gamma: float = 1.0
+    """discount of a token's reward"""
+    lam: float = 0.95
+    """GAE's lambda: 1 trusts the rewards, 0 the values"""
+    normalize_advantage: bool = True
+    """whiten the advantages over the whole batch"""
+    value_model: Literal["separate", "shared"] = "separate"
+    """a model of its own that starts as the reward model (N+), or a zero head on the policy's trunk
+    (lm-human-preferences)"""
+    target_kl: float | None = None
+    """end the passes over a batch after one whose mean of 0.5 * (log-ratio)^2 exceeds 1.5 times this; None: never"""
+    ratio_threshold: float | None = None
+    """skip the step of a minibatch whose mean probability ratio exceeds this; None: never"""
+
+    # optimiser
+    learning_rate: float = 3e-6
+    """peak learning rate of AdamW"""
+    lr_schedule: Literal["linear", "cosine", "constant"] = "linear"
+    """course of the learning rate over the updates"""
+    warmup_ratio: float = 0.0
+    """share of the updates over which the learning rate rises linearly"""
+    adam_eps: float = 1e-5
+    """AdamW's epsilon"""
+    tf_adam: bool = False
+    """place epsilon as TensorFlow does (lm-human-preferences)"""
+    weight_decay: float = 0.01
+    """AdamW's weight decay"""
+    max_grad_norm: float | None = None
+    """clip the gradient's global norm to this; None: only log it"""
+
+
+# ---- models: one module call is one forward, so that every engine sees all parameters through it ---------------------
+class Policy(nn.Module):
+    """Next-token logits / temperature, or the log-probs of given tokens under their softmax, always in fp32.
+
+    With a critic, a Reward of its own or a linear head on this model's trunk, it also says what the states are worth.
+    """
+
+    logits_at_once = 2**24  # at most so many, which are 64 MiB in fp32
+
+    def __init__(self, model, temperature, critic=None):
+        super().__init__()
+        self.model, self.temperature, self.head = model, temperature, models.head_of(model)
+        self.critic = critic
+        self.shares_trunk = isinstance(critic, nn.Linear)
+        (self.takes_positions,) = models.accepts(model, "position_ids")
+
+    def forward(self, tokens, mask, positions, index, labels=None, cache=None):
+        """
+        Args: tokens, positions [M, L]; mask [M, L] bool; index [C], the columns whose logits are read; labels [M, C],
+        the tokens that these predict; cache, a transformers cache, which is extended.
+        Returns: (log-probs, entropies) or with a critic (log-probs, entropies, values), all [M, C] fp32, or without
+        labels the logits / T [M, C, V] fp32.
+        """
+        inputs = {"input_ids": tokens, "attention_mask": mask, "past_key_values": cache, "use_cache": cache is not None}
+        inputs |= {"position_ids": positions} if self.takes_positions else {}
+        hidden = self.model.base_model(**inputs).last_hidden_state[:, index]  # [M, C, H]
+        if labels is None:
+            return self.logits(hidden)
+        # The logits would be M * C * V numbers, and as many gradients, so they are computed piece by piece. [GEN-8]
+        size = max(1, self.logits_at_once // self.head.vocab_size)
+        pieces = list(zip(hidden.flatten(0, 1).split(size), labels.flatten().split(size), strict=True))
+        # The backward pass computes a piece again, so that only one exists at a time.
+        again = functools.partial(checkpoint, self.of_tokens, use_reentrant=False)
+        outputs = [again(*piece) if len(pieces) > 1 else self.of_tokens(*piece) for piece in pieces]
+        outputs = tuple(torch.cat(x).reshape(labels.shape) for x in zip(*outputs, strict=True))
+        if self.critic is None:
+            return outputs
+        if not self.shares_trunk:
+            return *outputs, self.critic(tokens, mask, positions, index.expand(len(tokens), -1))
+        with torch.autocast(hidden.device.type, enabled=False):
+            # The value loss trains the policy's trunk as well. [PPO-3]
+            return *outputs, self.critic(hidden.float()).squeeze(-1)
+
+    def logits(self, hidden):
+        """Tempered logits [.., V] fp32 of last hidden states [.., H]."""
+        # The temperature divides the logits wherever a log-prob is computed, not in the sampler alone. [GEN-2] [GEN-3]
+        return self.head(hidden).float() / self.temperature
+
+    def of_tokens(self, hidden, labels):
+        """Log-probs and entropies [T] of T labels, from their hidden states [T, H]."""
+        log_softmax = self.logits(hidden).log_softmax(-1)  # [T, V]
+        with torch.no_grad():
+            entropies = -(log_softmax.exp() * log_softmax).sum(-1)
+        return log_softmax.gather(-1, labels.unsqueeze(-1)).squeeze(-1), entropies
+
+
+class Reward(nn.Module):
+    """Scores: the head's output at given columns, plus the bias that normalisation left in the configuration.
+
+    Read at the last token it is the reward model, and read at every state it is the value model.
+    tokenizer: the reward model's own, or None where it reads the policy's token ids.
+    """
+
+    def __init__(self, model, tokenizer=None):
+        super().__init__()
+        self.model, self.tokenizer = model, tokenizer
+        # `reward_bias` is the shift that train_reward.py leaves. Plain loaders ignore it. [REW-1]
+        self.bias = getattr(model.config, "reward_bias", 0.0)
+        (self.takes_positions,) = models.accepts(model.base_model, "position_ids")
+
+    def forward(self, tokens, mask, positions, index):
+        """Args: tokens, mask, positions as Policy's; index [M, n], the columns to read. Returns: scores [M, n] fp32."""
+        inputs = {"input_ids": tokens, "attention_mask": mask, "use_cache": False}
+        inputs |= {"position_ids": positions} if self.takes_positions else {}
+        hidden = self.model.base_model(**inputs).last_hidden_state  # [M, L, H]
+        hidden = hidden.gather(1, index.unsqueeze(-1).expand(-1, -1, hidden.size(-1)))  # [M, n, H]
+        # The head runs in fp32: between 2 and 4 bf16 scores would lie 1/64 apart. [RM-6]
+        with torch.autocast(hidden.device.type, enabled=False):
+            return self.model.score(hidden.float()).squeeze(-1) + self.bias
+
+
+def load_models(args, device):
+    """Returns (tokenizer, policy, reference, reward model or None), all in fp32 and without dropout."""
+    tokenizer = models.load_tokenizer(args.sft_model_path, "--sft_model_path", args)
+    model = utils.disable_dropout(models.load_policy(args.sft_model_path, "--sft_model_path", args))
+    if args.lora_rank:  # The reference is the same model with its adapters switched off.
+        model = lora.add_adapters(model, args.lora_rank)
+        reference = lora.without_adapters(Policy(model, args.temperature))
+    else:  # The reference is a copy of the initial policy. If it were the same object, the KL would stay 0. [MODEL-4]
+        frozen = utils.disable_dropout(models.load_policy(args.sft_model_path, "--sft_model_path", args))
+        reference = Policy(frozen, args.temperature).requires_grad_(False)
+    reward_model = None
+    if args.reward_model_path:
+        reward_model = utils.disable_dropout(models.load_reward_model(args.reward_model_path, args))
+        reward_model = Reward(reward_model, models.own_tokenizer(args, tokenizer))
+    if args.value_model == "shared":
+        critic = nn.Linear(model.get_output_embeddings().in_features, 1)  # on the trunk's last hidden state
+        nn.init.zeros_(critic.weight), nn.init.zeros_(critic.bias)  # Every value starts at 0. [PPO-2]
+    elif reward_model and reward_model.tokenizer is None:
+        critic = copy.deepcopy(reward_model)  # The value model starts as the reward model, bias included. [PPO-1]
+    else:  # No reward model reads these token ids, so the value model starts as the policy's trunk with a zero head.
+        trunk = models.load_reward_model(args.sft_model_path, args, "--sft_model_path", allow_untrained=True)
+        critic = Reward(utils.disable_dropout(trunk))
+        nn.init.zeros_(critic.model.score.weight)
+    if args.value_model == "separate" and args.lora_rank:
+        lora.add_adapters(critic.model, args.lora_rank)  # The head is trained as a whole.
+    if reward_model:
+        reward_model = reward_model.requires_grad_(False).to(device).eval()
+    return tokenizer, Policy(model, args.temperature, critic).to(device), reference.to(device).eval(), reward_model
+
+
+# ---- the actor -------------------------------------------------------------------------------------------------------
+NAMES = "responses", "response_mask", "sampled_logprobs", "old_logprobs"  # of the tensors that it makes
+
+
+class Actor:
+    """A thread that samples by a copy of the policy. It makes no collective call, which would meet the learner's.
+
+    Source: open-instruct, ppo_vllm_thread_ray_gtrl.py, with its two queues of size one.
+    """
+
+    def __init__(self, model, args, rollout):
+        self.policy = Policy(copy.deepcopy(model), args.temperature).eval().requires_grad_(False)
+        self.rollout, self.thread, self.batch = rollout, ThreadPoolExecutor(1), Future()
+        self.stream = torch.cuda.Stream() if torch.cuda.is_available() else None
+
+    def push(self, model, update):
+        """Copies a model's weights and starts to sample for an update. The learner has taken the last batch by now."""
+        self.policy.model.load_state_dict(model.state_dict())  # Training does not change this copy. [GEN-10]
+        if self.stream:
+            torch.cuda.synchronize()  # The weights have arrived, and the learner has read the last batch.
+        self.batch = self.thread.submit(self.sample, update)
+
+    def sample(self, update):
+        """Runs in the thread. Stream and device hold for one thread, so they are set here."""
+        if not self.stream:
+            return self.rollout(self.policy, update)
+        with torch.cuda.device(self.stream.device), torch.cuda.stream(self.stream):
+            batch = self.rollout(self.policy, update)
+            self.stream.synchronize()
+            return batch
+
+    def take(self):
+        """Waits for the batch. An error of the thread is raised here."""
+        batch = self.batch.result()
+        for x in batch if self.stream else ():
+            x.record_stream(torch.cuda.current_stream())
+        return batch
+
+
+# ---- from tokens to log-probs and scores -----------------------------------------------------------------------------
+def join(queries, query_mask, responses, response_mask):
+    """Rows of a prompt and its response, as the models read them.
+
+        tokens   .  p  p  p  a  b  EOS  .        Q = 4 (left-padded), R = 4 (right-padded)
+        index             3  4  5   6            column Q - 1 + t predicts token t and values the state before it; here
+                                                 6 is the state after the end, which has a value and predicts nothing
+    Args: queries, query_mask [M, Q]; responses, response_mask [M, R].
+    Returns: tokens, mask, positions [M, L] with L = Q + R, and index [R], the columns Q - 1 .. Q + R - 2.
+    """
+    mask = torch.cat([query_mask, response_mask], 1)  # [M, L]
+    # The logits in the column before a token predict it. [GEN-7]
+    index = torch.arange(responses.size(1), device=mask.device) + queries.size(1) - 1
+    return torch.cat([queries, responses], 1), mask, utils.positions_from_mask(mask), index
+
+
+def response_logprobs(policy, batch):
+    """Log-probs, entropies and, where the policy has a critic, values, [M, R] fp32 and 0 where masked.
+
+    Args: batch (queries, query_mask, responses, response_mask). Values are masked by value_mask.
+    """
+    R = batch[2].size(1)
+    batch = utils.trim(batch, extra=1)  # one column more for the state after the end
+    outputs = policy(*join(*batch), labels=batch[2])  # each [M, width]
+    masks = batch[3], batch[3], value_mask(batch[3])
+    # Padding holds zeros and no sentinel, so that sums over a row need no mask. [REW-6]
+    # A reference has no critic, and then there are two outputs for the three masks.
+    return [nn.functional.pad(x * m, (0, R - x.size(1))) for x, m in zip(outputs, masks, strict=False)]
+
+
+def response_scores(reward_model, batch):
+    """Scores [M] fp32: the reward model's output at the last real token of each response."""
+    batch = utils.trim(batch)
+    tokens, mask, positions, _ = join(*batch)
+    # The mask says which token is the last. Pad may equal EOS, so a search for an id could go wrong. [REW-2]
+    last = batch[0].size(1) + batch[3].sum(1, keepdim=True) - 1  # [M, 1]
+    return reward_model(tokens, mask, positions, last).squeeze(1)
+
+
+def full_kl(policy, batch, reference):
+    """The exact KL of the next-token distributions, the sum of p (log p - log p_ref) over the vocabulary: [[M, R]]."""
+    R = batch[2].size(1)
+    batch = utils.trim(batch, extra=1)
+    logp, ref_logp = (model(*join(*batch)).log_softmax(-1) for model in (policy, reference))  # [M, width, V]
+    kl = (logp.exp() * (logp - ref_logp)).sum(-1) * batch[3]
+    return [nn.functional.pad(kl, (0, R - kl.size(1)))]
+
+
+# ---- equations -------------------------------------------------------------------------------------------------------
+def truncate_response(responses, mask, token_id, after):
+    """What the reward model reads: a response up to its first `token_id` at place `after` or later, or all of it.
+
+    Args: responses [B, R]; mask [B, R] bool, what was sampled; token_id, or None: all is read and counts as ended.
+    Returns: (mask [B, R] of what is read, whether the token was there [B]). Source: lm-human-preferences, lm_tasks.py.
+    """
+    if token_id is None:
+        return mask, mask.any(1)
+    # Only real tokens are searched, because the filler, token 0, may be the stop token. [GEN-13]
+    ends = mask & (responses == token_id)
+    ends[:, :after] = False  # A token that stands before this place does not end the response. [GEN-12]
+    return mask & (ends.cumsum(1) - ends.long() == 0), ends.any(1)  # True where no end stands strictly before
+
+
+def missing_eos_scores(scores, ended, penalty, mode):
+    """The EOS trick: a response that did not end pays `penalty` ("subtract"), or gets the score -penalty ("replace").
+
+    Replacement can raise a low score, and gives the reward model's zero a meaning.
+    Args: scores [B] fp32; ended [B] bool; penalty, float or None. Returns: [B].
+    Source: TRL v0.11.4, ppov2_trainer.py (subtract); N+, ppo.py and lm-human-preferences, train_policy.py (replace).
+    """
+    if penalty is None:
+        return scores
+    # Without the penalty an unfinished response may score well, and the policy need not learn to stop. [REW-3]
+    return torch.where(ended, scores, scores - penalty if mode == "subtract" else torch.full_like(scores, -penalty))
+
+
+def merge_moments(moments, x):
+    """(count, mean, sum of squared distances from the mean) of all numbers so far and of x [B], by Chan's formula."""
+    count, mean, squares = moments
+    x = x.double()
+    total, delta = count + len(x), x.mean().item() - mean
+    # Add the spread within the batch, and the spread between it and what was seen before. [PPO-19]
+    squares += ((x - x.mean()) ** 2).sum().item() + delta**2 * count * len(x) / total
+    return total, mean + delta * len(x) / total, squares
+
+
+def shape_scores(scores, moments, scaling, norm, clip):
+    """Scores [B] less their running mean (norm), over their running standard deviation (scaling), and clipped.
+
+    Args: moments, of all scores so far, these included; clip, c of [-c, c] or None. Equal scores are not scaled.
+    Source: TRL v0.11.4, ppo_trainer.py.
+    """
+    count, mean, squares = moments
+    std = math.sqrt(squares / (count - 1)) if count > 1 else 0.0
+    scores = (scores - mean if norm else scores) / ((scaling and std) or 1.0)
+    return scores if clip is None else scores.clamp(-clip, clip)
+
+
+def kl_penalty(logprobs, ref_logprobs, kind):
+    """What each sampled token pays, [B, R], from d = log p - log p_ref. ("full" is full_kl.)
+
+    "kl" d: its mean is the KL, and as a reward its policy gradient is the KL's. "abs" |d|. "mse" and "k2" d^2/2.
+    "k3" exp(-d) - 1 + d is never negative, and its mean is the KL, but its policy gradient is not the KL's.
+    Source: TRL v0.11.4, ppo_trainer.py (kl, abs, mse); open-instruct, ppo_vllm_thread_ray_gtrl.py (k2, k3).
+    """
+    d = logprobs - ref_logprobs
+    # The penalty "kl" of a single token may be negative. [PPO-7]
+    return {"kl": d, "abs": d.abs(), "mse": d**2 / 2, "k2": d**2 / 2, "k3": torch.expm1(-d) + d}[kind]
+
+
+def value_mask(response_mask):
+    """States that have a value, [B, R] bool: before each response token, and after the last one where there is room."""
+    # The state after the last token has a value, because the score is still to come. [PPO-5]
+    return response_mask | nn.functional.pad(response_mask, (1, 0), value=True)[:, :-1]  # the mask, moved to the right
+
+
+def token_rewards(scores, kl_penalties, response_mask, kl_coef):
+    """-kl_coef * its KL penalty on each token, and the score one place after the last, or on the last without room.
+
+    Args: scores [B]; kl_penalties [B, R], 0 at padding; response_mask [B, R]. Returns: [B, R].
+    Source: N+, ppo.py. Responses of a fixed length never have room: lm-human-preferences, train_policy.py.
+    """
+    # The score is the reward of the place after EOS, if there is one. [PPO-6]
+    place = value_mask(response_mask).sum(1, keepdim=True) - 1  # [B, 1]
+    return (-kl_coef * kl_penalties).scatter_add(1, place, scores.unsqueeze(1))
+
+
+def adapt_kl_coef(kl_coef, kl, target, horizon, num_episodes):
+    """kl_coef after its proportional controller: it rises where the KL is above the target, else it falls.
+
+    Args: kl, mean KL of a response in the batch, nats; horizon, the episodes over which it changes by a fifth at most.
+    Source: lm-human-preferences, train_policy.py.
+    """
+    error = min(max(kl / target - 1, -0.2), 0.2)  # One unusual batch must not decide the coefficient. [PPO-15]
+    return kl_coef * (1 + error * num_episodes / horizon)
+
+
+def compute_gae(rewards, values, gamma, lam):
+    """Generalised advantage estimation: d_t = r_t + gamma V_{t+1} - V_t, A_t = d_t + gamma lam A_{t+1}; V_R = A_R = 0.
+
+    Args: rewards, values [B, R], both 0 beyond value_mask, so that nothing flows back from there.
+    Returns: (advantages, returns = advantages + values), [B, R].
+    Source: arXiv 1506.02438; lm-human-preferences, train_policy.py.
+    """
+    advantages, advantage, next_value = torch.zeros_like(rewards), 0, 0
+    for t in reversed(range(rewards.size(1))):
+        # A lambda below 1 trusts the values more, which lowers the variance. [PPO-9]
+        advantage = rewards[:, t] + gamma * next_value - values[:, t] + gamma * lam * advantage  # [B]
+        advantages[:, t], next_value = advantage, values[:, t]
+    return advantages, advantages + values
+
+
+def ppo_policy_loss(logprobs, old_logprobs, mask, advantages, cliprange):
+    """The clipped surrogate, one term for each action: max(-A * ratio, -A * clip(ratio, 1 - c, 1 + c)).
+
+    Args: all [M, R]; an action is a token. Returns: (losses, log-ratios, clipped), all [M, R], 0 at padding.
+    """
+    logratio = (logprobs - old_logprobs) * mask
+    ratio = logratio.exp()
+    losses1 = -advantages * ratio
+    losses2 = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
+    # The larger loss counts. So leaving the range gains nothing, and a ratio that went wrong can come back. [PPO-12]
+    losses = torch.max(losses1, losses2)
+    return losses * mask, logratio, (losses2 > losses1) & mask
+
+
+def ppo_value_loss(values, old_values, returns, mask, cliprange_value):
+    """Half the squared error of a value or of its clipped version, the worse one: max((V - G)^2, (clip(V) - G)^2) / 2.
+
+    Args: all [M, R]; clip holds V within old_values +- cliprange_value.
+    Returns: (losses, plain squared errors, clipped), 0 at padding.
+    """
+    errors = (values - returns) ** 2
+    clipped_errors = (values.clamp(old_values - cliprange_value, old_values + cliprange_value) - returns) ** 2
+    # A value that has moved too far gets no gradient to move further. [PPO-13]
+    losses = 0.5 * torch.max(errors, clipped_errors)
+    return losses * mask, errors * mask, (clipped_errors > errors) & mask
+
+
+def mean_and_variance(x, mask):
+    """Mean and biased variance of x over the True entries of mask."""
+    mean = utils.masked_mean(x, mask)
+    return mean, utils.masked_mean((x - mean) ** 2, mask)
+
+
+def shuffled_episodes(num_episodes, num_mini_batches, device, *coordinates):
+    """Yields the episodes [B / num_mini_batches] of each minibatch, a shuffle that the coordinates decide."""
+    yield from torch.tensor(utils.permutation(num_episodes, *coordinates), device=device).chunk(num_mini_batches)
+
+
+# ---- held-out evaluation ---------------------------------------------------------------------------------------------
+@torch.no_grad()
+def evaluate(policy, reference, score, prompts, stop_id, end_id, args, accelerator):
+    """One response to each held-out prompt, with noise of its own, and what it scores.
+
+    Returns: ({"eval/objective/..": mean over the prompts}, samples to show); call it on every process.
+    """
+    if not prompts:
+        return {}, None
+    policy.eval()
+    numbers = data.my_share(len(prompts), accelerator)  # filled up, so that all processes have as many
+    rows = [prompts[i % len(prompts)] for i in numbers.tolist()]
+    queries, query_mask = utils.left_pad([row.ids for row in rows], accelerator.device)
+    sampling = dict(n=1, response_length=args.response_length, stop_id=stop_id, any_alive=engines.any_alive(policy))
+    with accelerator.autocast():
+        batch, key = [queries, query_mask, numbers], (args.seed, EVALUATION, 0)
+        sampled = in_slices(utils.sample, policy, batch, args.rollout_micro_batch_size, key=key, **sampling)
+        responses, response_mask, logprobs = sampled  # [N / world, R]
+        batch = [queries, query_mask, responses, response_mask]
+        ref_logprobs, _ = in_slices(response_logprobs, reference, batch, args.micro_batch_size)
+        scored_mask, ended = truncate_response(responses, response_mask, end_id, args.truncate_after)
+        values = score(rows, [queries, query_mask, responses, scored_mask])  # [N, F]
+    # The sampler's own log-probs are enough for the KL, because no ratio follows.
+    gathered = accelerator.gather((responses, scored_mask, ended, (logprobs - ref_logprobs).sum(1), values))
+    responses, scored_mask, ended, kl, values = (x[: len(prompts)] for x in gathered)
+    scores = (values * score.weights).nansum(1)
+    scores = missing_eos_scores(scores, ended, args.missing_eos_penalty, args.missing_eos_mode)
+    lengths = scored_mask.sum(1).float()
+    metrics = {"scores": scores.mean(), "kl": kl.mean(), "length": lengths.mean(), "ended": ended.float().mean()}
+    metrics |= score.by_name(values, spread=True) | {"scores_std": scores.std(correction=0)}
+    samples = prompts, responses, scored_mask, scores, kl
+    return {f"eval/objective/{name}": float(value) for name, value in metrics.items()}, samples
+
+
+# ---- the loop --------------------------------------------------------------------------------------------------------
+def check(args):
+    """Ends with one line (exit code 2) where arguments contradict each other."""
+    cli.check(args)
+    rewards.check(args)
+    factors = args.num_mini_batches * cli.world_size()
+    if args.batch_size % factors:
+        cli.fail(f"--batch_size {args.batch_size}: not divisible by num_mini_batches * processes = {factors}")
+    if args.kl_penalty == "full":
+        cli.fail("--kl_penalty full: not here, because the policy that sampled is no longer at hand")
+    for name in ("gamma", "lam"):
+        if getattr(args, name) > 1:
+            cli.fail(f"--{name} {getattr(args, name)}: must be at most 1")
+    if args.adaptive_kl and (not args.kl_coef or not args.kl_target or args.kl_horizon <= args.batch_size / 5):
+        cli.fail("--adaptive_kl: kl_coef and kl_target must be above 0, and kl_horizon above a fifth of batch_size")
+    if args.ratio_threshold is not None and args.ratio_threshold <= 1:
+        cli.fail(f"--ratio_threshold {args.ratio_threshold}: must be above 1, the first ratio of every rollout")
+    if args.truncate_after and (args.truncate_token == "none" or args.truncate_after >= args.response_length):
+        cli.fail(f"--truncate_after {args.truncate_after}: needs a truncate_token, and must be below response_length")
+
+
+def main(args: Args):
+    """Trains; returns {"before": metrics, "after": metrics, "run": folder} of the held-out evaluations."""
+    check(args)
+    accelerator = engines.start(args)  # one process, DDP, FSDP2 or DeepSpeed; it seeds, and trains missing toy stages
+    if engines.name(accelerator) not in ("one process", "DDP"):
+        cli.fail(f"train_ppo_async.py: runs on one process or under DDP, not under {engines.name(accelerator)}")
+    device, world, rank = accelerator.device, accelerator.num_processes, accelerator.process_index
+    B, R, size = args.batch_size, args.response_length, args.micro_batch_size
+    numbers = torch.arange(B, device=device)  # [B], of the episodes
+    mine = slice(rank * B // world, (rank + 1) * B // world)  # those of this process
+
+    # ---- models, prompts, rewards, optimiser; one optimiser trains the policy and the value model
+    tokenizer, policy, reference, reward_model = load_models(args, device)
+    stop_id = models.token_id(tokenizer, args.stop_token, "--stop_token")
+    end_id = models.token_id(tokenizer, args.truncate_token, "--truncate_token")
+    end_id = stop_id if end_id is None else end_id  # the token that a complete response ends with
+    prompts, held_out = data.load_prompts(args, tokenizer, room=models.context(policy, reward_model) - R)
+    score = rewards.Scorer(args, accelerator, tokenizer, reward_model, response_scores, size, end_id)
+    score.check_columns(prompts, held_out)  # score(rows, batch) is [B, F], and NaN where a reward does not apply.
+    # Set eps and weight decay explicitly, so that the recipe does not depend on torch's defaults. [OPT-4]
+    adam = dict(lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay, fused=True)
+    # The optimiser holds the value model's weights as well. [PPO-4]
+    optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], **adam)
+    policy, optimizer = engines.prepare(accelerator, policy, optimizer)
+    num_updates = math.ceil(args.total_episodes / B)  # Round up, so that at least total_episodes are sampled. [OPT-10]
+    sampling = dict(n=1, response_length=R, stop_id=stop_id)
+    run = Run(args, accelerator, tokenizer, num_updates, prompts, [held_out, reference, reward_model])
+    state = run.resume(policy, optimizer, {"kl_coef": args.kl_coef, "adam_step": 0, "moments": (0, 0.0, 0.0)})
+    model = accelerator.unwrap_model(policy).model
+
+    def rollout(policy, update):
+        """Phase 1, in the actor's thread: responses, mask, and the log-probs of sampler and training forward."""
+        queries, query_mask = utils.left_pad([row.ids for row in prompts.of_update(update, B, args.seed)], device)
+        with torch.no_grad(), accelerator.autocast():
+            batch, key = [queries[mine], query_mask[mine], numbers[mine]], (args.seed, TRAINING, update)
+            sampled = in_slices(utils.sample, policy, batch, args.rollout_micro_batch_size, key=key, **sampling)
+            # The old log-probs must come from the policy that sampled. Compute them before its weights change. [GEN-11]
+            old_logprobs, _ = in_slices(response_logprobs, policy, [*batch[:2], *sampled[:2]], size)
+        return *sampled, old_logprobs
+
+    def waiting():
+        """What a checkpoint holds of the batch that waits to be trained on."""
+        return dict(zip(NAMES, accelerator.gather(actor.batch.result()), strict=True))
+
+    actor = Actor(model, args, rollout)
+    if run.tensors:
+        actor.batch.set_result([run.tensors[name].chunk(world)[rank] for name in NAMES])
+    elif run.first_update <= num_updates:
+        actor.push(model, run.first_update)
+    if run.first_update == 1:
+        run.log(0, *evaluate(policy, reference, score, held_out, stop_id, end_id, args, accelerator))
+
+    for update in range(run.first_update, num_updates + 1):
+        # The learning rate changes from update to update, and all steps of an update have the same. [OPT-2]
+        lr = optimizer.param_groups[0]["lr"] = utils.learning_rate_at(update, num_updates, args)
+
+        # ---- 1. Rollout: a response to each prompt; every process samples its share ----------------------------------
+        rows = prompts.of_update(update, B, args.seed)
+        queries, query_mask = utils.left_pad([row.ids for row in rows], device)  # [B, Q]
+        responses, response_mask, sampled_logprobs, old_logprobs = actor.take()  # [B / world, R]
+        if update < num_updates:
+            actor.push(model, update + 1)  # before this batch is trained on
+        run.lap("rollout")
+        policy.eval()
+        with torch.no_grad(), accelerator.autocast():
+            # ---- 2. Scores: the rewards, and the log-probs and values that the advantages start from -----------------
+            batch = [queries[mine], query_mask[mine], responses, response_mask]
+            ref_logprobs, _ = in_slices(response_logprobs, reference, batch, size)
+            _, _, values = in_slices(response_logprobs, policy, batch, size)
+            if args.kl_penalty == "full":
+                (kl_penalties,) = in_slices(full_kl, policy, batch, size, reference)
+            else:
+                kl_penalties = kl_penalty(old_logprobs, ref_logprobs, args.kl_penalty)
+            # The reward model reads what a human would read. [GEN-14]
+            scored_mask, ended = truncate_response(responses, response_mask, end_id, args.truncate_after)
+            reward_values = score(rows[mine], [*batch[:3], scored_mask])  # [B / world, F]
+        # Whitening, minibatches and metrics need the whole batch, so gather it once. From here on every tensor is the
+        # whole batch, the same on every process. [REW-7]
+        responses, response_mask, sampled_logprobs, old_logprobs, ref_logprobs = accelerator.gather(
+            (responses, response_mask, sampled_logprobs, old_logprobs, ref_logprobs)
+        )
+        kl_penalties, values, reward_values, ended = accelerator.gather((kl_penalties, values, reward_values, ended))
+        batch = [queries, query_mask, responses, response_mask]  # [B, Q], [B, Q], [B, R], [B, R]
+        run.lap("scores")
+
+        # ---- 3. Rewards: one for each token --------------------------------------------------------------------------
+        #   response        a    b   EOS   .    .      nothing is sampled after the stop token
+        #   response_mask   1    1    1    0    0      actions: they have log-probs, KL, advantages and a policy loss
+        #   state_mask      1    1    1    1    0      states, each before its token, and one after the end: they have
+        #                                              rewards, values and a value loss
+        #   rewards        -cK  -cK  -cK score  0      c: kl_coef, K: the token's KL penalty
+        #   R tokens        v    w    x    y    z      both masks are 1 everywhere, and the value after z counts as 0
+        #   rewards        -cK  -cK  -cK  -cK  -cK + score      where the score has paid missing_eos_penalty
+        #
+        # NaN means that a reward does not apply to this kind of prompt. [REW-4]
+        scores = (reward_values * score.weights).nansum(1)  # [B]
+        scores = missing_eos_scores(scores, ended, args.missing_eos_penalty, args.missing_eos_mode)  # [B]
+        if args.score_scaling or args.score_norm:
+            state["moments"] = merge_moments(state["moments"], scores)
+        shaped_scores = shape_scores(scores, state["moments"], args.score_scaling, args.score_norm, args.score_clip)
+        # The simplest KL estimate ("k1"): its mean is the KL, and as a reward its policy gradient is the KL's. [REW-5]
+        kl = old_logprobs - ref_logprobs  # [B, R], 0 at padding, whatever --kl_penalty is
+        state_mask = value_mask(response_mask)  # [B, R]
+        rewards_of_tokens = token_rewards(shaped_scores, kl_penalties, response_mask, state["kl_coef"])  # [B, R]
+        if args.whiten_rewards:
+            # The mean stays. Subtracting it would put a price on length. [PPO-8]
+            rewards_of_tokens = utils.masked_whiten(rewards_of_tokens, state_mask, shift_mean=False)
+
+        # ---- 4. Advantages -------------------------------------------------------------------------------------------
+        advantages, returns = compute_gae(rewards_of_tokens, values, args.gamma, args.lam)  # [B, R]
+        if args.normalize_advantage:
+            advantages = utils.masked_whiten(advantages, response_mask)  # over all response tokens [PPO-10]
+
+        # ---- 5. Optimise: micro-batches add up to exactly one gradient for each minibatch ----------------------------
+        policy.train()  # Every dropout is 0. Training mode only lets gradient checkpointing work.
+        means, num_skipped = utils.Means(device), 0
+        for epoch in range(args.num_ppo_epochs):
+            # Every pass has an order of its own. [OPT-9]
+            shuffle = shuffled_episodes(B, args.num_mini_batches, device, args.seed, update, epoch)
+            epoch_kl = 0.0
+            for number, minibatch in enumerate(shuffle):
+                # Both counts are those of the whole minibatch, over all processes.
+                num_actions, num_states = response_mask[minibatch].sum(), state_mask[minibatch].sum()
+                micro_batches = minibatch.chunk(world)[rank].split(size)
+                for i, m in enumerate(micro_batches):
+                    with engines.accumulate(accelerator, policy, is_last=i + 1 == len(micro_batches)):
+                        logprobs, entropies, new_values = response_logprobs(policy, [x[m] for x in batch])  # [M, R]
+                        losses, logratio, clipped = ppo_policy_loss(
+                            logprobs, old_logprobs[m], response_mask[m], advantages[m], args.cliprange
+                        )
+                        value_losses, errors, value_clipped = ppo_value_loss(
+                            new_values, values[m], returns[m], state_mask[m], args.cliprange_value
+                        )
+                        # Dividing by the whole minibatch's count makes micro-batches add up to its gradient. [OPT-5]
+                        loss = losses.sum() / num_actions
+                        # The value loss is an average over states. There is no entropy bonus. [PPO-14]
+                        loss = loss + args.vf_coef * value_losses.sum() / num_states
+                        accelerator.backward(loss * world)  # The engines average over processes, but we sum. [OPT-6]
+                    means.add("loss/policy_avg", losses, response_mask[m])
+                    means.add("loss/value_avg", value_losses, state_mask[m])
+                    means.add("policy/approxkl_avg", 0.5 * logratio**2, response_mask[m])  # of an action [LOG-3]
+                    means.add("policy/clipfrac_avg", clipped, response_mask[m])
+                    means.add("policy/entropy_avg", entropies, response_mask[m])
+                    means.add("ratio_minus_1", logratio.expm1(), response_mask[m])
+                    means.add("ratio_minus_1_squared", logratio.expm1() ** 2, response_mask[m])
+                    means.add("val/clipfrac_avg", value_clipped, state_mask[m])
+                    means.add("val/error", errors, state_mask[m])
+                    means.add("val/vpred", new_values, state_mask[m])
+                    if epoch == number == 0:  # Before the first step the ratio is one update old. [LOG-6]
+                        means.add_max("val/logprob_gap", (old_logprobs[m] - sampled_logprobs[m]).abs())
+                        means.add_max("val/stale_ratio", logratio.abs().clamp(max=20).exp())
+                of_minibatch = means.since_last(accelerator)
+                epoch_kl += of_minibatch["policy/approxkl_avg"] / args.num_mini_batches  # the mean of the minibatches'
+                # Skip the step: far from the sampling policy the clipped objective is unreliable. [PPO-17]
+                if args.ratio_threshold is not None and 1 + of_minibatch["ratio_minus_1"] > args.ratio_threshold:
+                    engines.forget_gradient(accelerator, policy, optimizer)
+                    num_skipped += 1
+                    continue
+                state["adam_step"] += 1
+                if args.tf_adam:
+                    optimizer.param_groups[0]["eps"] = utils.tf_adam_eps(args.adam_eps, state["adam_step"])
+                norm = engines.step(accelerator, policy, optimizer, args.max_grad_norm, run, f"minibatch {number + 1}")
+                means.add("policy/grad_norm", norm)
+            # Stop: the policy has moved too far from the one that sampled. [PPO-18]
+            if args.target_kl is not None and epoch_kl > 1.5 * args.target_kl:
+                break
+        run.lap("optimise")
+
+        # ---- 6. Log --------------------------------------------------------------------------------------------------
+        metrics = means.reduce(accelerator) | score.by_name(reward_values, "objective/")
+        ratio_minus_1 = metrics.pop("ratio_minus_1")
+        non_score_reward = -state["kl_coef"] * kl_penalties.sum(1).mean()  # added, before whitening [LOG-5]
+        total_loss = metrics["loss/policy_avg"] + args.vf_coef * metrics["loss/value_avg"]
+        value_mean, value_var = mean_and_variance(values, state_mask)
+        returns_mean, returns_var = mean_and_variance(returns, state_mask)
+        metrics |= {
+            "epoch": update * B / len(prompts),
+            "lr": lr,
+            "objective/scores": scores.mean(),
+            "objective/kl": kl.sum(1).mean(),
+            "objective/kl_coef": state["kl_coef"],
+            "objective/non_score_reward": non_score_reward,
+            "objective/rlhf_reward": shaped_scores.mean() + non_score_reward,
+            "objective/score_total": scores.mean() + non_score_reward,
+            "objective/entropy": -(old_logprobs * response_mask).sum(1).mean(),  # without padding [LOG-1]
+            "objective/loss": total_loss,
+            "loss/total_avg": total_loss,
+            "policy/skipped_minibatches": num_skipped,
+            "returns/mean": returns_mean,
+            "returns/var": returns_var,
+            "val/mean": value_mean,
+            "val/var": value_var,
+            "val/var_explained": 1 - metrics["val/error"] / (returns_var + 1e-8),
+            "val/ratio": 1 + ratio_minus_1,
+            "val/ratio_var": metrics.pop("ratio_minus_1_squared") - ratio_minus_1**2,  # of actions [LOG-4]
+            "val/equal_scores": float(scores.unique().numel() < 2),
+            "val/num_eos_tokens": (response_mask & (responses == tokenizer.eos_token_id)).sum(),
+            "val/num_stop_token_ids": ended.sum() if end_id is not None else 0,
+            "val/sequence_lengths": response_mask.sum(1).float().mean(),
+        }
+        samples = rows, responses, response_mask, scores, kl.sum(1)
+        if run.is_eval_due(update):
+            of_eval, of_eval_samples = evaluate(policy, reference, score, held_out, stop_id, end_id, args, accelerator)
+            metrics, samples = metrics | of_eval, of_eval_samples or samples
+        run.log(update, metrics, samples)
+        if args.adaptive_kl:
+            # Change the coefficient last: this batch's rewards and metrics used the old one. [PPO-16]
+            mean_kl = kl.sum(1).mean().item()
+            state["kl_coef"] = adapt_kl_coef(state["kl_coef"], mean_kl, args.kl_target, args.kl_horizon, B)
+        run.checkpoint_if_due(update, policy, optimizer, state, waiting if update < num_updates else None)
+    return run.finish(policy)  # the model folder with its card, before -> after, and the upload
+
+
+if __name__ == "__main__":
+    cli.main(main, Args)
