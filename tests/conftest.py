@@ -1,56 +1,35 @@
-"""Fixtures shared by the tests: tiny random models on disk, and short runs of the scripts. Everything is offline and on the CPU."""
+"""Fixtures that the tests share. Everything is offline and on the CPU. Functions to import are in helpers.py."""
 
-import json
 import os
-import subprocess
+
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # The suite tests the CPU, also where there is a GPU.
+
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import (
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    GPTNeoXForSequenceClassification,
-)
 
-from rlhf_details import toy, train_ppo, train_rloo
+sys.path.append(str(Path(__file__).parent.parent / "benchmark"))  # Its files import each other.
+sys.path.insert(0, str(Path(__file__).parent))
 
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the suite tests the CPU path, also where there is a GPU
-torch.set_num_threads(1)  # pytest -n starts one worker a core; more threads on these small models only wait for each other
-ROOT = Path(__file__).parent.parent
-sys.path.append(str(ROOT / "benchmark"))  # whose files import each other
+from helpers import save_pair, save_ragged
 
+from rlhf_details import toy
 
-def tiny_config(**changes):
-    """A GPT-NeoX configuration over the toy vocabulary, small enough for a run of ten updates in a second or two."""
-    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=128)
-    tokenizer = toy.tokenizer()
-    ids = dict(
-        vocab_size=len(tokenizer),
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    return GPTNeoXConfig(**(sizes | ids | changes))
-
-
-def save_pair(folder, **changes):
-    """Writes `folder`/policy and `folder`/reward, random weights large enough that responses and scores differ."""
-    torch.manual_seed(0)
-    config = tiny_config(initializer_range=0.2, **changes)
-    GPTNeoXForCausalLM(config).save_pretrained(folder / "policy")
-    config.num_labels = 1
-    GPTNeoXForSequenceClassification(config).save_pretrained(folder / "reward")
-    for name in ("policy", "reward"):
-        toy.tokenizer().save_pretrained(folder / name)
-    return folder
+torch.set_num_threads(1)  # pytest -n starts one worker for each core; more threads would only wait for each other.
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
-    """Folder with a random `policy` and a random `reward`, both with the toy tokenizer."""
+    """A folder with a random `policy` and a random `reward`, both with the toy tokenizer."""
     return save_pair(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def ragged(tmp_path_factory):
+    """As `tiny`, but the policy often says EOS, so that lengths differ, and the reward model's bias is 0.7."""
+    return save_ragged(tmp_path_factory.mktemp("ragged"))
 
 
 @pytest.fixture
@@ -61,62 +40,23 @@ def in_tmp(tmp_path, monkeypatch):
 
 
 @pytest.fixture
+def few_prompts(monkeypatch):
+    """The toy tasks with 96 rows each: to tokenise all 4096 would be half of the time of a short run."""
+    rows = toy.rows
+    for stage, split in toy.SPLITS:
+        rows(stage, split, "toy")  # Cached before the name is another function's: one split is made while another is.
+    monkeypatch.setattr(toy, "rows", lambda stage, split, task="toy": rows(stage, split, task)[:96])
+
+
+@pytest.fixture
 def offline_wandb(in_tmp, monkeypatch):
-    """wandb writes to the test's folder, and forgets it afterwards: it reads its settings once a process."""
+    """wandb writes to the test's folder, and forgets it afterwards, because it reads its settings once a process."""
     import wandb
 
     wandb.teardown()
-    for name, value in {
-        "WANDB_MODE": "offline",
-        "WANDB_SILENT": "true",
-        "WANDB_DIR": str(in_tmp),
-        "WANDB_DATA_DIR": str(in_tmp),
-    }.items():
-        monkeypatch.setenv(name, value)
+    for name in ("WANDB_DIR", "WANDB_DATA_DIR"):
+        monkeypatch.setenv(name, str(in_tmp))
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
     yield in_tmp / "wandb"
     wandb.teardown()
-
-
-def rloo_args(tiny, **changes):
-    """Args of a short RLOO run on the tiny models: 3 updates of 16 episodes, k = 4, responses of 8 tokens, 256 prompts."""
-    values = dict(
-        sft_model_path=str(tiny / "policy"), reward_model_path=str(tiny / "reward"), total_episodes=48, batch_size=16, rloo_k=4,
-        response_length=8, temperature=1.0, num_ppo_epochs=1, num_mini_batches=1, learning_rate=1e-3, num_sample_generations=0,
-        run_name="run", overwrite=True, take=256,
-    )  # fmt: skip
-    return train_rloo.Args(**(values | changes))
-
-
-def read_metrics(run_folder):
-    """Rows of a run's metrics.jsonl."""
-    return [json.loads(line) for line in (Path(run_folder) / "metrics.jsonl").read_text().splitlines()]
-
-
-def run_rloo(tiny, **changes):
-    """Runs train_rloo.main in this process; returns its rows of metrics."""
-    return read_metrics(train_rloo.main(rloo_args(tiny, **changes))["run"])
-
-
-def ppo_args(tiny, **changes):
-    """Args of a short PPO run on the tiny models: 3 updates of 16 episodes, responses of 8 tokens, one pass, 256 prompts."""
-    values = dict(
-        sft_model_path=str(tiny / "policy"), reward_model_path=str(tiny / "reward"), total_episodes=48, batch_size=16,
-        response_length=8, temperature=1.0, num_ppo_epochs=1, num_mini_batches=1, learning_rate=1e-3, num_sample_generations=0,
-        run_name="run", overwrite=True, take=256,
-    )  # fmt: skip
-    return train_ppo.Args(**(values | changes))
-
-
-def run_ppo(tiny, **changes):
-    """Runs train_ppo.main in this process; returns its rows of metrics."""
-    return read_metrics(train_ppo.main(ppo_args(tiny, **changes))["run"])
-
-
-def launch(script, flags, processes=1, cwd=None, **env):
-    """Starts a script with torchrun on `processes` CPU processes (1: plain python); returns the CompletedProcess."""
-    command = [sys.executable, str(ROOT / "rlhf_details" / script), *map(str, flags)]
-    if processes > 1:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-        command = torchrun + command[1:]
-    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"} | env
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600)

@@ -1,9 +1,9 @@
 """Reads a run back from the file that wandb writes when it is offline, with wandb's own messages.
 
-`offline-run-<time>-<id>/run-<id>.wandb` is a log of protobuf records. It starts with 7 bytes (":W&B", 0xBEE1, a version). Then
-come blocks of 32 KiB, whose first is short by these 7 bytes, filled with chunks: CRC-32 of all that follows the length (4
-bytes), length (2), kind (1: a whole record, 2, 3 and 4: a record's first, inner and last part), content. Fewer than 7 bytes
-left in a block are padding.
+`offline-run-<time>-<id>/run-<id>.wandb` is a log of protobuf records: 7 bytes (":W&B", 0xBEE1, a version), then blocks
+of 32 KiB (the first is short by these 7 bytes) filled with chunks. A chunk is a CRC-32 of all that follows the length
+(4 bytes), the length (2), the kind (1: a whole record; 2, 3, 4: a record's first, inner and last part) and the content.
+Fewer than 7 bytes left in a block are padding.
 """
 
 import dataclasses
@@ -22,14 +22,9 @@ WHOLE, FIRST, LAST = 1, 2, 4
 class OfflineRun:
     """One run, as `wandb sync` would send it.
 
-    history: [{name: value}], one row a step, in the order of the file. Names logged as dictionaries stay nested. Next to what
-        was logged there are `_step`, `_runtime` and `_timestamp`. A wandb.Histogram is {"_type": "histogram", "values": counts,
-        "bins": edges}; a wandb.Table is {"_type": "table-file", "path": ..., "nrows": ...}, see `table`.
-    config, summary: {name: value}, without wandb's own `_wandb`; the last value of each name.
-    files: the paths, relative to `folder`/files, that wandb would upload.
-    artifacts: {name: {path in the artifact: local file}}; wandb logs each table as one, and `run.log_code` too, see `code`.
-    artifact_types: {name: type}, e.g. "code", "run_table" or "model".
-    exit_code: what `run.finish` was told; None if the run never got there.
+    history: [{name: value}], one row a step. A wandb.Histogram is {"values": counts, "bins": edges, ..}, a wandb.Table
+    is {"path": ..}, which `table` reads. config, summary: {name: value}. artifacts: {name: {path in it: local file}}.
+    exit_code: what `run.finish` was told, None where the run never got there.
     """
 
     folder: Path
@@ -38,13 +33,10 @@ class OfflineRun:
     group: str = ""
     job_type: str = ""
     project: str = ""
-    entity: str = ""
-    notes: str = ""
     tags: tuple[str, ...] = ()
     config: dict = dataclasses.field(default_factory=dict)
     summary: dict = dataclasses.field(default_factory=dict)
     history: list[dict] = dataclasses.field(default_factory=list)
-    files: list[str] = dataclasses.field(default_factory=list)
     artifacts: dict[str, dict[str, Path]] = dataclasses.field(default_factory=dict)
     artifact_types: dict[str, str] = dataclasses.field(default_factory=dict)
     exit_code: int | None = None
@@ -53,10 +45,9 @@ class OfflineRun:
         """All logged values of a name."""
         return [row[name] for row in self.history if name in row]
 
-    def table(self, value):
-        """[{column: value}] of a logged wandb.Table, given its `value` in a row of history or, by name, the last one."""
-        value = self.column(value)[-1] if isinstance(value, str) else value
-        content = json.loads((self.folder / "files" / value["path"]).read_text())
+    def table(self, name):
+        """The last wandb.Table that was logged under a name, as [{column: value}]."""
+        content = json.loads((self.folder / "files" / self.column(name)[-1]["path"]).read_text())
         return [dict(zip(content["columns"], row, strict=True)) for row in content["data"]]
 
     @property
@@ -66,24 +57,27 @@ class OfflineRun:
         return {path: local.read_bytes() for entries in logged for path, local in entries.items()}
 
 
-def read_offline_run(wandb_dir):
-    """The run that was written last under `wandb_dir`, the folder with the offline-run-* folders, as an `OfflineRun`."""
-    found = list(Path(wandb_dir).glob("offline-run-*/run-*.wandb"))
-    if not found:
-        raise FileNotFoundError(f"{wandb_dir} has no offline-run-*/run-*.wandb")
-    return read_run_file(max(found, key=lambda path: path.stat().st_mtime_ns))
+def read_runs(folder):
+    """The runs below a folder with offline-run-* folders, the oldest first."""
+    found = sorted(Path(folder).glob("offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime_ns)
+    return [read_run_file(path) for path in found]
 
 
 def read_run_file(path):
-    """The run in one .wandb file, also if its process was killed while it wrote."""
+    """The run in one .wandb file, also where its process was killed while it wrote."""
     run = OfflineRun(Path(path).resolve().parent)
     for content in records(Path(path).read_bytes()):
         record = wandb_internal_pb2.Record.FromString(content)
         kind = record.WhichOneof("record_type")
         if kind == "run":
             about = record.run
-            run.id, run.name, run.group, run.job_type = about.run_id, about.display_name, about.run_group, about.job_type
-            run.project, run.entity, run.notes, run.tags = about.project, about.entity, about.notes, tuple(about.tags)
+            run.id, run.name, run.group, run.job_type = (
+                about.run_id,
+                about.display_name,
+                about.run_group,
+                about.job_type,
+            )
+            run.project, run.tags = about.project, tuple(about.tags)
             update(run.config, about.config)
             update(run.summary, about.summary)
         elif kind in ("config", "summary"):
@@ -92,16 +86,12 @@ def read_run_file(path):
             run.history.append({})
             for item in record.history.item:
                 put(run.history[-1], item)
-        elif kind == "files":
-            run.files += [file.path for file in record.files.files if file.path not in run.files]
         elif kind == "artifact":
             entries = record.artifact.manifest.contents
             run.artifacts[record.artifact.name] = {entry.path: Path(entry.local_path) for entry in entries}
             run.artifact_types[record.artifact.name] = record.artifact.type
         elif kind == "exit":
             run.exit_code = record.exit.exit_code
-    for values in (run.config, run.summary):
-        values.pop("_wandb", None)
     return run
 
 
@@ -128,9 +118,8 @@ def put(values, item):
 
 
 def records(content):
-    """The records of a .wandb file; ends where the file is cut off, and complains where it is damaged."""
-    magic = HEADER.unpack_from(content)
-    if magic[:2] != (b":W&B", 0xBEE1):
+    """The records of a .wandb file. It ends where the file is cut off, and complains where it is damaged."""
+    if HEADER.unpack_from(content)[:2] != (b":W&B", 0xBEE1):
         raise ValueError(f"not a .wandb file: it starts with {content[: HEADER.size]!r}")
     at, parts = HEADER.size, []
     while at + CHUNK.size <= len(content):

@@ -1,0 +1,355 @@
+"""The command line: where values come from, TOML files, lists, --help, and the checks that all scripts share."""
+
+import dataclasses
+import json
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from helpers import PAGES, ROOT
+
+from rlhf_details import evaluate, train_both, train_ppo, train_reward, train_rloo, train_sft
+from rlhf_details.plumbing import cli, stages
+
+SCRIPTS = PAGES | {"train_sft": train_sft, "train_reward": train_reward, "evaluate": evaluate}
+each_script = pytest.mark.parametrize("script", list(SCRIPTS))
+
+
+@dataclass
+class Args(cli.RunArgs):
+    learning_rate: float = 0.1
+    """rate"""
+    temperature: float = 0.7
+    """temperature"""
+    batch_size: int = 8
+    """size"""
+    share_prompts: bool = True
+    """flag"""
+    max_grad_norm: float | None = 1.0
+    """optional"""
+    warmup_ratio: float = 0.0
+    """share"""
+    lr_schedule: Literal["linear", "cosine"] = "linear"
+    """choice"""
+    eval_every: int = 0
+    """may be 0"""
+    reward_fn: tuple[str, ...] = ()
+    """list"""
+
+
+def parse(argv, defaults=None):
+    return cli.parse(Args, argv, defaults or {})
+
+
+@pytest.fixture
+def toml(in_tmp):
+    """toml(text): the path of a TOML file with this text."""
+
+    def write(text):
+        Path("run.toml").write_bytes(text if isinstance(text, bytes) else text.encode())
+        return "run.toml"
+
+    return write
+
+
+# ---- where values come from ------------------------------------------------------------------------------------------
+def test_later_sources_win(toml, monkeypatch):
+    of_toy = {"toy": {"learning_rate": 0.2, "seed": 2, "batch_size": 2}}
+    assert parse([]) == Args()
+    assert parse([], of_toy) == Args(learning_rate=0.2, seed=2, batch_size=2)
+    file = toml("learning_rate = 0.3\nseed = 3\n")
+    assert parse(["--config", file], of_toy) == Args(learning_rate=0.3, seed=3, batch_size=2, config=file)
+    words = ["--learning_rate", "0.4", "--config", file]
+    assert parse(words, of_toy) == Args(learning_rate=0.4, seed=3, batch_size=2, config=file)
+    monkeypatch.setattr("sys.argv", ["script.py", "--seed", "9"])
+    assert parse(None) == Args(seed=9)
+
+
+def test_the_embedded_tasks_defaults_are_for_their_data_sets_alone(toml):
+    defaults = {"toy": {"seed": 2, "dataset": "toy"}, "toy-sum": {"seed": 7}}
+    assert parse(["--dataset", "toy-sum:test"], defaults) == Args(dataset="toy-sum:test", seed=7)
+    for words in (["--dataset", "rows.jsonl"], ["--dataset=rows.jsonl"]):
+        assert parse(words, defaults) == Args(dataset="rows.jsonl")
+    file = toml('dataset = "rows.jsonl"')
+    assert parse([f"--config={file}"], defaults) == Args(dataset="rows.jsonl", config=file)
+    assert parse(["--config", file, "--dataset", "toy"], defaults) == Args(seed=2, config=file)
+    assert parse(["--dataset", "a.jsonl", "--dataset", "toy"], defaults) == Args(seed=2)
+
+
+@each_script
+def test_the_embedded_tasks_defaults_are_flags_of_their_scripts(script):
+    names = {f.name for f in dataclasses.fields(SCRIPTS[script].Args)}
+    for task, values in stages.defaults(script).items():
+        assert values.keys() <= names
+        args = cli.parse(SCRIPTS[script].Args, ["--dataset", task])
+        expected = values | {"dataset": task}  # The word of the command line wins, "toy:test" is evaluate's default.
+        for name, value in expected.items():
+            assert getattr(args, name) == (tuple(value) if isinstance(value, list) else value)
+
+
+@pytest.mark.parametrize(
+    "words", [["--batch-size", "3"], ["--batch_size", "3"], ["--batch-size=3"], ["--batch_size=3"]]
+)
+def test_dashes_underscores_and_equals_signs(words):
+    assert parse(words, {"toy": {"batch_size": 2}}) == Args(batch_size=3)
+
+
+def test_booleans_nones_and_lists(toml):
+    assert parse(["--track", "--no-share-prompts"]) == Args(track=True, share_prompts=False)
+    assert parse(["--max_grad_norm", "None"]) == Args(max_grad_norm=None)
+    file = toml(
+        'track = true\nshare_prompts = false\nwandb_tags = ["a", "b c"]\nmax_grad_norm = "None"\nrun_name = "r"'
+    )
+    values = dict(wandb_tags=("a", "b c"), max_grad_norm=None, run_name="r", config=file)
+    assert parse(["--config", file]) == Args(track=True, share_prompts=False, **values)
+    words = ["--config", file, "--no-track", "--share_prompts", "--wandb_tags", "z", "--max_grad_norm", "2"]
+    assert parse(words) == Args(**(values | dict(wandb_tags=("z",), max_grad_norm=2.0)))
+
+
+def test_a_flag_of_several_values_may_be_given_again_and_again(toml):
+    for words in (
+        ["--reward_fn", "a:f", "b:g"],
+        ["--reward_fn", "a:f", "--reward-fn=b:g"],
+        ["--reward_fn=a:f", "--track", "--reward_fn", "b:g"],
+    ):
+        assert parse([*words, "--seed", "3"]).reward_fn == ("a:f", "b:g")
+    file = toml('reward_fn = ["a:f", "b:g"]')
+    assert parse(["--config", file]).reward_fn == ("a:f", "b:g")
+    assert parse(["--config", file, "--reward_fn", "c:h"]).reward_fn == ("c:h",)
+    args = cli.parse(train_rloo.Args, ["--reward_fn", "a:f", "--reward_fn_weights", "-0.5"])
+    assert args.reward_fn_weights == (-0.5,)
+
+
+def test_toml_numbers_keep_their_value(toml):
+    args = parse(["--config", toml("learning_rate = 3e-6\nseed = -1\nbatch_size = 1_000\ntemperature = 1")])
+    assert (args.learning_rate, args.seed, args.batch_size, args.temperature) == (3e-6, -1, 1000, 1.0)
+    assert type(args.temperature) is float
+
+
+# ---- mistakes --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("batch_sise = 3", "unknown key 'batch_sise'"),
+        ("[optimiser]\nlearning_rate = 1e-3", "unknown key 'optimiser'"),
+        ("batch_size = = 3", "line 1"),
+        (b"# \xff", "cannot be read"),
+        ('learning_rate = "fast"', "learning_rate = 'fast' is not of that flag's type"),
+        ("batch_size = 1.5", "batch_size = 1.5 is not"),
+        ("batch_size = [16, 32]", "batch_size = [16, 32] is not"),
+        ("learning_rate = true", "learning_rate = True is not"),
+        ('track = "yes"', "track = 'yes' is not"),
+        ('lr_schedule = "square"', "lr_schedule = 'square' is not"),
+    ],
+)
+def test_a_mistake_in_a_toml_file_is_one_line(toml, fails, text, words):
+    line = fails(parse, ["--config", toml(text)])
+    assert line.startswith("error: --config run.toml: ") and words in line
+
+
+def test_a_toml_file_that_is_missing_is_one_line(in_tmp, fails):
+    assert "--config nowhere.toml: is no local path" in fails(parse, ["--config", "nowhere.toml"])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--no_such_flag", "1"], ["--batch_size", "many"], ["--learning_rate"], ["--lr_schedule", "square"], ["stray"]],
+)
+@each_script
+def test_a_mistake_on_the_command_line_is_explained(script, words, capsys):
+    words = ["--rollout_micro_batch_size" if w == "--batch_size" and script == "evaluate" else w for w in words]
+    with pytest.raises(SystemExit) as end:
+        cli.parse(SCRIPTS[script].Args, words)
+    text = capsys.readouterr().err
+    assert end.value.code == 2 and words[0].lstrip("-") in text.replace("-", "_") and "Traceback" not in text
+
+
+def test_fail_speaks_on_the_main_process_alone(fails, monkeypatch, capsys):
+    assert fails(cli.fail, "two\nlines") == "error: two lines\n"
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit) as end:
+        cli.fail("no luck")
+    assert end.value.code == 2 and capsys.readouterr() == ("", "")
+
+
+def test_errors_in_reading_are_one_line_and_our_own_faults_keep_their_traceback(fails):
+    def read(error):
+        with cli.reading("--dataset", "x"):
+            raise error
+
+    for error in (OSError("disk\nmore"), ValueError("disk"), KeyError("disk"), ImportError("disk")):
+        assert "--dataset x: is no local path and cannot be read (" in fails(read, error)
+    for error in (MemoryError(), NameError("typo"), AssertionError()):
+        with pytest.raises(type(error)):
+            read(error)
+
+
+# ---- --help ----------------------------------------------------------------------------------------------------------
+@each_script
+def test_help_shows_every_flag_with_its_text(script, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    with pytest.raises(SystemExit) as end:
+        cli.parse(SCRIPTS[script].Args, ["--help"])
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert end.value.code == 0
+    for field in dataclasses.fields(SCRIPTS[script].Args):
+        assert re.search(rf"--(no-)?{field.name.replace('_', '-')}\b", shown.replace("_", "-")), field.name
+    texts = {}
+    for c in reversed(SCRIPTS[script].Args.__mro__[:-1]):
+        texts |= cli.help_texts(c)
+    for name, text in texts.items():
+        assert len(text) > 8 and text.split()[0] in shown, name
+
+
+def test_help_groups_the_flags_that_scripts_share(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit):
+        cli.parse(train_rloo.Args, ["-h"])
+    shown = capsys.readouterr().out
+    places = [shown.index(f"{title} options") for title in ("run, data and memory", "policy training", "train-rloo")]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--algorithm", "rloo", "-h"]])
+def test_help_of_both_shows_the_flags_of_both(words, capsys):
+    with pytest.raises(SystemExit) as end:
+        train_both.parse(words)
+    shown = capsys.readouterr().out.replace("_", "-")
+    assert end.value.code == 0 and "--reward.num-comparisons" in shown
+    assert ("--policy.rloo-k" in shown) == ("rloo" in words) != ("--policy.gamma" in shown)
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+def test_numbers_that_make_sense_pass(in_tmp):
+    cli.check(Args(seed=0, eval_every=0, checkpoint_every=0, temperature=0.01, learning_rate=0.0))
+    cli.check(Args(max_grad_norm=None, run_name="a name", warmup_ratio=1.0))
+
+
+NAN, INF = math.nan, math.inf
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [("batch_size", 0), ("micro_batch_size", -1), ("take", 0), ("seed", -1), ("eval_every", -1), ("warmup_ratio", 1.1)]
+    + [("temperature", value) for value in (0.0, -1.0, INF, NAN)]
+    + [("learning_rate", value) for value in (-1e-3, INF, NAN)]
+    + [("max_grad_norm", value) for value in (0.0, INF, NAN)]
+    + [("lora_rank", 0), ("max_prompt_length", 0), ("checkpoint_every", -1)],
+)
+def test_numbers_out_of_range_are_named(in_tmp, fails, name, value):
+    assert f"--{name} {value}: must be" in fails(cli.check, Args(**{name: value}))
+
+
+@pytest.mark.parametrize(
+    "name, value", [("kl_coef", NAN), ("cliprange", -0.1), ("missing_eos_penalty", INF), ("reward_clip_range", -1.0)]
+)
+def test_numbers_of_a_page_are_checked_as_well(in_tmp, tiny, fails, name, value):
+    args = train_rloo.Args(sft_model_path="x", reward_model_path="y", **{name: value})
+    assert f"--{name} {value}: must be" in fails(train_rloo.check, args)
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        (dict(run_name="a/b"), "--run_name 'a/b': must be the name of a folder"),
+        (dict(run_name=".."), "--run_name '..'"),
+        (dict(exp_name="../escaped"), "--exp_name '../escaped'"),
+        (dict(run_name="mine"), "--run_name mine: runs/mine exists"),
+        (dict(hub_model_id="me/model"), "--hub_model_id me/model: needs --push_to_hub"),
+        (dict(dataset="none.jsonl"), "--dataset none.jsonl: no such file"),
+        (dict(eval_dataset="none.py:f"), "--eval_dataset none.py:f: no such file"),
+        (dict(dataset="toy:validation"), "--dataset toy:validation: the splits are toy:train and toy:test"),
+    ],
+)
+def test_names_and_files_are_checked(in_tmp, fails, changes, words):
+    Path("runs/mine").mkdir(parents=True)
+    assert words in fails(cli.check, Args(**changes))
+
+
+def test_a_run_that_exists_may_be_resumed_or_overwritten(in_tmp):
+    Path("runs/mine").mkdir(parents=True)
+    cli.check(Args(run_name="mine", resume=True)), cli.check(Args(run_name="mine", overwrite=True))
+
+
+# ---- the output folder -----------------------------------------------------------------------------------------------
+def made_by(**changes):
+    """Args whose output folder holds a model that Args(**changes) made."""
+    Path("out").mkdir()
+    Path("out/config.json").write_text("{}")
+    before = Args(**({"output_dir": "out"} | changes))
+    Path("out/training_args.json").write_text(json.dumps(dataclasses.asdict(before)))
+    return Args(output_dir="out")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"micro_batch_size": 2, "share_prompts": False, "gradient_checkpointing": True},
+        {"run_name": "other", "exp_name": "other"},
+        {"track": True, "wandb_tags": ("a",), "wandb_entity": "me", "wandb_project_name": "p"},
+        {"overwrite": True, "config": "a.toml", "output_dir": "elsewhere", "checkpoint_every": 3},
+        {"eval_dataset": "toy:test", "eval_every": 2},
+    ],
+)
+def test_a_run_may_be_repeated_into_its_folder_also_with_other_memory_knobs(in_tmp, changes):
+    cli.check(made_by(**changes))
+    cli.check(Args(output_dir="new"))
+
+
+@pytest.mark.parametrize("changes", [{"learning_rate": 0.2}, {"seed": 2}, {"dataset": "d"}, {"max_grad_norm": None}])
+def test_an_output_folder_of_another_model_is_refused_unless_overwritten(in_tmp, fails, changes):
+    args, (name, value) = made_by(**changes), next(iter(changes.items()))
+    line = fails(cli.check, args)
+    assert f"--output_dir out holds another model ({name} {value!r} there, {getattr(args, name)!r} here)" in line
+    cli.check(dataclasses.replace(args, overwrite=True))
+
+
+@pytest.mark.parametrize("about", [None, "{", "[1]"])
+def test_a_folder_of_the_users_own_is_refused_and_untouched(in_tmp, fails, about):
+    Path("out").mkdir()
+    Path("out/thesis.txt").write_text("years of work")
+    if about:
+        Path("out/training_args.json").write_text(about)
+    assert "--output_dir out holds files that no run has written" in fails(cli.check, Args(output_dir="out"))
+    assert Path("out/thesis.txt").read_text() == "years of work"
+    cli.check(Args(output_dir="out", overwrite=True))
+
+
+@pytest.mark.parametrize("folder", [".", "..", "own/policy", "own", "holds_folders", "file", "file/out"])
+def test_overwrite_never_takes_inputs_folders_or_files_with_it(in_tmp, fails, folder):
+    Path("own/policy").mkdir(parents=True), Path("holds_folders/inner").mkdir(parents=True)
+    Path("file").write_text("precious")
+    args = train_rloo.Args(output_dir=folder, sft_model_path="own/policy", reward_model_path="x", overwrite=True)
+    assert f"--output_dir {folder}: " in fails(train_rloo.check, args)
+
+
+# ---- flags mean the same everywhere ----------------------------------------------------------------------------------
+def test_flags_mean_the_same_in_every_script():
+    types = {}
+    for script, module in SCRIPTS.items():
+        for field in dataclasses.fields(module.Args):
+            as_trained = script == "evaluate" and field.name in evaluate.FALLBACKS and field.name in types
+            expected = types[field.name] | None if as_trained else types.setdefault(field.name, field.type)
+            assert expected == field.type, field.name
+
+
+def test_the_asynchronous_page_has_the_flags_of_ppo():
+    of_ppo, of_async = (
+        {f.name for f in dataclasses.fields(PAGES[name].Args)} for name in ("train_ppo", "train_ppo_async")
+    )
+    assert of_async <= of_ppo and issubclass(train_ppo.Args, cli.PolicyArgs)
+
+
+def test_every_flag_is_read():
+    sources = {path.stem: path.read_text() for path in (ROOT / "rlhf_details").rglob("*.py")}
+    pages = set(SCRIPTS) | {"train_both", "toy"}
+    shared = "".join(source for name, source in sources.items() if name not in pages)
+    for script, module in SCRIPTS.items():
+        for field in dataclasses.fields(module.Args):
+            name, text = field.name, sources[script] + shared
+            read = (f"args.{name}", f'args, "{name}"', f'given.get("{name}")')
+            assert any(words in text for words in read) or name in ("config", "reference_dataset"), (script, name)

@@ -1,0 +1,217 @@
+"""README, details and imports agree with the code: commands parse, flags and metrics are documented."""
+
+import ast
+import contextlib
+import dataclasses
+import importlib
+import json
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from helpers import PAGES, ROOT, page_args
+
+from rlhf_details import evaluate, toy, train_both, train_reward, train_sft
+from rlhf_details.plumbing import cli
+
+pytest.importorskip("matplotlib")
+import against_trl
+import mutations
+import plot
+import readme
+import toy as toy_over_seeds
+
+import benchmark
+
+README = (ROOT / "README.md").read_text()
+SCRIPTS = PAGES | {"train_sft": train_sft, "train_reward": train_reward, "evaluate": evaluate}
+PACKAGE = sorted((ROOT / "rlhf_details").rglob("*.py"))
+
+
+# ---- the README ------------------------------------------------------------------------------------------------------
+def section(title):
+    return re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", README, re.M | re.S)[1]
+
+
+def commands():
+    """(script, words) of every command of the README that starts one of the scripts."""
+    for line in README.splitlines():
+        pattern = r"(?:^|`)(?:\w+=\w+ )?((?:accelerate launch|python|torchrun)[^`|]*rlhf_details/(\w+)\.py[^`|]*)"
+        match = re.search(pattern, line)
+        if match and "benchmark/benchmark.py" not in match[1]:  # That one is given commands as words.
+            yield match[2], shlex.split(match[1])
+
+
+def test_every_command_of_the_readme_parses():
+    found = list(commands())
+    assert {"train_rloo", "train_ppo", "train_sft", "train_reward", "evaluate"} <= {script for script, _ in found}
+    with contextlib.chdir(ROOT):  # where the commands are to be typed
+        for script, words in found:
+            flags = [word for word in words[words.index(f"rlhf_details/{script}.py") + 1 :] if word != "..."]
+            train_both.parse(flags) if script == "train_both" else cli.parse(SCRIPTS[script].Args, flags)
+
+
+def test_every_command_of_the_readme_that_runs_or_draws_a_study_parses():
+    studies = "benchmark", "ablations", "overoptimisation", "against_trl", "plot"
+    found = set()
+    for name, rest in re.findall(rf"python benchmark/({'|'.join(studies)})\.py([^`|\n]*)", README):
+        module, words = importlib.import_module(name), shlex.split(rest.partition("     ")[0])
+        if name == "benchmark":
+            module.tyro.cli(module.Args, args=words)
+        elif name == "plot":
+            kind = words[0] if words[0] in module.COMMANDS else None
+            module.tyro.cli(module.COMMANDS[kind][0] if kind else module.Args, args=words[1:] if kind else words)
+        else:
+            benchmark.parse(module.COMMANDS, words)
+        found.add(name)
+    assert {"ablations", "overoptimisation", "against_trl", "plot"} <= found
+
+
+def test_every_flag_that_the_readme_names_exists():
+    arguments = [module.Args for module in SCRIPTS.values()] + [benchmark.Args, plot.CurvesArgs, plot.CompareArgs]
+    arguments += [toy_over_seeds.Args, *(kind for kind, _ in against_trl.COMMANDS.values())]
+    names = {field.name for kind in arguments for field in dataclasses.fields(kind)}
+    names |= {f"no_{name}" for name in names} | {"algorithm", "reward", "policy"}  # the last of train_both.py
+    # Flags of accelerate, torchrun and --help; of `git diff --no-index`; of openrlbenchmark and pytest.
+    names |= {"num_processes", "mixed_precision", "config_file", "nproc_per_node", "help"}
+    names |= {"no", "filters", "env", "output"}
+    gone = set(re.findall(r"--([a-z_]+)", README)) - names
+    assert not gone
+
+
+def test_every_flag_is_documented_in_the_code():
+    for script, module in SCRIPTS.items():
+        texts = {}
+        for kind in reversed([c for c in module.Args.__mro__ if dataclasses.is_dataclass(c)]):
+            texts |= cli.help_texts(kind)
+        for field in dataclasses.fields(module.Args):
+            assert len(texts.get(field.name, "")) > 8, (script, field.name)
+
+
+def test_the_metric_tables_list_exactly_what_is_logged(tiny, in_tmp, few_prompts):
+    documented = set(re.findall(r"`([a-z_]+(?:/[a-zA-Z_]+)*)`", section("Metrics").split("Where they differ")[0]))
+    documented -= {"metrics.jsonl"}
+    Path("mine.py").write_text("def f(prompts, completions): return [True for _ in completions]")
+    texts = [{**row, "chosen": row["completion"], "rejected": "we ."} for row in toy.rows("sft", "train")[:8]]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))
+    logged = set()
+    for page in PAGES:
+        changes = dict(total_episodes=32, eval_dataset="toy:test", reward_fn=("mine.py:f",))
+        run = PAGES[page].main(page_args(page, tiny, **changes, output_dir=page))["run"]
+        logged |= {name for line in Path(run, "metrics.jsonl").read_text().splitlines() for name in json.loads(line)}
+    values = dict(dataset="rows.jsonl", eval_dataset="rows.jsonl", batch_size=8, response_length=8, overwrite=True)
+    logged |= set(train_sft.main(train_sft.Args(base_model=str(tiny / "policy"), **values))["metrics"])
+    logged |= set(train_reward.main(train_reward.Args(sft_model_path=str(tiny / "policy"), **values))["metrics"])
+    logged = {name for name in logged if "/rewards/" not in name}
+    assert (documented - logged, logged - documented) == (set(), set())
+    assert "`objective/rewards/<name>`" in README
+
+
+def test_the_readmes_tables_are_those_that_the_studies_have_written():
+    assert readme.written(README) == README
+
+
+def test_the_table_of_validated_combinations_is_that_of_the_last_run_of_the_engine_tests():
+    table = runpy.run_path(str(ROOT / "benchmark/validated.py"))["table"]
+    assert table(json.loads((ROOT / "rlhf_details/plumbing/validated.json").read_text())) in README
+
+
+def test_every_figure_of_the_readme_is_there():
+    figures = re.findall(r"!\[[^]]+\]\(([^)]+)\)", README)
+    assert figures and all((ROOT / path).exists() for path in figures)
+
+
+def test_the_readmes_table_has_every_recipe():
+    table = re.findall(r"^\| `(\w+)\.toml` \|", README, re.M)
+    assert set(table) == {path.stem for path in (ROOT / "benchmark/configs").glob("*.toml")}
+
+
+# ---- the index of details --------------------------------------------------------------------------------------------
+DETAILS, FAULTS = (tomllib.loads((ROOT / f"benchmark/{name}.toml").read_text()) for name in ("details", "faults"))
+
+
+def test_each_tag_of_the_code_has_a_row_and_a_test_named_after_it():
+    in_code = {tag for path in PACKAGE for tag in mutations.tags_in(path.read_text())}
+    assert (in_code - DETAILS["tags"].keys(), DETAILS["tags"].keys() - in_code) == (set(), set())
+    assert not {tag for tag in in_code if not mutations.tests_of(tag)}
+    assert all(row["what"] and row["source"] for row in DETAILS["tags"].values())
+
+
+def test_each_tagged_line_has_a_mutant_that_changes_it():
+    code = mutations.sources()
+    for tag, file, old, new in mutations.MUTATIONS:
+        mutant = ast.parse(mutations.mutate(code[file], tag, old, new))
+        assert ast.unparse(mutant) != ast.unparse(ast.parse(code[file])), (tag, file)
+    assert not mutations.without_mutant()
+
+
+def test_every_fault_has_tests_that_exist_or_a_reason():
+    caught = {fault for detail in DETAILS["tags"].values() for fault in detail["faults"].split()}
+    exist = {test.removeprefix("tests/") for test in mutations.all_tests(ROOT)}
+    for number, fault in FAULTS.items():
+        assert not {re.sub(r"\[.*", "", test) for test in fault["tests"]} - exist, number
+        assert fault["tests"] or number in caught or fault["note"], number
+
+
+def test_the_index_in_the_readme_is_that_of_the_code():
+    command = [sys.executable, ROOT / "benchmark/details.py", "--check"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# ---- imports ---------------------------------------------------------------------------------------------------------
+def imported(path):
+    """The modules of this package that a file imports anywhere, e.g. {"utils", "plumbing.cli"}."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "rlhf_details":
+            found |= {f"{node.module}.{name.name}" for name in node.names}
+        assert not (isinstance(node, ast.ImportFrom) and node.level), f"{path}: a relative import"
+        if isinstance(node, ast.Import):
+            found |= {name.name for name in node.names if name.name.split(".")[0] == "rlhf_details"}
+    return {".".join(name.split(".")[1:3] if ".plumbing." in name else name.split(".")[1:2]) for name in found}
+
+
+def test_imports_run_one_way():
+    """Pages import plumbing, plumbing imports utils and the embedded task; no page imports another one."""
+    pages = {*SCRIPTS, "train_both"}
+    for path in PACKAGE:
+        names = imported(path)
+        if path.parent.name == "plumbing":
+            outside = {name for name in names if not name.startswith("plumbing.")}
+            assert outside <= {"utils", "toy"}, (path.name, outside)
+        elif path.stem in pages - {"train_both"}:  # That one is made of three pages.
+            assert not names & pages, path.name
+        elif path.stem == "utils":
+            assert not names
+
+
+def test_no_two_modules_of_the_plumbing_import_each_other():
+    names = {f"plumbing.{path.stem}": imported(path) for path in PACKAGE if path.parent.name == "plumbing"}
+
+    def reaches(start):
+        found, left = set(), [start]
+        while left:
+            new = names.get(left.pop(), set()) - found
+            found |= new
+            left += new
+        return found
+
+    assert not [name for name in names if name in reaches(name)]
+
+
+def test_importing_opens_no_connection_and_writes_nothing(in_tmp):
+    modules = [f"rlhf_details.{'.'.join(path.relative_to(ROOT / 'rlhf_details').parts)[:-3]}" for path in PACKAGE]
+    code = (
+        "import importlib, socket\n"
+        "def refuse(*a, **k): raise AssertionError('a connection at import')\n"
+        "socket.socket.connect = socket.create_connection = socket.getaddrinfo = refuse\n"
+        f"for name in {[name.removesuffix('.__init__') for name in modules]}: importlib.import_module(name)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stdout and not list(in_tmp.iterdir()), done.stderr

@@ -1,0 +1,231 @@
+"""A typical mistake ends with one line on stderr and exit code 2, and nothing has been written or changed by then.
+
+Every case starts from arguments that do run (the first test) and spoils one thing, which the line must be about.
+"""
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from helpers import PAGES, launch, page_args, tiny_config
+from transformers import GPTNeoXForSequenceClassification
+
+from rlhf_details import evaluate, toy, train_reward, train_sft
+from rlhf_details.plumbing import stages
+
+SCRIPTS = PAGES | {"train_reward": train_reward, "train_sft": train_sft, "evaluate": evaluate}
+MODEL = dict.fromkeys(SCRIPTS, "sft_model_path") | {"train_sft": "base_model", "evaluate": "policy_path"}
+RL, TRAIN = list(PAGES), [*PAGES, "train_reward", "train_sft"]
+ROW = {"prompt": "last friday my sister", "completion": "went .", "chosen": "we went .", "rejected": "the soup was ."}
+LONG = " ".join(["soup"] * 200)  # 200 tokens; the context of the tiny models is 128
+
+
+def jsonl(change=(), rows=16):
+    """The text of a file of good rows, the second of them changed. None drops a column."""
+    table = [dict(ROW) for _ in range(rows)]
+    table[1] = {k: v for k, v in (ROW | dict(change)).items() if v is not None}
+    return "\n".join(map(json.dumps, table)) + "\n"
+
+
+def contents(folder):
+    """{path: bytes, or None for a folder} of everything below a folder."""
+    return {str(p.relative_to(folder)): None if p.is_dir() else p.read_bytes() for p in sorted(folder.rglob("*"))}
+
+
+def good_args(script, tiny, **changes):
+    """Arguments of a run of one step on rows.jsonl."""
+    values = dict(dataset="rows.jsonl", output_dir="out", response_length=4, overwrite=False)
+    if script in RL:
+        return page_args(script, tiny, **(values | dict(total_episodes=16) | changes))
+    values |= {MODEL[script]: str(tiny / "policy")}
+    values |= {} if script == "evaluate" else dict(batch_size=16, run_name="run")
+    return SCRIPTS[script].Args(**(values | changes))
+
+
+@pytest.fixture
+def refused(in_tmp, tiny, fails, monkeypatch):
+    """refused(script, *words, **changes): main with good arguments, changed, must end as this file says."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    Path("rows.jsonl").write_text(jsonl())
+
+    def refuse(script, *words, **changes):
+        before = contents(in_tmp)
+        line = fails(SCRIPTS[script].main, good_args(script, tiny, **changes))
+        assert contents(in_tmp) == before and all(str(word) in line for word in words), (line, words)
+
+    return refuse
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_arguments_that_are_spoilt_below_do_run(script, tiny, in_tmp):
+    Path("rows.jsonl").write_text(jsonl())
+    SCRIPTS[script].main(good_args(script, tiny))
+    assert Path("out", "summary.json" if script == "evaluate" else "config.json").exists()
+
+
+# ---- arguments that contradict each other ----------------------------------------------------------------------------
+PPO = ["train_ppo", "train_ppo_async"]
+
+
+def cases(*rows):
+    """Parameters of (scripts, changes, words), one for each script."""
+    return [
+        (script, *rest) for scripts, *rest in rows for script in ([scripts] if isinstance(scripts, str) else scripts)
+    ]
+
+
+@pytest.mark.parametrize(
+    "script, changes, words",
+    cases(
+        ("train_rloo", dict(batch_size=18), ["--batch_size 18: not divisible by", "rloo_k"]),
+        (PPO, dict(num_mini_batches=3), ["--batch_size 16: not divisible by", "num_mini_batches"]),
+        (["train_reward", "train_sft"], dict(batch_size=64), ["--batch_size 64: more than the 16 rows", "rows.jsonl"]),
+        ("train_rloo", dict(rloo_k=1), ["--rloo_k 1", "--token_level_kl", "--normalize_advantage"]),
+        ("train_rloo", dict(rloo_k=1, token_level_kl=True), ["--rloo_k 1", "--normalize_advantage"]),
+        ("train_sft", dict(base_model="scratch", hidden_size=30), ["--hidden_size 30", "--num_heads 4"]),
+        (PPO, dict(gamma=1.5), ["--gamma 1.5: must be at most 1"]),
+        (PPO, dict(ratio_threshold=1.0), ["--ratio_threshold 1.0: must be above 1"]),
+        (PPO, dict(kl_coef=0.0, adaptive_kl=True), ["--adaptive_kl"]),
+        (PPO, dict(kl_horizon=3.0, adaptive_kl=True), ["--adaptive_kl", "kl_horizon"]),
+        (PPO, dict(truncate_after=2), ["--truncate_after 2: needs a truncate_token"]),
+        (PPO, dict(truncate_token="the soup"), ["--truncate_token 'the soup': not one token"]),
+        (RL, dict(stop_token="no such token"), ["--stop_token 'no such token': not one token"]),
+        (RL, dict(response_length=128), ["--response_length 128: leaves no room for a prompt"]),
+        ([*RL, "train_reward"], dict(sft_model_path=None), ["--sft_model_path: required"]),
+        (RL, dict(reward_model_path=None), ["--reward_model_path or --reward_fn: one of them is required"]),
+        ("evaluate", dict(judge="reward_model"), ["--judge reward_model: needs --reward_model_path"]),
+        ("evaluate", dict(judge="gold"), ["--judge gold"]),
+    ),
+    ids=str,
+)
+def test_arguments_that_contradict_each_other(refused, script, changes, words):
+    refused(script, *words, **changes)
+
+
+@pytest.mark.parametrize("script", TRAIN)
+def test_a_batch_that_two_processes_cannot_share(refused, monkeypatch, script):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    refused(script, "--batch_size 15: not divisible by", "processes", batch_size=15)
+
+
+# ---- data ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "script, text, words",
+    cases(
+        (SCRIPTS, "\n\n  \n", ["no rows"]),
+        (TRAIN, jsonl(rows=2) + '{"prompt": \n', ["line 3 is not JSON"]),
+        (SCRIPTS, jsonl({"prompt": 7}), ["row 2", "'prompt'"]),
+        (["train_rloo", "train_sft", "evaluate"], jsonl({"prompt": None}), ["row 2", "'prompt'"]),
+        ("train_sft", jsonl({"completion": None}), ["row 2", "'completion'"]),
+        ("train_reward", jsonl({"rejected": None}), ["row 2", "'rejected'"]),
+        ([*RL, "evaluate"], jsonl({"prompt": ""}), ["row 2", "empty"]),
+        ([*RL, "evaluate"], jsonl({"prompt": LONG}), ["row 2", "200 tokens", "124"]),
+        ("train_reward", jsonl({"rejected": LONG}), ["row 2", "205 tokens", "128"]),
+        ("train_sft", jsonl({"completion": LONG}), ["row 2", "205 tokens", "128"]),
+        (
+            ["train_rloo", "train_reward", "train_sft"],
+            jsonl({"prompt": [{"role": "user", "content": "hi"}]}),
+            ["row 2"],
+        ),
+    ),
+)
+def test_a_row_that_is_wrong_is_named(refused, script, text, words):
+    Path("bad.jsonl").write_text(text)
+    if script == "train_rloo" and "role" in text:
+        words = ["no chat template"]
+    refused(script, *words, dataset="bad.jsonl")
+    if script != "evaluate":
+        refused(script, *words, eval_dataset="bad.jsonl")
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_file_that_does_not_exist(refused, script):
+    refused(script, "--dataset missing.jsonl: no such file", dataset="missing.jsonl")
+    if script != "evaluate":
+        refused(script, "--eval_dataset missing.jsonl: no such file", eval_dataset="missing.jsonl")
+
+
+@pytest.mark.parametrize("prompt, words", [("", "empty"), (" ".join(["soup"] * 100), "100 tokens")])
+def test_prompts_that_normalisation_cannot_sample_from(refused, prompt, words):
+    Path("bad.jsonl").write_text(jsonl({"prompt": prompt}))
+    changes = dict(dataset="bad.jsonl", normalization="gain_bias", response_length=53)
+    refused("train_reward", "--dataset bad.jsonl", "row 2", words, **changes)
+
+
+def test_references_of_the_reward_model(refused):
+    refused("train_reward", "--reference_dataset none.jsonl: no such file", reference_dataset="none.jsonl")
+    Path("bad.jsonl").write_text(jsonl({"completion": LONG}))
+    refused("train_reward", "--reference_dataset bad.jsonl: row 2", reference_dataset="bad.jsonl")
+
+
+def test_a_held_out_prompt_that_leaves_no_room_for_the_response_of_rouge(refused):
+    Path("bad.jsonl").write_text(jsonl({"prompt": " ".join(["soup"] * 100)}))
+    changes = dict(eval_dataset="bad.jsonl", response_length=53)
+    refused("train_sft", "--eval_dataset bad.jsonl: row 2", "--response_length 53", **changes)
+
+
+# ---- models ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_model_that_is_not_there_or_has_no_tokenizer(refused, tiny, script):
+    flag = MODEL[script]
+    refused(script, f"--{flag} no/such/folder: is no local path", **{flag: "no/such/folder"})
+    shutil.copytree(tiny / "policy", "policy", ignore=shutil.ignore_patterns("tokenizer*"))
+    refused(script, f"--{flag} policy: has no tokenizer", **{flag: "policy"})
+
+
+@pytest.mark.parametrize("script", RL)
+def test_a_reward_model_that_is_none(refused, tiny, script):
+    folder = str(tiny / "policy")
+    refused(script, f"--reward_model_path {folder}: not a trained reward model", reward_model_path=folder)
+    config = tiny_config(num_labels=1, vocab_size=50)
+    GPTNeoXForSequenceClassification(config).save_pretrained("small"), toy.tokenizer().save_pretrained("small")
+    refused(script, "vocabulary mismatch", "--reward_model_path small (50 embeddings)", reward_model_path="small")
+
+
+@pytest.mark.parametrize("script", RL)
+def test_a_prompt_longer_than_the_reward_models_context(refused, script, tiny):
+    shutil.copytree(tiny / "reward", "reward")
+    config = json.loads(Path("reward/config.json").read_text()) | {"max_position_embeddings": 20}
+    Path("reward/config.json").write_text(json.dumps(config))
+    Path("bad.jsonl").write_text(jsonl({"prompt": " ".join(["soup"] * 13)}))
+    changes = dict(dataset="bad.jsonl", response_length=8, reward_model_path="reward")
+    refused(script, "--dataset bad.jsonl: the prompt of row 2 has 13 tokens", "12", **changes)
+
+
+# ---- the embedded task: nothing is trained before everything that can be checked has been ----------------------------
+@pytest.mark.parametrize(
+    "script, changes",
+    cases(
+        ([*RL, "train_reward"], dict(eval_dataset="missing.jsonl")),
+        ("train_rloo", dict(batch_size=18)),
+        (PPO, dict(gamma=1.5)),
+    ),
+    ids=str,
+)
+def test_arguments_are_checked_before_the_embedded_tasks_stages_are_trained(refused, monkeypatch, script, changes):
+    monkeypatch.setattr(stages.subprocess, "run", lambda *a, **k: pytest.fail("a stage was started"))
+    name, value = next(iter(changes.items()))
+    refused(script, f"--{name} {value}", dataset="toy", sft_model_path="models/toy/sft", **changes)
+
+
+@pytest.mark.parametrize("script", RL)
+def test_a_stage_that_fails_leaves_the_message_to_itself(in_tmp, tiny, monkeypatch, script):
+    monkeypatch.setattr(stages.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 2))
+    with pytest.raises(SystemExit) as end:
+        SCRIPTS[script].main(good_args(script, tiny, dataset="toy", sft_model_path="models/toy/sft"))
+    assert end.value.code == 2 and not contents(in_tmp)
+
+
+@pytest.mark.parametrize("script", RL)
+def test_a_model_folder_of_the_users_own_is_never_made_up(refused, script):
+    refused(script, "--sft_model_path models/mistyped", dataset="toy", sft_model_path="models/mistyped")
+
+
+# ---- from the shell --------------------------------------------------------------------------------------------------
+def test_the_script_itself_ends_with_the_line_and_the_exit_code(in_tmp, tiny):
+    flags = ["--sft_model_path", tiny / "policy", "--reward_model_path", tiny / "reward", "--rloo_k", 4]
+    done = launch("train_rloo.py", [*flags, "--batch_size", 18], cwd=in_tmp, HF_HUB_OFFLINE="1")
+    assert done.returncode == 2 and not contents(in_tmp)
+    assert done.stderr.startswith("error: --batch_size 18: ") and done.stderr.count("\n") == 1, done.stderr

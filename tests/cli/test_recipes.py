@@ -1,0 +1,173 @@
+"""The published recipes (benchmark/configs/*.toml): each parses, names its sources, and adds up to its batch."""
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import json
+import math
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from helpers import ROOT, read_metrics
+
+from rlhf_details import toy
+from rlhf_details.plumbing import cli, stages
+
+CONFIGS = sorted((ROOT / "benchmark/configs").glob("*.toml"))
+# What was published: completions of an update (train_reward: comparisons), optimiser steps of an update, updates (ours
+# are rounded up), and learning_rate, kl_coef, response_length, temperature, adam_eps, weight_decay.
+PUBLISHED = {
+    "ppo_descriptiveness": (512, 4, 1954, 1e-5, 0.15, 24, 0.7, 1e-5, 0),
+    "ppo_imdb": (128, 4, 194, 1.41e-5, 0.2, 32, 1, 1e-8, 0),
+    "ppo_sentiment": (512, 4, 1954, 1e-5, 0.15, 24, 0.7, 1e-5, 0),
+    "ppo_tldr_1b": (512, 4, 1954, 3e-6, 0.05, 53, 0.7, 1e-5, 0.01),
+    "ppo_tulu3_8b": (192, 4, 10417, 3e-7, 0.05, 2048, 1, 1e-8, 0.01),
+    "reward_descriptiveness": (32, 1, 156, 5e-5, None, 24, 0.7, 1e-5, 0),
+    "reward_sentiment": (32, 1, 156, 5e-5, None, 24, 0.7, 1e-5, 0),
+    "rloo_paraphrase": (2, 4, 8, 1e-6, 0.05, 53, 0.5, 1e-8, 0),
+    "rloo_tldr_1b": (4096, 4, 245, 3e-6, 0.03, 53, 0.7, 1e-8, 0),
+}
+each_config = pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+# A value's comment names a file of the published system, or says "ours" and why.
+SOURCE = r"(ours: .{5,}|.*[\w-]\.(py|sh|sbatch|md|toml|ipynb)\b.*)"
+
+
+def header(path):
+    """(script, words of the launch command, the comment above the first value as one line of text)."""
+    lines = path.read_text().split("\n")
+    end = next(i for i, line in enumerate(lines) if not line.startswith("#"))
+    comment = [line[1:].strip() for line in lines[:end]]
+    (command,) = (line for line in comment if line.startswith("accelerate launch "))
+    script = re.match(r"rlhf_details/(train_\w+)\.py: ", comment[0])[1]
+    return script, shlex.split(command), " ".join(comment)
+
+
+@functools.cache
+def recipe(stem):
+    """(module of the script, its Args as the launch command in the file's header gives them, number of processes)."""
+    path = ROOT / f"benchmark/configs/{stem}.toml"
+    script, words, _ = header(path)
+    place = words.index(f"rlhf_details/{script}.py")
+    launcher, flags = words[2:place], words[place + 1 :]
+    module = importlib.import_module(f"rlhf_details.{script}")
+    assert flags == ["--config", str(path.relative_to(ROOT))]
+    with contextlib.chdir(ROOT):  # where the command is to be typed
+        args = cli.parse(module.Args, flags)
+    return module, args, int(launcher[launcher.index("--num_processes") + 1])
+
+
+def arithmetic(args, processes):
+    """(batch, minibatches, micro-batches of each, steps of an update, updates); an update of train_reward is a step."""
+    k, minibatches = getattr(args, "rloo_k", 1), getattr(args, "num_mini_batches", 1)
+    assert args.batch_size % (minibatches * k * processes) == 0
+    mine = args.batch_size // (minibatches * processes)  # episodes of a process and minibatch
+    if hasattr(args, "total_episodes"):
+        updates = math.ceil(args.total_episodes / args.batch_size)
+    else:
+        rows = int(re.search(r"\[:(\d+)\]$", args.dataset)[1])
+        updates = args.num_train_epochs * rows // args.batch_size
+        assert rows % args.batch_size == 0
+    assert mine % args.micro_batch_size == 0
+    steps = getattr(args, "num_ppo_epochs", 1) * minibatches
+    return args.batch_size, minibatches, mine // args.micro_batch_size, steps, updates
+
+
+@each_config
+def test_it_parses_to_its_own_values_without_contradiction(path, in_tmp):
+    module, args, _ = recipe(path.stem)
+    values = tomllib.loads(path.read_text())
+    for key, value in values.items():
+        parsed = getattr(args, key)
+        parsed = parsed[0] if isinstance(parsed, tuple) else parsed  # reward_fn and its weights: one of each
+        assert (None if value == "None" else value) == parsed and isinstance(parsed, bool) == isinstance(value, bool)
+    if args.dataset.endswith(".jsonl"):  # The README says how to write this file.
+        Path(args.dataset).parent.mkdir(parents=True, exist_ok=True)
+        Path(args.dataset).touch()
+    functions = tuple(str(ROOT / spec) for spec in getattr(args, "reward_fn", ()))
+    module.check(dataclasses.replace(args, reward_fn=functions) if functions else args)
+
+
+@each_config
+def test_every_value_says_where_it_is_from(path):
+    keys = []
+    for line in path.read_text().splitlines():
+        if line and not line.startswith("#"):
+            key, comment = re.fullmatch(r"(\w+) = (?:\"[^\"]*\"|[^\"#]+?) *# (.+)", line).groups()
+            keys.append(key)
+            assert re.fullmatch(SOURCE, comment), line
+    assert keys == list(tomllib.loads(path.read_text()))
+
+
+@each_config
+def test_the_batch_of_its_header_adds_up(path):
+    script, _, text = header(path)
+    _, args, processes = recipe(path.stem)
+    batch, minibatches, micro, steps, updates = arithmetic(args, processes)
+
+    def several(n, word):
+        return f"{n} {word}" if n == 1 else f"{n} {word}{'es' if word[-1] in 'sh' else 's'}"
+
+    split = f"{several(micro, 'micro-batch')} of {args.micro_batch_size}"
+    shares = several(processes, "process")
+    if script == "train_reward":
+        line = f"{batch} comparisons a step = {shares} * {split}; {updates} steps."
+    else:
+        line = f"{batch} episodes an update = {shares} * {several(minibatches, 'minibatch')} * {split}; "
+        line += f"{several(steps, 'optimiser step')} an update, {updates} updates."
+    assert f"Batch: {line}" in text
+
+
+@pytest.mark.parametrize("stem", PUBLISHED)
+def test_the_numbers_that_make_a_recipe_are_the_published_ones(stem):
+    """A second copy, so that a slip of the pen in a file shows."""
+    _, args, processes = recipe(stem)
+    batch, _, _, steps, updates = arithmetic(args, processes)
+    names = "learning_rate kl_coef response_length temperature adam_eps weight_decay".split()
+    assert (batch, steps, updates, *(getattr(args, name, None) for name in names)) == PUBLISHED[stem]
+
+
+@pytest.mark.parametrize("script", ["train_ppo", "train_rloo"])
+def test_the_embedded_tasks_file_is_what_the_script_takes_by_itself(script):
+    values = tomllib.loads((ROOT / f"benchmark/configs/{script.removeprefix('train_')}_toy.toml").read_text())
+    assert {key: None if value == "None" else value for key, value in values.items()} == stages.DEFAULTS[script]
+
+
+@pytest.mark.parametrize("task", ["sentiment", "descriptiveness"])
+def test_a_policy_reads_the_reward_model_that_its_recipe_trains(task):
+    (_, ppo, _), (_, reward, _) = (recipe(f"{stage}_{task}") for stage in ("ppo", "reward"))
+    assert ppo.reward_model_path == reward.output_dir
+    same = "sft_model_path response_length temperature seed adam_eps tf_adam weight_decay lr_schedule max_grad_norm"
+    assert all(getattr(ppo, name) == getattr(reward, name) for name in same.split())
+
+
+def test_the_tldr_recipe_runs_on_exactly_the_published_columns(tiny, in_tmp):
+    """With a tokenizer without a chat template, as Pythia's is: the prompts are read as they stand."""
+    assert toy.tokenizer().chat_template is None
+    rows = []
+    for i, row in enumerate(toy.rows("sft", "train")[:24]):
+        post, summary = row["prompt"], row["completion"][:50].strip()
+        text = f"SUBREDDIT: r/{i}\n\nTITLE: x\n\nPOST: {post}\n\nTL;DR:"
+        messages = [{"role": "user", "content": text}, {"role": "assistant", "content": summary}]
+        rest = {"id": f"t3_{i}", "subreddit": f"{i}", "title": "x", "post": post, "summary": summary}
+        rows.append({"prompt": text, "messages": messages, **rest})
+    Path("tldr/data").mkdir(parents=True)
+    for split, part in (("train", rows[:16]), ("validation", rows[16:])):
+        table = pyarrow.Table.from_pylist(part)
+        pyarrow.parquet.write_table(table, f"tldr/data/{split}-00000-of-00001.parquet")
+    module, args, _ = recipe("rloo_tldr_1b")
+    name = "trl-internal-testing/tldr-preference-sft-trl-style"
+    changes = {flag: getattr(args, flag).replace(name, "tldr") for flag in ("dataset", "eval_dataset")}
+    assert changes == {"dataset": "tldr:train", "eval_dataset": "tldr:validation"}
+    changes |= dict(sft_model_path=str(tiny / "policy"), reward_model_path=str(tiny / "reward"), response_length=8)
+    changes |= dict(batch_size=16, total_episodes=32, micro_batch_size=4, rollout_micro_batch_size=8)
+    run = module.main(dataclasses.replace(args, **changes))["run"]
+    metrics = [row["objective/rlhf_reward"] for row in read_metrics(run) if "objective/rlhf_reward" in row]
+    assert len(metrics) == 2 and all(map(math.isfinite, metrics))
+    samples = [json.loads(line) for line in Path(run, "samples.jsonl").read_text().splitlines()]
+    assert samples and {row["query"] for row in samples} <= {row["prompt"] for row in rows}

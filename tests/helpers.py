@@ -1,0 +1,184 @@
+"""What tests share and import by name: tiny models on disk, short runs of the pages, and comparisons of runs.
+
+Everything is offline and on the CPU. Fixtures are in conftest.py.
+"""
+
+import importlib
+import inspect
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+
+from rlhf_details import toy, utils
+
+ROOT = Path(__file__).parent.parent
+PAGES = {
+    name: importlib.import_module(f"rlhf_details.{name}") for name in ("train_rloo", "train_ppo", "train_ppo_async")
+}
+SIZES = dict(vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=128)
+LM_HUMAN_PREFERENCES = dict(
+    stop_token="none", truncate_token="eos", truncate_after=2, missing_eos_mode="replace", value_model="shared",
+    adaptive_kl=True, kl_coef=0.15, whiten_rewards=True, tf_adam=True,
+)  # fmt: skip
+
+
+# ---- tiny models -----------------------------------------------------------------------------------------------------
+def tiny_config(**changes):
+    """A GPT-NeoX configuration over the toy vocabulary, small enough for a run of ten updates in a second or two."""
+    sizes = SIZES | dict(intermediate_size=64, vocab_size=len(toy.tokenizer()), bos_token_id=None)
+    ids = dict(eos_token_id=toy.tokenizer().eos_token_id, pad_token_id=toy.tokenizer().pad_token_id)
+    return transformers.GPTNeoXConfig(**(sizes | ids | changes))
+
+
+def save_pair(folder, **changes):
+    """Writes `folder`/policy and `folder`/reward, with random weights large enough that responses and scores differ."""
+    torch.manual_seed(0)
+    config = tiny_config(initializer_range=0.2, **changes)
+    transformers.GPTNeoXForCausalLM(config).save_pretrained(folder / "policy")
+    config.num_labels = 1
+    transformers.GPTNeoXForSequenceClassification(config).save_pretrained(folder / "reward")
+    for name in ("policy", "reward"):
+        toy.tokenizer().save_pretrained(folder / name)
+    return folder
+
+
+def save_ragged(folder):
+    """save_pair, but the policy often says EOS, so that lengths differ, and the reward model's bias is 0.7."""
+    save_pair(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "policy")
+    with torch.no_grad():
+        eos = model.get_output_embeddings().weight[model.config.eos_token_id]
+        model.gpt_neox.final_layer_norm.bias += 3.5 * eos / eos.square().sum()  # The logit of EOS gains 3.5.
+    model.save_pretrained(folder / "policy")
+    config = json.loads((folder / "reward/config.json").read_text())
+    (folder / "reward/config.json").write_text(json.dumps(config | {"reward_bias": 0.7}))
+    return folder
+
+
+def tiny_model(kind, **changes):
+    """A random causal language model of an architecture, 97 tokens, with weights large enough to tell tokens apart."""
+    torch.manual_seed(0)
+    options = SIZES | dict(num_key_value_heads=4, initializer_range=0.2) | changes
+    config = transformers.AutoConfig.for_model(kind, **options)
+    return utils.disable_dropout(transformers.AutoModelForCausalLM.from_config(config)).eval()
+
+
+def tiny_reward_model(kind, **changes):
+    """A random model of an architecture that gives a score, 97 tokens."""
+    torch.manual_seed(0)
+    options = SIZES | dict(num_key_value_heads=4, initializer_range=0.2, num_labels=1) | changes
+    config = transformers.AutoConfig.for_model(kind, **options)
+    return utils.disable_dropout(transformers.AutoModelForSequenceClassification.from_config(config)).eval()
+
+
+def random_batch(groups=3, k=4, Q=9, R=6):
+    """Ragged queries, query_mask [groups * k, Q], responses and response_mask [groups * k, R] over 97 tokens."""
+    g = torch.Generator().manual_seed(1)
+    queries, query_mask = utils.left_pad([torch.randint(97, (n,), generator=g).tolist() for n in (Q, 2, 5)[:groups]])
+    responses = torch.randint(97, (groups * k, R), generator=g)
+    lengths = torch.randint(1, R + 1, (groups * k, 1), generator=g)
+    return [queries.repeat_interleave(k, 0), query_mask.repeat_interleave(k, 0), responses, torch.arange(R) < lengths]
+
+
+# ---- runs in this process --------------------------------------------------------------------------------------------
+def page_args(page, tiny, **changes):
+    """Args of a short run of "train_rloo", "train_ppo" or "train_ppo_async" on the models in the folder `tiny`.
+
+    3 updates of 16 episodes (RLOO: 4 for each prompt), responses of 8 tokens, one optimiser step for each rollout.
+    """
+    values = dict(
+        sft_model_path=str(tiny / "policy"), reward_model_path=str(tiny / "reward"), total_episodes=48, batch_size=16,
+        response_length=8, temperature=1.0, num_ppo_epochs=1, num_mini_batches=1, learning_rate=1e-3, take=256,
+        num_sample_generations=0, run_name="run", overwrite=True,
+    )  # fmt: skip
+    values |= dict(rloo_k=4) if page == "train_rloo" else {}
+    return PAGES[page].Args(**(values | changes))
+
+
+def rloo_args(tiny, **changes):
+    """page_args of train_rloo."""
+    return page_args("train_rloo", tiny, **changes)
+
+
+def ppo_args(tiny, **changes):
+    """page_args of train_ppo."""
+    return page_args("train_ppo", tiny, **changes)
+
+
+def read_metrics(run_folder):
+    """Rows of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (Path(run_folder) / "metrics.jsonl").read_text().splitlines()]
+
+
+def run_page(page, tiny, **changes):
+    """Runs main of a page in this process; returns its rows of metrics."""
+    return read_metrics(PAGES[page].main(page_args(page, tiny, **changes))["run"])
+
+
+def run_rloo(tiny, **changes):
+    """Runs train_rloo.main in this process; returns its rows of metrics."""
+    return run_page("train_rloo", tiny, **changes)
+
+
+def run_ppo(tiny, **changes):
+    """Runs train_ppo.main in this process; returns its rows of metrics."""
+    return run_page("train_ppo", tiny, **changes)
+
+
+def record(monkeypatch, module, *names):
+    """{name: [(arguments, result), ...]} of every later call of these functions of a module.
+
+    The arguments are a tuple in the order of the function's parameters, however they were given.
+    """
+    calls = {name: [] for name in names}
+
+    def replace(name, real, seen):
+        def recording(*args, **kwargs):
+            bound = inspect.signature(real).bind(*args, **kwargs)
+            bound.apply_defaults()
+            seen.append((bound.args, real(*args, **kwargs)))
+            return seen[-1][1]
+
+        monkeypatch.setattr(module, name, recording)
+
+    for name in names:
+        replace(name, getattr(module, name), calls[name])
+    return calls
+
+
+# ---- other processes -------------------------------------------------------------------------------------------------
+def launch(script, flags, processes=1, cwd=None, **env):
+    """Runs a script (a path, or a name in rlhf_details/) on CPU processes: a CompletedProcess."""
+    command = [str(ROOT / "rlhf_details" / script), *map(str, flags)]
+    if processes > 1:
+        command = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", *command]
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | env
+    command = [sys.executable, *command]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=1800)
+
+
+# ---- comparisons -----------------------------------------------------------------------------------------------------
+def without_times(rows):
+    """Rows of metrics without what a clock decides."""
+    return [{k: v for k, v in row.items() if not k.startswith(("time/", "eps"))} for row in rows]
+
+
+def assert_same_curves(a, b, tolerance=1e-4, near=1e-6, apart=("val/logprob_gap",)):
+    """Every metric without times within `tolerance` of the larger number plus `near`, in every update.
+
+    apart: metrics that are nothing but rounding error, and need only be below 1e-4.
+    """
+    assert len(a) == len(b) > 0
+    for x, y in zip(without_times(a), without_times(b), strict=True):
+        assert x.keys() == y.keys()
+        for name in x:
+            if name in apart:
+                assert max(x[name], y[name]) < 1e-4, (x["update"], name, x[name], y[name])
+            else:
+                allowed = tolerance * max(abs(x[name]), abs(y[name])) + near
+                assert abs(x[name] - y[name]) <= allowed, (x["update"], name, x[name], y[name])

@@ -1,0 +1,83 @@
+"""The pages and their layouts that the invariants hold for, and what a test may record of a run."""
+
+import contextlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import LM_HUMAN_PREFERENCES, PAGES, page_args, read_metrics
+
+from rlhf_details import toy, utils
+
+CASES = {  # name: (page, flags)
+    "rloo": ("train_rloo", {}),
+    "rloo-tokens": ("train_rloo", dict(token_level_kl=True, normalize_reward=True, normalize_advantage=True)),
+    "ppo": ("train_ppo", dict(kl_penalty="full")),
+    "lm-human-preferences": ("train_ppo", LM_HUMAN_PREFERENCES),
+    "async": ("train_ppo_async", dict(kl_penalty="k3")),
+}
+EVERY_CASE = pytest.mark.parametrize("case", CASES)
+IN_STEP = pytest.mark.parametrize("case", [name for name in CASES if name != "async"])  # the policy that trains samples
+RLOO_AND_PPO = pytest.mark.parametrize("case", ["rloo", "ppo"])
+VALUE_MODELS = pytest.mark.parametrize("value_model", ["separate", "shared"])
+LOSS = {"train_rloo": "rloo_policy_loss", "train_ppo": "ppo_policy_loss", "train_ppo_async": "ppo_policy_loss"}
+
+
+def page_of(case):
+    """The module of a case's page."""
+    return PAGES[CASES[case][0]]
+
+
+def run_case(case, models, **changes):
+    """Runs main of a case's page in this process; returns its rows of metrics."""
+    page, options = CASES[case]
+    return read_metrics(PAGES[page].main(page_args(page, models, **(options | changes)))["run"])
+
+
+def write_prompts(path, count):
+    """Writes a data set of the embedded task's first held-out prompts, and returns its path as a string."""
+    Path(path).write_text("".join(json.dumps(row) + "\n" for row in toy.rows("prompts", "test")[:count]))
+    return str(path)
+
+
+def episodes_of(calls, purpose=utils.TRAINING):
+    """[[(query, response), ...] of each call of utils.sample for a purpose], as lists of token ids."""
+    return [
+        [(q[m].tolist(), r[n].tolist()) for q, m, r, n in zip(*args[1][:2], responses, response_mask, strict=True)]
+        for args, (responses, response_mask, _) in calls
+        if args[5][1] == purpose
+    ]
+
+
+def optimiser_steps(monkeypatch, look):
+    """[look(parameter groups) at every later step of AdamW]."""
+    seen, step = [], torch.optim.AdamW.step
+
+    def recording(self, *args, **kwargs):
+        seen.append(look(self.param_groups))
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", recording)
+    return seen
+
+
+@contextlib.contextmanager
+def shifted_sampler(shift=0.1):
+    """The sampler reports log-probs that are `shift` too high on every token, as one in another precision would."""
+    with pytest.MonkeyPatch.context() as patch:
+        real = utils.sample
+
+        def shifted(*args, **kwargs):
+            responses, mask, logprobs = real(*args, **kwargs)
+            return responses, mask, (logprobs + shift) * mask
+
+        patch.setattr(utils, "sample", shifted)
+        yield
+
+
+def knobs(folder):
+    """The flags of the fixture `baseline`; held-out prompts are written into `folder`."""
+    sizes = dict(micro_batch_size=1000, rollout_micro_batch_size=1000, response_length=10, output_dir="model")
+    steps = dict(num_ppo_epochs=2, num_mini_batches=2, learning_rate=3e-4)
+    return sizes | steps | dict(eval_dataset=write_prompts(folder / "held_out.jsonl", 11))

@@ -1,0 +1,126 @@
+"""What must not change a number: memory flags, padding, layout, kernels, evaluations, and running again."""
+
+import importlib
+
+import pytest
+import torch
+import transformers
+from cases import CASES, EVERY_CASE, RLOO_AND_PPO, VALUE_MODELS, knobs, page_of, run_case
+from helpers import assert_same_curves, record, run_ppo, run_rloo, without_times
+
+from rlhf_details import utils
+
+importlib.import_module("transformers.models.gpt_neox.modeling_gpt_neox")
+LAYER = transformers.models.gpt_neox.modeling_gpt_neox.GPTNeoXMLP
+
+
+@pytest.mark.parametrize(
+    "case, micro, rollout",
+    [("rloo", 1, 16), ("rloo", 6, 10), ("ppo", 1, 16), *((case, 3, 5) for case in CASES if case != "rloo")],
+)
+def test_opt_5_micro_batch_and_slice_sizes_change_nothing(ragged, in_tmp, baseline, case, micro, rollout):
+    rows = run_case(case, ragged, **(knobs(in_tmp) | dict(micro_batch_size=micro, rollout_micro_batch_size=rollout)))
+    assert_same_curves(baseline(case).rows, rows)
+
+
+@EVERY_CASE
+def test_padding_changes_nothing(ragged, in_tmp, monkeypatch, baseline, case):
+    """More columns on the left of the prompts, filled with a real token, and none trimmed: only the masks tell."""
+    left_pad, pad = utils.left_pad, torch.nn.functional.pad
+
+    def wide(rows, device=None):
+        tokens, mask = left_pad(rows, device)
+        return pad(tokens, (7, 0), value=5), pad(mask, (7, 0))
+
+    monkeypatch.setattr(utils, "left_pad", wide)
+    monkeypatch.setattr(utils, "trim", lambda batch, extra=0: batch)
+    assert_same_curves(baseline(case).rows, run_case(case, ragged, **knobs(in_tmp)))
+    is_fixed = case == "lm-human-preferences"  # Elsewhere there was padding on the right as well.
+    assert (baseline(case).rows[1]["val/sequence_lengths"] == 10) == is_fixed
+
+
+@pytest.mark.parametrize("case", ["rloo", "rloo-tokens"])
+def test_rloo_8_packed_and_plain_rows_give_the_same_curves(ragged, in_tmp, capsys, baseline, case):
+    assert_same_curves(baseline(case).rows, run_case(case, ragged, **knobs(in_tmp), share_prompts=False))
+    assert "plain rows, one response each: --no_share_prompts" in capsys.readouterr().out
+    run_case(case, ragged, total_episodes=16)
+    assert "packed rows: a prompt is computed once for 4 of its 4 responses" in capsys.readouterr().out
+
+
+@EVERY_CASE
+def test_gradient_checkpointing_computes_every_layer_again_and_changes_nothing(
+    ragged, in_tmp, monkeypatch, baseline, case
+):
+    with_gradient, forward = [], LAYER.forward
+    monkeypatch.setattr(
+        LAYER, "forward", lambda self, x: with_gradient.append(torch.is_grad_enabled()) or forward(self, x)
+    )
+    rows = run_case(case, ragged, **knobs(in_tmp), gradient_checkpointing=True)
+    assert_same_curves(baseline(case).rows, rows)
+    networks = 2 if case in ("ppo", "async") else 1  # A value model of its own is another network.
+    assert sum(with_gradient) == 3 * 4 * 2 * networks * 2  # updates, steps, layers; once forward and once backward
+
+
+@EVERY_CASE
+def test_eager_and_sdpa_attention_give_the_same_curves(ragged, in_tmp, monkeypatch, baseline, case):
+    """sdpa is what a run uses by default."""
+    loaded = record(monkeypatch, page_of(case), "load_models")["load_models"]
+    rows = run_case(case, ragged, **knobs(in_tmp), attn_implementation="eager")
+    assert_same_curves(baseline(case).rows, rows)
+    models = [module.model for module in loaded[0][1][1:]]
+    assert {model.config._attn_implementation for model in models} == {"eager"}
+
+
+@EVERY_CASE
+def test_the_same_run_again_is_bitwise_equal_and_another_seed_is_another_run(ragged, in_tmp, baseline, case):
+    """Tables of samples and evaluations in between change nothing either."""
+    first = baseline(case)
+    rows = run_case(case, ragged, **knobs(in_tmp), num_sample_generations=2, eval_every=1)
+    extra = {name for name in rows[1] if name.startswith("eval/")}
+    assert [row for row in without_times(rows) if row["update"] in (0, 3)] == [
+        row for row in without_times(first.rows) if row["update"] in (0, 3)
+    ]
+    plain = [{name: x for name, x in row.items() if name not in extra} for row in without_times(rows)[1:]]
+    assert plain == [{name: x for name, x in row.items() if name not in extra} for row in without_times(first.rows)[1:]]
+    assert (in_tmp / "model/model.safetensors").read_bytes() == (first.folder / "model/model.safetensors").read_bytes()
+    other = run_case(case, ragged, **knobs(in_tmp), seed=2)
+    assert other[1]["objective/scores"] != rows[1]["objective/scores"]
+
+
+@RLOO_AND_PPO
+def test_accumulation_steps_of_the_launch_configuration_change_nothing(ragged, in_tmp, monkeypatch, case):
+    reference = run_case(case, ragged, micro_batch_size=4, num_ppo_epochs=2)
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    assert without_times(run_case(case, ragged, micro_batch_size=4, num_ppo_epochs=2)) == without_times(reference)
+
+
+@pytest.mark.parametrize("case", ["rloo", "ppo", "lm-human-preferences"])
+@pytest.mark.parametrize("stop_token", ["eos", "hotel"])
+def test_a_padding_token_equal_to_eos_is_no_special_case(ragged, in_tmp, case, stop_token):
+    """Faults 5, 6 and 24: the same run with pad = EOS in tokenizer and configuration, bit for bit."""
+    options = dict(response_length=16) | (dict(truncate_token=stop_token) if "truncate_token" in CASES[case][1] else {})
+    options |= {} if "truncate_token" in options else dict(stop_token=stop_token)
+    reference = run_case(case, ragged, **options)
+    kinds = {"policy": transformers.AutoModelForCausalLM, "reward": transformers.AutoModelForSequenceClassification}
+    for name, kind in kinds.items():
+        model, tokenizer = (
+            kind.from_pretrained(ragged / name),
+            transformers.AutoTokenizer.from_pretrained(ragged / name),
+        )
+        tokenizer.pad_token, model.config.pad_token_id = tokenizer.eos_token, tokenizer.eos_token_id
+        model.save_pretrained(f"same/{name}"), tokenizer.save_pretrained(f"same/{name}")
+    assert without_times(run_case(case, in_tmp / "same", **options)) == without_times(reference)
+
+
+@VALUE_MODELS
+def test_one_episode_of_one_token_is_a_batch_for_ppo(ragged, in_tmp, value_model):
+    sizes = dict(batch_size=1, total_episodes=3, response_length=1, num_ppo_epochs=2, value_model=value_model)
+    options = dict(kl_penalty="full", score_scaling=True, score_norm=True, whiten_rewards=True, adaptive_kl=True)
+    for row in run_ppo(ragged, **sizes, **options):
+        assert all(abs(value) < 1e9 for value in row.values()) and row["val/sequence_lengths"] == 1
+        assert row["loss/policy_avg"] == 0  # A single advantage is whitened to 0.
+
+
+def test_one_prompt_of_two_responses_is_a_batch_for_rloo(ragged, in_tmp):
+    for row in run_rloo(ragged, batch_size=2, rloo_k=2, total_episodes=6, response_length=1, num_ppo_epochs=2):
+        assert all(abs(value) < 1e9 for value in row.values()) and row["val/sequence_lengths"] == 1

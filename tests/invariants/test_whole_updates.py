@@ -1,0 +1,124 @@
+"""Every metric and every weight of three updates, against slow_oracle.py, and the gradient of REINFORCE by hand."""
+
+import pytest
+import torch
+import transformers
+from cases import episodes_of
+from helpers import LM_HUMAN_PREFERENCES, PAGES, page_args, read_metrics, record, run_rloo, without_times
+from slow_oracle import PpoOracle, RlooOracle
+
+from rlhf_details import utils
+
+# A large epsilon makes Adam's step nearly proportional to the gradient, so that a wrong factor shows in the weights.
+STEEP = dict(total_episodes=24, batch_size=8, num_ppo_epochs=2, num_mini_batches=2, micro_batch_size=3, take=96)
+STEEP |= dict(learning_rate=0.02, adam_eps=0.2, cliprange=0.05, weight_decay=0.05, temperature=0.7)
+VALUES = dict(cliprange_value=0.02)
+MIXED = dict(
+    stop_token="hotel", truncate_token="eos", truncate_after=1, missing_eos_penalty=2.0, kl_penalty="full", kl_coef=0.3,
+    score_scaling=True, score_norm=True, score_clip=1.0, gamma=0.9, lam=0.8, vf_coef=0.5, max_grad_norm=0.3,
+    normalize_advantage=False, value_model="shared",
+)  # fmt: skip
+LIMITS = dict(
+    kl_penalty="k3", num_ppo_epochs=4, ratio_threshold=1.0005, target_kl=1e-3, stop_token="none", adaptive_kl=True
+)
+WHITE = dict(kl_penalty="abs", whiten_rewards=True, missing_eos_penalty=None, kl_coef=1.0, score_scaling=True)
+TOKENS = dict(token_level_kl=True, normalize_advantage=True, kl_coef=0.3)
+WHITE_SCORES = dict(normalize_reward=True, reward_clip_range=0.8, missing_eos_mode="replace")
+ORACLES = {  # name: (page, flags)
+    "rloo": ("train_rloo", dict(kl_coef=0.3, rloo_k=2, learning_rate=0.05)),
+    "rloo-one-step": ("train_rloo", dict(kl_coef=0.3, num_ppo_epochs=1, num_mini_batches=1, max_grad_norm=None)),
+    "reinforce++": ("train_rloo", TOKENS | WHITE_SCORES),
+    "reinforce++-one-response": ("train_rloo", TOKENS | dict(rloo_k=1, reward_clip_range=0.5, stop_token="none")),
+    "n+": ("train_ppo", VALUES | dict(kl_coef=0.3)),
+    "lm-human-preferences": (
+        "train_ppo", VALUES | LM_HUMAN_PREFERENCES | dict(kl_horizon=40.0, learning_rate=0.2, kl_target=0.01)
+    ),
+    "mixed": ("train_ppo", VALUES | MIXED),
+    "limits": ("train_ppo", VALUES | LIMITS),
+    "whitened": ("train_ppo", VALUES | WHITE),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ORACLES)
+def test_three_updates_equal_the_slow_oracles(ragged, in_tmp, monkeypatch, name):
+    page, options = ORACLES[name]
+    args = page_args(page, ragged, **(STEEP | options))
+    sampled = record(monkeypatch, utils, "sample")["sample"]
+    policies = record(monkeypatch, PAGES[page], "load_models")["load_models"]
+    got = without_times(read_metrics(PAGES[page].main(args)["run"]))
+    oracle = (RlooOracle if page == "train_rloo" else PpoOracle)(ragged, args, 96)
+    before, k, expected = [p.detach().clone() for p in oracle.parameters], getattr(args, "rloo_k", 1), []
+    sampled = [joined(calls) for calls in by_update(sampled)]
+    assert len(sampled) == 3
+    for number, (episodes, logprobs) in enumerate(sampled, 1):
+        orders = [utils.permutation(8 // k, args.seed, number, epoch) for epoch in range(args.num_ppo_epochs)]
+        orders = [[i * k + j for i in order for j in range(k)] for order in orders]
+        expected.append(oracle.update(number, 3, episodes, orders, logprobs))
+    for row, wanted in zip(got, expected, strict=True):
+        assert {metric for metric in row if not metric.startswith("health/")} == wanted.keys()
+        for metric, value in wanted.items():
+            if metric != "val/logprob_gap":
+                assert row[metric] == pytest.approx(value, rel=2e-4, abs=2e-5), (row["update"], metric)
+        assert row["val/logprob_gap"] < 1e-4 > wanted["val/logprob_gap"]
+    policy = policies[0][1][1]
+    ours = [*policy.model.parameters(), *(policy.critic.parameters() if page == "train_ppo" else ())]
+    for x, y in zip(ours, oracle.parameters, strict=True):
+        assert (x - y).abs().max() < 2e-5
+    # The case is no trivial one: responses differ in length, ratios and values are clipped, every model moves.
+    moved = [(x - y).abs().max().item() for x, y in zip(before, oracle.parameters, strict=True)]
+    policy_size = len(list(oracle.policy.parameters()))
+    assert max(moved[:policy_size]) > 1e-3 and max(moved[policy_size:], default=1) > 1e-3
+    lengths = {len(response) for episodes, _ in sampled for _, response in episodes}
+    assert (len(lengths) > 3) == (args.stop_token == "eos") and abs(got[-1]["objective/kl"]) > 1e-3
+    assert any(row["policy/clipfrac_avg"] for row in got) == (name != "rloo-one-step")
+    assert page == "train_rloo" or any(row["val/clipfrac_avg"] for row in got)
+    if name == "limits":
+        skipped = [row["policy/skipped_minibatches"] for row in got]
+        assert any(skipped) and oracle.steps < 3 * 8 - sum(
+            skipped
+        )  # Some steps are skipped, and some passes are not made.
+
+
+def by_update(calls):
+    """The calls of utils.sample, those of an update together."""
+    found = {}
+    for args, result in calls:
+        if args[5][1] == utils.TRAINING:
+            found.setdefault(args[5][2], []).append((args, result))
+    return list(found.values())
+
+
+def joined(calls):
+    """(episodes, sampled log-probs of each) of several calls of utils.sample."""
+    episodes = [episode for batch in episodes_of(calls) for episode in batch]
+    pairs = [pair for _, (_, mask, logprobs) in calls for pair in zip(logprobs, mask, strict=True)]
+    return episodes, [row[m].tolist() for row, m in pairs]
+
+
+@pytest.mark.parametrize("options", [{}, dict(token_level_kl=True)], ids=["responses", "tokens"])
+def test_rloo_7_one_step_is_exactly_reinforce(ragged, in_tmp, monkeypatch, options):
+    """The first update's gradient is that of -mean(A log p(action)), computed a row at a time by plain transformers."""
+    page, gradient, clip = PAGES["train_rloo"], [], torch.nn.utils.clip_grad_norm_
+    calls = record(monkeypatch, page, "rloo_policy_loss")["rloo_policy_loss"]
+    sampled = record(monkeypatch, utils, "sample")["sample"]
+
+    def recording_clip(parameters, *rest, **kwargs):
+        parameters = list(parameters)
+        gradient.extend(p.grad.clone() for p in parameters)
+        return clip(parameters, *rest, **kwargs)
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", recording_clip)
+    run_rloo(ragged, total_episodes=16, **options)
+    ((_, _, mask, advantages, _), _), *_ = calls
+    model, total = transformers.AutoModelForCausalLM.from_pretrained(ragged / "policy"), 0.0
+    episodes, _ = joined(sampled)
+    order = [i * 4 + j for i in utils.permutation(4, 1, 1, 0) for j in range(4)]
+    for row, (query, response) in enumerate(episodes[i] for i in order):
+        logits = model(torch.tensor([query + response])).logits[0, len(query) - 1 : -1]
+        logprobs = logits.log_softmax(-1)[torch.arange(len(response)), response]
+        advantage = advantages[row][: len(response)] if options else advantages[row]
+        total = total + (advantage * logprobs).sum()
+    num_actions = mask.sum() if options else 16
+    for ours, oracle in zip(gradient, torch.autograd.grad(-total / num_actions, list(model.parameters())), strict=True):
+        assert (ours - oracle).abs().max() < 1e-5
+    assert max(g.abs().max() for g in gradient) > 1e-2 and not mask.all()

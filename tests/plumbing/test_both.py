@@ -1,0 +1,129 @@
+"""train_both.py: the policy is trained on the reward model just trained, in one launch. Bad flags end it first."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import read_metrics, record
+from safetensors.torch import load_file
+from short_runs import Death, after_row, contents, die, error_line, write_rows
+from transformers import AutoModelForSequenceClassification
+
+from rlhf_details import toy, train_both, train_ppo, train_reward, train_rloo
+from rlhf_details.plumbing import models, stages
+
+
+def flags(tiny, **more):
+    """A command line: eight comparisons, then two updates of the policy."""
+    rows = [
+        {"prompt": r["prompt"], "chosen": r["completion"], "rejected": "we ."} for r in toy.rows("sft", "train")[:8]
+    ]
+    shared = dict(dataset=write_rows("pairs.jsonl", rows), sft_model_path=tiny / "policy")
+    reward = shared | dict(batch_size=4, output_dir="reward", learning_rate=1e-2)
+    policy = shared | dict(batch_size=8, total_episodes=16, response_length=8, output_dir="policy", seed=3)
+    values = {f"reward.{k}": v for k, v in reward.items()} | {f"policy.{k}": v for k, v in policy.items()} | more
+    return [str(word) for k, v in values.items() for word in ((f"--{k}",) if v is True else (f"--{k}", v))]
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "rloo"])
+def test_the_policy_is_trained_on_the_reward_model_just_trained(tiny, in_tmp, monkeypatch, algorithm):
+    calls = record(monkeypatch, models, "load_reward_model")["load_reward_model"]
+    result = train_both.main(flags(tiny, algorithm=algorithm))
+    paths = [args[0] for args, _ in calls]
+    assert paths[0] == str(tiny / "policy") and paths[1:] == ["reward"]
+    saved, read = load_file("reward/model.safetensors"), calls[1][1].state_dict()
+    untrained = AutoModelForSequenceClassification.from_pretrained(tiny / "reward").state_dict()
+    assert all(torch.equal(read[name], x) for name, x in saved.items())
+    assert not torch.equal(saved["gpt_neox.embed_in.weight"], untrained["gpt_neox.embed_in.weight"])
+    assert len(read_metrics(result["run"])) == 2 and f"train_{algorithm}" in result["run"]
+    assert len(list(Path("runs").iterdir())) == 2
+    assert json.loads(Path("policy/training_args.json").read_text())["seed"] == 3
+
+
+def test_both_can_be_resumed(tiny, in_tmp, monkeypatch):
+    """It dies while the policy trains. The reward model is then not trained again, and the end is the same."""
+    names = {"reward.run_name": "r", "policy.run_name": "p", "reward.checkpoint_every": 1, "policy.checkpoint_every": 1}
+    overwrite = {"reward.overwrite": True, "policy.overwrite": True}
+    train_both.main(flags(tiny, **names, **overwrite, **{"policy.output_dir": "untouched"}))
+    with after_row(2, lambda run: die(run) if run.folder.name == "p" else None), pytest.raises(Death):
+        train_both.main(flags(tiny, **names, **overwrite))
+    steps = record(monkeypatch, torch.optim.AdamW, "step")["step"]
+    train_both.main(flags(tiny, **names, **{"reward.resume": True, "policy.resume": True}))
+    assert len(steps) == 4  # PPO's four passes over the second batch, and nothing of the reward model
+    ours, theirs = (load_file(f"{folder}/model.safetensors") for folder in ("policy", "untouched"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+# ---- the command line ------------------------------------------------------------------------------------------------
+def test_arguments_go_to_their_script():
+    words = [
+        "--algorithm",
+        "rloo",
+        "--reward.dataset",
+        "a.jsonl",
+        "--reward.sft_model_path",
+        "base",
+        "--policy.kl-coef=0.5",
+    ]
+    words += ["--policy.dataset", "b.jsonl", "--policy.wandb_tags", "x", "y", "--reward.output_dir=r", "--reward.track"]
+    reward, module, policy = train_both.parse(words)
+    assert module is train_rloo and isinstance(reward, train_reward.Args) and isinstance(policy, train_rloo.Args)
+    assert (reward.dataset, reward.track, policy.dataset, policy.track) == ("a.jsonl", True, "b.jsonl", False)
+    assert (policy.kl_coef, policy.wandb_tags) == (0.5, ("x", "y"))
+    assert (policy.reward_model_path, policy.sft_model_path) == ("r", "base")
+
+
+def test_without_arguments_it_is_the_embedded_task_with_its_defaults():
+    reward, module, policy = train_both.parse([])
+    assert module is train_ppo
+    for args, values in ((reward, stages.DEFAULTS["train_reward"]), (policy, stages.DEFAULTS["train_ppo"])):
+        assert {name: getattr(args, name) for name in values} == values
+
+
+def test_the_policy_starts_from_the_reward_models_start_unless_it_is_named(in_tmp):
+    start = ["--reward.sft_model_path", "base"]
+    assert train_both.parse(start)[2].sft_model_path == "base"
+    assert train_both.parse([*start, "--policy.dataset", "x.jsonl"])[2].sft_model_path == "base"
+    assert train_both.parse([*start, "--policy.sft_model_path", "other"])[2].sft_model_path == "other"
+    Path("policy.toml").write_text('kl_coef = 0.7\nsft_model_path = "third"\n')
+    reward, _, policy = train_both.parse([*start, "--policy.config", "policy.toml"])
+    assert (reward.sft_model_path, policy.sft_model_path, policy.kl_coef) == ("base", "third", 0.7)
+
+
+@pytest.mark.parametrize("algorithm,flag", [("ppo", "--policy.gamma"), ("rloo", "--policy.rloo-k")])
+def test_help_shows_the_flags_of_the_algorithm_with_the_embedded_tasks_defaults(capsys, algorithm, flag):
+    with pytest.raises(SystemExit) as end:
+        train_both.parse(["--algorithm", algorithm, "--help"])
+    shown = capsys.readouterr().out
+    assert end.value.code == 0 and flag in shown and "models/toy/" + algorithm in shown
+    assert ("--policy.rloo-k" in shown) == (algorithm == "rloo")
+
+
+@pytest.mark.parametrize(
+    "words,message",
+    [
+        (["--policy.reward_model_path", "x"], "--policy.reward_model_path x"),
+        (["--policy.output_dir", "./models/../models/toy/reward"], "--policy.output_dir"),
+        (["--reward.output_dir", "models/toy/ppo/reward"], "--policy.output_dir"),
+        (["--reward.output_dir", "mine", "--policy.sft_model_path", "mine/sft"], "--policy.sft_model_path"),
+        (["--policy.dataset", "nofile.jsonl"], "nofile.jsonl"),
+        (["--policy.eval_dataset", "toy:nowhere"], "toy:nowhere"),
+        (["--policy.num_mini_batches", "3"], "num_mini_batches"),
+        (["--reward.run_name", "x", "--policy.run_name", "x"], "--policy.run_name"),
+        (["--reward.batch_size", "0"], "--batch_size"),
+        (["--policy.dataset", "toy-sum"], "run train_ppo.py on it"),
+    ],
+)
+def test_bad_arguments_are_one_line_before_anything_is_trained(in_tmp, capsys, words, message):
+    with pytest.raises(SystemExit) as end:
+        train_both.main(words)
+    assert message in error_line(capsys, end) and not contents()
+
+
+@pytest.mark.parametrize("words", [["--policy.nonsense", "2"], ["--algorithm", "dpo"], ["--kl_coef", "1"], ["stray"]])
+def test_unknown_arguments_are_named(in_tmp, capsys, words):
+    with pytest.raises(SystemExit) as end:
+        train_both.main(words)
+    name = words[0].removeprefix("--").removeprefix("policy.")
+    assert end.value.code == 2 and name in capsys.readouterr().err.replace("-", "_") and not contents()

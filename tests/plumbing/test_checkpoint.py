@@ -1,0 +1,307 @@
+"""Checkpoints: whole or not there, found again if whole, refused by another run; and a resumed run is the same run."""
+
+import json
+import shutil
+import time
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+from helpers import assert_same_curves, read_metrics
+from short_runs import (
+    Death,
+    after_row,
+    arguments,
+    assert_same_run,
+    checkpoints,
+    contents,
+    copy_of_dead,
+    die,
+    error_line,
+    model_of,
+    start,
+    updates,
+    whole,
+)
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from rlhf_details.plumbing import checkpoint, models
+
+FAST = "rloo", "ppo-moments", "async", "reward-gain", "sft"  # the others are in slow/test_kills.py
+
+
+# ---- a run that died goes on as if it had not ------------------------------------------------------------------------
+@pytest.mark.parametrize("case", FAST)
+def test_a_run_that_died_goes_on_as_if_it_had_not(tiny, in_tmp, capsys, case):
+    run = copy_of_dead(tiny, case)
+    assert [update for update in updates() if update] == [1, 2, 3, 4, 5] and checkpoints() == ["000002", "000004"]
+    assert not Path("model").exists()
+    capsys.readouterr()
+    start(tiny, case, resume=True)
+    assert f"goes on after update 4 of 6, from {run}/checkpoints/000004" in capsys.readouterr().out
+    assert_same_run(".", whole(tiny, case))
+    assert checkpoints() == ["000004", "000006"]
+
+
+def test_what_these_runs_keep_does_move(tiny):
+    """Otherwise the test above could not see that it was restored."""
+    rows = read_metrics(whole(tiny, "ppo-moments") / "runs/run")
+    assert rows[0]["update"] == 0 and len({row["objective/kl_coef"] for row in rows[1:]}) == 6
+    state = json.loads((whole(tiny, "ppo-moments") / "runs/run/checkpoints/000006/state.json").read_text())
+    assert state["adam_steps"] == 24 and state["update"] == 6 and state["state"]
+    waits = [whole(tiny, "async") / f"runs/run/checkpoints/{name}/tensors.safetensors" for name in ("000004", "000006")]
+    assert [path.exists() for path in waits] == [True, False]  # after the last update no batch waits
+    samples = (whole(tiny, "rloo") / "runs/run/samples.jsonl").read_text().splitlines()
+    assert [json.loads(line)["update"] for line in samples] == [1] * 4 + [4] * 4 + [6] * 4
+
+
+def test_two_deaths_and_an_end_that_was_reached_before(tiny, in_tmp):
+    """It dies after update 5, and again after update 4. At last it is resumed once more when all is done."""
+    run = copy_of_dead(tiny, "async")
+    shutil.rmtree(run / "checkpoints/000004")
+    with after_row(4, die), pytest.raises(Death):
+        start(tiny, "async", resume=True)
+    assert updates() == [1, 2, 3, 4] and checkpoints() == ["000002"]
+    start(tiny, "async", resume=True)
+    model = model_of(".")
+    shutil.rmtree("model")  # as if it had died while it saved the model
+    start(tiny, "async", resume=True)
+    assert_same_run(".", whole(tiny, "async"))
+    assert model_of(".") == model
+    assert len(json.loads((run / "config.json").read_text())["resumed"]) == 3
+
+
+# ---- dying while a checkpoint is written -----------------------------------------------------------------------------
+def dying_at(stage):
+    """Patches under which the process dies while it writes the checkpoint of update 4."""
+    save_file, sync = checkpoint.save_file, models.sync
+
+    def deadly_save(content, path, *rest):
+        if path.parent.name == "000004.partial" and stage == path.stem:
+            path.write_bytes(b"half of it")
+            raise Death
+        save_file(content, path, *rest)
+
+    def deadly_sync(path):
+        sync(path)
+        is_written = path.name == "checkpoints" and (path / "000004").exists()
+        if (stage == "rename" and path.name == "000004.partial") or (stage == "older ones" and is_written):
+            raise Death
+
+    return patch.object(checkpoint, "save_file", deadly_save), patch.object(models, "sync", deadly_sync)
+
+
+@pytest.mark.parametrize("stage", ["weights", "rename", "older ones"])
+def test_dying_while_a_checkpoint_is_written(tiny, in_tmp, capsys, stage):
+    """Afterwards nothing unfinished is left, also where --checkpoint_every no longer writes that one."""
+    of_files, of_disk = dying_at(stage)
+    with of_files, of_disk, pytest.raises(Death):
+        start(tiny, "rloo", checkpoint_every=1)
+    is_whole = stage == "older ones"
+    assert checkpoints() == ["000002", "000003", "000004" if is_whole else "000004.partial"]
+    start(tiny, "rloo", checkpoint_every=5, resume=True)
+    assert f"goes on after update {4 if is_whole else 3} of 6" in capsys.readouterr().out
+    assert_same_run(".", whole(tiny, "rloo"))
+    assert checkpoints() == ["000005", "000006"]
+
+
+def test_a_disk_that_is_full_ends_the_run_and_leaves_the_checkpoint_before(tiny, in_tmp, capsys, monkeypatch):
+    save_file = checkpoint.save_file
+
+    def full(content, path):
+        if path.parent.name == "000004.partial":
+            raise OSError(28, "No space left on device", str(path))
+        save_file(content, path)
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(SystemExit) as end:
+        start(tiny, "rloo")
+    text = error_line(capsys, end, code=1)
+    assert "cannot be written (No space left on device)" in text
+    assert "last good checkpoint: runs/run/checkpoints/000002; --run_name run --resume goes on from it" in text
+    assert checkpoints() == ["000002"]  # the unfinished one has made room
+
+
+# ---- which checkpoints there are -------------------------------------------------------------------------------------
+def test_the_last_two_are_kept_and_one_is_written_at_the_end(tiny, in_tmp):
+    assert checkpoints(whole(tiny, "rloo") / "runs/run") == ["000004", "000006"]
+    start(tiny, "rloo", checkpoint_every=5)
+    assert checkpoints() == ["000005", "000006"]
+
+
+def test_without_checkpoints_the_numbers_are_the_same(tiny, in_tmp):
+    start(tiny, "async", checkpoint_every=0)
+    assert checkpoints() == []
+    assert_same_run(".", whole(tiny, "async"))
+
+
+def test_a_checkpoint_holds_whole_fp32_weights_and_moments_in_safetensors_and_json(tiny):
+    folder = whole(tiny, "ppo") / "runs/run/checkpoints/000006"
+    assert {path.suffix for path in folder.iterdir()} == {".safetensors", ".json"}
+    tensors = checkpoint.read_tensors(folder)
+    assert tensors.keys() == {"weights", "exp_avg", "exp_avg_sq"}
+    shapes = [{name: x.shape for name, x in content.items()} for content in tensors.values()]
+    assert shapes[0] == shapes[1] == shapes[2] and len(shapes[0]) > 40  # the policy's and the value model's
+    assert {str(x.dtype) for content in tensors.values() for x in content.values()} == {"torch.float32"}
+
+
+def test_a_new_run_leaves_no_checkpoint_of_the_one_it_replaces(tiny, in_tmp):
+    copy_of_dead(tiny)
+    with after_row(1, die), pytest.raises(Death):
+        start(tiny, "rloo", overwrite=True)
+    assert checkpoints() == [] and updates() == [1]
+
+
+# ---- damage ----------------------------------------------------------------------------------------------------------
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+FILES = "weights.safetensors", "exp_avg.safetensors", "exp_avg_sq.safetensors", "tensors.safetensors", "state.json"
+
+
+@pytest.mark.parametrize("damage", [cut, flip, Path.unlink])
+def test_a_damaged_file_is_found_and_named(tiny, in_tmp, damage):
+    folder = copy_of_dead(tiny, "async") / "checkpoints"
+    assert checkpoint.choose("runs/run") == (folder / "000004", [])
+    for file in (*FILES, *(["manifest.json"] if damage is not flip else [])):
+        content = (folder / "000004" / file).read_bytes()
+        damage(folder / "000004" / file)
+        line = f"--resume: {folder / '000004'} is damaged ({file}): passed over"
+        assert checkpoint.choose("runs/run") == (folder / "000002", [line])
+        (folder / "000004" / file).write_bytes(content)
+
+
+def test_past_a_damaged_checkpoint_the_one_before_is_taken(tiny, in_tmp, capsys):
+    run = copy_of_dead(tiny)
+    flip(run / "checkpoints/000004/weights.safetensors")
+    start(tiny, "rloo", resume=True)
+    out = capsys.readouterr().out
+    assert out.count(f"{run}/checkpoints/000004 is damaged (weights.safetensors): passed over") == 1
+    assert "goes on after update 2 of 6" in out
+    assert_same_run(".", whole(tiny, "rloo"))
+    assert "000004.damaged" in checkpoints()  # a person may want to save parts of it
+
+
+def test_where_all_are_damaged_it_starts_anew_only_if_told_to(tiny, in_tmp, capsys):
+    run = copy_of_dead(tiny, "rloo")
+    for name in ("000002", "000004"):
+        cut(run / f"checkpoints/{name}/exp_avg.safetensors")
+    before = contents()
+    with pytest.raises(SystemExit) as end:
+        start(tiny, "rloo", resume=True)
+    assert f"no checkpoint in {run} is whole" in error_line(capsys, end) and contents() == before
+    start(tiny, "rloo", resume=True, overwrite=True)
+    out = capsys.readouterr().out
+    assert out.count("is damaged (exp_avg.safetensors): passed over") == 2 and "starts at the beginning" in out
+    assert_same_run(".", whole(tiny, "rloo"))
+
+
+# ---- what may change, and what is refused ----------------------------------------------------------------------------
+REFUSED = [
+    ("rloo", dict(learning_rate=2e-3), ["learning_rate 0.001 there, 0.002 here"]),
+    ("rloo", dict(kl_coef=0.5, rloo_k=2), ["kl_coef", "0.5 here", "rloo_k 4 there, 2 here"]),
+    ("async", dict(total_episodes=128), ["total_episodes 96 there, 128 here"]),
+    ("reward-gain", dict(num_train_epochs=3), ["num_train_epochs 2 there, 3 here"]),
+    ("sft", dict(completion_only=True), ["completion_only False there, True here"]),
+]
+
+
+@pytest.mark.parametrize("case,change,parts", REFUSED)
+def test_other_arguments_are_refused_and_nothing_is_touched(tiny, in_tmp, capsys, case, change, parts):
+    copy_of_dead(tiny, case)
+    before = contents()
+    with pytest.raises(SystemExit) as end:
+        start(tiny, case, resume=True, **change)
+    text = error_line(capsys, end)
+    assert text.count("\n") == 1 and all(part in text for part in ["runs/run/checkpoints/000004", *parts])
+    assert contents() == before
+
+
+def change_state(folder, name, value):
+    """Writes another value into a checkpoint's state.json, and its manifest to match."""
+    state, manifest = folder / "state.json", folder / "manifest.json"
+    state.write_text(json.dumps(json.loads(state.read_text()) | {name: value}))
+    files = json.loads(manifest.read_text()) | {"state.json": [state.stat().st_size, checkpoint.digest(state)]}
+    manifest.write_text(json.dumps(files))
+
+
+@pytest.mark.parametrize(
+    "name,value,part",
+    [
+        ("mixed_precision", "other", "mixed_precision 'other' there, 'fp32' here"),
+        ("version", 1, "another version of this code wrote runs/run/checkpoints/000004"),
+    ],
+)
+def test_another_precision_and_another_version_are_refused(tiny, in_tmp, capsys, name, value, part):
+    change_state(copy_of_dead(tiny) / "checkpoints/000004", name, value)
+    before = contents()
+    with pytest.raises(SystemExit) as end:
+        start(tiny, "rloo", resume=True)
+    assert part in error_line(capsys, end) and contents() == before
+
+
+@pytest.mark.parametrize("case", ["rloo", "reward-gain"])
+def test_other_rows_are_refused(tiny, in_tmp, capsys, case):
+    file = Path(arguments(tiny, case)[1].dataset)
+    text = file.read_text()
+    copy_of_dead(tiny, case)
+    before = contents()
+    try:
+        lines = text.splitlines()
+        file.write_text("\n".join([*lines[1:], lines[0]]))
+        with pytest.raises(SystemExit) as end:
+            start(tiny, case, resume=True)
+    finally:
+        file.write_text(text)
+    assert f"other rows than --dataset {file} holds now" in error_line(capsys, end) and contents() == before
+
+
+def test_memory_flags_and_outputs_may_change(tiny, in_tmp):
+    copy_of_dead(tiny, "rloo")
+    knobs = dict(micro_batch_size=4, rollout_micro_batch_size=8, gradient_checkpointing=True, share_prompts=False)
+    start(tiny, "rloo", resume=True, checkpoint_every=3, output_dir="elsewhere/model", **knobs)
+    assert_same_curves(read_metrics("runs/run"), read_metrics(whole(tiny, "rloo") / "runs/run"))
+    assert Path("elsewhere/model/model.safetensors").exists() and not Path("model").exists()
+
+
+# ---- logs ------------------------------------------------------------------------------------------------------------
+def scalar_steps(run, name):
+    """The steps of a scalar as TensorBoard's own reader gives them."""
+    reader = EventAccumulator(str(run), size_guidance={"scalars": 0})
+    reader.Reload()
+    return [event.step for event in reader.Scalars(name)]
+
+
+def wait_for_next_second():
+    """TensorBoard reads its files in the order of their names, which hold the second."""
+    time.sleep(1.01 - time.time() % 1)
+
+
+def test_logs_are_cut_after_the_checkpoint_and_times_add_up(tiny, in_tmp):
+    run = copy_of_dead(tiny)
+    seconds = read_metrics(run)[3]["time/from_scratch"]
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        with open(run / name, "a") as file:
+            file.write('{"update": 6, "episode": 96, "torn')
+    wait_for_next_second()
+    start(tiny, "rloo", resume=True)
+    assert_same_run(".", whole(tiny, "rloo"))
+    assert scalar_steps(run, "objective/kl") == [1, 2, 3, 4, 5, 6]
+    assert read_metrics(run)[3]["time/from_scratch"] == seconds < read_metrics(run)[4]["time/from_scratch"]
+    config = json.loads((run / "config.json").read_text())
+    assert config["resumed"] == [{key: config[key] for key in ("commit", "num_processes")}]
+
+
+def test_a_run_in_the_place_of_another_shows_its_own_numbers_in_tensorboard(tiny, in_tmp):
+    run = copy_of_dead(tiny)
+    wait_for_next_second()
+    start(tiny, "rloo", overwrite=True, total_episodes=48)
+    assert scalar_steps(run, "objective/kl") == [1, 2, 3]
+    assert json.loads((run / "config.json").read_text())["resumed"] == []

@@ -1,0 +1,935 @@
+"""Rows of every kind become prompts, completions, comparisons and token ids.
+
+What is expected comes from the tokenizer's own chat template and from plain loops.
+"""
+
+import csv
+import json
+import math
+import random
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from helpers import record, tiny_config
+from tokenizers import ByteLevelBPETokenizer, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXForCausalLM,
+    GPTNeoXForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
+
+from rlhf_details import toy, train_reward, train_rloo, train_sft, utils
+from rlhf_details.plumbing import comparisons, data, demonstrations, rows
+
+LLAMA = (
+    "{% for message in messages %}"
+    "{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' "
+    "+ message['content'] | trim + '<|eot_id|>' %}"
+    "{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
+)
+CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+PLAIN = (
+    "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+)
+# This is how Llama 3 and Qwen cut a text into words: line breaks stay together.
+WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+REVIEWS = toy.rows("sft", "train")
+
+
+# ---- tokenizers and rows ---------------------------------------------------------------------------------------------
+def make_tokenizer(special, template, bos_habit=False, **tokens):
+    """A byte-level BPE tokenizer of 480 tokens over the toy reviews."""
+    backend = Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(WORDS), "isolated")
+    bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Sequence([split, bytes_of]), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    options = dict(initial_alphabet=alphabet, special_tokens=special, show_progress=False)
+    texts = [f"system\n\nuser\n\nassistant\n\n{row['prompt']} {row['completion']}\n" for row in REVIEWS[:200]]
+    backend.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=480, **options))
+    if bos_habit:
+        bos = tokens["bos_token"]
+        special = [(bos, backend.token_to_id(bos))]
+        backend.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=special)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **tokens)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+TURN_END = {"llama": "<|eot_id|>", "chatml": "<|im_end|>", "chatml_base": "<|im_end|>"}
+
+
+@pytest.fixture(scope="session")
+def tokenizers():
+    """{name: a tokenizer with a chat template}."""
+    of_llama = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+    of_chatml = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    return {
+        # The tokenizer and the template put a BOS. EOS is the end of each turn.
+        "llama": make_tokenizer(of_llama, LLAMA, True, bos_token="<|begin_of_text|>", eos_token="<|eot_id|>"),
+        # There is no BOS. EOS is the end of each turn, after which the template breaks the line.
+        "chatml": make_tokenizer(of_chatml, CHATML, eos_token="<|im_end|>", pad_token="<|endoftext|>"),
+        # A base model's: turns do not end with EOS, and the tokenizer puts a BOS that the template has not.
+        "chatml_base": make_tokenizer([*of_chatml, "<s>"], CHATML, True, bos_token="<s>", eos_token="<|endoftext|>"),
+        # The template writes no special tokens.
+        "plain": make_tokenizer(["<eos>", "<pad>"], PLAIN, eos_token="<eos>", pad_token="<pad>"),
+    }
+
+
+ALL_TEMPLATES = pytest.mark.parametrize("template", ["llama", "chatml", "chatml_base", "plain"])
+WITH_TURN_END = pytest.mark.parametrize("template", list(TURN_END))
+
+
+def word_tokenizer(template=None, **special):
+    """A tokenizer of whole words a b c d; template, what it puts around a text, e.g. "<s> $A"."""
+    vocabulary = {w: i for i, w in enumerate(["<pad>", "<s>", "</s>", "<unk>", "a", "b", "c", "d"])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if template:
+        pair = [(w, vocabulary[w]) for w in ("<s>", "</s>")]
+        backend.post_processor = processors.TemplateProcessing(single=template, special_tokens=pair)
+    names = dict(bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<unk>") | special
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **names)
+
+
+BOS, EOS, A, B, C = 1, 2, 4, 5, 6
+
+
+def metaspace_tokenizer():
+    """As Llama 2's: a text begins with a space, so that "." alone is another token than "." after a word."""
+    words = dict.fromkeys(["<unk>", "</s>", "▁", ".", "▁.", "▁cat", "▁the", *"cathe", "▁c", "▁ca", "at", "▁t", "▁th"])
+    merges = [("▁", "."), ("▁", "c"), ("▁c", "a"), ("▁ca", "t"), ("▁", "t"), ("▁t", "h"), ("▁th", "e")]
+    backend = Tokenizer(models.BPE(vocab={w: i for i, w in enumerate(words)}, merges=merges, unk_token="<unk>"))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>")
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch, tmp_path):
+    """No test may wait for the network, or leave anything in the user's cache."""
+    for name in ("huggingface_hub.constants.HF_HUB_OFFLINE", "datasets.config.HF_HUB_OFFLINE"):
+        monkeypatch.setattr(name, True)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text):
+    return {"role": "assistant", "content": text}
+
+
+def conversations(n):
+    """n of (prompt, one answer, another): some have a system message, some an earlier turn."""
+    result = []
+    for i in range(n):
+        prompt = [user(REVIEWS[i]["prompt"])]
+        if i % 3 == 0:
+            prompt = [user("where to ?"), assistant("to the " + REVIEWS[i + 1]["prompt"]), *prompt]
+        if i % 2:
+            prompt = [{"role": "system", "content": "you are kind ."}, *prompt]
+        answers = REVIEWS[i]["completion"][:90].strip(), REVIEWS[i + 7]["completion"][:60]
+        result.append((prompt, *([assistant(answer)] for answer in answers)))
+    return result
+
+
+def template_ids(tokenizer, messages, **options):
+    return list(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **options))
+
+
+def whole_ids(tokenizer, messages, end):
+    """The template's ids of a conversation, up to and with the last token that ends a turn."""
+    ids, end = template_ids(tokenizer, messages), tokenizer.convert_tokens_to_ids(end)
+    return ids[: len(ids) - ids[::-1].index(end)]
+
+
+def write(path, table):
+    """Writes a list of rows to a file, in the format of its suffix; returns the path as a string."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in table), encoding="utf-8")
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(table, indent=1))
+    elif path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(table), path)
+    else:
+        with open(path, "w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, table[0])
+            writer.writeheader(), writer.writerows(table)
+    return str(path)
+
+
+# ---- what the pages read ---------------------------------------------------------------------------------------------
+def prompts_of(spec, tokenizer, room=512, **flags):
+    """(Prompts of --dataset, of --eval_dataset) of RLOO, PPO and the evaluation."""
+    return data.load_prompts(train_rloo.Args(dataset=spec, **flags), tokenizer, room)
+
+
+def demonstrations_of(spec, tokenizer, context=512, **flags):
+    """(prompt ids, completion ids) of each row that SFT trains on."""
+    args = train_sft.Args(dataset=spec, **flags)
+    table = demonstrations.read(args, "dataset")
+    limit = args.max_prompt_length
+    found = demonstrations.encode(table, f"--dataset {spec}", tokenizer, context, limit)
+    return [(row.ids, row.completion) for row in found]
+
+
+def comparisons_of(spec, tokenizer, context=512, **flags):
+    """(candidates, best) of each row that the reward model trains on, the held-out ones last."""
+    config = tiny_config(vocab_size=len(tokenizer), max_position_embeddings=context, num_labels=1)
+    reward = SimpleNamespace(model=GPTNeoXForSequenceClassification(config))
+    args = train_reward.Args(dataset=spec, **flags)
+    train, held_out, _ = comparisons.load(args, tokenizer, reward, None)
+    return [(row.candidates, row.best) for row in [*train, *held_out]]
+
+
+# ---- files, folders, functions ---------------------------------------------------------------------------------------
+ROWS = [{"prompt": "a b", "n": 1}, {"prompt": 'c, "d"\ne', "n": 2}, {"prompt": "é ∞ ", "n": 3}]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet"])
+def test_rows_of_a_file_come_in_order_with_their_types(in_tmp, suffix, capsys):
+    path = write(f"rows{suffix}", ROWS)
+    assert data.read_rows(path, {"prompt": str, "n": int}) == ROWS
+    write(path, [{"prompt": "new", "n": 4}])
+    assert data.read_rows(path, {}) == [{"prompt": "new", "n": 4}]  # The rows are not those of a cache.
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    "name, text, prompts",
+    [
+        ("a.json", '{"prompt": "a"}', ["a"]),
+        ("a.json", '{"prompt": "a"}\n{"prompt": "b"}\n', ["a", "b"]),
+        ("a.jsonl", '\n{"prompt": "a"}\n\n{"prompt": "b"}', ["a", "b"]),
+        ("a.jsonl", '{"prompt": "one\u2028two\x85three"}\n{"prompt": "b"}\n', ["one\u2028two\x85three", "b"]),
+        ("a.jsonl", '\ufeff{"prompt": "a"}\n', ["a"]),
+    ],
+    ids=["one row", "lines", "blank lines", "line separators", "byte order mark"],
+)
+def test_forms_of_json(in_tmp, name, text, prompts):
+    Path(name).write_text(text, encoding="utf-8")
+    assert [row["prompt"] for row in data.read_rows(name, {})] == prompts
+
+
+@pytest.mark.parametrize(
+    "text, line",
+    [('{"n": 1}\n{"n": 2\n{"n": 3}\n', 2), ('{"n": 1}\n\n{"n": 2} x\n', 3), ('[{"n": 1},\n{"n":\n]', 3)],
+)
+def test_the_line_that_is_not_json_is_named(in_tmp, fails, text, line):
+    Path("a.json").write_text(text)
+    assert f"--dataset a.json: line {line} is not JSON" in fails(data.read_rows, "a.json", {})
+
+
+SLICES = {"": (0, 5), "[:2]": (0, 2), "[2:]": (2, 5), "[1:4]": (1, 4), "[-2:]": (3, 5), "[:-1]": (0, 4), "[:9]": (0, 5)}
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.csv", "folder:a.csv", "folder:train", "folder", "mine.py:each"])
+def test_rows_from_a_to_b(in_tmp, name):
+    numbers = [{"n": i} for i in range(5)]
+    write("a.json", numbers), write("a.csv", numbers), write("folder/a.csv", numbers)
+    Path("mine.py").write_text("def each():\n    yield from ({'n': i} for i in range(5))\n")
+    rows.load_module.cache_clear()
+    for taken, (start, stop) in SLICES.items():
+        assert data.read_rows(f"{name}{taken}", {"n": int}) == numbers[start:stop], taken
+
+
+def test_the_splits_of_a_folder_are_those_of_datasets(in_tmp, fails):
+    write("folder/train.json", [{"n": i} for i in range(4)])
+    write("folder/test.json", [{"n": i} for i in range(10, 14)])
+    for spec, numbers in {
+        "folder": [0, 1, 2, 3],
+        "folder:test": [10, 11, 12, 13],
+        "folder:test.json": [10, 11, 12, 13],
+        "folder:train+test[:1]": [0, 1, 2, 3, 10],
+        "folder:test[:50%]": [10, 11],
+    }.items():
+        assert [row["n"] for row in data.read_rows(spec, {})] == numbers
+    assert "nosuch" in fails(data.read_rows, "folder:nosuch", {})
+
+
+def test_a_file_of_a_hub_repository_is_asked_for_as_datasets_wants_it(monkeypatch):
+    asked = []
+    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: asked.append((a, k)) or [{"n": 1}])
+    data.read_rows("vwxyzjn/lm-human-preferences:sentiment/offline_5k.json[:4992]", {})
+    data.read_rows("trl-lib/tldr:validation", {})
+    assert asked == [
+        (("vwxyzjn/lm-human-preferences",), dict(data_files="sentiment/offline_5k.json", split="train[:4992]")),
+        (("trl-lib/tldr",), dict(split="validation")),
+    ]
+
+
+@pytest.mark.parametrize(
+    "spec, words",
+    [
+        ("none.jsonl", "no such file"),
+        ("user/no-such-data-set", "cannot be loaded"),
+        ("a.json[5:]", "no rows"),
+        ("a.json:part", "a file has no parts"),
+        ("a.jsonl", "no rows"),
+        ("broken.csv", "broken.csv"),
+        ("broken.parquet", "broken.parquet"),
+        ("latin.jsonl", "UTF-8"),
+        ("none.py:rows", "no such file"),
+        ("mine.py:missing", "no function 'missing'"),
+        ("mine.py:nothing", "no list of rows"),
+        ("mine.py:strings", "row 1"),
+        ("wrong.jsonl", "row 2 has no column 'n' (it has ['m'])"),
+        ("type.jsonl", "row 3, column 'n': 'x' is not of type int"),
+    ],
+)
+def test_rows_that_cannot_be_read_are_one_line(in_tmp, fails, spec, words):
+    write("a.json", [{"n": i} for i in range(5)]), write("a.jsonl", [])
+    write("wrong.jsonl", [{"n": 1}, {"m": 2}]), write("type.jsonl", [{"n": 1}, {"n": 2}, {"n": "x"}])
+    for name in ("broken.csv", "broken.parquet"):
+        Path(name).write_bytes(b"")
+    Path("latin.jsonl").write_bytes(b'{"n": "\xe9"}\n')
+    Path("mine.py").write_text("def nothing(): pass\ndef strings(): return ['a']\n")
+    rows.load_module.cache_clear()
+    line = fails(data.read_rows, spec, {"n": int}, "--eval_dataset")
+    assert line.startswith(
+        f"error: --eval_dataset {spec.partition(':missing')[0].partition('[')[0].partition(':part')[0]}"
+    )
+    assert words.lower() in line.lower()
+
+
+def test_an_error_in_the_users_own_rows_keeps_its_traceback(in_tmp):
+    Path("mine.py").write_text("def breaks(): raise KeyError('no rows today')\n")
+    rows.load_module.cache_clear()
+    with pytest.raises(KeyError, match="no rows today"):
+        data.read_rows("mine.py:breaks", {})
+
+
+# ---- rows -> prompts and completions ---------------------------------------------------------------------------------
+def only_prompt(row):
+    (read,) = data.with_prompts([row], None, "--dataset rows.jsonl")
+    return read["prompt"]
+
+
+@pytest.mark.parametrize(
+    "row, expected",
+    [
+        ({"prompt": "why ?"}, "why ?"),
+        ({"prompt": [user("why ?")]}, [user("why ?")]),
+        ({"prompt": [5, 6, 7]}, [5, 6, 7]),
+        ({"messages": [user("why ?"), assistant("so .")]}, [user("why ?")]),
+        ({"messages": [user("a"), assistant("b"), user("c"), assistant("d")]}, [user("a"), assistant("b"), user("c")]),
+        ({"messages": [user("a"), assistant("b"), user("c")]}, [user("a"), assistant("b"), user("c")]),
+        ({"chosen": [user("a"), assistant("b")], "rejected": [user("a"), assistant("c")]}, [user("a")]),
+        ({"chosen": "Q: why? A: I can", "rejected": "Q: why? A: I cat"}, "Q: why? A: I"),
+        # A column `prompt` is read as it stands, whatever stands beside it.
+        ({"prompt": "Hi? ", "messages": [user("Hi?"), assistant("Yes.")]}, "Hi? "),
+        ({"prompt": "p", "query_token": [5], "chosen": "p a", "rejected": "p b"}, "p"),
+        ({"messages": [user("m"), assistant("x")], "query_token": [5]}, [user("m")]),
+        ({"query_token": [5, 6], "chosen": "p a", "rejected": "p b"}, [5, 6]),
+    ],
+)
+def test_each_form_of_a_row_gives_its_prompt(row, expected):
+    assert only_prompt(row) == expected
+
+
+def test_sft_reads_the_completion_or_else_the_answer_that_ends_messages(in_tmp):
+    """Also of UltraChat's rows, whose `prompt` is the first message alone."""
+    turns = [user("a"), assistant("b"), user("c")]
+    write("rows.jsonl", [{"prompt": "a", "messages": [*turns, assistant("d")]}])
+    (row,) = demonstrations.read(train_sft.Args(dataset="rows.jsonl"), "dataset")
+    assert (row["prompt"], row["completion"]) == (turns, [assistant("d")])
+    write("rows.jsonl", [{"prompt": "a", "completion": "z", "messages": [*turns, assistant("d")]}])
+    (row,) = demonstrations.read(train_sft.Args(dataset="rows.jsonl"), "dataset")
+    assert (row["prompt"], row["completion"]) == ("a", "z")
+
+
+def test_rows_of_text_are_completions_of_an_empty_prompt(in_tmp):
+    write("rows.jsonl", [{"text": "a b"}, {"text": "c"}])
+    assert demonstrations_of("rows.jsonl", word_tokenizer("<s> $A")) == [([BOS], [A, B, EOS]), ([BOS], [C, EOS])]
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize(
+    "chosen, rejected, prompt",
+    [
+        ("Q: why? A: I can", "Q: why? A: I cat", "Q: why? A: I"),
+        ("Q: why?\nA:\nyes", "Q: why?\nA:\nno", "Q: why?\nA:"),
+        ("\n\nHuman: hi\n\nAssistant: I am", "\n\nHuman: hi\n\nAssistant: I'm", "\n\nHuman: hi\n\nAssistant:"),
+        ("say Hello world", "say Helloween", "say"),
+        ("Q: x A: yes", "Q: x A: yes indeed", "Q: x A:"),
+    ],
+)
+def test_an_implicit_text_prompt_ends_before_the_last_space_in_common(chosen, rejected, prompt, swapped):
+    pair = [rejected, chosen] if swapped else [chosen, rejected]
+    assert data.split_common(*pair, "row 1") == (prompt, [text[len(prompt) :] for text in pair])
+
+
+@pytest.mark.parametrize(
+    "start", [[user("a")], [{"role": "system", "content": "s"}, user("a"), assistant("b"), user("c")]]
+)
+@pytest.mark.parametrize(
+    "chosen, rejected",
+    [
+        ([assistant("x")], [assistant("y")]),
+        ([assistant("x"), user("more"), assistant("z")], [assistant("x"), user("less"), assistant("z")]),
+        ([assistant("x")], [assistant("x"), user("go on"), assistant("z")]),
+    ],
+)
+def test_an_implicit_conversation_ends_with_the_last_common_message_that_is_no_answer(start, chosen, rejected):
+    for pair in ([chosen, rejected], [rejected, chosen]):
+        assert data.split_common(*([*start, *answer] for answer in pair), "row 1") == (start, pair)
+
+
+@pytest.mark.parametrize(
+    "row, words",
+    [
+        ({"text": "b"}, "has no column 'prompt'"),
+        ({"prompt": None}, "column 'prompt'"),
+        ({"prompt": 7}, "column 'prompt'"),
+        ({"prompt": [[5]]}, "column 'prompt'"),
+        ({"prompt": [-1]}, "column 'prompt'"),
+        ({"prompt": [{"role": "user"}]}, "a string `role` and a string `content`"),
+        ({"query_token": "text"}, "no column"),
+        ({"chosen": "yes", "rejected": "no"}, "not one prompt with two answers"),
+        ({"prompt": "a"}, "has no column 'completion'"),
+        ({"prompt": "a", "completion": None}, "column 'completion'"),
+        ({"prompt": "a", "completion": [5]}, "of another kind than the row's prompt"),
+        ({"prompt": [user("a")], "completion": "b"}, "of another kind than the row's prompt"),
+        ({"messages": [user("a"), assistant("b"), user("c")]}, "does not end with an assistant's message"),
+    ],
+)
+def test_a_row_that_cannot_be_read_is_named(fails, row, words):
+    def read():
+        table = data.with_prompts([{"prompt": "a", "completion": "b"}, row], None, "--dataset rows.jsonl")
+        data.with_completions(table, "--dataset rows.jsonl")
+
+    line = fails(read)
+    assert "--dataset rows.jsonl: row 2" in line and words in line
+
+
+# ---- prompt templates ------------------------------------------------------------------------------------------------
+def test_a_template_puts_in_what_the_columns_hold_and_reads_nothing_in_it():
+    row = {"question": "{a} \\n b", "number": 7, "options": ["x", "y"], "empty": None}
+    filled = data.fill("{{Q}} {question}\\n{number} {options[1]}{empty}\n", row, "row 1")
+    assert filled == "{Q} {a} \\n b\n7 y\n"
+
+
+def test_an_empty_cell_of_a_table_is_the_empty_string(in_tmp):
+    Path("alpaca.csv").write_text("instruction,input,output\nname a colour,,red\nname a pet,small,mouse\n")
+    table = data.with_prompts(data.read_rows("alpaca.csv", {}), "{instruction} {input}", "x")
+    assert [row["prompt"] for row in table] == ["name a colour ", "name a pet small"]
+
+
+def test_every_stage_fills_the_template(in_tmp):
+    tokenizer = word_tokenizer()
+    write("rows.jsonl", [{"question": "a", "completion": "c", "chosen": "c", "rejected": "d"}])
+    flags = {"prompt_template": "b {question}"}
+    assert prompts_of("rows.jsonl", tokenizer, **flags)[0][0].ids == [B, A]
+    assert demonstrations_of("rows.jsonl", tokenizer, **flags) == [([B, A], [C, EOS])]
+    assert comparisons_of("rows.jsonl", tokenizer, **flags) == [([[B, A, C, EOS], [B, A, 7, EOS]], 0)]
+
+
+@pytest.mark.parametrize("template", ["{", "{question", "}", "{}", "{question!z}", "{question.nothing}", "{title}"])
+def test_a_template_that_cannot_be_filled_is_one_line(fails, template):
+    line = fails(data.with_prompts, [{"question": "a"}], template, "--dataset rows.jsonl")
+    assert "--prompt_template" in line and "row 1" in line
+
+
+# ---- text -> token ids -----------------------------------------------------------------------------------------------
+def test_data_1_prompt_and_completion_are_tokenised_apart():
+    """So they are also where a token of the whole text would stand across the seam."""
+    backend = ByteLevelBPETokenizer()
+    options = dict(vocab_size=300, min_frequency=1, special_tokens=["<eos>"], show_progress=False)
+    backend.train_from_iterator(["hello hello hello"], **options)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend._tokenizer, eos_token="<eos>")
+    prompt, completion = tokenizer("hel").input_ids, tokenizer("lo").input_ids
+    assert tokenizer("hello").input_ids != prompt + completion, "no token crosses the seam: nothing is tested"
+    assert data.encode(tokenizer, "hel", "lo") == (prompt, [*completion, tokenizer.eos_token_id])
+
+
+@pytest.mark.parametrize("template, bos", [(None, []), ("<s> $A", [BOS]), ("<s> $A </s>", [BOS]), ("$A </s>", [])])
+def test_data_2_a_completion_ends_with_eos_and_a_prompt_begins_with_the_tokenizers_bos(template, bos):
+    tokenizer = word_tokenizer(template)
+    assert data.encode(tokenizer, "a b") == [*bos, A, B]
+    assert data.encode(tokenizer, "a b", "c a") == ([*bos, A, B], [C, A, EOS])
+    assert data.encode(tokenizer, "a", "") == ([*bos, A], [EOS])
+    assert data.encode(tokenizer, "", "c") == (bos, [C, EOS])
+
+
+def test_bos_and_eos_that_stand_in_the_text_are_not_put_again():
+    assert data.encode(word_tokenizer("<s> $A"), "<s> a") == [BOS, A]
+    assert data.encode(word_tokenizer(bos_token=None), "a", "b") == ([A], [B, EOS])
+    tokenizer = metaspace_tokenizer()
+    for text in ("the cat.", "the cat.</s>"):
+        assert tokenizer.convert_ids_to_tokens(data.encode(tokenizer, "the", text)[1]) == ["▁the", "▁cat", ".", "</s>"]
+
+
+def test_token_ids_are_encoded_as_they_are():
+    assert data.encode(word_tokenizer("<s> $A"), [5, 6]) == [5, 6]
+    assert data.encode(word_tokenizer("<s> $A"), [5], [7, 8]) == ([5], [7, 8])
+
+
+# ---- conversations -> token ids --------------------------------------------------------------------------------------
+@ALL_TEMPLATES
+def test_data_3_a_conversation_is_encoded_as_its_template_does(tokenizers, template):
+    tokenizer = tokenizers[template]
+    puts_bos = tokenizer("a").input_ids[0] == tokenizer.bos_token_id
+    assert puts_bos == (template in ("llama", "chatml_base"))  # These would put a BOS, the first one a second one.
+    for prompt, _, _ in conversations(6):
+        ids = data.encode(tokenizer, prompt)
+        assert ids == template_ids(tokenizer, prompt, add_generation_prompt=True)
+        assert ids.count(tokenizer.bos_token_id) == (template == "llama")
+
+
+@WITH_TURN_END
+def test_a_completion_goes_up_to_the_end_of_its_turn(tokenizers, template):
+    tokenizer, end = tokenizers[template], TURN_END[template]
+    for prompt, answer, _ in conversations(6):
+        ids, completion = data.encode(tokenizer, prompt, answer)
+        assert ids == template_ids(tokenizer, prompt, add_generation_prompt=True)
+        assert ids + completion == whole_ids(tokenizer, prompt + answer, end)
+        assert tokenizer.decode(completion) == answer[0]["content"] + end
+    assert data.encode(tokenizer, [user("a")], [assistant("")])[1] == [tokenizer.convert_tokens_to_ids(end)]
+
+
+@pytest.mark.parametrize("last", ["", "\n"])
+def test_a_completion_without_an_end_of_its_own_gets_eos(tokenizers, last):
+    tokenizer = make_tokenizer(["<eos>"], None, eos_token="<eos>")
+    tokenizer.chat_template = PLAIN.replace("message['content'] + '\\n'", "message['content'] + " + repr(last))
+    for prompt, answer, _ in conversations(3):
+        ids, completion = data.encode(tokenizer, prompt, answer)
+        assert completion.count(tokenizer.eos_token_id) == 1 and completion[-1] == tokenizer.eos_token_id
+        assert ids + completion[:-1] == template_ids(tokenizer, prompt + answer)
+
+
+@ALL_TEMPLATES
+def test_a_prompt_that_ends_with_an_answer_is_continued(tokenizers, template):
+    tokenizer = tokenizers[template]
+    begun = [user("how much ?"), assistant("it was")]
+    ids = data.encode(tokenizer, begun)
+    assert ids == template_ids(tokenizer, begun, continue_final_message=True)
+    assert tokenizer.decode(ids).endswith("it was")
+    if template in TURN_END:
+        prompt, completion = data.encode(tokenizer, begun, [assistant(" cheap .")])
+        assert prompt == ids and tokenizer.decode(completion).strip() == f"cheap .{TURN_END[template]}"
+
+
+def test_messages_without_a_template_are_one_line(fails):
+    assert "the tokenizer has no chat template" in fails(data.encode, toy.tokenizer(), [user("a")])
+
+
+def test_text_is_encoded_as_ever_where_the_tokenizer_has_a_template(tokenizers):
+    for tokenizer in tokenizers.values():
+        answer = [*tokenizer(" fine .", add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+        assert data.encode(tokenizer, "we went", " fine .") == (tokenizer("we went").input_ids, answer)
+
+
+# ---- N+'s columns of padded token ids --------------------------------------------------------------------------------
+@ALL_TEMPLATES
+def test_a_query_token_loses_its_padding_and_nothing_else(tokenizers, template):
+    tokenizer = tokenizers[template]
+    ids = [300, tokenizer.eos_token_id, 301, 302]
+    for filler in {len(tokenizer), 50277, tokenizer.pad_token_id} - {None}:
+        for padding in ([], [filler] * 5):
+            assert data.encode(tokenizer, only_prompt({"query_token": padding + ids})) == ids
+
+
+def test_padding_that_is_eos_is_told_from_the_eos_of_a_response():
+    tokenizer = make_tokenizer(["<eos>"], None, eos_token="<eos>", pad_token="<eos>")
+    filler = [len(tokenizer)] * 3
+    row = {"query_token": [*filler, 300, 301], "reference_response_token": [302, 303, 0, *filler]}
+    (row,) = data.with_completions(data.with_prompts([row], None, ""), "")
+    assert tokenizer.eos_token_id == 0
+    assert data.encode(tokenizer, row["prompt"], row["completion"]) == ([300, 301], [302, 303, 0])
+
+
+# ---- prompts: limits, order, shares ----------------------------------------------------------------------------------
+def number_rows(lengths):
+    """Rows whose prompts are so many token ids, each row another id."""
+    return [{"prompt": [300 + i] * n, "answer": i} for i, n in enumerate(lengths)]
+
+
+def test_prompts_carry_their_row_and_the_embedded_tasks_their_name(in_tmp, tokenizers):
+    table = [{"prompt": prompt, "answer": i} for i, (prompt, _, _) in enumerate(conversations(2))]
+    (first, second), held_out = prompts_of(write("rows.jsonl", table), tokenizers["llama"], eval_dataset="toy:test")
+    assert (first.columns, first.number, first.source, first.task) == (table[0], 1, "--dataset rows.jsonl", None)
+    assert second.number == 2 and second.ids == data.encode(tokenizers["llama"], table[1]["prompt"])
+    assert second.text == f"system: you are kind .\nuser: {REVIEWS[1]['prompt']}"
+    assert held_out[0].task == "toy" and held_out[0].text == toy.rows("prompts", "test")[0]["prompt"]
+
+
+def test_take_is_of_the_training_rows_alone(in_tmp, tokenizers):
+    path = write("rows.jsonl", number_rows([3] * 8))
+    prompts, held_out = prompts_of(path, tokenizers["chatml"], take=5, eval_dataset=path)
+    assert (len(prompts), len(held_out)) == (5, 8)
+    assert len(prompts_of(path, tokenizers["chatml"], take=99)[0]) == 8
+
+
+def test_long_prompts_are_dropped_and_counted_and_rows_keep_their_numbers(in_tmp, tokenizers, capsys, fails):
+    path, tokenizer = write("rows.jsonl", number_rows([9, 3, 4, 5, 9, 5, 1])), tokenizers["chatml"]
+    prompts, held_out = prompts_of(path, tokenizer, max_prompt_length=5, eval_dataset=path)
+    assert [prompt.number for prompt in prompts] == [prompt.number for prompt in held_out] == [2, 3, 4, 6, 7]
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(",")[0] for line in lines] == [
+        "--dataset rows.jsonl: 2 of 7 rows dropped",
+        "--eval_dataset rows.jsonl: 2 of 7 rows dropped",
+    ]
+    assert "row 4 has 5 tokens; the model's context leaves room for 4" in fails(
+        prompts_of, path, tokenizer, room=4, max_prompt_length=5
+    )
+    assert "no prompt has at most 0.9 tokens" in fails(
+        prompts_of, write("rows.jsonl", number_rows([3])), tokenizer, response_length=1, filter_length=True
+    )
+
+
+def test_conversations_are_measured_with_their_template(in_tmp, tokenizers):
+    write("rows.jsonl", [{"prompt": prompt} for prompt, _, _ in conversations(16)])
+    ids = [template_ids(tokenizers["llama"], prompt, add_generation_prompt=True) for prompt, _, _ in conversations(16)]
+    limit = sorted(map(len, ids))[9]
+    prompts, _ = prompts_of("rows.jsonl", tokenizers["llama"], max_prompt_length=limit)
+    assert [prompt.ids for prompt in prompts] == [x for x in ids if len(x) <= limit]
+
+
+@pytest.mark.parametrize("response_length", [10, 13])
+def test_filter_length_keeps_nine_tenths_of_the_response_length(in_tmp, tokenizers, response_length):
+    write("rows.jsonl", number_rows(range(5, 17)))
+    prompts, _ = prompts_of("rows.jsonl", tokenizers["chatml"], response_length=response_length, filter_length=True)
+    kept = [n for n in range(5, 17) if 10 * n <= 9 * response_length]
+    assert [len(prompt.ids) for prompt in prompts] == kept and 0 < len(kept) < 8
+
+
+@pytest.mark.parametrize(
+    "prompt, room, words",
+    [
+        ("", 9, "the prompt of row 2 is empty"),
+        ("zebra", 9, "the prompt of row 2 has no word that the tokenizer knows: 'zebra'"),
+        ([4, 8], 9, "the prompt of row 2 holds 8, which is no token (the vocabulary has 8)"),
+        ("a b c", 2, "the prompt of row 2 has 3 tokens; the model's context leaves room for 2"),
+        ("a", 0, "--response_length 53: leaves no room for a prompt in the models' context of 53"),
+    ],
+)
+def test_a_prompt_that_no_model_can_read_is_one_line(in_tmp, fails, prompt, room, words):
+    write("rows.jsonl", [{"prompt": "a"}, {"prompt": prompt}])
+    assert words in fails(prompts_of, "rows.jsonl", word_tokenizer(), room)
+
+
+def test_an_unknown_token_that_is_eos_is_a_prompt_like_any_other():
+    tokenizer = word_tokenizer(unk_token="</s>", eos_token="</s>")
+    assert data.encode_prompts(tokenizer, [{"prompt": "</s>"}], 10, "--dataset x") == ([0], [[EOS]])
+
+
+def test_data_7_prompts_come_round_again_each_time_in_another_order():
+    prompts = data.Prompts(range(10))
+    stream = [i for update in range(1, 8) for i in prompts.of_update(update, 6, seed=1)]  # 42 numbers: 4 passes and 2
+    passes = [stream[i : i + 10] for i in range(0, 40, 10)]
+    assert all(sorted(numbers) == list(range(10)) for numbers in passes)
+    assert len(set(map(tuple, passes))) == 4
+    other = [i for update in range(1, 3) for i in prompts.of_update(update, 6, seed=2)]
+    assert other != stream[:12]
+    assert prompts.of_update(5, 6, seed=1) == stream[24:30]  # A resumed run need not have seen what came before.
+    assert prompts.of_update(1, 25, seed=1) == stream[:25]  # An update may take more than a pass.
+
+
+@pytest.mark.parametrize("num, world", [(7, 3), (6, 3), (1, 2), (5, 1)])
+def test_the_shares_of_all_processes_are_equally_long_and_hold_every_number_once(num, world):
+    device = torch.device("cpu")
+    accelerators = [SimpleNamespace(num_processes=world, process_index=i, device=device) for i in range(world)]
+    shares = [data.my_share(num, accelerator).tolist() for accelerator in accelerators]
+    assert {len(share) for share in shares} == {math.ceil(num / world)}
+    assert sum(shares, [])[:num] == list(range(num)) and min([num, *sum(shares, [])[num:]]) == num  # noqa: RUF017
+
+
+# ---- demonstrations --------------------------------------------------------------------------------------------------
+@WITH_TURN_END
+def test_sft_reads_conversations_in_both_forms(in_tmp, tokenizers, template):
+    tokenizer, found = tokenizers[template], conversations(4)
+    prompts = [template_ids(tokenizer, prompt, add_generation_prompt=True) for prompt, _, _ in found]
+    whole = [whole_ids(tokenizer, prompt + answer, TURN_END[template]) for prompt, answer, _ in found]
+    expected = [(p, w[len(p) :]) for p, w in zip(prompts, whole, strict=True)]
+    write("messages.jsonl", [{"messages": prompt + answer} for prompt, answer, _ in found])
+    write("pairs.jsonl", [{"prompt": prompt, "completion": answer} for prompt, answer, _ in found])
+    for name in ("messages.jsonl", "pairs.jsonl"):
+        assert demonstrations_of(name, tokenizer) == expected
+
+
+def test_demonstrations_have_limits_and_keep_their_numbers(in_tmp, fails):
+    tokenizer = word_tokenizer()
+    write("rows.jsonl", [{"prompt": "a " * n, "completion": "b " * m} for n, m in ((9, 1), (2, 1), (3, 1), (2, 8))])
+    assert [len(p) for p, _ in demonstrations_of("rows.jsonl", tokenizer, max_prompt_length=3)] == [2, 3, 2]
+    assert len(demonstrations_of("rows.jsonl", tokenizer, take=2)) == 2
+    line = fails(demonstrations_of, "rows.jsonl", tokenizer, context=10, max_prompt_length=3)
+    assert "row 4 has 11 tokens; the model's context is 10" in line
+    table = [{"prompt": "a a a", "completion": "b"}]
+    line = fails(demonstrations.encode, table, "--eval_dataset x", tokenizer, 10, num_sampled=8)
+    assert "row 1: its prompt and --response_length 8 exceed the context of 10" in line
+
+
+# ---- comparisons -----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("form", ["explicit", "implicit", "repeated", "candidates"])
+@WITH_TURN_END
+def test_a_reward_model_reads_conversations_in_every_form(in_tmp, tokenizers, template, form):
+    tokenizer, table, expected = tokenizers[template], [], []
+    for prompt, a, b in conversations(4):
+        row = {"chosen": a, "rejected": b} if form == "explicit" else {"chosen": prompt + a, "rejected": prompt + b}
+        row = {"candidates": [b, a], "best": 1} if form == "candidates" else row
+        table.append(row if form == "implicit" else row | {"prompt": prompt})
+        pair = [whole_ids(tokenizer, prompt + answer, TURN_END[template]) for answer in (a, b)]
+        expected.append((pair[::-1], 1) if form == "candidates" else (pair, 0))
+    path = write("rows.jsonl", table)
+    assert comparisons_of(path, tokenizer, eval_dataset=path) == expected * 2
+
+
+def test_comparisons_of_text_are_the_prompt_and_each_candidate(in_tmp):
+    write("rows.jsonl", [{"prompt": "a b", "candidates": ["c", "a", "b"], "best": 2}])
+    expected = [[A, B, C, EOS], [A, B, A, EOS], [A, B, B, EOS]]
+    assert comparisons_of("rows.jsonl", word_tokenizer()) == [(expected, 2)]
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"candidates": ["a"]}, "must hold 2 strings, in every row alike"),
+        ({"candidates": ["a", 3]}, "'candidates'"),
+        ({"candidates": "a"}, "'candidates'"),
+        ({"candidates": ["a", "a " * 40]}, "43 tokens; the model's context is 32"),
+        ({"best": 2}, "2 is no index of its candidates"),
+        ({"best": -1}, "-1 is no index"),
+        ({"best": True}, "'best': True is not of type int"),
+        ({"best": None}, "'best'"),
+    ],
+)
+def test_a_comparison_that_cannot_be_read_is_named(in_tmp, fails, change, words):
+    row = {"prompt": "a b", "candidates": ["c", "d"], "best": 0}
+    line = fails(comparisons_of, write("rows.jsonl", [row, row | change]), word_tokenizer(), context=32)
+    assert "--dataset rows.jsonl: row 2" in line and words in line
+
+
+def test_held_out_comparisons_have_as_many_candidates(in_tmp, fails):
+    write("two.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}])
+    write("three.jsonl", [{"prompt": "a", "candidates": ["b", "c", "d"], "best": 0}])
+    line = fails(comparisons_of, "two.jsonl", word_tokenizer(), eval_dataset="three.jsonl")
+    assert "--eval_dataset three.jsonl: 3 candidates a row, but 2 in --dataset two.jsonl" in line
+
+
+# ---- the labels of lm-human-preferences ------------------------------------------------------------------------------
+PAD, NUM_WORDS, LABEL_EOS = 50259, 40, 0  # the labels' padding; tokens of the tiny model, whose EOS is one of them
+R = 6  # token ids of a sample
+
+
+def label_rows(number=32):
+    """Rows of the shape of offline_5k.json: four samples, and padding anywhere."""
+    rng, table = random.Random(0), []
+    for i in range(number):
+        query = [rng.randrange(1, NUM_WORDS) for _ in range(rng.randint(3, 10))]
+        row = {f"sample{k}": rng.choices(range(1, NUM_WORDS), k=R) for k in (2, 3, 0, 1)}  # in no order, as there
+        table.append(row | {"query": query + [PAD] * (10 - len(query)), "best": i % 4})
+    table[1]["sample2"][2:] = [PAD] * (R - 2)
+    table[1]["query"] = [PAD, 3, 4, 5, PAD, 6, 9, PAD, PAD, PAD]
+    table[2]["query"] = [PAD] * 10
+    return table
+
+
+def real(ids):
+    return [i for i in ids if i != PAD]
+
+
+def label_candidates(table):
+    return [([real(row["query"]) + real(row[f"sample{k}"]) for k in range(4)], row["best"]) for row in table]
+
+
+@pytest.fixture(scope="session")
+def gpt2(tmp_path_factory):
+    """A folder with a random GPT-2 of 40 words, its EOS (id 0) one of them, and no padding token."""
+    folder = tmp_path_factory.mktemp("gpt2")
+    torch.manual_seed(0)
+    sizes = dict(n_embd=32, n_layer=2, n_head=4, n_positions=32, vocab_size=NUM_WORDS, bos_token_id=0, eos_token_id=0)
+    GPT2LMHeadModel(GPT2Config(**sizes, initializer_range=0.2)).save_pretrained(folder)
+    backend = Tokenizer(models.WordLevel({f"w{i}": i for i in range(NUM_WORDS)}, unk_token="w1"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="w0").save_pretrained(folder)
+    return str(folder)
+
+
+def label_args(gpt2, **changes):
+    """Args of train_reward for one step on labels.json at learning rate 0."""
+    values = dict(
+        dataset="labels.json", sft_model_path=gpt2, batch_size=32, learning_rate=0.0, response_length=R,
+        normalization="none", run_name="run", output_dir="reward", overwrite=True,
+    )  # fmt: skip
+    return train_reward.Args(**(values | changes))
+
+
+def test_data_4_the_token_ids_of_labels_are_kept_without_their_padding(in_tmp, gpt2):
+    """No EOS is put, whatever the file's form is."""
+    table, tokenizer = label_rows(), AutoTokenizer.from_pretrained(gpt2)
+    write("labels.json", table), write("lines.jsonl", table)
+    write("folder/sentiment/offline_5k.json", table), write("folder/other/offline_5k.json", table[:3])
+    for spec in ("labels.json", "lines.jsonl", "folder:sentiment/offline_5k.json"):
+        found = comparisons_of(f"{spec}[:20]", tokenizer, eval_dataset=f"{spec}[20:]")
+        assert found == label_candidates(table)
+
+
+def test_rm_11_normalisation_samples_whole_responses_to_the_labels(in_tmp, gpt2, monkeypatch):
+    """No sample ends at EOS, as no sample of the labels does. Prompts of text have samples that may end."""
+    write("labels.json", label_rows(16)[3:] * 3)
+    calls = record(monkeypatch, utils, "sample")["sample"]
+    train_reward.main(label_args(gpt2, normalization="gain_bias", normalize_samples=64))
+    samples = torch.cat([responses[mask] for _, (responses, mask, _) in calls]).reshape(-1, R)
+    assert len(samples) >= 64 and (samples[:, :-1] == LABEL_EOS).any(), "none would have ended: nothing is tested"
+    calls.clear()
+    write("text.jsonl", [{"prompt": f"w{i}", "chosen": "w3 w4", "rejected": "w5"} for i in range(1, 33)])
+    train_reward.main(label_args(gpt2, dataset="text.jsonl", normalization="gain_bias"))
+    assert any(not mask.all() for _, (_, mask, _) in calls)
+
+
+def test_rm_13_plain_transformers_gives_the_saved_models_scores_up_to_the_bias(in_tmp, gpt2):
+    """Also for samples that end in EOS: the folder's padding token is another one, and the library skips only that."""
+    table = label_rows(32)
+    for row in table[:16]:
+        row["sample3"][-1] = LABEL_EOS
+    write("labels.json", table)
+    train_reward.main(
+        label_args(gpt2, normalization="mean_shift", batch_size=8, learning_rate=1e-2, num_train_epochs=3)
+    )
+    model = AutoModelForSequenceClassification.from_pretrained("reward").eval()
+    pad = model.config.pad_token_id
+    assert pad == AutoTokenizer.from_pretrained("reward").pad_token_id == NUM_WORDS != LABEL_EOS
+    candidates = [ids for four, _ in label_candidates(table) for ids in four]
+    width = max(map(len, candidates))
+    ids = torch.tensor([row + [pad] * (width - len(row)) for row in candidates])
+    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in candidates])
+    with torch.no_grad():
+        scores = model(input_ids=ids, attention_mask=mask).logits[:, 0] + model.config.reward_bias
+    assert scores.mean().abs() < 1e-5 and scores.std() > 0.05 and abs(model.config.reward_bias) > 1e-3
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"best": 4}, "column 'best': 4 is no index of its 4 samples"),
+        ({"best": None}, "'best'"),
+        ({"query": "w3 w4"}, "'query'"),
+        ({"sample3": None}, "'sample3'"),
+        ({"sample2": [3, "w3"]}, "'sample2': must hold token ids"),
+        ({"sample1": [PAD] * R}, "'sample1': no token that is not padding"),
+        ({"sample1": [3, NUM_WORDS]}, "'sample1': id 40 is neither"),
+        ({"sample1": [3] * 40}, "tokens; the model's context is 32"),
+    ],
+)
+def test_a_label_that_cannot_be_read_is_named(in_tmp, fails, gpt2, change, words):
+    table = label_rows(4)
+    table[1] |= change
+    line = fails(comparisons_of, write("labels.json", table), AutoTokenizer.from_pretrained(gpt2), context=32)
+    assert "--dataset labels.json: row 2" in line and words in line
+
+
+def test_the_models_own_padding_is_no_token_of_a_label(in_tmp, fails, gpt2):
+    """A file whose padding somebody replaced by his tokenizer's: the library would read no score there."""
+    tokenizer, table = AutoTokenizer.from_pretrained(gpt2), label_rows(4)
+    tokenizer.pad_token = "w39"
+    table[0] = {column: [5, 6] for column in table[0]} | {"best": 0}
+    table[1] = table[0] | {"sample1": [3, 39]}
+    assert "row 2, column 'sample1': id 39 " in fails(comparisons_of, write("labels.json", table[:2]), tokenizer)
+
+
+# ---- folders with the shape of repositories of the Hub ---------------------------------------------------------------
+def save_splits(folder, **splits):
+    """A folder as the Hub has it, of {split: rows}."""
+    for name, table in splits.items():
+        write(f"{folder}/data/{name}-00000-of-00001.parquet", table)
+    return folder
+
+
+def test_the_columns_of_the_trl_style(in_tmp, tokenizers):
+    """trl-internal-testing/tldr-preference-sft-trl-style: RL reads `prompt` as it stands, SFT reads `messages`."""
+    tokenizer, table = tokenizers["chatml"], []
+    for i, row in enumerate(REVIEWS[:6]):
+        text, summary = f"SUBREDDIT: r/{i}\n\nPOST: {row['prompt']}\n\nTL;DR:", row["completion"][:50].strip()
+        messages = [user(text), assistant(summary)]
+        table.append({"prompt": text, "messages": messages, "id": f"t3_{i}", "title": "x", "summary": summary})
+    folder = save_splits("tldr", train=table[:4], validation=table[4:])
+    prompts, held_out = prompts_of(f"{folder}:train", tokenizer, eval_dataset=f"{folder}:validation")
+    assert [p.ids for p in [*prompts, *held_out]] == [tokenizer(row["prompt"]).input_ids for row in table]
+    whole = [whole_ids(tokenizer, row["messages"], "<|im_end|>") for row in table[:4]]
+    assert [p + c for p, c in demonstrations_of(folder, tokenizer)] == whole
+
+
+def test_the_columns_of_the_trl_styles_comparisons(in_tmp, tokenizers):
+    """Their `chosen` and `rejected` are conversations that begin with the row's prompt, which stands beside as text."""
+    tokenizer, table = tokenizers["chatml"], []
+    for row, other in zip(REVIEWS[:4], REVIEWS[20:24], strict=True):
+        text = f"POST: {row['prompt']}\n\nTL;DR:"
+        chosen, rejected = ([user(text), assistant(r["completion"][:40].strip())] for r in (row, other))
+        table.append({"prompt": text, "chosen": chosen, "rejected": rejected})
+    expected = [[whole_ids(tokenizer, row[c], "<|im_end|>") for c in ("chosen", "rejected")] for row in table]
+    found = comparisons_of(save_splits("tldr", train=table), tokenizer)
+    assert found == [(pair, 0) for pair in expected]
+
+
+@pytest.mark.parametrize("padding", ["unknown", "pad token"])
+def test_the_columns_of_n_plus(in_tmp, tokenizers, padding):
+    """vwxyzjn/summarize_from_feedback_..: token ids, filled up on one side."""
+    tokenizer, table, expected = tokenizers["chatml"], [], []
+    filler = len(tokenizer) if padding == "unknown" else tokenizer.pad_token_id
+    for i, row in enumerate(REVIEWS[:6]):
+        ids = tokenizer(f"POST: {row['prompt']}\n\nTL;DR:").input_ids
+        texts = [REVIEWS[i + k]["completion"][: 40 + 7 * k] for k in (0, 1)]
+        answers = [[*tokenizer(text).input_ids, tokenizer.eos_token_id] for text in texts]
+        padded = [answer + [filler] * (60 - len(answer)) for answer in answers]
+        table.append({
+            "query": "shown", "query_token": [filler] * (90 - len(ids)) + ids, "reference_response_token": padded[0],
+            "response0_token": padded[0], "response1_token": padded[1], "choice": i % 2,
+        })  # fmt: skip
+        expected.append((ids, answers))
+    summaries = [{k: v for k, v in row.items() if not re.match(r"response\d|choice", k)} for row in table]
+    pairs = [{k: v for k, v in row.items() if "reference" not in k} for row in table]
+    save_splits("summaries", train=summaries), save_splits("pairs", train=pairs)
+    assert [p.ids for p in prompts_of("summaries", tokenizer)[0]] == [ids for ids, _ in expected]
+    assert demonstrations_of("summaries", tokenizer) == [(ids, answers[0]) for ids, answers in expected]
+    assert comparisons_of("pairs", tokenizer) == [
+        ([ids + answer for answer in answers], i % 2) for i, (ids, answers) in enumerate(expected)
+    ]
+
+
+# ---- whole stages on conversations -----------------------------------------------------------------------------------
+def test_the_stages_follow_each_other_on_conversations(in_tmp, tokenizers):
+    """SFT, reward model and RLOO. The score of a response is read at its last token, though the prompt holds EOS."""
+    tokenizer, found = tokenizers["chatml"], conversations(8)
+    torch.manual_seed(0)
+    GPTNeoXForCausalLM(tiny_config(vocab_size=len(tokenizer), max_position_embeddings=512)).save_pretrained("base")
+    tokenizer.save_pretrained("base")
+    write("sft.jsonl", [{"messages": prompt + answer} for prompt, answer, _ in found])
+    write("pairs.jsonl", [{"chosen": prompt + a, "rejected": prompt + b} for prompt, a, b in found])
+    sizes = dict(batch_size=8, response_length=8, learning_rate=1e-3, eval_dataset="sft.jsonl", overwrite=True)
+    train_sft.main(train_sft.Args(dataset="sft.jsonl", base_model="base", output_dir="sft", run_name="sft", **sizes))
+    sizes |= {"sft_model_path": "sft", "eval_dataset": "pairs.jsonl"}
+    done = train_reward.main(train_reward.Args(dataset="pairs.jsonl", output_dir="rm", run_name="rm", **sizes))
+    model = AutoModelForSequenceClassification.from_pretrained("rm").eval()
+    with torch.no_grad():
+        scores = [
+            [model(torch.tensor([whole_ids(tokenizer, p + x, "<|im_end|>")])).logits.item() for x in (a, b)]
+            for p, a, b in found
+        ]
+    loss = sum(math.log1p(math.exp(b - a)) for a, b in scores) / len(scores)
+    assert done["metrics"]["eval/rm/loss"] == pytest.approx(loss, rel=1e-4)
+    sizes |= dict(dataset="pairs.jsonl", reward_model_path="rm", batch_size=16, total_episodes=32, num_mini_batches=1)
+    train_rloo.main(train_rloo.Args(output_dir="rloo", run_name="rloo", num_ppo_epochs=1, **sizes))
+    rewards = [
+        json.loads(line)["objective/rlhf_reward"] for line in Path("runs/rloo/metrics.jsonl").open() if "rlhf" in line
+    ]
+    assert len(rewards) == 2 and all(map(math.isfinite, rewards))
+    assert template_ids(AutoTokenizer.from_pretrained("rloo"), found[0][0]) == template_ids(tokenizer, found[0][0])

@@ -1,0 +1,358 @@
+"""evaluate.py: whole runs against plain transformers and the training's own evaluation, sampling settings, mistakes.
+
+The equations of its figures are in tests/equations, the language model as a judge is in test_judge.py.
+"""
+
+import csv
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from helpers import ppo_args, rloo_args, tiny_config
+from short_runs import contents, error_line, write_rows
+
+from rlhf_details import evaluate, toy, train_ppo, train_rloo
+from rlhf_details.plumbing import cli, data
+
+
+def evaluate_args(tiny, **changes):
+    """13 prompts, 6 tokens of the tiny policy against the references, compared by the reward model."""
+    values = dict(
+        dataset="rows.jsonl", policy_path=str(tiny / "policy"), reward_model_path=str(tiny / "reward"),
+        judge="reward_model", response_length=6, output_dir="out",
+    )  # fmt: skip
+    return evaluate.Args(**(values | changes))
+
+
+def evaluate_tiny(tiny, **changes):
+    """Runs evaluate.main in this process; returns (metrics of summary.json, rows of samples.csv)."""
+    metrics, folder = evaluate.main(evaluate_args(tiny, **changes))["metrics"], changes.get("output_dir", "out")
+    assert json.loads(Path(folder, "summary.json").read_text())["metrics"] == metrics
+    with open(Path(folder, "samples.csv"), newline="", encoding="utf-8") as file:
+        return metrics, list(csv.DictReader(file))
+
+
+@pytest.fixture
+def rows(in_tmp):
+    """rows.jsonl with 13 prompts and completions of ragged lengths."""
+    table = toy.rows("sft", "train")[:13]
+    write_rows("rows.jsonl", table)
+    return table
+
+
+@pytest.fixture(scope="session")
+def other(tmp_path_factory):
+    """The folder of another random policy over the toy vocabulary."""
+    folder = tmp_path_factory.mktemp("other")
+    torch.manual_seed(1)
+    transformers.GPTNeoXForCausalLM(tiny_config(initializer_range=0.2)).save_pretrained(folder)
+    toy.tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def peaked(tiny, tmp_path_factory):
+    """The tiny models, the policy with logits 30 times as large, the reward model with a bias of 0.7."""
+    folder = tmp_path_factory.mktemp("peaked")
+    shutil.copytree(tiny, folder, dirs_exist_ok=True)
+    policy = transformers.AutoModelForCausalLM.from_pretrained(tiny / "policy")
+    policy.get_output_embeddings().weight.data.mul_(30)
+    policy.save_pretrained(folder / "policy")
+    config = json.loads((folder / "reward/config.json").read_text())
+    (folder / "reward/config.json").write_text(json.dumps(config | {"reward_bias": 0.7}))
+    return folder
+
+
+# ---- figures ---------------------------------------------------------------------------------------------------------
+def test_samples_are_greedy_and_scores_are_those_of_plain_transformers(rows, peaked):
+    """At 0.01 a response is the library's greedy one. Scores and lengths are computed again, row by row."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(peaked / "policy")
+    model = transformers.AutoModelForCausalLM.from_pretrained(peaked / "policy")
+    reward = transformers.AutoModelForSequenceClassification.from_pretrained(peaked / "reward")
+    greedy = []
+    for row in rows:
+        prompt = torch.tensor([tokenizer(row["prompt"]).input_ids])
+        output = model.generate(prompt, max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
+        greedy.append(output[0, prompt.size(1) :].tolist())
+    tokens = [t for response in greedy for t in response[:-1]]
+    stop = max(set(tokens), key=tokens.count)
+    greedy = [r[: r.index(stop) + 1] if stop in r else r for r in greedy]
+    ended = [int(r[-1] == stop) for r in greedy]
+    assert 0 < sum(ended) < len(rows)
+
+    @torch.no_grad()
+    def score(ids):
+        return reward(input_ids=torch.tensor([ids])).logits[0, 0].item() + 0.7
+
+    metrics, table = evaluate_tiny(peaked, stop_token=tokenizer.decode([stop]), temperature=0.01)
+    assert [row["response"] for row in table] == [tokenizer.decode(r) for r in greedy]
+    assert [(int(row["length"]), int(row["ended"])) for row in table] == [
+        (len(r), e) for r, e in zip(greedy, ended, strict=True)
+    ]
+    for row, response, line in zip(rows, greedy, table, strict=True):
+        prompt, reference = data.encode(tokenizer, row["prompt"], row["completion"])
+        assert reference[-1] == tokenizer.eos_token_id and int(line["opponent_length"]) == len(reference)
+        assert line["opponent_response"] == row["completion"] and line["prompt"] == row["prompt"]
+        assert float(line["score"]) == pytest.approx(score(prompt + response), abs=1e-4)
+        assert float(line["opponent_score"]) == pytest.approx(score(prompt + reference), abs=1e-4)
+        assert line["verdict"] == ("won" if float(line["score"]) > float(line["opponent_score"]) else "lost")
+    assert metrics["policy"]["ended"]["value"] == sum(ended) / 13 and "ended" not in metrics["opponent"]
+    assert metrics["policy"]["score"]["value"] == pytest.approx(sum(float(row["score"]) for row in table) / 13)
+
+
+def test_eval_4_the_mean_lengths_stand_beside_the_win_rate(rows, tiny, capsys):
+    _, table = evaluate_tiny(tiny)
+    won = [row["verdict"] for row in table].count("won")
+    low, high = evaluate.wilson_interval(won, 13)
+    lengths = [sum(int(row[column]) for row in table) / 13 for column in ("length", "opponent_length")]
+    assert lengths[0] != lengths[1] and 0 < won < 13
+    line = f"Model win rate: {won / 13:.2%}  ({low:.2%} .. {high:.2%}, 13 pairs: {won} won, 0 tied, {13 - won} lost, "
+    out = capsys.readouterr().out
+    assert line + f"mean length {lengths[0]:.1f} against {lengths[1]:.1f} tokens)" in out.splitlines()
+    assert "score (reward model)" in out and "distinct-3" in out  # the table of all figures
+
+
+def test_gold_judges_the_embedded_task(in_tmp, tiny, other):
+    options = dict(dataset="toy", judge="gold", opponent_path=other, num_examples=20, reward_model_path=None)
+    metrics, table = evaluate_tiny(tiny, **options)
+    assert [row["prompt"] for row in table] == [row["prompt"] for row in toy.rows("prompts", "test")[:20]]
+    for row in table:
+        ours, theirs = (toy.gold(row["prompt"], row[name]) for name in ("response", "opponent_response"))
+        assert (float(row["gold"]), float(row["opponent_gold"])) == (ours, theirs)
+        assert row["verdict"] == ("tied" if ours == theirs else "won" if ours > theirs else "lost")
+    assert {"won", "lost"} <= {row["verdict"] for row in table} and "score" not in table[0]
+    parses = [toy.parses(f"{row['prompt']} {row['response']}") for row in table]
+    assert metrics["policy"]["parses"]["value"] == sum(parses) / 20
+
+
+def test_a_policy_against_itself_ties_everywhere(rows, tiny):
+    metrics, table = evaluate_tiny(tiny, opponent_path=str(tiny / "policy"))
+    assert (metrics["win_rate"]["value"], metrics["win_rate"]["tied"]) == (0.5, 13)
+    assert metrics["policy"] == metrics["opponent"] and len({row["response"] for row in table}) > 5
+
+
+def test_without_a_judge_rows_need_no_completion(in_tmp, tiny, other, capsys):
+    write_rows("rows.jsonl", [{"prompt": row["prompt"]} for row in toy.rows("sft", "train")[:4]])
+    metrics, table = evaluate_tiny(tiny, judge="none", reward_model_path=None, stop_token="none")
+    assert metrics.keys() == {"policy"} and table[0].keys() == {"prompt", "response", "length"}
+    metrics, table = evaluate_tiny(tiny, judge="none", opponent_path=other, output_dir="two")
+    assert metrics["policy"]["score"] != metrics["opponent"]["score"] and "ended" in metrics["opponent"]
+    assert "verdict" not in table[0] and "win rate" not in capsys.readouterr().out
+
+
+def test_reward_functions_are_figures_of_their_own(rows, tiny):
+    Path("mine.py").write_text("def words(prompts, completions): return [len(c.split()) for c in completions]\n")
+    metrics, table = evaluate_tiny(tiny, reward_fn=("mine.py:words",))
+    counts = [len(row["response"].split()) for row in table]
+    assert metrics["policy"]["rewards/words"]["value"] == pytest.approx(sum(counts) / 13) and "score" in table[0]
+    assert [float(row["rewards/words"]) for row in table] == counts
+
+
+def test_kl_of_a_policy_to_itself_is_zero_and_to_another_is_not(rows, tiny, other):
+    same, _ = evaluate_tiny(tiny, ref_model_path=str(tiny / "policy"))
+    far, _ = evaluate_tiny(tiny, ref_model_path=other, output_dir="far")
+    assert abs(same["policy"]["kl"]["value"]) < 1e-5 and far["policy"]["kl"]["low"] > 1
+    assert far["policy"]["score"] == same["policy"]["score"]  # The pass for the KL has samples of its own.
+
+
+def test_eval_3_the_kl_is_that_of_the_trainings_held_out_evaluation(rows, tiny):
+    """It has samples of its own, so the temperature of those that are scored does not matter."""
+    training = dict(dataset="rows.jsonl", eval_dataset="rows.jsonl", temperature=0.7, response_length=6)
+    after = train_rloo.main(rloo_args(tiny, learning_rate=1e-2, output_dir="trained", **training))["after"]
+    options = dict(policy_path="trained", ref_model_path=str(tiny / "policy"), kl_temperature=0.7)
+    for temperature in (0.7, 0.1):
+        metrics, table = evaluate_tiny(tiny, **options, temperature=temperature, overwrite=True)
+        assert metrics["policy"]["kl"]["value"] == pytest.approx(after["eval/objective/kl"], rel=1e-4)
+        assert abs(metrics["policy"]["kl"]["value"]) > 0.05 and "kl" not in table[0]
+
+
+def test_a_policy_of_fixed_length_is_read_up_to_its_truncating_token_as_in_training(rows, tiny):
+    """No flag says how it samples: that is in the folder's training_args.json."""
+    recipe = dict(stop_token="none", truncate_token="eos", truncate_after=2, response_length=40, temperature=0.8)
+    training = dict(dataset="rows.jsonl", eval_dataset="rows.jsonl", output_dir="trained", missing_eos_penalty=None)
+    after = train_ppo.main(ppo_args(tiny, learning_rate=1e-2, **recipe, **training))["after"]
+    assert 0 < after["eval/objective/ended"] < 1 and after["eval/objective/length"] < 40
+    paths = dict(policy_path="trained", ref_model_path=str(tiny / "policy"), response_length=None)
+    metrics, _ = evaluate_tiny(tiny, **paths)
+    args = json.loads(Path("out/summary.json").read_text())["args"]
+    assert recipe | {"kl_temperature": 0.8} == {name: args[name] for name in evaluate.FALLBACKS}
+    assert metrics["policy"]["kl"]["value"] == pytest.approx(after["eval/objective/kl"], rel=1e-4)
+    assert metrics["policy"]["length"]["value"] < 40 and 0 < metrics["policy"]["ended"]["value"] < 1
+    whole, table = evaluate_tiny(tiny, **paths, truncate_token="none", truncate_after=0, output_dir="whole")
+    assert whole["policy"]["length"]["value"] == 40 and "ended" not in whole["policy"] and "ended" not in table[0]
+    assert whole["policy"]["kl"] == metrics["policy"]["kl"]  # It is paid for every sampled token.
+
+
+def test_slices_change_nothing(rows, tiny, other):
+    options = dict(opponent_path=other, ref_model_path=other)
+    (whole, ours), (parts, theirs) = (evaluate_tiny(tiny, rollout_micro_batch_size=size, **options) for size in (64, 3))
+    for a, b in zip(ours, theirs, strict=True):
+        for name in ("score", "opponent_score"):
+            assert float(a.pop(name)) == pytest.approx(float(b.pop(name)), abs=1e-4)
+        assert a == b
+    assert parts["policy"]["kl"]["value"] == pytest.approx(whole["policy"]["kl"]["value"], rel=1e-4)
+
+
+# ---- sampling as the policy was trained ------------------------------------------------------------------------------
+PPO = dict(temperature=0.7, response_length=24, stop_token="none", truncate_token=".", truncate_after=16, seed=1)
+FALLBACKS, WHOLE = dict(evaluate.FALLBACKS), dict(truncate_token="none", truncate_after=0)
+
+
+@pytest.fixture
+def trained(tiny, in_tmp):
+    """trained(text, object or None): a folder `trained` with the tiny policy and this training_args.json."""
+
+    def make(content):
+        shutil.copytree(tiny / "policy", "trained", dirs_exist_ok=True)
+        if content is not None:
+            text = content if isinstance(content, str) else json.dumps(content)
+            Path("trained/training_args.json").write_text(text)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "file,flags,expected",
+    [
+        (PPO, {}, dict(PPO, kl_temperature=0.7)),
+        (PPO, dict(temperature=0.01), dict(PPO, temperature=0.01, kl_temperature=0.7)),
+        (PPO, WHOLE, PPO | WHOLE | dict(kl_temperature=0.7)),
+        (dict(temperature=1, response_length=36), {}, dict(FALLBACKS, temperature=1.0, response_length=36)),  # of SFT
+        ({}, dict(kl_temperature=0.5), dict(FALLBACKS, kl_temperature=0.5)),
+        (None, dict(temperature=0.3), dict(FALLBACKS, temperature=0.3)),
+    ],
+    ids=["file", "temperature", "truncation", "sft", "empty", "foreign folder"],
+)  # fmt: skip
+def test_each_setting_is_the_flags_or_the_files_or_the_fallback(trained, capsys, file, flags, expected):
+    trained(file)
+    args = evaluate.evaluation.as_trained(evaluate.Args(policy_path="trained", **flags), evaluate.FALLBACKS)
+    assert {name: getattr(args, name) for name in FALLBACKS} == {name: expected[name] for name in FALLBACKS}
+    (line,) = capsys.readouterr().out.splitlines()
+    for name in FALLBACKS:
+        source = f"--{name}" if name in flags else "from trained/training_args.json"
+        part = next(
+            part for part in line.removeprefix("sampling: ").split("; ") if f"{name} {getattr(args, name)}" in part
+        )
+        inherited = (file or {}).get("temperature" if name == "kl_temperature" else name)
+        assert source in part or (
+            name not in flags and inherited is None and "not in trained/training_args.json" in part
+        )
+
+
+# ---- the output folder -----------------------------------------------------------------------------------------------
+def test_the_same_command_may_be_repeated_and_another_needs_overwrite(rows, tiny, capsys):
+    evaluate_tiny(tiny)
+    Path("out/judge_cache.jsonl").write_text("paid for\n")
+    _, first = evaluate_tiny(tiny, rollout_micro_batch_size=8)
+    before = contents()
+    with pytest.raises(SystemExit) as end:
+        evaluate_tiny(tiny, temperature=0.5)
+    line = error_line(capsys, end)
+    assert contents() == before
+    assert all(part in line for part in ("--output_dir out", "temperature 1.0 there", "0.5 here", "--overwrite"))
+    _, second = evaluate_tiny(tiny, temperature=0.5, overwrite=True)
+    assert first != second and Path("out/judge_cache.jsonl").read_text() == "paid for\n"
+    assert sorted(p.name for p in Path("out").iterdir()) == ["judge_cache.jsonl", "samples.csv", "summary.json"]
+
+
+def test_each_policy_has_a_folder_of_its_own_by_default():
+    for path, folder in (("models/toy/ppo", "runs/evaluate__models_toy_ppo"), ("/abs/x/", "runs/evaluate__abs_x")):
+        assert evaluate.report.folder_of(evaluate.Args(policy_path=path)) == Path(folder)
+    assert evaluate.report.folder_of(evaluate.Args(policy_path="x", output_dir="mine")) == Path("mine")
+
+
+def test_the_command_line_of_the_embedded_task_has_its_models():
+    args = cli.parse(evaluate.Args, [])
+    assert (args.dataset, args.policy_path, args.judge) == ("toy:test", "models/toy/rloo", "gold")
+    args = cli.parse(evaluate.Args, ["--opponent_path", "None", "--policy_path", "models/mine"])
+    assert (args.policy_path, args.opponent_path, args.ref_model_path) == ("models/mine", None, "models/toy/sft")
+    args = cli.parse(evaluate.Args, ["--dataset", "rows.jsonl", "--policy_path", "models/mine"])
+    assert args == evaluate.Args(dataset="rows.jsonl", policy_path="models/mine")
+
+
+# ---- mistakes --------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def refused(rows, tiny, capsys, monkeypatch):
+    """A function: main ends with one line that holds all the parts, with exit code 2, and writes nothing."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+
+    def refuse(*parts, **changes):
+        before = contents()
+        with pytest.raises(SystemExit) as end:
+            evaluate.main(evaluate_args(tiny, **changes))
+        line = error_line(capsys, end)
+        assert contents() == before and line.count("\n") == 1 and all(part in line for part in parts), line
+
+    return refuse
+
+
+LLM = dict(judge="llm", judge_model="m", judge_base_url="http://127.0.0.1:9/v1")
+MISTAKES = [
+    *[({name: x}, [f"--{name} {x}"]) for name in ("temperature", "kl_temperature") for x in (0.0, -1.0, math.nan)],
+    *[({name: 0}, [f"--{name} 0"]) for name in ("num_examples", "response_length", "rollout_micro_batch_size")],
+    ({"response_length": 128}, ["--response_length 128", "128"]),
+    ({"stop_token": "nonsense"}, ["--stop_token 'nonsense'"]),
+    ({"truncate_token": "nonsense"}, ["--truncate_token 'nonsense'"]),
+    ({"truncate_after": 2}, ["--truncate_after 2", "truncate_token"]),
+    ({"truncate_after": 6, "truncate_token": "eos"}, ["--truncate_after 6", "response_length"]),
+    ({"policy_path": None}, ["--policy_path"]),
+    *[({name: "no/such"}, [f"--{name} no/such"]) for name in ("policy_path", "opponent_path", "ref_model_path")],
+    ({"reward_model_path": "no/such"}, ["--reward_model_path no/such"]),
+    ({"reward_model_path": None}, ["--judge reward_model", "--reward_model_path"]),
+    ({"judge": "gold"}, ["--judge gold", "--dataset rows.jsonl"]),
+    ({"dataset": "toy:validation", "judge": "gold"}, ["toy:validation"]),
+    ({"dataset": "missing.jsonl"}, ["--dataset missing.jsonl", "no such file"]),
+    ({"judge": "llm"}, ["--judge llm", "--judge_model"]),
+    (LLM | {"judge_base_url": None}, ["--judge llm", "OPENAI_API_KEY"]),
+    (LLM | {"judge_base_url": "localhost:8000"}, ["--judge_base_url localhost:8000", "http://"]),
+    ({"judge_model": "m"}, ["--judge_model m", "--judge reward_model"]),
+    ({"output_dir": "rows.jsonl/deeper", "overwrite": True}, ["--output_dir rows.jsonl/deeper", "is a file"]),
+    ({"output_dir": "."}, ["--output_dir .", "no evaluation"]),
+]
+
+
+@pytest.mark.parametrize("changes,parts", MISTAKES, ids=lambda x: " ".join(map(str, x)) if isinstance(x, dict) else "")
+def test_mistakes_in_the_arguments_are_one_line(refused, changes, parts):
+    refused(*parts, **changes)
+
+
+@pytest.mark.parametrize(
+    "row,parts",
+    [
+        ({"prompt": "we"}, ["row 14", "'completion'"]),
+        ({"prompt": "we", "completion": 7}, ["row 14", "'completion'", "7"]),
+        ({"prompt": "", "completion": "we"}, ["row 14", "empty"]),
+        ({"prompt": " ".join(["soup"] * 123), "completion": "we"}, ["row 14", "123", "122"]),
+        ({"prompt": "we", "completion": " ".join(["soup"] * 127)}, ["row 14", "129", "128"]),
+    ],
+)
+def test_bad_rows_are_one_line(refused, rows, row, parts):
+    write_rows("rows.jsonl", [*rows, row])
+    refused("--dataset rows.jsonl", *parts)
+
+
+@pytest.mark.parametrize("content", ["{", '{"temperature": "warm"}', '{"response_length": 24.5}', '{"stop_token": 3}'])
+def test_a_broken_file_of_the_training_is_one_line(trained, refused, content):
+    trained(content)
+    refused("--policy_path trained/training_args.json", policy_path="trained", response_length=None)
+
+
+@pytest.mark.parametrize("flag", ["opponent_path", "ref_model_path", "reward_model_path"])
+def test_models_of_another_vocabulary_are_one_line(refused, tiny, flag):
+    shutil.copytree(tiny / ("reward" if flag == "reward_model_path" else "policy"), "bad")
+    table = json.loads(Path("bad/tokenizer.json").read_text())
+    words = table["model"]["vocab"]
+    words["soup"], words["hotel"] = words["hotel"], words["soup"]
+    Path("bad/tokenizer.json").write_text(json.dumps(table))
+    refused("vocabulary mismatch", "--policy_path", f"--{flag} ", **{flag: "bad"})
+
+
+def test_a_model_folder_is_not_written_into(refused):
+    Path("model").mkdir()
+    Path("model/config.json").write_text("{}")
+    refused("--output_dir model", "holds a model", output_dir="model", overwrite=True)

@@ -1,0 +1,188 @@
+"""The model card, and what --push_to_hub sends to a stand-in for the Hub. What fails there loses nothing."""
+
+import contextlib
+import dataclasses
+import io
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+from helpers import PAGES, page_args, read_metrics
+from hub_server import Hub, point_at
+from short_runs import error_line, write_rows
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rlhf_details import toy, train_reward, train_rloo, train_sft
+from rlhf_details.plumbing import cli, hub, models
+
+
+@pytest.fixture
+def server(monkeypatch):
+    with Hub() as server:
+        point_at(monkeypatch, server)
+        yield server
+
+
+def start(script, tiny, **changes):
+    """Trains with one of the scripts on 16 rows; returns its arguments."""
+    rows = toy.rows("sft", "train")[:16]
+    if script == "train_reward":
+        rows = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": "we ."} for row in rows]
+    values = dict(dataset=write_rows("rows.jsonl", rows), batch_size=8, micro_batch_size=8, response_length=8)
+    values |= dict(learning_rate=3e-3, run_name="run", output_dir="models/out", overwrite=True)
+    if script in PAGES:
+        args = page_args(script, tiny, **(values | dict(total_episodes=8) | changes))
+        PAGES[script].main(args)
+    elif script == "train_sft":
+        sizes = dict(vocab_size=300, hidden_size=32, num_layers=2, num_heads=4, context_length=256)
+        train_sft.main(args := train_sft.Args(**(values | sizes | changes)))
+    else:
+        train_reward.main(args := train_reward.Args(**(values | dict(sft_model_path=str(tiny / "policy")) | changes)))
+    return args
+
+
+def read_card(text):
+    """(front matter, body) of a model card."""
+    _, front, body = text.split("---\n", 2)
+    return yaml.safe_load(front), body
+
+
+# ---- the card --------------------------------------------------------------------------------------------------------
+PAPERS = {"train_rloo": "2402.14740", "train_ppo": "2403.17031", "train_ppo_async": "2403.17031"}
+PAPERS |= {"train_sft": "2203.02155", "train_reward": "2009.01325"}
+
+
+@pytest.mark.parametrize("script", PAPERS)
+def test_every_model_has_a_card_whose_snippet_runs_and_whose_command_parses(tiny, in_tmp, script):
+    args = start(script, tiny)
+    facts, body = read_card(Path("models/out/README.md").read_text())
+    is_reward = script == "train_reward"
+    assert set(facts["tags"]) == {script.split("_")[1], "rlhf", "rlhf_details"}
+    assert facts["library_name"] == "transformers"
+    assert facts["pipeline_tag"] == ("text-classification" if is_reward else "text-generation")
+    assert "base_model" not in facts and "datasets" not in facts  # Both are on this disk.
+    snippet, arguments, citation = (
+        re.search(rf"```{k}\n(.*?)```", body, re.S)[1] for k in ("python", "json", "bibtex")
+    )
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(snippet, {})
+    assert float(printed.getvalue()) if is_reward else printed.getvalue().strip()
+    (command,) = re.findall(r"```\n(accelerate.*?)\n```", body)
+    words = shlex.split(command)
+    assert words[:5] == ["accelerate", "launch", "--num_processes", "1", f"rlhf_details/{script}.py"]
+    assert cli.parse(type(args), words[5:]) == dataclasses.replace(args, overwrite=False)
+    assert json.loads(arguments) == json.loads(json.dumps(dataclasses.asdict(args)))
+    for name, value in read_metrics("runs/run")[-1].items():
+        assert name.startswith("time/") or f"| `{name}` | {value:.6g} |" in body, name
+    assert f"arXiv:{PAPERS[script]}" in citation and args.dataset in body and "not tracked online" in body
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        dict(reward_model_path=None, reward_fn=("toy:f",), kl_coef=0.03),
+        dict(
+            share_prompts=False, track=True, wandb_tags=("a b", "c"), reward_fn_weights=(-1.0, 2.0), stop_token="it's"
+        ),
+        dict(dataset="toy-sum"),
+        dict(dataset="a.jsonl"),
+    ],
+)
+def test_the_cards_command_says_what_the_embedded_tasks_would_have_otherwise(values):
+    args = train_rloo.Args(sft_model_path="models/toy/sft", **values)
+    assert cli.parse(train_rloo.Args, shlex.split(hub.command_of(args, 1))[5:]) == args
+
+
+def test_snippets_of_conversations_use_the_chat_template():
+    prompt = [{"role": "user", "content": 'say "it\'s"'}]
+    assert "add_generation_prompt=True" in hub.inputs_of(prompt, False) and repr(prompt) in hub.inputs_of(prompt, False)
+    assert "assistant" in hub.inputs_of(prompt, True) and "eos_token" in hub.inputs_of("a", True)
+    for is_reward in (False, True):
+        (
+            compile(hub.inputs_of(prompt, is_reward), "snippet", "eval"),
+            compile(hub.inputs_of("it's", is_reward), "", "eval"),
+        )
+
+
+def test_a_card_names_what_is_on_the_hub_and_nothing_else(in_tmp):
+    Path("models/sft").mkdir(parents=True)
+    about = {"commit": "a" * 40, "versions": {"torch": "2"}, "num_processes": 8, "prompt": "it's", "run": "runs/x"}
+
+    def card(**changes):
+        return read_card(hub.model_card(train_rloo.Args(**changes), "me/it", {}, "https://x/y", about))
+
+    facts, body = card(sft_model_path="EleutherAI/pythia-1b", dataset="trl-lib/tldr:train[:100]", lora_rank=8)
+    assert facts["base_model"] == "EleutherAI/pythia-1b" and facts["datasets"] == ["trl-lib/tldr"]
+    assert "lora" in facts["tags"] and "# it\n" in body and "Tracked run: https://x/y" in body
+    assert "'me/it'" in body and "--num_processes 8" in body
+    for path, dataset in (("models/sft", "toy"), ("models/toy/deep/sft", "rows.jsonl"), ("/abs/sft", "a/b/c.parquet")):
+        assert not {"base_model", "datasets"} & card(sft_model_path=path, dataset=dataset)[0].keys()
+
+
+# ---- the Hub ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("script", ["train_rloo", "train_reward"])
+def test_a_pushed_model_comes_back_from_the_hub_as_it_is_on_disk(tiny, in_tmp, server, capsys, script):
+    start(script, tiny, push_to_hub=True)
+    assert server.created == ["someone/models-out"] and "pushed to someone/models-out" in capsys.readouterr().out
+    on_disk = {path.name: path.read_bytes() for path in Path("models/out").iterdir()}
+    sent = {name: x for name, x in server.files["someone/models-out"].items() if name != ".gitattributes"}
+    assert sent == on_disk and {"model.safetensors", "README.md", "tokenizer.json", "config.json"} <= sent.keys()
+    assert "someone/models-out" in sent["README.md"].decode()
+    assert json.loads(Path("runs/run/config.json").read_text())["hub"] == "someone/models-out"
+    if script == "train_rloo":
+        there, here = (AutoModelForCausalLM.from_pretrained(name) for name in ("someone/models-out", "models/out"))
+        assert all((a == b).all() for a, b in zip(there.parameters(), here.parameters(), strict=True))
+        assert AutoTokenizer.from_pretrained("someone/models-out").get_vocab() == toy.tokenizer().get_vocab()
+
+
+def test_adapters_and_the_merged_model_are_pushed_together(tiny, in_tmp, server):
+    """The adapters alone, as another tool pushes them, are then a policy to start from as well."""
+    pytest.importorskip("peft")
+    start(
+        "train_rloo", tiny, output_dir="out", push_to_hub=True, hub_model_id="team/it", lora_rank=2, learning_rate=0.01
+    )
+    files = server.files["team/it"]
+    adapters = {
+        path.removeprefix("adapter/"): content for path, content in files.items() if path.startswith("adapter/")
+    }
+    assert "model.safetensors" in files and {"adapter_model.safetensors", "adapter_config.json"} <= adapters.keys()
+    server.files["someone/adapters"] = adapters
+    args = page_args("train_ppo", tiny)
+    here, there = (models.load_policy(path, "--sft_model_path", args) for path in ("out", "someone/adapters"))
+    assert here.state_dict().keys() == there.state_dict().keys() and all(p.requires_grad for p in there.parameters())
+    for a, b in zip(here.parameters(), there.parameters(), strict=True):
+        assert (a - b).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("fault", ["commit", "upload"])
+def test_a_push_that_fails_loses_nothing_and_says_how_to_repeat_it(tiny, in_tmp, server, capsys, fault):
+    server.fail_on = fault
+    start("train_rloo", tiny, output_dir="models/my out", push_to_hub=True, hub_model_id="it")
+    error = capsys.readouterr().err
+    assert "error: --push_to_hub: " in error and "hf upload someone/it 'models/my out'" in error
+    assert (Path("models/my out") / "model.safetensors").exists() and not server.files["someone/it"]
+
+
+def test_a_push_that_cannot_succeed_is_refused_before_anything_is_trained(tiny, in_tmp, server, capsys, monkeypatch):
+    def line():
+        with pytest.raises(SystemExit) as end:
+            start("train_rloo", tiny, push_to_hub=True, run_name="new", overwrite=False)
+        text = error_line(capsys, end)
+        assert text.startswith("error: --push_to_hub: ") and text.count("\n") == 1
+        assert not Path("runs/new").exists()  # so that the same command may be given again
+        return text
+
+    server.fail_on = "create"
+    assert "models-out" in line()
+    server.fail_on = None
+    monkeypatch.setattr(hub.huggingface_hub, "get_token", lambda: None)
+    assert "hf auth login" in line()
+
+
+def test_nothing_speaks_to_the_hub_unless_told(tiny, in_tmp, server):
+    start("train_rloo", tiny)
+    assert server.requests == []

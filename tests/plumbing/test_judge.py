@@ -1,0 +1,219 @@
+"""A language model as the judge, against a server on this machine: what it is asked, what is kept, what goes wrong."""
+
+import csv
+import json
+import re
+import threading
+import zlib
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from short_runs import contents, error_line, write_rows
+
+from rlhf_details import evaluate, toy
+from rlhf_details.plumbing import judge as judge_module
+
+KEY = "sk-secret-0123456789"
+
+
+class Server:
+    """An endpoint /v1/chat/completions that records all. reply(number of the request, question) -> answer, or a status.
+
+    None in place of an answer is a page of HTML.
+    """
+
+    def __init__(self, reply):
+        self.bodies, self.headers, self.answered, lock = [], [], [], threading.Lock()
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                text = body["messages"][0]["content"]
+                with lock:
+                    answer = reply(len(server.bodies), text)
+                    server.bodies.append(body)
+                    server.headers.append({"path": self.path, "Authorization": self.headers["Authorization"]})
+                    server.answered += [text] if isinstance(answer, str) else []
+                choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": answer}}
+                good = {
+                    "id": "1",
+                    "object": "chat.completion",
+                    "created": 0,
+                    "model": body["model"],
+                    "choices": [choice],
+                }
+                bad = {"error": {"message": f"no: {self.headers['Authorization']}"}}
+                self.send_response(answer if isinstance(answer, int) else 200)
+                self.send_header("Content-Type", "text/html" if answer is None else "application/json")
+                self.end_headers()
+                content = json.dumps(bad if isinstance(answer, int) else good)
+                self.wfile.write(b"<html>hello</html>" if answer is None else content.encode())
+
+            def log_message(self, *_):
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.thread = threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.02})
+        self.thread.start()
+        self.url = f"http://127.0.0.1:{self.http.server_port}/v1"
+
+    def close(self):
+        self.http.shutdown(), self.http.server_close(), self.thread.join()
+
+
+@pytest.fixture
+def judge(tiny, in_tmp, monkeypatch):
+    """judge(reply, threads=8, **flags): an object with `server`, `run(**flags)` and `waits`, the pauses in seconds."""
+    pytest.importorskip("openai")
+    write_rows("rows.jsonl", toy.rows("sft", "train")[:13])
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1"), monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    waits, servers = [], []
+    monkeypatch.setattr(judge_module, "sleep", waits.append)
+
+    def start(reply, threads=8, **flags):
+        monkeypatch.setattr(judge_module, "THREADS", threads)
+        servers.append(Server(reply))
+        options = dict(dataset="rows.jsonl", policy_path=str(tiny / "policy"), response_length=6, output_dir="out")
+        options |= dict(judge="llm", judge_model="tiny-judge", judge_base_url=servers[-1].url) | flags
+
+        def run(**more):
+            metrics = evaluate.main(evaluate.Args(**(options | more)))["metrics"]
+            with open(Path((options | more)["output_dir"], "samples.csv"), newline="") as file:
+                return metrics["win_rate"], list(csv.DictReader(file))
+
+        return SimpleNamespace(server=servers[-1], run=run, waits=waits)
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+def taste(text):
+    """What the judge below goes by: any function of the text that neither side always wins."""
+    return zlib.crc32(text.strip().encode())
+
+
+def tasteful(number, text):
+    """A judge that prefers the same response of a pair in either order."""
+    a, b = re.search(r"### Response A\n(.*)\n\n### Response B\n(.*)\n\n### Your", text, re.S).groups()
+    return f"Comparison: one has more taste.\nPreferred: {'A' if taste(a) > taste(b) else 'B'}"
+
+
+# ---- what is asked, and what an answer means -------------------------------------------------------------------------
+def test_the_judges_preference_is_mapped_back_to_the_policy(judge, capsys, tmp_path):
+    asked = judge(tasteful)
+    rate, samples = asked.run()
+    is_better = [taste(row["response"]) > taste(row["opponent_response"]) for row in samples]
+    assert [row["verdict"] for row in samples] == ["won" if x else "lost" for x in is_better]
+    assert 0 < sum(is_better) < 13 and rate["value"] == sum(is_better) / 13 and len(asked.server.bodies) == 13
+    assert all(row["judge_answer"].startswith("Comparison: one has more taste.") for row in samples)
+    assert "0 unparsable, mean length" in capsys.readouterr().out
+    for body, headers in zip(asked.server.bodies, asked.server.headers, strict=True):
+        assert (body["model"], body["temperature"], headers["path"]) == ("tiny-judge", 0, "/v1/chat/completions")
+        assert headers["Authorization"] == f"Bearer {KEY}"
+    assert all(KEY.encode() not in content for content in contents(tmp_path).values())
+
+
+def test_unparsable_answers_are_counted_and_not_won(judge, capsys):
+    replies = ["A", "I cannot decide.", "B", "A or B", ""]
+    w, samples = judge(lambda number, _: replies[number % 5]).run()
+    assert (w["unparsable"], w["pairs"], w["won"] + w["lost"], w["value"]) == (7, 13, 6, w["won"] / 13)
+    assert [row["verdict"] for row in samples].count("unparsable") == 7
+    assert "lost, 7 unparsable, mean" in capsys.readouterr().out
+
+
+def test_equal_responses_tie_unasked_and_equal_questions_are_asked_once(judge, tiny):
+    same = judge(tasteful)
+    assert same.run(opponent_path=str(tiny / "policy"))[0]["tied"] == 13 and not same.server.bodies
+    write_rows("rows.jsonl", toy.rows("sft", "train")[:1] * 20)
+    repeated = judge(tasteful)
+    _, samples = repeated.run(output_dir="repeated", temperature=1e-6)
+    assert len(samples) == 20 and len({row["verdict"] for row in samples}) == 1
+    assert len(repeated.server.bodies) == 2  # one pair in its two orders
+
+
+def test_a_server_of_ones_own_needs_no_key(judge, monkeypatch):
+    monkeypatch.delenv("OPENAI_API_KEY")
+    asked = judge(tasteful)
+    asked.run(num_examples=2)
+    assert asked.server.headers[0]["Authorization"] == "Bearer none"
+
+
+# ---- what goes wrong -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("status", [500, 429, 408, None])
+def test_what_may_pass_is_tried_again_after_a_longer_and_longer_wait(judge, status):
+    asked = judge(lambda number, text: status if number < 3 else tasteful(number, text), threads=1)
+    assert asked.run()[0]["unparsable"] == 0
+    assert asked.waits == [1, 2, 4] and len(asked.server.bodies) == 16
+    assert [judge_module.backoff(i) for i in (4, 5, 6, 7)] == [16, 32, 60, 60]
+
+
+@pytest.mark.parametrize("status,attempts", [(500, 6), (None, 6), (401, 1), (404, 1)])
+def test_what_does_not_pass_ends_with_one_line_that_has_no_key(judge, capsys, status, attempts):
+    asked = judge(lambda *_: status, threads=1)
+    with pytest.raises(SystemExit) as end:
+        asked.run()
+    line = error_line(capsys, end)
+    assert line.count("\n") == 1 and KEY not in line and f"--judge_base_url {asked.server.url}" in line
+    assert ("no chat completion" if status is None else str(status)) in line and "0 of 13" in line
+    assert len(asked.server.bodies) == attempts and asked.waits == [1, 2, 4, 8, 16][: attempts - 1]
+
+
+def test_a_server_that_is_not_there_is_one_line(judge, capsys):
+    asked = judge(tasteful)
+    asked.server.close()
+    asked.server.close = lambda: None
+    with pytest.raises(SystemExit) as end:
+        asked.run()
+    line = error_line(capsys, end)
+    assert all(part in line for part in ("--judge_base_url", "Connection error", "0 of 13"))
+
+
+# ---- what is kept ----------------------------------------------------------------------------------------------------
+def test_an_interrupted_judging_goes_on_and_asks_nothing_twice(judge, capsys):
+    dying = judge(lambda number, text: tasteful(number, text) if number < 5 else 500)
+    with pytest.raises(SystemExit) as end:
+        dying.run()
+    assert "5 of 13 answers came and are kept" in error_line(capsys, end) and not Path("out/samples.csv").exists()
+    assert "metrics" not in json.loads(Path("out/summary.json").read_text())
+
+    healthy = judge(tasteful)  # another port, the same folder
+    result = healthy.run()
+    assert len(healthy.server.bodies) == 8 and not set(dying.server.answered) & set(healthy.server.answered)
+    assert "13 questions, 8 to ask" in capsys.readouterr().out
+    assert judge(tasteful, output_dir="whole").run() == result
+    again = judge(lambda *_: pytest.fail("asked again"))
+    assert again.run() == result and not again.server.bodies
+
+
+def test_every_answer_is_on_disk_before_the_next_question(judge):
+    """So even a kill loses no more than the answers under way."""
+    kept = []
+    judge(lambda *_: kept.append(len(judge_module.read_cache(Path("out/judge_cache.jsonl")))) or "A", threads=1).run()
+    assert kept == list(range(13))
+
+
+def test_a_line_that_a_kill_cut_short_is_asked_again_and_spoils_no_other(judge):
+    result, cache = judge(tasteful).run(), Path("out/judge_cache.jsonl")
+    cache.write_bytes(b"nonsense\n" + cache.read_bytes()[:-20])
+    second, third = judge(tasteful), judge(tasteful)
+    assert second.run() == result and len(second.server.bodies) == 1
+    assert third.run() == result and not third.server.bodies
+
+
+@pytest.mark.parametrize(
+    "changes,low,high",
+    [
+        (dict(seed=2, temperature=1e-6), 1, 12),  # the same responses: only pairs in another order are asked again
+        (dict(judge_model="other"), 13, 13),
+        (dict(response_length=5), 13, 13),
+    ],
+)
+def test_the_cache_belongs_to_judge_prompt_pair_and_order(judge, changes, low, high):
+    asked = judge(tasteful, temperature=1e-6)
+    asked.run(), asked.server.bodies.clear()
+    asked.run(overwrite=True, **changes)
+    assert low <= len(asked.server.bodies) <= high

@@ -1,0 +1,209 @@
+"""LoRA: what is trained, what the reference is, what is saved and what comes back."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import (
+    PAGES,
+    assert_same_curves,
+    page_args,
+    ppo_args,
+    read_metrics,
+    rloo_args,
+    run_page,
+    run_ppo,
+    tiny_config,
+    without_times,
+)
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXForCausalLM, LlamaConfig
+
+from rlhf_details import toy, train_reward, train_rloo, train_sft, utils
+from rlhf_details.plumbing import cli, engines, lora, models
+
+peft = pytest.importorskip("peft")
+BOTH = pytest.mark.parametrize("page", ["train_rloo", "train_ppo"])
+FLAGS = train_rloo.Args()
+SMALL = dict(vocab_size=64, bos_token_id=1, eos_token_id=2, initializer_range=0.2)
+CONFIGS = {
+    "gpt_neox": tiny_config(initializer_range=0.2),
+    "gpt2": GPT2Config(n_embd=32, n_layer=2, n_head=2, **SMALL),
+    "llama": LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, **SMALL),
+}
+TOKENS = torch.arange(24).reshape(2, 12)
+
+
+def load(folder):
+    return models.load_policy(str(folder), "--sft_model_path", FLAGS)
+
+
+def logits_of(model):
+    """Logits of a model, or of a folder's model as the scripts load it."""
+    model = load(model) if isinstance(model, str | Path) else model
+    with torch.no_grad():
+        return model.eval()(TOKENS).logits
+
+
+@pytest.fixture(params=CONFIGS)
+def base(request, in_tmp):
+    """The name of a saved model's folder."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(CONFIGS[request.param]).save_pretrained("base")
+    toy.tokenizer().save_pretrained("base")
+    return "base"
+
+
+def disturb(model):
+    """Gives the adapters a random B in place of 0."""
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(p, std=0.1)
+    return model
+
+
+def write_rows(path, table):
+    Path(path).write_text("".join(json.dumps(row) + "\n" for row in table))
+    return str(path)
+
+
+# ---- adapters --------------------------------------------------------------------------------------------------------
+def test_adapters_off_is_exactly_the_base_and_they_are_on_again_afterwards(base):
+    expected, model = logits_of(base), lora.add_adapters(load(base), 4)
+    assert torch.equal(logits_of(model), expected)  # B is zero at first.
+    disturb(model)
+    reference, adapted = lora.without_adapters(train_rloo.Policy(model, 1.0)), logits_of(model)
+    assert (adapted - expected).abs().max() > 0.1
+    mask = torch.ones_like(TOKENS, dtype=torch.bool)
+    inputs = TOKENS, mask, utils.positions_from_mask(mask), torch.arange(12)
+    with torch.no_grad():
+        assert torch.equal(reference(*inputs), expected)
+        assert torch.equal(train_rloo.Policy(model, 1.0)(*inputs), adapted)
+    with pytest.raises(IndexError):
+        reference(TOKENS + 10**6, *inputs[1:])
+    assert torch.equal(logits_of(model), adapted)  # This is so after an error as well.
+    assert {name.split(".")[-3] for name, p in model.named_parameters() if p.requires_grad} == {"lora_A", "lora_B"}
+
+
+def test_saved_reloaded_and_merged_logits_are_equal(base):
+    model = disturb(lora.add_adapters(load(base), 4))
+    expected = logits_of(model)
+    lora.save_adapter(model, "adapter", base)
+    by_peft = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), "adapter")
+    for again in ("adapter", AutoModelForCausalLM.from_pretrained("adapter"), by_peft, lora.merge(model)):
+        assert (logits_of(again) - expected).abs().max() < 1e-5
+    assert model.state_dict().keys() == load(base).state_dict().keys()
+    assert all(p.requires_grad for p in load("adapter").parameters())
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------
+@BOTH
+def test_a_run_trains_adapters_alone_and_saves_the_merged_model_beside_them(tiny, in_tmp, few_prompts, page):
+    options = dict(lora_rank=4, learning_rate=1e-2, output_dir="out", num_ppo_epochs=2)
+    rows = run_page(page, tiny, **options)
+    assert abs(rows[0]["objective/kl"]) < 1e-4 < 1e-3 < abs(rows[-1]["objective/kl"])  # The reference has no adapters.
+    written = json.loads(Path("out/adapter/adapter_config.json").read_text())
+    assert (written["r"], written["lora_alpha"], written["lora_dropout"]) == (4, 8, 0.0)
+    assert written["base_model_name_or_path"] == str(tiny / "policy")
+    after = logits_of("out/adapter")
+    assert (after - logits_of(tiny / "policy")).abs().max() > 1e-2
+    assert (logits_of("out") - after).abs().max() < 1e-5
+    assert not any("lora" in name for name in load_file("out/model.safetensors"))
+    cli.check_output_dir(page_args(page, tiny, **options, overwrite=False))  # The run may be repeated.
+
+
+@BOTH
+def test_gradient_checkpointing_and_micro_batches_change_nothing(tiny, in_tmp, few_prompts, page):
+    plain = run_page(page, tiny, lora_rank=4)
+    small = dict(gradient_checkpointing=True, micro_batch_size=4, rollout_micro_batch_size=4)
+    assert_same_curves(plain, run_page(page, tiny, lora_rank=4, **small))
+
+
+@BOTH
+def test_a_resumed_run_is_the_same_and_its_checkpoints_hold_the_adapters_alone(tiny, in_tmp, few_prompts, page):
+    options = dict(lora_rank=4, checkpoint_every=1)
+    run_page(page, tiny, **options, run_name="whole", output_dir="whole")
+    weights = load_file("runs/whole/checkpoints/000003/weights.safetensors")
+    assert len(weights) > 8 and all("lora_" in name or "score" in name for name in weights)
+    shutil.copytree("runs/whole", "runs/run")
+    shutil.rmtree("runs/run/checkpoints/000003")
+    resumed = run_page(page, tiny, **options, resume=True, output_dir="resumed")
+    assert without_times(resumed) == without_times(read_metrics("runs/whole"))
+    for name in ("adapter/adapter_model.safetensors", "model.safetensors"):
+        assert Path("whole", name).read_bytes() == Path("resumed", name).read_bytes()
+
+
+def test_ppos_value_model_keeps_its_whole_head_and_both_learn(tiny, in_tmp, few_prompts):
+    run_ppo(tiny, lora_rank=4, checkpoint_every=1, learning_rate=1e-2)
+    first, last = (load_file(f"runs/run/checkpoints/00000{i}/weights.safetensors") for i in (2, 3))
+    assert any("critic" in name and "lora_" in name for name in first)
+    assert any("critic" in name and "score" in name for name in first)
+    assert {name for name in first if not torch.equal(first[name], last[name])} == first.keys()
+
+
+def test_a_policy_that_starts_from_adapters_has_them_in_its_reference(tiny, in_tmp):
+    """The reference is the model that the run starts from, not the base below it. So is a reward model's trunk."""
+    model = disturb(lora.add_adapters(load(tiny / "policy"), 4))
+    lora.save_adapter(model, "sft", tiny / "policy")
+    toy.tokenizer().save_pretrained("sft")
+    start = logits_of("sft")
+    options = dict(sft_model_path="sft", lora_rank=4, output_dir="out", learning_rate=0.0, total_episodes=16)
+    train_rloo.main(rloo_args(tiny, **options))
+    assert abs(read_metrics("runs/run")[0]["objective/kl"]) < 1e-4
+    assert (logits_of("out") - start).abs().max() < 1e-5
+    trunk = models.load_reward_model("sft", FLAGS, "--sft_model_path", True).eval().base_model
+    with torch.no_grad():
+        expected = load("sft").eval().base_model(TOKENS).last_hidden_state
+        assert torch.equal(trunk(TOKENS).last_hidden_state, expected)
+
+
+def test_a_reward_model_trains_its_whole_head_and_is_saved_merged(tiny, in_tmp):
+    pairs = [
+        {"prompt": row["prompt"], "chosen": row["completion"], "rejected": "we ."}
+        for row in toy.rows("sft", "train")[:32]
+    ]
+    args = train_reward.Args(
+        dataset=write_rows("rows.jsonl", pairs), eval_dataset="rows.jsonl", sft_model_path=str(tiny / "policy"),
+        lora_rank=4, learning_rate=1e-2, num_train_epochs=3, batch_size=8, output_dir="reward", run_name="run",
+    )  # fmt: skip
+    metrics = train_reward.main(args)["metrics"]
+    base, saved = load_file(tiny / "policy/model.safetensors"), load_file("reward/model.safetensors")
+    changed = {name for name in base.keys() & saved.keys() if not torch.equal(base[name], saved[name])}
+    assert changed and all(name.endswith("weight") and ("attention" in name or "mlp" in name) for name in changed)
+    assert not any("lora" in name for name in saved)
+    model, tokenizer, correct = models.load_reward_model("reward", FLAGS).eval(), toy.tokenizer(), 0
+    for pair in pairs:
+        texts = [f"{pair['prompt']} {pair[kind]}" for kind in ("chosen", "rejected")]
+        rows = [torch.tensor([[*tokenizer(text).input_ids, tokenizer.eos_token_id]]) for text in texts]
+        with torch.no_grad():
+            chosen, rejected = (model(row).logits.item() for row in rows)
+        correct += chosen > rejected
+    assert metrics["eval/rm/accuracy"] == correct / len(pairs) > 0.9
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+def test_what_lora_is_not_for_is_refused(tiny, in_tmp, monkeypatch, fails):
+    assert "scratch" in fails(train_sft.check, train_sft.Args(base_model="scratch", lora_rank=2))
+    assert "--lora_rank 0" in fails(PAGES["train_ppo"].check, ppo_args(tiny, lora_rank=0))
+    with monkeypatch.context() as patch:
+        patch.setattr(engines, "name", lambda accelerator: "FSDP2")
+        line = fails(train_rloo.main, rloo_args(tiny, lora_rank=2))
+        assert "--lora_rank" in line and "FSDP2" in line
+
+
+def test_adapters_that_cannot_be_loaded_are_one_line(in_tmp, monkeypatch, fails, tiny):
+    base = "a/folder/base"
+    GPTNeoXForCausalLM(tiny_config()).save_pretrained(base)
+    lora.save_adapter(lora.add_adapters(load(base), 2), "adapter", base)
+    with monkeypatch.context() as patch:
+        patch.setattr("importlib.util.find_spec", lambda name: None)
+        assert "pip install" in fails(train_rloo.check, rloo_args(tiny, lora_rank=2))
+        assert "pip install" in fails(load, "adapter")
+    shutil.copytree("adapter", "pickle")
+    Path("pickle/adapter_model.safetensors").unlink()
+    torch.save({}, "pickle/adapter_model.bin")
+    assert "adapter_model.safetensors" in fails(load, "pickle")
+    shutil.rmtree("a")
+    assert "--sft_model_path adapter: base model" in fails(load, "adapter")

@@ -1,0 +1,340 @@
+"""Models and tokenizers: what is loaded, what is refused in one line, and what is saved."""
+
+import copy
+import dataclasses
+import json
+import os
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import rloo_args, tiny_config
+from tokenizers import ByteLevelBPETokenizer, Tokenizer, decoders, pre_tokenizers
+from tokenizers import models as kinds
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Tokenizer,
+    GPTNeoXForCausalLM,
+    GPTNeoXForSequenceClassification,
+    Mamba2Config,
+    Mamba2ForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+from rlhf_details import toy, train_rloo
+from rlhf_details.plumbing import cpu, models
+
+FLAGS = train_rloo.Args()
+SMALL = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=len(toy.tokenizer()))
+IDS = dict(bos_token_id=None, eos_token_id=toy.tokenizer().eos_token_id)
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch):
+    """No test may wait for the network."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+def word_tokenizer(words="a b c d", **special):
+    """A tokenizer of whole words, and of special tokens before them."""
+    vocabulary = {w: i for i, w in enumerate(["<pad>", "<s>", "</s>", "<unk>", *words.split()])}
+    backend = Tokenizer(kinds.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    names = dict(bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<unk>") | special
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **names)
+
+
+# ---- tokenizers ------------------------------------------------------------------------------------------------------
+def test_a_tokenizer_is_loaded_and_must_have_an_eos_token(tiny, in_tmp, fails):
+    assert models.load_tokenizer(tiny / "policy", "--base_model", FLAGS).get_vocab() == toy.tokenizer().get_vocab()
+    word_tokenizer(eos_token=None).save_pretrained("no_eos")
+    assert "--base_model no_eos: has no EOS token" in fails(models.load_tokenizer, "no_eos", "--base_model", FLAGS)
+    # From config.json alone the library makes up a tokenizer that encodes every text as nothing.
+    tiny_config().save_pretrained("no_tokenizer")
+    line = fails(models.load_tokenizer, "no_tokenizer", "--base_model", FLAGS)
+    assert "--base_model no_tokenizer: has no tokenizer" in line
+    line = fails(models.load_tokenizer, "no/such/folder", "--base_model", FLAGS)
+    assert "--base_model no/such/folder: is no local path" in line
+
+
+@pytest.mark.parametrize("unk", ["<unk>", None])
+def test_a_stop_token_is_eos_none_or_one_token(unk, fails):
+    tokenizer = toy.tokenizer()
+    tokenizer.unk_token = unk  # Many tokenizers have none.
+    assert models.token_id(tokenizer, "eos", "--stop_token") == tokenizer.eos_token_id
+    assert models.token_id(tokenizer, "none", "--stop_token") is None
+    assert models.token_id(tokenizer, "hotel", "--stop_token") == tokenizer.convert_tokens_to_ids("hotel")
+    for text in ("small hotel", "", *(["nonsense"] if unk else [])):
+        assert f"--stop_token {text!r}: not one token" in fails(models.token_id, tokenizer, text, "--stop_token")
+
+
+def test_a_stop_token_is_read_as_it_stands_within_a_response(fails):
+    """Llama 2's tokenizer puts a space before a text, so that "." alone is another token than "." after a word."""
+    words = dict.fromkeys(["<unk>", "</s>", "▁", ".", "▁.", "▁cat", "▁the", *"cathe", "▁c", "▁ca", "at", "▁t", "▁th"])
+    merges = [("▁", "."), ("▁", "c"), ("▁c", "a"), ("▁ca", "t"), ("▁", "t"), ("▁t", "h"), ("▁th", "e")]
+    backend = Tokenizer(kinds.BPE(vocab={w: i for i, w in enumerate(words)}, merges=merges, unk_token="<unk>"))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>")
+    response = tokenizer("the cat.").input_ids
+    assert tokenizer.convert_ids_to_tokens(response) == ["▁the", "▁cat", "."]
+    assert models.token_id(tokenizer, ".", "--stop_token") == response[2] != tokenizer(".").input_ids[0]
+    assert models.token_id(tokenizer, " cat", "--stop_token") == response[1]
+    fails(models.token_id, tokenizer, "dog", "--stop_token")
+
+
+def test_a_stop_token_is_no_byte_that_a_vocabulary_spells_as_a_character(in_tmp, fails):
+    """é is two bytes, and its character stands for the byte 0xE9 in the vocabulary of GPT-2."""
+    trained = ByteLevelBPETokenizer()
+    options = dict(special_tokens=["<|endoftext|>"], show_progress=False)
+    trained.train_from_iterator(["le thé et le café ."] * 20, 400, **options)
+    trained.save_model(".")
+    tokenizer = GPT2Tokenizer(vocab="vocab.json", merges="merges.txt")
+    assert tokenizer.unk_token_id == tokenizer.eos_token_id == 0
+    token = models.token_id(tokenizer, "é", "--stop_token")
+    assert token != tokenizer.get_vocab()["é"] and tokenizer.decode([token]) == "é"
+    for text in (".", " le", "\n", "<|endoftext|>"):
+        assert [models.token_id(tokenizer, text, "--stop_token")] == tokenizer(text).input_ids
+    for text in ("»", "Ġ"):
+        fails(models.token_id, tokenizer, text, "--stop_token")
+
+
+def vocabulary_folder(folder, tokenizer, size):
+    """A folder with a tokenizer (or none) and a configuration of `size` embeddings."""
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    tiny_config(vocab_size=size).save_pretrained(folder)
+    return folder
+
+
+def own_tokenizer(policy, reward_model, tokenizer):
+    args = train_rloo.Args(sft_model_path=policy, reward_model_path=reward_model)
+    return models.own_tokenizer(args, tokenizer)
+
+
+def test_a_reward_model_of_the_same_vocabulary_reads_token_ids(in_tmp):
+    tokenizer, without = word_tokenizer(), word_tokenizer(pad_token=None)
+    policy = vocabulary_folder("policy", tokenizer, 8)
+    assert own_tokenizer(policy, vocabulary_folder("same", tokenizer, 8), tokenizer) is None
+    assert own_tokenizer(policy, vocabulary_folder("rounded_up", tokenizer, 64), tokenizer) is None
+    assert own_tokenizer(policy, vocabulary_folder("no_tokenizer", None, 8), tokenizer) is None
+    padded = word_tokenizer(pad_token="[PAD]")
+    assert len(padded) == len(without) + 1
+    assert own_tokenizer(policy, vocabulary_folder("padded", padded, 9), without) is None
+    pads_with_eos, trained_from_it = word_tokenizer(pad_token="</s>"), word_tokenizer(pad_token="</s>")
+    trained_from_it.add_special_tokens({"pad_token": "[PAD]"})  # as train_reward.py does
+    assert own_tokenizer(policy, vocabulary_folder("trained", trained_from_it, 9), pads_with_eos) is None
+
+
+def test_a_reward_model_of_another_vocabulary_has_a_tokenizer_of_its_own(in_tmp, fails):
+    tokenizer, more = word_tokenizer(), word_tokenizer()
+    more.add_tokens(["e"])
+    policy = vocabulary_folder("policy", tokenizer, 8)
+    for name, other in {"toy": toy.tokenizer(), "more": more, "other_ids": word_tokenizer("b a c d")}.items():
+        folder = vocabulary_folder(name, other, 300)
+        assert own_tokenizer(policy, folder, tokenizer).get_vocab() == other.get_vocab()
+    for other in (tokenizer, None):
+        line = fails(own_tokenizer, policy, vocabulary_folder(f"fewer_{other is None}", other, 7), tokenizer)
+        assert "vocabulary mismatch" in line and "8 embeddings" in line and "7 embeddings" in line
+
+
+# ---- models ----------------------------------------------------------------------------------------------------------
+def test_model_3_weights_are_fp32_whatever_the_folder_holds(in_tmp):
+    model = GPTNeoXForCausalLM(tiny_config()).bfloat16()
+    model.save_pretrained("policy")
+    reward_model = GPTNeoXForSequenceClassification(tiny_config(num_labels=1)).bfloat16()
+    reward_model.save_pretrained("reward")
+    loaded = models.load_policy("policy", "--sft_model_path", dataclasses.replace(FLAGS, attn_implementation="eager"))
+    for found, saved in ((loaded, model), (models.load_reward_model("reward", FLAGS), reward_model)):
+        assert {p.dtype for p in found.parameters()} == {torch.float32}
+        for (name, p), (_, q) in zip(found.named_parameters(), saved.named_parameters(), strict=True):
+            assert torch.equal(p, q.float()), name
+    assert loaded.config._attn_implementation == "eager"
+
+
+def test_model_5_a_reward_model_without_a_trained_head_is_refused_unless_allowed(tiny, in_tmp, fails):
+    line = fails(models.load_reward_model, tiny / "policy", FLAGS)
+    assert "score.weight" in line and "--allow_untrained_reward_model" in line
+    GPTNeoXForCausalLM(tiny_config(num_labels=1)).save_pretrained("one_label")
+    assert "score.weight" in fails(models.load_reward_model, "one_label", FLAGS)
+    GPTNeoXForSequenceClassification(tiny_config(num_labels=2)).save_pretrained("two_labels")
+    assert "num_labels is 2, not 1" in fails(models.load_reward_model, "two_labels", FLAGS)
+    allowed = dataclasses.replace(FLAGS, allow_untrained_reward_model=True)
+    for folder in (tiny / "policy", "two_labels"):
+        model = models.load_reward_model(folder, allowed)
+        assert model.config.num_labels == 1 and model.score.weight.shape == (1, 32)
+    saved = GPTNeoXForSequenceClassification.from_pretrained(tiny / "reward")
+    for args in (FLAGS, allowed):
+        assert torch.equal(models.load_reward_model(tiny / "reward", args).score.weight, saved.score.weight)
+
+
+def mamba(folder):
+    config = Mamba2Config(**SMALL | {"num_heads": 8}, **IDS, state_size=8, head_dim=8, n_groups=2)
+    Mamba2ForCausalLM(config).save_pretrained(folder)
+
+
+def experts(folder):
+    sizes = dict(num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, intermediate_size=64)
+    MixtralForCausalLM(MixtralConfig(**SMALL, **IDS, **sizes, router_jitter_noise=0.1)).save_pretrained(folder)
+
+
+def classifier(folder):
+    GPTNeoXForSequenceClassification(tiny_config(num_labels=1)).save_pretrained(folder)
+
+
+def pickled(folder):
+    model = GPTNeoXForCausalLM(tiny_config())
+    model.config.save_pretrained(folder)
+    torch.save(model.state_dict(), folder / "pytorch_model.bin")
+
+
+def cut(folder):
+    GPTNeoXForCausalLM(tiny_config()).save_pretrained(folder)
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+def broken(folder):
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": ')
+
+
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (mamba, "a mamba2 cannot be sampled: its forward takes no past_key_values"),
+        (experts, "a mixtral draws random numbers in training mode"),
+        (classifier, "not a causal language model"),
+        (pickled, "no file named model.safetensors"),
+        (cut, "cannot be read"),
+        (broken, "cannot be read"),
+        (lambda folder: None, "is no local path and cannot be read"),
+    ],
+    ids=["no cache", "jitter", "classifier", "pickle", "cut", "broken", "missing"],
+)
+def test_a_policy_that_cannot_be_trained_is_one_line(in_tmp, fails, make, words):
+    make(in_tmp / "policy")
+    line = fails(models.load_policy, str(in_tmp / "policy"), "--sft_model_path", FLAGS)
+    assert line.startswith(f"error: --sft_model_path {in_tmp}/policy: ") and words in line
+
+
+@pytest.mark.skipif(find_spec("flash_attn") is not None, reason="flash-attn is installed here")
+def test_an_attention_kernel_that_is_not_installed_is_one_line(tiny, fails):
+    args = dataclasses.replace(FLAGS, attn_implementation="flash_attention_2")
+    line = fails(models.load_policy, tiny / "policy", "--sft_model_path", args)
+    assert "--attn_implementation flash_attention_2 with --sft_model_path" in line
+
+
+def test_gradient_checkpointing_is_switched_on_where_it_is_asked_for(tiny):
+    for wanted in (False, True):
+        model = models.load_policy(tiny / "policy", "x", dataclasses.replace(FLAGS, gradient_checkpointing=wanted))
+        older = "is_activation_checkpointing" not in dir(model)  # The library has given it another name.
+        assert (model.is_gradient_checkpointing if older else model.is_activation_checkpointing) == wanted
+
+
+def test_the_context_is_the_smallest_of_the_models_that_read_the_same_tokens():
+    long, short = (SimpleNamespace(model=GPTNeoXForCausalLM(tiny_config(max_position_embeddings=n))) for n in (128, 64))
+    reads_text = SimpleNamespace(model=short.model, tokenizer=toy.tokenizer())
+    assert models.context(long, short) == 64 and models.context(long, None, reads_text) == 128
+
+
+def test_a_checksum_tells_weights_apart_and_changes_with_a_single_one(tiny):
+    one, other = (models.load_policy(tiny / "policy", "x", FLAGS) for _ in range(2))
+    assert models.checksum(one) == models.checksum(other)
+    with torch.no_grad():
+        next(other.parameters()).view(-1)[0] += 1e-6
+    assert models.checksum(one) != models.checksum(other)
+
+
+# ---- saving ----------------------------------------------------------------------------------------------------------
+def save(folder, seed=0, tokenizer=None, **flags):
+    """Saves a random model with the arguments of a run; returns (arguments, model)."""
+    torch.manual_seed(seed)
+    args = train_rloo.Args(output_dir=str(folder), sft_model_path="x", **flags)
+    model = GPTNeoXForCausalLM(tiny_config(initializer_range=0.2)).eval()
+    models.save_folder(args, model, tokenizer or toy.tokenizer(), None)
+    return args, model
+
+
+def test_a_saved_model_reloads_with_identical_logits_and_replaces_the_old_folder(in_tmp):
+    save("deep/model")
+    Path("deep/model/old.txt").write_text("of the model before")
+    Path("deep/model.partial").mkdir()
+    Path("deep/model.partial/rest.txt").write_text("of a run that was killed")
+    args, model = save("deep/model/", seed=1)
+    assert os.listdir("deep") == ["model"] and not {"old.txt", "rest.txt"} & set(os.listdir("deep/model"))
+    again, tokens = models.load_policy(args.output_dir, "x", FLAGS).eval(), torch.arange(20).reshape(2, 10)
+    with torch.no_grad():
+        assert torch.equal(again(tokens).logits, model(tokens).logits)
+        assert torch.equal(AutoModelForCausalLM.from_pretrained("deep/model")(tokens).logits, model(tokens).logits)
+    assert models.load_tokenizer(args.output_dir, "x", FLAGS).get_vocab() == toy.tokenizer().get_vocab()
+    written = json.loads(Path("deep/model/training_args.json").read_text())
+    assert written == json.loads(json.dumps(dataclasses.asdict(args)))
+
+
+def test_a_failed_save_leaves_the_old_model(in_tmp):
+    save("model")
+    before = {path.name: path.read_bytes() for path in Path("model").iterdir()}
+    with pytest.raises(AttributeError):
+        save("model", seed=1, tokenizer=object())
+    assert os.listdir() == ["model"]
+    assert {path.name: path.read_bytes() for path in Path("model").iterdir()} == before
+
+
+def test_a_save_that_was_killed_between_its_renames_loses_no_model(in_tmp):
+    save("model")
+    shutil.move("model", "model.before")
+    with pytest.raises(AttributeError):
+        save("model", seed=1, tokenizer=object())
+    assert os.listdir() == ["model"] and Path("model/config.json").exists()
+
+
+# ---- linear layers by oneDNN -----------------------------------------------------------------------------------------
+needs_onednn = pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() != "AVX512", reason="oneDNN is used with AVX-512 alone"
+)
+
+
+@needs_onednn
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(5, 24), (3, 7, 24), (2, 3, 1, 24), (1, 24), (0, 24)])
+def test_onednn_layers_equal_the_float64_layer_forward_and_backward(shape, bias):
+    torch.manual_seed(0)
+    layer = cpu.use_onednn(torch.nn.Sequential(torch.nn.Linear(24, 10, bias=bias)))[0]
+    assert type(layer) is cpu.OneDNNLinear
+    slow = torch.nn.Linear(24, 10, bias=bias).double()
+    slow.load_state_dict(layer.state_dict())
+    x, weights = torch.randn(shape), torch.randn(*shape[:-1], 10)
+    a, b = x.clone().requires_grad_(), x.double().requires_grad_()
+    ours, theirs = layer(a), slow(b)
+    torch.testing.assert_close(ours.double(), theirs, atol=1e-5, rtol=0)
+    (ours * weights).sum().backward(), (theirs * weights).sum().backward()
+    pairs = [(a.grad, b.grad), *((p.grad, q.grad) for p, q in zip(layer.parameters(), slow.parameters(), strict=True))]
+    for p, q in pairs:
+        torch.testing.assert_close(p.double(), q, atol=1e-5, rtol=0)
+
+
+@needs_onednn
+def test_onednn_layers_are_linear_layers_under_autocast_in_bf16_and_when_copied():
+    layer = cpu.use_onednn(torch.nn.Sequential(torch.nn.Linear(8, 8)))
+    x = torch.randn(3, 8, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert layer(x).dtype == torch.bfloat16
+    twin = copy.deepcopy(layer)
+    assert twin.to(torch.bfloat16)(x.bfloat16()).dtype == torch.bfloat16
+    assert layer(x).dtype == torch.float32  # The copy has weights of its own.
+    layer.requires_grad_(False)(x).sum().backward()
+    assert x.grad is not None and layer[0].weight.grad is None and layer[0].bias.grad is None
+
+
+def test_what_is_loaded_uses_onednn_where_the_processor_gains_by_it(tiny, monkeypatch):
+    for capability, kind in (("AVX512", cpu.OneDNNLinear), ("AVX2", torch.nn.Linear)):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+        args = rloo_args(tiny)
+        loaded = models.load_policy(tiny / "policy", "", args), models.load_reward_model(tiny / "reward", args)
+        layers = [m for model in loaded for m in model.modules() if isinstance(m, torch.nn.Linear)]
+        assert len(layers) == 18 and all(type(m) is kind for m in layers)

@@ -1,0 +1,235 @@
+"""Whole runs of train_reward.py on tiny models, and the model folder that it leaves."""
+
+import json
+import math
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from helpers import assert_same_curves, page_args, read_metrics, record, without_times
+from short_runs import comparisons, write_rows
+
+from rlhf_details import toy, train_reward, utils
+from rlhf_details.plumbing import data, models
+
+LIBRARY = transformers.AutoTokenizer, transformers.AutoModelForCausalLM
+
+
+def run_reward(tiny, **changes):
+    """Trains on rows.jsonl for one epoch of five steps; returns the rows of metrics."""
+    values = dict(
+        dataset="rows.jsonl", eval_dataset="rows.jsonl", sft_model_path=str(tiny / "policy"), batch_size=8,
+        micro_batch_size=8, learning_rate=1e-3, response_length=8, run_name="run", output_dir="reward", overwrite=True,
+    )  # fmt: skip
+    return read_metrics(train_reward.main(train_reward.Args(**(values | changes)))["run"])
+
+
+@pytest.fixture
+def rows(in_tmp):
+    """rows.jsonl with 40 comparisons of 4 whose best one has the highest gold."""
+    write_rows("rows.jsonl", table := comparisons(40))
+    return table
+
+
+def record_steps(monkeypatch, look):
+    """[look(optimizer) before every later step of AdamW]."""
+    seen, step = [], torch.optim.AdamW.step
+
+    def recording(self, *args, **kwargs):
+        seen.append(look(self))
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", recording)
+    return seen
+
+
+@torch.no_grad()
+def library_scores(folder, rows):
+    """Scores of rows of token ids by the saved folder, right-padded in plain transformers, and the bias added."""
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    pad = model.config.pad_token_id
+    assert model.config.num_labels == 1 and pad == tokenizer.pad_token_id not in (None, tokenizer.eos_token_id)
+    width = max(map(len, rows))
+    ids = torch.tensor([row + [pad] * (width - len(row)) for row in rows])
+    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
+    return model(input_ids=ids, attention_mask=mask).logits[:, 0] + model.config.reward_bias
+
+
+def sampled(calls):
+    """Token ids of the prompts and responses of the one recorded call of utils.sample, joined."""
+    ((args, (responses, mask, _)),) = calls
+    return [[*q[m].tolist(), *r[n].tolist()] for q, m, r, n in zip(*args[1][:2], responses, mask, strict=True)]
+
+
+def encoded(tokenizer, pairs):
+    """Token ids of (prompt, completion) pairs, joined, EOS included."""
+    return [[*prompt, *completion] for prompt, completion in (data.encode(tokenizer, *pair) for pair in pairs)]
+
+
+def pairs_of(rows):
+    """(prompt, candidate) of all candidates of comparisons."""
+    return [(row["prompt"], text) for row in rows for text in row["candidates"]]
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+def test_it_learns_to_prefer_the_best(rows, tiny):
+    metrics = run_reward(tiny, num_train_epochs=15, learning_rate=5e-3)
+    assert abs(metrics[0]["train/rm/loss"] - math.log(4)) < 0.7
+    assert metrics[-1]["eval/rm/accuracy"] > 0.8 and metrics[-1]["eval/rm/loss"] < 0.7
+
+
+def test_opt_5_micro_batches_change_nothing(rows, tiny):
+    assert_same_curves(run_reward(tiny), run_reward(tiny, micro_batch_size=3))
+
+
+def test_chosen_and_rejected_are_two_candidates(in_tmp, tiny):
+    reviews = [row["completion"] for row in toy.rows("sft", "train")[:17]]
+    write_rows("rows.jsonl", [{"prompt": "we went", "chosen": a, "rejected": b} for a, b in pairwise(reviews)])
+    loss = run_reward(tiny, learning_rate=0.0, batch_size=16)[0]["train/rm/loss"]
+    assert loss == pytest.approx(math.log(2), abs=0.2)
+
+
+def test_rm_1_the_head_starts_with_std_one_over_root_of_d_plus_one(in_tmp, tiny):
+    sizes = dict(hidden_size=1024, intermediate_size=8, num_hidden_layers=1)
+    config = transformers.GPTNeoXConfig.from_pretrained(tiny / "policy", **sizes)
+    transformers.GPTNeoXForCausalLM(config).save_pretrained("wide")
+    toy.tokenizer().save_pretrained("wide")
+    _, reward = train_reward.load_model(train_reward.Args(sft_model_path="wide"), "cpu")
+    head = reward.model.score.weight
+    assert head.std().item() == pytest.approx(1 / math.sqrt(1025), rel=0.07) and abs(head.mean()) < 3e-3
+
+
+def test_rm_2_two_runs_are_equal_bit_by_bit(rows, tiny):
+    """The seed is set before the head is drawn."""
+    first = without_times(run_reward(tiny)), Path("reward/model.safetensors").read_bytes()
+    torch.rand(3)  # Whatever happened in this process before must not matter.
+    assert (without_times(run_reward(tiny)), Path("reward/model.safetensors").read_bytes()) == first
+
+
+def test_rm_5_the_gain_follows_the_schedule_and_is_not_decayed(rows, tiny, monkeypatch):
+    gains = []
+
+    def look(optimizer):
+        gains.append(optimizer.param_groups[1]["params"][0].item())
+        return [(g["lr"], g["weight_decay"]) for g in optimizer.param_groups]
+
+    seen = record_steps(monkeypatch, look)
+    run_reward(tiny, lr_schedule="linear", weight_decay=0.1)
+    rates = [1e-3 * (1 - i / 5) for i in range(5)]
+    assert [[lr for lr, _ in groups] for groups in seen] == [pytest.approx([rate] * 2) for rate in rates]
+    assert all([decay for _, decay in groups] == [0.1, 0.0] for groups in seen)
+    assert len(set(gains)) == 5 and gains[0] == 1
+
+
+def test_opt_4_epsilon_and_weight_decay_reach_the_optimizer(rows, tiny, monkeypatch):
+    seen = record_steps(monkeypatch, lambda optimizer: [(g["eps"], g["weight_decay"]) for g in optimizer.param_groups])
+    run_reward(tiny, adam_eps=3e-4, weight_decay=0.07)
+    assert seen == [[(3e-4, 0.07), (3e-4, 0.0)]] * 5
+
+
+@pytest.mark.parametrize("tf_adam", [True, False])
+def test_opt_3_tf_adam_takes_the_steps_of_tensorflow(rows, tiny, monkeypatch, tf_adam):
+    """lr 1e-5, eps 1e-5, gradient 1e-3: the first steps of both libraries are known. The gradient is put in by hand."""
+    moved, step = [], torch.optim.AdamW.step
+
+    def step_on_a_thousandth(self, *args, **kwargs):
+        parameter = self.param_groups[0]["params"][0]
+        parameter.data.zero_(), parameter.grad.fill_(1e-3)
+        step(self, *args, **kwargs)
+        moved.append(-parameter.mean().item())
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step_on_a_thousandth)
+    write_rows("rows.jsonl", rows[:8])
+    run_reward(tiny, tf_adam=tf_adam, learning_rate=1e-5, adam_eps=1e-5)
+    assert moved == [pytest.approx(7.597e-6 if tf_adam else 9.901e-6, rel=1e-4)]
+
+
+@torch.no_grad()
+def test_rm_6_scores_are_fp32_under_bf16(tiny):
+    args = train_reward.Args(sft_model_path=str(tiny / "policy"))
+    _, reward = train_reward.load_model(args, "cpu")
+    tokens, mask = utils.left_pad([[5, 6, 7, 1], [8, 9, 1]])
+    hidden = []
+    reward.model.base_model.register_forward_hook(
+        lambda module, inputs, output: hidden.append(output.last_hidden_state)
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        scores = reward(tokens, mask)
+    expected = hidden[0][:, -1].float() @ reward.model.score.weight.T
+    assert scores.dtype == torch.float32 and (scores - expected.squeeze(1)).abs().max() < 1e-6  # bf16 would be 1e-3 off
+
+
+# ---- normalisation ---------------------------------------------------------------------------------------------------
+def test_rm_10_gain_and_bias_give_mean_0_and_std_1_on_the_policys_samples(rows, tiny, monkeypatch):
+    """Measured again in the saved folder, on the very samples."""
+    samples = record(monkeypatch, utils, "sample")["sample"]
+    gains = record(monkeypatch, train_reward, "gain_and_bias")["gain_and_bias"]
+    run_reward(tiny, normalization="gain_bias", normalize_samples=64)
+    (first, _), (second, _) = (result for _, result in gains)
+    assert first != second  # It has been trained in between.
+    scores = library_scores("reward", sampled(samples))
+    assert len(scores) == 64
+    assert abs(scores.mean()) < 1e-4 and scores.std(correction=0).item() == pytest.approx(1, abs=1e-4)
+
+
+def test_rm_11_samples_for_labels_of_token_ids_end_nowhere(in_tmp, tiny, monkeypatch):
+    """They are whole responses, also where the policy says EOS. Those for rows of text end with it."""
+    label = {"query": [5, 6], "sample0": [7, 8], "sample1": [8, 9], "best": 1}
+    write_rows("rows.jsonl", [label] * 8)
+    samples = record(monkeypatch, utils, "sample")["sample"]
+    run_reward(tiny, normalization="gain_bias", normalize_samples=32, response_length=16)
+    ((args, (_, mask, _)),) = samples
+    assert args[4] is None and mask.all()
+    write_rows("rows.jsonl", [{"prompt": "we went", "chosen": "the", "rejected": "a"}] * 8)
+    run_reward(tiny, normalization="gain_bias", normalize_samples=32)
+    assert samples[1][0][4] == toy.tokenizer().eos_token_id
+
+
+def test_rm_9_training_starts_from_samples_whose_scores_have_std_1(rows, tiny, monkeypatch):
+    weights, kind = [], train_reward.Reward
+    monkeypatch.setattr(train_reward, "Reward", lambda model: weights.append(kind(model)) or weights[0])
+    samples = record(monkeypatch, utils, "sample")["sample"]
+    gains = record_steps(monkeypatch, lambda optimizer: [weights[0].gain.item(), weights[0].model.score.weight.clone()])
+    run_reward(tiny, normalization="gain_bias", normalize_samples=64, learning_rate=0.0)
+    with torch.no_grad():
+        base = weights[0].model.base_model
+        hidden = torch.stack([base(torch.tensor([row])).last_hidden_state[0, -1] for row in sampled(samples)])
+        scores = gains[0][0] * (hidden @ gains[0][1].T)
+    assert scores.std(correction=0).item() == pytest.approx(1, abs=1e-4) and gains[0][0] != 1
+
+
+def test_rm_12_mean_shift_uses_the_reference_responses_that_are_given(rows, tiny):
+    references = [(row["prompt"], row["completion"]) for row in toy.rows("sft", "test")[:20]]
+    run_reward(tiny, reference_dataset=write_rows("references.jsonl", toy.rows("sft", "test")[:20]))
+    scores = library_scores("reward", encoded(toy.tokenizer(), references))
+    assert abs(scores.mean()) < 1e-5 < 1e-2 < scores.std()
+
+
+# ---- the saved folder ------------------------------------------------------------------------------------------------
+def test_rm_3_a_policy_whose_padding_is_its_eos_gets_a_padding_token_of_its_own(rows, tiny):
+    """Otherwise the library would read scores before the EOS. `library_scores` checks the token as well."""
+    tokenizer, model = (kind.from_pretrained(tiny / "policy") for kind in LIBRARY)
+    tokenizer.pad_token, model.config.pad_token_id = tokenizer.eos_token, tokenizer.eos_token_id
+    tokenizer.save_pretrained("same"), model.save_pretrained("same")
+    run_reward(tiny, sft_model_path="same")
+    scores = library_scores("reward", encoded(toy.tokenizer(), pairs_of(rows)))
+    assert abs(scores.mean()) < 1e-5 < 1e-2 < scores.std()  # as the run has shifted them
+
+
+@pytest.mark.parametrize("normalization", ["none", "mean_shift", "gain_bias"])
+def test_rm_13_plain_transformers_scores_the_saved_folder_as_the_run_did(rows, tiny, monkeypatch, normalization):
+    """The saved head holds the gain, and `reward_bias` the shift."""
+    trained = record(monkeypatch, train_reward, "load_model")["load_model"]
+    run_reward(tiny, normalization=normalization, learning_rate=1e-2)
+    (_, (_, reward)), ids = trained[0], encoded(toy.tokenizer(), pairs_of(rows))
+    scores, bias = library_scores("reward", ids), json.loads(Path("reward/config.json").read_text())["reward_bias"]
+    with torch.no_grad():
+        ours = reward.eval()(*utils.left_pad(ids))
+    assert scores.std() > 0.01 and abs(reward.gain.item() - 1) > 0.01 and (bias == 0) == (normalization == "none")
+    if normalization == "gain_bias":  # The gain is set once more after training, so only its sign is known.
+        ours = ours * (scores.std() / ours.std())
+    assert (scores - bias - ours).abs().max() < 1e-4
+    assert models.load_reward_model("reward", page_args("train_rloo", tiny)).config.reward_bias == bias

@@ -1,0 +1,524 @@
+"""Rewards: how functions are found, called and checked, what they are given, how they are summed and logged."""
+
+import json
+import math
+import runpy
+import shutil
+import sys
+import textwrap
+from pathlib import Path
+
+import accelerate
+import pytest
+import torch
+from helpers import PAGES, ROOT, assert_same_curves, read_metrics, rloo_args, run_page, tiny_config
+from transformers import AutoModelForSequenceClassification, GPTNeoXForSequenceClassification, PreTrainedTokenizerFast
+
+from rlhf_details import toy, train_rloo, utils
+from rlhf_details.plumbing import data, models, rewards, rows
+
+BOTH = pytest.mark.parametrize("page", ["train_rloo", "train_ppo"])
+
+
+@pytest.fixture
+def functions(in_tmp):
+    """functions(code): writes it to mine.py in the test's folder."""
+
+    def write(code, name="mine.py"):
+        rows.load_module.cache_clear()
+        Path(name).write_text(textwrap.dedent(code))
+
+    return write
+
+
+def write_rows(path, table):
+    Path(path).write_text("".join(json.dumps(row) + "\n" for row in table))
+    return str(path)
+
+
+# ---- finding functions -----------------------------------------------------------------------------------------------
+def test_a_function_is_found_in_a_file_and_in_a_package_and_may_import_its_neighbours(functions, in_tmp, monkeypatch):
+    (in_tmp / "pack").mkdir()
+    functions("WORD = 'kind'", "words.py")
+    functions("import words\ndef f(prompts, completions):\n    return [c.count(words.WORD) for c in completions]")
+    functions("from words import WORD\ndef g(prompts, completions):\n    return WORD", "pack/inner.py")
+    functions("def h(prompts, completions):\n    import words\n    return words.WORD", "late.py")
+    functions("def length():\n    return 'of the user, and not of this project'", "toy.py")
+    assert data.load_function("mine.py:f", "--reward_fn")([""], ["kind and kind"]) == [2]
+    assert data.load_function(f"{in_tmp}/mine.py:f", "--reward_fn")([""], ["kind"]) == [1]
+    assert data.load_function("pack.inner:g", "--reward_fn")([], []) == "kind"
+    assert data.load_function("late.py:h", "--reward_fn")([], []) == "kind"
+    monkeypatch.syspath_prepend(str(ROOT / "rlhf_details"))  # This is so where a script has been started.
+    monkeypatch.delitem(sys.modules, "toy", raising=False)
+    assert data.load_function("toy:length", "--reward_fn")() == "of the user, and not of this project"
+    assert data.load_function("rlhf_details.toy:right_sum", "--reward_fn") is toy.right_sum
+
+
+def test_a_file_of_the_same_name_in_another_folder_is_another_file(tmp_path, monkeypatch):
+    for number in (1, 2):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        Path("same.py").write_text(f"def f(prompts, completions):\n    return {number}\n")
+        assert data.load_function("same.py:f", "--reward_fn")([], []) == number
+
+
+@pytest.mark.parametrize(
+    "spec, code, words",
+    [
+        ("mine.py", "", "FILE.py:function"),
+        ("nowhere.py:f", "", "no such file"),
+        ("no.such.package:f", "", "No module named"),
+        ("mine.py:f", "import no_such_package", "No module named"),
+        ("mine.py:f", "def g(): pass", "no function 'f'"),
+        ("mine.py:f", "f = 3", "no function 'f'"),
+        ("mine.py:f", "def f(prompts): return []", "f(prompts, completions, **columns)"),
+        ("mine.py:f", "def f(a, b): return []", "f(prompts, completions, **columns)"),
+    ],
+)
+def test_a_function_that_cannot_be_had_is_one_line(functions, tiny, fails, spec, code, words):
+    functions(code)
+    line = fails(rewards.check, rloo_args(tiny, reward_fn=(spec,)))
+    assert f"--reward_fn {spec}" in line and words in line
+
+
+def test_some_reward_is_named_and_weights_are_as_many_as_functions(functions, tiny, fails):
+    functions("def f(prompts, completions):\n    return [0.0]")
+    wrong = rloo_args(tiny, reward_fn=("mine.py:f",), reward_fn_weights=(1.0, 2.0))
+    assert "--reward_fn_weights: 2 weights for 1 functions" in fails(rewards.check, wrong)
+    assert "--reward_model_path or --reward_fn" in fails(rewards.check, rloo_args(tiny, reward_model_path=None))
+
+
+# ---- calling them ----------------------------------------------------------------------------------------------------
+def prompt(columns, number=1, task=None):
+    return data.Prompt([5], data.as_text(toy.tokenizer(), columns["prompt"]), columns, number, "--dataset x", task)
+
+
+def make_scorer(names=("mine.py:f",), dataset="rows.jsonl", reward_model=None, **flags):
+    """A Scorer of functions, on one process."""
+    args = train_rloo.Args(dataset=dataset, reward_fn=names, **flags)
+    options = toy.tokenizer(), reward_model, train_rloo.response_scores, 4, toy.tokenizer().eos_token_id
+    return rewards.Scorer(args, accelerate.Accelerator(cpu=True), *options)
+
+
+def batch_of(texts):
+    """Queries, query_mask, responses, response_mask of texts in the words of the toy tokenizer."""
+    tokenizer = toy.tokenizer()
+    responses, mask = utils.left_pad([tokenizer(text).input_ids[::-1] for text in texts])
+    queries, query_mask = utils.left_pad([[5]] * len(texts))
+    return [queries, query_mask, responses.flip(1), mask.flip(1)]
+
+
+def call(table, texts, names=("mine.py:f",), held_out=(), **flags):
+    """(Scorer, its values) for one response to each row of columns."""
+    score = make_scorer(names, **flags)
+    prompts = [prompt(columns, number) for number, columns in enumerate(table, 1)]
+    score.check_columns(prompts, held_out)
+    return score, score(prompts, batch_of(["the room"] * len(texts)), texts=texts)
+
+
+ROWS = [{"prompt": f"p{i}", "answer": i, "extra": -i} for i in range(3)]
+NAN = math.nan
+
+
+@pytest.mark.parametrize(
+    "returned, values, is_boolean",
+    [
+        ("[1, 2.5, -3]", [1, 2.5, -3], False),
+        ("[True, False, True]", [1, 0, 1], True),
+        ("[None, 0.0, None]", [NAN, 0, NAN], False),
+        ("[None, True, None]", [NAN, 1, NAN], True),
+        ("(x for x in (1, True, None))", [1, 1, NAN], False),
+        ("__import__('numpy').array([1.5, 2, 3])", [1.5, 2, 3], False),
+        ("__import__('numpy').array([True, False, True])", [1, 0, 1], True),
+        ("__import__('torch').tensor([1.5, 2, 3])", [1.5, 2, 3], False),
+        ("[__import__('torch').tensor(1.5), __import__('numpy').float32(2), 3]", [1.5, 2, 3], False),
+    ],
+)
+def test_what_a_function_may_return(functions, returned, values, is_boolean):
+    functions(f"""
+        def f(prompts, completions): return {returned}
+        def other(prompts, completions): return [0.0] * 3
+    """)
+    score, got = call(ROWS, ["a", "b", "c"], ("mine.py:f", "mine.py:other"))
+    assert got.dtype == torch.float32 and got[:, 0].tolist() == pytest.approx(values, nan_ok=True)
+    assert score.boolean == ["f"] * is_boolean
+
+
+@pytest.mark.parametrize(
+    "body, words",
+    [
+        ("return [0.0, float('nan'), 0.0]", ["returned nan", "row 2 of --dataset x, 'p1'", "'the room'"]),
+        ("return [0.0, 0.0, float('inf')]", ["returned inf", "row 3"]),
+        ("return [0.0, 1e39, 0.0]", ["returned 1e+39", "row 2"]),
+        ("return ['much', 0.0, 0.0]", ["returned 'much'", "row 1"]),
+        ("return [0.0, 0.0]", ["returned 2 entries for 3 completions"]),
+        ("return None", ["returned None, which is no list, for 3 completions"]),
+        ("return 'abc'", ["no list"]),
+        ("return {0: 1, 1: 2, 2: 3}", ["no list"]),
+        ("return [None, 0.0, None]", ["no reward applies to row 1"]),
+        ("return [0.0][5]", ["raised IndexError", "mine.py", "list index out of range"]),
+    ],
+)
+def test_a_function_at_fault_ends_the_run_with_its_name_and_the_row(functions, capsys, body, words):
+    functions(f"def f(prompts, completions):\n    {body}")
+    with pytest.raises(SystemExit) as end:
+        call(ROWS, ["a", "b", "c"])
+    report = capsys.readouterr().err
+    assert end.value.code == 1 and all(word in report for word in words), report
+    assert report.startswith("error: no reward" if "None, 0.0" in body else "error: --reward_fn f ")
+
+
+def test_none_is_for_all_responses_to_a_prompt_or_for_none_of_them(functions, capsys):
+    functions("def f(prompts, completions): return [1.0 if 'a' in c else None for c in completions]")
+    score = make_scorer(("mine.py:f",), reward_model=None)
+    score.functions["g"] = lambda prompts, completions: [0.0] * len(prompts)
+    score.names, score.weights, score.num_weighted = ["f", "g"], torch.ones(2), 2
+    first, second = prompt(ROWS[0], 1), prompt(ROWS[1], 2)
+    values = score([first, first, second, second], batch_of(["."] * 4), texts=["a", "a", "b", "b"])
+    assert values[:, 0].tolist() == pytest.approx([1, 1, NAN, NAN], nan_ok=True)
+    with pytest.raises(SystemExit) as end:
+        score([first, first, second, second], batch_of(["."] * 4), texts=["a", "a", "a", "b"])
+    report = capsys.readouterr().err
+    assert end.value.code == 1 and "--reward_fn f returned None, but not for each response" in report
+    assert "row 2 of --dataset x" in report
+
+
+def test_a_function_gets_the_columns_that_it_names_or_all(functions):
+    functions("""
+        def f(prompts, completions, answer): return [prompts == ["p0", "p1", "p2"] and answer == [0, 1, 2]] * 3
+        def g(completions, prompts, **columns):
+            return [columns == {"answer": [0, 1, 2], "extra": [0, -1, -2], "rare": [None] * 3}] * 3
+        def h(prompts, completions, *, extra=None, other=None): return [extra == [0, -1, -2] and other is None] * 3
+        def i(prompts, completions): return [len(c) for c in completions]
+    """)
+    names = tuple(f"mine.py:{name}" for name in "fghi")
+    held_out = [prompt({"prompt": "p", "rare": 1})]
+    score = make_scorer(names)
+    prompts = [prompt(columns) for columns in ROWS]
+    score.check_columns([*prompts, *held_out])
+    values = score(prompts, batch_of(["."] * 3), texts=["", "b", "cc"])
+    assert values.tolist() == [[1, 1, 1, 0], [1, 1, 1, 1], [1, 1, 1, 2]] and score.boolean == ["f", "g", "h"]
+
+
+def test_what_a_function_changes_is_its_own(functions):
+    functions("""
+        def f(prompts, completions, **columns):
+            prompts.clear(), completions.clear(), columns["extra"].append(9)
+            return [0.0] * 3
+        def g(prompts, completions, extra): return [len(prompts) + len(completions) + len(extra)] * 3
+    """)
+    _, values = call(ROWS, ["a", "b", "c"], ("mine.py:f", "mine.py:g"))
+    assert values[:, 1].tolist() == [9] * 3
+
+
+def test_partials_and_instances_are_functions(functions):
+    functions("""
+        import functools
+        def g(scale, prompts, completions, **columns): return [scale * len(c) for c in completions]
+        f = functools.partial(g, 2)
+        class Caller:
+            def __call__(self, prompts, completions): return [len(c) for c in completions]
+        h = Caller()
+    """)
+    assert call(ROWS, ["a", "bb", ""], ("mine.py:f", "mine.py:h"))[1].tolist() == [[2, 1], [4, 2], [0, 0]]
+
+
+def test_conversations_come_as_messages_and_other_prompts_as_text(functions):
+    functions("""
+        seen = []
+        def f(prompts, completions): seen.append((prompts, completions)); return [0.0] * len(prompts)
+    """)
+    message, ids = [{"role": "user", "content": "we"}], toy.tokenizer()("we were").input_ids
+    call([{"prompt": "we"}, {"prompt": message}, {"prompt": ids}], ["a", "b", "c"])
+    seen = sys.modules["mine_of_the_user"].seen
+    assert seen == [(["we", message, "we were"], ["a", [{"role": "assistant", "content": "b"}], "c"])]
+
+
+def test_a_column_that_a_function_needs_and_no_row_has_is_named_for_both_data_sets(functions, fails):
+    functions("def f(prompts, completions, answer, other=None):\n    return [1.0] * len(prompts)")
+    with_answer, without = prompt({"prompt": "p", "answer": 1}), prompt({"prompt": "p", "reply": 1})
+    line = fails(make_scorer().check_columns, [without])
+    assert "--reward_fn f: needs a column 'answer', and --dataset x has ['reply']" in line
+    assert "needs a column 'answer'" in fails(make_scorer().check_columns, [with_answer], [without])
+    make_scorer().check_columns([with_answer], [with_answer])
+    functions("def f(prompts, completions, prompt):\n    return [0.0] * len(prompts)")
+    assert "needs a column 'prompt'" in fails(make_scorer().check_columns, [with_answer])
+
+
+# ---- names, weights, means -------------------------------------------------------------------------------------------
+def test_functions_of_one_name_are_told_apart_and_each_has_its_weight(functions):
+    functions("def f(prompts, completions):\n    return [5, 6, 7]", "other.py")
+    functions("def f(prompts, completions):\n    return [1, 2, 3]")
+    score, values = call(ROWS, ["a", "b", "c"], ("mine.py:f", "other.py:f"), reward_fn_weights=(2.0, -1.0))
+    assert score.names == ["mine.py:f", "other.py:f"] and score.weights.tolist() == [2.0, -1.0]
+    assert score.by_name(values, "objective/") == {
+        "objective/rewards/mine.py:f": 2,
+        "objective/rewards/other.py:f": 6,
+    }
+
+
+def test_means_are_over_the_responses_that_a_reward_applies_to(functions):
+    functions("""
+        def is_even(prompts, completions, answer): return [(True, None, False)[n] for n in answer]
+        def is_odd(prompts, completions, answer): return [(None, True, None)[n] for n in answer]
+        def never(prompts, completions): return [None] * 3
+    """)
+    score, values = call(ROWS, ["a", "b", "c"], ("mine.py:is_even", "mine.py:is_odd", "mine.py:never"))
+    assert score.by_name(values) == {
+        "rewards/is_even": 0.5,
+        "rewards/is_odd": 1.0,
+        "verifiable_correct_rate": pytest.approx(2 / 3),
+    }
+
+
+def test_gold_is_watched_where_rows_are_of_the_embedded_task(functions):
+    functions("def f(prompts, completions): return [1.0] * len(prompts)")
+    texts = [toy.rows("sft", "test")[i]["completion"] for i in range(3)]
+    prompts = [prompt({"prompt": toy.rows("sft", "test")[i]["prompt"]}, task="toy" if i else None) for i in range(3)]
+    score = make_scorer(dataset="rows.jsonl", eval_dataset="toy:test")
+    assert score.names == ["f", "gold", "parses"] and score.weights.tolist() == [1, 0, 0]
+    values = score(prompts, batch_of(["."] * 3), texts=texts)
+    gold = [toy.gold(prompts[i].text, texts[i]) for i in (1, 2)]
+    assert values[:, 1].tolist() == pytest.approx([NAN, *gold], nan_ok=True)
+    metrics = score.by_name(values, "eval/", spread=True)
+    assert metrics["eval/gold"] == pytest.approx(sum(gold) / 2) and metrics["eval/parses"] == 1
+    assert metrics["eval/gold_std"] == pytest.approx(abs(gold[0] - gold[1]) / 2)
+    assert make_scorer(dataset="rows.jsonl").names == ["f"] == make_scorer(dataset="toy-sum").names
+
+
+# ---- whole runs ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("page", list(PAGES))
+def test_rew_4_a_reward_that_does_not_apply_to_a_row_is_left_out_of_its_score(functions, tiny, page):
+    table = [{"prompt": row["prompt"], "kind": i % 2} for i, row in enumerate(toy.rows("prompts", "train")[:4])]
+    functions("""
+        def even(prompts, completions, kind): return [None if x else 1.0 for x in kind]
+        def odd(prompts, completions, kind): return [3.0 if x else None for x in kind]
+    """)
+    options = dict(reward_model_path=None, reward_fn=("mine.py:even", "mine.py:odd"), reward_fn_weights=(1.0, 2.0))
+    options |= dict(missing_eos_penalty=None, dataset=write_rows("rows.jsonl", table))
+    for row in run_page(page, tiny, **options, total_episodes=32):
+        # Half of the rows score 1 * 1, and the other half 2 * 3.
+        assert row["objective/scores"] == pytest.approx(3.5, abs=1e-6)
+        assert (row["objective/rewards/even"], row["objective/rewards/odd"]) == (1, 3)
+        assert math.isfinite(row["policy/grad_norm"])
+
+
+@BOTH
+def test_the_score_is_the_weighted_sum_of_reward_model_and_functions(functions, tiny, few_prompts, page):
+    functions("""
+        def words(prompts, completions): return [float(len(c.split())) for c in completions]
+        def is_long(prompts, completions, completion):
+            assert len(prompts) == len(completions) == len(completion)
+            return [len(c.split()) > 4 for c in completions]
+    """)
+    options = dict(
+        reward_fn=("mine.py:words", "mine.py:is_long"), reward_fn_weights=(0.5, -2.0), missing_eos_penalty=None
+    )
+    metrics = run_page(page, tiny, **options, eval_dataset="toy:test", take=20)
+    assert len(metrics) == 4
+    for row in metrics:
+        for at in {"eval/objective/", "objective/"} & {name.partition("scores")[0] for name in row}:
+            model, words, is_long = (row[f"{at}rewards/{name}"] for name in ("reward_model", "words", "is_long"))
+            assert row[f"{at}scores"] == pytest.approx(model + 0.5 * words - 2 * is_long, abs=1e-4)
+            assert row[f"{at}verifiable_correct_rate"] == is_long and 1 < words < 9
+            assert math.isfinite(row[f"{at}gold"])
+
+
+@BOTH
+def test_a_reward_model_alone_is_not_reported_again(tiny, in_tmp, few_prompts, page):
+    metrics = run_page(page, tiny, total_episodes=16)
+    assert "objective/scores" in metrics[0] and not any("/rewards/" in name for row in metrics for name in row)
+
+
+@BOTH
+def test_each_completion_is_rewarded_with_its_own_row(functions, tiny, monkeypatch, page):
+    """The sampler repeats the end of each prompt, so that a completion says which prompt it belongs to."""
+
+    def echo(policy, batch, n, response_length, *rest, **options):
+        responses = batch[0][:, -response_length:]
+        return responses, torch.ones_like(responses, dtype=torch.bool), torch.zeros(responses.shape)
+
+    monkeypatch.setattr(utils, "sample", echo)
+    prompts = [f"{row['prompt']} {row['prompt']}" for row in toy.rows("prompts", "train")[:40]]
+    longest = sorted(len(toy.tokenizer()(text).input_ids) for text in prompts[:24])[-3]  # The limit drops some rows.
+    for name, part in (("train", prompts[:24]), ("eval", prompts[24:37])):
+        write_rows(f"{name}.jsonl", [{"prompt": text, "copy": text} for text in part])
+    functions("""
+        def f(prompts, completions, copy):
+            return [p == q and p.endswith(c) for p, q, c in zip(prompts, copy, completions)]
+    """)
+    options = dict(dataset="train.jsonl", eval_dataset="eval.jsonl", stop_token="none", rollout_micro_batch_size=4)
+    options |= dict(max_prompt_length=longest - 1, num_sample_generations=2, reward_fn=("mine.py:f",))
+    for row in run_page(page, tiny, **options):
+        rates = [row[name] for name in row if name.endswith("verifiable_correct_rate")]
+        assert rates and set(rates) == {1.0}
+
+
+def test_a_function_that_fails_in_an_update_leaves_the_checkpoint_before_it(functions, tiny, few_prompts, capsys):
+    functions("""
+        calls = []
+        def f(prompts, completions):
+            calls.append(1)
+            return [0.0] * (len(completions) - (len(calls) > 1))
+    """)
+    with pytest.raises(SystemExit) as end:
+        train_rloo.main(rloo_args(tiny, reward_fn=("mine.py:f",), checkpoint_every=1, output_dir="out"))
+    assert end.value.code == 1 and "--reward_fn f returned 15 entries for 16 completions" in capsys.readouterr().err
+    assert [row["update"] for row in read_metrics("runs/run")] == [1] and Path("runs/run/checkpoints/000001").exists()
+    assert not Path("out").exists()
+
+
+# ---- a reward model with a tokenizer of its own ----------------------------------------------------------------------
+@pytest.fixture
+def shuffled(tiny, in_tmp):
+    """A policy without special tokens but EOS, so that its text says all, and the tiny reward model over shuffled ids.
+
+    The reward model's scores of a text are the same as before, those of token ids are not.
+    """
+    policy, vocabulary = shutil.copytree(tiny / "policy", "policy"), len(toy.tokenizer())
+    for file in Path(policy).glob("*token*"):
+        file.unlink()
+    order = utils.permutation(vocabulary, 0)  # order[old id] is the new one
+    for folder, new_id in ((policy, list(range(vocabulary))), ("shuffled", order)):
+        spec = json.loads(toy.tokenizer().backend_tokenizer.to_str())
+        spec["model"]["vocab"] = {word: new_id[i] for word, i in spec["model"]["vocab"].items()}
+        spec["added_tokens"] = [t | {"id": new_id[t["id"]]} for t in spec["added_tokens"] if t["content"] == "<eos>"]
+        Path("tokenizer.json").write_text(json.dumps(spec))
+        PreTrainedTokenizerFast(tokenizer_file="tokenizer.json", eos_token="<eos>").save_pretrained(folder)
+    model = AutoModelForSequenceClassification.from_pretrained(tiny / "reward")
+    weight = model.get_input_embeddings().weight
+    with torch.no_grad():
+        weight[torch.tensor(order)] = weight.clone()[:vocabulary]
+    model.save_pretrained("shuffled")
+    return policy, "shuffled"
+
+
+@BOTH
+def test_a_reward_model_with_other_token_ids_is_given_text_and_scores_the_same(
+    tiny, shuffled, few_prompts, capsys, page
+):
+    policy, reward_model = shuffled
+    options = dict(eval_dataset="toy:test", take=30, sft_model_path=policy)
+    options |= {"value_model": "shared"} if page == "train_ppo" else {}
+    same = run_page(page, tiny, **options)
+    other = run_page(page, tiny, **options, reward_model_path=reward_model)
+    assert "tokenizer of its own" in capsys.readouterr().out
+    assert_same_curves(same, other)
+
+
+@pytest.fixture
+def reads_text(tiny):
+    """score(prompts, texts, ended): the tiny reward model's scores, as if it had a tokenizer of its own; alone(ids)."""
+    args, tokenizer = rloo_args(tiny), toy.tokenizer()
+    model = models.load_reward_model(tiny / "reward", args)
+    reward_model = train_rloo.Reward(model, tokenizer).eval()
+
+    def score(columns, texts, ended):
+        scorer = make_scorer((), reward_model=reward_model)
+        batch = batch_of(["the room"] * len(texts))
+        for i in range(len(texts)):
+            batch[2][i, -1] = tokenizer.eos_token_id if ended[i] else 7
+        return scorer([prompt({"prompt": text}) for text in columns], batch, texts=texts)[:, 0].tolist()
+
+    def alone(ids):
+        with torch.no_grad():
+            return model(torch.tensor([ids])).logits.item()
+
+    return score, alone, tokenizer
+
+
+def test_only_what_has_ended_is_followed_by_eos(reads_text):
+    score, alone, tokenizer = reads_text
+    prompts, texts = ["last night we went", "on monday"], ["the room was lovely .", "the pool"]
+    ids = [tokenizer(f"{a} {b}").input_ids for a, b in zip(prompts, texts, strict=True)]
+    expected = [alone([*ids[0], tokenizer.eos_token_id]), alone(ids[1])]
+    assert score(prompts, texts, [True, False]) == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_text_longer_than_the_reward_models_context_loses_its_beginning(reads_text):
+    score, alone, tokenizer = reads_text
+    long = " ".join(sorted(toy.NOUN_TOPIC) * 20)
+    ids = [*tokenizer(f"{long} the room").input_ids, tokenizer.eos_token_id]
+    assert len(ids) > 128 and score([long], ["the room"], [True]) == pytest.approx([alone(ids[-128:])], abs=1e-5)
+
+
+def test_a_conversation_is_scored_with_the_reward_models_own_template(reads_text):
+    score, alone, tokenizer = reads_text
+    messages = [{"role": "user", "content": "we went"}]
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['content'] }} {% if m['role'] == 'assistant' %}<eos>{% endif %}{% endfor %}"
+    )
+    query, answer = data.encode(tokenizer, messages, [{"role": "assistant", "content": "the room"}])
+    assert score([messages], ["the room"], [True]) == pytest.approx([alone(query + answer)], abs=1e-5)
+
+
+# ---- the examples in benchmark/rewards.py, against values worked out by hand -----------------------------------------
+@pytest.fixture(scope="module")
+def examples():
+    return runpy.run_path(str(ROOT / "benchmark/rewards.py"))
+
+
+def both(function, prompts, completions, **columns):
+    """What a function says of strings, which it must also say of messages."""
+    asked = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    answers = [[{"role": "assistant", "content": text}] for text in completions]
+    values = function(prompts, completions, **columns)
+    assert function(asked, answers, **columns) == values
+    return values
+
+
+def test_length_brevity_and_keyword(examples):
+    texts = ["", "one, two.", " ".join(["w"] * 20), " ".join(["w"] * 25), " ".join(["w"] * 99)]
+    assert both(examples["length"], [""] * 5, texts) == pytest.approx([0, 0.1, 1, 0.75, 0])
+    assert both(examples["brevity"], [""] * 5, texts) == pytest.approx([0, -0.2, -2, -2.5, -9.9])
+    texts = ["", "Very very good", "so truly, really very", "sofa"]
+    assert both(examples["keyword"], [""] * 4, texts) == [0, 1, 4, 0]
+
+
+@pytest.mark.parametrize(
+    "completion, answer, right",
+    [
+        ("so 3 + 4 = 7", "7", True),
+        ("it is 7, or 8", "7", False),
+        ("#### 1,234", 1234, True),
+        ("first 5, then #### 72 apples", "#### 72 apples", True),
+        (r"thus \boxed{\frac{1}{2}}", r"\frac{1}{2}", True),
+        ("about 7.0.", "7", True),
+        ("-3", "3", False),
+        ("$18", "18", True),
+        ("paris is it", "Paris", False),
+        ("", "7", False),
+        ("7", None, None),
+    ],
+)
+def test_exact_match_reads_the_final_answer(examples, completion, answer, right):
+    assert both(examples["exact_match"], ["q"], [completion], answer=[answer]) == [right]
+
+
+def test_rouge_is_against_the_rows_own_completion(examples):
+    columns = {"completion": ["the cat sat", "the dog", None]}
+    assert both(examples["rouge"], ["", "", ""], ["the cat sat", "the cat", "a"], **columns) == [1.0, 0.5, None]
+
+
+def test_paraphrase_wants_the_content_in_other_words(examples):
+    source = "my sister went to a small cafe by the river"
+    other = "beside the river my sister found a small cafe and went inside"
+    texts = [source, other, "nothing of that is said here at all today", ""]
+    copied, good, lost, short = both(examples["paraphrase"], [source] * 4, texts)
+    assert copied == pytest.approx(0.4 + 0.1 + 0.1) and good > copied > 0.5 and 0 <= lost < good and short == 0
+
+
+def test_sentiment_is_the_pipelines_probability_of_positive(examples, in_tmp, monkeypatch):
+    labels = {"id2label": {0: "NEGATIVE", 1: "POSITIVE"}, "label2id": {"NEGATIVE": 0, "POSITIVE": 1}}
+    torch.manual_seed(0)
+    config = tiny_config(num_labels=2, initializer_range=0.5, **labels)
+    model = GPTNeoXForSequenceClassification(config).eval()
+    model.save_pretrained("classifier"), toy.tokenizer().save_pretrained("classifier")
+    monkeypatch.setenv("SENTIMENT_MODEL", "classifier")
+    prompts, completions = ["we went to a cafe .", "the room"], ["the soup was lovely .", "was awful ."]
+    got = both(examples["sentiment"], prompts, completions)
+    for value, text in zip(got, map(" ".join, zip(prompts, completions, strict=True)), strict=True):
+        with torch.no_grad():
+            expected = model(torch.tensor([toy.tokenizer()(text).input_ids])).logits.softmax(-1)[0, 1].item()
+        assert value == pytest.approx(expected, abs=1e-4) and 0 < value < 1

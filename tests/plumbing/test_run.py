@@ -1,0 +1,214 @@
+"""A run: its folder and name, what it logs and prints, the signals that stop it, and how it ends."""
+
+import json
+import os
+import signal
+import threading
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from helpers import read_metrics, rloo_args, run_rloo
+from short_runs import (
+    after_row,
+    assert_same_run,
+    checkpoints,
+    copy_of_dead,
+    error_line,
+    start,
+    updates,
+    whole,
+    write_rows,
+)
+
+from rlhf_details import toy, train_rloo
+from rlhf_details.plumbing import engines
+
+in_main_thread = pytest.mark.skipif(
+    threading.current_thread() is not threading.main_thread(), reason="signals come to the main thread"
+)
+
+
+# ---- folder and name -------------------------------------------------------------------------------------------------
+def test_the_folder_of_a_run_holds_what_the_readme_says(tiny):
+    run = whole(tiny, "rloo") / "runs/run"
+    names = {path.name.split(".")[0] for path in run.iterdir()}
+    assert names == {"config", "metrics", "samples", "events", "checkpoints"}
+    config = json.loads((run / "config.json").read_text())
+    assert config["args"]["total_episodes"] == 96 and config["resumed"] == []
+    assert config["versions"].keys() == {"python", "torch", "transformers"} and "commit" in config
+    assert (config["device"], config["num_processes"], config["engine"]) == ("cpu", 1, "one process")
+    rows = read_metrics(run)
+    assert [(row["update"], row["episode"]) for row in rows] == [(i, 16 * i) for i in range(1, 7)]
+    for row in rows:
+        parts = row["time/rollout"] + row["time/training"]
+        assert row["time/update"] == pytest.approx(parts) and row["eps"] == pytest.approx(16 / row["time/update"])
+    assert all(a["time/from_scratch"] < b["time/from_scratch"] for a, b in pairwise(rows))
+
+
+def test_samples_are_the_first_responses_of_four_prompts_and_total_has_the_kl_taken_off(tiny):
+    run = whole(tiny, "ppo-moments") / "runs/run"
+    coefficients = {row["update"]: row.get("objective/kl_coef") for row in read_metrics(run)}
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    assert [row["update"] for row in samples] == [1] * 4 + [4] * 4 + [6] * 4
+    for row in samples:
+        assert row.keys() == {"update", "query", "response", "score", "kl", "total"}
+        assert row["total"] == pytest.approx(row["score"] - coefficients[row["update"]] * row["kl"], abs=1e-6)
+    of_rloo = (whole(tiny, "rloo") / "runs/run/samples.jsonl").read_text().splitlines()[:4]
+    assert len({json.loads(line)["query"] for line in of_rloo}) == 4  # and not the k responses to one prompt
+
+
+def test_a_run_without_a_name_is_called_by_data_set_experiment_seed_and_time(tiny, in_tmp):
+    first = train_rloo.main(rloo_args(tiny, run_name=None, total_episodes=16))["run"]
+    assert first.startswith("runs/toy__train_rloo__1__20") and [str(path) for path in Path("runs").iterdir()] == [first]
+
+
+def test_without_a_name_the_newest_run_of_that_kind_goes_on(tiny, in_tmp, capsys):
+    run, kind = copy_of_dead(tiny), "prompts.jsonl__train_rloo"
+    others = [f"{kind}__1__20240101-000000", f"{kind}__2__20260101-000000", f"{kind}__11__20260101-000000"]
+    others += ["held_out.jsonl__train_rloo__1__20260101-000000", "prompts.jsonl__train_ppo__1__20260101-000000"]
+    for name in others:
+        (run.parent / name).mkdir()
+        (run.parent / name / "config.json").touch()
+    run.rename(run.parent / f"{kind}__1__20250101-000000")
+    start(tiny, "rloo", resume=True, run_name=None, exp_name="train_rloo")
+    assert f"from runs/{kind}__1__20250101-000000/checkpoints/000004" in capsys.readouterr().out
+    assert_same_run(".", whole(tiny, "rloo"), f"{kind}__1__20250101-000000")
+    assert len(list(run.parent.iterdir())) == 6
+
+
+@pytest.mark.parametrize("name", ["run", None])
+def test_where_nothing_is_to_be_resumed_a_run_starts(tiny, in_tmp, capsys, name):
+    start(tiny, "rloo", resume=True, run_name=name, total_episodes=16)
+    assert "starts at the beginning" in capsys.readouterr().out
+    (run,) = Path("runs").iterdir()
+    assert updates(run) == [1] and checkpoints(run) == ["000001"]
+
+
+def test_a_run_of_other_arguments_without_a_checkpoint_is_not_written_over(tiny, in_tmp, capsys):
+    run_rloo(tiny, checkpoint_every=0)
+    before = Path("runs/run/metrics.jsonl").read_bytes()
+    with pytest.raises(SystemExit) as end:
+        run_rloo(tiny, checkpoint_every=0, resume=True, overwrite=False, output_dir="other", kl_coef=0.7)
+    assert "no checkpoint and other arguments: kl_coef" in error_line(capsys, end)
+    assert Path("runs/run/metrics.jsonl").read_bytes() == before
+
+
+def test_a_folder_that_cannot_be_written_is_one_line_before_anything_is_trained(tiny, in_tmp, capsys):
+    Path("runs").touch()
+    with pytest.raises(SystemExit) as end:
+        run_rloo(tiny)
+    assert "runs/run cannot be written" in error_line(capsys, end, code=1) and not Path("models").exists()
+
+
+# ---- what it says ----------------------------------------------------------------------------------------------------
+def test_at_the_end_held_out_numbers_stand_beside_those_before(tiny, in_tmp, capsys):
+    rows = write_rows("held_out.jsonl", toy.rows("prompts", "test")[:4])
+    result = train_rloo.main(rloo_args(tiny, eval_dataset=rows, eval_every=2, total_episodes=64, output_dir="model"))
+    logged = read_metrics("runs/run")
+    for when, row in (("before", logged[0]), ("after", logged[-1])):
+        assert result[when] == {name: value for name, value in row.items() if name.startswith("eval/")} != {}
+    assert logged[0]["update"] == 0 and ["eval/objective/kl" in row for row in logged] == [
+        True,
+        False,
+        True,
+        False,
+        True,
+    ]
+    out = capsys.readouterr().out
+    line = next(line for line in out.splitlines() if line.strip().startswith("scores"))
+    assert [float(word) for word in line.split("->")[0].split()[1:] + line.split("->")[1:]] == pytest.approx(
+        [result[when]["eval/objective/scores"] for when in ("before", "after")], abs=1e-3
+    )
+    assert "model: model   run: runs/run" in out and "curves: python benchmark/plot.py runs/run" in out
+    assert "4 updates of 16, 1 process(es)" in out
+
+
+def test_a_combination_that_no_test_has_run_is_noted(tiny, in_tmp, capsys, monkeypatch):
+    run_rloo(tiny, total_episodes=16)
+    assert "no test has run" not in capsys.readouterr().out
+    monkeypatch.setattr(engines, "precision", lambda accelerator: "fp16")
+    run_rloo(tiny, total_episodes=16)
+    assert "note: no test has run gpt_neox, fp16, one process, train_rloo" in capsys.readouterr().out
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run_before_a_weight_changes(tiny, in_tmp, capsys, monkeypatch):
+    policies, loss, calls = [], train_rloo.rloo_policy_loss, []
+    monkeypatch.setattr(
+        train_rloo, "Policy", lambda *args, kind=train_rloo.Policy: policies.append(kind(*args)) or policies[-1]
+    )
+
+    def broken(*args):
+        calls.append(args)
+        value, *rest = loss(*args)
+        return value * (float("nan") if len(calls) == 4 else 1.0), *rest  # the second minibatch of update 2
+
+    monkeypatch.setattr(train_rloo, "rloo_policy_loss", broken)
+    with pytest.raises(SystemExit) as end:
+        run_rloo(tiny, num_mini_batches=2, checkpoint_every=1)
+    text = error_line(capsys, end, code=1)
+    assert "update 2" in text and "the gradient's norm is nan" in text and "minibatch 2" in text
+    assert "last good checkpoint: runs/run/checkpoints/000001; --run_name run --resume goes on from it" in text
+    assert updates() == [1] and all(x.isfinite().all() for x in policies[0].parameters())
+
+
+# ---- signals ---------------------------------------------------------------------------------------------------------
+@in_main_thread
+@pytest.mark.parametrize(
+    "number,code,case", [("SIGTERM", 143, "rloo"), ("SIGINT", 130, "async"), ("SIGTERM", 143, "sft")]
+)
+def test_a_signal_stops_after_the_update_with_a_checkpoint(tiny, in_tmp, capsys, number, code, case):
+    times = range(2 if number == "SIGTERM" else 1)  # A scheduler and the launcher may both send a SIGTERM.
+    send = lambda run: [os.kill(os.getpid(), signal.Signals[number]) for _ in times]  # noqa: E731
+    with after_row(3, send), pytest.raises(SystemExit) as end:
+        start(tiny, case, checkpoint_every=0)
+    out = capsys.readouterr()
+    assert end.value.code == code and "error" not in out.err
+    assert f"{number}: will stop after this update, with a checkpoint" in out.out
+    assert f"{number}: stopped after update 3; --run_name run --resume goes on" in out.out
+    assert checkpoints() == ["000003"] and updates() == [1, 2, 3] and not Path("model").exists()
+    start(tiny, case, checkpoint_every=0, resume=True)
+    assert_same_run(".", whole(tiny, case))
+
+
+@in_main_thread
+def test_a_second_ctrl_c_acts_at_once(tiny, in_tmp):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # A job in the background starts with it ignored.
+    try:
+        send = lambda run: [os.kill(os.getpid(), signal.SIGINT) for _ in range(2)]  # noqa: E731
+        with after_row(2, send), pytest.raises(KeyboardInterrupt):
+            start(tiny, "rloo", checkpoint_every=0)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert checkpoints() == [] and updates() == [1, 2]
+
+
+@in_main_thread
+def test_a_signal_while_the_processes_agree_is_heard_after_the_next_update(tiny, in_tmp, monkeypatch):
+    gather = Accelerator.gather
+
+    def interrupted(self, x):
+        result = gather(self, x)
+        is_asked = isinstance(x, torch.Tensor) and x.numel() == 1 and x.dtype == torch.int64
+        if is_asked and updates() == [1, 2]:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return result
+
+    monkeypatch.setattr(Accelerator, "gather", interrupted)
+    with pytest.raises(SystemExit) as end:
+        start(tiny, "rloo", checkpoint_every=2)
+    assert end.value.code == 143 and checkpoints() == ["000002", "000003"]
+
+
+@in_main_thread
+def test_a_signal_in_the_last_update_still_leaves_the_model_to_a_resumed_run(tiny, in_tmp):
+    with after_row(6, lambda run: os.kill(os.getpid(), signal.SIGTERM)), pytest.raises(SystemExit):
+        start(tiny, "ppo-moments")
+    assert checkpoints() == ["000004", "000006"] and not Path("model").exists()
+    result = start(tiny, "ppo-moments", resume=True)
+    assert_same_run(".", whole(tiny, "ppo-moments"))
+    rows = read_metrics("runs/run")
+    for when, row in (("before", rows[0]), ("after", rows[-1])):
+        assert result[when] == {name: row[name] for name in row if name.startswith("eval/")} != {}

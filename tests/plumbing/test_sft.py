@@ -1,0 +1,104 @@
+"""Whole runs of train_sft.py on tiny models."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from helpers import assert_same_curves, read_metrics, record, without_times
+from short_runs import write_rows
+
+from rlhf_details import toy, train_sft, utils
+
+
+def run_sft(**changes):
+    """Trains on rows.jsonl for two epochs of three steps; returns the rows of metrics."""
+    values = dict(
+        dataset="rows.jsonl", eval_dataset="rows.jsonl", base_model="scratch", vocab_size=300, hidden_size=32,
+        num_layers=2, num_heads=4, context_length=256, batch_size=8, micro_batch_size=8, learning_rate=3e-3,
+        response_length=8, num_train_epochs=2, run_name="run", output_dir="sft", overwrite=True,
+    )  # fmt: skip
+    return read_metrics(train_sft.main(train_sft.Args(**(values | changes)))["run"])
+
+
+@pytest.fixture
+def texts(in_tmp):
+    """rows.jsonl with 24 prompts and completions of ragged lengths."""
+    write_rows("rows.jsonl", toy.rows("sft", "train")[:24])
+    return in_tmp
+
+
+def test_from_scratch_it_trains_a_tokenizer_and_learns(texts):
+    rows = run_sft(num_train_epochs=8, learning_rate=1e-2)
+    assert rows[-1]["train/sft/loss"] < 0.8 * rows[0]["train/sft/loss"] and rows[-1]["epoch"] == 8
+    assert rows[-1]["eval/sft/perplexity"] == pytest.approx(math.exp(rows[-1]["eval/sft/loss"]))
+    assert 0 <= rows[-1]["eval/sft/rougeL"] <= 1
+    tokenizer = transformers.AutoTokenizer.from_pretrained("sft")
+    text = toy.rows("sft", "test")[0]["completion"]
+    assert tokenizer.decode(tokenizer(text).input_ids) == text and tokenizer.pad_token_id != tokenizer.eos_token_id
+    model = transformers.AutoModelForCausalLM.from_pretrained("sft")
+    assert isinstance(model, transformers.GPTNeoXForCausalLM) and model.config.max_position_embeddings == 256
+
+
+@pytest.mark.parametrize("completion_only", [False, True])
+def test_sft_3_micro_batches_change_nothing(texts, completion_only):
+    options = dict(completion_only=completion_only, num_train_epochs=1)
+    assert_same_curves(run_sft(**options), run_sft(**options, micro_batch_size=3))
+
+
+@pytest.mark.parametrize("completion_only", [False, True])
+def test_sft_1_the_loss_is_the_mean_over_targets_one_row_at_a_time(texts, tiny, completion_only):
+    """EOS is a target, the padding is not, and nothing is predicted from it."""
+    table = toy.rows("sft", "train")[:8]
+    write_rows("rows.jsonl", table)
+    options = dict(base_model=str(tiny / "policy"), num_train_epochs=1, learning_rate=0.0)
+    (row,) = run_sft(**options, completion_only=completion_only)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny / "policy")
+    tokenizer, losses = transformers.AutoTokenizer.from_pretrained(tiny / "policy"), []
+    for pair in table:
+        prompt = tokenizer(pair["prompt"]).input_ids
+        ids = [*prompt, *tokenizer(pair["completion"]).input_ids, tokenizer.eos_token_id]
+        with torch.no_grad():
+            logprobs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        losses += [-logprobs[t - 1, ids[t]].item() for t in range(len(prompt) if completion_only else 1, len(ids))]
+    assert row["train/sft/loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+    assert row["eval/sft/loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+
+
+def test_text_rows_need_no_prompt(texts):
+    write_rows("rows.jsonl", [{"text": f"{r['prompt']} {r['completion']}"} for r in toy.rows("sft", "train")[:16]])
+    last = run_sft()[-1]
+    assert "eval/sft/loss" in last and "eval/sft/rougeL" not in last
+
+
+def test_two_runs_are_equal_bit_by_bit_and_a_third_goes_on_from_the_folder(texts):
+    first, weights = run_sft(num_train_epochs=1), Path("sft/model.safetensors").read_bytes()
+    torch.rand(3)  # Whatever happened in this process before must not matter.
+    assert without_times(run_sft(num_train_epochs=1)) == without_times(first)
+    assert Path("sft/model.safetensors").read_bytes() == weights
+    more = run_sft(base_model="sft", output_dir="more", num_train_epochs=1)
+    assert more[0]["train/sft/loss"] < first[0]["train/sft/loss"]
+
+
+def test_every_epoch_has_an_order_of_its_own_and_takes_every_row_once(texts, monkeypatch):
+    calls = record(monkeypatch, utils, "left_pad")["left_pad"]
+    run_sft(eval_dataset=None)
+    seen = [[tuple(row) for row in args[0]] for args, _ in calls]
+    first, second = ([row for batch in seen[i : i + 3] for row in batch] for i in (0, 3))
+    assert sorted(first) == sorted(second) and first != second and len(first) == 24
+
+
+def test_opt_4_epsilon_weight_decay_and_schedule_reach_the_optimizer(texts, monkeypatch):
+    seen, step = [], torch.optim.AdamW.step
+
+    def recording(self, *args, **kwargs):
+        seen.append([(group["lr"], group["eps"], group["weight_decay"]) for group in self.param_groups])
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", recording)
+    run_sft(lr_schedule="linear", warmup_ratio=0.3, adam_eps=3e-4, weight_decay=0.07)
+    rates = [3e-3 * x for x in (0.5, 1.0, 1.0, 0.75, 0.5, 0.25)]  # two steps of warm-up
+    (groups,) = zip(*seen, strict=True)
+    assert [g[1:] for g in groups] == [(3e-4, 0.07)] * 6 and [g[0] for g in groups] == pytest.approx(rates)
+    assert [row["train/sft/lr"] for row in read_metrics("runs/run")] == [g[0] for g in groups]

@@ -1,0 +1,89 @@
+"""The embedded task's stages: models that are missing are trained first, each in a process of its own."""
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from helpers import PAGES, ROOT
+
+from rlhf_details import evaluate, train_reward, train_sft
+from rlhf_details.plumbing import cli, stages
+
+SCRIPTS = PAGES | {"train_sft": train_sft, "train_reward": train_reward, "evaluate": evaluate}
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """[(command, environment)] of the processes that stages.ensure starts; each makes its model at once."""
+    calls = []
+
+    def run(command, env):
+        calls.append((command, env))
+        folder = Path(command[command.index("--output_dir") + 1])
+        folder.mkdir(parents=True)
+        (folder / "config.json").touch()
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    return calls
+
+
+def test_missing_stages_are_trained_once_in_their_order_and_announced(in_tmp, started, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "0"), monkeypatch.setenv("WORLD_SIZE", "2"), monkeypatch.setenv("MASTER_PORT", "1")
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true"), monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    args = cli.parse(PAGES["train_rloo"].Args, [])
+    stages.ensure(args)
+    sft, reward = ([sys.executable, str(ROOT / f"rlhf_details/{name}.py")] for name in ("train_sft", "train_reward"))
+    assert [command[:2] for command, _ in started] == [sft, reward]
+    assert started[0][0][2:] == ["--dataset", "toy", "--output_dir", "models/toy/sft"]
+    assert started[1][0][-2:] == ["--sft_model_path", "models/toy/sft"]
+    for _, environment in started:  # A child is a launch of its own.
+        assert not {"RANK", "WORLD_SIZE", "MASTER_PORT", "ACCELERATE_USE_FSDP"} & environment.keys()
+        assert environment["ACCELERATE_USE_CPU"] == "true"
+    assert capsys.readouterr().out.splitlines() == [
+        "models/toy/sft does not exist yet: running train_sft.py first",
+        "models/toy/reward does not exist yet: running train_reward.py first",
+    ]
+    stages.ensure(args)
+    assert len(started) == 2
+
+
+def test_sums_need_no_reward_model(in_tmp, started):
+    stages.ensure(cli.parse(PAGES["train_ppo"].Args, ["--dataset", "toy-sum"]))
+    assert [command[-1] for command, _ in started] == ["models/toy-sum/sft"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--sft_model_path", "mine/sft", "--reward_model_path", "mine/reward"],
+        ["--dataset", "rows.jsonl", "--sft_model_path", "models/toy/sft"],
+    ],
+)
+def test_a_folder_that_is_not_the_tasks_own_is_never_made_up(in_tmp, started, words):
+    stages.ensure(cli.parse(PAGES["train_rloo"].Args, words))
+    assert not started
+
+
+def test_a_stage_that_fails_ends_the_run_with_its_exit_code(in_tmp, monkeypatch):
+    monkeypatch.setattr(subprocess, "run", lambda command, env: SimpleNamespace(returncode=7))
+    with pytest.raises(SystemExit) as end:
+        stages.ensure(cli.parse(PAGES["train_rloo"].Args, []))
+    assert end.value.code == 7
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("task", ["toy", "toy-sum"])
+def test_every_script_takes_the_defaults_of_the_embedded_tasks(script, task):
+    """Of all six but the reward model's, which the sums do without."""
+    defaults, kind = stages.defaults(script), SCRIPTS[script].Args
+    if task not in defaults:
+        assert (script, task) == ("train_reward", "toy-sum")
+        return
+    assert defaults[task].keys() <= {field.name for field in dataclasses.fields(kind)}
+    args = cli.parse(kind, ["--dataset", task])
+    expected = {k: tuple(v) if isinstance(v, list) else v for k, v in defaults[task].items()} | {"dataset": task}
+    assert {name: getattr(args, name) for name in expected} == expected

@@ -1,0 +1,211 @@
+"""The embedded tasks: their grammar, the gold reward against a second implementation, and tricks that must not pay."""
+
+import math
+import random
+from collections import Counter
+from statistics import mean
+
+import numpy as np
+import pytest
+
+from rlhf_details import toy
+
+
+def reviews(num, seed=0):
+    """(text, words of its opening) of `num` reviews."""
+    rng = np.random.default_rng(seed)
+    return [toy.write_review(rng) for _ in range(num)]
+
+
+def vocabulary():
+    """Every word of the tokenizer but the special ones."""
+    tokenizer = toy.tokenizer()
+    return sorted(set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens))
+
+
+def corruptions(text, some):
+    """{how: the text with one word dropped, two different neighbours swapped, or one word said twice}."""
+    words = text.split()
+    i = some.randrange(len(words))
+    j = some.choice([j for j in range(len(words) - 1) if words[j] != words[j + 1]])
+    swapped = words[:j] + [words[j + 1], words[j]] + words[j + 2 :]
+    changed = {"dropped": words[:i] + words[i + 1 :], "swapped": swapped, "repeated": words[: i + 1] + words[i:]}
+    return {how: " ".join(words) for how, words in changed.items()}
+
+
+# ---- the gold reward -------------------------------------------------------------------------------------------------
+def slow_gold(prompt, response):
+    """Written from the docstring of toy.gold, clause by clause."""
+    words = response.split()
+    nouns = {topic: (" ".join(parts[1:])).split() for topic, parts in toy.TOPICS.items()}
+    subjects = [topic for word in prompt.split() for topic, parts in toy.TOPICS.items() if word in parts[0].split()]
+    mine = nouns[subjects[0]]
+    others = [noun for topic, list_ in nouns.items() if topic != subjects[0] for noun in list_]
+    kind, unkind = toy.POSITIVE + toy.LIKED, toy.NEGATIVE + toy.DISLIKED
+
+    points = 0
+    for word in set(words):
+        points += word in kind
+    for word in words:
+        points -= word in unkind
+    total = min(5, max(-5, points))
+
+    on_topic = len([noun for noun in mine if noun in words])
+    total += -4 if on_topic == 0 else min(4, on_topic)
+    for word in words:
+        total -= 2 * (word in others)
+
+    said = []
+    for word in words:
+        if word in mine + others + kind + unkind:
+            total -= word in said
+            said.append(word)
+    for i in range(1, len(words)):
+        total -= words[i] == words[i - 1]
+    return total + (1 if words[-1:] == ["."] else -1)
+
+
+def test_gold_equals_a_second_implementation():
+    some, checked, words = random.Random(0), set(), vocabulary()
+    for text, opening in reviews(150):
+        prompt, response = (" ".join(part) for part in (text.split()[:opening], text.split()[opening:]))
+        candidates = [response, response[:-2], "", ".", *corruptions(response, some).values()]
+        candidates.append(" ".join(some.choice(words) for _ in range(some.randrange(1, 30))))
+        topic = toy.PLACE_TOPIC[next(w for w in prompt.split() if w in toy.PLACE_TOPIC)]
+        own = (toy.TOPICS[topic][1] + " " + toy.TOPICS[topic][2]).split()
+        candidates.append(" ".join(some.choices(own + toy.POSITIVE + toy.LIKED + toy.NEGATIVE, k=14)))
+        candidates.append(" ".join(some.sample(own + toy.POSITIVE, k=14)) + " .")  # reaches the limits
+        candidates.append(" ".join(some.sample(toy.NEGATIVE, k=9)))
+        for candidate in candidates:
+            assert toy.gold(prompt, candidate) == slow_gold(prompt, candidate), (prompt, candidate)
+            checked.add(toy.gold(prompt, candidate))
+    assert len(checked) > 15
+
+
+def test_gold_of_hand_made_responses():
+    prompt = "last friday my sister went to a small hotel by the river ."
+    assert toy.gold(prompt, "the room was lovely .") == 1 + 1 + 1
+    assert toy.gold(prompt, "the room was lovely") == 1 + 1 - 1
+    assert toy.gold(prompt, "the room was awful .") == -1 + 1 + 1
+    assert toy.gold(prompt, "the soup was lovely .") == 1 - 4 - 2 + 1
+    assert toy.gold(prompt, "the room was lovely lovely .") == 1 + 1 - 1 - 1 + 1  # said again, and follows itself
+    assert toy.gold(prompt, "the room was lovely and the bed was lovely .") == 1 + 2 - 1 + 1
+    assert toy.gold(prompt, "") == 0 - 4 - 1
+    assert toy.gold(prompt, "room bed lobby pool shower .") == 0 + 4 + 1
+
+
+def test_no_constant_response_and_no_repeated_word_beats_the_training_texts():
+    honest = mean(toy.gold(r["prompt"], r["completion"]) for r in toy.rows("sft", "train"))
+    prompts = [r["prompt"] for r in toy.rows("prompts", "test")[:64]]
+    subjects = [toy.PLACE_TOPIC[next(w for w in p.split() if w in toy.PLACE_TOPIC)] for p in prompts]
+    share, prompt_of = Counter(subjects), dict(zip(subjects, prompts, strict=True))  # gold reads the subject alone
+    tricks = [r["completion"] for r in toy.rows("sft", "train")[:1000]]
+    tricks += [" ".join([w] * times) + end for w in vocabulary() for times in range(1, 13) for end in ("", " .")]
+    best = max(sum(n * toy.gold(prompt_of[topic], trick) for topic, n in share.items()) for trick in tricks)
+    assert best / len(prompts) < honest
+
+
+# ---- the grammar and the rows ----------------------------------------------------------------------------------------
+def test_every_generated_review_parses_and_corrupted_ones_mostly_do_not():
+    assert all(toy.parses(f"{r['prompt']} {r['completion']}") for r in toy.rows("sft", "test"))
+    some, parsed = random.Random(1), Counter()
+    for text, _ in reviews(500, seed=1):
+        assert toy.parses(text)
+        parsed.update(how for how, corrupted in corruptions(text, some).items() if toy.parses(corrupted))
+    assert all(parsed[how] / 500 < 0.05 for how in ("dropped", "swapped", "repeated")), parsed
+
+
+def test_rows_are_a_function_of_the_stage_and_split_alone():
+    for stage, split in toy.SPLITS:
+        np.random.seed(len(stage))
+        random.seed(len(split))
+        assert len(toy.rows(stage, split)) == toy.SPLITS[stage, split]
+    assert toy.rows.__wrapped__("prompts", "test") == toy.rows("prompts", "test")
+
+
+def test_prompts_are_the_opening_and_up_to_two_words():
+    extra = Counter(len(row["prompt"].partition(" .")[2].split()) for row in toy.rows("prompts", "train"))
+    assert set(extra) == {0, 1, 2} and min(extra.values()) > 1000
+
+
+def test_no_test_prompt_opens_a_training_review():
+    """Nor any cut of one: a training text begins with its opening and up to two more words."""
+    opened = set()
+    for stage in ("sft", "prompts"):
+        for row in toy.rows(stage, "train"):
+            words = f"{row['prompt']} {row['completion']}".split()
+            opening = words.index(".") + 1
+            opened |= {" ".join(words[:cut]) for cut in range(opening, opening + 3)}
+    assert not [r["prompt"] for s in ("sft", "prompts") for r in toy.rows(s, "test") if r["prompt"] in opened]
+
+
+def test_a_split_that_is_not_there_is_an_error():
+    with pytest.raises(ValueError, match="toy:train and toy:test"):
+        toy.rows("sft", "validation")
+
+
+# ---- the tokenizer ---------------------------------------------------------------------------------------------------
+def test_every_word_is_one_token_and_comes_back():
+    tokenizer = toy.tokenizer()
+    for text, _ in reviews(500, seed=2):
+        ids = tokenizer(text).input_ids
+        assert len(ids) == len(text.split()) and tokenizer.unk_token_id not in ids and tokenizer.decode(ids) == text
+        assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == text
+    assert len({tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id}) == 3
+    assert sorted(tokenizer.get_vocab().values()) == list(range(len(tokenizer))) and len(tokenizer) < 500
+
+
+# ---- the imaginary human ---------------------------------------------------------------------------------------------
+def test_the_human_chooses_in_proportion_to_exp_of_gold():
+    scores, n, rng = [1.0, 0.0, 2.5, -1.0], 20_000, np.random.default_rng(0)
+    counts = Counter(toy.choose(scores, rng) for _ in range(n))
+    weights = [math.exp(s / toy.HUMAN_TEMPERATURE) for s in scores]
+    expected = [n * w / sum(weights) for w in weights]
+    # Chi-square with 3 degrees of freedom is above 25.9 once in 10^5.
+    assert sum((counts[i] - e) ** 2 / e for i, e in enumerate(expected)) < 25.9
+
+
+def test_comparisons_ask_for_prompts_of_the_split_and_keep_the_candidates():
+    asked = []
+
+    def sample(prompts):
+        asked.extend(prompts)
+        return [["the room was lovely .", "soup soup soup", "", "awful"] for _ in prompts]
+
+    rows = toy.comparisons("test", 600, sample)  # more than there are prompts, so it starts again
+    prompts = [r["prompt"] for r in toy.rows("prompts", "test")]
+    assert asked == [prompts[i % len(prompts)] for i in range(600)] == [prompt for prompt, _, _ in rows]
+    assert all(candidates[0] == "the room was lovely ." and 0 <= best < 4 for _, candidates, best in rows)
+    assert rows == toy.comparisons("test", 600, sample)
+    best = [max(range(4), key=lambda i: toy.gold(prompt, candidates[i])) for prompt, candidates, _ in rows]
+    assert mean(a == b for a, (_, _, b) in zip(best, rows, strict=True)) > 0.6  # noisy, but right on average
+
+
+# ---- toy-sum ---------------------------------------------------------------------------------------------------------
+def test_sums_are_the_same_everywhere_and_their_answers_are_right():
+    for stage, split in toy.SPLITS:
+        rows = toy.rows(stage, split, "toy-sum")
+        assert len(rows) == toy.SPLITS[stage, split] and rows == toy.sums(stage, split)
+        for row in rows:
+            digits = row["prompt"].removesuffix(" =").split(" + ")
+            assert len(digits) == 4 and all(len(d) == 1 for d in digits) and str(sum(map(int, digits))) == row["answer"]
+            assert stage == "sft" or row["completion"] == row["answer"]
+    assert toy.rows("prompts", "train", "toy-sum")[0]["prompt"] == "6 + 4 + 3 + 9 ="
+
+
+def test_no_held_out_sum_is_trained_on():
+    training = {row["prompt"] for stage in ("sft", "prompts") for row in toy.rows(stage, "train", "toy-sum")}
+    held_out = {row["prompt"] for stage in ("sft", "prompts") for row in toy.rows(stage, "test", "toy-sum")}
+    assert not training & held_out and len(held_out) > 500 and len(training) > 6000
+
+
+def test_the_human_who_adds_is_careless_every_second_time_or_so():
+    errors = Counter(int(row["completion"]) - int(row["answer"]) for row in toy.rows("sft", "train", "toy-sum"))
+    assert errors.keys() == {-1, 0, 1} and 0.54 < errors[0] / errors.total() < 0.57
+    assert 0.9 < errors[1] / errors[-1] < 1.1
+
+
+def test_a_sum_is_right_or_wrong_and_every_number_is_one_token():
+    assert toy.right_sum(["", "", ""], ["17", " 17 ", "18"], answer=["17"] * 3) == [True, True, False]
+    tokenizer = toy.tokenizer("toy-sum")
+    assert len(tokenizer("3 + 8 + 5 + 1 = 17").input_ids) == 9 and tokenizer.decode(tokenizer("36").input_ids) == "36"

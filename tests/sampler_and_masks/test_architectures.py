@@ -1,0 +1,317 @@
+"""
+Log-probs, entropies, values and scores of every page on every architecture, against plain forwards of unpadded rows;
+packed rows against plain ones; and the architectures that layout.py must find not to be packed.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny_models import PACKED, PAGES, plain_logprobs, random_batch, rest, rows_of, tiny_model, tiny_reward
+from torch import nn
+
+from rlhf_details import train_ppo, train_ppo_async, train_reward, train_rloo, utils
+from rlhf_details.plumbing import layout
+
+PLAIN = ["mistral", "gpt_neo", "bloom", "gemma2"]  # their layers look at a window, or know no positions
+SCALED = ["cohere", "granite"]  # Their logits are scaled after the output embedding, and those of gemma2 are capped.
+pages = pytest.mark.parametrize("page", PAGES.values(), ids=PAGES)
+ppo_pages = pytest.mark.parametrize("page", [train_ppo, train_ppo_async], ids=["ppo", "async"])
+
+
+@pytest.fixture(scope="module")
+def models():
+    """models(kind): a tiny model of that architecture, made once; tests must not change it."""
+    made = {}
+    return lambda kind: made.setdefault(kind, None) or made.__setitem__(kind, tiny_model(kind)) or made[kind]
+
+
+# ---- log-probs -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", PACKED + PLAIN + SCALED)
+@pages
+@torch.no_grad()
+def test_gen_7_log_probs_equal_a_plain_forward_of_each_row_on_every_architecture(models, page, kind):
+    """Left-padded prompts, right-padded responses, logits of some columns alone: none of it shows in the numbers."""
+    model, batch = models(kind), random_batch()
+    for n in (1, 2) if page is train_rloo and kind in PACKED else (1,):
+        outputs = page.response_logprobs(page.Policy(model, 0.7), batch, *rest(page, n))
+        for i, (prompt, response) in enumerate(rows_of(batch)):
+            for ours, expected in zip(outputs, plain_logprobs(model, prompt, response, 0.7), strict=False):
+                assert (ours[i, : len(response)] - expected).abs().max() < 2e-5
+        assert outputs[0].dtype == torch.float32 and outputs[0][batch[3]].std() > 0.3
+
+
+@pages
+@torch.no_grad()
+def test_gen_3_log_probs_are_of_the_tempered_softmax_in_fp32(models, page):
+    model, batch = models("gpt2"), random_batch()
+    for temperature in (0.5, 2.0):
+        ours = page.response_logprobs(page.Policy(model, temperature), batch, *rest(page))[0]
+        expected = [plain_logprobs(model, *row, temperature)[0] for row in rows_of(batch)]
+        assert (ours[batch[3]] - torch.cat(expected)).abs().max() < 1e-5
+    with torch.autocast("cpu", torch.bfloat16):
+        assert page.response_logprobs(page.Policy(model, 0.7), batch, *rest(page))[0].dtype == torch.float32
+
+
+@pages
+@torch.no_grad()
+def test_gen_8_logits_are_made_of_the_columns_that_are_read_alone(page):
+    policy, batch, logits = page.Policy(tiny_model("gpt_neox"), 1.0), random_batch(k=1), []
+    policy.model.get_output_embeddings().register_forward_hook(lambda module, args, out: logits.append(out.numel()))
+    page.response_logprobs(policy, batch, *rest(page))
+    assert sum(logits) <= 3 * 6 * 97  # of the 6 response tokens of 3 rows, and of no prompt's
+
+
+@pages
+@pytest.mark.parametrize("at_once", [1, 200, 1000])
+def test_gen_8_logits_in_pieces_give_the_same_log_probs_and_gradients(page, at_once):
+    """The pieces: one token each, uneven ones, and two. The model's logits are never there at once."""
+    batch, results = random_batch(), []
+    for size in (10**9, at_once):
+        policy, pieces = page.Policy(tiny_model("gpt_neox"), 0.7), []
+        policy.logits_at_once = size
+        hook = lambda module, inputs, logits, pieces=pieces: pieces.append(logits.numel())  # noqa: E731
+        policy.model.get_output_embeddings().register_forward_hook(hook)
+        outputs = page.response_logprobs(policy, batch, *rest(page))
+        sizes = list(pieces)  # The backward pass may compute the pieces once more.
+        (outputs[0] * torch.arange(6)).sum().backward()
+        gradient = torch.cat([p.grad.flatten() for p in policy.parameters()])
+        results.append((*outputs, gradient, sizes))
+    (*whole, one), (*pieced, many) = results
+    assert len(one) == 1 and len(many) > 1 and max(many) <= max(at_once, 97)
+    for a, b in zip(whole, pieced, strict=True):
+        assert (a - b).abs().max() < 1e-5 * max(1, a.abs().max())
+
+
+def test_a_head_that_is_not_known_is_refused_in_one_line(capsys):
+    model = tiny_model("llama")
+    model.lm_head.register_forward_hook(lambda module, args, logits: logits)
+    train_rloo.Policy(model, 1.0)  # a hook that changes nothing
+    real = model.forward
+    model.forward = lambda **inputs: type("Output", (), {"logits": real(**inputs).logits.square()})
+    with pytest.raises(SystemExit) as end:
+        train_rloo.Policy(model, 1.0)
+    line = capsys.readouterr().err
+    assert end.value.code == 2 and "llama" in line and line.count("\n") == 1
+
+
+@pages
+@torch.no_grad()
+def test_rew_6_log_probs_and_entropies_are_zero_behind_the_end_whatever_stands_there(models, page):
+    policy, batch = page.Policy(models("gpt_neox"), 1.0), random_batch()
+    outputs = page.response_logprobs(policy, batch, *rest(page))
+    assert all((x[~batch[3]] == 0).all() and (x[batch[3]] != 0).all() for x in outputs)
+    other = [*batch[:2], torch.where(batch[3], batch[2], 1), batch[3]]
+    again = page.response_logprobs(policy, other, *rest(page))
+    assert all(torch.equal(x, y) for x, y in zip(outputs, again, strict=True))
+
+
+@pages
+@torch.no_grad()
+def test_log_probs_have_the_width_of_the_batch_where_no_response_is_that_long(models, page):
+    queries, query_mask, responses, mask = random_batch()
+    wide = nn.functional.pad(responses, (0, 3), value=9), nn.functional.pad(mask, (0, 3))
+    policy = page.Policy(models("gpt2"), 1.0)
+    ours, padded = (
+        page.response_logprobs(policy, [queries, query_mask, *x], *rest(page)) for x in ((responses, mask), wide)
+    )
+    for a, b in zip(ours, padded, strict=True):
+        assert b.size(1) == 9 and torch.allclose(a, b[:, :6], atol=1e-6) and (b[:, 6:] == 0).all()
+
+
+# ---- values ----------------------------------------------------------------------------------------------------------
+@ppo_pages
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "llama", "opt"])
+@pytest.mark.parametrize("shares_trunk", [True, False])
+@torch.no_grad()
+def test_ppo_5_values_are_those_of_the_state_before_each_token_and_of_the_one_after_the_last(
+    models, page, kind, shares_trunk
+):
+    model, batch = models(kind), random_batch()
+    critic, critic_model = nn.Linear(32, 1), tiny_reward(kind)
+    if not shares_trunk:
+        critic = page.Reward(critic_model)
+    values = page.response_logprobs(page.Policy(model, 0.7, critic), batch)[2]
+    for i, (prompt, response) in enumerate(rows_of(batch)):
+        row = torch.tensor([prompt + response])
+        if shares_trunk:
+            states = critic(model(row, output_hidden_states=True).hidden_states[-1][0]).squeeze(-1)
+        else:
+            states = critic_model.score(critic_model.base_model(row).last_hidden_state[0]).squeeze(-1)
+        expected = states[len(prompt) - 1 :][:6]  # the state after the last of 6 tokens has no column
+        assert (values[i, : len(expected)] - expected).abs().max() < 1e-5
+        assert (values[i, len(expected) :] == 0).all()
+
+
+@ppo_pages
+def test_ppo_3_the_value_loss_of_a_shared_head_trains_the_trunk(page):
+    model, critic = tiny_model("gpt2"), nn.Linear(32, 1)
+    values = page.response_logprobs(page.Policy(model, 1.0, critic), random_batch())[2]
+    values.square().sum().backward()
+    blocks = [p.grad for p in model.transformer.h.parameters() if p.grad is not None]
+    assert len(blocks) > 10 and max(g.abs().max() for g in blocks) > 1e-3
+
+
+# ---- scores ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "llama", "qwen2", "mistral"])
+@pages
+@torch.no_grad()
+def test_rew_2_scores_are_read_at_each_responses_own_end(page, kind):
+    """Prompts and responses hold 0, which is the model's padding token: nothing is found by looking for it."""
+    model, batch = tiny_reward(kind), random_batch()
+    for i in range(0, 12, 3):
+        batch[0][i, -1], batch[2][i, 0] = 0, 0
+    ours = page.response_scores(page.Reward(model), batch, *rest(page))
+    for score, (prompt, response) in zip(ours.tolist(), rows_of(batch), strict=True):
+        hidden = model.base_model(torch.tensor([prompt + response])).last_hidden_state[0, -1]
+        assert score == pytest.approx(model.score(hidden).item(), abs=2e-5)
+    assert ours.std() > 0.05
+
+
+@pages
+@torch.no_grad()
+def test_rew_1_the_bias_in_the_configuration_is_added(page):
+    model, batch = tiny_reward("gpt_neox"), random_batch()
+    plain = page.response_scores(page.Reward(model), batch, *rest(page))
+    model.config.reward_bias = 0.75
+    assert torch.allclose(page.response_scores(page.Reward(model), batch, *rest(page)), plain + 0.75)
+
+
+@pytest.mark.parametrize("page", [*PAGES.values(), train_reward], ids=[*PAGES, "reward"])
+@torch.no_grad()
+def test_rm_6_scores_are_fp32_under_bf16(page):
+    reward = page.Reward(tiny_reward("gpt_neox"))
+    tokens, mask = utils.left_pad([[3, 4, 5, 6, 7], [8, 9, 10]])
+    more = () if page is train_reward else (utils.positions_from_mask(mask), torch.full((2, 1), 4))
+    seen = []
+    reward.model.base_model.register_forward_hook(lambda module, args, out: seen.append(out.last_hidden_state[:, -1]))
+    with torch.autocast("cpu", torch.bfloat16):
+        scores = reward(tokens, mask, *more).flatten()
+    expected = nn.functional.linear(seen[0].float(), reward.model.score.weight).flatten()
+    assert scores.dtype == torch.float32 and torch.allclose(scores, expected, atol=1e-6)
+    assert not torch.equal(scores, scores.bfloat16().float())
+
+
+# ---- packed rows -----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", PACKED)
+@torch.no_grad()
+def test_rloo_9_packed_rows_give_the_log_probs_of_single_rows(models, kind):
+    policy, batch = train_rloo.Policy(models(kind), 0.7), random_batch()
+    plain = train_rloo.response_logprobs(policy, batch, 1)
+    for n in (2, 4):
+        packed = train_rloo.response_logprobs(policy, batch, n)
+        assert all((x - y).abs().max() < 1e-5 for x, y in zip(packed, plain, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "llama", "qwen2"])
+@torch.no_grad()
+def test_rloo_10_packed_rows_give_the_scores_of_single_rows(kind):
+    reward, batch = train_rloo.Reward(tiny_reward(kind)), random_batch()
+    plain = train_rloo.response_scores(reward, batch, 1)
+    assert plain.std() > 0.05
+    for n in (2, 4):
+        assert (train_rloo.response_scores(reward, batch, n) - plain).abs().max() < 1e-5
+
+
+def test_packed_rows_give_the_gradient_of_single_rows():
+    batch, gradients = random_batch(), []
+    for n in (1, 4):
+        policy = train_rloo.Policy(tiny_model("gpt2"), 0.7)
+        (train_rloo.response_logprobs(policy, batch, n)[0] * torch.arange(6)).sum().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in policy.parameters()]))
+    assert (gradients[0] - gradients[1]).abs().max() < 1e-4 * gradients[0].abs().max()
+
+
+# ---- the layout that a run chooses -----------------------------------------------------------------------------------
+def choose(policy_model, reward_model=None, **changes):
+    """The Packing of k = 4, micro-batches of 4 and 8 for sampling, with the functions of train_rloo."""
+    args = dict(rloo_k=4, micro_batch_size=4, rollout_micro_batch_size=8, share_prompts=True, response_length=3)
+    reward_model = train_rloo.Reward(reward_model) if reward_model else None
+    prompts = [SimpleNamespace(ids=list(range(n))) for n in (3, 11, 5)]
+    page = train_rloo.response_logprobs, train_rloo.response_scores
+    policy = train_rloo.Policy(policy_model, 1.0)
+    return layout.choose(SimpleNamespace(**(args | changes)), policy, reward_model, prompts, *page)
+
+
+def test_the_largest_number_of_responses_in_a_row_that_fits():
+    for k in range(1, 25):
+        for size in range(1, 40):
+            n, episodes = layout.largest(k, size)
+            assert n == max(d for d in range(1, k + 1) if k % d == 0 and d <= size), (k, size)
+            assert episodes == max(m for m in range(1, size + 1) if m % n == 0), (k, size)
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_ordinary_layers_are_packed(models, kind, capsys):
+    reward = tiny_reward(kind) if kind in ("gpt2", "gpt_neox", "llama", "qwen2") else None
+    assert choose(models(kind), reward) == layout.Packing(4, 4, 4, 8)
+    assert "packed rows" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "kind,why",
+    [
+        ("mistral", "sliding-window"),
+        ("gpt_neo", "local"),
+        ("gemma2", "sliding-window"),
+        ("bloom", "takes no positions"),
+    ],
+)
+def test_layers_that_cannot_be_packed_run_in_plain_rows_which_are_right(models, kind, why, capsys):
+    """test_gen_7_... compares the plain rows of these architectures with single forwards."""
+    assert choose(models(kind)) == layout.Packing(1, 4, 1, 8)
+    said = capsys.readouterr().out
+    assert said.startswith(f"plain rows, one response each: the policy ({kind})") and why in said
+    if kind in ("mistral", "bloom"):
+        assert choose(models("llama"), tiny_reward(kind)).n == 1
+        assert f"the reward model ({kind})" in capsys.readouterr().out
+
+
+def test_plain_rows_where_the_user_or_the_sizes_ask_for_them(models, capsys):
+    assert choose(models("llama"), share_prompts=False) == layout.Packing(1, 4, 1, 8)
+    assert "--no_share_prompts" in capsys.readouterr().out
+    assert choose(models("llama"), micro_batch_size=1, rollout_micro_batch_size=1) == layout.Packing(1, 1, 1, 1)
+    assert choose(models("llama"), micro_batch_size=3) == layout.Packing(2, 2, 4, 8)
+
+
+@pytest.mark.parametrize("broken", ["policy", "reward model"])
+def test_rloo_12_a_window_that_the_configuration_hides_is_found_by_the_numbers(broken, capsys):
+    policy, reward = tiny_model("llama"), tiny_reward("llama")
+    model = policy.model if broken == "policy" else reward.model
+    real = model.forward
+
+    def windowed(input_ids=None, attention_mask=None, position_ids=None, **inputs):
+        if attention_mask is not None and attention_mask.dim() == 4:  # It looks at the last four columns only.
+            L = torch.arange(attention_mask.size(-1))
+            lowest = torch.finfo(torch.bfloat16).min
+            attention_mask = attention_mask.masked_fill(L.unsqueeze(1) - L >= 4, lowest)
+        return real(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **inputs)
+
+    model.forward = windowed
+    assert choose(policy, reward) == layout.Packing(1, 4, 1, 8)
+    assert "packed and plain rows differ by" in capsys.readouterr().out
+
+
+def test_rloo_12_positions_that_are_taken_and_ignored_are_found_by_the_numbers(capsys):
+    model = tiny_model("gpt2")
+    real = model.transformer.forward
+
+    def ignoring(input_ids=None, attention_mask=None, position_ids=None, **inputs):
+        return real(input_ids=input_ids, attention_mask=attention_mask, **inputs)
+
+    model.transformer.forward = ignoring
+    assert choose(model).n == 1 and "differ by" in capsys.readouterr().out
+
+
+def test_a_model_that_fails_on_packed_rows_runs_in_plain_ones(capsys):
+    model = tiny_model("llama")
+    real = model.model.forward
+
+    def strict(input_ids=None, attention_mask=None, position_ids=None, **inputs):
+        if attention_mask is not None and attention_mask.dim() == 4:
+            raise ValueError("a mask of two dimensions, please")
+        return real(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **inputs)
+
+    model.model.forward = strict
+    assert choose(model).n == 1
+    assert "packed rows cannot be computed (ValueError: a mask of two dimensions, please)" in capsys.readouterr().out

@@ -1,0 +1,160 @@
+"""The sampler: which tokens it draws, where responses end, and that nothing but the coordinates decides a draw."""
+
+import itertools
+
+import pytest
+import torch
+from scipy.stats import chi2
+from tiny_models import SAMPLED, draw, fixed_logits, plain_logprobs, tiny_model
+
+from rlhf_details import train_rloo, utils
+
+page_models = pytest.mark.parametrize("wrapper", SAMPLED.values(), ids=SAMPLED)
+
+
+def small(kind="gpt_neox", temperature=1.0):
+    return train_rloo.Policy(tiny_model(kind, vocab_size=23), temperature)
+
+
+# ---- which tokens are drawn ------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("rows,steps", [(100_000, 1), (1_000, 100)])
+def test_gen_1_tokens_follow_the_softmax(rows, steps):
+    logits = torch.rand(20, generator=torch.Generator().manual_seed(0)) * 4 - 2
+    tokens, mask, logprobs = draw(fixed_logits(logits), [[1]] * rows, steps)
+    p = logits.double().softmax(0)
+    expected = p * tokens.numel()
+    assert mask.all() and tokens.numel() == 100_000
+    assert ((tokens.flatten().bincount(minlength=20) - expected) ** 2 / expected).sum() < chi2.isf(1e-5, 19)
+    torch.testing.assert_close(logprobs, p.log().float()[tokens], atol=1e-5, rtol=0)
+
+
+def test_consecutive_tokens_of_a_row_are_independent():
+    logits = torch.tensor([0.0, 0.5, -0.5, 1.0])
+    tokens, _, _ = draw(fixed_logits(logits), [[1]] * 4_000, 20)
+    p = logits.softmax(0)
+    pairs = (tokens[:, 1:] * 4 + tokens[:, :-1]).reshape(-1)
+    expected = (p.unsqueeze(1) * p).reshape(-1) * pairs.numel()
+    assert ((pairs.bincount(minlength=16) - expected) ** 2 / expected).sum().item() < chi2.isf(1e-5, 15)
+
+
+@page_models
+@torch.no_grad()
+def test_gen_2_every_page_samples_from_the_softmax_of_logits_over_temperature(wrapper):
+    model, number = tiny_model("gpt_neox", vocab_size=23), 2_000
+    expected = (model(torch.tensor([[3, 4, 5]])).logits[0, -1].double() / 0.6).softmax(-1) * number
+    tokens, _, logprobs = draw(wrapper(model, 0.6), [[3, 4, 5]] * number, 1)
+    common = expected >= 5
+    seen = torch.bincount(tokens.flatten(), minlength=23)
+    pooled = [torch.cat([x[common], x[~common].sum().reshape(1)]) for x in (seen, expected)]
+    statistic = ((pooled[0] - pooled[1]) ** 2 / pooled[1]).sum().item()
+    assert statistic < chi2.isf(1e-5, int(common.sum())) and common.sum() > 5
+    assert (logprobs.double() - (expected / number).log()[tokens]).abs().max() < 1e-4
+
+
+@torch.no_grad()
+def test_the_second_token_follows_the_softmax_given_the_first():
+    policy, number = small(temperature=0.7), 8_000
+    responses, _, _ = draw(policy, [[3, 4, 5]] * number, 2)
+    rows = torch.cat([torch.tensor([[3, 4, 5]]).expand(23, 3), torch.arange(23).unsqueeze(1)], 1)
+    logits = policy.model(rows).logits.double() / 0.7
+    joint = (logits[:1, 2].softmax(-1).T * logits[:, 3].softmax(-1)).flatten() * number  # [first * second]
+    seen = torch.bincount(responses[:, 0] * 23 + responses[:, 1], minlength=23 * 23)
+    common = joint >= 5
+    pooled = [torch.cat([x[common], x[~common].sum().reshape(1)]) for x in (seen, joint)]
+    assert ((pooled[0] - pooled[1]) ** 2 / pooled[1]).sum() < chi2.isf(1e-5, int(common.sum()))
+
+
+def test_the_checkpoints_generation_config_is_not_obeyed():
+    """top_k = 1 in a model's own generation_config would make sampling greedy."""
+    policy = small()
+    policy.model.generation_config.update(top_k=1, do_sample=True, repetition_penalty=1.5)
+    responses, _, _ = draw(policy, [[3, 4, 5]] * 16, 8)
+    assert len({tuple(r.tolist()) for r in responses}) == 16
+
+
+@page_models
+@torch.no_grad()
+def test_the_log_probs_of_the_sampler_are_those_of_plain_forwards(wrapper):
+    model, prompts = tiny_model("gpt2", vocab_size=23), [[3, 4, 5, 6, 7], [8], [9, 10]]
+    responses, mask, logprobs = draw(wrapper(model, 0.7), prompts, 8, stop_id=1)
+    for prompt, response, m, ours in zip(prompts, responses, mask, logprobs, strict=True):
+        expected, _ = plain_logprobs(model, prompt, response[m].tolist(), 0.7)
+        assert (ours[m] - expected).abs().max() < 1e-5 and (ours[~m] == 0).all()
+
+
+# ---- coordinates alone decide ----------------------------------------------------------------------------------------
+@torch.no_grad()
+def test_gen_4_tokens_are_a_function_of_coordinates_and_row():
+    policy, prompts = small(), [[3, 4, 5], [6], [7, 8]]
+    whole = draw(policy, prompts, 8, key=(1, 0, 2))[0]
+    for key in [(2, 0, 1), (1, 1, 2), (1, 0, 3), (0, 1, 2)]:  # the sums of some are the same
+        assert not torch.equal(whole, draw(policy, prompts, 8, key=key)[0])
+    torch.manual_seed(7)  # no generator has a say
+    for i in range(3):  # nor has what else is in the batch
+        alone = draw(policy, [prompts[i]], 8, key=(1, 0, 2), rows=torch.tensor([i]))[0]
+        assert torch.equal(alone[0], whole[i])
+    same = draw(policy, [[3, 4, 5]] * 3, 8)[0]
+    assert len({tuple(row.tolist()) for row in same}) == 3  # rows of one prompt differ by their number
+
+
+@pytest.mark.parametrize("kind", ["gpt_neox", "gpt2"])
+@torch.no_grad()
+def test_packed_sampling_draws_what_plain_sampling_draws(kind):
+    """n responses in the row of their prompt, against a row each: the same tokens, some of which end early."""
+    policy, prompts = small(kind, 0.7), [[3, 4, 5, 6], [7, 8], [9, 10, 11], [5]]
+    free = draw(policy, prompts, 9, n=3)[0]
+    stop_id = free.flatten().mode().values.item()
+    packed = draw(policy, prompts, 9, stop_id, n=3)
+    plain = draw(policy, [p for p in prompts for _ in range(3)], 9, stop_id)
+    assert torch.equal(packed[0], plain[0]) and torch.equal(packed[1], plain[1])
+    assert (packed[2] - plain[2]).abs().max() < 1e-5
+    assert len(set(plain[1].sum(1).tolist())) > 1 and len({tuple(row) for row in plain[0].tolist()}) > 8
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@torch.no_grad()
+def test_gen_6_a_padded_prompt_is_continued_as_it_would_be_alone(n):
+    """GPT-2 has absolute positions. Without explicit ones a left-padded prompt is read shifted."""
+    policy = small("gpt2")
+    together = draw(policy, [[3, 4, 5, 6, 7, 8], [9, 10]], 8, n=n)
+    alone = draw(policy, [[9, 10]], 8, rows=torch.arange(n, 2 * n), n=n)
+    assert torch.equal(together[0][n:], alone[0]) and (together[2][n:] - alone[2]).abs().max() < 1e-5
+
+
+# ---- where responses end ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("n", [1, 4])
+@torch.no_grad()
+def test_gen_5_nothing_is_sampled_after_the_stop_token(n):
+    policy, prompts = small(), [[3, 4, 5], [6, 7]] * (40 // n)
+    free, free_mask, _ = draw(policy, prompts, 20, n=n)
+    stop_id = free.flatten().mode().values.item()
+    responses, mask, logprobs = draw(policy, prompts, 20, stop_id, n=n)
+    assert free_mask.all() and responses.dtype == torch.int64 and logprobs.dtype == torch.float32
+    for full, cut, m, p in zip(free, responses, mask, logprobs, strict=True):
+        before = list(itertools.takewhile(lambda t: t != stop_id, full.tolist()))
+        length = min(20, len(before) + 1)  # the stop token itself is in the mask
+        assert m.tolist() == [t < length for t in range(20)]
+        assert cut.tolist() == full.tolist()[:length] + [0] * (20 - length)
+        assert (p[length:] == 0).all() and (p[:length] < 0).all()
+    assert len(set(mask.sum(1).tolist())) > 5
+
+
+def test_sampling_ends_when_all_processes_say_so_and_one_token_is_enough():
+    calls = []
+
+    def alive(on):
+        return lambda x: calls.append(x.tolist()) or on
+
+    logits = torch.tensor([-50.0, 50.0, -50.0])
+    responses, mask, _ = draw(fixed_logits(logits), [[1], [2]], 5, stop_id=1)
+    assert responses.tolist() == [[1, 0, 0, 0, 0]] * 2 and mask.sum().item() == 2
+    draw(fixed_logits(logits), [[1], [2]], 5, stop_id=1, any_alive=alive(True))  # another process has not ended
+    assert calls == [[False, False]] * 4
+    calls.clear()
+    draw(fixed_logits(logits), [[1], [2]], 5, stop_id=1, any_alive=alive(False))
+    assert len(calls) == 1
+    assert draw(fixed_logits(logits), [[1]], 1)[0].shape == (1, 1)
+
+
+def test_the_training_s_and_the_held_out_evaluation_s_noise_have_purposes_of_their_own():
+    assert len({utils.TRAINING, utils.EVALUATION, utils.REWARD_DATA}) == 3

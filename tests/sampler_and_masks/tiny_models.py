@@ -1,0 +1,94 @@
+"""Small random models, ragged batches and draws that the tests of the sampler and of masks share."""
+
+from types import SimpleNamespace
+
+import torch
+import transformers
+
+from rlhf_details import evaluate, train_ppo, train_ppo_async, train_reward, train_rloo, train_sft, utils
+
+PAGES = {"rloo": train_rloo, "ppo": train_ppo, "async": train_ppo_async, "evaluate": evaluate}  # that compute log-probs
+SAMPLED = {name: page.Policy for name, page in PAGES.items()}  # what the sampler calls
+SAMPLED |= {"reward": train_reward.Policy, "sft": train_sft.LanguageModel}
+
+SIZES = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+SIZES |= dict(max_position_embeddings=64, vocab_size=97, initializer_range=0.2)
+PACKED = ["gpt2", "gpt_neox", "llama", "qwen2", "opt", "gptj", "phi"]  # architectures whose rows may be packed
+CHANGES = {
+    "qwen2": dict(num_key_value_heads=2),
+    "opt": dict(ffn_dim=64, word_embed_proj_dim=32),
+    "gptj": dict(rotary_dim=8),
+    "mistral": dict(sliding_window=8, num_key_value_heads=2),
+    "gpt_neo": dict(num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]], window_size=8),
+    "bloom": dict(n_head=4),
+    "cohere": dict(num_key_value_heads=2, logit_scale=0.3),
+    "granite": dict(num_key_value_heads=2, logits_scaling=3.0),
+    "gemma2": dict(head_dim=8, num_key_value_heads=2, final_logit_softcapping=3.0, query_pre_attn_scalar=8),
+}
+NOT_ACCEPTED = {"gpt_neo": ["num_hidden_layers", "num_attention_heads"]}
+
+
+def config_of(kind, **changes):
+    sizes = {name: value for name, value in SIZES.items() if name not in NOT_ACCEPTED.get(kind, [])}
+    return transformers.AutoConfig.for_model(kind, **(sizes | CHANGES.get(kind, {}) | changes))
+
+
+def tiny_model(kind, **changes):
+    """A random causal language model of an architecture, with weights large enough to tell tokens apart."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config_of(kind, **changes))
+    return utils.disable_dropout(model).eval()
+
+
+def tiny_reward(kind, **changes):
+    """A random sequence-classification model with one label."""
+    torch.manual_seed(0)
+    config = config_of(kind, num_labels=1, pad_token_id=0, **changes)
+    return transformers.AutoModelForSequenceClassification.from_config(config).eval()
+
+
+def random_batch(groups=3, k=4, Q=9, R=6, vocab_size=97):
+    """Queries, query_mask, responses, response_mask of ragged lengths, the k of a prompt adjacent; any id anywhere."""
+    g = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(vocab_size, (n,), generator=g).tolist() for n in (Q, 2, 5)[:groups]]
+    queries, query_mask = (x.repeat_interleave(k, 0) for x in utils.left_pad(prompts))
+    responses = torch.randint(vocab_size, (groups * k, R), generator=g)
+    lengths = torch.randint(1, R + 1, (groups * k, 1), generator=g)
+    return queries, query_mask, responses, torch.arange(R) < lengths
+
+
+def rows_of(batch):
+    """[(prompt, response), ...]: the ids of each row of a batch, as lists without padding."""
+    queries, query_mask, responses, mask = batch
+    return [(q[m].tolist(), r[n].tolist()) for q, m, r, n in zip(queries, query_mask, responses, mask, strict=True)]
+
+
+def rest(page, n=1):
+    """The last argument of RLOO's functions, which the other pages do not have: n responses a row."""
+    return (n,) if page is train_rloo else ()
+
+
+def fixed_logits(logits):
+    """Stands in for a policy: the same logits after every context."""
+
+    def policy(tokens, mask, positions, index, cache):
+        return logits.expand(len(tokens), len(index), -1)
+
+    policy.model = SimpleNamespace(config=transformers.GPTNeoXConfig(num_hidden_layers=1))
+    return policy
+
+
+def draw(policy, prompts, response_length, stop_id=None, key=(1, 0, 1), rows=None, n=1, any_alive=torch.any):
+    """n responses to each prompt (a list of ids) by utils.sample: responses, mask, log-probs."""
+    queries, query_mask = (x.repeat_interleave(n, 0) for x in utils.left_pad(prompts))
+    rows = torch.arange(len(queries)) if rows is None else rows
+    return utils.sample(policy, [queries, query_mask, rows], n, response_length, stop_id, key, any_alive)
+
+
+@torch.no_grad()
+def plain_logprobs(model, prompt, response, temperature):
+    """log p of each response token, in float64, from one plain forward of an unpadded row; and the entropies."""
+    logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].double() / temperature
+    log_softmax = logits.log_softmax(-1)
+    logprobs = log_softmax[torch.arange(len(response)), response]
+    return logprobs, torch.distributions.Categorical(logits=logits).entropy()

@@ -1,0 +1,175 @@
+"""
+Runs training scripts in processes of their own, for real, on CPUs over gloo: [torchrun] page_worker.py SPEC.json
+
+SPEC.json: {"engine": "one", "ddp", "fsdp2", "zero2" or "zero3"; "out": folder; "runs": [{"script", "args", "precision",
+"die_after"}]}. Each process writes out/rank<r>.pt, a list with an entry for each run: the engine as the script saw it,
+the world size, which part of the weights this process held, the responses that it sampled, the advantages, dtypes.
+
+accelerate 1.15 ignores FSDP and DeepSpeed plugins where the device is a CPU, and quietly runs DDP. So `force` sets by
+hand what `accelerate launch --config_file` sets on GPUs while `Accelerator(...)` is made, with the plugins built from
+the environment that the launcher makes of the shipped configuration. From `accelerator.prepare` on, accelerate's own
+code runs.
+"""
+
+import importlib
+import json
+import os
+import sys
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from accelerate import Accelerator, DeepSpeedPlugin, DistributedType, FullyShardedDataParallelPlugin
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from rlhf_details import utils
+from rlhf_details.plumbing import engines
+from rlhf_details.plumbing.run import Run
+
+CONFIGS = Path(__file__).parent.parent.parent / "benchmark" / "accelerate"
+
+
+class Died(BaseException):
+    """What a run dies of where the specification says so."""
+
+
+def launch_environment(config):
+    """What `accelerate launch --config_file benchmark/accelerate/<config>.yaml` adds to the processes' environment."""
+    args = launch_command_parser().parse_args(["--config_file", str(CONFIGS / f"{config}.yaml"), "script.py"])
+    args, defaults, _ = _validate_launch_command(args)
+    if args.use_deepspeed:
+        args.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
+        environment = prepare_deepspeed_cmd_env(args)[1]
+    else:
+        several = args.multi_gpu or args.use_fsdp
+        environment = prepare_multi_gpu_env(args) if several else prepare_simple_launcher_cmd_env(args)[1]
+    return {key: value for key, value in environment.items() if key.startswith(("ACCELERATE_", "FSDP_"))}
+
+
+def force(accelerator, engine, environment):
+    """Makes a new Accelerator one of an engine that is for GPUs."""
+    state, precision = AcceleratorState._shared_state, accelerator.mixed_precision
+    if engine not in ("fsdp2", "zero2", "zero3"):
+        return accelerator
+    kind = DistributedType.FSDP if engine == "fsdp2" else DistributedType.DEEPSPEED
+    state["distributed_type"] = PartialState._shared_state["distributed_type"] = kind
+    with patch.dict(os.environ, environment):
+        if engine == "fsdp2":
+            state["fsdp_plugin"] = plugin = FullyShardedDataParallelPlugin()
+            if precision != "no":
+                plugin.set_mixed_precision(precision)
+            return accelerator
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        import deepspeed
+
+        # This takes over torch's gloo group; deepspeed.initialize would ask for the backend "ccl".
+        deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+        plugin = DeepSpeedPlugin()
+    if engine == "zero3":  # Tiny weights would all be below the default, and stay whole.
+        plugin.deepspeed_config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    plugin.set_mixed_precision(precision)
+    plugin.select(_from_accelerator_state=True)
+    state["deepspeed_plugins"] = plugin
+    # Accelerator.__init__ sets these where it is given a plugin, because DeepSpeed casts by itself.
+    state["_mixed_precision"], accelerator.native_amp, accelerator.scaler = "no", False, None
+    accelerator.deepspeed_engine_wrapped = None
+    return accelerator
+
+
+def parts(module, optimizer):
+    """(numbers of weights held here, of weights that are stepped here, of weights in all)."""
+    held = total = 0
+    for p in module.parameters():
+        shard = p.to_local() if isinstance(p, DTensor) else getattr(p, "ds_tensor", p)
+        held += shard.numel()
+        total += getattr(p, "ds_numel", p.numel())
+    zero = getattr(optimizer, "optimizer", None)
+    flats = getattr(zero, "fp32_partitioned_groups_flat", None) or getattr(
+        zero, "single_partition_of_fp32_groups", None
+    )
+    groups = [p for group in optimizer.param_groups for p in group["params"]]
+    stepped = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in flats or groups)
+    return held, stepped, total
+
+
+def one_run(spec, engine):
+    """Runs main of a script; returns what was seen."""
+    AcceleratorState._reset_state()
+    if PartialState._shared_state.get("distributed_type") is not None and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_CPU
+    script = importlib.import_module(f"rlhf_details.{spec['script']}")
+    environment = launch_environment(engine) if engine != "one" else {}
+    seen = {"sampled": {}, "advantages": [], "products": set(), "died": False}
+    prepare, log, sample, sampling = engines.prepare, Run.log, utils.sample, set()
+
+    def accelerator(**kwargs):
+        return force(Accelerator(mixed_precision=spec.get("precision", "no"), **kwargs), engine, environment)
+
+    def note(layer, inputs, output):
+        if torch.is_grad_enabled() or threading.get_ident() in sampling:
+            seen["products"].add(str(output.dtype))
+
+    def recording_prepare(accelerator, module, optimizer):
+        module, optimizer = prepare(accelerator, module, optimizer)
+        inner = accelerator.unwrap_model(module).model
+        held, stepped, total = parts(module, optimizer)
+        seen.update(engine=engines.name(accelerator), world=accelerator.num_processes)
+        seen.update(kind=accelerator.distributed_type.value, precision=engines.precision(accelerator))
+        seen.update(held=held, stepped=stepped, total=total, architecture=inner.config.model_type)
+        seen.update(groups=sum(isinstance(m, FSDPModule) for m in module.modules()))
+        seen.update(sharded=engines.is_sharded(module), dtypes={str(p.dtype) for p in module.parameters()})
+        linear = next(m for m in inner.modules() if isinstance(m, torch.nn.Linear) or type(m).__name__ == "Conv1D")
+        linear.register_forward_hook(note)
+        return module, optimizer
+
+    def recording_sample(policy, batch, *args, **kwargs):
+        sampling.add(threading.get_ident())  # The actor of train_ppo_async.py samples in a thread of its own.
+        responses, mask, logprobs = sample(policy, batch, *args, **kwargs)
+        sampling.discard(threading.get_ident())
+        key = kwargs["key"] if "key" in kwargs else args[3]
+        if key[1] == utils.TRAINING:
+            for row, tokens, real in zip(batch[2].tolist(), responses, mask, strict=True):
+                seen["sampled"][key[2], row] = tuple(tokens[real].tolist())
+        return responses, mask, logprobs
+
+    def dying_log(self, update, metrics, samples=None):
+        log(self, update, metrics, samples)
+        if update == spec.get("die_after"):
+            raise Died
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(engines, "Accelerator", accelerator))
+        stack.enter_context(patch.object(engines, "prepare", recording_prepare))
+        stack.enter_context(patch.object(utils, "sample", recording_sample))
+        stack.enter_context(patch.object(Run, "log", dying_log))
+        name = {"train_rloo": "rloo_policy_loss"}.get(spec["script"], "ppo_policy_loss")
+        if loss := getattr(script, name, None):
+            stack.enter_context(
+                patch.object(script, name, lambda *x: seen["advantages"].append(x[3].cpu()) or loss(*x))
+            )
+        try:
+            script.main(script.Args(**spec["args"]))
+        except Died:
+            seen["died"] = True
+    return seen
+
+
+def main():
+    spec = json.loads(Path(sys.argv[1]).read_text())
+    torch.set_num_threads(1)
+    seen = [one_run(run, spec["engine"]) for run in spec["runs"]]
+    out = Path(spec["out"])
+    out.mkdir(parents=True, exist_ok=True)
+    torch.save(seen, out / f"rank{os.environ.get('RANK', 0)}.pt")
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

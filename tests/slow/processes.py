@@ -1,0 +1,40 @@
+"""Runs of several processes, which page_worker.py makes, and how they are compared. Several runs share one start."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import torch
+from helpers import launch
+
+from rlhf_details import toy
+
+WORKER = Path(__file__).with_name("page_worker.py")
+KINDS = {"one": "NO", "ddp": "MULTI_CPU", "fsdp2": "FSDP", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
+
+
+def write_rows(path, count):
+    """Rows that serve as prompts, demonstrations and comparisons; returns the path as a string."""
+    rows = [row | {"chosen": row["completion"], "rejected": "we ."} for row in toy.rows("prompts", "test")[:count]]
+    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def spec_of(args, name, **options):
+    """What page_worker.py is told of a run: Args of a script, into runs/<name> and models/<name>."""
+    values = dataclasses.asdict(args) | {"run_name": name, "output_dir": f"models/{name}"}
+    return {"script": values["exp_name"], "args": values, **options}
+
+
+def run_under(engine, specs, folder, processes=2):
+    """Runs the specs one after the other; [what each process saw, one entry for each process] for each spec."""
+    spec, out = folder / f"{engine}.json", folder / f"out_{engine}"
+    spec.write_text(json.dumps({"engine": engine, "out": str(out), "runs": specs}))
+    # DeepSpeed compiles at its first use. In a folder of its own, a run that was killed leaves no lock to wait for.
+    done = launch(WORKER, [spec], processes, cwd=folder, TORCH_EXTENSIONS_DIR=str(folder / "extensions"))
+    assert done.returncode == 0, done.stderr[-4000:]
+    ranks = [torch.load(out / f"rank{rank}.pt", weights_only=False) for rank in range(processes)]
+    seen = list(zip(*ranks, strict=True))
+    for row in (row for records in seen for row in records):
+        assert row["world"] == processes and row["kind"] == KINDS[engine]
+    return seen

@@ -1,0 +1,196 @@
+"""
+DDP, FSDP2, DeepSpeed ZeRO-2 and ZeRO-3 on two processes: the curves and weights of one process, really sharded, and a
+run may go on under another engine. With VALIDATED_OUT=FILE what passed is appended to FILE, for benchmark/validated.py.
+"""
+
+import importlib.util
+import json
+import os
+
+import pytest
+import torch
+import yaml
+from accelerate.utils import FullyShardedDataParallelPlugin
+from helpers import SIZES, assert_same_curves, page_args, ppo_args, read_metrics, rloo_args, tiny_config
+from page_worker import CONFIGS, launch_environment
+from processes import run_under, spec_of, write_rows
+from safetensors.torch import load_file
+from transformers import GPT2Config, LlamaConfig, Qwen2Config
+from transformers.models.auto import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from rlhf_details import toy, train_reward, train_sft
+
+NAMES = {"one": "one process", "ddp": "DDP", "fsdp2": "FSDP2", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}
+NO_DEEPSPEED = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+ENGINES = ["ddp", "fsdp2", pytest.param("zero2", marks=NO_DEEPSPEED), pytest.param("zero3", marks=NO_DEEPSPEED)]
+
+
+def save_models(folder):
+    """Random pairs of a policy and a reward model of several architectures, in folder/<architecture>/."""
+    base = tiny_config(initializer_range=0.2)
+    shared = SIZES | dict(initializer_range=0.2, vocab_size=base.vocab_size, bos_token_id=None)
+    shared |= dict(eos_token_id=base.eos_token_id, pad_token_id=base.pad_token_id)
+    names = dict(hidden_size="n_embd", num_hidden_layers="n_layer", num_attention_heads="n_head")
+    names |= dict(max_position_embeddings="n_positions")
+    llama = shared | dict(intermediate_size=64)
+    configs = {
+        "gpt_neox": base,
+        "gpt2": GPT2Config(**{names.get(name, name): value for name, value in shared.items()}),
+        "llama": LlamaConfig(**llama),
+        "qwen2": Qwen2Config(tie_word_embeddings=True, num_key_value_heads=2, **llama),
+    }
+    for name, config in configs.items():
+        torch.manual_seed(0)
+        for kind, model in (("policy", AutoModelForCausalLM), ("reward", AutoModelForSequenceClassification)):
+            config.num_labels = 1
+            model.from_config(config).save_pretrained(folder / name / kind)
+            toy.tokenizer().save_pretrained(folder / name / kind)
+    return folder
+
+
+def cases(models):
+    """The runs that each engine makes: {name: (Args, precision, layout)}."""
+    neox, rows = models / "gpt_neox", write_rows(models / "rows.jsonl", 41)
+    short = dict(total_episodes=80, num_mini_batches=2, num_ppo_epochs=2, micro_batch_size=3, learning_rate=1e-3)
+    stage = dict(dataset=rows, eval_dataset=rows, micro_batch_size=3, learning_rate=1e-3, overwrite=True)
+    reward = stage | dict(sft_model_path=str(neox / "policy"), batch_size=8, response_length=8, normalize_samples=16)
+    reward |= dict(normalization="gain_bias", max_grad_norm=0.5)
+    shared = dict(value_model="shared", ratio_threshold=1.0005, gradient_checkpointing=True)
+    found = {
+        "rloo": (rloo_args(neox, max_grad_norm=0.5, **short), "packed"),
+        "rloo_plain": (rloo_args(neox, share_prompts=False, **short), "plain"),
+        "ppo": (ppo_args(neox, tf_adam=True, eval_dataset=rows, **short), "plain"),
+        "ppo_shared": (ppo_args(neox, **shared, **short), "plain"),
+        "ppo_gpt2": (ppo_args(models / "gpt2", **short), "plain"),
+        "reward": (train_reward.Args(**reward), "plain"),
+        "sft": (train_sft.Args(**stage, base_model=str(neox / "policy"), batch_size=6), "plain"),
+        "ppo_async": (page_args("train_ppo_async", neox, **short), "plain"),
+    }
+    found |= {f"rloo_{name}": (rloo_args(models / name, **short), "packed") for name in ("gpt2", "llama", "qwen2")}
+    found = {name: (args, "fp32", layout) for name, (args, layout) in found.items()}
+    return found | {f"{name}_bf16": (found[name][0], "bf16", found[name][2]) for name in ("rloo", "ppo", "reward")}
+
+
+def spec(case, name, **options):
+    args, precision, _ = case
+    return spec_of(args, name, precision={"fp32": "no", "bf16": "bf16"}[precision], **options)
+
+
+def assert_same_weights(a, b):
+    """Within 1e-4. The bias of keys adds the same to all logits of a softmax, so its gradient is rounding alone."""
+    a, b = (load_file(folder / "model.safetensors") for folder in (a, b))
+    assert a.keys() == b.keys()
+    for name in a:
+        x, y = a[name], b[name]
+        assert x.dtype == torch.float32
+        if name.endswith("k_proj.bias"):
+            continue
+        if name.endswith(("query_key_value.bias", "c_attn.bias")):
+            heads = 4 if "query_key_value" in name else 1
+            x, y = (z.reshape(heads, 3, -1)[:, [0, 2]] for z in (x, y))  # of queries and values
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4, msg=lambda message, name=name: f"{name}: {message}")
+
+
+def validated(engine, args, precision, layout, architecture):
+    """Notes for the README's table that a case has passed."""
+    if "VALIDATED_OUT" in os.environ:
+        with open(os.environ["VALIDATED_OUT"], "a") as file:
+            file.write(json.dumps([architecture, precision, layout, NAMES[engine], args.exp_name]) + "\n")
+
+
+def assert_healthy(rows, precision):
+    """All numbers are finite, and the sampler and the training forward agree."""
+    for row in rows:
+        assert all(abs(value) < 1e9 for value in row.values())
+        assert row.get("val/logprob_gap", 0) < {"fp32": 1e-4, "bf16": 0.5}[precision]
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    """(folder, cases), all of which have been run in one process."""
+    folder = tmp_path_factory.mktemp("engines")
+    found = cases(save_models(folder))
+    specs = [spec(case, f"one_{name}") for name, case in found.items()]
+    for (name, case), (row,) in zip(found.items(), run_under("one", specs, folder, processes=1), strict=True):
+        assert row["engine"] == "one process" and row["held"] == row["total"] == row["stepped"]
+        assert row["precision"] == case[1]
+        assert_healthy(read_metrics(folder / f"runs/one_{name}"), case[1])
+        validated("one", *case, row["architecture"])
+    return folder, found
+
+
+def check_share(engine, name, precision, ranks):
+    """Each process held its share of the weights and of what is stepped, in fp32, and multiplied as asked for."""
+    for row in ranks:
+        assert row["engine"] == NAMES[engine] and row["precision"] == precision and row["dtypes"] == {"torch.float32"}
+        assert row["products"] == {{"fp32": "torch.float32", "bf16": "torch.bfloat16"}[precision]}
+        assert row["sharded"] == (engine in ("fsdp2", "zero3"))
+        layers = 2 * (1 + (name in ("ppo", "ppo_gpt2", "ppo_bf16")))  # The value model is another transformer.
+        assert row["groups"] == (1 + layers if engine == "fsdp2" else 0)  # FSDP2 gathers each layer by itself.
+    held, stepped, total = (sum(row[key] for row in ranks) for key in ("held", "stepped", "total"))
+    uneven = 0.01 * total  # A tensor of odd size leaves one process a filler, or the other nothing.
+    assert held == total if engine in ("ddp", "zero2") else abs(held - total / 2) < uneven
+    assert stepped == total if engine == "ddp" else abs(stepped - total / 2) < uneven
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
+def test_opt_6_an_engine_follows_one_process_and_holds_its_share(one, engine):
+    """Faults 37 and 44. train_ppo_async.py runs under DDP alone."""
+    folder, found = one
+    found = {name: case for name, case in found.items() if name != "ppo_async" or engine == "ddp"}
+    specs = [spec(case, f"{engine}_{name}") for name, case in found.items()]
+    for (name, case), ranks in zip(found.items(), run_under(engine, specs, folder), strict=True):
+        check_share(engine, name, case[1], ranks) if name != "ppo_async" else None
+        rows = [read_metrics(folder / f"runs/{kind}_{name}") for kind in ("one", engine)]
+        if case[1] == "fp32":
+            assert_same_curves(*rows, near=1e-4)
+            assert_same_weights(*(folder / f"models/{kind}_{name}" for kind in ("one", engine)))
+        else:  # The batches differ in shape, and bf16 rounds by it.
+            assert_healthy(rows[1], case[1])
+        validated(engine, *case, ranks[0]["architecture"])
+
+
+DEEPSPEED_PAIRS = [("fsdp2", "zero3"), ("zero3", "ddp"), ("zero2", "ddp"), ("ddp", "zero2"), ("ddp", "zero3")]
+PAIRS = [("fsdp2", "ddp"), ("ddp", "fsdp2"), *(pytest.param(*pair, marks=NO_DEEPSPEED) for pair in DEEPSPEED_PAIRS)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("before, after", PAIRS)
+def test_a_run_saved_under_one_engine_goes_on_under_another(one, before, after):
+    folder, found = one
+    names = {name: f"{before}_{after}_{name}" for name in ("ppo", "reward")}
+    specs = [spec(found[name], run, die_after=3) for name, run in names.items()]
+    for entry in specs:
+        entry["args"]["checkpoint_every"] = 2
+    assert all(row["died"] for ranks in run_under(before, specs, folder) for row in ranks)
+    for entry in specs:
+        entry["args"]["resume"], entry["die_after"] = True, None
+    assert all(row["engine"] == NAMES[after] for ranks in run_under(after, specs, folder) for row in ranks)
+    for name, run in names.items():
+        config = json.loads((folder / "runs" / run / "config.json").read_text())
+        assert config["engine"] == NAMES[after] and config["num_processes"] == 2 and len(config["resumed"]) == 1
+        assert_same_curves(*(read_metrics(folder / "runs" / other) for other in (f"one_{name}", run)), near=1e-4)
+        assert_same_weights(folder / f"models/one_{name}", folder / "models" / run)
+
+
+@pytest.mark.parametrize("config", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
+def test_launch_configurations_are_read_by_accelerate(config, monkeypatch):
+    environment = launch_environment(config)
+    assert environment["ACCELERATE_MIXED_PRECISION"] == "bf16"
+    values = yaml.safe_load((CONFIGS / f"{config}.yaml").read_text())
+    for key, value in environment.items():
+        monkeypatch.setenv(key, value)
+    if config == "fsdp2":
+        plugin = FullyShardedDataParallelPlugin()
+        assert plugin.fsdp_version == 2 and plugin.reshard_after_forward and not plugin.cpu_ram_efficient_loading
+        assert "transformer" in str(plugin.auto_wrap_policy)
+    elif config.startswith("zero"):
+        assert environment["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == config[-1]
+        assert environment["ACCELERATE_DEEPSPEED_ZERO3_INIT"] == "false"
+        assert values["deepspeed_config"]["gradient_accumulation_steps"] == 1
+    else:
+        assert "ACCELERATE_USE_FSDP" not in environment and "ACCELERATE_USE_DEEPSPEED" not in environment
+    assert (values["num_machines"] > 1) == (config == "multi_node") and (values["num_processes"] > 1) == (
+        config != "one_gpu"
+    )

@@ -1,0 +1,156 @@
+"""Two processes under torchrun compute what one does: the same tokens, gradients, advantages and curves. bf16."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from helpers import LM_HUMAN_PREFERENCES, ROOT, assert_same_curves, page_args, read_metrics, save_pair
+from processes import run_under, spec_of, write_rows
+from safetensors.torch import load_file
+
+pytestmark = pytest.mark.slow
+LIMITS = dict(score_scaling=True, score_norm=True, score_clip=1.5, ratio_threshold=1.004, target_kl=3e-4)
+CASES = {
+    "rloo": ("train_rloo", {}),
+    "reinforce++": ("train_rloo", dict(token_level_kl=True, normalize_reward=True, normalize_advantage=True)),
+    "ppo": ("train_ppo", LIMITS),
+    "lm-human-preferences": ("train_ppo", LM_HUMAN_PREFERENCES | dict(kl_horizon=200.0)),
+    "async": ("train_ppo_async", {}),
+}
+EVERY_CASE = pytest.mark.parametrize("case", [*CASES, "vocabulary-8192"])
+
+
+def cases(models, large, folder):
+    """{name: Args}; 41 held-out rows do not divide by two."""
+    held_out = write_rows(folder / "odd.jsonl", 41)
+    steps = dict(
+        num_ppo_epochs=2, num_mini_batches=2, micro_batch_size=3, rollout_micro_batch_size=5, learning_rate=1e-3
+    )
+    flags = steps | dict(total_episodes=160, eval_dataset=held_out, num_sample_generations=2)
+    found = {name: page_args(page, models, **flags, **options) for name, (page, options) in CASES.items()}
+    options = dict(total_episodes=80, learning_rate=3e-4, token_level_kl=True, normalize_advantage=True)
+    return found | {"vocabulary-8192": page_args("train_rloo", large, **options)}
+
+
+@pytest.fixture(scope="session")
+def runs(ragged, tmp_path_factory):
+    """{case: {processes: (rows of metrics, what each process saw)}}."""
+    folder, found = tmp_path_factory.mktemp("processes"), {}
+    args = cases(ragged, save_pair(tmp_path_factory.mktemp("large"), vocab_size=8192), folder)
+    for engine, processes in (("one", 1), ("ddp", 2)):
+        specs = [spec_of(values, f"{engine}-{name}") for name, values in args.items()]
+        for name, seen in zip(args, run_under(engine, specs, folder, processes), strict=True):
+            found.setdefault(name, {})[processes] = read_metrics(folder / f"runs/{engine}-{name}"), seen
+    return found
+
+
+@EVERY_CASE
+def test_two_processes_sample_the_same_tokens_and_give_the_same_curves(runs, case):
+    """Faults 4, 22 and 36. `run_under` asserts the number of processes and the kind of distribution."""
+    (one, (first,)), (two, seconds) = runs[case][1], runs[case][2]
+    tokens = seconds[0]["sampled"] | seconds[1]["sampled"]
+    assert first["sampled"] == tokens and len(tokens) == 16 * sum(row["update"] > 0 for row in one)
+    assert [len(row["sampled"]) for row in seconds] == [len(tokens) // 2] * 2
+    assert len(set(tokens.values())) > len(tokens) // 2
+    assert_same_curves(one, two)
+    if case == "ppo":  # Some steps were skipped, and others were not.
+        assert 0 < sum(row["policy/skipped_minibatches"] > 0 for row in one[1:]) < 10
+    if case == "lm-human-preferences":
+        assert len({row["objective/kl_coef"] for row in one[1:]}) == 10
+
+
+@EVERY_CASE
+def test_rew_7_advantages_are_those_of_the_whole_batch_on_any_number_of_processes(runs, case):
+    sides = [
+        torch.cat([x.flatten() for record in seen for x in record["advantages"]]).sort().values
+        for _, seen in runs[case].values()
+    ]
+    assert sides[0].shape == sides[1].shape and sides[0].std() > 0.1
+    assert (sides[0] - sides[1]).abs().max() < 5e-3
+
+
+@EVERY_CASE
+def test_opt_6_the_gradient_is_the_same_on_two_processes(runs, case):
+    norms = [[row["policy/grad_norm"] for row in rows if row["update"]] for rows, _ in runs[case].values()]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-3) and min(norms[0]) > 1e-2
+
+
+@EVERY_CASE
+def test_log_2_metrics_are_means_over_all_actions_of_all_processes(runs, case):
+    names = "policy/approxkl_avg policy/clipfrac_avg policy/entropy_avg loss/policy_avg val/ratio val/ratio_var".split()
+    for a, b in zip(*(rows for rows, _ in runs[case].values()), strict=True):
+        if a["update"]:
+            assert [a[name] for name in names] == pytest.approx([b[name] for name in names], rel=2e-3, abs=1e-6)
+
+
+@pytest.mark.parametrize("case", ["rloo", "ppo", "async"])
+def test_model_3_under_bf16_weights_and_log_probs_are_fp32(ragged, tmp_path, case):
+    """Fault 13. accelerate wraps the policy's forward for bf16; the actor's copy must go on calling its own weights."""
+    args = page_args(CASES[case][0], ragged, total_episodes=64, num_ppo_epochs=2, learning_rate=1e-2)
+    (((seen),),) = run_under("one", [spec_of(args, "bf16", precision="bf16")], tmp_path, processes=1)
+    assert (
+        seen["precision"] == "bf16" and seen["products"] == {"torch.bfloat16"} and seen["dtypes"] == {"torch.float32"}
+    )
+    rows = read_metrics(tmp_path / "runs/bf16")
+    assert all(abs(value) < 1e9 for row in rows for value in row.values()) and 0 < rows[0]["val/logprob_gap"] < 0.5
+    kl = [abs(row["objective/kl"]) for row in rows]
+    fresh = 2 if case == "async" else 1
+    assert max(kl[:fresh]) < 0.1 and min(kl[fresh:]) > 2 * max(kl[:fresh])
+    assert all(x.dtype == torch.float32 for x in load_file(tmp_path / "models/bf16/model.safetensors").values())
+
+
+BROKEN = """
+import os, signal, sys
+import torch
+from rlhf_details.plumbing import cli
+page = __import__("rlhf_details." + sys.argv.pop(1), fromlist=["main"])
+how, rank, step, taken = sys.argv.pop(1), sys.argv.pop(1), torch.optim.AdamW.step, []
+def broken(self, *rest, **kwargs):
+    taken.append(1)
+    if len(taken) == 2 and os.environ["RANK"] == rank:
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ArithmeticError("the step of update 2")
+    return step(self, *rest, **kwargs)
+torch.optim.AdamW.step = broken
+cli.main(page.main, page.Args)
+"""
+
+
+@pytest.mark.parametrize(
+    "page, how, rank", [("train_rloo", "raise", 1), ("train_ppo", "kill", 0), ("train_ppo_async", "kill", 1)]
+)
+def test_when_one_of_two_processes_ends_the_other_does(ragged, tmp_path, page, how, rank):
+    (tmp_path / "broken.py").write_text(BROKEN)
+    flags = [
+        "--sft_model_path",
+        ragged / "policy",
+        "--reward_model_path",
+        ragged / "reward",
+        "--total_episodes",
+        16_000,
+    ]
+    flags += ["--batch_size", 16, "--num_ppo_epochs", 1, "--num_mini_batches", 1, "--response_length", 8, "--take", 64]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "broken.py"]
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command += [page, how, str(rank), *map(str, flags), "--run_name", "run", "--checkpoint_every", "1"]
+    started = subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        _, errors = started.communicate(timeout=120)
+    finally:
+        if started.poll() is None:
+            os.killpg(started.pid, signal.SIGKILL)
+    assert started.returncode == 1
+    assert ("ArithmeticError: the step of update 2" if how == "raise" else "Signal 9") in errors, errors[-2000:]
+    assert read_metrics(tmp_path / "runs/run")[-1]["update"] == 1

@@ -1,0 +1,171 @@
+"""The stages as a user starts them, from the command line: on two processes, from nothing, tracked, to their ends."""
+
+import csv
+import json
+import os
+from pathlib import Path
+
+import pytest
+from helpers import assert_same_curves, launch, read_metrics
+from short_runs import comparisons, write_rows
+from wandb_file import read_runs
+
+from rlhf_details import toy
+
+pytestmark = pytest.mark.slow
+
+
+def as_words(**flags):
+    """A command line of flags; True stands for a switch."""
+    return [word for name, x in flags.items() for word in ((f"--{name}",) if x is True else (f"--{name}", x))]
+
+
+def on_one_and_two(script, folder, **flags):
+    """Rows of metrics of a run on one process and on two, into runs/1 and runs/2, models/1 and models/2."""
+    rows = []
+    for processes in (1, 2):
+        words = as_words(**flags, run_name=processes, output_dir=f"models/{processes}")
+        done = launch(script, words, processes, cwd=folder)
+        assert done.returncode == 0, done.stderr[-3000:]
+        config = json.loads((folder / f"runs/{processes}/config.json").read_text())
+        assert (config["num_processes"], config["engine"]) == (processes, "DDP" if processes == 2 else "one process")
+        rows.append(read_metrics(folder / f"runs/{processes}"))
+    return rows
+
+
+# ---- two processes ---------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("completion_only", [False, True])
+def test_opt_6_sft_is_the_same_on_two_processes(in_tmp, completion_only):
+    """41 held-out rows do not divide by two, and rows of other lengths make unequal shares of targets."""
+    rows = write_rows("rows.jsonl", toy.rows("sft", "train")[:41])
+    sizes = dict(hidden_size=32, num_layers=2, vocab_size=300, batch_size=8, micro_batch_size=3, response_length=8)
+    flags = dict(dataset=rows, eval_dataset=rows, learning_rate=3e-3, **sizes)
+    flags |= dict(completion_only=True) if completion_only else {}
+    assert_same_curves(*on_one_and_two("train_sft.py", in_tmp, **flags))
+
+
+@pytest.fixture(scope="module")
+def rewards(tiny, tmp_path_factory):
+    """(rows of metrics on one process, on two, the folder) of a reward model: 37 comparisons of 3 make 111 scores."""
+    folder = tmp_path_factory.mktemp("rewards")
+    table = [row | {"candidates": row["candidates"][:3], "best": row["best"] % 3} for row in comparisons(37)]
+    rows = write_rows(folder / "rows.jsonl", table)
+    flags = dict(dataset=rows, eval_dataset=rows, sft_model_path=tiny / "policy", batch_size=8, learning_rate=1e-3)
+    return *on_one_and_two("train_reward.py", folder, **flags, normalization="gain_bias", response_length=8), folder
+
+
+def test_opt_6_the_gradients_of_a_reward_model_are_the_same_on_two_processes(rewards):
+    norms = [[row["policy/grad_norm"] for row in rows] for rows in rewards[:2]]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+
+
+def test_rm_14_a_reward_model_is_the_same_on_two_processes(rewards):
+    """Each process has comparisons of its own, and the two together have all of them."""
+    assert_same_curves(*rewards[:2])
+    bias = [json.loads((rewards[2] / f"models/{n}/config.json").read_text())["reward_bias"] for n in (1, 2)]
+    assert bias[0] == pytest.approx(bias[1], rel=1e-4, abs=1e-5)
+
+
+def test_an_evaluation_is_the_same_on_two_processes(tiny, in_tmp):
+    """13 prompts make unequal shares."""
+    rows = write_rows("rows.jsonl", toy.rows("sft", "train")[:13])
+    flags = dict(dataset=rows, policy_path=tiny / "policy", reward_model_path=tiny / "reward", judge="reward_model")
+    flags |= dict(ref_model_path=tiny / "policy", response_length=6)
+    summaries, tables = [], []
+    for processes in (1, 2):
+        done = launch("evaluate.py", as_words(**flags, output_dir=processes), processes, cwd=in_tmp)
+        assert done.returncode == 0 and done.stdout.count("Model win rate:") == 1, done.stderr[-3000:]
+        summaries.append(json.loads(Path(str(processes), "summary.json").read_text()))
+        tables.append(list(csv.DictReader(open(f"{processes}/samples.csv", newline="", encoding="utf-8"))))
+    assert [summary["num_processes"] for summary in summaries] == [1, 2]
+    for one, two in zip(*tables, strict=True):
+        for name in ("score", "opponent_score"):
+            assert float(one.pop(name)) == pytest.approx(float(two.pop(name)), abs=1e-4)
+        assert one == two
+    one, two = (summary["metrics"] for summary in summaries)
+    assert one["win_rate"] == two["win_rate"]
+    for side in ("policy", "opponent"):
+        for name, figure in one[side].items():
+            assert two[side][name] == pytest.approx(figure, rel=1e-4, abs=1e-4), name
+
+
+def test_both_are_launched_once_tracked_and_the_same_on_two_processes(tiny, tmp_path):
+    pairs = [
+        {"prompt": r["prompt"], "chosen": r["completion"], "rejected": "we ."} for r in toy.rows("sft", "train")[:8]
+    ]
+    shared = dict(dataset=write_rows(tmp_path / "pairs.jsonl", pairs), sft_model_path=tiny / "policy", track=True)
+    flags = {f"reward.{name}": x for name, x in (shared | dict(batch_size=4, learning_rate=1e-2)).items()}
+    policy = shared | dict(batch_size=8, total_episodes=16, response_length=8)
+    flags |= {f"policy.{name}": x for name, x in policy.items()}
+    runs = []
+    for processes in (1, 2):
+        folder = tmp_path / str(processes)
+        folder.mkdir()
+        wandb = dict(WANDB_MODE="offline", WANDB_SILENT="true", WANDB_DIR=str(folder), WANDB_DATA_DIR=str(folder))
+        done = launch("train_both.py", as_words(**flags), processes, cwd=folder, **wandb)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert done.stdout.count(f"{processes} process(es)") == 2 and len(list((folder / "runs").iterdir())) == 2
+        found = {run.job_type: run for run in read_runs(folder / "wandb")}
+        assert found.keys() == {"train_reward", "train_ppo"} and found["train_reward"].column("train/rm/loss")
+        (run,) = (folder / "runs").glob("*train_ppo*")
+        runs.append(read_metrics(run))
+    assert_same_curves(*runs)
+
+
+# ---- the embedded tasks ----------------------------------------------------------------------------------------------
+def test_missing_stages_are_trained_once_by_the_main_process_and_the_default_runs_are_healthy(tmp_path):
+    """From nothing on two processes, then RLOO and PPO with no arguments to their ends, and their evaluation."""
+    first = launch("train_rloo.py", as_words(total_episodes=512), 2, cwd=tmp_path)
+    assert first.returncode == 0, first.stderr[-3000:]
+    assert first.stdout.count("does not exist yet") == 2 and "2 process(es)" in first.stdout
+    for script, num_updates in (("train_rloo", 100), ("train_ppo", 40)):
+        done = launch(f"{script}.py", as_words(run_name=script, overwrite=True), cwd=tmp_path)
+        assert done.returncode == 0 and "does not exist yet" not in done.stdout, done.stderr[-3000:]
+        assert "warning: health/" not in done.stdout, done.stdout[-3000:]
+        rows = read_metrics(tmp_path / "runs" / script)
+        assert [row["update"] for row in rows] == list(range(num_updates + 1))
+        assert not [name for row in rows for name in row if name.startswith("health/") and row[name]]
+        assert rows[-1]["eval/objective/gold"] > rows[0]["eval/objective/gold"] + 0.5
+    done = launch("evaluate.py", [], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (
+        json.loads((tmp_path / "runs/evaluate__models_toy_rloo/summary.json").read_text())["metrics"]["win_rate"]["low"]
+        > 0.5
+    )
+
+
+def test_a_verifiable_reward_teaches_the_sums(tmp_path):
+    """From nothing to above nine right answers in ten, on sums never trained on, without a reward model."""
+    done = launch("train_rloo.py", as_words(dataset="toy-sum", run_name="sums"), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = read_metrics(tmp_path / "runs/sums")
+    before, after = (row["eval/objective/verifiable_correct_rate"] for row in (rows[0], rows[-1]))
+    assert before < 0.7 and after > 0.9 and not (tmp_path / "models/toy-sum/reward").exists()
+
+
+# ---- Weights & Biases ------------------------------------------------------------------------------------------------
+def tracked(tiny):
+    """The flags of a short tracked run."""
+    flags = dict(sft_model_path=tiny / "policy", reward_model_path=tiny / "reward", track=True, run_name="run")
+    return as_words(**flags, total_episodes=16, batch_size=16, response_length=8, output_dir="model")
+
+
+def test_without_a_login_there_is_one_line_and_nothing_is_trained(tiny, tmp_path, monkeypatch):
+    for name in [name for name in os.environ if name.startswith("WANDB")]:
+        monkeypatch.delenv(name)
+    home = dict(HOME=str(tmp_path), NETRC=str(tmp_path / "no"))
+    done = launch("train_rloo.py", tracked(tiny), cwd=tmp_path, **home)
+    assert done.returncode == 2 and not (tmp_path / "model").exists(), done.stderr
+    assert done.stderr.count("error: ") == 1 and "Traceback" not in done.stderr
+    assert all(part in done.stderr for part in ("--track", "wandb login", "WANDB_MODE=offline"))
+    assert not (tmp_path / "runs/run/metrics.jsonl").exists()
+
+
+def test_no_key_of_the_environment_is_written_down(tiny, tmp_path):
+    secrets = dict(WANDB_API_KEY="0123456789abcdef" * 2 + "deadbeef", HF_TOKEN="hf_SECRET", OPENAI_API_KEY="sk-SECRET")
+    done = launch("train_rloo.py", tracked(tiny), cwd=tmp_path, WANDB_MODE="offline", **secrets)
+    assert done.returncode == 0, done.stderr[-2000:]
+    written = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert any(path.suffix == ".wandb" for path in written) and len(written) > 10
+    for text in [done.stdout.encode(), done.stderr.encode(), *(path.read_bytes() for path in written)]:
+        assert not any(secret.encode() in text for secret in secrets.values())
