@@ -1,13 +1,15 @@
 """
-What each detail is worth: the embedded task with one detail switched off or swapped, over seeds, beside the same run with it.
+What each detail is worth: the embedded task with one detail off or swapped, over seeds, beside the same run with it.
 
-    python benchmark/ablations.py run --tag TAG --seeds 1 2 3 4 5 6 7 8 9 10 --workers 2     (hours; goes on where it stopped)
-    python benchmark/ablations.py draw --tag TAG     (static/ablations.svg, results/TAG/ablations.md, results/worth.toml)
+    python benchmark/ablations.py run --tag TAG --seeds 1 2 3 4 5 6 7 8 9 10 --workers 2
+    python benchmark/ablations.py draw --tag TAG
 
-A detail that has a flag is switched by it. Any other is changed in a copy of the scripts, by the one statement that has its tag
-(mutations.py does it), so that the scripts have no switches for the sake of a study. Unless it is this that is changed, a variant
-starts from the same SFT and reward model as the base it is compared with, and meets the same prompts and the same noise: the effect
-is the mean over seeds of the paired difference, with Student's 95 % interval.
+`run` takes hours and goes on where it stopped. `draw` writes static/ablations.svg, results/TAG/ablations.md and
+results/worth.toml. A detail that has a flag is switched by it. Any other is changed in a copy of the package, in the
+one statement that has its tag (mutations.py does it), so that the scripts have no switches for the sake of a study.
+Unless it is this that is changed, a variant starts from the same SFT and reward model as the base that it is compared
+with, and meets the same prompts and the same noise. The effect is the mean over seeds of the paired difference, with
+Student's 95 % interval.
 """
 
 import hashlib
@@ -18,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from intervals import ROOT, holm, last, mean_interval, read_seeds
-from mutations import PPO, RLOO, RM, UTILS, mutate
+from mutations import LAYOUT, PPO, RLOO, RM, UTILS, mutate
 
 from benchmark import MODELS, STAGES, Run, code_hash, git_tag, run_command, run_study, stage_runs
 
@@ -52,41 +54,47 @@ class Variant:
     mutations: tuple = ()  # (file, tag, old, new), in the statement with the tag; tag "": anywhere, once
     reward: tuple = ()  # mutations of the reward model's training, or flags of it: a reward model of its own
     runs: str = ""  # the base whose runs are this variant's
-    measure: bool = False  # whether what is changed would measure the policy as well: it is evaluated by the scripts as they are
+    measure: bool = False  # whether the change would measure the policy too: then the scripts as they are evaluate it
+    script: str = ""  # another script than the base's
     note: str = ""  # what else there is to say of it, in the table
 
 
-ALONE = "((rewards * counted).sum(1, keepdim=True) - rewards) / siblings.clamp(min=1)"
-ROUNDED = "(sampled_logprobs.bfloat16().float(), 0)"
-FORWARD = "in_slices(lambda *b: response_logprobs(policy, b, n), my_batch, episodes_per_forward, n)"
-PPO_FORWARD = "in_slices(lambda *b: response_logprobs(policy, b), my_batch, slice_size)"
+ALONE = "(rewards.sum(1, keepdim=True) - rewards) / (k - 1)"
+FORWARD, ROUNDED = "in_slices(response_logprobs, policy, batch, size, n)", "(sampled_logprobs.bfloat16().float(), 0)"
+PPO_FORWARD = "old_logprobs, _, values = in_slices(response_logprobs, policy, batch, size)"
+PPO_ROUNDED = "_, _, values = in_slices(response_logprobs, policy, batch, size)"
+PPO_ROUNDED += "; old_logprobs = sampled_logprobs.bfloat16().float()"
+SAMPLED_POSITIONS = (UTILS, "GEN-6", "position + t", "Q + t + 0 * position")
 POSITIONS = (
     (UTILS, "DATA-6", "mask.cumsum(-1)", "mask.new_ones(mask.shape).cumsum(-1)"),
-    (RLOO, "GEN-6", "position + t", "Q + t + 0 * position"),
+    SAMPLED_POSITIONS,
     (RLOO, "RLOO-10", "query_mask.sum(1, keepdim=True) + step", "Q + 0 * query_mask.sum(1, keepdim=True) + step"),
 )
+UNTRIED = (LAYOUT, "RLOO-12", "if gap < 0.001", "if True")  # packed rows that are wrong are used all the same
 SHIFT = (RLOO, "REW-1", "getattr(model.config, 'reward_bias', 0.0)", "getattr(model.config, 'reward_bias', 0.0) + 10")
 VARIANTS = [
     # ---- the size of what can go wrong
     Variant("no_kl", "rloo", "", "no KL in the reward", "--kl_coef 0"),
     Variant("greedy", "rloo", "GEN-1", "no noise: k equal responses", measure=True,
         note="advantages are then rounding noise, which AdamW scales to whole steps", mutations=(
-        (RLOO, "GEN-1", "logits + gumbel_noise(fold(keys, t), logits.size(-1))", "logits"),)),
+        (UTILS, "GEN-1", "logits + gumbel_noise(fold(keys, t), logits.size(-1))", "logits"),)),
     Variant("added_keys", "rloo", "GEN-4", "coordinates added, not hashed", measure=True, mutations=(
-        (RLOO, "GEN-4", "fold(keys, coordinate)", "keys + coordinate"),)),
+        (UTILS, "GEN-4", "fold(keys, coordinate)", "keys + coordinate"),)),
     Variant("no_stop", "rloo", "GEN-5", "what follows EOS is part of the response", measure=True, mutations=(
-        (RLOO, "GEN-5", "token != stop_id", "token == token"),)),
+        (UTILS, "GEN-5", "token != stop_id", "token == token"),)),
     Variant("last_column", "rloo", "REW-2", "score read in the last column, padding or not", mutations=(
         (RLOO, "REW-2", "response_mask.sum(1)", "response_mask.new_ones(response_mask.shape).sum(1)"),)),
     Variant("right_padding", "rloo", "DATA-5", "prompts padded on the right", measure=True, mutations=(
         (UTILS, "DATA-5", "[0] * (width - len(row)) + list(row)", "list(row) + [0] * (width - len(row))"),
-        (UTILS, "", "[False] * (width - len(row)) + [True] * len(row)", "[True] * len(row) + [False] * (width - len(row))"))),
+        (UTILS, "", "[False] * (width - len(row)) + [True] * len(row)",
+         "[True] * len(row) + [False] * (width - len(row))"))),
     # ---- positions
     Variant("positions_rope", "rloo", "DATA-6", "positions count padding (rotary)", measure=True, mutations=POSITIONS),
-    Variant("positions_gpt2", "rloo_gpt2", "DATA-6", "positions count padding (learnt)", measure=True, mutations=POSITIONS),
+    Variant("positions_gpt2", "rloo_gpt2", "DATA-6", "positions count padding (learnt)", measure=True,
+        mutations=POSITIONS),
     Variant("sampler_positions_gpt2", "rloo_gpt2", "GEN-6", "sampled responses' positions count padding (learnt)",
         measure=True, mutations=(
-        (RLOO, "GEN-6", "position + t", "Q + t + 0 * position"),)),
+        SAMPLED_POSITIONS,)),
     Variant("dropout", "rloo2", "MODEL-1 MODEL-2", "dropout 0.1 in the policy", note="both details at once", mutations=(
         (UTILS, "MODEL-1", "module.p = 0.0", "module.p = 0.1"),
         (UTILS, "MODEL-2", "setattr(module, name, 0.0)", "setattr(module, name, 0.1)"))),
@@ -94,33 +102,39 @@ VARIANTS = [
     Variant("plain_rows", "rloo", "", "one response a row, nothing is shared", "--no_share_prompts"),
     Variant("siblings_seen", "rloo", "RLOO-9", "packed responses see the siblings before them", mutations=(
         (RLOO, "RLOO-9", "(owner == 0) | (owner.unsqueeze(1) == owner)", "owner >= 0"),
-        (RLOO, "RLOO-12", "if gap < 0.001", "if gap < math.inf"))),
+        UNTRIED)),
     Variant("packed_positions", "rloo", "RLOO-10", "packed responses placed one behind the other", mutations=(
         (RLOO, "RLOO-10", "query_mask.sum(1, keepdim=True) + step",
          "query_mask.sum(1, keepdim=True) + torch.arange(n * R, device=device)"),
-        (RLOO, "RLOO-12", "if gap < 0.001", "if gap < math.inf"))),
+        UNTRIED)),
     # ---- EOS
-    Variant("no_eos_penalty_short", "rloo_short", "REW-3", "nothing is paid for a missing EOS", "--missing_eos_penalty None"),
-    Variant("eos_replace_short", "rloo_short", "REW-3", "a missing EOS replaces the score", "--missing_eos_mode replace"),
+    Variant("no_eos_penalty_short", "rloo_short", "REW-3", "nothing is paid for a missing EOS",
+        "--missing_eos_penalty None"),
+    Variant("eos_replace_short", "rloo_short", "REW-3", "a missing EOS replaces the score",
+        "--missing_eos_mode replace"),
     # ---- RLOO's estimator
-    Variant("no_baseline", "rloo", "RLOO-3", "no baseline", mutations=((RLOO, "RLOO-3", ALONE, "torch.zeros_like(rewards)"),)),
+    Variant("no_baseline", "rloo", "RLOO-3", "no baseline", mutations=(
+        (RLOO, "RLOO-3", ALONE, "torch.zeros_like(rewards)"),)),
     Variant("shifted", "rloo", "", "scores shifted by 10, to which the baseline is blind", mutations=(SHIFT,)),
     Variant("shifted_no_baseline", "rloo", "RLOO-3", "scores shifted by 10, no baseline", mutations=(
         SHIFT, (RLOO, "RLOO-3", ALONE, "torch.zeros_like(rewards)"))),
-    Variant("group_mean", "rloo", "RLOO-3", "baseline: the group's mean (three quarters of the same advantage)", mutations=(
-        (RLOO, "RLOO-3", ALONE, "(rewards * counted).sum(1, keepdim=True) / (siblings + 1)"),)),
+    Variant("group_mean", "rloo", "RLOO-3", "baseline: the group's mean (three quarters of the same advantage)",
+        mutations=(
+        (RLOO, "RLOO-3", ALONE, "rewards.mean(1, keepdim=True)"),)),
     Variant("group_std", "rloo", "RLOO-3", "group's mean, over the group's deviation (GRPO)", mutations=(
-        (RLOO, "RLOO-3", ALONE, "rewards - (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)"),)),
+        (RLOO, "RLOO-3", ALONE,
+         "rewards - (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)"),)),
     Variant("mean_kl", "rloo", "RLOO-2", "KL of a response: its tokens' mean (a price 25 times as low)", mutations=(
         (RLOO, "RLOO-2", "kl.sum(1)", "kl.sum(1) / response_mask.sum(1).clamp(min=1)"),)),
     Variant("mean_logprob", "rloo", "RLOO-5", "log-probs of a response averaged over its tokens",
-        note="with one step a rollout the ratio is 1 anyway: this prices the weight 1 / length in the gradient", mutations=(
+        note="with one step a rollout the ratio is 1 anyway: this prices the weight 1 / length in the gradient",
+        mutations=(
         (RLOO, "RLOO-5", "logratio.sum(1)", "logratio.sum(1) / mask.sum(1).clamp(min=1)"),)),
     Variant("token_kl", "rloo", "", "REINFORCE++: each token pays for the KL from itself on", runs="rloo_token"),
     Variant("whole_kl", "rloo_token", "RLOO-4", "each token pays for all of the response's KL", mutations=(
         (RLOO, "RLOO-4", "kl.flip(1).cumsum(1).flip(1)", "kl.sum(1, keepdim=True).expand(kl.shape)"),)),
     Variant("k2_kl", "rloo", "REW-5", "KL in the reward: d^2/2", mutations=(
-        (RLOO, "REW-5", "logprobs - ref_logprobs", "(logprobs - ref_logprobs) ** 2 / 2"),)),
+        (RLOO, "REW-5", "old_logprobs - ref_logprobs", "(old_logprobs - ref_logprobs) ** 2 / 2"),)),
     Variant("whiten_scores", "rloo", "RLOO-13", "REINFORCE++: scores whitened over the batch", "--normalize_reward"),
     Variant("whiten_advantages", "rloo", "RLOO-14", "REINFORCE++: advantages whitened", "--normalize_advantage"),
     Variant("k_2", "rloo", "", "k = 2, as many responses in all", "--rloo_k 2"),
@@ -131,7 +145,6 @@ VARIANTS = [
     Variant("sampler_logprobs", "rloo2", "GEN-9", "old log-probs: the sampler's, rounded to bf16",
         note="in the KL as well", mutations=(
         (RLOO, "GEN-9", FORWARD, ROUNDED),)),
-    Variant("async", "rloo", "", "sampled one update ahead", "--async_rollouts"),
     Variant("constant_lr", "rloo", "OPT-1", "the learning rate stays", "--lr_schedule constant"),
     Variant("adam_eps", "rloo", "OPT-4", "AdamW's epsilon 1e-5 in place of 1e-8", "--adam_eps 1e-5",
         note="the weight decay is not priced"),
@@ -139,7 +152,8 @@ VARIANTS = [
     # ---- the reward model
     Variant("head_std_1", "rloo", "RM-1", "the reward head starts with standard deviation 1", reward=(
         (RM, "RM-1", "1 / math.sqrt(model.score.in_features + 1)", "1.0"),)),
-    Variant("rm_last_but_one", "rloo", "RM-4", "trained on the state before the last token, scored at the last", reward=(
+    Variant("rm_last_but_one", "rloo", "RM-4", "trained on the state before the last token, scored at the last",
+        reward=(
         (RM, "RM-4", ".argmax(1)", ".argmax(1) - 1"),)),
     Variant("rm_shift", "ppo_short", "RM-12 REW-1", "reference responses score -3 in the mean, not 0", mutations=(
         (PPO, "REW-1", "getattr(model.config, 'reward_bias', 0.0)", "getattr(model.config, 'reward_bias', 0.0) - 3"),),
@@ -147,18 +161,21 @@ VARIANTS = [
     # ---- PPO
     Variant("ppo_no_kl", "ppo", "", "no KL in the reward", "--kl_coef 0"),
     Variant("ppo_k3", "ppo", "PPO-7", "a token pays k3, exp(-d) - 1 + d", "--kl_penalty k3"),
-    Variant("ppo_adaptive", "ppo", "PPO-15", "adaptive KL, target 6, horizon 500 episodes", "--adaptive_kl --kl_horizon 500"),
+    Variant("ppo_adaptive", "ppo", "PPO-15", "adaptive KL, target 6, horizon 500 episodes",
+        "--adaptive_kl --kl_horizon 500"),
     Variant("ppo_score_in_last_place", "ppo", "PPO-6", "the score in the last column, behind the padding", mutations=(
         (PPO, "PPO-6", "value_mask(response_mask).sum(1, keepdim=True) - 1",
          "response_mask.new_ones(response_mask.shape).sum(1, keepdim=True) - 1"),)),
-    Variant("ppo_no_state_after", "ppo", "PPO-5", "the state after EOS has no value; the score stands on EOS", mutations=(
-        (PPO, "PPO-5", "response_mask | after_last", "response_mask"),)),
+    Variant("ppo_no_state_after", "ppo", "PPO-5", "the state after EOS has no value; the score stands on EOS",
+        mutations=(
+        (PPO, "PPO-5", " | nn.functional.pad(response_mask, (1, 0), value=True)[:, :-1]", ""),)),
     Variant("ppo_whiten_rewards", "ppo", "", "rewards whitened, their mean kept", runs="ppo_white"),
     Variant("ppo_shift_mean", "ppo_white", "PPO-8", "the whitened rewards' mean is subtracted", mutations=(
         (PPO, "PPO-8", "shift_mean=False", "shift_mean=True"),)),
     Variant("ppo_raw_advantages", "ppo", "PPO-10", "advantages are not whitened", "--no_normalize_advantage"),
-    Variant("ppo_whiten_padding", "ppo", "PPO-10", "what is behind the response counts where advantages are whitened", mutations=(
-        (PPO, "PPO-10", "loss_mask)", "torch.ones_like(loss_mask)) * loss_mask"),)),
+    Variant("ppo_whiten_padding", "ppo", "PPO-10", "what is behind the response counts where advantages are whitened",
+        mutations=(
+        (PPO, "PPO-10", "response_mask)", "torch.ones_like(response_mask)) * response_mask"),)),
     Variant("ppo_lam_1", "ppo", "PPO-9", "GAE with lambda 1", "--lam 1"),
     Variant("ppo_value_head", "ppo", "PPO-1", "the value model's head starts at zero",
         note="on the reward model's trunk", mutations=(
@@ -166,7 +183,7 @@ VARIANTS = [
          "copy.deepcopy(reward_model); nn.init.zeros_(critic.model.score.weight)"),)),
     Variant("ppo_shared_value", "ppo", "", "a value head on the policy's trunk", runs="ppo_shared"),
     Variant("ppo_detached", "ppo_shared", "PPO-3", "the value loss does not reach the trunk", mutations=(
-        (PPO, "PPO-3", "trunk.float()", "trunk.detach().float()"),)),
+        (PPO, "PPO-3", "hidden.float()", "hidden.detach().float()"),)),
     Variant("ppo_frozen_value", "ppo", "PPO-4", "the value model is not trained",
         note="its gradients, never cleared, still count in the clipping", mutations=(
         (PPO, "PPO-4", "policy.parameters()", "policy.model.parameters()"),)),
@@ -178,17 +195,19 @@ VARIANTS = [
     Variant("ppo_one_pass", "ppo", "", "1 pass over each batch", "--num_ppo_epochs 1"),
     Variant("ppo_sampler_logprobs", "ppo", "GEN-9", "old log-probs: the sampler's, rounded to bf16",
         note="in the KL as well", mutations=(
-        (PPO, "GEN-9", PPO_FORWARD,
-         "[sampled_logprobs.bfloat16().float(), *in_slices(lambda *b: response_logprobs(policy, b)[1:], my_batch, slice_size)]"),)),
+        (PPO, "GEN-9", PPO_FORWARD, PPO_ROUNDED),)),
+    Variant("ppo_async", "ppo", "GEN-10 GEN-11", "sampled one update ahead", script="train_ppo_async.py"),
     Variant("ppo_target_kl", "ppo", "PPO-18", "no further pass above 0.003 (--target_kl 0.002)", "--target_kl 0.002"),
-    Variant("ppo_scaled_scores", "ppo", "PPO-19", "scores by running mean and deviation", "--score_norm --score_scaling"),
+    Variant("ppo_scaled_scores", "ppo", "PPO-19", "scores by running mean and deviation",
+        "--score_norm --score_scaling"),
     Variant("ppo_tf_adam", "ppo", "OPT-3", "TensorFlow's epsilon", "--tf_adam"),
     Variant("ppo_micro_means", "ppo", "OPT-5", "policy loss: mean of the means of micro-batches of 16",
         "--micro_batch_size 16", mutations=(
-        (PPO, "OPT-5", "losses.sum() / num_actions", "losses.sum() / loss_mask[rows].sum() / len(micro_batches)"),)),
+        (PPO, "OPT-5", "losses.sum() / num_actions", "losses.sum() / response_mask[m].sum() / len(micro_batches)"),)),
 ]  # fmt: skip
-OPTIONS = "eos_replace_short token_kl whiten_scores whiten_advantages async ppo_k3 ppo_adaptive ppo_whiten_rewards".split()
-OPTIONS += "ppo_shared_value ppo_target_kl ppo_scaled_scores ppo_tf_adam".split()  # variants that put in what is off by default
+# the variants that put in what is off by default
+OPTIONS = "eos_replace_short token_kl whiten_scores whiten_advantages ppo_async ppo_k3 ppo_adaptive".split()
+OPTIONS += "ppo_whiten_rewards ppo_shared_value ppo_target_kl ppo_scaled_scores ppo_tf_adam".split()
 COLUMNS = ["update", "objective/gold", "objective/scores", "objective/kl"]
 COLUMNS += [f"eval/objective/{name}" for name in ("gold", "scores", "kl", "ended", "length")]
 
@@ -246,7 +265,11 @@ def random_gpt2(seed):
     if not (folder / "config.json").exists():
         tokenizer = toy.tokenizer()
         torch.manual_seed(seed)
-        ids = dict(bos_token_id=tokenizer.eos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+        ids = dict(
+            bos_token_id=tokenizer.eos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
         config = GPT2Config(vocab_size=len(tokenizer), n_positions=128, n_embd=64, n_layer=2, n_head=4, **ids)
         GPT2LMHeadModel(config).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -285,7 +308,8 @@ def run(args: RunArgs):
         ]
         measured = []
         for variant in [v for v in variants if not v.runs]:
-            command = f"python rlhf_details/{BASES[variant.base][1]} {variant.flags}"
+            script, _, arguments = BASES[variant.base][1].partition(" ")
+            command = f"python rlhf_details/{variant.script or script} {arguments} {variant.flags}"
             if variant.reward:
                 command = command.replace(f"{MODELS}/reward", f"{MODELS}/reward_{variant.name}")
             code = code_of(variant.name, variant.mutations, tag) if variant.mutations else None
@@ -293,7 +317,8 @@ def run(args: RunArgs):
             if variant.measure:
                 policy = "{root}/runs/benchmark/" + f"{tag}/ablations/{variant.name}_s" + "{seed}/policy"
                 kind = "gpt2_" if "gpt2" in variant.base else ""
-                command = f"python benchmark/held_out.py --policy {policy} --sft {MODELS}/{kind}sft --reward {MODELS}/{kind}reward"
+                command = f"python benchmark/held_out.py --policy {policy} --sft {MODELS}/{kind}sft"
+                command += f" --reward {MODELS}/{kind}reward"
                 measured.append(Run(f"{variant.name}_measured", command, seed, tag, "ablations"))
                 runs[-1].makes = None if measured[-1].is_done() else runs[-1].folder / "policy"
         failed += run_study(stages((seed,), tag, variants), runs, args, tag)
@@ -311,7 +336,8 @@ UNPRICED = {  # reason: tags that have no row
         "RM-8 LOG-1 LOG-2 LOG-3 LOG-4 LOG-5 LOG-6 EVAL-1 EVAL-2 EVAL-3 EVAL-4",
     "it acts on several processes only, where the runs here have one": "REW-7 OPT-6 OPT-7",
     "it acts under bf16 or fp16 only, where the runs here are fp32": "RM-6 RLOO-7 RLOO-11",
-    "it acts on data or models that the embedded task does not have": "DATA-1 DATA-3 DATA-4 RM-3 RM-11 REW-4 GEN-13 RLOO-12",
+    "it acts on data or models that the embedded task does not have":
+        "DATA-1 DATA-3 DATA-4 RM-3 RM-11 REW-4 GEN-13 RLOO-12",
     "it concerns memory, not results": "GEN-8",
     "the runs are shorter than an epoch, and whole batches": "DATA-7 OPT-10",
     "only recipes that truncate what is scored (`ppo_toy_lm_human_preferences.toml`) have it": "GEN-12 GEN-14",
@@ -321,7 +347,6 @@ UNPRICED = {  # reason: tags that have no row
     "the other variance differs by one part in thousands of tokens": "PPO-11",
     "one update's delay of a coefficient that moves by a few percent an update": "PPO-16",
     "no minibatch of these runs reaches a threshold worth setting": "PPO-17",
-    "it acts under `--async_rollouts` alone, whose price as a whole is in the table": "GEN-10 GEN-11",
     "one step a pass, as here, is the same in any order": "OPT-9",
 }  # fmt: skip
 
@@ -337,7 +362,7 @@ class DrawArgs:
 
 
 def outcome(seed):
-    """What is measured of one run: on held-out prompts at the end gold, KL and the share that EOS ended; gold over the updates."""
+    """On held-out prompts at the end: gold, KL and the share that EOS ended. Gold over the updates as well."""
     return {
         "gold": last(seed["eval/objective/gold"]),
         "kl": last(seed["eval/objective/kl"]),
@@ -351,8 +376,11 @@ MEASURES = tuple(NAMES)
 
 
 def effects(folder):
-    """{variant: {"seeds": {seed: {measure: difference}}, measure: (mean, low, high, p)}} of the paired differences, variant less
-    base; and what the bases reach, in the same form."""
+    """What each variant changes, and what its base reaches, of the variants that have results.
+
+    Returns: two dictionaries of one form, {name: {"seeds": {seed: {measure: value}}, measure: (mean, low, high, p)}}.
+    The values are the paired differences, variant less base, and in the second dictionary the bases' own.
+    """
     runs, found, bases = {}, {}, {}
 
     def outcomes(name):
@@ -361,10 +389,17 @@ def effects(folder):
         return runs[name]
 
     for variant in VARIANTS:
-        base, changed = outcomes(variant.base), outcomes(variant.runs or variant.name)
+        try:
+            base, changed = outcomes(variant.base), outcomes(variant.runs or variant.name)
+        except FileNotFoundError as e:
+            print(e, file=sys.stderr)
+            continue
         if variant.measure:
             held_out = read_seeds(folder, f"{variant.name}_measured")
-            ends = {n: {m: last(seed[f"eval/objective/{m}"]) for m in ("gold", "kl", "ended")} for n, seed in held_out.items()}
+            ends = {
+                n: {m: last(seed[f"eval/objective/{m}"]) for m in ("gold", "kl", "ended")}
+                for n, seed in held_out.items()
+            }
             changed = {n: changed[n] | ends[n] for n in set(changed) & set(ends)}
         differences = {n: {m: changed[n][m] - base[n][m] for m in MEASURES} for n in sorted(set(base) & set(changed))}
         for result, name, seeds in ((found, variant.name, differences), (bases, variant.base, base)):
@@ -373,9 +408,10 @@ def effects(folder):
 
 
 def verdicts(found):
-    """{variant: verdict}: "matters" where one of its p values is below 0.05 after Holm's correction over all of the table,
-    "perhaps" where one of its intervals excludes 0, "changes nothing" where all differences are exactly 0; and the set of
-    (variant, measure) with such a p value."""
+    """{variant: verdict}: "matters" where one of its p values is below 0.05 after Holm's correction over all of the
+    table, "perhaps" where one of its intervals excludes 0, "changes nothing" where all differences are exactly 0; and
+    the set of (variant, measure) with such a p value.
+    """
     keys = [(name, m) for name in found for m in MEASURES]
     adjusted = dict(zip(keys, holm([found[name][m][3] for name, m in keys]), strict=True))
     sure, result = {key for key in keys if adjusted[key] < 0.05}, {}
@@ -398,7 +434,7 @@ def signed(x):
 
 
 def forest(found, verdict, output):
-    """The forest plot: a row a variant, the worst for gold at the bottom; effects beyond +-0.5 on a logarithmic scale."""
+    """The forest plot: a row a variant, the worst for gold at the bottom; beyond +-0.5 the scale is logarithmic."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -406,7 +442,12 @@ def forest(found, verdict, output):
 
     names = sorted(found, key=lambda name: found[name]["gold"][0])
     what = {variant.name: variant for variant in VARIANTS}
-    colours = {"matters": "#b22222", "perhaps": "#b8860b", "does not show here": "#808080", "changes nothing": "#3465a4"}
+    colours = {
+        "matters": "#b22222",
+        "perhaps": "#b8860b",
+        "does not show here": "#808080",
+        "changes nothing": "#3465a4",
+    }
     figure, axes = plt.subplots(1, 2, figsize=(10, 0.17 * len(names) + 1), sharey=True, layout="constrained")
     for axis, measure, title in zip(
         axes, ("gold", "kl"), ("effect on gold, points", "effect on the KL, nats a response"), strict=True
@@ -440,15 +481,17 @@ def count_up(effect):
 
 
 def seed_by_seed(found, bases):
-    """Lines of the table of every seed's gold and KL at the end: the bases', and the variants' differences from them."""
+    """Lines of the table of every seed's gold and KL at the end: the bases' own, and the variants' differences."""
     numbers = sorted({n for effect in found.values() for n in effect["seeds"]})
     lines = ["| | " + " | ".join(f"seed {n}" for n in numbers) + " |", "|---|" + "---:|" * len(numbers)]
     rows = [(name, effect, ".2f") for name, effect in bases.items()] + [
-        (f"{v.what} [{v.base}]", found[v.name], "+.2f") for v in VARIANTS
+        (f"{v.what} [{v.base}]", found[v.name], "+.2f") for v in VARIANTS if v.name in found
     ]
     for label, effect, form in rows:
         pairs = [effect["seeds"].get(n) for n in numbers]
-        lines.append(f"| {label} | " + " | ".join(f"{x['gold']:{form}}, {x['kl']:{form}}" if x else "" for x in pairs) + " |")
+        lines.append(
+            f"| {label} | " + " | ".join(f"{x['gold']:{form}}, {x['kl']:{form}}" if x else "" for x in pairs) + " |"
+        )
     return lines
 
 
@@ -462,32 +505,32 @@ HEAD = """\
 
 Written by `python benchmark/ablations.py draw --tag {tag}`; `run` in place of `draw` makes the runs.
 
-The embedded task, whose true reward is *gold* (it sees the words of a response, not whether EOS ended it). A seed changes
-initialisations, order and samples of every stage; texts, prompts and the noise of the human's choices stay.
+The embedded task, whose true reward is *gold* (it sees the words of a response, not whether EOS ended it). A seed
+changes initialisations, order and samples of every stage; texts, prompts and the noise of the human's choices stay.
 
-Effects are means over seeds of the paired difference, variant less base, with Student's 95 % interval: gold of 512 held-out
-prompts at the end, gold of the training batches in the mean over the updates, the KL at the end, and the share of responses
-that EOS ended. "10: 4, 9" is ten seeds, in 4 of which gold ended higher than in the base and in 9 the KL. Most variants take a
-detail away: where gold is negative, the detail helps. "(an option)" marks those that put one in which is off by default; there
-it is the other way.
+Effects are means over seeds of the paired difference, variant less base, with Student's 95 % interval: gold of 512
+held-out prompts at the end, gold of the training batches in the mean over the updates, the KL at the end, and the share
+of responses that EOS ended. "10: 4, 9" is ten seeds, in 4 of which gold ended higher than in the base and in 9 the KL.
+Most variants take a detail away: where gold is negative, the detail helps. "(an option)" marks those that put one in
+which is off by default; there it is the other way.
 
-Where a variant changes what would measure it too (the sampler, positions), the figures of the end are those of the scripts as
-they are; its gold over the run is what its own sampler gave.
+Where a variant changes what would measure it too (the sampler, positions), the figures of the end are those of the
+scripts as they are; its gold over the run is what its own sampler gave.
 
-*matters*: one of the four p values, that of a figure in bold, is below 0.05 after Holm's correction over the whole table.
-*perhaps*: one of the four intervals excludes 0, which chance alone does in up to one row of five. *does not show here*: none
-does. *changes nothing*: the four figures of every seed are the same, to the five digits that are kept.
+*matters*: one of the four p values, that of a figure in bold, is below 0.05 after Holm's correction over the whole
+table. *perhaps*: one of the four intervals excludes 0, which chance alone does in up to one row of five. *does not show
+here*: none does. *changes nothing*: the four figures of every seed are the same, to the five digits that are kept.
 {variants} variants, {details} details: {count}.
 
-How to read it: the runs end while gold still rises, so that whatever makes steps larger or more numerous gains, and what hurts
-late cannot show (over-optimisation: see the study of that name). In RLOO every gradient is clipped to norm 1, and AdamW divides
-by its size: a mere factor on the advantages cannot show. A small model, short responses, fp32 and one process hide what acts on
-large ones, long ones, in bf16, and on several.
+How to read it: the runs end while gold still rises, so that whatever makes steps larger or more numerous gains, and
+what hurts late cannot show (over-optimisation: see the study of that name). In RLOO every gradient is clipped to norm
+1, and AdamW divides by its size: a mere factor on the advantages cannot show. A small model, short responses, fp32 and
+one process hide what acts on large ones, long ones, in bf16, and on several.
 
-Before the correction a p value must be below some 0.0002. Ten seeds give that only if differences are normal, as Student
-supposes: that ten have one sign has an exact p of 0.002. Where one seed is far out his interval says little, either way; compare
-the counts. A variant with a sampler of its own (GEN-1, GEN-5, DATA-5, DATA-6) has another gold over the run before anything is
-learnt.
+Before the correction a p value must be below some 0.0002. Ten seeds give that only if differences are normal, as
+Student supposes: that ten have one sign has an exact p of 0.002. Where one seed is far out his interval says little,
+either way; compare the counts. A variant with a sampler of its own (GEN-1, GEN-5, DATA-5, DATA-6) has another gold over
+the run before anything is learnt.
 """
 
 
@@ -495,21 +538,24 @@ def draw(args: DrawArgs):
     """Writes the figure, results/TAG/ablations.md and results/worth.toml."""
     results = ROOT / "benchmark" / "results"
     found, bases = effects(results / args.tag / "ablations")
+    variants = [variant for variant in VARIANTS if variant.name in found]
     verdict, sure = verdicts(found)
     forest(found, verdict, args.output)
-    count = {v: list(verdict.values()).count(v) for v in ("matters", "perhaps", "does not show here", "changes nothing")}
-    priced = sorted({tag for variant in VARIANTS for tag in variant.tags.split()})
+    count = {
+        v: list(verdict.values()).count(v) for v in ("matters", "perhaps", "does not show here", "changes nothing")
+    }
+    priced = sorted({tag for variant in variants for tag in variant.tags.split()})
     lines = [
         HEAD.format(
             tag=args.tag,
-            variants=len(VARIANTS),
+            variants=len(variants),
             details=len(priced),
             count=", ".join(f"{n} {v}" for v, n in count.items()),
         ),
         "| base | what | gold at the end | gold over the run | KL, nats a response | share ended |",
         "|---|---|---:|---:|---:|---:|",
     ]
-    for name in BASES:
+    for name in [name for name in BASES if name in bases]:
         cells = [f"{bases[name][m][0]:.2f} ({bases[name][m][1]:.2f} .. {bases[name][m][2]:.2f})" for m in MEASURES]
         lines.append(f"| {name} | {BASES[name][0]} | {' | '.join(cells)} |")
     lines += [
@@ -518,20 +564,26 @@ def draw(args: DrawArgs):
         "| gold at the end | gold over the run | KL | share ended | verdict |",
     ]
     lines += ["|---|---|---|---:|---:|---:|---:|---:|---|"]
-    for v in VARIANTS:
+    for v in variants:
         marks = {m: "**" if (v.name, m) in sure else "" for m in MEASURES}
         cells = " | ".join(f"{marks[m]}{signed(found[v.name][m])}{marks[m]}" for m in MEASURES)
         tags = ", ".join(v.tags.split())
         lines.append(f"| {tags} | {named(v)} | {v.base} | {count_up(found[v.name])} | {cells} | {verdict[v.name]} |")
     lines += ["", "## Not priced", "", "| details | why |", "|---|---|"]
     lines += [f"| {', '.join(tags.split())} | {reason} |" for reason, tags in UNPRICED.items()]
-    lines += ["", "## Seed by seed", "", "Gold and KL at the end: the bases', and the variants' differences from them.", ""]
+    lines += [
+        "",
+        "## Seed by seed",
+        "",
+        "Gold and KL at the end: the bases', and the variants' differences from them.",
+        "",
+    ]
     lines += seed_by_seed(found, bases)
     (results / args.tag / "ablations.md").write_text("\n".join(lines) + "\n")
     worth, order = [], list(count)
     for tag in priced:  # of several variants that which shows most
         v = min(
-            (v for v in VARIANTS if tag in v.tags.split()),
+            (v for v in variants if tag in v.tags.split()),
             key=lambda v: (order.index(verdict[v.name]), -abs(found[v.name]["gold"][0])),
         )
         effect = found[v.name]

@@ -1,19 +1,23 @@
 """
 Against TRL: the same models, prompts, rewards and settings through TRL's trainers and through ours, over seeds.
 
-    python benchmark/against_trl.py run --tag TAG --seeds 1 2 3 4 5 --workers 2 --environments FOLDER     (goes on where it stopped)
-    python benchmark/against_trl.py replay --tag TAG --environments FOLDER                         (results/TAG/trl_replay.md)
-    python benchmark/against_trl.py draw --tag TAG                                    (static/trl.svg, results/TAG/trl.md)
+    python benchmark/against_trl.py run --tag TAG --seeds 1 2 3 4 5 --workers 2 --environments FOLDER
+    python benchmark/against_trl.py replay --tag TAG --environments FOLDER
+    python benchmark/against_trl.py draw --tag TAG
 
-Systems: RLOO and PPO of TRL 0.21.0, its last release with both in the form of the N+ paper; RLOO of TRL 1.16.0; train_rloo.py and
-train_ppo.py. The embedded task, 25 updates of RLOO and 12 of PPO, 128 episodes each, all other settings the task's defaults, which
-trl_side.py translates; it also lists what still differs. FOLDER/trl-VERSION is an environment, made by speed.py where missing.
+`run` goes on where it stopped. `replay` writes results/TAG/trl_replay.md, and `draw` writes static/trl.svg and
+results/TAG/trl.md.
 
-The curves are of the training samples. The final figures are one evaluator's: our sampler on the 512 held-out prompts, with the
-noise of (seed, EVALUATION, 0), which is what our scripts' own last eval/* are, to the digit.
+Systems: RLOO and PPO of TRL 0.21.0, its last release with both in the form of the N+ paper; RLOO of TRL 1.16.0;
+train_rloo.py and train_ppo.py. The embedded task, 25 updates of RLOO and 12 of PPO, 128 episodes each, all other
+settings the task's defaults, which trl_side.py translates; it also lists what still differs. FOLDER/trl-VERSION is an
+environment, made by speed.py where missing.
 
-`replay` takes the samples away as a cause: TRL is given those that our script drew, update by update, and the weights that both
-arrive at are compared.
+The curves are of the training samples. The final figures are one evaluator's: our sampler on the 512 held-out prompts,
+with the noise of (seed, EVALUATION, 0), which is what our scripts' own last eval/* are, to the digit.
+
+`replay` takes the samples away as a cause: TRL is given those that our script drew, update by update, and the weights
+that both arrive at are compared.
 """
 
 import dataclasses
@@ -76,7 +80,7 @@ class TrlArgs:
     seed: int
     """seed of the models, the samples and the evaluation"""
     environments: str = os.environ.get("TRL_ENVIRONMENTS", "runs/environments")
-    """folder of the environments trl-VERSION; `run` gives its own by a variable, since a command is kept with its results"""
+    """folder of the environments trl-VERSION; `run` gives its own by a variable, to keep it out of the command"""
     run_name: str = "run"
     """folder under runs/"""
     overwrite: bool = True
@@ -85,7 +89,7 @@ class TrlArgs:
 
 @dataclass
 class ReplayArgs:
-    """TRL trained on the samples of our script, and how far apart the two policies are; the models are those of `run`."""
+    """TRL is trained on our script's samples: how far apart are the two policies? The models are those of `run`."""
 
     tag: str
     """folder of the results"""
@@ -108,11 +112,12 @@ class DrawArgs:
 # ---- run -------------------------------------------------------------------------------------------------------------
 def settings(algorithm):
     """{argument: value} of our script: its defaults on the embedded task, with CHANGES."""
-    from rlhf_details import toy, train_ppo, train_rloo
+    from rlhf_details import train_ppo, train_rloo
+    from rlhf_details.plumbing import stages
 
     script = {"rloo": train_rloo, "ppo": train_ppo}[algorithm]
     defaults = {field.name: field.default for field in dataclasses.fields(script.Args)}
-    return defaults | toy.DEFAULTS[f"train_{algorithm}"] | CHANGES[algorithm]
+    return defaults | stages.DEFAULTS[f"train_{algorithm}"] | CHANGES[algorithm]
 
 
 def python_of(version, folder):
@@ -130,7 +135,9 @@ def by_trl(args: TrlArgs):
     algorithm, version, *_ = SYSTEMS[args.system]
     stages, here = ROOT / "models" / "bench" / str(args.seed), Path.cwd()
     paths = {name: str(here / file) for name, file in (("prompts", "prompts.jsonl"), ("result", "result.json"))}
-    Path(paths["prompts"]).write_text("".join(json.dumps({"prompt": row["prompt"]}) + "\n" for row in toy.rows("prompts", "train")))
+    Path(paths["prompts"]).write_text(
+        "".join(json.dumps({"prompt": row["prompt"]}) + "\n" for row in toy.rows("prompts", "train"))
+    )
     Path(paths["result"]).unlink(missing_ok=True)
     spec = {"algorithm": algorithm, "policy": str(stages / "sft"), "reward": str(stages / "reward"), "seed": args.seed}
     spec |= {"settings": settings(algorithm), "output_dir": str(here / "policy")} | paths
@@ -160,7 +167,9 @@ def run(args: RunArgs):
     script = "import sys; from importlib.metadata import version; print(*map(version, sys.argv[1:]))"
     versions = {}
     for name in sorted({version for _, version, *_ in SYSTEMS.values() if version}):
-        found = subprocess.run([python_of(name, environments), "-c", script, *PACKAGES], capture_output=True, text=True, check=True)
+        found = subprocess.run(
+            [python_of(name, environments), "-c", script, *PACKAGES], capture_output=True, text=True, check=True
+        )
         versions[f"trl-{name}"] = dict(zip(PACKAGES, found.stdout.split(), strict=True))
     runs = []
     for seed in args.seeds:
@@ -178,27 +187,31 @@ def run(args: RunArgs):
 
 # ---- replay ----------------------------------------------------------------------------------------------------------
 def record(algorithm, seed, changes, folder):
-    """Trains our policy into folder/ours and writes its samples to folder/samples.json: of each update [query, response] ids."""
-    from rlhf_details import train_ppo, train_rloo
+    """Trains our policy into folder/ours.
+
+    folder/samples.json gets its samples: of each update [query, response], both token ids.
+    """
+    from rlhf_details import train_ppo, train_rloo, utils
 
     script, kept = {"rloo": train_rloo, "ppo": train_ppo}[algorithm], {}
-    sample, stages = script.sample, ROOT / "models" / "bench" / str(seed)
+    sample, stages = utils.sample, ROOT / "models" / "bench" / str(seed)
 
-    def recorded(policy, queries, query_mask, rows, *rest):
-        responses, mask, logprobs = sample(policy, queries, query_mask, rows, *rest)
-        n, (_, purpose, update) = len(rows) // len(queries), next(x for x in rest if isinstance(x, tuple))
-        for i, row in enumerate(rows.tolist() if purpose == script.TRAINING else ()):
-            query = queries[i // n][query_mask[i // n]].tolist()
+    def recorded(policy, batch, **options):
+        responses, mask, logprobs = sample(policy, batch, **options)
+        _, purpose, update = options["key"]
+        for i, row in enumerate(batch[2].tolist() if purpose == utils.TRAINING else ()):
+            query = batch[0][i][batch[1][i]].tolist()
             kept.setdefault(update, {})[row] = [query, responses[i][mask[i]].tolist()]
         return responses, mask, logprobs
 
-    paths = {"sft_model_path": str(stages / "sft"), "reward_model_path": str(stages / "reward"), "output_dir": str(folder / "ours")}
-    own = {"seed": seed, "run_name": f"record_{algorithm}", "overwrite": True, "num_sample_generations": 0, "checkpoint_every": 0}
-    script.sample = recorded
+    own = {"seed": seed, "run_name": f"record_{algorithm}", "overwrite": True, "eval_dataset": None}
+    own |= {"num_sample_generations": 0, "checkpoint_every": 0, "output_dir": str(folder / "ours")}
+    own |= {"sft_model_path": str(stages / "sft"), "reward_model_path": str(stages / "reward")}
+    utils.sample = recorded
     try:
-        script.main(script.Args(**(settings(algorithm) | own | paths | changes | {"eval_dataset": None})))
+        script.main(script.Args(**(settings(algorithm) | own | changes)))
     finally:
-        script.sample = sample
+        utils.sample = sample
     samples = [[kept[update][row] for row in sorted(kept[update])] for update in sorted(kept)]
     (folder / "samples.json").write_text(json.dumps(samples))
 
@@ -225,8 +238,17 @@ def replay(args: ReplayArgs):
                 continue
             theirs = folder / system
             theirs.mkdir(exist_ok=True)
-            paths = {"samples": str(folder / "samples.json"), "prompts": os.devnull, "result": str(theirs / "result.json")}
-            spec = {"algorithm": algorithm, "policy": str(stages / "sft"), "reward": str(stages / "reward"), "seed": args.seed}
+            paths = {
+                "samples": str(folder / "samples.json"),
+                "prompts": os.devnull,
+                "result": str(theirs / "result.json"),
+            }
+            spec = {
+                "algorithm": algorithm,
+                "policy": str(stages / "sft"),
+                "reward": str(stages / "reward"),
+                "seed": args.seed,
+            }
             spec |= {"settings": settings(algorithm) | changes, "output_dir": str(theirs)} | paths
             (theirs / "spec.json").write_text(json.dumps(spec))
             worker = [python_of(version, args.environments), str(Path(__file__).resolve().with_name("trl_side.py"))]
@@ -238,8 +260,8 @@ def replay(args: ReplayArgs):
             print(lines[-1], flush=True)
     head = f"""# TRL on our samples
 
-Written by `python benchmark/against_trl.py replay --tag {args.tag}`, seed {args.seed}: how far TRL's weights end from ours,
-as a share of how far ours have moved, when both train on the samples that our script drew.
+Written by `python benchmark/against_trl.py replay --tag {args.tag}`, seed {args.seed}: how far TRL's weights end from
+ours, as a share of how far ours have moved, when both train on the samples that our script drew.
 
 | algorithm | against | updates | distance |
 |---|---|---:|---:|
@@ -323,10 +345,10 @@ def draw(args: DrawArgs):
     lines = [
         "# Against TRL",
         "",
-        "Written by `benchmark/against_trl.py draw`. Final policies on 512 held-out prompts, measured by one evaluator: mean",
-        "over seeds, Student's 95 % interval, range. Below, ours less TRL's, paired over seeds (which share SFT model, reward",
-        "model and the noise of the evaluation), with Student's 95 % interval; the 95 % prediction interval for one more seed",
-        "of TRL's, and whether our mean lies in it.",
+        "Written by `benchmark/against_trl.py draw`. Final policies on 512 held-out prompts, measured by one",
+        "evaluator: mean over seeds, Student's 95 % interval, range. Below, ours less TRL's, paired over seeds (which",
+        "share SFT model, reward model and the noise of the evaluation), with Student's 95 % interval; the 95 %",
+        "prediction interval for one more seed of TRL's, and whether our mean lies in it.",
         "",
         *tables(found),
     ]

@@ -3,11 +3,11 @@ Runs commands over seeds, on several workers or under SLURM, and keeps their cur
 
     python benchmark/benchmark.py --exp rloo --command "python rlhf_details/train_rloo.py" --seeds 1 2 3 4 5 --workers 2
 
-Each run has a folder of its own, runs/benchmark/<tag>/<exp>_s<seed>/, in which the command is started, with --seed, --run_name and
---overwrite added; `{seed}` and `{root}` in the command are replaced. When it has ended, the columns asked for go to
-benchmark/results/<tag>/<exp>_s<seed>.csv, and env.json beside it says with what they were made. What is there is skipped, what
-failed is reported at the end (exit code 1) and tried again by the same command. The tag is git's `describe`, with -dirty where
-the tree is; --study names a folder within it.
+Each run has a folder of its own, runs/benchmark/<tag>/<exp>_s<seed>/, in which the command is started, with --seed,
+--run_name and --overwrite added; `{seed}` and `{root}` in the command are replaced. When it has ended, the columns
+asked for go to benchmark/results/<tag>/<exp>_s<seed>.csv, and env.json beside it says with what they were made. What is
+there is skipped, what failed is reported at the end (exit code 1) and tried again by the same command. The tag is git's
+`describe`, with -dirty where the tree is; --study names a folder within it.
 """
 
 import csv
@@ -32,11 +32,11 @@ import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
 COLUMNS = (
-    "update episode objective/scores objective/gold objective/kl objective/rlhf_reward policy/entropy_avg policy/approxkl_avg "
-    "policy/clipfrac_avg val/sequence_lengths val/num_stop_token_ids loss/policy_avg loss/value_avg "
-    "eval/objective/scores eval/objective/gold eval/objective/kl eval/objective/parses eval/objective/length eval/objective/ended "
-    "eval/objective/scores_std eval/objective/gold_std train/sft/loss eval/sft/perplexity train/rm/loss train/rm/accuracy "
-    "eval/rm/accuracy"
+    "update episode objective/scores objective/gold objective/kl objective/rlhf_reward policy/entropy_avg "
+    "policy/approxkl_avg policy/clipfrac_avg val/sequence_lengths val/num_stop_token_ids loss/policy_avg "
+    "loss/value_avg eval/objective/scores eval/objective/gold eval/objective/kl eval/objective/parses "
+    "eval/objective/length eval/objective/ended eval/objective/scores_std eval/objective/gold_std train/sft/loss "
+    "eval/sft/perplexity train/rm/loss train/rm/accuracy eval/rm/accuracy"
 ).split()
 MODELS = "{root}/models/bench/{seed}"  # of the studies, which share SFT and reward models
 STAGES = f"--sft_model_path {MODELS}/sft --reward_model_path {MODELS}/reward"
@@ -95,7 +95,7 @@ def fail(message):
 
 
 def git_tag(root=ROOT):
-    """git describe of the working tree: the last tag and what came after it, or the commit; with -dirty where files differ."""
+    """git describe: the last tag and what came after it, or the commit; with -dirty where files differ."""
     command = ["git", "-C", str(root), "describe", "--tags", "--always", "--dirty"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
@@ -103,15 +103,19 @@ def git_tag(root=ROOT):
 def code_hash(root=ROOT):
     """Twelve digits that change with any of the scripts in rlhf_details/."""
     digest = hashlib.sha256()
-    for path in sorted((root / "rlhf_details").glob("*.py")):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    folder = root / "rlhf_details"
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:12]
 
 
 def environment():
     """What the figures are made with."""
     names = ("torch", "transformers", "accelerate", "numpy", "tokenizers")
-    cpu = next((x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")), "")
+    cpu = next(
+        (x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")),
+        "",
+    )
     return {
         "commit": git_tag(),
         "code": code_hash(),
@@ -126,11 +130,12 @@ def made_with():
     """The same as a line of text."""
     made = environment()
     versions = ", ".join(f"{name} {number}" for name, number in made["versions"].items())
-    return f"Scripts {made['code']} ({made['commit']}), Python {made['python']}, {versions}; {made['cores']} cores, {made['cpu']}."
+    scripts, machine = f"{made['code']} ({made['commit']})", f"{made['cores']} cores, {made['cpu']}"
+    return f"Scripts {scripts}, Python {made['python']}, {versions}; {machine}."
 
 
 def table(rows, columns, every=1):
-    """[header, row, ...] of a run's metrics: the columns that it has, in five digits; every so manyth row, and the last."""
+    """[header, row, ...] of a run's metrics, in five digits: its columns, every so manyth row, and the last one."""
     kept = [name for name in columns if any(name in row for row in rows)]
     rows = [row for i, row in enumerate(rows) if i % every == 0 or i + 1 == len(rows)]
 
@@ -153,8 +158,9 @@ def forked(words, folder, environ):
 
 
 class Run:
-    """One experiment with one seed. code: the folder whose scripts it runs, the repository or a copy of it; columns, every: the
-    metrics and rows to keep (None: what the command line asks for)."""
+    """One experiment with one seed. code: the folder whose scripts it runs, the repository or a copy of it; columns,
+    every: the metrics and rows to keep (None: what the command line asks for).
+    """
 
     def __init__(self, exp, command, seed, tag, study="", code=None, columns=None, every=None):
         self.name, self.seed, self.code = f"{exp}_s{seed}", seed, Path(code or ROOT)
@@ -168,7 +174,7 @@ class Run:
         return self.result.exists() and (self.makes is None or (self.makes / "config.json").exists())
 
     def start(self, args):
-        """Runs the command; returns (seconds, None) or (seconds, what went wrong). The result is written whole or not at all."""
+        """Runs the command; returns (seconds, None or what went wrong). The result is written whole or not at all."""
         start = time.time()
         self.folder.mkdir(parents=True, exist_ok=True)
         words = shlex.split(self.command)
@@ -178,15 +184,16 @@ class Run:
         path = os.pathsep.join([str(self.code), *filter(None, [os.environ.get("PYTHONPATH")])])
         environ = {"OMP_NUM_THREADS": str(args.threads), "PYTHONPATH": path}
         if args.preload and words[0] == sys.executable:
-            child = multiprocessing.get_context("forkserver").Process(target=forked, args=(words[1:], self.folder, environ))
+            child = multiprocessing.get_context("forkserver").Process(
+                target=forked, args=(words[1:], self.folder, environ)
+            )
             child.start()
             child.join()
             code = child.exitcode
         else:
             with open(self.folder / "output.txt", "w") as output:
-                done = subprocess.run(
-                    words, cwd=self.folder, stdout=output, stderr=subprocess.STDOUT, env=os.environ | environ
-                )  # fmt: skip
+                pipes = dict(stdout=output, stderr=subprocess.STDOUT)
+                done = subprocess.run(words, cwd=self.folder, env=os.environ | environ, **pipes)
             code = done.returncode
         if code:
             last = (self.folder / "output.txt").read_text(errors="replace").strip().splitlines()[-1:]
@@ -204,7 +211,16 @@ class Run:
 
 def write_slurm(args, number):
     """The array job that runs each run as a task of its own."""
-    words = ["--command", *args.command, "--exp", *args.exp, "--seeds", *map(str, args.seeds), "--threads", str(args.threads)]
+    words = [
+        "--command",
+        *args.command,
+        "--exp",
+        *args.exp,
+        "--seeds",
+        *map(str, args.seeds),
+        "--threads",
+        str(args.threads),
+    ]
     (ROOT / "runs" / "benchmark").mkdir(parents=True, exist_ok=True)  # where the output goes
     words += ["--tag", args.tag or git_tag(), "--columns", *args.columns, "--every", str(args.every)]
     words += ["--study", args.study] if args.study else []
@@ -228,12 +244,14 @@ def main(args: Args):
 
 def parse(commands, words=None):
     """(function, its arguments) of a command line; commands, {name: (dataclass of the arguments, function)}."""
-    args = tyro.extras.subcommand_cli_from_dict({name: arguments for name, (arguments, _) in commands.items()}, args=words)
+    args = tyro.extras.subcommand_cli_from_dict(
+        {name: arguments for name, (arguments, _) in commands.items()}, args=words
+    )
     return next(function for arguments, function in commands.values() if isinstance(args, arguments)), args
 
 
 def run_command(commands):
-    """Does what the command line says, one of `commands`; returns 1 where that returns something, say names of failed runs."""
+    """Runs the one of `commands` that the command line names. Returns 1 where that returns something, e.g. failures."""
     function, args = parse(commands)
     return int(bool(function(args)))
 
@@ -248,12 +266,16 @@ def note(runs, tag):
     made = environment()
     others = [x["code"] for x in about.get("environments", []) if x["code"] != made["code"]]
     if others:
-        fail(f"--tag {tag}: its results were made by other scripts ({others[0]}, these are {made['code']}); give another tag")
+        fail(
+            f"--tag {tag}: its results were made by other scripts ({others[0]}, these are {made['code']}); "
+            "give another tag"
+        )
     commands = {run.name.rpartition("_s")[0]: run.recipe for run in runs}
     for exp, command in commands.items():
         if about.get("commands", {}).get(exp, command) != command:
             fail(
-                f"{exp}: there are results of another command in {path.parent.relative_to(ROOT)}; remove them, or give another tag"
+                f"{exp}: there are results of another command in {path.parent.relative_to(ROOT)}; "
+                "remove them, or give another tag"
             )
     environments = about.get("environments", []) + [made] * (made not in about.get("environments", []))
     about |= {"tag": tag, "environments": environments, "commands": about.get("commands", {}) | commands}
@@ -262,7 +284,8 @@ def note(runs, tag):
 
 
 def stage_runs(seeds, tag, first=None, second=None):
-    """[SFT runs, reward model runs] of a study, in its tag's folder "stages": MODELS/sft, MODELS/reward and what else is asked for.
+    """[SFT runs, reward model runs] of a study, in its tag's folder "stages": MODELS/sft, MODELS/reward and what else
+    is asked for.
 
     Args: first, second, {name: (command, folder of its code or None)}; what `second` runs needs what `first` has run.
     """
@@ -270,7 +293,11 @@ def stage_runs(seeds, tag, first=None, second=None):
     first = {"sft": (f"python rlhf_details/train_sft.py --output_dir {MODELS}/sft", None)} | (first or {})
     second = {"reward": (reward, None)} | (second or {})
     batches = [
-        [Run(name, command, seed, tag, "stages", code, COLUMNS, 20) for seed in seeds for name, (command, code) in batch.items()]
+        [
+            Run(name, command, seed, tag, "stages", code, COLUMNS, 20)
+            for seed in seeds
+            for name, (command, code) in batch.items()
+        ]
         for batch in (first, second)
     ]
     for run in itertools.chain(*batches):
@@ -292,7 +319,10 @@ def run_study(stages, runs, args, tag):
 def run_all(runs, args, tag):
     """Does the runs that are not done, args.workers at a time; returns the names of those that failed."""
     todo = [run for run in runs if not run.is_done()]
-    print(f"{tag}: {len(runs)} runs, {len(runs) - len(todo)} done, {len(todo)} to do, {args.workers} at a time", flush=True)
+    print(
+        f"{tag}: {len(runs)} runs, {len(runs) - len(todo)} done, {len(todo)} to do, {args.workers} at a time",
+        flush=True,
+    )
     if todo:
         note(runs, tag)
     if args.preload:

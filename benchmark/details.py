@@ -1,12 +1,12 @@
 """
-Writes the index of details into README.md, and the verdicts on the published catalogue and known faults into benchmark/details.md.
+Writes benchmark/details.md: the index of details, and the verdicts on the published catalogue and on known faults.
 
-    python benchmark/details.py            writes both
-    python benchmark/details.py --check    writes nothing; exit code 1 where one of them is stale
+    python benchmark/details.py            writes it
+    python benchmark/details.py --check    writes nothing, and has the exit code 1 where it is stale
 
-Where a detail stands, and which tests are its own, is read from the code: the comments [RM-4], and the names test_rm_4_...
-What it is, and who does it, stands in details.toml; the verdicts in catalogue.toml; the faults in faults.toml; what a detail is
-worth in results/worth.toml, as far as it has been measured.
+Where a detail stands, and which tests are its own, is read from the code: the comments [RM-4], and the names
+test_rm_4_... What it is, and who does it, stands in details.toml, the verdicts in catalogue.toml, and the faults in
+faults.toml. What a detail is worth stands in results/worth.toml, as far as it has been measured.
 """
 
 import re
@@ -15,7 +15,7 @@ import tomllib
 from itertools import groupby
 from pathlib import Path
 
-from mutations import tags_in, tests_of
+from mutations import sources, tags_in, tests_of
 
 ROOT = Path(__file__).resolve().parent.parent
 FAMILIES = {
@@ -31,7 +31,7 @@ FAMILIES = {
     "LOG": "Metrics",
     "EVAL": "Evaluation",
 }
-SCRIPTS = ["train_ppo", "train_rloo", "train_reward", "train_sft", "evaluate"]  # these first, then what they share
+PAGES = "train_rloo.py train_ppo.py train_ppo_async.py train_reward.py train_sft.py evaluate.py utils.py".split()
 
 
 def read(name):
@@ -39,17 +39,10 @@ def read(name):
     return tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
-def places():
-    """{tag: [(file, line of the tag's comment), ...]}, the scripts first."""
-    found = {}
-    files = sorted((ROOT / "rlhf_details").glob("*.py"), key=lambda p: (p.stem not in SCRIPTS, p.stem != "train_ppo", p.stem))
-    for path in files:
-        source = path.read_text(encoding="utf-8")
-        lines = source.splitlines()
-        for tag in tags_in(source):
-            line = next(i for i, text in enumerate(lines, 1) if f"[{tag}]" in text)
-            found.setdefault(tag, []).append((path.name, line))
-    return found
+def files_with(tag, code):
+    """The files below rlhf_details whose comments have a tag, the pages first. code: {file: source}."""
+    found = [file for file, source in code.items() if tag in tags_in(source)]
+    return sorted(found, key=lambda file: (file not in PAGES, PAGES.index(file) if file in PAGES else 0, file))
 
 
 def source_link(source, systems):
@@ -73,41 +66,43 @@ def source_link(source, systems):
 
 
 def index():
-    """The README's part between its two markers: a table for each family of tags."""
-    details, worth, where = read("details.toml"), read("results/worth.toml"), places()
-    lines = []
+    """Lines of the index of details: a table for each family of tags. Line numbers would change with every edit."""
+    details, worth, code = read("details.toml"), read("results/worth.toml"), sources()
+    lines = [
+        "Each detail has a tag. `grep -rn GEN-4 rlhf_details` finds it in the code, and `pytest -k gen_4` runs its "
+        "tests, whose names begin with it. The price is what benchmark/ablations.py has measured.",
+    ]
     for family, tags in groupby(details["tags"].items(), key=lambda item: item[0].partition("-")[0]):
-        lines += [
-            "",
-            f"### {FAMILIES[family]}",
-            "",
-            "| tag | detail | where | source | test | worth |",
-            "|---|---|---|---|---|---|",
-        ]
+        lines += ["", f"### {FAMILIES[family]}", "", "| tag | detail | where | source | tests | price |"]
+        lines += ["|---|---|---|---|---|---|"]
         for tag, detail in tags:
-            stands = ", ".join(f"[{f}:{n}](rlhf_details/{f}#L{n})" for f, n in where[tag])
+            places = ", ".join(f"`{file}`" for file in files_with(tag, code))
             source = "; ".join("ours" if s == "own" else source_link(s, details["systems"]) for s in detail["source"])
-            files = sorted({test.split("::")[0] for test in tests_of(tag)})
-            tests = ", ".join(f"[{Path(f).name}]({f})" for f in files)
-            lines.append(f"| {tag} | {detail['what']} | {stands} | {source} | {tests} | {worth.get(tag, {}).get('says', '')} |")
-    return "\n".join(lines) + "\n"
+            tests = ", ".join(f"`{file}`" for file in sorted({test.split("::")[0] for test in tests_of(tag)}))
+            price = worth.get(tag, {}).get("says", "")
+            lines.append(f"| {tag} | {detail['what']} | {places} | {source} | {tests} | {price} |")
+    return lines
 
 
 def verdicts():
-    """benchmark/details.md: what became of every entry of the catalogue of published details, and of every known fault."""
+    """Lines on what became of every entry of the catalogue of published details, and of every known fault."""
     details, catalogue, faults = read("details.toml")["tags"], read("catalogue.toml"), read("faults.toml")
     count = {v: sum(x["verdict"] == v for x in catalogue.values()) for v in ("tagged", "different", "not ours")}
-    lines = ["# Published details, known faults", "", "Written by `python benchmark/details.py`.", "", "## The catalogue", ""]
-    lines += [
-        "What the published systems do, entry by entry, and what is done here: under a tag in the code (the README's index says "
-        "where), differently, or not at all. " + ", ".join(f"{n} {v}" for v, n in count.items()) + f"; {len(catalogue)} in all.",
+    lines = [
+        "## The catalogue",
+        "",
+        "What the published systems do, entry by entry, and what is done here: under a tag, differently or not at all. "
+        + ", ".join(f"{n} {v}" for v, n in count.items())
+        + f"; {len(catalogue)} in all.",
         "",
         "| entry | what | verdict | tag, or why |",
         "|---|---|---|---|",
     ]
     for entry, row in catalogue.items():
         tags = ", ".join(tag for tag, detail in details.items() if entry in detail["entries"].split())
-        lines.append(f"| {entry} | {row['what']} | {row['verdict']} | {'; '.join(x for x in (tags, row['why']) if x)} |")
+        lines.append(
+            f"| {entry} | {row['what']} | {row['verdict']} | {'; '.join(x for x in (tags, row['why']) if x)} |"
+        )
     lines += [
         "",
         "## Faults that shipped elsewhere",
@@ -121,27 +116,18 @@ def verdicts():
         tags = ", ".join(tag for tag, detail in details.items() if number in detail["faults"].split())
         tests = "<br>".join(f"`{test}`" for test in fault["tests"])
         lines.append(f"| {number} | {fault['what']} | {tags} | {tests} | {fault['note']} |")
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def main():
-    readme, table = ROOT / "README.md", ROOT / "benchmark" / "details.md"
-    before = readme.read_text(encoding="utf-8")
-    head, _, tail = before.partition("<!-- details -->\n")
-    _, _, tail = tail.partition("<!-- details -->\n")
-    after = f"{head}<!-- details -->\n{index()}<!-- details -->\n{tail}"
-    stale = [
-        p.name for p, text in ((readme, after), (table, verdicts())) if not p.exists() or p.read_text(encoding="utf-8") != text
-    ]
+    path = ROOT / "benchmark" / "details.md"
+    head = ["# Details of the implementation", "", "Written by `python benchmark/details.py`.", "", "## The index", ""]
+    text = "\n".join([*head, *index(), "", *verdicts()]) + "\n"
+    is_stale = not path.exists() or path.read_text(encoding="utf-8") != text
     if "--check" in sys.argv[1:]:
-        print(
-            f"stale: {', '.join(stale)}; run python benchmark/details.py"
-            if stale
-            else "README.md and benchmark/details.md are fresh"
-        )
-        return int(bool(stale))
-    readme.write_text(after, encoding="utf-8")
-    table.write_text(verdicts(), encoding="utf-8")
+        print(f"{path.name} is {'stale: run python benchmark/details.py' if is_stale else 'fresh'}")
+        return int(is_stale)
+    path.write_text(text, encoding="utf-8")
     return 0
 
 

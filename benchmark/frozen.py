@@ -53,7 +53,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 ROOT = Path(__file__).resolve().parent.parent
-ALLOWED_TO_GO = {"val/counted"}  # metrics of the old side that the new side may lack
+# Metrics of the old side that the new side may lack. (train_ppo_async.py logs val/stale_ratio for val/first_ratio.)
+ALLOWED_TO_GO = {"val/counted", "val/optimizer_steps", "val/first_ratio"}
 GOING = ("--async_rollouts", "--lora_merge")  # flags that a side is given where its --help knows them, and else not
 EXACT = ("val/num_eos_tokens", "val/num_stop_token_ids", "val/sequence_lengths")  # at the first update
 TOLERANCE, EVAL_TOLERANCE, COMPARED_UPDATES = 1e-3, 2e-2, 20

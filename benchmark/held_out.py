@@ -1,18 +1,19 @@
 """
-One evaluator for policies that other code has trained: held-out prompts of the embedded task, in the words of train_rloo.py.
+One evaluator for policies that other code has trained: the embedded task's held-out prompts, as train_rloo.py does it.
 
-    python benchmark/held_out.py --policy FOLDER --sft FOLDER --reward FOLDER --seed 1 --run_name run      (what the studies call)
+    python benchmark/held_out.py --policy FOLDER --sft FOLDER --reward FOLDER --seed 1 --run_name run
 
 It gives our scripts' own last eval/objective/{scores,gold,kl,ended,length} to the digit, since the noise is that of
-(seed, EVALUATION, 0). Writes runs/<run_name>/metrics.jsonl, a row.
+(seed, EVALUATION, 0). The studies call it. It writes runs/<run_name>/metrics.jsonl, which has one row.
 """
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import tyro
+
+FIGURES = "scores", "gold", "kl", "ended", "length"
 
 
 @dataclass
@@ -32,31 +33,24 @@ class Args:
 
 
 def evaluate(policy_folder, sft, reward, seed):
-    """{eval/objective/NAME: mean over the held-out prompts} of a policy: one response to each, with the task's own settings."""
-    import torch
+    """{eval/objective/NAME: mean over the held-out prompts} of a policy, in the embedded task's own settings."""
+    import math
+
     from accelerate import Accelerator
 
-    from rlhf_details import toy, train_rloo, utils
+    from rlhf_details import train_rloo, utils
+    from rlhf_details.plumbing import cli, data, models, rewards
 
-    args = SimpleNamespace(**toy.DEFAULTS["train_rloo"])
-    tokenizer = utils.load_tokenizer(str(sft), "sft")
-    models = (utils.load_policy(str(folder), "policy") for folder in (policy_folder, sft))
-    policy, reference = (train_rloo.Policy(model, args.temperature).eval() for model in models)
-    reward = train_rloo.Reward(utils.load_reward_model(str(reward), "reward")).eval()
-    texts = [row["prompt"] for row in toy.rows("prompts", "test")]
-
-    def score_slice(numbers, batch, ended):
-        scores = train_rloo.response_scores(reward, batch, 1)
-        return (train_rloo.missing_eos_scores(scores, ended, args.missing_eos_penalty, "subtract"),)
-
-    ids, coordinates = [tokenizer(text).input_ids for text in texts], (seed, train_rloo.EVALUATION, 0)
-    responses, mask, ended, kl, scores = train_rloo.one_response_each(
-        policy, reference, score_slice, ids, args, tokenizer.eos_token_id, coordinates, Accelerator(cpu=True)
-    )
-    answers = [tokenizer.decode(r[m], skip_special_tokens=True) for r, m in zip(responses, mask, strict=True)]
-    gold = torch.tensor([toy.gold(text, answer) for text, answer in zip(texts, answers, strict=True)])
-    result = {"scores": scores, "gold": gold, "kl": kl, "ended": ended.float(), "length": mask.sum(1).float()}
-    return {f"eval/objective/{name}": value.mean().item() for name, value in result.items()}
+    words = ["--sft_model_path", str(sft), "--reward_model_path", str(reward), "--seed", str(seed)]
+    args, accelerator = cli.parse(train_rloo.Args, words), Accelerator(cpu=True)
+    tokenizer, _, reference, reward_model = train_rloo.load_models(args, accelerator.device)
+    model = utils.disable_dropout(models.load_policy(str(policy_folder), "--policy", args))
+    policy, stop_id = train_rloo.Policy(model, args.temperature), tokenizer.eos_token_id
+    _, prompts = data.load_prompts(args, tokenizer, room=math.inf)
+    scorer = accelerator, tokenizer, reward_model, train_rloo.response_scores, args.micro_batch_size, stop_id
+    score = rewards.Scorer(args, *scorer)
+    metrics, _ = train_rloo.evaluate(policy, reference, score, prompts, stop_id, args, accelerator)
+    return {f"eval/objective/{name}": metrics[f"eval/objective/{name}"] for name in FIGURES}
 
 
 def main(args: Args):

@@ -1,8 +1,9 @@
 """
-What the figures of this folder say of several seeds: interquartile means with bootstrap intervals, differences with Student's.
+What the figures of this folder say of several seeds: interquartile means with bootstrap intervals, differences with
+Student's.
 
-Source of the choice: "Deep Reinforcement Learning at the Edge of the Statistical Precipice" (arXiv 2108.13264). The arithmetic is
-scipy's.
+Source of the choice: "Deep Reinforcement Learning at the Edge of the Statistical Precipice" (arXiv 2108.13264). The
+arithmetic is scipy's.
 """
 
 import csv
@@ -24,7 +25,8 @@ def read(path):
 def read_seeds(folder, exp):
     """{seed: {column: array}} of the files <exp>_s<seed>.csv in a folder; FileNotFoundError where there is none."""
     found = {path.stem.removeprefix(f"{exp}_s"): path for path in Path(folder).glob(f"{exp}_s*.csv")}
-    found = {int(seed): path for seed, path in found.items() if seed.isdigit()}  # not of an experiment whose name begins alike
+    # Another experiment's name may begin alike, and then what follows is no number.
+    found = {int(seed): path for seed, path in found.items() if seed.isdigit()}
     if not found:
         raise FileNotFoundError(f"{folder}: no {exp}_s<seed>.csv")
     return {seed: read(found[seed]) for seed in sorted(found)}
@@ -41,15 +43,17 @@ def iqm(x, axis=-1):
 
 
 def bootstrap(x, statistic=iqm):
-    """95 % percentile bootstrap interval of a statistic over the last axis (seeds): (low, high), of the other axes' shape."""
+    """95 % percentile bootstrap interval (low, high) of a statistic over the last axis, which is that of the seeds."""
     x = np.asarray(x, dtype=float)
     index = np.random.default_rng(0).integers(x.shape[-1], size=(2000, x.shape[-1]))
     return tuple(np.percentile(np.stack([statistic(x[..., i]) for i in index]), (2.5, 97.5), axis=0))
 
 
 def mean_interval(x, level=0.95):
-    """(mean, low, high, p): Student's interval of the mean, and the p value of its being 0; numbers that are all equal have an
-    interval of no width."""
+    """(mean, low, high, p): Student's interval of the mean, and the p value of its being 0.
+
+    Numbers that are all equal have an interval of no width.
+    """
     x = np.asarray(x, dtype=float)
     if len(x) < 2:
         raise ValueError(f"an interval needs two seeds or more, not {len(x)}")

@@ -1,10 +1,11 @@
 """
-Kills runs with SIGKILL at random moments, resumes them, and compares with the run that was never touched: metrics (except
-times), sample tables and final weights must be equal bit for bit.
+Kills runs with SIGKILL at random moments, resumes them, and compares with the run that was never touched: metrics
+(except times), sample tables and final weights must be equal bit for bit.
 
-Every second kill waits for a checkpoint being written, and strikes while it is. Results go to benchmark/results/kill_resume.md.
+Every second kill waits for a checkpoint being written, and strikes while it is. Results go to
+benchmark/results/kill_resume.md.
 
-    python benchmark/kill_resume.py --kills 20                     # toy RLOO and toy PPO, on the stages in models/toy
+    python benchmark/kill_resume.py --kills 20                     # the toy RLOO and PPO, on the stages in models/toy
 """
 
 import json
@@ -26,7 +27,7 @@ ROOT = Path(__file__).parent.parent
 
 @dataclass
 class Args:
-    algorithms: tuple[str, ...] = ("rloo", "ppo")
+    algorithms: tuple[str, ...] = ("rloo", "ppo", "ppo_async")
     """scripts to kill"""
     kills: int = 20
     """kills of each"""
@@ -37,7 +38,7 @@ class Args:
     checkpoint_every: int = 2
     """updates between checkpoints"""
     flags: tuple[str, ...] = ()
-    """further flags of the scripts, in one word each: --flags=--async_rollouts"""
+    """further flags of the scripts, in one word each: --flags=--whiten_rewards"""
     jobs: int = 2
     """runs at a time; each on one thread"""
     out: str = "benchmark/results/kill_resume.md"
@@ -68,8 +69,8 @@ def rows_of(name):
     return path.read_text().split("\n")[:-1] if path.exists() else []
 
 
-# The kills below look into a run from outside, which tells nobody when a row or a folder is there: so they poll. The waits
-# after that are the experiment itself: they make the moment random.
+# The kills below look into a run from outside, which tells nobody when a row or a folder is there, so they poll. The
+# waits after that are the experiment itself: they make the moment random.
 def wait_for_rows(process, name, count):
     """Until a run has logged so many rows, or has ended."""
     while process.poll() is None and len(rows_of(name)) < count:
@@ -77,7 +78,7 @@ def wait_for_rows(process, name, count):
 
 
 def kill_somewhere(args, process, name, chance, seconds_an_update, while_writing):
-    """Strikes at a random update: at a random moment of it, or while its checkpoint is being written. Returns what was there."""
+    """Strikes at a random moment of a random update, or while its checkpoint is written. Returns what was there."""
     update = chance.randint(0, args.updates - 1)
     wait_for_rows(process, name, update)
     folder = Path("runs") / name / "checkpoints"
@@ -119,7 +120,10 @@ def one_kill(args, algorithm, number, seconds):
     from_update = said.split("after update ")[1].split(" ")[0] if "after update" in said else "the start"
     for folder in (Path("runs") / name, Path("models/kill_resume") / name):
         shutil.rmtree(folder)
-    print(f"{algorithm} {number}: killed after {rows} rows, writing: {partial}, from {from_update}: {wrong or 'equal'}", flush=True)
+    print(
+        f"{algorithm} {number}: killed after {rows} rows, writing: {partial}, from {from_update}: {wrong or 'equal'}",
+        flush=True,
+    )
     return [algorithm, str(number), str(rows), partial, from_update, ", ".join(wrong) or "nothing"]
 
 
@@ -140,7 +144,9 @@ def main(args):
         "resumed from update",
         "differs from the uninterrupted run",
     ]
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=ROOT).stdout.strip()
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=ROOT
+    ).stdout.strip()
     lines = [" | ".join(row) for row in (head, ["---"] * len(head), *table)]
     text = f"{len(table)} kills, {len(bad)} resumed runs that differ. Commit {commit}: `python benchmark/kill_resume.py"
     text += f" {' '.join(sys.argv[1:])}`, one thread a run.\n\n" + "".join(f"| {line} |\n" for line in lines)

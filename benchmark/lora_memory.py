@@ -1,7 +1,9 @@
 """
-Peak memory of training with and without LoRA: SFT, reward model, RLOO and PPO on a random GPT-NeoX of 110 M parameters, on the CPU.
+Peak memory of training with and without LoRA: SFT, reward model, RLOO and PPO on a random GPT-NeoX of 110 M parameters,
+on the CPU.
 
-Each run is a process of its own: two updates of 8 episodes (RLOO, PPO) or two steps of 8 rows; the peak is its resident set's.
+Each run is a process of its own: two updates of 8 episodes (RLOO, PPO) or two steps of 8 rows; the peak is its resident
+set's.
 
     python benchmark/lora_memory.py      (results/lora_memory.md; some five minutes on two cores)
 """
@@ -21,7 +23,18 @@ from benchmark import made_with
 FOLDER = ROOT / "runs" / "lora_memory"  # of models, data and runs
 RUN = "import resource, runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
 RUN += "; print('PEAK', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
-POLICY = ["--sft_model_path", "base", "--total_episodes", 16, "--batch_size", 8, "--num_mini_batches", 1, "--response_length", 32]
+POLICY = [
+    "--sft_model_path",
+    "base",
+    "--total_episodes",
+    16,
+    "--batch_size",
+    8,
+    "--num_mini_batches",
+    1,
+    "--response_length",
+    32,
+]
 STAGES = {
     "train_sft": ["--base_model", "base", "--response_length", 32],
     "train_reward": ["--sft_model_path", "base"],
@@ -57,9 +70,25 @@ def make_models():
 def peak(script, *flags):
     """Peak resident set of a run, in MB."""
     data = {"train_reward": "pairs.jsonl"}.get(script, "sft.jsonl")
-    words = ["--dataset", data, "--checkpoint_every", 0, "--micro_batch_size", 4, "--overwrite", "--output_dir", f"out/{script}"]
+    words = [
+        "--dataset",
+        data,
+        "--checkpoint_every",
+        0,
+        "--micro_batch_size",
+        4,
+        "--overwrite",
+        "--output_dir",
+        f"out/{script}",
+    ]
     words += ["--num_sample_generations", 0] if script in ("train_rloo", "train_ppo") else ["--batch_size", 8]
-    command = [sys.executable, "-c", RUN, str(ROOT / "rlhf_details" / f"{script}.py"), *map(str, [*words, *STAGES[script], *flags])]
+    command = [
+        sys.executable,
+        "-c",
+        RUN,
+        str(ROOT / "rlhf_details" / f"{script}.py"),
+        *map(str, [*words, *STAGES[script], *flags]),
+    ]
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=env, cwd=FOLDER, capture_output=True, text=True)
     if done.returncode:
@@ -70,7 +99,13 @@ def peak(script, *flags):
 def main(args: Args):
     FOLDER.mkdir(parents=True, exist_ok=True)
     make_models()
-    header = "peak MB, 110 M parameters", "all weights", "`--lora_rank 16`", "and `--gradient_checkpointing`", "the latter alone"
+    header = (
+        "peak MB, 110 M parameters",
+        "all weights",
+        "`--lora_rank 16`",
+        "and `--gradient_checkpointing`",
+        "the latter alone",
+    )
     lines = [f"| {' | '.join(header)} |", "|---|---:|---:|---:|---:|"]
     for script in STAGES:
         lora, less = ["--lora_rank", 16], ["--gradient_checkpointing"]

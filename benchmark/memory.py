@@ -1,10 +1,11 @@
 """
-Resident size of toy runs over 200 updates (needs the stages in models/toy; a minute or two).
+Resident size of toy runs over 200 updates, in a minute or two. It needs the stages in models/toy.
 
     python benchmark/memory.py [--without]
 
-Prints it after 20 and 200 updates, and fails where it has grown by more than 5 %. The learning rate is 0, so that responses are
-as long at the end as at the beginning; their lengths vary from batch to batch. --without: without utils.keep_memory_flat.
+It prints the size after 20 and 200 updates, and fails where it has grown by more than 5 %. The learning rate is 0, so
+that responses are as long at the end as at the beginning. Their lengths vary from batch to batch. --without leaves out
+cpu.keep_memory_flat.
 """
 
 import json
@@ -25,26 +26,28 @@ class Args:
     algorithm: Literal["rloo", "ppo"] | None = None
     """run this one in this process; None: both, each in one of its own"""
     without: bool = False
-    """without utils.keep_memory_flat"""
+    """without cpu.keep_memory_flat"""
 
 
 def one(algorithm, without):
     """Runs 200 updates of 64 episodes in this process; prints {update: MB} as JSON."""
-    from rlhf_details import runs, toy, train_ppo, train_rloo, utils
+    from rlhf_details import train_ppo, train_rloo
+    from rlhf_details.plumbing import cli, cpu
+    from rlhf_details.plumbing.run import Run
 
-    sizes, log, script = {}, runs.Run.log, {"rloo": train_rloo, "ppo": train_ppo}[algorithm]
+    sizes, log, script = {}, Run.log, {"rloo": train_rloo, "ppo": train_ppo}[algorithm]
 
-    def recording(self, metrics, step):
-        log(self, metrics, step)
+    def recording(self, step, *rest):
+        log(self, step, *rest)
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         sizes[step] = pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
-    runs.Run.log = recording
+    Run.log = recording
     if without:
-        utils.keep_memory_flat = lambda: None
+        cpu.keep_memory_flat = lambda: None
     flags = ["--batch_size", "64", "--total_episodes", str(64 * 200), "--learning_rate", "0", "--overwrite"]
     flags += ["--run_name", f"memory_{algorithm}", "--output_dir", f"models/memory_{algorithm}"]
-    script.main(utils.parse_args(script.Args, toy.defaults(f"train_{algorithm}"), flags))
+    script.main(cli.parse(script.Args, flags))
     print(json.dumps({step: round(sizes[step], 1) for step in POINTS}))
 
 
@@ -57,7 +60,12 @@ def main():
         sizes = json.loads(done.stdout.splitlines()[-1])
         growth = sizes["200"] / sizes["20"] - 1
         grown |= growth > 0.05
-        print(algorithm, " ".join(f"{step}: {size} MB" for step, size in sizes.items()), f"growth {growth:+.1%}", flush=True)
+        print(
+            algorithm,
+            " ".join(f"{step}: {size} MB" for step, size in sizes.items()),
+            f"growth {growth:+.1%}",
+            flush=True,
+        )
     sys.exit(grown)
 
 

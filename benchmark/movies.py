@@ -1,10 +1,11 @@
 """
 The experiment of movies.sh over seeds, every stage anew for each: real text, real human labels.
 
-    python benchmark/movies.py run --tag TAG --seeds 1 2 3 4 5 --workers 2     (two hours or less; goes on where it stopped)
+    python benchmark/movies.py run --tag TAG --seeds 1 2 3 4 5 --workers 2     (two hours; goes on where it stopped)
     python benchmark/movies.py draw --tag TAG                           (static/movies.svg, results/TAG/movies.md)
 
-The data are expected in data/movies (movies_data.py makes them); the commands are those that movies.sh prints with DRY_RUN.
+The data are expected in data/movies (movies_data.py makes them); the commands are those that movies.sh prints with
+DRY_RUN.
 """
 
 import os
@@ -56,7 +57,9 @@ class DrawArgs:
 def commands():
     """{"sft", "reward", "rloo", "ppo": command} of movies.sh, with {root} and {seed} in the paths."""
     words = ["bash", str(ROOT / "benchmark" / "movies.sh"), "{root}/data/movies", "{root}/models/movies/{seed}"]
-    printed = subprocess.run(words, capture_output=True, text=True, check=True, env=os.environ | {"DRY_RUN": "1"}).stdout
+    printed = subprocess.run(
+        words, capture_output=True, text=True, check=True, env=os.environ | {"DRY_RUN": "1"}
+    ).stdout
     lines = [shlex.split(line) for line in printed.splitlines()]
     named = {Path(line[1]).stem.removeprefix("train_"): line for line in lines if Path(line[1]).stem != "evaluate"}
     return {name: " ".join(line) for name, line in named.items()}
@@ -67,10 +70,13 @@ def run(args: RunArgs):
     tag = args.tag or git_tag()
     if not (ROOT / "data" / "movies").is_dir():
         print(
-            "error: data/movies: no such folder; python benchmark/movies_data.py --output_dir data/movies makes it", file=sys.stderr
+            "error: data/movies: no such folder; python benchmark/movies_data.py --output_dir data/movies makes it",
+            file=sys.stderr,
         )
         raise SystemExit(2)
-    batches = {name: [Run(name, command, seed, tag, "movies") for seed in args.seeds] for name, command in commands().items()}
+    batches = {
+        name: [Run(name, command, seed, tag, "movies") for seed in args.seeds] for name, command in commands().items()
+    }
     for name in ("sft", "reward"):
         for one in batches[name]:
             one.makes, one.every = ROOT / "models" / "movies" / str(one.seed) / name, 10
@@ -85,10 +91,15 @@ def table(folder):
         mean, low, high = (round(float(number), digits) + 0.0 for number in mean_interval(x)[:3])  # no -0.00
         return f"{mean:.{digits}f} ({low:.{digits}f} .. {high:.{digits}f})"
 
-    stages = [("sft", "eval/sft/perplexity", "perplexity a token", 1), ("reward", "eval/rm/accuracy", "reward model's accuracy", 3)]
+    stages = [
+        ("sft", "eval/sft/perplexity", "perplexity a token", 1),
+        ("reward", "eval/rm/accuracy", "reward model's accuracy", 3),
+    ]
     lines = ["| | " + " | ".join(["SFT", *(label for label, _ in POLICIES.values())]) + " |", "|---|---:|---:|---:|"]
     for name, metric, label, digits in stages:
-        lines.append(f"| {label} | {cell([last(seed[metric]) for seed in read_seeds(folder, name).values()], digits)} | | |")
+        lines.append(
+            f"| {label} | {cell([last(seed[metric]) for seed in read_seeds(folder, name).values()], digits)} | | |"
+        )
     found = {name: list(read_seeds(folder, name).values()) for name in POLICIES}
     for metric, label in FIGURES.items():
         column = f"eval/objective/{metric}"
@@ -124,7 +135,8 @@ def draw(args: DrawArgs):
     figure.savefig(ROOT / args.output, metadata={"Date": None})
     head = f"""# Movie reviews over seeds
 
-Written by `python benchmark/movies.py draw --tag {args.tag}`: held-out figures, mean over seeds with Student's 95 % interval.
+Written by `python benchmark/movies.py draw --tag {args.tag}`: held-out figures, mean over seeds with Student's 95 %
+interval.
 
 """
     lines = table(folder)

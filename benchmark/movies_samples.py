@@ -14,8 +14,10 @@ from pathlib import Path
 import torch
 import tyro
 
-from rlhf_details import data, utils
-from rlhf_details.train_rloo import SAMPLE_TABLE, Policy, Reward, response_scores, sample
+from rlhf_details import utils
+from rlhf_details.plumbing import data, models
+from rlhf_details.train_rloo import Args as RlooArgs
+from rlhf_details.train_rloo import Policy, Reward, response_scores
 
 
 @dataclass
@@ -48,21 +50,22 @@ def cell(text):
 @torch.no_grad()
 def main(args: Args):
     """Samples, scores and writes the table."""
+    loading = RlooArgs()  # how models are loaded
     prompts = [row["prompt"] for row in data.read_rows(args.prompts, {"prompt": str}, flag="--prompts")]
     prompts = prompts[: args.num_prompts]
-    tokenizer = utils.load_tokenizer(args.sft, "--sft")
+    tokenizer = models.load_tokenizer(args.sft, "--sft", loading)
     queries, query_mask = utils.left_pad([data.encode(tokenizer, prompt) for prompt in prompts])
-    reward = Reward(utils.load_reward_model(args.reward, "--reward")).eval()
+    reward = Reward(models.load_reward_model(args.reward, loading, "--reward")).eval()
 
     def answers(folder, flag):
         """(text, whether it ended, score) of one response to each prompt."""
-        policy = Policy(utils.load_policy(folder, flag), args.temperature).eval()
-        rows, stop_id = torch.arange(len(prompts)), tokenizer.eos_token_id
-        coordinates = (args.seed, SAMPLE_TABLE, 0)
-        responses, mask, _ = sample(policy, queries, query_mask, rows, 1, args.response_length, stop_id, coordinates)
+        policy = Policy(models.load_policy(folder, flag, loading), args.temperature).eval()
+        batch, stop_id = (queries, query_mask, torch.arange(len(prompts))), tokenizer.eos_token_id
+        key = (args.seed, utils.EVALUATION, 0)
+        responses, mask, _ = utils.sample(policy, batch, 1, args.response_length, stop_id, key)
         scores = response_scores(reward, (queries, query_mask, responses, mask), 1).tolist()
-        texts = [tokenizer.decode(r[m], skip_special_tokens=True) for r, m in zip(responses, mask, strict=True)]
-        ended = (responses == stop_id).any(1).tolist()
+        texts = models.decode(tokenizer, responses, mask)
+        ended = (mask & (responses == stop_id)).any(1).tolist()
         return list(zip(texts, ended, scores, strict=True))
 
     before, after = answers(args.sft, "--sft"), answers(args.policy, "--policy")

@@ -5,9 +5,10 @@ Proof that each detail's test tests it: every detail is broken in a copy of the 
     python benchmark/mutations.py --only RM-4     those of one tag, or of several
     python benchmark/mutations.py --show RM-4     the mutated lines, without running anything
 
-A mutant is (tag, file, old, new): in the statement that carries the tag's comment, `old` becomes `new`. Both are written as
-`ast.unparse` writes the statement, so that reformatting the code changes nothing here. A tag that stands in several files has a
-mutant in each. The tests of a tag are those whose names begin with it: of [RM-4] `test_rm_4_...`.
+A mutant is (tag, file, old, new): in the statement that the tag's comment speaks of, `old` becomes `new`. Both are
+written as `ast.unparse` writes the statement, so reformatting the code changes nothing here. A tag that stands in
+several files has a mutant in each, unless its statement is a copy of one that has a mutant. The copies are compared by
+benchmark/tests/test_mutations.py. The tests of a tag are those whose names begin with it: of [RM-4] `test_rm_4_...`.
 """
 
 import argparse
@@ -28,32 +29,47 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 240  # after which a mutant's tests count as failed: it hangs
-PPO, RLOO, RM, SFT = "train_ppo.py", "train_rloo.py", "train_reward.py", "train_sft.py"
-UTILS, DATA, ENGINES, EVALUATE = "utils.py", "data.py", "engines.py", "evaluate.py"
+PPO, ASYNC, RLOO = "train_ppo.py", "train_ppo_async.py", "train_rloo.py"
+RM, SFT, EVALUATE, UTILS = "train_reward.py", "train_sft.py", "evaluate.py", "utils.py"
+DATA, MODELS, COMPARISONS = "plumbing/data.py", "plumbing/models.py", "plumbing/comparisons.py"
+ENGINES, LAYOUT, JUDGE, REPORT = "plumbing/engines.py", "plumbing/layout.py", "plumbing/judge.py", "plumbing/report.py"
 
-SEPARATE = "[sampled_logprobs, *in_slices(lambda *b: response_logprobs(policy, b), my_batch, slice_size)[1:]]"
+FROZEN = """\
+    frozen = utils.disable_dropout(models.load_policy(args.sft_model_path, '--sft_model_path', args))
+    reference = Policy(frozen, args.temperature).requires_grad_(False)"""
+UNFROZEN = "    reference = Policy(model, args.temperature)"
+END = "scores - penalty if mode == 'subtract' else torch.full_like(scores, -penalty)"
+READ = "truncate_response(responses, response_mask, end_id, args.truncate_after)"
+OWN_SHARE = "(lambda xs: tuple((torch.cat([x] * world) for x in xs)))("
+BOTH = "_, _, values = in_slices(response_logprobs, policy, batch, size); old_logprobs = sampled_logprobs"
+NORMAL = "normalise(scores_of(reward, samples, size * K, accelerator))"
+ROWS, COPIES = "for prompt in prompts.of_update(update, B // k, args.seed)", "for _ in range(k)"
+UNBIASED = "masked_mean((x - mean) ** 2, mask) * mask.sum() / (mask.sum() - 1)"
 MUTATIONS = [
-    ("DATA-1", DATA, "tokenizer(completion, add_special_tokens=False).input_ids",
-     "tokenizer(prompt + completion, add_special_tokens=False).input_ids[len(ids):]"),
+    (
+        "DATA-1",
+        DATA,
+        "tokenizer(completion, add_special_tokens=False).input_ids",
+        "tokenizer(prompt + completion, add_special_tokens=False).input_ids[len(ids):]",
+    ),
     ("DATA-2", DATA, "[*answer, tokenizer.eos_token_id]", "answer"),
     ("DATA-3", DATA, "add_special_tokens=False", "add_special_tokens=True"),
-    ("DATA-4", RM, "if i != LABEL_PAD", ""),
+    ("DATA-4", COMPARISONS, " if i != LABEL_PAD", ""),
     ("DATA-5", UTILS, "[0] * (width - len(row)) + list(row)", "list(row) + [0] * (width - len(row))"),
     ("DATA-6", UTILS, "mask.cumsum(-1)", "mask.new_ones(mask.shape).cumsum(-1)"),
-    ("DATA-7", PPO, "args.seed, epoch", "args.seed"),
-    ("DATA-7", RLOO, "args.seed, epoch", "args.seed"),
+    ("DATA-7", DATA, "seed, epoch", "seed"),
     ("MODEL-1", UTILS, "module.p = 0.0", "module.p = module.p"),
     ("MODEL-2", UTILS, "setattr(module, name, 0.0)", "value"),
-    ("MODEL-3", UTILS, "torch.float32", "torch.bfloat16"),
-    ("MODEL-4", PPO, "utils.load_policy(args.sft_model_path, '--sft_model_path', **loading)", "model"),
-    ("MODEL-4", RLOO, "utils.load_policy(args.sft_model_path, '--sft_model_path', **loading)", "model"),
-    ("MODEL-5", UTILS, "info['missing_keys'] or", ""),
-    ("SFT-1", SFT, "in_completion if args.completion_only else mask", "in_completion"),
-    ("SFT-2", SFT, "tokens[:, 1:]", "tokens[:, :-1]"),
-    ("SFT-3", SFT, "loss / denominator", "loss / num_targets(micro_batch) / len(micro_batches)"),
+    ("MODEL-3", MODELS, "torch.float32", "torch.bfloat16"),
+    ("MODEL-4", PPO, FROZEN, UNFROZEN),
+    ("MODEL-4", RLOO, FROZEN, UNFROZEN),
+    ("MODEL-5", MODELS, "info['missing_keys'] or ", ""),
+    ("SFT-1", SFT, "if completion_only", "if True"),
+    ("SFT-2", SFT, "is_target[:, 1:]", "is_target[:, :-1]"),
+    ("SFT-3", SFT, "losses.sum() / num_targets", "losses.mean() / len(micro_batches)"),
     ("RM-1", RM, "1 / math.sqrt(model.score.in_features + 1)", "0.02"),
-    ("RM-2", RM, "torch.manual_seed(args.seed)", "args.seed"),
-    ("RM-3", RM, "(None, tokenizer.eos_token_id)", "(None,)"),
+    ("RM-2", RM, "engines.start(args)", "engines.start(args); torch.seed()"),
+    ("RM-3", RM, "tokenizer.add_special_tokens({'pad_token': '[PAD]'})", "tokenizer.pad_token = tokenizer.eos_token"),
     ("RM-4", RM, "(mask * torch.arange(mask.size(1), device=mask.device)).argmax(1)", "mask.sum(1) - 1"),
     ("RM-5", RM, "torch.ones(1)", "torch.ones(1), requires_grad=False"),
     ("RM-6", RM, "enabled=False", "enabled=True"),
@@ -61,105 +77,100 @@ MUTATIONS = [
     ("RM-6", RLOO, "enabled=False", "enabled=True"),
     ("RM-7", RM, "cross_entropy(scores,", "cross_entropy(scores.sigmoid(),"),
     ("RM-8", RM, "> others", ">= others"),
-    ("RM-9", RM, "fill_(gain)", "fill_(1.0)"),
-    ("RM-10", RM, "normalization(samples)", "(1.0, 0.0, '')"),
+    ("RM-9", RM, f"{NORMAL}[0]", "1.0"),
+    ("RM-10", RM, NORMAL, "(1.0, 0.0)"),
     ("RM-11", RM, "None if", "tokenizer.eos_token_id if"),
-    ("RM-12", RM, "-score(references).mean().item()", "0.0"),
+    ("RM-12", RM, "-scores_of(reward, references, size * K, accelerator).mean().item()", "0.0"),
     ("RM-13", RM, " * weights['gain']", ""),
-    ("RM-14", RM, "numbers[rank::world]", "numbers[:len(numbers) // world]"),
-    ("GEN-1", PPO, "logits + gumbel_noise(fold(keys, t), logits.size(-1))", "logits"),
-    ("GEN-1", RLOO, "logits + gumbel_noise(fold(keys, t), logits.size(-1))", "logits"),
+    ("RM-14", RM, "minibatch[rank::world]", "minibatch[:len(minibatch) // world]"),
+    ("GEN-1", UTILS, "logits + gumbel_noise(fold(keys, t), logits.size(-1))", "logits"),
     ("GEN-2", PPO, " / self.temperature", ""),
     ("GEN-2", RLOO, " / self.temperature", ""),
     ("GEN-3", PPO, " / self.temperature", ""),
     ("GEN-3", RLOO, " / self.temperature", ""),
-    ("GEN-4", PPO, "fold(keys, coordinate)", "keys + coordinate"),
-    ("GEN-4", RLOO, "fold(keys, coordinate)", "keys + coordinate"),
-    ("GEN-5", PPO, "token != stop_id", "token == token"),
-    ("GEN-5", RLOO, "token != stop_id", "token == token"),
-    ("GEN-6", PPO, "position + t", "Q + t + 0 * position"),
-    ("GEN-6", RLOO, "position + t", "Q + t + 0 * position"),
+    ("GEN-4", UTILS, "fold(keys, coordinate)", "keys + coordinate"),
+    ("GEN-5", UTILS, "token != stop_id", "token == token"),
+    ("GEN-6", UTILS, "position + t", "Q + t + 0 * position"),
     ("GEN-7", PPO, "queries.size(1) - 1", "queries.size(1)"),
-    ("GEN-7", RLOO, "torch.where(step == 0, Q - 1, Q - 1 + torch.arange(n * R, device=device))",
-     "Q - 1 + torch.arange(n * R, device=device)"),
-    ("GEN-8", PPO, "LOGITS_AT_ONCE // vocab_size", "10 ** 9"),
-    ("GEN-8", RLOO, "LOGITS_AT_ONCE // vocab_size", "10 ** 9"),
-    ("GEN-9", PPO, "in_slices(lambda *b: response_logprobs(policy, b), my_batch, slice_size)", SEPARATE),
-    ("GEN-9", RLOO, "in_slices(lambda *b: response_logprobs(policy, b, n), my_batch, episodes_per_forward, n)",
-     "(sampled_logprobs, 0)"),
-    ("GEN-10", PPO, "self.policy.model.load_state_dict(model.state_dict())", "self.policy.model = model"),
-    ("GEN-10", RLOO, "self.policy.model.load_state_dict(model.state_dict())", "self.policy.model = model"),
-    ("GEN-11", PPO, "in_slices(lambda *b: response_logprobs(policy, b), my_batch, args.micro_batch_size)",
-     "(sampled_logprobs.new_zeros(sampled_logprobs.shape),)"),
-    ("GEN-11", RLOO, "in_slices(lambda *b: response_logprobs(policy, b, n), my_batch, episodes_per_forward, n)",
-     "(sampled_logprobs.new_zeros(sampled_logprobs.shape), 0)"),
+    ("GEN-7", RLOO, "torch.where(step == 0, Q - 1, column[Q:] - 1)", "column[Q:] - 1"),
+    ("GEN-8", PPO, "self.logits_at_once // self.head.vocab_size", "10 ** 9"),
+    ("GEN-8", RLOO, "self.logits_at_once // self.head.vocab_size", "10 ** 9"),
+    ("GEN-9", PPO, "old_logprobs, _, values = in_slices(response_logprobs, policy, batch, size)", BOTH),
+    ("GEN-9", RLOO, "in_slices(response_logprobs, policy, batch, size, n)", "(sampled_logprobs, 0)"),
+    ("GEN-10", ASYNC, "self.policy.model.load_state_dict(model.state_dict())", "self.policy.model = model"),
+    (
+        "GEN-11",
+        ASYNC,
+        "in_slices(response_logprobs, policy, [*batch[:2], *sampled[:2]], size)",
+        "(sampled[2].new_zeros(sampled[2].shape), 0)",
+    ),
     ("GEN-12", PPO, "ends[:, :after] = False", "after"),
     ("GEN-13", PPO, "mask & (responses == token_id)", "responses == token_id"),
     ("GEN-13", RLOO, "mask & (responses == stop_id)", "responses == stop_id"),
-    ("GEN-14", PPO, "scored_mask", "my_batch[3]"),
+    ("GEN-14", PPO, READ, f"(response_mask, {READ}[1])"),
     ("REW-1", PPO, "getattr(model.config, 'reward_bias', 0.0)", "0.0"),
     ("REW-1", RLOO, "getattr(model.config, 'reward_bias', 0.0)", "0.0"),
     ("REW-2", PPO, "batch[3].sum(1, keepdim=True)", "batch[3].new_ones(batch[3].shape).sum(1, keepdim=True)"),
     ("REW-2", RLOO, "response_mask.sum(1)", "response_mask.new_ones(response_mask.shape).sum(1)"),
-    ("REW-3", PPO, "scores - penalty if mode == 'subtract' else torch.full_like(scores, -penalty)", "scores"),
-    ("REW-3", RLOO, "scores - penalty if mode == 'subtract' else torch.full_like(scores, -penalty)", "scores"),
-    ("REW-4", PPO, "(given | ~applies).all(1) & applies.any(1)", "applies.any(1)"),
-    ("REW-4", RLOO, "(given | ~applies).all(1) & applies.any(1)", "applies.any(1)"),
-    ("REW-5", PPO, "logprobs - ref_logprobs", "(logprobs - ref_logprobs) ** 2 / 2"),
-    ("REW-5", RLOO, "logprobs - ref_logprobs", "(logprobs - ref_logprobs) ** 2 / 2"),
+    ("REW-3", PPO, END, "scores"),
+    ("REW-3", RLOO, END, "scores"),
+    ("REW-4", PPO, "nansum", "sum"),
+    ("REW-4", RLOO, "nansum", "sum"),
+    ("REW-5", PPO, "old_logprobs - ref_logprobs", "(old_logprobs - ref_logprobs) ** 2 / 2"),
+    ("REW-5", RLOO, "old_logprobs - ref_logprobs", "(old_logprobs - ref_logprobs) ** 2 / 2"),
     ("REW-6", PPO, "x * m", "x"),
     ("REW-6", RLOO, " * response_mask", ""),
-    ("REW-7", PPO, "accelerator.gather", "lambda x: torch.cat([x] * world)"),
-    ("REW-7", RLOO, "accelerator.gather", "lambda x: torch.cat([x] * world)"),
+    ("REW-7", PPO, "accelerator.gather(", OWN_SHARE),
+    ("REW-7", RLOO, "accelerator.gather(", OWN_SHARE),
     ("PPO-1", PPO, "copy.deepcopy(reward_model)", "reward_model"),
     ("PPO-2", PPO, "nn.init.zeros_(critic.weight)", "critic.weight"),
-    ("PPO-3", PPO, "trunk.float()", "trunk.detach().float()"),
+    ("PPO-3", PPO, "hidden.float()", "hidden.detach().float()"),
     ("PPO-4", PPO, "policy.parameters()", "policy.model.parameters()"),
-    ("PPO-5", PPO, "response_mask | after_last", "response_mask"),
-    ("PPO-6", PPO, "value_mask(response_mask).sum(1, keepdim=True) - 1",
-     "response_mask.new_ones(response_mask.shape).sum(1, keepdim=True) - 1"),
+    ("PPO-5", PPO, " | nn.functional.pad(response_mask, (1, 0), value=True)[:, :-1]", ""),
+    (
+        "PPO-6",
+        PPO,
+        "value_mask(response_mask).sum(1, keepdim=True) - 1",
+        "response_mask.new_ones(response_mask.shape).sum(1, keepdim=True) - 1",
+    ),
     ("PPO-7", PPO, "torch.expm1(-d) + d", "torch.expm1(d) - d"),
     ("PPO-8", PPO, "shift_mean=False", "shift_mean=True"),
     ("PPO-9", PPO, "gamma * lam * advantage", "gamma * advantage"),
-    ("PPO-10", PPO, "loss_mask)", "torch.ones_like(loss_mask))"),
-    ("PPO-11", UTILS, "masked_mean((x - mean) ** 2, mask)", "masked_mean((x - mean) ** 2, mask) * mask.sum() / (mask.sum() - 1)"),
+    ("PPO-10", PPO, "response_mask)", "torch.ones_like(response_mask))"),
+    ("PPO-11", UTILS, "masked_mean((x - mean) ** 2, mask)", UNBIASED),
     ("PPO-12", PPO, "torch.max(losses1, losses2)", "losses2"),
     ("PPO-13", PPO, "torch.max(errors, clipped_errors)", "errors"),
     ("PPO-14", PPO, "args.vf_coef * ", ""),
     ("PPO-15", PPO, "min(max(kl / target - 1, -0.2), 0.2)", "kl / target - 1"),
-    ("PPO-16", PPO, "metrics['objective/kl']", "kl[0].sum().item()"),
-    ("PPO-17", PPO, "not 1 + mean_excess <= args.ratio_threshold", "False"),
-    ("PPO-18", PPO, "not epoch_kl <= 1.5 * args.target_kl", "False"),
-    ("PPO-19", PPO, " + delta ** 2 * n * len(x) / self.count", ""),
-    ("RLOO-1", RLOO, "for i in numbers for _ in range(k)", "for _ in range(k) for i in numbers"),
+    ("PPO-16", PPO, "kl.sum(1).mean().item()", "kl[0].sum().item()"),
+    ("PPO-17", PPO, "> args.ratio_threshold", "> math.inf"),
+    ("PPO-18", PPO, "> 1.5 * args.target_kl", "> math.inf"),
+    ("PPO-19", PPO, " + delta ** 2 * count * len(x) / total", ""),
+    ("RLOO-1", RLOO, f"{ROWS} {COPIES}", f"{COPIES} {ROWS}"),
     ("RLOO-2", RLOO, "kl.sum(1)", "utils.masked_mean(kl, response_mask)"),
-    ("RLOO-3", RLOO, "((rewards * counted).sum(1, keepdim=True) - rewards) / siblings.clamp(min=1)",
-     "(rewards * counted).sum(1, keepdim=True) / (siblings + 1)"),
+    ("RLOO-3", RLOO, "(rewards.sum(1, keepdim=True) - rewards) / (k - 1)", "rewards.mean(1, keepdim=True)"),
     ("RLOO-4", RLOO, "kl.flip(1).cumsum(1).flip(1)", "kl.sum(1, keepdim=True).expand(kl.shape)"),
     ("RLOO-5", RLOO, "logratio.sum(1)", "logratio.sum(1) / mask.sum(1).clamp(min=1)"),
     ("RLOO-6", RLOO, "torch.max(losses1, losses2)", "losses2"),
-    ("RLOO-7", RLOO, "logprobs[rows] if has_ratio else new_logprobs.detach()", "logprobs[rows]"),
-    ("RLOO-8", RLOO, "minibatch.unsqueeze(1) * k + torch.arange(k, device=device)",
-     "(minibatch.unsqueeze(1) * k + torch.arange(k, device=device)).T"),
+    ("RLOO-7", RLOO, "logprobs.detach() if one_step else old_logprobs[m]", "old_logprobs[m]"),
+    ("RLOO-8", RLOO, ".reshape(-1)", ".T.reshape(-1)"),
     ("RLOO-9", RLOO, "(owner == 0) | (owner.unsqueeze(1) == owner)", "owner >= 0"),
-    ("RLOO-10", RLOO, "query_mask.sum(1, keepdim=True) + step",
-     "query_mask.sum(1, keepdim=True) + torch.arange(n * R, device=device)"),
-    ("RLOO-11", RLOO, " | itself", ""),
-    ("RLOO-12", RLOO, "if gap < 0.001", "if gap < math.inf"),
+    ("RLOO-10", RLOO, "keepdim=True) + step", "keepdim=True) + torch.arange(n * R, device=device)"),
+    ("RLOO-11", RLOO, " | torch.eye(len(column), dtype=torch.bool, device=device)", ""),
+    ("RLOO-12", LAYOUT, "if gap < 0.001", "if True"),
     ("RLOO-13", RLOO, "if clip_range is None", "if clip_range is None or not normalize"),
-    ("RLOO-14", RLOO, "action_mask)", "torch.ones_like(action_mask))"),
+    ("RLOO-14", RLOO, "is_action)", "torch.ones_like(is_action))"),
     ("OPT-1", UTILS, "step - 1 - warmup", "step - warmup"),
-    ("OPT-2", PPO, "= lr", "= args.learning_rate"),
-    ("OPT-2", RLOO, "= lr", "= args.learning_rate"),
-    ("OPT-3", PPO, " / math.sqrt(1 - beta2 ** step)", ""),
-    ("OPT-3", RM, " / math.sqrt(1 - group['betas'][1] ** step)", ""),
+    ("OPT-2", PPO, "utils.learning_rate_at(update, num_updates, args)", "args.learning_rate"),
+    ("OPT-2", RLOO, "utils.learning_rate_at(update, num_updates, args)", "args.learning_rate"),
+    ("OPT-3", UTILS, " / math.sqrt(1 - beta2 ** step)", ""),
     ("OPT-4", PPO, "eps=args.adam_eps, ", ""),
     ("OPT-4", RLOO, "eps=args.adam_eps, ", ""),
     ("OPT-4", SFT, "eps=args.adam_eps, ", ""),
     ("OPT-4", RM, "eps=args.adam_eps, ", ""),
-    ("OPT-5", PPO, "losses.sum() / num_actions", "losses.sum() / loss_mask[rows].sum() / len(micro_batches)"),
-    ("OPT-5", RLOO, "losses.sum() / num_actions", "losses.sum() / actions.sum() / len(micro_batches)"),
-    ("OPT-5", RM, "loss / B", "loss / len(micro_batch)"),
+    ("OPT-5", PPO, "losses.sum() / num_actions", "losses.sum() / response_mask[m].sum() / len(micro_batches)"),
+    ("OPT-5", RLOO, "losses.sum() / num_actions", "losses.sum() / is_action[m].sum() / len(micro_batches)"),
+    ("OPT-5", RM, "losses.sum() / B", "losses.mean() / len(micro_batches) / world"),
     ("OPT-6", PPO, " * world", ""),
     ("OPT-6", RLOO, " * world", ""),
     ("OPT-6", SFT, " * world", ""),
@@ -170,28 +181,31 @@ MUTATIONS = [
     ("OPT-9", RLOO, "update, epoch", "update"),
     ("OPT-10", PPO, "math.ceil(args.total_episodes / B)", "args.total_episodes // B"),
     ("OPT-10", RLOO, "math.ceil(args.total_episodes / B)", "args.total_episodes // B"),
-    ("LOG-1", PPO, "-(logprobs * response_mask).sum(1)", "-(logprobs - ~response_mask).sum(1)"),
-    ("LOG-1", RLOO, "-(logprobs * response_mask).sum(1)", "-(logprobs - ~response_mask).sum(1)"),
-    ("LOG-2", PPO, "accelerator.reduce(sums, 'sum')", "sums * world"),
-    ("LOG-2", RLOO, "accelerator.reduce(stats, 'sum')", "(stats * world)"),
+    ("LOG-1", PPO, "-(old_logprobs * response_mask).sum(1)", "-(old_logprobs - 1.0 * ~response_mask).sum(1)"),
+    ("LOG-1", RLOO, "-(old_logprobs * response_mask).sum(1)", "-(old_logprobs - 1.0 * ~response_mask).sum(1)"),
+    ("LOG-2", UTILS, "accelerator.reduce(new, 'sum')", "new"),
     ("LOG-3", PPO, "0.5 * logratio ** 2", "logratio ** 2"),
     ("LOG-3", RLOO, "0.5 * logratio ** 2", "logratio ** 2"),
-    ("LOG-4", PPO, "excess_squared / actions - (excess / actions) ** 2", "excess_squared / actions / (excess / actions) ** 2"),
-    ("LOG-4", RLOO, "excess_squared / actions - (excess / actions) ** 2", "excess_squared / actions / (excess / actions) ** 2"),
-    ("LOG-5", PPO, "-kl_coef", "kl_coef"),
+    ("LOG-4", PPO, "('ratio_minus_1_squared') - ratio_minus_1 ** 2", "('ratio_minus_1_squared') / ratio_minus_1 ** 2"),
+    ("LOG-4", RLOO, "('ratio_minus_1_squared') - ratio_minus_1 ** 2", "('ratio_minus_1_squared') / ratio_minus_1 ** 2"),
+    ("LOG-5", PPO, "-state['kl_coef']", "state['kl_coef']"),
     ("LOG-5", RLOO, "'objective/non_score_reward': -args.kl_coef", "'objective/non_score_reward': args.kl_coef"),
-    ("LOG-6", PPO, "if not grad_norms", "if grad_norms"),
-    ("LOG-6", RLOO, "if not grad_norms", "if grad_norms"),
-    ("EVAL-1", EVALUATE, "utils.permutation(2, seed, JUDGE_ORDER, number)[0] == 0", "True"),
+    ("LOG-6", PPO, "if epoch == number == 0", "if True"),
+    ("LOG-6", ASYNC, "if epoch == number == 0", "if True"),
+    ("LOG-6", RLOO, "if epoch == number == 0", "if True"),
+    ("EVAL-1", JUDGE, "utils.permutation(2, seed, PAIR_ORDER, number)[0] == 0", "True"),
     ("EVAL-2", EVALUATE, ".get(v, 0.0)", ".get(v, 0.5)"),
-    ("EVAL-3", EVALUATE, "args.kl_temperature, EVALUATION", "args.temperature, EVALUATION"),
-    ("EVAL-4", EVALUATE, "metrics[side]", "metrics['policy']"),
-]  # fmt: skip
+    ("EVAL-3", EVALUATE, "numbers]", "numbers]; policy = Policy(policy.model, args.temperature)"),
+    ("EVAL-4", REPORT, "metrics[side]", "metrics['policy']"),
+]
 
 
 @functools.cache
 def tags_in(source):
-    """{tag: number of the line, from 1, on which the statement that it speaks of begins or goes on} of a Python source."""
+    """{tag: the line (from 1) of the statement that it speaks of} of the tags in the comments of a Python source.
+
+    A comment beside code speaks of that line, and a comment of its own speaks of the next line of code.
+    """
     found, code = {}, set()
     tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
     blank = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
@@ -203,7 +217,7 @@ def tags_in(source):
             for tag in re.findall(r"\[([A-Z]+-\d+)\]", token.string):
                 if tag in found:
                     raise ValueError(f"[{tag}] stands twice")
-                found[tag] = next(n for n in sorted(code) if n >= token.start[0])  # a comment of its own speaks of what follows
+                found[tag] = next(n for n in sorted(code) if n >= token.start[0])
     return found
 
 
@@ -212,11 +226,16 @@ def statements(source):
     return [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.stmt)]
 
 
-def mutate(source, tag, old, new):
-    """The source with `old` turned into `new` in the smallest statement with the tag; ValueError unless it is there once."""
+def statement_of(source, tag):
+    """The smallest statement that a tag speaks of, a node of the syntax tree."""
     line = tags_in(source)[tag]
     holders = [node for node in statements(source) if node.lineno <= line <= node.end_lineno]
-    statement = min(holders, key=lambda n: n.end_lineno - n.lineno)
+    return min(holders, key=lambda n: n.end_lineno - n.lineno)
+
+
+def mutate(source, tag, old, new):
+    """The source with `old` turned into `new` in the statement of a tag; ValueError unless it is there once."""
+    statement = statement_of(source, tag)
     text = ast.unparse(statement)
     if text.count(old) != 1:
         raise ValueError(f"[{tag}]: {old!r} is there {text.count(old)} times in\n{text}")
@@ -228,19 +247,37 @@ def mutate(source, tag, old, new):
     return mutant
 
 
+def sources(root=ROOT):
+    """{file below rlhf_details: its source}, the pages and modules that may have tags."""
+    folder = root / "rlhf_details"
+    return {str(path.relative_to(folder)): path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*.py"))}
+
+
+def without_mutant(root=ROOT):
+    """[(tag, file), ...] of the tags that have no mutant there, and whose statement is no copy of one that has."""
+    code, having = sources(root), {(tag, file) for tag, file, _, _ in MUTATIONS}
+    texts = {(tag, file): ast.unparse(statement_of(s, tag)) for file, s in code.items() for tag in tags_in(s)}
+    return [
+        (tag, file)
+        for (tag, file), text in texts.items()
+        if (tag, file) not in having and not any(other[0] == tag and texts.get(other) == text for other in having)
+    ]
+
+
 @functools.cache
 def all_tests(root):
-    """["tests/test_x.py::test_name", ...] of the test functions in a copy of the repository."""
+    """["tests/FOLDER/test_x.py::test_name", ...] of the test functions in a copy of the repository."""
     return [
         f"{path.relative_to(root)}::{name}"
-        for path in sorted((root / "tests").glob("test_*.py"))
+        for path in sorted((root / "tests").rglob("test_*.py"))
         for name in re.findall(r"^def (test_\w+)\(", path.read_text(encoding="utf-8"), re.M)
     ]
 
 
 def tests_of(tag, root=ROOT):
     """The tests named after a tag."""
-    return [test for test in all_tests(root) if test.split("::")[1].startswith(f"test_{tag.lower().replace('-', '_')}_")]
+    prefix = f"test_{tag.lower().replace('-', '_')}_"
+    return [test for test in all_tests(root) if test.split("::")[1].startswith(prefix)]
 
 
 def copy_of(root, folder):
@@ -262,7 +299,17 @@ def run_tests(folder, tests, output):
         os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
     import pytest
 
-    options = ["-x", "-q", "--tb=line", "-p", "no:cacheprovider", "-m", "slow or not slow", "--basetemp", f"{folder}.tmp"]
+    options = [
+        "-x",
+        "-q",
+        "--tb=line",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "slow or not slow",
+        "--basetemp",
+        f"{folder}.tmp",
+    ]
     os._exit(pytest.main([*options, *tests]))
 
 
@@ -281,7 +328,7 @@ def judge(folder, tests):
 
 
 def worker(mutants, results):
-    """Takes mutants from a queue, breaks a copy of its own with each, and puts what the tests said into another queue."""
+    """Takes mutants from a queue, breaks a copy of its own with each, and puts the tests' verdict into `results`."""
     scratch = Path(tempfile.mkdtemp(prefix="mutations-"))
     folder = copy_of(ROOT, scratch / "copy")
     while (mutant := mutants.get()) is not None:
@@ -297,7 +344,7 @@ def worker(mutants, results):
 
 
 def is_killed(code):
-    """Whether pytest's exit code says that a test failed (1; not: nothing collected, or nothing importable), or hung (None)."""
+    """Whether pytest's exit code says that a test failed (1) or hung (None). With others no test has run."""
     return code in (1, None)
 
 
@@ -309,7 +356,11 @@ def table(rows):
     lines += ["| tag | file | `old` -> `new` | killed by | s |", "|---|---|---|---|---:|"]
     for (tag, file, old, new), code, said, spent in rows:
         change = f"`{old}` -> {f'`{new}`' if new else 'nothing'}".replace("|", "\\|")
-        verdict = f"`{said.split('::')[-1].split(' ')[0]}`" if is_killed(code) else f"**survived** (pytest's exit code {code})"
+        verdict = (
+            f"`{said.split('::')[-1].split(' ')[0]}`"
+            if is_killed(code)
+            else f"**survived** (pytest's exit code {code})"
+        )
         lines.append(f"| {tag} | `{file}` | {change} | {said if code is None else verdict} | {spent:.0f} |")
     return "\n".join(lines) + "\n"
 
@@ -328,7 +379,15 @@ def main():
             sys.stdout.writelines(difflib.unified_diff(*pair, file, file))
         return 0
     os.environ["OMP_NUM_THREADS"] = "1"
-    for name in ("torch", "transformers", "accelerate", "datasets", "tyro", "wandb", "pytest"):  # once, for all children
+    for name in (
+        "torch",
+        "transformers",
+        "accelerate",
+        "datasets",
+        "tyro",
+        "wandb",
+        "pytest",
+    ):  # once, for all children
         __import__(name)
     start, context = time.time(), multiprocessing.get_context("fork")
     mutants, results = context.Queue(), context.Queue()

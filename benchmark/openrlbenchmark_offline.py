@@ -1,22 +1,26 @@
 """
 Puts run folders into the cache that openrlbenchmark draws from with --offline --scan-history: no account, no network.
 
-    python benchmark/openrlbenchmark_offline.py runs/a runs/b --python ENV/bin/python --entity local --project rlhf_details
+    python benchmark/openrlbenchmark_offline.py runs/a runs/b --python ENV/bin/python
     ENV/bin/python -m openrlbenchmark.rlops --offline --scan-history --env-ids toy --output-filename scores \\
-        --filters '?we=local&wpn=rlhf_details&ceik=dataset&cen=exp_name&xaxis=episode&metric=objective/scores' train_rloo train_ppo
+        --filters '?we=local&wpn=rlhf_details&ceik=dataset&cen=exp_name&xaxis=episode&metric=objective/scores' \\
+        train_rloo train_ppo
 
-ENV is an environment of its own, with openrlbenchmark 0.3.1; benchmark/openrlbenchmark.sh makes one. The cache lies in that
-package's folder, dataset/<entity>/<project>/: `offline.sqlite` lists the runs, <run id>/ holds their `run.json` and `run_df.csv`.
+ENV is an environment of its own, with openrlbenchmark 0.3.1; benchmark/openrlbenchmark.sh makes one. The cache lies in
+that package's folder, dataset/<entity>/<project>/: `offline.sqlite` lists the runs, <run id>/ holds their `run.json`
+and `run_df.csv`.
 
-* Metrics have the names of metrics.jsonl. X-axes: `episode`, which is also `global_step`; `_step`, the update; `_runtime`, seconds.
-* Every argument of a run can be filtered on, as `seed` and as `seed.value`: `rlops` looks for the first where it is told ceik=seed,
-  `rlops_multi_metrics` for the second. `dataset` (ceik) and `exp_name` (cen) take the place of its `env_id` and `exp_name`.
-* Tags (?tag=) are the run's --wandb_tags, --tags and the first seven digits of its commit. Offline the tool reads one tag and, of
-  the rest of a filter, only ?user= and ?cl=: it draws every run of that data set and experiment. With --replace the project holds
-  these runs alone.
+* Metrics have the names of metrics.jsonl. X-axes: `episode`, which is also `global_step`; `_step`, the update;
+  `_runtime`, seconds.
+* Every argument of a run can be filtered on, as `seed` and as `seed.value`. `rlops` looks for the first where it is
+  told ceik=seed, and `rlops_multi_metrics` for the second. `dataset` (ceik) and `exp_name` (cen) take the place of its
+  `env_id` and `exp_name`.
+* Tags (?tag=) are the run's --wandb_tags, --tags and the first seven digits of its commit. Offline the tool reads one
+  tag and, of the rest of a filter, only ?user= and ?cl=: it draws every run of that data set and experiment. With
+  --replace the project holds these runs alone.
 * A folder that is given again takes the place of what it was.
-* In place of a folder a CSV file may be given that benchmark.py has written (with the column `episode`): its arguments are the
-  script's name, the data set and the seed.
+* In place of a folder a CSV file may be given that benchmark.py has written (with the column `episode`). Its arguments
+  are the script's name, the data set and the seed.
 """
 
 import csv
@@ -35,16 +39,17 @@ import tyro
 
 # what the tool's peewee models create; a run's id is text in all of them, also where the column says otherwise
 SCHEMA = """
-CREATE TABLE IF NOT EXISTS offlinerun (id VARCHAR(255) NOT NULL, name VARCHAR(255) NOT NULL, state VARCHAR(255) NOT NULL,
-    url VARCHAR(255) NOT NULL, path TEXT NOT NULL, username VARCHAR(255) NOT NULL, project VARCHAR(255) NOT NULL,
-    entity VARCHAR(255) NOT NULL, config TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS offlinerun (id VARCHAR(255) NOT NULL, name VARCHAR(255) NOT NULL,
+    state VARCHAR(255) NOT NULL, url VARCHAR(255) NOT NULL, path TEXT NOT NULL, username VARCHAR(255) NOT NULL,
+    project VARCHAR(255) NOT NULL, entity VARCHAR(255) NOT NULL, config TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS tag (id INTEGER NOT NULL PRIMARY KEY, name VARCHAR(255) NOT NULL);
 CREATE TABLE IF NOT EXISTS tag_offlinerun_through (id INTEGER NOT NULL PRIMARY KEY, tag_id INTEGER NOT NULL,
     offlinerun_id INTEGER NOT NULL, FOREIGN KEY (tag_id) REFERENCES tag (id),
     FOREIGN KEY (offlinerun_id) REFERENCES offlinerun (id));
 CREATE INDEX IF NOT EXISTS tagofflinerunthrough_tag_id ON tag_offlinerun_through (tag_id);
 CREATE INDEX IF NOT EXISTS tagofflinerunthrough_offlinerun_id ON tag_offlinerun_through (offlinerun_id);
-CREATE UNIQUE INDEX IF NOT EXISTS tagofflinerunthrough_tag_id_offlinerun_id ON tag_offlinerun_through (tag_id, offlinerun_id);
+CREATE UNIQUE INDEX IF NOT EXISTS tagofflinerunthrough_tag_id_offlinerun_id
+    ON tag_offlinerun_through (tag_id, offlinerun_id);
 """
 WHERE = "import importlib.util as u; print(u.find_spec('openrlbenchmark').submodule_search_locations[0])"
 
@@ -83,7 +88,9 @@ def package_folder(args):
         done = subprocess.run([args.python, "-c", WHERE], capture_output=True, text=True)
     except OSError as e:
         fail(f"--python {args.python}: {e.strerror}")
-    return Path(done.stdout.strip()) if done.returncode == 0 else fail(f"--python {args.python}: has no openrlbenchmark")
+    return (
+        Path(done.stdout.strip()) if done.returncode == 0 else fail(f"--python {args.python}: has no openrlbenchmark")
+    )
 
 
 def read(path):
@@ -107,7 +114,7 @@ def read_rows(path):
 
 
 def read_result(path):
-    """A CSV file of benchmark.py as (rows, arguments, commit): those of its command that say which curve it is, and the seed."""
+    """A CSV file of benchmark.py as (rows, arguments that say which curve it is, commit)."""
     try:
         about = json.loads(read(path.with_name("env.json")))
         words = shlex.split(about["commands"][path.stem.rpartition("_s")[0]])
@@ -139,7 +146,8 @@ def read_run(folder, args):
     for row in found:
         seconds = row.get("time/from_scratch", seconds)
         rows.append({"_step": row["update"], "_runtime": seconds, "global_step": row["episode"]} | row)
-    name = f"r{hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12]}"  # the letter keeps sqlite from making it a number
+    # The name begins with a letter, because sqlite would make a number of it.
+    name = f"r{hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12]}"
     run = {"id": name, "name": str(folder), "state": "finished", "url": folder.resolve().as_uri()}
     run |= {"project": args.project, "entity": args.entity, "path": [args.entity, args.project, name]}
     run["config"] = given | {f"{key}.value": value for key, value in given.items()}
@@ -156,7 +164,9 @@ def store(database, run):
     columns = "id, name, state, url, project, entity, path, username, config"
     database.execute(f"INSERT INTO offlinerun ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
     for tag in run["tags"]:
-        database.execute("INSERT INTO tag (name) SELECT ? WHERE NOT EXISTS (SELECT 1 FROM tag WHERE name = ?)", [tag, tag])
+        database.execute(
+            "INSERT INTO tag (name) SELECT ? WHERE NOT EXISTS (SELECT 1 FROM tag WHERE name = ?)", [tag, tag]
+        )
         link = "INSERT INTO tag_offlinerun_through (tag_id, offlinerun_id) SELECT id, ? FROM tag WHERE name = ? LIMIT 1"
         database.execute(link, [run["id"], tag])
 

@@ -1,14 +1,16 @@
 """
 Over-optimisation on the embedded task: the learned reward that a policy is trained on, and the true one, over their KL.
 
-    python benchmark/overoptimisation.py run --tag TAG --seeds 1 2 3 4 5 6 7 8 9 10 --workers 2     (goes on where it stopped)
-    python benchmark/overoptimisation.py draw --tag TAG         (static/overoptimisation.svg, results/TAG/overoptimisation.md)
+    python benchmark/overoptimisation.py run --tag TAG --seeds 1 2 3 4 5 6 7 8 9 10 --workers 2
+    python benchmark/overoptimisation.py draw --tag TAG
 
-RLOO and PPO under several KL coefficients; RLOO without the KL under reward models of fewer labels, and smaller ones (a reward
-model starts as the SFT model of its width, and that one's responses are what it compares). Twice the embedded task's learning rate,
-which does not fall: the default recipe stops before anything is over-optimised. Best-of-n, the reference: of n responses
-of the SFT policy to a held-out prompt the one with the highest learned score; its KL is at most log n - (n - 1) / n
-(arXiv 2210.10760).
+`run` goes on where it stopped. `draw` writes static/overoptimisation.svg and results/TAG/overoptimisation.md.
+
+RLOO and PPO under several KL coefficients; RLOO without the KL under reward models of fewer labels, and smaller ones (a
+reward model starts as the SFT model of its width, and that one's responses are what it compares). Twice the embedded
+task's learning rate, which does not fall: the default recipe stops before anything is over-optimised. Best-of-n, the
+reference: of n responses of the SFT policy to a held-out prompt the one with the highest learned score; its KL is at
+most log n - (n - 1) / n (arXiv 2210.10760).
 """
 
 import math
@@ -33,7 +35,9 @@ RESPONSES, PROMPTS = 64, 256  # of best-of-n
 
 def settings():
     """{name: (panel, label, command)} of the policies, in the order of their curves."""
-    result = {f"rloo_kl{c}": ("RLOO", f"{c}", f"{RLOO} --reward_model_path {MODELS}/reward --kl_coef {c}") for c in RLOO_COEFS}
+    result = {
+        f"rloo_kl{c}": ("RLOO", f"{c}", f"{RLOO} --reward_model_path {MODELS}/reward --kl_coef {c}") for c in RLOO_COEFS
+    }
     result |= {f"ppo_kl{c}": ("PPO", f"{c}", f"{PPO} --kl_coef {c}") for c in PPO_COEFS}
     free = f"{RLOO} --kl_coef 0 --reward_model_path {MODELS}"
     result |= {f"labels{n}": ("labels", f"{n}", f"{free}/reward_labels{n}") for n in LABELS}
@@ -81,44 +85,41 @@ def best_of_shares(number, n):
 
 
 def best_of_n(args: BestOfNArgs):
-    """Samples RESPONSES to each of PROMPTS held-out prompts; writes mean score and gold of the best of n, n = 1, 2, 4, ..: means
-    over all subsets of n responses, exactly."""
+    """Samples RESPONSES to each of PROMPTS held-out prompts; writes mean score and gold of the best of n, n = 1, 2, 4,
+    ..: means over all subsets of n responses, exactly.
+    """
     import json
     from pathlib import Path
 
     import torch
 
     from rlhf_details import toy, train_rloo, utils
+    from rlhf_details.plumbing import cli, models
 
-    folder = ROOT / "models" / "bench" / str(args.seed)
-    defaults = toy.DEFAULTS["train_rloo"]
-    tokenizer = utils.load_tokenizer(str(folder / "sft"), "sft", False)
-    policy = train_rloo.Policy(utils.load_policy(str(folder / "sft"), "sft"), defaults["temperature"]).eval()
-    reward = train_rloo.Reward(utils.load_reward_model(str(folder / "reward"), "reward")).eval()
-    texts = [row["prompt"] for row in toy.rows("prompts", "test")[:PROMPTS]]
-    queries, query_mask = utils.left_pad([tokenizer(text).input_ids for text in texts], "cpu")
-    golds, n, stop_id = [], RESPONSES, tokenizer.eos_token_id
+    folder, n, golds = ROOT / "models" / "bench" / str(args.seed), RESPONSES, []
+    words = ["--sft_model_path", str(folder / "sft"), "--reward_model_path", str(folder / "reward")]
+    settings = cli.parse(train_rloo.Args, words)
+    tokenizer, policy, _, reward = train_rloo.load_models(settings, "cpu")
+    texts, stop_id = [row["prompt"] for row in toy.rows("prompts", "test")[:PROMPTS]], tokenizer.eos_token_id
+    policy.eval()
+    queries, query_mask = utils.left_pad([tokenizer(text).input_ids for text in texts for _ in range(n)])
 
-    def one_slice(queries, query_mask, numbers):
-        rows = (numbers.unsqueeze(1) * n + torch.arange(n)).reshape(-1)
-        coordinates = (args.seed, train_rloo.EVALUATION, 0)
-        responses, mask, _ = train_rloo.sample(
-            policy, queries, query_mask, rows, n, defaults["response_length"], stop_id, coordinates
-        )
-        batch = queries.repeat_interleave(n, 0), query_mask.repeat_interleave(n, 0), responses, mask
-        scores = train_rloo.response_scores(reward, batch, 1)
+    def one_slice(policy, batch):
+        key, penalty = (args.seed, utils.EVALUATION, 0), settings.missing_eos_penalty
+        responses, mask, _ = utils.sample(policy, batch, n, settings.response_length, stop_id, key)
+        scores = train_rloo.response_scores(reward, [*batch[:2], responses, mask], 1)
         ended = train_rloo.has_stopped(responses, mask, stop_id)
-        scores = train_rloo.missing_eos_scores(scores, ended, defaults["missing_eos_penalty"], "subtract")
-        return scores.reshape(-1, n), responses.reshape(-1, n, responses.size(1)), mask.reshape(-1, n, mask.size(1))
+        return train_rloo.missing_eos_scores(scores, ended, penalty, "subtract"), responses, mask
 
     with torch.no_grad():
-        outputs = train_rloo.in_slices(one_slice, [queries, query_mask, torch.arange(len(texts))], 8)
+        batch = [queries, query_mask, torch.arange(len(queries))]
+        outputs = [x.reshape(-1, n, *x.shape[1:]) for x in utils.in_slices(one_slice, policy, batch, 8 * n)]
     scores = outputs[0].numpy()
     for text, responses, mask in zip(texts, *outputs[1:], strict=True):
-        answers = [tokenizer.decode(r[m], skip_special_tokens=True) for r, m in zip(responses, mask, strict=True)]
-        golds.append([toy.gold(text, answer) for answer in answers])
+        golds.append([toy.gold(text, answer) for answer in models.decode(tokenizer, responses, mask)])
     order = np.argsort(scores, 1)
-    scores, golds = (np.take_along_axis(np.array(x), order, 1).mean(0) for x in (scores, golds))  # [RESPONSES], worst first
+    # [RESPONSES], the worst one first
+    scores, golds = (np.take_along_axis(np.array(x), order, 1).mean(0) for x in (scores, golds))
     output = Path("runs") / args.run_name
     output.mkdir(parents=True, exist_ok=True)
     with open(output / "metrics.jsonl", "w") as file:
@@ -135,11 +136,16 @@ def run(args: RunArgs):
     sft = f"python rlhf_details/train_sft.py --output_dir {MODELS}/sft_width"
     first = {f"sft_width{w}": (f"{sft}{w} --hidden_size {w}", None) for w in WIDTHS}
     reward = f"python rlhf_details/train_reward.py --output_dir {MODELS}/reward_"
-    second = {f"reward_labels{n}": (f"{reward}labels{n} --sft_model_path {MODELS}/sft --num_comparisons {n}", None) for n in LABELS}
+    second = {
+        f"reward_labels{n}": (f"{reward}labels{n} --sft_model_path {MODELS}/sft --num_comparisons {n}", None)
+        for n in LABELS
+    }
     second |= {f"reward_width{w}": (f"{reward}width{w} --sft_model_path {MODELS}/sft_width{w}", None) for w in WIDTHS}
     commands = {name: command for name, (_, _, command) in settings().items()}
     commands["best_of_n"] = "python benchmark/overoptimisation.py best-of-n"
-    runs = [Run(name, command, seed, tag, "overoptimisation") for seed in args.seeds for name, command in commands.items()]
+    runs = [
+        Run(name, command, seed, tag, "overoptimisation") for seed in args.seeds for name, command in commands.items()
+    ]
     return run_study(stage_runs(args.seeds, tag, first, second), runs, args, tag)
 
 
@@ -164,14 +170,16 @@ def smooth(x):
 def curves(folder, name):
     """{"gold", "scores", "kl": [updates, seeds]} of one setting, smoothed, and the number of seeds."""
     seeds = read_seeds(folder, name).values()
-    columns = {c: np.array([seed[f"objective/{c}"] for seed in seeds]) for c in ("gold", "scores", "kl")}  # [seeds, rows]
+    columns = {
+        c: np.array([seed[f"objective/{c}"] for seed in seeds]) for c in ("gold", "scores", "kl")
+    }  # [seeds, rows]
     of_updates = ~np.isnan(columns["gold"]).any(0)  # and not of the evaluation before them
     return {c: smooth(x[:, of_updates]).T for c, x in columns.items()}, len(seeds)
 
 
 def fall(gold, scores):
-    """What became of gold after its peak: (row of the peak of the mean over seeds, two intervals (mean, low, high, p) over seeds:
-    of the gold lost since, and of the learned score gained since; and the gold lost, [seeds]).
+    """What became of gold after its peak: (row of the peak of the mean over seeds, two intervals (mean, low, high, p)
+    over seeds: of the gold lost since, and of the learned score gained since; and the gold lost, [seeds]).
 
     A seed's peak is that of the mean over the others, so that no seed chooses where its own noise was high.
     """
@@ -189,11 +197,11 @@ def interval(x, digits=2):
 HEAD = """\
 # Over-optimisation
 
-Written by `python benchmark/overoptimisation.py draw --tag {tag}`; `run` in place of `draw` makes the runs.
-Means over seeds with Student's 95 % interval. A seed changes initialisations, order and samples of every stage; texts,
-prompts and the noise of the human's choices stay. Curves are of training prompts, smoothed over {smooth} updates; the end is
-their last point. Lost and gained are paired, from a peak that is, for each seed, that of the mean over the others. Best-of-n is
-on held-out prompts, its KL an upper bound.
+Written by `python benchmark/overoptimisation.py draw --tag {tag}`; `run` in place of `draw` makes the runs. Means over
+seeds with Student's 95 % interval. A seed changes initialisations, order and samples of every stage; texts, prompts and
+the noise of the human's choices stay. Curves are of training prompts, smoothed over {smooth} updates; the end is their
+last point. Lost and gained are paired, from a peak that is, for each seed, that of the mean over the others. Best-of-n
+is on held-out prompts, its KL an upper bound.
 """
 
 
@@ -208,31 +216,55 @@ def draw(args: DrawArgs):
     panels = {"RLOO": [], "PPO": [], "reward models": []}
     for name, (panel, label, _) in settings().items():
         title = panel if panel in panels else "reward models"
-        label = f"KL coefficient {label}" if panel in panels else {"labels": f"{label} labels", "width": f"width {label}"}[panel]
+        label = (
+            f"KL coefficient {label}"
+            if panel in panels
+            else {"labels": f"{label} labels", "width": f"width {label}"}[panel]
+        )
         panels[title].append((label, name))
     panels["reward models"].insert(0, ("3072 labels, width 64", "rloo_kl0"))
     best = [
-        np.array([seed[f"objective/{c}"] for seed in read_seeds(folder, "best_of_n").values()]) for c in ("kl", "gold", "scores")
+        np.array([seed[f"objective/{c}"] for seed in read_seeds(folder, "best_of_n").values()])
+        for c in ("kl", "gold", "scores")
     ]
     figure, axes = plt.subplots(1, 3, figsize=(10, 3.6), sharey=True, layout="constrained")
-    head = "| policy | seeds | gold at its peak | at the end | lost since | least .. most | learned score gained since | KL at the "
-    lines = [f"{head}peak, end |", "|---|---:|---:|---:|---:|---:|---:|---:|"]
+    head = (
+        "| policy | seeds | gold at its peak | at the end | lost since | least .. most | learned score gained since | "
+    )
+    lines = [f"{head}KL at the peak, end |", "|---|---:|---:|---:|---:|---:|---:|---:|"]
     for axis, (title, members) in zip(axes, panels.items(), strict=True):
         for colour, (label, name) in enumerate(members):
             columns, seeds = curves(folder, name)
             x = np.sqrt(np.maximum(iqm(columns["kl"]), 0))
             for column, style in (("gold", "-"), ("scores", "--")):
                 centre = iqm(columns[column])
-                axis.plot(x, centre, style, color=f"C{colour}", linewidth=1.4, label=label if column == "gold" else None)
+                axis.plot(
+                    x, centre, style, color=f"C{colour}", linewidth=1.4, label=label if column == "gold" else None
+                )
                 axis.fill_between(x, *bootstrap(columns[column]), color=f"C{colour}", alpha=0.15, linewidth=0)
             peak, lost, gained, losses = fall(columns["gold"], columns["scores"])
             kl = columns["kl"].mean(1)
-            row = f"{title}, {label}", seeds, f"{columns['gold'][peak].mean():.2f}", interval(mean_interval(columns["gold"][-1]))
-            row += interval(lost), f"{min(losses):.1f} .. {max(losses):.1f}", interval(gained), f"{kl[peak]:.1f}, {kl[-1]:.1f}"
+            row = (
+                f"{title}, {label}",
+                seeds,
+                f"{columns['gold'][peak].mean():.2f}",
+                interval(mean_interval(columns["gold"][-1])),
+            )
+            row += (
+                interval(lost),
+                f"{min(losses):.1f} .. {max(losses):.1f}",
+                interval(gained),
+                f"{kl[peak]:.1f}, {kl[-1]:.1f}",
+            )
             lines.append("| " + " | ".join(map(str, row)) + " |")
         for column, style in ((best[1], "-"), (best[2], "--")):
             axis.plot(
-                np.sqrt(best[0][0]), column.mean(0), style, color="black", linewidth=1, label="best of n" if style == "-" else None
+                np.sqrt(best[0][0]),
+                column.mean(0),
+                style,
+                color="black",
+                linewidth=1,
+                label="best of n" if style == "-" else None,
             )
         axis.set_title(f"{title}{' under RLOO, no KL penalty' if title == 'reward models' else ''}", fontsize=9)
         axis.set_xlabel("square root of the KL, nats a response", fontsize=8)

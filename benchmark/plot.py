@@ -1,10 +1,10 @@
 """
 Curves: of runs as they are, of experiments over seeds, and whether two versions of the code learn alike.
 
-    python benchmark/plot.py runs/<name> [runs/<other> ...]      one run's curves, or several over each other, from metrics.jsonl
-    python benchmark/plot.py curves TAG --exp rloo ppo           experiments in benchmark/results/TAG: interquartile means over
-                                                                 seeds with 95 % bootstrap intervals, and a table beside the figure
-    python benchmark/plot.py compare TAG_A TAG_B                 a verdict; exit code 1 where they differ
+    python benchmark/plot.py runs/<name> [runs/<other> ...]   one run's curves, or several over each other
+    python benchmark/plot.py curves TAG --exp rloo ppo        experiments in benchmark/results/TAG: interquartile means
+                                                              over seeds with 95 % bootstrap intervals, and a table
+    python benchmark/plot.py compare TAG_A TAG_B              a verdict; exit code 1 where they differ
 
 All need the extra "benchmark".
 """
@@ -111,13 +111,21 @@ def figure(runs):
         axis.set_xlabel("episode", fontsize=7)
         right = axis.twinx() if any(RIGHT in drawn.get(title, {}) for drawn in shown.values()) else None
         kinds = list(
-            dict.fromkeys(m.removeprefix("eval/").removeprefix("train/") for d in shown.values() for m in d.get(title, {}))
+            dict.fromkeys(
+                m.removeprefix("eval/").removeprefix("train/") for d in shown.values() for m in d.get(title, {})
+            )
         )
         for i, drawn in enumerate(shown.values()):
             for metric, (x, y) in drawn.get(title, {}).items():
                 kind = kinds.index(metric.removeprefix("eval/").removeprefix("train/"))
                 look = {"color": f"C{i if len(runs) > 1 else kind}", "linewidth": 1, "label": metric}
-                marks = {"linestyle": "", "marker": "o", "markersize": 4, "markeredgecolor": "black", "markeredgewidth": 0.5}
+                marks = {
+                    "linestyle": "",
+                    "marker": "o",
+                    "markersize": 4,
+                    "markeredgecolor": "black",
+                    "markeredgewidth": 0.5,
+                }
                 look |= marks if metric.startswith("eval/") else {"linestyle": STYLES[kind % 4 if len(runs) > 1 else 0]}
                 (line,) = (right if metric == RIGHT else axis).plot(x, y, **look)
                 handles.setdefault(metric, line)
@@ -125,7 +133,12 @@ def figure(runs):
             found = {(n, m): spans for n, rows in runs.items() for m, spans in health(rows).items()}
             for i, ((name, metric), spans) in enumerate(found.items()):
                 label = f"{metric} ({name})" if len(runs) > 1 else metric
-                look = {"transform": axis.get_xaxis_transform(), "color": f"C{(i + 3) % 10}", "alpha": 0.25, "linewidth": 0.5}
+                look = {
+                    "transform": axis.get_xaxis_transform(),
+                    "color": f"C{(i + 3) % 10}",
+                    "alpha": 0.25,
+                    "linewidth": 0.5,
+                }
                 handles[label] = axis.broken_barh(spans, (0, 1), label=label, zorder=0, **look)
         for each in (axis, right) if right else (axis,):
             each.tick_params(labelsize=7)
@@ -134,7 +147,9 @@ def figure(runs):
         (right or axis).legend(handles.values(), handles, fontsize=6, framealpha=0.6)
     if len(runs) > 1:
         lines = [Line2D([], [], color=f"C{i}") for i in range(len(runs))]
-        picture.legend(lines, list(runs), loc="outside upper center", ncols=min(3, len(runs)), fontsize=8, frameon=False)
+        picture.legend(
+            lines, list(runs), loc="outside upper center", ncols=min(3, len(runs)), fontsize=8, frameon=False
+        )
     else:
         picture.suptitle(*runs, fontsize=10)
     return picture
@@ -206,7 +221,7 @@ def seeds_of(folder, exp):
 
 
 def final(seed, metric):
-    """What a run reached: the held-out figure of its end where there is one, else the mean of the last tenth of its updates."""
+    """What a run reached: the last held-out figure if there is one, else the mean of its last tenth of updates."""
     held_out = seed.get(f"eval/{metric}")
     if held_out is not None and not np.isnan(held_out).all():
         return last(held_out)
@@ -261,10 +276,11 @@ def curves(args: CurvesArgs):
 
 
 def differences(of_a, of_b, metrics, level):
-    """[(metric, measure, mean of A, its deviation over seeds, (difference B less A, low, high), how)] of one experiment.
+    """[(metric, measure, mean of A, its deviation over seeds, (difference B less A, low, high), how)] of one
+    experiment.
 
-    Of each seed that both have, since a seed is the same prompts and noise ("paired"); of the means where they share fewer than
-    two (Welch). ValueError where a metric of A's is not in B, or a figure is not finite.
+    Of each seed that both have, since a seed is the same prompts and noise ("paired"); of the means where they share
+    fewer than two (Welch). ValueError where a metric of A's is not in B, or a figure is not finite.
     """
     common, result = sorted(set(of_a) & set(of_b)), []
     for metric in metrics:
@@ -274,7 +290,9 @@ def differences(of_a, of_b, metrics, level):
             raise ValueError(f"{metric} is missing")
         for name, measure in (("final", final), ("area", area)):
             paired = len(common) > 1
-            x, y = (np.array([measure(seeds[n], metric) for n in (common if paired else seeds)]) for seeds in (of_a, of_b))
+            x, y = (
+                np.array([measure(seeds[n], metric) for n in (common if paired else seeds)]) for seeds in (of_a, of_b)
+            )
             if not np.isfinite([*x, *y]).all():
                 raise ValueError(f"{metric} is not finite")
             interval = mean_interval(y - x, level) if paired else welch(x, y, level)
@@ -288,8 +306,8 @@ def differences(of_a, of_b, metrics, level):
 def compare(args: CompareArgs):
     """Prints a line for each experiment, metric and measure; returns 1 where one of them differs, else 0.
 
-    Intervals hold together with 95 % (Bonferroni). "different": one lies beyond the margin; "no difference": it lies within
-    `same`; else "undecided", which more seeds would settle.
+    Intervals hold together with 95 % (Bonferroni). "different": one lies beyond the margin; "no difference": it lies
+    within `same`; else "undecided", which more seeds would settle.
     """
     a, b = results(args.a), results(args.b)
     names = args.exp or experiments(a)
@@ -308,7 +326,10 @@ def compare(args: CompareArgs):
             found[exp] = differences(of_a, of_b, args.metrics, 1 - 0.05 / number)
         except ValueError as e:
             fail(f"{exp}: {e}")
-    print(f"{args.b} less {args.a}; different beyond {args.margin:g}, the same within {args.same:g} of A's deviation over seeds")
+    print(
+        f"{args.b} less {args.a}; different beyond {args.margin:g}, the same within {args.same:g} "
+        "of A's deviation over seeds"
+    )
     verdicts = {}
     for exp, rows in found.items():
         for metric, name, mean, deviation, (difference, low, high), how in rows:

@@ -4,8 +4,8 @@ Writes the studies' tables into README.md, between markers that name them: <!-- 
     python benchmark/readme.py            writes
     python benchmark/readme.py --check    writes nothing; exit code 1 where the README is stale
 
-The tables come from benchmark/results/TAG/*.md, which the studies' `draw` has written from the CSV files beside them, and from
-benchmark/results/*.md, which the scripts of these names write.
+The tables come from benchmark/results/TAG/*.md, which the studies' `draw` has written from the CSV files beside them,
+and from benchmark/results/*.md, which the scripts of these names write.
 """
 
 import re
@@ -26,7 +26,9 @@ def ablations():
     """The rows of the ablations that matter, the worst for gold first, without the verdict."""
     head, rule, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in tables("ablations")[1])
     gold, verdict = head.index("gold at the end"), head.index("verdict")
-    rows = sorted((row for row in rows if row[verdict] == "matters"), key=lambda row: float(row[gold].strip("*").split()[0]))
+    rows = sorted(
+        (row for row in rows if row[verdict] == "matters"), key=lambda row: float(row[gold].strip("*").split()[0])
+    )
     return ["| " + " | ".join(row[:verdict]) + " |" for row in (head, rule, *rows)]
 
 

@@ -1,5 +1,6 @@
 """
-What rewards that are functions do on the embedded tasks, over seeds: the README's two tables, in results/reward_functions.md.
+What rewards that are functions do on the embedded tasks, over seeds: the README's two tables, in
+results/reward_functions.md.
 
 1. Style: the toy policy, no reward model, benchmark/rewards.py's `keyword` and `brevity` under several weights.
 2. toy-sum: a verifiable reward, by RLOO and by PPO.
@@ -64,7 +65,10 @@ def style(seeds):
 
 def sums(seeds):
     """Lines of the second table."""
-    lines = ["| toy-sum, held-out sums | SFT policy | after | KL, nats | updates | seconds |", "|---|---:|---:|---:|---:|---:|"]
+    lines = [
+        "| toy-sum, held-out sums | SFT policy | after | KL, nats | updates | seconds |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
     for script, label in (("train_rloo", "RLOO"), ("train_ppo", "PPO")):
         runs = [train(script, f"sum_{label.lower()}_{seed}", seed, "--dataset", "toy-sum") for seed in seeds]
         rates = [spread([run[row]["eval/objective/verifiable_correct_rate"] for run in runs]) for row in (0, -1)]
@@ -78,8 +82,8 @@ def main(args: Args):
     seeds = " ".join(map(str, args.seeds))
     head = f"""# Rewards that are functions
 
-Written by `python benchmark/reward_functions.py --seeds {seeds}`. One SFT policy a task; mean (lowest .. highest) over the
-seeds of the policy's training, held-out prompts, one thread a run.
+Written by `python benchmark/reward_functions.py --seeds {seeds}`. One SFT policy a task; mean (lowest .. highest) over
+the seeds of the policy's training, held-out prompts, one thread a run.
 {made_with()}
 """
     lines = [head, *style(args.seeds), "", *sums(args.seeds)]

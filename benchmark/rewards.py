@@ -1,10 +1,11 @@
 r"""
 Examples of reward functions, ready to use or to copy: plain Python, from texts to one number each.
 
-A reward function is called `f(prompts, completions, **columns)` and returns a list with one entry a completion: a float in
-points, True or False where the answer can be verified (counted as 1 or 0), or None: this row is left out.
-Prompts and completions are strings, or, of conversations, lists of messages {"role", "content"}, a completion of one. The
-rows' other columns come by name, each a list as long as completions; a function gets those that it names, or all with **columns.
+A reward function is called `f(prompts, completions, **columns)` and returns a list with one entry a completion: a float
+in points, True or False where the answer can be verified (counted as 1 or 0), or None: this row is left out. Prompts
+and completions are strings, or, of conversations, lists of messages {"role", "content"}, a completion of one. The rows'
+other columns come by name, each a list as long as completions; a function gets those that it names, or all with
+**columns.
 
     length, brevity, keyword    need nothing but the text
     exact_match, rouge          need a column: `answer`, `completion`
@@ -21,13 +22,16 @@ from itertools import pairwise
 import torch
 from transformers import AutoModelForSequenceClassification, pipeline
 
-from rlhf_details.train_sft import rouge_l
+from rlhf_details.plumbing.rouge import rouge_l
 
 TARGET_WORDS = 20
 KEYWORDS = {"very", "really", "truly", "so"}  # the toy grammar allows them, its gold reward does not ask for them
 STOP_WORDS = set(
-    "a an and are as at be been but by can did do does for from had has have he her his i in is it its me my no not of on or our "
-    "she so than that the their them then there they this to us was we were what which who will with would you your".split()
+    (
+        "a an and are as at be been but by can did do does for from had has have he her his i in is it its me my no "
+        "not of on or our she so than that the their them then there they this to us was we were what which who will "
+        "with would you your"
+    ).split()
 )
 NUMBER = re.compile(r"(?:(?<![\w.])[-+])?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)")  # in "10-5" the 5 is no negative number
 BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}")  # with one pair of braces inside
@@ -45,7 +49,7 @@ def words(completion):
 
 
 def marked_answer(solution):
-    r"""What stands behind the last "####" (GSM8K) or else in the last \boxed{} (MATH) of a string; "" where neither does."""
+    r"""What stands behind the last "####" (GSM8K), or else in the last \boxed{} (MATH), or else ""."""
     return (re.findall(r"####[^\S\n]*(\S.*)", solution) or BOXED.findall(solution) or [""])[-1]
 
 
@@ -57,10 +61,11 @@ def plain_answer(answer):
 
 @functools.cache
 def classifier():
-    """The pipeline of the model that SENTIMENT_MODEL names, built once; long texts lose their beginning, not the completion."""
+    """The pipeline of the model SENTIMENT_MODEL, built once. Long texts lose their beginning, not the completion."""
     name = os.environ.get("SENTIMENT_MODEL", "lvwerra/distilbert-imdb")
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    model = AutoModelForSequenceClassification.from_pretrained(name).to(device)  # a distributed pipeline leaves it where it is
+    # In a run of several processes the pipeline does not move the model.
+    model = AutoModelForSequenceClassification.from_pretrained(name).to(device)
     result = pipeline("text-classification", model=model, tokenizer=name, device=device, top_k=None, truncation=True)
     result.tokenizer.truncation_side = "left"
     return result
@@ -85,9 +90,10 @@ def keyword(prompts, completions):
 def exact_match(prompts, completions, answer):
     r"""Verifiable: whether the final answer is the row's `answer`; None where the row has none.
 
-    The final answer stands behind "####" or in \boxed{}, else it is the last number, else the whole text; of `answer` it stands
-    behind the same marks, else it is the whole. Commas, dollar signs and trailing periods do not count; numbers are compared by
-    value. Source: GSM8K (arXiv 2110.14168), whose solutions end in "#### 72"; MATH (arXiv 2103.03874), \boxed{}.
+    The final answer stands behind "####" or in \boxed{}, else it is the last number, else the whole text; of `answer`
+    it stands behind the same marks, else it is the whole. Commas, dollar signs and trailing periods do not count;
+    numbers are compared by value. Source: GSM8K (arXiv 2110.14168), whose solutions end in "#### 72"; MATH (arXiv
+    2103.03874), \boxed{}.
     """
     results = []
     for solution, reference in zip(map(text, completions), answer, strict=True):
@@ -99,17 +105,19 @@ def exact_match(prompts, completions, answer):
 
 
 def rouge(prompts, completions, completion):
-    """ROUGE-L F1 against the row's own `completion`, in [0, 1]; None where the row has none. Source: Lin 2004, section 3.1."""
+    """ROUGE-L F1 against the row's `completion`, in [0, 1], or None without one. Source: Lin 2004, section 3.1."""
     pairs = zip(completions, completion, strict=True)
     return [rouge_l(text(mine), text(reference)) if reference else None for mine, reference in pairs]
 
 
 def paraphrase(prompts, completions):
-    """The prompt's content in other words, in [0, 1]: 0.4 kept + 0.4 new + 0.1 size + 0.1 fresh, each in [0, 1]; empty: 0.
+    """The prompt's content in other words, in [0, 1]: 0.4 kept + 0.4 new + 0.1 size + 0.1 fresh, each in [0, 1]; empty:
+    0.
 
-    kept: share of the prompt's distinct words, STOP_WORDS aside, that are said     new: share of bigrams that are not the prompt's
-    size: words of the shorter text over words of the longer                        fresh: distinct words over words
-    A copy gets about 0.6 and so does fluent nonsense. Source: ours, after training-wizard's examples/rloo/reward_spec.py.
+    kept: share of the prompt's distinct words, STOP_WORDS aside, that are said     new: share of bigrams that are not
+    the prompt's size: words of the shorter text over words of the longer                        fresh: distinct words
+    over words A copy gets about 0.6 and so does fluent nonsense. Source: ours, after training-wizard's
+    examples/rloo/reward_spec.py.
     """
     results = []
     for source, mine in zip(map(words, prompts), map(words, completions), strict=True):
@@ -123,7 +131,8 @@ def paraphrase(prompts, completions):
 
 
 def sentiment(prompts, completions):
-    """Probability of the label POSITIVE for prompt and completion as one text, in [0, 1], by the model that SENTIMENT_MODEL names.
+    """Probability of the label POSITIVE for prompt and completion as one text, in [0, 1], by the model that
+    SENTIMENT_MODEL names.
 
     Source: TRL, examples/notebooks/gpt2-sentiment.ipynb, which takes lvwerra/distilbert-imdb's logit instead.
     """

@@ -1,32 +1,40 @@
 """
-Speed and memory, measured on this machine: our scripts against TRL on the same work, our sampler against `generate`, growth.
+Speed and memory, measured on this machine: our scripts against TRL or against themselves at another commit, our sampler
+against `generate`, and growth with the size of the work.
 
     python benchmark/speed.py compare --algorithm rloo --size 27m --prompts 96 128
-    python benchmark/speed.py compare --size 27m --against --variants "plain:--no_share_prompts"    ours alone, with a flag off
-    python benchmark/speed.py compare --size 27m --against --without onednn by_length            and with a speed-up taken out
+    python benchmark/speed.py compare --size 27m --against b9b2685                     ours, and ours at that commit
+    python benchmark/speed.py compare --size 27m --against --variants "plain:--no_share_prompts"    ours, a flag off
+    python benchmark/speed.py compare --size 27m --against --without onednn flat_memory     ours, a speed-up taken out
     python benchmark/speed.py decode --size 27m
     python benchmark/speed.py scaling
 
-Models have random weights and the shape of a name in SIZES; prompts are random words. So nothing is downloaded, except that
-the environment of a TRL version of TRL_VERSIONS is created from PyPI where --environments has none.
+The models have random weights and the shape of a name in SIZES, and the prompts are random words. So nothing is
+downloaded, except that the environment of a TRL version of TRL_VERSIONS is created from PyPI where --environments has
+none. A commit of ours is unpacked from this repository, and runs with the packages of this Python.
 
-`compare` runs each system in turn, A B C A B C ..., each time in a process of its own that makes one update to warm up and
---updates that count. Every process says what it really did; unless that is the work asked for (episodes, distinct prompts,
-responses a prompt, tokens, optimiser steps), nothing is printed. The prompts are as many as an update takes, so every update of
-every system works on the same ones. Ratios are taken within an alternation; their median and range are printed, and written after
-every alternation. Beside the seconds stands the fraction of the bound: work_flops at the rate of a matrix product, which is
-measured on the spot, in a fresh process, once an alternation.
+`compare` runs the systems in turn, A B C A B C ..., each time in a process of its own that makes one update to warm up
+and --updates that count. Every process says what it really did. Unless that is the work asked for (episodes, distinct
+prompts, responses a prompt, tokens, optimiser steps), nothing is printed. The prompts are as many as an update takes,
+so every update of every system works on the same ones. Ratios are taken within an alternation. Their median and range
+are printed, and written after every alternation. Beside the seconds stands the fraction of the bound: work_flops at the
+rate of a matrix product, which is measured on the spot, in a fresh process, once an alternation.
 """
 
 import dataclasses
+import importlib
+import importlib.util
+import io
 import json
 import os
 import platform
 import random
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
+import tarfile
 import time
 import types
 from contextlib import nullcontext
@@ -39,18 +47,24 @@ import tyro
 from speed_trl import memory, now
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, GPTNeoXForSequenceClassification, PreTrainedTokenizerFast
 
+ROOT = Path(__file__).resolve().parent.parent
 SIZES = {  # name: hidden size, layers, heads, vocabulary; 160m and 1b are Pythia's
     "0.9m": (128, 4, 4, 512),
     "27m": (512, 6, 8, 8192),
     "160m": (768, 12, 12, 50304),
     "1b": (2048, 16, 8, 50304),
 }
-TRL_VERSIONS = {  # exact versions of an environment, installed in this order: torch first, so that nothing else chooses it
+TRL_VERSIONS = {  # The exact versions of an environment. Torch is installed first, so that nothing else chooses it.
     "0.21.0": (
         *("torch==2.13.0", "trl==0.21.0", "transformers==4.56.2"),
-        *("tokenizers==0.22.2", "huggingface_hub==0.36.2", "datasets==5.0.1"),  # the last that go with this transformers
+        *(
+            "tokenizers==0.22.2",
+            "huggingface_hub==0.36.2",
+            "datasets==5.0.1",
+        ),  # the last that go with this transformers
     ),
     "1.16.0": ("torch==2.13.0", "trl==1.16.0", "transformers==5.23.0"),
 }
@@ -105,7 +119,7 @@ class Compare(Work):
     """Our script and TRL's on the same work, alternating."""
 
     against: tuple[str, ...] | None = None
-    """TRL versions; None: all that have the algorithm"""
+    """versions of TRL, or commits of this repository; None: all versions of TRL that have the algorithm"""
     variants: tuple[str, ...] = ()
     """further runs of ours, "name:--flag value --flag": with the flags of train_rloo.py or train_ppo.py"""
     without: tuple[str, ...] = ()
@@ -143,9 +157,10 @@ class Scaling(Work):
 def forward_flops(config, prompt_lengths, response_lengths):
     """FLOPs (2 a multiply-add) of a forward over prompts [P] and their responses [B], the B / P of a prompt adjacent.
 
-    Returns: (linear layers of the blocks, attention). A prompt's tokens count once for all its responses; no padding.
-    Linear layers: q, k, v and output 4 h^2, MLP 2 h i. Attention: scores and weighted values, h multiply-adds each, for each key
-    that a query sees: its own response's tokens up to itself, and the prompt's.
+    Returns: (linear layers of the blocks, attention). A prompt's tokens count once for all its responses, and padding
+    does not count. Linear layers: q, k, v and output 4 h^2, MLP 2 h i. Attention: scores and weighted values, h
+    multiply-adds each, for each key that a query sees, which are its own response's tokens up to itself and the
+    prompt's.
     """
     h, i, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
     k = len(response_lengths) // len(prompt_lengths)
@@ -158,11 +173,12 @@ def forward_flops(config, prompt_lengths, response_lengths):
 def work_flops(config, prompt_lengths, response_lengths, algorithm="rloo", epochs=1, mini_batches=1):
     """FLOPs of one update, {"rollout", "scores", "optimise"}: the matrix products that were asked for, each once.
 
-    Each forward takes every real token once (forward_flops), so RLOO's k responses share their prompt in all phases, training too;
-    PPO has one response a prompt. The LM head (2 h V) and the critic's head (2 h) count at response positions alone, R an episode.
-    Rollout: prefill and decoding, one forward in all. Scores: the reference, the reward model (its head once an episode), the
-    policy once more where a ratio needs old log-probs (more than one optimiser step), and PPO's critic. Optimise: forward and
-    backward, 3 forwards, of the policy (and PPO's critic) an epoch. Left out: embeddings, norms, softmax, sampling, the optimiser.
+    Each forward takes every real token once (forward_flops), so RLOO's k responses share their prompt in all phases,
+    training too. PPO has one response a prompt. The LM head (2 h V) and the critic's head (2 h) count at response
+    positions alone, R an episode. Rollout: prefill and decoding, one forward in all. Scores: the reference, the reward
+    model (its head once an episode), the policy once more where a ratio needs old log-probs (more than one optimiser
+    step), and PPO's critic. Optimise: forward and backward, 3 forwards, of the policy (and PPO's critic) an epoch. Left
+    out: embeddings, norms, softmax, sampling and the optimiser.
     """
     h, critics = config.hidden_size, int(algorithm == "ppo")
     trunk = sum(forward_flops(config, prompt_lengths, response_lengths))
@@ -204,11 +220,17 @@ def model_config(work):
 
 
 def build(work):
-    """Writes models and prompts where missing; returns ({"policy", "reward", "prompts": path}, token ids of the prompts)."""
+    """Writes models and prompts where missing.
+
+    Returns: ({"policy", "reward", "prompts": path}, token ids of the prompts).
+    """
     config, folder = model_config(work), Path(work.work_dir).resolve() / f"{work.size}_{work.vocab_size or 'own'}"
     paths = {"policy": folder / "policy", "reward": folder / "reward"}
     if not (folder / "complete").exists():
-        words = {f"w{i}": i for i in range(config.vocab_size - 2)} | {"<eos>": config.eos_token_id, "<pad>": config.pad_token_id}
+        words = {f"w{i}": i for i in range(config.vocab_size - 2)} | {
+            "<eos>": config.eos_token_id,
+            "<pad>": config.pad_token_id,
+        }
         tokenizer = Tokenizer(models.WordLevel(words))
         # spaces or none between the words: the same tokens, so that TRL 1.x may glue texts together
         tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"w\d+"), "removed", invert=True)
@@ -227,22 +249,14 @@ def build(work):
     return {name: str(path) for name, path in paths.items()}, rows
 
 
-# ---- what a speed-up is worth: ours with one of them taken out -----------------------------------------------------------
-def sample_one_response_a_row(script):
-    real = script.sample
-
-    def sample(policy, queries, query_mask, rows, n, *rest):
-        return real(policy, queries.repeat_interleave(n, 0), query_mask.repeat_interleave(n, 0), rows, 1, *rest)
-
-    script.sample = sample
-
-
-def keep_the_order_of_rows(script):
-    script.by_length = lambda masks, n=1: torch.arange(len(masks[0]), device=masks[0].device)
+# ---- what a speed-up is worth: ours with one of them taken out -------------------------------------------------------
+def one_response_a_row(script):
+    real = script.utils.sample
+    script.utils.sample = lambda policy, batch, **options: real(policy, batch, **options | {"n": 1})
 
 
 def all_logits_at_once(script):
-    script.LOGITS_AT_ONCE = 10**15
+    script.Policy.logits_at_once = 10**15
 
 
 def adam_a_weight_at_a_time(script):
@@ -251,22 +265,23 @@ def adam_a_weight_at_a_time(script):
 
 
 def products_by_mkl(script):
-    script.utils.use_onednn = lambda model: model
+    script.models.cpu.use_onednn = lambda model: model
 
 
 def noise_of_the_generator(script):
-    script.gumbel_noise = lambda keys, size: torch.empty(len(keys), size, device=keys.device).exponential_().log_().neg_()
+    script.utils.gumbel_noise = lambda keys, size: (
+        torch.empty(len(keys), size, device=keys.device).exponential_().log_().neg_()
+    )
 
 
 def heap_as_it_comes(script):
-    script.utils.keep_memory_flat = lambda: None
+    script.models.cpu.keep_memory_flat = lambda: None
 
 
 WITHOUT = {
     "onednn": products_by_mkl,
     "flat_memory": heap_as_it_comes,
-    "packed_sampling": sample_one_response_a_row,
-    "by_length": keep_the_order_of_rows,
+    "packed_sampling": one_response_a_row,
     "pieces": all_logits_at_once,
     "fused": adam_a_weight_at_a_time,
     "hashed_noise": noise_of_the_generator,
@@ -275,45 +290,58 @@ WITHOUT = {
 
 # ---- processes -------------------------------------------------------------------------------------------------------
 def ours(spec):
-    """Runs in a process of its own: main of the training script, with the clock and the memory read at its own marks."""
-    from rlhf_details import runs, train_ppo, train_rloo  # here: the other processes need none of it
+    """Runs in a process of its own: main of the training script, with the clock and the memory read when it logs.
 
-    script = {"rloo": train_rloo, "ppo": train_ppo}[spec["algorithm"]]
-    record = {"versions": {"torch": torch.__version__, "transformers": transformers.__version__}}
+    It also runs commits from before the package `plumbing`, in which `runs.Run` is what `plumbing.run.Run` is now.
+    """
+    script = importlib.import_module(f"rlhf_details.train_{spec['algorithm']}")  # of the commit that PYTHONPATH names
+    is_old = importlib.util.find_spec("rlhf_details.plumbing") is None
+    module = importlib.import_module("rlhf_details.runs" if is_old else "rlhf_details.plumbing.run")
+    record, steps = {"versions": {"torch": torch.__version__, "transformers": transformers.__version__}}, []
+    clock = []  # the time at the beginning, and at the end of every update, with all that belongs to it
+    register_optimizer_step_post_hook(lambda *_: steps.append(len(clock)))
 
-    class Run(runs.Run):
+    class Run(module.Run):
         def __init__(self, *args):
             super().__init__(*args)
             record["loaded"] = memory()[0]
+            clock.append(now())
 
         def log(self, *args):
             super().log(*args)
-            record["peak"] = memory()[1]  # of the updates; what writing the model would add is nobody's concern here
+            record["peak"] = memory()[1]  # of the updates: what saving the model would add does not count here
+            if args[0 if is_old else 1]:  # Without held-out rows there is nothing to log before the first update.
+                clock.append(now())
 
         def save_model(self, *args):
             pass
 
-    runs.Run = Run
-    if torch.cuda.is_available():  # a phase ends when the GPU is done with it
-        script.time = types.SimpleNamespace(time=lambda: (torch.cuda.synchronize(), time.time())[1])
-    flags = {name: spec[name] for name in ("batch_size", "response_length", "micro_batch_size", "rollout_micro_batch_size")}
+        save = save_model
+
+    module.Run = script.Run = Run
+    if torch.cuda.is_available():  # A phase ends when the GPU is done with it.
+        (script if is_old else module).time = types.SimpleNamespace(
+            time=lambda: (torch.cuda.synchronize(), time.time())[1], strftime=time.strftime
+        )
+    names = "batch_size", "response_length", "micro_batch_size", "rollout_micro_batch_size"
+    flags = {name: spec[name] for name in names}
     flags |= {"sft_model_path": spec["policy"], "reward_model_path": spec["reward"], "dataset": spec["prompts"]}
     flags |= {"num_ppo_epochs": spec["epochs"], "num_mini_batches": spec["mini_batches"], "kl_coef": 0.05}
-    flags |= {"total_episodes": spec["updates"] * spec["batch_size"], "num_sample_generations": 0, "learning_rate": 3e-6}
-    flags |= {"temperature": 0.7, "stop_token": "eos", "missing_eos_penalty": 1.0}
+    flags |= {"total_episodes": spec["updates"] * spec["batch_size"], "num_sample_generations": 0}
+    flags |= {"learning_rate": 3e-6, "temperature": 0.7, "stop_token": "eos", "missing_eos_penalty": 1.0}
     flags |= {"run_name": "ours", "checkpoint_every": 0, "output_dir": spec["output_dir"]}
-    flags |= {"rloo_k": spec["k"]} if script is train_rloo else {}
+    flags |= {"rloo_k": spec["k"]} if spec["algorithm"] == "rloo" else {}
     given = [str(part) for name, value in flags.items() if value is not None for part in (f"--{name}", value)]
     for name in spec["without"]:
         WITHOUT[name](script)
     run = script.main(tyro.cli(script.Args, args=[*given, "--overwrite", *spec["flags"]]))["run"]
     record["updates"], before = [], {"epoch": 0, "episode": 0}
-    for row in map(json.loads, (Path(run) / "metrics.jsonl").read_text().splitlines()):
+    for i, row in enumerate(map(json.loads, (Path(run) / "metrics.jsonl").read_text().splitlines()), 1):
         episodes = row["episode"] - before["episode"]
-        prompts = round((row["epoch"] - before["epoch"]) * spec["batch_size"] / spec["k"])  # an epoch: all prompts once
-        update = {phase: row[f"time/{phase}"] for phase in ("update", "rollout", "scores", "optimise")}
+        prompts = round((row["epoch"] - before["epoch"]) * spec["batch_size"] / spec["k"])  # An epoch is all prompts.
+        update = {phase: row[f"time/{phase}"] for phase in ("rollout", "scores", "optimise")}
+        update |= {"update": clock[i] - clock[i - 1], "optimizer_steps": steps.count(i)}
         update |= {"episodes": episodes, "prompts": prompts, "completions_a_prompt": [episodes / prompts]}
-        update |= {"optimizer_steps": row["val/optimizer_steps"]}
         update |= {"response_tokens": round(row["val/sequence_lengths"] * episodes)}
         record["updates"].append(update)
         before = row
@@ -321,13 +349,13 @@ def ours(spec):
 
 
 def peak(spec):
-    """Runs in a process of its own: FLOP/s of the fastest product, torch.mm's or oneDNN's, and of each; the best of several."""
-    from rlhf_details import utils
+    """Runs in a process of its own: FLOP/s of torch.mm's product, of oneDNN's and of the faster one."""
+    from rlhf_details.plumbing import cpu
 
     n, device = (8192, "cuda") if torch.cuda.is_available() else (2048, "cpu")
     dtype = torch.bfloat16 if spec["precision"] == "bf16" else torch.float32
     a, b = torch.randn(n, n, device=device, dtype=dtype), torch.randn(n, n, device=device, dtype=dtype)
-    rates, layer = {}, utils.use_onednn(nn.Sequential(nn.Linear(n, n, bias=False, device=device, dtype=dtype)))
+    rates, layer = {}, cpu.use_onednn(nn.Sequential(nn.Linear(n, n, bias=False, device=device, dtype=dtype)))
     with torch.no_grad():
         for name, product in {"torch.mm": lambda: torch.mm(a, b), "as our linear layers": lambda: layer(a)}.items():
             best = float("inf")
@@ -340,7 +368,7 @@ def peak(spec):
 
 
 def others_seconds():
-    """CPU seconds that processes other than this one and those it waited for have used since the machine started; 0 if unknown."""
+    """CPU seconds that all processes but this one and its children have used since the start; 0 if unknown."""
     path = Path("/proc/stat")
     ticks = path.read_text().split("\n")[0].split()[1:] if path.exists() else [0] * 8
     everything = sum(int(ticks[i]) for i in (0, 1, 2, 5, 6, 7)) / os.sysconf("SC_CLK_TCK")  # all but idle and waiting
@@ -349,9 +377,10 @@ def others_seconds():
 
 
 def launch(work, name, command, spec, **environment):
-    """Runs `command SPEC.json` in a process of its own; returns what it wrote, and the cores that others kept busy meanwhile.
+    """Runs `command SPEC.json` in a process of its own.
 
-    RuntimeError, with the last line of its log, where it fails.
+    Returns: what it wrote, and the cores that other processes kept busy meanwhile. RuntimeError, with the last line of
+    its log, where it fails.
     """
     folder = Path(work.work_dir).resolve() / "processes" / name.replace(" ", "_")
     folder.mkdir(parents=True, exist_ok=True)
@@ -360,7 +389,7 @@ def launch(work, name, command, spec, **environment):
     spec = spec | {"result": str(result), "output_dir": str(folder / "model")}
     (folder / "spec.json").write_text(json.dumps(spec))
     threads = {name: str(work.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
-    settings = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    settings = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(ROOT)}
     settings |= {"ACCELERATE_MIXED_PRECISION": "bf16" if work.precision == "bf16" else "no"}
     settings |= {} if torch.cuda.is_available() else {"ACCELERATE_USE_CPU": "true"}
     before, begin = others_seconds(), time.time()
@@ -392,11 +421,13 @@ def environment_of(version, args):
         packages = [p for p in TRL_VERSIONS[version] if any(w.startswith(p.replace("==", "-") + "-") for w in present)]
         offline = "--no-index", "--no-deps", "--upgrade", "--find-links", args.wheels, "--target", str(site)
         pip(sys.executable, "-m", "pip", "install", "-q", *offline, *(packages or TRL_VERSIONS[version][1:2]))
-        return [sys.executable, worker], {"PYTHONPATH": os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])}
+        return [sys.executable, worker], {"PYTHONPATH": str(site)}
     folder = Path(args.environments or Path(args.work_dir) / "environments").resolve() / f"trl-{version}"
     python = str(folder / "bin" / "python")
     script = "from importlib.metadata import version as v; print(*(f'{n}=={v(n)}' for n in ('trl', 'transformers')))"
-    found = subprocess.run([python, "-c", script], capture_output=True, text=True).stdout if Path(python).exists() else ""
+    found = (
+        subprocess.run([python, "-c", script], capture_output=True, text=True).stdout if Path(python).exists() else ""
+    )
     if not set(found.split()) <= set(TRL_VERSIONS[version]) or not found:
         print(f"creating the environment {folder.name}", flush=True)
         pip(sys.executable, "-m", "venv", str(folder))
@@ -413,6 +444,17 @@ def spec_of(work, paths, **more):
     spec |= {"k": work.k, "epochs": work.passes, "updates": work.updates + 1}
     spec |= {"micro_batch_size": None, "rollout_micro_batch_size": None, "flags": [], "without": []}
     return spec | more
+
+
+def unpack(commit, args):
+    """The folder with our scripts as they were at a commit; RuntimeError, with git's last line, where there is none."""
+    folder = Path(args.work_dir).resolve() / "commits" / commit.replace("/", "_")
+    done = subprocess.run(["git", "archive", commit, "rlhf_details"], capture_output=True, cwd=ROOT)
+    if done.returncode:
+        raise RuntimeError(f"{commit}: {done.stderr.decode().strip().splitlines()[-1]}")
+    shutil.rmtree(folder, ignore_errors=True)
+    tarfile.open(fileobj=io.BytesIO(done.stdout)).extractall(folder, filter="data")
+    return folder
 
 
 OURS, PEAK = ([sys.executable, str(Path(__file__).resolve()), worker] for worker in ("ours", "peak"))
@@ -436,11 +478,19 @@ def table(header, rows):
 
 def about(work):
     """Machine, versions and commit, without names of hosts or users."""
-    git = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    git = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=Path(__file__).parent
+    )
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    model = next((line.split(":")[1].strip() for line in info.splitlines() if line.startswith("model name")), platform.machine())
+    model = next(
+        (line.split(":")[1].strip() for line in info.splitlines() if line.startswith("model name")), platform.machine()
+    )
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
+    versions = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
     return {"cpu": model, "threads": work.threads, "gpu": gpu, "commit": git.stdout.strip() or "unknown"} | versions
 
 
@@ -457,7 +507,8 @@ def publish(work, kind, text, data):
 def describe(work):
     """The work and the machine, for the head of a table."""
     machine = about(work)
-    asked = f"{work.size} parameters, prompts of {work.prompts[0]}-{work.prompts[1]} tokens, {work.response_length} new tokens"
+    asked = f"{work.size} parameters, prompts of {work.prompts[0]}-{work.prompts[1]} tokens"
+    asked += f", {work.response_length} new tokens"
     where = machine["gpu"] or f"{machine['cpu']}, {work.threads} threads"
     versions = f"torch {machine['torch']}, transformers {machine['transformers']}, commit {machine['commit']}"
     return f"{asked}, batch {work.batch_size}, {work.precision}\n{where}; {versions}\n"
@@ -476,15 +527,21 @@ def systems_of(args, paths):
     minibatch = args.batch_size // args.mini_batches
     micro = min(args.trl_micro_batch_size, minibatch)
     if minibatch % micro:
-        raise SystemExit(f"error: --trl_micro_batch_size {micro}: does not divide the {minibatch} episodes of a minibatch")
+        raise SystemExit(
+            f"error: --trl_micro_batch_size {micro}: does not divide the {minibatch} episodes of a minibatch"
+        )
     for version in having if args.against is None else args.against:
+        name = f"TRL {version}" if version in TRL_VERSIONS else f"ours at {version}"
         frozen = "bfloat16" if args.precision == "bf16" else "float32"
-        spec = spec_of(args, paths, trl_micro_batch_size=micro, frozen_dtype=frozen)
         try:
-            command, environment = environment_of(version, args)
-            systems[f"TRL {version}"] = command, spec, environment
+            if version in TRL_VERSIONS:
+                spec = spec_of(args, paths, trl_micro_batch_size=micro, frozen_dtype=frozen)
+                command, environment = environment_of(version, args)
+                systems[name] = command, spec, environment
+            else:
+                systems[name] = OURS, spec_of(args, paths, **own), {"PYTHONPATH": str(unpack(version, args))}
         except RuntimeError as e:
-            errors[f"TRL {version}"] = str(e)
+            errors[name] = str(e)
     return systems, errors
 
 
@@ -523,25 +580,36 @@ def comparison(args, config, prompt_lengths, records, peaks, errors):
     rows = []
     for name, runs in records.items():
         pairs = [seconds(b) / seconds(a) for a, b in zip(first, runs, strict=True)]  # of one alternation
-        phases = {p: statistics.median(seconds(run, p) for run in runs) for p in ("rollout", "scores", "optimise", "update")}
+        phases = {
+            p: statistics.median(seconds(run, p) for run in runs) for p in ("rollout", "scores", "optimise", "update")
+        }
         loaded, top = (statistics.median(run[key] for run in runs) for key in ("loaded", "peak"))
         row = [name, spread([args.batch_size / seconds(run) for run in runs]), "1" if runs is first else spread(pairs)]
         row += [f"{phases[p]:.2f}" for p in ("rollout", "scores", "optimise")]
         row += [f"{top / 1e9:.2f} ({loaded / 1e9:.2f})", f"{statistics.median(run['peak'] for run in first) / top:.2f}"]
-        row += [f"{sum(flops.values()) / rate / phases['update']:.2f}", f"{flops['optimise'] / rate / phases['optimise']:.2f}"]
+        row += [
+            f"{sum(flops.values()) / rate / phases['update']:.2f}",
+            f"{flops['optimise'] / rate / phases['optimise']:.2f}",
+        ]
         rows.append(row)
-    header = ["system", "episodes/s", "times as fast", "rollout s", "scores s", "optimise s", "peak GB (loaded)", "memory share"]
-    text = f"{args.algorithm.upper()}, k = {args.k}, epochs {args.passes}, minibatches {args.mini_batches}, {describe(args)}\n"
+    header = [
+        "system",
+        "episodes/s",
+        "times as fast",
+        "rollout s",
+        "scores s",
+        "optimise s",
+        "peak GB (loaded)",
+        "memory share",
+    ]
+    text = f"{args.algorithm.upper()}, k = {args.k}, epochs {args.passes}, minibatches {args.mini_batches}, "
+    text += f"{describe(args)}\n"
     text += table([*header, "of the bound", "optimise"], rows)
     torch_mm = spread([run["rates"]["torch.mm"] / 1e9 for run in peaks], "{:.0f}")
     work = ", ".join(f"{phase} {value / 1e9:.1f}" for phase, value in flops.items())
-    text += (
-        f"\n\nMedian (lowest .. highest) of {len(first)} alternations of {args.updates} counted updates. Times as fast and memory "
-    )
-    text += (
-        "share: ours to that system. Of the bound: the work's seconds at the rate of matrix products to all seconds, then the same "
-    )
-    text += "in the optimise phase. "
+    text += f"\n\nMedian (lowest .. highest) of {len(first)} alternations of {args.updates} counted updates. "
+    text += "Times as fast and memory share: ours to that system. Of the bound: the work's seconds at the rate of "
+    text += "matrix products to all seconds, then the same in the optimise phase. "
     text += f"Work of an update: {work} GFLOP. The fastest matrix product runs at "
     text += f"{spread([r / 1e9 for r in rates], '{:.0f}')} GFLOP/s (torch.mm: {torch_mm}). "
     others = [run["others"] for runs in (peaks, *records.values()) for run in runs]
@@ -562,8 +630,8 @@ def decode(args):
     rows = torch.arange(len(prompts) * k, device=device)
 
     def sampled(n):
-        one = queries.repeat_interleave(k // n, 0), mask.repeat_interleave(k // n, 0)
-        return train_rloo.sample(policy, *one, rows, n, R, None, (1, train_rloo.TRAINING, 1))[0]
+        batch = queries.repeat_interleave(k, 0), mask.repeat_interleave(k, 0), rows
+        return utils.sample(policy, batch, n, R, stop_id=None, key=(1, utils.TRAINING, 1))[0]
 
     def generated(model):
         model.generation_config.eos_token_id = None  # always R tokens, as ours without a stop token
@@ -615,7 +683,8 @@ def scaling(args):
         data[name] = {value: measure(**{name: value}) for value in values}
         base = data[name][values[0]][0]
         rows = [
-            [v, f"{t[0]:.2f}", f"{t[0] / base:.2f}", f"{v / values[0]:.2f}", f"{t[1] / 1e9:.2f}"] for v, t in data[name].items()
+            [v, f"{t[0]:.2f}", f"{t[0] / base:.2f}", f"{v / values[0]:.2f}", f"{t[1] / 1e9:.2f}"]
+            for v, t in data[name].items()
         ]
         text += "\n" + table([name, "seconds an update", "of the first", "if linear", "peak GB"], rows) + "\n"
     now_at = {"vocab_size": args.vocab_size or SIZES[args.size][3]}
@@ -625,9 +694,13 @@ def scaling(args):
         point = now_at | ({name: 2 * now_at[name]} if name else {})
         result = data["memory"][name or "base"] = measure(**point)
         logits = 4 * point["vocab_size"] * point["response_length"] * point["batch_size"]
-        rows.append([f"{name} doubled" if name else "base", *point.values(), f"{result[1] / 1e9:.3f}", f"{result[2] / 1e9:.3f}"])
+        rows.append(
+            [f"{name} doubled" if name else "base", *point.values(), f"{result[1] / 1e9:.3f}", f"{result[2] / 1e9:.3f}"]
+        )
         rows[-1].append(f"{logits / 1e9:.3f}")
-    text += "\n" + table(["", "vocabulary", "R", "B", "peak GB", "above the models GB", "fp32 logits [B, R, V] GB"], rows)
+    text += "\n" + table(
+        ["", "vocabulary", "R", "B", "peak GB", "above the models GB", "fp32 logits [B, R, V] GB"], rows
+    )
     publish(args, "scaling", text, data)
     print(text)
 

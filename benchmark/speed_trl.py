@@ -3,9 +3,10 @@ The side of speed.py that runs inside an environment with TRL: one process, one 
 
     ENVIRONMENT/bin/python benchmark/speed_trl.py SPEC.json        (speed.py calls it; SPEC is described there)
 
-Imports only torch, transformers, datasets and trl. What TRL does is left as it is and watched from outside: `generate` of the
-policy is wrapped to count what was sampled, forward hooks on the models say where a phase ends, a callback where an update
-ends. With SPEC's frozen_dtype, the models that are not trained are loaded in it (bf16 runs), which is TRL's faster way.
+Imports only torch, transformers, datasets and trl. What TRL does is left as it is and watched from outside: `generate`
+of the policy is wrapped to count what was sampled, forward hooks on the models say where a phase ends, a callback where
+an update ends. With SPEC's frozen_dtype, the models that are not trained are loaded in it (bf16 runs), which is TRL's
+faster way.
 """
 
 import json
@@ -45,8 +46,8 @@ def now():
 class Watch(TrainerCallback):
     """Cuts an update into the phases of our scripts, and counts what was really done in it.
 
-    Rollout: from the end of the last update to the first forward without gradients outside of `generate`; scores: from there
-    to the first forward with gradients; optimise: the rest. `records` gets one dict an update.
+    Rollout: from the end of the last update to the first forward without gradients outside of `generate`; scores: from
+    there to the first forward with gradients; optimise: the rest. `records` gets one dict an update.
     """
 
     def __init__(self, steps_per_update, eos_id):
@@ -135,13 +136,13 @@ def load(spec, kind, dtype):
 
 
 def legacy_trainer(spec, tokenizer, texts):
-    """RLOOTrainer or PPOTrainer of TRL 0.21: token ids in, policy, reference, reward (and value) model. One step end an update."""
+    """RLOOTrainer or PPOTrainer of TRL 0.21, which takes token ids. Each of its steps ends an update."""
     from datasets import Dataset
     from trl import PPOConfig, PPOTrainer, RLOOConfig, RLOOTrainer
 
     ppo = spec["algorithm"] == "ppo"
-    # RLOOConfig's batch is accumulation * num_mini_batches micro-batches, PPOConfig's is accumulation of them: its minibatches make
-    # no optimiser steps of their own, so that more than one fails speed.py's check of the work
+    # RLOOConfig's batch is accumulation * num_mini_batches micro-batches, PPOConfig's is accumulation of them. Its
+    # minibatches make no optimiser steps of their own, so more than one fails speed.py's check of the work.
     accumulation = spec["batch_size"] // spec["trl_micro_batch_size"] // (1 if ppo else spec["mini_batches"])
     config = (PPOConfig if ppo else RLOOConfig)(
         **shared_arguments(spec, accumulation),
@@ -165,15 +166,18 @@ def legacy_trainer(spec, tokenizer, texts):
         load(spec, "reward", frozen),
     )
     watch = Watch(1, tokenizer.eos_token_id)
-    common = dict(processing_class=tokenizer, reward_model=reward, train_dataset=data, eval_dataset=data, callbacks=[watch])
+    common = dict(
+        processing_class=tokenizer, reward_model=reward, train_dataset=data, eval_dataset=data, callbacks=[watch]
+    )
     if ppo:
         value = load(spec, "reward", torch.float32)
         trainer = PPOTrainer(args=config, model=policy, ref_model=reference, value_model=value, **common)
     else:
         value = None
         trainer = RLOOTrainer(config=config, policy=policy, ref_policy=reference, **common)
-    # The batches of an update: all prompts, in their order. The trainer's own loader would end with its only batch, and accelerate
-    # takes a step after every micro-batch of a loader's last batch, whatever is left to accumulate; this one is never at its end.
+    # The batches of an update: all prompts, in their order. The trainer's own loader would end with its only batch, and
+    # accelerate takes a step after every micro-batch of a loader's last batch, whatever is left to accumulate. This one
+    # is never at its end.
     rows = Dataset.from_list([{"input_ids": row} for row in ids * (spec["updates"] + 1)])
     loader = DataLoader(rows, batch_size=len(ids), collate_fn=trainer.data_collator, drop_last=True)
     trainer.dataloader = trainer.accelerator.prepare(loader)
@@ -197,7 +201,9 @@ def new_trainer(spec, tokenizer, texts):
         max_completion_length=spec["response_length"],
         beta=0.05,
         disable_dropout=True,
-        model_init_kwargs={"dtype": spec["frozen_dtype"]},  # of the reference alone: the policy is handed over as a model
+        model_init_kwargs={
+            "dtype": spec["frozen_dtype"]
+        },  # of the reference alone: the policy is handed over as a model
     )
     policy, reward = load(spec, "policy", torch.float32), load(spec, "reward", getattr(torch, spec["frozen_dtype"]))
     watch = Watch(steps_per_update, tokenizer.eos_token_id)

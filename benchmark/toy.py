@@ -1,13 +1,14 @@
 """
 The embedded task over seeds: every stage anew for each seed, RLOO and PPO, and what came of it.
 
-    python benchmark/toy.py --seeds 1 2 3 4 5 --runs rloo rloo_nokl ppo ppo_lmhp      (the README's table; an hour on one core)
+    python benchmark/toy.py --seeds 1 2 3 4 5 --runs rloo rloo_nokl ppo ppo_lmhp
 
-Trains SFT, reward model, RLOO (the defaults), RLOO with --kl_coef 0 for three times as many updates, PPO (the defaults, the
-N+ recipe), PPO in the recipe of lm-human-preferences, RLOO and PPO with --async_rollouts, each in a process of its own, and
-skips what is already there.
-Writes OUTPUT.csv (one row a seed and run), OUTPUT_curves.csv (learned score, gold and KL of every update) and OUTPUT.md, the
-README's table.
+This makes the README's table in an hour on one core.
+
+Trains SFT, reward model, RLOO (the defaults), RLOO with --kl_coef 0 for three times as many updates, PPO (the defaults,
+which are the N+ recipe), PPO in the recipe of lm-human-preferences, and train_ppo_async.py, each in a process of its
+own, and skips what is already there. It writes OUTPUT.csv (one row a seed and run), OUTPUT_curves.csv (learned score,
+gold and KL of every update) and OUTPUT.md, the README's table.
 """
 
 import csv
@@ -22,21 +23,22 @@ from pathlib import Path
 import tyro
 
 from benchmark import made_with
-from rlhf_details import toy
+from rlhf_details.plumbing import stages
 
-SCRIPTS = Path(toy.__file__).parent
+SCRIPTS = Path(stages.__file__).parent.parent
 RUNS = {  # name of the run: script, its arguments
     "rloo": ("train_rloo", ()),
-    "rloo_nokl": ("train_rloo", ("--kl_coef", 0, "--total_episodes", 3 * toy.DEFAULTS["train_rloo"]["total_episodes"])),
-    "rloo_async": ("train_rloo", ("--async_rollouts",)),
+    "rloo_nokl": (
+        "train_rloo",
+        ("--kl_coef", 0, "--total_episodes", 3 * stages.DEFAULTS["train_rloo"]["total_episodes"]),
+    ),
     "ppo": ("train_ppo", ()),
-    "ppo_async": ("train_ppo", ("--async_rollouts",)),
+    "ppo_async": ("train_ppo_async", ()),
     "ppo_lmhp": ("train_ppo", ("--config", Path(__file__).with_name("configs") / "ppo_toy_lm_human_preferences.toml")),
 }
 LABELS = {
     "rloo": "RLOO",
     "rloo_nokl": "RLOO without the KL penalty",
-    "rloo_async": "RLOO, asynchronous",
     "ppo": "PPO (N+)",
     "ppo_async": "PPO (N+), asynchronous",
     "ppo_lmhp": "PPO (lm-human-preferences)",
@@ -91,7 +93,9 @@ def one_seed(seed, models, names):
         script, flags = RUNS[name]
         rows, seconds = run(f"{script}.py", f"toy_{name}_{seed}", *flags, *shared, "--output_dir", paths[name])
         before, after = rows[0], rows[-1]
-        window = [statistics.mean(r["objective/gold"] for r in rows[i : i + 10]) for i in range(1, len(rows) - 9)]  # smoothed
+        window = [
+            statistics.mean(r["objective/gold"] for r in rows[i : i + 10]) for i in range(1, len(rows) - 9)
+        ]  # smoothed
         scores = [statistics.mean(r["objective/scores"] for r in rows[i : i + 10]) for i in range(1, len(rows) - 9)]
         peak, sd = max(range(len(window)), key=window.__getitem__), before["eval/objective/gold_std"]
         row = {"run": name, "seed": seed}
@@ -146,8 +150,8 @@ def main(args: Args):
     head = f"""# The embedded task over seeds
 
 Written by `python benchmark/toy.py --seeds {" ".join(map(str, args.seeds))} --runs {" ".join(args.runs)}`:
-mean (lowest .. highest), every stage anew for each seed. 512 held-out prompts; falls, and scores since the peak, are of training
-batches, over ten updates.
+mean (lowest .. highest), every stage anew for each seed. 512 held-out prompts. Falls, and scores since the peak, are of
+training batches, over ten updates.
 {made_with()}
 """
     path = Path(f"{args.output}.md")

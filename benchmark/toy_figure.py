@@ -1,7 +1,9 @@
 """
-Draws static/toy.svg from the curves that benchmark/toy.py wrote: learned score and gold over KL, every seed a thin line.
+Draws static/toy.svg from the curves that benchmark/toy.py wrote: learned score and gold over KL, every seed a thin
+line.
 
-python benchmark/toy_figure.py --curves benchmark/results/toy_curves.csv --output static/toy.svg     (needs the extra "benchmark")
+python benchmark/toy_figure.py --curves benchmark/results/toy_curves.csv --output static/toy.svg     (needs the extra
+"benchmark")
 """
 
 import csv
@@ -32,7 +34,8 @@ def read(path):
             for column in ("update", "scores", "gold", "kl"):
                 runs[row["run"]][row["seed"]][column].append(float(row[column]))
     return {
-        run: {seed: {c: np.array(v) for c, v in columns.items()} for seed, columns in seeds.items()} for run, seeds in runs.items()
+        run: {seed: {c: np.array(v) for c, v in columns.items()} for seed, columns in seeds.items()}
+        for run, seeds in runs.items()
     }
 
 

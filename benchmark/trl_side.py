@@ -3,24 +3,30 @@ The side of against_trl.py that runs inside an environment with TRL: one process
 
     ENVIRONMENT/bin/python benchmark/trl_side.py SPEC.json        (against_trl.py calls it)
 
-SPEC: algorithm (rloo or ppo), policy, reward (model folders), prompts (.jsonl with `prompt`), seed, settings (the arguments of our
-train_rloo.py or train_ppo.py, by their names), output_dir (of the trained policy), result (.json: the versions and a curve, one row
-an update with objective/scores and objective/kl, the KL in nats a response of that update's samples). With samples (.json: a
-list an update of [query, response] token ids, the responses of a prompt adjacent), these are trained on in place of TRL's own.
+SPEC: algorithm (rloo or ppo), policy, reward (model folders), prompts (.jsonl with `prompt`), seed, settings (the
+arguments of our train_rloo.py or train_ppo.py, by their names), output_dir (of the trained policy), result (.json: the
+versions and a curve, one row an update with objective/scores and objective/kl, the KL in nats a response of that
+update's samples). With samples (.json: a list an update of [query, response] token ids, the responses of a prompt
+adjacent), these are trained on in place of TRL's own.
 
-The whole batch is one micro-batch, so a step's gradient is that of the whole batch. What still differs from our scripts:
+The whole batch is one micro-batch, so a step's gradient is that of the whole batch. What still differs from our
+scripts:
 
-All versions      The prompts' order and the samples come from torch's generator. Weight decay leaves biases and norms out
-                  (transformers, Trainer.get_decay_parameter_names), ours takes all weights: nothing in RLOO, whose decay is 0.
-0.21              Nothing clips the gradient: RLOOTrainer.train and PPOTrainer.train do not read max_grad_norm. A hook does.
-                  KL and ratio start from the sampler's logits (trainer/utils.py, generate), not from a forward like the training's.
-                  A response ends before the first pad token sampled in it (PPOTrainer.train, RLOOTrainer.train, by
-                  first_true_indices), and the pad token is masked wherever it stands (trainer/utils.py, forward).
-                  policy/entropy_avg averages over padding too; it is a figure of the log only.
-0.21, PPO         Whitening divides by the unbiased deviation (core.py, masked_var), ours by the biased one: 1 part in 5000.
-1.16              No position_ids: _get_per_token_logps_and_entropies counts a row's left padding, which rotary positions forgive.
-                  The KL in its log is a mean over tokens (_generate_and_score_completions): times tokens, over responses here.
-                  There is no missing_eos_penalty; the reward function subtracts it.
+All versions
+    The prompts' order and the samples come from torch's generator. Weight decay leaves biases and norms out
+    (transformers, Trainer.get_decay_parameter_names), ours takes all weights: nothing in RLOO, whose decay is 0.
+0.21
+    Nothing clips the gradient: RLOOTrainer.train and PPOTrainer.train do not read max_grad_norm. A hook does.
+    KL and ratio start from the sampler's logits (trainer/utils.py, generate), not from a forward like the training's.
+    A response ends before the first pad token sampled in it (PPOTrainer.train, RLOOTrainer.train, by
+    first_true_indices), and the pad token is masked wherever it stands (trainer/utils.py, forward).
+    policy/entropy_avg averages over padding too; it is a figure of the log only.
+0.21, PPO
+    Whitening divides by the unbiased deviation (core.py, masked_var), ours by the biased one: 1 part in 5000.
+1.16
+    No position_ids: _get_per_token_logps_and_entropies counts a row's left padding, which rotary positions forgive.
+    The KL in its log is a mean over tokens (_generate_and_score_completions): times tokens, over responses here.
+    There is no missing_eos_penalty; the reward function subtracts it.
 """
 
 import json
@@ -99,7 +105,7 @@ def training_arguments(spec):
 
 
 def clip_steps(limit):
-    """Before every optimiser step of this process: the gradient of all its weights is clipped to a global norm of `limit`."""
+    """Clips the gradient of all weights to a global norm of `limit` before every optimiser step of this process."""
 
     def clip(optimizer, *_):
         nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], limit)
@@ -142,7 +148,7 @@ def legacy_trainer(spec, policy, tokenizer, texts):
 
 
 def reward_function(spec, tokenizer):
-    """(reward function of TRL 1.x, the tokens and mean score of its last batch): the score at a response's last token."""
+    """(reward function of TRL 1.x, which scores a response's last token; tokens and mean score of its last batch)."""
     model, last = load_reward(spec), {}
     penalty, eos = spec["settings"]["missing_eos_penalty"], tokenizer.eos_token_id
 
@@ -182,7 +188,9 @@ def new_trainer(spec, policy, tokenizer, texts):
         disable_dropout=True,
     )
     reward, last = reward_function(spec, tokenizer)
-    curve = Curve(lambda logs: (last["scores"], logs["kl"] * last["tokens"] / ours["batch_size"]) if "kl" in logs else None)
+    curve = Curve(
+        lambda logs: (last["scores"], logs["kl"] * last["tokens"] / ours["batch_size"]) if "kl" in logs else None
+    )
     trainer = RLOOTrainer(
         model=policy,
         reward_funcs=reward,
@@ -209,14 +217,19 @@ def replay(trainer, policy, samples, spec):
         responses = {}
         for query, response in next(left):
             responses.setdefault(tuple(query), []).append(response)
-        found = [responses[tuple(row[mask].tolist())].pop(0) for row, mask in zip(input_ids, attention_mask.bool(), strict=True)]
+        found = [
+            responses[tuple(row[mask].tolist())].pop(0)
+            for row, mask in zip(input_ids, attention_mask.bool(), strict=True)
+        ]
         filled = torch.tensor([ids + [0] * (ours["response_length"] - len(ids)) for ids in found])
         sequences = torch.cat([input_ids, filled], 1)
         if not options.get("return_dict_in_generate"):
             return sequences
         mask = torch.cat([attention_mask.long(), torch.ones_like(filled)], 1)
         positions = (mask.cumsum(1) - 1).clamp(min=0)
-        logits = policy(input_ids=sequences, attention_mask=mask, position_ids=positions).logits[:, input_ids.size(1) - 1 : -1]
+        logits = policy(input_ids=sequences, attention_mask=mask, position_ids=positions).logits[
+            :, input_ids.size(1) - 1 : -1
+        ]
         return SimpleNamespace(sequences=sequences, scores=tuple(logits.unbind(1)))
 
     policy.generate = generate
@@ -245,8 +258,13 @@ def main(spec):
     vars(policy).pop("generate", None)
     policy.save_pretrained(spec["output_dir"])
     tokenizer.save_pretrained(spec["output_dir"])
-    versions = {name: version(name) for name in ("trl", "transformers", "torch", "accelerate", "datasets", "tokenizers", "numpy")}
-    Path(spec["result"]).write_text(json.dumps({"versions": versions, "seconds": time.time() - start, "rows": curve.rows}))
+    versions = {
+        name: version(name)
+        for name in ("trl", "transformers", "torch", "accelerate", "datasets", "tokenizers", "numpy")
+    }
+    Path(spec["result"]).write_text(
+        json.dumps({"versions": versions, "seconds": time.time() - start, "rows": curve.rows})
+    )
 
 
 if __name__ == "__main__":

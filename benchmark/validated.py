@@ -1,6 +1,8 @@
 """
-Runs the engine tests and writes down which combinations of architecture, precision, layout of rows and engine have passed:
-rlhf_details/validated.json, at which a run looks when it starts, and the README's table "Validated on".
+Runs the engine tests and writes down which combinations of architecture, precision and engine have passed.
+
+They go to rlhf_details/plumbing/validated.json, at which a run looks when it starts, and into the README's table
+"Validated on".
 
     python benchmark/validated.py              # some ten minutes on two cores; needs the extras test and deepspeed
     python benchmark/validated.py --table      # the table of what is in validated.json
@@ -19,7 +21,8 @@ from pathlib import Path
 import tyro
 
 ROOT = Path(__file__).parent.parent
-FOUND = ROOT / "rlhf_details" / "validated.json"
+FOUND = ROOT / "rlhf_details" / "plumbing" / "validated.json"
+VARIABLE = "VALIDATED_OUT"  # names the file to which the engine tests append [architecture, precision, engine, script]
 ENGINES = ["one process", "DDP", "FSDP2", "ZeRO-2", "ZeRO-3"]
 ARCHITECTURES = ["gpt_neox", "gpt2", "llama", "qwen2"]
 SCRIPTS = {"train_rloo": "RLOO", "train_ppo": "PPO", "train_reward": "RM", "train_sft": "SFT"}
@@ -33,13 +36,13 @@ class Args:
 
 def table(found):
     """The README's table, every combination of the test models with what was run and what was not."""
-    lines = ["| architecture | precision | rows | " + " | ".join(ENGINES) + " |", "|---" * (3 + len(ENGINES)) + "|"]
-    for architecture, precision, layout in itertools.product(ARCHITECTURES, ("fp32", "bf16"), ("packed", "plain")):
+    lines = ["| architecture | precision | " + " | ".join(ENGINES) + " |", "|---" * (2 + len(ENGINES)) + "|"]
+    for architecture, precision in itertools.product(ARCHITECTURES, ("fp32", "bf16")):
         cells = []
         for engine in ENGINES:
-            scripts = {row[4] for row in found if row[:4] == [architecture, precision, layout, engine]}
+            scripts = {row[3] for row in found if row[:3] == [architecture, precision, engine]}
             cells.append(", ".join(SCRIPTS[s] for s in SCRIPTS if s in scripts) or "not run")
-        lines.append(f"| {architecture} | {precision} | {layout} | " + " | ".join(cells) + " |")
+        lines.append(f"| {architecture} | {precision} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 
@@ -47,8 +50,9 @@ def main(args):
     if not args.table:
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "rows"
-            command = [sys.executable, "-m", "pytest", "-q", "-m", "slow", "-k", "follows", "tests/test_engines.py"]
-            result = subprocess.run(command, cwd=ROOT, env=os.environ | {"VALIDATED_OUT": str(out)})
+            files = [str(path) for path in (ROOT / "tests").rglob("test_*.py") if VARIABLE in path.read_text()]
+            command = [sys.executable, "-m", "pytest", "-q", "-m", "slow", "-k", "follows", *files]
+            result = subprocess.run(command, cwd=ROOT, env=os.environ | {VARIABLE: str(out)})
             found = sorted({tuple(json.loads(line)) for line in out.read_text().splitlines()}) if out.exists() else []
         if result.returncode:
             sys.exit("some engine failed: nothing was written")

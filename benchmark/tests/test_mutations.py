@@ -1,0 +1,54 @@
+"""mutations.py: mutants are made of the code as it is, and every detail has one."""
+
+import ast
+import subprocess
+import sys
+
+import mutations
+import pytest
+
+CODE = mutations.sources()
+UNPARSED = {file: ast.unparse(ast.parse(source)) for file, source in CODE.items()}
+
+
+@pytest.mark.parametrize("tag, file, old, new", mutations.MUTATIONS, ids=[" ".join(m[:2]) for m in mutations.MUTATIONS])
+def test_a_mutant_can_be_made_and_changes_something(tag, file, old, new):
+    mutant = mutations.mutate(CODE[file], tag, old, new)
+    assert ast.unparse(ast.parse(mutant)) != UNPARSED[file]
+
+
+def test_every_tag_of_every_file_has_a_mutant_or_a_statement_that_is_a_copy_of_one_that_has():
+    assert mutations.without_mutant() == []
+
+
+def test_mutants_survive_reformatting():
+    command = [sys.executable, "-m", "ruff", "format", "--line-length", "90", "--stdin-filename", "x.py", "-"]
+    for file in sorted({file for _, file, _, _ in mutations.MUTATIONS}):
+        source = subprocess.run(command, input=CODE[file], capture_output=True, text=True, check=True).stdout
+        for tag, of, old, new in mutations.MUTATIONS:
+            if of == file:
+                mutations.mutate(source, tag, old, new)
+
+
+def test_a_comment_speaks_of_the_statement_beside_it_or_below_it_and_may_have_two_tags():
+    source = "x = 1  # Beside it. [A-1]\n# Above it.\n# It goes on. [A-2] [A-3]\ny = (\n    2\n)\n"
+    assert mutations.tags_in(source) == {"A-1": 1, "A-2": 4, "A-3": 4}
+    assert mutations.mutate(source, "A-3", "2", "3").endswith("y = 3\n")
+    with pytest.raises(ValueError, match="0 times"):
+        mutations.mutate(source, "A-1", "2", "3")
+
+
+def test_the_report_says_killed_only_where_a_test_failed():
+    failed = [(1, "tests/test_a.py::test_b - assert 1 == 2"), (None, "no end after 240 s")]
+    passed = [(0, ""), (2, "broken"), (4, ""), (5, "")]
+    report = mutations.table([(mutations.MUTATIONS[0], code, said, 1.0) for code, said in failed + passed])
+    assert report.startswith("2 of 6 mutants killed") and report.count("**survived**") == 4 and "`test_b`" in report
+
+
+def test_show_prints_a_difference():
+    command = [sys.executable, mutations.ROOT / "benchmark" / "mutations.py", "--show", "GEN-5"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert (
+        "-            alive = alive & (token != stop_id)" in said
+        and "+            alive = alive & (token == token)" in said
+    )

@@ -1,0 +1,168 @@
+"""plot.py: what is drawn of a run, the curves of several seeds, and the comparison of two folders of them."""
+
+import csv
+import json
+import math
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import intervals
+import numpy as np
+import plot
+import pytest
+
+ROWS = [
+    {"update": 0, "episode": 0, "eval/objective/scores": 0.5, "eval/objective/kl": 0.0},
+    {"update": 1, "episode": 16, "objective/scores": 1.0, "objective/kl": 0.1, "health/kl": 0.0},
+    {"update": 2, "episode": 32, "objective/scores": 2.0, "objective/kl": 30.0, "health/kl": 1.0},
+    {"update": 3, "episode": 48, "objective/scores": 3.0, "objective/kl": 40.0, "health/kl": 1.0},
+]
+
+
+# ---- one run ---------------------------------------------------------------------------------------------------------
+def write_run(folder, rows, torn=""):
+    Path(folder).mkdir(parents=True)
+    Path(folder, "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + torn)
+
+
+def run(monkeypatch, *words):
+    monkeypatch.setattr(sys, "argv", ["plot.py", *words])
+    runpy.run_path(str(intervals.ROOT / "benchmark" / "plot.py"), run_name="__main__")
+
+
+def test_each_panel_holds_its_metrics_at_their_episodes():
+    assert plot.panels(ROWS) == {
+        "score": {"objective/scores": ((16, 32, 48), (1.0, 2.0, 3.0)), "eval/objective/scores": ((0,), (0.5,))},
+        "KL, nats a response": {
+            "objective/kl": ((16, 32, 48), (0.1, 30.0, 40.0)),
+            "eval/objective/kl": ((0,), (0.0,)),
+        },
+    }
+    assert plot.health(ROWS) == {"health/kl": [(16, 32)]}  # from the end of update 1 on
+    functions = {"episode": 1, "objective/rewards/a": 1, "objective/rewards/b": 2}
+    assert set(plot.panels([functions])["reward functions"]) == functions.keys() - {"episode"}
+    reward = {"episode": 1, "train/rm/loss": 1.0, "train/rm/accuracy": 0.5, "train/rm/lr": 1e-3}
+    assert plot.panels([reward]).keys() == {"loss", "accuracy", "learning rate"}
+
+
+def test_the_figure_draws_these_numbers_and_names_what_is_unhealthy():
+    axes = plot.figure({"a": ROWS}).axes
+    assert [axis.get_title() for axis in axes] == ["score", "KL, nats a response"]
+    lines = {line.get_label(): line.get_xydata().tolist() for line in axes[0].get_lines()}
+    assert lines["objective/scores"] == [[16, 1], [32, 2], [48, 3]] and lines["eval/objective/scores"] == [[0, 0.5]]
+    assert "health/kl" in [text.get_text() for text in axes[0].get_legend().get_texts()]
+    two = plot.figure({"a": ROWS, "b": ROWS[:3]})
+    assert [text.get_text() for text in two.legends[0].get_texts()] == ["a", "b"]
+
+
+def test_a_picture_of_a_run_of_one_that_goes_on_and_of_two(in_tmp, monkeypatch, capsys):
+    write_run("runs/run", ROWS)
+    write_run("runs/torn", ROWS, torn='{"update": 4, "epis')
+    run(monkeypatch, "runs/run")
+    picture = Path("runs/run/curves.png")
+    assert capsys.readouterr().out.splitlines()[-1] == str(picture) and picture.read_bytes()[:4] == b"\x89PNG"
+    run(monkeypatch, "runs/torn", "runs/run", "--output", "both.png")
+    assert Path("both.png").stat().st_size > 10_000
+
+
+def test_bad_input_is_one_line(in_tmp, monkeypatch, capsys):
+    write_run("empty", [])
+    write_run("broken", ROWS, torn="{\n{}")
+    for words in (["nowhere"], ["empty"], ["broken"]):
+        with pytest.raises(SystemExit) as end:
+            run(monkeypatch, *words)
+        error = capsys.readouterr().err
+        assert end.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1, error
+
+
+# ---- curves of several seeds, and their comparison -------------------------------------------------------------------
+def write(folder, exp, seed, columns):
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / f"{exp}_s{seed}.csv", "w", newline="") as file:
+        csv.writer(file).writerows([tuple(columns), *zip(*columns.values(), strict=True)])
+
+
+def learning(folder, exp, seeds, rise=1.0):
+    for seed in seeds:
+        rng, x = np.random.default_rng(seed), np.arange(1, 21)
+        gold = rise * x / 20 + 0.05 * rng.normal(size=20) + 0.1 * rng.normal()
+        columns = {"update": x, "objective/gold": gold, "objective/kl": 0.1 * x, "objective/scores": gold}
+        write(folder, exp, seed, columns)
+
+
+def compared(capsys, a, b, **changes):
+    """(exit code, what was printed) of plot.compare; code 2 where it ends with an error."""
+    try:
+        code = plot.compare(plot.CompareArgs(str(a), str(b), **changes))
+    except SystemExit as end:
+        code = end.code
+    output = capsys.readouterr()
+    return code, output.out + output.err
+
+
+def test_compare_finds_no_difference_between_a_tag_and_itself_and_one_in_worse_code(tmp_path, capsys):
+    learning(tmp_path / "a", "rloo", range(1, 6))
+    learning(tmp_path / "worse", "rloo", range(1, 6), rise=0.5)
+    code, said = compared(capsys, tmp_path / "a", tmp_path / "a")
+    assert code == 0 and said.splitlines()[-1] == "no difference" and "DIFFERENT" not in said
+    code, said = compared(capsys, tmp_path / "a", tmp_path / "worse")
+    names = [f"rloo objective/{m} {n}" for m in ("scores", "gold") for n in ("final", "area")]
+    assert code == 1 and said.splitlines()[-1] == f"different: {', '.join(names)}"
+    assert compared(capsys, tmp_path / "a", tmp_path / "worse", margin=1000.0)[0] == 0
+    for b, code in (("a", 0), ("worse", 1), ("none", 2)):
+        command = [sys.executable, plot.__file__, "compare", tmp_path / "a", tmp_path / b, "--exp", "rloo"]
+        assert subprocess.run(command, capture_output=True).returncode == code
+
+
+def test_compare_tells_real_runs_from_those_of_broken_code(tmp_path, capsys):
+    """The committed curves of RLOO, and those of a copy of the scripts in which what follows EOS counts as response."""
+    runs = intervals.ROOT / "benchmark" / "results" / "f1166b3" / "ablations"
+    for folder, name in (("as_it_is", "rloo"), ("broken", "no_stop")):
+        (tmp_path / folder).mkdir()
+        for seed in intervals.read_seeds(runs, name):
+            shutil.copy(runs / f"{name}_s{seed}.csv", tmp_path / folder / f"rloo_s{seed}.csv")
+    code, said = compared(capsys, tmp_path / "as_it_is", tmp_path / "broken")
+    assert code == 1 and "rloo objective/gold final" in said.splitlines()[-1]
+
+
+def test_compare_pairs_equal_seeds_and_is_undecided_where_it_cannot(tmp_path, capsys):
+    for folder, shift, seeds in (("a", 0.0, range(6)), ("b", 0.03, range(6)), ("c", 0.03, range(10, 16))):
+        for seed in seeds:
+            level = np.random.default_rng(seed).normal()  # Seeds differ by far more than a and b do.
+            gold = [level, level + shift + 1e-3 * seed]
+            write(tmp_path / folder, "x", seed, {"update": [1, 2], "objective/gold": gold})
+    assert compared(capsys, tmp_path / "a", tmp_path / "b", margin=0.0)[0] == 1
+    assert compared(capsys, tmp_path / "a", tmp_path / "b")[0] == 0  # There is one, within the margins.
+    code, said = compared(capsys, tmp_path / "a", tmp_path / "c", margin=0.0)
+    assert code == 0 and said.splitlines()[-1].startswith("undecided: x objective/gold final")
+
+
+def test_compare_does_not_pass_what_is_lost(tmp_path, capsys):
+    for exp in ("rloo", "ppo"):
+        learning(tmp_path / "a", exp, range(5))
+    learning(tmp_path / "b", "rloo", range(4))
+    code, said = compared(capsys, tmp_path / "a", tmp_path / "b")
+    assert code == 2 and "has no ppo" in said
+    code, said = compared(capsys, tmp_path / "a", tmp_path / "b", exp=("rloo",))
+    assert code == 0 and "has no seed 4" in said
+
+
+def test_the_final_figure_is_the_held_out_one_where_there_is_one():
+    seed = {"objective/kl": np.arange(20.0), "eval/objective/kl": np.array([math.nan] * 19 + [7.0])}
+    assert plot.final(seed, "objective/kl") == 7 and plot.area(seed, "objective/kl") == 9.5
+    assert plot.final({"objective/kl": np.arange(20.0)}, "objective/kl") == 18.5
+
+
+def test_curves_writes_a_figure_and_its_table(tmp_path):
+    for exp in ("rloo", "ppo"):
+        learning(tmp_path / "a", exp, range(1, 6))
+    output, metrics = tmp_path / "curves.svg", ("objective/gold", "objective/kl")
+    for _ in range(2):
+        first = output.read_bytes() if output.exists() else None
+        plot.curves(plot.CurvesArgs(str(tmp_path / "a"), exp=("rloo", "ppo"), metrics=metrics, output=str(output)))
+    assert output.read_bytes() == first and b"<svg" in first  # the same bytes for the same data
+    table = (tmp_path / "curves.md").read_text()
+    assert "| rloo | 5 | objective/gold |" in table and "| ppo | 5 | objective/kl | 1.950 (1.950 .. 1.950)" in table

@@ -1,0 +1,185 @@
+"""benchmark.py: runs over seeds, what it keeps, what it skips, and how it goes on."""
+
+import csv
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import benchmark
+
+SCRIPT = """
+import json, os, sys
+from pathlib import Path
+flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+seed = int(flags["--seed"])
+if Path(flags["--broken"]).exists() and seed == 2:
+    print("it broke"), sys.exit(3)
+folder = Path("runs") / flags["--run_name"]
+folder.mkdir(parents=True, exist_ok=True)
+rows = [{"update": u, "episode": 8 * u, "objective/scores": seed + u / 3, "time/update": 1.0} for u in range(1, 6)]
+(folder / "metrics.jsonl").write_text("".join(json.dumps(row) + chr(10) for row in rows))
+"""
+
+
+@pytest.fixture
+def bench(tmp_path, monkeypatch):
+    """bench(**changes): main of the script with its results in tmp_path; returns the names of the runs that failed."""
+    monkeypatch.setattr(benchmark, "ROOT", tmp_path)
+    (tmp_path / "train.py").write_text(SCRIPT)
+
+    def run(**changes):
+        command = f"python {tmp_path}/train.py --broken {tmp_path}/broken --name {{seed}}"
+        values = dict(command=(command,), exp=("toy",), seeds=(1, 2, 3), tag="v1")
+        return benchmark.main(benchmark.Args(**values | {"columns": ("update", "objective/scores", "none")} | changes))
+
+    run.results = tmp_path / "benchmark" / "results" / "v1"
+    return run
+
+
+def read(path):
+    with open(path, newline="") as file:
+        return list(csv.reader(file))
+
+
+def ends(function, *args, **options):
+    with pytest.raises(SystemExit) as end:
+        function(*args, **options)
+    assert end.value.code == 2
+
+
+def test_each_seed_leaves_the_columns_asked_for_and_the_environment(bench):
+    assert bench(workers=2) == []
+    assert sorted(p.name for p in bench.results.iterdir()) == ["env.json", "toy_s1.csv", "toy_s2.csv", "toy_s3.csv"]
+    assert read(bench.results / "toy_s2.csv")[:2] == [["update", "objective/scores"], ["1", "2.3333"]]
+    environment = json.loads((bench.results / "env.json").read_text())
+    assert environment["tag"] == "v1" and environment["commands"]["toy"].endswith("--name {seed}")
+    (made,) = environment["environments"]
+    assert made["versions"]["torch"] and made["cores"] > 0 and len(made["code"]) == 12 and made["commit"]
+
+
+def test_what_is_there_is_skipped_and_what_failed_is_tried_again(bench, tmp_path, capsys):
+    (tmp_path / "broken").touch()
+    assert bench() == ["toy_s2"] and "FAILED: exit code 3: it broke" in capsys.readouterr().out
+    assert not (bench.results / "toy_s2.csv").exists() and (bench.results / "toy_s3.csv").exists()
+    (tmp_path / "broken").unlink()
+    assert bench() == [] and "2 done, 1 to do" in capsys.readouterr().out
+
+
+def test_results_of_other_scripts_or_of_another_command_are_not_added_to(bench, tmp_path, capsys):
+    assert bench(seeds=(1,)) == []
+    ends(bench, command=(f"python {tmp_path}/train.py --broken none",))
+    assert "results of another command" in capsys.readouterr().err
+    path = bench.results / "env.json"
+    about = json.loads(path.read_text())
+    about["environments"][0]["code"] = "0" * 12
+    path.write_text(json.dumps(about))
+    ends(bench)
+    assert "made by other scripts" in capsys.readouterr().err
+    ends(bench, exp=("a", "b"))
+    assert "2 names of 1 commands" in capsys.readouterr().err
+
+
+def test_the_code_of_a_run_is_that_of_the_whole_package(tmp_path):
+    for name in ("page.py", "plumbing/module.py"):
+        (tmp_path / "rlhf_details" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "rlhf_details" / name).write_text("1")
+    before = benchmark.code_hash(tmp_path)
+    (tmp_path / "rlhf_details" / "plumbing" / "module.py").write_text("2")
+    assert benchmark.code_hash(tmp_path) != before
+
+
+@pytest.mark.parametrize("every, kept", [(2, ["1", "3", "5"]), (3, ["1", "4", "5"])])
+def test_every_so_manyth_row_and_the_last_are_kept(bench, every, kept):
+    bench(every=every, seeds=(1,))
+    assert [row[0] for row in read(bench.results / "toy_s1.csv")] == ["update", *kept]
+
+
+def test_a_task_of_an_array_job_is_one_run_and_all_of_them_are_all_runs(bench, tmp_path):
+    bench(slurm=str(tmp_path / "job.sh"))
+    assert not bench.results.exists()
+    text = (tmp_path / "job.sh").read_text()
+    assert "--array=0-2" in text
+    words = shlex.split(next(x for x in text.splitlines() if "benchmark.py" in x).replace("$SLURM_ARRAY_TASK_ID", "1"))
+    assert benchmark.main(benchmark.tyro.cli(benchmark.Args, args=words[words.index("--only") :])) == []
+    assert [p.name for p in sorted(bench.results.glob("*.csv"))] == ["toy_s2.csv"]
+
+
+def test_the_tag_is_gits_and_says_when_files_differ(tmp_path):
+    (tmp_path / "train.py").write_text("1")
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tmp_path)]
+    for command in (["init", "-q"], ["add", "train.py"], ["commit", "-qm", "one"], ["tag", "-a", "v0.1", "-m", "one"]):
+        subprocess.run([*git, *command], check=True)
+    assert benchmark.git_tag(tmp_path) == "v0.1"
+    (tmp_path / "train.py").write_text("2")
+    assert benchmark.git_tag(tmp_path) == "v0.1-dirty"
+
+
+def test_stages_run_where_a_run_needs_them_and_not_where_all_is_done(tmp_path, monkeypatch):
+    monkeypatch.setattr(benchmark, "ROOT", tmp_path)
+    asked = []
+
+    def run_all(runs, args, tag):
+        asked.append([run.name for run in runs if not run.is_done()])
+        return []
+
+    monkeypatch.setattr(benchmark, "run_all", run_all)
+    first = {"small": ("python rlhf_details/train_sft.py --output_dir {root}/m/{seed}/small", None)}
+    stages = benchmark.stage_runs((1,), "t", first)
+    runs = [benchmark.Run("rloo", "python x.py", 1, "t", "study")]
+    made = [run.makes.relative_to(tmp_path) for batch in stages for run in batch]
+    assert made == [Path("models/bench/1/sft"), Path("m/1/small"), Path("models/bench/1/reward")]
+    benchmark.run_study(stages, runs, None, "t")
+    assert asked == [["sft_s1", "small_s1"], ["reward_s1"], ["rloo_s1"]]
+    for run in (*stages[0], *runs):
+        run.result.parent.mkdir(parents=True, exist_ok=True)
+        run.result.write_text("update\n1\n")
+    stages[0][1].makes.mkdir(parents=True)
+    (stages[0][1].makes / "config.json").touch()
+    runs.append(benchmark.Run("ppo", "python x.py", 1, "t", "study"))
+    benchmark.run_study(stages, runs, None, "t")
+    assert asked[3:] == [["sft_s1"], ["reward_s1"], ["ppo_s1"]]  # The curve of sft is there, and its model is not.
+    assert benchmark.run_study(stages, runs[:1], None, "t") == [] and len(asked) == 6
+
+
+FORK = """
+import json, os, sys
+from pathlib import Path
+import mine
+flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+if int(flags["--seed"]) == 2:
+    raise ValueError("seed 2")
+folder = Path("runs") / flags["--run_name"]
+folder.mkdir(parents=True, exist_ok=True)
+(folder / "metrics.jsonl").write_text(json.dumps({"update": mine.VALUE, "threads": os.environ["OMP_NUM_THREADS"]}))
+"""
+
+
+def test_runs_may_be_forks_of_one_process_and_import_from_their_copy_of_the_code(tmp_path):
+    for value in (1, 2):
+        folder = tmp_path / f"code{value}"
+        folder.mkdir()
+        (folder / "mine.py").write_text(f"VALUE = {value}")
+        (folder / "train.py").write_text(FORK)
+    driver = tmp_path / "driver.py"
+    driver.write_text(f"""
+import sys
+sys.path.insert(0, {str(Path(benchmark.__file__).parent)!r})
+import benchmark
+from pathlib import Path
+if __name__ == "__main__":
+    benchmark.ROOT, benchmark.PRELOADED = Path({str(tmp_path)!r}), ["json"]
+    pairs = [(v, s) for v in (1, 2) for s in (1, 2)]
+    code = "{tmp_path}/code"
+    runs = [benchmark.Run(f"v{{v}}", "python train.py --a b", s, "t", "study", f"{{code}}{{v}}") for v, s in pairs]
+    args = benchmark.Args((), (), preload=True, workers=2, columns=("update", "threads"))
+    print(sorted(benchmark.run_all(runs, args, "t")))
+""")
+    done = subprocess.run([sys.executable, driver], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "['v1_s2', 'v2_s2']", done.stdout + done.stderr
+    results = tmp_path / "benchmark" / "results" / "t" / "study"
+    assert [(results / f"v{v}_s1.csv").read_text().splitlines()[1] for v in (1, 2)] == ["1,1", "2,1"]
+    assert "ValueError: seed 2" in (tmp_path / "runs/benchmark/t/study/v1_s2/output.txt").read_text()

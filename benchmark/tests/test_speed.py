@@ -1,0 +1,107 @@
+"""speed.py: what it counts as work, that it compares equal work only, and what its command line measures and prints."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import speed
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+PROGRAM = speed.ROOT / "benchmark" / "speed.py"
+
+
+def small_config():
+    shape = dict(hidden_size=32, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, vocab_size=50)
+    return GPTNeoXConfig(**shape, attn_implementation="eager")
+
+
+def test_forward_flops_are_those_that_torch_counts():
+    """A prompt of 7 and a response of 5 tokens: linear layers and head exactly, and attention less what is masked.
+
+    Eager attention multiplies all L^2 pairs, half of them to be masked. We count the L (L + 1) / 2 that are asked for.
+    """
+    config, P, R = small_config(), 7, 5
+    model, L = GPTNeoXForCausalLM(config), P + R
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(torch.arange(L).unsqueeze(0), logits_to_keep=torch.arange(P - 1, L - 1))
+    counts = {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items()}
+    # The blocks' layers have biases, and the head has none.
+    blocks, eager_attention, head = (counts[f"aten.{op}"] for op in ("addmm", "bmm", "mm"))
+    linear, attention = speed.forward_flops(config, [P], [R])
+    assert linear == blocks
+    angles = (0, 2 * L)  # of the rotary embedding, which older transformers make with a matrix product as well
+    assert attention in [(eager_attention - a) * (L + 1) / 2 / L for a in angles]
+    work = speed.work_flops(config, [P], [R])
+    assert work["rollout"] == linear + attention + head
+    assert work["scores"] == 2 * (linear + attention) + head + 2 * config.hidden_size
+    assert work["optimise"] == 3 * work["rollout"]
+
+
+def test_work_flops_are_linear_and_share_prompts():
+    """Twice the batch is twice the work, an epoch more a training pass more, and k responses pay for a prompt once."""
+    config = small_config()
+    one, two = (speed.work_flops(config, [9] * n, [4] * 4 * n) for n in (1, 2))
+    assert two == {phase: 2 * value for phase, value in one.items()}
+    several = speed.work_flops(config, [9], [4] * 4, epochs=3)
+    assert several["optimise"] == 3 * one["optimise"]
+    assert several["scores"] == one["scores"] + one["rollout"]  # the ratio's old log-probs
+    single = speed.work_flops(config, [9] * 4, [4] * 4)  # three prompts more in a forward
+    assert single["rollout"] - one["rollout"] == sum(speed.forward_flops(config, [9] * 3, [0] * 3))
+    ppo, rloo = speed.work_flops(config, [9], [4], "ppo", epochs=4), speed.work_flops(config, [9], [4], epochs=4)
+    critic = sum(speed.forward_flops(config, [9], [4])) + 2 * config.hidden_size * 4
+    assert ppo["scores"] - rloo["scores"] == critic and ppo["optimise"] - rloo["optimise"] == 12 * critic
+
+
+OTHERS = {"episodes": 7, "prompts": 3, "completions_a_prompt": [3, 4], "response_tokens": 50, "optimizer_steps": 4}
+
+
+@pytest.mark.parametrize("key", OTHERS)
+def test_other_work_is_refused(key):
+    """A record in which one update did something else fails, whatever it is."""
+    work = speed.Compare(size="0.9m", batch_size=8, rloo_k=4, response_length=8, updates=1)
+    done = {"episodes": 8, "prompts": 2, "completions_a_prompt": [4], "response_tokens": 63, "optimizer_steps": 1}
+    speed.check_work("ours", {"updates": [done, done]}, work, speed.model_config(work))
+    with pytest.raises(ValueError, match=key if key != "response_tokens" else "tokens a response"):
+        other = {"updates": [done, done | {key: OTHERS[key]}]}
+        speed.check_work("ours", other, work, speed.model_config(work))
+    with pytest.raises(ValueError, match="1 updates"):
+        speed.check_work("ours", {"updates": [done]}, work, speed.model_config(work))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["rloo", "ppo"])
+def test_compare_from_the_command_line(tmp_path, algorithm):
+    """Ours at a tiny size, with each speed-up taken out: the table and the JSON say the same, and the work was done."""
+    work = (
+        "--size 0.9m --prompts 4 8 --response_length 4 --batch_size 8 --updates 1 --alternations 1 --threads 1".split()
+    )
+    work += ["--algorithm", algorithm, "--work_dir", str(tmp_path / "work"), "--output", str(tmp_path / "table")]
+    command = [sys.executable, PROGRAM, "compare", *work, "--against", "--without", *speed.WITHOUT]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert result.returncode == 0, result.stderr
+    data = json.loads((tmp_path / "table.json").read_text())
+    assert list(data["runs"]) == ["ours", *(f"without {name}" for name in speed.WITHOUT)] and not data["errors"]
+    _, counted = data["runs"]["ours"][0]["updates"]
+    assert counted["episodes"] == 8 and counted["optimizer_steps"] == (1 if algorithm == "rloo" else 4)
+    assert 0 < counted["rollout"] + counted["scores"] + counted["optimise"] <= 1.01 * counted["update"]
+    row = next(line for line in result.stdout.splitlines() if line.startswith("| ours |"))
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells[1].startswith(f"{8 / counted['update']:.2f} ") and cells[2] == "1"
+    seconds = sum(data["flops"].values()) / data["peaks"][0]["flops_per_second"]
+    assert cells[-2] == f"{seconds / counted['update']:.2f}" and row in (tmp_path / "table.md").read_text()
+    assert 1e8 < data["runs"]["ours"][0]["loaded"] <= data["runs"]["ours"][0]["peak"]
+
+
+def test_a_commit_that_is_not_there_is_told_and_the_others_run(tmp_path):
+    args = speed.Compare(against=("no-such-commit",), work_dir=str(tmp_path))
+    systems, errors = speed.systems_of(args, {})
+    assert list(systems) == ["ours"] and "no-such-commit" in errors["ours at no-such-commit"]
+
+
+def test_the_gpu_script_parses():
+    subprocess.run(["bash", "-n", str(PROGRAM.with_name("gpu.sh"))], check=True)

@@ -1,0 +1,276 @@
+"""The studies: their arithmetic on made-up numbers, and their commands and mutations on the pages as they are."""
+
+import csv
+import importlib
+import itertools
+import json
+import math
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import ablations
+import against_trl
+import details
+import held_out
+import movies
+import mutations
+import numpy as np
+import overoptimisation
+import pytest
+import readme
+from intervals import ROOT
+
+import benchmark
+from rlhf_details import train_rloo
+from rlhf_details.plumbing import cli
+
+SCRIPTS = "train_sft train_reward train_rloo train_ppo train_ppo_async evaluate".split()
+ARGS = {name: importlib.import_module(f"rlhf_details.{name}").Args for name in SCRIPTS}
+
+
+def parse(command):
+    """(script, Args) of a command of one of the scripts, with or without a launcher; a wrong flag ends the test."""
+    words = shlex.split(command) if isinstance(command, str) else command
+    place = next(i for i, word in enumerate(words) if word.endswith(".py"))
+    script = Path(words[place]).stem
+    try:
+        return script, cli.parse(ARGS[script], words[place + 1 :])
+    except SystemExit:
+        pytest.fail(f"does not parse: {command}")
+
+
+def write(folder, exp, seed, columns):
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / f"{exp}_s{seed}.csv", "w", newline="") as file:
+        csv.writer(file).writerows([tuple(columns), *zip(*columns.values(), strict=True)])
+
+
+# ---- commands --------------------------------------------------------------------------------------------------------
+def test_every_command_of_the_studies_parses_against_the_flags():
+    commands = [command for _, command in ablations.BASES.values()]
+    for v in ablations.VARIANTS:
+        script, _, flags = ablations.BASES[v.base][1].partition(" ")
+        commands.append(f"{v.script or script} {flags} {v.flags}")
+    commands += [command.removeprefix("python ") for _, _, command in overoptimisation.settings().values()]
+    commands += [run.command.removeprefix("python ") for batch in benchmark.stage_runs((1,), "t") for run in batch]
+    for command in commands:
+        assert parse(command)[1].dataset == "toy"
+
+
+def test_the_commands_of_movies_parse_and_each_stage_starts_from_an_earlier_one():
+    found, made = movies.commands(), set()
+    assert list(found) == ["sft", "reward", "rloo", "ppo"]
+    for command in found.values():
+        _, args = parse(command)
+        paths = {getattr(args, flag, None) for flag in ("sft_model_path", "reward_model_path")} - {None}
+        assert paths <= made and "{seed}" in args.output_dir and args.dataset.startswith("{root}/data/movies/")
+        made.add(args.output_dir)
+
+
+def test_every_command_of_the_tldr_experiment_parses_and_starts_from_what_was_made(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    environment = {"DRY_RUN": "1", "SEEDS": "7", "PATH": os.environ["PATH"]}
+    script = ROOT / "benchmark" / "tldr.sh"
+    done = subprocess.run(["bash", script], capture_output=True, text=True, env=environment, check=True)
+    found = [parse(line) for line in done.stdout.splitlines()]
+    stages = "train_sft train_reward train_ppo evaluate train_rloo evaluate".split()
+    assert [script for script, _ in found] == stages
+    made = {args.output_dir for script, args in found if script != "evaluate"}
+    flags = "sft_model_path reward_model_path policy_path ref_model_path".split()
+    for script, args in found:
+        assert {getattr(args, flag) for flag in flags if getattr(args, flag, None)} <= made
+        assert args.seed == 7 or script == "evaluate"
+
+
+@pytest.mark.slow
+def test_every_study_says_what_it_does():
+    for name in ("ablations", "overoptimisation", "against_trl", "movies"):
+        command = [sys.executable, ROOT / f"benchmark/{name}.py", "--help"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0 and "run" in done.stdout and "draw" in done.stdout, done.stderr
+
+
+# ---- ablations -------------------------------------------------------------------------------------------------------
+def test_every_variants_mutation_changes_the_files_that_it_names(tmp_path, monkeypatch):
+    shutil.copytree(ROOT / "rlhf_details", tmp_path / "rlhf_details", ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(ablations, "ROOT", tmp_path)
+    before = mutations.sources()
+    for variant in ablations.VARIANTS:
+        changes = [*variant.mutations, *(x for x in variant.reward if not isinstance(x, str))]
+        if changes:
+            after = mutations.sources(ablations.code_of(variant.name, changes, "t"))
+            assert {file for file in after if after[file] != before[file]} == {file for file, *_ in changes}, (
+                variant.name
+            )
+        assert variant.flags or variant.script or changes or variant.runs, variant.name
+
+
+def test_a_detail_is_priced_or_listed_with_the_reason_why_not():
+    priced = {tag for variant in ablations.VARIANTS for tag in variant.tags.split()}
+    unpriced = [tag for tags in ablations.UNPRICED.values() for tag in tags.split()]
+    assert priced | set(unpriced) == set(details.read("details.toml")["tags"]) and not priced & set(unpriced)
+    names = [v.name for v in ablations.VARIANTS] + list(ablations.BASES)
+    assert len(names) == len(set(names))
+    assert all(v.base in ablations.BASES and (not v.runs or v.runs in ablations.BASES) for v in ablations.VARIANTS)
+
+
+def test_effects_are_paired_differences_and_verdicts_are_corrected_for_their_number(tmp_path, monkeypatch):
+    def outcomes(name, gold, kl):
+        for seed in range(1, 11):
+            level = np.random.default_rng(seed).normal()  # Seeds lie 1 apart.
+            level += gold + 0.05 * np.random.default_rng([seed, *name.encode()]).normal()
+            ends = {"eval/objective/gold": ["", level], "eval/objective/kl": ["", kl]}
+            ends |= {"eval/objective/ended": ["", 0.5], "objective/gold": [level, level]}
+            write(tmp_path, name, seed, {"update": [1, 2]} | ends)
+
+    variants = [ablations.Variant("worse", "rloo", "", "w"), ablations.Variant("same", "rloo", "", "s", runs="rloo")]
+    variants += [ablations.Variant(f"other{i}", "rloo", "", "o") for i in range(20)]
+    monkeypatch.setattr(ablations, "VARIANTS", [*variants, ablations.Variant("not_run", "rloo", "", "n")])
+    outcomes("rloo", 0, 4), outcomes("worse", -1, 9)
+    for variant in variants[2:]:
+        outcomes(variant.name, 0, 4)
+    found, bases = ablations.effects(tmp_path)
+    assert "not_run" not in found
+    mean, low, high, _ = found["worse"]["gold"]
+    assert mean == pytest.approx(-1, abs=0.1) and low < -1 < high and high - low < 0.3
+    assert found["worse"]["kl"][:3] == (5, 5, 5) and bases["rloo"]["kl"][0] == 4
+    verdict, sure = ablations.verdicts(found)
+    assert verdict["worse"] == "matters" and verdict["same"] == "changes nothing"
+    assert {("worse", "gold"), ("worse", "kl")} <= sure and not {name for name, _ in sure} - {"worse"}
+    assert ablations.count_up(found["worse"]) == "10: 0, 10"
+    others = [verdict[v.name] for v in variants[2:]]
+    assert set(others) <= {"perhaps", "does not show here"} and others.count("perhaps") <= 5
+
+
+def test_the_readme_shows_the_rows_of_the_committed_table_that_matter():
+    rows = readme.tables("ablations")[1][2:]
+    assert all(("**" in row) == row.endswith("| matters |") for row in rows)
+    shown = readme.ablations()[2:]
+    assert len(shown) == sum("**" in row for row in rows) and all("**" in row for row in shown)
+
+
+# ---- over-optimisation -----------------------------------------------------------------------------------------------
+def test_best_of_n_is_the_mean_over_all_subsets():
+    scores, golds = np.sort(np.random.default_rng(1).normal(size=6)), np.random.default_rng(2).normal(size=6)
+    for best_of in (1, 2, 3, 6):
+        best = [golds[max(subset, key=lambda i: scores[i])] for subset in itertools.combinations(range(6), best_of)]
+        assert golds @ overoptimisation.best_of_shares(6, best_of) == pytest.approx(np.mean(best))
+
+
+def test_best_of_n_scores_rise_with_n(tiny, in_tmp, monkeypatch):
+    for name, value in {"ROOT": in_tmp, "RESPONSES": 4, "PROMPTS": 8}.items():
+        monkeypatch.setattr(overoptimisation, name, value)
+    for name, model in (("sft", "policy"), ("reward", "reward")):
+        shutil.copytree(tiny / model, in_tmp / "models" / "bench" / "3" / name)
+    overoptimisation.best_of_n(overoptimisation.BestOfNArgs(3))
+    rows = [json.loads(line) for line in Path("runs/run/metrics.jsonl").read_text().splitlines()]
+    assert [row["update"] for row in rows] == [1, 2, 4]
+    scores = [row["objective/scores"] for row in rows]
+    assert scores == sorted(scores) and scores[0] < scores[-1] and rows[0]["objective/kl"] == 0
+
+
+def test_a_fall_is_from_the_peak_of_the_other_seeds_mean_and_paired():
+    x = np.arange(30.0)
+    level = np.random.default_rng(1).normal(size=8)
+    gold = (-((x - 10) ** 2) / 100).reshape(-1, 1) + level
+    gold[20, 0] += 100  # This is one seed's luck. It is measured at the others' peak, and not at its own.
+    peak, lost, gained, losses = overoptimisation.fall(gold, x.reshape(-1, 1) * 0.1 + level)
+    assert peak == 20 and losses == pytest.approx([3.61] + 7 * [2.61])
+    assert lost[0] == pytest.approx((3.61 + 7 * 2.61) / 8) and gained[0] == pytest.approx((1.9 + 7 * 0.9) / 8)
+    noise = np.random.default_rng(2).normal(size=(40, 10))
+    assert overoptimisation.fall(noise, noise)[1][1] < 0  # There is no fall where there is only noise.
+
+
+def test_curves_are_smoothed_and_begin_with_the_first_update(tmp_path):
+    for seed in (1, 2):
+        write(tmp_path, "x", seed, {f"objective/{c}": ["", *range(1, 11)] for c in ("gold", "scores", "kl")})
+    columns, seeds = overoptimisation.curves(tmp_path, "x")
+    assert seeds == 2 and np.allclose(columns["gold"], [[x, x] for x in (3, 4, 5, 6, 7, 8)])
+
+
+# ---- against TRL -----------------------------------------------------------------------------------------------------
+@pytest.fixture
+def stages(tiny, in_tmp, monkeypatch):
+    """The folder of seed 3's stages, the tiny models, below a root of its own."""
+    monkeypatch.setattr(against_trl, "ROOT", in_tmp)
+    folder = in_tmp / "models" / "bench" / "3"
+    for name, model in (("sft", "policy"), ("reward", "reward")):
+        shutil.copytree(tiny / model, folder / name)
+    return folder
+
+
+@pytest.mark.slow
+def test_the_evaluator_of_trls_policies_gives_our_scripts_own_figures(stages):
+    paths = {"sft_model_path": str(stages / "sft"), "reward_model_path": str(stages / "reward"), "output_dir": "policy"}
+    changes = {"batch_size": 16, "total_episodes": 32, "num_sample_generations": 0, "seed": 3}
+    changes |= paths | {"run_name": "run", "overwrite": True}
+    after = train_rloo.main(train_rloo.Args(**against_trl.settings("rloo") | changes))["after"]
+    found = held_out.evaluate("policy", stages / "sft", stages / "reward", 3)
+    assert found == {f"eval/objective/{name}": after[f"eval/objective/{name}"] for name in held_out.FIGURES}
+
+
+def test_what_is_recorded_are_the_samples_that_were_trained_on(stages, in_tmp, monkeypatch):
+    seen, score = [], train_rloo.response_scores
+
+    def watched(reward_model, batch, n):
+        seen.extend([q[m].tolist(), r[w].tolist()] for q, m, r, w in zip(*batch, strict=True))
+        return score(reward_model, batch, n)
+
+    monkeypatch.setattr(train_rloo, "response_scores", watched)
+    (in_tmp / "out").mkdir()
+    changes = {"batch_size": 16, "total_episodes": 32, "share_prompts": False}
+    against_trl.record("rloo", 3, changes, in_tmp / "out")
+    samples = json.loads((in_tmp / "out" / "samples.json").read_text())
+    assert [len(update) for update in samples] == [16, 16] and sorted(itertools.chain(*samples)) == sorted(seen)
+    assert all(len({tuple(query) for query, _ in update[i : i + 4]}) == 1 for update in samples for i in (0, 4, 8, 12))
+    start, ours = str(stages / "sft"), str(in_tmp / "out" / "ours")
+    assert against_trl.distance(ours, ours, start) == 0 and against_trl.distance(ours, start, start) == 1
+
+
+def test_the_tables_against_trl():
+    spread, own = np.array([-1.0, -0.5, 0.0, 0.5, 1.0]), np.array([0.1, -0.2, 0.0, 0.2, -0.1])
+
+    def seeds(level, own=0.0):
+        found = enumerate(spread + own)
+        return {
+            i: {f"eval/objective/{n}": np.array([math.nan, level + x]) for n in against_trl.FIGURES} for i, x in found
+        }
+
+    low, high = against_trl.prediction_interval(spread)
+    assert high == -low == pytest.approx(2.776445 * math.sqrt(0.625) * math.sqrt(1.2), abs=1e-5)
+    found = {"ours_rloo": seeds(1.0), "trl_rloo_1.16.0": seeds(1.05, own), "trl_rloo_0.21.0": seeds(1.5, own)}
+    lines = against_trl.tables(found)
+    near, far = (next(x for x in lines if x.startswith(f"| trl_rloo_{v} | score")) for v in ("1.16.0", "0.21.0"))
+    assert "-0.05 [-0.25, +0.15] | yes" in near and near.endswith("| yes |")
+    assert "-0.50 [-0.70, -0.30] | **no**" in far and far.endswith("| yes |")  # Seeds differ more than the systems do.
+    assert lines[2].startswith("| ours_rloo | 5 | 1.00 [0.02, 1.98], 0.00 .. 2.00 |")
+
+
+def test_trl_gets_the_settings_that_our_side_is_started_with():
+    own = {"sft_model_path", "reward_model_path", "output_dir", "num_sample_generations", "checkpoint_every"}
+    for algorithm, changes in against_trl.CHANGES.items():
+        flags = " ".join(f"--{name} {value}" for name, value in changes.items())
+        _, args = parse(f"train_{algorithm}.py {against_trl.RUN} {flags} {benchmark.STAGES}")
+        ours, theirs = vars(args), against_trl.settings(algorithm)
+        assert {name: ours[name] for name in ours.keys() - own} == {name: theirs[name] for name in theirs.keys() - own}
+
+
+# ---- movies ----------------------------------------------------------------------------------------------------------
+def test_movies_are_drawn_with_a_table_of_their_seeds(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(movies, "ROOT", tmp_path)
+    folder = tmp_path / "benchmark" / "results" / "t" / "movies"
+    for seed in (1, 2, 3):
+        write(folder, "sft", seed, {"update": [1], "eval/sft/perplexity": [100 + seed]})
+        write(folder, "reward", seed, {"update": [1], "eval/rm/accuracy": [0.8]})
+        for name, rise in (("rloo", 4), ("ppo", 5)):
+            curve = {"episode": [0, 64, 128], "objective/scores": ["", 1, 2 + seed], "objective/kl": ["", 1, 2]}
+            write(folder, name, seed, curve | {f"eval/objective/{m}": [0, "", rise + seed] for m in movies.FIGURES})
+    movies.draw(movies.DrawArgs("t", output="movies.svg"))
+    said = capsys.readouterr().out
+    assert "| perplexity a token | 102.0 (99.5 .. 104.5) |" in said
+    assert "| score | 0.00 (0.00 .. 0.00) | 6.00 (3.52 .. 8.48) | 7.00 (4.52 .. 9.48) |" in said
+    assert (tmp_path / "movies.svg").stat().st_size and "seeds" in (folder.parent / "movies.md").read_text()
