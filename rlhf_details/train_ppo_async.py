@@ -13,10 +13,11 @@ A push follows a take, so neither side can run ahead, and speed changes no resul
 3. A rollout is used for several passes. The probability ratio of a token and the change of a value are clipped.
 4. N+ (arXiv 2403.17031), the defaults: a value model of its own that starts as the reward model, a fixed kl_coef.
    Only the EOS trick differs: N+ replaces the score of an unfinished response, and the default here subtracts.
-   lm-human-preferences (arXiv 1909.08593), benchmark/configs/ppo_sentiment.toml: a value head on the policy's trunk
-   that starts at zero, an adaptive kl_coef, whitened rewards, and responses of fixed length that the reward model reads
-   up to a full stop.
-5. All randomness is a function of coordinates (seed, purpose, update, row, step, token), never of a generator's state.
+   lm-human-preferences (arXiv 1909.08593; flags in benchmark/configs/ppo_sentiment.toml): a value head on the policy's
+   trunk that starts at zero, an adaptive kl_coef, whitened rewards, and responses of fixed length that the reward model
+   reads up to a full stop.
+5. Sampling and shuffling are functions of coordinates, such as (seed, purpose, update, row, step, token) for a token,
+   and never of a generator's state.
 
 Left out on purpose: a separate inference engine, top-k and top-p (the sampled policy would not be the trained one), and
 an entropy bonus (neither recipe has one).
@@ -147,7 +148,7 @@ class Policy(nn.Module):
     With a critic, a Reward of its own or a linear head on this model's trunk, it also says what the states are worth.
     """
 
-    logits_at_once = 2**24  # at most so many, which are 64 MiB in fp32
+    logits_at_once = 2**24  # at most so many with labels: 64 MiB in fp32
 
     def __init__(self, model, temperature, critic=None):
         super().__init__()
@@ -189,8 +190,8 @@ class Policy(nn.Module):
         return self.head(hidden).float() / self.temperature
 
     def of_tokens(self, hidden, labels):
-        """Log-probs and entropies [T] of T labels, from their hidden states [T, H]."""
-        log_softmax = self.logits(hidden).log_softmax(-1)  # [T, V]
+        """Log-probs and entropies [K] of K labels, from their hidden states [K, H]."""
+        log_softmax = self.logits(hidden).log_softmax(-1)  # [K, V]
         with torch.no_grad():
             entropies = -(log_softmax.exp() * log_softmax).sum(-1)
         return log_softmax.gather(-1, labels.unsqueeze(-1)).squeeze(-1), entropies
@@ -222,7 +223,7 @@ class Reward(nn.Module):
 
 
 def load_models(args, device):
-    """Returns (tokenizer, policy, reference, reward model or None), all in fp32 and without dropout."""
+    """Returns (tokenizer, policy with its critic, reference, reward model or None), all in fp32 and without dropout."""
     tokenizer = models.load_tokenizer(args.sft_model_path, "--sft_model_path", args)
     model = utils.disable_dropout(models.load_policy(args.sft_model_path, "--sft_model_path", args))
     if args.lora_rank:  # The reference is the same model with its adapters switched off.
@@ -356,7 +357,7 @@ def truncate_response(responses, mask, token_id, after):
 def missing_eos_scores(scores, ended, penalty, mode):
     """The EOS trick: a response that did not end pays `penalty` ("subtract"), or gets the score -penalty ("replace").
 
-    Replacement can raise a low score, and gives the reward model's zero a meaning.
+    "replace" can raise a low score, and its effect depends on where the reward model's zero lies.
     Args: scores [B] fp32; ended [B] bool; penalty, float or None. Returns: [B].
     Source: TRL v0.11.4, ppov2_trainer.py (subtract); N+, ppo.py and lm-human-preferences, train_policy.py (replace).
     """
@@ -418,7 +419,7 @@ def token_rewards(scores, kl_penalties, response_mask, kl_coef):
 
 
 def adapt_kl_coef(kl_coef, kl, target, horizon, num_episodes):
-    """kl_coef after its proportional controller: it rises where the KL is above the target, else it falls.
+    """The next kl_coef of a proportional controller: it rises where the KL is above the target, else it falls.
 
     Args: kl, mean KL of a response in the batch, nats; horizon, the episodes over which it changes by a fifth at most.
     Source: lm-human-preferences, train_policy.py.
@@ -490,7 +491,7 @@ def evaluate(policy, reference, score, prompts, stop_id, end_id, args, accelerat
     if not prompts:
         return {}, None
     policy.eval()
-    numbers = data.my_share(len(prompts), accelerator)  # filled up, so that all processes have as many
+    numbers = data.my_share(len(prompts), accelerator)  # padded, so that all processes have equally many
     rows = [prompts[i % len(prompts)] for i in numbers.tolist()]
     queries, query_mask = utils.left_pad([row.ids for row in rows], accelerator.device)
     sampling = dict(n=1, response_length=args.response_length, stop_id=stop_id, any_alive=engines.any_alive(policy))
@@ -501,7 +502,7 @@ def evaluate(policy, reference, score, prompts, stop_id, end_id, args, accelerat
         batch = [queries, query_mask, responses, response_mask]
         ref_logprobs, _ = in_slices(response_logprobs, reference, batch, args.micro_batch_size)
         scored_mask, ended = truncate_response(responses, response_mask, end_id, args.truncate_after)
-        values = score(rows, [queries, query_mask, responses, scored_mask])  # [N, F]
+        values = score(rows, [queries, query_mask, responses, scored_mask])  # [N / world, F]
     # The sampler's own log-probs are enough for the KL, because no ratio follows.
     gathered = accelerator.gather((responses, scored_mask, ended, (logprobs - ref_logprobs).sum(1), values))
     responses, scored_mask, ended, kl, values = (x[: len(prompts)] for x in gathered)
@@ -553,7 +554,7 @@ def main(args: Args):
     end_id = stop_id if end_id is None else end_id  # the token that a complete response ends with
     prompts, held_out = data.load_prompts(args, tokenizer, room=models.context(policy, reward_model) - R)
     score = rewards.Scorer(args, accelerator, tokenizer, reward_model, response_scores, size, end_id)
-    score.check_columns(prompts, held_out)  # score(rows, batch) is [B, F], and NaN where a reward does not apply.
+    score.check_columns(prompts, held_out)  # score(rows, batch) gives F values a row, NaN where one does not apply.
     # Set eps and weight decay explicitly, so that the recipe does not depend on torch's defaults. [OPT-4]
     adam = dict(lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay, fused=True)
     # The optimiser holds the value model's weights as well. [PPO-4]
@@ -611,8 +612,8 @@ def main(args: Args):
             # The reward model reads what a human would read. [GEN-14]
             scored_mask, ended = truncate_response(responses, response_mask, end_id, args.truncate_after)
             reward_values = score(rows[mine], [*batch[:3], scored_mask])  # [B / world, F]
-        # Whitening, minibatches and metrics need the whole batch, so gather it once. From here on every tensor is the
-        # whole batch, the same on every process. [REW-7]
+        # Whitening, minibatches and metrics need the whole batch, so gather it once. Until phase 5 takes its
+        # shares, every tensor holds the whole batch, on every process. [REW-7]
         responses, response_mask, sampled_logprobs, old_logprobs, ref_logprobs = accelerator.gather(
             (responses, response_mask, sampled_logprobs, old_logprobs, ref_logprobs)
         )
@@ -627,7 +628,7 @@ def main(args: Args):
         #                                              rewards, values and a value loss
         #   rewards        -cK  -cK  -cK score  0      c: kl_coef, K: the token's KL penalty
         #   R tokens        v    w    x    y    z      both masks are 1 everywhere, and the value after z counts as 0
-        #   rewards        -cK  -cK  -cK  -cK  -cK + score      where the score has paid missing_eos_penalty
+        #   rewards        -cK  -cK  -cK  -cK  -cK + score      where, if unfinished, it paid missing_eos_penalty
         #
         # NaN means that a reward does not apply to this kind of prompt. [REW-4]
         scores = (reward_values * score.weights).nansum(1)  # [B]
@@ -687,7 +688,7 @@ def main(args: Args):
                         means.add_max("val/logprob_gap", (old_logprobs[m] - sampled_logprobs[m]).abs())
                         means.add_max("val/stale_ratio", logratio.abs().clamp(max=20).exp())
                 of_minibatch = means.since_last(accelerator)
-                epoch_kl += of_minibatch["policy/approxkl_avg"] / args.num_mini_batches  # the mean of the minibatches'
+                epoch_kl += of_minibatch["policy/approxkl_avg"] / args.num_mini_batches  # a mean of minibatch means
                 # Skip the step: far from the sampling policy the clipped objective is unreliable. [PPO-17]
                 if args.ratio_threshold is not None and 1 + of_minibatch["ratio_minus_1"] > args.ratio_threshold:
                     engines.forget_gradient(accelerator, policy, optimizer)

@@ -6,9 +6,10 @@ RLOO: REINFORCE with a leave-one-out baseline, on a language model and a reward 
 3. One optimiser step per rollout (num_ppo_epochs = num_mini_batches = 1) is the paper's form and exactly REINFORCE.
    More steps use the clipped loss of PPO, with one probability ratio per response. The defaults are those of TRL's
    benchmark, with four steps.
-4. Responses to the same prompt share its computation: they are packed in one row, [prompt | r1 | .. | rn], under a
+4. Responses to the same prompt share its computation: n of the k are packed in a row, [prompt | r1 | .. | rn], under a
    block mask. Where a model cannot read such a mask, each row holds one response.
-5. All randomness is a function of coordinates (seed, purpose, update, row, step, token), never of a generator's state.
+5. Sampling and shuffling are functions of coordinates, such as (seed, purpose, update, row, step, token) for a token,
+   and never of a generator's state.
 
 Left out on purpose: a separate inference engine, top-k and top-p (the sampled policy would not be the trained one), and
 a KL term in the loss (the KL is in the reward).
@@ -109,7 +110,7 @@ class Args(cli.PolicyArgs):  # which holds the flags of run, data, models, loggi
 class Policy(nn.Module):
     """Next-token logits / temperature, or the log-probs of given tokens under their softmax, always in fp32."""
 
-    logits_at_once = 2**24  # at most so many, which are 64 MiB in fp32
+    logits_at_once = 2**24  # at most so many with labels: 64 MiB in fp32
 
     def __init__(self, model, temperature):
         super().__init__()
@@ -141,8 +142,8 @@ class Policy(nn.Module):
         return self.head(hidden).float() / self.temperature
 
     def of_tokens(self, hidden, labels):
-        """Log-probs and entropies [T] of T labels, from their hidden states [T, H]."""
-        log_softmax = self.logits(hidden).log_softmax(-1)  # [T, V]
+        """Log-probs and entropies [K] of K labels, from their hidden states [K, H]."""
+        log_softmax = self.logits(hidden).log_softmax(-1)  # [K, V]
         with torch.no_grad():
             entropies = -(log_softmax.exp() * log_softmax).sum(-1)
         return log_softmax.gather(-1, labels.unsqueeze(-1)).squeeze(-1), entropies
@@ -211,7 +212,7 @@ def pack(queries, query_mask, responses, response_mask, n):
     # Positions restart with each response, as if it alone followed the prompt. [RLOO-10]
     positions = torch.cat([utils.positions_from_mask(query_mask), query_mask.sum(1, keepdim=True) + step], 1)
     column = torch.arange(Q + n * R, device=device)  # [L]
-    # The logits in the column before a token predict it. [GEN-7]
+    # The logits in the column before a token predict it. For the first token of each response this is Q - 1. [GEN-7]
     index = torch.where(step == 0, Q - 1, column[Q:] - 1)  # [n * R]
     if n == 1:
         return tokens, real, positions, index
@@ -254,7 +255,7 @@ def has_stopped(responses, mask, stop_id):
 def missing_eos_scores(scores, ended, penalty, mode):
     """The EOS trick: a response that did not end pays `penalty` ("subtract"), or gets the score -penalty ("replace").
 
-    With subtraction a constant added to all scores changes no advantage. Replacement can raise a low score.
+    Under "subtract" a constant that is added to all scores changes no advantage. "replace" can raise a low score.
     Args: scores [B] fp32; ended [B] bool; penalty, float or None. Returns: [B].
     Source: TRL v0.11.4, rloo_trainer.py (subtract); lm-human-preferences, train_policy.py (replace).
     """
@@ -339,7 +340,7 @@ def evaluate(policy, reference, score, prompts, stop_id, args, accelerator):
     if not prompts:
         return {}, None
     policy.eval()
-    numbers = data.my_share(len(prompts), accelerator)  # filled up, so that all processes have as many
+    numbers = data.my_share(len(prompts), accelerator)  # padded, so that all processes have equally many
     rows = [prompts[i % len(prompts)] for i in numbers.tolist()]
     queries, query_mask = utils.left_pad([row.ids for row in rows], accelerator.device)
     sampling = dict(n=1, response_length=args.response_length, stop_id=stop_id, any_alive=engines.any_alive(policy))
@@ -394,7 +395,7 @@ def main(args: Args):
     packing = layout.choose(args, policy, reward_model, prompts, response_logprobs, response_scores)
     n, size = packing.n, packing.size
     score = rewards.Scorer(args, accelerator, tokenizer, reward_model, response_scores, size, stop_id)
-    score.check_columns(prompts, held_out)  # score(rows, batch, n) is [B, F], and NaN where a reward does not apply.
+    score.check_columns(prompts, held_out)  # score(rows, batch, n) gives F values a row, NaN where one does not apply.
     # Set eps and weight decay explicitly, so that the recipe does not depend on torch's defaults. [OPT-4]
     adam = dict(lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay, fused=True)
     optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], **adam)
@@ -424,13 +425,13 @@ def main(args: Args):
             # ---- 2. Scores: the rewards, and the log-probs that the KL and the ratio start from ----------------------
             batch = [queries[mine], query_mask[mine], responses, response_mask]
             ref_logprobs, _ = in_slices(response_logprobs, reference, batch, size, n)
-            old_logprobs = sampled_logprobs  # With one step these serve the KL alone.
+            old_logprobs = sampled_logprobs  # With one step these serve the KL and the logged entropy.
             if not one_step:
                 # The ratio compares two forwards of the same code, so that it starts at 1 up to rounding. [GEN-9]
                 old_logprobs, _ = in_slices(response_logprobs, policy, batch, size, n)
             values = score(rows[mine], batch, n)  # [B / world, F]
-        # Whitening, minibatches and metrics need the whole batch, so gather it once. From here on every tensor is the
-        # whole batch, the same on every process. [REW-7]
+        # Whitening, minibatches and metrics need the whole batch, so gather it once. Until phase 5 takes its
+        # shares, every tensor holds the whole batch, on every process. [REW-7]
         responses, response_mask, sampled_logprobs, old_logprobs, ref_logprobs, values = accelerator.gather(
             (responses, response_mask, sampled_logprobs, old_logprobs, ref_logprobs, values)
         )

@@ -168,7 +168,7 @@ def sample(policy, batch, n, response_length, stop_id, key, any_alive=torch.any)
     queries, query_mask = (
         queries[::n, first:],
         query_mask[::n, first:],
-    )  # [P, Q], P = B / n: each prompt is computed once
+    )  # [P, Q], P = B / n: the prompt of a row is computed once
     (P, Q), B, device = queries.shape, len(rows), queries.device
     keys = torch.full((B,), 0x1B873593, dtype=torch.int32, device=device)  # The start is not 0, because hash32(0) is 0.
     for coordinate in (*key, rows.int()):
