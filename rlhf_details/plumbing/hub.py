@@ -96,7 +96,7 @@ def model_card(args, repository, metrics, link, about):
     Args: repository, the model's name on the Hub or None; metrics, {name: number} of the last update; link, the address
     of the tracked run or None; about, the run's config.json as a dictionary, and beside it a `prompt`.
     """
-    kind = script_of(args).removesuffix(".py").split("_")[1]  # "ppo", also for train_ppo_async.py
+    kind = script_of(args).removesuffix(".py").removeprefix("train_").split("_")[0]  # "ppo" for train_ppo_async.py
     base = getattr(args, "sft_model_path", None) or getattr(args, "base_model", None)
     is_reward, dataset = kind == "reward", args.dataset.partition(":")[0].partition("[")[0]
     facts = {"library_name": "transformers", "tags": [kind, "rlhf", "rlhf_details"] + ["lora"] * bool(args.lora_rank)}
@@ -106,7 +106,6 @@ def model_card(args, repository, metrics, link, about):
     values = {"name": repository or args.output_dir, "inputs": inputs_of(about["prompt"], is_reward)}
     values |= {"temperature": args.temperature, "length": args.response_length}
     snippet = (OF_A_REWARD_MODEL if is_reward else OF_A_POLICY).format(**values)
-    title, authors, year, number = PAPERS[kind]
     rows = [f"| `{name}` | {value:.6g} |" for name, value in metrics.items() if not name.startswith("time/")]
     command = command_of(args, about["num_processes"])
     held_out = f", held-out data `{args.eval_dataset}`." if args.eval_dataset else "."
@@ -128,9 +127,24 @@ def model_card(args, repository, metrics, link, about):
         *("| metric, last update | value |", "|---|---:|", *rows, ""),
         *("Versions: " + ", ".join(f"{name} {version}" for name, version in about["versions"].items()) + ".", ""),
         *("All arguments:", "", "```json", json.dumps(dataclasses.asdict(args), indent=1), "```", ""),
-        *("## Citation", "", "```bibtex", f"@article{{arxiv_{number.replace('.', '_')},", f"  title = {{{title}}},"),
-        *(f"  author = {{{authors}}},", f"  journal = {{arXiv:{number}}},", f"  year = {{{year}}}", "}", "```", ""),
     ]
+    if kind in PAPERS:  # A page of the user's own has no paper here.
+        title, authors, year, number = PAPERS[kind]
+        lines += [
+            "## Citation",
+            "",
+            "```bibtex",
+            f"@article{{arxiv_{number.replace('.', '_')},",
+            f"  title = {{{title}}},",
+        ]
+        lines += [
+            f"  author = {{{authors}}},",
+            f"  journal = {{arXiv:{number}}},",
+            f"  year = {{{year}}}",
+            "}",
+            "```",
+            "",
+        ]
     return "\n".join(lines)
 
 

@@ -70,7 +70,7 @@ SUM_DEFAULTS["train_ppo_async"] = SUM_DEFAULTS["train_ppo"] | {"output_dir": "mo
 def defaults(script):
     """{task: {flag: value}}: the defaults of a script for each embedded task."""
     of_sum = {"toy-sum": DEFAULTS[script] | SUM_DEFAULTS[script]} if script in SUM_DEFAULTS else {}
-    return {"toy": DEFAULTS[script]} | of_sum
+    return {"toy": DEFAULTS.get(script, {})} | of_sum  # A page of the user's own has none.
 
 
 def ensure(args):

@@ -1,0 +1,37 @@
+"""A copy of a page with another algorithm in it needs no change in plumbing."""
+
+import dataclasses
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import ROOT, read_metrics, rloo_args
+
+from rlhf_details.plumbing import cli
+
+
+@pytest.fixture
+def page(tmp_path):
+    """train_rloo.py as train_mine.py, with the group's mean as baseline and a division by its standard deviation."""
+    source = (ROOT / "rlhf_details" / "train_rloo.py").read_text()
+    old = "    return (rewards - baseline).reshape(-1)\n"
+    new = "    return ((rewards - rewards.mean(1, True)) / (rewards.std(1, keepdim=True) + 1e-4)).reshape(-1)\n"
+    assert source.count(old) == 1
+    path = tmp_path / "train_mine.py"
+    path.write_text(source.replace(old, new).replace('"train_rloo"', '"train_mine"'))
+    spec = importlib.util.spec_from_file_location("train_mine", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["train_mine"] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["train_mine"]
+
+
+def test_a_copied_page_trains_saves_and_parses_its_command_line(page, tiny, in_tmp):
+    given = dataclasses.asdict(rloo_args(tiny)) | {"exp_name": "train_mine"}
+    rows = read_metrics(page.main(page.Args(**given))["run"])
+    assert [row["update"] for row in rows] == [1, 2, 3]
+    card = (Path(given["output_dir"]) / "README.md").read_text()
+    assert "train_mine.py" in card and "Citation" not in card
+    assert cli.parse(page.Args, ["--dataset", "toy", "--sft_model_path", "here"]).exp_name == "train_mine"
