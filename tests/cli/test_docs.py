@@ -21,6 +21,7 @@ from rlhf_details.plumbing import cli
 
 pytest.importorskip("matplotlib")
 import against_trl
+import frozen
 import mutations
 import plot
 import readme
@@ -73,7 +74,12 @@ def test_every_command_of_the_readme_that_runs_or_draws_a_study_parses():
 
 
 def test_every_flag_that_the_readme_names_exists():
-    arguments = [module.Args for module in SCRIPTS.values()] + [benchmark.Args, plot.CurvesArgs, plot.CompareArgs]
+    arguments = [module.Args for module in SCRIPTS.values()] + [
+        benchmark.Args,
+        frozen.Args,
+        plot.CurvesArgs,
+        plot.CompareArgs,
+    ]
     arguments += [toy_over_seeds.Args, *(kind for kind, _ in against_trl.COMMANDS.values())]
     names = {field.name for kind in arguments for field in dataclasses.fields(kind)}
     names |= {f"no_{name}" for name in names} | {"algorithm", "reward", "policy"}  # the last of train_both.py
