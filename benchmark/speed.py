@@ -261,7 +261,12 @@ def all_logits_at_once(script):
 
 def adam_a_weight_at_a_time(script):
     real = torch.optim.AdamW
-    torch.optim.AdamW = lambda *args, **options: real(*args, **(options | {"fused": False, "foreach": False}))
+
+    class WeightAtATime(real):  # A class, because other libraries derive their own from it.
+        def __init__(self, *args, **options):
+            super().__init__(*args, **(options | {"fused": False, "foreach": False}))
+
+    torch.optim.AdamW = WeightAtATime
 
 
 def products_by_mkl(script):
