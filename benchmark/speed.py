@@ -300,7 +300,8 @@ def ours(spec):
     It also runs commits from before the package `plumbing`, in which `runs.Run` is what `plumbing.run.Run` is now.
     """
     script = importlib.import_module(f"rlhf_details.train_{spec['algorithm']}")  # of the commit that PYTHONPATH names
-    is_old = importlib.util.find_spec("rlhf_details.plumbing") is None
+    # The commit's own folder tells: an editable install of another tree would lend it the package.
+    is_old = not (Path(script.__file__).parent / "plumbing").exists()
     module = importlib.import_module("rlhf_details.runs" if is_old else "rlhf_details.plumbing.run")
     record, steps = {"versions": {"torch": torch.__version__, "transformers": transformers.__version__}}, []
     clock = []  # the time at the beginning, and at the end of every update, with all that belongs to it
