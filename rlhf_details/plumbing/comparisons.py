@@ -72,9 +72,8 @@ def load(args, tokenizer, reward, sample):
 def four_texts(prompts, tokenizer, sample, purpose):
     """Four responses of the SFT policy to each prompt, all as strings."""
     prompts = [data.encode(tokenizer, prompt) for prompt in prompts]
-    texts = [
-        tokenizer.decode(ids, skip_special_tokens=True) for ids in sample(prompts, 4, purpose, tokenizer.eos_token_id)
-    ]
+    responses = sample(prompts, 4, purpose, tokenizer.eos_token_id)
+    texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in responses]
     return [texts[i : i + 4] for i in range(0, len(texts), 4)]
 
 

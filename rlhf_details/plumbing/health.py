@@ -16,10 +16,8 @@ def signs(metrics, first, args, precision):
     kl, clipped = metrics["objective/kl"], metrics["policy/clipfrac_avg"]
     length, entropy = metrics["val/sequence_lengths"], metrics["policy/entropy_avg"]
     kl_bound = max(25.0, 0.25 * length)  # nats per response, or a quarter of a nat per token
-    gap, gap_bound = (
-        max(metrics.get("val/first_ratio", 1) - 1, metrics["val/logprob_gap"]),
-        0.01 if precision == "fp32" else 0.5,
-    )
+    gap = max(metrics.get("val/first_ratio", 1) - 1, metrics["val/logprob_gap"])
+    gap_bound = 0.01 if precision == "fp32" else 0.5
     ended, same = metrics["val/num_stop_token_ids"] / args.batch_size, metrics["val/equal_scores"]
     has_end = {args.stop_token, getattr(args, "truncate_token", "none")} != {"none"}
     return {

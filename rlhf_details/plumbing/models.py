@@ -235,10 +235,8 @@ class Head:
 
     def __init__(self, model):
         config = model.config.get_text_config()
-        self.model, self.vocab_size = (
-            [model],
-            config.vocab_size,
-        )  # A list, so that no module sees the model as its child.
+        # The model stands in a list, so that no module sees it as its child.
+        self.model, self.vocab_size = [model], config.vocab_size
         # Cohere multiplies by `logit_scale`, Granite divides by `logits_scaling`, and Gemma 2 caps.
         self.scale = (getattr(config, "logit_scale", None) or 1) / (getattr(config, "logits_scaling", None) or 1)
         self.cap = getattr(config, "final_logit_softcapping", None)

@@ -162,9 +162,8 @@ class WeightsAndBiases:
         self.run.log(metrics | {"global_step": metrics["episode"]}, step=update)
 
     def table(self, update, rows):
-        self.run.log(
-            {"samples": self.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])}, step=update
-        )
+        table = self.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+        self.run.log({"samples": table}, step=update)
 
     def data(self, rows, lengths):
         columns = list(dict.fromkeys(column for row in rows for column in row))
