@@ -76,9 +76,9 @@ def in_slices(function, model, batch, size, *rest, **options):
 # ---- orders and learning rate ----------------------------------------------------------------------------------------
 @functools.lru_cache(maxsize=16)
 def permutation(n, *coordinates):
-    """A shuffle of range(n) as a list, which depends only on the integer coordinates, e.g. (seed, epoch)."""
+    """A shuffle of range(n) as a tuple, which depends only on the integer coordinates, e.g. (seed, epoch)."""
     # numpy pads its seeds with zeros, so that (1, 2) and (1, 2, 0) would be the same. Their number tells them apart.
-    return np.random.default_rng((len(coordinates), *coordinates)).permutation(n).tolist()
+    return tuple(np.random.default_rng((len(coordinates), *coordinates)).permutation(n).tolist())
 
 
 def learning_rate_at(step, num_steps, args):
