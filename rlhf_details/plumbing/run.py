@@ -24,7 +24,7 @@ import transformers
 from accelerate.utils import broadcast_object_list, gather_object
 from safetensors import SafetensorError
 
-from rlhf_details.plumbing import checkpoint, cli, data, engines, health, hub, models, trackers
+from rlhf_details.plumbing import checkpoint, cli, encoding, engines, health, hub, models, trackers
 from rlhf_details.plumbing.signals import Signals
 
 
@@ -278,7 +278,7 @@ class Run:
 
     def save(self, model, weights):
         args, prompt = self.args, self.prompts[0].columns.get("prompt")
-        about = self.about | {"prompt": prompt if data.is_messages(prompt) else self.prompts[0].text}
+        about = self.about | {"prompt": prompt if encoding.is_messages(prompt) else self.prompts[0].text}
         card = hub.model_card(args, self.repository, self.latest, self.wandb and self.wandb.run.url, about)
         with self.writing(f"--output_dir {args.output_dir}"):
             models.save_folder(args, model, self.tokenizer, weights, card)
