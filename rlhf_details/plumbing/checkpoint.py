@@ -19,24 +19,9 @@ from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from rlhf_details.plumbing import cli, data, models
+from rlhf_details.plumbing import cli, data, models, saving
 
 VERSION = 2  # of the layout of state.json; checkpoints of another one are refused
-
-
-# ---- files that are never seen half written --------------------------------------------------------------------------
-def write_text(path, text):
-    """Writes a text file to a neighbour, which takes the file's name once it is on the disk."""
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    models.sync(partial)
-    partial.replace(path)
-
-
-def digest(file):
-    """SHA-256 of a file, as a hexadecimal text."""
-    with open(file, "rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
 
 
 # ---- writing and reading ---------------------------------------------------------------------------------------------
@@ -56,13 +41,13 @@ def write(folder, state, tensors):
         files = {file.name: [file.stat().st_size, digest(file)] for file in sorted(partial.iterdir())}
         (partial / "manifest.json").write_text(json.dumps(files, indent=1))
         for path in (*partial.iterdir(), partial):
-            models.sync(path)
+            saving.sync(path)
     except (OSError, SafetensorError):
         shutil.rmtree(partial, ignore_errors=True)  # On a full disk this frees room for the logs.
         raise
     shutil.rmtree(folder, ignore_errors=True)  # A damaged checkpoint may have the same number.
     partial.rename(folder)
-    models.sync(folder.parent)
+    saving.sync(folder.parent)
     for old in all_of(folder.parent.parent)[2:]:
         shutil.rmtree(old)
 
@@ -128,6 +113,12 @@ def find(run_folder, now, overwrite, accelerator, say):
         cli.fail(f"--resume: not every process sees {folder}; runs/ must be on a file system that all of them share")
     check_same_run(folder, now)
     return folder
+
+
+def digest(file):
+    """SHA-256 of a file, as a hexadecimal text."""
+    with open(file, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
 
 
 def is_whole(file, size, sha256):

@@ -62,8 +62,7 @@ def check_vocabularies(args, tokenizer, loaded):
     for flag, size in sizes.items():
         with cli.reading(f"--{flag}", getattr(args, flag)):
             both = tokenizer, models.find_tokenizer(getattr(args, flag), args) or tokenizer
-        padding = {t.pad_token for t in both if t.pad_token != t.eos_token}
-        ours, theirs = ({word: i for word, i in t.get_vocab().items() if word not in padding} for t in both)
+        ours, theirs = models.vocabularies(*both)
         if ours != theirs or any(sizes.get(writer, 0) > size for writer in writers.get(flag, [])):
             named = f"--policy_path {args.policy_path} ({sizes['policy_path']} embeddings, {len(ours)} tokens)"
             other = f"--{flag} {getattr(args, flag)} ({size} embeddings, {len(theirs)} tokens)"

@@ -24,7 +24,7 @@ import transformers
 from accelerate.utils import broadcast_object_list, gather_object
 from safetensors import SafetensorError
 
-from rlhf_details.plumbing import checkpoint, cli, encoding, engines, health, hub, models, trackers
+from rlhf_details.plumbing import checkpoint, cli, encoding, engines, health, hub, saving, trackers
 from rlhf_details.plumbing.signals import Signals
 
 
@@ -108,7 +108,7 @@ class Run:
         # If these folders cannot be made, this is better known now than after a day of training.
         self.folder.mkdir(parents=True, exist_ok=True)
         Path(args.output_dir).resolve().parent.mkdir(parents=True, exist_ok=True)
-        checkpoint.write_text(config, json.dumps(about, indent=1))
+        saving.write_text(config, json.dumps(about, indent=1))
         self.about = about
 
     def resume(self, policy, optimizer, state=None):
@@ -281,7 +281,7 @@ class Run:
         about = self.about | {"prompt": prompt if encoding.is_messages(prompt) else self.prompts[0].text}
         card = hub.model_card(args, self.repository, self.latest, self.wandb and self.wandb.run.url, about)
         with self.writing(f"--output_dir {args.output_dir}"):
-            models.save_folder(args, model, self.tokenizer, weights, card)
+            saving.save_folder(args, model, self.tokenizer, weights, card)
         if self.repository:
             address, line = hub.push(args, self.repository)
             print(line, file=sys.stdout if address else sys.stderr, flush=True)
