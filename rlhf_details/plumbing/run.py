@@ -24,7 +24,7 @@ import transformers
 from accelerate.utils import broadcast_object_list, gather_object
 from safetensors import SafetensorError
 
-from rlhf_details.plumbing import checkpoint, cli, encoding, engines, health, hub, saving, trackers
+from rlhf_details.plumbing import checkpoint, cli, encoding, engines, health, hub, saving, shards, trackers
 from rlhf_details.plumbing.signals import Signals
 
 
@@ -122,7 +122,7 @@ class Run:
         if self.checkpoint:
             saved, tensors = checkpoint.read_state(self.checkpoint), checkpoint.read_tensors(self.checkpoint)
             self.tensors = {name: x.to(self.accelerator.device) for name, x in tensors.pop("tensors", {}).items()}
-            engines.load_full_state(self.accelerator, policy, optimizer, tensors, saved["adam_steps"])
+            shards.load_full_state(self.accelerator, policy, optimizer, tensors, saved["adam_steps"])
             if self.accelerator.scaler is not None:
                 self.accelerator.scaler.load_state_dict(saved["scaler"])
             done, state, self.health.memory = saved["update"], saved["state"], saved["health"]
@@ -231,7 +231,7 @@ class Run:
         self.begin_update(update + 1)
 
     def write_checkpoint(self, update, policy, optimizer, state, tensors):
-        weights, moments, steps = engines.full_state(self.accelerator, policy, optimizer)
+        weights, moments, steps = shards.full_state(self.accelerator, policy, optimizer)
         saved = {"update": update, "adam_steps": steps, "state": state, "health": self.health.memory, **self.identity()}
         saved |= {"before": self.before, "latest": self.latest, "seconds": time.time() - self.start}
         if self.accelerator.scaler is not None:
@@ -252,6 +252,10 @@ class Run:
         return {"args": args, "mixed_precision": engines.precision(self.accelerator), "inputs": self.inputs}
 
     # ---- the end -----------------------------------------------------------------------------------------------------
+    def full_weights(self, module):
+        """{name: whole fp32 weight} of a prepared module, on the main process's CPU; call it on every process."""
+        return shards.full_state(self.accelerator, module)[0]
+
     def finish(self, policy, weights=None, model=None):
         """Saves --output_dir with a model card, uploads it where asked to, and prints what changed on held-out rows.
 
@@ -259,7 +263,7 @@ class Run:
         a module that holds it as `model`. Returns: {"before": .., "after": .., "metrics": the last row, "run": folder}.
         """
         model = model or self.accelerator.unwrap_model(policy).model
-        weights = engines.full_weights(self.accelerator, policy) if weights is None else weights
+        weights = self.full_weights(policy) if weights is None else weights
         if self.is_main:
             self.save(
                 model, {name.removeprefix("model."): x for name, x in weights.items() if name.startswith("model.")}
