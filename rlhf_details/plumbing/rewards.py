@@ -12,7 +12,6 @@ import copy
 import inspect
 import math
 import numbers
-import os
 import reprlib
 import sys
 import traceback
@@ -217,11 +216,8 @@ class Scorer:
         """Ends the run on all processes, which are all here, with exit code 1."""
         if self.accelerator.is_main_process:
             print(f"error: {message}", file=sys.stderr, flush=True)
-        if self.accelerator.num_processes > 1:
-            self.accelerator.wait_for_everyone()  # The launcher would end the main process before it has printed.
-            sys.stdout.flush()
-            os._exit(1)
-        raise SystemExit(1)
+        self.accelerator.wait_for_everyone()  # The launcher would end the main process before it has printed.
+        cli.leave(1)
 
     def by_name(self, values, prefix="", spread=False):
         """{metric: mean} of gathered values [N, F], over the responses that each reward applies to.
