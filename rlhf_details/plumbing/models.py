@@ -115,13 +115,13 @@ def load_policy(path, flag, args):
     return set_up(model, args)
 
 
-def load_reward_model(path, args, flag="--reward_model_path", allow_untrained=None):
+def load_reward_model(path, args, flag="--reward_model_path", allow_untrained=False):
     """A sequence-classification model with one label, in fp32. A head that would be made up here is refused.
 
-    allow_untrained=True accepts any model and draws its head at random, for dummy runs and for training to start from.
-    Of adapters it takes the trunk of the merged model. None: as --allow_untrained_reward_model says.
+    allow_untrained, or the flag of that name, accepts any model and draws its head at random, for dummy runs and for
+    training to start from. Of adapters it takes the trunk of the merged model.
     """
-    allow_untrained = args.allow_untrained_reward_model if allow_untrained is None else allow_untrained
+    allow_untrained = allow_untrained or args.allow_untrained_reward_model
     with cli.reading(flag, path):
         base = lora.base_of(path) if allow_untrained else None
     if base:
