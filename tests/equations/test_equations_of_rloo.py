@@ -41,9 +41,8 @@ def test_a_reward_that_is_the_prompt_number_gives_exactly_zero_advantage(k):
 
 
 def test_equal_siblings_but_one_give_moderate_advantages():
-    got = train_rloo.rloo_advantages(
-        torch.tensor([1.0, 0, 0, 0]), 4
-    )  # the siblings' own std is 0: nothing divides by it
+    # The siblings' own std is 0, and nothing divides by it.
+    got = train_rloo.rloo_advantages(torch.tensor([1.0, 0, 0, 0]), 4)
     torch.testing.assert_close(got, torch.tensor([1.0, -1 / 3, -1 / 3, -1 / 3]))
 
 

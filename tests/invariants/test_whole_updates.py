@@ -74,9 +74,8 @@ def test_three_updates_equal_the_slow_oracles(ragged, in_tmp, monkeypatch, name)
     assert page == "train_rloo" or any(row["val/clipfrac_avg"] for row in got)
     if name == "limits":
         skipped = [row["policy/skipped_minibatches"] for row in got]
-        assert any(skipped) and oracle.steps < 3 * 8 - sum(
-            skipped
-        )  # Some steps are skipped, and some passes are not made.
+        # Some steps are skipped, and some passes are not made.
+        assert any(skipped) and oracle.steps < 3 * 8 - sum(skipped)
 
 
 def by_update(calls):
