@@ -115,19 +115,14 @@ def read_comparisons(spec, flag, template=None, take=None):
 
 
 def chosen_and_rejected(row, template, what):
-    """(prompt, [chosen, rejected]) of a row. Where there is no `prompt`, it is what both answers begin with.
-
-    Some data sets have a `prompt` and repeat it in `chosen` and `rejected`, which are then several messages.
-    """
+    """(prompt, [chosen, rejected]) of a row. Where there is no `prompt`, it is what both answers begin with."""
     for column in ("chosen", "rejected"):
         if column not in row:
             cli.fail(f"{what} has no column {column!r} (it has {sorted(row)})")
-    chosen, rejected = row["chosen"], row["rejected"]
-    repeats = encoding.is_messages(chosen) and len(chosen) > 1
-    if template is None and ("prompt" not in row or repeats):
-        return data.split_common(chosen, rejected, what)
+    if template is None and "prompt" not in row:
+        return data.split_common(row["chosen"], row["rejected"], what)
     (row,) = data.with_prompts([row], template, what)
-    return row["prompt"], [chosen, rejected]
+    return row["prompt"], [data.after(row["prompt"], row[c], f"{what}, column {c!r}") for c in ("chosen", "rejected")]
 
 
 def label_rows(rows, what):
