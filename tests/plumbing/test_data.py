@@ -912,16 +912,17 @@ def test_the_columns_of_n_plus(in_tmp, tokenizers, padding):
         padded = [answer + [filler] * (60 - len(answer)) for answer in answers]
         table.append({
             "query": "shown", "query_token": [filler] * (90 - len(ids)) + ids, "reference_response_token": padded[0],
-            "response0_token": padded[0], "response1_token": padded[1], "choice": i % 2,
+            "chosen": texts[0], "chosen_token": padded[0], "rejected": texts[1], "rejected_token": padded[1],
+            "choice": i % 2,
         })  # fmt: skip
         expected.append((ids, answers))
-    summaries = [{k: v for k, v in row.items() if not re.match(r"response\d|choice", k)} for row in table]
+    summaries = [{k: v for k, v in row.items() if not re.match("chosen|rejected|choice", k)} for row in table]
     pairs = [{k: v for k, v in row.items() if "reference" not in k} for row in table]
     save_splits("summaries", train=summaries), save_splits("pairs", train=pairs)
     assert [p.ids for p in prompts_of("summaries", tokenizer)[0]] == [ids for ids, _ in expected]
     assert demonstrations_of("summaries", tokenizer) == [(ids, answers[0]) for ids, answers in expected]
     assert comparisons_of("pairs", tokenizer) == [
-        ([ids + answer for answer in answers], i % 2) for i, (ids, answers) in enumerate(expected)
+        ([ids + answer for answer in answers], 0) for ids, answers in expected
     ]
 
 
