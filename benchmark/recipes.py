@@ -91,7 +91,6 @@ class Stage:
     script: str
     args: object  # as the command gives them
     replaced: dict
-    done: dict  # what the script's main returned
 
 
 def run(words, judge_url):
@@ -114,7 +113,7 @@ def run(words, judge_url):
         assert rows[-1]["update"] == 2, rows[-1]["update"]
         figures = [value for row in rows for value in row.values()]
     assert figures and all(map(math.isfinite, figures)), figures
-    return Stage(script, args, replaced, done)
+    return Stage(script, args, replaced)
 
 
 def numbers(metrics):
