@@ -119,7 +119,7 @@ def chosen_and_rejected(row, template, what):
     for column in ("chosen", "rejected"):
         if column not in row:
             cli.fail(f"{what} has no column {column!r} (it has {sorted(row)})")
-    if template is None and "prompt" not in row:
+    if template == "messages" or (template is None and "prompt" not in row):
         return data.split_common(row["chosen"], row["rejected"], what)
     (row,) = data.with_prompts([row], template, what)
     return row["prompt"], [data.after(row["prompt"], row[c], f"{what}, column {c!r}") for c in ("chosen", "rejected")]

@@ -45,7 +45,10 @@ def with_prompts(rows, template, what):
 
     It is the filled --prompt_template where there is one. Else it is the column `prompt`, as it stands. Where there is
     none it is `messages` up to their last answer, N+'s `query_token`, or what `chosen` and `rejected` have in common.
+    The template "messages" passes a column `prompt` over.
     """
+    if template == "messages":
+        rows, template = [{name: row[name] for name in row if name != "prompt"} for row in rows], None
     result = []
     for number, row in enumerate(rows, 1):
         if template is not None:
@@ -102,7 +105,7 @@ def after(prompt, answer, what):
         rest = answer[1:] if len(answer) > 1 and answer[0]["content"] == prompt else answer
     if not rest or rest[0]["role"] != "assistant" or (isinstance(prompt, str) and len(rest) > 1):
         words = f"{reprlib.repr(answer)} does not go on from the prompt, {reprlib.repr(prompt)}, with an answer"
-        cli.fail(f"{what}: {words}; without a column 'prompt' the messages say both")
+        cli.fail(f"{what}: {words}; --prompt_template messages takes both from the messages")
     return rest[0]["content"] if isinstance(prompt, str) else rest
 
 

@@ -428,7 +428,10 @@ def test_an_implicit_conversation_ends_with_the_last_common_message_that_is_no_a
         ({"messages": [user("a"), assistant("b"), user("c")]}, "does not go on from the prompt"),
         ({"messages": [assistant("b")]}, "of another kind than the row's prompt"),
         # UltraChat's rows, whose `prompt` is the first message alone.
-        ({"prompt": "a", "messages": [user("a"), assistant("b"), user("c"), assistant("d")]}, "without a column"),
+        (
+            {"prompt": "a", "messages": [user("a"), assistant("b"), user("c"), assistant("d")]},
+            "--prompt_template messages",
+        ),
         ({"prompt": "a", "messages": [user("A?"), assistant("b")]}, "does not go on from the prompt"),
     ],
 )
@@ -439,6 +442,19 @@ def test_a_row_that_cannot_be_read_is_named(fails, row, words):
 
     line = fails(read)
     assert "--dataset rows.jsonl: row 2" in line and words in line
+
+
+def test_the_template_messages_passes_a_column_prompt_over(in_tmp):
+    conversation = [user("a"), assistant("b"), user("c"), assistant("d")]  # as UltraChat has it
+    (row,) = data.with_completions(
+        data.with_prompts([{"prompt": "a", "messages": conversation}], "messages", "rows"), "rows"
+    )
+    assert (row["prompt"], row["completion"]) == (conversation[:3], conversation[3:])
+    pair = {"prompt": "a", "chosen": [user("a"), assistant("b")], "rejected": [user("a"), assistant("c")]}
+    write("pairs.jsonl", [pair])
+    read = comparisons.read_comparisons
+    assert read("pairs.jsonl", "--dataset", "messages") == [([user("a")], [[assistant("b")], [assistant("c")]], 0)]
+    assert read("pairs.jsonl", "--dataset") == [("a", ["b", "c"], 0)]
 
 
 # ---- prompt templates ------------------------------------------------------------------------------------------------
