@@ -28,8 +28,11 @@ class Both:
     """what trains the policy"""
 
 
-def parse(argv):
-    """Command line -> (arguments of the reward model, the policy's script as a module, its arguments)."""
+def parse(argv, by_size=False):
+    """Command line -> (arguments of the reward model, the policy's script as a module, its arguments).
+
+    by_size: as in cli.parse.
+    """
     words, group = {"": [], "reward": [], "policy": []}, ""
     for word in argv:
         if word.startswith("--"):
@@ -43,17 +46,16 @@ def parse(argv):
     of_policy = stages.DEFAULTS[module.Args().exp_name]
     if wants_help:
         show_help(module, of_policy)
-    reward = cli.parse(train_reward.Args, words["reward"])
+    reward = cli.parse(train_reward.Args, words["reward"], by_size=by_size)
     start = {"sft_model_path": reward.sft_model_path} if reward.sft_model_path else {}
-    of_policy = of_policy | start | {"reward_model_path": reward.output_dir}
-    policy = cli.parse(module.Args, words["policy"], {"toy": of_policy})
+    start |= {"reward_model_path": reward.output_dir}
+    policy = cli.parse(module.Args, words["policy"], {"toy": of_policy | start, None: start}, by_size)
     if policy.reward_model_path not in (None, reward.output_dir):
         cli.fail(
             f"--policy.reward_model_path {policy.reward_model_path}: it is the reward model just trained, "
             f"{reward.output_dir}; --reward.output_dir says where it goes"
         )
     policy.reward_model_path = reward.output_dir
-    policy.sft_model_path = policy.sft_model_path or reward.sft_model_path
     return reward, module, policy
 
 
@@ -85,7 +87,7 @@ def check(reward, module, policy):
 
 def main(argv):
     """Trains both; returns what the policy's script returns."""
-    reward, module, policy = parse(argv)
+    reward, module, policy = parse(argv, by_size=True)
     check(reward, module, policy)
     train_reward.main(reward)
     return module.main(policy)

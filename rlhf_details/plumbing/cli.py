@@ -23,7 +23,7 @@ import tyro
 from transformers.utils import logging as transformers_logging
 
 from rlhf_details import toy
-from rlhf_details.plumbing import stages
+from rlhf_details.plumbing import stages, starting_values
 from rlhf_details.plumbing.flags import GROUPS, MEMORY_KNOBS, NOT_THE_MODEL, OUTPUTS, PolicyArgs, RunArgs  # noqa: F401
 
 MAY_BE_ZERO = "seed eval_every num_sample_generations truncate_after checkpoint_every".split()
@@ -68,7 +68,7 @@ def reading(flag, value):
 def main(function, args_class):
     """Runs a script: function(arguments from the command line). Afterwards all processes leave their group."""
     transformers_logging.set_verbosity_error(), transformers_logging.disable_progress_bar()
-    function(parse(args_class))
+    function(parse(args_class, by_size=True))
     leave_group()
 
 
@@ -89,16 +89,18 @@ def leave(exit_code):
 
 
 # ---- command line -> arguments ---------------------------------------------------------------------------------------
-def parse(args_class, argv=None, defaults=None):
-    """Command line -> args_class. Later wins: its defaults, the embedded task's, `--config FILE.toml`, the words.
+def parse(args_class, argv=None, defaults=None, by_size=False):
+    """Command line -> args_class. Later wins: its defaults, those below, `--config FILE.toml`, the words.
 
     A TOML value becomes words of a command line, so its type is checked like theirs. An unknown key is an error.
     "--reward_fn A --reward_fn B" means "--reward_fn A B".
-    Args: args_class, a flat dataclass; argv, None for sys.argv[1:]; defaults, {data set: {flag: value}}, None for
-    those of the script that is the default of exp_name.
+    Args: args_class, a flat dataclass; argv, None for sys.argv[1:]; defaults, {data set: {flag: value}} with None for
+    all other data sets, or None for those that stages.py has for the script that is the default of exp_name; by_size,
+    whether a data set of the user's own gets the values of starting_values.py.
     """
     fields = {f.name: f for f in dataclasses.fields(args_class)}
-    defaults = stages.defaults(fields["exp_name"].default) if defaults is None else defaults
+    script = fields["exp_name"].default
+    defaults = stages.defaults(script) if defaults is None else defaults
     argv = sys.argv[1:] if argv is None else argv
     if "-h" in argv or "--help" in argv:
         show_help(args_class)
@@ -116,8 +118,26 @@ def parse(args_class, argv=None, defaults=None):
         except SystemExit:
             fail(f"--config {path}: {key} = {value!r} is not of that flag's type")
     dataset = value_of("dataset", argv) or str(config.get("dataset", "toy"))
-    values = defaults.get(dataset.partition(":")[0], {}) | config
-    return tyro.cli(args_class, args=[word for item in values.items() for word in as_words(*item)] + argv)
+    values = defaults.get(dataset.partition(":")[0], defaults.get(None, {})) | config
+    args = tyro.cli(args_class, args=[word for item in values.items() for word in as_words(*item)] + argv)
+    return with_starting_values(args, script, given=config.keys() | names_in(argv)) if by_size else args
+
+
+def with_starting_values(args, script, given):
+    """The arguments with the values that starting_values.py has for the model's size, and prints them.
+
+    Args: given, the flags that the user has set.
+    """
+    try:
+        model, table = starting_values.of(script, args)
+    except Exception as e:  # A model that cannot be read ends the script later, with a line about it.
+        say(f"starting values: those for 1 B parameters, because the model's size is not known ({type(e).__name__})")
+        return args
+    table = {name: value for name, value in table.items() if name not in given}
+    if table:
+        words = " ".join(f"--{name} {value:g}" for name, value in table.items())
+        say(f"starting values for {model}, which your own flags replace: {words}")
+    return dataclasses.replace(args, **table)
 
 
 def as_words(key, value):
@@ -131,6 +151,11 @@ def value_of(name, argv):
     """The value that a command line gives a flag, the last one where there are several, or None."""
     words = [part for word in argv for part in (word.split("=", 1) if word.startswith("--") else [word])]
     return {flag[2:].replace("-", "_"): value for flag, value in pairwise(words) if flag.startswith("--")}.get(name)
+
+
+def names_in(argv):
+    """The names of the flags on a command line."""
+    return {word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
 
 
 def join_lists(argv, names):

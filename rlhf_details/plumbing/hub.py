@@ -12,7 +12,7 @@ from pathlib import Path
 
 import huggingface_hub
 
-from rlhf_details.plumbing import cli, stages
+from rlhf_details.plumbing import cli, stages, starting_values
 
 PAPERS = {  # of each script: title, authors, year, arXiv number
     "sft": (
@@ -60,14 +60,15 @@ def script_of(args):
 
 
 def command_of(args, num_processes):
-    """A command line that starts the same run. It leaves out the script's own defaults for this data set."""
+    """A command line that starts the same run. It leaves out what the script has by itself for any model."""
     task, script = args.dataset.partition(":")[0], script_of(args).removesuffix(".py")
     defaults = {field.name: field.default for field in dataclasses.fields(args)}
     defaults |= stages.defaults(defaults["exp_name"]).get(task, {})
+    always = {"dataset"} | starting_values.names().get(script.removesuffix("_async"), set())
     words = ["accelerate", "launch", "--num_processes", str(num_processes), f"rlhf_details/{script}.py"]
     for name, default in defaults.items():
         value, default = getattr(args, name), tuple(default) if isinstance(default, list) else default
-        if (value == default and name != "dataset") or name in ("config", "resume", "overwrite"):
+        if (value == default and name not in always) or name in ("config", "resume", "overwrite"):
             continue
         if isinstance(value, bool):
             words.append(f"--{name}" if value else f"--no_{name}")

@@ -1,0 +1,90 @@
+"""
+Starting values: what a script takes by the size of the model, for data of the user's own, where no flag says otherwise.
+
+The scripts' own values are those of published recipes for models of 1 B. At such learning rates a small model learns
+next to nothing. The table is applied by `cli.parse`, and the line that it prints names every value from it.
+"""
+
+import json
+import math
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rlhf_details import toy
+
+NEW = "train_sft, new model"  # --base_model scratch
+# {a model has fewer parameters than this: {script: {flag: value}}}
+# A script that is missing takes its own values. The README, "Starting values", says where each value is from.
+TABLE = {
+    20e6: {
+        NEW: dict(
+            learning_rate=2e-3, num_train_epochs=5, batch_size=8, warmup_ratio=0.05, weight_decay=0.1,
+            micro_batch_size=32,
+        ),
+        "train_sft": dict(learning_rate=1e-3, num_train_epochs=3, batch_size=16, micro_batch_size=32),
+        "train_reward": dict(
+            learning_rate=1e-3, num_train_epochs=2, batch_size=16, warmup_ratio=0.1, weight_decay=0.1,
+            max_grad_norm=1.0, micro_batch_size=32,
+        ),
+        "train_rloo": dict(
+            learning_rate=3e-4, total_episodes=10_000, batch_size=64, rloo_k=4, num_mini_batches=1, num_ppo_epochs=1,
+            kl_coef=0.3, missing_eos_penalty=3.0, temperature=1.0, micro_batch_size=64,
+        ),
+        "train_ppo": dict(
+            learning_rate=3e-4, total_episodes=5_000, batch_size=128, kl_coef=0.3, missing_eos_penalty=3.0,
+            temperature=1.0, max_grad_norm=1.0, micro_batch_size=128,
+        ),
+    },
+    500e6: {
+        NEW: dict(learning_rate=6e-4),
+        "train_sft": dict(learning_rate=2e-5),
+        "train_reward": dict(learning_rate=5e-5, batch_size=32),
+        "train_rloo": dict(learning_rate=1e-5),
+        "train_ppo": dict(learning_rate=1e-5),
+    },
+    5e9: {NEW: dict(learning_rate=3e-4)},
+    math.inf: {
+        NEW: dict(learning_rate=1.2e-4),
+        "train_rloo": dict(learning_rate=1e-6),
+        "train_ppo": dict(learning_rate=3e-7),
+    },
+}  # fmt: skip
+
+
+def of(script, args):
+    """(the model in words, {flag: value}) of the table. An embedded task has values of its own, so it gets {}."""
+    script, path = script.removesuffix("_async"), getattr(args, "base_model", None) or getattr(args, "sft_model_path", None)
+    if path is None or args.dataset.partition(":")[0] in toy.TASKS or script not in names():
+        return "", {}
+    new = path == "scratch" and script == "train_sft"
+    size = of_a_new_model(args) if new else parameters(path, args.trust_remote_code)
+    column = next(column for limit, column in TABLE.items() if size < limit)
+    words = f"a new model of at most {size / 1e6:.1f} M" if new else f"a model of {size / 1e6:.1f} M"
+    return f"{words} parameters", column.get(NEW if new else script, {})
+
+
+def names():
+    """{script: the flags that the table sets anywhere for it}."""
+    found = {}
+    for column in TABLE.values():
+        for script, values in column.items():
+            found.setdefault(script.partition(",")[0], set()).update(values)
+    return found
+
+
+def parameters(path, trust_remote_code=False):
+    """The number of a causal model's parameters, from its configuration alone: no weight is read or drawn."""
+    adapter = Path(path) / "adapter_config.json"
+    path = json.loads(adapter.read_text())["base_model_name_or_path"] if adapter.exists() else path
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    return sum(p.numel() for p in model.parameters())
+
+
+def of_a_new_model(args):
+    """The number of parameters of the GPT-NeoX that scratch.make makes, if the text fills the whole vocabulary."""
+    V, H = args.vocab_size, args.hidden_size
+    return 2 * V * H + args.num_layers * (12 * H * H + 13 * H) + 2 * H
