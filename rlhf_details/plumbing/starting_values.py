@@ -19,22 +19,18 @@ NEW = "train_sft, new model"  # --base_model scratch
 # A script that is missing takes its own values. The README, "Starting values", says where each value is from.
 TABLE = {
     20e6: {
-        NEW: dict(
-            learning_rate=2e-3, num_train_epochs=5, batch_size=8, warmup_ratio=0.05, weight_decay=0.1,
-            micro_batch_size=32,
-        ),
-        "train_sft": dict(learning_rate=1e-3, num_train_epochs=3, batch_size=16, micro_batch_size=32),
+        NEW: dict(learning_rate=2e-3, warmup_ratio=0.05, num_train_epochs=5, batch_size=8, micro_batch_size=32),
+        "train_sft": dict(learning_rate=1e-3, num_train_epochs=3, batch_size=8, micro_batch_size=32),
         "train_reward": dict(
-            learning_rate=1e-3, num_train_epochs=2, batch_size=16, warmup_ratio=0.1, weight_decay=0.1,
-            max_grad_norm=1.0, micro_batch_size=32,
+            learning_rate=1e-3, num_train_epochs=2, batch_size=16, max_grad_norm=1.0, micro_batch_size=32,
         ),
         "train_rloo": dict(
             learning_rate=3e-4, total_episodes=10_000, batch_size=64, rloo_k=4, num_mini_batches=1, num_ppo_epochs=1,
-            kl_coef=0.3, missing_eos_penalty=3.0, temperature=1.0, micro_batch_size=64,
+            kl_coef=0.3, missing_eos_penalty=3.0, micro_batch_size=64,
         ),
         "train_ppo": dict(
             learning_rate=3e-4, total_episodes=5_000, batch_size=128, kl_coef=0.3, missing_eos_penalty=3.0,
-            temperature=1.0, max_grad_norm=1.0, micro_batch_size=128,
+            max_grad_norm=1.0, micro_batch_size=128,
         ),
     },
     500e6: {
@@ -55,7 +51,8 @@ TABLE = {
 
 def of(script, args):
     """(the model in words, {flag: value}) of the table. An embedded task has values of its own, so it gets {}."""
-    script, path = script.removesuffix("_async"), getattr(args, "base_model", None) or getattr(args, "sft_model_path", None)
+    script = script.removesuffix("_async")
+    path = getattr(args, "base_model", None) or getattr(args, "sft_model_path", None)
     if path is None or args.dataset.partition(":")[0] in toy.TASKS or script not in names():
         return "", {}
     new = path == "scratch" and script == "train_sft"

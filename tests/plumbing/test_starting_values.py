@@ -1,0 +1,200 @@
+"""Starting values by the model's size: who gets them, who wins over them, and what is said about them."""
+
+import dataclasses
+import json
+import re
+import shlex
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from helpers import PAGES, ROOT, SIZES, tiny_model
+
+from rlhf_details import evaluate, toy, train_both, train_reward, train_sft
+from rlhf_details.plumbing import cli, hub, lora, saving, scratch, starting_values
+
+SCRIPTS = PAGES | {"train_sft": train_sft, "train_reward": train_reward}
+SMALL, MEDIUM, PUBLISHED, LARGE = starting_values.TABLE.values()
+LINE = "starting values for a model of 0.0 M parameters, which your own flags replace: "
+
+
+def start(script, *words):
+    """The arguments that a script has when a user starts it with these words."""
+    return cli.parse(SCRIPTS[script].Args, list(words), by_size=True)
+
+
+@pytest.fixture
+def of_size(monkeypatch):
+    """of_size(n): from now on every model has n parameters."""
+    return lambda n: monkeypatch.setattr(starting_values, "parameters", lambda *path: n)
+
+
+# ---- how large a model is --------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", ["gpt_neox", "gpt2", "llama"])
+def test_parameters_are_counted_from_the_configuration_alone(kind, tmp_path):
+    model = tiny_model(kind)
+    model.config.save_pretrained(tmp_path)
+    state = torch.get_rng_state()
+    assert starting_values.parameters(tmp_path) == sum(p.numel() for p in model.parameters())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_shared_embeddings_count_once(tied, tmp_path):
+    transformers.LlamaConfig(**SIZES, num_key_value_heads=4, tie_word_embeddings=tied).save_pretrained(tmp_path)
+    untied = starting_values.parameters(tmp_path) + tied * SIZES["vocab_size"] * SIZES["hidden_size"]
+    assert untied == 2 * 97 * 32 + 2 * (4 * 32 * 32 + 3 * 32 * 11008 + 2 * 32) + 32
+
+
+def test_of_adapters_the_base_model_counts(tiny, tmp_path):
+    pytest.importorskip("peft")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny / "policy")
+    size = sum(p.numel() for p in model.parameters())
+    lora.save_adapter(lora.add_adapters(model, 2), tmp_path, tiny / "policy")
+    assert starting_values.parameters(tmp_path) == size
+
+
+@pytest.mark.parametrize("changes", [{}, dict(hidden_size=32, num_layers=1, num_heads=2)])
+def test_a_new_model_has_as_many_parameters_as_its_flags_say(changes):
+    args = train_sft.Args(dataset="toy", vocab_size=len(toy.tokenizer()), **changes)
+    _, model = scratch.make(args, [{"prompt": "a", "completion": "b"}])
+    assert starting_values.of_a_new_model(args) == sum(p.numel() for p in model.parameters())
+
+
+# ---- who gets them ---------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("size, column", [(1e6, SMALL), (124e6, MEDIUM), (1e9, PUBLISHED), (8e9, LARGE)])
+def test_every_script_gets_the_values_for_the_size_of_its_model(script, size, column, of_size, in_tmp):
+    of_size(size)
+    model = "base_model" if script == "train_sft" else "sft_model_path"
+    words = ["--dataset", "rows.jsonl", f"--{model}", "here"]
+    published, args = cli.parse(SCRIPTS[script].Args, words), start(script, *words)
+    assert args == dataclasses.replace(published, **column.get(script.removesuffix("_async"), {}))
+
+
+@pytest.mark.parametrize("hidden_size, column", [(64, SMALL), (768, MEDIUM), (2048, PUBLISHED), (8192, LARGE)])
+def test_a_new_model_has_values_of_its_own(hidden_size, column, in_tmp):
+    words = ["--dataset", "rows.jsonl", "--hidden_size", str(hidden_size), "--num_layers", "12"]
+    expected = column[starting_values.NEW]
+    args = start("train_sft", *words)
+    assert {name: getattr(args, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize("script", [*SCRIPTS, "evaluate"])
+@pytest.mark.parametrize("task", ["toy", "toy-sum", "toy:train"])
+def test_an_embedded_task_keeps_its_own_values(script, task, in_tmp, capsys):
+    kind = (SCRIPTS | {"evaluate": evaluate})[script].Args
+    words = ["--dataset", task]
+    assert cli.parse(kind, words, by_size=True) == cli.parse(kind, words)
+    assert not capsys.readouterr().out
+
+
+def test_an_evaluation_has_none(in_tmp, capsys):
+    args = cli.parse(evaluate.Args, ["--dataset", "rows.jsonl", "--policy_path", "here"], by_size=True)
+    assert args == evaluate.Args(dataset="rows.jsonl", policy_path="here") and not capsys.readouterr().out
+
+
+def test_without_a_readable_model_the_values_stay_and_a_line_says_so(in_tmp, capsys):
+    words = ["--dataset", "rows.jsonl", "--sft_model_path", "not/a/model"]
+    assert start("train_rloo", *words) == cli.parse(SCRIPTS["train_rloo"].Args, words)
+    assert capsys.readouterr().out.startswith("starting values: those for 1 B parameters, because")
+
+
+def test_the_policy_of_both_gets_them_for_the_model_that_the_reward_model_starts_from(tiny, in_tmp):
+    words = ["--reward.dataset", "a.jsonl", "--reward.sft_model_path", str(tiny / "policy")]
+    reward, _, policy = train_both.parse([*words, "--policy.dataset", "b.jsonl"], by_size=True)
+    for args, script in ((reward, "train_reward"), (policy, "train_ppo")):
+        assert {name: getattr(args, name) for name in SMALL[script]} == SMALL[script]
+
+
+# ---- who wins --------------------------------------------------------------------------------------------------------
+def test_a_file_and_the_command_line_win_and_the_line_names_the_rest(tiny, in_tmp, capsys):
+    Path("run.toml").write_text('learning_rate = 0.5\nkl_coef = 0.7\ndataset = "rows.jsonl"\n')
+    words = ["--config", "run.toml", "--sft_model_path", str(tiny / "policy"), "--kl-coef=0.9", "--batch_size", "12"]
+    args = start("train_rloo", *words)
+    values = SMALL["train_rloo"] | dict(learning_rate=0.5, kl_coef=0.9, batch_size=12)
+    assert {name: getattr(args, name) for name in values} == values
+    rest = {
+        name: x for name, x in SMALL["train_rloo"].items() if name not in ("learning_rate", "kl_coef", "batch_size")
+    }
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line == LINE + " ".join(f"--{name} {value:g}" for name, value in rest.items())
+
+
+def test_the_lines_flags_give_the_same_run(tiny, in_tmp, capsys):
+    words = ["--dataset", "rows.jsonl", "--sft_model_path", str(tiny / "policy")]
+    args = start("train_ppo", *words)
+    flags = capsys.readouterr().out.partition(LINE)[2].split()
+    assert cli.parse(SCRIPTS["train_ppo"].Args, words + flags) == args == start("train_ppo", *words, *flags)
+    assert not capsys.readouterr().out  # Nothing is left for the table.
+
+
+@pytest.mark.parametrize("changes", [{}, dict(learning_rate=3e-6), dict(kl_coef=0.3, total_episodes=1_000_000)])
+def test_the_cards_command_repeats_the_run(changes, tiny, in_tmp):
+    words = ["--dataset", "rows.jsonl", "--sft_model_path", str(tiny / "policy")]
+    args = dataclasses.replace(start("train_rloo", *words), **changes)
+    repeated = shlex.split(hub.command_of(args, 1))[5:]
+    assert start("train_rloo", *repeated) == args
+
+
+# ---- what stays as it was --------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmark/configs").glob("*.toml")), ids=lambda path: path.stem)
+def test_a_recipe_sets_every_flag_of_the_table(path):
+    script = re.match(r"# rlhf_details/(train_\w+)\.py", path.read_text())[1]
+    assert starting_values.names()[script] <= tomllib.loads(path.read_text()).keys()
+
+
+def test_the_stages_of_tldr_keep_their_values():
+    assert not {"train_sft", "train_reward"} & (PUBLISHED.keys() | LARGE.keys())
+
+
+def test_the_movies_have_flags_of_their_own():
+    done = subprocess.run(
+        ["bash", ROOT / "benchmark/movies.sh", "data"], env={"DRY_RUN": "1"}, capture_output=True, text=True, check=True
+    )
+    for words in map(shlex.split, done.stdout.splitlines()):
+        script = Path(words[1]).stem
+        column = starting_values.NEW if script == "train_sft" else script
+        assert SMALL.get(column, {}).keys() <= {word[2:] for word in words}, script
+
+
+def test_a_run_with_starting_values_is_resumed_by_the_same_words(in_tmp, monkeypatch, capsys):
+    rows = [{"prompt": row["prompt"], "completion": row["completion"]} for row in toy.rows("sft", "train")[:16]]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = "x --dataset rows.jsonl --run_name run --hidden_size 32 --num_layers 1 --checkpoint_every 3".split()
+
+    def run(*more):
+        monkeypatch.setattr("sys.argv", [*words, *more])
+        cli.main(train_sft.main, train_sft.Args)
+        return json.loads(Path("runs/run/config.json").read_text())["args"]
+
+    with monkeypatch.context() as patch:  # The first run dies before it can write its model.
+        patch.setattr(saving, "save_folder", lambda *args, **kwargs: exec("raise KeyboardInterrupt"))
+        with pytest.raises(KeyboardInterrupt):
+            run()
+    capsys.readouterr()
+    args = run("--resume")
+    assert "goes on after update 10 of 10" in capsys.readouterr().out
+    expected = SMALL[starting_values.NEW]
+    assert {name: args[name] for name in expected} == expected
+
+
+# ---- the README ------------------------------------------------------------------------------------------------------
+def test_the_readmes_learning_rates_are_those_of_the_table():
+    text = (ROOT / "README.md").read_text()
+    rows = re.findall(r"^\| (below 20 M|20 M to 500 M|500 M to 5 B|5 B and more) \|(.*)\|$", text, re.M)
+    shown = [[float(re.match(r"[\de.-]+", cell.strip())[0]) for cell in cells.split("|")] for _, cells in rows]
+    scripts = [starting_values.NEW, "train_sft", "train_reward", "train_rloo", "train_ppo"]
+    assert shown == [
+        [column.get(name, {}).get("learning_rate", SCRIPTS[name.split(",")[0]].Args.learning_rate) for name in scripts]
+        for column in (SMALL, MEDIUM, PUBLISHED, LARGE)
+    ]
+
+
+def test_the_readmes_rows_are_those_of_the_example():
+    text = (ROOT / "README.md").read_text()
+    for name in ("sft", "preference"):
+        assert "".join((ROOT / f"examples/shop/{name}.jsonl").read_text().splitlines(True)[:5]) in text
