@@ -39,10 +39,11 @@ def good_args(script, tiny, **changes):
     values = dict(dataset="rows.jsonl", output_dir="out", response_length=4, overwrite=False)
     if script in RL:
         return page_args(script, tiny, **(values | dict(total_episodes=16) | changes))
-    model = str(tiny / "policy")
-    values |= {MODEL[script]: (model,) if script == "evaluate" else model}
+    values |= {MODEL[script]: str(tiny / "policy")}
     values |= {} if script == "evaluate" else dict(batch_size=16, run_name="run")
-    return SCRIPTS[script].Args(**(values | changes))
+    values |= changes
+    values |= {"policy_path": (values["policy_path"],)} if script == "evaluate" else {}
+    return SCRIPTS[script].Args(**values)
 
 
 @pytest.fixture
