@@ -19,8 +19,8 @@ class Run:
     """Folder, trackers and checkpoints of a run. All processes call its methods; the main process writes and prints."""
 
     def __init__(self, args, accelerator, tokenizer, num_updates, prompts, inputs):
-        """Args: num_updates, of the whole run; prompts, data.Prompts to train on; inputs, what else decides the curve, for
-        checkpoint.identity: first the held-out rows, then models, of which a reward model is the last.
+        """Args: num_updates, of the whole run; prompts, data.Prompts to train on; inputs, what else decides the curve:
+        first the held-out rows, then models, of which a reward model is the last.
         """
         self.args, self.accelerator, self.tokenizer, self.prompts = args, accelerator, tokenizer, prompts
         self.num_updates, self.is_main, self.start = num_updates, accelerator.is_main_process, time.time()
