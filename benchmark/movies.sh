@@ -71,12 +71,10 @@ run python rlhf_details/train_ppo.py \
     --max_grad_norm 1.0 \
     --output_dir "$OUT/ppo"
 
-for POLICY in rloo ppo; do
-    run python rlhf_details/evaluate.py \
-        --dataset "$DATA/prompts_test.jsonl" \
-        --policy_path "$OUT/$POLICY" \
-        --opponent_path "$OUT/sft" \
-        --ref_model_path "$OUT/sft" \
-        --reward_model_path "$OUT/reward" \
-        --judge reward_model
-done
+run python rlhf_details/evaluate.py \
+    --dataset "$DATA/prompts_test.jsonl" \
+    --policy_path "$OUT/rloo" "$OUT/ppo" \
+    --opponent_path "$OUT/sft" \
+    --ref_model_path "$OUT/sft" \
+    --reward_model_path "$OUT/reward" \
+    --judge reward_model

@@ -196,8 +196,8 @@ MUTATIONS = [
     ("LOG-6", RLOO, "if epoch == number == 0", "if True"),
     ("EVAL-1", JUDGE, "utils.permutation(2, seed, PAIR_ORDER, number)[0] == 0", "True"),
     ("EVAL-2", EVALUATE, ".get(v, 0.0)", ".get(v, 0.5)"),
-    ("EVAL-3", EVALUATE, "numbers]", "numbers]; policy = Policy(policy.model, args.temperature)"),
-    ("EVAL-4", REPORT, "metrics[side]", "metrics['policy']"),
+    ("EVAL-3", EVALUATE, "sample_responses(policy", "sample_responses(Policy(policy.model, own.temperature)"),
+    ("EVAL-4", REPORT, "for side in sides", "for side in [sides[0], sides[0]]"),
 ]
 
 

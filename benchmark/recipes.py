@@ -99,7 +99,7 @@ def run(words, judge_url):
     script = Path(words[place]).stem
     module = importlib.import_module(f"rlhf_details.{script}")
     args = cli.parse(module.Args, words[place + 1 :])
-    for flag, name in named(args).items():
+    for flag, name in named(args):
         assert Path(name).exists(), f"--{flag} {name}: nothing stands in for it"
     replaced = smaller(script, args)
     replaced |= {"judge_base_url": judge_url} if getattr(args, "judge", None) == "llm" else {}
@@ -124,9 +124,11 @@ def numbers(metrics):
 
 
 def named(args):
-    """{flag: name} of the data sets and models that the arguments name, the embedded task aside."""
-    found = {flag: re.split(r"[:\[]", getattr(args, flag, None) or "")[0] for flag in NAMING.split()}
-    return {flag: name for flag, name in found.items() if name not in ("", "toy", "scratch")}
+    """[(flag, name), ..] of the data sets and models that the arguments name, the embedded task aside."""
+    given = [(flag, getattr(args, flag, None) or "") for flag in NAMING.split()]
+    given = [(flag, name) for flag, names in given for name in (names if isinstance(names, tuple) else [names])]
+    found = [(flag, re.split(r"[:\[]", name)[0]) for flag, name in given]
+    return [(flag, name) for flag, name in found if name not in ("", "toy", "scratch")]
 
 
 class Judge(http.server.BaseHTTPRequestHandler):
@@ -196,7 +198,7 @@ def table(title, head, rows):
 def row_of(name, stage):
     """A row of the first table."""
     name = name if name in SCRIPTS else Path(stage.args.config).name
-    names = [f"`{name}`" for name in dict.fromkeys(named(stage.args).values())]
+    names = [f"`{name}`" for name in dict.fromkeys(name for _, name in named(stage.args))]
     names += [f"`{spec}`" for spec in getattr(stage.args, "reward_fn", ())]
     old = {flag: getattr(stage.args, flag) for flag in stage.replaced}
     changes = [

@@ -1,11 +1,13 @@
 """
-Evaluation of a policy: its samples, what they score, how far they are from a reference, and how often they win.
+Evaluation of policies: their samples, what they score, how far they are from a reference, and how often they win.
 
-1. The policy gives one response to each prompt, sampled as it was trained: temperature, length and the tokens that end
+1. A policy gives one response to each prompt, sampled as it was trained: temperature, length and the tokens that end
    a response come from its folder's training_args.json, unless a flag says otherwise.
 2. The opponent is another policy, sampled with the same settings and the same noise, or the rows' `completion`. So a
-   policy against itself ties everywhere.
-3. Scores are the reward model's own. Nothing is taken off where a response did not end.
+   policy against itself ties everywhere. Of several policies each is compared with the opponent in this way, as if it
+   were evaluated alone; where they were trained differently, the opponent is sampled once with the settings of each.
+3. Each reward stands by itself, under its name in training's metrics, e.g. rewards/reward_model. The `scores` of
+   training are another number: the weighted sum of the rewards, less the penalty where a response did not end.
 4. Win rate = (won + tied / 2) / pairs. The reward model, the embedded task's true reward or a language model says who
    wins. The language model reads the two in a random order, and an answer that names neither is no win.
 5. KL(policy || reference) is the mean over responses of sum_t (log p - log p_ref). It is unbiased only for responses
@@ -35,7 +37,8 @@ from accelerate.utils import gather_object
 from torch import nn
 
 from rlhf_details import utils
-from rlhf_details.plumbing import cli, data, evaluation, judge, models, report, rewards
+from rlhf_details.plumbing import cli, data, evaluation, interactive, judge, models, report, rewards
+from rlhf_details.plumbing.figures import average, rate
 from rlhf_details.utils import EVALUATION, in_slices
 
 
@@ -53,7 +56,10 @@ class Args:
     overwrite: bool = False
     """replace the results of other arguments; the judge's answers are kept"""
 
-    # data and models: all models share the policy's vocabulary
+    interactive: bool = False
+    """talk to the policies: type a prompt, and each answers; nothing is evaluated or written"""
+
+    # data and models: all models share the policies' vocabulary
     dataset: str = "toy"
     """prompts: "toy" (its test split), a .jsonl/.json/.csv/.parquet file, a folder or a Hub data set, with :PART"""
     num_examples: int | None = None
@@ -63,10 +69,10 @@ class Args:
     also beside a column `prompt`; None: column `prompt`, or else the messages"""
     max_prompt_length: int | None = None
     """drop rows whose prompt has more tokens than this; the number of dropped rows is printed"""
-    policy_path: str | None = None
-    """the policy that is evaluated, a folder or a Hub model"""
+    policy_path: tuple[str, ...] = ()
+    """the policies that are evaluated, one or several, each a folder or a Hub model"""
     opponent_path: str | None = None
-    """the policy it is compared with; None: the rows' `completion`, where a judge needs an opponent"""
+    """the policy they are compared with; None: the rows' `completion`, where a judge needs an opponent"""
     ref_model_path: str | None = None
     """the policy to which the KL is measured; None: no KL"""
     reward_model_path: str | None = None
@@ -78,11 +84,13 @@ class Args:
     trust_remote_code: bool = False
     """run the Python code that comes with a model; only for models whose authors you trust"""
 
-    # sampling; None: as the policy was trained, or else what FALLBACKS says
+    # sampling; None: as each policy was trained
     response_length: int | None = None
     """most tokens a response may have (R); None: as the policy was trained, or 53"""
     temperature: float | None = None
     """sampling temperature of the responses that are scored and compared; None: as the policy was trained, or 1"""
+    near_greedy: bool = False
+    """sample at temperature 0.01, where nearly always the likeliest token is taken, as N+ evaluates"""
     kl_temperature: float | None = None
     """temperature of both policies in the KL; None: as the policy was trained, or 1"""
     stop_token: str | None = None
@@ -108,9 +116,6 @@ class Args:
 
 
 COMPARED = 4  # what a sample is drawn for, beside the purposes in utils.py: the responses that are scored and compared
-# How a policy is sampled where neither a flag nor its folder says it.
-FALLBACKS = dict(temperature=1.0, response_length=53, stop_token="eos", truncate_token="none", truncate_after=0)
-FALLBACKS |= {"kl_temperature": 1.0}
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
@@ -168,24 +173,6 @@ class Reward(nn.Module):
             return self.model.score(hidden.float()).squeeze(-1) + self.bias
 
 
-def load_models(args, device):
-    """Returns (tokenizer, {path: Policy}, Reward or None), all in fp32. Each folder is loaded once."""
-    tokenizer, policies, loaded = models.load_tokenizer(args.policy_path, "--policy_path", args), {}, {}
-    for flag in ("policy_path", "opponent_path", "ref_model_path"):
-        if path := getattr(args, flag):
-            if path not in policies:
-                model = models.load_policy(path, f"--{flag}", args).to(device).eval()
-                policies[path] = Policy(model, args.temperature)
-            loaded[flag] = policies[path].model
-    reward_model = None
-    if args.reward_model_path:
-        torch.manual_seed(args.seed)  # for a head that is drawn at random
-        reward_model = Reward(models.load_reward_model(args.reward_model_path, args).to(device).eval())
-        loaded["reward_model_path"] = reward_model.model
-    evaluation.check_vocabularies(args, tokenizer, loaded)
-    return tokenizer, policies, reward_model
-
-
 # ---- from tokens to log-probs and scores -----------------------------------------------------------------------------
 def join(queries, query_mask, responses, response_mask):
     """Rows of a prompt and its response: tokens, mask, positions [M, L], and index [R], the columns that predict it."""
@@ -235,33 +222,17 @@ def sample_responses(policy, batch, stop_id, purpose, args):
     return in_slices(utils.sample, policy, batch, args.rollout_micro_batch_size, *sampler_args)
 
 
-# ---- equations -------------------------------------------------------------------------------------------------------
-def wilson_interval(wins, n, z=1.96):
-    """Wilson's score interval (low, high) of a rate of `wins` (ties may count half) out of n; z = 1.96: 95%.
+def respond(model, batch, ids, args):
+    """The responses that are scored and compared: (responses, mask of what is read of them [M, R], ended [M]).
 
-    Unlike p +- z sqrt(p (1 - p) / n) it stays within [0, 1] and has a width at p = 0 and p = 1.
-    Source: E. B. Wilson, 1927.
+    Args: ids, (the id of the stop token, the id of the token that a response is read up to), or None where it has none.
     """
-    p = wins / n
-    center, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    return max(0.0, (center - half) / (1 + z * z / n)), min(1.0, (center + half) / (1 + z * z / n))
+    stop_id, end_id = ids
+    responses, mask, _ = sample_responses(Policy(model, args.temperature), batch, stop_id, COMPARED, args)
+    return responses, *truncate_response(responses, mask, end_id, args.truncate_after)
 
 
-def rate(hits):
-    """{"value", "low", "high"}: the mean of numbers in [0, 1], with its Wilson interval."""
-    low, high = wilson_interval(sum(hits), len(hits))
-    return {"value": sum(hits) / len(hits), "low": low, "high": high}
-
-
-def average(values):
-    """{"value", "low", "high"}: the mean of numbers +- 1.96 standard errors. A single number has no interval."""
-    mean = sum(values) / len(values)
-    if len(values) == 1:
-        return {"value": mean}
-    error = math.sqrt(sum((x - mean) ** 2 for x in values) / (len(values) - 1) / len(values))
-    return {"value": mean, "low": mean - 1.96 * error, "high": mean + 1.96 * error}
-
-
+# ---- equations -------------------------------------------------------------------------------------------------------
 def distinct_n(responses, n):
     """Different n-grams over all n-grams of all responses (lists of token ids), and 0 where there is none.
 
@@ -295,7 +266,7 @@ def measure(texts, responses, mask, ended, values, score, end_ids):
     columns = {"response": texts, "length": list(map(len, tokens))}  # The length counts the token at the end.
     columns |= {"ended": ended.int().tolist()} if ended is not None else {}
     for name, x in zip(score.names, values.unbind(1), strict=True):
-        label = "score" if name == "reward_model" else name if name in score.watched else f"rewards/{name}"
+        label = name if name in score.watched else f"rewards/{name}"
         columns[label] = [None if math.isnan(value) else value for value in x.tolist()]
     given = {label: [x for x in columns[label] if x is not None] for label in columns if label != "response"}
     figures = {label: rate(x) if label in ("ended", "parses") else average(x) for label, x in given.items() if x}
@@ -306,106 +277,97 @@ def measure(texts, responses, mask, ended, values, score, end_ids):
 
 
 # ---- main ------------------------------------------------------------------------------------------------------------
-def check(args):
-    """Ends with one line (exit code 2) where arguments are wrong or contradict each other."""
-    cli.check_numbers(args)
-    if args.truncate_after and (args.truncate_token == "none" or args.truncate_after >= args.response_length):
-        cli.fail(f"--truncate_after {args.truncate_after}: needs a truncate_token, and must be below response_length")
-    rewards.check_functions(args)
-    if args.judge == "reward_model" and not args.reward_model_path:
-        cli.fail("--judge reward_model: needs --reward_model_path")
-    if args.judge == "gold" and args.dataset.partition(":")[0] != "toy":
-        cli.fail(f"--judge gold: only the embedded task has a true reward, not --dataset {args.dataset}")
-    judge.check(args)
-    report.check_folder(args)
-
-
 @torch.no_grad()
 def main(args: Args):
     """Evaluates; returns the contents of summary.json on the main process, None on the others."""
     start = time.time()
-    args = evaluation.as_trained(args, FALLBACKS)
-    check(args)
+    settings = evaluation.as_trained(args)  # {path of a policy: args with the settings to sample it with}
+    evaluation.check(args, settings)
+    if args.interactive:
+        return interactive.talk(settings, Accelerator(), respond)
+    report.check_folder(args, settings)
     accelerator = Accelerator()
     if accelerator.num_processes != cli.world_size():  # This happens on machines without a GPU.
         cli.fail(f"{cli.world_size()} processes, but accelerate sees one: set ACCELERATE_USE_CPU=true")
     device, size = accelerator.device, args.rollout_micro_batch_size
     use_references = args.judge != "none" and not args.opponent_path
+    opponents = [args.opponent_path] if args.opponent_path or use_references else []  # None: the references
 
     # ---- prompts, models, rewards
     rows = evaluation.read_rows(args, use_references)
-    tokenizer, policies, reward_model = load_models(args, device)
-    stop_id = models.token_id(tokenizer, args.stop_token, "--stop_token")
-    end_id = models.token_id(tokenizer, args.truncate_token, "--truncate_token")
-    end_id = stop_id if end_id is None else end_id  # the token that a complete response ends with
-    context = models.context(*policies.values(), reward_model)
-    prompts = data.to_prompts(args, tokenizer, rows, "dataset", room=context - args.response_length)
+    tokenizer, loaded, reward_model = evaluation.load_models(args, device)
+    ids = {path: evaluation.end_ids(tokenizer, own) for path, own in settings.items()}
+    longest = max(settings.values(), key=lambda own: own.response_length)
+    context = min(map(models.context_of, [*loaded.values(), *filter(None, [reward_model])]))
+    prompts = data.to_prompts(longest, tokenizer, rows, "dataset", room=context - longest.response_length)
     if use_references:
         references = evaluation.encode_references(args, tokenizer, prompts, context, device)
-    score = rewards.Scorer(args, accelerator, tokenizer, reward_model, response_scores, size, end_id)
+    reward_model = Reward(reward_model) if reward_model else None
+    score = rewards.Scorer(args, accelerator, tokenizer, reward_model, response_scores, size, None)
     score.check_columns(prompts)
     N = len(prompts)
     numbers = data.my_share(N, accelerator)  # [N / world], filled up, so that all processes have as many
     mine = (numbers % N).tolist()
-    queries, query_mask = utils.left_pad([prompts[i].ids for i in mine], device)  # [N / world, Q]
+    queries = utils.left_pad([prompts[i].ids for i in mine], device)  # tokens and mask, [N / world, Q]
 
-    # ---- 1. Responses and scores: the opponent is sampled with the policy's noise ------------------------------------
-    sides = {"policy": args.policy_path}
-    sides |= {"opponent": args.opponent_path} if args.opponent_path or use_references else {}
-    columns, metrics = {}, {}
-    for side, path in sides.items():
-        with accelerator.autocast():
-            if path:
-                batch = [queries, query_mask, numbers]
-                responses, mask, _ = sample_responses(policies[path], batch, stop_id, COMPARED, args)
-                mask, ended = truncate_response(responses, mask, end_id, args.truncate_after)
-                texts = models.decode(tokenizer, responses, mask)
-            else:  # The references are no samples, so nothing is said of whether they ended.
-                texts, responses, mask = [references[0][i] for i in mine], references[1][mine], references[2][mine]
-                ended = mask.any(1)
-            batch = [queries, query_mask, responses, mask]
-            values = score([prompts[i] for i in mine], batch, texts=texts)  # [N / world, F]
-        texts = gather_object(texts)[:N]
-        responses, mask, ended, values = (x[:N] for x in accelerator.gather((responses, mask, ended, values)))
-        ended = ended if path and end_id is not None else None
-        end_ids = {end_id, tokenizer.eos_token_id}
-        columns[side], metrics[side] = measure(texts, responses, mask, ended, values, score, end_ids)
+    # ---- 1. Responses and scores: each policy, and the opponent with that policy's settings and noise ----------------
+    measured = {}  # {(model, settings): (columns, figures)}, so that what several comparisons share is sampled once
+    for path, own in settings.items():
+        for model in (path, *opponents):
+            key = model, evaluation.sampling(own)
+            if key in measured:
+                continue
+            with accelerator.autocast():
+                if model:
+                    responses, mask, ended = respond(loaded[model], [*queries, numbers], ids[path], own)
+                    texts = models.decode(tokenizer, responses, mask)
+                else:  # The references are no samples, so nothing is said of whether they ended.
+                    texts, responses, mask = [references[0][i] for i in mine], references[1][mine], references[2][mine]
+                    ended = mask.any(1)
+                values = score([prompts[i] for i in mine], [*queries, responses, mask], texts=texts)  # [N / world, F]
+            texts = gather_object(texts)[:N]
+            responses, mask, ended, values = (x[:N] for x in accelerator.gather((responses, mask, ended, values)))
+            ended = ended if model and ids[path][1] is not None else None
+            end_ids = {ids[path][1], tokenizer.eos_token_id}
+            measured[key] = measure(texts, responses, mask, ended, values, score, end_ids)
 
     # ---- 2. KL: samples of its own, with the noise of the training's held-out evaluation -----------------------------
-    if args.ref_model_path:
-        pair = (policies[path].model for path in (args.policy_path, args.ref_model_path))
-        policy, reference = (Policy(model, args.kl_temperature) for model in pair)
+    kl = {}
+    for path, own in settings.items() if args.ref_model_path else ():
+        policy, reference = (Policy(loaded[model], own.kl_temperature) for model in (path, args.ref_model_path))
         with accelerator.autocast():
             # The estimate is unbiased only for draws from the policy that it is about. [EVAL-3]
-            batch = [queries, query_mask, numbers]
-            responses, mask, logprobs = sample_responses(policy, batch, stop_id, EVALUATION, args)
-            batch = [queries, query_mask, responses, mask]
-            (ref_logprobs,) = in_slices(response_logprobs, reference, batch, size)  # [N / world, R]
-        kl = accelerator.gather((logprobs - ref_logprobs).sum(1))[:N]
-        metrics["policy"]["kl"] = average(kl.tolist())
+            responses, mask, logprobs = sample_responses(policy, [*queries, numbers], ids[path][0], EVALUATION, own)
+            (ref_logprobs,) = in_slices(response_logprobs, reference, [*queries, responses, mask], size)
+        kl[path] = average(accelerator.gather((logprobs - ref_logprobs).sum(1))[:N].tolist())
 
     # ---- 3. Verdicts: on the main process, because a judge may take longer than processes wait for each other --------
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     if not accelerator.is_main_process:
         return None
-    folder, summary = report.open_folder(args, accelerator, N)
-    table = {"prompt": [row.text for row in prompts]} | columns["policy"]
-    table |= {f"opponent_{name}": column for name, column in columns.get("opponent", {}).items()}
-    if args.judge == "llm":
-        pairs = list(zip(table["prompt"], table["response"], table["opponent_response"], strict=True))
-        table["verdict"], table["judge_answer"] = judge.judge_pairs(args, pairs, folder / "judge_cache.jsonl")
-    elif args.judge != "none":
-        name = "gold" if args.judge == "gold" else "score"
-        pairs = zip(table[name], table[f"opponent_{name}"], strict=True)
-        table["verdict"] = [verdict_by_score(*pair) for pair in pairs]
-    if args.judge != "none":
-        metrics["win_rate"] = win_rate(table["verdict"])
+    folder, summary = report.open_folder(args, settings, accelerator, N)
+    tables, metrics = {}, {}  # {path: {column: list of N}}, {path: {"policy": figures, "opponent": .., "win_rate": ..}}
+    for path, own in settings.items():
+        table, figures = measured[path, evaluation.sampling(own)]
+        tables[path] = table = {"prompt": [row.text for row in prompts]} | table
+        metrics[path] = {"policy": figures | ({"kl": kl[path]} if kl else {})}
+        for model in opponents:
+            theirs, metrics[path]["opponent"] = measured[model, evaluation.sampling(own)]
+            table |= {f"opponent_{name}": column for name, column in theirs.items()}
+        if args.judge == "llm":
+            pairs = list(zip(table["prompt"], table["response"], table["opponent_response"], strict=True))
+            table["verdict"], table["judge_answer"] = judge.judge_pairs(args, pairs, folder / "judge_cache.jsonl")
+        elif args.judge != "none":
+            name = "gold" if args.judge == "gold" else "rewards/reward_model"
+            pairs = zip(table[name], table[f"opponent_{name}"], strict=True)
+            table["verdict"] = [verdict_by_score(*pair) for pair in pairs]
+        if args.judge != "none":
+            metrics[path]["win_rate"] = win_rate(table["verdict"])
 
     # ---- 4. Report: samples.csv, summary.json, a table of the figures ------------------------------------------------
-    summary |= {"metrics": metrics}
-    report.write(folder, summary, table)
-    report.show(args, metrics, table)
+    summary = report.write(folder, summary, metrics, tables, report.doubts(args, settings, metrics))
+    report.show(args, summary, metrics, tables)
     cli.say(f"results: {folder}   {time.time() - start:.0f} s")
     return summary
 

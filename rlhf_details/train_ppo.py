@@ -465,7 +465,7 @@ def evaluate(policy, reference, score, prompts, stop_id, end_id, args, accelerat
     lengths = scored_mask.sum(1).float()
     metrics = {"scores": scores.mean(), "kl": kl.mean(), "length": lengths.mean(), "ended": ended.float().mean()}
     metrics |= score.by_name(values, spread=True) | {"scores_std": scores.std(correction=0)}
-    samples = prompts, responses, scored_mask, scores, kl
+    samples = prompts, responses, scored_mask, ended, scores, kl
     return {f"eval/objective/{name}": float(value) for name, value in metrics.items()}, samples
 
 
@@ -636,7 +636,7 @@ def main(args: Args):
         run.lap("optimise")
 
         # ---- 6. Log --------------------------------------------------------------------------------------------------
-        metrics = means.reduce(accelerator) | score.by_name(reward_values, "objective/")
+        metrics = means.reduce(accelerator) | score.by_name(reward_values, "objective/") | score.seconds
         ratio_minus_1 = metrics.pop("ratio_minus_1")
         non_score_reward = -state["kl_coef"] * kl_penalties.sum(1).mean()  # added, before whitening [LOG-5]
         total_loss = metrics["loss/policy_avg"] + args.vf_coef * metrics["loss/value_avg"]
@@ -667,7 +667,7 @@ def main(args: Args):
             "val/num_stop_token_ids": ended.sum() if end_id is not None else 0,
             "val/sequence_lengths": response_mask.sum(1).float().mean(),
         }
-        samples = rows, responses, response_mask, scores, kl.sum(1)
+        samples = rows, responses, response_mask, ended, scores, kl.sum(1)
         if run.is_eval_due(update):
             of_eval, of_eval_samples = evaluate(policy, reference, score, held_out, stop_id, end_id, args, accelerator)
             metrics, samples = metrics | of_eval, of_eval_samples or samples

@@ -1,30 +1,50 @@
 """
-What evaluate.py reads: how the policy sampled in training, the prompts, and the completions that it is compared with.
+What evaluate.py reads: how a policy sampled in training, the prompts, and the completions that it is compared with.
 """
 
 import json
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from rlhf_details import utils
-from rlhf_details.plumbing import cli, data, encoding, models
+from rlhf_details.plumbing import cli, data, encoding, judge, models, rewards
+
+# How a policy is sampled where neither a flag nor its folder says it.
+FALLBACKS = dict(temperature=1.0, response_length=53, stop_token="eos", truncate_token="none", truncate_after=0)
+FALLBACKS |= {"kl_temperature": 1.0}
+NEAR_GREEDY = 0.01  # the temperature of --near_greedy
 
 
-def as_trained(args, fallbacks):
-    """The arguments, where each setting that no flag gives (None) is the training's, or else the fallback.
+def as_trained(args):
+    """{path of a policy: its args}, where each setting that no flag gives (None) is the training's, or the fallback.
 
     The training's settings stand in training_args.json in the policy's folder. A printed line says which settings hold
-    and where they come from. Args: fallbacks, {setting: value}.
+    and where they come from.
     """
     if not args.policy_path:
         hint = "only --dataset toy from the command line has a default"
         cli.fail(f"--policy_path: required, a model folder or Hub name ({hint})")
-    path, values, sources = Path(args.policy_path, "training_args.json"), {}, {}
+    if len(set(args.policy_path)) < len(args.policy_path):
+        cli.fail(f"--policy_path {' '.join(args.policy_path)}: names a policy twice")
+    if args.near_greedy and args.temperature is not None:
+        cli.fail(
+            f"--near_greedy: means --temperature {NEAR_GREEDY}, so it contradicts --temperature {args.temperature}"
+        )
+    return {path: of_policy(args, path) for path in args.policy_path}
+
+
+def of_policy(args, folder):
+    """`as_trained` for one policy."""
+    path, values, sources = Path(folder, "training_args.json"), {}, {}
     with cli.reading("--policy_path", path):
         trained = dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
     trained["kl_temperature"] = trained.get("temperature")
-    for name, fallback in fallbacks.items():
-        found = {f"--{name}": getattr(args, name), f"from {path}": trained.get(name), f"not in {path}": fallback}
+    for name, fallback in FALLBACKS.items():
+        near_greedy = NEAR_GREEDY if name == "temperature" and args.near_greedy else None
+        found = {f"--{name}": getattr(args, name), "--near_greedy": near_greedy}
+        found |= {f"from {path}": trained.get(name), f"not in {path}": fallback}
         source, value = next((source, value) for source, value in found.items() if value is not None)
         value = float(value) if type(fallback) is float and type(value) is int else value
         if type(value) is not type(fallback):
@@ -33,6 +53,34 @@ def as_trained(args, fallbacks):
         sources.setdefault(source, []).append(f"{name} {value}")
     cli.say("sampling: " + "; ".join(f"{', '.join(words)} ({source})" for source, words in sources.items()))
     return replace(args, **values)
+
+
+def sampling(args):
+    """The settings that a policy is sampled with, ((name, value), ..)."""
+    return tuple((name, getattr(args, name)) for name in FALLBACKS)
+
+
+def end_ids(tokenizer, args):
+    """The ids (or None) of the token that stops the sampler and of the one that a complete response ends with."""
+    stop_id = models.token_id(tokenizer, args.stop_token, "--stop_token")
+    end_id = models.token_id(tokenizer, args.truncate_token, "--truncate_token")
+    return stop_id, stop_id if end_id is None else end_id
+
+
+def check(args, settings):
+    """Ends with one line (exit code 2) where arguments are wrong or contradict each other. settings: of as_trained."""
+    for own in settings.values():
+        cli.check_numbers(own)
+        if own.truncate_after and (own.truncate_token == "none" or own.truncate_after >= own.response_length):
+            cli.fail(
+                f"--truncate_after {own.truncate_after}: needs a truncate_token, and must be below response_length"
+            )
+    rewards.check_functions(args)
+    if args.judge == "reward_model" and not args.reward_model_path:
+        cli.fail("--judge reward_model: needs --reward_model_path")
+    if args.judge == "gold" and args.dataset.partition(":")[0] != "toy":
+        cli.fail(f"--judge gold: only the embedded task has a true reward, not --dataset {args.dataset}")
+    judge.check(args)
 
 
 def read_rows(args, use_references):
@@ -52,18 +100,36 @@ def encode_references(args, tokenizer, prompts, context, device):
     return [data.as_text(tokenizer, row.columns["completion"]) for row in prompts], tokens, mask
 
 
-def check_vocabularies(args, tokenizer, loaded):
-    """Ends with one line where a model does not read the token ids that the policy and the opponent write.
+def load_models(args, device):
+    """Returns (tokenizer, {path: causal language model}, reward model or None), transformers models in fp32."""
+    tokenizer = models.load_tokenizer(args.policy_path[0], "--policy_path", args)
+    named = [("policy_path", path) for path in args.policy_path]
+    named += [(flag, path) for flag in ("opponent_path", "ref_model_path") if (path := getattr(args, flag))]
+    loaded, reward_model = {}, None
+    for flag, path in named:
+        if path not in loaded:
+            loaded[path] = models.load_policy(path, f"--{flag}", args).to(device).eval()
+    readers = [(flag, path, loaded[path]) for flag, path in named]
+    if path := args.reward_model_path:
+        torch.manual_seed(args.seed)  # for a head that is drawn at random
+        reward_model = models.load_reward_model(path, args).to(device).eval()
+        readers.append(("reward_model_path", path, reward_model))
+    check_vocabularies(args, tokenizer, readers)
+    return tokenizer, loaded, reward_model
 
-    Args: tokenizer, the policy's; loaded, {flag: model}.
+
+def check_vocabularies(args, tokenizer, readers):
+    """Ends with one line where a model does not read the token ids that the policies and the opponent write.
+
+    Args: tokenizer, the first policy's; readers, [(flag, path, model), ..], of which the first is that policy.
     """
-    sizes = {flag: model.config.get_text_config().vocab_size for flag, model in loaded.items()}  # numbers of embeddings
+    # Numbers of embeddings, because a model may have more of them than its tokenizer has tokens.
+    sizes = [(flag, path, model.config.get_text_config().vocab_size) for flag, path, model in readers]
     writers = {"ref_model_path": ["policy_path"], "reward_model_path": ["policy_path", "opponent_path"]}
-    for flag, size in sizes.items():
-        with cli.reading(f"--{flag}", getattr(args, flag)):
-            both = tokenizer, models.find_tokenizer(getattr(args, flag), args) or tokenizer
+    for flag, path, size in sizes:
+        with cli.reading(f"--{flag}", path):
+            both = tokenizer, models.find_tokenizer(path, args) or tokenizer
         ours, theirs = models.vocabularies(*both)
-        if ours != theirs or any(sizes.get(writer, 0) > size for writer in writers.get(flag, [])):
-            named = f"--policy_path {args.policy_path} ({sizes['policy_path']} embeddings, {len(ours)} tokens)"
-            other = f"--{flag} {getattr(args, flag)} ({size} embeddings, {len(theirs)} tokens)"
-            cli.fail(f"vocabulary mismatch: {named} and {other}")
+        if ours != theirs or any(other > size for writer, _, other in sizes if writer in writers.get(flag, [])):
+            first = f"--policy_path {sizes[0][1]} ({sizes[0][2]} embeddings, {len(ours)} tokens)"
+            cli.fail(f"vocabulary mismatch: {first} and --{flag} {path} ({size} embeddings, {len(theirs)} tokens)")

@@ -22,7 +22,6 @@ def signs(metrics, first, args, precision):
     gap = max(metrics.get("val/first_ratio", 1) - 1, metrics["val/logprob_gap"])
     gap_bound = 0.01 if precision == "fp32" else 0.5
     ended, same = metrics["val/num_stop_token_ids"] / args.batch_size, metrics["val/equal_scores"]
-    has_end = {args.stop_token, getattr(args, "truncate_token", "none")} != {"none"}
     return {
         "kl": (
             kl > kl_bound,
@@ -40,7 +39,7 @@ def signs(metrics, first, args, precision):
             "sampling and training disagree: check the model's code, its dropout and --attn_implementation",
         ),
         "truncated": (
-            has_end and ended < 0.05,
+            has_end(args) and ended < 0.05,
             f"{ended:.0%} of the responses end with the stop token, below 5 %",
             "raise --response_length or --missing_eos_penalty, and check that the SFT data end with --stop_token",
         ),
@@ -60,6 +59,11 @@ def signs(metrics, first, args, precision):
             "read the samples, since rewards often pay for length: raise --kl_coef, or price length with a --reward_fn",
         ),
     }
+
+
+def has_end(args):
+    """Whether there is a token that ends a response."""
+    return {args.stop_token, getattr(args, "truncate_token", "none")} != {"none"}
 
 
 def untested(args, accelerator, policy):

@@ -166,8 +166,12 @@ def context(*modules):
     None does not count, nor does a reward model with a tokenizer of its own, because it reads other tokens.
     """
     readers = [m.model for m in modules if m is not None and getattr(m, "tokenizer", None) is None]
-    limits = [getattr(model.config.get_text_config(), "max_position_embeddings", None) for model in readers]
-    return min((limit for limit in limits if limit), default=math.inf)
+    return min(map(context_of, readers), default=math.inf)
+
+
+def context_of(model):
+    """The most tokens that a transformers model can read, math.inf where it has no limit."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
 
 
 def checksum(module):

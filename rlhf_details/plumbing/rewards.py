@@ -14,6 +14,7 @@ import math
 import numbers
 import reprlib
 import sys
+import time
 import traceback
 from collections.abc import Iterable
 
@@ -78,6 +79,7 @@ class Scorer:
         tasks = {(spec or "").partition(":")[0] for spec in (args.dataset, getattr(args, "eval_dataset", None))}
         self.watched = list(WATCHED) if "toy" in tasks else []
         self.boolean = []  # names of the functions that returned nothing but True, False and None in the last call
+        self.seconds = {}  # {"time/rewards/<name>": seconds of the last call}, of this process
         self.names = ["reward_model"] * bool(reward_model) + list(self.functions) + self.watched
         weights = getattr(args, "reward_fn_weights", ()) or (1.0,) * len(self.functions)
         weights = [1.0] * bool(reward_model) + list(weights) + [0.0] * len(self.watched)
@@ -132,15 +134,19 @@ class Scorer:
         reads_ids = self.reward_model and not self.reward_model.tokenizer
         if texts is None and len(self.names) > bool(reads_ids):  # Something needs the text.
             texts = models.decode(self.tokenizer, *batch[2:])
-        entries = {}  # {name: a number, a bool or None for each response}
+        entries, start = {}, time.time()  # {name: a number, a bool or None for each response}
         if reads_ids:
             slices = zip(*(x.split(self.size) for x in batch), strict=True)
             scores = [self.response_scores(self.reward_model, part, *n) for part in slices]
             entries["reward_model"] = torch.cat(scores).tolist()
         elif self.reward_model:
             entries["reward_model"] = self.scores_of_text(prompts, texts, *batch[2:])
+        if self.reward_model:
+            self.seconds["time/rewards/reward_model"] = time.time() - start
         for name in self.functions:
+            start = time.time()
             entries[name] = self.call(name, rows, prompts, texts)
+            self.seconds[f"time/rewards/{name}"] = time.time() - start
         self.check_entries(entries, rows, batch)
         for name in self.watched:
             pairs = zip(rows, texts, strict=True)

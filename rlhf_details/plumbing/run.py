@@ -11,7 +11,7 @@ import torch
 from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 
-from rlhf_details.plumbing import checkpoint, cli, encoding, folders, health, hub, saving, shards, trackers
+from rlhf_details.plumbing import checkpoint, cli, encoding, folders, health, hub, saving, shards, trackers, verdict
 from rlhf_details.plumbing.signals import Signals
 
 
@@ -19,9 +19,8 @@ class Run:
     """Folder, trackers and checkpoints of a run. All processes call its methods; the main process writes and prints."""
 
     def __init__(self, args, accelerator, tokenizer, num_updates, prompts, inputs):
-        """
-        Args: num_updates, of the whole run; prompts, data.Prompts to train on; inputs, what else decides the curve, as
-        checkpoint.identity takes it, e.g. the held-out prompts and the models.
+        """Args: num_updates, of the whole run; prompts, data.Prompts to train on; inputs, what else decides the curve:
+        first the held-out rows, then models, of which a reward model is the last.
         """
         self.args, self.accelerator, self.tokenizer, self.prompts = args, accelerator, tokenizer, prompts
         self.num_updates, self.is_main, self.start = num_updates, accelerator.is_main_process, time.time()
@@ -30,7 +29,7 @@ class Run:
         self.console, self.health = trackers.Console(num_updates, not self.is_main), health.Health(args, accelerator)
         self.say = self.console.say  # prints a line on the main process, above the live line where there is one
         self.files = self.wandb = self.repository = self.signals = None
-        self.checkpoint = None  # the folder of the newest one
+        self.inputs, self.checkpoint = inputs, None  # the folder of the newest checkpoint
         self.identity = checkpoint.identity(args, accelerator, [prompts, *inputs])
         with self.writing("runs"):
             (name,) = broadcast_object_list([folders.choose_name(args) if self.is_main else None])
@@ -117,7 +116,7 @@ class Run:
         """Writes one row of metrics everywhere, says what looks unhealthy in it, and shows samples where these are due.
 
         Args: update, 0 before training; metrics, {name: number or tensor of one number}, where {} logs nothing;
-        samples, None or (list of N prompts, responses and their mask [N, R], scores [N], kl [N]).
+        samples, None or (list of N prompts, responses and their mask [N, R], ended, scores and kl [N]).
         """
         if not metrics:
             return
@@ -132,7 +131,7 @@ class Run:
         is_table_due = update in torch.linspace(1, self.num_updates, count).round().int().tolist()
         table = []
         if self.is_main and samples and is_table_due:
-            table = trackers.sample_rows(self.tokenizer, row.get("objective/kl_coef", self.args.kl_coef), *samples)
+            table = trackers.sample_rows(self.args, self.tokenizer, row, *samples)
         for line in warnings:
             self.say(line)
         with self.writing(self.folder):
@@ -192,7 +191,7 @@ class Run:
         return shards.full_state(self.accelerator, module)[0]
 
     def finish(self, policy, weights=None, model=None):
-        """Saves --output_dir with a model card, uploads it where asked to, and prints what changed on held-out rows.
+        """Saves --output_dir with a model card, uploads it where asked to, judges the run, and says what to type next.
 
         Args: model and weights, where they are not the policy's own: a transformers model, and {name: whole tensor} of
         a module that holds it as `model`. Returns: {"before": .., "after": .., "metrics": the last row, "run": folder}.
@@ -204,9 +203,8 @@ class Run:
             self.save(model, weights)
         self.close()
         after = trackers.evaluated(self.latest)
-        self.console.compare(self.before, after)
-        self.say(f"model: {self.args.output_dir}   run: {self.folder}   {time.time() - self.start:.0f} s")
-        self.say(f"curves: python benchmark/plot.py {self.folder}")
+        if self.is_main:
+            self.say("\n".join(verdict.lines(self, after, time.time() - self.start)))
         self.accelerator.wait_for_everyone()
         return {"before": self.before, "after": after, "metrics": self.latest, "run": str(self.folder)}
 

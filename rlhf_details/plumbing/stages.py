@@ -34,7 +34,7 @@ DEFAULTS = {
     ),
     # Near temperature 0 both policies repeat the same words, and the true reward punishes repetition.
     "evaluate": dict(
-        dataset="toy:test", policy_path="models/toy/rloo", opponent_path="models/toy/sft",
+        dataset="toy:test", policy_path=["models/toy/rloo"], opponent_path="models/toy/sft",
         ref_model_path="models/toy/sft", reward_model_path="models/toy/reward", judge="gold",
         rollout_micro_batch_size=256,
     ),
@@ -55,7 +55,7 @@ SUM_DEFAULTS = {  # what differs for "toy-sum": arithmetic, rewarded by a functi
         missing_eos_penalty=1.0, kl_coef=0.01, learning_rate=1e-3, total_episodes=76_800,
     ),
     "evaluate": dict(
-        dataset="toy-sum:test", policy_path="models/toy-sum/rloo", opponent_path="models/toy-sum/sft",
+        dataset="toy-sum:test", policy_path=["models/toy-sum/rloo"], opponent_path="models/toy-sum/sft",
         ref_model_path="models/toy-sum/sft", reward_model_path=None, reward_fn=["rlhf_details.toy:right_sum"],
         judge="none",
     ),

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch.utils.tensorboard import SummaryWriter
 
-from rlhf_details.plumbing import cli, hub, models, saving
+from rlhf_details.plumbing import cli, health, hub, models, saving
 
 SHOWN = (  # on the console, where a script has them
     "eps objective/scores objective/kl objective/gold train/sft/loss train/sft/lr train/rm/loss train/rm/accuracy "
@@ -82,21 +82,14 @@ class Console:
             table.add_row(*[self.console.render_str(text, markup=False, emoji=False) for text in row.values()])
         self.console.print(table)
 
-    def compare(self, before, after):
-        """Prints what the last row has as eval/*, beside what the first one had."""
-        if after:
-            self.say(f"held-out rows, {'before -> after' if before != after else 'at the end'}")
-        for name, value in after.items():
-            earlier = f"{before[name]:8.3f} -> " if name in before and after != before else ""
-            self.say(f"  {name.removeprefix('eval/').removeprefix('objective/'):20} {earlier}{value:8.3f}")
-
     def close(self, exit_code):
         if self.bar:
             self.bar.stop()
 
 
 def as_cell(x):
-    """A number with two decimals, or a text on one line."""
+    """A number with two decimals, yes or no, or a text on one line."""
+    x = {True: "yes", False: "no"}[x] if isinstance(x, bool) else x
     return f"{x:.2f}" if isinstance(x, float) else str(x).replace("\n", "⏎")
 
 
@@ -188,13 +181,18 @@ def evaluated(metrics):
     return {name: value for name, value in metrics.items() if name.startswith("eval/")}
 
 
-def sample_rows(tokenizer, kl_coef, prompts, responses, mask, scores, kl):
-    """Rows of a table: the first response to each of the first four prompts. Args: those of Run.log's `samples`."""
+def sample_rows(args, tokenizer, metrics, prompts, responses, mask, ended, scores, kl):
+    """Rows of a table: the first response to each of the first four prompts.
+
+    Whether a response ended is said where there is a token that ends it. Args: metrics, of the update; prompts and all
+    that follows, of Run.log's `samples`.
+    """
     # The responses to a prompt are adjacent, and share one object.
     shown = [i for i, prompt in enumerate(prompts) if i == 0 or prompt is not prompts[i - 1]][:4]
     texts = models.decode(tokenizer, responses[shown], mask[shown])
-    columns = [prompts[i].text for i in shown], texts, scores[shown].tolist(), kl[shown].tolist()
-    return [
-        {"query": query, "response": response, "score": score, "kl": nats, "total": score - kl_coef * nats}
-        for query, response, score, nats in zip(*columns, strict=True)
-    ]
+    rows, kl_coef = [], metrics.get("objective/kl_coef", args.kl_coef)
+    for i, text, score, nats in zip(shown, texts, scores[shown].tolist(), kl[shown].tolist(), strict=True):
+        row = {"query": prompts[i].text, "response": text}
+        row |= {"ended": bool(ended[i])} if health.has_end(args) else {}
+        rows.append(row | {"score": score, "kl": nats, "total": score - kl_coef * nats})
+    return rows

@@ -41,7 +41,9 @@ def good_args(script, tiny, **changes):
         return page_args(script, tiny, **(values | dict(total_episodes=16) | changes))
     values |= {MODEL[script]: str(tiny / "policy")}
     values |= {} if script == "evaluate" else dict(batch_size=16, run_name="run")
-    return SCRIPTS[script].Args(**(values | changes))
+    values |= changes
+    values |= {"policy_path": (values["policy_path"],)} if script == "evaluate" else {}
+    return SCRIPTS[script].Args(**values)
 
 
 @pytest.fixture

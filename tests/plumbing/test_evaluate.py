@@ -4,8 +4,11 @@ The equations of its figures are in tests/equations, the language model as a jud
 """
 
 import csv
+import io
+import itertools
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 
@@ -16,13 +19,13 @@ from helpers import ppo_args, rloo_args, tiny_config
 from short_runs import contents, error_line, write_rows
 
 from rlhf_details import evaluate, toy, train_ppo, train_rloo
-from rlhf_details.plumbing import cli, encoding
+from rlhf_details.plumbing import cli, encoding, evaluation, figures
 
 
 def evaluate_args(tiny, **changes):
     """13 prompts, 6 tokens of the tiny policy against the references, compared by the reward model."""
     values = dict(
-        dataset="rows.jsonl", policy_path=str(tiny / "policy"), reward_model_path=str(tiny / "reward"),
+        dataset="rows.jsonl", policy_path=(str(tiny / "policy"),), reward_model_path=str(tiny / "reward"),
         judge="reward_model", response_length=6, output_dir="out",
     )  # fmt: skip
     return evaluate.Args(**(values | changes))
@@ -97,23 +100,29 @@ def test_samples_are_greedy_and_scores_are_those_of_plain_transformers(rows, pea
         prompt, reference = encoding.encode(tokenizer, row["prompt"], row["completion"])
         assert reference[-1] == tokenizer.eos_token_id and int(line["opponent_length"]) == len(reference)
         assert line["opponent_response"] == row["completion"] and line["prompt"] == row["prompt"]
-        assert float(line["score"]) == pytest.approx(score(prompt + response), abs=1e-4)
-        assert float(line["opponent_score"]) == pytest.approx(score(prompt + reference), abs=1e-4)
-        assert line["verdict"] == ("won" if float(line["score"]) > float(line["opponent_score"]) else "lost")
+        assert float(line["rewards/reward_model"]) == pytest.approx(score(prompt + response), abs=1e-4)
+        assert float(line["opponent_rewards/reward_model"]) == pytest.approx(score(prompt + reference), abs=1e-4)
+        assert line["verdict"] == (
+            "won" if float(line["rewards/reward_model"]) > float(line["opponent_rewards/reward_model"]) else "lost"
+        )
     assert metrics["policy"]["ended"]["value"] == sum(ended) / 13 and "ended" not in metrics["opponent"]
-    assert metrics["policy"]["score"]["value"] == pytest.approx(sum(float(row["score"]) for row in table) / 13)
+    assert metrics["policy"]["rewards/reward_model"]["value"] == pytest.approx(
+        sum(float(row["rewards/reward_model"]) for row in table) / 13
+    )
 
 
 def test_eval_4_the_mean_lengths_stand_beside_the_win_rate(rows, tiny, capsys):
     _, table = evaluate_tiny(tiny)
     won = [row["verdict"] for row in table].count("won")
-    low, high = evaluate.wilson_interval(won, 13)
+    low, high = figures.wilson_interval(won, 13)
     lengths = [sum(int(row[column]) for row in table) / 13 for column in ("length", "opponent_length")]
     assert lengths[0] != lengths[1] and 0 < won < 13
     line = f"Model win rate: {won / 13:.2%}  ({low:.2%} .. {high:.2%}, 13 pairs: {won} won, 0 tied, {13 - won} lost, "
     out = capsys.readouterr().out
-    assert line + f"mean length {lengths[0]:.1f} against {lengths[1]:.1f} tokens)" in out.splitlines()
-    assert "score (reward model)" in out and "distinct-3" in out  # the table of all figures
+    ended = sum(int(row["ended"]) for row in table) / 13
+    line += f"mean length {lengths[0]:.1f} against {lengths[1]:.1f} tokens, ended {ended:.1%} against -)"
+    assert line in out.splitlines()
+    assert "rewards/reward_model" in out and "distinct_3" in out  # the table of all figures
 
 
 def test_gold_judges_the_embedded_task(in_tmp, tiny, other):
@@ -124,7 +133,7 @@ def test_gold_judges_the_embedded_task(in_tmp, tiny, other):
         ours, theirs = (toy.gold(row["prompt"], row[name]) for name in ("response", "opponent_response"))
         assert (float(row["gold"]), float(row["opponent_gold"])) == (ours, theirs)
         assert row["verdict"] == ("tied" if ours == theirs else "won" if ours > theirs else "lost")
-    assert {"won", "lost"} <= {row["verdict"] for row in table} and "score" not in table[0]
+    assert {"won", "lost"} <= {row["verdict"] for row in table} and "rewards/reward_model" not in table[0]
     parses = [toy.parses(f"{row['prompt']} {row['response']}") for row in table]
     assert metrics["policy"]["parses"]["value"] == sum(parses) / 20
 
@@ -140,7 +149,10 @@ def test_without_a_judge_rows_need_no_completion(in_tmp, tiny, other, capsys):
     metrics, table = evaluate_tiny(tiny, judge="none", reward_model_path=None, stop_token="none")
     assert metrics.keys() == {"policy"} and table[0].keys() == {"prompt", "response", "length"}
     metrics, table = evaluate_tiny(tiny, judge="none", opponent_path=other, output_dir="two")
-    assert metrics["policy"]["score"] != metrics["opponent"]["score"] and "ended" in metrics["opponent"]
+    assert (
+        metrics["policy"]["rewards/reward_model"] != metrics["opponent"]["rewards/reward_model"]
+        and "ended" in metrics["opponent"]
+    )
     assert "verdict" not in table[0] and "win rate" not in capsys.readouterr().out
 
 
@@ -148,7 +160,10 @@ def test_reward_functions_are_figures_of_their_own(rows, tiny):
     Path("mine.py").write_text("def words(prompts, completions): return [len(c.split()) for c in completions]\n")
     metrics, table = evaluate_tiny(tiny, reward_fn=("mine.py:words",))
     counts = [len(row["response"].split()) for row in table]
-    assert metrics["policy"]["rewards/words"]["value"] == pytest.approx(sum(counts) / 13) and "score" in table[0]
+    assert (
+        metrics["policy"]["rewards/words"]["value"] == pytest.approx(sum(counts) / 13)
+        and "rewards/reward_model" in table[0]
+    )
     assert [float(row["rewards/words"]) for row in table] == counts
 
 
@@ -156,14 +171,16 @@ def test_kl_of_a_policy_to_itself_is_zero_and_to_another_is_not(rows, tiny, othe
     same, _ = evaluate_tiny(tiny, ref_model_path=str(tiny / "policy"))
     far, _ = evaluate_tiny(tiny, ref_model_path=other, output_dir="far")
     assert abs(same["policy"]["kl"]["value"]) < 1e-5 and far["policy"]["kl"]["low"] > 1
-    assert far["policy"]["score"] == same["policy"]["score"]  # The pass for the KL has samples of its own.
+    assert (
+        far["policy"]["rewards/reward_model"] == same["policy"]["rewards/reward_model"]
+    )  # The pass for the KL has samples of its own.
 
 
 def test_eval_3_the_kl_is_that_of_the_trainings_held_out_evaluation(rows, tiny):
     """It has samples of its own, so the temperature of those that are scored does not matter."""
     training = dict(dataset="rows.jsonl", eval_dataset="rows.jsonl", temperature=0.7, response_length=6)
     after = train_rloo.main(rloo_args(tiny, learning_rate=1e-2, output_dir="trained", **training))["after"]
-    options = dict(policy_path="trained", ref_model_path=str(tiny / "policy"), kl_temperature=0.7)
+    options = dict(policy_path=("trained",), ref_model_path=str(tiny / "policy"), kl_temperature=0.7)
     for temperature in (0.7, 0.1):
         metrics, table = evaluate_tiny(tiny, **options, temperature=temperature, overwrite=True)
         assert metrics["policy"]["kl"]["value"] == pytest.approx(after["eval/objective/kl"], rel=1e-4)
@@ -176,10 +193,10 @@ def test_a_policy_of_fixed_length_is_read_up_to_its_truncating_token_as_in_train
     training = dict(dataset="rows.jsonl", eval_dataset="rows.jsonl", output_dir="trained", missing_eos_penalty=None)
     after = train_ppo.main(ppo_args(tiny, learning_rate=1e-2, **recipe, **training))["after"]
     assert 0 < after["eval/objective/ended"] < 1 and after["eval/objective/length"] < 40
-    paths = dict(policy_path="trained", ref_model_path=str(tiny / "policy"), response_length=None)
+    paths = dict(policy_path=("trained",), ref_model_path=str(tiny / "policy"), response_length=None)
     metrics, _ = evaluate_tiny(tiny, **paths)
-    args = json.loads(Path("out/summary.json").read_text())["args"]
-    assert recipe | {"kl_temperature": 0.8} == {name: args[name] for name in evaluate.FALLBACKS}
+    sampling = json.loads(Path("out/summary.json").read_text())["sampling"]
+    assert sampling == {"trained": recipe | {"kl_temperature": 0.8}}
     assert metrics["policy"]["kl"]["value"] == pytest.approx(after["eval/objective/kl"], rel=1e-4)
     assert metrics["policy"]["length"]["value"] < 40 and 0 < metrics["policy"]["ended"]["value"] < 1
     whole, table = evaluate_tiny(tiny, **paths, truncate_token="none", truncate_after=0, output_dir="whole")
@@ -191,7 +208,7 @@ def test_slices_change_nothing(rows, tiny, other):
     options = dict(opponent_path=other, ref_model_path=other)
     (whole, ours), (parts, theirs) = (evaluate_tiny(tiny, rollout_micro_batch_size=size, **options) for size in (64, 3))
     for a, b in zip(ours, theirs, strict=True):
-        for name in ("score", "opponent_score"):
+        for name in ("rewards/reward_model", "opponent_rewards/reward_model"):
             assert float(a.pop(name)) == pytest.approx(float(b.pop(name)), abs=1e-4)
         assert a == b
     assert parts["policy"]["kl"]["value"] == pytest.approx(whole["policy"]["kl"]["value"], rel=1e-4)
@@ -199,7 +216,7 @@ def test_slices_change_nothing(rows, tiny, other):
 
 # ---- sampling as the policy was trained ------------------------------------------------------------------------------
 PPO = dict(temperature=0.7, response_length=24, stop_token="none", truncate_token=".", truncate_after=16, seed=1)
-FALLBACKS, WHOLE = dict(evaluate.FALLBACKS), dict(truncate_token="none", truncate_after=0)
+FALLBACKS, WHOLE = dict(evaluation.FALLBACKS), dict(truncate_token="none", truncate_after=0)
 
 
 @pytest.fixture
@@ -224,16 +241,18 @@ def trained(tiny, in_tmp):
         (dict(temperature=1, response_length=36), {}, dict(FALLBACKS, temperature=1.0, response_length=36)),  # of SFT
         ({}, dict(kl_temperature=0.5), dict(FALLBACKS, kl_temperature=0.5)),
         (None, dict(temperature=0.3), dict(FALLBACKS, temperature=0.3)),
+        (PPO, dict(near_greedy=True), dict(PPO, temperature=0.01, kl_temperature=0.7)),
     ],
-    ids=["file", "temperature", "truncation", "sft", "empty", "foreign folder"],
+    ids=["file", "temperature", "truncation", "sft", "empty", "foreign folder", "near greedy"],
 )  # fmt: skip
 def test_each_setting_is_the_flags_or_the_files_or_the_fallback(trained, capsys, file, flags, expected):
     trained(file)
-    args = evaluate.evaluation.as_trained(evaluate.Args(policy_path="trained", **flags), evaluate.FALLBACKS)
+    args = evaluation.as_trained(evaluate.Args(policy_path=("trained",), **flags))["trained"]
+    flags = {"temperature" if name == "near_greedy" else name: name for name in flags}  # {setting: its flag}
     assert {name: getattr(args, name) for name in FALLBACKS} == {name: expected[name] for name in FALLBACKS}
     (line,) = capsys.readouterr().out.splitlines()
     for name in FALLBACKS:
-        source = f"--{name}" if name in flags else "from trained/training_args.json"
+        source = f"--{flags[name]}" if name in flags else "from trained/training_args.json"
         part = next(
             part for part in line.removeprefix("sampling: ").split("; ") if f"{name} {getattr(args, name)}" in part
         )
@@ -241,6 +260,97 @@ def test_each_setting_is_the_flags_or_the_files_or_the_fallback(trained, capsys,
         assert source in part or (
             name not in flags and inherited is None and "not in trained/training_args.json" in part
         )
+
+
+# ---- several policies ------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("opponent", [None, "tiny"])
+def test_each_of_several_policies_has_the_figures_that_it_has_alone(rows, tiny, trained, other, capsys, opponent):
+    """One was trained with other settings, so the opponent is sampled in two ways."""
+    trained(dict(temperature=0.5, response_length=9, stop_token="."))
+    options = dict(response_length=None, ref_model_path=other, opponent_path=opponent and str(tiny / "policy"))
+    alone = {path: evaluate_tiny(tiny, policy_path=(path,), output_dir=f"out_{i}", **options)
+             for i, path in enumerate(("trained", other))}  # fmt: skip
+    assert alone["trained"][0]["opponent"] != alone[other][0]["opponent"] or not opponent
+    capsys.readouterr()
+    together, table = evaluate_tiny(tiny, policy_path=("trained", other), **options)
+    assert together == {path: metrics for path, (metrics, _) in alone.items()}
+    for path, (_, own) in alone.items():
+        for row, line in zip(own, table, strict=True):
+            assert row == {name: line[name if name == "prompt" else f"{path}: {name}"] for name in row}
+    out = capsys.readouterr().out
+    header = next(line for line in out.splitlines() if line.startswith("   "))
+    labels = ["trained", other, "references"]
+    labels = [*labels[:2], str(tiny / "policy"), f"{tiny / 'policy'}, as {other}"] if opponent else labels
+    assert re.split("  +", header.strip()) == labels
+    assert out.count("Model win rate of ") == 2 and "from trained/training_args.json" in out
+
+
+def test_what_makes_figures_doubtful_is_said(rows, tiny, capsys):
+    """The tiny policy does not end within 6 tokens, and the references are longer than twice as many."""
+    evaluate_tiny(tiny, opponent_path=None)
+    summary, lines = json.loads(Path("out/summary.json").read_text()), capsys.readouterr().out.splitlines()
+    assert [line.removeprefix("warning: ") for line in lines if line.startswith("warning: ")] == summary["warnings"]
+    figures = summary["metrics"]
+    lengths = [figures[side]["length"]["value"] for side in ("policy", "opponent")]
+    assert figures["policy"]["ended"]["value"] < 0.9 and lengths[1] > 2 * lengths[0]
+    ended, length = summary["warnings"]
+    assert f"only {figures['policy']['ended']['value']:.1%} of its responses ended within 6 tokens" in ended
+    assert f"{lengths[0]:.1f} against {lengths[1]:.1f} tokens" in length
+
+
+def test_what_is_doubtful_has_its_thresholds():
+    def doubts(ended, lengths):
+        sides = [{"ended": {"value": x}, "length": {"value": n}} for x, n in zip(ended, lengths, strict=True)]
+        args = evaluate.Args(policy_path=("a",), opponent_path="b", response_length=9)
+        metrics = {"a": dict(zip(("policy", "opponent"), sides, strict=True))}
+        return [line.partition(":")[0] for line in evaluate.report.doubts(args, {"a": args}, metrics)]
+
+    assert doubts((0.9, 0.9), (10, 20)) == doubts((0.9, 0.9), (20, 10)) == []
+    assert doubts((0.89, 0.9), (20, 10)) == ["a"] and doubts((0.9, 0.89), (10, 20)) == ["b"]
+    assert doubts((0.9, 0.9), (10, 21)) == doubts((0.9, 0.9), (21, 10)) == ["a"]
+
+
+# ---- talking to policies ---------------------------------------------------------------------------------------------
+def talk(monkeypatch, capsys, lines, *paths):
+    """What `--interactive` prints between its first line and its last, for these lines on stdin."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+    capsys.readouterr()
+    before = contents()
+    evaluate.main(evaluate.Args(policy_path=paths, interactive=True, response_length=6))
+    assert contents() == before
+    out = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("sampling: ")]
+    assert "Ctrl-D" in out[0] and f"over after {len([*itertools.takewhile(bool, lines)])} prompt" in out[-1]
+    return out[1:-1]
+
+
+def test_two_policies_answer_side_by_side_as_they_are_evaluated(rows, tiny, other, monkeypatch, capsys):
+    """The first prompt has the noise of an evaluation's first row, and so its response."""
+    mine = str(tiny / "policy")
+    _, table = evaluate_tiny(tiny, policy_path=(mine, other))
+    answers = talk(monkeypatch, capsys, [rows[0]["prompt"], "the soup", "", "not read"], mine, other)
+    cut = {path: " [did not end within 6 tokens]" * (table[0][f"{path}: ended"] == "0") for path in (mine, other)}
+    assert answers[:2] == [f"{path}: {table[0][f'{path}: response']}{cut[path]}" for path in (mine, other)]
+    assert len(answers) == 4 and answers[2].startswith(mine) and answers[3].startswith(other)
+
+
+def test_a_chat_template_keeps_the_conversation_until_there_is_no_room(rows, tiny, monkeypatch, capsys):
+    shutil.copytree(tiny / "policy", "chat")
+    tokenizer = transformers.AutoTokenizer.from_pretrained("chat")
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} . {% endfor %}"
+    tokenizer.save_pretrained("chat")
+    seen, real = [], encoding.encode
+    monkeypatch.setattr(encoding, "encode", lambda t, prompt: seen.append(prompt) or real(t, prompt))
+    answers = talk(monkeypatch, capsys, ["the soup", "the hotel", " ".join(["soup"] * 123), "the soup"], "chat")
+    texts = [[message["content"] for message in prompt] for prompt in seen]
+    said = [answer.removeprefix("chat: ").partition(" [")[0] for answer in answers]
+    assert texts[:2] == [["the soup"], ["the soup", said[0], "the hotel"]] and texts[3] == ["the soup"]
+    assert "the conversation begins anew" in answers[2]
+
+
+def test_one_process_talks(tiny, fails, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    args = evaluate.Args(policy_path=(str(tiny / "policy"),), interactive=True)
+    assert "--interactive: runs in one process" in fails(evaluate.main, args)
 
 
 # ---- the output folder -----------------------------------------------------------------------------------------------
@@ -260,18 +370,19 @@ def test_the_same_command_may_be_repeated_and_another_needs_overwrite(rows, tiny
 
 
 def test_each_policy_has_a_folder_of_its_own_by_default():
-    for path, folder in (("models/toy/ppo", "runs/evaluate__models_toy_ppo"), ("/abs/x/", "runs/evaluate__abs_x")):
-        assert evaluate.report.folder_of(evaluate.Args(policy_path=path)) == Path(folder)
-    assert evaluate.report.folder_of(evaluate.Args(policy_path="x", output_dir="mine")) == Path("mine")
+    folders = {("models/toy/ppo",): "models_toy_ppo", ("/abs/x/",): "abs_x", ("a/b", "c"): "a_b__c"}
+    for paths, folder in folders.items():
+        assert evaluate.report.folder_of(evaluate.Args(policy_path=paths)) == Path(f"runs/evaluate__{folder}")
+    assert evaluate.report.folder_of(evaluate.Args(policy_path=("x",), output_dir="mine")) == Path("mine")
 
 
 def test_the_command_line_of_the_embedded_task_has_its_models():
     args = cli.parse(evaluate.Args, [])
-    assert (args.dataset, args.policy_path, args.judge) == ("toy:test", "models/toy/rloo", "gold")
-    args = cli.parse(evaluate.Args, ["--opponent_path", "None", "--policy_path", "models/mine"])
-    assert (args.policy_path, args.opponent_path, args.ref_model_path) == ("models/mine", None, "models/toy/sft")
+    assert (args.dataset, args.policy_path, args.judge) == ("toy:test", ("models/toy/rloo",), "gold")
+    args = cli.parse(evaluate.Args, ["--opponent_path", "None", "--policy_path", "a", "b"])
+    assert (args.policy_path, args.opponent_path, args.ref_model_path) == (("a", "b"), None, "models/toy/sft")
     args = cli.parse(evaluate.Args, ["--dataset", "rows.jsonl", "--policy_path", "models/mine"])
-    assert args == evaluate.Args(dataset="rows.jsonl", policy_path="models/mine")
+    assert args == evaluate.Args(dataset="rows.jsonl", policy_path=("models/mine",))
 
 
 # ---- mistakes --------------------------------------------------------------------------------------------------------
@@ -300,8 +411,11 @@ MISTAKES = [
     ({"truncate_token": "nonsense"}, ["--truncate_token 'nonsense'"]),
     ({"truncate_after": 2}, ["--truncate_after 2", "truncate_token"]),
     ({"truncate_after": 6, "truncate_token": "eos"}, ["--truncate_after 6", "response_length"]),
-    ({"policy_path": None}, ["--policy_path"]),
-    *[({name: "no/such"}, [f"--{name} no/such"]) for name in ("policy_path", "opponent_path", "ref_model_path")],
+    ({"policy_path": ()}, ["--policy_path"]),
+    ({"policy_path": ("no/such",)}, ["--policy_path no/such"]),
+    ({"policy_path": ("a", "b", "a")}, ["--policy_path a b a", "twice"]),
+    ({"near_greedy": True, "temperature": 0.5}, ["--near_greedy", "--temperature 0.5"]),
+    *[({name: "no/such"}, [f"--{name} no/such"]) for name in ("opponent_path", "ref_model_path")],
     ({"reward_model_path": "no/such"}, ["--reward_model_path no/such"]),
     ({"reward_model_path": None}, ["--judge reward_model", "--reward_model_path"]),
     ({"judge": "gold"}, ["--judge gold", "--dataset rows.jsonl"]),
@@ -339,7 +453,7 @@ def test_bad_rows_are_one_line(refused, rows, row, parts):
 @pytest.mark.parametrize("content", ["{", '{"temperature": "warm"}', '{"response_length": 24.5}', '{"stop_token": 3}'])
 def test_a_broken_file_of_the_training_is_one_line(trained, refused, content):
     trained(content)
-    refused("--policy_path trained/training_args.json", policy_path="trained", response_length=None)
+    refused("--policy_path trained/training_args.json", policy_path=("trained",), response_length=None)
 
 
 @pytest.mark.parametrize("flag", ["opponent_path", "ref_model_path", "reward_model_path"])

@@ -76,7 +76,7 @@ def judge(tiny, in_tmp, monkeypatch):
     def start(reply, threads=8, **flags):
         monkeypatch.setattr(judge_module, "THREADS", threads)
         servers.append(Server(reply))
-        options = dict(dataset="rows.jsonl", policy_path=str(tiny / "policy"), response_length=6, output_dir="out")
+        options = dict(dataset="rows.jsonl", policy_path=(str(tiny / "policy"),), response_length=6, output_dir="out")
         options |= dict(judge="llm", judge_model="tiny-judge", judge_base_url=servers[-1].url) | flags
 
         def run(**more):

@@ -328,7 +328,7 @@ def test_the_score_is_the_weighted_sum_of_reward_model_and_functions(functions, 
 @BOTH
 def test_a_reward_model_alone_is_not_reported_again(tiny, in_tmp, few_prompts, page):
     metrics = run_page(page, tiny, total_episodes=16)
-    assert "objective/scores" in metrics[0] and not any("/rewards/" in name for row in metrics for name in row)
+    assert "objective/scores" in metrics[0] and not any("objective/rewards/" in name for row in metrics for name in row)
 
 
 @BOTH

@@ -1,7 +1,9 @@
 """A run: its folder and name, what it logs and prints, the signals that stop it, and how it ends."""
 
 import json
+import math
 import os
+import re
 import signal
 import threading
 from itertools import pairwise
@@ -54,7 +56,7 @@ def test_samples_are_the_first_responses_of_four_prompts_and_total_has_the_kl_ta
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
     assert [row["update"] for row in samples] == [1] * 4 + [4] * 4 + [6] * 4
     for row in samples:
-        assert row.keys() == {"update", "query", "response", "score", "kl", "total"}
+        assert row.keys() == {"update", "query", "response", "ended", "score", "kl", "total"}
         assert row["total"] == pytest.approx(row["score"] - coefficients[row["update"]] * row["kl"], abs=1e-6)
     of_rloo = (whole(tiny, "rloo") / "runs/run/samples.jsonl").read_text().splitlines()[:4]
     assert len({json.loads(line)["query"] for line in of_rloo}) == 4  # and not the k responses to one prompt
@@ -119,10 +121,11 @@ def test_at_the_end_held_out_numbers_stand_beside_those_before(tiny, in_tmp, cap
     ]
     out = capsys.readouterr().out
     line = next(line for line in out.splitlines() if line.strip().startswith("scores"))
-    assert [float(word) for word in line.split("->")[0].split()[1:] + line.split("->")[1:]] == pytest.approx(
-        [result[when]["eval/objective/scores"] for when in ("before", "after")], abs=1e-3
-    )
-    assert "model: model   run: runs/run" in out and "curves: python benchmark/plot.py runs/run" in out
+    mean, std = ([result[when][f"eval/objective/scores{x}"] for when in ("before", "after")] for x in ("", "_std"))
+    printed = [float(number) for number in re.findall(r"-?\d+\.\d+", line)]
+    halves = [1.96 * x / math.sqrt(3) for x in std]  # The deviation is the biased one of 4 rows.
+    assert printed == pytest.approx([mean[0], halves[0], mean[1], halves[1]], abs=1e-3)
+    assert "4 held-out rows, before -> after" in out and "model: model   run: runs/run" in out
     assert "4 updates of 16, 1 process(es)" in out
 
 

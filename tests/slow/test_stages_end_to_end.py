@@ -79,7 +79,7 @@ def test_an_evaluation_is_the_same_on_two_processes(tiny, in_tmp):
         tables.append(list(csv.DictReader(open(f"{processes}/samples.csv", newline="", encoding="utf-8"))))
     assert [summary["num_processes"] for summary in summaries] == [1, 2]
     for one, two in zip(*tables, strict=True):
-        for name in ("score", "opponent_score"):
+        for name in ("rewards/reward_model", "opponent_rewards/reward_model"):
             assert float(one.pop(name)) == pytest.approx(float(two.pop(name)), abs=1e-4)
         assert one == two
     one, two = (summary["metrics"] for summary in summaries)

@@ -1,0 +1,158 @@
+"""
+What a run says at its end: whether it has learnt, which bad signs showed, where its time went, and what to type next.
+
+All of it comes from the run's metrics.jsonl, so a resumed run is judged as a whole.
+"""
+
+import json
+import math
+import shlex
+from pathlib import Path
+
+from rlhf_details import toy
+from rlhf_details.plumbing import cli, hub, stages
+
+ROOT = Path(__file__).resolve().parents[2]
+# What evaluate.py does where a flag is not given and the data are not the embedded task's.
+PLAIN = dict(opponent_path=None, ref_model_path=None, reward_model_path=None, reward_fn=(), judge="none")
+PLAIN |= dict(prompt_template=None, max_prompt_length=None, trust_remote_code=False)
+
+
+def lines(run, after, seconds):
+    """All that a Run says at its end. Args: after, the eval/* of its last evaluation; seconds, how long it took."""
+    rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = [row for row in rows if row["update"]]  # The others are of evaluations before training.
+    held_out, reads_text = run.inputs[0], getattr(run.inputs[-1], "tokenizer", None) is not None
+    return [
+        *held_out_lines(run.before, after, len(held_out)),
+        *learnt_lines(run.before, after, held_out),
+        *health_lines(rows),
+        *time_lines(rows, seconds),
+        f"model: {run.args.output_dir}   run: {run.folder}   {seconds:.0f} s",
+        *next_lines(run.args, run.folder, reads_text),
+    ]
+
+
+# ---- has it learnt? --------------------------------------------------------------------------------------------------
+def half_width(name, metrics, count):
+    """Half the 95% interval of a mean over `count` rows, or None where its standard deviation is not known."""
+    p = metrics[name]
+    std = math.sqrt(p * (1 - p)) if name == "eval/rm/accuracy" else metrics.get(f"{name}_std")
+    return (
+        None if std is None or count < 2 else 1.96 * std / math.sqrt(count - 1)
+    )  # The deviations are the biased ones.
+
+
+def as_text(name, metrics, count, width=0):
+    """A held-out mean, with +- half its interval where that is known."""
+    half = half_width(name, metrics, count)
+    return f"{metrics[name]:{width}.3f}" + (f" +- {half:.3f}" if half is not None else "")
+
+
+def held_out_lines(before, after, count):
+    """Each held-out figure, before and after where there are two evaluations."""
+    if not after:
+        return ["no --eval_dataset: without held-out rows nothing says here whether the run has learnt"]
+    has_two = bool(before) and before != after
+    found = [f"{count} held-out rows, {'before -> after' if has_two else 'at the end'} (+-: 95 % interval)"]
+    for name in after:
+        earlier = f"{as_text(name, before, count, 8):18} -> " if has_two and name in before else ""
+        short = name.removeprefix("eval/").removeprefix("objective/")
+        found.append(f"  {short:20} {earlier}{as_text(name, after, count, 8)}")
+    return found
+
+
+def learnt_lines(before, after, held_out):
+    """Whether score and gold have risen by more than chance, or a reward model's accuracy is above it."""
+    count, accuracy = len(held_out), "eval/rm/accuracy"
+    if accuracy in after:
+        chance = 1 / len(held_out[0].candidates)
+        has_learnt = after[accuracy] - (half_width(accuracy, after, count) or 1) > chance
+        words = f"{as_text(accuracy, after, count)}, where guessing has {chance:.3f}"
+        return [f"{'learnt' if has_learnt else 'not learnt'}: the accuracy on held-out comparisons is {words}"]
+    found = []
+    for name in ("eval/objective/scores", "eval/objective/gold"):
+        if name in before and name in after and before != after and count > 1:
+            change = after[name] - before[name]
+            is_apart = abs(change) > sum(half_width(name, metrics, count) for metrics in (before, after))
+            how = "did not change beyond chance" if not is_apart else "rose" if change > 0 else "fell"
+            words = f"{how}, {as_text(name, before, count)} -> {as_text(name, after, count)}"
+            if name.endswith("gold"):
+                hint = "; the policy over-learns the reward: raise --kl_coef, or stop earlier"
+                found.append(f"gold, the true reward, {words}{hint if how == 'fell' else ''}")
+            else:
+                price = f" at a KL of {after['eval/objective/kl']:.3f} nats a response"
+                found.append(f"{'learnt' if how == 'rose' else 'not learnt'}: scores {words}{price}")
+    return found
+
+
+# ---- was it healthy? -------------------------------------------------------------------------------------------------
+def health_lines(rows):
+    """The health/* signs that showed, and in how many updates. Runs of SFT and of a reward model have none."""
+    names = [name for name in rows[-1] if name.startswith("health/")] if rows else []
+    shown = {name: [row["update"] for row in rows if row.get(name)] for name in names}
+    words = [f"{name} in {len(at)} of {len(rows)} updates, first in {at[0]}" for name, at in shown.items() if at]
+    return [f"bad signs: {'; '.join(words) or 'none'}"] if names else []
+
+
+# ---- where did the time go? ------------------------------------------------------------------------------------------
+def time_lines(rows, seconds):
+    """The share of each phase in the run's time, and the rewards that take more than half of the updates."""
+    totals = {}
+    for row in rows:
+        for name, value in row.items():
+            totals[name] = totals.get(name, 0) + value if name.startswith("time/") else 0
+    updates = totals.get("time/update", 0)
+    shares = [(name, totals[f"time/{name}"]) for name in ("rollout", "scores", "optimise") if f"time/{name}" in totals]
+    shares.append(("evaluations, checkpoints and the rest", max(0, seconds - updates)))
+    words = ", ".join(f"{name} {value / max(seconds, 1e-9):.0%}" for name, value in shares)
+    found = [f"time: {words}"]
+    for name, value in totals.items():
+        if name.startswith("time/rewards/") and value > 0.5 * updates:
+            reward = name.removeprefix("time/rewards/")
+            found.append(f"the reward {reward} takes {value / updates:.0%} of the updates' time: make it faster first")
+    return found
+
+
+# ---- what comes next? ------------------------------------------------------------------------------------------------
+def command(script, *words):
+    """A command line that starts a script of this repository from the current folder."""
+    path = ROOT / script
+    path = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    return shlex.join(["python", str(path), *words])
+
+
+def next_lines(args, run_folder, reads_text=False):
+    """Commands that look at what a run has made.
+
+    reads_text: whether the reward model has a tokenizer of its own, because evaluate.py takes none of that kind.
+    """
+    found, is_policy = [], hasattr(args, "reward_fn")
+    evaluate, trust = "rlhf_details/evaluate.py", ["--trust_remote_code"] * args.trust_remote_code
+    if is_policy:
+        found.append(f"evaluate: {command(evaluate, *evaluation_words(args, reads_text))}")
+    if is_policy or hub.script_of(args) == "train_sft.py":
+        policies = [args.output_dir, args.sft_model_path] if is_policy else [args.output_dir]
+        found.append(f"chat: {command(evaluate, '--policy_path', *policies, *trust, '--interactive')}")
+    found.append(f"curves: {command('benchmark/plot.py', str(run_folder))}")
+    return found
+
+
+def evaluation_words(args, reads_text):
+    """The flags with which evaluate.py compares a run's policy with the one that it started from."""
+    dataset = args.eval_dataset or args.dataset
+    task = dataset.partition(":")[0]
+    defaults = PLAIN | stages.defaults("evaluate").get(task, {})
+    values = {name: getattr(args, name) for name in PLAIN if hasattr(args, name)}
+    values |= {"opponent_path": args.sft_model_path, "ref_model_path": args.sft_model_path}
+    values |= {"reward_model_path": None} if reads_text else {}
+    has_scores = values["reward_model_path"] is not None
+    values["judge"] = defaults["judge"] if task in toy.TASKS else "reward_model" if has_scores else "none"
+    words = [] if dataset in ("toy", "toy:test") else ["--dataset", dataset]
+    words += [] if args.eval_dataset or task in toy.TASKS else ["--num_examples", "512"]  # of many training prompts
+    words += ["--policy_path", args.output_dir]
+    for name, value in values.items():
+        default = defaults[name]
+        if value != (tuple(default) if isinstance(default, list) else default):
+            words += cli.as_words(name, list(value) if isinstance(value, tuple) else value)
+    return words

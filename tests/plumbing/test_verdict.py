@@ -1,0 +1,164 @@
+"""The end of a run judges it: learnt or not, bad signs, time, and commands that really run."""
+
+import io
+import json
+import math
+import shlex
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from helpers import ROOT, read_metrics, record, rloo_args
+from short_runs import start, write_rows
+
+from rlhf_details import evaluate, toy, train_rloo
+from rlhf_details.plumbing import cli, verdict
+
+
+def held_out(scores, std=1.0, **others):
+    """eval/objective/* of 101 prompts, so that half an interval is 0.196 standard deviations."""
+    metrics = {"scores": scores, "scores_std": std, "kl": 2.0} | others
+    return {f"eval/objective/{name}": value for name, value in metrics.items()}
+
+
+def learnt(before, after, rows=(None,) * 101):
+    return verdict.learnt_lines(before, after, rows)
+
+
+# ---- has it learnt? --------------------------------------------------------------------------------------------------
+def test_a_run_has_learnt_where_the_intervals_of_its_scores_are_apart():
+    (line,) = learnt(held_out(0.0), held_out(0.393))
+    assert line == "learnt: scores rose, 0.000 +- 0.196 -> 0.393 +- 0.196 at a KL of 2.000 nats a response"
+    (line,) = learnt(held_out(0.0), held_out(0.391))
+    assert line.startswith("not learnt: scores did not change beyond chance, 0.000 +- 0.196 -> 0.391 +- 0.196")
+    (line,) = learnt(held_out(0.0), held_out(-0.393))
+    assert line.startswith("not learnt: scores fell, ")
+    assert learnt(held_out(0.0), held_out(9.0), [None]) == [] == learnt({}, held_out(1.0))  # nothing can be compared
+
+
+def test_scores_that_rise_while_gold_falls_are_no_success():
+    gold = [dict(gold=x, gold_std=1.0) for x in (1.0, 0.0)]
+    score, true = learnt(held_out(0.0, **gold[0]), held_out(1.0, **gold[1]))
+    assert score.startswith("learnt: ") and "gold, the true reward, fell, 1.000" in true and "over-learns" in true
+    _, true = learnt(held_out(0.0, **gold[1]), held_out(1.0, **gold[0]))
+    assert "gold, the true reward, rose" in true and "over-learns" not in true
+
+
+@pytest.mark.parametrize("accuracy,word", [(0.35, "learnt: "), (0.33, "not learnt: "), (0.1, "not learnt: ")])
+def test_a_reward_model_has_learnt_where_it_is_better_than_guessing(accuracy, word):
+    rows = [SimpleNamespace(candidates=[None] * 4)] * 101
+    (line,) = learnt({}, {"eval/rm/accuracy": accuracy, "eval/rm/loss": 1.0}, rows)
+    half = 1.96 * math.sqrt(accuracy * (1 - accuracy) / 100)
+    assert line.startswith(word) and f"{accuracy:.3f} +- {half:.3f}, where guessing has 0.250" in line
+
+
+# ---- signs, time -----------------------------------------------------------------------------------------------------
+def test_the_signs_that_showed_are_counted():
+    rows = [{"update": i, "health/kl": float(i > 2), "health/length": 0.0} for i in range(1, 5)]
+    assert verdict.health_lines(rows) == ["bad signs: health/kl in 2 of 4 updates, first in 3"]
+    assert verdict.health_lines(rows[:2]) == ["bad signs: none"] and verdict.health_lines([{"update": 1}]) == []
+
+
+def test_the_time_is_shared_out_and_a_slow_reward_is_named():
+    times = {"rollout": 1.0, "scores": 5.0, "optimise": 2.0, "update": 8.0, "rewards/slow": 4.1, "rewards/fast": 0.1}
+    rows = [{"update": i} | {f"time/{name}": x for name, x in times.items()} for i in (1, 2)]
+    shares, slow = verdict.time_lines(rows, 20.0)
+    assert shares == "time: rollout 10%, scores 50%, optimise 20%, evaluations, checkpoints and the rest 20%"
+    assert slow.startswith("the reward slow takes 51% of the updates' time")
+    for row in rows:
+        row["time/rewards/slow"] = 3.9
+    assert len(verdict.time_lines(rows, 20.0)) == 1
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------
+def said(capsys):
+    return capsys.readouterr().out.splitlines()
+
+
+def test_the_commands_at_the_end_of_a_run_do_run(tiny, in_tmp, capsys, monkeypatch):
+    """The policy is compared with the one that it started from, in its own settings, on the held-out rows."""
+    rows = write_rows("held out.jsonl", [{"question": row["prompt"]} for row in toy.rows("prompts", "test")[:4]])
+    Path("mine.py").write_text(
+        "import time\ndef f(prompts, completions): time.sleep(0.1); return [1.0] * len(prompts)\n"
+    )
+    data = dict(dataset=rows, eval_dataset=rows, prompt_template="{question}", reward_fn=("mine.py:f",))
+    result = train_rloo.main(rloo_args(tiny, **data, temperature=0.7, total_episodes=16, output_dir="model"))
+    lines = said(capsys)
+    assert any(line.startswith(("learnt: ", "not learnt: ")) for line in lines)
+    assert any(line.startswith("bad signs: ") for line in lines) and any("rollout" in line for line in lines)
+    assert 0.1 <= read_metrics(result["run"])[1]["time/rewards/f"] < read_metrics(result["run"])[1]["time/scores"]
+    commands = {line.partition(": ")[0]: shlex.split(line.partition(": ")[2]) for line in lines if ": python " in line}
+    assert list(commands) == ["evaluate", "chat", "curves"]
+    assert all(words[0] == "python" and Path(words[1]).exists() for words in commands.values())
+    assert Path(commands["curves"][2], "metrics.jsonl").exists() and commands["curves"][1].endswith("plot.py")
+    args = cli.parse(evaluate.Args, commands["evaluate"][2:])
+    metrics = evaluate.main(args)["metrics"]
+    assert metrics["policy"]["kl"]["value"] == pytest.approx(result["after"]["eval/objective/kl"], abs=1e-4)
+    assert args.opponent_path == str(tiny / "policy") and {"rewards/f", "rewards/reward_model"} <= set(
+        metrics["policy"]
+    )
+    assert args.judge == "reward_model" and "temperature 0.7" in capsys.readouterr().out
+    monkeypatch.setattr("sys.stdin", io.StringIO("the soup\n"))
+    evaluate.main(cli.parse(evaluate.Args, commands["chat"][2:]))
+    assert [line.partition(": ")[0] for line in said(capsys)[-3:-1]] == ["model", str(tiny / "policy")]
+
+
+@pytest.mark.parametrize(
+    "dataset,changes,expected",
+    [
+        ("toy:test", {}, ""),
+        (None, {}, ""),
+        ("toy:test", dict(sft_model_path="my sft"), "--opponent_path 'my sft' --ref_model_path 'my sft'"),
+        ("toy:test", dict(reward_model_path=None, reward_fn=("a:f",)), "--reward_model_path None --reward_fn a:f"),
+    ],
+)  # fmt: skip
+def test_on_the_embedded_task_the_command_says_only_what_differs(dataset, changes, expected):
+    args = cli.parse(train_rloo.Args, [])
+    for name, value in (changes | dict(eval_dataset=dataset)).items():
+        setattr(args, name, value)
+    words = verdict.evaluation_words(args, False)
+    assert words[:2] == ["--policy_path", "models/toy/rloo"] and set(words[2:]) == set(shlex.split(expected))
+    parsed = cli.parse(evaluate.Args, words)
+    assert parsed.judge == "gold" and parsed.opponent_path == parsed.ref_model_path == args.sft_model_path
+    assert (parsed.reward_model_path, parsed.reward_fn) == (args.reward_model_path, args.reward_fn)
+
+
+def test_other_tasks_and_reward_models_that_read_text_have_their_flags():
+    words = verdict.evaluation_words(cli.parse(train_rloo.Args, ["--dataset", "toy-sum"]), False)
+    assert words == ["--dataset", "toy-sum:test", "--policy_path", "models/toy-sum/rloo"]
+    args = train_rloo.Args(dataset="rows.jsonl", sft_model_path="sft", reward_model_path="reward")
+    own, text = (cli.parse(evaluate.Args, verdict.evaluation_words(args, reads_text)) for reads_text in (False, True))
+    assert (own.judge, own.reward_model_path, own.num_examples) == ("reward_model", "reward", 512)
+    assert (text.judge, text.reward_model_path) == ("none", None)
+
+
+@pytest.mark.parametrize("case,kinds", [("sft", ["chat", "curves"]), ("reward-gain", ["curves"])])
+def test_sft_and_reward_model_say_what_they_can(tiny, in_tmp, capsys, case, kinds):
+    start(tiny, case, checkpoint_every=0)
+    lines = said(capsys)
+    assert [line.partition(": ")[0] for line in lines if ": python " in line] == kinds
+    assert any(line.startswith("no --eval_dataset: ") for line in lines)
+    assert any(line.startswith("time: optimise ") for line in lines) and not any("bad signs" in line for line in lines)
+
+
+def test_from_the_repository_the_commands_are_short(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    lines = verdict.next_lines(
+        train_rloo.Args(output_dir="my model", sft_model_path="sft", reward_fn=("a:f",)), "runs/x"
+    )
+    assert lines[1:] == [
+        "chat: python rlhf_details/evaluate.py --policy_path 'my model' sft --interactive",
+        "curves: python benchmark/plot.py runs/x",
+    ]
+
+
+def test_sample_tables_say_whether_a_response_ended_where_a_token_ends_it(ragged, in_tmp, capsys, monkeypatch):
+    calls = record(monkeypatch, train_rloo, "has_stopped")["has_stopped"]
+    options = dict(num_sample_generations=1, total_episodes=16, rloo_k=2)
+    train_rloo.main(rloo_args(ragged, **options))
+    samples = [json.loads(line) for line in Path("runs/run/samples.jsonl").read_text().splitlines()]
+    assert [row["ended"] for row in samples] == calls[0][1][:8:2].tolist()  # the first responses to four prompts
+    assert {row["ended"] for row in samples} == {False, True} and "ended: yes | score: " in capsys.readouterr().out
+    train_rloo.main(rloo_args(ragged, **options, stop_token="none"))
+    samples = [json.loads(line) for line in Path("runs/run/samples.jsonl").read_text().splitlines()]
+    assert len(samples) == 4 and not any("ended" in row for row in samples)
