@@ -96,8 +96,8 @@ class Console:
 
 
 def as_cell(x):
-    """A number with two decimals, or a text on one line."""
-    return f"{x:.2f}" if isinstance(x, float) else str(x).replace("\n", "⏎")
+    """A number with two decimals, a text on one line, or - where there is nothing."""
+    return "-" if x is None else f"{x:.2f}" if isinstance(x, float) else str(x).replace("\n", "⏎")
 
 
 class Files:
@@ -176,7 +176,8 @@ class WeightsAndBiases:
     def data(self, prompts):
         rows, lengths = [prompt.columns for prompt in prompts[:8]], [len(prompt.ids) for prompt in prompts]
         columns = list(dict.fromkeys(column for row in rows for column in row))
-        table = self.Table(columns=columns, data=[[str(row.get(column, "")) for column in columns] for row in rows])
+        cells = [["-" if row.get(column) is None else str(row[column]) for column in columns] for row in rows]
+        table = self.Table(columns=columns, data=cells)
         self.run.log({"data/rows": table, "data/prompt_lengths": self.Histogram(lengths)}, step=0)
 
     def close(self, exit_code):
