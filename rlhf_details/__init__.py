@@ -3,9 +3,8 @@
 import sys
 from pathlib import Path
 
-# `python rlhf_details/train_rloo.py --help` is answered here, because the imports of a page take seconds.
-script = Path(sys.argv[0]).resolve()
-if {"-h", "--help"} & {*sys.argv[1:]} and script.parent == Path(__file__).resolve().parent and script.suffix == ".py":
-    from rlhf_details.plumbing import usage
+from rlhf_details.plumbing import usage
 
+# `python rlhf_details/train_rloo.py --help` is answered here, because what the script imports next takes seconds.
+if {"-h", "--help"} & {*sys.argv[1:]} and Path(sys.argv[0]).resolve() in Path(__file__).resolve().parent.glob("*.py"):
     usage.show(sys.argv[0], sys.argv[1:])

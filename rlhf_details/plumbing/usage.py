@@ -40,12 +40,12 @@ def show(script, argv=(), args_class=None):
 
     Args: script, its path; argv, the command line of train_both.py; args_class, its Args where it has been imported.
     """
-    parts = [("", "", classes_of(script, "Args", args_class))]
+    parts = [("", "", inherited(args_class) if args_class else classes_in(script))]
     if Path(script).stem == "train_both":
         policy = "train_rloo.py" if re.search(r"--algorithm[ =]rloo", " ".join(argv)) else "train_ppo.py"
         names = (("reward.", "train_reward.py"), ("policy.", policy))
         parts = [("", "", [(script, "Both")])]
-        parts += [(prefix, f" ({name})", classes_of(Path(script).with_name(name))) for prefix, name in names]
+        parts += [(prefix, f" ({name})", classes_in(Path(script).with_name(name))) for prefix, name in names]
     about = ast.get_docstring(ast.parse(Path(script).read_text(encoding="utf-8"))) or ""
     width = min(shutil.get_terminal_size().columns, 120)
     lines = [*textwrap.wrap(about.partition("\n\n")[0], width), "", f"usage: python {script} [--flag value ..]"]
@@ -66,13 +66,15 @@ def show(script, argv=(), args_class=None):
     raise SystemExit(0)
 
 
-def classes_of(script, name="Args", args_class=None):
-    """[(file, name)] of a script's class and of the classes that it inherits flags from, which come first."""
-    source = Path(script).read_text(encoding="utf-8")
-    base = re.search(rf"^class {name}\(cli\.(\w+)\)", source, re.M)
-    kind = args_class or (getattr(flags, base[1]) if base else object)
-    found = [(inspect.getfile(c), c.__name__) for c in reversed(kind.__mro__) if dataclasses.is_dataclass(c)]
-    return found if args_class else [*found, (script, name)]
+def inherited(args_class):
+    """[(file, name)] of a class and of the classes that it inherits flags from, which come first."""
+    return [(inspect.getfile(c), c.__name__) for c in reversed(args_class.__mro__) if dataclasses.is_dataclass(c)]
+
+
+def classes_in(script):
+    """[(file, name)] of Args in a script that has not been imported, after the classes of flags.py that it names."""
+    base = re.search(r"^class Args\(cli\.(\w+)\)", Path(script).read_text(encoding="utf-8"), re.M)
+    return [*(inherited(getattr(flags, base[1])) if base else []), (script, "Args")]
 
 
 def flags_of(classes):
