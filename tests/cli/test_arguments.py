@@ -265,12 +265,6 @@ def test_numbers_out_of_range_are_named(in_tmp, fails, name, value):
     assert f"--{name} {value}: must be" in fails(cli.check, Args(**{name: value}))
 
 
-@pytest.mark.parametrize("name, value", [("kl_coef", NAN), ("cliprange", -0.1)])
-def test_numbers_of_a_page_are_checked_as_well(in_tmp, fails, name, value):
-    args = train_rloo.Args(sft_model_path="x", reward_model_path="y", **{name: value})
-    assert f"--{name} {value}: must be" in fails(train_rloo.check, args)
-
-
 @pytest.mark.parametrize(
     "changes, words",
     [
@@ -320,12 +314,9 @@ def test_an_output_folder_of_another_model_is_refused_unless_overwritten(in_tmp,
     cli.check(dataclasses.replace(args, overwrite=True))
 
 
-@pytest.mark.parametrize("about", [None, "{"])
-def test_a_folder_of_the_users_own_is_refused_and_untouched(in_tmp, fails, about):
+def test_a_folder_of_the_users_own_is_refused_and_untouched(in_tmp, fails):
     Path("out").mkdir()
     Path("out/thesis.txt").write_text("years of work")
-    if about:
-        Path("out/training_args.json").write_text(about)
     assert "--output_dir out holds files that no run has written" in fails(cli.check, Args(output_dir="out"))
     assert Path("out/thesis.txt").read_text() == "years of work"
     cli.check(Args(output_dir="out", overwrite=True))
