@@ -3,9 +3,8 @@ Examples of reward functions, ready to use or to copy: plain Python, from texts 
 
 A reward function is called `f(prompts, completions, **columns)` and returns a list with one entry a completion: a float
 in points, True or False where the answer can be verified (counted as 1 or 0), or None: this row is left out. Prompts
-and completions are strings, or, of conversations, lists of messages {"role", "content"}, a completion of one. The rows'
-other columns come by name, each a list as long as completions; a function gets those that it names, or all with
-**columns.
+and completions are strings, also of conversations. The rows' other columns come by name, each a list as long as
+completions; a function gets those that it names, or all with **columns.
 
     length, brevity, keyword    need nothing but the text
     exact_match, rouge          need a column: `answer`, `completion`
@@ -38,14 +37,9 @@ BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}")  # with one pair of br
 
 
 # ---- what the functions share ----------------------------------------------------------------------------------------
-def text(completion):
-    """The text of a completion or prompt: the string itself, or the content of a conversation's last message."""
-    return completion if isinstance(completion, str) else completion[-1]["content"]
-
-
-def words(completion):
+def words(text):
     """Lower-case words of letters, digits and apostrophes, without punctuation."""
-    return re.findall(r"[\w']+", text(completion).lower())
+    return re.findall(r"[\w']+", text.lower())
 
 
 def marked_answer(solution):
@@ -96,7 +90,7 @@ def exact_match(prompts, completions, answer):
     2103.03874), \boxed{}.
     """
     results = []
-    for solution, reference in zip(map(text, completions), answer, strict=True):
+    for solution, reference in zip(completions, answer, strict=True):
         reference = "" if reference is None else str(reference)
         found = marked_answer(solution) or (NUMBER.findall(solution) or [solution])[-1]
         wanted = plain_answer(marked_answer(reference) or reference)
@@ -106,17 +100,18 @@ def exact_match(prompts, completions, answer):
 
 def rouge(prompts, completions, completion):
     """ROUGE-L F1 against the row's `completion`, in [0, 1], or None without one. Source: Lin 2004, section 3.1."""
-    pairs = zip(completions, completion, strict=True)
-    return [rouge_l(text(mine), text(reference)) if reference else None for mine, reference in pairs]
+    # The column is as the data set has it: a string, or a list with one message.
+    references = [x[0]["content"] if isinstance(x, list) and x else x for x in completion]
+    pairs = zip(completions, references, strict=True)
+    return [rouge_l(mine, reference) if reference else None for mine, reference in pairs]
 
 
 def paraphrase(prompts, completions):
-    """The prompt's content in other words, in [0, 1]: 0.4 kept + 0.4 new + 0.1 size + 0.1 fresh, each in [0, 1]; empty:
-    0.
+    """The prompt's content in other words, in [0, 1]: 0.4 kept + 0.4 new + 0.1 size + 0.1 fresh, or 0 for no word.
 
-    kept: share of the prompt's distinct words, STOP_WORDS aside, that are said     new: share of bigrams that are not
-    the prompt's size: words of the shorter text over words of the longer                        fresh: distinct words
-    over words A copy gets about 0.6 and so does fluent nonsense. Source: ours, after training-wizard's
+    kept: the share of the prompt's distinct words, STOP_WORDS aside, that are said. new: the share of bigrams that are
+    not the prompt's. size: the words of the shorter text over those of the longer. fresh: distinct words over words.
+    A copy gets about 0.6, and so does fluent nonsense. Source: ours, after training-wizard's
     examples/rloo/reward_spec.py.
     """
     results = []
@@ -136,6 +131,6 @@ def sentiment(prompts, completions):
 
     Source: TRL, examples/notebooks/gpt2-sentiment.ipynb, which takes lvwerra/distilbert-imdb's logit instead.
     """
-    texts = [f"{text(prompt)} {text(completion)}" for prompt, completion in zip(prompts, completions, strict=True)]
+    texts = [f"{prompt} {completion}" for prompt, completion in zip(prompts, completions, strict=True)]
     labels = classifier()(texts, batch_size=32)
     return [{label["label"]: label["score"] for label in row}["POSITIVE"] for row in labels]

@@ -24,6 +24,7 @@ Masks     True marks a real token. Masks travel with the tokens, and nothing is 
 
 One process:   python rlhf_details/evaluate.py
 N processes:   accelerate launch --num_processes N rlhf_details/evaluate.py
+Your data:     python rlhf_details/evaluate.py --dataset rows.jsonl --policy_path models/rloo --reward_fn mine.py:f
 """
 
 import math
@@ -59,7 +60,7 @@ class Args:
     interactive: bool = False
     """talk to the policies: type a prompt, and each answers; nothing is evaluated or written"""
 
-    # data and models: all models share the policies' vocabulary
+    # data
     dataset: str = "toy"
     """prompts: "toy" (its test split), a .jsonl/.json/.csv/.parquet file, a folder or a Hub data set, with :PART"""
     num_examples: int | None = None
@@ -69,8 +70,11 @@ class Args:
     also beside a column `prompt`; None: column `prompt`, or else the messages"""
     max_prompt_length: int | None = None
     """drop rows whose prompt has more tokens than this; the number of dropped rows is printed"""
+
+    # models: all of them share the policies' vocabulary
     policy_path: tuple[str, ...] = ()
-    """the policies that are evaluated, one or several, each a folder or a Hub model"""
+    """the policies that are evaluated, one or several, each a folder or a Hub model (required unless --dataset is toy
+    or toy-sum)"""
     opponent_path: str | None = None
     """the policy they are compared with; None: the rows' `completion`, where a judge needs an opponent"""
     ref_model_path: str | None = None
@@ -81,10 +85,12 @@ class Args:
     """accept a reward model without a trained head; the head is drawn at random (dummy runs)"""
     reward_fn: tuple[str, ...] = ()
     """functions f(prompts, completions, **columns) -> rewards, FILE.py:function or package.module:function"""
+    reward_fn_format: Literal["text", "messages"] = "text"
+    """what reward functions get: strings, or messages {"role", "content"}, whatever the data set holds"""
     trust_remote_code: bool = False
     """run the Python code that comes with a model; only for models whose authors you trust"""
 
-    # sampling; None: as each policy was trained
+    # sampling: None means as each policy was trained
     response_length: int | None = None
     """most tokens a response may have (R); None: as the policy was trained, or 53"""
     temperature: float | None = None

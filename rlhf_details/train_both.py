@@ -9,23 +9,26 @@ Reward model, then PPO or RLOO on it, in one command whose processes are launche
 
 One process:   python rlhf_details/train_both.py --policy.kl_coef 0.05
 N processes:   accelerate launch --num_processes N rlhf_details/train_both.py --reward.track --policy.track
+Your data:     python rlhf_details/train_both.py --reward.dataset pairs.jsonl --policy.dataset prompts.jsonl
+               --reward.sft_model_path gpt2
 """
 
 import sys
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import tyro
 
 from rlhf_details import toy, train_ppo, train_reward, train_rloo
-from rlhf_details.plumbing import cli, data, stages
+from rlhf_details.plumbing import cli, data, stages, usage
 
 
 @dataclass
 class Both:
+    # algorithm
     algorithm: Literal["ppo", "rloo"] = "ppo"
-    """what trains the policy"""
+    """what trains the policy, from the model at --reward.sft_model_path and on the reward model just trained"""
 
 
 def parse(argv, by_size=False):
@@ -45,7 +48,7 @@ def parse(argv, by_size=False):
     module = {"ppo": train_ppo, "rloo": train_rloo}[tyro.cli(Both, args=rest).algorithm]
     of_policy = stages.DEFAULTS[module.Args().exp_name]
     if wants_help:
-        show_help(module, of_policy)
+        usage.show(__file__, argv)
     reward = cli.parse(train_reward.Args, words["reward"], by_size=by_size)
     start = {"sft_model_path": reward.sft_model_path} if reward.sft_model_path else {}
     start |= {"reward_model_path": reward.output_dir}
@@ -57,13 +60,6 @@ def parse(argv, by_size=False):
         )
     policy.reward_model_path = reward.output_dir
     return reward, module, policy
-
-
-def show_help(module, of_policy):
-    """Prints the flags of both scripts with the embedded task's defaults, and ends the program."""
-    groups = (("reward", train_reward.Args, stages.DEFAULTS["train_reward"]), ("policy", module.Args, of_policy))
-    fields = [(name, kind, field(default_factory=lambda k=kind, v=values: k(**v))) for name, kind, values in groups]
-    tyro.cli(make_dataclass("Help", fields, bases=(Both,)), args=["--help"])
 
 
 def check(reward, module, policy):

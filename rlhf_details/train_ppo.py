@@ -26,6 +26,7 @@ Masks     True marks a real token. Masks travel with the tokens, and nothing is 
 
 One process:   python rlhf_details/train_ppo.py
 N processes:   accelerate launch --num_processes N rlhf_details/train_ppo.py
+Your data:     python rlhf_details/train_ppo.py --dataset rows.jsonl --sft_model_path gpt2 --reward_fn mine.py:f
 """
 
 import copy

@@ -20,6 +20,7 @@ Masks     True marks a real token. Masks travel with the tokens, and nothing is 
 
 One process:   python rlhf_details/train_reward.py
 N processes:   accelerate launch --num_processes N rlhf_details/train_reward.py
+Your data:     python rlhf_details/train_reward.py --dataset rows.jsonl --sft_model_path gpt2
 """
 
 import functools
@@ -43,7 +44,7 @@ class Args(cli.RunArgs):  # which holds the flags of run, data, logging and memo
     output_dir: str = "models/reward"
     """folder of the trained reward model"""
 
-    # data and model
+    # data
     dataset: str = "toy"
     """comparisons: "toy", a file, a folder, a Hub data set or FILE.py:FUNCTION, with rows of `prompt`, `chosen`,
     `rejected` (where these begin with the prompt it may be left out), or `prompt`, `candidates`, `best`, or token ids:
@@ -51,10 +52,13 @@ class Args(cli.RunArgs):  # which holds the flags of run, data, logging and memo
     name may end in [:4992], its start"""
     eval_dataset: str | None = None
     """held-out comparisons, evaluated after training; None: no evaluation"""
-    sft_model_path: str | None = None
-    """the causal language model whose weights it starts from, and the policy that normalisation samples"""
     num_comparisons: int = 3072
     """toy: how many comparisons the imaginary human labels"""
+
+    # models
+    sft_model_path: str | None = None
+    """the causal language model whose weights it starts from, and the policy that normalisation samples (required
+    unless --dataset is toy)"""
 
     # algorithm
     num_train_epochs: int = 1

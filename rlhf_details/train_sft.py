@@ -18,6 +18,7 @@ Masks     True marks a real token. Masks travel with the tokens, and nothing is 
 
 One process:   python rlhf_details/train_sft.py
 N processes:   accelerate launch --num_processes N rlhf_details/train_sft.py
+Your data:     python rlhf_details/train_sft.py --dataset rows.jsonl --base_model gpt2
 """
 
 import math
@@ -41,12 +42,14 @@ class Args(cli.RunArgs):  # which holds the flags of run, data, logging and memo
     output_dir: str = "models/sft"
     """folder of the trained model"""
 
-    # data and model
+    # data
     dataset: str = "toy"
     """rows of `prompt` and `completion`, of `messages`, of `text`, or of N+'s tokens: "toy", "toy-sum", a file, a
     folder or a Hub data set (:PART, a split or file of it), or FILE.py:FUNCTION, which returns rows"""
     eval_dataset: str | None = None
     """held-out rows, evaluated after training; None: no evaluation"""
+
+    # models
     base_model: str = "scratch"
     """a causal language model (folder or Hub name), or "scratch": a GPT-NeoX of the sizes below"""
     vocab_size: int = 4096

@@ -2,7 +2,6 @@
 The command line: how flags are read and checked, and how a script ends with one line. `flags.py` holds the flags.
 """
 
-import ast
 import contextlib
 import dataclasses
 import importlib.util
@@ -12,19 +11,18 @@ import json
 import math
 import os
 import sys
-import textwrap
 import tomllib
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, get_origin
+from typing import get_origin
 
 import torch
 import tyro
 from transformers.utils import logging as transformers_logging
 
 from rlhf_details import toy
-from rlhf_details.plumbing import stages, starting_values
-from rlhf_details.plumbing.flags import GROUPS, MEMORY_KNOBS, NOT_THE_MODEL, OUTPUTS, PolicyArgs, RunArgs  # noqa: F401
+from rlhf_details.plumbing import stages, starting_values, usage
+from rlhf_details.plumbing.flags import MEMORY_KNOBS, NOT_THE_MODEL, OUTPUTS, PolicyArgs, RunArgs  # noqa: F401
 
 MAY_BE_ZERO = "seed eval_every num_sample_generations truncate_after checkpoint_every".split()
 
@@ -103,7 +101,7 @@ def parse(args_class, argv=None, defaults=None, by_size=False):
     defaults = stages.defaults(script) if defaults is None else defaults
     argv = sys.argv[1:] if argv is None else argv
     if "-h" in argv or "--help" in argv:
-        show_help(args_class)
+        usage.show(inspect.getfile(args_class), args_class=args_class)
     argv = join_lists(argv, {name for name, f in fields.items() if get_origin(f.type) is tuple})
     path, config = value_of("config", argv), {}
     if path:
@@ -174,32 +172,6 @@ def join_lists(argv, names):
             target = words
             words.append(word)
     return words + [word for name, values in found.items() for word in (f"--{name}", *values)]
-
-
-def show_help(args_class):
-    """Prints the help and ends the program. Flags stand in groups, one for each class that declares some."""
-    defaults, texts, groups, seen = {f.name: f.default for f in dataclasses.fields(args_class)}, {}, [], set()
-    classes = [c for c in reversed(args_class.__mro__) if dataclasses.is_dataclass(c)]
-    for c in classes:
-        texts |= help_texts(c)  # A class may give a flag of its base another text.
-    for c in classes:
-        new = [f for f in dataclasses.fields(c) if f.name not in seen]
-        seen |= {f.name for f in new}
-        flags = [(f.name, Annotated[f.type, tyro.conf.arg(help=texts[f.name])], defaults[f.name]) for f in new]
-        group, title = dataclasses.make_dataclass(c.__name__, flags), GROUPS.get(c.__name__, defaults["exp_name"])
-        group.__doc__ = ""  # Otherwise the help would show the dataclass's signature.
-        kind = Annotated[group, tyro.conf.arg(name=title)]
-        groups.append((c.__name__, kind, dataclasses.field(default_factory=group)))
-    whole = dataclasses.make_dataclass("Help", groups)
-    whole.__doc__ = ""
-    tyro.cli(whole, args=["--help"], config=(tyro.conf.OmitArgPrefixes,))
-
-
-def help_texts(args_class):
-    """{flag: the string that stands below it in the source} of the flags that a class declares."""
-    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(args_class))).body
-    pairs = [(a, b) for a, b in pairwise(tree.body) if isinstance(b, ast.Expr)]
-    return {a.target.id: " ".join(ast.literal_eval(b.value).split()) for a, b in pairs if isinstance(a, ast.AnnAssign)}
 
 
 # ---- checks that all scripts share -----------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ OUTPUTS = (
 ).split()
 # These flags may differ when a run writes into the output folder of an earlier one, because the model is the same.
 NOT_THE_MODEL = [*MEMORY_KNOBS, *OUTPUTS, "exp_name", "eval_dataset", "eval_every", "num_sample_generations"]
-GROUPS = {"RunArgs": "run, data and memory", "PolicyArgs": "policy training"}  # titles in --help of the classes below
 
 
 @dataclass
@@ -51,7 +50,7 @@ class RunArgs:
     hub_model_id: str | None = None
     """the Hub repository, "name" or "owner/name"; None: output_dir with - in place of /"""
 
-    # data and models
+    # data
     dataset: str = "toy"
     """rows: "toy", "toy-sum", a .jsonl/.json/.csv/.parquet file, a folder or a Hub data set, with :PART for a split or
     a file of it, or FILE.py:FUNCTION, which returns rows"""
@@ -64,6 +63,8 @@ class RunArgs:
     also beside a column `prompt`; None: column `prompt`, or else the messages"""
     max_prompt_length: int | None = None
     """drop rows whose prompt has more tokens than this; the number of dropped rows is printed"""
+
+    # models
     trust_remote_code: bool = False
     """run the Python code that comes with a model; only for models whose authors you trust"""
     lora_rank: int | None = None
@@ -83,12 +84,25 @@ class RunArgs:
 class PolicyArgs(RunArgs):
     """What the scripts that train a policy on rewards have in addition."""
 
+    # run
+    num_sample_generations: int = 10
+    """how many tables of sample responses to show, spread evenly over the run"""
+    eval_every: int = 0
+    """updates between held-out evaluations; 0: only before and after training"""
+
+    # data
     filter_length: bool = False
     """drop rows whose prompt has more than 0.9 * response_length tokens"""
+
+    # models
     sft_model_path: str | None = None
-    """the policy to start from, which is also the reference of the KL; a folder or a Hub model"""
+    """the policy to start from, which is also the reference of the KL; a folder or a Hub model (required unless
+    --dataset is toy or toy-sum)"""
+
+    # reward and KL
     reward_model_path: str | None = None
-    """reward model, a sequence-classification model with one label; one that has another tokenizer is given text"""
+    """reward model, a sequence-classification model with one label; one that has another tokenizer is given text
+    (required unless --dataset is toy or toy-sum, or --reward_fn is given)"""
     allow_untrained_reward_model: bool = False
     """accept a reward model without a trained head; the head is drawn at random (dummy runs)"""
     reward_fn: tuple[str, ...] = ()
@@ -96,9 +110,9 @@ class PolicyArgs(RunArgs):
     replace the reward model, or are added to its score"""
     reward_fn_weights: tuple[float, ...] = ()
     """the factor of each reward function, in their order; none given: 1 for each"""
-    num_sample_generations: int = 10
-    """how many tables of sample responses to show, spread evenly over the run"""
-    eval_every: int = 0
-    """updates between held-out evaluations; 0: only before and after training"""
+    reward_fn_format: Literal["text", "messages"] = "text"
+    """what reward functions get: strings, or messages {"role", "content"}, whatever the data set holds"""
+
+    # memory and speed: never changes the result
     rollout_micro_batch_size: int = 64
     """episodes that a device samples at once"""

@@ -152,9 +152,9 @@ def show(args, summary, metrics, tables):
 
 
 def as_text(figure):
-    """A figure as a number and its interval where it has one, or nothing where there is no figure."""
+    """A figure as a number and its interval where it has one, or - where there is no figure."""
     if figure is None:
-        return ""
+        return "-"
     interval = f"  ({figure['low']:.3f} .. {figure['high']:.3f})" if "low" in figure else ""
     return f"{figure['value']:.3f}{interval}"
 

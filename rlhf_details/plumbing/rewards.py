@@ -3,9 +3,10 @@ What a response is worth: the reward model's score, the user's reward functions,
 
 A reward function is called as f(prompts, completions, **columns) and returns a list with one entry for each completion:
 a number; True or False, which count 1 and 0, for a reward that can be verified; or None, where it does not apply to the
-kind of row. `prompts` and `completions` are strings, or lists of messages where the prompts are messages. `columns` are
-the data set's other columns, each a list as long, with None where a row lacks it. A function gets those that it names,
-or all of them where it takes **columns. Source: the convention of TRL's GRPOTrainer and RLOOTrainer.
+kind of row. `prompts` and `completions` are strings, also for conversations, or under --reward_fn_format messages lists
+of messages, also for plain text. `columns` are the data set's other columns, each a list as long, with None where a row
+lacks it. A function gets those that it names, or all of them where it takes **columns. Source: the convention of TRL's
+GRPOTrainer and RLOOTrainer, which pass messages where the prompts are messages.
 """
 
 import copy
@@ -130,7 +131,6 @@ class Scorer:
 
     def values_of(self, rows, batch, n, texts):
         """(values [M, F] on the CPU, {(name of a function, whether an entry is a bool)}) of my responses."""
-        prompts = [row.columns["prompt"] if is_messages(row.columns["prompt"]) else row.text for row in rows]
         reads_ids = self.reward_model and not self.reward_model.tokenizer
         if texts is None and len(self.names) > bool(reads_ids):  # Something needs the text.
             texts = models.decode(self.tokenizer, *batch[2:])
@@ -140,12 +140,13 @@ class Scorer:
             scores = [self.response_scores(self.reward_model, part, *n) for part in slices]
             entries["reward_model"] = torch.cat(scores).tolist()
         elif self.reward_model:
+            prompts = [row.columns["prompt"] if is_messages(row.columns["prompt"]) else row.text for row in rows]
             entries["reward_model"] = self.scores_of_text(prompts, texts, *batch[2:])
         if self.reward_model:
             self.seconds["time/rewards/reward_model"] = time.time() - start
         for name in self.functions:
             start = time.time()
-            entries[name] = self.call(name, rows, prompts, texts)
+            entries[name] = self.call(name, rows, texts)
             self.seconds[f"time/rewards/{name}"] = time.time() - start
         self.check_entries(entries, rows, batch)
         for name in self.watched:
@@ -175,12 +176,15 @@ class Scorer:
             if self.must_score and all(entry is None for entry in given):
                 raise Fault(f"no reward applies to {show(i)}")
 
-    def call(self, name, rows, prompts, texts):
-        """The entries that a function returns, one for each row."""
+    def call(self, name, rows, texts):
+        """The entries that a function returns, one for each row. It is called once, and never again for these texts."""
+        prompts, completions = [row.text for row in rows], texts
+        if self.args.reward_fn_format == "messages":
+            pairs = [(row.columns["prompt"], row.text) for row in rows]
+            prompts = [x if is_messages(x) else [{"role": "user", "content": text}] for x, text in pairs]
+            completions = [[{"role": "assistant", "content": text}] for text in texts]
         takes_all, named = parameters_of(self.functions[name], name)
         columns = {key: [row.columns.get(key) for row in rows] for key in self.columns if takes_all or key in named}
-        pairs = zip(prompts, texts, strict=True)
-        completions = [[{"role": "assistant", "content": x}] if is_messages(prompt) else x for prompt, x in pairs]
         # The function gets copies, which it may change.
         given = copy.deepcopy({"prompts": prompts, "completions": completions, **columns})
         try:
@@ -188,11 +192,10 @@ class Scorer:
                 entries = self.functions[name](**given)
             is_list = isinstance(entries, Iterable) and not isinstance(entries, dict | set | str)
             entries = list(entries.tolist() if hasattr(entries, "tolist") else entries) if is_list else entries
-        except Exception as e:  # The user's code may raise whatever it likes.
-            where = f"for {len(rows)} responses, the first to row {rows[0].number} of {rows[0].source}"
-            raise Fault(
-                f"--reward_fn {name} raised {type(e).__name__} {where}\n{traceback.format_exc().rstrip()}"
-            ) from e
+        except Exception as e:  # The user's code may raise whatever it likes. Nothing says which row is to blame.
+            trace = traceback.format_exception(type(e), e, e.__traceback__.tb_next)  # It begins in the user's code.
+            what = f"--reward_fn {name} raised {type(e).__name__}, called with {len(rows)} completions"
+            raise Fault(f"{what}\n{''.join(trace).rstrip()}") from e
         if not is_list or len(entries) != len(rows):
             what = f"{len(entries)} entries" if is_list else f"{reprlib.repr(entries)}, which is no list,"
             raise Fault(f"--reward_fn {name} returned {what} for {len(rows)} completions")

@@ -88,8 +88,8 @@ class Console:
 
 
 def as_cell(x):
-    """A number with two decimals, yes or no, or a text on one line."""
-    x = {True: "yes", False: "no"}[x] if isinstance(x, bool) else x
+    """A number with two decimals, yes or no, a text on one line, or - where there is nothing."""
+    x = {True: "yes", False: "no", None: "-"}[x] if x is None or isinstance(x, bool) else x
     return f"{x:.2f}" if isinstance(x, float) else str(x).replace("\n", "⏎")
 
 
@@ -169,7 +169,8 @@ class WeightsAndBiases:
     def data(self, prompts):
         rows, lengths = [prompt.columns for prompt in prompts[:8]], [len(prompt.ids) for prompt in prompts]
         columns = list(dict.fromkeys(column for row in rows for column in row))
-        table = self.Table(columns=columns, data=[[str(row.get(column, "")) for column in columns] for row in rows])
+        cells = [["-" if row.get(column) is None else str(row[column]) for column in columns] for row in rows]
+        table = self.Table(columns=columns, data=cells)
         self.run.log({"data/rows": table, "data/prompt_lengths": self.Histogram(lengths)}, step=0)
 
     def close(self, exit_code):

@@ -91,15 +91,6 @@ def test_the_policy_starts_from_the_reward_models_start_unless_it_is_named(in_tm
     assert (reward.sft_model_path, policy.sft_model_path, policy.kl_coef) == ("base", "third", 0.7)
 
 
-@pytest.mark.parametrize("algorithm,flag", [("ppo", "--policy.gamma"), ("rloo", "--policy.rloo-k")])
-def test_help_shows_the_flags_of_the_algorithm_with_the_embedded_tasks_defaults(capsys, algorithm, flag):
-    with pytest.raises(SystemExit) as end:
-        train_both.parse(["--algorithm", algorithm, "--help"])
-    shown = capsys.readouterr().out
-    assert end.value.code == 0 and flag in shown and "models/toy/" + algorithm in shown
-    assert ("--policy.rloo-k" in shown) == (algorithm == "rloo")
-
-
 @pytest.mark.parametrize(
     "words,message",
     [

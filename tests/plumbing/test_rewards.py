@@ -54,25 +54,13 @@ def test_a_function_is_found_in_a_file_and_in_a_package_and_may_import_its_neigh
     assert rows.load_function("rlhf_details.toy:right_sum", "--reward_fn") is toy.right_sum
 
 
-def test_a_file_of_the_same_name_in_another_folder_is_another_file(tmp_path, monkeypatch):
-    for number in (1, 2):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        monkeypatch.chdir(folder)
-        Path("same.py").write_text(f"def f(prompts, completions):\n    return {number}\n")
-        assert rows.load_function("same.py:f", "--reward_fn")([], []) == number
-
-
 @pytest.mark.parametrize(
     "spec, code, words",
     [
         ("mine.py", "", "FILE.py:function"),
         ("nowhere.py:f", "", "no such file"),
-        ("no.such.package:f", "", "No module named"),
         ("mine.py:f", "import no_such_package", "No module named"),
         ("mine.py:f", "def g(): pass", "no function 'f'"),
-        ("mine.py:f", "f = 3", "no function 'f'"),
-        ("mine.py:f", "def f(prompts): return []", "f(prompts, completions, **columns)"),
         ("mine.py:f", "def f(a, b): return []", "f(prompts, completions, **columns)"),
     ],
 )
@@ -126,12 +114,9 @@ NAN = math.nan
     [
         ("[1, 2.5, -3]", [1, 2.5, -3], False),
         ("[True, False, True]", [1, 0, 1], True),
-        ("[None, 0.0, None]", [NAN, 0, NAN], False),
         ("[None, True, None]", [NAN, 1, NAN], True),
         ("(x for x in (1, True, None))", [1, 1, NAN], False),
-        ("__import__('numpy').array([1.5, 2, 3])", [1.5, 2, 3], False),
         ("__import__('numpy').array([True, False, True])", [1, 0, 1], True),
-        ("__import__('torch').tensor([1.5, 2, 3])", [1.5, 2, 3], False),
         ("[__import__('torch').tensor(1.5), __import__('numpy').float32(2), 3]", [1.5, 2, 3], False),
     ],
 )
@@ -149,15 +134,10 @@ def test_what_a_function_may_return(functions, returned, values, is_boolean):
     "body, words",
     [
         ("return [0.0, float('nan'), 0.0]", ["returned nan", "row 2 of --dataset x, 'p1'", "'the room'"]),
-        ("return [0.0, 0.0, float('inf')]", ["returned inf", "row 3"]),
-        ("return [0.0, 1e39, 0.0]", ["returned 1e+39", "row 2"]),
         ("return ['much', 0.0, 0.0]", ["returned 'much'", "row 1"]),
         ("return [0.0, 0.0]", ["returned 2 entries for 3 completions"]),
         ("return None", ["returned None, which is no list, for 3 completions"]),
-        ("return 'abc'", ["no list"]),
-        ("return {0: 1, 1: 2, 2: 3}", ["no list"]),
         ("return [None, 0.0, None]", ["no reward applies to row 1"]),
-        ("return [0.0][5]", ["raised IndexError", "mine.py", "list index out of range"]),
     ],
 )
 def test_a_function_at_fault_ends_the_run_with_its_name_and_the_row(functions, capsys, body, words):
@@ -166,14 +146,40 @@ def test_a_function_at_fault_ends_the_run_with_its_name_and_the_row(functions, c
         call(ROWS, ["a", "b", "c"])
     report = capsys.readouterr().err
     assert end.value.code == 1 and all(word in report for word in words), report
-    assert report.startswith("error: no reward" if "None, 0.0" in body else "error: --reward_fn f ")
+
+
+def test_a_function_that_raises_shows_its_own_traceback_and_blames_no_row(functions, capsys):
+    functions("""
+        calls = []
+        def longest(texts): return max(map(len, texts[5:]))
+        def f(prompts, completions):
+            calls.append(completions)
+            try: longest(completions)
+            except ValueError as e: raise RuntimeError("the server is gone") from e
+    """)
+    with pytest.raises(SystemExit) as end:
+        call(ROWS, ["a", "b", "c"])
+    first, second, *trace = capsys.readouterr().err.splitlines()
+    assert end.value.code == 1 and first == "error: --reward_fn f raised RuntimeError, called with 3 completions"
+    assert "Traceback" in second and trace[-1] == "RuntimeError: the server is gone"
+    trace = "\n".join(trace)
+    for words in (
+        "in longest",
+        "max(map(len, texts[5:]))",
+        "direct cause",
+        'raise RuntimeError("the server is gone") from e',
+    ):
+        assert words in trace
+    assert "plumbing/rewards.py" not in trace and "row" not in first + trace
+    assert sys.modules["mine_of_the_user"].calls == [["a", "b", "c"]]  # The guilty row is not searched by more calls.
 
 
 def test_none_is_for_all_responses_to_a_prompt_or_for_none_of_them(functions, capsys):
-    functions("def f(prompts, completions): return [1.0 if 'a' in c else None for c in completions]")
-    score = make_scorer(("mine.py:f",), reward_model=None)
-    score.functions["g"] = lambda prompts, completions: [0.0] * len(prompts)
-    score.names, score.weights, score.num_weighted = ["f", "g"], torch.ones(2), 2
+    functions("""
+        def f(prompts, completions): return [1.0 if 'a' in c else None for c in completions]
+        def g(prompts, completions): return [0.0] * len(prompts)
+    """)
+    score = make_scorer(("mine.py:f", "mine.py:g"))
     first, second = prompt(ROWS[0], 1), prompt(ROWS[1], 2)
     values = score([first, first, second, second], batch_of(["."] * 4), texts=["a", "a", "b", "b"])
     assert values[:, 0].tolist() == pytest.approx([1, 1, NAN, NAN], nan_ok=True)
@@ -186,19 +192,17 @@ def test_none_is_for_all_responses_to_a_prompt_or_for_none_of_them(functions, ca
 
 def test_a_function_gets_the_columns_that_it_names_or_all(functions):
     functions("""
+        import functools
         def f(prompts, completions, answer): return [prompts == ["p0", "p1", "p2"] and answer == [0, 1, 2]] * 3
         def g(completions, prompts, **columns):
             return [columns == {"answer": [0, 1, 2], "extra": [0, -1, -2], "rare": [None] * 3}] * 3
         def h(prompts, completions, *, extra=None, other=None): return [extra == [0, -1, -2] and other is None] * 3
-        def i(prompts, completions): return [len(c) for c in completions]
+        def any(scale, prompts, completions): return [scale * len(c) for c in completions]
+        i = functools.partial(any, 2)
     """)
-    names = tuple(f"mine.py:{name}" for name in "fghi")
-    held_out = [prompt({"prompt": "p", "rare": 1})]
-    score = make_scorer(names)
-    prompts = [prompt(columns) for columns in ROWS]
-    score.check_columns([*prompts, *held_out])
-    values = score(prompts, batch_of(["."] * 3), texts=["", "b", "cc"])
-    assert values.tolist() == [[1, 1, 1, 0], [1, 1, 1, 1], [1, 1, 1, 2]] and score.boolean == ["f", "g", "h"]
+    held_out = [prompt({"prompt": "p", "answer": 1, "rare": 1})]
+    score, values = call(ROWS, ["", "b", "cc"], tuple(f"mine.py:{name}" for name in "fghi"), held_out)
+    assert values.tolist() == [[1, 1, 1, 0], [1, 1, 1, 2], [1, 1, 1, 4]] and score.boolean == ["f", "g", "h"]
 
 
 def test_what_a_function_changes_is_its_own(functions):
@@ -212,27 +216,22 @@ def test_what_a_function_changes_is_its_own(functions):
     assert values[:, 1].tolist() == [9] * 3
 
 
-def test_partials_and_instances_are_functions(functions):
-    functions("""
-        import functools
-        def g(scale, prompts, completions, **columns): return [scale * len(c) for c in completions]
-        f = functools.partial(g, 2)
-        class Caller:
-            def __call__(self, prompts, completions): return [len(c) for c in completions]
-        h = Caller()
-    """)
-    assert call(ROWS, ["a", "bb", ""], ("mine.py:f", "mine.py:h"))[1].tolist() == [[2, 1], [4, 2], [0, 0]]
-
-
-def test_conversations_come_as_messages_and_other_prompts_as_text(functions):
+@pytest.mark.parametrize("format", ["text", "messages"])
+def test_a_function_gets_text_or_on_request_messages_of_whatever_data(functions, format):
     functions("""
         seen = []
         def f(prompts, completions): seen.append((prompts, completions)); return [0.0] * len(prompts)
     """)
-    message, ids = [{"role": "user", "content": "we"}], toy.tokenizer()("we were").input_ids
-    call([{"prompt": "we"}, {"prompt": message}, {"prompt": ids}], ["a", "b", "c"])
-    seen = sys.modules["mine_of_the_user"].seen
-    assert seen == [(["we", message, "we were"], ["a", [{"role": "assistant", "content": "b"}], "c"])]
+    turn, ids = [{"role": "user", "content": "we"}], toy.tokenizer()("we were").input_ids
+    turns = [{"role": "system", "content": "be"}, *turn]
+    table = [{"prompt": "we"}, {"prompt": turn}, {"prompt": turns}, {"prompt": ids}]
+    call(table, ["a", "b", "c", "d"], reward_fn_format=format)
+    ((prompts, completions),) = sys.modules["mine_of_the_user"].seen
+    if format == "text":
+        assert prompts == ["we", "we", "system: be\nuser: we", "we were"] and completions == ["a", "b", "c", "d"]
+    else:
+        assert prompts == [turn, turn, turns, [{"role": "user", "content": "we were"}]]
+        assert completions == [[{"role": "assistant", "content": text}] for text in "abcd"]
 
 
 def test_a_column_that_a_function_needs_and_no_row_has_is_named_for_both_data_sets(functions, fails):
@@ -252,10 +251,7 @@ def test_functions_of_one_name_are_told_apart_and_each_has_its_weight(functions)
     functions("def f(prompts, completions):\n    return [1, 2, 3]")
     score, values = call(ROWS, ["a", "b", "c"], ("mine.py:f", "other.py:f"), reward_fn_weights=(2.0, -1.0))
     assert score.names == ["mine.py:f", "other.py:f"] and score.weights.tolist() == [2.0, -1.0]
-    assert score.by_name(values, "objective/") == {
-        "objective/rewards/mine.py:f": 2,
-        "objective/rewards/other.py:f": 6,
-    }
+    assert score.by_name(values, "a/") == {"a/rewards/mine.py:f": 2, "a/rewards/other.py:f": 6}
 
 
 def test_means_are_over_the_responses_that_a_reward_applies_to(functions):
@@ -265,11 +261,8 @@ def test_means_are_over_the_responses_that_a_reward_applies_to(functions):
         def never(prompts, completions): return [None] * 3
     """)
     score, values = call(ROWS, ["a", "b", "c"], ("mine.py:is_even", "mine.py:is_odd", "mine.py:never"))
-    assert score.by_name(values) == {
-        "rewards/is_even": 0.5,
-        "rewards/is_odd": 1.0,
-        "verifiable_correct_rate": pytest.approx(2 / 3),
-    }
+    rate = pytest.approx(2 / 3)
+    assert score.by_name(values) == {"rewards/is_even": 0.5, "rewards/is_odd": 1, "verifiable_correct_rate": rate}
 
 
 def test_gold_is_watched_where_rows_are_of_the_embedded_task(functions):
@@ -312,10 +305,8 @@ def test_the_score_is_the_weighted_sum_of_reward_model_and_functions(functions, 
             assert len(prompts) == len(completions) == len(completion)
             return [len(c.split()) > 4 for c in completions]
     """)
-    options = dict(
-        reward_fn=("mine.py:words", "mine.py:is_long"), reward_fn_weights=(0.5, -2.0), missing_eos_penalty=None
-    )
-    metrics = run_page(page, tiny, **options, eval_dataset="toy:test", take=20)
+    options = dict(reward_fn=("mine.py:words", "mine.py:is_long"), reward_fn_weights=(0.5, -2.0))
+    metrics = run_page(page, tiny, **options, missing_eos_penalty=None, eval_dataset="toy:test", take=20)
     assert len(metrics) == 4
     for row in metrics:
         for at in {"eval/objective/", "objective/"} & {name.partition("scores")[0] for name in row}:
@@ -353,6 +344,24 @@ def test_each_completion_is_rewarded_with_its_own_row(functions, tiny, monkeypat
     for row in run_page(page, tiny, **options):
         rates = [row[name] for name in row if name.endswith("verifiable_correct_rate")]
         assert rates and set(rates) == {1.0}
+
+
+@pytest.mark.parametrize("page", list(PAGES))
+def test_a_function_is_called_once_for_what_is_scored(functions, tiny, page):
+    """Neither sample tables nor checkpoints nor a resumed run that is at its end call it again."""
+    functions("""
+        calls = []
+        def f(prompts, completions):
+            calls.append(len(completions))
+            return [0.0] * len(completions)
+    """)
+    options = dict(eval_dataset=write_rows("eval.jsonl", toy.rows("prompts", "test")[:5]), eval_every=2)
+    options |= dict(num_sample_generations=3, checkpoint_every=1, reward_fn=("mine.py:f",))
+    run_page(page, tiny, **options)
+    calls = sys.modules["mine_of_the_user"].calls
+    assert calls == [5, 16, 16, 5, 16, 5]  # before training, and after the updates 2 and 3
+    run_page(page, tiny, **options, resume=True)
+    assert len(calls) == 6
 
 
 def test_a_function_that_fails_in_an_update_leaves_the_checkpoint_before_it(functions, tiny, few_prompts, capsys):
@@ -405,6 +414,7 @@ def test_a_reward_model_with_other_token_ids_is_given_text_and_scores_the_same(
     other = run_page(page, tiny, **options, reward_model_path=reward_model)
     assert "tokenizer of its own" in capsys.readouterr().out
     assert_same_curves(same, other)
+    assert not any("/rewards/" in name for row in same for name in row)  # A model alone is objective/scores already.
 
 
 @pytest.fixture
@@ -429,18 +439,13 @@ def reads_text(tiny):
 
 
 def test_only_what_has_ended_is_followed_by_eos(reads_text):
-    score, alone, tokenizer = reads_text
-    prompts, texts = ["last night we went", "on monday"], ["the room was lovely .", "the pool"]
-    ids = [tokenizer(f"{a} {b}").input_ids for a, b in zip(prompts, texts, strict=True)]
-    expected = [alone([*ids[0], tokenizer.eos_token_id]), alone(ids[1])]
-    assert score(prompts, texts, [True, False]) == pytest.approx(expected, abs=1e-5)
-
-
-def test_a_text_longer_than_the_reward_models_context_loses_its_beginning(reads_text):
-    score, alone, tokenizer = reads_text
+    score, alone, tokenizer = reads_text  # A text longer than the model's context of 128 loses its beginning.
     long = " ".join(sorted(toy.NOUN_TOPIC) * 20)
-    ids = [*tokenizer(f"{long} the room").input_ids, tokenizer.eos_token_id]
-    assert len(ids) > 128 and score([long], ["the room"], [True]) == pytest.approx([alone(ids[-128:])], abs=1e-5)
+    prompts, texts = ["last night we went", "on monday", long], ["the room was lovely .", "the pool", "the room"]
+    ids = [tokenizer(f"{a} {b}").input_ids for a, b in zip(prompts, texts, strict=True)]
+    eos = [tokenizer.eos_token_id]
+    expected = [alone(ids[0] + eos), alone(ids[1]), alone((ids[2] + eos)[-128:])]
+    assert len(ids[2]) > 128 and score(prompts, texts, [True, False, True]) == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_conversation_is_scored_with_the_reward_models_own_template(reads_text):
@@ -459,21 +464,12 @@ def examples():
     return runpy.run_path(str(ROOT / "benchmark/rewards.py"))
 
 
-def both(function, prompts, completions, **columns):
-    """What a function says of strings, which it must also say of messages."""
-    asked = [[{"role": "user", "content": prompt}] for prompt in prompts]
-    answers = [[{"role": "assistant", "content": text}] for text in completions]
-    values = function(prompts, completions, **columns)
-    assert function(asked, answers, **columns) == values
-    return values
-
-
 def test_length_brevity_and_keyword(examples):
     texts = ["", "one, two.", " ".join(["w"] * 20), " ".join(["w"] * 25), " ".join(["w"] * 99)]
-    assert both(examples["length"], [""] * 5, texts) == pytest.approx([0, 0.1, 1, 0.75, 0])
-    assert both(examples["brevity"], [""] * 5, texts) == pytest.approx([0, -0.2, -2, -2.5, -9.9])
+    assert examples["length"]([""] * 5, texts) == pytest.approx([0, 0.1, 1, 0.75, 0])
+    assert examples["brevity"]([""] * 5, texts) == pytest.approx([0, -0.2, -2, -2.5, -9.9])
     texts = ["", "Very very good", "so truly, really very", "sofa"]
-    assert both(examples["keyword"], [""] * 4, texts) == [0, 1, 4, 0]
+    assert examples["keyword"]([""] * 4, texts) == [0, 1, 4, 0]
 
 
 @pytest.mark.parametrize(
@@ -484,7 +480,6 @@ def test_length_brevity_and_keyword(examples):
         ("#### 1,234", 1234, True),
         ("first 5, then #### 72 apples", "#### 72 apples", True),
         (r"thus \boxed{\frac{1}{2}}", r"\frac{1}{2}", True),
-        ("about 7.0.", "7", True),
         ("-3", "3", False),
         ("$18", "18", True),
         ("paris is it", "Paris", False),
@@ -493,19 +488,20 @@ def test_length_brevity_and_keyword(examples):
     ],
 )
 def test_exact_match_reads_the_final_answer(examples, completion, answer, right):
-    assert both(examples["exact_match"], ["q"], [completion], answer=[answer]) == [right]
+    assert examples["exact_match"](["q"], [completion], answer=[answer]) == [right]
 
 
 def test_rouge_is_against_the_rows_own_completion(examples):
-    columns = {"completion": ["the cat sat", "the dog", None]}
-    assert both(examples["rouge"], ["", "", ""], ["the cat sat", "the cat", "a"], **columns) == [1.0, 0.5, None]
+    references = ["the cat sat", [{"role": "assistant", "content": "the dog"}], None]
+    completions = ["the cat sat", "the cat", "a"]
+    assert examples["rouge"]([""] * 3, completions, completion=references) == [1.0, 0.5, None]
 
 
 def test_paraphrase_wants_the_content_in_other_words(examples):
     source = "my sister went to a small cafe by the river"
     other = "beside the river my sister found a small cafe and went inside"
     texts = [source, other, "nothing of that is said here at all today", ""]
-    copied, good, lost, short = both(examples["paraphrase"], [source] * 4, texts)
+    copied, good, lost, short = examples["paraphrase"]([source] * 4, texts)
     assert copied == pytest.approx(0.4 + 0.1 + 0.1) and good > copied > 0.5 and 0 <= lost < good and short == 0
 
 
@@ -517,7 +513,7 @@ def test_sentiment_is_the_pipelines_probability_of_positive(examples, in_tmp, mo
     model.save_pretrained("classifier"), toy.tokenizer().save_pretrained("classifier")
     monkeypatch.setenv("SENTIMENT_MODEL", "classifier")
     prompts, completions = ["we went to a cafe .", "the room"], ["the soup was lovely .", "was awful ."]
-    got = both(examples["sentiment"], prompts, completions)
+    got = examples["sentiment"](prompts, completions)
     for value, text in zip(got, map(" ".join, zip(prompts, completions, strict=True)), strict=True):
         with torch.no_grad():
             expected = model(torch.tensor([toy.tokenizer()(text).input_ids])).logits.softmax(-1)[0, 1].item()

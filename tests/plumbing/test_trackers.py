@@ -14,6 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from wandb_file import read_runs
 
 from rlhf_details import toy, train_rloo
+from rlhf_details.plumbing import report, trackers
 
 OPTIONS = dict(track=True, wandb_tags=("mine",), num_sample_generations=2, eval_dataset="toy:test", take=24, seed=7)
 
@@ -73,3 +74,7 @@ def test_a_resumed_run_is_the_same_one_and_shows_its_data_once(tiny, offline_wan
     assert first.table("data/rows") and not second.column("data/prompt_lengths")
     assert [row["update"] for row in second.history if "update" in row] == [5, 6]
     assert (first.exit_code, second.exit_code) == (1, 0)
+
+
+def test_a_table_shows_a_dash_where_there_is_no_value():
+    assert trackers.as_cell(None) == report.as_text(None) == "-"
