@@ -16,10 +16,10 @@ from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
 from typing import Literal
 
-import tyro
-
 from rlhf_details import toy, train_ppo, train_reward, train_rloo
 from rlhf_details.plumbing import cli, data, stages
+
+import tyro
 
 
 @dataclass
