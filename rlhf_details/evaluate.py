@@ -29,14 +29,13 @@ import time
 from dataclasses import dataclass
 from typing import Literal
 
+from rlhf_details import utils
+from rlhf_details.plumbing import cli, data, engines, evaluation, judge, models, report, rewards
+from rlhf_details.utils import EVALUATION, in_slices
+
 import torch
-from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import nn
-
-from rlhf_details import utils
-from rlhf_details.plumbing import cli, data, evaluation, judge, models, report, rewards
-from rlhf_details.utils import EVALUATION, in_slices
 
 
 @dataclass
@@ -63,7 +62,7 @@ class Args:
     max_prompt_length: int | None = None
     """drop rows whose prompt has more tokens than this; the number of dropped rows is printed"""
     policy_path: str | None = None
-    """the policy that is evaluated, a folder or a Hub model"""
+    """the policy that is evaluated; a folder, or NAME or NAME@REVISION on the Hub"""
     opponent_path: str | None = None
     """the policy it is compared with; None: the rows' `completion`, where a judge needs an opponent"""
     ref_model_path: str | None = None
@@ -325,9 +324,7 @@ def main(args: Args):
     start = time.time()
     args = evaluation.as_trained(args, FALLBACKS)
     check(args)
-    accelerator = Accelerator()
-    if accelerator.num_processes != cli.world_size():  # This happens on machines without a GPU.
-        cli.fail(f"{cli.world_size()} processes, but accelerate sees one: set ACCELERATE_USE_CPU=true")
+    accelerator = engines.join()
     device, size = accelerator.device, args.rollout_micro_batch_size
     use_references = args.judge != "none" and not args.opponent_path
 
