@@ -53,8 +53,8 @@ class RunArgs:
 
     # data and models
     dataset: str = "toy"
-    """rows: "toy", "toy-sum", a .jsonl/.json/.csv/.parquet file, a folder or a Hub data set, with :PART for a split or
-    a file of it, or FILE.py:FUNCTION, which returns rows"""
+    """rows: "toy", "toy-sum", a .jsonl/.json/.csv/.parquet file, a folder, or NAME or NAME@REVISION of a Hub data set,
+    with :PART for a split or a file of it, or FILE.py:FUNCTION, which returns rows"""
     eval_dataset: str | None = None
     """held-out rows, evaluated before, during and after training; None: no held-out evaluation"""
     take: int | None = None
@@ -85,7 +85,7 @@ class PolicyArgs(RunArgs):
     filter_length: bool = False
     """drop rows whose prompt has more than 0.9 * response_length tokens"""
     sft_model_path: str | None = None
-    """the policy to start from, which is also the reference of the KL; a folder or a Hub model"""
+    """the policy to start from, which is also the reference of the KL; a folder, or NAME or NAME@REVISION on the Hub"""
     reward_model_path: str | None = None
     """reward model, a sequence-classification model with one label; one that has another tokenizer is given text"""
     allow_untrained_reward_model: bool = False
