@@ -185,6 +185,6 @@ def encode(rows, what, tokenizer, reward, max_prompt_length=None):
     encoding.warn_of_empty(tokenizer, responses, what, "candidate")
     encoding.warn_of_empty(tokenizer, [(row.number, row.ids) for row in result], what, "prompt")
     if same := [row.number for row in result if all(ids == row.candidates[0] for ids in row.candidates)]:
-        many = f"{len(same)} rows have candidates that are all the same, the first one is row {same[0]}"
-        cli.say(f"warning: {what}: {many}; they teach nothing")
+        counted = f"{len(same)}, the first one is row {same[0]}; they teach nothing"
+        cli.say(f"warning: {what}: rows whose candidates are all the same: {counted}")
     return result

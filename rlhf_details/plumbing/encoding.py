@@ -109,7 +109,7 @@ def warn_of_empty(tokenizer, texts, what, name):
     """Says how many rows have a text of no token but special ones. texts: a list of (row's number, token ids)."""
     numbers = sorted({number for number, ids in texts if special_ids(tokenizer).issuperset(ids)})
     if numbers:
-        cli.say(f"warning: {what}: {len(numbers)} rows have an empty {name}, the first one is row {numbers[0]}")
+        cli.say(f"warning: {what}: rows with an empty {name}: {len(numbers)}, the first one is row {numbers[0]}")
 
 
 def encode_prompts(tokenizer, rows, room, what, limit=math.inf):

@@ -76,7 +76,7 @@ def why(value, error):
     if is_due_to(RepositoryNotFoundError) or type(error).__name__ == "DatasetNotFoundError":
         return "no such file or folder here, and no such repository on the Hub (a private one needs `hf auth login`)"
     if is_due_to(LocalEntryNotFoundError, ConnectionError):  # A machine that HF_HUB_OFFLINE keeps off the Hub, too.
-        return "no such file or folder here, and the Hub cannot be reached from this machine, nor is it in the cache"
+        return "no such file or folder here, no copy in the cache, and the Hub cannot be reached from this machine"
     if is_due_to(HFValidationError) or type(error) is FileNotFoundError:
         return "no such file or folder"
     return f"is no local path, and cannot be read from the Hub ({words})"

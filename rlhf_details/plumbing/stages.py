@@ -103,7 +103,7 @@ def run(command, environment):
         return child.wait()
     except KeyboardInterrupt:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            if code := child.wait(5):
+            if code := child.wait(30):
                 return code
         child.kill()
         raise

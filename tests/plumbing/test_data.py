@@ -684,8 +684,8 @@ def test_empty_texts_are_counted_and_the_first_one_is_named(in_tmp, capsys):
     write("rows.jsonl", [{"prompt": prompt, "completion": text} for prompt, text in ("ab", ("", "c"), "a ", "b ")])
     demonstrations_of("rows.jsonl", word_tokenizer())
     said = capsys.readouterr().out
-    assert "warning: --dataset rows.jsonl: 2 rows have an empty completion, the first one is row 3" in said
-    assert "1 rows have an empty prompt, the first one is row 2" in said
+    assert "warning: --dataset rows.jsonl: rows with an empty completion: 2, the first one is row 3" in said
+    assert "rows with an empty prompt: 1, the first one is row 2" in said
     write("texts.jsonl", [{"text": "a b"}] * 2)
     demonstrations_of("texts.jsonl", word_tokenizer())
     assert "warning" not in capsys.readouterr().out
@@ -697,8 +697,8 @@ def test_comparisons_that_teach_nothing_are_counted_and_the_first_one_is_named(i
     write("rows.jsonl", [{"prompt": "d", "chosen": a, "rejected": b} for a, b in pairs])
     comparisons_of("rows.jsonl", word_tokenizer())
     said = capsys.readouterr().out
-    assert "--dataset rows.jsonl: 2 rows have candidates that are all the same, the first one is row 2" in said
-    assert "--dataset rows.jsonl: 1 rows have an empty candidate, the first one is row 3" in said
+    assert "--dataset rows.jsonl: rows whose candidates are all the same: 2, the first one is row 2" in said
+    assert "--dataset rows.jsonl: rows with an empty candidate: 1, the first one is row 3" in said
     write("rows.jsonl", [{"prompt": "d", "candidates": ["a", "a", "b"], "best": 2}] * 2)
     comparisons_of("rows.jsonl", word_tokenizer())
     assert "warning" not in capsys.readouterr().out
