@@ -64,7 +64,7 @@ MUTATIONS = [
     ("MODEL-3", MODELS, "torch.float32", "torch.bfloat16"),
     ("MODEL-4", PPO, FROZEN, UNFROZEN),
     ("MODEL-4", RLOO, FROZEN, UNFROZEN),
-    ("MODEL-5", MODELS, "info['missing_keys'] or ", ""),
+    ("MODEL-5", MODELS, "if missing", "if misfits"),
     ("SFT-1", SFT, "if completion_only", "if True"),
     ("SFT-2", SFT, "is_target[:, 1:]", "is_target[:, :-1]"),
     ("SFT-3", SFT, "losses.sum() / num_targets", "losses.mean() / len(micro_batches)"),

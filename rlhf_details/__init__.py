@@ -1,10 +1,24 @@
 """RLHF in single-file scripts; each script holds its whole algorithm and is meant to be read from top to bottom."""
 
+import os
+import signal
 import sys
 from pathlib import Path
 
 from rlhf_details.plumbing import usage
 
-# `python rlhf_details/train_rloo.py --help` is answered here, because what the script imports next takes seconds.
+
+def end_in_one_line(kind, error, traceback, show=sys.excepthook):
+    """Shows what ends the program: Ctrl-C as one line of the main process, everything else as before."""
+    if not issubclass(kind, KeyboardInterrupt):
+        return show(kind, error, traceback)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Another Ctrl-C must not interrupt the end.
+    if os.environ.get("RANK", "0") == "0":
+        print("error: stopped by Ctrl-C", file=sys.stderr, flush=True)
+
+
+# The scripts import this package before the libraries, which take seconds, so that it holds there as well.
+sys.excepthook = end_in_one_line
+# `python rlhf_details/train_rloo.py --help` is answered here for the same reason.
 if {"-h", "--help"} & {*sys.argv[1:]} and Path(sys.argv[0]).resolve() in Path(__file__).resolve().parent.glob("*.py"):
     usage.show(sys.argv[0], sys.argv[1:])

@@ -32,15 +32,14 @@ import time
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-from accelerate import Accelerator
-from accelerate.utils import gather_object
-from torch import nn
-
 from rlhf_details import utils
-from rlhf_details.plumbing import cli, data, evaluation, interactive, judge, models, report, rewards
+from rlhf_details.plumbing import cli, data, engines, evaluation, interactive, judge, models, report, rewards
 from rlhf_details.plumbing.figures import average, rate
 from rlhf_details.utils import EVALUATION, in_slices
+
+import torch
+from accelerate.utils import gather_object
+from torch import nn
 
 
 @dataclass
@@ -73,8 +72,8 @@ class Args:
 
     # models: all of them share the policies' vocabulary
     policy_path: tuple[str, ...] = ()
-    """the policies that are evaluated, one or several, each a folder or a Hub model (required unless --dataset is toy
-    or toy-sum)"""
+    """the policies that are evaluated, one or several; each a folder, or NAME or NAME@REVISION on the Hub (required
+    unless --dataset is toy or toy-sum)"""
     opponent_path: str | None = None
     """the policy they are compared with; None: the rows' `completion`, where a judge needs an opponent"""
     ref_model_path: str | None = None
@@ -290,11 +289,9 @@ def main(args: Args):
     settings = evaluation.as_trained(args)  # {path of a policy: args with the settings to sample it with}
     evaluation.check(args, settings)
     if args.interactive:
-        return interactive.talk(settings, Accelerator(), respond)
+        return interactive.talk(settings, engines.join(), respond)
     report.check_folder(args, settings)
-    accelerator = Accelerator()
-    if accelerator.num_processes != cli.world_size():  # This happens on machines without a GPU.
-        cli.fail(f"{cli.world_size()} processes, but accelerate sees one: set ACCELERATE_USE_CPU=true")
+    accelerator = engines.join()
     device, size = accelerator.device, args.rollout_micro_batch_size
     use_references = args.judge != "none" and not args.opponent_path
     opponents = [args.opponent_path] if args.opponent_path or use_references else []  # None: the references

@@ -42,14 +42,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-from torch import nn
-from torch.utils.checkpoint import checkpoint
-
 from rlhf_details import utils
 from rlhf_details.plumbing import cli, data, engines, lora, models, rewards
 from rlhf_details.plumbing.run import Run
 from rlhf_details.utils import EVALUATION, TRAINING, in_slices
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 
 @dataclass

@@ -28,13 +28,13 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-from torch import nn
-
 from rlhf_details import utils
 from rlhf_details.plumbing import cli, comparisons, data, engines, lora, models
 from rlhf_details.plumbing.run import Run
 from rlhf_details.utils import REWARD_DATA, in_slices
+
+import torch
+from torch import nn
 
 
 @dataclass
@@ -70,7 +70,7 @@ class Args(cli.RunArgs):  # which holds the flags of run, data, logging and memo
     reference_dataset: str | None = None
     """mean_shift: rows of `prompt` and `completion`; None: the candidates of the training comparisons"""
     normalize_samples: int = 256
-    """gain_bias: responses to sample from the policy at sft_model_path"""
+    """gain_bias: responses to sample from the policy at sft_model_path, before training and again after it"""
 
     # sampling, for the embedded task's comparisons and gain_bias
     response_length: int = 53
@@ -173,12 +173,13 @@ def sample_responses(args, accelerator, prompts, n, purpose, stop_id):
     return [r[m].tolist() for r, m in zip(responses, mask, strict=True)]
 
 
-def samples_to_normalise(args, accelerator, tokenizer, train):
+def samples_to_normalise(args, accelerator, tokenizer, train, purpose):
     """Rows of token ids, each a training prompt and what the policy at --sft_model_path answers."""
-    prompts = [train[i % len(train)].ids for i in range(args.normalize_samples)]
+    first = args.normalize_samples * (purpose == comparisons.AFTER)  # Prompts and noise are others than BEFORE.
+    prompts = [train[(first + i) % len(train)].ids for i in range(args.normalize_samples)]
     # With lm-human-preferences' labels the samples are whole responses, which no EOS ends. [RM-11]
     stop_id = None if comparisons.are_token_ids(train) else tokenizer.eos_token_id
-    responses = sample_responses(args, accelerator, prompts, 1, comparisons.NORMALISATION, stop_id)
+    responses = sample_responses(args, accelerator, prompts, 1, purpose, stop_id)
     return [query + response for query, response in zip(prompts, responses, strict=True)]
 
 
@@ -269,7 +270,7 @@ def main(args: Args):
     steps_per_epoch = len(train) // B  # The rest of an epoch's shuffle is left out, other rows in each epoch.
     num_steps = args.num_train_epochs * steps_per_epoch
     if args.normalization == "gain_bias":
-        samples = samples_to_normalise(args, accelerator, tokenizer, train)
+        samples = samples_to_normalise(args, accelerator, tokenizer, train, comparisons.BEFORE)
         # Their scores get std 1 before training, so that the loss starts from scores neither huge nor tiny. [RM-9]
         reward.gain.data.fill_(normalise(scores_of(reward, samples, size * K, accelerator))[0])
     # Set eps and weight decay explicitly, because torch's defaults are not the recipe's. [OPT-4]
@@ -324,6 +325,7 @@ def main(args: Args):
     # ---- normalise: the saved model's score is gain * score + bias ---------------------------------------------------
     gain, bias = 1.0, 0.0
     if args.normalization == "gain_bias":
+        samples = samples_to_normalise(args, accelerator, tokenizer, train, comparisons.AFTER)
         # Training has moved the scores. kl_coef is a price in points of score, so set them again. [RM-10]
         gain, bias = normalise(scores_of(reward, samples, size * K, accelerator))
     if args.normalization == "mean_shift":

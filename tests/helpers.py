@@ -157,7 +157,7 @@ def launch(script, flags, processes=1, cwd=None, **env):
     command = [str(ROOT / "rlhf_details" / script), *map(str, flags)]
     if processes > 1:
         command = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", *command]
-    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | env
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | env
     command = [sys.executable, *command]
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=1800)
 

@@ -1,7 +1,7 @@
 """A stand-in for the Hugging Face Hub on this machine, over HTTP and without a network.
 
-It speaks as much of the Hub's interface as `huggingface_hub` needs for model repositories with one branch. It does not
-speak Xet, the Hub's newer storage, so `point_at` turns that off.
+It speaks as much of the Hub's interface as `huggingface_hub` needs for model repositories. It does not speak Xet,
+the Hub's newer storage, so `point_at` turns that off.
 
     with Hub() as hub:
         point_at(monkeypatch, hub)
@@ -38,8 +38,9 @@ class Refused(Exception):
 class Hub:
     """The server, within `with Hub() as hub:`.
 
-    A test reads: url; files, {repository: {path: bytes}}; created, the repositories in the order of their creation;
-    messages, [(repository, summary of a commit)]; requests, [(method, path)]. It may put a model into `files`.
+    A test reads: url; files, {repository or "repository@branch": {path: bytes}}; created, the repositories in the
+    order of their creation; messages, [(repository, summary of a commit)]; requests, [(method, path)]. It may put a
+    model into `files`.
     A test sets: fail_on, None, "create", "upload" (of an LFS file) or "commit", which is then refused.
     """
 
@@ -133,9 +134,10 @@ class Hub:
         return {"success": True, "commitOid": head, "commitUrl": f"{self.url}/{repository}/commit/{head}"}
 
     def info(self, repository, revision, body):
-        siblings = [{"rfilename": path} for path in sorted(self.at(repository, revision))]
+        name = self.branch(repository, revision)
+        siblings = [{"rfilename": path} for path in sorted(self.files[name])]
         about = {"_id": "0", "id": repository, "modelId": repository, "author": repository.split("/")[0], "tags": []}
-        about |= {"sha": self.revision(repository), "private": False, "gated": False, "disabled": False, "likes": 0}
+        about |= {"sha": self.revision(name), "private": False, "gated": False, "disabled": False, "likes": 0}
         return about | {"downloads": 0, "lastModified": "2024-01-01T00:00:00.000Z", "siblings": siblings}
 
     def tree(self, repository, revision, folder, body):
@@ -153,8 +155,8 @@ class Hub:
 
     def resolve(self, repository, revision, path, body):
         """Download of a file."""
-        held, path = self.at(repository, revision), unquote(path)
-        headers = {"X-Repo-Commit": self.revision(repository)}
+        held, path = self.at(repository, unquote(revision)), unquote(path)
+        headers = {"X-Repo-Commit": self.revision(self.branch(repository, unquote(revision)))}
         if path not in held:
             refusal = Refused(404, "Entry not found", "EntryNotFound")
             refusal.headers |= headers
@@ -172,13 +174,19 @@ class Hub:
         if self.fail_on == step:
             raise Refused(403, "You have no write access")
 
-    def at(self, repository, revision="main"):
-        """The files of a repository. Unknown ids, and all revisions but main and its latest commit, are refused."""
+    def branch(self, repository, revision="main"):
+        """The key in `files` of a branch or of its latest commit. Other repositories and revisions are refused."""
         if repository not in self.files:
             raise Refused(404, "Repository not found", "RepoNotFound")
-        if revision not in (None, "main", self.revision(repository)):
-            raise Refused(404, f"Invalid rev id: {revision}", "RevisionNotFound")
-        return self.files[repository]
+        for name in self.files:
+            found, _, branch = name.partition("@")
+            if found == repository and (revision or "main") in (branch or "main", self.revision(name)):
+                return name
+        raise Refused(404, f"Invalid rev id: {revision}", "RevisionNotFound")
+
+    def at(self, repository, revision="main"):
+        """The files of a branch of a repository."""
+        return self.files[self.branch(repository, revision)]
 
     def answer(self, method, path, token, body):
         """(status, headers, bytes) for a request."""

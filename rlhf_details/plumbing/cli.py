@@ -1,6 +1,4 @@
-"""
-The command line: how flags are read and checked, and how a script ends with one line. `flags.py` holds the flags.
-"""
+"""The command line: how flags are read and checked. `flags.py` holds the flags, `exits.py` how a script ends."""
 
 import contextlib
 import dataclasses
@@ -9,81 +7,31 @@ import inspect
 import io
 import json
 import math
-import os
 import sys
 import tomllib
 from itertools import pairwise
 from pathlib import Path
 from typing import get_origin
 
-import torch
+import huggingface_hub
 import tyro
 from transformers.utils import logging as transformers_logging
 
 from rlhf_details import toy
 from rlhf_details.plumbing import stages, starting_values, usage
+from rlhf_details.plumbing.exits import fail, leave, leave_group, say, world_size  # noqa: F401
 from rlhf_details.plumbing.flags import MEMORY_KNOBS, NOT_THE_MODEL, OUTPUTS, PolicyArgs, RunArgs  # noqa: F401
+from rlhf_details.plumbing.sources import reading
 
 MAY_BE_ZERO = "seed eval_every num_sample_generations truncate_after checkpoint_every".split()
-
-
-# ---- how a script ends, and what it says -----------------------------------------------------------------------------
-def fail(message):
-    """Prints one line, "error: ...", on the main process and ends the program with exit code 2."""
-    if os.environ.get("RANK", "0") == "0":
-        print("error:", " ".join(str(message).splitlines()), file=sys.stderr, flush=True)
-    raise SystemExit(2)
-
-
-def say(line):
-    """Prints a line on the main process."""
-    if os.environ.get("RANK", "0") == "0":
-        print(line, flush=True)
-
-
-def world_size():
-    """The number of processes that the launcher started."""
-    return int(os.environ.get("WORLD_SIZE", 1))
-
-
-@contextlib.contextmanager
-def reading(flag, value):
-    """Stands around library calls that read `value` from outside. Their errors end the program with one line.
-
-    Libraries raise many kinds of errors on a bad file, so this catches all but those that no file can cause. Run the
-    user's own code outside of this block, so that its errors keep their tracebacks.
-    """
-    try:
-        yield
-    except (MemoryError, torch.OutOfMemoryError, NameError, AssertionError):  # no fault of the file
-        raise
-    except Exception as e:
-        words = str(e).strip() or type(e).__name__
-        where = "" if os.path.exists(str(value).partition(":")[0]) else "is no local path and "
-        fail(f"{flag} {value}: {where}cannot be read ({words.splitlines()[0]})")
 
 
 def main(function, args_class):
     """Runs a script: function(arguments from the command line). Afterwards all processes leave their group."""
     transformers_logging.set_verbosity_error(), transformers_logging.disable_progress_bar()
+    huggingface_hub.logging.set_verbosity_error()  # It would tell of each attempt to reach the Hub.
     function(parse(args_class, by_size=True))
     leave_group()
-
-
-def leave_group():
-    """Leaves the group of processes. Otherwise a process can abort while the group's threads still run."""
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-
-
-def leave(exit_code):
-    """Ends this process. Exit code 1 says that something went wrong, and that the others do not know of it."""
-    if exit_code == 1 and world_size() > 1:
-        sys.stdout.flush()
-        # The others may wait in a collective, and leaving their group would be one more. The launcher ends them.
-        os._exit(1)
-    leave_group()
-    raise SystemExit(exit_code)
 
 
 # ---- command line -> arguments ---------------------------------------------------------------------------------------
@@ -191,8 +139,13 @@ def check(args):
         fail(f"--lora_rank {args.lora_rank}: needs the package peft: pip install 'rlhf_details[peft]'")
     check_datasets(args)
     check_output_dir(args)
-    if args.run_name is not None and not (args.overwrite or args.resume) and (Path("runs") / args.run_name).exists():
-        fail(f"--run_name {args.run_name}: runs/{args.run_name} exists; give another name, --resume or --overwrite")
+    if args.run_name is not None and not args.overwrite:
+        exists = (Path("runs") / args.run_name).exists()
+        if exists and not args.resume:
+            fail(f"--run_name {args.run_name}: runs/{args.run_name} exists; give another name, --resume or --overwrite")
+        if args.resume and not exists:
+            hint = "leave --resume out, or --overwrite starts it"
+            fail(f"--run_name {args.run_name}: there is no runs/{args.run_name} that --resume could continue; {hint}")
 
 
 def check_numbers(args):
@@ -204,6 +157,8 @@ def check_numbers(args):
         above_zero = name in ("temperature", "kl_temperature", "max_grad_norm")
         if isinstance(value, float) and not (0 < value < math.inf or (value == 0 and not above_zero)):
             fail(f"--{name} {value}: must be finite and {'above 0' if above_zero else 'not negative'}")
+    if args.seed >= 2**31:
+        fail(f"--seed {args.seed}: must be below 2^31 = {2**31}")
     if getattr(args, "warmup_ratio", 0) > 1:
         fail(f"--warmup_ratio {args.warmup_ratio}: must be at most 1")
 

@@ -13,7 +13,7 @@ from rlhf_details import toy
 from rlhf_details.plumbing import cli, data, demonstrations, encoding, models
 from rlhf_details.plumbing.rows import check_columns, read_rows
 
-TRAIN, EVAL, NORMALISATION = 0, 1, 2  # what responses are sampled for, a coordinate of their noise
+TRAIN, EVAL, BEFORE, AFTER = range(4)  # what responses are sampled for, a coordinate of their noise
 LABEL_PAD = 50259  # fills up the rows of lm-human-preferences; it is no id of GPT-2, whose vocabulary has 50257 tokens
 
 
@@ -60,7 +60,7 @@ def load(args, tokenizer, reward, sample):
     if eval_K != K:
         cli.fail(f"--eval_dataset {args.eval_dataset}: {eval_K} candidates a row, but {K} in --dataset {args.dataset}")
     if args.normalization == "gain_bias":  # These prompts are sampled from.
-        prompts = [{"prompt": row.columns["prompt"]} for row in train[: args.normalize_samples]]
+        prompts = [{"prompt": row.columns["prompt"]} for row in train[: 2 * args.normalize_samples]]
         room = models.context(reward) - args.response_length
         encoding.encode_prompts(tokenizer, prompts, room, f"--dataset {args.dataset}")
     rows, what = demonstrations.read(args, "reference_dataset"), f"--reference_dataset {args.reference_dataset}"
@@ -171,8 +171,15 @@ def encode(rows, what, tokenizer, reward, max_prompt_length=None):
                     cli.fail(f"{where}, column {column!r}: id {unknown[0]} is neither {known}")
         joined = [query + response for query, response in pairs]
         if (longest := max(map(len, joined))) > context:
-            cli.fail(f"{where} has {longest} tokens; the model's context is {context}")
+            hint = "--max_prompt_length drops rows of long prompts"
+            cli.fail(f"{where} has {longest} tokens; the model's context is {context}; {hint}")
         columns = {"prompt": prompt, "candidates": candidates, "best": best}
         text = data.as_text(tokenizer, prompt)
         result.append(Comparison(query, text, columns, i + 1, what, candidates=joined, best=best))
+    responses = [(row.number, ids[len(row.ids) :]) for row in result for ids in row.candidates]
+    encoding.warn_of_empty(tokenizer, responses, what, "candidate")
+    encoding.warn_of_empty(tokenizer, [(row.number, row.ids) for row in result], what, "prompt")
+    if same := [row.number for row in result if all(ids == row.candidates[0] for ids in row.candidates)]:
+        counted = f"{len(same)}, the first one is row {same[0]}; they teach nothing"
+        cli.say(f"warning: {what}: rows whose candidates are all the same: {counted}")
     return result

@@ -46,9 +46,15 @@ def encode(rows, what, tokenizer, context, max_prompt_length=None, num_sampled=0
     for i in kept:
         (prompt, completion), where = pairs[i], f"{what}: row {i + 1}"
         if len(prompt) + len(completion) > context:
-            cli.fail(f"{where} has {len(prompt) + len(completion)} tokens; the model's context is {context}")
+            tokens = f"{len(prompt) + len(completion)} tokens, {len(prompt)} of them in its prompt"
+            hint = "" if what.startswith("--reference") else "; --max_prompt_length drops rows of long prompts"
+            cli.fail(f"{where} has {tokens}; the model's context is {context}{hint}")
         if prompt and rows[i]["prompt"] and len(prompt) + num_sampled > context:
-            cli.fail(f"{where}: its prompt and --response_length {num_sampled} exceed the context of {context}")
+            hint = f"--max_prompt_length {context - num_sampled} drops such rows"
+            cli.fail(f"{where}: its prompt and --response_length {num_sampled} exceed the context of {context}; {hint}")
         text = data.as_text(tokenizer, rows[i]["prompt"])
         result.append(Demonstration(prompt, text, rows[i], i + 1, what, completion=completion))
+    encoding.warn_of_empty(tokenizer, [(row.number, row.completion) for row in result], what, "completion")
+    if any(row.ids for row in result):  # Rows that are a `text` have no prompts, and need none.
+        encoding.warn_of_empty(tokenizer, [(row.number, row.ids) for row in result], what, "prompt")
     return result

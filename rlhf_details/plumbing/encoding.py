@@ -105,6 +105,13 @@ def short_enough(ids, limit, what):
     return kept
 
 
+def warn_of_empty(tokenizer, texts, what, name):
+    """Says how many rows have a text of no token but special ones. texts: a list of (row's number, token ids)."""
+    numbers = sorted({number for number, ids in texts if special_ids(tokenizer).issuperset(ids)})
+    if numbers:
+        cli.say(f"warning: {what}: rows with an empty {name}: {len(numbers)}, the first one is row {numbers[0]}")
+
+
 def encode_prompts(tokenizer, rows, room, what, limit=math.inf):
     """Token ids of the rows' prompts. It is an error where one is empty, cannot be read or has more than `room` tokens.
 
@@ -122,5 +129,6 @@ def encode_prompts(tokenizer, rows, room, what, limit=math.inf):
         if max(ids[i]) >= len(tokenizer):
             cli.fail(f"{where} holds {max(ids[i])}, which is no token (the vocabulary has {len(tokenizer)})")
         if len(ids[i]) > room:
-            cli.fail(f"{where} has {len(ids[i])} tokens; the model's context leaves room for {room}")
+            hint = f"--max_prompt_length {room} drops such rows"
+            cli.fail(f"{where} has {len(ids[i])} tokens; the model's context leaves room for {room}; {hint}")
     return kept, [ids[i] for i in kept]

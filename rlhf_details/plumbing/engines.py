@@ -24,7 +24,7 @@ def start(args):
     """Returns an Accelerator for one process, DDP, FSDP2 or DeepSpeed. Trains missing toy stages, and seeds torch."""
     patience = InitProcessGroupKwargs(timeout=timedelta(hours=2))  # while the main process writes a large checkpoint
     # DDP would broadcast buffers in each forward, and hang where processes sample for different numbers of steps.
-    accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False), patience])
+    accelerator = join(kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False), patience])
     configure(accelerator, args)
     if args.lora_rank and name(accelerator) not in ("one process", "DDP"):
         cli.fail(f"--lora_rank {args.lora_rank}: for one process or DDP, not for {name(accelerator)}")
@@ -35,11 +35,18 @@ def start(args):
     return accelerator
 
 
+def join(**options):
+    """Returns an Accelerator of all processes that the launcher started, on CPUs where there is nothing else."""
+    if cli.world_size() > 1 and not torch.accelerator.is_available():
+        os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # Otherwise accelerate takes each for a run of its own.
+    accelerator = Accelerator(**options)
+    if cli.world_size() != (seen := accelerator.num_processes):
+        cli.fail(f"{cli.world_size()} processes, but accelerate sees {seen}: set ACCELERATE_USE_CPU=true")
+    return accelerator
+
+
 def configure(accelerator, args):
     """Settles what a launch configuration leaves open, or would have otherwise. Call it before any model is loaded."""
-    if cli.world_size() != accelerator.num_processes:  # This happens on machines without a GPU.
-        seen = accelerator.num_processes
-        cli.fail(f"{cli.world_size()} processes, but accelerate sees {seen}: set ACCELERATE_USE_CPU=true")
     accelerator.gradient_accumulation_steps = 1  # The scripts write their micro-batches out.
     if accelerator.distributed_type == DistributedType.FSDP:
         if not accelerator.is_fsdp2:

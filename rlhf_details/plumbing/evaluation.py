@@ -95,7 +95,10 @@ def encode_references(args, tokenizer, prompts, context, device):
     for row, reference in zip(prompts, ids, strict=True):
         if args.reward_model_path and (length := len(row.ids + reference)) > context:
             tokens = f"{length} tokens; the models' context is {context}"
-            cli.fail(f"{row.source}: prompt and completion of row {row.number} have {tokens}")
+            hint = "--max_prompt_length drops rows of long prompts"
+            cli.fail(f"{row.source}: prompt and completion of row {row.number} have {tokens}; {hint}")
+    pairs = [(row.number, reference) for row, reference in zip(prompts, ids, strict=True)]
+    encoding.warn_of_empty(tokenizer, pairs, f"--dataset {args.dataset}", "completion")
     tokens, mask = (x.flip(1) for x in utils.left_pad([reference[::-1] for reference in ids], device))
     return [data.as_text(tokenizer, row.columns["completion"]) for row in prompts], tokens, mask
 

@@ -52,8 +52,8 @@ class RunArgs:
 
     # data
     dataset: str = "toy"
-    """rows: "toy", "toy-sum", a .jsonl/.json/.csv/.parquet file, a folder or a Hub data set, with :PART for a split or
-    a file of it, or FILE.py:FUNCTION, which returns rows"""
+    """rows: "toy", "toy-sum", a .jsonl/.json/.csv/.parquet file, a folder, or NAME or NAME@REVISION of a Hub data set,
+    with :PART for a split or a file of it, or FILE.py:FUNCTION, which returns rows"""
     eval_dataset: str | None = None
     """held-out rows, evaluated before, during and after training; None: no held-out evaluation"""
     take: int | None = None
@@ -96,8 +96,8 @@ class PolicyArgs(RunArgs):
 
     # models
     sft_model_path: str | None = None
-    """the policy to start from, which is also the reference of the KL; a folder or a Hub model (required unless
-    --dataset is toy or toy-sum)"""
+    """the policy to start from, which is also the reference of the KL; a folder, or NAME or NAME@REVISION on the Hub
+    (required unless --dataset is toy or toy-sum)"""
 
     # reward and KL
     reward_model_path: str | None = None

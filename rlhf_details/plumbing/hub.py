@@ -12,7 +12,7 @@ from pathlib import Path
 
 import huggingface_hub
 
-from rlhf_details.plumbing import cli, stages, starting_values
+from rlhf_details.plumbing import cli, sources, stages, starting_values
 
 PAPERS = {  # of each script: title, authors, year, arXiv number
     "sft": (
@@ -98,8 +98,9 @@ def model_card(args, repository, metrics, link, about):
     of the tracked run or None; about, the run's config.json as a dictionary, and beside it a `prompt`.
     """
     kind = script_of(args).removesuffix(".py").removeprefix("train_").split("_")[0]  # "ppo" for train_ppo_async.py
-    base = getattr(args, "sft_model_path", None) or getattr(args, "base_model", None)
-    is_reward, dataset = kind == "reward", args.dataset.partition(":")[0].partition("[")[0]
+    start = getattr(args, "sft_model_path", None) or getattr(args, "base_model", None)
+    base, _ = sources.split(start)
+    is_reward, (dataset, _) = kind == "reward", sources.split(args.dataset.partition(":")[0].partition("[")[0])
     facts = {"library_name": "transformers", "tags": [kind, "rlhf", "rlhf_details"] + ["lora"] * bool(args.lora_rank)}
     facts["pipeline_tag"] = "text-classification" if is_reward else "text-generation"
     facts |= {"base_model": base} if base != "scratch" and on_the_hub(base) else {}
@@ -119,7 +120,7 @@ def model_card(args, repository, metrics, link, about):
         f"# {(repository or args.output_dir).rstrip('/').rpartition('/')[2]}",
         "",
         f"{'Reward model' if is_reward else 'Language model'} trained with `{script_of(args)}` of rlhf_details "
-        f"(commit `{about['commit'][:12] or 'unknown'}`), from `{base}` on the data `{args.dataset}`{held_out}",
+        f"(commit `{about['commit'][:12] or 'unknown'}`), from `{start}` on the data `{args.dataset}`{held_out}",
         *(adapters if args.lora_rank else []),
         f"Tracked run: {link}" if link else f"Run: `{about['run']}`, not tracked online.",
         "",

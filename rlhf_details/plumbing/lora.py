@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from rlhf_details.plumbing import cli
+from rlhf_details.plumbing import cli, sources
 
 
 def add_adapters(model, rank):
@@ -70,8 +70,9 @@ def save_adapter(model, folder, base_model):
 
     Path(folder).mkdir(parents=True, exist_ok=True)
     config = model.peft_config["default"]
-    base_model = str(Path(base_model).resolve()) if Path(base_model).exists() else base_model  # found from any folder
-    config.base_model_name_or_path, config.inference_mode = base_model, True
+    name, config.revision = sources.split(base_model)
+    config.base_model_name_or_path = str(Path(name).resolve()) if Path(name).exists() else name  # found from any folder
+    config.inference_mode = True
     config.save_pretrained(folder)
     weights = {f"base_model.model.{name}": x for name, x in get_peft_model_state_dict(model).items()}
     weights = {name: x.detach().cpu().contiguous() for name, x in weights.items()}
@@ -80,8 +81,11 @@ def save_adapter(model, folder, base_model):
 
 def base_of(path):
     """The model that adapters (a folder or Hub name) belong to, or None where the path holds no adapters."""
-    file = find_adapter_config_file(path)
-    return json.loads(Path(file).read_text())["base_model_name_or_path"] if file else None
+    name, revision = sources.split(path)
+    if not (file := find_adapter_config_file(name, revision=revision)):
+        return None
+    config = json.loads(Path(file).read_text())
+    return "@".join(filter(None, (config["base_model_name_or_path"], config.get("revision"))))
 
 
 def load_merged(model, path, flag):
@@ -90,6 +94,8 @@ def load_merged(model, path, flag):
         cli.fail(f"{flag} {path}: holds adapters and needs the package peft: pip install 'rlhf_details[peft]'")
     from peft import PeftModel
 
+    name, revision = sources.split(path)
     with cli.reading(flag, path):
-        file = cached_file(path, "adapter_model.safetensors")  # The older adapter_model.bin is a pickle.
+        # The older adapter_model.bin is a pickle.
+        file = cached_file(name, "adapter_model.safetensors", revision=revision)
         return PeftModel.from_pretrained(model, Path(file).parent).merge_and_unload().requires_grad_(True)

@@ -9,11 +9,13 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from rlhf_details.plumbing import cli, cpu, lora
+from rlhf_details.plumbing import cli, cpu, lora, sources
 
 # Weights are read from safetensors files alone, because the older kind are pickles, which can run any code.
 # They are held in fp32, because a bf16 weight would swallow a step of 3e-6. [MODEL-3]
-LOADING = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
+# Weights whose shapes do not fit are counted here and refused by `load`.
+LOADING = {"dtype": torch.float32, "use_safetensors": True}
+LOADING |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
 
 
 # ---- tokenizers ------------------------------------------------------------------------------------------------------
@@ -31,7 +33,9 @@ def find_tokenizer(path, args):
     kinds = "tokenizer*", "vocab*", "*.model"
     if os.path.isdir(path) and not any(file for kind in kinds for file in Path(path).glob(kind)):
         return None
-    return AutoTokenizer.from_pretrained(path, trust_remote_code=args.trust_remote_code)
+    sources.announce(path)
+    name, revision = sources.split(path)
+    return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
 
 
 def own_tokenizer(args, tokenizer):
@@ -44,7 +48,8 @@ def own_tokenizer(args, tokenizer):
     sizes = []
     for flag, path in paths.items():
         with cli.reading(flag, path):
-            config = AutoConfig.from_pretrained(lora.base_of(path) or path, trust_remote_code=args.trust_remote_code)
+            name, revision = sources.split(lora.base_of(path) or path)
+            config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
             sizes.append(config.get_text_config().vocab_size)
     with cli.reading("--reward_model_path", args.reward_model_path):
         own = find_tokenizer(args.reward_model_path, args) or tokenizer
@@ -99,8 +104,7 @@ def load_policy(path, flag, args):
         base = lora.base_of(path)
     if base:
         return set_up(lora.load_merged(load_policy(base, f"{flag} {path}: base model", args), path, flag), args)
-    with cli.reading(named(flag, args), path):
-        model, info = AutoModelForCausalLM.from_pretrained(path, **LOADING, **options(args))
+    model, info = load(AutoModelForCausalLM, path, flag, args)
     wrong = {f"lacks {name}" for name in info["missing_keys"]}
     wrong |= {f"has {name}" for name in info["unexpected_keys"] if name.startswith("score.")}
     if wrong:
@@ -128,22 +132,34 @@ def load_reward_model(path, args, flag="--reward_model_path", allow_untrained=Fa
         model = load_reward_model(base, args, f"{flag} {path}: base model", True)
         model.base_model.load_state_dict(load_policy(path, flag, args).base_model.state_dict())
         return model
-    one_label = {"num_labels": 1, "ignore_mismatched_sizes": True} if allow_untrained else {}
-    with cli.reading(named(flag, args), path):
-        model, info = AutoModelForSequenceClassification.from_pretrained(path, **LOADING, **options(args), **one_label)
+    # Some configurations do not say that there is one label, and the library would take them to mean two.
+    model, info = load(AutoModelForSequenceClassification, path, flag, args, num_labels=1)
     if not hasattr(model, "score"):
         cli.fail(f"{flag} {path}: {type(model).__name__} has no linear head `score` on a causal model")
+    misfits = [f"{name} has the shape {list(found)}" for name, found, _ in info["mismatched_keys"]]
+    missing = ", ".join(misfits or [f"it lacks {name}" for name in sorted(info["missing_keys"])])
     # The library only warns of a head without trained weights, and the rewards would be noise. [MODEL-5]
-    if not allow_untrained and (info["missing_keys"] or model.config.num_labels != 1):
-        missing = ", ".join(sorted(info["missing_keys"])) or f"num_labels is {model.config.num_labels}, not 1"
-        hint = "--allow_untrained_reward_model lets a dummy run continue"
-        cli.fail(f"{flag} {path}: not a trained reward model ({missing}); {hint}")
+    if missing and not allow_untrained:
+        hint = "train_reward.py trains one, --allow_untrained_reward_model lets a dummy run continue"
+        cli.fail(f"{flag} {path}: not a trained reward model with one label ({missing}); {hint}")
     return set_up(model, args)
 
 
-def options(args):
-    """What every model is loaded with."""
-    return {"attn_implementation": args.attn_implementation, "trust_remote_code": args.trust_remote_code}
+def load(kind, path, flag, args, **options):
+    """(model, what the library says of its weights) of a folder or Hub name. Args: kind, an Auto class."""
+    name, revision = sources.split(path)
+    options |= {"attn_implementation": args.attn_implementation, "trust_remote_code": args.trust_remote_code}
+    with cli.reading(named(flag, args), path):
+        try:
+            model, info = kind.from_pretrained(name, revision=revision, **LOADING, **options)
+        except OSError:
+            sources.refuse_pickles(path, flag, kind)
+            raise
+    misfits = [key for key in info["mismatched_keys"] if not key[0].startswith("score.")]
+    if misfits:
+        name, found, expected = misfits[0]
+        cli.fail(f"{flag} {path}: {name} has the shape {list(found)}, and config.json asks for {list(expected)}")
+    return model, info
 
 
 def named(flag, args):

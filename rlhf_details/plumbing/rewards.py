@@ -90,6 +90,8 @@ class Scorer:
         terms = [f"{weight:g} * {name}" for weight, name in zip(weights, self.names[: self.num_weighted], strict=False)]
         if terms:
             cli.say(f"rewards: {' + '.join(terms)}")
+        if stop_id is None and (penalty := getattr(args, "missing_eos_penalty", None)):
+            cli.say(f"note: --missing_eos_penalty {penalty:g} does nothing, since --stop_token none asks for no end")
         if reward_model and reward_model.tokenizer:
             sizes = f"{len(reward_model.tokenizer)} tokens, the policy's {len(tokenizer)}"
             cli.say(f"the reward model has a tokenizer of its own ({sizes}), so it reads decoded text")

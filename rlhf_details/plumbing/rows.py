@@ -12,15 +12,15 @@ import reprlib
 import sys
 from pathlib import Path
 
-from rlhf_details.plumbing import cli
+from rlhf_details.plumbing import cli, sources
 
 
 def read_rows(spec, flag):
     """Rows of a data set as a list of dicts.
 
-    Args: spec, "NAME", "NAME:PART" or "FILE.py:FUNCTION". NAME is a local .jsonl/.json/.csv/.parquet file, a folder or
-    a Hub repository, PART a split or a file of it, and FUNCTION returns rows. At the end "[A:B]" takes rows A to B, as
-    `datasets` does. Errors count the rows taken from 1.
+    Args: spec, "NAME", "NAME:PART" or "FILE.py:FUNCTION". NAME is a local .jsonl/.json/.csv/.parquet file, a folder, or
+    NAME or NAME@REVISION of a Hub repository, PART a split or a file of it, and FUNCTION returns rows. At the end
+    "[A:B]" takes rows A to B, as `datasets` does. Errors count the rows taken from 1.
     """
     whole, taken, *ends = re.fullmatch(r"(.*?)(\[(-?\d+)?:(-?\d+)?\])?", spec).groups()
     taken, in_range = taken or "", slice(*(int(end) if end else None for end in ends))
@@ -36,9 +36,9 @@ def read_rows(spec, flag):
             cli.fail(f"{flag} {spec}: returned {reprlib.repr(rows)}, which is no list of rows")
         rows = list(rows)[in_range]
     elif "." in part:
-        rows = load_dataset(f"{flag} {spec}", name, data_files=part, split=f"train{taken}")
+        rows = load_dataset(flag, spec, name, data_files=part, split=f"train{taken}")
     else:
-        rows = load_dataset(f"{flag} {spec}", name, split=f"{part or 'train'}{taken}")
+        rows = load_dataset(flag, spec, name, split=f"{part or 'train'}{taken}")
     if not rows:
         cli.fail(f"{flag} {spec}: no rows")
     for number, row in enumerate(rows, 1):
@@ -50,7 +50,7 @@ def read_rows(spec, flag):
 def read_file(path, flag):
     """Rows of a local file. A .json file holds one list, or like a .jsonl file one object a line."""
     if path.suffix in (".csv", ".parquet"):
-        return load_dataset(f"{flag} {path}", path.suffix[1:], data_files=str(path), split="train")
+        return load_dataset(flag, path, path.suffix[1:], data_files=str(path), split="train")
     with cli.reading(flag, path):
         text = path.read_text(encoding="utf-8-sig")
     is_list = path.suffix == ".json" and text.lstrip().startswith("[")
@@ -64,16 +64,17 @@ def read_file(path, flag):
     return rows[0] if is_list else rows
 
 
-def load_dataset(what, name, **options):
-    """Rows of what the library `datasets` reads."""
+def load_dataset(flag, spec, name, **options):
+    """Rows of what the library `datasets` reads: NAME, or NAME@REVISION of a repository on the Hub."""
     import datasets  # It is slow to import, and most runs do without it.
 
     datasets.disable_progress_bars(), datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    try:
+    name, revision = sources.split(name)
+    options |= {"revision": revision} if revision else {}
+    if not os.path.exists(spec):
+        sources.announce(name)
+    with cli.reading(flag, spec):
         return [dict(row) for row in datasets.load_dataset(name, **options)]
-    except Exception as e:  # Each reader raises a class of its own, and only the innermost cause helps the user.
-        cause = (str(e.__cause__ or e).strip() or repr(e)).splitlines()[0]
-        cli.fail(f"{what}: cannot be loaded as a local file or data set ({cause})")
 
 
 def check_columns(rows, columns, what):

@@ -1,5 +1,6 @@
 """The embedded task's stages: what each script has as defaults for it, and the training of models that are missing."""
 
+import contextlib
 import re
 import subprocess
 import sys
@@ -91,6 +92,18 @@ def ensure(args):
         flags = ["--dataset", task, "--output_dir", folder]
         flags += ["--sft_model_path", args.sft_model_path] if stage == "train_reward" else []
         script = Path(__file__).parent.parent / f"{stage}.py"
-        child = subprocess.run([sys.executable, str(script), *flags], env=environment)
-        if child.returncode:
-            sys.exit(child.returncode)  # The child has said why.
+        if code := run([sys.executable, str(script), *flags], environment):
+            sys.exit(code if code > 0 else 128 - code)  # The child has said why.
+
+
+def run(command, environment):
+    """Runs a command and returns its exit code. A Ctrl-C reaches the command as well, and it may end by itself."""
+    child = subprocess.Popen(command, env=environment)
+    try:
+        return child.wait()
+    except KeyboardInterrupt:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            if code := child.wait(30):
+                return code
+        child.kill()
+        raise

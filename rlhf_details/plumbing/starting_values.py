@@ -13,6 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf_details import toy
+from rlhf_details.plumbing import sources
 
 NEW = "train_sft, new model"  # --base_model scratch
 # {a model has fewer parameters than this: {script: {flag: value}}}
@@ -75,7 +76,8 @@ def parameters(path, trust_remote_code=False):
     """The number of a causal model's parameters, from its configuration alone: no weight is read or drawn."""
     adapter = Path(path) / "adapter_config.json"
     path = json.loads(adapter.read_text())["base_model_name_or_path"] if adapter.exists() else path
-    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    name, revision = sources.split(path)
+    config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     return sum(p.numel() for p in model.parameters())

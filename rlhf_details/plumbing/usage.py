@@ -22,7 +22,7 @@ VALUES = {"str": "TEXT", "int": "INT", "float": "NUMBER"}  # what the value of a
 COLUMN = 30  # where the text of a flag begins
 NOTES = (
     "The defaults suit a pretrained model of 1 B parameters and data of your own. For models of other sizes and for "
-    "--dataset toy, which is taken where no data set is given, other values take their place. A flag that takes no value "
+    "--dataset toy, which is taken where no data set is given, other values take their place. A flag without a value "
     "is off unless given, and --no_FLAG switches it off again. Names may have - in place of _."
 )
 

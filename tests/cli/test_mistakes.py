@@ -4,12 +4,13 @@ Every case starts from arguments that do run (the first test) and spoils one thi
 """
 
 import json
+import os
 import shutil
-import subprocess
+import signal
 from pathlib import Path
 
 import pytest
-from helpers import PAGES, launch, page_args, tiny_config
+from helpers import PAGES, ROOT, launch, page_args, tiny_config
 from transformers import GPTNeoXForSequenceClassification
 
 from rlhf_details import evaluate, toy, train_reward, train_sft
@@ -172,7 +173,7 @@ def test_a_held_out_prompt_that_leaves_no_room_for_the_response_of_rouge(refused
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_model_that_is_not_there_or_has_no_tokenizer(refused, tiny, script):
     flag = MODEL[script]
-    refused(script, f"--{flag} no/such/folder: is no local path", **{flag: "no/such/folder"})
+    refused(script, f"--{flag} no/such/folder: no such file or folder", **{flag: "no/such/folder"})
     shutil.copytree(tiny / "policy", "policy", ignore=shutil.ignore_patterns("tokenizer*"))
     refused(script, f"--{flag} policy: has no tokenizer", **{flag: "policy"})
 
@@ -207,14 +208,14 @@ def test_a_prompt_longer_than_the_reward_models_context(refused, script, tiny):
     ids=str,
 )
 def test_arguments_are_checked_before_the_embedded_tasks_stages_are_trained(refused, monkeypatch, script, changes):
-    monkeypatch.setattr(stages.subprocess, "run", lambda *a, **k: pytest.fail("a stage was started"))
+    monkeypatch.setattr(stages, "run", lambda *a: pytest.fail("a stage was started"))
     name, value = next(iter(changes.items()))
     refused(script, f"--{name} {value}", dataset="toy", sft_model_path="models/toy/sft", **changes)
 
 
 @pytest.mark.parametrize("script", RL)
 def test_a_stage_that_fails_leaves_the_message_to_itself(in_tmp, tiny, monkeypatch, script):
-    monkeypatch.setattr(stages.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 2))
+    monkeypatch.setattr(stages, "run", lambda *a: 2)
     with pytest.raises(SystemExit) as end:
         SCRIPTS[script].main(good_args(script, tiny, dataset="toy", sft_model_path="models/toy/sft"))
     assert end.value.code == 2 and not contents(in_tmp)
@@ -231,3 +232,14 @@ def test_the_script_itself_ends_with_the_line_and_the_exit_code(in_tmp, tiny):
     done = launch("train_rloo.py", [*flags, "--batch_size", 18], cwd=in_tmp, HF_HUB_OFFLINE="1")
     assert done.returncode == 2 and not contents(in_tmp)
     assert done.stderr.startswith("error: --batch_size 18: ") and done.stderr.count("\n") == 1, done.stderr
+
+
+@pytest.mark.parametrize("rank, line", [("0", "error: stopped by Ctrl-C\n"), ("1", "")])
+@pytest.mark.parametrize("script", [*SCRIPTS, "train_both"])
+def test_ctrl_c_while_the_libraries_load_is_one_line(in_tmp, script, rank, line):
+    """A library that interrupts its own import stands for all that load after it."""
+    Path("torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    for name in ("tyro", "transformers", "huggingface_hub"):
+        shutil.copy("torch.py", f"{name}.py")
+    done = launch(f"{script}.py", [], RANK=rank, PYTHONPATH=f"{in_tmp}{os.pathsep}{ROOT}")
+    assert done.returncode == -signal.SIGINT and (done.stdout, done.stderr) == ("", line)

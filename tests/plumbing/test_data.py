@@ -270,10 +270,10 @@ def test_a_file_of_a_hub_repository_is_asked_for_as_datasets_wants_it(monkeypatc
     asked = []
     monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: asked.append((a, k)) or [{"n": 1}])
     rows.read_rows("vwxyzjn/lm-human-preferences:sentiment/offline_5k.json[:4992]", "--dataset")
-    rows.read_rows("trl-lib/tldr:validation", "--dataset")
+    rows.read_rows("trl-lib/tldr@v1:validation", "--dataset")
     assert asked == [
         (("vwxyzjn/lm-human-preferences",), dict(data_files="sentiment/offline_5k.json", split="train[:4992]")),
-        (("trl-lib/tldr",), dict(split="validation")),
+        (("trl-lib/tldr",), dict(split="validation", revision="v1")),
     ]
 
 
@@ -281,7 +281,7 @@ def test_a_file_of_a_hub_repository_is_asked_for_as_datasets_wants_it(monkeypatc
     "spec, words",
     [
         ("none.jsonl", "no such file"),
-        ("user/no-such-data-set", "cannot be loaded"),
+        ("user/no-such-data-set", "the Hub cannot be reached"),
         ("a.json[5:]", "no rows"),
         ("a.json:part", "a file has no parts"),
         ("a.jsonl", "no rows"),
@@ -655,7 +655,7 @@ def test_filter_length_keeps_nine_tenths_of_the_response_length(in_tmp, tokenize
         ("", 9, "the prompt of row 2 is empty"),
         ("zebra", 9, "the prompt of row 2 has no word that the tokenizer knows: 'zebra'"),
         ([4, 8], 9, "the prompt of row 2 holds 8, which is no token (the vocabulary has 8)"),
-        ("a b c", 2, "the prompt of row 2 has 3 tokens; the model's context leaves room for 2"),
+        ("a b c", 2, "the prompt of row 2 has 3 tokens; the model's context leaves room for 2; --max_prompt_length 2"),
         ("a", 0, "--response_length 53: leaves no room for a prompt in the models' context of 53"),
     ],
 )
@@ -709,13 +709,36 @@ def test_demonstrations_have_limits_and_keep_their_numbers(in_tmp, fails):
     assert [len(p) for p, _ in demonstrations_of("rows.jsonl", tokenizer, max_prompt_length=3)] == [2, 3, 2]
     assert len(demonstrations_of("rows.jsonl", tokenizer, take=2)) == 2
     line = fails(demonstrations_of, "rows.jsonl", tokenizer, context=10, max_prompt_length=3)
-    assert "row 4 has 11 tokens; the model's context is 10" in line
+    assert "row 4 has 11 tokens" in line and "the model's context is 10; --max_prompt_length" in line
     table = [{"prompt": "a a a", "completion": "b"}]
     line = fails(demonstrations.encode, table, "--eval_dataset x", tokenizer, 10, num_sampled=8)
-    assert "row 1: its prompt and --response_length 8 exceed the context of 10" in line
+    assert "row 1: its prompt and --response_length 8 exceed the context of 10; --max_prompt_length 2" in line
+
+
+def test_empty_texts_are_counted_and_the_first_one_is_named(in_tmp, capsys):
+    write("rows.jsonl", [{"prompt": prompt, "completion": text} for prompt, text in ("ab", ("", "c"), "a ", "b ")])
+    demonstrations_of("rows.jsonl", word_tokenizer())
+    said = capsys.readouterr().out
+    assert "warning: --dataset rows.jsonl: rows with an empty completion: 2, the first one is row 3" in said
+    assert "rows with an empty prompt: 1, the first one is row 2" in said
+    write("texts.jsonl", [{"text": "a b"}] * 2)
+    demonstrations_of("texts.jsonl", word_tokenizer())
+    assert "warning" not in capsys.readouterr().out
 
 
 # ---- comparisons -----------------------------------------------------------------------------------------------------
+def test_comparisons_that_teach_nothing_are_counted_and_the_first_one_is_named(in_tmp, capsys):
+    pairs = ("a", "b"), ("b", "b"), ("a", " "), ("c", "c"), ("c", "b")
+    write("rows.jsonl", [{"prompt": "d", "chosen": a, "rejected": b} for a, b in pairs])
+    comparisons_of("rows.jsonl", word_tokenizer())
+    said = capsys.readouterr().out
+    assert "--dataset rows.jsonl: rows whose candidates are all the same: 2, the first one is row 2" in said
+    assert "--dataset rows.jsonl: rows with an empty candidate: 1, the first one is row 3" in said
+    write("rows.jsonl", [{"prompt": "d", "candidates": ["a", "a", "b"], "best": 2}] * 2)
+    comparisons_of("rows.jsonl", word_tokenizer())
+    assert "warning" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("form", ["explicit", "implicit", "repeated", "candidates"])
 @WITH_TURN_END
 def test_a_reward_model_reads_conversations_in_every_form(in_tmp, tokenizers, template, form):

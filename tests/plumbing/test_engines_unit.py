@@ -93,10 +93,23 @@ def test_one_process_is_called_so_and_multiplies_in_fp32():
     assert not engines.is_sharded(torch.nn.Linear(2, 2)) and not engines.uses_deepspeed(accelerator)
 
 
-def test_processes_that_accelerate_does_not_see_are_one_line(monkeypatch, capsys):
-    """As on a machine without a GPU, where accelerate would start as many separate runs."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
+def test_several_processes_without_an_accelerator_run_on_the_cpu(monkeypatch, capsys):
+    """accelerate would take each of them for a run of its own. Where it still does, one line says so."""
+    monkeypatch.setattr(engines.os, "environ", {"WORLD_SIZE": "2"})
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    seen = []
+
+    def make(num_processes):
+        def accelerator(**options):
+            seen.append(engines.os.environ["ACCELERATE_USE_CPU"])
+            return SimpleNamespace(num_processes=num_processes)
+
+        monkeypatch.setattr(engines, "Accelerator", accelerator)
+
+    make(2)
+    assert engines.join().num_processes == 2 and seen == ["true"]
+    make(1)
     with pytest.raises(SystemExit) as end:
-        engines.configure(Accelerator(), SimpleNamespace(micro_batch_size=4, max_grad_norm=None))
-    line = capsys.readouterr().err
-    assert end.value.code == 2 and "2 processes, but accelerate sees 1: set ACCELERATE_USE_CPU=true" in line
+        engines.join()
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and "2 processes, but accelerate sees 1" in said and "ACCELERATE_USE_CPU" in said

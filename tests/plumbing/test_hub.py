@@ -6,6 +6,7 @@ import io
 import json
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from short_runs import error_line, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf_details import toy, train_reward, train_rloo, train_sft
-from rlhf_details.plumbing import cli, hub, models
+from rlhf_details.plumbing import cli, hub, lora, models, sources
 
 
 @pytest.fixture
@@ -48,6 +49,53 @@ def read_card(text):
     """(front matter, body) of a model card."""
     _, front, body = text.split("---\n", 2)
     return yaml.safe_load(front), body
+
+
+def put(server, name, folder):
+    """Makes a folder a repository of the server, or NAME@BRANCH a branch of one."""
+    server.files[name] = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+
+# ---- models of the Hub -----------------------------------------------------------------------------------------------
+def test_a_name_may_end_in_a_revision(server, tiny, ragged, in_tmp, fails):
+    for kind in ("policy", "reward"):
+        put(server, f"org/{kind}", tiny / kind), put(server, f"org/{kind}@v1", ragged / kind)
+    flags = train_rloo.Args()
+    for revision, folder in {"": tiny, "@v1": ragged}.items():
+        found = models.load_policy(f"org/policy{revision}", "--sft_model_path", flags)
+        assert models.checksum(found) == models.checksum(models.load_policy(folder / "policy", "", flags))
+        found = models.load_reward_model(f"org/reward{revision}", flags)
+        assert getattr(found.config, "reward_bias", None) == (0.7 if revision else None)
+        assert models.load_tokenizer(f"org/policy{revision}", "--sft_model_path", flags).eos_token
+    line = fails(models.load_policy, "org/policy@v2", "--sft_model_path", flags)
+    assert "org/policy@v2" in line and "no such revision" in line
+
+
+def test_a_local_folder_may_have_an_at_sign_in_its_name(tiny, in_tmp):
+    shutil.copytree(tiny / "policy", "model@home")
+    models.load_policy("model@home", "--sft_model_path", train_rloo.Args())
+    assert sources.split("model@home") == ("model@home", None) != sources.split("model@work")
+
+
+def test_adapters_remember_the_revision_of_their_base(server, in_tmp):
+    pytest.importorskip("peft")
+    for name, revision in {"with": "v1", "without": None}.items():
+        Path(name).mkdir()
+        config = {"base_model_name_or_path": "org/policy", "revision": revision}
+        Path(name, "adapter_config.json").write_text(json.dumps(config))
+    assert lora.base_of("with") == "org/policy@v1" and lora.base_of("without") == "org/policy"
+
+
+def test_why_a_model_of_the_hub_cannot_be_read(server, tiny, in_tmp, fails, monkeypatch):
+    flags = train_rloo.Args()
+    put(server, "org/pickles", tiny / "policy")
+    server.files["org/pickles"]["pytorch_model.bin"] = server.files["org/pickles"].pop("model.safetensors")
+    reasons = {"org/pickles": "as pickles alone", "org/nothing": "no such repository", "no/such/folder": "no such file"}
+    for path, words in reasons.items():
+        assert words in fails(models.load_policy, path, "--sft_model_path", flags)
+    assert "no such repository" in fails(models.load_tokenizer, "org/nothing", "--sft_model_path", flags)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert "the Hub cannot be reached" in fails(models.load_policy, "org/nothing", "--sft_model_path", flags)
 
 
 # ---- the card --------------------------------------------------------------------------------------------------------

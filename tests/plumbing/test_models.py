@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 import os
+import shlex
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
@@ -59,7 +60,7 @@ def test_a_tokenizer_is_loaded_and_must_have_an_eos_token(tiny, in_tmp, fails):
     line = fails(models.load_tokenizer, "no_tokenizer", "--base_model", FLAGS)
     assert "--base_model no_tokenizer: has no tokenizer" in line
     line = fails(models.load_tokenizer, "no/such/folder", "--base_model", FLAGS)
-    assert "--base_model no/such/folder: is no local path" in line
+    assert "--base_model no/such/folder: no such file or folder" in line
 
 
 @pytest.mark.parametrize("unk", ["<unk>", None])
@@ -158,11 +159,11 @@ def test_model_3_weights_are_fp32_whatever_the_folder_holds(in_tmp):
 
 def test_model_5_a_reward_model_without_a_trained_head_is_refused_unless_allowed(tiny, in_tmp, fails):
     line = fails(models.load_reward_model, tiny / "policy", FLAGS)
-    assert "score.weight" in line and "--allow_untrained_reward_model" in line
+    assert "score.weight" in line and "train_reward.py" in line and "--allow_untrained_reward_model" in line
     GPTNeoXForCausalLM(tiny_config(num_labels=1)).save_pretrained("one_label")
     assert "score.weight" in fails(models.load_reward_model, "one_label", FLAGS)
     GPTNeoXForSequenceClassification(tiny_config(num_labels=2)).save_pretrained("two_labels")
-    assert "num_labels is 2, not 1" in fails(models.load_reward_model, "two_labels", FLAGS)
+    assert "score.weight has the shape [2, 32]" in fails(models.load_reward_model, "two_labels", FLAGS)
     allowed = dataclasses.replace(FLAGS, allow_untrained_reward_model=True)
     for folder in (tiny / "policy", "two_labels"):
         model = models.load_reward_model(folder, allowed)
@@ -209,10 +210,10 @@ def broken(folder):
         (mamba, "a mamba2 cannot be sampled: its forward takes no past_key_values"),
         (experts, "a mixtral draws random numbers in training mode"),
         (classifier, "not a causal language model"),
-        (pickled, "no file named model.safetensors"),
+        (pickled, "its weights exist as pickles alone"),
         (cut, "cannot be read"),
         (broken, "cannot be read"),
-        (lambda folder: None, "is no local path and cannot be read"),
+        (lambda folder: None, "no such file or folder"),
     ],
     ids=["no cache", "jitter", "classifier", "pickle", "cut", "broken", "missing"],
 )
@@ -220,6 +221,43 @@ def test_a_policy_that_cannot_be_trained_is_one_line(in_tmp, fails, make, words)
     make(in_tmp / "policy")
     line = fails(models.load_policy, str(in_tmp / "policy"), "--sft_model_path", FLAGS)
     assert line.startswith(f"error: --sft_model_path {in_tmp}/policy: ") and words in line
+
+
+def test_the_line_about_pickles_holds_the_command_that_converts_them(in_tmp, fails):
+    pickled(in_tmp / "old"), toy.tokenizer().save_pretrained("old")
+    line = fails(models.load_policy, "old", "--base_model", FLAGS)
+    python, option, code = shlex.split(line.partition("the new folder: ")[2])
+    assert (python, option) == ("python", "-c")
+    exec(code, {})
+    weights = torch.load("old/pytorch_model.bin")
+    converted = models.load_policy("old-safetensors", "--base_model", FLAGS).state_dict()
+    assert weights.keys() == converted.keys() and all(torch.equal(weights[name], converted[name]) for name in weights)
+    assert models.load_tokenizer("old-safetensors", "--base_model", FLAGS).get_vocab() == toy.tokenizer().get_vocab()
+
+
+@pytest.mark.parametrize(
+    "change", [dict(id2label=None, label2id=None), dict(id2label={0: "a", 1: "b"}, label2id={"a": 0, "b": 1})], ids=str
+)
+def test_a_reward_model_is_read_whatever_its_configuration_says_of_labels(tiny, in_tmp, change):
+    shutil.copytree(tiny / "reward", "reward")
+    config = json.loads(Path("reward/config.json").read_text())
+    config = {name: value for name, value in (config | change).items() if value is not None}
+    Path("reward/config.json").write_text(json.dumps(config))
+    model, saved = models.load_reward_model("reward", FLAGS), models.load_reward_model(tiny / "reward", FLAGS)
+    assert model.config.num_labels == 1 and torch.equal(model.score.weight, saved.score.weight)
+
+
+def test_weights_that_do_not_fit_the_configuration_are_one_line(tiny, in_tmp, fails):
+    for name in ("policy", "reward"):
+        shutil.copytree(tiny / name, name)
+        config = json.loads(Path(name, "config.json").read_text()) | {"vocab_size": 40}
+        Path(name, "config.json").write_text(json.dumps(config))
+    for load in (
+        lambda: models.load_policy("policy", "--sft_model_path", FLAGS),
+        lambda: models.load_reward_model("reward", FLAGS, allow_untrained=True),
+    ):
+        line = fails(load)
+        assert "weight has the shape [254, 32]" in line and "config.json asks for [40, 32]" in line
 
 
 @pytest.mark.skipif(find_spec("flash_attn") is not None, reason="flash-attn is installed here")

@@ -59,8 +59,11 @@ def library_scores(folder, rows):
 
 
 def sampled(calls):
-    """Token ids of the prompts and responses of the one recorded call of utils.sample, joined."""
-    ((args, (responses, mask, _)),) = calls
+    """Token ids of prompts and responses, joined, of each recorded call of utils.sample: before and after training."""
+    return [rows_of(args, *result) for args, result in calls]
+
+
+def rows_of(args, responses, mask, _):
     return [[*q[m].tolist(), *r[n].tolist()] for q, m, r, n in zip(*args[1][:2], responses, mask, strict=True)]
 
 
@@ -164,13 +167,15 @@ def test_rm_6_scores_are_fp32_under_bf16(tiny):
 
 # ---- normalisation ---------------------------------------------------------------------------------------------------
 def test_rm_10_gain_and_bias_give_mean_0_and_std_1_on_the_policys_samples(rows, tiny, monkeypatch):
-    """Measured again in the saved folder, on the very samples."""
+    """Measured again in the saved folder, on the very samples. Those before training had other prompts and noise."""
     samples = record(monkeypatch, utils, "sample")["sample"]
     gains = record(monkeypatch, train_reward, "gain_and_bias")["gain_and_bias"]
     run_reward(tiny, normalization="gain_bias", normalize_samples=64)
     (first, _), (second, _) = (result for _, result in gains)
     assert first != second  # It has been trained in between.
-    scores = library_scores("reward", sampled(samples))
+    before, after = sampled(samples)
+    assert not {tuple(row) for row in before} & {tuple(row) for row in after}
+    scores = library_scores("reward", after)
     assert len(scores) == 64
     assert abs(scores.mean()) < 1e-4 and scores.std(correction=0).item() == pytest.approx(1, abs=1e-4)
 
@@ -181,11 +186,10 @@ def test_rm_11_samples_for_labels_of_token_ids_end_nowhere(in_tmp, tiny, monkeyp
     write_rows("rows.jsonl", [label] * 8)
     samples = record(monkeypatch, utils, "sample")["sample"]
     run_reward(tiny, normalization="gain_bias", normalize_samples=32, response_length=16)
-    ((args, (_, mask, _)),) = samples
-    assert args[4] is None and mask.all()
+    assert all(args[4] is None and mask.all() for args, (_, mask, _) in samples)
     write_rows("rows.jsonl", [{"prompt": "we went", "chosen": "the", "rejected": "a"}] * 8)
     run_reward(tiny, normalization="gain_bias", normalize_samples=32)
-    assert samples[1][0][4] == toy.tokenizer().eos_token_id
+    assert samples[-1][0][4] == toy.tokenizer().eos_token_id
 
 
 def test_rm_9_training_starts_from_samples_whose_scores_have_std_1(rows, tiny, monkeypatch):
@@ -196,7 +200,7 @@ def test_rm_9_training_starts_from_samples_whose_scores_have_std_1(rows, tiny, m
     run_reward(tiny, normalization="gain_bias", normalize_samples=64, learning_rate=0.0)
     with torch.no_grad():
         base = weights[0].model.base_model
-        hidden = torch.stack([base(torch.tensor([row])).last_hidden_state[0, -1] for row in sampled(samples)])
+        hidden = torch.stack([base(torch.tensor([row])).last_hidden_state[0, -1] for row in sampled(samples)[0]])
         scores = gains[0][0] * (hidden @ gains[0][1].T)
     assert scores.std(correction=0).item() == pytest.approx(1, abs=1e-4) and gains[0][0] != 1
 

@@ -81,9 +81,8 @@ def test_without_a_name_the_newest_run_of_that_kind_goes_on(tiny, in_tmp, capsys
     assert len(list(run.parent.iterdir())) == 6
 
 
-@pytest.mark.parametrize("name", ["run", None])
-def test_where_nothing_is_to_be_resumed_a_run_starts(tiny, in_tmp, capsys, name):
-    start(tiny, "rloo", resume=True, run_name=name, total_episodes=16)
+def test_where_nothing_is_to_be_resumed_a_run_without_a_name_starts(tiny, in_tmp, capsys):
+    start(tiny, "rloo", resume=True, run_name=None, total_episodes=16)
     assert "starts at the beginning" in capsys.readouterr().out
     (run,) = Path("runs").iterdir()
     assert updates(run) == [1] and checkpoints(run) == ["000001"]

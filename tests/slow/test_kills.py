@@ -32,7 +32,7 @@ page.main(page.Args(**values))
 if torch.distributed.is_initialized():
     torch.distributed.destroy_process_group()
 """
-ENVIRONMENT = dict(ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
+ENVIRONMENT = dict(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
 

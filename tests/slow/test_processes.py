@@ -135,7 +135,7 @@ def test_when_one_of_two_processes_ends_the_other_does(ragged, tmp_path, page, h
     ]
     flags += ["--batch_size", 16, "--num_ppo_epochs", 1, "--num_mini_batches", 1, "--response_length", 8, "--take", 64]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "broken.py"]
-    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command += [page, how, str(rank), *map(str, flags), "--run_name", "run", "--checkpoint_every", "1"]
     started = subprocess.Popen(
         command,
