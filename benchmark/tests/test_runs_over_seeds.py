@@ -83,19 +83,9 @@ def test_results_of_other_scripts_or_of_another_command_are_not_added_to(bench, 
     assert "2 names of 1 commands" in capsys.readouterr().err
 
 
-def test_the_code_of_a_run_is_that_of_the_whole_package(tmp_path):
-    for name in ("page.py", "plumbing/module.py"):
-        (tmp_path / "rlhf_details" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "rlhf_details" / name).write_text("1")
-    before = benchmark.code_hash(tmp_path)
-    (tmp_path / "rlhf_details" / "plumbing" / "module.py").write_text("2")
-    assert benchmark.code_hash(tmp_path) != before
-
-
-@pytest.mark.parametrize("every, kept", [(2, ["1", "3", "5"]), (3, ["1", "4", "5"])])
-def test_every_so_manyth_row_and_the_last_are_kept(bench, every, kept):
-    bench(every=every, seeds=(1,))
-    assert [row[0] for row in read(bench.results / "toy_s1.csv")] == ["update", *kept]
+def test_every_so_manyth_row_and_the_last_are_kept(bench):
+    bench(every=3, seeds=(1,))
+    assert [row[0] for row in read(bench.results / "toy_s1.csv")] == ["update", "1", "4", "5"]
 
 
 def test_a_task_of_an_array_job_is_one_run_and_all_of_them_are_all_runs(bench, tmp_path):
