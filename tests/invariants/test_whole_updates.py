@@ -38,7 +38,7 @@ ORACLES = {  # name: (page, flags)
     "reinforce++-one-response": ("train_rloo", TOKENS | dict(rloo_k=1, reward_clip_range=0.5, stop_token="none")),
     "n+": ("train_ppo", VALUES | dict(kl_coef=0.3)),
     "lm-human-preferences": (
-        "train_ppo", VALUES | LM_HUMAN_PREFERENCES | dict(kl_horizon=40.0, learning_rate=0.2, kl_target=0.01)
+        "train_ppo", VALUES | LM_HUMAN_PREFERENCES | dict(kl_horizon=40.0, learning_rate=0.2, kl_target=0.06)
     ),
     "mixed": ("train_ppo", VALUES | MIXED),
     "limits": ("train_ppo", VALUES | LIMITS),
