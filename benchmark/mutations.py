@@ -32,8 +32,9 @@ ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 240  # after which a mutant's tests count as failed: it hangs
 PPO, ASYNC, RLOO = "train_ppo.py", "train_ppo_async.py", "train_rloo.py"
 RM, SFT, EVALUATE, UTILS = "train_reward.py", "train_sft.py", "evaluate.py", "utils.py"
-DATA, MODELS, COMPARISONS = "plumbing/data.py", "plumbing/models.py", "plumbing/comparisons.py"
-ENGINES, LAYOUT, JUDGE, REPORT = "plumbing/engines.py", "plumbing/layout.py", "plumbing/judge.py", "plumbing/report.py"
+DATA, ENCODING, COMPARISONS = "plumbing/data.py", "plumbing/encoding.py", "plumbing/comparisons.py"
+MODELS, ENGINES, LAYOUT = "plumbing/models.py", "plumbing/engines.py", "plumbing/layout.py"
+JUDGE, REPORT = "plumbing/judge.py", "plumbing/report.py"
 
 FROZEN = """\
     frozen = utils.disable_dropout(models.load_policy(args.sft_model_path, '--sft_model_path', args))
@@ -49,12 +50,12 @@ UNBIASED = "masked_mean((x - mean) ** 2, mask) * mask.sum() / (mask.sum() - 1)"
 MUTATIONS = [
     (
         "DATA-1",
-        DATA,
+        ENCODING,
         "tokenizer(completion, add_special_tokens=False).input_ids",
         "tokenizer(prompt + completion, add_special_tokens=False).input_ids[len(ids):]",
     ),
-    ("DATA-2", DATA, "[*answer, tokenizer.eos_token_id]", "answer"),
-    ("DATA-3", DATA, "add_special_tokens=False", "add_special_tokens=True"),
+    ("DATA-2", ENCODING, "[*answer, tokenizer.eos_token_id]", "answer"),
+    ("DATA-3", ENCODING, "add_special_tokens=False", "add_special_tokens=True"),
     ("DATA-4", COMPARISONS, " if i != LABEL_PAD", ""),
     ("DATA-5", UTILS, "[0] * (width - len(row)) + list(row)", "list(row) + [0] * (width - len(row))"),
     ("DATA-6", UTILS, "mask.cumsum(-1)", "mask.new_ones(mask.shape).cumsum(-1)"),

@@ -310,8 +310,7 @@ def check(args):
     cli.check_numbers(args)
     if args.truncate_after and (args.truncate_token == "none" or args.truncate_after >= args.response_length):
         cli.fail(f"--truncate_after {args.truncate_after}: needs a truncate_token, and must be below response_length")
-    for spec in args.reward_fn:
-        rewards.parameters_of(data.load_function(spec, "--reward_fn"), spec)
+    rewards.check_functions(args)
     if args.judge == "reward_model" and not args.reward_model_path:
         cli.fail("--judge reward_model: needs --reward_model_path")
     if args.judge == "gold" and args.dataset.partition(":")[0] != "toy":
@@ -339,7 +338,7 @@ def main(args: Args):
     end_id = models.token_id(tokenizer, args.truncate_token, "--truncate_token")
     end_id = stop_id if end_id is None else end_id  # the token that a complete response ends with
     context = models.context(*policies.values(), reward_model)
-    prompts = evaluation.encode_rows(args, tokenizer, rows, context)
+    prompts = data.to_prompts(args, tokenizer, rows, "dataset", room=context - args.response_length)
     if use_references:
         references = evaluation.encode_references(args, tokenizer, prompts, context, device)
     score = rewards.Scorer(args, accelerator, tokenizer, reward_model, response_scores, size, end_id)

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
 from typing import Literal
 
-import torch
 import tyro
 
 from rlhf_details import toy, train_ppo, train_reward, train_rloo
@@ -94,5 +93,4 @@ def main(argv):
 
 if __name__ == "__main__":
     main(sys.argv[1:])
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    cli.leave_group()

@@ -326,7 +326,7 @@ def main(args: Args):
         # A reference response scores 0 in the mean. [RM-12]
         bias = -scores_of(reward, references, size * K, accelerator).mean().item()
         run.say(f"mean score {-bias:.3f} on {len(references)} reference responses -> 0")
-    weights = engines.full_weights(accelerator, reward)
+    weights = run.full_weights(reward)
     if accelerator.is_main_process:
         # The head takes the gain, because other libraries know none. [RM-13]
         weights["model.score.weight"] = weights["model.score.weight"] * weights["gain"] * gain

@@ -69,17 +69,16 @@ def in_slices(function, model, batch, size, *rest, **options):
     The size bounds memory and changes no result. Args: batch, a list of tensors with as many rows. Returns: a list.
     """
     slices = zip(*(x.split(size) for x in batch), strict=True)
-    return [
-        torch.cat(parts) for parts in zip(*(function(model, rows, *rest, **options) for rows in slices), strict=True)
-    ]
+    found = (function(model, rows, *rest, **options) for rows in slices)
+    return [torch.cat(parts) for parts in zip(*found, strict=True)]
 
 
 # ---- orders and learning rate ----------------------------------------------------------------------------------------
 @functools.lru_cache(maxsize=16)
 def permutation(n, *coordinates):
-    """A shuffle of range(n) as a list, which depends only on the integer coordinates, e.g. (seed, epoch)."""
+    """A shuffle of range(n) as a tuple, which depends only on the integer coordinates, e.g. (seed, epoch)."""
     # numpy pads its seeds with zeros, so that (1, 2) and (1, 2, 0) would be the same. Their number tells them apart.
-    return np.random.default_rng((len(coordinates), *coordinates)).permutation(n).tolist()
+    return tuple(np.random.default_rng((len(coordinates), *coordinates)).permutation(n).tolist())
 
 
 def learning_rate_at(step, num_steps, args):
@@ -165,10 +164,8 @@ def sample(policy, batch, n, response_length, stop_id, key, any_alive=torch.any)
     """
     queries, query_mask, rows = batch
     first = int(query_mask.any(0).int().argmax())  # Columns before this one are padding in every row.
-    queries, query_mask = (
-        queries[::n, first:],
-        query_mask[::n, first:],
-    )  # [P, Q], P = B / n: the prompt of a row is computed once
+    # The prompt of a row is computed once: [P, Q] with P = B / n.
+    queries, query_mask = queries[::n, first:], query_mask[::n, first:]
     (P, Q), B, device = queries.shape, len(rows), queries.device
     keys = torch.full((B,), 0x1B873593, dtype=torch.int32, device=device)  # The start is not 0, because hash32(0) is 0.
     for coordinate in (*key, rows.int()):
@@ -181,10 +178,8 @@ def sample(policy, batch, n, response_length, stop_id, key, any_alive=torch.any)
     own = torch.eye(n, dtype=torch.bool, device=device).repeat(1, response_length).expand(P, -1, -1)  # [P, n, n * R]
     visible = torch.cat([query_mask.unsqueeze(1).expand(-1, n, -1), own], 2)  # [P, n, Q + n * R]
     cache = DynamicCache(config=getattr(policy, "module", policy).model.config)
-    last, each = (
-        torch.tensor([Q - 1], device=device),
-        torch.arange(n, device=device),
-    )  # the columns whose logits are read
+    # the columns whose logits are read
+    last, each = torch.tensor([Q - 1], device=device), torch.arange(n, device=device)
     logits = policy(queries, query_mask, positions_from_mask(query_mask), last, cache=cache)  # [P, 1, V]
     logits = logits.squeeze(1).repeat_interleave(n, 0)  # [B, V]
     position = query_mask.sum(1, keepdim=True).expand(P, n)  # [P, n], of the first response token
@@ -208,9 +203,8 @@ def sample(policy, batch, n, response_length, stop_id, key, any_alive=torch.any)
 
 def additive(visible):
     """Attention mask [M, 1, L, L'] fp32 of a bool [M, L, L']: 0 where visible, else the lowest number of bf16."""
-    lowest = torch.finfo(
-        torch.bfloat16
-    ).min  # It is finite in fp32 as well. A row of -inf would be NaN after the softmax.
+    # It is finite in fp32 as well. A row of -inf would be NaN after the softmax.
+    lowest = torch.finfo(torch.bfloat16).min
     return torch.zeros(visible.shape, device=visible.device).masked_fill(~visible, lowest).unsqueeze(1)
 
 

@@ -9,34 +9,20 @@ Checkpoints: whole weights and Adam's moments by name, so a run continues under 
 A checkpoint appears whole or not at all: it is written to `000040.partial`, synced to the disk and then renamed.
 """
 
+import dataclasses
 import hashlib
 import json
 import shutil
 from pathlib import Path
 
 import torch
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from rlhf_details.plumbing import cli, data, models
+from rlhf_details.plumbing import cli, data, engines, models, saving
 
 VERSION = 2  # of the layout of state.json; checkpoints of another one are refused
-
-
-# ---- files that are never seen half written --------------------------------------------------------------------------
-def write_text(path, text):
-    """Writes a text file to a neighbour, which takes the file's name once it is on the disk."""
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    models.sync(partial)
-    partial.replace(path)
-
-
-def digest(file):
-    """SHA-256 of a file, as a hexadecimal text."""
-    with open(file, "rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
 
 
 # ---- writing and reading ---------------------------------------------------------------------------------------------
@@ -56,13 +42,13 @@ def write(folder, state, tensors):
         files = {file.name: [file.stat().st_size, digest(file)] for file in sorted(partial.iterdir())}
         (partial / "manifest.json").write_text(json.dumps(files, indent=1))
         for path in (*partial.iterdir(), partial):
-            models.sync(path)
+            saving.sync(path)
     except (OSError, SafetensorError):
         shutil.rmtree(partial, ignore_errors=True)  # On a full disk this frees room for the logs.
         raise
     shutil.rmtree(folder, ignore_errors=True)  # A damaged checkpoint may have the same number.
     partial.rename(folder)
-    models.sync(folder.parent)
+    saving.sync(folder.parent)
     for old in all_of(folder.parent.parent)[2:]:
         shutil.rmtree(old)
 
@@ -80,6 +66,18 @@ def read_state(folder):
 def read_tensors(folder):
     """The tensors that `write` was given: {file name without its ending: {name: tensor on the CPU}}."""
     return {file.stem: load_file(file) for file in folder.glob("*.safetensors")}
+
+
+def cut(run_folder, update):
+    """Removes what a run left unfinished and sets aside the checkpoints after an update. Update 0 removes them all."""
+    for unfinished in Path(run_folder).glob("checkpoints/*.partial"):
+        shutil.rmtree(unfinished)
+    for later in all_of(run_folder):
+        if update == 0:
+            shutil.rmtree(later)
+        elif int(later.name) > update:  # It is damaged, but a person may want to save parts of it.
+            shutil.rmtree(f"{later}.damaged", ignore_errors=True)
+            later.rename(f"{later}.damaged")
 
 
 # ---- finding --------------------------------------------------------------------------------------------------------
@@ -107,7 +105,7 @@ def choose(run_folder):
 def find(run_folder, now, overwrite, accelerator, say):
     """The checkpoint to continue from, the same on all processes, or None. Call it on every process.
 
-    It ends with one line where that checkpoint, or a log without one, is of another run. Args: now, Run.identity();
+    It ends with one line where that checkpoint, or a log without one, is of another run. Args: now, its identity;
     overwrite, whether to start anew where no checkpoint is whole; say, which prints a line.
     """
     found = [None, [], []]
@@ -130,9 +128,26 @@ def find(run_folder, now, overwrite, accelerator, say):
     return folder
 
 
+def digest(file):
+    """SHA-256 of a file, as a hexadecimal text."""
+    with open(file, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
 def is_whole(file, size, sha256):
     """Whether a file has this size in bytes and this hash."""
     return file.is_file() and file.stat().st_size == size and digest(file) == sha256
+
+
+# ---- which run it is -------------------------------------------------------------------------------------------------
+def identity(args, accelerator, inputs):
+    """What a run must share with the checkpoint that it continues from, as JSON returns it. inputs: of fingerprint."""
+    seen = fingerprint(inputs)
+    if len(set(gather_object([seen]))) > 1:
+        hint = "a function that returns rows must return the same on each"
+        cli.fail(f"--dataset: the processes read other rows; {hint}")
+    values = json.loads(json.dumps(dataclasses.asdict(args)))
+    return {"args": values, "mixed_precision": engines.precision(accelerator), "inputs": seen}
 
 
 def fingerprint(inputs):
@@ -177,15 +192,3 @@ def check_same_run(folder, now):
     if before["inputs"] != now["inputs"]:
         dataset = now["args"]["dataset"]
         cli.fail(f"--resume: {folder} had other rows than --dataset {dataset} holds now, or started from other weights")
-
-
-def cut(run_folder, update):
-    """Removes what a run left unfinished and sets aside the checkpoints after an update. Update 0 removes them all."""
-    for unfinished in Path(run_folder).glob("checkpoints/*.partial"):
-        shutil.rmtree(unfinished)
-    for later in all_of(run_folder):
-        if update == 0:
-            shutil.rmtree(later)
-        elif int(later.name) > update:  # It is damaged, but a person may want to save parts of it.
-            shutil.rmtree(f"{later}.damaged", ignore_errors=True)
-            later.rename(f"{later}.damaged")

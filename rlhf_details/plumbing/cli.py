@@ -69,8 +69,23 @@ def main(function, args_class):
     """Runs a script: function(arguments from the command line). Afterwards all processes leave their group."""
     transformers_logging.set_verbosity_error(), transformers_logging.disable_progress_bar()
     function(parse(args_class))
+    leave_group()
+
+
+def leave_group():
+    """Leaves the group of processes. Otherwise a process can abort while the group's threads still run."""
     if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()  # Otherwise a process can abort while the group's threads still run.
+        torch.distributed.destroy_process_group()
+
+
+def leave(exit_code):
+    """Ends this process. Exit code 1 says that something went wrong, and that the others do not know of it."""
+    if exit_code == 1 and world_size() > 1:
+        sys.stdout.flush()
+        # The others may wait in a collective, and leaving their group would be one more. The launcher ends them.
+        os._exit(1)
+    leave_group()
+    raise SystemExit(exit_code)
 
 
 # ---- command line -> arguments ---------------------------------------------------------------------------------------
@@ -148,9 +163,8 @@ def show_help(args_class):
         flags = [(f.name, Annotated[f.type, tyro.conf.arg(help=texts[f.name])], defaults[f.name]) for f in new]
         group, title = dataclasses.make_dataclass(c.__name__, flags), GROUPS.get(c.__name__, defaults["exp_name"])
         group.__doc__ = ""  # Otherwise the help would show the dataclass's signature.
-        groups.append(
-            (c.__name__, Annotated[group, tyro.conf.arg(name=title)], dataclasses.field(default_factory=group))
-        )
+        kind = Annotated[group, tyro.conf.arg(name=title)]
+        groups.append((c.__name__, kind, dataclasses.field(default_factory=group)))
     whole = dataclasses.make_dataclass("Help", groups)
     whole.__doc__ = ""
     tyro.cli(whole, args=["--help"], config=(tyro.conf.OmitArgPrefixes,))

@@ -6,10 +6,12 @@ lm-human-preferences (`query`, `sample0` .., `best`) and of N+ (`query_token`, `
 the embedded task are made up: the SFT policy writes the candidates, and an imaginary human chooses.
 """
 
+import math
 from dataclasses import dataclass
 
 from rlhf_details import toy
-from rlhf_details.plumbing import cli, data, demonstrations, models
+from rlhf_details.plumbing import cli, data, demonstrations, encoding, models
+from rlhf_details.plumbing.rows import check_columns, read_rows
 
 TRAIN, EVAL, NORMALISATION = 0, 1, 2  # what responses are sampled for, a coordinate of their noise
 LABEL_PAD = 50259  # fills up the rows of lm-human-preferences; it is no id of GPT-2, whose vocabulary has 50257 tokens
@@ -26,11 +28,9 @@ class Comparison(data.Prompt):
 def check(args):
     """Ends with one line where the data flags contradict each other."""
     for flag in ("dataset", "eval_dataset"):
-        name, _, split = (getattr(args, flag) or "").partition(":")
+        name = (getattr(args, flag) or "").partition(":")[0]
         if name in toy.TASKS and name != "toy":
             cli.fail(f"--{flag} {getattr(args, flag)}: has no comparisons; its reward is a function")
-        if name == "toy":
-            toy.rows("prompts", split or "train")  # This ends with one line where there is no such split.
     for flag in ("take", "prompt_template", "max_prompt_length"):
         if getattr(args, flag) is not None and args.dataset.partition(":")[0] == "toy":
             hint = "not for the embedded task, whose comparisons are sampled; --num_comparisons"
@@ -62,7 +62,7 @@ def load(args, tokenizer, reward, sample):
     if args.normalization == "gain_bias":  # These prompts are sampled from.
         prompts = [{"prompt": row.columns["prompt"]} for row in train[: args.normalize_samples]]
         room = models.context(reward) - args.response_length
-        data.encode_prompts(tokenizer, prompts, room, f"--dataset {args.dataset}")
+        encoding.encode_prompts(tokenizer, prompts, room, f"--dataset {args.dataset}")
     rows, what = demonstrations.read(args, "reference_dataset"), f"--reference_dataset {args.reference_dataset}"
     references = demonstrations.encode(rows, what, tokenizer, models.context(reward))
     candidates = [row for comparison in train for row in comparison.candidates]
@@ -71,34 +71,33 @@ def load(args, tokenizer, reward, sample):
 
 def four_texts(prompts, tokenizer, sample, purpose):
     """Four responses of the SFT policy to each prompt, all as strings."""
-    prompts = [data.encode(tokenizer, prompt) for prompt in prompts]
-    texts = [
-        tokenizer.decode(ids, skip_special_tokens=True) for ids in sample(prompts, 4, purpose, tokenizer.eos_token_id)
-    ]
+    prompts = [encoding.encode(tokenizer, prompt) for prompt in prompts]
+    responses = sample(prompts, 4, purpose, tokenizer.eos_token_id)
+    texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in responses]
     return [texts[i : i + 4] for i in range(0, len(texts), 4)]
 
 
 def are_token_ids(rows):
     """Whether rows hold token ids that are trained on as they are, without EOS: the labels of lm-human-preferences."""
     prompt = rows[0].columns["prompt"]
-    return type(prompt) is list and not data.is_messages(prompt)
+    return type(prompt) is list and not encoding.is_messages(prompt)
 
 
 # ---- rows -> prompt, candidates, best --------------------------------------------------------------------------------
 def read_comparisons(spec, flag, template=None, take=None):
     """The first `take` rows (None: all) of a data set in any of the formats: a list of (prompt, candidates, best)."""
-    rows, what = data.read_rows(spec, {}, flag)[:take], f"{flag} {spec}"
+    rows, what = read_rows(spec, flag)[:take], f"{flag} {spec}"
     if "sample0" in rows[0]:
         if template is not None:
             cli.fail(f"--prompt_template {template!r}: {what} holds token ids")
         return label_rows(rows, what)
     if "response0_token" in rows[0]:
         names = ["response0_token", "response1_token"]
-        data.check_columns(rows, {**dict.fromkeys(names, list), "choice": int}, what)
+        check_columns(rows, {**dict.fromkeys(names, list), "choice": int}, what)
         rows = data.with_prompts(rows, template, what)
-        triples = [(row["prompt"], [data.Padded(row[name]) for name in names], row["choice"]) for row in rows]
+        triples = [(row["prompt"], [encoding.Padded(row[name]) for name in names], row["choice"]) for row in rows]
     elif "candidates" in rows[0]:
-        data.check_columns(rows, {"candidates": list, "best": int}, what)
+        check_columns(rows, {"candidates": list, "best": int}, what)
         rows = data.with_prompts(rows, template, what)
         triples = [(row["prompt"], row["candidates"], row["best"]) for row in rows]
         names = ["candidates"] * max(2, len(rows[0]["candidates"]))
@@ -124,7 +123,7 @@ def chosen_and_rejected(row, template, what):
         if column not in row:
             cli.fail(f"{what} has no column {column!r} (it has {sorted(row)})")
     chosen, rejected = row["chosen"], row["rejected"]
-    repeats = data.is_messages(chosen) and len(chosen) > 1
+    repeats = encoding.is_messages(chosen) and len(chosen) > 1
     if template is None and ("prompt" not in row or repeats):
         return data.split_common(chosen, rejected, what)
     (row,) = data.with_prompts([row], template, what)
@@ -139,7 +138,7 @@ def label_rows(rows, what):
     """
     K = len({column for row in rows for column in row if column.startswith("sample") and column[6:].isdigit()})
     samples = [f"sample{k}" for k in range(max(2, K))]
-    data.check_columns(rows, {"query": list, **dict.fromkeys(samples, list), "best": int}, what)
+    check_columns(rows, {"query": list, **dict.fromkeys(samples, list), "best": int}, what)
     for number, row in enumerate(rows, 1):
         for column in ("query", *samples):
             if not all(type(i) is int for i in row[column]):
@@ -163,13 +162,12 @@ def encode(rows, what, tokenizer, reward, max_prompt_length=None):
     Args: what, the rows' name in messages; max_prompt_length, drop rows with longer prompts.
     """
     context, vocabulary = models.context(reward), reward.model.get_input_embeddings().num_embeddings
-    queries, kept, result = [data.encode(tokenizer, prompt) for prompt, _, _ in rows], range(len(rows)), data.Prompts()
-    if max_prompt_length is not None:
-        kept = data.short_enough(queries, max_prompt_length, what)
+    queries, result = [encoding.encode(tokenizer, prompt) for prompt, _, _ in rows], data.Prompts()
+    kept = encoding.short_enough(queries, math.inf if max_prompt_length is None else max_prompt_length, what)
     for i in kept:
         (prompt, candidates, best), query, where = rows[i], queries[i], f"{what}: row {i + 1}"
-        pairs = [data.encode(tokenizer, prompt, candidate) for candidate in candidates]
-        if isinstance(prompt, list) and not data.is_messages(prompt):
+        pairs = [encoding.encode(tokenizer, prompt, candidate) for candidate in candidates]
+        if isinstance(prompt, list) and not encoding.is_messages(prompt):
             for column, ids in [("query", query), *((f"sample{k}", ids) for k, (_, ids) in enumerate(pairs))]:
                 # The library reads no score at its own padding, so this token may not occur in a text either.
                 unknown = [i for i in ids if not 0 <= i < vocabulary or i == tokenizer.pad_token_id]

@@ -4,7 +4,8 @@ import math
 from dataclasses import dataclass
 
 from rlhf_details import toy
-from rlhf_details.plumbing import cli, data
+from rlhf_details.plumbing import cli, data, encoding
+from rlhf_details.plumbing.rows import check_columns, read_rows
 
 
 @dataclass(kw_only=True, eq=False)
@@ -26,9 +27,9 @@ def read(args, flag):
     name, _, split = spec.partition(":")
     if name in toy.TASKS:
         return data.with_prompts(toy.rows("sft", split or "train", name)[:take], template, what)
-    rows = data.read_rows(spec, {}, f"--{flag}")[:take]
+    rows = read_rows(spec, f"--{flag}")[:take]
     if "text" in rows[0] and "completion" not in rows[0] and template is None:
-        data.check_columns(rows, {"text": str}, what)
+        check_columns(rows, {"text": str}, what)
         return [{"prompt": "", "completion": row["text"]} for row in rows]
     return data.with_completions(data.with_prompts(rows, template, what), what, template)
 
@@ -39,8 +40,8 @@ def encode(rows, what, tokenizer, context, max_prompt_length=None, num_sampled=0
     Args: what, the rows' name in messages; context, the most tokens of a row; max_prompt_length, drop rows with longer
     prompts; num_sampled, how many tokens must have room behind each prompt.
     """
-    pairs = [data.encode(tokenizer, row["prompt"], row["completion"]) for row in rows]
-    kept = data.short_enough([prompt for prompt, _ in pairs], max_prompt_length or math.inf, what) if rows else []
+    pairs = [encoding.encode(tokenizer, row["prompt"], row["completion"]) for row in rows]
+    kept = encoding.short_enough([prompt for prompt, _ in pairs], max_prompt_length or math.inf, what) if rows else []
     result = data.Prompts()
     for i in kept:
         (prompt, completion), where = pairs[i], f"{what}: row {i + 1}"

@@ -3,12 +3,11 @@ What evaluate.py reads: how the policy sampled in training, the prompts, and the
 """
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 
 from rlhf_details import utils
-from rlhf_details.plumbing import cli, data, models
+from rlhf_details.plumbing import cli, data, encoding, models
 
 
 def as_trained(args, fallbacks):
@@ -42,19 +41,9 @@ def read_rows(args, use_references):
     return data.with_completions(rows, f"--dataset {args.dataset}", args.prompt_template) if use_references else rows
 
 
-def encode_rows(args, tokenizer, rows, context):
-    """The rows as a list of data.Prompt. context: the most tokens that all models can read."""
-    what, task, R = f"--dataset {args.dataset}", args.dataset.partition(":")[0], args.response_length
-    if context <= R:
-        cli.fail(f"--response_length {R}: leaves no room for a prompt in the models' context of {context}")
-    kept, ids = data.encode_prompts(tokenizer, rows, context - R, what, args.max_prompt_length or math.inf)
-    texts = [data.as_text(tokenizer, rows[i]["prompt"]) for i in kept]
-    return [data.Prompt(x, text, rows[i], i + 1, what, task) for i, x, text in zip(kept, ids, texts, strict=True)]
-
-
 def encode_references(args, tokenizer, prompts, context, device):
     """The completions of the prompts' rows: (their N texts; tokens, mask [N, longest], right-padded)."""
-    ids = [data.encode(tokenizer, row.columns["prompt"], row.columns["completion"])[1] for row in prompts]
+    ids = [encoding.encode(tokenizer, row.columns["prompt"], row.columns["completion"])[1] for row in prompts]
     for row, reference in zip(prompts, ids, strict=True):
         if args.reward_model_path and (length := len(row.ids + reference)) > context:
             tokens = f"{length} tokens; the models' context is {context}"
@@ -73,8 +62,7 @@ def check_vocabularies(args, tokenizer, loaded):
     for flag, size in sizes.items():
         with cli.reading(f"--{flag}", getattr(args, flag)):
             both = tokenizer, models.find_tokenizer(getattr(args, flag), args) or tokenizer
-        padding = {t.pad_token for t in both if t.pad_token != t.eos_token}
-        ours, theirs = ({word: i for word, i in t.get_vocab().items() if word not in padding} for t in both)
+        ours, theirs = models.vocabularies(*both)
         if ours != theirs or any(sizes.get(writer, 0) > size for writer in writers.get(flag, [])):
             named = f"--policy_path {args.policy_path} ({sizes['policy_path']} embeddings, {len(ours)} tokens)"
             other = f"--{flag} {getattr(args, flag)} ({size} embeddings, {len(theirs)} tokens)"

@@ -5,7 +5,10 @@ Each sign is a metric `health/<name>`: 1 in an update where it shows, else 0. Th
 The README's section of that name explains them. Nothing here changes a run.
 """
 
-from rlhf_details.plumbing import engines
+import json
+from pathlib import Path
+
+from rlhf_details.plumbing import engines, hub
 
 
 def signs(metrics, first, args, precision):
@@ -16,10 +19,8 @@ def signs(metrics, first, args, precision):
     kl, clipped = metrics["objective/kl"], metrics["policy/clipfrac_avg"]
     length, entropy = metrics["val/sequence_lengths"], metrics["policy/entropy_avg"]
     kl_bound = max(25.0, 0.25 * length)  # nats per response, or a quarter of a nat per token
-    gap, gap_bound = (
-        max(metrics.get("val/first_ratio", 1) - 1, metrics["val/logprob_gap"]),
-        0.01 if precision == "fp32" else 0.5,
-    )
+    gap = max(metrics.get("val/first_ratio", 1) - 1, metrics["val/logprob_gap"])
+    gap_bound = 0.01 if precision == "fp32" else 0.5
     ended, same = metrics["val/num_stop_token_ids"] / args.batch_size, metrics["val/equal_scores"]
     has_end = {args.stop_token, getattr(args, "truncate_token", "none")} != {"none"}
     return {
@@ -59,6 +60,17 @@ def signs(metrics, first, args, precision):
             "read the samples, since rewards often pay for length: raise --kl_coef, or price length with a --reward_fn",
         ),
     }
+
+
+def untested(args, accelerator, policy):
+    """A line where no test has run this script and architecture under this engine, precision and device, else ""."""
+    kind, tested = accelerator.device.type, json.loads(Path(__file__).with_name("validated.json").read_text())
+    architecture, script = accelerator.unwrap_model(policy).model.config.model_type, hub.script_of(args)
+    combination = [architecture, engines.precision(accelerator), engines.name(accelerator), script.removesuffix(".py")]
+    combination += [] if kind == "cpu" else [f"on {kind}"]  # The tests run on CPUs.
+    where = f"{', '.join(combination)} (README, Validated on)"
+    note = f"note: no test has run {where}: look at val/logprob_gap and val/ratio"
+    return "" if combination in tested else note
 
 
 class Health:

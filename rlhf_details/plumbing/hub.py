@@ -130,21 +130,9 @@ def model_card(args, repository, metrics, link, about):
     ]
     if kind in PAPERS:  # A page of the user's own has no paper here.
         title, authors, year, number = PAPERS[kind]
-        lines += [
-            "## Citation",
-            "",
-            "```bibtex",
-            f"@article{{arxiv_{number.replace('.', '_')},",
-            f"  title = {{{title}}},",
-        ]
-        lines += [
-            f"  author = {{{authors}}},",
-            f"  journal = {{arXiv:{number}}},",
-            f"  year = {{{year}}}",
-            "}",
-            "```",
-            "",
-        ]
+        lines += ["## Citation", "", "```bibtex", f"@article{{arxiv_{number.replace('.', '_')},"]
+        lines += [f"  title = {{{title}}},", f"  author = {{{authors}}},"]
+        lines += [f"  journal = {{arXiv:{number}}},", f"  year = {{{year}}}", "}", "```", ""]
     return "\n".join(lines)
 
 
@@ -166,10 +154,8 @@ def push(args, repository):
         info = huggingface_hub.HfApi().upload_folder(repo_id=repository, **options)
     except Exception as e:  # The run is over, and no error of the network may spoil it.
         again = f"hf upload {shlex.quote(repository)} {shlex.quote(args.output_dir)}"
-        return (
-            None,
-            f"error: --push_to_hub: {first_line(e)}; the model is whole in {args.output_dir}; to repeat: {again}",
-        )
+        what = f"the model is whole in {args.output_dir}; to repeat: {again}"
+        return None, f"error: --push_to_hub: {first_line(e)}; {what}"
     what = "the merged model, and its adapters in adapter/" if args.lora_rank else "the model"
     return str(info.commit_url), f"pushed to {repository} ({what}): {info.commit_url}"
 

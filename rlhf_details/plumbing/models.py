@@ -1,12 +1,8 @@
-"""Models and tokenizers: they are loaded, refused where they do not fit, and saved as ordinary folders."""
+"""Models and tokenizers: they are loaded, and refused where they do not fit."""
 
-import dataclasses
-import errno
 import inspect
-import json
 import math
 import os
-import shutil
 import zlib
 from pathlib import Path
 
@@ -45,21 +41,26 @@ def own_tokenizer(args, tokenizer):
     is given text, for which it needs a tokenizer. Args: tokenizer, the policy's.
     """
     paths = {"--sft_model_path": args.sft_model_path, "--reward_model_path": args.reward_model_path}
-    sizes, tokenizers = [], [tokenizer]
+    sizes = []
     for flag, path in paths.items():
         with cli.reading(flag, path):
             config = AutoConfig.from_pretrained(lora.base_of(path) or path, trust_remote_code=args.trust_remote_code)
             sizes.append(config.get_text_config().vocab_size)
     with cli.reading("--reward_model_path", args.reward_model_path):
-        tokenizers += filter(None, [find_tokenizer(args.reward_model_path, args)])
-    padding = {t.pad_token for t in tokenizers if t.pad_token != t.eos_token}
-    vocabularies = [{w: i for w, i in t.get_vocab().items() if w not in padding} for t in tokenizers]
-    if vocabularies[0] != vocabularies[-1]:
-        return tokenizers[-1]
+        own = find_tokenizer(args.reward_model_path, args) or tokenizer
+    ours, theirs = vocabularies(tokenizer, own)
+    if ours != theirs:
+        return own
     if sizes[0] > sizes[1]:
         named = [f"{flag} {path} ({size} embeddings)" for (flag, path), size in zip(paths.items(), sizes, strict=True)]
         cli.fail(f"vocabulary mismatch: {' and '.join(named)}, and the latter has no tokenizer of another vocabulary")
     return None
+
+
+def vocabularies(*tokenizers):
+    """[{token: id}, ..] of some tokenizers, without the tokens that any of them pads with."""
+    padding = {t.pad_token for t in tokenizers if t.pad_token != t.eos_token}
+    return [{token: i for token, i in t.get_vocab().items() if token not in padding} for t in tokenizers]
 
 
 def token_id(tokenizer, text, flag):
@@ -114,13 +115,13 @@ def load_policy(path, flag, args):
     return set_up(model, args)
 
 
-def load_reward_model(path, args, flag="--reward_model_path", allow_untrained=None):
+def load_reward_model(path, args, flag="--reward_model_path", allow_untrained=False):
     """A sequence-classification model with one label, in fp32. A head that would be made up here is refused.
 
-    allow_untrained=True accepts any model and draws its head at random, for dummy runs and for training to start from.
-    Of adapters it takes the trunk of the merged model. None: as --allow_untrained_reward_model says.
+    allow_untrained, or the flag of that name, accepts any model and draws its head at random, for dummy runs and for
+    training to start from. Of adapters it takes the trunk of the merged model.
     """
-    allow_untrained = args.allow_untrained_reward_model if allow_untrained is None else allow_untrained
+    allow_untrained = allow_untrained or args.allow_untrained_reward_model
     with cli.reading(flag, path):
         base = lora.base_of(path) if allow_untrained else None
     if base:
@@ -177,56 +178,7 @@ def checksum(module):
     return total
 
 
-# ---- saving ----------------------------------------------------------------------------------------------------------
-def save_folder(args, model, tokenizer, weights, card=None):
-    """Writes --output_dir, whole or not at all: weights, tokenizer, training_args.json and the model card.
-
-    Args: weights, {name: whole tensor} as the model names its parameters, None for the model's own; card, the text of
-    README.md. A model with adapters is merged, and the adapters go to the folder `adapter` in it.
-    """
-    folder = Path(args.output_dir).resolve()
-    partial, before = (folder.with_name(f"{folder.name}.{kind}") for kind in ("partial", "before"))
-    if before.exists() and not folder.exists():  # An earlier save was killed between the two renames below.
-        before.rename(folder)
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        if hasattr(model, "peft_config"):
-            lora.save_adapter(model, partial / "adapter", getattr(args, "sft_model_path", None) or args.base_model)
-            tokenizer.save_pretrained(partial / "adapter")  # So that the adapters can be loaded by themselves.
-            model, weights = lora.merge(model), None
-        if weights is not None:  # Buffers are no parameters, but belong to the model.
-            parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-            buffers = {name: x for name, x in model.state_dict().items() if name not in parameters}
-            weights = weights | {name: x.detach().cpu() for name, x in buffers.items()}
-        model.save_pretrained(partial, state_dict=weights)
-        tokenizer.save_pretrained(partial)
-        (partial / "training_args.json").write_text(json.dumps(dataclasses.asdict(args), indent=1))
-        if card is not None:
-            (partial / "README.md").write_text(card, encoding="utf-8")
-        for path in (*partial.rglob("*"), partial):
-            sync(path)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)  # On a full disk its room may be needed.
-        raise
-    if folder.exists():
-        shutil.rmtree(before, ignore_errors=True)
-        folder.rename(before)
-    partial.rename(folder)
-    shutil.rmtree(before, ignore_errors=True)
-
-
-def sync(path):
-    """Returns when a file, or a folder's list of names, is on disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    except OSError as e:
-        if not (Path(path).is_dir() and e.errno in (errno.EINVAL, errno.ENOTSUP)):  # Some file systems sync no folders.
-            raise
-    finally:
-        os.close(handle)
-
-
+# ---- hidden states -> logits -----------------------------------------------------------------------------------------
 class Head:
     """From last hidden states to logits: the output embedding, and what a model does with it afterwards.
 
@@ -235,10 +187,8 @@ class Head:
 
     def __init__(self, model):
         config = model.config.get_text_config()
-        self.model, self.vocab_size = (
-            [model],
-            config.vocab_size,
-        )  # A list, so that no module sees the model as its child.
+        # The model stands in a list, so that no module sees it as its child.
+        self.model, self.vocab_size = [model], config.vocab_size
         # Cohere multiplies by `logit_scale`, Granite divides by `logits_scaling`, and Gemma 2 caps.
         self.scale = (getattr(config, "logit_scale", None) or 1) / (getattr(config, "logits_scaling", None) or 1)
         self.cap = getattr(config, "final_logit_softcapping", None)

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from rlhf_details.plumbing import cli
+from rlhf_details.plumbing import cli, saving
 
 # These arguments may differ when an evaluation is repeated into its folder, since the figures are the same.
 MAY_DIFFER = "exp_name config output_dir overwrite judge_base_url rollout_micro_batch_size attn_implementation".split()
@@ -53,15 +53,8 @@ def open_folder(args, accelerator, num_examples):
     summary |= {"num_processes": accelerator.num_processes, "num_examples": num_examples}
     folder = folder_of(args)
     folder.mkdir(parents=True, exist_ok=True)
-    write_summary(folder, summary)
+    saving.write_text(folder / "summary.json", json.dumps(summary, indent=1))
     return folder, summary
-
-
-def write_summary(folder, summary):
-    """Writes summary.json, whole or not at all."""
-    partial = folder / "summary.json.partial"
-    partial.write_text(json.dumps(summary, indent=1))
-    partial.replace(folder / "summary.json")
 
 
 def write(folder, summary, table):
@@ -70,7 +63,7 @@ def write(folder, summary, table):
     with open(partial, "w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([list(table), *zip(*table.values(), strict=True)])
     partial.replace(folder / "samples.csv")
-    write_summary(folder, summary)
+    saving.write_text(folder / "summary.json", json.dumps(summary, indent=1))
 
 
 # ---- what is printed -------------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ import copy
 import inspect
 import math
 import numbers
-import os
 import reprlib
 import sys
 import traceback
@@ -22,7 +21,9 @@ import torch
 from accelerate.utils import gather_object
 
 from rlhf_details import toy, utils
-from rlhf_details.plumbing import cli, data, models
+from rlhf_details.plumbing import cli, models
+from rlhf_details.plumbing.encoding import encode, is_messages
+from rlhf_details.plumbing.rows import load_function
 
 # The embedded task's true reward, and whether its grammar allows the text. They are watched and never trained on.
 WATCHED = {"gold": toy.gold, "parses": lambda prompt, response: toy.parses(f"{prompt} {response}")}
@@ -33,14 +34,19 @@ class Fault(Exception):
 
 
 def check(args):
-    """Ends with one line where no reward is named or a function cannot be had; imports the user's code."""
+    """Ends with one line where no reward is named or a function cannot be had."""
     if not args.reward_model_path and not args.reward_fn:
         hint = "only --dataset toy from the command line has a default reward"
         cli.fail(f"--reward_model_path or --reward_fn: one of them is required ({hint})")
     if len(args.reward_fn_weights) not in (0, len(args.reward_fn)):
         cli.fail(f"--reward_fn_weights: {len(args.reward_fn_weights)} weights for {len(args.reward_fn)} functions")
+    check_functions(args)
+
+
+def check_functions(args):
+    """Ends with one line where a function of --reward_fn cannot be had; imports the user's code."""
     for spec in args.reward_fn:
-        parameters_of(data.load_function(spec, "--reward_fn"), spec)
+        parameters_of(load_function(spec, "--reward_fn"), spec)
 
 
 def parameters_of(function, spec):
@@ -68,7 +74,7 @@ class Scorer:
         names = [spec.rpartition(":")[2] for spec in args.reward_fn]
         for spec, name in zip(args.reward_fn, names, strict=True):
             is_taken = names.count(name) > 1 or name in ("reward_model", *WATCHED)
-            self.functions[spec.replace("/", ".") if is_taken else name] = data.load_function(spec, "--reward_fn")
+            self.functions[spec.replace("/", ".") if is_taken else name] = load_function(spec, "--reward_fn")
         tasks = {(spec or "").partition(":")[0] for spec in (args.dataset, getattr(args, "eval_dataset", None))}
         self.watched = list(WATCHED) if "toy" in tasks else []
         self.boolean = []  # names of the functions that returned nothing but True, False and None in the last call
@@ -96,8 +102,8 @@ class Scorer:
                         has = f"{rows[0].source} has {sorted(found)}"
                         cli.fail(f"--reward_fn {name}: needs a column {column!r}, and {has}")
             for row in rows if self.reward_model and self.reward_model.tokenizer else ():
-                if data.is_messages(prompt := row.columns["prompt"]):  # Its chat template must take each prompt.
-                    data.encode(self.reward_model.tokenizer, prompt, [{"role": "assistant", "content": "."}])
+                if is_messages(prompt := row.columns["prompt"]):  # Its chat template must take each prompt.
+                    encode(self.reward_model.tokenizer, prompt, [{"role": "assistant", "content": "."}])
 
     @torch.no_grad()
     def __call__(self, rows, batch, *n, texts=None):
@@ -122,7 +128,7 @@ class Scorer:
 
     def values_of(self, rows, batch, n, texts):
         """(values [M, F] on the CPU, {(name of a function, whether an entry is a bool)}) of my responses."""
-        prompts = [row.columns["prompt"] if data.is_messages(row.columns["prompt"]) else row.text for row in rows]
+        prompts = [row.columns["prompt"] if is_messages(row.columns["prompt"]) else row.text for row in rows]
         reads_ids = self.reward_model and not self.reward_model.tokenizer
         if texts is None and len(self.names) > bool(reads_ids):  # Something needs the text.
             texts = models.decode(self.tokenizer, *batch[2:])
@@ -168,7 +174,7 @@ class Scorer:
         takes_all, named = parameters_of(self.functions[name], name)
         columns = {key: [row.columns.get(key) for row in rows] for key in self.columns if takes_all or key in named}
         pairs = zip(prompts, texts, strict=True)
-        completions = [[{"role": "assistant", "content": x}] if data.is_messages(prompt) else x for prompt, x in pairs]
+        completions = [[{"role": "assistant", "content": x}] if is_messages(prompt) else x for prompt, x in pairs]
         # The function gets copies, which it may change.
         given = copy.deepcopy({"prompts": prompts, "completions": completions, **columns})
         try:
@@ -196,8 +202,8 @@ class Scorer:
         last = responses.gather(1, mask.sum(1, keepdim=True) - 1).squeeze(1)  # [M]
         ids, scores = [], []
         for prompt, text, token in zip(prompts, texts, last.tolist(), strict=True):
-            completion = [{"role": "assistant", "content": text}] if data.is_messages(prompt) else text
-            query, response = data.encode(model.tokenizer, prompt, completion)
+            completion = [{"role": "assistant", "content": text}] if is_messages(prompt) else text
+            query, response = encode(model.tokenizer, prompt, completion)
             row = query + (response if token == self.stop_id else response[:-1])
             ids.append([i for i in row if i is not None][-context:])  # A tokenizer without EOS has put None there.
         for start in range(0, len(ids), self.size):
@@ -210,11 +216,8 @@ class Scorer:
         """Ends the run on all processes, which are all here, with exit code 1."""
         if self.accelerator.is_main_process:
             print(f"error: {message}", file=sys.stderr, flush=True)
-        if self.accelerator.num_processes > 1:
-            self.accelerator.wait_for_everyone()  # The launcher would end the main process before it has printed.
-            sys.stdout.flush()
-            os._exit(1)
-        raise SystemExit(1)
+        self.accelerator.wait_for_everyone()  # The launcher would end the main process before it has printed.
+        cli.leave(1)
 
     def by_name(self, values, prefix="", spread=False):
         """{metric: mean} of gathered values [N, F], over the responses that each reward applies to.

@@ -15,12 +15,12 @@ from pathlib import Path
 from rlhf_details.plumbing import cli
 
 
-def read_rows(spec, columns, flag="--dataset"):
+def read_rows(spec, flag):
     """Rows of a data set as a list of dicts.
 
     Args: spec, "NAME", "NAME:PART" or "FILE.py:FUNCTION". NAME is a local .jsonl/.json/.csv/.parquet file, a folder or
     a Hub repository, PART a split or a file of it, and FUNCTION returns rows. At the end "[A:B]" takes rows A to B, as
-    `datasets` does. columns: {name: type} that each row must have. Errors count the rows taken from 1.
+    `datasets` does. Errors count the rows taken from 1.
     """
     whole, taken, *ends = re.fullmatch(r"(.*?)(\[(-?\d+)?:(-?\d+)?\])?", spec).groups()
     taken, in_range = taken or "", slice(*(int(end) if end else None for end in ends))
@@ -41,7 +41,9 @@ def read_rows(spec, columns, flag="--dataset"):
         rows = load_dataset(f"{flag} {spec}", name, split=f"{part or 'train'}{taken}")
     if not rows:
         cli.fail(f"{flag} {spec}: no rows")
-    check_columns(rows, columns, f"{flag} {spec}")
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict):
+            cli.fail(f"{flag} {spec}: row {number} is no object with columns: {reprlib.repr(row)}")
     return rows
 
 
@@ -77,8 +79,6 @@ def load_dataset(what, name, **options):
 def check_columns(rows, columns, what):
     """Ends with the row's number where a row lacks one of `columns` ({name: type}) or holds another type in it."""
     for number, row in enumerate(rows, 1):
-        if not isinstance(row, dict):
-            cli.fail(f"{what}: row {number} is no object with columns: {reprlib.repr(row)}")
         for column, kind in columns.items():
             if column not in row:
                 cli.fail(f"{what}: row {number} has no column {column!r} (it has {sorted(row)})")

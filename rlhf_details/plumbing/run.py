@@ -1,30 +1,17 @@
-"""
-A run: its folder, what it logs, the checkpoints that it continues from, and how it ends.
-
-    runs/<run_name>/config.json      arguments, versions, git commit and device, and from where the run was resumed
-                    metrics.jsonl    one object an update
-                    samples.jsonl    sample responses
-                    events.out.*     TensorBoard
-                    checkpoints/     see checkpoint.py
-"""
+"""A run: what it logs, the checkpoints that it continues from, and how it ends. folders.py says what it leaves."""
 
 import contextlib
-import dataclasses
-import glob
 import json
-import os
-import platform
 import signal
 import sys
 import time
 from pathlib import Path
 
 import torch
-import transformers
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 
-from rlhf_details.plumbing import checkpoint, cli, data, engines, health, hub, models, trackers
+from rlhf_details.plumbing import checkpoint, cli, encoding, folders, health, hub, saving, shards, trackers
 from rlhf_details.plumbing.signals import Signals
 
 
@@ -34,25 +21,23 @@ class Run:
     def __init__(self, args, accelerator, tokenizer, num_updates, prompts, inputs):
         """
         Args: num_updates, of the whole run; prompts, data.Prompts to train on; inputs, what else decides the curve, as
-        checkpoint.fingerprint takes it, e.g. the held-out prompts and the models.
+        checkpoint.identity takes it, e.g. the held-out prompts and the models.
         """
         self.args, self.accelerator, self.tokenizer, self.prompts = args, accelerator, tokenizer, prompts
         self.num_updates, self.is_main, self.start = num_updates, accelerator.is_main_process, time.time()
         self.update, self.first_update = 0, 1  # the update under way, and the first one that this process trains
         self.before, self.latest, self.tensors = {}, {}, {}  # the first eval/*; the newest row of metrics; see `resume`
         self.console, self.health = trackers.Console(num_updates, not self.is_main), health.Health(args, accelerator)
+        self.say = self.console.say  # prints a line on the main process, above the live line where there is one
         self.files = self.wandb = self.repository = self.signals = None
         self.checkpoint = None  # the folder of the newest one
-        self.inputs = checkpoint.fingerprint([prompts, *inputs])
-        if len(set(gather_object([self.inputs]))) > 1:
-            cli.fail(
-                "--dataset: the processes read other rows; a function that returns rows must return the same on each"
-            )
-        (name,) = broadcast_object_list([self.choose_name() if self.is_main else None])
+        self.identity = checkpoint.identity(args, accelerator, [prompts, *inputs])
+        with self.writing("runs"):
+            (name,) = broadcast_object_list([folders.choose_name(args) if self.is_main else None])
         self.folder = Path("runs") / name
         if args.resume:
             with self.writing(self.folder, "read"):  # Nothing has been written yet.
-                self.checkpoint = checkpoint.find(self.folder, self.identity(), args.overwrite, accelerator, self.say)
+                self.checkpoint = checkpoint.find(self.folder, self.identity, args.overwrite, accelerator, self.say)
         self.signals = Signals(self.say)
         if self.is_main:
             try:
@@ -68,48 +53,19 @@ class Run:
         self.say(f"{num_updates} updates of {args.batch_size}, {accelerator.num_processes} process(es)")
 
     # ---- the start ---------------------------------------------------------------------------------------------------
-    def choose_name(self):
-        """The run's name: as given, with --resume the newest of this data set, experiment and seed, or a new one."""
-        args = self.args
-        if args.run_name is not None:
-            return args.run_name
-        prefix = f"{experiment(args)}__{args.seed}__"
-        started = [folder for folder in Path("runs").glob(f"{glob.escape(prefix)}[0-9]*") if any(folder.iterdir())]
-        if args.resume and started:
-            return max(started).name
-        name = prefix + time.strftime("%Y%m%d-%H%M%S")
-        with self.writing(f"runs/{name}"):
-            while True:
-                try:
-                    (Path("runs") / name).mkdir(parents=True)
-                    return name
-                except FileExistsError:  # Another run of a sweep started in the same second.
-                    name += "_"
-
     def open_folder(self):
         """Writes config.json, and opens the Hub repository and the wandb run before anything is trained."""
-        args, accelerator, config = self.args, self.accelerator, self.folder / "config.json"
-        versions = {module.__name__: module.__version__ for module in (torch, transformers)}
-        about = {
-            "versions": {"python": platform.python_version()} | versions,
-            "commit": trackers.git("rev-parse", "HEAD"),
-        }
-        about |= {"device": str(accelerator.device), "num_processes": accelerator.num_processes}
-        about |= {"engine": engines.name(accelerator), "resumed": [], "run": str(self.folder)} | self.identity()
+        args = self.args
+        self.about = folders.describe(args, self.accelerator, self.folder) | self.identity
         if args.push_to_hub:
-            about["hub"] = self.repository = hub.open_repository(args)
-        if args.resume and config.exists():
-            before = json.loads(config.read_text())
-            about["resumed"] = [*before["resumed"], {key: before[key] for key in ("commit", "num_processes")}]
-            about["wandb_id"] = before.get("wandb_id")
+            self.about["hub"] = self.repository = hub.open_repository(args)
         if args.track:
-            self.wandb = trackers.WeightsAndBiases(args, self.folder.name, experiment(args), about)
-            about["wandb_id"] = self.wandb.run.id
+            self.wandb = trackers.WeightsAndBiases(args, self.folder.name, folders.experiment(args), self.about)
+            self.about["wandb_id"] = self.wandb.run.id
         # If these folders cannot be made, this is better known now than after a day of training.
         self.folder.mkdir(parents=True, exist_ok=True)
         Path(args.output_dir).resolve().parent.mkdir(parents=True, exist_ok=True)
-        checkpoint.write_text(config, json.dumps(about, indent=1))
-        self.about = about
+        saving.write_text(self.folder / "config.json", json.dumps(self.about, indent=1))
 
     def resume(self, policy, optimizer, state=None):
         """Loads the checkpoint that this run continues from, if any. Sets `first_update` and `tensors`.
@@ -118,11 +74,12 @@ class Run:
         dictionary of the loop, `state` or the checkpoint's. `tensors` is {} or {name: tensor on the device}.
         """
         done, state = 0, state or {}
-        self.note_combination(policy)
+        if note := health.untested(self.args, self.accelerator, policy):
+            self.say(note)
         if self.checkpoint:
             saved, tensors = checkpoint.read_state(self.checkpoint), checkpoint.read_tensors(self.checkpoint)
             self.tensors = {name: x.to(self.accelerator.device) for name, x in tensors.pop("tensors", {}).items()}
-            engines.load_full_state(self.accelerator, policy, optimizer, tensors, saved["adam_steps"])
+            shards.load_full_state(self.accelerator, policy, optimizer, tensors, saved["adam_steps"])
             if self.accelerator.scaler is not None:
                 self.accelerator.scaler.load_state_dict(saved["scaler"])
             done, state, self.health.memory = saved["update"], saved["state"], saved["health"]
@@ -136,24 +93,11 @@ class Run:
                 checkpoint.cut(self.folder, done)
                 self.files = trackers.Files(self.folder, done, json.dumps(self.about, indent=1))
             for tracker in filter(None, [] if self.checkpoint else [self.files, self.wandb]):
-                tracker.data(
-                    [prompt.columns for prompt in self.prompts[:8]], [len(prompt.ids) for prompt in self.prompts]
-                )
+                tracker.data(self.prompts)
         self.first_update = done + 1
         self.console.begin(self.args.exp_name, done)
         self.begin_update(self.first_update)
         return state
-
-    def note_combination(self, policy):
-        """Says so where no test has run this script and architecture under this engine, precision and device."""
-        tested, kind = Path(__file__).with_name("validated.json"), self.accelerator.device.type
-        architecture = self.accelerator.unwrap_model(policy).model.config.model_type
-        script = hub.script_of(self.args).removesuffix(".py")
-        combination = [architecture, engines.precision(self.accelerator), engines.name(self.accelerator), script]
-        combination += [] if kind == "cpu" else [f"on {kind}"]  # The tests run on CPUs.
-        if combination not in json.loads(tested.read_text()):
-            where = f"{', '.join(combination)} (README, Validated on)"
-            self.say(f"note: no test has run {where}: look at val/logprob_gap and val/ratio")
 
     # ---- every update ------------------------------------------------------------------------------------------------
     def begin_update(self, update):
@@ -183,7 +127,7 @@ class Run:
             row |= self.times()
             signs, warnings = self.health(row)
             row |= signs
-        self.latest, self.before = row, self.before or evaluated(row)
+        self.latest, self.before = row, self.before or trackers.evaluated(row)
         count = getattr(self.args, "num_sample_generations", 0)  # spread evenly from the first to the last update
         is_table_due = update in torch.linspace(1, self.num_updates, count).round().int().tolist()
         table = []
@@ -207,10 +151,6 @@ class Run:
         eps = self.args.batch_size / max(update, 1e-9)
         return {"eps": eps} | laps | training | {"time/update": update, "time/from_scratch": now - self.start}
 
-    def say(self, line):
-        """Prints a line on the main process, above the live line where there is one."""
-        self.console.say(line)
-
     # ---- checkpoints -------------------------------------------------------------------------------------------------
     def checkpoint_if_due(self, update, policy, optimizer, state=None, tensors=None):
         """Writes a checkpoint every --checkpoint_every updates, at the end, and on a signal, which then ends the run.
@@ -231,8 +171,8 @@ class Run:
         self.begin_update(update + 1)
 
     def write_checkpoint(self, update, policy, optimizer, state, tensors):
-        weights, moments, steps = engines.full_state(self.accelerator, policy, optimizer)
-        saved = {"update": update, "adam_steps": steps, "state": state, "health": self.health.memory, **self.identity()}
+        weights, moments, steps = shards.full_state(self.accelerator, policy, optimizer)
+        saved = {"update": update, "adam_steps": steps, "state": state, "health": self.health.memory, **self.identity}
         saved |= {"before": self.before, "latest": self.latest, "seconds": time.time() - self.start}
         if self.accelerator.scaler is not None:
             saved["scaler"] = self.accelerator.scaler.state_dict()
@@ -246,12 +186,11 @@ class Run:
         self.accelerator.wait_for_everyone()
         self.checkpoint = folder
 
-    def identity(self):
-        """What a run must share with the checkpoint that it continues from, as JSON returns it."""
-        args = json.loads(json.dumps(dataclasses.asdict(self.args)))
-        return {"args": args, "mixed_precision": engines.precision(self.accelerator), "inputs": self.inputs}
-
     # ---- the end -----------------------------------------------------------------------------------------------------
+    def full_weights(self, module):
+        """{name: whole fp32 weight} of a prepared module, on the main process's CPU; call it on every process."""
+        return shards.full_state(self.accelerator, module)[0]
+
     def finish(self, policy, weights=None, model=None):
         """Saves --output_dir with a model card, uploads it where asked to, and prints what changed on held-out rows.
 
@@ -259,18 +198,13 @@ class Run:
         a module that holds it as `model`. Returns: {"before": .., "after": .., "metrics": the last row, "run": folder}.
         """
         model = model or self.accelerator.unwrap_model(policy).model
-        weights = engines.full_weights(self.accelerator, policy) if weights is None else weights
+        weights = self.full_weights(policy) if weights is None else weights
         if self.is_main:
-            self.save(
-                model, {name.removeprefix("model."): x for name, x in weights.items() if name.startswith("model.")}
-            )
+            weights = {name.removeprefix("model."): x for name, x in weights.items() if name.startswith("model.")}
+            self.save(model, weights)
         self.close()
-        after = evaluated(self.latest)
-        if after:
-            self.say(f"held-out rows, {'before -> after' if self.before != after else 'at the end'}")
-        for name, value in after.items():
-            before = f"{self.before[name]:8.3f} -> " if name in self.before and after != self.before else ""
-            self.say(f"  {name.removeprefix('eval/').removeprefix('objective/'):20} {before}{value:8.3f}")
+        after = trackers.evaluated(self.latest)
+        self.console.compare(self.before, after)
         self.say(f"model: {self.args.output_dir}   run: {self.folder}   {time.time() - self.start:.0f} s")
         self.say(f"curves: python benchmark/plot.py {self.folder}")
         self.accelerator.wait_for_everyone()
@@ -278,10 +212,10 @@ class Run:
 
     def save(self, model, weights):
         args, prompt = self.args, self.prompts[0].columns.get("prompt")
-        about = self.about | {"prompt": prompt if data.is_messages(prompt) else self.prompts[0].text}
+        about = self.about | {"prompt": prompt if encoding.is_messages(prompt) else self.prompts[0].text}
         card = hub.model_card(args, self.repository, self.latest, self.wandb and self.wandb.run.url, about)
         with self.writing(f"--output_dir {args.output_dir}"):
-            models.save_folder(args, model, self.tokenizer, weights, card)
+            saving.save_folder(args, model, self.tokenizer, weights, card)
         if self.repository:
             address, line = hub.push(args, self.repository)
             print(line, file=sys.stdout if address else sys.stderr, flush=True)
@@ -297,28 +231,17 @@ class Run:
             path = getattr(e, "filename", None) or what
             self.stop(f"{path} cannot be {verb} ({getattr(e, 'strerror', None) or e})")
 
-    def stop(self, message, *details):
+    def stop(self, message):
         """Ends the run over a fault with exit code 1: what happened, and the checkpoint to continue from."""
         if self.is_main:
-            go_on = (
-                f"{self.checkpoint}; --run_name {self.folder.name} --resume goes on from it"
-                if self.checkpoint
-                else "none"
-            )
-            lines = f"error: {message}", *details, f"last good checkpoint: {go_on}"
-            print(*lines, sep="\n  ", file=sys.stderr, flush=True)
+            last = self.checkpoint and f"{self.checkpoint}; --run_name {self.folder.name} --resume goes on from it"
+            print(f"error: {message}\n  last good checkpoint: {last or 'none'}", file=sys.stderr, flush=True)
         self.end(1)
 
     def end(self, exit_code):
         """Closes everything and ends this process."""
         self.close(exit_code)
-        if exit_code == 1 and self.accelerator.num_processes > 1:
-            sys.stdout.flush()
-            # The others may wait in a collective, and leaving their group would be one more. The launcher ends them.
-            os._exit(1)
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
-        raise SystemExit(exit_code)
+        cli.leave(exit_code)
 
     def close(self, exit_code=0):
         """Closes the trackers and gives the signals their former meaning."""
@@ -326,13 +249,3 @@ class Run:
             self.signals.restore()
         for tracker in filter(None, (self.console, self.files, self.wandb)):
             tracker.close(exit_code)
-
-
-def experiment(args):
-    """What the runs of all seeds share in their names."""
-    return f"{args.dataset.split('/')[-1].split('[')[0]}__{args.exp_name}"
-
-
-def evaluated(metrics):
-    """The eval/* of a row of metrics."""
-    return {name: value for name, value in metrics.items() if name.startswith("eval/")}

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch.utils.tensorboard import SummaryWriter
 
-from rlhf_details.plumbing import checkpoint, cli, hub, models
+from rlhf_details.plumbing import cli, hub, models, saving
 
 SHOWN = (  # on the console, where a script has them
     "eps objective/scores objective/kl objective/gold train/sft/loss train/sft/lr train/rm/loss train/rm/accuracy "
@@ -82,6 +82,14 @@ class Console:
             table.add_row(*[self.console.render_str(text, markup=False, emoji=False) for text in row.values()])
         self.console.print(table)
 
+    def compare(self, before, after):
+        """Prints what the last row has as eval/*, beside what the first one had."""
+        if after:
+            self.say(f"held-out rows, {'before -> after' if before != after else 'at the end'}")
+        for name, value in after.items():
+            earlier = f"{before[name]:8.3f} -> " if name in before and after != before else ""
+            self.say(f"  {name.removeprefix('eval/').removeprefix('objective/'):20} {earlier}{value:8.3f}")
+
     def close(self, exit_code):
         if self.bar:
             self.bar.stop()
@@ -112,8 +120,8 @@ class Files:
         self.samples.writelines(json.dumps({"update": update} | row) + "\n" for row in rows)
         self.samples.flush()
 
-    def data(self, rows, lengths):
-        self.tensorboard.add_histogram("data/prompt_lengths", torch.tensor(lengths), 0)
+    def data(self, prompts):
+        self.tensorboard.add_histogram("data/prompt_lengths", torch.tensor([len(prompt.ids) for prompt in prompts]), 0)
 
     def sync(self):
         """Returns once all rows are on the disk, so that they last as long as the checkpoint that follows."""
@@ -132,7 +140,7 @@ def cut(path, update):
     for line in path.read_text(encoding="utf-8").splitlines() if update and path.exists() else []:
         with contextlib.suppress(ValueError):  # A kill may have torn the last line.
             kept += [line] if json.loads(line)["update"] <= update else []
-    checkpoint.write_text(path, "".join(f"{line}\n" for line in kept))
+    saving.write_text(path, "".join(f"{line}\n" for line in kept))
     return open(path, "a", encoding="utf-8")
 
 
@@ -162,17 +170,22 @@ class WeightsAndBiases:
         self.run.log(metrics | {"global_step": metrics["episode"]}, step=update)
 
     def table(self, update, rows):
-        self.run.log(
-            {"samples": self.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])}, step=update
-        )
+        table = self.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+        self.run.log({"samples": table}, step=update)
 
-    def data(self, rows, lengths):
+    def data(self, prompts):
+        rows, lengths = [prompt.columns for prompt in prompts[:8]], [len(prompt.ids) for prompt in prompts]
         columns = list(dict.fromkeys(column for row in rows for column in row))
         table = self.Table(columns=columns, data=[[str(row.get(column, "")) for column in columns] for row in rows])
         self.run.log({"data/rows": table, "data/prompt_lengths": self.Histogram(lengths)}, step=0)
 
     def close(self, exit_code):
         self.run.finish(exit_code)
+
+
+def evaluated(metrics):
+    """The eval/* of a row of metrics."""
+    return {name: value for name, value in metrics.items() if name.startswith("eval/")}
 
 
 def sample_rows(tokenizer, kl_coef, prompts, responses, mask, scores, kl):

@@ -36,11 +36,11 @@ def test_constants_single_numbers_and_empty_masks_are_whitened_to_zero():
 # ---- orders and learning rates ---------------------------------------------------------------------------------------
 def test_a_permutation_depends_on_its_coordinates_alone():
     one = utils.permutation(50, 1, 2)
-    assert sorted(one) == list(range(50)) and one != list(range(50))
+    assert sorted(one) == list(range(50)) and one != tuple(range(50))
     torch.manual_seed(3)
     assert utils.permutation(50, 1, 2) == one
     others = [utils.permutation(50, *c) for c in [(2, 1), (1, 3), (2, 2), (1,), (1, 2, 0), (1, 2, 1), (12,)]]
-    assert all(other != one for other in others) and len(set(map(tuple, others))) == len(others)
+    assert all(other != one for other in others) and len(set(others)) == len(others)
 
 
 def test_data_7_prompts_come_round_again_in_another_order():

@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from rlhf_details import toy, train_reward, train_rloo, train_sft, utils
-from rlhf_details.plumbing import comparisons, data, demonstrations, rows
+from rlhf_details.plumbing import comparisons, data, demonstrations, encoding, rows
 
 LLAMA = (
     "{% for message in messages %}"
@@ -208,9 +208,9 @@ ROWS = [{"prompt": "a b", "n": 1}, {"prompt": 'c, "d"\ne', "n": 2}, {"prompt": "
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet"])
 def test_rows_of_a_file_come_in_order_with_their_types(in_tmp, suffix, capsys):
     path = write(f"rows{suffix}", ROWS)
-    assert data.read_rows(path, {"prompt": str, "n": int}) == ROWS
+    assert rows.read_rows(path, "--dataset") == ROWS
     write(path, [{"prompt": "new", "n": 4}])
-    assert data.read_rows(path, {}) == [{"prompt": "new", "n": 4}]  # The rows are not those of a cache.
+    assert rows.read_rows(path, "--dataset") == [{"prompt": "new", "n": 4}]  # The rows are not those of a cache.
     assert capsys.readouterr() == ("", "")
 
 
@@ -227,7 +227,7 @@ def test_rows_of_a_file_come_in_order_with_their_types(in_tmp, suffix, capsys):
 )
 def test_forms_of_json(in_tmp, name, text, prompts):
     Path(name).write_text(text, encoding="utf-8")
-    assert [row["prompt"] for row in data.read_rows(name, {})] == prompts
+    assert [row["prompt"] for row in rows.read_rows(name, "--dataset")] == prompts
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_forms_of_json(in_tmp, name, text, prompts):
 )
 def test_the_line_that_is_not_json_is_named(in_tmp, fails, text, line):
     Path("a.json").write_text(text)
-    assert f"--dataset a.json: line {line} is not JSON" in fails(data.read_rows, "a.json", {})
+    assert f"--dataset a.json: line {line} is not JSON" in fails(rows.read_rows, "a.json", "--dataset")
 
 
 SLICES = {"": (0, 5), "[:2]": (0, 2), "[2:]": (2, 5), "[1:4]": (1, 4), "[-2:]": (3, 5), "[:-1]": (0, 4), "[:9]": (0, 5)}
@@ -249,7 +249,7 @@ def test_rows_from_a_to_b(in_tmp, name):
     Path("mine.py").write_text("def each():\n    yield from ({'n': i} for i in range(5))\n")
     rows.load_module.cache_clear()
     for taken, (start, stop) in SLICES.items():
-        assert data.read_rows(f"{name}{taken}", {"n": int}) == numbers[start:stop], taken
+        assert rows.read_rows(f"{name}{taken}", "--dataset") == numbers[start:stop], taken
 
 
 def test_the_splits_of_a_folder_are_those_of_datasets(in_tmp, fails):
@@ -262,15 +262,15 @@ def test_the_splits_of_a_folder_are_those_of_datasets(in_tmp, fails):
         "folder:train+test[:1]": [0, 1, 2, 3, 10],
         "folder:test[:50%]": [10, 11],
     }.items():
-        assert [row["n"] for row in data.read_rows(spec, {})] == numbers
-    assert "nosuch" in fails(data.read_rows, "folder:nosuch", {})
+        assert [row["n"] for row in rows.read_rows(spec, "--dataset")] == numbers
+    assert "nosuch" in fails(rows.read_rows, "folder:nosuch", "--dataset")
 
 
 def test_a_file_of_a_hub_repository_is_asked_for_as_datasets_wants_it(monkeypatch):
     asked = []
     monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: asked.append((a, k)) or [{"n": 1}])
-    data.read_rows("vwxyzjn/lm-human-preferences:sentiment/offline_5k.json[:4992]", {})
-    data.read_rows("trl-lib/tldr:validation", {})
+    rows.read_rows("vwxyzjn/lm-human-preferences:sentiment/offline_5k.json[:4992]", "--dataset")
+    rows.read_rows("trl-lib/tldr:validation", "--dataset")
     assert asked == [
         (("vwxyzjn/lm-human-preferences",), dict(data_files="sentiment/offline_5k.json", split="train[:4992]")),
         (("trl-lib/tldr",), dict(split="validation")),
@@ -304,7 +304,8 @@ def test_rows_that_cannot_be_read_are_one_line(in_tmp, fails, spec, words):
     Path("latin.jsonl").write_bytes(b'{"n": "\xe9"}\n')
     Path("mine.py").write_text("def nothing(): pass\ndef strings(): return ['a']\n")
     rows.load_module.cache_clear()
-    line = fails(data.read_rows, spec, {"n": int}, "--eval_dataset")
+    what = f"--eval_dataset {spec}"
+    line = fails(lambda: rows.check_columns(rows.read_rows(spec, "--eval_dataset"), {"n": int}, what))
     assert line.startswith(
         f"error: --eval_dataset {spec.partition(':missing')[0].partition('[')[0].partition(':part')[0]}"
     )
@@ -315,7 +316,7 @@ def test_an_error_in_the_users_own_rows_keeps_its_traceback(in_tmp):
     Path("mine.py").write_text("def breaks(): raise KeyError('no rows today')\n")
     rows.load_module.cache_clear()
     with pytest.raises(KeyError, match="no rows today"):
-        data.read_rows("mine.py:breaks", {})
+        rows.read_rows("mine.py:breaks", "--dataset")
 
 
 # ---- rows -> prompts and completions ---------------------------------------------------------------------------------
@@ -430,7 +431,7 @@ def test_a_template_puts_in_what_the_columns_hold_and_reads_nothing_in_it():
 
 def test_an_empty_cell_of_a_table_is_the_empty_string(in_tmp):
     Path("alpaca.csv").write_text("instruction,input,output\nname a colour,,red\nname a pet,small,mouse\n")
-    table = data.with_prompts(data.read_rows("alpaca.csv", {}), "{instruction} {input}", "x")
+    table = data.with_prompts(rows.read_rows("alpaca.csv", "--dataset"), "{instruction} {input}", "x")
     assert [row["prompt"] for row in table] == ["name a colour ", "name a pet small"]
 
 
@@ -458,29 +459,30 @@ def test_data_1_prompt_and_completion_are_tokenised_apart():
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend._tokenizer, eos_token="<eos>")
     prompt, completion = tokenizer("hel").input_ids, tokenizer("lo").input_ids
     assert tokenizer("hello").input_ids != prompt + completion, "no token crosses the seam: nothing is tested"
-    assert data.encode(tokenizer, "hel", "lo") == (prompt, [*completion, tokenizer.eos_token_id])
+    assert encoding.encode(tokenizer, "hel", "lo") == (prompt, [*completion, tokenizer.eos_token_id])
 
 
 @pytest.mark.parametrize("template, bos", [(None, []), ("<s> $A", [BOS]), ("<s> $A </s>", [BOS]), ("$A </s>", [])])
 def test_data_2_a_completion_ends_with_eos_and_a_prompt_begins_with_the_tokenizers_bos(template, bos):
     tokenizer = word_tokenizer(template)
-    assert data.encode(tokenizer, "a b") == [*bos, A, B]
-    assert data.encode(tokenizer, "a b", "c a") == ([*bos, A, B], [C, A, EOS])
-    assert data.encode(tokenizer, "a", "") == ([*bos, A], [EOS])
-    assert data.encode(tokenizer, "", "c") == (bos, [C, EOS])
+    assert encoding.encode(tokenizer, "a b") == [*bos, A, B]
+    assert encoding.encode(tokenizer, "a b", "c a") == ([*bos, A, B], [C, A, EOS])
+    assert encoding.encode(tokenizer, "a", "") == ([*bos, A], [EOS])
+    assert encoding.encode(tokenizer, "", "c") == (bos, [C, EOS])
 
 
 def test_bos_and_eos_that_stand_in_the_text_are_not_put_again():
-    assert data.encode(word_tokenizer("<s> $A"), "<s> a") == [BOS, A]
-    assert data.encode(word_tokenizer(bos_token=None), "a", "b") == ([A], [B, EOS])
+    assert encoding.encode(word_tokenizer("<s> $A"), "<s> a") == [BOS, A]
+    assert encoding.encode(word_tokenizer(bos_token=None), "a", "b") == ([A], [B, EOS])
     tokenizer = metaspace_tokenizer()
     for text in ("the cat.", "the cat.</s>"):
-        assert tokenizer.convert_ids_to_tokens(data.encode(tokenizer, "the", text)[1]) == ["▁the", "▁cat", ".", "</s>"]
+        _, ids = encoding.encode(tokenizer, "the", text)
+        assert tokenizer.convert_ids_to_tokens(ids) == ["▁the", "▁cat", ".", "</s>"]
 
 
 def test_token_ids_are_encoded_as_they_are():
-    assert data.encode(word_tokenizer("<s> $A"), [5, 6]) == [5, 6]
-    assert data.encode(word_tokenizer("<s> $A"), [5], [7, 8]) == ([5], [7, 8])
+    assert encoding.encode(word_tokenizer("<s> $A"), [5, 6]) == [5, 6]
+    assert encoding.encode(word_tokenizer("<s> $A"), [5], [7, 8]) == ([5], [7, 8])
 
 
 # ---- conversations -> token ids --------------------------------------------------------------------------------------
@@ -490,7 +492,7 @@ def test_data_3_a_conversation_is_encoded_as_its_template_does(tokenizers, templ
     puts_bos = tokenizer("a").input_ids[0] == tokenizer.bos_token_id
     assert puts_bos == (template in ("llama", "chatml_base"))  # These would put a BOS, the first one a second one.
     for prompt, _, _ in conversations(6):
-        ids = data.encode(tokenizer, prompt)
+        ids = encoding.encode(tokenizer, prompt)
         assert ids == template_ids(tokenizer, prompt, add_generation_prompt=True)
         assert ids.count(tokenizer.bos_token_id) == (template == "llama")
 
@@ -499,11 +501,11 @@ def test_data_3_a_conversation_is_encoded_as_its_template_does(tokenizers, templ
 def test_a_completion_goes_up_to_the_end_of_its_turn(tokenizers, template):
     tokenizer, end = tokenizers[template], TURN_END[template]
     for prompt, answer, _ in conversations(6):
-        ids, completion = data.encode(tokenizer, prompt, answer)
+        ids, completion = encoding.encode(tokenizer, prompt, answer)
         assert ids == template_ids(tokenizer, prompt, add_generation_prompt=True)
         assert ids + completion == whole_ids(tokenizer, prompt + answer, end)
         assert tokenizer.decode(completion) == answer[0]["content"] + end
-    assert data.encode(tokenizer, [user("a")], [assistant("")])[1] == [tokenizer.convert_tokens_to_ids(end)]
+    assert encoding.encode(tokenizer, [user("a")], [assistant("")])[1] == [tokenizer.convert_tokens_to_ids(end)]
 
 
 @pytest.mark.parametrize("last", ["", "\n"])
@@ -511,7 +513,7 @@ def test_a_completion_without_an_end_of_its_own_gets_eos(tokenizers, last):
     tokenizer = make_tokenizer(["<eos>"], None, eos_token="<eos>")
     tokenizer.chat_template = PLAIN.replace("message['content'] + '\\n'", "message['content'] + " + repr(last))
     for prompt, answer, _ in conversations(3):
-        ids, completion = data.encode(tokenizer, prompt, answer)
+        ids, completion = encoding.encode(tokenizer, prompt, answer)
         assert completion.count(tokenizer.eos_token_id) == 1 and completion[-1] == tokenizer.eos_token_id
         assert ids + completion[:-1] == template_ids(tokenizer, prompt + answer)
 
@@ -520,22 +522,22 @@ def test_a_completion_without_an_end_of_its_own_gets_eos(tokenizers, last):
 def test_a_prompt_that_ends_with_an_answer_is_continued(tokenizers, template):
     tokenizer = tokenizers[template]
     begun = [user("how much ?"), assistant("it was")]
-    ids = data.encode(tokenizer, begun)
+    ids = encoding.encode(tokenizer, begun)
     assert ids == template_ids(tokenizer, begun, continue_final_message=True)
     assert tokenizer.decode(ids).endswith("it was")
     if template in TURN_END:
-        prompt, completion = data.encode(tokenizer, begun, [assistant(" cheap .")])
+        prompt, completion = encoding.encode(tokenizer, begun, [assistant(" cheap .")])
         assert prompt == ids and tokenizer.decode(completion).strip() == f"cheap .{TURN_END[template]}"
 
 
 def test_messages_without_a_template_are_one_line(fails):
-    assert "the tokenizer has no chat template" in fails(data.encode, toy.tokenizer(), [user("a")])
+    assert "the tokenizer has no chat template" in fails(encoding.encode, toy.tokenizer(), [user("a")])
 
 
 def test_text_is_encoded_as_ever_where_the_tokenizer_has_a_template(tokenizers):
     for tokenizer in tokenizers.values():
         answer = [*tokenizer(" fine .", add_special_tokens=False).input_ids, tokenizer.eos_token_id]
-        assert data.encode(tokenizer, "we went", " fine .") == (tokenizer("we went").input_ids, answer)
+        assert encoding.encode(tokenizer, "we went", " fine .") == (tokenizer("we went").input_ids, answer)
 
 
 # ---- N+'s columns of padded token ids --------------------------------------------------------------------------------
@@ -545,7 +547,7 @@ def test_a_query_token_loses_its_padding_and_nothing_else(tokenizers, template):
     ids = [300, tokenizer.eos_token_id, 301, 302]
     for filler in {len(tokenizer), 50277, tokenizer.pad_token_id} - {None}:
         for padding in ([], [filler] * 5):
-            assert data.encode(tokenizer, only_prompt({"query_token": padding + ids})) == ids
+            assert encoding.encode(tokenizer, only_prompt({"query_token": padding + ids})) == ids
 
 
 def test_padding_that_is_eos_is_told_from_the_eos_of_a_response():
@@ -554,7 +556,7 @@ def test_padding_that_is_eos_is_told_from_the_eos_of_a_response():
     row = {"query_token": [*filler, 300, 301], "reference_response_token": [302, 303, 0, *filler]}
     (row,) = data.with_completions(data.with_prompts([row], None, ""), "")
     assert tokenizer.eos_token_id == 0
-    assert data.encode(tokenizer, row["prompt"], row["completion"]) == ([300, 301], [302, 303, 0])
+    assert encoding.encode(tokenizer, row["prompt"], row["completion"]) == ([300, 301], [302, 303, 0])
 
 
 # ---- prompts: limits, order, shares ----------------------------------------------------------------------------------
@@ -567,7 +569,7 @@ def test_prompts_carry_their_row_and_the_embedded_tasks_their_name(in_tmp, token
     table = [{"prompt": prompt, "answer": i} for i, (prompt, _, _) in enumerate(conversations(2))]
     (first, second), held_out = prompts_of(write("rows.jsonl", table), tokenizers["llama"], eval_dataset="toy:test")
     assert (first.columns, first.number, first.source, first.task) == (table[0], 1, "--dataset rows.jsonl", None)
-    assert second.number == 2 and second.ids == data.encode(tokenizers["llama"], table[1]["prompt"])
+    assert second.number == 2 and second.ids == encoding.encode(tokenizers["llama"], table[1]["prompt"])
     assert second.text == f"system: you are kind .\nuser: {REVIEWS[1]['prompt']}"
     assert held_out[0].task == "toy" and held_out[0].text == toy.rows("prompts", "test")[0]["prompt"]
 
@@ -629,7 +631,7 @@ def test_a_prompt_that_no_model_can_read_is_one_line(in_tmp, fails, prompt, room
 
 def test_an_unknown_token_that_is_eos_is_a_prompt_like_any_other():
     tokenizer = word_tokenizer(unk_token="</s>", eos_token="</s>")
-    assert data.encode_prompts(tokenizer, [{"prompt": "</s>"}], 10, "--dataset x") == ([0], [[EOS]])
+    assert encoding.encode_prompts(tokenizer, [{"prompt": "</s>"}], 10, "--dataset x") == ([0], [[EOS]])
 
 
 def test_data_7_prompts_come_round_again_each_time_in_another_order():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from rlhf_details.plumbing import engines
+from rlhf_details.plumbing import engines, shards
 
 
 @pytest.fixture
@@ -31,11 +31,11 @@ def add_gradient(module):
 
 def test_whole_weights_and_moments_come_back_by_name(trained):
     accelerator, module, optimizer = trained
-    weights, moments, steps = engines.full_state(accelerator, module, optimizer)
+    weights, moments, steps = shards.full_state(accelerator, module, optimizer)
     names = {"0.weight", "0.bias", "1.weight", "2.bias"}  # tied weights once, and none that is not trained
     assert steps == 2 and weights.keys() == moments["exp_avg"].keys() == moments["exp_avg_sq"].keys() == names
     assert {str(x.dtype) for x in weights.values()} == {"torch.float32"}
-    assert engines.full_weights(accelerator, module).keys() == names | {"1.bias"}
+    assert shards.full_state(accelerator, module)[0].keys() == names | {"1.bias"}
     saved = {"weights": weights, **moments}
     saved = {kind: {name: x.clone() for name, x in content.items()} for kind, content in saved.items()}
 
@@ -44,7 +44,7 @@ def test_whole_weights_and_moments_come_back_by_name(trained):
     other[1].bias = torch.nn.Parameter(module[1].bias.clone(), requires_grad=False)
     other_optimizer = torch.optim.AdamW([p for p in other.parameters() if p.requires_grad], lr=0.1)
     other, other_optimizer = engines.prepare(accelerator, other, other_optimizer)
-    engines.load_full_state(accelerator, other, other_optimizer, saved, steps)
+    shards.load_full_state(accelerator, other, other_optimizer, saved, steps)
     for m, o in ((module, optimizer), (other, other_optimizer)):
         add_gradient(m)
         engines.step(accelerator, m, o, None, None, "")

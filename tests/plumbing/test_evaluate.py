@@ -16,7 +16,7 @@ from helpers import ppo_args, rloo_args, tiny_config
 from short_runs import contents, error_line, write_rows
 
 from rlhf_details import evaluate, toy, train_ppo, train_rloo
-from rlhf_details.plumbing import cli, data
+from rlhf_details.plumbing import cli, encoding
 
 
 def evaluate_args(tiny, **changes):
@@ -94,7 +94,7 @@ def test_samples_are_greedy_and_scores_are_those_of_plain_transformers(rows, pea
         (len(r), e) for r, e in zip(greedy, ended, strict=True)
     ]
     for row, response, line in zip(rows, greedy, table, strict=True):
-        prompt, reference = data.encode(tokenizer, row["prompt"], row["completion"])
+        prompt, reference = encoding.encode(tokenizer, row["prompt"], row["completion"])
         assert reference[-1] == tokenizer.eos_token_id and int(line["opponent_length"]) == len(reference)
         assert line["opponent_response"] == row["completion"] and line["prompt"] == row["prompt"]
         assert float(line["score"]) == pytest.approx(score(prompt + response), abs=1e-4)

@@ -12,7 +12,7 @@ from helpers import assert_same_curves, page_args, read_metrics, record, without
 from short_runs import comparisons, write_rows
 
 from rlhf_details import toy, train_reward, utils
-from rlhf_details.plumbing import data, models
+from rlhf_details.plumbing import encoding, models
 
 LIBRARY = transformers.AutoTokenizer, transformers.AutoModelForCausalLM
 
@@ -66,7 +66,7 @@ def sampled(calls):
 
 def encoded(tokenizer, pairs):
     """Token ids of (prompt, completion) pairs, joined, EOS included."""
-    return [[*prompt, *completion] for prompt, completion in (data.encode(tokenizer, *pair) for pair in pairs)]
+    return [[*prompt, *completion] for prompt, completion in (encoding.encode(tokenizer, *pair) for pair in pairs)]
 
 
 def pairs_of(rows):

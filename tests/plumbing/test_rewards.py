@@ -15,7 +15,7 @@ from helpers import PAGES, ROOT, assert_same_curves, read_metrics, rloo_args, ru
 from transformers import AutoModelForSequenceClassification, GPTNeoXForSequenceClassification, PreTrainedTokenizerFast
 
 from rlhf_details import toy, train_rloo, utils
-from rlhf_details.plumbing import data, models, rewards, rows
+from rlhf_details.plumbing import data, encoding, models, rewards, rows
 
 BOTH = pytest.mark.parametrize("page", ["train_rloo", "train_ppo"])
 
@@ -44,14 +44,14 @@ def test_a_function_is_found_in_a_file_and_in_a_package_and_may_import_its_neigh
     functions("from words import WORD\ndef g(prompts, completions):\n    return WORD", "pack/inner.py")
     functions("def h(prompts, completions):\n    import words\n    return words.WORD", "late.py")
     functions("def length():\n    return 'of the user, and not of this project'", "toy.py")
-    assert data.load_function("mine.py:f", "--reward_fn")([""], ["kind and kind"]) == [2]
-    assert data.load_function(f"{in_tmp}/mine.py:f", "--reward_fn")([""], ["kind"]) == [1]
-    assert data.load_function("pack.inner:g", "--reward_fn")([], []) == "kind"
-    assert data.load_function("late.py:h", "--reward_fn")([], []) == "kind"
+    assert rows.load_function("mine.py:f", "--reward_fn")([""], ["kind and kind"]) == [2]
+    assert rows.load_function(f"{in_tmp}/mine.py:f", "--reward_fn")([""], ["kind"]) == [1]
+    assert rows.load_function("pack.inner:g", "--reward_fn")([], []) == "kind"
+    assert rows.load_function("late.py:h", "--reward_fn")([], []) == "kind"
     monkeypatch.syspath_prepend(str(ROOT / "rlhf_details"))  # This is so where a script has been started.
     monkeypatch.delitem(sys.modules, "toy", raising=False)
-    assert data.load_function("toy:length", "--reward_fn")() == "of the user, and not of this project"
-    assert data.load_function("rlhf_details.toy:right_sum", "--reward_fn") is toy.right_sum
+    assert rows.load_function("toy:length", "--reward_fn")() == "of the user, and not of this project"
+    assert rows.load_function("rlhf_details.toy:right_sum", "--reward_fn") is toy.right_sum
 
 
 def test_a_file_of_the_same_name_in_another_folder_is_another_file(tmp_path, monkeypatch):
@@ -60,7 +60,7 @@ def test_a_file_of_the_same_name_in_another_folder_is_another_file(tmp_path, mon
         folder.mkdir()
         monkeypatch.chdir(folder)
         Path("same.py").write_text(f"def f(prompts, completions):\n    return {number}\n")
-        assert data.load_function("same.py:f", "--reward_fn")([], []) == number
+        assert rows.load_function("same.py:f", "--reward_fn")([], []) == number
 
 
 @pytest.mark.parametrize(
@@ -449,7 +449,7 @@ def test_a_conversation_is_scored_with_the_reward_models_own_template(reads_text
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m['content'] }} {% if m['role'] == 'assistant' %}<eos>{% endif %}{% endfor %}"
     )
-    query, answer = data.encode(tokenizer, messages, [{"role": "assistant", "content": "the room"}])
+    query, answer = encoding.encode(tokenizer, messages, [{"role": "assistant", "content": "the room"}])
     assert score([messages], ["the room"], [True]) == pytest.approx([alone(query + answer)], abs=1e-5)
 
 
