@@ -289,11 +289,3 @@ def test_logs_are_cut_after_the_checkpoint_and_times_add_up(tiny, in_tmp):
     assert read_metrics(run)[3]["time/from_scratch"] == seconds < read_metrics(run)[4]["time/from_scratch"]
     config = json.loads((run / "config.json").read_text())
     assert config["resumed"] == [{key: config[key] for key in ("commit", "num_processes")}]
-
-
-def test_a_run_in_the_place_of_another_shows_its_own_numbers_in_tensorboard(tiny, in_tmp):
-    run = copy_of_dead(tiny)
-    wait_for_next_second()
-    start(tiny, "rloo", overwrite=True, total_episodes=48)
-    assert scalar_steps(run, "objective/kl") == [1, 2, 3]
-    assert json.loads((run / "config.json").read_text())["resumed"] == []
