@@ -59,7 +59,8 @@ class Args:
     num_examples: int | None = None
     """use only the first so many prompts; None: all"""
     prompt_template: str | None = None
-    """the prompt with the row's columns in their places: "Question: {question}\\nAnswer:"; None: the column `prompt`"""
+    """the prompt with the row's columns in their places: "Question: {question}\\nAnswer:"; "messages": the messages,
+    also beside a column `prompt`; None: column `prompt`, or else the messages"""
     max_prompt_length: int | None = None
     """drop rows whose prompt has more tokens than this; the number of dropped rows is printed"""
     policy_path: str | None = None

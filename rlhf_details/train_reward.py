@@ -47,7 +47,7 @@ class Args(cli.RunArgs):  # which holds the flags of run, data, logging and memo
     dataset: str = "toy"
     """comparisons: "toy", a file, a folder, a Hub data set or FILE.py:FUNCTION, with rows of `prompt`, `chosen`,
     `rejected` (where these begin with the prompt it may be left out), or `prompt`, `candidates`, `best`, or token ids:
-    `query`, `sample0` .. and `best` (lm-human-preferences), `query_token`, `response0_token` .. and `choice` (N+). A
+    `query`, `sample0` .. and `best` (lm-human-preferences), `query_token`, `chosen_token` and `rejected_token` (N+). A
     name may end in [:4992], its start"""
     eval_dataset: str | None = None
     """held-out comparisons, evaluated after training; None: no evaluation"""

@@ -2,8 +2,8 @@
 Comparisons, the rows that train_reward.py trains on: a prompt, K candidates, and which of them a human found the best.
 
 They are read from `prompt`, `chosen`, `rejected`; from `prompt`, `candidates`, `best`; from the token ids of
-lm-human-preferences (`query`, `sample0` .., `best`) and of N+ (`query_token`, `response0_token` .., `choice`). Those of
-the embedded task are made up: the SFT policy writes the candidates, and an imaginary human chooses.
+lm-human-preferences (`query`, `sample0` .., `best`) and of N+ (`query_token`, `chosen_token`, `rejected_token`).
+Those of the embedded task are made up: the SFT policy writes the candidates, and an imaginary human chooses.
 """
 
 import math
@@ -91,11 +91,11 @@ def read_comparisons(spec, flag, template=None, take=None):
         if template is not None:
             cli.fail(f"--prompt_template {template!r}: {what} holds token ids")
         return label_rows(rows, what)
-    if "response0_token" in rows[0]:
-        names = ["response0_token", "response1_token"]
-        check_columns(rows, {**dict.fromkeys(names, list), "choice": int}, what)
+    if "chosen_token" in rows[0]:
+        names = ["chosen_token", "rejected_token"]
+        check_columns(rows, dict.fromkeys(names, list), what)
         rows = data.with_prompts(rows, template, what)
-        triples = [(row["prompt"], [encoding.Padded(row[name]) for name in names], row["choice"]) for row in rows]
+        triples = [(row["prompt"], [encoding.Padded(row[name]) for name in names], 0) for row in rows]
     elif "candidates" in rows[0]:
         check_columns(rows, {"candidates": list, "best": int}, what)
         rows = data.with_prompts(rows, template, what)
@@ -115,19 +115,14 @@ def read_comparisons(spec, flag, template=None, take=None):
 
 
 def chosen_and_rejected(row, template, what):
-    """(prompt, [chosen, rejected]) of a row. Where there is no `prompt`, it is what both answers begin with.
-
-    Some data sets have a `prompt` and repeat it in `chosen` and `rejected`, which are then several messages.
-    """
+    """(prompt, [chosen, rejected]) of a row. Where there is no `prompt`, it is what both answers begin with."""
     for column in ("chosen", "rejected"):
         if column not in row:
             cli.fail(f"{what} has no column {column!r} (it has {sorted(row)})")
-    chosen, rejected = row["chosen"], row["rejected"]
-    repeats = encoding.is_messages(chosen) and len(chosen) > 1
-    if template is None and ("prompt" not in row or repeats):
-        return data.split_common(chosen, rejected, what)
+    if template == "messages" or (template is None and "prompt" not in row):
+        return data.split_common(row["chosen"], row["rejected"], what)
     (row,) = data.with_prompts([row], template, what)
-    return row["prompt"], [chosen, rejected]
+    return row["prompt"], [data.after(row["prompt"], row[c], f"{what}, column {c!r}") for c in ("chosen", "rejected")]
 
 
 def label_rows(rows, what):

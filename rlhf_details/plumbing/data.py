@@ -43,9 +43,12 @@ def fill(template, row, what):
 def with_prompts(rows, template, what):
     """The rows, each with its `prompt`: a string, messages or token ids.
 
-    It is the filled --prompt_template where there is one. Else it is the column `prompt` as it stands, or `messages` up
-    to their last answer, or N+'s `query_token`, or what `chosen` and `rejected` have in common.
+    It is the filled --prompt_template where there is one. Else it is the column `prompt`, as it stands. Where there is
+    none it is `messages` up to their last answer, N+'s `query_token`, or what `chosen` and `rejected` have in common.
+    The template "messages" passes a column `prompt` over.
     """
+    if template == "messages":
+        rows, template = [{name: row[name] for name in row if name != "prompt"} for row in rows], None
     result = []
     for number, row in enumerate(rows, 1):
         if template is not None:
@@ -65,33 +68,45 @@ def with_prompts(rows, template, what):
     return result
 
 
-def with_completions(rows, what, template=None):
+def with_completions(rows, what):
     """The rows of `with_prompts`, each with its `completion`.
 
-    It is the column `completion`, or the answer that ends `messages` (all messages before it are then the prompt), or
-    N+'s `reference_response_token`. template: as given to `with_prompts`.
+    It is what the column `completion`, or else `messages`, say after the prompt, or N+'s `reference_response_token`.
     """
     result = []
     for number, row in enumerate(rows, 1):
-        if "completion" in row:
-            completion = row["completion"]
-        elif is_messages(row.get("messages")) and template is not None:
-            cli.fail(f"--prompt_template {template!r}: {what} holds `messages`, whose answers follow their own prompts")
-        elif is_messages(row.get("messages")):
-            completion, row = row["messages"][-1:], row | {"prompt": row["messages"][:-1]}
-            if completion[0].get("role") != "assistant" or not row["prompt"]:
-                cli.fail(
-                    f"{what}: row {number}, column 'messages': does not end with an assistant's message, after others"
-                )
-            check_text(row["prompt"], f"{what}: row {number}, column 'messages'")
+        column = "completion" if "completion" in row or not is_messages(row.get("messages")) else "messages"
+        where = f"{what}: row {number}, column {column!r}"
+        if column in row:
+            completion = after(row["prompt"], row[column], where)
         elif "reference_response_token" in row:
             completion = row["reference_response_token"]
             completion = Padded(completion) if isinstance(completion, list) else completion
         else:
             cli.fail(f"{what}: row {number} has no column 'completion' (it has {sorted(row)})")
-        check_text(completion, f"{what}: row {number}, column 'completion'", row["prompt"])
+        check_text(completion, where, row["prompt"])
         result.append(row | {"completion": completion})
     return result
+
+
+def after(prompt, answer, what):
+    """What an answer says after its prompt, because messages may say the prompt before it.
+
+    Beside a prompt that is a string, an answer in messages is its content, as plain text.
+    """
+    if not is_messages(answer):
+        return answer
+    check_text(answer, what)
+    if is_messages(prompt):
+        turns = [(m["role"], m["content"]) for m in prompt]
+        repeats = [(m["role"], m["content"]) for m in answer[: len(prompt)]] == turns
+        rest = answer[len(prompt) :] if repeats else answer
+    else:
+        rest = answer[1:] if len(answer) > 1 and answer[0]["content"] == prompt else answer
+    if not rest or rest[0]["role"] != "assistant" or (isinstance(prompt, str) and len(rest) > 1):
+        words = f"{reprlib.repr(answer)} does not go on from the prompt, {reprlib.repr(prompt)}, with an answer"
+        cli.fail(f"{what}: {words}; --prompt_template messages takes both from the messages")
+    return rest[0]["content"] if isinstance(prompt, str) else rest
 
 
 def split_common(chosen, rejected, what):

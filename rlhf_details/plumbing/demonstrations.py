@@ -31,7 +31,7 @@ def read(args, flag):
     if "text" in rows[0] and "completion" not in rows[0] and template is None:
         check_columns(rows, {"text": str}, what)
         return [{"prompt": "", "completion": row["text"]} for row in rows]
-    return data.with_completions(data.with_prompts(rows, template, what), what, template)
+    return data.with_completions(data.with_prompts(rows, template, what), what)
 
 
 def encode(rows, what, tokenizer, context, max_prompt_length=None, num_sampled=0):

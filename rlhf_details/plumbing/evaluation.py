@@ -38,7 +38,7 @@ def as_trained(args, fallbacks):
 def read_rows(args, use_references):
     """The rows of --dataset, each with its `prompt` and, where use_references says so, its `completion`."""
     rows = data.read_prompts(args.dataset, "--dataset", args.prompt_template, args.num_examples, "test")
-    return data.with_completions(rows, f"--dataset {args.dataset}", args.prompt_template) if use_references else rows
+    return data.with_completions(rows, f"--dataset {args.dataset}") if use_references else rows
 
 
 def encode_references(args, tokenizer, prompts, context, device):

@@ -60,7 +60,8 @@ class RunArgs:
     take: int | None = None
     """use only this many rows of --dataset, the first ones"""
     prompt_template: str | None = None
-    """the prompt, with the row's columns in their places: "Question: {question}\\nAnswer:"; None: column `prompt`"""
+    """the prompt, with the row's columns in their places: "Question: {question}\\nAnswer:"; "messages": the messages,
+    also beside a column `prompt`; None: column `prompt`, or else the messages"""
     max_prompt_length: int | None = None
     """drop rows whose prompt has more tokens than this; the number of dropped rows is printed"""
     trust_remote_code: bool = False

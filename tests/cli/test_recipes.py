@@ -1,25 +1,25 @@
-"""The published recipes (benchmark/configs/*.toml): each parses, names its sources, and adds up to its batch."""
+"""The published recipes: each parses, names its sources, adds up to its batch, and runs on the published columns.
+
+Those are benchmark/configs/*.toml, and the stages of the three shell scripts in benchmark/.
+"""
 
 import contextlib
 import dataclasses
 import functools
 import importlib
-import json
 import math
 import re
-import shlex
 import tomllib
 from pathlib import Path
 
-import pyarrow
-import pyarrow.parquet
+import published
 import pytest
-from helpers import ROOT, read_metrics
+import recipes
+from helpers import ROOT
 
-from rlhf_details import toy
 from rlhf_details.plumbing import cli, stages
 
-CONFIGS = sorted((ROOT / "benchmark/configs").glob("*.toml"))
+CONFIGS = recipes.CONFIGS
 # What was published: completions of an update (train_reward: comparisons), optimiser steps of an update, updates (ours
 # are rounded up), and learning_rate, kl_coef, response_length, temperature, adam_eps, weight_decay.
 PUBLISHED = {
@@ -38,21 +38,11 @@ each_config = pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.ste
 SOURCE = r"(ours: .{5,}|.*[\w-]\.(py|sh|sbatch|md|toml|ipynb)\b.*)"
 
 
-def header(path):
-    """(script, words of the launch command, the comment above the first value as one line of text)."""
-    lines = path.read_text().split("\n")
-    end = next(i for i, line in enumerate(lines) if not line.startswith("#"))
-    comment = [line[1:].strip() for line in lines[:end]]
-    (command,) = (line for line in comment if line.startswith("accelerate launch "))
-    script = re.match(r"rlhf_details/(train_\w+)\.py: ", comment[0])[1]
-    return script, shlex.split(command), " ".join(comment)
-
-
 @functools.cache
 def recipe(stem):
     """(module of the script, its Args as the launch command in the file's header gives them, number of processes)."""
     path = ROOT / f"benchmark/configs/{stem}.toml"
-    script, words, _ = header(path)
+    script, words, _ = recipes.header(path)
     place = words.index(f"rlhf_details/{script}.py")
     launcher, flags = words[2:place], words[place + 1 :]
     module = importlib.import_module(f"rlhf_details.{script}")
@@ -106,7 +96,7 @@ def test_every_value_says_where_it_is_from(path):
 
 @each_config
 def test_the_batch_of_its_header_adds_up(path):
-    script, _, text = header(path)
+    script, _, text = recipes.header(path)
     _, args, processes = recipe(path.stem)
     batch, minibatches, micro, steps, updates = arithmetic(args, processes)
 
@@ -146,28 +136,28 @@ def test_a_policy_reads_the_reward_model_that_its_recipe_trains(task):
     assert all(getattr(ppo, name) == getattr(reward, name) for name in same.split())
 
 
-def test_the_tldr_recipe_runs_on_exactly_the_published_columns(tiny, in_tmp):
-    """With a tokenizer without a chat template, as Pythia's is: the prompts are read as they stand."""
-    assert toy.tokenizer().chat_template is None
-    rows = []
-    for i, row in enumerate(toy.rows("sft", "train")[:24]):
-        post, summary = row["prompt"], row["completion"][:50].strip()
-        text = f"SUBREDDIT: r/{i}\n\nTITLE: x\n\nPOST: {post}\n\nTL;DR:"
-        messages = [{"role": "user", "content": text}, {"role": "assistant", "content": summary}]
-        rest = {"id": f"t3_{i}", "subreddit": f"{i}", "title": "x", "post": post, "summary": summary}
-        rows.append({"prompt": text, "messages": messages, **rest})
-    Path("tldr/data").mkdir(parents=True)
-    for split, part in (("train", rows[:16]), ("validation", rows[16:])):
-        table = pyarrow.Table.from_pylist(part)
-        pyarrow.parquet.write_table(table, f"tldr/data/{split}-00000-of-00001.parquet")
-    module, args, _ = recipe("rloo_tldr_1b")
-    name = "trl-internal-testing/tldr-preference-sft-trl-style"
-    changes = {flag: getattr(args, flag).replace(name, "tldr") for flag in ("dataset", "eval_dataset")}
-    assert changes == {"dataset": "tldr:train", "eval_dataset": "tldr:validation"}
-    changes |= dict(sft_model_path=str(tiny / "policy"), reward_model_path=str(tiny / "reward"), response_length=8)
-    changes |= dict(batch_size=16, total_episodes=32, micro_batch_size=4, rollout_micro_batch_size=8)
-    run = module.main(dataclasses.replace(args, **changes))["run"]
-    metrics = [row["objective/rlhf_reward"] for row in read_metrics(run) if "objective/rlhf_reward" in row]
-    assert len(metrics) == 2 and all(map(math.isfinite, metrics))
-    samples = [json.loads(line) for line in Path(run, "samples.jsonl").read_text().splitlines()]
-    assert samples and {row["query"] for row in samples} <= {row["prompt"] for row in rows}
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    """A folder of stand-ins for all data sets and models that the recipes name."""
+    return published.write(tmp_path_factory.mktemp("hub"))
+
+
+@pytest.mark.parametrize("name", recipes.NAMES)
+def test_every_stage_runs_on_the_columns_that_were_published(name, hub, monkeypatch):
+    monkeypatch.chdir(hub)
+    with recipes.serve_judge() as url:
+        stages = [recipes.run(words, url).script for words in recipes.commands(name)]
+    assert " ".join(stages) == {
+        "tldr.sh": "train_sft train_reward train_ppo evaluate train_rloo evaluate",
+        "lm_human_preferences.sh": "train_reward train_ppo train_reward train_ppo",
+        "movies.sh": "train_sft train_reward train_rloo train_ppo evaluate evaluate",
+        "ppo_sentiment.toml": "train_reward train_ppo",
+        "ppo_descriptiveness.toml": "train_reward train_ppo",
+    }.get(name, f"train_{name.partition('_')[0]}")
+
+
+def test_the_table_of_the_recipes_is_up_to_date():
+    text = (ROOT / "benchmark/results/recipes.md").read_text()
+    runs, _, stand_ins = text.partition("## Data sets")
+    assert f"## Data sets{stand_ins}" == "\n".join(recipes.stand_ins()) and "fails" not in runs
+    assert all(f"`{name}`" in runs for name in [*(path.name for path in CONFIGS), *recipes.SCRIPTS])

@@ -28,8 +28,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from rlhf_details import toy, train_reward, train_rloo, train_sft, utils
-from rlhf_details.plumbing import comparisons, data, demonstrations, encoding, rows
+from rlhf_details import evaluate, toy, train_reward, train_rloo, train_sft, utils
+from rlhf_details.plumbing import comparisons, data, demonstrations, encoding, evaluation, rows
 
 LLAMA = (
     "{% for message in messages %}"
@@ -347,15 +347,30 @@ def test_each_form_of_a_row_gives_its_prompt(row, expected):
     assert only_prompt(row) == expected
 
 
-def test_sft_reads_the_completion_or_else_the_answer_that_ends_messages(in_tmp):
-    """Also of UltraChat's rows, whose `prompt` is the first message alone."""
-    turns = [user("a"), assistant("b"), user("c")]
-    write("rows.jsonl", [{"prompt": "a", "messages": [*turns, assistant("d")]}])
-    (row,) = demonstrations.read(train_sft.Args(dataset="rows.jsonl"), "dataset")
-    assert (row["prompt"], row["completion"]) == (turns, [assistant("d")])
-    write("rows.jsonl", [{"prompt": "a", "completion": "z", "messages": [*turns, assistant("d")]}])
-    (row,) = demonstrations.read(train_sft.Args(dataset="rows.jsonl"), "dataset")
-    assert (row["prompt"], row["completion"]) == ("a", "z")
+@pytest.mark.parametrize(
+    "row, answer",
+    [
+        ({"prompt": "a", "completion": " b", "messages": [user("a"), assistant("c")]}, " b"),
+        # Beside a prompt that is a string, an answer in messages is its content.
+        ({"prompt": "a", "messages": [user("a"), assistant("b")]}, "b"),
+        ({"prompt": "a", "completion": [assistant("b")]}, "b"),
+        ({"prompt": "a", "completion": [user("a"), assistant("b")]}, "b"),
+        ({"prompt": [user("a")], "messages": [user("a"), assistant("b")]}, [assistant("b")]),
+        ({"prompt": [user("a")], "completion": [assistant("a")]}, [assistant("a")]),  # An answer may say the prompt.
+        ({"messages": [user("a"), assistant("b"), user("c"), assistant("d")]}, [assistant("d")]),
+    ],
+)
+def test_an_answer_is_of_the_prompts_kind_and_is_what_stands_after_the_prompt(in_tmp, row, answer):
+    """In SFT, in an evaluation against the rows' own answers, and in a reward model's comparisons."""
+    write("rows.jsonl", [row])
+    (read,) = demonstrations.read(train_sft.Args(dataset="rows.jsonl"), "dataset")
+    args = evaluate.Args(dataset="rows.jsonl")
+    assert (read["prompt"], read["completion"]) == (only_prompt(row), answer)
+    assert [(r["prompt"], r["completion"]) for r in evaluation.read_rows(args, True)] == [(only_prompt(row), answer)]
+    pair = {name: row.get("completion", row.get("messages")) for name in ("chosen", "rejected")}
+    write("pairs.jsonl", [{k: v for k, v in row.items() if k == "prompt"} | pair])
+    if "prompt" in row:
+        assert comparisons.read_comparisons("pairs.jsonl", "--dataset") == [(row["prompt"], [answer, answer], 0)]
 
 
 def test_rows_of_text_are_completions_of_an_empty_prompt(in_tmp):
@@ -410,7 +425,14 @@ def test_an_implicit_conversation_ends_with_the_last_common_message_that_is_no_a
         ({"prompt": "a", "completion": None}, "column 'completion'"),
         ({"prompt": "a", "completion": [5]}, "of another kind than the row's prompt"),
         ({"prompt": [user("a")], "completion": "b"}, "of another kind than the row's prompt"),
-        ({"messages": [user("a"), assistant("b"), user("c")]}, "does not end with an assistant's message"),
+        ({"messages": [user("a"), assistant("b"), user("c")]}, "does not go on from the prompt"),
+        ({"messages": [assistant("b")]}, "of another kind than the row's prompt"),
+        # UltraChat's rows, whose `prompt` is the first message alone.
+        (
+            {"prompt": "a", "messages": [user("a"), assistant("b"), user("c"), assistant("d")]},
+            "--prompt_template messages",
+        ),
+        ({"prompt": "a", "messages": [user("A?"), assistant("b")]}, "does not go on from the prompt"),
     ],
 )
 def test_a_row_that_cannot_be_read_is_named(fails, row, words):
@@ -420,6 +442,19 @@ def test_a_row_that_cannot_be_read_is_named(fails, row, words):
 
     line = fails(read)
     assert "--dataset rows.jsonl: row 2" in line and words in line
+
+
+def test_the_template_messages_passes_a_column_prompt_over(in_tmp):
+    conversation = [user("a"), assistant("b"), user("c"), assistant("d")]  # as UltraChat has it
+    (row,) = data.with_completions(
+        data.with_prompts([{"prompt": "a", "messages": conversation}], "messages", "rows"), "rows"
+    )
+    assert (row["prompt"], row["completion"]) == (conversation[:3], conversation[3:])
+    pair = {"prompt": "a", "chosen": [user("a"), assistant("b")], "rejected": [user("a"), assistant("c")]}
+    write("pairs.jsonl", [pair])
+    read = comparisons.read_comparisons
+    assert read("pairs.jsonl", "--dataset", "messages") == [([user("a")], [[assistant("b")], [assistant("c")]], 0)]
+    assert read("pairs.jsonl", "--dataset") == [("a", ["b", "c"], 0)]
 
 
 # ---- prompt templates ------------------------------------------------------------------------------------------------
@@ -857,7 +892,7 @@ def save_splits(folder, **splits):
 
 
 def test_the_columns_of_the_trl_style(in_tmp, tokenizers):
-    """trl-internal-testing/tldr-preference-sft-trl-style: RL reads `prompt` as it stands, SFT reads `messages`."""
+    """trl-internal-testing/tldr-preference-sft-trl-style: every stage reads `prompt` and plain text."""
     tokenizer, table = tokenizers["chatml"], []
     for i, row in enumerate(REVIEWS[:6]):
         text, summary = f"SUBREDDIT: r/{i}\n\nPOST: {row['prompt']}\n\nTL;DR:", row["completion"][:50].strip()
@@ -866,20 +901,19 @@ def test_the_columns_of_the_trl_style(in_tmp, tokenizers):
     folder = save_splits("tldr", train=table[:4], validation=table[4:])
     prompts, held_out = prompts_of(f"{folder}:train", tokenizer, eval_dataset=f"{folder}:validation")
     assert [p.ids for p in [*prompts, *held_out]] == [tokenizer(row["prompt"]).input_ids for row in table]
-    whole = [whole_ids(tokenizer, row["messages"], "<|im_end|>") for row in table[:4]]
-    assert [p + c for p, c in demonstrations_of(folder, tokenizer)] == whole
+    pairs = [(row["prompt"], row["summary"]) for row in table[:4]]
+    assert demonstrations_of(folder, tokenizer) == [encoding.encode(tokenizer, *pair) for pair in pairs]
 
 
 def test_the_columns_of_the_trl_styles_comparisons(in_tmp, tokenizers):
     """Their `chosen` and `rejected` are conversations that begin with the row's prompt, which stands beside as text."""
-    tokenizer, table = tokenizers["chatml"], []
+    tokenizer, table, expected = tokenizers["chatml"], [], []
     for row, other in zip(REVIEWS[:4], REVIEWS[20:24], strict=True):
-        text = f"POST: {row['prompt']}\n\nTL;DR:"
-        chosen, rejected = ([user(text), assistant(r["completion"][:40].strip())] for r in (row, other))
+        text, answers = f"POST: {row['prompt']}\n\nTL;DR:", [r["completion"][:40].strip() for r in (row, other)]
+        chosen, rejected = ([user(text), assistant(answer)] for answer in answers)
         table.append({"prompt": text, "chosen": chosen, "rejected": rejected})
-    expected = [[whole_ids(tokenizer, row[c], "<|im_end|>") for c in ("chosen", "rejected")] for row in table]
-    found = comparisons_of(save_splits("tldr", train=table), tokenizer)
-    assert found == [(pair, 0) for pair in expected]
+        expected.append(([sum(encoding.encode(tokenizer, text, answer), []) for answer in answers], 0))  # noqa: RUF017
+    assert comparisons_of(save_splits("tldr", train=table), tokenizer) == expected
 
 
 @pytest.mark.parametrize("padding", ["unknown", "pad token"])
@@ -894,16 +928,17 @@ def test_the_columns_of_n_plus(in_tmp, tokenizers, padding):
         padded = [answer + [filler] * (60 - len(answer)) for answer in answers]
         table.append({
             "query": "shown", "query_token": [filler] * (90 - len(ids)) + ids, "reference_response_token": padded[0],
-            "response0_token": padded[0], "response1_token": padded[1], "choice": i % 2,
+            "chosen": texts[0], "chosen_token": padded[0], "rejected": texts[1], "rejected_token": padded[1],
+            "choice": i % 2,
         })  # fmt: skip
         expected.append((ids, answers))
-    summaries = [{k: v for k, v in row.items() if not re.match(r"response\d|choice", k)} for row in table]
+    summaries = [{k: v for k, v in row.items() if not re.match("chosen|rejected|choice", k)} for row in table]
     pairs = [{k: v for k, v in row.items() if "reference" not in k} for row in table]
     save_splits("summaries", train=summaries), save_splits("pairs", train=pairs)
     assert [p.ids for p in prompts_of("summaries", tokenizer)[0]] == [ids for ids, _ in expected]
     assert demonstrations_of("summaries", tokenizer) == [(ids, answers[0]) for ids, answers in expected]
     assert comparisons_of("pairs", tokenizer) == [
-        ([ids + answer for answer in answers], i % 2) for i, (ids, answers) in enumerate(expected)
+        ([ids + answer for answer in answers], 0) for ids, answers in expected
     ]
 
 
