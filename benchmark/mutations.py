@@ -8,7 +8,8 @@ Proof that each detail's test tests it: every detail is broken in a copy of the 
 A mutant is (tag, file, old, new): in the statement that the tag's comment speaks of, `old` becomes `new`. Both are
 written as `ast.unparse` writes the statement, so reformatting the code changes nothing here. A tag that stands in
 several files has a mutant in each, unless its statement is a copy of one that has a mutant. The copies are compared by
-benchmark/tests/test_mutations.py. The tests of a tag are those whose names begin with it: of [RM-4] `test_rm_4_...`.
+benchmark/tests/test_mutations.py. The tests of a tag are those whose names begin with it, of [RM-4] `test_rm_4_...`,
+and those whose docstring has it in its brackets.
 """
 
 import argparse
@@ -267,18 +268,20 @@ def without_mutant(root=ROOT):
 
 @functools.cache
 def all_tests(root):
-    """["tests/FOLDER/test_x.py::test_name", ...] of the test functions in a copy of the repository."""
-    return [
-        f"{path.relative_to(root)}::{name}"
-        for path in sorted((root / "tests").rglob("test_*.py"))
-        for name in re.findall(r"^def (test_\w+)\(", path.read_text(encoding="utf-8"), re.M)
-    ]
+    """{"tests/FOLDER/test_x.py::test_name": the tags in its docstring} of the tests in a copy of the repository."""
+    found = {}
+    for path in sorted((root / "tests").rglob("test_*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                tags = re.findall(r"\[([A-Z]+-\d+)\]", ast.get_docstring(node) or "")
+                found[f"{path.relative_to(root)}::{node.name}"] = tags
+    return found
 
 
 def tests_of(tag, root=ROOT):
-    """The tests named after a tag."""
+    """The tests named after a tag, and those whose docstring has it."""
     prefix = f"test_{tag.lower().replace('-', '_')}_"
-    return [test for test in all_tests(root) if test.split("::")[1].startswith(prefix)]
+    return [test for test, tags in all_tests(root).items() if tag in tags or test.split("::")[1].startswith(prefix)]
 
 
 def copy_of(root, folder):

@@ -1,7 +1,7 @@
 """A stand-in for the Hugging Face Hub on this machine, over HTTP and without a network.
 
-It speaks as much of the Hub's interface as `huggingface_hub` needs for model repositories. It does not speak Xet,
-the Hub's newer storage, so `point_at` turns that off.
+It speaks as much of the Hub's interface as `huggingface_hub` needs for model repositories. It has no large files (LFS):
+all of them come in the commit. It does not speak Xet, so `point_at` turns that off.
 
     with Hub() as hub:
         point_at(monkeypatch, hub)
@@ -10,8 +10,6 @@ the Hub's newer storage, so `point_at` turns that off.
 """
 
 import base64
-import codecs
-import contextlib
 import hashlib
 import json
 import os
@@ -19,11 +17,10 @@ import re
 import tempfile
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 USER, TOKEN = "someone", "hf_dummy"  # Every token belongs to this account.
-LFS_SUFFIXES = {".safetensors", ".bin", ".pt", ".ckpt", ".gguf", ".npz", ".model", ".zip", ".gz"}
 
 
 class Refused(Exception):
@@ -39,13 +36,12 @@ class Hub:
     """The server, within `with Hub() as hub:`.
 
     A test reads: url; files, {repository or "repository@branch": {path: bytes}}; created, the repositories in the
-    order of their creation; messages, [(repository, summary of a commit)]; requests, [(method, path)]. It may put a
-    model into `files`.
-    A test sets: fail_on, None, "create", "upload" (of an LFS file) or "commit", which is then refused.
+    order of their creation; requests, [(method, path)]. It may put a model into `files`.
+    A test sets: fail_on, None, "create" or "commit", which is then refused.
     """
 
     def __init__(self):
-        self.fail_on, self.files, self.created, self.messages, self.lfs, self.requests = None, {}, [], [], {}, []
+        self.fail_on, self.files, self.created, self.requests = None, {}, [], []
         self.lock = threading.RLock()  # one request at a time
 
     def __enter__(self):
@@ -83,53 +79,22 @@ class Hub:
         return {"errors": [], "warnings": []}
 
     def preupload(self, repository, revision, body):
-        """Which files go through LFS."""
-        held, answer = self.at(repository, revision), []
-        for file in json.loads(body)["files"]:
-            mode = "lfs" if is_lfs(file["path"], base64.b64decode(file["sample"])) else "regular"
-            answer.append({"path": file["path"], "uploadMode": mode, "shouldIgnore": False})
-            if file["path"] in held:
-                answer[-1]["oid"] = object_id(file["path"], held[file["path"]])
-        return {"files": answer}
-
-    def batch(self, repository, body):
-        self.at(repository)
-        objects = [{"oid": wanted["oid"], "size": wanted["size"]} for wanted in json.loads(body)["objects"]]
-        for wanted in objects:
-            if wanted["oid"] not in self.lfs:
-                upload = {"href": f"{self.url}/lfs/{wanted['oid']}", "header": {}}
-                wanted["actions"] = {"upload": upload, "verify": {"href": f"{self.url}/lfs/verify", "header": {}}}
-        return {"transfer": "basic", "objects": objects}
-
-    def upload(self, sha256, body):
-        self.fail("upload")
-        if hashlib.sha256(body).hexdigest() != sha256:
-            raise Refused(400, "Content does not match its sha256")
-        self.lfs[sha256] = body
-        return {}
-
-    def verify(self, body):
-        asked = json.loads(body)
-        if len(self.lfs.get(asked["oid"], b"")) != asked["size"]:
-            raise Refused(400, "Not uploaded, or of another size")
-        return {}
+        """How each file is to be sent."""
+        self.at(repository, revision)
+        how = {"uploadMode": "regular", "shouldIgnore": False}
+        return {"files": [{"path": file["path"]} | how for file in json.loads(body)["files"]]}
 
     def commit(self, repository, revision, body):
         """All of a commit's changes, or none."""
         self.fail("commit")
-        after, summary = dict(self.at(repository, revision)), ""
+        after = dict(self.at(repository, revision))
         for line in body.splitlines():
             key, value = (change := json.loads(line))["key"], change["value"]
-            if key == "header":
-                summary = value["summary"]
-            elif key == "file":
+            if key == "file":
                 after[value["path"]] = base64.b64decode(value["content"])
-            elif key == "lfsFile":
-                after[value["path"]] = self.lfs[value["oid"]]
-            else:
+            elif key != "header":
                 raise Refused(400, f"{key} is not known here")
         self.files[repository] = after
-        self.messages.append((repository, summary))
         head = self.revision(repository)
         return {"success": True, "commitOid": head, "commitUrl": f"{self.url}/{repository}/commit/{head}"}
 
@@ -146,12 +111,7 @@ class Hub:
         inside = {path: x for path, x in sorted(held.items()) if not folder or path.startswith(folder + "/")}
         if folder and not inside:
             raise Refused(404, f'"{folder}" does not exist on "main"', "EntryNotFound")
-        answer = []
-        for path, content in inside.items():
-            entry = {"type": "file", "path": path, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
-            lfs = {"oid": object_id(path, content), "size": len(content), "pointerSize": 134}
-            answer.append(entry | ({"lfs": lfs} if is_lfs(path, content[:512]) else {}))
-        return answer
+        return [{"type": "file", "path": path, "size": len(x), "oid": object_id(x)} for path, x in inside.items()]
 
     def resolve(self, repository, revision, path, body):
         """Download of a file."""
@@ -161,7 +121,7 @@ class Hub:
             refusal = Refused(404, "Entry not found", "EntryNotFound")
             refusal.headers |= headers
             raise refusal
-        return held[path], headers | {"ETag": f'"{object_id(path, held[path])}"'}
+        return held[path], headers | {"ETag": f'"{object_id(held[path])}"'}
 
     # ---- shared by the above -----------------------------------------------------------------------------------------
     def revision(self, repository):
@@ -215,9 +175,6 @@ ROUTES = [  # methods, path, whether a token is required, what answers
     ("POST", "/api/repos/create", True, Hub.create),
     ("POST", "/api/validate-yaml", False, Hub.validate),
     ("POST", f"/api/models/{REPO}/preupload/{REVISION}", True, Hub.preupload),
-    ("POST", f"/{REPO}.git/info/lfs/objects/batch", True, Hub.batch),
-    ("PUT", "/lfs/([0-9a-f]{64})", False, Hub.upload),  # The address is the permission.
-    ("POST", "/lfs/verify", False, Hub.verify),
     ("POST", f"/api/models/{REPO}/commit/{REVISION}", True, Hub.commit),
     ("GET", f"/api/models/{REPO}(?:/revision/{REVISION})?", False, Hub.info),
     ("GET", f"/api/models/{REPO}/tree/{REVISION}(?:/(.+))?", False, Hub.tree),
@@ -259,18 +216,8 @@ class Handler(BaseHTTPRequestHandler):
         """Says nothing: `Hub.requests` has it."""
 
 
-def is_lfs(path, sample):
-    """Whether a file is kept in LFS: by its name, or because it is no text."""
-    with contextlib.suppress(UnicodeDecodeError):
-        codecs.getincrementaldecoder("utf-8")().decode(sample)  # The sample may end within a character.
-        return PurePosixPath(path).suffix in LFS_SUFFIXES or b"\0" in sample
-    return True
-
-
-def object_id(path, content):
-    """What the Hub identifies a file's content by: SHA-256 of an LFS file, otherwise git's hash of a blob."""
-    if is_lfs(path, content[:512]):
-        return hashlib.sha256(content).hexdigest()
+def object_id(content):
+    """What the Hub identifies a file's content by: git's hash of a blob."""
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 

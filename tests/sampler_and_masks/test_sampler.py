@@ -7,7 +7,7 @@ import torch
 from scipy.stats import chi2
 from tiny_models import SAMPLED, draw, fixed_logits, plain_logprobs, tiny_model
 
-from rlhf_details import train_rloo, utils
+from rlhf_details import train_rloo
 
 page_models = pytest.mark.parametrize("wrapper", SAMPLED.values(), ids=SAMPLED)
 
@@ -26,15 +26,6 @@ def test_gen_1_tokens_follow_the_softmax(rows, steps):
     assert mask.all() and tokens.numel() == 100_000
     assert ((tokens.flatten().bincount(minlength=20) - expected) ** 2 / expected).sum() < chi2.isf(1e-5, 19)
     torch.testing.assert_close(logprobs, p.log().float()[tokens], atol=1e-5, rtol=0)
-
-
-def test_consecutive_tokens_of_a_row_are_independent():
-    logits = torch.tensor([0.0, 0.5, -0.5, 1.0])
-    tokens, _, _ = draw(fixed_logits(logits), [[1]] * 4_000, 20)
-    p = logits.softmax(0)
-    pairs = (tokens[:, 1:] * 4 + tokens[:, :-1]).reshape(-1)
-    expected = (p.unsqueeze(1) * p).reshape(-1) * pairs.numel()
-    assert ((pairs.bincount(minlength=16) - expected) ** 2 / expected).sum().item() < chi2.isf(1e-5, 15)
 
 
 @page_models
@@ -154,7 +145,3 @@ def test_sampling_ends_when_all_processes_say_so_and_one_token_is_enough():
     draw(fixed_logits(logits), [[1], [2]], 5, stop_id=1, any_alive=alive(False))
     assert len(calls) == 1
     assert draw(fixed_logits(logits), [[1]], 1)[0].shape == (1, 1)
-
-
-def test_the_training_s_and_the_held_out_evaluation_s_noise_have_purposes_of_their_own():
-    assert len({utils.TRAINING, utils.EVALUATION, utils.REWARD_DATA}) == 3

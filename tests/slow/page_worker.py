@@ -3,7 +3,7 @@ Runs training scripts in processes of their own, for real, on CPUs over gloo: [t
 
 SPEC.json: {"engine": "one", "ddp", "fsdp2", "zero2" or "zero3"; "out": folder; "runs": [{"script", "args", "precision",
 "die_after"}]}. Each process writes out/rank<r>.pt, a list with an entry for each run: the engine as the script saw it,
-the world size, which part of the weights this process held, the responses that it sampled, the advantages, dtypes.
+the world size, which part of the weights this process held, the responses that it sampled, dtypes.
 
 accelerate 1.15 ignores FSDP and DeepSpeed plugins where the device is a CPU, and quietly runs DDP. So `force` sets by
 hand what `accelerate launch --config_file` sets on GPUs while `Accelerator(...)` is made, with the plugins built from
@@ -105,7 +105,7 @@ def one_run(spec, engine):
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_CPU
     script = importlib.import_module(f"rlhf_details.{spec['script']}")
     environment = launch_environment(engine) if engine != "one" else {}
-    seen = {"sampled": {}, "advantages": [], "products": set(), "died": False}
+    seen = {"sampled": {}, "products": set(), "died": False}
     prepare, log, sample, sampling = engines.prepare, Run.log, utils.sample, set()
 
     def accelerator(**kwargs):
@@ -148,11 +148,6 @@ def one_run(spec, engine):
         stack.enter_context(patch.object(engines, "prepare", recording_prepare))
         stack.enter_context(patch.object(utils, "sample", recording_sample))
         stack.enter_context(patch.object(Run, "log", dying_log))
-        name = {"train_rloo": "rloo_policy_loss"}.get(spec["script"], "ppo_policy_loss")
-        if loss := getattr(script, name, None):
-            stack.enter_context(
-                patch.object(script, name, lambda *x: seen["advantages"].append(x[3].cpu()) or loss(*x))
-            )
         try:
             script.main(script.Args(**spec["args"]))
         except Died:

@@ -44,25 +44,14 @@ def test_opt_6_sft_is_the_same_on_two_processes(in_tmp, completion_only):
     assert_same_curves(*on_one_and_two("train_sft.py", in_tmp, **flags))
 
 
-@pytest.fixture(scope="module")
-def rewards(tiny, tmp_path_factory):
-    """(rows of metrics on one process, on two, the folder) of a reward model: 37 comparisons of 3 make 111 scores."""
-    folder = tmp_path_factory.mktemp("rewards")
+def test_rm_14_a_reward_model_is_the_same_on_two_processes(tiny, in_tmp):
+    """Each process has comparisons of its own. 37 of three candidates make 111 scores. [OPT-6]"""
     table = [row | {"candidates": row["candidates"][:3], "best": row["best"] % 3} for row in comparisons(37)]
-    rows = write_rows(folder / "rows.jsonl", table)
+    rows = write_rows("rows.jsonl", table)
     flags = dict(dataset=rows, eval_dataset=rows, sft_model_path=tiny / "policy", batch_size=8, learning_rate=1e-3)
-    return *on_one_and_two("train_reward.py", folder, **flags, normalization="gain_bias", response_length=8), folder
-
-
-def test_opt_6_the_gradients_of_a_reward_model_are_the_same_on_two_processes(rewards):
-    norms = [[row["policy/grad_norm"] for row in rows] for rows in rewards[:2]]
-    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
-
-
-def test_rm_14_a_reward_model_is_the_same_on_two_processes(rewards):
-    """Each process has comparisons of its own, and the two together have all of them."""
-    assert_same_curves(*rewards[:2])
-    bias = [json.loads((rewards[2] / f"models/{n}/config.json").read_text())["reward_bias"] for n in (1, 2)]
+    flags |= dict(normalization="gain_bias", response_length=8)
+    assert_same_curves(*on_one_and_two("train_reward.py", in_tmp, **flags))
+    bias = [json.loads(Path(f"models/{n}/config.json").read_text())["reward_bias"] for n in (1, 2)]
     assert bias[0] == pytest.approx(bias[1], rel=1e-4, abs=1e-5)
 
 
@@ -128,10 +117,8 @@ def test_missing_stages_are_trained_once_by_the_main_process_and_the_default_run
         assert rows[-1]["eval/objective/gold"] > rows[0]["eval/objective/gold"] + 0.5
     done = launch("evaluate.py", [], cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert (
-        json.loads((tmp_path / "runs/evaluate__models_toy_rloo/summary.json").read_text())["metrics"]["win_rate"]["low"]
-        > 0.5
-    )
+    summary = json.loads((tmp_path / "runs/evaluate__models_toy_rloo/summary.json").read_text())
+    assert summary["metrics"]["win_rate"]["low"] > 0.5
 
 
 def test_a_verifiable_reward_teaches_the_sums(tmp_path):
