@@ -18,6 +18,7 @@ WHAT = {
     "train_ppo_async": "Asynchronous PPO",
     "train_reward": "Reward model",
     "train_sft": "Supervised fine-tuning",
+    "utils": "What all scripts share",
 }
 
 
@@ -65,8 +66,10 @@ def page(script):
     names = {block.key for block in found if block.is_code}
     tags = [tag for block in found for tag in block.tags]
     contents = [f'<li class="level-{b.level}"><a href="#{b.slug}">{escape(b.key)}</a></li>' for b in found]
+    others = (f"**{WHAT[other]}**" if other == script else f"[{WHAT[other]}]({other}.md)" for other in SCRIPTS)
     parts = [
         f"---\ntitle: {script}.py\nhide: [navigation, toc]\n---\n\n# {WHAT[script]}: `{script}.py` {{ #top }}\n",
+        f"{' · '.join(others)}\n",
         f'<details class="contents"><summary>Contents of this page</summary><ul>{"".join(contents)}</ul></details>\n',
     ]
     for block in found:

@@ -1,11 +1,12 @@
 """
-Builds the site: python docs/build.py (then open docs/_build/site/index.html), or python docs/build.py --serve.
+Builds the site: python docs/build.py, then open docs/_build/site/index.html, or python docs/build.py --serve.
 
-Everything is made in docs/_build, which git ignores: the pages that are written by hand (docs/*.md, docs/guides/*.md),
-those that are generated from the code, its notes and the results, and the site that zensical makes of them. No network
-is needed. `pip install -e ".[docs]"` installs what this needs.
+All is made in docs/_build, which git ignores, or in the folder named with --out: the pages that are written by hand
+(docs/*.md, docs/guides/*.md), those that are generated from the code, its notes and the results, and the site that
+zensical makes of them. No network is needed. `pip install -e ".[docs]"` installs what this needs.
 """
 
+import argparse
 import json
 import shutil
 import subprocess
@@ -19,16 +20,14 @@ import watch
 from source import ROOT, SCRIPTS, Mistake
 
 DOCS = Path(__file__).resolve().parent
-BUILD = DOCS / "_build"
-PAGES = BUILD / "pages"
 PPO_TO_RLOO = """\
 RLOO is PPO with things taken away. Left is `train_ppo.py`, right is `train_rloo.py`, in the order of the code, with a
 remark at each difference. Both scripts keep the same order and the same words, and what an algorithm does not use is
-absent.
+absent. There is a second comparison: [PPO to asynchronous PPO](ppo_to_async.md).
 """
 PPO_TO_ASYNC = """\
 Left is `train_ppo.py`, right is `train_ppo_async.py`, in which an actor thread samples the next batch while the learner
-trains on this one.
+trains on this one. There is a second comparison: [PPO to RLOO](ppo_to_rloo.md).
 """
 
 
@@ -66,29 +65,34 @@ def toml(value):
     return json.dumps(value)
 
 
-def prepare():
-    """Writes docs/_build/pages and docs/_build/zensical.toml."""
-    shutil.rmtree(BUILD, ignore_errors=True)
+def prepare(out):
+    """Writes the folder `out`: the pages as Markdown, and zensical's configuration."""
+    pages = out / "pages"
+    shutil.rmtree(out, ignore_errors=True)
     for name in ("assets", "guides"):
         if (DOCS / name).exists():
-            shutil.copytree(DOCS / name, PAGES / name)
-    shutil.copytree(ROOT / "static", PAGES / "static")
+            shutil.copytree(DOCS / name, pages / name)
+    shutil.copytree(ROOT / "static", pages / "static")
     for path in DOCS.glob("*.md"):
-        shutil.copy(path, PAGES)
+        shutil.copy(path, pages)
     for name, text in generated().items():
-        (PAGES / name).write_text(text, encoding="utf-8")
+        (pages / name).write_text(text, encoding="utf-8")
     config = (DOCS / "zensical.toml").read_text(encoding="utf-8")
     config = config.replace("nav = []  # build.py", f"nav = {toml(navigation())}")
-    (BUILD / "zensical.toml").write_text(config, encoding="utf-8")
+    (out / "zensical.toml").write_text(config, encoding="utf-8")
 
 
 def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
+    parser.add_argument("--out", type=Path, default=DOCS / "_build", help="where everything is made; it is emptied")
+    parser.add_argument("--serve", action="store_true", help="serve the site on this machine")
+    args = parser.parse_args()
     try:
-        prepare()
+        prepare(args.out.resolve())
     except Mistake as mistake:
         sys.exit(str(mistake))
-    command = ["serve"] if "--serve" in sys.argv[1:] else ["build", "--strict"]
-    return subprocess.call([sys.executable, "-m", "zensical", *command, "-f", "zensical.toml"], cwd=BUILD)
+    command = ["serve"] if args.serve else ["build", "--strict"]
+    return subprocess.call([sys.executable, "-m", "zensical", *command, "-f", "zensical.toml"], cwd=args.out)
 
 
 if __name__ == "__main__":

@@ -35,13 +35,13 @@ def lines_of(block):
 
 def side(html, kind):
     """One side of a stretch of the diff."""
-    code = "\n".join(html)
+    code = "".join(html)  # Each line is a block of its own.
     return f'<div class="side {kind}"><pre tabindex="0"><code>{code}</code></pre></div>' if html else "<div></div>"
 
 
 def row(left, right, kind):
     """A stretch of lines of both sides: "same", or "changed", where what is left stands left."""
-    kinds = ("same", "same copy") if kind == "same" else ("removed", "added")
+    kinds = ("same", "same twin") if kind == "same" else ("removed", "added")
     return f'<div class="stretch {kind}">{side(left, kinds[0])}{side(right, kinds[1])}</div>'
 
 
@@ -69,6 +69,11 @@ def body(left, right):
     return "".join(parts)
 
 
+def title_of_block(block):
+    """Markdown of a short title."""
+    return f"`{block.key}`" if block.is_code else block.title if block.key == "module" else block.key
+
+
 def page(left, right, title, intro):
     """Markdown of the page that compares two scripts."""
     path = ROOT / "docs" / "notes" / f"{left}__{right}.toml"
@@ -82,7 +87,7 @@ def page(left, right, title, intro):
         if key not in notes:
             raise Mistake(f"docs/notes/{path.name}: nothing is said of {key!r}, which differs")
         only = "" if a and b else f", only in {right if b else left}.py"
-        title_of = " → ".join(f"`{name}`" if " " not in name else name for name in key.split(" -> "))
+        title_of = " → ".join(dict.fromkeys(title_of_block(block) for block in (a, b) if block))
         parts.append(f"## {title_of}{only} {{ #{(b or a).slug} }}\n")
         diff = f'<div class="diff highlight">{body(a, b)}</div>'
         parts.append(f'<div class="difference">{prose(notes[key])}{diff}</div>\n')

@@ -1,7 +1,7 @@
 """The page of the details, which one can filter, and the forest plot of everything that the ablations measured."""
 
 from annotate import tag_note
-from prices import FAMILY_PHASE, FIGURES, VERDICTS, card, details, files_of, places_of, plot, study, verdict
+from prices import FAMILY_PHASE, FIGURES, VERDICTS, axis, card, files_of, places_of, plot, read, study, verdict
 from source import SCRIPTS, Mistake, blocks, escape
 
 WIDE = {"gold": (-4.5, 1.0), "kl": (-4.0, 10.0)}  # the axes of the forest plot
@@ -16,6 +16,7 @@ USED_IN = {  # the phase that a function of a page serves
     "token_rewards": "3. Rewards", "adapt_kl_coef": "3. Rewards", "compute_gae": "4. Advantages",
     "rloo_advantages": "4. Advantages", "token_level_advantages": "4. Advantages", "rloo_policy_loss": "5. Optimise",
     "ppo_policy_loss": "5. Optimise", "ppo_value_loss": "5. Optimise", "shuffled_groups": "5. Optimise",
+    "masked_whiten": "4. Advantages",
 }  # fmt: skip
 
 
@@ -43,7 +44,7 @@ def details_page():
     if unknown := set(USED_IN) - {block.key for script in SCRIPTS for block in blocks(script)}:
         raise Mistake(f"docs/index_pages.py: no script has {', '.join(sorted(unknown))}")
     rows, scripts, phases = [], [], []
-    for tag in details.read("details.toml")["tags"]:
+    for tag in read("details.toml")["tags"]:
         files, of_tag = files_of(tag), phases_of(tag)
         linked = {f"{script}.py": block for script, block in places_of(tag)}
         where = ", ".join(
@@ -85,7 +86,7 @@ Everything that the ablations changed, sorted by what it does to gold at the end
 detail away: where gold is negative, the detail helps. "(an option)" marks those that put one in which is off by
 default; there it is the other way. Each interval is the mean over ten seeds of the paired difference, variant less
 base, with Student's 95 % interval. The runs are short and end while gold still rises, so larger or more steps gain;
-what hurts late cannot show.
+what hurts late cannot show. [The details](details.md) have the sources and the tests.
 """
 
 
@@ -102,9 +103,13 @@ def forest_page():
         )
         said = f'{escape(effect.what)} <span class="base" title="{bases[effect.base]}">{effect.base}</span>'
         rows.append(f'<div class="effect"><div class="said">{tags} {said}</div>{plots}</div>')
-    head = (
-        '<div class="effect head"><div class="said"></div><div>gold at the end, points</div><div>KL, nats</div></div>'
+    titles = {"gold": "gold at the end, points", "kl": "KL, nats a response"}
+    scales = "".join(
+        f'<div class="wide">{title}<svg class="price" viewBox="0 0 240 22" width="240" height="22" aria-hidden="true">'
+        f"{axis(*WIDE[name], 240, 22)[0]}</svg></div>"
+        for name, title in titles.items()
     )
+    head = f'<div class="effect head"><div class="said">what is changed</div>{scales}</div>'
     legend = "".join(f"<li><code>{base}</code> {escape(what)}</li>" for base, what in bases.items())
     return "\n".join(
         [

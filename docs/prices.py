@@ -16,6 +16,7 @@ from source import ROOT, SCRIPTS, blocks, escape
 sys.path.insert(0, str(ROOT / "benchmark"))
 import details
 
+read, sources = cache(details.read), cache(details.sources)
 FIGURES = {"gold": "gold at the end", "gold_run": "gold over the run", "kl": "KL, nats", "ended": "share ended"}
 VERDICTS = "matters", "perhaps", "does not show", "unpriced"
 FAMILY_PHASE = {  # of a tag that stands on none of the pages that are annotated
@@ -60,25 +61,31 @@ def study():
 
 def verdict(tag):
     """One of VERDICTS, for a tag: that of its variant which shows most."""
-    said = details.read("results/worth.toml").get(tag, {}).get("says", "; unpriced").rpartition("; ")[2]
+    said = read("results/worth.toml").get(tag, {}).get("says", "; unpriced").rpartition("; ")[2]
     return next((v for v in VERDICTS if said.startswith(v)), "does not show")
 
 
-def plot(figures, names=("gold", "kl"), low=-2.0, high=2.0, width=150):
-    """Intervals as SVG, a row each, on an axis from low to high. A mean beyond an end is an arrow at the edge."""
-    height, scale = 14 * len(names) + 14, (width - 10) / (high - low)
+def axis(low, high, width, height):
+    """(SVG of the lines and numbers of an axis, a function from a value to its x)."""
+    scale, parts = (width - 10) / (high - low), []
 
     def x(value):
         return round(5 + (max(low, min(high, value)) - low) * scale, 1)
 
-    parts = [f'<svg class="price" viewBox="0 0 {width} {height}" width="{width}" height="{height}" aria-hidden="true">']
     for value in range(math.ceil(low), math.floor(high) + 1):
-        parts.append(
-            f'<line class="{"grid" if value else "zero"}" x1="{x(value)}" x2="{x(value)}" y1="0" y2="{height - 12}"/>'
-        )
+        kind, said = "grid" if value else "zero", f"{value:+d}" if value else "0"
+        parts.append(f'<line class="{kind}" x1="{x(value)}" x2="{x(value)}" y1="0" y2="{height - 12}"/>')
         if high - low < 8 or value % 2 == 0:
-            said = f"{value:+d}" if value else "0"
             parts.append(f'<text x="{x(value)}" y="{height - 2}" text-anchor="middle">{said}</text>')
+    return "".join(parts), x
+
+
+def plot(figures, names, low=-2.0, high=2.0, width=150):
+    """Intervals as SVG, a row each, on an axis from low to high. A mean beyond an end is an arrow at the edge."""
+    height = 14 * len(names) + 14
+    lines, x = axis(low, high, width, height)
+    parts = [f'<svg class="price" viewBox="0 0 {width} {height}" width="{width}" height="{height}" aria-hidden="true">']
+    parts.append(lines)
     for row, name in enumerate(names):
         y, (mean, start, end, is_sure) = 14 * row + 7, figures[name]
         kind = "sure" if is_sure else "clear" if start > 0 or end < 0 else "open"
@@ -90,7 +97,7 @@ def plot(figures, names=("gold", "kl"), low=-2.0, high=2.0, width=150):
     return "".join(parts) + "</svg>"
 
 
-def figures_text(figures, names=("gold", "kl")):
+def figures_text(figures, names):
     """The same intervals in words, a line each."""
     lines = []
     for name in names:
@@ -107,7 +114,7 @@ def badge(tag):
 
 def sources_of(tag):
     """HTML: who does it like this, with links to the lines at a pinned commit."""
-    known = details.read("details.toml")
+    known = read("details.toml")
     links = ("ours" if s == "own" else details.source_link(s, known["systems"]) for s in known["tags"][tag]["source"])
     return markdown("; ".join(links))[3:-4]  # without <p> and </p>
 
@@ -129,13 +136,14 @@ def prices_html(tag):
     for effect in found:
         base = f'<span class="base" title="{effect.base}: {bases[effect.base]}">{effect.base}</span>'
         said = f"<b>{escape(effect.what)}</b> ({base}; {effect.verdict})"
-        rows.append(f"<li>{said}<div>{plot(effect.figures)}{figures_text(effect.figures)}</div></li>")
+        names = [name for name in FIGURES if name in ("gold", "kl") or effect.figures[name][3]]
+        rows.append(f"<li>{said}<div>{plot(effect.figures, names)}{figures_text(effect.figures, names)}</div></li>")
     return f'<ul class="prices">{"".join(rows)}</ul>'
 
 
 def card(tag, note=""):
     """The card of a tag, with the anchor that the tag in the code points to. note: HTML, what a teacher adds."""
-    what = details.read("details.toml")["tags"][tag]["what"]
+    what = read("details.toml")["tags"][tag]["what"]
     return (
         f'<article class="card" id="{tag.lower()}" data-tag="{tag}"><h4>'
         f'<a href="#{tag.lower()}">{tag}</a> {badge(tag)}</h4>'
@@ -146,7 +154,7 @@ def card(tag, note=""):
 
 def files_of(tag):
     """The files below rlhf_details that have the tag, the pages first."""
-    return details.files_with(tag, details.sources())
+    return details.files_with(tag, sources())
 
 
 def places_of(tag):

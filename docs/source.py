@@ -9,7 +9,7 @@ import ast
 import html
 import re
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = "train_rloo train_ppo train_ppo_async train_reward train_sft".split()
+SCRIPTS = "train_rloo train_ppo train_ppo_async train_reward train_sft utils".split()
 RULER = re.compile(r"^( *)# ---- (.*?)[ -]*$")
 TAG = re.compile(r"\[([A-Z]+-\d+)\]")
 
@@ -48,7 +48,7 @@ class Block:
         """Whether it is a function, a class or a method, and no part of one."""
         return self.lines[0].lstrip().startswith(("def ", "class ", "@"))
 
-    @property
+    @cached_property
     def tags(self):
         """The tags in its comments, in order."""
         comments = (line.partition("#")[2] for line in self.lines)
@@ -115,9 +115,9 @@ def prose(text, names=()):
     equations = []
 
     def keep(match):
-        shown = "block" if match[1] is not None else "inline"
+        kind = "block" if match[1] is not None else "inline"
         tex = (match[1] or match[2]).strip().replace(r"\log", r"\log\,")  # MathML has no space after a function.
-        equations.append(convert(tex, display=shown))
+        equations.append(f'<span class="equation {kind}-math">{convert(tex, display=kind)}</span>')
         return f"EQUATION{len(equations) - 1}."
 
     text = re.sub(r"\$\$(.+?)\$\$|\$(.+?)\$", keep, text, flags=re.S)
