@@ -1,0 +1,29 @@
+// The filter of the page of details. (The animation has a file of its own.)
+"use strict";
+
+document.addEventListener("DOMContentLoaded", () => {
+  const form = document.querySelector("form.filter");
+  if (!form) return;
+  const details = [...document.querySelectorAll(".detail")];
+  const words = details.map((detail) => detail.textContent.toLowerCase());
+
+  function filter() {
+    const { script, phase } = form.elements;
+    const wanted = form.elements.words.value.toLowerCase();
+    const verdicts = [...form.querySelectorAll("[name=verdict]:checked")].map((box) => box.value);
+    let count = 0;
+    details.forEach((detail, i) => {
+      const { scripts, phases, verdict } = detail.dataset;
+      const isShown = (!script.value || scripts.split("|").includes(script.value))
+        && (!phase.value || phases.split("|").includes(phase.value))
+        && verdicts.includes(verdict) && words[i].includes(wanted);
+      detail.hidden = !isShown;
+      count += isShown;
+    });
+    form.querySelector("output").value = `${count} of ${details.length}`;
+  }
+
+  form.addEventListener("input", filter);
+  form.addEventListener("submit", (event) => event.preventDefault());
+  filter();
+});

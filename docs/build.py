@@ -1,0 +1,99 @@
+"""
+Builds the site: python docs/build.py, then open docs/_build/site/index.html, or python docs/build.py --serve.
+
+All is made in docs/_build, which git ignores, or in the folder named with --out: the pages that are written by hand
+(docs/*.md, docs/guides/*.md), those that are generated from the code, its notes and the results, and the site that
+zensical makes of them. No network is needed. `pip install -e ".[docs]"` installs what this needs.
+"""
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import annotate
+import compare
+import index_pages
+import watch
+from source import ROOT, SCRIPTS, Mistake
+
+DOCS = Path(__file__).resolve().parent
+PPO_TO_RLOO = """\
+RLOO is PPO with things taken away. Left is `train_ppo.py`, right is `train_rloo.py`, in the order of the code, with a
+remark at each difference. Both scripts keep the same order and the same words, and what an algorithm does not use is
+absent. There is a second comparison: [PPO to asynchronous PPO](ppo_to_async.md).
+"""
+PPO_TO_ASYNC = """\
+Left is `train_ppo.py`, right is `train_ppo_async.py`, in which an actor thread samples the next batch while the learner
+trains on this one. There is a second comparison: [PPO to RLOO](ppo_to_rloo.md).
+"""
+
+
+def generated():
+    """{file name: Markdown} of the pages that are made from the code and the results."""
+    annotate.check()
+    pages = {f"{script}.md": annotate.page(script) for script in SCRIPTS}
+    pages["ppo_to_rloo.md"] = compare.page("train_ppo", "train_rloo", "PPO to RLOO", PPO_TO_RLOO)
+    pages["ppo_to_async.md"] = compare.page("train_ppo", "train_ppo_async", "PPO to asynchronous PPO", PPO_TO_ASYNC)
+    pages["details.md"] = index_pages.details_page()
+    pages["forest.md"] = index_pages.forest_page()
+    pages["watch.md"] = watch.page()
+    return pages
+
+
+def navigation():
+    """The site's navigation, with every guide that exists."""
+    guides = [f"guides/{path.name}" for path in sorted((DOCS / "guides").glob("*.md"))]
+    return [
+        {"Start": "index.md"},
+        {"The scripts": [f"{script}.md" for script in SCRIPTS]},
+        {"PPO to RLOO": ["ppo_to_rloo.md", "ppo_to_async.md"]},
+        {"Watch it learn": "watch.md"},
+        {"The details": ["details.md", "forest.md"]},
+        *([{"Guides": guides}] if guides else []),
+    ]
+
+
+def toml(value):
+    """A value of lists, strings and one-entry tables as TOML."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(toml, value))}]"
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{json.dumps(key)} = {toml(x)}" for key, x in value.items()) + " }"
+    return json.dumps(value)
+
+
+def prepare(out):
+    """Writes the folder `out`: the pages as Markdown, and zensical's configuration."""
+    pages = out / "pages"
+    shutil.rmtree(out, ignore_errors=True)
+    for name in ("assets", "guides"):
+        if (DOCS / name).exists():
+            shutil.copytree(DOCS / name, pages / name)
+    shutil.copytree(ROOT / "static", pages / "static")
+    for path in DOCS.glob("*.md"):
+        shutil.copy(path, pages)
+    for name, text in generated().items():
+        (pages / name).write_text(text, encoding="utf-8")
+    config = (DOCS / "zensical.toml").read_text(encoding="utf-8")
+    config = config.replace("nav = []  # build.py", f"nav = {toml(navigation())}")
+    (out / "zensical.toml").write_text(config, encoding="utf-8")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
+    parser.add_argument("--out", type=Path, default=DOCS / "_build", help="where everything is made; it is emptied")
+    parser.add_argument("--serve", action="store_true", help="serve the site on this machine")
+    args = parser.parse_args()
+    try:
+        prepare(args.out.resolve())
+    except Mistake as mistake:
+        sys.exit(str(mistake))
+    command = ["serve"] if args.serve else ["build", "--strict"]
+    return subprocess.call([sys.executable, "-m", "zensical", *command, "-f", "zensical.toml"], cwd=args.out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

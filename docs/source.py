@@ -1,0 +1,135 @@
+"""
+Reads a script into blocks, in order and without a gap: at the rulers (# ---- title ---), functions, classes, methods.
+
+A block is known by its key: "rloo_advantages", "Policy.forward", "4. Advantages" (a ruler's title up to its first colon
+or semicolon), "module" (the docstring), "imports", or "for update" (the loop of main). No key has a line number.
+"""
+
+import ast
+import html
+import re
+from dataclasses import dataclass
+from functools import cache, cached_property
+from itertools import pairwise
+from pathlib import Path
+
+import pygments
+from latex2mathml.converter import convert
+from markdown import markdown
+from pygments.formatters import HtmlFormatter
+from pygments.lexers import PythonLexer
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = "train_rloo train_ppo train_ppo_async train_reward train_sft utils".split()
+RULER = re.compile(r"^( *)# ---- (.*?)[ -]*$")
+TAG = re.compile(r"\[([A-Z]+-\d+)\]")
+
+
+class Mistake(Exception):
+    """A mistake in the notes, which the build reports in one line."""
+
+
+@dataclass
+class Block:
+    key: str
+    level: int  # of its heading: 2 a section, 3 what stands in it
+    title: str  # what the ruler says, or the key
+    first: int  # its first line, from 1
+    lines: list  # of source
+    html: list  # the same lines, highlighted
+
+    @property
+    def slug(self):
+        """The anchor of the block on its page."""
+        return re.sub(r"[^a-z0-9_]+", "-", self.key.lower()).strip("-")
+
+    @property
+    def is_code(self):
+        """Whether it is a function, a class or a method, and no part of one."""
+        return self.lines[0].lstrip().startswith(("def ", "class ", "@"))
+
+    @cached_property
+    def tags(self):
+        """The tags in its comments, in order."""
+        comments = (line.partition("#")[2] for line in self.lines)
+        return list(dict.fromkeys(tag for comment in comments for tag in TAG.findall(comment)))
+
+
+@cache
+def blocks(script):
+    """The blocks of a script of rlhf_details, e.g. "train_rloo"."""
+    source = (ROOT / "rlhf_details" / f"{script}.py").read_text(encoding="utf-8")
+    lines = source.splitlines()
+    code = pygments.highlight(source, PythonLexer(stripnl=False), HtmlFormatter(nowrap=True)).splitlines()
+    starts = {}  # {line: (key, level, title)}
+    tree = ast.parse(source)
+    for node in tree.body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            starts.setdefault("imports", node.lineno)
+        elif isinstance(node, ast.If):
+            starts[node.lineno] = "command line", 3, "command line"
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            starts[first_line(node)] = node.name, 3, node.name
+            for inner in node.body:
+                if isinstance(node, ast.ClassDef) and isinstance(inner, ast.FunctionDef) and inner.name != "__init__":
+                    starts[first_line(inner)] = f"{node.name}.{inner.name}", 3, f"{node.name}.{inner.name}"
+                if isinstance(inner, ast.For) and node.name == "main":
+                    starts[inner.lineno] = f"for {ast.unparse(inner.target)}", 3, f"for {ast.unparse(inner.target)}"
+    starts[1] = "module", 2, "What it does"
+    starts[starts.pop("imports")] = "imports", 3, "Imports"
+    for number, line in enumerate(lines, 1):
+        if match := RULER.match(line):
+            key = re.split("[:;]", match[2])[0].strip()
+            if key in {other for other, _, _ in starts.values()}:  # a function of that name
+                key += " (in main)"
+            starts[number] = key, 3 if match[1] else 2, match[2]
+    edges = [*sorted(starts), len(lines) + 1]
+    return [
+        Block(*starts[first], first, lines[first - 1 : end - 1], code[first - 1 : end - 1])
+        for first, end in pairwise(edges)
+    ]
+
+
+def first_line(node):
+    """The line where a function or class begins, with its decorators."""
+    return min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+
+
+def code_html(block, names=(), tags=()):
+    """The block's code: numbered lines, functions of the page linked to their blocks, and tags to their cards."""
+    shown = len("\n".join(block.lines).rstrip().splitlines())  # Empty lines at the end are not drawn.
+    lines = []
+    for number, line in enumerate(block.html[:shown], block.first):
+        line = re.sub(
+            r'<span class="n">(\w+)</span>',
+            lambda m: f'<a class="n" href="#{m[1].lower()}">{m[1]}</a>' if m[1] in names else m[0],
+            line,
+        )
+        line = TAG.sub(lambda m: f'<a class="tag" href="#{m[1].lower()}">{m[0]}</a>' if m[1] in tags else m[0], line)
+        lines.append(f'<span class="line" data-line="{number}">{line}</span>')
+    return '<pre tabindex="0"><code>' + "\n".join(lines) + "</code></pre>"
+
+
+def prose(text, names=()):
+    """HTML of Markdown with equations, $..$ and $$..$$, as MathML; `names` in backticks are linked to their blocks."""
+    equations = []
+
+    def keep(match):
+        kind = "block" if match[1] is not None else "inline"
+        tex = (match[1] or match[2]).strip().replace(r"\log", r"\log\,")  # MathML has no space after a function.
+        equations.append(f'<span class="equation {kind}-math">{convert(tex, display=kind)}</span>')
+        return f"EQUATION{len(equations) - 1}."
+
+    text = re.sub(r"\$\$(.+?)\$\$|\$(.+?)\$", keep, text, flags=re.S)
+    text = markdown(text.strip(), extensions=["tables"])
+    text = re.sub(r"EQUATION(\d+)\.", lambda m: equations[int(m[1])], text)
+    return re.sub(
+        r"<code>([\w.]+)</code>",
+        lambda m: f'<a href="#{m[1].lower().replace(".", "-")}">{m[0]}</a>' if m[1] in names else m[0],
+        text,
+    )
+
+
+def escape(text):
+    """Text as HTML; `code` in backticks becomes code."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text, quote=False))

@@ -1,0 +1,254 @@
+"""The built site in headless Chromium. Skipped, with a reason, where zensical, playwright or a browser is missing."""
+
+import http.server
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urldefrag, urljoin
+
+import pytest
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+pytestmark = pytest.mark.slow
+WIDTHS = 390, 1440
+SCHEMES = "light", "dark"
+# The lowest contrast of text: 4.5 by WCAG AA, 3 where it is large. Colours may be transparent, so they are blended.
+CONTRAST = """() => {
+  const parse = (text) => { const x = text.match(/[\\d.]+/g).map(Number); return x.length < 4 ? [...x, 1] : x; };
+  const over = (top, below) => [0, 1, 2].map((i) => top[i] * top[3] + below[i] * (1 - top[3])).concat(1);
+  const light = (c) => { const f = (v) => (v /= 255) <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
+    return 0.2126 * f(c[0]) + 0.7152 * f(c[1]) + 0.0722 * f(c[2]); };
+  const behind = (e) => { const layers = [];
+    for (; e; e = e.parentElement) layers.push(parse(getComputedStyle(e).backgroundColor));
+    return layers.reverse().reduce((below, top) => over(top, below), [255, 255, 255, 1]); };
+  const bad = {}, seen = new Set();
+  const walker = document.createTreeWalker(document.querySelector(".md-content"), NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) {
+    const e = walker.currentNode.parentElement, text = walker.currentNode.textContent.trim();
+    if (!text || e.closest("script, style, noscript, select, .headerlink, [hidden]") || !e.checkVisibility()) continue;
+    const style = getComputedStyle(e), inSvg = e.closest("svg"), back = behind(e);
+    const front = over(parse(inSvg ? style.fill : style.color), back);
+    const [a, b] = [light(front), light(back)].sort((x, y) => y - x), ratio = (a + 0.05) / (b + 0.05);
+    const size = parseFloat(style.fontSize), isLarge = size >= 24 || (size >= 18.66 && style.fontWeight >= 700);
+    if (ratio < (isLarge ? 3 : 4.5)) bad[`${ratio.toFixed(2)} ${style.color} ${e.className}`] = text.slice(0, 40);
+  }
+  return bad;
+}"""
+# What sticks out at the right of the window and is in no box that scrolls
+STICKING_OUT = """() => {
+  const scrolls = (e) => e && (/auto|scroll|hidden/.test(getComputedStyle(e).overflowX) || scrolls(e.parentElement));
+  const out = [...document.querySelectorAll(".md-content *, .md-header *")].filter((e) =>
+    e.getBoundingClientRect().right > innerWidth + 1 && e.checkVisibility() && !scrolls(e.parentElement));
+  const page = document.documentElement.scrollWidth > innerWidth ? ["the page scrolls sideways"] : [];
+  return page.concat(out.slice(0, 5).map((e) => `${e.tagName}.${e.className}`));
+}"""
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory):
+    """(folder of the site, what the build said, its seconds)."""
+    pytest.importorskip("zensical", reason="the site needs zensical: pip install -e '.[docs]'")
+    out, start = tmp_path_factory.mktemp("site"), time.time()
+    command = [sys.executable, str(DOCS / "build.py"), "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return out / "site", done.stdout + done.stderr, time.time() - start
+
+
+@pytest.fixture(scope="session")
+def pages(built):
+    """The names of all pages."""
+    return sorted(str(path.relative_to(built[0])) for path in built[0].rglob("*.html") if path.name != "404.html")
+
+
+@pytest.fixture(scope="session")
+def address(built):
+    """Where the site is served for these tests."""
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *args):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(built[0])))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/"
+    server.shutdown()
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """Headless Chromium: the system's, else playwright's own."""
+    pytest.importorskip("playwright", reason="the browser tests need playwright: pip install -e '.[docs]'")
+    from playwright.sync_api import Error, sync_playwright
+
+    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    with sync_playwright() as playwright:
+        try:
+            browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        except Error as error:
+            pytest.skip(f"no Chromium can be started here: {str(error).splitlines()[0]}")
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def tab(browser):
+    """An empty tab of a desktop's size, closed after the test."""
+    context = browser.new_context(viewport={"width": 1440, "height": 900})
+    yield context.new_page()
+    context.close()
+
+
+def test_the_build_is_fast_and_says_no_warning(built):
+    _, said, seconds = built
+    assert "No issues found" in said
+    assert "warning" not in said.lower()
+    assert seconds < 60
+
+
+def test_pages_load_without_errors_and_without_a_request_to_another_host(tab, address, pages):
+    wrong = []
+    tab.on("console", lambda message: wrong.append(message.text) if message.type in ("error", "warning") else None)
+    tab.on("pageerror", lambda error: wrong.append(str(error)))
+    tab.on("request", lambda request: None if request.url.startswith(address) else wrong.append(request.url))
+    tab.on("response", lambda response: wrong.append(response.url) if response.status >= 400 else None)
+    for page in pages:
+        tab.goto(address + page, wait_until="networkidle")
+    assert wrong == []
+    assert len(pages) >= 11
+
+
+class Links(HTMLParser):
+    """The links and the anchors of a page."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.links, self.anchors = [], set()
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        self.anchors |= {attrs.get("id"), attrs.get("name")}
+        self.links += [attrs[name] for name in ("href", "src") if attrs.get(name)]
+
+
+def test_every_internal_link_and_anchor_resolves(built, pages):
+    parsed = {page: Links((built[0] / page).read_text(encoding="utf-8")) for page in pages}
+    broken = []
+    for page, found in parsed.items():
+        for link in found.links:
+            if re.match(r"[a-z]+:|//", link):
+                continue
+            target, anchor = urldefrag(urljoin(page, link))
+            target = unquote(target) or page
+            target = f"{target}index.html" if target.endswith("/") or target == "." else target
+            anchors = parsed[target].anchors if target in parsed else set()
+            if not (built[0] / target).exists() or (anchor and unquote(anchor) not in anchors):
+                broken.append((page, link))
+    assert broken == []
+
+
+def test_the_slider_changes_text_and_cursor(tab, address):
+    tab.goto(address + "watch.html")
+    slider, cursor = tab.locator(".watch input[type=range]"), tab.locator(".cursor").first
+    state = lambda: (  # noqa: E731
+        tab.locator(".watch output").inner_text(),
+        tab.locator(".response p").first.inner_text(),
+        tab.locator(".chart .value").first.inner_text(),
+        cursor.get_attribute("x1"),
+    )
+    before = state()
+    assert before[0].startswith("update 0 ")
+    slider.focus()
+    slider.press("End")
+    after = state()
+    assert all(a != b for a, b in zip(before, after, strict=True))
+    assert float(after[3]) > float(before[3])
+    tab.locator(".watch .back").click()
+    assert float(before[3]) < float(cursor.get_attribute("x1")) < float(after[3])
+    slider.press("Home")
+    assert state() == before
+    tab.locator(".watch .play").click()
+    tab.wait_for_function(f"document.querySelector('.cursor').getAttribute('x1') > {before[3]}")
+
+
+def test_search_finds_leave_one_out(tab, address):
+    tab.goto(address + "index.html", wait_until="networkidle")
+    tab.keyboard.press("Control+k")
+    tab.keyboard.type("leave-one-out")
+    result = tab.locator("a[href*='train_rloo.html']").filter(has_text="leave").first
+    result.wait_for(timeout=10_000)
+    result.click()
+    tab.wait_for_url("**/train_rloo.html*")
+
+
+def test_the_diff_shows_both_sides_and_a_remark_at_each_difference(tab, address):
+    tab.goto(address + "ppo_to_rloo.html")
+    differences = tab.locator(".difference")
+    assert differences.count() > 20
+    for i in range(differences.count()):
+        one = differences.nth(i)
+        assert len(one.locator("> p").first.inner_text()) > 10
+        assert one.locator(".removed").count() + one.locator(".added").count() > 0
+    gae = tab.locator(".difference:near(#rloo_advantages)").first
+    left, right = gae.locator(".removed").first.bounding_box(), gae.locator(".added").first.bounding_box()
+    assert left["x"] + left["width"] <= right["x"] + 1 and left["width"] > 300
+
+
+def test_the_filter_of_the_details_shows_what_it_is_asked_for(tab, address):
+    tab.goto(address + "details.html")
+    shown = lambda: tab.locator(".detail:visible")  # noqa: E731
+    total = shown().count()
+    tab.locator("select[name=script]").select_option("train_sft.py")
+    of_sft = shown().count()
+    assert 0 < of_sft < total
+    tab.locator("select[name=script]").select_option("")
+    tab.locator("select[name=phase]").select_option("4. Advantages")
+    assert tab.locator(".detail:visible #rloo-3").count() == 1
+    tab.locator("select[name=phase]").select_option("")
+    for verdict in ("perhaps", "does not show", "unpriced"):
+        tab.locator(f"input[value='{verdict}']").uncheck()
+    assert 0 < shown().count() == tab.locator(".detail:visible .verdict.matters").count()
+    tab.locator("input[name=words]").fill("siblings")
+    assert tab.locator(".detail:visible #rloo-9").count() == 1
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_text_has_readable_contrast(browser, address, pages, scheme):
+    context = browser.new_context(viewport={"width": 1440, "height": 900}, color_scheme=scheme)
+    tab, bad = context.new_page(), {}
+    for page in pages:
+        tab.goto(address + page)
+        if found := tab.evaluate(CONTRAST):
+            bad[page] = found
+    context.close()
+    assert bad == {}
+
+
+def test_the_two_schemes_differ(browser, address):
+    colours = set()
+    for scheme in SCHEMES:
+        context = browser.new_context(color_scheme=scheme)
+        tab = context.new_page()
+        tab.goto(address + "index.html")
+        colours.add(tab.evaluate("getComputedStyle(document.body).backgroundColor"))
+        context.close()
+    assert len(colours) == 2
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_nothing_overflows(browser, address, pages, width):
+    context = browser.new_context(viewport={"width": width, "height": 900})
+    tab, bad = context.new_page(), {}
+    for page in pages:
+        tab.goto(address + page)
+        if found := tab.evaluate(STICKING_OUT):
+            bad[page] = found
+    context.close()
+    assert bad == {}

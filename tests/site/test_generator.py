@@ -1,0 +1,123 @@
+"""What the generator of the site promises of the pages that it makes from the code, its notes and the results."""
+
+import html
+import re
+import tomllib
+
+import pytest
+
+
+@pytest.fixture
+def copied(tmp_path, monkeypatch):
+    """A copy of the scripts that a test may change. Call what it returns after a change."""
+    import annotate
+    import compare  # Before the folder is another one: it keeps the folder of the notes.
+    import source
+
+    (tmp_path / "rlhf_details").mkdir()
+    for script in source.SCRIPTS:
+        text = (source.ROOT / "rlhf_details" / f"{script}.py").read_text(encoding="utf-8")
+        (tmp_path / "rlhf_details" / f"{script}.py").write_text(text, encoding="utf-8")
+    annotate.check()  # It reads the notes, and keeps them.
+    assert compare.ROOT == source.ROOT
+    monkeypatch.setattr(source, "ROOT", tmp_path)
+    source.blocks.cache_clear()
+    yield tmp_path / "rlhf_details"
+    monkeypatch.undo()
+    source.blocks.cache_clear()
+
+
+def test_a_page_holds_every_line_of_its_script_in_order():
+    import annotate
+    from source import ROOT, SCRIPTS
+
+    for script in SCRIPTS:
+        lines = (ROOT / "rlhf_details" / f"{script}.py").read_text(encoding="utf-8").splitlines()
+        code = re.findall(r'<code>(<span class="line".*?)</code></pre>', annotate.page(script), re.S)
+        shown = re.findall(r'<span class="line" data-line="(\d+)">(.*)</span>', "\n".join(code))
+        numbers = [int(number) for number, _ in shown]
+        assert numbers == sorted(numbers)
+        assert {i for i, line in enumerate(lines, 1) if line} <= set(numbers)
+        for number, line in shown:
+            assert html.unescape(re.sub(r"<[^>]*>", "", line)) == lines[int(number) - 1]
+
+
+def test_every_block_has_a_note_and_every_tag_a_card():
+    import annotate
+    from source import SCRIPTS, blocks
+
+    for script in SCRIPTS:
+        assert [block.key for block in blocks(script) if not annotate.note_of(script, block)] == []
+        page = annotate.page(script)
+        for block in blocks(script):
+            for tag in block.tags:
+                assert page.count(f'<article class="card" id="{tag.lower()}"') == 1
+
+
+def test_moving_lines_moves_notes_and_cards_with_them(copied):
+    import annotate
+    import source
+
+    path = copied / "train_rloo.py"
+    text = path.read_text(encoding="utf-8").replace("import functools\n", "import functools\n# one more\n# line\n")
+    path.write_text(text, encoding="utf-8")
+    source.blocks.cache_clear()
+    annotate.check()
+    block = next(block for block in source.blocks("train_rloo") if block.key == "rloo_advantages")
+    assert block.tags == ["RLOO-3"]
+    assert "baseline" in annotate.note_of("train_rloo", block)
+
+
+def test_a_note_on_code_that_is_gone_ends_the_build(copied):
+    import annotate
+    import source
+
+    path = copied / "train_rloo.py"
+    path.write_text(path.read_text(encoding="utf-8").replace("def pack(", "def pack_rows("), encoding="utf-8")
+    source.blocks.cache_clear()
+    with pytest.raises(source.Mistake, match="'pack'"):
+        annotate.check()
+
+
+def test_a_note_on_a_tag_that_is_gone_ends_the_build(copied):
+    import annotate
+    import source
+
+    path = copied / "train_rloo.py"
+    path.write_text(path.read_text(encoding="utf-8").replace("[RLOO-3]", ""), encoding="utf-8")
+    source.blocks.cache_clear()
+    with pytest.raises(source.Mistake, match="RLOO-3"):
+        annotate.check()
+
+
+def test_a_difference_that_nothing_is_said_of_ends_the_build(copied):
+    import compare
+    import source
+
+    path = copied / "train_rloo.py"
+    text = path.read_text(encoding="utf-8").replace("def of_tokens(self, hidden", "def of_tokens(self, states")
+    path.write_text(text, encoding="utf-8")
+    source.blocks.cache_clear()
+    with pytest.raises(source.Mistake, match=r"Policy\.of_tokens"):
+        compare.page("train_ppo", "train_rloo", "", "")
+
+
+def test_the_prices_on_the_cards_are_those_that_the_ablations_wrote():
+    import prices
+    from source import ROOT
+
+    worth = tomllib.loads((ROOT / "benchmark/results/worth.toml").read_text(encoding="utf-8"))
+    assert worth
+    for tag, row in worth.items():
+        gold = re.search(r": gold ([+-][\d.]+\d)", row["says"])[1]
+        card = prices.card(tag)
+        assert re.search(rf"gold at the end (<b>)?{re.escape(gold)}(</b>)? \(", card), tag
+        assert f'class="verdict {prices.verdict(tag).replace(" ", "-")}"' in card
+
+
+def test_equations_become_mathml_and_names_become_links():
+    from source import prose
+
+    shown = prose(r"$\log \pi$ of `pack` and $$a_1$$", {"pack"})
+    assert shown.count("<math") == 2 and 'display="block"' in shown
+    assert '<a href="#pack"><code>pack</code></a>' in shown
