@@ -72,16 +72,18 @@ def learnt_lines(before, after, held_out):
         return [f"{'learnt' if has_learnt else 'not learnt'}: the accuracy on held-out comparisons is {words}"]
     found = []
     for name in ("eval/objective/scores", "eval/objective/gold"):
-        if name in before and name in after and before != after and count > 1:
+        halves = [half_width(name, metrics, count) for metrics in (before, after) if name in metrics]
+        if len(halves) == 2 and None not in halves:
             change = after[name] - before[name]
-            is_apart = abs(change) > sum(half_width(name, metrics, count) for metrics in (before, after))
+            is_apart = abs(change) > sum(halves)
             how = "did not change beyond chance" if not is_apart else "rose" if change > 0 else "fell"
             words = f"{how}, {as_text(name, before, count)} -> {as_text(name, after, count)}"
             if name.endswith("gold"):
                 hint = "; the policy over-learns the reward: raise --kl_coef, or stop earlier"
                 found.append(f"gold, the true reward, {words}{hint if how == 'fell' else ''}")
             else:
-                price = f" at a KL of {after['eval/objective/kl']:.3f} nats a response"
+                kl = after.get("eval/objective/kl", math.nan)
+                price = f" at a KL of {kl:.3f} nats a response"
                 found.append(f"{'learnt' if how == 'rose' else 'not learnt'}: scores {words}{price}")
     return found
 

@@ -33,6 +33,8 @@ def test_a_run_has_learnt_where_the_intervals_of_its_scores_are_apart():
     assert line.startswith("not learnt: scores did not change beyond chance, 0.000 +- 0.196 -> 0.391 +- 0.196")
     (line,) = learnt(held_out(0.0), held_out(-0.393))
     assert line.startswith("not learnt: scores fell, ")
+    (line,) = learnt(held_out(0.0), held_out(0.0))
+    assert line.startswith("not learnt: scores did not change")
     assert learnt(held_out(0.0), held_out(9.0), [None]) == [] == learnt({}, held_out(1.0))  # nothing can be compared
 
 
