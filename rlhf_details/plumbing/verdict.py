@@ -15,7 +15,7 @@ from rlhf_details.plumbing import cli, hub, stages
 ROOT = Path(__file__).resolve().parents[2]
 # What evaluate.py does where a flag is not given and the data are not the embedded task's.
 PLAIN = dict(opponent_path=None, ref_model_path=None, reward_model_path=None, reward_fn=(), judge="none")
-PLAIN |= dict(prompt_template=None, max_prompt_length=None, trust_remote_code=False)
+PLAIN |= dict(prompt_template=None, max_prompt_length=None, trust_remote_code=False, reward_fn_format="text")
 
 
 def lines(run, after, seconds):
