@@ -289,7 +289,7 @@ def main(args: Args):
     settings = evaluation.as_trained(args)  # {path of a policy: args with the settings to sample it with}
     evaluation.check(args, settings)
     if args.interactive:
-        return interactive.talk(settings, engines.join(), respond)
+        return interactive.talk(settings, respond)
     report.check_folder(args, settings)
     accelerator = engines.join()
     device, size = accelerator.device, args.rollout_micro_batch_size

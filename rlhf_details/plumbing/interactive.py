@@ -10,7 +10,7 @@ import sys
 import torch
 
 from rlhf_details import utils
-from rlhf_details.plumbing import cli, encoding, evaluation, models
+from rlhf_details.plumbing import cli, encoding, engines, evaluation, models
 
 
 class Speaker:
@@ -39,14 +39,15 @@ class Speaker:
 
 
 @torch.no_grad()
-def talk(settings, accelerator, respond):
+def talk(settings, respond):
     """Reads lines and prints answers until an empty line, Ctrl-D or Ctrl-C.
 
     Args: settings, {path: args with the settings to sample it with}; respond, evaluate.py's function of that name.
     """
     if cli.world_size() > 1:
         cli.fail(f"--interactive: runs in one process, not in {cli.world_size()}")
-    speakers, number = [Speaker(path, args, accelerator.device, respond) for path, args in settings.items()], 0
+    device, number = engines.join().device, 0
+    speakers = [Speaker(path, args, device, respond) for path, args in settings.items()]
     cli.say("type a prompt; an empty line, Ctrl-D or Ctrl-C ends the conversation")
     try:
         while line := input("> " if sys.stdin.isatty() else "").strip():

@@ -94,7 +94,7 @@ def test_an_embedded_task_keeps_its_own_values(script, task, in_tmp, capsys):
 
 def test_an_evaluation_has_none(in_tmp, capsys):
     args = cli.parse(evaluate.Args, ["--dataset", "rows.jsonl", "--policy_path", "here"], by_size=True)
-    assert args == evaluate.Args(dataset="rows.jsonl", policy_path="here") and not capsys.readouterr().out
+    assert args == evaluate.Args(dataset="rows.jsonl", policy_path=("here",)) and not capsys.readouterr().out
 
 
 def test_without_a_readable_model_the_values_stay_and_a_line_says_so(in_tmp, capsys):
