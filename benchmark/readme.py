@@ -1,8 +1,8 @@
 """
-Writes the studies' tables into README.md, between markers that name them: <!-- table NAME -->.
+Writes the studies' tables into README.md and docs/, between markers that name them: <!-- table NAME -->.
 
     python benchmark/readme.py            writes
-    python benchmark/readme.py --check    writes nothing; exit code 1 where the README is stale
+    python benchmark/readme.py --check    writes nothing; exit code 1 where a table is stale
 
 The tables come from benchmark/results/TAG/*.md, which the studies' `draw` has written from the CSV files beside them,
 and from benchmark/results/*.md, which the scripts of these names write.
@@ -14,6 +14,8 @@ import sys
 from intervals import ROOT
 
 TAG = "f1166b3"  # the commit whose scripts were run
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS += [path for folder in ("guides", "evidence") for path in sorted((ROOT / "docs" / folder).glob("*.md"))]
 
 
 def tables(name, tag=TAG):
@@ -48,7 +50,7 @@ TABLES = {
 
 
 def written(text):
-    """README.md with the tables in place."""
+    """A document with the tables in place."""
 
     def fill(match):
         return f"{match[1]}\n" + "\n".join(TABLES[match[2]]()) + f"\n{match[1]}"
@@ -57,13 +59,14 @@ def written(text):
 
 
 def main():
-    readme = ROOT / "README.md"
-    before = readme.read_text(encoding="utf-8")
-    after = written(before)
+    stale = {path: written(path.read_text(encoding="utf-8")) for path in DOCUMENTS}
+    stale = {path: text for path, text in stale.items() if text != path.read_text(encoding="utf-8")}
     if "--check" in sys.argv[1:]:
-        print("README.md is fresh" if after == before else "README.md is stale; run python benchmark/readme.py")
-        return int(after != before)
-    readme.write_text(after, encoding="utf-8")
+        names = ", ".join(path.name for path in stale)
+        print(f"stale: {names}; run python benchmark/readme.py" if stale else "all tables are fresh")
+        return int(bool(stale))
+    for path, text in stale.items():
+        path.write_text(text, encoding="utf-8")
     return 0
 
 

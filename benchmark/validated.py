@@ -1,8 +1,8 @@
 """
 Runs the engine tests and writes down which combinations of architecture, precision and engine have passed.
 
-They go to rlhf_details/plumbing/validated.json, at which a run looks when it starts, and into the README's table
-"Validated on".
+They go to rlhf_details/plumbing/validated.json, at which a run looks when it starts, and into the
+table "Validated on" of docs/guides/4_memory_and_gpus.md.
 
     python benchmark/validated.py              # some ten minutes on two cores; needs the extras test and deepspeed
     python benchmark/validated.py --table      # the table of what is in validated.json
@@ -35,7 +35,7 @@ class Args:
 
 
 def table(found):
-    """The README's table, every combination of the test models with what was run and what was not."""
+    """The guide's table, every combination of the test models with what was run and what was not."""
     lines = ["| architecture | precision | " + " | ".join(ENGINES) + " |", "|---" * (2 + len(ENGINES)) + "|"]
     for architecture, precision in itertools.product(ARCHITECTURES, ("fp32", "bf16")):
         cells = []
@@ -57,11 +57,11 @@ def main(args):
         if result.returncode:
             sys.exit("some engine failed: nothing was written")
         FOUND.write_text("[\n" + ",\n".join(json.dumps(row) for row in found) + "\n]\n")
-        readme = ROOT / "README.md"
-        parts = re.split(r"(<!-- validated -->\n)", readme.read_text())
-        assert len(parts) == 5, "the README has no two lines <!-- validated -->"
+        guide = ROOT / "docs/guides/4_memory_and_gpus.md"
+        parts = re.split(r"(<!-- validated -->\n)", guide.read_text())
+        assert len(parts) == 5, "the guide has no two lines <!-- validated -->"
         parts[2] = table([list(row) for row in found])
-        readme.write_text("".join(parts))
+        guide.write_text("".join(parts))
     print(table(json.loads(FOUND.read_text())))
 
 

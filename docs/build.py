@@ -2,12 +2,13 @@
 Builds the site: python docs/build.py, then open docs/_build/site/index.html, or python docs/build.py --serve.
 
 All is made in docs/_build, which git ignores, or in the folder named with --out: the pages that are written by hand
-(docs/*.md, docs/guides/*.md), those that are generated from the code, its notes and the results, and the site that
-zensical makes of them. No network is needed. `pip install -e ".[docs]"` installs what this needs.
+(docs/*.md, docs/guides/, docs/evidence/), those that are generated from the code, its notes and the results, and the
+site that zensical makes of them. No network is needed. `pip install -e ".[docs]"` installs what this needs.
 """
 
 import argparse
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import watch
 from source import ROOT, SCRIPTS, Mistake
 
 DOCS = Path(__file__).resolve().parent
+FOLDERS = "guides", "evidence"  # of pages that are written by hand
 PPO_TO_RLOO = """\
 RLOO is PPO with things taken away. Left is `train_ppo.py`, right is `train_rloo.py`, in the order of the code, with a
 remark at each difference. Both scripts keep the same order and the same words, and what an algorithm does not use is
@@ -44,16 +46,24 @@ def generated():
 
 
 def navigation():
-    """The site's navigation, with every guide that exists."""
-    guides = [f"guides/{path.name}" for path in sorted((DOCS / "guides").glob("*.md"))]
+    """The site's navigation, with every guide and every page of evidence."""
+    guides, evidence = ([f"{name}/{p.name}" for p in sorted((DOCS / name).glob("*.md"))] for name in FOLDERS)
     return [
         {"Start": "index.md"},
         {"The scripts": [f"{script}.md" for script in SCRIPTS]},
         {"PPO to RLOO": ["ppo_to_rloo.md", "ppo_to_async.md"]},
         {"Watch it learn": "watch.md"},
         {"The details": ["details.md", "forest.md"]},
-        *([{"Guides": guides}] if guides else []),
+        {"Guides": guides},
+        {"Evidence": evidence},
+        {"Contributing": "contributing.md"},
     ]
+
+
+def for_site(text):
+    """A page written by hand, with figures where the site has them, and links to the repository as plain text."""
+    text = text.replace("](../../static/", "](../static/")
+    return re.sub(r"\[([^\]]+)\]\((?:\.\./)+(?!static/|guides/|evidence/)[^)]+\)", r"\1", text)
 
 
 def toml(value):
@@ -69,12 +79,12 @@ def prepare(out):
     """Writes the folder `out`: the pages as Markdown, and zensical's configuration."""
     pages = out / "pages"
     shutil.rmtree(out, ignore_errors=True)
-    for name in ("assets", "guides"):
-        if (DOCS / name).exists():
-            shutil.copytree(DOCS / name, pages / name)
+    shutil.copytree(DOCS / "assets", pages / "assets")
     shutil.copytree(ROOT / "static", pages / "static")
-    for path in DOCS.glob("*.md"):
-        shutil.copy(path, pages)
+    for path in [*DOCS.glob("*.md"), *(path for name in FOLDERS for path in (DOCS / name).glob("*.md"))]:
+        page = pages / path.relative_to(DOCS)
+        page.parent.mkdir(exist_ok=True)
+        page.write_text(for_site(path.read_text(encoding="utf-8")), encoding="utf-8")
     for name, text in generated().items():
         (pages / name).write_text(text, encoding="utf-8")
     config = (DOCS / "zensical.toml").read_text(encoding="utf-8")

@@ -2,7 +2,7 @@
 "Is my run healthy?": known bad signs of a PPO or RLOO run, each with a threshold and an advice.
 
 Each sign is a metric `health/<name>`: 1 in an update where it shows, else 0. The first time it shows, one line says so.
-The README's section of that name explains them. Nothing here changes a run.
+docs/guides/2_reading_a_run.md explains them. Nothing here changes a run.
 """
 
 import json
@@ -72,7 +72,7 @@ def untested(args, accelerator, policy):
     architecture, script = accelerator.unwrap_model(policy).model.config.model_type, hub.script_of(args)
     combination = [architecture, engines.precision(accelerator), engines.name(accelerator), script.removesuffix(".py")]
     combination += [] if kind == "cpu" else [f"on {kind}"]  # The tests run on CPUs.
-    where = f"{', '.join(combination)} (README, Validated on)"
+    where = f"{', '.join(combination)} (docs/guides/4_memory_and_gpus.md, Validated on)"
     note = f"note: no test has run {where}: look at val/logprob_gap and val/ratio"
     return "" if combination in tested else note
 

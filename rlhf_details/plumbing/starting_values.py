@@ -17,7 +17,7 @@ from rlhf_details.plumbing import sources
 
 NEW = "train_sft, new model"  # --base_model scratch
 # {a model has fewer parameters than this: {script: {flag: value}}}
-# A script that is missing takes its own values. The README, "Starting values", says where each value is from.
+# A script that is missing takes its own values. docs/guides/1_your_data.md says where each value is from.
 TABLE = {
     20e6: {
         NEW: dict(learning_rate=2e-3, warmup_ratio=0.05, num_train_epochs=5, batch_size=8, micro_batch_size=32),

@@ -1,4 +1,4 @@
-"""README, details and imports agree with the code: commands parse, flags and metrics are documented."""
+"""README, guides, details and imports agree with the code: commands parse, flags and metrics are documented."""
 
 import ast
 import contextlib
@@ -29,7 +29,7 @@ import toy as toy_over_seeds
 
 import benchmark
 
-README = (ROOT / "README.md").read_text()
+README = "\n".join(path.read_text() for path in readme.DOCUMENTS)  # and the guides and the evidence
 SCRIPTS = PAGES | {"train_sft": train_sft, "train_reward": train_reward, "evaluate": evaluate}
 PACKAGE = sorted((ROOT / "rlhf_details").rglob("*.py"))
 
@@ -41,7 +41,7 @@ def section(title):
 
 def commands():
     """(script, words) of every command of the README that starts one of the scripts."""
-    for line in README.splitlines():
+    for line in README.replace("\\\n", " ").splitlines():
         pattern = r"(?:^|`)(?:\w+=\w+ )?((?:accelerate launch|python|torchrun)[^`|]*rlhf_details/(\w+)\.py[^`|]*)"
         match = re.search(pattern, line)
         if match and "benchmark/benchmark.py" not in match[1]:  # That one is given commands as words.
@@ -83,9 +83,9 @@ def test_every_flag_that_the_readme_names_exists():
     arguments += [toy_over_seeds.Args, *(kind for kind, _ in against_trl.COMMANDS.values())]
     names = {field.name for kind in arguments for field in dataclasses.fields(kind)}
     names |= {f"no_{name}" for name in names} | {"algorithm", "reward", "policy"}  # the last of train_both.py
-    # Flags of accelerate, torchrun and --help; of `git diff --no-index`; of openrlbenchmark and pytest.
+    # Flags of accelerate, torchrun and --help; of `git diff --no-index`; of openrlbenchmark, pytest and docs/build.py.
     names |= {"num_processes", "mixed_precision", "config_file", "nproc_per_node", "help"}
-    names |= {"no", "filters", "env", "output"}
+    names |= {"no", "filters", "env", "output", "serve"}
     gone = set(re.findall(r"--([a-z_]+)", README)) - names
     assert not gone
 
@@ -118,9 +118,18 @@ def test_the_table_of_validated_combinations_is_that_of_the_last_run_of_the_engi
     assert table(json.loads((ROOT / "rlhf_details/plumbing/validated.json").read_text())) in README
 
 
-def test_every_figure_of_the_readme_is_there():
-    figures = re.findall(r"!\[[^]]+\]\(([^)]+)\)", README)
-    assert figures and all((ROOT / path).exists() for path in figures)
+def test_every_link_and_figure_leads_somewhere():
+    found = [(path, link) for path in readme.DOCUMENTS for link in re.findall(r"\]\(([^)\s]+)\)", path.read_text())]
+    for path, link in found:
+        file, _, anchor = link.partition("#")
+        target = path.parent / file if file else path
+        assert link.startswith("http") or target.exists() or path.name == "index.md", (path.name, link)
+        if anchor and target.suffix == ".md":
+            titles = re.findall(r"^#+ (.*)", target.read_text(), re.M)
+            assert anchor in {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}, (
+                path.name,
+                link,
+            )
 
 
 def test_the_readmes_table_has_every_recipe():

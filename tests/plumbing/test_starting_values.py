@@ -184,7 +184,7 @@ def test_a_run_with_starting_values_is_resumed_by_the_same_words(in_tmp, monkeyp
 
 # ---- the README ------------------------------------------------------------------------------------------------------
 def test_the_readmes_learning_rates_are_those_of_the_table():
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / "docs/guides/1_your_data.md").read_text()
     rows = re.findall(r"^\| (below 20 M|20 M to 500 M|500 M to 5 B|5 B and more) \|(.*)\|$", text, re.M)
     shown = [[float(re.match(r"[\de.-]+", cell.strip())[0]) for cell in cells.split("|")] for _, cells in rows]
     scripts = [starting_values.NEW, "train_sft", "train_reward", "train_rloo", "train_ppo"]
@@ -195,6 +195,6 @@ def test_the_readmes_learning_rates_are_those_of_the_table():
 
 
 def test_the_readmes_rows_are_those_of_the_example():
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / "docs/guides/1_your_data.md").read_text()
     for name in ("sft", "preference"):
         assert "".join((ROOT / f"examples/shop/{name}.jsonl").read_text().splitlines(True)[:5]) in text

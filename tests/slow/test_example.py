@@ -1,4 +1,4 @@
-"""The README's commands on the example's data lead from nothing to an evaluated policy, as the README says."""
+"""The guide's commands on the example's data lead from nothing to an evaluated policy, as the README says."""
 
 import json
 import re
@@ -19,7 +19,9 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("example")
     for name in ("rlhf_details", "examples"):
         (folder / name).symlink_to(ROOT / name)
-    commands = re.findall(r"^python (rlhf_details/.*examples/shop/.*)$", (ROOT / "README.md").read_text(), re.M)
+    commands = re.findall(
+        r"^python (rlhf_details/.*examples/shop/.*)$", (ROOT / "docs/guides/1_your_data.md").read_text(), re.M
+    )
     assert len(commands) == 5
     for command in commands:
         done = subprocess.run([sys.executable, *shlex.split(command)], cwd=folder, capture_output=True, text=True)
