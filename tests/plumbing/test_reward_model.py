@@ -173,7 +173,9 @@ def test_rm_10_gain_and_bias_give_mean_0_and_std_1_on_the_policys_samples(rows, 
     run_reward(tiny, normalization="gain_bias", normalize_samples=64)
     (first, _), (second, _) = (result for _, result in gains)
     assert first != second  # It has been trained in between.
+    queries = [args[1][0].tolist() for args, _ in samples]
     before, after = sampled(samples)
+    assert queries[0] != queries[1]
     assert not {tuple(row) for row in before} & {tuple(row) for row in after}
     scores = library_scores("reward", after)
     assert len(scores) == 64
