@@ -46,4 +46,4 @@ def test_the_policy_becomes_friendly(trained, page):
 
 def test_the_policy_wins_against_the_sft_policy(trained):
     summary = json.loads(Path(trained, "runs/evaluate__models_shop_rloo/summary.json").read_text())
-    assert summary["win_rate"]["value"] > 0.75, summary
+    assert summary["metrics"]["win_rate"]["value"] > 0.75, summary["metrics"]
