@@ -76,6 +76,7 @@ def parameters(path, trust_remote_code=False):
     """The number of a causal model's parameters, from its configuration alone: no weight is read or drawn."""
     adapter = Path(path) / "adapter_config.json"
     path = json.loads(adapter.read_text())["base_model_name_or_path"] if adapter.exists() else path
+    sources.announce(path)
     name, revision = sources.split(path)
     config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
