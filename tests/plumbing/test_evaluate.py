@@ -19,7 +19,7 @@ from helpers import ppo_args, rloo_args, tiny_config
 from short_runs import contents, error_line, write_rows
 
 from rlhf_details import evaluate, toy, train_ppo, train_rloo
-from rlhf_details.plumbing import cli, encoding, evaluation, figures
+from rlhf_details.plumbing import encoding, evaluation, figures
 
 
 def evaluate_args(tiny, **changes):
@@ -376,15 +376,6 @@ def test_each_policy_has_a_folder_of_its_own_by_default():
     assert evaluate.report.folder_of(evaluate.Args(policy_path=("x",), output_dir="mine")) == Path("mine")
 
 
-def test_the_command_line_of_the_embedded_task_has_its_models():
-    args = cli.parse(evaluate.Args, [])
-    assert (args.dataset, args.policy_path, args.judge) == ("toy:test", ("models/toy/rloo",), "gold")
-    args = cli.parse(evaluate.Args, ["--opponent_path", "None", "--policy_path", "a", "b"])
-    assert (args.policy_path, args.opponent_path, args.ref_model_path) == (("a", "b"), None, "models/toy/sft")
-    args = cli.parse(evaluate.Args, ["--dataset", "rows.jsonl", "--policy_path", "models/mine"])
-    assert args == evaluate.Args(dataset="rows.jsonl", policy_path=("models/mine",))
-
-
 # ---- mistakes --------------------------------------------------------------------------------------------------------
 @pytest.fixture
 def refused(rows, tiny, capsys, monkeypatch):
@@ -439,9 +430,6 @@ def test_mistakes_in_the_arguments_are_one_line(refused, changes, parts):
     "row,parts",
     [
         ({"prompt": "we"}, ["row 14", "'completion'"]),
-        ({"prompt": "we", "completion": 7}, ["row 14", "'completion'", "7"]),
-        ({"prompt": "", "completion": "we"}, ["row 14", "empty"]),
-        ({"prompt": " ".join(["soup"] * 123), "completion": "we"}, ["row 14", "123", "122"]),
         ({"prompt": "we", "completion": " ".join(["soup"] * 127)}, ["row 14", "129", "128"]),
     ],
 )
@@ -450,9 +438,8 @@ def test_bad_rows_are_one_line(refused, rows, row, parts):
     refused("--dataset rows.jsonl", *parts)
 
 
-@pytest.mark.parametrize("content", ["{", '{"temperature": "warm"}', '{"response_length": 24.5}', '{"stop_token": 3}'])
-def test_a_broken_file_of_the_training_is_one_line(trained, refused, content):
-    trained(content)
+def test_a_broken_file_of_the_training_is_one_line(trained, refused):
+    trained("{")
     refused("--policy_path trained/training_args.json", policy_path=("trained",), response_length=None)
 
 

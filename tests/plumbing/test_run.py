@@ -10,8 +10,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-import torch
-from accelerate import Accelerator
 from helpers import read_metrics, rloo_args, run_rloo
 from short_runs import (
     after_row,
@@ -185,23 +183,6 @@ def test_a_second_ctrl_c_acts_at_once(tiny, in_tmp):
     finally:
         signal.signal(signal.SIGINT, before)
     assert checkpoints() == [] and updates() == [1, 2]
-
-
-@in_main_thread
-def test_a_signal_while_the_processes_agree_is_heard_after_the_next_update(tiny, in_tmp, monkeypatch):
-    gather = Accelerator.gather
-
-    def interrupted(self, x):
-        result = gather(self, x)
-        is_asked = isinstance(x, torch.Tensor) and x.numel() == 1 and x.dtype == torch.int64
-        if is_asked and updates() == [1, 2]:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return result
-
-    monkeypatch.setattr(Accelerator, "gather", interrupted)
-    with pytest.raises(SystemExit) as end:
-        start(tiny, "rloo", checkpoint_every=2)
-    assert end.value.code == 143 and checkpoints() == ["000002", "000003"]
 
 
 @in_main_thread
