@@ -278,9 +278,7 @@ def test_rows_that_cannot_be_read_are_one_line(in_tmp, fails, spec, words):
     rows.load_module.cache_clear()
     what = f"--eval_dataset {spec}"
     line = fails(lambda: rows.check_columns(rows.read_rows(spec, "--eval_dataset"), {"n": int}, what))
-    assert line.startswith(
-        f"error: --eval_dataset {spec.partition(':missing')[0].partition('[')[0].partition(':part')[0]}"
-    )
+    assert line.startswith(f"error: --eval_dataset {spec.partition(':missing')[0].partition('[')[0]}")
     assert words.lower() in line.lower()
 
 
@@ -396,10 +394,7 @@ def test_an_implicit_conversation_ends_with_the_last_common_message_that_is_no_a
         ({"messages": [user("a"), assistant("b"), user("c")]}, "does not go on from the prompt"),
         ({"messages": [assistant("b")]}, "of another kind than the row's prompt"),
         # UltraChat's rows, whose `prompt` is the first message alone.
-        (
-            {"prompt": "a", "messages": [user("a"), assistant("b"), user("c"), assistant("d")]},
-            "--prompt_template messages",
-        ),
+        ({"prompt": "a", "messages": [user("a"), assistant("b"), user("c"), assistant("d")]}, "_template messages"),
         ({"prompt": "a", "messages": [user("A?"), assistant("b")]}, "does not go on from the prompt"),
     ],
 )
@@ -414,9 +409,8 @@ def test_a_row_that_cannot_be_read_is_named(fails, row, words):
 
 def test_the_template_messages_passes_a_column_prompt_over(in_tmp):
     conversation = [user("a"), assistant("b"), user("c"), assistant("d")]  # as UltraChat has it
-    (row,) = data.with_completions(
-        data.with_prompts([{"prompt": "a", "messages": conversation}], "messages", "rows"), "rows"
-    )
+    table = data.with_prompts([{"prompt": "a", "messages": conversation}], "messages", "rows")
+    (row,) = data.with_completions(table, "rows")
     assert (row["prompt"], row["completion"]) == (conversation[:3], conversation[3:])
     pair = {"prompt": "a", "chosen": [user("a"), assistant("b")], "rejected": [user("a"), assistant("c")]}
     write("pairs.jsonl", [pair])

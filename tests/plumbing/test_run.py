@@ -109,13 +109,7 @@ def test_at_the_end_held_out_numbers_stand_beside_those_before(tiny, in_tmp, cap
     logged = read_metrics("runs/run")
     for when, row in (("before", logged[0]), ("after", logged[-1])):
         assert result[when] == {name: value for name, value in row.items() if name.startswith("eval/")} != {}
-    assert logged[0]["update"] == 0 and ["eval/objective/kl" in row for row in logged] == [
-        True,
-        False,
-        True,
-        False,
-        True,
-    ]
+    assert [row["update"] for row in logged if "eval/objective/kl" in row] == [0, 2, 4]
     out = capsys.readouterr().out
     line = next(line for line in out.splitlines() if line.strip().startswith("scores"))
     mean, std = ([result[when][f"eval/objective/scores{x}"] for when in ("before", "after")] for x in ("", "_std"))

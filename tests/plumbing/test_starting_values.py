@@ -105,9 +105,8 @@ def test_a_file_and_the_command_line_win_and_the_line_names_the_rest(tiny, in_tm
     args = start("train_rloo", *words)
     values = SMALL["train_rloo"] | dict(learning_rate=0.5, kl_coef=0.9, batch_size=12)
     assert {name: getattr(args, name) for name in values} == values
-    rest = {
-        name: x for name, x in SMALL["train_rloo"].items() if name not in ("learning_rate", "kl_coef", "batch_size")
-    }
+    given = "learning_rate", "kl_coef", "batch_size"
+    rest = {name: x for name, x in SMALL["train_rloo"].items() if name not in given}
     (line,) = capsys.readouterr().out.splitlines()
     assert line == LINE + " ".join(f"--{name} {value:g}" for name, value in rest.items())
 
