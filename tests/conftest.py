@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers.utils import logging as transformers_logging
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmark"))  # Its files import each other.
 sys.path.insert(0, str(Path(__file__).parent))
@@ -30,6 +31,27 @@ def tiny(tmp_path_factory):
 def ragged(tmp_path_factory):
     """As `tiny`, but the policy often says EOS, so that lengths differ, and the reward model's bias is 0.7."""
     return save_ragged(tmp_path_factory.mktemp("ragged"))
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    """The library's warnings and progress bars are off, as `cli.main` does it for every script."""
+    transformers_logging.set_verbosity_error(), transformers_logging.disable_progress_bar()
+
+
+@pytest.fixture
+def fails(capsys):
+    """fails(function, *args): it must end with exit code 2 and one line "error: ..."; returns the line."""
+
+    def check(function, *args, **kwargs):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            function(*args, **kwargs)
+        line = capsys.readouterr().err
+        assert end.value.code == 2 and line.startswith("error: ") and line.count("\n") == 1, line
+        return line
+
+    return check
 
 
 @pytest.fixture

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 import transformers
+from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
+from tokenizers.models import BPE, WordLevel
 
 from rlhf_details import toy, utils
 
@@ -83,6 +85,28 @@ def random_batch(groups=3, k=4, Q=9, R=6):
     responses = torch.randint(97, (groups * k, R), generator=g)
     lengths = torch.randint(1, R + 1, (groups * k, 1), generator=g)
     return [queries.repeat_interleave(k, 0), query_mask.repeat_interleave(k, 0), responses, torch.arange(R) < lengths]
+
+
+# ---- tokenizers ------------------------------------------------------------------------------------------------------
+def word_tokenizer(template=None, words="a b c d", **special):
+    """A tokenizer of four special tokens and whole words; template, what it puts around a text, e.g. "<s> $A"."""
+    vocabulary = {w: i for i, w in enumerate(["<pad>", "<s>", "</s>", "<unk>", *words.split()])}
+    backend = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if template:
+        pair = [(w, vocabulary[w]) for w in ("<s>", "</s>")]
+        backend.post_processor = processors.TemplateProcessing(single=template, special_tokens=pair)
+    names = dict(bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<unk>") | special
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **names)
+
+
+def metaspace_tokenizer():
+    """As Llama 2's: a text begins with a space, so that "." alone is another token than "." after a word."""
+    words = dict.fromkeys(["<unk>", "</s>", "▁", ".", "▁.", "▁cat", "▁the", *"cathe", "▁c", "▁ca", "at", "▁t", "▁th"])
+    merges = [("▁", "."), ("▁", "c"), ("▁c", "a"), ("▁ca", "t"), ("▁", "t"), ("▁t", "h"), ("▁th", "e")]
+    backend = Tokenizer(BPE(vocab={w: i for i, w in enumerate(words)}, merges=merges, unk_token="<unk>"))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>")
 
 
 # ---- runs in this process --------------------------------------------------------------------------------------------

@@ -169,8 +169,8 @@ def checkpoints(run="runs/run"):
 
 
 def contents(folder="."):
-    """{path: bytes} of all files below a folder."""
-    return {str(path): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+    """{path: bytes} of everything below a folder, where folders have none."""
+    return {str(path): path.read_bytes() if path.is_file() else b"" for path in Path(folder).rglob("*")}
 
 
 def error_line(capsys, end, code=2):

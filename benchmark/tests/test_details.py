@@ -1,28 +1,11 @@
-"""details.py: code, tests, tables and mutants speak of the same details, and details.md is fresh."""
+"""The catalogue of published details has its verdicts, and sizes.py counts. tests/cli/test_docs.py has the index."""
 
 import re
 
 import details
-import mutations
 import sizes
 
-DETAILS, CATALOGUE, FAULTS = (details.read(f"{name}.toml") for name in ("details", "catalogue", "faults"))
-TESTS = [test.removeprefix("tests/") for test in mutations.all_tests(details.ROOT)]
-
-
-def test_details_md_is_fresh(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["details.py", "--check"])
-    assert details.main() == 0, capsys.readouterr().out
-
-
-def test_code_table_and_tests_have_the_same_tags():
-    tags = set(DETAILS["tags"])
-    assert {tag for source in mutations.sources().values() for tag in mutations.tags_in(source)} == tags
-    assert [tag for tag in tags if not mutations.tests_of(tag)] == []
-
-
-def test_every_tag_has_words_and_a_source():
-    assert all(detail["what"] and detail["source"] for detail in DETAILS["tags"].values())
+DETAILS, CATALOGUE = (details.read(f"{name}.toml") for name in ("details", "catalogue"))
 
 
 def test_every_entry_of_the_catalogue_has_one_verdict_and_tagged_ones_a_tag():
@@ -32,14 +15,6 @@ def test_every_entry_of_the_catalogue_has_one_verdict_and_tagged_ones_a_tag():
         assert row["verdict"] in ("tagged", "different", "not ours"), entry
         assert (row["verdict"] == "tagged") == (entry in tagged), entry
         assert row["what"] and (row["why"] or row["verdict"] == "tagged"), entry
-
-
-def test_every_fault_has_tests_that_exist_or_a_reason():
-    caught = {fault for detail in DETAILS["tags"].values() for fault in detail["faults"].split()}
-    assert caught <= FAULTS.keys()
-    missing = {f"{number}: {test}" for number, fault in FAULTS.items() for test in fault["tests"] if test not in TESTS}
-    assert missing == set()
-    assert [n for n, fault in FAULTS.items() if not (fault["tests"] or n in caught or fault["note"])] == []
 
 
 def test_sizes_count_code_and_not_words():

@@ -57,9 +57,8 @@ def read_state(folder):
     """The dictionary that `write` was given as `state`. A checkpoint of another layout ends the run with one line."""
     state = json.loads((folder / "state.json").read_text())
     if state.get("version") != VERSION:
-        cli.fail(
-            f"--resume: another version of this code wrote {folder}; start anew, with --overwrite in place of --resume"
-        )
+        hint = "start anew, with --overwrite in place of --resume"
+        cli.fail(f"--resume: another version of this code wrote {folder}; {hint}")
     return state
 
 

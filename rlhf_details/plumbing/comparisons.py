@@ -90,8 +90,8 @@ def read_comparisons(spec, flag, template=None, take=None):
     if "sample0" in rows[0]:
         if template is not None:
             cli.fail(f"--prompt_template {template!r}: {what} holds token ids")
-        return label_rows(rows, what)
-    if "chosen_token" in rows[0]:
+        triples, names = label_rows(rows, what)
+    elif "chosen_token" in rows[0]:
         names = ["chosen_token", "rejected_token"]
         check_columns(rows, dict.fromkeys(names, list), what)
         rows = data.with_prompts(rows, template, what)
@@ -103,6 +103,7 @@ def read_comparisons(spec, flag, template=None, take=None):
         names = ["candidates"] * max(2, len(rows[0]["candidates"]))
     else:
         names = ["chosen", "rejected"]
+        check_columns(rows, dict.fromkeys(names, object), what)
         triples = [(*chosen_and_rejected(row, template, f"{what}: row {i}"), 0) for i, row in enumerate(rows, 1)]
     for number, (prompt, candidates, best) in enumerate(triples, 1):
         if len(candidates) != len(names):
@@ -116,9 +117,6 @@ def read_comparisons(spec, flag, template=None, take=None):
 
 def chosen_and_rejected(row, template, what):
     """(prompt, [chosen, rejected]) of a row. Where there is no `prompt`, it is what both answers begin with."""
-    for column in ("chosen", "rejected"):
-        if column not in row:
-            cli.fail(f"{what} has no column {column!r} (it has {sorted(row)})")
     if template == "messages" or (template is None and "prompt" not in row):
         return data.split_common(row["chosen"], row["rejected"], what)
     (row,) = data.with_prompts([row], template, what)
@@ -126,28 +124,20 @@ def chosen_and_rejected(row, template, what):
 
 
 def label_rows(rows, what):
-    """Rows of token ids `query`, `sample0`, `sample1`, .. and `best` -> list of ([ids], [[ids]] * K, best), not padded.
+    """Rows of token ids `query`, `sample0`, .. and `best` -> (list of ([ids], [[ids]] * K, best), the samples' names).
 
-    A query may be empty, a sample may not.
+    The padding is gone.
     Source: lm-human-preferences, label_types.py (PickBest) and language/encodings.py (the padding token).
     """
     K = len({column for row in rows for column in row if column.startswith("sample") and column[6:].isdigit()})
     samples = [f"sample{k}" for k in range(max(2, K))]
     check_columns(rows, {"query": list, **dict.fromkeys(samples, list), "best": int}, what)
-    for number, row in enumerate(rows, 1):
-        for column in ("query", *samples):
-            if not all(type(i) is int for i in row[column]):
-                cli.fail(f"{what}: row {number}, column {column!r}: must hold token ids, whole numbers")
-            if column != "query" and all(i == LABEL_PAD for i in row[column]):
-                cli.fail(f"{what}: row {number}, column {column!r}: no token that is not padding")
-        if not 0 <= row["best"] < K:
-            cli.fail(f"{what}: row {number}, column 'best': {row['best']} is no index of its {K} samples")
 
     def real(ids):
         # Padding is dropped wherever it stands, because it is no token of the model. [DATA-4]
         return [i for i in ids if i != LABEL_PAD]
 
-    return [(real(row["query"]), [real(row[column]) for column in samples], row["best"]) for row in rows]
+    return [(real(row["query"]), [real(row[column]) for column in samples], row["best"]) for row in rows], samples
 
 
 # ---- text -> token ids -----------------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ def with_prompts(rows, template, what):
         elif is_messages(row.get("messages")):
             prompt = row["messages"][: -1 if row["messages"][-1].get("role") == "assistant" else None]
         elif "query_token" in row:
-            prompt = Padded(row["query_token"]) if isinstance(row["query_token"], list) else row["query_token"]
+            prompt = Padded(row["query_token"])
         elif {"chosen", "rejected"} <= row.keys():
             prompt, _ = split_common(row["chosen"], row["rejected"], f"{what}: row {number}")
         else:
@@ -80,8 +80,7 @@ def with_completions(rows, what):
         if column in row:
             completion = after(row["prompt"], row[column], where)
         elif "reference_response_token" in row:
-            completion = row["reference_response_token"]
-            completion = Padded(completion) if isinstance(completion, list) else completion
+            completion = Padded(row["reference_response_token"])
         else:
             cli.fail(f"{what}: row {number} has no column 'completion' (it has {sorted(row)})")
         check_text(completion, where, row["prompt"])

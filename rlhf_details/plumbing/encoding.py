@@ -99,9 +99,8 @@ def short_enough(ids, limit, what):
     if not kept:
         cli.fail(f"{what}: no prompt has at most {limit:g} tokens")
     if len(kept) < len(ids):
-        cli.say(
-            f"{what}: {len(ids) - len(kept)} of {len(ids)} rows dropped, their prompts have more than {limit:g} tokens"
-        )
+        dropped = f"{len(ids) - len(kept)} of {len(ids)} rows dropped"
+        cli.say(f"{what}: {dropped}, their prompts have more than {limit:g} tokens")
     return kept
 
 
@@ -113,19 +112,16 @@ def warn_of_empty(tokenizer, texts, what, name):
 
 
 def encode_prompts(tokenizer, rows, room, what, limit=math.inf):
-    """Token ids of the rows' prompts. It is an error where one is empty, cannot be read or has more than `room` tokens.
+    """Token ids of the rows' prompts. It is an error where one is empty, has unknown ids or more than `room` tokens.
 
     limit: longer prompts are dropped. Returns: (numbers of the rows kept, from 0; the token ids of each).
     """
     ids = [encode(tokenizer, row["prompt"]) for row in rows]
     kept = short_enough(ids, limit, what)
     for i in kept:
-        prompt, where = rows[i]["prompt"], f"{what}: the prompt of row {i + 1}"
+        where = f"{what}: the prompt of row {i + 1}"
         if not ids[i]:
             cli.fail(f"{where} is empty")
-        # GPT-2's unknown token is its EOS, which is a prompt like any other.
-        if isinstance(prompt, str) and set(ids[i]) == {tokenizer.unk_token_id} and tokenizer.unk_token not in prompt:
-            cli.fail(f"{where} has no word that the tokenizer knows: {prompt!r}")
         if max(ids[i]) >= len(tokenizer):
             cli.fail(f"{where} holds {max(ids[i])}, which is no token (the vocabulary has {len(tokenizer)})")
         if len(ids[i]) > room:

@@ -29,9 +29,7 @@ def as_trained(args):
     if len(set(args.policy_path)) < len(args.policy_path):
         cli.fail(f"--policy_path {' '.join(args.policy_path)}: names a policy twice")
     if args.near_greedy and args.temperature is not None:
-        cli.fail(
-            f"--near_greedy: means --temperature {NEAR_GREEDY}, so it contradicts --temperature {args.temperature}"
-        )
+        cli.fail(f"--near_greedy: means --temperature {NEAR_GREEDY}, and contradicts --temperature {args.temperature}")
     return {path: of_policy(args, path) for path in args.policy_path}
 
 
@@ -46,9 +44,6 @@ def of_policy(args, folder):
         found = {f"--{name}": getattr(args, name), "--near_greedy": near_greedy}
         found |= {f"from {path}": trained.get(name), f"not in {path}": fallback}
         source, value = next((source, value) for source, value in found.items() if value is not None)
-        value = float(value) if type(fallback) is float and type(value) is int else value
-        if type(value) is not type(fallback):
-            cli.fail(f"--policy_path {path}: {name} {value!r} is not of type {type(fallback).__name__}")
         values[name] = value
         sources.setdefault(source, []).append(f"{name} {value}")
     cli.say("sampling: " + "; ".join(f"{', '.join(words)} ({source})" for source, words in sources.items()))
@@ -72,9 +67,8 @@ def check(args, settings):
     for own in settings.values():
         cli.check_numbers(own)
         if own.truncate_after and (own.truncate_token == "none" or own.truncate_after >= own.response_length):
-            cli.fail(
-                f"--truncate_after {own.truncate_after}: needs a truncate_token, and must be below response_length"
-            )
+            rule = "needs a truncate_token, and must be below response_length"
+            cli.fail(f"--truncate_after {own.truncate_after}: {rule}")
     rewards.check_functions(args)
     if args.judge == "reward_model" and not args.reward_model_path:
         cli.fail("--judge reward_model: needs --reward_model_path")

@@ -14,25 +14,12 @@ import huggingface_hub
 
 from rlhf_details.plumbing import cli, sources, stages, starting_values
 
-PAPERS = {  # of each script: title, authors, year, arXiv number
-    "sft": (
-        "Training language models to follow instructions with human feedback",
-        "Ouyang, Long and others",
-        2022,
-        "2203.02155",
-    ),
-    "reward": ("Learning to summarize from human feedback", "Stiennon, Nisan and others", 2020, "2009.01325"),
-    "ppo": (
-        "The N+ Implementation Details of RLHF with PPO: A Case Study on TL;DR Summarization",
-        "Huang, Shengyi and Noukhovitch, Michael and Hosseini, Arian and Rasul, Kashif and Wang, Weixun and "
-        "Tunstall, Lewis",
-        2024,
-        "2403.17031",
-    ),
+PAPERS = {  # of each script: title and arXiv number
+    "sft": ("Training language models to follow instructions with human feedback", "2203.02155"),
+    "reward": ("Learning to summarize from human feedback", "2009.01325"),
+    "ppo": ("The N+ Implementation Details of RLHF with PPO: A Case Study on TL;DR Summarization", "2403.17031"),
     "rloo": (
         "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback in LLMs",
-        "Ahmadian, Arash and Cremer, Chris and Gallé, Matthias and Fadaee, Marzieh and Kreutzer, Julia and others",
-        2024,
         "2402.14740",
     ),
 }
@@ -131,10 +118,8 @@ def model_card(args, repository, metrics, link, about):
         *("All arguments:", "", "```json", json.dumps(dataclasses.asdict(args), indent=1), "```", ""),
     ]
     if kind in PAPERS:  # A page of the user's own has no paper here.
-        title, authors, year, number = PAPERS[kind]
-        lines += ["## Citation", "", "```bibtex", f"@article{{arxiv_{number.replace('.', '_')},"]
-        lines += [f"  title = {{{title}}},", f"  author = {{{authors}}},"]
-        lines += [f"  journal = {{arXiv:{number}}},", f"  year = {{{year}}}", "}", "```", ""]
+        title, number = PAPERS[kind]
+        lines += ["## Citation", "", f"[{title}](https://arxiv.org/abs/{number})", ""]
     return "\n".join(lines)
 
 

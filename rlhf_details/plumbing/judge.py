@@ -52,9 +52,7 @@ def check(args):
     if url is not None and not url.startswith(("http://", "https://")):
         cli.fail(f"--judge_base_url {url}: must begin with http:// or https://")
     if url is None and not os.environ.get("OPENAI_API_KEY"):
-        cli.fail(
-            "--judge llm: needs OPENAI_API_KEY in the environment, or the --judge_base_url of a server of your own"
-        )
+        cli.fail("--judge llm: needs OPENAI_API_KEY in the environment, or --judge_base_url, a server of your own")
     if importlib.util.find_spec("openai") is None:
         cli.fail("--judge llm: needs the package openai: pip install 'rlhf_details[judge]'")
 
@@ -93,11 +91,6 @@ def judge_pairs(args, pairs, cache_file):
 
 
 # ---- the server ------------------------------------------------------------------------------------------------------
-def backoff(attempt):
-    """Seconds to wait after the failed attempt number 0, 1, ...: 1, 2, 4, ... and never more than 60."""
-    return min(2.0**attempt, 60.0)
-
-
 def ask(client, judge_model, text):
     """The judge's answer to one question.
 
@@ -116,7 +109,7 @@ def ask(client, judge_model, text):
             status = getattr(e, "status_code", 500)
             if attempt + 1 == ATTEMPTS or not (status in (408, 409, 429) or status >= 500):
                 raise
-            sleep(backoff(attempt))
+            sleep(2.0**attempt)  # 1, 2, 4, .. seconds
 
 
 def ask_all(args, texts, cache_file):

@@ -149,7 +149,8 @@ def load(kind, path, flag, args, **options):
     """(model, what the library says of its weights) of a folder or Hub name. Args: kind, an Auto class."""
     name, revision = sources.split(path)
     options |= {"attn_implementation": args.attn_implementation, "trust_remote_code": args.trust_remote_code}
-    with cli.reading(named(flag, args), path):
+    kernel = args.attn_implementation and f"--attn_implementation {args.attn_implementation} with "
+    with cli.reading(f"{kernel or ''}{flag}", path):  # The kernel may be what cannot be had.
         try:
             model, info = kind.from_pretrained(name, revision=revision, **LOADING, **options)
         except OSError:
@@ -160,11 +161,6 @@ def load(kind, path, flag, args, **options):
         name, found, expected = misfits[0]
         cli.fail(f"{flag} {path}: {name} has the shape {list(found)}, and config.json asks for {list(expected)}")
     return model, info
-
-
-def named(flag, args):
-    """What an error line begins with: the flag, and the attention kernel before it where the user has chosen one."""
-    return f"--attn_implementation {args.attn_implementation} with {flag}" if args.attn_implementation else flag
 
 
 def set_up(model, args):

@@ -117,17 +117,7 @@ def show(args, summary, metrics, tables):
     """
     columns, first = columns_of(args, metrics, tables), next(iter(tables.values()))
     cli.say(f"{args.exp_name}: {len(first['prompt'])} prompts of {args.dataset}")
-    labels = [
-        "rewards/reward_model",
-        "gold",
-        "parses",
-        "length",
-        "ended",
-        "distinct_1",
-        "distinct_2",
-        "distinct_3",
-        "kl",
-    ]
+    labels = "rewards/reward_model gold parses length ended distinct_1 distinct_2 distinct_3 kl".split()
     labels += [name for _, figures, *_ in columns for name in figures]  # Reward functions come last.
     lines = [["", *(label for label, *_ in columns)]]
     for name in dict.fromkeys(labels):

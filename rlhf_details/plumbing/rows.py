@@ -83,7 +83,7 @@ def check_columns(rows, columns, what):
         for column, kind in columns.items():
             if column not in row:
                 cli.fail(f"{what}: row {number} has no column {column!r} (it has {sorted(row)})")
-            if not isinstance(row[column], kind) or (kind is int and isinstance(row[column], bool)):
+            if not isinstance(row[column], kind):
                 value = reprlib.repr(row[column])
                 cli.fail(f"{what}: row {number}, column {column!r}: {value} is not of type {kind.__name__}")
 

@@ -1,7 +1,6 @@
 """What is saved appears whole or not at all: it is written beside its place, synced to the disk and then renamed."""
 
 import dataclasses
-import errno
 import json
 import os
 import shutil
@@ -15,8 +14,8 @@ def sync(path):
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
-    except OSError as e:
-        if not (Path(path).is_dir() and e.errno in (errno.EINVAL, errno.ENOTSUP)):  # Some file systems sync no folders.
+    except OSError:
+        if not Path(path).is_dir():  # Some file systems sync no folders.
             raise
     finally:
         os.close(handle)

@@ -38,9 +38,8 @@ def half_width(name, metrics, count):
     """Half the 95% interval of a mean over `count` rows, or None where its standard deviation is not known."""
     p = metrics[name]
     std = math.sqrt(p * (1 - p)) if name == "eval/rm/accuracy" else metrics.get(f"{name}_std")
-    return (
-        None if std is None or count < 2 else 1.96 * std / math.sqrt(count - 1)
-    )  # The deviations are the biased ones.
+    # The deviations are the biased ones.
+    return None if std is None or count < 2 else 1.96 * std / math.sqrt(count - 1)
 
 
 def as_text(name, metrics, count, width=0):

@@ -18,7 +18,7 @@ import pytest
 from helpers import PAGES, ROOT
 
 from rlhf_details import evaluate, train_both, train_reward, train_rloo, train_sft
-from rlhf_details.plumbing import cli, evaluation, rewards, stages, usage
+from rlhf_details.plumbing import cli, evaluation, rewards, usage
 
 SCRIPTS = PAGES | {"train_sft": train_sft, "train_reward": train_reward, "evaluate": evaluate}
 each_script = pytest.mark.parametrize("script", list(SCRIPTS))
@@ -83,17 +83,6 @@ def test_the_embedded_tasks_defaults_are_for_their_data_sets_alone(toml):
     assert parse([f"--config={file}"], defaults) == Args(dataset="rows.jsonl", config=file)
     assert parse(["--config", file, "--dataset", "toy"], defaults) == Args(seed=2, config=file)
     assert parse(["--dataset", "a.jsonl", "--dataset", "toy"], defaults) == Args(seed=2)
-
-
-@each_script
-def test_the_embedded_tasks_defaults_are_flags_of_their_scripts(script):
-    names = {f.name for f in dataclasses.fields(SCRIPTS[script].Args)}
-    for task, values in stages.defaults(script).items():
-        assert values.keys() <= names
-        args = cli.parse(SCRIPTS[script].Args, ["--dataset", task])
-        expected = values | {"dataset": task}  # The word of the command line wins, "toy:test" is evaluate's default.
-        for name, value in expected.items():
-            assert getattr(args, name) == (tuple(value) if isinstance(value, list) else value)
 
 
 def test_dashes_underscores_and_equals_signs():

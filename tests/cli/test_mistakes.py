@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from helpers import PAGES, ROOT, launch, page_args, tiny_config
+from short_runs import contents
 from transformers import GPTNeoXForSequenceClassification
 
 from rlhf_details import evaluate, toy, train_reward, train_sft
@@ -28,11 +29,6 @@ def jsonl(change=(), rows=16):
     table = [dict(ROW) for _ in range(rows)]
     table[1] = {k: v for k, v in (ROW | dict(change)).items() if v is not None}
     return "\n".join(map(json.dumps, table)) + "\n"
-
-
-def contents(folder):
-    """{path: bytes, or None for a folder} of everything below a folder."""
-    return {str(p.relative_to(folder)): None if p.is_dir() else p.read_bytes() for p in sorted(folder.rglob("*"))}
 
 
 def good_args(script, tiny, **changes):
@@ -98,8 +94,6 @@ def cases(*rows):
         (RL, dict(response_length=128), ["--response_length 128: leaves no room for a prompt"]),
         ([*RL, "train_reward"], dict(sft_model_path=None), ["--sft_model_path: required"]),
         (RL, dict(reward_model_path=None), ["--reward_model_path or --reward_fn: one of them is required"]),
-        ("evaluate", dict(judge="reward_model"), ["--judge reward_model: needs --reward_model_path"]),
-        ("evaluate", dict(judge="gold"), ["--judge gold"]),
     ),
     ids=str,
 )
@@ -211,19 +205,6 @@ def test_arguments_are_checked_before_the_embedded_tasks_stages_are_trained(refu
     monkeypatch.setattr(stages, "run", lambda *a: pytest.fail("a stage was started"))
     name, value = next(iter(changes.items()))
     refused(script, f"--{name} {value}", dataset="toy", sft_model_path="models/toy/sft", **changes)
-
-
-@pytest.mark.parametrize("script", RL)
-def test_a_stage_that_fails_leaves_the_message_to_itself(in_tmp, tiny, monkeypatch, script):
-    monkeypatch.setattr(stages, "run", lambda *a: 2)
-    with pytest.raises(SystemExit) as end:
-        SCRIPTS[script].main(good_args(script, tiny, dataset="toy", sft_model_path="models/toy/sft"))
-    assert end.value.code == 2 and not contents(in_tmp)
-
-
-@pytest.mark.parametrize("script", RL)
-def test_a_model_folder_of_the_users_own_is_never_made_up(refused, script):
-    refused(script, "--sft_model_path models/mistyped", dataset="toy", sft_model_path="models/mistyped")
 
 
 # ---- from the shell --------------------------------------------------------------------------------------------------

@@ -123,20 +123,6 @@ def test_a_disk_that_is_full_ends_the_run_and_leaves_the_checkpoint_before(tiny,
 
 
 # ---- which checkpoints there are -------------------------------------------------------------------------------------
-def test_without_checkpoints_the_numbers_are_the_same(tiny, in_tmp):
-    start(tiny, "async", checkpoint_every=0)
-    assert checkpoints() == []
-    assert_same_run(".", whole(tiny, "async"))
-
-
-def test_a_checkpoint_holds_whole_fp32_weights_and_moments_in_safetensors_and_json(tiny):
-    folder = whole(tiny, "ppo") / "runs/run/checkpoints/000006"
-    assert {path.suffix for path in folder.iterdir()} == {".safetensors", ".json"}
-    tensors = checkpoint.read_tensors(folder)
-    assert tensors.keys() == {"weights", "exp_avg", "exp_avg_sq"}
-    shapes = [{name: x.shape for name, x in content.items()} for content in tensors.values()]
-    assert shapes[0] == shapes[1] == shapes[2] and len(shapes[0]) > 40  # the policy's and the value model's
-    assert {str(x.dtype) for content in tensors.values() for x in content.values()} == {"torch.float32"}
 
 
 def test_a_new_run_leaves_no_checkpoint_of_the_one_it_replaces(tiny, in_tmp):

@@ -12,19 +12,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import rloo_args, tiny_config
-from tokenizers import ByteLevelBPETokenizer, Tokenizer, decoders, pre_tokenizers
-from tokenizers import models as kinds
+from helpers import metaspace_tokenizer, rloo_args, tiny_config, word_tokenizer
 from transformers import (
     AutoModelForCausalLM,
-    GPT2Tokenizer,
     GPTNeoXForCausalLM,
     GPTNeoXForSequenceClassification,
     Mamba2Config,
     Mamba2ForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
-    PreTrainedTokenizerFast,
 )
 
 from rlhf_details import toy, train_rloo
@@ -39,15 +35,6 @@ IDS = dict(bos_token_id=None, eos_token_id=toy.tokenizer().eos_token_id)
 def offline(monkeypatch):
     """No test may wait for the network."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-
-
-def word_tokenizer(words="a b c d", **special):
-    """A tokenizer of whole words, and of special tokens before them."""
-    vocabulary = {w: i for i, w in enumerate(["<pad>", "<s>", "</s>", "<unk>", *words.split()])}
-    backend = Tokenizer(kinds.WordLevel(vocabulary, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    names = dict(bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<unk>") | special
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **names)
 
 
 # ---- tokenizers ------------------------------------------------------------------------------------------------------
@@ -76,32 +63,12 @@ def test_a_stop_token_is_eos_none_or_one_token(unk, fails):
 
 def test_a_stop_token_is_read_as_it_stands_within_a_response(fails):
     """Llama 2's tokenizer puts a space before a text, so that "." alone is another token than "." after a word."""
-    words = dict.fromkeys(["<unk>", "</s>", "▁", ".", "▁.", "▁cat", "▁the", *"cathe", "▁c", "▁ca", "at", "▁t", "▁th"])
-    merges = [("▁", "."), ("▁", "c"), ("▁c", "a"), ("▁ca", "t"), ("▁", "t"), ("▁t", "h"), ("▁th", "e")]
-    backend = Tokenizer(kinds.BPE(vocab={w: i for i, w in enumerate(words)}, merges=merges, unk_token="<unk>"))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>")
+    tokenizer = metaspace_tokenizer()
     response = tokenizer("the cat.").input_ids
     assert tokenizer.convert_ids_to_tokens(response) == ["▁the", "▁cat", "."]
     assert models.token_id(tokenizer, ".", "--stop_token") == response[2] != tokenizer(".").input_ids[0]
     assert models.token_id(tokenizer, " cat", "--stop_token") == response[1]
     fails(models.token_id, tokenizer, "dog", "--stop_token")
-
-
-def test_a_stop_token_is_no_byte_that_a_vocabulary_spells_as_a_character(in_tmp, fails):
-    """é is two bytes, and its character stands for the byte 0xE9 in the vocabulary of GPT-2."""
-    trained = ByteLevelBPETokenizer()
-    options = dict(special_tokens=["<|endoftext|>"], show_progress=False)
-    trained.train_from_iterator(["le thé et le café ."] * 20, 400, **options)
-    trained.save_model(".")
-    tokenizer = GPT2Tokenizer(vocab="vocab.json", merges="merges.txt")
-    assert tokenizer.unk_token_id == tokenizer.eos_token_id == 0
-    token = models.token_id(tokenizer, "é", "--stop_token")
-    assert token != tokenizer.get_vocab()["é"] and tokenizer.decode([token]) == "é"
-    for text in (".", " le", "\n", "<|endoftext|>"):
-        assert [models.token_id(tokenizer, text, "--stop_token")] == tokenizer(text).input_ids
-    for text in ("»", "Ġ"):
-        fails(models.token_id, tokenizer, text, "--stop_token")
 
 
 def vocabulary_folder(folder, tokenizer, size):
@@ -135,7 +102,7 @@ def test_a_reward_model_of_another_vocabulary_has_a_tokenizer_of_its_own(in_tmp,
     tokenizer, more = word_tokenizer(), word_tokenizer()
     more.add_tokens(["e"])
     policy = vocabulary_folder("policy", tokenizer, 8)
-    for name, other in {"toy": toy.tokenizer(), "more": more, "other_ids": word_tokenizer("b a c d")}.items():
+    for name, other in {"toy": toy.tokenizer(), "more": more, "other_ids": word_tokenizer(words="b a c d")}.items():
         folder = vocabulary_folder(name, other, 300)
         assert own_tokenizer(policy, folder, tokenizer).get_vocab() == other.get_vocab()
     for other in (tokenizer, None):

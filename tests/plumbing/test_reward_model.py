@@ -2,7 +2,6 @@
 
 import json
 import math
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -86,13 +85,6 @@ def test_it_learns_to_prefer_the_best(rows, tiny):
 
 def test_opt_5_micro_batches_change_nothing(rows, tiny):
     assert_same_curves(run_reward(tiny), run_reward(tiny, micro_batch_size=3))
-
-
-def test_chosen_and_rejected_are_two_candidates(in_tmp, tiny):
-    reviews = [row["completion"] for row in toy.rows("sft", "train")[:17]]
-    write_rows("rows.jsonl", [{"prompt": "we went", "chosen": a, "rejected": b} for a, b in pairwise(reviews)])
-    loss = run_reward(tiny, learning_rate=0.0, batch_size=16)[0]["train/rm/loss"]
-    assert loss == pytest.approx(math.log(2), abs=0.2)
 
 
 def test_rm_1_the_head_starts_with_std_one_over_root_of_d_plus_one(in_tmp, tiny):

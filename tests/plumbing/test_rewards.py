@@ -2,7 +2,6 @@
 
 import json
 import math
-import runpy
 import shutil
 import sys
 import textwrap
@@ -11,8 +10,9 @@ from pathlib import Path
 import accelerate
 import pytest
 import torch
-from helpers import PAGES, ROOT, assert_same_curves, read_metrics, rloo_args, run_page, tiny_config
-from transformers import AutoModelForSequenceClassification, GPTNeoXForSequenceClassification, PreTrainedTokenizerFast
+from helpers import PAGES, ROOT, assert_same_curves, rloo_args, run_page
+from short_runs import write_rows
+from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from rlhf_details import toy, train_rloo, utils
 from rlhf_details.plumbing import data, encoding, models, rewards, rows
@@ -29,11 +29,6 @@ def functions(in_tmp):
         Path(name).write_text(textwrap.dedent(code))
 
     return write
-
-
-def write_rows(path, table):
-    Path(path).write_text("".join(json.dumps(row) + "\n" for row in table))
-    return str(path)
 
 
 # ---- finding functions -----------------------------------------------------------------------------------------------
@@ -176,7 +171,7 @@ def test_a_function_that_raises_shows_its_own_traceback_and_blames_no_row(functi
         "in longest",
         "max(map(len, texts[5:]))",
         "direct cause",
-        'raise RuntimeError("the server is gone") from e',
+        'RuntimeError("the server is gone") from e',
     ):
         assert words in trace
     assert "plumbing/rewards.py" not in trace and "row" not in first + trace
@@ -326,12 +321,6 @@ def test_the_score_is_the_weighted_sum_of_reward_model_and_functions(functions, 
 
 
 @BOTH
-def test_a_reward_model_alone_is_not_reported_again(tiny, in_tmp, few_prompts, page):
-    metrics = run_page(page, tiny, total_episodes=16)
-    assert "objective/scores" in metrics[0] and not any("objective/rewards/" in name for row in metrics for name in row)
-
-
-@BOTH
 def test_each_completion_is_rewarded_with_its_own_row(functions, tiny, monkeypatch, page):
     """The sampler repeats the end of each prompt, so that a completion says which prompt it belongs to."""
 
@@ -373,20 +362,6 @@ def test_a_function_is_called_once_for_what_is_scored(functions, tiny, page):
     assert len(calls) == 6
 
 
-def test_a_function_that_fails_in_an_update_leaves_the_checkpoint_before_it(functions, tiny, few_prompts, capsys):
-    functions("""
-        calls = []
-        def f(prompts, completions):
-            calls.append(1)
-            return [0.0] * (len(completions) - (len(calls) > 1))
-    """)
-    with pytest.raises(SystemExit) as end:
-        train_rloo.main(rloo_args(tiny, reward_fn=("mine.py:f",), checkpoint_every=1, output_dir="out"))
-    assert end.value.code == 1 and "--reward_fn f returned 15 entries for 16 completions" in capsys.readouterr().err
-    assert [row["update"] for row in read_metrics("runs/run")] == [1] and Path("runs/run/checkpoints/000001").exists()
-    assert not Path("out").exists()
-
-
 # ---- a reward model with a tokenizer of its own ----------------------------------------------------------------------
 @pytest.fixture
 def shuffled(tiny, in_tmp):
@@ -423,9 +398,8 @@ def test_a_reward_model_with_other_token_ids_is_given_text_and_scores_the_same(
     other = run_page(page, tiny, **options, reward_model_path=reward_model)
     assert "tokenizer of its own" in capsys.readouterr().out
     assert_same_curves(same, other)
-    assert not any(
-        "objective/rewards/" in name for row in same for name in row
-    )  # A model alone is objective/scores already.
+    # A model alone is objective/scores already.
+    assert not any("objective/rewards/" in name for row in same for name in row)
 
 
 @pytest.fixture
@@ -467,65 +441,3 @@ def test_a_conversation_is_scored_with_the_reward_models_own_template(reads_text
     )
     query, answer = encoding.encode(tokenizer, messages, [{"role": "assistant", "content": "the room"}])
     assert score([messages], ["the room"], [True]) == pytest.approx([alone(query + answer)], abs=1e-5)
-
-
-# ---- the examples in benchmark/rewards.py, against values worked out by hand -----------------------------------------
-@pytest.fixture(scope="module")
-def examples():
-    return runpy.run_path(str(ROOT / "benchmark/rewards.py"))
-
-
-def test_length_brevity_and_keyword(examples):
-    texts = ["", "one, two.", " ".join(["w"] * 20), " ".join(["w"] * 25), " ".join(["w"] * 99)]
-    assert examples["length"]([""] * 5, texts) == pytest.approx([0, 0.1, 1, 0.75, 0])
-    assert examples["brevity"]([""] * 5, texts) == pytest.approx([0, -0.2, -2, -2.5, -9.9])
-    texts = ["", "Very very good", "so truly, really very", "sofa"]
-    assert examples["keyword"]([""] * 4, texts) == [0, 1, 4, 0]
-
-
-@pytest.mark.parametrize(
-    "completion, answer, right",
-    [
-        ("so 3 + 4 = 7", "7", True),
-        ("it is 7, or 8", "7", False),
-        ("#### 1,234", 1234, True),
-        ("first 5, then #### 72 apples", "#### 72 apples", True),
-        (r"thus \boxed{\frac{1}{2}}", r"\frac{1}{2}", True),
-        ("-3", "3", False),
-        ("$18", "18", True),
-        ("paris is it", "Paris", False),
-        ("", "7", False),
-        ("7", None, None),
-    ],
-)
-def test_exact_match_reads_the_final_answer(examples, completion, answer, right):
-    assert examples["exact_match"](["q"], [completion], answer=[answer]) == [right]
-
-
-def test_rouge_is_against_the_rows_own_completion(examples):
-    references = ["the cat sat", [{"role": "assistant", "content": "the dog"}], None]
-    completions = ["the cat sat", "the cat", "a"]
-    assert examples["rouge"]([""] * 3, completions, completion=references) == [1.0, 0.5, None]
-
-
-def test_paraphrase_wants_the_content_in_other_words(examples):
-    source = "my sister went to a small cafe by the river"
-    other = "beside the river my sister found a small cafe and went inside"
-    texts = [source, other, "nothing of that is said here at all today", ""]
-    copied, good, lost, short = examples["paraphrase"]([source] * 4, texts)
-    assert copied == pytest.approx(0.4 + 0.1 + 0.1) and good > copied > 0.5 and 0 <= lost < good and short == 0
-
-
-def test_sentiment_is_the_pipelines_probability_of_positive(examples, in_tmp, monkeypatch):
-    labels = {"id2label": {0: "NEGATIVE", 1: "POSITIVE"}, "label2id": {"NEGATIVE": 0, "POSITIVE": 1}}
-    torch.manual_seed(0)
-    config = tiny_config(num_labels=2, initializer_range=0.5, **labels)
-    model = GPTNeoXForSequenceClassification(config).eval()
-    model.save_pretrained("classifier"), toy.tokenizer().save_pretrained("classifier")
-    monkeypatch.setenv("SENTIMENT_MODEL", "classifier")
-    prompts, completions = ["we went to a cafe .", "the room"], ["the soup was lovely .", "was awful ."]
-    got = examples["sentiment"](prompts, completions)
-    for value, text in zip(got, map(" ".join, zip(prompts, completions, strict=True)), strict=True):
-        with torch.no_grad():
-            expected = model(torch.tensor([toy.tokenizer()(text).input_ids])).logits.softmax(-1)[0, 1].item()
-        assert value == pytest.approx(expected, abs=1e-4) and 0 < value < 1

@@ -10,8 +10,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-import torch
-from accelerate import Accelerator
 from helpers import read_metrics, rloo_args, run_rloo
 from short_runs import (
     after_row,
@@ -111,13 +109,7 @@ def test_at_the_end_held_out_numbers_stand_beside_those_before(tiny, in_tmp, cap
     logged = read_metrics("runs/run")
     for when, row in (("before", logged[0]), ("after", logged[-1])):
         assert result[when] == {name: value for name, value in row.items() if name.startswith("eval/")} != {}
-    assert logged[0]["update"] == 0 and ["eval/objective/kl" in row for row in logged] == [
-        True,
-        False,
-        True,
-        False,
-        True,
-    ]
+    assert [row["update"] for row in logged if "eval/objective/kl" in row] == [0, 2, 4]
     out = capsys.readouterr().out
     line = next(line for line in out.splitlines() if line.strip().startswith("scores"))
     mean, std = ([result[when][f"eval/objective/scores{x}"] for when in ("before", "after")] for x in ("", "_std"))
@@ -185,23 +177,6 @@ def test_a_second_ctrl_c_acts_at_once(tiny, in_tmp):
     finally:
         signal.signal(signal.SIGINT, before)
     assert checkpoints() == [] and updates() == [1, 2]
-
-
-@in_main_thread
-def test_a_signal_while_the_processes_agree_is_heard_after_the_next_update(tiny, in_tmp, monkeypatch):
-    gather = Accelerator.gather
-
-    def interrupted(self, x):
-        result = gather(self, x)
-        is_asked = isinstance(x, torch.Tensor) and x.numel() == 1 and x.dtype == torch.int64
-        if is_asked and updates() == [1, 2]:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return result
-
-    monkeypatch.setattr(Accelerator, "gather", interrupted)
-    with pytest.raises(SystemExit) as end:
-        start(tiny, "rloo", checkpoint_every=2)
-    assert end.value.code == 143 and checkpoints() == ["000002", "000003"]
 
 
 @in_main_thread

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers import ROOT, read_metrics, record, rloo_args
+from helpers import read_metrics, record, rloo_args
 from short_runs import start, write_rows
 
 from rlhf_details import evaluate, toy, train_rloo
@@ -141,17 +141,6 @@ def test_sft_and_reward_model_say_what_they_can(tiny, in_tmp, capsys, case, kind
     assert [line.partition(": ")[0] for line in lines if ": python " in line] == kinds
     assert any(line.startswith("no --eval_dataset: ") for line in lines)
     assert any(line.startswith("time: optimise ") for line in lines) and not any("bad signs" in line for line in lines)
-
-
-def test_from_the_repository_the_commands_are_short(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    lines = verdict.next_lines(
-        train_rloo.Args(output_dir="my model", sft_model_path="sft", reward_fn=("a:f",)), "runs/x"
-    )
-    assert lines[1:] == [
-        "chat: python rlhf_details/evaluate.py --policy_path 'my model' sft --interactive",
-        "curves: python benchmark/plot.py runs/x",
-    ]
 
 
 def test_sample_tables_say_whether_a_response_ended_where_a_token_ends_it(ragged, in_tmp, capsys, monkeypatch):
