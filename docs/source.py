@@ -20,7 +20,18 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = "train_rloo train_ppo train_ppo_async train_reward train_sft utils".split()
+SCRIPTS = {  # the annotated pages in order: what each is, and whose notes it takes where both have the same code
+    "train_rloo": ("RLOO", None),
+    "train_ppo": ("PPO", "train_rloo"),
+    "train_ppo_async": ("Asynchronous PPO", "train_ppo"),
+    "train_reward": ("Reward model", "train_rloo"),
+    "train_sft": ("Supervised fine-tuning", None),
+    "utils": ("What all scripts share", None),
+}
+DIFFS = {  # the pages that show two scripts side by side: the title of each; its file is the title in small letters
+    ("train_ppo", "train_rloo"): "PPO to RLOO",
+    ("train_ppo", "train_ppo_async"): "PPO to asynchronous PPO",
+}
 RULER = re.compile(r"^( *)# ---- (.*?)[ -]*$")
 TAG = re.compile(r"\[([A-Z]+-\d+)\]")
 
@@ -37,6 +48,7 @@ class Block:
     first: int  # its first line, from 1
     lines: list  # of source
     html: list  # the same lines, highlighted
+    names: set  # that its code uses
 
     @property
     def slug(self):
@@ -83,11 +95,17 @@ def blocks(script):
             if key in {other for other, _, _ in starts.values()}:  # a function of that name
                 key += " (in main)"
             starts[number] = key, 3 if match[1] else 2, match[2]
-    edges = [*sorted(starts), len(lines) + 1]
-    return [
-        Block(*starts[first], first, lines[first - 1 : end - 1], code[first - 1 : end - 1])
-        for first, end in pairwise(edges)
-    ]
+    names = [(node.lineno, ast.unparse(node).removeprefix("utils.")) for node in ast.walk(tree) if is_name(node)]
+    found = []
+    for first, end in pairwise([*sorted(starts), len(lines) + 1]):
+        used = {name for number, name in names if first <= number < end}
+        found.append(Block(*starts[first], first, lines[first - 1 : end - 1], code[first - 1 : end - 1], used))
+    return found
+
+
+def is_name(node):
+    """Whether it is a name, of the script itself or of utils.py."""
+    return isinstance(node, ast.Name) or (isinstance(node, ast.Attribute) and ast.unparse(node.value) == "utils")
 
 
 def first_line(node):
