@@ -1,5 +1,6 @@
 """
-Builds the site: python docs/build.py, then open docs/_build/site/index.html, or python docs/build.py --serve.
+Builds the site: python docs/build.py, then open docs/_build/site/index.html; or python docs/build.py --serve, which
+serves it at http://localhost:8000 and opens it in a browser.
 
 All is made in docs/_build, which git ignores, or in the folder named with --out: the pages that are written by hand
 (docs/*.md, docs/guides/, docs/evidence/), those that are generated from the code, its notes and the results, and the
@@ -83,15 +84,15 @@ def prepare(out):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
+    parser = argparse.ArgumentParser(description="Builds the site in docs/_build.")
     parser.add_argument("--out", type=Path, default=DOCS / "_build", help="where everything is made; it is emptied")
-    parser.add_argument("--serve", action="store_true", help="serve the site on this machine")
+    parser.add_argument("--serve", action="store_true", help="serve the site on this machine, and open a browser")
     args = parser.parse_args()
     try:
         prepare(args.out.resolve())
     except Mistake as mistake:
         sys.exit(str(mistake))
-    command = ["serve"] if args.serve else ["build", "--strict"]
+    command = ["serve", "--open"] if args.serve else ["build", "--strict"]
     return subprocess.call([sys.executable, "-m", "zensical", *command, "-f", "zensical.toml"], cwd=args.out)
 
 

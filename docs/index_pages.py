@@ -44,16 +44,11 @@ def details_page():
     rows, scripts, phases = [], [], []
     for tag in read("details.toml")["tags"]:
         files, of_tag = files_of(tag), phases_of(tag)
-        linked = {f"{script}.py": block for script, block in places_of(tag)}
-        where = ", ".join(
-            f'<a href="{file[:-3]}.html#{tag.lower()}">{file}</a>' if file in linked else f"<code>{file}</code>"
-            for file in files
-        )
         scripts, phases = scripts + files, phases + of_tag
         rows.append(
             f'<div class="detail" data-scripts="{"|".join(files)}" data-phases="{"|".join(of_tag)}" '
             f'data-verdict="{verdict(tag)}">{card(tag, tag_note(tag))}'
-            f'<p class="where">In {where} · {escape(", ".join(of_tag))}</p></div>'
+            f'<p class="where">{escape(", ".join(of_tag))}</p></div>'
         )
     boxes = "".join(f'<label><input type="checkbox" name="verdict" value="{v}" checked> {v}</label>' for v in VERDICTS)
     form = (
@@ -101,7 +96,7 @@ def forest_page():
         )
         said = f'{escape(effect.what)} <span class="base" title="{bases[effect.base]}">{effect.base}</span>'
         rows.append(f'<div class="effect"><div class="said">{tags} {said}</div>{plots}</div>')
-    titles = {"gold": "gold at the end, points", "kl": "KL, nats a response"}
+    titles = {"gold": "gold, points", "kl": "KL, nats"}
     scales = "".join(
         f'<div class="wide">{title}<svg class="price" viewBox="0 0 240 22" width="240" height="22" aria-hidden="true">'
         f"{axis(*WIDE[name], 240, 22)[0]}</svg></div>"

@@ -62,9 +62,11 @@ class Block:
 
     @cached_property
     def tags(self):
-        """The tags in its comments, in order."""
-        comments = (line.partition("#")[2] for line in self.lines)
-        return list(dict.fromkeys(tag for comment in comments for tag in TAG.findall(comment)))
+        """{tag: its line} of the tags in its comments, in order."""
+        found = {}
+        for number, line in enumerate(self.lines, self.first):
+            found |= {tag: number for tag in TAG.findall(line.partition("#")[2]) if tag not in found}
+        return found
 
 
 @cache
@@ -114,7 +116,11 @@ def first_line(node):
 
 
 def code_html(block, names=(), tags=()):
-    """The block's code: numbered lines, functions of the page linked to their blocks, and tags to their cards."""
+    """The block's code: numbered lines, functions of the page linked to their blocks, and tags to their cards.
+
+    Where the tag REW-3 stands is the anchor "at-rew-3", which its card points to.
+    """
+    links = {tag: f'<a class="tag" href="#{tag.lower()}">[{tag}]</a>' for tag in tags}
     shown = len("\n".join(block.lines).rstrip().splitlines())  # Empty lines at the end are not drawn.
     lines = []
     for number, line in enumerate(block.html[:shown], block.first):
@@ -123,7 +129,9 @@ def code_html(block, names=(), tags=()):
             lambda m: f'<a class="n" href="#{m[1].lower()}">{m[1]}</a>' if m[1] in names else m[0],
             line,
         )
-        line = TAG.sub(lambda m: f'<a class="tag" href="#{m[1].lower()}">{m[0]}</a>' if m[1] in tags else m[0], line)
+        line = TAG.sub(lambda m: links.get(m[1], m[0]), line)
+        for tag in (tag for tag in links if block.tags.get(tag) == number):
+            line = line.replace(links[tag], links[tag].replace("<a ", f'<a id="at-{tag.lower()}" '), 1)
         lines.append(f'<span class="line" data-line="{number}">{line}</span>')
     return '<pre tabindex="0"><code>' + "\n".join(lines) + "</code></pre>"
 

@@ -62,7 +62,7 @@ def test_moving_lines_moves_notes_and_cards_with_them(copied):
     source.blocks.cache_clear()
     annotate.check()
     block = next(block for block in source.blocks("train_rloo") if block.key == "rloo_advantages")
-    assert block.tags == ["RLOO-3"]
+    assert list(block.tags) == ["RLOO-3"]
     assert "baseline" in annotate.note_of("train_rloo", block)
 
 
