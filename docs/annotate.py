@@ -24,7 +24,7 @@ def note_of(script, block):
     if block.key in notes(script):
         return notes(script)[block.key]
     _, parent = SCRIPTS[script]
-    same = [other for other in blocks(parent) if (other.key, other.lines) == (block.key, block.lines)] if parent else []
+    same = [other for other in blocks(parent) if (other.key, other.code) == (block.key, block.code)] if parent else []
     return note_of(parent, same[0]) if same else ""
 
 

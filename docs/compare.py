@@ -2,8 +2,8 @@
 A side-by-side diff of two scripts, block by block, with a sentence or two at each block that differs.
 
 The sentences stand in notes/<left>__<right>.toml, keyed by block; "join -> pack" pairs two blocks of different names,
-and "intro" stands above them all. A block that differs and has no sentence is a mistake, and so is a sentence on a
-block that does not differ.
+and "intro" stands above them all. A block whose code differs and that has no sentence is a mistake, and so is a
+sentence on a block that does not differ.
 """
 
 import difflib
@@ -88,7 +88,7 @@ def page(left, right):
     others = " · ".join(f"**{t}**" if t == title else f"[{t}]({file_of(t)})" for t in DIFFS.values())
     for a, b in pairs(left, right, dict(key.split(" -> ") for key in notes if " -> " in key)):
         key = " -> ".join(dict.fromkeys(block.key for block in (a, b) if block))
-        if a and b and lines_of(a)[0] == lines_of(b)[0]:
+        if a and b and (lines_of(a)[0] == lines_of(b)[0] or (a.code == b.code and key not in notes)):
             equal.append(f"<code>{escape(key)}</code>")
             continue
         differing.add(key)

@@ -61,6 +61,11 @@ class Block:
         return self.lines[0].lstrip().startswith(("def ", "class ", "@"))
 
     @cached_property
+    def code(self):
+        """Its lines without comments, in no order: equal for two blocks where a line was only moved or explained."""
+        return sorted(filter(None, (line.partition("#")[0].strip() for line in self.lines)))
+
+    @cached_property
     def tags(self):
         """{tag: its line} of the tags in its comments, in order."""
         found = {}

@@ -66,6 +66,26 @@ def test_moving_lines_moves_notes_and_cards_with_them(copied):
     assert "baseline" in annotate.note_of("train_rloo", block)
 
 
+def test_moving_a_tagged_line_needs_no_other_change(copied):
+    """Neither a note nor the copy of the line in another script has to follow, and the card's link does."""
+    import annotate
+    import compare
+    import prices
+    import source
+
+    path = copied / "train_ppo.py"
+    text, line = path.read_text(encoding="utf-8"), "    # Without the penalty an unfinished response may score well"
+    number = text[: text.index(line)].count("\n") + 1
+    assert f'train_ppo.html#at-rew-3">train_ppo.py, line {number}</a>' in prices.card("REW-3")
+    path.write_text(text.replace(line, f"\n    # one more line\n{line}"), encoding="utf-8")
+    source.blocks.cache_clear()
+    annotate.check()
+    for left, right in source.DIFFS:
+        compare.page(left, right)
+    assert f'train_ppo.html#at-rew-3">train_ppo.py, line {number + 2}</a>' in prices.card("REW-3")
+    assert f'data-line="{number + 2}"' in re.search(r"<span[^>]*>[^\n]*at-rew-3", annotate.page("train_ppo"))[0]
+
+
 def test_a_note_on_code_that_is_gone_ends_the_build(copied):
     import annotate
     import source
