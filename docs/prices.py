@@ -121,8 +121,8 @@ def sources_of(tag):
 
 def tests_html(tag):
     """HTML: the names of a tag's tests, the file as a hint."""
-    found = sorted(details.tests_of(tag))
-    names = (f'<code title="{test.split("::")[0]}">{test.split("::")[1]}</code>' for test in found)
+    found = (test.split("::")[:2] for test in sorted(details.tests_of(tag)))
+    names = (f'<code title="{file}">{name.replace("_", "_<wbr>")}</code>' for file, name in found)
     return ", ".join(names)
 
 
