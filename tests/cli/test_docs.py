@@ -60,7 +60,8 @@ def test_every_command_of_the_readme_parses():
 def test_every_command_of_the_readme_that_runs_or_draws_a_study_parses():
     studies = "benchmark", "ablations", "overoptimisation", "against_trl", "plot"
     found = set()
-    for name, rest in re.findall(rf"python benchmark/({'|'.join(studies)})\.py([^`|\n]*)", README.replace("\\\n", " ")):
+    text = re.sub(r" *\\\n *", " ", README)  # a command in one line
+    for name, rest in re.findall(rf"python benchmark/({'|'.join(studies)})\.py([^`|\n]*)", text):
         module, words = importlib.import_module(name), shlex.split(rest.partition("     ")[0])
         if name == "benchmark":
             module.tyro.cli(module.Args, args=words)
