@@ -11,16 +11,6 @@ from functools import cache
 from prices import card
 from source import ROOT, SCRIPTS, Mistake, blocks, code_html, escape, prose
 
-PARENTS = {"train_ppo": "train_rloo", "train_ppo_async": "train_ppo", "train_reward": "train_rloo"}
-WHAT = {
-    "train_rloo": "RLOO",
-    "train_ppo": "PPO",
-    "train_ppo_async": "Asynchronous PPO",
-    "train_reward": "Reward model",
-    "train_sft": "Supervised fine-tuning",
-    "utils": "What all scripts share",
-}
-
 
 @cache
 def notes(name):
@@ -33,17 +23,19 @@ def note_of(script, block):
     """The note on a block of a script, its own or that of the same code in the script that it comes from; or ""."""
     if block.key in notes(script):
         return notes(script)[block.key]
-    parent = PARENTS.get(script)
-    same = [other for other in blocks(parent) if (other.key, other.lines) == (block.key, block.lines)] if parent else []
+    _, parent = SCRIPTS[script]
+    same = [other for other in blocks(parent) if (other.key, other.code) == (block.key, block.code)] if parent else []
     return note_of(parent, same[0]) if same else ""
 
 
 def check():
-    """Raises a Mistake where a note speaks of a block or of a tag that the code does not have."""
+    """Raises a Mistake where a block has no note, or a note speaks of a block or tag that the code does not have."""
     for script in SCRIPTS:
         unknown = set(notes(script)) - {block.key for block in blocks(script)}
         if unknown:
             raise Mistake(f"docs/notes/{script}.toml: {script}.py has no block {', '.join(map(repr, sorted(unknown)))}")
+        if missing := [repr(block.key) for block in blocks(script) if not note_of(script, block)]:
+            raise Mistake(f"docs/notes/{script}.toml: nothing is said of {', '.join(missing)}")
     unknown = set(notes("tags")) - {tag for script in SCRIPTS for block in blocks(script) for tag in block.tags}
     if unknown:
         raise Mistake(f"docs/notes/tags.toml: no script has {', '.join(sorted(unknown))}")
@@ -66,9 +58,9 @@ def page(script):
     names = {block.key for block in found if block.is_code}
     tags = [tag for block in found for tag in block.tags]
     contents = [f'<li class="level-{b.level}"><a href="#{b.slug}">{escape(b.key)}</a></li>' for b in found]
-    others = (f"**{WHAT[other]}**" if other == script else f"[{WHAT[other]}]({other}.md)" for other in SCRIPTS)
+    others = (f"**{what}**" if other == script else f"[{what}]({other}.md)" for other, (what, _) in SCRIPTS.items())
     parts = [
-        f"---\ntitle: {script}.py\nhide: [navigation, toc]\n---\n\n# {WHAT[script]}: `{script}.py` {{ #top }}\n",
+        f"---\ntitle: {script}.py\nhide: [navigation, toc]\n---\n\n# {SCRIPTS[script][0]}: `{script}.py` {{ #top }}\n",
         f"{' · '.join(others)}\n",
         f'<details class="contents"><summary>Contents of this page</summary><ul>{"".join(contents)}</ul></details>\n',
     ]

@@ -1,5 +1,6 @@
 """
-Builds the site: python docs/build.py, then open docs/_build/site/index.html, or python docs/build.py --serve.
+Builds the site: python docs/build.py, then open docs/_build/site/index.html; or python docs/build.py --serve, which
+serves it at http://localhost:8000 and opens it in a browser.
 
 All is made in docs/_build, which git ignores, or in the folder named with --out: the pages that are written by hand
 (docs/*.md, docs/guides/, docs/evidence/), those that are generated from the code, its notes and the results, and the
@@ -18,27 +19,17 @@ import annotate
 import compare
 import index_pages
 import watch
-from source import ROOT, SCRIPTS, Mistake
+from source import DIFFS, ROOT, SCRIPTS, Mistake
 
 DOCS = Path(__file__).resolve().parent
 FOLDERS = "guides", "evidence"  # of pages that are written by hand
-PPO_TO_RLOO = """\
-RLOO is PPO with things taken away. Left is `train_ppo.py`, right is `train_rloo.py`, in the order of the code, with a
-remark at each difference. Both scripts keep the same order and the same words, and what an algorithm does not use is
-absent. There is a second comparison: [PPO to asynchronous PPO](ppo_to_async.md).
-"""
-PPO_TO_ASYNC = """\
-Left is `train_ppo.py`, right is `train_ppo_async.py`, in which an actor thread samples the next batch while the learner
-trains on this one. There is a second comparison: [PPO to RLOO](ppo_to_rloo.md).
-"""
 
 
 def generated():
     """{file name: Markdown} of the pages that are made from the code and the results."""
     annotate.check()
     pages = {f"{script}.md": annotate.page(script) for script in SCRIPTS}
-    pages["ppo_to_rloo.md"] = compare.page("train_ppo", "train_rloo", "PPO to RLOO", PPO_TO_RLOO)
-    pages["ppo_to_async.md"] = compare.page("train_ppo", "train_ppo_async", "PPO to asynchronous PPO", PPO_TO_ASYNC)
+    pages |= {compare.file_of(title): compare.page(left, right) for (left, right), title in DIFFS.items()}
     pages["details.md"] = index_pages.details_page()
     pages["forest.md"] = index_pages.forest_page()
     pages["watch.md"] = watch.page()
@@ -51,7 +42,7 @@ def navigation():
     return [
         {"Start": "index.md"},
         {"The scripts": [f"{script}.md" for script in SCRIPTS]},
-        {"PPO to RLOO": ["ppo_to_rloo.md", "ppo_to_async.md"]},
+        {"Side by side": [compare.file_of(title) for title in DIFFS.values()]},
         {"Watch it learn": "watch.md"},
         {"The details": ["details.md", "forest.md"]},
         {"Guides": guides},
@@ -93,15 +84,15 @@ def prepare(out):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
+    parser = argparse.ArgumentParser(description="Builds the site in docs/_build.")
     parser.add_argument("--out", type=Path, default=DOCS / "_build", help="where everything is made; it is emptied")
-    parser.add_argument("--serve", action="store_true", help="serve the site on this machine")
+    parser.add_argument("--serve", action="store_true", help="serve the site on this machine, and open a browser")
     args = parser.parse_args()
     try:
         prepare(args.out.resolve())
     except Mistake as mistake:
         sys.exit(str(mistake))
-    command = ["serve"] if args.serve else ["build", "--strict"]
+    command = ["serve", "--open"] if args.serve else ["build", "--strict"]
     return subprocess.call([sys.executable, "-m", "zensical", *command, "-f", "zensical.toml"], cwd=args.out)
 
 

@@ -1,14 +1,15 @@
 """
 A side-by-side diff of two scripts, block by block, with a sentence or two at each block that differs.
 
-The sentences stand in notes/<left>__<right>.toml, keyed by block; "join -> pack" pairs two blocks of different names. A
-block that differs and has no sentence is a mistake, and so is a sentence on a block that does not differ.
+The sentences stand in notes/<left>__<right>.toml, keyed by block; "join -> pack" pairs two blocks of different names,
+and "intro" stands above them all. A block whose code differs and that has no sentence is a mistake, and so is a
+sentence on a block that does not differ.
 """
 
 import difflib
-import tomllib
 
-from source import ROOT, Mistake, blocks, code_html, escape, prose
+import annotate
+from source import DIFFS, Mistake, blocks, code_html, escape, prose
 
 CONTEXT = 2  # equal lines that are shown around a difference; more are folded
 
@@ -74,24 +75,31 @@ def title_of_block(block):
     return f"`{block.key}`" if block.is_code else block.title if block.key == "module" else block.key
 
 
-def page(left, right, title, intro):
+def file_of(title):
+    """The file of a comparison."""
+    return title.lower().replace(" ", "_") + ".md"
+
+
+def page(left, right):
     """Markdown of the page that compares two scripts."""
-    path = ROOT / "docs" / "notes" / f"{left}__{right}.toml"
-    notes, parts, equal, differing = tomllib.loads(path.read_text(encoding="utf-8")), [], [], set()
+    path, title = f"docs/notes/{left}__{right}.toml", DIFFS[left, right]
+    notes = dict(annotate.notes(f"{left}__{right}"))
+    intro, parts, equal, differing = notes.pop("intro", ""), [], [], set()
+    others = " · ".join(f"**{t}**" if t == title else f"[{t}]({file_of(t)})" for t in DIFFS.values())
     for a, b in pairs(left, right, dict(key.split(" -> ") for key in notes if " -> " in key)):
         key = " -> ".join(dict.fromkeys(block.key for block in (a, b) if block))
-        if a and b and lines_of(a)[0] == lines_of(b)[0]:
+        if a and b and (lines_of(a)[0] == lines_of(b)[0] or (a.code == b.code and key not in notes)):
             equal.append(f"<code>{escape(key)}</code>")
             continue
         differing.add(key)
-        if key not in notes:
-            raise Mistake(f"docs/notes/{path.name}: nothing is said of {key!r}, which differs")
         only = "" if a and b else f", only in {right if b else left}.py"
         title_of = " → ".join(dict.fromkeys(title_of_block(block) for block in (a, b) if block))
         parts.append(f"## {title_of}{only} {{ #{(b or a).slug} }}\n")
         diff = f'<div class="diff highlight">{body(a, b)}</div>'
-        parts.append(f'<div class="difference">{prose(notes[key])}{diff}</div>\n')
+        parts.append(f'<div class="difference">{prose(notes.get(key, ""))}{diff}</div>\n')
+    if missing := differing - set(notes):
+        raise Mistake(f"{path}: nothing is said of {', '.join(map(repr, sorted(missing)))}, which differs")
     if unknown := set(notes) - differing:
-        raise Mistake(f"docs/notes/{path.name}: no difference in {', '.join(map(repr, sorted(unknown)))}")
-    head = f"---\ntitle: {title}\nhide: [navigation, toc]\n---\n\n# {title}\n\n{intro}\n"
+        raise Mistake(f"{path}: no difference in {', '.join(map(repr, sorted(unknown)))}")
+    head = f"---\ntitle: {title}\nhide: [navigation, toc]\n---\n\n# {title}\n\n{others}\n\n{intro}"
     return "\n".join([head, *parts, f"## Equal in both {{ #equal }}\n\n<p>{', '.join(equal)}</p>\n"])

@@ -2,35 +2,35 @@
 
 from annotate import tag_note
 from prices import FAMILY_PHASE, FIGURES, VERDICTS, axis, card, files_of, places_of, plot, read, study, verdict
-from source import SCRIPTS, Mistake, blocks, escape
+from source import SCRIPTS, blocks, escape
 
 WIDE = {"gold": (-4.5, 1.0), "kl": (-4.0, 10.0)}  # the axes of the forest plot
 PHASES = [  # in the order of the menu
     *("Data", "Models", "Supervised fine-tuning", "Reward model", "1. Rollout", "2. Scores", "3. Rewards"),
     *("4. Advantages", "5. Optimise", "6. Log", "Evaluation"),
 ]
-USED_IN = {  # the phase that a function of a page serves
-    "pack": "2. Scores", "join": "2. Scores", "response_logprobs": "2. Scores", "response_scores": "2. Scores",
-    "has_stopped": "3. Rewards", "truncate_response": "2. Scores", "missing_eos_scores": "3. Rewards",
-    "shape_scores": "3. Rewards", "merge_moments": "3. Rewards", "kl_penalty": "3. Rewards", "value_mask": "3. Rewards",
-    "token_rewards": "3. Rewards", "adapt_kl_coef": "3. Rewards", "compute_gae": "4. Advantages",
-    "rloo_advantages": "4. Advantages", "token_level_advantages": "4. Advantages", "rloo_policy_loss": "5. Optimise",
-    "ppo_policy_loss": "5. Optimise", "ppo_value_loss": "5. Optimise", "shuffled_groups": "5. Optimise",
-    "masked_whiten": "4. Advantages",
-}  # fmt: skip
+
+
+def phases_that_use(function, seen=()):
+    """The phases of a policy's update in which a function is at work, itself or through other functions."""
+    found = set()
+    for block in (block for script in SCRIPTS for block in blocks(script) if function in block.names):
+        if block.key in PHASES:
+            found.add(block.key)
+        elif block.is_code and block.key not in ("evaluate", function, *seen):
+            found |= phases_that_use(block.key, (*seen, function))
+    return found
 
 
 def phases_of(tag):
     """The phases of the loop that a tag belongs to, by the blocks where it stands; else what its family is about."""
-    found = []
+    found = {"Data"} if tag.startswith("DATA-") else set()
     for script, block in places_of(tag):
         if script in ("train_sft", "train_reward"):
-            found.append("Supervised fine-tuning" if script == "train_sft" else "Reward model")
-        elif block.key[:1].isdigit():
-            found.append(block.key)
-        elif block.key in USED_IN:
-            found.append(USED_IN[block.key])
-    return list(dict.fromkeys(found)) or [FAMILY_PHASE.get(tag.partition("-")[0], "Models")]
+            found.add("Supervised fine-tuning" if script == "train_sft" else "Reward model")
+        else:
+            found |= {block.key} & {*PHASES} or phases_that_use(block.key)
+    return [phase for phase in PHASES if phase in found] or [FAMILY_PHASE.get(tag.partition("-")[0], "Models")]
 
 
 def options(name, label, values):
@@ -41,21 +41,14 @@ def options(name, label, values):
 
 def details_page():
     """Markdown of the index of details."""
-    if unknown := set(USED_IN) - {block.key for script in SCRIPTS for block in blocks(script)}:
-        raise Mistake(f"docs/index_pages.py: no script has {', '.join(sorted(unknown))}")
     rows, scripts, phases = [], [], []
     for tag in read("details.toml")["tags"]:
         files, of_tag = files_of(tag), phases_of(tag)
-        linked = {f"{script}.py": block for script, block in places_of(tag)}
-        where = ", ".join(
-            f'<a href="{file[:-3]}.html#{tag.lower()}">{file}</a>' if file in linked else f"<code>{file}</code>"
-            for file in files
-        )
         scripts, phases = scripts + files, phases + of_tag
         rows.append(
             f'<div class="detail" data-scripts="{"|".join(files)}" data-phases="{"|".join(of_tag)}" '
             f'data-verdict="{verdict(tag)}">{card(tag, tag_note(tag))}'
-            f'<p class="where">In {where} · {escape(", ".join(of_tag))}</p></div>'
+            f'<p class="where">{escape(", ".join(of_tag))}</p></div>'
         )
     boxes = "".join(f'<label><input type="checkbox" name="verdict" value="{v}" checked> {v}</label>' for v in VERDICTS)
     form = (
@@ -103,7 +96,7 @@ def forest_page():
         )
         said = f'{escape(effect.what)} <span class="base" title="{bases[effect.base]}">{effect.base}</span>'
         rows.append(f'<div class="effect"><div class="said">{tags} {said}</div>{plots}</div>')
-    titles = {"gold": "gold at the end, points", "kl": "KL, nats a response"}
+    titles = {"gold": "gold, points", "kl": "KL, nats"}
     scales = "".join(
         f'<div class="wide">{title}<svg class="price" viewBox="0 0 240 22" width="240" height="22" aria-hidden="true">'
         f"{axis(*WIDE[name], 240, 22)[0]}</svg></div>"

@@ -121,8 +121,8 @@ def sources_of(tag):
 
 def tests_html(tag):
     """HTML: the names of a tag's tests, the file as a hint."""
-    found = sorted(details.tests_of(tag))
-    names = (f'<code title="{test.split("::")[0]}">{test.split("::")[1]}</code>' for test in found)
+    found = (test.split("::")[:2] for test in sorted(details.tests_of(tag)))
+    names = (f'<code title="{file}">{name.replace("_", "_<wbr>")}</code>' for file, name in found)
     return ", ".join(names)
 
 
@@ -141,14 +141,24 @@ def prices_html(tag):
     return f'<ul class="prices">{"".join(rows)}</ul>'
 
 
+def places_html(tag):
+    """HTML: the files where a tag stands, those that are annotated with a link to its line."""
+    links = {
+        f"{script}.py": f'<a href="{script}.html#at-{tag.lower()}">{script}.py, line {block.tags[tag]}</a>'
+        for script, block in places_of(tag)
+    }
+    return "; ".join(links.get(file, f"<code>{file}</code>") for file in files_of(tag))
+
+
 def card(tag, note=""):
     """The card of a tag, with the anchor that the tag in the code points to. note: HTML, what a teacher adds."""
     what = read("details.toml")["tags"][tag]["what"]
+    rows = {"Code": places_html(tag), "Source": sources_of(tag), "Test": tests_html(tag)}
+    facts = "".join(f"<dt>{name}</dt><dd>{said}</dd>" for name, said in rows.items())
     return (
         f'<article class="card" id="{tag.lower()}" data-tag="{tag}"><h4>'
         f'<a href="#{tag.lower()}">{tag}</a> {badge(tag)}</h4>'
-        f'<p class="what">{escape(what)}.</p>{note}{prices_html(tag)}'
-        f"<dl><dt>Source</dt><dd>{sources_of(tag)}</dd><dt>Test</dt><dd>{tests_html(tag)}</dd></dl></article>"
+        f'<p class="what">{escape(what)}.</p>{note}{prices_html(tag)}<dl>{facts}</dl></article>'
     )
 
 

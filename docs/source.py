@@ -20,7 +20,18 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = "train_rloo train_ppo train_ppo_async train_reward train_sft utils".split()
+SCRIPTS = {  # the annotated pages in order: what each is, and whose notes it takes where both have the same code
+    "train_rloo": ("RLOO", None),
+    "train_ppo": ("PPO", "train_rloo"),
+    "train_ppo_async": ("Asynchronous PPO", "train_ppo"),
+    "train_reward": ("Reward model", "train_rloo"),
+    "train_sft": ("Supervised fine-tuning", None),
+    "utils": ("What all scripts share", None),
+}
+DIFFS = {  # the pages that show two scripts side by side: the title of each; its file is the title in small letters
+    ("train_ppo", "train_rloo"): "PPO to RLOO",
+    ("train_ppo", "train_ppo_async"): "PPO to asynchronous PPO",
+}
 RULER = re.compile(r"^( *)# ---- (.*?)[ -]*$")
 TAG = re.compile(r"\[([A-Z]+-\d+)\]")
 
@@ -37,6 +48,7 @@ class Block:
     first: int  # its first line, from 1
     lines: list  # of source
     html: list  # the same lines, highlighted
+    names: set  # that its code uses
 
     @property
     def slug(self):
@@ -49,10 +61,17 @@ class Block:
         return self.lines[0].lstrip().startswith(("def ", "class ", "@"))
 
     @cached_property
+    def code(self):
+        """Its lines without comments, in no order: equal for two blocks where a line was only moved or explained."""
+        return sorted(filter(None, (line.partition("#")[0].strip() for line in self.lines)))
+
+    @cached_property
     def tags(self):
-        """The tags in its comments, in order."""
-        comments = (line.partition("#")[2] for line in self.lines)
-        return list(dict.fromkeys(tag for comment in comments for tag in TAG.findall(comment)))
+        """{tag: its line} of the tags in its comments, in order."""
+        found = {}
+        for number, line in enumerate(self.lines, self.first):
+            found |= {tag: number for tag in TAG.findall(line.partition("#")[2]) if tag not in found}
+        return found
 
 
 @cache
@@ -83,11 +102,17 @@ def blocks(script):
             if key in {other for other, _, _ in starts.values()}:  # a function of that name
                 key += " (in main)"
             starts[number] = key, 3 if match[1] else 2, match[2]
-    edges = [*sorted(starts), len(lines) + 1]
-    return [
-        Block(*starts[first], first, lines[first - 1 : end - 1], code[first - 1 : end - 1])
-        for first, end in pairwise(edges)
-    ]
+    names = [(node.lineno, ast.unparse(node).removeprefix("utils.")) for node in ast.walk(tree) if is_name(node)]
+    found = []
+    for first, end in pairwise([*sorted(starts), len(lines) + 1]):
+        used = {name for number, name in names if first <= number < end}
+        found.append(Block(*starts[first], first, lines[first - 1 : end - 1], code[first - 1 : end - 1], used))
+    return found
+
+
+def is_name(node):
+    """Whether it is a name, of the script itself or of utils.py."""
+    return isinstance(node, ast.Name) or (isinstance(node, ast.Attribute) and ast.unparse(node.value) == "utils")
 
 
 def first_line(node):
@@ -96,7 +121,11 @@ def first_line(node):
 
 
 def code_html(block, names=(), tags=()):
-    """The block's code: numbered lines, functions of the page linked to their blocks, and tags to their cards."""
+    """The block's code: numbered lines, functions of the page linked to their blocks, and tags to their cards.
+
+    Where the tag REW-3 stands is the anchor "at-rew-3", which its card points to.
+    """
+    links = {tag: f'<a class="tag" href="#{tag.lower()}">[{tag}]</a>' for tag in tags}
     shown = len("\n".join(block.lines).rstrip().splitlines())  # Empty lines at the end are not drawn.
     lines = []
     for number, line in enumerate(block.html[:shown], block.first):
@@ -105,7 +134,9 @@ def code_html(block, names=(), tags=()):
             lambda m: f'<a class="n" href="#{m[1].lower()}">{m[1]}</a>' if m[1] in names else m[0],
             line,
         )
-        line = TAG.sub(lambda m: f'<a class="tag" href="#{m[1].lower()}">{m[0]}</a>' if m[1] in tags else m[0], line)
+        line = TAG.sub(lambda m: links.get(m[1], m[0]), line)
+        for tag in (tag for tag in links if block.tags.get(tag) == number):
+            line = line.replace(links[tag], links[tag].replace("<a ", f'<a id="at-{tag.lower()}" '), 1)
         lines.append(f'<span class="line" data-line="{number}">{line}</span>')
     return '<pre tabindex="0"><code>' + "\n".join(lines) + "</code></pre>"
 

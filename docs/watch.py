@@ -52,8 +52,9 @@ stop, so what changes is the policy alone.
 * **The KL shows it coming.** It counts how far the policy has moved from where the reward model was trained. With the
   penalty it stays small; without it nothing holds it.
 
-The curves are means over {held_out} held-out prompts; both runs have seed 1. One seed shows how it looks and not how
-often it happens: the README's section on over-optimisation has ten seeds.
+The curves are means over {held_out} held-out prompts; both runs have seed 1, and `docs/toy_runs/README.md` has their
+commands. One seed shows how it looks and not how often it happens. For that there are [ten
+seeds](evidence/2_overoptimisation.md).
 """
 
 

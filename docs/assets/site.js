@@ -1,5 +1,15 @@
-// The filter of the page of details. (The animation has a file of its own.)
+// Links to tagged lines, and the filter of the page of details. (The animation has a file of its own.)
 "use strict";
+
+// A link to a tagged line shows the line from its start, and its card where the code stays in view while the notes scroll.
+function showCard() {
+  const tag = document.getElementById(location.hash.slice(1));
+  if (!tag?.matches(".line .tag")) return;
+  tag.closest("pre").scrollLeft = 0;
+  const isSticky = getComputedStyle(tag.closest(".code")).position === "sticky";
+  if (isSticky) document.querySelector(tag.hash).scrollIntoView({ behavior: "instant" });
+}
+for (const event of ["load", "hashchange"]) addEventListener(event, () => setTimeout(showCard, 100)); // after the browser's own jump
 
 document.addEventListener("DOMContentLoaded", () => {
   const form = document.querySelector("form.filter");

@@ -18,28 +18,6 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 pytestmark = pytest.mark.slow
 WIDTHS = 390, 1440
 SCHEMES = "light", "dark"
-# The lowest contrast of text: 4.5 by WCAG AA, 3 where it is large. Colours may be transparent, so they are blended.
-CONTRAST = """() => {
-  const parse = (text) => { const x = text.match(/[\\d.]+/g).map(Number); return x.length < 4 ? [...x, 1] : x; };
-  const over = (top, below) => [0, 1, 2].map((i) => top[i] * top[3] + below[i] * (1 - top[3])).concat(1);
-  const light = (c) => { const f = (v) => (v /= 255) <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
-    return 0.2126 * f(c[0]) + 0.7152 * f(c[1]) + 0.0722 * f(c[2]); };
-  const behind = (e) => { const layers = [];
-    for (; e; e = e.parentElement) layers.push(parse(getComputedStyle(e).backgroundColor));
-    return layers.reverse().reduce((below, top) => over(top, below), [255, 255, 255, 1]); };
-  const bad = {}, seen = new Set();
-  const walker = document.createTreeWalker(document.querySelector(".md-content"), NodeFilter.SHOW_TEXT);
-  while (walker.nextNode()) {
-    const e = walker.currentNode.parentElement, text = walker.currentNode.textContent.trim();
-    if (!text || e.closest("script, style, noscript, select, .headerlink, [hidden]") || !e.checkVisibility()) continue;
-    const style = getComputedStyle(e), inSvg = e.closest("svg"), back = behind(e);
-    const front = over(parse(inSvg ? style.fill : style.color), back);
-    const [a, b] = [light(front), light(back)].sort((x, y) => y - x), ratio = (a + 0.05) / (b + 0.05);
-    const size = parseFloat(style.fontSize), isLarge = size >= 24 || (size >= 18.66 && style.fontWeight >= 700);
-    if (ratio < (isLarge ? 3 : 4.5)) bad[`${ratio.toFixed(2)} ${style.color} ${e.className}`] = text.slice(0, 40);
-  }
-  return bad;
-}"""
 # What sticks out at the right of the window and is in no box that scrolls
 STICKING_OUT = """() => {
   const scrolls = (e) => e && (/auto|scroll|hidden/.test(getComputedStyle(e).overflowX) || scrolls(e.parentElement));
@@ -182,7 +160,7 @@ def test_search_finds_leave_one_out(tab, address):
     tab.goto(address + "index.html", wait_until="networkidle")
     tab.keyboard.press("Control+k")
     tab.keyboard.type("leave-one-out")
-    result = tab.locator("a[href*='train_rloo.html']").filter(has_text="leave").first
+    result = tab.locator("a[href*='train_rloo.html']").filter(has_text="leave-one-out").first
     result.wait_for(timeout=10_000)
     result.click()
     tab.wait_for_url("**/train_rloo.html*")
@@ -220,13 +198,16 @@ def test_the_filter_of_the_details_shows_what_it_is_asked_for(tab, address):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_text_has_readable_contrast(browser, address, pages, scheme):
+def test_axe_finds_no_fault(browser, address, pages, scheme):
+    """No text of low contrast, no button without a name, and whatever else axe-core's rules for WCAG 2 A and AA see."""
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="this needs axe-playwright-python").Axe()
+    options = {"resultTypes": ["violations"], "runOnly": ["wcag2a", "wcag2aa"]}
     context = browser.new_context(viewport={"width": 1440, "height": 900}, color_scheme=scheme)
     tab, bad = context.new_page(), {}
     for page in pages:
         tab.goto(address + page)
-        if found := tab.evaluate(CONTRAST):
-            bad[page] = found
+        if found := axe.run(tab, options=options).response["violations"]:
+            bad[page] = {fault["id"]: [node["html"][:80] for node in fault["nodes"][:3]] for fault in found}
     context.close()
     assert bad == {}
 
@@ -240,6 +221,19 @@ def test_the_two_schemes_differ(browser, address):
         colours.add(tab.evaluate("getComputedStyle(document.body).backgroundColor"))
         context.close()
     assert len(colours) == 2
+
+
+def test_a_newcomer_gets_from_the_first_page_to_a_line_and_to_its_price_in_one_click(tab, address):
+    """PPO's penalty for a missing EOS: the line is marked, and its card with the price stands in the same window."""
+    tab.goto(address + "index.html")
+    tab.get_by_role("link", name="A response that does not end pays a penalty").click()
+    line, card = tab.locator("#at-rew-3"), tab.locator("#rew-3")
+    tab.wait_for_url("**/train_ppo.html#at-rew-3")
+    tab.wait_for_function("document.querySelector('#rew-3').getBoundingClientRect().top > 0")
+    for box in (line.bounding_box(), card.locator(".prices").bounding_box()):
+        assert 0 < box["y"] < 900
+    number = tab.locator(".line:has(#at-rew-3)").get_attribute("data-line")
+    assert f"train_ppo.py, line {number}" in card.locator("dl").inner_text()
 
 
 @pytest.mark.parametrize("width", WIDTHS)

@@ -10,16 +10,14 @@ import pytest
 @pytest.fixture
 def copied(tmp_path, monkeypatch):
     """A copy of the scripts that a test may change. Call what it returns after a change."""
-    import annotate
-    import compare  # Before the folder is another one: it keeps the folder of the notes.
+    import annotate  # Before the folder is another one: it keeps the folder of the notes.
     import source
 
     (tmp_path / "rlhf_details").mkdir()
     for script in source.SCRIPTS:
         text = (source.ROOT / "rlhf_details" / f"{script}.py").read_text(encoding="utf-8")
         (tmp_path / "rlhf_details" / f"{script}.py").write_text(text, encoding="utf-8")
-    annotate.check()  # It reads the notes, and keeps them.
-    assert compare.ROOT == source.ROOT
+    annotate.check()
     monkeypatch.setattr(source, "ROOT", tmp_path)
     source.blocks.cache_clear()
     yield tmp_path / "rlhf_details"
@@ -64,8 +62,28 @@ def test_moving_lines_moves_notes_and_cards_with_them(copied):
     source.blocks.cache_clear()
     annotate.check()
     block = next(block for block in source.blocks("train_rloo") if block.key == "rloo_advantages")
-    assert block.tags == ["RLOO-3"]
+    assert list(block.tags) == ["RLOO-3"]
     assert "baseline" in annotate.note_of("train_rloo", block)
+
+
+def test_moving_a_tagged_line_needs_no_other_change(copied):
+    """Neither a note nor the copy of the line in another script has to follow, and the card's link does."""
+    import annotate
+    import compare
+    import prices
+    import source
+
+    path = copied / "train_ppo.py"
+    text, line = path.read_text(encoding="utf-8"), "    # Without the penalty an unfinished response may score well"
+    number = text[: text.index(line)].count("\n") + 1
+    assert f'train_ppo.html#at-rew-3">train_ppo.py, line {number}</a>' in prices.card("REW-3")
+    path.write_text(text.replace(line, f"\n    # one more line\n{line}"), encoding="utf-8")
+    source.blocks.cache_clear()
+    annotate.check()
+    for left, right in source.DIFFS:
+        compare.page(left, right)
+    assert f'train_ppo.html#at-rew-3">train_ppo.py, line {number + 2}</a>' in prices.card("REW-3")
+    assert f'data-line="{number + 2}"' in re.search(r"<span[^>]*>[^\n]*at-rew-3", annotate.page("train_ppo"))[0]
 
 
 def test_a_note_on_code_that_is_gone_ends_the_build(copied):
@@ -99,7 +117,7 @@ def test_a_difference_that_nothing_is_said_of_ends_the_build(copied):
     path.write_text(text, encoding="utf-8")
     source.blocks.cache_clear()
     with pytest.raises(source.Mistake, match=r"Policy\.of_tokens"):
-        compare.page("train_ppo", "train_rloo", "", "")
+        compare.page("train_ppo", "train_rloo")
 
 
 def test_the_prices_on_the_cards_are_those_that_the_ablations_wrote():
