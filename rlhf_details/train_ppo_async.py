@@ -521,9 +521,9 @@ def check(args):
     """Ends with one line (exit code 2) where arguments contradict each other."""
     cli.check(args)
     rewards.check(args)
-    factors = args.num_mini_batches * cli.world_size()
-    if args.batch_size % factors:
-        cli.fail(f"--batch_size {args.batch_size}: not divisible by num_mini_batches * processes = {factors}")
+    unit = args.num_mini_batches * cli.world_size()
+    if args.batch_size % unit:
+        cli.fail(f"--batch_size {args.batch_size}: not divisible by num_mini_batches * processes = {unit}")
     if args.kl_penalty == "full":
         cli.fail("--kl_penalty full: not here, because the policy that sampled is no longer at hand")
     for name in ("gamma", "lam"):

@@ -370,9 +370,9 @@ def check(args):
     """Ends with one line (exit code 2) where arguments contradict each other."""
     cli.check(args)
     rewards.check(args)
-    factors = args.num_mini_batches * args.rloo_k * cli.world_size()
-    if args.batch_size % factors:
-        cli.fail(f"--batch_size {args.batch_size}: not divisible by num_mini_batches * rloo_k * processes = {factors}")
+    unit = args.num_mini_batches * args.rloo_k * cli.world_size()
+    if args.batch_size % unit:
+        cli.fail(f"--batch_size {args.batch_size}: not divisible by num_mini_batches * rloo_k * processes = {unit}")
     if args.rloo_k == 1 and not (args.token_level_kl and args.normalize_advantage):
         cli.fail("--rloo_k 1: leave-one-out needs at least 2; 1 is for --token_level_kl with --normalize_advantage")
 
@@ -393,7 +393,7 @@ def main(args: Args):
     prompts, held_out = data.load_prompts(args, tokenizer, room=models.context(policy, reward_model) - R)
     # A forward takes `size` episodes, n in a row, and the sampler rollout_size, rollout_n in a row. `layout.choose`
     # packs only where it finds that packed and plain rows have the same log-probs and scores.
-    packing = layout.choose(args, policy, reward_model, prompts, response_logprobs, response_scores)
+    packing = layout.choose(args, k, policy, reward_model, prompts, response_logprobs, response_scores)
     n, size = packing.n, packing.size
     score = rewards.Scorer(args, accelerator, tokenizer, reward_model, response_scores, size, stop_id)
     score.check_columns(prompts, held_out)  # score(rows, batch, n) gives F values a row, NaN where one does not apply.

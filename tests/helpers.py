@@ -20,7 +20,8 @@ from rlhf_details import toy, utils
 
 ROOT = Path(__file__).parent.parent
 PAGES = {
-    name: importlib.import_module(f"rlhf_details.{name}") for name in ("train_rloo", "train_ppo", "train_ppo_async")
+    name: importlib.import_module(f"rlhf_details.{name}")
+    for name in ("train_rloo", "train_grpo", "train_ppo", "train_ppo_async")
 }
 SIZES = dict(vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=128)
 LM_HUMAN_PREFERENCES = dict(
@@ -111,17 +112,23 @@ def metaspace_tokenizer():
 
 # ---- runs in this process --------------------------------------------------------------------------------------------
 def page_args(page, tiny, **changes):
-    """Args of a short run of "train_rloo", "train_ppo" or "train_ppo_async" on the models in the folder `tiny`.
+    """Args of a short run of a page on the models in the folder `tiny`.
 
-    3 updates of 16 episodes (RLOO: 4 for each prompt), responses of 8 tokens, one optimiser step for each rollout.
+    3 updates of 16 episodes (RLOO and GRPO: 4 for each prompt), responses of 8 tokens, one optimiser step for each
+    rollout.
     """
     values = dict(
         sft_model_path=str(tiny / "policy"), reward_model_path=str(tiny / "reward"), total_episodes=48, batch_size=16,
         response_length=8, temperature=1.0, num_ppo_epochs=1, num_mini_batches=1, learning_rate=1e-3, take=256,
         num_sample_generations=0, run_name="run", overwrite=True,
     )  # fmt: skip
-    values |= dict(rloo_k=4) if page == "train_rloo" else {}
+    values |= {"train_rloo": dict(rloo_k=4), "train_grpo": dict(group_size=4)}.get(page, {})
     return PAGES[page].Args(**(values | changes))
+
+
+def responses_per_prompt(args):
+    """k of a page's arguments, 1 where a page has none."""
+    return getattr(args, "rloo_k", getattr(args, "group_size", 1))
 
 
 def rloo_args(tiny, **changes):

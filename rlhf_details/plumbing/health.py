@@ -1,5 +1,5 @@
 """
-"Is my run healthy?": known bad signs of a PPO or RLOO run, each with a threshold and an advice.
+"Is my run healthy?": known bad signs of a policy's training, each with a threshold and an advice.
 
 Each sign is a metric `health/<name>`: 1 in an update where it shows, else 0. The first time it shows, one line says so.
 docs/guides/2_reading_a_run.md explains them. Nothing here changes a run.
@@ -46,7 +46,7 @@ def signs(metrics, first, args, precision):
         "reward_variance": (
             same > 0.5,
             f"{same:.0%} of the prompts have responses of equal score, above 50 %",
-            "they teach nothing: stop if the reward is at its best, else take other prompts or a larger --rloo_k",
+            "they teach nothing: stop if the reward is at its best, else take other prompts or more responses to each",
         ),
         "entropy": (
             entropy < 0.2 * first["policy/entropy_avg"],

@@ -22,6 +22,12 @@ PAPERS = {  # of each script: title and arXiv number
         "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback in LLMs",
         "2402.14740",
     ),
+    "grpo": (
+        "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models",
+        "Shao, Zhihong and Wang, Peiyi and Zhu, Qihao and Xu, Runxin and Song, Junxiao and others",
+        2024,
+        "2402.03300",
+    ),
 }
 OF_A_POLICY = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -52,7 +58,8 @@ def command_of(args, num_processes):
     defaults = {field.name: field.default for field in dataclasses.fields(args)}
     defaults |= stages.defaults(defaults["exp_name"]).get(task, {})
     always = {"dataset"} | starting_values.names().get(script.removesuffix("_async"), set())
-    words = ["accelerate", "launch", "--num_processes", str(num_processes), f"rlhf_details/{script}.py"]
+    start = ["python"] if num_processes == 1 else ["accelerate", "launch", "--num_processes", str(num_processes)]
+    words = [*start, f"rlhf_details/{script}.py"]
     for name, default in defaults.items():
         value, default = getattr(args, name), tuple(default) if isinstance(default, list) else default
         if (value == default and name not in always) or name in ("config", "resume", "overwrite"):

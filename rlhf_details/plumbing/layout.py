@@ -21,15 +21,15 @@ class Packing(NamedTuple):
     rollout_size: int
 
 
-def choose(args, policy, reward_model, prompts, response_logprobs, response_scores):
+def choose(args, k, policy, reward_model, prompts, response_logprobs, response_scores):
     """The Packing of a run; one line says which rows it uses, and why.
 
-    Args: policy, reward_model (or None), modules of the page; prompts, data.Prompts; response_logprobs and
-    response_scores, the page's functions of (module, batch, n).
+    Args: k, the responses to a prompt; policy, reward_model (or None), modules of the page; prompts, data.Prompts;
+    response_logprobs and response_scores, the page's functions of (module, batch, n).
     """
     reward_model = None if reward_model is None or reward_model.tokenizer else reward_model  # That one is given text.
-    n, size = largest(args.rloo_k, args.micro_batch_size)
-    rollout_n, rollout_size = largest(args.rloo_k, args.rollout_micro_batch_size)
+    n, size = largest(k, args.micro_batch_size)
+    rollout_n, rollout_size = largest(k, args.rollout_micro_batch_size)
     longest = max(len(prompt.ids) for prompt in prompts)
     why_plain = "--no_share_prompts" if not args.share_prompts else ""
     if max(n, rollout_n) == 1:
@@ -42,7 +42,7 @@ def choose(args, policy, reward_model, prompts, response_logprobs, response_scor
     if why_plain:
         cli.say(f"plain rows, one response each: {why_plain}")
         return Packing(1, args.micro_batch_size, 1, args.rollout_micro_batch_size)
-    when = f"{n} of its {args.rloo_k} responses, and for {rollout_n} in sampling"
+    when = f"{n} of its {k} responses, and for {rollout_n} in sampling"
     cli.say(f"packed rows: a prompt is computed once for {when}; they give the same numbers as plain rows")
     return Packing(n, size, rollout_n, rollout_size)
 

@@ -27,6 +27,12 @@ DEFAULTS = {
         num_ppo_epochs=1, num_mini_batches=1, missing_eos_penalty=3.0, response_length=RESPONSE_LENGTH, temperature=1.0,
         micro_batch_size=256, rollout_micro_batch_size=256,
     ),
+    "train_grpo": dict(
+        dataset="toy", eval_dataset="toy:test", sft_model_path="models/toy/sft", reward_model_path="models/toy/reward",
+        output_dir="models/toy/grpo", total_episodes=25_600, batch_size=256, group_size=4, learning_rate=5e-4,
+        kl_coef=0.1, missing_eos_penalty=3.0, response_length=RESPONSE_LENGTH, micro_batch_size=256,
+        rollout_micro_batch_size=256,
+    ),
     "train_ppo": dict(
         dataset="toy", eval_dataset="toy:test", sft_model_path="models/toy/sft", reward_model_path="models/toy/reward",
         output_dir="models/toy/ppo", total_episodes=10_240, batch_size=256, learning_rate=5e-4, kl_coef=0.1,
@@ -49,6 +55,11 @@ SUM_DEFAULTS = {  # what differs for "toy-sum": arithmetic, rewarded by a functi
         dataset="toy-sum", eval_dataset="toy-sum:test", sft_model_path="models/toy-sum/sft", reward_model_path=None,
         reward_fn=["rlhf_details.toy:right_sum"], output_dir="models/toy-sum/rloo", response_length=3,
         missing_eos_penalty=1.0, kl_coef=0.01, learning_rate=2e-3, total_episodes=307_200,
+    ),
+    "train_grpo": dict(
+        dataset="toy-sum", eval_dataset="toy-sum:test", sft_model_path="models/toy-sum/sft", reward_model_path=None,
+        reward_fn=["rlhf_details.toy:right_sum"], output_dir="models/toy-sum/grpo", response_length=3,
+        missing_eos_penalty=1.0, learning_rate=2e-3, total_episodes=307_200,
     ),
     "train_ppo": dict(
         dataset="toy-sum", eval_dataset="toy-sum:test", sft_model_path="models/toy-sum/sft", reward_model_path=None,

@@ -13,6 +13,7 @@ from rlhf_details import toy, utils
 CASES = {  # name: (page, flags)
     "rloo": ("train_rloo", {}),
     "rloo-tokens": ("train_rloo", dict(token_level_kl=True, normalize_reward=True, normalize_advantage=True)),
+    "grpo": ("train_grpo", dict(loss_normalization="response", cliprange_high=0.3)),
     "ppo": ("train_ppo", dict(kl_penalty="full")),
     "lm-human-preferences": ("train_ppo", LM_HUMAN_PREFERENCES),
     "async": ("train_ppo_async", dict(kl_penalty="k3")),
@@ -21,7 +22,7 @@ EVERY_CASE = pytest.mark.parametrize("case", CASES)
 IN_STEP = pytest.mark.parametrize("case", [name for name in CASES if name != "async"])  # the policy that trains samples
 RLOO_AND_PPO = pytest.mark.parametrize("case", ["rloo", "ppo"])
 VALUE_MODELS = pytest.mark.parametrize("value_model", ["separate", "shared"])
-LOSS = {"train_rloo": "rloo_policy_loss", "train_ppo": "ppo_policy_loss", "train_ppo_async": "ppo_policy_loss"}
+LOSS = {page: f"{page.split('_')[1]}_policy_loss" for page in PAGES}
 
 
 def page_of(case):

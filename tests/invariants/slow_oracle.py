@@ -1,4 +1,4 @@
-"""RLOO and PPO from their definitions: one unpadded row at a time, plain transformers calls in float64, Python loops.
+"""RLOO, GRPO and PPO from their definitions: an unpadded row at a time, plain transformers in float64, Python loops.
 
 Nothing here calls the package, except for the embedded task's known reward. Episodes are pairs (query, response) of
 lists of token ids, and `orders` says in which order each pass takes them.
@@ -10,6 +10,7 @@ import statistics
 
 import torch
 import transformers
+from helpers import responses_per_prompt
 
 from rlhf_details import toy
 
@@ -33,7 +34,7 @@ def whitened(rows, keep_mean=False):
 
 
 class Oracle:
-    """What both algorithms share. Subclasses have `update`, which returns what is to be logged."""
+    """What the algorithms share. Subclasses have `update`, which returns what is to be logged."""
 
     def __init__(self, folder, args, num_prompts):
         load = transformers.AutoModelForCausalLM.from_pretrained
@@ -111,11 +112,12 @@ class Oracle:
     def surrogate(self, ratio, advantage):
         """(the clipped surrogate of one action, whether the clipped side decided)."""
         c = self.args.cliprange
-        plain, clipped = -advantage * ratio, -advantage * ratio.clamp(1 - c, 1 + c)
+        above = c if getattr(self.args, "cliprange_high", None) is None else self.args.cliprange_high
+        plain, clipped = -advantage * ratio, -advantage * ratio.clamp(1 - c, 1 + above)
         return torch.max(plain, clipped), clipped.item() > plain.item()
 
     def shared_metrics(self, number, num_updates, episodes, judged, old_logprobs, actions, entropies, norms):
-        """What both log. actions: (loss, log-ratio, clipped) of each action of each pass."""
+        """What all of them log. actions: (loss, log-ratio, clipped) of each action of each pass."""
         losses, logratios, clipped = zip(*actions, strict=True)
         ratios, eos = [math.exp(x) for x in logratios], self.token("eos")
         has_end = {self.args.stop_token, getattr(self.args, "truncate_token", "none")} != {"none"}
@@ -123,7 +125,7 @@ class Oracle:
             [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in (query, read)]
             for (query, _), (_, read, _) in zip(episodes, judged, strict=True)
         ]
-        prompts = len(episodes) // getattr(self.args, "rloo_k", 1)
+        prompts = len(episodes) // responses_per_prompt(self.args)
         return {
             "update": number,
             "episode": number * len(episodes),
@@ -202,6 +204,65 @@ class RlooOracle(Oracle):
             "objective/kl": mean_kl,
             "objective/non_score_reward": -args.kl_coef * mean_kl,
             "objective/rlhf_reward": mean(rewards),
+            "val/logprob_gap": gap,
+            "val/first_ratio": first,
+            "val/equal_scores": mean(len(set(group)) == 1 for group in groups),
+        }
+
+
+class GrpoOracle(Oracle):
+    """arXiv 2402.03300, with the choices of DAPO (2503.14476) and Dr. GRPO (2503.20783)."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.start_optimiser()
+
+    def advantage(self, scores, i):
+        k, scale = self.args.group_size, self.args.scale_advantages
+        group = scores[i // k * k : i // k * k + k]
+        spread = {"group": statistics.stdev(group) + 1e-4, "batch": statistics.stdev(scores) + 1e-4, "none": 1.0}
+        return (scores[i] - mean(group)) / spread[scale]
+
+    def update(self, number, num_updates, episodes, orders, sampled_logprobs):
+        args, k = self.args, self.args.group_size
+        judged = [self.score(*episode) for episode in episodes]
+        scores = [score for score, _, _ in judged]
+        sampler = [self.logprobs(self.policy, *episode) for episode in episodes]
+        ref = [self.logprobs(self.reference, *episode) for episode in episodes]
+        advantages = [self.advantage(scores, i) for i in range(len(episodes))]
+        actions, entropies, norms, kls, gap, first = [], [], [], [], 0.0, 1.0
+        one_step = len(orders) * args.num_mini_batches == 1
+        for order in orders:
+            size = len(order) // args.num_mini_batches
+            for part in range(args.num_mini_batches):
+                losses = []  # of each token of each response
+                for i in order[part * size : (part + 1) * size]:
+                    table, _ = self.distributions(self.policy, *episodes[i])
+                    entropies += [-(row.exp() * row).sum().item() for row in table]
+                    new = [table[t, token] for t, token in enumerate(episodes[i][1])]
+                    old = [x.detach() for x in new] if one_step else sampler[i]
+                    losses.append([])
+                    for x, y, z in zip(new, old, ref[i], strict=True):
+                        loss, clipped = self.surrogate((x - y).exp(), advantages[i])
+                        kl = (z - x).exp() - (z - x) - 1
+                        losses[-1].append(loss + args.kl_coef * kl)
+                        actions.append((loss.item(), (x - y).item(), clipped))
+                        kls.append(kl.item())
+                        first = first if norms else max(first, math.exp(abs((x - y).item())))
+                    if not norms:
+                        gap = max(gap, *(abs(x.item() - y) for x, y in zip(new, sampled_logprobs[i], strict=True)))
+                if args.loss_normalization == "response":
+                    loss = mean(map(mean, losses))
+                else:
+                    tokens = sum(map(len, losses))
+                    fixed = len(losses) * args.response_length
+                    loss = sum(map(sum, losses)) / (tokens if args.loss_normalization == "token" else fixed)
+                norms.append(self.step(loss, self.learning_rate(number, num_updates)))
+        groups = [scores[i : i + k] for i in range(0, len(scores), k)]
+        common = self.shared_metrics(number, num_updates, episodes, judged, sampler, actions, entropies, norms)
+        return common | {
+            "objective/kl": mean(sum(a) - sum(b) for a, b in zip(sampler, ref, strict=True)),
+            "loss/kl_avg": mean(kls),
             "val/logprob_gap": gap,
             "val/first_ratio": first,
             "val/equal_scores": mean(len(set(group)) == 1 for group in groups),

@@ -39,7 +39,7 @@ def test_padding_changes_nothing(ragged, in_tmp, monkeypatch, baseline, case):
     assert (baseline(case).rows[1]["val/sequence_lengths"] == 10) == is_fixed
 
 
-@pytest.mark.parametrize("case", ["rloo", "rloo-tokens"])
+@pytest.mark.parametrize("case", ["rloo", "rloo-tokens", "grpo"])
 def test_rloo_8_packed_and_plain_rows_give_the_same_curves(ragged, in_tmp, capsys, baseline, case):
     assert_same_curves(baseline(case).rows, run_case(case, ragged, **knobs(in_tmp), share_prompts=False))
     assert "plain rows, one response each: --no_share_prompts" in capsys.readouterr().out

@@ -84,15 +84,15 @@ def test_opt_9_minibatches_cover_every_episode_once_a_pass_each_time_in_another_
         return real(policy, batch, *n)
 
     monkeypatch.setattr(page, "response_logprobs", recording)
-    options = dict(rloo_k=2) if case.startswith("rloo") else {}
-    options |= dict(num_ppo_epochs=3, num_mini_batches=2, micro_batch_size=4, stop_token="none", total_episodes=32)
-    run_case(case, ragged, **options)
+    siblings = {"rloo": dict(rloo_k=2), "grpo": dict(group_size=2)}.get(case.split("-")[0], {})
+    options = dict(num_ppo_epochs=3, num_mini_batches=2, micro_batch_size=4, stop_token="none", total_episodes=32)
+    run_case(case, ragged, **siblings, **options)
     sampled = [[(tuple(query), tuple(response)) for query, response in batch] for batch in episodes_of(sampled)]
     assert len(sampled) == 2 and len(seen) == 2 * 3 * 4
     passes = [[row for rows in seen[i : i + 4] for row in rows] for i in range(0, len(seen), 4)]
     for number, rows in enumerate(passes):
         assert sorted(rows) == sorted(sampled[number // 3]) and len(set(rows)) == 16
-        if case.startswith("rloo"):  # Siblings stay together.
+        if siblings:  # Siblings stay together.
             assert all(rows[i][0] == rows[i + 1][0] for i in range(0, 16, 2))
     assert len({tuple(rows) for rows in passes}) == 6
 
@@ -101,7 +101,8 @@ def test_opt_9_minibatches_cover_every_episode_once_a_pass_each_time_in_another_
 def test_opt_10_updates_are_rounded_up_and_each_takes_the_steps_that_the_flags_say(ragged, in_tmp, monkeypatch, case):
     """Faults 1, 42 and 43: the prompts come round again in the middle of an update."""
     steps = optimiser_steps(monkeypatch, lambda groups: 1)
-    options = dict(take=6 if case.startswith("rloo") else 24, total_episodes=33, num_ppo_epochs=3, num_mini_batches=2)
+    few = case == "grpo" or case.startswith("rloo")  # They sample 4 responses to each prompt.
+    options = dict(take=6 if few else 24, total_episodes=33, num_ppo_epochs=3, num_mini_batches=2)
     rows = run_case(case, ragged, response_length=3, **options)
     assert len(steps) == 3 * 3 * 2
     assert [row["episode"] for row in rows] == [16, 32, 48]

@@ -4,8 +4,17 @@ import pytest
 import torch
 import transformers
 from cases import episodes_of
-from helpers import LM_HUMAN_PREFERENCES, PAGES, page_args, read_metrics, record, run_rloo, without_times
-from slow_oracle import PpoOracle, RlooOracle
+from helpers import (
+    LM_HUMAN_PREFERENCES,
+    PAGES,
+    page_args,
+    read_metrics,
+    record,
+    responses_per_prompt,
+    run_page,
+    without_times,
+)
+from slow_oracle import GrpoOracle, PpoOracle, RlooOracle
 
 from rlhf_details import utils
 
@@ -36,6 +45,10 @@ ORACLES = {  # name: (page, flags)
     "rloo-one-step": ("train_rloo", dict(kl_coef=0.3, num_ppo_epochs=1, num_mini_batches=1, max_grad_norm=None)),
     "reinforce++": ("train_rloo", TOKENS | WHITE_SCORES),
     "reinforce++-one-response": ("train_rloo", TOKENS | dict(rloo_k=1, reward_clip_range=0.5, stop_token="none")),
+    "grpo": ("train_grpo", dict(kl_coef=0.3, group_size=4, cliprange_high=0.08, learning_rate=0.05)),
+    "grpo-batch": ("train_grpo", dict(group_size=2, scale_advantages="batch", loss_normalization="response")),
+    "dr-grpo": ("train_grpo", dict(group_size=4, kl_coef=0.0, scale_advantages="none", loss_normalization="constant")),
+    "grpo-one-step": ("train_grpo", dict(group_size=4, num_ppo_epochs=1, num_mini_batches=1, max_grad_norm=None)),
     "n+": ("train_ppo", VALUES | dict(kl_coef=0.3)),
     "lm-human-preferences": (
         "train_ppo", VALUES | LM_HUMAN_PREFERENCES | dict(kl_horizon=40.0, learning_rate=0.2, kl_target=0.06)
@@ -51,15 +64,16 @@ def test_three_updates_equal_the_slow_oracles(ragged, in_tmp, monkeypatch, name)
     """Details that nothing smaller than an update shows:
 
     [GEN-14] [REW-1] [REW-5] [PPO-1] [PPO-2] [PPO-3] [PPO-4] [PPO-8] [PPO-10] [PPO-14] [PPO-16] [PPO-17] [PPO-18]
-    [RLOO-2] [RLOO-14] [OPT-2] [OPT-4] [OPT-8] [LOG-1] [LOG-2] [LOG-3] [LOG-4] [LOG-5]
+    [RLOO-2] [RLOO-14] [GRPO-1] [GRPO-2] [GRPO-3] [GRPO-4] [OPT-2] [OPT-4] [OPT-8] [LOG-1] [LOG-2] [LOG-3] [LOG-4]
+    [LOG-5]
     """
     page, options = ORACLES[name]
     args = page_args(page, ragged, **(STEEP | options))
     sampled = record(monkeypatch, utils, "sample")["sample"]
     policies = record(monkeypatch, PAGES[page], "load_models")["load_models"]
     got = without_times(read_metrics(PAGES[page].main(args)["run"]))
-    oracle = (RlooOracle if page == "train_rloo" else PpoOracle)(ragged, args, 96)
-    before, k, expected = [p.detach().clone() for p in oracle.parameters], getattr(args, "rloo_k", 1), []
+    oracle = {"train_rloo": RlooOracle, "train_grpo": GrpoOracle, "train_ppo": PpoOracle}[page](ragged, args, 96)
+    before, k, expected = [p.detach().clone() for p in oracle.parameters], responses_per_prompt(args), []
     sampled = [joined(calls) for calls in by_update(sampled)]
     assert len(sampled) == 3
     for number, (episodes, logprobs) in enumerate(sampled, 1):
@@ -82,8 +96,8 @@ def test_three_updates_equal_the_slow_oracles(ragged, in_tmp, monkeypatch, name)
     assert max(moved[:policy_size]) > 1e-3 and max(moved[policy_size:], default=1) > 1e-3
     lengths = {len(response) for episodes, _ in sampled for _, response in episodes}
     assert (len(lengths) > 3) == (args.stop_token == "eos") and abs(got[-1]["objective/kl"]) > 1e-3
-    assert any(row["policy/clipfrac_avg"] for row in got) == (name != "rloo-one-step")
-    assert page == "train_rloo" or any(row["val/clipfrac_avg"] for row in got)
+    assert any(row["policy/clipfrac_avg"] for row in got) == ("one-step" not in name)
+    assert page != "train_ppo" or any(row["val/clipfrac_avg"] for row in got)
     if name == "limits":
         skipped = [row["policy/skipped_minibatches"] for row in got]
         assert any(skipped) and oracle.steps < 3 * 8 - sum(skipped)  # Some steps are skipped, some passes not made.
@@ -105,11 +119,19 @@ def joined(calls):
     return episodes, [row[m].tolist() for row, m in pairs]
 
 
-@pytest.mark.parametrize("options", [{}, dict(token_level_kl=True)], ids=["responses", "tokens"])
-def test_rloo_7_one_step_is_exactly_reinforce(ragged, in_tmp, monkeypatch, options):
+DR_GRPO = dict(kl_coef=0.0, scale_advantages="none", loss_normalization="constant")
+
+
+@pytest.mark.parametrize(
+    "case, options",
+    [("rloo", {}), ("rloo", dict(token_level_kl=True)), ("grpo", DR_GRPO)],
+    ids=["responses", "tokens", "dr-grpo"],
+)
+def test_rloo_7_one_step_is_exactly_reinforce(ragged, in_tmp, monkeypatch, case, options):
     """The first update's gradient is that of -mean(A log p(action)), computed a row at a time by plain transformers."""
-    page, gradient, clip = PAGES["train_rloo"], [], torch.nn.utils.clip_grad_norm_
-    calls = record(monkeypatch, page, "rloo_policy_loss")["rloo_policy_loss"]
+    page, gradient, clip = PAGES[f"train_{case}"], [], torch.nn.utils.clip_grad_norm_
+    calls = record(monkeypatch, page, f"{case}_policy_loss")[f"{case}_policy_loss"]
+    scored = record(monkeypatch, page, "missing_eos_scores")["missing_eos_scores"]
     sampled = record(monkeypatch, utils, "sample")["sample"]
 
     def recording_clip(parameters, *rest, **kwargs):
@@ -118,8 +140,8 @@ def test_rloo_7_one_step_is_exactly_reinforce(ragged, in_tmp, monkeypatch, optio
         return clip(parameters, *rest, **kwargs)
 
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", recording_clip)
-    run_rloo(ragged, total_episodes=16, **options)
-    ((_, _, mask, advantages, _), _), *_ = calls
+    run_page(f"train_{case}", ragged, total_episodes=16, **options)
+    ((_, _, mask, advantages, *_), _), *_ = calls
     model, total = transformers.AutoModelForCausalLM.from_pretrained(ragged / "policy"), 0.0
     episodes, _ = joined(sampled)
     order = [i * 4 + j for i in utils.permutation(4, 1, 1, 0) for j in range(4)]
@@ -128,7 +150,11 @@ def test_rloo_7_one_step_is_exactly_reinforce(ragged, in_tmp, monkeypatch, optio
         logprobs = logits.log_softmax(-1)[torch.arange(len(response)), response]
         advantage = advantages[row][: len(response)] if options else advantages[row]
         total = total + (advantage * logprobs).sum()
-    num_actions = mask.sum() if options else 16
+    num_actions = {"rloo": mask.sum() if options else 16, "grpo": 16 * 8}[case]
+    if case == "grpo":  # The baseline is the mean of the group.
+        groups = scored[0][1].reshape(4, 4)
+        centred = (groups - groups.mean(1, keepdim=True)).reshape(-1)[order]
+        assert (advantages.squeeze(1) - centred).abs().max() < 1e-6
     for ours, oracle in zip(gradient, torch.autograd.grad(-total / num_actions, list(model.parameters())), strict=True):
-        assert (ours - oracle).abs().max() < 1e-5
+        assert (ours - oracle).abs().max() < (1e-6 if case == "grpo" else 1e-5)
     assert max(g.abs().max() for g in gradient) > 1e-2 and not mask.all()

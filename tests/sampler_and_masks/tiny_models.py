@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import torch
 import transformers
 
-from rlhf_details import evaluate, train_ppo, train_ppo_async, train_reward, train_rloo, train_sft, utils
+from rlhf_details import evaluate, train_grpo, train_ppo, train_ppo_async, train_reward, train_rloo, train_sft, utils
 
-PAGES = {"rloo": train_rloo, "ppo": train_ppo, "async": train_ppo_async, "evaluate": evaluate}  # that compute log-probs
+PAGES = {"rloo": train_rloo, "grpo": train_grpo, "ppo": train_ppo, "async": train_ppo_async, "evaluate": evaluate}
 SAMPLED = {name: page.Policy for name, page in PAGES.items()}  # what the sampler calls
 SAMPLED |= {"reward": train_reward.Policy, "sft": train_sft.LanguageModel}
 
@@ -64,8 +64,8 @@ def rows_of(batch):
 
 
 def rest(page, n=1):
-    """The last argument of RLOO's functions, which the other pages do not have: n responses a row."""
-    return (n,) if page is train_rloo else ()
+    """The last argument of RLOO's and GRPO's functions, which the other pages do not have: n responses a row."""
+    return (n,) if page in (train_rloo, train_grpo) else ()
 
 
 def fixed_logits(logits):

@@ -16,6 +16,7 @@ LIMITS = dict(score_scaling=True, score_norm=True, score_clip=1.5, ratio_thresho
 CASES = {
     "rloo": ("train_rloo", {}),
     "reinforce++": ("train_rloo", dict(token_level_kl=True, normalize_reward=True, normalize_advantage=True)),
+    "grpo": ("train_grpo", dict(cliprange_high=0.3)),
     "ppo": ("train_ppo", LIMITS),
     "lm-human-preferences": ("train_ppo", LM_HUMAN_PREFERENCES | dict(kl_horizon=200.0)),
     "async": ("train_ppo_async", {}),

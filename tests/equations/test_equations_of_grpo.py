@@ -1,0 +1,74 @@
+"""The equations of train_grpo.py against slow loops written from the papers, and by hand."""
+
+import math
+import statistics
+
+import pytest
+import torch
+from oracles import close, ragged_mask, uniform
+
+from rlhf_details import train_grpo
+
+
+@pytest.mark.parametrize("k", [2, 3, 8])
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_grpo_1_advantages_equal_the_loop(scale, k):
+    scores = uniform(torch.Generator().manual_seed(k), 5 * k, low=-3, high=8)
+    expected, flat = [], scores.tolist()
+    for i, score in enumerate(flat):
+        group = flat[i // k * k :][:k]
+        spread = {"group": statistics.stdev(group), "batch": statistics.stdev(flat)}.get(scale)
+        expected.append([(score - statistics.mean(group)) / (1 if spread is None else spread + 1e-4)])
+    close(train_grpo.grpo_advantages(scores, k, scale), expected)
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_grpo_1_a_group_of_equal_scores_has_no_advantages(scale):
+    advantages = train_grpo.grpo_advantages(torch.tensor([2.0, 2.0, 2.0, 1.0, 1.0, 4.0]), 3, scale)
+    assert (advantages[:3] == 0).all() and (advantages[3:] != 0).all()
+
+
+def test_grpo_2_the_kl_equals_the_formula_is_never_negative_and_pulls_towards_the_reference():
+    generator = torch.Generator().manual_seed(0)
+    new, ref = uniform(generator, 4, 6, low=-3, high=0).requires_grad_(), uniform(generator, 4, 6, low=-3, high=0)
+    kl = train_grpo.kl_estimates(new, ref)
+    pairs = [zip(*rows, strict=True) for rows in zip(new.tolist(), ref.tolist(), strict=True)]
+    close(kl, [[math.exp(y - x) - (y - x) - 1 for x, y in row] for row in pairs])
+    assert (kl >= 0).all()
+    kl.sum().backward()
+    assert (new.grad.sign() == (new.detach() - ref).sign()).all()  # the log-prob falls where it is above
+
+
+@pytest.mark.parametrize("low, high", [(0.2, 0.2), (0.1, 0.5)])
+def test_grpo_3_the_policy_loss_equals_the_loop_and_clips_each_side_at_its_own_bound(low, high):
+    generator = torch.Generator().manual_seed(3)
+    mask = ragged_mask([1, 4, 6, 2, 3, 6, 5, 1], 6)
+    old = uniform(generator, 8, 6, low=-3, high=0)
+    new = old + uniform(generator, 8, 6, low=-0.8, high=0.8)
+    new, old = torch.where(mask, new, torch.tensor(7.0)), torch.where(mask, old, torch.tensor(-5.0))  # garbage
+    advantages = uniform(generator, 8, 1, low=-2, high=2)
+    expected, flags = [[0.0] * 6 for _ in range(8)], [[False] * 6 for _ in range(8)]
+    for i in range(8):
+        for t in range(int(mask[i].sum())):
+            ratio, advantage = math.exp(new[i, t] - old[i, t]), advantages[i, 0].item()
+            held = min(max(ratio, 1 - low), 1 + high)
+            expected[i][t] = -min(ratio * advantage, held * advantage)
+            flags[i][t] = held * advantage < ratio * advantage
+    losses, logratio, is_clipped = train_grpo.grpo_policy_loss(new, old, mask, advantages, low, high)
+    close(losses, expected)
+    assert is_clipped.tolist() == flags and is_clipped.any() and (logratio[~mask] == 0).all()
+
+
+@pytest.mark.parametrize("normalization", ["token", "response", "constant"])
+def test_grpo_4_weights_of_micro_batches_make_the_mean_of_the_minibatch(normalization):
+    mask, losses = ragged_mask([1, 4, 6, 2], 6), uniform(torch.Generator().manual_seed(1), 4, 6, low=-2, high=2)
+    rows = [row[m].tolist() for row, m in zip(losses, mask, strict=True)]
+    expected = {
+        "token": sum(map(sum, rows)) / 13,
+        "response": statistics.mean(map(statistics.mean, rows)),
+        "constant": sum(map(sum, rows)) / (4 * 6),
+    }
+    total = 0.0
+    for x, m in zip(losses.split(3), mask.split(3), strict=True):
+        total += (x * train_grpo.loss_weights(m, 4, mask.sum(), normalization)).sum().item()
+    assert total == pytest.approx(expected[normalization], rel=1e-5)
