@@ -268,7 +268,7 @@ def grpo_advantages(scores, k, scale):
     """(score - mean of the group) / (standard deviation + 1e-4), of the group, of the batch, or without division.
 
     Args: scores [B], the k of a prompt adjacent; k >= 2; scale, "group", "batch" or "none". Returns: [B, 1].
-    Source: arXiv 2402.03300, section 4.1.2; "none": arXiv 2503.20783, section 3.2; unbiased std and 1e-4: TRL v1.16.
+    Source: arXiv 2402.03300, section 4.1.2; "none": arXiv 2503.20783, section 3; unbiased std and 1e-4: TRL v1.16.
     """
     groups = scores.reshape(-1, k)  # [P, k]
     # Unlike RLOO's baseline the mean includes the response's own score. This shrinks advantages by (k - 1) / k.
@@ -311,7 +311,7 @@ def loss_weights(mask, num_responses, num_tokens, normalization):
     """The weight of each token's loss [M, R], so that the sum over the whole minibatch is the loss.
 
     Args: mask [M, R] of some of its responses; num_responses, num_tokens, of the whole minibatch; normalization,
-    "token" (arXiv 2503.14476, section 3.3), "response" (2402.03300, equation 3), "constant" (2503.20783, section 3.1).
+    "token" (arXiv 2503.14476, section 3.3), "response" (2402.03300, equation 3), "constant" (2503.20783, section 3).
     """
     # Under "response" each token of a long response counts less, so a long wrong one is hardly punished. [GRPO-4]
     lengths = {"response": mask.sum(1, keepdim=True), "constant": mask.size(1)}
