@@ -1,0 +1,184 @@
+"""
+GRPO beside RLOO and PPO on the embedded tasks, and what its parts are worth, over seeds.
+
+    python benchmark/grpo.py run --tag TAG --workers 2         (about two hours of one core for ten seeds)
+    python benchmark/grpo.py draw --tag TAG
+
+`run` goes on where it stopped. `draw` writes results/TAG/grpo.md and static/grpo.svg. A seed has its own SFT and reward
+model, which all of its runs share. "toy" and "toy-sum" are whole runs with the scripts' own settings; the parts of GRPO
+are switched by flags in runs of 25 updates of 32 prompts x 4, as in ablations.py, and compared with the same run as it
+is by default. Parts that act on the ratio are switched in runs of four passes over each batch.
+"""
+
+import sys
+from dataclasses import dataclass
+
+import numpy as np
+from intervals import ROOT, bootstrap, iqm, last, mean_interval, read_seeds
+
+from benchmark import COLUMNS, MODELS, STAGES, Run, git_tag, run_command, run_study, stage_runs
+
+RUN = "--num_sample_generations 0 --checkpoint_every 0 --output_dir policy"
+SUM = f"--dataset toy-sum --sft_model_path {MODELS}/sum_sft {RUN}"
+SHORT = f"python rlhf_details/train_grpo.py {RUN} {STAGES} --batch_size 128 --total_episodes 3200"
+ALGORITHMS = {"grpo": "#c4501b", "rloo": "#3465a4", "ppo": "#4e9a06"}  # and their colours
+CURVES = {  # name: command
+    **{name: f"python rlhf_details/train_{name}.py {RUN} {STAGES}" for name in ALGORITHMS},
+    **{f"sum_{name}": f"python rlhf_details/train_{name}.py {SUM}" for name in ALGORITHMS},
+}
+PARTS = {  # name: (what is changed, the run it is compared with, flags)
+    "short": ("", "", ""),
+    "no_kl": ("no KL in the loss", "short", "--kl_coef 0"),
+    "scale_batch": ("advantages over the batch's deviation", "short", "--scale_advantages batch"),
+    "scale_none": ("advantages not divided", "short", "--scale_advantages none"),
+    "response": ("loss averaged within responses first", "short", "--loss_normalization response"),
+    "constant": ("loss over a constant", "short", "--loss_normalization constant"),
+    "dr_grpo": ("both of Dr. GRPO", "short", "--scale_advantages none --loss_normalization constant"),
+    "steps": ("", "", "--num_ppo_epochs 4"),
+    "clip_higher": ("a ratio clipped above 1.28 (DAPO)", "steps", "--num_ppo_epochs 4 --cliprange_high 0.28"),
+}
+MEASURES = {"gold": "gold", "scores": "learned score", "kl": "KL, nats", "ended": "share ended", "length": "tokens"}
+
+
+@dataclass
+class RunArgs:
+    """Trains what is missing."""
+
+    tag: str | None = None
+    """folder of the results; None: git describe"""
+    seeds: tuple[int, ...] = tuple(range(1, 11))
+    """seeds"""
+    workers: int = 2
+    """runs at a time"""
+    threads: int = 1
+    """CPU threads a run"""
+    preload: bool = True
+    """start runs as forks of one process that has the libraries loaded"""
+    columns: tuple[str, ...] = (*COLUMNS, "time/from_scratch")
+    """metrics to keep"""
+    every: int = 5
+    """keep every so manyth row, and the last"""
+
+
+@dataclass
+class DrawArgs:
+    """The figure and the tables."""
+
+    tag: str
+    """folder of the results"""
+    output: str = "static/grpo.svg"
+    """the figure"""
+
+
+def run(args: RunArgs):
+    """Returns the names of the runs that failed."""
+    tag = args.tag or git_tag()
+    sums = f"python rlhf_details/train_sft.py --dataset toy-sum --output_dir {MODELS}/sum_sft"
+    commands = CURVES | {f"part_{name}": f"{SHORT} {flags}".strip() for name, (_, _, flags) in PARTS.items()}
+    runs = [Run(name, command, seed, tag, "grpo") for seed in args.seeds for name, command in commands.items()]
+    return run_study(stage_runs(args.seeds, tag, first={"sum_sft": (sums, None)}), runs, args, tag)
+
+
+def ends(seeds, measure):
+    """{seed: the last held-out figure}"""
+    return {seed: last(columns[f"eval/objective/{measure}"]) for seed, columns in seeds.items()}
+
+
+def cell(numbers, digits=2):
+    """A mean with its interval."""
+    mean, low, high, _ = mean_interval(numbers)
+    return f"{mean:.{digits}f} ({low:.{digits}f} .. {high:.{digits}f})"
+
+
+def paired(a, b):
+    """The numbers of a less those of b, of the seeds that both have."""
+    return [a[seed] - b[seed] for seed in sorted(a.keys() & b.keys())]
+
+
+def curves_table(found, task, measures):
+    """Lines of a table of whole runs, and of GRPO's differences from the other two, paired by seed."""
+    prefix, head = "sum_" * (task == "toy-sum"), [*measures.values(), "minutes"]
+    lines = [f"| {task} | seeds | {' | '.join(head)} |", "|---|---:|" + "---:|" * len(head)]
+    minutes = lambda name: {seed: last(x["time/from_scratch"]) / 60 for seed, x in found[name].items()}  # noqa: E731
+    for name in ALGORITHMS:
+        cells = [cell(list(ends(found[prefix + name], m).values())) for m in measures]
+        cells.append(cell(list(minutes(prefix + name).values())))
+        lines.append(f"| {name.upper()} | {len(found[prefix + name])} | {' | '.join(cells)} |")
+    for other in ("rloo", "ppo"):
+        pairs = [(ends(found[f"{prefix}grpo"], m), ends(found[prefix + other], m)) for m in measures]
+        cells = [cell(paired(*pair)) for pair in pairs]
+        cells.append(cell(paired(minutes(f"{prefix}grpo"), minutes(prefix + other))))
+        lines.append(f"| GRPO less {other.upper()} | | {' | '.join(cells)} |")
+    return lines
+
+
+def parts_table(found):
+    """Lines of the table of GRPO's parts: paired differences from the run that each is compared with."""
+    lines = [f"| changed | beside | {' | '.join(MEASURES.values())} |", "|---|---|" + "---:|" * len(MEASURES)]
+    label = {"short": "25 updates of one step", "steps": "25 updates of four steps"}
+    for name, (what, base, _) in PARTS.items():
+        mine = {m: ends(found[f"part_{name}"], m) for m in MEASURES}
+        if base:
+            cells = [cell(paired(mine[m], ends(found[f"part_{base}"], m))) for m in MEASURES]
+        else:
+            cells = [cell(list(mine[m].values())) for m in MEASURES]
+        lines.append(f"| {what or '**' + label[name] + '**'} | {label.get(base, '')} | {' | '.join(cells)} |")
+    return lines
+
+
+def figure(found, output):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    plot, axes = plt.subplots(1, 3, figsize=(11, 3.2))
+    panels = ("gold", "", "toy: gold"), ("kl", "", "toy: KL, nats a response"), ("scores", "sum_", "toy-sum: correct")
+    for axis, (metric, prefix, title) in zip(axes, panels, strict=True):
+        for name, colour in ALGORITHMS.items():
+            seeds = found[prefix + name].values()
+            curves = [columns[f"objective/{metric}"] for columns in seeds]
+            episodes = [columns["episode"] for columns in seeds][0]
+            kept = ~np.isnan(curves[0])
+            curves = np.stack([curve[kept] for curve in curves], 1)  # [updates, seeds]
+            axis.plot(episodes[kept] / 1000, iqm(curves), color=colour, label=name.upper(), linewidth=1.3)
+            axis.fill_between(episodes[kept] / 1000, *bootstrap(curves), color=colour, alpha=0.2, linewidth=0)
+        axis.set_title(title, fontsize=9)
+        axis.set_xlabel("thousand episodes", fontsize=8)
+        axis.tick_params(labelsize=7)
+        axis.grid(alpha=0.2)
+    axes[0].legend(frameon=False, fontsize=8, loc="lower right")
+    plot.tight_layout()
+    plt.rcParams["svg.hashsalt"] = "grpo"  # the same bytes for the same data
+    plot.savefig(ROOT / output, metadata={"Date": None})
+
+
+def draw(args: DrawArgs):
+    """Writes the tables and the figure."""
+    results = ROOT / "benchmark" / "results" / args.tag
+    names = [*CURVES, *(f"part_{name}" for name in PARTS)]
+    found = {name: read_seeds(results / "grpo", name) for name in names}
+    lines = [
+        "# GRPO beside RLOO and PPO, and what its parts are worth",
+        "",
+        f"Written by `python benchmark/grpo.py draw --tag {args.tag}`. Figures are of 512 held-out prompts at the end of",
+        "training: means over seeds with Student's 95 % interval; differences are paired by seed. Minutes are of a run",
+        "alone on one thread, two runs at a time, without its stages.",
+        "",
+        *curves_table(found, "toy", MEASURES),
+        "",
+        *curves_table(found, "toy-sum", {"scores": "share correct", "kl": "KL, nats"}),
+        "",
+        "The parts, on toy. A row is the run with the change less the run without it.",
+        "",
+        *parts_table(found),
+    ]
+    (results / "grpo.md").write_text("\n".join(lines) + "\n")
+    figure(found, args.output)
+    print("\n".join(lines))
+
+
+COMMANDS = {"run": (RunArgs, run), "draw": (DrawArgs, draw)}
+
+if __name__ == "__main__":
+    sys.exit(run_command(COMMANDS))
