@@ -138,7 +138,7 @@ def figure(found, output):
         for name, colour in ALGORITHMS.items():
             seeds = found[prefix + name].values()
             curves = [columns[f"objective/{metric}"] for columns in seeds]
-            episodes = [columns["episode"] for columns in seeds][0]
+            episodes = next(columns["episode"] for columns in seeds)
             kept = ~np.isnan(curves[0])
             curves = np.stack([curve[kept] for curve in curves], 1)  # [updates, seeds]
             axis.plot(episodes[kept] / 1000, iqm(curves), color=colour, label=name.upper(), linewidth=1.3)
@@ -161,9 +161,9 @@ def draw(args: DrawArgs):
     lines = [
         "# GRPO beside RLOO and PPO, and what its parts are worth",
         "",
-        f"Written by `python benchmark/grpo.py draw --tag {args.tag}`. Figures are of 512 held-out prompts at the end of",
-        "training: means over seeds with Student's 95 % interval; differences are paired by seed. Minutes are of a run",
-        "alone on one thread, two runs at a time, without its stages.",
+        f"Written by `python benchmark/grpo.py draw --tag {args.tag}`. Figures are of 512 held-out prompts at the end",
+        "of training: means over seeds with Student's 95 % interval; differences are paired by seed. Minutes are of a",
+        "run on one thread, beside other work.",
         "",
         *curves_table(found, "toy", MEASURES),
         "",
