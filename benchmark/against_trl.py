@@ -8,10 +8,10 @@ Against TRL: the same models, prompts, rewards and settings through TRL's traine
 `run` goes on where it stopped. `replay` writes results/TAG/trl_replay.md, and `draw` writes static/trl.svg and
 results/TAG/trl.md.
 
-Systems: RLOO and PPO of TRL 0.21.0, its last release with both in the form of the N+ paper; RLOO of TRL 1.16.0;
-train_rloo.py and train_ppo.py. The embedded task, 25 updates of RLOO and 12 of PPO, 128 episodes each, all other
-settings the task's defaults, which trl_side.py translates; it also lists what still differs. FOLDER/trl-VERSION is an
-environment, made by speed.py where missing.
+Systems: RLOO and PPO of TRL 0.21.0, its last release with both in the form of the N+ paper; RLOO and GRPO of TRL
+1.16.0; train_rloo.py, train_grpo.py and train_ppo.py. The embedded task, 25 updates of RLOO and of GRPO and 12 of PPO,
+128 episodes each, all other settings the task's defaults, which trl_side.py translates; it also lists what still
+differs. FOLDER/trl-VERSION is an environment, made by speed.py where missing. --algorithms takes some of the three.
 
 The curves are of the training samples. The final figures are one evaluator's: our sampler on the 512 held-out prompts,
 with the noise of (seed, EVALUATION, 0), which is what our scripts' own last eval/* are, to the digit.
@@ -21,6 +21,7 @@ that both arrive at are compared.
 """
 
 import dataclasses
+import importlib
 import json
 import os
 import subprocess
@@ -37,14 +38,26 @@ from scipy import stats
 from benchmark import COLUMNS, STAGES, Run, git_tag, run_command, run_study, stage_runs
 
 CHANGES = {"rloo": {"batch_size": 128, "total_episodes": 3200}, "ppo": {"batch_size": 128, "total_episodes": 1536}}
+CHANGES["grpo"] = CHANGES["rloo"]
 RUN = "--num_sample_generations 0 --checkpoint_every 0 --output_dir policy"
 SYSTEMS = {  # name: (algorithm, TRL version or None, label, colour)
     "ours_rloo": ("rloo", None, "train_rloo.py", "#c4501b"),
     "trl_rloo_1.16.0": ("rloo", "1.16.0", "TRL 1.16.0", "#3465a4"),
     "trl_rloo_0.21.0": ("rloo", "0.21.0", "TRL 0.21.0", "#4e9a06"),
+    "ours_grpo": ("grpo", None, "train_grpo.py", "#c4501b"),
+    "trl_grpo_1.16.0": ("grpo", "1.16.0", "TRL 1.16.0", "#3465a4"),
     "ours_ppo": ("ppo", None, "train_ppo.py", "#c4501b"),
     "trl_ppo_0.21.0": ("ppo", "0.21.0", "TRL 0.21.0", "#4e9a06"),
 }
+REPLAYED = (  # (algorithm, what is changed, in words)
+    ("rloo", {}, "RLOO"),
+    ("grpo", {}, "GRPO"),
+    ("grpo", {"num_ppo_epochs": 4, "cliprange": 0.05, "cliprange_high": 0.1}, "GRPO, 4 passes, ratio in 0.95 .. 1.1"),
+    ("grpo", {"loss_normalization": "response", "scale_advantages": "batch"}, "GRPO, by response, batch's deviation"),
+    ("grpo", {"loss_normalization": "constant", "scale_advantages": "none"}, "Dr. GRPO"),
+    ("ppo", {}, "PPO"),
+    ("ppo", {"weight_decay": 0.0}, "PPO, weight decay 0"),
+)
 FIGURES = {"scores": "score", "gold": "gold", "kl": "KL, nats a response"}
 PACKAGES = "trl transformers torch accelerate datasets tokenizers numpy".split()
 
@@ -57,6 +70,8 @@ class RunArgs:
     """folder of the results; None: git describe"""
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
     """seeds"""
+    algorithms: tuple[str, ...] = ("rloo", "grpo", "ppo")
+    """which algorithms"""
     environments: str = "runs/environments"
     """folder of the environments trl-VERSION"""
     workers: int = 1
@@ -95,6 +110,8 @@ class ReplayArgs:
     """folder of the results"""
     seed: int = 1
     """seed of the models and of our samples"""
+    algorithms: tuple[str, ...] = ("rloo", "grpo", "ppo")
+    """which algorithms"""
     environments: str = "runs/environments"
     """folder of the environments trl-VERSION"""
 
@@ -112,10 +129,9 @@ class DrawArgs:
 # ---- run -------------------------------------------------------------------------------------------------------------
 def settings(algorithm):
     """{argument: value} of our script: its defaults on the embedded task, with CHANGES."""
-    from rlhf_details import train_ppo, train_rloo
     from rlhf_details.plumbing import stages
 
-    script = {"rloo": train_rloo, "ppo": train_ppo}[algorithm]
+    script = importlib.import_module(f"rlhf_details.train_{algorithm}")
     defaults = {field.name: field.default for field in dataclasses.fields(script.Args)}
     return defaults | stages.DEFAULTS[f"train_{algorithm}"] | CHANGES[algorithm]
 
@@ -166,14 +182,15 @@ def run(args: RunArgs):
     os.environ["TRL_ENVIRONMENTS"] = str(environments)
     script = "import sys; from importlib.metadata import version; print(*map(version, sys.argv[1:]))"
     versions = {}
-    for name in sorted({version for _, version, *_ in SYSTEMS.values() if version}):
+    needed = {version for algorithm, version, *_ in SYSTEMS.values() if version and algorithm in args.algorithms}
+    for name in sorted(needed):
         found = subprocess.run(
             [python_of(name, environments), "-c", script, *PACKAGES], capture_output=True, text=True, check=True
         )
         versions[f"trl-{name}"] = dict(zip(PACKAGES, found.stdout.split(), strict=True))
-    runs = []
+    runs, systems = [], {name: x for name, x in SYSTEMS.items() if x[0] in args.algorithms}
     for seed in args.seeds:
-        for system, (algorithm, version, *_) in SYSTEMS.items():
+        for system, (algorithm, version, *_) in systems.items():
             changes = " ".join(f"--{name} {value}" for name, value in CHANGES[algorithm].items())
             command = f"python rlhf_details/train_{algorithm}.py {RUN} {changes} {STAGES}"
             if version:
@@ -191,9 +208,9 @@ def record(algorithm, seed, changes, folder):
 
     folder/samples.json gets its samples: of each update [query, response], both token ids.
     """
-    from rlhf_details import train_ppo, train_rloo, utils
+    from rlhf_details import utils
 
-    script, kept = {"rloo": train_rloo, "ppo": train_ppo}[algorithm], {}
+    script, kept = importlib.import_module(f"rlhf_details.train_{algorithm}"), {}
     sample, stages = utils.sample, ROOT / "models" / "bench" / str(seed)
 
     def recorded(policy, batch, **options):
@@ -228,9 +245,10 @@ def distance(a, b, start):
 def replay(args: ReplayArgs):
     """Writes the table."""
     stages, lines = ROOT / "models" / "bench" / str(args.seed), []
-    for algorithm, changes in (("rloo", {}), ("ppo", {}), ("ppo", {"weight_decay": 0.0})):
-        name = f"{algorithm}{'_no_decay' if changes else ''}"
-        folder = ROOT / "runs" / "benchmark" / args.tag / "trl_replay" / name
+    for number, (algorithm, changes, what) in enumerate(REPLAYED):
+        if algorithm not in args.algorithms:
+            continue
+        folder = ROOT / "runs" / "benchmark" / args.tag / "trl_replay" / f"{number}_{algorithm}"
         folder.mkdir(parents=True, exist_ok=True)
         record(algorithm, args.seed, changes, folder)
         for system, (of, version, label, _) in SYSTEMS.items():
@@ -254,7 +272,6 @@ def replay(args: ReplayArgs):
             worker = [python_of(version, args.environments), str(Path(__file__).resolve().with_name("trl_side.py"))]
             subprocess.run([*worker, str(theirs / "spec.json")], check=True, env=trl_environ())
             apart = distance(folder / "ours", theirs, stages / "sft")
-            what = f"{algorithm.upper()}{', weight decay 0' if changes else ''}"
             updates = len(json.loads((folder / "samples.json").read_text()))
             lines.append(f"| {what} | {label} | {updates} | {100 * apart:.2g} % |")
             print(lines[-1], flush=True)
@@ -266,7 +283,9 @@ ours, as a share of how far ours have moved, when both train on the samples that
 | algorithm | against | updates | distance |
 |---|---|---:|---:|
 """
-    (ROOT / "benchmark" / "results" / args.tag / "trl_replay.md").write_text(head + "\n".join(lines) + "\n")
+    results = ROOT / "benchmark" / "results" / args.tag
+    results.mkdir(parents=True, exist_ok=True)
+    (results / "trl_replay.md").write_text(head + "\n".join(lines) + "\n")
 
 
 # ---- draw ------------------------------------------------------------------------------------------------------------
@@ -323,18 +342,20 @@ def draw(args: DrawArgs):
             found[system] = read_seeds(folder / "trl", system)
         except FileNotFoundError as error:
             print(error, file=sys.stderr)
-    figure, axes = plt.subplots(2, 2, figsize=(9, 5), sharex="col")
+    algorithms = [name for name in ("rloo", "grpo", "ppo") if f"ours_{name}" in found]
+    size = 4.5 * len(algorithms), 5
+    figure, axes = plt.subplots(2, len(algorithms), figsize=size, sharex="col", squeeze=False)
     for system, seeds in found.items():
         algorithm, _, label, colour = SYSTEMS[system]
-        for axis, name in zip(axes[:, ["rloo", "ppo"].index(algorithm)], ("scores", "kl"), strict=True):
+        for axis, name in zip(axes[:, algorithms.index(algorithm)], ("scores", "kl"), strict=True):
             curves = [columns[f"objective/{name}"] for columns in seeds.values()]
             curves = np.stack([curve[~np.isnan(curve)] for curve in curves], 1)  # [updates, seeds]
             updates = np.arange(1, len(curves) + 1)
             axis.plot(updates, iqm(curves), color=colour, linewidth=1.5, label=label)
             axis.fill_between(updates, *bootstrap(curves), color=colour, alpha=0.2, linewidth=0)
             axis.grid(alpha=0.2)
-    for column, title in enumerate(("RLOO", "PPO")):
-        axes[0, column].set_title(title)
+    for column, name in enumerate(algorithms):
+        axes[0, column].set_title(name.upper())
         axes[1, column].set_xlabel("update")
         axes[0, column].legend(frameon=False, loc="lower right", fontsize=8)
     axes[0, 0].set_ylabel("score, points")

@@ -3,8 +3,8 @@ The side of against_trl.py that runs inside an environment with TRL: one process
 
     ENVIRONMENT/bin/python benchmark/trl_side.py SPEC.json        (against_trl.py calls it)
 
-SPEC: algorithm (rloo or ppo), policy, reward (model folders), prompts (.jsonl with `prompt`), seed, settings (the
-arguments of our train_rloo.py or train_ppo.py, by their names), output_dir (of the trained policy), result (.json: the
+SPEC: algorithm (rloo, grpo or ppo), policy, reward (model folders), prompts (.jsonl with `prompt`), seed, settings (the
+arguments of our scripts, by their names), output_dir (of the trained policy), result (.json: the
 versions and a curve, one row an update with objective/scores and objective/kl, the KL in nats a response of that
 update's samples). With samples (.json: a list an update of [query, response] token ids, the responses of a prompt
 adjacent), these are trained on in place of TRL's own.
@@ -27,6 +27,7 @@ All versions
     No position_ids: _get_per_token_logps_and_entropies counts a row's left padding, which rotary positions forgive.
     The KL in its log is a mean over tokens (_generate_and_score_completions): times tokens, over responses here.
     There is no missing_eos_penalty; the reward function subtracts it.
+    In GRPO the log's KL is "k3" after the rollout's first step, where ours is "k1" before it: a figure of the log only.
 """
 
 import json
@@ -48,6 +49,13 @@ from transformers import (
     TrainerCallback,
     set_seed,
 )
+
+LOSSES = {"token": "dapo", "response": "grpo", "constant": "dr_grpo"}  # what TRL calls our loss_normalization
+
+
+def responses_per_prompt(ours):
+    """k of our settings, 1 in PPO."""
+    return ours.get("rloo_k") or ours.get("group_size") or 1
 
 
 class Shifted(nn.Module):
@@ -168,14 +176,18 @@ def reward_function(spec, tokenizer):
 
 
 def new_trainer(spec, policy, tokenizer, texts):
-    """RLOOTrainer of TRL 1.x: texts in; it makes the reference itself, from the folder that the policy came from."""
-    from trl import RLOOConfig, RLOOTrainer
+    """RLOOTrainer or GRPOTrainer of TRL 1.x: texts in; it makes the reference itself, from the policy's folder."""
+    from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-    ours = spec["settings"]
-    config = RLOOConfig(
+    ours, special = spec["settings"], {"normalize_advantages": False}
+    if is_grpo := spec["algorithm"] == "grpo":
+        special = {"scale_rewards": ours["scale_advantages"], "loss_type": LOSSES[ours["loss_normalization"]]}
+        special |= {"epsilon_high": ours["cliprange_high"]}
+    config = (GRPOConfig if is_grpo else RLOOConfig)(
         **training_arguments(spec),
+        **special,
         generation_batch_size=ours["batch_size"],
-        num_generations=ours["rloo_k"],
+        num_generations=responses_per_prompt(ours),
         num_iterations=ours["num_ppo_epochs"],
         max_steps=ours["total_episodes"] // ours["batch_size"] * ours["num_ppo_epochs"],
         max_completion_length=ours["response_length"],
@@ -183,7 +195,6 @@ def new_trainer(spec, policy, tokenizer, texts):
         epsilon=ours["cliprange"],
         top_k=0,
         top_p=1.0,
-        normalize_advantages=False,
         mask_truncated_completions=False,
         disable_dropout=True,
     )
@@ -191,7 +202,7 @@ def new_trainer(spec, policy, tokenizer, texts):
     curve = Curve(
         lambda logs: (last["scores"], logs["kl"] * last["tokens"] / ours["batch_size"]) if "kl" in logs else None
     )
-    trainer = RLOOTrainer(
+    trainer = (GRPOTrainer if is_grpo else RLOOTrainer)(
         model=policy,
         reward_funcs=reward,
         args=config,
@@ -206,8 +217,9 @@ def replay(trainer, policy, samples, spec):
     """Lets the trainer draw the prompts of `samples` in their order, and `generate` give their responses."""
     ours = spec["settings"]
     if hasattr(trainer, "dataloader"):  # 0.21: token ids
-        ids = [{"input_ids": query} for update in samples for query, _ in update[:: ours.get("rloo_k", 1)]]
-        size = ours["batch_size"] // ours.get("rloo_k", 1)
+        k = responses_per_prompt(ours)
+        ids = [{"input_ids": query} for update in samples for query, _ in update[::k]]
+        size = ours["batch_size"] // k
         trainer.dataloader = DataLoader(Dataset.from_list(ids), batch_size=size, collate_fn=trainer.data_collator)
     else:
         trainer.shuffle_dataset = False
@@ -247,7 +259,7 @@ def main(spec):
         tokenizer_file=f"{spec['policy']}/tokenizer.json", eos_token="<eos>", pad_token="<pad>", padding_side="left"
     )
     if samples:
-        every = ours.get("rloo_k", 1)
+        every = responses_per_prompt(ours)
         texts = [" ".join(tokenizer.convert_ids_to_tokens(query)) for update in samples for query, _ in update[::every]]
     policy = AutoModelForCausalLM.from_pretrained(spec["policy"], dtype=torch.float32)
     make = legacy_trainer if version("trl").startswith("0.") else new_trainer
