@@ -55,6 +55,7 @@ REPLAYED = (  # (algorithm, what is changed, in words)
     ("grpo", {"num_ppo_epochs": 4, "cliprange": 0.05, "cliprange_high": 0.1}, "GRPO, 4 passes, ratio in 0.95 .. 1.1"),
     ("grpo", {"loss_normalization": "response", "scale_advantages": "batch"}, "GRPO, by response, batch's deviation"),
     ("grpo", {"loss_normalization": "constant", "scale_advantages": "none"}, "Dr. GRPO"),
+    ("grpo", {"kl_times_ratio": True}, "GRPO, the KL times the ratio"),
     ("ppo", {}, "PPO"),
     ("ppo", {"weight_decay": 0.0}, "PPO, weight decay 0"),
 )

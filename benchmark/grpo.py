@@ -29,6 +29,7 @@ CURVES = {  # name: command
 PARTS = {  # name: (what is changed, the run it is compared with, flags)
     "short": ("", "", ""),
     "no_kl": ("no KL in the loss", "short", "--kl_coef 0"),
+    "kl_times_ratio": ("KL times the ratio (DeepSeek-V3.2, TRL)", "short", "--kl_times_ratio"),
     "scale_batch": ("advantages over the batch's deviation", "short", "--scale_advantages batch"),
     "scale_none": ("advantages not divided", "short", "--scale_advantages none"),
     "response": ("loss averaged within responses first", "short", "--loss_normalization response"),

@@ -182,7 +182,7 @@ def new_trainer(spec, policy, tokenizer, texts):
     ours, special = spec["settings"], {"normalize_advantages": False}
     if is_grpo := spec["algorithm"] == "grpo":
         special = {"scale_rewards": ours["scale_advantages"], "loss_type": LOSSES[ours["loss_normalization"]]}
-        special |= {"epsilon_high": ours["cliprange_high"]}
+        special |= {"epsilon_high": ours["cliprange_high"], "use_bias_correction_kl": ours["kl_times_ratio"]}
     config = (GRPOConfig if is_grpo else RLOOConfig)(
         **training_arguments(spec),
         **special,

@@ -65,6 +65,8 @@ class Args(cli.PolicyArgs):  # which holds the flags of run, data, models, loggi
     # reward and KL
     kl_coef: float = 0.04
     """weight of the KL in the loss (beta)"""
+    kl_times_ratio: bool = False
+    """weigh the KL of a token by its ratio, so that the gradient is that of KL(policy || reference)"""
 
     # algorithm
     group_size: int = 8
@@ -280,14 +282,16 @@ def grpo_advantages(scores, k, scale):
     return advantages.reshape(-1, 1)
 
 
-def kl_estimates(logprobs, ref_logprobs):
+def kl_estimates(logprobs, ref_logprobs, logratio=None):
     """The KL of each token [M, R] by the estimator "k3": exp(d) - d - 1 with d = log p_ref - log p; never negative.
 
-    Source: arXiv 2402.03300, equation 4.
+    With logratio [M, R] it is weighed by the ratio. Source: arXiv 2402.03300, equation 4; 2512.02556 with the ratio.
     """
     difference = ref_logprobs - logprobs
-    # As a loss "k1" would not do: its gradient is zero on average. That of k3 pulls towards the reference. [GRPO-2]
-    return difference.exp() - difference - 1
+    # As a loss "k1" would not do, because its gradient is zero on average. That of k3 is, on average, the gradient of
+    # KL(reference || policy), and with the ratio, whose gradient counts as well, that of KL(policy || reference).
+    # [GRPO-2]
+    return (difference.exp() - difference - 1) * (1 if logratio is None else logratio.exp())
 
 
 def grpo_policy_loss(logprobs, old_logprobs, mask, advantages, cliprange, cliprange_high):
@@ -472,7 +476,9 @@ def main(args: Args):
                         losses, logratio, clipped = grpo_policy_loss(
                             logprobs, old, response_mask[m], advantages[m], args.cliprange, cliprange_high
                         )
-                        kl_losses = kl_estimates(logprobs, ref_logprobs[m])  # [M, R], 0 at padding
+                        kl_losses = kl_estimates(
+                            logprobs, ref_logprobs[m], logratio if args.kl_times_ratio else None
+                        )  # [M, R], 0 at padding
                         # The whole minibatch's counts make micro-batches add up to its gradient. [OPT-5]
                         weights = loss_weights(is_action[m], len(minibatch), num_actions, args.loss_normalization)
                         loss = ((losses + args.kl_coef * kl_losses) * weights).sum()

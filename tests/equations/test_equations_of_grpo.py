@@ -39,6 +39,22 @@ def test_grpo_2_the_kl_equals_the_formula_is_never_negative_and_pulls_towards_th
     assert (new.grad.sign() == (new.detach() - ref).sign()).all()  # the log-prob falls where it is above
 
 
+def test_grpo_2_the_mean_gradient_is_that_of_one_kl_or_with_the_ratio_of_the_other():
+    """Over all tokens of a small vocabulary, each as often as the policy says it."""
+    logits, ref_logits = torch.randn(2, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    logits.requires_grad_()
+
+    def gradient(value):
+        return torch.autograd.grad(value, logits, retain_graph=True)[0]
+
+    policy, ref = logits.log_softmax(0), ref_logits.log_softmax(0)
+    share, logratio = policy.detach().exp(), policy - policy.detach()
+    forward, reverse = (ref.exp() * (ref - policy)).sum(), (policy.exp() * (policy - ref)).sum()
+    for wanted, given in ((forward, None), (reverse, logratio)):
+        mean = (share * train_grpo.kl_estimates(policy, ref, given)).sum()
+        assert torch.allclose(gradient(mean), gradient(wanted))
+
+
 @pytest.mark.parametrize("low, high", [(0.2, 0.2), (0.1, 0.5)])
 def test_grpo_3_the_policy_loss_equals_the_loop_and_clips_each_side_at_its_own_bound(low, high):
     generator = torch.Generator().manual_seed(3)

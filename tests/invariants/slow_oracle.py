@@ -244,7 +244,7 @@ class GrpoOracle(Oracle):
                     losses.append([])
                     for x, y, z in zip(new, old, ref[i], strict=True):
                         loss, clipped = self.surrogate((x - y).exp(), advantages[i])
-                        kl = (z - x).exp() - (z - x) - 1
+                        kl = ((z - x).exp() - (z - x) - 1) * ((x - y).exp() if args.kl_times_ratio else 1)
                         losses[-1].append(loss + args.kl_coef * kl)
                         actions.append((loss.item(), (x - y).item(), clipped))
                         kls.append(kl.item())

@@ -48,7 +48,10 @@ ORACLES = {  # name: (page, flags)
     "grpo": ("train_grpo", dict(kl_coef=0.3, group_size=4, cliprange_high=0.08, learning_rate=0.05)),
     "grpo-batch": ("train_grpo", dict(group_size=2, scale_advantages="batch", loss_normalization="response")),
     "dr-grpo": ("train_grpo", dict(group_size=4, kl_coef=0.0, scale_advantages="none", loss_normalization="constant")),
-    "grpo-one-step": ("train_grpo", dict(group_size=4, num_ppo_epochs=1, num_mini_batches=1, max_grad_norm=None)),
+    "grpo-one-step": (
+        "train_grpo",
+        dict(kl_coef=0.5, kl_times_ratio=True, num_ppo_epochs=1, num_mini_batches=1, max_grad_norm=None),
+    ),
     "n+": ("train_ppo", VALUES | dict(kl_coef=0.3)),
     "lm-human-preferences": (
         "train_ppo", VALUES | LM_HUMAN_PREFERENCES | dict(kl_horizon=40.0, learning_rate=0.2, kl_target=0.06)
