@@ -74,6 +74,12 @@ LLAMA_3 = (
 )
 
 
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
 def pythia():
     return tokenizer(first=[TEXT_END, "<|padding|>"], **ALL_TEXT_END)
 
@@ -95,6 +101,11 @@ def llama_3():
     special = dict(bos_token="<|begin_of_text|>", eos_token="<|eot_id|>")
     headers = ["<|start_header_id|>", "<|end_header_id|>"]
     return tokenizer(last=[*special.values(), *headers], bos_first=True, template=LLAMA_3, **special)
+
+
+def qwen():
+    special = dict(eos_token="<|im_end|>", pad_token=TEXT_END)
+    return tokenizer(last=[TEXT_END, "<|im_start|>", "<|im_end|>"], template=CHATML, **special)
 
 
 def distilbert():
@@ -145,6 +156,10 @@ MODELS = {
     "llamafactory/tiny-random-Llama-3": Model(
         "llama", llama_3, "BOS before a text, no padding token, Llama 3's chat template, which writes BOS",
         "not verified; the recipe's prompts are plain text", 8192,
+    ),
+    "Qwen/Qwen2.5-1.5B-Instruct": Model(
+        "qwen2", qwen, "no BOS, the padding token <|endoftext|>, the chat template ChatML",
+        "not verified; the system message that the template writes is left out", 32_768, 271,
     ),
     "models/toy/sft": Model("gpt_neox", toy.tokenizer, "the embedded task's", "rlhf_details/toy.py", 128),
     "models/toy/reward": Model("gpt_neox", toy.tokenizer, "the embedded task's", "rlhf_details/toy.py", 128, labels=1),
@@ -248,6 +263,10 @@ def book(i):
     return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 
 
+def word_problem(i):
+    return {"question": f"{text(i)} What is {i} + {i}?", "answer": f"{text(-i)} <<{i}+{i}={2 * i}>>\n#### {2 * i}"}
+
+
 def problem(i):
     return {"messages": [user(f"{text(i)} What is {i} + {i}?")], "answer": str(2 * i)}
 
@@ -259,6 +278,7 @@ class Data:
 
     files: dict  # {a split, which is then a parquet file as the Hub has it, or the name of a file: a list of rows}
     source: str
+    card: str = ""  # the head of its README.md, which says where the splits of "CONFIGURATION/SPLIT" are
 
 
 def splits(row, **counts):
@@ -268,6 +288,16 @@ def splits(row, **counts):
 
 
 MADE = "made by the user from"
+GSM8K_CARD = """---
+configs:
+- config_name: main
+  data_files:
+  - split: train
+    path: main/train-*
+  - split: test
+    path: main/test-*
+---
+"""
 
 
 def data_sets():
@@ -294,6 +324,11 @@ def data_sets():
             "no builder is public: TRL v0.11.4 examples/scripts/ppo/ppo.py reads `prompt` of the split "
             "`descriptiveness`; the other columns after TRL v0.9.6 examples/datasets/sentiment_descriptiveness.py, "
             "their types not verified",
+        ),
+        "openai/gsm8k": Data(
+            splits(word_problem, **{"main/train": 40, "main/test": 8}),
+            "the README.md of its repository (`dataset_info` and `configs` of `main`)",
+            GSM8K_CARD,
         ),
         "data/imdb_prompts.jsonl": Data(
             {"": [{"prompt": text(i, 4).rstrip(".")} for i in range(40)]},
@@ -323,8 +358,11 @@ def write(folder):
     for name, data in data_sets().items():
         for part, rows in data.files.items():
             is_split = "." not in part and part
-            path = folder / name / (f"data/{part}-00000-of-00001.parquet" if is_split else part)
+            start = part if "/" in part else f"data/{part}"
+            path = folder / name / (f"{start}-00000-of-00001.parquet" if is_split else part)
             path.parent.mkdir(parents=True, exist_ok=True)
+            if data.card:
+                (folder / name / "README.md").write_text(data.card)
             if is_split:
                 pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
             else:

@@ -73,7 +73,7 @@ def smaller(script, args):
     """{flag: value} of what is replaced: sizes, and the address of the judge's server."""
     if script == "evaluate":
         return {"num_examples": 4}
-    batch_size = min(args.batch_size, 8)
+    batch_size = min(args.batch_size, getattr(args, "group_size", 8))
     values = {"batch_size": batch_size, "take": 2 * batch_size}
     if script in ("train_sft", "train_reward"):
         values |= {"num_train_epochs": 1}
