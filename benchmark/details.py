@@ -27,11 +27,13 @@ FAMILIES = {
     "REW": "Scores and KL",
     "PPO": "PPO",
     "RLOO": "RLOO",
+    "GRPO": "GRPO",
     "OPT": "Optimisation",
     "LOG": "Metrics",
     "EVAL": "Evaluation",
 }
-PAGES = "train_rloo.py train_ppo.py train_ppo_async.py train_reward.py train_sft.py evaluate.py utils.py".split()
+PAGES = "train_rloo.py train_grpo.py train_ppo.py train_ppo_async.py train_reward.py train_sft.py".split()
+PAGES += ["evaluate.py", "utils.py"]
 
 
 def read(name):

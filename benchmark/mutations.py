@@ -30,7 +30,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 240  # after which a mutant's tests count as failed: it hangs
-PPO, ASYNC, RLOO = "train_ppo.py", "train_ppo_async.py", "train_rloo.py"
+PPO, ASYNC, RLOO, GRPO = "train_ppo.py", "train_ppo_async.py", "train_rloo.py", "train_grpo.py"
 RM, SFT, EVALUATE, UTILS = "train_reward.py", "train_sft.py", "evaluate.py", "utils.py"
 DATA, ENCODING, COMPARISONS = "plumbing/data.py", "plumbing/encoding.py", "plumbing/comparisons.py"
 MODELS, ENGINES, LAYOUT = "plumbing/models.py", "plumbing/engines.py", "plumbing/layout.py"
@@ -162,6 +162,10 @@ MUTATIONS = [
     ("RLOO-12", LAYOUT, "if gap < 0.001", "if True"),
     ("RLOO-13", RLOO, "if clip_range is None", "if clip_range is None or not normalize"),
     ("RLOO-14", RLOO, "is_action)", "torch.ones_like(is_action))"),
+    ("GRPO-1", GRPO, "scale == 'group'", "scale != 'group'"),
+    ("GRPO-2", GRPO, "difference.exp() - difference - 1", "-difference"),
+    ("GRPO-3", GRPO, "1 + cliprange_high", "1 + cliprange"),
+    ("GRPO-4", GRPO, "mask.sum(1, keepdim=True)", "mask.sum(1, keepdim=True).float().mean()"),
     ("OPT-1", UTILS, "step - 1 - warmup", "step - warmup"),
     ("OPT-2", PPO, "utils.learning_rate_at(update, num_updates, args)", "args.learning_rate"),
     ("OPT-2", RLOO, "utils.learning_rate_at(update, num_updates, args)", "args.learning_rate"),
@@ -172,6 +176,7 @@ MUTATIONS = [
     ("OPT-4", RM, "eps=args.adam_eps, ", ""),
     ("OPT-5", PPO, "losses.sum() / num_actions", "losses.sum() / response_mask[m].sum() / len(micro_batches)"),
     ("OPT-5", RLOO, "losses.sum() / num_actions", "losses.sum() / is_action[m].sum() / len(micro_batches)"),
+    ("OPT-5", GRPO, "len(minibatch)", "len(m) * len(micro_batches) ** 2"),
     ("OPT-5", RM, "losses.sum() / B", "losses.mean() / len(micro_batches) / world"),
     ("OPT-6", PPO, " * world", ""),
     ("OPT-6", RLOO, " * world", ""),
@@ -185,11 +190,13 @@ MUTATIONS = [
     ("OPT-10", RLOO, "math.ceil(args.total_episodes / B)", "args.total_episodes // B"),
     ("LOG-1", PPO, "-(old_logprobs * response_mask).sum(1)", "-(old_logprobs - 1.0 * ~response_mask).sum(1)"),
     ("LOG-1", RLOO, "-(old_logprobs * response_mask).sum(1)", "-(old_logprobs - 1.0 * ~response_mask).sum(1)"),
+    ("LOG-1", GRPO, "-(old_logprobs * response_mask).sum(1)", "-(old_logprobs - 1.0 * ~response_mask).sum(1)"),
     ("LOG-2", UTILS, "accelerator.reduce(new, 'sum')", "new"),
     ("LOG-3", PPO, "0.5 * logratio ** 2", "logratio ** 2"),
     ("LOG-3", RLOO, "0.5 * logratio ** 2", "logratio ** 2"),
     ("LOG-4", PPO, "('ratio_minus_1_squared') - ratio_minus_1 ** 2", "('ratio_minus_1_squared') / ratio_minus_1 ** 2"),
     ("LOG-4", RLOO, "('ratio_minus_1_squared') - ratio_minus_1 ** 2", "('ratio_minus_1_squared') / ratio_minus_1 ** 2"),
+    ("LOG-4", GRPO, "('ratio_minus_1_squared') - ratio_minus_1 ** 2", "('ratio_minus_1_squared') / ratio_minus_1 ** 2"),
     ("LOG-5", PPO, "-state['kl_coef']", "state['kl_coef']"),
     ("LOG-5", RLOO, "'objective/non_score_reward': -args.kl_coef", "'objective/non_score_reward': args.kl_coef"),
     ("LOG-6", PPO, "if epoch == number == 0", "if True"),
