@@ -22,12 +22,7 @@ PAPERS = {  # of each script: title and arXiv number
         "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback in LLMs",
         "2402.14740",
     ),
-    "grpo": (
-        "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models",
-        "Shao, Zhihong and Wang, Peiyi and Zhu, Qihao and Xu, Runxin and Song, Junxiao and others",
-        2024,
-        "2402.03300",
-    ),
+    "grpo": ("DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models", "2402.03300"),
 }
 OF_A_POLICY = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
