@@ -123,7 +123,7 @@ def test_the_lines_flags_give_the_same_run(tiny, in_tmp, capsys):
 def test_the_cards_command_repeats_the_run(changes, tiny, in_tmp):
     words = ["--dataset", "rows.jsonl", "--sft_model_path", str(tiny / "policy")]
     args = dataclasses.replace(start("train_rloo", *words), **changes)
-    repeated = shlex.split(hub.command_of(args, 1))[5:]
+    repeated = shlex.split(hub.command_of(args, 1))[2:]
     assert start("train_rloo", *repeated) == args
 
 
