@@ -1,5 +1,5 @@
 """
-Rows of GSM8K (arXiv 2110.14168) as conversations, for benchmark/configs/grpo_gsm8k_1.5b.toml.
+Rows of GSM8K (arXiv 2110.14168) as conversations, for benchmark/configs/grpo_gsm8k.toml.
 
     --dataset benchmark/gsm8k.py:train --eval_dataset benchmark/gsm8k.py:test
 

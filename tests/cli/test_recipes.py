@@ -22,7 +22,7 @@ CONFIGS = recipes.CONFIGS
 # What was published: completions of an update (train_reward: comparisons), optimiser steps of an update, updates (ours
 # are rounded up), and learning_rate, kl_coef, response_length, temperature, adam_eps, weight_decay.
 PUBLISHED = {
-    "grpo_gsm8k_1.5b": (1024, 1, 468, 1e-6, 0.04, 1024, 1, 1e-8, 0),
+    "grpo_gsm8k": (1024, 1, 468, 1e-6, 0.04, 1024, 1, 1e-8, 0),
     "ppo_descriptiveness": (512, 4, 1954, 1e-5, 0.15, 24, 0.7, 1e-5, 0),
     "ppo_imdb": (128, 4, 194, 1.41e-5, 0.2, 32, 1, 1e-8, 0),
     "ppo_sentiment": (512, 4, 1954, 1e-5, 0.15, 24, 0.7, 1e-5, 0),
