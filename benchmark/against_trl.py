@@ -49,10 +49,12 @@ SYSTEMS = {  # name: (algorithm, TRL version or None, label, colour)
     "ours_ppo": ("ppo", None, "train_ppo.py", "#c4501b"),
     "trl_ppo_0.21.0": ("ppo", "0.21.0", "TRL 0.21.0", "#4e9a06"),
 }
+PASSES = {"num_ppo_epochs": 4, "cliprange": 0.05, "cliprange_high": 0.1, "total_episodes": 768}
 REPLAYED = (  # (algorithm, what is changed, in words)
     ("rloo", {}, "RLOO"),
     ("grpo", {}, "GRPO"),
-    ("grpo", {"num_ppo_epochs": 4, "cliprange": 0.05, "cliprange_high": 0.1}, "GRPO, 4 passes, ratio in 0.95 .. 1.1"),
+    # TRL's learning rate falls with each pass. Later, rounding alone parts two such runs, also two of TRL's.
+    ("grpo", PASSES | {"lr_schedule": "constant"}, "GRPO, 4 passes, ratio in 0.95 .. 1.1, constant learning rate"),
     ("grpo", {"loss_normalization": "response", "scale_advantages": "batch"}, "GRPO, by response, batch's deviation"),
     ("grpo", {"loss_normalization": "constant", "scale_advantages": "none"}, "Dr. GRPO"),
     ("grpo", {"kl_times_ratio": True}, "GRPO, the KL times the ratio"),
