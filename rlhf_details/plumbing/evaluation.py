@@ -24,8 +24,7 @@ def as_trained(args):
     and where they come from.
     """
     if not args.policy_path:
-        hint = "only --dataset toy from the command line has a default"
-        cli.fail(f"--policy_path: required, a model folder or Hub name ({hint})")
+        cli.fail(f"--policy_path: required with --dataset {args.dataset}: a trained model's folder or Hub name")
     if len(set(args.policy_path)) < len(args.policy_path):
         cli.fail(f"--policy_path {' '.join(args.policy_path)}: names a policy twice")
     if args.near_greedy and args.temperature is not None:
@@ -89,7 +88,7 @@ def encode_references(args, tokenizer, prompts, context, device):
     for row, reference in zip(prompts, ids, strict=True):
         if args.reward_model_path and (length := len(row.ids + reference)) > context:
             tokens = f"{length} tokens; the models' context is {context}"
-            hint = "--max_prompt_length drops rows of long prompts"
+            hint = encoding.what_helps(row.ids, reference)
             cli.fail(f"{row.source}: prompt and completion of row {row.number} have {tokens}; {hint}")
     pairs = [(row.number, reference) for row, reference in zip(prompts, ids, strict=True)]
     encoding.warn_of_empty(tokenizer, pairs, f"--dataset {args.dataset}", "completion")
