@@ -145,8 +145,8 @@ def as_text(figure):
     """A figure as a number and its interval where it has one, or - where there is no figure."""
     if figure is None:
         return "-"
-    interval = f"  ({figure['low']:.3f} .. {figure['high']:.3f})" if "low" in figure else ""
-    return f"{figure['value']:.3f}{interval}"
+    interval = f"  ({figure['low']:z.3f} .. {figure['high']:z.3f})" if "low" in figure else ""
+    return f"{figure['value']:z.3f}{interval}"
 
 
 def win_rate_line(metrics, is_read):

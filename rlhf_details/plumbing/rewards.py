@@ -38,8 +38,7 @@ class Fault(Exception):
 def check(args):
     """Ends with one line where no reward is named or a function cannot be had."""
     if not args.reward_model_path and not args.reward_fn:
-        hint = "only --dataset toy from the command line has a default reward"
-        cli.fail(f"--reward_model_path or --reward_fn: one of them is required ({hint})")
+        cli.fail(f"--reward_model_path or --reward_fn: one of them is required with --dataset {args.dataset}")
     if len(args.reward_fn_weights) not in (0, len(args.reward_fn)):
         cli.fail(f"--reward_fn_weights: {len(args.reward_fn_weights)} weights for {len(args.reward_fn)} functions")
     check_functions(args)
@@ -104,8 +103,8 @@ class Scorer:
             for name, function in self.functions.items():
                 for column, needed in parameters_of(function, name)[1].items():
                     if needed and column not in found:
-                        has = f"{rows[0].source} has {sorted(found)}"
-                        cli.fail(f"--reward_fn {name}: needs a column {column!r}, and {has}")
+                        has = f"has {sorted(found)}" if found else "has no other columns than its prompts"
+                        cli.fail(f"--reward_fn {name}: needs a column {column!r}, and {rows[0].source} {has}")
             for row in rows if self.reward_model and self.reward_model.tokenizer else ():
                 if is_messages(prompt := row.columns["prompt"]):  # Its chat template must take each prompt.
                     encode(self.reward_model.tokenizer, prompt, [{"role": "assistant", "content": "."}])

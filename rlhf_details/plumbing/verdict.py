@@ -45,7 +45,7 @@ def half_width(name, metrics, count):
 def as_text(name, metrics, count, width=0):
     """A held-out mean, with +- half its interval where that is known."""
     half = half_width(name, metrics, count)
-    return f"{metrics[name]:{width}.3f}" + (f" +- {half:.3f}" if half is not None else "")
+    return f"{metrics[name]:z{width}.3f}" + (f" +- {half:.3f}" if half is not None else "")
 
 
 def held_out_lines(before, after, count):
@@ -82,7 +82,7 @@ def learnt_lines(before, after, held_out):
                 found.append(f"gold, the true reward, {words}{hint if how == 'fell' else ''}")
             else:
                 kl = after.get("eval/objective/kl", math.nan)
-                price = f" at a KL of {kl:.3f} nats a response"
+                price = f" at a KL of {kl:z.3f} nats a response"
                 found.append(f"{'learnt' if how == 'rose' else 'not learnt'}: scores {words}{price}")
     return found
 
