@@ -35,8 +35,7 @@ def as_trained(args):
 def of_policy(args, folder):
     """`as_trained` for one policy."""
     path, values, sources = Path(folder, "training_args.json"), {}, {}
-    with cli.reading("--policy_path", path):
-        trained = dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+    trained = training_args(folder)
     trained["kl_temperature"] = trained.get("temperature")
     for name, fallback in FALLBACKS.items():
         near_greedy = NEAR_GREEDY if name == "temperature" and args.near_greedy else None
@@ -47,6 +46,13 @@ def of_policy(args, folder):
         sources.setdefault(source, []).append(f"{name} {value}")
     cli.say("sampling: " + "; ".join(f"{', '.join(words)} ({source})" for source, words in sources.items()))
     return replace(args, **values)
+
+
+def training_args(folder):
+    """{flag: value} of the run that made a policy, {} where its folder does not say it."""
+    path = Path(folder, "training_args.json")
+    with cli.reading("--policy_path", path):
+        return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
 
 
 def sampling(args):
@@ -69,6 +75,8 @@ def check(args, settings):
             rule = "needs a truncate_token, and must be below response_length"
             cli.fail(f"--truncate_after {own.truncate_after}: {rule}")
     rewards.check_functions(args)
+    if args.judge == "reward_fn" and not args.reward_fn:
+        cli.fail("--judge reward_fn: needs --reward_fn")
     if args.judge == "reward_model" and not args.reward_model_path:
         cli.fail("--judge reward_model: needs --reward_model_path")
     if args.judge == "gold" and args.dataset.partition(":")[0] != "toy":
@@ -80,6 +88,27 @@ def read_rows(args, use_references):
     """The rows of --dataset, each with its `prompt` and, where use_references says so, its `completion`."""
     rows = data.read_prompts(args.dataset, "--dataset", args.prompt_template, args.num_examples, "test")
     return data.with_completions(rows, f"--dataset {args.dataset}") if use_references else rows
+
+
+def points(args, score, table, side):
+    """What --judge compares, [N]: gold, the reward model's score, or the weighted sum of all rewards that apply.
+
+    Args: score, a Scorer; table, {column: list of N}, whose columns of one side's responses begin with `side`.
+    """
+    if args.judge == "gold":
+        return table[f"{side}gold"]
+    weights = dict(zip(score.names[: score.num_weighted], score.weights.tolist(), strict=False))
+    weights = weights if args.judge == "reward_fn" else {"reward_model": 1.0}
+    columns = [[weight * (x or 0) for x in table[f"{side}rewards/{name}"]] for name, weight in weights.items()]
+    return list(map(sum, zip(*columns, strict=True)))
+
+
+def trained_rewards(args, path):
+    """Those of the judge's rewards, flags' values, that the policy at a path was trained on."""
+    judges = {"reward_model": [args.reward_model_path], "reward_fn": [args.reward_model_path, *args.reward_fn]}
+    trained = training_args(path)
+    trained = [trained.get("reward_model_path"), *trained.get("reward_fn", ())]
+    return [reward for reward in judges.get(args.judge, ()) if reward and reward in trained]
 
 
 def encode_references(args, tokenizer, prompts, context, device):

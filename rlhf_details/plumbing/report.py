@@ -162,9 +162,12 @@ def win_rate_line(metrics, is_read):
 
 
 def doubts(args, settings, metrics):
-    """Lines on what makes figures doubtful: responses that did not end, and lengths that are far apart."""
+    """Lines on what makes figures doubtful: training's own judge, responses without an end, lengths far apart."""
     lines = []
     for path, own in metrics.items():
+        if judges := evaluation.trained_rewards(args, path):
+            what = f"{' and '.join(judges)} says who wins, which is what training optimised"
+            lines.append(f"{path}: {what}, so this win rate cannot show over-optimisation")
         for side, name in (("policy", path), ("opponent", args.opponent_path)):
             share = own.get(side, {}).get("ended", {"value": 1})["value"]
             if share < FEW_ENDED:

@@ -39,13 +39,13 @@ def check(args):
     """Ends with one line where no reward is named or a function cannot be had."""
     if not args.reward_model_path and not args.reward_fn:
         cli.fail(f"--reward_model_path or --reward_fn: one of them is required with --dataset {args.dataset}")
-    if len(args.reward_fn_weights) not in (0, len(args.reward_fn)):
-        cli.fail(f"--reward_fn_weights: {len(args.reward_fn_weights)} weights for {len(args.reward_fn)} functions")
     check_functions(args)
 
 
 def check_functions(args):
-    """Ends with one line where a function of --reward_fn cannot be had; imports the user's code."""
+    """Ends with one line where a function of --reward_fn cannot be had or weighted; imports the user's code."""
+    if len(args.reward_fn_weights) not in (0, len(args.reward_fn)):
+        cli.fail(f"--reward_fn_weights: {len(args.reward_fn_weights)} weights for {len(args.reward_fn)} functions")
     for spec in args.reward_fn:
         parameters_of(load_function(spec, "--reward_fn"), spec)
 
@@ -81,11 +81,12 @@ class Scorer:
         self.boolean = []  # names of the functions that returned nothing but True, False and None in the last call
         self.seconds = {}  # {"time/rewards/<name>": seconds of the last call}, of this process
         self.names = ["reward_model"] * bool(reward_model) + list(self.functions) + self.watched
-        weights = getattr(args, "reward_fn_weights", ()) or (1.0,) * len(self.functions)
+        weights = args.reward_fn_weights or (1.0,) * len(self.functions)
         weights = [1.0] * bool(reward_model) + list(weights) + [0.0] * len(self.watched)
         self.weights = torch.tensor(weights, device=accelerator.device)
         self.num_weighted = len(self.names) - len(self.watched)
-        self.must_score = hasattr(args, "reward_fn_weights")  # evaluate.py does not add rewards up, so none need apply.
+        # Where evaluate.py does not add rewards up, none need apply.
+        self.must_score = getattr(args, "judge", "reward_fn") == "reward_fn"
         terms = [f"{weight:g} * {name}" for weight, name in zip(weights, self.names[: self.num_weighted], strict=False)]
         if terms:
             cli.say(f"rewards: {' + '.join(terms)}")

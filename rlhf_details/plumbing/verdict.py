@@ -15,7 +15,8 @@ from rlhf_details.plumbing import cli, hub, stages
 ROOT = Path(__file__).resolve().parents[2]
 # What evaluate.py does where a flag is not given and the data are not the embedded task's.
 PLAIN = dict(opponent_path=None, ref_model_path=None, reward_model_path=None, reward_fn=(), judge="none")
-PLAIN |= dict(prompt_template=None, max_prompt_length=None, trust_remote_code=False, reward_fn_format="text")
+PLAIN |= dict(prompt_template=None, max_prompt_length=None, trust_remote_code=False)
+PLAIN |= dict(reward_fn_format="text", reward_fn_weights=())
 
 
 def lines(run, after, seconds):
@@ -147,8 +148,8 @@ def evaluation_words(args, reads_text):
     values = {name: getattr(args, name) for name in PLAIN if hasattr(args, name)}
     values |= {"opponent_path": args.sft_model_path, "ref_model_path": args.sft_model_path}
     values |= {"reward_model_path": None} if reads_text else {}
-    has_scores = values["reward_model_path"] is not None
-    values["judge"] = defaults["judge"] if task in toy.TASKS else "reward_model" if has_scores else "none"
+    judge = "reward_fn" if args.reward_fn else "reward_model" if values["reward_model_path"] else "none"
+    values["judge"] = defaults["judge"] if task in toy.TASKS and not args.reward_fn else judge
     words = [] if dataset in ("toy", "toy:test") else ["--dataset", dataset]
     words += [] if args.eval_dataset or task in toy.TASKS else ["--num_examples", "512"]  # of many training prompts
     words += ["--policy_path", args.output_dir]
