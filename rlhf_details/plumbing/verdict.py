@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rlhf_details import toy
 from rlhf_details.plumbing import cli, hub, stages
+from rlhf_details.plumbing.figures import wilson_interval
 
 ROOT = Path(__file__).resolve().parents[2]
 # What evaluate.py does where a flag is not given and the data are not the embedded task's.
@@ -67,7 +68,7 @@ def learnt_lines(before, after, held_out):
     count, accuracy = len(held_out), "eval/rm/accuracy"
     if accuracy in after:
         chance = 1 / len(held_out[0].candidates)
-        has_learnt = after[accuracy] - (half_width(accuracy, after, count) or 1) > chance
+        has_learnt = wilson_interval(after[accuracy] * count, count)[0] > chance
         words = f"{as_text(accuracy, after, count)}, where guessing has {chance:.3f}"
         return [f"{'learnt' if has_learnt else 'not learnt'}: the accuracy on held-out comparisons is {words}"]
     found = []

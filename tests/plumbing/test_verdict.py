@@ -46,7 +46,9 @@ def test_scores_that_rise_while_gold_falls_are_no_success():
     assert "gold, the true reward, rose" in true and "over-learns" not in true
 
 
-@pytest.mark.parametrize("accuracy,word", [(0.35, "learnt: "), (0.33, "not learnt: "), (0.1, "not learnt: ")])
+@pytest.mark.parametrize(
+    "accuracy,word", [(1.0, "learnt: "), (0.35, "learnt: "), (0.33, "not learnt: "), (0.1, "not learnt: ")]
+)
 def test_a_reward_model_has_learnt_where_it_is_better_than_guessing(accuracy, word):
     rows = [SimpleNamespace(candidates=[None] * 4)] * 101
     (line,) = learnt({}, {"eval/rm/accuracy": accuracy, "eval/rm/loss": 1.0}, rows)
