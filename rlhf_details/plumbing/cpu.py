@@ -1,6 +1,5 @@
 """
-Faster linear layers and the number of threads on CPUs, with the same numbers up to rounding. Without this module
-everything works, only slower.
+Faster linear layers and fewer threads on CPUs: the same numbers up to rounding. All works without it, only slower.
 
 For fp32 on the CPU, torch takes MKL, which uses AVX-512 on Intel's processors alone. oneDNN uses it on all of them.
 """

@@ -34,8 +34,7 @@ def as_trained(args):
 
 def of_policy(args, folder):
     """`as_trained` for one policy."""
-    path, values, sources = Path(folder, "training_args.json"), {}, {}
-    trained = training_args(folder)
+    path, trained, values, sources = Path(folder, "training_args.json"), training_args(folder), {}, {}
     trained["kl_temperature"] = trained.get("temperature")
     for name, fallback in FALLBACKS.items():
         near_greedy = NEAR_GREEDY if name == "temperature" and args.near_greedy else None

@@ -53,8 +53,7 @@ class Console:
 
     def begin(self, name, done_before):
         """Starts the live line, and the clock of the remaining time."""
-        self.start = self.last_line = time.time()
-        self.done_before = done_before
+        self.done_before, self.start, self.last_line = done_before, time.time(), time.time()
         if self.console.is_terminal and not self.console.quiet:
             columns = [TextColumn("{task.description}"), BarColumn(bar_width=20), TimeRemainingColumn()]
             self.bar = Progress(*columns, TextColumn("{task.fields[shown]}"), console=self.console)

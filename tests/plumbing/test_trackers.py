@@ -82,7 +82,7 @@ def test_a_table_shows_a_dash_where_there_is_no_value_and_no_minus_before_zero()
 
 
 def test_plain_lines_come_after_half_a_minute_of_silence_and_the_first_has_no_remaining_time(capsys, monkeypatch):
-    clock = iter(range(0, 10_000, 11))  # 11 seconds pass with each update.
+    clock = iter([0, *range(0, 10_000, 11)])  # 11 seconds pass with each update.
     monkeypatch.setattr(trackers.time, "time", lambda: next(clock))
     console = trackers.Console(1000, quiet=False)
     console.begin("train", 0)
