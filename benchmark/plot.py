@@ -17,13 +17,17 @@ from fnmatch import fnmatchcase
 from itertools import groupby
 from pathlib import Path
 
-import matplotlib
-import numpy as np
-import tyro
-from intervals import ROOT, bootstrap, iqm, last, mean_interval, read_seeds, welch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
+try:
+    import matplotlib
+    import numpy as np
+    import tyro
+    from intervals import ROOT, bootstrap, iqm, last, mean_interval, read_seeds, welch
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+except ModuleNotFoundError as e:
+    print(f'error: {e.name} is missing: pip install -c constraints.txt -e ".[benchmark]"', file=sys.stderr)
+    raise SystemExit(2) from None
 
 PANELS = {  # title: metrics over the same axis; eval/* are drawn as markers
     "score": ("objective/scores", "eval/objective/scores"),

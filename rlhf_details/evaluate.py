@@ -8,8 +8,8 @@ Evaluation of policies: their samples, what they score, how far they are from a 
    were evaluated alone; where they were trained differently, the opponent is sampled once with the settings of each.
 3. Each reward stands by itself, under its name in training's metrics, e.g. rewards/reward_model. The `scores` of
    training are another number: the weighted sum of the rewards, less the penalty where a response did not end.
-4. Win rate = (won + tied / 2) / pairs. The reward model, the embedded task's true reward or a language model says who
-   wins. The language model reads the two in a random order, and an answer that names neither is no win.
+4. Win rate = (won + tied / 2) / pairs. The reward model, the sum of all rewards, the embedded task's true reward or a
+   language model says who wins. The last reads the two in a random order, and an answer that names neither is no win.
 5. KL(policy || reference) is the mean over responses of sum_t (log p - log p_ref). It is unbiased only for responses
    drawn from p, so the KL has samples of its own, drawn at `kl_temperature`. Their noise is that of the training
    scripts' held-out evaluation: with the training's settings, seed and prompts it is that evaluation's KL.
@@ -84,6 +84,8 @@ class Args:
     """accept a reward model without a trained head; the head is drawn at random (dummy runs)"""
     reward_fn: tuple[str, ...] = ()
     """functions f(prompts, completions, **columns) -> rewards, FILE.py:function or package.module:function"""
+    reward_fn_weights: tuple[float, ...] = ()
+    """the factor of each reward function where --judge reward_fn adds the rewards up; none given: 1 for each"""
     reward_fn_format: Literal["text", "messages"] = "text"
     """what reward functions get: strings, or messages {"role", "content"}, whatever the data set holds"""
     trust_remote_code: bool = False
@@ -106,8 +108,9 @@ class Args:
     """tokens before this place of the response (from 0) do not truncate it; None: as the policy was trained, or 0"""
 
     # judging
-    judge: Literal["none", "reward_model", "gold", "llm"] = "none"
-    """who says which response of a pair is better; gold: the embedded task's true reward, llm: a language model"""
+    judge: Literal["none", "reward_model", "reward_fn", "gold", "llm"] = "none"
+    """who says which response of a pair is better; reward_fn: the weighted sum of all rewards, as in training;
+    gold: the embedded task's true reward, llm: a language model"""
     judge_model: str | None = None
     """name of the language model, as its server knows it"""
     judge_base_url: str | None = None
@@ -362,9 +365,8 @@ def main(args: Args):
             pairs = list(zip(table["prompt"], table["response"], table["opponent_response"], strict=True))
             table["verdict"], table["judge_answer"] = judge.judge_pairs(args, pairs, folder / "judge_cache.jsonl")
         elif args.judge != "none":
-            name = "gold" if args.judge == "gold" else "rewards/reward_model"
-            pairs = zip(table[name], table[f"opponent_{name}"], strict=True)
-            table["verdict"] = [verdict_by_score(*pair) for pair in pairs]
+            points = (evaluation.points(args, score, table, side) for side in ("", "opponent_"))
+            table["verdict"] = [verdict_by_score(*pair) for pair in zip(*points, strict=True)]
         if args.judge != "none":
             metrics[path]["win_rate"] = win_rate(table["verdict"])
 

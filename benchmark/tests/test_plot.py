@@ -31,6 +31,14 @@ def run(monkeypatch, *words):
     runpy.run_path(str(intervals.ROOT / "benchmark" / "plot.py"), run_name="__main__")
 
 
+def test_without_the_extra_one_line_says_how_to_install_it(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit) as end:
+        run(monkeypatch, "runs/any")
+    line = 'error: matplotlib is missing: pip install -c constraints.txt -e ".[benchmark]"\n'
+    assert (end.value.code, capsys.readouterr().err) == (2, line)
+
+
 def test_each_panel_holds_its_metrics_at_their_episodes():
     assert plot.panels(ROWS) == {
         "score": {"objective/scores": ((16, 32, 48), (1.0, 2.0, 3.0)), "eval/objective/scores": ((0,), (0.5,))},

@@ -76,8 +76,7 @@ def with_starting_values(args, script, given):
     """
     try:
         model, table = starting_values.of(script, args)
-    except Exception as e:  # A model that cannot be read ends the script later, with a line about it.
-        say(f"starting values: those for 1 B parameters, because the model's size is not known ({type(e).__name__})")
+    except Exception:  # A model that cannot be read ends the script when it is loaded, with a line about it.
         return args
     table = {name: value for name, value in table.items() if name not in given}
     if table:
@@ -133,8 +132,8 @@ def check(args):
     if args.hub_model_id and not args.push_to_hub:
         fail(f"--hub_model_id {args.hub_model_id}: needs --push_to_hub")
     if getattr(args, "sft_model_path", "") is None:
-        hint = "only --dataset toy from the command line has a default"
-        fail(f"--sft_model_path: required, a model folder or Hub name ({hint})")
+        hint = "a folder that train_sft.py has made, or another causal model's folder or Hub name"
+        fail(f"--sft_model_path: required with --dataset {args.dataset}: {hint}")
     if args.lora_rank and importlib.util.find_spec("peft") is None:
         fail(f"--lora_rank {args.lora_rank}: needs the package peft: pip install 'rlhf_details[peft]'")
     check_datasets(args)

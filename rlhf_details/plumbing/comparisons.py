@@ -161,7 +161,7 @@ def encode(rows, what, tokenizer, reward, max_prompt_length=None):
                     cli.fail(f"{where}, column {column!r}: id {unknown[0]} is neither {known}")
         joined = [query + response for query, response in pairs]
         if (longest := max(map(len, joined))) > context:
-            hint = "--max_prompt_length drops rows of long prompts"
+            hint = encoding.what_helps(query, max((response for _, response in pairs), key=len))
             cli.fail(f"{where} has {longest} tokens; the model's context is {context}; {hint}")
         columns = {"prompt": prompt, "candidates": candidates, "best": best}
         text = data.as_text(tokenizer, prompt)

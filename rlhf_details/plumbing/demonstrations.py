@@ -47,7 +47,8 @@ def encode(rows, what, tokenizer, context, max_prompt_length=None, num_sampled=0
         (prompt, completion), where = pairs[i], f"{what}: row {i + 1}"
         if len(prompt) + len(completion) > context:
             tokens = f"{len(prompt) + len(completion)} tokens, {len(prompt)} of them in its prompt"
-            hint = "" if what.startswith("--reference") else "; --max_prompt_length drops rows of long prompts"
+            hint = "or with --base_model scratch a larger --context_length"
+            hint = "" if what.startswith("--reference") else f"; {encoding.what_helps(prompt, completion)}, {hint}"
             cli.fail(f"{where} has {tokens}; the model's context is {context}{hint}")
         if prompt and rows[i]["prompt"] and len(prompt) + num_sampled > context:
             hint = f"--max_prompt_length {context - num_sampled} drops such rows"

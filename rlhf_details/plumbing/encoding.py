@@ -104,6 +104,11 @@ def short_enough(ids, limit, what):
     return kept
 
 
+def what_helps(prompt, answer):
+    """What helps where a prompt and its answer, lists of token ids, do not fit the context together."""
+    return "--max_prompt_length drops rows of long prompts" if len(prompt) > len(answer) else "shorten the row"
+
+
 def warn_of_empty(tokenizer, texts, what, name):
     """Says how many rows have a text of no token but special ones. texts: a list of (row's number, token ids)."""
     numbers = sorted({number for number, ids in texts if special_ids(tokenizer).issuperset(ids)})

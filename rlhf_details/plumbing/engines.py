@@ -16,7 +16,7 @@ from accelerate import Accelerator, DistributedType
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-from rlhf_details.plumbing import cli, stages
+from rlhf_details.plumbing import cli, cpu, stages
 
 
 # ---- the start -------------------------------------------------------------------------------------------------------
@@ -80,6 +80,7 @@ def configure_deepspeed(accelerator, args):
 
 def prepare(accelerator, module, optimizer):
     """accelerator.prepare, which puts a module and its optimizer under the engine. Returns both."""
+    cpu.use_one_thread(module)
     kinds = {kind for m in module.modules() for kind in getattr(m, "_no_split_modules", None) or []}
     present = {type(m).__name__ for m in module.modules()}
     module._no_split_modules = sorted(kinds & present)  # FSDP2 gathers these layers one by one.

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from rlhf_details import utils
-from rlhf_details.plumbing import cli, data, encoding, judge, models, rewards
+from rlhf_details.plumbing import cli, cpu, data, encoding, judge, models, rewards
 
 # How a policy is sampled where neither a flag nor its folder says it.
 FALLBACKS = dict(temperature=1.0, response_length=53, stop_token="eos", truncate_token="none", truncate_after=0)
@@ -24,8 +24,7 @@ def as_trained(args):
     and where they come from.
     """
     if not args.policy_path:
-        hint = "only --dataset toy from the command line has a default"
-        cli.fail(f"--policy_path: required, a model folder or Hub name ({hint})")
+        cli.fail(f"--policy_path: required with --dataset {args.dataset}: a trained model's folder or Hub name")
     if len(set(args.policy_path)) < len(args.policy_path):
         cli.fail(f"--policy_path {' '.join(args.policy_path)}: names a policy twice")
     if args.near_greedy and args.temperature is not None:
@@ -35,9 +34,7 @@ def as_trained(args):
 
 def of_policy(args, folder):
     """`as_trained` for one policy."""
-    path, values, sources = Path(folder, "training_args.json"), {}, {}
-    with cli.reading("--policy_path", path):
-        trained = dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+    path, trained, values, sources = Path(folder, "training_args.json"), training_args(folder), {}, {}
     trained["kl_temperature"] = trained.get("temperature")
     for name, fallback in FALLBACKS.items():
         near_greedy = NEAR_GREEDY if name == "temperature" and args.near_greedy else None
@@ -48,6 +45,13 @@ def of_policy(args, folder):
         sources.setdefault(source, []).append(f"{name} {value}")
     cli.say("sampling: " + "; ".join(f"{', '.join(words)} ({source})" for source, words in sources.items()))
     return replace(args, **values)
+
+
+def training_args(folder):
+    """{flag: value} of the run that made a policy, {} where its folder does not say it."""
+    path = Path(folder, "training_args.json")
+    with cli.reading("--policy_path", path):
+        return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
 
 
 def sampling(args):
@@ -70,6 +74,8 @@ def check(args, settings):
             rule = "needs a truncate_token, and must be below response_length"
             cli.fail(f"--truncate_after {own.truncate_after}: {rule}")
     rewards.check_functions(args)
+    if args.judge == "reward_fn" and not args.reward_fn:
+        cli.fail("--judge reward_fn: needs --reward_fn")
     if args.judge == "reward_model" and not args.reward_model_path:
         cli.fail("--judge reward_model: needs --reward_model_path")
     if args.judge == "gold" and args.dataset.partition(":")[0] != "toy":
@@ -83,13 +89,34 @@ def read_rows(args, use_references):
     return data.with_completions(rows, f"--dataset {args.dataset}") if use_references else rows
 
 
+def points(args, score, table, side):
+    """What --judge compares, [N]: gold, the reward model's score, or the weighted sum of all rewards that apply.
+
+    Args: score, a Scorer; table, {column: list of N}, whose columns of one side's responses begin with `side`.
+    """
+    if args.judge == "gold":
+        return table[f"{side}gold"]
+    weights = dict(zip(score.names[: score.num_weighted], score.weights.tolist(), strict=False))
+    weights = weights if args.judge == "reward_fn" else {"reward_model": 1.0}
+    columns = [[weight * (x or 0) for x in table[f"{side}rewards/{name}"]] for name, weight in weights.items()]
+    return list(map(sum, zip(*columns, strict=True)))
+
+
+def trained_rewards(args, path):
+    """Those of the judge's rewards, flags' values, that the policy at a path was trained on."""
+    judges = {"reward_model": [args.reward_model_path], "reward_fn": [args.reward_model_path, *args.reward_fn]}
+    trained = training_args(path)
+    trained = [trained.get("reward_model_path"), *trained.get("reward_fn", ())]
+    return [reward for reward in judges.get(args.judge, ()) if reward and reward in trained]
+
+
 def encode_references(args, tokenizer, prompts, context, device):
     """The completions of the prompts' rows: (their N texts; tokens, mask [N, longest], right-padded)."""
     ids = [encoding.encode(tokenizer, row.columns["prompt"], row.columns["completion"])[1] for row in prompts]
     for row, reference in zip(prompts, ids, strict=True):
         if args.reward_model_path and (length := len(row.ids + reference)) > context:
             tokens = f"{length} tokens; the models' context is {context}"
-            hint = "--max_prompt_length drops rows of long prompts"
+            hint = encoding.what_helps(row.ids, reference)
             cli.fail(f"{row.source}: prompt and completion of row {row.number} have {tokens}; {hint}")
     pairs = [(row.number, reference) for row, reference in zip(prompts, ids, strict=True)]
     encoding.warn_of_empty(tokenizer, pairs, f"--dataset {args.dataset}", "completion")
@@ -112,6 +139,7 @@ def load_models(args, device):
         reward_model = models.load_reward_model(path, args).to(device).eval()
         readers.append(("reward_model_path", path, reward_model))
     check_vocabularies(args, tokenizer, readers)
+    cpu.use_one_thread(*(model for *_, model in readers))
     return tokenizer, loaded, reward_model
 
 

@@ -145,8 +145,8 @@ def as_text(figure):
     """A figure as a number and its interval where it has one, or - where there is no figure."""
     if figure is None:
         return "-"
-    interval = f"  ({figure['low']:.3f} .. {figure['high']:.3f})" if "low" in figure else ""
-    return f"{figure['value']:.3f}{interval}"
+    interval = f"  ({figure['low']:z.3f} .. {figure['high']:z.3f})" if "low" in figure else ""
+    return f"{figure['value']:z.3f}{interval}"
 
 
 def win_rate_line(metrics, is_read):
@@ -162,9 +162,12 @@ def win_rate_line(metrics, is_read):
 
 
 def doubts(args, settings, metrics):
-    """Lines on what makes figures doubtful: responses that did not end, and lengths that are far apart."""
+    """Lines on what makes figures doubtful: training's own judge, responses without an end, lengths far apart."""
     lines = []
     for path, own in metrics.items():
+        if judges := evaluation.trained_rewards(args, path):
+            what = f"{' and '.join(judges)} says who wins, which is what training optimised"
+            lines.append(f"{path}: {what}, so this win rate cannot show over-optimisation")
         for side, name in (("policy", path), ("opponent", args.opponent_path)):
             share = own.get(side, {}).get("ended", {"value": 1})["value"]
             if share < FEW_ENDED:

@@ -38,15 +38,14 @@ class Fault(Exception):
 def check(args):
     """Ends with one line where no reward is named or a function cannot be had."""
     if not args.reward_model_path and not args.reward_fn:
-        hint = "only --dataset toy from the command line has a default reward"
-        cli.fail(f"--reward_model_path or --reward_fn: one of them is required ({hint})")
-    if len(args.reward_fn_weights) not in (0, len(args.reward_fn)):
-        cli.fail(f"--reward_fn_weights: {len(args.reward_fn_weights)} weights for {len(args.reward_fn)} functions")
+        cli.fail(f"--reward_model_path or --reward_fn: one of them is required with --dataset {args.dataset}")
     check_functions(args)
 
 
 def check_functions(args):
-    """Ends with one line where a function of --reward_fn cannot be had; imports the user's code."""
+    """Ends with one line where a function of --reward_fn cannot be had or weighted; imports the user's code."""
+    if len(args.reward_fn_weights) not in (0, len(args.reward_fn)):
+        cli.fail(f"--reward_fn_weights: {len(args.reward_fn_weights)} weights for {len(args.reward_fn)} functions")
     for spec in args.reward_fn:
         parameters_of(load_function(spec, "--reward_fn"), spec)
 
@@ -82,11 +81,12 @@ class Scorer:
         self.boolean = []  # names of the functions that returned nothing but True, False and None in the last call
         self.seconds = {}  # {"time/rewards/<name>": seconds of the last call}, of this process
         self.names = ["reward_model"] * bool(reward_model) + list(self.functions) + self.watched
-        weights = getattr(args, "reward_fn_weights", ()) or (1.0,) * len(self.functions)
+        weights = args.reward_fn_weights or (1.0,) * len(self.functions)
         weights = [1.0] * bool(reward_model) + list(weights) + [0.0] * len(self.watched)
         self.weights = torch.tensor(weights, device=accelerator.device)
         self.num_weighted = len(self.names) - len(self.watched)
-        self.must_score = hasattr(args, "reward_fn_weights")  # evaluate.py does not add rewards up, so none need apply.
+        # Where evaluate.py does not add rewards up, none need apply.
+        self.must_score = getattr(args, "judge", "reward_fn") == "reward_fn"
         terms = [f"{weight:g} * {name}" for weight, name in zip(weights, self.names[: self.num_weighted], strict=False)]
         if terms:
             cli.say(f"rewards: {' + '.join(terms)}")
@@ -104,8 +104,8 @@ class Scorer:
             for name, function in self.functions.items():
                 for column, needed in parameters_of(function, name)[1].items():
                     if needed and column not in found:
-                        has = f"{rows[0].source} has {sorted(found)}"
-                        cli.fail(f"--reward_fn {name}: needs a column {column!r}, and {has}")
+                        has = f"has {sorted(found)}" if found else "has no other columns than its prompts"
+                        cli.fail(f"--reward_fn {name}: needs a column {column!r}, and {rows[0].source} {has}")
             for row in rows if self.reward_model and self.reward_model.tokenizer else ():
                 if is_messages(prompt := row.columns["prompt"]):  # Its chat template must take each prompt.
                     encode(self.reward_model.tokenizer, prompt, [{"role": "assistant", "content": "."}])

@@ -69,7 +69,7 @@ SUM_DEFAULTS = {  # what differs for "toy-sum": arithmetic, rewarded by a functi
     "evaluate": dict(
         dataset="toy-sum:test", policy_path=["models/toy-sum/rloo"], opponent_path="models/toy-sum/sft",
         ref_model_path="models/toy-sum/sft", reward_model_path=None, reward_fn=["rlhf_details.toy:right_sum"],
-        judge="none",
+        judge="reward_fn",
     ),
 }  # fmt: skip
 

@@ -44,14 +44,16 @@ class Terminal(rich.console.Console):
 
 
 class Console:
-    """One live line and tables on a terminal. Elsewhere some twenty plain lines a run."""
+    """One live line and tables on a terminal. Elsewhere some twenty plain lines a run, and one after 30 seconds."""
+
+    longest_silence = 30  # seconds
 
     def __init__(self, num_updates, quiet):
         self.num_updates, self.console, self.bar = num_updates, Terminal(quiet=quiet), None
 
     def begin(self, name, done_before):
         """Starts the live line, and the clock of the remaining time."""
-        self.start, self.done_before = time.time(), done_before
+        self.done_before, self.start, self.last_line = done_before, time.time(), time.time()
         if self.console.is_terminal and not self.console.quiet:
             columns = [TextColumn("{task.description}"), BarColumn(bar_width=20), TimeRemainingColumn()]
             self.bar = Progress(*columns, TextColumn("{task.fields[shown]}"), console=self.console)
@@ -63,12 +65,15 @@ class Console:
 
     def log(self, update, metrics):
         shown = "  ".join(f"{name.split('/')[-1]} {metrics[name]:.4g}" for name in SHOWN if name in metrics)
-        N = self.num_updates
+        N, now, done = self.num_updates, time.time(), update - self.done_before
+        is_silent = now - self.last_line >= self.longest_silence
         if self.bar:
             self.bar.update(self.task, completed=update, shown=f"{update}/{N}  {shown}")
-        elif update in (1, N) or (update and update % max(1, N // 20) == 0):
-            left = (time.time() - self.start) / max(1, update - self.done_before) * (N - update)  # seconds
-            self.say(f"{update}/{N}  {shown}  eta {left:.0f}s")
+        elif update in (1, N) or (update and (is_silent or update % max(1, N // 20) == 0)):
+            self.last_line = now
+            # The first update is slow, so it says nothing of the others.
+            eta = f"  eta {(now - self.start) / done * (N - update):.0f}s" if done > 1 else ""
+            self.say(f"{update}/{N}  {shown}{eta}")
 
     def table(self, update, rows):
         title, rows = f"samples of update {update}", [{name: as_cell(x) for name, x in row.items()} for row in rows]
@@ -90,7 +95,7 @@ class Console:
 def as_cell(x):
     """A number with two decimals, yes or no, a text on one line, or - where there is nothing."""
     x = {True: "yes", False: "no", None: "-"}[x] if x is None or isinstance(x, bool) else x
-    return f"{x:.2f}" if isinstance(x, float) else str(x).replace("\n", "⏎")
+    return f"{x:z.2f}" if isinstance(x, float) else str(x).replace("\n", "⏎")
 
 
 class Files:

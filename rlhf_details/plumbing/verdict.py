@@ -11,11 +11,13 @@ from pathlib import Path
 
 from rlhf_details import toy
 from rlhf_details.plumbing import cli, hub, stages
+from rlhf_details.plumbing.figures import wilson_interval
 
 ROOT = Path(__file__).resolve().parents[2]
 # What evaluate.py does where a flag is not given and the data are not the embedded task's.
 PLAIN = dict(opponent_path=None, ref_model_path=None, reward_model_path=None, reward_fn=(), judge="none")
-PLAIN |= dict(prompt_template=None, max_prompt_length=None, trust_remote_code=False, reward_fn_format="text")
+PLAIN |= dict(prompt_template=None, max_prompt_length=None, trust_remote_code=False)
+PLAIN |= dict(reward_fn_format="text", reward_fn_weights=())
 
 
 def lines(run, after, seconds):
@@ -45,7 +47,7 @@ def half_width(name, metrics, count):
 def as_text(name, metrics, count, width=0):
     """A held-out mean, with +- half its interval where that is known."""
     half = half_width(name, metrics, count)
-    return f"{metrics[name]:{width}.3f}" + (f" +- {half:.3f}" if half is not None else "")
+    return f"{metrics[name]:z{width}.3f}" + (f" +- {half:.3f}" if half is not None else "")
 
 
 def held_out_lines(before, after, count):
@@ -66,7 +68,7 @@ def learnt_lines(before, after, held_out):
     count, accuracy = len(held_out), "eval/rm/accuracy"
     if accuracy in after:
         chance = 1 / len(held_out[0].candidates)
-        has_learnt = after[accuracy] - (half_width(accuracy, after, count) or 1) > chance
+        has_learnt = wilson_interval(after[accuracy] * count, count)[0] > chance
         words = f"{as_text(accuracy, after, count)}, where guessing has {chance:.3f}"
         return [f"{'learnt' if has_learnt else 'not learnt'}: the accuracy on held-out comparisons is {words}"]
     found = []
@@ -82,7 +84,7 @@ def learnt_lines(before, after, held_out):
                 found.append(f"gold, the true reward, {words}{hint if how == 'fell' else ''}")
             else:
                 kl = after.get("eval/objective/kl", math.nan)
-                price = f" at a KL of {kl:.3f} nats a response"
+                price = f" at a KL of {kl:z.3f} nats a response"
                 found.append(f"{'learnt' if how == 'rose' else 'not learnt'}: scores {words}{price}")
     return found
 
@@ -147,8 +149,8 @@ def evaluation_words(args, reads_text):
     values = {name: getattr(args, name) for name in PLAIN if hasattr(args, name)}
     values |= {"opponent_path": args.sft_model_path, "ref_model_path": args.sft_model_path}
     values |= {"reward_model_path": None} if reads_text else {}
-    has_scores = values["reward_model_path"] is not None
-    values["judge"] = defaults["judge"] if task in toy.TASKS else "reward_model" if has_scores else "none"
+    judge = "reward_fn" if args.reward_fn else "reward_model" if values["reward_model_path"] else "none"
+    values["judge"] = defaults["judge"] if task in toy.TASKS and not args.reward_fn else judge
     words = [] if dataset in ("toy", "toy:test") else ["--dataset", dataset]
     words += [] if args.eval_dataset or task in toy.TASKS else ["--num_examples", "512"]  # of many training prompts
     words += ["--policy_path", args.output_dir]

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from helpers import PAGES, ROOT, page_args
+from short_runs import write_rows
 
 from rlhf_details import evaluate, toy, train_both, train_reward, train_sft
 from rlhf_details.plumbing import cli
@@ -55,6 +56,22 @@ def test_every_command_of_the_readme_parses():
         for script, words in found:
             flags = [word for word in words[words.index(f"rlhf_details/{script}.py") + 1 :] if word != "..."]
             train_both.parse(flags) if script == "train_both" else cli.parse(SCRIPTS[script].Args, flags)
+
+
+def test_the_guides_example_makes_files_of_scored_texts(in_tmp):
+    texts = [f"text {i} of the many that we wrote" for i in range(100)]
+    write_rows("scored.jsonl", [{"text": text, "score": i / 99} for i, text in enumerate(texts)] * 2)
+    (code,) = (block for block in re.findall(r"```python\n(.*?)```", README, re.S) if "scored.jsonl" in block)
+    subprocess.run([sys.executable, "-c", code], check=True)
+    read = {
+        path.stem: [json.loads(line) for line in path.read_text().splitlines()] for path in Path().glob("*_t*.jsonl")
+    }
+    numbers = {part: {int(row["completion"].split()[1]) for row in read[f"sft_{part}"]} for part in ("train", "test")}
+    assert len(numbers["train"]) == 90 and numbers["train"] | numbers["test"] == set(range(100))
+    for part, own in numbers.items():
+        pairs = [[int(row[side].split()[1]) for side in ("chosen", "rejected")] for row in read[f"preference_{part}"]]
+        assert pairs and all(better - worse >= 49.5 and {better, worse} <= own for better, worse in pairs)
+        assert {row["prompt"] for row in read[f"prompts_{part}"]} == {f"Review: text {i} of the many" for i in own}
 
 
 def test_every_command_of_the_readme_that_runs_or_draws_a_study_parses():

@@ -630,7 +630,9 @@ def test_demonstrations_have_limits_and_keep_their_numbers(in_tmp, fails):
     assert [len(p) for p, _ in demonstrations_of("rows.jsonl", tokenizer, max_prompt_length=3)] == [2, 3, 2]
     assert len(demonstrations_of("rows.jsonl", tokenizer, take=2)) == 2
     line = fails(demonstrations_of, "rows.jsonl", tokenizer, context=10, max_prompt_length=3)
-    assert "row 4 has 11 tokens" in line and "the model's context is 10; --max_prompt_length" in line
+    assert "row 4 has 11 tokens" in line and "the model's context is 10; shorten the row, or with" in line
+    line = fails(demonstrations_of, "rows.jsonl", tokenizer, context=10)
+    assert "row 1 has 11 tokens" in line and "the model's context is 10; --max_prompt_length" in line
     table = [{"prompt": "a a a", "completion": "b"}]
     line = fails(demonstrations.encode, table, "--eval_dataset x", tokenizer, 10, num_sampled=8)
     assert "row 1: its prompt and --response_length 8 exceed the context of 10; --max_prompt_length 2" in line

@@ -160,6 +160,35 @@ def test_reward_functions_are_figures_of_their_own(rows, tiny):
     assert [float(row["rewards/words"]) for row in table] == counts
 
 
+def test_the_weighted_sum_of_all_rewards_judges_and_says_so_where_it_was_trained_on(rows, tiny, other, capsys):
+    Path("mine.py").write_text(
+        "def words(prompts, completions): return [len(c.split()) for c in completions]\n"
+        "def some(prompts, completions):\n"
+        "    return [None if len(p) % 2 else len(c) for p, c in zip(prompts, completions)]\n"
+    )
+    options = dict(judge="reward_fn", opponent_path=other, reward_fn=("mine.py:words", "mine.py:some"))
+    options |= dict(reward_fn_weights=(2.0, -0.5))
+    _, table = evaluate_tiny(tiny, **options)
+    assert {row["rewards/some"] == "" for row in table} == {True, False}
+    for row in table:
+        ours, theirs = (
+            float(row[f"{side}rewards/reward_model"]) + 2 * len(row[f"{side}response"].split())
+            - (0.5 * len(row[f"{side}response"]) if row["rewards/some"] else 0)
+            for side in ("", "opponent_")
+        )  # fmt: skip
+        assert row["verdict"] == ("won" if ours > theirs + 1e-4 else "lost" if theirs > ours + 1e-4 else "tied")
+    assert {"won", "lost"} <= {row["verdict"] for row in table}
+    assert "cannot show over-optimisation" not in capsys.readouterr().out
+    shutil.copytree(tiny / "policy", "trained")
+    trained = dict(reward_model_path="another", reward_fn=["mine.py:some"])
+    Path("trained/training_args.json").write_text(json.dumps(trained))
+    evaluate_tiny(tiny, **options | dict(policy_path=("trained",), output_dir="two"))
+    lines = capsys.readouterr().out.splitlines()
+    said = "trained: mine.py:some says who wins, which is what training optimised"
+    at = next(i for i, line in enumerate(lines) if line.startswith("Model win rate"))
+    assert lines[at + 1] == f"warning: {said}, so this win rate cannot show over-optimisation"
+
+
 def test_kl_of_a_policy_to_itself_is_zero_and_to_another_is_not(rows, tiny, other):
     same, _ = evaluate_tiny(tiny, ref_model_path=str(tiny / "policy"))
     far, _ = evaluate_tiny(tiny, ref_model_path=other, output_dir="far")
@@ -401,6 +430,8 @@ MISTAKES = [
     *[({name: "no/such"}, [f"--{name} no/such"]) for name in ("opponent_path", "ref_model_path")],
     ({"reward_model_path": "no/such"}, ["--reward_model_path no/such"]),
     ({"reward_model_path": None}, ["--judge reward_model", "--reward_model_path"]),
+    ({"judge": "reward_fn"}, ["--judge reward_fn", "--reward_fn"]),
+    ({"reward_fn_weights": (1.0,)}, ["--reward_fn_weights: 1 weights for 0 functions"]),
     ({"judge": "gold"}, ["--judge gold", "--dataset rows.jsonl"]),
     ({"dataset": "toy:validation", "judge": "gold"}, ["toy:validation"]),
     ({"dataset": "missing.jsonl"}, ["--dataset missing.jsonl", "no such file"]),

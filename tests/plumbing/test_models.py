@@ -323,6 +323,25 @@ def test_onednn_layers_equal_the_float64_layer_forward_and_backward(shape, bias)
         torch.testing.assert_close(p.double(), q, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize(
+    "size, variable, device, threads",
+    [(1, None, "cpu", 1), (6e6, None, "cpu", 2), (1, "2", "cpu", 2), (1, None, "meta", 2)],
+)
+def test_small_models_take_one_thread_and_say_so(monkeypatch, capsys, size, variable, device, threads):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if variable:
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    torch.set_num_threads(2)
+    modules = [torch.nn.Embedding(int(n), 1, device=device) for n in (1, size)]
+    try:
+        cpu.use_one_thread(*modules)
+        assert torch.get_num_threads() == threads
+        cpu.use_one_thread(*modules)
+    finally:
+        torch.set_num_threads(1)
+    assert capsys.readouterr().out.count("OMP_NUM_THREADS") == (threads == 1)
+
+
 @needs_onednn
 def test_onednn_layers_are_linear_layers_under_autocast_in_bf16_and_when_copied():
     layer = cpu.use_onednn(torch.nn.Sequential(torch.nn.Linear(8, 8)))

@@ -245,6 +245,7 @@ def test_a_column_that_a_function_needs_and_no_row_has_is_named_for_both_data_se
     assert "--reward_fn f: needs a column 'answer', and --dataset x has ['reply']" in line
     assert "needs a column 'answer'" in fails(make_scorer().check_columns, [with_answer], [without])
     make_scorer().check_columns([with_answer], [with_answer])
+    assert "--dataset x has no other columns" in fails(make_scorer().check_columns, [prompt({"prompt": "p"})])
     functions("def f(prompts, completions, prompt):\n    return [0.0] * len(prompts)")
     assert "needs a column 'prompt'" in fails(make_scorer().check_columns, [with_answer])
 

@@ -76,5 +76,18 @@ def test_a_resumed_run_is_the_same_one_and_shows_its_data_once(tiny, offline_wan
     assert (first.exit_code, second.exit_code) == (1, 0)
 
 
-def test_a_table_shows_a_dash_where_there_is_no_value():
+def test_a_table_shows_a_dash_where_there_is_no_value_and_no_minus_before_zero():
     assert trackers.as_cell(None) == report.as_text(None) == "-"
+    assert (trackers.as_cell(-1e-6), report.as_text({"value": -1e-6})) == ("0.00", "0.000")
+
+
+def test_plain_lines_come_after_half_a_minute_of_silence_and_the_first_has_no_remaining_time(capsys, monkeypatch):
+    clock = iter([0, *range(0, 10_000, 11)])  # 11 seconds pass with each update.
+    monkeypatch.setattr(trackers.time, "time", lambda: next(clock))
+    console = trackers.Console(1000, quiet=False)
+    console.begin("train", 0)
+    for update in range(8):
+        console.log(update, {})
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("/")[0] for line in lines] == ["1", "4", "7"]
+    assert "eta" not in lines[0] and lines[1].endswith(f"eta {55 / 4 * 996:.0f}s")

@@ -46,7 +46,9 @@ def test_scores_that_rise_while_gold_falls_are_no_success():
     assert "gold, the true reward, rose" in true and "over-learns" not in true
 
 
-@pytest.mark.parametrize("accuracy,word", [(0.35, "learnt: "), (0.33, "not learnt: "), (0.1, "not learnt: ")])
+@pytest.mark.parametrize(
+    "accuracy,word", [(1.0, "learnt: "), (0.35, "learnt: "), (0.33, "not learnt: "), (0.1, "not learnt: ")]
+)
 def test_a_reward_model_has_learnt_where_it_is_better_than_guessing(accuracy, word):
     rows = [SimpleNamespace(candidates=[None] * 4)] * 101
     (line,) = learnt({}, {"eval/rm/accuracy": accuracy, "eval/rm/loss": 1.0}, rows)
@@ -84,6 +86,7 @@ def test_the_commands_at_the_end_of_a_run_do_run(tiny, in_tmp, capsys, monkeypat
         "import time\ndef f(prompts, completions): time.sleep(0.1); return [1.0] * len(prompts)\n"
     )
     data = dict(dataset=rows, eval_dataset=rows, prompt_template="{question}", reward_fn=("mine.py:f",))
+    data |= dict(reward_fn_weights=(-0.5,))
     result = train_rloo.main(rloo_args(tiny, **data, temperature=0.7, total_episodes=16, output_dir="model"))
     lines = said(capsys)
     assert any(line.startswith(("learnt: ", "not learnt: ")) for line in lines)
@@ -99,7 +102,9 @@ def test_the_commands_at_the_end_of_a_run_do_run(tiny, in_tmp, capsys, monkeypat
     assert args.opponent_path == str(tiny / "policy") and {"rewards/f", "rewards/reward_model"} <= set(
         metrics["policy"]
     )
-    assert args.judge == "reward_model" and "temperature 0.7" in capsys.readouterr().out
+    assert (args.judge, args.reward_fn_weights) == ("reward_fn", (-0.5,))
+    out = capsys.readouterr().out
+    assert "temperature 0.7" in out and f"{tiny / 'reward'} and mine.py:f says who wins" in out
     monkeypatch.setattr("sys.stdin", io.StringIO("the soup\n"))
     evaluate.main(cli.parse(evaluate.Args, commands["chat"][2:]))
     assert [line.partition(": ")[0] for line in said(capsys)[-3:-1]] == ["model", str(tiny / "policy")]
@@ -111,7 +116,8 @@ def test_the_commands_at_the_end_of_a_run_do_run(tiny, in_tmp, capsys, monkeypat
         ("toy:test", {}, ""),
         (None, {}, ""),
         ("toy:test", dict(sft_model_path="my sft"), "--opponent_path 'my sft' --ref_model_path 'my sft'"),
-        ("toy:test", dict(reward_model_path=None, reward_fn=("a:f",)), "--reward_model_path None --reward_fn a:f"),
+        ("toy:test", dict(reward_model_path=None, reward_fn=("a:f",)),
+         "--reward_model_path None --reward_fn a:f --judge reward_fn"),
     ],
 )  # fmt: skip
 def test_on_the_embedded_task_the_command_says_only_what_differs(dataset, changes, expected):
@@ -121,7 +127,8 @@ def test_on_the_embedded_task_the_command_says_only_what_differs(dataset, change
     words = verdict.evaluation_words(args, False)
     assert words[:2] == ["--policy_path", "models/toy/rloo"] and set(words[2:]) == set(shlex.split(expected))
     parsed = cli.parse(evaluate.Args, words)
-    assert parsed.judge == "gold" and parsed.opponent_path == parsed.ref_model_path == args.sft_model_path
+    assert parsed.judge == ("reward_fn" if args.reward_fn else "gold")
+    assert parsed.opponent_path == parsed.ref_model_path == args.sft_model_path
     assert (parsed.reward_model_path, parsed.reward_fn) == (args.reward_model_path, args.reward_fn)
 
 
