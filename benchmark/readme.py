@@ -14,6 +14,7 @@ import sys
 from intervals import ROOT
 
 TAG = "f1166b3"  # the commit whose scripts were run
+GRPO = "4d93adb"  # that of the study of GRPO
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 DOCUMENTS += [path for folder in ("guides", "evidence") for path in sorted((ROOT / "docs" / folder).glob("*.md"))]
 
@@ -46,6 +47,12 @@ TABLES = {
     "trl": lambda: tables("trl")[0],
     "trl_differences": lambda: tables("trl")[1],
     "trl_replay": lambda: tables("trl_replay")[0],
+    "grpo": lambda: tables("grpo", GRPO)[0],
+    "grpo_sums": lambda: tables("grpo", GRPO)[1],
+    "grpo_parts": lambda: tables("grpo", GRPO)[2],
+    "grpo_trl": lambda: tables("trl", GRPO)[0],
+    "grpo_trl_differences": lambda: tables("trl", GRPO)[1],
+    "grpo_trl_replay": lambda: tables("trl_replay", GRPO)[0],
 }
 
 
