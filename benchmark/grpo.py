@@ -25,7 +25,9 @@ ALGORITHMS = {"grpo": "#c4501b", "rloo": "#3465a4", "ppo": "#4e9a06"}  # and the
 CURVES = {  # name: command
     **{name: f"python rlhf_details/train_{name}.py {RUN} {STAGES}" for name in ALGORITHMS},
     **{f"sum_{name}": f"python rlhf_details/train_{name}.py {SUM}" for name in ALGORITHMS},
+    "undivided": f"python rlhf_details/train_grpo.py {RUN} {STAGES} --scale_advantages none",
 }
+LABELS = {"grpo": "GRPO", "rloo": "RLOO", "ppo": "PPO", "undivided": "GRPO, advantages not divided"}
 PARTS = {  # name: (what is changed, the run it is compared with, flags)
     "short": ("", "", ""),
     "no_kl": ("no KL in the loss", "short", "--kl_coef 0"),
@@ -97,19 +99,19 @@ def paired(a, b):
 
 
 def curves_table(found, task, measures):
-    """Lines of a table of whole runs, and of GRPO's differences from the other two, paired by seed."""
+    """Lines of a table of whole runs, and of some differences, paired by seed."""
     prefix, head = "sum_" * (task == "toy-sum"), [*measures.values(), "minutes"]
+    pairs = [("grpo", "rloo"), ("grpo", "ppo")] + [("undivided", "rloo")] * (not prefix)
     lines = [f"| {task} | seeds | {' | '.join(head)} |", "|---|---:|" + "---:|" * len(head)]
     minutes = lambda name: {seed: last(x["time/from_scratch"]) / 60 for seed, x in found[name].items()}  # noqa: E731
-    for name in ALGORITHMS:
+    for name in [*ALGORITHMS, *["undivided"] * (not prefix)]:
         cells = [cell(list(ends(found[prefix + name], m).values())) for m in measures]
         cells.append(cell(list(minutes(prefix + name).values())))
-        lines.append(f"| {name.upper()} | {len(found[prefix + name])} | {' | '.join(cells)} |")
-    for other in ("rloo", "ppo"):
-        pairs = [(ends(found[f"{prefix}grpo"], m), ends(found[prefix + other], m)) for m in measures]
-        cells = [cell(paired(*pair)) for pair in pairs]
-        cells.append(cell(paired(minutes(f"{prefix}grpo"), minutes(prefix + other))))
-        lines.append(f"| GRPO less {other.upper()} | | {' | '.join(cells)} |")
+        lines.append(f"| {LABELS[name]} | {len(found[prefix + name])} | {' | '.join(cells)} |")
+    for name, other in pairs:
+        cells = [cell(paired(ends(found[prefix + name], m), ends(found[prefix + other], m))) for m in measures]
+        cells.append(cell(paired(minutes(prefix + name), minutes(prefix + other))))
+        lines.append(f"| {LABELS[name]}, less {LABELS[other]} | | {' | '.join(cells)} |")
     return lines
 
 

@@ -4,6 +4,7 @@ import os
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # The suite tests the CPU, also where there is a GPU.
 
+import signal
 import sys
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from helpers import save_pair, save_ragged
 
 from rlhf_details import toy
 
+# A suite that runs in the background ignores SIGINT, and what it starts would ignore it as well.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)  # pytest -n starts one worker for each core; more threads would only wait for each other.
 
 
