@@ -41,6 +41,11 @@ def read(name):
     return tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
+def worth():
+    """{tag: {"says": its price}}, of the ablations and of the study of GRPO."""
+    return read("results/worth.toml") | read("results/worth_grpo.toml")
+
+
 def files_with(tag, code):
     """The files below rlhf_details whose comments have a tag, the pages first. code: {file: source}."""
     found = [file for file, source in code.items() if tag in tags_in(source)]
@@ -69,7 +74,7 @@ def source_link(source, systems):
 
 def index():
     """Lines of the index of details: a table for each family of tags. Line numbers would change with every edit."""
-    details, worth, code = read("details.toml"), read("results/worth.toml"), sources()
+    details, prices, code = read("details.toml"), worth(), sources()
     lines = [
         "Each detail has a tag. `grep -rn GEN-4 rlhf_details` finds it in the code, and `pytest -k gen_4` runs its "
         "tests, whose names begin with it. The tests of several details name them in their docstrings. The price is "
@@ -82,7 +87,7 @@ def index():
             places = ", ".join(f"`{file}`" for file in files_with(tag, code))
             source = "; ".join("ours" if s == "own" else source_link(s, details["systems"]) for s in detail["source"])
             tests = ", ".join(f"`{file}`" for file in sorted({test.split("::")[0] for test in tests_of(tag)}))
-            price = worth.get(tag, {}).get("says", "")
+            price = prices.get(tag, {}).get("says", "")
             lines.append(f"| {tag} | {detail['what']} | {places} | {source} | {tests} | {price} |")
     return lines
 

@@ -49,7 +49,7 @@ TABLES = {
     "trl_replay": lambda: tables("trl_replay")[0],
     "grpo": lambda: tables("grpo", GRPO)[0],
     "grpo_sums": lambda: tables("grpo", GRPO)[1],
-    "grpo_parts": lambda: tables("grpo", GRPO)[2],
+    "grpo_parts": lambda: tables("grpo", GRPO)[3],
     "grpo_trl": lambda: tables("trl", GRPO)[0],
     "grpo_trl_differences": lambda: tables("trl", GRPO)[1],
     "grpo_trl_replay": lambda: tables("trl_replay", GRPO)[0],

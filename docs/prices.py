@@ -16,7 +16,7 @@ from source import ROOT, SCRIPTS, blocks, escape
 sys.path.insert(0, str(ROOT / "benchmark"))
 import details
 
-read, sources = cache(details.read), cache(details.sources)
+read, sources, worth = cache(details.read), cache(details.sources), cache(details.worth)
 FIGURES = {"gold": "gold at the end", "gold_run": "gold over the run", "kl": "KL, nats", "ended": "share ended"}
 VERDICTS = "matters", "perhaps", "does not show", "unpriced"
 FAMILY_PHASE = {  # of a tag that stands on none of the pages that are annotated
@@ -45,23 +45,24 @@ def table(text, start):
 
 @cache
 def study():
-    """(effects, {base: what it is}, {tag: why it has no price}), of the newest study of the details."""
-    path = max(ROOT.glob("benchmark/results/*/ablations.md"))
-    text, effects = path.read_text(encoding="utf-8"), []
-    for tags, what, base, seeds, *cells, verdict in table(text, "| details | what is changed"):
-        figures = {}
-        for name, cell in zip(FIGURES, cells, strict=True):
-            mean, low, high = (float(x) for x in re.findall(r"[+-][\d.]+\d", cell))
-            figures[name] = mean, low, high, cell.startswith("**")
-        effects.append(Effect(re.findall(r"[A-Z]+-\d+", tags), what, base, seeds, figures, verdict))
-    bases = {row[0]: row[1] for row in table(text, "| base | what")}
+    """(effects, {base: what it is}, {tag: why it has no price}), of the newest ablations and study of GRPO."""
+    effects, bases = [], {}
+    for name in ("grpo", "ablations"):
+        text = max(ROOT.glob(f"benchmark/results/*/{name}.md")).read_text(encoding="utf-8")
+        for tags, what, base, seeds, *cells, verdict in table(text, "| details | what is changed"):
+            figures = {}
+            for figure, cell in zip(FIGURES, cells, strict=True):
+                mean, low, high = (float(x) for x in re.findall(r"[+-][\d.]+\d", cell))
+                figures[figure] = mean, low, high, cell.startswith("**")
+            effects.append(Effect(re.findall(r"[A-Z]+-\d+", tags), what, base, seeds, figures, verdict))
+        bases |= {row[0]: row[1] for row in table(text, "| base | what")}
     unpriced = {tag: why for tags, why in table(text, "| details | why") for tag in tags.split(", ")}
     return effects, bases, unpriced
 
 
 def verdict(tag):
     """One of VERDICTS, for a tag: that of its variant which shows most."""
-    said = read("results/worth.toml").get(tag, {}).get("says", "; unpriced").rpartition("; ")[2]
+    said = worth().get(tag, {}).get("says", "; unpriced").rpartition("; ")[2]
     return next((v for v in VERDICTS if said.startswith(v)), "does not show")
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import ablations
 import against_trl
 import details
+import grpo
 import held_out
 import movies
 import mutations
@@ -24,7 +25,7 @@ import benchmark
 from rlhf_details import train_rloo
 from rlhf_details.plumbing import cli
 
-SCRIPTS = "train_sft train_reward train_rloo train_ppo train_ppo_async evaluate".split()
+SCRIPTS = "train_sft train_reward train_rloo train_grpo train_ppo train_ppo_async evaluate".split()
 ARGS = {name: importlib.import_module(f"rlhf_details.{name}").Args for name in SCRIPTS}
 
 
@@ -84,6 +85,7 @@ def test_every_variants_mutation_changes_the_files_that_it_names(tmp_path, monke
 
 def test_a_detail_is_priced_or_listed_with_the_reason_why_not():
     priced = {tag for variant in ablations.VARIANTS for tag in variant.tags.split()}
+    priced |= {tags for tags, *_ in grpo.PARTS.values() if tags}
     unpriced = [tag for tags in ablations.UNPRICED.values() for tag in tags.split()]
     assert priced | set(unpriced) == set(details.read("details.toml")["tags"]) and not priced & set(unpriced)
     names = [v.name for v in ablations.VARIANTS] + list(ablations.BASES)
@@ -216,3 +218,19 @@ def test_trl_gets_the_settings_that_our_side_is_started_with():
         _, args = parse(f"train_{algorithm}.py {against_trl.RUN} {flags} {benchmark.STAGES}")
         ours, theirs = vars(args), against_trl.settings(algorithm)
         assert {name: ours[name] for name in ours.keys() - own} == {name: theirs[name] for name in theirs.keys() - own}
+
+
+# ---- GRPO ------------------------------------------------------------------------------------------------------------
+def test_the_commands_of_grpos_study_parse_and_its_tables_are_paired(tmp_path):
+    for command in (*grpo.CURVES.values(), *(f"{grpo.SHORT} {flags}" for *_, flags in grpo.PARTS.values())):
+        parse(command.format(root=ROOT, seed=1))
+    found = {}
+    for shift, name in enumerate([*grpo.CURVES, *(f"part_{part}" for part in grpo.PARTS)]):
+        columns = {f"eval/objective/{m}": np.array([np.nan, shift]) for m in (*grpo.MEASURES, "scores")}
+        columns |= {"objective/gold": np.array([0.0, shift]), "time/from_scratch": np.array([0.0, 60 * shift])}
+        found[name] = {seed: {k: x + seed for k, x in columns.items()} for seed in (1, 2, 3)}
+    rows = [line.split(" | ") for line in grpo.curves_table(found, "toy", grpo.MEASURES) if "less RLOO" in line]
+    apart = list(grpo.CURVES).index("undivided") - list(grpo.CURVES).index("rloo")
+    assert rows[0][2] == "-1.00 (-1.00 .. -1.00)" and rows[1][2] == f"{apart}.00 ({apart}.00 .. {apart}.00)"
+    effects, bases = grpo.parts(found)
+    assert effects["no_kl"]["gold"][0] == 1 and effects["clip_higher"]["gold"][0] == 1 and set(bases) == set(grpo.BASES)
