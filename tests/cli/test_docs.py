@@ -75,7 +75,7 @@ def test_the_guides_example_makes_files_of_scored_texts(in_tmp):
 
 
 def test_every_command_of_the_readme_that_runs_or_draws_a_study_parses():
-    studies = "benchmark", "ablations", "overoptimisation", "against_trl", "plot"
+    studies = "benchmark", "ablations", "overoptimisation", "against_trl", "grpo", "plot"
     found = set()
     text = re.sub(r" *\\\n *", " ", README)  # a command in one line
     for name, rest in re.findall(rf"python benchmark/({'|'.join(studies)})\.py([^`|\n]*)", text):
