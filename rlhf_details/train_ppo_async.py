@@ -653,6 +653,7 @@ def main(args: Args):
         # ---- 5. Optimise: micro-batches add up to exactly one gradient for each minibatch ----------------------------
         policy.train()  # Every dropout is 0. Training mode only lets gradient checkpointing work.
         means, num_skipped = utils.Means(device), 0
+        lengths = query_mask.sum(1) + response_mask.sum(1)  # [B]
         for epoch in range(args.num_ppo_epochs):
             # Every pass has an order of its own. [OPT-9]
             shuffle = shuffled_episodes(B, args.num_mini_batches, device, args.seed, update, epoch)
@@ -660,7 +661,9 @@ def main(args: Args):
             for number, minibatch in enumerate(shuffle):
                 # Both counts are those of the whole minibatch, over all processes.
                 num_actions, num_states = response_mask[minibatch].sum(), state_mask[minibatch].sum()
-                micro_batches = minibatch.chunk(world)[rank].split(size)
+                share = minibatch.chunk(world)[rank]
+                # Rows of similar lengths share a micro-batch, since it is as wide as its longest rows.
+                micro_batches = share[lengths[share].argsort(stable=True)].split(size)
                 for i, m in enumerate(micro_batches):
                     with engines.accumulate(accelerator, policy, is_last=i + 1 == len(micro_batches)):
                         logprobs, entropies, new_values = response_logprobs(policy, [x[m] for x in batch])  # [M, R]
