@@ -4,8 +4,8 @@ GRPO: group relative policy optimisation, on a language model and a reward (arXi
 1. Each prompt gets a group of k responses. Every token is an action, and the tokens of a response share its advantage:
    (score - mean of the group) / standard deviation of the group. There is no value model and no GAE.
 2. The KL is a term of the loss, kl_coef * k3 at each token, and not of the reward. With kl_coef = 0 it is only logged.
-3. More than one optimiser step per rollout uses the clipped loss of PPO, with one probability ratio per token. It is
-   clipped to [1 - cliprange, 1 + cliprange_high], and averaged as --loss_normalization says.
+3. More than one optimiser step per rollout uses the clipped loss of PPO, with one probability ratio per token, which is
+   clipped to [1 - cliprange, 1 + cliprange_high]. --loss_normalization says how the losses of tokens are averaged.
 4. Responses to the same prompt share its computation: n of the k are packed in a row, [prompt | r1 | .. | rn], under a
    block mask. Where a model cannot read such a mask, each row holds one response.
 5. Sampling and shuffling are functions of coordinates, such as (seed, purpose, update, row, step, token) for a token,
@@ -273,7 +273,7 @@ def grpo_advantages(scores, k, scale):
     Source: arXiv 2402.03300, section 4.1.2; "none": arXiv 2503.20783, section 3; unbiased std and 1e-4: TRL v1.16.
     """
     groups = scores.reshape(-1, k)  # [P, k]
-    # Unlike RLOO's baseline the mean includes the response's own score. This shrinks advantages by (k - 1) / k.
+    # Unlike RLOO's baseline the mean includes the response's own score. So advantages are (k - 1) / k of RLOO's.
     advantages = groups - groups.mean(1, keepdim=True)
     if scale != "none":
         # The group's own spread makes a prompt on which the scores hardly differ count as much as any other. [GRPO-1]
