@@ -25,7 +25,7 @@ FOUND = ROOT / "rlhf_details" / "plumbing" / "validated.json"
 VARIABLE = "VALIDATED_OUT"  # names the file to which the engine tests append [architecture, precision, engine, script]
 ENGINES = ["one process", "DDP", "FSDP2", "ZeRO-2", "ZeRO-3"]
 ARCHITECTURES = ["gpt_neox", "gpt2", "llama", "qwen2"]
-SCRIPTS = {"train_rloo": "RLOO", "train_ppo": "PPO", "train_reward": "RM", "train_sft": "SFT"}
+SCRIPTS = {"train_rloo": "RLOO", "train_grpo": "GRPO", "train_ppo": "PPO", "train_reward": "RM", "train_sft": "SFT"}
 
 
 @dataclass

@@ -174,7 +174,7 @@ class Reward(nn.Module):
             return self.model.score(hidden.float()).squeeze(-1) + self.bias
 
 
-def load_models(args, device):
+def load_models(args):
     """Returns (tokenizer, policy, reference, reward model or None), all in fp32 and without dropout."""
     tokenizer = models.load_tokenizer(args.sft_model_path, "--sft_model_path", args)
     model = utils.disable_dropout(models.load_policy(args.sft_model_path, "--sft_model_path", args))
@@ -187,9 +187,8 @@ def load_models(args, device):
     reward_model = None
     if args.reward_model_path:
         reward_model = utils.disable_dropout(models.load_reward_model(args.reward_model_path, args))
-        reward_model = Reward(reward_model, models.own_tokenizer(args, tokenizer)).requires_grad_(False)
-        reward_model = reward_model.to(device).eval()
-    return tokenizer, Policy(model, args.temperature).to(device), reference.to(device).eval(), reward_model
+        reward_model = Reward(reward_model, models.own_tokenizer(args, tokenizer)).requires_grad_(False).eval()
+    return tokenizer, Policy(model, args.temperature), reference.eval(), reward_model
 
 
 # ---- from tokens to log-probs and scores -----------------------------------------------------------------------------
@@ -351,8 +350,8 @@ def evaluate(policy, reference, score, prompts, stop_id, args, accelerator):
     queries, query_mask = utils.left_pad([row.ids for row in rows], accelerator.device)
     sampling = dict(n=1, response_length=args.response_length, stop_id=stop_id, any_alive=engines.any_alive(policy))
     with accelerator.autocast():
-        batch, key = [queries, query_mask, numbers], (args.seed, EVALUATION, 0)
-        sampled = in_slices(utils.sample, policy, batch, args.rollout_micro_batch_size, key=key, **sampling)
+        batch, size, key = [queries, query_mask, numbers], args.rollout_micro_batch_size, (args.seed, EVALUATION, 0)
+        sampled = in_slices(utils.sample, engines.sampler(policy), batch, size, key=key, **sampling)
         responses, response_mask, logprobs = sampled  # [N / world, R]
         batch = [queries, query_mask, responses, response_mask]
         ref_logprobs, _ = in_slices(response_logprobs, reference, batch, args.micro_batch_size, 1)
@@ -394,7 +393,7 @@ def main(args: Args):
     cliprange_high = args.cliprange if args.cliprange_high is None else args.cliprange_high
 
     # ---- models, prompts, rewards, optimiser
-    tokenizer, policy, reference, reward_model = load_models(args, device)
+    tokenizer, policy, reference, reward_model = load_models(args)
     stop_id = models.token_id(tokenizer, args.stop_token, "--stop_token")
     prompts, held_out = data.load_prompts(args, tokenizer, room=models.context(policy, reward_model) - R)
     # A forward takes `size` episodes, n in a row, and the sampler rollout_size, rollout_n in a row. `layout.choose`
@@ -406,7 +405,7 @@ def main(args: Args):
     # Set eps and weight decay explicitly, so that the recipe does not depend on torch's defaults. [OPT-4]
     adam = dict(lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay, fused=True)
     optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], **adam)
-    policy, optimizer = engines.prepare(accelerator, policy, optimizer)
+    policy, optimizer = engines.prepare(args, accelerator, policy, optimizer, reference, reward_model)
     sampling = dict(n=packing.rollout_n, response_length=R, stop_id=stop_id, any_alive=engines.any_alive(policy))
     num_updates = math.ceil(args.total_episodes / B)  # Round up, so that at least total_episodes are sampled. [OPT-10]
     run = Run(args, accelerator, tokenizer, num_updates, prompts, [held_out, reference, reward_model])
@@ -425,7 +424,7 @@ def main(args: Args):
         policy.eval()
         with torch.no_grad(), accelerator.autocast():
             batch, key = [queries[mine], query_mask[mine], numbers[mine]], (args.seed, TRAINING, update)
-            sampled = in_slices(utils.sample, policy, batch, packing.rollout_size, key=key, **sampling)
+            sampled = in_slices(utils.sample, engines.sampler(policy), batch, packing.rollout_size, key=key, **sampling)
             responses, response_mask, sampled_logprobs = sampled  # [B / world, R]
             run.lap("rollout")
 

@@ -216,7 +216,7 @@ class Reward(nn.Module):
             return self.model.score(hidden.float()).squeeze(-1) + self.bias
 
 
-def load_models(args, device):
+def load_models(args):
     """Returns (tokenizer, policy with its critic, reference, reward model or None), all in fp32 and without dropout."""
     tokenizer = models.load_tokenizer(args.sft_model_path, "--sft_model_path", args)
     model = utils.disable_dropout(models.load_policy(args.sft_model_path, "--sft_model_path", args))
@@ -242,8 +242,8 @@ def load_models(args, device):
     if args.value_model == "separate" and args.lora_rank:
         lora.add_adapters(critic.model, args.lora_rank)  # The head is trained as a whole.
     if reward_model:
-        reward_model = reward_model.requires_grad_(False).to(device).eval()
-    return tokenizer, Policy(model, args.temperature, critic).to(device), reference.to(device).eval(), reward_model
+        reward_model.requires_grad_(False).eval()
+    return tokenizer, Policy(model, args.temperature, critic), reference.eval(), reward_model
 
 
 # ---- from tokens to log-probs and scores -----------------------------------------------------------------------------
@@ -451,8 +451,8 @@ def evaluate(policy, reference, score, prompts, stop_id, end_id, args, accelerat
     queries, query_mask = utils.left_pad([row.ids for row in rows], accelerator.device)
     sampling = dict(n=1, response_length=args.response_length, stop_id=stop_id, any_alive=engines.any_alive(policy))
     with accelerator.autocast():
-        batch, key = [queries, query_mask, numbers], (args.seed, EVALUATION, 0)
-        sampled = in_slices(utils.sample, policy, batch, args.rollout_micro_batch_size, key=key, **sampling)
+        batch, size, key = [queries, query_mask, numbers], args.rollout_micro_batch_size, (args.seed, EVALUATION, 0)
+        sampled = in_slices(utils.sample, engines.sampler(policy), batch, size, key=key, **sampling)
         responses, response_mask, logprobs = sampled  # [N / world, R]
         batch = [queries, query_mask, responses, response_mask]
         ref_logprobs, _ = in_slices(response_logprobs, reference, batch, args.micro_batch_size)
@@ -494,12 +494,13 @@ def main(args: Args):
     check(args)
     accelerator = engines.start(args)  # one process, DDP, FSDP2 or DeepSpeed; it seeds, and trains missing toy stages
     device, world, rank = accelerator.device, accelerator.num_processes, accelerator.process_index
-    B, R, size = args.batch_size, args.response_length, args.micro_batch_size
+    B, R = args.batch_size, args.response_length
+    size, rollout_size = args.micro_batch_size, args.rollout_micro_batch_size
     numbers = torch.arange(B, device=device)  # [B], of the episodes
     mine = slice(rank * B // world, (rank + 1) * B // world)  # those of this process
 
     # ---- models, prompts, rewards, optimiser; one optimiser trains the policy and the value model
-    tokenizer, policy, reference, reward_model = load_models(args, device)
+    tokenizer, policy, reference, reward_model = load_models(args)
     stop_id = models.token_id(tokenizer, args.stop_token, "--stop_token")
     end_id = models.token_id(tokenizer, args.truncate_token, "--truncate_token")
     end_id = stop_id if end_id is None else end_id  # the token that a complete response ends with
@@ -510,7 +511,7 @@ def main(args: Args):
     adam = dict(lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay, fused=True)
     # The optimiser holds the value model's weights as well. [PPO-4]
     optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], **adam)
-    policy, optimizer = engines.prepare(accelerator, policy, optimizer)
+    policy, optimizer = engines.prepare(args, accelerator, policy, optimizer, reference, reward_model)
     sampling = dict(n=1, response_length=R, stop_id=stop_id, any_alive=engines.any_alive(policy))
     num_updates = math.ceil(args.total_episodes / B)  # Round up, so that at least total_episodes are sampled. [OPT-10]
     run = Run(args, accelerator, tokenizer, num_updates, prompts, [held_out, reference, reward_model])
@@ -528,7 +529,7 @@ def main(args: Args):
         policy.eval()
         with torch.no_grad(), accelerator.autocast():
             batch, key = [queries[mine], query_mask[mine], numbers[mine]], (args.seed, TRAINING, update)
-            sampled = in_slices(utils.sample, policy, batch, args.rollout_micro_batch_size, key=key, **sampling)
+            sampled = in_slices(utils.sample, engines.sampler(policy), batch, rollout_size, key=key, **sampling)
             responses, response_mask, sampled_logprobs = sampled  # [B / world, R]
             run.lap("rollout")
 

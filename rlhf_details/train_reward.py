@@ -279,7 +279,7 @@ def main(args: Args):
     trained = {"params": [p for p in model.parameters() if p.requires_grad]}
     optimizer = torch.optim.AdamW([trained, {"params": [reward.gain], "weight_decay": 0.0}], **adam)
     run = Run(args, accelerator, tokenizer, num_steps, train, [held_out, references, model])
-    reward, optimizer = engines.prepare(accelerator, reward, optimizer)
+    reward, optimizer = engines.prepare(args, accelerator, reward, optimizer)
     run.resume(reward, optimizer)
 
     for step in range(run.first_update, num_steps + 1):
@@ -336,8 +336,6 @@ def main(args: Args):
     if accelerator.is_main_process:
         # The head takes the gain, because other libraries know none. [RM-13]
         weights["model.score.weight"] = weights["model.score.weight"] * weights["gain"] * gain
-        if args.lora_rank:  # Adapters are merged into the model's own weights.
-            model.score.weight.data.copy_(weights["model.score.weight"])
         model.config.reward_bias = bias
     return run.finish(reward, weights, model)  # the model folder with its card, the held-out metrics, and the upload
 

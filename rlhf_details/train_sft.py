@@ -119,7 +119,7 @@ class LanguageModel(nn.Module):
         return nn.functional.cross_entropy(logits.float(), labels, reduction="none")
 
 
-def load_model(args, rows, device):
+def load_model(args, rows):
     """Returns (tokenizer, language model), in fp32 and without dropout. A new tokenizer is made from the rows' text."""
     if args.base_model == "scratch":
         tokenizer, model = scratch.make(args, rows)
@@ -128,7 +128,7 @@ def load_model(args, rows, device):
         model = models.load_policy(args.base_model, "--base_model", args)
     model = utils.disable_dropout(model)
     model = lora.add_adapters(model, args.lora_rank) if args.lora_rank else model
-    return tokenizer, LanguageModel(model, args.temperature).to(device)
+    return tokenizer, LanguageModel(model, args.temperature)
 
 
 # ---- from rows to losses ---------------------------------------------------------------------------------------------
@@ -181,9 +181,10 @@ def evaluate(language_model, rows, tokenizer, args, accelerator):
             numbers = torch.tensor(prompts, device=device)[share % len(prompts)]
             mine = [rows[i] for i in numbers.tolist()]
             batch = [*utils.left_pad([row.ids for row in mine], device), numbers]
-            stop_id, key = tokenizer.eos_token_id, (args.seed, EVALUATION, 0)
-            sampler_args = 1, args.response_length, stop_id, key, engines.any_alive(language_model)
-            responses, response_mask, _ = in_slices(utils.sample, language_model, batch, size, *sampler_args)
+            sampling = dict(n=1, response_length=args.response_length, stop_id=tokenizer.eos_token_id)
+            sampling |= dict(key=(args.seed, EVALUATION, 0), any_alive=engines.any_alive(language_model))
+            sampler = engines.sampler(language_model)
+            responses, response_mask, _ = in_slices(utils.sample, sampler, batch, size, **sampling)
             references = [data.as_text(tokenizer, row.columns["completion"]) for row in mine]
             pairs = zip(models.decode(tokenizer, responses, response_mask), references, strict=True)
             means.add("eval/sft/rougeL", torch.tensor([rouge_l(*pair) for pair in pairs]), share < len(prompts))
@@ -212,7 +213,7 @@ def main(args: Args):
 
     # ---- rows, model, optimiser
     rows, held_out_rows = demonstrations.read(args, "dataset"), demonstrations.read(args, "eval_dataset")
-    tokenizer, language_model = load_model(args, rows, device)
+    tokenizer, language_model = load_model(args, rows)
     encode_args = tokenizer, models.context(language_model), args.max_prompt_length
     train = demonstrations.encode(rows, f"--dataset {args.dataset}", *encode_args)
     eval_name = f"--eval_dataset {args.eval_dataset}"
@@ -225,7 +226,7 @@ def main(args: Args):
     adam = dict(lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay)
     optimizer = torch.optim.AdamW([p for p in language_model.parameters() if p.requires_grad], **adam)
     run = Run(args, accelerator, tokenizer, num_steps, train, [held_out, language_model])
-    language_model, optimizer = engines.prepare(accelerator, language_model, optimizer)
+    language_model, optimizer = engines.prepare(args, accelerator, language_model, optimizer)
     run.resume(language_model, optimizer)
 
     for step in range(run.first_update, num_steps + 1):

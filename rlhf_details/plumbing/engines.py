@@ -2,11 +2,12 @@
 What the engines that accelerate launches do differently: one process, DDP, FSDP2, DeepSpeed ZeRO-2 and ZeRO-3.
 
 Under each of them a script computes the same: weights and Adam's moments are fp32, and bf16 is autocast. FSDP2 and
-ZeRO-3 gather the weights of a layer when it is called, so all processes must call a model equally often.
-benchmark/accelerate/ holds a launch configuration for each.
+ZeRO-3 gather the weights of a layer when it is called, so all processes must call a model equally often. They sample
+from a whole copy. benchmark/accelerate/ holds a launch configuration for each.
 """
 
 import contextlib
+import functools
 import math
 import os
 from datetime import timedelta
@@ -14,9 +15,10 @@ from datetime import timedelta
 import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from rlhf_details.plumbing import cli, cpu, stages
+from rlhf_details.plumbing import cli, cpu, lora, shards, stages
+from rlhf_details.plumbing.shards import uses_deepspeed
 
 
 # ---- the start -------------------------------------------------------------------------------------------------------
@@ -26,8 +28,8 @@ def start(args):
     # DDP would broadcast buffers in each forward, and hang where processes sample for different numbers of steps.
     accelerator = join(kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False), patience])
     configure(accelerator, args)
-    if args.lora_rank and name(accelerator) not in ("one process", "DDP"):
-        cli.fail(f"--lora_rank {args.lora_rank}: for one process or DDP, not for {name(accelerator)}")
+    if args.lora_rank and name(accelerator) == "ZeRO-3":
+        cli.fail(f"--lora_rank {args.lora_rank}: not under ZeRO-3; take ZeRO-2 or FSDP2")
     if accelerator.is_main_process:
         stages.ensure(args)
     accelerator.wait_for_everyone()
@@ -78,12 +80,16 @@ def configure_deepspeed(accelerator, args):
     config["train_batch_size"] = args.micro_batch_size * accelerator.num_processes
 
 
-def prepare(accelerator, module, optimizer):
-    """accelerator.prepare, which puts a module and its optimizer under the engine. Returns both."""
+def prepare(args, accelerator, module, optimizer, *frozen):
+    """Puts a module and its optimizer under the engine, and frozen modules (or None) in place; returns the first two.
+
+    Where the engine shares the module's weights out, it does so with the frozen ones. Modules come from the CPU, since
+    a device may have no room for the whole of them.
+    """
     cpu.use_one_thread(module)
-    kinds = {kind for m in module.modules() for kind in getattr(m, "_no_split_modules", None) or []}
-    present = {type(m).__name__ for m in module.modules()}
-    module._no_split_modules = sorted(kinds & present)  # FSDP2 gathers these layers one by one.
+    module._no_split_modules = sorted({type(m).__name__ for m in shards.layers(module)})  # FSDP2 gathers them singly.
+    shares_out = name(accelerator) in ("FSDP2", "ZeRO-3")
+    template, own = shards.template(module), set(module.modules())
     if uses_deepspeed(accelerator) or accelerator.distributed_type == DistributedType.FSDP:
         forward = module.forward
 
@@ -95,18 +101,25 @@ def prepare(accelerator, module, optimizer):
     if name(accelerator) == "ZeRO-3":
         # Each piece of the logits gathers the head, and processes have different numbers of pieces. So it makes one.
         module.logits_at_once = 2**62
-    module, optimizer = accelerator.prepare(module, optimizer)
+    module, optimizer = accelerator.prepare(module if shares_out else module.to(accelerator.device), optimizer)
     if uses_deepspeed(accelerator):
         # accelerate (1.15) would step inside `backward`, once a micro-batch. `step` does it here.
         accelerator.deepspeed_engine_wrapped.backward = lambda loss, **_: module.backward(loss)
+    gather = functools.partial(shards.gather, accelerator, module, template, precision(accelerator))
+    module.whole_copy = gather if shares_out and getattr(args, "sampling_copy", True) else None
+    module.template, module.waiting = [template], []  # In lists, so that no module sees them as its children.
+    for m in filter(None, frozen):
+        if m.model in own:  # Under LoRA the reference is the policy without its adapters.
+            lora.read_through(m, module) if shares_out else None
+            continue
+        shards.share_out(m, accelerator.device) if shares_out else m.to(accelerator.device)
+        if args.offload_frozen:  # A call after a `rest` brings it back to the device.
+            m.register_forward_pre_hook(lambda m, _: m.to(accelerator.device) and None, prepend=True)
+            module.waiting.append(m)
     return module, optimizer
 
 
 # ---- which engine it is ----------------------------------------------------------------------------------------------
-def uses_deepspeed(accelerator):
-    return accelerator.distributed_type == DistributedType.DEEPSPEED
-
-
 def name(accelerator):
     """One of "one process", "DDP", "FSDP2", "ZeRO-2", "ZeRO-3", or what else accelerate calls it."""
     kind = accelerator.distributed_type
@@ -124,18 +137,29 @@ def precision(accelerator):
     return {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[kind]
 
 
-def is_sharded(module):
-    """Whether a process holds only a part of the weights."""
-    return isinstance(module, FSDPModule) or hasattr(next(module.parameters(), None), "ds_id")  # FSDP2 or ZeRO-3
-
-
 # ---- sampling and training -------------------------------------------------------------------------------------------
+def rest(module):
+    """Frees the device of the frozen models that wait in the CPU's memory (--offload_frozen)."""
+    for m in getattr(module, "waiting", ()):
+        m.to("cpu")
+
+
+def sampler(policy):
+    """What to sample from: the policy, or where an engine has shared its weights out, a whole copy of it as it is now.
+
+    The copy's memory is free again when the caller has forgotten it. Call it on every process.
+    """
+    rest(policy)
+    gather = getattr(policy, "whole_copy", None)
+    return gather() if gather else policy
+
+
 def any_alive(policy):
     """The function(alive [B] bool) -> bool that tells a sampler whether to go on.
 
-    Where weights are sharded no process may stop alone, since the others' next forward would wait for its part.
+    Under --no_sampling_copy no process may stop alone, since the others' next forward would wait for its part.
     """
-    if not is_sharded(policy):
+    if getattr(policy, "whole_copy", None) or not shards.is_sharded(policy):
         return torch.any
 
     def any_alive_anywhere(alive):
@@ -148,6 +172,7 @@ def any_alive(policy):
 
 def accumulate(accelerator, module, is_last):
     """The context of a micro-batch's forward and backward. is_last: whether it is the last one of an optimiser step."""
+    rest(module)
     if uses_deepspeed(accelerator):
         module.set_gradient_accumulation_boundary(is_last)
         return contextlib.nullcontext()

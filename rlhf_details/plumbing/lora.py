@@ -45,12 +45,22 @@ def without_adapters(module):
     found = [layer for _, layer in layers(module)]
 
     def switch(on):
-        for layer in found:
-            layer.enable_adapters(on)
+        for layer in found:  # enable_adapters would also set requires_grad, which FSDP2 reads but once.
+            layer._disable_adapters = not on
 
     module.register_forward_pre_hook(lambda *_: switch(False))
     module.register_forward_hook(lambda *_: switch(True), always_call=True)
     return module
+
+
+def read_through(module, prepared):
+    """Lets a module without_adapters call the policy that an engine has prepared, since only this gathers weights."""
+
+    def forward(*args, **kwargs):
+        outputs = prepared(*args, **kwargs)
+        return outputs[:2] if isinstance(outputs, tuple) else outputs  # without the values of a critic
+
+    module.forward = forward
 
 
 def merge(model):

@@ -1,20 +1,49 @@
 """
-Whole weights and Adam's moments of a prepared module, by name, whatever part of them each process holds.
+Weights of which each process holds a part.
 
-They are gathered for checkpoints and for the saved model, and loaded again under any engine.
+Whole weights and Adam's moments are gathered by name for checkpoints and for the saved model, and loaded again under
+any engine. Whole copies of a policy are gathered for sampling. Frozen models are shared out.
+FSDP2 (torch's fully_shard) keeps a part of each weight in a DTensor, DeepSpeed's ZeRO-3 in an attribute `ds_tensor`.
 """
 
-import torch
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
+import copy
 
-from rlhf_details.plumbing import engines
+import torch
+from accelerate import DistributedType
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers.pytorch_utils import Conv1D
 
 MOMENTS = "exp_avg", "exp_avg_sq"
 
 
+def uses_deepspeed(accelerator):
+    return accelerator.distributed_type == DistributedType.DEEPSPEED
+
+
+# ---- parts and wholes ------------------------------------------------------------------------------------------------
+def is_sharded(module):
+    """Whether a process holds only a part of the weights."""
+    return isinstance(module, FSDPModule) or hasattr(next(module.parameters(), None), "ds_id")  # FSDP2 or ZeRO-3
+
+
+def layers(module):
+    """The modules whose weights are gathered together: transformers lists their classes in `_no_split_modules`."""
+    kinds = {kind for m in module.modules() for kind in getattr(m, "_no_split_modules", None) or []}
+    return [m for m in module.modules() if type(m).__name__ in kinds]
+
+
+def share_out(module, device):
+    """Leaves each process its part of a frozen module's weights, on the device. A call gathers them layer by layer."""
+    mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+    for m in [*layers(module), module]:
+        fully_shard(m, mesh=mesh, reshard_after_forward=True)
+
+
 def named_parameters(accelerator, module):
-    """(name, parameter) of the module as it was before `prepare`; tied weights once."""
+    """(name, parameter) of the module as it was before `engines.prepare`; tied weights once."""
     for m in module.modules():
         if isinstance(m, FSDPModule):
             # A forward without a backward leaves some weights whole, in tensors that the optimizer does not know.
@@ -23,9 +52,18 @@ def named_parameters(accelerator, module):
 
 
 def whole(x):
-    return x.full_tensor() if isinstance(x, DTensor) else x
+    """The whole of a tensor; call it on every process."""
+    if isinstance(x, DTensor):
+        return x.full_tensor()
+    if not hasattr(x, "ds_id"):
+        return x
+    from deepspeed.runtime.zero import GatheredParameters
+
+    with GatheredParameters([x]):
+        return x.detach().clone()
 
 
+# ---- weights and moments by name -------------------------------------------------------------------------------------
 @torch.no_grad()
 def full_state(accelerator, module, optimizer=None):
     """Whole weights and Adam moments of a prepared module, on the main process's CPU; call it on every process.
@@ -37,7 +75,7 @@ def full_state(accelerator, module, optimizer=None):
     weights, moments = {}, {kind: {} for kind in MOMENTS}
     states = innermost(optimizer).state if optimizer else {}
     steps = next((int(whole(state["step"])) for state in states.values() if "step" in state), 0)
-    if engines.uses_deepspeed(accelerator):
+    if uses_deepspeed(accelerator):
         from deepspeed.utils import safe_get_full_fp32_param as weight_of
         from deepspeed.utils import safe_get_full_optimizer_state as moment_of
 
@@ -52,7 +90,8 @@ def full_state(accelerator, module, optimizer=None):
     for key, p in named_parameters(accelerator, module):
         if optimizer and not p.requires_grad:
             continue
-        found = [(weights, weight_of(p)), *((moments[kind], moment_of(p, kind)) for kind in MOMENTS if steps)]
+        weight = weight_of(p) if p.requires_grad else whole(p)
+        found = [(weights, weight), *((moments[kind], moment_of(p, kind)) for kind in MOMENTS if steps)]
         for target, x in found:
             if accelerator.is_main_process and x is not None:  # Only one process needs room for the whole.
                 target[key] = x.detach().to("cpu", torch.float32).reshape(weights.get(key, x).shape).contiguous()
@@ -63,7 +102,7 @@ def full_state(accelerator, module, optimizer=None):
 def load_full_state(accelerator, module, optimizer, tensors, steps):
     """The inverse of full_state. tensors: {"weights": .., "exp_avg": .., "exp_avg_sq": ..} of {name: whole tensor}."""
     named = named_parameters(accelerator, module)
-    if engines.uses_deepspeed(accelerator):
+    if uses_deepspeed(accelerator):
         return load_into_deepspeed(optimizer.optimizer, named, tensors, steps, accelerator.process_index)
 
     def like(p, x):
@@ -124,3 +163,34 @@ def load_into_deepspeed(zero, named, tensors, steps, rank):
         zero._reassign_or_swap_out_partitioned_parameters(i)
     if zero.persistent_parameters:
         zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+
+
+# ---- a whole copy of a policy, to sample from or to save -------------------------------------------------------------
+def template(module):
+    """A copy of a policy without its weights, for `fill`, and without its critic, which does not sample."""
+    empty = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=False) for p in module.parameters()}
+    made = copy.deepcopy(module, empty)  # It takes what `empty` holds in place of a copy.
+    made.critic = None
+    return made.eval()
+
+
+def fill(template, weights):
+    """A copy of a template with the weights of {name: tensor}."""
+    filled = {id(p): nn.Parameter(weights[name], requires_grad=False) for name, p in template.named_parameters()}
+    return copy.deepcopy(template, filled)
+
+
+@torch.no_grad()
+def gather(accelerator, module, template, precision):
+    """The template of a prepared policy with the weights that this has now; call it on every process.
+
+    One weight after the other is gathered, so the peak is a copy and one weight. Under bf16 autocast the weights of
+    linear layers are bf16, to which autocast would round them in each call.
+    """
+    rounded = {id(m.weight) for m in template.modules() if precision == "bf16" and isinstance(m, nn.Linear | Conv1D)}
+    rounded -= {id(m.weight) for m in template.modules() if isinstance(m, nn.Embedding)}  # A head may be tied to one.
+    empty, weights = dict(template.named_parameters()), {}
+    for name, p in named_parameters(accelerator, module):
+        if name in empty:
+            weights[name] = whole(p).detach().to(torch.bfloat16 if id(empty[name]) in rounded else p.dtype)
+    return fill(template, weights).to(accelerator.device)

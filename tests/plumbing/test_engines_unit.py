@@ -17,7 +17,7 @@ def trained():
     module[2].weight = module[0].weight  # tied, as many models' embeddings and heads are
     module[1].bias.requires_grad_(False)
     optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=0.1)
-    module, optimizer = engines.prepare(accelerator, module, optimizer)
+    module, optimizer = engines.prepare(SimpleNamespace(), accelerator, module, optimizer)
     for _ in range(2):
         accelerator.backward(module(torch.randn(5, 4)).square().sum())
         engines.step(accelerator, module, optimizer, None, None, "")
@@ -43,7 +43,7 @@ def test_whole_weights_and_moments_come_back_by_name(trained):
     other[2].weight = other[0].weight
     other[1].bias = torch.nn.Parameter(module[1].bias.clone(), requires_grad=False)
     other_optimizer = torch.optim.AdamW([p for p in other.parameters() if p.requires_grad], lr=0.1)
-    other, other_optimizer = engines.prepare(accelerator, other, other_optimizer)
+    other, other_optimizer = engines.prepare(SimpleNamespace(), accelerator, other, other_optimizer)
     shards.load_full_state(accelerator, other, other_optimizer, saved, steps)
     for m, o in ((module, optimizer), (other, other_optimizer)):
         add_gradient(m)

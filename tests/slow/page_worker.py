@@ -3,7 +3,8 @@ Runs training scripts in processes of their own, for real, on CPUs over gloo: [t
 
 SPEC.json: {"engine": "one", "ddp", "fsdp2", "zero2" or "zero3"; "out": folder; "runs": [{"script", "args", "precision",
 "die_after"}]}. Each process writes out/rank<r>.pt, a list with an entry for each run: the engine as the script saw it,
-the world size, which part of the weights this process held, the responses that it sampled, dtypes.
+the world size, which part of the weights this process held (of the policy, before and after it sampled, and of frozen
+models), the responses that it sampled, dtypes.
 
 accelerate 1.15 ignores FSDP and DeepSpeed plugins where the device is a CPU, and quietly runs DDP. So `force` sets by
 hand what `accelerate launch --config_file` sets on GPUs while `Accelerator(...)` is made, with the plugins built from
@@ -29,7 +30,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from rlhf_details import utils
-from rlhf_details.plumbing import engines
+from rlhf_details.plumbing import engines, shards
 from rlhf_details.plumbing.run import Run
 
 CONFIGS = Path(__file__).parent.parent.parent / "benchmark" / "accelerate"
@@ -82,20 +83,24 @@ def force(accelerator, engine, environment):
     return accelerator
 
 
-def parts(module, optimizer):
-    """(numbers of weights held here, of weights that are stepped here, of weights in all)."""
+def held_and_total(weights):
+    """(numbers of weights held here, of weights in all). What ZeRO-3 has gathered is held as well."""
     held = total = 0
-    for p in module.parameters():
-        shard = p.to_local() if isinstance(p, DTensor) else getattr(p, "ds_tensor", p)
-        held += shard.numel()
+    for p in weights:
+        local = p.to_local() if isinstance(p, DTensor) else p
+        held += local.numel() + (p.ds_tensor.numel() if hasattr(p, "ds_tensor") else 0)
         total += getattr(p, "ds_numel", p.numel())
+    return held, total
+
+
+def stepped_here(optimizer):
+    """The number of weights that are stepped here."""
     zero = getattr(optimizer, "optimizer", None)
     flats = getattr(zero, "fp32_partitioned_groups_flat", None) or getattr(
         zero, "single_partition_of_fp32_groups", None
     )
     groups = [p for group in optimizer.param_groups for p in group["params"]]
-    stepped = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in flats or groups)
-    return held, stepped, total
+    return sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in flats or groups)
 
 
 def one_run(spec, engine):
@@ -106,7 +111,7 @@ def one_run(spec, engine):
     script = importlib.import_module(f"rlhf_details.{spec['script']}")
     environment = launch_environment(engine) if engine != "one" else {}
     seen = {"sampled": {}, "products": set(), "died": False}
-    prepare, log, sample, sampling = engines.prepare, Run.log, utils.sample, set()
+    prepare, log, sample, sampling, trained = engines.prepare, Run.log, utils.sample, set(), []
 
     def accelerator(**kwargs):
         return force(Accelerator(mixed_precision=spec.get("precision", "no"), **kwargs), engine, environment)
@@ -115,15 +120,18 @@ def one_run(spec, engine):
         if torch.is_grad_enabled() or threading.get_ident() in sampling:
             seen["products"].add(str(output.dtype))
 
-    def recording_prepare(accelerator, module, optimizer):
-        module, optimizer = prepare(accelerator, module, optimizer)
+    def recording_prepare(args, accelerator, module, optimizer, *frozen):
+        module, optimizer = prepare(args, accelerator, module, optimizer, *frozen)
         inner = accelerator.unwrap_model(module).model
-        held, stepped, total = parts(module, optimizer)
+        held, total = held_and_total(module.parameters())
+        trained.append(module)
+        seen["trained"] = held_and_total(p for p in module.parameters() if p.requires_grad)[1]
+        seen["frozen"] = [held_and_total(m.parameters()) for m in frozen if m is not None]
         seen.update(engine=engines.name(accelerator), world=accelerator.num_processes)
         seen.update(kind=accelerator.distributed_type.value, precision=engines.precision(accelerator))
-        seen.update(held=held, stepped=stepped, total=total, architecture=inner.config.model_type)
+        seen.update(held=held, stepped=stepped_here(optimizer), total=total, architecture=inner.config.model_type)
         seen.update(groups=sum(isinstance(m, FSDPModule) for m in module.modules()))
-        seen.update(sharded=engines.is_sharded(module), dtypes={str(p.dtype) for p in module.parameters()})
+        seen.update(sharded=shards.is_sharded(module), dtypes={str(p.dtype) for p in module.parameters()})
         linear = next(m for m in inner.modules() if isinstance(m, torch.nn.Linear) or type(m).__name__ == "Conv1D")
         linear.register_forward_hook(note)
         return module, optimizer
@@ -134,6 +142,8 @@ def one_run(spec, engine):
         sampling.discard(threading.get_ident())
         key = kwargs["key"] if "key" in kwargs else args[3]
         if key[1] == utils.TRAINING:
+            seen["sampler_is_sharded"] = shards.is_sharded(policy)
+            seen["held_after_sampling"] = held_and_total(trained[0].parameters())[0]
             for row, tokens, real in zip(batch[2].tolist(), responses, mask, strict=True):
                 seen["sampled"][key[2], row] = tuple(tokens[real].tolist())
         return responses, mask, logprobs

@@ -32,7 +32,7 @@ def run_under(engine, specs, folder, processes=2):
     spec.write_text(json.dumps({"engine": engine, "out": str(out), "runs": specs}))
     # DeepSpeed compiles at its first use. In a folder of its own, a run that was killed leaves no lock to wait for.
     done = launch(WORKER, [spec], processes, cwd=folder, TORCH_EXTENSIONS_DIR=str(folder / "extensions"))
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.returncode == 0, done.stderr[-9000:]
     ranks = [torch.load(out / f"rank{rank}.pt", weights_only=False) for rank in range(processes)]
     seen = list(zip(*ranks, strict=True))
     for row in (row for records in seen for row in records):
