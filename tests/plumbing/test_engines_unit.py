@@ -5,8 +5,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
+from helpers import tiny_config
+from transformers import AutoModelForCausalLM
 
+from rlhf_details import train_ppo
 from rlhf_details.plumbing import engines, shards
+
+
+class Holder(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.model = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.model(x)
 
 
 @pytest.fixture
@@ -71,3 +83,38 @@ def test_several_processes_without_an_accelerator_run_on_the_cpu(monkeypatch, ca
         engines.join()
     said = capsys.readouterr().err
     assert end.value.code == 2 and "2 processes, but accelerate sees 1" in said and "ACCELERATE_USE_CPU" in said
+
+
+def test_frozen_models_wait_on_the_cpu_while_the_policy_samples_and_trains(monkeypatch):
+    accelerator, places = Accelerator(), []
+    policy, frozen = (Holder() for _ in range(2))
+    optimizer = torch.optim.AdamW(policy.parameters())
+    monkeypatch.setattr(frozen, "to", lambda place: places.append(str(place)) or frozen, raising=False)
+    args = SimpleNamespace(offload_frozen=True)
+    policy, optimizer = engines.prepare(args, accelerator, policy, optimizer, frozen, None)
+    device, x = str(accelerator.device), torch.randn(2, 4)
+    places.clear()
+    assert engines.sampler(policy) is policy and places == ["cpu"]
+    frozen(x), frozen(x)
+    with engines.accumulate(accelerator, policy, is_last=True):
+        assert places == ["cpu", device, device, "cpu"]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_whole_copy_computes_the_same_logits_in_bf16_weights(tied):
+    """Autocast would round the weights of linear layers in each call, and nothing else."""
+    model = AutoModelForCausalLM.from_config(tiny_config(tie_word_embeddings=tied))
+    policy = train_ppo.Policy(model, 0.7, torch.nn.Linear(32, 1)).eval()
+    accelerator, template = Accelerator(), shards.template(policy)
+    assert template.critic is None and {p.device.type for p in template.parameters()} == {"meta"}
+    inputs = torch.arange(12).reshape(2, 6), torch.ones(2, 6, dtype=torch.bool), torch.arange(6).expand(2, 6)
+    for precision in ("fp32", "bf16"):
+        copy = shards.gather(accelerator, policy, template, precision)
+        kinds = {name: p.dtype for name, p in copy.named_parameters()}
+        rounded = {name for name, kind in kinds.items() if kind == torch.bfloat16}
+        assert bool(rounded) == (precision == "bf16") and not any("norm" in n or "embed_in" in n for n in rounded)
+        head = copy.model.get_output_embeddings().weight.dtype
+        assert (head == torch.bfloat16) == (precision == "bf16" and not tied)  # An embedding stays as it is.
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            ours, theirs = (module(*inputs, torch.arange(6)) for module in (policy, copy))
+        assert torch.equal(ours, theirs)
