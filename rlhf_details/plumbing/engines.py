@@ -16,7 +16,7 @@ from accelerate import Accelerator, DistributedType
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-from rlhf_details.plumbing import cli, cpu, stages
+from rlhf_details.plumbing import cli, cpu, nodes, stages
 
 
 # ---- the start -------------------------------------------------------------------------------------------------------
@@ -31,6 +31,7 @@ def start(args):
     if accelerator.is_main_process:
         stages.ensure(args)
     accelerator.wait_for_everyone()
+    nodes.watch(accelerator)
     torch.manual_seed(args.seed)
     return accelerator
 
