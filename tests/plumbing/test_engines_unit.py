@@ -1,12 +1,13 @@
 """What the engines' module does on one process. Several processes and sharded weights are in tests/slow."""
 
+import socket
 from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import Accelerator
 
-from rlhf_details.plumbing import engines, shards
+from rlhf_details.plumbing import engines, exits, nodes, shards
 
 
 @pytest.fixture
@@ -71,3 +72,21 @@ def test_several_processes_without_an_accelerator_run_on_the_cpu(monkeypatch, ca
         engines.join()
     said = capsys.readouterr().err
     assert end.value.code == 2 and "2 processes, but accelerate sees 1" in said and "ACCELERATE_USE_CPU" in said
+
+
+def test_a_process_ends_when_the_other_side_is_gone_without_its_leave(monkeypatch, capsys):
+    """With it the process goes on, however long the other one has been gone."""
+    ended, slept = [], []
+    monkeypatch.setattr(nodes.os, "_exit", ended.append)
+    monkeypatch.setattr(nodes.time, "sleep", slept.append)
+    for takes_leave in (True, False):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            other, here = socket.create_connection(server.getsockname()), server.accept()[0]
+        with other, monkeypatch.context() as patch:
+            patch.setattr(nodes, "connections", [other])
+            if takes_leave:
+                exits.leave_group()
+        with here:
+            nodes.listen(here)
+        assert (ended, slept) == (([], []) if takes_leave else ([1], [5]))
+    assert capsys.readouterr().err == "error: no connection to 127.0.0.1: a node is gone; --resume goes on\n"
