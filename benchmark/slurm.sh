@@ -22,7 +22,7 @@ set -euo pipefail
 script=$1 name=$2
 shift 2
 [[ ! -e runs/$name ]] || set -- "$@" --resume
-head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+read -r head < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 # On SIGTERM a launcher gives its processes this many seconds to end the update and write a checkpoint, and not 30.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=540
 

@@ -2,8 +2,8 @@
 Several nodes: when one of them is gone, the run ends on the others as well.
 
 A launcher ends the processes of its own node alone. Those of other nodes would wait in a collective for the group's
-timeout of two hours: a node without power closes no connection, and NCCL may miss one that was closed. So each process
-holds a connection to the main process. The kernels probe it, so a process that is busy is not taken for dead.
+timeout of two hours: a node without power closes no connection, and it was not tried what NCCL makes of a closed one.
+So each process holds a connection to the main process. The kernels probe it, and a busy process is not taken for dead.
 """
 
 import contextlib

@@ -172,7 +172,7 @@ def test_when_a_node_is_killed_the_other_ends_within_a_minute_and_the_run_goes_o
 @pytest.mark.parametrize("rendezvous", [c10d, static])
 @pytest.mark.parametrize("dead", [0, 1])
 def test_a_node_that_waits_in_a_collective_ends_as_well(tiny, tmp_path, rendezvous, dead):
-    """gloo notices a closed connection, and NCCL need not."""
+    """gloo notices a closed connection. No GPU was at hand to see what NCCL does."""
     (tmp_path / "deaf.py").write_text(DEAF)
     with Nodes(tmp_path, ["deaf.py", *command(tiny)[1:]], rendezvous) as nodes:
         nodes.wait_for(4)
