@@ -17,7 +17,7 @@ from accelerate import Accelerator, DistributedType
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from rlhf_details.plumbing import cli, cpu, lora, shards, stages
+from rlhf_details.plumbing import cli, cpu, lora, nodes, shards, stages
 from rlhf_details.plumbing.shards import uses_deepspeed
 
 
@@ -33,6 +33,7 @@ def start(args):
     if accelerator.is_main_process:
         stages.ensure(args)
     accelerator.wait_for_everyone()
+    nodes.watch(accelerator)
     torch.manual_seed(args.seed)
     return accelerator
 

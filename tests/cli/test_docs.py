@@ -47,6 +47,8 @@ def commands():
         match = re.search(pattern, line)
         if match and "benchmark/benchmark.py" not in match[1]:  # That one is given commands as words.
             yield match[2], shlex.split(match[1])
+        if match := re.search(r"sbatch .*benchmark/slurm\.sh (\w+) (.*)", line):
+            yield match[1], [f"rlhf_details/{match[1]}.py", *shlex.split(f"--run_name {match[2]}")]
 
 
 def test_every_command_of_the_readme_parses():
@@ -101,9 +103,9 @@ def test_every_flag_that_the_readme_names_exists():
     arguments += [toy_over_seeds.Args, *(kind for kind, _ in against_trl.COMMANDS.values())]
     names = {field.name for kind in arguments for field in dataclasses.fields(kind)}
     names |= {f"no_{name}" for name in names} | {"algorithm", "reward", "policy"}  # the last of train_both.py
-    # Flags of accelerate, torchrun and --help; of `git diff --no-index`; of openrlbenchmark, pytest and docs/build.py.
+    # Flags of accelerate, torchrun, --help, `git diff --no-index`, openrlbenchmark, pytest, docs/build.py and SLURM.
     names |= {"num_processes", "mixed_precision", "config_file", "nproc_per_node", "help"}
-    names |= {"no", "filters", "env", "output", "serve", "machine_rank"}
+    names |= {"no", "filters", "env", "output", "serve", "machine_rank", "nodes"}
     gone = set(re.findall(r"--([a-z_]+)", README)) - names
     assert not gone
 

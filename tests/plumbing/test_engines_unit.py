@@ -1,5 +1,6 @@
 """What the engines' module does on one process. Several processes and sharded weights are in tests/slow."""
 
+import socket
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ from helpers import tiny_config
 from transformers import AutoModelForCausalLM
 
 from rlhf_details import train_ppo
-from rlhf_details.plumbing import engines, shards
+from rlhf_details.plumbing import engines, exits, nodes, shards
 
 
 class Holder(torch.nn.Module):
@@ -118,3 +119,21 @@ def test_a_whole_copy_computes_the_same_logits_in_bf16_weights(tied):
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
             ours, theirs = (module(*inputs, torch.arange(6)) for module in (policy, copy))
         assert torch.equal(ours, theirs)
+
+
+def test_a_process_ends_when_the_other_side_is_gone_without_its_leave(monkeypatch, capsys):
+    """With it the process goes on, however long the other one has been gone."""
+    ended, slept = [], []
+    monkeypatch.setattr(nodes.os, "_exit", ended.append)
+    monkeypatch.setattr(nodes.time, "sleep", slept.append)
+    for takes_leave in (True, False):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            other, here = socket.create_connection(server.getsockname()), server.accept()[0]
+        with other, monkeypatch.context() as patch:
+            patch.setattr(nodes, "connections", [other])
+            if takes_leave:
+                exits.leave_group()
+        with here:
+            nodes.listen(here)
+        assert (ended, slept) == (([], []) if takes_leave else ([1], [5]))
+    assert capsys.readouterr().err == "error: no connection to 127.0.0.1: a node is gone; --resume goes on\n"

@@ -1,0 +1,261 @@
+"""Two nodes, which are two launchers on this machine: the curve of one process, the death of a node, and SLURM."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from helpers import ROOT, assert_same_curves, launch, read_metrics
+from short_runs import arguments, checkpoints
+
+from rlhf_details.plumbing import cli
+
+pytestmark = pytest.mark.slow
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+# After update 3 its processes wait as they would in a collective that does not notice that the other side is gone.
+DEAF = """
+import sys, time
+from rlhf_details import train_rloo
+from rlhf_details.plumbing import cli
+from rlhf_details.plumbing.run import Run
+log = Run.log
+def deaf(self, update, *args):
+    log(self, update, *args)
+    if update == 3:
+        time.sleep(3600)
+Run.log = deaf
+cli.main(train_rloo.main, train_rloo.Args)
+"""
+SRUN = """#!{python}
+import os, signal, subprocess, sys
+assert sys.argv[1] == "--kill-on-bad-exit=1" and sys.argv[2] == "--cpu-bind=none"
+nodes = [subprocess.Popen(sys.argv[3:], env=os.environ | {{"SLURM_NODEID": node}}) for node in "01"]
+signal.signal(signal.SIGTERM, lambda number, frame: [node.send_signal(number) for node in nodes])
+sys.exit(max(node.wait() for node in nodes))
+"""
+SCONTROL = """#!/bin/sh
+case $1 in
+    show) echo 127.0.0.1; echo other ;;
+    requeue) echo "$2" >>requeued ;;
+esac
+"""
+
+
+def command(tiny, case="rloo-steps", **changes):
+    """A script and its flags: a run of 30 updates, with a checkpoint after every second one."""
+    page, args = arguments(tiny, case, **(dict(total_episodes=16 * 30, learning_rate=3e-4) | changes))
+    values = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(args).items()}
+    flags = [word for name, value in values.items() if value not in ([], None) for word in cli.as_words(name, value)]
+    return [f"{ROOT}/rlhf_details/{page.__name__.split('.')[1]}.py", *flags]
+
+
+def c10d(node, address):
+    """What torchrun is told on a node, where node 0 is host of the rendezvous."""
+    words = ["--rdzv_backend", "c10d", "--rdzv_endpoint", address, "--rdzv_id", "run"]
+    return [*words, "--rdzv_conf", f"is_host={node == 0}"]
+
+
+def static(node, address):
+    return ["--node_rank", str(node), "--rdzv_backend", "static", "--rdzv_endpoint", address]
+
+
+class Nodes:
+    """Two launchers of one process each, in the same folder. Afterwards none of them runs."""
+
+    def __init__(self, folder, words, rendezvous=c10d, host="127.0.0.1", prefixes=((), ()), **environment):
+        """words: a script and its flags; host, the address of node 0; prefixes, words before each launcher."""
+        self.folder, self.logs, self.launchers = folder, [folder / f"node{node}" for node in (0, 1)], []
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1"]
+        with socket.create_server(("", 0)) as server:
+            address = f"{host}:{server.getsockname()[1]}"
+        for node, prefix in enumerate(prefixes):
+            with open(self.logs[node], "w") as log:
+                options = dict(cwd=folder, env=ENVIRONMENT | environment, stdout=log, stderr=log)
+                launcher = subprocess.Popen([*prefix, *torchrun, *rendezvous(node, address), *words], **options)
+            self.launchers.append(launcher)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        for node in (0, 1):
+            self.kill(node)
+
+    def processes(self, node):
+        """The launcher of a node, while it runs, and all that it has started."""
+        try:
+            launcher = psutil.Process(self.launchers[node].pid)
+            return [launcher, *launcher.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def kill(self, node):
+        """SIGKILL to all of a node at once."""
+        for process in self.processes(node):
+            process.kill()
+        self.launchers[node].wait()
+
+    def wait_for(self, count):
+        """Waits until the run has logged so many rows."""
+        end = time.time() + 120
+        while not has_rows(self.folder, count):
+            assert time.time() < end and self.launchers[0].poll() is None, self.said()
+            time.sleep(0.05)
+
+    def seconds_until(self, ended, lose):
+        """lose() takes a node away. Returns how long the nodes `ended` go on. They must fail, and leave no process."""
+        seen = [process for node in ended for process in self.processes(node)]
+        assert len(seen) == 2 * len(ended)
+        lose()
+        start = time.time()
+        assert all(self.launchers[node].wait(200) for node in ended), self.said()
+        seconds = time.time() - start
+        assert not any(process.is_running() for process in seen)
+        print(f"ended after {seconds:.1f} s")
+        return seconds
+
+    def said(self):
+        return "\n".join(log.read_text()[-4000:] for log in self.logs)
+
+
+def has_rows(folder, count):
+    metrics = folder / "runs/run/metrics.jsonl"
+    return metrics.exists() and len(metrics.read_bytes().splitlines()) >= count
+
+
+def run_on_two_nodes(folder, words):
+    """Runs to the end; returns what both nodes said."""
+    with Nodes(folder, words) as nodes:
+        assert [launcher.wait(300) for launcher in nodes.launchers] == [0, 0], nodes.said()
+        assert "a node is gone" not in nodes.said()
+        return nodes.said()
+
+
+@pytest.fixture(scope="session")
+def one(tiny, tmp_path_factory):
+    """{case: rows of metrics of one process}."""
+    found = {}
+    for case in ("rloo-steps", "ppo-moments"):
+        (script, *flags), folder = command(tiny, case), tmp_path_factory.mktemp(case)
+        done = launch(script, flags, cwd=folder)
+        assert done.returncode == 0, done.stderr
+        found[case] = read_metrics(folder / "runs/run")
+    return found
+
+
+# ---- torchrun --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("case", ["rloo-steps", "ppo-moments"])
+def test_two_nodes_give_the_curve_of_one_process(tiny, tmp_path, one, case):
+    run_on_two_nodes(tmp_path, command(tiny, case))
+    assert_same_curves(read_metrics(tmp_path / "runs/run"), one[case])
+    config = json.loads((tmp_path / "runs/run/config.json").read_text())
+    assert (config["num_processes"], config["engine"]) == (2, "DDP")
+
+
+@pytest.mark.parametrize("case, dead", [("rloo-steps", 0), ("ppo-moments", 1)])
+def test_when_a_node_is_killed_the_other_ends_within_a_minute_and_the_run_goes_on(tiny, tmp_path, one, case, dead):
+    with Nodes(tmp_path, command(tiny, case)) as nodes:
+        nodes.wait_for(10)
+        assert nodes.seconds_until([1 - dead], lambda: nodes.kill(dead)) < 60
+    assert 10 <= len(read_metrics(tmp_path / "runs/run")) < 30
+    assert "goes on after update" in run_on_two_nodes(tmp_path, command(tiny, case, resume=True))
+    assert_same_curves(read_metrics(tmp_path / "runs/run"), one[case])
+
+
+@pytest.mark.parametrize("rendezvous", [c10d, static])
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_node_that_waits_in_a_collective_ends_as_well(tiny, tmp_path, rendezvous, dead):
+    """gloo notices a closed connection. No GPU was at hand to see what NCCL does."""
+    (tmp_path / "deaf.py").write_text(DEAF)
+    with Nodes(tmp_path, ["deaf.py", *command(tiny)[1:]], rendezvous) as nodes:
+        nodes.wait_for(4)
+        assert nodes.seconds_until([1 - dead], lambda: nodes.kill(dead)) < 60
+        assert "a node is gone; --resume goes on" in nodes.logs[1 - dead].read_text()
+
+
+# ---- a cable is cut --------------------------------------------------------------------------------------------------
+def network_of(process):
+    return os.readlink(f"/proc/{process if process == 'self' else process.pid}/ns/net")
+
+
+@pytest.fixture
+def cable():
+    """Two networks of one machine each and a cable between them: (words that run a command in each, "unplug")."""
+    if not all(map(shutil.which, ("unshare", "nsenter", "ip"))):
+        pytest.skip("unshare, nsenter or ip is not installed")
+    enter, holders, seen = [], [], {network_of("self")}
+    try:
+        for user in (["--map-root-user"], []):  # The second network belongs to the same user namespace.
+            before = enter[0] if enter else []
+            holders.append(subprocess.Popen([*before, "unshare", *user, "--net", "sleep", "inf"]))
+            end = time.time() + 10
+            while network_of(holders[-1]) in seen:
+                if time.time() > end or holders[-1].poll() is not None:
+                    pytest.skip("users of this machine may not make networks")
+                time.sleep(0.05)
+            seen.add(network_of(holders[-1]))
+            enter.append(["nsenter", "--preserve-credentials", "--user", "--net", "-t", str(holders[-1].pid)])
+        lines = [(0, f"ip link add cable type veth peer name cable netns {holders[1].pid}")]
+        for node in (0, 1):
+            lines += [(node, f"ip addr add 10.0.0.{node + 1}/24 dev cable"), (node, "ip link set lo up")]
+            lines += [(node, "ip link set cable up")]
+        for node, line in lines:
+            subprocess.run([*enter[node], *line.split()], check=True)
+        yield enter, lambda: subprocess.run([*enter[0], *"ip link set cable down".split()], check=True)
+    finally:
+        for holder in holders:
+            holder.kill()
+            holder.wait()
+
+
+def test_when_the_network_is_gone_both_nodes_end_within_a_minute(tiny, tmp_path, cable):
+    """No connection is closed then, as when a node has no power."""
+    prefixes, unplug = cable
+    words = command(tiny, total_episodes=16 * 10_000)
+    with Nodes(tmp_path, words, static, "10.0.0.1", prefixes, GLOO_SOCKET_IFNAME="cable") as nodes:
+        nodes.wait_for(10)
+        assert nodes.seconds_until([0, 1], unplug) < 60
+        assert all("a node is gone; --resume goes on" in log.read_text() for log in nodes.logs)
+
+
+# ---- SLURM -----------------------------------------------------------------------------------------------------------
+def test_the_slurm_script_runs_on_all_nodes_and_goes_on_after_the_time_limit(tiny, tmp_path, one):
+    """With stand-ins for srun and scontrol, and accelerate's own launchers."""
+    for name in ("rlhf_details", "benchmark"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    for name, text in (("srun", SRUN.format(python=sys.executable)), ("scontrol", SCONTROL)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    config = (ROOT / "benchmark/accelerate/multi_node.yaml").read_text().replace("bf16\n", "'no'\n")
+    (tmp_path / "fp32.yaml").write_text(config)
+    found = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    job = dict(SLURM_JOB_ID="4217", SLURM_JOB_NODELIST="nodes", SLURM_JOB_NUM_NODES="2", SLURM_GPUS_ON_NODE="1")
+    environment = ENVIRONMENT | job | {"PATH": found, "CONFIG": "fp32.yaml"}
+    script, *flags = command(tiny)
+    flags = [word for word in flags if word not in ("--run_name", "run", "--no_resume")]
+
+    def submit(*more):
+        words = ["bash", "benchmark/slurm.sh", Path(script).stem, "run", *flags, *more]
+        options = dict(stdout=open(tmp_path / "output", "a"), stderr=subprocess.STDOUT)
+        return subprocess.Popen(words, cwd=tmp_path, env=environment, **options)
+
+    submitted, end = submit(), time.time() + 120
+    while not has_rows(tmp_path, 10):
+        assert time.time() < end and submitted.poll() is None, (tmp_path / "output").read_text()
+        time.sleep(0.05)
+    submitted.send_signal(signal.SIGUSR1)
+    assert submitted.wait(60) == 0, (tmp_path / "output").read_text()
+    rows = read_metrics(tmp_path / "runs/run")
+    assert len(rows) < 30 and checkpoints(tmp_path / "runs/run")[-1] == f"{rows[-1]['update']:06d}"
+    assert (tmp_path / "requeued").read_text() == "4217\n"
+    assert submit().wait(120) == 0, (tmp_path / "output").read_text()
+    assert_same_curves(read_metrics(tmp_path / "runs/run"), one["rloo-steps"])
+    assert submit("--learning_rate", "1").wait(60) != 0  # It says that the checkpoint has other arguments.
+    assert (tmp_path / "requeued").read_text() == "4217\n"
