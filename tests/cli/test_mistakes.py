@@ -83,6 +83,7 @@ def cases(*rows):
         (["train_reward", "train_sft"], dict(batch_size=64), ["--batch_size 64: more than the 16 rows", "rows.jsonl"]),
         ("train_rloo", dict(rloo_k=1), ["--rloo_k 1", "--token_level_kl", "--normalize_advantage"]),
         ("train_rloo", dict(rloo_k=1, token_level_kl=True), ["--rloo_k 1", "--normalize_advantage"]),
+        ("train_grpo", dict(group_size=1), ["--group_size 1", "at least 2"]),
         ("train_sft", dict(base_model="scratch", hidden_size=30), ["--hidden_size 30", "--num_heads 4"]),
         (PPO, dict(gamma=1.5), ["--gamma 1.5: must be at most 1"]),
         (PPO, dict(ratio_threshold=1.0), ["--ratio_threshold 1.0: must be above 1"]),

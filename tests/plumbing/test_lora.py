@@ -167,6 +167,7 @@ def test_a_reward_model_trains_its_whole_head_and_is_saved_merged(tiny, in_tmp):
     assert changed and all(name.endswith("weight") and ("attention" in name or "mlp" in name) for name in changed)
     assert not any("lora" in name for name in saved)
     model, tokenizer, correct = models.load_reward_model("reward", FLAGS).eval(), toy.tokenizer(), 0
+    assert getattr(model.config, "reward_bias", 0.0) != 0.0  # the shift that normalisation found
     for pair in pairs:
         texts = [f"{pair['prompt']} {pair[kind]}" for kind in ("chosen", "rejected")]
         rows = [torch.tensor([[*tokenizer(text).input_ids, tokenizer.eos_token_id]]) for text in texts]
