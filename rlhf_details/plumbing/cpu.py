@@ -13,8 +13,7 @@ from torch import nn
 
 from rlhf_details.plumbing.exits import say
 
-# Parameters. On two idle cores of an AMD EPYC the second thread makes training 1.2 times as fast at 0.9 M and 1.9 times
-# at 27 M. Where two runs share these cores, two threads each make the toy's 0.1 M model ten times as slow.
+# Parameters. Below this a second thread gains little, and it costs much where two runs share the cores.
 SMALL = 5e6
 
 
