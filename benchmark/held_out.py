@@ -43,7 +43,7 @@ def evaluate(policy_folder, sft, reward, seed):
 
     words = ["--sft_model_path", str(sft), "--reward_model_path", str(reward), "--seed", str(seed)]
     args, accelerator = cli.parse(train_rloo.Args, words), Accelerator(cpu=True)
-    tokenizer, _, reference, reward_model = train_rloo.load_models(args)
+    tokenizer, _, reference, reward_model = train_rloo.load_models(args, accelerator.device)
     model = utils.disable_dropout(models.load_policy(str(policy_folder), "--policy", args))
     policy, stop_id = train_rloo.Policy(model, args.temperature), tokenizer.eos_token_id
     _, prompts = data.load_prompts(args, tokenizer, room=math.inf)

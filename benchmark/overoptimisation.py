@@ -99,7 +99,7 @@ def best_of_n(args: BestOfNArgs):
     folder, n, golds = ROOT / "models" / "bench" / str(args.seed), RESPONSES, []
     words = ["--sft_model_path", str(folder / "sft"), "--reward_model_path", str(folder / "reward")]
     settings = cli.parse(train_rloo.Args, words)
-    tokenizer, policy, _, reward = train_rloo.load_models(settings)
+    tokenizer, policy, _, reward = train_rloo.load_models(settings, "cpu")
     texts, stop_id = [row["prompt"] for row in toy.rows("prompts", "test")[:PROMPTS]], tokenizer.eos_token_id
     policy.eval()
     queries, query_mask = utils.left_pad([tokenizer(text).input_ids for text in texts for _ in range(n)])

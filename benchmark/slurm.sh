@@ -15,9 +15,9 @@
 #     sbatch benchmark/slurm.sh train_ppo NAME FLAGS...
 #     CONFIG=benchmark/accelerate/fsdp2.yaml sbatch --nodes 4 benchmark/slurm.sh train_ppo NAME FLAGS...
 #
-# Ten minutes before the time limit (USR1) the run writes a checkpoint and ends, and the job goes back into the queue. So it does when
-# a node dies, which SLURM sees by itself. Where runs/NAME exists, the job goes on with it. We have no SLURM: tests/slow/test_nodes.py
-# runs this with stand-ins for its commands.
+# Ten minutes before the time limit (USR1) the run writes a checkpoint and ends, and the job goes back into the queue. Where runs/NAME
+# exists, the job goes on with it: after a node has died, submit the same line again. We have no SLURM: tests/slow/test_nodes.py runs
+# this with stand-ins for its commands.
 set -euo pipefail
 script=$1 name=$2
 shift 2

@@ -174,7 +174,7 @@ class Reward(nn.Module):
             return self.model.score(hidden.float()).squeeze(-1) + self.bias
 
 
-def load_models(args):
+def load_models(args, device):
     """Returns (tokenizer, policy, reference, reward model or None), all in fp32 and without dropout."""
     tokenizer = models.load_tokenizer(args.sft_model_path, "--sft_model_path", args)
     model = utils.disable_dropout(models.load_policy(args.sft_model_path, "--sft_model_path", args))
@@ -187,8 +187,9 @@ def load_models(args):
     reward_model = None
     if args.reward_model_path:
         reward_model = utils.disable_dropout(models.load_reward_model(args.reward_model_path, args))
-        reward_model = Reward(reward_model, models.own_tokenizer(args, tokenizer)).requires_grad_(False).eval()
-    return tokenizer, Policy(model, args.temperature), reference.eval(), reward_model
+        reward_model = Reward(reward_model, models.own_tokenizer(args, tokenizer)).requires_grad_(False)
+        reward_model = reward_model.to(device).eval()
+    return tokenizer, Policy(model, args.temperature).to(device), reference.to(device).eval(), reward_model
 
 
 # ---- from tokens to log-probs and scores -----------------------------------------------------------------------------
@@ -393,7 +394,7 @@ def main(args: Args):
     cliprange_high = args.cliprange if args.cliprange_high is None else args.cliprange_high
 
     # ---- models, prompts, rewards, optimiser
-    tokenizer, policy, reference, reward_model = load_models(args)
+    tokenizer, policy, reference, reward_model = load_models(args, engines.loading_device(accelerator))
     stop_id = models.token_id(tokenizer, args.stop_token, "--stop_token")
     prompts, held_out = data.load_prompts(args, tokenizer, room=models.context(policy, reward_model) - R)
     # A forward takes `size` episodes, n in a row, and the sampler rollout_size, rollout_n in a row. `layout.choose`

@@ -216,7 +216,7 @@ class Reward(nn.Module):
             return self.model.score(hidden.float()).squeeze(-1) + self.bias
 
 
-def load_models(args):
+def load_models(args, device):
     """Returns (tokenizer, policy with its critic, reference, reward model or None), all in fp32 and without dropout."""
     tokenizer = models.load_tokenizer(args.sft_model_path, "--sft_model_path", args)
     model = utils.disable_dropout(models.load_policy(args.sft_model_path, "--sft_model_path", args))
@@ -242,8 +242,8 @@ def load_models(args):
     if args.value_model == "separate" and args.lora_rank:
         lora.add_adapters(critic.model, args.lora_rank)  # The head is trained as a whole.
     if reward_model:
-        reward_model.requires_grad_(False).eval()
-    return tokenizer, Policy(model, args.temperature, critic), reference.eval(), reward_model
+        reward_model = reward_model.requires_grad_(False).to(device).eval()
+    return tokenizer, Policy(model, args.temperature, critic).to(device), reference.to(device).eval(), reward_model
 
 
 # ---- from tokens to log-probs and scores -----------------------------------------------------------------------------
@@ -500,7 +500,7 @@ def main(args: Args):
     mine = slice(rank * B // world, (rank + 1) * B // world)  # those of this process
 
     # ---- models, prompts, rewards, optimiser; one optimiser trains the policy and the value model
-    tokenizer, policy, reference, reward_model = load_models(args)
+    tokenizer, policy, reference, reward_model = load_models(args, engines.loading_device(accelerator))
     stop_id = models.token_id(tokenizer, args.stop_token, "--stop_token")
     end_id = models.token_id(tokenizer, args.truncate_token, "--truncate_token")
     end_id = stop_id if end_id is None else end_id  # the token that a complete response ends with

@@ -119,7 +119,7 @@ class LanguageModel(nn.Module):
         return nn.functional.cross_entropy(logits.float(), labels, reduction="none")
 
 
-def load_model(args, rows):
+def load_model(args, rows, device):
     """Returns (tokenizer, language model), in fp32 and without dropout. A new tokenizer is made from the rows' text."""
     if args.base_model == "scratch":
         tokenizer, model = scratch.make(args, rows)
@@ -128,7 +128,7 @@ def load_model(args, rows):
         model = models.load_policy(args.base_model, "--base_model", args)
     model = utils.disable_dropout(model)
     model = lora.add_adapters(model, args.lora_rank) if args.lora_rank else model
-    return tokenizer, LanguageModel(model, args.temperature)
+    return tokenizer, LanguageModel(model, args.temperature).to(device)
 
 
 # ---- from rows to losses ---------------------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ def main(args: Args):
 
     # ---- rows, model, optimiser
     rows, held_out_rows = demonstrations.read(args, "dataset"), demonstrations.read(args, "eval_dataset")
-    tokenizer, language_model = load_model(args, rows)
+    tokenizer, language_model = load_model(args, rows, engines.loading_device(accelerator))
     encode_args = tokenizer, models.context(language_model), args.max_prompt_length
     train = demonstrations.encode(rows, f"--dataset {args.dataset}", *encode_args)
     eval_name = f"--eval_dataset {args.eval_dataset}"

@@ -81,39 +81,53 @@ def configure_deepspeed(accelerator, args):
     config["train_batch_size"] = args.micro_batch_size * accelerator.num_processes
 
 
-def prepare(args, accelerator, module, optimizer, *frozen):
-    """Puts a module and its optimizer under the engine, and frozen modules (or None) in place; returns the first two.
+def shares_out(accelerator):
+    """Whether each process holds a part of the weights."""
+    return name(accelerator) in ("FSDP2", "ZeRO-3")
 
-    Where the engine shares the module's weights out, it does so with the frozen ones. Modules come from the CPU, since
-    a device may have no room for the whole of them.
+
+def loading_device(accelerator):
+    """Where models are loaded to: the device, or the CPU where the engine shares weights out, for they may be large."""
+    return torch.device("cpu") if shares_out(accelerator) else accelerator.device
+
+
+def prepare(args, accelerator, module, optimizer, *frozen):
+    """Puts a module and its optimizer under the engine, and returns both. So it does with frozen modules (or None).
+
+    Under FSDP2 they come to the device layer by layer. ZeRO-3 first puts the whole of the trained module there.
     """
-    cpu.use_one_thread(module)
+    if accelerator.device.type == "cpu":
+        cpu.use_one_thread(module)
     module._no_split_modules = sorted({type(m).__name__ for m in shards.layers(module)})  # FSDP2 gathers them singly.
-    shares_out = name(accelerator) in ("FSDP2", "ZeRO-3")
+    is_shared_out = shares_out(accelerator)
     template, own = shards.template(module), set(module.modules())
     if uses_deepspeed(accelerator) or accelerator.distributed_type == DistributedType.FSDP:
         forward = module.forward
 
         def in_autocast(*args, **kwargs):  # accelerate does the same for DDP.
             with accelerator.autocast():
+                if is_shared_out and torch.is_autocast_enabled(accelerator.device.type):
+                    # Its cache would keep the whole of all weights in bf16, until the phase of the loop ends.
+                    torch.set_autocast_cache_enabled(False)
                 return forward(*args, **kwargs)
 
         module.forward = in_autocast
     if name(accelerator) == "ZeRO-3":
         # Each piece of the logits gathers the head, and processes have different numbers of pieces. So it makes one.
         module.logits_at_once = 2**62
-    module, optimizer = accelerator.prepare(module if shares_out else module.to(accelerator.device), optimizer)
+    module, optimizer = accelerator.prepare(module, optimizer)
     if uses_deepspeed(accelerator):
         # accelerate (1.15) would step inside `backward`, once a micro-batch. `step` does it here.
         accelerator.deepspeed_engine_wrapped.backward = lambda loss, **_: module.backward(loss)
     gather = functools.partial(shards.gather, accelerator, module, template, precision(accelerator))
-    module.whole_copy = gather if shares_out and getattr(args, "sampling_copy", True) else None
+    module.whole_copy = gather if is_shared_out and getattr(args, "sampling_copy", True) else None
     module.template, module.waiting = [template], []  # In lists, so that no module sees them as its children.
     for m in filter(None, frozen):
         if m.model in own:  # Under LoRA the reference is the policy without its adapters.
-            lora.read_through(m, module) if shares_out else None
+            lora.read_through(m, module) if is_shared_out else None
             continue
-        shards.share_out(m, accelerator.device) if shares_out else m.to(accelerator.device)
+        if is_shared_out:
+            shards.share_out(m, accelerator.device)
         if args.offload_frozen:  # A call after a `rest` brings it back to the device.
             m.register_forward_pre_hook(lambda m, _: m.to(accelerator.device) and None, prepend=True)
             module.waiting.append(m)

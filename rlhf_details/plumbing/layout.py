@@ -37,8 +37,10 @@ def choose(args, k, policy, reward_model, prompts, response_logprobs, response_s
     for name, module in (("policy", policy), ("reward model", reward_model)):
         why_plain = why_plain or (module is not None and why_no_block_mask(module.model, name)) or ""
     if not why_plain:
-        batch = made_up_batch(policy.model, longest, args.response_length, max(n, rollout_n))
-        why_plain = why_wrong(policy.eval(), reward_model, batch, max(n, rollout_n), response_logprobs, response_scores)
+        # The trial is short: rows of full length could be many and wide, and the models may still be on the CPU.
+        few = min(max(n, rollout_n), 4)
+        batch = made_up_batch(policy.model, min(longest, 16), min(args.response_length, 8), few)
+        why_plain = why_wrong(policy.eval(), reward_model, batch, few, response_logprobs, response_scores)
     if why_plain:
         cli.say(f"plain rows, one response each: {why_plain}")
         return Packing(1, args.micro_batch_size, 1, args.rollout_micro_batch_size)
@@ -66,7 +68,7 @@ def why_no_block_mask(model, name):
 
 
 def made_up_batch(model, query_length, response_length, n):
-    """Queries, query_mask, responses, response_mask [2 * n, ..]: two prompts with n responses each, of full length."""
+    """Queries, query_mask, responses, response_mask [2 * n, ..]: two prompts with n responses each."""
     vocabulary = model.config.get_text_config().vocab_size
     ids = torch.arange(2 * (query_length + n * response_length), device=model.device).mul(7919).remainder(vocabulary)
     queries = ids[: 2 * query_length].reshape(2, -1).repeat_interleave(n, 0)  # [2 * n, Q]

@@ -23,22 +23,38 @@ def watch(accelerator):
     """Ends this process with exit code 1 once another node is gone. Call it on every process."""
     if int(os.environ.get("GROUP_WORLD_SIZE", 1)) == 1 or connections:
         return
+    with contextlib.suppress(OSError):
+        connect(accelerator)
+    # Where a firewall keeps some processes from connecting, none is watched.
+    if not accelerator.gather(torch.tensor([len(connections)], device=accelerator.device)).all():
+        connections.clear()
+        if accelerator.is_main_process:
+            print(
+                "note: the processes cannot watch each other, so a dead node may go unnoticed for two hours", flush=True
+            )
+        return
+    for connection in connections:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in (("TCP_KEEPIDLE", QUIET), ("TCP_KEEPINTVL", EVERY), ("TCP_KEEPCNT", COUNT)):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        threading.Thread(target=listen, args=[connection], daemon=True).start()
+
+
+def connect(accelerator):
+    """Fills `connections`: on the main process one to each other process, and there the one to the main process."""
     if accelerator.is_main_process:
         both = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both else socket.AF_INET
         with socket.create_server(("", 0), family=family, dualstack_ipv6=both) as server:
             server.settimeout(60)
             torch.distributed.broadcast_object_list([server.getsockname()[1]])
-            connections.extend(server.accept()[0] for _ in range(accelerator.num_processes - 1))
+            made = [server.accept()[0] for _ in range(accelerator.num_processes - 1)]
     else:
         port = [None]
         torch.distributed.broadcast_object_list(port)
-        connections.append(socket.create_connection((os.environ["MASTER_ADDR"], *port)))
-    for connection in connections:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in (("TCP_KEEPIDLE", QUIET), ("TCP_KEEPINTVL", EVERY), ("TCP_KEEPCNT", COUNT)):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        threading.Thread(target=listen, args=[connection], daemon=True).start()
+        made = [socket.create_connection((os.environ["MASTER_ADDR"], *port), timeout=60)]
+        made[0].settimeout(None)
+    connections.extend(made)
 
 
 def listen(connection):
@@ -48,7 +64,8 @@ def listen(connection):
         if connection.recv(1):
             return
     time.sleep(5)  # A process that has its own error to tell ends by itself.
-    print(f"error: no connection to {address}: a node is gone; --resume goes on", file=sys.stderr, flush=True)
+    what = f"the process at {address} or its node is gone; unless its log names a fault, --resume goes on"
+    print(f"error: {what}", file=sys.stderr, flush=True)
     os._exit(1)
 
 

@@ -38,7 +38,7 @@ def layers(module):
 def share_out(module, device):
     """Leaves each process its part of a frozen module's weights, on the device. A call gathers them layer by layer."""
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
-    for m in [*layers(module), module]:
+    for m in [*reversed(layers(module)), module]:  # A layer within a layer comes first.
         fully_shard(m, mesh=mesh, reshard_after_forward=True)
 
 

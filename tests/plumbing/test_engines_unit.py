@@ -136,4 +136,6 @@ def test_a_process_ends_when_the_other_side_is_gone_without_its_leave(monkeypatc
         with here:
             nodes.listen(here)
         assert (ended, slept) == (([], []) if takes_leave else ([1], [5]))
-    assert capsys.readouterr().err == "error: no connection to 127.0.0.1: a node is gone; --resume goes on\n"
+    assert capsys.readouterr().err == (
+        "error: the process at 127.0.0.1 or its node is gone; unless its log names a fault, --resume goes on\n"
+    )
