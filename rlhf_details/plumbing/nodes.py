@@ -29,9 +29,7 @@ def watch(accelerator):
     if not accelerator.gather(torch.tensor([len(connections)], device=accelerator.device)).all():
         connections.clear()
         if accelerator.is_main_process:
-            print(
-                "note: the processes cannot watch each other, so a dead node may go unnoticed for two hours", flush=True
-            )
+            print("note: the processes cannot watch each other: a dead node is noticed after two hours", flush=True)
         return
     for connection in connections:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
