@@ -119,6 +119,7 @@ def one_run(spec, engine):
     def note(layer, inputs, output):
         if torch.is_grad_enabled() or threading.get_ident() in sampling:
             seen["products"].add(str(output.dtype))
+            seen["caches"] = torch.is_autocast_cache_enabled()
 
     def recording_prepare(args, accelerator, module, optimizer, *frozen):
         module, optimizer = prepare(args, accelerator, module, optimizer, *frozen)
