@@ -192,7 +192,8 @@ def accumulate(accelerator, module, is_last):
         module.set_gradient_accumulation_boundary(is_last)
         return contextlib.nullcontext()
     # Processes exchange their gradients once a step, after the last micro-batch. [OPT-7]
-    return contextlib.nullcontext() if is_last else accelerator.no_sync(module)
+    # FSDP2 does so after each one, since each process would keep all gradients until then.
+    return contextlib.nullcontext() if is_last or shares_out(accelerator) else accelerator.no_sync(module)
 
 
 def step(accelerator, module, optimizer, max_grad_norm, run, what):
