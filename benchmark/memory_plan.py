@@ -14,10 +14,13 @@ processes (benchmark/tests/test_memory_plan.py). No GPU has measured it yet: ker
 
 import contextlib
 import functools
+import gc
 import math
+import warnings
 import weakref
 from collections import Counter
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Literal
 from unittest.mock import patch
 
@@ -52,7 +55,10 @@ LLAMA = {  # Llama 3's: hidden size, layers, heads, heads of keys and values, in
     "70b": (8192, 80, 64, 8, 28672, 128256),
 }
 PAGES = {"rloo": train_rloo, "grpo": train_grpo, "ppo": train_ppo}
-SHARDED = "fsdp2", "zero3"
+SHARDED = "fsdp2", "zero3"  # engines that cut the trained weights
+FROZEN_IN_SHARDS = SHARDED  # and those under which reference and reward model are cut, by FSDP2's code
+# DeepSpeed's defaults: reduce_bucket_size, stage3_max_live_parameters, stage3_prefetch_bucket_size; in bytes of fp32
+BUCKET, GATHERED, PREFETCH = 4 * 5 * 10**8, 4 * 10**9, 4 * 5 * 10**7
 PHASES = "rollout", "scores", "backward", "step"
 ROWS = (
     "weights gradients moments engine reference reward_model value_model sampling_copy bf16_weights kv_cache activations "
@@ -84,6 +90,8 @@ class Args:
     """episodes per update, over all processes"""
     num_mini_batches: int = 1
     """optimiser steps per pass over the batch"""
+    num_ppo_epochs: int = 2
+    """passes over the batch"""
     micro_batch_size: int = 4
     """the page's flag of this name, as are those below"""
     rollout_micro_batch_size: int = 16
@@ -117,14 +125,42 @@ def part_of_each(shapes, W):
 SHARE = {"one": whole, "ddp": whole, "fsdp2": rows_of_each, "zero2": part_of_all, "zero3": part_of_each}
 
 
+# ---- bytes that a process holds all the time -------------------------------------------------------------------------
 def weights(engine, shapes, W):
-    """fp32: the process's share, or under ZeRO-2 all of it."""
-    return 4 * (part_of_all(shapes, W) * W if engine == "zero2" else SHARE[engine](shapes, W))
+    """fp32: the process's share, or under ZeRO-2 all, filled up like the shares."""
+    return 4 * (W if engine == "zero2" else 1) * SHARE[engine](shapes, W)
 
 
 def moments(engine, shapes, W):
     """Adam's two, fp32, of the process's share."""
     return 8 * SHARE[engine](shapes, W)
+
+
+def buffers(engine, shapes, W):
+    """DDP: the buckets in which gradients travel, as large as all. DeepSpeed: a second copy of the share, which Adam
+    steps; under ZeRO-3 also its gradients and the bucket in which gradients travel."""
+    share = 4 * SHARE[engine](shapes, W)
+    return {"one": 0, "ddp": share, "fsdp2": 0, "zero2": share, "zero3": 2 * share + BUCKET}[engine]
+
+
+def frozen(engine, shapes, W):
+    """fp32, whole, but in shares where the trained weights are."""
+    return 4 * (rows_of_each if engine in FROZEN_IN_SHARDS else whole)(shapes, W)
+
+
+def held(args, shapes):
+    """Counter {row: bytes} of what stays. shapes: those of the trained and the frozen weights of each module."""
+    engine, W, trained = args.engine, args.processes, shapes["policy"][0]
+    found = Counter(moments=moments(engine, trained, W), engine=buffers(engine, trained, W))
+    found["weights"] = weights(engine, trained, W) + frozen(engine, shapes["policy"][1], W)
+    if "value_model" in shapes:
+        found["value_model"] = weights(engine, shapes["value_model"][0], W) + frozen(
+            engine, shapes["value_model"][1], W
+        )
+        found["weights"] -= found["value_model"]
+    for name in ("reference", "reward_model"):
+        found[name] = frozen(engine, shapes[name][1], W) if name in shapes else 0
+    return found
 
 
 # ---- what comes and goes: an update on tensors without memory --------------------------------------------------------
@@ -140,6 +176,7 @@ class Live(TorchDispatchMode):
         local = [x.to_local() if isinstance(x, DTensor) else x for x in weights]
         self.weights = {x.untyped_storage()._cdata for x in local}
         self.kind, self.sizes, self.now, self.peak = "activations", {}, Counter(), Counter()
+        self.bucket = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         outputs, kwargs = function(*args, **(kwargs or {})), kwargs or {}
@@ -175,6 +212,11 @@ class Live(TorchDispatchMode):
     def drop(self, key):
         kind, nbytes = self.sizes.pop(key)
         self.now[kind] -= nbytes
+
+    def hold(self, kind, nbytes):
+        """Counts bytes that no operation makes."""
+        self.now[kind] += nbytes
+        self.peak = max(self.peak, self.now, key=Counter.total).copy()
 
     def label(self, x, kind):
         """Moves a tensor that was counted to another kind."""
@@ -224,21 +266,27 @@ def build(args, config):
     return {name: module.eval() for name, module in found.items()}
 
 
-def shard(module, mesh):
-    """What accelerate does under FSDP2: a layer is gathered when it is called, what is left with the whole module."""
+def shard(module, mesh, is_trained):
+    """What accelerate does under FSDP2: a layer is gathered when it is called, what is left with the whole module.
+
+    What is left stays gathered until the backward pass, and where there is none until the end of the forward pass.
+    """
     kinds = {kind for m in module.modules() for kind in getattr(m, "_no_split_modules", None) or []}
     for layer in [m for m in module.modules() if type(m).__name__ in kinds]:
         fully_shard(layer, mesh=mesh)
-    fully_shard(module, mesh=mesh)
+    fully_shard(module, mesh=mesh, reshard_after_forward=not is_trained)
 
 
-def follow(module, live, keep_gradients):
+def follow(module, live, engine):
     """Tells `live` what the tensors of a module's forward and backward are."""
 
     def note_gradient(p):
         live.label(p.grad, "gradients")
-        if not keep_gradients:
+        if engine in ("zero2", "zero3"):  # DeepSpeed moves it into its bucket.
             p.grad = None
+            if engine == "zero2" and not live.bucket:
+                live.bucket = BUCKET
+                live.hold("engine", BUCKET)
 
     def watch(layer, inputs):  # under FSDP2 called where the layer's weights are gathered
         for p in layer.parameters():
@@ -295,78 +343,139 @@ def update(args, config):
             return resize(storage, nbytes)
 
         stack.enter_context(patch.object(torch.UntypedStorage, "resize_", resize_))
+        if args.engine == "zero3":  # DeepSpeed's own linear layer keeps no weights for the backward pass.
+            stack.enter_context(
+                patch.object(nn.functional, "linear", import_module("deepspeed.runtime.zero.linear").zero3_linear_wrap)
+            )
         parts = build(args, config)
         policy, shapes = parts["policy"], {name: shapes_of(module) for name, module in parts.items()}
+        if args.algorithm == "ppo":
+            shapes["value_model"] = shapes_of(policy.critic)
         for name, module in parts.items():
-            if mesh and name != "sampling_copy" and (name != "policy" or args.engine == "fsdp2"):
-                shard(module, mesh)
+            engines = {"policy": ["fsdp2"], "sampling_copy": []}.get(name, FROZEN_IN_SHARDS)
+            if args.engine in engines:
+                shard(module, mesh, name == "policy")
         live = Live([p for module in parts.values() for p in module.parameters()])
         for module in parts.values():
-            follow(module, live, keep_gradients=args.engine not in ("zero2", "zero3"))
+            follow(module, live, args.engine)
         stack.enter_context(live)
         peaks = {}
 
         def lap(phase):
             peaks[phase], live.peak = live.peak, live.now.copy()
 
+        everything = 4 * whole([tuple(p.shape) for p in policy.parameters()], 1)
+
+        def gather(sign, *limits):
+            """ZeRO-3 keeps up to GATHERED of the weights whole, and gathers up to PREFETCH of them in another buffer."""
+            if args.engine == "zero3":
+                live.hold("engine", sign * sum(min(limit, everything) for limit in limits))
+
         with torch.no_grad(), autocast():
             n, size = layout.largest(k, min(args.rollout_micro_batch_size, mine))
             rows, keys = size // n, torch.zeros(size, dtype=torch.int32)
             cache = DynamicCache(config=config)
+            sampler = parts.get("sampling_copy", policy)
+            gather(sampler is policy, GATHERED, PREFETCH)
 
             def sample(tokens, mask, positions, index):
-                """A step of utils.sample."""
-                logits = parts.get("sampling_copy", policy)(tokens, mask, positions, index, cache=cache)
+                """A step of utils.sample. Returns the counts at its peak."""
+                live.peak = live.now.copy()
+                logits = sampler(tokens, mask, positions, index, cache=cache)
                 (logits.expand(rows, n, -1).flatten(0, 1) + utils.gumbel_noise(keys, config.vocab_size)).argmax(-1)
+                cached = sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
+                return live.peak + Counter(kv_cache=cached) - Counter(activations=cached)
 
-            sample(ones(rows, Q).long(), ones(rows, Q), ones(rows, Q).long(), torch.tensor([Q - 1]))
-            first = live.peak
-            for number, layer in enumerate(cache.layers):  # The steps between the first and the last one fill the cache.
+            first = sample(ones(rows, Q).long(), ones(rows, Q), ones(rows, Q).long(), torch.tensor([Q - 1]))
+            for number, layer in enumerate(
+                cache.layers
+            ):  # The steps between the first and the last one fill the cache.
                 new = (x.new_zeros(*x.shape[:2], n * (R - 2), x.shape[-1]) for x in (layer.keys, layer.values))
                 cache.update(*new, number)
-            live.peak = live.now.copy()
             seen = ones(rows, n, Q + n * (R - 1))
             seen = utils.additive(seen) if n > 1 else seen.squeeze(1)
-            sample(ones(rows, n).long(), seen, ones(rows, n).long(), torch.arange(n))
-            live.peak = max(first, live.peak, key=Counter.total)
-            lap("rollout")
-            peaks["rollout"]["kv_cache"] = sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
-            peaks["rollout"]["activations"] -= peaks["rollout"]["kv_cache"]
+            last = sample(ones(rows, n).long(), seen, ones(rows, n).long(), torch.arange(n))
+            live.peak = max(first, last, key=Counter.total)
+            gather(-(sampler is policy), GATHERED, PREFETCH)
             del cache, layer, new, seen
+            lap("rollout")
+            peaks["rollout"]["sampling_copy"] = (
+                sum(p.nbytes for p in sampler.parameters()) if sampler is not policy else 0
+            )
 
             size = layout.largest(k, min(args.micro_batch_size, mine))[1]
             n = layout.largest(k, size)[0]
             batch = [ones(size, Q).long(), ones(size, Q), ones(size, R).long(), ones(size, R)]
             inputs = page.join(*batch) if args.algorithm == "ppo" else page.pack(*batch, n)
             labels = batch[2].reshape(size // n, -1)
-            for module in (parts.get("reference", policy), policy, policy):  # The second time finds what the first left.
-                module(*inputs, labels)
+            parts.get("reference", policy)(*inputs, labels)
+            if args.algorithm == "ppo" or args.num_ppo_epochs * args.num_mini_batches > 1:
+                gather(1, GATHERED, PREFETCH)
+                for _ in range(2):  # The second micro-batch finds what the first one left.
+                    policy(*inputs, labels)
+                gather(-1, GATHERED, PREFETCH)
             if args.reward_model:
                 parts["reward_model"](*inputs[:3], inputs[3].new_zeros(size // n, n))
             lap("scores")
 
         policy.train()
-        micro_batches = math.ceil(mine / args.num_mini_batches / size)
-        for i in range(min(2, micro_batches)):  # The second one finds the gradients of the first.
+        micro_batches = min(2, math.ceil(mine / args.num_mini_batches / size))
+        gather(1, GATHERED)
+        for i in range(micro_batches):  # The second one finds the gradients of the first.
             if isinstance(policy, FSDPModule):
-                policy.set_requires_gradient_sync(i + 1 == min(2, micro_batches))  # as engines.accumulate does
+                policy.set_requires_gradient_sync(i + 1 == micro_batches)  # as engines.accumulate does
             with autocast():
                 outputs = policy(*inputs, labels)
             sum(x.sum() for x in outputs if x.requires_grad).backward()
             del outputs
+            if args.engine == "zero2":
+                live.hold("engine", -live.bucket)
+                live.bucket = 0
+                live.hold("gradients", 4 * part_of_all(shapes["policy"][0], args.processes) * (i == 0))
+        gather(-1, GATHERED)
         del inputs, labels, batch
+        gc.collect()
         lap("backward")
+        if args.engine in ("zero2", "zero3"):  # DeepSpeed copies its gradients once more for Adam.
+            live.hold("gradients", 4 * SHARE[args.engine](shapes["policy"][0], args.processes))
         lap("step")
     return shapes, peaks
 
 
-def main(args: Args):
-    import time
-    t=time.time()
+def plan(args):
+    """{phase: Counter {row: bytes}} of a device."""
     shapes, peaks = update(args, config_of(args.model))
-    for phase, peak in peaks.items(): print(phase, sum(peak.values()), dict(peak))
-    print(time.time()-t)
+    stays, found = held(args, shapes), {}
+    for phase, peak in peaks.items():
+        found[phase] = Counter({row: stays[row] + peak[row] for row in ROWS})
+        if args.offload_frozen and phase != "scores":
+            found[phase]["reference"] = found[phase]["reward_model"] = 0
+    return found
+
+
+def table(found):
+    """The lines of a table of {phase: Counter {row: bytes}}, in GiB, and of what fits where."""
+    lines = ["| GiB a device | " + " | ".join(found) + " |", "|---" + "|---:" * len(found) + "|"]
+    cells = {row.replace("_", " "): [peak[row] for peak in found.values()] for row in ROWS}
+    cells["**all**"] = [peak.total() for peak in found.values()]
+    for row, numbers in cells.items():
+        if any(numbers):
+            lines.append(f"| {row} | " + " | ".join(f"{x / GIB:.2f}" for x in numbers) + " |")
+    return lines
+
+
+def verdict(found):
+    """One line: the peak, and the cards that it fits."""
+    peak = max(found.values(), key=Counter.total).total() / GIB
+    fits = [f"{card} GB: {'fits' if peak <= card * (1 - HEADROOM) else 'does not fit'}" for card in CARDS]
+    return f"peak {peak:.1f} GiB a device; with {HEADROOM:.0%} of a card left free, {', '.join(fits)}"
+
+
+def main(args: Args):
+    found = plan(args)
+    print("\n".join(table(found)) + "\n\n" + verdict(found))
 
 
 if __name__ == "__main__":
+    warnings.simplefilter("ignore")  # FSDP2's on views, which runs print as well
     main(tyro.cli(Args))

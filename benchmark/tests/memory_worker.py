@@ -23,7 +23,7 @@ import page_worker
 from rlhf_details.plumbing import engines
 from rlhf_details.plumbing.run import Run
 
-RUNS = []
+RUNS, WAIT = [], torch.distributed.Work.wait
 
 
 def nbytes(tensors):
@@ -39,7 +39,12 @@ def held(module, optimizer):
     weights = [getattr(p, "ds_tensor", p.data) for p in module.parameters()]
     moments = [x for state in inner.state.values() for x in state.values() if torch.is_tensor(x) and x.dim()]
     steps = [p for group in inner.param_groups for p in group["params"]]
-    return {"weights": nbytes(weights), "stepped": nbytes(steps), "both": nbytes(weights + steps), "moments": nbytes(moments)}
+    return {
+        "weights": nbytes(weights),
+        "stepped": nbytes(steps),
+        "both": nbytes(weights + steps),
+        "moments": nbytes(moments),
+    }
 
 
 def allocations(profiler):
@@ -51,6 +56,13 @@ def allocations(profiler):
         if event.name == "[memory]":
             found.append((event.start_time_ns, event.extra_fields.total_allocated))
     return sorted(found)
+
+
+def wait_for_gloo(work, *args):
+    """Work.wait, and then time for gloo's thread to let go of the tensors. The profiler does not see what it frees."""
+    done = WAIT(work, *args)
+    time.sleep(0.002)
+    return done
 
 
 def main():
@@ -74,12 +86,17 @@ def main():
                     try:
                         if isinstance(x, torch.Tensor):
                             y = x.to_local() if isinstance(x, DTensor) else x
-                            seen.setdefault(y.untyped_storage().data_ptr(), []).append((y.untyped_storage().nbytes(), type(x).__name__, tuple(x.shape)))
-                    except Exception: pass
+                            seen.setdefault(y.untyped_storage().data_ptr(), []).append(
+                                (y.untyped_storage().nbytes(), type(x).__name__, tuple(x.shape))
+                            )
+                    except Exception:
+                        pass
                 total = {}
                 for v in seen.values():
-                    key = v[0][0]; total.setdefault(key, []).append(v)
-                for k in sorted(total, reverse=True)[:14]: print("LIVE", k, len(total[k]), [x[:2] for x in total[k][:2]])
+                    key = v[0][0]
+                    total.setdefault(key, []).append(v)
+                for k in sorted(total, reverse=True)[:14]:
+                    print("LIVE", k, len(total[k]), [x[:2] for x in total[k][:2]])
                 print("SUM", sum(v[0][0] for v in seen.values()))
         mark(name)
 
@@ -105,6 +122,7 @@ def main():
         return seen
 
     with (
+        patch.object(torch.distributed.Work, "wait", wait_for_gloo),
         patch.object(engines, "prepare", remembering_prepare),
         patch.object(engines, "step", marking_step),
         patch.object(Run, "lap", marking_lap),
