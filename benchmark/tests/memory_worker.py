@@ -87,8 +87,8 @@ def measure(run, spec, engine):
 
     def remembering_prepare(args, accelerator, *rest):
         parts[:] = prepare(args, accelerator, *rest)
-        trunk = accelerator.unwrap_model(parts[0]).model.base_model
-        trunk.register_forward_hook(lambda *_: mark("trunk") if torch.is_grad_enabled() else None)
+        head = accelerator.unwrap_model(parts[0]).model.get_output_embeddings()
+        head.register_forward_pre_hook(lambda *_: mark("head") if torch.is_grad_enabled() else None)
         return tuple(parts)
 
     def marking_accumulate(*args, **kwargs):
@@ -131,12 +131,12 @@ def measure(run, spec, engine):
 
     laps = [i for i, (_, name) in enumerate(marks) if name == "optimise"]
     of_update = marks[laps[0] : laps[1] + 1]
-    ends = [(time, name) for time, name in of_update if name not in ("micro-batch", "trunk")]
+    ends = [(time, name) for time, name in of_update if name not in ("micro-batch", "head")]
     before = alive_at(ends[0][0])
     peaks = {name: max(between(start, end)) - before for (start, _), (end, name) in itertools.pairwise(ends)}
     last = {name: time for time, name in of_update}  # the last micro-batch
-    activations = alive_at(last["trunk"]) - alive_at(last["micro-batch"])
-    logits = max(between(last["trunk"], last["backward"])) - alive_at(last["trunk"])
+    activations = alive_at(last["head"]) - alive_at(last["micro-batch"])
+    logits = max(between(last["head"], last["backward"])) - alive_at(last["head"])
     found = {"all": before - points[0][1], "kv_cache": max(cached), "activations": activations, "logits": logits}
     return seen, {**held(*parts), **found, "peaks": peaks}
 

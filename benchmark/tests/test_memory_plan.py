@@ -74,7 +74,7 @@ def cases(engine):
     found = {
         "rloo": ("rloo", {}, "bf16"),
         "checkpointing": ("rloo", {"gradient_checkpointing": True}, "fp32"),
-        "ppo": ("ppo", {"rollout_micro_batch_size": 4}, "bf16"),
+        "ppo": ("ppo", {}, "bf16"),
         "lora": ("rloo", {"lora_rank": 8, "micro_batch_size": 16}, "bf16"),
         "no_copy": ("rloo", {"sampling_copy": False}, "bf16"),
     }
