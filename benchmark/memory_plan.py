@@ -3,6 +3,7 @@ How many bytes a device needs for a run, before anyone rents it: what it holds, 
 
     python benchmark/memory_plan.py --model 8b --processes 8 --engine zero3 --gradient_checkpointing
     python benchmark/memory_plan.py --model 1b --processes 1 --engine one --algorithm ppo --lora_rank 16
+    python benchmark/memory_plan.py --guide      (results/memory_plan.md, the guide's table, some minutes)
 
 What stays (weights, moments, buffers of the engine) follows from the shapes of the weights, by one-line functions. What
 comes and goes (key-value cache, activations, logits, bf16 copies of weights) is measured: the page's own modules go
@@ -40,6 +41,7 @@ from transformers import AutoConfig, DynamicCache, GPTNeoXConfig, LlamaConfig
 from transformers import AutoModelForCausalLM as Causal
 from transformers import AutoModelForSequenceClassification as Classifier
 
+from benchmark import made_with
 from rlhf_details import train_grpo, train_ppo, train_rloo, utils
 from rlhf_details.plumbing import layout, lora, models, shards
 
@@ -95,6 +97,20 @@ class Args:
     """FSDP2 and ZeRO-3: gather a whole copy for sampling"""
     offload_frozen: bool = False
     """reference and reward model are in the CPU's memory except while they score"""
+    guide: bool = False
+    """plan the runs of docs/guides/4_memory_and_gpus.md in place of these flags' one"""
+
+
+# The runs of the guide: RLOO with a reward model of the policy's size. Their other flags are the defaults above.
+LARGE = dict(gradient_checkpointing=True)
+SHORT = dict(response_length=53, k=2, micro_batch_size=16, batch_size=4096, num_mini_batches=2)  # rloo_tldr_1b.toml
+GUIDE = (
+    Args(model="1b", engine="one", processes=1, lora_rank=16, **LARGE),
+    Args(model="1b", engine="zero2", **SHORT),
+    Args(model="8b", engine="one", processes=1, lora_rank=16, **LARGE),
+    Args(model="8b", engine="zero3", **LARGE),
+    Args(model="70b", engine="zero3", processes=64, sampling_copy=False, **LARGE | dict(micro_batch_size=2)),
+)
 
 
 # ---- what stays: numbers and bytes of tensors, from their shapes; W processes ----------------------------------------
@@ -460,7 +476,23 @@ def fits(found):
     return peak, [card for card in CARDS if peak <= card * (1 - HEADROOM)]
 
 
+def guide():
+    """The lines of the guide's table."""
+    lines = ["| model | engine | devices | rollout | scores | backward | step | fits |", "|---|---|" + "---:|" * 6]
+    for args in GUIDE:
+        found = plan(args)
+        cells = [args.model, args.engine, args.processes, *(f"{peak.total() / GIB:.1f}" for peak in found.values())]
+        cells.append(f"{min(fits(found)[1])} GB")
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return lines
+
+
 def main(args: Args):
+    if args.guide:
+        head = "# What the guide's runs need\n\nWritten by `python benchmark/memory_plan.py --guide`: GiB a device."
+        path = ROOT / "benchmark" / "results" / "memory_plan.md"
+        path.write_text("\n".join([f"{head} {made_with()}\n", *guide()]) + "\n")
+        return print(path.read_text())
     found = plan(args)
     peak, cards = fits(found)
     names = ", ".join(f"{card} GB" for card in cards) or f"none of {', '.join(map(str, CARDS))} GB"
