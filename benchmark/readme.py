@@ -39,6 +39,7 @@ TABLES = {
     "toy": lambda: tables("toy", ".")[0],
     "movies": lambda: tables("movies")[0],
     "lora": lambda: tables("lora_memory", ".")[0],
+    "memory_plan": lambda: tables("memory_plan", ".")[0],
     "engines": lambda: tables("engines", ".")[0],
     "style": lambda: tables("reward_functions", ".")[0],
     "sums": lambda: tables("reward_functions", ".")[1],

@@ -23,6 +23,7 @@ from rlhf_details.plumbing import cli
 pytest.importorskip("matplotlib")
 import against_trl
 import frozen
+import memory_plan
 import mutations
 import plot
 import readme
@@ -77,12 +78,12 @@ def test_the_guides_example_makes_files_of_scored_texts(in_tmp):
 
 
 def test_every_command_of_the_readme_that_runs_or_draws_a_study_parses():
-    studies = "benchmark", "ablations", "overoptimisation", "against_trl", "grpo", "plot"
+    studies = "benchmark", "ablations", "overoptimisation", "against_trl", "grpo", "memory_plan", "plot"
     found = set()
     text = re.sub(r" *\\\n *", " ", README)  # a command in one line
     for name, rest in re.findall(rf"python benchmark/({'|'.join(studies)})\.py([^`|\n]*)", text):
         module, words = importlib.import_module(name), shlex.split(rest.partition("     ")[0])
-        if name == "benchmark":
+        if name in ("benchmark", "memory_plan"):
             module.tyro.cli(module.Args, args=words)
         elif name == "plot":
             kind = words[0] if words[0] in module.COMMANDS else None
@@ -90,13 +91,14 @@ def test_every_command_of_the_readme_that_runs_or_draws_a_study_parses():
         else:
             benchmark.parse(module.COMMANDS, words)
         found.add(name)
-    assert {"ablations", "overoptimisation", "against_trl", "plot"} <= found
+    assert {"ablations", "overoptimisation", "against_trl", "memory_plan", "plot"} <= found
 
 
 def test_every_flag_that_the_readme_names_exists():
     arguments = [module.Args for module in SCRIPTS.values()] + [
         benchmark.Args,
         frozen.Args,
+        memory_plan.Args,
         plot.CurvesArgs,
         plot.CompareArgs,
     ]
@@ -105,7 +107,7 @@ def test_every_flag_that_the_readme_names_exists():
     names |= {f"no_{name}" for name in names} | {"algorithm", "reward", "policy"}  # the last of train_both.py
     # Flags of accelerate, torchrun, --help, `git diff --no-index`, openrlbenchmark, pytest, docs/build.py and SLURM.
     names |= {"num_processes", "mixed_precision", "config_file", "nproc_per_node", "help"}
-    names |= {"no", "filters", "env", "output", "serve", "machine_rank", "nodes"}
+    names |= {"no", "filters", "env", "output", "serve", "machine_rank", "nodes", "num_machines", "main_process_ip"}
     gone = set(re.findall(r"--([a-z_]+)", README)) - names
     assert not gone
 
