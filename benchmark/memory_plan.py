@@ -1,7 +1,7 @@
 """
 How many bytes a device needs for a run, before anyone rents it: what it holds, and the peak of each phase.
 
-    python benchmark/memory_plan.py --model 8b --processes 8 --engine zero3 --gradient_checkpointing
+    python benchmark/memory_plan.py --model 8b --processes 8 --engine fsdp2 --gradient_checkpointing
     python benchmark/memory_plan.py --model 1b --processes 1 --engine one --algorithm ppo --lora_rank 16
     python benchmark/memory_plan.py --guide      (results/memory_plan.md, the guide's table, some minutes)
 
@@ -108,8 +108,8 @@ GUIDE = (
     Args(model="1b", engine="one", processes=1, lora_rank=16, **LARGE),
     Args(model="1b", engine="zero2", **SHORT),
     Args(model="8b", engine="one", processes=1, lora_rank=16, **LARGE),
-    Args(model="8b", engine="zero3", **LARGE),
-    Args(model="70b", engine="zero3", processes=64, sampling_copy=False, **LARGE | dict(micro_batch_size=2)),
+    Args(model="8b", engine="fsdp2", **LARGE),
+    Args(model="70b", engine="fsdp2", processes=64, sampling_copy=False, **LARGE | dict(micro_batch_size=2)),
 )
 
 
@@ -368,7 +368,9 @@ def phases(args, parts, sampler, live, share):
     page, policy, found = PAGES[args.algorithm], parts["policy"], {}
     mine, Q, R = args.batch_size // args.processes, args.prompt_length, args.response_length
     gathered, leaving = getattr(policy, "gathered", 0), getattr(policy, "leaving", 0)
-    autocast = functools.partial(torch.autocast, "cpu", torch.bfloat16, enabled=args.precision == "bf16")
+    # engines.prepare keeps autocast from holding gathered weights in bf16.
+    options = {"enabled": args.precision == "bf16", "cache_enabled": args.engine not in SHARDED}
+    autocast = functools.partial(torch.autocast, "cpu", torch.bfloat16, **options)
 
     def lap(name):
         found[name], live.peak = live.peak, live.now.copy()
@@ -402,8 +404,6 @@ def phases(args, parts, sampler, live, share):
     live.hold("engine", gathered)
     micro_batches = min(2, math.ceil(mine / args.num_mini_batches / size))
     for i in range(micro_batches):  # The second one finds the gradients of the first.
-        if isinstance(policy, FSDPModule):
-            policy.set_requires_gradient_sync(i + 1 == micro_batches)  # as engines.accumulate does
         with autocast():
             outputs = policy(*inputs, labels)
         sum(x.sum() for x in outputs if x.requires_grad).backward()

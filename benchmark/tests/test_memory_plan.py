@@ -110,11 +110,15 @@ def test_a_run_of_two_processes_needs_what_was_planned(models, engine):
         print(engine, name, stays, run, {phase: dict(peak) for phase, peak in peaks.items()}, sep="\n  ")
         assert run["weights"] == stays["weights"] + stays["value_model"], name
         assert run["moments"] == stays["moments"], name
-        assert stays.total() <= run["all"] <= stays.total() + 2e5, name
-        assert run["kv_cache"] == peaks["rollout"]["kv_cache"], name
+        # ZeRO-3 leaves an embedding gathered after a forward without a backward.
+        left = 4 * 4096 * SHAPE["hidden_size"] if engine == "zero3" and page == "ppo" else 0
+        assert stays.total() <= run["all"] <= stays.total() + left + 2e5, name
+        if page == "rloo":  # PPO's rows hold one response, and the peak is at the prompts, before the cache is full.
+            assert run["kv_cache"] == peaks["rollout"]["kv_cache"], name
         for phase, peak in peaks.items():
             assert peak.total() == pytest.approx(run["peaks"][phase], rel=0.15), (name, phase)
-        if engine == "ddp" and page == "rloo":
+        # With checkpointing, what the head reads is a fifth of the activations, and is freed before the peak.
+        if engine == "ddp" and name in ("rloo", "lora"):
             activations = peaks["backward"]["activations"] + peaks["backward"]["bf16_weights"]
             assert activations == pytest.approx(run["activations"], rel=0.15), name
             assert peaks["backward"]["logits"] == pytest.approx(run["logits"], rel=0.15), name

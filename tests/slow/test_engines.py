@@ -49,7 +49,7 @@ def save_models(folder):
 
 
 def cases(models):
-    """The runs that each engine makes: {name: (Args, precision, layout)}."""
+    """The runs that each engine makes: {name: (Args, precision)}."""
     neox, rows = models / "gpt_neox", write_rows(models / "rows.jsonl", 41)
     short = dict(total_episodes=80, num_mini_batches=2, num_ppo_epochs=2, micro_batch_size=3, learning_rate=1e-3)
     stage = dict(dataset=rows, eval_dataset=rows, micro_batch_size=3, learning_rate=1e-3, overwrite=True)
@@ -57,27 +57,27 @@ def cases(models):
     reward |= dict(normalization="gain_bias", max_grad_norm=0.5)
     shared = dict(value_model="shared", ratio_threshold=1.0005, gradient_checkpointing=True)
     found = {
-        "rloo": (rloo_args(neox, max_grad_norm=0.5, **short), "packed"),
-        "rloo_plain": (rloo_args(neox, share_prompts=False, **short), "plain"),
-        "ppo": (ppo_args(neox, tf_adam=True, eval_dataset=rows, **short), "plain"),
-        "ppo_shared": (ppo_args(neox, **shared, **short), "plain"),
-        "ppo_gpt2": (ppo_args(models / "gpt2", **short), "plain"),
-        "reward": (train_reward.Args(**reward), "plain"),
-        "sft": (train_sft.Args(**stage, base_model=str(neox / "policy"), batch_size=6), "plain"),
-        "ppo_async": (page_args("train_ppo_async", neox, **short), "plain"),
-        "grpo": (page_args("train_grpo", neox, **short), "packed"),
-        "rloo_layers": (rloo_args(neox, sampling_copy=False, offload_frozen=True, **short), "packed"),
-        "rloo_lora": (rloo_args(neox, lora_rank=4, **short), "packed"),
-        "ppo_lora": (ppo_args(neox, lora_rank=4, **short), "plain"),
-        "reward_lora": (train_reward.Args(lora_rank=4, **reward), "plain"),
+        "rloo": rloo_args(neox, max_grad_norm=0.5, **short),
+        "rloo_plain": rloo_args(neox, share_prompts=False, **short),
+        "ppo": ppo_args(neox, tf_adam=True, eval_dataset=rows, **short),
+        "ppo_shared": ppo_args(neox, **shared, **short),
+        "ppo_gpt2": ppo_args(models / "gpt2", **short),
+        "reward": train_reward.Args(**reward),
+        "sft": train_sft.Args(**stage, base_model=str(neox / "policy"), batch_size=6),
+        "ppo_async": page_args("train_ppo_async", neox, **short),
+        "grpo": page_args("train_grpo", neox, **short),
+        "rloo_layers": rloo_args(neox, sampling_copy=False, offload_frozen=True, **short),
+        "rloo_lora": rloo_args(neox, lora_rank=4, **short),
+        "ppo_lora": ppo_args(neox, lora_rank=4, **short),
+        "reward_lora": train_reward.Args(lora_rank=4, **reward),
     }
-    found |= {f"rloo_{name}": (rloo_args(models / name, **short), "packed") for name in ("gpt2", "llama", "qwen2")}
-    found = {name: (args, "fp32", layout) for name, (args, layout) in found.items()}
-    return found | {f"{name}_bf16": (found[name][0], "bf16", found[name][2]) for name in ("rloo", "ppo", "reward")}
+    found |= {f"rloo_{name}": rloo_args(models / name, **short) for name in ("gpt2", "llama", "qwen2")}
+    found = {name: (args, "fp32") for name, args in found.items()}
+    return found | {f"{name}_bf16": (found[name][0], "bf16") for name in ("rloo", "ppo", "reward")}
 
 
 def spec(case, name, **options):
-    args, precision, _ = case
+    args, precision = case
     return spec_of(args, name, precision={"fp32": "no", "bf16": "bf16"}[precision], **options)
 
 
@@ -96,11 +96,11 @@ def assert_same_weights(a, b):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4, msg=lambda message, name=name: f"{name}: {message}")
 
 
-def validated(engine, args, precision, layout, architecture):
+def validated(engine, args, precision, architecture):
     """Notes for the README's table that a case has passed."""
     if "VALIDATED_OUT" in os.environ:
         with open(os.environ["VALIDATED_OUT"], "a") as file:
-            file.write(json.dumps([architecture, precision, layout, NAMES[engine], args.exp_name]) + "\n")
+            file.write(json.dumps([architecture, precision, NAMES[engine], args.exp_name]) + "\n")
 
 
 def assert_healthy(rows, precision):
