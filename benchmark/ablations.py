@@ -2,25 +2,42 @@
 What each detail is worth: the embedded task with one detail off or swapped, over seeds, beside the same run with it.
 
     python benchmark/ablations.py run --tag TAG --seeds 1 2 3 4 5 6 7 8 9 10 --workers 2
+    python benchmark/ablations.py run --tag TAG --seeds 1 2 3 4 5 --workers 2 --times 4
     python benchmark/ablations.py draw --tag TAG
 
-`run` takes hours and goes on where it stopped. `draw` writes static/ablations.svg, results/TAG/ablations.md and
-results/worth.toml. A detail that has a flag is switched by it. Any other is changed in a copy of the package, in the
-one statement that has its tag (mutations.py does it), so that the scripts have no switches for the sake of a study.
-Unless it is this that is changed, a variant starts from the same SFT and reward model as the base that it is compared
-with, and meets the same prompts and the same noise. The effect is the mean over seeds of the paired difference, with
-Student's 95 % interval.
+`run` takes hours and goes on where it stopped. With --times 4 it makes runs four times as long, of the variants in
+LONG. `draw` writes static/ablations.svg, results/TAG/ablations.md and results/worth.toml. A detail that has a flag is
+switched by it. Any other is changed in a copy of the package, in the one statement that has its tag (mutations.py does
+it), so that the scripts have no switches for the sake of a study. Unless it is this that is changed, a variant starts
+from the same SFT and reward model as the base that it is compared with, and meets the same prompts and the same noise.
+The effect is the mean over seeds of the paired difference, with Student's 95 % interval.
 """
 
 import hashlib
 import json
+import re
 import shutil
 import sys
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from intervals import ROOT, holm, last, mean_interval, read_seeds
-from mutations import LAYOUT, PPO, RLOO, RM, UTILS, mutate
+from mutations import (
+    ASYNC,
+    DATA,
+    ENCODING,
+    LAYOUT,
+    NORMAL,
+    PPO,
+    READ,
+    RLOO,
+    RM,
+    SFT,
+    UNBIASED,
+    UTILS,
+    mutate,
+)
 
 from benchmark import MODELS, STAGES, Run, code_hash, git_tag, run_command, run_study, stage_runs
 
@@ -28,20 +45,36 @@ RUN = "--num_sample_generations 0 --checkpoint_every 0 --output_dir policy --bat
 SHORT_RLOO = f"train_rloo.py {RUN} --total_episodes 3200"
 SHORT_PPO = f"train_ppo.py {RUN} --total_episodes 1536"
 GPT2 = f"--sft_model_path {MODELS}/gpt2_sft --reward_model_path {MODELS}/gpt2_reward"
+UNIT = f"--sft_model_path {MODELS}/sft --reward_model_path {MODELS}/reward_unit"
+FIXED = "--stop_token none --truncate_token eos --truncate_after 8 --missing_eos_mode replace"  # of the recipe's toml
 BASES = {  # name: (what, script and arguments)
     "rloo": ("RLOO, 25 updates of 32 prompts x 4", f"{SHORT_RLOO} {STAGES}"),
     "rloo2": ("rloo with 2 passes over each batch", f"{SHORT_RLOO} {STAGES} --num_ppo_epochs 2"),
     "rloo_short": ("rloo with responses of at most 20 tokens", f"{SHORT_RLOO} {STAGES} --response_length 20"),
     "rloo_token": ("rloo with a KL for each token", f"{SHORT_RLOO} {STAGES} --token_level_kl"),
     "rloo_gpt2": ("rloo on a GPT-2, whose positions are learnt", f"{SHORT_RLOO} {GPT2}"),
+    "rloo_cold": ("rloo at temperature 0.7", f"{SHORT_RLOO} {STAGES} --temperature 0.7"),
+    "rloo_few": ("rloo on 128 prompts, so that 25 updates are 6 passes over them", f"{SHORT_RLOO} {STAGES} --take 128"),
+    "rloo_mini": ("rloo with 4 minibatches", f"{SHORT_RLOO} {STAGES} --num_mini_batches 4"),
+    "rloo_unit": ("rloo, scores of mean 0 and deviation 1 (`--normalization gain_bias`)", f"{SHORT_RLOO} {UNIT}"),
+    "rloo_bf16": ("rloo under bf16 autocast", f"{SHORT_RLOO} {STAGES}"),
     "ppo": ("PPO (N+), 12 updates of 128 episodes x 4 passes", f"{SHORT_PPO} {STAGES}"),
     "ppo_shared": ("ppo with a value head on the policy's trunk", f"{SHORT_PPO} {STAGES} --value_model shared"),
     "ppo_white": ("ppo with whitened rewards", f"{SHORT_PPO} {STAGES} --whiten_rewards"),
+    "ppo_mini": ("ppo with 4 minibatches", f"{SHORT_PPO} {STAGES} --num_mini_batches 4"),
+    "ppo_adaptive": (
+        "ppo with an adaptive KL, target 6, horizon 500 episodes",
+        f"{SHORT_PPO} {STAGES} --adaptive_kl --kl_horizon 500",
+    ),
+    "ppo_async": ("ppo sampled one update ahead (train_ppo_async.py)", f"train_ppo_async.py{SHORT_PPO[12:]} {STAGES}"),
+    "ppo_fixed": ("ppo on 36 tokens each, read up to the first EOS from place 8 on", f"{SHORT_PPO} {STAGES} {FIXED}"),
     "ppo_short": (
         "ppo with responses of at most 20 tokens, where a missing EOS replaces the score",
         f"{SHORT_PPO} {STAGES} --response_length 20 --missing_eos_mode replace",
     ),
 }
+
+LAUNCH = {"rloo_bf16": "ACCELERATE_MIXED_PRECISION=bf16 python"}  # where it is not "python"
 
 
 @dataclass
@@ -52,10 +85,10 @@ class Variant:
     what: str  # what is changed
     flags: str = ""
     mutations: tuple = ()  # (file, tag, old, new), in the statement with the tag; tag "": anywhere, once
+    sft: tuple = ()  # mutations of SFT, or flags of it: an SFT model of its own
     reward: tuple = ()  # mutations of the reward model's training, or flags of it: a reward model of its own
     runs: str = ""  # the base whose runs are this variant's
     measure: bool = False  # whether the change would measure the policy too: then the scripts as they are evaluate it
-    script: str = ""  # another script than the base's
     note: str = ""  # what else there is to say of it, in the table
 
 
@@ -72,9 +105,14 @@ POSITIONS = (
 )
 UNTRIED = (LAYOUT, "RLOO-12", "if gap < 0.001", "if True")  # packed rows that are wrong are used all the same
 SHIFT = (RLOO, "REW-1", "getattr(model.config, 'reward_bias', 0.0)", "getattr(model.config, 'reward_bias', 0.0) + 10")
+UNIT_FLAG = "--normalization gain_bias"
+RATE = "passes = args.num_ppo_epochs; optimizer.param_groups[0]['lr'] = "  # of the next step within an update
+RATE += "utils.learning_rate_at((update - 1) * passes + epoch + 2, num_updates * passes, args)"
+HOT = "(self.logits(hidden) * self.temperature).log_softmax(-1)"
 VARIANTS = [
     # ---- the size of what can go wrong
-    Variant("no_kl", "rloo", "", "no KL in the reward", "--kl_coef 0"),
+    Variant("no_kl", "rloo", "MODEL-4", "no KL in the reward", "--kl_coef 0",
+        note="to which a reference comes that is the policy itself, since its KL is 0"),
     Variant("greedy", "rloo", "GEN-1", "no noise: k equal responses", measure=True,
         note="advantages are then rounding noise, which AdamW scales to whole steps", mutations=(
         (UTILS, "GEN-1", "logits + gumbel_noise(fold(keys, t), logits.size(-1))", "logits"),)),
@@ -98,6 +136,28 @@ VARIANTS = [
     Variant("dropout", "rloo2", "MODEL-1 MODEL-2", "dropout 0.1 in the policy", note="both details at once", mutations=(
         (UTILS, "MODEL-1", "module.p = 0.0", "module.p = 0.1"),
         (UTILS, "MODEL-2", "setattr(module, name, 0.0)", "setattr(module, name, 0.1)"))),
+    Variant("shifted_index", "rloo", "GEN-7", "log-probs read one column late, in the token's own", measure=True,
+        mutations=(
+        (RLOO, "GEN-7", "column[Q:] - 1", "column[Q:]"),)),
+    Variant("unmasked", "rloo", "REW-6", "log-probs of what stands behind the end count", measure=True, mutations=(
+        (RLOO, "REW-6", " * response_mask", ""),)),
+    Variant("bf16_weights", "rloo", "MODEL-3", "weights rounded to bf16 after each step", mutations=(
+        (RLOO, "", 'means.add("policy/grad_norm", norm)',
+         'means.add("policy/grad_norm", norm); [p.data.copy_(p.data.bfloat16()) for p in policy.parameters()]'),)),
+    Variant("sampled_hot", "rloo_cold", "GEN-2", "sampled at temperature 1, all log-probs but the sampler's at 0.7",
+        measure=True, mutations=(
+        (RLOO, "", "return self.logits(hidden)", "return self.logits(hidden) * self.temperature"),)),
+    Variant("trained_hot", "rloo_cold", "GEN-3", "sampled at temperature 0.7, all log-probs but the sampler's at 1",
+        measure=True, mutations=(
+        (RLOO, "", "self.logits(hidden).log_softmax(-1)", HOT),)),
+    # ---- data and SFT
+    Variant("sft_no_eos", "rloo", "DATA-2", "SFT on texts without EOS", sft=(
+        (ENCODING, "DATA-2", "[*answer, tokenizer.eos_token_id]", "answer"),)),
+    Variant("sft_completions", "rloo", "SFT-1", "SFT on completions alone", sft=("--completion_only",)),
+    Variant("sft_micro_means", "rloo", "SFT-3", "SFT's loss: mean of the means of micro-batches of 4", sft=(
+        "--micro_batch_size 4", (SFT, "SFT-3", "losses.sum() / num_targets", "losses.mean() / len(micro_batches)"))),
+    Variant("same_order", "rloo_few", "DATA-7", "the prompts in the same order in every pass", mutations=(
+        (DATA, "DATA-7", "seed, epoch", "seed"),)),
     # ---- packed rows
     Variant("plain_rows", "rloo", "", "one response a row, nothing is shared", "--no_share_prompts"),
     Variant("siblings_seen", "rloo", "RLOO-9", "packed responses see the siblings before them", mutations=(
@@ -107,6 +167,18 @@ VARIANTS = [
         (RLOO, "RLOO-10", "query_mask.sum(1, keepdim=True) + step",
          "query_mask.sum(1, keepdim=True) + torch.arange(n * R, device=device)"),
         UNTRIED)),
+    Variant("blind_padding", "rloo", "RLOO-11", "padding in packed rows sees nothing", mutations=(
+        (RLOO, "RLOO-11", " | torch.eye(len(column), dtype=torch.bool, device=device)", ""),)),
+    Variant("siblings_apart", "rloo", "RLOO-1", "a prompt's responses not adjacent (plain rows): baselines of others",
+        "--no_share_prompts", mutations=(
+        (RLOO, "RLOO-1", "for prompt in prompts.of_update(update, B // k, args.seed) for _ in range(k)",
+         "for _ in range(k) for prompt in prompts.of_update(update, B // k, args.seed)"),)),
+    Variant("single_responses", "rloo_mini", "RLOO-8", "single responses shuffled and split (plain rows)",
+        "--no_share_prompts", mutations=(
+        (RLOO, "", "utils.permutation(num_prompts, *coordinates)", "utils.permutation(num_prompts * k, *coordinates)"),
+        (RLOO, "RLOO-8", "(prompts.unsqueeze(1) * k + torch.arange(k, device=device)).reshape(-1)", "prompts"))),
+    Variant("logits_in_pieces", "rloo", "GEN-8", "logits in pieces of 2^14 numbers", mutations=(
+        (RLOO, "", "logits_at_once = 2**24", "logits_at_once = 2**14"),)),
     # ---- EOS
     Variant("no_eos_penalty_short", "rloo_short", "REW-3", "nothing is paid for a missing EOS",
         "--missing_eos_penalty None"),
@@ -149,7 +221,32 @@ VARIANTS = [
     Variant("adam_eps", "rloo", "OPT-4", "AdamW's epsilon 1e-5 in place of 1e-8", "--adam_eps 1e-5",
         note="the weight decay is not priced"),
     Variant("no_grad_clip", "rloo", "OPT-8", "the gradient's norm is not clipped", "--max_grad_norm None"),
+    Variant("eighth", "rloo", "OPT-6", "an eighth of the gradient, as averaged over 8 processes", mutations=(
+        (RLOO, "OPT-6", "loss * world", "loss * world / 8"),)),
+    Variant("bf16_ratio", "rloo_bf16", "RLOO-7", "one step, but the ratio is against the sampler's log-probs",
+        mutations=(
+        (RLOO, "RLOO-7", "logprobs.detach() if one_step else old_logprobs[m]", "old_logprobs[m]"),)),
+    Variant("bf16_head", "rloo_bf16", "RM-6", "the reward model's head in bf16", mutations=(
+        (RLOO, "RM-6", "enabled=False", "enabled=True"),)),
     # ---- the reward model
+    Variant("rm_other_head", "rloo", "RM-2", "another draw of the head than the seed's", reward=(
+        (RM, "RM-2", "engines.start(args)", "engines.start(args); torch.manual_seed(args.seed + 1000)"),)),
+    Variant("rm_fixed_gain", "rloo", "RM-5", "the gain is not trained", reward=(
+        (RM, "RM-5", "torch.ones(1)", "torch.ones(1), requires_grad=False"),)),
+    Variant("rm_pairs", "rloo", "RM-7", "pairwise losses, the best against each other one (InstructGPT)", reward=(
+        (RM, "RM-7", "nn.functional.cross_entropy(scores, best, reduction='none')",
+         "nn.functional.softplus(scores - scores.gather(1, best.unsqueeze(1))).sum(1) / 3"),)),
+    Variant("rm_in_order", "rloo", "RM-14", "comparisons in the order of the data", reward=(
+        (RM, "", "utils.permutation(len(train), args.seed, epoch)", "range(len(train))"),)),
+    Variant("rm_not_before", "rloo_unit", "RM-9", "the gain starts at 1", reward=(
+        UNIT_FLAG, (RM, "RM-9", f"{NORMAL}[0]", "1.0"))),
+    Variant("rm_not_after", "rloo_unit", "RM-10", "not normalised again after training", reward=(
+        UNIT_FLAG, (RM, "RM-10", NORMAL, "(1.0, 0.0)"))),
+    Variant("rm_whole_samples", "rloo_unit", "RM-11", "the samples to normalise run on after EOS", reward=(
+        UNIT_FLAG, (RM, "RM-11", "None if comparisons.are_token_ids(train) else tokenizer.eos_token_id", "None"))),
+    Variant("rm_gain_not_saved", "rloo_unit", "RM-13", "the trained gain is missing in the saved head", reward=(
+        UNIT_FLAG, (RM, "RM-13", " * weights['gain']", ""))),
+    Variant("rm_unit", "rloo", "", "scores of mean 0 and deviation 1", runs="rloo_unit"),
     Variant("head_std_1", "rloo", "RM-1", "the reward head starts with standard deviation 1", reward=(
         (RM, "RM-1", "1 / math.sqrt(model.score.in_features + 1)", "1.0"),)),
     Variant("rm_last_but_one", "rloo", "RM-4", "trained on the state before the last token, scored at the last",
@@ -161,8 +258,9 @@ VARIANTS = [
     # ---- PPO
     Variant("ppo_no_kl", "ppo", "", "no KL in the reward", "--kl_coef 0"),
     Variant("ppo_k3", "ppo", "PPO-7", "a token pays k3, exp(-d) - 1 + d", "--kl_penalty k3"),
-    Variant("ppo_adaptive", "ppo", "PPO-15", "adaptive KL, target 6, horizon 500 episodes",
-        "--adaptive_kl --kl_horizon 500"),
+    Variant("ppo_adaptive_kl", "ppo", "PPO-15", "adaptive KL, target 6, horizon 500 episodes", runs="ppo_adaptive"),
+    Variant("ppo_few_kl", "ppo_adaptive", "PPO-16", "adapted by the KL of 16 of the 128 responses", mutations=(
+        (PPO, "PPO-16", "kl.sum(1).mean().item()", "kl[:16].sum(1).mean().item()"),)),
     Variant("ppo_score_in_last_place", "ppo", "PPO-6", "the score in the last column, behind the padding", mutations=(
         (PPO, "PPO-6", "value_mask(response_mask).sum(1, keepdim=True) - 1",
          "response_mask.new_ones(response_mask.shape).sum(1, keepdim=True) - 1"),)),
@@ -196,7 +294,26 @@ VARIANTS = [
     Variant("ppo_sampler_logprobs", "ppo", "GEN-9", "old log-probs: the sampler's, rounded to bf16",
         note="in the KL as well", mutations=(
         (PPO, "GEN-9", PPO_FORWARD, PPO_ROUNDED),)),
-    Variant("ppo_async", "ppo", "GEN-10 GEN-11", "sampled one update ahead", script="train_ppo_async.py"),
+    Variant("ppo_one_ahead", "ppo", "GEN-10", "sampled one update ahead", runs="ppo_async"),
+    Variant("ppo_async_ratio", "ppo_async", "GEN-11", "the ratio is against the weights before the first step",
+        mutations=(
+        (ASYNC, "", "_, _, values = in_slices(response_logprobs, policy, batch, size)",
+         "old_logprobs, _, values = in_slices(response_logprobs, policy, batch, size)"),)),
+    Variant("ppo_truncated_anywhere", "ppo_fixed", "GEN-12", "the first EOS ends what is read, wherever it stands",
+        "--truncate_after 0"),
+    Variant("ppo_all_scored", "ppo_fixed", "GEN-14", "the reward model reads what follows EOS", mutations=(
+        (PPO, "GEN-14", READ, f"(response_mask, {READ}[1])"),)),
+    Variant("ppo_ratio_threshold", "ppo", "PPO-17", "no step above a mean ratio of 10 (TRL)", "--ratio_threshold 10"),
+    Variant("ppo_unbiased", "ppo", "PPO-11", "advantages whitened by the unbiased variance", mutations=(
+        (UTILS, "PPO-11", "masked_mean((x - mean) ** 2, mask)", UNBIASED),)),
+    Variant("ppo_white_shares", "ppo", "REW-7", "advantages whitened in eighths, as 8 processes would alone",
+        mutations=(
+        (PPO, "PPO-10", "utils.masked_whiten(advantages, response_mask)",
+         "torch.cat([utils.masked_whiten(a, m) for a, m in zip(advantages.chunk(8), response_mask.chunk(8))])"),)),
+    Variant("ppo_lr_by_step", "ppo", "OPT-2", "the learning rate falls from step to step", mutations=(
+        (PPO, "", 'means.add("policy/grad_norm", norm)', f'means.add("policy/grad_norm", norm); {RATE}'),)),
+    Variant("ppo_same_order", "ppo_mini", "OPT-9", "the same minibatches in every pass", mutations=(
+        (PPO, "OPT-9", "update, epoch", "update"),)),
     Variant("ppo_target_kl", "ppo", "PPO-18", "no further pass above 0.003 (--target_kl 0.002)", "--target_kl 0.002"),
     Variant("ppo_scaled_scores", "ppo", "PPO-19", "scores by running mean and deviation",
         "--score_norm --score_scaling"),
@@ -206,8 +323,15 @@ VARIANTS = [
         (PPO, "OPT-5", "losses.sum() / num_actions", "losses.sum() / response_mask[m].sum() / len(micro_batches)"),)),
 ]  # fmt: skip
 # the variants that put in what is off by default
-OPTIONS = "eos_replace_short token_kl whiten_scores whiten_advantages ppo_async ppo_k3 ppo_adaptive".split()
-OPTIONS += "ppo_whiten_rewards ppo_shared_value ppo_target_kl ppo_scaled_scores ppo_tf_adam".split()
+OPTIONS = "eos_replace_short token_kl whiten_scores whiten_advantages ppo_one_ahead ppo_k3 ppo_adaptive_kl".split()
+OPTIONS += "rm_unit ppo_ratio_threshold ppo_whiten_rewards ppo_shared_value ppo_target_kl".split()
+OPTIONS += ["ppo_scaled_scores", "ppo_tf_adam"]
+# the variants of the longer runs: those that matter in the short ones, and those of which one would expect it
+LONG = "greedy no_stop dropout siblings_seen packed_positions no_eos_penalty_short shifted_no_baseline token_kl".split()
+LONG += "two_passes constant_lr rm_shift ppo_k3 ppo_adaptive_kl ppo_shift_mean ppo_shared_value ppo_vf_coef".split()
+LONG += "ppo_no_clip ppo_no_value_clip ppo_one_pass ppo_scaled_scores no_kl ppo_no_kl positions_rope".split()
+LONG += "positions_gpt2 sampler_positions_gpt2 no_baseline group_mean group_std ppo_raw_advantages".split()
+LONG += "ppo_whiten_rewards ppo_value_head ppo_value_init no_clip ppo_tf_adam".split()
 COLUMNS = ["update", "objective/gold", "objective/scores", "objective/kl"]
 COLUMNS += [f"eval/objective/{name}" for name in ("gold", "scores", "kl", "ended", "length")]
 
@@ -224,8 +348,10 @@ class RunArgs:
     """runs at a time"""
     threads: int = 1
     """CPU threads a run"""
+    times: Literal[1, 4] = 1
+    """how much longer than in the table the runs are"""
     only: tuple[str, ...] = ()
-    """names of bases and variants; none: all"""
+    """names of bases and variants; none: all, or with --times 4 those in LONG"""
     preload: bool = True
     """start runs as forks of one process that has the libraries loaded"""
     columns: tuple[str, ...] = tuple(COLUMNS)
@@ -284,42 +410,56 @@ def stages(seeds, tag, variants=()):
         command = f"python rlhf_details/train_sft.py --output_dir {MODELS}/gpt2_sft --base_model {MODELS}/gpt2"
         first["gpt2_sft"] = (command, None)
         second["gpt2_reward"] = (f"{reward} --sft_model_path {MODELS}/gpt2_sft --output_dir {MODELS}/gpt2_reward", None)
+    if any(variant.base == "rloo_unit" for variant in variants):
+        command = f"{reward} --sft_model_path {MODELS}/sft --output_dir {MODELS}/reward_unit {UNIT_FLAG}"
+        second["reward_unit"] = (command, None)
     for variant in variants:
-        if variant.reward:
-            flags = " ".join(x for x in variant.reward if isinstance(x, str))
-            mutations = [x for x in variant.reward if not isinstance(x, str)]
-            code = code_of(f"reward_{variant.name}", mutations, tag) if mutations else None
-            command = f"{reward} --sft_model_path {MODELS}/sft --output_dir {MODELS}/reward_{variant.name} {flags}"
-            second[f"reward_{variant.name}"] = (command, code)
+        for stage, changes, batch in (("sft", variant.sft, first), ("reward", variant.reward, second)):
+            if changes:
+                flags = " ".join(x for x in changes if isinstance(x, str))
+                mutations = [x for x in changes if not isinstance(x, str)]
+                name = f"{stage}_{variant.name}"
+                command = f"python rlhf_details/train_{stage}.py --output_dir {MODELS}/{name} {flags}"
+                command += f" --sft_model_path {MODELS}/sft" if stage == "reward" else ""
+                batch[name] = (command, code_of(name, mutations, tag) if mutations else None)
     return stage_runs(seeds, tag, first, second)
+
+
+def longer(command, times):
+    """A command with so many times as many episodes."""
+    return re.sub(r"(?<=--total_episodes )\d+", lambda found: str(int(found[0]) * times), command)
 
 
 def run(args: RunArgs):
     """Returns the names of the runs that failed."""
-    tag = args.tag or git_tag()
-    variants = [v for v in VARIANTS if not args.only or v.name in args.only]
-    bases = {name for v in variants for name in (v.base, v.runs)} | (set(args.only) & set(BASES))
+    tag, study, only = args.tag or git_tag(), "ablations", args.only
+    if args.times > 1:
+        study, only = f"ablations_{args.times}", only or LONG
+    variants = [v for v in VARIANTS if not only or v.name in only]
+    bases = {name for v in variants for name in (v.base, v.runs)} | (set(only) & set(BASES))
     failed = []
     for seed in args.seeds:
         runs = [
-            Run(name, f"python rlhf_details/{script}", seed, tag, "ablations")
+            Run(name, longer(f"{LAUNCH.get(name, 'python')} rlhf_details/{script}", args.times), seed, tag, study)
             for name, (_, script) in BASES.items()
             if name in bases
         ]
         measured = []
         for variant in [v for v in variants if not v.runs]:
             script, _, arguments = BASES[variant.base][1].partition(" ")
-            command = f"python rlhf_details/{variant.script or script} {arguments} {variant.flags}"
-            if variant.reward:
-                command = command.replace(f"{MODELS}/reward", f"{MODELS}/reward_{variant.name}")
+            command = f"{LAUNCH.get(variant.base, 'python')} rlhf_details/{script} {arguments} {variant.flags}"
+            for stage, changes in (("sft", variant.sft), ("reward", variant.reward)):
+                if changes:
+                    model = f"--{stage}_model_path {MODELS}/{stage}_{variant.name}"
+                    command = re.sub(rf"--{stage}_model_path \S+", lambda _, model=model: model, command)
             code = code_of(variant.name, variant.mutations, tag) if variant.mutations else None
-            runs.append(Run(variant.name, command, seed, tag, "ablations", code))
+            runs.append(Run(variant.name, longer(command, args.times), seed, tag, study, code))
             if variant.measure:
-                policy = "{root}/runs/benchmark/" + f"{tag}/ablations/{variant.name}_s" + "{seed}/policy"
+                policy = "{root}/runs/benchmark/" + f"{tag}/{study}/{variant.name}_s" + "{seed}/policy"
                 kind = "gpt2_" if "gpt2" in variant.base else ""
                 command = f"python benchmark/held_out.py --policy {policy} --sft {MODELS}/{kind}sft"
-                command += f" --reward {MODELS}/{kind}reward"
-                measured.append(Run(f"{variant.name}_measured", command, seed, tag, "ablations"))
+                command += f" --reward {MODELS}/{kind}reward" + " --temperature 0.7" * (variant.base == "rloo_cold")
+                measured.append(Run(f"{variant.name}_measured", command, seed, tag, study))
                 runs[-1].makes = None if measured[-1].is_done() else runs[-1].folder / "policy"
         failed += run_study(stages((seed,), tag, variants), runs, args, tag)
         failed += run_study([], measured, args, tag) if measured else []
@@ -328,26 +468,13 @@ def run(args: RunArgs):
 
 UNPRICED = {  # reason: tags that have no row
     "there is nothing to swap it for: otherwise the run fails, or its numbers are plainly wrong (a mutant shows it)":
-        "MODEL-5 SFT-2 GEN-7 RLOO-1 RLOO-8",
-    "no variant of it was run, though one could be":
-        "MODEL-3 DATA-2 RM-5 RM-7 RM-9 RM-10 RM-13 RM-14 GEN-2 GEN-3 REW-6",
-    "a reference that is the policy itself makes the KL 0: the rows \"no KL in the reward\"": "MODEL-4",
+        "MODEL-5 SFT-2",
     "it concerns what is saved or reported, not what is learnt":
         "RM-8 LOG-1 LOG-2 LOG-3 LOG-4 LOG-5 LOG-6 EVAL-1 EVAL-2 EVAL-3 EVAL-4",
-    "it acts on several processes only, where the runs here have one": "REW-7 OPT-6 OPT-7",
-    "it acts under bf16 or fp16 only, where the runs here are fp32": "RM-6 RLOO-7 RLOO-11",
     "it acts on data or models that the embedded task does not have":
-        "DATA-1 DATA-3 DATA-4 RM-3 RM-11 REW-4 GEN-13 RLOO-12",
-    "it concerns memory, not results": "GEN-8",
-    "the runs are shorter than an epoch, and whole batches": "DATA-7 OPT-10",
-    "only recipes that truncate what is scored (`ppo_toy_lm_human_preferences.toml`) have it": "GEN-12 GEN-14",
-    "it belongs to SFT, of which the study trains one model a seed": "SFT-1 SFT-3",
-    "it makes the draw of the head repeatable, and does not say which": "RM-2",
-    "within an update the rate would differ by a twelfth of its peak at most": "OPT-2",
-    "the other variance differs by one part in thousands of tokens": "PPO-11",
-    "one update's delay of a coefficient that moves by a few percent an update": "PPO-16",
-    "no minibatch of these runs reaches a threshold worth setting": "PPO-17",
-    "one step a pass, as here, is the same in any order": "OPT-9",
+        "DATA-1 DATA-3 DATA-4 RM-3 REW-4 GEN-13 RLOO-12",
+    "it concerns how much processes say to each other, not results": "OPT-7",
+    "the runs are whole batches": "OPT-10",
 }  # fmt: skip
 
 
@@ -569,6 +696,8 @@ def draw(args: DrawArgs):
         cells = " | ".join(f"{marks[m]}{signed(found[v.name][m])}{marks[m]}" for m in MEASURES)
         tags = ", ".join(v.tags.split())
         lines.append(f"| {tags} | {named(v)} | {v.base} | {count_up(found[v.name])} | {cells} | {verdict[v.name]} |")
+    if (results / args.tag / "ablations_4").exists():
+        lines += ["", "## Longer runs", "", *longer_table(results / args.tag / "ablations_4", found, verdict)]
     lines += ["", "## Not priced", "", "| details | why |", "|---|---|"]
     lines += [f"| {', '.join(tags.split())} | {reason} |" for reason, tags in UNPRICED.items()]
     lines += [
@@ -592,6 +721,24 @@ def draw(args: DrawArgs):
         worth += [f"[{tag}]", f"says = {json.dumps(f'{named(v)}, {v.base}: {numbers}; {verdict[v.name]}')}", ""]
     (results / "worth.toml").write_text("# Written by benchmark/ablations.py draw.\n\n" + "\n".join(worth))
     print("\n".join(lines))
+
+
+def longer_table(folder, found, verdict):
+    """Lines of a table: what the variants of the longer runs do there, beside what they do in the short ones."""
+    long, bases = effects(folder)
+    of_long, sure = verdicts(long)
+    seeds = max(len(effect["seeds"]) for effect in bases.values())
+    lines = [f"The same in runs four times as long, {seeds} seeds, with a correction of their own.", ""]
+    lines += ["| details | what is changed | base | gold at the end | long | KL | long | verdict | long |"]
+    lines += ["|---|---|---|---:|---:|---:|---:|---|---|"]
+    for v in [v for v in VARIANTS if v.name in long and v.name in found]:
+        cells = []
+        for m in ("gold", "kl"):
+            mark = "**" if (v.name, m) in sure else ""
+            cells += [signed(found[v.name][m]), f"{mark}{signed(long[v.name][m])}{mark}"]
+        tags, words = ", ".join(v.tags.split()), f"{verdict[v.name]} | {of_long[v.name]}"
+        lines.append(f"| {tags} | {named(v)} | {v.base} | {' | '.join(cells)} | {words} |")
+    return lines
 
 
 COMMANDS = {"run": (RunArgs, run), "draw": (DrawArgs, draw)}

@@ -2,19 +2,23 @@
 Against TRL: the same models, prompts, rewards and settings through TRL's trainers and through ours, over seeds.
 
     python benchmark/against_trl.py run --tag TAG --seeds 1 2 3 4 5 --workers 2 --environments FOLDER
+    python benchmark/against_trl.py run --tag TAG --task lengths --updates 100 --micro_batches 1 4 --environments FOLDER
     python benchmark/against_trl.py replay --tag TAG --environments FOLDER
     python benchmark/against_trl.py draw --tag TAG
 
 `run` goes on where it stopped. `replay` writes results/TAG/trl_replay.md, and `draw` writes static/trl.svg and
-results/TAG/trl.md.
+results/TAG/trl.md, or of a study with --updates, e.g. --study trl_lengths_100, its own.
 
 Systems: RLOO and PPO of TRL 0.21.0, its last release with both in the form of the N+ paper; RLOO and GRPO of TRL
 1.16.0; train_rloo.py, train_grpo.py and train_ppo.py. The embedded task, 25 updates of RLOO and of GRPO and 12 of PPO,
 128 episodes each, all other settings the task's defaults, which trl_side.py translates; it also lists what still
-differs. FOLDER/trl-VERSION is an environment, made by speed.py where missing. --algorithms takes some of the three.
+differs. FOLDER/trl-VERSION is an environment, made by speed.py where missing. --systems takes some of them.
+--updates makes runs of another length. --task lengths is the embedded task after an SFT on reviews of one to seven
+sentences, with responses of up to 96 tokens. --micro_batches splits each step, in TRL and in ours.
 
 The curves are of the training samples. The final figures are one evaluator's: our sampler on the 512 held-out prompts,
-with the noise of (seed, EVALUATION, 0), which is what our scripts' own last eval/* are, to the digit.
+with the noise of (seed, EVALUATION, 0), which is what our scripts' own last eval/* are, to the digit (with four
+micro-batches, to rounding).
 
 `replay` takes the samples away as a cause: TRL is given those that our script drew, update by update, and the weights
 that both arrive at are compared.
@@ -27,18 +31,20 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Literal
 
 import numpy as np
 from held_out import evaluate
 from intervals import ROOT, bootstrap, iqm, last, mean_interval, read_seeds
 from scipy import stats
 
-from benchmark import COLUMNS, STAGES, Run, git_tag, run_command, run_study, stage_runs
+from benchmark import COLUMNS, MODELS, STAGES, Run, git_tag, run_command, run_study, stage_runs
 
-CHANGES = {"rloo": {"batch_size": 128, "total_episodes": 3200}, "ppo": {"batch_size": 128, "total_episodes": 1536}}
-CHANGES["grpo"] = CHANGES["rloo"]
+BATCH, UPDATES = 128, {"rloo": 25, "grpo": 25, "ppo": 12}
+LENGTHS = 12_000, range(1, 8), 96  # reviews for SFT, how many sentences they have, the most tokens of a response
 RUN = "--num_sample_generations 0 --checkpoint_every 0 --output_dir policy"
 SYSTEMS = {  # name: (algorithm, TRL version or None, label, colour)
     "ours_rloo": ("rloo", None, "train_rloo.py", "#c4501b"),
@@ -60,8 +66,13 @@ REPLAYED = (  # (algorithm, what is changed, in words)
     ("grpo", {"kl_times_ratio": True}, "GRPO, the KL times the ratio"),
     ("ppo", {}, "PPO"),
     ("ppo", {"weight_decay": 0.0}, "PPO, weight decay 0"),
+    ("rloo", {"micro_batch_size": BATCH // 4}, "RLOO, 4 micro-batches"),
+    ("grpo", {"micro_batch_size": BATCH // 4}, "GRPO, 4 micro-batches"),
+    ("ppo", {"weight_decay": 0.0, "micro_batch_size": BATCH // 4}, "PPO, weight decay 0, 4 micro-batches"),
 )
+FOUR = "_in_4"  # what a system's name ends with where each step has four micro-batches
 FIGURES = {"scores": "score", "gold": "gold", "kl": "KL, nats a response"}
+FIGURE_LABELS = "gold of each seed at the end, and the mean with its interval", "KL of each seed at the end"
 PACKAGES = "trl transformers torch accelerate datasets tokenizers numpy".split()
 
 
@@ -73,8 +84,14 @@ class RunArgs:
     """folder of the results; None: git describe"""
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
     """seeds"""
-    algorithms: tuple[str, ...] = ("rloo", "grpo", "ppo")
-    """which algorithms"""
+    systems: tuple[str, ...] = tuple(SYSTEMS)
+    """which systems"""
+    task: Literal["toy", "lengths"] = "toy"
+    """the embedded task, or its variant with widely varying lengths"""
+    updates: int | None = None
+    """updates of each run; None: 25 of RLOO and GRPO, 12 of PPO"""
+    micro_batches: tuple[Literal[1, 4], ...] = (1,)
+    """micro-batches of a step, for runs of each"""
     environments: str = "runs/environments"
     """folder of the environments trl-VERSION"""
     workers: int = 1
@@ -97,6 +114,12 @@ class TrlArgs:
     """a name in SYSTEMS, one of TRL's"""
     seed: int
     """seed of the models, the samples and the evaluation"""
+    task: Literal["toy", "lengths"] = "toy"
+    """the embedded task, or its variant with widely varying lengths"""
+    updates: int | None = None
+    """updates; None: 25 of RLOO and GRPO, 12 of PPO"""
+    micro_batches: Literal[1, 4] = 1
+    """micro-batches of a step"""
     environments: str = os.environ.get("TRL_ENVIRONMENTS", "runs/environments")
     """folder of the environments trl-VERSION; `run` gives its own by a variable, to keep it out of the command"""
     run_name: str = "run"
@@ -113,6 +136,8 @@ class ReplayArgs:
     """folder of the results"""
     seed: int = 1
     """seed of the models and of our samples"""
+    task: Literal["toy", "lengths"] = "toy"
+    """the embedded task, or its variant with widely varying lengths"""
     algorithms: tuple[str, ...] = ("rloo", "grpo", "ppo")
     """which algorithms"""
     environments: str = "runs/environments"
@@ -125,18 +150,74 @@ class DrawArgs:
 
     tag: str | None = None
     """folder of the results; None: git describe"""
+    study: str = "trl"
+    """folder within it: trl, or trl_TASK_UPDATES ("short" without --updates)"""
     output: str = "static/trl.svg"
     """the figure"""
 
 
 # ---- run -------------------------------------------------------------------------------------------------------------
-def settings(algorithm):
-    """{argument: value} of our script: its defaults on the embedded task, with CHANGES."""
+def changes_of(algorithm, task="toy", updates=None, micro_batches=1):
+    """{argument: value}: what differs from our script's defaults on the embedded task."""
+    changes = {"batch_size": BATCH, "total_episodes": BATCH * (updates or UPDATES[algorithm])}
+    changes |= {"micro_batch_size": BATCH // micro_batches} if micro_batches > 1 else {}
+    return changes | ({"response_length": LENGTHS[2]} if task == "lengths" else {})
+
+
+def settings(algorithm, *changes):
+    """{argument: value} of our script: its defaults on the embedded task, with changes_of."""
     from rlhf_details.plumbing import stages
 
     script = importlib.import_module(f"rlhf_details.train_{algorithm}")
     defaults = {field.name: field.default for field in dataclasses.fields(script.Args)}
-    return defaults | stages.DEFAULTS[f"train_{algorithm}"] | CHANGES[algorithm]
+    return defaults | stages.DEFAULTS[f"train_{algorithm}"] | changes_of(algorithm, *changes)
+
+
+def lengths_stages(seeds):
+    """The stages of --task lengths, for stage_runs: SFT on reviews of other lengths, and its reward model."""
+    import torch
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    from rlhf_details import toy
+    from rlhf_details.plumbing import stages
+
+    number, sentences, longest = LENGTHS
+    rng, lines = np.random.default_rng(2027), []
+    for _ in range(number):
+        text, opening = toy.write_review(rng, sentences)
+        words, cut = text.split(), opening + int(rng.integers(3))
+        lines.append(json.dumps({"prompt": " ".join(words[:cut]), "completion": " ".join(words[cut:])}) + "\n")
+    folder = ROOT / "models" / "bench"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "lengths.jsonl").write_text("".join(lines))
+    own = stages.DEFAULTS["train_sft"]
+    shape = dict(hidden_size=own["hidden_size"], num_hidden_layers=own["num_layers"])
+    shape |= dict(num_attention_heads=own["num_heads"], intermediate_size=4 * own["hidden_size"])
+    for seed in seeds:
+        tokenizer = toy.tokenizer()
+        ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+        torch.manual_seed(seed)
+        config = GPTNeoXConfig(vocab_size=len(tokenizer), max_position_embeddings=160, **shape, **ids)
+        for x in (GPTNeoXForCausalLM(config), tokenizer):
+            x.save_pretrained(folder / str(seed) / "lengths_base")
+    names = "learning_rate", "warmup_ratio", "batch_size", "num_train_epochs", "temperature", "micro_batch_size"
+    flags = " ".join(f"--{name} {own[name]}" for name in names) + f" --response_length {longest}"
+    rows = "{root}/models/bench/lengths.jsonl"
+    sft = f"python rlhf_details/train_sft.py --dataset {rows} --base_model {MODELS}/lengths_base {flags}"
+    reward = f"python rlhf_details/train_reward.py --sft_model_path {MODELS}/lengths_sft --response_length {longest}"
+    first = {"lengths_sft": (f"{sft} --output_dir {MODELS}/lengths_sft", None)}
+    return first, {"lengths_reward": (f"{reward} --output_dir {MODELS}/lengths_reward", None)}
+
+
+def study_of(task, updates):
+    """The folder of a study's results: "trl" for the short runs on the toy, else trl_TASK_UPDATES."""
+    return "trl" if task == "toy" and not updates else f"trl_{task}_{updates or 'short'}"
+
+
+def models_of(seed, task):
+    """(SFT model's folder, reward model's folder) of a seed."""
+    folder, prefix = ROOT / "models" / "bench" / str(seed), "lengths_" * (task == "lengths")
+    return folder / f"{prefix}sft", folder / f"{prefix}reward"
 
 
 def python_of(version, folder):
@@ -152,14 +233,15 @@ def by_trl(args: TrlArgs):
     from rlhf_details import toy
 
     algorithm, version, *_ = SYSTEMS[args.system]
-    stages, here = ROOT / "models" / "bench" / str(args.seed), Path.cwd()
+    (sft, reward), here = models_of(args.seed, args.task), Path.cwd()
     paths = {name: str(here / file) for name, file in (("prompts", "prompts.jsonl"), ("result", "result.json"))}
     Path(paths["prompts"]).write_text(
         "".join(json.dumps({"prompt": row["prompt"]}) + "\n" for row in toy.rows("prompts", "train"))
     )
     Path(paths["result"]).unlink(missing_ok=True)
-    spec = {"algorithm": algorithm, "policy": str(stages / "sft"), "reward": str(stages / "reward"), "seed": args.seed}
-    spec |= {"settings": settings(algorithm), "output_dir": str(here / "policy")} | paths
+    changes = args.task, args.updates, args.micro_batches
+    spec = {"algorithm": algorithm, "policy": str(sft), "reward": str(reward), "seed": args.seed}
+    spec |= {"settings": settings(algorithm, *changes), "output_dir": str(here / "policy")} | paths
     (here / "spec.json").write_text(json.dumps(spec, indent=1))
     worker = [python_of(version, args.environments), str(Path(__file__).resolve().with_name("trl_side.py"))]
     subprocess.run([*worker, str(here / "spec.json")], check=True, env=trl_environ())
@@ -167,7 +249,8 @@ def by_trl(args: TrlArgs):
     updates = spec["settings"]["total_episodes"] // spec["settings"]["batch_size"]
     if len(rows) != updates:
         raise RuntimeError(f"{args.system}: {len(rows)} updates, not {updates}")
-    rows[-1] |= evaluate(spec["output_dir"], stages / "sft", stages / "reward", args.seed)
+    length = spec["settings"]["response_length"]
+    rows[-1] |= evaluate(spec["output_dir"], sft, reward, args.seed, response_length=length)
     folder = here / "runs" / args.run_name
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -185,28 +268,35 @@ def run(args: RunArgs):
     os.environ["TRL_ENVIRONMENTS"] = str(environments)
     script = "import sys; from importlib.metadata import version; print(*map(version, sys.argv[1:]))"
     versions = {}
-    needed = {version for algorithm, version, *_ in SYSTEMS.values() if version and algorithm in args.algorithms}
+    systems = {name: SYSTEMS[name] for name in args.systems}
+    needed = {version for _, version, *_ in systems.values() if version}
     for name in sorted(needed):
         found = subprocess.run(
             [python_of(name, environments), "-c", script, *PACKAGES], capture_output=True, text=True, check=True
         )
         versions[f"trl-{name}"] = dict(zip(PACKAGES, found.stdout.split(), strict=True))
-    runs, systems = [], {name: x for name, x in SYSTEMS.items() if x[0] in args.algorithms}
-    for seed in args.seeds:
-        for system, (algorithm, version, *_) in systems.items():
-            changes = " ".join(f"--{name} {value}" for name, value in CHANGES[algorithm].items())
-            command = f"python rlhf_details/train_{algorithm}.py {RUN} {changes} {STAGES}"
-            if version:
-                command = f"python benchmark/against_trl.py trl --system {system}"
-            runs.append(Run(system, command, seed, tag, "trl"))
-    failed = run_study(stage_runs(args.seeds, tag), runs, args, tag)
-    about = runs[0].result.with_name("env.json")
+    study = study_of(args.task, args.updates)
+    first, second, models = {}, {}, STAGES
+    if args.task == "lengths":
+        (first, second), models = lengths_stages(args.seeds), STAGES.replace("/sft", "/lengths_sft")
+        models = models.replace("/reward", "/lengths_reward")
+    runs = []
+    for seed, (system, (algorithm, version, *_)), number in product(args.seeds, systems.items(), args.micro_batches):
+        changes = changes_of(algorithm, args.task, args.updates, number)
+        flags = " ".join(f"--{name} {value}" for name, value in changes.items())
+        command = f"python rlhf_details/train_{algorithm}.py {RUN} {flags} {models}"
+        if version:
+            command = f"python benchmark/against_trl.py trl --system {system} --task {args.task}"
+            command += f" --updates {args.updates or UPDATES[algorithm]} --micro_batches {number}"
+        runs.append(Run(system + FOUR * (number == 4), command, seed, tag, study))
+    failed = run_study(stage_runs(args.seeds, tag, first, second), runs, args, tag)
+    about = runs[0].results / "env.json"
     about.write_text(json.dumps(json.loads(about.read_text()) | {"trl": versions}, indent=1) + "\n")
     return failed
 
 
 # ---- replay ----------------------------------------------------------------------------------------------------------
-def record(algorithm, seed, changes, folder):
+def record(algorithm, seed, changes, folder, task="toy"):
     """Trains our policy into folder/ours.
 
     folder/samples.json gets its samples: of each update [query, response], both token ids.
@@ -214,7 +304,7 @@ def record(algorithm, seed, changes, folder):
     from rlhf_details import utils
 
     script, kept = importlib.import_module(f"rlhf_details.train_{algorithm}"), {}
-    sample, stages = utils.sample, ROOT / "models" / "bench" / str(seed)
+    sample, (sft, reward) = utils.sample, models_of(seed, task)
 
     def recorded(policy, batch, **options):
         responses, mask, logprobs = sample(policy, batch, **options)
@@ -226,10 +316,10 @@ def record(algorithm, seed, changes, folder):
 
     own = {"seed": seed, "run_name": f"record_{algorithm}", "overwrite": True, "eval_dataset": None}
     own |= {"num_sample_generations": 0, "checkpoint_every": 0, "output_dir": str(folder / "ours")}
-    own |= {"sft_model_path": str(stages / "sft"), "reward_model_path": str(stages / "reward")}
+    own |= {"sft_model_path": str(sft), "reward_model_path": str(reward)}
     utils.sample = recorded
     try:
-        script.main(script.Args(**(settings(algorithm) | own | changes)))
+        script.main(script.Args(**(settings(algorithm, task) | own | changes)))
     finally:
         utils.sample = sample
     samples = [[kept[update][row] for row in sorted(kept[update])] for update in sorted(kept)]
@@ -247,13 +337,13 @@ def distance(a, b, start):
 
 def replay(args: ReplayArgs):
     """Writes the table."""
-    stages, lines = ROOT / "models" / "bench" / str(args.seed), []
+    (sft, reward), lines = models_of(args.seed, args.task), []
     for number, (algorithm, changes, what) in enumerate(REPLAYED):
         if algorithm not in args.algorithms:
             continue
-        folder = ROOT / "runs" / "benchmark" / args.tag / "trl_replay" / f"{number}_{algorithm}"
+        folder = ROOT / "runs" / "benchmark" / args.tag / f"trl_replay_{args.task}" / f"{number}_{algorithm}"
         folder.mkdir(parents=True, exist_ok=True)
-        record(algorithm, args.seed, changes, folder)
+        record(algorithm, args.seed, changes, folder, args.task)
         for system, (of, version, label, _) in SYSTEMS.items():
             if of != algorithm or version is None:
                 continue
@@ -266,29 +356,30 @@ def replay(args: ReplayArgs):
             }
             spec = {
                 "algorithm": algorithm,
-                "policy": str(stages / "sft"),
-                "reward": str(stages / "reward"),
+                "policy": str(sft),
+                "reward": str(reward),
                 "seed": args.seed,
             }
-            spec |= {"settings": settings(algorithm) | changes, "output_dir": str(theirs)} | paths
+            spec |= {"settings": settings(algorithm, args.task) | changes, "output_dir": str(theirs)} | paths
             (theirs / "spec.json").write_text(json.dumps(spec))
             worker = [python_of(version, args.environments), str(Path(__file__).resolve().with_name("trl_side.py"))]
             subprocess.run([*worker, str(theirs / "spec.json")], check=True, env=trl_environ())
-            apart = distance(folder / "ours", theirs, stages / "sft")
+            apart = distance(folder / "ours", theirs, sft)
             updates = len(json.loads((folder / "samples.json").read_text()))
             lines.append(f"| {what} | {label} | {updates} | {100 * apart:.2g} % |")
             print(lines[-1], flush=True)
     head = f"""# TRL on our samples
 
-Written by `python benchmark/against_trl.py replay --tag {args.tag}`, seed {args.seed}: how far TRL's weights end from
-ours, as a share of how far ours have moved, when both train on the samples that our script drew.
+Written by `python benchmark/against_trl.py replay --tag {args.tag} --task {args.task}`, seed {args.seed}:
+how far TRL's weights end from ours, as a share of how far ours have moved, when both train on the samples that our
+script drew.
 
 | algorithm | against | updates | distance |
 |---|---|---:|---:|
 """
     results = ROOT / "benchmark" / "results" / args.tag
     results.mkdir(parents=True, exist_ok=True)
-    (results / "trl_replay.md").write_text(head + "\n".join(lines) + "\n")
+    (results / f"trl_replay{'_lengths' * (args.task == 'lengths')}.md").write_text(head + "\n".join(lines) + "\n")
 
 
 # ---- draw ------------------------------------------------------------------------------------------------------------
@@ -303,8 +394,20 @@ def prediction_interval(x):
     return np.mean(x) - half, np.mean(x) + half
 
 
+def pairs(found):
+    """(system, the other, label of their difference): ours and TRL's alike, and four micro-batches against one."""
+    for system in found:
+        four = FOUR * system.endswith(FOUR)
+        ours = f"ours_{SYSTEMS[system.removesuffix(FOUR)][0]}{four}"
+        if system != ours and ours in found:
+            yield ours, system, f"{ours} less {system}"
+    for system in found:
+        if system + FOUR in found:
+            yield system + FOUR, system, f"{system}{FOUR} less {system}"
+
+
 def tables(found):
-    """The two tables, as lines: what each system reached, and how far ours is from TRL's."""
+    """The two tables, as lines: what each system reached, and how far two of them are apart."""
     lines = ["| system | seeds | " + " | ".join(FIGURES.values()) + " |", "|---|---:|" + "---:|" * len(FIGURES)]
     for system, seeds in found.items():
         cells = []
@@ -314,69 +417,87 @@ def tables(found):
         lines.append(f"| {system} | {len(seeds)} | " + " | ".join(cells) + " |")
     lines += [
         "",
-        "| ours less TRL's | figure | difference | contains 0 | a TRL seed | our mean within |",
+        "| difference | figure | mean | contains 0 | a seed of the second | the first's mean within |",
         "|---|---|---:|---|---:|---|",
     ]
     yes = lambda is_true: "yes" if is_true else "**no**"  # noqa: E731
-    for system, seeds in found.items():
-        ours = f"ours_{SYSTEMS[system][0]}"
-        if system == ours or ours not in found:
-            continue
-        common = sorted(set(seeds) & set(found[ours]))
-        theirs, us = (final({seed: columns[seed] for seed in common}) for columns in (seeds, found[ours]))
-        for name, label in FIGURES.items():
-            difference, low, high, _ = mean_interval(us[name] - theirs[name])
+    for first, second, label in pairs(found):
+        common = sorted(set(found[first]) & set(found[second]))
+        ours, theirs = (final({seed: found[name][seed] for seed in common}) for name in (first, second))
+        for name, figure in FIGURES.items():
+            mean, low, high, _ = mean_interval(ours[name] - theirs[name])
             least, most = prediction_interval(theirs[name])
-            cells = f"{difference:+.2f} [{low:+.2f}, {high:+.2f}] | {yes(low <= 0 <= high)} | {least:.2f} .. {most:.2f}"
-            lines.append(f"| {system} | {label} | {cells} | {yes(least <= us[name].mean() <= most)} |")
+            cells = f"{mean:+.2f} [{low:+.2f}, {high:+.2f}] | {yes(low <= 0 <= high)} | {least:.2f} .. {most:.2f}"
+            lines.append(f"| {label} | {figure} | {cells} | {yes(least <= ours[name].mean() <= most)} |")
     return lines
 
 
-def draw(args: DrawArgs):
+def figure(found, output):
+    """Curves of score and KL, and below them each seed's gold and KL at the end. A column for each algorithm."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    tag = args.tag or git_tag()
-    folder, found = ROOT / "benchmark" / "results" / tag, {}
-    for system in SYSTEMS:
-        try:
-            found[system] = read_seeds(folder / "trl", system)
-        except FileNotFoundError as error:
-            print(error, file=sys.stderr)
     algorithms = [name for name in ("rloo", "grpo", "ppo") if f"ours_{name}" in found]
-    size = 4.5 * len(algorithms), 5
-    figure, axes = plt.subplots(2, len(algorithms), figsize=size, sharex="col", squeeze=False)
-    for system, seeds in found.items():
-        algorithm, _, label, colour = SYSTEMS[system]
-        for axis, name in zip(axes[:, algorithms.index(algorithm)], ("scores", "kl"), strict=True):
-            curves = [columns[f"objective/{name}"] for columns in seeds.values()]
-            curves = np.stack([curve[~np.isnan(curve)] for curve in curves], 1)  # [updates, seeds]
-            updates = np.arange(1, len(curves) + 1)
-            axis.plot(updates, iqm(curves), color=colour, linewidth=1.5, label=label)
-            axis.fill_between(updates, *bootstrap(curves), color=colour, alpha=0.2, linewidth=0)
-            axis.grid(alpha=0.2)
-    for column, name in enumerate(algorithms):
-        axes[0, column].set_title(name.upper())
-        axes[1, column].set_xlabel("update")
+    plot, axes = plt.subplots(4, len(algorithms), figsize=(4.5 * len(algorithms), 8), squeeze=False)
+    for column, algorithm in enumerate(algorithms):
+        systems = [name for name in found if SYSTEMS[name.removesuffix(FOUR)][0] == algorithm]
+        labels = []
+        for place, system in enumerate(systems):
+            _, _, label, colour = SYSTEMS[system.removesuffix(FOUR)]
+            labels.append(label + ", 4 micro-batches" * system.endswith(FOUR))
+            line = dict(color=colour, linestyle="--" if system.endswith(FOUR) else "-")
+            for axis, name in zip(axes[:2, column], ("scores", "kl"), strict=True):
+                curves = [columns[f"objective/{name}"] for columns in found[system].values()]
+                curves = np.stack([curve[~np.isnan(curve)] for curve in curves], 1)  # [updates, seeds]
+                updates = np.arange(1, len(curves) + 1)
+                axis.plot(updates, iqm(curves), linewidth=1.5, label=labels[-1], **line)
+                axis.fill_between(updates, *bootstrap(curves), color=colour, alpha=0.15, linewidth=0)
+            for axis, name in zip(axes[2:, column], ("gold", "kl"), strict=True):
+                x = final(found[system])[name]
+                mean, low, high, _ = mean_interval(x)
+                axis.plot(x, [place] * len(x), "o", color=colour, alpha=0.5, markersize=4, markeredgewidth=0)
+                axis.plot([low, high], [place + 0.25] * 2, color=colour, linewidth=2)
+                axis.plot(mean, place + 0.25, "|", color=colour, markersize=9)
+        for axis in axes[2:, column]:
+            axis.set_yticks(range(len(systems)), labels, fontsize=7)
+            axis.set_ylim(len(systems) - 0.4, -0.6)
+        axes[0, column].set_title(algorithm.upper())
         axes[0, column].legend(frameon=False, loc="lower right", fontsize=8)
+        for axis, label in zip(axes[:, column], ("update", "update", *FIGURE_LABELS), strict=True):
+            axis.set_xlabel(label, fontsize=8)
+            axis.grid(alpha=0.2)
     axes[0, 0].set_ylabel("score, points")
     axes[1, 0].set_ylabel("KL, nats a response")
-    figure.tight_layout()
+    plot.tight_layout()
     plt.rcParams["svg.hashsalt"] = "trl"  # the same bytes for the same data
-    figure.savefig(ROOT / args.output, metadata={"Date": None})
+    plot.savefig(ROOT / output, metadata={"Date": None})
+
+
+def draw(args: DrawArgs):
+    """Writes the figure and results/TAG/STUDY.md."""
+    tag = args.tag or git_tag()
+    folder, found = ROOT / "benchmark" / "results" / tag, {}
+    for system in (name + four for name in SYSTEMS for four in ("", FOUR)):
+        try:
+            found[system] = read_seeds(folder / args.study, system)
+        except FileNotFoundError as error:
+            print(error, file=sys.stderr)
+    figure(found, args.output)
     lines = [
         "# Against TRL",
         "",
-        "Written by `benchmark/against_trl.py draw`. Final policies on 512 held-out prompts, measured by one",
-        "evaluator: mean over seeds, Student's 95 % interval, range. Below, ours less TRL's, paired over seeds (which",
-        "share SFT model, reward model and the noise of the evaluation), with Student's 95 % interval; the 95 %",
-        "prediction interval for one more seed of TRL's, and whether our mean lies in it.",
+        f"Written by `benchmark/against_trl.py draw --tag {tag} --study {args.study}`.",
+        "Final policies on 512 held-out prompts, measured by one evaluator: mean over seeds, Student's 95 % interval,",
+        "range. Below, differences paired over seeds (which share SFT model, reward model and the noise of the",
+        "evaluation), with Student's 95 % interval; the 95 % prediction interval for one more seed of the second",
+        "system, and whether the mean of the first lies in it. With `_in_4` in its name a system accumulates each",
+        "step's gradient over four micro-batches.",
         "",
         *tables(found),
     ]
-    (folder / "trl.md").write_text("\n".join(lines) + "\n")
+    (folder / f"{args.study}.md").write_text("\n".join(lines) + "\n")
 
 
 COMMANDS = {"run": (RunArgs, run), "trl": (TrlArgs, by_trl), "replay": (ReplayArgs, replay), "draw": (DrawArgs, draw)}

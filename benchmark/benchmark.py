@@ -4,9 +4,9 @@ Runs commands over seeds, on several workers or under SLURM, and keeps their cur
     python benchmark/benchmark.py --exp rloo --command "python rlhf_details/train_rloo.py" --seeds 1 2 3 4 5 --workers 2
 
 Each run has a folder of its own, runs/benchmark/<tag>/<exp>_s<seed>/, in which the command is started, with --seed,
---run_name and --overwrite added; `{seed}` and `{root}` in the command are replaced. When it has ended, the columns
-asked for go to benchmark/results/<tag>/<exp>_s<seed>.csv, and env.json beside it says with what they were made. What is
-there is skipped, what failed is reported at the end (exit code 1) and tried again by the same command. The tag is git's
+--run_name and --overwrite added; `{seed}` and `{root}` in the command are replaced. The columns asked for go to
+benchmark/results/<tag>/runs.csv, and env.json beside it says with what they were made. What is there is skipped, what
+failed is reported at the end (exit code 1) and tried again by the same command. The tag is git's
 `describe`, with -dirty where the tree is; --study names a folder within it.
 """
 
@@ -29,6 +29,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import tyro
+from intervals import experiments, write_runs
 
 ROOT = Path(__file__).resolve().parent.parent
 COLUMNS = (
@@ -167,22 +168,26 @@ class Run:
         self.command, self.columns, self.every = command.format(seed=seed, root=ROOT), columns, every
         self.recipe = command if code is None else f"{command}   # in a copy, code {code_hash(self.code)}"
         self.folder = ROOT / "runs" / "benchmark" / tag / study / self.name
-        self.result = ROOT / "benchmark" / "results" / tag / study / f"{self.name}.csv"
+        self.key, self.results = (exp, seed), ROOT / "benchmark" / "results" / tag / study
+        self.result = self.folder / "result.csv"  # until `keep` has put it with the others
         self.makes = None  # a model's folder that others need
 
     def is_done(self):
-        return self.result.exists() and (self.makes is None or (self.makes / "config.json").exists())
+        known = self.result.exists() or self.key[1] in experiments(self.results).get(self.key[0], {})
+        return known and (self.makes is None or (self.makes / "config.json").exists())
 
     def start(self, args):
         """Runs the command; returns (seconds, None or what went wrong). The result is written whole or not at all."""
         start = time.time()
         self.folder.mkdir(parents=True, exist_ok=True)
-        words = shlex.split(self.command)
+        words, variables = shlex.split(self.command), {}
+        while "=" in words[0]:  # NAME=VALUE before the command, as in a shell
+            name, _, variables[name] = words.pop(0).partition("=")
         words = [sys.executable, *words[1:]] if words[0] == "python" else words
         words = [str(self.code / w) if w.endswith(".py") and (self.code / w).exists() else w for w in words]
         words += ["--seed", str(self.seed), "--run_name", "run", "--overwrite"]
         path = os.pathsep.join([str(self.code), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environ = {"OMP_NUM_THREADS": str(args.threads), "PYTHONPATH": path}
+        environ = {"OMP_NUM_THREADS": str(args.threads), "PYTHONPATH": path} | variables
         if args.preload and words[0] == sys.executable:
             child = multiprocessing.get_context("forkserver").Process(
                 target=forked, args=(words[1:], self.folder, environ)
@@ -199,7 +204,6 @@ class Run:
             last = (self.folder / "output.txt").read_text(errors="replace").strip().splitlines()[-1:]
             return time.time() - start, f"exit code {code}: {' '.join(last)}"
         lines = (self.folder / "runs" / "run" / "metrics.jsonl").read_text().splitlines()
-        self.result.parent.mkdir(parents=True, exist_ok=True)
         partial = self.result.with_suffix(".partial")
         with open(partial, "w", newline="") as file:
             csv.writer(file, lineterminator="\n").writerows(
@@ -237,9 +241,8 @@ def main(args: Args):
     runs = [Run(exp, command, seed, tag, args.study) for seed in args.seeds for exp, command in pairs]
     if args.slurm:
         return write_slurm(args, len(runs))
-    if args.only is not None:
-        runs = runs[args.only : args.only + 1]
-    return run_all(runs, args, tag)
+    is_task = args.only is not None
+    return run_all(runs[args.only : args.only + 1] if is_task else runs, args, tag, is_task)
 
 
 def parse(commands, words=None):
@@ -261,7 +264,7 @@ def note(runs, tag):
 
     Ends with exit code 2 where results of the same name are there that other scripts or another command have made.
     """
-    path = runs[0].result.with_name("env.json")
+    path = runs[0].results / "env.json"
     about = json.loads(path.read_text()) if path.exists() else {}
     made = environment()
     others = [x["code"] for x in about.get("environments", []) if x["code"] != made["code"]]
@@ -316,7 +319,17 @@ def run_study(stages, runs, args, tag):
     return [name for batch in (*needed, runs) for name in run_all(batch, args, tag)]
 
 
-def run_all(runs, args, tag):
+def keep(runs):
+    """Puts the results that have come since into the runs.csv of their study."""
+    for folder in {run.results for run in runs}:
+        new = {run.key: run.result for run in runs if run.results == folder and run.result.exists()}
+        if new:
+            write_runs(folder, {key: list(csv.reader(path.open(newline=""))) for key, path in new.items()})
+        for path in new.values():
+            path.unlink()
+
+
+def run_all(runs, args, tag, is_task=False):
     """Does the runs that are not done, args.workers at a time; returns the names of those that failed."""
     todo = [run for run in runs if not run.is_done()]
     print(
@@ -329,17 +342,21 @@ def run_all(runs, args, tag):
         os.environ["OMP_NUM_THREADS"] = str(args.threads)  # which the OpenMP library reads when it is loaded
         multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
     failed, started = [], time.time()
-    with ThreadPoolExecutor(args.workers) as pool:
-        futures = {pool.submit(run.start, args): run for run in todo}
-        for number, future in enumerate(as_completed(futures), 1):
-            try:
-                spent, error = future.result()
-            except OSError as e:  # no metrics, say, although the run ended well
-                spent, error = math.nan, str(e)
-            failed += [futures[future].name] if error else []
-            left = (time.time() - started) / number * (len(todo) - number)
-            line = f"{number}/{len(todo)} {futures[future].name} {spent:.0f} s, {math.ceil(left / 60)} min left"
-            print(f"{line}  FAILED: {error}" if error else line, flush=True)
+    try:
+        with ThreadPoolExecutor(args.workers) as pool:
+            futures = {pool.submit(run.start, args): run for run in todo}
+            for number, future in enumerate(as_completed(futures), 1):
+                try:
+                    spent, error = future.result()
+                except OSError as e:  # no metrics, say, although the run ended well
+                    spent, error = math.nan, str(e)
+                failed += [futures[future].name] if error else []
+                left = (time.time() - started) / number * (len(todo) - number)
+                line = f"{number}/{len(todo)} {futures[future].name} {spent:.0f} s, {math.ceil(left / 60)} min left"
+                print(f"{line}  FAILED: {error}" if error else line, flush=True)
+    finally:
+        if not is_task:  # Tasks of an array job would write to one file at once. The same command without it does so.
+            keep(runs)
     if failed:
         print(f"failed: {', '.join(failed)}; the same command tries them again", file=sys.stderr)
     return failed

@@ -2,7 +2,7 @@
 Writes benchmark/details.md: the index of details, and the verdicts on the published catalogue and on known faults.
 
     python benchmark/details.py            writes it
-    python benchmark/details.py --check    writes nothing, and has the exit code 1 where it is stale
+    python benchmark/details.py --check    writes nothing, counts prices, and has the exit code 1 where it is stale
 
 Where a detail stands, and which tests are its own, is read from the code: the comments [RM-4], and the names
 test_rm_4_... What it is, and who does it, stands in details.toml, the verdicts in catalogue.toml, and the faults in
@@ -44,6 +44,14 @@ def read(name):
 def worth():
     """{tag: {"says": its price}}, of the ablations and of the study of GRPO."""
     return read("results/worth.toml") | read("results/worth_grpo.toml")
+
+
+def count_prices():
+    """{"matters": number of tags, "perhaps": .., "nothing shows": .., "unpriced": ..}, of all tags."""
+    said = {tag: price["says"].rpartition("; ")[2] for tag, price in worth().items()}
+    kinds = [said.get(tag, "unpriced") for tag in read("details.toml")["tags"]]
+    kinds = [kind if kind in ("matters", "perhaps", "unpriced") else "nothing shows" for kind in kinds]
+    return {kind: kinds.count(kind) for kind in ("matters", "perhaps", "nothing shows", "unpriced")}
 
 
 def files_with(tag, code):
@@ -134,6 +142,8 @@ def main():
     is_stale = not path.exists() or path.read_text(encoding="utf-8") != text
     if "--check" in sys.argv[1:]:
         print(f"{path.name} is {'stale: run python benchmark/details.py' if is_stale else 'fresh'}")
+        counts = count_prices()
+        print(f"{sum(counts.values())} details: {', '.join(f'{n} {kind}' for kind, n in counts.items())}")
         return int(is_stale)
     path.write_text(text, encoding="utf-8")
     return 0

@@ -86,6 +86,8 @@ class DrawArgs:
 
     tag: str
     """folder of the results"""
+    timed: tuple[int, ...] | None = None
+    """seeds whose runs had the machine to themselves: the minutes are theirs; None: all"""
     output: str = "static/grpo.svg"
     """the figure"""
 
@@ -115,20 +117,27 @@ def paired(a, b):
     return [a[seed] - b[seed] for seed in sorted(a.keys() & b.keys())]
 
 
-def curves_table(found, task, measures):
-    """Lines of a table of whole runs, and of some differences, paired by seed."""
+def curves_table(found, task, measures, timed=None):
+    """Lines of a table of whole runs, and of some differences, paired by seed. timed: the seeds whose minutes count."""
     prefix, head = "sum_" * (task == "toy-sum"), [*measures.values(), "minutes"]
     more = [] if prefix else ["undivided", "undivided_ratio", "undivided_response"]
     pairs = [("grpo", "rloo"), ("grpo", "ppo"), *((name, "rloo") for name in more)]
+    pairs += [("undivided", "grpo"), ("undivided_ratio", "undivided")] if more else []
     lines = [f"| {task} | seeds | {' | '.join(head)} |", "|---|---:|" + "---:|" * len(head)]
-    minutes = lambda name: {seed: last(x["time/from_scratch"]) / 60 for seed, x in found[name].items()}  # noqa: E731
+
+    def minutes(name):
+        seeds = {seed: last(x["time/from_scratch"]) / 60 for seed, x in found[name].items()}
+        return {seed: x for seed, x in seeds.items() if timed is None or seed in timed}
+
     for name in (*ALGORITHMS, *more):
         cells = [cell(list(ends(found[prefix + name], m).values())) for m in measures]
         cells.append(cell(list(minutes(prefix + name).values())))
         lines.append(f"| {LABELS[name]} | {len(found[prefix + name])} | {' | '.join(cells)} |")
     for name, other in pairs:
         cells = [cell(paired(ends(found[prefix + name], m), ends(found[prefix + other], m))) for m in measures]
-        cells.append(cell(paired(minutes(prefix + name), minutes(prefix + other))))
+        mine, others = minutes(prefix + name), minutes(prefix + other)
+        ratios = [mine[seed] / others[seed] for seed in sorted(mine.keys() & others.keys())]
+        cells.append(f"times {np.median(ratios):.2f} ({min(ratios):.2f} .. {max(ratios):.2f})")
         lines.append(f"| {LABELS[name]}, less {LABELS[other]} | | {' | '.join(cells)} |")
     return lines
 
@@ -213,20 +222,23 @@ def draw(args: DrawArgs):
     found = {name: read_seeds(results / "grpo", name) for name in names}
     effects, bases = parts(found)
     verdict, sure = verdicts(effects)
+    seeds = " ".join(map(str, args.timed or ()))
+    flags, of = (f" --timed {seeds}", f", of the seeds {seeds} alone") if seeds else ("", "")
     lines = [
         "# GRPO beside RLOO and PPO, and what its parts are worth",
         "",
-        f"Written by `python benchmark/grpo.py draw --tag {args.tag}`. Figures are of 512 held-out prompts at the end",
-        "of training: means over seeds with Student's 95 % interval; differences are paired by seed. Minutes are of a",
-        "run on one thread, beside other work.",
+        f"Written by `python benchmark/grpo.py draw --tag {args.tag}{flags}`.",
+        "Figures are of 512 held-out prompts at the end of training: means over seeds with Student's 95 % interval;",
+        f"differences are paired by seed. Minutes are of a run on one thread{of}; of two",
+        "systems, the median ratio and its range over seeds.",
         "",
-        *curves_table(found, "toy", MEASURES),
+        *curves_table(found, "toy", MEASURES, args.timed),
         "",
-        *curves_table(found, "toy-sum", {"scores": "share correct", "kl": "KL, nats"}),
+        *curves_table(found, "toy-sum", {"scores": "share correct", "kl": "KL, nats"}, args.timed),
         "",
         "The parts, on toy, in the form of the ablations: a row is the run with the change less that without it. It is",
-        "bold where p is below 0.05 after Holm's correction over this table. '5: 4, 3' is five seeds, in four of which",
-        "gold ended higher, and in three the KL. Gold over the run is that of every fifth update.",
+        "bold where p is below 0.05 after Holm's correction over this table. '10: 9, 8' is ten seeds, in nine of which",
+        "gold ended higher, and in eight the KL. Gold over the run is that of every fifth update.",
         "",
         *parts_tables(effects, bases, verdict, sure),
     ]

@@ -26,14 +26,18 @@ class Args:
     """folder of the reward model"""
     seed: int = 1
     """seed of the samples"""
+    temperature: float = 1.0
+    """temperature of the samples and of the log-probs in the KL"""
+    response_length: int = 36
+    """most tokens of a response"""
     run_name: str = "run"
     """folder under runs/"""
     overwrite: bool = True
     """replace it"""
 
 
-def evaluate(policy_folder, sft, reward, seed):
-    """{eval/objective/NAME: mean over the held-out prompts} of a policy, in the embedded task's own settings."""
+def evaluate(policy_folder, sft, reward, seed, **changes):
+    """{eval/objective/NAME: mean over the held-out prompts} of a policy. changes: flags that differ from the task's."""
     import math
 
     from accelerate import Accelerator
@@ -42,6 +46,7 @@ def evaluate(policy_folder, sft, reward, seed):
     from rlhf_details.plumbing import cli, data, models, rewards
 
     words = ["--sft_model_path", str(sft), "--reward_model_path", str(reward), "--seed", str(seed)]
+    words += [word for name, value in changes.items() for word in (f"--{name}", str(value))]
     args, accelerator = cli.parse(train_rloo.Args, words), Accelerator(cpu=True)
     tokenizer, _, reference, reward_model = train_rloo.load_models(args, accelerator.device)
     model = utils.disable_dropout(models.load_policy(str(policy_folder), "--policy", args))
@@ -56,7 +61,8 @@ def evaluate(policy_folder, sft, reward, seed):
 def main(args: Args):
     folder = Path("runs") / args.run_name
     folder.mkdir(parents=True, exist_ok=True)
-    row = evaluate(args.policy, args.sft, args.reward, args.seed)
+    changes = dict(temperature=args.temperature, response_length=args.response_length)
+    row = evaluate(args.policy, args.sft, args.reward, args.seed, **changes)
     (folder / "metrics.jsonl").write_text(json.dumps({"update": 0} | row) + "\n")
 
 

@@ -1,12 +1,13 @@
 """
-What the figures of this folder say of several seeds: interquartile means with bootstrap intervals, differences with
-Student's.
+The runs of a study, and what the figures of this folder say of several seeds: interquartile means with bootstrap
+intervals, differences with Student's.
 
 Source of the choice: "Deep Reinforcement Learning at the Edge of the Statistical Precipice" (arXiv 2108.13264). The
 arithmetic is scipy's.
 """
 
 import csv
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -15,21 +16,61 @@ from scipy import stats
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def read(path):
-    """{column: array [rows], NaN where a cell is empty} of a CSV file that benchmark.py wrote."""
-    with open(path, newline="") as file:
-        rows = list(csv.DictReader(file))
-    return {name: np.array([float(row[name] or "nan") for row in rows]) for name in rows[0]}
+def write_runs(folder, tables):
+    """Adds runs to folder/runs.csv, the one file of a study: a row of each run for each of its rows, which says whose.
+
+    Args: tables, {(experiment, seed): [header, row, ...]}. A run that is there already is replaced.
+    """
+    path, found = Path(folder) / "runs.csv", read_tables(Path(folder) / "runs.csv")
+    found |= tables
+    columns = list(dict.fromkeys(name for header, *_ in found.values() for name in header))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path.with_suffix(".partial"), "w", newline="") as file:
+        lines = csv.DictWriter(file, ["run", "seed", *columns], lineterminator="\n")
+        lines.writeheader()
+        for (exp, seed), (header, *rows) in sorted(found.items()):
+            for row in rows:
+                lines.writerow({"run": exp, "seed": seed} | dict(zip(header, row, strict=True)))
+    path.with_suffix(".partial").replace(path)  # whole or not at all
+
+
+def read_tables(path):
+    """The inverse of write_runs, without the columns that a run does not fill; {} where there is no such file."""
+    found = {}
+    if Path(path).exists():
+        with open(path, newline="") as file:
+            for row in csv.DictReader(file):
+                found.setdefault((row.pop("run"), int(row.pop("seed"))), []).append(row)
+    for key, rows in found.items():
+        header = [name for name in rows[0] if any(row[name] for row in rows)]
+        found[key] = [header, *([row[name] for name in header] for row in rows)]
+    return found
+
+
+@cache
+def arrays(path, _changed):
+    """{experiment: {seed: {column: array [rows], NaN where a cell is empty}}} of a runs.csv."""
+    found = {}
+    for (exp, seed), (header, *rows) in sorted(read_tables(path).items()):
+        columns = zip(*([float(cell or "nan") for cell in row] for row in rows), strict=True)
+        found.setdefault(exp, {})[seed] = dict(zip(header, map(np.array, columns), strict=True))
+    return found
+
+
+def experiments(folder):
+    """{experiment: {seed: {column: array [rows]}}} of a study's folder; {} where it has no runs.csv."""
+    path = Path(folder) / "runs.csv"
+    if not path.exists():
+        return {}
+    about = path.stat()
+    return arrays(path, (about.st_mtime_ns, about.st_size))
 
 
 def read_seeds(folder, exp):
-    """{seed: {column: array}} of the files <exp>_s<seed>.csv in a folder; FileNotFoundError where there is none."""
-    found = {path.stem.removeprefix(f"{exp}_s"): path for path in Path(folder).glob(f"{exp}_s*.csv")}
-    # Another experiment's name may begin alike, and then what follows is no number.
-    found = {int(seed): path for seed, path in found.items() if seed.isdigit()}
-    if not found:
-        raise FileNotFoundError(f"{folder}: no {exp}_s<seed>.csv")
-    return {seed: read(found[seed]) for seed in sorted(found)}
+    """{seed: {column: array}} of an experiment; FileNotFoundError where the folder has none of it."""
+    if exp not in experiments(folder):
+        raise FileNotFoundError(f"{folder}/runs.csv: has no run of {exp}")
+    return experiments(folder)[exp]
 
 
 def last(column):

@@ -2,11 +2,11 @@
 # RLOO and PPO on the embedded task, several seeds each, drawn over each other by openrlbenchmark 0.3.1.
 #
 #     bash benchmark/openrlbenchmark.sh ENVIRONMENT OUT [RUN_FOLDER ...]
-#     PICTURE=static/openrlbenchmark.png bash benchmark/openrlbenchmark.sh ENV OUT benchmark/results/TAG/trl/ours_{rloo,ppo}_s*.csv
+#     PICTURE=static/openrlbenchmark.png bash benchmark/openrlbenchmark.sh ENV OUT benchmark/results/TAG/trl/runs.csv:ours_{rloo,ppo}
 #
 # ENVIRONMENT: the tool's Python environment, made if it is missing; with no OUT that is all. OUT: figures (png, svg, pdf) and
-# tables (csv, md). RUN_FOLDERs hold runs of train_rloo.py and train_ppo.py, or are CSV files that benchmark.py
-# has kept of such runs; with none, SEEDS of both are trained first, WORKERS at a time, by benchmark.py. No account is needed, and a network only to make the environment. Environment variables:
+# tables (csv, md). RUN_FOLDERs hold runs of train_rloo.py and train_ppo.py, or are FOLDER/runs.csv:EXP,
+# an experiment that benchmark.py has kept of such runs; with none, SEEDS of both are trained first, WORKERS at a time, by benchmark.py. No account is needed, and a network only to make the environment. Environment variables:
 #     PICTURE   where the small picture goes (OUT/openrlbenchmark.png)      PYTHON   Python of this repository (python)
 #     LAST      updates at the end that the tables average (10)             ROLLING  width of smoothing, of 10,000 points (1: none)
 #     ENTITY    draw the runs that were tracked with --track, project rlhf_details of this Weights & Biases account, in place of

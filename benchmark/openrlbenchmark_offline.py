@@ -19,8 +19,8 @@ and `run_df.csv`.
   tag and, of the rest of a filter, only ?user= and ?cl=: it draws every run of that data set and experiment. With
   --replace the project holds these runs alone.
 * A folder that is given again takes the place of what it was.
-* In place of a folder a CSV file may be given that benchmark.py has written (with the column `episode`). Its arguments
-  are the script's name, the data set and the seed.
+* In place of a folder, FOLDER/runs.csv:EXP gives all seeds of an experiment that benchmark.py has kept (with the column
+  `episode`). A run's arguments are then the script's name, the data set and the seed.
 """
 
 import csv
@@ -36,6 +36,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
+from intervals import read_tables
 
 # what the tool's peewee models create; a run's id is text in all of them, also where the column says otherwise
 SCHEMA = """
@@ -57,7 +58,7 @@ WHERE = "import importlib.util as u; print(u.find_spec('openrlbenchmark').submod
 @dataclass
 class Args:
     runs: tyro.conf.Positional[tuple[str, ...]]
-    """folders runs/<name>, or CSV files of benchmark.py"""
+    """folders runs/<name>, or FOLDER/runs.csv:EXP of benchmark.py"""
     python: str | None = None
     """the Python whose openrlbenchmark will draw"""
     package: str | None = None
@@ -113,46 +114,52 @@ def read_rows(path):
     return rows or fail(f"{path}: no rows")
 
 
-def read_result(path):
-    """A CSV file of benchmark.py as (rows, arguments that say which curve it is, commit)."""
+def read_experiment(name):
+    """[(rows, arguments that say which curve it is, commit)] of FOLDER/runs.csv:EXP, one for each seed."""
+    path, _, exp = name.rpartition(":")
     try:
-        about = json.loads(read(path.with_name("env.json")))
-        words = shlex.split(about["commands"][path.stem.rpartition("_s")[0]])
+        about = json.loads(read(Path(path).with_name("env.json")))
+        words = shlex.split(about["commands"][exp])
         given = {"exp_name": next(Path(word).stem for word in words if word.endswith(".py")), "dataset": "toy"}
         given |= {name: words[words.index(f"--{name}") + 1] for name in ("exp_name", "dataset") if f"--{name}" in words}
-        given["seed"], commit = int(path.stem.rpartition("_s")[2]), about["environments"][-1]["commit"]
+        commit = about["environments"][-1]["commit"]
     except (ValueError, KeyError, IndexError, StopIteration):
-        fail(f"{path}: env.json beside it does not say by which command it was made")
-    rows = []
-    for row in csv.DictReader(read(path).splitlines()):
-        numbers = {name: float(cell) for name, cell in row.items() if cell}
-        rows.append(numbers | {name: int(numbers.get(name, 0)) for name in ("update", "episode")})
-    return rows or fail(f"{path}: no rows"), given, commit
+        fail(f"{name}: env.json beside it does not say by which command it was made")
+    found = []
+    for (of, seed), (header, *rows) in read_tables(path).items():
+        if of == exp:
+            rows = [{key: float(cell) for key, cell in zip(header, row, strict=True) if cell} for row in rows]
+            rows = [row | {key: int(row.get(key, 0)) for key in ("update", "episode")} for row in rows]
+            found.append((rows, given | {"seed": seed}, commit))
+    return found or fail(f"{name}: no rows")
 
 
-def read_run(folder, args):
-    """A run folder, or a CSV file of benchmark.py, as (what the tool keeps of a W&B run, rows with its axes)."""
-    folder = Path(folder)
-    if folder.suffix == ".csv":
-        found, given, commit = read_result(folder)
-    else:
-        found = read_rows(folder / "metrics.jsonl")
-        try:
-            about = json.loads(read(folder / "config.json"))
-            given, commit = about["args"], about.get("commit") or ""
-        except (ValueError, KeyError, TypeError):
-            fail(f"{folder / 'config.json'}: does not hold a run's arguments")
-    rows, seconds = [], 0.0
-    for row in found:
-        seconds = row.get("time/from_scratch", seconds)
-        rows.append({"_step": row["update"], "_runtime": seconds, "global_step": row["episode"]} | row)
-    # The name begins with a letter, because sqlite would make a number of it.
-    name = f"r{hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12]}"
-    run = {"id": name, "name": str(folder), "state": "finished", "url": folder.resolve().as_uri()}
-    run |= {"project": args.project, "entity": args.entity, "path": [args.entity, args.project, name]}
-    run["config"] = given | {f"{key}.value": value for key, value in given.items()}
-    run["tags"] = list(dict.fromkeys([*given.get("wandb_tags", ()), *args.tags, *filter(None, [commit[:7]])]))
-    return run | {"user": {"username": args.entity, "name": args.entity}}, rows
+def read_folder(folder):
+    """[(rows, arguments, commit)] of a run folder."""
+    rows = read_rows(Path(folder) / "metrics.jsonl")
+    try:
+        about = json.loads(read(Path(folder) / "config.json"))
+        return [(rows, about["args"], about.get("commit") or "")]
+    except (ValueError, KeyError, TypeError):
+        fail(f"{folder}/config.json: does not hold a run's arguments")
+
+
+def read_runs(name, args):
+    """Each run of a run folder or of FOLDER/runs.csv:EXP, as (what the tool keeps of a W&B run, rows with its axes)."""
+    is_experiment = ".csv:" in str(name)
+    for found, given, commit in (read_experiment if is_experiment else read_folder)(str(name)):
+        rows, seconds = [], 0.0
+        for row in found:
+            seconds = row.get("time/from_scratch", seconds)
+            rows.append({"_step": row["update"], "_runtime": seconds, "global_step": row["episode"]} | row)
+        place = f"{Path(name).resolve()}{given['seed'] if is_experiment else ''}"
+        # The id begins with a letter, because sqlite would make a number of it.
+        key = f"r{hashlib.sha256(place.encode()).hexdigest()[:12]}"
+        run = {"id": key, "name": str(name), "state": "finished", "url": Path(name).resolve().as_uri()}
+        run |= {"project": args.project, "entity": args.entity, "path": [args.entity, args.project, key]}
+        run["config"] = given | {f"{key}.value": value for key, value in given.items()}
+        run["tags"] = list(dict.fromkeys([*given.get("wandb_tags", ()), *args.tags, *filter(None, [commit[:7]])]))
+        yield run | {"user": {"username": args.entity, "name": args.entity}}, rows
 
 
 def store(database, run):
@@ -175,7 +182,7 @@ def main(args: Args):
     """Returns the folder of the project in the tool's cache."""
     if not args.runs:
         fail("name a run's folder, runs/<name>")
-    found = [read_run(folder, args) for folder in args.runs]  # all of them, before anything is written
+    found = [run for name in args.runs for run in read_runs(name, args)]  # all of them, before anything is written
     project = package_folder(args) / "dataset" / args.entity / args.project
     if args.replace:
         shutil.rmtree(project, ignore_errors=True)

@@ -21,7 +21,7 @@ try:
     import matplotlib
     import numpy as np
     import tyro
-    from intervals import ROOT, bootstrap, iqm, last, mean_interval, read_seeds, welch
+    from intervals import ROOT, bootstrap, experiments, iqm, last, mean_interval, read_seeds, welch
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
@@ -207,14 +207,9 @@ class CompareArgs:
 
 
 def results(tag):
-    """The folder of a tag's CSV files."""
+    """The folder of a tag, or of a study within it (TAG/STUDY)."""
     found = [path for path in (ROOT / "benchmark" / "results" / tag, Path(tag)) if path.is_dir()]
     return found[0] if found else fail(f"{tag}: no folder of that name under benchmark/results/")
-
-
-def experiments(folder):
-    """Names of the experiments in a folder, of its files <exp>_s<seed>.csv."""
-    return sorted({p.stem.rpartition("_s")[0] for p in folder.glob("*_s*.csv") if p.stem.rpartition("_s")[2].isdigit()})
 
 
 def seeds_of(folder, exp):

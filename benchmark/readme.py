@@ -14,7 +14,7 @@ import sys
 from intervals import ROOT
 
 TAG = "f1166b3"  # the commit whose scripts were run
-GRPO = "4d93adb"  # that of the study of GRPO
+GRPO, GRPO_TRL = "cc51011", "4d93adb"  # those of the study of GRPO, and of its comparison with TRL
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 DOCUMENTS += [path for folder in ("guides", "evidence") for path in sorted((ROOT / "docs" / folder).glob("*.md"))]
 
@@ -51,9 +51,9 @@ TABLES = {
     "grpo": lambda: tables("grpo", GRPO)[0],
     "grpo_sums": lambda: tables("grpo", GRPO)[1],
     "grpo_parts": lambda: tables("grpo", GRPO)[3],
-    "grpo_trl": lambda: tables("trl", GRPO)[0],
-    "grpo_trl_differences": lambda: tables("trl", GRPO)[1],
-    "grpo_trl_replay": lambda: tables("trl_replay", GRPO)[0],
+    "grpo_trl": lambda: tables("trl", GRPO_TRL)[0],
+    "grpo_trl_differences": lambda: tables("trl", GRPO_TRL)[1],
+    "grpo_trl_replay": lambda: tables("trl_replay", GRPO_TRL)[0],
 }
 
 

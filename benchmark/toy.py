@@ -3,7 +3,7 @@ The embedded task over seeds: every stage anew for each seed, RLOO and PPO, and 
 
     python benchmark/toy.py --seeds 1 2 3 4 5 --runs rloo rloo_nokl ppo ppo_lmhp
 
-This makes the README's table in an hour on one core.
+This makes the README's table in some two hours of one core.
 
 Trains SFT, reward model, RLOO (the defaults), RLOO with --kl_coef 0 for three times as many updates, PPO (the defaults,
 which are the N+ recipe), PPO in the recipe of lm-human-preferences, and train_ppo_async.py, each in a process of its

@@ -9,7 +9,7 @@ versions and a curve, one row an update with objective/scores and objective/kl, 
 update's samples). With samples (.json: a list an update of [query, response] token ids, the responses of a prompt
 adjacent), these are trained on in place of TRL's own.
 
-The whole batch is one micro-batch, so a step's gradient is that of the whole batch. What still differs from our
+A step has as many micro-batches as ours. With one its gradient is that of the whole batch. What still differs from our
 scripts:
 
 All versions
@@ -90,11 +90,12 @@ class Curve(TrainerCallback):
 def training_arguments(spec):
     """TrainingArguments that both generations of trainers get."""
     ours = spec["settings"]
+    size = min(ours["micro_batch_size"], ours["batch_size"])
     return dict(
         output_dir=spec["output_dir"],
         seed=spec["seed"],
-        per_device_train_batch_size=ours["batch_size"],
-        gradient_accumulation_steps=1,
+        per_device_train_batch_size=size,
+        gradient_accumulation_steps=ours["batch_size"] // size,
         learning_rate=ours["learning_rate"],
         lr_scheduler_type=ours["lr_schedule"],
         adam_epsilon=ours["adam_eps"],

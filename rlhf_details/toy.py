@@ -103,10 +103,10 @@ RESPONSE_LENGTH = 36
 
 
 # ---- the grammar -----------------------------------------------------------------------------------------------------
-def write_review(rng):
+def write_review(rng, sentences=(1, 2, 2)):
     """One review.
 
-    Args: rng, a `numpy.random.Generator`.
+    Args: rng, a `numpy.random.Generator`; sentences, of which one is drawn, how many stand between opening and closer.
     Returns: (text, n): the words joined by single spaces, and how many of them the opening has.
     """
     pick = lambda options: options[rng.integers(len(options))]  # noqa: E731
@@ -131,7 +131,7 @@ def write_review(rng):
         return re.sub(r"{(\w+)}", word, pattern)
 
     opening = fill(OPENING, +1)
-    sentences = [fill(pick(SENTENCES), mood or pick([+1, -1])) for _ in range(pick([1, 2, 2]))]
+    sentences = [fill(pick(SENTENCES), mood or pick([+1, -1])) for _ in range(pick(sentences))]
     if rng.random() < 0.8:
         sign = mood or pick([+1, -1])
         sentences.append(fill(pick(CLOSERS[sign]), sign))

@@ -15,7 +15,6 @@ import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
@@ -71,7 +70,7 @@ def measure(run, spec, engine):
     """Makes a run of page_worker.py; returns (what this saw, the record of its memory)."""
     marks, parts, cached = [], [], []
     prepare, accumulate, step = engines.prepare, engines.accumulate, engines.step
-    lap, gather = Run.lap, shards.gather
+    lap = Run.lap
     page_worker.AcceleratorState._reset_state(), gc.collect()  # What is left of the run before goes.
 
     def mark(name):
@@ -95,10 +94,6 @@ def measure(run, spec, engine):
         mark("micro-batch")
         return accumulate(*args, **kwargs)
 
-    def gather_on_cpu(accelerator, *rest):
-        """shards.gather, but on "cpu" and not on "cpu:1", to which torch would copy the finished copy once more."""
-        return gather(SimpleNamespace(unwrap_model=accelerator.unwrap_model, device=torch.device("cpu")), *rest)
-
     def marking_lap(self, name):
         lap(self, name)
         gc.collect() if name == "optimise" else None
@@ -116,7 +111,6 @@ def measure(run, spec, engine):
         stack.enter_context(patch.object(engines, "step", marking_step))
         stack.enter_context(patch.object(utils, "DynamicCache", Cache))
         stack.enter_context(patch.object(Run, "lap", marking_lap))
-        stack.enter_context(patch.object(shards, "gather", gather_on_cpu))
         stack.enter_context(patch.object(torch.distributed.Work, "wait", letting_go(torch.distributed.Work.wait)))
         stack.enter_context(patch.object(collectives, "wait_tensor", letting_go(collectives.wait_tensor)))
         profiler = stack.enter_context(profile(activities=[ProfilerActivity.CPU], profile_memory=True))

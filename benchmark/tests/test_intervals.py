@@ -1,6 +1,5 @@
 """intervals.py: the statistics of several seeds, on numbers with known answers."""
 
-import csv
 import math
 
 import intervals
@@ -40,11 +39,14 @@ def test_holms_correction():
     assert intervals.holm([0.9, 0.8]).tolist() == [1, 1]
 
 
-def test_an_experiment_is_not_another_whose_name_begins_alike(tmp_path):
-    for exp, value in (("rloo", 1.0), ("rloo_short", 2.0), ("rloo_s1", 3.0)):
-        with open(tmp_path / f"{exp}_s7.csv", "w", newline="") as file:
-            csv.writer(file).writerows([("update", "gold"), (1, value), (2, "")])
-    for exp, value in (("rloo", 1.0), ("rloo_short", 2.0), ("rloo_s1", 3.0)):
-        assert intervals.last(intervals.read_seeds(tmp_path, exp)[7]["gold"]) == value
-    with pytest.raises(FileNotFoundError):
-        intervals.read_seeds(tmp_path, "ppo")
+def test_runs_are_added_to_a_study_and_come_back_without_the_columns_that_they_do_not_have(tmp_path):
+    intervals.write_runs(tmp_path, {("a", 2): [["update", "gold"], ["1", "0.5"], ["2", ""]]})
+    intervals.write_runs(tmp_path, {("a_long", 2): [["update", "kl"], ["1", "7"]], ("a", 10): [["gold"], ["3"]]})
+    assert list(intervals.experiments(tmp_path)) == ["a", "a_long"]
+    found = intervals.read_seeds(tmp_path, "a")
+    assert list(found) == [2, 10] and found[2].keys() == {"update", "gold"} and found[10].keys() == {"gold"}
+    assert found[2]["gold"][0] == 0.5 and math.isnan(found[2]["gold"][1]) and intervals.last(found[2]["gold"]) == 0.5
+    intervals.write_runs(tmp_path, {("a", 2): [["gold"], ["1"]]})  # A run that is made again takes its own place.
+    assert intervals.read_seeds(tmp_path, "a")[2]["gold"].tolist() == [1] and len(intervals.experiments(tmp_path)) == 2
+    with pytest.raises(FileNotFoundError, match="has no run of b"):
+        intervals.read_seeds(tmp_path, "b")

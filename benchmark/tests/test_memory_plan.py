@@ -86,7 +86,9 @@ def cases(engine):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2", pytest.param("zero3", marks=NO_DEEPSPEED)])
+@pytest.mark.parametrize(
+    "engine", ["ddp", "fsdp2", *(pytest.param(name, marks=NO_DEEPSPEED) for name in ("zero2", "zero3"))]
+)
 def test_a_run_of_two_processes_needs_what_was_planned(models, engine):
     """Weights and moments exactly, all that stays but for the batch, and the rest within 15 %."""
     warnings.simplefilter("ignore")

@@ -15,7 +15,7 @@ import openrlbenchmark_offline as offline
 import pytest
 import tyro
 from helpers import PAGES, page_args, read_metrics
-from intervals import ROOT
+from intervals import ROOT, write_runs
 
 import benchmark
 from rlhf_details import train_ppo, train_reward
@@ -72,16 +72,17 @@ def test_a_run_is_listed_with_its_arguments_tags_and_curves(in_tmp):
     assert [row["objective/scores"] for row in table] == ["", "1.0", "nan"]
 
 
-def test_a_csv_file_of_benchmark_is_read_as_the_run_that_its_command_says(in_tmp):
+def test_an_experiment_of_benchmark_is_read_as_the_runs_that_its_command_says(in_tmp):
     command = "python x/train_rloo.py --dataset a.jsonl --exp_name b"
-    about = {"commands": {"named": command}, "environments": [{"commit": "0123456789"}]}
+    about = {"commands": {"named": command, "other": "python c.py"}, "environments": [{"commit": "0123456789"}]}
     Path("env.json").write_text(json.dumps(about))
-    Path("named_s7.csv").write_text("update,episode,objective/gold,eval/objective/gold\n0,0,,2.5\n1,8,3.25,\n")
-    project = convert("named_s7.csv")
-    ((name, row),) = listed(project)[0].items()
-    config = json.loads(row["config"])
-    assert (config["exp_name"], config["dataset.value"], config["seed"]) == ("b", "a.jsonl", 7)
-    rows = list(csv.DictReader(open(project / name / "run_df.csv")))
+    named = {("named", 7): [["update", "episode", "objective/gold"], ["0", "0", ""], ["1", "8", "3.25"]]}
+    write_runs(".", named | {("named", 8): [["update", "episode"], ["1", "8"]], ("other", 1): [["update"], ["1"]]})
+    project = convert("runs.csv:named")
+    runs = {json.loads(row["config"])["seed"]: row for row in listed(project)[0].values()}
+    config = json.loads(runs[7]["config"])
+    assert runs.keys() == {7, 8} and (config["exp_name"], config["dataset.value"]) == ("b", "a.jsonl")
+    rows = list(csv.DictReader(open(project / runs[7]["id"] / "run_df.csv")))
     assert [(r["_step"], r["global_step"], r["objective/gold"]) for r in rows] == [("0", "0", ""), ("1", "8", "3.25")]
 
 
@@ -97,7 +98,7 @@ def test_a_run_given_again_takes_its_own_place_and_replace_leaves_nothing_else(i
 
 def test_bad_input_is_one_line_and_nothing_is_written(in_tmp, capsys):
     write("runs/a", ROWS), write("broken", ROWS, torn="{\n{}"), Path("empty").mkdir()
-    for runs in (("empty",), ("nowhere",), ("broken",), (), ("runs/a", "empty")):
+    for runs in (("empty",), ("nowhere",), ("broken",), (), ("runs/a", "empty"), ("runs.csv:rloo",)):
         with pytest.raises(SystemExit) as end:
             convert(*runs)
         error = capsys.readouterr().err

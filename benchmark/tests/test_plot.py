@@ -1,6 +1,5 @@
 """plot.py: what is drawn of a run, the curves of several seeds, and the comparison of two folders of them."""
 
-import csv
 import json
 import runpy
 import subprocess
@@ -72,9 +71,7 @@ def test_bad_input_is_one_line(in_tmp, monkeypatch, capsys):
 
 # ---- curves of several seeds, and their comparison -------------------------------------------------------------------
 def write(folder, exp, seed, columns):
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / f"{exp}_s{seed}.csv", "w", newline="") as file:
-        csv.writer(file).writerows([tuple(columns), *zip(*columns.values(), strict=True)])
+    intervals.write_runs(folder, {(exp, seed): [list(columns), *zip(*columns.values(), strict=True)]})
 
 
 def learning(folder, exp, seeds, rise=1.0):

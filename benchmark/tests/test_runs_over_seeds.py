@@ -1,12 +1,13 @@
 """benchmark.py: runs over seeds, what it keeps, what it skips, and how it goes on."""
 
-import csv
 import json
+import os
 import shlex
 import subprocess
 from pathlib import Path
 
 import pytest
+from intervals import read_tables, write_runs
 
 import benchmark
 
@@ -19,7 +20,8 @@ if Path(flags["--broken"]).exists() and seed == 2:
     print("it broke"), sys.exit(3)
 folder = Path("runs") / flags["--run_name"]
 folder.mkdir(parents=True, exist_ok=True)
-rows = [{"update": u, "episode": 8 * u, "objective/scores": seed + u / 3, "time/update": 1.0} for u in range(1, 6)]
+times = int(os.environ.get("TIMES", "1"))
+rows = [{"update": u, "episode": 8 * u * times, "objective/scores": seed + u / 3} for u in range(1, 6)]
 (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + chr(10) for row in rows))
 """
 
@@ -39,9 +41,9 @@ def bench(tmp_path, monkeypatch):
     return run
 
 
-def read(path):
-    with open(path, newline="") as file:
-        return list(csv.reader(file))
+def kept(bench):
+    """{(experiment, seed): [header, row, ...]} of what the runs have left."""
+    return read_tables(bench.results / "runs.csv")
 
 
 def ends(function, *args, **options):
@@ -52,8 +54,9 @@ def ends(function, *args, **options):
 
 def test_each_seed_leaves_the_columns_asked_for_and_the_environment(bench):
     assert bench(workers=2) == []
-    assert sorted(p.name for p in bench.results.iterdir()) == ["env.json", "toy_s1.csv", "toy_s2.csv", "toy_s3.csv"]
-    assert read(bench.results / "toy_s2.csv")[:2] == [["update", "objective/scores"], ["1", "2.3333"]]
+    assert sorted(p.name for p in bench.results.iterdir()) == ["env.json", "runs.csv"]
+    assert kept(bench).keys() == {("toy", 1), ("toy", 2), ("toy", 3)}
+    assert kept(bench)["toy", 2][:2] == [["update", "objective/scores"], ["1", "2.3333"]]
     environment = json.loads((bench.results / "env.json").read_text())
     assert environment["tag"] == "v1" and environment["commands"]["toy"].endswith("--name {seed}")
     (made,) = environment["environments"]
@@ -63,9 +66,11 @@ def test_each_seed_leaves_the_columns_asked_for_and_the_environment(bench):
 def test_what_is_there_is_skipped_and_what_failed_is_tried_again(bench, tmp_path, capsys):
     (tmp_path / "broken").touch()
     assert bench() == ["toy_s2"] and "FAILED: exit code 3: it broke" in capsys.readouterr().out
-    assert not (bench.results / "toy_s2.csv").exists() and (bench.results / "toy_s3.csv").exists()
+    assert kept(bench).keys() == {("toy", 1), ("toy", 3)}
     (tmp_path / "broken").unlink()
     assert bench() == [] and "2 done, 1 to do" in capsys.readouterr().out
+    assert bench(exp=("more",), seeds=(1,)) == []
+    assert kept(bench).keys() == {("toy", 1), ("toy", 2), ("toy", 3), ("more", 1)}
 
 
 def test_results_of_other_scripts_or_of_another_command_are_not_added_to(bench, tmp_path, capsys):
@@ -82,19 +87,26 @@ def test_results_of_other_scripts_or_of_another_command_are_not_added_to(bench, 
     assert "2 names of 1 commands" in capsys.readouterr().err
 
 
+def test_variables_before_a_command_are_set_for_its_run_alone(bench, tmp_path):
+    command = f"TIMES=3 python {tmp_path}/train.py --broken {tmp_path}/broken --name x"
+    assert bench(command=(command,), seeds=(1,), columns=("episode",)) == [] and "TIMES" not in os.environ
+    assert kept(bench)["toy", 1][-1] == ["120"]
+
+
 def test_every_so_manyth_row_and_the_last_are_kept(bench):
     bench(every=3, seeds=(1,))
-    assert [row[0] for row in read(bench.results / "toy_s1.csv")] == ["update", "1", "4", "5"]
+    assert [row[0] for row in kept(bench)["toy", 1]] == ["update", "1", "4", "5"]
 
 
-def test_a_task_of_an_array_job_is_one_run_and_all_of_them_are_all_runs(bench, tmp_path):
+def test_a_task_of_an_array_job_is_one_run_and_all_of_them_are_all_runs(bench, tmp_path, capsys):
     bench(slurm=str(tmp_path / "job.sh"))
     assert not bench.results.exists()
     text = (tmp_path / "job.sh").read_text()
     assert "--array=0-2" in text
     words = shlex.split(next(x for x in text.splitlines() if "benchmark.py" in x).replace("$SLURM_ARRAY_TASK_ID", "1"))
     assert benchmark.main(benchmark.tyro.cli(benchmark.Args, args=words[words.index("--only") :])) == []
-    assert [p.name for p in sorted(bench.results.glob("*.csv"))] == ["toy_s2.csv"]
+    assert not kept(bench)  # Tasks run at the same time, so none of them writes the study's file.
+    assert bench() == [] and "1 done, 2 to do" in capsys.readouterr().out and len(kept(bench)) == 3
 
 
 def test_the_tag_is_gits_and_says_when_files_differ(tmp_path):
@@ -124,8 +136,7 @@ def test_stages_run_where_a_run_needs_them_and_not_where_all_is_done(tmp_path, m
     benchmark.run_study(stages, runs, None, "t")
     assert asked == [["sft_s1", "small_s1"], ["reward_s1"], ["rloo_s1"]]
     for run in (*stages[0], *runs):
-        run.result.parent.mkdir(parents=True, exist_ok=True)
-        run.result.write_text("update\n1\n")
+        write_runs(run.results, {run.key: [["update"], ["1"]]})
     stages[0][1].makes.mkdir(parents=True)
     (stages[0][1].makes / "config.json").touch()
     runs.append(benchmark.Run("ppo", "python x.py", 1, "t", "study"))

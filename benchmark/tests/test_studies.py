@@ -1,6 +1,5 @@
 """The studies: their arithmetic on made-up numbers, and their commands and mutations on the pages as they are."""
 
-import csv
 import importlib
 import itertools
 import json
@@ -19,10 +18,10 @@ import mutations
 import numpy as np
 import overoptimisation
 import pytest
-from intervals import ROOT
+from intervals import ROOT, write_runs
 
 import benchmark
-from rlhf_details import train_rloo
+from rlhf_details import toy, train_rloo
 from rlhf_details.plumbing import cli
 
 SCRIPTS = "train_sft train_reward train_rloo train_grpo train_ppo train_ppo_async evaluate".split()
@@ -41,9 +40,7 @@ def parse(command):
 
 
 def write(folder, exp, seed, columns):
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / f"{exp}_s{seed}.csv", "w", newline="") as file:
-        csv.writer(file).writerows([tuple(columns), *zip(*columns.values(), strict=True)])
+    write_runs(folder, {(exp, seed): [list(columns), *zip(*columns.values(), strict=True)]})
 
 
 # ---- commands --------------------------------------------------------------------------------------------------------
@@ -51,7 +48,9 @@ def test_every_command_of_the_studies_parses_against_the_flags():
     commands = [command for _, command in ablations.BASES.values()]
     for v in ablations.VARIANTS:
         script, _, flags = ablations.BASES[v.base][1].partition(" ")
-        commands.append(f"{v.script or script} {flags} {v.flags}")
+        commands.append(f"{script} {flags} {v.flags}")
+        for stage, changes in (("sft", v.sft), ("reward", v.reward)):
+            commands.append(f"train_{stage}.py {' '.join(x for x in changes if isinstance(x, str))}")
     commands += [command.removeprefix("python ") for _, _, command in overoptimisation.settings().values()]
     commands += [run.command.removeprefix("python ") for batch in benchmark.stage_runs((1,), "t") for run in batch]
     for command in commands:
@@ -74,13 +73,13 @@ def test_every_variants_mutation_changes_the_files_that_it_names(tmp_path, monke
     monkeypatch.setattr(ablations, "ROOT", tmp_path)
     before = mutations.sources()
     for variant in ablations.VARIANTS:
-        changes = [*variant.mutations, *(x for x in variant.reward if not isinstance(x, str))]
+        changes = [*variant.mutations, *(x for x in variant.sft + variant.reward if not isinstance(x, str))]
         if changes:
             after = mutations.sources(ablations.code_of(variant.name, changes, "t"))
             assert {file for file in after if after[file] != before[file]} == {file for file, *_ in changes}, (
                 variant.name
             )
-        assert variant.flags or variant.script or changes or variant.runs, variant.name
+        assert variant.flags or variant.sft or changes or variant.runs, variant.name
 
 
 def test_a_detail_is_priced_or_listed_with_the_reason_why_not():
@@ -90,7 +89,23 @@ def test_a_detail_is_priced_or_listed_with_the_reason_why_not():
     assert priced | set(unpriced) == set(details.read("details.toml")["tags"]) and not priced & set(unpriced)
     names = [v.name for v in ablations.VARIANTS] + list(ablations.BASES)
     assert len(names) == len(set(names))
+    assert set(ablations.LONG + ablations.OPTIONS) <= set(names)
+    assert ablations.longer("x --total_episodes 12 --seed 3", 4) == "x --total_episodes 48 --seed 3"
     assert all(v.base in ablations.BASES and (not v.runs or v.runs in ablations.BASES) for v in ablations.VARIANTS)
+
+
+def test_longer_runs_are_those_of_the_chosen_variants_and_their_bases(monkeypatch):
+    asked = []
+    monkeypatch.setattr(ablations, "stages", lambda *_: [])
+    monkeypatch.setattr(ablations, "code_of", lambda *_: ROOT)
+    monkeypatch.setattr(ablations, "run_study", lambda stages, runs, *_: asked.extend(runs) or [])
+    assert ablations.run(ablations.RunArgs(tag="t", seeds=(1,), times=4)) == []
+    own = [run for run in asked if "held_out.py" not in run.command]
+    assert {run.results.name for run in asked} == {"ablations_4"}
+    assert all("--total_episodes 12800" in run.command or "--total_episodes 6144" in run.command for run in own)
+    runs = {v.runs for v in ablations.VARIANTS if v.runs and v.name in ablations.LONG}
+    without_own = {v.name for v in ablations.VARIANTS if v.runs}
+    assert {run.key[0] for run in own} >= (set(ablations.LONG) - without_own) | runs | {"rloo", "ppo"}
 
 
 def test_effects_are_paired_differences_and_verdicts_are_corrected_for_their_number(tmp_path, monkeypatch):
@@ -117,6 +132,9 @@ def test_effects_are_paired_differences_and_verdicts_are_corrected_for_their_num
     assert verdict["worse"] == "matters" and verdict["same"] == "changes nothing"
     assert {("worse", "gold"), ("worse", "kl")} <= sure and not {name for name, _ in sure} - {"worse"}
     assert ablations.count_up(found["worse"]) == "10: 0, 10"
+    line = ablations.longer_table(tmp_path, found, verdict)[4]  # of runs that are as long
+    gold, kl = ablations.signed(found["worse"]["gold"]), ablations.signed(found["worse"]["kl"])
+    assert line == f"|  | w | rloo | {gold} | **{gold}** | {kl} | **{kl}** | matters | matters |"
     others = [verdict[v.name] for v in variants[2:]]
     assert set(others) <= {"perhaps", "does not show here"} and others.count("perhaps") <= 5
 
@@ -205,18 +223,48 @@ def test_the_tables_against_trl():
     assert high == -low == pytest.approx(2.776445 * math.sqrt(0.625) * math.sqrt(1.2), abs=1e-5)
     found = {"ours_rloo": seeds(1.0), "trl_rloo_1.16.0": seeds(1.05, own), "trl_rloo_0.21.0": seeds(1.5, own)}
     lines = against_trl.tables(found)
-    near, far = (next(x for x in lines if x.startswith(f"| trl_rloo_{v} | score")) for v in ("1.16.0", "0.21.0"))
+    near, far = (
+        next(x for x in lines if x.startswith(f"| ours_rloo less trl_rloo_{v} | score")) for v in ("1.16.0", "0.21.0")
+    )
     assert "-0.05 [-0.25, +0.15] | yes" in near and near.endswith("| yes |")
     assert "-0.50 [-0.70, -0.30] | **no**" in far and far.endswith("| yes |")  # Seeds differ more than the systems do.
     assert lines[2].startswith("| ours_rloo | 5 | 1.00 [0.02, 1.98], 0.00 .. 2.00 |")
 
 
+def test_four_micro_batches_are_held_to_the_same_of_ours_and_to_one():
+    one, four = {1: {}, 2: {}}, {1: {}}
+    found = {"ours_ppo": one, "trl_ppo_0.21.0": one, "ours_ppo_in_4": four, "trl_ppo_0.21.0_in_4": four}
+    assert [pair[:2] for pair in against_trl.pairs(found)] == [
+        ("ours_ppo", "trl_ppo_0.21.0"),
+        ("ours_ppo_in_4", "trl_ppo_0.21.0_in_4"),
+        ("ours_ppo_in_4", "ours_ppo"),
+        ("trl_ppo_0.21.0_in_4", "trl_ppo_0.21.0"),
+    ]
+    studies = {against_trl.study_of(task, updates) for task in ("toy", "lengths") for updates in (None, 100)}
+    assert len(studies) == 4 and against_trl.study_of("toy", None) == "trl"
+
+
+def test_the_stages_of_the_task_with_varying_lengths_parse_and_their_reviews_vary(in_tmp, monkeypatch):
+    monkeypatch.setattr(against_trl, "ROOT", in_tmp)
+    monkeypatch.setattr(against_trl, "LENGTHS", (64, *against_trl.LENGTHS[1:]))
+    first, second = against_trl.lengths_stages((3,))
+    ((sft, _),), ((reward, _),) = first.values(), second.values()
+    _, sft_args = parse(sft.removeprefix("python ").format(root=in_tmp, seed=3))
+    _, reward_args = parse(reward.removeprefix("python ").format(root=ROOT, seed=3))
+    assert (Path(sft_args.base_model) / "config.json").exists()
+    assert reward_args.dataset == "toy" and reward_args.response_length == against_trl.LENGTHS[2]
+    rows = [json.loads(line) for line in (in_tmp / "models" / "bench" / "lengths.jsonl").read_text().splitlines()]
+    lengths = [len(row["completion"].split()) for row in rows]
+    assert min(lengths) < 20 and 60 < max(lengths) <= against_trl.LENGTHS[2]
+    assert all(toy.parses(f"{row['prompt']} {row['completion']}") for row in rows)
+
+
 def test_trl_gets_the_settings_that_our_side_is_started_with():
     own = {"sft_model_path", "reward_model_path", "output_dir", "num_sample_generations", "checkpoint_every"}
-    for algorithm, changes in against_trl.CHANGES.items():
-        flags = " ".join(f"--{name} {value}" for name, value in changes.items())
+    for algorithm, case in itertools.product(against_trl.UPDATES, [(), ("lengths", 100, 4)]):
+        flags = " ".join(f"--{name} {value}" for name, value in against_trl.changes_of(algorithm, *case).items())
         _, args = parse(f"train_{algorithm}.py {against_trl.RUN} {flags} {benchmark.STAGES}")
-        ours, theirs = vars(args), against_trl.settings(algorithm)
+        ours, theirs = vars(args), against_trl.settings(algorithm, *case)
         assert {name: ours[name] for name in ours.keys() - own} == {name: theirs[name] for name in theirs.keys() - own}
 
 
@@ -232,5 +280,8 @@ def test_the_commands_of_grpos_study_parse_and_its_tables_are_paired(tmp_path):
     rows = [line.split(" | ") for line in grpo.curves_table(found, "toy", grpo.MEASURES) if "less RLOO" in line]
     apart = list(grpo.CURVES).index("undivided") - list(grpo.CURVES).index("rloo")
     assert rows[0][2] == "-1.00 (-1.00 .. -1.00)" and rows[1][2] == f"{apart}.00 ({apart}.00 .. {apart}.00)"
+    for timed, minutes in ((None, "0.03"), ((2, 3), "0.04")):  # The seeds take 1, 2 and 3 seconds.
+        (row,) = (x for x in grpo.curves_table(found, "toy", grpo.MEASURES, timed) if x.startswith("| GRPO |"))
+        assert row.split(" | ")[-1].startswith(f"{minutes} (")
     effects, bases = grpo.parts(found)
     assert effects["no_kl"]["gold"][0] == 1 and effects["clip_higher"]["gold"][0] == 1 and set(bases) == set(grpo.BASES)

@@ -193,4 +193,5 @@ def gather(accelerator, module, template, precision):
     for name, p in named_parameters(accelerator, module):
         if name in empty:
             weights[name] = whole(p).detach().to(torch.bfloat16 if id(empty[name]) in rounded else p.dtype)
-    return fill(template, weights).to(accelerator.device)
+    # The weights are on the device already, and only buffers move. On CPUs "cpu:1" would be another device than "cpu".
+    return fill(template, weights).to(accelerator.device.type)

@@ -21,8 +21,10 @@ from rlhf_details import evaluate, toy, train_both, train_reward, train_sft
 from rlhf_details.plumbing import cli
 
 pytest.importorskip("matplotlib")
+import ablations
 import against_trl
 import frozen
+import grpo
 import memory_plan
 import mutations
 import plot
@@ -102,7 +104,8 @@ def test_every_flag_that_the_readme_names_exists():
         plot.CurvesArgs,
         plot.CompareArgs,
     ]
-    arguments += [toy_over_seeds.Args, *(kind for kind, _ in against_trl.COMMANDS.values())]
+    arguments += [toy_over_seeds.Args]
+    arguments += [kind for study in (ablations, against_trl, grpo) for kind, _ in study.COMMANDS.values()]
     names = {field.name for kind in arguments for field in dataclasses.fields(kind)}
     names |= {f"no_{name}" for name in names} | {"algorithm", "reward", "policy"}  # the last of train_both.py
     # Flags of accelerate, torchrun, --help, `git diff --no-index`, openrlbenchmark, pytest, docs/build.py and SLURM.
