@@ -2,19 +2,19 @@
 Against TRL: the same models, prompts, rewards and settings through TRL's trainers and through ours, over seeds.
 
     python benchmark/against_trl.py run --tag TAG --seeds 1 2 3 4 5 --workers 2 --environments FOLDER
-    python benchmark/against_trl.py run --tag TAG --task lengths --updates 100 --micro_batches 1 4 --environments FOLDER
+    python benchmark/against_trl.py run --tag TAG --task lengths --updates 100 --batch_size 64 --micro_batches 1 4
     python benchmark/against_trl.py replay --tag TAG --environments FOLDER
     python benchmark/against_trl.py draw --tag TAG
 
 `run` goes on where it stopped. `replay` writes results/TAG/trl_replay.md, and `draw` writes static/trl.svg and
-results/TAG/trl.md, or of a study with --updates, e.g. --study trl_lengths_100, its own.
+results/TAG/trl.md, or of a study with --updates, e.g. --study trl_lengths_100x64, its own.
 
 Systems: RLOO and PPO of TRL 0.21.0, its last release with both in the form of the N+ paper; RLOO and GRPO of TRL
 1.16.0; train_rloo.py, train_grpo.py and train_ppo.py. The embedded task, 25 updates of RLOO and of GRPO and 12 of PPO,
 128 episodes each, all other settings the task's defaults, which trl_side.py translates; it also lists what still
 differs. FOLDER/trl-VERSION is an environment, made by speed.py where missing. --systems takes some of them.
---updates makes runs of another length. --task lengths is the embedded task after an SFT on reviews of one to seven
-sentences, with responses of up to 96 tokens. --micro_batches splits each step, in TRL and in ours.
+--updates and --batch_size make runs of another length. --task lengths is the embedded task after an SFT on reviews of
+one to seven sentences, with responses of up to 96 tokens. --micro_batches splits each step, in TRL and in ours.
 
 The curves are of the training samples. The final figures are one evaluator's: our sampler on the 512 held-out prompts,
 with the noise of (seed, EVALUATION, 0), which is what our scripts' own last eval/* are, to the digit (with four
@@ -56,7 +56,8 @@ SYSTEMS = {  # name: (algorithm, TRL version or None, label, colour)
     "trl_ppo_0.21.0": ("ppo", "0.21.0", "TRL 0.21.0", "#4e9a06"),
 }
 PASSES = {"num_ppo_epochs": 4, "cliprange": 0.05, "cliprange_high": 0.1, "total_episodes": 768}
-REPLAYED = (  # (algorithm, what is changed, in words)
+WHOLE_MEANS = "PPO, weight decay 0, 4 micro-batches, TRL's losses divided by the minibatch's tokens"
+REPLAYED = (  # (algorithm, what is changed on both sides, or "whole_means": on TRL's; in words)
     ("rloo", {}, "RLOO"),
     ("grpo", {}, "GRPO"),
     # TRL's learning rate falls with each pass. Later, rounding alone parts two such runs, also two of TRL's.
@@ -69,6 +70,7 @@ REPLAYED = (  # (algorithm, what is changed, in words)
     ("rloo", {"micro_batch_size": BATCH // 4}, "RLOO, 4 micro-batches"),
     ("grpo", {"micro_batch_size": BATCH // 4}, "GRPO, 4 micro-batches"),
     ("ppo", {"weight_decay": 0.0, "micro_batch_size": BATCH // 4}, "PPO, weight decay 0, 4 micro-batches"),
+    ("ppo", {"weight_decay": 0.0, "micro_batch_size": BATCH // 4, "whole_means": True}, WHOLE_MEANS),
 )
 FOUR = "_in_4"  # what a system's name ends with where each step has four micro-batches
 FIGURES = {"scores": "score", "gold": "gold", "kl": "KL, nats a response"}
@@ -90,6 +92,8 @@ class RunArgs:
     """the embedded task, or its variant with widely varying lengths"""
     updates: int | None = None
     """updates of each run; None: 25 of RLOO and GRPO, 12 of PPO"""
+    batch_size: int = BATCH
+    """episodes of an update"""
     micro_batches: tuple[Literal[1, 4], ...] = (1,)
     """micro-batches of a step, for runs of each"""
     environments: str = "runs/environments"
@@ -118,6 +122,8 @@ class TrlArgs:
     """the embedded task, or its variant with widely varying lengths"""
     updates: int | None = None
     """updates; None: 25 of RLOO and GRPO, 12 of PPO"""
+    batch_size: int = BATCH
+    """episodes of an update"""
     micro_batches: Literal[1, 4] = 1
     """micro-batches of a step"""
     environments: str = os.environ.get("TRL_ENVIRONMENTS", "runs/environments")
@@ -151,16 +157,16 @@ class DrawArgs:
     tag: str | None = None
     """folder of the results; None: git describe"""
     study: str = "trl"
-    """folder within it: trl, or trl_TASK_UPDATES ("short" without --updates)"""
+    """folder within it: trl, or trl_TASK_UPDATESxBATCH ("short" without --updates)"""
     output: str = "static/trl.svg"
     """the figure"""
 
 
 # ---- run -------------------------------------------------------------------------------------------------------------
-def changes_of(algorithm, task="toy", updates=None, micro_batches=1):
+def changes_of(algorithm, task="toy", updates=None, batch_size=BATCH, micro_batches=1):
     """{argument: value}: what differs from our script's defaults on the embedded task."""
-    changes = {"batch_size": BATCH, "total_episodes": BATCH * (updates or UPDATES[algorithm])}
-    changes |= {"micro_batch_size": BATCH // micro_batches} if micro_batches > 1 else {}
+    changes = {"batch_size": batch_size, "total_episodes": batch_size * (updates or UPDATES[algorithm])}
+    changes |= {"micro_batch_size": batch_size // micro_batches} if micro_batches > 1 else {}
     return changes | ({"response_length": LENGTHS[2]} if task == "lengths" else {})
 
 
@@ -209,9 +215,10 @@ def lengths_stages(seeds):
     return first, {"lengths_reward": (f"{reward} --output_dir {MODELS}/lengths_reward", None)}
 
 
-def study_of(task, updates):
-    """The folder of a study's results: "trl" for the short runs on the toy, else trl_TASK_UPDATES."""
-    return "trl" if task == "toy" and not updates else f"trl_{task}_{updates or 'short'}"
+def study_of(task, updates, batch_size):
+    """The folder of a study's results: "trl" for the short runs on the toy, else trl_TASK_UPDATESxBATCH."""
+    is_first = (task, updates, batch_size) == ("toy", None, BATCH)
+    return "trl" if is_first else f"trl_{task}_{updates or 'short'}x{batch_size}"
 
 
 def models_of(seed, task):
@@ -239,7 +246,7 @@ def by_trl(args: TrlArgs):
         "".join(json.dumps({"prompt": row["prompt"]}) + "\n" for row in toy.rows("prompts", "train"))
     )
     Path(paths["result"]).unlink(missing_ok=True)
-    changes = args.task, args.updates, args.micro_batches
+    changes = args.task, args.updates, args.batch_size, args.micro_batches
     spec = {"algorithm": algorithm, "policy": str(sft), "reward": str(reward), "seed": args.seed}
     spec |= {"settings": settings(algorithm, *changes), "output_dir": str(here / "policy")} | paths
     (here / "spec.json").write_text(json.dumps(spec, indent=1))
@@ -275,19 +282,20 @@ def run(args: RunArgs):
             [python_of(name, environments), "-c", script, *PACKAGES], capture_output=True, text=True, check=True
         )
         versions[f"trl-{name}"] = dict(zip(PACKAGES, found.stdout.split(), strict=True))
-    study = study_of(args.task, args.updates)
+    study = study_of(args.task, args.updates, args.batch_size)
     first, second, models = {}, {}, STAGES
     if args.task == "lengths":
         (first, second), models = lengths_stages(args.seeds), STAGES.replace("/sft", "/lengths_sft")
         models = models.replace("/reward", "/lengths_reward")
     runs = []
     for seed, (system, (algorithm, version, *_)), number in product(args.seeds, systems.items(), args.micro_batches):
-        changes = changes_of(algorithm, args.task, args.updates, number)
+        changes = changes_of(algorithm, args.task, args.updates, args.batch_size, number)
         flags = " ".join(f"--{name} {value}" for name, value in changes.items())
         command = f"python rlhf_details/train_{algorithm}.py {RUN} {flags} {models}"
         if version:
             command = f"python benchmark/against_trl.py trl --system {system} --task {args.task}"
-            command += f" --updates {args.updates or UPDATES[algorithm]} --micro_batches {number}"
+            command += f" --updates {args.updates or UPDATES[algorithm]} --batch_size {args.batch_size}"
+            command += f" --micro_batches {number}"
         runs.append(Run(system + FOUR * (number == 4), command, seed, tag, study))
     failed = run_study(stage_runs(args.seeds, tag, first, second), runs, args, tag)
     about = runs[0].results / "env.json"
@@ -343,6 +351,9 @@ def replay(args: ReplayArgs):
             continue
         folder = ROOT / "runs" / "benchmark" / args.tag / f"trl_replay_{args.task}" / f"{number}_{algorithm}"
         folder.mkdir(parents=True, exist_ok=True)
+        changes, means = dict(changes), {}
+        if "whole_means" in changes:
+            means["whole_means"] = changes.pop("whole_means")
         record(algorithm, args.seed, changes, folder, args.task)
         for system, (of, version, label, _) in SYSTEMS.items():
             if of != algorithm or version is None:
@@ -360,7 +371,7 @@ def replay(args: ReplayArgs):
                 "reward": str(reward),
                 "seed": args.seed,
             }
-            spec |= {"settings": settings(algorithm, args.task) | changes, "output_dir": str(theirs)} | paths
+            spec |= {"settings": settings(algorithm, args.task) | changes, "output_dir": str(theirs)} | paths | means
             (theirs / "spec.json").write_text(json.dumps(spec))
             worker = [python_of(version, args.environments), str(Path(__file__).resolve().with_name("trl_side.py"))]
             subprocess.run([*worker, str(theirs / "spec.json")], check=True, env=trl_environ())

@@ -7,7 +7,8 @@ SPEC: algorithm (rloo, grpo or ppo), policy, reward (model folders), prompts (.j
 arguments of our scripts, by their names), output_dir (of the trained policy), result (.json: the
 versions and a curve, one row an update with objective/scores and objective/kl, the KL in nats a response of that
 update's samples). With samples (.json: a list an update of [query, response] token ids, the responses of a prompt
-adjacent), these are trained on in place of TRL's own.
+adjacent), these are trained on in place of TRL's own. With whole_means, PPO's loss is divided by the tokens of the
+whole minibatch.
 
 A step has as many micro-batches as ours. With one its gradient is that of the whole batch. What still differs from our
 scripts:
@@ -22,6 +23,8 @@ All versions
     first_true_indices), and the pad token is masked wherever it stands (trainer/utils.py, forward).
     policy/entropy_avg averages over padding too; it is a figure of the log only.
 0.21, PPO
+    The loss is a mean over each micro-batch's tokens, and these means are averaged (PPOTrainer.train, lines 574 and
+    583): with several micro-batches a token counts more where the others of its micro-batch are few.
     Whitening divides by the unbiased deviation (core.py, masked_var), ours by the biased one: 1 part in 5000.
 1.16
     No position_ids: _get_per_token_logps_and_entropies counts a row's left padding, which rotary positions forgive.
@@ -156,6 +159,20 @@ def legacy_trainer(spec, policy, tokenizer, texts):
     return RLOOTrainer(config=config, policy=policy, ref_policy=reference, **common, callbacks=[curve]), curve
 
 
+def take_whole_means():
+    """Lets TRL 0.21's PPO divide its losses by the tokens of the whole minibatch, where it takes each micro-batch's."""
+    from trl.trainer import ppo_trainer
+
+    def masked_mean(x, mask, axis=None):
+        caller = sys._getframe(1).f_locals  # The minibatch's masks stand in PPOTrainer.train alone. True is padding.
+        masks = (~caller[name][caller["mini_batch_inds"]] for name in ("padding_mask", "padding_mask_p1"))
+        here = slice(caller["micro_batch_start"], caller["micro_batch_end"])
+        whole = next(minibatch for minibatch in masks if torch.equal(minibatch[here], mask))
+        return (x * mask).sum() / whole.sum() * (len(whole) / len(mask))
+
+    ppo_trainer.masked_mean = masked_mean
+
+
 def reward_function(spec, tokenizer):
     """(reward function of TRL 1.x, which scores a response's last token; tokens and mean score of its last batch)."""
     model, last = load_reward(spec), {}
@@ -267,6 +284,8 @@ def main(spec):
     trainer, curve = make(spec, policy, tokenizer, texts)
     if samples:
         replay(trainer, policy, samples, spec)
+    if spec.get("whole_means"):
+        take_whole_means()
     trainer.train()
     vars(policy).pop("generate", None)
     policy.save_pretrained(spec["output_dir"])

@@ -6,7 +6,9 @@ import json
 import math
 import shlex
 import shutil
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import ablations
 import against_trl
@@ -18,6 +20,8 @@ import mutations
 import numpy as np
 import overoptimisation
 import pytest
+import torch
+import trl_side
 from intervals import ROOT, write_runs
 
 import benchmark
@@ -240,8 +244,9 @@ def test_four_micro_batches_are_held_to_the_same_of_ours_and_to_one():
         ("ours_ppo_in_4", "ours_ppo"),
         ("trl_ppo_0.21.0_in_4", "trl_ppo_0.21.0"),
     ]
-    studies = {against_trl.study_of(task, updates) for task in ("toy", "lengths") for updates in (None, 100)}
-    assert len(studies) == 4 and against_trl.study_of("toy", None) == "trl"
+    asked = list(itertools.product(("toy", "lengths"), (None, 100), (64, 128)))
+    assert len({against_trl.study_of(*case) for case in asked}) == len(asked)
+    assert against_trl.study_of("toy", None, 128) == "trl"
 
 
 def test_the_stages_of_the_task_with_varying_lengths_parse_and_their_reviews_vary(in_tmp, monkeypatch):
@@ -261,11 +266,31 @@ def test_the_stages_of_the_task_with_varying_lengths_parse_and_their_reviews_var
 
 def test_trl_gets_the_settings_that_our_side_is_started_with():
     own = {"sft_model_path", "reward_model_path", "output_dir", "num_sample_generations", "checkpoint_every"}
-    for algorithm, case in itertools.product(against_trl.UPDATES, [(), ("lengths", 100, 4)]):
+    for algorithm, case in itertools.product(against_trl.UPDATES, [(), ("lengths", 100, 64, 4)]):
         flags = " ".join(f"--{name} {value}" for name, value in against_trl.changes_of(algorithm, *case).items())
         _, args = parse(f"train_{algorithm}.py {against_trl.RUN} {flags} {benchmark.STAGES}")
         ours, theirs = vars(args), against_trl.settings(algorithm, *case)
         assert {name: ours[name] for name in ours.keys() - own} == {name: theirs[name] for name in theirs.keys() - own}
+
+
+def test_trls_losses_can_be_divided_by_the_minibatchs_tokens(monkeypatch):
+    """Micro-batches' means then average to the mean over the whole minibatch, of actions and of states."""
+    trainer = SimpleNamespace(ppo_trainer=SimpleNamespace())
+    for name, module in (("trl", SimpleNamespace(trainer=trainer)), ("trl.trainer", trainer)):
+        monkeypatch.setitem(sys.modules, name, module)
+    trl_side.take_whole_means()
+    losses, lengths = torch.arange(40.0).view(8, 5).sin(), torch.tensor([1, 2, 5, 4, 3, 1, 2, 2])
+    padding_mask = torch.arange(5) >= lengths.unsqueeze(1)
+    padding_mask_p1 = torch.arange(5) > lengths.unsqueeze(1)
+    mini_batch_inds = np.random.default_rng(0).permutation(8)
+    for padding in (padding_mask, padding_mask_p1):
+        of_micro_batches = []
+        for micro_batch_start in range(0, 8, 2):
+            micro_batch_end = micro_batch_start + 2
+            inds = mini_batch_inds[micro_batch_start:micro_batch_end]
+            of_micro_batches.append(trainer.ppo_trainer.masked_mean(losses[inds], ~padding[inds]))
+        torch.testing.assert_close(torch.stack(of_micro_batches).mean(), losses[~padding].mean())
+    assert (padding_mask_p1.sum(), micro_batch_end) == (padding_mask.sum() - 7, 8)
 
 
 # ---- GRPO ------------------------------------------------------------------------------------------------------------
