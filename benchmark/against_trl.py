@@ -56,8 +56,11 @@ SYSTEMS = {  # name: (algorithm, TRL version or None, label, colour)
     "trl_ppo_0.21.0": ("ppo", "0.21.0", "TRL 0.21.0", "#4e9a06"),
 }
 PASSES = {"num_ppo_epochs": 4, "cliprange": 0.05, "cliprange_high": 0.1, "total_episodes": 768}
-WHOLE_MEANS = "PPO, weight decay 0, 4 micro-batches, TRL's losses divided by the minibatch's tokens"
-REPLAYED = (  # (algorithm, what is changed on both sides, or "whole_means": on TRL's; in words)
+THEIRS = "whole_means", "prepared_data"  # what a replay switches on TRL's side alone, see trl_side.py
+PPO_IN_4 = {"weight_decay": 0.0, "micro_batch_size": BATCH // 4}
+WHOLE = "PPO, weight decay 0, 4 micro-batches, TRL's losses divided by the minibatch's tokens"
+ITS_END = f"{WHOLE}, the prompts at their end in the last update"
+REPLAYED = (  # (algorithm, what is changed on both sides, or on TRL's where it is one of THEIRS, in words)
     ("rloo", {}, "RLOO"),
     ("grpo", {}, "GRPO"),
     # TRL's learning rate falls with each pass. Later, rounding alone parts two such runs, also two of TRL's.
@@ -69,8 +72,9 @@ REPLAYED = (  # (algorithm, what is changed on both sides, or "whole_means": on 
     ("ppo", {"weight_decay": 0.0}, "PPO, weight decay 0"),
     ("rloo", {"micro_batch_size": BATCH // 4}, "RLOO, 4 micro-batches"),
     ("grpo", {"micro_batch_size": BATCH // 4}, "GRPO, 4 micro-batches"),
-    ("ppo", {"weight_decay": 0.0, "micro_batch_size": BATCH // 4}, "PPO, weight decay 0, 4 micro-batches"),
-    ("ppo", {"weight_decay": 0.0, "micro_batch_size": BATCH // 4, "whole_means": True}, WHOLE_MEANS),
+    ("ppo", PPO_IN_4, "PPO, weight decay 0, 4 micro-batches"),
+    ("ppo", PPO_IN_4 | {"whole_means": True}, WHOLE),
+    ("ppo", PPO_IN_4 | {"whole_means": True, "prepared_data": True}, ITS_END),
 )
 FOUR = "_in_4"  # what a system's name ends with where each step has four micro-batches
 FIGURES = {"scores": "score", "gold": "gold", "kl": "KL, nats a response"}
@@ -351,9 +355,8 @@ def replay(args: ReplayArgs):
             continue
         folder = ROOT / "runs" / "benchmark" / args.tag / f"trl_replay_{args.task}" / f"{number}_{algorithm}"
         folder.mkdir(parents=True, exist_ok=True)
-        changes, means = dict(changes), {}
-        if "whole_means" in changes:
-            means["whole_means"] = changes.pop("whole_means")
+        theirs_alone = {name: changes[name] for name in THEIRS if name in changes}
+        changes = {name: value for name, value in changes.items() if name not in THEIRS}
         record(algorithm, args.seed, changes, folder, args.task)
         for system, (of, version, label, _) in SYSTEMS.items():
             if of != algorithm or version is None:
@@ -371,7 +374,8 @@ def replay(args: ReplayArgs):
                 "reward": str(reward),
                 "seed": args.seed,
             }
-            spec |= {"settings": settings(algorithm, args.task) | changes, "output_dir": str(theirs)} | paths | means
+            spec |= {"settings": settings(algorithm, args.task) | changes, "output_dir": str(theirs)} | paths
+            spec |= theirs_alone
             (theirs / "spec.json").write_text(json.dumps(spec))
             worker = [python_of(version, args.environments), str(Path(__file__).resolve().with_name("trl_side.py"))]
             subprocess.run([*worker, str(theirs / "spec.json")], check=True, env=trl_environ())

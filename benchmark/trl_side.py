@@ -8,7 +8,7 @@ arguments of our scripts, by their names), output_dir (of the trained policy), r
 versions and a curve, one row an update with objective/scores and objective/kl, the KL in nats a response of that
 update's samples). With samples (.json: a list an update of [query, response] token ids, the responses of a prompt
 adjacent), these are trained on in place of TRL's own. With whole_means, PPO's loss is divided by the tokens of the
-whole minibatch.
+whole minibatch. With prepared_data the samples' prompts go through accelerate's data loader, as prompts do in a run.
 
 A step has as many micro-batches as ours. With one its gradient is that of the whole batch. What still differs from our
 scripts:
@@ -25,6 +25,8 @@ All versions
 0.21, PPO
     The loss is a mean over each micro-batch's tokens, and these means are averaged (PPOTrainer.train, lines 574 and
     583): with several micro-batches a token counts more where the others of its micro-batch are few.
+    On the last batch of the prompts each micro-batch is a step: accelerate (Accelerator._do_sync) does not accumulate
+    at the end of a data loader, and that of the prompts is at its end during the whole update.
     Whitening divides by the unbiased deviation (core.py, masked_var), ours by the biased one: 1 part in 5000.
 1.16
     No position_ids: _get_per_token_logps_and_entropies counts a row's left padding, which rotary positions forgive.
@@ -239,6 +241,8 @@ def replay(trainer, policy, samples, spec):
         ids = [{"input_ids": query} for update in samples for query, _ in update[::k]]
         size = ours["batch_size"] // k
         trainer.dataloader = DataLoader(Dataset.from_list(ids), batch_size=size, collate_fn=trainer.data_collator)
+        if spec.get("prepared_data"):
+            trainer.dataloader = trainer.accelerator.prepare(trainer.dataloader)
     else:
         trainer.shuffle_dataset = False
     left = iter(samples)
