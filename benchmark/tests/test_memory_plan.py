@@ -112,10 +112,7 @@ def test_a_run_of_two_processes_needs_what_was_planned(models, engine):
         print(engine, name, stays, run, {phase: dict(peak) for phase, peak in peaks.items()}, sep="\n  ")
         assert run["weights"] == stays["weights"] + stays["value_model"], name
         assert run["moments"] == stays["moments"], name
-        # After a forward without a backward, ZeRO-3 may leave an embedding gathered, and FSDP2 what stands in no layer.
-        matrices = {("zero3", "ppo"): 1, ("fsdp2", "no_copy"): 2}.get((engine, name), 0)
-        left = matrices * 4 * 4096 * SHAPE["hidden_size"]
-        assert stays.total() <= run["all"] <= stays.total() + left + 2e5, name
+        assert stays.total() <= run["all"] <= stays.total() + 2e5, name
         if page == "rloo":  # PPO's rows hold one response, and the peak is at the prompts, before the cache is full.
             assert run["kv_cache"] == peaks["rollout"]["kv_cache"], name
         for phase, peak in peaks.items():
