@@ -3,14 +3,15 @@ What each detail is worth: the embedded task with one detail off or swapped, ove
 
     python benchmark/ablations.py run --tag TAG --seeds 1 2 3 4 5 6 7 8 9 10 --workers 2
     python benchmark/ablations.py run --tag TAG --seeds 1 2 3 4 5 --workers 2 --times 4
-    python benchmark/ablations.py draw --tag TAG
+    python benchmark/ablations.py draw --tags TAG [TAG ..]
 
 `run` takes hours and goes on where it stopped. With --times 4 it makes runs four times as long, of the variants in
-LONG. `draw` writes static/ablations.svg, results/TAG/ablations.md and results/worth.toml. A detail that has a flag is
-switched by it. Any other is changed in a copy of the package, in the one statement that has its tag (mutations.py does
-it), so that the scripts have no switches for the sake of a study. Unless it is this that is changed, a variant starts
-from the same SFT and reward model as the base that it is compared with, and meets the same prompts and the same noise.
-The effect is the mean over seeds of the paired difference, with Student's 95 % interval.
+LONG. `draw` writes static/ablations.svg, results/TAG/ablations.md and results/worth.toml; of several tags it takes for
+each variant that with most of its seeds. A detail that has a flag is switched by it. Any other is changed in a copy of
+the package, in the one statement that has its tag (mutations.py does it), so that the scripts have no switches for the
+sake of a study. Unless it is this that is changed, a variant starts from the same SFT and reward model as the base that
+it is compared with, and meets the same prompts and the same noise. The effect is the mean over seeds of the paired
+difference, with Student's 95 % interval.
 """
 
 import hashlib
@@ -141,6 +142,10 @@ VARIANTS = [
         (RLOO, "GEN-7", "column[Q:] - 1", "column[Q:]"),)),
     Variant("unmasked", "rloo", "REW-6", "log-probs of what stands behind the end count", measure=True, mutations=(
         (RLOO, "REW-6", " * response_mask", ""),)),
+    Variant(
+        "untrained_head", "rloo", "MODEL-5", "the reward model is the SFT model, with the random head that it gets",
+        f"--reward_model_path {MODELS}/sft --allow_untrained_reward_model",
+    ),
     Variant("bf16_weights", "rloo", "MODEL-3", "weights rounded to bf16 after each step", mutations=(
         (RLOO, "", 'means.add("policy/grad_norm", norm)',
          'means.add("policy/grad_norm", norm); [p.data.copy_(p.data.bfloat16()) for p in policy.parameters()]'),)),
@@ -468,7 +473,7 @@ def run(args: RunArgs):
 
 UNPRICED = {  # reason: tags that have no row
     "there is nothing to swap it for: otherwise the run fails, or its numbers are plainly wrong (a mutant shows it)":
-        "MODEL-5 SFT-2",
+        "SFT-2",
     "it concerns what is saved or reported, not what is learnt":
         "RM-8 LOG-1 LOG-2 LOG-3 LOG-4 LOG-5 LOG-6 EVAL-1 EVAL-2 EVAL-3 EVAL-4",
     "it acts on data or models that the embedded task does not have":
@@ -482,8 +487,8 @@ UNPRICED = {  # reason: tags that have no row
 class DrawArgs:
     """Draws the figure and writes the tables from the CSV files."""
 
-    tag: str
-    """folder of the results"""
+    tags: tuple[str, ...]
+    """folders of the results; a variant is taken from the one with most of its seeds, the first of equals"""
     output: str = "static/ablations.svg"
     """the figure"""
 
@@ -502,35 +507,41 @@ NAMES = {"gold": "gold", "course": "gold over the run", "kl": "KL", "ended": "sh
 MEASURES = tuple(NAMES)
 
 
-def effects(folder):
+def differences(folder, variant):
+    """({seed: {measure: variant less base}}, {seed: {measure: base}}) of one folder; FileNotFoundError."""
+    base, changed = (
+        {number: outcome(seed) for number, seed in read_seeds(folder, name).items()}
+        for name in (variant.base, variant.runs or variant.name)
+    )
+    if variant.measure:
+        held_out = read_seeds(folder, f"{variant.name}_measured")
+        ends = {n: {m: last(x[f"eval/objective/{m}"]) for m in ("gold", "kl", "ended")} for n, x in held_out.items()}
+        changed = {n: changed[n] | ends[n] for n in set(changed) & set(ends)}
+    common = sorted(set(base) & set(changed))
+    return {n: {m: changed[n][m] - base[n][m] for m in MEASURES} for n in common}, base
+
+
+def effects(folders):
     """What each variant changes, and what its base reaches, of the variants that have results.
 
-    Returns: two dictionaries of one form, {name: {"seeds": {seed: {measure: value}}, measure: (mean, low, high, p)}}.
-    The values are the paired differences, variant less base, and in the second dictionary the bases' own.
+    Returns: {name: {"base": (name, its tag), "seeds": {seed: {measure: value}}, measure: (mean, low, high, p)}}, of the
+    paired differences, variant less base; and the bases' own in the same form, {(name, tag): ..}.
     """
-    runs, found, bases = {}, {}, {}
-
-    def outcomes(name):
-        if name not in runs:
-            runs[name] = {number: outcome(seed) for number, seed in read_seeds(folder, name).items()}
-        return runs[name]
-
+    found, bases = {}, {}
     for variant in VARIANTS:
-        try:
-            base, changed = outcomes(variant.base), outcomes(variant.runs or variant.name)
-        except FileNotFoundError as e:
-            print(e, file=sys.stderr)
+        of_folders = {}
+        for folder in folders:
+            try:
+                of_folders[folder.parent.name] = differences(folder, variant)
+            except FileNotFoundError as e:
+                print(e, file=sys.stderr)
+        if not of_folders:
             continue
-        if variant.measure:
-            held_out = read_seeds(folder, f"{variant.name}_measured")
-            ends = {
-                n: {m: last(seed[f"eval/objective/{m}"]) for m in ("gold", "kl", "ended")}
-                for n, seed in held_out.items()
-            }
-            changed = {n: changed[n] | ends[n] for n in set(changed) & set(ends)}
-        differences = {n: {m: changed[n][m] - base[n][m] for m in MEASURES} for n in sorted(set(base) & set(changed))}
-        for result, name, seeds in ((found, variant.name, differences), (bases, variant.base, base)):
-            result[name] = {m: mean_interval([x[m] for x in seeds.values()]) for m in MEASURES} | {"seeds": seeds}
+        tag = max(of_folders, key=lambda tag: len(of_folders[tag][0]))
+        base = variant.base, tag
+        for result, name, seeds in ((found, variant.name, of_folders[tag][0]), (bases, base, of_folders[tag][1])):
+            result[name] = {m: mean_interval([x[m] for x in seeds.values()]) for m in MEASURES}
+            result[name] |= {"base": base, "seeds": seeds}
     return found, bases
 
 
@@ -611,8 +622,8 @@ def seed_by_seed(found, bases):
     """Lines of the table of every seed's gold and KL at the end: the bases' own, and the variants' differences."""
     numbers = sorted({n for effect in found.values() for n in effect["seeds"]})
     lines = ["| | " + " | ".join(f"seed {n}" for n in numbers) + " |", "|---|" + "---:|" * len(numbers)]
-    rows = [(name, effect, ".2f") for name, effect in bases.items()] + [
-        (f"{v.what} [{v.base}]", found[v.name], "+.2f") for v in VARIANTS if v.name in found
+    rows = [(", ".join(name), effect, ".2f") for name, effect in bases.items()] + [
+        (f"{v.what} [{', '.join(found[v.name]['base'])}]", found[v.name], "+.2f") for v in VARIANTS if v.name in found
     ]
     for label, effect, form in rows:
         pairs = [effect["seeds"].get(n) for n in numbers]
@@ -630,7 +641,9 @@ def named(variant):
 HEAD = """\
 # What each detail is worth
 
-Written by `python benchmark/ablations.py draw --tag {tag}`; `run` in place of `draw` makes the runs.
+Written by `python benchmark/ablations.py draw --tags {tags}`; `run --tag TAG` makes the runs. A base's name
+is followed by the commit whose scripts it and its variants were run with. A variant is always compared with a base of
+its own commit, seed and machine.
 
 The embedded task, whose true reward is *gold* (it sees the words of a response, not whether EOS ended it). A seed
 changes initialisations, order and samples of every stage; texts, prompts and the noise of the human's choices stay.
@@ -662,9 +675,9 @@ the run before anything is learnt.
 
 
 def draw(args: DrawArgs):
-    """Writes the figure, results/TAG/ablations.md and results/worth.toml."""
+    """Writes the figure, results/worth.toml and, in the first tag's folder, ablations.md."""
     results = ROOT / "benchmark" / "results"
-    found, bases = effects(results / args.tag / "ablations")
+    found, bases = effects([results / tag / "ablations" for tag in args.tags])
     variants = [variant for variant in VARIANTS if variant.name in found]
     verdict, sure = verdicts(found)
     forest(found, verdict, args.output)
@@ -674,7 +687,7 @@ def draw(args: DrawArgs):
     priced = sorted({tag for variant in variants for tag in variant.tags.split()})
     lines = [
         HEAD.format(
-            tag=args.tag,
+            tags=" ".join(args.tags),
             variants=len(variants),
             details=len(priced),
             count=", ".join(f"{n} {v}" for v, n in count.items()),
@@ -682,9 +695,10 @@ def draw(args: DrawArgs):
         "| base | what | gold at the end | gold over the run | KL, nats a response | share ended |",
         "|---|---|---:|---:|---:|---:|",
     ]
-    for name in [name for name in BASES if name in bases]:
-        cells = [f"{bases[name][m][0]:.2f} ({bases[name][m][1]:.2f} .. {bases[name][m][2]:.2f})" for m in MEASURES]
-        lines.append(f"| {name} | {BASES[name][0]} | {' | '.join(cells)} |")
+    for name, tag in sorted(bases, key=lambda base: (list(BASES).index(base[0]), args.tags.index(base[1]))):
+        intervals = [bases[name, tag][m] for m in MEASURES]
+        cells = [f"{mean:.2f} ({low:.2f} .. {high:.2f})" for mean, low, high, _ in intervals]
+        lines.append(f"| {name}, {tag} | {BASES[name][0]} | {' | '.join(cells)} |")
     lines += [
         "",
         "| details | what is changed | base | seeds: gold, KL up "
@@ -694,10 +708,10 @@ def draw(args: DrawArgs):
     for v in variants:
         marks = {m: "**" if (v.name, m) in sure else "" for m in MEASURES}
         cells = " | ".join(f"{marks[m]}{signed(found[v.name][m])}{marks[m]}" for m in MEASURES)
-        tags = ", ".join(v.tags.split())
-        lines.append(f"| {tags} | {named(v)} | {v.base} | {count_up(found[v.name])} | {cells} | {verdict[v.name]} |")
-    if (results / args.tag / "ablations_4").exists():
-        lines += ["", "## Longer runs", "", *longer_table(results / args.tag / "ablations_4", found, verdict)]
+        tags, base = ", ".join(v.tags.split()), ", ".join(found[v.name]["base"])
+        lines.append(f"| {tags} | {named(v)} | {base} | {count_up(found[v.name])} | {cells} | {verdict[v.name]} |")
+    if (results / args.tags[0] / "ablations_4").exists():
+        lines += ["", "## Longer runs", "", *longer_table(results / args.tags[0] / "ablations_4", found, verdict)]
     lines += ["", "## Not priced", "", "| details | why |", "|---|---|"]
     lines += [f"| {', '.join(tags.split())} | {reason} |" for reason, tags in UNPRICED.items()]
     lines += [
@@ -708,7 +722,7 @@ def draw(args: DrawArgs):
         "",
     ]
     lines += seed_by_seed(found, bases)
-    (results / args.tag / "ablations.md").write_text("\n".join(lines) + "\n")
+    (results / args.tags[0] / "ablations.md").write_text("\n".join(lines) + "\n")
     worth, order = [], list(count)
     for tag in priced:  # of several variants that which shows most
         v = min(
@@ -725,7 +739,7 @@ def draw(args: DrawArgs):
 
 def longer_table(folder, found, verdict):
     """Lines of a table: what the variants of the longer runs do there, beside what they do in the short ones."""
-    long, bases = effects(folder)
+    long, bases = effects([folder])
     of_long, sure = verdicts(long)
     seeds = max(len(effect["seeds"]) for effect in bases.values())
     lines = [f"The same in runs four times as long, {seeds} seeds, with a correction of their own.", ""]

@@ -6,8 +6,9 @@ Against TRL: the same models, prompts, rewards and settings through TRL's traine
     python benchmark/against_trl.py replay --tag TAG --environments FOLDER
     python benchmark/against_trl.py draw --tag TAG
 
-`run` goes on where it stopped. `replay` writes results/TAG/trl_replay.md, and `draw` writes static/trl.svg and
-results/TAG/trl.md, or of a study with --updates, e.g. --study trl_lengths_100x64, its own.
+`run` goes on where it stopped. `replay` writes results/TAG/trl_replay.md, where rows that it does not renew stay.
+`draw` writes static/trl.svg and results/TAG/trl.md, or those of a study with --updates, e.g. with
+--study trl_lengths_100x64 --output static/trl_lengths.svg.
 
 Systems: RLOO and PPO of TRL 0.21.0, its last release with both in the form of the N+ paper; RLOO and GRPO of TRL
 1.16.0; train_rloo.py, train_grpo.py and train_ppo.py. The embedded task, 25 updates of RLOO and of GRPO and 12 of PPO,
@@ -349,7 +350,8 @@ def distance(a, b, start):
 
 def replay(args: ReplayArgs):
     """Writes the table."""
-    (sft, reward), lines = models_of(args.seed, args.task), []
+    path = ROOT / "benchmark" / "results" / args.tag / f"trl_replay{'_lengths' * (args.task == 'lengths')}.md"
+    (sft, reward), rows = models_of(args.seed, args.task), replayed(path, args.seed)
     for number, (algorithm, changes, what) in enumerate(REPLAYED):
         if algorithm not in args.algorithms:
             continue
@@ -381,8 +383,8 @@ def replay(args: ReplayArgs):
             subprocess.run([*worker, str(theirs / "spec.json")], check=True, env=trl_environ())
             apart = distance(folder / "ours", theirs, sft)
             updates = len(json.loads((folder / "samples.json").read_text()))
-            lines.append(f"| {what} | {label} | {updates} | {100 * apart:.2g} % |")
-            print(lines[-1], flush=True)
+            rows[what, label] = f"| {what} | {label} | {updates} | {100 * apart:.2g} % |"
+            print(rows[what, label], flush=True)
     head = f"""# TRL on our samples
 
 Written by `python benchmark/against_trl.py replay --tag {args.tag} --task {args.task}`, seed {args.seed}:
@@ -392,9 +394,17 @@ script drew.
 | algorithm | against | updates | distance |
 |---|---|---:|---:|
 """
-    results = ROOT / "benchmark" / "results" / args.tag
-    results.mkdir(parents=True, exist_ok=True)
-    (results / f"trl_replay{'_lengths' * (args.task == 'lengths')}.md").write_text(head + "\n".join(lines) + "\n")
+    order = {what: number for number, (_, _, what) in enumerate(REPLAYED)}
+    lines = [rows[key] for key in sorted(rows, key=lambda key: order[key[0]])]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(head + "\n".join(lines) + "\n")
+
+
+def replayed(path, seed):
+    """{(what, TRL's label): line} of a table of replays that is there already, if it is of this seed."""
+    text = path.read_text() if path.exists() else ""
+    lines = [line for line in text.splitlines() if line.endswith(" % |")] if f", seed {seed}:" in text else []
+    return {tuple(cell.strip() for cell in line.split("|")[1:3]): line for line in lines}
 
 
 # ---- draw ------------------------------------------------------------------------------------------------------------

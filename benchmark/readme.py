@@ -13,8 +13,7 @@ import sys
 
 from intervals import ROOT
 
-TAG = "f1166b3"  # the commit whose scripts were run
-GRPO, GRPO_TRL = "cc51011", "4d93adb"  # those of the study of GRPO, and of its comparison with TRL
+TAG, NEW, GRPO_TRL = "f1166b3", "cc51011", "4d93adb"  # the commits whose scripts were run
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 DOCUMENTS += [path for folder in ("guides", "evidence") for path in sorted((ROOT / "docs" / folder).glob("*.md"))]
 
@@ -27,7 +26,7 @@ def tables(name, tag=TAG):
 
 def ablations():
     """The rows of the ablations that matter, the worst for gold first, without the verdict."""
-    head, rule, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in tables("ablations")[1])
+    head, rule, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in tables("ablations", NEW)[1])
     gold, verdict = head.index("gold at the end"), head.index("verdict")
     rows = sorted(
         (row for row in rows if row[verdict] == "matters"), key=lambda row: float(row[gold].strip("*").split()[0])
@@ -47,10 +46,10 @@ TABLES = {
     "ablations": ablations,
     "trl": lambda: tables("trl")[0],
     "trl_differences": lambda: tables("trl")[1],
-    "trl_replay": lambda: tables("trl_replay")[0],
-    "grpo": lambda: tables("grpo", GRPO)[0],
-    "grpo_sums": lambda: tables("grpo", GRPO)[1],
-    "grpo_parts": lambda: tables("grpo", GRPO)[3],
+    "trl_replay": lambda: tables("trl_replay", NEW)[0],
+    "grpo": lambda: tables("grpo", NEW)[0],
+    "grpo_sums": lambda: tables("grpo", NEW)[1],
+    "grpo_parts": lambda: tables("grpo", NEW)[3],
     "grpo_trl": lambda: tables("trl", GRPO_TRL)[0],
     "grpo_trl_differences": lambda: tables("trl", GRPO_TRL)[1],
     "grpo_trl_replay": lambda: tables("trl_replay", GRPO_TRL)[0],

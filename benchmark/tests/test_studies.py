@@ -113,13 +113,13 @@ def test_longer_runs_are_those_of_the_chosen_variants_and_their_bases(monkeypatc
 
 
 def test_effects_are_paired_differences_and_verdicts_are_corrected_for_their_number(tmp_path, monkeypatch):
-    def outcomes(name, gold, kl):
-        for seed in range(1, 11):
+    def outcomes(name, gold, kl, tag="new", seeds=10):
+        for seed in range(1, seeds + 1):
             level = np.random.default_rng(seed).normal()  # Seeds lie 1 apart.
             level += gold + 0.05 * np.random.default_rng([seed, *name.encode()]).normal()
             ends = {"eval/objective/gold": ["", level], "eval/objective/kl": ["", kl]}
             ends |= {"eval/objective/ended": ["", 0.5], "objective/gold": [level, level]}
-            write(tmp_path, name, seed, {"update": [1, 2]} | ends)
+            write(tmp_path / tag / "ablations", name, seed, {"update": [1, 2]} | ends)
 
     variants = [ablations.Variant("worse", "rloo", "", "w"), ablations.Variant("same", "rloo", "", "s", runs="rloo")]
     variants += [ablations.Variant(f"other{i}", "rloo", "", "o") for i in range(20)]
@@ -127,16 +127,20 @@ def test_effects_are_paired_differences_and_verdicts_are_corrected_for_their_num
     outcomes("rloo", 0, 4), outcomes("worse", -1, 9)
     for variant in variants[2:]:
         outcomes(variant.name, 0, 4)
-    found, bases = ablations.effects(tmp_path)
-    assert "not_run" not in found
+    outcomes("rloo", 0, 4, "old"), outcomes("worse", 0, 4, "old"), outcomes("other0", 0, 4, "old", seeds=3)
+    folders = [tmp_path / tag / "ablations" for tag in ("new", "old")]
+    found, bases = ablations.effects(folders)
+    assert "not_run" not in found and set(bases) == {("rloo", "new")}
+    assert ablations.effects(folders[::-1])[0]["worse"]["base"] == ("rloo", "old")
+    assert ablations.effects(folders[::-1])[0]["other0"]["base"] == ("rloo", "new")
     mean, low, high, _ = found["worse"]["gold"]
     assert mean == pytest.approx(-1, abs=0.1) and low < -1 < high and high - low < 0.3
-    assert found["worse"]["kl"][:3] == (5, 5, 5) and bases["rloo"]["kl"][0] == 4
+    assert found["worse"]["kl"][:3] == (5, 5, 5) and bases["rloo", "new"]["kl"][0] == 4
     verdict, sure = ablations.verdicts(found)
     assert verdict["worse"] == "matters" and verdict["same"] == "changes nothing"
     assert {("worse", "gold"), ("worse", "kl")} <= sure and not {name for name, _ in sure} - {"worse"}
     assert ablations.count_up(found["worse"]) == "10: 0, 10"
-    line = ablations.longer_table(tmp_path, found, verdict)[4]  # of runs that are as long
+    line = ablations.longer_table(folders[0], found, verdict)[4]  # of runs that are as long
     gold, kl = ablations.signed(found["worse"]["gold"]), ablations.signed(found["worse"]["kl"])
     assert line == f"|  | w | rloo | {gold} | **{gold}** | {kl} | **{kl}** | matters | matters |"
     others = [verdict[v.name] for v in variants[2:]]
@@ -212,6 +216,27 @@ def test_what_is_recorded_are_the_samples_that_were_trained_on(stages, in_tmp, m
     assert all(len({tuple(query) for query, _ in update[i : i + 4]}) == 1 for update in samples for i in (0, 4, 8, 12))
     start, ours = str(stages / "sft"), str(in_tmp / "out" / "ours")
     assert against_trl.distance(ours, ours, start) == 0 and against_trl.distance(ours, start, start) == 1
+
+
+def test_a_replay_keeps_the_rows_of_its_seed_that_it_does_not_renew(tmp_path, monkeypatch):
+    monkeypatch.setattr(against_trl, "ROOT", tmp_path)
+    monkeypatch.setattr(against_trl, "python_of", lambda *_: sys.executable)
+    monkeypatch.setattr(against_trl.subprocess, "run", lambda *_, **__: None)
+    monkeypatch.setattr(against_trl, "record", lambda *x: (x[3] / "samples.json").write_text("[1, 2]"))
+    found = {}
+    for algorithm, seed, apart in (("ppo", 1, 0.5), ("rloo", 1, 0.25), ("grpo", 2, 0.125)):
+        monkeypatch.setattr(against_trl, "distance", lambda *_, apart=apart: apart)
+        against_trl.replay(against_trl.ReplayArgs("t", seed, algorithms=(algorithm,)))
+        lines = (tmp_path / "benchmark" / "results" / "t" / "trl_replay.md").read_text().splitlines()
+        found[algorithm] = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.endswith(" % |")]
+    own = {name: [what for of, _, what in against_trl.REPLAYED if of == name] for name in against_trl.UPDATES}
+    assert [row[0] for row in found["ppo"]] == own["ppo"]
+    in_order = [what for of, _, what in against_trl.REPLAYED if of != "grpo"]
+    assert list(dict.fromkeys(row[0] for row in found["rloo"])) == in_order
+    assert {row[0]: row[2:] for row in found["rloo"]} == {
+        what: ["2", f"{share} %"] for name, share in (("rloo", 25), ("ppo", 50)) for what in own[name]
+    }
+    assert [row[0] for row in found["grpo"]] == own["grpo"]  # The others were of another seed.
 
 
 def test_the_tables_against_trl():
