@@ -19,6 +19,7 @@ import json
 import re
 import shutil
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -531,11 +532,10 @@ def effects(folders):
     for variant in VARIANTS:
         of_folders = {}
         for folder in folders:
-            try:
+            with suppress(FileNotFoundError):
                 of_folders[folder.parent.name] = differences(folder, variant)
-            except FileNotFoundError as e:
-                print(e, file=sys.stderr)
         if not of_folders:
+            print(f"{variant.name}: not run", file=sys.stderr)
             continue
         tag = max(of_folders, key=lambda tag: len(of_folders[tag][0]))
         base = variant.base, tag
@@ -608,7 +608,7 @@ def forest(found, verdict, output):
     for label, colour in colours.items():
         axes[1].plot([], [], color=colour, label=label)
     figure.legend(frameon=False, fontsize=8, loc="outside lower center", ncols=len(colours))
-    plt.rcParams["svg.hashsalt"] = "ablations"  # the same bytes for the same data
+    plt.rcParams |= {"svg.hashsalt": "ablations", "svg.fonttype": "none"}  # the same bytes for the same data, and text
     figure.savefig(ROOT / output, metadata={"Date": None})
 
 
