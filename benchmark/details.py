@@ -2,8 +2,8 @@
 Writes benchmark/details.md: the index of details, and the verdicts on the published catalogue and on known faults.
 
     python benchmark/details.py            writes it
-    python benchmark/details.py --check    writes nothing and counts prices; exit code 1 where it is stale, or where more
-                                           than one detail in five has no price
+    python benchmark/details.py --check    writes nothing and counts prices; exit code 1 where it is stale, or where
+                                           more than one detail in five has no price
 
 Where a detail stands, and which tests are its own, is read from the code: the comments [RM-4], and the names
 test_rm_4_... What it is, and who does it, stands in details.toml, the verdicts in catalogue.toml, and the faults in
