@@ -46,6 +46,8 @@ TABLES = {
     "ablations": ablations,
     "trl": lambda: tables("trl")[0],
     "trl_differences": lambda: tables("trl")[1],
+    "trl_long": lambda: tables("trl_toy_100x64", NEW)[0],
+    "trl_long_differences": lambda: tables("trl_toy_100x64", NEW)[1],
     "trl_replay": lambda: tables("trl_replay", NEW)[0],
     "grpo": lambda: tables("grpo", NEW)[0],
     "grpo_sums": lambda: tables("grpo", NEW)[1],
