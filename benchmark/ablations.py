@@ -333,11 +333,12 @@ OPTIONS = "eos_replace_short token_kl whiten_scores whiten_advantages ppo_one_ah
 OPTIONS += "rm_unit ppo_ratio_threshold ppo_whiten_rewards ppo_shared_value ppo_target_kl".split()
 OPTIONS += ["ppo_scaled_scores", "ppo_tf_adam"]
 # the variants of the longer runs: those that matter in the short ones, and those of which one would expect it
-LONG = "greedy no_stop dropout siblings_seen packed_positions no_eos_penalty_short shifted_no_baseline token_kl".split()
-LONG += "two_passes constant_lr rm_shift ppo_k3 ppo_adaptive_kl ppo_shift_mean ppo_shared_value ppo_vf_coef".split()
-LONG += "ppo_no_clip ppo_no_value_clip ppo_one_pass ppo_scaled_scores no_kl ppo_no_kl positions_rope".split()
-LONG += "positions_gpt2 sampler_positions_gpt2 no_baseline group_mean group_std ppo_raw_advantages".split()
-LONG += "ppo_whiten_rewards ppo_value_head ppo_value_init no_clip ppo_tf_adam".split()
+LONG = "greedy no_stop dropout shifted_index unmasked bf16_weights sampled_hot sft_no_eos siblings_seen".split()
+LONG += "shifted_no_baseline token_kl two_passes constant_lr untrained_head rm_not_after rm_shift ppo_k3".split()
+LONG += "ppo_shift_mean ppo_shared_value ppo_vf_coef ppo_no_clip ppo_no_value_clip ppo_one_pass ppo_one_ahead".split()
+LONG += "ppo_async_ratio ppo_all_scored ppo_scaled_scores".split()
+LONG += "no_kl ppo_no_kl no_eos_penalty_short positions_gpt2 sampler_positions_gpt2 no_baseline no_clip".split()
+LONG += "ppo_raw_advantages ppo_whiten_rewards ppo_value_head ppo_value_init ppo_tf_adam".split()
 COLUMNS = ["update", "objective/gold", "objective/scores", "objective/kl"]
 COLUMNS += [f"eval/objective/{name}" for name in ("gold", "scores", "kl", "ended", "length")]
 

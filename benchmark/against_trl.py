@@ -440,20 +440,18 @@ def tables(found):
             mean, low, high, _ = mean_interval(x)
             cells.append(f"{mean:.2f} [{low:.2f}, {high:.2f}], {x.min():.2f} .. {x.max():.2f}")
         lines.append(f"| {system} | {len(seeds)} | " + " | ".join(cells) + " |")
-    lines += [
-        "",
-        "| difference | figure | mean | contains 0 | a seed of the second | the first's mean within |",
-        "|---|---|---:|---|---:|---|",
-    ]
-    yes = lambda is_true: "yes" if is_true else "**no**"  # noqa: E731
+    lines += ["", "| difference | " + " | ".join(FIGURES.values()) + " | within a seed of the second |"]
+    lines += ["|---|" + "---:|" * len(FIGURES) + "---|"]
     for first, second, label in pairs(found):
-        common = sorted(set(found[first]) & set(found[second]))
+        common, cells, outside = sorted(set(found[first]) & set(found[second])), [], []
         ours, theirs = (final({seed: found[name][seed] for seed in common}) for name in (first, second))
         for name, figure in FIGURES.items():
             mean, low, high, _ = mean_interval(ours[name] - theirs[name])
+            mark = "" if low <= 0 <= high else "**"
+            cells.append(f"{mark}{mean:+.2f} [{low:+.2f}, {high:+.2f}]{mark}")
             least, most = prediction_interval(theirs[name])
-            cells = f"{mean:+.2f} [{low:+.2f}, {high:+.2f}] | {yes(low <= 0 <= high)} | {least:.2f} .. {most:.2f}"
-            lines.append(f"| {label} | {figure} | {cells} | {yes(least <= ours[name].mean() <= most)} |")
+            outside += [] if least <= ours[name].mean() <= most else [f"{figure} not"]
+        lines.append(f"| {label} | " + " | ".join(cells) + f" | {', '.join(outside) or 'yes'} |")
     return lines
 
 
@@ -515,10 +513,10 @@ def draw(args: DrawArgs):
         "",
         f"Written by `benchmark/against_trl.py draw --tag {tag} --study {args.study}`.",
         "Final policies on 512 held-out prompts, measured by one evaluator: mean over seeds, Student's 95 % interval,",
-        "range. Below, differences paired over seeds (which share SFT model, reward model and the noise of the",
-        "evaluation), with Student's 95 % interval; the 95 % prediction interval for one more seed of the second",
-        "system, and whether the mean of the first lies in it. With `_in_4` in its name a system accumulates each",
-        "step's gradient over four micro-batches.",
+        "range. With `_in_4` in its name a system accumulates each step's gradient over four micro-batches.",
+        "Below, differences paired over seeds (which share SFT model, reward model and the noise of the evaluation),",
+        "with Student's 95 % interval, bold where it does not contain 0. Last: whether the means of the first system",
+        "lie in the 95 % prediction intervals for one more seed of the second.",
         "",
         *tables(found),
     ]

@@ -251,12 +251,13 @@ def test_the_tables_against_trl():
     low, high = against_trl.prediction_interval(spread)
     assert high == -low == pytest.approx(2.776445 * math.sqrt(0.625) * math.sqrt(1.2), abs=1e-5)
     found = {"ours_rloo": seeds(1.0), "trl_rloo_1.16.0": seeds(1.05, own), "trl_rloo_0.21.0": seeds(1.5, own)}
+    found["ours_rloo_in_4"] = seeds(9.0)
     lines = against_trl.tables(found)
-    near, far = (
-        next(x for x in lines if x.startswith(f"| ours_rloo less trl_rloo_{v} | score")) for v in ("1.16.0", "0.21.0")
-    )
-    assert "-0.05 [-0.25, +0.15] | yes" in near and near.endswith("| yes |")
-    assert "-0.50 [-0.70, -0.30] | **no**" in far and far.endswith("| yes |")  # Seeds differ more than the systems do.
+    names = "ours_rloo less trl_rloo_1.16.0", "ours_rloo less trl_rloo_0.21.0", "ours_rloo_in_4 less ours_rloo"
+    near, far, off = (next(x for x in lines if x.startswith(f"| {name} |")) for name in names)
+    assert near.endswith("less trl_rloo_1.16.0 |" + " -0.05 [-0.25, +0.15] |" * 3 + " yes |")
+    assert far.endswith(" **-0.50 [-0.70, -0.30]** | yes |")  # Seeds differ more than the systems do.
+    assert off.endswith("| score not, gold not, KL, nats a response not |")
     assert lines[2].startswith("| ours_rloo | 5 | 1.00 [0.02, 1.98], 0.00 .. 2.00 |")
 
 
