@@ -13,7 +13,7 @@ import sys
 
 from intervals import ROOT
 
-TAG, NEW, GRPO_TRL = "f1166b3", "cc51011", "4d93adb"  # the commits whose scripts were run
+TAG, NEW, LENGTHS, GRPO_TRL = "f1166b3", "cc51011", "cc6b272", "4d93adb"  # the commits whose scripts were run
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 DOCUMENTS += [path for folder in ("guides", "evidence") for path in sorted((ROOT / "docs" / folder).glob("*.md"))]
 
@@ -49,6 +49,9 @@ TABLES = {
     "trl_long": lambda: tables("trl_toy_100x64", NEW)[0],
     "trl_long_differences": lambda: tables("trl_toy_100x64", NEW)[1],
     "trl_replay": lambda: tables("trl_replay", NEW)[0],
+    "trl_lengths": lambda: tables("trl_lengths_100x64", LENGTHS)[0],
+    "trl_lengths_differences": lambda: tables("trl_lengths_100x64", LENGTHS)[1],
+    "trl_replay_lengths": lambda: tables("trl_replay_lengths", LENGTHS)[0],
     "grpo": lambda: tables("grpo", NEW)[0],
     "grpo_sums": lambda: tables("grpo", NEW)[1],
     "grpo_parts": lambda: tables("grpo", NEW)[3],
