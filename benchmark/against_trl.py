@@ -351,7 +351,7 @@ def distance(a, b, start):
 def replay(args: ReplayArgs):
     """Writes the table."""
     path = ROOT / "benchmark" / "results" / args.tag / f"trl_replay{'_lengths' * (args.task == 'lengths')}.md"
-    (sft, reward), rows = models_of(args.seed, args.task), replayed(path, args.seed)
+    (sft, reward), rows = models_of(args.seed, args.task), replayed(path)
     for number, (algorithm, changes, what) in enumerate(REPLAYED):
         if algorithm not in args.algorithms:
             continue
@@ -383,28 +383,28 @@ def replay(args: ReplayArgs):
             subprocess.run([*worker, str(theirs / "spec.json")], check=True, env=trl_environ())
             apart = distance(folder / "ours", theirs, sft)
             updates = len(json.loads((folder / "samples.json").read_text()))
-            rows[what, label] = f"| {what} | {label} | {updates} | {100 * apart:.2g} % |"
-            print(rows[what, label], flush=True)
+            key = what, str(args.seed), label
+            rows[key] = f"| {what} | {args.seed} | {label} | {updates} | {100 * apart:.2g} % |"
+            print(rows[key], flush=True)
     head = f"""# TRL on our samples
 
-Written by `python benchmark/against_trl.py replay --tag {args.tag} --task {args.task}`, seed {args.seed}:
-how far TRL's weights end from ours, as a share of how far ours have moved, when both train on the samples that our
+Written by `python benchmark/against_trl.py replay --tag {args.tag} --task {args.task}`.
+How far TRL's weights end from ours, as a share of how far ours have moved, when both train on the samples that our
 script drew.
 
-| algorithm | against | updates | distance |
-|---|---|---:|---:|
+| algorithm | seed | against | updates | distance |
+|---|---:|---|---:|---:|
 """
     order = {what: number for number, (_, _, what) in enumerate(REPLAYED)}
-    lines = [rows[key] for key in sorted(rows, key=lambda key: order[key[0]])]
+    lines = [rows[key] for key in sorted(rows, key=lambda key: (int(key[1]), order[key[0]]))]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(head + "\n".join(lines) + "\n")
 
 
-def replayed(path, seed):
-    """{(what, TRL's label): line} of a table of replays that is there already, if it is of this seed."""
-    text = path.read_text() if path.exists() else ""
-    lines = [line for line in text.splitlines() if line.endswith(" % |")] if f", seed {seed}:" in text else []
-    return {tuple(cell.strip() for cell in line.split("|")[1:3]): line for line in lines}
+def replayed(path):
+    """{(what, seed, TRL's label): line} of a table of replays that is there already."""
+    lines = [line for line in path.read_text().splitlines() if line.endswith(" % |")] if path.exists() else []
+    return {tuple(cell.strip() for cell in line.split("|")[1:4]): line for line in lines}
 
 
 # ---- draw ------------------------------------------------------------------------------------------------------------

@@ -218,7 +218,7 @@ def test_what_is_recorded_are_the_samples_that_were_trained_on(stages, in_tmp, m
     assert against_trl.distance(ours, ours, start) == 0 and against_trl.distance(ours, start, start) == 1
 
 
-def test_a_replay_keeps_the_rows_of_its_seed_that_it_does_not_renew(tmp_path, monkeypatch):
+def test_a_replay_keeps_the_rows_that_it_does_not_renew(tmp_path, monkeypatch):
     monkeypatch.setattr(against_trl, "ROOT", tmp_path)
     monkeypatch.setattr(against_trl, "python_of", lambda *_: sys.executable)
     monkeypatch.setattr(against_trl.subprocess, "run", lambda *_, **__: None)
@@ -233,10 +233,12 @@ def test_a_replay_keeps_the_rows_of_its_seed_that_it_does_not_renew(tmp_path, mo
     assert [row[0] for row in found["ppo"]] == own["ppo"]
     in_order = [what for of, _, what in against_trl.REPLAYED if of != "grpo"]
     assert list(dict.fromkeys(row[0] for row in found["rloo"])) == in_order
-    assert {row[0]: row[2:] for row in found["rloo"]} == {
-        what: ["2", f"{share} %"] for name, share in (("rloo", 25), ("ppo", 50)) for what in own[name]
+    assert {row[0]: (row[1], *row[3:]) for row in found["rloo"]} == {
+        what: ("1", "2", f"{share} %") for name, share in (("rloo", 25), ("ppo", 50)) for what in own[name]
     }
-    assert [row[0] for row in found["grpo"]] == own["grpo"]  # The others were of another seed.
+    of_seed_2 = len(own["grpo"])
+    assert found["grpo"][:-of_seed_2] == found["rloo"]
+    assert [row[:2] for row in found["grpo"][-of_seed_2:]] == [[what, "2"] for what in own["grpo"]]
 
 
 def test_the_tables_against_trl():
