@@ -668,13 +668,19 @@ here*: none does. *changes nothing*: the four figures of every seed are the same
 {variants} variants, {details} details: {count}.
 
 How to read it: the runs end while gold still rises, so that whatever makes steps larger or more numerous gains, and
-what hurts late cannot show (over-optimisation: see the study of that name). In RLOO every gradient is clipped to norm
-1, and AdamW divides by its size: a mere factor on the advantages cannot show. A small model, short responses, fp32 and
-one process hide what acts on large ones, long ones, in bf16, and on several.
+what hurts late cannot show (see *Longer runs*, below the table, and the study of over-optimisation). In RLOO every
+gradient is clipped to norm 1, and AdamW divides by its size: a mere factor on the advantages cannot show. A small
+model, short responses, fp32 and one process hide what acts on large ones, long ones, in bf16, and on several.
 
 Before the correction a p value must be below some 0.0002. Ten seeds give that only if differences are normal, as
 Student supposes: that ten have one sign has an exact p of 0.002. Where one seed is far out his interval says little,
 either way; compare the counts.
+"""
+
+
+LONGER = """\
+The same in runs four times as long, of five seeds. A correction of their own; "apart": the intervals of the short and
+of the long runs do not overlap.
 """
 
 
@@ -714,8 +720,9 @@ def draw(args: DrawArgs):
         cells = " | ".join(f"{marks[m]}{signed(found[v.name][m])}{marks[m]}" for m in MEASURES)
         tags, base = ", ".join(v.tags.split()), ", ".join(found[v.name]["base"])
         lines.append(f"| {tags} | {named(v)} | {base} | {count_up(found[v.name])} | {cells} | {verdict[v.name]} |")
-    if (results / args.tags[0] / "ablations_4").exists():
-        lines += ["", "## Longer runs", "", *longer_table(results / args.tags[0] / "ablations_4", found, verdict)]
+    long, _ = effects([results / args.tags[0] / "ablations_4"])
+    if long:
+        lines += ["", "## Longer runs", "", LONGER, *table_beside(found, verdict, long, "long")]
     lines += ["", "## Not priced", "", "| details | why |", "|---|---|"]
     lines += [f"| {', '.join(tags.split())} | {reason} |" for reason, tags in UNPRICED.items()]
     lines += [
@@ -736,26 +743,34 @@ def draw(args: DrawArgs):
         effect = found[v.name]
         shown = [m for m in MEASURES if m in ("gold", "kl") or effect[m][1] > 0 or effect[m][2] < 0]
         numbers = ", ".join(f"{NAMES[m]} {effect[m][0]:+.2f}{'*' * ((v.name, m) in sure)}" for m in shown)
+        if v.name in long and apart(effect, long[v.name]):
+            numbers += f" (longer runs: gold {long[v.name]['gold'][0]:+.2f}, KL {long[v.name]['kl'][0]:+.2f})"
         worth += [f"[{tag}]", f"says = {json.dumps(f'{named(v)}, {v.base}: {numbers}; {verdict[v.name]}')}", ""]
     (results / "worth.toml").write_text("# Written by benchmark/ablations.py draw.\n\n" + "\n".join(worth))
     print("\n".join(lines))
 
 
-def longer_table(folder, found, verdict):
-    """Lines of a table: what the variants of the longer runs do there, beside what they do in the short ones."""
-    long, bases = effects([folder])
-    of_long, sure = verdicts(long)
-    seeds = max(len(effect["seeds"]) for effect in bases.values())
-    lines = [f"The same in runs four times as long, {seeds} seeds, with a correction of their own.", ""]
-    lines += ["| details | what is changed | base | gold at the end | long | KL | long | verdict | long |"]
-    lines += ["|---|---|---|---:|---:|---:|---:|---|---|"]
-    for v in [v for v in VARIANTS if v.name in long and v.name in found]:
+def apart(effect, other):
+    """The names of gold and KL, if the intervals of two effects of a variant do not overlap."""
+    return [NAMES[m] for m in ("gold", "kl") if effect[m][2] < other[m][1] or other[m][2] < effect[m][1]]
+
+
+def table_beside(found, verdict, other, name):
+    """Lines of a table: what variants do in `other` effects, called `name`, beside what they do in those of `found`,
+    and for which measures the two intervals do not overlap ("apart"). Each side has a correction of its own.
+    """
+    of_other, sure = verdicts(other)
+    lines = [f"| details | what is changed | base | {name}: gold, KL up | gold at the end | {name} | KL | {name} "]
+    lines[-1] += f"| verdict | {name} | apart |"
+    lines += ["|---|---|---|---:|---:|---:|---:|---:|---|---|---|"]
+    for v in [v for v in VARIANTS if v.name in other and v.name in found]:
         cells = []
         for m in ("gold", "kl"):
             mark = "**" if (v.name, m) in sure else ""
-            cells += [signed(found[v.name][m]), f"{mark}{signed(long[v.name][m])}{mark}"]
-        tags, words = ", ".join(v.tags.split()), f"{verdict[v.name]} | {of_long[v.name]}"
-        lines.append(f"| {tags} | {named(v)} | {v.base} | {' | '.join(cells)} | {words} |")
+            cells += [signed(found[v.name][m]), f"{mark}{signed(other[v.name][m])}{mark}"]
+        words = verdict[v.name], of_other[v.name], ", ".join(apart(found[v.name], other[v.name]))
+        head = ", ".join(v.tags.split()), named(v), v.base, count_up(other[v.name])
+        lines.append("| " + " | ".join([*head, *cells, *words]) + " |")
     return lines
 
 

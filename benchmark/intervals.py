@@ -87,7 +87,7 @@ def bootstrap(x, statistic=iqm):
     """95 % percentile bootstrap interval (low, high) of a statistic over the last axis, which is that of the seeds."""
     x = np.asarray(x, dtype=float)
     index = np.random.default_rng(0).integers(x.shape[-1], size=(2000, x.shape[-1]))
-    return tuple(np.percentile(np.stack([statistic(x[..., i]) for i in index]), (2.5, 97.5), axis=0))
+    return tuple(np.percentile(statistic(x[..., index]), (2.5, 97.5), axis=-1))
 
 
 def mean_interval(x, level=0.95):

@@ -56,6 +56,8 @@ class RunArgs:
     """runs at a time"""
     threads: int = 1
     """CPU threads a run"""
+    only: tuple[str, ...] = ()
+    """names of policies; none: all, and best-of-n"""
     preload: bool = True
     """start runs as forks of one process that has the libraries loaded"""
     columns: tuple[str, ...] = tuple(COLUMNS)
@@ -143,6 +145,7 @@ def run(args: RunArgs):
     second |= {f"reward_width{w}": (f"{reward}width{w} --sft_model_path {MODELS}/sft_width{w}", None) for w in WIDTHS}
     commands = {name: command for name, (_, _, command) in settings().items()}
     commands["best_of_n"] = "python benchmark/overoptimisation.py best-of-n"
+    commands = {name: command for name, command in commands.items() if not args.only or name in args.only}
     runs = [
         Run(name, command, seed, tag, "overoptimisation") for seed in args.seeds for name, command in commands.items()
     ]

@@ -34,6 +34,12 @@ def ablations():
     return ["| " + " | ".join(row[:verdict]) + " |" for row in (head, rule, *rows)]
 
 
+def ablations_long():
+    """The rows of the longer runs whose effect is another there than in the short runs, without the verdicts."""
+    rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in tables("ablations", NEW)[2])
+    return ["| " + " | ".join(row[:-3]) + " |" for row in rows if row[-1]]
+
+
 TABLES = {
     "toy": lambda: tables("toy", ".")[0],
     "movies": lambda: tables("movies")[0],
@@ -44,6 +50,7 @@ TABLES = {
     "overoptimisation": lambda: tables("overoptimisation")[0],
     "best_of_n": lambda: tables("overoptimisation")[1],
     "ablations": ablations,
+    "ablations_long": ablations_long,
     "trl": lambda: tables("trl")[0],
     "trl_differences": lambda: tables("trl")[1],
     "trl_long": lambda: tables("trl_toy_100x64", NEW)[0],

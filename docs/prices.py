@@ -35,6 +35,7 @@ class Effect:
     seeds: str
     figures: dict  # {name: (mean, low, high, whether it passes the correction)}
     verdict: str
+    long: tuple = ()  # of runs four times as long: gold and KL, each (mean, low, high) in words
 
 
 def table(text, start):
@@ -56,6 +57,9 @@ def study():
                 figures[figure] = mean, low, high, cell.startswith("**")
             effects.append(Effect(re.findall(r"[A-Z]+-\d+", tags), what, base, seeds, figures, verdict))
         bases |= {row[0]: row[1] for row in table(text, "| base | what")}
+    of_long = {(row[1], row[2]): (row[5], row[7]) for row in table(text, "| details | what is changed | base | long:")}
+    for effect in effects:
+        effect.long = of_long.get((effect.what, effect.base.split(",")[0]), ())
     unpriced = {tag: why for tags, why in table(text, "| details | why") for tag in tags.split(", ")}
     return effects, bases, unpriced
 
@@ -138,7 +142,9 @@ def prices_html(tag):
         base = f'<span class="base" title="{effect.base}: {bases[effect.base]}">{effect.base}</span>'
         said = f"<b>{escape(effect.what)}</b> ({base}; {effect.verdict})"
         names = [name for name in FIGURES if name in ("gold", "kl") or effect.figures[name][3]]
-        rows.append(f"<li>{said}<div>{plot(effect.figures, names)}{figures_text(effect.figures, names)}</div></li>")
+        long = "<div>In runs four times as long: gold {}, KL {}.</div>".format(*effect.long) if effect.long else ""
+        text = figures_text(effect.figures, names)
+        rows.append(f"<li>{said}<div>{plot(effect.figures, names)}{text}</div>{long.replace('**', '')}</li>")
     return f'<ul class="prices">{"".join(rows)}</ul>'
 
 

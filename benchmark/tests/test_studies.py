@@ -140,9 +140,13 @@ def test_effects_are_paired_differences_and_verdicts_are_corrected_for_their_num
     assert verdict["worse"] == "matters" and verdict["same"] == "changes nothing"
     assert {("worse", "gold"), ("worse", "kl")} <= sure and not {name for name, _ in sure} - {"worse"}
     assert ablations.count_up(found["worse"]) == "10: 0, 10"
-    line = ablations.longer_table(folders[0], found, verdict)[4]  # of runs that are as long
+    line = ablations.table_beside(found, verdict, found, "long")[2]  # of runs that are as long
     gold, kl = ablations.signed(found["worse"]["gold"]), ablations.signed(found["worse"]["kl"])
-    assert line == f"|  | w | rloo | {gold} | **{gold}** | {kl} | **{kl}** | matters | matters |"
+    assert line == f"|  | w | rloo | 10: 0, 10 | {gold} | **{gold}** | {kl} | **{kl}** | matters | matters |  |"
+    better = found | {"worse": found["worse"] | {"gold": (1, 0.5, 1.5, 0.001)}}
+    assert ablations.table_beside(better, verdict, found, "long")[2].endswith(" | gold |")
+    monkeypatch.setattr(ablations, "OWN_BATCHES", {"worse"})  # its gold over the run says nothing
+    assert ("worse", "course") in sure and ("worse", "course") not in ablations.verdicts(found)[1]
     others = [verdict[v.name] for v in variants[2:]]
     assert set(others) <= {"perhaps", "does not show here"} and others.count("perhaps") <= 5
 
