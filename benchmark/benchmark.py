@@ -30,6 +30,7 @@ from pathlib import Path
 
 import tyro
 from intervals import experiments, write_runs
+from machine import processor
 
 ROOT = Path(__file__).resolve().parent.parent
 COLUMNS = (
@@ -113,16 +114,12 @@ def code_hash(root=ROOT):
 def environment():
     """What the figures are made with."""
     names = ("torch", "transformers", "accelerate", "numpy", "tokenizers")
-    cpu = next(
-        (x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")),
-        "",
-    )
     return {
         "commit": git_tag(),
         "code": code_hash(),
         "python": platform.python_version(),
         "versions": {name: version(name) for name in names},
-        "cpu": cpu or platform.processor(),
+        "cpu": processor(),
         "cores": os.cpu_count(),
     }
 

@@ -3,9 +3,9 @@ Resident size of toy runs over 200 updates, in a minute or two. It needs the sta
 
     python benchmark/memory.py [--without]
 
-It prints the size after 20 and 200 updates, and fails where it has grown by more than 5 %. The learning rate is 0, so
-that responses are as long at the end as at the beginning. Their lengths vary from batch to batch. --without leaves out
-cpu.keep_memory_flat.
+It prints the size after some updates, and fails where it has grown by more than 5 % from the 20th to the 199th. (The
+200th comes with a held-out evaluation, which takes more.) The learning rate is 0, so that responses are as long at the
+end as at the beginning. Their lengths vary from batch to batch. --without leaves out cpu.keep_memory_flat.
 """
 
 import json
@@ -18,7 +18,7 @@ from typing import Literal
 
 import tyro
 
-POINTS = (20, 50, 100, 150, 200)
+POINTS = (20, 50, 100, 150, 199, 200)
 
 
 @dataclass
@@ -58,7 +58,7 @@ def main():
         words = [sys.executable, __file__, "--algorithm", algorithm, *sys.argv[1:]]
         done = subprocess.run(words, env=environment, stdout=subprocess.PIPE, text=True, check=True)
         sizes = json.loads(done.stdout.splitlines()[-1])
-        growth = sizes["200"] / sizes["20"] - 1
+        growth = sizes["199"] / sizes["20"] - 1
         grown |= growth > 0.05
         print(
             algorithm,

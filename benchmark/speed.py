@@ -44,6 +44,7 @@ from pathlib import Path
 import torch
 import transformers
 import tyro
+from machine import processor
 from speed_trl import memory, now
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from torch import nn
@@ -487,17 +488,13 @@ def about(work):
     git = subprocess.run(
         ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=Path(__file__).parent
     )
-    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    model = next(
-        (line.split(":")[1].strip() for line in info.splitlines() if line.startswith("model name")), platform.machine()
-    )
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     versions = {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-    return {"cpu": model, "threads": work.threads, "gpu": gpu, "commit": git.stdout.strip() or "unknown"} | versions
+    return {"cpu": processor(), "threads": work.threads, "gpu": gpu, "commit": git.stdout.strip() or "unknown"} | versions
 
 
 def publish(work, kind, text, data):

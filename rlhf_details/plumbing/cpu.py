@@ -4,8 +4,6 @@ Faster linear layers and fewer threads on CPUs: the same numbers up to rounding.
 For fp32 on the CPU, torch takes MKL, which uses AVX-512 on Intel's processors alone. oneDNN uses it on all of them.
 """
 
-import contextlib
-import ctypes
 import os
 
 import torch
@@ -75,11 +73,7 @@ def product(x, weight, bias=None):
 def keep_memory_flat():
     """Keeps the memory of long CPU runs from growing, because each of their batches has another shape.
 
-    oneDNN would keep 1024 compiled kernels. The C library returns blocks above a threshold to the system at once, and
-    would raise this threshold to the largest block that was ever freed. benchmark/memory.py measures both.
+    oneDNN would keep the compiled kernels of 1024 shapes. benchmark/memory.py measures it.
     """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
     os.environ.setdefault("LRU_CACHE_CAPACITY", "16")
-    with contextlib.suppress(OSError, AttributeError, TypeError):  # Other C libraries have no mallopt.
-        libc = ctypes.CDLL(None)
-        libc.mallopt(-3, 3 * 2**20), libc.mallopt(-1, 2**28)  # M_MMAP_THRESHOLD and M_TRIM_THRESHOLD, in bytes
