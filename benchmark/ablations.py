@@ -334,7 +334,7 @@ OPTIONS += "rm_unit ppo_ratio_threshold ppo_whiten_rewards ppo_shared_value ppo_
 OPTIONS += ["ppo_scaled_scores", "ppo_tf_adam"]
 # the variants whose batches are other texts, or are read otherwise, before anything is learnt
 OWN_BATCHES = {variant.name for variant in VARIANTS if variant.measure} | {"ppo_one_ahead", "ppo_all_scored"}
-# the variants of the longer runs: those that matter in the short ones, and those of which one would expect it
+# the variants of the longer runs: those that matter in the short ones, and others
 LONG = "greedy no_stop dropout shifted_index unmasked bf16_weights sampled_hot sft_no_eos siblings_seen".split()
 LONG += "shifted_no_baseline token_kl two_passes constant_lr untrained_head rm_not_after rm_shift ppo_k3".split()
 LONG += "ppo_shift_mean ppo_shared_value ppo_vf_coef ppo_no_clip ppo_no_value_clip ppo_one_pass ppo_one_ahead".split()
@@ -667,9 +667,9 @@ table. *perhaps*: one of the intervals excludes 0, which chance alone does in up
 here*: none does. *changes nothing*: the four figures of every seed are the same, to the five digits that are kept.
 {variants} variants, {details} details: {count}.
 
-How to read it: the runs end while gold still rises, so that whatever makes steps larger or more numerous gains, and
-what hurts late cannot show (see *Longer runs*, below the table, and the study of over-optimisation). In RLOO every
-gradient is clipped to norm 1, and AdamW divides by its size: a mere factor on the advantages cannot show. A small
+How to read it: the runs end before gold has stopped rising, so that whatever makes steps larger or more numerous
+gains, and what hurts late cannot show (see *Longer runs*, below the table, and the study of over-optimisation). In RLOO
+every gradient is clipped to norm 1, and AdamW divides by its size: a mere factor on the advantages cannot show. A small
 model, short responses, fp32 and one process hide what acts on large ones, long ones, in bf16, and on several.
 
 Before the correction a p value must be below some 0.0002. Ten seeds give that only if differences are normal, as
@@ -680,7 +680,8 @@ either way; compare the counts.
 
 LONGER = """\
 The same in runs four times as long, of five seeds. A correction of their own; "apart": the intervals of the short and
-of the long runs do not overlap.
+of the long runs do not overlap. Bold: what passes the correction of the long runs. The verdicts also rest on gold over
+the run and on the share ended, which are not shown. Most short runs are of another commit (the table above names it).
 """
 
 
@@ -695,6 +696,16 @@ def draw(args: DrawArgs):
         v: list(verdict.values()).count(v) for v in ("matters", "perhaps", "does not show here", "changes nothing")
     }
     priced = sorted({tag for variant in variants for tag in variant.tags.split()})
+
+    def levels(bases):  # what the bases reach
+        rows = ["| base | what | gold at the end | gold over the run | KL, nats a response | share ended |"]
+        rows += ["|---|---|---:|---:|---:|---:|"]
+        for name, tag in sorted(bases, key=lambda base: (list(BASES).index(base[0]), args.tags.index(base[1]))):
+            intervals = [bases[name, tag][m] for m in MEASURES]
+            cells = [f"{mean:.2f} ({low:.2f} .. {high:.2f})" for mean, low, high, _ in intervals]
+            rows.append(f"| {name}, {tag} | {BASES[name][0]} | {' | '.join(cells)} |")
+        return rows
+
     lines = [
         HEAD.format(
             tags=" ".join(args.tags),
@@ -702,13 +713,8 @@ def draw(args: DrawArgs):
             details=len(priced),
             count=", ".join(f"{n} {v}" for v, n in count.items()),
         ),
-        "| base | what | gold at the end | gold over the run | KL, nats a response | share ended |",
-        "|---|---|---:|---:|---:|---:|",
+        *levels(bases),
     ]
-    for name, tag in sorted(bases, key=lambda base: (list(BASES).index(base[0]), args.tags.index(base[1]))):
-        intervals = [bases[name, tag][m] for m in MEASURES]
-        cells = [f"{mean:.2f} ({low:.2f} .. {high:.2f})" for mean, low, high, _ in intervals]
-        lines.append(f"| {name}, {tag} | {BASES[name][0]} | {' | '.join(cells)} |")
     lines += [
         "",
         "| details | what is changed | base | seeds: gold, KL up "
@@ -720,9 +726,10 @@ def draw(args: DrawArgs):
         cells = " | ".join(f"{marks[m]}{signed(found[v.name][m])}{marks[m]}" for m in MEASURES)
         tags, base = ", ".join(v.tags.split()), ", ".join(found[v.name]["base"])
         lines.append(f"| {tags} | {named(v)} | {base} | {count_up(found[v.name])} | {cells} | {verdict[v.name]} |")
-    long, _ = effects([results / args.tags[0] / "ablations_4"])
+    long, long_bases = effects([results / args.tags[0] / "ablations_4"])
     if long:
         lines += ["", "## Longer runs", "", LONGER, *table_beside(found, verdict, long, "long")]
+        lines += ["", "What their bases reach, in four times as many updates as are named:", "", *levels(long_bases)]
     lines += ["", "## Not priced", "", "| details | why |", "|---|---|"]
     lines += [f"| {', '.join(tags.split())} | {reason} |" for reason, tags in UNPRICED.items()]
     lines += [
