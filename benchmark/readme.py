@@ -14,7 +14,7 @@ import sys
 from intervals import ROOT
 
 TAG, NEW, LENGTHS, GRPO_TRL = "f1166b3", "cc51011", "cc6b272", "4d93adb"  # the commits whose scripts were run
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "benchmark" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 DOCUMENTS += [path for folder in ("guides", "evidence") for path in sorted((ROOT / "docs" / folder).glob("*.md"))]
 
 
@@ -40,7 +40,47 @@ def ablations_long():
     return ["| " + " | ".join(row[:-3]) + " |" for row in rows if row[-1]]
 
 
+SPEEDS = "rloo_27m_96", "rloo_27m_8", "rloo_0.9m_8", "ppo_27m_8", "ppo_27m_96"  # speed_*.md
+FAST = "b48a4cb"  # the commit whose speed was measured on a faster processor
+
+
+def work(name, tag="."):
+    """What speed_<name>.md measures: "RLOO, 27 M, prompts 96-128"."""
+    text = (ROOT / "benchmark" / "results" / tag / f"speed_{name}.md").read_text(encoding="utf-8")
+    algorithm, size, prompts = re.match(r"(\w+), .*?, ([\d.]+)m parameters, prompts of (\S+) tokens", text).groups()
+    return f"{algorithm}, {size} M, prompts {prompts}"
+
+
+def speeds(names):
+    """The tables of speed_<name>.md as one, with a first column that says of which work a row is."""
+    found = [(work(name), tables(f"speed_{name}", ".")[0]) for name in names]
+    head, rule, *_ = found[0][1]
+    return [f"| work {head}", f"|---{rule}", *(f"| {label} {row}" for label, (_, _, *rows) in found for row in rows)]
+
+
+def speed(tag):
+    """A line for each work: our speed, and for each version of TRL how many times as fast and how much memory."""
+    lines = ["| work | ours, episodes/s | times TRL 0.21 | times TRL 1.16 | peak memory, ours to theirs |"]
+    lines += ["|---|---:|---:|---:|---:|"]
+    for name in SPEEDS:
+        rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in tables(f"speed_{name}", tag)[0]]
+        of = {row[0]: dict(zip(rows[0], row, strict=True)) for row in rows[2:]}
+        trl = [of.get(f"TRL {version}", {}) for version in ("0.21.0", "1.16.0")]
+        faster, memory = ([row.get(name, "") for row in trl] for name in ("times as fast", "memory share"))
+        cells = work(name, tag), of["ours"]["episodes/s"], *faster, ", ".join(filter(None, memory))
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
 TABLES = {
+    "speed": lambda: speed("."),
+    "speed_fast": lambda: speed(FAST),
+    "speed_all": lambda: speeds(SPEEDS),
+    "speed_without": lambda: speeds(["without", "without_27m_8", "without_0.9m_8"]),
+    "speed_batch": lambda: tables("speed_scaling", ".")[0],
+    "speed_length": lambda: tables("speed_scaling", ".")[1],
+    "speed_memory": lambda: tables("speed_scaling", ".")[2],
+    "speed_decode": lambda: tables("speed_decode", ".")[0],
     "toy": lambda: tables("toy", ".")[0],
     "movies": lambda: tables("movies")[0],
     "lora": lambda: tables("lora_memory", ".")[0],

@@ -488,13 +488,13 @@ def about(work):
     git = subprocess.run(
         ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=Path(__file__).parent
     )
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    gpu, commit = torch.cuda.get_device_name() if torch.cuda.is_available() else None, git.stdout.strip() or "unknown"
     versions = {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-    return {"cpu": processor(), "threads": work.threads, "gpu": gpu, "commit": git.stdout.strip() or "unknown"} | versions
+    return {"cpu": processor(), "threads": work.threads, "gpu": gpu, "commit": commit} | versions
 
 
 def publish(work, kind, text, data):
