@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Draws every figure of README and site anew, and writes every table of the studies, from the runs in benchmark/results:
+# Draws the figures of README and site anew, and writes every table of the studies, from the runs in benchmark/results:
 #
 #     bash benchmark/draw.sh
 #
 # Where nothing was run or changed since, no committed file changes. (openrlbenchmark.png needs that tool: see
-# docs/evidence/6_comparing_versions.md.)
+# docs/evidence/6_comparing_versions.md; layout.svg is drawn by hand.)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${PYTHON:-python}
