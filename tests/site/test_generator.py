@@ -131,6 +131,10 @@ def test_the_prices_on_the_cards_are_those_that_the_ablations_wrote():
         card = prices.card(tag)
         assert re.search(rf"gold at the end (<b>)?{re.escape(gold)}(</b>)? \(", card), tag
         assert f'class="verdict {prices.verdict(tag).replace(" ", "-")}"' in card
+        if longer := re.search(r"longer runs: gold (\S+), KL (\S+)\)", row["says"]):
+            shown = re.findall(r"four times as long: gold (\S+) \(.*?\), KL (\S+) \(", card)
+            expected = pytest.approx([float(x) for x in longer.groups()], abs=0.051)  # shown in one digit or two
+            assert any([float(x) for x in pair] == expected for pair in shown), tag
 
 
 def test_equations_become_mathml_and_names_become_links():
