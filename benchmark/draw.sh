@@ -15,7 +15,6 @@ draw overoptimisation draw --tag f1166b3
 draw ablations draw --tags cc51011 f1166b3
 draw movies draw --tag f1166b3
 draw grpo draw --tag cc51011 --timed 6 7 8 9 10
-draw against_trl draw --tag f1166b3
 draw against_trl draw --tag cc51011 --study trl_toy_100x64 --output static/trl_long.svg
 draw against_trl draw --tag cc6b272 --study trl_lengths_100x64 --output static/trl_lengths.svg
 draw against_trl draw --tag 4d93adb --output static/trl_grpo.svg

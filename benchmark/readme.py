@@ -91,8 +91,6 @@ TABLES = {
     "best_of_n": lambda: tables("overoptimisation")[1],
     "ablations": ablations,
     "ablations_long": ablations_long,
-    "trl": lambda: tables("trl")[0],
-    "trl_differences": lambda: tables("trl")[1],
     "trl_long": lambda: tables("trl_toy_100x64", NEW)[0],
     "trl_long_differences": lambda: tables("trl_toy_100x64", NEW)[1],
     "trl_replay": lambda: tables("trl_replay", NEW)[0],
