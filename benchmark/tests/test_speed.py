@@ -2,9 +2,12 @@
 
 import json
 import os
+import platform
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import machine
 import pytest
 import speed
 import torch
@@ -17,6 +20,17 @@ PROGRAM = speed.ROOT / "benchmark" / "speed.py"
 def small_config():
     shape = dict(hidden_size=32, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, vocab_size=50)
     return GPTNeoXConfig(**shape, attn_implementation="eager")
+
+
+def test_a_processor_is_named_with_family_and_model(monkeypatch):
+    """One "AMD EPYC" multiplies twice as fast as another, and a figure has to say which it was."""
+    cores = ["model name\t: AMD EPYC\ncpu family\t: 25\nmodel\t\t: 17\n", "model name\t: other\n"]
+    monkeypatch.setattr(
+        machine, "Path", lambda path: SimpleNamespace(exists=lambda: True, read_text=lambda: "\n".join(cores))
+    )
+    assert machine.processor() == "AMD EPYC (family 25, model 17)"
+    cores[:] = ["processor\t: 0\nBogoMIPS\t: 50.00\n"]  # Linux on ARM names no model.
+    assert machine.processor() == (platform.processor() or platform.machine()) != ""
 
 
 def test_forward_flops_are_those_that_torch_counts():

@@ -4,8 +4,11 @@ import copy
 import dataclasses
 import json
 import os
+import re
 import shlex
 import shutil
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -340,6 +343,24 @@ def test_small_models_take_one_thread_and_say_so(monkeypatch, capsys, size, vari
     finally:
         torch.set_num_threads(1)
     assert capsys.readouterr().out.count("OMP_NUM_THREADS") == (threads == 1)
+
+
+@needs_onednn
+def test_onednn_keeps_few_kernels_so_that_memory_stays_flat():
+    """After 199 batches of other shapes the first shape is compiled again: oneDNN, left alone, keeps 1024 kernels."""
+    words = """if True:
+        import torch
+        from rlhf_details.plumbing import cpu
+        model = cpu.use_onednn(torch.nn.Sequential(torch.nn.Linear(8, 8)))
+        for rows in [*range(1, 200), 1]:
+            model(torch.ones(rows, 8))
+    """
+    ours = {name: text for name, text in os.environ.items() if not name.endswith("CACHE_CAPACITY")}
+    for capacity, last in (({}, "cache_miss"), ({"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "1024"}, "cache_hit")):
+        environment = ours | capacity | {"ONEDNN_VERBOSE": "2"}  # It prints where each kernel comes from.
+        printed = subprocess.check_output([sys.executable, "-c", words], env=environment, text=True)
+        found = re.findall(r"create:(cache_\w+)", printed)
+        assert len(found) == 200 and found[-1] == last
 
 
 @needs_onednn
