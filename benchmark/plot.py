@@ -5,6 +5,7 @@ Curves: of runs as they are, of experiments over seeds, and whether two versions
     python benchmark/plot.py curves TAG --exp rloo ppo        experiments in benchmark/results/TAG: interquartile means
                                                               over seeds with 95 % bootstrap intervals, and a table
     python benchmark/plot.py compare TAG_A TAG_B              a verdict; exit code 1 where they differ
+    python benchmark/plot.py same TAG_A TAG_B                 how long the same runs agree, digit by digit
 
 All need the extra "benchmark".
 """
@@ -206,6 +207,22 @@ class CompareArgs:
     """no difference: within what the whole interval must lie, in the same unit"""
 
 
+@dataclass
+class SameArgs:
+    a: tyro.conf.Positional[str]
+    """folder under benchmark/results/, or a path: what is known"""
+    b: tyro.conf.Positional[str]
+    """folder of the same runs by other scripts, from the same seeds on the same processor"""
+    exp: tuple[str, ...] = ()
+    """experiments; none: all that both folders have"""
+    metrics: tuple[str, ...] = ("objective/scores", "objective/gold", "objective/kl")
+    """metrics"""
+    tolerance: float = 1e-3
+    """rounding: the relative difference that is none"""
+    output: str | None = None
+    """file for the table; None: it is printed only"""
+
+
 def results(tag):
     """The folder of a tag, or of a study within it (TAG/STUDY)."""
     found = [path for path in (ROOT / "benchmark" / "results" / tag, Path(tag)) if path.is_dir()]
@@ -343,7 +360,48 @@ def compare(args: CompareArgs):
     return int(worst == "DIFFERENT")
 
 
-COMMANDS = {"curves": (CurvesArgs, curves), "compare": (CompareArgs, compare)}
+def agreeing(a, b, metrics, tolerance):
+    """How many updates two runs agree in before the first that differs, and how many there are.
+
+    5e-5 is rounding as well: so much may the KL of a first update be, which is 0.
+    """
+    differs = np.zeros(len(a["update"]), dtype=bool)
+    for metric in metrics:
+        apart = np.abs(b[metric] - a[metric]) > tolerance * np.abs(a[metric]) + 5e-5
+        differs |= apart | (np.isnan(a[metric]) != np.isnan(b[metric]))
+    updates = [row for row, update in enumerate(a["update"]) if update > 0]
+    return next((n for n, row in enumerate(updates) if differs[row]), len(updates)), len(updates)
+
+
+def same(args: SameArgs):
+    """Writes for each experiment in how many updates its runs agree, and how far they are apart at the end.
+
+    Rounding may turn a sampled token, and from that update on a run is another one.
+    """
+    a, b = results(args.a), results(args.b)
+    names = args.exp or [exp for exp in experiments(a) if exp in experiments(b)]
+    lines = ["| runs | seeds | updates that agree | " + " | ".join(args.metrics) + " |"]
+    lines += ["|---|---|---:|" + "---:|" * len(args.metrics)]
+    for exp in names:
+        of_a, of_b = seeds_of(a, exp), seeds_of(b, exp)
+        pairs = {seed: (of_a[seed], of_b[seed]) for seed in sorted(set(of_a) & set(of_b))}
+        if not pairs:
+            fail(f"{exp}: {args.a} and {args.b} have no seed in common")
+        metrics = [metric for metric in args.metrics if all(metric in run for pair in pairs.values() for run in pair)]
+        if lost := [seed for seed, (x, y) in pairs.items() if list(x["update"]) != list(y["update"])]:
+            fail(f"{exp}: other updates in seed {lost[0]}")
+        counts = [agreeing(x, y, metrics, args.tolerance) for x, y in pairs.values()]
+        ends = [[final(y, metric) - final(x, metric) for x, y in pairs.values()] for metric in metrics]
+        cells = {metric: ", ".join(f"{end:+.2g}" for end in found) for metric, found in zip(metrics, ends, strict=True)}
+        shared = ", ".join(f"{agree} of {number}" for agree, number in counts)
+        row = [exp, ", ".join(map(str, pairs)), shared, *(cells.get(metric, "") for metric in args.metrics)]
+        lines.append("| " + " | ".join(row) + " |")
+    print("\n".join(lines))
+    if args.output:
+        Path(args.output).write_text("\n".join(lines) + "\n")
+
+
+COMMANDS = {"curves": (CurvesArgs, curves), "compare": (CompareArgs, compare), "same": (SameArgs, same)}
 
 if __name__ == "__main__":
     if sys.argv[1:2] and sys.argv[1] in COMMANDS:

@@ -128,6 +128,29 @@ def test_compare_does_not_pass_what_is_lost(tmp_path, capsys):
     assert code == 0 and "has no seed 4" in said
 
 
+def test_same_counts_the_updates_before_the_first_that_is_another(tmp_path, capsys):
+    kl, held_out = [float("nan"), 0.0, 1.0, 2.0, 3.0], [5.0, *[float("nan")] * 3, 7.0]
+    for folder, factors, end in (("a", [1] * 5, 7.0), ("b", [1, 1, 1.0005, 1, 1.002], 7.5), ("c", [1] * 5, 7.0)):
+        columns = {
+            "update": range(5),
+            "objective/kl": np.multiply(kl, factors),
+            "eval/objective/kl": [*held_out[:-1], end],
+        }
+        columns["objective/kl"][1] += 2e-5 * (folder == "c")  # the KL of the first update, by rounding
+        write(tmp_path / folder, "x", 3, columns)
+    found = {}
+    for other in "bc":
+        table = tmp_path / f"{other}.md"
+        plot.same(plot.SameArgs(str(tmp_path / "a"), str(tmp_path / other), output=str(table)))
+        assert capsys.readouterr().out == table.read_text()
+        found[other] = table.read_text().splitlines()[-1]
+    assert found == {"b": "| x | 3 | 3 of 4 |  |  | +0.5 |", "c": "| x | 3 | 4 of 4 |  |  | +0 |"}
+    write(tmp_path / "shorter", "x", 3, {"update": [0, 1], "objective/kl": [0.0, 0.0]})
+    with pytest.raises(SystemExit):
+        plot.same(plot.SameArgs(str(tmp_path / "a"), str(tmp_path / "shorter")))
+    assert "other updates in seed 3" in capsys.readouterr().err
+
+
 def test_curves_writes_a_figure_and_its_table(tmp_path):
     for exp in ("rloo", "ppo"):
         learning(tmp_path / "a", exp, range(1, 6))
