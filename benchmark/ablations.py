@@ -40,6 +40,7 @@ from mutations import (
     UTILS,
     mutate,
 )
+from scipy import stats
 
 from benchmark import MODELS, STAGES, Run, code_hash, git_tag, run_command, run_study, stage_runs
 
@@ -548,6 +549,35 @@ def effects(folders):
     return found, bases
 
 
+def repeated(found, folder):
+    """Lines of a table: variants taken from another folder, beside what fewer seeds of this one say; and a count.
+
+    "outside": a mean that is not in the 95 % prediction interval which the seeds of the first give for the mean of as
+    many seeds more: mean -+ t s sqrt(1 / n + 1 / more), t of n - 1 degrees of freedom.
+    """
+    lines = ["| what is changed | base | seeds | gold at the end | again | KL | again | outside |"]
+    lines += ["|---|---|---:|---:|---:|---:|---:|---|"]
+    outside, figures = 0, 0
+    for v in VARIANTS:
+        if v.name not in found or found[v.name]["base"][1] == folder.parent.name:
+            continue
+        try:
+            seeds, _ = differences(folder, v)
+        except FileNotFoundError:
+            continue
+        known, more = found[v.name]["seeds"].values(), seeds.values()
+        means, names = {m: np.mean([x[m] for x in more]) for m in MEASURES}, []
+        for m in MEASURES:
+            x = np.array([one[m] for one in known])
+            half = stats.t.ppf(0.975, len(x) - 1) * x.std(ddof=1) * np.sqrt(1 / len(x) + 1 / len(more))
+            names += [NAMES[m]] if abs(means[m] - x.mean()) > half + 5e-5 else []
+        outside, figures = outside + len(names), figures + len(MEASURES)
+        cells = [f"{found[v.name][m][0]:+.2f} | {means[m]:+.2f}" for m in ("gold", "kl")]
+        head = named(v), v.base, f"{len(known)}, {len(more)}"
+        lines.append(f"| {' | '.join([*head, *cells])} | {', '.join(names)} |")
+    return lines, f"{outside} of {figures}"
+
+
 def verdicts(found):
     """{variant: verdict}: "matters" where one of its p values is below 0.05 after Holm's correction over all of the
     table, "perhaps" where one of its intervals excludes 0, "changes nothing" where all differences are exactly 0; and
@@ -684,6 +714,13 @@ of the long runs do not overlap. Bold: what passes the correction of the long ru
 the run and on the share ended, which are not shown. Most short runs are of another commit (the table above names it).
 """
 
+REPEATED = """\
+The variants of an earlier commit, run again with the scripts of `{tag}` from models of its own, with fewer seeds. Means
+over seeds of the paired differences, of both. "outside": the second mean is not in the 95 % prediction interval that
+the first seeds give for it; so are {count} figures (these two, gold over the run and the share ended), of which chance
+alone takes one in twenty.
+"""
+
 
 def draw(args: DrawArgs):
     """Writes the figure, results/worth.toml and, in the first tag's folder, ablations.md."""
@@ -730,6 +767,9 @@ def draw(args: DrawArgs):
     if long:
         lines += ["", "## Longer runs", "", LONGER, *table_beside(found, verdict, long, "long")]
         lines += ["", "What their bases reach, in four times as many updates as are named:", "", *levels(long_bases)]
+    lines_again, count_again = repeated(found, results / args.tags[0] / "ablations")
+    if len(lines_again) > 2:
+        lines += ["", "## Repeated", "", REPEATED.format(tag=args.tags[0], count=count_again), *lines_again]
     lines += ["", "## Not priced", "", "| details | why |", "|---|---|"]
     lines += [f"| {', '.join(tags.split())} | {reason} |" for reason, tags in UNPRICED.items()]
     lines += [
