@@ -366,7 +366,7 @@ def agreeing(a, b, metrics, tolerance):
     5e-5 is rounding as well: so much may the KL of a first update be, which is 0.
     """
     differs = np.zeros(len(a["update"]), dtype=bool)
-    for metric in metrics:
+    for metric in (metric for metric in metrics if metric in a and metric in b):
         apart = np.abs(b[metric] - a[metric]) > tolerance * np.abs(a[metric]) + 5e-5
         differs |= apart | (np.isnan(a[metric]) != np.isnan(b[metric]))
     updates = [row for row, update in enumerate(a["update"]) if update > 0]
@@ -387,7 +387,8 @@ def same(args: SameArgs):
         pairs = {seed: (of_a[seed], of_b[seed]) for seed in sorted(set(of_a) & set(of_b))}
         if not pairs:
             fail(f"{exp}: {args.a} and {args.b} have no seed in common")
-        metrics = [metric for metric in args.metrics if all(metric in run for pair in pairs.values() for run in pair)]
+        runs = [run for pair in pairs.values() for run in pair]
+        metrics = [x for x in args.metrics if all(x in run or f"eval/{x}" in run for run in runs)]
         if lost := [seed for seed, (x, y) in pairs.items() if list(x["update"]) != list(y["update"])]:
             fail(f"{exp}: other updates in seed {lost[0]}")
         counts = [agreeing(x, y, metrics, args.tolerance) for x, y in pairs.values()]
