@@ -11,7 +11,7 @@ python=${PYTHON:-python}
 draw() { "$python" "benchmark/$1.py" "${@:2}" > /dev/null; }
 
 draw toy_figure
-draw overoptimisation draw --tag f1166b3
+draw overoptimisation draw --tag cc51011
 draw ablations draw --tags cc51011 f1166b3
 draw plot same f1166b3_amd/ablations cc51011/ablations --output benchmark/results/cc51011/ablations_same.md
 draw movies draw --tag f1166b3

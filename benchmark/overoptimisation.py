@@ -18,7 +18,7 @@ import sys
 from dataclasses import dataclass
 
 import numpy as np
-from intervals import ROOT, bootstrap, iqm, mean_interval, read_seeds
+from intervals import ROOT, bootstrap, iqm, last, mean_interval, read_seeds
 
 from benchmark import MODELS, STAGES, Run, git_tag, run_command, run_study, stage_runs
 
@@ -180,6 +180,13 @@ def curves(folder, name):
     return {c: smooth(x[:, of_updates]).T for c, x in columns.items()}, len(seeds)
 
 
+def held_out(folder, name):
+    """Of held-out prompts at the end of a setting's runs: gold as an interval in words, and the mean KL."""
+    seeds = read_seeds(folder, name).values()
+    gold, kl = ([last(seed[f"eval/objective/{c}"]) for seed in seeds] for c in ("gold", "kl"))
+    return interval(mean_interval(gold)), np.mean(kl)
+
+
 def fall(gold, scores):
     """What became of gold after its peak: (row of the peak of the mean over seeds, two intervals (mean, low, high, p)
     over seeds: of the gold lost since, and of the learned score gained since; and the gold lost, [seeds]).
@@ -234,7 +241,7 @@ def draw(args: DrawArgs):
     head = (
         "| policy | seeds | gold at its peak | at the end | lost since | least .. most | learned score gained since | "
     )
-    lines = [f"{head}KL at the peak, end |", "|---|---:|---:|---:|---:|---:|---:|---:|"]
+    lines = [f"{head}KL at the peak, end | held-out gold and KL at the end |", "|---|" + "---:|" * 8]
     for axis, (title, members) in zip(axes, panels.items(), strict=True):
         for colour, (label, name) in enumerate(members):
             columns, seeds = curves(folder, name)
@@ -258,6 +265,7 @@ def draw(args: DrawArgs):
                 f"{min(losses):.1f} .. {max(losses):.1f}",
                 interval(gained),
                 f"{kl[peak]:.1f}, {kl[-1]:.1f}",
+                "{}, {:.1f}".format(*held_out(folder, name)),
             )
             lines.append("| " + " | ".join(map(str, row)) + " |")
         for column, style in ((best[1], "-"), (best[2], "--")):
