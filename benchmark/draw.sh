@@ -14,7 +14,7 @@ draw toy_figure
 draw overoptimisation draw --tag cc51011
 draw ablations draw --tags cc51011 f1166b3
 draw plot same f1166b3_amd/ablations cc51011/ablations --output benchmark/results/cc51011/ablations_same.md
-draw movies draw --tag f1166b3
+draw movies draw --tag cc51011
 draw grpo draw --tag cc51011 --timed 6 7 8 9 10
 draw against_trl draw --tag cc51011 --study trl_toy_100x64 --output static/trl_long.svg
 draw against_trl draw --tag cc6b272 --study trl_lengths_100x64 --output static/trl_lengths.svg

@@ -13,7 +13,7 @@ import sys
 
 from intervals import ROOT
 
-TAG, NEW, LENGTHS, GRPO_TRL = "f1166b3", "cc51011", "cc6b272", "4d93adb"  # the commits whose scripts were run
+TAG, LENGTHS, GRPO_TRL = "cc51011", "cc6b272", "4d93adb"  # the commits whose scripts were run
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 DOCUMENTS += [path for folder in ("guides", "evidence") for path in sorted((ROOT / "docs" / folder).glob("*.md"))]
 
@@ -26,7 +26,7 @@ def tables(name, tag=TAG):
 
 def ablations():
     """The rows of the ablations that matter, the worst for gold first, without the verdict."""
-    head, rule, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in tables("ablations", NEW)[1])
+    head, rule, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in tables("ablations")[1])
     gold, verdict = head.index("gold at the end"), head.index("verdict")
     rows = sorted(
         (row for row in rows if row[verdict] == "matters"), key=lambda row: float(row[gold].strip("*").split()[0])
@@ -36,7 +36,7 @@ def ablations():
 
 def ablations_long():
     """The rows of the longer runs whose effect is another there than in the short runs, without the verdicts."""
-    rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in tables("ablations", NEW)[2])
+    rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in tables("ablations")[2])
     return ["| " + " | ".join(row[:-3]) + " |" for row in rows if row[-1]]
 
 
@@ -87,19 +87,19 @@ TABLES = {
     "memory_plan": lambda: tables("memory_plan", ".")[0],
     "style": lambda: tables("reward_functions", ".")[0],
     "sums": lambda: tables("reward_functions", ".")[1],
-    "overoptimisation": lambda: tables("overoptimisation", NEW)[0],
-    "best_of_n": lambda: tables("overoptimisation", NEW)[1],
+    "overoptimisation": lambda: tables("overoptimisation")[0],
+    "best_of_n": lambda: tables("overoptimisation")[1],
     "ablations": ablations,
     "ablations_long": ablations_long,
-    "trl_long": lambda: tables("trl_toy_100x64", NEW)[0],
-    "trl_long_differences": lambda: tables("trl_toy_100x64", NEW)[1],
-    "trl_replay": lambda: tables("trl_replay", NEW)[0],
+    "trl_long": lambda: tables("trl_toy_100x64")[0],
+    "trl_long_differences": lambda: tables("trl_toy_100x64")[1],
+    "trl_replay": lambda: tables("trl_replay")[0],
     "trl_lengths": lambda: tables("trl_lengths_100x64", LENGTHS)[0],
     "trl_lengths_differences": lambda: tables("trl_lengths_100x64", LENGTHS)[1],
     "trl_replay_lengths": lambda: tables("trl_replay_lengths", LENGTHS)[0],
-    "grpo": lambda: tables("grpo", NEW)[0],
-    "grpo_sums": lambda: tables("grpo", NEW)[1],
-    "grpo_parts": lambda: tables("grpo", NEW)[3],
+    "grpo": lambda: tables("grpo")[0],
+    "grpo_sums": lambda: tables("grpo")[1],
+    "grpo_parts": lambda: tables("grpo")[3],
     "grpo_trl": lambda: tables("trl", GRPO_TRL)[0],
     "grpo_trl_differences": lambda: tables("trl", GRPO_TRL)[1],
     "grpo_trl_replay": lambda: tables("trl_replay", GRPO_TRL)[0],
