@@ -570,8 +570,10 @@ def repeated(found, folder):
         for m in MEASURES:
             x = np.array([one[m] for one in known])
             half = stats.t.ppf(0.975, len(x) - 1) * x.std(ddof=1) * np.sqrt(1 / len(x) + 1 / len(more))
-            names += [NAMES[m]] if abs(means[m] - x.mean()) > half + 5e-5 else []
-        outside, figures = outside + len(names), figures + len(MEASURES)
+            is_outside = abs(means[m] - x.mean()) > half + 5e-5
+            names += [NAMES[m]] if is_outside else []
+            figures += is_outside or half > 0  # Where no seed differs there is nothing to predict.
+        outside += len(names)
         cells = [f"{found[v.name][m][0]:+.2f} | {means[m]:+.2f}" for m in ("gold", "kl")]
         head = named(v), v.base, f"{len(known)}, {len(more)}"
         lines.append(f"| {' | '.join([*head, *cells])} | {', '.join(names)} |")
@@ -717,8 +719,9 @@ the run and on the share ended, which are not shown. Most short runs are of anot
 REPEATED = """\
 The variants of an earlier commit, run again with the scripts of `{tag}` from models of its own, with fewer seeds. Means
 over seeds of the paired differences, of both. "outside": the second mean is not in the 95 % prediction interval that
-the first seeds give for it; so are {count} figures (these two, gold over the run and the share ended), of which chance
-alone takes one in twenty.
+the first seeds give for it; so are {count} figures (these two, gold over the run and the share ended; without those
+that no seed changes). Chance alone would take one in twenty, if they were independent, but variants share the few runs
+of their base.
 """
 
 
