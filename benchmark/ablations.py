@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from intervals import ROOT, holm, last, mean_interval, read_seeds
+from intervals import ROOT, holm, last, mean_interval, prediction_interval, read_seeds
 from mutations import (
     ASYNC,
     DATA,
@@ -40,7 +40,6 @@ from mutations import (
     UTILS,
     mutate,
 )
-from scipy import stats
 
 from benchmark import MODELS, STAGES, Run, code_hash, git_tag, run_command, run_study, stage_runs
 
@@ -552,8 +551,7 @@ def effects(folders):
 def repeated(found, folder):
     """Lines of a table: variants taken from another folder, beside what fewer seeds of this one say; and a count.
 
-    "outside": a mean that is not in the 95 % prediction interval which the seeds of the first give for the mean of as
-    many seeds more: mean -+ t s sqrt(1 / n + 1 / more), t of n - 1 degrees of freedom.
+    "outside": a mean that is not in the 95 % prediction interval which the seeds of the first give for it.
     """
     lines = ["| what is changed | base | seeds | gold at the end | again | KL | again | outside |"]
     lines += ["|---|---|---:|---:|---:|---:|---:|---|"]
@@ -568,11 +566,10 @@ def repeated(found, folder):
         known, more = found[v.name]["seeds"].values(), seeds.values()
         means, names = {m: np.mean([x[m] for x in more]) for m in MEASURES}, []
         for m in MEASURES:
-            x = np.array([one[m] for one in known])
-            half = stats.t.ppf(0.975, len(x) - 1) * x.std(ddof=1) * np.sqrt(1 / len(x) + 1 / len(more))
-            is_outside = abs(means[m] - x.mean()) > half + 5e-5
+            least, most = prediction_interval([one[m] for one in known], len(more))
+            is_outside = not least - 5e-5 <= means[m] <= most + 5e-5  # rounding of what is kept
             names += [NAMES[m]] if is_outside else []
-            figures += is_outside or half > 0  # Where no seed differs there is nothing to predict.
+            figures += is_outside or least < most  # Where no seed differs there is nothing to predict.
         outside += len(names)
         cells = [f"{found[v.name][m][0]:+.2f} | {means[m]:+.2f}" for m in ("gold", "kl")]
         head = named(v), v.base, f"{len(known)}, {len(more)}"

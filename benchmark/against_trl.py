@@ -39,8 +39,7 @@ from typing import Literal
 
 import numpy as np
 from held_out import evaluate
-from intervals import ROOT, bootstrap, iqm, last, mean_interval, read_seeds
-from scipy import stats
+from intervals import ROOT, bootstrap, iqm, last, mean_interval, prediction_interval, read_seeds
 
 from benchmark import COLUMNS, MODELS, STAGES, Run, git_tag, run_command, run_study, stage_runs
 
@@ -411,12 +410,6 @@ def replayed(path):
 def final(seeds):
     """{figure: [its last value of each seed]}"""
     return {name: np.array([last(columns[f"eval/objective/{name}"]) for columns in seeds.values()]) for name in FIGURES}
-
-
-def prediction_interval(x):
-    """95 % interval for one more seed: mean -+ t * s * sqrt(1 + 1 / n), t of n - 1 degrees of freedom."""
-    half = stats.t.ppf(0.975, len(x) - 1) * np.std(x, ddof=1) * np.sqrt(1 + 1 / len(x))
-    return np.mean(x) - half, np.mean(x) + half
 
 
 def pairs(found):

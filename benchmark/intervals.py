@@ -104,6 +104,14 @@ def mean_interval(x, level=0.95):
     return x.mean(), *test.confidence_interval(level), test.pvalue
 
 
+def prediction_interval(x, more=1):
+    """95 % interval for the mean of so many more seeds: mean -+ t s sqrt(1 / n + 1 / more), t of n - 1 degrees of
+    freedom.
+    """
+    half = stats.t.ppf(0.975, len(x) - 1) * np.std(x, ddof=1) * np.sqrt(1 / len(x) + 1 / more)
+    return np.mean(x) - half, np.mean(x) + half
+
+
 def welch(a, b, level=0.95):
     """(mean of b less that of a, low, high, p), unpaired and of unequal variances."""
     if np.ptp(a) == 0 and np.ptp(b) == 0:

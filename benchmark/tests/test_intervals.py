@@ -27,6 +27,14 @@ def test_students_interval_is_that_of_the_textbook():
         intervals.mean_interval([1.0])
 
 
+def test_the_prediction_interval_widens_with_the_noise_of_the_further_seeds():
+    for more, share in ((1, 1 + 1 / 5), (3, 1 / 3 + 1 / 5)):
+        half = 2.776445 * math.sqrt(2.5 * share)  # t of 4 degrees of freedom
+        found = intervals.prediction_interval([1.0, 2.0, 3.0, 4.0, 5.0], more)
+        assert found == pytest.approx((3 - half, 3 + half), abs=1e-5)
+    assert intervals.prediction_interval([2.0, 2.0]) == (2, 2)
+
+
 def test_welchs_interval_is_b_less_a():
     mean, low, high, _ = intervals.welch(np.array([1.0, 2.0, 3.0]), np.array([4.0, 6.0, 8.0]))
     half = 3.219 * math.sqrt(1 / 3 + 4 / 3)  # t of (5/3)^2 / ((1/3)^2 / 2 + (4/3)^2 / 2) = 2.94 degrees of freedom

@@ -145,6 +145,14 @@ def test_same_counts_the_updates_before_the_first_that_is_another(tmp_path, caps
         assert capsys.readouterr().out == table.read_text()
         found[other] = table.read_text().splitlines()[-1]
     assert found == {"b": "| x | 3 | 3 of 4 |  |  | +0.5 |", "c": "| x | 3 | 4 of 4 |  |  | +0 |"}
+    broken = {"update": range(5), "objective/kl": [*kl[:3], float("nan"), 3.0]}
+    write(tmp_path / "broken", "x", 3, broken)
+    plot.same(plot.SameArgs(str(tmp_path / "a"), str(tmp_path / "broken")))
+    assert "| x | 3 | 2 of 4 |" in capsys.readouterr().out  # A number that is missing is another one.
+    for folder, end in (("a", 1.0), ("b", 3.0)):  # what another script has measured, after the run
+        write(tmp_path / folder, "measured", 3, {"update": [0], "eval/objective/gold": [end]})
+    plot.same(plot.SameArgs(str(tmp_path / "a"), str(tmp_path / "b"), exp=("measured",)))
+    assert capsys.readouterr().out.splitlines()[-1] == "| measured | 3 | 0 of 0 |  | +2 |  |"
     write(tmp_path / "shorter", "x", 3, {"update": [0, 1], "objective/kl": [0.0, 0.0]})
     with pytest.raises(SystemExit):
         plot.same(plot.SameArgs(str(tmp_path / "a"), str(tmp_path / "shorter")))
