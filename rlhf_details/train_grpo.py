@@ -86,7 +86,8 @@ class Args(cli.PolicyArgs):  # which holds the flags of run, data, models, loggi
     scale_advantages: Literal["group", "batch", "none"] = "group"
     """divide advantages by the standard deviation of the group's scores, of the batch's, or by nothing (Dr. GRPO)"""
     loss_normalization: Literal["token", "response", "constant"] = "token"
-    """average over tokens (DAPO), within responses first (GRPO), or over response_length tokens each (Dr. GRPO)"""
+    """average over the minibatch's tokens (after DAPO), within responses first (GRPO), or over response_length tokens
+    each (Dr. GRPO)"""
 
     # optimiser
     learning_rate: float = 1e-6
@@ -269,10 +270,13 @@ def missing_eos_scores(scores, ended, penalty, mode):
 def grpo_advantages(scores, k, scale):
     """(score - mean of the group) / (standard deviation + 1e-4), of the group, of the batch, or without division.
 
-    Args: scores [B], the k of a prompt adjacent; k >= 2; scale, "group", "batch" or "none". Returns: [B, 1].
+    Args: scores [B], the k of a prompt adjacent; k >= 2; scale, "group", "batch" (the standard deviation of all scores
+    as they are, so the differences between prompts count) or "none". Returns: [B, 1].
     Source: arXiv 2402.03300, section 4.1.2; "none": arXiv 2503.20783, section 3; unbiased std and 1e-4: TRL v1.16.
     """
     groups = scores.reshape(-1, k)  # [P, k]
+    # The shift changes no advantage, but it makes equal scores exactly 0, so that no rounding is divided by 1e-4.
+    groups = groups - groups[:, :1]
     # Unlike RLOO's baseline the mean includes the response's own score. So advantages are (k - 1) / k of RLOO's.
     advantages = groups - groups.mean(1, keepdim=True)
     if scale != "none":
@@ -317,6 +321,8 @@ def loss_weights(mask, num_responses, num_tokens, normalization):
     Args: mask [M, R] of some of its responses; num_responses, num_tokens, of the whole minibatch; normalization,
     "token" (arXiv 2503.14476, section 3.3), "response" (2402.03300, equation 3), "constant" (2503.20783, section 3).
     """
+    # "token" is one mean over all prompts of the minibatch. DAPO's formula has one for each prompt's group, and TRL
+    # divides by the tokens of the whole rollout.
     # Under "response" each token of a long response counts less, so a long wrong one is hardly punished. [GRPO-4]
     lengths = {"response": mask.sum(1, keepdim=True), "constant": mask.size(1)}
     return mask / (num_tokens if normalization == "token" else lengths[normalization] * num_responses)
@@ -508,7 +514,7 @@ def main(args: Args):
             "objective/entropy": -(old_logprobs * response_mask).sum(1).mean(),  # without padding [LOG-1]
             "val/ratio": 1 + ratio_minus_1,
             "val/ratio_var": metrics.pop("ratio_minus_1_squared") - ratio_minus_1**2,  # of actions [LOG-4]
-            "val/equal_scores": share_of_equal_groups(scores, k if k > 1 else B),
+            "val/equal_scores": share_of_equal_groups(scores, k),
             "val/num_eos_tokens": (response_mask & (responses == tokenizer.eos_token_id)).sum(),
             "val/num_stop_token_ids": ended.sum() if stop_id is not None else 0,
             "val/sequence_lengths": response_mask.sum(1).float().mean(),

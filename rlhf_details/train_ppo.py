@@ -6,7 +6,8 @@ PPO on a language model and a reward: the recipes of "N+" and of openai/lm-human
 2. A value model says what every prefix is worth. GAE turns rewards and values into advantages, which are whitened.
 3. A rollout is used for several passes. The probability ratio of a token and the change of a value are clipped.
 4. N+ (arXiv 2403.17031), the defaults: a value model of its own that starts as the reward model, a fixed kl_coef.
-   Only the EOS trick differs: N+ replaces the score of an unfinished response, and the default here subtracts.
+   What differs: N+ replaces the score of an unfinished response (here the penalty is subtracted), averages each
+   micro-batch for itself, whitens within a process, and takes the old log-probs from the sampler.
    lm-human-preferences (arXiv 1909.08593; flags in benchmark/configs/ppo_sentiment.toml): a value head on the policy's
    trunk that starts at zero, an adaptive kl_coef, whitened rewards, and responses of fixed length that the reward model
    reads up to a full stop.
@@ -325,7 +326,7 @@ def missing_eos_scores(scores, ended, penalty, mode):
 def merge_moments(moments, x):
     """(count, mean, sum of squared distances from the mean) of all numbers so far and of x [B], by Chan's formula."""
     count, mean, squares = moments
-    x = x.double()
+    x = x.cpu().double()  # Apple's GPUs have no float64.
     total, delta = count + len(x), x.mean().item() - mean
     # Add the spread within the batch, and the spread between it and what was seen before. [PPO-19]
     squares += ((x - x.mean()) ** 2).sum().item() + delta**2 * count * len(x) / total

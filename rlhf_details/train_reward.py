@@ -5,8 +5,9 @@ Reward model: one scalar per response, trained on comparisons of K candidates of
    (arXiv 1909.08593). K = 2 is exactly the pairwise loss -log sigmoid(chosen - rejected) of InstructGPT and N+.
 2. The score is the head's output at the last real token, found from the mask. Where EOS is appended, this is the EOS.
 3. The head is drawn with std 1/sqrt(d + 1), so that scores start near unit size. Dropout is off.
-4. Scores are only defined up to a constant. After training they are shifted to mean 0 over reference responses (N+), or
-   they get mean 0 and std 1 over samples of the reference policy, before and after training (lm-human-preferences).
+4. Scores are only defined up to a constant. After training they are shifted to mean 0 over the training candidates, or
+   over the reference responses of --reference_dataset (N+). Or they get mean 0 and std 1 over samples of the reference
+   policy, before and after training (lm-human-preferences).
    The saved head holds the scale, and `reward_bias` in the saved configuration is the shift.
 5. The saved folder is an ordinary sequence-classification model, whose padding token is never EOS.
 6. lm-human-preferences' own labels are read as they are: rows of GPT-2's token ids without their padding. Nothing is
@@ -66,7 +67,8 @@ class Args(cli.RunArgs):  # which holds the flags of run, data, logging and memo
     batch_size: int = 64
     """comparisons per optimiser step, over all processes (B)"""
     normalization: Literal["none", "mean_shift", "gain_bias"] = "mean_shift"
-    """none; mean 0 on reference responses (N+); mean 0 and std 1 on samples, before and after (lm-human-preferences)"""
+    """none; mean 0 on candidates or on references (N+); mean 0 and std 1 on samples, before and after
+    (lm-human-preferences)"""
     reference_dataset: str | None = None
     """mean_shift: rows of `prompt` and `completion`; None: the candidates of the training comparisons"""
     normalize_samples: int = 256
@@ -329,9 +331,10 @@ def main(args: Args):
         # Training has moved the scores. kl_coef is a price in points of score, so set them again. [RM-10]
         gain, bias = normalise(scores_of(reward, samples, size * K, accelerator))
     if args.normalization == "mean_shift":
-        # A reference response scores 0 in the mean. [RM-12]
+        # A candidate scores 0 in the mean, or with --reference_dataset, as in N+, a reference response. [RM-12]
         bias = -scores_of(reward, references, size * K, accelerator).mean().item()
-        run.say(f"mean score {-bias:.3f} on {len(references)} reference responses -> 0")
+        which = "reference responses" if args.reference_dataset else "candidates"
+        run.say(f"mean score {-bias:.3f} on {len(references)} {which} -> 0")
     weights = run.full_weights(reward)
     if accelerator.is_main_process:
         # The head takes the gain, because other libraries know none. [RM-13]

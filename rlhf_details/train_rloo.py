@@ -4,8 +4,8 @@ RLOO: REINFORCE with a leave-one-out baseline, on a language model and a reward 
 1. Each prompt gets k responses. A whole response is one action, and its reward is score - kl_coef * KL of its tokens.
 2. The baseline of a response is the mean reward of its k - 1 siblings. There is no value model and no GAE.
 3. One optimiser step per rollout (num_ppo_epochs = num_mini_batches = 1) is the paper's form and exactly REINFORCE.
-   More steps use the clipped loss of PPO, with one probability ratio per response. The defaults are those of TRL's
-   benchmark, with four steps.
+   More steps use the clipped loss of PPO, with one probability ratio per response. The defaults have four steps, as
+   TRL's benchmark has, with a smaller batch (512 and not 4096) and with a clipped gradient norm.
 4. Responses to the same prompt share its computation: n of the k are packed in a row, [prompt | r1 | .. | rn], under a
    block mask. Where a model cannot read such a mask, each row holds one response.
 5. Sampling and shuffling are functions of coordinates, such as (seed, purpose, update, row, step, token) for a token,

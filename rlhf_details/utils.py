@@ -27,10 +27,13 @@ def masked_whiten(x, mask, shift_mean=True):
 
     Source: openai/lm-human-preferences, lm_human_preferences/utils/core.py.
     """
+    # Equal numbers, less any one of them, are zeros. Else their mean is off by rounding, which 1e-8 would make large.
+    first = x[mask][:1].sum()
+    x = x - first
     mean = masked_mean(x, mask)
     variance = masked_mean((x - mean) ** 2, mask)  # The variance is the biased one, as in tf.nn.moments. [PPO-11]
     whitened = (x - mean) * torch.rsqrt(variance + 1e-8)
-    return (whitened if shift_mean else whitened + mean) * mask
+    return (whitened if shift_mean else whitened + mean + first) * mask
 
 
 def left_pad(rows, device=None):

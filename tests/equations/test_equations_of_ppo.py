@@ -1,5 +1,6 @@
 """The equations of train_ppo.py and train_ppo_async.py against slow loops written from their formulas, and by hand."""
 
+import itertools
 import math
 
 import pytest
@@ -173,6 +174,7 @@ def test_scores_are_shaped_by_the_moments_each_switch_alone(ppo, scaling, norm):
     moments = ppo.merge_moments((0, 0.0, 0.0), scores)  # mean 10, unbiased std 20
     expected = [((s - 10 if norm else s) / (20 if scaling else 1)) for s in scores.tolist()]
     close(ppo.shape_scores(scores, moments, scaling, norm, 0.8), clipped(expected, 0.8))
-    equal = torch.full((4,), 3.7)  # A spread of 0 divides by 1.
-    shaped = ppo.shape_scores(equal, ppo.merge_moments((0, 0.0, 0.0), equal), scaling, norm, None)
-    close(shaped, [0.0 if norm else 3.7] * 4, atol=1e-5)
+    for n, size in itertools.product(range(3, 17), (0.1, 10, 100)):  # A spread of 0 divides by 1.
+        equal = (size * (0.5 + torch.rand(1, generator=torch.Generator().manual_seed(n)))).expand(n)
+        moments = ppo.merge_moments(ppo.merge_moments((0, 0.0, 0.0), equal), equal[:2])
+        assert (ppo.shape_scores(equal, moments, scaling, norm, None) == (0 if norm else equal)).all()
