@@ -27,7 +27,7 @@ import page_worker
 from transformers import DynamicCache
 
 from rlhf_details import utils
-from rlhf_details.plumbing import engines, shards
+from rlhf_details.plumbing import engines
 from rlhf_details.plumbing.run import Run
 
 
@@ -40,7 +40,7 @@ def nbytes(tensors):
 def held(module, optimizer):
     """{what: bytes} of trained and frozen weights of a prepared module, and of moments."""
     weights = [getattr(p, "ds_tensor", p.data) for p in module.parameters()]
-    moments = [x for state in shards.innermost(optimizer).state.values() for x in state.values() if x.dim()]
+    moments = [x for state in optimizer.optimizer.state.values() for x in state.values() if x.dim()]
     return {"weights": nbytes(weights), "moments": nbytes(moments)}
 
 

@@ -1,12 +1,13 @@
 """
-Checkpoints: whole weights and Adam's moments by name, so a run continues under any engine and any number of processes.
+Checkpoints, which a run goes on from.
 
-    checkpoints/000040/weights.safetensors, exp_avg.safetensors, exp_avg_sq.safetensors   whole tensors in fp32, by name
+    checkpoints/000040/policy.pt             the trained weights and the optimizer's state, whole and by name; under
+                                             DeepSpeed a folder `deepspeed`, which has a part for each process
                        tensors.safetensors   what else the loop keeps as tensors, where it keeps any
                        state.json            arguments, the state of the loop, and what the run remembers
-                       manifest.json         size in bytes and SHA-256 of each of these files
 
-A checkpoint appears whole or not at all: it is written to `000040.partial`, synced to the disk and then renamed.
+A checkpoint appears whole or not at all: it is written to `000040.partial`, synced to the disk and then renamed. One
+process, DDP and FSDP2 read each other's, with any number of processes. DeepSpeed reads those of as many processes.
 """
 
 import dataclasses
@@ -22,31 +23,34 @@ from safetensors.torch import load_file, save_file
 
 from rlhf_details.plumbing import cli, data, engines, models, saving
 
-VERSION = 2  # of the layout of state.json; checkpoints of another one are refused
+VERSION = 3  # of the layout of state.json; checkpoints of another one are refused
 
 
 # ---- writing and reading ---------------------------------------------------------------------------------------------
-def write(folder, state, tensors):
-    """Writes a checkpoint whole or not at all, and removes all but the two newest ones of its run.
+def write(accelerator, folder, state, tensors, save_policy):
+    """Writes a checkpoint whole or not at all, and removes all but the two newest ones. Call it on every process.
 
-    Args: folder, e.g. runs/<run_name>/checkpoints/000040; state, a dictionary that JSON can hold; tensors, {file name
-    without its ending: {name: tensor on the CPU}}.
+    Args: folder, e.g. runs/<run_name>/checkpoints/000040; state, a dictionary that JSON can hold; tensors, {name:
+    tensor on the CPU}; save_policy, the function(folder) that writes weights and optimizer, collective as well.
     """
     partial = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    if accelerator.is_main_process:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    accelerator.wait_for_everyone()
     try:
-        for name, content in tensors.items():
-            save_file(content, partial / f"{name}.safetensors")
+        save_policy(partial)
+        accelerator.wait_for_everyone()
+        if not accelerator.is_main_process:
+            return
+        if tensors:
+            save_file(tensors, partial / "tensors.safetensors")
         (partial / "state.json").write_text(json.dumps({"version": VERSION} | state, indent=1))
-        files = {file.name: [file.stat().st_size, digest(file)] for file in sorted(partial.iterdir())}
-        (partial / "manifest.json").write_text(json.dumps(files, indent=1))
-        for path in (*partial.iterdir(), partial):
+        for path in (*partial.rglob("*"), partial):
             saving.sync(path)
-    except (OSError, SafetensorError):
+    except (OSError, RuntimeError, SafetensorError) as e:
         shutil.rmtree(partial, ignore_errors=True)  # On a full disk this frees room for the logs.
-        raise
-    shutil.rmtree(folder, ignore_errors=True)  # A damaged checkpoint may have the same number.
+        raise e if isinstance(e, OSError) else OSError(str(e)) from e  # torch.save raises a RuntimeError.
     partial.rename(folder)
     saving.sync(folder.parent)
     for old in all_of(folder.parent.parent)[2:]:
@@ -63,20 +67,17 @@ def read_state(folder):
 
 
 def read_tensors(folder):
-    """The tensors that `write` was given: {file name without its ending: {name: tensor on the CPU}}."""
-    return {file.stem: load_file(file) for file in folder.glob("*.safetensors")}
+    """The tensors that `write` was given: {name: tensor on the CPU}."""
+    file = folder / "tensors.safetensors"
+    return load_file(file) if file.exists() else {}
 
 
 def cut(run_folder, update):
-    """Removes what a run left unfinished and sets aside the checkpoints after an update. Update 0 removes them all."""
+    """Removes what a run left unfinished. Update 0, where a run begins, removes all checkpoints."""
     for unfinished in Path(run_folder).glob("checkpoints/*.partial"):
         shutil.rmtree(unfinished)
-    for later in all_of(run_folder):
-        if update == 0:
-            shutil.rmtree(later)
-        elif int(later.name) > update:  # It is damaged, but a person may want to save parts of it.
-            shutil.rmtree(f"{later}.damaged", ignore_errors=True)
-            later.rename(f"{later}.damaged")
+    for old in all_of(run_folder) if update == 0 else ():
+        shutil.rmtree(old)
 
 
 # ---- finding --------------------------------------------------------------------------------------------------------
@@ -86,36 +87,17 @@ def all_of(run_folder):
     return sorted(folders, key=lambda folder: int(folder.name), reverse=True)
 
 
-def choose(run_folder):
-    """Returns (folder of the newest whole checkpoint or None, a line of text on each newer one that is damaged)."""
-    lines = []
-    for folder in all_of(run_folder):
-        try:
-            manifest = json.loads((folder / "manifest.json").read_text())
-            damaged = [name for name, (size, sha256) in manifest.items() if not is_whole(folder / name, size, sha256)]
-        except (FileNotFoundError, ValueError, TypeError, AttributeError):  # The manifest is missing or torn.
-            damaged = ["manifest.json"]
-        if not damaged:
-            return folder, lines
-        lines.append(f"--resume: {folder} is damaged ({', '.join(damaged)}): passed over")
-    return None, lines
-
-
-def find(run_folder, now, overwrite, accelerator, say):
+def find(run_folder, now, overwrite, accelerator):
     """The checkpoint to continue from, the same on all processes, or None. Call it on every process.
 
     It ends with one line where that checkpoint, or a log without one, is of another run. Args: now, its identity;
-    overwrite, whether to start anew where no checkpoint is whole; say, which prints a line.
+    overwrite, whether to start anew where there is a log alone.
     """
-    found = [None, [], []]
+    found = [None, []]
     if accelerator.is_main_process:
-        found = [*choose(run_folder), changed_since_log(run_folder, now)]
-    folder, damaged, changed = broadcast_object_list(found)
-    for line in damaged:
-        say(line)
+        found = [next(iter(all_of(run_folder)), None), changed_since_log(run_folder, now)]
+    folder, changed = broadcast_object_list(found)
     if folder is None:
-        if damaged and not overwrite:
-            cli.fail(f"--resume: no checkpoint in {run_folder} is whole; --overwrite starts anew")
         if changed and not overwrite:  # The log would be lost.
             problem = f"{run_folder} has no checkpoint and other arguments: {'; '.join(changed)}"
             cli.fail(f"--resume: {problem}; --overwrite starts anew")
@@ -127,17 +109,6 @@ def find(run_folder, now, overwrite, accelerator, say):
     return folder
 
 
-def digest(file):
-    """SHA-256 of a file, as a hexadecimal text."""
-    with open(file, "rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
-
-
-def is_whole(file, size, sha256):
-    """Whether a file has this size in bytes and this hash."""
-    return file.is_file() and file.stat().st_size == size and digest(file) == sha256
-
-
 # ---- which run it is -------------------------------------------------------------------------------------------------
 def identity(args, accelerator, inputs):
     """What a run must share with the checkpoint that it continues from, as JSON returns it. inputs: of fingerprint."""
@@ -146,7 +117,9 @@ def identity(args, accelerator, inputs):
         hint = "a function that returns rows must return the same on each"
         cli.fail(f"--dataset: the processes read other rows; {hint}")
     values = json.loads(json.dumps(dataclasses.asdict(args)))
-    return {"args": values, "mixed_precision": engines.precision(accelerator), "inputs": seen}
+    engine = engines.name(accelerator)
+    parts = f"{engine} on {accelerator.num_processes} processes" if engine.startswith("ZeRO") else "torch"
+    return {"args": values, "mixed_precision": engines.precision(accelerator), "inputs": seen, "written_by": parts}
 
 
 def fingerprint(inputs):
@@ -191,3 +164,6 @@ def check_same_run(folder, now):
     if before["inputs"] != now["inputs"]:
         dataset = now["args"]["dataset"]
         cli.fail(f"--resume: {folder} had other rows than --dataset {dataset} holds now, or started from other weights")
+    if before["written_by"] != now["written_by"]:
+        kinds = f"{before['written_by']} wrote it, and {now['written_by']} cannot read it"
+        cli.fail(f"--resume: {folder}: {kinds}; DeepSpeed goes on under the same stage and number of processes alone")

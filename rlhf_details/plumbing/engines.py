@@ -17,14 +17,18 @@ from accelerate import Accelerator, DistributedType
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from rlhf_details.plumbing import cli, cpu, lora, nodes, shards, stages
+from rlhf_details.plumbing import cli, cpu, lora, shards, stages
 from rlhf_details.plumbing.shards import uses_deepspeed
+
+# How long a process waits for the others. The main process may need minutes to write a large checkpoint, and when a
+# node has lost its power, the other nodes end after this time.
+PATIENCE = timedelta(minutes=15)
 
 
 # ---- the start -------------------------------------------------------------------------------------------------------
 def start(args):
     """Returns an Accelerator for one process, DDP, FSDP2 or DeepSpeed. Trains missing toy stages, and seeds torch."""
-    patience = InitProcessGroupKwargs(timeout=timedelta(hours=2))  # while the main process writes a large checkpoint
+    patience = InitProcessGroupKwargs(timeout=PATIENCE)
     # DDP would broadcast buffers in each forward, and hang where processes sample for different numbers of steps.
     accelerator = join(kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False), patience])
     configure(accelerator, args)
@@ -33,7 +37,6 @@ def start(args):
     if accelerator.is_main_process:
         stages.ensure(args)
     accelerator.wait_for_everyone()
-    nodes.watch(accelerator)
     torch.manual_seed(args.seed)
     return accelerator
 

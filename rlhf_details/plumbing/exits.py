@@ -5,8 +5,6 @@ import sys
 
 import torch
 
-from rlhf_details.plumbing import nodes
-
 
 def fail(message):
     """Prints one line, "error: ...", on the main process and ends the program with exit code 2."""
@@ -28,7 +26,6 @@ def world_size():
 
 def leave_group():
     """Leaves the group of processes. Otherwise a process can abort while the group's threads still run."""
-    nodes.take_leave()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

@@ -1,6 +1,7 @@
 """A run: what it logs, the checkpoints that it continues from, and how it ends. folders.py says what it leaves."""
 
 import contextlib
+import functools
 import json
 import signal
 import sys
@@ -36,7 +37,7 @@ class Run:
         self.folder = Path("runs") / name
         if args.resume:
             with self.writing(self.folder, "read"):  # Nothing has been written yet.
-                self.checkpoint = checkpoint.find(self.folder, self.identity, args.overwrite, accelerator, self.say)
+                self.checkpoint = checkpoint.find(self.folder, self.identity, args.overwrite, accelerator)
         self.signals = Signals(self.say)
         if self.is_main:
             try:
@@ -76,9 +77,11 @@ class Run:
         if note := health.untested(self.args, self.accelerator, policy):
             self.say(note)
         if self.checkpoint:
-            saved, tensors = checkpoint.read_state(self.checkpoint), checkpoint.read_tensors(self.checkpoint)
-            self.tensors = {name: x.to(self.accelerator.device) for name, x in tensors.pop("tensors", {}).items()}
-            shards.load_full_state(self.accelerator, policy, optimizer, tensors, saved["adam_steps"])
+            hint = "to go on from the checkpoint before it, remove this folder"
+            with cli.reading("--resume", self.checkpoint, hint):
+                saved, tensors = checkpoint.read_state(self.checkpoint), checkpoint.read_tensors(self.checkpoint)
+                shards.load_state(self.accelerator, policy, optimizer, self.checkpoint)
+            self.tensors = {name: x.to(self.accelerator.device) for name, x in tensors.items()}
             if self.accelerator.scaler is not None:
                 self.accelerator.scaler.load_state_dict(saved["scaler"])
             done, state, self.health.memory = saved["update"], saved["state"], saved["health"]
@@ -170,25 +173,24 @@ class Run:
         self.begin_update(update + 1)
 
     def write_checkpoint(self, update, policy, optimizer, state, tensors):
-        weights, moments, steps = shards.full_state(self.accelerator, policy, optimizer)
-        saved = {"update": update, "adam_steps": steps, "state": state, "health": self.health.memory, **self.identity}
+        saved = {"update": update, "state": state, "health": self.health.memory, **self.identity}
         saved |= {"before": self.before, "latest": self.latest, "seconds": time.time() - self.start}
         if self.accelerator.scaler is not None:
             saved["scaler"] = self.accelerator.scaler.state_dict()
-        files = {"weights": weights, **moments}
-        files |= {"tensors": {name: x.detach().cpu().contiguous() for name, x in tensors.items()}} if tensors else {}
+        tensors = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
         folder = self.folder / "checkpoints" / f"{update:06d}"
-        if self.is_main:
-            with self.writing(folder.parent):
+        save_policy = functools.partial(shards.save_state, self.accelerator, policy, optimizer)
+        with self.writing(folder.parent):
+            if self.is_main:
                 self.files.sync()
-                checkpoint.write(folder, saved, files)
+            checkpoint.write(self.accelerator, folder, saved, tensors, save_policy)
         self.accelerator.wait_for_everyone()
         self.checkpoint = folder
 
     # ---- the end -----------------------------------------------------------------------------------------------------
     def full_weights(self, module):
         """{name: whole fp32 weight} of a prepared module, on the main process's CPU; call it on every process."""
-        return shards.full_state(self.accelerator, module)[0]
+        return shards.full_weights(self.accelerator, module)
 
     def finish(self, policy, weights=None, model=None):
         """Saves --output_dir with a model card, uploads it where asked to, judges the run, and says what to type next.
@@ -204,11 +206,13 @@ class Run:
                 model.config = config
             weights = {name.removeprefix("model."): x for name, x in weights.items() if name.startswith("model.")}
             self.save(model, weights)
+        self.accelerator.wait_for_everyone()
+        if self.is_main:
+            self.push()
         self.close()
         after = trackers.evaluated(self.latest)
         if self.is_main:
             self.say("\n".join(verdict.lines(self, after, time.time() - self.start)))
-        self.accelerator.wait_for_everyone()
         return {"before": self.before, "after": after, "metrics": self.latest, "run": str(self.folder)}
 
     def save(self, model, weights):
@@ -217,8 +221,11 @@ class Run:
         card = hub.model_card(args, self.repository, self.latest, self.wandb and self.wandb.run.url, about)
         with self.writing(f"--output_dir {args.output_dir}"):
             saving.save_folder(args, model, self.tokenizer, weights, card)
+
+    def push(self):
+        """Uploads --output_dir where asked to. No other process waits for it."""
         if self.repository:
-            address, line = hub.push(args, self.repository)
+            address, line = hub.push(self.args, self.repository)
             print(line, file=sys.stdout if address else sys.stderr, flush=True)
             if self.wandb:
                 self.wandb.run.summary["hub"] = address or "not pushed"

@@ -1,8 +1,8 @@
 """
 Weights of which each process holds a part.
 
-Whole weights and Adam's moments are gathered by name for checkpoints and for the saved model, and loaded again under
-any engine. Whole copies of a policy are gathered for sampling. Frozen models are shared out.
+They are gathered for checkpoints and for the saved model. Whole copies of a policy are gathered for sampling. Frozen
+models are shared out.
 FSDP2 (torch's fully_shard) keeps a part of each weight in a DTensor, DeepSpeed's ZeRO-3 in an attribute `ds_tensor`.
 """
 
@@ -11,12 +11,11 @@ import copy
 import torch
 from accelerate import DistributedType
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
-
-MOMENTS = "exp_avg", "exp_avg_sq"
 
 
 def uses_deepspeed(accelerator):
@@ -63,106 +62,43 @@ def whole(x):
         return x.detach().clone()
 
 
-# ---- weights and moments by name -------------------------------------------------------------------------------------
-@torch.no_grad()
-def full_state(accelerator, module, optimizer=None):
-    """Whole weights and Adam moments of a prepared module, on the main process's CPU; call it on every process.
+# ---- what a checkpoint holds of a policy and its optimizer -----------------------------------------------------------
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
 
-    Where there is an optimizer, only the trained weights, which are few under LoRA. Without one, all of them.
-    Returns: ({name: weight}, {"exp_avg": {name: moment}, "exp_avg_sq": {name: moment}}, optimiser steps taken). The
-    moments are empty before the first step, and without an optimizer.
+
+def save_state(accelerator, module, optimizer, folder):
+    """Writes the trained weights and Adam's moments of a prepared module to a folder; call it on every process.
+
+    torch names both by parameter and gathers them, so that the file is the same on one process, under DDP and under
+    FSDP2. DeepSpeed writes files of its own, a part for each process.
     """
-    weights, moments = {}, {kind: {} for kind in MOMENTS}
-    states = innermost(optimizer).state if optimizer else {}
-    steps = next((int(whole(state["step"])) for state in states.values() if "step" in state), 0)
     if uses_deepspeed(accelerator):
-        from deepspeed.utils import safe_get_full_fp32_param as weight_of
-        from deepspeed.utils import safe_get_full_optimizer_state as moment_of
+        module.save_checkpoint(folder, tag="deepspeed", save_latest=False, exclude_frozen_parameters=True)
+        return
+    state = dict(zip(("weights", "optimizer"), get_state_dict(module, optimizer.optimizer, options=WHOLE), strict=True))
+    if accelerator.is_main_process:
+        torch.save(state, folder / "policy.pt")
 
-        if steps:
-            link_moments(optimizer.optimizer)
-    else:
-        weight_of = whole
 
-        def moment_of(p, kind):
-            return whole(states[p][kind]) if p in states else None
-
-    for key, p in named_parameters(accelerator, module):
-        if optimizer and not p.requires_grad:
-            continue
-        weight = weight_of(p) if p.requires_grad else whole(p)
-        found = [(weights, weight), *((moments[kind], moment_of(p, kind)) for kind in MOMENTS if steps)]
-        for target, x in found:
-            if accelerator.is_main_process and x is not None:  # Only one process needs room for the whole.
-                target[key] = x.detach().to("cpu", torch.float32).reshape(weights.get(key, x).shape).contiguous()
-    return weights, moments, steps
+def load_state(accelerator, module, optimizer, folder):
+    """The inverse of save_state."""
+    if uses_deepspeed(accelerator):
+        module.load_checkpoint(folder, tag="deepspeed", load_module_strict=False)
+        return
+    state = torch.load(folder / "policy.pt", map_location="cpu", mmap=True, weights_only=True)
+    states = {"model_state_dict": state["weights"], "optim_state_dict": state["optimizer"]}
+    set_state_dict(module, optimizer.optimizer, **states, options=StateDictOptions(full_state_dict=True, strict=False))
 
 
 @torch.no_grad()
-def load_full_state(accelerator, module, optimizer, tensors, steps):
-    """The inverse of full_state. tensors: {"weights": .., "exp_avg": .., "exp_avg_sq": ..} of {name: whole tensor}."""
-    named = named_parameters(accelerator, module)
-    if uses_deepspeed(accelerator):
-        return load_into_deepspeed(optimizer.optimizer, named, tensors, steps, accelerator.process_index)
-
-    def like(p, x):
-        x = x.to(p.device, p.dtype)
-        return distribute_tensor(x, p.device_mesh, p.placements) if isinstance(p, DTensor) else x
-
-    for key, p in named:
-        if key in tensors["weights"]:
-            p.copy_(like(p, tensors["weights"][key]))
-        if key in tensors["exp_avg"]:
-            optimizer.state[p] = {kind: like(p, tensors[kind][key]) for kind in MOMENTS}
-            place = p.device if optimizer.param_groups[0].get("fused") else "cpu"  # where torch's AdamW keeps it
-            optimizer.state[p]["step"] = torch.tensor(float(steps), device=place)
-
-
-def innermost(optimizer):
-    """The torch optimizer inside accelerate's and DeepSpeed's."""
-    while hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    return optimizer
-
-
-def link_moments(zero):
-    """ZeRO-1 and 2: lets each parameter find its moments. DeepSpeed 0.19.8 does so for the first group only."""
-    if hasattr(zero, "_hp_optimizer_states_linked"):
-        zero._hp_optimizer_states_linked = False
-        zero._lazy_init_hp_params_optimizer_state()
-
-
-def load_into_deepspeed(zero, named, tensors, steps, rank):
-    """Puts whole tensors into the flat fp32 partitions that ZeRO steps, and then into the weights of the forward."""
-    if hasattr(zero, "fp32_partitioned_groups_flat"):  # ZeRO-3
-        zero._partition_all_parameters()  # A forward may have left some weights whole.
-        flats = zero.fp32_partitioned_groups_flat
-    else:
-        flats = zero.single_partition_of_fp32_groups
-    if tensors["exp_avg"]:
-        for flat in flats:
-            moments = {kind: torch.zeros_like(flat) for kind in MOMENTS}
-            innermost(zero).state[flat] = {"step": torch.tensor(float(steps), device=flat.device), **moments}
-        link_moments(zero)
-    for key, p in named:
-        for file, kind in (("weights", None), *((kind, kind) for kind in MOMENTS)):
-            x = tensors[file].get(key)
-            if x is None:
-                continue
-            if hasattr(p, "ds_tensor"):  # DeepSpeed's own setter fails where the size is no multiple of the processes.
-                shard = torch.zeros(p.ds_tensor.ds_numel, device=p.device)
-                mine = x.flatten()[rank * len(shard) :][: len(shard)]
-                shard[: len(mine)] = mine
-                zero.set_local_hp_param(shard, p, kind)
-            else:
-                p.set_full_hp_param(x.to(p.device), kind)
-    if not hasattr(zero, "fp32_partitioned_groups_flat"):
-        zero.update_lp_params()
-        return
-    for i in range(len(zero.fp16_groups)):
-        zero._reassign_or_swap_out_partitioned_parameters(i)
-    if zero.persistent_parameters:
-        zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+def full_weights(accelerator, module):
+    """{name: whole fp32 weight} of a prepared module, on the main process's CPU; call it on every process."""
+    weights = {}
+    for name, p in named_parameters(accelerator, module):
+        x = whole(p)
+        if accelerator.is_main_process:  # Only one process needs room for the whole.
+            weights[name] = x.detach().to("cpu", torch.float32).contiguous()
+    return weights
 
 
 # ---- a whole copy of a policy, to sample from or to save -------------------------------------------------------------

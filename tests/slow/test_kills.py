@@ -134,7 +134,7 @@ def test_a_signal_to_the_launcher_of_two_leaves_a_checkpoint(tiny, tmp_path, cas
     code, said = signalled(tmp_path, [*TORCHRUN, *file], signal.SIGTERM)
     assert code != 0 and "SIGTERM: stopped after update" in said, (tmp_path / "errors").read_text()
     (name,) = checkpoints(tmp_path / "runs/run")
-    assert checkpoint.choose(tmp_path / "runs/run")[0].name == name
+    assert checkpoint.all_of(tmp_path / "runs/run")[0].name == name
     assert updates(tmp_path / "runs/run")[-1] == int(name)
 
 

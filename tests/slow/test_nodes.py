@@ -19,18 +19,12 @@ from rlhf_details.plumbing import cli
 
 pytestmark = pytest.mark.slow
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-# After update 3 its processes wait as they would in a collective that does not notice that the other side is gone.
-DEAF = """
-import sys, time
+# In the pages a process waits 15 minutes for the others before it ends.
+IMPATIENT = """
+from datetime import timedelta
 from rlhf_details import train_rloo
-from rlhf_details.plumbing import cli
-from rlhf_details.plumbing.run import Run
-log = Run.log
-def deaf(self, update, *args):
-    log(self, update, *args)
-    if update == 3:
-        time.sleep(3600)
-Run.log = deaf
+from rlhf_details.plumbing import cli, engines
+engines.PATIENCE = timedelta(seconds=20)
 cli.main(train_rloo.main, train_rloo.Args)
 """
 SRUN = """#!{python}
@@ -134,7 +128,6 @@ def run_on_two_nodes(folder, words):
     """Runs to the end; returns what both nodes said."""
     with Nodes(folder, words) as nodes:
         assert [launcher.wait(300) for launcher in nodes.launchers] == [0, 0], nodes.said()
-        assert "its node is gone" not in nodes.said()
         return nodes.said()
 
 
@@ -167,17 +160,6 @@ def test_when_a_node_is_killed_the_other_ends_within_a_minute_and_the_run_goes_o
     assert 10 <= len(read_metrics(tmp_path / "runs/run")) < 30
     assert "goes on after update" in run_on_two_nodes(tmp_path, command(tiny, case, resume=True))
     assert_same_curves(read_metrics(tmp_path / "runs/run"), one[case])
-
-
-@pytest.mark.parametrize("rendezvous", [c10d, static])
-@pytest.mark.parametrize("dead", [0, 1])
-def test_a_node_that_waits_in_a_collective_ends_as_well(tiny, tmp_path, rendezvous, dead):
-    """gloo notices a closed connection. No GPU was at hand to see what NCCL does."""
-    (tmp_path / "deaf.py").write_text(DEAF)
-    with Nodes(tmp_path, ["deaf.py", *command(tiny)[1:]], rendezvous) as nodes:
-        nodes.wait_for(4)
-        assert nodes.seconds_until([1 - dead], lambda: nodes.kill(dead)) < 60
-        assert "or its node is gone" in nodes.logs[1 - dead].read_text()
 
 
 # ---- a cable is cut --------------------------------------------------------------------------------------------------
@@ -215,14 +197,14 @@ def cable():
             holder.wait()
 
 
-def test_when_the_network_is_gone_both_nodes_end_within_a_minute(tiny, tmp_path, cable):
+def test_when_the_network_is_gone_both_nodes_end_once_they_have_waited_long_enough(tiny, tmp_path, cable):
     """No connection is closed then, as when a node has no power."""
     prefixes, unplug = cable
-    words = command(tiny, total_episodes=16 * 10_000)
+    (tmp_path / "impatient.py").write_text(IMPATIENT)
+    words = ["impatient.py", *command(tiny, total_episodes=16 * 10_000)[1:]]
     with Nodes(tmp_path, words, static, "10.0.0.1", prefixes, GLOO_SOCKET_IFNAME="cable") as nodes:
         nodes.wait_for(10)
         assert nodes.seconds_until([0, 1], unplug) < 60
-        assert all("or its node is gone" in log.read_text() for log in nodes.logs)
 
 
 # ---- SLURM -----------------------------------------------------------------------------------------------------------
