@@ -12,13 +12,12 @@ import os
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from time import sleep
 
 from rlhf_details import utils
 from rlhf_details.plumbing import cli
 
 PAIR_ORDER = 5  # a coordinate of the random order within a pair, beside the purposes of noise in utils.py
-ATTEMPTS, THREADS, TIMEOUT = 6, 8, 60.0  # The time limit is in seconds.
+RETRIES, THREADS, TIMEOUT = 5, 8, 60.0  # The time limit is in seconds.
 JUDGE_TEMPLATE = """\
 Below are a prompt and two responses to it. Say which response is better. If the prompt asks for a summary, the \
 better one says what matters most in the text, briefly, and nothing that the text does not say. If it asks for \
@@ -94,22 +93,13 @@ def judge_pairs(args, pairs, cache_file):
 def ask(client, judge_model, text):
     """The judge's answer to one question.
 
-    It tries again after what may pass: no connection, the statuses 408, 409, 429 and 5xx, no chat completion.
+    The client tries again after what may pass: no connection, and the statuses 408, 409, 429 and 5xx.
     """
-    import openai  # It belongs to the extra `judge`, which most users do not install.
-
-    for attempt in range(ATTEMPTS):
-        try:
-            messages = [{"role": "user", "content": text}]
-            completion = client.chat.completions.create(model=judge_model, messages=messages, temperature=0)
-            if not getattr(completion, "choices", None):
-                raise ValueError("the endpoint's reply is no chat completion")
-            return completion.choices[0].message.content or ""
-        except (openai.APIError, ValueError) as e:  # The client raises ValueError where a reply is no JSON.
-            status = getattr(e, "status_code", 500)
-            if attempt + 1 == ATTEMPTS or not (status in (408, 409, 429) or status >= 500):
-                raise
-            sleep(2.0**attempt)  # 1, 2, 4, .. seconds
+    messages = [{"role": "user", "content": text}]
+    completion = client.chat.completions.create(model=judge_model, messages=messages, temperature=0)
+    if not getattr(completion, "choices", None):
+        raise ValueError("the endpoint's reply is no chat completion")
+    return completion.choices[0].message.content or ""
 
 
 def ask_all(args, texts, cache_file):
@@ -124,7 +114,12 @@ def ask_all(args, texts, cache_file):
     cli.say(f"judge {args.judge_model}: {len(texts)} questions, {len(missing)} to ask, the others are in {cache_file}")
     api_key = os.environ.get("OPENAI_API_KEY")
     # The client demands a key. Where there is none, the server is the user's own, which reads no key.
-    options = {"api_key": api_key or "none", "base_url": args.judge_base_url, "timeout": TIMEOUT, "max_retries": 0}
+    options = {
+        "api_key": api_key or "none",
+        "base_url": args.judge_base_url,
+        "timeout": TIMEOUT,
+        "max_retries": RETRIES,
+    }
     client, lock, errors = openai.OpenAI(**options), threading.Lock(), []
     with open(cache_file, "a", encoding="utf-8") as file, ThreadPoolExecutor(THREADS) as pool:
         if file.tell():
