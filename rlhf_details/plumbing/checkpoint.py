@@ -59,7 +59,8 @@ def write(accelerator, folder, state, tensors, save_policy):
 
 def read_state(folder):
     """The dictionary that `write` was given as `state`. A checkpoint of another layout ends the run with one line."""
-    state = json.loads((folder / "state.json").read_text())
+    with cli.reading("--resume", folder):
+        state = json.loads((folder / "state.json").read_text())
     if state.get("version") != VERSION:
         hint = "start anew, with --overwrite in place of --resume"
         cli.fail(f"--resume: another version of this code wrote {folder}; {hint}")

@@ -77,10 +77,13 @@ class Run:
         if note := health.untested(self.args, self.accelerator, policy):
             self.say(note)
         if self.checkpoint:
-            hint = "to go on from the checkpoint before it, remove this folder"
-            with cli.reading("--resume", self.checkpoint, hint):
-                saved, tensors = checkpoint.read_state(self.checkpoint), checkpoint.read_tensors(self.checkpoint)
+            saved = checkpoint.read_state(self.checkpoint)
+            try:
+                tensors = checkpoint.read_tensors(self.checkpoint)
                 shards.load_state(self.accelerator, policy, optimizer, self.checkpoint)
+            except (OSError, RuntimeError, SafetensorError) as e:
+                damaged, self.checkpoint = self.checkpoint, next(iter(checkpoint.all_of(self.folder)[1:]), None)
+                self.stop(f"{damaged} cannot be read ({e}); remove this folder")
             self.tensors = {name: x.to(self.accelerator.device) for name, x in tensors.items()}
             if self.accelerator.scaler is not None:
                 self.accelerator.scaler.load_state_dict(saved["scaler"])

@@ -41,7 +41,7 @@ def announce(source):
 
 
 @contextlib.contextmanager
-def reading(flag, value, hint=None):
+def reading(flag, value):
     """Stands around library calls that read `value` from outside. Their errors end the program with one line.
 
     Libraries raise many kinds of errors on a bad file, so this catches all but those that no file can cause. Run the
@@ -52,7 +52,7 @@ def reading(flag, value, hint=None):
     except (MemoryError, torch.OutOfMemoryError, NameError, AssertionError):  # no fault of the file
         raise
     except Exception as e:
-        fail(f"{flag} {value}: {why(value, e)}" + (f"; {hint}" if hint else ""))
+        fail(f"{flag} {value}: {why(value, e)}")
 
 
 def why(value, error):
