@@ -20,6 +20,7 @@ import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from rlhf_details.plumbing import cli, data, engines, models, saving
 
@@ -108,6 +109,34 @@ def find(run_folder, now, overwrite, accelerator):
         cli.fail(f"--resume: not every process sees {folder}; runs/ must be on a file system that all of them share")
     check_same_run(folder, now)
     return folder
+
+
+# ---- weights and optimizer -------------------------------------------------------------------------------------------
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+
+
+def save_policy(accelerator, module, optimizer, folder):
+    """Writes the trained weights and Adam's moments of a prepared module to a folder; call it on every process.
+
+    torch names both by parameter and gathers them, so that the file is the same on one process, under DDP and under
+    FSDP2. DeepSpeed writes files of its own, a part for each process.
+    """
+    if engines.uses_deepspeed(accelerator):
+        module.save_checkpoint(folder, tag="deepspeed", save_latest=False, exclude_frozen_parameters=True)
+        return
+    state = dict(zip(("weights", "optimizer"), get_state_dict(module, optimizer.optimizer, options=WHOLE), strict=True))
+    if accelerator.is_main_process:
+        torch.save(state, folder / "policy.pt")
+
+
+def load_policy(accelerator, module, optimizer, folder):
+    """The inverse of save_policy."""
+    if engines.uses_deepspeed(accelerator):
+        module.load_checkpoint(folder, tag="deepspeed", load_module_strict=False)
+        return
+    state = torch.load(folder / "policy.pt", map_location="cpu", mmap=True, weights_only=True)
+    states = {"model_state_dict": state["weights"], "optim_state_dict": state["optimizer"]}
+    set_state_dict(module, optimizer.optimizer, **states, options=StateDictOptions(full_state_dict=True, strict=False))
 
 
 # ---- which run it is -------------------------------------------------------------------------------------------------

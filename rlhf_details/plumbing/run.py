@@ -80,7 +80,7 @@ class Run:
             saved = checkpoint.read_state(self.checkpoint)
             try:
                 tensors = checkpoint.read_tensors(self.checkpoint)
-                shards.load_state(self.accelerator, policy, optimizer, self.checkpoint)
+                checkpoint.load_policy(self.accelerator, policy, optimizer, self.checkpoint)
             except (OSError, RuntimeError, SafetensorError) as e:
                 damaged, self.checkpoint = self.checkpoint, next(iter(checkpoint.all_of(self.folder)[1:]), None)
                 self.stop(f"{damaged} cannot be read ({e}); remove this folder")
@@ -182,7 +182,7 @@ class Run:
             saved["scaler"] = self.accelerator.scaler.state_dict()
         tensors = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
         folder = self.folder / "checkpoints" / f"{update:06d}"
-        save_policy = functools.partial(shards.save_state, self.accelerator, policy, optimizer)
+        save_policy = functools.partial(checkpoint.save_policy, self.accelerator, policy, optimizer)
         with self.writing(folder.parent):
             if self.is_main:
                 self.files.sync()

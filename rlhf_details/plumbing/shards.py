@@ -11,7 +11,6 @@ import copy
 import torch
 from accelerate import DistributedType
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -60,34 +59,6 @@ def whole(x):
 
     with GatheredParameters([x]):
         return x.detach().clone()
-
-
-# ---- what a checkpoint holds of a policy and its optimizer -----------------------------------------------------------
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
-
-
-def save_state(accelerator, module, optimizer, folder):
-    """Writes the trained weights and Adam's moments of a prepared module to a folder; call it on every process.
-
-    torch names both by parameter and gathers them, so that the file is the same on one process, under DDP and under
-    FSDP2. DeepSpeed writes files of its own, a part for each process.
-    """
-    if uses_deepspeed(accelerator):
-        module.save_checkpoint(folder, tag="deepspeed", save_latest=False, exclude_frozen_parameters=True)
-        return
-    state = dict(zip(("weights", "optimizer"), get_state_dict(module, optimizer.optimizer, options=WHOLE), strict=True))
-    if accelerator.is_main_process:
-        torch.save(state, folder / "policy.pt")
-
-
-def load_state(accelerator, module, optimizer, folder):
-    """The inverse of save_state."""
-    if uses_deepspeed(accelerator):
-        module.load_checkpoint(folder, tag="deepspeed", load_module_strict=False)
-        return
-    state = torch.load(folder / "policy.pt", map_location="cpu", mmap=True, weights_only=True)
-    states = {"model_state_dict": state["weights"], "optim_state_dict": state["optimizer"]}
-    set_state_dict(module, optimizer.optimizer, **states, options=StateDictOptions(full_state_dict=True, strict=False))
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from helpers import tiny_config
 from transformers import AutoModelForCausalLM
 
 from rlhf_details import train_ppo
-from rlhf_details.plumbing import engines, shards
+from rlhf_details.plumbing import checkpoint, engines, shards
 
 
 class Holder(torch.nn.Module):
@@ -45,7 +45,7 @@ def test_a_checkpoint_holds_what_is_trained_and_brings_it_back(trained, tmp_path
     accelerator, module, optimizer = trained
     names = {"0.weight", "0.bias", "1.weight", "2.bias"}  # tied weights once, and none that is not trained
     assert shards.full_weights(accelerator, module).keys() == names | {"1.bias"}
-    shards.save_state(accelerator, module, optimizer, tmp_path)
+    checkpoint.save_policy(accelerator, module, optimizer, tmp_path)
     saved = torch.load(tmp_path / "policy.pt", weights_only=True)
     assert saved["optimizer"]["state"].keys() == names and "1.bias" not in saved["weights"]
 
@@ -54,7 +54,7 @@ def test_a_checkpoint_holds_what_is_trained_and_brings_it_back(trained, tmp_path
     other[1].bias = torch.nn.Parameter(module[1].bias.clone(), requires_grad=False)
     other_optimizer = torch.optim.AdamW([p for p in other.parameters() if p.requires_grad], lr=0.1)
     other, other_optimizer = engines.prepare(SimpleNamespace(), accelerator, other, other_optimizer)
-    shards.load_state(accelerator, other, other_optimizer, tmp_path)
+    checkpoint.load_policy(accelerator, other, other_optimizer, tmp_path)
     for m, o in ((module, optimizer), (other, other_optimizer)):
         add_gradient(m)
         engines.step(accelerator, m, o, None, None, "")
