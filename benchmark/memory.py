@@ -32,7 +32,7 @@ class Args:
 def one(algorithm, without):
     """Runs 200 updates of 64 episodes in this process; prints {update: MB} as JSON."""
     from rlhf_details import train_ppo, train_rloo
-    from rlhf_details.plumbing import cli, cpu
+    from rlhf_details.plumbing import cli, engines
     from rlhf_details.plumbing.run import Run
 
     sizes, log, script = {}, Run.log, {"rloo": train_rloo, "ppo": train_ppo}[algorithm]
@@ -44,7 +44,7 @@ def one(algorithm, without):
 
     Run.log = recording
     if without:
-        cpu.keep_memory_flat = lambda: None
+        engines.keep_memory_flat = lambda: None
     flags = ["--batch_size", "64", "--total_episodes", str(64 * 200), "--learning_rate", "0", "--overwrite"]
     flags += ["--run_name", f"memory_{algorithm}", "--output_dir", f"models/memory_{algorithm}"]
     script.main(cli.parse(script.Args, flags))

@@ -43,7 +43,7 @@ from transformers import AutoModelForSequenceClassification as Classifier
 
 from benchmark import made_with
 from rlhf_details import train_grpo, train_ppo, train_rloo, utils
-from rlhf_details.plumbing import layout, lora, models, shards
+from rlhf_details.plumbing import engines, layout, lora, models
 
 ROOT, GIB = Path(__file__).resolve().parent.parent, 2**30
 CARDS, HEADROOM = (24, 40, 80), 0.1  # GiB, and the share that CUDA, NCCL and holes between tensors may take
@@ -303,16 +303,16 @@ def build(args, config):
 def share_out(parts, engine, mesh):
     """What engines.prepare does with {name: module}. ZeRO-3's own code does not run on such tensors."""
     if engine == "fsdp2":
-        for layer in [*shards.layers(parts["policy"]), parts["policy"]]:
+        for layer in [*engines.layers(parts["policy"]), parts["policy"]]:
             fully_shard(layer, mesh=mesh)
     if engine == "zero3":
         policy, weights = parts["policy"], 4 * whole([p.shape for p in parts["policy"].parameters()])
         # Bytes of the weights that stay gathered, of those that arrive ahead, and of the gradients that leave together.
         policy.gathered, policy.ahead, policy.leaving = (min(limit, weights) for limit in (LIVE, PREFETCH, BUCKET))
         policy.logits_at_once = 2**62  # as in engines.prepare
-    with patch.object(shards, "init_device_mesh", lambda *_: mesh):
+    with patch.object(engines, "init_device_mesh", lambda *_: mesh):
         for name in parts.keys() - {"policy"} if engine in SHARDED else ():
-            shards.share_out(parts[name], torch.device("cpu"))
+            engines.share_out(parts[name], torch.device("cpu"))
 
 
 @contextlib.contextmanager
@@ -438,7 +438,7 @@ def update(args):
         }
         if mesh and args.sampling_copy:
             alone = SimpleNamespace(unwrap_model=lambda module: module, device=torch.device("cpu"))
-            sampler = shards.gather(alone, parts["policy"], shards.template(parts["policy"]), args.precision)
+            sampler = engines.gather(alone, parts["policy"], engines.template(parts["policy"]), args.precision)
         share_out(parts, args.engine, mesh)
         for module in filter(None, (*parts.values(), sampler)):
             live.follow(module)

@@ -357,12 +357,12 @@ def ours(spec):
 
 def peak(spec):
     """Runs in a process of its own: FLOP/s of torch.mm's product, of oneDNN's and of the faster one."""
-    from rlhf_details.plumbing import cpu
+    from rlhf_details.plumbing import engines
 
     n, device = (8192, "cuda") if torch.cuda.is_available() else (2048, "cpu")
     dtype = torch.bfloat16 if spec["precision"] == "bf16" else torch.float32
     a, b = torch.randn(n, n, device=device, dtype=dtype), torch.randn(n, n, device=device, dtype=dtype)
-    rates, layer = {}, cpu.use_onednn(nn.Sequential(nn.Linear(n, n, bias=False, device=device, dtype=dtype)))
+    rates, layer = {}, engines.use_onednn(nn.Sequential(nn.Linear(n, n, bias=False, device=device, dtype=dtype)))
     with torch.no_grad():
         for name, product in {"torch.mm": lambda: torch.mm(a, b), "as our linear layers": lambda: layer(a)}.items():
             best = float("inf")

@@ -3,10 +3,12 @@ What the engines that accelerate launches do differently: one process, DDP, FSDP
 
 Under each of them a script computes the same: weights and Adam's moments are fp32, and bf16 is autocast. FSDP2 and
 ZeRO-3 gather the weights of a layer when it is called, so all processes must call a model equally often. They sample
-from a whole copy. benchmark/accelerate/ holds a launch configuration for each.
+from a whole copy. benchmark/accelerate/ holds a launch configuration for each. FSDP2 (torch's fully_shard) keeps a part
+of each weight in a DTensor, ZeRO-3 in an attribute `ds_tensor`.
 """
 
 import contextlib
+import copy
 import functools
 import math
 import os
@@ -15,10 +17,14 @@ from datetime import timedelta
 import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers.pytorch_utils import Conv1D
 
-from rlhf_details.plumbing import cli, cpu, lora, shards, stages
-from rlhf_details.plumbing.shards import uses_deepspeed
+from rlhf_details.plumbing import cli, lora, stages
+from rlhf_details.plumbing.exits import say
 
 # How long a process waits for the others. The main process may need minutes to write a large checkpoint, and when a
 # node has lost its power, the other nodes end after this time.
@@ -100,10 +106,10 @@ def prepare(args, accelerator, module, optimizer, *frozen):
     Under FSDP2 they come to the device layer by layer. ZeRO-3 first puts the whole of the trained module there.
     """
     if accelerator.device.type == "cpu":
-        cpu.use_one_thread(module)
-    module._no_split_modules = sorted({type(m).__name__ for m in shards.layers(module)})  # FSDP2 gathers them singly.
+        use_one_thread(module)
+    module._no_split_modules = sorted({type(m).__name__ for m in layers(module)})  # FSDP2 gathers them singly.
     is_shared_out = shares_out(accelerator)
-    template, own = shards.template(module), set(module.modules())
+    empty, own = template(module), set(module.modules())
     if uses_deepspeed(accelerator) or accelerator.distributed_type == DistributedType.FSDP:
         forward = module.forward
 
@@ -122,15 +128,15 @@ def prepare(args, accelerator, module, optimizer, *frozen):
     if uses_deepspeed(accelerator):
         # accelerate (1.15) would step inside `backward`, once a micro-batch. `step` does it here.
         accelerator.deepspeed_engine_wrapped.backward = lambda loss, **_: module.backward(loss)
-    gather = functools.partial(shards.gather, accelerator, module, template, precision(accelerator))
-    module.whole_copy = gather if is_shared_out and getattr(args, "sampling_copy", True) else None
-    module.template, module.waiting = [template], []  # In lists, so that no module sees them as its children.
+    whole_copy = functools.partial(gather, accelerator, module, empty, precision(accelerator))
+    module.whole_copy = whole_copy if is_shared_out and getattr(args, "sampling_copy", True) else None
+    module.template, module.waiting = [empty], []  # In lists, so that no module sees them as its children.
     for m in filter(None, frozen):
         if m.model in own:  # Under LoRA the reference is the policy without its adapters.
             lora.read_through(m, module) if is_shared_out else None
             continue
         if is_shared_out:
-            shards.share_out(m, accelerator.device)
+            share_out(m, accelerator.device)
         if args.offload_frozen:  # A call after a `rest` brings it back to the device.
             m.register_forward_pre_hook(lambda m, _: m.to(accelerator.device) and None, prepend=True)
             module.waiting.append(m)
@@ -177,7 +183,7 @@ def any_alive(policy):
 
     Under --no_sampling_copy no process may stop alone, since the others' next forward would wait for its part.
     """
-    if getattr(policy, "whole_copy", None) or not shards.is_sharded(policy):
+    if getattr(policy, "whole_copy", None) or not is_sharded(policy):
         return torch.any
 
     def any_alive_anywhere(alive):
@@ -227,3 +233,160 @@ def step(accelerator, module, optimizer, max_grad_norm, run, what):
 def forget_gradient(accelerator, module, optimizer):
     """Call it in place of `step` where a step is skipped."""
     (module.optimizer if uses_deepspeed(accelerator) else optimizer).zero_grad()
+
+
+def uses_deepspeed(accelerator):
+    return accelerator.distributed_type == DistributedType.DEEPSPEED
+
+
+# ---- parts and wholes ------------------------------------------------------------------------------------------------
+def is_sharded(module):
+    """Whether a process holds only a part of the weights."""
+    return isinstance(module, FSDPModule) or hasattr(next(module.parameters(), None), "ds_id")  # FSDP2 or ZeRO-3
+
+
+def layers(module):
+    """The modules whose weights are gathered together: transformers lists their classes in `_no_split_modules`."""
+    kinds = {kind for m in module.modules() for kind in getattr(m, "_no_split_modules", None) or []}
+    return [m for m in module.modules() if type(m).__name__ in kinds]
+
+
+def share_out(module, device):
+    """Leaves each process its part of a frozen module's weights, on the device. A call gathers them layer by layer."""
+    mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+    for m in [*reversed(layers(module)), module]:  # A layer within a layer comes first.
+        fully_shard(m, mesh=mesh, reshard_after_forward=True)
+
+
+def named_parameters(accelerator, module):
+    """(name, parameter) of the module as it was before `engines.prepare`; tied weights once."""
+    for m in module.modules():
+        if isinstance(m, FSDPModule):
+            # A forward without a backward leaves some weights whole, in tensors that the optimizer does not know.
+            m.reshard()
+    return list(accelerator.unwrap_model(module).named_parameters())
+
+
+def whole(x):
+    """The whole of a tensor; call it on every process."""
+    if isinstance(x, DTensor):
+        return x.full_tensor()
+    if not hasattr(x, "ds_id"):
+        return x
+    from deepspeed.runtime.zero import GatheredParameters
+
+    with GatheredParameters([x]):
+        return x.detach().clone()
+
+
+@torch.no_grad()
+def full_weights(accelerator, module):
+    """{name: whole fp32 weight} of a prepared module, on the main process's CPU; call it on every process."""
+    weights = {}
+    for name, p in named_parameters(accelerator, module):
+        x = whole(p)
+        if accelerator.is_main_process:  # Only one process needs room for the whole.
+            weights[name] = x.detach().to("cpu", torch.float32).contiguous()
+    return weights
+
+
+# ---- a whole copy of a policy, to sample from or to save -------------------------------------------------------------
+def template(module):
+    """A copy of a policy without its weights, for `fill`, and without its critic, which does not sample."""
+    empty = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=False) for p in module.parameters()}
+    made = copy.deepcopy(module, empty)  # It takes what `empty` holds in place of a copy.
+    made.critic = None
+    return made.eval()
+
+
+def fill(template, weights):
+    """A copy of a template with the weights of {name: tensor}."""
+    filled = {id(p): nn.Parameter(weights[name], requires_grad=False) for name, p in template.named_parameters()}
+    return copy.deepcopy(template, filled)
+
+
+@torch.no_grad()
+def gather(accelerator, module, template, precision):
+    """The template of a prepared policy with the weights that this has now; call it on every process.
+
+    One weight after the other is gathered, so the peak is a copy and one weight. Under bf16 autocast the weights of
+    linear layers are bf16, to which autocast would round them in each call.
+    """
+    rounded = {id(m.weight) for m in template.modules() if precision == "bf16" and isinstance(m, nn.Linear | Conv1D)}
+    rounded -= {id(m.weight) for m in template.modules() if isinstance(m, nn.Embedding)}  # A head may be tied to one.
+    empty, weights = dict(template.named_parameters()), {}
+    for name, p in named_parameters(accelerator, module):
+        if name in empty:
+            weights[name] = whole(p).detach().to(torch.bfloat16 if id(empty[name]) in rounded else p.dtype)
+    # The weights are on the device already, and only buffers move. On CPUs "cpu:1" would be another device than "cpu".
+    return fill(template, weights).to(accelerator.device.type)
+
+
+# ---- CPUs: faster linear layers and fewer threads, the same numbers up to rounding -----------------------------------
+# For fp32 torch takes MKL, which uses AVX-512 on Intel's processors alone. oneDNN uses it on all of them.
+# Parameters. Below this a second thread gains little, and it costs much where two runs share the cores.
+SMALL = 5e6
+
+
+def use_one_thread(*modules):
+    """Takes one CPU thread where all modules are small, and says so. It leaves GPUs and OMP_NUM_THREADS alone.
+
+    Threads spin while they wait for each other, which is most of the time where another run wants the same cores.
+    """
+    weights = [list(module.parameters()) for module in modules]
+    size = max(sum(p.numel() for p in own) for own in weights)
+    is_on_cpu = all(p.device.type == "cpu" for own in weights for p in own)
+    if is_on_cpu and size < SMALL and torch.get_num_threads() > 1 and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+        say(f"one CPU thread, since {size / 1e6:.1f} M parameters gain little from more: OMP_NUM_THREADS sets another")
+
+
+def use_onednn(model):
+    """Lets a model's linear layers use oneDNN, where torch has it and the processor has AVX-512. Returns the model."""
+    if torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512":
+        keep_memory_flat()
+        for module in model.modules():
+            if type(module) is nn.Linear:
+                module.__class__ = OneDNNLinear  # The module stays the same object, with its name, hooks and weights.
+    return model
+
+
+class OneDNNLinear(nn.Linear):
+    """A linear layer whose fp32 products on the CPU are oneDNN's. On a GPU, in bf16 or under autocast: nn.Linear."""
+
+    def forward(self, x):
+        if x.device.type != "cpu" or x.dtype != torch.float32 or torch.is_autocast_enabled("cpu") or not x.numel():
+            return super().forward(x)
+        return OneDNNProduct.apply(x, self.weight, self.bias)
+
+
+class OneDNNProduct(torch.autograd.Function):
+    """x [.., I], weight [O, I], bias [O] or None -> x weight^T + bias [.., O], with its gradients."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        ctx.save_for_backward(x, weight)
+        return product(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x, weight), (needs_x, needs_weight, needs_bias) = ctx.saved_tensors, ctx.needs_input_grad
+        rows, x = grad.flatten(0, -2), x.flatten(0, -2)  # [N, O], [N, I]
+        return (
+            product(grad, weight.t()) if needs_x else None,
+            product(rows.t(), x.t()) if needs_weight else None,
+            rows.sum(0) if needs_bias else None,
+        )
+
+
+def product(x, weight, bias=None):
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+def keep_memory_flat():
+    """Keeps the memory of long CPU runs from growing, because each of their batches has another shape.
+
+    oneDNN would keep the compiled kernels of 1024 shapes. benchmark/memory.py measures it.
+    """
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
+    os.environ.setdefault("LRU_CACHE_CAPACITY", "16")

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from rlhf_details import utils
-from rlhf_details.plumbing import cli, cpu, data, encoding, judge, models, rewards
+from rlhf_details.plumbing import cli, data, encoding, engines, judge, models, rewards
 
 # How a policy is sampled where neither a flag nor its folder says it.
 FALLBACKS = dict(temperature=1.0, response_length=53, stop_token="eos", truncate_token="none", truncate_after=0)
@@ -139,7 +139,7 @@ def load_models(args, device):
         reward_model = models.load_reward_model(path, args).to(device).eval()
         readers.append(("reward_model_path", path, reward_model))
     check_vocabularies(args, tokenizer, readers)
-    cpu.use_one_thread(*(model for *_, model in readers))
+    engines.use_one_thread(*(model for *_, model in readers))
     return tokenizer, loaded, reward_model
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from rlhf_details.plumbing import cli, cpu, lora, shards, sources
+from rlhf_details.plumbing import cli, engines, lora, sources
 
 # Weights are read from safetensors files alone, because the older kind are pickles, which can run any code.
 # They are held in fp32, because a bf16 weight would swallow a step of 3e-6. [MODEL-3]
@@ -169,7 +169,7 @@ def set_up(model, args):
         # The second name is that of older versions of transformers, and deprecated in newer ones.
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
         enable({"use_reentrant": False})
-    return cpu.use_onednn(model)
+    return engines.use_onednn(model)
 
 
 def context(*modules):
@@ -190,7 +190,7 @@ def checksum(module):
     """A number that tells a module's weights from others: the CRC-32 of their bytes; call it on every process."""
     total = 0
     for p in module.parameters():
-        total = zlib.crc32(shards.whole(p).detach().cpu().reshape(-1).view(torch.uint8).numpy(), total)
+        total = zlib.crc32(engines.whole(p).detach().cpu().reshape(-1).view(torch.uint8).numpy(), total)
     return total
 
 

@@ -12,7 +12,7 @@ import torch
 from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 
-from rlhf_details.plumbing import checkpoint, cli, encoding, folders, health, hub, saving, shards, trackers, verdict
+from rlhf_details.plumbing import checkpoint, cli, encoding, engines, folders, health, hub, saving, trackers, verdict
 from rlhf_details.plumbing.signals import Signals
 
 
@@ -193,7 +193,7 @@ class Run:
     # ---- the end -----------------------------------------------------------------------------------------------------
     def full_weights(self, module):
         """{name: whole fp32 weight} of a prepared module, on the main process's CPU; call it on every process."""
-        return shards.full_weights(self.accelerator, module)
+        return engines.full_weights(self.accelerator, module)
 
     def finish(self, policy, weights=None, model=None):
         """Saves --output_dir with a model card, uploads it where asked to, judges the run, and says what to type next.
@@ -205,7 +205,7 @@ class Run:
         weights = self.full_weights(policy) if weights is None else weights
         if self.is_main:
             if self.args.lora_rank:  # Adapters are merged into a model of its own, which no engine has changed.
-                config, model = model.config, shards.fill(policy.template[0], weights).model
+                config, model = model.config, engines.fill(policy.template[0], weights).model
                 model.config = config
             weights = {name.removeprefix("model."): x for name, x in weights.items() if name.startswith("model.")}
             self.save(model, weights)

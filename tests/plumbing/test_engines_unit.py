@@ -9,7 +9,7 @@ from helpers import tiny_config
 from transformers import AutoModelForCausalLM
 
 from rlhf_details import train_ppo
-from rlhf_details.plumbing import checkpoint, engines, shards
+from rlhf_details.plumbing import checkpoint, engines
 
 
 class Holder(torch.nn.Module):
@@ -44,7 +44,7 @@ def add_gradient(module):
 def test_a_checkpoint_holds_what_is_trained_and_brings_it_back(trained, tmp_path):
     accelerator, module, optimizer = trained
     names = {"0.weight", "0.bias", "1.weight", "2.bias"}  # tied weights once, and none that is not trained
-    assert shards.full_weights(accelerator, module).keys() == names | {"1.bias"}
+    assert engines.full_weights(accelerator, module).keys() == names | {"1.bias"}
     checkpoint.save_policy(accelerator, module, optimizer, tmp_path)
     saved = torch.load(tmp_path / "policy.pt", weights_only=True)
     assert saved["optimizer"]["state"].keys() == names and "1.bias" not in saved["weights"]
@@ -103,11 +103,11 @@ def test_a_whole_copy_computes_the_same_logits_in_bf16_weights(tied):
     """Autocast would round the weights of linear layers in each call, and nothing else."""
     model = AutoModelForCausalLM.from_config(tiny_config(tie_word_embeddings=tied))
     policy = train_ppo.Policy(model, 0.7, torch.nn.Linear(32, 1)).eval()
-    accelerator, template = Accelerator(), shards.template(policy)
+    accelerator, template = Accelerator(), engines.template(policy)
     assert template.critic is None and {p.device.type for p in template.parameters()} == {"meta"}
     inputs = torch.arange(12).reshape(2, 6), torch.ones(2, 6, dtype=torch.bool), torch.arange(6).expand(2, 6)
     for precision in ("fp32", "bf16"):
-        copy = shards.gather(accelerator, policy, template, precision)
+        copy = engines.gather(accelerator, policy, template, precision)
         kinds = {name: p.dtype for name, p in copy.named_parameters()}
         rounded = {name for name, kind in kinds.items() if kind == torch.bfloat16}
         assert bool(rounded) == (precision == "bf16") and not any("norm" in n or "embed_in" in n for n in rounded)

@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from rlhf_details import toy, train_rloo
-from rlhf_details.plumbing import cpu, models, saving
+from rlhf_details.plumbing import engines, models, saving
 
 FLAGS = train_rloo.Args()
 SMALL = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=len(toy.tokenizer()))
@@ -312,8 +312,8 @@ needs_onednn = pytest.mark.skipif(
 @pytest.mark.parametrize("shape", [(5, 24), (3, 7, 24), (2, 3, 1, 24), (1, 24), (0, 24)])
 def test_onednn_layers_equal_the_float64_layer_forward_and_backward(shape, bias):
     torch.manual_seed(0)
-    layer = cpu.use_onednn(torch.nn.Sequential(torch.nn.Linear(24, 10, bias=bias)))[0]
-    assert type(layer) is cpu.OneDNNLinear
+    layer = engines.use_onednn(torch.nn.Sequential(torch.nn.Linear(24, 10, bias=bias)))[0]
+    assert type(layer) is engines.OneDNNLinear
     slow = torch.nn.Linear(24, 10, bias=bias).double()
     slow.load_state_dict(layer.state_dict())
     x, weights = torch.randn(shape), torch.randn(*shape[:-1], 10)
@@ -337,9 +337,9 @@ def test_small_models_take_one_thread_and_say_so(monkeypatch, capsys, size, vari
     torch.set_num_threads(2)
     modules = [torch.nn.Embedding(int(n), 1, device=device) for n in (1, size)]
     try:
-        cpu.use_one_thread(*modules)
+        engines.use_one_thread(*modules)
         assert torch.get_num_threads() == threads
-        cpu.use_one_thread(*modules)
+        engines.use_one_thread(*modules)
     finally:
         torch.set_num_threads(1)
     assert capsys.readouterr().out.count("OMP_NUM_THREADS") == (threads == 1)
@@ -350,7 +350,7 @@ def test_onednn_keeps_few_kernels_so_that_memory_stays_flat():
     """After 199 batches of other shapes the first shape is compiled again: oneDNN, left alone, keeps 1024 kernels."""
     words = """if True:
         import torch
-        from rlhf_details.plumbing import cpu
+        from rlhf_details.plumbing import engines
         model = cpu.use_onednn(torch.nn.Sequential(torch.nn.Linear(8, 8)))
         for rows in [*range(1, 200), 1]:
             model(torch.ones(rows, 8))
@@ -364,7 +364,7 @@ def test_onednn_keeps_few_kernels_so_that_memory_stays_flat():
 
 @needs_onednn
 def test_onednn_layers_are_linear_layers_under_autocast_in_bf16_and_when_copied():
-    layer = cpu.use_onednn(torch.nn.Sequential(torch.nn.Linear(8, 8)))
+    layer = engines.use_onednn(torch.nn.Sequential(torch.nn.Linear(8, 8)))
     x = torch.randn(3, 8, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert layer(x).dtype == torch.bfloat16
@@ -376,7 +376,7 @@ def test_onednn_layers_are_linear_layers_under_autocast_in_bf16_and_when_copied(
 
 
 def test_what_is_loaded_uses_onednn_where_the_processor_gains_by_it(tiny, monkeypatch):
-    for capability, kind in (("AVX512", cpu.OneDNNLinear), ("AVX2", torch.nn.Linear)):
+    for capability, kind in (("AVX512", engines.OneDNNLinear), ("AVX2", torch.nn.Linear)):
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
         args = rloo_args(tiny)
         loaded = models.load_policy(tiny / "policy", "", args), models.load_reward_model(tiny / "reward", args)

@@ -30,7 +30,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from rlhf_details import utils
-from rlhf_details.plumbing import engines, shards
+from rlhf_details.plumbing import engines
 from rlhf_details.plumbing.run import Run
 
 CONFIGS = Path(__file__).parent.parent.parent / "benchmark" / "accelerate"
@@ -132,7 +132,7 @@ def one_run(spec, engine):
         seen.update(kind=accelerator.distributed_type.value, precision=engines.precision(accelerator))
         seen.update(held=held, stepped=stepped_here(optimizer), total=total, architecture=inner.config.model_type)
         seen.update(groups=sum(isinstance(m, FSDPModule) for m in module.modules()))
-        seen.update(sharded=shards.is_sharded(module), dtypes={str(p.dtype) for p in module.parameters()})
+        seen.update(sharded=engines.is_sharded(module), dtypes={str(p.dtype) for p in module.parameters()})
         linear = next(m for m in inner.modules() if isinstance(m, torch.nn.Linear) or type(m).__name__ == "Conv1D")
         linear.register_forward_hook(note)
         return module, optimizer
@@ -143,7 +143,7 @@ def one_run(spec, engine):
         sampling.discard(threading.get_ident())
         key = kwargs["key"] if "key" in kwargs else args[3]
         if key[1] == utils.TRAINING:
-            seen["sampler_is_sharded"] = shards.is_sharded(policy)
+            seen["sampler_is_sharded"] = engines.is_sharded(policy)
             seen["held_after_sampling"] = held_and_total(trained[0].parameters())[0]
             for row, tokens, real in zip(batch[2].tolist(), responses, mask, strict=True):
                 seen["sampled"][key[2], row] = tuple(tokens[real].tolist())
