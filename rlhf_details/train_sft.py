@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlhf_details import utils
-from rlhf_details.plumbing import cli, data, demonstrations, engines, lora, models, scratch
+from rlhf_details.plumbing import cli, data, demonstrations, engines, lora, models
 from rlhf_details.plumbing.rouge import rouge_l
 from rlhf_details.plumbing.run import Run
 from rlhf_details.utils import EVALUATION, in_slices
@@ -122,7 +122,7 @@ class LanguageModel(nn.Module):
 def load_model(args, rows, device):
     """Returns (tokenizer, language model), in fp32 and without dropout. A new tokenizer is made from the rows' text."""
     if args.base_model == "scratch":
-        tokenizer, model = scratch.make(args, rows)
+        tokenizer, model = models.make_small(args, rows)
     else:
         tokenizer = models.load_tokenizer(args.base_model, "--base_model", args)
         model = models.load_policy(args.base_model, "--base_model", args)

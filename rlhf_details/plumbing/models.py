@@ -7,8 +7,18 @@ import zlib
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from tokenizers import ByteLevelBPETokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
+from rlhf_details import toy
 from rlhf_details.plumbing import cli, engines, lora, sources
 
 # Weights are read from safetensors files alone, because the older kind are pickles, which can run any code.
@@ -227,3 +237,33 @@ def head_of(model):
     if ours.shape != theirs.shape or not torch.allclose(ours, theirs, rtol=1e-4, atol=1e-4, equal_nan=True):
         cli.fail(f"a {model.config.model_type} changes its logits after the output embedding in a way not known here")
     return head
+
+
+def make_small(args, rows):
+    """Returns (tokenizer, model): byte-level BPE trained on the rows' text, and a GPT-NeoX of the sizes that args give.
+
+    An embedded task brings its own tokenizer. Args: rows, dictionaries with the strings `prompt` and `completion`.
+    """
+    if not all(isinstance(row["prompt"], str) for row in rows):
+        cli.fail("--base_model scratch: makes its tokenizer from text, and knows no messages and no token ids")
+    task = args.dataset.partition(":")[0]
+    if task in toy.TASKS:
+        tokenizer = toy.tokenizer(task)
+    else:
+        backend, texts = ByteLevelBPETokenizer(), [row["prompt"] + row["completion"] for row in rows]
+        options = dict(min_frequency=2, special_tokens=["<pad>", "<eos>"], show_progress=False)
+        backend.train_from_iterator(texts, args.vocab_size, **options)
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend._tokenizer, pad_token="<pad>", eos_token="<eos>")
+    config = GPTNeoXConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=args.hidden_size,
+        num_hidden_layers=args.num_layers,
+        num_attention_heads=args.num_heads,
+        intermediate_size=4 * args.hidden_size,
+        max_position_embeddings=args.context_length,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        attn_implementation=args.attn_implementation,
+    )
+    return tokenizer, set_up(GPTNeoXForCausalLM(config), args)

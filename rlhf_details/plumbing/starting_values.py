@@ -90,6 +90,6 @@ def parameters(path, trust_remote_code=False):
 
 
 def of_a_new_model(args):
-    """The number of parameters of the GPT-NeoX that scratch.make makes, if the text fills the whole vocabulary."""
+    """The number of parameters of the GPT-NeoX that models.make_small makes, if the text fills the whole vocabulary."""
     V, H = args.vocab_size, args.hidden_size
     return 2 * V * H + args.num_layers * (12 * H * H + 13 * H) + 2 * H

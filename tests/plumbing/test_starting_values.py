@@ -12,7 +12,7 @@ import transformers
 from helpers import PAGES, ROOT, tiny_model
 
 from rlhf_details import evaluate, toy, train_both, train_reward, train_sft
-from rlhf_details.plumbing import cli, hub, lora, scratch, starting_values
+from rlhf_details.plumbing import cli, hub, lora, models, starting_values
 
 SCRIPTS = PAGES | {"train_sft": train_sft, "train_reward": train_reward}
 SMALL, MEDIUM, PUBLISHED, LARGE = starting_values.TABLE.values()
@@ -51,7 +51,7 @@ def test_of_adapters_the_base_model_counts(tiny, tmp_path):
 @pytest.mark.parametrize("changes", [{}, dict(hidden_size=32, num_layers=1, num_heads=2)])
 def test_a_new_model_has_as_many_parameters_as_its_flags_say(changes):
     args = train_sft.Args(dataset="toy", vocab_size=len(toy.tokenizer()), **changes)
-    _, model = scratch.make(args, [{"prompt": "a", "completion": "b"}])
+    _, model = models.make_small(args, [{"prompt": "a", "completion": "b"}])
     assert starting_values.of_a_new_model(args) == sum(p.numel() for p in model.parameters())
 
 
