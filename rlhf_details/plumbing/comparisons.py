@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from rlhf_details import toy
 from rlhf_details.plumbing import cli, data, demonstrations, encoding, models
-from rlhf_details.plumbing.rows import check_columns, read_rows
+from rlhf_details.plumbing.data import check_columns, read_rows
 
 TRAIN, EVAL, BEFORE, AFTER = range(4)  # what responses are sampled for, a coordinate of their noise
 LABEL_PAD = 50259  # fills up the rows of lm-human-preferences; it is no id of GPT-2, whose vocabulary has 50257 tokens

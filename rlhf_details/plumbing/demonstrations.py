@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from rlhf_details import toy
 from rlhf_details.plumbing import cli, data, encoding
-from rlhf_details.plumbing.rows import check_columns, read_rows
+from rlhf_details.plumbing.data import check_columns, read_rows
 
 
 @dataclass(kw_only=True, eq=False)

@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from rlhf_details import evaluate, toy, train_reward, train_rloo, train_sft
-from rlhf_details.plumbing import comparisons, data, demonstrations, encoding, evaluation, rows
+from rlhf_details.plumbing import comparisons, data, demonstrations, encoding, evaluation
 
 LLAMA = (
     "{% for message in messages %}"
@@ -185,9 +185,9 @@ ROWS = [{"prompt": "a b", "n": 1}, {"prompt": 'c, "d"\ne', "n": 2}, {"prompt": "
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet"])
 def test_rows_of_a_file_come_in_order_with_their_types(in_tmp, suffix, capsys):
     path = write(f"rows{suffix}", ROWS)
-    assert rows.read_rows(path, "--dataset") == ROWS
+    assert data.read_rows(path, "--dataset") == ROWS
     write(path, [{"prompt": "new", "n": 4}])
-    assert rows.read_rows(path, "--dataset") == [{"prompt": "new", "n": 4}]  # The rows are not those of a cache.
+    assert data.read_rows(path, "--dataset") == [{"prompt": "new", "n": 4}]  # The rows are not those of a cache.
     assert capsys.readouterr() == ("", "")
 
 
@@ -203,7 +203,7 @@ def test_rows_of_a_file_come_in_order_with_their_types(in_tmp, suffix, capsys):
 )
 def test_forms_of_json(in_tmp, name, text, prompts):
     Path(name).write_text(text, encoding="utf-8")
-    assert [row["prompt"] for row in rows.read_rows(name, "--dataset")] == prompts
+    assert [row["prompt"] for row in data.read_rows(name, "--dataset")] == prompts
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_forms_of_json(in_tmp, name, text, prompts):
 )
 def test_the_line_that_is_not_json_is_named(in_tmp, fails, text, line):
     Path("a.json").write_text(text)
-    assert f"--dataset a.json: line {line} is not JSON" in fails(rows.read_rows, "a.json", "--dataset")
+    assert f"--dataset a.json: line {line} is not JSON" in fails(data.read_rows, "a.json", "--dataset")
 
 
 SLICES = {"": (0, 5), "[:2]": (0, 2), "[2:]": (2, 5), "[1:4]": (1, 4), "[-2:]": (3, 5), "[:-1]": (0, 4), "[:9]": (0, 5)}
@@ -223,9 +223,9 @@ def test_rows_from_a_to_b(in_tmp, name):
     numbers = [{"n": i} for i in range(5)]
     write("a.json", numbers), write("a.csv", numbers), write("folder/a.csv", numbers)
     Path("mine.py").write_text("def each():\n    yield from ({'n': i} for i in range(5))\n")
-    rows.load_module.cache_clear()
+    data.load_module.cache_clear()
     for taken, (start, stop) in SLICES.items():
-        assert rows.read_rows(f"{name}{taken}", "--dataset") == numbers[start:stop], taken
+        assert data.read_rows(f"{name}{taken}", "--dataset") == numbers[start:stop], taken
 
 
 def test_the_splits_of_a_folder_are_those_of_datasets(in_tmp, fails):
@@ -238,15 +238,15 @@ def test_the_splits_of_a_folder_are_those_of_datasets(in_tmp, fails):
         "folder:train+test[:1]": [0, 1, 2, 3, 10],
         "folder:test[:50%]": [10, 11],
     }.items():
-        assert [row["n"] for row in rows.read_rows(spec, "--dataset")] == numbers
-    assert "nosuch" in fails(rows.read_rows, "folder:nosuch", "--dataset")
+        assert [row["n"] for row in data.read_rows(spec, "--dataset")] == numbers
+    assert "nosuch" in fails(data.read_rows, "folder:nosuch", "--dataset")
 
 
 def test_a_file_of_a_hub_repository_is_asked_for_as_datasets_wants_it(monkeypatch):
     asked = []
     monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: asked.append((a, k)) or [{"n": 1}])
-    rows.read_rows("vwxyzjn/lm-human-preferences:sentiment/offline_5k.json[:4992]", "--dataset")
-    rows.read_rows("trl-lib/tldr@v1:validation", "--dataset")
+    data.read_rows("vwxyzjn/lm-human-preferences:sentiment/offline_5k.json[:4992]", "--dataset")
+    data.read_rows("trl-lib/tldr@v1:validation", "--dataset")
     assert asked == [
         (("vwxyzjn/lm-human-preferences",), dict(data_files="sentiment/offline_5k.json", split="train[:4992]")),
         (("trl-lib/tldr",), dict(split="validation", revision="v1")),
@@ -275,18 +275,18 @@ def test_rows_that_cannot_be_read_are_one_line(in_tmp, fails, spec, words):
     Path("broken.csv").write_bytes(b"")
     Path("latin.jsonl").write_bytes(b'{"n": "\xe9"}\n')
     Path("mine.py").write_text("def nothing(): pass\n")
-    rows.load_module.cache_clear()
+    data.load_module.cache_clear()
     what = f"--eval_dataset {spec}"
-    line = fails(lambda: rows.check_columns(rows.read_rows(spec, "--eval_dataset"), {"n": int}, what))
+    line = fails(lambda: data.check_columns(data.read_rows(spec, "--eval_dataset"), {"n": int}, what))
     assert line.startswith(f"error: --eval_dataset {spec.partition(':missing')[0].partition('[')[0]}")
     assert words.lower() in line.lower()
 
 
 def test_an_error_in_the_users_own_rows_keeps_its_traceback(in_tmp):
     Path("mine.py").write_text("def breaks(): raise KeyError('no rows today')\n")
-    rows.load_module.cache_clear()
+    data.load_module.cache_clear()
     with pytest.raises(KeyError, match="no rows today"):
-        rows.read_rows("mine.py:breaks", "--dataset")
+        data.read_rows("mine.py:breaks", "--dataset")
 
 
 # ---- rows -> prompts and completions ---------------------------------------------------------------------------------
@@ -428,7 +428,7 @@ def test_a_template_puts_in_what_the_columns_hold_and_reads_nothing_in_it():
 
 def test_an_empty_cell_of_a_table_is_the_empty_string(in_tmp):
     Path("alpaca.csv").write_text("instruction,input,output\nname a colour,,red\nname a pet,small,mouse\n")
-    table = data.with_prompts(rows.read_rows("alpaca.csv", "--dataset"), "{instruction} {input}", "x")
+    table = data.with_prompts(data.read_rows("alpaca.csv", "--dataset"), "{instruction} {input}", "x")
     assert [row["prompt"] for row in table] == ["name a colour ", "name a pet small"]
 
 

@@ -15,7 +15,7 @@ from short_runs import write_rows
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from rlhf_details import toy, train_rloo, utils
-from rlhf_details.plumbing import data, encoding, models, rewards, rows
+from rlhf_details.plumbing import data, encoding, models, rewards
 
 BOTH = pytest.mark.parametrize("page", ["train_rloo", "train_ppo"])
 
@@ -25,7 +25,7 @@ def functions(in_tmp):
     """functions(code): writes it to mine.py in the test's folder."""
 
     def write(code, name="mine.py"):
-        rows.load_module.cache_clear()
+        data.load_module.cache_clear()
         Path(name).write_text(textwrap.dedent(code))
 
     return write
@@ -39,14 +39,14 @@ def test_a_function_is_found_in_a_file_and_in_a_package_and_may_import_its_neigh
     functions("from words import WORD\ndef g(prompts, completions):\n    return WORD", "pack/inner.py")
     functions("def h(prompts, completions):\n    import words\n    return words.WORD", "late.py")
     functions("def length():\n    return 'of the user, and not of this project'", "toy.py")
-    assert rows.load_function("mine.py:f", "--reward_fn")([""], ["kind and kind"]) == [2]
-    assert rows.load_function(f"{in_tmp}/mine.py:f", "--reward_fn")([""], ["kind"]) == [1]
-    assert rows.load_function("pack.inner:g", "--reward_fn")([], []) == "kind"
-    assert rows.load_function("late.py:h", "--reward_fn")([], []) == "kind"
+    assert data.load_function("mine.py:f", "--reward_fn")([""], ["kind and kind"]) == [2]
+    assert data.load_function(f"{in_tmp}/mine.py:f", "--reward_fn")([""], ["kind"]) == [1]
+    assert data.load_function("pack.inner:g", "--reward_fn")([], []) == "kind"
+    assert data.load_function("late.py:h", "--reward_fn")([], []) == "kind"
     monkeypatch.syspath_prepend(str(ROOT / "rlhf_details"))  # This is so where a script has been started.
     monkeypatch.delitem(sys.modules, "toy", raising=False)
-    assert rows.load_function("toy:length", "--reward_fn")() == "of the user, and not of this project"
-    assert rows.load_function("rlhf_details.toy:right_sum", "--reward_fn") is toy.right_sum
+    assert data.load_function("toy:length", "--reward_fn")() == "of the user, and not of this project"
+    assert data.load_function("rlhf_details.toy:right_sum", "--reward_fn") is toy.right_sum
 
 
 @pytest.mark.parametrize(
