@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from rlhf_details import evaluate, toy, train_reward, train_rloo, train_sft
-from rlhf_details.plumbing import comparisons, data, demonstrations, encoding, evaluation
+from rlhf_details.plumbing import comparisons, data, encoding, evaluation
 
 LLAMA = (
     "{% for message in messages %}"
@@ -163,9 +163,9 @@ def prompts_of(spec, tokenizer, room=512, **flags):
 def demonstrations_of(spec, tokenizer, context=512, **flags):
     """(prompt ids, completion ids) of each row that SFT trains on."""
     args = train_sft.Args(dataset=spec, **flags)
-    table = demonstrations.read(args, "dataset")
+    table = comparisons.read_demonstrations(args, "dataset")
     limit = args.max_prompt_length
-    found = demonstrations.encode(table, f"--dataset {spec}", tokenizer, context, limit)
+    found = comparisons.encode_demonstrations(table, f"--dataset {spec}", tokenizer, context, limit)
     return [(row.ids, row.completion) for row in found]
 
 
@@ -333,7 +333,7 @@ def test_each_form_of_a_row_gives_its_prompt(row, expected):
 def test_an_answer_is_of_the_prompts_kind_and_is_what_stands_after_the_prompt(in_tmp, row, answer):
     """In SFT, in an evaluation against the rows' own answers, and in a reward model's comparisons."""
     write("rows.jsonl", [row])
-    (read,) = demonstrations.read(train_sft.Args(dataset="rows.jsonl"), "dataset")
+    (read,) = comparisons.read_demonstrations(train_sft.Args(dataset="rows.jsonl"), "dataset")
     args = evaluate.Args(dataset="rows.jsonl")
     assert (read["prompt"], read["completion"]) == (only_prompt(row), answer)
     assert [(r["prompt"], r["completion"]) for r in evaluation.read_rows(args, True)] == [(only_prompt(row), answer)]
@@ -634,7 +634,7 @@ def test_demonstrations_have_limits_and_keep_their_numbers(in_tmp, fails):
     line = fails(demonstrations_of, "rows.jsonl", tokenizer, context=10)
     assert "row 1 has 11 tokens" in line and "the model's context is 10; --max_prompt_length" in line
     table = [{"prompt": "a a a", "completion": "b"}]
-    line = fails(demonstrations.encode, table, "--eval_dataset x", tokenizer, 10, num_sampled=8)
+    line = fails(comparisons.encode, table, "--eval_dataset x", tokenizer, 10, num_sampled=8)
     assert "row 1: its prompt and --response_length 8 exceed the context of 10; --max_prompt_length 2" in line
 
 
