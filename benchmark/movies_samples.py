@@ -15,7 +15,7 @@ import torch
 import tyro
 
 from rlhf_details import utils
-from rlhf_details.plumbing import data, encoding, models
+from rlhf_details.plumbing import data, models, tokenization
 from rlhf_details.train_rloo import Args as RlooArgs
 from rlhf_details.train_rloo import Policy, Reward, response_scores
 
@@ -54,7 +54,7 @@ def main(args: Args):
     prompts = [row["prompt"] for row in data.read_prompts(args.prompts, "--prompts")]
     prompts = prompts[: args.num_prompts]
     tokenizer = models.load_tokenizer(args.sft, "--sft", loading)
-    queries, query_mask = utils.left_pad([encoding.encode(tokenizer, prompt) for prompt in prompts])
+    queries, query_mask = utils.left_pad([tokenization.encode(tokenizer, prompt) for prompt in prompts])
     reward = Reward(models.load_reward_model(args.reward, loading, "--reward")).eval()
 
     def answers(folder, flag):

@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 240  # after which a mutant's tests count as failed: it hangs
 PPO, ASYNC, RLOO, GRPO = "train_ppo.py", "train_ppo_async.py", "train_rloo.py", "train_grpo.py"
 RM, SFT, EVALUATE, UTILS = "train_reward.py", "train_sft.py", "evaluate.py", "utils.py"
-DATA, ENCODING, COMPARISONS = "plumbing/data.py", "plumbing/encoding.py", "plumbing/comparisons.py"
+DATA, ENCODING, COMPARISONS = "plumbing/data.py", "plumbing/tokenization.py", "plumbing/comparisons.py"
 MODELS, ENGINES, LAYOUT = "plumbing/models.py", "plumbing/engines.py", "plumbing/layout.py"
 JUDGE, REPORT = "plumbing/judge.py", "plumbing/report.py"
 

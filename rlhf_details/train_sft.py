@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlhf_details import utils
-from rlhf_details.plumbing import cli, comparisons, data, engines, lora, models
+from rlhf_details.plumbing import cli, data, engines, lora, models
 from rlhf_details.plumbing.rouge import rouge_l
 from rlhf_details.plumbing.run import Run
 from rlhf_details.utils import EVALUATION, in_slices
@@ -212,12 +212,12 @@ def main(args: Args):
     B, size = args.batch_size, args.micro_batch_size
 
     # ---- rows, model, optimiser
-    rows, held_out_rows = comparisons.read_demonstrations(args, "dataset"), comparisons.read(args, "eval_dataset")
+    rows, held_out_rows = (data.read_demonstrations(args, flag) for flag in ("dataset", "eval_dataset"))
     tokenizer, language_model = load_model(args, rows, engines.loading_device(accelerator))
     encode_args = tokenizer, models.context(language_model), args.max_prompt_length
-    train = comparisons.encode_demonstrations(rows, f"--dataset {args.dataset}", *encode_args)
+    train = data.encode_demonstrations(rows, f"--dataset {args.dataset}", *encode_args)
     eval_name = f"--eval_dataset {args.eval_dataset}"
-    held_out = comparisons.encode_demonstrations(held_out_rows, eval_name, *encode_args, num_sampled=args.response_length)
+    held_out = data.encode_demonstrations(held_out_rows, eval_name, *encode_args, num_sampled=args.response_length)
     if len(train) < B:
         cli.fail(f"--batch_size {B}: more than the {len(train)} rows of --dataset {args.dataset}")
     steps_per_epoch = len(train) // B  # The rest of an epoch's shuffle is left out, other rows in each epoch.

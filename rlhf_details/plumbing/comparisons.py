@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from rlhf_details import toy
-from rlhf_details.plumbing import cli, data, encoding, models
+from rlhf_details.plumbing import cli, data, models, tokenization
 from rlhf_details.plumbing.data import check_columns, read_rows
 
 TRAIN, EVAL, BEFORE, AFTER = range(4)  # what responses are sampled for, a coordinate of their noise
@@ -62,16 +62,16 @@ def load(args, tokenizer, reward, sample):
     if args.normalization == "gain_bias":  # These prompts are sampled from.
         prompts = [{"prompt": row.columns["prompt"]} for row in train[: 2 * args.normalize_samples]]
         room = models.context(reward) - args.response_length
-        encoding.encode_prompts(tokenizer, prompts, room, f"--dataset {args.dataset}")
-    rows, what = read_demonstrations(args, "reference_dataset"), f"--reference_dataset {args.reference_dataset}"
-    references = encode_demonstrations(rows, what, tokenizer, models.context(reward))
+        tokenization.encode_prompts(tokenizer, prompts, room, f"--dataset {args.dataset}")
+    rows, what = data.read_demonstrations(args, "reference_dataset"), f"--reference_dataset {args.reference_dataset}"
+    references = data.encode_demonstrations(rows, what, tokenizer, models.context(reward))
     candidates = [row for comparison in train for row in comparison.candidates]
     return train, held_out, [row.ids + row.completion for row in references] or candidates
 
 
 def four_texts(prompts, tokenizer, sample, purpose):
     """Four responses of the SFT policy to each prompt, all as strings."""
-    prompts = [encoding.encode(tokenizer, prompt) for prompt in prompts]
+    prompts = [tokenization.encode(tokenizer, prompt) for prompt in prompts]
     responses = sample(prompts, 4, purpose, tokenizer.eos_token_id)
     texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in responses]
     return [texts[i : i + 4] for i in range(0, len(texts), 4)]
@@ -80,7 +80,7 @@ def four_texts(prompts, tokenizer, sample, purpose):
 def are_token_ids(rows):
     """Whether rows hold token ids that are trained on as they are, without EOS: the labels of lm-human-preferences."""
     prompt = rows[0].columns["prompt"]
-    return type(prompt) is list and not encoding.is_messages(prompt)
+    return type(prompt) is list and not tokenization.is_messages(prompt)
 
 
 # ---- rows -> prompt, candidates, best --------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ def read_comparisons(spec, flag, template=None, take=None):
         names = ["chosen_token", "rejected_token"]
         check_columns(rows, dict.fromkeys(names, list), what)
         rows = data.with_prompts(rows, template, what)
-        triples = [(row["prompt"], [encoding.Padded(row[name]) for name in names], 0) for row in rows]
+        triples = [(row["prompt"], [tokenization.Padded(row[name]) for name in names], 0) for row in rows]
     elif "candidates" in rows[0]:
         check_columns(rows, {"candidates": list, "best": int}, what)
         rows = data.with_prompts(rows, template, what)
@@ -147,12 +147,12 @@ def encode(rows, what, tokenizer, reward, max_prompt_length=None):
     Args: what, the rows' name in messages; max_prompt_length, drop rows with longer prompts.
     """
     context, vocabulary = models.context(reward), reward.model.get_input_embeddings().num_embeddings
-    queries, result = [encoding.encode(tokenizer, prompt) for prompt, _, _ in rows], data.Prompts()
-    kept = encoding.short_enough(queries, math.inf if max_prompt_length is None else max_prompt_length, what)
+    queries, result = [tokenization.encode(tokenizer, prompt) for prompt, _, _ in rows], data.Prompts()
+    kept = tokenization.short_enough(queries, math.inf if max_prompt_length is None else max_prompt_length, what)
     for i in kept:
         (prompt, candidates, best), query, where = rows[i], queries[i], f"{what}: row {i + 1}"
-        pairs = [encoding.encode(tokenizer, prompt, candidate) for candidate in candidates]
-        if isinstance(prompt, list) and not encoding.is_messages(prompt):
+        pairs = [tokenization.encode(tokenizer, prompt, candidate) for candidate in candidates]
+        if isinstance(prompt, list) and not tokenization.is_messages(prompt):
             for column, ids in [("query", query), *((f"sample{k}", ids) for k, (_, ids) in enumerate(pairs))]:
                 # The library reads no score at its own padding, so this token may not occur in a text either.
                 unknown = [i for i in ids if not 0 <= i < vocabulary or i == tokenizer.pad_token_id]
@@ -161,68 +161,15 @@ def encode(rows, what, tokenizer, reward, max_prompt_length=None):
                     cli.fail(f"{where}, column {column!r}: id {unknown[0]} is neither {known}")
         joined = [query + response for query, response in pairs]
         if (longest := max(map(len, joined))) > context:
-            hint = encoding.what_helps(query, max((response for _, response in pairs), key=len))
+            hint = tokenization.what_helps(query, max((response for _, response in pairs), key=len))
             cli.fail(f"{where} has {longest} tokens; the model's context is {context}; {hint}")
         columns = {"prompt": prompt, "candidates": candidates, "best": best}
         text = data.as_text(tokenizer, prompt)
         result.append(Comparison(query, text, columns, i + 1, what, candidates=joined, best=best))
     responses = [(row.number, ids[len(row.ids) :]) for row in result for ids in row.candidates]
-    encoding.warn_of_empty(tokenizer, responses, what, "candidate")
-    encoding.warn_of_empty(tokenizer, [(row.number, row.ids) for row in result], what, "prompt")
+    tokenization.warn_of_empty(tokenizer, responses, what, "candidate")
+    tokenization.warn_of_empty(tokenizer, [(row.number, row.ids) for row in result], what, "prompt")
     if same := [row.number for row in result if all(ids == row.candidates[0] for ids in row.candidates)]:
         counted = f"{len(same)}, the first one is row {same[0]}; they teach nothing"
         cli.say(f"warning: {what}: rows whose candidates are all the same: {counted}")
-    return result
-
-
-@dataclass(kw_only=True, eq=False)
-class Demonstration(data.Prompt):
-    """A prompt and how to go on from it."""
-
-    completion: list  # token ids
-
-
-def read_demonstrations(args, flag):
-    """Rows with `prompt` and `completion` of the data set that args.<flag> names, [] where it names none.
-
-    Where rows have only a `text`, this is the completion of an empty prompt. --take applies to --dataset alone.
-    """
-    spec, template = getattr(args, flag), args.prompt_template
-    if spec is None:
-        return []
-    take, what = args.take if flag == "dataset" else None, f"--{flag} {spec}"
-    name, _, split = spec.partition(":")
-    if name in toy.TASKS:
-        return data.with_prompts(toy.rows("sft", split or "train", name)[:take], template, what)
-    rows = read_rows(spec, f"--{flag}")[:take]
-    if "text" in rows[0] and "completion" not in rows[0] and template is None:
-        check_columns(rows, {"text": str}, what)
-        return [{"prompt": "", "completion": row["text"]} for row in rows]
-    return data.with_completions(data.with_prompts(rows, template, what), what)
-
-
-def encode_demonstrations(rows, what, tokenizer, context, max_prompt_length=None, num_sampled=0):
-    """data.Prompts of one Demonstration for each row. A row that does not fit the context ends with one line.
-
-    Args: what, the rows' name in messages; context, the most tokens of a row; max_prompt_length, drop rows with longer
-    prompts; num_sampled, how many tokens must have room behind each prompt.
-    """
-    pairs = [encoding.encode(tokenizer, row["prompt"], row["completion"]) for row in rows]
-    kept = encoding.short_enough([prompt for prompt, _ in pairs], max_prompt_length or math.inf, what) if rows else []
-    result = data.Prompts()
-    for i in kept:
-        (prompt, completion), where = pairs[i], f"{what}: row {i + 1}"
-        if len(prompt) + len(completion) > context:
-            tokens = f"{len(prompt) + len(completion)} tokens, {len(prompt)} of them in its prompt"
-            hint = "or with --base_model scratch a larger --context_length"
-            hint = "" if what.startswith("--reference") else f"; {encoding.what_helps(prompt, completion)}, {hint}"
-            cli.fail(f"{where} has {tokens}; the model's context is {context}{hint}")
-        if prompt and rows[i]["prompt"] and len(prompt) + num_sampled > context:
-            hint = f"--max_prompt_length {context - num_sampled} drops such rows"
-            cli.fail(f"{where}: its prompt and --response_length {num_sampled} exceed the context of {context}; {hint}")
-        text = data.as_text(tokenizer, rows[i]["prompt"])
-        result.append(Demonstration(prompt, text, rows[i], i + 1, what, completion=completion))
-    encoding.warn_of_empty(tokenizer, [(row.number, row.completion) for row in result], what, "completion")
-    if any(row.ids for row in result):  # Rows that are a `text` have no prompts, and need none.
-        encoding.warn_of_empty(tokenizer, [(row.number, row.ids) for row in result], what, "prompt")
     return result

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from rlhf_details import utils
-from rlhf_details.plumbing import cli, data, encoding, engines, judge, models, rewards
+from rlhf_details.plumbing import cli, data, engines, judge, models, rewards, tokenization
 
 # How a policy is sampled where neither a flag nor its folder says it.
 FALLBACKS = dict(temperature=1.0, response_length=53, stop_token="eos", truncate_token="none", truncate_after=0)
@@ -112,14 +112,14 @@ def trained_rewards(args, path):
 
 def encode_references(args, tokenizer, prompts, context, device):
     """The completions of the prompts' rows: (their N texts; tokens, mask [N, longest], right-padded)."""
-    ids = [encoding.encode(tokenizer, row.columns["prompt"], row.columns["completion"])[1] for row in prompts]
+    ids = [tokenization.encode(tokenizer, row.columns["prompt"], row.columns["completion"])[1] for row in prompts]
     for row, reference in zip(prompts, ids, strict=True):
         if args.reward_model_path and (length := len(row.ids + reference)) > context:
             tokens = f"{length} tokens; the models' context is {context}"
-            hint = encoding.what_helps(row.ids, reference)
+            hint = tokenization.what_helps(row.ids, reference)
             cli.fail(f"{row.source}: prompt and completion of row {row.number} have {tokens}; {hint}")
     pairs = [(row.number, reference) for row, reference in zip(prompts, ids, strict=True)]
-    encoding.warn_of_empty(tokenizer, pairs, f"--dataset {args.dataset}", "completion")
+    tokenization.warn_of_empty(tokenizer, pairs, f"--dataset {args.dataset}", "completion")
     tokens, mask = (x.flip(1) for x in utils.left_pad([reference[::-1] for reference in ids], device))
     return [data.as_text(tokenizer, row.columns["completion"]) for row in prompts], tokens, mask
 

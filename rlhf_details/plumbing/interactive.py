@@ -10,7 +10,7 @@ import sys
 import torch
 
 from rlhf_details import utils
-from rlhf_details.plumbing import cli, encoding, engines, evaluation, models
+from rlhf_details.plumbing import cli, engines, evaluation, models, tokenization
 
 
 class Speaker:
@@ -27,7 +27,7 @@ class Speaker:
         """The answer to a line. Its noise depends on the line's number, so that a question may be asked again."""
         is_chat = bool(self.tokenizer.chat_template)
         prompt = [*self.memory, {"role": "user", "content": line}] if is_chat else line
-        query = encoding.encode(self.tokenizer, prompt)
+        query = tokenization.encode(self.tokenizer, prompt)
         if not 0 < len(query) <= self.room:
             self.memory = []
             return f"[{len(query)} tokens, and a prompt may have 1 to {self.room}: the conversation begins anew]"

@@ -25,7 +25,7 @@ from accelerate.utils import gather_object
 from rlhf_details import toy, utils
 from rlhf_details.plumbing import cli, models
 from rlhf_details.plumbing.data import load_function
-from rlhf_details.plumbing.encoding import encode, is_messages
+from rlhf_details.plumbing.tokenization import encode, is_messages
 
 # The embedded task's true reward, and whether its grammar allows the text. They are watched and never trained on.
 WATCHED = {"gold": toy.gold, "parses": lambda prompt, response: toy.parses(f"{prompt} {response}")}

@@ -12,7 +12,18 @@ import torch
 from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 
-from rlhf_details.plumbing import checkpoint, cli, encoding, engines, folders, health, hub, saving, trackers, verdict
+from rlhf_details.plumbing import (
+    checkpoint,
+    cli,
+    engines,
+    folders,
+    health,
+    hub,
+    saving,
+    tokenization,
+    trackers,
+    verdict,
+)
 from rlhf_details.plumbing.signals import Signals
 
 
@@ -220,7 +231,7 @@ class Run:
 
     def save(self, model, weights):
         args, prompt = self.args, self.prompts[0].columns.get("prompt")
-        about = self.about | {"prompt": prompt if encoding.is_messages(prompt) else self.prompts[0].text}
+        about = self.about | {"prompt": prompt if tokenization.is_messages(prompt) else self.prompts[0].text}
         card = hub.model_card(args, self.repository, self.latest, self.wandb and self.wandb.run.url, about)
         with self.writing(f"--output_dir {args.output_dir}"):
             saving.save_folder(args, model, self.tokenizer, weights, card)

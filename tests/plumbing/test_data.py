@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from rlhf_details import evaluate, toy, train_reward, train_rloo, train_sft
-from rlhf_details.plumbing import comparisons, data, encoding, evaluation
+from rlhf_details.plumbing import comparisons, data, evaluation, tokenization
 
 LLAMA = (
     "{% for message in messages %}"
@@ -163,9 +163,9 @@ def prompts_of(spec, tokenizer, room=512, **flags):
 def demonstrations_of(spec, tokenizer, context=512, **flags):
     """(prompt ids, completion ids) of each row that SFT trains on."""
     args = train_sft.Args(dataset=spec, **flags)
-    table = comparisons.read_demonstrations(args, "dataset")
+    table = data.read_demonstrations(args, "dataset")
     limit = args.max_prompt_length
-    found = comparisons.encode_demonstrations(table, f"--dataset {spec}", tokenizer, context, limit)
+    found = data.encode_demonstrations(table, f"--dataset {spec}", tokenizer, context, limit)
     return [(row.ids, row.completion) for row in found]
 
 
@@ -333,7 +333,7 @@ def test_each_form_of_a_row_gives_its_prompt(row, expected):
 def test_an_answer_is_of_the_prompts_kind_and_is_what_stands_after_the_prompt(in_tmp, row, answer):
     """In SFT, in an evaluation against the rows' own answers, and in a reward model's comparisons."""
     write("rows.jsonl", [row])
-    (read,) = comparisons.read_demonstrations(train_sft.Args(dataset="rows.jsonl"), "dataset")
+    (read,) = data.read_demonstrations(train_sft.Args(dataset="rows.jsonl"), "dataset")
     args = evaluate.Args(dataset="rows.jsonl")
     assert (read["prompt"], read["completion"]) == (only_prompt(row), answer)
     assert [(r["prompt"], r["completion"]) for r in evaluation.read_rows(args, True)] == [(only_prompt(row), answer)]
@@ -456,30 +456,30 @@ def test_data_1_prompt_and_completion_are_tokenised_apart():
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend._tokenizer, eos_token="<eos>")
     prompt, completion = tokenizer("hel").input_ids, tokenizer("lo").input_ids
     assert tokenizer("hello").input_ids != prompt + completion, "no token crosses the seam: nothing is tested"
-    assert encoding.encode(tokenizer, "hel", "lo") == (prompt, [*completion, tokenizer.eos_token_id])
+    assert tokenization.encode(tokenizer, "hel", "lo") == (prompt, [*completion, tokenizer.eos_token_id])
 
 
 @pytest.mark.parametrize("template, bos", [(None, []), ("<s> $A", [BOS]), ("<s> $A </s>", [BOS]), ("$A </s>", [])])
 def test_data_2_a_completion_ends_with_eos_and_a_prompt_begins_with_the_tokenizers_bos(template, bos):
     tokenizer = word_tokenizer(template)
-    assert encoding.encode(tokenizer, "a b") == [*bos, A, B]
-    assert encoding.encode(tokenizer, "a b", "c a") == ([*bos, A, B], [C, A, EOS])
-    assert encoding.encode(tokenizer, "a", "") == ([*bos, A], [EOS])
-    assert encoding.encode(tokenizer, "", "c") == (bos, [C, EOS])
+    assert tokenization.encode(tokenizer, "a b") == [*bos, A, B]
+    assert tokenization.encode(tokenizer, "a b", "c a") == ([*bos, A, B], [C, A, EOS])
+    assert tokenization.encode(tokenizer, "a", "") == ([*bos, A], [EOS])
+    assert tokenization.encode(tokenizer, "", "c") == (bos, [C, EOS])
 
 
 def test_bos_and_eos_that_stand_in_the_text_are_not_put_again():
-    assert encoding.encode(word_tokenizer("<s> $A"), "<s> a") == [BOS, A]
-    assert encoding.encode(word_tokenizer(bos_token=None), "a", "b") == ([A], [B, EOS])
+    assert tokenization.encode(word_tokenizer("<s> $A"), "<s> a") == [BOS, A]
+    assert tokenization.encode(word_tokenizer(bos_token=None), "a", "b") == ([A], [B, EOS])
     tokenizer = metaspace_tokenizer()
     for text in ("the cat.", "the cat.</s>"):
-        _, ids = encoding.encode(tokenizer, "the", text)
+        _, ids = tokenization.encode(tokenizer, "the", text)
         assert tokenizer.convert_ids_to_tokens(ids) == ["▁the", "▁cat", ".", "</s>"]
 
 
 def test_token_ids_are_encoded_as_they_are():
-    assert encoding.encode(word_tokenizer("<s> $A"), [5, 6]) == [5, 6]
-    assert encoding.encode(word_tokenizer("<s> $A"), [5], [7, 8]) == ([5], [7, 8])
+    assert tokenization.encode(word_tokenizer("<s> $A"), [5, 6]) == [5, 6]
+    assert tokenization.encode(word_tokenizer("<s> $A"), [5], [7, 8]) == ([5], [7, 8])
 
 
 # ---- conversations -> token ids --------------------------------------------------------------------------------------
@@ -489,7 +489,7 @@ def test_data_3_a_conversation_is_encoded_as_its_template_does(tokenizers, templ
     puts_bos = tokenizer("a").input_ids[0] == tokenizer.bos_token_id
     assert puts_bos == (template in ("llama", "chatml_base"))  # These would put a BOS, the first one a second one.
     for prompt, _, _ in conversations(6):
-        ids = encoding.encode(tokenizer, prompt)
+        ids = tokenization.encode(tokenizer, prompt)
         assert ids == template_ids(tokenizer, prompt, add_generation_prompt=True)
         assert ids.count(tokenizer.bos_token_id) == (template == "llama")
 
@@ -498,11 +498,11 @@ def test_data_3_a_conversation_is_encoded_as_its_template_does(tokenizers, templ
 def test_a_completion_goes_up_to_the_end_of_its_turn(tokenizers, template):
     tokenizer, end = tokenizers[template], TURN_END[template]
     for prompt, answer, _ in conversations(6):
-        ids, completion = encoding.encode(tokenizer, prompt, answer)
+        ids, completion = tokenization.encode(tokenizer, prompt, answer)
         assert ids == template_ids(tokenizer, prompt, add_generation_prompt=True)
         assert ids + completion == whole_ids(tokenizer, prompt + answer, end)
         assert tokenizer.decode(completion) == answer[0]["content"] + end
-    assert encoding.encode(tokenizer, [user("a")], [assistant("")])[1] == [tokenizer.convert_tokens_to_ids(end)]
+    assert tokenization.encode(tokenizer, [user("a")], [assistant("")])[1] == [tokenizer.convert_tokens_to_ids(end)]
 
 
 @pytest.mark.parametrize("last", ["", "\n"])
@@ -510,7 +510,7 @@ def test_a_completion_without_an_end_of_its_own_gets_eos(tokenizers, last):
     tokenizer = make_tokenizer(["<eos>"], None, eos_token="<eos>")
     tokenizer.chat_template = PLAIN.replace("message['content'] + '\\n'", "message['content'] + " + repr(last))
     for prompt, answer, _ in conversations(3):
-        ids, completion = encoding.encode(tokenizer, prompt, answer)
+        ids, completion = tokenization.encode(tokenizer, prompt, answer)
         assert completion.count(tokenizer.eos_token_id) == 1 and completion[-1] == tokenizer.eos_token_id
         assert ids + completion[:-1] == template_ids(tokenizer, prompt + answer)
 
@@ -519,11 +519,11 @@ def test_a_completion_without_an_end_of_its_own_gets_eos(tokenizers, last):
 def test_a_prompt_that_ends_with_an_answer_is_continued(tokenizers, template):
     tokenizer = tokenizers[template]
     begun = [user("how much ?"), assistant("it was")]
-    ids = encoding.encode(tokenizer, begun)
+    ids = tokenization.encode(tokenizer, begun)
     assert ids == template_ids(tokenizer, begun, continue_final_message=True)
     assert tokenizer.decode(ids).endswith("it was")
     if template in TURN_END:
-        prompt, completion = encoding.encode(tokenizer, begun, [assistant(" cheap .")])
+        prompt, completion = tokenization.encode(tokenizer, begun, [assistant(" cheap .")])
         assert prompt == ids and tokenizer.decode(completion).strip() == f"cheap .{TURN_END[template]}"
 
 
@@ -536,7 +536,7 @@ def test_padding_that_is_eos_is_told_from_the_eos_of_a_response():
     row = {"query_token": [*filler, 300, 301], "reference_response_token": [302, 303, 0, *filler]}
     (row,) = data.with_completions(data.with_prompts([row], None, ""), "")
     assert tokenizer.eos_token_id == 0
-    assert encoding.encode(tokenizer, row["prompt"], row["completion"]) == ([300, 301], [302, 303, 0])
+    assert tokenization.encode(tokenizer, row["prompt"], row["completion"]) == ([300, 301], [302, 303, 0])
 
 
 # ---- prompts: limits, order, shares ----------------------------------------------------------------------------------
@@ -549,7 +549,7 @@ def test_prompts_carry_their_row_and_the_embedded_tasks_their_name(in_tmp, token
     table = [{"prompt": prompt, "answer": i} for i, (prompt, _, _) in enumerate(conversations(2))]
     (first, second), held_out = prompts_of(write("rows.jsonl", table), tokenizers["llama"], eval_dataset="toy:test")
     assert (first.columns, first.number, first.source, first.task) == (table[0], 1, "--dataset rows.jsonl", None)
-    assert second.number == 2 and second.ids == encoding.encode(tokenizers["llama"], table[1]["prompt"])
+    assert second.number == 2 and second.ids == tokenization.encode(tokenizers["llama"], table[1]["prompt"])
     assert second.text == f"system: you are kind .\nuser: {REVIEWS[1]['prompt']}"
     assert held_out[0].task == "toy" and held_out[0].text == toy.rows("prompts", "test")[0]["prompt"]
 
@@ -634,7 +634,7 @@ def test_demonstrations_have_limits_and_keep_their_numbers(in_tmp, fails):
     line = fails(demonstrations_of, "rows.jsonl", tokenizer, context=10)
     assert "row 1 has 11 tokens" in line and "the model's context is 10; --max_prompt_length" in line
     table = [{"prompt": "a a a", "completion": "b"}]
-    line = fails(comparisons.encode, table, "--eval_dataset x", tokenizer, 10, num_sampled=8)
+    line = fails(data.encode_demonstrations, table, "--eval_dataset x", tokenizer, 10, num_sampled=8)
     assert "row 1: its prompt and --response_length 8 exceed the context of 10; --max_prompt_length 2" in line
 
 

@@ -19,7 +19,7 @@ from helpers import ppo_args, rloo_args, tiny_config
 from short_runs import contents, error_line, write_rows
 
 from rlhf_details import evaluate, toy, train_ppo, train_rloo
-from rlhf_details.plumbing import encoding, evaluation, figures
+from rlhf_details.plumbing import evaluation, figures, tokenization
 
 
 def evaluate_args(tiny, **changes):
@@ -96,7 +96,7 @@ def test_samples_are_greedy_and_scores_are_those_of_plain_transformers(rows, pea
     assert [int(row["length"]) for row in table] == [len(r) for r in greedy]
     assert [int(row["ended"]) for row in table] == ended
     for row, response, line in zip(rows, greedy, table, strict=True):
-        prompt, reference = encoding.encode(tokenizer, row["prompt"], row["completion"])
+        prompt, reference = tokenization.encode(tokenizer, row["prompt"], row["completion"])
         assert reference[-1] == tokenizer.eos_token_id and int(line["opponent_length"]) == len(reference)
         assert line["opponent_response"] == row["completion"] and line["prompt"] == row["prompt"]
         assert float(line["rewards/reward_model"]) == pytest.approx(score(prompt + response), abs=1e-4)
@@ -359,8 +359,8 @@ def test_a_chat_template_keeps_the_conversation_until_there_is_no_room(rows, tin
     tokenizer = transformers.AutoTokenizer.from_pretrained("chat")
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} . {% endfor %}"
     tokenizer.save_pretrained("chat")
-    seen, real = [], encoding.encode
-    monkeypatch.setattr(encoding, "encode", lambda t, prompt: seen.append(prompt) or real(t, prompt))
+    seen, real = [], tokenization.encode
+    monkeypatch.setattr(tokenization, "encode", lambda t, prompt: seen.append(prompt) or real(t, prompt))
     answers = talk(monkeypatch, capsys, ["the soup", "the hotel", " ".join(["soup"] * 123), "the soup"], "chat")
     texts = [[message["content"] for message in prompt] for prompt in seen]
     said = [answer.removeprefix("chat: ").partition(" [")[0] for answer in answers]

@@ -15,7 +15,7 @@ from short_runs import write_rows
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from rlhf_details import toy, train_rloo, utils
-from rlhf_details.plumbing import data, encoding, models, rewards
+from rlhf_details.plumbing import data, models, rewards, tokenization
 
 BOTH = pytest.mark.parametrize("page", ["train_rloo", "train_ppo"])
 
@@ -440,5 +440,5 @@ def test_a_conversation_is_scored_with_the_reward_models_own_template(reads_text
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m['content'] }} {% if m['role'] == 'assistant' %}<eos>{% endif %}{% endfor %}"
     )
-    query, answer = encoding.encode(tokenizer, messages, [{"role": "assistant", "content": "the room"}])
+    query, answer = tokenization.encode(tokenizer, messages, [{"role": "assistant", "content": "the room"}])
     assert score([messages], ["the room"], [True]) == pytest.approx([alone(query + answer)], abs=1e-5)
