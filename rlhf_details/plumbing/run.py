@@ -152,7 +152,7 @@ class Run:
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
     def checkpoint_if_due(self, update, policy, optimizer, state=None, tensors=None):
-        """Writes a checkpoint every --checkpoint_every updates, at the end, and on a signal, which then ends the run.
+        """Writes a checkpoint every --checkpoint_every updates and at the end, or on a signal, which then ends the run.
 
         Args: policy, optimizer, as prepared; state, what the loop takes to the next update, as JSON holds it; tensors,
         {name: tensor of the whole batch}, or a function that returns them, which is called only for a checkpoint.
