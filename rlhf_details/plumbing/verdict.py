@@ -24,14 +24,14 @@ def lines(run, after, seconds):
     """All that a Run says at its end. Args: after, the eval/* of its last evaluation; seconds, how long it took."""
     rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     rows = [row for row in rows if row["update"]]  # The others are of evaluations before training.
-    held_out, reads_text = run.inputs[0], getattr(run.inputs[-1], "tokenizer", None) is not None
+    held_out = run.inputs[0]
     return [
         *held_out_lines(run.before, after, len(held_out)),
         *learnt_lines(run.before, after, held_out),
         *health_lines(rows),
         *time_lines(rows, seconds),
         f"model: {run.args.output_dir}   run: {run.folder}   {seconds:.0f} s",
-        *next_lines(run.args, run.folder, reads_text),
+        *next_lines(run.args, run.folder),
     ]
 
 
@@ -125,15 +125,12 @@ def command(script, *words):
     return shlex.join(["python", str(path), *words])
 
 
-def next_lines(args, run_folder, reads_text=False):
-    """Commands that look at what a run has made.
-
-    reads_text: whether the reward model has a tokenizer of its own, because evaluate.py takes none of that kind.
-    """
+def next_lines(args, run_folder):
+    """Commands that look at what a run has made."""
     found, is_policy = [], hasattr(args, "reward_fn")
     evaluate, trust = "rlhf_details/evaluate.py", ["--trust_remote_code"] * args.trust_remote_code
     if is_policy:
-        found.append(f"evaluate: {command(evaluate, *evaluation_words(args, reads_text))}")
+        found.append(f"evaluate: {command(evaluate, *evaluation_words(args))}")
     if is_policy or hub.script_of(args) == "train_sft.py":
         policies = [args.output_dir, args.sft_model_path] if is_policy else [args.output_dir]
         found.append(f"chat: {command(evaluate, '--policy_path', *policies, *trust, '--interactive')}")
@@ -141,14 +138,13 @@ def next_lines(args, run_folder, reads_text=False):
     return found
 
 
-def evaluation_words(args, reads_text):
+def evaluation_words(args):
     """The flags with which evaluate.py compares a run's policy with the one that it started from."""
     dataset = args.eval_dataset or args.dataset
     task = dataset.partition(":")[0]
     defaults = PLAIN | stages.defaults("evaluate").get(task, {})
     values = {name: getattr(args, name) for name in PLAIN if hasattr(args, name)}
     values |= {"opponent_path": args.sft_model_path, "ref_model_path": args.sft_model_path}
-    values |= {"reward_model_path": None} if reads_text else {}
     judge = "reward_fn" if args.reward_fn else "reward_model" if values["reward_model_path"] else "none"
     values["judge"] = defaults["judge"] if task in toy.TASKS and not args.reward_fn else judge
     words = [] if dataset in ("toy", "toy:test") else ["--dataset", dataset]

@@ -124,7 +124,7 @@ def test_on_the_embedded_task_the_command_says_only_what_differs(dataset, change
     args = cli.parse(train_rloo.Args, [])
     for name, value in (changes | dict(eval_dataset=dataset)).items():
         setattr(args, name, value)
-    words = verdict.evaluation_words(args, False)
+    words = verdict.evaluation_words(args)
     assert words[:2] == ["--policy_path", "models/toy/rloo"] and set(words[2:]) == set(shlex.split(expected))
     parsed = cli.parse(evaluate.Args, words)
     assert parsed.judge == ("reward_fn" if args.reward_fn else "gold")
@@ -132,13 +132,12 @@ def test_on_the_embedded_task_the_command_says_only_what_differs(dataset, change
     assert (parsed.reward_model_path, parsed.reward_fn) == (args.reward_model_path, args.reward_fn)
 
 
-def test_other_tasks_and_reward_models_that_read_text_have_their_flags():
-    words = verdict.evaluation_words(cli.parse(train_rloo.Args, ["--dataset", "toy-sum"]), False)
+def test_other_tasks_and_data_have_their_flags():
+    words = verdict.evaluation_words(cli.parse(train_rloo.Args, ["--dataset", "toy-sum"]))
     assert words == ["--dataset", "toy-sum:test", "--policy_path", "models/toy-sum/rloo"]
     args = train_rloo.Args(dataset="rows.jsonl", sft_model_path="sft", reward_model_path="reward")
-    own, text = (cli.parse(evaluate.Args, verdict.evaluation_words(args, reads_text)) for reads_text in (False, True))
+    own = cli.parse(evaluate.Args, verdict.evaluation_words(args))
     assert (own.judge, own.reward_model_path, own.num_examples) == ("reward_model", "reward", 512)
-    assert (text.judge, text.reward_model_path) == ("none", None)
 
 
 @pytest.mark.parametrize("case,kinds", [("sft", ["chat", "curves"]), ("reward-gain", ["curves"])])
