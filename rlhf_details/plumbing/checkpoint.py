@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from rlhf_details.plumbing import cli, data, engines, models, saving
 
-VERSION = 2  # of the layout of state.json; checkpoints of another one are refused
+VERSION = 3  # of the layout of state.json; checkpoints of another one are refused
 
 
 # ---- writing and reading ---------------------------------------------------------------------------------------------
