@@ -70,7 +70,7 @@ class Args:
     max_prompt_length: int | None = None
     """drop rows whose prompt has more tokens than this; the number of dropped rows is printed"""
 
-    # models: all of them share the policies' vocabulary
+    # models: all but the reward model share the policies' vocabulary
     policy_path: tuple[str, ...] = ()
     """the policies that are evaluated, one or several; each a folder, or NAME or NAME@REVISION on the Hub (required
     unless --dataset is toy or toy-sum)"""
@@ -79,7 +79,8 @@ class Args:
     ref_model_path: str | None = None
     """the policy to which the KL is measured; None: no KL"""
     reward_model_path: str | None = None
-    """reward model, a sequence-classification model with one label; None: no scores"""
+    """reward model, a sequence-classification model with one label; one that has another tokenizer is given text;
+    None: no scores"""
     allow_untrained_reward_model: bool = False
     """accept a reward model without a trained head; the head is drawn at random (dummy runs)"""
     reward_fn: tuple[str, ...] = ()
@@ -159,13 +160,14 @@ class Policy(nn.Module):
 
 
 class Reward(nn.Module):
-    """Scores: the head's output at given columns, plus the bias that normalisation left in the configuration."""
+    """Scores: the head's output at given columns, plus the bias that normalisation left in the configuration.
 
-    tokenizer = None  # It reads the policy's token ids.
+    tokenizer: the reward model's own, or None where it reads the policies' token ids.
+    """
 
-    def __init__(self, model):
+    def __init__(self, model, tokenizer=None):
         super().__init__()
-        self.model = model
+        self.model, self.tokenizer = model, tokenizer
         # `reward_bias` is the shift that train_reward.py leaves. Plain loaders ignore it.
         self.bias = getattr(model.config, "reward_bias", 0.0)
         (self.takes_positions,) = models.accepts(model.base_model, "position_ids")
@@ -301,14 +303,15 @@ def main(args: Args):
 
     # ---- prompts, models, rewards
     rows = evaluation.read_rows(args, use_references)
-    tokenizer, loaded, reward_model = evaluation.load_models(args, device)
+    tokenizer, loaded, reward = evaluation.load_models(args, device)
+    reward_model = Reward(*reward) if reward else None
     ids = {path: evaluation.end_ids(tokenizer, own) for path, own in settings.items()}
     longest = max(settings.values(), key=lambda own: own.response_length)
-    context = min(map(models.context_of, [*loaded.values(), *filter(None, [reward_model])]))
-    prompts = data.to_prompts(longest, tokenizer, rows, "dataset", room=context - longest.response_length)
+    reward_context = models.context(reward_model)  # no limit where it is given text, which it may read from the end
+    room = min(reward_context, *map(models.context_of, loaded.values())) - longest.response_length
+    prompts = data.to_prompts(longest, tokenizer, rows, "dataset", room)
     if use_references:
-        references = evaluation.encode_references(args, tokenizer, prompts, context, device)
-    reward_model = Reward(reward_model) if reward_model else None
+        references = evaluation.encode_references(args, tokenizer, prompts, reward_context, device)
     score = rewards.Scorer(args, accelerator, tokenizer, reward_model, response_scores, size, None)
     score.check_columns(prompts)
     N = len(prompts)
@@ -330,10 +333,13 @@ def main(args: Args):
                 else:  # The references are no samples, so nothing is said of whether they ended.
                     texts, responses, mask = [references[0][i] for i in mine], references[1][mine], references[2][mine]
                     ended = mask.any(1)
-                values = score([prompts[i] for i in mine], [*queries, responses, mask], texts=texts)  # [N / world, F]
+                # Where no token ends a response, a reward model that is given text reads no EOS, as in training.
+                has_end = not model or ids[path][1] is not None
+                batch, given = [*queries, responses, mask], dict(texts=texts, ended=ended & has_end)
+                values = score([prompts[i] for i in mine], batch, **given)  # [N / world, F]
             texts = gather_object(texts)[:N]
             responses, mask, ended, values = (x[:N] for x in accelerator.gather((responses, mask, ended, values)))
-            ended = ended if model and ids[path][1] is not None else None
+            ended = ended if model and has_end else None
             end_ids = {ids[path][1], tokenizer.eos_token_id}
             measured[key] = measure(texts, responses, mask, ended, values, score, end_ids)
 

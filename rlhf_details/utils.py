@@ -85,9 +85,9 @@ def permutation(n, *coordinates):
 
 
 def learning_rate_at(step, num_steps, args):
-    """Learning rate of step 1 .. num_steps: it rises to `learning_rate` in the warm-up and then falls towards 0.
+    """Learning rate of step 1 .. num_steps: it rises to `learning_rate` in the warm-up, then falls towards 0 or stays.
 
-    Step num_steps + 1 would be the first with rate 0.
+    Where it falls, step num_steps + 1 would be the first with rate 0.
     Args: args holds learning_rate, warmup_ratio and lr_schedule ("linear", as in lm-human-preferences, "cosine" or
     "constant").
     """

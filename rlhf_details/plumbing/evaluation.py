@@ -111,11 +111,14 @@ def trained_rewards(args, path):
 
 
 def encode_references(args, tokenizer, prompts, context, device):
-    """The completions of the prompts' rows: (their N texts; tokens, mask [N, longest], right-padded)."""
+    """The completions of the prompts' rows: (their N texts; tokens, mask [N, longest], right-padded).
+
+    Args: context, the most tokens that a prompt and its completion may have, because the reward model reads both.
+    """
     ids = [tokenization.encode(tokenizer, row.columns["prompt"], row.columns["completion"])[1] for row in prompts]
     for row, reference in zip(prompts, ids, strict=True):
-        if args.reward_model_path and (length := len(row.ids + reference)) > context:
-            tokens = f"{length} tokens; the models' context is {context}"
+        if (length := len(row.ids + reference)) > context:
+            tokens = f"{length} tokens; the reward model's context is {context}"
             hint = tokenization.what_helps(row.ids, reference)
             cli.fail(f"{row.source}: prompt and completion of row {row.number} have {tokens}; {hint}")
     pairs = [(row.number, reference) for row, reference in zip(prompts, ids, strict=True)]
@@ -125,29 +128,33 @@ def encode_references(args, tokenizer, prompts, context, device):
 
 
 def load_models(args, device):
-    """Returns (tokenizer, {path: causal language model}, reward model or None), transformers models in fp32."""
+    """Returns (tokenizer, {path: causal language model}, reward), where all models are transformers' and in fp32.
+
+    reward: (the model, its own tokenizer or None), or () without a reward model.
+    """
     tokenizer = models.load_tokenizer(args.policy_path[0], "--policy_path", args)
     named = [("policy_path", path) for path in args.policy_path]
     named += [(flag, path) for flag in ("opponent_path", "ref_model_path") if (path := getattr(args, flag))]
-    loaded, reward_model = {}, None
+    loaded = {}
     for flag, path in named:
         if path not in loaded:
             loaded[path] = models.load_policy(path, f"--{flag}", args).to(device).eval()
     readers = [(flag, path, loaded[path]) for flag, path in named]
     if path := args.reward_model_path:
         torch.manual_seed(args.seed)  # for a head that is drawn at random
-        reward_model = models.load_reward_model(path, args).to(device).eval()
-        readers.append(("reward_model_path", path, reward_model))
-    check_vocabularies(args, tokenizer, readers)
+        readers.append(("reward_model_path", path, models.load_reward_model(path, args).to(device).eval()))
+    own_tokenizer = check_vocabularies(args, tokenizer, readers)
     engines.use_one_thread(*(model for *_, model in readers))
-    return tokenizer, loaded, reward_model
+    return tokenizer, loaded, (readers[-1][2], own_tokenizer) if args.reward_model_path else ()
 
 
 def check_vocabularies(args, tokenizer, readers):
     """Ends with one line where a model does not read the token ids that the policies and the opponent write.
 
     Args: tokenizer, the first policy's; readers, [(flag, path, model), ..], of which the first is that policy.
+    Returns: the tokenizer of a reward model of another vocabulary, which is given text as in training, or None.
     """
+    own_tokenizer = None
     # Numbers of embeddings, because a model may have more of them than its tokenizer has tokens.
     sizes = [(flag, path, model.config.get_text_config().vocab_size) for flag, path, model in readers]
     writers = {"ref_model_path": ["policy_path"], "reward_model_path": ["policy_path", "opponent_path"]}
@@ -155,6 +162,9 @@ def check_vocabularies(args, tokenizer, readers):
         with cli.reading(f"--{flag}", path):
             both = tokenizer, models.find_tokenizer(path, args) or tokenizer
         ours, theirs = models.vocabularies(*both)
-        if ours != theirs or any(other > size for writer, _, other in sizes if writer in writers.get(flag, [])):
+        if flag == "reward_model_path" and ours != theirs:
+            own_tokenizer = both[1]
+        elif ours != theirs or any(other > size for writer, _, other in sizes if writer in writers.get(flag, [])):
             first = f"--policy_path {sizes[0][1]} ({sizes[0][2]} embeddings, {len(ours)} tokens)"
             cli.fail(f"vocabulary mismatch: {first} and --{flag} {path} ({size} embeddings, {len(theirs)} tokens)")
+    return own_tokenizer

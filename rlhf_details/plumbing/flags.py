@@ -19,7 +19,7 @@ NOT_THE_MODEL = [*MEMORY_KNOBS, *OUTPUTS, "exp_name", "eval_dataset", "eval_ever
 
 @dataclass
 class RunArgs:
-    """The flags of all four training scripts."""
+    """The flags that all training scripts have."""
 
     # run
     exp_name: str = "train"
@@ -56,7 +56,7 @@ class RunArgs:
     """rows: "toy", "toy-sum", a .jsonl/.json/.csv/.parquet file, a folder, or NAME or NAME@REVISION of a Hub data set,
     with :PART for a split or a file of it, or FILE.py:FUNCTION, which returns rows"""
     eval_dataset: str | None = None
-    """held-out rows, evaluated before, during and after training; None: no held-out evaluation"""
+    """held-out rows, evaluated before and after training and every --eval_every updates; None: no such evaluation"""
     take: int | None = None
     """use only this many rows of --dataset, the first ones"""
     prompt_template: str | None = None

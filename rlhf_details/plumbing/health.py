@@ -22,6 +22,9 @@ def signs(metrics, first, args, precision):
     gap = max(metrics.get("val/first_ratio", 1) - 1, metrics["val/logprob_gap"])
     gap_bound = 0.01 if precision == "fp32" else 0.5
     ended, same = metrics["val/num_stop_token_ids"] / args.batch_size, metrics["val/equal_scores"]
+    groups = f"{same:.0%} of the prompts have responses of equal score, above 50 %", "more responses to each"
+    if getattr(args, "rloo_k", getattr(args, "group_size", 1)) == 1:  # PPO has one response to a prompt.
+        groups = "all responses of the batch have the same score", "a finer reward"
     return {
         "kl": (
             kl > kl_bound,
@@ -45,8 +48,8 @@ def signs(metrics, first, args, precision):
         ),
         "reward_variance": (
             same > 0.5,
-            f"{same:.0%} of the prompts have responses of equal score, above 50 %",
-            "they teach nothing: stop if the reward is at its best, else take other prompts or more responses to each",
+            groups[0],
+            f"they teach nothing: stop if the reward is at its best, else take other prompts or {groups[1]}",
         ),
         "entropy": (
             entropy < 0.2 * first["policy/entropy_avg"],

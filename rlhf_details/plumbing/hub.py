@@ -1,6 +1,6 @@
 """
 What others need in order to use a trained model: its card, always, and its place on the Hugging Face Hub, on request.
-The Hub is spoken to under --push_to_hub only.
+This module speaks to the Hub under --push_to_hub only.
 """
 
 import dataclasses

@@ -111,17 +111,17 @@ class Scorer:
                     encode(self.reward_model.tokenizer, prompt, [{"role": "assistant", "content": "."}])
 
     @torch.no_grad()
-    def __call__(self, rows, batch, *n, texts=None):
+    def __call__(self, rows, batch, *n, texts=None, ended=None):
         """Values [M, F] fp32, NaN where a reward does not apply. Where a reward is at fault, all processes end.
 
         Args: rows, the Prompt of each response, where the k copies of a prompt are one object and adjacent; batch:
         queries, query_mask, responses, response_mask [M, ..] of this process; n, how many adjacent responses share a
-        row of a forward, where the page packs rows; texts, the responses as strings, if they are not to be decoded.
-        Call it on every process.
+        row of a forward, where the page packs rows; texts, the responses as strings, if they are not to be decoded;
+        ended [M], whether each text is complete, if not its last token says so. Call it on every process.
         """
         values, kinds, fault = None, set(), ""
         try:
-            values, kinds = self.values_of(rows, batch, n, texts)
+            values, kinds = self.values_of(rows, batch, n, texts, ended)
         except Fault as e:
             fault = str(e)
         everywhere = gather_object([(fault, kinds)])  # of all processes, so that they go on, or end, together
@@ -131,7 +131,7 @@ class Scorer:
         self.boolean = [name for name in self.functions if (name, True) in kinds and (name, False) not in kinds]
         return values.to(self.accelerator.device)
 
-    def values_of(self, rows, batch, n, texts):
+    def values_of(self, rows, batch, n, texts, ended):
         """(values [M, F] on the CPU, {(name of a function, whether an entry is a bool)}) of my responses."""
         reads_ids = self.reward_model and not self.reward_model.tokenizer
         if texts is None and len(self.names) > bool(reads_ids):  # Something needs the text.
@@ -143,7 +143,10 @@ class Scorer:
             entries["reward_model"] = torch.cat(scores).tolist()
         elif self.reward_model:
             prompts = [row.columns["prompt"] if is_messages(row.columns["prompt"]) else row.text for row in rows]
-            entries["reward_model"] = self.scores_of_text(prompts, texts, *batch[2:])
+            if ended is None:
+                last = batch[2].gather(1, batch[3].sum(1, keepdim=True) - 1).squeeze(1)  # [M]
+                ended = [token == self.stop_id for token in last.tolist()]
+            entries["reward_model"] = self.scores_of_text(prompts, texts, ended)
         if self.reward_model:
             self.seconds["time/rewards/reward_model"] = time.time() - start
         for name in self.functions:
@@ -203,19 +206,18 @@ class Scorer:
             raise Fault(f"--reward_fn {name} returned {what} for {len(rows)} completions")
         return [entry.item() if hasattr(entry, "item") else entry for entry in entries]
 
-    def scores_of_text(self, prompts, texts, responses, mask):
+    def scores_of_text(self, prompts, texts, ended):
         """Scores by a reward model that has a tokenizer of its own. A text longer than its context loses its beginning.
 
-        Only where a response ended with stop_id is its text followed by EOS, or by the chat template's end of the turn.
+        Only where a response ended is its text followed by EOS, or by the chat template's end of the turn.
         """
-        model, device = self.reward_model, responses.device
+        model, device = self.reward_model, self.accelerator.device
         context = getattr(model.model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
-        last = responses.gather(1, mask.sum(1, keepdim=True) - 1).squeeze(1)  # [M]
         ids, scores = [], []
-        for prompt, text, token in zip(prompts, texts, last.tolist(), strict=True):
+        for prompt, text, is_complete in zip(prompts, texts, ended, strict=True):
             completion = [{"role": "assistant", "content": text}] if is_messages(prompt) else text
             query, response = encode(model.tokenizer, prompt, completion)
-            row = query + (response if token == self.stop_id else response[:-1])
+            row = query + (response if is_complete else response[:-1])
             ids.append([i for i in row if i is not None][-context:])  # A tokenizer without EOS has put None there.
         for start in range(0, len(ids), self.size):
             tokens, mask = utils.left_pad(ids[start : start + self.size], device)

@@ -38,6 +38,7 @@ class Run:
         self.num_updates, self.is_main, self.start = num_updates, accelerator.is_main_process, time.time()
         self.update, self.first_update = 0, 1  # the update under way, and the first one that this process trains
         self.before, self.latest, self.tensors = {}, {}, {}  # the first eval/*; the newest row of metrics; see `resume`
+        self.by_prompt = []  # verdict.of_each_prompt of the first and the newest evaluation; only on the main process
         self.console, self.health = trackers.Console(num_updates, not self.is_main), health.Health(args, accelerator)
         self.say = self.console.say  # prints a line on the main process, above the live line where there is one
         self.files = self.wandb = self.repository = self.signals = None
@@ -61,7 +62,10 @@ class Run:
                 raise
         paths = [getattr(args, name, None) for name in ("base_model", "sft_model_path", "reward_model_path")]
         self.say(f"models: {', '.join(filter(None, paths))}   data: {args.dataset}, {len(prompts)} rows")
-        self.say(f"{num_updates} updates of {args.batch_size}, {accelerator.num_processes} process(es)")
+        how = f"{num_updates} updates of {args.batch_size}, {accelerator.num_processes} process(es)"
+        if hasattr(args, "reward_fn"):  # Its held-out figures are of such samples as well.
+            how += f", samples at temperature {args.temperature:g} and of at most {args.response_length} tokens"
+        self.say(how)
 
     # ---- the start ---------------------------------------------------------------------------------------------------
     def open_folder(self):
@@ -99,7 +103,8 @@ class Run:
             if self.accelerator.scaler is not None:
                 self.accelerator.scaler.load_state_dict(saved["scaler"])
             done, state, self.health.memory = saved["update"], saved["state"], saved["health"]
-            self.before, self.latest, self.start = saved["before"], saved["latest"], self.start - saved["seconds"]
+            self.before, self.latest, self.by_prompt = saved["before"], saved["latest"], saved["by_prompt"]
+            self.start -= saved["seconds"]
             self.say(f"--resume: goes on after update {done} of {self.num_updates}, from {self.checkpoint}")
         elif self.args.resume:
             self.say(f"--resume: no checkpoint in {self.folder}: starts at the beginning")
@@ -144,6 +149,8 @@ class Run:
             signs, warnings = self.health(row)
             row |= signs
         self.latest, self.before = row, self.before or trackers.evaluated(row)
+        if self.is_main and samples and trackers.evaluated(row):  # Then the samples are of the held-out rows.
+            self.by_prompt = [*self.by_prompt[:1], verdict.of_each_prompt(self.tokenizer, *samples)]
         count = getattr(self.args, "num_sample_generations", 0)  # spread evenly from the first to the last update
         is_table_due = update in torch.linspace(1, self.num_updates, count).round().int().tolist()
         table = []
@@ -169,7 +176,7 @@ class Run:
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
     def checkpoint_if_due(self, update, policy, optimizer, state=None, tensors=None):
-        """Writes a checkpoint every --checkpoint_every updates, at the end, and on a signal, which then ends the run.
+        """Writes a checkpoint every --checkpoint_every updates and at the end, or on a signal, which then ends the run.
 
         Args: policy, optimizer, as prepared; state, what the loop takes to the next update, as JSON holds it; tensors,
         {name: tensor of the whole batch}, or a function that returns them, which is called only for a checkpoint.
@@ -188,7 +195,8 @@ class Run:
 
     def write_checkpoint(self, update, policy, optimizer, state, tensors):
         saved = {"update": update, "state": state, "health": self.health.memory, **self.identity}
-        saved |= {"before": self.before, "latest": self.latest, "seconds": time.time() - self.start}
+        saved |= {"before": self.before, "latest": self.latest, "by_prompt": self.by_prompt}
+        saved |= {"seconds": time.time() - self.start}
         if self.accelerator.scaler is not None:
             saved["scaler"] = self.accelerator.scaler.state_dict()
         tensors = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}

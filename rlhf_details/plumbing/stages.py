@@ -39,7 +39,6 @@ DEFAULTS = {
         missing_eos_penalty=3.0, response_length=RESPONSE_LENGTH, temperature=1.0, max_grad_norm=1.0,
         micro_batch_size=256, rollout_micro_batch_size=256,
     ),
-    # Near temperature 0 both policies repeat the same words, and the true reward punishes repetition.
     "evaluate": dict(
         dataset="toy:test", policy_path=["models/toy/rloo"], opponent_path="models/toy/sft",
         ref_model_path="models/toy/sft", reward_model_path="models/toy/reward", judge="gold",

@@ -1,7 +1,7 @@
 """
 What a run says at its end: whether it has learnt, which bad signs showed, where its time went, and what to type next.
 
-All of it comes from the run's metrics.jsonl, so a resumed run is judged as a whole.
+It comes from the run's metrics.jsonl and from what a checkpoint keeps, so a resumed run is judged as a whole.
 """
 
 import json
@@ -10,8 +10,8 @@ import shlex
 from pathlib import Path
 
 from rlhf_details import toy
-from rlhf_details.plumbing import cli, hub, stages
-from rlhf_details.plumbing.figures import wilson_interval
+from rlhf_details.plumbing import cli, hub, models, stages
+from rlhf_details.plumbing.figures import average, wilson_interval
 
 ROOT = Path(__file__).resolve().parents[2]
 # What evaluate.py does where a flag is not given and the data are not the embedded task's.
@@ -24,14 +24,14 @@ def lines(run, after, seconds):
     """All that a Run says at its end. Args: after, the eval/* of its last evaluation; seconds, how long it took."""
     rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     rows = [row for row in rows if row["update"]]  # The others are of evaluations before training.
-    held_out, reads_text = run.inputs[0], getattr(run.inputs[-1], "tokenizer", None) is not None
+    held_out = run.inputs[0]
     return [
         *held_out_lines(run.before, after, len(held_out)),
-        *learnt_lines(run.before, after, held_out),
+        *learnt_lines(after, held_out, run.by_prompt),
         *health_lines(rows),
         *time_lines(rows, seconds),
         f"model: {run.args.output_dir}   run: {run.folder}   {seconds:.0f} s",
-        *next_lines(run.args, run.folder, reads_text),
+        *next_lines(run.args, run.folder),
     ]
 
 
@@ -63,30 +63,43 @@ def held_out_lines(before, after, count):
     return found
 
 
-def learnt_lines(before, after, held_out):
-    """Whether score and gold have risen by more than chance, or a reward model's accuracy is above it."""
+def learnt_lines(after, held_out, by_prompt):
+    """Whether score and gold have risen by more than chance, or a reward model's accuracy is above it.
+
+    Args: by_prompt, `of_each_prompt` of the first and the last evaluation. Both have the same prompts, so it looks at
+    the difference of each prompt. A single prompt has no interval, and that of a handful is too narrow.
+    """
     count, accuracy = len(held_out), "eval/rm/accuracy"
     if accuracy in after:
         chance = 1 / len(held_out[0].candidates)
-        has_learnt = wilson_interval(after[accuracy] * count, count)[0] > chance
+        said, _ = outcome(*(x - chance for x in wilson_interval(after[accuracy] * count, count)))
         words = f"{as_text(accuracy, after, count)}, where guessing has {chance:.3f}"
-        return [f"{'learnt' if has_learnt else 'not learnt'}: the accuracy on held-out comparisons is {words}"]
+        return [f"{said}: the accuracy on held-out comparisons is {words}"]
     found = []
-    for name in ("eval/objective/scores", "eval/objective/gold"):
-        halves = [half_width(name, metrics, count) for metrics in (before, after) if name in metrics]
-        if len(halves) == 2 and None not in halves:
-            change = after[name] - before[name]
-            is_apart = abs(change) > sum(halves)
-            how = "did not change beyond chance" if not is_apart else "rose" if change > 0 else "fell"
-            words = f"{how}, {as_text(name, before, count)} -> {as_text(name, after, count)}"
-            if name.endswith("gold"):
-                hint = "; the policy over-learns the reward: raise --kl_coef, or stop earlier"
-                found.append(f"gold, the true reward, {words}{hint if how == 'fell' else ''}")
-            else:
-                kl = after.get("eval/objective/kl", math.nan)
-                price = f" at a KL of {kl:z.3f} nats a response"
-                found.append(f"{'learnt' if how == 'rose' else 'not learnt'}: scores {words}{price}")
+    for name in by_prompt[0] if len(by_prompt) == 2 and count > 1 else ():
+        change = average([y - x for x, y in zip(*(values[name] for values in by_prompt), strict=True)])
+        said, how = outcome(change["low"], change["high"])
+        words = f"{how}, {change['value']:+z.3f} +- {change['high'] - change['value']:.3f} a prompt"
+        if name == "gold":
+            hint = "; the policy over-learns the reward: raise --kl_coef, or stop earlier"
+            found.append(f"gold, the true reward, {words}{hint if how == 'fell' else ''}")
+        else:
+            found.append(f"{said}: scores {words}, at a KL of {after['eval/objective/kl']:z.3f} nats a response")
     return found
+
+
+def outcome(low, high):
+    """(what is said of the run, what the number did), for a number whose change has the interval low .. high."""
+    if low > 0:
+        return "learnt", "rose"
+    return ("not learnt", "fell") if high < 0 else ("not shown", "did not change beyond chance")
+
+
+def of_each_prompt(tokenizer, prompts, responses, mask, ended, scores, kl):
+    """{"scores": [N], and "gold": [N] on the embedded task} of a held-out evaluation. Args: Run.log's `samples`."""
+    pairs = zip(prompts, models.decode(tokenizer, responses, mask), strict=True)
+    gold = [toy.gold(prompt.text, text) for prompt, text in pairs if prompt.task == "toy"]
+    return {"scores": scores.tolist()} | ({"gold": gold} if gold else {})
 
 
 # ---- was it healthy? -------------------------------------------------------------------------------------------------
@@ -125,15 +138,12 @@ def command(script, *words):
     return shlex.join(["python", str(path), *words])
 
 
-def next_lines(args, run_folder, reads_text=False):
-    """Commands that look at what a run has made.
-
-    reads_text: whether the reward model has a tokenizer of its own, because evaluate.py takes none of that kind.
-    """
+def next_lines(args, run_folder):
+    """Commands that look at what a run has made."""
     found, is_policy = [], hasattr(args, "reward_fn")
     evaluate, trust = "rlhf_details/evaluate.py", ["--trust_remote_code"] * args.trust_remote_code
     if is_policy:
-        found.append(f"evaluate: {command(evaluate, *evaluation_words(args, reads_text))}")
+        found.append(f"evaluate: {command(evaluate, *evaluation_words(args))}")
     if is_policy or hub.script_of(args) == "train_sft.py":
         policies = [args.output_dir, args.sft_model_path] if is_policy else [args.output_dir]
         found.append(f"chat: {command(evaluate, '--policy_path', *policies, *trust, '--interactive')}")
@@ -141,14 +151,13 @@ def next_lines(args, run_folder, reads_text=False):
     return found
 
 
-def evaluation_words(args, reads_text):
+def evaluation_words(args):
     """The flags with which evaluate.py compares a run's policy with the one that it started from."""
     dataset = args.eval_dataset or args.dataset
     task = dataset.partition(":")[0]
     defaults = PLAIN | stages.defaults("evaluate").get(task, {})
     values = {name: getattr(args, name) for name in PLAIN if hasattr(args, name)}
     values |= {"opponent_path": args.sft_model_path, "ref_model_path": args.sft_model_path}
-    values |= {"reward_model_path": None} if reads_text else {}
     judge = "reward_fn" if args.reward_fn else "reward_model" if values["reward_model_path"] else "none"
     values["judge"] = defaults["judge"] if task in toy.TASKS and not args.reward_fn else judge
     words = [] if dataset in ("toy", "toy:test") else ["--dataset", dataset]

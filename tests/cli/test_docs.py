@@ -163,6 +163,7 @@ def test_the_readmes_table_has_every_recipe():
 
 
 # ---- the index of details --------------------------------------------------------------------------------------------
+NAMED = r"(?<![\w/])((?:tests|benchmark|docs|rlhf_details)/[\w/]+\.(?:py|sh))(?:::(\w+))?"
 DETAILS, FAULTS = (tomllib.loads((ROOT / f"benchmark/{name}.toml").read_text()) for name in ("details", "faults"))
 
 
@@ -187,6 +188,17 @@ def test_every_fault_has_tests_that_exist_or_a_reason():
     for number, fault in FAULTS.items():
         assert not {re.sub(r"\[.*", "", test) for test in fault["tests"]} - exist, number
         assert fault["tests"] or number in caught or fault["note"], number
+
+
+def test_every_script_and_test_that_a_text_names_exists():
+    texts = [*readme.DOCUMENTS, *(ROOT / "docs/notes").glob("*.toml"), *(ROOT / "examples").rglob("*.md"), *PACKAGE]
+    texts += [ROOT / "benchmark/README.md", *(ROOT / "benchmark").rglob("*.toml")]
+    named = {(file, test) for path in texts for file, test in re.findall(NAMED, path.read_text())}
+    assert len(named) > 30
+    exist = mutations.all_tests(ROOT)
+    # docs/contributing.md makes up a page of one's own.
+    assert {file for file, _ in named if not (ROOT / file).is_file()} <= {"rlhf_details/train_mine.py"}
+    assert not {f"{file}::{test}" for file, test in named if test} - exist.keys()
 
 
 def test_the_index_in_the_readme_is_that_of_the_code():

@@ -466,14 +466,21 @@ def test_a_broken_file_of_the_training_is_one_line(trained, refused):
     refused("--policy_path trained/training_args.json", policy_path=("trained",), response_length=None)
 
 
-@pytest.mark.parametrize("flag", ["opponent_path", "ref_model_path", "reward_model_path"])
+@pytest.mark.parametrize("flag", ["opponent_path", "ref_model_path"])
 def test_models_of_another_vocabulary_are_one_line(refused, tiny, flag):
-    shutil.copytree(tiny / ("reward" if flag == "reward_model_path" else "policy"), "bad")
+    shutil.copytree(tiny / "policy", "bad")
     table = json.loads(Path("bad/tokenizer.json").read_text())
     words = table["model"]["vocab"]
     words["soup"], words["hotel"] = words["hotel"], words["soup"]
     Path("bad/tokenizer.json").write_text(json.dumps(table))
     refused("vocabulary mismatch", "--policy_path", f"--{flag} ", **{flag: "bad"})
+
+
+def test_a_reward_model_that_can_read_neither_token_ids_nor_text_is_one_line(refused, tiny):
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(tiny / "reward")
+    model.resize_token_embeddings(50)
+    model.save_pretrained("bad")  # It has no tokenizer.
+    refused("vocabulary mismatch", "--reward_model_path bad (50 embeddings", reward_model_path="bad")
 
 
 def test_a_model_folder_is_not_written_into(refused):

@@ -58,6 +58,12 @@ def test_long_responses_bf16_and_runs_without_an_end_have_other_bounds():
     assert showing({"val/num_stop_token_ids": 0}, ends) == {"truncated"}
 
 
+def test_equal_scores_are_those_of_a_prompts_responses_or_of_the_whole_batch():
+    for args, words in ((train_rloo.Args(), "of the prompts"), (train_ppo.Args(), "of the batch")):
+        _, seen, _ = health.signs(HEALTHY | {"val/equal_scores": 1.0}, FIRST, args, "fp32")["reward_variance"]
+        assert words in seen
+
+
 # ---- runs ------------------------------------------------------------------------------------------------------------
 EQUAL = "def f(prompts, completions): return [1.0] * len(completions)"
 FUNCTION = dict(reward_model_path=None, reward_fn=("mine.py:f",), missing_eos_penalty=None)

@@ -351,7 +351,7 @@ def test_onednn_keeps_few_kernels_so_that_memory_stays_flat():
     words = """if True:
         import torch
         from rlhf_details.plumbing import engines
-        model = cpu.use_onednn(torch.nn.Sequential(torch.nn.Linear(8, 8)))
+        model = engines.use_onednn(torch.nn.Sequential(torch.nn.Linear(8, 8)))
         for rows in [*range(1, 200), 1]:
             model(torch.ones(rows, 8))
     """

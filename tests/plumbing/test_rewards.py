@@ -10,11 +10,11 @@ from pathlib import Path
 import accelerate
 import pytest
 import torch
-from helpers import PAGES, ROOT, assert_same_curves, rloo_args, run_page
+from helpers import LM_HUMAN_PREFERENCES, PAGES, ROOT, assert_same_curves, page_args, rloo_args, run_page
 from short_runs import write_rows
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
-from rlhf_details import toy, train_rloo, utils
+from rlhf_details import evaluate, toy, train_rloo, utils
 from rlhf_details.plumbing import data, models, rewards, tokenization
 
 BOTH = pytest.mark.parametrize("page", ["train_rloo", "train_ppo"])
@@ -365,12 +365,12 @@ def test_a_function_is_called_once_for_what_is_scored(functions, tiny, page):
 
 # ---- a reward model with a tokenizer of its own ----------------------------------------------------------------------
 @pytest.fixture
-def shuffled(tiny, in_tmp):
-    """A policy without special tokens but EOS, so that its text says all, and the tiny reward model over shuffled ids.
+def shuffled(ragged, in_tmp):
+    """A policy without special tokens but EOS, so that its text says all, and the reward model over shuffled ids.
 
     The reward model's scores of a text are the same as before, those of token ids are not.
     """
-    policy, vocabulary = shutil.copytree(tiny / "policy", "policy"), len(toy.tokenizer())
+    policy, vocabulary = shutil.copytree(ragged / "policy", "policy"), len(toy.tokenizer())
     for file in Path(policy).glob("*token*"):
         file.unlink()
     order = utils.permutation(vocabulary, 0)  # order[old id] is the new one
@@ -380,7 +380,7 @@ def shuffled(tiny, in_tmp):
         spec["added_tokens"] = [t | {"id": new_id[t["id"]]} for t in spec["added_tokens"] if t["content"] == "<eos>"]
         Path("tokenizer.json").write_text(json.dumps(spec))
         PreTrainedTokenizerFast(tokenizer_file="tokenizer.json", eos_token="<eos>").save_pretrained(folder)
-    model = AutoModelForSequenceClassification.from_pretrained(tiny / "reward")
+    model = AutoModelForSequenceClassification.from_pretrained(ragged / "reward")
     weight = model.get_input_embeddings().weight
     with torch.no_grad():
         weight[torch.tensor(order)] = weight.clone()[:vocabulary]
@@ -390,17 +390,45 @@ def shuffled(tiny, in_tmp):
 
 @BOTH
 def test_a_reward_model_with_other_token_ids_is_given_text_and_scores_the_same(
-    tiny, shuffled, few_prompts, capsys, page
+    ragged, shuffled, few_prompts, capsys, page
 ):
     policy, reward_model = shuffled
     options = dict(eval_dataset="toy:test", take=30, sft_model_path=policy)
     options |= {"value_model": "shared"} if page == "train_ppo" else {}
-    same = run_page(page, tiny, **options)
-    other = run_page(page, tiny, **options, reward_model_path=reward_model)
+    same = run_page(page, ragged, **options)
+    other = run_page(page, ragged, **options, reward_model_path=reward_model)
     assert "tokenizer of its own" in capsys.readouterr().out
     assert_same_curves(same, other)
     # A model alone is objective/scores already.
     assert not any("objective/rewards/" in name for row in same for name in row)
+
+
+@pytest.mark.parametrize(
+    "page,flags", [("train_rloo", {}), ("train_rloo", {"stop_token": "none"}), ("train_ppo", LM_HUMAN_PREFERENCES)]
+)
+def test_evaluate_gives_it_the_same_text_as_training(ragged, shuffled, monkeypatch, page, flags):
+    """Both have the samples of the held-out evaluation. The completions score as by the model that reads token ids."""
+    policy, reward_model = shuffled
+    data = write_rows("rows.jsonl", toy.rows("sft", "train")[:20])
+    options = dict(dataset=data, eval_dataset=data, missing_eos_penalty=None, sft_model_path=policy) | flags
+    args = page_args(page, ragged, **options, reward_model_path=reward_model, output_dir="trained")
+    after = PAGES[page].main(args)["after"]
+    assert 0 < after["eval/objective/ended"] < 1 or flags == {"stop_token": "none"}
+    monkeypatch.setattr(evaluate, "COMPARED", utils.EVALUATION)
+    own, ids = (
+        evaluate.main(
+            evaluate.Args(
+                dataset=data,
+                policy_path=("trained",),
+                reward_model_path=path,
+                judge="reward_model",
+                output_dir=f"out_{i}",
+            )
+        )["metrics"]
+        for i, path in enumerate((reward_model, str(ragged / "reward")))
+    )
+    assert own["policy"]["rewards/reward_model"]["value"] == pytest.approx(after["eval/objective/scores"], abs=1e-5)
+    assert own["opponent"]["rewards/reward_model"] == pytest.approx(ids["opponent"]["rewards/reward_model"], abs=1e-5)
 
 
 @pytest.fixture

@@ -117,7 +117,7 @@ def test_at_the_end_held_out_numbers_stand_beside_those_before(tiny, in_tmp, cap
     halves = [1.96 * x / math.sqrt(3) for x in std]  # The deviation is the biased one of 4 rows.
     assert printed == pytest.approx([mean[0], halves[0], mean[1], halves[1]], abs=1e-3)
     assert "4 held-out rows, before -> after" in out and "model: model   run: runs/run" in out
-    assert "4 updates of 16, 1 process(es)" in out
+    assert "4 updates of 16, 1 process(es), samples at temperature 1 and of at most 8 tokens" in out
 
 
 def test_a_combination_that_no_test_has_run_is_noted(tiny, in_tmp, capsys, monkeypatch):

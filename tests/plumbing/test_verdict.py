@@ -3,55 +3,61 @@
 import io
 import json
 import math
+import re
 import shlex
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers import read_metrics, record, rloo_args
+import torch
+from helpers import LM_HUMAN_PREFERENCES, PAGES, page_args, read_metrics, record, rloo_args
 from short_runs import start, write_rows
 
 from rlhf_details import evaluate, toy, train_rloo
 from rlhf_details.plumbing import cli, verdict
 
-
-def held_out(scores, std=1.0, **others):
-    """eval/objective/* of 101 prompts, so that half an interval is 0.196 standard deviations."""
-    metrics = {"scores": scores, "scores_std": std, "kl": 2.0} | others
-    return {f"eval/objective/{name}": value for name, value in metrics.items()}
+BEFORE = torch.tensor([-5.0, 5.0]).repeat(50)  # of 100 prompts, which differ far more than a run changes them
 
 
-def learnt(before, after, rows=(None,) * 101):
-    return verdict.learnt_lines(before, after, rows)
+def learnt(*by_prompt, after=None, rows=(None,) * 100):
+    after = after or {"eval/objective/kl": 2.0}
+    return verdict.learnt_lines(after, rows, [{name: x.tolist() for name, x in one.items()} for one in by_prompt])
+
+
+def changed_by(change, noise=1.0):
+    """Half an interval of the difference is 0.197 * noise. That of either mean is 0.985 at least."""
+    return BEFORE + change + noise * torch.tensor([-1.0, -1.0, 1.0, 1.0]).repeat(25)
 
 
 # ---- has it learnt? --------------------------------------------------------------------------------------------------
-def test_a_run_has_learnt_where_the_intervals_of_its_scores_are_apart():
-    (line,) = learnt(held_out(0.0), held_out(0.393))
-    assert line == "learnt: scores rose, 0.000 +- 0.196 -> 0.393 +- 0.196 at a KL of 2.000 nats a response"
-    (line,) = learnt(held_out(0.0), held_out(0.391))
-    assert line.startswith("not learnt: scores did not change beyond chance, 0.000 +- 0.196 -> 0.391 +- 0.196")
-    (line,) = learnt(held_out(0.0), held_out(-0.393))
-    assert line.startswith("not learnt: scores fell, ")
-    (line,) = learnt(held_out(0.0), held_out(0.0))
-    assert line.startswith("not learnt: scores did not change")
-    assert learnt(held_out(0.0), held_out(9.0), [None]) == [] == learnt({}, held_out(1.0))  # nothing can be compared
+def test_a_run_has_learnt_where_the_interval_of_its_prompts_differences_is_above_0():
+    def line(*args):
+        (said,) = learnt({"scores": BEFORE}, {"scores": changed_by(*args)})
+        return said
+
+    assert line(0.198) == "learnt: scores rose, +0.198 +- 0.197 a prompt, at a KL of 2.000 nats a response"
+    assert line(0.196).startswith("not shown: scores did not change beyond chance, +0.196 +- 0.197 a prompt, at ")
+    assert line(-0.198).startswith("not learnt: scores fell, -0.198 +- 0.197 a prompt")
+    assert line(0.0, 0.0).startswith("not shown: scores did not change beyond chance, +0.000 +- 0.000 a prompt")
+    assert line(1.0, 0.0).startswith("learnt: scores rose, +1.000 +- 0.000 a prompt")  # All rise alike.
+    one = {"scores": BEFORE[:1]}
+    assert learnt(one, one, rows=[None]) == [] == learnt({"scores": BEFORE}) == learnt()  # nothing can be compared
 
 
 def test_scores_that_rise_while_gold_falls_are_no_success():
-    gold = [dict(gold=x, gold_std=1.0) for x in (1.0, 0.0)]
-    score, true = learnt(held_out(0.0, **gold[0]), held_out(1.0, **gold[1]))
-    assert score.startswith("learnt: ") and "gold, the true reward, fell, 1.000" in true and "over-learns" in true
-    _, true = learnt(held_out(0.0, **gold[1]), held_out(1.0, **gold[0]))
+    score, true = learnt({"scores": BEFORE, "gold": BEFORE}, {"scores": changed_by(1.0), "gold": changed_by(-1.0)})
+    assert score.startswith("learnt: ") and "gold, the true reward, fell, -1.000" in true and "over-learns" in true
+    _, true = learnt({"scores": BEFORE, "gold": BEFORE}, {"scores": changed_by(1.0), "gold": changed_by(1.0)})
     assert "gold, the true reward, rose" in true and "over-learns" not in true
 
 
 @pytest.mark.parametrize(
-    "accuracy,word", [(1.0, "learnt: "), (0.35, "learnt: "), (0.33, "not learnt: "), (0.1, "not learnt: ")]
+    "accuracy,word", [(1.0, "learnt: "), (0.35, "learnt: "), (0.33, "not shown: "), (0.1, "not learnt: ")]
 )
 def test_a_reward_model_has_learnt_where_it_is_better_than_guessing(accuracy, word):
     rows = [SimpleNamespace(candidates=[None] * 4)] * 101
-    (line,) = learnt({}, {"eval/rm/accuracy": accuracy, "eval/rm/loss": 1.0}, rows)
+    (line,) = learnt(after={"eval/rm/accuracy": accuracy, "eval/rm/loss": 1.0}, rows=rows)
     half = 1.96 * math.sqrt(accuracy * (1 - accuracy) / 100)
     assert line.startswith(word) and f"{accuracy:.3f} +- {half:.3f}, where guessing has 0.250" in line
 
@@ -89,7 +95,7 @@ def test_the_commands_at_the_end_of_a_run_do_run(tiny, in_tmp, capsys, monkeypat
     data |= dict(reward_fn_weights=(-0.5,))
     result = train_rloo.main(rloo_args(tiny, **data, temperature=0.7, total_episodes=16, output_dir="model"))
     lines = said(capsys)
-    assert any(line.startswith(("learnt: ", "not learnt: ")) for line in lines)
+    assert any(line.startswith(("learnt: ", "not learnt: ", "not shown: ")) for line in lines)
     assert any(line.startswith("bad signs: ") for line in lines) and any("rollout" in line for line in lines)
     assert 0.1 <= read_metrics(result["run"])[1]["time/rewards/f"] < read_metrics(result["run"])[1]["time/scores"]
     commands = {line.partition(": ")[0]: shlex.split(line.partition(": ")[2]) for line in lines if ": python " in line}
@@ -110,6 +116,24 @@ def test_the_commands_at_the_end_of_a_run_do_run(tiny, in_tmp, capsys, monkeypat
     assert [line.partition(": ")[0] for line in said(capsys)[-3:-1]] == ["model", str(tiny / "policy")]
 
 
+@pytest.mark.parametrize("page,flags", [("train_rloo", {}), ("train_ppo", LM_HUMAN_PREFERENCES)])
+def test_a_resumed_run_compares_its_prompts_with_those_before_training(
+    ragged, few_prompts, in_tmp, capsys, page, flags
+):
+    def run(**changes):
+        options = dict(eval_dataset="toy:test", eval_every=1, checkpoint_every=1, learning_rate=1e-2) | flags
+        result = PAGES[page].main(page_args(page, ragged, **(options | changes)))
+        return result, [line for line in said(capsys) if re.search(r"\+- .* a prompt", line)]
+
+    result, lines = run()
+    for name, line in zip(("scores", "gold"), lines, strict=True):
+        before, after = (result[when][f"eval/objective/{name}"] for when in ("before", "after"))
+        assert float(re.search(r", ([+-][0-9.]+) \+- ", line)[1]) == pytest.approx(after - before, abs=1e-3) != 0
+    assert run(resume=True)[1] == lines  # at its end
+    shutil.rmtree("runs/run/checkpoints/000003")
+    assert run(resume=True)[1] == lines
+
+
 @pytest.mark.parametrize(
     "dataset,changes,expected",
     [
@@ -124,7 +148,7 @@ def test_on_the_embedded_task_the_command_says_only_what_differs(dataset, change
     args = cli.parse(train_rloo.Args, [])
     for name, value in (changes | dict(eval_dataset=dataset)).items():
         setattr(args, name, value)
-    words = verdict.evaluation_words(args, False)
+    words = verdict.evaluation_words(args)
     assert words[:2] == ["--policy_path", "models/toy/rloo"] and set(words[2:]) == set(shlex.split(expected))
     parsed = cli.parse(evaluate.Args, words)
     assert parsed.judge == ("reward_fn" if args.reward_fn else "gold")
@@ -132,13 +156,12 @@ def test_on_the_embedded_task_the_command_says_only_what_differs(dataset, change
     assert (parsed.reward_model_path, parsed.reward_fn) == (args.reward_model_path, args.reward_fn)
 
 
-def test_other_tasks_and_reward_models_that_read_text_have_their_flags():
-    words = verdict.evaluation_words(cli.parse(train_rloo.Args, ["--dataset", "toy-sum"]), False)
+def test_other_tasks_and_data_have_their_flags():
+    words = verdict.evaluation_words(cli.parse(train_rloo.Args, ["--dataset", "toy-sum"]))
     assert words == ["--dataset", "toy-sum:test", "--policy_path", "models/toy-sum/rloo"]
     args = train_rloo.Args(dataset="rows.jsonl", sft_model_path="sft", reward_model_path="reward")
-    own, text = (cli.parse(evaluate.Args, verdict.evaluation_words(args, reads_text)) for reads_text in (False, True))
+    own = cli.parse(evaluate.Args, verdict.evaluation_words(args))
     assert (own.judge, own.reward_model_path, own.num_examples) == ("reward_model", "reward", 512)
-    assert (text.judge, text.reward_model_path) == ("none", None)
 
 
 @pytest.mark.parametrize("case,kinds", [("sft", ["chat", "curves"]), ("reward-gain", ["curves"])])
@@ -147,6 +170,7 @@ def test_sft_and_reward_model_say_what_they_can(tiny, in_tmp, capsys, case, kind
     lines = said(capsys)
     assert [line.partition(": ")[0] for line in lines if ": python " in line] == kinds
     assert any(line.startswith("no --eval_dataset: ") for line in lines)
+    assert not any("temperature" in line for line in lines)  # They train on no samples.
     assert any(line.startswith("time: optimise ") for line in lines) and not any("bad signs" in line for line in lines)
 
 

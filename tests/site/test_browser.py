@@ -16,7 +16,7 @@ import pytest
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 pytestmark = pytest.mark.slow
-WIDTHS = 390, 1440
+WIDTHS = 390, 1280, 1440
 SCHEMES = "light", "dark"
 # What sticks out at the right of the window and is in no box that scrolls
 STICKING_OUT = """() => {
@@ -234,6 +234,26 @@ def test_a_newcomer_gets_from_the_first_page_to_a_line_and_to_its_price_in_one_c
         assert 0 < box["y"] < 900
     number = tab.locator(".line:has(#at-rew-3)").get_attribute("data-line")
     assert f"train_ppo.py, line {number}" in card.locator("dl").inner_text()
+
+
+@pytest.mark.parametrize("width", [1280, 1440])
+def test_beside_the_notes_the_code_shows_whole_lines_and_the_notes_whole_equations(tab, address, pages, width):
+    tab.set_viewport_size({"width": width, "height": 900})
+    cut = """() => [...document.querySelectorAll(".code pre, .teacher .block-math")].filter((e) =>
+      e.scrollWidth > e.clientWidth + 1).map((e) => e.innerText.trim().split("\\n")[0])"""
+    found = {}
+    for page in pages:
+        tab.goto(address + page)
+        found[page] = tab.evaluate(cut)
+    assert {page: lines for page, lines in found.items() if lines} == {}
+
+
+def test_on_a_phone_the_table_of_metrics_shows_formula_and_healthy_range(tab, address):
+    tab.set_viewport_size({"width": 390, "height": 844})
+    tab.goto(address + "guides/2_reading_a_run.html")
+    row = tab.locator("tr", has=tab.locator("td:first-child", has_text="objective/kl_coef"))
+    boxes = [cell.bounding_box() for cell in row.locator("td").all()]
+    assert len(boxes) == 3 and all(box["x"] >= 0 and box["x"] + box["width"] <= 390 for box in boxes)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
