@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from rlhf_details.plumbing import cli, evaluation, saving
+from rlhf_details.plumbing import checkpoint, cli, evaluation
 
 # These arguments may differ when an evaluation is repeated into its folder, since the figures are the same.
 MAY_DIFFER = "exp_name config output_dir overwrite judge_base_url rollout_micro_batch_size attn_implementation".split()
@@ -69,7 +69,7 @@ def open_folder(args, settings, accelerator, num_examples):
     summary |= {"num_processes": accelerator.num_processes, "num_examples": num_examples}
     folder = folder_of(args)
     folder.mkdir(parents=True, exist_ok=True)
-    saving.write_text(folder / "summary.json", json.dumps(summary, indent=1))
+    checkpoint.write_text(folder / "summary.json", json.dumps(summary, indent=1))
     return folder, summary
 
 
@@ -88,7 +88,7 @@ def write(folder, summary, metrics, tables, warnings):
         csv.writer(file).writerows([list(columns), *zip(*columns.values(), strict=True)])
     partial.replace(folder / "samples.csv")
     summary = summary | {"metrics": metrics[path] if len(metrics) == 1 else metrics, "warnings": warnings}
-    saving.write_text(folder / "summary.json", json.dumps(summary, indent=1))
+    checkpoint.write_text(folder / "summary.json", json.dumps(summary, indent=1))
     return summary
 
 

@@ -1,30 +1,30 @@
-"""A run: what it logs, the checkpoints that it continues from, and how it ends. folders.py says what it leaves."""
+"""
+A run: what it logs, the checkpoints that it continues from, and how it ends. This is its folder:
+
+    runs/<run_name>/config.json      arguments, versions, git commit and device, and from where the run was resumed
+                    metrics.jsonl    one object an update
+                    samples.jsonl    sample responses
+                    events.out.*     TensorBoard
+                    checkpoints/     see checkpoint.py
+"""
 
 import contextlib
 import functools
+import glob
 import json
+import platform
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
 import torch
+import transformers
 from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 
-from rlhf_details.plumbing import (
-    checkpoint,
-    cli,
-    engines,
-    folders,
-    health,
-    hub,
-    saving,
-    tokenization,
-    trackers,
-    verdict,
-)
-from rlhf_details.plumbing.signals import Signals
+from rlhf_details.plumbing import checkpoint, cli, engines, health, hub, tokenization, trackers, verdict
 
 
 class Run:
@@ -45,7 +45,7 @@ class Run:
         self.inputs, self.checkpoint = inputs, None  # the folder of the newest checkpoint
         self.identity = checkpoint.identity(args, accelerator, [prompts, *inputs])
         with self.writing("runs"):
-            (name,) = broadcast_object_list([folders.choose_name(args) if self.is_main else None])
+            (name,) = broadcast_object_list([choose_name(args) if self.is_main else None])
         self.folder = Path("runs") / name
         if args.resume:
             with self.writing(self.folder, "read"):  # Nothing has been written yet.
@@ -71,16 +71,16 @@ class Run:
     def open_folder(self):
         """Writes config.json, and opens the Hub repository and the wandb run before anything is trained."""
         args = self.args
-        self.about = folders.describe(args, self.accelerator, self.folder) | self.identity
+        self.about = describe(args, self.accelerator, self.folder) | self.identity
         if args.push_to_hub:
             self.about["hub"] = self.repository = hub.open_repository(args)
         if args.track:
-            self.wandb = trackers.WeightsAndBiases(args, self.folder.name, folders.experiment(args), self.about)
+            self.wandb = trackers.WeightsAndBiases(args, self.folder.name, experiment(args), self.about)
             self.about["wandb_id"] = self.wandb.run.id
         # If these folders cannot be made, this is better known now than after a day of training.
         self.folder.mkdir(parents=True, exist_ok=True)
         Path(args.output_dir).resolve().parent.mkdir(parents=True, exist_ok=True)
-        saving.write_text(self.folder / "config.json", json.dumps(self.about, indent=1))
+        checkpoint.write_text(self.folder / "config.json", json.dumps(self.about, indent=1))
 
     def resume(self, policy, optimizer, state=None):
         """Loads the checkpoint that this run continues from, if any. Sets `first_update` and `tensors`.
@@ -242,7 +242,7 @@ class Run:
         about = self.about | {"prompt": prompt if tokenization.is_messages(prompt) else self.prompts[0].text}
         card = hub.model_card(args, self.repository, self.latest, self.wandb and self.wandb.run.url, about)
         with self.writing(f"--output_dir {args.output_dir}"):
-            saving.save_folder(args, model, self.tokenizer, weights, card)
+            checkpoint.save_folder(args, model, self.tokenizer, weights, card)
 
     def push(self):
         """Uploads --output_dir where asked to. No other process waits for it."""
@@ -279,3 +279,62 @@ class Run:
             self.signals.restore()
         for tracker in filter(None, (self.console, self.files, self.wandb)):
             tracker.close(exit_code)
+
+
+# ---- the folder of a run ---------------------------------------------------------------------------------------------
+def experiment(args):
+    """What the runs of all seeds share in their names."""
+    return f"{args.dataset.split('/')[-1].split('[')[0]}__{args.exp_name}"
+
+
+def choose_name(args):
+    """The run's name: as given, with --resume the newest of this data set, experiment and seed, or a new one."""
+    if args.run_name is not None:
+        return args.run_name
+    prefix = f"{experiment(args)}__{args.seed}__"
+    started = [folder for folder in Path("runs").glob(f"{glob.escape(prefix)}[0-9]*") if any(folder.iterdir())]
+    if args.resume and started:
+        return max(started).name
+    name = prefix + time.strftime("%Y%m%d-%H%M%S")
+    while True:
+        try:
+            (Path("runs") / name).mkdir(parents=True)
+            return name
+        except FileExistsError:  # Another run of a sweep started in the same second.
+            name += "_"
+
+
+def describe(args, accelerator, folder):
+    """Versions, git commit, device and engine of a run, and from where it is resumed, as a dictionary."""
+    versions = {module.__name__: module.__version__ for module in (torch, transformers)}
+    about = {"versions": {"python": platform.python_version()} | versions}
+    about |= {"commit": trackers.git("rev-parse", "HEAD")}
+    about |= {"device": str(accelerator.device), "num_processes": accelerator.num_processes}
+    about |= {"engine": engines.name(accelerator), "resumed": [], "run": str(folder)}
+    config = folder / "config.json"
+    if args.resume and config.exists():
+        before = json.loads(config.read_text())
+        about["resumed"] = [*before["resumed"], {key: before[key] for key in ("commit", "num_processes")}]
+        about["wandb_id"] = before.get("wandb_id")
+    return about
+
+
+# ---- SIGTERM and SIGINT (Ctrl-C): a run ends after the update under way, and with a second SIGINT at once ------------
+class Signals:
+    """Remembers the last signal in `heard` (0: none), until `restore` gives the signals their former meaning."""
+
+    def __init__(self, say):
+        self.say, self.heard = say, 0
+        is_main_thread = threading.current_thread() is threading.main_thread()  # Python allows handlers there alone.
+        numbers = (signal.SIGTERM, signal.SIGINT) if is_main_thread else ()
+        self.before = {number: signal.signal(number, self.hear) for number in numbers}
+
+    def hear(self, number, frame):
+        if number == signal.SIGINT:  # SIGTERM may come twice by itself, from a scheduler and from the launcher.
+            signal.signal(number, self.before[number])
+        self.heard = number
+        self.say(f"{signal.Signals(number).name}: will stop after this update, with a checkpoint")
+
+    def restore(self):
+        for number, handler in self.before.items():
+            signal.signal(number, handler)

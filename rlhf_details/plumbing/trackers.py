@@ -19,7 +19,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch.utils.tensorboard import SummaryWriter
 
-from rlhf_details.plumbing import cli, health, hub, models, saving
+from rlhf_details.plumbing import checkpoint, cli, health, hub, models
 
 SHOWN = (  # on the console, where a script has them
     "eps objective/scores objective/kl objective/gold train/sft/loss train/sft/lr train/rm/loss train/rm/accuracy "
@@ -138,7 +138,7 @@ def cut(path, update):
     for line in path.read_text(encoding="utf-8").splitlines() if update and path.exists() else []:
         with contextlib.suppress(ValueError):  # A kill may have torn the last line.
             kept += [line] if json.loads(line)["update"] <= update else []
-    saving.write_text(path, "".join(f"{line}\n" for line in kept))
+    checkpoint.write_text(path, "".join(f"{line}\n" for line in kept))
     return open(path, "a", encoding="utf-8")
 
 

@@ -26,7 +26,7 @@ from short_runs import (
 )
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from rlhf_details.plumbing import saving
+from rlhf_details.plumbing import checkpoint
 
 FAST = "rloo", "ppo-moments", "async", "reward-gain", "sft"  # the others are in slow/test_kills.py
 
@@ -75,7 +75,7 @@ def test_two_deaths_and_an_end_that_was_reached_before(tiny, in_tmp):
 # ---- dying while a checkpoint is written -----------------------------------------------------------------------------
 def dying_at(stage):
     """Patches under which the process dies while it writes the checkpoint of update 4."""
-    save, sync = torch.save, saving.sync
+    save, sync = torch.save, checkpoint.sync
 
     def deadly_save(content, path):
         if path.parent.name == "000004.partial" and stage == path.stem:
@@ -89,7 +89,7 @@ def dying_at(stage):
         if (stage == "rename" and path.name == "000004.partial") or (stage == "older ones" and is_written):
             raise Death
 
-    return patch.object(torch, "save", deadly_save), patch.object(saving, "sync", deadly_sync)
+    return patch.object(torch, "save", deadly_save), patch.object(checkpoint, "sync", deadly_sync)
 
 
 @pytest.mark.parametrize("stage", ["policy", "rename", "older ones"])

@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from rlhf_details import toy, train_rloo
-from rlhf_details.plumbing import engines, models, saving
+from rlhf_details.plumbing import checkpoint, engines, models
 
 FLAGS = train_rloo.Args()
 SMALL = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=len(toy.tokenizer()))
@@ -264,7 +264,7 @@ def save(folder, seed=0, tokenizer=None, **flags):
     torch.manual_seed(seed)
     args = train_rloo.Args(output_dir=str(folder), sft_model_path="x", **flags)
     model = GPTNeoXForCausalLM(tiny_config(initializer_range=0.2)).eval()
-    saving.save_folder(args, model, tokenizer or toy.tokenizer(), None)
+    checkpoint.save_folder(args, model, tokenizer or toy.tokenizer(), None)
     return args, model
 
 
