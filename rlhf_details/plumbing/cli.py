@@ -41,12 +41,12 @@ def parse(args_class, argv=None, defaults=None, by_size=False):
     A TOML value becomes words of a command line, so its type is checked like theirs. An unknown key is an error.
     "--reward_fn A --reward_fn B" means "--reward_fn A B".
     Args: args_class, a flat dataclass; argv, None for sys.argv[1:]; defaults, {data set: {flag: value}} with None for
-    all other data sets, or None for those that stages.py has for the script that is the default of exp_name; by_size,
-    whether a data set of the user's own gets the values of starting_values.py.
+    all other data sets, or None for those that stages.py has for the page; by_size, whether a data set of the user's
+    own gets the values of starting_values.py.
     """
     fields = {f.name: f for f in dataclasses.fields(args_class)}
-    script = fields["exp_name"].default
-    defaults = stages.defaults(script) if defaults is None else defaults
+    if defaults is None:
+        defaults = stages.defaults(starting_values.page_of(args_class), args_class.exp_name)
     argv = sys.argv[1:] if argv is None else argv
     if "-h" in argv or "--help" in argv:
         usage.show(inspect.getfile(args_class), args_class=args_class)
@@ -66,16 +66,16 @@ def parse(args_class, argv=None, defaults=None, by_size=False):
     dataset = value_of("dataset", argv) or str(config.get("dataset", "toy"))
     values = defaults.get(dataset.partition(":")[0], defaults.get(None, {})) | config
     args = tyro.cli(args_class, args=[word for item in values.items() for word in as_words(*item)] + argv)
-    return with_starting_values(args, script, given=config.keys() | names_in(argv)) if by_size else args
+    return with_starting_values(args, given=config.keys() | names_in(argv)) if by_size else args
 
 
-def with_starting_values(args, script, given):
+def with_starting_values(args, given):
     """The arguments with the values that starting_values.py has for the model's size, and prints them.
 
     Args: given, the flags that the user has set.
     """
     try:
-        model, table = starting_values.of(script, args)
+        model, table = starting_values.of(args)
     except Exception:  # A model that cannot be read ends the script when it is loaded, with a line about it.
         return args
     table = {name: value for name, value in table.items() if name not in given}
