@@ -26,7 +26,8 @@ class Run:
         self.num_updates, self.is_main, self.start = num_updates, accelerator.is_main_process, time.time()
         self.update, self.first_update = 0, 1  # the update under way, and the first one that this process trains
         self.before, self.latest, self.tensors = {}, {}, {}  # the first eval/*; the newest row of metrics; see `resume`
-        self.console, self.health = trackers.Console(num_updates, not self.is_main), health.Health(args, accelerator)
+        self.console = trackers.Console(num_updates, not self.is_main)
+        self.health = health.Health(args, accelerator, num_updates)
         self.say = self.console.say  # prints a line on the main process, above the live line where there is one
         self.files = self.wandb = self.repository = self.signals = None
         self.inputs, self.checkpoint = inputs, None  # the folder of the newest checkpoint
