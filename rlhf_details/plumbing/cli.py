@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-import importlib.util
+import difflib
 import inspect
 import io
 import json
@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from rlhf_details import toy
 from rlhf_details.plumbing import stages, starting_values, usage
-from rlhf_details.plumbing.exits import fail, leave, leave_group, say, world_size  # noqa: F401
+from rlhf_details.plumbing.exits import fail, leave, leave_group, need, say, world_size  # noqa: F401
 from rlhf_details.plumbing.flags import MEMORY_KNOBS, NOT_THE_MODEL, OUTPUTS, PolicyArgs, RunArgs  # noqa: F401
 from rlhf_details.plumbing.sources import reading
 
@@ -57,7 +57,8 @@ def parse(args_class, argv=None, defaults=None, by_size=False):
             config = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     for key, value in config.items():
         if key not in fields:
-            fail(f"--config {path}: unknown key {key!r}")
+            hints = [f"; did you mean {name!r}?" for name in difflib.get_close_matches(key, fields, 1)]
+            fail(f"--config {path}: unknown key {key!r}{''.join(hints)}")
         try:
             with contextlib.redirect_stderr(io.StringIO()):
                 tyro.cli(args_class, args=as_words(key, value))
@@ -134,8 +135,8 @@ def check(args):
     if getattr(args, "sft_model_path", "") is None:
         hint = "a folder that train_sft.py has made, or another causal model's folder or Hub name"
         fail(f"--sft_model_path: required with --dataset {args.dataset}: {hint}")
-    if args.lora_rank and importlib.util.find_spec("peft") is None:
-        fail(f"--lora_rank {args.lora_rank}: needs the package peft: pip install 'rlhf_details[peft]'")
+    if args.lora_rank:
+        need("peft", "peft", f"--lora_rank {args.lora_rank}")
     check_datasets(args)
     check_output_dir(args)
     if args.run_name is not None and not args.overwrite:
