@@ -1,7 +1,8 @@
 """
 Curves: of runs as they are, of experiments over seeds, and whether two versions of the code learn alike.
 
-    python benchmark/plot.py runs/<name> [runs/<other> ...]   one run's curves, or several over each other
+    python benchmark/plot.py runs/<name> [runs/<other> ...]   one run's curves, or several over each other,
+                                                              in a picture beside their folders
     python benchmark/plot.py curves TAG --exp rloo ppo        experiments in benchmark/results/TAG: interquartile means
                                                               over seeds with 95 % bootstrap intervals, and a table
     python benchmark/plot.py compare TAG_A TAG_B              a verdict; exit code 1 where they differ
@@ -51,7 +52,7 @@ class Args:
     runs: tyro.conf.Positional[tuple[str, ...]]
     """folders runs/<name>"""
     output: str | None = None
-    """the picture; None: curves.png in the first folder"""
+    """the picture; None: curves.png in the run's folder, and of several runs beside the first one's folder"""
 
 
 def fail(message):
@@ -168,7 +169,8 @@ def main(args: Args):
     runs = {name: read(folder) for name, folder in zip(names, args.runs, strict=True)}
     if not any(map(panels, runs.values())):
         fail(f"{args.runs[0]}: none of its metrics is drawn")
-    output = args.output or Path(args.runs[0]) / "curves.png"
+    first = Path(args.runs[0])
+    output = args.output or (first.parent if len(args.runs) > 1 else first) / "curves.png"
     try:
         figure(runs).savefig(output, dpi=90)
     except (OSError, ValueError) as e:

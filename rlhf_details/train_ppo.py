@@ -52,6 +52,7 @@ class Args(cli.PolicyArgs):  # which holds the flags of run, data, models, loggi
     """name of the experiment, part of the run's name"""
     output_dir: str = "models/ppo"
     """folder of the trained policy"""
+    starting_values = "train_ppo"  # the defaults by the model's size and for the toy; a copy of the page keeps them
 
     # sampling
     response_length: int = 53

@@ -41,6 +41,7 @@ class Args(cli.RunArgs):  # which holds the flags of run, data, logging and memo
     """name of the experiment, part of the run's name"""
     output_dir: str = "models/sft"
     """folder of the trained model"""
+    starting_values = "train_sft"  # the defaults by the model's size and for the toy; a copy of the page keeps them
 
     # data
     dataset: str = "toy"

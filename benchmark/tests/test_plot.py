@@ -57,6 +57,10 @@ def test_a_picture_of_a_run_of_one_that_goes_on_and_of_two(in_tmp, monkeypatch, 
     assert capsys.readouterr().out.splitlines()[-1] == str(picture) and picture.read_bytes()[:4] == b"\x89PNG"
     run(monkeypatch, "runs/torn", "runs/run", "--output", "both.png")
     assert Path("both.png").stat().st_size > 10_000
+    before = picture.stat().st_mtime_ns
+    run(monkeypatch, "runs/run", "runs/torn")  # which leaves the picture of the first one as it is
+    assert capsys.readouterr().out.splitlines()[-1] == "runs/curves.png" and Path("runs/curves.png").exists()
+    assert picture.stat().st_mtime_ns == before
 
 
 def test_bad_input_is_one_line(in_tmp, monkeypatch, capsys):

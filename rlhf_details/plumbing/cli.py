@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-import importlib.util
+import difflib
 import inspect
 import io
 import json
@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from rlhf_details import toy
 from rlhf_details.plumbing import stages, starting_values, usage
-from rlhf_details.plumbing.exits import fail, leave, leave_group, say, world_size  # noqa: F401
+from rlhf_details.plumbing.exits import fail, leave, leave_group, need, say, world_size  # noqa: F401
 from rlhf_details.plumbing.flags import MEMORY_KNOBS, NOT_THE_MODEL, OUTPUTS, PolicyArgs, RunArgs  # noqa: F401
 from rlhf_details.plumbing.sources import reading
 
@@ -41,12 +41,12 @@ def parse(args_class, argv=None, defaults=None, by_size=False):
     A TOML value becomes words of a command line, so its type is checked like theirs. An unknown key is an error.
     "--reward_fn A --reward_fn B" means "--reward_fn A B".
     Args: args_class, a flat dataclass; argv, None for sys.argv[1:]; defaults, {data set: {flag: value}} with None for
-    all other data sets, or None for those that stages.py has for the script that is the default of exp_name; by_size,
-    whether a data set of the user's own gets the values of starting_values.py.
+    all other data sets, or None for those that stages.py has for the page; by_size, whether a data set of the user's
+    own gets the values of starting_values.py.
     """
     fields = {f.name: f for f in dataclasses.fields(args_class)}
-    script = fields["exp_name"].default
-    defaults = stages.defaults(script) if defaults is None else defaults
+    if defaults is None:
+        defaults = stages.defaults(starting_values.page_of(args_class), args_class.exp_name)
     argv = sys.argv[1:] if argv is None else argv
     if "-h" in argv or "--help" in argv:
         usage.show(inspect.getfile(args_class), args_class=args_class)
@@ -57,7 +57,8 @@ def parse(args_class, argv=None, defaults=None, by_size=False):
             config = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     for key, value in config.items():
         if key not in fields:
-            fail(f"--config {path}: unknown key {key!r}")
+            hints = [f"; did you mean {name!r}?" for name in difflib.get_close_matches(key, fields, 1)]
+            fail(f"--config {path}: unknown key {key!r}{''.join(hints)}")
         try:
             with contextlib.redirect_stderr(io.StringIO()):
                 tyro.cli(args_class, args=as_words(key, value))
@@ -66,16 +67,16 @@ def parse(args_class, argv=None, defaults=None, by_size=False):
     dataset = value_of("dataset", argv) or str(config.get("dataset", "toy"))
     values = defaults.get(dataset.partition(":")[0], defaults.get(None, {})) | config
     args = tyro.cli(args_class, args=[word for item in values.items() for word in as_words(*item)] + argv)
-    return with_starting_values(args, script, given=config.keys() | names_in(argv)) if by_size else args
+    return with_starting_values(args, given=config.keys() | names_in(argv)) if by_size else args
 
 
-def with_starting_values(args, script, given):
+def with_starting_values(args, given):
     """The arguments with the values that starting_values.py has for the model's size, and prints them.
 
     Args: given, the flags that the user has set.
     """
     try:
-        model, table = starting_values.of(script, args)
+        model, table = starting_values.of(args)
     except Exception:  # A model that cannot be read ends the script when it is loaded, with a line about it.
         return args
     table = {name: value for name, value in table.items() if name not in given}
@@ -134,8 +135,8 @@ def check(args):
     if getattr(args, "sft_model_path", "") is None:
         hint = "a folder that train_sft.py has made, or another causal model's folder or Hub name"
         fail(f"--sft_model_path: required with --dataset {args.dataset}: {hint}")
-    if args.lora_rank and importlib.util.find_spec("peft") is None:
-        fail(f"--lora_rank {args.lora_rank}: needs the package peft: pip install 'rlhf_details[peft]'")
+    if args.lora_rank:
+        need("peft", "peft", f"--lora_rank {args.lora_rank}")
     check_datasets(args)
     check_output_dir(args)
     if args.run_name is not None and not args.overwrite:

@@ -12,6 +12,7 @@ import copy
 import functools
 import math
 import os
+import warnings
 from datetime import timedelta
 
 import torch
@@ -36,6 +37,8 @@ def start(args):
     """Returns an Accelerator for one process, DDP, FSDP2 or DeepSpeed. Trains missing toy stages, and seeds torch."""
     patience = InitProcessGroupKwargs(timeout=PATIENCE)
     # DDP would broadcast buffers in each forward, and hang where processes sample for different numbers of steps.
+    # torch 2.13 has another name for the switch, which accelerate does not know yet.
+    warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
     accelerator = join(kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False), patience])
     configure(accelerator, args)
     if args.lora_rank and name(accelerator) == "ZeRO-3":
@@ -54,6 +57,8 @@ def join(**options):
     accelerator = Accelerator(**options)
     if cli.world_size() != (seen := accelerator.num_processes):
         cli.fail(f"{cli.world_size()} processes, but accelerate sees {seen}: set ACCELERATE_USE_CPU=true")
+    if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
+        cli.say("note: accelerate has mixed_precision fp16 on GPUs alone: on this CPU all is computed in fp32")
     return accelerator
 
 

@@ -1,5 +1,6 @@
 """How a script ends, and what it says: lines of the main process, exit codes, and the group of processes."""
 
+import importlib.util
 import os
 import sys
 
@@ -11,6 +12,12 @@ def fail(message):
     if os.environ.get("RANK", "0") == "0":
         print("error:", " ".join(str(message).splitlines()), file=sys.stderr, flush=True)
     raise SystemExit(2)
+
+
+def need(package, extra, what):
+    """Ends with one line where the package of an extra is not installed. what: the flag that needs it."""
+    if importlib.util.find_spec(package) is None:
+        fail(f'{what}: needs the package {package}: pip install -c constraints.txt -e ".[{extra}]"')
 
 
 def say(line):

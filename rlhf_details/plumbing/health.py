@@ -11,11 +11,13 @@ from pathlib import Path
 from rlhf_details.plumbing import engines, hub
 
 
-def signs(metrics, first, args, precision):
+def signs(metrics, first, args, precision, is_last=False):
     """{name: (whether it shows, what is seen, what to do)}.
 
-    Args: metrics of an update; first, those of the first update; precision, the type that matrices are multiplied in.
+    Args: metrics of an update; first, those of the first update; precision, the type that matrices are multiplied in;
+    is_last, whether the run ends with this update.
     """
+    moved = abs(metrics.get("eval/objective/kl", metrics["objective/kl"]))
     kl, clipped = metrics["objective/kl"], metrics["policy/clipfrac_avg"]
     length, entropy = metrics["val/sequence_lengths"], metrics["policy/entropy_avg"]
     kl_bound = max(25.0, 0.25 * length)  # nats per response, or a quarter of a nat per token
@@ -30,6 +32,12 @@ def signs(metrics, first, args, precision):
             kl > kl_bound,
             f"the KL to the reference is {kl:.1f} nats per response, above {kl_bound:g}",
             "the policy over-optimises the reward: raise --kl_coef, lower --learning_rate, or stop earlier",
+        ),
+        # At a KL of 0.01 the chance of no event has changed by more than sqrt(0.01 / 2) = 0.07 (Pinsker's inequality).
+        "kl_zero": (
+            is_last and moved < 0.01,
+            f"at the run's end the KL to the reference is {moved:.4f} nats per response, below 0.01",
+            "the policy has hardly moved: raise --learning_rate (the pages' own suit a model of 1 B), or train longer",
         ),
         "clipfrac": (
             clipped > 0.3,
@@ -83,8 +91,9 @@ def untested(args, accelerator, policy):
 class Health:
     """Looks at each update's metrics. Its `memory` goes into the checkpoints."""
 
-    def __init__(self, args, accelerator):
-        self.args, self.accelerator, self.memory = args, accelerator, {"first": None, "said": []}
+    def __init__(self, args, accelerator, num_updates):
+        self.args, self.accelerator, self.num_updates = args, accelerator, num_updates
+        self.memory = {"first": None, "said": []}
 
     def __call__(self, metrics):
         """(the health/* metrics of an update, the lines to print). Rows of other scripts have none."""
@@ -92,7 +101,8 @@ class Health:
             return {}, []
         kept = "policy/entropy_avg", "val/sequence_lengths"
         self.memory["first"] = self.memory["first"] or {name: metrics[name] for name in kept}
-        found = signs(metrics, self.memory["first"], self.args, engines.precision(self.accelerator))
+        precision, is_last = engines.precision(self.accelerator), metrics["update"] == self.num_updates
+        found = signs(metrics, self.memory["first"], self.args, precision, is_last)
         fresh = [name for name, (shows, _, _) in found.items() if shows and name not in self.memory["said"]]
         self.memory["said"] += fresh
         lines = [f"warning: health/{name}: {found[name][1]}; {found[name][2]}" for name in fresh]

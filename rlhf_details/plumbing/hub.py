@@ -51,8 +51,9 @@ def command_of(args, num_processes):
     """A command line that starts the same run. It leaves out what the script has by itself for any model."""
     task, script = args.dataset.partition(":")[0], script_of(args).removesuffix(".py")
     defaults = {field.name: field.default for field in dataclasses.fields(args)}
-    defaults |= stages.defaults(defaults["exp_name"]).get(task, {})
-    always = {"dataset"} | starting_values.names().get(script.removesuffix("_async"), set())
+    page = starting_values.page_of(type(args))
+    defaults |= stages.defaults(page, defaults["exp_name"]).get(task, {})
+    always = {"dataset"} | starting_values.names().get(page, set())
     start = ["python"] if num_processes == 1 else ["accelerate", "launch", "--num_processes", str(num_processes)]
     words = [*start, f"rlhf_details/{script}.py"]
     for name, default in defaults.items():

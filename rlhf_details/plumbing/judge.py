@@ -6,7 +6,6 @@ interruption and asks nothing twice. An answer is kept under a hash of the judge
 """
 
 import hashlib
-import importlib.util
 import json
 import os
 import re
@@ -52,8 +51,7 @@ def check(args):
         cli.fail(f"--judge_base_url {url}: must begin with http:// or https://")
     if url is None and not os.environ.get("OPENAI_API_KEY"):
         cli.fail("--judge llm: needs OPENAI_API_KEY in the environment, or --judge_base_url, a server of your own")
-    if importlib.util.find_spec("openai") is None:
-        cli.fail("--judge llm: needs the package openai: pip install 'rlhf_details[judge]'")
+    cli.need("openai", "judge", "--judge llm")
 
 
 def question(prompt, response, opponent, seed, number):

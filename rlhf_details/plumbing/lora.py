@@ -4,7 +4,6 @@ LoRA (arXiv 2106.09685) by the library peft: only low-rank adapters beside the f
 A model keeps its class, and peft's layers take the place of its linear layers.
 """
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -100,8 +99,7 @@ def base_of(path):
 
 def load_merged(model, path, flag):
     """A base model with the adapters of a path merged into its weights, all of them trained."""
-    if importlib.util.find_spec("peft") is None:
-        cli.fail(f"{flag} {path}: holds adapters and needs the package peft: pip install 'rlhf_details[peft]'")
+    cli.need("peft", "peft", f"{flag} {path}, which holds adapters")
     from peft import PeftModel
 
     name, revision = sources.split(path)

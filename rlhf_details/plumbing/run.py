@@ -39,7 +39,8 @@ class Run:
         self.update, self.first_update = 0, 1  # the update under way, and the first one that this process trains
         self.before, self.latest, self.tensors = {}, {}, {}  # the first eval/*; the newest row of metrics; see `resume`
         self.by_prompt = []  # verdict.of_each_prompt of the first and the newest evaluation; only on the main process
-        self.console, self.health = trackers.Console(num_updates, not self.is_main), health.Health(args, accelerator)
+        self.console = trackers.Console(num_updates, not self.is_main)
+        self.health = health.Health(args, accelerator, num_updates)
         self.say = self.console.say  # prints a line on the main process, above the live line where there is one
         self.files = self.wandb = self.repository = self.signals = None
         self.inputs, self.checkpoint = inputs, None  # the folder of the newest checkpoint

@@ -73,15 +73,17 @@ SUM_DEFAULTS = {  # what differs for "toy-sum": arithmetic, rewarded by a functi
 }  # fmt: skip
 
 
-# The asynchronous variant differs in its output folder alone.
-DEFAULTS["train_ppo_async"] = DEFAULTS["train_ppo"] | {"output_dir": "models/toy/ppo_async"}
-SUM_DEFAULTS["train_ppo_async"] = SUM_DEFAULTS["train_ppo"] | {"output_dir": "models/toy-sum/ppo_async"}
+def defaults(page, script=None):
+    """{task: {flag: value}}: the defaults of a page for each embedded task, {} of a page that is not known.
 
-
-def defaults(script):
-    """{task: {flag: value}}: the defaults of a script for each embedded task."""
-    of_sum = {"toy-sum": DEFAULTS[script] | SUM_DEFAULTS[script]} if script in SUM_DEFAULTS else {}
-    return {"toy": DEFAULTS.get(script, {})} | of_sum  # A page of the user's own has none.
+    script: the name of a variant or a copy, which takes the page's defaults but for the output folder.
+    """
+    found = {"toy": DEFAULTS.get(page, {})}
+    found |= {"toy-sum": DEFAULTS[page] | SUM_DEFAULTS[page]} if page in SUM_DEFAULTS else {}
+    for task, values in found.items():
+        if values and script not in (None, page):
+            found[task] = values | {"output_dir": f"models/{task}/{script.removeprefix('train_')}"}
+    return found
 
 
 def ensure(args):

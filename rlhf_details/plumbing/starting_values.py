@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf_details import toy
 from rlhf_details.plumbing import sources
+from rlhf_details.plumbing.exits import say
 
 NEW = "train_sft, new model"  # --base_model scratch
 # {a model has fewer parameters than this: {script: {flag: value}}}
@@ -55,11 +56,22 @@ TABLE = {
 }  # fmt: skip
 
 
-def of(script, args):
+def page_of(args_class):
+    """The page whose values a script takes: the one that its Args name, as each page names itself and a copy keeps."""
+    return getattr(args_class, "starting_values", args_class.exp_name)
+
+
+def of(args):
     """(the model in words, {flag: value}) of the table. An embedded task has values of its own, so it gets {}."""
-    script = script.removesuffix("_async")
+    script = page_of(type(args))
     path = getattr(args, "base_model", None) or getattr(args, "sft_model_path", None)
-    if path is None or args.dataset.partition(":")[0] in toy.TASKS or script not in names():
+    if path is None or args.dataset.partition(":")[0] in toy.TASKS:
+        return "", {}
+    if script not in names():
+        say(
+            f"no starting values for {script}: its own defaults hold, which are meant for a model of 1 B parameters; "
+            "to take those of another page, name it as starting_values in Args"
+        )
         return "", {}
     new = path == "scratch" and script == "train_sft"
     size = of_a_new_model(args) if new else parameters(path, args.trust_remote_code)

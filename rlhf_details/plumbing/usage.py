@@ -61,7 +61,8 @@ def show(script, argv=(), args_class=None):
         for group in sorted(groups, key=lambda group: group.startswith("memory")):  # which comes last
             lines += ["", *groups[group]]
     _, _, example = about.partition("\nYour data: ")
-    lines += ["", "example:", "  " + " ".join(example.split())] if example else []
+    # A copied page keeps its parent's docstring, so the example takes the name of the script that is run.
+    lines += ["", "example:", " ".join(["  python", str(script), *example.split()[2:]])] if example else []
     if os.environ.get("RANK", "0") == "0":
         print("\n".join(lines))
     raise SystemExit(0)

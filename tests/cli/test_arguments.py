@@ -122,7 +122,9 @@ def test_a_flag_of_several_values_may_be_given_again_and_again(toml):
 @pytest.mark.parametrize(
     "text, words",
     [
-        ("batch_sise = 3", "unknown key 'batch_sise'"),
+        ("batch_sise = 3", "unknown key 'batch_sise'; did you mean 'batch_size'?"),
+        ("batch-size = 3", "unknown key 'batch-size'; did you mean 'batch_size'?"),
+        ("zzz = 3", "unknown key 'zzz'"),
         ("batch_size = = 3", "line 1"),
         ('learning_rate = "fast"', "learning_rate = 'fast' is not of that flag's type"),
         ("batch_size = 1.5", "batch_size = 1.5 is not"),
@@ -210,7 +212,7 @@ def test_help_marks_what_is_required_and_its_example_gives_it(script, help_of, f
     lines = help_of(cli.parse, kind, ["-h"]).splitlines()
     start, *words = shlex.split(lines[-1])[1:]
     args = cli.parse(kind, words)
-    assert start == f"rlhf_details/{script}.py" and lines[-2] == "example:"
+    assert start == inspect.getfile(kind) and lines[-2] == "example:"
     for name in set(marked) - {"reward_model_path"}:
         line = fails(SCRIPTS[script].main, dataclasses.replace(args, **{name: None}))
         assert getattr(args, name) and f"--{name}: required" in line

@@ -70,7 +70,7 @@ def test_several_processes_without_an_accelerator_run_on_the_cpu(monkeypatch, ca
     def make(num_processes):
         def accelerator(**options):
             seen.append(engines.os.environ["ACCELERATE_USE_CPU"])
-            return SimpleNamespace(num_processes=num_processes)
+            return SimpleNamespace(num_processes=num_processes, mixed_precision="no")
 
         monkeypatch.setattr(engines, "Accelerator", accelerator)
 
@@ -81,6 +81,15 @@ def test_several_processes_without_an_accelerator_run_on_the_cpu(monkeypatch, ca
         engines.join()
     said = capsys.readouterr().err
     assert end.value.code == 2 and "2 processes, but accelerate sees 1" in said and "ACCELERATE_USE_CPU" in said
+
+
+def test_fp16_on_a_cpu_is_said_to_be_fp32(monkeypatch, capsys):
+    for precision, lines in (("no", 0), ("bf16", 0), ("fp16", 1)):
+        accelerator = SimpleNamespace(num_processes=1, mixed_precision=precision, device=torch.device("cpu"))
+        monkeypatch.setattr(engines, "Accelerator", lambda result=accelerator: result)
+        engines.join()
+        said = capsys.readouterr().out
+        assert said.count("\n") == lines and ("computed in fp32" in said) == bool(lines)
 
 
 def test_frozen_models_wait_on_the_cpu_while_the_policy_samples_and_trains(monkeypatch):

@@ -27,7 +27,7 @@ THRESHOLDS = {  # metric: [(sign, fine, ill)]
     "policy/entropy_avg": [("entropy", 0.41, 0.39)],
     "val/sequence_lengths": [("length", 39.9, 40.1), ("length", 10.1, 9.9)],
 }
-SIGNS = {"kl", "clipfrac", "first_ratio", "truncated", "reward_variance", "entropy", "length"}
+SIGNS = {"kl", "kl_zero", "clipfrac", "first_ratio", "truncated", "reward_variance", "entropy", "length"}
 PAGE = pytest.mark.parametrize("page", ["train_rloo", "train_ppo"])
 
 
@@ -62,6 +62,19 @@ def test_equal_scores_are_those_of_a_prompts_responses_or_of_the_whole_batch():
     for args, words in ((train_rloo.Args(), "of the prompts"), (train_ppo.Args(), "of the batch")):
         _, seen, _ = health.signs(HEALTHY | {"val/equal_scores": 1.0}, FIRST, args, "fp32")["reward_variance"]
         assert words in seen
+
+
+def test_a_kl_that_is_zero_shows_at_the_end_alone():
+    args = train_rloo.Args(batch_size=100)
+    for metrics, shows in [
+        ({"objective/kl": 0.009}, True),
+        ({"objective/kl": -0.009}, True),
+        ({"objective/kl": 0.011}, False),
+        ({"objective/kl": 0.0, "eval/objective/kl": 0.1}, False),  # The held-out KL is that after the last step.
+        ({"objective/kl": 1.0, "eval/objective/kl": 0.0}, True),
+    ]:
+        ends = health.signs(HEALTHY | metrics, FIRST, args, "fp32", is_last=True)["kl_zero"]
+        assert ends[0] == shows and "--learning_rate" in ends[2] and showing(metrics, args) == set()
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
@@ -116,7 +129,8 @@ def test_dropout_shows_in_the_first_ratio(tiny, few_prompts, in_tmp, monkeypatch
 def test_responses_that_never_end_and_equal_rewards_show(tiny, few_prompts, in_tmp, capsys, page):
     found = run(page, tiny, EQUAL, stop_token="wonderful", response_length=2)
     assert found["truncated"] and found["reward_variance"] == [1, 2, 3]
-    assert sorted(warnings_in(capsys)) == ["reward_variance", "truncated"]
+    # Equal rewards teach nothing, so RLOO's KL may stay 0 as well.
+    assert sorted({*warnings_in(capsys)} - {"kl_zero"}) == ["reward_variance", "truncated"]
 
 
 def test_equal_rewards_are_counted_by_prompt(tiny, in_tmp):
@@ -125,6 +139,12 @@ def test_equal_rewards_are_counted_by_prompt(tiny, in_tmp):
     code = "def f(prompts, completions, easy): return [1.0 if e else hash(c) % 997 for e, c in zip(easy, completions)]"
     run("train_rloo", tiny, code, dataset=write_rows("rows.jsonl", rows), batch_size=64, total_episodes=64)
     assert read_metrics("runs/run")[0]["val/equal_scores"] == 0.25
+
+
+def test_a_rate_that_moves_nothing_is_said_at_the_end(tiny, few_prompts, in_tmp, capsys):
+    assert run("train_rloo", tiny, learning_rate=1e-9)["kl_zero"] == [3]
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("bad signs: ") and "health/kl_zero in 1 of 3 updates" in line for line in lines)
 
 
 def test_responses_that_shrink_to_one_word_show_in_length_and_entropy(tiny, few_prompts, in_tmp, capsys):

@@ -9,7 +9,7 @@ import pytest
 from helpers import PAGES, ROOT
 
 from rlhf_details import evaluate, train_reward, train_sft
-from rlhf_details.plumbing import cli, stages
+from rlhf_details.plumbing import cli, stages, starting_values
 
 SCRIPTS = PAGES | {"train_sft": train_sft, "train_reward": train_reward, "evaluate": evaluate}
 
@@ -78,7 +78,8 @@ def test_a_stage_that_fails_ends_the_run_with_its_exit_code(in_tmp, monkeypatch)
 @pytest.mark.parametrize("task", ["toy", "toy-sum"])
 def test_every_script_takes_the_defaults_of_the_embedded_tasks(script, task):
     """Of all six but the reward model's, which the sums do without."""
-    defaults, kind = stages.defaults(script), SCRIPTS[script].Args
+    kind = SCRIPTS[script].Args
+    defaults = stages.defaults(starting_values.page_of(kind), script)
     if task not in defaults:
         assert (script, task) == ("train_reward", "toy-sum")
         return

@@ -107,6 +107,7 @@ def test_missing_stages_are_trained_once_by_the_main_process_and_the_default_run
     first = launch("train_rloo.py", as_words(total_episodes=512), 2, cwd=tmp_path)
     assert first.returncode == 0, first.stderr[-3000:]
     assert first.stdout.count("does not exist yet") == 2 and "2 process(es)" in first.stdout
+    assert "FutureWarning" not in first.stderr, first.stderr[-3000:]
     for script, num_updates in (("train_rloo", 100), ("train_ppo", 40)):
         done = launch(f"{script}.py", as_words(run_name=script, overwrite=True), cwd=tmp_path)
         assert done.returncode == 0 and "does not exist yet" not in done.stdout, done.stderr[-3000:]
