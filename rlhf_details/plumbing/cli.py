@@ -19,9 +19,8 @@ from transformers.utils import logging as transformers_logging
 
 from rlhf_details import toy
 from rlhf_details.plumbing import stages, starting_values, usage
-from rlhf_details.plumbing.exits import fail, leave, leave_group, need, say, world_size  # noqa: F401
+from rlhf_details.plumbing.errors import fail, leave, leave_group, need, reading, say, world_size  # noqa: F401
 from rlhf_details.plumbing.flags import MEMORY_KNOBS, NOT_THE_MODEL, OUTPUTS, PolicyArgs, RunArgs  # noqa: F401
-from rlhf_details.plumbing.sources import reading
 
 MAY_BE_ZERO = "seed eval_every num_sample_generations truncate_after checkpoint_every".split()
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from rlhf_details import toy, utils
-from rlhf_details.plumbing import cli, sources
+from rlhf_details.plumbing import cli, errors
 from rlhf_details.plumbing.tokenization import (
     Padded,
     encode,
@@ -267,10 +267,10 @@ def load_dataset(flag, spec, name, **options):
     import datasets  # It is slow to import, and most runs do without it.
 
     datasets.disable_progress_bars(), datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    name, revision = sources.split(name)
+    name, revision = errors.split(name)
     options |= {"revision": revision} if revision else {}
     if not os.path.exists(spec):
-        sources.announce(name)
+        errors.announce(name)
     with cli.reading(flag, spec):
         return [dict(row) for row in datasets.load_dataset(name, **options)]
 

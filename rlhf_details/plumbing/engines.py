@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
 from rlhf_details.plumbing import cli, lora, stages
-from rlhf_details.plumbing.exits import say
+from rlhf_details.plumbing.errors import say
 
 # How long a process waits for the others. The main process may need minutes to write a large checkpoint, and when a
 # node has lost its power, the other nodes end after this time.

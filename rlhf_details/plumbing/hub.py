@@ -12,7 +12,7 @@ from pathlib import Path
 
 import huggingface_hub
 
-from rlhf_details.plumbing import cli, sources, stages, starting_values
+from rlhf_details.plumbing import cli, errors, stages, starting_values
 
 PAPERS = {  # of each script: title and arXiv number
     "sft": ("Training language models to follow instructions with human feedback", "2203.02155"),
@@ -89,8 +89,8 @@ def model_card(args, repository, metrics, link, about):
     """
     kind = script_of(args).removesuffix(".py").removeprefix("train_").split("_")[0]  # "ppo" for train_ppo_async.py
     start = getattr(args, "sft_model_path", None) or getattr(args, "base_model", None)
-    base, _ = sources.split(start)
-    is_reward, (dataset, _) = kind == "reward", sources.split(args.dataset.partition(":")[0].partition("[")[0])
+    base, _ = errors.split(start)
+    is_reward, (dataset, _) = kind == "reward", errors.split(args.dataset.partition(":")[0].partition("[")[0])
     facts = {"library_name": "transformers", "tags": [kind, "rlhf", "rlhf_details"] + ["lora"] * bool(args.lora_rank)}
     facts["pipeline_tag"] = "text-classification" if is_reward else "text-generation"
     facts |= {"base_model": base} if base != "scratch" and on_the_hub(base) else {}

@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from rlhf_details.plumbing import cli, sources
+from rlhf_details.plumbing import cli, errors
 
 
 def add_adapters(model, rank):
@@ -79,7 +79,7 @@ def save_adapter(model, folder, base_model):
 
     Path(folder).mkdir(parents=True, exist_ok=True)
     config = model.peft_config["default"]
-    name, config.revision = sources.split(base_model)
+    name, config.revision = errors.split(base_model)
     config.base_model_name_or_path = str(Path(name).resolve()) if Path(name).exists() else name  # found from any folder
     config.inference_mode = True
     config.save_pretrained(folder)
@@ -90,7 +90,7 @@ def save_adapter(model, folder, base_model):
 
 def base_of(path):
     """The model that adapters (a folder or Hub name) belong to, or None where the path holds no adapters."""
-    name, revision = sources.split(path)
+    name, revision = errors.split(path)
     if not (file := find_adapter_config_file(name, revision=revision)):
         return None
     config = json.loads(Path(file).read_text())
@@ -102,7 +102,7 @@ def load_merged(model, path, flag):
     cli.need("peft", "peft", f"{flag} {path}, which holds adapters")
     from peft import PeftModel
 
-    name, revision = sources.split(path)
+    name, revision = errors.split(path)
     with cli.reading(flag, path):
         # The older adapter_model.bin is a pickle.
         file = cached_file(name, "adapter_model.safetensors", revision=revision)

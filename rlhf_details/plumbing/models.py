@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from rlhf_details import toy
-from rlhf_details.plumbing import cli, engines, lora, sources
+from rlhf_details.plumbing import cli, engines, errors, lora
 
 # Weights are read from safetensors files alone, because the older kind are pickles, which can run any code.
 # They are held in fp32, because a bf16 weight would swallow a step of 3e-6. [MODEL-3]
@@ -43,8 +43,8 @@ def find_tokenizer(path, args):
     kinds = "tokenizer*", "vocab*", "*.model"
     if os.path.isdir(path) and not any(file for kind in kinds for file in Path(path).glob(kind)):
         return None
-    sources.announce(path)
-    name, revision = sources.split(path)
+    errors.announce(path)
+    name, revision = errors.split(path)
     return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
 
 
@@ -58,7 +58,7 @@ def own_tokenizer(args, tokenizer):
     sizes = []
     for flag, path in paths.items():
         with cli.reading(flag, path):
-            name, revision = sources.split(lora.base_of(path) or path)
+            name, revision = errors.split(lora.base_of(path) or path)
             config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
             sizes.append(config.get_text_config().vocab_size)
     with cli.reading("--reward_model_path", args.reward_model_path):
@@ -157,14 +157,14 @@ def load_reward_model(path, args, flag="--reward_model_path", allow_untrained=Fa
 
 def load(kind, path, flag, args, **options):
     """(model, what the library says of its weights) of a folder or Hub name. Args: kind, an Auto class."""
-    name, revision = sources.split(path)
+    name, revision = errors.split(path)
     options |= {"attn_implementation": args.attn_implementation, "trust_remote_code": args.trust_remote_code}
     kernel = args.attn_implementation and f"--attn_implementation {args.attn_implementation} with "
     with cli.reading(f"{kernel or ''}{flag}", path):  # The kernel may be what cannot be had.
         try:
             model, info = kind.from_pretrained(name, revision=revision, **LOADING, **options)
         except OSError:
-            sources.refuse_pickles(path, flag, kind)
+            errors.refuse_pickles(path, flag, kind)
             raise
     misfits = [key for key in info["mismatched_keys"] if not key[0].startswith("score.")]
     if misfits:

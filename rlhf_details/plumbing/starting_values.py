@@ -13,8 +13,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf_details import toy
-from rlhf_details.plumbing import sources
-from rlhf_details.plumbing.exits import say
+from rlhf_details.plumbing import errors
+from rlhf_details.plumbing.errors import say
 
 NEW = "train_sft, new model"  # --base_model scratch
 # {a model has fewer parameters than this: {script: {flag: value}}}
@@ -93,8 +93,8 @@ def parameters(path, trust_remote_code=False):
     """The number of a causal model's parameters, from its configuration alone: no weight is read or drawn."""
     adapter = Path(path) / "adapter_config.json"
     path = json.loads(adapter.read_text())["base_model_name_or_path"] if adapter.exists() else path
-    sources.announce(path)
-    name, revision = sources.split(path)
+    errors.announce(path)
+    name, revision = errors.split(path)
     config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)

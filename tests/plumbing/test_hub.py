@@ -17,7 +17,7 @@ from short_runs import error_line, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf_details import toy, train_reward, train_rloo, train_sft
-from rlhf_details.plumbing import cli, hub, lora, models, sources
+from rlhf_details.plumbing import cli, errors, hub, lora, models
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_a_name_may_end_in_a_revision(server, tiny, ragged, in_tmp, fails):
 def test_a_local_folder_may_have_an_at_sign_in_its_name(tiny, in_tmp):
     shutil.copytree(tiny / "policy", "model@home")
     models.load_policy("model@home", "--sft_model_path", train_rloo.Args())
-    assert sources.split("model@home") == ("model@home", None) != sources.split("model@work")
+    assert errors.split("model@home") == ("model@home", None) != errors.split("model@work")
 
 
 def test_adapters_remember_the_revision_of_their_base(server, in_tmp):
