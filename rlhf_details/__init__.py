@@ -5,7 +5,7 @@ import signal
 import sys
 from pathlib import Path
 
-from rlhf_details.plumbing import usage
+from rlhf_details.plumbing import flags
 
 
 def end_in_one_line(kind, error, traceback, show=sys.excepthook):
@@ -21,4 +21,4 @@ def end_in_one_line(kind, error, traceback, show=sys.excepthook):
 sys.excepthook = end_in_one_line
 # `python rlhf_details/train_rloo.py --help` is answered here for the same reason.
 if {"-h", "--help"} & {*sys.argv[1:]} and Path(sys.argv[0]).resolve() in Path(__file__).resolve().parent.glob("*.py"):
-    usage.show(sys.argv[0], sys.argv[1:])
+    flags.show(sys.argv[0], sys.argv[1:])

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from rlhf_details import toy, train_ppo, train_reward, train_rloo
-from rlhf_details.plumbing import cli, data, stages, usage
+from rlhf_details.plumbing import cli, data, flags, stages
 
 import tyro
 
@@ -48,7 +48,7 @@ def parse(argv, by_size=False):
     module = {"ppo": train_ppo, "rloo": train_rloo}[tyro.cli(Both, args=rest).algorithm]
     of_policy = stages.DEFAULTS[module.Args().exp_name]
     if wants_help:
-        usage.show(__file__, argv)
+        flags.show(__file__, argv)
     reward = cli.parse(train_reward.Args, words["reward"], by_size=by_size)
     start = {"sft_model_path": reward.sft_model_path} if reward.sft_model_path else {}
     start |= {"reward_model_path": reward.output_dir}

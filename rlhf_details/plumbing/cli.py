@@ -18,7 +18,7 @@ import tyro
 from transformers.utils import logging as transformers_logging
 
 from rlhf_details import toy
-from rlhf_details.plumbing import stages, starting_values, usage
+from rlhf_details.plumbing import flags, stages, starting_values
 from rlhf_details.plumbing.errors import fail, leave, leave_group, need, reading, say, world_size  # noqa: F401
 from rlhf_details.plumbing.flags import MEMORY_KNOBS, NOT_THE_MODEL, OUTPUTS, PolicyArgs, RunArgs  # noqa: F401
 
@@ -48,7 +48,7 @@ def parse(args_class, argv=None, defaults=None, by_size=False):
         defaults = stages.defaults(starting_values.page_of(args_class), args_class.exp_name)
     argv = sys.argv[1:] if argv is None else argv
     if "-h" in argv or "--help" in argv:
-        usage.show(inspect.getfile(args_class), args_class=args_class)
+        flags.show(inspect.getfile(args_class), args_class=args_class)
     argv = join_lists(argv, {name for name, f in fields.items() if get_origin(f.type) is tuple})
     path, config = value_of("config", argv), {}
     if path:

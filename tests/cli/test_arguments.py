@@ -18,7 +18,7 @@ import pytest
 from helpers import PAGES, ROOT
 
 from rlhf_details import evaluate, train_both, train_reward, train_rloo, train_sft
-from rlhf_details.plumbing import cli, evaluation, rewards, usage
+from rlhf_details.plumbing import cli, evaluation, flags, rewards
 
 SCRIPTS = PAGES | {"train_sft": train_sft, "train_reward": train_reward, "evaluate": evaluate}
 each_script = pytest.mark.parametrize("script", list(SCRIPTS))
@@ -191,11 +191,11 @@ def help_of(capsys, monkeypatch):
 @each_script
 def test_help_shows_every_flag_with_its_text_and_default_in_groups(script, help_of):
     kind = SCRIPTS[script].Args
-    shown, flags = help_of(cli.parse, kind, ["--help"]), usage.flags_of(usage.inherited(kind))
-    assert shown == help_of(usage.show, inspect.getfile(kind))  # whether the page has been imported or not
+    shown, found = help_of(cli.parse, kind, ["--help"]), flags.flags_of(flags.inherited(kind))
+    assert shown == help_of(flags.show, inspect.getfile(kind))  # whether the page has been imported or not
     lines, words = shown.splitlines(), " ".join(shown.split())
     for field in dataclasses.fields(kind):
-        text, default = flags[field.name].text, flags[field.name].default
+        text, default = found[field.name].text, found[field.name].default
         assert f"\n  --{field.name}" in shown and len(text) > 8 and text in words, field.name
         assert field.default == () or str(field.default) == default or float(default) == field.default, field.name
     titles = [re.split("[,:]", line)[0] for before, line in pairwise(lines) if not before]
@@ -207,8 +207,8 @@ def test_help_shows_every_flag_with_its_text_and_default_in_groups(script, help_
 @each_script
 def test_help_marks_what_is_required_and_its_example_gives_it(script, help_of, fails):
     kind = SCRIPTS[script].Args
-    flags = usage.flags_of(usage.inherited(kind))
-    marked = [name for name, flag in flags.items() if "(required unless --dataset is toy" in flag.text]
+    found = flags.flags_of(flags.inherited(kind))
+    marked = [name for name, flag in found.items() if "(required unless --dataset is toy" in flag.text]
     lines = help_of(cli.parse, kind, ["-h"]).splitlines()
     start, *words = shlex.split(lines[-1])[1:]
     args = cli.parse(kind, words)
@@ -238,7 +238,7 @@ def test_help_imports_nothing_slow(script):
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
     assert done.returncode == 0 and "example:" in done.stdout
     slow = {name for name in ("transformers", "datasets", "wandb", "tensorboard") if f" {name}\n" in done.stderr}
-    assert " rlhf_details.plumbing.usage\n" in done.stderr and not slow
+    assert " rlhf_details.plumbing.flags\n" in done.stderr and not slow
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 from helpers import ROOT, read_metrics, rloo_args
 
 from rlhf_details import train_rloo
-from rlhf_details.plumbing import cli, hub, starting_values, usage
+from rlhf_details.plumbing import cli, flags, hub, starting_values
 
 
 @pytest.fixture(params=[False], ids=["named"])
@@ -65,5 +65,5 @@ def test_a_page_without_starting_values_says_so(page, tiny, in_tmp, capsys):
 
 def test_the_example_of_its_help_names_the_copy(page, capsys):
     with pytest.raises(SystemExit):
-        usage.show(page.__file__)
+        flags.show(page.__file__)
     assert capsys.readouterr().out.splitlines()[-1].startswith(f"  python {page.__file__} --dataset rows.jsonl")
