@@ -34,7 +34,7 @@ PPO, ASYNC, RLOO, GRPO = "train_ppo.py", "train_ppo_async.py", "train_rloo.py", 
 RM, SFT, EVALUATE, UTILS = "train_reward.py", "train_sft.py", "evaluate.py", "utils.py"
 DATA, ENCODING, COMPARISONS = "plumbing/data.py", "plumbing/tokenization.py", "plumbing/comparisons.py"
 MODELS, ENGINES, LAYOUT = "plumbing/models.py", "plumbing/engines.py", "plumbing/layout.py"
-JUDGE, REPORT = "plumbing/judge.py", "plumbing/report.py"
+JUDGE, REPORT = "plumbing/judge.py", "plumbing/evaluation.py"
 
 FROZEN = """\
     frozen = utils.disable_dropout(models.load_policy(args.sft_model_path, '--sft_model_path', args))

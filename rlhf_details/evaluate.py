@@ -33,8 +33,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlhf_details import utils
-from rlhf_details.plumbing import cli, data, engines, evaluation, interactive, judge, models, report, rewards
-from rlhf_details.plumbing.figures import average, rate
+from rlhf_details.plumbing import cli, data, engines, evaluation, judge, models, rewards
+from rlhf_details.plumbing.evaluation import average, rate
 from rlhf_details.utils import EVALUATION, in_slices
 
 import torch
@@ -56,7 +56,7 @@ class Args:
     overwrite: bool = False
     """replace the results of other arguments; the judge's answers are kept"""
 
-    interactive: bool = False
+    evaluation: bool = False
     """talk to the policies: type a prompt, and each answers; nothing is evaluated or written"""
 
     # data
@@ -294,8 +294,8 @@ def main(args: Args):
     settings = evaluation.as_trained(args)  # {path of a policy: args with the settings to sample it with}
     evaluation.check(args, settings)
     if args.interactive:
-        return interactive.talk(settings, respond)
-    report.check_folder(args, settings)
+        return evaluation.talk(settings, respond)
+    evaluation.check_folder(args, settings)
     accelerator = engines.join()
     device, size = accelerator.device, args.rollout_micro_batch_size
     use_references = args.judge != "none" and not args.opponent_path
@@ -358,7 +358,7 @@ def main(args: Args):
         torch.distributed.destroy_process_group()
     if not accelerator.is_main_process:
         return None
-    folder, summary = report.open_folder(args, settings, accelerator, N)
+    folder, summary = evaluation.open_folder(args, settings, accelerator, N)
     tables, metrics = {}, {}  # {path: {column: list of N}}, {path: {"policy": figures, "opponent": .., "win_rate": ..}}
     for path, own in settings.items():
         table, figures = measured[path, evaluation.sampling(own)]
@@ -377,8 +377,8 @@ def main(args: Args):
             metrics[path]["win_rate"] = win_rate(table["verdict"])
 
     # ---- 4. Report: samples.csv, summary.json, a table of the figures ------------------------------------------------
-    summary = report.write(folder, summary, metrics, tables, report.doubts(args, settings, metrics))
-    report.show(args, summary, metrics, tables)
+    summary = evaluation.write(folder, summary, metrics, tables, evaluation.doubts(args, settings, metrics))
+    evaluation.show(args, summary, metrics, tables)
     cli.say(f"results: {folder}   {time.time() - start:.0f} s")
     return summary
 

@@ -27,7 +27,7 @@ from typing import Literal
 
 from rlhf_details import utils
 from rlhf_details.plumbing import cli, data, engines, lora, models
-from rlhf_details.plumbing.rouge import rouge_l
+from rlhf_details.plumbing.evaluation import rouge_l
 from rlhf_details.plumbing.run import Run
 from rlhf_details.utils import EVALUATION, in_slices
 

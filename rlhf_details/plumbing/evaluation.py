@@ -1,15 +1,23 @@
 """
-What evaluate.py reads: how a policy sampled in training, the prompts, and the completions that it is compared with.
+What evaluate.py reads, writes and prints: how a policy sampled in training, the prompts and the completions that it is
+compared with, the folder with summary.json and samples.csv, the table of figures, and --interactive.
 """
 
+import csv
+import dataclasses
 import json
+import math
+import platform
+import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+import transformers
 
 from rlhf_details import utils
-from rlhf_details.plumbing import cli, data, engines, judge, models, rewards, tokenization
+from rlhf_details.plumbing import checkpoint, cli, data, engines, judge, models, rewards, tokenization
 
 # How a policy is sampled where neither a flag nor its folder says it.
 FALLBACKS = dict(temperature=1.0, response_length=53, stop_token="eos", truncate_token="none", truncate_after=0)
@@ -168,3 +176,257 @@ def check_vocabularies(args, tokenizer, readers):
             first = f"--policy_path {sizes[0][1]} ({sizes[0][2]} embeddings, {len(ours)} tokens)"
             cli.fail(f"vocabulary mismatch: {first} and --{flag} {path} ({size} embeddings, {len(theirs)} tokens)")
     return own_tokenizer
+
+
+# These arguments may differ when an evaluation is repeated into its folder, since the figures are the same.
+MAY_DIFFER = "exp_name config output_dir overwrite judge_base_url rollout_micro_batch_size attn_implementation".split()
+FEW_ENDED, FAR_APART = 0.9, 2.0  # the share of ended responses, and the ratio of lengths, from which on a line warns
+UNITS = {"length": "length (tokens)", "kl": "kl (nats a response)"}
+
+
+# ---- the folder ------------------------------------------------------------------------------------------------------
+def folder_of(args):
+    """The output folder, with the policies' paths in their place, of which a file system takes some 200 letters."""
+    names = "__".join(path.strip("/").replace("/", "_") for path in args.policy_path)
+    return Path(args.output_dir.replace("{policy}", names[:200]))
+
+
+def arguments(args, settings):
+    """{"args": as they were given, "sampling": {path of a policy: {setting: value}}}. settings: of as_trained."""
+    sampling = {path: dict(sampling(own)) for path, own in settings.items()}
+    return json.loads(json.dumps({"args": dataclasses.asdict(args), "sampling": sampling}))
+
+
+def deciding(summary):
+    """{name: value} of what decides the figures. A setting of the sampler counts as it is for each policy."""
+    found = {f"{path}: {name}": x for path, own in summary["sampling"].items() for name, x in own.items()}
+    settings = {name for own in summary["sampling"].values() for name in own}
+    return {name: x for name, x in summary["args"].items() if name not in (*MAY_DIFFER, *settings)} | found
+
+
+def check_folder(args, settings):
+    """Ends with one line where the output folder holds other results or foreign files and --overwrite is not given."""
+    folder = folder_of(args)
+    for part in (folder, *folder.parents):
+        if part.exists() and not part.is_dir():
+            cli.fail(f"--output_dir {folder}: {part} is a file")
+    if (folder / "config.json").exists():
+        cli.fail(f"--output_dir {folder}: holds a model or a training run")
+    if args.overwrite or not folder.exists() or not any(folder.iterdir()):
+        return
+    try:
+        before = deciding(json.loads((folder / "summary.json").read_text()))
+    except (OSError, ValueError, TypeError, LookupError, AttributeError):
+        cli.fail(f"--output_dir {folder} holds something that is no evaluation; give another folder or --overwrite")
+    for name, value in deciding(arguments(args, settings)).items():
+        if before.get(name) != value:
+            there = f"{name} {before.get(name)!r} there, {value!r} here"
+            cli.fail(f"--output_dir {folder} holds another evaluation ({there}); give another folder or --overwrite")
+
+
+def open_folder(args, settings, accelerator, num_examples):
+    """Makes the output folder, with a summary that has no figures yet. Returns (folder, summary)."""
+    versions = {"python": platform.python_version()}
+    versions |= {module.__name__: module.__version__ for module in (torch, transformers)}
+    summary = arguments(args, settings) | {"versions": versions, "device": str(accelerator.device)}
+    summary |= {"num_processes": accelerator.num_processes, "num_examples": num_examples}
+    folder = folder_of(args)
+    folder.mkdir(parents=True, exist_ok=True)
+    checkpoint.write_text(folder / "summary.json", json.dumps(summary, indent=1))
+    return folder, summary
+
+
+def write(folder, summary, metrics, tables, warnings):
+    """Writes samples.csv and then summary.json, each whole or not at all. Returns the summary.
+
+    Args: metrics, {path: {"policy": {name: figure}, "opponent": .., "win_rate": ..}}; tables, {path: {column: list of
+    N}}; warnings, lines. Where there is one policy, neither file names it: metrics and columns are its own.
+    """
+    columns = {}
+    for path, table in tables.items():
+        is_shared = {name: name == "prompt" or len(tables) == 1 for name in table}
+        columns |= {name if is_shared[name] else f"{path}: {name}": x for name, x in table.items()}
+    partial = folder / "samples.csv.partial"
+    with open(partial, "w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([list(columns), *zip(*columns.values(), strict=True)])
+    partial.replace(folder / "samples.csv")
+    summary = summary | {"metrics": metrics[path] if len(metrics) == 1 else metrics, "warnings": warnings}
+    checkpoint.write_text(folder / "summary.json", json.dumps(summary, indent=1))
+    return summary
+
+
+# ---- what is printed -------------------------------------------------------------------------------------------------
+def columns_of(args, metrics, tables):
+    """[(label, figures, its responses, whether they ended)], a column of the printed table each.
+
+    The policies come first. Then comes the opponent, once for all policies whose settings it was sampled with.
+    """
+    columns, seen = [], []
+    for path, side in [(path, "") for path in metrics] + [(path, "opponent_") for path in metrics]:
+        figures, table = metrics[path].get("opponent" if side else "policy"), tables[path]
+        model, texts = (args.opponent_path or "references") if side else path, table.get(f"{side}response")
+        if figures is None or (model, texts) in seen:
+            continue
+        label = f"{model}, as {path}" if model in dict(seen) else model
+        seen.append((model, texts))
+        columns.append((label, figures, texts, table.get(f"{side}ended")))
+    return columns
+
+
+def show(args, summary, metrics, tables):
+    """Prints a table of all figures, the first four samples, and each policy's win rate, with what makes it doubtful.
+
+    Args: summary, metrics and tables as of `write`.
+    """
+    columns, first = columns_of(args, metrics, tables), next(iter(tables.values()))
+    cli.say(f"{args.exp_name}: {len(first['prompt'])} prompts of {args.dataset}")
+    labels = "rewards/reward_model gold parses length ended distinct_1 distinct_2 distinct_3 kl".split()
+    labels += [name for _, figures, *_ in columns for name in figures]  # Reward functions come last.
+    lines = [["", *(label for label, *_ in columns)]]
+    for name in dict.fromkeys(labels):
+        if any(name in figures for _, figures, *_ in columns):
+            lines.append([UNITS.get(name, name), *(as_text(figures.get(name)) for _, figures, *_ in columns)])
+    if "win_rate" in next(iter(metrics.values())):
+        lines.append(["win rate", *(as_text(own["win_rate"]) for own in metrics.values())])
+    widths = [max(len(line[i]) for line in lines if i < len(line)) for i in range(len(lines[0]))]
+    for line in lines:
+        cli.say("  " + "  ".join(f"{cell:{width}}" for cell, width in zip(line, widths, strict=False)).rstrip())
+    for i in range(min(4, len(first["prompt"]))):
+        words = [f"prompt: {first['prompt'][i].strip()}"]
+        for label, _, texts, ended in columns:
+            words.append(f"{label}: {texts[i].strip()}" + " [did not end]" * (ended is not None and not ended[i]))
+        cli.say(" | ".join(words).replace("\n", "⏎"))
+    for path, own in metrics.items():
+        if "win_rate" in own:
+            whose = f" of {path}" * (len(metrics) > 1)
+            cli.say(f"Model win rate{whose}: {win_rate_line(own, args.judge == 'llm')}")
+    for line in summary["warnings"]:
+        cli.say(f"warning: {line}")
+
+
+def as_text(figure):
+    """A figure as a number and its interval where it has one, or - where there is no figure."""
+    if figure is None:
+        return "-"
+    interval = f"  ({figure['low']:z.3f} .. {figure['high']:z.3f})" if "low" in figure else ""
+    return f"{figure['value']:z.3f}{interval}"
+
+
+def win_rate_line(metrics, is_read):
+    """The win rate in words. is_read: whether the verdicts were read from answers, which may be unparsable."""
+    w, sides = metrics["win_rate"], (metrics["policy"], metrics["opponent"])
+    counts = f"{w['won']} won, {w['tied']} tied, {w['lost']} lost" + f", {w['unparsable']} unparsable" * is_read
+    # Judges like long responses, so the mean lengths stand beside every win rate. [EVAL-4]
+    ours, theirs = (f"{side['length']['value']:.1f}" for side in sides)
+    # A response that was cut off is compared as it stands.
+    ended = " against ".join(f"{side['ended']['value']:.1%}" if "ended" in side else "-" for side in sides)
+    interval = f"{w['low']:.2%} .. {w['high']:.2%}, {w['pairs']} pairs"
+    return f"{w['value']:.2%}  ({interval}: {counts}, mean length {ours} against {theirs} tokens, ended {ended})"
+
+
+def doubts(args, settings, metrics):
+    """Lines on what makes figures doubtful: training's own judge, responses without an end, lengths far apart."""
+    lines = []
+    for path, own in metrics.items():
+        if judges := trained_rewards(args, path):
+            what = f"{' and '.join(judges)} says who wins, which is what training optimised"
+            lines.append(f"{path}: {what}, so this win rate cannot show over-optimisation")
+        for side, name in (("policy", path), ("opponent", args.opponent_path)):
+            share = own.get(side, {}).get("ended", {"value": 1})["value"]
+            if share < FEW_ENDED:
+                what = f"only {share:.1%} of its responses ended within {settings[path].response_length} tokens"
+                lines.append(f"{name}: {what}, and the others are scored and compared as they were cut off")
+        lengths = [own[side]["length"]["value"] for side in ("policy", "opponent") if side in own]
+        if max(lengths) > FAR_APART * min(lengths):
+            what = " against ".join(f"{length:.1f}" for length in lengths)
+            lines.append(f"{path}: mean length {what} tokens: rewards and judges may pay for the length alone")
+    return list(dict.fromkeys(lines))  # Policies may share an opponent.
+
+
+# ---- --interactive: each policy answers a line that is typed ---------------------------------------------------------
+class Speaker:
+    """A policy that answers, sampled as evaluate.py samples it. Its memory is the conversation so far."""
+
+    def __init__(self, path, args, device, respond):
+        self.path, self.args, self.device, self.respond, self.memory = path, args, device, respond, []
+        self.tokenizer = models.load_tokenizer(path, "--policy_path", args)
+        self.model = models.load_policy(path, "--policy_path", args).to(device).eval()
+        self.ids = end_ids(self.tokenizer, args)
+        self.room = models.context_of(self.model) - args.response_length  # tokens that a prompt may have
+
+    def answer(self, line, number):
+        """The answer to a line. Its noise depends on the line's number, so that a question may be asked again."""
+        is_chat = bool(self.tokenizer.chat_template)
+        prompt = [*self.memory, {"role": "user", "content": line}] if is_chat else line
+        query = tokenization.encode(self.tokenizer, prompt)
+        if not 0 < len(query) <= self.room:
+            self.memory = []
+            return f"[{len(query)} tokens, and a prompt may have 1 to {self.room}: the conversation begins anew]"
+        batch = [*utils.left_pad([query], self.device), torch.tensor([number], device=self.device)]
+        response, mask, ended = self.respond(self.model, batch, self.ids, self.args)
+        (text,) = models.decode(self.tokenizer, response, mask)
+        self.memory = [*prompt, {"role": "assistant", "content": text}] if is_chat else []
+        return text if ended else f"{text} [did not end within {self.args.response_length} tokens]"
+
+
+@torch.no_grad()
+def talk(settings, respond):
+    """Reads lines and prints answers until an empty line, Ctrl-D or Ctrl-C.
+
+    Args: settings, {path: args with the settings to sample it with}; respond, evaluate.py's function of that name.
+    """
+    if cli.world_size() > 1:
+        cli.fail(f"--interactive: runs in one process, not in {cli.world_size()}")
+    device, number = engines.join().device, 0
+    speakers = [Speaker(path, args, device, respond) for path, args in settings.items()]
+    cli.say("type a prompt; an empty line, Ctrl-D or Ctrl-C ends the conversation")
+    try:
+        while line := input("> " if sys.stdin.isatty() else "").strip():
+            for speaker in speakers:
+                cli.say(f"{speaker.path}: {speaker.answer(line, number)}")
+            number += 1
+    except (EOFError, KeyboardInterrupt):
+        pass
+    cli.say(f"the conversation is over after {number} prompt{'s' * (number != 1)}")
+
+
+# ---- figures ---------------------------------------------------------------------------------------------------------
+def rouge_l(response, reference):
+    """ROUGE-L F1 of two strings, in [0, 1], on their lower-case words of ASCII letters and digits.
+
+    Source: Lin 2004, section 3.1.
+    """
+    a, b = (re.findall(r"[a-z0-9]+", text.lower()) for text in (response, reference))
+    longest = [0] * (len(b) + 1)  # entry j: length of the longest common subsequence of b[:j] and the words of a so far
+    for word in a:
+        above, longest = longest, [0]
+        for j, other in enumerate(b):
+            longest.append(above[j] + 1 if word == other else max(above[j + 1], longest[j]))
+    common = longest[-1]
+    return 2 * common / (len(a) + len(b)) if common else 0.0
+
+
+def wilson_interval(wins, n, z=1.96):
+    """Wilson's score interval (low, high) of a rate of `wins` (ties may count half) out of n; z = 1.96: 95%.
+
+    Unlike p +- z sqrt(p (1 - p) / n) it stays within [0, 1] and has a width at p = 0 and p = 1.
+    Source: E. B. Wilson, 1927.
+    """
+    p = wins / n
+    center, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    return max(0.0, (center - half) / (1 + z * z / n)), min(1.0, (center + half) / (1 + z * z / n))
+
+
+def rate(hits):
+    """{"value", "low", "high"}: the mean of numbers in [0, 1], with its Wilson interval."""
+    low, high = wilson_interval(sum(hits), len(hits))
+    return {"value": sum(hits) / len(hits), "low": low, "high": high}
+
+
+def average(values):
+    """{"value", "low", "high"}: the mean of numbers +- 1.96 standard errors. A single number has no interval."""
+    mean = sum(values) / len(values)
+    if len(values) == 1:
+        return {"value": mean}
+    error = math.sqrt(sum((x - mean) ** 2 for x in values) / (len(values) - 1) / len(values))
+    return {"value": mean, "low": mean - 1.96 * error, "high": mean + 1.96 * error}

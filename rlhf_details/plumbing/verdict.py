@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rlhf_details import toy
 from rlhf_details.plumbing import cli, hub, models, stages
-from rlhf_details.plumbing.figures import average, wilson_interval
+from rlhf_details.plumbing.evaluation import average, wilson_interval
 
 ROOT = Path(__file__).resolve().parents[2]
 # What evaluate.py does where a flag is not given and the data are not the embedded task's.

@@ -10,7 +10,7 @@ import torch
 from oracles import ragged_mask
 
 from rlhf_details import evaluate
-from rlhf_details.plumbing import figures, judge
+from rlhf_details.plumbing import evaluation, judge
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
@@ -33,25 +33,25 @@ def test_distinct_n_counts_ngrams_within_responses(n):
     [(5, 10, 0.236593, 0.763407), (0, 10, 0, 0.277533), (10, 10, 0.722467, 1), (324, 512, 0.590214, 0.673433)],
 )
 def test_wilsons_interval_has_the_published_values(wins, n, low, high):
-    assert figures.wilson_interval(wins, n) == pytest.approx((low, high), abs=2e-5)  # they use 1.959964, we 1.96
+    assert evaluation.wilson_interval(wins, n) == pytest.approx((low, high), abs=2e-5)  # they use 1.959964, we 1.96
 
 
 def test_a_rate_comes_with_wilsons_interval_and_a_mean_with_1_96_standard_errors():
-    assert figures.rate([1, 0, 0.5, 0.5, 1]) == {"value": 0.6} | dict(
-        zip(("low", "high"), figures.wilson_interval(3, 5), strict=True)
+    assert evaluation.rate([1, 0, 0.5, 0.5, 1]) == {"value": 0.6} | dict(
+        zip(("low", "high"), evaluation.wilson_interval(3, 5), strict=True)
     )
     x = torch.randn(50, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     half = 1.96 * x.std().item() / math.sqrt(50)
-    figure = figures.average(x.tolist())
+    figure = evaluation.average(x.tolist())
     assert figure["value"] == pytest.approx(x.mean().item())
     assert (figure["low"], figure["high"]) == pytest.approx((x.mean().item() - half, x.mean().item() + half))
-    assert figures.average([2.0]) == {"value": 2.0}  # one number says nothing of its spread
+    assert evaluation.average([2.0]) == {"value": 2.0}  # one number says nothing of its spread
 
 
 def test_eval_2_a_tie_is_half_a_win_and_an_unparsable_answer_none():
     w = evaluate.win_rate(["won"] * 3 + ["tied"] * 2 + ["lost"] * 4 + ["unparsable"])
     assert (w["value"], w["pairs"], w["won"], w["tied"], w["lost"], w["unparsable"]) == (0.4, 10, 3, 2, 4, 1)
-    assert (w["low"], w["high"]) == figures.wilson_interval(4, 10)
+    assert (w["low"], w["high"]) == evaluation.wilson_interval(4, 10)
 
 
 def test_the_verdict_by_score():
@@ -84,8 +84,8 @@ def test_what_is_measured_of_one_sides_responses():
     assert value["rewards/reward_model"] == 2.5 and value["parses"] == 0.5 and value["verifiable_correct_rate"] == 0.5
     assert value["distinct_1"] == 3 / 6  # 5 6 | 5 5 5 | 7: the token at the end is left out
     assert value["distinct_2"] == 2 / 3 and value["distinct_3"] == 1
-    assert found["ended"] == figures.rate([1, 0, 1])
-    assert found["rewards/reward_model"] == figures.average([1.0, 2.0, 4.5])
+    assert found["ended"] == evaluation.rate([1, 0, 1])
+    assert found["rewards/reward_model"] == evaluation.average([1.0, 2.0, 4.5])
 
 
 # ---- a language model as the judge -----------------------------------------------------------------------------------

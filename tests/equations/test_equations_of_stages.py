@@ -11,7 +11,7 @@ from oracles import uniform
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlhf_details import train_reward, train_sft, utils
-from rlhf_details.plumbing.rouge import rouge_l
+from rlhf_details.plumbing.evaluation import rouge_l
 
 # ---- SFT -------------------------------------------------------------------------------------------------------------
 PAIRS = [([5, 6, 7], [8, 9, 1]), ([10, 11], [12, 13, 14, 15, 1]), ([16], [1]), ([17, 18, 19, 20, 21], [22, 1])]

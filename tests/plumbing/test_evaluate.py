@@ -19,7 +19,7 @@ from helpers import ppo_args, rloo_args, tiny_config
 from short_runs import contents, error_line, write_rows
 
 from rlhf_details import evaluate, toy, train_ppo, train_rloo
-from rlhf_details.plumbing import evaluation, figures, tokenization
+from rlhf_details.plumbing import evaluation, tokenization
 
 
 def evaluate_args(tiny, **changes):
@@ -111,7 +111,7 @@ def test_samples_are_greedy_and_scores_are_those_of_plain_transformers(rows, pea
 def test_eval_4_the_mean_lengths_stand_beside_the_win_rate(rows, tiny, capsys):
     _, table = evaluate_tiny(tiny)
     won = [row["verdict"] for row in table].count("won")
-    low, high = figures.wilson_interval(won, 13)
+    low, high = evaluation.wilson_interval(won, 13)
     lengths = [sum(int(row[column]) for row in table) / 13 for column in ("length", "opponent_length")]
     assert lengths[0] != lengths[1] and 0 < won < 13
     line = f"Model win rate: {won / 13:.2%}  ({low:.2%} .. {high:.2%}, 13 pairs: {won} won, 0 tied, {13 - won} lost, "
@@ -311,11 +311,11 @@ def test_what_makes_figures_doubtful_is_said(rows, tiny, capsys):
     evaluate_tiny(tiny, opponent_path=None)
     summary, lines = json.loads(Path("out/summary.json").read_text()), capsys.readouterr().out.splitlines()
     assert [line.removeprefix("warning: ") for line in lines if line.startswith("warning: ")] == summary["warnings"]
-    figures = summary["metrics"]
-    lengths = [figures[side]["length"]["value"] for side in ("policy", "opponent")]
-    assert figures["policy"]["ended"]["value"] < 0.9 and lengths[1] > 2 * lengths[0]
+    evaluation = summary["metrics"]
+    lengths = [evaluation[side]["length"]["value"] for side in ("policy", "opponent")]
+    assert evaluation["policy"]["ended"]["value"] < 0.9 and lengths[1] > 2 * lengths[0]
     ended, length = summary["warnings"]
-    assert f"only {figures['policy']['ended']['value']:.1%} of its responses ended within 6 tokens" in ended
+    assert f"only {evaluation['policy']['ended']['value']:.1%} of its responses ended within 6 tokens" in ended
     assert f"{lengths[0]:.1f} against {lengths[1]:.1f} tokens" in length
 
 

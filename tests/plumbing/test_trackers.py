@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from wandb_file import read_runs
 
 from rlhf_details import toy, train_rloo
-from rlhf_details.plumbing import report, trackers
+from rlhf_details.plumbing import evaluation, trackers
 
 OPTIONS = dict(track=True, wandb_tags=("mine",), num_sample_generations=2, eval_dataset="toy:test", take=24, seed=7)
 
@@ -77,8 +77,8 @@ def test_a_resumed_run_is_the_same_one_and_shows_its_data_once(tiny, offline_wan
 
 
 def test_a_table_shows_a_dash_where_there_is_no_value_and_no_minus_before_zero():
-    assert trackers.as_cell(None) == report.as_text(None) == "-"
-    assert (trackers.as_cell(-1e-6), report.as_text({"value": -1e-6})) == ("0.00", "0.000")
+    assert trackers.as_cell(None) == evaluation.as_text(None) == "-"
+    assert (trackers.as_cell(-1e-6), evaluation.as_text({"value": -1e-6})) == ("0.00", "0.000")
 
 
 def test_plain_lines_come_after_half_a_minute_of_silence_and_the_first_has_no_remaining_time(capsys, monkeypatch):
