@@ -93,7 +93,7 @@ class Run:
     script: str
     flags: str = ""
     batch_size: int = 64
-    rewards: tuple = ()  # reward functions and their weights, beside the recorder; {tree} is the side's own folder
+    rewards: tuple = ()  # reward functions and their weights, beside the recorder; recipes/ is in the side's own tree
     processes: tuple = (1,)
     seeds: tuple = (1,)  # of the old side, for the range of the held-out figures
     bf16: bool = False
@@ -102,9 +102,9 @@ class Run:
 
 CLASSIC = "--score_scaling --score_norm --score_clip 2 --kl_penalty abs"
 LIMITS = "--num_mini_batches 2 --target_kl 0.001 --ratio_threshold 1.0005"  # low, so that both act
-LM_HUMAN_PREFERENCES = "--config {tree}/benchmark/configs/ppo_toy_lm_human_preferences.toml"
+LM_HUMAN_PREFERENCES = "--config recipes/ppo_toy_lm_human_preferences.toml"
 SUM = (("rlhf_details.toy:right_sum", 1),)
-STYLE = (("{tree}/benchmark/rewards.py:keyword", 1), ("{tree}/benchmark/rewards.py:brevity", 0.5))
+STYLE = (("recipes/rewards.py:keyword", 1), ("recipes/rewards.py:brevity", 0.5))
 RUNS = {
     "sft": Run("train_sft", "--num_train_epochs 1", 32),
     "reward": Run("train_reward", "", 16),
@@ -180,12 +180,20 @@ def help_of(script):
     return {line.strip(" │|").split(" ")[0].strip(",").replace("-", "_") for line in done.stdout.splitlines()}
 
 
+def found(word, tree):
+    """A word in which recipes/NAME has become the path of that file in a tree; older commits had it elsewhere."""
+    if not word.startswith("recipes/"):
+        return word
+    name, colon, function = word.removeprefix("recipes/").partition(":")
+    return f"{next((tree / 'benchmark').rglob(name))}{colon}{function}"
+
+
 def command_of(run, side, processes, seed, updates):
     """The words after the interpreter's name."""
     script = side.tree / "rlhf_details" / f"{run.script}.py"
     if not script.exists():  # before the rewrite one script held both forms
         script = script.with_name(f"{run.script.removesuffix('_async')}.py")
-    flags = run.flags.format(tree=side.tree).split()
+    flags = [found(word, side.tree) for word in run.flags.split()]
     flags = [flag for flag in flags if flag not in GOING or flag.replace("-", "_") in help_of(script)]
     flags += ["--seed", seed, "--run_name", "run", "--output_dir", "model", "--batch_size", run.batch_size]
     if run.script == "train_sft":
@@ -193,7 +201,7 @@ def command_of(run, side, processes, seed, updates):
     elif run.script == "train_reward":
         flags += ["--num_comparisons", updates * run.batch_size]
     else:
-        rewards = [(name.format(tree=side.tree), weight) for name, weight in run.rewards] + [("record.py:record", 0)]
+        rewards = [(found(name, side.tree), weight) for name, weight in run.rewards] + [("record.py:record", 0)]
         flags += ["--total_episodes", updates * run.batch_size, "--reward_fn", *(name for name, _ in rewards)]
         flags += ["--reward_fn_weights", *(weight for _, weight in rewards)]
     if side.noise:

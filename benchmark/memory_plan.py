@@ -66,7 +66,7 @@ class Args:
     algorithm: Literal["rloo", "grpo", "ppo"] = "rloo"
     """the page; its flags are those below that have its flags' names"""
     engine: Literal["one", "ddp", "fsdp2", "zero2", "zero3"] = "fsdp2"
-    """one process, or a launch file in benchmark/accelerate/"""
+    """one process, or a launch file in benchmark/recipes/accelerate/"""
     processes: int = 8
     """devices"""
     precision: Literal["bf16", "fp32"] = "bf16"

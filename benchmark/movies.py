@@ -56,7 +56,7 @@ class DrawArgs:
 
 def commands():
     """{"sft", "reward", "rloo", "ppo": command} of movies.sh, with {root} and {seed} in the paths."""
-    words = ["bash", str(ROOT / "benchmark" / "movies.sh"), "{root}/data/movies", "{root}/models/movies/{seed}"]
+    words = ["bash", str(ROOT / "benchmark/recipes/movies.sh"), "{root}/data/movies", "{root}/models/movies/{seed}"]
     printed = subprocess.run(
         words, capture_output=True, text=True, check=True, env=os.environ | {"DRY_RUN": "1"}
     ).stdout
@@ -69,10 +69,8 @@ def run(args: RunArgs):
     """Returns the names of the runs that failed."""
     tag = args.tag or git_tag()
     if not (ROOT / "data" / "movies").is_dir():
-        print(
-            "error: data/movies: no such folder; python benchmark/movies_data.py --output_dir data/movies makes it",
-            file=sys.stderr,
-        )
+        how = "python benchmark/recipes/movies_data.py --output_dir data/movies"
+        print(f"error: data/movies: no such folder; {how} makes it", file=sys.stderr)
         raise SystemExit(2)
     batches = {
         name: [Run(name, command, seed, tag, "movies") for seed in args.seeds] for name, command in commands().items()

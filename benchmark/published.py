@@ -8,12 +8,12 @@ folder reads them in place of the Hub's, because the libraries look for a local 
 
 import json
 import random
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
 import datasets
-import movies_data
 import pyarrow
 import pyarrow.parquet
 import torch
@@ -26,6 +26,9 @@ from transformers import (
 )
 
 from rlhf_details import toy
+
+sys.path.append(str(Path(__file__).resolve().parent / "recipes"))
+import movies_data
 
 WORDS = "The my dog cat boss friend told asked never really wants to a house about is was in for and I so".split()
 POST = "SUBREDDIT: r/{subreddit}\n\nTITLE: {title}\n\nPOST: {post}\n\nTL;DR:"
@@ -345,7 +348,7 @@ def data_sets():
         ),
         "cornell-movie-review-data/rotten_tomatoes": Data(
             splits(lambda i: {"text": text(i).lower(), "label": i % 2}, train=60, validation=10, test=16),
-            "benchmark/movies_data.py, which makes data/movies of it; on the Hub not verified",
+            "benchmark/recipes/movies_data.py, which makes data/movies of it; on the Hub not verified",
         ),
     }
 

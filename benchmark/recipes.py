@@ -1,5 +1,5 @@
 """
-Every recipe of benchmark/configs and every stage of tldr.sh, lm_human_preferences.sh and movies.sh, for two updates.
+Every recipe of benchmark/recipes and every stage of tldr.sh, lm_human_preferences.sh and movies.sh, for two updates.
 
     python benchmark/recipes.py                          all of them, and benchmark/results/recipes.md
     python benchmark/recipes.py --only tldr.sh           some of them, and no file
@@ -34,7 +34,7 @@ from transformers.utils import logging as transformers_logging
 from rlhf_details.plumbing import cli
 
 ROOT = Path(__file__).resolve().parent.parent
-CONFIGS = sorted((ROOT / "benchmark/configs").glob("*.toml"))
+CONFIGS = sorted((ROOT / "benchmark/recipes").glob("*.toml"))
 # The words after a script's name and the variables that it reads. One seed stands for all.
 SCRIPTS = {
     "tldr.sh": ([], {"SEEDS": "44413"}),
@@ -60,12 +60,14 @@ def header(path):
 def commands(name):
     """The commands of a recipe or a script, each a list of words. The current folder is one of published.write."""
     if name not in SCRIPTS:
-        _, command, comment = header(ROOT / "benchmark/configs" / name)
+        _, command, comment = header(ROOT / "benchmark/recipes" / name)
         first = re.findall(r"First its reward model: (\S+\.toml)", comment)
         return [*(header(ROOT / path)[1] for path in first), command]
     words, variables = SCRIPTS[name]
     env = os.environ | variables | {"DRY_RUN": "1"}
-    done = subprocess.run(["bash", f"benchmark/{name}", *words], env=env, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["bash", f"benchmark/recipes/{name}", *words], env=env, capture_output=True, text=True, check=True
+    )
     return [shlex.split(line) for line in done.stdout.splitlines()]
 
 

@@ -2,7 +2,7 @@
 What rewards that are functions do on the embedded tasks, over seeds: the README's two tables, in
 results/reward_functions.md.
 
-1. Style: the toy policy, no reward model, benchmark/rewards.py's `keyword` and `brevity` under several weights.
+1. Style: the toy policy, no reward model, benchmark/recipes/rewards.py's `keyword` and `brevity` under several weights.
 2. toy-sum: a verifiable reward, by RLOO and by PPO.
 
     python benchmark/reward_functions.py --seeds 1 2 3        (some 40 minutes on one core; runs that are done are read)
@@ -51,7 +51,7 @@ def spread(values, digits=2):
 def style(seeds):
     """Lines of the first table."""
     names = {"keywords a response": "rewards/keyword", "length, tokens": "length", "KL, nats": "kl"}
-    functions = [f"{ROOT}/benchmark/rewards.py:{name}" for name in ("keyword", "brevity")]
+    functions = [f"{ROOT}/benchmark/recipes/rewards.py:{name}" for name in ("keyword", "brevity")]
     lines = ["| weights of `keyword`, `brevity` | " + " | ".join(names) + " |", "|---|" + "---:|" * len(names)]
     for place, weights in enumerate(WEIGHTS):
         flags = ["--reward_model_path", "None", "--reward_fn", *functions, "--reward_fn_weights", *weights]

@@ -26,6 +26,7 @@ from benchmark import made_with
 from rlhf_details.plumbing import stages
 
 SCRIPTS = Path(stages.__file__).parent.parent
+ROOT = Path(__file__).resolve().parent.parent
 RUNS = {  # name of the run: script, its arguments
     "rloo": ("train_rloo", ()),
     "rloo_nokl": (
@@ -34,7 +35,7 @@ RUNS = {  # name of the run: script, its arguments
     ),
     "ppo": ("train_ppo", ()),
     "ppo_async": ("train_ppo_async", ()),
-    "ppo_lmhp": ("train_ppo", ("--config", Path(__file__).with_name("configs") / "ppo_toy_lm_human_preferences.toml")),
+    "ppo_lmhp": ("train_ppo", ("--config", ROOT / "benchmark/recipes/ppo_toy_lm_human_preferences.toml")),
 }
 LABELS = {
     "rloo": "RLOO",

@@ -159,7 +159,7 @@ def test_every_link_and_figure_leads_somewhere():
 
 def test_the_readmes_table_has_every_recipe():
     table = re.findall(r"^\| `(\w+)\.toml` \|", README, re.M)
-    assert set(table) == {path.stem for path in (ROOT / "benchmark/configs").glob("*.toml")}
+    assert set(table) == {path.stem for path in (ROOT / "benchmark/recipes").glob("*.toml")}
 
 
 # ---- the index of details --------------------------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 # The experiment of "Fine-Tuning Language Models from Human Preferences" that lm-human-preference-details repeated: sentiment and
 # descriptiveness, GPT-2 124M, ten seeds each, a reward model and then PPO on it, and the curves over those of OpenAI's own runs.
 #
-#     bash benchmark/lm_human_preferences.sh train                               8 GPUs, a network, `wandb login`
-#     bash benchmark/lm_human_preferences.sh draw ENVIRONMENT OUT [OPTION ...]   a network, `wandb login`
+#     bash benchmark/recipes/lm_human_preferences.sh train                               8 GPUs, a network, `wandb login`
+#     bash benchmark/recipes/lm_human_preferences.sh draw ENVIRONMENT OUT [OPTION ...]   a network, `wandb login`
 #
 # `train` goes through what is not trained yet, seed by seed; `draw` makes ENVIRONMENT if it is missing (openrlbenchmark.sh) and
 # hands OPTIONs on to openrlbenchmark. Neither has been run by us on real runs. Environment variables:
@@ -11,7 +11,7 @@
 #     ENTITY    Weights & Biases account of our runs; draw needs it
 #     DRY_RUN   print the commands
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 USAGE="usage: lm_human_preferences.sh train | draw ENVIRONMENT OUT [OPTION ...]"
 PROJECT=rlhf_details TAG=lm-human-preferences
 read -ra seeds <<<"${SEEDS:-1 2 3 4 5 6 7 8 9 10}"
@@ -28,7 +28,7 @@ launch() {
     shift 4
     [[ -e $folder/config.json ]] && return
     run accelerate launch --num_processes "${PROCESSES:-8}" "rlhf_details/train_$script.py" \
-        --config "benchmark/configs/${script}_$task.toml" --seed "$seed" --output_dir "$folder" "$@" \
+        --config "benchmark/recipes/${script}_$task.toml" --seed "$seed" --output_dir "$folder" "$@" \
         --track --wandb_project_name $PROJECT ${ENTITY:+--wandb_entity "$ENTITY"} --wandb_tags $TAG
 }
 

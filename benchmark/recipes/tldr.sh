@@ -16,8 +16,8 @@
 # * The judge is the one of TRL's documentation; N+'s was gpt-3.5-turbo-0125.
 # * N+ stops after 92,832 of the 92,858 comparisons.
 #
-#     bash benchmark/tldr.sh                                       8 GPUs, a network, OPENAI_API_KEY for the judge
-#     SIZE=6.9b LAUNCH="--config_file benchmark/accelerate/zero3.yaml" bash benchmark/tldr.sh
+#     bash benchmark/recipes/tldr.sh                                       8 GPUs, a network, OPENAI_API_KEY for the judge
+#     SIZE=6.9b LAUNCH="--config_file benchmark/recipes/accelerate/zero3.yaml" bash benchmark/recipes/tldr.sh
 #
 # Goes through what is not trained yet, seed by seed. We have not run it at its size. Each process of the reward model's training needs
 # more than 10 GB of main memory to read the comparisons (reckoned from 2,000 rows of their kind). Environment variables:
@@ -25,7 +25,7 @@
 #     FLAGS   of their training, say "--rloo_k 4"
 #     LAUNCH (--num_processes 8 --mixed_precision bf16)  JUDGE (gpt-4o-mini)    DRY_RUN   print the commands
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 read -ra launch <<<"${LAUNCH:---num_processes 8 --mixed_precision bf16}"
 read -ra seeds <<<"${SEEDS:-44413 55513 66613 77713}"
 read -ra policies <<<"${POLICIES:-ppo rloo}"
@@ -52,7 +52,7 @@ for seed in "${seeds[@]}"; do
     stage train_reward "$models/reward" --sft_model_path "$models/sft" \
         --dataset $COMPARISONS:train --eval_dataset $COMPARISONS:validation --reference_dataset $POSTS:train
     for policy in "${policies[@]}"; do
-        stage "train_$policy" "$models/$policy" --config "benchmark/configs/${policy}_tldr_1b.toml" \
+        stage "train_$policy" "$models/$policy" --config "benchmark/recipes/${policy}_tldr_1b.toml" \
             --sft_model_path "$models/sft" --reward_model_path "$models/reward" "${flags[@]}"
         run python rlhf_details/evaluate.py --dataset $POSTS:validation --num_examples 1000 --policy_path "$models/$policy" \
             --ref_model_path "$models/sft" --reward_model_path "$models/reward" --near_greedy \

@@ -12,8 +12,8 @@
 # One run on several nodes under SLURM, with one launcher on each node. Submit it from this repository's folder, on a file system that
 # all nodes share:
 #
-#     sbatch benchmark/slurm.sh train_ppo NAME FLAGS...
-#     CONFIG=benchmark/accelerate/fsdp2.yaml sbatch --nodes 4 benchmark/slurm.sh train_ppo NAME FLAGS...
+#     sbatch benchmark/recipes/slurm.sh train_ppo NAME FLAGS...
+#     CONFIG=benchmark/recipes/accelerate/fsdp2.yaml sbatch --nodes 4 benchmark/recipes/slurm.sh train_ppo NAME FLAGS...
 #
 # Ten minutes before the time limit (USR1) the run writes a checkpoint and ends, and the job goes back into the queue. Where runs/NAME
 # exists, the job goes on with it: after a node has died, submit the same line again. We have no SLURM: tests/slow/test_nodes.py runs
@@ -33,7 +33,7 @@ stop() {
 stopped=
 trap stop USR1
 srun --kill-on-bad-exit=1 --cpu-bind=none bash -c 'exec accelerate launch --machine_rank "$SLURM_NODEID" "$@"' launch \
-    --config_file "${CONFIG:-benchmark/accelerate/multi_node.yaml}" \
+    --config_file "${CONFIG:-benchmark/recipes/accelerate/multi_node.yaml}" \
     --num_machines "$SLURM_JOB_NUM_NODES" --num_processes $((SLURM_JOB_NUM_NODES * SLURM_GPUS_ON_NODE)) \
     --main_process_ip "$head" --main_process_port $((20000 + SLURM_JOB_ID % 10000)) \
     "rlhf_details/$script.py" --run_name "$name" "$@" &

@@ -1,8 +1,8 @@
 """
 The six files that movies.sh reads, made from labelled movie-review snippets.
 
-    python benchmark/movies_data.py --output_dir data/movies
-    bash benchmark/movies.sh data/movies
+    python benchmark/recipes/movies_data.py --output_dir data/movies
+    bash benchmark/recipes/movies.sh data/movies
 
 The data set has the splits `train`, `validation` and `test` and the columns `text` and `label` (1 good, 0 bad):
 on the Hub, or a local folder of the same shape (train.csv, validation.csv, test.csv). Files named `*_train.jsonl` come

@@ -1,10 +1,10 @@
 """
-Rows of GSM8K (arXiv 2110.14168) as conversations, for benchmark/configs/grpo_gsm8k.toml.
+Rows of GSM8K (arXiv 2110.14168) as conversations, for benchmark/recipes/grpo_gsm8k.toml.
 
-    --dataset benchmark/gsm8k.py:train --eval_dataset benchmark/gsm8k.py:test
+    --dataset benchmark/recipes/gsm8k.py:train --eval_dataset benchmark/recipes/gsm8k.py:test
 
 `prompt` is one message of the user, and `answer` the solution of the data set, whose last line "#### 72" is what
-benchmark/rewards.py's exact_match compares with.
+benchmark/recipes/rewards.py's exact_match compares with.
 """
 
 from datasets import load_dataset
