@@ -87,7 +87,7 @@ def index():
     lines = [
         "Each detail has a tag. `grep -rn GEN-4 rlhf_details` finds it in the code, and `pytest -k gen_4` runs its "
         "tests, whose names begin with it. The tests of several details name them in their docstrings. The price is "
-        "what benchmark/ablations.py has measured.",
+        "what benchmark/studies/ablations.py has measured.",
     ]
     for family, tags in groupby(details["tags"].items(), key=lambda item: item[0].partition("-")[0]):
         lines += ["", f"### {FAMILIES[family]}", "", "| tag | detail | where | source | tests | price |"]

@@ -1,7 +1,7 @@
 """
 What each detail is: its line in benchmark/details.toml, its source, its tests, and what the ablations have measured.
 
-The effects and their intervals come from the table that benchmark/ablations.py has written.
+The effects and their intervals come from the table that benchmark/studies/ablations.py has written.
 """
 
 import math

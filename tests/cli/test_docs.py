@@ -83,7 +83,7 @@ def test_every_command_of_the_readme_that_runs_or_draws_a_study_parses():
     studies = "benchmark", "ablations", "overoptimisation", "against_trl", "grpo", "memory_plan", "plot"
     found = set()
     text = re.sub(r" *\\\n *", " ", README)  # a command in one line
-    for name, rest in re.findall(rf"python benchmark/({'|'.join(studies)})\.py([^`|\n]*)", text):
+    for name, rest in re.findall(rf"python benchmark/(?:\w+/)?({'|'.join(studies)})\.py([^`|\n]*)", text):
         module, words = importlib.import_module(name), shlex.split(rest.partition("     ")[0])
         if name in ("benchmark", "memory_plan"):
             module.tyro.cli(module.Args, args=words)

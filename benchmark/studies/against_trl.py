@@ -1,10 +1,10 @@
 """
 Against TRL: the same models, prompts, rewards and settings through TRL's trainers and through ours, over seeds.
 
-    python benchmark/against_trl.py run --tag TAG --seeds 1 2 3 4 5 --workers 2 --environments FOLDER
-    python benchmark/against_trl.py run --tag TAG --task lengths --updates 100 --batch_size 64 --micro_batches 1 4
-    python benchmark/against_trl.py replay --tag TAG --environments FOLDER
-    python benchmark/against_trl.py draw --tag TAG
+    python benchmark/studies/against_trl.py run --tag TAG --seeds 1 2 3 4 5 --workers 2 --environments FOLDER
+    python benchmark/studies/against_trl.py run --tag TAG --task lengths --updates 100 --batch_size 64
+    python benchmark/studies/against_trl.py replay --tag TAG --environments FOLDER
+    python benchmark/studies/against_trl.py draw --tag TAG
 
 `run` goes on where it stopped. `replay` writes results/TAG/trl_replay.md, where rows that it does not renew stay.
 `draw` writes static/trl.svg and results/TAG/trl.md, or those of a study with --updates, e.g. with
@@ -39,6 +39,8 @@ from typing import Literal
 
 import numpy as np
 from held_out import evaluate
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from intervals import ROOT, bootstrap, iqm, last, mean_interval, prediction_interval, read_seeds
 
 from benchmark import COLUMNS, MODELS, STAGES, Run, git_tag, run_command, run_study, stage_runs
@@ -297,7 +299,7 @@ def run(args: RunArgs):
         flags = " ".join(f"--{name} {value}" for name, value in changes.items())
         command = f"python rlhf_details/train_{algorithm}.py {RUN} {flags} {models}"
         if version:
-            command = f"python benchmark/against_trl.py trl --system {system} --task {args.task}"
+            command = f"python benchmark/studies/against_trl.py trl --system {system} --task {args.task}"
             command += f" --updates {args.updates or UPDATES[algorithm]} --batch_size {args.batch_size}"
             command += f" --micro_batches {number}"
         runs.append(Run(system + FOUR * (number == 4), command, seed, tag, study))
@@ -387,7 +389,7 @@ def replay(args: ReplayArgs):
             print(rows[key], flush=True)
     head = f"""# TRL on our samples
 
-Written by `python benchmark/against_trl.py replay --tag {args.tag} --task {args.task}`.
+Written by `python benchmark/studies/against_trl.py replay --tag {args.tag} --task {args.task}`.
 How far TRL's weights end from ours, as a share of how far ours have moved, when both train on the samples that our
 script drew.
 
@@ -504,7 +506,7 @@ def draw(args: DrawArgs):
     lines = [
         "# Against TRL",
         "",
-        f"Written by `benchmark/against_trl.py draw --tag {tag} --study {args.study}`.",
+        f"Written by `benchmark/studies/against_trl.py draw --tag {tag} --study {args.study}`.",
         "Final policies on 512 held-out prompts, measured by one evaluator: mean over seeds, Student's 95 % interval,",
         "range. With `_in_4` in its name a system accumulates each step's gradient over four micro-batches.",
         "Below, differences paired over seeds (which share SFT model, reward model and the noise of the evaluation),",

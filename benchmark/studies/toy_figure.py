@@ -1,9 +1,9 @@
 """
-Draws static/toy.svg from the curves that benchmark/toy.py wrote: learned score and gold over KL, every seed a thin
-line.
+Draws static/toy.svg from the curves that benchmark/studies/toy.py wrote: learned score and gold over KL, every seed a
+thin line.
 
-python benchmark/toy_figure.py --curves benchmark/results/toy_curves.csv --output static/toy.svg     (needs the extra
-"benchmark")
+python benchmark/studies/toy_figure.py --curves benchmark/results/toy_curves.csv --output static/toy.svg
+(needs the extra "benchmark")
 """
 
 import csv
@@ -21,7 +21,7 @@ from matplotlib import pyplot as plt
 @dataclass
 class Args:
     curves: str = "benchmark/results/toy_curves.csv"
-    """what benchmark/toy.py wrote"""
+    """what benchmark/studies/toy.py wrote"""
     output: str = "static/toy.svg"
     """the figure"""
 

@@ -1,8 +1,8 @@
 """
 The experiment of movies.sh over seeds, every stage anew for each: real text, real human labels.
 
-    python benchmark/movies.py run --tag TAG --seeds 1 2 3 4 5 --workers 2     (two hours; goes on where it stopped)
-    python benchmark/movies.py draw --tag TAG                           (static/movies.svg, results/TAG/movies.md)
+    python benchmark/studies/movies.py run --tag TAG --seeds 1 2 3 4 5 --workers 2   (two hours; it goes on by itself)
+    python benchmark/studies/movies.py draw --tag TAG                         (static/movies.svg, results/TAG/movies.md)
 
 The data are expected in data/movies (movies_data.py makes them); the commands are those that movies.sh prints with
 DRY_RUN.
@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from intervals import ROOT, bootstrap, iqm, last, mean_interval, read_seeds
 
 from benchmark import COLUMNS, Run, git_tag, run_command, run_study
@@ -133,8 +135,8 @@ def draw(args: DrawArgs):
     figure.savefig(ROOT / args.output, metadata={"Date": None})
     head = f"""# Movie reviews over seeds
 
-Written by `python benchmark/movies.py draw --tag {args.tag}`: held-out figures, mean over seeds with Student's 95 %
-interval.
+Written by `python benchmark/studies/movies.py draw --tag {args.tag}`: held-out figures, mean over seeds with
+Student's 95 % interval.
 
 """
     lines = table(folder)

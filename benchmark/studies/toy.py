@@ -1,7 +1,7 @@
 """
 The embedded task over seeds: every stage anew for each seed, RLOO and PPO, and what came of it.
 
-    python benchmark/toy.py --seeds 1 2 3 4 5 --runs rloo rloo_nokl ppo ppo_lmhp
+    python benchmark/studies/toy.py --seeds 1 2 3 4 5 --runs rloo rloo_nokl ppo ppo_lmhp
 
 This makes the README's table in some two hours of one core.
 
@@ -22,11 +22,11 @@ from pathlib import Path
 
 import tyro
 
-from benchmark import made_with
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmark import ROOT, made_with
 from rlhf_details.plumbing import stages
 
 SCRIPTS = Path(stages.__file__).parent.parent
-ROOT = Path(__file__).resolve().parent.parent
 RUNS = {  # name of the run: script, its arguments
     "rloo": ("train_rloo", ()),
     "rloo_nokl": (
@@ -150,7 +150,7 @@ def main(args: Args):
         write(f"{args.output}_curves.csv", curves)
     head = f"""# The embedded task over seeds
 
-Written by `python benchmark/toy.py --seeds {" ".join(map(str, args.seeds))} --runs {" ".join(args.runs)}`:
+Written by `python benchmark/studies/toy.py --seeds {" ".join(map(str, args.seeds))} --runs {" ".join(args.runs)}`:
 mean (lowest .. highest), every stage anew for each seed. 512 held-out prompts. Falls, and scores since the peak, are of
 training batches, over ten updates.
 {made_with()}

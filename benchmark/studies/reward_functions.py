@@ -5,7 +5,7 @@ results/reward_functions.md.
 1. Style: the toy policy, no reward model, benchmark/recipes/rewards.py's `keyword` and `brevity` under several weights.
 2. toy-sum: a verifiable reward, by RLOO and by PPO.
 
-    python benchmark/reward_functions.py --seeds 1 2 3        (some 40 minutes on one core; runs that are done are read)
+    python benchmark/studies/reward_functions.py --seeds 1 2 3    (some 40 minutes on one core; what is done is read)
 """
 
 import json
@@ -13,8 +13,11 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import tyro
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from intervals import ROOT
 
 from benchmark import made_with
@@ -82,8 +85,8 @@ def main(args: Args):
     seeds = " ".join(map(str, args.seeds))
     head = f"""# Rewards that are functions
 
-Written by `python benchmark/reward_functions.py --seeds {seeds}`. One SFT policy a task; mean (lowest .. highest) over
-the seeds of the policy's training, held-out prompts, one thread a run.
+Written by `python benchmark/studies/reward_functions.py --seeds {seeds}`. One SFT policy a task; mean (lowest ..
+highest) over the seeds of the policy's training, held-out prompts, one thread a run.
 {made_with()}
 """
     lines = [head, *style(args.seeds), "", *sums(args.seeds)]

@@ -1,7 +1,7 @@
 """
 What RLOO changed, to read: the responses of two policies to the same prompts, each with its reward-model score.
 
-    python benchmark/movies_samples.py --sft models/movies/sft --policy models/movies/rloo \
+    python benchmark/studies/movies_samples.py --sft models/movies/sft --policy models/movies/rloo \
         --reward models/movies/reward --prompts data/movies/prompts_test.jsonl \
         --output benchmark/results/movies_samples.md
 
@@ -75,7 +75,7 @@ def main(args: Args):
         f"The first {len(prompts)} prompts of `{Path(args.prompts).name}`, one response of each policy to each, "
         f"drawn at temperature {args.temperature} with seed {args.seed}.",
         f"The number is the reward model's score; `[...]` marks a response cut off at {args.response_length} tokens.",
-        "Written by `benchmark/movies_samples.py`; nothing was selected.",
+        "Written by `benchmark/studies/movies_samples.py`; nothing was selected.",
         "",
         "| prompt | SFT policy | score | after RLOO | score |",
         "|---|---|---:|---|---:|",

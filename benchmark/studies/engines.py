@@ -1,8 +1,8 @@
 """
 What sampling costs under the engines that share weights out: seconds of a rollout on two CPU processes.
 
-    python benchmark/engines.py
-    python benchmark/engines.py --systems ddp fsdp2 "fsdp2 --no_sampling_copy"
+    python benchmark/studies/engines.py
+    python benchmark/studies/engines.py --systems ddp fsdp2 "fsdp2 --no_sampling_copy"
 
 A system is an engine and flags of train_rloo.py. All have the same models (random weights, shapes of speed.py) and
 sample the same tokens. They run in turns, each with one thread a process. accelerate starts FSDP2 and DeepSpeed on GPUs
@@ -17,15 +17,15 @@ from pathlib import Path
 
 import tyro
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "slow")]
+sys.path.extend(str(Path(__file__).resolve().parents[2] / x) for x in ("benchmark", "tests", "tests/slow"))
+import speed
+from helpers import read_metrics
+from processes import run_under, spec_of
 
-import speed  # noqa: E402
-from helpers import read_metrics  # noqa: E402
-from processes import run_under, spec_of  # noqa: E402
+from rlhf_details import train_rloo
+from rlhf_details.plumbing import cli
 
-from rlhf_details import train_rloo  # noqa: E402
-from rlhf_details.plumbing import cli  # noqa: E402
+ROOT = speed.ROOT
 
 
 @dataclass

@@ -1,8 +1,8 @@
 """
 Over-optimisation on the embedded task: the learned reward that a policy is trained on, and the true one, over their KL.
 
-    python benchmark/overoptimisation.py run --tag TAG --seeds 1 2 3 4 5 6 7 8 9 10 --workers 2
-    python benchmark/overoptimisation.py draw --tag TAG
+    python benchmark/studies/overoptimisation.py run --tag TAG --seeds 1 2 3 4 5 6 7 8 9 10 --workers 2
+    python benchmark/studies/overoptimisation.py draw --tag TAG
 
 `run` goes on where it stopped. `draw` writes static/overoptimisation.svg and results/TAG/overoptimisation.md.
 
@@ -16,8 +16,11 @@ most log n - (n - 1) / n (arXiv 2210.10760).
 import math
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from intervals import ROOT, bootstrap, iqm, last, mean_interval, read_seeds
 
 from benchmark import MODELS, STAGES, Run, git_tag, run_command, run_study, stage_runs
@@ -144,7 +147,7 @@ def run(args: RunArgs):
     }
     second |= {f"reward_width{w}": (f"{reward}width{w} --sft_model_path {MODELS}/sft_width{w}", None) for w in WIDTHS}
     commands = {name: command for name, (_, _, command) in settings().items()}
-    commands["best_of_n"] = "python benchmark/overoptimisation.py best-of-n"
+    commands["best_of_n"] = "python benchmark/studies/overoptimisation.py best-of-n"
     commands = {name: command for name, command in commands.items() if not args.only or name in args.only}
     runs = [
         Run(name, command, seed, tag, "overoptimisation") for seed in args.seeds for name, command in commands.items()
@@ -207,11 +210,11 @@ def interval(x, digits=2):
 HEAD = """\
 # Over-optimisation
 
-Written by `python benchmark/overoptimisation.py draw --tag {tag}`; `run` in place of `draw` makes the runs. Means over
-seeds with Student's 95 % interval. A seed changes initialisations, order and samples of every stage; texts, prompts and
-the noise of the human's choices stay. Curves are of training prompts, smoothed over {smooth} updates; the end is their
-last point. Lost and gained are paired, from a peak that is, for each seed, that of the mean over the others. Best-of-n
-is on held-out prompts, its KL an upper bound.
+Written by `python benchmark/studies/overoptimisation.py draw --tag {tag}`; `run` in place of `draw` makes the runs.
+Means over seeds with Student's 95 % interval. A seed changes initialisations, order and samples of every stage; texts,
+prompts and the noise of the human's choices stay. Curves are of training prompts, smoothed over {smooth} updates; the
+end is their last point. Lost and gained are paired, from a peak that is, for each seed, that of the mean over the
+others. Best-of-n is on held-out prompts, its KL an upper bound.
 """
 
 

@@ -5,7 +5,7 @@ on the CPU.
 Each run is a process of its own: two updates of 8 episodes (RLOO, PPO) or two steps of 8 rows; the peak is its resident
 set's.
 
-    python benchmark/lora_memory.py      (results/lora_memory.md; some five minutes on two cores)
+    python benchmark/studies/lora_memory.py      (results/lora_memory.md; some five minutes on two cores)
 """
 
 import json
@@ -14,8 +14,11 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 
 import tyro
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from intervals import ROOT
 
 from benchmark import made_with
@@ -113,7 +116,7 @@ def main(args: Args):
         lines.append(f"| `{script}` | {' | '.join(f'{x:,.0f}' for x in found)} |")
     head = f"""# Memory with and without LoRA
 
-Written by `python benchmark/lora_memory.py`: peak of a whole process, fp32 on the CPU, one thread.
+Written by `python benchmark/studies/lora_memory.py`: peak of a whole process, fp32 on the CPU, one thread.
 {made_with()} peft {version("peft")}.
 """
     path = ROOT / args.output

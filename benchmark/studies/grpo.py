@@ -1,8 +1,8 @@
 """
 GRPO beside RLOO and PPO on the embedded tasks, and what its parts are worth, over seeds.
 
-    python benchmark/grpo.py run --tag TAG --workers 2         (about two hours of one core for ten seeds)
-    python benchmark/grpo.py draw --tag TAG
+    python benchmark/studies/grpo.py run --tag TAG --workers 2         (about two hours of one core for ten seeds)
+    python benchmark/studies/grpo.py draw --tag TAG
 
 `run` goes on where it stopped. `draw` writes results/TAG/grpo.md and static/grpo.svg. A seed has its own SFT and reward
 model, which all of its runs share. "toy" and "toy-sum" are whole runs with the scripts' own settings; the parts of GRPO
@@ -13,9 +13,12 @@ is by default. Parts that act on the ratio are switched in runs of four passes o
 import json
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from ablations import NAMES, count_up, outcome, signed, verdicts
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from intervals import ROOT, bootstrap, iqm, last, mean_interval, read_seeds
 
 from benchmark import COLUMNS, MODELS, STAGES, Run, git_tag, run_command, run_study, stage_runs
@@ -175,7 +178,7 @@ def parts_tables(effects, bases, verdict, sure):
 
 def worth(effects, verdict, sure):
     """The text of worth_grpo.toml: of each detail the part that shows most."""
-    text, order = "# Written by benchmark/grpo.py draw.\n", ["matters", "perhaps", "does not show here"]
+    text, order = "# Written by benchmark/studies/grpo.py draw.\n", ["matters", "perhaps", "does not show here"]
     for tag in sorted({tags for tags, *_ in PARTS.values() if tags}):
         name = min(
             (name for name in effects if PARTS[name][0] == tag),
@@ -227,7 +230,7 @@ def draw(args: DrawArgs):
     lines = [
         "# GRPO beside RLOO and PPO, and what its parts are worth",
         "",
-        f"Written by `python benchmark/grpo.py draw --tag {args.tag}{flags}`.",
+        f"Written by `python benchmark/studies/grpo.py draw --tag {args.tag}{flags}`.",
         "Figures are of 512 held-out prompts at the end of training: means over seeds with Student's 95 % interval;",
         f"differences are paired by seed. Minutes are of a run on one thread{of}; of two",
         "systems, the median ratio and its range over seeds.",

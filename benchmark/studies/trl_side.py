@@ -1,7 +1,7 @@
 """
 The side of against_trl.py that runs inside an environment with TRL: one process trains one policy.
 
-    ENVIRONMENT/bin/python benchmark/trl_side.py SPEC.json        (against_trl.py calls it)
+    ENVIRONMENT/bin/python benchmark/studies/trl_side.py SPEC.json        (against_trl.py calls it)
 
 SPEC: algorithm (rloo, grpo or ppo), policy, reward (model folders), prompts (.jsonl with `prompt`), seed, settings (the
 arguments of our scripts, by their names), output_dir (of the trained policy), result (.json: the

@@ -1,7 +1,7 @@
 """
 One evaluator for policies that other code has trained: the embedded task's held-out prompts, as train_rloo.py does it.
 
-    python benchmark/held_out.py --policy FOLDER --sft FOLDER --reward FOLDER --seed 1 --run_name run
+    python benchmark/studies/held_out.py --policy FOLDER --sft FOLDER --reward FOLDER --seed 1 --run_name run
 
 It gives our scripts' own last eval/objective/{scores,gold,kl,ended,length} to the digit, since the noise is that of
 (seed, EVALUATION, 0). The studies call it. It writes runs/<run_name>/metrics.jsonl, which has one row.

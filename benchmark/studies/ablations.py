@@ -1,9 +1,9 @@
 """
 What each detail is worth: the embedded task with one detail off or swapped, over seeds, beside the same run with it.
 
-    python benchmark/ablations.py run --tag TAG --seeds 1 2 3 4 5 6 7 8 9 10 --workers 2
-    python benchmark/ablations.py run --tag TAG --seeds 1 2 3 4 5 --workers 2 --times 4
-    python benchmark/ablations.py draw --tags TAG [TAG ..]
+    python benchmark/studies/ablations.py run --tag TAG --seeds 1 2 3 4 5 6 7 8 9 10 --workers 2
+    python benchmark/studies/ablations.py run --tag TAG --seeds 1 2 3 4 5 --workers 2 --times 4
+    python benchmark/studies/ablations.py draw --tags TAG [TAG ..]
 
 `run` takes hours and goes on where it stopped. With --times 4 it makes runs four times as long, of the variants in
 LONG. `draw` writes static/ablations.svg, results/TAG/ablations.md and results/worth.toml; of several tags it takes for
@@ -21,9 +21,12 @@ import shutil
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
+
+sys.path.extend(str(Path(__file__).resolve().parents[1] / room) for room in (".", "checks"))
 from intervals import ROOT, holm, last, mean_interval, prediction_interval, read_seeds
 from mutations import (
     ASYNC,
@@ -466,7 +469,7 @@ def run(args: RunArgs):
             if variant.measure:
                 policy = "{root}/runs/benchmark/" + f"{tag}/{study}/{variant.name}_s" + "{seed}/policy"
                 kind = "gpt2_" if "gpt2" in variant.base else ""
-                command = f"python benchmark/held_out.py --policy {policy} --sft {MODELS}/{kind}sft"
+                command = f"python benchmark/studies/held_out.py --policy {policy} --sft {MODELS}/{kind}sft"
                 command += f" --reward {MODELS}/{kind}reward" + " --temperature 0.7" * (variant.base == "rloo_cold")
                 measured.append(Run(f"{variant.name}_measured", command, seed, tag, study))
                 runs[-1].makes = None if measured[-1].is_done() else runs[-1].folder / "policy"
@@ -673,7 +676,7 @@ def named(variant):
 HEAD = """\
 # What each detail is worth
 
-Written by `python benchmark/ablations.py draw --tags {tags}`; `run --tag TAG` makes the runs. A base's name
+Written by `python benchmark/studies/ablations.py draw --tags {tags}`; `run --tag TAG` makes the runs. A base's name
 is followed by the commit whose scripts it and its variants were run with. A variant is always compared with a base of
 its own commit, seed and machine.
 
@@ -793,7 +796,7 @@ def draw(args: DrawArgs):
         if v.name in long and apart(effect, long[v.name]):
             numbers += f" (longer runs: gold {long[v.name]['gold'][0]:+.2f}, KL {long[v.name]['kl'][0]:+.2f})"
         worth += [f"[{tag}]", f"says = {json.dumps(f'{named(v)}, {v.base}: {numbers}; {verdict[v.name]}')}", ""]
-    (results / "worth.toml").write_text("# Written by benchmark/ablations.py draw.\n\n" + "\n".join(worth))
+    (results / "worth.toml").write_text("# Written by benchmark/studies/ablations.py draw.\n\n" + "\n".join(worth))
     print("\n".join(lines))
 
 
