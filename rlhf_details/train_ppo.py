@@ -18,7 +18,7 @@ Left out on purpose: a separate inference engine, top-k and top-p (the sampled p
 an entropy bonus (neither recipe has one).
 
 Read `main` first if you know the paper, else from top to bottom. A tag such as [PPO-3] marks an implementation detail:
-benchmark/details.md has its source, its test and what it is worth.
+benchmark/checks/details.md has its source, its test and what it is worth.
 
 Shapes    B: episodes of an update, one per prompt   Q: query tokens, left-padded   R: response tokens, right-padded
           L: columns of a row   V: vocabulary   M: episodes of a micro-batch, or rows of a forward   H: hidden size

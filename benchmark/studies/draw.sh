@@ -20,5 +20,5 @@ draw studies/against_trl draw --tag cc51011 --study trl_toy_100x64 --output stat
 draw studies/against_trl draw --tag cc6b272 --study trl_lengths_100x64 --output static/trl_lengths.svg
 draw studies/against_trl draw --tag 4d93adb --output static/trl_grpo.svg
 draw plot benchmark/results/rloo_toy --output static/curves.png
-draw details
-draw readme
+draw checks/details
+draw checks/readme

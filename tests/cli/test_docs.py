@@ -139,7 +139,7 @@ def test_the_readmes_tables_are_those_that_the_studies_have_written():
 
 
 def test_the_table_of_validated_combinations_is_that_of_the_last_run_of_the_engine_tests():
-    table = runpy.run_path(str(ROOT / "benchmark/validated.py"))["table"]
+    table = runpy.run_path(str(ROOT / "benchmark/checks/validated.py"))["table"]
     assert table(json.loads((ROOT / "rlhf_details/plumbing/validated.json").read_text())) in README
 
 
@@ -164,7 +164,9 @@ def test_the_readmes_table_has_every_recipe():
 
 # ---- the index of details --------------------------------------------------------------------------------------------
 NAMED = r"(?<![\w/])((?:tests|benchmark|docs|rlhf_details)/[\w/]+\.(?:py|sh))(?:::(\w+))?"
-DETAILS, FAULTS = (tomllib.loads((ROOT / f"benchmark/{name}.toml").read_text()) for name in ("details", "faults"))
+DETAILS, FAULTS = (
+    tomllib.loads((ROOT / f"benchmark/checks/{name}.toml").read_text()) for name in ("details", "faults")
+)
 
 
 def test_each_tag_of_the_code_has_a_row_and_a_test_named_after_it():
@@ -202,7 +204,7 @@ def test_every_script_and_test_that_a_text_names_exists():
 
 
 def test_the_index_in_the_readme_is_that_of_the_code():
-    command = [sys.executable, ROOT / "benchmark/details.py", "--check"]
+    command = [sys.executable, ROOT / "benchmark/checks/details.py", "--check"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -5,7 +5,7 @@ Kills runs with SIGKILL at random moments, resumes them, and compares with the r
 Every second kill waits for a checkpoint being written, and strikes while it is. Results go to
 benchmark/results/kill_resume.md.
 
-    python benchmark/kill_resume.py --kills 20                     # the toy RLOO and PPO, on the stages in models/toy
+    python benchmark/checks/kill_resume.py --kills 20        # the toy RLOO and PPO, on the stages in models/toy
 """
 
 import json
@@ -22,7 +22,7 @@ from pathlib import Path
 
 import tyro
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass
@@ -148,8 +148,10 @@ def main(args):
         ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=ROOT
     ).stdout.strip()
     lines = [" | ".join(row) for row in (head, ["---"] * len(head), *table)]
-    text = f"{len(table)} kills, {len(bad)} resumed runs that differ. Commit {commit}: `python benchmark/kill_resume.py"
-    text += f" {' '.join(sys.argv[1:])}`, one thread a run.\n\n" + "".join(f"| {line} |\n" for line in lines)
+    text = f"{len(table)} kills, {len(bad)} resumed runs that differ. Commit {commit}: `python "
+    text += f"benchmark/checks/kill_resume.py {' '.join(sys.argv[1:])}`, one thread a run.\n\n" + "".join(
+        f"| {line} |\n" for line in lines
+    )
     Path(args.out).write_text(text)
     print(text)
     sys.exit(bool(bad))

@@ -1,10 +1,10 @@
 """
 Has a rewrite changed a number? This tool runs an old commit and the working tree, and compares what they write.
 
-    python benchmark/frozen.py --against b9b2685 --list                 which runs there are
-    python benchmark/frozen.py --against b9b2685 --work /tmp/frozen     all of them; exit code 1 where one differs
-    python benchmark/frozen.py --against b9b2685 --runs rloo ppo --processes 1
-    python benchmark/frozen.py --against b9b2685 --noise                what rounding does to the old commit
+    python benchmark/checks/frozen.py --against b9b2685 --list                which runs there are
+    python benchmark/checks/frozen.py --against b9b2685 --work /tmp/frozen    all of them; exit code 1 where one differs
+    python benchmark/checks/frozen.py --against b9b2685 --runs rloo ppo --processes 1
+    python benchmark/checks/frozen.py --against b9b2685 --noise               what rounding does to the old commit
 
 Both sides run on this machine, one thread a process, from the same seeds, each run in a folder of its own. The tool
 checks the old commit out into a temporary `git worktree` and removes it at the end. It keeps the old side's results in
@@ -52,7 +52,7 @@ import tyro
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 # Metrics of the old side that the new side may lack. (train_ppo_async.py logs val/stale_ratio for val/first_ratio.)
 ALLOWED_TO_GO = {"val/counted", "val/optimizer_steps", "val/first_ratio"}
 GOING = ("--async_rollouts", "--lora_merge")  # flags that a side is given where its --help knows them, and else not

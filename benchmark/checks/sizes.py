@@ -1,8 +1,8 @@
 """
 How large the pages and modules are, before (a commit) and after (another one, or the files as they stand), as a table.
 
-    python benchmark/sizes.py b9b2685              that commit, and the working tree
-    python benchmark/sizes.py b9b2685 HEAD         two commits
+    python benchmark/checks/sizes.py b9b2685              that commit, and the working tree
+    python benchmark/checks/sizes.py b9b2685 HEAD         two commits
 
 Lines are all lines of a file. Tokens are Python's own (tokenize) without comments, line ends, indentation, docstrings
 and the help texts of flags, so that neither words nor layout count. Nesting is the deepest indentation, in levels.
@@ -19,7 +19,7 @@ from typing import Annotated
 
 import tyro
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 LAYOUT = {getattr(tokenize, name) for name in "COMMENT NL NEWLINE INDENT DEDENT ENCODING ENDMARKER".split()}
 HEADER = ["file", "lines", "tokens", "longest function", "its lines", "nesting", "flags"]
 

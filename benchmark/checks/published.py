@@ -27,7 +27,7 @@ from transformers import (
 
 from rlhf_details import toy
 
-sys.path.append(str(Path(__file__).resolve().parent / "recipes"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "recipes"))
 import movies_data
 
 WORDS = "The my dog cat boss friend told asked never really wants to a house about is was in for and I so".split()
@@ -355,7 +355,7 @@ def data_sets():
 
 def write(folder):
     """Writes all data sets and models into a folder, and the code beside them, so that commands can be typed in it."""
-    folder, root = Path(folder), Path(__file__).resolve().parent.parent
+    folder, root = Path(folder), Path(__file__).resolve().parents[2]
     for name in ("benchmark", "rlhf_details"):
         (folder / name).symlink_to(root / name)
     for name, data in data_sets().items():

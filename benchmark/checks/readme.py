@@ -1,8 +1,8 @@
 """
 Writes the studies' tables into README.md and docs/, between markers that name them: <!-- table NAME -->.
 
-    python benchmark/readme.py            writes
-    python benchmark/readme.py --check    writes nothing; exit code 1 where a table is stale
+    python benchmark/checks/readme.py            writes
+    python benchmark/checks/readme.py --check    writes nothing; exit code 1 where a table is stale
 
 The tables come from benchmark/results/TAG/*.md, which the studies' `draw` has written from the CSV files beside them,
 and from benchmark/results/*.md, which the scripts of these names write.
@@ -10,7 +10,9 @@ and from benchmark/results/*.md, which the scripts of these names write.
 
 import re
 import sys
+from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from intervals import ROOT
 
 TAG, LENGTHS, GRPO_TRL = "cc51011", "cc6b272", "4d93adb"  # the commits whose scripts were run
@@ -121,7 +123,7 @@ def main():
     stale = {path: text for path, text in stale.items() if text != path.read_text(encoding="utf-8")}
     if "--check" in sys.argv[1:]:
         names = ", ".join(path.name for path in stale)
-        print(f"stale: {names}; run python benchmark/readme.py" if stale else "all tables are fresh")
+        print(f"stale: {names}; run python benchmark/checks/readme.py" if stale else "all tables are fresh")
         return int(bool(stale))
     for path, text in stale.items():
         path.write_text(text, encoding="utf-8")

@@ -1,9 +1,9 @@
 """
 Proof that each detail's test tests it: every detail is broken in a copy of the code, and its test must then fail.
 
-    python benchmark/mutations.py                 all mutants, on two workers; writes benchmark/results/mutations.md
-    python benchmark/mutations.py --only RM-4     those of one tag, or of several
-    python benchmark/mutations.py --show RM-4     the mutated lines, without running anything
+    python benchmark/checks/mutations.py               all mutants, on two workers; writes results/mutations.md
+    python benchmark/checks/mutations.py --only RM-4   those of one tag, or of several
+    python benchmark/checks/mutations.py --show RM-4   the mutated lines, without running anything
 
 A mutant is (tag, file, old, new): in the statement that the tag's comment speaks of, `old` becomes `new`. Both are
 written as `ast.unparse` writes the statement, so reformatting the code changes nothing here. A tag that stands in
@@ -28,7 +28,7 @@ import time
 import tokenize
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 240  # after which a mutant's tests count as failed: it hangs
 PPO, ASYNC, RLOO, GRPO = "train_ppo.py", "train_ppo_async.py", "train_rloo.py", "train_grpo.py"
 RM, SFT, EVALUATE, UTILS = "train_reward.py", "train_sft.py", "evaluate.py", "utils.py"

@@ -2,8 +2,8 @@
 # The GPU matrix in one call of under 10 minutes on one GPU: RLOO and PPO of a 1 B policy (random weights, bf16, prompts of 512
 # tokens, 53 new ones, batch 64) against TRL, and decoding against generate. Writes OUT/table.md, and every run as OUT/*.json.
 #
-#     bash benchmark/gpu.sh OUT              on one GPU
-#     bash benchmark/gpu.sh OUT --dry_run    the same on the CPU with tiny models, in a minute or two
+#     bash benchmark/checks/gpu.sh OUT              on one GPU
+#     bash benchmark/checks/gpu.sh OUT --dry_run    the same on the CPU with tiny models, in a minute or two
 #
 # What TRL runs in, as environment variables; with neither, TRL is left out and the table says so:
 #     WHEELS        folder of wheels (trl, for 0.21 also its transformers, tokenizers, huggingface_hub): a machine without a network
@@ -14,7 +14,7 @@ set -uo pipefail
 OUT=${1:?usage: gpu.sh OUT [--dry_run]}
 mkdir -p "$OUT"
 OUT=$(cd "$OUT" && pwd)
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 PYTHON=${PYTHON:-python3}
 

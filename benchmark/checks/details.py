@@ -1,9 +1,9 @@
 """
-Writes benchmark/details.md: the index of details, and the verdicts on the published catalogue and on known faults.
+Writes details.md: the index of details, and the verdicts on the published catalogue and on known faults.
 
-    python benchmark/details.py            writes it
-    python benchmark/details.py --check    writes nothing and counts prices; exit code 1 where it is stale, or where
-                                           more than one detail in five has no price
+    python benchmark/checks/details.py            writes it
+    python benchmark/checks/details.py --check    writes nothing and counts prices; exit code 1 where it is stale, or
+                                                  where more than one detail in five has no price
 
 Where a detail stands, and which tests are its own, is read from the code: the comments [RM-4], and the names
 test_rm_4_... What it is, and who does it, stands in details.toml, the verdicts in catalogue.toml, and the faults in
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from mutations import sources, tags_in, tests_of
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 FAMILIES = {
     "DATA": "Data",
     "MODEL": "Models",
@@ -38,13 +38,13 @@ PAGES += ["evaluate.py", "utils.py"]
 
 
 def read(name):
-    path = ROOT / "benchmark" / name
+    path = Path(__file__).parent / name
     return tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def worth():
     """{tag: {"says": its price}}, of the ablations and of the study of GRPO."""
-    return read("results/worth.toml") | read("results/worth_grpo.toml")
+    return read("../results/worth.toml") | read("../results/worth_grpo.toml")
 
 
 def count_prices():
@@ -137,12 +137,13 @@ def verdicts():
 
 
 def main():
-    path = ROOT / "benchmark" / "details.md"
-    head = ["# Details of the implementation", "", "Written by `python benchmark/details.py`.", "", "## The index", ""]
+    path = Path(__file__).with_name("details.md")
+    by = "Written by `python benchmark/checks/details.py`."
+    head = ["# Details of the implementation", "", by, "", "## The index", ""]
     text = "\n".join([*head, *index(), "", *verdicts()]) + "\n"
     is_stale = not path.exists() or path.read_text(encoding="utf-8") != text
     if "--check" in sys.argv[1:]:
-        print(f"{path.name} is {'stale: run python benchmark/details.py' if is_stale else 'fresh'}")
+        print(f"{path.name} is {'stale: run python benchmark/checks/details.py' if is_stale else 'fresh'}")
         counts = count_prices()
         print(f"{sum(counts.values())} details: {', '.join(f'{n} {kind}' for kind, n in counts.items())}")
         return int(is_stale or counts["unpriced"] > sum(counts.values()) / 5)

@@ -4,8 +4,8 @@ Runs the engine tests and writes down which combinations of architecture, precis
 They go to rlhf_details/plumbing/validated.json, at which a run looks when it starts, and into the
 table "Validated on" of docs/guides/4_memory_and_gpus.md.
 
-    python benchmark/validated.py              # some ten minutes on two cores; needs the extras test and deepspeed
-    python benchmark/validated.py --table      # the table of what is in validated.json
+    python benchmark/checks/validated.py           # some ten minutes on two cores; needs the extras test and deepspeed
+    python benchmark/checks/validated.py --table   # the table of what is in validated.json
 """
 
 import itertools
@@ -20,7 +20,7 @@ from pathlib import Path
 
 import tyro
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 FOUND = ROOT / "rlhf_details" / "plumbing" / "validated.json"
 VARIABLE = "VALIDATED_OUT"  # names the file to which the engine tests append [architecture, precision, engine, script]
 ENGINES = ["one process", "DDP", "FSDP2", "ZeRO-2", "ZeRO-3"]

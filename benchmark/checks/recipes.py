@@ -1,8 +1,8 @@
 """
 Every recipe of benchmark/recipes and every stage of tldr.sh, lm_human_preferences.sh and movies.sh, for two updates.
 
-    python benchmark/recipes.py                          all of them, and benchmark/results/recipes.md
-    python benchmark/recipes.py --only tldr.sh           some of them, and no file
+    python benchmark/checks/recipes.py                          all of them, and benchmark/results/recipes.md
+    python benchmark/checks/recipes.py --only tldr.sh           some of them, and no file
 
 A recipe's command is the one of its header, and the commands of the scripts are what they print with DRY_RUN. They run
 in a folder that holds stand-ins for all data sets and models that they name (published.py), in this process, on the
@@ -33,7 +33,7 @@ from transformers.utils import logging as transformers_logging
 
 from rlhf_details.plumbing import cli
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "benchmark/recipes").glob("*.toml"))
 # The words after a script's name and the variables that it reads. One seed stands for all.
 SCRIPTS = {
@@ -162,11 +162,11 @@ def serve_judge():
 # ---- the table -------------------------------------------------------------------------------------------------------
 HEAD = """# Do the recipes run on the data that they name?
 
-Written by `python benchmark/recipes.py`. Each recipe and each stage of the three scripts ran for two updates, an
+Written by `python benchmark/checks/recipes.py`. Each recipe and each stage of the three scripts ran for two updates, an
 evaluation on four prompts, on stand-ins with the columns, splits and file names of the published data sets and with the
-architectures and tokenizers of the published models (`benchmark/published.py`). Text and weights are made up, so the
-figures mean nothing. The commands are those of the recipes' headers, and what the scripts print with `DRY_RUN`. In all
-of them one process on the CPU in fp32 takes the launcher's place (`--num_processes`, `--mixed_precision`), one seed
+architectures and tokenizers of the published models (`benchmark/checks/published.py`). Text and weights are made up, so
+the figures mean nothing. The commands are those of the recipes' headers, and what the scripts print with `DRY_RUN`. In
+all of them one process on the CPU in fp32 takes the launcher's place (`--num_processes`, `--mixed_precision`), one seed
 stands for all, and Weights & Biases is switched off by `WANDB_MODE=disabled`. The judge of `tldr.sh` is a server on
 this machine that always prefers A. The models of the embedded task are random ones, so that no stage is trained first.
 

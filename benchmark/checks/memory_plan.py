@@ -1,9 +1,9 @@
 """
 How many bytes a device needs for a run, before anyone rents it: what it holds, and the peak of each phase.
 
-    python benchmark/memory_plan.py --model 8b --processes 8 --engine fsdp2 --gradient_checkpointing
-    python benchmark/memory_plan.py --model 1b --processes 1 --engine one --algorithm ppo --lora_rank 16
-    python benchmark/memory_plan.py --guide      (results/memory_plan.md, the guide's table, some minutes)
+    python benchmark/checks/memory_plan.py --model 8b --processes 8 --engine fsdp2 --gradient_checkpointing
+    python benchmark/checks/memory_plan.py --model 1b --processes 1 --engine one --algorithm ppo --lora_rank 16
+    python benchmark/checks/memory_plan.py --guide      (results/memory_plan.md, the guide's table, some minutes)
 
 What stays (weights, moments, buffers of the engine) follows from the shapes of the weights, by one-line functions. What
 comes and goes (key-value cache, activations, logits, bf16 copies of weights) is measured: the page's own modules go
@@ -17,6 +17,7 @@ import contextlib
 import functools
 import gc
 import math
+import sys
 import warnings
 import weakref
 from collections import Counter
@@ -29,7 +30,6 @@ from unittest.mock import patch
 
 import torch
 import tyro
-from speed import SIZES
 from torch import distributed, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -41,11 +41,14 @@ from transformers import AutoConfig, DynamicCache, GPTNeoXConfig, LlamaConfig
 from transformers import AutoModelForCausalLM as Causal
 from transformers import AutoModelForSequenceClassification as Classifier
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from speed import SIZES
+
 from benchmark import made_with
 from rlhf_details import train_grpo, train_ppo, train_rloo, utils
 from rlhf_details.plumbing import layout, lora, models, shards
 
-ROOT, GIB = Path(__file__).resolve().parent.parent, 2**30
+ROOT, GIB = Path(__file__).resolve().parents[2], 2**30
 CARDS, HEADROOM = (24, 40, 80), 0.1  # GiB, and the share that CUDA, NCCL and holes between tensors may take
 LLAMA = {  # Llama 3's: hidden size, layers, heads, heads of keys and values, intermediate size, vocabulary
     "8b": (4096, 32, 32, 8, 14336, 128256),
@@ -489,9 +492,9 @@ def guide():
 
 def main(args: Args):
     if args.guide:
-        head = "# What the guide's runs need\n\nWritten by `python benchmark/memory_plan.py --guide`: GiB a device."
+        head = "# What the guide's runs need\n\nWritten by `python benchmark/checks/memory_plan.py --guide`: GiB"
         path = ROOT / "benchmark" / "results" / "memory_plan.md"
-        path.write_text("\n".join([f"{head} {made_with()}\n", *guide()]) + "\n")
+        path.write_text("\n".join([f"{head} a device. {made_with()}\n", *guide()]) + "\n")
         return print(path.read_text())
     found = plan(args)
     peak, cards = fits(found)

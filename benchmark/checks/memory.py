@@ -1,7 +1,7 @@
 """
 Resident size of toy runs over 200 updates, in a minute or two. It needs the stages in models/toy.
 
-    python benchmark/memory.py [--without]
+    python benchmark/checks/memory.py [--without]
 
 It prints the size after some updates, and fails where it has grown by more than 5 % from the 20th to the 199th. (The
 200th comes with a held-out evaluation, which takes more.) The learning rate is 0, so that responses are as long at the
