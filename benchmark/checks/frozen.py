@@ -1,10 +1,9 @@
 """
 Has a rewrite changed a number? This tool runs an old commit and the working tree, and compares what they write.
 
-    python benchmark/checks/frozen.py --against b9b2685 --list                which runs there are
-    python benchmark/checks/frozen.py --against b9b2685 --work /tmp/frozen    all of them; exit code 1 where one differs
-    python benchmark/checks/frozen.py --against b9b2685 --runs rloo ppo --processes 1
-    python benchmark/checks/frozen.py --against b9b2685 --noise               what rounding does to the old commit
+    python benchmark/checks/frozen.py --list                                  which runs there are
+    python benchmark/checks/frozen.py --against COMMIT --work /tmp/frozen     all of them; exit code 1 where one differs
+    python benchmark/checks/frozen.py --against COMMIT --runs rloo ppo --processes 1
 
 Both sides run on this machine, one thread a process, from the same seeds, each run in a folder of its own. The tool
 checks the old commit out into a temporary `git worktree` and removes it at the end. It keeps the old side's results in
@@ -21,7 +20,7 @@ It compares:
    their rows out, since it knows their prompts from the held-out samples.
 2. The metrics of the first 20 updates: 1e-3 relative, plus what ABSOLUTE allows for a metric. Counts of tokens (EXACT)
    are equal at update 1. Times are left out. A metric that only the new side has is named; one that only the old side
-   has is a difference, unless ALLOWED_TO_GO names it.
+   has is a difference.
 3. The held-out figures of the last row: within the range of three seeds of the old side (rloo and ppo on one process),
    or 2e-2 relative (all runs).
 4. The saved models: the norm of the difference of all weights, 1e-3 of the norm of the weights, and the reward model's
@@ -44,7 +43,6 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -53,12 +51,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 ROOT = Path(__file__).resolve().parents[2]
-# Metrics of the old side that the new side may lack. (train_ppo_async.py logs val/stale_ratio for val/first_ratio.)
-ALLOWED_TO_GO = {"val/counted", "val/optimizer_steps", "val/first_ratio"}
-GOING = ("--async_rollouts", "--lora_merge")  # flags that a side is given where its --help knows them, and else not
 EXACT = ("val/num_eos_tokens", "val/num_stop_token_ids", "val/sequence_lengths")  # at the first update
 TOLERANCE, EVAL_TOLERANCE, COMPARED_UPDATES = 1e-3, 2e-2, 20
-# What --noise showed beyond 1e-3 relative at b9b2685, in runs where no sampled token turned, and what is allowed:
+# What other micro-batch sizes, which change rounding alone, moved by more than 1e-3 relative at b9b2685, in runs where
+# no sampled token turned, and what is allowed:
 ABSOLUTE = {
     "objective/kl": 2e-6,  # 3e-7, at update 1, where it is rounding alone
     "eval/objective/kl": 2e-6,  # 5e-8, at update 0
@@ -72,7 +68,6 @@ ABSOLUTE = {
 }
 # Under bf16 rounding turns sampled tokens from update 2 on: so update 1 and the end are compared, with more allowed.
 BF16_TOLERANCE, BF16_ABSOLUTE, BF16_TURNED = 5e-2, 1000, 0.02  # relative; times ABSOLUTE; share of samples
-NOISE = ("--micro_batch_size", "16"), ("--rollout_micro_batch_size", "32")  # they change rounding alone
 RECORDER = """import json, os
 from pathlib import Path
 
@@ -114,16 +109,16 @@ RUNS = {
     "rloo_sum": Run("train_rloo", "--dataset toy-sum", rewards=SUM),
     "rloo_style": Run("train_rloo", "--reward_model_path None", rewards=STYLE),
     "rloo_own_tokenizer": Run("train_rloo", "--reward_model_path models/own/reward"),
-    "rloo_lora": Run("train_rloo", "--lora_rank 4 --lora_merge"),
+    "rloo_lora": Run("train_rloo", "--lora_rank 4"),
     "rloo_bf16": Run("train_rloo", "", bf16=True),
     "resume": Run("train_rloo", "--checkpoint_every 5", 256, stopped=True),
     "ppo": Run("train_ppo", "", 256, processes=(1, 2), seeds=(1, 2, 3)),
     "ppo_lmhp": Run("train_ppo", LM_HUMAN_PREFERENCES),
     "ppo_full": Run("train_ppo", "--kl_penalty full --learning_rate 1e-4"),
     "ppo_classic": Run("train_ppo", f"{CLASSIC} {LIMITS}"),
-    "ppo_async": Run("train_ppo_async", "--async_rollouts --learning_rate 1e-4"),
+    "ppo_async": Run("train_ppo_async", "--learning_rate 1e-4"),
     "ppo_own_tokenizer": Run("train_ppo", "--reward_model_path models/own/reward"),
-    "ppo_lora": Run("train_ppo", "--lora_rank 4 --lora_merge"),
+    "ppo_lora": Run("train_ppo", "--lora_rank 4"),
     "ppo_bf16": Run("train_ppo", "", bf16=True),
 }
 
@@ -133,7 +128,7 @@ STAGES = ("train_sft", ""), ("train_reward", ""), ("train_sft", "--dataset toy-s
 
 @dataclass
 class Args:
-    against: str = "b9b2685"
+    against: str = "HEAD"
     """the old commit"""
     tree: str = str(ROOT)
     """the working tree, by default the one that this file lies in"""
@@ -149,8 +144,6 @@ class Args:
     """folder of all results; the old side's stay there for the next time"""
     report: str | None = None
     """markdown file for the table"""
-    noise: bool = False
-    """in place of the working tree, run the old commit with other micro-batch sizes, and print what differs"""
     list: bool = False
     """print the runs and stop"""
 
@@ -162,7 +155,6 @@ class Side:
     tree: Path
     folder: Path
     stages: Path
-    noise: bool = False
     keeps: bool = False  # results of an earlier call count
 
 
@@ -170,14 +162,6 @@ class Side:
 def environment(tree, bf16=False):
     own = {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
     return os.environ | own | {"HF_HUB_OFFLINE": "1", "ACCELERATE_MIXED_PRECISION": "bf16" if bf16 else "no"}
-
-
-@cache
-def help_of(script):
-    """The flags at the beginning of --help's lines, with underscores for hyphens."""
-    env = environment(script.parent.parent)
-    done = subprocess.run([sys.executable, script, "--help"], env=env, capture_output=True, text=True)
-    return {line.strip(" │|").split(" ")[0].strip(",").replace("-", "_") for line in done.stdout.splitlines()}
 
 
 def found(word, tree):
@@ -191,10 +175,7 @@ def found(word, tree):
 def command_of(run, side, processes, seed, updates):
     """The words after the interpreter's name."""
     script = side.tree / "rlhf_details" / f"{run.script}.py"
-    if not script.exists():  # before the rewrite one script held both forms
-        script = script.with_name(f"{run.script.removesuffix('_async')}.py")
     flags = [found(word, side.tree) for word in run.flags.split()]
-    flags = [flag for flag in flags if flag not in GOING or flag.replace("-", "_") in help_of(script)]
     flags += ["--seed", seed, "--run_name", "run", "--output_dir", "model", "--batch_size", run.batch_size]
     if run.script == "train_sft":
         flags += ["--take", updates * run.batch_size]
@@ -204,8 +185,6 @@ def command_of(run, side, processes, seed, updates):
         rewards = [(found(name, side.tree), weight) for name, weight in run.rewards] + [("record.py:record", 0)]
         flags += ["--total_episodes", updates * run.batch_size, "--reward_fn", *(name for name, _ in rewards)]
         flags += ["--reward_fn_weights", *(weight for _, weight in rewards)]
-    if side.noise:
-        flags += NOISE[0] + (NOISE[1] if "--total_episodes" in flags else ())
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else []
     return [str(word) for word in (*launcher, script, *flags)]
 
@@ -288,7 +267,6 @@ class Verdict:
     metric: str = "-"
     wrong: list = field(default_factory=list)
     notes: list = field(default_factory=list)
-    noise: dict = field(default_factory=dict)  # {metric: largest (absolute, relative) difference}
 
     def row(self):
         more = [f"{len(self.wrong)} in all"] if len(self.wrong) > 4 else []
@@ -300,8 +278,6 @@ class Verdict:
         """Compares two numbers, and keeps what is found."""
         difference = 0.0 if a == b or (math.isnan(a) and math.isnan(b)) else abs(a - b)
         of_larger = difference / max(abs(a), abs(b)) if difference else 0.0
-        before = self.noise.get(metric, (0.0, 0.0))
-        self.noise[metric] = max(before[0], difference), max(before[1], of_larger)
         if absolute == 0 and of_larger > self.largest:
             self.largest, self.metric = of_larger, metric
         if not difference <= relative * max(abs(a), abs(b)) + absolute:
@@ -341,8 +317,7 @@ def compare_metrics(verdict, old, new, bf16, ranges):
                 verdict.number(metric, a[metric], b[metric], max(allowed, relative), where=" at the end")
             elif update <= updates:
                 verdict.number(metric, a[metric], b[metric], relative, factor * ABSOLUTE.get(metric, 0.0), where)
-    verdict.wrong += [f"lacks {metric}" for metric in sorted(lacking - ALLOWED_TO_GO)]
-    verdict.notes += [f"lacks {metric}, which may go" for metric in sorted(lacking & ALLOWED_TO_GO)]
+    verdict.wrong += [f"lacks {metric}" for metric in sorted(lacking)]
     verdict.notes += [f"new: {', '.join(sorted(fresh))}"] if fresh else []
 
 
@@ -403,8 +378,6 @@ def run_both(args, commit):
     work, here = Path(args.work).resolve(), Path(args.tree).resolve()
     tree, stages = work / f"tree-{commit}-{os.getpid()}", work / commit / "stages"
     old, new = Side(tree, work / commit, stages, keeps=True), Side(here, work / f"new-{here.name}", stages)
-    if args.noise:
-        new = Side(tree, work / f"noise-{commit}", stages, noise=True)
     chosen = {*args.runs, *(["rloo"] if "resume" in args.runs else [])}
     jobs = [(name, p) for name, run in RUNS.items() if name in chosen for p in run.processes if p in args.processes]
     verdicts = []
@@ -433,24 +406,14 @@ HEADER = "run", "processes", "verdict", "largest relative difference", "metric",
 
 
 def report(args, commit, verdicts):
-    """The markdown table, what is allowed, and with --noise a line for every metric that differs at all."""
-    who = f"{commit} with {' '.join(sum(NOISE, ()))}" if args.noise else "The working tree"
+    """The markdown table, and what is allowed."""
     differing = sum(bool(verdict.wrong) for verdict in verdicts)
-    text = f"{who} against {commit}: {len(verdicts)} runs of {args.updates} updates, {differing} differ.\n\n"
+    text = f"The working tree against {commit}: {len(verdicts)} runs of {args.updates} updates, {differing} differ.\n\n"
     rows = [HEADER, ["---"] * len(HEADER), *(verdict.row() for verdict in verdicts)]
     text += "".join(f"| {' | '.join(row)} |\n" for row in rows)
     allowed = ", ".join(f"`{metric}` {value:g}" for metric, value in ABSOLUTE.items())
     text += f"\nAllowed: {TOLERANCE:g} relative (bf16: {BF16_TOLERANCE:g}), and on top, absolute: {allowed}"
     text += f" (bf16: {BF16_ABSOLUTE} times as much).\n"
-    text += f"The metrics that may be missing: {', '.join(sorted(ALLOWED_TO_GO))}.\n"
-    if args.noise:
-        text += "\n| metric | largest absolute difference, run | largest relative difference, run |\n|---|---|---|\n"
-        fp32 = [verdict for verdict in verdicts if not RUNS[verdict.name].bf16]
-        for metric in sorted({metric for verdict in fp32 for metric in verdict.noise}):
-            pairs = [(v.noise[metric], f"{v.name} {v.processes}") for v in fp32 if metric in v.noise]
-            (absolute, of), (relative, of_relative) = (max((noise[i], run) for noise, run in pairs) for i in (0, 1))
-            if absolute:
-                text += f"| {metric} | {absolute:.1e}, {of} | {relative:.1e}, {of_relative} |\n"
     return text
 
 
