@@ -62,28 +62,37 @@ cd "{root}"
 """
 
 
-@dataclass
-class Args:
-    command: tuple[str, ...]
-    """commands to run, each a string"""
-    exp: tuple[str, ...]
-    """names of the experiments, one a command"""
-    seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
-    """seeds of each experiment"""
-    workers: int = 1
+@dataclass(kw_only=True)
+class StudyArgs:
+    """What `run` of every study takes."""
+
+    tag: str | None = None
+    """folder of the results; None: git describe"""
+    seeds: tuple[int, ...] = tuple(range(1, 11))
+    """seeds"""
+    workers: int = 2
     """runs at a time"""
     threads: int = 1
     """CPU threads a run (OMP_NUM_THREADS)"""
-    tag: str | None = None
-    """folder of the results; None: git describe"""
-    study: str = ""
-    """folder within it"""
-    preload: bool = False
+    preload: bool = True
     """start the runs as forks of one process that has loaded the libraries, which saves seconds a run"""
     columns: tuple[str, ...] = tuple(COLUMNS)
     """metrics to keep, those that the run has"""
     every: int = 1
     """keep every so manyth row, and the last"""
+
+
+@dataclass(kw_only=True)
+class Args(StudyArgs):
+    command: tuple[str, ...]
+    """commands to run, each a string"""
+    exp: tuple[str, ...]
+    """names of the experiments, one a command"""
+    seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
+    workers: int = 1
+    preload: bool = False
+    study: str = ""
+    """folder within the tag's"""
     slurm: str | None = None
     """write an array job to this file, a task a run, and run nothing"""
     only: int | None = None

@@ -44,7 +44,7 @@ from mutations import (
     mutate,
 )
 
-from benchmark import MODELS, STAGES, Run, code_hash, git_tag, run_command, run_study, stage_runs
+from benchmark import MODELS, STAGES, Run, StudyArgs, code_hash, git_tag, run_command, run_study, stage_runs
 
 RUN = "--num_sample_generations 0 --checkpoint_every 0 --output_dir policy --batch_size 128"
 SHORT_RLOO = f"train_rloo.py {RUN} --total_episodes 3200"
@@ -348,28 +348,15 @@ COLUMNS = ["update", "objective/gold", "objective/scores", "objective/kl"]
 COLUMNS += [f"eval/objective/{name}" for name in ("gold", "scores", "kl", "ended", "length")]
 
 
-@dataclass
-class RunArgs:
+@dataclass(kw_only=True)
+class RunArgs(StudyArgs):
     """Trains what is missing: SFT and reward models of each seed, bases, variants."""
 
-    tag: str | None = None
-    """folder of the results; None: git describe"""
-    seeds: tuple[int, ...] = tuple(range(1, 11))
-    """seeds"""
-    workers: int = 2
-    """runs at a time"""
-    threads: int = 1
-    """CPU threads a run"""
     times: Literal[1, 4] = 1
     """how much longer than in the table the runs are"""
     only: tuple[str, ...] = ()
     """names of bases and variants; none: all, or with --times 4 those in LONG"""
-    preload: bool = True
-    """start runs as forks of one process that has the libraries loaded"""
     columns: tuple[str, ...] = tuple(COLUMNS)
-    """metrics to keep"""
-    every: int = 1
-    """keep every so manyth row"""
 
 
 def hash_of(x):

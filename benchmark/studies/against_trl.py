@@ -43,7 +43,7 @@ from held_out import evaluate
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from intervals import ROOT, bootstrap, iqm, last, mean_interval, prediction_interval, read_seeds
 
-from benchmark import COLUMNS, MODELS, STAGES, Run, git_tag, run_command, run_study, stage_runs
+from benchmark import MODELS, STAGES, Run, StudyArgs, git_tag, run_command, run_study, stage_runs
 
 BATCH, UPDATES = 128, {"rloo": 25, "grpo": 25, "ppo": 12}
 LENGTHS = 12_000, range(1, 8), 96  # reviews for SFT, how many sentences they have, the most tokens of a response
@@ -84,14 +84,11 @@ FIGURE_LABELS = "gold of each seed at the end, and the mean with its interval", 
 PACKAGES = "trl transformers torch accelerate datasets tokenizers numpy".split()
 
 
-@dataclass
-class RunArgs:
+@dataclass(kw_only=True)
+class RunArgs(StudyArgs):
     """Trains what is missing: SFT and reward models of each seed, then every system's policy from them."""
 
-    tag: str | None = None
-    """folder of the results; None: git describe"""
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
-    """seeds"""
     systems: tuple[str, ...] = tuple(SYSTEMS)
     """which systems"""
     task: Literal["toy", "lengths"] = "toy"
@@ -105,15 +102,7 @@ class RunArgs:
     environments: str = "runs/environments"
     """folder of the environments trl-VERSION"""
     workers: int = 1
-    """runs at a time"""
-    threads: int = 1
-    """CPU threads a run"""
     preload: bool = False
-    """start runs as forks of one process that has the libraries loaded"""
-    columns: tuple[str, ...] = tuple(COLUMNS)
-    """metrics to keep"""
-    every: int = 1
-    """keep every so manyth row, and the last"""
 
 
 @dataclass

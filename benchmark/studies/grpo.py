@@ -21,7 +21,7 @@ from ablations import NAMES, count_up, outcome, signed, verdicts
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from intervals import ROOT, bootstrap, iqm, last, mean_interval, read_seeds
 
-from benchmark import COLUMNS, MODELS, STAGES, Run, git_tag, run_command, run_study, stage_runs
+from benchmark import COLUMNS, MODELS, STAGES, Run, StudyArgs, git_tag, run_command, run_study, stage_runs
 
 RUN = "--num_sample_generations 0 --checkpoint_every 0 --output_dir policy"
 SUM = f"--dataset toy-sum --sft_model_path {MODELS}/sum_sft {RUN}"
@@ -63,24 +63,12 @@ PARTS = {  # name: (details that it prices, what is changed, the run it is compa
 MEASURES = {"gold": "gold", "scores": "learned score", "kl": "KL, nats", "ended": "share ended", "length": "tokens"}
 
 
-@dataclass
-class RunArgs:
+@dataclass(kw_only=True)
+class RunArgs(StudyArgs):
     """Trains what is missing."""
 
-    tag: str | None = None
-    """folder of the results; None: git describe"""
-    seeds: tuple[int, ...] = tuple(range(1, 11))
-    """seeds"""
-    workers: int = 2
-    """runs at a time"""
-    threads: int = 1
-    """CPU threads a run"""
-    preload: bool = True
-    """start runs as forks of one process that has the libraries loaded"""
     columns: tuple[str, ...] = (*COLUMNS, "time/from_scratch")
-    """metrics to keep"""
     every: int = 5
-    """keep every so manyth row, and the last"""
 
 
 @dataclass

@@ -20,30 +20,17 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from intervals import ROOT, bootstrap, iqm, last, mean_interval, read_seeds
 
-from benchmark import COLUMNS, Run, git_tag, run_command, run_study
+from benchmark import Run, StudyArgs, git_tag, run_command, run_study
 
 POLICIES = {"rloo": ("RLOO", "#3465a4"), "ppo": ("PPO", "#c4501b")}
 FIGURES = {"scores": "score", "kl": "KL, nats a response", "length": "length, tokens", "ended": "share ended"}
 
 
-@dataclass
-class RunArgs:
+@dataclass(kw_only=True)
+class RunArgs(StudyArgs):
     """Trains what is missing: SFT, reward model, RLOO and PPO of each seed."""
 
-    tag: str | None = None
-    """folder of the results; None: git describe"""
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
-    """seeds"""
-    workers: int = 2
-    """runs at a time"""
-    threads: int = 1
-    """CPU threads a run"""
-    preload: bool = True
-    """start runs as forks of one process that has the libraries loaded"""
-    columns: tuple[str, ...] = tuple(COLUMNS)
-    """metrics to keep"""
-    every: int = 1
-    """keep every so manyth row, and the last"""
 
 
 @dataclass

@@ -23,7 +23,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from intervals import ROOT, bootstrap, iqm, last, mean_interval, read_seeds
 
-from benchmark import MODELS, STAGES, Run, git_tag, run_command, run_study, stage_runs
+from benchmark import MODELS, STAGES, Run, StudyArgs, git_tag, run_command, run_study, stage_runs
 
 RUN = "--num_sample_generations 0 --checkpoint_every 0 --output_dir policy --batch_size 128"
 RUN += " --learning_rate 1e-3 --lr_schedule constant"
@@ -47,26 +47,13 @@ def settings():
     return result | {f"width{w}": ("width", f"{w}", f"{free}/reward_width{w}") for w in WIDTHS}
 
 
-@dataclass
-class RunArgs:
+@dataclass(kw_only=True)
+class RunArgs(StudyArgs):
     """Trains what is missing: SFT and reward models of each seed, policies, and best-of-n."""
 
-    tag: str | None = None
-    """folder of the results; None: git describe"""
-    seeds: tuple[int, ...] = tuple(range(1, 11))
-    """seeds"""
-    workers: int = 2
-    """runs at a time"""
-    threads: int = 1
-    """CPU threads a run"""
     only: tuple[str, ...] = ()
     """names of policies; none: all, and best-of-n"""
-    preload: bool = True
-    """start runs as forks of one process that has the libraries loaded"""
     columns: tuple[str, ...] = tuple(COLUMNS)
-    """metrics to keep"""
-    every: int = 1
-    """keep every so manyth row"""
 
 
 @dataclass
