@@ -27,22 +27,9 @@ from typing import Literal
 import numpy as np
 
 sys.path.extend(str(Path(__file__).resolve().parents[1] / room) for room in (".", "checks"))
-from intervals import ROOT, holm, last, mean_interval, prediction_interval, read_seeds
-from mutations import (
-    ASYNC,
-    DATA,
-    ENCODING,
-    LAYOUT,
-    NORMAL,
-    PPO,
-    READ,
-    RLOO,
-    RM,
-    SFT,
-    UNBIASED,
-    UTILS,
-    mutate,
-)
+from intervals import ROOT, holm, last, mean_interval, prediction_interval, read_seeds, words
+from mutations import ASYNC, DATA, ENCODING, LAYOUT, NORMAL, PPO, READ, RLOO, RM, SFT, UNBIASED, UTILS, mutate
+from plot import blank, save
 
 from benchmark import MODELS, STAGES, Run, StudyArgs, code_hash, git_tag, run_command, run_study, stage_runs
 
@@ -590,15 +577,12 @@ def verdicts(found):
 def signed(x):
     """An interval (mean, low, high, ..) in words."""
     digits = 2 if max(map(abs, x[1:3])) < 20 else 1
-    return f"{x[0]:+.{digits}f} ({x[1]:+.{digits}f} .. {x[2]:+.{digits}f})"
+    return words(x, f"+.{digits}f")
 
 
 def forest(found, verdict, output):
     """The forest plot: a row a variant, the worst for gold at the bottom; beyond +-0.5 the scale is logarithmic."""
     import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
 
     names = sorted(found, key=lambda name: found[name]["gold"][0])
     what = {variant.name: variant for variant in VARIANTS}
@@ -608,7 +592,7 @@ def forest(found, verdict, output):
         "does not show here": "#808080",
         "changes nothing": "#3465a4",
     }
-    figure, axes = plt.subplots(1, 2, figsize=(10, 0.17 * len(names) + 1), sharey=True, layout="constrained")
+    figure, axes = blank(1, 2, sharey=True, figsize=(10, 0.17 * len(names) + 1), layout="constrained")
     for axis, measure, title in zip(
         axes, ("gold", "kl"), ("effect on gold, points", "effect on the KL, nats a response"), strict=True
     ):
@@ -630,8 +614,8 @@ def forest(found, verdict, output):
     for label, colour in colours.items():
         axes[1].plot([], [], color=colour, label=label)
     figure.legend(frameon=False, fontsize=8, loc="outside lower center", ncols=len(colours))
-    plt.rcParams |= {"svg.hashsalt": "ablations", "svg.fonttype": "none"}  # the same bytes for the same data, and text
-    figure.savefig(ROOT / output, metadata={"Date": None})
+    matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text
+    save(figure, output, "ablations")
 
 
 def count_up(effect):
@@ -728,8 +712,7 @@ def draw(args: DrawArgs):
         rows = ["| base | what | gold at the end | gold over the run | KL, nats a response | share ended |"]
         rows += ["|---|---|---:|---:|---:|---:|"]
         for name, tag in sorted(bases, key=lambda base: (list(BASES).index(base[0]), args.tags.index(base[1]))):
-            intervals = [bases[name, tag][m] for m in MEASURES]
-            cells = [f"{mean:.2f} ({low:.2f} .. {high:.2f})" for mean, low, high, _ in intervals]
+            cells = [words(bases[name, tag][m]) for m in MEASURES]
             rows.append(f"| {name}, {tag} | {BASES[name][0]} | {' | '.join(cells)} |")
         return rows
 

@@ -41,7 +41,8 @@ import numpy as np
 from held_out import evaluate
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from intervals import ROOT, bootstrap, iqm, last, mean_interval, prediction_interval, read_seeds
+from intervals import ROOT, last, mean_interval, prediction_interval, read_seeds
+from plot import band, blank, save
 
 from benchmark import MODELS, STAGES, Run, StudyArgs, git_tag, run_command, run_study, stage_runs
 
@@ -355,19 +356,10 @@ def replay(args: ReplayArgs):
                 continue
             theirs = folder / system
             theirs.mkdir(exist_ok=True)
-            paths = {
-                "samples": str(folder / "samples.json"),
-                "prompts": os.devnull,
-                "result": str(theirs / "result.json"),
-            }
-            spec = {
-                "algorithm": algorithm,
-                "policy": str(sft),
-                "reward": str(reward),
-                "seed": args.seed,
-            }
-            spec |= {"settings": settings(algorithm, args.task) | changes, "output_dir": str(theirs)} | paths
-            spec |= theirs_alone
+            spec = {"algorithm": algorithm, "policy": str(sft), "reward": str(reward), "seed": args.seed}
+            spec |= {"settings": settings(algorithm, args.task) | changes, "output_dir": str(theirs)} | theirs_alone
+            spec |= {"samples": str(folder / "samples.json"), "prompts": os.devnull}
+            spec["result"] = str(theirs / "result.json")
             (theirs / "spec.json").write_text(json.dumps(spec))
             worker = [python_of(version, args.environments), str(Path(__file__).resolve().with_name("trl_side.py"))]
             subprocess.run([*worker, str(theirs / "spec.json")], check=True, env=trl_environ())
@@ -441,13 +433,9 @@ def tables(found):
 
 def figure(found, output):
     """Curves of score and KL, and below them each seed's gold and KL at the end. A column for each algorithm."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     algorithms = [name for name in ("rloo", "grpo", "ppo") if f"ours_{name}" in found]
-    plot, axes = plt.subplots(4, len(algorithms), figsize=(4.5 * len(algorithms), 8), squeeze=False)
+    picture, axes = blank(4, len(algorithms), figsize=(4.5 * len(algorithms), 8))
+    axes = axes.reshape(4, -1)
     for column, algorithm in enumerate(algorithms):
         systems = [name for name in found if SYSTEMS[name.removesuffix(FOUR)][0] == algorithm]
         labels = []
@@ -459,8 +447,7 @@ def figure(found, output):
                 curves = [columns[f"objective/{name}"] for columns in found[system].values()]
                 curves = np.stack([curve[~np.isnan(curve)] for curve in curves], 1)  # [updates, seeds]
                 updates = np.arange(1, len(curves) + 1)
-                axis.plot(updates, iqm(curves), linewidth=1.5, label=labels[-1], **line)
-                axis.fill_between(updates, *bootstrap(curves), color=colour, alpha=0.15, linewidth=0)
+                band(axis, updates, curves, labels[-1], linewidth=1.5, alpha=0.15, **line)
             for axis, name in zip(axes[2:, column], ("gold", "kl"), strict=True):
                 x = final(found[system])[name]
                 mean, low, high, _ = mean_interval(x)
@@ -477,9 +464,8 @@ def figure(found, output):
             axis.grid(alpha=0.2)
     axes[0, 0].set_ylabel("score, points")
     axes[1, 0].set_ylabel("KL, nats a response")
-    plot.tight_layout()
-    plt.rcParams["svg.hashsalt"] = "trl"  # the same bytes for the same data
-    plot.savefig(ROOT / output, metadata={"Date": None})
+    picture.tight_layout()
+    save(picture, output, "trl")
 
 
 def draw(args: DrawArgs):

@@ -19,7 +19,8 @@ import numpy as np
 from ablations import NAMES, count_up, outcome, signed, verdicts
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from intervals import ROOT, bootstrap, iqm, last, mean_interval, read_seeds
+from intervals import ROOT, last, mean_interval, read_seeds, words
+from plot import band, blank, frame, save
 
 from benchmark import COLUMNS, MODELS, STAGES, Run, StudyArgs, git_tag, run_command, run_study, stage_runs
 
@@ -97,10 +98,9 @@ def ends(seeds, measure):
     return {seed: last(columns[f"eval/objective/{measure}"]) for seed, columns in seeds.items()}
 
 
-def cell(numbers, digits=2):
+def cell(numbers):
     """A mean with its interval."""
-    mean, low, high, _ = mean_interval(numbers)
-    return f"{mean:.{digits}f} ({low:.{digits}f} .. {high:.{digits}f})"
+    return words(mean_interval(numbers))
 
 
 def paired(a, b):
@@ -180,12 +180,7 @@ def worth(effects, verdict, sure):
 
 
 def figure(found, output):
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    plot, axes = plt.subplots(1, 3, figsize=(11, 3.2))
+    picture, axes = blank(1, 3, figsize=(11, 3.2))
     panels = ("gold", "", "toy: gold"), ("kl", "", "toy: KL, nats a response"), ("scores", "sum_", "toy-sum: correct")
     for axis, (metric, prefix, title) in zip(axes, panels, strict=True):
         for name, colour in ALGORITHMS.items():
@@ -194,16 +189,11 @@ def figure(found, output):
             episodes = next(columns["episode"] for columns in seeds)
             kept = ~np.isnan(curves[0])
             curves = np.stack([curve[kept] for curve in curves], 1)  # [updates, seeds]
-            axis.plot(episodes[kept] / 1000, iqm(curves), color=colour, label=name.upper(), linewidth=1.3)
-            axis.fill_between(episodes[kept] / 1000, *bootstrap(curves), color=colour, alpha=0.2, linewidth=0)
-        axis.set_title(title, fontsize=9)
-        axis.set_xlabel("thousand episodes", fontsize=8)
-        axis.tick_params(labelsize=7)
-        axis.grid(alpha=0.2)
+            band(axis, episodes[kept] / 1000, curves, name.upper(), color=colour, linewidth=1.3)
+        frame(axis, title, "thousand episodes")
     axes[0].legend(frameon=False, fontsize=8, loc="lower right")
-    plot.tight_layout()
-    plt.rcParams["svg.hashsalt"] = "grpo"  # the same bytes for the same data
-    plot.savefig(ROOT / output, metadata={"Date": None})
+    picture.tight_layout()
+    save(picture, output, "grpo")
 
 
 def draw(args: DrawArgs):

@@ -18,7 +18,8 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from intervals import ROOT, bootstrap, iqm, last, mean_interval, read_seeds
+from intervals import ROOT, last, mean_interval, read_seeds, words
+from plot import band, blank, frame, save
 
 from benchmark import Run, StudyArgs, git_tag, run_command, run_study
 
@@ -75,8 +76,7 @@ def table(folder):
     """Lines of the table: what each stage reached, mean over seeds with Student's 95 % interval."""
 
     def cell(x, digits=2):
-        mean, low, high = (round(float(number), digits) + 0.0 for number in mean_interval(x)[:3])  # no -0.00
-        return f"{mean:.{digits}f} ({low:.{digits}f} .. {high:.{digits}f})"
+        return words([round(float(number), digits) + 0.0 for number in mean_interval(x)[:3]], f".{digits}f")  # no -0.00
 
     stages = [
         ("sft", "eval/sft/perplexity", "perplexity a token", 1),
@@ -98,28 +98,18 @@ def table(folder):
 
 def draw(args: DrawArgs):
     """Writes the figure and results/TAG/movies.md."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     folder = ROOT / "benchmark" / "results" / args.tag / "movies"
-    figure, axes = plt.subplots(1, 2, figsize=(8, 2.8), layout="constrained")
+    figure, axes = blank(1, 2, figsize=(8, 2.8), layout="constrained")
     for name, (label, colour) in POLICIES.items():
         seeds = list(read_seeds(folder, name).values())
         for axis, metric in zip(axes, ("scores", "kl"), strict=True):
             heights = np.array([seed[f"objective/{metric}"] for seed in seeds]).T  # [rows, seeds]
             rows = ~np.isnan(heights).any(1)
             x = seeds[0]["episode"][rows]
-            axis.plot(x, iqm(heights[rows]), color=colour, linewidth=1.4, label=label)
-            axis.fill_between(x, *bootstrap(heights[rows]), color=colour, alpha=0.2, linewidth=0)
-            axis.set_title(FIGURES[metric], fontsize=9)
-            axis.set_xlabel("episode", fontsize=8)
-            axis.tick_params(labelsize=7)
-            axis.grid(alpha=0.2)
+            band(axis, x, heights[rows], label, color=colour, linewidth=1.4)
+            frame(axis, FIGURES[metric], "episode")
     axes[0].legend(frameon=False, fontsize=8)
-    plt.rcParams["svg.hashsalt"] = "movies"  # the same bytes for the same data
-    figure.savefig(ROOT / args.output, metadata={"Date": None})
+    save(figure, args.output, "movies")
     head = f"""# Movie reviews over seeds
 
 Written by `python benchmark/studies/movies.py draw --tag {args.tag}`: held-out figures, mean over seeds with

@@ -21,7 +21,8 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from intervals import ROOT, bootstrap, iqm, last, mean_interval, read_seeds
+from intervals import ROOT, iqm, last, mean_interval, read_seeds, words
+from plot import band, blank, frame, save
 
 from benchmark import MODELS, STAGES, Run, StudyArgs, git_tag, run_command, run_study, stage_runs
 
@@ -174,7 +175,7 @@ def held_out(folder, name):
     """Of held-out prompts at the end of a setting's runs: gold as an interval in words, and the mean KL."""
     seeds = read_seeds(folder, name).values()
     gold, kl = ([last(seed[f"eval/objective/{c}"]) for seed in seeds] for c in ("gold", "kl"))
-    return interval(mean_interval(gold)), np.mean(kl)
+    return words(mean_interval(gold)), np.mean(kl)
 
 
 def fall(gold, scores):
@@ -187,11 +188,6 @@ def fall(gold, scores):
     peaks = np.array([gold[:, seeds != seed].mean(1).argmax() for seed in seeds])
     lost, gained = gold[peaks, seeds] - gold[-1], scores[-1] - scores[peaks, seeds]
     return int(gold.mean(1).argmax()), mean_interval(lost), mean_interval(gained), lost
-
-
-def interval(x, digits=2):
-    """An interval (mean, low, high, ..) in words."""
-    return f"{x[0]:.{digits}f} ({x[1]:.{digits}f} .. {x[2]:.{digits}f})"
 
 
 HEAD = """\
@@ -207,27 +203,18 @@ others. Best-of-n is on held-out prompts, its KL an upper bound.
 
 def draw(args: DrawArgs):
     """Writes the figure and results/TAG/overoptimisation.md."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     folder = ROOT / "benchmark" / "results" / args.tag / "overoptimisation"
     panels = {"RLOO": [], "PPO": [], "reward models": []}
     for name, (panel, label, _) in settings().items():
         title = panel if panel in panels else "reward models"
-        label = (
-            f"KL coefficient {label}"
-            if panel in panels
-            else {"labels": f"{label} labels", "width": f"width {label}"}[panel]
-        )
-        panels[title].append((label, name))
+        forms = {"labels": f"{label} labels", "width": f"width {label}"}
+        panels[title].append((forms.get(panel, f"KL coefficient {label}"), name))
     panels["reward models"].insert(0, ("3072 labels, width 64", "rloo_kl0"))
     best = [
         np.array([seed[f"objective/{c}"] for seed in read_seeds(folder, "best_of_n").values()])
         for c in ("kl", "gold", "scores")
     ]
-    figure, axes = plt.subplots(1, 3, figsize=(10, 3.6), sharey=True, layout="constrained")
+    figure, axes = blank(1, 3, figsize=(10, 3.6), sharey=True, layout="constrained")
     head = (
         "| policy | seeds | gold at its peak | at the end | lost since | least .. most | learned score gained since | "
     )
@@ -237,49 +224,26 @@ def draw(args: DrawArgs):
             columns, seeds = curves(folder, name)
             x = np.sqrt(np.maximum(iqm(columns["kl"]), 0))
             for column, style in (("gold", "-"), ("scores", "--")):
-                centre = iqm(columns[column])
-                axis.plot(
-                    x, centre, style, color=f"C{colour}", linewidth=1.4, label=label if column == "gold" else None
-                )
-                axis.fill_between(x, *bootstrap(columns[column]), color=f"C{colour}", alpha=0.15, linewidth=0)
+                look = dict(linestyle=style, color=f"C{colour}", linewidth=1.4, alpha=0.15)
+                band(axis, x, columns[column], label if column == "gold" else None, **look)
             peak, lost, gained, losses = fall(columns["gold"], columns["scores"])
             kl = columns["kl"].mean(1)
-            row = (
-                f"{title}, {label}",
-                seeds,
-                f"{columns['gold'][peak].mean():.2f}",
-                interval(mean_interval(columns["gold"][-1])),
-            )
-            row += (
-                interval(lost),
-                f"{min(losses):.1f} .. {max(losses):.1f}",
-                interval(gained),
-                f"{kl[peak]:.1f}, {kl[-1]:.1f}",
-                "{}, {:.1f}".format(*held_out(folder, name)),
-            )
+            row = f"{title}, {label}", seeds, f"{columns['gold'][peak].mean():.2f}"
+            row += words(mean_interval(columns["gold"][-1])), words(lost), f"{min(losses):.1f} .. {max(losses):.1f}"
+            row += words(gained), f"{kl[peak]:.1f}, {kl[-1]:.1f}", "{}, {:.1f}".format(*held_out(folder, name))
             lines.append("| " + " | ".join(map(str, row)) + " |")
-        for column, style in ((best[1], "-"), (best[2], "--")):
-            axis.plot(
-                np.sqrt(best[0][0]),
-                column.mean(0),
-                style,
-                color="black",
-                linewidth=1,
-                label="best of n" if style == "-" else None,
-            )
-        axis.set_title(f"{title}{' under RLOO, no KL penalty' if title == 'reward models' else ''}", fontsize=9)
-        axis.set_xlabel("square root of the KL, nats a response", fontsize=8)
-        axis.tick_params(labelsize=7)
-        axis.grid(alpha=0.2)
+        for column, style, label in ((best[1], "-", "best of n"), (best[2], "--", None)):
+            axis.plot(np.sqrt(best[0][0]), column.mean(0), style, color="black", linewidth=1, label=label)
+        under = " under RLOO, no KL penalty" if title == "reward models" else ""
+        frame(axis, title + under, "square root of the KL, nats a response")
         axis.legend(frameon=False, fontsize=7, loc="lower left")
     axes[0].set_ylabel("points:  gold (solid),  learned score (dashed)", fontsize=8)
     axes[0].set_ylim(-8, None)
-    plt.rcParams["svg.hashsalt"] = "overoptimisation"  # the same bytes for the same data
-    figure.savefig(ROOT / args.output, metadata={"Date": None})
+    save(figure, args.output, "overoptimisation")
     n = [2**i for i in range(best[0].shape[1])]
     lines += ["", "| best of n | KL | gold | learned score |", "|---:|---:|---:|---:|"]
     for i, number in enumerate(n):
-        gold, scores = (interval(mean_interval(column[:, i])) for column in best[1:])
+        gold, scores = (words(mean_interval(column[:, i])) for column in best[1:])
         lines.append(f"| {number} | {best[0][0, i]:.2f} | {gold} | {scores} |")
     (ROOT / "benchmark" / "results" / args.tag / "overoptimisation.md").write_text(
         "\n".join([HEAD.format(tag=args.tag, smooth=SMOOTH), *lines]) + "\n"
