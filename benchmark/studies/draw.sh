@@ -10,7 +10,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 python=${PYTHON:-python}
 draw() { "$python" "benchmark/$1.py" "${@:2}" > /dev/null; }
 
-draw studies/toy_figure
+draw studies/toy draw
 draw studies/overoptimisation draw --tag cc51011
 draw studies/ablations draw --tags cc51011 f1166b3
 draw plot same f1166b3_amd/ablations cc51011/ablations --output benchmark/results/cc51011/ablations_same.md

@@ -26,18 +26,7 @@ from benchmark import made_with
 FOLDER = ROOT / "runs" / "lora_memory"  # of models, data and runs
 RUN = "import resource, runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
 RUN += "; print('PEAK', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
-POLICY = [
-    "--sft_model_path",
-    "base",
-    "--total_episodes",
-    16,
-    "--batch_size",
-    8,
-    "--num_mini_batches",
-    1,
-    "--response_length",
-    32,
-]
+POLICY = "--sft_model_path base --total_episodes 16 --batch_size 8 --num_mini_batches 1 --response_length 32".split()
 STAGES = {
     "train_sft": ["--base_model", "base", "--response_length", 32],
     "train_reward": ["--sft_model_path", "base"],
@@ -73,25 +62,11 @@ def make_models():
 def peak(script, *flags):
     """Peak resident set of a run, in MB."""
     data = {"train_reward": "pairs.jsonl"}.get(script, "sft.jsonl")
-    words = [
-        "--dataset",
-        data,
-        "--checkpoint_every",
-        0,
-        "--micro_batch_size",
-        4,
-        "--overwrite",
-        "--output_dir",
-        f"out/{script}",
-    ]
+    words = ["--dataset", data, "--checkpoint_every", 0, "--micro_batch_size", 4, "--overwrite"]
+    words += ["--output_dir", f"out/{script}"]
     words += ["--num_sample_generations", 0] if script in ("train_rloo", "train_ppo") else ["--batch_size", 8]
-    command = [
-        sys.executable,
-        "-c",
-        RUN,
-        str(ROOT / "rlhf_details" / f"{script}.py"),
-        *map(str, [*words, *STAGES[script], *flags]),
-    ]
+    page = ROOT / "rlhf_details" / f"{script}.py"
+    command = [sys.executable, "-c", RUN, *map(str, [page, *words, *STAGES[script], *flags])]
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=env, cwd=FOLDER, capture_output=True, text=True)
     if done.returncode:
@@ -102,14 +77,8 @@ def peak(script, *flags):
 def main(args: Args):
     FOLDER.mkdir(parents=True, exist_ok=True)
     make_models()
-    header = (
-        "peak MB, 110 M parameters",
-        "all weights",
-        "`--lora_rank 16`",
-        "and `--gradient_checkpointing`",
-        "the latter alone",
-    )
-    lines = [f"| {' | '.join(header)} |", "|---|---:|---:|---:|---:|"]
+    head = "| peak MB, 110 M parameters | all weights | `--lora_rank 16` | and `--gradient_checkpointing` "
+    lines = [head + "| the latter alone |", "|---|---:|---:|---:|---:|"]
     for script in STAGES:
         lora, less = ["--lora_rank", 16], ["--gradient_checkpointing"]
         found = [peak(script), peak(script, *lora), peak(script, *lora, *less), peak(script, *less)]

@@ -1,14 +1,13 @@
 """
 The embedded task over seeds: every stage anew for each seed, RLOO and PPO, and what came of it.
 
-    python benchmark/studies/toy.py --seeds 1 2 3 4 5 --runs rloo rloo_nokl ppo ppo_lmhp
+    python benchmark/studies/toy.py run --seeds 1 2 3 4 5 --runs rloo rloo_nokl ppo ppo_lmhp
+    python benchmark/studies/toy.py draw       (static/toy.svg: learned score and gold, every seed a thin line)
 
-This makes the README's table in some two hours of one core.
-
-Trains SFT, reward model, RLOO (the defaults), RLOO with --kl_coef 0 for three times as many updates, PPO (the defaults,
-which are the N+ recipe), PPO in the recipe of lm-human-preferences, and train_ppo_async.py, each in a process of its
-own, and skips what is already there. It writes OUTPUT.csv (one row a seed and run), OUTPUT_curves.csv (learned score,
-gold and KL of every update) and OUTPUT.md, the README's table.
+`run` makes the table in some two hours of one core. It trains SFT, reward model, RLOO (the defaults), RLOO with
+--kl_coef 0 for three times as many updates, PPO (the defaults, which are the N+ recipe), PPO in the recipe of lm-human-
+preferences, and train_ppo_async.py, each in a process of its own, and skips what is already there. It writes OUTPUT.csv
+(one row a seed and run), OUTPUT_curves.csv (learned score, gold and KL of every update) and OUTPUT.md, the table.
 """
 
 import csv
@@ -20,10 +19,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
+import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmark import ROOT, made_with
+from plot import blank, save
+
+from benchmark import ROOT, made_with, run_command
 from rlhf_details.plumbing import stages
 
 SCRIPTS = Path(stages.__file__).parent.parent
@@ -58,7 +59,9 @@ FIGURES = {  # row of the table: column of the CSV
 
 
 @dataclass
-class Args:
+class RunArgs:
+    """Trains what is missing, and writes the table."""
+
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
     """seeds; each has its own SFT model, comparisons, reward model and policies"""
     output: str = "benchmark/results/toy"
@@ -69,7 +72,7 @@ class Args:
     """which policies to train"""
 
 
-def run(script, run_name, *flags):
+def train(script, run_name, *flags):
     """Runs a script unless this very run is complete; returns (rows of metrics, seconds of the process)."""
     done, flags = Path("runs") / run_name / "done.json", [script, *map(str, flags)]
     if not done.exists() or json.loads(done.read_text())["flags"] != flags:
@@ -85,27 +88,25 @@ def run(script, run_name, *flags):
 def one_seed(seed, models, names):
     """All stages of one seed: rows for the two tables."""
     paths = {stage: f"{models}/{seed}/{stage}" for stage in ("sft", "reward", *RUNS)}
-    sft, sft_seconds = run("train_sft.py", f"toy_sft_{seed}", "--seed", seed, "--output_dir", paths["sft"])
+    sft, sft_seconds = train("train_sft.py", f"toy_sft_{seed}", "--seed", seed, "--output_dir", paths["sft"])
     shared = "--seed", seed, "--sft_model_path", paths["sft"]
-    reward, reward_seconds = run("train_reward.py", f"toy_reward_{seed}", *shared, "--output_dir", paths["reward"])
+    reward, reward_seconds = train("train_reward.py", f"toy_reward_{seed}", *shared, "--output_dir", paths["reward"])
     shared += "--reward_model_path", paths["reward"]
     table, curves = [], []
     for name in names:
         script, flags = RUNS[name]
-        rows, seconds = run(f"{script}.py", f"toy_{name}_{seed}", *flags, *shared, "--output_dir", paths[name])
+        rows, seconds = train(f"{script}.py", f"toy_{name}_{seed}", *flags, *shared, "--output_dir", paths[name])
         before, after = rows[0], rows[-1]
-        window = [
-            statistics.mean(r["objective/gold"] for r in rows[i : i + 10]) for i in range(1, len(rows) - 9)
-        ]  # smoothed
-        scores = [statistics.mean(r["objective/scores"] for r in rows[i : i + 10]) for i in range(1, len(rows) - 9)]
+        window, scores = (  # smoothed
+            [statistics.mean(r[f"objective/{name}"] for r in rows[i : i + 10]) for i in range(1, len(rows) - 9)]
+            for name in ("gold", "scores")
+        )
         peak, sd = max(range(len(window)), key=window.__getitem__), before["eval/objective/gold_std"]
         row = {"run": name, "seed": seed}
         row |= {"sft_perplexity": sft[-1]["eval/sft/perplexity"], "reward_accuracy": reward[-1]["eval/rm/accuracy"]}
         for metric in ("gold", "scores", "kl", "parses", "length"):
-            row |= {
-                f"{metric}_before": before[f"eval/objective/{metric}"],
-                f"{metric}_after": after[f"eval/objective/{metric}"],
-            }
+            row[f"{metric}_before"] = before[f"eval/objective/{metric}"]
+            row[f"{metric}_after"] = after[f"eval/objective/{metric}"]
         row |= {"gold_sd": sd, "rise_in_sd": (row["gold_after"] - row["gold_before"]) / sd}
         row |= {"peak_update": peak + 10, "fall_from_peak_in_sd": (window[peak] - window[-1]) / sd}
         row |= {"score_since_peak": scores[-1] - scores[peak]}
@@ -126,7 +127,7 @@ def write(path, rows):
 
 
 def markdown(table, curves, names):
-    """Lines of the README's table: mean (lowest .. highest) over seeds."""
+    """Lines of the table: mean (lowest .. highest) over seeds."""
 
     def cell(name, key):
         values = [row[key] for row in table if row["run"] == name]
@@ -141,7 +142,7 @@ def markdown(table, curves, names):
     return lines
 
 
-def main(args: Args):
+def run(args: RunArgs):
     table, curves = [], []
     for seed in args.seeds:
         rows, points = one_seed(seed, args.models, args.runs)
@@ -150,7 +151,7 @@ def main(args: Args):
         write(f"{args.output}_curves.csv", curves)
     head = f"""# The embedded task over seeds
 
-Written by `python benchmark/studies/toy.py --seeds {" ".join(map(str, args.seeds))} --runs {" ".join(args.runs)}`:
+Written by `python benchmark/studies/toy.py run --seeds {" ".join(map(str, args.seeds))} --runs {" ".join(args.runs)}`:
 mean (lowest .. highest), every stage anew for each seed. 512 held-out prompts. Falls, and scores since the peak, are of
 training batches, over ten updates.
 {made_with()}
@@ -160,5 +161,45 @@ training batches, over ten updates.
     print(path.read_text())
 
 
+@dataclass
+class DrawArgs:
+    """Draws the figure from the curves."""
+
+    curves: str = "benchmark/results/toy_curves.csv"
+    """what `run` wrote"""
+    output: str = "static/toy.svg"
+    """the figure"""
+
+
+def draw(args: DrawArgs):
+    found = {}  # {(run, column): {seed: values}}
+    with open(args.curves, newline="") as file:
+        for row in csv.DictReader(file):
+            for column in ("scores", "gold", "kl"):
+                found.setdefault((row["run"], column), {}).setdefault(row["seed"], []).append(float(row[column]))
+    figure, axes = blank(1, 2, figsize=(9, 3.2))
+    titles = {"rloo": "with the KL penalty (0.1)", "rloo_nokl": "without"}
+    names = (
+        ("gold", "#b8860b", "gold: what the human wants"),
+        ("scores", "#3465a4", "score: what the reward model says"),
+    )
+    for axis, (name, title) in zip(axes, titles.items(), strict=True):
+        for column, colour, label in names:
+            lines = [np.convolve(line, np.ones(10) / 10, mode="valid") for line in found[name, column].values()]
+            for line in lines:
+                axis.plot(line, color=colour, linewidth=0.6, alpha=0.5)
+            axis.plot(np.mean(lines, 0), color=colour, linewidth=2, label=label)
+        kl = np.mean([np.mean(line[-10:]) for line in found[name, "kl"].values()])
+        axis.set(title=f"{title}: {kl:.0f} nats at the end", xlabel="update")
+        axis.grid(alpha=0.2)
+    axes[0].set_ylabel("points")
+    axes[0].legend(frameon=False, loc="lower right", fontsize=8)
+    figure.suptitle(f"RLOO on the embedded task, {len(found['rloo', 'gold'])} seeds", fontsize=10)
+    figure.tight_layout()
+    save(figure, args.output, "toy")
+
+
+COMMANDS = {"run": (RunArgs, run), "draw": (DrawArgs, draw)}
+
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    sys.exit(run_command(COMMANDS))
