@@ -486,6 +486,7 @@ def outcome(seed):
 
 NAMES = {"gold": "gold", "course": "gold over the run", "kl": "KL", "ended": "share ended"}
 MEASURES = tuple(NAMES)
+VERDICTS = ("matters", "perhaps", "does not show here", "changes nothing")
 
 
 def differences(folder, variant):
@@ -618,6 +619,40 @@ def forest(found, verdict, output):
     save(figure, output, "ablations")
 
 
+def levels(rows):
+    """Lines of a table of what bases reach. rows: [(base, what it is, its outcomes in the form of `effects`)]."""
+    lines = ["| base | what | gold at the end | gold over the run | KL, nats a response | share ended |"]
+    lines.append("|---|---|---:|---:|---:|---:|")
+    return lines + [f"| {base} | {what} | {' | '.join(words(x[m]) for m in MEASURES)} |" for base, what, x in rows]
+
+
+def changes(rows, verdict, sure):
+    """Lines of a table of effects. rows: [(variant's name, tags, what is changed, base, effect)]."""
+    lines = ["| details | what is changed | base | seeds: gold, KL up | gold at the end | gold over the run | KL "]
+    lines[-1] += "| share ended | verdict |"
+    lines.append("|---|---|---|---:|---:|---:|---:|---:|---|")
+    for name, tags, what, base, effect in rows:
+        marks = {m: "**" if (name, m) in sure else "" for m in MEASURES}
+        cells = " | ".join(f"{marks[m]}{signed(effect[m])}{marks[m]}" for m in MEASURES)
+        head = ", ".join(tags.split()), what, base, count_up(effect)
+        lines.append(f"| {' | '.join(head)} | {cells} | {verdict[name]} |")
+    return lines
+
+
+def worth(rows, verdict, sure, more=lambda name: ""):
+    """The text of a worth.toml: of each tag the effect that shows most. rows as those of `changes`."""
+    text = ""
+    for tag in sorted({tag for _, tags, *_ in rows for tag in tags.split()}):
+        name, _, what, base, effect = min(
+            (row for row in rows if tag in row[1].split()),
+            key=lambda row: (VERDICTS.index(verdict[row[0]]), -abs(row[4]["gold"][0])),
+        )
+        shown = [m for m in MEASURES if m in ("gold", "kl") or effect[m][1] > 0 or effect[m][2] < 0]
+        numbers = ", ".join(f"{NAMES[m]} {effect[m][0]:+.2f}{'*' * ((name, m) in sure)}" for m in shown)
+        text += f"\n[{tag}]\nsays = {json.dumps(f'{what}, {base}: {numbers}{more(name)}; {verdict[name]}')}\n"
+    return text
+
+
 def count_up(effect):
     """ "10: 4, 9": ten seeds, in 4 of which gold rises, in 9 the KL."""
     seeds = effect["seeds"].values()
@@ -703,70 +738,38 @@ def draw(args: DrawArgs):
     variants = [variant for variant in VARIANTS if variant.name in found]
     verdict, sure = verdicts(found)
     forest(found, verdict, args.output)
-    count = {
-        v: list(verdict.values()).count(v) for v in ("matters", "perhaps", "does not show here", "changes nothing")
-    }
-    priced = sorted({tag for variant in variants for tag in variant.tags.split()})
+    count = ", ".join(f"{list(verdict.values()).count(v)} {v}" for v in VERDICTS)
+    priced = {tag for variant in variants for tag in variant.tags.split()}
 
-    def levels(bases):  # what the bases reach
-        rows = ["| base | what | gold at the end | gold over the run | KL, nats a response | share ended |"]
-        rows += ["|---|---|---:|---:|---:|---:|"]
-        for name, tag in sorted(bases, key=lambda base: (list(BASES).index(base[0]), args.tags.index(base[1]))):
-            cells = [words(bases[name, tag][m]) for m in MEASURES]
-            rows.append(f"| {name}, {tag} | {BASES[name][0]} | {' | '.join(cells)} |")
-        return rows
+    def reached(bases):
+        order = sorted(bases, key=lambda base: (list(BASES).index(base[0]), args.tags.index(base[1])))
+        return levels([(", ".join(base), BASES[base[0]][0], bases[base]) for base in order])
 
-    lines = [
-        HEAD.format(
-            tags=" ".join(args.tags),
-            variants=len(variants),
-            details=len(priced),
-            count=", ".join(f"{n} {v}" for v, n in count.items()),
-        ),
-        *levels(bases),
-    ]
-    lines += [
-        "",
-        "| details | what is changed | base | seeds: gold, KL up "
-        "| gold at the end | gold over the run | KL | share ended | verdict |",
-    ]
-    lines += ["|---|---|---|---:|---:|---:|---:|---:|---|"]
-    for v in variants:
-        marks = {m: "**" if (v.name, m) in sure else "" for m in MEASURES}
-        cells = " | ".join(f"{marks[m]}{signed(found[v.name][m])}{marks[m]}" for m in MEASURES)
-        tags, base = ", ".join(v.tags.split()), ", ".join(found[v.name]["base"])
-        lines.append(f"| {tags} | {named(v)} | {base} | {count_up(found[v.name])} | {cells} | {verdict[v.name]} |")
+    rows = [(v.name, v.tags, named(v), ", ".join(found[v.name]["base"]), found[v.name]) for v in variants]
+    about = dict(tags=" ".join(args.tags), variants=len(variants), details=len(priced), count=count)
+    lines = [HEAD.format(**about), *reached(bases), "", *changes(rows, verdict, sure)]
     long, long_bases = effects([results / args.tags[0] / "ablations_4"])
     if long:
         lines += ["", "## Longer runs", "", LONGER, *table_beside(found, verdict, long, "long")]
-        lines += ["", "What their bases reach, in four times as many updates as are named:", "", *levels(long_bases)]
+        lines += ["", "What their bases reach, in four times as many updates as are named:", "", *reached(long_bases)]
     lines_again, count_again = repeated(found, results / args.tags[0] / "ablations")
     if len(lines_again) > 2:
         lines += ["", "## Repeated", "", REPEATED.format(tag=args.tags[0], count=count_again), *lines_again]
     lines += ["", "## Not priced", "", "| details | why |", "|---|---|"]
     lines += [f"| {', '.join(tags.split())} | {reason} |" for reason, tags in UNPRICED.items()]
-    lines += [
-        "",
-        "## Seed by seed",
-        "",
-        "Gold and KL at the end: the bases', and the variants' differences from them.",
-        "",
-    ]
+    lines += ["", "## Seed by seed", ""]
+    lines += ["Gold and KL at the end: the bases', and the variants' differences from them.", ""]
     lines += seed_by_seed(found, bases)
     (results / args.tags[0] / "ablations.md").write_text("\n".join(lines) + "\n")
-    worth, order = [], list(count)
-    for tag in priced:  # of several variants that which shows most
-        v = min(
-            (v for v in variants if tag in v.tags.split()),
-            key=lambda v: (order.index(verdict[v.name]), -abs(found[v.name]["gold"][0])),
-        )
-        effect = found[v.name]
-        shown = [m for m in MEASURES if m in ("gold", "kl") or effect[m][1] > 0 or effect[m][2] < 0]
-        numbers = ", ".join(f"{NAMES[m]} {effect[m][0]:+.2f}{'*' * ((v.name, m) in sure)}" for m in shown)
-        if v.name in long and apart(effect, long[v.name]):
-            numbers += f" (longer runs: gold {long[v.name]['gold'][0]:+.2f}, KL {long[v.name]['kl'][0]:+.2f})"
-        worth += [f"[{tag}]", f"says = {json.dumps(f'{named(v)}, {v.base}: {numbers}; {verdict[v.name]}')}", ""]
-    (results / "worth.toml").write_text("# Written by benchmark/studies/ablations.py draw.\n\n" + "\n".join(worth))
+
+    def in_longer_runs(name):
+        if name not in long or not apart(found[name], long[name]):
+            return ""
+        return f" (longer runs: gold {long[name]['gold'][0]:+.2f}, KL {long[name]['kl'][0]:+.2f})"
+
+    rows = [(v.name, v.tags, named(v), v.base, found[v.name]) for v in variants]
+    text = "# Written by benchmark/studies/ablations.py draw.\n" + worth(rows, verdict, sure, in_longer_runs)
+    (results / "worth.toml").write_text(text)
     print("\n".join(lines))
 
 

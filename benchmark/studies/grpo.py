@@ -10,13 +10,12 @@ are switched by flags in runs of 25 updates of 32 prompts x 4, as in ablations.p
 is by default. Parts that act on the ratio are switched in runs of four passes over each batch.
 """
 
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from ablations import NAMES, count_up, outcome, signed, verdicts
+from ablations import NAMES, changes, levels, outcome, verdicts, worth
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from intervals import ROOT, last, mean_interval, read_seeds, words
@@ -146,39 +145,6 @@ def parts(found):
     return effects, bases
 
 
-def parts_tables(effects, bases, verdict, sure):
-    """Lines of two tables in the form of ablations.py: the bases, and the differences from them."""
-    lines = ["| base | what | gold at the end | gold over the run | KL, nats a response | share ended |"]
-    lines.append("|---|---|---:|---:|---:|---:|")
-    for name, (label, what) in BASES.items():
-        cells = [cell([x[m] for x in bases[name]["seeds"].values()]) for m in NAMES]
-        lines.append(f"| {label} | {what} | {' | '.join(cells)} |")
-    lines += ["", "| details | what is changed | base | seeds: gold, KL up | gold at the end | gold over the run | KL "]
-    lines[-1] += "| share ended | verdict |"
-    lines.append("|---|---|---|---:|---:|---:|---:|---:|---|")
-    for name, effect in effects.items():
-        tags, what, base, _ = PARTS[name]
-        marks = {m: "**" if (name, m) in sure else "" for m in NAMES}
-        cells = " | ".join(f"{marks[m]}{signed(effect[m])}{marks[m]}" for m in NAMES)
-        lines.append(f"| {tags} | {what} | {BASES[base][0]} | {count_up(effect)} | {cells} | {verdict[name]} |")
-    return lines
-
-
-def worth(effects, verdict, sure):
-    """The text of worth_grpo.toml: of each detail the part that shows most."""
-    text, order = "# Written by benchmark/studies/grpo.py draw.\n", ["matters", "perhaps", "does not show here"]
-    for tag in sorted({tags for tags, *_ in PARTS.values() if tags}):
-        name = min(
-            (name for name in effects if PARTS[name][0] == tag),
-            key=lambda name: (order.index(verdict[name]), -abs(effects[name]["gold"][0])),
-        )
-        effect, (_, what, base, _) = effects[name], PARTS[name]
-        shown = [m for m in NAMES if m in ("gold", "kl") or effect[m][1] > 0 or effect[m][2] < 0]
-        numbers = ", ".join(f"{NAMES[m]} {effect[m][0]:+.2f}{'*' * ((name, m) in sure)}" for m in shown)
-        text += f"\n[{tag}]\nsays = {json.dumps(f'{what}, {BASES[base][0]}: {numbers}; {verdict[name]}')}\n"
-    return text
-
-
 def figure(found, output):
     picture, axes = blank(1, 3, figsize=(11, 3.2))
     panels = ("gold", "", "toy: gold"), ("kl", "", "toy: KL, nats a response"), ("scores", "sum_", "toy-sum: correct")
@@ -203,6 +169,7 @@ def draw(args: DrawArgs):
     found = {name: read_seeds(results / "grpo", name) for name in names}
     effects, bases = parts(found)
     verdict, sure = verdicts(effects)
+    rows = [(name, *PARTS[name][:2], BASES[PARTS[name][2]][0], effect) for name, effect in effects.items()]
     seeds = " ".join(map(str, args.timed or ()))
     flags, of = (f" --timed {seeds}", f", of the seeds {seeds} alone") if seeds else ("", "")
     lines = [
@@ -221,9 +188,12 @@ def draw(args: DrawArgs):
         "bold where p is below 0.05 after Holm's correction over this table. '10: 9, 8' is ten seeds, in nine of which",
         "gold ended higher, and in eight the KL. Gold over the run is that of every fifth update.",
         "",
-        *parts_tables(effects, bases, verdict, sure),
+        *levels([(*BASES[name], effect) for name, effect in bases.items()]),
+        "",
+        *changes(rows, verdict, sure),
     ]
-    (results.parent / "worth_grpo.toml").write_text(worth(effects, verdict, sure))
+    text = "# Written by benchmark/studies/grpo.py draw.\n" + worth(rows, verdict, sure)
+    (results.parent / "worth_grpo.toml").write_text(text)
     (results / "grpo.md").write_text("\n".join(lines) + "\n")
     figure(found, args.output)
     print("\n".join(lines))

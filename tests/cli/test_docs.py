@@ -104,9 +104,8 @@ def test_every_flag_that_the_readme_names_exists():
         plot.CurvesArgs,
         plot.CompareArgs,
     ]
-    arguments += [
-        kind for study in (ablations, against_trl, grpo, toy_over_seeds) for kind, _ in study.COMMANDS.values()
-    ]
+    studies = ablations, against_trl, grpo, toy_over_seeds
+    arguments += [kind for study in studies for kind, _ in study.COMMANDS.values()]
     names = {field.name for kind in arguments for field in dataclasses.fields(kind)}
     names |= {f"no_{name}" for name in names} | {"algorithm", "reward", "policy"}  # the last of train_both.py
     # Flags of accelerate, torchrun, --help, `git diff --no-index`, openrlbenchmark, pytest, docs/build.py and SLURM.
