@@ -245,9 +245,7 @@ def by_trl(args: TrlArgs):
     changes = args.task, args.updates, args.batch_size, args.micro_batches
     spec = {"algorithm": algorithm, "policy": str(sft), "reward": str(reward), "seed": args.seed}
     spec |= {"settings": settings(algorithm, *changes), "output_dir": str(here / "policy")} | paths
-    (here / "spec.json").write_text(json.dumps(spec, indent=1))
-    worker = [python_of(version, args.environments), str(Path(__file__).resolve().with_name("trl_side.py"))]
-    subprocess.run([*worker, str(here / "spec.json")], check=True, env=trl_environ())
+    run_trl(version, args.environments, spec, here)
     rows = json.loads(Path(paths["result"]).read_text())["rows"]
     updates = spec["settings"]["total_episodes"] // spec["settings"]["batch_size"]
     if len(rows) != updates:
@@ -259,10 +257,14 @@ def by_trl(args: TrlArgs):
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def trl_environ():
-    """Environment variables of a process with TRL: none of this one's modules, no network."""
-    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    return kept | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "ACCELERATE_USE_CPU": "true"}
+def run_trl(version, environments, spec, folder):
+    """Runs trl_side.py by a TRL version: with none of this process's modules, and no network."""
+    (folder / "spec.json").write_text(json.dumps(spec, indent=1))
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "ACCELERATE_USE_CPU": "true"}
+    worker = Path(__file__).resolve().with_name("trl_side.py")
+    command = [python_of(version, environments), str(worker), str(folder / "spec.json")]
+    subprocess.run(command, check=True, env=environ)
 
 
 def run(args: RunArgs):
@@ -270,13 +272,10 @@ def run(args: RunArgs):
     tag, environments = args.tag or git_tag(), Path(args.environments).resolve()
     os.environ["TRL_ENVIRONMENTS"] = str(environments)
     script = "import sys; from importlib.metadata import version; print(*map(version, sys.argv[1:]))"
-    versions = {}
-    systems = {name: SYSTEMS[name] for name in args.systems}
-    needed = {version for _, version, *_ in systems.values() if version}
-    for name in sorted(needed):
-        found = subprocess.run(
-            [python_of(name, environments), "-c", script, *PACKAGES], capture_output=True, text=True, check=True
-        )
+    versions, systems = {}, {name: SYSTEMS[name] for name in args.systems}
+    for name in sorted({version for _, version, *_ in systems.values() if version}):
+        command = [python_of(name, environments), "-c", script, *PACKAGES]
+        found = subprocess.run(command, capture_output=True, text=True, check=True)
         versions[f"trl-{name}"] = dict(zip(PACKAGES, found.stdout.split(), strict=True))
     study = study_of(args.task, args.updates, args.batch_size)
     first, second, models = {}, {}, STAGES
@@ -360,9 +359,7 @@ def replay(args: ReplayArgs):
             spec |= {"settings": settings(algorithm, args.task) | changes, "output_dir": str(theirs)} | theirs_alone
             spec |= {"samples": str(folder / "samples.json"), "prompts": os.devnull}
             spec["result"] = str(theirs / "result.json")
-            (theirs / "spec.json").write_text(json.dumps(spec))
-            worker = [python_of(version, args.environments), str(Path(__file__).resolve().with_name("trl_side.py"))]
-            subprocess.run([*worker, str(theirs / "spec.json")], check=True, env=trl_environ())
+            run_trl(version, args.environments, spec, theirs)
             apart = distance(folder / "ours", theirs, sft)
             updates = len(json.loads((folder / "samples.json").read_text()))
             key = what, str(args.seed), label
