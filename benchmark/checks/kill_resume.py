@@ -120,10 +120,8 @@ def one_kill(args, algorithm, number, seconds):
     from_update = said.split("after update ")[1].split(" ")[0] if "after update" in said else "the start"
     for folder in (Path("runs") / name, Path("models/kill_resume") / name):
         shutil.rmtree(folder)
-    print(
-        f"{algorithm} {number}: killed after {rows} rows, writing: {partial}, from {from_update}: {wrong or 'equal'}",
-        flush=True,
-    )
+    what = f"killed after {rows} rows, writing: {partial}, from {from_update}: {wrong or 'equal'}"
+    print(f"{algorithm} {number}: {what}", flush=True)
     return [algorithm, str(number), str(rows), partial, from_update, ", ".join(wrong) or "nothing"]
 
 
@@ -136,22 +134,14 @@ def main(args):
         with ThreadPoolExecutor(args.jobs) as pool:
             table += pool.map(lambda n, a=algorithm, s=seconds: one_kill(args, a, n, s), range(args.kills))
     bad = [row for row in table if row[-1] != "nothing"]
-    head = [
-        "script",
-        "kill",
-        "updates logged when killed",
-        "checkpoint being written",
-        "resumed from update",
-        "differs from the uninterrupted run",
-    ]
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=ROOT
-    ).stdout.strip()
+    head = ["script", "kill", "updates logged when killed", "checkpoint being written", "resumed from update"]
+    head += ["differs from the uninterrupted run"]
+    describe = ["git", "describe", "--always", "--dirty"]
+    commit = subprocess.run(describe, capture_output=True, text=True, cwd=ROOT).stdout.strip()
     lines = [" | ".join(row) for row in (head, ["---"] * len(head), *table)]
     text = f"{len(table)} kills, {len(bad)} resumed runs that differ. Commit {commit}: `python "
-    text += f"benchmark/checks/kill_resume.py {' '.join(sys.argv[1:])}`, one thread a run.\n\n" + "".join(
-        f"| {line} |\n" for line in lines
-    )
+    text += f"benchmark/checks/kill_resume.py {' '.join(sys.argv[1:])}`, one thread a run.\n\n"
+    text += "".join(f"| {line} |\n" for line in lines)
     Path(args.out).write_text(text)
     print(text)
     sys.exit(bool(bad))

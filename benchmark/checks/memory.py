@@ -60,12 +60,8 @@ def main():
         sizes = json.loads(done.stdout.splitlines()[-1])
         growth = sizes["199"] / sizes["20"] - 1
         grown |= growth > 0.05
-        print(
-            algorithm,
-            " ".join(f"{step}: {size} MB" for step, size in sizes.items()),
-            f"growth {growth:+.1%}",
-            flush=True,
-        )
+        shown = " ".join(f"{step}: {size} MB" for step, size in sizes.items())
+        print(algorithm, shown, f"growth {growth:+.1%}", flush=True)
     sys.exit(grown)
 
 

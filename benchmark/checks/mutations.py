@@ -310,18 +310,8 @@ def run_tests(folder, tests, output):
         os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
     import pytest
 
-    options = [
-        "-x",
-        "-q",
-        "--tb=line",
-        "-p",
-        "no:cacheprovider",
-        "-m",
-        "slow or not slow",
-        "--basetemp",
-        f"{folder}.tmp",
-    ]
-    os._exit(pytest.main([*options, *tests]))
+    options = ["-x", "-q", "--tb=line", "-p", "no:cacheprovider", "-m", "slow or not slow"]
+    os._exit(pytest.main([*options, "--basetemp", f"{folder}.tmp", *tests]))
 
 
 def judge(folder, tests):
@@ -390,15 +380,7 @@ def main():
             sys.stdout.writelines(difflib.unified_diff(*pair, file, file))
         return 0
     os.environ["OMP_NUM_THREADS"] = "1"
-    for name in (
-        "torch",
-        "transformers",
-        "accelerate",
-        "datasets",
-        "tyro",
-        "wandb",
-        "pytest",
-    ):  # once, for all children
+    for name in "torch transformers accelerate datasets tyro wandb pytest".split():  # once, for all children
         __import__(name)
     start, context = time.time(), multiprocessing.get_context("fork")
     mutants, results = context.Queue(), context.Queue()

@@ -65,9 +65,8 @@ def commands(name):
         return [*(header(ROOT / path)[1] for path in first), command]
     words, variables = SCRIPTS[name]
     env = os.environ | variables | {"DRY_RUN": "1"}
-    done = subprocess.run(
-        ["bash", f"benchmark/recipes/{name}", *words], env=env, capture_output=True, text=True, check=True
-    )
+    command = ["bash", f"benchmark/recipes/{name}", *words]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
     return [shlex.split(line) for line in done.stdout.splitlines()]
 
 

@@ -377,11 +377,8 @@ def random_gpt2(seed):
     if not (folder / "config.json").exists():
         tokenizer = toy.tokenizer()
         torch.manual_seed(seed)
-        ids = dict(
-            bos_token_id=tokenizer.eos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
+        end = tokenizer.eos_token_id
+        ids = dict(bos_token_id=end, eos_token_id=end, pad_token_id=tokenizer.pad_token_id)
         config = GPT2Config(vocab_size=len(tokenizer), n_positions=128, n_embd=64, n_layer=2, n_head=4, **ids)
         GPT2LMHeadModel(config).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -587,16 +584,10 @@ def forest(found, verdict, output):
 
     names = sorted(found, key=lambda name: found[name]["gold"][0])
     what = {variant.name: variant for variant in VARIANTS}
-    colours = {
-        "matters": "#b22222",
-        "perhaps": "#b8860b",
-        "does not show here": "#808080",
-        "changes nothing": "#3465a4",
-    }
+    colours = dict(zip(VERDICTS, ("#b22222", "#b8860b", "#808080", "#3465a4"), strict=True))
     figure, axes = blank(1, 2, sharey=True, figsize=(10, 0.17 * len(names) + 1), layout="constrained")
-    for axis, measure, title in zip(
-        axes, ("gold", "kl"), ("effect on gold, points", "effect on the KL, nats a response"), strict=True
-    ):
+    titles = {"gold": "effect on gold, points", "kl": "effect on the KL, nats a response"}
+    for axis, (measure, title) in zip(axes, titles.items(), strict=True):
         for row, name in enumerate(names):
             mean, low, high, _ = found[name][measure]
             axis.plot([low, high], [row, row], color=colours[verdict[name]], linewidth=1.2)
@@ -668,9 +659,8 @@ def seed_by_seed(found, bases):
     ]
     for label, effect, form in rows:
         pairs = [effect["seeds"].get(n) for n in numbers]
-        lines.append(
-            f"| {label} | " + " | ".join(f"{x['gold']:{form}}, {x['kl']:{form}}" if x else "" for x in pairs) + " |"
-        )
+        cells = [f"{x['gold']:{form}}, {x['kl']:{form}}" if x else "" for x in pairs]
+        lines.append(f"| {label} | {' | '.join(cells)} |")
     return lines
 
 
