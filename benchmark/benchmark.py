@@ -42,16 +42,8 @@ COLUMNS = (
 ).split()
 MODELS = "{root}/models/bench/{seed}"  # of the studies, which share SFT and reward models
 STAGES = f"--sft_model_path {MODELS}/sft --reward_model_path {MODELS}/reward"
-PRELOADED = [
-    "scipy.stats",
-    "torch",
-    "transformers",
-    "accelerate",
-    "datasets",
-    "tyro",
-    "rich",
-    "transformers.models.gpt_neox.modeling_gpt_neox",
-]
+PRELOADED = "scipy.stats torch transformers accelerate datasets tyro rich".split()
+PRELOADED += ["transformers.models.gpt_neox.modeling_gpt_neox"]
 SLURM = """#!/bin/bash
 #SBATCH --job-name={exp}
 #SBATCH --array=0-{last}
@@ -62,28 +54,37 @@ cd "{root}"
 """
 
 
-@dataclass
-class Args:
-    command: tuple[str, ...]
-    """commands to run, each a string"""
-    exp: tuple[str, ...]
-    """names of the experiments, one a command"""
-    seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
-    """seeds of each experiment"""
-    workers: int = 1
+@dataclass(kw_only=True)
+class StudyArgs:
+    """What `run` of every study takes."""
+
+    tag: str | None = None
+    """folder of the results; None: git describe"""
+    seeds: tuple[int, ...] = tuple(range(1, 11))
+    """seeds"""
+    workers: int = 2
     """runs at a time"""
     threads: int = 1
     """CPU threads a run (OMP_NUM_THREADS)"""
-    tag: str | None = None
-    """folder of the results; None: git describe"""
-    study: str = ""
-    """folder within it"""
-    preload: bool = False
+    preload: bool = True
     """start the runs as forks of one process that has loaded the libraries, which saves seconds a run"""
     columns: tuple[str, ...] = tuple(COLUMNS)
     """metrics to keep, those that the run has"""
     every: int = 1
     """keep every so manyth row, and the last"""
+
+
+@dataclass(kw_only=True)
+class Args(StudyArgs):
+    command: tuple[str, ...]
+    """commands to run, each a string"""
+    exp: tuple[str, ...]
+    """names of the experiments, one a command"""
+    seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
+    workers: int = 1
+    preload: bool = False
+    study: str = ""
+    """folder within the tag's"""
     slurm: str | None = None
     """write an array job to this file, a task a run, and run nothing"""
     only: int | None = None
@@ -186,9 +187,8 @@ class Run:
         path = os.pathsep.join([str(self.code), *filter(None, [os.environ.get("PYTHONPATH")])])
         environ = {"OMP_NUM_THREADS": str(args.threads), "PYTHONPATH": path} | variables
         if args.preload and words[0] == sys.executable:
-            child = multiprocessing.get_context("forkserver").Process(
-                target=forked, args=(words[1:], self.folder, environ)
-            )
+            context, given = multiprocessing.get_context("forkserver"), (words[1:], self.folder, environ)
+            child = context.Process(target=forked, args=given)
             child.start()
             child.join()
             code = child.exitcode
@@ -212,16 +212,8 @@ class Run:
 
 def write_slurm(args, number):
     """The array job that runs each run as a task of its own."""
-    words = [
-        "--command",
-        *args.command,
-        "--exp",
-        *args.exp,
-        "--seeds",
-        *map(str, args.seeds),
-        "--threads",
-        str(args.threads),
-    ]
+    words = ["--command", *args.command, "--exp", *args.exp, "--seeds", *map(str, args.seeds)]
+    words += ["--threads", str(args.threads)]
     (ROOT / "runs" / "benchmark").mkdir(parents=True, exist_ok=True)  # where the output goes
     words += ["--tag", args.tag or git_tag(), "--columns", *args.columns, "--every", str(args.every)]
     words += ["--study", args.study] if args.study else []
@@ -244,9 +236,8 @@ def main(args: Args):
 
 def parse(commands, words=None):
     """(function, its arguments) of a command line; commands, {name: (dataclass of the arguments, function)}."""
-    args = tyro.extras.subcommand_cli_from_dict(
-        {name: arguments for name, (arguments, _) in commands.items()}, args=words
-    )
+    kinds = {name: arguments for name, (arguments, _) in commands.items()}
+    args = tyro.extras.subcommand_cli_from_dict(kinds, args=words)
     return next(function for arguments, function in commands.values() if isinstance(args, arguments)), args
 
 
@@ -266,17 +257,13 @@ def note(runs, tag):
     made = environment()
     others = [x["code"] for x in about.get("environments", []) if x["code"] != made["code"]]
     if others:
-        fail(
-            f"--tag {tag}: its results were made by other scripts ({others[0]}, these are {made['code']}); "
-            "give another tag"
-        )
+        scripts = f"other scripts ({others[0]}, these are {made['code']})"
+        fail(f"--tag {tag}: its results were made by {scripts}; give another tag")
     commands = {run.name.rpartition("_s")[0]: run.recipe for run in runs}
     for exp, command in commands.items():
         if about.get("commands", {}).get(exp, command) != command:
-            fail(
-                f"{exp}: there are results of another command in {path.parent.relative_to(ROOT)}; "
-                "remove them, or give another tag"
-            )
+            where = path.parent.relative_to(ROOT)
+            fail(f"{exp}: there are results of another command in {where}; remove them, or give another tag")
     environments = about.get("environments", []) + [made] * (made not in about.get("environments", []))
     about |= {"tag": tag, "environments": environments, "commands": about.get("commands", {}) | commands}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -292,14 +279,10 @@ def stage_runs(seeds, tag, first=None, second=None):
     reward = f"python rlhf_details/train_reward.py --sft_model_path {MODELS}/sft --output_dir {MODELS}/reward"
     first = {"sft": (f"python rlhf_details/train_sft.py --output_dir {MODELS}/sft", None)} | (first or {})
     second = {"reward": (reward, None)} | (second or {})
-    batches = [
-        [
-            Run(name, command, seed, tag, "stages", code, COLUMNS, 20)
-            for seed in seeds
-            for name, (command, code) in batch.items()
-        ]
-        for batch in (first, second)
-    ]
+    batches = []
+    for batch in (first, second):
+        pairs = itertools.product(seeds, batch.items())
+        batches.append([Run(exp, command, n, tag, "stages", code, COLUMNS, 20) for n, (exp, (command, code)) in pairs])
     for run in itertools.chain(*batches):
         words = shlex.split(run.command)
         run.makes = Path(words[words.index("--output_dir") + 1])
@@ -329,10 +312,8 @@ def keep(runs):
 def run_all(runs, args, tag, is_task=False):
     """Does the runs that are not done, args.workers at a time; returns the names of those that failed."""
     todo = [run for run in runs if not run.is_done()]
-    print(
-        f"{tag}: {len(runs)} runs, {len(runs) - len(todo)} done, {len(todo)} to do, {args.workers} at a time",
-        flush=True,
-    )
+    state = f"{len(runs) - len(todo)} done, {len(todo)} to do, {args.workers} at a time"
+    print(f"{tag}: {len(runs)} runs, {state}", flush=True)
     if todo:
         note(runs, tag)
     if args.preload:

@@ -104,6 +104,12 @@ def mean_interval(x, level=0.95):
     return x.mean(), *test.confidence_interval(level), test.pvalue
 
 
+def words(interval, form=".2f"):
+    """An interval (mean, low, high, ..) as "mean (low .. high)"."""
+    mean, low, high = (f"{x:{form}}" for x in interval[:3])
+    return f"{mean} ({low} .. {high})"
+
+
 def prediction_interval(x, more=1):
     """95 % interval for the mean of so many more seeds: mean -+ t s sqrt(1 / n + 1 / more), t of n - 1 degrees of
     freedom.

@@ -30,13 +30,13 @@ import shlex
 import shutil
 import sqlite3
 import subprocess
-import sys
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
 from intervals import read_tables
+from plot import fail, read
 
 # what the tool's peewee models create; a run's id is text in all of them, also where the column says otherwise
 SCHEMA = """
@@ -73,12 +73,6 @@ class Args:
     """remove first what the project holds"""
 
 
-def fail(message):
-    """One clear line, exit code 2."""
-    print(f"error: {message}", file=sys.stderr)
-    raise SystemExit(2)
-
-
 def package_folder(args):
     """Folder of the openrlbenchmark that will draw."""
     if args.package:
@@ -89,41 +83,21 @@ def package_folder(args):
         done = subprocess.run([args.python, "-c", WHERE], capture_output=True, text=True)
     except OSError as e:
         fail(f"--python {args.python}: {e.strerror}")
-    return (
-        Path(done.stdout.strip()) if done.returncode == 0 else fail(f"--python {args.python}: has no openrlbenchmark")
-    )
-
-
-def read(path):
-    """A text file; the error names what is not there."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as e:
-        fail(f"{path}: {e.strerror}")
-
-
-def read_rows(path):
-    """Rows of metrics.jsonl; a torn last line, of a run that goes on or was killed, is left out."""
-    lines, rows = read(path).splitlines(), []
-    for number, line in enumerate(lines, 1):
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            if number < len(lines):
-                fail(f"{path}: line {number} is not JSON")
-    return rows or fail(f"{path}: no rows")
+    if done.returncode:
+        fail(f"--python {args.python}: has no openrlbenchmark")
+    return Path(done.stdout.strip())
 
 
 def read_experiment(name):
     """[(rows, arguments that say which curve it is, commit)] of FOLDER/runs.csv:EXP, one for each seed."""
     path, _, exp = name.rpartition(":")
     try:
-        about = json.loads(read(Path(path).with_name("env.json")))
+        about = json.loads(Path(path).with_name("env.json").read_text())
         words = shlex.split(about["commands"][exp])
         given = {"exp_name": next(Path(word).stem for word in words if word.endswith(".py")), "dataset": "toy"}
         given |= {name: words[words.index(f"--{name}") + 1] for name in ("exp_name", "dataset") if f"--{name}" in words}
         commit = about["environments"][-1]["commit"]
-    except (ValueError, KeyError, IndexError, StopIteration):
+    except (OSError, ValueError, KeyError, IndexError, StopIteration):
         fail(f"{name}: env.json beside it does not say by which command it was made")
     found = []
     for (of, seed), (header, *rows) in read_tables(path).items():
@@ -136,11 +110,11 @@ def read_experiment(name):
 
 def read_folder(folder):
     """[(rows, arguments, commit)] of a run folder."""
-    rows = read_rows(Path(folder) / "metrics.jsonl")
+    rows = read(folder)
     try:
-        about = json.loads(read(Path(folder) / "config.json"))
+        about = json.loads((Path(folder) / "config.json").read_text())
         return [(rows, about["args"], about.get("commit") or "")]
-    except (ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError):
         fail(f"{folder}/config.json: does not hold a run's arguments")
 
 
@@ -171,9 +145,8 @@ def store(database, run):
     columns = "id, name, state, url, project, entity, path, username, config"
     database.execute(f"INSERT INTO offlinerun ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
     for tag in run["tags"]:
-        database.execute(
-            "INSERT INTO tag (name) SELECT ? WHERE NOT EXISTS (SELECT 1 FROM tag WHERE name = ?)", [tag, tag]
-        )
+        new = "INSERT INTO tag (name) SELECT ? WHERE NOT EXISTS (SELECT 1 FROM tag WHERE name = ?)"
+        database.execute(new, [tag, tag])
         link = "INSERT INTO tag_offlinerun_through (tag_id, offlinerun_id) SELECT id, ? FROM tag WHERE name = ? LIMIT 1"
         database.execute(link, [run["id"], tag])
 

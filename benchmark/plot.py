@@ -179,6 +179,32 @@ def main(args: Args):
 
 
 # ---- experiments over seeds ------------------------------------------------------------------------------------------
+def blank(rows, columns, sharey=False, **look):
+    """A figure and its axes. The studies draw theirs with this and the three functions below."""
+    picture = Figure(**look)
+    FigureCanvasAgg(picture)
+    return picture, picture.subplots(rows, columns, sharey=sharey)
+
+
+def band(axis, x, heights, label=None, alpha=0.2, **look):
+    """The interquartile mean of heights [rows, seeds], and its bootstrap interval."""
+    axis.plot(x, iqm(heights), label=label, **look)
+    axis.fill_between(x, *bootstrap(heights), color=look["color"], alpha=alpha, linewidth=0)
+
+
+def frame(axis, title, xlabel):
+    axis.set_title(title, fontsize=9)
+    axis.set_xlabel(xlabel, fontsize=8)
+    axis.tick_params(labelsize=7)
+    axis.grid(alpha=0.2)
+
+
+def save(picture, output, salt):
+    """The same data give the same bytes."""
+    matplotlib.rcParams["svg.hashsalt"] = salt
+    picture.savefig(ROOT / output, metadata={"Date": None})
+
+
 @dataclass
 class CurvesArgs:
     tag: tyro.conf.Positional[str]
@@ -257,11 +283,9 @@ def curves(args: CurvesArgs):
     """Writes the figure and the table."""
     folder = results(args.tag)
     found = {exp: seeds_of(folder, exp) for exp in args.exp or experiments(folder)}
-    picture = Figure(figsize=(3.4 * len(args.metrics), 2.8), layout="constrained")
-    FigureCanvasAgg(picture)
+    picture, axes = blank(1, len(args.metrics), figsize=(3.4 * len(args.metrics), 2.8), layout="constrained")
     lines = ["| experiment | seeds | metric | at the end | area under the curve |", "|---|---:|---|---:|---:|"]
-    for place, metric in enumerate(args.metrics, 1):
-        axis = picture.add_subplot(1, len(args.metrics), place)
+    for axis, metric in zip(np.atleast_1d(axes), args.metrics, strict=True):
         for colour, (exp, seeds) in enumerate(found.items()):
             if not all(metric in seed for seed in seeds.values()):
                 continue
@@ -270,18 +294,14 @@ def curves(args: CurvesArgs):
             heights = np.array([seed[metric][:length] for seed in seeds.values()]).T  # [rows, seeds]
             rows = ~np.isnan(heights).any(1)
             x = first[args.x][:length][rows]
-            axis.plot(x, iqm(heights[rows]), color=f"C{colour}", linewidth=1.4, label=exp)
-            axis.fill_between(x, *bootstrap(heights[rows]), color=f"C{colour}", alpha=0.2, linewidth=0)
+            band(axis, x, heights[rows], exp, color=f"C{colour}", linewidth=1.4)
             cells = []
             for measure in (final, area):
                 numbers = np.array([measure(seed, metric) for seed in seeds.values()])
                 low, high = bootstrap(numbers)
                 cells.append(f"{iqm(numbers):.3f} ({low:.3f} .. {high:.3f})")
             lines.append(f"| {exp} | {len(seeds)} | {metric} | {' | '.join(cells)} |")
-        axis.set_title(metric, fontsize=9)
-        axis.set_xlabel(args.x, fontsize=8)
-        axis.tick_params(labelsize=7)
-        axis.grid(alpha=0.2)
+        frame(axis, metric, args.x)
         axis.legend(frameon=False, fontsize=7)
     matplotlib.rcParams["svg.hashsalt"] = "curves"  # the same bytes for the same data
     try:

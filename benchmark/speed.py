@@ -3,7 +3,7 @@ Speed and memory, measured on this machine: our scripts against TRL or against t
 against `generate`, and growth with the size of the work.
 
     python benchmark/speed.py compare --algorithm rloo --size 27m --prompts 96 128
-    python benchmark/speed.py compare --size 27m --against b9b2685                     ours, and ours at that commit
+    python benchmark/speed.py compare --size 27m --against COMMIT                      ours, and ours at that commit
     python benchmark/speed.py compare --size 27m --against --variants "plain:--no_share_prompts"    ours, a flag off
     python benchmark/speed.py compare --size 27m --against --without onednn flat_memory     ours, a speed-up taken out
     python benchmark/speed.py decode --size 27m
@@ -61,11 +61,7 @@ SIZES = {  # name: hidden size, layers, heads, vocabulary; 160m and 1b are Pythi
 TRL_VERSIONS = {  # The exact versions of an environment. Torch is installed first, so that nothing else chooses it.
     "0.21.0": (
         *("torch==2.13.0", "trl==0.21.0", "transformers==4.56.2"),
-        *(
-            "tokenizers==0.22.2",
-            "huggingface_hub==0.36.2",
-            "datasets==5.0.1",
-        ),  # the last that go with this transformers
+        *("tokenizers==0.22.2", "huggingface_hub==0.36.2", "datasets==5.0.1"),  # the last that go with it
     ),
     "1.16.0": ("torch==2.13.0", "trl==1.16.0", "transformers==5.23.0"),
 }
@@ -228,10 +224,8 @@ def build(work):
     config, folder = model_config(work), Path(work.work_dir).resolve() / f"{work.size}_{work.vocab_size or 'own'}"
     paths = {"policy": folder / "policy", "reward": folder / "reward"}
     if not (folder / "complete").exists():
-        words = {f"w{i}": i for i in range(config.vocab_size - 2)} | {
-            "<eos>": config.eos_token_id,
-            "<pad>": config.pad_token_id,
-        }
+        words = {f"w{i}": i for i in range(config.vocab_size - 2)}
+        words |= {"<eos>": config.eos_token_id, "<pad>": config.pad_token_id}
         tokenizer = Tokenizer(models.WordLevel(words))
         # spaces or none between the words: the same tokens, so that TRL 1.x may glue texts together
         tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"w\d+"), "removed", invert=True)
@@ -256,28 +250,8 @@ def one_response_a_row(script):
     script.utils.sample = lambda policy, batch, **options: real(policy, batch, **options | {"n": 1})
 
 
-def all_logits_at_once(script):
-    script.Policy.logits_at_once = 10**15
-
-
-def adam_a_weight_at_a_time(script):
-    real = torch.optim.AdamW
-
-    class WeightAtATime(real):  # A class, because other libraries derive their own from it.
-        def __init__(self, *args, **options):
-            super().__init__(*args, **(options | {"fused": False, "foreach": False}))
-
-    torch.optim.AdamW = WeightAtATime
-
-
 def products_by_mkl(script):
     script.models.cpu.use_onednn = lambda model: model
-
-
-def noise_of_the_generator(script):
-    script.utils.gumbel_noise = lambda keys, size: (
-        torch.empty(len(keys), size, device=keys.device).exponential_().log_().neg_()
-    )
 
 
 def heap_as_it_comes(script):
@@ -288,22 +262,14 @@ WITHOUT = {
     "onednn": products_by_mkl,
     "flat_memory": heap_as_it_comes,
     "packed_sampling": one_response_a_row,
-    "pieces": all_logits_at_once,
-    "fused": adam_a_weight_at_a_time,
-    "hashed_noise": noise_of_the_generator,
 }
 
 
 # ---- processes -------------------------------------------------------------------------------------------------------
 def ours(spec):
-    """Runs in a process of its own: main of the training script, with the clock and the memory read when it logs.
-
-    It also runs commits from before the package `plumbing`, in which `runs.Run` is what `plumbing.run.Run` is now.
-    """
+    """Runs in a process of its own: main of the training script, with the clock and the memory read when it logs."""
     script = importlib.import_module(f"rlhf_details.train_{spec['algorithm']}")  # of the commit that PYTHONPATH names
-    # The commit's own folder tells: an editable install of another tree would lend it the package.
-    is_old = not (Path(script.__file__).parent / "plumbing").exists()
-    module = importlib.import_module("rlhf_details.runs" if is_old else "rlhf_details.plumbing.run")
+    module = importlib.import_module("rlhf_details.plumbing.run")
     record, steps = {"versions": {"torch": torch.__version__, "transformers": transformers.__version__}}, []
     clock = []  # the time at the beginning, and at the end of every update, with all that belongs to it
     register_optimizer_step_post_hook(lambda *_: steps.append(len(clock)))
@@ -317,17 +283,15 @@ def ours(spec):
         def log(self, *args):
             super().log(*args)
             record["peak"] = memory()[1]  # of the updates: what saving the model would add does not count here
-            if args[0 if is_old else 1]:  # Without held-out rows there is nothing to log before the first update.
+            if args[1]:  # Without held-out rows there is nothing to log before the first update.
                 clock.append(now())
 
-        def save_model(self, *args):
+        def save(self, *args):
             pass
-
-        save = save_model
 
     module.Run = script.Run = Run
     if torch.cuda.is_available():  # A phase ends when the GPU is done with it.
-        (script if is_old else module).time = types.SimpleNamespace(
+        module.time = types.SimpleNamespace(
             time=lambda: (torch.cuda.synchronize(), time.time())[1], strftime=time.strftime
         )
     names = "batch_size", "response_length", "micro_batch_size", "rollout_micro_batch_size"
@@ -432,9 +396,9 @@ def environment_of(version, args):
     folder = Path(args.environments or Path(args.work_dir) / "environments").resolve() / f"trl-{version}"
     python = str(folder / "bin" / "python")
     script = "from importlib.metadata import version as v; print(*(f'{n}=={v(n)}' for n in ('trl', 'transformers')))"
-    found = (
-        subprocess.run([python, "-c", script], capture_output=True, text=True).stdout if Path(python).exists() else ""
-    )
+    found = ""
+    if Path(python).exists():
+        found = subprocess.run([python, "-c", script], capture_output=True, text=True).stdout
     if not set(found.split()) <= set(TRL_VERSIONS[version]) or not found:
         print(f"creating the environment {folder.name}", flush=True)
         pip(sys.executable, "-m", "venv", str(folder))
@@ -485,16 +449,11 @@ def table(header, rows):
 
 def about(work):
     """Machine, versions and commit, without names of hosts or users."""
-    git = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=Path(__file__).parent
-    )
+    git = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=ROOT)
     gpu, commit = torch.cuda.get_device_name() if torch.cuda.is_available() else None, git.stdout.strip() or "unknown"
-    versions = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-    return {"cpu": processor(), "threads": work.threads, "gpu": gpu, "commit": commit} | versions
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    about = {"cpu": processor(), "threads": work.threads, "gpu": gpu, "commit": commit}
+    return about | {"python": platform.python_version()} | versions
 
 
 def publish(work, kind, text, data):
@@ -530,9 +489,8 @@ def systems_of(args, paths):
     minibatch = args.batch_size // args.mini_batches
     micro = min(args.trl_micro_batch_size, minibatch)
     if minibatch % micro:
-        raise SystemExit(
-            f"error: --trl_micro_batch_size {micro}: does not divide the {minibatch} episodes of a minibatch"
-        )
+        of = f"the {minibatch} episodes of a minibatch"
+        raise SystemExit(f"error: --trl_micro_batch_size {micro}: does not divide {of}")
     for version in having if args.against is None else args.against:
         name = f"TRL {version}" if version in TRL_VERSIONS else f"ours at {version}"
         frozen = "bfloat16" if args.precision == "bf16" else "float32"
@@ -583,31 +541,19 @@ def comparison(args, config, prompt_lengths, records, peaks, errors):
     rows = []
     for name, runs in records.items():
         pairs = [seconds(b) / seconds(a) for a, b in zip(first, runs, strict=True)]  # of one alternation
-        phases = {
-            p: statistics.median(seconds(run, p) for run in runs) for p in ("rollout", "scores", "optimise", "update")
-        }
+        names = "rollout", "scores", "optimise", "update"
+        phases = {p: statistics.median(seconds(run, p) for run in runs) for p in names}
         loaded, top = (statistics.median(run[key] for run in runs) for key in ("loaded", "peak"))
         row = [name, spread([args.batch_size / seconds(run) for run in runs]), "1" if runs is first else spread(pairs)]
         row += [f"{phases[p]:.2f}" for p in ("rollout", "scores", "optimise")]
         row += [f"{top / 1e9:.2f} ({loaded / 1e9:.2f})", f"{statistics.median(run['peak'] for run in first) / top:.2f}"]
-        row += [
-            f"{sum(flops.values()) / rate / phases['update']:.2f}",
-            f"{flops['optimise'] / rate / phases['optimise']:.2f}",
-        ]
-        rows.append(row)
-    header = [
-        "system",
-        "episodes/s",
-        "times as fast",
-        "rollout s",
-        "scores s",
-        "optimise s",
-        "peak GB (loaded)",
-        "memory share",
-    ]
+        rows.append([*row, f"{sum(flops.values()) / rate / phases['update']:.2f}"])
+        rows[-1].append(f"{flops['optimise'] / rate / phases['optimise']:.2f}")
+    header = ["system", "episodes/s", "times as fast", "rollout s", "scores s", "optimise s"]
+    header += ["peak GB (loaded)", "memory share", "of the bound", "optimise"]
     text = f"{args.algorithm.upper()}, k = {args.k}, epochs {args.passes}, minibatches {args.mini_batches}, "
     text += f"{describe(args)}\n"
-    text += table([*header, "of the bound", "optimise"], rows)
+    text += table(header, rows)
     torch_mm = spread([run["rates"]["torch.mm"] / 1e9 for run in peaks], "{:.0f}")
     work = ", ".join(f"{phase} {value / 1e9:.1f}" for phase, value in flops.items())
     text += f"\n\nMedian (lowest .. highest) of {len(first)} alternations of {args.updates} counted updates. "
@@ -697,13 +643,10 @@ def scaling(args):
         point = now_at | ({name: 2 * now_at[name]} if name else {})
         result = data["memory"][name or "base"] = measure(**point)
         logits = 4 * point["vocab_size"] * point["response_length"] * point["batch_size"]
-        rows.append(
-            [f"{name} doubled" if name else "base", *point.values(), f"{result[1] / 1e9:.3f}", f"{result[2] / 1e9:.3f}"]
-        )
-        rows[-1].append(f"{logits / 1e9:.3f}")
-    text += "\n" + table(
-        ["", "vocabulary", "R", "B", "peak GB", "above the models GB", "fp32 logits [B, R, V] GB"], rows
-    )
+        sizes = (f"{x / 1e9:.3f}" for x in (result[1], result[2], logits))
+        rows.append([f"{name} doubled" if name else "base", *point.values(), *sizes])
+    header = ["", "vocabulary", "R", "B", "peak GB", "above the models GB", "fp32 logits [B, R, V] GB"]
+    text += "\n" + table(header, rows)
     publish(args, "scaling", text, data)
     print(text)
 

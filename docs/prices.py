@@ -1,7 +1,7 @@
 """
-What each detail is: its line in benchmark/details.toml, its source, its tests, and what the ablations have measured.
+What each detail is: its line in benchmark/checks/details.toml, its source, its tests, and what the ablations measured.
 
-The effects and their intervals come from the table that benchmark/ablations.py has written.
+The effects and their intervals come from the table that benchmark/studies/ablations.py has written.
 """
 
 import math
@@ -13,7 +13,7 @@ from functools import cache
 from markdown import markdown
 from source import ROOT, SCRIPTS, blocks, escape
 
-sys.path.insert(0, str(ROOT / "benchmark"))
+sys.path.insert(0, str(ROOT / "benchmark" / "checks"))
 import details
 
 read, sources, worth = cache(details.read), cache(details.sources), cache(details.worth)

@@ -15,7 +15,7 @@ Left out on purpose: a separate inference engine, top-k and top-p (the sampled p
 new samples in place of groups whose scores are all equal (val/equal_scores counts them).
 
 Read `main` first if you know the paper, else from top to bottom. A tag such as [RLOO-3] marks an implementation detail:
-benchmark/details.md has its source, its test and what it is worth.
+benchmark/checks/details.md has its source, its test and what it is worth.
 
 Shapes    P: prompts   k: responses per prompt   B = P * k: episodes of an update, the k of a prompt adjacent
           Q: query tokens, left-padded   R: response tokens, right-padded   L: columns of a row   V: vocabulary

@@ -14,7 +14,7 @@ A push follows a take, so neither side can run ahead, and speed changes no resul
 4. N+ (arXiv 2403.17031), the defaults: a value model of its own that starts as the reward model, a fixed kl_coef.
    What differs: N+ replaces the score of an unfinished response (here the penalty is subtracted), averages each
    micro-batch for itself, whitens within a process, and takes the old log-probs from the sampler.
-   lm-human-preferences (arXiv 1909.08593; flags in benchmark/configs/ppo_sentiment.toml): a value head on the policy's
+   lm-human-preferences (arXiv 1909.08593; flags in benchmark/recipes/ppo_sentiment.toml): a value head on the policy's
    trunk that starts at zero, an adaptive kl_coef, whitened rewards, and responses of fixed length that the reward model
    reads up to a full stop.
 5. Sampling and shuffling are functions of coordinates, such as (seed, purpose, update, row, step, token) for a token,
@@ -24,7 +24,7 @@ Left out on purpose: a separate inference engine, top-k and top-p (the sampled p
 an entropy bonus (neither recipe has one).
 
 Read `main` first if you know the paper, else from top to bottom. A tag such as [PPO-3] marks an implementation detail:
-benchmark/details.md has its source, its test and what it is worth.
+benchmark/checks/details.md has its source, its test and what it is worth.
 
 Shapes    B: episodes of an update, one per prompt   Q: query tokens, left-padded   R: response tokens, right-padded
           L: columns of a row   V: vocabulary   M: episodes of a micro-batch, or rows of a forward   H: hidden size

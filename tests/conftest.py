@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers.utils import logging as transformers_logging
 
-sys.path.append(str(Path(__file__).parent.parent / "benchmark"))  # Its files import each other.
+sys.path.extend(str(Path(__file__).parents[1] / "benchmark" / room) for room in (".", "recipes", "studies", "checks"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 from helpers import save_pair, save_ragged

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path[:0] = [str(ROOT / "benchmark"), str(ROOT / "tests")]  # The tools import each other by their names.
+ROOMS = [ROOT / "benchmark" / room for room in (".", "recipes", "studies", "checks")]
+sys.path[:0] = map(str, (*ROOMS, ROOT / "tests"))  # The tools import each other by their names.
 
 from helpers import save_pair  # noqa: E402
 

@@ -24,7 +24,7 @@ def test_one_command_draws_every_figure_and_writes_every_table_as_they_are_commi
     for name in figures:
         (copy / "static" / name).unlink()
     environment = os.environ | {"PYTHON": sys.executable, "PYTHONPATH": str(copy)}
-    subprocess.run(["bash", str(copy / "benchmark" / "draw.sh")], check=True, env=environment)
+    subprocess.run(["bash", str(copy / "benchmark/studies/draw.sh")], check=True, env=environment)
     for path in [*tables, "README.md"]:
         assert (copy / path).read_text(encoding="utf-8") == (ROOT / path).read_text(encoding="utf-8"), path
     for name in figures:

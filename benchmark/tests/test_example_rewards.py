@@ -1,4 +1,4 @@
-"""The example rewards in benchmark/rewards.py, against values worked out by hand."""
+"""The example rewards in benchmark/recipes/rewards.py, against values worked out by hand."""
 
 import pytest
 import rewards

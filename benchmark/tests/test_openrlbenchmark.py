@@ -21,7 +21,7 @@ import benchmark
 from rlhf_details import train_ppo, train_reward
 from rlhf_details.plumbing import cli
 
-DRAW, HUMAN = ROOT / "benchmark" / "openrlbenchmark.sh", ROOT / "benchmark" / "lm_human_preferences.sh"
+DRAW, HUMAN = ROOT / "benchmark/openrlbenchmark.sh", ROOT / "benchmark/recipes/lm_human_preferences.sh"
 TASKS = ("sentiment", "descriptiveness")
 ROWS = [
     {"update": 0, "episode": 0, "eval/objective/scores": 0.5},

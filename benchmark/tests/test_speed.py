@@ -113,4 +113,4 @@ def test_a_commit_that_is_not_there_is_told_and_the_others_run(tmp_path):
 
 
 def test_the_gpu_script_parses():
-    subprocess.run(["bash", "-n", str(PROGRAM.with_name("gpu.sh"))], check=True)
+    subprocess.run(["bash", "-n", str(speed.ROOT / "benchmark/checks/gpu.sh")], check=True)

@@ -3,7 +3,7 @@ What the engines that accelerate launches do differently: one process, DDP, FSDP
 
 Under each of them a script computes the same: weights and Adam's moments are fp32, and bf16 is autocast. FSDP2 and
 ZeRO-3 gather the weights of a layer when it is called, so all processes must call a model equally often. They sample
-from a whole copy. benchmark/accelerate/ holds a launch configuration for each. FSDP2 (torch's fully_shard) keeps a part
+from a whole copy. benchmark/recipes/accelerate/ holds a launch configuration for each. FSDP2 (torch's fully_shard) keeps a part
 of each weight in a DTensor, ZeRO-3 in an attribute `ds_tensor`.
 """
 

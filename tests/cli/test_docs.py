@@ -83,7 +83,7 @@ def test_every_command_of_the_readme_that_runs_or_draws_a_study_parses():
     studies = "benchmark", "ablations", "overoptimisation", "against_trl", "grpo", "memory_plan", "plot"
     found = set()
     text = re.sub(r" *\\\n *", " ", README)  # a command in one line
-    for name, rest in re.findall(rf"python benchmark/({'|'.join(studies)})\.py([^`|\n]*)", text):
+    for name, rest in re.findall(rf"python benchmark/(?:\w+/)?({'|'.join(studies)})\.py([^`|\n]*)", text):
         module, words = importlib.import_module(name), shlex.split(rest.partition("     ")[0])
         if name in ("benchmark", "memory_plan"):
             module.tyro.cli(module.Args, args=words)
@@ -104,8 +104,8 @@ def test_every_flag_that_the_readme_names_exists():
         plot.CurvesArgs,
         plot.CompareArgs,
     ]
-    arguments += [toy_over_seeds.Args]
-    arguments += [kind for study in (ablations, against_trl, grpo) for kind, _ in study.COMMANDS.values()]
+    studies = ablations, against_trl, grpo, toy_over_seeds
+    arguments += [kind for study in studies for kind, _ in study.COMMANDS.values()]
     names = {field.name for kind in arguments for field in dataclasses.fields(kind)}
     names |= {f"no_{name}" for name in names} | {"algorithm", "reward", "policy"}  # the last of train_both.py
     # Flags of accelerate, torchrun, --help, `git diff --no-index`, openrlbenchmark, pytest, docs/build.py and SLURM.
@@ -139,7 +139,7 @@ def test_the_readmes_tables_are_those_that_the_studies_have_written():
 
 
 def test_the_table_of_validated_combinations_is_that_of_the_last_run_of_the_engine_tests():
-    table = runpy.run_path(str(ROOT / "benchmark/validated.py"))["table"]
+    table = runpy.run_path(str(ROOT / "benchmark/checks/validated.py"))["table"]
     assert table(json.loads((ROOT / "rlhf_details/plumbing/validated.json").read_text())) in README
 
 
@@ -159,12 +159,14 @@ def test_every_link_and_figure_leads_somewhere():
 
 def test_the_readmes_table_has_every_recipe():
     table = re.findall(r"^\| `(\w+)\.toml` \|", README, re.M)
-    assert set(table) == {path.stem for path in (ROOT / "benchmark/configs").glob("*.toml")}
+    assert set(table) == {path.stem for path in (ROOT / "benchmark/recipes").glob("*.toml")}
 
 
 # ---- the index of details --------------------------------------------------------------------------------------------
 NAMED = r"(?<![\w/])((?:tests|benchmark|docs|rlhf_details)/[\w/]+\.(?:py|sh))(?:::(\w+))?"
-DETAILS, FAULTS = (tomllib.loads((ROOT / f"benchmark/{name}.toml").read_text()) for name in ("details", "faults"))
+DETAILS, FAULTS = (
+    tomllib.loads((ROOT / f"benchmark/checks/{name}.toml").read_text()) for name in ("details", "faults")
+)
 
 
 def test_each_tag_of_the_code_has_a_row_and_a_test_named_after_it():
@@ -202,7 +204,7 @@ def test_every_script_and_test_that_a_text_names_exists():
 
 
 def test_the_index_in_the_readme_is_that_of_the_code():
-    command = [sys.executable, ROOT / "benchmark/details.py", "--check"]
+    command = [sys.executable, ROOT / "benchmark/checks/details.py", "--check"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -1,6 +1,6 @@
 """The published recipes: each parses, names its sources, adds up to its batch, and runs on the published columns.
 
-Those are benchmark/configs/*.toml, and the stages of the three shell scripts in benchmark/.
+Those are benchmark/recipes/*.toml, and the stages of the three shell scripts beside them.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ SOURCE = r"(ours: .{5,}|arXiv \d{4}\.\d{5}, .{5,}|.*[\w-]\.(py|sh|sbatch|md|toml
 @functools.cache
 def recipe(stem):
     """(module of the script, its Args as the launch command in the file's header gives them, number of processes)."""
-    path = ROOT / f"benchmark/configs/{stem}.toml"
+    path = ROOT / f"benchmark/recipes/{stem}.toml"
     script, words, _ = recipes.header(path)
     place = words.index(f"rlhf_details/{script}.py")
     launcher, flags = words[2:place], words[place + 1 :]
@@ -117,7 +117,7 @@ def test_the_numbers_that_make_a_recipe_are_the_published_ones(stem):
 
 @pytest.mark.parametrize("script", ["train_ppo", "train_rloo"])
 def test_the_embedded_tasks_file_is_what_the_script_takes_by_itself(script):
-    values = tomllib.loads((ROOT / f"benchmark/configs/{script.removeprefix('train_')}_toy.toml").read_text())
+    values = tomllib.loads((ROOT / f"benchmark/recipes/{script.removeprefix('train_')}_toy.toml").read_text())
     assert {key: None if value == "None" else value for key, value in values.items()} == stages.DEFAULTS[script]
 
 

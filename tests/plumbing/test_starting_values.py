@@ -127,7 +127,7 @@ def test_the_cards_command_repeats_the_run(changes, tiny, in_tmp):
 
 
 # ---- what stays as it was --------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("path", sorted((ROOT / "benchmark/configs").glob("*.toml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmark/recipes").glob("*.toml")), ids=lambda path: path.stem)
 def test_a_recipe_sets_every_flag_of_the_table(path):
     script = re.match(r"# rlhf_details/(train_\w+)\.py", path.read_text())[1]
     assert starting_values.names()[script] <= tomllib.loads(path.read_text()).keys()

@@ -33,7 +33,7 @@ from rlhf_details import utils
 from rlhf_details.plumbing import engines
 from rlhf_details.plumbing.run import Run
 
-CONFIGS = Path(__file__).parent.parent.parent / "benchmark" / "accelerate"
+CONFIGS = Path(__file__).parent.parent.parent / "benchmark" / "recipes" / "accelerate"
 
 
 class Died(BaseException):
@@ -41,7 +41,7 @@ class Died(BaseException):
 
 
 def launch_environment(config):
-    """What `accelerate launch --config_file benchmark/accelerate/<config>.yaml` adds to the processes' environment."""
+    """What `accelerate launch` with the file benchmark/recipes/accelerate/<config>.yaml adds to the environment."""
     args = launch_command_parser().parse_args(["--config_file", str(CONFIGS / f"{config}.yaml"), "script.py"])
     args, defaults, _ = _validate_launch_command(args)
     if args.use_deepspeed:

@@ -1,6 +1,7 @@
 """
 DDP, FSDP2, DeepSpeed ZeRO-2 and ZeRO-3 on two processes: the curves and weights of one process, really sharded, and a
-run may go on under another engine. With VALIDATED_OUT=FILE what passed is appended to FILE, for benchmark/validated.py.
+run may go on under another engine. With VALIDATED_OUT=FILE what passed is appended to FILE, for
+benchmark/checks/validated.py.
 """
 
 import importlib.util

@@ -215,7 +215,7 @@ def test_the_slurm_script_runs_on_all_nodes_and_goes_on_after_the_time_limit(tin
     for name, text in (("srun", SRUN.format(python=sys.executable)), ("scontrol", SCONTROL)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
-    config = (ROOT / "benchmark/accelerate/multi_node.yaml").read_text().replace("bf16\n", "'no'\n")
+    config = (ROOT / "benchmark/recipes/accelerate/multi_node.yaml").read_text().replace("bf16\n", "'no'\n")
     (tmp_path / "fp32.yaml").write_text(config)
     found = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     job = dict(SLURM_JOB_ID="4217", SLURM_JOB_NODELIST="nodes", SLURM_JOB_NUM_NODES="2", SLURM_GPUS_ON_NODE="1")
@@ -224,7 +224,7 @@ def test_the_slurm_script_runs_on_all_nodes_and_goes_on_after_the_time_limit(tin
     flags = [word for word in flags if word not in ("--run_name", "run", "--no_resume")]
 
     def submit(*more):
-        words = ["bash", "benchmark/slurm.sh", Path(script).stem, "run", *flags, *more]
+        words = ["bash", "benchmark/recipes/slurm.sh", Path(script).stem, "run", *flags, *more]
         options = dict(stdout=open(tmp_path / "output", "a"), stderr=subprocess.STDOUT)
         return subprocess.Popen(words, cwd=tmp_path, env=environment, **options)
 

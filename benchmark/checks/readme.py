@@ -1,0 +1,134 @@
+"""
+Writes the studies' tables into README.md and docs/, between markers that name them: <!-- table NAME -->.
+
+    python benchmark/checks/readme.py            writes
+    python benchmark/checks/readme.py --check    writes nothing; exit code 1 where a table is stale
+
+The tables come from benchmark/results/TAG/*.md, which the studies' `draw` has written from the CSV files beside them,
+and from benchmark/results/*.md, which the scripts of these names write.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from intervals import ROOT
+
+TAG, LENGTHS, GRPO_TRL = "cc51011", "cc6b272", "4d93adb"  # the commits whose scripts were run
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS += [path for folder in ("guides", "evidence") for path in sorted((ROOT / "docs" / folder).glob("*.md"))]
+
+
+def tables(name, tag=TAG):
+    """The tables in results/<tag>/<name>.md, each a list of lines."""
+    text = (ROOT / "benchmark" / "results" / tag / f"{name}.md").read_text(encoding="utf-8")
+    return [block.strip().splitlines() for block in re.findall(r"(?:^\|.*\n)+", text, re.M)]
+
+
+def ablations():
+    """The rows of the ablations that matter, the worst for gold first, without the verdict."""
+    head, rule, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in tables("ablations")[1])
+    gold, verdict = head.index("gold at the end"), head.index("verdict")
+    rows = sorted(
+        (row for row in rows if row[verdict] == "matters"), key=lambda row: float(row[gold].strip("*").split()[0])
+    )
+    return ["| " + " | ".join(row[:verdict]) + " |" for row in (head, rule, *rows)]
+
+
+def ablations_long():
+    """The rows of the longer runs whose effect is another there than in the short runs, without the verdicts."""
+    rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in tables("ablations")[2])
+    return ["| " + " | ".join(row[:-3]) + " |" for row in rows if row[-1]]
+
+
+SPEEDS = "rloo_27m_96", "rloo_27m_8", "rloo_0.9m_8", "ppo_27m_8", "ppo_27m_96"  # speed_*.md
+FAST = "b48a4cb"  # the commit whose speed was measured on a faster processor
+
+
+def work(name, tag="."):
+    """What speed_<name>.md measures: "RLOO, 27 M, prompts 96-128"."""
+    text = (ROOT / "benchmark" / "results" / tag / f"speed_{name}.md").read_text(encoding="utf-8")
+    algorithm, size, prompts = re.match(r"(\w+), .*?, ([\d.]+)m parameters, prompts of (\S+) tokens", text).groups()
+    return f"{algorithm}, {size} M, prompts {prompts}"
+
+
+def speeds(names):
+    """The tables of speed_<name>.md as one, with a first column that says of which work a row is."""
+    found = [(work(name), tables(f"speed_{name}", ".")[0]) for name in names]
+    head, rule, *_ = found[0][1]
+    return [f"| work {head}", f"|---{rule}", *(f"| {label} {row}" for label, (_, _, *rows) in found for row in rows)]
+
+
+def speed(tag):
+    """A line for each work: our speed, and for each version of TRL how many times as fast and how much memory."""
+    lines = ["| work | ours, episodes/s | times TRL 0.21 | times TRL 1.16 | peak memory, ours to theirs |"]
+    lines += ["|---|---:|---:|---:|---:|"]
+    for name in SPEEDS:
+        rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in tables(f"speed_{name}", tag)[0]]
+        of = {row[0]: dict(zip(rows[0], row, strict=True)) for row in rows[2:]}
+        trl = [of.get(f"TRL {version}", {}) for version in ("0.21.0", "1.16.0")]
+        faster, memory = ([row.get(name, "") for row in trl] for name in ("times as fast", "memory share"))
+        cells = work(name, tag), of["ours"]["episodes/s"], *faster, ", ".join(filter(None, memory))
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+TABLES = {
+    "speed": lambda: speed("."),
+    "speed_fast": lambda: speed(FAST),
+    "speed_all": lambda: speeds(SPEEDS),
+    "speed_without": lambda: speeds(["without", "without_27m_8", "without_0.9m_8"]),
+    "speed_batch": lambda: tables("speed_scaling", ".")[0],
+    "speed_length": lambda: tables("speed_scaling", ".")[1],
+    "speed_memory": lambda: tables("speed_scaling", ".")[2],
+    "speed_decode": lambda: tables("speed_decode", ".")[0],
+    "toy": lambda: tables("toy", ".")[0],
+    "movies": lambda: tables("movies")[0],
+    "lora": lambda: tables("lora_memory", ".")[0],
+    "memory_plan": lambda: tables("memory_plan", ".")[0],
+    "style": lambda: tables("reward_functions", ".")[0],
+    "sums": lambda: tables("reward_functions", ".")[1],
+    "overoptimisation": lambda: tables("overoptimisation")[0],
+    "best_of_n": lambda: tables("overoptimisation")[1],
+    "ablations": ablations,
+    "ablations_long": ablations_long,
+    "trl_long": lambda: tables("trl_toy_100x64")[0],
+    "trl_long_differences": lambda: tables("trl_toy_100x64")[1],
+    "trl_replay": lambda: tables("trl_replay")[0],
+    "trl_lengths": lambda: tables("trl_lengths_100x64", LENGTHS)[0],
+    "trl_lengths_differences": lambda: tables("trl_lengths_100x64", LENGTHS)[1],
+    "trl_replay_lengths": lambda: tables("trl_replay_lengths", LENGTHS)[0],
+    "grpo": lambda: tables("grpo")[0],
+    "grpo_sums": lambda: tables("grpo")[1],
+    "grpo_parts": lambda: tables("grpo")[3],
+    "grpo_trl": lambda: tables("trl", GRPO_TRL)[0],
+    "grpo_trl_differences": lambda: tables("trl", GRPO_TRL)[1],
+    "grpo_trl_replay": lambda: tables("trl_replay", GRPO_TRL)[0],
+}
+
+
+def written(text):
+    """A document with the tables in place."""
+
+    def fill(match):
+        return f"{match[1]}\n" + "\n".join(TABLES[match[2]]()) + f"\n{match[1]}"
+
+    return re.sub(r"(<!-- table (\w+) -->)\n.*?\1", fill, text, flags=re.S)
+
+
+def main():
+    documents = [*DOCUMENTS, ROOT / "benchmark/results/speed.md"]
+    stale = {path: written(path.read_text(encoding="utf-8")) for path in documents}
+    stale = {path: text for path, text in stale.items() if text != path.read_text(encoding="utf-8")}
+    if "--check" in sys.argv[1:]:
+        names = ", ".join(path.name for path in stale)
+        print(f"stale: {names}; run python benchmark/checks/readme.py" if stale else "all tables are fresh")
+        return int(bool(stale))
+    for path, text in stale.items():
+        path.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,253 @@
+"""
+Every recipe of benchmark/recipes and every stage of tldr.sh, lm_human_preferences.sh and movies.sh, for two updates.
+
+    python benchmark/checks/recipes.py                          all of them, and benchmark/results/recipes.md
+    python benchmark/checks/recipes.py --only tldr.sh           some of them, and no file
+
+A recipe's command is the one of its header, and the commands of the scripts are what they print with DRY_RUN. They run
+in a folder that holds stand-ins for all data sets and models that they name (published.py), in this process, on the
+CPU. Sizes are replaced as `smaller` says, and nothing else. A language model as judge is a server on this machine.
+"""
+
+import contextlib
+import dataclasses
+import http.server
+import importlib
+import json
+import math
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from unittest import mock
+
+import datasets
+import published
+import torch
+import tyro
+from transformers.utils import logging as transformers_logging
+
+from rlhf_details.plumbing import cli
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = sorted((ROOT / "benchmark/recipes").glob("*.toml"))
+# The words after a script's name and the variables that it reads. One seed stands for all.
+SCRIPTS = {
+    "tldr.sh": ([], {"SEEDS": "44413"}),
+    "lm_human_preferences.sh": (["train"], {"SEEDS": "1"}),
+    "movies.sh": (["data/movies", "models/movies"], {}),
+}
+# A reward model's recipe runs before that of the policy which reads it.
+NAMES = [*(path.name for path in CONFIGS if not path.name.startswith("reward_")), *SCRIPTS]
+NAMING = "dataset eval_dataset reference_dataset base_model sft_model_path reward_model_path policy_path opponent_path"
+
+
+# ---- which commands there are ----------------------------------------------------------------------------------------
+def header(path):
+    """(script, words of the launch command, the comment above the first value as one line of text) of a recipe."""
+    lines = path.read_text().split("\n")
+    end = next(i for i, line in enumerate(lines) if not line.startswith("#"))
+    comment = [line[1:].strip() for line in lines[:end]]
+    (command,) = (line for line in comment if line.startswith("accelerate launch "))
+    script = re.match(r"rlhf_details/(train_\w+)\.py: ", comment[0])[1]
+    return script, shlex.split(command), " ".join(comment)
+
+
+def commands(name):
+    """The commands of a recipe or a script, each a list of words. The current folder is one of published.write."""
+    if name not in SCRIPTS:
+        _, command, comment = header(ROOT / "benchmark/recipes" / name)
+        first = re.findall(r"First its reward model: (\S+\.toml)", comment)
+        return [*(header(ROOT / path)[1] for path in first), command]
+    words, variables = SCRIPTS[name]
+    env = os.environ | variables | {"DRY_RUN": "1"}
+    command = ["bash", f"benchmark/recipes/{name}", *words]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    return [shlex.split(line) for line in done.stdout.splitlines()]
+
+
+def smaller(script, args):
+    """{flag: value} of what is replaced: sizes, and the address of the judge's server."""
+    if script == "evaluate":
+        return {"num_examples": 4}
+    batch_size = min(args.batch_size, getattr(args, "group_size", 8))
+    values = {"batch_size": batch_size, "take": 2 * batch_size}
+    if script in ("train_sft", "train_reward"):
+        values |= {"num_train_epochs": 1}
+    else:
+        # Random weights do not end a response, and Tulu's may have 2048 tokens.
+        values |= {"total_episodes": 2 * batch_size, "response_length": min(args.response_length, 53)}
+    return {flag: value for flag, value in values.items() if value != getattr(args, flag)}
+
+
+# ---- running one -----------------------------------------------------------------------------------------------------
+@dataclasses.dataclass
+class Stage:
+    """What a command did."""
+
+    script: str
+    args: object  # as the command gives them
+    replaced: dict
+
+
+def run(words, judge_url):
+    """Runs a command of two updates, or an evaluation of four prompts, and checks its figures. Returns a Stage."""
+    place = next(i for i, word in enumerate(words) if word.startswith("rlhf_details/"))
+    script = Path(words[place]).stem
+    module = importlib.import_module(f"rlhf_details.{script}")
+    args = cli.parse(module.Args, words[place + 1 :])
+    for flag, name in named(args):
+        assert Path(name).exists(), f"--{flag} {name}: nothing stands in for it"
+    replaced = smaller(script, args)
+    replaced |= {"judge_base_url": judge_url} if getattr(args, "judge", None) == "llm" else {}
+    cache = mock.patch.object(datasets.config, "HF_DATASETS_CACHE", str(Path("cache").resolve()))
+    with cache, mock.patch.dict(os.environ, {"WANDB_MODE": "disabled"}):
+        done = module.main(dataclasses.replace(args, **replaced))
+    if script == "evaluate":
+        figures = [figure["value"] for figure in numbers(done["metrics"])]
+    else:
+        rows = [json.loads(line) for line in Path(done["run"], "metrics.jsonl").read_text().splitlines()]
+        assert rows[-1]["update"] == 2, rows[-1]["update"]
+        figures = [value for row in rows for value in row.values()]
+    assert figures and all(map(math.isfinite, figures)), figures
+    return Stage(script, args, replaced)
+
+
+def numbers(metrics):
+    """All {"value": ..} in the nested metrics of an evaluation."""
+    if "value" in metrics:
+        return [metrics]
+    return [figure for inner in metrics.values() for figure in numbers(inner)]
+
+
+def named(args):
+    """[(flag, name), ..] of the data sets and models that the arguments name, the embedded task aside."""
+    given = [(flag, getattr(args, flag, None) or "") for flag in NAMING.split()]
+    given = [(flag, name) for flag, names in given for name in (names if isinstance(names, tuple) else [names])]
+    found = [(flag, re.split(r"[:\[]", name)[0]) for flag, name in given]
+    return [(flag, name) for flag, name in found if name not in ("", "toy", "scratch")]
+
+
+class Judge(http.server.BaseHTTPRequestHandler):
+    """An OpenAI-compatible server that always prefers A."""
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        message = {"role": "assistant", "content": "Comparison: they differ.\nPreferred: A"}
+        choice = {"index": 0, "finish_reason": "stop", "message": message}
+        answer = {"id": "1", "object": "chat.completion", "created": 0, "model": "fake", "choices": [choice]}
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        self.wfile.write(json.dumps(answer).encode())
+
+    def log_message(self, *_):
+        pass
+
+
+@contextlib.contextmanager
+def serve_judge():
+    """The address of a Judge, which stops at the end."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Judge)
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/v1"
+    server.shutdown(), server.server_close()
+
+
+# ---- the table -------------------------------------------------------------------------------------------------------
+HEAD = """# Do the recipes run on the data that they name?
+
+Written by `python benchmark/checks/recipes.py`. Each recipe and each stage of the three scripts ran for two updates, an
+evaluation on four prompts, on stand-ins with the columns, splits and file names of the published data sets and with the
+architectures and tokenizers of the published models (`benchmark/checks/published.py`). Text and weights are made up, so
+the figures mean nothing. The commands are those of the recipes' headers, and what the scripts print with `DRY_RUN`. In
+all of them one process on the CPU in fp32 takes the launcher's place (`--num_processes`, `--mixed_precision`), one seed
+stands for all, and Weights & Biases is switched off by `WANDB_MODE=disabled`. The judge of `tldr.sh` is a server on
+this machine that always prefers A. The models of the embedded task are random ones, so that no stage is trained first.
+
+"""
+
+
+def kind(value):
+    """The type of a column's value, in words."""
+    if isinstance(value, list) and value:
+        inner = "messages" if isinstance(value[0], dict) and "role" in value[0] else None
+        return inner or ("token ids" if isinstance(value[0], int) else f"list of {kind(value[0])}")
+    if isinstance(value, dict):
+        return "{" + ", ".join(value) + "}"
+    return {str: "text", int: "number"}[type(value)]
+
+
+def columns(rows):
+    """The columns of a data set, those of a type together."""
+    found = {}
+    for column, value in rows[0].items():
+        found.setdefault(kind(value), []).append(f"`{column}`")
+    return "; ".join(f"{', '.join(names)}: {type_}" for type_, names in found.items())
+
+
+def table(title, head, rows):
+    """Lines of a Markdown table below its title."""
+    lines = [f"## {title}", "", "| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return [*lines, *("| " + " | ".join(row) + " |" for row in rows), ""]
+
+
+def row_of(name, stage):
+    """A row of the first table."""
+    name = name if name in SCRIPTS else Path(stage.args.config).name
+    names = [f"`{name}`" for name in dict.fromkeys(name for _, name in named(stage.args))]
+    names += [f"`{spec}`" for spec in getattr(stage.args, "reward_fn", ())]
+    old = {flag: getattr(stage.args, flag) for flag in stage.replaced}
+    changes = [
+        f"`{flag}` {old[flag]}: {new if flag != 'judge_base_url' else 'a server of ours'}"
+        for flag, new in stage.replaced.items()
+    ]
+    result = "4 prompts" if stage.script == "evaluate" else "2 updates"
+    return [f"`{name}`", f"`{stage.script}`", ", ".join(names), ", ".join(changes), f"{result}, all figures finite"]
+
+
+def stand_ins():
+    """Lines of the tables of data sets and models."""
+    found = []
+    for name, data in published.data_sets().items():
+        parts = ", ".join(f"`{part}`" for part in data.files if part) or "one file"
+        found.append([f"`{name}`", columns(next(iter(data.files.values()))), parts, data.source])
+    lines = table("Data sets", ["name", "columns", "splits or files", "source of the columns"], found)
+    found = [[f"`{name}`", m.kind, m.behaviour, m.source] for name, m in published.MODELS.items()]
+    return lines + table("Models", ["name", "architecture", "tokenizer", "source of the tokenizer's behaviour"], found)
+
+
+@dataclasses.dataclass
+class Args:
+    only: str = ""
+    """run those whose name begins so"""
+
+
+def main(args: Args):
+    """Returns the number of recipes and scripts that failed."""
+    torch.set_num_threads(1)
+    transformers_logging.set_verbosity_error(), transformers_logging.disable_progress_bar()
+    rows, failed = [], []
+    with tempfile.TemporaryDirectory() as folder, serve_judge() as judge_url, contextlib.chdir(published.write(folder)):
+        for name in NAMES:
+            if not name.startswith(args.only):
+                continue
+            try:
+                for words in commands(name):
+                    rows.append(row_of(name, run(words, judge_url)))
+            except (Exception, SystemExit) as e:
+                failed.append(name)
+                rows.append([f"`{name}`", "", "", "", f"**fails**: {type(e).__name__} {e}"])
+    if not args.only:
+        lines = table("Runs", ["recipe or script", "stage", "names", "replaced", "result"], rows) + stand_ins()
+        (ROOT / "benchmark/results/recipes.md").write_text(HEAD + "\n".join(lines))
+    print("\n".join(" | ".join(row) for row in rows))
+    return len(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Args)))

@@ -1,0 +1,70 @@
+"""
+One evaluator for policies that other code has trained: the embedded task's held-out prompts, as train_rloo.py does it.
+
+    python benchmark/studies/held_out.py --policy FOLDER --sft FOLDER --reward FOLDER --seed 1 --run_name run
+
+It gives our scripts' own last eval/objective/{scores,gold,kl,ended,length} to the digit, since the noise is that of
+(seed, EVALUATION, 0). The studies call it. It writes runs/<run_name>/metrics.jsonl, which has one row.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+FIGURES = "scores", "gold", "kl", "ended", "length"
+
+
+@dataclass
+class Args:
+    policy: str
+    """folder of the policy"""
+    sft: str
+    """folder of the policy that the KL is measured to, with the tokenizer"""
+    reward: str
+    """folder of the reward model"""
+    seed: int = 1
+    """seed of the samples"""
+    temperature: float = 1.0
+    """temperature of the samples and of the log-probs in the KL"""
+    response_length: int = 36
+    """most tokens of a response"""
+    run_name: str = "run"
+    """folder under runs/"""
+    overwrite: bool = True
+    """replace it"""
+
+
+def evaluate(policy_folder, sft, reward, seed, **changes):
+    """{eval/objective/NAME: mean over the held-out prompts} of a policy. changes: flags that differ from the task's."""
+    import math
+
+    from accelerate import Accelerator
+
+    from rlhf_details import train_rloo, utils
+    from rlhf_details.plumbing import cli, data, models, rewards
+
+    words = ["--sft_model_path", str(sft), "--reward_model_path", str(reward), "--seed", str(seed)]
+    words += [word for name, value in changes.items() for word in (f"--{name}", str(value))]
+    args, accelerator = cli.parse(train_rloo.Args, words), Accelerator(cpu=True)
+    tokenizer, _, reference, reward_model = train_rloo.load_models(args, accelerator.device)
+    model = utils.disable_dropout(models.load_policy(str(policy_folder), "--policy", args))
+    policy, stop_id = train_rloo.Policy(model, args.temperature), tokenizer.eos_token_id
+    _, prompts = data.load_prompts(args, tokenizer, room=math.inf)
+    scorer = accelerator, tokenizer, reward_model, train_rloo.response_scores, args.micro_batch_size, stop_id
+    score = rewards.Scorer(args, *scorer)
+    metrics, _ = train_rloo.evaluate(policy, reference, score, prompts, stop_id, args, accelerator)
+    return {f"eval/objective/{name}": metrics[f"eval/objective/{name}"] for name in FIGURES}
+
+
+def main(args: Args):
+    folder = Path("runs") / args.run_name
+    folder.mkdir(parents=True, exist_ok=True)
+    changes = dict(temperature=args.temperature, response_length=args.response_length)
+    row = evaluate(args.policy, args.sft, args.reward, args.seed, **changes)
+    (folder / "metrics.jsonl").write_text(json.dumps({"update": 0} | row) + "\n")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))
