@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlhf_details import utils
-from rlhf_details.plumbing import cli, data, engines, layout, lora, models, rewards
+from rlhf_details.plumbing import cli, data, engines, layout, models, rewards
 from rlhf_details.plumbing.run import Run
 from rlhf_details.utils import EVALUATION, TRAINING, in_slices
 
@@ -181,8 +181,8 @@ def load_models(args, device):
     tokenizer = models.load_tokenizer(args.sft_model_path, "--sft_model_path", args)
     model = utils.disable_dropout(models.load_policy(args.sft_model_path, "--sft_model_path", args))
     if args.lora_rank:  # The reference is the same model with its adapters switched off.
-        model = lora.add_adapters(model, args.lora_rank)
-        reference = lora.without_adapters(Policy(model, args.temperature))
+        model = models.add_adapters(model, args.lora_rank)
+        reference = models.without_adapters(Policy(model, args.temperature))
     else:  # The reference is a copy of the initial policy. If it were the same object, the KL would stay 0. [MODEL-4]
         frozen = utils.disable_dropout(models.load_policy(args.sft_model_path, "--sft_model_path", args))
         reference = Policy(frozen, args.temperature).requires_grad_(False)

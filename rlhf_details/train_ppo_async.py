@@ -44,7 +44,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlhf_details import utils
-from rlhf_details.plumbing import cli, data, engines, lora, models, rewards
+from rlhf_details.plumbing import cli, data, engines, models, rewards
 from rlhf_details.plumbing.run import Run
 from rlhf_details.utils import EVALUATION, TRAINING, in_slices
 
@@ -230,8 +230,8 @@ def load_models(args, device):
     tokenizer = models.load_tokenizer(args.sft_model_path, "--sft_model_path", args)
     model = utils.disable_dropout(models.load_policy(args.sft_model_path, "--sft_model_path", args))
     if args.lora_rank:  # The reference is the same model with its adapters switched off.
-        model = lora.add_adapters(model, args.lora_rank)
-        reference = lora.without_adapters(Policy(model, args.temperature))
+        model = models.add_adapters(model, args.lora_rank)
+        reference = models.without_adapters(Policy(model, args.temperature))
     else:  # The reference is a copy of the initial policy. If it were the same object, the KL would stay 0. [MODEL-4]
         frozen = utils.disable_dropout(models.load_policy(args.sft_model_path, "--sft_model_path", args))
         reference = Policy(frozen, args.temperature).requires_grad_(False)
@@ -249,7 +249,7 @@ def load_models(args, device):
         critic = Reward(utils.disable_dropout(trunk))
         nn.init.zeros_(critic.model.score.weight)
     if args.value_model == "separate" and args.lora_rank:
-        lora.add_adapters(critic.model, args.lora_rank)  # The head is trained as a whole.
+        models.add_adapters(critic.model, args.lora_rank)  # The head is trained as a whole.
     if reward_model:
         reward_model = reward_model.requires_grad_(False).to(device).eval()
     return tokenizer, Policy(model, args.temperature, critic).to(device), reference.to(device).eval(), reward_model

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlhf_details import utils
-from rlhf_details.plumbing import cli, comparisons, data, engines, lora, models
+from rlhf_details.plumbing import cli, comparisons, data, engines, models
 from rlhf_details.plumbing.run import Run
 from rlhf_details.utils import REWARD_DATA, in_slices
 
@@ -154,7 +154,7 @@ def load_model(args, device):
         if tokenizer.pad_token_id >= model.get_input_embeddings().num_embeddings:
             model.resize_token_embeddings(tokenizer.pad_token_id + 1)
     model.config.pad_token_id = tokenizer.pad_token_id
-    model = lora.add_adapters(model, args.lora_rank) if args.lora_rank else model
+    model = models.add_adapters(model, args.lora_rank) if args.lora_rank else model
     return tokenizer, Reward(model).to(device)
 
 

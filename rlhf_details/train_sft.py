@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlhf_details import utils
-from rlhf_details.plumbing import cli, data, engines, lora, models
+from rlhf_details.plumbing import cli, data, engines, models
 from rlhf_details.plumbing.evaluation import rouge_l
 from rlhf_details.plumbing.run import Run
 from rlhf_details.utils import EVALUATION, in_slices
@@ -128,7 +128,7 @@ def load_model(args, rows, device):
         tokenizer = models.load_tokenizer(args.base_model, "--base_model", args)
         model = models.load_policy(args.base_model, "--base_model", args)
     model = utils.disable_dropout(model)
-    model = lora.add_adapters(model, args.lora_rank) if args.lora_rank else model
+    model = models.add_adapters(model, args.lora_rank) if args.lora_rank else model
     return tokenizer, LanguageModel(model, args.temperature).to(device)
 
 

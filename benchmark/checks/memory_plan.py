@@ -46,7 +46,7 @@ from speed import SIZES
 
 from benchmark import made_with
 from rlhf_details import train_grpo, train_ppo, train_rloo, utils
-from rlhf_details.plumbing import engines, layout, lora, models
+from rlhf_details.plumbing import engines, layout, models
 
 ROOT, GIB = Path(__file__).resolve().parents[2], 2**30
 CARDS, HEADROOM = (24, 40, 80), 0.1  # GiB, and the share that CUDA, NCCL and holes between tensors may take
@@ -295,7 +295,7 @@ def build(args, config):
     found = {"policy": page.Policy(model, 1.0, *critic)}
     if args.lora_rank:
         for each in (model, *(reward.model for reward in critic)):
-            lora.add_adapters(each, args.lora_rank)
+            models.add_adapters(each, args.lora_rank)
     else:
         found["reference"] = page.Policy(load(Causal), 1.0).requires_grad_(False)
     if args.reward_model:

@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-from rlhf_details.plumbing import cli, data, engines, lora, models
+from rlhf_details.plumbing import cli, data, engines, models
 
 VERSION = 3  # of the layout of state.json; checkpoints of another one are refused
 
@@ -234,9 +234,9 @@ def save_folder(args, model, tokenizer, weights, card=None):
     shutil.rmtree(partial, ignore_errors=True)
     try:
         if hasattr(model, "peft_config"):
-            lora.save_adapter(model, partial / "adapter", getattr(args, "sft_model_path", None) or args.base_model)
+            models.save_adapter(model, partial / "adapter", getattr(args, "sft_model_path", None) or args.base_model)
             tokenizer.save_pretrained(partial / "adapter")  # So that the adapters can be loaded by themselves.
-            model, weights = lora.merge(model), None
+            model, weights = models.merge_adapters(model), None
         if weights is not None:  # Buffers are no parameters, but belong to the model.
             parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
             buffers = {name: x for name, x in model.state_dict().items() if name not in parameters}

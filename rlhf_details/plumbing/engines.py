@@ -3,8 +3,8 @@ What the engines that accelerate launches do differently: one process, DDP, FSDP
 
 Under each of them a script computes the same: weights and Adam's moments are fp32, and bf16 is autocast. FSDP2 and
 ZeRO-3 gather the weights of a layer when it is called, so all processes must call a model equally often. They sample
-from a whole copy. benchmark/recipes/accelerate/ holds a launch configuration for each. FSDP2 (torch's fully_shard) keeps a part
-of each weight in a DTensor, ZeRO-3 in an attribute `ds_tensor`.
+from a whole copy. FSDP2 (torch's fully_shard) keeps a part of each weight in a DTensor, ZeRO-3 in an attribute
+`ds_tensor`. benchmark/recipes/accelerate/ holds a launch configuration for each.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
-from rlhf_details.plumbing import cli, lora, stages
+from rlhf_details.plumbing import cli, stages
 from rlhf_details.plumbing.errors import say
 
 # How long a process waits for the others. The main process may need minutes to write a large checkpoint, and when a
@@ -138,7 +138,7 @@ def prepare(args, accelerator, module, optimizer, *frozen):
     module.template, module.waiting = [empty], []  # In lists, so that no module sees them as its children.
     for m in filter(None, frozen):
         if m.model in own:  # Under LoRA the reference is the policy without its adapters.
-            lora.read_through(m, module) if is_shared_out else None
+            read_through(m, module) if is_shared_out else None
             continue
         if is_shared_out:
             share_out(m, accelerator.device)
@@ -146,6 +146,16 @@ def prepare(args, accelerator, module, optimizer, *frozen):
             m.register_forward_pre_hook(lambda m, _: m.to(accelerator.device) and None, prepend=True)
             module.waiting.append(m)
     return module, optimizer
+
+
+def read_through(module, prepared):
+    """Lets a module without_adapters call the policy that an engine has prepared, since only this gathers weights."""
+
+    def forward(*args, **kwargs):
+        outputs = prepared(*args, **kwargs)
+        return outputs[:2] if isinstance(outputs, tuple) else outputs  # without the values of a critic
+
+    module.forward = forward
 
 
 # ---- which engine it is ----------------------------------------------------------------------------------------------

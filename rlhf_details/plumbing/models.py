@@ -1,6 +1,7 @@
-"""Models and tokenizers: they are loaded, and refused where they do not fit."""
+"""Models and tokenizers: they are loaded or made, and refused where they do not fit; and adapters beside their weights."""
 
 import inspect
+import json
 import math
 import os
 import zlib
@@ -17,9 +18,12 @@ from transformers import (
     GPTNeoXForCausalLM,
     PreTrainedTokenizerFast,
 )
+from transformers.pytorch_utils import Conv1D
+from transformers.utils import cached_file
+from transformers.utils.peft_utils import find_adapter_config_file
 
 from rlhf_details import toy
-from rlhf_details.plumbing import cli, engines, errors, lora
+from rlhf_details.plumbing import cli, engines, errors
 
 # Weights are read from safetensors files alone, because the older kind are pickles, which can run any code.
 # They are held in fp32, because a bf16 weight would swallow a step of 3e-6. [MODEL-3]
@@ -58,7 +62,7 @@ def own_tokenizer(args, tokenizer):
     sizes = []
     for flag, path in paths.items():
         with cli.reading(flag, path):
-            name, revision = errors.split(lora.base_of(path) or path)
+            name, revision = errors.split(base_of(path) or path)
             config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
             sizes.append(config.get_text_config().vocab_size)
     with cli.reading("--reward_model_path", args.reward_model_path):
@@ -111,9 +115,9 @@ def accepts(model, *names):
 def load_policy(path, flag, args):
     """A causal language model (folder or Hub name) in fp32. Adapters are merged into the model that they belong to."""
     with cli.reading(flag, path):
-        base = lora.base_of(path)
+        base = base_of(path)
     if base:
-        return set_up(lora.load_merged(load_policy(base, f"{flag} {path}: base model", args), path, flag), args)
+        return set_up(load_merged(load_policy(base, f"{flag} {path}: base model", args), path, flag), args)
     model, info = load(AutoModelForCausalLM, path, flag, args)
     wrong = {f"lacks {name}" for name in info["missing_keys"]}
     wrong |= {f"has {name}" for name in info["unexpected_keys"] if name.startswith("score.")}
@@ -137,7 +141,7 @@ def load_reward_model(path, args, flag="--reward_model_path", allow_untrained=Fa
     """
     allow_untrained = allow_untrained or args.allow_untrained_reward_model
     with cli.reading(flag, path):
-        base = lora.base_of(path) if allow_untrained else None
+        base = base_of(path) if allow_untrained else None
     if base:
         model = load_reward_model(base, args, f"{flag} {path}: base model", True)
         model.base_model.load_state_dict(load_policy(path, flag, args).base_model.state_dict())
@@ -239,6 +243,7 @@ def head_of(model):
     return head
 
 
+# ---- a small model of one's own --------------------------------------------------------------------------------------
 def make_small(args, rows):
     """Returns (tokenizer, model): byte-level BPE trained on the rows' text, and a GPT-NeoX of the sizes that args give.
 
@@ -267,3 +272,89 @@ def make_small(args, rows):
         attn_implementation=args.attn_implementation,
     )
     return tokenizer, set_up(GPTNeoXForCausalLM(config), args)
+
+
+# ---- LoRA (arXiv 2106.09685) by the library peft, whose layers take the place of a model's linear layers -------------
+def add_adapters(model, rank):
+    """Freezes a model and adds adapters to train: W x becomes W x + 2 B A x, with A [rank, in], B [out, rank].
+
+    A is random and B is 0, so the model starts as it was. A new head (`score`) is trained as a whole. Returns it.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+
+    kind = "SEQ_CLS" if hasattr(model, "score") else "CAUSAL_LM"
+    transposed = any(isinstance(m, Conv1D) for m in model.modules())  # GPT-2 stores its weights as [in, out].
+    sizes = {"r": rank, "lora_alpha": 2 * rank, "lora_dropout": 0.0, "fan_in_fan_out": transposed}
+    config = LoraConfig(target_modules="all-linear", task_type=kind, **sizes)
+    model.requires_grad_(False)
+    inject_adapter_in_model(config, model)
+    if hasattr(model, "score"):
+        model.score.requires_grad_(True)
+    return model
+
+
+def adapter_layers(module):
+    """A list of (name, layer) of the layers that have adapters."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return [(name, layer) for name, layer in module.named_modules() if isinstance(layer, BaseTunerLayer)]
+
+
+def without_adapters(module):
+    """Makes a module, which shares a model with adapters, compute as if there were none. Returns the module."""
+    found = [layer for _, layer in adapter_layers(module)]
+
+    def switch(on):
+        for layer in found:  # enable_adapters would also set requires_grad, which FSDP2 reads but once.
+            layer._disable_adapters = not on
+
+    module.register_forward_pre_hook(lambda *_: switch(False))
+    module.register_forward_hook(lambda *_: switch(True), always_call=True)
+    return module
+
+
+def merge_adapters(model):
+    """Adds the adapters to the weights and removes them, in place. Returns the model, an ordinary one again."""
+    for name, layer in adapter_layers(model):
+        layer.merge()
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, layer.get_base_layer())
+    del model.peft_config
+    return model
+
+
+def save_adapter(model, folder, base_model):
+    """Writes a folder that PeftModel.from_pretrained loads over base_model, the path that the model was loaded from."""
+    from peft import get_peft_model_state_dict
+    from safetensors.torch import save_file
+
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    config = model.peft_config["default"]
+    name, config.revision = errors.split(base_model)
+    config.base_model_name_or_path = str(Path(name).resolve()) if Path(name).exists() else name  # found from any folder
+    config.inference_mode = True
+    config.save_pretrained(folder)
+    weights = {f"base_model.model.{name}": x for name, x in get_peft_model_state_dict(model).items()}
+    weights = {name: x.detach().cpu().contiguous() for name, x in weights.items()}
+    save_file(weights, Path(folder) / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def base_of(path):
+    """The model that adapters (a folder or Hub name) belong to, or None where the path holds no adapters."""
+    name, revision = errors.split(path)
+    if not (file := find_adapter_config_file(name, revision=revision)):
+        return None
+    config = json.loads(Path(file).read_text())
+    return "@".join(filter(None, (config["base_model_name_or_path"], config.get("revision"))))
+
+
+def load_merged(model, path, flag):
+    """A base model with the adapters of a path merged into its weights, all of them trained."""
+    cli.need("peft", "peft", f"{flag} {path}, which holds adapters")
+    from peft import PeftModel
+
+    name, revision = errors.split(path)
+    with cli.reading(flag, path):
+        # The older adapter_model.bin is a pickle.
+        file = cached_file(name, "adapter_model.safetensors", revision=revision)
+        return PeftModel.from_pretrained(model, Path(file).parent).merge_and_unload().requires_grad_(True)

@@ -17,7 +17,7 @@ from short_runs import error_line, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf_details import toy, train_reward, train_rloo, train_sft
-from rlhf_details.plumbing import cli, errors, hub, lora, models
+from rlhf_details.plumbing import cli, errors, hub, models
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_adapters_remember_the_revision_of_their_base(server, in_tmp):
         Path(name).mkdir()
         config = {"base_model_name_or_path": "org/policy", "revision": revision}
         Path(name, "adapter_config.json").write_text(json.dumps(config))
-    assert lora.base_of("with") == "org/policy@v1" and lora.base_of("without") == "org/policy"
+    assert models.base_of("with") == "org/policy@v1" and models.base_of("without") == "org/policy"
 
 
 def test_why_a_model_of_the_hub_cannot_be_read(server, tiny, in_tmp, fails, monkeypatch):

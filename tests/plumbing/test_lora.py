@@ -23,7 +23,7 @@ from short_runs import write_rows
 from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXForCausalLM, LlamaConfig
 
 from rlhf_details import toy, train_reward, train_rloo, train_sft, utils
-from rlhf_details.plumbing import cli, engines, lora, models
+from rlhf_details.plumbing import cli, engines, models
 
 peft = pytest.importorskip("peft")
 BOTH = pytest.mark.parametrize("page", ["train_rloo", "train_ppo"])
@@ -67,10 +67,10 @@ def disturb(model):
 
 # ---- adapters --------------------------------------------------------------------------------------------------------
 def test_adapters_off_is_exactly_the_base_and_they_are_on_again_afterwards(base):
-    expected, model = logits_of(base), lora.add_adapters(load(base), 4)
+    expected, model = logits_of(base), models.add_adapters(load(base), 4)
     assert torch.equal(logits_of(model), expected)  # B is zero at first.
     disturb(model)
-    reference, adapted = lora.without_adapters(train_rloo.Policy(model, 1.0)), logits_of(model)
+    reference, adapted = models.without_adapters(train_rloo.Policy(model, 1.0)), logits_of(model)
     assert (adapted - expected).abs().max() > 0.1
     mask = torch.ones_like(TOKENS, dtype=torch.bool)
     inputs = TOKENS, mask, utils.positions_from_mask(mask), torch.arange(12)
@@ -84,11 +84,11 @@ def test_adapters_off_is_exactly_the_base_and_they_are_on_again_afterwards(base)
 
 
 def test_saved_reloaded_and_merged_logits_are_equal(base):
-    model = disturb(lora.add_adapters(load(base), 4))
+    model = disturb(models.add_adapters(load(base), 4))
     expected = logits_of(model)
-    lora.save_adapter(model, "adapter", base)
+    models.save_adapter(model, "adapter", base)
     by_peft = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), "adapter")
-    for again in ("adapter", AutoModelForCausalLM.from_pretrained("adapter"), by_peft, lora.merge(model)):
+    for again in ("adapter", AutoModelForCausalLM.from_pretrained("adapter"), by_peft, models.merge_adapters(model)):
         assert (logits_of(again) - expected).abs().max() < 1e-5
     assert model.state_dict().keys() == load(base).state_dict().keys()
     assert all(p.requires_grad for p in load("adapter").parameters())
@@ -142,8 +142,8 @@ def test_ppos_value_model_keeps_its_whole_head_and_both_learn(tiny, in_tmp, few_
 
 def test_a_policy_that_starts_from_adapters_has_them_in_its_reference(tiny, in_tmp):
     """The reference is the model that the run starts from, not the base below it. So is a reward model's trunk."""
-    model = disturb(lora.add_adapters(load(tiny / "policy"), 4))
-    lora.save_adapter(model, "sft", tiny / "policy")
+    model = disturb(models.add_adapters(load(tiny / "policy"), 4))
+    models.save_adapter(model, "sft", tiny / "policy")
     toy.tokenizer().save_pretrained("sft")
     start = logits_of("sft")
     options = dict(sft_model_path="sft", lora_rank=4, output_dir="out", learning_rate=0.0, total_episodes=16)
@@ -191,7 +191,7 @@ def test_what_lora_is_not_for_is_refused(tiny, in_tmp, monkeypatch, fails):
 def test_adapters_that_cannot_be_loaded_are_one_line(in_tmp, monkeypatch, fails, tiny):
     base = "a/folder/base"
     GPTNeoXForCausalLM(tiny_config()).save_pretrained(base)
-    lora.save_adapter(lora.add_adapters(load(base), 2), "adapter", base)
+    models.save_adapter(models.add_adapters(load(base), 2), "adapter", base)
     with monkeypatch.context() as patch:
         patch.setattr("importlib.util.find_spec", lambda name: None)
         for line in (fails(train_rloo.check, rloo_args(tiny, lora_rank=2)), fails(load, "adapter")):

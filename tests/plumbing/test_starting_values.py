@@ -12,7 +12,7 @@ import transformers
 from helpers import PAGES, ROOT, tiny_model
 
 from rlhf_details import evaluate, toy, train_both, train_reward, train_sft
-from rlhf_details.plumbing import cli, hub, lora, models, starting_values
+from rlhf_details.plumbing import cli, hub, models, starting_values
 
 SCRIPTS = PAGES | {"train_sft": train_sft, "train_reward": train_reward}
 SMALL, MEDIUM, PUBLISHED, LARGE = starting_values.TABLE.values()
@@ -44,7 +44,7 @@ def test_of_adapters_the_base_model_counts(tiny, tmp_path):
     pytest.importorskip("peft")
     model = transformers.AutoModelForCausalLM.from_pretrained(tiny / "policy")
     size = sum(p.numel() for p in model.parameters())
-    lora.save_adapter(lora.add_adapters(model, 2), tmp_path, tiny / "policy")
+    models.save_adapter(models.add_adapters(model, 2), tmp_path, tiny / "policy")
     assert starting_values.parameters(tmp_path) == size
 
 
