@@ -1,4 +1,4 @@
-"""Models and tokenizers: they are loaded or made, and refused where they do not fit; and adapters beside their weights."""
+"""Models and tokenizers: they are loaded or made, refused where they do not fit, and given adapters (LoRA)."""
 
 import inspect
 import json
