@@ -56,7 +56,7 @@ class Args:
     overwrite: bool = False
     """replace the results of other arguments; the judge's answers are kept"""
 
-    evaluation: bool = False
+    interactive: bool = False
     """talk to the policies: type a prompt, and each answers; nothing is evaluated or written"""
 
     # data
