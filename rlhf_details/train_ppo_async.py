@@ -5,7 +5,10 @@ its own while the learner trains on this one. So every batch but the first is on
     learner   push W0 |                | take 1, push W0 | train 1 -> W1     | take 2, push W1 | train 2 -> W2 | ..
     actor             | sample 1 by W0 |                 | sample 2 by W0 .. |                 | sample 3 by W1 | ..
 
-A push follows a take, so neither side can run ahead, and speed changes no result. The rest is as in train_ppo.py:
+A push follows a take, so neither side can run ahead, and speed changes no result. The ratio corrects a token's own
+action for the older weights. It does not correct what follows: the later tokens that GAE sums over, the KL in the
+reward and the KL that steers an adaptive coefficient are those of the policy that sampled. The rest is as in
+train_ppo.py:
 
 1. Each prompt gets one response. Each token is an action with the reward -kl_coef * KL. The score is the reward of the
    place after the last token, or of the last token where a response has all R tokens.
@@ -324,6 +327,17 @@ def response_logprobs(policy, batch):
     return [nn.functional.pad(x * m, (0, R - x.size(1))) for x, m in zip(outputs, masks, strict=False)]
 
 
+def state_values(policy, batch):
+    """Values [[M, R]] of the states, 0 where masked. A value model of its own needs no forward of the policy."""
+    if policy.shares_trunk:
+        return response_logprobs(policy, batch)[2:]
+    R = batch[2].size(1)
+    batch = utils.trim(batch, extra=1)
+    tokens, mask, positions, index = join(*batch)
+    values = policy.critic(tokens, mask, positions, index.expand(len(tokens), -1)) * value_mask(batch[3])
+    return [nn.functional.pad(values, (0, R - values.size(1)))]
+
+
 def response_scores(reward_model, batch):
     """Scores [M] fp32: the reward model's output at the last real token of each response."""
     batch = utils.trim(batch)
@@ -543,6 +557,7 @@ def main(args: Args):
     """Trains; returns {"before": metrics, "after": metrics, "run": folder} of the held-out evaluations."""
     check(args)
     accelerator = engines.start(args)  # one process, DDP, FSDP2 or DeepSpeed; it seeds, and trains missing toy stages
+    # The actor copies whole weights by itself. (Under ZeRO-2 it could as well, but nobody has tried it.)
     if engines.name(accelerator) not in ("one process", "DDP"):
         cli.fail(f"train_ppo_async.py: runs on one process or under DDP, not under {engines.name(accelerator)}")
     device, world, rank = accelerator.device, accelerator.num_processes, accelerator.process_index
@@ -608,7 +623,7 @@ def main(args: Args):
             # ---- 2. Scores: the rewards, and the log-probs and values that the advantages start from -----------------
             batch = [queries[mine], query_mask[mine], responses, response_mask]
             ref_logprobs, _ = in_slices(response_logprobs, reference, batch, size)
-            _, _, values = in_slices(response_logprobs, policy, batch, size)
+            (values,) = in_slices(state_values, accelerator.unwrap_model(policy), batch, size)
             if args.kl_penalty == "full":
                 (kl_penalties,) = in_slices(full_kl, policy, batch, size, reference)
             else:

@@ -89,6 +89,8 @@ FORWARD, ROUNDED = "in_slices(response_logprobs, policy, batch, size, n)", "(sam
 PPO_FORWARD = "old_logprobs, _, values = in_slices(response_logprobs, policy, batch, size)"
 PPO_ROUNDED = "_, _, values = in_slices(response_logprobs, policy, batch, size)"
 PPO_ROUNDED += "; old_logprobs = sampled_logprobs.bfloat16().float()"
+VALUES_ALONE = "(values,) = in_slices(state_values, accelerator.unwrap_model(policy), batch, size)"
+FORWARD_TOO = ", _, values = in_slices(response_logprobs, policy, batch, size)"
 SAMPLED_POSITIONS = (UTILS, "GEN-6", "position + t", "Q + t + 0 * position")
 POSITIONS = (
     (UTILS, "DATA-6", "mask.cumsum(-1)", "mask.new_ones(mask.shape).cumsum(-1)"),
@@ -293,8 +295,13 @@ VARIANTS = [
     Variant("ppo_one_ahead", "ppo", "GEN-10", "sampled one update ahead", runs="ppo_async"),
     Variant("ppo_async_ratio", "ppo_async", "GEN-11", "the ratio is against the weights before the first step",
         mutations=(
-        (ASYNC, "", "_, _, values = in_slices(response_logprobs, policy, batch, size)",
-         "old_logprobs, _, values = in_slices(response_logprobs, policy, batch, size)"),)),
+        (ASYNC, "", VALUES_ALONE, f"old_logprobs{FORWARD_TOO}"),)),
+    Variant("ppo_async_decoupled", "ppo_async", "", "decoupled PPO: clipped around the weights before the first step",
+        note="each token weighs p of these weights / p of those that sampled, at most 2", mutations=(
+        (ASYNC, "", VALUES_ALONE, f"centre{FORWARD_TOO}"),
+        (ASYNC, "", "logprobs, old_logprobs[m], response_mask[m], advantages[m], args.cliprange",
+         "logprobs, centre[m], response_mask[m],"
+         " advantages[m] * (centre[m] - old_logprobs[m]).exp().clamp(max=2), args.cliprange"))),
     Variant("ppo_truncated_anywhere", "ppo_fixed", "GEN-12", "the first EOS ends what is read, wherever it stands",
         "--truncate_after 0"),
     Variant("ppo_all_scored", "ppo_fixed", "GEN-14", "the reward model reads what follows EOS", mutations=(

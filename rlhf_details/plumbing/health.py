@@ -8,21 +8,24 @@ docs/guides/2_reading_a_run.md explains them. Nothing here changes a run.
 import json
 from pathlib import Path
 
+import torch
+
 from rlhf_details.plumbing import engines, hub
 
 
 def signs(metrics, first, args, precision, is_last=False):
     """{name: (whether it shows, what is seen, what to do)}.
 
-    Args: metrics of an update; first, those of the first update; precision, the type that matrices are multiplied in;
-    is_last, whether the run ends with this update.
+    Args: metrics of an update, with its same_start; first, those of the first update; precision, the type that matrices
+    are multiplied in; is_last, whether the run ends with this update.
     """
     moved = abs(metrics.get("eval/objective/kl", metrics["objective/kl"]))
     kl, clipped = metrics["objective/kl"], metrics["policy/clipfrac_avg"]
     length, entropy = metrics["val/sequence_lengths"], metrics["policy/entropy_avg"]
-    kl_bound = max(25.0, 0.25 * length)  # nats per response, or a quarter of a nat per token
+    kl_bound = max(8.0, min(0.5 * length, 25.0), 0.25 * length)  # nats per response: half to a quarter of one per token
     gap = max(metrics.get("val/first_ratio", 1) - 1, metrics["val/logprob_gap"])
     gap_bound = 0.01 if precision == "fp32" else 0.5
+    alike, alike_first = metrics["same_start"], first["same_start"]
     ended, same = metrics["val/num_stop_token_ids"] / args.batch_size, metrics["val/equal_scores"]
     groups = f"{same:.0%} of the prompts have responses of equal score, above 50 %", "more responses to each"
     if getattr(args, "rloo_k", getattr(args, "group_size", 1)) == 1:  # PPO has one response to a prompt.
@@ -64,12 +67,23 @@ def signs(metrics, first, args, precision, is_last=False):
             f"the entropy fell from {first['policy/entropy_avg']:.3f} to {entropy:.3f} nats per token, below a fifth",
             "the policy repeats itself: raise --kl_coef, or lower --learning_rate",
         ),
+        "narrow": (
+            alike > max(0.5, 2 * alike_first),
+            f"{alike:.0%} of the responses begin with the same 4 tokens, in the first update {alike_first:.0%}",
+            "read the samples, since the policy may write one text to all prompts: raise --kl_coef, or stop earlier",
+        ),
         "length": (
             not 0.5 <= length / max(first["val/sequence_lengths"], 1e-9) <= 2,
             f"the responses went from {first['val/sequence_lengths']:.1f} to {length:.1f} tokens, over a factor of 2",
             "read the samples, since rewards often pay for length: raise --kl_coef, or price length with a --reward_fn",
         ),
     }
+
+
+def same_start(responses, mask):
+    """The share of the responses [N, R] that begin with the four tokens with which most of them begin."""
+    counts = torch.where(mask, responses, -1)[:, :4].unique(dim=0, return_counts=True)[1]
+    return counts.max().item() / len(responses)
 
 
 def has_end(args):
@@ -95,11 +109,15 @@ class Health:
         self.args, self.accelerator, self.num_updates = args, accelerator, num_updates
         self.memory = {"first": None, "said": []}
 
-    def __call__(self, metrics):
-        """(the health/* metrics of an update, the lines to print). Rows of other scripts have none."""
+    def __call__(self, metrics, samples):
+        """(the health/* metrics of an update, the lines to print). Rows of other scripts have none.
+
+        Args: metrics, samples, as Run.log's.
+        """
         if "val/equal_scores" not in metrics:
             return {}, []
-        kept = "policy/entropy_avg", "val/sequence_lengths"
+        metrics = metrics | {"same_start": same_start(*samples[1:3])}
+        kept = "policy/entropy_avg", "val/sequence_lengths", "same_start"
         self.memory["first"] = self.memory["first"] or {name: metrics[name] for name in kept}
         precision, is_last = engines.precision(self.accelerator), metrics["update"] == self.num_updates
         found = signs(metrics, self.memory["first"], self.args, precision, is_last)

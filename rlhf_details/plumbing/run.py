@@ -147,7 +147,7 @@ class Run:
         row, warnings = {"update": update, "episode": update * self.args.batch_size} | metrics, []
         if update:
             row |= self.times()
-            signs, warnings = self.health(row)
+            signs, warnings = self.health(row, samples)
             row |= signs
         self.latest, self.before = row, self.before or trackers.evaluated(row)
         if self.is_main and samples and trackers.evaluated(row):  # Then the samples are of the held-out rows.

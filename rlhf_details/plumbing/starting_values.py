@@ -31,8 +31,8 @@ TABLE = {
             kl_coef=0.3, missing_eos_penalty=3.0, micro_batch_size=64,
         ),
         "train_grpo": dict(
-            learning_rate=3e-4, total_episodes=10_000, batch_size=64, group_size=4, missing_eos_penalty=3.0,
-            micro_batch_size=64,
+            learning_rate=3e-4, total_episodes=10_000, batch_size=64, group_size=4, kl_coef=0.3, temperature=0.7,
+            response_length=53, missing_eos_penalty=3.0, micro_batch_size=64,
         ),
         "train_ppo": dict(
             learning_rate=3e-4, total_episodes=5_000, batch_size=128, kl_coef=0.3, missing_eos_penalty=3.0,

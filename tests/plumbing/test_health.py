@@ -6,6 +6,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 from helpers import PAGES, page_args, read_metrics, rloo_args
 from short_runs import write_rows
 
@@ -15,25 +16,27 @@ from rlhf_details.plumbing import health, models
 HEALTHY = {
     "objective/kl": 5.0, "policy/clipfrac_avg": 0.1, "val/first_ratio": 1.00001, "val/logprob_gap": 1e-5,
     "val/num_stop_token_ids": 90, "val/equal_scores": 0.1, "policy/entropy_avg": 1.0, "val/sequence_lengths": 20.0,
+    "same_start": 0.2,
 }  # fmt: skip
-FIRST = {"policy/entropy_avg": 2.0, "val/sequence_lengths": 20.0}
+FIRST = {"policy/entropy_avg": 2.0, "val/sequence_lengths": 20.0, "same_start": 0.2}
 THRESHOLDS = {  # metric: [(sign, fine, ill)]
-    "objective/kl": [("kl", 24.9, 25.1)],
+    "objective/kl": [("kl", 9.9, 10.1)],
     "policy/clipfrac_avg": [("clipfrac", 0.29, 0.31)],
     "val/first_ratio": [("first_ratio", 1.009, 1.011)],
     "val/logprob_gap": [("first_ratio", 0.009, 0.011)],
     "val/num_stop_token_ids": [("truncated", 5, 4)],  # of 100
     "val/equal_scores": [("reward_variance", 0.5, 0.51)],
     "policy/entropy_avg": [("entropy", 0.41, 0.39)],
+    "same_start": [("narrow", 0.5, 0.51)],
     "val/sequence_lengths": [("length", 39.9, 40.1), ("length", 10.1, 9.9)],
 }
-SIGNS = {"kl", "kl_zero", "clipfrac", "first_ratio", "truncated", "reward_variance", "entropy", "length"}
+SIGNS = {"kl", "kl_zero", "clipfrac", "first_ratio", "truncated", "reward_variance", "entropy", "narrow", "length"}
 PAGE = pytest.mark.parametrize("page", ["train_rloo", "train_ppo"])
 
 
-def showing(metrics, args, precision="fp32"):
-    """The signs that show in an update."""
-    found = health.signs(HEALTHY | metrics, FIRST, args, precision)
+def showing(metrics, args, precision="fp32", **first):
+    """The signs that show in an update. first: what differs in the run's first one."""
+    found = health.signs(HEALTHY | metrics, FIRST | first, args, precision)
     assert found.keys() == SIGNS
     return {name for name, (shows, _, _) in found.items() if shows}
 
@@ -47,10 +50,29 @@ def test_each_sign_has_its_threshold(page):
             assert showing({metric: fine}, args) == set() and showing({metric: ill}, args) == {sign}, metric
 
 
-def test_long_responses_bf16_and_runs_without_an_end_have_other_bounds():
+@pytest.mark.parametrize("length, bound", [(6, 8), (16, 8), (28, 14), (60, 25), (100, 25), (200, 50)])
+def test_the_limit_of_the_kl_follows_the_length(length, bound):
+    args, first = train_rloo.Args(batch_size=16), {"val/sequence_lengths": length}
+    assert showing({"val/sequence_lengths": length, "objective/kl": bound - 0.1}, args, **first) == set()
+    assert showing({"val/sequence_lengths": length, "objective/kl": bound + 0.1}, args, **first) == {"kl"}
+
+
+def test_responses_that_begin_alike_from_the_first_update_on_show_only_where_the_share_doubles():
     args = train_rloo.Args(batch_size=16)
-    assert showing({"val/sequence_lengths": 1000.0, "objective/kl": 249.0}, args) == {"length"}
-    assert showing({"val/sequence_lengths": 1000.0, "objective/kl": 251.0}, args) == {"length", "kl"}
+    assert showing({"same_start": 0.79}, args, same_start=0.4) == set()
+    assert showing({"same_start": 0.81}, args, same_start=0.4) == {"narrow"}
+
+
+def test_a_start_is_of_four_real_tokens():
+    responses = torch.tensor([[1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 2, 3, 4, 0], [1, 2, 3, 0, 0], [1, 2, 3, 0, 9]])
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 1, 1], [1, 1, 1, 1, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]).bool()
+    assert health.same_start(responses, mask) == 3 / 5
+    assert health.same_start(responses[3:], mask[3:]) == 1 / 2  # Padding is not token 0.
+    assert health.same_start(responses[:, :2], mask[:, :2]) == 1
+
+
+def test_bf16_and_runs_without_an_end_have_other_bounds():
+    args = train_rloo.Args(batch_size=16)
     assert showing({"val/first_ratio": 1.4}, args, "bf16") == set()
     assert showing({"val/first_ratio": 1.6}, args, "bf16") == {"first_ratio"}
     assert showing({"val/num_stop_token_ids": 0}, train_rloo.Args(batch_size=16, stop_token="none")) == set()
@@ -147,11 +169,12 @@ def test_a_rate_that_moves_nothing_is_said_at_the_end(tiny, few_prompts, in_tmp,
     assert any(line.startswith("bad signs: ") and "health/kl_zero in 1 of 3 updates" in line for line in lines)
 
 
-def test_responses_that_shrink_to_one_word_show_in_length_and_entropy(tiny, few_prompts, in_tmp, capsys):
+def test_responses_that_shrink_to_one_word_show_in_length_entropy_and_starts(tiny, few_prompts, in_tmp, capsys):
     code = "def f(prompts, completions): return [-float(len(c.split())) for c in completions]"
     options = dict(kl_coef=0.0, response_length=16, learning_rate=0.03, total_episodes=480, num_ppo_epochs=2)
     found = run("train_rloo", tiny, code, **options)
-    assert {"entropy", "length"} <= found.keys() and {"entropy", "length"} <= set(warnings_in(capsys))
+    signs = {"entropy", "length", "narrow"}
+    assert signs <= found.keys() and signs <= set(warnings_in(capsys))
 
 
 def test_a_resumed_run_does_not_repeat_what_was_said(tiny, few_prompts, in_tmp, capsys):

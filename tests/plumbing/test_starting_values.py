@@ -1,6 +1,7 @@
 """Starting values by the model's size: who gets them, who wins over them, and what is said about them."""
 
 import dataclasses
+import math
 import re
 import shlex
 import tomllib
@@ -97,6 +98,16 @@ def test_the_policy_of_both_gets_them_for_the_model_that_the_reward_model_starts
         assert {name: getattr(args, name) for name in SMALL[script]} == SMALL[script]
 
 
+def test_all_scripts_sample_alike_from_one_small_model(of_size, in_tmp):
+    """Otherwise one SFT model has another score before training in each of them."""
+    of_size(1e6)
+    words = ["--dataset", "rows.jsonl", "--sft_model_path", "here"]
+    found = [start(script, *words[:2], *(words[2:] if script != "train_sft" else [])) for script in SCRIPTS]
+    assert len({(args.temperature, args.response_length) for args in found}) == 1
+    policies = [args for args in found if hasattr(args, "kl_coef")]
+    assert len({args.missing_eos_penalty for args in policies}) == 1 and len(policies) >= 3
+
+
 # ---- who wins --------------------------------------------------------------------------------------------------------
 def test_a_file_and_the_command_line_win_and_the_line_names_the_rest(tiny, in_tmp, capsys):
     Path("run.toml").write_text('learning_rate = 0.5\nkl_coef = 0.7\ndataset = "rows.jsonl"\n')
@@ -133,13 +144,32 @@ def test_a_recipe_sets_every_flag_of_the_table(path):
     assert starting_values.names()[script] <= tomllib.loads(path.read_text()).keys()
 
 
-# ---- the README ------------------------------------------------------------------------------------------------------
-def test_the_readmes_learning_rates_are_those_of_the_table():
-    text = (ROOT / "docs/guides/1_your_data.md").read_text()
-    rows = re.findall(r"^\| (below 20 M|20 M to 500 M|500 M to 5 B|5 B and more) \|(.*)\|$", text, re.M)
+# ---- the guide -------------------------------------------------------------------------------------------------------
+GUIDE = (ROOT / "docs/guides/1_your_data.md").read_text()
+
+
+def test_the_guides_learning_rates_are_those_of_the_table():
+    rows = re.findall(r"^\| (below 20 M|20 M to 500 M|500 M to 5 B|5 B and more) \|(.*)\|$", GUIDE, re.M)
     shown = [[float(re.match(r"[\de.-]+", cell.strip())[0]) for cell in cells.split("|")] for _, cells in rows]
-    scripts = [starting_values.NEW, "train_sft", "train_reward", "train_rloo", "train_ppo"]
+    scripts = [starting_values.NEW, "train_sft", "train_reward", "train_rloo", "train_grpo", "train_ppo"]
     assert shown == [
         [column.get(name, {}).get("learning_rate", SCRIPTS[name.split(",")[0]].Args.learning_rate) for name in scripts]
         for column in (SMALL, MEDIUM, PUBLISHED, LARGE)
     ]
+
+
+@pytest.mark.parametrize("column, script", [(2, "train_rloo"), (3, "train_grpo"), (4, "train_ppo")])
+def test_the_guides_other_values_of_a_policy_are_those_of_the_table(column, script):
+    """A cell holds a small model's value and, where it differs, the script's own."""
+    shown = {}
+    for names, cells in re.findall(r"^\| (`--(?!learning_rate).*?`) \|(.*)\|$", GUIDE, re.M):
+        numbers = re.sub(r"\[.*?\]|(?<=\d),(?=\d)", "", cells.split("|")[column]).replace("none", "nan").split(";")
+        flags = [name for name in re.findall(r"--(\w+)", names) if hasattr(SCRIPTS[script].Args, name)]
+        values = [[float(x) for x in part.split(", ")] for part in (numbers[0], numbers[-1]) if part.strip()]
+        shown |= {name: pair for name, *pair in zip(flags, *values, strict=True)} if values else {}
+    own = {name: getattr(SCRIPTS[script].Args, name) for name in shown}
+    assert {"kl_coef", "temperature", "response_length"} <= shown.keys()
+    assert shown.keys() | {"learning_rate", "micro_batch_size", "max_grad_norm"} >= SMALL[script].keys()
+    for name, pair in shown.items():
+        expected = [SMALL[script].get(name, own[name]), math.nan if own[name] is None else own[name]]
+        assert pair == pytest.approx(expected, nan_ok=True), name

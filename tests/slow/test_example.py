@@ -21,7 +21,7 @@ def trained(tmp_path_factory):
         (folder / name).symlink_to(ROOT / name)
     text = re.sub(r" *\\\n *", " ", (ROOT / "docs/guides/1_your_data.md").read_text())  # a command in one line
     commands = re.findall(r"^python (rlhf_details/.*examples/shop/.*)$", text, re.M)
-    assert len(commands) == 6
+    assert len(commands) == 7
     for command in commands:
         done = subprocess.run([sys.executable, *shlex.split(command)], cwd=folder, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-3000:]
@@ -35,7 +35,7 @@ def test_the_reward_model_learns_what_people_prefer(trained):
     assert 0.8 < read_metrics(run)[-1]["eval/rm/accuracy"] < 0.9
 
 
-@pytest.mark.parametrize("page", ["train_rloo", "train_ppo"])
+@pytest.mark.parametrize("page", ["train_rloo", "train_grpo", "train_ppo"])
 def test_the_policy_becomes_friendly(trained, page):
     (run,) = trained.glob(f"runs/prompts.jsonl__{page}__*")
     rows = [row for row in read_metrics(run) if "eval/objective/scores" in row]
