@@ -193,8 +193,8 @@ def folder_of(args):
 
 def arguments(args, settings):
     """{"args": as they were given, "sampling": {path of a policy: {setting: value}}}. settings: of as_trained."""
-    sampling = {path: dict(sampling(own)) for path, own in settings.items()}
-    return json.loads(json.dumps({"args": dataclasses.asdict(args), "sampling": sampling}))
+    drawn = {path: dict(sampling(own)) for path, own in settings.items()}
+    return json.loads(json.dumps({"args": dataclasses.asdict(args), "sampling": drawn}))
 
 
 def deciding(summary):
