@@ -4,7 +4,8 @@ serves it at http://localhost:8000 and opens it in a browser.
 
 All is made in docs/_build, which git ignores, or in the folder named with --out: the pages that are written by hand
 (docs/*.md, docs/guides/, docs/evidence/), those that are generated from the code, its notes and the results, and the
-site that zensical makes of them. No network is needed. `pip install -e ".[docs]"` installs what this needs.
+site that zensical makes of them. No network is needed. What it needs comes with
+`pip install -c constraints.txt -e ".[docs]"`.
 """
 
 import argparse

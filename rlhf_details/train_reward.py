@@ -6,8 +6,8 @@ Reward model: one scalar per response, trained on comparisons of K candidates of
 2. The score is the head's output at the last real token, found from the mask. Where EOS is appended, this is the EOS.
 3. The head is drawn with std 1/sqrt(d + 1), so that scores start near unit size. Dropout is off.
 4. Scores are only defined up to a constant. After training they are shifted to mean 0 over the training candidates, or
-   over the reference responses of --reference_dataset (N+). Or they get mean 0 and std 1 over samples of the reference
-   policy, before and after training (lm-human-preferences).
+   over the reference responses of --reference_dataset (N+). Or samples of the reference policy set them
+   (lm-human-preferences): to std 1 before training, to mean 0 and std 1 after it.
    The saved head holds the scale, and `reward_bias` in the saved configuration is the shift.
 5. The saved folder is an ordinary sequence-classification model, whose padding token is never EOS.
 6. lm-human-preferences' own labels are read as they are: rows of GPT-2's token ids without their padding. Nothing is
@@ -68,7 +68,7 @@ class Args(cli.RunArgs):  # which holds the flags of run, data, logging and memo
     batch_size: int = 64
     """comparisons per optimiser step, over all processes (B)"""
     normalization: Literal["none", "mean_shift", "gain_bias"] = "mean_shift"
-    """none; mean 0 on candidates or on references (N+); mean 0 and std 1 on samples, before and after
+    """none; mean 0 on candidates or on references (N+); mean 0 and std 1 on samples, std 1 also before training
     (lm-human-preferences)"""
     reference_dataset: str | None = None
     """mean_shift: rows of `prompt` and `completion`; None: the candidates of the training comparisons"""

@@ -13,4 +13,4 @@ sys.path.append(str(DOCS))  # Its files import each other.
 def docs_extra():
     """Skips a test where the packages of the extra are missing."""
     for name in ("pygments", "markdown", "latex2mathml"):
-        pytest.importorskip(name, reason=f"the site needs {name}: pip install -e '.[docs]'")
+        pytest.importorskip(name, reason=f"the site needs {name}: pip install -c constraints.txt -e '.[docs]'")

@@ -31,7 +31,7 @@ STICKING_OUT = """() => {
 @pytest.fixture(scope="session")
 def built(tmp_path_factory):
     """(folder of the site, what the build said, its seconds)."""
-    pytest.importorskip("zensical", reason="the site needs zensical: pip install -e '.[docs]'")
+    pytest.importorskip("zensical", reason="the site needs zensical: pip install -c constraints.txt -e '.[docs]'")
     out, start = tmp_path_factory.mktemp("site"), time.time()
     command = [sys.executable, str(DOCS / "build.py"), "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
@@ -62,7 +62,9 @@ def address(built):
 @pytest.fixture(scope="session")
 def browser():
     """Headless Chromium: the system's, else playwright's own."""
-    pytest.importorskip("playwright", reason="the browser tests need playwright: pip install -e '.[docs]'")
+    pytest.importorskip(
+        "playwright", reason="browser tests need playwright: pip install -c constraints.txt -e '.[docs]'"
+    )
     from playwright.sync_api import Error, sync_playwright
 
     path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
