@@ -1,4 +1,4 @@
-"""The command line: how flags are read and checked. `flags.py` holds the flags, `exits.py` how a script ends."""
+"""The command line, read and checked. `flags.py` holds the flags and `--help`, `errors.py` how a script ends."""
 
 import contextlib
 import dataclasses

@@ -401,7 +401,7 @@ def product(x, weight, bias=None):
 def keep_memory_flat():
     """Keeps the memory of long CPU runs from growing, because each of their batches has another shape.
 
-    oneDNN would keep the compiled kernels of 1024 shapes. benchmark/memory.py measures it.
+    oneDNN would keep the compiled kernels of 1024 shapes. benchmark/checks/memory.py measures it.
     """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
     os.environ.setdefault("LRU_CACHE_CAPACITY", "16")

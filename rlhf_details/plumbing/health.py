@@ -1,16 +1,28 @@
 """
-"Is my run healthy?": known bad signs of a policy's training, each with a threshold and an advice.
+"Is my run healthy, and has it learnt?": bad signs while a policy trains, and what a run says at its end.
 
-Each sign is a metric `health/<name>`: 1 in an update where it shows, else 0. The first time it shows, one line says so.
-docs/guides/2_reading_a_run.md explains them. Nothing here changes a run.
+A sign is a metric `health/<name>`: 1 in an update where it shows, else 0. The first time it shows, one line says so,
+with its threshold and an advice. docs/guides/2_reading_a_run.md explains them. Nothing here changes a run.
+At the end a run says whether it has learnt, which signs showed, where its time went, and what to type next. It reads
+its metrics.jsonl and what a checkpoint keeps, so a resumed run is judged as a whole.
 """
 
 import json
+import math
+import shlex
 from pathlib import Path
 
 import torch
 
-from rlhf_details.plumbing import engines, hub
+from rlhf_details import toy
+from rlhf_details.plumbing import cli, engines, hub, models, stages
+from rlhf_details.plumbing.evaluation import average, wilson_interval
+
+ROOT = Path(__file__).resolve().parents[2]
+# What evaluate.py does where a flag is not given and the data are not the embedded task's.
+PLAIN = dict(opponent_path=None, ref_model_path=None, reward_model_path=None, reward_fn=(), judge="none")
+PLAIN |= dict(prompt_template=None, max_prompt_length=None, trust_remote_code=False)
+PLAIN |= dict(reward_fn_format="text", reward_fn_weights=())
 
 
 def signs(metrics, first, args, precision, is_last=False):
@@ -125,3 +137,154 @@ class Health:
         self.memory["said"] += fresh
         lines = [f"warning: health/{name}: {found[name][1]}; {found[name][2]}" for name in fresh]
         return {f"health/{name}": float(shows) for name, (shows, _, _) in found.items()}, lines
+
+
+# ---- the end of a run ------------------------------------------------------------------------------------------------
+def last_lines(run, after, seconds):
+    """All that a Run says at its end. Args: after, the eval/* of its last evaluation; seconds, how long it took."""
+    rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = [row for row in rows if row["update"]]  # The others are of evaluations before training.
+    held_out = run.inputs[0]
+    return [
+        *held_out_lines(run.before, after, len(held_out)),
+        *learnt_lines(after, held_out, run.by_prompt),
+        *health_lines(rows),
+        *time_lines(rows, seconds),
+        f"model: {run.args.output_dir}   run: {run.folder}   {seconds:.0f} s",
+        *next_lines(run.args, run.folder),
+    ]
+
+
+# ---- has it learnt? --------------------------------------------------------------------------------------------------
+def half_width(name, metrics, count):
+    """Half the 95% interval of a mean over `count` rows, or None where its standard deviation is not known."""
+    p = metrics[name]
+    std = math.sqrt(p * (1 - p)) if name == "eval/rm/accuracy" else metrics.get(f"{name}_std")
+    # The deviations are the biased ones.
+    return None if std is None or count < 2 else 1.96 * std / math.sqrt(count - 1)
+
+
+def as_text(name, metrics, count, width=0):
+    """A held-out mean, with +- half its interval where that is known."""
+    half = half_width(name, metrics, count)
+    return f"{metrics[name]:z{width}.3f}" + (f" +- {half:.3f}" if half is not None else "")
+
+
+def held_out_lines(before, after, count):
+    """Each held-out figure, before and after where there are two evaluations."""
+    if not after:
+        return ["no --eval_dataset: without held-out rows nothing says here whether the run has learnt"]
+    has_two = bool(before) and before != after
+    found = [f"{count} held-out rows, {'before -> after' if has_two else 'at the end'} (+-: 95 % interval)"]
+    for name in after:
+        earlier = f"{as_text(name, before, count, 8):18} -> " if has_two and name in before else ""
+        short = name.removeprefix("eval/").removeprefix("objective/")
+        found.append(f"  {short:20} {earlier}{as_text(name, after, count, 8)}")
+    return found
+
+
+def learnt_lines(after, held_out, by_prompt):
+    """Whether score and gold have risen by more than chance, or a reward model's accuracy is above it.
+
+    Args: by_prompt, `of_each_prompt` of the first and the last evaluation. Both have the same prompts, so it looks at
+    the difference of each prompt. A single prompt has no interval, and that of a handful is too narrow.
+    """
+    count, accuracy = len(held_out), "eval/rm/accuracy"
+    if accuracy in after:
+        chance = 1 / len(held_out[0].candidates)
+        said, _ = outcome(*(x - chance for x in wilson_interval(after[accuracy] * count, count)))
+        words = f"{as_text(accuracy, after, count)}, where guessing has {chance:.3f}"
+        return [f"{said}: the accuracy on held-out comparisons is {words}"]
+    found = []
+    for name in by_prompt[0] if len(by_prompt) == 2 and count > 1 else ():
+        change = average([y - x for x, y in zip(*(values[name] for values in by_prompt), strict=True)])
+        said, how = outcome(change["low"], change["high"])
+        words = f"{how}, {change['value']:+z.3f} +- {change['high'] - change['value']:.3f} a prompt"
+        if name == "gold":
+            hint = "; the policy over-learns the reward: raise --kl_coef, or stop earlier"
+            found.append(f"gold, the true reward, {words}{hint if how == 'fell' else ''}")
+        else:
+            found.append(f"{said}: scores {words}, at a KL of {after['eval/objective/kl']:z.3f} nats a response")
+    return found
+
+
+def outcome(low, high):
+    """(what is said of the run, what the number did), for a number whose change has the interval low .. high."""
+    if low > 0:
+        return "learnt", "rose"
+    return ("not learnt", "fell") if high < 0 else ("not shown", "did not change beyond chance")
+
+
+def of_each_prompt(tokenizer, prompts, responses, mask, ended, scores, kl):
+    """{"scores": [N], and "gold": [N] on the embedded task} of a held-out evaluation. Args: Run.log's `samples`."""
+    pairs = zip(prompts, models.decode(tokenizer, responses, mask), strict=True)
+    gold = [toy.gold(prompt.text, text) for prompt, text in pairs if prompt.task == "toy"]
+    return {"scores": scores.tolist()} | ({"gold": gold} if gold else {})
+
+
+# ---- was it healthy? -------------------------------------------------------------------------------------------------
+def health_lines(rows):
+    """The health/* signs that showed, and in how many updates. Runs of SFT and of a reward model have none."""
+    names = [name for name in rows[-1] if name.startswith("health/")] if rows else []
+    shown = {name: [row["update"] for row in rows if row.get(name)] for name in names}
+    words = [f"{name} in {len(at)} of {len(rows)} updates, first in {at[0]}" for name, at in shown.items() if at]
+    return [f"bad signs: {'; '.join(words) or 'none'}"] if names else []
+
+
+# ---- where did the time go? ------------------------------------------------------------------------------------------
+def time_lines(rows, seconds):
+    """The share of each phase in the run's time, and the rewards that take more than half of the updates."""
+    totals = {}
+    for row in rows:
+        for name, value in row.items():
+            totals[name] = totals.get(name, 0) + value if name.startswith("time/") else 0
+    updates = totals.get("time/update", 0)
+    shares = [(name, totals[f"time/{name}"]) for name in ("rollout", "scores", "optimise") if f"time/{name}" in totals]
+    shares.append(("evaluations, checkpoints and the rest", max(0, seconds - updates)))
+    words = ", ".join(f"{name} {value / max(seconds, 1e-9):.0%}" for name, value in shares)
+    found = [f"time: {words}"]
+    for name, value in totals.items():
+        if name.startswith("time/rewards/") and value > 0.5 * updates:
+            reward = name.removeprefix("time/rewards/")
+            found.append(f"the reward {reward} takes {value / updates:.0%} of the updates' time: make it faster first")
+    return found
+
+
+# ---- what comes next? ------------------------------------------------------------------------------------------------
+def command(script, *words):
+    """A command line that starts a script of this repository from the current folder."""
+    path = ROOT / script
+    path = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    return shlex.join(["python", str(path), *words])
+
+
+def next_lines(args, run_folder):
+    """Commands that look at what a run has made."""
+    found, is_policy = [], hasattr(args, "reward_fn")
+    evaluate, trust = "rlhf_details/evaluate.py", ["--trust_remote_code"] * args.trust_remote_code
+    if is_policy:
+        found.append(f"evaluate: {command(evaluate, *evaluation_words(args))}")
+    if is_policy or hub.script_of(args) == "train_sft.py":
+        policies = [args.output_dir, args.sft_model_path] if is_policy else [args.output_dir]
+        found.append(f"chat: {command(evaluate, '--policy_path', *policies, *trust, '--interactive')}")
+    found.append(f"curves: {command('benchmark/plot.py', str(run_folder))}")
+    return found
+
+
+def evaluation_words(args):
+    """The flags with which evaluate.py compares a run's policy with the one that it started from."""
+    dataset = args.eval_dataset or args.dataset
+    task = dataset.partition(":")[0]
+    defaults = PLAIN | stages.defaults("evaluate").get(task, {})
+    values = {name: getattr(args, name) for name in PLAIN if hasattr(args, name)}
+    values |= {"opponent_path": args.sft_model_path, "ref_model_path": args.sft_model_path}
+    judge = "reward_fn" if args.reward_fn else "reward_model" if values["reward_model_path"] else "none"
+    values["judge"] = defaults["judge"] if task in toy.TASKS and not args.reward_fn else judge
+    words = [] if dataset in ("toy", "toy:test") else ["--dataset", dataset]
+    words += [] if args.eval_dataset or task in toy.TASKS else ["--num_examples", "512"]  # of many training prompts
+    words += ["--policy_path", args.output_dir]
+    for name, value in values.items():
+        default = defaults[name]
+        if value != (tuple(default) if isinstance(default, list) else default):
+            words += cli.as_words(name, list(value) if isinstance(value, tuple) else value)
+    return words

@@ -24,7 +24,7 @@ import transformers
 from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 
-from rlhf_details.plumbing import checkpoint, cli, engines, health, hub, tokenization, trackers, verdict
+from rlhf_details.plumbing import checkpoint, cli, engines, health, hub, tokenization, trackers
 
 
 class Run:
@@ -151,7 +151,7 @@ class Run:
             row |= signs
         self.latest, self.before = row, self.before or trackers.evaluated(row)
         if self.is_main and samples and trackers.evaluated(row):  # Then the samples are of the held-out rows.
-            self.by_prompt = [*self.by_prompt[:1], verdict.of_each_prompt(self.tokenizer, *samples)]
+            self.by_prompt = [*self.by_prompt[:1], health.of_each_prompt(self.tokenizer, *samples)]
         count = getattr(self.args, "num_sample_generations", 0)  # spread evenly from the first to the last update
         is_table_due = update in torch.linspace(1, self.num_updates, count).round().int().tolist()
         table = []
@@ -235,7 +235,7 @@ class Run:
         self.close()
         after = trackers.evaluated(self.latest)
         if self.is_main:
-            self.say("\n".join(verdict.lines(self, after, time.time() - self.start)))
+            self.say("\n".join(health.last_lines(self, after, time.time() - self.start)))
         return {"before": self.before, "after": after, "metrics": self.latest, "run": str(self.folder)}
 
     def save(self, model, weights):

@@ -15,14 +15,14 @@ from helpers import LM_HUMAN_PREFERENCES, PAGES, page_args, read_metrics, record
 from short_runs import start, write_rows
 
 from rlhf_details import evaluate, toy, train_rloo
-from rlhf_details.plumbing import cli, verdict
+from rlhf_details.plumbing import cli, health
 
 BEFORE = torch.tensor([-5.0, 5.0]).repeat(50)  # of 100 prompts, which differ far more than a run changes them
 
 
 def learnt(*by_prompt, after=None, rows=(None,) * 100):
     after = after or {"eval/objective/kl": 2.0}
-    return verdict.learnt_lines(after, rows, [{name: x.tolist() for name, x in one.items()} for one in by_prompt])
+    return health.learnt_lines(after, rows, [{name: x.tolist() for name, x in one.items()} for one in by_prompt])
 
 
 def changed_by(change, noise=1.0):
@@ -65,19 +65,19 @@ def test_a_reward_model_has_learnt_where_it_is_better_than_guessing(accuracy, wo
 # ---- signs, time -----------------------------------------------------------------------------------------------------
 def test_the_signs_that_showed_are_counted():
     rows = [{"update": i, "health/kl": float(i > 2), "health/length": 0.0} for i in range(1, 5)]
-    assert verdict.health_lines(rows) == ["bad signs: health/kl in 2 of 4 updates, first in 3"]
-    assert verdict.health_lines(rows[:2]) == ["bad signs: none"] and verdict.health_lines([{"update": 1}]) == []
+    assert health.health_lines(rows) == ["bad signs: health/kl in 2 of 4 updates, first in 3"]
+    assert health.health_lines(rows[:2]) == ["bad signs: none"] and health.health_lines([{"update": 1}]) == []
 
 
 def test_the_time_is_shared_out_and_a_slow_reward_is_named():
     times = {"rollout": 1.0, "scores": 5.0, "optimise": 2.0, "update": 8.0, "rewards/slow": 4.1, "rewards/fast": 0.1}
     rows = [{"update": i} | {f"time/{name}": x for name, x in times.items()} for i in (1, 2)]
-    shares, slow = verdict.time_lines(rows, 20.0)
+    shares, slow = health.time_lines(rows, 20.0)
     assert shares == "time: rollout 10%, scores 50%, optimise 20%, evaluations, checkpoints and the rest 20%"
     assert slow.startswith("the reward slow takes 51% of the updates' time")
     for row in rows:
         row["time/rewards/slow"] = 3.9
-    assert len(verdict.time_lines(rows, 20.0)) == 1
+    assert len(health.time_lines(rows, 20.0)) == 1
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ def test_on_the_embedded_task_the_command_says_only_what_differs(dataset, change
     args = cli.parse(train_rloo.Args, [])
     for name, value in (changes | dict(eval_dataset=dataset)).items():
         setattr(args, name, value)
-    words = verdict.evaluation_words(args)
+    words = health.evaluation_words(args)
     assert words[:2] == ["--policy_path", "models/toy/rloo"] and set(words[2:]) == set(shlex.split(expected))
     parsed = cli.parse(evaluate.Args, words)
     assert parsed.judge == ("reward_fn" if args.reward_fn else "gold")
@@ -157,10 +157,10 @@ def test_on_the_embedded_task_the_command_says_only_what_differs(dataset, change
 
 
 def test_other_tasks_and_data_have_their_flags():
-    words = verdict.evaluation_words(cli.parse(train_rloo.Args, ["--dataset", "toy-sum"]))
+    words = health.evaluation_words(cli.parse(train_rloo.Args, ["--dataset", "toy-sum"]))
     assert words == ["--dataset", "toy-sum:test", "--policy_path", "models/toy-sum/rloo"]
     args = train_rloo.Args(dataset="rows.jsonl", sft_model_path="sft", reward_model_path="reward")
-    own = cli.parse(evaluate.Args, verdict.evaluation_words(args))
+    own = cli.parse(evaluate.Args, health.evaluation_words(args))
     assert (own.judge, own.reward_model_path, own.num_examples) == ("reward_model", "reward", 512)
 
 
