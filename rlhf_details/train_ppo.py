@@ -451,7 +451,7 @@ def evaluate(policy, reference, score, prompts, stop_id, end_id, args, accelerat
     numbers = data.my_share(len(prompts), accelerator)  # padded, so that all processes have equally many
     rows = [prompts[i % len(prompts)] for i in numbers.tolist()]
     queries, query_mask = utils.left_pad([row.ids for row in rows], accelerator.device)
-    sampling = dict(n=1, response_length=args.response_length, stop_id=stop_id, any_alive=engines.any_alive(policy))
+    sampling = dict(n=1, response_length=args.response_length, stop_id=stop_id)
     with accelerator.autocast():
         batch, size, key = [queries, query_mask, numbers], args.rollout_micro_batch_size, (args.seed, EVALUATION, 0)
         sampled = in_slices(utils.sample, engines.sampler(policy), batch, size, key=key, **sampling)
@@ -514,7 +514,7 @@ def main(args: Args):
     # The optimiser holds the value model's weights as well. [PPO-4]
     optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], **adam)
     policy, optimizer = engines.prepare(args, accelerator, policy, optimizer, reference, reward_model)
-    sampling = dict(n=1, response_length=R, stop_id=stop_id, any_alive=engines.any_alive(policy))
+    sampling = dict(n=1, response_length=R, stop_id=stop_id)
     num_updates = math.ceil(args.total_episodes / B)  # Round up, so that at least total_episodes are sampled. [OPT-10]
     run = Run(args, accelerator, tokenizer, num_updates, prompts, [held_out, reference, reward_model])
     state = run.resume(policy, optimizer, {"kl_coef": args.kl_coef, "adam_step": 0, "moments": (0, 0.0, 0.0)})

@@ -511,7 +511,7 @@ def evaluate(policy, reference, score, prompts, stop_id, end_id, args, accelerat
     numbers = data.my_share(len(prompts), accelerator)  # padded, so that all processes have equally many
     rows = [prompts[i % len(prompts)] for i in numbers.tolist()]
     queries, query_mask = utils.left_pad([row.ids for row in rows], accelerator.device)
-    sampling = dict(n=1, response_length=args.response_length, stop_id=stop_id, any_alive=engines.any_alive(policy))
+    sampling = dict(n=1, response_length=args.response_length, stop_id=stop_id)
     with accelerator.autocast():
         batch, size, key = [queries, query_mask, numbers], args.rollout_micro_batch_size, (args.seed, EVALUATION, 0)
         sampled = in_slices(utils.sample, engines.sampler(policy), batch, size, key=key, **sampling)

@@ -183,7 +183,7 @@ def evaluate(language_model, rows, tokenizer, args, accelerator):
             mine = [rows[i] for i in numbers.tolist()]
             batch = [*utils.left_pad([row.ids for row in mine], device), numbers]
             sampling = dict(n=1, response_length=args.response_length, stop_id=tokenizer.eos_token_id)
-            sampling |= dict(key=(args.seed, EVALUATION, 0), any_alive=engines.any_alive(language_model))
+            sampling |= dict(key=(args.seed, EVALUATION, 0))
             sampler = engines.sampler(language_model)
             responses, response_mask, _ = in_slices(utils.sample, sampler, batch, size, **sampling)
             references = [data.as_text(tokenizer, row.columns["completion"]) for row in mine]

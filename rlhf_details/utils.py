@@ -155,14 +155,14 @@ def gumbel_noise(keys, vocab_size):
 
 # ---- the sampler -----------------------------------------------------------------------------------------------------
 @torch.no_grad()
-def sample(policy, batch, n, response_length, stop_id, key, any_alive=torch.any):
+def sample(policy, batch, n, response_length, stop_id, key):
     """A response to each query, token by token from softmax(logits / T), without top-k, top-p or a generation_config.
 
     A token is argmax(logits / T + Gumbel noise), which is a draw from the softmax. The noise depends on (key, number of
     the row, step, token id) alone, so rows may be grouped, sliced and spread over processes at will.
     Args: policy(tokens, mask, positions, index, cache=cache) -> logits / T [.., len(index), V], in eval mode;
     batch: queries, query_mask [B, Q], where n adjacent rows hold the same prompt, and each row's global number [B];
-    stop_id, a token id or None; key, e.g. (seed, TRAINING, update); any_alive(alive), whether to go on.
+    stop_id, a token id or None; key, e.g. (seed, TRAINING, update).
     Returns: responses [B, R] int64, mask [B, R] bool (True up to and including the stop token), log-probs [B, R] fp32.
     """
     queries, query_mask, rows = batch
@@ -194,7 +194,7 @@ def sample(policy, batch, n, response_length, stop_id, key, any_alive=torch.any)
         logprobs[:, t] = (logits.gather(1, token.unsqueeze(1)).squeeze(1) - logits.logsumexp(-1)) * alive
         if stop_id is not None:
             alive = alive & (token != stop_id)  # The stop token itself stays in the mask. [GEN-5]
-        if t + 1 == response_length or not any_alive(alive):
+        if t + 1 == response_length or not alive.any():
             break
         seen = visible[..., : Q + n * (t + 1)]  # [P, n, Q + n * (t + 1)]
         seen = additive(seen) if n > 1 else seen.squeeze(1)

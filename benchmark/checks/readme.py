@@ -86,7 +86,6 @@ TABLES = {
     "toy": lambda: tables("toy", ".")[0],
     "movies": lambda: tables("movies")[0],
     "lora": lambda: tables("lora_memory", ".")[0],
-    "memory_plan": lambda: tables("memory_plan", ".")[0],
     "style": lambda: tables("reward_functions", ".")[0],
     "sums": lambda: tables("reward_functions", ".")[1],
     "overoptimisation": lambda: tables("overoptimisation")[0],

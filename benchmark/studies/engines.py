@@ -2,7 +2,7 @@
 What sampling costs under the engines that share weights out: seconds of a rollout on two CPU processes.
 
     python benchmark/studies/engines.py
-    python benchmark/studies/engines.py --systems ddp fsdp2 "fsdp2 --no_sampling_copy"
+    python benchmark/studies/engines.py --systems ddp fsdp2 zero3
 
 A system is an engine and flags of train_rloo.py. All have the same models (random weights, shapes of speed.py) and
 sample the same tokens. They run in turns, each with one thread a process. accelerate starts FSDP2 and DeepSpeed on GPUs
@@ -34,7 +34,7 @@ class Args(speed.Work):
 
     threads: int = 1
     """CPU threads of every process"""
-    systems: tuple[str, ...] = ("ddp", "fsdp2", "fsdp2 --no_sampling_copy", "zero3", "zero3 --no_sampling_copy")
+    systems: tuple[str, ...] = ("ddp", "fsdp2", "zero3")
     """engines (ddp, fsdp2, zero2, zero3), each with flags of train_rloo.py; the first is what the others are held to"""
 
 

@@ -134,7 +134,7 @@ def prepare(args, accelerator, module, optimizer, *frozen):
         # accelerate (1.15) would step inside `backward`, once a micro-batch. `step` does it here.
         accelerator.deepspeed_engine_wrapped.backward = lambda loss, **_: module.backward(loss)
     whole_copy = functools.partial(gather, accelerator, module, empty, precision(accelerator))
-    module.whole_copy = whole_copy if is_shared_out and getattr(args, "sampling_copy", True) else None
+    module.whole_copy = whole_copy if is_shared_out else None
     module.template, module.waiting = [empty], []  # In lists, so that no module sees them as its children.
     for m in filter(None, frozen):
         if m.model in own:  # Under LoRA the reference is the policy without its adapters.
@@ -193,22 +193,6 @@ def sampler(policy):
     return gather() if gather else policy
 
 
-def any_alive(policy):
-    """The function(alive [B] bool) -> bool that tells a sampler whether to go on.
-
-    Under --no_sampling_copy no process may stop alone, since the others' next forward would wait for its part.
-    """
-    if getattr(policy, "whole_copy", None) or not is_sharded(policy):
-        return torch.any
-
-    def any_alive_anywhere(alive):
-        alive = alive.any().int()
-        torch.distributed.all_reduce(alive, torch.distributed.ReduceOp.MAX)
-        return bool(alive)
-
-    return any_alive_anywhere
-
-
 def accumulate(accelerator, module, is_last):
     """The context of a micro-batch's forward and backward. is_last: whether it is the last one of an optimiser step."""
     rest(module)
@@ -255,11 +239,6 @@ def uses_deepspeed(accelerator):
 
 
 # ---- parts and wholes ------------------------------------------------------------------------------------------------
-def is_sharded(module):
-    """Whether a process holds only a part of the weights."""
-    return isinstance(module, FSDPModule) or hasattr(next(module.parameters(), None), "ds_id")  # FSDP2 or ZeRO-3
-
-
 def layers(module):
     """The modules whose weights are gathered together: transformers lists their classes in `_no_split_modules`."""
     kinds = {kind for m in module.modules() for kind in getattr(m, "_no_split_modules", None) or []}

@@ -19,7 +19,6 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from transformers.utils import has_file
 
 
 def fail(message):
@@ -60,13 +59,6 @@ def leave(exit_code):
         os._exit(1)
     leave_group()
     raise SystemExit(exit_code)
-
-
-PICKLES = "pytorch_model.bin", "pytorch_model.bin.index.json"
-CONVERSION = (
-    'python -c "import transformers as t; [kind.from_pretrained({name!r}, revision={revision!r}).save_pretrained('
-    '{folder!r}) for kind in (t.{kind}, t.AutoTokenizer)]"'
-)
 
 
 def split(source):
@@ -122,14 +114,3 @@ def why(value, error):
     if is_due_to(HFValidationError) or type(error) is FileNotFoundError:
         return "no such file or folder"
     return f"is no local path, and cannot be read from the Hub ({words})"
-
-
-def refuse_pickles(source, flag, kind):
-    """Ends with one line that tells how to convert them, where a model's weights are pickles. kind: an Auto class."""
-    name, revision = split(source)
-    with contextlib.suppress(OSError, ValueError):  # of a Hub that cannot be reached, or of a name that none can have
-        if any(has_file(name, file, revision) for file in PICKLES):
-            values = {"name": name, "revision": revision or "main", "kind": kind.__name__}
-            command = CONVERSION.format(**values, folder=f"{os.path.basename(name.rstrip('/'))}-safetensors")
-            hint = "which can run any code; if you trust its author, convert it once, and give the new folder"
-            fail(f"{flag} {source}: its weights exist as pickles alone ({PICKLES[0]}), {hint}: {command}")

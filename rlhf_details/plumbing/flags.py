@@ -20,8 +20,7 @@ from typing import Literal, NamedTuple
 
 # These flags bound memory or choose kernels. They never change a result.
 MEMORY_KNOBS = (
-    "micro_batch_size rollout_micro_batch_size gradient_checkpointing share_prompts attn_implementation sampling_copy "
-    "offload_frozen"
+    "micro_batch_size rollout_micro_batch_size gradient_checkpointing share_prompts attn_implementation offload_frozen"
 ).split()
 # These flags say where a run writes. A resumed run may be given others.
 OUTPUTS = (
@@ -132,8 +131,6 @@ class PolicyArgs(RunArgs):
     # memory and speed: never changes the result
     rollout_micro_batch_size: int = 64
     """episodes that a device samples at once"""
-    sampling_copy: bool = True
-    """FSDP2 and ZeRO-3: gather the weights once a rollout, into a copy on each device, and not for every token"""
     offload_frozen: bool = False
     """keep reference and reward model in the CPU's memory while they have nothing to do"""
 

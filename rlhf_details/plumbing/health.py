@@ -103,17 +103,6 @@ def has_end(args):
     return {args.stop_token, getattr(args, "truncate_token", "none")} != {"none"}
 
 
-def untested(args, accelerator, policy):
-    """A line where no test has run this script and architecture under this engine, precision and device, else ""."""
-    kind, tested = accelerator.device.type, json.loads(Path(__file__).with_name("validated.json").read_text())
-    architecture, script = accelerator.unwrap_model(policy).model.config.model_type, hub.script_of(args)
-    combination = [architecture, engines.precision(accelerator), engines.name(accelerator), script.removesuffix(".py")]
-    combination += [] if kind == "cpu" else [f"on {kind}"]  # The tests run on CPUs.
-    where = f"{', '.join(combination)} (docs/guides/4_memory_and_gpus.md, Validated on)"
-    note = f"note: no test has run {where}: look at val/logprob_gap and val/ratio"
-    return "" if combination in tested else note
-
-
 class Health:
     """Looks at each update's metrics. Its `memory` goes into the checkpoints."""
 

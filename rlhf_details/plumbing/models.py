@@ -165,11 +165,7 @@ def load(kind, path, flag, args, **options):
     options |= {"attn_implementation": args.attn_implementation, "trust_remote_code": args.trust_remote_code}
     kernel = args.attn_implementation and f"--attn_implementation {args.attn_implementation} with "
     with cli.reading(f"{kernel or ''}{flag}", path):  # The kernel may be what cannot be had.
-        try:
-            model, info = kind.from_pretrained(name, revision=revision, **LOADING, **options)
-        except OSError:
-            errors.refuse_pickles(path, flag, kind)
-            raise
+        model, info = kind.from_pretrained(name, revision=revision, **LOADING, **options)
     misfits = [key for key in info["mismatched_keys"] if not key[0].startswith("score.")]
     if misfits:
         name, found, expected = misfits[0]

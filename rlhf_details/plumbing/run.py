@@ -90,8 +90,6 @@ class Run:
         dictionary of the loop, `state` or the checkpoint's. `tensors` is {} or {name: tensor on the device}.
         """
         done, state = 0, state or {}
-        if note := health.untested(self.args, self.accelerator, policy):
-            self.say(note)
         if self.checkpoint:
             saved = checkpoint.read_state(self.checkpoint)
             try:

@@ -6,7 +6,6 @@ import dataclasses
 import importlib
 import json
 import re
-import runpy
 import shlex
 import subprocess
 import sys
@@ -25,7 +24,6 @@ import ablations
 import against_trl
 import frozen
 import grpo
-import memory_plan
 import mutations
 import plot
 import readme
@@ -80,12 +78,12 @@ def test_the_guides_example_makes_files_of_scored_texts(in_tmp):
 
 
 def test_every_command_of_the_readme_that_runs_or_draws_a_study_parses():
-    studies = "benchmark", "ablations", "overoptimisation", "against_trl", "grpo", "memory_plan", "plot"
+    studies = "benchmark", "ablations", "overoptimisation", "against_trl", "grpo", "plot"
     found = set()
     text = re.sub(r" *\\\n *", " ", README)  # a command in one line
     for name, rest in re.findall(rf"python benchmark/(?:\w+/)?({'|'.join(studies)})\.py([^`|\n]*)", text):
         module, words = importlib.import_module(name), shlex.split(rest.partition("     ")[0])
-        if name in ("benchmark", "memory_plan"):
+        if name == "benchmark":
             module.tyro.cli(module.Args, args=words)
         elif name == "plot":
             kind = words[0] if words[0] in module.COMMANDS else None
@@ -93,17 +91,12 @@ def test_every_command_of_the_readme_that_runs_or_draws_a_study_parses():
         else:
             benchmark.parse(module.COMMANDS, words)
         found.add(name)
-    assert {"ablations", "overoptimisation", "against_trl", "memory_plan", "plot"} <= found
+    assert {"ablations", "overoptimisation", "against_trl", "plot"} <= found
 
 
 def test_every_flag_that_the_readme_names_exists():
-    arguments = [module.Args for module in SCRIPTS.values()] + [
-        benchmark.Args,
-        frozen.Args,
-        memory_plan.Args,
-        plot.CurvesArgs,
-        plot.CompareArgs,
-    ]
+    arguments = [module.Args for module in SCRIPTS.values()]
+    arguments += [benchmark.Args, frozen.Args, plot.CurvesArgs, plot.CompareArgs]
     studies = ablations, against_trl, grpo, toy_over_seeds
     arguments += [kind for study in studies for kind, _ in study.COMMANDS.values()]
     names = {field.name for kind in arguments for field in dataclasses.fields(kind)}
@@ -136,11 +129,6 @@ def test_the_metric_tables_list_exactly_what_is_logged(tiny, in_tmp, few_prompts
 
 def test_the_readmes_tables_are_those_that_the_studies_have_written():
     assert readme.written(README) == README
-
-
-def test_the_table_of_validated_combinations_is_that_of_the_last_run_of_the_engine_tests():
-    table = runpy.run_path(str(ROOT / "benchmark/checks/validated.py"))["table"]
-    assert table(json.loads((ROOT / "rlhf_details/plumbing/validated.json").read_text())) in README
 
 
 def test_every_link_and_figure_leads_somewhere():

@@ -86,11 +86,9 @@ def test_adapters_remember_the_revision_of_their_base(server, in_tmp):
     assert models.base_of("with") == "org/policy@v1" and models.base_of("without") == "org/policy"
 
 
-def test_why_a_model_of_the_hub_cannot_be_read(server, tiny, in_tmp, fails, monkeypatch):
+def test_why_a_model_of_the_hub_cannot_be_read(server, in_tmp, fails, monkeypatch):
     flags = train_rloo.Args()
-    put(server, "org/pickles", tiny / "policy")
-    server.files["org/pickles"]["pytorch_model.bin"] = server.files["org/pickles"].pop("model.safetensors")
-    reasons = {"org/pickles": "as pickles alone", "org/nothing": "no such repository", "no/such/folder": "no such file"}
+    reasons = {"org/nothing": "no such repository", "no/such/folder": "no such file"}
     for path, words in reasons.items():
         assert words in fails(models.load_policy, path, "--sft_model_path", flags)
     assert "no such repository" in fails(models.load_tokenizer, "org/nothing", "--sft_model_path", flags)

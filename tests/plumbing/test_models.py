@@ -5,7 +5,6 @@ import dataclasses
 import json
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -157,12 +156,6 @@ def classifier(folder):
     GPTNeoXForSequenceClassification(tiny_config(num_labels=1)).save_pretrained(folder)
 
 
-def pickled(folder):
-    model = GPTNeoXForCausalLM(tiny_config())
-    model.config.save_pretrained(folder)
-    torch.save(model.state_dict(), folder / "pytorch_model.bin")
-
-
 def cut(folder):
     GPTNeoXForCausalLM(tiny_config()).save_pretrained(folder)
     file = folder / "model.safetensors"
@@ -180,29 +173,16 @@ def broken(folder):
         (mamba, "a mamba2 cannot be sampled: its forward takes no past_key_values"),
         (experts, "a mixtral draws random numbers in training mode"),
         (classifier, "not a causal language model"),
-        (pickled, "its weights exist as pickles alone"),
         (cut, "cannot be read"),
         (broken, "cannot be read"),
         (lambda folder: None, "no such file or folder"),
     ],
-    ids=["no cache", "jitter", "classifier", "pickle", "cut", "broken", "missing"],
+    ids=["no cache", "jitter", "classifier", "cut", "broken", "missing"],
 )
 def test_a_policy_that_cannot_be_trained_is_one_line(in_tmp, fails, make, words):
     make(in_tmp / "policy")
     line = fails(models.load_policy, str(in_tmp / "policy"), "--sft_model_path", FLAGS)
     assert line.startswith(f"error: --sft_model_path {in_tmp}/policy: ") and words in line
-
-
-def test_the_line_about_pickles_holds_the_command_that_converts_them(in_tmp, fails):
-    pickled(in_tmp / "old"), toy.tokenizer().save_pretrained("old")
-    line = fails(models.load_policy, "old", "--base_model", FLAGS)
-    python, option, code = shlex.split(line.partition("the new folder: ")[2])
-    assert (python, option) == ("python", "-c")
-    exec(code, {})
-    weights = torch.load("old/pytorch_model.bin")
-    converted = models.load_policy("old-safetensors", "--base_model", FLAGS).state_dict()
-    assert weights.keys() == converted.keys() and all(torch.equal(weights[name], converted[name]) for name in weights)
-    assert models.load_tokenizer("old-safetensors", "--base_model", FLAGS).get_vocab() == toy.tokenizer().get_vocab()
 
 
 @pytest.mark.parametrize(

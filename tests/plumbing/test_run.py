@@ -24,7 +24,6 @@ from short_runs import (
 )
 
 from rlhf_details import toy, train_rloo
-from rlhf_details.plumbing import engines
 
 in_main_thread = pytest.mark.skipif(
     threading.current_thread() is not threading.main_thread(), reason="signals come to the main thread"
@@ -118,14 +117,6 @@ def test_at_the_end_held_out_numbers_stand_beside_those_before(tiny, in_tmp, cap
     assert printed == pytest.approx([mean[0], halves[0], mean[1], halves[1]], abs=1e-3)
     assert "4 held-out rows, before -> after" in out and "model: model   run: runs/run" in out
     assert "4 updates of 16, 1 process(es), samples at temperature 1 and of at most 8 tokens" in out
-
-
-def test_a_combination_that_no_test_has_run_is_noted(tiny, in_tmp, capsys, monkeypatch):
-    run_rloo(tiny, total_episodes=16)
-    assert "no test has run" not in capsys.readouterr().out
-    monkeypatch.setattr(engines, "precision", lambda accelerator: "fp16")
-    run_rloo(tiny, total_episodes=16)
-    assert "note: no test has run gpt_neox, fp16, one process, train_rloo" in capsys.readouterr().out
 
 
 def test_a_gradient_that_is_not_finite_ends_the_run_before_a_weight_changes(tiny, in_tmp, capsys, monkeypatch):

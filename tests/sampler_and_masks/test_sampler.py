@@ -130,18 +130,8 @@ def test_gen_5_nothing_is_sampled_after_the_stop_token(n):
     assert len(set(mask.sum(1).tolist())) > 5
 
 
-def test_sampling_ends_when_all_processes_say_so_and_one_token_is_enough():
-    calls = []
-
-    def alive(on):
-        return lambda x: calls.append(x.tolist()) or on
-
+def test_sampling_ends_when_all_rows_have_ended_and_one_token_is_enough():
     logits = torch.tensor([-50.0, 50.0, -50.0])
     responses, mask, _ = draw(fixed_logits(logits), [[1], [2]], 5, stop_id=1)
     assert responses.tolist() == [[1, 0, 0, 0, 0]] * 2 and mask.sum().item() == 2
-    draw(fixed_logits(logits), [[1], [2]], 5, stop_id=1, any_alive=alive(True))  # another process has not ended
-    assert calls == [[False, False]] * 4
-    calls.clear()
-    draw(fixed_logits(logits), [[1], [2]], 5, stop_id=1, any_alive=alive(False))
-    assert len(calls) == 1
     assert draw(fixed_logits(logits), [[1]], 1)[0].shape == (1, 1)

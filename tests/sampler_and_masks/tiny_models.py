@@ -78,11 +78,11 @@ def fixed_logits(logits):
     return policy
 
 
-def draw(policy, prompts, response_length, stop_id=None, key=(1, 0, 1), rows=None, n=1, any_alive=torch.any):
+def draw(policy, prompts, response_length, stop_id=None, key=(1, 0, 1), rows=None, n=1):
     """n responses to each prompt (a list of ids) by utils.sample: responses, mask, log-probs."""
     queries, query_mask = (x.repeat_interleave(n, 0) for x in utils.left_pad(prompts))
     rows = torch.arange(len(queries)) if rows is None else rows
-    return utils.sample(policy, [queries, query_mask, rows], n, response_length, stop_id, key, any_alive)
+    return utils.sample(policy, [queries, query_mask, rows], n, response_length, stop_id, key)
 
 
 @torch.no_grad()

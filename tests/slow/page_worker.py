@@ -40,6 +40,11 @@ class Died(BaseException):
     """What a run dies of where the specification says so."""
 
 
+def is_sharded(module):
+    """Whether a process holds only a part of the weights, under FSDP2 or ZeRO-3."""
+    return isinstance(module, FSDPModule) or hasattr(next(module.parameters(), None), "ds_id")
+
+
 def launch_environment(config):
     """What `accelerate launch` with the file benchmark/recipes/accelerate/<config>.yaml adds to the environment."""
     args = launch_command_parser().parse_args(["--config_file", str(CONFIGS / f"{config}.yaml"), "script.py"])
@@ -132,7 +137,7 @@ def one_run(spec, engine):
         seen.update(kind=accelerator.distributed_type.value, precision=engines.precision(accelerator))
         seen.update(held=held, stepped=stepped_here(optimizer), total=total, architecture=inner.config.model_type)
         seen.update(groups=sum(isinstance(m, FSDPModule) for m in module.modules()))
-        seen.update(sharded=engines.is_sharded(module), dtypes={str(p.dtype) for p in module.parameters()})
+        seen.update(sharded=is_sharded(module), dtypes={str(p.dtype) for p in module.parameters()})
         linear = next(m for m in inner.modules() if isinstance(m, torch.nn.Linear) or type(m).__name__ == "Conv1D")
         linear.register_forward_hook(note)
         return module, optimizer
@@ -143,7 +148,7 @@ def one_run(spec, engine):
         sampling.discard(threading.get_ident())
         key = kwargs["key"] if "key" in kwargs else args[3]
         if key[1] == utils.TRAINING:
-            seen["sampler_is_sharded"] = engines.is_sharded(policy)
+            seen["sampler_is_sharded"] = is_sharded(policy)
             seen["held_after_sampling"] = held_and_total(trained[0].parameters())[0]
             for row, tokens, real in zip(batch[2].tolist(), responses, mask, strict=True):
                 seen["sampled"][key[2], row] = tuple(tokens[real].tolist())
