@@ -167,8 +167,7 @@ def check_vocabularies(args, tokenizer, readers):
     sizes = [(flag, path, model.config.get_text_config().vocab_size) for flag, path, model in readers]
     writers = {"ref_model_path": ["policy_path"], "reward_model_path": ["policy_path", "opponent_path"]}
     for flag, path, size in sizes:
-        with cli.reading(f"--{flag}", path):
-            both = tokenizer, models.find_tokenizer(path, args) or tokenizer
+        both = tokenizer, models.find_tokenizer(path, f"--{flag}", args) or tokenizer
         ours, theirs = models.vocabularies(*both)
         if flag == "reward_model_path" and ours != theirs:
             own_tokenizer = both[1]

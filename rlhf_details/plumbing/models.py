@@ -32,24 +32,29 @@ LOADING = {"dtype": torch.float32, "use_safetensors": True}
 LOADING |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
 
 
+def read(kind, path, flag, args, **options):
+    """What an Auto class (kind) reads from a folder or Hub name. What cannot be read ends the program with one line."""
+    name, revision = errors.split(path)
+    with cli.reading(flag, path):
+        errors.announce(path)
+        return kind.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code, **options)
+
+
 # ---- tokenizers ------------------------------------------------------------------------------------------------------
 def load_tokenizer(path, flag, args):
     """The tokenizer of a model folder or Hub repository, which must have an EOS token."""
-    with cli.reading(flag, path):
-        tokenizer = find_tokenizer(path, args)
+    tokenizer = find_tokenizer(path, flag, args)
     if tokenizer is None or tokenizer.eos_token_id is None:
         cli.fail(f"{flag} {path}: has no {'tokenizer' if tokenizer is None else 'EOS token'}")
     return tokenizer
 
 
-def find_tokenizer(path, args):
+def find_tokenizer(path, flag, args):
     """The tokenizer of a model, or None for a folder without one, for which the library would make up an empty one."""
     kinds = "tokenizer*", "vocab*", "*.model"
     if os.path.isdir(path) and not any(file for kind in kinds for file in Path(path).glob(kind)):
         return None
-    errors.announce(path)
-    name, revision = errors.split(path)
-    return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
+    return read(AutoTokenizer, path, flag, args)
 
 
 def own_tokenizer(args, tokenizer):
@@ -59,14 +64,9 @@ def own_tokenizer(args, tokenizer):
     is given text, for which it needs a tokenizer. Args: tokenizer, the policy's.
     """
     paths = {"--sft_model_path": args.sft_model_path, "--reward_model_path": args.reward_model_path}
-    sizes = []
-    for flag, path in paths.items():
-        with cli.reading(flag, path):
-            name, revision = errors.split(base_of(path) or path)
-            config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
-            sizes.append(config.get_text_config().vocab_size)
-    with cli.reading("--reward_model_path", args.reward_model_path):
-        own = find_tokenizer(args.reward_model_path, args) or tokenizer
+    configs = [read(AutoConfig, base_of(path, flag) or path, flag, args) for flag, path in paths.items()]
+    sizes = [config.get_text_config().vocab_size for config in configs]
+    own = find_tokenizer(args.reward_model_path, "--reward_model_path", args) or tokenizer
     ours, theirs = vocabularies(tokenizer, own)
     if ours != theirs:
         return own
@@ -114,9 +114,7 @@ def accepts(model, *names):
 
 def load_policy(path, flag, args):
     """A causal language model (folder or Hub name) in fp32. Adapters are merged into the model that they belong to."""
-    with cli.reading(flag, path):
-        base = base_of(path)
-    if base:
+    if base := base_of(path, flag):
         return set_up(load_merged(load_policy(base, f"{flag} {path}: base model", args), path, flag), args)
     model, info = load(AutoModelForCausalLM, path, flag, args)
     wrong = {f"lacks {name}" for name in info["missing_keys"]}
@@ -140,9 +138,7 @@ def load_reward_model(path, args, flag="--reward_model_path", allow_untrained=Fa
     training to start from. Of adapters it takes the trunk of the merged model.
     """
     allow_untrained = allow_untrained or args.allow_untrained_reward_model
-    with cli.reading(flag, path):
-        base = base_of(path) if allow_untrained else None
-    if base:
+    if allow_untrained and (base := base_of(path, flag)):
         model = load_reward_model(base, args, f"{flag} {path}: base model", True)
         model.base_model.load_state_dict(load_policy(path, flag, args).base_model.state_dict())
         return model
@@ -161,11 +157,9 @@ def load_reward_model(path, args, flag="--reward_model_path", allow_untrained=Fa
 
 def load(kind, path, flag, args, **options):
     """(model, what the library says of its weights) of a folder or Hub name. Args: kind, an Auto class."""
-    name, revision = errors.split(path)
-    options |= {"attn_implementation": args.attn_implementation, "trust_remote_code": args.trust_remote_code}
+    options |= LOADING | {"attn_implementation": args.attn_implementation}
     kernel = args.attn_implementation and f"--attn_implementation {args.attn_implementation} with "
-    with cli.reading(f"{kernel or ''}{flag}", path):  # The kernel may be what cannot be had.
-        model, info = kind.from_pretrained(name, revision=revision, **LOADING, **options)
+    model, info = read(kind, path, f"{kernel or ''}{flag}", args, **options)  # The kernel may be what cannot be had.
     misfits = [key for key in info["mismatched_keys"] if not key[0].startswith("score.")]
     if misfits:
         name, found, expected = misfits[0]
@@ -335,12 +329,13 @@ def save_adapter(model, folder, base_model):
     save_file(weights, Path(folder) / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
-def base_of(path):
+def base_of(path, flag):
     """The model that adapters (a folder or Hub name) belong to, or None where the path holds no adapters."""
     name, revision = errors.split(path)
-    if not (file := find_adapter_config_file(name, revision=revision)):
-        return None
-    config = json.loads(Path(file).read_text())
+    with cli.reading(flag, path):
+        if not (file := find_adapter_config_file(name, revision=revision)):
+            return None
+        config = json.loads(Path(file).read_text())
     return "@".join(filter(None, (config["base_model_name_or_path"], config.get("revision"))))
 
 

@@ -83,7 +83,7 @@ def test_adapters_remember_the_revision_of_their_base(server, in_tmp):
         Path(name).mkdir()
         config = {"base_model_name_or_path": "org/policy", "revision": revision}
         Path(name, "adapter_config.json").write_text(json.dumps(config))
-    assert models.base_of("with") == "org/policy@v1" and models.base_of("without") == "org/policy"
+    assert [models.base_of(name, "--x") for name in ("with", "without")] == ["org/policy@v1", "org/policy"]
 
 
 def test_why_a_model_of_the_hub_cannot_be_read(server, in_tmp, fails, monkeypatch):
