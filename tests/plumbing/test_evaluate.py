@@ -324,7 +324,7 @@ def test_what_is_doubtful_has_its_thresholds():
         sides = [{"ended": {"value": x}, "length": {"value": n}} for x, n in zip(ended, lengths, strict=True)]
         args = evaluate.Args(policy_path=("a",), opponent_path="b", response_length=9)
         metrics = {"a": dict(zip(("policy", "opponent"), sides, strict=True))}
-        return [line.partition(":")[0] for line in evaluate.report.doubts(args, {"a": args}, metrics)]
+        return [line.partition(":")[0] for line in evaluate.evaluation.doubts(args, {"a": args}, metrics)]
 
     assert doubts((0.9, 0.9), (10, 20)) == doubts((0.9, 0.9), (20, 10)) == []
     assert doubts((0.89, 0.9), (20, 10)) == ["a"] and doubts((0.9, 0.89), (10, 20)) == ["b"]
@@ -393,8 +393,8 @@ def test_the_same_command_may_be_repeated_and_another_needs_overwrite(rows, tiny
 def test_each_policy_has_a_folder_of_its_own_by_default():
     folders = {("models/toy/ppo",): "models_toy_ppo", ("/abs/x/",): "abs_x", ("a/b", "c"): "a_b__c"}
     for paths, folder in folders.items():
-        assert evaluate.report.folder_of(evaluate.Args(policy_path=paths)) == Path(f"runs/evaluate__{folder}")
-    assert evaluate.report.folder_of(evaluate.Args(policy_path=("x",), output_dir="mine")) == Path("mine")
+        assert evaluate.evaluation.folder_of(evaluate.Args(policy_path=paths)) == Path(f"runs/evaluate__{folder}")
+    assert evaluate.evaluation.folder_of(evaluate.Args(policy_path=("x",), output_dir="mine")) == Path("mine")
 
 
 # ---- mistakes --------------------------------------------------------------------------------------------------------
