@@ -3,7 +3,6 @@
 What is expected comes from the tokenizer's own chat template and from plain loops.
 """
 
-import csv
 import json
 import math
 import random
@@ -12,11 +11,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
-import pyarrow
-import pyarrow.parquet
+import pandas
 import pytest
 import torch
-from helpers import metaspace_tokenizer, tiny_config, word_tokenizer
+from helpers import metaspace_tokenizer, read_metrics, tiny_config, word_tokenizer
 from tokenizers import ByteLevelBPETokenizer, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
     AutoModelForSequenceClassification,
@@ -145,12 +143,10 @@ def write(path, table):
         path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in table), encoding="utf-8")
     elif path.suffix == ".json":
         path.write_text(json.dumps(table, indent=1))
-    elif path.suffix == ".parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(table), path)
+    elif path.suffix == ".csv":
+        pandas.DataFrame(table).to_csv(path, index=False)
     else:
-        with open(path, "w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, table[0])
-            writer.writeheader(), writer.writerows(table)
+        pandas.DataFrame(table).to_parquet(path)
     return str(path)
 
 
@@ -191,40 +187,19 @@ def test_rows_of_a_file_come_in_order_with_their_types(in_tmp, suffix, capsys):
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize(
-    "name, text, prompts",
-    [
-        ("a.json", '{"prompt": "a"}\n{"prompt": "b"}\n', ["a", "b"]),
-        ("a.jsonl", '\n{"prompt": "a"}\n\n{"prompt": "b"}', ["a", "b"]),
-        ("a.jsonl", '{"prompt": "one\u2028two\x85three"}\n{"prompt": "b"}\n', ["one\u2028two\x85three", "b"]),
-        ("a.jsonl", '\ufeff{"prompt": "a"}\n', ["a"]),
-    ],
-    ids=["lines", "blank lines", "line separators", "byte order mark"],
-)
-def test_forms_of_json(in_tmp, name, text, prompts):
-    Path(name).write_text(text, encoding="utf-8")
-    assert [row["prompt"] for row in data.read_rows(name, "--dataset")] == prompts
+def test_forms_of_json(in_tmp):
+    """A .json file may hold lines. Blank lines, a byte order mark and line separators within a string mean nothing."""
+    Path("a.json").write_text('\ufeff{"prompt": "one\u2028two\x85three"}\n\n{"prompt": "b"}', encoding="utf-8")
+    assert [row["prompt"] for row in data.read_rows("a.json", "--dataset")] == ["one\u2028two\x85three", "b"]
 
 
-@pytest.mark.parametrize(
-    "text, line",
-    [('{"n": 1}\n{"n": 2\n{"n": 3}\n', 2), ('{"n": 1}\n\n{"n": 2} x\n', 3), ('[{"n": 1},\n{"n":\n]', 3)],
-)
-def test_the_line_that_is_not_json_is_named(in_tmp, fails, text, line):
-    Path("a.json").write_text(text)
-    assert f"--dataset a.json: line {line} is not JSON" in fails(data.read_rows, "a.json", "--dataset")
-
-
-SLICES = {"": (0, 5), "[:2]": (0, 2), "[2:]": (2, 5), "[1:4]": (1, 4), "[-2:]": (3, 5), "[:-1]": (0, 4), "[:9]": (0, 5)}
-
-
-@pytest.mark.parametrize("name", ["a.json", "a.csv", "folder:a.csv", "folder:train", "folder", "mine.py:each"])
+@pytest.mark.parametrize("name", ["a.json", "a.csv", "folder:a.csv", "folder", "mine.py:each"])
 def test_rows_from_a_to_b(in_tmp, name):
     numbers = [{"n": i} for i in range(5)]
     write("a.json", numbers), write("a.csv", numbers), write("folder/a.csv", numbers)
     Path("mine.py").write_text("def each():\n    yield from ({'n': i} for i in range(5))\n")
     data.load_module.cache_clear()
-    for taken, (start, stop) in SLICES.items():
+    for taken, (start, stop) in {"": (0, 5), "[:2]": (0, 2), "[1:4]": (1, 4), "[-2:]": (3, 5), "[:9]": (0, 5)}.items():
         assert data.read_rows(f"{name}{taken}", "--dataset") == numbers[start:stop], taken
 
 
@@ -256,23 +231,20 @@ def test_a_file_of_a_hub_repository_is_asked_for_as_datasets_wants_it(monkeypatc
 @pytest.mark.parametrize(
     "spec, words",
     [
-        ("none.jsonl", "no such file"),
         ("user/no-such-data-set", "the Hub cannot be reached"),
         ("a.json[5:]", "no rows"),
-        ("a.jsonl", "no rows"),
-        ("broken.csv", "broken.csv"),
+        ("lines.json", "line 3 is not JSON"),
+        ("list.json", "line 3 is not JSON"),
         ("latin.jsonl", "UTF-8"),
         ("none.py:rows", "no such file"),
         ("mine.py:missing", "no function 'missing'"),
         ("mine.py:nothing", "no list of rows"),
-        ("wrong.jsonl", "row 2 has no column 'n' (it has ['m'])"),
         ("type.jsonl", "row 3, column 'n': 'x' is not of type int"),
     ],
 )
 def test_rows_that_cannot_be_read_are_one_line(in_tmp, fails, spec, words):
-    write("a.json", [{"n": i} for i in range(5)]), write("a.jsonl", [])
-    write("wrong.jsonl", [{"n": 1}, {"m": 2}]), write("type.jsonl", [{"n": 1}, {"n": 2}, {"n": "x"}])
-    Path("broken.csv").write_bytes(b"")
+    write("a.json", [{"n": i} for i in range(5)]), write("type.jsonl", [{"n": 1}, {"n": 2}, {"n": "x"}])
+    Path("lines.json").write_text('{"n": 1}\n\n{"n": 2} x\n'), Path("list.json").write_text('[{"n": 1},\n{"n":\n]')
     Path("latin.jsonl").write_bytes(b'{"n": "\xe9"}\n')
     Path("mine.py").write_text("def nothing(): pass\n")
     data.load_module.cache_clear()
@@ -301,14 +273,11 @@ def only_prompt(row):
         ({"prompt": "why ?"}, "why ?"),
         ({"prompt": [user("why ?")]}, [user("why ?")]),
         ({"prompt": [5, 6, 7]}, [5, 6, 7]),
-        ({"messages": [user("why ?"), assistant("so .")]}, [user("why ?")]),
         ({"messages": [user("a"), assistant("b"), user("c"), assistant("d")]}, [user("a"), assistant("b"), user("c")]),
         ({"messages": [user("a"), assistant("b"), user("c")]}, [user("a"), assistant("b"), user("c")]),
-        ({"chosen": [user("a"), assistant("b")], "rejected": [user("a"), assistant("c")]}, [user("a")]),
         ({"chosen": "Q: why? A: I can", "rejected": "Q: why? A: I cat"}, "Q: why? A: I"),
         # A column `prompt` is read as it stands, whatever stands beside it.
-        ({"prompt": "Hi? ", "messages": [user("Hi?"), assistant("Yes.")]}, "Hi? "),
-        ({"prompt": "p", "query_token": [5], "chosen": "p a", "rejected": "p b"}, "p"),
+        ({"prompt": "Hi? ", "query_token": [5], "messages": [user("Hi?"), assistant("Yes.")]}, "Hi? "),
         ({"messages": [user("m"), assistant("x")], "query_token": [5]}, [user("m")]),
         ({"query_token": [5, 6], "chosen": "p a", "rejected": "p b"}, [5, 6]),
     ],
@@ -348,34 +317,28 @@ def test_rows_of_text_are_completions_of_an_empty_prompt(in_tmp):
     assert demonstrations_of("rows.jsonl", word_tokenizer("<s> $A")) == [([BOS], [A, B, EOS]), ([BOS], [C, EOS])]
 
 
-@pytest.mark.parametrize("swapped", [False, True])
 @pytest.mark.parametrize(
     "chosen, rejected, prompt",
     [
-        ("Q: why? A: I can", "Q: why? A: I cat", "Q: why? A: I"),
         ("Q: why?\nA:\nyes", "Q: why?\nA:\nno", "Q: why?\nA:"),
-        ("\n\nHuman: hi\n\nAssistant: I am", "\n\nHuman: hi\n\nAssistant: I'm", "\n\nHuman: hi\n\nAssistant:"),
         ("say Hello world", "say Helloween", "say"),
         ("Q: x A: yes", "Q: x A: yes indeed", "Q: x A:"),
     ],
 )
-def test_an_implicit_text_prompt_ends_before_the_last_space_in_common(chosen, rejected, prompt, swapped):
-    pair = [rejected, chosen] if swapped else [chosen, rejected]
-    assert data.split_common(*pair, "row 1") == (prompt, [text[len(prompt) :] for text in pair])
+def test_an_implicit_text_prompt_ends_before_the_last_space_in_common(chosen, rejected, prompt):
+    for pair in ([chosen, rejected], [rejected, chosen]):
+        assert data.split_common(*pair, "row 1") == (prompt, [text[len(prompt) :] for text in pair])
 
 
-@pytest.mark.parametrize(
-    "start", [[user("a")], [{"role": "system", "content": "s"}, user("a"), assistant("b"), user("c")]]
-)
 @pytest.mark.parametrize(
     "chosen, rejected",
     [
-        ([assistant("x")], [assistant("y")]),
         ([assistant("x"), user("more"), assistant("z")], [assistant("x"), user("less"), assistant("z")]),
         ([assistant("x")], [assistant("x"), user("go on"), assistant("z")]),
     ],
 )
-def test_an_implicit_conversation_ends_with_the_last_common_message_that_is_no_answer(start, chosen, rejected):
+def test_an_implicit_conversation_ends_with_the_last_common_message_that_is_no_answer(chosen, rejected):
+    start = [{"role": "system", "content": "s"}, user("a"), assistant("b"), user("c")]
     for pair in ([chosen, rejected], [rejected, chosen]):
         assert data.split_common(*([*start, *answer] for answer in pair), "row 1") == (start, pair)
 
@@ -384,18 +347,14 @@ def test_an_implicit_conversation_ends_with_the_last_common_message_that_is_no_a
     "row, words",
     [
         ({"text": "b"}, "has no column 'prompt'"),
-        ({"prompt": None}, "column 'prompt'"),
         ({"prompt": [{"role": "user"}]}, "a string `role` and a string `content`"),
         ({"chosen": "yes", "rejected": "no"}, "not one prompt with two answers"),
         ({"prompt": "a"}, "has no column 'completion'"),
         ({"prompt": "a", "completion": None}, "column 'completion'"),
-        ({"prompt": "a", "completion": [5]}, "of another kind than the row's prompt"),
         ({"prompt": [user("a")], "completion": "b"}, "of another kind than the row's prompt"),
         ({"messages": [user("a"), assistant("b"), user("c")]}, "does not go on from the prompt"),
-        ({"messages": [assistant("b")]}, "of another kind than the row's prompt"),
         # UltraChat's rows, whose `prompt` is the first message alone.
         ({"prompt": "a", "messages": [user("a"), assistant("b"), user("c"), assistant("d")]}, "_template messages"),
-        ({"prompt": "a", "messages": [user("A?"), assistant("b")]}, "does not go on from the prompt"),
     ],
 )
 def test_a_row_that_cannot_be_read_is_named(fails, row, words):
@@ -420,16 +379,12 @@ def test_the_template_messages_passes_a_column_prompt_over(in_tmp):
 
 
 # ---- prompt templates ------------------------------------------------------------------------------------------------
-def test_a_template_puts_in_what_the_columns_hold_and_reads_nothing_in_it():
-    row = {"question": "{a} \\n b", "number": 7, "options": ["x", "y"], "empty": None}
-    filled = data.fill("{{Q}} {question}\\n{number} {options[1]}{empty}\n", row, "row 1")
-    assert filled == "{Q} {a} \\n b\n7 y\n"
-
-
-def test_an_empty_cell_of_a_table_is_the_empty_string(in_tmp):
+def test_a_template_puts_in_what_the_columns_hold_and_reads_nothing_in_it(in_tmp):
+    row = {"question": "{a} \\n b", "number": 7, "options": ["x", "y"]}
+    assert data.fill("{{Q}} {question}\\n{number} {options[1]}\n", row, "row 1") == "{Q} {a} \\n b\n7 y\n"
     Path("alpaca.csv").write_text("instruction,input,output\nname a colour,,red\nname a pet,small,mouse\n")
     table = data.with_prompts(data.read_rows("alpaca.csv", "--dataset"), "{instruction} {input}", "x")
-    assert [row["prompt"] for row in table] == ["name a colour ", "name a pet small"]
+    assert [row["prompt"] for row in table] == ["name a colour ", "name a pet small"]  # An empty cell is "".
 
 
 def test_every_stage_fills_the_template(in_tmp):
@@ -441,7 +396,7 @@ def test_every_stage_fills_the_template(in_tmp):
     assert comparisons_of("rows.jsonl", tokenizer, **flags) == [([[B, A, C, EOS], [B, A, 7, EOS]], 0)]
 
 
-@pytest.mark.parametrize("template", ["{", "{question", "}", "{}", "{question!z}", "{question.nothing}", "{title}"])
+@pytest.mark.parametrize("template", ["{", "{}", "{question!z}", "{question.nothing}", "{title}"])
 def test_a_template_that_cannot_be_filled_is_one_line(fails, template):
     line = fails(data.with_prompts, [{"question": "a"}], template, "--dataset rows.jsonl")
     assert "--prompt_template" in line and "row 1" in line
@@ -477,11 +432,6 @@ def test_bos_and_eos_that_stand_in_the_text_are_not_put_again():
         assert tokenizer.convert_ids_to_tokens(ids) == ["▁the", "▁cat", ".", "</s>"]
 
 
-def test_token_ids_are_encoded_as_they_are():
-    assert tokenization.encode(word_tokenizer("<s> $A"), [5, 6]) == [5, 6]
-    assert tokenization.encode(word_tokenizer("<s> $A"), [5], [7, 8]) == ([5], [7, 8])
-
-
 # ---- conversations -> token ids --------------------------------------------------------------------------------------
 @ALL_TEMPLATES
 def test_data_3_a_conversation_is_encoded_as_its_template_does(tokenizers, template):
@@ -505,10 +455,8 @@ def test_a_completion_goes_up_to_the_end_of_its_turn(tokenizers, template):
     assert tokenization.encode(tokenizer, [user("a")], [assistant("")])[1] == [tokenizer.convert_tokens_to_ids(end)]
 
 
-@pytest.mark.parametrize("last", ["", "\n"])
-def test_a_completion_without_an_end_of_its_own_gets_eos(tokenizers, last):
-    tokenizer = make_tokenizer(["<eos>"], None, eos_token="<eos>")
-    tokenizer.chat_template = PLAIN.replace("message['content'] + '\\n'", "message['content'] + " + repr(last))
+def test_a_completion_without_an_end_of_its_own_gets_eos(tokenizers):
+    tokenizer = tokenizers["plain"]
     for prompt, answer, _ in conversations(3):
         ids, completion = tokenization.encode(tokenizer, prompt, answer)
         assert completion.count(tokenizer.eos_token_id) == 1 and completion[-1] == tokenizer.eos_token_id
@@ -554,36 +502,28 @@ def test_prompts_carry_their_row_and_the_embedded_tasks_their_name(in_tmp, token
     assert held_out[0].task == "toy" and held_out[0].text == toy.rows("prompts", "test")[0]["prompt"]
 
 
-def test_take_is_of_the_training_rows_alone(in_tmp, tokenizers):
-    path = write("rows.jsonl", number_rows([3] * 8))
-    prompts, held_out = prompts_of(path, tokenizers["chatml"], take=5, eval_dataset=path)
-    assert (len(prompts), len(held_out)) == (5, 8)
-    assert len(prompts_of(path, tokenizers["chatml"], take=99)[0]) == 8
-
-
 def test_long_prompts_are_dropped_and_counted_and_rows_keep_their_numbers(in_tmp, tokenizers, capsys, fails):
+    """--take is of the training rows alone."""
     path, tokenizer = write("rows.jsonl", number_rows([9, 3, 4, 5, 9, 5, 1])), tokenizers["chatml"]
-    prompts, held_out = prompts_of(path, tokenizer, max_prompt_length=5, eval_dataset=path)
-    assert [prompt.number for prompt in prompts] == [prompt.number for prompt in held_out] == [2, 3, 4, 6, 7]
+    prompts, held_out = prompts_of(path, tokenizer, max_prompt_length=5, eval_dataset=path, take=5)
+    assert [prompt.number for prompt in prompts] == [2, 3, 4]
+    assert [prompt.number for prompt in held_out] == [2, 3, 4, 6, 7]
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(",")[0] for line in lines] == [
-        "--dataset rows.jsonl: 2 of 7 rows dropped",
+        "--dataset rows.jsonl: 2 of 5 rows dropped",
         "--eval_dataset rows.jsonl: 2 of 7 rows dropped",
     ]
-    assert "row 4 has 5 tokens; the model's context leaves room for 4" in fails(
-        prompts_of, path, tokenizer, room=4, max_prompt_length=5
-    )
     assert "no prompt has at most 0.9 tokens" in fails(
         prompts_of, write("rows.jsonl", number_rows([3])), tokenizer, response_length=1, filter_length=True
     )
 
 
-@pytest.mark.parametrize("response_length", [10, 13])
-def test_filter_length_keeps_nine_tenths_of_the_response_length(in_tmp, tokenizers, response_length):
+def test_filter_length_keeps_nine_tenths_of_the_response_length(in_tmp, tokenizers):
     write("rows.jsonl", number_rows(range(5, 17)))
-    prompts, _ = prompts_of("rows.jsonl", tokenizers["chatml"], response_length=response_length, filter_length=True)
-    kept = [n for n in range(5, 17) if 10 * n <= 9 * response_length]
-    assert [len(prompt.ids) for prompt in prompts] == kept and 0 < len(kept) < 8
+    for response_length in (10, 13):
+        flags = dict(response_length=response_length, filter_length=True)
+        kept = [len(prompt.ids) for prompt in prompts_of("rows.jsonl", tokenizers["chatml"], **flags)[0]]
+        assert kept == [n for n in range(5, 17) if 10 * n <= 9 * response_length] and 0 < len(kept) < 8
 
 
 @pytest.mark.parametrize(
@@ -600,25 +540,13 @@ def test_a_prompt_that_no_model_can_read_is_one_line(in_tmp, fails, prompt, room
     assert words in fails(prompts_of, "rows.jsonl", word_tokenizer(), room)
 
 
-def test_data_7_prompts_come_round_again_each_time_in_another_order():
-    prompts = data.Prompts(range(10))
-    stream = [i for update in range(1, 8) for i in prompts.of_update(update, 6, seed=1)]  # 42 numbers: 4 passes and 2
-    passes = [stream[i : i + 10] for i in range(0, 40, 10)]
-    assert all(sorted(numbers) == list(range(10)) for numbers in passes)
-    assert len(set(map(tuple, passes))) == 4
-    other = [i for update in range(1, 3) for i in prompts.of_update(update, 6, seed=2)]
-    assert other != stream[:12]
-    assert prompts.of_update(5, 6, seed=1) == stream[24:30]  # A resumed run need not have seen what came before.
-    assert prompts.of_update(1, 25, seed=1) == stream[:25]  # An update may take more than a pass.
-
-
-@pytest.mark.parametrize("num, world", [(7, 3), (6, 3), (1, 2), (5, 1)])
+@pytest.mark.parametrize("num, world", [(7, 3), (6, 3), (1, 2)])
 def test_the_shares_of_all_processes_are_equally_long_and_hold_every_number_once(num, world):
-    device = torch.device("cpu")
-    accelerators = [SimpleNamespace(num_processes=world, process_index=i, device=device) for i in range(world)]
+    accelerators = [SimpleNamespace(num_processes=world, process_index=i, device="cpu") for i in range(world)]
     shares = [data.my_share(num, accelerator).tolist() for accelerator in accelerators]
+    numbers = [i for share in shares for i in share]
     assert {len(share) for share in shares} == {math.ceil(num / world)}
-    assert sum(shares, [])[:num] == list(range(num)) and min([num, *sum(shares, [])[num:]]) == num  # noqa: RUF017
+    assert numbers[:num] == list(range(num)) and all(i >= num for i in numbers[num:])
 
 
 # ---- demonstrations --------------------------------------------------------------------------------------------------
@@ -631,50 +559,40 @@ def test_demonstrations_have_limits_and_keep_their_numbers(in_tmp, fails):
     assert len(demonstrations_of("rows.jsonl", tokenizer, take=2)) == 2
     line = fails(demonstrations_of, "rows.jsonl", tokenizer, context=10, max_prompt_length=3)
     assert "row 4 has 11 tokens" in line and "the model's context is 10; shorten the row, or with" in line
-    line = fails(demonstrations_of, "rows.jsonl", tokenizer, context=10)
-    assert "row 1 has 11 tokens" in line and "the model's context is 10; --max_prompt_length" in line
-    table = [{"prompt": "a a a", "completion": "b"}]
-    line = fails(data.encode_demonstrations, table, "--eval_dataset x", tokenizer, 10, num_sampled=8)
-    assert "row 1: its prompt and --response_length 8 exceed the context of 10; --max_prompt_length 2" in line
+    assert "--max_prompt_length" in fails(demonstrations_of, "rows.jsonl", tokenizer, context=10)
 
 
-def test_empty_texts_are_counted_and_the_first_one_is_named(in_tmp, capsys):
-    write("rows.jsonl", [{"prompt": prompt, "completion": text} for prompt, text in ("ab", ("", "c"), "a ", "b ")])
-    demonstrations_of("rows.jsonl", word_tokenizer())
-    said = capsys.readouterr().out
-    assert "warning: --dataset rows.jsonl: rows with an empty completion: 2, the first one is row 3" in said
-    assert "rows with an empty prompt: 1, the first one is row 2" in said
-    write("texts.jsonl", [{"text": "a b"}] * 2)
-    demonstrations_of("texts.jsonl", word_tokenizer())
+@pytest.mark.parametrize("read", [demonstrations_of, comparisons_of])
+def test_rows_that_teach_nothing_are_counted_and_the_first_one_is_named(in_tmp, capsys, read):
+    pairs = ("d", "a", "b"), ("d", "b", "b"), ("", "", "b"), ("d", "c", "c"), ("d", "c", "b")
+    write("rows.jsonl", [{"prompt": p, "completion": a, "chosen": a, "rejected": b} for p, a, b in pairs])
+    read("rows.jsonl", word_tokenizer())
+    said, name = capsys.readouterr().out, "completion" if read is demonstrations_of else "candidate"
+    assert f"warning: --dataset rows.jsonl: rows with an empty {name}: 1, the first one is row 3" in said
+    assert "rows with an empty prompt: 1, the first one is row 3" in said
+    same = "--dataset rows.jsonl: rows whose candidates are all the same: 2, the first one is row 2"
+    assert (same in said) == (read is comparisons_of)
+    candidates = {"prompt": "d", "candidates": ["a", "a", "b"], "best": 2}
+    good = [{"text": "a b"} if read is demonstrations_of else candidates]
+    read(write("good.jsonl", good), word_tokenizer())
     assert "warning" not in capsys.readouterr().out
 
 
 # ---- comparisons -----------------------------------------------------------------------------------------------------
-def test_comparisons_that_teach_nothing_are_counted_and_the_first_one_is_named(in_tmp, capsys):
-    pairs = ("a", "b"), ("b", "b"), ("a", " "), ("c", "c"), ("c", "b")
-    write("rows.jsonl", [{"prompt": "d", "chosen": a, "rejected": b} for a, b in pairs])
-    comparisons_of("rows.jsonl", word_tokenizer())
-    said = capsys.readouterr().out
-    assert "--dataset rows.jsonl: rows whose candidates are all the same: 2, the first one is row 2" in said
-    assert "--dataset rows.jsonl: rows with an empty candidate: 1, the first one is row 3" in said
-    write("rows.jsonl", [{"prompt": "d", "candidates": ["a", "a", "b"], "best": 2}] * 2)
-    comparisons_of("rows.jsonl", word_tokenizer())
-    assert "warning" not in capsys.readouterr().out
-
-
-def test_comparisons_of_text_are_the_prompt_and_each_candidate(in_tmp):
+def test_comparisons_of_text_are_the_prompt_and_each_candidate(in_tmp, fails):
     write("rows.jsonl", [{"prompt": "a b", "candidates": ["c", "a", "b"], "best": 2}])
     expected = [[A, B, C, EOS], [A, B, A, EOS], [A, B, B, EOS]]
     assert comparisons_of("rows.jsonl", word_tokenizer()) == [(expected, 2)]
+    write("two.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}])
+    line = fails(comparisons_of, "two.jsonl", word_tokenizer(), eval_dataset="rows.jsonl")
+    assert "--eval_dataset rows.jsonl: 3 candidates a row, but 2 in --dataset two.jsonl" in line
 
 
 @pytest.mark.parametrize(
     "change, words",
     [
         ({"candidates": ["a"]}, "must hold 2 strings, in every row alike"),
-        ({"candidates": ["a", 3]}, "'candidates'"),
         ({"candidates": ["a", "a " * 40]}, "43 tokens; the model's context is 32"),
-        ({"best": 2}, "2 is no index of its candidates"),
         ({"best": None}, "'best'"),
     ],
 )
@@ -682,13 +600,6 @@ def test_a_comparison_that_cannot_be_read_is_named(in_tmp, fails, change, words)
     row = {"prompt": "a b", "candidates": ["c", "d"], "best": 0}
     line = fails(comparisons_of, write("rows.jsonl", [row, row | change]), word_tokenizer(), context=32)
     assert "--dataset rows.jsonl: row 2" in line and words in line
-
-
-def test_held_out_comparisons_have_as_many_candidates(in_tmp, fails):
-    write("two.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}])
-    write("three.jsonl", [{"prompt": "a", "candidates": ["b", "c", "d"], "best": 0}])
-    line = fails(comparisons_of, "two.jsonl", word_tokenizer(), eval_dataset="three.jsonl")
-    assert "--eval_dataset three.jsonl: 3 candidates a row, but 2 in --dataset two.jsonl" in line
 
 
 # ---- the labels of lm-human-preferences ------------------------------------------------------------------------------
@@ -702,18 +613,9 @@ def label_rows(number=32):
         query = [rng.randrange(1, NUM_WORDS) for _ in range(rng.randint(3, 10))]
         row = {f"sample{k}": rng.choices(range(1, NUM_WORDS), k=R) for k in (2, 3, 0, 1)}  # in no order, as there
         table.append(row | {"query": query + [PAD] * (10 - len(query)), "best": i % 4})
-    table[1]["sample2"][2:] = [PAD] * (R - 2)
-    table[1]["query"] = [PAD, 3, 4, 5, PAD, 6, 9, PAD, PAD, PAD]
+    table[1] |= {"sample2": [*table[1]["sample2"][:2], *[PAD] * (R - 2)], "query": [PAD, 3, 4, PAD, 6, 9, *[PAD] * 4]}
     table[2]["query"] = [PAD] * 10
     return table
-
-
-def real(ids):
-    return [i for i in ids if i != PAD]
-
-
-def label_candidates(table):
-    return [([real(row["query"]) + real(row[f"sample{k}"]) for k in range(4)], row["best"]) for row in table]
 
 
 @pytest.fixture
@@ -727,11 +629,13 @@ def of_labels():
 def test_data_4_the_token_ids_of_labels_are_kept_without_their_padding(in_tmp, of_labels):
     """No EOS is put, whatever the file's form is."""
     table = label_rows()
+    real = [{k: [i for i in x if i != PAD] for k, x in row.items() if k != "best"} for row in table]
+    expected = [[row["query"] + row[f"sample{k}"] for k in range(4)] for row in real]
     write("labels.json", table), write("lines.jsonl", table)
     write("folder/sentiment/offline_5k.json", table), write("folder/other/offline_5k.json", table[:3])
     for spec in ("labels.json", "lines.jsonl", "folder:sentiment/offline_5k.json"):
         found = comparisons_of(f"{spec}[:20]", of_labels, eval_dataset=f"{spec}[20:]")
-        assert found == label_candidates(table)
+        assert found == [(ids, row["best"]) for ids, row in zip(expected, table, strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -739,34 +643,19 @@ def test_data_4_the_token_ids_of_labels_are_kept_without_their_padding(in_tmp, o
     [
         ({"best": 4}, "column 'best': 4 is no index of its candidates"),
         ({"sample3": None}, "'sample3'"),
-        ({"sample2": [3, "w3"]}, "'sample2'"),
         ({"sample1": [3, NUM_WORDS]}, "'sample1': id 40 is neither"),
+        # The padding that somebody replaced by his tokenizer's: the library would read no score there.
+        ({"sample1": [3, 39]}, "'sample1': id 39 is neither"),
         ({"sample1": [3] * 40}, "tokens; the model's context is 32"),
     ],
 )
 def test_a_label_that_cannot_be_read_is_named(in_tmp, fails, of_labels, change, words):
-    table = label_rows(4)
-    table[1] |= change
-    line = fails(comparisons_of, write("labels.json", table), of_labels, context=32)
+    of_labels.pad_token, table = "w39", [{f"sample{k}": [5, 6] for k in range(4)} | {"query": [7], "best": 0}] * 2
+    line = fails(comparisons_of, write("labels.json", [table[0], table[1] | change]), of_labels, context=32)
     assert "--dataset labels.json: row 2" in line and words in line
 
 
-def test_the_models_own_padding_is_no_token_of_a_label(in_tmp, fails, of_labels):
-    """A file whose padding somebody replaced by his tokenizer's: the library would read no score there."""
-    of_labels.pad_token, table = "w39", label_rows(4)
-    table[0] = {column: [5, 6] for column in table[0]} | {"best": 0}
-    table[1] = table[0] | {"sample1": [3, 39]}
-    assert "row 2, column 'sample1': id 39 " in fails(comparisons_of, write("labels.json", table[:2]), of_labels)
-
-
 # ---- folders with the shape of repositories of the Hub ---------------------------------------------------------------
-def save_splits(folder, **splits):
-    """A folder as the Hub has it, of {split: rows}."""
-    for name, table in splits.items():
-        write(f"{folder}/data/{name}-00000-of-00001.parquet", table)
-    return folder
-
-
 @pytest.mark.parametrize("padding", ["unknown", "pad token"])
 def test_the_columns_of_n_plus(in_tmp, tokenizers, padding):
     """vwxyzjn/summarize_from_feedback_..: token ids, filled up on one side."""
@@ -784,13 +673,11 @@ def test_the_columns_of_n_plus(in_tmp, tokenizers, padding):
         })  # fmt: skip
         expected.append((ids, answers))
     summaries = [{k: v for k, v in row.items() if not re.match("chosen|rejected|choice", k)} for row in table]
-    pairs = [{k: v for k, v in row.items() if "reference" not in k} for row in table]
-    save_splits("summaries", train=summaries), save_splits("pairs", train=pairs)
+    write("summaries/data/train-00000-of-00001.parquet", summaries), write("pairs/data/train.parquet", table)
     assert [p.ids for p in prompts_of("summaries", tokenizer)[0]] == [ids for ids, _ in expected]
     assert demonstrations_of("summaries", tokenizer) == [(ids, answers[0]) for ids, answers in expected]
-    assert comparisons_of("pairs", tokenizer) == [
-        ([ids + answer for answer in answers], 0) for ids, answers in expected
-    ]
+    joined = [([ids + answer for answer in answers], 0) for ids, answers in expected]
+    assert comparisons_of("pairs", tokenizer) == joined
 
 
 # ---- whole stages on conversations -----------------------------------------------------------------------------------
@@ -800,12 +687,10 @@ def test_the_stages_follow_each_other_on_conversations(in_tmp, tokenizers):
     torch.manual_seed(0)
     GPTNeoXForCausalLM(tiny_config(vocab_size=len(tokenizer), max_position_embeddings=512)).save_pretrained("base")
     tokenizer.save_pretrained("base")
-    write("sft.jsonl", [{"messages": prompt + answer} for prompt, answer, _ in found])
-    write("pairs.jsonl", [{"chosen": prompt + a, "rejected": prompt + b} for prompt, a, b in found])
-    sizes = dict(batch_size=8, response_length=8, learning_rate=1e-3, eval_dataset="sft.jsonl", overwrite=True)
-    train_sft.main(train_sft.Args(dataset="sft.jsonl", base_model="base", output_dir="sft", run_name="sft", **sizes))
-    sizes |= {"sft_model_path": "sft", "eval_dataset": "pairs.jsonl"}
-    done = train_reward.main(train_reward.Args(dataset="pairs.jsonl", output_dir="rm", run_name="rm", **sizes))
+    write("rows.jsonl", [{"messages": p + a, "chosen": p + a, "rejected": p + b} for p, a, b in found])
+    flags = dict(dataset="rows.jsonl", eval_dataset="rows.jsonl", batch_size=8, response_length=8, overwrite=True)
+    train_sft.main(train_sft.Args(base_model="base", output_dir="sft", **flags))
+    done = train_reward.main(train_reward.Args(sft_model_path="sft", output_dir="rm", **flags))
     model = AutoModelForSequenceClassification.from_pretrained("rm").eval()
     with torch.no_grad():
         scores = [
@@ -814,10 +699,7 @@ def test_the_stages_follow_each_other_on_conversations(in_tmp, tokenizers):
         ]
     loss = sum(math.log1p(math.exp(b - a)) for a, b in scores) / len(scores)
     assert done["metrics"]["eval/rm/loss"] == pytest.approx(loss, rel=1e-4)
-    sizes |= dict(dataset="pairs.jsonl", reward_model_path="rm", batch_size=16, total_episodes=32, num_mini_batches=1)
-    train_rloo.main(train_rloo.Args(output_dir="rloo", run_name="rloo", num_ppo_epochs=1, **sizes))
-    rewards = [
-        json.loads(line)["objective/rlhf_reward"] for line in Path("runs/rloo/metrics.jsonl").open() if "rlhf" in line
-    ]
-    assert len(rewards) == 2 and all(map(math.isfinite, rewards))
+    flags |= dict(sft_model_path="sft", reward_model_path="rm", total_episodes=16, num_mini_batches=1, batch_size=16)
+    run = train_rloo.main(train_rloo.Args(output_dir="rloo", **flags))["run"]
+    assert all(math.isfinite(row["objective/rlhf_reward"]) for row in read_metrics(run) if row["update"])
     assert template_ids(AutoTokenizer.from_pretrained("rloo"), found[0][0]) == template_ids(tokenizer, found[0][0])
