@@ -54,10 +54,11 @@ def parse(args_class, argv=None, defaults=None, by_size=False):
     if path:
         with reading("--config", path):
             config = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    if unknown := [key for key in config if key not in fields]:
+        close = {name: key for key in unknown for name in difflib.get_close_matches(key, fields, 1)}
+        hint = f"; did you mean {', '.join(map(repr, close))}?" if close else ""
+        fail(f"--config {path}: unknown key{'s' * (len(unknown) > 1)} {', '.join(map(repr, unknown))}{hint}")
     for key, value in config.items():
-        if key not in fields:
-            hints = [f"; did you mean {name!r}?" for name in difflib.get_close_matches(key, fields, 1)]
-            fail(f"--config {path}: unknown key {key!r}{''.join(hints)}")
         try:
             with contextlib.redirect_stderr(io.StringIO()):
                 tyro.cli(args_class, args=as_words(key, value))

@@ -28,7 +28,7 @@ PLAIN |= dict(reward_fn_format="text", reward_fn_weights=())
 def signs(metrics, first, args, precision, is_last=False):
     """{name: (whether it shows, what is seen, what to do)}.
 
-    Args: metrics of an update, with its same_start; first, those of the first update; precision, the type that matrices
+    Args: metrics of an update, with its same_ends; first, those of the first update; precision, the type that matrices
     are multiplied in; is_last, whether the run ends with this update.
     """
     moved = abs(metrics.get("eval/objective/kl", metrics["objective/kl"]))
@@ -37,7 +37,7 @@ def signs(metrics, first, args, precision, is_last=False):
     kl_bound = max(8.0, min(0.5 * length, 25.0), 0.25 * length)  # nats per response: half to a quarter of one per token
     gap = max(metrics.get("val/first_ratio", 1) - 1, metrics["val/logprob_gap"])
     gap_bound = 0.01 if precision == "fp32" else 0.5
-    alike, alike_first = metrics["same_start"], first["same_start"]
+    alike = list(zip(metrics["same_ends"], first["same_ends"], strict=True))  # (now, at first) of beginnings and of ends
     ended, same = metrics["val/num_stop_token_ids"] / args.batch_size, metrics["val/equal_scores"]
     groups = f"{same:.0%} of the prompts have responses of equal score, above 50 %", "more responses to each"
     if getattr(args, "rloo_k", getattr(args, "group_size", 1)) == 1:  # PPO has one response to a prompt.
@@ -80,8 +80,9 @@ def signs(metrics, first, args, precision, is_last=False):
             "the policy repeats itself: raise --kl_coef, or lower --learning_rate",
         ),
         "narrow": (
-            alike > max(0.5, 2 * alike_first),
-            f"{alike:.0%} of the responses begin with the same 4 tokens, in the first update {alike_first:.0%}",
+            any(now > max(0.5, 2 * then) for now, then in alike),
+            "{:.0%} of the responses begin with the same 4 tokens, in the first update {:.0%}; ".format(*alike[0])
+            + "{:.0%} end with the same 2, in the first update {:.0%}".format(*alike[1]),
             "read the samples, since the policy may write one text to all prompts: raise --kl_coef, or stop earlier",
         ),
         "length": (
@@ -92,10 +93,12 @@ def signs(metrics, first, args, precision, is_last=False):
     }
 
 
-def same_start(responses, mask):
-    """The share of the responses [N, R] that begin with the four tokens with which most of them begin."""
-    counts = torch.where(mask, responses, -1)[:, :4].unique(dim=0, return_counts=True)[1]
-    return counts.max().item() / len(responses)
+def same_ends(responses, mask):
+    """The largest shares of the responses [N, R] that begin with the same 4 tokens, and that end with the same 2."""
+    tokens = torch.where(mask, responses, -1)
+    last = (mask.sum(1, keepdim=True) + torch.tensor([-2, -1], device=mask.device)).clamp(min=0)  # [N, 2]
+    groups = tokens[:, :4], tokens.gather(1, last)
+    return [x.unique(dim=0, return_counts=True)[1].max().item() / len(x) for x in groups]
 
 
 def has_end(args):
@@ -117,8 +120,8 @@ class Health:
         """
         if "val/equal_scores" not in metrics:
             return {}, []
-        metrics = metrics | {"same_start": same_start(*samples[1:3])}
-        kept = "policy/entropy_avg", "val/sequence_lengths", "same_start"
+        metrics = metrics | {"same_ends": same_ends(*samples[1:3])}
+        kept = "policy/entropy_avg", "val/sequence_lengths", "same_ends"
         self.memory["first"] = self.memory["first"] or {name: metrics[name] for name in kept}
         precision, is_last = engines.precision(self.accelerator), metrics["update"] == self.num_updates
         found = signs(metrics, self.memory["first"], self.args, precision, is_last)

@@ -124,7 +124,7 @@ def test_a_flag_of_several_values_may_be_given_again_and_again(toml):
     [
         ("batch_sise = 3", "unknown key 'batch_sise'; did you mean 'batch_size'?"),
         ("batch-size = 3", "unknown key 'batch-size'; did you mean 'batch_size'?"),
-        ("zzz = 3", "unknown key 'zzz'"),
+        ("zzz = 3\nqqq = 4", "unknown keys 'zzz', 'qqq'"),
         ("batch_size = = 3", "line 1"),
         ('learning_rate = "fast"', "learning_rate = 'fast' is not of that flag's type"),
         ("batch_size = 1.5", "batch_size = 1.5 is not"),

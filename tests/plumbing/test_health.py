@@ -16,9 +16,9 @@ from rlhf_details.plumbing import health, models
 HEALTHY = {
     "objective/kl": 5.0, "policy/clipfrac_avg": 0.1, "val/first_ratio": 1.00001, "val/logprob_gap": 1e-5,
     "val/num_stop_token_ids": 90, "val/equal_scores": 0.1, "policy/entropy_avg": 1.0, "val/sequence_lengths": 20.0,
-    "same_start": 0.2,
+    "same_ends": [0.2, 0.1],
 }  # fmt: skip
-FIRST = {"policy/entropy_avg": 2.0, "val/sequence_lengths": 20.0, "same_start": 0.2}
+FIRST = {"policy/entropy_avg": 2.0, "val/sequence_lengths": 20.0, "same_ends": [0.2, 0.1]}
 THRESHOLDS = {  # metric: [(sign, fine, ill)]
     "objective/kl": [("kl", 9.9, 10.1)],
     "policy/clipfrac_avg": [("clipfrac", 0.29, 0.31)],
@@ -27,7 +27,7 @@ THRESHOLDS = {  # metric: [(sign, fine, ill)]
     "val/num_stop_token_ids": [("truncated", 5, 4)],  # of 100
     "val/equal_scores": [("reward_variance", 0.5, 0.51)],
     "policy/entropy_avg": [("entropy", 0.41, 0.39)],
-    "same_start": [("narrow", 0.5, 0.51)],
+    "same_ends": [("narrow", [0.5, 0.5], [0.51, 0.1]), ("narrow", [0.2, 0.5], [0.2, 0.51])],
     "val/sequence_lengths": [("length", 39.9, 40.1), ("length", 10.1, 9.9)],
 }
 SIGNS = {"kl", "kl_zero", "clipfrac", "first_ratio", "truncated", "reward_variance", "entropy", "narrow", "length"}
@@ -57,18 +57,19 @@ def test_the_limit_of_the_kl_follows_the_length(length, bound):
     assert showing({"val/sequence_lengths": length, "objective/kl": bound + 0.1}, args, **first) == {"kl"}
 
 
-def test_responses_that_begin_alike_from_the_first_update_on_show_only_where_the_share_doubles():
+def test_responses_that_are_alike_from_the_first_update_on_show_only_where_the_share_doubles():
     args = train_rloo.Args(batch_size=16)
-    assert showing({"same_start": 0.79}, args, same_start=0.4) == set()
-    assert showing({"same_start": 0.81}, args, same_start=0.4) == {"narrow"}
+    assert showing({"same_ends": [0.79, 0.9]}, args, same_ends=[0.4, 0.5]) == set()
+    assert showing({"same_ends": [0.81, 0.9]}, args, same_ends=[0.4, 0.5]) == {"narrow"}
 
 
-def test_a_start_is_of_four_real_tokens():
+def test_a_beginning_has_four_real_tokens_and_an_end_two():
     responses = torch.tensor([[1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 2, 3, 4, 0], [1, 2, 3, 0, 0], [1, 2, 3, 0, 9]])
     mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 1, 1], [1, 1, 1, 1, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]).bool()
-    assert health.same_start(responses, mask) == 3 / 5
-    assert health.same_start(responses[3:], mask[3:]) == 1 / 2  # Padding is not token 0.
-    assert health.same_start(responses[:, :2], mask[:, :2]) == 1
+    assert health.same_ends(responses, mask) == [3 / 5, 1 / 5]
+    assert health.same_ends(responses[3:], mask[3:]) == [1 / 2, 1 / 2]  # Padding is not token 0.
+    assert health.same_ends(responses[:, :2], mask[:, :2]) == [1, 1]
+    assert health.same_ends(responses[2:4, 2:], mask[2:4, 2:]) == [1 / 2, 1 / 2]  # 3 4 and 3 alone
 
 
 def test_bf16_and_runs_without_an_end_have_other_bounds():
