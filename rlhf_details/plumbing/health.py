@@ -37,7 +37,7 @@ def signs(metrics, first, args, precision, is_last=False):
     kl_bound = max(8.0, min(0.5 * length, 25.0), 0.25 * length)  # nats per response: half to a quarter of one per token
     gap = max(metrics.get("val/first_ratio", 1) - 1, metrics["val/logprob_gap"])
     gap_bound = 0.01 if precision == "fp32" else 0.5
-    alike = list(zip(metrics["same_ends"], first["same_ends"], strict=True))  # (now, at first) of beginnings and of ends
+    alike = list(zip(metrics["same_ends"], first["same_ends"], strict=True))  # (now, at first): start, end
     ended, same = metrics["val/num_stop_token_ids"] / args.batch_size, metrics["val/equal_scores"]
     groups = f"{same:.0%} of the prompts have responses of equal score, above 50 %", "more responses to each"
     if getattr(args, "rloo_k", getattr(args, "group_size", 1)) == 1:  # PPO has one response to a prompt.
