@@ -16,11 +16,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import annotate
-import compare
-import index_pages
-import watch
-from source import DIFFS, ROOT, SCRIPTS, Mistake
+try:
+    import annotate
+    import compare
+    import index_pages
+    import watch
+    from source import DIFFS, ROOT, SCRIPTS, Mistake
+except ModuleNotFoundError as e:
+    sys.exit(f'error: the site needs {e.name}: pip install -c constraints.txt -e ".[docs]"')
 
 DOCS = Path(__file__).resolve().parent
 FOLDERS = "guides", "evidence"  # of pages that are written by hand

@@ -269,9 +269,9 @@ def load_dataset(flag, spec, name, **options):
     datasets.disable_progress_bars(), datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     name, revision = errors.split(name)
     options |= {"revision": revision} if revision else {}
-    if not os.path.exists(spec):
-        errors.announce(name)
     with cli.reading(flag, spec):
+        if not os.path.exists(spec):
+            errors.announce(name)
         return [dict(row) for row in datasets.load_dataset(name, **options)]
 
 

@@ -69,7 +69,12 @@ def split(source):
 
 @functools.cache
 def announce(source):
-    """Says, once for each source, that it is sought on the Hub, because without a network that takes a minute."""
+    """Says, once for each source, that it is sought on the Hub, because without a network that takes a minute.
+
+    The scripts write into the folder models/, so a path below it is a folder here, and an error where there is none.
+    """
+    if str(source).startswith("models/") and not os.path.exists(source):
+        raise FileNotFoundError(source)
     if not os.path.exists(source):
         say(f"{source}: no such file or folder here, so it is read from the Hugging Face Hub")
 

@@ -48,10 +48,10 @@ def signs(metrics, first, args, precision, is_last=False):
             f"the KL to the reference is {kl:.1f} nats per response, above {kl_bound:g}",
             "the policy over-optimises the reward: raise --kl_coef, lower --learning_rate, or stop earlier",
         ),
-        # At a KL of 0.01 the chance of no event has changed by more than sqrt(0.01 / 2) = 0.07 (Pinsker's inequality).
+        # At a KL of 0.02 the chance of no event has changed by more than sqrt(0.02 / 2) = 0.1 (Pinsker's inequality).
         "kl_zero": (
-            is_last and moved < 0.01,
-            f"at the run's end the KL to the reference is {moved:.4f} nats per response, below 0.01",
+            is_last and moved < 0.02,
+            f"at the run's end the KL to the reference is {moved:.4f} nats per response, below 0.02",
             "the policy has hardly moved: raise --learning_rate (the pages' own suit a model of 1 B), or train longer",
         ),
         "clipfrac": (

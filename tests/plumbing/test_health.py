@@ -90,9 +90,9 @@ def test_equal_scores_are_those_of_a_prompts_responses_or_of_the_whole_batch():
 def test_a_kl_that_is_zero_shows_at_the_end_alone():
     args = train_rloo.Args(batch_size=100)
     for metrics, shows in [
-        ({"objective/kl": 0.009}, True),
-        ({"objective/kl": -0.009}, True),
-        ({"objective/kl": 0.011}, False),
+        ({"objective/kl": 0.019}, True),
+        ({"objective/kl": -0.019}, True),
+        ({"objective/kl": 0.021}, False),
         ({"objective/kl": 0.0, "eval/objective/kl": 0.1}, False),  # The held-out KL is that after the last step.
         ({"objective/kl": 1.0, "eval/objective/kl": 0.0}, True),
     ]:
@@ -186,5 +186,5 @@ def test_a_resumed_run_does_not_repeat_what_was_said(tiny, few_prompts, in_tmp, 
     assert "reward_variance" in state["health"]["said"] and state["health"]["first"].keys() == FIRST.keys()
     shutil.rmtree("runs/run/checkpoints/000004")
     train_rloo.main(rloo_args(tiny, **FUNCTION, **options, resume=True))
-    assert warnings_in(capsys) == []
+    assert "reward_variance" not in warnings_in(capsys)
     assert [row["health/reward_variance"] for row in read_metrics("runs/run")] == [1.0] * 4

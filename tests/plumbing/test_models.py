@@ -48,8 +48,9 @@ def test_a_tokenizer_is_loaded_and_must_have_an_eos_token(tiny, in_tmp, fails):
     tiny_config().save_pretrained("no_tokenizer")
     line = fails(models.load_tokenizer, "no_tokenizer", "--base_model", FLAGS)
     assert "--base_model no_tokenizer: has no tokenizer" in line
-    line = fails(models.load_tokenizer, "no/such/folder", "--base_model", FLAGS)
-    assert "--base_model no/such/folder: no such file or folder" in line
+    for path in ("no/such/folder", "models/nope"):
+        line = fails(models.load_tokenizer, path, "--base_model", FLAGS)
+        assert f"--base_model {path}: no such file or folder" in line
 
 
 @pytest.mark.parametrize("unk", ["<unk>", None])
