@@ -10,7 +10,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import create_autospec
 
+import huggingface_hub
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
@@ -180,6 +183,26 @@ def record(monkeypatch, module, *names):
     for name in names:
         replace(name, getattr(module, name), calls[name])
     return calls
+
+
+def fake_hub(monkeypatch):
+    """Puts a stand-in in the place of huggingface_hub.HfApi: an object with the repositories' `files`, {name: {path:
+    bytes}}. `api` has the methods of a real one, with their signatures, and a test may give them a `side_effect`."""
+    files, api = {}, create_autospec(huggingface_hub.HfApi, instance=True)
+
+    def create_repo(name, **options):
+        files.setdefault(name := name if "/" in name else f"someone/{name}", {})
+        return SimpleNamespace(repo_id=name)
+
+    def upload_folder(repo_id, folder_path, **options):
+        paths = [path for path in Path(folder_path).rglob("*") if path.is_file()]
+        files[repo_id] |= {str(path.relative_to(folder_path)): path.read_bytes() for path in paths}
+        return SimpleNamespace(commit_url=f"https://huggingface.co/{repo_id}/commit/1")
+
+    api.create_repo.side_effect, api.upload_folder.side_effect = create_repo, upload_folder
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: api)
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: "hf_dummy")
+    return SimpleNamespace(files=files, api=api)
 
 
 # ---- other processes -------------------------------------------------------------------------------------------------

@@ -8,13 +8,14 @@ import re
 import shlex
 import shutil
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import yaml
-from helpers import PAGES, page_args, read_metrics
-from hub_server import Hub, point_at
+from helpers import PAGES, fake_hub, page_args, read_metrics
+from huggingface_hub import constants
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 from short_runs import error_line, write_rows
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf_details import toy, train_reward, train_rloo, train_sft
 from rlhf_details.plumbing import cli, errors, hub, models
@@ -22,9 +23,13 @@ from rlhf_details.plumbing import cli, errors, hub, models
 
 @pytest.fixture
 def server(monkeypatch):
-    with Hub() as server:
-        point_at(monkeypatch, server)
-        yield server
+    return fake_hub(monkeypatch)
+
+
+@pytest.fixture
+def offline_hub(monkeypatch):
+    """Repositories are read from a cache in the test's folder."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True), monkeypatch.setattr(constants, "HF_HUB_CACHE", "cache")
 
 
 def start(script, tiny, **changes):
@@ -51,15 +56,18 @@ def read_card(text):
     return yaml.safe_load(front), body
 
 
-def put(server, name, folder):
-    """Makes a folder a repository of the server, or NAME@BRANCH a branch of one."""
-    server.files[name] = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+def put_into_cache(name, folder, revision="main"):
+    """Makes a folder a revision of a repository that has been downloaded."""
+    kept = Path(constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}")
+    shutil.copytree(folder, kept / "snapshots" / revision)
+    (kept / "refs").mkdir(exist_ok=True)
+    (kept / "refs" / revision).write_text(revision)
 
 
 # ---- models of the Hub -----------------------------------------------------------------------------------------------
-def test_a_name_may_end_in_a_revision(server, tiny, ragged, in_tmp, fails):
+def test_a_name_may_end_in_a_revision(tiny, ragged, in_tmp, fails, offline_hub):
     for kind in ("policy", "reward"):
-        put(server, f"org/{kind}", tiny / kind), put(server, f"org/{kind}@v1", ragged / kind)
+        put_into_cache(f"org/{kind}", tiny / kind), put_into_cache(f"org/{kind}", ragged / kind, "v1")
     flags = train_rloo.Args()
     for revision, folder in {"": tiny, "@v1": ragged}.items():
         found = models.load_policy(f"org/policy{revision}", "--sft_model_path", flags)
@@ -67,8 +75,24 @@ def test_a_name_may_end_in_a_revision(server, tiny, ragged, in_tmp, fails):
         found = models.load_reward_model(f"org/reward{revision}", flags)
         assert getattr(found.config, "reward_bias", None) == (0.7 if revision else None)
         assert models.load_tokenizer(f"org/policy{revision}", "--sft_model_path", flags).eos_token
-    line = fails(models.load_policy, "org/policy@v2", "--sft_model_path", flags)
-    assert "org/policy@v2" in line and "no such revision" in line
+    assert "the Hub cannot be reached" in fails(models.load_policy, "org/policy@v2", "--sft_model_path", flags)
+
+
+@pytest.mark.parametrize(
+    "kind, words",
+    [(RevisionNotFoundError, "no such revision"), (RepositoryNotFoundError, "no such repository"),
+     (GatedRepoError, "its owners give access on request")],
+)  # fmt: skip
+def test_why_a_model_of_the_hub_cannot_be_read(in_tmp, fails, monkeypatch, kind, words):
+    """The Hub's answer, which the library raises as an error of another kind."""
+
+    def refuse(*args, **options):
+        raise kind("no", response=MagicMock())
+
+    monkeypatch.setattr("transformers.utils.hub.hf_hub_download", refuse)
+    for load in (models.load_policy, models.load_tokenizer):
+        line = fails(load, "org/it@v1", "--sft_model_path", train_rloo.Args())
+        assert "--sft_model_path org/it@v1" in line and words in line
 
 
 def test_a_local_folder_may_have_an_at_sign_in_its_name(tiny, in_tmp):
@@ -77,23 +101,13 @@ def test_a_local_folder_may_have_an_at_sign_in_its_name(tiny, in_tmp):
     assert errors.split("model@home") == ("model@home", None) != errors.split("model@work")
 
 
-def test_adapters_remember_the_revision_of_their_base(server, in_tmp):
+def test_adapters_remember_the_revision_of_their_base(in_tmp):
     pytest.importorskip("peft")
     for name, revision in {"with": "v1", "without": None}.items():
         Path(name).mkdir()
         config = {"base_model_name_or_path": "org/policy", "revision": revision}
         Path(name, "adapter_config.json").write_text(json.dumps(config))
     assert [models.base_of(name, "--x") for name in ("with", "without")] == ["org/policy@v1", "org/policy"]
-
-
-def test_why_a_model_of_the_hub_cannot_be_read(server, in_tmp, fails, monkeypatch):
-    flags = train_rloo.Args()
-    reasons = {"org/nothing": "no such repository", "no/such/folder": "no such file"}
-    for path, words in reasons.items():
-        assert words in fails(models.load_policy, path, "--sft_model_path", flags)
-    assert "no such repository" in fails(models.load_tokenizer, "org/nothing", "--sft_model_path", flags)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert "the Hub cannot be reached" in fails(models.load_policy, "org/nothing", "--sft_model_path", flags)
 
 
 # ---- the card --------------------------------------------------------------------------------------------------------
@@ -161,42 +175,39 @@ def test_a_card_names_what_is_on_the_hub_and_nothing_else(in_tmp):
 
 # ---- the Hub ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("script", ["train_rloo", "train_reward"])
-def test_a_pushed_model_comes_back_from_the_hub_as_it_is_on_disk(tiny, in_tmp, server, capsys, script):
+def test_the_model_is_pushed_as_it_is_on_disk(tiny, in_tmp, server, capsys, script):
     start(script, tiny, push_to_hub=True)
-    assert server.created == ["someone/models-out"] and "pushed to someone/models-out" in capsys.readouterr().out
-    on_disk = {path.name: path.read_bytes() for path in Path("models/out").iterdir()}
-    sent = {name: x for name, x in server.files["someone/models-out"].items() if name != ".gitattributes"}
-    assert sent == on_disk and {"model.safetensors", "README.md", "tokenizer.json", "config.json"} <= sent.keys()
+    assert server.files.keys() == {"someone/models-out"}
+    assert "pushed to someone/models-out" in capsys.readouterr().out
+    sent = server.files["someone/models-out"]
+    assert sent == {path.name: path.read_bytes() for path in Path("models/out").iterdir()}
+    assert {"model.safetensors", "README.md", "tokenizer.json", "config.json"} <= sent.keys()
     assert "someone/models-out" in sent["README.md"].decode()
     assert json.loads(Path("runs/run/config.json").read_text())["hub"] == "someone/models-out"
-    if script == "train_rloo":
-        there, here = (AutoModelForCausalLM.from_pretrained(name) for name in ("someone/models-out", "models/out"))
-        assert all((a == b).all() for a, b in zip(there.parameters(), here.parameters(), strict=True))
-        assert AutoTokenizer.from_pretrained("someone/models-out").get_vocab() == toy.tokenizer().get_vocab()
 
 
-def test_adapters_and_the_merged_model_are_pushed_together(tiny, in_tmp, server):
+def test_adapters_and_the_merged_model_are_pushed_together(tiny, in_tmp, server, offline_hub):
     """The adapters alone, as another tool pushes them, are then a policy to start from as well."""
     pytest.importorskip("peft")
     options = dict(output_dir="out", push_to_hub=True, hub_model_id="team/it", lora_rank=2, learning_rate=0.01)
     start("train_rloo", tiny, **options)
-    files = server.files["team/it"]
-    adapters = {path.removeprefix("adapter/"): x for path, x in files.items() if path.startswith("adapter/")}
-    assert "model.safetensors" in files and {"adapter_model.safetensors", "adapter_config.json"} <= adapters.keys()
-    server.files["someone/adapters"] = adapters
-    args = page_args("train_ppo", tiny)
-    here, there = (models.load_policy(path, "--sft_model_path", args) for path in ("out", "someone/adapters"))
+    adapters = {f"adapter/adapter_{name}" for name in ("model.safetensors", "config.json")}
+    assert {"model.safetensors"} | adapters <= server.files["team/it"].keys()
+    put_into_cache("someone/adapters", "out/adapter", "v1")
+    args = train_rloo.Args()
+    here, there = (models.load_policy(path, "--sft_model_path", args) for path in ("out", "someone/adapters@v1"))
     assert here.state_dict().keys() == there.state_dict().keys() and all(p.requires_grad for p in there.parameters())
     for a, b in zip(here.parameters(), there.parameters(), strict=True):
         assert (a - b).abs().max() < 1e-6
 
 
 def test_a_push_that_fails_loses_nothing_and_says_how_to_repeat_it(tiny, in_tmp, server, capsys):
-    server.fail_on = "commit"
+    server.api.upload_folder.side_effect = OSError("403 You have no write access\nmore")
     start("train_rloo", tiny, output_dir="models/my out", push_to_hub=True, hub_model_id="it")
     error = capsys.readouterr().err
-    assert "error: --push_to_hub: " in error and "hf upload someone/it 'models/my out'" in error
-    assert (Path("models/my out") / "model.safetensors").exists() and not server.files["someone/it"]
+    assert "error: --push_to_hub: 403 You have no write access; " in error
+    assert "hf upload someone/it 'models/my out'" in error
+    assert (Path("models/my out") / "model.safetensors").exists()
 
 
 def test_a_push_that_cannot_succeed_is_refused_before_anything_is_trained(tiny, in_tmp, server, capsys, monkeypatch):
@@ -208,13 +219,14 @@ def test_a_push_that_cannot_succeed_is_refused_before_anything_is_trained(tiny, 
         assert not Path("runs/new").exists()  # so that the same command may be given again
         return text
 
-    server.fail_on = "create"
+    server.api.create_repo.side_effect = OSError("403 You have no write access")
     assert "models-out" in line()
-    server.fail_on = None
     monkeypatch.setattr(hub.huggingface_hub, "get_token", lambda: None)
     assert "hf auth login" in line()
 
 
-def test_nothing_speaks_to_the_hub_unless_told(tiny, in_tmp, server):
+def test_nothing_speaks_to_the_hub_unless_told(tiny, in_tmp, server, monkeypatch):
+    tried = []
+    monkeypatch.setattr("socket.socket.connect", lambda *address: tried.append(address))
     start("train_rloo", tiny)
-    assert server.requests == []
+    assert not tried and not server.api.mock_calls

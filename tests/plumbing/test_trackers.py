@@ -1,17 +1,15 @@
 """What a run leaves in TensorBoard and, with --track, in Weights & Biases, read back from an offline run's file."""
 
 import json
-import re
 import subprocess
 from pathlib import Path
 
 import pytest
 import wandb
-from helpers import PAGES, ROOT, page_args, read_metrics
-from hub_server import Hub, point_at
+from helpers import PAGES, ROOT, fake_hub, page_args, read_metrics
 from short_runs import after_row, start
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from wandb_file import read_runs
+from wandb_file import column, read_runs, table
 
 from rlhf_details import toy, train_rloo
 from rlhf_details.plumbing import evaluation, trackers
@@ -31,19 +29,26 @@ def test_an_offline_run_holds_metrics_configuration_code_tables_and_data(tiny, f
         assert history[row["update"]]["global_step"] == row["episode"]
     config = json.loads(Path("runs/run/config.json").read_text())
     assert run.config["seed"] == 7 and run.config["args"]["batch_size"] == 16
-    assert (run.config["commit"], run.id) == (config["commit"], config["wandb_id"])
-    assert (run.name, run.project, run.job_type, run.group) == ("run", "rlhf_details", page, f"toy__{page}")
+    assert (run.config["commit"], run.run.run_id) == (config["commit"], config["wandb_id"])
+    about = run.run
+    assert (about.display_name, about.project, about.job_type, about.run_group) == (
+        "run",
+        "rlhf_details",
+        page,
+        f"toy__{page}",
+    )
     git = ["git", "describe", "--tags", "--always", "--dirty"]
     described = subprocess.run(git, capture_output=True, text=True, cwd=ROOT).stdout.strip()
-    assert set(run.tags) == {"mine", *([described] if described else [])}
+    assert set(about.tags) == {"mine", *([described] if described else [])}
     samples = [json.loads(line) for line in Path("runs/run/samples.jsonl").read_text().splitlines()]
-    assert run.table("samples") == [{k: v for k, v in row.items() if k != "update"} for row in samples[-4:]]
-    assert run.table("data/rows") == toy.rows("prompts", "train")[:8]
-    (lengths,) = run.column("data/prompt_lengths")
+    assert table(run, "samples") == [{k: v for k, v in row.items() if k != "update"} for row in samples[-4:]]
+    assert table(run, "data/rows") == toy.rows("prompts", "train")[:8]
+    (lengths,) = column(run, "data/prompt_lengths")
     assert sum(lengths["values"]) == 24 and len(lengths["bins"]) == len(lengths["values"]) + 1
-    code = {re.sub(r".*/", "", path): text for path, text in run.code.items()}
+    code = {path.rpartition("/")[2]: file for path, file in run.code.items()}
     assert (
-        code[f"{page}.py"] == (ROOT / f"rlhf_details/{page}.py").read_bytes() and {"utils.py", "run.py"} <= code.keys()
+        code[f"{page}.py"].read_bytes() == (ROOT / f"rlhf_details/{page}.py").read_bytes()
+        and {"utils.py", "run.py"} <= code.keys()
     )
     board = EventAccumulator("runs/run").Reload()
     assert "data/prompt_lengths" in board.Tags()["histograms"]
@@ -54,12 +59,11 @@ def test_an_offline_run_holds_metrics_configuration_code_tables_and_data(tiny, f
 
 
 def test_the_repository_on_the_hub_is_part_of_the_run(tiny, offline_wandb, monkeypatch):
-    with Hub() as server:
-        point_at(monkeypatch, server)
-        options = dict(track=True, push_to_hub=True, hub_model_id="it", total_episodes=16)
-        train_rloo.main(page_args("train_rloo", tiny, **options))
-        wandb.teardown()
-        (run,) = read_runs(offline_wandb)
+    fake_hub(monkeypatch)
+    options = dict(track=True, push_to_hub=True, hub_model_id="it", total_episodes=16)
+    train_rloo.main(page_args("train_rloo", tiny, **options))
+    wandb.teardown()
+    (run,) = read_runs(offline_wandb)
     assert run.config["hub"] == "someone/it" and "someone/it" in run.summary["hub"]
 
 
@@ -70,8 +74,8 @@ def test_a_resumed_run_is_the_same_one_and_shows_its_data_once(tiny, offline_wan
     start(tiny, "rloo", track=True, resume=True)
     wandb.teardown()
     first, second = read_runs(offline_wandb)
-    assert first.id == second.id == json.loads(Path("runs/run/config.json").read_text())["wandb_id"]
-    assert first.table("data/rows") and not second.column("data/prompt_lengths")
+    assert first.run.run_id == second.run.run_id == json.loads(Path("runs/run/config.json").read_text())["wandb_id"]
+    assert table(first, "data/rows") and not column(second, "data/prompt_lengths")
     assert [row["update"] for row in second.history if "update" in row] == [5, 6]
     assert (first.exit_code, second.exit_code) == (1, 0)
 

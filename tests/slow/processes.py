@@ -38,3 +38,9 @@ def run_under(engine, specs, folder, processes=2):
     for row in (row for records in seen for row in records):
         assert row["world"] == processes and row["kind"] == KINDS[engine]
     return seen
+
+
+def has_rows(folder, count):
+    """Whether the run in a folder has logged so many rows."""
+    metrics = folder / "runs/run/metrics.jsonl"
+    return metrics.exists() and len(metrics.read_bytes().splitlines()) >= count

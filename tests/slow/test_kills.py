@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from helpers import ROOT, assert_same_curves, launch, read_metrics
+from processes import has_rows
 from short_runs import arguments, assert_same_run, checkpoints, copy_of_dead, start, updates, whole
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -44,11 +45,6 @@ def written(folder, tiny, case, **changes):
     (folder / "start.py").write_text(STARTER)
     file.write_text(json.dumps([page.__name__, vars(args)]))
     return str(folder / "start.py"), str(file)
-
-
-def has_rows(folder, count):
-    metrics = folder / "runs/run/metrics.jsonl"
-    return metrics.exists() and len(metrics.read_bytes().splitlines()) >= count
 
 
 # ---- in this process: the cases that tests/plumbing/test_checkpoint.py leaves out ------------------------------------

@@ -102,21 +102,9 @@ cli.main(page.main, page.Args)
 )
 def test_when_one_of_two_processes_ends_the_other_does(ragged, tmp_path, page, how, rank):
     (tmp_path / "broken.py").write_text(BROKEN)
-    flags = ["--sft_model_path", ragged / "policy", "--reward_model_path", ragged / "reward"]
-    flags += [
-        "--total_episodes",
-        16_000,
-        "--batch_size",
-        16,
-        "--num_ppo_epochs",
-        1,
-        "--num_mini_batches",
-        1,
-        "--response_length",
-        8,
-        "--take",
-        64,
-    ]
+    flags = ["--sft_model_path", ragged / "policy", "--reward_model_path", ragged / "reward", "--take", 64]
+    flags += ["--total_episodes", 16_000, "--batch_size", 16, "--num_ppo_epochs", 1, "--num_mini_batches", 1]
+    flags += ["--response_length", 8]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "broken.py"]
     command += [page, how, str(rank), *map(str, flags), "--run_name", "run", "--checkpoint_every", "1"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

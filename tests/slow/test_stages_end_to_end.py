@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from helpers import assert_same_curves, launch, read_metrics
 from short_runs import comparisons, write_rows
-from wandb_file import read_runs
+from wandb_file import column, read_runs
 
 from rlhf_details import toy
 
@@ -94,8 +94,8 @@ def test_both_are_launched_once_tracked_and_the_same_on_two_processes(tiny, tmp_
         done = launch("train_both.py", as_words(**flags), processes, cwd=folder, **wandb)
         assert done.returncode == 0, done.stderr[-3000:]
         assert done.stdout.count(f"{processes} process(es)") == 2 and len(list((folder / "runs").iterdir())) == 2
-        found = {run.job_type: run for run in read_runs(folder / "wandb")}
-        assert found.keys() == {"train_reward", "train_ppo"} and found["train_reward"].column("train/rm/loss")
+        found = {run.run.job_type: run for run in read_runs(folder / "wandb")}
+        assert found.keys() == {"train_reward", "train_ppo"} and column(found["train_reward"], "train/rm/loss")
         (run,) = (folder / "runs").glob("*train_ppo*")
         runs.append(read_metrics(run))
     assert_same_curves(*runs)
