@@ -65,13 +65,6 @@ def test_a_function_that_cannot_be_had_is_one_line(functions, tiny, fails, spec,
     assert f"--reward_fn {spec}" in line and words in line
 
 
-def test_some_reward_is_named_and_weights_are_as_many_as_functions(functions, tiny, fails):
-    functions("def f(prompts, completions):\n    return [0.0]")
-    wrong = rloo_args(tiny, reward_fn=("mine.py:f",), reward_fn_weights=(1.0, 2.0))
-    assert "--reward_fn_weights: 2 weights for 1 functions" in fails(rewards.check, wrong)
-    assert "--reward_model_path or --reward_fn" in fails(rewards.check, rloo_args(tiny, reward_model_path=None))
-
-
 # ---- calling them ----------------------------------------------------------------------------------------------------
 def prompt(columns, number=1, task=None):
     return data.Prompt([5], data.as_text(toy.tokenizer(), columns["prompt"]), columns, number, "--dataset x", task)
@@ -156,25 +149,15 @@ def test_a_function_that_raises_shows_its_own_traceback_and_blames_no_row(functi
     functions("""
         calls = []
         def longest(texts): return max(map(len, texts[5:]))
-        def f(prompts, completions):
-            calls.append(completions)
-            try: longest(completions)
-            except ValueError as e: raise RuntimeError("the server is gone") from e
+        def f(prompts, completions): calls.append(completions); longest(completions)
     """)
     with pytest.raises(SystemExit) as end:
         call(ROWS, ["a", "b", "c"])
     first, second, *trace = capsys.readouterr().err.splitlines()
-    assert end.value.code == 1 and first == "error: --reward_fn f raised RuntimeError, called with 3 completions"
-    assert "Traceback" in second and trace[-1] == "RuntimeError: the server is gone"
+    assert end.value.code == 1 and first == "error: --reward_fn f raised ValueError, called with 3 completions"
+    assert "Traceback" in second and trace[-1].startswith("ValueError: ")
     trace = "\n".join(trace)
-    for words in (
-        "in longest",
-        "max(map(len, texts[5:]))",
-        "direct cause",
-        'RuntimeError("the server is gone") from e',
-    ):
-        assert words in trace
-    assert "plumbing/rewards.py" not in trace and "row" not in first + trace
+    assert "in longest" in trace and "max(map(len, texts[5:]))" in trace and "plumbing/rewards.py" not in trace
     assert sys.modules["mine_of_the_user"].calls == [["a", "b", "c"]]  # The guilty row is not searched by more calls.
 
 
@@ -194,7 +177,7 @@ def test_none_is_for_all_responses_to_a_prompt_or_for_none_of_them(functions, ca
     assert "row 2 of --dataset x" in report
 
 
-def test_a_function_gets_the_columns_that_it_names_or_all(functions):
+def test_a_function_gets_copies_of_the_columns_that_it_names_or_of_all(functions):
     functions("""
         import functools
         def f(prompts, completions, answer): return [prompts == ["p0", "p1", "p2"] and answer == [0, 1, 2]] * 3
@@ -203,21 +186,14 @@ def test_a_function_gets_the_columns_that_it_names_or_all(functions):
         def h(prompts, completions, *, extra=None, other=None): return [extra == [0, -1, -2] and other is None] * 3
         def any(scale, prompts, completions): return [scale * len(c) for c in completions]
         i = functools.partial(any, 2)
-    """)
-    held_out = [prompt({"prompt": "p", "answer": 1, "rare": 1})]
-    score, values = call(ROWS, ["", "b", "cc"], tuple(f"mine.py:{name}" for name in "fghi"), held_out)
-    assert values.tolist() == [[1, 1, 1, 0], [1, 1, 1, 2], [1, 1, 1, 4]] and score.boolean == ["f", "g", "h"]
-
-
-def test_what_a_function_changes_is_its_own(functions):
-    functions("""
-        def f(prompts, completions, **columns):
+        def greedy(prompts, completions, **columns):  # What it changes is its own.
             prompts.clear(), completions.clear(), columns["extra"].append(9)
             return [0.0] * 3
-        def g(prompts, completions, extra): return [len(prompts) + len(completions) + len(extra)] * 3
     """)
-    _, values = call(ROWS, ["a", "b", "c"], ("mine.py:f", "mine.py:g"))
-    assert values[:, 1].tolist() == [9] * 3
+    held_out = [prompt({"prompt": "p", "answer": 1, "rare": 1})]
+    score, values = call(ROWS, ["", "b", "cc"], tuple(f"mine.py:{name}" for name in ["greedy", *"fghi"]), held_out)
+    assert values[:, 1:].tolist() == [[1, 1, 1, 0], [1, 1, 1, 2], [1, 1, 1, 4]]
+    assert score.boolean == ["f", "g", "h"]
 
 
 @pytest.mark.parametrize("format", ["text", "messages"])
@@ -252,8 +228,8 @@ def test_a_column_that_a_function_needs_and_no_row_has_is_named_for_both_data_se
 
 # ---- names, weights, means -------------------------------------------------------------------------------------------
 def test_functions_of_one_name_are_told_apart_and_each_has_its_weight(functions):
-    functions("def f(prompts, completions):\n    return [5, 6, 7]", "other.py")
-    functions("def f(prompts, completions):\n    return [1, 2, 3]")
+    for name, values in {"mine.py": [1, 2, 3], "other.py": [5, 6, 7]}.items():
+        functions(f"def f(prompts, completions): return {values}", name)
     score, values = call(ROWS, ["a", "b", "c"], ("mine.py:f", "other.py:f"), reward_fn_weights=(2.0, -1.0))
     assert score.names == ["mine.py:f", "other.py:f"] and score.weights.tolist() == [2.0, -1.0]
     assert score.by_name(values, "a/") == {"a/rewards/mine.py:f": 2, "a/rewards/other.py:f": 6}
@@ -348,12 +324,7 @@ def test_each_completion_is_rewarded_with_its_own_row(functions, tiny, monkeypat
 @pytest.mark.parametrize("page", list(PAGES))
 def test_a_function_is_called_once_for_what_is_scored(functions, tiny, page):
     """Neither sample tables nor checkpoints nor a resumed run that is at its end call it again."""
-    functions("""
-        calls = []
-        def f(prompts, completions):
-            calls.append(len(completions))
-            return [0.0] * len(completions)
-    """)
+    functions("calls = []\ndef f(prompts, completions): calls.append(len(prompts)); return [0.0] * len(prompts)")
     options = dict(eval_dataset=write_rows("eval.jsonl", toy.rows("prompts", "test")[:5]), eval_every=2)
     options |= dict(num_sample_generations=3, checkpoint_every=1, reward_fn=("mine.py:f",))
     run_page(page, tiny, **options)
@@ -389,15 +360,12 @@ def shuffled(ragged, in_tmp):
 
 
 @BOTH
-def test_a_reward_model_with_other_token_ids_is_given_text_and_scores_the_same(
-    ragged, shuffled, few_prompts, capsys, page
-):
+def test_a_reward_model_with_other_token_ids_is_given_text_and_scores_the_same(ragged, shuffled, few_prompts, page):
     policy, reward_model = shuffled
     options = dict(eval_dataset="toy:test", take=30, sft_model_path=policy)
     options |= {"value_model": "shared"} if page == "train_ppo" else {}
     same = run_page(page, ragged, **options)
     other = run_page(page, ragged, **options, reward_model_path=reward_model)
-    assert "tokenizer of its own" in capsys.readouterr().out
     assert_same_curves(same, other)
     # A model alone is objective/scores already.
     assert not any("objective/rewards/" in name for row in same for name in row)
@@ -415,18 +383,10 @@ def test_evaluate_gives_it_the_same_text_as_training(ragged, shuffled, monkeypat
     after = PAGES[page].main(args)["after"]
     assert 0 < after["eval/objective/ended"] < 1 or flags == {"stop_token": "none"}
     monkeypatch.setattr(evaluate, "COMPARED", utils.EVALUATION)
-    own, ids = (
-        evaluate.main(
-            evaluate.Args(
-                dataset=data,
-                policy_path=("trained",),
-                reward_model_path=path,
-                judge="reward_model",
-                output_dir=f"out_{i}",
-            )
-        )["metrics"]
-        for i, path in enumerate((reward_model, str(ragged / "reward")))
-    )
+    values = dict(dataset=data, policy_path=("trained",), judge="reward_model")
+    models_of_rewards = {"own": reward_model, "ids": str(ragged / "reward")}
+    own, ids = (evaluate.main(evaluate.Args(**values, reward_model_path=path, output_dir=name))["metrics"]
+                for name, path in models_of_rewards.items())  # fmt: skip
     assert own["policy"]["rewards/reward_model"]["value"] == pytest.approx(after["eval/objective/scores"], abs=1e-5)
     assert own["opponent"]["rewards/reward_model"] == pytest.approx(ids["opponent"]["rewards/reward_model"], abs=1e-5)
 
@@ -434,22 +394,15 @@ def test_evaluate_gives_it_the_same_text_as_training(ragged, shuffled, monkeypat
 @pytest.fixture
 def reads_text(tiny):
     """score(prompts, texts, ended): the tiny reward model's scores, as if it had a tokenizer of its own; alone(ids)."""
-    args, tokenizer = rloo_args(tiny), toy.tokenizer()
-    model = models.load_reward_model(tiny / "reward", args)
-    reward_model = train_rloo.Reward(model, tokenizer).eval()
+    model, tokenizer = models.load_reward_model(tiny / "reward", rloo_args(tiny)).eval(), toy.tokenizer()
+    scorer = make_scorer((), reward_model=train_rloo.Reward(model, tokenizer).eval())
 
     def score(columns, texts, ended):
-        scorer = make_scorer((), reward_model=reward_model)
         batch = batch_of(["the room"] * len(texts))
-        for i in range(len(texts)):
-            batch[2][i, -1] = tokenizer.eos_token_id if ended[i] else 7
+        batch[2][:, -1] = torch.tensor([tokenizer.eos_token_id if x else 7 for x in ended])
         return scorer([prompt({"prompt": text}) for text in columns], batch, texts=texts)[:, 0].tolist()
 
-    def alone(ids):
-        with torch.no_grad():
-            return model(torch.tensor([ids])).logits.item()
-
-    return score, alone, tokenizer
+    return score, lambda ids: model(torch.tensor([ids])).logits.item(), tokenizer
 
 
 def test_only_what_has_ended_is_followed_by_eos(reads_text):
