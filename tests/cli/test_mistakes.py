@@ -21,7 +21,8 @@ SCRIPTS = PAGES | {"train_reward": train_reward, "train_sft": train_sft, "evalua
 MODEL = dict.fromkeys(SCRIPTS, "sft_model_path") | {"train_sft": "base_model", "evaluate": "policy_path"}
 RL, TRAIN = list(PAGES), [*PAGES, "train_reward", "train_sft"]
 ROW = {"prompt": "last friday my sister", "completion": "went .", "chosen": "we went .", "rejected": "the soup was ."}
-LONG = " ".join(["soup"] * 200)  # 200 tokens; the context of the tiny models is 128
+CHAT = [{"role": "user", "content": "hi"}]
+SOUPS, LONG = (" ".join(["soup"] * n) for n in (100, 200))  # The context of the tiny models is 128 tokens.
 
 
 def jsonl(change=(), rows=16):
@@ -69,10 +70,8 @@ PPO = ["train_ppo", "train_ppo_async"]
 
 
 def cases(*rows):
-    """Parameters of (scripts, changes, words), one for each script."""
-    return [
-        (script, *rest) for scripts, *rest in rows for script in ([scripts] if isinstance(scripts, str) else scripts)
-    ]
+    """Parameters of (script or scripts, ...), one for each script."""
+    return [(x, *rest) for scripts, *rest in rows for x in ([scripts] if isinstance(scripts, str) else scripts)]
 
 
 @pytest.mark.parametrize(
@@ -122,17 +121,12 @@ def test_a_batch_that_two_processes_cannot_share(refused, monkeypatch, script):
         ([*RL, "evaluate"], jsonl({"prompt": LONG}), ["row 2", "200 tokens", "124"]),
         ("train_reward", jsonl({"rejected": LONG}), ["row 2", "205 tokens", "128"]),
         ("train_sft", jsonl({"completion": LONG}), ["row 2", "205 tokens", "128"]),
-        (
-            ["train_rloo", "train_reward", "train_sft"],
-            jsonl({"prompt": [{"role": "user", "content": "hi"}]}),
-            ["row 2"],
-        ),
+        ("train_rloo", jsonl({"prompt": CHAT}), ["no chat template"]),
+        (["train_reward", "train_sft"], jsonl({"prompt": CHAT}), ["row 2"]),
     ),
 )
 def test_a_row_that_is_wrong_is_named(refused, script, text, words):
     Path("bad.jsonl").write_text(text)
-    if script == "train_rloo" and "role" in text:
-        words = ["no chat template"]
     refused(script, *words, dataset="bad.jsonl")
     if script != "evaluate":
         refused(script, *words, eval_dataset="bad.jsonl")
@@ -140,28 +134,23 @@ def test_a_row_that_is_wrong_is_named(refused, script, text, words):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_file_that_does_not_exist(refused, script):
-    refused(script, "--dataset missing.jsonl: no such file", dataset="missing.jsonl")
-    if script != "evaluate":
-        refused(script, "--eval_dataset missing.jsonl: no such file", eval_dataset="missing.jsonl")
+    for flag in ["dataset"] if script == "evaluate" else ["dataset", "eval_dataset"]:
+        refused(script, f"--{flag} missing.jsonl: no such file", **{flag: "missing.jsonl"})
 
 
-@pytest.mark.parametrize("prompt, words", [("", "empty"), (" ".join(["soup"] * 100), "100 tokens")])
-def test_prompts_that_normalisation_cannot_sample_from(refused, prompt, words):
-    Path("bad.jsonl").write_text(jsonl({"prompt": prompt}))
-    changes = dict(dataset="bad.jsonl", normalization="gain_bias", response_length=53)
-    refused("train_reward", "--dataset bad.jsonl", "row 2", words, **changes)
-
-
-def test_references_of_the_reward_model(refused):
-    refused("train_reward", "--reference_dataset none.jsonl: no such file", reference_dataset="none.jsonl")
-    Path("bad.jsonl").write_text(jsonl({"completion": LONG}))
-    refused("train_reward", "--reference_dataset bad.jsonl: row 2", reference_dataset="bad.jsonl")
-
-
-def test_a_held_out_prompt_that_leaves_no_room_for_the_response_of_rouge(refused):
-    Path("bad.jsonl").write_text(jsonl({"prompt": " ".join(["soup"] * 100)}))
-    changes = dict(eval_dataset="bad.jsonl", response_length=53)
-    refused("train_sft", "--eval_dataset bad.jsonl: row 2", "--response_length 53", **changes)
+@pytest.mark.parametrize(
+    "script, flag, change, flags, words",
+    [
+        ("train_reward", "dataset", dict(prompt=""), dict(normalization="gain_bias"), ["row 2", "empty"]),
+        ("train_reward", "dataset", dict(prompt=SOUPS), dict(normalization="gain_bias"), ["row 2", "100 tokens"]),
+        ("train_reward", "reference_dataset", dict(completion=LONG), {}, ["row 2"]),
+        ("train_sft", "eval_dataset", dict(prompt=SOUPS), {}, ["row 2", "--response_length 53"]),  # ROUGE needs room.
+    ],
+)
+def test_a_row_that_sampling_or_normalisation_cannot_take_is_named(refused, script, flag, change, flags, words):
+    Path("bad.jsonl").write_text(jsonl(change))
+    refused(script, f"--{flag} bad.jsonl", *words, **{flag: "bad.jsonl"}, **flags, response_length=53)
+    refused(script, f"--{flag} none.jsonl: no such file", **{flag: "none.jsonl"})
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
