@@ -93,24 +93,18 @@ def test_dashes_underscores_and_equals_signs():
 def test_booleans_nones_and_lists(toml):
     assert parse(["--track", "--no-share-prompts"]) == Args(track=True, share_prompts=False)
     assert parse(["--max_grad_norm", "None"]) == Args(max_grad_norm=None)
-    file = toml(
-        'track = true\nshare_prompts = false\nwandb_tags = ["a", "b c"]\nmax_grad_norm = "None"\nrun_name = "r"'
-    )
-    values = dict(wandb_tags=("a", "b c"), max_grad_norm=None, run_name="r", config=file)
+    file = toml('track = true\nshare_prompts = false\nwandb_tags = ["a", "b c"]\nmax_grad_norm = "None"\nseed = 1_000')
+    values = dict(wandb_tags=("a", "b c"), max_grad_norm=None, seed=1000, config=file)
     assert parse(["--config", file]) == Args(track=True, share_prompts=False, **values)
     words = ["--config", file, "--no-track", "--share_prompts", "--wandb_tags", "z", "--max_grad_norm", "2"]
     assert parse(words) == Args(**(values | dict(wandb_tags=("z",), max_grad_norm=2.0)))
-    args = parse(["--config", toml("learning_rate = 3e-6\nseed = 1_000\ntemperature = 1")])
-    assert (args.learning_rate, args.seed, args.temperature, type(args.temperature)) == (3e-6, 1000, 1.0, float)
+    args = parse(["--config", toml("temperature = 1")])
+    assert type(args.temperature) is float and args.temperature == 1
 
 
 def test_a_flag_of_several_values_may_be_given_again_and_again(toml):
-    for words in (
-        ["--reward_fn", "a:f", "b:g"],
-        ["--reward_fn", "a:f", "--reward-fn=b:g"],
-        ["--reward_fn=a:f", "--track", "--reward_fn", "b:g"],
-    ):
-        assert parse([*words, "--seed", "3"]).reward_fn == ("a:f", "b:g")
+    for words in ("--reward_fn a:f b:g", "--reward_fn a:f --reward-fn=b:g", "--reward_fn=a:f --track --reward_fn b:g"):
+        assert parse([*words.split(), "--seed", "3"]).reward_fn == ("a:f", "b:g")
     file = toml('reward_fn = ["a:f", "b:g"]')
     assert parse(["--config", file]).reward_fn == ("a:f", "b:g")
     assert parse(["--config", file, "--reward_fn", "c:h"]).reward_fn == ("c:h",)
@@ -123,22 +117,17 @@ def test_a_flag_of_several_values_may_be_given_again_and_again(toml):
     "text, words",
     [
         ("batch_sise = 3", "unknown key 'batch_sise'; did you mean 'batch_size'?"),
-        ("batch-size = 3", "unknown key 'batch-size'; did you mean 'batch_size'?"),
         ("zzz = 3\nqqq = 4", "unknown keys 'zzz', 'qqq'"),
         ("batch_size = = 3", "line 1"),
         ('learning_rate = "fast"', "learning_rate = 'fast' is not of that flag's type"),
-        ("batch_size = 1.5", "batch_size = 1.5 is not"),
-        ('track = "yes"', "track = 'yes' is not"),
         ('lr_schedule = "square"', "lr_schedule = 'square' is not"),
     ],
 )
 def test_a_mistake_in_a_toml_file_is_one_line(toml, fails, text, words):
     line = fails(parse, ["--config", toml(text)])
     assert line.startswith("error: --config run.toml: ") and words in line
-
-
-def test_a_toml_file_that_is_missing_is_one_line(in_tmp, fails):
-    assert "--config nowhere.toml: no such file or folder" in fails(parse, ["--config", "nowhere.toml"])
+    Path("run.toml").unlink()
+    assert "--config run.toml: no such file or folder" in fails(parse, ["--config", "run.toml"])
 
 
 @pytest.mark.parametrize(
