@@ -121,9 +121,6 @@ def test_a_disk_that_is_full_ends_the_run_and_leaves_the_checkpoint_before(tiny,
     assert checkpoints() == ["000002"]  # the unfinished one has made room
 
 
-# ---- which checkpoints there are -------------------------------------------------------------------------------------
-
-
 def test_a_new_run_leaves_no_checkpoint_of_the_one_it_replaces(tiny, in_tmp):
     copy_of_dead(tiny)
     with after_row(1, die), pytest.raises(Death):
@@ -148,60 +145,39 @@ def test_a_damaged_checkpoint_ends_the_run_and_without_it_the_one_before_is_take
 
 
 # ---- what may change, and what is refused ----------------------------------------------------------------------------
-REFUSED = [
-    ("rloo", dict(kl_coef=0.5, rloo_k=2), ["kl_coef", "0.5 here", "rloo_k 4 there, 2 here"]),
-    ("async", dict(total_episodes=128), ["total_episodes 96 there, 128 here"]),
-    ("sft", dict(completion_only=True), ["completion_only False there, True here"]),
+REFUSED = [  # case, other flags, what its state.json says otherwise, parts of the line
+    ("rloo", dict(kl_coef=0.5, rloo_k=2), {}, ["kl_coef", "0.5 here", "rloo_k 4 there, 2 here"]),
+    ("async", dict(total_episodes=128), {}, ["total_episodes 96 there, 128 here"]),
+    ("sft", dict(completion_only=True), {}, ["completion_only False there, True here"]),
+    ("rloo", {}, dict(mixed_precision="other"), ["mixed_precision 'other' there, 'fp32' here"]),
+    ("rloo", {}, dict(written_by="ZeRO-2"), ["ZeRO-2 wrote it, and torch cannot read it"]),
+    ("rloo", {}, dict(version=1), ["another version of this code wrote"]),
 ]
 
 
-@pytest.mark.parametrize("case,change,parts", REFUSED)
-def test_other_arguments_are_refused_and_nothing_is_touched(tiny, in_tmp, capsys, case, change, parts):
-    copy_of_dead(tiny, case)
+@pytest.mark.parametrize("case,changes,state,parts", REFUSED)
+def test_a_checkpoint_of_another_run_is_refused_and_nothing_is_touched(
+    tiny, in_tmp, fails, case, changes, state, parts
+):
+    file = copy_of_dead(tiny, case) / "checkpoints/000004/state.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | state))
     before = contents()
-    with pytest.raises(SystemExit) as end:
-        start(tiny, case, resume=True, **change)
-    text = error_line(capsys, end)
-    assert text.count("\n") == 1 and all(part in text for part in ["runs/run/checkpoints/000004", *parts])
-    assert contents() == before
-
-
-def change_state(folder, name, value):
-    """Writes another value into a checkpoint's state.json."""
-    state = folder / "state.json"
-    state.write_text(json.dumps(json.loads(state.read_text()) | {name: value}))
-
-
-@pytest.mark.parametrize(
-    "name,value,part",
-    [
-        ("mixed_precision", "other", "mixed_precision 'other' there, 'fp32' here"),
-        ("written_by", "ZeRO-2 on 2 processes", "ZeRO-2 on 2 processes wrote it, and torch cannot read it"),
-        ("version", 1, "another version of this code wrote runs/run/checkpoints/000004"),
-    ],
-)
-def test_another_precision_and_another_version_are_refused(tiny, in_tmp, capsys, name, value, part):
-    change_state(copy_of_dead(tiny) / "checkpoints/000004", name, value)
-    before = contents()
-    with pytest.raises(SystemExit) as end:
-        start(tiny, "rloo", resume=True)
-    assert part in error_line(capsys, end) and contents() == before
+    line = fails(start, tiny, case, resume=True, **changes)
+    assert all(part in line for part in ["runs/run/checkpoints/000004", *parts]) and contents() == before
 
 
 @pytest.mark.parametrize("case", ["rloo", "reward-gain"])
-def test_other_rows_are_refused(tiny, in_tmp, capsys, case):
+def test_other_rows_are_refused(tiny, in_tmp, fails, case):
     file = Path(arguments(tiny, case)[1].dataset)
     text = file.read_text()
     copy_of_dead(tiny, case)
-    before = contents()
+    before, (first, rest) = contents(), text.split("\n", 1)
     try:
-        lines = text.splitlines()
-        file.write_text("\n".join([*lines[1:], lines[0]]))
-        with pytest.raises(SystemExit) as end:
-            start(tiny, case, resume=True)
+        file.write_text(f"{rest}{first}\n")
+        line = fails(start, tiny, case, resume=True)
     finally:
         file.write_text(text)
-    assert f"other rows than --dataset {file} holds now" in error_line(capsys, end) and contents() == before
+    assert f"other rows than --dataset {file} holds now" in line and contents() == before
 
 
 def test_memory_flags_and_outputs_may_change(tiny, in_tmp):
@@ -213,28 +189,17 @@ def test_memory_flags_and_outputs_may_change(tiny, in_tmp):
 
 
 # ---- logs ------------------------------------------------------------------------------------------------------------
-def scalar_steps(run, name):
-    """The steps of a scalar as TensorBoard's own reader gives them."""
-    reader = EventAccumulator(str(run), size_guidance={"scalars": 0})
-    reader.Reload()
-    return [event.step for event in reader.Scalars(name)]
-
-
-def wait_for_next_second():
-    """TensorBoard reads its files in the order of their names, which hold the second."""
-    time.sleep(1.01 - time.time() % 1)
-
-
 def test_logs_are_cut_after_the_checkpoint_and_times_add_up(tiny, in_tmp):
     run = copy_of_dead(tiny)
     seconds = read_metrics(run)[3]["time/from_scratch"]
     for name in ("metrics.jsonl", "samples.jsonl"):
         with open(run / name, "a") as file:
             file.write('{"update": 6, "episode": 96, "torn')
-    wait_for_next_second()
+    time.sleep(1.01 - time.time() % 1)  # TensorBoard reads its files in the order of the seconds in their names.
     start(tiny, "rloo", resume=True)
     assert_same_run(".", whole(tiny, "rloo"))
-    assert scalar_steps(run, "objective/kl") == [1, 2, 3, 4, 5, 6]
+    board = EventAccumulator(str(run), size_guidance={"scalars": 0}).Reload()
+    assert [event.step for event in board.Scalars("objective/kl")] == [1, 2, 3, 4, 5, 6]
     assert read_metrics(run)[3]["time/from_scratch"] == seconds < read_metrics(run)[4]["time/from_scratch"]
     config = json.loads((run / "config.json").read_text())
     assert config["resumed"] == [{key: config[key] for key in ("commit", "num_processes")}]
