@@ -88,29 +88,26 @@ def said(capsys):
 def test_the_commands_at_the_end_of_a_run_do_run(tiny, in_tmp, capsys, monkeypatch):
     """The policy is compared with the one that it started from, in its own settings, on the held-out rows."""
     rows = write_rows("held out.jsonl", [{"question": row["prompt"]} for row in toy.rows("prompts", "test")[:4]])
-    Path("mine.py").write_text(
-        "import time\ndef f(prompts, completions): time.sleep(0.1); return [1.0] * len(prompts)\n"
-    )
+    Path("mine.py").write_text("import time\ndef f(prompts, completions): time.sleep(0.1); return [1.0] * len(prompts)")
     data = dict(dataset=rows, eval_dataset=rows, prompt_template="{question}", reward_fn=("mine.py:f",))
     data |= dict(reward_fn_weights=(-0.5,))
     result = train_rloo.main(rloo_args(tiny, **data, temperature=0.7, total_episodes=16, output_dir="model"))
-    lines = said(capsys)
-    assert any(line.startswith(("learnt: ", "not learnt: ", "not shown: ")) for line in lines)
-    assert any(line.startswith("bad signs: ") for line in lines) and any("rollout" in line for line in lines)
-    assert 0.1 <= read_metrics(result["run"])[1]["time/rewards/f"] < read_metrics(result["run"])[1]["time/scores"]
+    lines, row = said(capsys), read_metrics(result["run"])[1]
+    for begin in (("learnt: ", "not learnt: ", "not shown: "), "bad signs: ", "time: rollout"):
+        assert any(line.startswith(begin) for line in lines), begin
+    assert 0.1 <= row["time/rewards/f"] < row["time/scores"]
     commands = {line.partition(": ")[0]: shlex.split(line.partition(": ")[2]) for line in lines if ": python " in line}
     assert list(commands) == ["evaluate", "chat", "curves"]
     assert all(words[0] == "python" and Path(words[1]).exists() for words in commands.values())
     assert Path(commands["curves"][2], "metrics.jsonl").exists() and commands["curves"][1].endswith("plot.py")
     args = cli.parse(evaluate.Args, commands["evaluate"][2:])
-    metrics = evaluate.main(args)["metrics"]
-    assert metrics["policy"]["kl"]["value"] == pytest.approx(result["after"]["eval/objective/kl"], abs=1e-4)
-    assert args.opponent_path == str(tiny / "policy") and {"rewards/f", "rewards/reward_model"} <= set(
-        metrics["policy"]
-    )
-    assert (args.judge, args.reward_fn_weights) == ("reward_fn", (-0.5,))
-    out = capsys.readouterr().out
-    assert "temperature 0.7" in out and f"{tiny / 'reward'} and mine.py:f says who wins" in out
+    policy = evaluate.main(args)["metrics"]["policy"]
+    assert policy["kl"]["value"] == pytest.approx(result["after"]["eval/objective/kl"], abs=1e-4)
+    assert args.opponent_path == str(tiny / "policy") and {"rewards/f", "rewards/reward_model"} <= policy.keys()
+    assert (args.judge, args.reward_fn_weights) == (
+        "reward_fn",
+        (-0.5,),
+    ) and "temperature 0.7" in capsys.readouterr().out
     monkeypatch.setattr("sys.stdin", io.StringIO("the soup\n"))
     evaluate.main(cli.parse(evaluate.Args, commands["chat"][2:]))
     assert [line.partition(": ")[0] for line in said(capsys)[-3:-1]] == ["model", str(tiny / "policy")]
@@ -167,20 +164,20 @@ def test_other_tasks_and_data_have_their_flags():
 @pytest.mark.parametrize("case,kinds", [("sft", ["chat", "curves"]), ("reward-gain", ["curves"])])
 def test_sft_and_reward_model_say_what_they_can(tiny, in_tmp, capsys, case, kinds):
     start(tiny, case, checkpoint_every=0)
-    lines = said(capsys)
-    assert [line.partition(": ")[0] for line in lines if ": python " in line] == kinds
-    assert any(line.startswith("no --eval_dataset: ") for line in lines)
-    assert not any("temperature" in line for line in lines)  # They train on no samples.
-    assert any(line.startswith("time: optimise ") for line in lines) and not any("bad signs" in line for line in lines)
+    text = capsys.readouterr().out
+    assert re.findall(r"^(\w+): python ", text, re.M) == kinds
+    assert "\nno --eval_dataset: " in text and "\ntime: optimise " in text
+    assert "temperature" not in text and "bad signs" not in text  # They train on no samples.
 
 
 def test_sample_tables_say_whether_a_response_ended_where_a_token_ends_it(ragged, in_tmp, capsys, monkeypatch):
     calls = record(monkeypatch, train_rloo, "has_stopped")["has_stopped"]
-    options = dict(num_sample_generations=1, total_episodes=16, rloo_k=2)
-    train_rloo.main(rloo_args(ragged, **options))
-    samples = [json.loads(line) for line in Path("runs/run/samples.jsonl").read_text().splitlines()]
-    assert [row["ended"] for row in samples] == calls[0][1][:8:2].tolist()  # the first responses to four prompts
-    assert {row["ended"] for row in samples} == {False, True} and "ended: yes | score: " in capsys.readouterr().out
-    train_rloo.main(rloo_args(ragged, **options, stop_token="none"))
-    samples = [json.loads(line) for line in Path("runs/run/samples.jsonl").read_text().splitlines()]
-    assert len(samples) == 4 and not any("ended" in row for row in samples)
+
+    def samples(**flags):
+        train_rloo.main(rloo_args(ragged, num_sample_generations=1, total_episodes=16, rloo_k=2, **flags))
+        return [json.loads(line) for line in Path("runs/run/samples.jsonl").read_text().splitlines()]
+
+    ended = [row["ended"] for row in samples()]
+    assert ended == calls[0][1][:8:2].tolist() and {*ended} == {False, True}  # the first responses to four prompts
+    assert "ended: yes | score: " in capsys.readouterr().out
+    assert not any("ended" in row for row in samples(stop_token="none"))
