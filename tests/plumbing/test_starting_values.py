@@ -25,12 +25,6 @@ def start(script, *words):
     return cli.parse(SCRIPTS[script].Args, list(words), by_size=True)
 
 
-@pytest.fixture
-def of_size(monkeypatch):
-    """of_size(n): from now on every model has n parameters."""
-    return lambda n: monkeypatch.setattr(starting_values, "parameters", lambda *path: n)
-
-
 # ---- how large a model is --------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", ["gpt_neox", "gpt2", "llama"])
 def test_parameters_are_counted_from_the_configuration_alone(kind, tmp_path):
@@ -57,22 +51,17 @@ def test_a_new_model_has_as_many_parameters_as_its_flags_say(changes):
 
 
 # ---- who gets them ---------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", [*SCRIPTS, starting_values.NEW])
 @pytest.mark.parametrize("size, column", [(1e6, SMALL), (124e6, MEDIUM), (1e9, PUBLISHED), (8e9, LARGE)])
-def test_every_script_gets_the_values_for_the_size_of_its_model(script, size, column, of_size, in_tmp):
-    of_size(size)
-    model = "base_model" if script == "train_sft" else "sft_model_path"
-    words = ["--dataset", "rows.jsonl", f"--{model}", "here"]
-    published, args = cli.parse(SCRIPTS[script].Args, words), start(script, *words)
+def test_every_script_gets_the_values_for_the_size_of_its_model(script, size, column, monkeypatch, in_tmp):
+    name = "of_a_new_model" if script == starting_values.NEW else "parameters"
+    monkeypatch.setattr(starting_values, name, lambda *model: size)
+    words = ["--dataset", "rows.jsonl"]
+    if script != starting_values.NEW:
+        words += ["--base_model" if script == "train_sft" else "--sft_model_path", "here"]
+    page = script.split(",")[0]
+    published, args = cli.parse(SCRIPTS[page].Args, words), start(page, *words)
     assert args == dataclasses.replace(published, **column.get(script.removesuffix("_async"), {}))
-
-
-@pytest.mark.parametrize("hidden_size, column", [(64, SMALL), (768, MEDIUM), (2048, PUBLISHED), (8192, LARGE)])
-def test_a_new_model_has_values_of_its_own(hidden_size, column, in_tmp):
-    words = ["--dataset", "rows.jsonl", "--hidden_size", str(hidden_size), "--num_layers", "12"]
-    expected = column[starting_values.NEW]
-    args = start("train_sft", *words)
-    assert {name: getattr(args, name) for name in expected} == expected
 
 
 @pytest.mark.parametrize("script", [*SCRIPTS, "evaluate"])
@@ -98,9 +87,9 @@ def test_the_policy_of_both_gets_them_for_the_model_that_the_reward_model_starts
         assert {name: getattr(args, name) for name in SMALL[script]} == SMALL[script]
 
 
-def test_all_scripts_sample_alike_from_one_small_model(of_size, in_tmp):
+def test_all_scripts_sample_alike_from_one_small_model(monkeypatch, in_tmp):
     """Otherwise one SFT model has another score before training in each of them."""
-    of_size(1e6)
+    monkeypatch.setattr(starting_values, "parameters", lambda *path: 1e6)
     words = ["--dataset", "rows.jsonl", "--sft_model_path", "here"]
     found = [start(script, *words[:2], *(words[2:] if script != "train_sft" else [])) for script in SCRIPTS]
     assert len({(args.temperature, args.response_length) for args in found}) == 1
