@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import dataclasses
+import graphlib
 import importlib
 import json
 import re
@@ -13,7 +14,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from helpers import PAGES, ROOT, page_args
+from helpers import PAGES, ROOT, page_args, read_metrics
 from short_runs import write_rows
 
 from rlhf_details import evaluate, toy, train_both, train_reward, train_sft
@@ -66,9 +67,7 @@ def test_the_guides_example_makes_files_of_scored_texts(in_tmp):
     write_rows("scored.jsonl", [{"text": text, "score": i / 99} for i, text in enumerate(texts)] * 2)
     (code,) = (block for block in re.findall(r"```python\n(.*?)```", README, re.S) if "scored.jsonl" in block)
     subprocess.run([sys.executable, "-c", code], check=True)
-    read = {
-        path.stem: [json.loads(line) for line in path.read_text().splitlines()] for path in Path().glob("*_t*.jsonl")
-    }
+    read = {path.stem: [*map(json.loads, path.read_text().splitlines())] for path in Path().glob("*_t*.jsonl")}
     numbers = {part: {int(row["completion"].split()[1]) for row in read[f"sft_{part}"]} for part in ("train", "test")}
     assert len(numbers["train"]) == 90 and numbers["train"] | numbers["test"] == set(range(100))
     for part, own in numbers.items():
@@ -83,11 +82,9 @@ def test_every_command_of_the_readme_that_runs_or_draws_a_study_parses():
     text = re.sub(r" *\\\n *", " ", README)  # a command in one line
     for name, rest in re.findall(rf"python benchmark/(?:\w+/)?({'|'.join(studies)})\.py([^`|\n]*)", text):
         module, words = importlib.import_module(name), shlex.split(rest.partition("     ")[0])
-        if name == "benchmark":
-            module.tyro.cli(module.Args, args=words)
-        elif name == "plot":
-            kind = words[0] if words[0] in module.COMMANDS else None
-            module.tyro.cli(module.COMMANDS[kind][0] if kind else module.Args, args=words[1:] if kind else words)
+        if name in ("benchmark", "plot"):
+            kind = getattr(module, "COMMANDS", {}).get(words[0])
+            module.tyro.cli(kind[0] if kind else module.Args, args=words[1:] if kind else words)
         else:
             benchmark.parse(module.COMMANDS, words)
         found.add(name)
@@ -113,12 +110,12 @@ def test_the_metric_tables_list_exactly_what_is_logged(tiny, in_tmp, few_prompts
     documented -= {"metrics.jsonl"}
     Path("mine.py").write_text("def f(prompts, completions): return [True for _ in completions]")
     texts = [{**row, "chosen": row["completion"], "rejected": "we ."} for row in toy.rows("sft", "train")[:8]]
-    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))
+    write_rows("rows.jsonl", texts)
     logged = set()
     for page in PAGES:
         changes = dict(total_episodes=32, eval_dataset="toy:test", reward_fn=("mine.py:f",))
         run = PAGES[page].main(page_args(page, tiny, **changes, output_dir=page))["run"]
-        logged |= {name for line in Path(run, "metrics.jsonl").read_text().splitlines() for name in json.loads(line)}
+        logged |= {name for row in read_metrics(run) for name in row}
     values = dict(dataset="rows.jsonl", eval_dataset="rows.jsonl", batch_size=8, response_length=8, overwrite=True)
     logged |= set(train_sft.main(train_sft.Args(base_model=str(tiny / "policy"), **values))["metrics"])
     logged |= set(train_reward.main(train_reward.Args(sft_model_path=str(tiny / "policy"), **values))["metrics"])
@@ -138,11 +135,8 @@ def test_every_link_and_figure_leads_somewhere():
         target = path.parent / file if file else path
         assert link.startswith("http") or target.exists() or path.name == "index.md", (path.name, link)
         if anchor and target.suffix == ".md" and target.exists():  # A page that is generated is tested in tests/site.
-            titles = re.findall(r"^#+ (.*)", target.read_text(), re.M)
-            assert anchor in {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}, (
-                path.name,
-                link,
-            )
+            titles = [re.sub(r"[^\w -]", "", title) for title in re.findall(r"^#+ (.*)", target.read_text(), re.M)]
+            assert anchor in {title.lower().replace(" ", "-") for title in titles}, (path.name, link)
 
 
 def test_the_readmes_table_has_every_recipe():
@@ -152,9 +146,8 @@ def test_the_readmes_table_has_every_recipe():
 
 # ---- the index of details --------------------------------------------------------------------------------------------
 NAMED = r"(?<![\w/])((?:tests|benchmark|docs|rlhf_details)/[\w/]+\.(?:py|sh))(?:::(\w+))?"
-DETAILS, FAULTS = (
-    tomllib.loads((ROOT / f"benchmark/checks/{name}.toml").read_text()) for name in ("details", "faults")
-)
+CHECKS = ROOT / "benchmark/checks"
+DETAILS, FAULTS = (tomllib.loads((CHECKS / f"{name}.toml").read_text()) for name in ("details", "faults"))
 
 
 def test_each_tag_of_the_code_has_a_row_and_a_test_named_after_it():
@@ -192,7 +185,7 @@ def test_every_script_and_test_that_a_text_names_exists():
 
 
 def test_the_index_in_the_readme_is_that_of_the_code():
-    command = [sys.executable, ROOT / "benchmark/checks/details.py", "--check"]
+    command = [sys.executable, CHECKS / "details.py", "--check"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -202,12 +195,13 @@ def imported(path):
     """The modules of this package that a file imports anywhere, e.g. {"utils", "plumbing.cli"}."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "rlhf_details":
+        if isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}: a relative import"
             found |= {f"{node.module}.{name.name}" for name in node.names}
-        assert not (isinstance(node, ast.ImportFrom) and node.level), f"{path}: a relative import"
         if isinstance(node, ast.Import):
-            found |= {name.name for name in node.names if name.name.split(".")[0] == "rlhf_details"}
-    return {".".join(name.split(".")[1:3] if ".plumbing." in name else name.split(".")[1:2]) for name in found}
+            found |= {name.name for name in node.names}
+    own = [name.split(".")[1:] for name in found if name.startswith("rlhf_details.")]
+    return {".".join(parts[: 2 if parts[0] == "plumbing" else 1]) for parts in own}
 
 
 def test_imports_run_one_way():
@@ -226,16 +220,7 @@ def test_imports_run_one_way():
 
 def test_no_two_modules_of_the_plumbing_import_each_other():
     names = {f"plumbing.{path.stem}": imported(path) for path in PACKAGE if path.parent.name == "plumbing"}
-
-    def reaches(start):
-        found, left = set(), [start]
-        while left:
-            new = names.get(left.pop(), set()) - found
-            found |= new
-            left += new
-        return found
-
-    assert not [name for name in names if name in reaches(name)]
+    graphlib.TopologicalSorter(names).prepare()  # This names the modules of a circle.
 
 
 def test_importing_opens_no_connection_and_writes_nothing(in_tmp):
