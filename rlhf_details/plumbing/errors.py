@@ -102,7 +102,7 @@ def why(value, error):
     if os.path.exists(value) or os.path.exists(str(value).partition("[")[0].partition(":")[0]):
         return f"cannot be read ({words})"
     causes = [error]
-    while cause := causes[-1].__cause__ or causes[-1].__context__:
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) and cause not in causes:
         causes.append(cause)
 
     def is_due_to(*kinds):

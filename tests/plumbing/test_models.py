@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from rlhf_details import toy, train_rloo
-from rlhf_details.plumbing import checkpoint, engines, models
+from rlhf_details.plumbing import checkpoint, engines, errors, models
 
 FLAGS = train_rloo.Args()
 SMALL = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=len(toy.tokenizer()))
@@ -339,3 +339,9 @@ def test_what_is_loaded_uses_onednn_where_the_processor_gains_by_it(tiny, monkey
         loaded = models.load_policy(tiny / "policy", "", args), models.load_reward_model(tiny / "reward", args)
         layers = [m for model in loaded for m in model.modules() if isinstance(m, torch.nn.Linear)]
         assert len(layers) == 18 and all(type(m) is kind for m in layers)
+
+
+def test_errors_that_are_each_others_cause_are_one_line_too():
+    first, second = OSError("first"), ValueError("second")
+    first.__context__, second.__context__ = second, first
+    assert "first" in errors.why("org/model", first)
