@@ -184,5 +184,5 @@ def test_the_slurm_script_runs_on_all_nodes_and_goes_on_after_the_time_limit(tin
     assert (tmp_path / "requeued").read_text() == "4217\n"
     assert submit().wait(120) == 0, (tmp_path / "output").read_text()
     assert_same_curves(read_metrics(tmp_path / "runs/run"), one["rloo-steps"])
-    assert submit("--learning_rate", "1").wait(60) != 0  # It says that the checkpoint has other arguments.
+    assert submit("--learning_rate", "1").wait(120) != 0  # It says that the checkpoint has other arguments.
     assert (tmp_path / "requeued").read_text() == "4217\n"
