@@ -40,6 +40,7 @@ import types
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest import mock
 
 import torch
 import transformers
@@ -251,11 +252,11 @@ def one_response_a_row(script):
 
 
 def products_by_mkl(script):
-    script.models.cpu.use_onednn = lambda model: model
+    mock.patch.object(script.engines, "use_onednn", lambda model: model).start()
 
 
 def heap_as_it_comes(script):
-    script.models.cpu.keep_memory_flat = lambda: None
+    mock.patch.object(script.engines, "keep_memory_flat", lambda: None).start()
 
 
 WITHOUT = {

@@ -5,7 +5,7 @@ Resident size of toy runs over 200 updates, in a minute or two. It needs the sta
 
 It prints the size after some updates, and fails where it has grown by more than 5 % from the 20th to the 199th. (The
 200th comes with a held-out evaluation, which takes more.) The learning rate is 0, so that responses are as long at the
-end as at the beginning. Their lengths vary from batch to batch. --without leaves out cpu.keep_memory_flat.
+end as at the beginning. Their lengths vary from batch to batch. --without leaves out engines.keep_memory_flat.
 """
 
 import json
@@ -26,7 +26,7 @@ class Args:
     algorithm: Literal["rloo", "ppo"] | None = None
     """run this one in this process; None: both, each in one of its own"""
     without: bool = False
-    """without cpu.keep_memory_flat"""
+    """without engines.keep_memory_flat"""
 
 
 def one(algorithm, without):
