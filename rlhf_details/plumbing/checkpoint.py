@@ -4,7 +4,8 @@ Checkpoints, which a run goes on from.
     checkpoints/000040/policy.pt             the trained weights and the optimizer's state, whole and by name; under
                                              DeepSpeed a folder `deepspeed`, which has a part for each process
                        tensors.safetensors   what else the loop keeps as tensors, where it keeps any
-                       state.json            arguments, the state of the loop, and what the run remembers
+                       state.json            arguments, the state of the loop, and what the run remembers:
+                                             `Run.write_checkpoint` in run.py puts it together
 
 A checkpoint appears whole or not at all: it is written to `000040.partial`, synced to the disk and then renamed. One
 process, DDP and FSDP2 read each other's, with any number of processes. DeepSpeed reads those of as many processes.

@@ -240,7 +240,7 @@ def uses_deepspeed(accelerator):
 
 # ---- parts and wholes ------------------------------------------------------------------------------------------------
 def layers(module):
-    """The modules whose weights are gathered together: transformers lists their classes in `_no_split_modules`."""
+    """FSDP2's units, whose weights are gathered together: transformers lists their classes in `_no_split_modules`."""
     kinds = {kind for m in module.modules() for kind in getattr(m, "_no_split_modules", None) or []}
     return [m for m in module.modules() if type(m).__name__ in kinds]
 

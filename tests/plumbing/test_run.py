@@ -47,42 +47,32 @@ def test_the_folder_of_a_run_holds_what_the_readme_says(tiny):
     assert all(a["time/from_scratch"] < b["time/from_scratch"] for a, b in pairwise(rows))
 
 
-def test_samples_are_the_first_responses_of_four_prompts_and_total_has_the_kl_taken_off(tiny):
+def test_the_total_of_a_sample_has_the_kl_taken_off_by_the_coefficient_of_its_update(tiny):
     run = whole(tiny, "ppo-moments") / "runs/run"
     coefficients = {row["update"]: row.get("objective/kl_coef") for row in read_metrics(run)}
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
     assert [row["update"] for row in samples] == [1] * 4 + [4] * 4 + [6] * 4
     for row in samples:
-        assert row.keys() == {"update", "query", "response", "ended", "score", "kl", "total"}
         assert row["total"] == pytest.approx(row["score"] - coefficients[row["update"]] * row["kl"], abs=1e-6)
-    of_rloo = (whole(tiny, "rloo") / "runs/run/samples.jsonl").read_text().splitlines()[:4]
-    assert len({json.loads(line)["query"] for line in of_rloo}) == 4  # and not the k responses to one prompt
 
 
-def test_a_run_without_a_name_is_called_by_data_set_experiment_seed_and_time(tiny, in_tmp):
-    first = train_rloo.main(rloo_args(tiny, run_name=None, total_episodes=16))["run"]
+def test_a_run_without_a_name_is_called_by_data_set_experiment_seed_and_time(tiny, in_tmp, capsys):
+    """It starts at the beginning where nothing is to be resumed."""
+    first = train_rloo.main(rloo_args(tiny, run_name=None, total_episodes=16, resume=True, overwrite=False))["run"]
     assert first.startswith("runs/toy__train_rloo__1__20") and [str(path) for path in Path("runs").iterdir()] == [first]
+    assert "starts at the beginning" in capsys.readouterr().out
 
 
 def test_without_a_name_the_newest_run_of_that_kind_goes_on(tiny, in_tmp, capsys):
     run, kind = copy_of_dead(tiny), "prompts.jsonl__train_rloo"
     others = [f"{kind}__1__20240101-000000", f"{kind}__2__20260101-000000", f"{kind}__11__20260101-000000"]
-    others += ["held_out.jsonl__train_rloo__1__20260101-000000", "prompts.jsonl__train_ppo__1__20260101-000000"]
-    for name in others:
+    for name in [*others, "held_out.jsonl__train_rloo__1__20260101-000000"]:
         (run.parent / name).mkdir()
         (run.parent / name / "config.json").touch()
     run.rename(run.parent / f"{kind}__1__20250101-000000")
     start(tiny, "rloo", resume=True, run_name=None, exp_name="train_rloo")
     assert f"from runs/{kind}__1__20250101-000000/checkpoints/000004" in capsys.readouterr().out
-    assert_same_run(".", whole(tiny, "rloo"), f"{kind}__1__20250101-000000")
-    assert len(list(run.parent.iterdir())) == 6
-
-
-def test_where_nothing_is_to_be_resumed_a_run_without_a_name_starts(tiny, in_tmp, capsys):
-    start(tiny, "rloo", resume=True, run_name=None, total_episodes=16)
-    assert "starts at the beginning" in capsys.readouterr().out
-    (run,) = Path("runs").iterdir()
-    assert updates(run) == [1] and checkpoints(run) == ["000001"]
+    assert len(list(run.parent.iterdir())) == 5
 
 
 def test_a_run_of_other_arguments_without_a_checkpoint_is_not_written_over(tiny, in_tmp, capsys):
@@ -117,26 +107,6 @@ def test_at_the_end_held_out_numbers_stand_beside_those_before(tiny, in_tmp, cap
     assert printed == pytest.approx([mean[0], halves[0], mean[1], halves[1]], abs=1e-3)
     assert "4 held-out rows, before -> after" in out and "model: model   run: runs/run" in out
     assert "4 updates of 16, 1 process(es), samples at temperature 1 and of at most 8 tokens" in out
-
-
-def test_a_gradient_that_is_not_finite_ends_the_run_before_a_weight_changes(tiny, in_tmp, capsys, monkeypatch):
-    policies, loss, calls = [], train_rloo.rloo_policy_loss, []
-    monkeypatch.setattr(
-        train_rloo, "Policy", lambda *args, kind=train_rloo.Policy: policies.append(kind(*args)) or policies[-1]
-    )
-
-    def broken(*args):
-        calls.append(args)
-        value, *rest = loss(*args)
-        return value * (float("nan") if len(calls) == 4 else 1.0), *rest  # the second minibatch of update 2
-
-    monkeypatch.setattr(train_rloo, "rloo_policy_loss", broken)
-    with pytest.raises(SystemExit) as end:
-        run_rloo(tiny, num_mini_batches=2, checkpoint_every=1)
-    text = error_line(capsys, end, code=1)
-    assert "update 2" in text and "the gradient's norm is nan" in text and "minibatch 2" in text
-    assert "last good checkpoint: runs/run/checkpoints/000001; --run_name run --resume goes on from it" in text
-    assert updates() == [1] and all(x.isfinite().all() for x in policies[0].parameters())
 
 
 # ---- signals ---------------------------------------------------------------------------------------------------------
@@ -175,8 +145,7 @@ def test_a_signal_in_the_last_update_still_leaves_the_model_to_a_resumed_run(tin
     with after_row(6, lambda run: os.kill(os.getpid(), signal.SIGTERM)), pytest.raises(SystemExit):
         start(tiny, "ppo-moments")
     assert checkpoints() == ["000004", "000006"] and not Path("model").exists()
-    result = start(tiny, "ppo-moments", resume=True)
+    result, rows = start(tiny, "ppo-moments", resume=True), read_metrics("runs/run")
     assert_same_run(".", whole(tiny, "ppo-moments"))
-    rows = read_metrics("runs/run")
     for when, row in (("before", rows[0]), ("after", rows[-1])):
         assert result[when] == {name: row[name] for name in row if name.startswith("eval/")} != {}

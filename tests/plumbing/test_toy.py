@@ -6,7 +6,6 @@ from collections import Counter
 from statistics import mean
 
 import numpy as np
-import pytest
 
 from rlhf_details import toy
 
@@ -86,11 +85,6 @@ def test_no_test_prompt_opens_a_training_review():
             opening = words.index(".") + 1
             opened |= {" ".join(words[:cut]) for cut in range(opening, opening + 3)}
     assert not [r["prompt"] for s in ("sft", "prompts") for r in toy.rows(s, "test") if r["prompt"] in opened]
-
-
-def test_a_split_that_is_not_there_is_an_error():
-    with pytest.raises(ValueError, match="toy:train and toy:test"):
-        toy.rows("sft", "validation")
 
 
 # ---- the tokenizer ---------------------------------------------------------------------------------------------------

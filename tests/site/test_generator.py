@@ -52,20 +52,6 @@ def test_every_block_has_a_note_and_every_tag_a_card():
                 assert page.count(f'<article class="card" id="{tag.lower()}"') == 1
 
 
-def test_moving_lines_moves_notes_and_cards_with_them(copied):
-    import annotate
-    import source
-
-    path = copied / "train_rloo.py"
-    text = path.read_text(encoding="utf-8").replace("import functools\n", "import functools\n# one more\n# line\n")
-    path.write_text(text, encoding="utf-8")
-    source.blocks.cache_clear()
-    annotate.check()
-    block = next(block for block in source.blocks("train_rloo") if block.key == "rloo_advantages")
-    assert list(block.tags) == ["RLOO-3"]
-    assert "baseline" in annotate.note_of("train_rloo", block)
-
-
 def test_moving_a_tagged_line_needs_no_other_change(copied):
     """Neither a note nor the copy of the line in another script has to follow, and the card's link does."""
     import annotate
@@ -86,38 +72,25 @@ def test_moving_a_tagged_line_needs_no_other_change(copied):
     assert f'data-line="{number + 2}"' in re.search(r"<span[^>]*>[^\n]*at-rew-3", annotate.page("train_ppo"))[0]
 
 
-def test_a_note_on_code_that_is_gone_ends_the_build(copied):
+@pytest.mark.parametrize(
+    "old, new, words",
+    [
+        ("def pack(", "def pack_rows(", "'pack'"),
+        ("[RLOO-3]", "", "RLOO-3"),
+        ("def of_tokens(self, hidden", "def of_tokens(self, states", r"Policy\.of_tokens"),
+    ],
+    ids=["code", "tag", "difference"],
+)
+def test_what_no_note_fits_or_speaks_of_ends_the_build(copied, old, new, words):
     import annotate
-    import source
-
-    path = copied / "train_rloo.py"
-    path.write_text(path.read_text(encoding="utf-8").replace("def pack(", "def pack_rows("), encoding="utf-8")
-    source.blocks.cache_clear()
-    with pytest.raises(source.Mistake, match="'pack'"):
-        annotate.check()
-
-
-def test_a_note_on_a_tag_that_is_gone_ends_the_build(copied):
-    import annotate
-    import source
-
-    path = copied / "train_rloo.py"
-    path.write_text(path.read_text(encoding="utf-8").replace("[RLOO-3]", ""), encoding="utf-8")
-    source.blocks.cache_clear()
-    with pytest.raises(source.Mistake, match="RLOO-3"):
-        annotate.check()
-
-
-def test_a_difference_that_nothing_is_said_of_ends_the_build(copied):
     import compare
     import source
 
     path = copied / "train_rloo.py"
-    text = path.read_text(encoding="utf-8").replace("def of_tokens(self, hidden", "def of_tokens(self, states")
-    path.write_text(text, encoding="utf-8")
+    path.write_text(path.read_text(encoding="utf-8").replace(old, new), encoding="utf-8")
     source.blocks.cache_clear()
-    with pytest.raises(source.Mistake, match=r"Policy\.of_tokens"):
-        compare.page("train_ppo", "train_rloo")
+    with pytest.raises(source.Mistake, match=words):
+        annotate.check(), compare.page("train_ppo", "train_rloo")
 
 
 def test_the_prices_on_the_cards_are_those_that_the_ablations_wrote():

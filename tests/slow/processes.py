@@ -8,6 +8,7 @@ import torch
 from helpers import launch
 
 from rlhf_details import toy
+from rlhf_details.plumbing import cli
 
 WORKER = Path(__file__).with_name("page_worker.py")
 KINDS = {"one": "NO", "ddp": "MULTI_CPU", "fsdp2": "FSDP", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
@@ -44,3 +45,9 @@ def has_rows(folder, count):
     """Whether the run in a folder has logged so many rows."""
     metrics = folder / "runs/run/metrics.jsonl"
     return metrics.exists() and len(metrics.read_bytes().splitlines()) >= count
+
+
+def words_of(args):
+    """The command line of a script's arguments."""
+    values = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(args).items()}
+    return [word for name, value in values.items() if value not in ([], None) for word in cli.as_words(name, value)]

@@ -135,7 +135,7 @@ def test_a_signal_to_the_launcher_of_two_leaves_a_checkpoint(tiny, tmp_path, cas
 
 
 # ---- another number of processes -------------------------------------------------------------------------------------
-@pytest.mark.parametrize("case", ["rloo-steps", "ppo-moments", "reward-gain"])
+@pytest.mark.parametrize("case", ["rloo-steps", "ppo-moments", "async", "reward-gain"])
 def test_a_run_goes_on_with_another_number_of_processes(tiny, tmp_path, case):
     """On 1 process and then 2, and the other way round: the curve is that of 1."""
     changes = dict(learning_rate=3e-4)

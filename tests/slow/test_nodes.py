@@ -12,10 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 from helpers import ROOT, assert_same_curves, launch, read_metrics
-from processes import has_rows
+from processes import has_rows, words_of
 from short_runs import arguments, checkpoints
-
-from rlhf_details.plumbing import cli
 
 pytestmark = pytest.mark.slow
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -45,9 +43,7 @@ esac
 def command(tiny, case="rloo-steps", **changes):
     """A script and its flags: a run of 30 updates, with a checkpoint after every second one."""
     page, args = arguments(tiny, case, **(dict(total_episodes=16 * 30, learning_rate=3e-4) | changes))
-    values = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(args).items()}
-    flags = [word for name, value in values.items() if value not in ([], None) for word in cli.as_words(name, value)]
-    return [f"{ROOT}/rlhf_details/{page.__name__.split('.')[1]}.py", *flags]
+    return [f"{ROOT}/rlhf_details/{page.__name__.split('.')[1]}.py", *words_of(args)]
 
 
 def c10d(node, address):

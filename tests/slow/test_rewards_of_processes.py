@@ -1,25 +1,18 @@
 """Rewards on two processes: the same numbers as on one, and a function that fails on one process ends all of them."""
 
-import dataclasses
 import textwrap
 from pathlib import Path
 
 import pytest
 from helpers import assert_same_curves, launch, page_args, read_metrics, run_page
+from processes import words_of
 
 pytestmark = pytest.mark.slow
 
 
 def start(page, args):
     """Runs a page with these arguments on two processes."""
-    flags = []
-    for field in dataclasses.fields(args):
-        value = getattr(args, field.name)
-        if isinstance(value, bool):
-            flags.append(f"--{field.name}" if value else f"--no_{field.name}")
-        elif value != () and field.name != "config":
-            flags += [f"--{field.name}", *(map(str, value) if isinstance(value, tuple) else [value])]
-    return launch(f"{page}.py", flags, 2, cwd=Path.cwd())
+    return launch(f"{page}.py", words_of(args), 2, cwd=Path.cwd())
 
 
 @pytest.mark.parametrize("page", ["train_rloo", "train_ppo"])
