@@ -72,8 +72,8 @@ def rows_of(name):
 # The kills below look into a run from outside, which tells nobody when a row or a folder is there, so they poll. The
 # waits after that are the experiment itself: they make the moment random.
 def wait_for_rows(process, name, count):
-    """Until a run has logged so many rows, or has ended."""
-    while process.poll() is None and len(rows_of(name)) < count:
+    """Until a run has its folder and has logged so many rows, or has ended."""
+    while process.poll() is None and not (Path("runs", name, "config.json").exists() and len(rows_of(name)) >= count):
         time.sleep(0.001)  # another process's file: there is nothing to wait on
 
 

@@ -168,10 +168,11 @@ def held_out_lines(before, after, count):
         return ["no --eval_dataset: without held-out rows nothing says here whether the run has learnt"]
     has_two = bool(before) and before != after
     found = [f"{count} held-out rows, {'before -> after' if has_two else 'at the end'} (+-: 95 % interval)"]
-    for name in after:
+    shorts = {name: name.removeprefix("eval/").removeprefix("objective/") for name in after}
+    width = max(20, *map(len, shorts.values()))
+    for name, short in shorts.items():
         earlier = f"{as_text(name, before, count, 8):18} -> " if has_two and name in before else ""
-        short = name.removeprefix("eval/").removeprefix("objective/")
-        found.append(f"  {short:20} {earlier}{as_text(name, after, count, 8)}")
+        found.append(f"  {short:{width}} {earlier}{as_text(name, after, count, 8)}")
     return found
 
 
