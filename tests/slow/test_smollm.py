@@ -30,13 +30,13 @@ def runs(tmp_path_factory):
     args = train_grpo.Args(
         sft_model_path=f"{folder}/models/smollm", dataset=f"{instructions}:train", reward_fn=(f"{instructions}:obeys",),
         reward_model_path=None, response_length=12, missing_eos_penalty=1.0, group_size=4, batch_size=8,
-        total_episodes=32, micro_batch_size=4, learning_rate=1e-5, checkpoint_every=2, num_sample_generations=0,
+        total_episodes=24, micro_batch_size=4, learning_rate=1e-5, checkpoint_every=1, num_sample_generations=0,
     )  # fmt: skip
     specs = {name: spec_of(args, name) for name in ("whole", "plain", "broken", "lora")}
     specs["plain"]["args"]["share_prompts"] = False
-    specs["lora"]["args"]["lora_rank"] = 4
+    specs["lora"]["args"] |= {"lora_rank": 4, "learning_rate": 1e-4}
     broken = specs.pop("broken")
-    seen = run_under("one", [*specs.values(), broken | {"die_after": 3}], folder, processes=1)
+    seen = run_under("one", [*specs.values(), broken | {"die_after": 2}], folder, processes=1)
     assert [row["died"] for (row,) in seen] == [False, False, False, True]
     broken["args"]["resume"] = True
     run_under("one", [broken], folder, processes=1)
@@ -46,12 +46,15 @@ def runs(tmp_path_factory):
 
 @pytest.mark.parametrize("name", ["plain", "broken", "two"])
 def test_a_run_in_another_way_is_the_same_run(runs, name):
+    """A KL is a sum of differences of log-probs, so it is as exact as these are on this model: `val/logprob_gap`."""
     rows = [read_metrics(runs / "runs" / run) for run in ("whole", name)]
-    assert len(rows[0]) == 4 and rows[0][-1]["val/logprob_gap"] < 1e-3
-    assert_same_curves(*rows)
-    weights = [load_file(runs / "models" / run / "model.safetensors") for run in ("whole", name)]
-    moved = max((value - weights[1][key]).abs().max() for key, value in weights[0].items())
-    assert moved == 0 if name == "broken" else moved < 4e-5, moved  # four steps of 1e-5
+    gap = max(row["val/logprob_gap"] for row in rows[0])
+    assert len(rows[0]) == 3 and gap < 1e-4
+    assert_same_curves(*rows, near=gap)
+    start, whole, other = (load_file(runs / "models" / run / "model.safetensors") for run in ("smollm", "whole", name))
+    way = sum((whole[key] - value).square().sum() for key, value in start.items()).sqrt()
+    apart = sum((whole[key] - value).square().sum() for key, value in other.items()).sqrt()
+    assert apart == 0 if name == "broken" else apart < 1e-3 * way, (apart, way)
 
 
 @torch.no_grad()
@@ -60,5 +63,5 @@ def test_the_merged_model_is_the_model_with_its_adapters(runs):
     base, merged = (AutoModelForCausalLM.from_pretrained(runs / "models" / name) for name in ("smollm", "lora"))
     before, after = base(ids).logits, merged(ids).logits
     with_adapters = PeftModel.from_pretrained(base, runs / "models/lora/adapter")(ids).logits
-    torch.testing.assert_close(after, with_adapters, atol=1e-3, rtol=1e-4)
-    assert (after - before).abs().max() > 2e-3
+    torch.testing.assert_close(after, with_adapters, atol=5e-4, rtol=0)
+    assert (after - before).abs().max() > 5e-3
