@@ -63,6 +63,12 @@ def test_a_reward_model_has_learnt_where_it_is_better_than_guessing(accuracy, wo
 
 
 # ---- signs, time -----------------------------------------------------------------------------------------------------
+def test_held_out_figures_stand_below_each_other_however_long_a_name_is():
+    figures = {"eval/objective/scores": 1.0, "eval/objective/rewards/a_reward_with_a_long_name": 1.0}
+    first, second = health.held_out_lines(figures | {"update": 0}, figures, 9)[1:]
+    assert first.index("->") == second.index("->") and len(first) == len(second)
+
+
 def test_the_signs_that_showed_are_counted():
     rows = [{"update": i, "health/kl": float(i > 2), "health/length": 0.0} for i in range(1, 5)]
     assert health.health_lines(rows) == ["bad signs: health/kl in 2 of 4 updates, first in 3"]

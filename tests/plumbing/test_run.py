@@ -47,13 +47,15 @@ def test_the_folder_of_a_run_holds_what_the_readme_says(tiny):
     assert all(a["time/from_scratch"] < b["time/from_scratch"] for a, b in pairwise(rows))
 
 
-def test_the_total_of_a_sample_has_the_kl_taken_off_by_the_coefficient_of_its_update(tiny):
+def test_samples_are_the_first_responses_of_four_prompts_and_total_has_the_kl_taken_off(tiny):
     run = whole(tiny, "ppo-moments") / "runs/run"
     coefficients = {row["update"]: row.get("objective/kl_coef") for row in read_metrics(run)}
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
     assert [row["update"] for row in samples] == [1] * 4 + [4] * 4 + [6] * 4
     for row in samples:
         assert row["total"] == pytest.approx(row["score"] - coefficients[row["update"]] * row["kl"], abs=1e-6)
+    of_rloo = (whole(tiny, "rloo") / "runs/run/samples.jsonl").read_text().splitlines()[:4]
+    assert len({json.loads(line)["query"] for line in of_rloo}) == 4  # and not the k responses to one prompt
 
 
 def test_a_run_without_a_name_is_called_by_data_set_experiment_seed_and_time(tiny, in_tmp, capsys):
@@ -66,13 +68,14 @@ def test_a_run_without_a_name_is_called_by_data_set_experiment_seed_and_time(tin
 def test_without_a_name_the_newest_run_of_that_kind_goes_on(tiny, in_tmp, capsys):
     run, kind = copy_of_dead(tiny), "prompts.jsonl__train_rloo"
     others = [f"{kind}__1__20240101-000000", f"{kind}__2__20260101-000000", f"{kind}__11__20260101-000000"]
-    for name in [*others, "held_out.jsonl__train_rloo__1__20260101-000000"]:
+    others += ["held_out.jsonl__train_rloo__1__20260101-000000", "prompts.jsonl__train_ppo__1__20260101-000000"]
+    for name in others:
         (run.parent / name).mkdir()
         (run.parent / name / "config.json").touch()
     run.rename(run.parent / f"{kind}__1__20250101-000000")
     start(tiny, "rloo", resume=True, run_name=None, exp_name="train_rloo")
     assert f"from runs/{kind}__1__20250101-000000/checkpoints/000004" in capsys.readouterr().out
-    assert len(list(run.parent.iterdir())) == 5
+    assert len(list(run.parent.iterdir())) == 6
 
 
 def test_a_run_of_other_arguments_without_a_checkpoint_is_not_written_over(tiny, in_tmp, capsys):

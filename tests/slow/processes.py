@@ -50,7 +50,6 @@ def has_rows(folder, count):
 def words_of(args):
     """The command line of a script's arguments."""
     values = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(args).items()}
-    del values[
-        "config"
-    ]  # It has given its values to the others. None is given, since the flag's default may be a number.
+    del values["config"]  # It has given its values to the others.
+    # None is given as well, since a flag's default may be a number.
     return [word for name, value in values.items() if value != [] for word in cli.as_words(name, value)]
