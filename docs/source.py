@@ -26,6 +26,7 @@ SCRIPTS = {  # the annotated pages in order: what each is, and whose notes it ta
     "train_ppo": ("PPO", "train_rloo"),
     "train_ppo_async": ("Asynchronous PPO", "train_ppo"),
     "train_reward": ("Reward model", "train_rloo"),
+    "train_dpo": ("DPO", "train_reward"),
     "train_sft": ("Supervised fine-tuning", None),
     "utils": ("What all scripts share", None),
 }
@@ -33,6 +34,7 @@ DIFFS = {  # the pages that show two scripts side by side: the title of each; it
     ("train_ppo", "train_rloo"): "PPO to RLOO",
     ("train_rloo", "train_grpo"): "RLOO to GRPO",
     ("train_ppo", "train_ppo_async"): "PPO to asynchronous PPO",
+    ("train_reward", "train_dpo"): "Reward model to DPO",
 }
 RULER = re.compile(r"^( *)# ---- (.*?)[ -]*$")
 TAG = re.compile(r"\[([A-Z]+-\d+)\]")

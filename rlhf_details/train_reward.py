@@ -266,7 +266,8 @@ def main(args: Args):
     # ---- model, comparisons, optimiser
     tokenizer, reward = load_model(args, device)
     sample = functools.partial(sample_responses, args, accelerator)  # for the embedded task, which has no candidates
-    train, held_out, references = comparisons.load(args, tokenizer, reward, sample)
+    train, held_out = comparisons.load(args, tokenizer, reward, sample)
+    references = comparisons.load_references(args, tokenizer, reward, train)
     if len(train) < B:
         cli.fail(f"--batch_size {B}: more than the {len(train)} rows of --dataset {args.dataset}")
     K = len(train[0].candidates)

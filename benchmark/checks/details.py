@@ -24,6 +24,7 @@ FAMILIES = {
     "MODEL": "Models",
     "SFT": "Supervised fine-tuning",
     "RM": "Reward model",
+    "DPO": "DPO",
     "GEN": "Rollout: responses and their log-probs",
     "REW": "Scores and KL",
     "PPO": "PPO",
@@ -33,7 +34,7 @@ FAMILIES = {
     "LOG": "Metrics",
     "EVAL": "Evaluation",
 }
-PAGES = "train_rloo.py train_grpo.py train_ppo.py train_ppo_async.py train_reward.py train_sft.py".split()
+PAGES = "train_rloo.py train_grpo.py train_ppo.py train_ppo_async.py train_reward.py train_dpo.py train_sft.py".split()
 PAGES += ["evaluate.py", "utils.py"]
 
 
@@ -43,8 +44,8 @@ def read(name):
 
 
 def worth():
-    """{tag: {"says": its price}}, of the ablations and of the study of GRPO."""
-    return read("../results/worth.toml") | read("../results/worth_grpo.toml")
+    """{tag: {"says": its price}}, of the ablations and of the studies of GRPO and DPO."""
+    return read("../results/worth.toml") | read("../results/worth_grpo.toml") | read("../results/worth_dpo.toml")
 
 
 def count_prices():

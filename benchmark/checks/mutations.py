@@ -31,7 +31,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 600  # after which a mutant's tests count as failed: it hangs. A loaded machine needs 480 for two processes.
 PPO, ASYNC, RLOO, GRPO = "train_ppo.py", "train_ppo_async.py", "train_rloo.py", "train_grpo.py"
-RM, SFT, EVALUATE, UTILS = "train_reward.py", "train_sft.py", "evaluate.py", "utils.py"
+RM, DPO, SFT, EVALUATE, UTILS = "train_reward.py", "train_dpo.py", "train_sft.py", "evaluate.py", "utils.py"
 DATA, ENCODING, COMPARISONS = "plumbing/data.py", "plumbing/tokenization.py", "plumbing/comparisons.py"
 MODELS, ENGINES, LAYOUT = "plumbing/models.py", "plumbing/engines.py", "plumbing/layout.py"
 JUDGE, REPORT = "plumbing/judge.py", "plumbing/evaluation.py"
@@ -162,6 +162,21 @@ MUTATIONS = [
     ("RLOO-12", LAYOUT, "if gap < 0.001", "if True"),
     ("RLOO-13", RLOO, "if clip_range is None", "if clip_range is None or not normalize"),
     ("RLOO-14", RLOO, "is_action)", "torch.ones_like(is_action))"),
+    ("SFT-2", DPO, "is_completion[:, 1:]", "is_completion[:, :-1]"),
+    ("GEN-8", DPO, "self.logits_at_once // self.head.vocab_size", "0"),
+    ("DPO-1", DPO, ".sum(1)", ".mean(1)"),
+    ("DPO-2", DPO, "scores.log_softmax(1)", "scores.sigmoid().log()"),
+    ("DPO-3", DPO, " - 1 / (2 * beta)", " - beta"),
+    (
+        "DPO-4",
+        DPO,
+        "logprobs_of(policy, train, size, accelerator)",
+        "0 * logprobs_of(policy, train, size, accelerator)",
+    ),
+    ("RM-14", DPO, "[rank::world]", "[:B // world]"),
+    ("OPT-4", DPO, "eps=args.adam_eps, ", ""),
+    ("OPT-5", DPO, "losses.sum() / B", "losses.mean() / len(micro_batches) / world"),
+    ("OPT-6", DPO, " * world", ""),
     ("GRPO-1", GRPO, "scale == 'group'", "scale != 'group'"),
     ("GRPO-2", GRPO, "difference.exp() - difference - 1", "-difference"),
     ("GRPO-3", GRPO, "1 + cliprange_high", "1 + cliprange"),

@@ -1,5 +1,6 @@
 """
-Comparisons, the rows that train_reward.py trains on: a prompt, K candidates, and which of them a human found the best.
+Comparisons, the rows that train_reward.py and train_dpo.py train on: a prompt, K candidates, and which of them a human
+found the best.
 
 They are read from `prompt`, `chosen`, `rejected`; from `prompt`, `candidates`, `best`; from the token ids of
 lm-human-preferences (`query`, `sample0` .., `best`) and of N+ (`query_token`, `chosen_token`, `rejected_token`).
@@ -37,11 +38,10 @@ def check(args):
             cli.fail(f"--{flag} {getattr(args, flag)}: {hint}")
 
 
-def load(args, tokenizer, reward, sample):
-    """(Comparisons of --dataset, those of --eval_dataset or none, references): two data.Prompts and lists of token ids.
+def load(args, tokenizer, model, sample):
+    """(Comparisons of --dataset, those of --eval_dataset or none), both as data.Prompts.
 
-    References are the rows of --reference_dataset, each a prompt and its completion, or else the training candidates.
-    Args: reward, the page's module, whose `model` limits tokens and context; sample, the page's function of (P prompts
+    Args: model, the page's module, whose `model` limits tokens and context; sample, the page's function of (P prompts
     as token ids, n, purpose, stop_id), which returns P * n responses as token ids, the n of a prompt adjacent.
     """
 
@@ -49,9 +49,9 @@ def load(args, tokenizer, reward, sample):
         name, _, split = spec.partition(":")
         if name == "toy":
             rows = toy.comparisons(split or "train", num, lambda texts: four_texts(texts, tokenizer, sample, purpose))
-            return encode(rows, f"{flag} {spec}", tokenizer, reward)
+            return encode(rows, f"{flag} {spec}", tokenizer, model)
         rows = read_comparisons(spec, flag, args.prompt_template, take)
-        return encode(rows, f"{flag} {spec}", tokenizer, reward, args.max_prompt_length)
+        return encode(rows, f"{flag} {spec}", tokenizer, model, args.max_prompt_length)
 
     train, held_out = load_one(args.dataset, "--dataset", args.take, args.num_comparisons, TRAIN), data.Prompts()
     if args.eval_dataset:
@@ -59,14 +59,20 @@ def load(args, tokenizer, reward, sample):
     K, eval_K = len(train[0].candidates), len((held_out or train)[0].candidates)
     if eval_K != K:
         cli.fail(f"--eval_dataset {args.eval_dataset}: {eval_K} candidates a row, but {K} in --dataset {args.dataset}")
-    if args.normalization == "gain_bias":  # These prompts are sampled from.
+    return train, held_out
+
+
+def load_references(args, tokenizer, reward, train):
+    """Lists of token ids whose mean score "mean_shift" sets to 0: the rows of --reference_dataset, each a prompt with
+    its completion, or else the training candidates. Prompts that "gain_bias" cannot sample from end the script here.
+    """
+    if args.normalization == "gain_bias":
         prompts = [{"prompt": row.columns["prompt"]} for row in train[: 2 * args.normalize_samples]]
         room = models.context(reward) - args.response_length
         tokenization.encode_prompts(tokenizer, prompts, room, f"--dataset {args.dataset}")
     rows, what = data.read_demonstrations(args, "reference_dataset"), f"--reference_dataset {args.reference_dataset}"
     references = data.encode_demonstrations(rows, what, tokenizer, models.context(reward))
-    candidates = [row for comparison in train for row in comparison.candidates]
-    return train, held_out, [row.ids + row.completion for row in references] or candidates
+    return [row.ids + row.completion for row in references] or [ids for row in train for ids in row.candidates]
 
 
 def four_texts(prompts, tokenizer, sample, purpose):

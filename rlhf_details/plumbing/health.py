@@ -19,6 +19,7 @@ from rlhf_details.plumbing import cli, engines, hub, models, stages
 from rlhf_details.plumbing.evaluation import average, wilson_interval
 
 ROOT = Path(__file__).resolve().parents[2]
+ACCURACIES = {"eval/rm/accuracy", "eval/rewards/accuracies"}  # on held-out comparisons
 # What evaluate.py does where a flag is not given and the data are not the embedded task's.
 PLAIN = dict(opponent_path=None, ref_model_path=None, reward_model_path=None, reward_fn=(), judge="none")
 PLAIN |= dict(prompt_template=None, max_prompt_length=None, trust_remote_code=False)
@@ -151,7 +152,7 @@ def last_lines(run, after, seconds):
 def half_width(name, metrics, count):
     """Half the 95% interval of a mean over `count` rows, or None where its standard deviation is not known."""
     p = metrics[name]
-    std = math.sqrt(p * (1 - p)) if name == "eval/rm/accuracy" else metrics.get(f"{name}_std")
+    std = math.sqrt(p * (1 - p)) if name in ACCURACIES else metrics.get(f"{name}_std")
     # The deviations are the biased ones.
     return None if std is None or count < 2 else 1.96 * std / math.sqrt(count - 1)
 
@@ -177,13 +178,13 @@ def held_out_lines(before, after, count):
 
 
 def learnt_lines(after, held_out, by_prompt):
-    """Whether score and gold have risen by more than chance, or a reward model's accuracy is above it.
+    """Whether score and gold have risen by more than chance, or the accuracy on comparisons is above it.
 
     Args: by_prompt, `of_each_prompt` of the first and the last evaluation. Both have the same prompts, so it looks at
     the difference of each prompt. A single prompt has no interval, and that of a handful is too narrow.
     """
-    count, accuracy = len(held_out), "eval/rm/accuracy"
-    if accuracy in after:
+    count = len(held_out)
+    for accuracy in ACCURACIES & after.keys():
         chance = 1 / len(held_out[0].candidates)
         said, _ = outcome(*(x - chance for x in wilson_interval(after[accuracy] * count, count)))
         words = f"{as_text(accuracy, after, count)}, where guessing has {chance:.3f}"
@@ -253,12 +254,14 @@ def command(script, *words):
 
 def next_lines(args, run_folder):
     """Commands that look at what a run has made."""
-    found, is_policy = [], hasattr(args, "reward_fn")
+    found, has_rewards, script = [], hasattr(args, "reward_fn"), hub.script_of(args)
     evaluate, trust = "rlhf_details/evaluate.py", ["--trust_remote_code"] * args.trust_remote_code
-    if is_policy:
+    if has_rewards:
         found.append(f"evaluate: {command(evaluate, *evaluation_words(args))}")
-    if is_policy or hub.script_of(args) == "train_sft.py":
-        policies = [args.output_dir, args.sft_model_path] if is_policy else [args.output_dir]
+    elif script == "train_dpo.py" and args.dataset.partition(":")[0] == "toy":  # Elsewhere it has no prompts and judge.
+        found.append(f"evaluate: {command(evaluate, '--policy_path', args.output_dir)}")
+    if has_rewards or script in ("train_sft.py", "train_dpo.py"):
+        policies = [args.output_dir, *([] if script == "train_sft.py" else [args.sft_model_path])]
         found.append(f"chat: {command(evaluate, '--policy_path', *policies, *trust, '--interactive')}")
     found.append(f"curves: {command('benchmark/plot.py', str(run_folder))}")
     return found

@@ -21,6 +21,11 @@ DEFAULTS = {
         learning_rate=2e-3, warmup_ratio=0.05, batch_size=16, max_grad_norm=1.0, response_length=RESPONSE_LENGTH,
         temperature=1.0, micro_batch_size=128,
     ),
+    "train_dpo": dict(
+        dataset="toy", eval_dataset="toy:test", sft_model_path="models/toy/sft", output_dir="models/toy/dpo",
+        learning_rate=1e-3, warmup_ratio=0.05, batch_size=16, beta=0.5, max_grad_norm=1.0,
+        response_length=RESPONSE_LENGTH, temperature=1.0, micro_batch_size=128,
+    ),
     "train_rloo": dict(
         dataset="toy", eval_dataset="toy:test", sft_model_path="models/toy/sft", reward_model_path="models/toy/reward",
         output_dir="models/toy/rloo", total_episodes=25_600, batch_size=256, rloo_k=4, learning_rate=5e-4, kl_coef=0.1,

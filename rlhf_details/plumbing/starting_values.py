@@ -26,6 +26,9 @@ TABLE = {
         "train_reward": dict(
             learning_rate=1e-3, num_train_epochs=2, batch_size=16, max_grad_norm=1.0, micro_batch_size=32,
         ),
+        "train_dpo": dict(
+            learning_rate=3e-4, num_train_epochs=2, batch_size=16, beta=0.3, max_grad_norm=1.0, micro_batch_size=32,
+        ),
         "train_rloo": dict(
             learning_rate=3e-4, total_episodes=10_000, batch_size=64, rloo_k=4, num_mini_batches=1, num_ppo_epochs=1,
             kl_coef=0.3, missing_eos_penalty=3.0, micro_batch_size=64,
@@ -43,6 +46,7 @@ TABLE = {
         NEW: dict(learning_rate=6e-4),
         "train_sft": dict(learning_rate=2e-5),
         "train_reward": dict(learning_rate=5e-5, batch_size=32),
+        "train_dpo": dict(learning_rate=1e-5),
         "train_rloo": dict(learning_rate=1e-5),
         "train_grpo": dict(learning_rate=1e-5),
         "train_ppo": dict(learning_rate=1e-5),

@@ -17,10 +17,10 @@ from typing import Literal
 import pytest
 from helpers import PAGES, ROOT
 
-from rlhf_details import evaluate, train_both, train_reward, train_rloo, train_sft
+from rlhf_details import evaluate, train_both, train_dpo, train_reward, train_rloo, train_sft
 from rlhf_details.plumbing import cli, evaluation, flags, rewards
 
-SCRIPTS = PAGES | {"train_sft": train_sft, "train_reward": train_reward, "evaluate": evaluate}
+SCRIPTS = PAGES | {"train_sft": train_sft, "train_reward": train_reward, "train_dpo": train_dpo, "evaluate": evaluate}
 each_script = pytest.mark.parametrize("script", list(SCRIPTS))
 
 

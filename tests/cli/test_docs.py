@@ -18,7 +18,7 @@ import pytest
 from helpers import PAGES, ROOT, page_args, read_metrics
 from short_runs import write_rows
 
-from rlhf_details import evaluate, toy, train_both, train_reward, train_sft
+from rlhf_details import evaluate, toy, train_both, train_dpo, train_reward, train_sft
 from rlhf_details.plumbing import cli
 
 pytest.importorskip("matplotlib")
@@ -34,7 +34,7 @@ import toy as toy_over_seeds
 import benchmark
 
 README = "\n".join(path.read_text() for path in readme.DOCUMENTS)  # and the guides and the evidence
-SCRIPTS = PAGES | {"train_sft": train_sft, "train_reward": train_reward, "evaluate": evaluate}
+SCRIPTS = PAGES | {"train_sft": train_sft, "train_reward": train_reward, "train_dpo": train_dpo, "evaluate": evaluate}
 PACKAGE = sorted((ROOT / "rlhf_details").rglob("*.py"))
 
 
@@ -119,8 +119,9 @@ def test_the_metric_tables_list_exactly_what_is_logged(tiny, in_tmp, few_prompts
         logged |= {name for row in read_metrics(run) for name in row}
     values = dict(dataset="rows.jsonl", eval_dataset="rows.jsonl", batch_size=8, response_length=8, overwrite=True)
     logged |= set(train_sft.main(train_sft.Args(base_model=str(tiny / "policy"), **values))["metrics"])
-    logged |= set(train_reward.main(train_reward.Args(sft_model_path=str(tiny / "policy"), **values))["metrics"])
-    logged = {name for name in logged if "/rewards/" not in name}
+    for page in (train_reward, train_dpo):
+        logged |= set(page.main(page.Args(sft_model_path=str(tiny / "policy"), **values))["metrics"])
+    logged = {name for name in logged if "objective/rewards/" not in name and "time/rewards/" not in name}
     assert (documented - logged, logged - documented) == (set(), set())
     assert "`objective/rewards/<name>`" in README
 

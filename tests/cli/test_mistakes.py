@@ -14,12 +14,12 @@ from helpers import PAGES, ROOT, launch, page_args, tiny_config
 from short_runs import contents
 from transformers import GPTNeoXForSequenceClassification
 
-from rlhf_details import evaluate, toy, train_reward, train_sft
+from rlhf_details import evaluate, toy, train_dpo, train_reward, train_sft
 from rlhf_details.plumbing import stages
 
-SCRIPTS = PAGES | {"train_reward": train_reward, "train_sft": train_sft, "evaluate": evaluate}
+SCRIPTS = PAGES | {"train_reward": train_reward, "train_dpo": train_dpo, "train_sft": train_sft, "evaluate": evaluate}
 MODEL = dict.fromkeys(SCRIPTS, "sft_model_path") | {"train_sft": "base_model", "evaluate": "policy_path"}
-RL, TRAIN = list(PAGES), [*PAGES, "train_reward", "train_sft"]
+RL, TRAIN = list(PAGES), [*PAGES, "train_reward", "train_dpo", "train_sft"]
 ROW = {"prompt": "last friday my sister", "completion": "went .", "chosen": "we went .", "rejected": "the soup was ."}
 CHAT = [{"role": "user", "content": "hi"}]
 SOUPS, LONG = (" ".join(["soup"] * n) for n in (100, 200))  # The context of the tiny models is 128 tokens.
@@ -79,7 +79,11 @@ def cases(*rows):
     cases(
         ("train_rloo", dict(batch_size=18), ["--batch_size 18: not divisible by", "rloo_k"]),
         (PPO, dict(num_mini_batches=3), ["--batch_size 16: not divisible by", "num_mini_batches"]),
-        (["train_reward", "train_sft"], dict(batch_size=64), ["--batch_size 64: more than the 16 rows", "rows.jsonl"]),
+        (
+            ["train_reward", "train_dpo", "train_sft"],
+            dict(batch_size=64),
+            ["--batch_size 64: more than the 16 rows", "rows.jsonl"],
+        ),
         ("train_rloo", dict(rloo_k=1), ["--rloo_k 1", "--token_level_kl", "--normalize_advantage"]),
         ("train_rloo", dict(rloo_k=1, token_level_kl=True), ["--rloo_k 1", "--normalize_advantage"]),
         ("train_grpo", dict(group_size=1), ["--group_size 1", "at least 2"]),
@@ -92,7 +96,7 @@ def cases(*rows):
         (PPO, dict(truncate_token="the soup"), ["--truncate_token 'the soup': not one token"]),
         (RL, dict(stop_token="no such token"), ["--stop_token 'no such token': not one token"]),
         (RL, dict(response_length=128), ["--response_length 128: leaves no room for a prompt"]),
-        ([*RL, "train_reward"], dict(sft_model_path=None), ["--sft_model_path: required"]),
+        ([*RL, "train_reward", "train_dpo"], dict(sft_model_path=None), ["--sft_model_path: required"]),
         (RL, dict(reward_model_path=None), ["--reward_model_path or --reward_fn: one of them is required"]),
     ),
     ids=str,
@@ -116,13 +120,13 @@ def test_a_batch_that_two_processes_cannot_share(refused, monkeypatch, script):
         (SCRIPTS, jsonl({"prompt": 7}), ["row 2", "'prompt'"]),
         (["train_rloo", "train_sft", "evaluate"], jsonl({"prompt": None}), ["row 2", "'prompt'"]),
         ("train_sft", jsonl({"completion": None}), ["row 2", "'completion'"]),
-        ("train_reward", jsonl({"rejected": None}), ["row 2", "'rejected'"]),
+        (["train_reward", "train_dpo"], jsonl({"rejected": None}), ["row 2", "'rejected'"]),
         ([*RL, "evaluate"], jsonl({"prompt": ""}), ["row 2", "empty"]),
         ([*RL, "evaluate"], jsonl({"prompt": LONG}), ["row 2", "200 tokens", "124"]),
-        ("train_reward", jsonl({"rejected": LONG}), ["row 2", "205 tokens", "128"]),
+        (["train_reward", "train_dpo"], jsonl({"rejected": LONG}), ["row 2", "205 tokens", "128"]),
         ("train_sft", jsonl({"completion": LONG}), ["row 2", "205 tokens", "128"]),
         ("train_rloo", jsonl({"prompt": CHAT}), ["no chat template"]),
-        (["train_reward", "train_sft"], jsonl({"prompt": CHAT}), ["row 2"]),
+        (["train_reward", "train_dpo", "train_sft"], jsonl({"prompt": CHAT}), ["row 2"]),
     ),
 )
 def test_a_row_that_is_wrong_is_named(refused, script, text, words):
@@ -185,7 +189,7 @@ def test_a_prompt_longer_than_the_reward_models_context(refused, script, tiny):
 @pytest.mark.parametrize(
     "script, changes",
     cases(
-        ([*RL, "train_reward"], dict(eval_dataset="missing.jsonl")),
+        ([*RL, "train_reward", "train_dpo"], dict(eval_dataset="missing.jsonl")),
         ("train_rloo", dict(batch_size=18)),
         (PPO, dict(gamma=1.5)),
     ),

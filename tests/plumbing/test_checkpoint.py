@@ -28,7 +28,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from rlhf_details.plumbing import checkpoint
 
-FAST = "rloo", "ppo-moments", "async", "reward-gain", "sft"  # the others are in slow/test_kills.py
+FAST = "rloo", "ppo-moments", "async", "reward-gain", "dpo", "sft"  # the others are in slow/test_kills.py
 
 
 # ---- a run that died goes on as if it had not ------------------------------------------------------------------------

@@ -167,7 +167,9 @@ def test_other_tasks_and_data_have_their_flags():
     assert (own.judge, own.reward_model_path, own.num_examples) == ("reward_model", "reward", 512)
 
 
-@pytest.mark.parametrize("case,kinds", [("sft", ["chat", "curves"]), ("reward-gain", ["curves"])])
+@pytest.mark.parametrize(
+    "case,kinds", [("sft", ["chat", "curves"]), ("dpo", ["chat", "curves"]), ("reward-gain", ["curves"])]
+)
 def test_sft_and_reward_model_say_what_they_can(tiny, in_tmp, capsys, case, kinds):
     start(tiny, case, checkpoint_every=0)
     text = capsys.readouterr().out

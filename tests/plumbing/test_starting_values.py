@@ -12,10 +12,10 @@ import torch
 import transformers
 from helpers import PAGES, ROOT, tiny_model
 
-from rlhf_details import evaluate, toy, train_both, train_reward, train_sft
+from rlhf_details import evaluate, toy, train_both, train_dpo, train_reward, train_sft
 from rlhf_details.plumbing import cli, hub, models, starting_values
 
-SCRIPTS = PAGES | {"train_sft": train_sft, "train_reward": train_reward}
+SCRIPTS = PAGES | {"train_sft": train_sft, "train_reward": train_reward, "train_dpo": train_dpo}
 SMALL, MEDIUM, PUBLISHED, LARGE = starting_values.TABLE.values()
 LINE = "starting values for a model of 0.0 M parameters, which your own flags replace: "
 
@@ -140,14 +140,14 @@ GUIDE = (ROOT / "docs/guides/1_your_data.md").read_text()
 def test_the_guides_learning_rates_are_those_of_the_table():
     rows = re.findall(r"^\| (below 20 M|20 M to 500 M|500 M to 5 B|5 B and more) \|(.*)\|$", GUIDE, re.M)
     shown = [[float(re.match(r"[\de.-]+", cell.strip())[0]) for cell in cells.split("|")] for _, cells in rows]
-    scripts = [starting_values.NEW, "train_sft", "train_reward", "train_rloo", "train_grpo", "train_ppo"]
+    scripts = [starting_values.NEW, "train_sft", "train_reward", "train_dpo", "train_rloo", "train_grpo", "train_ppo"]
     assert shown == [
         [column.get(name, {}).get("learning_rate", SCRIPTS[name.split(",")[0]].Args.learning_rate) for name in scripts]
         for column in (SMALL, MEDIUM, PUBLISHED, LARGE)
     ]
 
 
-@pytest.mark.parametrize("column, script", [(2, "train_rloo"), (3, "train_grpo"), (4, "train_ppo")])
+@pytest.mark.parametrize("column, script", [(2, "train_dpo"), (3, "train_rloo"), (4, "train_grpo"), (5, "train_ppo")])
 def test_the_guides_other_values_of_a_policy_are_those_of_the_table(column, script):
     """A cell holds a small model's value and, where it differs, the script's own."""
     shown = {}
@@ -157,7 +157,7 @@ def test_the_guides_other_values_of_a_policy_are_those_of_the_table(column, scri
         values = [[float(x) for x in part.split(", ")] for part in (numbers[0], numbers[-1]) if part.strip()]
         shown |= {name: pair for name, *pair in zip(flags, *values, strict=True)} if values else {}
     own = {name: getattr(SCRIPTS[script].Args, name) for name in shown}
-    assert {"kl_coef", "temperature", "response_length"} <= shown.keys()
+    assert {"temperature", "response_length"} <= shown.keys() and {"kl_coef", "beta"} & shown.keys()
     assert shown.keys() | {"learning_rate", "micro_batch_size", "max_grad_norm"} >= SMALL[script].keys()
     for name, pair in shown.items():
         expected = [SMALL[script].get(name, own[name]), math.nan if own[name] is None else own[name]]

@@ -5,11 +5,21 @@ from types import SimpleNamespace
 import torch
 import transformers
 
-from rlhf_details import evaluate, train_grpo, train_ppo, train_ppo_async, train_reward, train_rloo, train_sft, utils
+from rlhf_details import (
+    evaluate,
+    train_dpo,
+    train_grpo,
+    train_ppo,
+    train_ppo_async,
+    train_reward,
+    train_rloo,
+    train_sft,
+    utils,
+)
 
 PAGES = {"rloo": train_rloo, "grpo": train_grpo, "ppo": train_ppo, "async": train_ppo_async, "evaluate": evaluate}
 SAMPLED = {name: page.Policy for name, page in PAGES.items()}  # what the sampler calls
-SAMPLED |= {"reward": train_reward.Policy, "sft": train_sft.LanguageModel}
+SAMPLED |= {"reward": train_reward.Policy, "dpo": train_dpo.Policy, "sft": train_sft.LanguageModel}
 
 SIZES = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
 SIZES |= dict(max_position_embeddings=64, vocab_size=97, initializer_range=0.2)

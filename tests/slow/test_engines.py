@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from transformers import GPT2Config, LlamaConfig, Qwen2Config
 from transformers.models.auto import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rlhf_details import toy, train_reward, train_sft
+from rlhf_details import toy, train_dpo, train_reward, train_sft
 
 NAMES = {"one": "one process", "ddp": "DDP", "fsdp2": "FSDP2", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}
 NO_DEEPSPEED = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
@@ -62,6 +62,7 @@ def cases(models):
         "ppo_shared": ppo_args(neox, **shared, **short),
         "ppo_gpt2": ppo_args(models / "gpt2", **short),
         "reward": train_reward.Args(**reward),
+        "dpo": train_dpo.Args(**stage, sft_model_path=str(neox / "policy"), batch_size=8, max_grad_norm=0.5),
         "sft": train_sft.Args(**stage, base_model=str(neox / "policy"), batch_size=6),
         "ppo_async": page_args("train_ppo_async", neox, **short),
         "grpo": page_args("train_grpo", neox, **short),

@@ -55,6 +55,13 @@ def test_rm_14_a_reward_model_is_the_same_on_two_processes(tiny, in_tmp):
     assert bias[0] == pytest.approx(bias[1], rel=1e-4, abs=1e-5)
 
 
+def test_dpo_is_the_same_on_two_processes(tiny, in_tmp):
+    """The references are those of all comparisons, on every process. [DPO-4] [RM-14] [OPT-6]"""
+    rows = write_rows("rows.jsonl", comparisons(37))
+    flags = dict(dataset=rows, eval_dataset=rows, sft_model_path=tiny / "policy", batch_size=8, learning_rate=1e-3)
+    assert_same_curves(*on_one_and_two("train_dpo.py", in_tmp, **flags, micro_batch_size=3, response_length=8))
+
+
 def test_an_evaluation_is_the_same_on_two_processes(tiny, in_tmp):
     """13 prompts make unequal shares."""
     rows = write_rows("rows.jsonl", toy.rows("sft", "train")[:13])

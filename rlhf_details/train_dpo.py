@@ -1,0 +1,336 @@
+"""
+DPO: a policy trained on comparisons alone, without a reward model and without sampling (arXiv 2305.18290).
+
+1. The score of a response is beta * (its log-prob under the policy - that under the initial policy). The policy that is
+   best for a reward, at the price beta for the KL, has exactly this reward, up to a constant of the prompt.
+2. So the loss is the reward model's: cross-entropy of the K scores against the best one. K = 2 is the paper's loss,
+   -log sigmoid(chosen - rejected). Only the scores differ from train_reward.py, and that is the lesson.
+3. A log-prob is the sum over the completion's tokens, EOS among them. The prompt's tokens have none.
+4. The initial policy's log-probs are computed once, before training. No second model stays in memory.
+5. `--label_smoothing` takes some labels for wrong (cDPO). `--loss ipo` asks for a margin, not for as much as possible.
+
+Left out on purpose: a reference model other than the initial policy, other f-divergences, several losses at once, and
+packed candidates (train_rloo.py has packed rows).
+
+Shapes    B: comparisons of a minibatch   K: candidates of one   M: comparisons of a micro-batch   H: hidden size
+          L: tokens of a row, left-padded   T: completion tokens of some rows   N: rows or comparisons   V: vocabulary
+          Q: query tokens   R: response tokens, right-padded   C: columns that are read
+Masks     True marks a real token. Masks travel with the tokens, and nothing is ever found by looking for a pad token.
+
+One process:   python rlhf_details/train_dpo.py
+N processes:   accelerate launch --num_processes N rlhf_details/train_dpo.py
+Your data:     python rlhf_details/train_dpo.py --dataset rows.jsonl --sft_model_path gpt2
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from rlhf_details import utils
+from rlhf_details.plumbing import cli, comparisons, data, engines, models
+from rlhf_details.plumbing.run import Run
+from rlhf_details.utils import EVALUATION, REWARD_DATA, in_slices
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+@dataclass
+class Args(cli.RunArgs):  # which holds the flags of run, data, logging and memory
+    exp_name: str = "train_dpo"
+    """name of the experiment, part of the run's name"""
+    output_dir: str = "models/dpo"
+    """folder of the trained policy"""
+    starting_values = "train_dpo"  # the defaults by the model's size and for the toy; a copy of the page keeps them
+
+    # data
+    dataset: str = "toy"
+    """comparisons: "toy", a file, a folder, a Hub data set or FILE.py:FUNCTION, with rows of `prompt`, `chosen`,
+    `rejected` (where these begin with the prompt it may be left out), or `prompt`, `candidates`, `best`, or token ids:
+    `query`, `sample0` .. and `best` (lm-human-preferences), `query_token`, `chosen_token` and `rejected_token` (N+). A
+    name may end in [:4992], its start"""
+    eval_dataset: str | None = None
+    """held-out comparisons, evaluated after training; None: no evaluation"""
+    num_comparisons: int = 3072
+    """toy: how many comparisons the imaginary human labels"""
+
+    # models
+    sft_model_path: str | None = None
+    """the policy that training starts from and is compared with (required unless --dataset is toy)"""
+
+    # algorithm
+    beta: float = 0.05
+    """price of the KL (sigmoid), or the inverse of twice the margin that is asked for (ipo)"""
+    loss: Literal["sigmoid", "ipo"] = "sigmoid"
+    """the loss of DPO, or that of IPO, whose log-probs are means over tokens"""
+    label_smoothing: float = 0.0
+    """sigmoid: the share of labels that are taken for wrong (cDPO)"""
+    num_train_epochs: int = 1
+    """passes over the comparisons"""
+    batch_size: int = 64
+    """comparisons per optimiser step, over all processes (B)"""
+
+    # sampling, for the embedded task's comparisons and the samples that are shown
+    response_length: int = 53
+    """most tokens a sampled response may have (R)"""
+    temperature: float = 0.7
+    """sampling temperature; the loss is always that of temperature 1"""
+
+    # optimiser
+    learning_rate: float = 3e-6
+    """peak learning rate of AdamW"""
+    lr_schedule: Literal["linear", "cosine", "constant"] = "cosine"
+    """course of the learning rate over the steps"""
+    warmup_ratio: float = 0.0
+    """share of the steps over which the learning rate rises linearly"""
+    adam_eps: float = 1e-5
+    """AdamW's epsilon"""
+    weight_decay: float = 0.01
+    """AdamW's weight decay"""
+    max_grad_norm: float | None = None
+    """clip the gradient's global norm to this; None: only log it"""
+
+    # memory and speed: never changes the result
+    micro_batch_size: int = 8
+    """comparisons that a device puts through one forward and backward pass"""
+
+
+# ---- model: one module call is one forward, so that every engine sees all parameters through it ----------------------
+class Policy(nn.Module):
+    """Log-probs of completions at temperature 1, or for the sampler next-token logits / temperature, in fp32."""
+
+    logits_at_once = 2**24  # at most so many with completions: 64 MiB in fp32
+
+    def __init__(self, model, temperature):
+        super().__init__()
+        self.model, self.temperature, self.head = model, temperature, models.head_of(model)
+        (self.takes_positions,) = models.accepts(model, "position_ids")
+
+    def forward(self, tokens, mask, positions, index=None, is_completion=None, cache=None):
+        """
+        Args: tokens, positions [N, L]; mask, is_completion [N, L] bool. For the sampler: index [C], the columns whose
+        logits are read; cache, a transformers cache, which is extended.
+        Returns: the log-prob of each row's completion [N] fp32, or without is_completion the logits / T [N, C, V] fp32.
+        """
+        inputs = {"input_ids": tokens, "attention_mask": mask, "past_key_values": cache, "use_cache": cache is not None}
+        inputs |= {"position_ids": positions} if self.takes_positions else {}
+        hidden = self.model.base_model(**inputs).last_hidden_state  # [N, L, H]
+        if is_completion is None:
+            return self.head(hidden[:, index]).float() / self.temperature
+        # The logits in the column before a token predict it, EOS among them. Nothing predicts a first token. [SFT-2]
+        is_target = is_completion[:, 1:] & mask[:, :-1]  # [N, L-1]
+        hidden, labels = hidden[:, :-1][is_target], tokens[:, 1:][is_target]  # [T, H], [T]
+        # The logits would be T * V numbers, and as many gradients, so they are computed piece by piece. [GEN-8]
+        size = max(1, self.logits_at_once // self.head.vocab_size)
+        pieces = list(zip(hidden.split(size), labels.split(size), strict=True))
+        again = functools.partial(checkpoint, self.of_tokens, use_reentrant=False)
+        found = torch.cat([again(*piece) if len(pieces) > 1 else self.of_tokens(*piece) for piece in pieces])  # [T]
+        # A sum over the tokens, because the score is that of the whole response. [DPO-1]
+        return found.new_zeros(is_target.shape).masked_scatter(is_target, found).sum(1)
+
+    def of_tokens(self, hidden, labels):
+        """Log-probs [T] of T labels, from the hidden states [T, H] before them."""
+        return self.head(hidden).float().log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+
+
+def load_model(args, device):
+    """Returns (tokenizer, policy), in fp32 and without dropout."""
+    tokenizer = models.load_tokenizer(args.sft_model_path, "--sft_model_path", args)
+    model = utils.disable_dropout(models.load_policy(args.sft_model_path, "--sft_model_path", args))
+    model = models.add_adapters(model, args.lora_rank) if args.lora_rank else model
+    return tokenizer, Policy(model, args.temperature).to(device)
+
+
+# ---- from token ids to responses and log-probs -----------------------------------------------------------------------
+@torch.no_grad()
+def sample_responses(policy, args, accelerator, prompts, n, purpose, stop_id, key=REWARD_DATA):
+    """n responses of the policy to each prompt; every process samples all of them.
+
+    Args: prompts, lists of token ids; purpose, e.g. comparisons.TRAIN, so that the noise differs; stop_id or None.
+    Returns: a list of token ids for each response, the n of a prompt adjacent.
+    """
+    queries, query_mask = utils.left_pad([ids for ids in prompts for _ in range(n)], accelerator.device)  # [N, Q]
+    batch = [queries, query_mask, torch.arange(len(queries), device=accelerator.device)]
+    sampler_args = 1, args.response_length, stop_id, (args.seed, key, purpose)
+    with accelerator.autocast():
+        responses, mask, _ = in_slices(utils.sample, policy.eval(), batch, 128 * n, *sampler_args)  # [N, R]
+    return [r[m].tolist() for r, m in zip(responses, mask, strict=True)]
+
+
+def completion_logprobs(policy, rows, device):
+    """Log-probs [N] fp32 of completions, and their tokens [N]. Args: rows, N pairs (prompt and completion, completion's
+    tokens), as `rows_of` has them.
+    """
+    tokens, mask = utils.left_pad([ids for ids, _ in rows], device)  # [N, L]
+    lengths = torch.tensor([length for _, length in rows], device=device)  # [N]
+    # All rows end in the last column, so a completion's tokens are counted from the right.
+    is_completion = torch.arange(tokens.size(1), 0, -1, device=device) <= lengths.unsqueeze(1)
+    return policy(tokens, mask, utils.positions_from_mask(mask), is_completion=is_completion), lengths
+
+
+def rows_of(comparison):
+    """The candidates of a comparison, each (its tokens with the prompt's, how many of them are its own)."""
+    return [(ids, len(ids) - len(comparison.ids)) for ids in comparison.candidates]
+
+
+@torch.no_grad()
+def logprobs_of(policy, part, size, accelerator):
+    """Log-probs [N, K] fp32 of the candidates of N comparisons. Call it on every process; each takes a share."""
+    policy.eval()
+    # The shares are filled up, so that all processes have as many comparisons.
+    mine = [rows_of(part[i % len(part)]) for i in data.my_share(len(part), accelerator).tolist()]
+    slices = [[row for rows in mine[i : i + size] for row in rows] for i in range(0, len(mine), size)]
+    with accelerator.autocast():
+        found = torch.cat([completion_logprobs(policy, rows, accelerator.device)[0] for rows in slices])
+    return accelerator.gather(found.reshape(len(mine), -1))[: len(part)]
+
+
+# ---- equations -------------------------------------------------------------------------------------------------------
+def dpo_loss(scores, best, label_smoothing=0.0):
+    """Cross-entropy of K scores against the best candidate. For K = 2 it is -log sigmoid(chosen - rejected).
+
+    Label smoothing gives the others a share of the label: for K = 2, (1 - e) -log sigmoid(d) + e -log sigmoid(-d).
+    Args: scores [M, K], beta * log-ratios; best [M] int64. Returns: [M].
+    Source: arXiv 2305.18290, equation 7, and for K > 2 the first place of the ranking in its appendix A.3; cDPO,
+    ericmitchell.ai/cdpo.pdf, equation 3; N+'s dpo.py.
+    """
+    target = torch.full_like(scores, label_smoothing / (scores.size(1) - 1))
+    target = target.scatter(1, best.unsqueeze(1), 1 - label_smoothing)
+    # The normaliser of the policy that is best for a reward depends on the prompt alone, so it cancels. [DPO-2]
+    return -(target * scores.log_softmax(1)).sum(1)
+
+
+def ipo_loss(logratios, lengths, best, beta):
+    """(d - 1 / (2 beta))^2, with d the difference of mean log-ratios a token, averaged over the K - 1 others.
+
+    Args: logratios, lengths [M, K]; best [M] int64. Returns: [M].
+    Source: arXiv 2310.12036, equation 17. The means are TRL 1.16's (dpo_trainer.py); N+'s dpo.py takes sums.
+    """
+    means = logratios / lengths.clamp(min=1)
+    margins = means.gather(1, best.unsqueeze(1)) - means  # [M, K], 0 at the best one
+    # The margin has a goal, so labels that all agree do not push it on for ever. [DPO-3]
+    losses = (margins - 1 / (2 * beta)) ** 2
+    return losses.scatter(1, best.unsqueeze(1), 0).sum(1) / (means.size(1) - 1)
+
+
+def is_correct(scores, best):
+    """Whether the best candidate's score is strictly the highest, [M] bool. Args: scores [M, K]; best [M] int64."""
+    best = best.unsqueeze(1)  # [M, 1]
+    others = scores.scatter(1, best, -math.inf)
+    # A tie is wrong, so that a constant model has an accuracy of 0. [RM-8]
+    return scores.gather(1, best).squeeze(1) > others.amax(1)
+
+
+def losses_and_metrics(logprobs, ref_logprobs, lengths, best, args):
+    """The losses [M], and {metric: [M]} by TRL's names. "rejected" is the mean of all candidates but the best.
+
+    Args: logprobs, ref_logprobs, lengths [M, K]; best [M] int64.
+    """
+    logratios = logprobs - ref_logprobs
+    scores, others = args.beta * logratios, logratios.size(1) - 1
+    is_ipo = args.loss == "ipo"
+    losses = ipo_loss(logratios, lengths, best, args.beta) if is_ipo else dpo_loss(scores, best, args.label_smoothing)
+    found = {}
+    for name, x in (("rewards", scores.detach()), ("logps", logprobs.detach())):
+        found[f"{name}/chosen"] = chosen = x.gather(1, best.unsqueeze(1)).squeeze(1)
+        found[f"{name}/rejected"] = (x.sum(1) - chosen) / others
+    found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
+    return losses, {"dpo/loss": losses.detach(), "rewards/accuracies": is_correct(scores, best).float()} | found
+
+
+# ---- held-out evaluation ---------------------------------------------------------------------------------------------
+def evaluate(policy, held_out, references, size, args, accelerator):
+    """{"eval/..": mean over the held-out comparisons}; call it on every process."""
+    if not held_out:
+        return {}
+    logprobs = logprobs_of(policy, held_out, size, accelerator)  # [N, K]
+    best = torch.tensor([comparison.best for comparison in held_out], device=logprobs.device)
+    lengths = torch.tensor([[n for _, n in rows_of(c)] for c in held_out], device=logprobs.device)  # [N, K]
+    _, metrics = losses_and_metrics(logprobs, references, lengths, best, args)
+    return {f"eval/{name}": x.mean() for name, x in metrics.items()}
+
+
+# ---- the loop --------------------------------------------------------------------------------------------------------
+def check(args):
+    """Ends with one line (exit code 2) where arguments contradict each other."""
+    cli.check(args)
+    comparisons.check(args)
+    if args.batch_size % cli.world_size():
+        cli.fail(f"--batch_size {args.batch_size}: not divisible by the {cli.world_size()} processes")
+    if args.beta == 0 or args.label_smoothing >= 0.5:
+        cli.fail(f"--beta {args.beta}, --label_smoothing {args.label_smoothing}: above 0, and below 0.5")
+
+
+def main(args: Args):
+    """Trains; returns {"before": .., "after": held-out metrics, "metrics": the last row, "run": folder}."""
+    check(args)
+    accelerator = engines.start(args)  # one process, DDP, FSDP2 or DeepSpeed; it seeds, and trains missing toy stages
+    device, world, rank = accelerator.device, accelerator.num_processes, accelerator.process_index
+    B, size = args.batch_size, args.micro_batch_size
+
+    # ---- model, comparisons, optimiser
+    tokenizer, policy = load_model(args, device)
+    sample = functools.partial(sample_responses, policy, args, accelerator)  # for the embedded task: no candidates yet
+    train, held_out = comparisons.load(args, tokenizer, policy, sample)
+    if len(train) < B:
+        cli.fail(f"--batch_size {B}: more than the {len(train)} rows of --dataset {args.dataset}")
+    steps_per_epoch = len(train) // B  # The rest of an epoch's shuffle is left out, other rows in each epoch.
+    num_steps = args.num_train_epochs * steps_per_epoch
+    # Set eps and weight decay explicitly, because torch's defaults are not the recipe's. [OPT-4]
+    adam = dict(lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay)
+    optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], **adam)
+    run = Run(args, accelerator, tokenizer, num_steps, train, [held_out, policy])
+    policy, optimizer = engines.prepare(args, accelerator, policy, optimizer)
+    # Before a step, and before a checkpoint is loaded, the policy is the reference. One forward of all the data now,
+    # 4 bytes a candidate from now on, and no copy of the model. [DPO-4]
+    references = logprobs_of(policy, train, size, accelerator)  # [len(train), K]
+    held_out_references = logprobs_of(policy, held_out, size, accelerator) if held_out else None
+    run.resume(policy, optimizer)
+
+    for step in range(run.first_update, num_steps + 1):
+        lr = optimizer.param_groups[0]["lr"] = utils.learning_rate_at(step, num_steps, args)
+
+        # ---- 1. Minibatch --------------------------------------------------------------------------------------------
+        epoch, place = divmod(step - 1, steps_per_epoch)
+        order = utils.permutation(len(train), args.seed, epoch)  # Every epoch has an order of its own.
+        # All processes have the same order, so every world-th comparison makes disjoint shares. [RM-14]
+        mine = order[place * B : (place + 1) * B][rank::world]
+
+        # ---- 2. Optimise: micro-batches add up to exactly one gradient -----------------------------------------------
+        policy.train()  # Every dropout is 0. Training mode only lets gradient checkpointing work.
+        means = utils.Means(device)
+        micro_batches = [list(mine[i : i + size]) for i in range(0, len(mine), size)]
+        for i, m in enumerate(micro_batches):
+            best = torch.tensor([train[j].best for j in m], device=device)  # [M]
+            with engines.accumulate(accelerator, policy, is_last=i + 1 == len(micro_batches)):
+                rows = [row for j in m for row in rows_of(train[j])]
+                logprobs, lengths = (x.reshape(len(m), -1) for x in completion_logprobs(policy, rows, device))  # [M, K]
+                losses, metrics = losses_and_metrics(logprobs, references[m], lengths, best, args)
+                # Dividing by the whole minibatch's count makes micro-batches add up to its gradient. [OPT-5]
+                loss = losses.sum() / B
+                accelerator.backward(loss * world)  # The engines average over processes, but we sum. [OPT-6]
+            for name, x in metrics.items():
+                means.add(f"train/{name}" if name == "dpo/loss" else name, x)
+        norm = engines.step(accelerator, policy, optimizer, args.max_grad_norm, run, "minibatch 1")
+        run.lap("optimise")
+
+        # ---- 3. Log --------------------------------------------------------------------------------------------------
+        metrics = means.reduce(accelerator)
+        metrics |= {"epoch": step / steps_per_epoch, "train/dpo/lr": lr, "policy/grad_norm": norm}
+        if run.is_eval_due(step):
+            metrics |= evaluate(policy, held_out, held_out_references, size, args, accelerator)
+            shown = held_out[:4] or train[:4]
+            sampling = [row.ids for row in shown], 1, 0, tokenizer.eos_token_id, EVALUATION
+            responses = sample_responses(engines.sampler(policy), args, accelerator, *sampling)
+            texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
+            lines = [f"query: {row.text!r} | response: {text!r}" for row, text in zip(shown, texts, strict=True)]
+            run.say("\n".join(lines))
+        run.log(step, metrics)
+        run.checkpoint_if_due(step, policy, optimizer)
+    return run.finish(policy)  # the model folder with its card, the held-out metrics, and the upload
+
+
+if __name__ == "__main__":
+    cli.main(main, Args)
