@@ -6,6 +6,7 @@ GRPO: group relative policy optimisation, on a language model and a reward (arXi
 2. The KL is a term of the loss, kl_coef * k3 at each token, and not of the reward. With kl_coef = 0 it is only logged.
 3. More than one optimiser step per rollout uses the clipped loss of PPO, with one probability ratio per token, which is
    clipped to [1 - cliprange, 1 + cliprange_high]. --loss_normalization says how the losses of tokens are averaged.
+   --objective gspo has one ratio per response; cispo clips the ratio as a weight, and no token loses its gradient.
 4. Responses to the same prompt share its computation: n of the k are packed in a row, [prompt | r1 | .. | rn], under a
    block mask. Where a model cannot read such a mask, each row holds one response.
 5. Sampling and shuffling are functions of coordinates, such as (seed, purpose, update, row, step, token) for a token,
@@ -70,6 +71,8 @@ class Args(cli.PolicyArgs):  # which holds the flags of run, data, models, loggi
     """weigh the KL of a token by its ratio, so that the gradient is that of KL(policy || reference)"""
 
     # algorithm
+    objective: Literal["grpo", "gspo", "cispo"] = "grpo"
+    """the policy's loss: of GRPO, GSPO or CISPO, which differ where a rollout has several steps"""
     group_size: int = 8
     """responses per prompt (k)"""
     total_episodes: int = 1_000_000
@@ -83,7 +86,7 @@ class Args(cli.PolicyArgs):  # which holds the flags of run, data, models, loggi
     cliprange: float = 0.2
     """clip range of the probability ratio"""
     cliprange_high: float | None = None
-    """clip range above 1 (DAPO's Clip-Higher); None: cliprange"""
+    """clip range above 1 (DAPO's Clip-Higher); None: cliprange; CISPO has this bound alone"""
     scale_advantages: Literal["group", "batch", "none"] = "group"
     """divide advantages by the standard deviation of the group's scores, of the batch's, or by nothing (Dr. GRPO)"""
     loss_normalization: Literal["token", "response", "constant"] = "token"
@@ -316,6 +319,31 @@ def grpo_policy_loss(logprobs, old_logprobs, mask, advantages, cliprange, clipra
     return losses * mask, logratio, (losses2 > losses1) & mask
 
 
+def gspo_policy_loss(logprobs, old_logprobs, mask, advantages, cliprange, cliprange_high):
+    """The same with one ratio for a response, exp(mean of its tokens' log-ratios). GSPO's ranges are 3e-4 and 4e-4.
+
+    Args and returns: as grpo_policy_loss. Source: arXiv 2507.18071, equations 5 to 7.
+    """
+    # The ratio of a whole response, its length-th root taken, so that long responses are not clipped sooner. [GRPO-5]
+    mean = ((logprobs - old_logprobs) * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)  # [M, 1]
+    mean = mean.expand(mask.shape)
+    return grpo_policy_loss(mean, torch.zeros_like(mean), mask, advantages, cliprange, cliprange_high)
+
+
+def cispo_policy_loss(logprobs, old_logprobs, mask, advantages, cliprange, cliprange_high):
+    """-A * min(ratio, 1 + c_high) * log p, where the ratio is a weight without a gradient. CISPO's bound is some 5.
+
+    Args and returns: as grpo_policy_loss; cliprange is not used. Source: arXiv 2506.13585, equations 4 and 5.
+    """
+    logratio = (logprobs - old_logprobs) * mask
+    # A clipped ratio still lets its token learn, as the few unlikely tokens must at which reasoning forks. [GRPO-6]
+    weight = logratio.exp().clamp(max=1 + cliprange_high).detach()
+    return -advantages * weight * logprobs * mask, logratio, (logratio.exp() > 1 + cliprange_high) & mask
+
+
+OBJECTIVES = {"grpo": grpo_policy_loss, "gspo": gspo_policy_loss, "cispo": cispo_policy_loss}
+
+
 def loss_weights(mask, num_responses, num_tokens, normalization):
     """The weight of each token's loss [M, R], so that the sum over the whole minibatch is the loss.
 
@@ -480,7 +508,7 @@ def main(args: Args):
                         # With one step per rollout the policy is compared with itself, so the ratio is exactly 1 and
                         # rounding cannot trigger the clip. [RLOO-7]
                         old = logprobs.detach() if one_step else old_logprobs[m]
-                        losses, logratio, clipped = grpo_policy_loss(
+                        losses, logratio, clipped = OBJECTIVES[args.objective](
                             logprobs, old, response_mask[m], advantages[m], args.cliprange, cliprange_high
                         )
                         kl_losses = kl_estimates(

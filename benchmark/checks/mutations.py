@@ -181,6 +181,8 @@ MUTATIONS = [
     ("GRPO-2", GRPO, "difference.exp() - difference - 1", "-difference"),
     ("GRPO-3", GRPO, "1 + cliprange_high", "1 + cliprange"),
     ("GRPO-4", GRPO, "mask.sum(1, keepdim=True)", "mask.sum(1, keepdim=True).float().mean()"),
+    ("GRPO-5", GRPO, " / mask.sum(1, keepdim=True).clamp(min=1)", ""),
+    ("GRPO-6", GRPO, ".detach()", ""),
     ("OPT-1", UTILS, "step - 1 - warmup", "step - warmup"),
     ("OPT-2", PPO, "utils.learning_rate_at(update, num_updates, args)", "args.learning_rate"),
     ("OPT-2", RLOO, "utils.learning_rate_at(update, num_updates, args)", "args.learning_rate"),

@@ -59,6 +59,8 @@ SYSTEMS = {  # name: (algorithm, TRL version or None, label, colour)
     "trl_ppo_0.21.0": ("ppo", "0.21.0", "TRL 0.21.0", "#4e9a06"),
 }
 PASSES = {"num_ppo_epochs": 4, "cliprange": 0.05, "cliprange_high": 0.1, "total_episodes": 768}
+GSPO = PASSES | {"objective": "gspo", "loss_normalization": "response", "cliprange": 0.01, "cliprange_high": 0.02}
+GSPO, CISPO = (PASSES | {"lr_schedule": "constant"} | x for x in (GSPO, {"objective": "cispo"}))
 THEIRS = "whole_means", "prepared_data"  # what a replay switches on TRL's side alone, see trl_side.py
 PPO_IN_4 = {"weight_decay": 0.0, "micro_batch_size": BATCH // 4}
 WHOLE = "PPO, weight decay 0, 4 micro-batches, TRL's losses divided by the minibatch's tokens"
@@ -71,6 +73,8 @@ REPLAYED = (  # (algorithm, what is changed on both sides, or on TRL's where it 
     ("grpo", {"loss_normalization": "response", "scale_advantages": "batch"}, "GRPO, by response, batch's deviation"),
     ("grpo", {"loss_normalization": "constant", "scale_advantages": "none"}, "Dr. GRPO"),
     ("grpo", {"kl_times_ratio": True}, "GRPO, the KL times the ratio"),
+    ("grpo", GSPO, "GSPO, 4 passes, ratio in 0.99 .. 1.02, constant learning rate"),
+    ("grpo", CISPO, "CISPO, 4 passes, weight at most 1.1, constant learning rate"),
     ("ppo", {}, "PPO"),
     ("ppo", {"weight_decay": 0.0}, "PPO, weight decay 0"),
     ("rloo", {"micro_batch_size": BATCH // 4}, "RLOO, 4 micro-batches"),

@@ -3,12 +3,14 @@ DPO on the embedded task over seeds: its gold over the KL beside RLOO, PPO, GRPO
 
     python benchmark/studies/dpo.py run --tag TAG --workers 2       (about an hour of one core for ten seeds)
     python benchmark/studies/dpo.py draw --tag TAG --others cc51011
+    python benchmark/studies/dpo.py replay --tag TAG               (results/TAG/dpo_replay.md)
 
 `run` goes on where it stopped. A seed has its own SFT model. DPO learns from the 3,072 comparisons that the seed's
 reward model learns from, with the same candidates. held_out.py measures each policy on the 512 held-out prompts; its
 learned score is that reward model's. `draw` writes results/TAG/dpo.md, results/worth_dpo.toml and static/dpo.svg. The
 other algorithms' figures are those of the studies grpo and overoptimisation in the folder --others: the same task and
-seeds, with SFT and reward models of their own.
+seeds, with SFT and reward models of their own. `replay` trains seed 1's SFT model on pairs in the same order by us and
+by TRL 1.16's DPOTrainer, and compares losses, gradient norms and weights.
 """
 
 import json
@@ -18,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 from ablations import code_of
+from against_trl import distance, run_trl
 
 sys.path.extend(str(Path(__file__).resolve().parents[1] / room) for room in (".", "checks"))
 from intervals import ROOT, holm, last, mean_interval, read_seeds, words
@@ -65,6 +68,16 @@ class DrawArgs:
     """folder of the results of the other algorithms"""
     output: str = "static/dpo.svg"
     """the figure"""
+
+
+@dataclass
+class ReplayArgs:
+    """The same pairs by us and by TRL 1.16."""
+
+    tag: str
+    """folder of the results; its models are those of `run`"""
+    environments: str = "runs/environments"
+    """folder of the environment trl-1.16.0, which is made where it is missing"""
 
 
 def run(args: RunArgs):
@@ -163,7 +176,49 @@ def draw(args: DrawArgs):
     print("\n".join(lines))
 
 
-COMMANDS = {"run": (RunArgs, run), "draw": (DrawArgs, draw)}
+def replay(args: ReplayArgs):
+    """Eight steps of 32 pairs of reviews. Writes the table."""
+    from rlhf_details import toy, train_dpo, utils
+
+    folder, lines = ROOT / "runs" / "benchmark" / args.tag / "dpo_replay", []
+    folder.mkdir(parents=True, exist_ok=True)
+    start, texts = ROOT / "models" / "bench" / "1" / "sft", toy.rows("sft", "train")
+    pairs = [(row["prompt"], row["completion"], texts[i + 500]["completion"]) for i, row in enumerate(texts[:256])]
+    pairs = [dict(zip(("prompt", "chosen", "rejected"), pair, strict=True)) for pair in pairs]
+    for name, rows in (("pairs", pairs), ("in_order", [pairs[i] for i in utils.permutation(len(pairs), 1, 0)])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = dict(batch_size=32, micro_batch_size=32, learning_rate=1e-4, lr_schedule="constant", adam_eps=1e-5)
+    settings |= dict(weight_decay=0.0, max_grad_norm=1.0, temperature=1.0, beta=0.1)
+    for loss in ("sigmoid", "ipo"):
+        ours, theirs, result = folder / f"ours_{loss}", folder / f"trl_{loss}", folder / f"{loss}.json"
+        own = dict(dataset=str(folder / "pairs.jsonl"), sft_model_path=str(start), output_dir=str(ours), loss=loss)
+        own |= dict(run_name=f"dpo_replay_{loss}", overwrite=True, checkpoint_every=0)
+        done = train_dpo.main(train_dpo.Args(**settings, **own))
+        spec = {"algorithm": "dpo", "policy": str(start), "output_dir": str(theirs), "result": str(result), "seed": 1}
+        spec |= {"pairs": str(folder / "in_order.jsonl"), "settings": settings | {"loss": loss}}
+        run_trl("1.16.0", args.environments, spec, folder)
+        rows = [json.loads(line) for line in (Path(done["run"]) / "metrics.jsonl").read_text().splitlines()]
+        steps = list(zip(rows, json.loads(result.read_text()), strict=True))
+        names = ("train/dpo/loss", "loss"), ("policy/grad_norm", "grad_norm"), ("logps/chosen", "logps/chosen")
+        apart = [max(abs(a[x] / float(b[y]) - 1) for a, b in steps) for x, y in names]
+        cells = [*(f"{x:.1e}" for x in apart), f"{100 * distance(ours, theirs, start):.2g} %"]
+        lines.append(f"| {loss} | {len(steps)} | {' | '.join(cells)} |")
+    head = [
+        "# DPO beside TRL 1.16.0",
+        "",
+        f"Written by `python benchmark/studies/dpo.py replay --tag {args.tag}`: the largest relative",
+    ]
+    head += ["differences over the steps, and the distance of the weights as a share of how far ours have moved.", ""]
+    head += [
+        "| loss | steps | loss | gradient norm | log-prob of the chosen | weights |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    text = "\n".join([*head, *lines]) + "\n"
+    (ROOT / "benchmark" / "results" / args.tag / "dpo_replay.md").write_text(text)
+    print(text)
+
+
+COMMANDS = {"run": (RunArgs, run), "draw": (DrawArgs, draw), "replay": (ReplayArgs, replay)}
 
 if __name__ == "__main__":
     sys.exit(run_command(COMMANDS))

@@ -59,6 +59,18 @@ PARTS = {  # name: (details that it prices, what is changed, the run it is compa
         "steps",
         "--num_ppo_epochs 4 --cliprange_high 0.28",
     ),
+    "gspo": (
+        "GRPO-5",
+        "GSPO: a ratio a response, in 0.95 .. 1.07, by response (an option)",
+        "steps",
+        "--num_ppo_epochs 4 --objective gspo --loss_normalization response --cliprange 0.05 --cliprange_high 0.07",
+    ),
+    "cispo": (
+        "GRPO-6",
+        "CISPO: the ratio a weight of at most 5 (an option)",
+        "steps",
+        "--num_ppo_epochs 4 --objective cispo --cliprange_high 4",
+    ),
 }
 MEASURES = {"gold": "gold", "scores": "learned score", "kl": "KL, nats", "ended": "share ended", "length": "tokens"}
 

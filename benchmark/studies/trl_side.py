@@ -3,12 +3,13 @@ The side of against_trl.py that runs inside an environment with TRL: one process
 
     ENVIRONMENT/bin/python benchmark/studies/trl_side.py SPEC.json        (against_trl.py calls it)
 
-SPEC: algorithm (rloo, grpo or ppo), policy, reward (model folders), prompts (.jsonl with `prompt`), seed, settings (the
-arguments of our scripts, by their names), output_dir (of the trained policy), result (.json: the
-versions and a curve, one row an update with objective/scores and objective/kl, the KL in nats a response of that
-update's samples). With samples (.json: a list an update of [query, response] token ids, the responses of a prompt
-adjacent), these are trained on in place of TRL's own. With whole_means, PPO's loss is divided by the tokens of the
-whole minibatch. With prepared_data the samples' prompts go through accelerate's data loader, as prompts do in a run.
+SPEC: algorithm (rloo, grpo, ppo, or dpo, see its function), policy, reward (model folders), prompts (.jsonl with
+`prompt`), seed, settings (the arguments of our scripts, by their names), output_dir (of the trained policy), result
+(.json: the versions and a curve, one row an update with objective/scores and objective/kl, the KL in nats a response
+of that update's samples). With samples (.json: a list an update of [query, response] token ids, the responses of a
+prompt adjacent), these are trained on in place of TRL's own. With whole_means, PPO's loss is divided by the tokens of
+the whole minibatch. With prepared_data the samples' prompts go through accelerate's data loader, as prompts do in a
+run.
 
 A step has as many micro-batches as ours. With one its gradient is that of the whole batch. What still differs from our
 scripts:
@@ -46,7 +47,7 @@ import torch
 from datasets import Dataset
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, SequentialSampler
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -203,6 +204,9 @@ def new_trainer(spec, policy, tokenizer, texts):
     if is_grpo := spec["algorithm"] == "grpo":
         special = {"scale_rewards": ours["scale_advantages"], "loss_type": LOSSES[ours["loss_normalization"]]}
         special |= {"epsilon_high": ours["cliprange_high"], "use_bias_correction_kl": ours["kl_times_ratio"]}
+        special |= {"importance_sampling_level": "sequence"} if ours["objective"] == "gspo" else {}
+        if ours["objective"] == "cispo":  # TRL's bound is that of the ratio itself.
+            special |= {"loss_type": "cispo", "epsilon_high": 1 + ours["cliprange_high"]}
     config = (GRPOConfig if is_grpo else RLOOConfig)(
         **training_arguments(spec),
         **special,
@@ -269,7 +273,42 @@ def replay(trainer, policy, samples, spec):
     policy.generate = generate
 
 
+def dpo(spec):
+    """DPOTrainer of TRL 1.x on pairs, each of them once and in their order, a step for each batch.
+
+    SPEC: policy, output_dir, pairs (.jsonl with prompt, chosen, rejected), settings, result (.json: the logs of steps).
+    """
+    from trl import DPOConfig, DPOTrainer
+
+    class InOrder(DPOTrainer):
+        def _get_train_sampler(self, dataset=None):  # transformers' hook
+            return SequentialSampler(dataset or self.train_dataset)
+
+    ours = spec["settings"]
+    rows = [json.loads(line) for line in Path(spec["pairs"]).read_text().splitlines()]
+    # TRL tokenises prompt and answer as one text, ours each alone: a space keeps their words apart.
+    rows = [row | {side: f" {row[side]}" for side in ("chosen", "rejected")} for row in rows]
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=f"{spec['policy']}/tokenizer.json", eos_token="<eos>", pad_token="<pad>"
+    )
+    policy = AutoModelForCausalLM.from_pretrained(spec["policy"], dtype=torch.float32)
+    shared = training_arguments(spec)
+    del shared["temperature"]
+    special = dict(beta=ours["beta"], loss_type=[ours["loss"]], num_train_epochs=1, max_length=None)
+    trainer = InOrder(
+        model=policy,
+        args=DPOConfig(**shared, **special),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+    )
+    trainer.train()
+    policy.save_pretrained(spec["output_dir"])
+    Path(spec["result"]).write_text(json.dumps([x for x in trainer.state.log_history if "loss" in x]))
+
+
 def main(spec):
+    if spec["algorithm"] == "dpo":
+        return dpo(spec)
     start = time.time()
     ours = spec["settings"]
     if ours["num_mini_batches"] != 1 or ours["missing_eos_mode"] != "subtract" or ours["warmup_ratio"]:

@@ -80,6 +80,62 @@ def test_grpo_3_the_policy_loss_equals_the_loop_and_clips_each_side_at_its_own_b
     assert is_clipped.tolist() == flags and is_clipped.any() and (logratio[~mask] == 0).all()
 
 
+def off_policy():
+    """(new log-probs, old ones, mask, advantages) of eight responses, with garbage behind their ends."""
+    generator = torch.Generator().manual_seed(5)
+    mask = ragged_mask([1, 4, 6, 2, 3, 6, 5, 1], 6)
+    old = uniform(generator, 8, 6, low=-3, high=0)
+    new = old + uniform(generator, 8, 6, low=-0.8, high=0.8)
+    new, old = torch.where(mask, new, torch.tensor(7.0)), torch.where(mask, old, torch.tensor(-5.0))
+    return new.requires_grad_(), old, mask, uniform(generator, 8, 1, low=-2, high=2)
+
+
+def test_grpo_5_gspo_has_the_ratio_of_whole_responses_a_token_and_clips_all_of_their_tokens():
+    """Averaged by response it is the paper's loss, and its gradient is A * ratio * (mean gradient of the log-probs)."""
+    new, old, mask, advantages = off_policy()
+    losses, logratio, clipped = train_grpo.gspo_policy_loss(new, old, mask, advantages, 0.1, 0.2)
+    expected, lengths = [], mask.sum(1).tolist()
+    for i, length in enumerate(lengths):
+        ratio = math.exp(sum((new[i, t] - old[i, t]).item() for t in range(length)) / length)
+        held, advantage = min(max(ratio, 0.9), 1.2), advantages[i, 0].item()
+        expected.append(-min(ratio * advantage, held * advantage))
+        assert (logratio[i, :length].exp() - ratio).abs().max() < 1e-5 and len(set(clipped[i, :length].tolist())) == 1
+        assert clipped[i, 0].item() == (held * advantage < ratio * advantage)
+    assert clipped[mask].any() and not clipped[mask].all()
+    weights = train_grpo.loss_weights(mask, 8, mask.sum(), "response")
+    loss = (losses * weights).sum()
+    assert loss.item() == pytest.approx(statistics.mean(expected), rel=1e-5)
+    loss.backward()
+    for i, length in enumerate(lengths):
+        free = 0 if clipped[i, 0] else -advantages[i, 0].item() * logratio[i, 0].exp().item() / length / 8
+        assert new.grad[i].tolist() == pytest.approx([free] * length + [0] * (6 - length), abs=1e-6)
+
+
+def test_grpo_6_cispo_clips_the_weight_and_every_token_keeps_its_gradient():
+    new, old, mask, advantages = off_policy()
+    losses, _, clipped = train_grpo.cispo_policy_loss(new, old, mask, advantages, 0.0, 0.3)
+    losses.sum().backward()
+    for i, t in mask.nonzero().tolist():
+        ratio, advantage = math.exp((new[i, t] - old[i, t]).item()), advantages[i, 0].item()
+        weight = min(ratio, 1.3)
+        assert losses[i, t].item() == pytest.approx(-weight * advantage * new[i, t].item(), rel=1e-4, abs=1e-6)
+        assert new.grad[i, t].item() == pytest.approx(-weight * advantage, rel=1e-4)
+        assert clipped[i, t].item() == (ratio > 1.3)
+    assert clipped.any() and not (losses[~mask].any() or new.grad[~mask].any() or clipped[~mask].any())
+
+
+@pytest.mark.parametrize("objective", ["gspo", "cispo"])
+def test_before_the_first_step_all_objectives_have_the_gradient_of_grpo(objective):
+    """[GRPO-5] [GRPO-6]"""
+    new, _, mask, advantages = off_policy()
+    gradients = []
+    for name in ("grpo", objective):
+        losses, *_ = train_grpo.OBJECTIVES[name](new, new.detach(), mask, advantages, 0.2, 0.2)
+        weights = train_grpo.loss_weights(mask, 8, mask.sum(), "token")
+        gradients.append(torch.autograd.grad((losses * weights).sum(), new)[0])
+    torch.testing.assert_close(*gradients)
+
+
 @pytest.mark.parametrize("normalization", ["token", "response", "constant"])
 def test_grpo_4_weights_of_micro_batches_make_the_mean_of_the_minibatch(normalization):
     mask, losses = ragged_mask([1, 4, 6, 2], 6), uniform(torch.Generator().manual_seed(1), 4, 6, low=-2, high=2)
