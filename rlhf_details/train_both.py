@@ -1,8 +1,8 @@
 """
-Reward model, then PPO or RLOO on it, in one command whose processes are launched once.
+Reward model, then PPO, RLOO or GRPO on it, in one command whose processes are launched once.
 
-1. `--reward.NAME` is a flag of train_reward.py and `--policy.NAME` one of train_ppo.py, or of train_rloo.py with
-   `--algorithm rloo`. Defaults, `--reward.config FILE.toml` and errors are those of the scripts.
+1. `--reward.NAME` is a flag of train_reward.py and `--policy.NAME` one of train_ppo.py, or with `--algorithm rloo` or
+   `grpo` of that script. Defaults, `--reward.config FILE.toml` and errors are those of the scripts.
 2. The policy learns from the reward model just trained. Where --policy.sft_model_path is not given, the policy starts
    from the model that the reward model started from.
 3. The flags of both, and the policy's prompts, are checked before anything is trained.
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from rlhf_details import toy, train_ppo, train_reward, train_rloo
+from rlhf_details import toy, train_grpo, train_ppo, train_reward, train_rloo
 from rlhf_details.plumbing import cli, data, flags, stages
 
 import tyro
@@ -27,7 +27,7 @@ import tyro
 @dataclass
 class Both:
     # algorithm
-    algorithm: Literal["ppo", "rloo"] = "ppo"
+    algorithm: Literal["ppo", "rloo", "grpo"] = "ppo"
     """what trains the policy, from the model at --reward.sft_model_path and on the reward model just trained"""
 
 
@@ -45,7 +45,7 @@ def parse(argv, by_size=False):
         words[group].append(word)  # A value belongs to the flag before it.
     wants_help = {"-h", "--help"} & {word for group in words.values() for word in group}
     rest = [word for word in words[""] if word not in ("-h", "--help")]
-    module = {"ppo": train_ppo, "rloo": train_rloo}[tyro.cli(Both, args=rest).algorithm]
+    module = {"ppo": train_ppo, "rloo": train_rloo, "grpo": train_grpo}[tyro.cli(Both, args=rest).algorithm]
     of_policy = stages.DEFAULTS[module.Args().exp_name]
     if wants_help:
         flags.show(__file__, argv)

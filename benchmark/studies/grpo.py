@@ -18,7 +18,7 @@ import numpy as np
 from ablations import NAMES, changes, levels, outcome, verdicts, worth
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from intervals import ROOT, last, mean_interval, read_seeds, words
+from intervals import ROOT, experiments, last, mean_interval, read_seeds, words
 from plot import band, blank, frame, save
 
 from benchmark import COLUMNS, MODELS, STAGES, Run, StudyArgs, git_tag, run_command, run_study, stage_runs
@@ -81,6 +81,8 @@ class RunArgs(StudyArgs):
 
     columns: tuple[str, ...] = (*COLUMNS, "time/from_scratch")
     every: int = 5
+    only: tuple[str, ...] = ()
+    """names of runs, such as part_gspo; none: all"""
 
 
 @dataclass
@@ -89,6 +91,8 @@ class DrawArgs:
 
     tag: str
     """folder of the results"""
+    more: tuple[str, ...] = ()
+    """folders with parts that the first one does not have"""
     timed: tuple[int, ...] | None = None
     """seeds whose runs had the machine to themselves: the minutes are theirs; None: all"""
     output: str = "static/grpo.svg"
@@ -100,8 +104,10 @@ def run(args: RunArgs):
     tag = args.tag or git_tag()
     sums = f"python rlhf_details/train_sft.py --dataset toy-sum --output_dir {MODELS}/sum_sft"
     commands = CURVES | {f"part_{name}": f"{SHORT} {flags}".strip() for name, (_, _, _, flags) in PARTS.items()}
+    commands = {name: command for name, command in commands.items() if not args.only or name in args.only}
     runs = [Run(name, command, seed, tag, "grpo") for seed in args.seeds for name, command in commands.items()]
-    return run_study(stage_runs(args.seeds, tag, first={"sum_sft": (sums, None)}), runs, args, tag)
+    first = {"sum_sft": (sums, None)} if any(name.startswith("sum_") for name in commands) else {}
+    return run_study(stage_runs(args.seeds, tag, first=first), runs, args, tag)
 
 
 def ends(seeds, measure):
@@ -144,13 +150,16 @@ def curves_table(found, task, measures, timed=None):
     return lines
 
 
-def parts(found):
-    """({part: its effect}, {base: its outcome}), both as ablations.effects has them."""
-    ends = {name: {n: outcome(seed) for n, seed in found[f"part_{name}"].items()} for name in PARTS}
+def parts(folders):
+    """({part: its effect}, {base: its outcome}), both as ablations.effects has them. A part and the run that it is
+    compared with are of one folder, the first one that has the part.
+    """
     effects, bases = {}, {}
     for name, (_, _, base, _) in PARTS.items():
-        mine, other = ends[name], ends.get(base)
-        if other:
+        folder = next(folder for folder in folders if f"part_{name}" in experiments(folder))
+        mine = {n: outcome(seed) for n, seed in read_seeds(folder, f"part_{name}").items()}
+        if base:
+            other = {n: outcome(seed) for n, seed in read_seeds(folder, f"part_{base}").items()}
             mine = {n: {m: mine[n][m] - other[n][m] for m in NAMES} for n in sorted(mine.keys() & other.keys())}
         result = {m: mean_interval([x[m] for x in mine.values()]) for m in NAMES} | {"seeds": mine}
         (effects if base else bases)[name] = result
@@ -177,17 +186,17 @@ def figure(found, output):
 def draw(args: DrawArgs):
     """Writes the tables and the figure."""
     results = ROOT / "benchmark" / "results" / args.tag
-    names = [*CURVES, *(f"part_{name}" for name in PARTS)]
-    found = {name: read_seeds(results / "grpo", name) for name in names}
-    effects, bases = parts(found)
+    found = {name: read_seeds(results / "grpo", name) for name in CURVES}
+    effects, bases = parts([results.parent / tag / "grpo" for tag in (args.tag, *args.more)])
     verdict, sure = verdicts(effects)
     rows = [(name, *PARTS[name][:2], BASES[PARTS[name][2]][0], effect) for name, effect in effects.items()]
     seeds = " ".join(map(str, args.timed or ()))
+    more = f" --more {' '.join(args.more)}" if args.more else ""
     flags, of = (f" --timed {seeds}", f", of the seeds {seeds} alone") if seeds else ("", "")
     lines = [
         "# GRPO beside RLOO and PPO, and what its parts are worth",
         "",
-        f"Written by `python benchmark/studies/grpo.py draw --tag {args.tag}{flags}`.",
+        f"Written by `python benchmark/studies/grpo.py draw --tag {args.tag}{more}{flags}`.",
         "Figures are of 512 held-out prompts at the end of training: means over seeds with Student's 95 % interval;",
         f"differences are paired by seed. Minutes are of a run on one thread{of}; of two",
         "systems, the median ratio and its range over seeds.",

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import ablations
 import against_trl
 import details
+import dpo
 import grpo
 import held_out
 import movies
@@ -28,7 +29,7 @@ import benchmark
 from rlhf_details import toy, train_rloo
 from rlhf_details.plumbing import cli
 
-SCRIPTS = "train_sft train_reward train_rloo train_grpo train_ppo train_ppo_async evaluate".split()
+SCRIPTS = "train_sft train_reward train_dpo train_rloo train_grpo train_ppo train_ppo_async evaluate".split()
 ARGS = {name: importlib.import_module(f"rlhf_details.{name}").Args for name in SCRIPTS}
 
 
@@ -88,7 +89,7 @@ def test_every_variants_mutation_changes_the_files_that_it_names(tmp_path, monke
 
 def test_a_detail_is_priced_or_listed_with_the_reason_why_not():
     priced = {tag for variant in ablations.VARIANTS for tag in variant.tags.split()}
-    priced |= {tags for tags, *_ in grpo.PARTS.values() if tags}
+    priced |= {tags for study in (grpo.PARTS, dpo.VARIANTS) for tags, *_ in study.values() if tags}
     unpriced = [tag for tags in ablations.UNPRICED.values() for tag in tags.split()]
     assert priced | set(unpriced) == set(details.read("details.toml")["tags"]) and not priced & set(unpriced)
     names = [v.name for v in ablations.VARIANTS] + list(ablations.BASES)
@@ -351,5 +352,22 @@ def test_the_commands_of_grpos_study_parse_and_its_tables_are_paired(tmp_path):
     for timed, minutes in ((None, "0.03"), ((2, 3), "0.04")):  # The seeds take 1, 2 and 3 seconds.
         (row,) = (x for x in grpo.curves_table(found, "toy", grpo.MEASURES, timed) if x.startswith("| GRPO |"))
         assert row.split(" | ")[-1].startswith(f"{minutes} (")
-    effects, bases = grpo.parts(found)
-    assert effects["no_kl"]["gold"][0] == 1 and effects["clip_higher"]["gold"][0] == 1 and set(bases) == set(grpo.BASES)
+    for name in grpo.PARTS:  # Two parts are of a later study, with a base of their own.
+        for folder in {"gspo": ["new"], "cispo": ["new"], "steps": ["old", "new"]}.get(name, ["old"]):
+            for seed, columns in found[f"part_{name}"].items():
+                write(tmp_path / folder, f"part_{name}", seed, columns)
+    effects, bases = grpo.parts([tmp_path / "old", tmp_path / "new"])
+    assert [effects[name]["gold"][0] for name in ("no_kl", "clip_higher", "gspo", "cispo")] == [1, 1, 2, 3]
+    assert set(bases) == set(grpo.BASES)
+
+
+# ---- DPO -------------------------------------------------------------------------------------------------------------
+def test_the_commands_of_dpos_study_parse_and_its_mutations_change_the_page(tmp_path, monkeypatch):
+    shutil.copytree(ROOT / "rlhf_details", tmp_path / "rlhf_details", ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(ablations, "ROOT", tmp_path)
+    before = mutations.sources()
+    for name, (_, _, flags, changes) in dpo.VARIANTS.items():
+        parse(f"{dpo.RUN} {flags}".format(root=ROOT, seed=1))
+        after = mutations.sources(ablations.code_of(name, changes, "t")) if changes else before
+        assert [file for file in after if after[file] != before[file]] == ["train_dpo.py"] * len(changes)
+        assert flags or changes or name == "dpo"

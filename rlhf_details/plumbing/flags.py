@@ -161,7 +161,8 @@ def show(script, argv=(), args_class=None):
     """
     parts = [("", "", inherited(args_class) if args_class else classes_in(script))]
     if Path(script).stem == "train_both":
-        policy = "train_rloo.py" if re.search(r"--algorithm[ =]rloo", " ".join(argv)) else "train_ppo.py"
+        chosen = re.search(r"--algorithm[ =](rloo|grpo)", " ".join(argv))
+        policy = f"train_{chosen[1] if chosen else 'ppo'}.py"
         names = (("reward.", "train_reward.py"), ("policy.", policy))
         parts = [("", "", [(script, "Both")])]
         parts += [(prefix, f" ({name})", classes_in(Path(script).with_name(name))) for prefix, name in names]

@@ -24,7 +24,7 @@ def flags(tiny, **more):
     return [str(word) for k, v in values.items() for word in ((f"--{k}",) if v is True else (f"--{k}", v))]
 
 
-@pytest.mark.parametrize("algorithm", ["ppo", "rloo"])
+@pytest.mark.parametrize("algorithm", ["ppo", "rloo", "grpo"])
 def test_the_policy_is_trained_on_the_reward_model_just_trained(tiny, in_tmp, monkeypatch, algorithm):
     calls = record(monkeypatch, models, "load_reward_model")["load_reward_model"]
     result = train_both.main(flags(tiny, algorithm=algorithm))
