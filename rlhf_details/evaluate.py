@@ -107,6 +107,9 @@ class Args:
     """a response is read up to this token: "eos", "none" (all of it), or a text; None: as trained, or none"""
     truncate_after: int | None = None
     """tokens before this place of the response (from 0) do not truncate it; None: as the policy was trained, or 0"""
+    samples_per_prompt: int = 1
+    """responses of a policy to each prompt: with rewards that are True or False, several give pass@k; all else is of
+    the first one"""
 
     # judging
     judge: Literal["none", "reward_model", "reward_fn", "gold", "llm"] = "none"
@@ -265,6 +268,15 @@ def win_rate(verdicts):
     return rate([{"won": 1.0, "tied": 0.5}.get(v, 0.0) for v in verdicts]) | {"pairs": len(verdicts)} | counts
 
 
+def pass_at_k(n, right, k):
+    """The chance that k of n responses, `right` of them right, hold a right one: 1 - C(n - right, k) / C(n, k).
+
+    Its mean is that of k fresh responses. Source: arXiv 2107.03374, equation 1.
+    """
+    # The plain 1 - (1 - right / n)^k would be too low for it. [EVAL-5]
+    return 1 - math.comb(n - right, k) / math.comb(n, k)
+
+
 def measure(texts, responses, mask, ended, values, score, end_ids):
     """What is known of one side's responses, one by one and on average.
 
@@ -342,6 +354,19 @@ def main(args: Args):
             ended = ended if model and has_end else None
             end_ids = {ids[path][1], tokenizer.eos_token_id}
             measured[key] = measure(texts, responses, mask, ended, values, score, end_ids)
+
+    # ---- pass@k: more responses of each policy, with noise of their own because their rows have other numbers --------
+    for path, own in settings.items() if args.samples_per_prompt > 1 else ():
+        (given, figures), names = measured[path, evaluation.sampling(own)], list(score.boolean)
+        verdicts = [list(zip(*(given[f"rewards/{name}"] for name in names), strict=True))]  # of the first one
+        for number in range(1, args.samples_per_prompt):
+            with accelerator.autocast():
+                responses, mask, ended = respond(loaded[path], [*queries, numbers + number * N], ids[path], own)
+                ended, texts = ended & (ids[path][1] is not None), models.decode(tokenizer, responses, mask)
+                values = score([prompts[i] for i in mine], [*queries, responses, mask], texts=texts, ended=ended)
+            values = accelerator.gather(values)[:N, [score.names.index(name) for name in names]].tolist()
+            verdicts.append([tuple(None if math.isnan(x) else x for x in row) for row in values])
+        figures |= evaluation.pass_rates(verdicts, pass_at_k)
 
     # ---- 2. KL: samples of its own, with the noise of the training's held-out evaluation -----------------------------
     kl = {}

@@ -177,6 +177,7 @@ MUTATIONS = [
     ("OPT-4", DPO, "eps=args.adam_eps, ", ""),
     ("OPT-5", DPO, "losses.sum() / B", "losses.mean() / len(micro_batches) / world"),
     ("OPT-6", DPO, " * world", ""),
+    ("EVAL-5", EVALUATE, "math.comb(n - right, k) / math.comb(n, k)", "(1 - right / n) ** k"),
     ("GRPO-1", GRPO, "scale == 'group'", "scale != 'group'"),
     ("GRPO-2", GRPO, "difference.exp() - difference - 1", "-difference"),
     ("GRPO-3", GRPO, "1 + cliprange_high", "1 + cliprange"),

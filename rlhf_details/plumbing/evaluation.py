@@ -82,6 +82,10 @@ def check(args, settings):
             rule = "needs a truncate_token, and must be below response_length"
             cli.fail(f"--truncate_after {own.truncate_after}: {rule}")
     rewards.check_functions(args)
+    if args.samples_per_prompt > 1 and not args.reward_fn:
+        cli.fail(
+            f"--samples_per_prompt {args.samples_per_prompt}: needs --reward_fn, with rewards that are True or False"
+        )
     if args.judge == "reward_fn" and not args.reward_fn:
         cli.fail("--judge reward_fn: needs --reward_fn")
     if args.judge == "reward_model" and not args.reward_model_path:
@@ -420,6 +424,19 @@ def rate(hits):
     """{"value", "low", "high"}: the mean of numbers in [0, 1], with its Wilson interval."""
     low, high = wilson_interval(sum(hits), len(hits))
     return {"value": sum(hits) / len(hits), "low": low, "high": high}
+
+
+def pass_rates(verdicts, pass_at_k):
+    """{"pass@k": average over the prompts} for k = 1, 2, 4, .. up to the n responses to a prompt.
+
+    Args: verdicts, n lists of N tuples, a prompt's rewards (1, 0 or None where one does not apply); a response is right
+    where all that apply are 1. pass_at_k, the function of (n, how many are right, k).
+    """
+    prompts = [[row for row in rows if any(x is not None for x in row)] for rows in zip(*verdicts, strict=True)]
+    counts = [sum(all(row_x != 0 for row_x in row) for row in rows) for rows in prompts if rows]
+    n, powers = len(verdicts), [2**i for i in range(len(verdicts).bit_length())]
+    ks = sorted({k for k in powers if k <= n} | {n})
+    return {f"pass@{k}": average([pass_at_k(n, right, k) for right in counts]) for k in ks} if counts else {}
 
 
 def average(values):

@@ -28,6 +28,22 @@ def test_distinct_n_counts_ngrams_within_responses(n):
     assert evaluate.distinct_n([[7, 7, 7, 7]], n) == 1 / (5 - n) and evaluate.distinct_n([[]], n) == 0
 
 
+@pytest.mark.parametrize("n, right", [(1, 0), (1, 1), (6, 0), (6, 2), (6, 5), (6, 6)])
+def test_eval_5_pass_at_k_is_the_share_of_subsets_with_a_right_response(n, right):
+    for k in range(1, n + 1):
+        subsets = list(itertools.combinations([True] * right + [False] * (n - right), k))
+        assert evaluate.pass_at_k(n, right, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+
+
+def test_eval_5_a_response_is_right_where_all_rewards_that_apply_are():
+    verdicts = [[(1, None), (1, 0), (None, None)], [(0, None), (1, 1), (None, None)], [(0, None), (0, 1), (None, None)]]
+    found = evaluation.pass_rates(verdicts, evaluate.pass_at_k)  # one of three is right, of each prompt that counts
+    assert {name: x["value"] for name, x in found.items()} == pytest.approx(
+        {"pass@1": 1 / 3, "pass@2": 2 / 3, "pass@3": 1}
+    )
+    assert evaluation.pass_rates([[(None,)]] * 2, evaluate.pass_at_k) == {}
+
+
 @pytest.mark.parametrize(
     "wins,n,low,high",
     [(5, 10, 0.236593, 0.763407), (0, 10, 0, 0.277533), (10, 10, 0.722467, 1), (324, 512, 0.590214, 0.673433)],

@@ -177,6 +177,30 @@ def test_the_weighted_sum_of_all_rewards_judges_and_says_so_where_it_was_trained
     assert f"\n{warning}, so this win rate cannot show over-optimisation\n" in capsys.readouterr().out
 
 
+def test_eval_5_pass_at_k_counts_right_answers_among_several_samples(rows, tiny):
+    """The first response to each prompt is the one that everything else is about, and all responses differ."""
+    Path("mine.py").write_text(
+        "import json\n"
+        "def even(prompts, completions):\n"
+        "    right = [len(c.split()) % 2 == 0 for c in completions]\n"
+        "    open('seen.jsonl', 'a').write(json.dumps([list(completions), right]) + '\\n')\n"
+        "    return right\n"
+    )
+    options = dict(judge="none", opponent_path=None, reward_fn=("mine.py:even",), samples_per_prompt=4)
+    metrics, table = evaluate_tiny(tiny, **options)
+    calls = [json.loads(line) for line in Path("seen.jsonl").read_text().splitlines()]
+    assert len(calls) == 4 and calls[0][0] == [row["response"] for row in table]
+    assert len({tuple(texts) for texts, _ in calls}) == 4
+    counts = [sum(verdicts) for verdicts in zip(*(right for _, right in calls), strict=True)]
+    assert {*counts} - {0, 4}  # Some are right and some are not.
+    figures = metrics["policy"]
+    assert figures["pass@1"]["value"] == pytest.approx(sum(counts) / 4 / 13)
+    assert figures["pass@4"]["value"] == pytest.approx(sum(x > 0 for x in counts) / 13)
+    assert figures["pass@2"]["value"] == pytest.approx(sum(1 - math.comb(4 - x, 2) / 6 for x in counts) / 13)
+    alone, _ = evaluate_tiny(tiny, **options | dict(samples_per_prompt=1, output_dir="alone"))
+    assert figures.items() > alone["policy"].items() and "pass@1" not in alone["policy"]
+
+
 def test_eval_3_the_kl_is_that_of_the_trainings_held_out_evaluation(rows, tiny):
     """It has samples of its own, so the temperature of those that are scored does not matter."""
     training = dict(dataset="rows.jsonl", eval_dataset="rows.jsonl", temperature=0.7, response_length=6)
@@ -391,6 +415,7 @@ MISTAKES = [
     *[({name: "no/such"}, [f"--{name} no/such"]) for name in ("opponent_path", "ref_model_path", "reward_model_path")],
     ({"reward_model_path": None}, ["--judge reward_model", "--reward_model_path"]),
     ({"judge": "reward_fn"}, ["--judge reward_fn", "--reward_fn"]),
+    ({"samples_per_prompt": 4}, ["--samples_per_prompt 4", "--reward_fn"]),
     ({"judge": "gold"}, ["--judge gold", "--dataset rows.jsonl"]),
     ({"judge": "llm"}, ["--judge llm", "--judge_model"]),
     (LLM | {"judge_base_url": None}, ["--judge llm", "OPENAI_API_KEY"]),
