@@ -11,6 +11,7 @@ import os
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from statistics import mean
 
 from rlhf_details import utils
 from rlhf_details.plumbing import cli
@@ -76,7 +77,8 @@ def verdict_by_answer(answer, ours):
 def judge_pairs(args, pairs, cache_file):
     """Asks the judge about each pair (prompt, response, opponent's response), all strings.
 
-    Responses that are the same tie, and the judge is not asked. Returns: (verdicts, the judge's answers), one for each.
+    Responses that are the same tie, and the judge is not asked. It prints how often the judge named A.
+    Returns: (verdicts, the judge's answers), one for each.
     """
     verdicts, answers = ["tied"] * len(pairs), [""] * len(pairs)
     asked = [i for i, (_, ours, theirs) in enumerate(pairs) if ours.strip() != theirs.strip()]
@@ -84,6 +86,11 @@ def judge_pairs(args, pairs, cache_file):
     given = ask_all(args, [text for text, _ in questions], cache_file)
     for i, answer, (_, letter) in zip(asked, given, questions, strict=True):
         verdicts[i], answers[i] = verdict_by_answer(answer, letter), answer
+    read = [(verdicts[i], letter) for i, (_, letter) in zip(asked, questions, strict=True)]
+    names_a = [(verdict == "won") == (letter == "A") for verdict, letter in read if verdict != "unparsable"]
+    if names_a:  # A judge that looks at the texts alone would name A in half of the pairs.
+        share = f"{mean(names_a):.1%} of {len(names_a)} pairs"
+        cli.say(f"judge {args.judge_model}: named A, the response that it read first, in {share}")
     return verdicts, answers
 
 

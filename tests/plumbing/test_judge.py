@@ -114,7 +114,10 @@ def test_unparsable_answers_are_counted_and_not_won(judge, capsys, monkeypatch):
     w, samples = judge(lambda number, _: replies[number % 5]).run()
     assert (w["unparsable"], w["pairs"], w["won"] + w["lost"], w["value"]) == (7, 13, 6, w["won"] / 13)
     assert [row["verdict"] for row in samples].count("unparsable") == 7
-    assert "lost, 7 unparsable, mean" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "lost, 7 unparsable, mean" in said
+    # Of 13 answers "A" came as the numbers 0, 5 and 10, and "B" as 2, 7 and 12.
+    assert "judge tiny-judge: named A, the response that it read first, in 50.0% of 6 pairs\n" in said
 
 
 def test_equal_responses_tie_unasked_and_equal_questions_are_asked_once(judge, tiny):
