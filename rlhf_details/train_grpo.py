@@ -93,6 +93,9 @@ class Args(cli.PolicyArgs):  # which holds the flags of run, data, models, loggi
     """average over the minibatch's tokens (after DAPO), within responses first (GRPO), or over response_length tokens
     each (Dr. GRPO)"""
 
+    mask_truncated: bool = False
+    """leave responses that did not end out of the loss (DAPO's overlong filtering); their scores stay in the group"""
+
     # optimiser
     learning_rate: float = 1e-6
     """peak learning rate of AdamW"""
@@ -341,9 +344,6 @@ def cispo_policy_loss(logprobs, old_logprobs, mask, advantages, cliprange, clipr
     return -advantages * weight * logprobs * mask, logratio, (logratio.exp() > 1 + cliprange_high) & mask
 
 
-OBJECTIVES = {"grpo": grpo_policy_loss, "gspo": gspo_policy_loss, "cispo": cispo_policy_loss}
-
-
 def loss_weights(mask, num_responses, num_tokens, normalization):
     """The weight of each token's loss [M, R], so that the sum over the whole minibatch is the loss.
 
@@ -353,7 +353,7 @@ def loss_weights(mask, num_responses, num_tokens, normalization):
     # "token" is one mean over all prompts of the minibatch. DAPO's formula has one for each prompt's group, and TRL
     # divides by the tokens of the whole rollout.
     # Under "response" each token of a long response counts less, so a long wrong one is hardly punished. [GRPO-4]
-    lengths = {"response": mask.sum(1, keepdim=True), "constant": mask.size(1)}
+    lengths = {"response": mask.sum(1, keepdim=True).clamp(min=1), "constant": mask.size(1)}
     return mask / (num_tokens if normalization == "token" else lengths[normalization] * num_responses)
 
 
@@ -427,6 +427,7 @@ def main(args: Args):
     mine = slice(rank * B // world, (rank + 1) * B // world)  # those of this process
     one_step = args.num_ppo_epochs * args.num_mini_batches == 1
     cliprange_high = args.cliprange if args.cliprange_high is None else args.cliprange_high
+    policy_loss = {"grpo": grpo_policy_loss, "gspo": gspo_policy_loss, "cispo": cispo_policy_loss}[args.objective]
 
     # ---- models, prompts, rewards, optimiser
     tokenizer, policy, reference, reward_model = load_models(args, engines.loading_device(accelerator))
@@ -491,7 +492,8 @@ def main(args: Args):
 
         # ---- 4. Advantages -------------------------------------------------------------------------------------------
         advantages = grpo_advantages(scores, k, args.scale_advantages)  # [B, 1], for all tokens of a response
-        is_action = response_mask  # [B, R]
+        # A response that was cut off may have been on its way to a right answer, so its score says little. [GRPO-7]
+        is_action = response_mask & (ended | (not args.mask_truncated)).unsqueeze(1)  # [B, R]
 
         # ---- 5. Optimise: micro-batches add up to exactly one gradient for each minibatch ----------------------------
         policy.train()  # Every dropout is 0. Training mode only lets gradient checkpointing work.
@@ -500,7 +502,7 @@ def main(args: Args):
             # Every pass has an order of its own. [OPT-9]
             shuffle = shuffled_groups(B // k, k, args.num_mini_batches, device, args.seed, update, epoch)
             for number, minibatch in enumerate(shuffle):
-                num_actions = is_action[minibatch].sum()  # of the whole minibatch, over all processes
+                num_actions = is_action[minibatch].sum().clamp(min=1)  # of the whole minibatch, over all processes
                 micro_batches = minibatch.chunk(world)[rank].split(size)
                 for i, m in enumerate(micro_batches):
                     with engines.accumulate(accelerator, policy, is_last=i + 1 == len(micro_batches)):
@@ -508,7 +510,7 @@ def main(args: Args):
                         # With one step per rollout the policy is compared with itself, so the ratio is exactly 1 and
                         # rounding cannot trigger the clip. [RLOO-7]
                         old = logprobs.detach() if one_step else old_logprobs[m]
-                        losses, logratio, clipped = OBJECTIVES[args.objective](
+                        losses, logratio, clipped = policy_loss(
                             logprobs, old, response_mask[m], advantages[m], args.cliprange, cliprange_high
                         )
                         kl_losses = kl_estimates(

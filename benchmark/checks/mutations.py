@@ -184,6 +184,7 @@ MUTATIONS = [
     ("GRPO-4", GRPO, "mask.sum(1, keepdim=True)", "mask.sum(1, keepdim=True).float().mean()"),
     ("GRPO-5", GRPO, " / mask.sum(1, keepdim=True).clamp(min=1)", ""),
     ("GRPO-6", GRPO, ".detach()", ""),
+    ("GRPO-7", GRPO, "ended | ", "ended & "),
     ("OPT-1", UTILS, "step - 1 - warmup", "step - warmup"),
     ("OPT-2", PPO, "utils.learning_rate_at(update, num_updates, args)", "args.learning_rate"),
     ("OPT-2", RLOO, "utils.learning_rate_at(update, num_updates, args)", "args.learning_rate"),

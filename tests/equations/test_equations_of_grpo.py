@@ -130,7 +130,7 @@ def test_before_the_first_step_all_objectives_have_the_gradient_of_grpo(objectiv
     new, _, mask, advantages = off_policy()
     gradients = []
     for name in ("grpo", objective):
-        losses, *_ = train_grpo.OBJECTIVES[name](new, new.detach(), mask, advantages, 0.2, 0.2)
+        losses, *_ = getattr(train_grpo, f"{name}_policy_loss")(new, new.detach(), mask, advantages, 0.2, 0.2)
         weights = train_grpo.loss_weights(mask, 8, mask.sum(), "token")
         gradients.append(torch.autograd.grad((losses * weights).sum(), new)[0])
     torch.testing.assert_close(*gradients)
@@ -149,3 +149,5 @@ def test_grpo_4_weights_of_micro_batches_make_the_mean_of_the_minibatch(normaliz
     for x, m in zip(losses.split(3), mask.split(3), strict=True):
         total += (x * train_grpo.loss_weights(m, 4, mask.sum(), normalization)).sum().item()
     assert total == pytest.approx(expected[normalization], rel=1e-5)
+    nothing = torch.zeros_like(mask)  # What is left out has no weight, even where nothing is left in.
+    assert (train_grpo.loss_weights(nothing, 4, torch.tensor(1), normalization) == 0).all()

@@ -211,7 +211,7 @@ class RlooOracle(Oracle):
 
 
 class GrpoOracle(Oracle):
-    """arXiv 2402.03300, with the choices of DAPO (2503.14476) and Dr. GRPO (2503.20783)."""
+    """arXiv 2402.03300, with the choices of DAPO (2503.14476) and Dr. GRPO (2503.20783), GSPO and CISPO."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -235,29 +235,38 @@ class GrpoOracle(Oracle):
         for order in orders:
             size = len(order) // args.num_mini_batches
             for part in range(args.num_mini_batches):
-                losses = []  # of each token of each response
+                losses, nothing = [], 0.0  # of each token of each response; a gradient of 0 where all are left out
                 for i in order[part * size : (part + 1) * size]:
                     table, _ = self.distributions(self.policy, *episodes[i])
                     entropies += [-(row.exp() * row).sum().item() for row in table]
                     new = [table[t, token] for t, token in enumerate(episodes[i][1])]
                     old = [x.detach() for x in new] if one_step else sampler[i]
                     losses.append([])
-                    for x, y, z in zip(new, old, ref[i], strict=True):
-                        loss, clipped = self.surrogate((x - y).exp(), advantages[i])
-                        kl = ((z - x).exp() - (z - x) - 1) * ((x - y).exp() if args.kl_times_ratio else 1)
+                    logratios = [x - y for x, y in zip(new, old, strict=True)]
+                    if args.objective == "gspo":
+                        logratios = [mean(logratios)] * len(new)
+                    for x, d, z in zip(new, logratios, ref[i], strict=True):
+                        loss, clipped = self.surrogate(d.exp(), advantages[i])
+                        if args.objective == "cispo":
+                            weight, bound = math.exp(d.item()), 1 + args.cliprange_high
+                            loss, clipped = -min(weight, bound) * advantages[i] * x, weight > bound
+                        first = first if norms else max(first, math.exp(abs(d.item())))
+                        if args.mask_truncated and not judged[i][2]:
+                            nothing = nothing + 0 * x
+                            continue
+                        kl = ((z - x).exp() - (z - x) - 1) * (d.exp() if args.kl_times_ratio else 1)
                         losses[-1].append(loss + args.kl_coef * kl)
-                        actions.append((loss.item(), (x - y).item(), clipped))
+                        actions.append((loss.item(), d.item(), clipped))
                         kls.append(kl.item())
-                        first = first if norms else max(first, math.exp(abs((x - y).item())))
                     if not norms:
                         gap = max(gap, *(abs(x.item() - y) for x, y in zip(new, sampled_logprobs[i], strict=True)))
                 if args.loss_normalization == "response":
-                    loss = mean(map(mean, losses))
+                    loss = sum(mean(x) for x in losses if x) / len(losses)
                 else:
-                    tokens = sum(map(len, losses))
+                    tokens = max(1, sum(map(len, losses)))
                     fixed = len(losses) * args.response_length
                     loss = sum(map(sum, losses)) / (tokens if args.loss_normalization == "token" else fixed)
-                norms.append(self.step(loss, self.learning_rate(number, num_updates)))
+                norms.append(self.step(loss + nothing, self.learning_rate(number, num_updates)))
         groups = [scores[i : i + k] for i in range(0, len(scores), k)]
         common = self.shared_metrics(number, num_updates, episodes, judged, sampler, actions, entropies, norms)
         return common | {

@@ -46,6 +46,11 @@ ORACLES = {  # name: (page, flags)
     "reinforce++": ("train_rloo", TOKENS | WHITE_SCORES),
     "reinforce++-one-response": ("train_rloo", TOKENS | dict(rloo_k=1, reward_clip_range=0.5, stop_token="none")),
     "grpo": ("train_grpo", dict(kl_coef=0.3, group_size=4, cliprange_high=0.08, learning_rate=0.05)),
+    "gspo": (
+        "train_grpo",
+        dict(objective="gspo", group_size=4, cliprange=0.01, cliprange_high=0.02, loss_normalization="response"),
+    ),
+    "cispo": ("train_grpo", dict(objective="cispo", group_size=4, cliprange_high=0.1, mask_truncated=True)),
     "grpo-batch": ("train_grpo", dict(group_size=2, scale_advantages="batch", loss_normalization="response")),
     "dr-grpo": ("train_grpo", dict(group_size=4, kl_coef=0.0, scale_advantages="none", loss_normalization="constant")),
     "grpo-one-step": (
@@ -67,7 +72,8 @@ def test_three_updates_equal_the_slow_oracles(ragged, in_tmp, monkeypatch, name)
     """Details that nothing smaller than an update shows:
 
     [GEN-14] [REW-1] [REW-5] [PPO-1] [PPO-2] [PPO-3] [PPO-4] [PPO-8] [PPO-10] [PPO-14] [PPO-16] [PPO-17] [PPO-18]
-    [RLOO-2] [RLOO-14] [GRPO-1] [GRPO-2] [GRPO-3] [GRPO-4] [OPT-2] [OPT-4] [OPT-8] [LOG-1] [LOG-2] [LOG-3] [LOG-4]
+    [RLOO-2] [RLOO-14] [GRPO-1] [GRPO-2] [GRPO-3] [GRPO-4] [GRPO-5] [GRPO-6] [GRPO-7]
+    [OPT-2] [OPT-4] [OPT-8] [LOG-1] [LOG-2] [LOG-3] [LOG-4]
     [LOG-5]
     """
     page, options = ORACLES[name]
