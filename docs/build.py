@@ -46,7 +46,7 @@ def navigation():
     return [
         {"Start": "index.md"},
         {"The scripts": [f"{script}.md" for script in SCRIPTS]},
-        {"Side by side": [compare.file_of(title) for title in DIFFS.values()]},
+        {"Side by side": ["cheat_sheet.md", *(compare.file_of(title) for title in DIFFS.values())]},
         {"Watch it learn": "watch.md"},
         {"The details": ["details.md", "forest.md"]},
         {"Guides": guides},

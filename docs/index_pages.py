@@ -6,9 +6,10 @@ from source import SCRIPTS, blocks, escape
 
 WIDE = {"gold": (-4.5, 1.0), "kl": (-4.0, 10.0)}  # the axes of the forest plot
 PHASES = [  # in the order of the menu
-    *("Data", "Models", "Supervised fine-tuning", "Reward model", "1. Rollout", "2. Scores", "3. Rewards"),
+    *("Data", "Models", "Supervised fine-tuning", "Reward model", "DPO", "1. Rollout", "2. Scores", "3. Rewards"),
     *("4. Advantages", "5. Optimise", "6. Log", "Evaluation"),
 ]
+OF_SCRIPTS = {"train_sft": "Supervised fine-tuning", "train_reward": "Reward model", "train_dpo": "DPO"}
 
 
 def phases_that_use(function, seen=()):
@@ -26,8 +27,8 @@ def phases_of(tag):
     """The phases of the loop that a tag belongs to, by the blocks where it stands; else what its family is about."""
     found = {"Data"} if tag.startswith("DATA-") else set()
     for script, block in places_of(tag):
-        if script in ("train_sft", "train_reward"):
-            found.add("Supervised fine-tuning" if script == "train_sft" else "Reward model")
+        if script in OF_SCRIPTS:
+            found.add(OF_SCRIPTS[script])
         else:
             found |= {block.key} & {*PHASES} or phases_that_use(block.key)
     return [phase for phase in PHASES if phase in found] or [FAMILY_PHASE.get(tag.partition("-")[0], "Models")]
