@@ -154,8 +154,9 @@ def sample_responses(policy, args, accelerator, prompts, n, purpose, stop_id, ke
     queries, query_mask = utils.left_pad([ids for ids in prompts for _ in range(n)], accelerator.device)  # [N, Q]
     batch = [queries, query_mask, torch.arange(len(queries), device=accelerator.device)]
     sampler_args = 1, args.response_length, stop_id, (args.seed, key, purpose)
+    policy.eval()
     with accelerator.autocast():
-        responses, mask, _ = in_slices(utils.sample, policy.eval(), batch, 128 * n, *sampler_args)  # [N, R]
+        responses, mask, _ = in_slices(utils.sample, policy, batch, 128 * n, *sampler_args)  # [N, R]
     return [r[m].tolist() for r, m in zip(responses, mask, strict=True)]
 
 
