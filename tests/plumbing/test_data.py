@@ -170,7 +170,7 @@ def comparisons_of(spec, tokenizer, context=512, **flags):
     config = tiny_config(vocab_size=len(tokenizer), max_position_embeddings=context, num_labels=1)
     reward = SimpleNamespace(model=GPTNeoXForSequenceClassification(config))
     args = train_reward.Args(dataset=spec, **flags)
-    train, held_out, _ = comparisons.load(args, tokenizer, reward, None)
+    train, held_out = comparisons.load(args, tokenizer, reward, None)
     return [(row.candidates, row.best) for row in [*train, *held_out]]
 
 

@@ -1,0 +1,241 @@
+"""
+SmolLM2-135M-Instruct, a chat model that people know: does what the toy says hold of it? (examples/smollm)
+
+    python benchmark/studies/smollm.py run --tag TAG --workers 2 [--only base siblings_seen]
+    python benchmark/studies/smollm.py draw --tag TAG             (static/smollm.svg, results/TAG/smollm.md)
+
+`run` goes on where it stopped. A run takes 10 to 45 minutes of a core. models/smollm and the archive of
+examples/smollm/reviews.py must be there. Three groups:
+
+verified  GRPO and RLOO on instructions that a program checks, as in examples/smollm/grpo.toml; GRPO with LoRA
+details   short runs of RLOO on one-sentence reviews that a lexicon scores, with one detail off, as in ablations.py
+learned   a reward model from rated sentences (that of seed 1), RLOO and PPO on it without a KL penalty, and judges that
+          neither saw: the lexicon, whether the instruction is obeyed, and a reward model from other sentences
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from ablations import VARIANTS, code_of
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from intervals import ROOT, experiments, last, mean_interval, words
+from plot import blank, frame, save
+
+from benchmark import MODELS, Run, StudyArgs, git_tag, run_all, run_command
+
+HERE = "{root}/examples/smollm"
+PATHS = f"--sft_model_path {{root}}/models/smollm --output_dir {MODELS}/smollm_NAME --checkpoint_every 0"
+INSTRUCTIONS = f"--dataset {HERE}/instructions.py:train --eval_dataset {HERE}/instructions.py:test"
+INSTRUCTIONS += f" --reward_fn {HERE}/instructions.py:obeys"
+GRPO = f"train_grpo.py --config {HERE}/grpo.toml {INSTRUCTIONS}"
+STEP = "--num_mini_batches 1 --num_ppo_epochs 1"
+LIKE_GRPO = f"--reward_model_path None --response_length 48 --temperature 0.7 --kl_coef 0.04 --rloo_k 8 {STEP}"
+LIKE_GRPO += " --batch_size 64 --total_episodes 1280 --learning_rate 1e-5 --lr_schedule constant"
+REVIEWS = f"--dataset {HERE}/reviews.py:train --eval_dataset {HERE}/reviews.py:test"
+JUDGES = f"--reward_fn {HERE}/reviews.py:lexicon {HERE}/reviews.py:obeys --reward_fn_weights"
+SHORT = f"--response_length 32 --temperature 0.7 --batch_size 32 --micro_batch_size 32 --lr_schedule constant {STEP}"
+BASE = f"train_rloo.py {REVIEWS} --reward_model_path None {JUDGES} 3 0 {SHORT} --rloo_k 4 --total_episodes 320"
+BASE += " --learning_rate 2e-5 --kl_coef 0.03"
+LEARNED = f"{REVIEWS} --reward_model_path {{root}}/models/bench/1/smollm_reward {JUDGES} 0 0 {SHORT} --kl_coef 0"
+LEARNED += " --eval_every 8 --learning_rate 2e-5 --total_episodes 768"
+PAIRS = "--batch_size 16 --learning_rate 3e-5 --warmup_ratio 0.1"
+VERIFIED = {"grpo": "GRPO", "rloo": "RLOO", "grpo_lora": "GRPO, LoRA of rank 16"}
+DETAILS = {  # name: (tags, what is changed, flags, whether it would measure the KL otherwise)
+    "siblings_seen": ("RLOO-9", "packed responses see the siblings before them", "", False),
+    "shifted_index": ("GEN-7", "log-probs read one column late, in the token's own", "", True),
+    "unmasked": ("REW-6", "log-probs of what stands behind the end count", "", True),
+    "no_eos_penalty": ("REW-3", "nothing is paid for a missing EOS", "--missing_eos_penalty None", False),
+    "dropout": ("MODEL-2", "dropout 0.1 in the attention", "", False),
+}
+OF_LEARNED = {"rloo_learned": "RLOO", "ppo_learned": "PPO"}
+COLUMNS = "update episode objective/scores objective/kl policy/entropy_avg val/sequence_lengths val/equal_scores"
+COLUMNS += " policy/grad_norm val/logprob_gap objective/rewards/obeys objective/rewards/lexicon"
+COLUMNS += " objective/rewards/reward_model eval/objective/rewards/obeys eval/objective/rewards/lexicon"
+COLUMNS += " eval/objective/rewards/reward_model eval/objective/scores eval/objective/kl eval/objective/length"
+COLUMNS += " eval/objective/ended eval/rm/accuracy time/rollout time/scores time/optimise"
+
+
+@dataclass(kw_only=True)
+class RunArgs(StudyArgs):
+    """Trains what is missing."""
+
+    seeds: tuple[int, ...] = (1, 2, 3)
+    only: tuple[str, ...] = ()
+    """names of experiments; none: all"""
+    columns: tuple[str, ...] = tuple(COLUMNS.split())
+
+
+@dataclass
+class DrawArgs:
+    """The figure and the tables."""
+
+    tag: str
+    """folder of the results"""
+    output: str = "static/smollm.svg"
+    """the figure"""
+
+
+# ---- run -------------------------------------------------------------------------------------------------------------
+def commands(tag):
+    """{experiment: (command, folder of its code or None)}, the reward models before what needs them."""
+    found = {"grpo": (GRPO, None), "rloo": (f"train_rloo.py {INSTRUCTIONS} {LIKE_GRPO}", None)}
+    found["grpo_lora"] = f"{GRPO} --lora_rank 16 --learning_rate 2e-4", None
+    found["base"] = BASE, None
+    mutations = {variant.name: variant.mutations for variant in VARIANTS}
+    for name, (_, _, flags, _) in DETAILS.items():
+        changes = mutations.get(name, ())
+        found[name] = f"{BASE} {flags}".strip(), code_of(f"smollm_{name}", changes, tag) if changes else None
+    for name, rows in (("reward", "comparisons"), ("reward_other", "comparisons_other")):
+        rows = f"--dataset {HERE}/reviews.py:{rows} --eval_dataset {HERE}/reviews.py:comparisons_test"
+        found[name] = f"train_reward.py {rows} {PAIRS}", None
+    found["rloo_learned"] = f"train_rloo.py {LEARNED} --rloo_k 4", None
+    found["ppo_learned"] = f"train_ppo.py {LEARNED}", None
+    return {
+        name: (f"python rlhf_details/{command} {PATHS.replace('NAME', name)}", folder)
+        for name, (command, folder) in found.items()
+    }
+
+
+def run(args: RunArgs):
+    """Returns the names of the runs that failed."""
+    tag = args.tag or git_tag()
+    found = {name: x for name, x in commands(tag).items() if not args.only or name in args.only}
+    runs = [
+        Run(name, command, seed, tag, "smollm", folder)
+        for seed in args.seeds
+        for name, (command, folder) in found.items()
+        if seed == 1 or not name.startswith("reward")  # One reward model serves all seeds.
+    ]
+    return run_all(runs, args, tag)
+
+
+# ---- draw ------------------------------------------------------------------------------------------------------------
+def ends(seed, name):
+    """(a held-out figure before training, after it)"""
+    column = seed[f"eval/objective/{name}"]
+    return column[~np.isnan(column)][[0, -1]]
+
+
+def risen(seeds, names):
+    """Cells: a held-out figure before -> after, means over seeds, and the mean rise with Student's 95 % interval."""
+    cells = []
+    for name in names:
+        before, after = np.array([ends(seed, name) for seed in seeds.values()]).T
+        rise = words(mean_interval(after - before)) if len(seeds) > 1 else "one seed"
+        cells.append(f"{before.mean():.2f} -> {after.mean():.2f}, {rise}")
+    return cells
+
+
+def table(head, rows):
+    """Lines of a table. Args: head, [cell]; rows, [[cell]]."""
+    return [f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *rows]]
+
+
+def of_details(found):
+    """{detail: {figure: [variant less base, of each seed that both have]}}"""
+    effects = {}
+    for name, (*_, measures_kl) in DETAILS.items():
+        common = sorted(found.get(name, {}).keys() & found.get("base", {}).keys())
+        pairs = [(found[name][seed], found["base"][seed]) for seed in common]
+        if len(pairs) < 2:
+            continue
+        effects[name] = {
+            kind: np.array([ends(a, kind)[1] - ends(b, kind)[1] for a, b in pairs])
+            for kind in ("rewards/lexicon", "rewards/obeys", "ended", "kl")[: 3 if measures_kl else 4]
+        }
+        course = "objective/rewards/lexicon"
+        effects[name]["course"] = np.array([np.nanmean(a[course]) - np.nanmean(b[course]) for a, b in pairs])
+    return effects
+
+
+def figure(found, output):
+    """Left to right: the share of right answers over training, effects of details, the learned score and its judges."""
+    picture, axes = blank(1, 3, figsize=(12, 3.4))
+    for (name, label), colour in zip(VERIFIED.items(), ("#c4501b", "#3465a4", "#4e9a06"), strict=True):
+        for number, seed in enumerate(found.get(name, {}).values()):
+            y = seed["objective/rewards/obeys"]
+            axes[0].plot(seed["update"], y, color=colour, linewidth=1, alpha=0.7, label=label if number == 0 else None)
+    frame(axes[0], "verified: right answers in the batch", "update")
+    effects = of_details(found)
+    for place, name in enumerate(effects):
+        x = effects[name]["rewards/lexicon"]
+        axes[1].plot(x, [place] * len(x), "o", color="#3465a4", markersize=5)
+    axes[1].axvline(0, color="grey", linewidth=0.8)
+    axes[1].set_yticks(range(len(effects)), [name.replace("_", " ") for name in effects])
+    axes[1].invert_yaxis()
+    frame(axes[1], "a detail off: lexicon at the end, less the base", "each seed")
+    for name, style in zip(OF_LEARNED, ("-", "--"), strict=True):
+        for number, seed in enumerate(found.get(name, {}).values()):
+            kept = ~np.isnan(seed["eval/objective/kl"])
+            for kind, colour, label in (
+                ("reward_model", "#c4501b", "learned score"),
+                ("lexicon", "#3465a4", "lexicon"),
+            ):
+                y = seed[f"eval/objective/rewards/{kind}"][kept]
+                label = f"{OF_LEARNED[name]}: {label}" if number == 0 else None
+                axes[2].plot(seed["eval/objective/kl"][kept], y, style, marker=".", color=colour, label=label)
+    frame(axes[2], "learned: held-out score and its judge", "KL, nats a response")
+    for axis in axes[[0, 2]]:
+        if axis.get_legend_handles_labels()[0]:
+            axis.legend(frameon=False, fontsize=7)
+    picture.tight_layout()
+    save(picture, output, "smollm")
+
+
+def draw(args: DrawArgs):
+    """Writes the tables and the figure."""
+    results = ROOT / "benchmark" / "results" / args.tag
+    found = experiments(results / "smollm")
+    lines = ["# SmolLM2-135M-Instruct", "", f"Written by `python benchmark/studies/smollm.py draw --tag {args.tag}`."]
+    lines += [
+        "Held-out figures are means over 96 prompts, before -> after, then over seeds. What follows is the mean rise"
+    ]
+    lines += ["(or the mean difference to the base) with Student's 95 % interval over seeds.", ""]
+    names = {
+        "rewards/obeys": "right answers",
+        "scores": "score",
+        "kl": "KL, nats",
+        "length": "tokens",
+        "ended": "ended",
+    }
+    rows = [[label, str(len(found[x])), *risen(found[x], names)] for x, label in VERIFIED.items() if x in found]
+    lines += table(["verified", "seeds", *names.values()], rows)
+    if "base" in found:
+        names = {"rewards/lexicon": "lexicon", "rewards/obeys": "obeyed", "ended": "ended", "kl": "KL, nats"}
+        lines += ["", *table(["details", "seeds", *names.values()],
+                             [["the base", str(len(found["base"])), *risen(found["base"], names)]])]  # fmt: skip
+        names |= {"course": "lexicon over the run"}
+        rows = []
+        for name, effect in of_details(found).items():
+            tags, what, *_ = DETAILS[name]
+            cells = [words(mean_interval(effect[x])) if x in effect else "not comparable" for x in names]
+            rows.append([tags, what, str(len(effect["ended"])), *cells])
+        lines += ["", *table(["detail", "what is changed", "seeds", *names.values()], rows)]
+    for name in ("reward", "reward_other"):
+        if name in found:
+            accuracy = last(found[name][1]["eval/rm/accuracy"])
+            lines += ["", f"`{name}`: right in {accuracy:.3f} of 193 held-out comparisons."]
+    names = {"rewards/reward_model": "learned score", "rewards/lexicon": "lexicon", "rewards/obeys": "obeyed"}
+    names |= {"kl": "KL, nats", "length": "tokens", "ended": "ended"}
+    rows = [[label, str(len(found[x])), *risen(found[x], names)] for x, label in OF_LEARNED.items() if x in found]
+    lines += ["", *table(["learned", "seeds", *names.values()], rows)] if rows else []
+    phases = [f"time/{phase}" for phase in ("rollout", "scores", "optimise")]
+    rows = [
+        [name, *(f"{np.nanmedian(np.concatenate([seed[x] for seed in seeds.values()])):.0f}" for x in phases)]
+        for name, seeds in found.items()
+        if phases[0] in next(iter(seeds.values()))
+    ]
+    lines += ["", "Median seconds of an update, on one thread; the other core ran another experiment.", ""]
+    lines += table(["experiment", "rollout", "scores", "optimise"], rows)
+    (results / "smollm.md").write_text("\n".join(lines) + "\n")
+    figure(found, args.output)
+    print("\n".join(lines))
+
+
+COMMANDS = {"run": (RunArgs, run), "draw": (DrawArgs, draw)}
+
+if __name__ == "__main__":
+    sys.exit(run_command(COMMANDS))
