@@ -21,6 +21,7 @@ import mutations
 import numpy as np
 import overoptimisation
 import pytest
+import smollm
 import torch
 import trl_side
 from intervals import ROOT, write_runs
@@ -371,3 +372,27 @@ def test_the_commands_of_dpos_study_parse_and_its_mutations_change_the_page(tmp_
         after = mutations.sources(ablations.code_of(name, changes, "t")) if changes else before
         assert [file for file in after if after[file] != before[file]] == ["train_dpo.py"] * len(changes)
         assert flags or changes or name == "dpo"
+
+
+# ---- SmolLM2 ---------------------------------------------------------------------------------------------------------
+def test_the_commands_of_the_study_of_a_real_model_parse_and_its_tables_are_paired(tmp_path, monkeypatch):
+    shutil.copytree(ROOT / "rlhf_details", tmp_path / "rlhf_details", ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(ablations, "ROOT", tmp_path)
+    found = smollm.commands("t")
+    for name, (command, folder) in found.items():
+        _, args = parse(command.format(root=ROOT, seed=3))
+        assert args.output_dir.endswith(f"models/bench/3/smollm_{name}") and args.checkpoint_every == 0
+        assert (folder is not None) == (name in smollm.DETAILS and not smollm.DETAILS[name][2])
+    figures = {"rewards/lexicon": 0.5, "rewards/obeys": 0.25, "ended": 0.75, "kl": 3.0}
+
+    def seed(number, shift):
+        return {f"eval/objective/{k}": np.array([0.0, np.nan, x + number + shift]) for k, x in figures.items()} | {
+            "objective/rewards/lexicon": np.array([np.nan, number, number + 2 * shift])
+        }
+
+    runs = {"base": {n: seed(n, 0) for n in (1, 2, 3)}, "unmasked": {n: seed(n, -1) for n in (2, 3, 4)}}
+    (effect,) = smollm.of_details(runs).values()  # A single seed has no interval, and no row.
+    assert (
+        all((effect[name] == [-1, -1]).all() for name in ("rewards/lexicon", "ended", "course")) and "kl" not in effect
+    )
+    assert smollm.risen(runs["base"], ["kl"]) == ["0.00 -> 5.00, 5.00 (2.52 .. 7.48)"]

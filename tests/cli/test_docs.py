@@ -135,7 +135,10 @@ def test_every_link_and_figure_leads_somewhere():
     for path, link in found:
         file, _, anchor = link.partition("#")
         target = path.parent / file if file else path
-        assert link.startswith("http") or target.exists() or path.name in ("index.md", "cheat_sheet.md"), (path.name, link)
+        assert link.startswith("http") or target.exists() or path.name in ("index.md", "cheat_sheet.md"), (
+            path.name,
+            link,
+        )
         if anchor and target.suffix == ".md" and target.exists():  # A page that is generated is tested in tests/site.
             titles = [re.sub(r"[^\w -]", "", title) for title in re.findall(r"^#+ (.*)", target.read_text(), re.M)]
             assert anchor in {title.lower().replace(" ", "-") for title in titles}, (path.name, link)
