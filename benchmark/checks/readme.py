@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from intervals import ROOT
 
 TAG, LENGTHS, GRPO_TRL = "cc51011", "cc6b272", "4d93adb"  # the commits whose scripts were run
+DPO, RELATIVES, SMOLLM = "c2d7618", "83c3a19", "5b18bbb"
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 DOCUMENTS += [path for folder in ("guides", "evidence") for path in sorted((ROOT / "docs" / folder).glob("*.md"))]
 
@@ -103,6 +104,15 @@ TABLES = {
     "grpo_parts": lambda: tables("grpo")[3],
     "grpo_trl": lambda: tables("trl", GRPO_TRL)[0],
     "grpo_trl_differences": lambda: tables("trl", GRPO_TRL)[1],
+    "relatives_replay": lambda: tables("trl_replay", RELATIVES)[0],
+    "dpo": lambda: tables("dpo", DPO)[0],
+    "dpo_parts": lambda: tables("dpo", DPO)[1],
+    "dpo_replay": lambda: tables("dpo_replay", DPO)[0],
+    "smollm_verified": lambda: tables("smollm", SMOLLM)[0],
+    "smollm_base": lambda: tables("smollm", SMOLLM)[1],
+    "smollm_details": lambda: tables("smollm", SMOLLM)[2],
+    "smollm_products": lambda: tables("smollm_products", SMOLLM)[0],
+    "smollm_seconds": lambda: tables("smollm", SMOLLM)[-1],
     "grpo_trl_replay": lambda: tables("trl_replay", GRPO_TRL)[0],
 }
 

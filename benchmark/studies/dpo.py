@@ -106,7 +106,7 @@ def ends(seeds):
 
 def figure(found, others, best_of_n, output):
     """Gold over the KL: a small point for each seed, a large one for their mean."""
-    picture, (axis,) = blank(1, 1, figsize=(6.5, 4))
+    picture, axis = blank(1, 1, figsize=(6.5, 4))
     betas = ["beta_0.1", "dpo", "beta_2"]
     groups = [
         (found[name], VARIANTS[name][1].replace("DPO, ", ""), "#c4501b", m)

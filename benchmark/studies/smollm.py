@@ -3,6 +3,7 @@ SmolLM2-135M-Instruct, a chat model that people know: does what the toy says hol
 
     python benchmark/studies/smollm.py run --tag TAG --workers 2 [--only base siblings_seen]
     python benchmark/studies/smollm.py draw --tag TAG             (static/smollm.svg, results/TAG/smollm.md)
+    python benchmark/studies/smollm.py products --tag TAG         (how fast this machine multiplies in fp32 and bf16)
 
 `run` goes on where it stopped. A run takes 10 to 45 minutes of a core. models/smollm and the archive of
 examples/smollm/reviews.py must be there. Three groups:
@@ -14,17 +15,19 @@ learned   a reward model from rated sentences (that of seed 1), RLOO and PPO on 
 """
 
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 from ablations import VARIANTS, code_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from intervals import ROOT, experiments, last, mean_interval, words
 from plot import blank, frame, save
 
-from benchmark import MODELS, Run, StudyArgs, git_tag, run_all, run_command
+from benchmark import MODELS, Run, StudyArgs, git_tag, made_with, run_all, run_command
 
 HERE = "{root}/examples/smollm"
 PATHS = f"--sft_model_path {{root}}/models/smollm --output_dir {MODELS}/smollm_NAME --checkpoint_every 0"
@@ -76,6 +79,14 @@ class DrawArgs:
     """folder of the results"""
     output: str = "static/smollm.svg"
     """the figure"""
+
+
+@dataclass
+class ProductsArgs:
+    """Matrix products of the model's shapes, on one thread."""
+
+    tag: str
+    """folder of the results"""
 
 
 # ---- run -------------------------------------------------------------------------------------------------------------
@@ -235,7 +246,30 @@ def draw(args: DrawArgs):
     print("\n".join(lines))
 
 
-COMMANDS = {"run": (RunArgs, run), "draw": (DrawArgs, draw)}
+def products(args: ProductsArgs):
+    """Writes results/TAG/smollm_products.md."""
+    torch.set_num_threads(1)
+    rows = []
+    for what, shape in {"MLP of 64 rows": (64, 576, 1536), "MLP of 1,024 rows": (1024, 576, 1536),
+                        "head of 1,024 rows": (1024, 576, 49152)}.items():  # fmt: skip
+        m, k, n = shape
+        cells = []
+        for dtype in (torch.float32, torch.bfloat16):
+            x, weight = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype)
+            torch.nn.functional.linear(x, weight)
+            count, start = max(1, int(6e9 / (2 * m * k * n))), time.time()
+            for _ in range(count):
+                torch.nn.functional.linear(x, weight)
+            cells.append(f"{2 * m * k * n * count / (time.time() - start) / 1e9:.0f}")
+        rows.append([what, *cells])
+    head = ["# Matrix products", "", f"Written by `python benchmark/studies/smollm.py products --tag {args.tag}`:"]
+    head += [f"GFLOP/s of one thread. {made_with()}", ""]
+    lines = [*head, *table(["product", "fp32", "bf16"], rows)]
+    (ROOT / "benchmark" / "results" / args.tag / "smollm_products.md").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+
+
+COMMANDS = {"run": (RunArgs, run), "draw": (DrawArgs, draw), "products": (ProductsArgs, products)}
 
 if __name__ == "__main__":
     sys.exit(run_command(COMMANDS))
