@@ -163,7 +163,7 @@ MUTATIONS = [
     ("RLOO-13", RLOO, "if clip_range is None", "if clip_range is None or not normalize"),
     ("RLOO-14", RLOO, "is_action)", "torch.ones_like(is_action))"),
     ("SFT-2", DPO, "is_completion[:, 1:]", "is_completion[:, :-1]"),
-    ("GEN-8", DPO, "self.logits_at_once // self.head.vocab_size", "0"),
+    ("GEN-8", DPO, "self.logits_at_once // self.head.vocab_size", "10 ** 9"),
     ("DPO-1", DPO, ".sum(1)", ".mean(1)"),
     ("DPO-2", DPO, "scores.log_softmax(1)", "scores.sigmoid().log()"),
     ("DPO-3", DPO, " - 1 / (2 * beta)", " - beta"),

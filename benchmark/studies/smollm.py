@@ -162,36 +162,50 @@ def of_details(found):
     return effects
 
 
-def figure(found, output):
-    """Left to right: the share of right answers over training, effects of details, the learned score and its judges."""
-    picture, axes = blank(1, 3, figsize=(12, 3.4))
+def draw_verified(axis, found):
+    """The mean score of each batch, a line for each seed."""
     for (name, label), colour in zip(VERIFIED.items(), ("#c4501b", "#3465a4", "#4e9a06"), strict=True):
         for number, seed in enumerate(found.get(name, {}).values()):
-            y = seed["objective/rewards/obeys"]
-            axes[0].plot(seed["update"], y, color=colour, linewidth=1, alpha=0.7, label=label if number == 0 else None)
-    frame(axes[0], "verified: right answers in the batch", "update")
+            y = seed["objective/scores"]
+            axis.plot(seed["update"], y, color=colour, linewidth=1, alpha=0.8, label=None if number else label)
+    axis.legend(frameon=False, fontsize=7)
+    frame(axis, "verified: score of the batch", "update")
+
+
+def draw_details(axis, found):
+    """What a detail that is off does to the lexicon's verdict, a point for each seed."""
     effects = of_details(found)
     for place, name in enumerate(effects):
         x = effects[name]["rewards/lexicon"]
-        axes[1].plot(x, [place] * len(x), "o", color="#3465a4", markersize=5)
-    axes[1].axvline(0, color="grey", linewidth=0.8)
-    axes[1].set_yticks(range(len(effects)), [name.replace("_", " ") for name in effects])
-    axes[1].invert_yaxis()
-    frame(axes[1], "a detail off: lexicon at the end, less the base", "each seed")
-    for name, style in zip(OF_LEARNED, ("-", "--"), strict=True):
+        axis.plot(x, [place] * len(x), "o", color="#3465a4", markersize=5)
+    axis.axvline(0, color="grey", linewidth=0.8)
+    axis.set_yticks(range(len(effects)), [name.replace("_", " ") for name in effects])
+    axis.invert_yaxis()
+    frame(axis, "a detail off: lexicon at the end, less the base", "each seed")
+
+
+def draw_learned(axis, found):
+    """The learned score and the lexicon's over the KL, held out, a line for each seed."""
+    for (name, algorithm), style in zip(OF_LEARNED.items(), ("-", "--"), strict=True):
         for number, seed in enumerate(found.get(name, {}).values()):
             kept = ~np.isnan(seed["eval/objective/kl"])
             for kind, colour, label in (
                 ("reward_model", "#c4501b", "learned score"),
                 ("lexicon", "#3465a4", "lexicon"),
             ):
-                y = seed[f"eval/objective/rewards/{kind}"][kept]
-                label = f"{OF_LEARNED[name]}: {label}" if number == 0 else None
-                axes[2].plot(seed["eval/objective/kl"][kept], y, style, marker=".", color=colour, label=label)
-    frame(axes[2], "learned: held-out score and its judge", "KL, nats a response")
-    for axis in axes[[0, 2]]:
-        if axis.get_legend_handles_labels()[0]:
-            axis.legend(frameon=False, fontsize=7)
+                y, label = seed[f"eval/objective/rewards/{kind}"][kept], None if number else f"{algorithm}: {label}"
+                axis.plot(seed["eval/objective/kl"][kept], y, style, marker=".", color=colour, label=label)
+    axis.legend(frameon=False, fontsize=7)
+    frame(axis, "learned: held-out score and its judge", "KL, nats a response")
+
+
+def figure(found, output):
+    """A panel for each group that has been run."""
+    panels = [(draw_verified, VERIFIED.keys() & found.keys()), (draw_details, of_details(found))]
+    panels = [panel for panel, there in [*panels, (draw_learned, OF_LEARNED.keys() & found.keys())] if there]
+    picture, axes = blank(1, len(panels), figsize=(4.2 * len(panels), 3.4))
+    for panel, axis in zip(panels, np.atleast_1d(axes), strict=True):
+        panel(axis, found)
     picture.tight_layout()
     save(picture, output, "smollm")
 

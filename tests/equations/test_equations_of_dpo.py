@@ -35,13 +35,27 @@ def slow_logprob(model, ids, count):
     return sum(x.log_softmax(0)[ids[-count:][-n]].item() for x, n in zip(logits, range(count, 0, -1), strict=False))
 
 
-@pytest.mark.parametrize("at_once", [2**24, 60])
-def test_dpo_1_a_completions_log_prob_is_the_sum_over_its_tokens(policy, monkeypatch, at_once):
-    """In pieces as well, and with the prompt's tokens left out. [SFT-2] [GEN-8]"""
-    monkeypatch.setattr(policy, "logits_at_once", at_once)
+def test_dpo_1_a_completions_log_prob_is_the_sum_over_its_tokens(policy):
+    """The prompt's tokens are left out. [SFT-2]"""
     got, lengths = train_dpo.completion_logprobs(policy, ROWS, "cpu")
     expected = [slow_logprob(policy.model, ids, min(count, len(ids) - 1)) for ids, count in ROWS]
     assert got.tolist() == pytest.approx(expected, rel=1e-4) and lengths.tolist() == [3, 5, 1, 3]
+
+
+def test_gen_8_pieces_give_the_same_log_probs_and_gradients(policy, monkeypatch):
+    results, sizes = [], []
+    hook = policy.model.get_output_embeddings().register_forward_hook(lambda _, x, out: sizes.append(out.numel()))
+    for at_once in (2**24, 60):
+        monkeypatch.setattr(policy, "logits_at_once", at_once)
+        sizes.clear()
+        got, _ = train_dpo.completion_logprobs(policy, ROWS, "cpu")
+        policy.zero_grad()
+        (got * torch.arange(1, 5)).sum().backward()
+        results.append((got, torch.cat([p.grad.flatten() for p in policy.parameters()])))
+    hook.remove()
+    assert max(sizes) == 60  # two tokens of the vocabulary of 30
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_dpo_2_two_candidates_have_the_papers_loss_and_gradient():
