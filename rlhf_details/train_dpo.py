@@ -326,8 +326,8 @@ def main(args: Args):
             sampling = [row.ids for row in shown], 1, 0, tokenizer.eos_token_id, EVALUATION
             responses = sample_responses(engines.sampler(policy), args, accelerator, *sampling)
             texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
-            lines = [f"query: {row.text!r} | response: {text!r}" for row, text in zip(shown, texts, strict=True)]
-            run.say("\n".join(lines))
+            for row, text in zip(shown, texts, strict=True):
+                run.say(f"query: {row.text!r} | response: {text!r}")
         run.log(step, metrics)
         run.checkpoint_if_due(step, policy, optimizer)
     return run.finish(policy)  # the model folder with its card, the held-out metrics, and the upload
