@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlhf_details import utils
-from rlhf_details.plumbing import cli, data, engines, evaluation, judge, models, rewards
+from rlhf_details.plumbing import cli, data, engines, evaluation, judge, models, rewards, vllm
 from rlhf_details.plumbing.evaluation import average, rate
 from rlhf_details.utils import EVALUATION, in_slices
 
@@ -110,6 +110,15 @@ class Args:
     samples_per_prompt: int = 1
     """responses of a policy to each prompt: with rewards that are True or False, several give pass@k; all else is of
     the first one"""
+
+    sampler: Literal["own", "vllm"] = "own"
+    """who samples: "own", the sampler in utils.py, or "vllm", an engine beside each process, which is faster on GPUs"""
+    vllm_memory: float = 0.3
+    """share of the GPU's memory that vLLM takes while it samples"""
+    vllm_server: str | None = None
+    """URL of a `vllm serve` that samples for all processes; None: an engine beside each of them"""
+    vllm_folder: str = "/dev/shm"
+    """folder that server and main process see, for the weights that the server loads"""
 
     # judging
     judge: Literal["none", "reward_model", "reward_fn", "gold", "llm"] = "none"
@@ -226,22 +235,24 @@ def truncate_response(responses, mask, token_id, after):
     return mask & (ends.cumsum(1) - ends.long() == 0), ends.any(1)  # True where no end stands strictly before
 
 
-def sample_responses(policy, batch, stop_id, purpose, args):
+def sample_responses(policy, batch, stop_id, purpose, args, sample):
     """A response to each prompt of a batch: queries, query_mask [M, Q], and the prompts' numbers [M].
 
-    Returns: responses, mask and log-probs, all [M, R].
+    sample: utils.sample, or what samples in its place. Returns: responses, mask and log-probs, all [M, R].
     """
     sampler_args = 1, args.response_length, stop_id, (args.seed, purpose, 0)
-    return in_slices(utils.sample, policy, batch, args.rollout_micro_batch_size, *sampler_args)
+    # vLLM decides by itself how many rows it computes at once.
+    size = args.rollout_micro_batch_size if args.sampler == "own" else len(batch[0])
+    return in_slices(sample, policy, batch, size, *sampler_args)
 
 
-def respond(model, batch, ids, args):
+def respond(model, batch, ids, args, sample=utils.sample):
     """The responses that are scored and compared: (responses, mask of what is read of them [M, R], ended [M]).
 
     Args: ids, (the id of the stop token, the id of the token that a response is read up to), or None where it has none.
     """
     stop_id, end_id = ids
-    responses, mask, _ = sample_responses(Policy(model, args.temperature), batch, stop_id, COMPARED, args)
+    responses, mask, _ = sample_responses(Policy(model, args.temperature), batch, stop_id, COMPARED, args, sample)
     return responses, *truncate_response(responses, mask, end_id, args.truncate_after)
 
 
@@ -326,6 +337,7 @@ def main(args: Args):
         references = evaluation.encode_references(args, tokenizer, prompts, reward_context, device)
     score = rewards.Scorer(args, accelerator, tokenizer, reward_model, response_scores, size, None)
     score.check_columns(prompts)
+    sample = vllm.sampler(longest, accelerator, prompts, cli.fail)  # utils.sample, unless --sampler vllm is given
     N = len(prompts)
     numbers = data.my_share(N, accelerator)  # [N / world], filled up, so that all processes have as many
     mine = (numbers % N).tolist()
@@ -340,7 +352,7 @@ def main(args: Args):
                 continue
             with accelerator.autocast():
                 if model:
-                    responses, mask, ended = respond(loaded[model], [*queries, numbers], ids[path], own)
+                    responses, mask, ended = respond(loaded[model], [*queries, numbers], ids[path], own, sample)
                     texts = models.decode(tokenizer, responses, mask)
                 else:  # The references are no samples, so nothing is said of whether they ended.
                     texts, responses, mask = [references[0][i] for i in mine], references[1][mine], references[2][mine]
@@ -361,7 +373,7 @@ def main(args: Args):
         verdicts = [list(zip(*(given[f"rewards/{name}"] for name in names), strict=True))]  # of the first one
         for number in range(1, args.samples_per_prompt):
             with accelerator.autocast():
-                responses, mask, ended = respond(loaded[path], [*queries, numbers + number * N], ids[path], own)
+                responses, mask, ended = respond(loaded[path], [*queries, numbers + number * N], ids[path], own, sample)
                 ended, texts = ended & (ids[path][1] is not None), models.decode(tokenizer, responses, mask)
                 values = score([prompts[i] for i in mine], [*queries, responses, mask], texts=texts, ended=ended)
             values = accelerator.gather(values)[:N, [score.names.index(name) for name in names]].tolist()
@@ -373,8 +385,9 @@ def main(args: Args):
     for path, own in settings.items() if args.ref_model_path else ():
         policy, reference = (Policy(loaded[model], own.kl_temperature) for model in (path, args.ref_model_path))
         with accelerator.autocast():
+            batch = [*queries, numbers]
             # The estimate is unbiased only for draws from the policy that it is about. [EVAL-3]
-            responses, mask, logprobs = sample_responses(policy, [*queries, numbers], ids[path][0], EVALUATION, own)
+            responses, mask, logprobs = sample_responses(policy, batch, ids[path][0], EVALUATION, own, sample)
             (ref_logprobs,) = in_slices(response_logprobs, reference, [*queries, responses, mask], size)
         kl[path] = average(accelerator.gather((logprobs - ref_logprobs).sum(1))[:N].tolist())
 

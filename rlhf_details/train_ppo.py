@@ -14,7 +14,7 @@ PPO on a language model and a reward: the recipes of "N+" and of openai/lm-human
 5. Sampling and shuffling are functions of coordinates, such as (seed, purpose, update, row, step, token) for a token,
    and never of a generator's state.
 
-Left out on purpose: a separate inference engine, top-k and top-p (the sampled policy would not be the trained one), and
+Left out on purpose: top-k and top-p (the sampled policy would not be the trained one), and
 an entropy bonus (neither recipe has one).
 
 Read `main` first if you know the paper, else from top to bottom. A tag such as [PPO-3] marks an implementation detail:
@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlhf_details import utils
-from rlhf_details.plumbing import cli, data, engines, models, rewards
+from rlhf_details.plumbing import cli, data, engines, models, rewards, vllm
 from rlhf_details.plumbing.run import Run
 from rlhf_details.utils import EVALUATION, TRAINING, in_slices
 
@@ -440,7 +440,7 @@ def shuffled_episodes(num_episodes, num_mini_batches, device, *coordinates):
 
 # ---- held-out evaluation ---------------------------------------------------------------------------------------------
 @torch.no_grad()
-def evaluate(policy, reference, score, prompts, stop_id, end_id, args, accelerator):
+def evaluate(policy, sample, reference, score, prompts, stop_id, end_id, args, accelerator):
     """One response to each held-out prompt, with noise of its own, and what it scores.
 
     Returns: ({"eval/objective/..": mean over the prompts}, samples to show); call it on every process.
@@ -454,7 +454,7 @@ def evaluate(policy, reference, score, prompts, stop_id, end_id, args, accelerat
     sampling = dict(n=1, response_length=args.response_length, stop_id=stop_id)
     with accelerator.autocast():
         batch, size, key = [queries, query_mask, numbers], args.rollout_micro_batch_size, (args.seed, EVALUATION, 0)
-        sampled = in_slices(utils.sample, engines.sampler(policy), batch, size, key=key, **sampling)
+        sampled = in_slices(sample, engines.sampler(policy), batch, size, key=key, **sampling)
         responses, response_mask, logprobs = sampled  # [N / world, R]
         batch = [queries, query_mask, responses, response_mask]
         ref_logprobs, _ = in_slices(response_logprobs, reference, batch, args.micro_batch_size)
@@ -517,9 +517,11 @@ def main(args: Args):
     sampling = dict(n=1, response_length=R, stop_id=stop_id)
     num_updates = math.ceil(args.total_episodes / B)  # Round up, so that at least total_episodes are sampled. [OPT-10]
     run = Run(args, accelerator, tokenizer, num_updates, prompts, [held_out, reference, reward_model])
+    # utils.sample, or with --sampler vllm another engine in its place, which gives the same three tensors
+    sample = vllm.sampler(args, accelerator, [*prompts, *held_out], run.stop)
     state = run.resume(policy, optimizer, {"kl_coef": args.kl_coef, "adam_step": 0, "moments": (0, 0.0, 0.0)})
     if run.first_update == 1:
-        run.log(0, *evaluate(policy, reference, score, held_out, stop_id, end_id, args, accelerator))
+        run.log(0, *evaluate(policy, sample, reference, score, held_out, stop_id, end_id, args, accelerator))
 
     for update in range(run.first_update, num_updates + 1):
         # The learning rate changes from update to update, and all steps of an update have the same. [OPT-2]
@@ -531,7 +533,7 @@ def main(args: Args):
         policy.eval()
         with torch.no_grad(), accelerator.autocast():
             batch, key = [queries[mine], query_mask[mine], numbers[mine]], (args.seed, TRAINING, update)
-            sampled = in_slices(utils.sample, engines.sampler(policy), batch, rollout_size, key=key, **sampling)
+            sampled = in_slices(sample, engines.sampler(policy), batch, rollout_size, key=key, **sampling)
             responses, response_mask, sampled_logprobs = sampled  # [B / world, R]
             run.lap("rollout")
 
@@ -583,6 +585,9 @@ def main(args: Args):
         advantages, returns = compute_gae(rewards_of_tokens, values, args.gamma, args.lam)  # [B, R]
         if args.normalize_advantage:
             advantages = utils.masked_whiten(advantages, response_mask)  # over all response tokens [PPO-10]
+        # Another engine's policy is not quite this one, which a weight on each action makes up for.
+        logratio = old_logprobs - sampled_logprobs  # [B, R]
+        advantages, of_sampler = utils.correct_for_sampler(advantages, logratio, response_mask, args)
 
         # ---- 5. Optimise: micro-batches add up to exactly one gradient for each minibatch ----------------------------
         policy.train()  # Every dropout is 0. Training mode only lets gradient checkpointing work.
@@ -643,7 +648,7 @@ def main(args: Args):
         run.lap("optimise")
 
         # ---- 6. Log --------------------------------------------------------------------------------------------------
-        metrics = means.reduce(accelerator) | score.by_name(reward_values, "objective/") | score.seconds
+        metrics = means.reduce(accelerator) | score.by_name(reward_values, "objective/") | score.seconds | of_sampler
         ratio_minus_1 = metrics.pop("ratio_minus_1")
         non_score_reward = -state["kl_coef"] * kl_penalties.sum(1).mean()  # added, before whitening [LOG-5]
         total_loss = metrics["loss/policy_avg"] + args.vf_coef * metrics["loss/value_avg"]
@@ -676,7 +681,9 @@ def main(args: Args):
         }
         samples = rows, responses, response_mask, ended, scores, kl.sum(1)
         if run.is_eval_due(update):
-            of_eval, of_eval_samples = evaluate(policy, reference, score, held_out, stop_id, end_id, args, accelerator)
+            of_eval, of_eval_samples = evaluate(
+                policy, sample, reference, score, held_out, stop_id, end_id, args, accelerator
+            )
             metrics, samples = metrics | of_eval, of_eval_samples or samples
         run.log(update, metrics, samples)
         if args.adaptive_kl:

@@ -211,6 +211,31 @@ def additive(visible):
     return torch.zeros(visible.shape, device=visible.device).masked_fill(~visible, lowest).unsqueeze(1)
 
 
+# ---- when another engine samples -------------------------------------------------------------------------------------
+def correct_for_sampler(advantages, logratio, mask, args):
+    """Advantages times p(action) / p_sampler(action), so that what another policy sampled counts as if this one had.
+
+    Long products of ratios can be huge. --sampler_correction "truncate" bounds them by c = --sampler_cap, and "mask"
+    leaves out the actions whose ratio is not within [1/c, c]. For --sampler own nothing changes.
+    Args: advantages [B] where an action is a response, else [B, 1] or [B, R]; logratio [B, R], the training forward's
+    log-probs less the sampler's; mask [B, R] bool. Returns: (advantages, of the shape of the weights, metrics).
+    Source: truncated importance sampling of Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL
+    Training" (2025), where c = 2; TRL v1.16.0, grpo_trainer.py, with both kinds, of tokens or responses.
+    """
+    if args.sampler == "own":
+        return advantages, {}
+    logratio = logratio * mask
+    if advantages.dim() == 1:
+        logratio, mask = logratio.sum(1), mask.any(1)  # [B]
+    ratio, cap = logratio.exp(), args.sampler_cap
+    cut = (ratio > cap) | ((ratio < 1 / cap) & (args.sampler_correction == "mask"))
+    # Without a bound one response that the sampler found unlikely could be worth a thousand others.
+    kinds = {"none": torch.ones_like(ratio), "truncate": ratio.clamp(max=cap), "mask": ratio * ~cut}
+    weights = kinds[args.sampler_correction]
+    metrics = {"val/sampler_weight": masked_mean(weights, mask), "val/sampler_cut": masked_mean(cut.float(), mask)}
+    return advantages * weights, metrics
+
+
 # ---- metrics ---------------------------------------------------------------------------------------------------------
 class Means:
     """Named means over all that is added, on all processes: a sum and a count for each name."""

@@ -9,6 +9,7 @@ import json
 import math
 import sys
 import tomllib
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import get_origin
@@ -137,6 +138,8 @@ def check(args):
         fail(f"--sft_model_path: required with --dataset {args.dataset}: {hint}")
     if args.lora_rank:
         need("peft", "peft", f"--lora_rank {args.lora_rank}")
+    if hasattr(args, "sampler"):
+        check_sampler(args)
     check_datasets(args)
     check_output_dir(args)
     if args.run_name is not None and not args.overwrite:
@@ -161,6 +164,16 @@ def check_numbers(args):
         fail(f"--seed {args.seed}: must be below 2^31 = {2**31}")
     if getattr(args, "warmup_ratio", 0) > 1:
         fail(f"--warmup_ratio {args.warmup_ratio}: must be at most 1")
+
+
+def check_sampler(args):
+    """Ends with one line where vLLM is asked for and not installed, or its server's URL is given for nothing."""
+    if args.vllm_server and args.sampler != "vllm":
+        fail(f"--vllm_server {args.vllm_server}: needs --sampler vllm")
+    if args.sampler == "vllm" and not args.vllm_server and find_spec("vllm") is None:
+        fail("--sampler vllm: needs the package vllm; docs/guides/4_memory_and_gpus.md says how to install it")
+    if args.sampler == "vllm" and hasattr(args, "batch_size"):
+        args.rollout_micro_batch_size = args.batch_size  # vLLM decides by itself how many rows it computes at once.
 
 
 def check_datasets(args):

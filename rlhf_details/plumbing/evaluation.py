@@ -78,6 +78,7 @@ def check(args, settings):
     """Ends with one line (exit code 2) where arguments are wrong or contradict each other. settings: of as_trained."""
     for own in settings.values():
         cli.check_numbers(own)
+        cli.check_sampler(own)
         if own.truncate_after and (own.truncate_token == "none" or own.truncate_after >= own.response_length):
             rule = "needs a truncate_token, and must be below response_length"
             cli.fail(f"--truncate_after {own.truncate_after}: {rule}")
@@ -182,7 +183,8 @@ def check_vocabularies(args, tokenizer, readers):
 
 
 # These arguments may differ when an evaluation is repeated into its folder, since the figures are the same.
-MAY_DIFFER = "exp_name config output_dir overwrite judge_base_url rollout_micro_batch_size attn_implementation".split()
+MAY_DIFFER = "exp_name config output_dir overwrite judge_base_url rollout_micro_batch_size attn_implementation"
+MAY_DIFFER = [*MAY_DIFFER.split(), "vllm_memory", "vllm_server", "vllm_folder"]
 FEW_ENDED, FAR_APART = 0.9, 2.0  # the share of ended responses, and the ratio of lengths, from which on a line warns
 UNITS = {"length": "length (tokens)", "kl": "kl (nats a response)"}
 

@@ -20,7 +20,8 @@ from typing import Literal, NamedTuple
 
 # These flags bound memory or choose kernels. They never change a result.
 MEMORY_KNOBS = (
-    "micro_batch_size rollout_micro_batch_size gradient_checkpointing share_prompts attn_implementation offload_frozen"
+    "micro_batch_size rollout_micro_batch_size gradient_checkpointing share_prompts attn_implementation offload_frozen "
+    "vllm_memory vllm_server vllm_folder"
 ).split()
 # These flags say where a run writes. A resumed run may be given others.
 OUTPUTS = (
@@ -113,6 +114,21 @@ class PolicyArgs(RunArgs):
     sft_model_path: str | None = None
     """the policy to start from, which is also the reference of the KL; a folder, or NAME or NAME@REVISION on the Hub
     (required unless --dataset is toy or toy-sum)"""
+
+    # sampling
+    sampler: Literal["own", "vllm"] = "own"
+    """who samples: "own", the sampler in utils.py, or "vllm", an engine beside each process, which is faster on GPUs"""
+    sampler_correction: Literal["none", "truncate", "mask"] = "truncate"
+    """what is done where vLLM's log-probs are not the policy's: advantages are multiplied by the ratio p / p_vllm,
+    which is at most sampler_cap, or counts as 0 where it is outside of [1 / sampler_cap, sampler_cap]"""
+    sampler_cap: float = 2.0
+    """bound of that ratio, of a token, or in RLOO of a response"""
+    vllm_memory: float = 0.3
+    """share of the GPU's memory that vLLM takes while it samples"""
+    vllm_server: str | None = None
+    """URL of a `vllm serve` that samples for all processes; None: an engine beside each of them"""
+    vllm_folder: str = "/dev/shm"
+    """folder that server and main process see, for the weights that the server loads"""
 
     # reward and KL
     reward_model_path: str | None = None

@@ -18,8 +18,8 @@ import pytest
 from helpers import PAGES, ROOT, page_args, read_metrics
 from short_runs import write_rows
 
-from rlhf_details import evaluate, toy, train_both, train_dpo, train_reward, train_sft
-from rlhf_details.plumbing import cli
+from rlhf_details import evaluate, toy, train_both, train_dpo, train_reward, train_sft, utils
+from rlhf_details.plumbing import cli, vllm
 
 pytest.importorskip("matplotlib")
 import ablations
@@ -104,19 +104,22 @@ def test_every_flag_that_the_readme_names_exists():
     # Flags of accelerate, torchrun, --help, `git diff --no-index`, openrlbenchmark, pytest, docs/build.py and SLURM.
     names |= {"num_processes", "mixed_precision", "config_file", "nproc_per_node", "help"}
     names |= {"no", "filters", "env", "output", "serve", "machine_rank", "nodes", "num_machines", "main_process_ip"}
+    names |= {"model", "tokens", "skip", "logprobs", "generation", "dtype", "port"}  # as in --tokens-only, of vLLM's server
     gone = set(re.findall(r"--([a-z_]+)", README)) - names
     assert not gone
 
 
-def test_the_metric_tables_list_exactly_what_is_logged(tiny, in_tmp, few_prompts):
+def test_the_metric_tables_list_exactly_what_is_logged(tiny, in_tmp, few_prompts, monkeypatch):
     documented = set(re.findall(r"`([a-z_]+(?:/[a-zA-Z_]+)*)`", section("Metrics").split("Where they differ")[0]))
     documented -= {"metrics.jsonl"}
     Path("mine.py").write_text("def f(prompts, completions): return [True for _ in completions]")
     texts = [{**row, "chosen": row["completion"], "rejected": "we ."} for row in toy.rows("sft", "train")[:8]]
     write_rows("rows.jsonl", texts)
     logged = set()
+    monkeypatch.setattr(cli, "find_spec", lambda name: True)
+    monkeypatch.setattr(vllm, "sampler", lambda *args: utils.sample)  # vLLM's numbers do not matter here.
     for page in PAGES:
-        changes = dict(total_episodes=32, eval_dataset="toy:test", reward_fn=("mine.py:f",))
+        changes = dict(total_episodes=32, eval_dataset="toy:test", reward_fn=("mine.py:f",), sampler="vllm")
         run = PAGES[page].main(page_args(page, tiny, **changes, output_dir=page))["run"]
         logged |= {name for row in read_metrics(run) for name in row}
     values = dict(dataset="rows.jsonl", eval_dataset="rows.jsonl", batch_size=8, response_length=8, overwrite=True)

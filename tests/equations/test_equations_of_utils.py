@@ -145,3 +145,39 @@ def test_add_max_remembers_the_highest_entry_also_of_negative_numbers():
     for entries in ([-5.0, -2.0], [-7.0], [-3.0]):
         means.add_max("highest", torch.tensor(entries))
     assert means.reduce(ALONE) == {"x": 1.0, "highest": -2.0}
+
+
+# ---- when another engine samples -------------------------------------------------------------------------------------
+@pytest.mark.parametrize("correction", ["none", "truncate", "mask"])
+@pytest.mark.parametrize("action", ["response", "token"])
+def test_gen_15_the_ratio_to_the_sampler_is_bounded_by_the_cap(action, correction):
+    generator, lengths, width = ragged_case(1)
+    mask, cap = ragged_mask(lengths, width), 1.5
+    logratio = uniform(generator, len(lengths), width, low=-1, high=1)
+    advantages = uniform(generator, len(lengths), low=-2, high=2)
+    advantages = advantages if action == "response" else advantages.unsqueeze(1)
+    args = SimpleNamespace(sampler="vllm", sampler_correction=correction, sampler_cap=cap)
+    got, metrics = utils.correct_for_sampler(advantages, logratio, mask, args)
+    weights, cut = [], []
+    for i, n in enumerate(lengths):
+        steps = logratio[i, :n].tolist()
+        for x in [sum(steps)] if action == "response" else steps:
+            ratio = math.exp(x)
+            if correction == "mask":
+                cut.append(not 1 / cap <= ratio <= cap)
+                ratio = 0.0 if cut[-1] else ratio
+            else:
+                cut.append(ratio > cap)
+                ratio = 1.0 if correction == "none" else min(ratio, cap)
+            weights.append(ratio)
+            place = i if action == "response" else (i, len(weights) - 1 - sum(lengths[:i]))
+            assert got[place].item() == pytest.approx(advantages[i].item() * ratio, abs=1e-5)
+    assert metrics["val/sampler_weight"].item() == pytest.approx(sum(weights) / len(weights), abs=1e-5)
+    assert metrics["val/sampler_cut"].item() == pytest.approx(sum(cut) / len(cut), abs=1e-6)
+    assert 0 < sum(cut) < len(cut)
+
+
+def test_with_the_own_sampler_nothing_is_corrected():
+    advantages = torch.tensor([1.0, -2.0])
+    args = SimpleNamespace(sampler="own", sampler_correction="truncate", sampler_cap=2.0)
+    assert utils.correct_for_sampler(advantages, torch.ones(2, 3), torch.ones(2, 3), args) == (advantages, {})

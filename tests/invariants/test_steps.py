@@ -1,13 +1,16 @@
 """What holds at every update: where ratio and KL start, which steps are taken, how, and on which episodes."""
 
 import contextlib
+import math
 
 import pytest
 import torch
 from accelerate import Accelerator
 from cases import (
+    CASES,
     EVERY_CASE,
     IN_STEP,
+    LOSS,
     RLOO_AND_PPO,
     episodes_of,
     optimiser_steps,
@@ -18,6 +21,7 @@ from cases import (
 from helpers import record, run_rloo
 
 from rlhf_details import utils
+from rlhf_details.plumbing import cli, vllm
 
 STEPS = dict(num_ppo_epochs=2, num_mini_batches=2)
 
@@ -66,6 +70,29 @@ def test_log_6_the_gap_is_the_samplers_and_the_first_ratio_is_that_of_the_first_
         assert row["val/logprob_gap"] == pytest.approx(0.1, abs=1e-3) and row[first] - 1 < 1e-4
         assert abs(row["val/ratio"] - 1) > 1e-4
     assert case != "async" or all(row[first] - 1 > 1e-3 for row in rows[1:])
+
+
+# ---- when another engine samples -------------------------------------------------------------------------------------
+@EVERY_CASE
+def test_gen_15_an_action_counts_as_if_this_policy_had_sampled_it(ragged, in_tmp, monkeypatch, case):
+    """A sampler that finds each token e^0.1 likelier than the policy does: its actions count e^-0.1 a token."""
+    page, loss = page_of(case), LOSS[CASES[case][0]]
+    monkeypatch.setattr(cli, "find_spec", lambda name: True)
+    monkeypatch.setattr(vllm, "sampler", lambda *args: utils.sample)
+    seen = []
+    for sampler in ("own", "vllm"):
+        with pytest.MonkeyPatch.context() as patch, shifted_sampler():
+            calls = record(patch, page, loss)[loss]
+            rows = run_case(case, ragged, sampler=sampler, learning_rate=0.0, **STEPS)
+        seen.append(calls[0][0][2:4])  # mask and advantages of the first minibatch
+    (mask, before), (_, after) = seen
+    if before.dim() == 1:  # An action is a response.
+        weights = (-0.1 * mask.sum(1)).exp()
+    else:
+        before, after, weights = before * mask, after * mask, math.exp(-0.1)
+    assert before.abs().max() > 0.1
+    torch.testing.assert_close(after, before * weights, atol=1e-4, rtol=1e-3)
+    assert all(row["val/sampler_cut"] == 0 and 0.3 < row["val/sampler_weight"] < 0.91 for row in rows)
 
 
 # ---- which episodes --------------------------------------------------------------------------------------------------

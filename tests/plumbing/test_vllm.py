@@ -1,0 +1,141 @@
+"""vLLM as the sampler, with a stand-in for its engine: what it is asked and given, and a push that did not arrive."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import Accelerator
+from helpers import tiny_model
+
+from rlhf_details import train_rloo, utils
+from rlhf_details.plumbing import models, vllm
+
+KEY, STOP, T = (1, utils.TRAINING, 2), 5, 0.8
+PROMPTS = [[3, 4], [3, 4], [7, 8, 9, 10]]
+
+
+class StandIn:
+    """As vLLM's engine: it has a head of its own although the model's is tied, and takes the weights that it knows.
+
+    change: what happens to the weights {name: tensor} on their way.
+    """
+
+    name = "the stand-in"
+
+    def __init__(self, model, change=lambda weights: weights):
+        config = copy.deepcopy(model.config)
+        config.tie_word_embeddings = False
+        self.model, self.change, self.asked = type(model)(config).eval(), change, []
+
+    def push(self, model, dtype):
+        assert dtype == torch.float32
+        weights = self.change({name: weight.clone() for name, weight in vllm.weights_of(model)})
+        self.model.load_state_dict(weights, strict=False)
+
+    @torch.no_grad()
+    def generate(self, prompts, settings):
+        self.asked += [(prompts, settings)]
+        return [self.one(ids, SimpleNamespace(**given)) for ids, given in zip(prompts, settings, strict=True)]
+
+    def one(self, prompt, settings):
+        ids, values, generator = [], [], torch.Generator().manual_seed(settings.seed)
+        while len(ids) < settings.max_tokens and not {*ids[-1:]} & {*settings.stop_token_ids}:
+            logits = self.model(torch.tensor([prompt + ids])).logits[0, -1] / settings.temperature
+            ids.append(torch.multinomial(logits.softmax(-1), 1, generator=generator).item())
+            values.append(logits.log_softmax(-1)[ids[-1]].item())
+        return ids, values
+
+
+def ask(engine, model, stop=None, key=KEY, rows=(0, 1, 2)):
+    """What vLLM's place in a rollout returns of PROMPTS. stop: what ends the run."""
+    policy = train_rloo.Policy(model, T).eval()
+    batch = [*utils.left_pad(PROMPTS), torch.tensor(rows)]
+    return vllm.sample(engine, "fp32", stop, policy, batch, n=1, response_length=6, stop_id=STOP, key=key)
+
+
+def stops(message):
+    raise SystemExit(message)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt_neox", "gpt2"])
+def test_it_gives_what_the_own_sampler_gives(kind):
+    """Responses up to the stop token, their mask, and the log-probs of the training forward; the heads are tied."""
+    model = tiny_model(kind, tie_word_embeddings=True)
+    engine = StandIn(model)
+    responses, mask, logprobs = ask(engine, model, stops)
+    prompts, settings = engine.asked[0]
+    assert prompts == PROMPTS and all(x["ignore_eos"] and x["temperature"] == T for x in settings)
+    assert not {"top_k", "top_p", "repetition_penalty"} & settings[0].keys()
+    queries, query_mask = utils.left_pad(PROMPTS)
+    (own, _) = train_rloo.response_logprobs(train_rloo.Policy(model, T), [queries, query_mask, responses, mask], 1)
+    torch.testing.assert_close(logprobs, own, atol=1e-5, rtol=0)
+    assert responses.shape == mask.shape == (3, 6) and (responses[~mask] == 0).all()
+    for row, m in zip(responses, mask, strict=True):
+        ids = row[m].tolist()
+        assert STOP not in ids[:-1] and (len(ids) == 6 or ids[-1] == STOP)
+
+
+def test_a_sample_depends_on_its_coordinates_alone():
+    model = tiny_model("llama")
+    first = ask(StandIn(model), model, stops)[0]
+    assert not torch.equal(first[0], first[1])  # two rows with one prompt
+    assert torch.equal(ask(StandIn(model), model, stops)[0], first)
+    assert torch.equal(ask(StandIn(model), model, stops, rows=(1, 0, 2))[0][:2], first[:2].flip(0))
+    assert not torch.equal(ask(StandIn(model), model, stops, key=(1, utils.TRAINING, 3))[0], first)
+
+
+def without_head(weights):
+    return {name: weight for name, weight in weights.items() if name != "lm_head.weight"}
+
+
+def swapped(weights):
+    names = [name for name in weights if name.endswith("mlp.up_proj.weight")]
+    return weights | {names[0]: weights[names[1]], names[1]: weights[names[0]]}
+
+
+@pytest.mark.parametrize("change", [without_head, swapped])
+def test_a_push_that_did_not_arrive_as_it_is_ends_the_run(change):
+    model = tiny_model("llama", tie_word_embeddings=True)
+    with pytest.raises(SystemExit, match="the stand-in does not have the weights that were pushed: its log-probs are"):
+        ask(StandIn(model, change), model, stops)
+
+
+def test_old_weights_end_the_run():
+    model = tiny_model("llama")
+    engine = StandIn(model)
+    ask(engine, model, stops)
+    engine.change = lambda weights: {}
+    ask(engine, model, stops)  # They are still the same.
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.01 * torch.randn_like(p))
+    with pytest.raises(SystemExit, match="does not have the weights that were pushed"):
+        ask(engine, model, stops)
+
+
+def test_an_engine_that_fails_ends_the_run_in_one_line():
+    def fail(weights):
+        raise OSError("no room")
+
+    model = tiny_model("llama")
+    with pytest.raises(SystemExit, match=r"--sampler vllm: the stand-in failed \(no room\)"):
+        ask(StandIn(model, fail), model, stops)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_adapters_are_pushed_merged(kind):
+    model = models.add_adapters(tiny_model(kind), 4)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.normal_()
+    pushed = dict(vllm.weights_of(model))
+    merged = models.merge_adapters(copy.deepcopy(model)).state_dict()
+    assert pushed.keys() == merged.keys()
+    torch.testing.assert_close(pushed, merged)
+
+
+def test_a_server_that_is_away_ends_the_run_in_one_line():
+    with pytest.raises(SystemExit, match="--vllm_server http://localhost:1: cannot be reached"):
+        vllm.Server("http://localhost:1", "/dev/shm", Accelerator(cpu=True), stops)

