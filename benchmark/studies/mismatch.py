@@ -6,9 +6,9 @@ When what samples is not quite what trains: how far may the two part, and what d
 
 RLOO and GRPO on the embedded task, 25 updates of 32 prompts x 4. Rollouts are sampled by a copy of the policy whose
 matrices are rounded to bf16, or to 8, 4 or 3 bits with a scale for each output. Training, KL and held-out figures are
-those of the policy as it is. What the copy's log-probs miss is corrected as with --sampler vllm (`--sampler_correction`).
-A row is compared with the run that samples by the policy itself. `draw` writes results/TAG/mismatch.md,
-results/worth_mismatch.toml and static/mismatch.svg.
+those of the policy as it is. What the copy's log-probs miss is corrected as with --sampler vllm
+(`--sampler_correction`). A row is compared with the run that samples by the policy itself. `draw` writes
+results/TAG/mismatch.md, results/worth_mismatch.toml and static/mismatch.svg.
 
 `python benchmark/studies/mismatch.py page BITS SCRIPT [flags]` is one such run, with BITS 16 for bf16.
 """
@@ -24,7 +24,7 @@ import torch
 
 sys.path.extend(str(Path(__file__).resolve().parents[1] / room) for room in (".", "studies"))
 from ablations import NAMES, RUN, changes, levels, outcome, verdicts, worth
-from intervals import ROOT, mean_interval, read_seeds, words
+from intervals import ROOT, mean_interval, read_seeds
 from plot import blank, frame, save
 
 from benchmark import COLUMNS, STAGES, Run, StudyArgs, git_tag, run_command, run_study, stage_runs
@@ -68,7 +68,7 @@ def rounded(policy, bits):
     return found
 
 
-def page(bits, script, *words):
+def page(bits, script, *flags):
     """Runs a script as with --sampler vllm, with the rounded policy in the place of vLLM."""
     from rlhf_details import utils
     from rlhf_details.plumbing import cli, vllm
@@ -78,7 +78,7 @@ def page(bits, script, *words):
         return utils.sample(policy, batch, n, response_length, stop_id, key)
 
     vllm.sampler, cli.find_spec = (lambda *_: sample), (lambda name: True)
-    sys.argv = [script, *words]
+    sys.argv = [script, *flags]
     runpy.run_path(script, run_name="__main__")
 
 
