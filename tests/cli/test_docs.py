@@ -104,7 +104,7 @@ def test_every_flag_that_the_readme_names_exists():
     # Flags of accelerate, torchrun, --help, `git diff --no-index`, openrlbenchmark, pytest, docs/build.py and SLURM.
     names |= {"num_processes", "mixed_precision", "config_file", "nproc_per_node", "help"}
     names |= {"no", "filters", "env", "output", "serve", "machine_rank", "nodes", "num_machines", "main_process_ip"}
-    names |= {"model", "tokens", "skip", "logprobs", "generation", "dtype", "port"}  # of vLLM
+    names |= {"model", "tokens", "skip", "logprobs", "generation", "dtype", "port", "tensor"}  # of vLLM
     gone = set(re.findall(r"--([a-z_]+)", README)) - names
     assert not gone
 
