@@ -136,7 +136,7 @@ def prices_html(tag):
     effects, bases, unpriced = study()
     found = [effect for effect in effects if tag in effect.tags]
     if not found:
-        return f'<p class="why">Not measured: {escape(unpriced.get(tag, "it was not measured"))}.</p>'
+        return f'<p class="why">Not measured: {escape(unpriced.get(tag, "no study has it"))}.</p>'
     rows = []
     for effect in found:
         base = f'<span class="base" title="{effect.base}: {bases[effect.base]}">{effect.base}</span>'
