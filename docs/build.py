@@ -40,9 +40,15 @@ def generated():
     return pages
 
 
+def number(path):
+    """The number that a guide's file name begins with."""
+    return int(path.name.partition("_")[0])
+
+
 def navigation():
     """The site's navigation, with every guide and every page of evidence."""
-    guides, evidence = ([f"{name}/{p.name}" for p in sorted((DOCS / name).glob("*.md"))] for name in FOLDERS)
+    guides, evidence = (sorted((DOCS / name).glob("*.md"), key=number) for name in FOLDERS)
+    guides, evidence = ([f"{p.parent.name}/{p.name}" for p in pages] for pages in (guides, evidence))
     return [
         {"Start": "index.md"},
         {"The scripts": [f"{script}.md" for script in SCRIPTS]},

@@ -496,7 +496,7 @@ def main(args: Args):
         advantages = grpo_advantages(scores, k, args.scale_advantages)  # [B, 1], for all tokens of a response
         # A response that was cut off may have been on its way to a right answer, so its score says little. [GRPO-7]
         is_action = response_mask & (ended | (not args.mask_truncated)).unsqueeze(1)  # [B, R]
-        # Another engine's policy is not quite this one, which a weight on each action makes up for.
+        # Another engine's policy is not quite this one, which a weight on each action makes up for. [GEN-15]
         logratio = old_logprobs - sampled_logprobs  # [B, R]
         advantages, of_sampler = utils.correct_for_sampler(advantages, logratio, response_mask, args)
 

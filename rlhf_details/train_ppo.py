@@ -585,7 +585,7 @@ def main(args: Args):
         advantages, returns = compute_gae(rewards_of_tokens, values, args.gamma, args.lam)  # [B, R]
         if args.normalize_advantage:
             advantages = utils.masked_whiten(advantages, response_mask)  # over all response tokens [PPO-10]
-        # Another engine's policy is not quite this one, which a weight on each action makes up for.
+        # Another engine's policy is not quite this one, which a weight on each action makes up for. [GEN-15]
         logratio = old_logprobs - sampled_logprobs  # [B, R]
         advantages, of_sampler = utils.correct_for_sampler(advantages, logratio, response_mask, args)
 

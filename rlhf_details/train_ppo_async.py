@@ -42,7 +42,7 @@ Your data:     python rlhf_details/train_ppo_async.py --dataset rows.jsonl --sft
 import copy
 import functools
 import math
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Literal
 
@@ -601,13 +601,13 @@ def main(args: Args):
         """What a checkpoint holds of the batch that waits to be trained on."""
         return dict(zip(NAMES, accelerator.gather(actor.batch.result()), strict=True))
 
+    if run.first_update == 1:
+        run.log(0, *evaluate(policy, sample, reference, score, held_out, stop_id, end_id, args, accelerator))
     actor = Actor(model, args, rollout)
     if run.tensors:
         actor.batch.set_result([run.tensors[name].chunk(world)[rank] for name in NAMES])
     elif run.first_update <= num_updates:
         actor.push(model, run.first_update)
-    if run.first_update == 1:
-        run.log(0, *evaluate(policy, sample, reference, score, held_out, stop_id, end_id, args, accelerator))
 
     for update in range(run.first_update, num_updates + 1):
         # The learning rate changes from update to update, and all steps of an update have the same. [OPT-2]
@@ -669,7 +669,7 @@ def main(args: Args):
         advantages, returns = compute_gae(rewards_of_tokens, values, args.gamma, args.lam)  # [B, R]
         if args.normalize_advantage:
             advantages = utils.masked_whiten(advantages, response_mask)  # over all response tokens [PPO-10]
-        # Another engine's policy is not quite this one, which a weight on each action makes up for.
+        # Another engine's policy is not quite this one, which a weight on each action makes up for. [GEN-15]
         logratio = old_logprobs - sampled_logprobs  # [B, R]
         advantages, of_sampler = utils.correct_for_sampler(advantages, logratio, response_mask, args)
 
@@ -765,6 +765,7 @@ def main(args: Args):
         }
         samples = rows, responses, response_mask, ended, scores, kl.sum(1)
         if run.is_eval_due(update):
+            wait([actor.batch])  # An engine such as vLLM has the weights of one policy at a time.
             of_eval, of_eval_samples = evaluate(
                 policy, sample, reference, score, held_out, stop_id, end_id, args, accelerator
             )

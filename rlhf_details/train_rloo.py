@@ -464,7 +464,7 @@ def main(args: Args):
             is_action = torch.ones_like(ended)  # [B]
         if args.normalize_advantage:
             advantages = utils.masked_whiten(advantages, is_action)  # over the whole batch [RLOO-14]
-        # Another engine's policy is not quite this one, which a weight on each action makes up for.
+        # Another engine's policy is not quite this one, which a weight on each action makes up for. [GEN-15]
         logratio = old_logprobs - sampled_logprobs  # [B, R]
         advantages, of_sampler = utils.correct_for_sampler(advantages, logratio, response_mask, args)
 

@@ -229,7 +229,7 @@ def correct_for_sampler(advantages, logratio, mask, args):
         logratio, mask = logratio.sum(1), mask.any(1)  # [B]
     ratio, cap = logratio.exp(), args.sampler_cap
     cut = (ratio > cap) | ((ratio < 1 / cap) & (args.sampler_correction == "mask"))
-    # Without a bound one response that the sampler found unlikely could be worth a thousand others.
+    # Without a bound one response that the sampler found unlikely could be worth a thousand others. [GEN-15]
     kinds = {"none": torch.ones_like(ratio), "truncate": ratio.clamp(max=cap), "mask": ratio * ~cut}
     weights = kinds[args.sampler_correction]
     metrics = {"val/sampler_weight": masked_mean(weights, mask), "val/sampler_cut": masked_mean(cut.float(), mask)}

@@ -27,6 +27,7 @@ CASES = {  # name: (page, flags)
     "ppo-moments": ("train_ppo", STEPS | MOMENTS),
     "ppo-shared": ("train_ppo", dict(value_model="shared", whiten_rewards=True, num_ppo_epochs=2)),
     "async": ("train_ppo_async", dict(num_mini_batches=2)),
+    "grpo-async": ("train_grpo_async", {}),
     "reward-gain": ("train_reward", dict(normalization="gain_bias", tf_adam=True, normalize_samples=16)),
     "reward-shift": ("train_reward", dict(normalization="mean_shift", lr_schedule="linear")),
     "dpo": ("train_dpo", {}),

@@ -34,8 +34,8 @@ FAMILIES = {
     "LOG": "Metrics",
     "EVAL": "Evaluation",
 }
-PAGES = "train_rloo.py train_grpo.py train_ppo.py train_ppo_async.py train_reward.py train_dpo.py train_sft.py".split()
-PAGES += ["evaluate.py", "utils.py"]
+PAGES = "train_rloo.py train_grpo.py train_grpo_async.py train_ppo.py train_ppo_async.py train_reward.py".split()
+PAGES += ["train_dpo.py", "train_sft.py", "evaluate.py", "utils.py"]
 
 
 def read(name):
@@ -44,8 +44,9 @@ def read(name):
 
 
 def worth():
-    """{tag: {"says": its price}}, of the ablations and of the studies of GRPO and DPO."""
-    return read("../results/worth.toml") | read("../results/worth_grpo.toml") | read("../results/worth_dpo.toml")
+    """{tag: {"says": its price}}, of the ablations and of the studies of GRPO, DPO and samplers that differ."""
+    studies = "worth", "worth_grpo", "worth_dpo", "worth_mismatch"
+    return {tag: price for study in studies for tag, price in read(f"../results/{study}.toml").items()}
 
 
 def count_verdicts():

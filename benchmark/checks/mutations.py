@@ -31,6 +31,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 600  # after which a mutant's tests count as failed: it hangs. A loaded machine needs 480 for two processes.
 PPO, ASYNC, RLOO, GRPO = "train_ppo.py", "train_ppo_async.py", "train_rloo.py", "train_grpo.py"
+GRPO_ASYNC = "train_grpo_async.py"
 RM, DPO, SFT, EVALUATE, UTILS = "train_reward.py", "train_dpo.py", "train_sft.py", "evaluate.py", "utils.py"
 DATA, ENCODING, COMPARISONS = "plumbing/data.py", "plumbing/tokenization.py", "plumbing/comparisons.py"
 MODELS, ENGINES, LAYOUT = "plumbing/models.py", "plumbing/engines.py", "plumbing/layout.py"
@@ -106,9 +107,17 @@ MUTATIONS = [
         "in_slices(response_logprobs, policy, [*batch[:2], *sampled[:2]], size)",
         "(sampled[2].new_zeros(sampled[2].shape), 0)",
     ),
+    (
+        "GEN-11",
+        GRPO_ASYNC,
+        "in_slices(response_logprobs, policy, [*batch[:2], *sampled[:2]], size, n)",
+        "(sampled[2].new_zeros(sampled[2].shape), 0)",
+    ),
     ("GEN-12", PPO, "ends[:, :after] = False", "after"),
     ("GEN-13", PPO, "mask & (responses == token_id)", "responses == token_id"),
     ("GEN-13", RLOO, "mask & (responses == stop_id)", "responses == stop_id"),
+    ("GEN-15", RLOO, "old_logprobs - sampled_logprobs", "sampled_logprobs - old_logprobs"),
+    ("GEN-15", UTILS, "ratio.clamp(max=cap)", "ratio"),
     ("GEN-14", PPO, READ, f"(response_mask, {READ}[1])"),
     ("REW-1", PPO, "getattr(model.config, 'reward_bias', 0.0)", "0.0"),
     ("REW-1", RLOO, "getattr(model.config, 'reward_bias', 0.0)", "0.0"),

@@ -24,7 +24,7 @@ import torch
 
 sys.path.extend(str(Path(__file__).resolve().parents[1] / room) for room in (".", "studies"))
 from ablations import NAMES, RUN, changes, levels, outcome, verdicts, worth
-from intervals import ROOT, mean_interval, read_seeds
+from intervals import ROOT, mean_interval, read_seeds, words
 from plot import blank, frame, save
 
 from benchmark import COLUMNS, STAGES, Run, StudyArgs, git_tag, run_command, run_study, stage_runs
@@ -133,7 +133,15 @@ def draw(args: DrawArgs):
     lines += ["0.05 after Holm's correction over this table.", ""]
     what = {"rloo": "RLOO, an action is a response", "grpo": "GRPO, an action is a token"}
     lines += levels([(name, what[name], effect) for name, effect in bases.items()])
-    lines += ["", *changes(rows, verdict, sure), "", "What the runs logged, means over updates and seeds.", ""]
+    lines += [
+        "",
+        *short(effects, seen),
+        "",
+        *changes(rows, verdict, sure),
+        "",
+        "What the runs logged, means over updates and seeds.",
+        "",
+    ]
     lines += ["| sampler | correction | base | largest gap of a log-prob | mean weight | share cut |"]
     lines += ["|---|---|---|---:|---:|---:|"]
     for name, numbers in seen.items():
@@ -145,6 +153,19 @@ def draw(args: DrawArgs):
     (results.parent / "worth_mismatch.toml").write_text(text)
     figure(effects, args.output)
     print("\n".join(lines))
+
+
+def short(effects, seen):
+    """The table of the site: gold and KL at the end, each less the base's, of the uncorrected and the bounded run."""
+    head = "| base | what samples | largest gap of a log-prob | gold, not corrected | gold, ratio at most 2"
+    lines = [f"{head} | KL, not corrected | KL, ratio at most 2 |", "|---|---|---:|---:|---:|---:|---:|"]
+    for algorithm in ("rloo", "grpo"):
+        for kind, bits in BITS.items():
+            runs = [effects[f"{algorithm}_{bits}_{how}"] for how in ("none", "truncate")]
+            cells = [words(run[figure], "+.2f") for figure in ("gold", "kl") for run in runs]
+            gap = seen[f"{algorithm}_{bits}_none"][0]
+            lines.append(f"| {algorithm.upper()} | {kind} | {gap:.2f} | {' | '.join(cells)} |")
+    return lines
 
 
 def figure(effects, output):

@@ -8,12 +8,12 @@ sample from another policy, and nothing would say so. What rounding leaves, `uti
 """
 
 import contextlib
+import functools
 import json
 import os
 import shutil
 import signal
 import tempfile
-import threading
 import urllib.request
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -45,13 +45,7 @@ def sampler(args, accelerator, rows, stop):
         engine = Server(args.vllm_server, args.vllm_folder, accelerator, stop)
     else:
         engine = Engine(accelerator, max(len(row.ids) for row in rows) + args.response_length, args.vllm_memory, stop)
-    lock = threading.Lock()  # In the asynchronous pages two threads sample.
-
-    def sample_in_turn(*args, **kwargs):
-        with lock:
-            return sample(engine, precision, stop, *args, **kwargs)
-
-    return sample_in_turn
+    return functools.partial(sample, engine, precision, stop)
 
 
 @torch.no_grad()
@@ -236,6 +230,9 @@ class Server:
     def __init__(self, url, folder, accelerator, stop):
         self.url, self.accelerator, self.name = url.rstrip("/"), accelerator, f"the server at {url}"
         self.folder = Path(folder) / f"rlhf_details_{os.getpid()}"
+        self.group = None
+        if accelerator.num_processes > 1:  # An actor's thread must not meet the learner's collective calls.
+            self.group = torch.distributed.new_group(backend="gloo", timeout=engines.PATIENCE)
         try:
             self.post("/reset_prefix_cache")
         except OSError as e:
@@ -253,7 +250,7 @@ class Server:
                 self.post("/reset_prefix_cache")
             finally:
                 shutil.rmtree(self.folder, ignore_errors=True)
-        self.accelerator.wait_for_everyone()
+        self.wait()
 
     def generate(self, prompts, settings):
         """As Engine's. The server schedules rows as they arrive, so two runs may differ by rounding."""
@@ -264,8 +261,13 @@ class Server:
 
         with ThreadPoolExecutor(min(len(prompts), 256)) as pool:
             found = list(pool.map(one, prompts, settings))
-        self.accelerator.wait_for_everyone()  # Nobody pushes while another process still samples.
+        self.wait()  # Nobody pushes while another process still samples.
         return found
+
+    def wait(self):
+        """Waits for the other processes."""
+        if self.group:
+            torch.distributed.barrier(self.group)
 
     def post(self, path, body=None):
         """The JSON that the server answers, or None."""

@@ -17,9 +17,13 @@ CASES = {  # name: (page, flags)
     "ppo": ("train_ppo", dict(kl_penalty="full")),
     "lm-human-preferences": ("train_ppo", LM_HUMAN_PREFERENCES),
     "async": ("train_ppo_async", dict(kl_penalty="k3")),
+    "grpo-async": ("train_grpo_async", {}),
 }
+ASYNC = "async", "grpo-async"  # An actor samples, by weights that are one update old.
 EVERY_CASE = pytest.mark.parametrize("case", CASES)
-IN_STEP = pytest.mark.parametrize("case", [name for name in CASES if name != "async"])  # the policy that trains samples
+IN_STEP = pytest.mark.parametrize(
+    "case", [name for name in CASES if name not in ASYNC]
+)  # the policy that trains samples
 RLOO_AND_PPO = pytest.mark.parametrize("case", ["rloo", "ppo"])
 VALUE_MODELS = pytest.mark.parametrize("value_model", ["separate", "shared"])
 LOSS = {page: f"{page.split('_')[1]}_policy_loss" for page in PAGES}

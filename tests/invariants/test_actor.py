@@ -1,4 +1,4 @@
-"""train_ppo_async.py: the order of events, whose weights sample, and whose log-probs the ratio is taken against."""
+"""The actor of the asynchronous pages: the order of events, whose weights sample, and what the ratio is against."""
 
 import itertools
 import threading
@@ -6,18 +6,18 @@ import threading
 import pytest
 import torch
 from accelerate import Accelerator, DistributedType
-from cases import run_case
-from helpers import PAGES, page_args, read_metrics, without_times
+from cases import ASYNC, CASES, page_of, run_case
+from helpers import page_args, read_metrics, without_times
 
 from rlhf_details import utils
 from rlhf_details.plumbing import engines
 
-PAGE = PAGES["train_ppo_async"]
 UPDATES = 5
+EVERY_PAGE = pytest.mark.parametrize("case", ASYNC)
 
 
-def run(models, **changes):
-    return run_case("async", models, **(dict(total_episodes=16 * UPDATES) | changes))
+def run(case, models, **changes):
+    return run_case(case, models, **(dict(total_episodes=16 * UPDATES) | changes))
 
 
 def copy_of(model):
@@ -28,16 +28,20 @@ def equal(a, b):
     return all(torch.equal(x, b[name]) for name, x in a.items())
 
 
-def test_gen_10_the_actor_samples_by_the_weights_from_before_the_training_that_it_overlaps(ragged, in_tmp, monkeypatch):
+@EVERY_PAGE
+def test_gen_10_the_actor_samples_by_the_weights_from_before_the_training_that_it_overlaps(
+    ragged, in_tmp, monkeypatch, case
+):
     """Each training waits until the next rollout has begun, and that rollout until the training has ended."""
-    pushed, sampled, push, sample, step = [], [], PAGE.Actor.push, utils.sample, torch.optim.AdamW.step
+    actor = page_of(case).Actor
+    pushed, sampled, push, sample, step = [], [], actor.push, utils.sample, torch.optim.AdamW.step
     begun, trained = ([threading.Event() for _ in range(UPDATES + 1)] for _ in range(2))
     trained[0].set()
     steps = []
 
-    def noted_push(actor, model, update):
+    def noted_push(self, model, update):
         pushed.append(copy_of(model))
-        push(actor, model, update)
+        push(self, model, update)
 
     def noted_sample(policy, *rest, **kwargs):
         begun[len(sampled)].set()
@@ -52,10 +56,10 @@ def test_gen_10_the_actor_samples_by_the_weights_from_before_the_training_that_i
         trained[len(steps)].set()
         return result
 
-    monkeypatch.setattr(PAGE.Actor, "push", noted_push)
+    monkeypatch.setattr(actor, "push", noted_push)
     monkeypatch.setattr(utils, "sample", noted_sample)
     monkeypatch.setattr(torch.optim.AdamW, "step", noted_step)
-    rows = run(ragged, learning_rate=1e-2)
+    rows = run(case, ragged, learning_rate=1e-2)
     assert [row["update"] for row in rows] == list(range(1, UPDATES + 1)) and len(sampled) == UPDATES
     # Batches 1 and 2 are by the first weights, batch 3 by those after one update, and so on.
     assert all(equal(a, b) for a, b in zip(pushed, sampled, strict=True))
@@ -63,17 +67,19 @@ def test_gen_10_the_actor_samples_by_the_weights_from_before_the_training_that_i
     assert all(not equal(a, b) for a, b in itertools.pairwise(pushed[1:]))
 
 
-def test_gen_11_the_ratio_is_against_the_policy_that_sampled(ragged, in_tmp):
+@EVERY_PAGE
+def test_gen_11_the_ratio_is_against_the_policy_that_sampled(ragged, in_tmp, case):
     """Old log-probs are the sampler's to rounding, while the policy has moved on since."""
-    rows = run(ragged, total_episodes=64, learning_rate=1e-2)
+    rows = run(case, ragged, total_episodes=64, learning_rate=1e-2)
     assert rows[0]["val/ratio"] == pytest.approx(1, abs=1e-5) and rows[0]["val/ratio_var"] < 1e-9
     assert all(row["val/ratio_var"] > 1e-6 for row in rows[1:]) and all(row["val/logprob_gap"] < 1e-4 for row in rows)
     assert abs(rows[1]["objective/kl"]) < 1e-4 < 1e-2 < abs(rows[3]["objective/kl"])
 
 
-def test_speed_changes_no_number(ragged, in_tmp, monkeypatch):
+@EVERY_PAGE
+def test_speed_changes_no_number(ragged, in_tmp, monkeypatch, case):
     """An actor that is slow now and then, against one that is not."""
-    reference, sample, calls = run(ragged), utils.sample, []
+    reference, sample, calls = run(case, ragged), utils.sample, []
 
     def slow(*args, **kwargs):
         calls.append(1)
@@ -81,11 +87,12 @@ def test_speed_changes_no_number(ragged, in_tmp, monkeypatch):
         return sample(*args, **kwargs)
 
     monkeypatch.setattr(utils, "sample", slow)
-    assert without_times(run(ragged)) == without_times(reference)
+    assert without_times(run(case, ragged)) == without_times(reference)
     assert len({row["objective/kl"] for row in reference}) >= UPDATES - 1
 
 
-def test_what_fails_in_the_thread_ends_the_run(ragged, in_tmp, monkeypatch):
+@EVERY_PAGE
+def test_what_fails_in_the_thread_ends_the_run(ragged, in_tmp, monkeypatch, case):
     sample = utils.sample
 
     def broken(*args, **kwargs):
@@ -95,17 +102,18 @@ def test_what_fails_in_the_thread_ends_the_run(ragged, in_tmp, monkeypatch):
 
     monkeypatch.setattr(utils, "sample", broken)
     with pytest.raises(ArithmeticError, match="sampler of update 3"):
-        run(ragged)
+        run(case, ragged)
     assert len(read_metrics("runs/run")) == 2
 
 
-def test_sharded_weights_are_refused(ragged, in_tmp, monkeypatch, capsys):
+@EVERY_PAGE
+def test_sharded_weights_are_refused(ragged, in_tmp, monkeypatch, capsys, case):
     """There is no FSDP plugin here, so `configure` has nothing to look at."""
     monkeypatch.setattr(engines, "configure", lambda accelerator, args: None)
     monkeypatch.setattr(Accelerator, "distributed_type", property(lambda self: DistributedType.FSDP))
     monkeypatch.setattr(Accelerator, "is_fsdp2", property(lambda self: True))
     with pytest.raises(SystemExit) as error:
-        PAGE.main(page_args("train_ppo_async", ragged))
-    message = "error: train_ppo_async.py: runs on one process or under DDP, not under FSDP2"
+        page_of(case).main(page_args(CASES[case][0], ragged))
+    message = f"error: {CASES[case][0]}.py: runs on one process or under DDP, not under FSDP2"
     assert error.value.code == 2 and message in capsys.readouterr().err
     assert not list(in_tmp.iterdir())

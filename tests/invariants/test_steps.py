@@ -7,6 +7,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from cases import (
+    ASYNC,
     CASES,
     EVERY_CASE,
     IN_STEP,
@@ -39,7 +40,7 @@ def test_the_first_ratio_of_every_update_is_one_and_later_ones_are_not(baseline,
 def test_model_4_kl_is_zero_at_update_one_and_then_grows(baseline, case):
     """With an actor the second batch is the reference's own as well."""
     kl = [abs(row["objective/kl"]) for row in baseline(case).rows[1:]]
-    fresh = 2 if case == "async" else 1
+    fresh = 2 if case in ASYNC else 1
     assert max(kl[:fresh]) < 1e-5 and min(kl[fresh:]) > 1e-4
 
 
@@ -64,12 +65,12 @@ def test_rloo_7_with_one_step_the_ratio_is_exactly_one_whatever_the_sampler_says
 def test_log_6_the_gap_is_the_samplers_and_the_first_ratio_is_that_of_the_first_step(ragged, in_tmp, case):
     with shifted_sampler():
         rows = run_case(case, ragged, learning_rate=1e-2, **STEPS)
-    first, stale = ("val/stale_ratio", "val/first_ratio") if case == "async" else ("val/first_ratio", "val/stale_ratio")
+    first, stale = ("val/stale_ratio", "val/first_ratio") if case in ASYNC else ("val/first_ratio", "val/stale_ratio")
     assert all(first in row and stale not in row for row in rows)
-    for row in rows[: 1 if case == "async" else 3]:
+    for row in rows[: 1 if case in ASYNC else 3]:
         assert row["val/logprob_gap"] == pytest.approx(0.1, abs=1e-3) and row[first] - 1 < 1e-4
         assert abs(row["val/ratio"] - 1) > 1e-4
-    assert case != "async" or all(row[first] - 1 > 1e-3 for row in rows[1:])
+    assert case not in ASYNC or all(row[first] - 1 > 1e-3 for row in rows[1:])
 
 
 # ---- when another engine samples -------------------------------------------------------------------------------------
@@ -128,7 +129,7 @@ def test_opt_9_minibatches_cover_every_episode_once_a_pass_each_time_in_another_
 def test_opt_10_updates_are_rounded_up_and_each_takes_the_steps_that_the_flags_say(ragged, in_tmp, monkeypatch, case):
     """Faults 1, 42 and 43: the prompts come round again in the middle of an update."""
     steps = optimiser_steps(monkeypatch, lambda groups: 1)
-    few = case == "grpo" or case.startswith("rloo")  # They sample 4 responses to each prompt.
+    few = case.startswith(("grpo", "rloo"))  # They sample 4 responses to each prompt.
     options = dict(take=6 if few else 24, total_episodes=33, num_ppo_epochs=3, num_mini_batches=2)
     rows = run_case(case, ragged, response_length=3, **options)
     assert len(steps) == 3 * 3 * 2

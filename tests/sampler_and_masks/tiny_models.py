@@ -9,6 +9,7 @@ from rlhf_details import (
     evaluate,
     train_dpo,
     train_grpo,
+    train_grpo_async,
     train_ppo,
     train_ppo_async,
     train_reward,
@@ -18,6 +19,7 @@ from rlhf_details import (
 )
 
 PAGES = {"rloo": train_rloo, "grpo": train_grpo, "ppo": train_ppo, "async": train_ppo_async, "evaluate": evaluate}
+PAGES |= {"grpo-async": train_grpo_async}
 SAMPLED = {name: page.Policy for name, page in PAGES.items()}  # what the sampler calls
 SAMPLED |= {"reward": train_reward.Policy, "dpo": train_dpo.Policy, "sft": train_sft.LanguageModel}
 
@@ -75,7 +77,7 @@ def rows_of(batch):
 
 def rest(page, n=1):
     """The last argument of RLOO's and GRPO's functions, which the other pages do not have: n responses a row."""
-    return (n,) if page in (train_rloo, train_grpo) else ()
+    return (n,) if page in (train_rloo, train_grpo, train_grpo_async) else ()
 
 
 def fixed_logits(logits):

@@ -21,7 +21,7 @@ from rlhf_details import train_rloo, utils
 from rlhf_details.plumbing import models, vllm
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("vllm") is None, reason="the package vllm is missing")]
-PAGES = ["train_grpo", "train_ppo", "train_ppo_async"]  # RLOO is in the tests below.
+PAGES = ["train_grpo", "train_ppo", "train_ppo_async", "train_grpo_async"]  # RLOO is in the tests below.
 
 
 def stops(message):

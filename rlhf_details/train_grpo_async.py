@@ -1,0 +1,634 @@
+"""
+GRPO whose sampling and training overlap: train_grpo.py with an actor, a thread that samples the next batch by weights
+of its own while the learner trains on this one. So every batch but the first is one update off-policy.
+
+    learner   push W0 |                | take 1, push W0 | train 1 -> W1     | take 2, push W1 | train 2 -> W2 | ..
+    actor             | sample 1 by W0 |                 | sample 2 by W0 .. |                 | sample 3 by W1 | ..
+
+A push follows a take, so neither side can run ahead, and speed changes no result. The ratio corrects each token for the
+older weights, also where a rollout has one step. It does not correct the tokens before it, nor the scores of the group,
+which are those of the policy that sampled. The rest is as in train_grpo.py:
+
+1. Each prompt gets a group of k responses. Every token is an action, and the tokens of a response share its advantage:
+   (score - mean of the group) / standard deviation of the group. There is no value model and no GAE.
+2. The KL is a term of the loss, kl_coef * k3 at each token, and not of the reward. With kl_coef = 0 it is only logged.
+3. Every optimiser step uses the clipped loss of PPO, with one probability ratio per token, which is
+   clipped to [1 - cliprange, 1 + cliprange_high]. --loss_normalization says how the losses of tokens are averaged.
+   --objective gspo has one ratio per response; cispo clips the ratio as a weight, and no token loses its gradient.
+4. Responses to the same prompt share its computation: n of the k are packed in a row, [prompt | r1 | .. | rn], under a
+   block mask. Where a model cannot read such a mask, each row holds one response.
+5. Sampling and shuffling are functions of coordinates, such as (seed, purpose, update, row, step, token) for a token,
+   and never of a generator's state.
+
+Left out on purpose: top-k and top-p (the sampled policy would not be the trained one), and
+new samples in place of groups whose scores are all equal (val/equal_scores counts them).
+
+Read `main` first if you know the paper, else from top to bottom. A tag such as [RLOO-3] marks an implementation detail:
+benchmark/checks/details.md has its source, its test and what it is worth.
+
+Shapes    P: prompts   k: responses per prompt   B = P * k: episodes of an update, the k of a prompt adjacent
+          Q: query tokens, left-padded   R: response tokens, right-padded   L: columns of a row   V: vocabulary
+          n: responses packed in a row   M: episodes of a micro-batch, or rows of a forward   C: columns that are read
+          H: hidden size   F: reward functions, the reward model among them   N: held-out prompts
+Masks     True marks a real token. Masks travel with the tokens, and nothing is ever found by looking for a pad token.
+
+One process:   python rlhf_details/train_grpo_async.py
+N processes:   accelerate launch --num_processes N rlhf_details/train_grpo_async.py      (DDP only)
+Your data:     python rlhf_details/train_grpo_async.py --dataset rows.jsonl --sft_model_path gpt2 --reward_fn mine.py:f
+"""
+
+import copy
+import functools
+import math
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Literal
+
+from rlhf_details import utils
+from rlhf_details.plumbing import cli, data, engines, layout, models, rewards, vllm
+from rlhf_details.plumbing.run import Run
+from rlhf_details.utils import EVALUATION, TRAINING, in_slices
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+@dataclass
+class Args(cli.PolicyArgs):  # which holds the flags of run, data, models, logging and memory
+    exp_name: str = "train_grpo_async"
+    """name of the experiment, part of the run's name"""
+    output_dir: str = "models/grpo_async"
+    """folder of the trained policy"""
+    starting_values = "train_grpo"  # the defaults by the model's size and for the toy; a copy of the page keeps them
+
+    # sampling
+    response_length: int = 256
+    """most tokens a response may have (R)"""
+    temperature: float = 1.0
+    """sampling temperature; it divides the logits of every log-prob as well"""
+    stop_token: str = "eos"
+    """a response ends with this token: "eos", "none", or a text that is one token"""
+    missing_eos_penalty: float | None = None
+    """what a response without the stop token pays, in points of score; None: nothing"""
+    missing_eos_mode: Literal["subtract", "replace"] = "subtract"
+    """subtract the penalty from the score, or replace the score by -penalty"""
+
+    # reward and KL
+    kl_coef: float = 0.04
+    """weight of the KL in the loss (beta)"""
+    kl_times_ratio: bool = False
+    """weigh the KL of a token by its ratio, so that the gradient is that of KL(policy || reference)"""
+
+    # algorithm
+    objective: Literal["grpo", "gspo", "cispo"] = "grpo"
+    """the policy's loss: of GRPO, GSPO or CISPO, which differ where a rollout has several steps"""
+    group_size: int = 8
+    """responses per prompt (k)"""
+    total_episodes: int = 1_000_000
+    """responses to sample in the whole run; rounded up to whole batches"""
+    batch_size: int = 512
+    """episodes per update, over all processes (B)"""
+    num_mini_batches: int = 1
+    """optimiser steps per pass over the batch"""
+    num_ppo_epochs: int = 1
+    """passes over the batch"""
+    cliprange: float = 0.2
+    """clip range of the probability ratio"""
+    cliprange_high: float | None = None
+    """clip range above 1 (DAPO's Clip-Higher); None: cliprange; CISPO has this bound alone"""
+    scale_advantages: Literal["group", "batch", "none"] = "group"
+    """divide advantages by the standard deviation of the group's scores, of the batch's, or by nothing (Dr. GRPO)"""
+    loss_normalization: Literal["token", "response", "constant"] = "token"
+    """average over the minibatch's tokens (after DAPO), within responses first (GRPO), or over response_length tokens
+    each (Dr. GRPO)"""
+
+    mask_truncated: bool = False
+    """leave responses that did not end out of the loss (DAPO's overlong filtering); their scores stay in the group"""
+
+    # optimiser
+    learning_rate: float = 1e-6
+    """peak learning rate of AdamW"""
+    lr_schedule: Literal["linear", "cosine", "constant"] = "linear"
+    """course of the learning rate over the updates"""
+    warmup_ratio: float = 0.0
+    """share of the updates over which the learning rate rises linearly"""
+    adam_eps: float = 1e-8
+    """AdamW's epsilon"""
+    weight_decay: float = 0.0
+    """AdamW's weight decay"""
+    max_grad_norm: float | None = 1.0
+    """clip the gradient's global norm to this; None: only log it"""
+
+    # memory and speed: never changes the result
+    share_prompts: bool = True
+    """compute each prompt once for its k responses, where the model is shown to allow it"""
+
+
+# ---- models: one module call is one forward, so that every engine sees all parameters through it ---------------------
+class Policy(nn.Module):
+    """Next-token logits / temperature, or the log-probs of given tokens under their softmax, always in fp32."""
+
+    logits_at_once = 2**24  # at most so many with labels: 64 MiB in fp32
+
+    def __init__(self, model, temperature):
+        super().__init__()
+        self.model, self.temperature, self.head = model, temperature, models.head_of(model)
+        (self.takes_positions,) = models.accepts(model, "position_ids")
+
+    def forward(self, tokens, mask, positions, index, labels=None, cache=None):
+        """
+        Args: tokens, positions [M, L]; mask [M, L] bool or [M, 1, L, L'] additive; index [C], the columns whose logits
+        are read; labels [M, C], the tokens that these predict; cache, a transformers cache, which is extended.
+        Returns: (log-probs, entropies), both [M, C] fp32, or without labels the logits / T [M, C, V] fp32.
+        """
+        inputs = {"input_ids": tokens, "attention_mask": mask, "past_key_values": cache, "use_cache": cache is not None}
+        inputs |= {"position_ids": positions} if self.takes_positions else {}
+        hidden = self.model.base_model(**inputs).last_hidden_state[:, index]  # [M, C, H]
+        if labels is None:
+            return self.logits(hidden)
+        # The logits would be M * C * V numbers, and as many gradients, so they are computed piece by piece. [GEN-8]
+        size = max(1, self.logits_at_once // self.head.vocab_size)
+        pieces = list(zip(hidden.flatten(0, 1).split(size), labels.flatten().split(size), strict=True))
+        # The backward pass computes a piece again, so that only one exists at a time.
+        again = functools.partial(checkpoint, self.of_tokens, use_reentrant=False)
+        outputs = [again(*piece) if len(pieces) > 1 else self.of_tokens(*piece) for piece in pieces]
+        return tuple(torch.cat(x).reshape(labels.shape) for x in zip(*outputs, strict=True))
+
+    def logits(self, hidden):
+        """Tempered logits [.., V] fp32 of last hidden states [.., H]."""
+        # The temperature divides the logits wherever a log-prob is computed, not in the sampler alone. [GEN-2] [GEN-3]
+        return self.head(hidden).float() / self.temperature
+
+    def of_tokens(self, hidden, labels):
+        """Log-probs and entropies [K] of K labels, from their hidden states [K, H]."""
+        log_softmax = self.logits(hidden).log_softmax(-1)  # [K, V]
+        with torch.no_grad():
+            entropies = -(log_softmax.exp() * log_softmax).sum(-1)
+        return log_softmax.gather(-1, labels.unsqueeze(-1)).squeeze(-1), entropies
+
+
+class Reward(nn.Module):
+    """Scores: the head's output at given columns, plus the bias that normalisation left in the configuration.
+
+    tokenizer: the reward model's own, or None where it reads the policy's token ids.
+    """
+
+    def __init__(self, model, tokenizer=None):
+        super().__init__()
+        self.model, self.tokenizer = model, tokenizer
+        # `reward_bias` is the shift that train_reward.py leaves. Plain loaders ignore it. [REW-1]
+        self.bias = getattr(model.config, "reward_bias", 0.0)
+        (self.takes_positions,) = models.accepts(model.base_model, "position_ids")
+
+    def forward(self, tokens, mask, positions, index):
+        """Args: tokens, mask, positions as Policy's; index [M, n], the columns to read. Returns: scores [M, n] fp32."""
+        inputs = {"input_ids": tokens, "attention_mask": mask, "use_cache": False}
+        inputs |= {"position_ids": positions} if self.takes_positions else {}
+        hidden = self.model.base_model(**inputs).last_hidden_state  # [M, L, H]
+        hidden = hidden.gather(1, index.unsqueeze(-1).expand(-1, -1, hidden.size(-1)))  # [M, n, H]
+        # The head runs in fp32: between 2 and 4 bf16 scores would lie 1/64 apart. [RM-6]
+        with torch.autocast(hidden.device.type, enabled=False):
+            return self.model.score(hidden.float()).squeeze(-1) + self.bias
+
+
+def load_models(args, device):
+    """Returns (tokenizer, policy, reference, reward model or None), all in fp32 and without dropout."""
+    tokenizer = models.load_tokenizer(args.sft_model_path, "--sft_model_path", args)
+    model = utils.disable_dropout(models.load_policy(args.sft_model_path, "--sft_model_path", args))
+    if args.lora_rank:  # The reference is the same model with its adapters switched off.
+        model = models.add_adapters(model, args.lora_rank)
+        reference = models.without_adapters(Policy(model, args.temperature))
+    else:  # The reference is a copy of the initial policy. If it were the same object, the KL would stay 0. [MODEL-4]
+        frozen = utils.disable_dropout(models.load_policy(args.sft_model_path, "--sft_model_path", args))
+        reference = Policy(frozen, args.temperature).requires_grad_(False)
+    reward_model = None
+    if args.reward_model_path:
+        reward_model = utils.disable_dropout(models.load_reward_model(args.reward_model_path, args))
+        reward_model = Reward(reward_model, models.own_tokenizer(args, tokenizer)).requires_grad_(False)
+        reward_model = reward_model.to(device).eval()
+    return tokenizer, Policy(model, args.temperature).to(device), reference.to(device).eval(), reward_model
+
+
+# ---- the actor -------------------------------------------------------------------------------------------------------
+NAMES = "responses", "response_mask", "sampled_logprobs", "old_logprobs"  # of the tensors that it makes
+
+
+class Actor:
+    """A thread that samples by a copy of the policy. It makes no collective call, which would meet the learner's.
+
+    Source: open-instruct, ppo_vllm_thread_ray_gtrl.py, with its two queues of size one.
+    """
+
+    def __init__(self, model, args, rollout):
+        self.policy = Policy(copy.deepcopy(model), args.temperature).eval().requires_grad_(False)
+        self.rollout, self.thread, self.batch = rollout, ThreadPoolExecutor(1), Future()
+        self.stream = torch.cuda.Stream() if torch.cuda.is_available() else None
+
+    def push(self, model, update):
+        """Copies a model's weights and starts to sample for an update. The learner has taken the last batch by now."""
+        self.policy.model.load_state_dict(model.state_dict())  # Training does not change this copy. [GEN-10]
+        if self.stream:
+            torch.cuda.synchronize()  # The weights have arrived, and the learner has read the last batch.
+        self.batch = self.thread.submit(self.sample, update)
+
+    def sample(self, update):
+        """Runs in the thread. Stream and device hold for one thread, so they are set here."""
+        if not self.stream:
+            return self.rollout(self.policy, update)
+        with torch.cuda.device(self.stream.device), torch.cuda.stream(self.stream):
+            batch = self.rollout(self.policy, update)
+            self.stream.synchronize()
+            return batch
+
+    def take(self):
+        """Waits for the batch. An error of the thread is raised here."""
+        batch = self.batch.result()
+        for x in batch if self.stream else ():
+            x.record_stream(torch.cuda.current_stream())
+        return batch
+
+
+# ---- from tokens to log-probs and scores -----------------------------------------------------------------------------
+def pack(queries, query_mask, responses, response_mask, n):
+    """Rows of n responses to one prompt. No response sees another one, and each has the positions after the prompt.
+
+             p  p  p  a1 a2 b1 b2      n = 2, prompt p p p, responses a1 a2 and b1 b2; x: this token sees that one
+        p    x  .  .  .  .  .  .       the prompt's first token; the prompt is causal as well
+        a1   x  x  x  x  .  .  .
+        b2   x  x  x  .  .  x  x       b sees the prompt and its own past, and its positions restart after the prompt
+    With n = 1 this is an ordinary left-padded row with its ordinary mask [M, L].
+    Args: queries, query_mask [M, Q], where n adjacent rows hold the same prompt; responses, response_mask [M, R].
+    Returns: tokens, mask (bool [M/n, L] or additive [M/n, 1, L, L]), positions [M/n, L] with L = Q + n * R, and index
+    [n * R]: the logits of column Q - 1 predict the first token of every response, those of a token the next one.
+    """
+    Q, R, device = queries.size(1), responses.size(1), queries.device
+    queries, query_mask = queries[::n], query_mask[::n]
+    tokens = torch.cat([queries, responses.reshape(-1, n * R)], 1)  # [M/n, L]
+    real = torch.cat([query_mask, response_mask.reshape(-1, n * R)], 1)  # [M/n, L]
+    step = torch.arange(R, device=device).repeat(n)  # [n * R], 0 .. R-1 for each response
+    # Positions restart with each response, as if it alone followed the prompt. [RLOO-10]
+    positions = torch.cat([utils.positions_from_mask(query_mask), query_mask.sum(1, keepdim=True) + step], 1)
+    column = torch.arange(Q + n * R, device=device)  # [L]
+    # The logits in the column before a token predict it. For the first token of each response this is Q - 1. [GEN-7]
+    index = torch.where(step == 0, Q - 1, column[Q:] - 1)  # [n * R]
+    if n == 1:
+        return tokens, real, positions, index
+    owner = torch.cat([torch.zeros_like(column[:Q]), 1 + torch.arange(n, device=device).repeat_interleave(R)])  # [L]
+    # A token sees the prompt (owner 0) and the past of its own response. [RLOO-9]
+    visible = (column.unsqueeze(1) >= column) & ((owner == 0) | (owner.unsqueeze(1) == owner))  # [L, L]
+    # Padding sees itself. In fp16 the mask's lowest number is -inf, and a row that sees nothing would be NaN. [RLOO-11]
+    visible = (visible & real.unsqueeze(1)) | torch.eye(len(column), dtype=torch.bool, device=device)  # [M/n, L, L]
+    return tokens, utils.additive(visible), positions, index
+
+
+def response_logprobs(policy, batch, n):
+    """Log-probs and entropies [M, R] fp32, 0 at padding, of a batch (queries, query_mask, responses, response_mask)."""
+    M, R = batch[2].shape
+    queries, query_mask, responses, response_mask = utils.trim(batch)
+    tokens, mask, positions, index = pack(queries, query_mask, responses, response_mask, n)
+    outputs = policy(tokens, mask, positions, index, responses.reshape(M // n, -1))  # two of [M/n, n * width]
+    # Padding holds zeros and no sentinel, so that sums over a row need no mask. [REW-6]
+    outputs = [x.reshape(responses.shape) * response_mask for x in outputs]  # [M, width]
+    return [nn.functional.pad(x, (0, R - x.size(1))) for x in outputs]
+
+
+def response_scores(reward_model, batch, n):
+    """Scores [M] fp32: the reward model's output at the last real token of each response."""
+    queries, query_mask, responses, response_mask = utils.trim(batch)
+    tokens, mask, positions, _ = pack(queries, query_mask, responses, response_mask, n)
+    start = queries.size(1) + responses.size(1) * torch.arange(n, device=queries.device)  # [n], each one's first column
+    # The mask says which token is the last. Pad may equal EOS, so a search for an id could go wrong. [REW-2]
+    last = start + response_mask.sum(1).reshape(-1, n) - 1  # [M/n, n]
+    return reward_model(tokens, mask, positions, last).reshape(-1)
+
+
+# ---- equations -------------------------------------------------------------------------------------------------------
+def has_stopped(responses, mask, stop_id):
+    """Whether each response [B, R] holds the stop token. With stop_id None it always counts as ended."""
+    # Only real tokens are searched, because the filler, token 0, may be the stop token. [GEN-13]
+    return (mask & (responses == stop_id)).any(1) if stop_id is not None else mask.any(1)
+
+
+def missing_eos_scores(scores, ended, penalty, mode):
+    """The EOS trick: a response that did not end pays `penalty` ("subtract"), or gets the score -penalty ("replace").
+
+    Under "subtract" a constant that is added to all scores changes no advantage. "replace" can raise a low score.
+    Args: scores [B] fp32; ended [B] bool; penalty, float or None. Returns: [B].
+    Source: TRL v0.11.4, rloo_trainer.py (subtract); lm-human-preferences, train_policy.py (replace).
+    """
+    if penalty is None:
+        return scores
+    # Without the penalty an unfinished response may score well, and the policy need not learn to stop. [REW-3]
+    return torch.where(ended, scores, scores - penalty if mode == "subtract" else torch.full_like(scores, -penalty))
+
+
+def grpo_advantages(scores, k, scale):
+    """(score - mean of the group) / (standard deviation + 1e-4), of the group, of the batch, or without division.
+
+    Args: scores [B], the k of a prompt adjacent; k >= 2; scale, "group", "batch" (the standard deviation of all scores
+    as they are, so the differences between prompts count) or "none". Returns: [B, 1].
+    Source: arXiv 2402.03300, section 4.1.2; "none": arXiv 2503.20783, section 3; unbiased std and 1e-4: TRL v1.16.
+    """
+    groups = scores.reshape(-1, k)  # [P, k]
+    # The shift changes no advantage, but it makes equal scores exactly 0, so that no rounding is divided by 1e-4.
+    groups = groups - groups[:, :1]
+    # Unlike RLOO's baseline the mean includes the response's own score. So advantages are (k - 1) / k of RLOO's.
+    advantages = groups - groups.mean(1, keepdim=True)
+    if scale != "none":
+        # The group's own spread makes a prompt on which the scores hardly differ count as much as any other. [GRPO-1]
+        spread = groups.std(1, keepdim=True) if scale == "group" else scores.std()
+        advantages = advantages / (spread + 1e-4)
+    return advantages.reshape(-1, 1)
+
+
+def kl_estimates(logprobs, ref_logprobs, logratio=None):
+    """The KL of each token [M, R] by the estimator "k3": exp(d) - d - 1 with d = log p_ref - log p; never negative.
+
+    With logratio [M, R] it is weighed by the ratio. Source: arXiv 2402.03300, equation 4; 2512.02556 with the ratio.
+    """
+    difference = ref_logprobs - logprobs
+    # As a loss "k1" would not do, because its gradient is zero on average. That of k3 is, on average, the gradient of
+    # KL(reference || policy), and with the ratio, whose gradient counts as well, that of KL(policy || reference).
+    # [GRPO-2]
+    return (difference.exp() - difference - 1) * (1 if logratio is None else logratio.exp())
+
+
+def grpo_policy_loss(logprobs, old_logprobs, mask, advantages, cliprange, cliprange_high):
+    """The clipped surrogate, one term for each token: max(-A * ratio, -A * clip(ratio, 1 - c, 1 + c_high)).
+
+    Args: logprobs, old_logprobs, mask [M, R]; advantages [M, 1].
+    Returns: (losses, log-ratios, clipped), all [M, R].
+    Source: arXiv 2402.03300, equation 3.
+    """
+    logratio = (logprobs - old_logprobs) * mask
+    ratio = logratio.exp()
+    losses1 = -advantages * ratio
+    # A wider range above 1 lets unlikely tokens grow further: arXiv 2503.14476, section 3.1. [GRPO-3]
+    losses2 = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange_high)
+    # The larger loss counts. So leaving the range gains nothing, and a ratio that went wrong can come back.
+    losses = torch.max(losses1, losses2)
+    return losses * mask, logratio, (losses2 > losses1) & mask
+
+
+def gspo_policy_loss(logprobs, old_logprobs, mask, advantages, cliprange, cliprange_high):
+    """The same with one ratio for a response, exp(mean of its tokens' log-ratios). GSPO's ranges are 3e-4 and 4e-4.
+
+    Args and returns: as grpo_policy_loss. Source: arXiv 2507.18071, equations 5 to 7.
+    """
+    # The ratio of a whole response, its length-th root taken, so that long responses are not clipped sooner. [GRPO-5]
+    mean = ((logprobs - old_logprobs) * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)  # [M, 1]
+    mean = mean.expand(mask.shape)
+    return grpo_policy_loss(mean, torch.zeros_like(mean), mask, advantages, cliprange, cliprange_high)
+
+
+def cispo_policy_loss(logprobs, old_logprobs, mask, advantages, cliprange, cliprange_high):
+    """-A * min(ratio, 1 + c_high) * log p, where the ratio is a weight without a gradient. CISPO's bound is some 5.
+
+    Args and returns: as grpo_policy_loss; cliprange is not used. Source: arXiv 2506.13585, equations 4 and 5.
+    """
+    logratio = (logprobs - old_logprobs) * mask
+    # A clipped ratio still lets its token learn, as the few unlikely tokens must at which reasoning forks. [GRPO-6]
+    weight = logratio.exp().clamp(max=1 + cliprange_high).detach()
+    return -advantages * weight * logprobs * mask, logratio, (logratio.exp() > 1 + cliprange_high) & mask
+
+
+def loss_weights(mask, num_responses, num_tokens, normalization):
+    """The weight of each token's loss [M, R], so that the sum over the whole minibatch is the loss.
+
+    Args: mask [M, R] of some of its responses; num_responses, num_tokens, of the whole minibatch; normalization,
+    "token" (arXiv 2503.14476, section 3.3), "response" (2402.03300, equation 3), "constant" (2503.20783, section 3).
+    """
+    # "token" is one mean over all prompts of the minibatch. DAPO's formula has one for each prompt's group, and TRL
+    # divides by the tokens of the whole rollout.
+    # Under "response" each token of a long response counts less, so a long wrong one is hardly punished. [GRPO-4]
+    lengths = {"response": mask.sum(1, keepdim=True).clamp(min=1), "constant": mask.size(1)}
+    return mask / (num_tokens if normalization == "token" else lengths[normalization] * num_responses)
+
+
+def share_of_equal_groups(scores, size):
+    """The share of groups of `size` adjacent scores that are all equal. They teach nothing but the KL."""
+    groups = scores.reshape(-1, size)
+    return (groups.amax(1) <= groups.amin(1)).float().mean()
+
+
+def shuffled_groups(num_prompts, k, num_mini_batches, device, *coordinates):
+    """Yields the episodes [B / num_mini_batches] of each minibatch; the coordinates decide the order of the prompts."""
+    order = torch.tensor(utils.permutation(num_prompts, *coordinates), device=device)  # [P]
+    for prompts in order.chunk(num_mini_batches):
+        # Siblings may share a row, so the group of a prompt stays whole. [RLOO-8]
+        yield (prompts.unsqueeze(1) * k + torch.arange(k, device=device)).reshape(-1)
+
+
+# ---- held-out evaluation ---------------------------------------------------------------------------------------------
+@torch.no_grad()
+def evaluate(policy, sample, reference, score, prompts, stop_id, args, accelerator):
+    """One response to each held-out prompt, with noise of its own, and what it scores.
+
+    Returns: ({"eval/objective/..": mean over the prompts}, samples to show); call it on every process.
+    """
+    if not prompts:
+        return {}, None
+    policy.eval()
+    numbers = data.my_share(len(prompts), accelerator)  # padded, so that all processes have equally many
+    rows = [prompts[i % len(prompts)] for i in numbers.tolist()]
+    queries, query_mask = utils.left_pad([row.ids for row in rows], accelerator.device)
+    sampling = dict(n=1, response_length=args.response_length, stop_id=stop_id)
+    with accelerator.autocast():
+        batch, size, key = [queries, query_mask, numbers], args.rollout_micro_batch_size, (args.seed, EVALUATION, 0)
+        sampled = in_slices(sample, engines.sampler(policy), batch, size, key=key, **sampling)
+        responses, response_mask, logprobs = sampled  # [N / world, R]
+        batch = [queries, query_mask, responses, response_mask]
+        ref_logprobs, _ = in_slices(response_logprobs, reference, batch, args.micro_batch_size, 1)
+        values = score(rows, batch, 1)  # [N / world, F]
+    # The sampler's own log-probs are enough for the KL, because no ratio follows.
+    gathered = accelerator.gather((responses, response_mask, (logprobs - ref_logprobs).sum(1), values))
+    responses, response_mask, kl, values = (x[: len(prompts)] for x in gathered)
+    ended = has_stopped(responses, response_mask, stop_id)
+    scores = (values * score.weights).nansum(1)
+    scores = missing_eos_scores(scores, ended, args.missing_eos_penalty, args.missing_eos_mode)
+    lengths = response_mask.sum(1).float()
+    metrics = {"scores": scores.mean(), "kl": kl.mean(), "length": lengths.mean(), "ended": ended.float().mean()}
+    metrics |= score.by_name(values, spread=True) | {"scores_std": scores.std(correction=0)}
+    samples = prompts, responses, response_mask, ended, scores, kl
+    return {f"eval/objective/{name}": float(value) for name, value in metrics.items()}, samples
+
+
+# ---- the loop --------------------------------------------------------------------------------------------------------
+def check(args):
+    """Ends with one line (exit code 2) where arguments contradict each other."""
+    cli.check(args)
+    rewards.check(args)
+    unit = args.num_mini_batches * args.group_size * cli.world_size()
+    if args.batch_size % unit:
+        cli.fail(f"--batch_size {args.batch_size}: not divisible by num_mini_batches * group_size * processes = {unit}")
+    if args.group_size == 1:
+        cli.fail("--group_size 1: a group needs at least 2 responses")
+
+
+def main(args: Args):
+    """Trains; returns {"before": metrics, "after": metrics, "run": folder} of the held-out evaluations."""
+    check(args)
+    accelerator = engines.start(args)  # one process, DDP, FSDP2 or DeepSpeed; it seeds, and trains missing toy stages
+    # The actor copies whole weights by itself. (Under ZeRO-2 it could as well, but nobody has tried it.)
+    if engines.name(accelerator) not in ("one process", "DDP"):
+        cli.fail(f"train_grpo_async.py: runs on one process or under DDP, not under {engines.name(accelerator)}")
+    device, world, rank = accelerator.device, accelerator.num_processes, accelerator.process_index
+    k, B, R = args.group_size, args.batch_size, args.response_length
+    numbers = torch.arange(B, device=device)  # [B], of the episodes
+    mine = slice(rank * B // world, (rank + 1) * B // world)  # those of this process
+    cliprange_high = args.cliprange if args.cliprange_high is None else args.cliprange_high
+    policy_loss = {"grpo": grpo_policy_loss, "gspo": gspo_policy_loss, "cispo": cispo_policy_loss}[args.objective]
+
+    # ---- models, prompts, rewards, optimiser
+    tokenizer, policy, reference, reward_model = load_models(args, engines.loading_device(accelerator))
+    stop_id = models.token_id(tokenizer, args.stop_token, "--stop_token")
+    prompts, held_out = data.load_prompts(args, tokenizer, room=models.context(policy, reward_model) - R)
+    # A forward takes `size` episodes, n in a row, and the sampler rollout_size, rollout_n in a row. `layout.choose`
+    # packs only where it finds that packed and plain rows have the same log-probs and scores.
+    packing = layout.choose(args, k, policy, reward_model, prompts, response_logprobs, response_scores)
+    n, size = packing.n, packing.size
+    score = rewards.Scorer(args, accelerator, tokenizer, reward_model, response_scores, size, stop_id)
+    score.check_columns(prompts, held_out)  # score(rows, batch, n) gives F values a row, NaN where one does not apply.
+    # Set eps and weight decay explicitly, so that the recipe does not depend on torch's defaults. [OPT-4]
+    adam = dict(lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay, fused=True)
+    optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], **adam)
+    policy, optimizer = engines.prepare(args, accelerator, policy, optimizer, reference, reward_model)
+    sampling = dict(n=packing.rollout_n, response_length=R, stop_id=stop_id)
+    num_updates = math.ceil(args.total_episodes / B)  # Round up, so that at least total_episodes are sampled. [OPT-10]
+    run = Run(args, accelerator, tokenizer, num_updates, prompts, [held_out, reference, reward_model])
+    # utils.sample, or with --sampler vllm another engine in its place, which gives the same three tensors
+    sample = vllm.sampler(args, accelerator, [*prompts, *held_out], run.stop)
+    run.resume(policy, optimizer)
+    model = accelerator.unwrap_model(policy).model
+
+    def rollout(policy, update):
+        """Phase 1, in the actor's thread: responses, mask, and the log-probs of sampler and training forward."""
+        # The k copies of a prompt stand side by side, because baseline and packing take adjacent rows. [RLOO-1]
+        rows = [prompt for prompt in prompts.of_update(update, B // k, args.seed) for _ in range(k)]
+        queries, query_mask = utils.left_pad([row.ids for row in rows], device)  # [B, Q]
+        with torch.no_grad(), accelerator.autocast():
+            batch, key = [queries[mine], query_mask[mine], numbers[mine]], (args.seed, TRAINING, update)
+            sampled = in_slices(sample, policy, batch, packing.rollout_size, key=key, **sampling)
+            # The old log-probs must come from the policy that sampled. Compute them before its weights change. [GEN-11]
+            old_logprobs, _ = in_slices(response_logprobs, policy, [*batch[:2], *sampled[:2]], size, n)
+        return *sampled, old_logprobs
+
+    def waiting():
+        """What a checkpoint holds of the batch that waits to be trained on."""
+        return dict(zip(NAMES, accelerator.gather(actor.batch.result()), strict=True))
+
+    if run.first_update == 1:
+        run.log(0, *evaluate(policy, sample, reference, score, held_out, stop_id, args, accelerator))
+    actor = Actor(model, args, rollout)
+    if run.tensors:
+        actor.batch.set_result([run.tensors[name].chunk(world)[rank] for name in NAMES])
+    elif run.first_update <= num_updates:
+        actor.push(model, run.first_update)
+
+    for update in range(run.first_update, num_updates + 1):
+        # The learning rate changes from update to update, and all steps of an update have the same. [OPT-2]
+        lr = optimizer.param_groups[0]["lr"] = utils.learning_rate_at(update, num_updates, args)
+
+        # ---- 1. Rollout: k responses to each prompt; every process samples its share ---------------------------------
+        rows = [prompt for prompt in prompts.of_update(update, B // k, args.seed) for _ in range(k)]
+        queries, query_mask = utils.left_pad([row.ids for row in rows], device)  # [B, Q]
+        responses, response_mask, sampled_logprobs, old_logprobs = actor.take()  # [B / world, R]
+        if update < num_updates:
+            actor.push(model, update + 1)  # before this batch is trained on
+        run.lap("rollout")
+        policy.eval()
+        with torch.no_grad(), accelerator.autocast():
+            # ---- 2. Scores: the rewards, and the log-probs that the KL starts from -----------------------------------
+            batch = [queries[mine], query_mask[mine], responses, response_mask]
+            ref_logprobs, _ = in_slices(response_logprobs, reference, batch, size, n)
+            values = score(rows[mine], batch, n)  # [B / world, F]
+        # Advantages, minibatches and metrics need the whole batch, so gather it once. Until phase 5 takes its
+        # shares, every tensor holds the whole batch, on every process. [REW-7]
+        responses, response_mask, sampled_logprobs, old_logprobs, ref_logprobs, values = accelerator.gather(
+            (responses, response_mask, sampled_logprobs, old_logprobs, ref_logprobs, values)
+        )
+        batch = [queries, query_mask, responses, response_mask]  # [B, Q], [B, Q], [B, R], [B, R]
+        run.lap("scores")
+
+        # ---- 3. Rewards: the score of each response ------------------------------------------------------------------
+        #   response        a    b   EOS   .    .      nothing is sampled after the stop token
+        #   response_mask   1    1    1    0    0      the stop token is an action as well: it has a log-prob and a KL
+        ended = has_stopped(responses, response_mask, stop_id)  # [B]
+        # NaN means that a reward does not apply to this kind of prompt. [REW-4]
+        scores = (values * score.weights).nansum(1)  # [B]
+        scores = missing_eos_scores(scores, ended, args.missing_eos_penalty, args.missing_eos_mode)  # [B]
+        kl = old_logprobs - ref_logprobs  # [B, R], 0 at padding; only logged
+
+        # ---- 4. Advantages -------------------------------------------------------------------------------------------
+        advantages = grpo_advantages(scores, k, args.scale_advantages)  # [B, 1], for all tokens of a response
+        # A response that was cut off may have been on its way to a right answer, so its score says little. [GRPO-7]
+        is_action = response_mask & (ended | (not args.mask_truncated)).unsqueeze(1)  # [B, R]
+        # Another engine's policy is not quite this one, which a weight on each action makes up for. [GEN-15]
+        logratio = old_logprobs - sampled_logprobs  # [B, R]
+        advantages, of_sampler = utils.correct_for_sampler(advantages, logratio, response_mask, args)
+
+        # ---- 5. Optimise: micro-batches add up to exactly one gradient for each minibatch ----------------------------
+        policy.train()  # Every dropout is 0. Training mode only lets gradient checkpointing work.
+        means = utils.Means(device)
+        for epoch in range(args.num_ppo_epochs):
+            # Every pass has an order of its own. [OPT-9]
+            shuffle = shuffled_groups(B // k, k, args.num_mini_batches, device, args.seed, update, epoch)
+            for number, minibatch in enumerate(shuffle):
+                num_actions = is_action[minibatch].sum().clamp(min=1)  # of the whole minibatch, over all processes
+                micro_batches = minibatch.chunk(world)[rank].split(size)
+                for i, m in enumerate(micro_batches):
+                    with engines.accumulate(accelerator, policy, is_last=i + 1 == len(micro_batches)):
+                        logprobs, entropies = response_logprobs(policy, [x[m] for x in batch], n)  # [M, R]
+                        losses, logratio, clipped = policy_loss(
+                            logprobs, old_logprobs[m], response_mask[m], advantages[m], args.cliprange, cliprange_high
+                        )
+                        kl_losses = kl_estimates(
+                            logprobs, ref_logprobs[m], logratio if args.kl_times_ratio else None
+                        )  # [M, R], 0 at padding
+                        # The whole minibatch's counts make micro-batches add up to its gradient. [OPT-5]
+                        weights = loss_weights(is_action[m], len(minibatch), num_actions, args.loss_normalization)
+                        loss = ((losses + args.kl_coef * kl_losses) * weights).sum()
+                        accelerator.backward(loss * world)  # The engines average over processes, but we sum. [OPT-6]
+                    means.add("loss/policy_avg", losses, is_action[m])
+                    means.add("loss/kl_avg", kl_losses, is_action[m])
+                    means.add("policy/approxkl_avg", 0.5 * logratio**2, is_action[m])  # of an action [LOG-3]
+                    means.add("policy/clipfrac_avg", clipped, is_action[m])
+                    means.add("policy/entropy_avg", entropies, response_mask[m])
+                    means.add("ratio_minus_1", logratio.expm1(), is_action[m])
+                    means.add("ratio_minus_1_squared", logratio.expm1() ** 2, is_action[m])
+                    if epoch == number == 0:  # Before the first step the ratio is one update old. [LOG-6]
+                        means.add_max("val/logprob_gap", (old_logprobs[m] - sampled_logprobs[m]).abs())
+                        means.add_max("val/stale_ratio", logratio.abs().clamp(max=20).exp())
+                norm = engines.step(accelerator, policy, optimizer, args.max_grad_norm, run, f"minibatch {number + 1}")
+                means.add("policy/grad_norm", norm)
+        run.lap("optimise")
+
+        # ---- 6. Log --------------------------------------------------------------------------------------------------
+        metrics = means.reduce(accelerator) | score.by_name(values, "objective/") | score.seconds | of_sampler
+        ratio_minus_1 = metrics.pop("ratio_minus_1")
+        metrics |= {
+            "epoch": update * (B // k) / len(prompts),
+            "lr": lr,
+            "objective/scores": scores.mean(),
+            "objective/kl": kl.sum(1).mean(),
+            "objective/entropy": -(old_logprobs * response_mask).sum(1).mean(),  # without padding [LOG-1]
+            "val/ratio": 1 + ratio_minus_1,
+            "val/ratio_var": metrics.pop("ratio_minus_1_squared") - ratio_minus_1**2,  # of actions [LOG-4]
+            "val/equal_scores": share_of_equal_groups(scores, k),
+            "val/num_eos_tokens": (response_mask & (responses == tokenizer.eos_token_id)).sum(),
+            "val/num_stop_token_ids": ended.sum() if stop_id is not None else 0,
+            "val/sequence_lengths": response_mask.sum(1).float().mean(),
+        }
+        samples = rows, responses, response_mask, ended, scores, kl.sum(1)
+        if run.is_eval_due(update):
+            wait([actor.batch])  # An engine such as vLLM has the weights of one policy at a time.
+            of_eval, of_eval_samples = evaluate(policy, sample, reference, score, held_out, stop_id, args, accelerator)
+            metrics, samples = metrics | of_eval, of_eval_samples or samples
+        run.log(update, metrics, samples)
+        run.checkpoint_if_due(update, policy, optimizer, tensors=waiting if update < num_updates else None)
+    return run.finish(policy)  # the model folder with its card, before -> after, and the upload
+
+
+if __name__ == "__main__":
+    cli.main(main, Args)
