@@ -61,9 +61,17 @@ def navigation():
     ]
 
 
+def minutes(page):
+    """Minutes to read a page with care, in steps of five: at 150 words a minute, of a script with its notes."""
+    files = DOCS / f"{page}.md", ROOT / "rlhf_details" / f"{page}.py", DOCS / "notes" / f"{page}.toml"
+    words = sum(len(path.read_text(encoding="utf-8").split()) for path in files if path.exists())
+    return max(5, 5 * round(words / 150 / 5))
+
+
 def for_site(text):
-    """A page written by hand, with figures where the site has them, and links to the repository as plain text."""
-    text = text.replace("](../../static/", "](../static/")
+    """A page written by hand, with figures and minutes in place, and links to the repository as plain text."""
+    text = text.replace("](../static/", "](static/").replace("](../../static/", "](../static/")
+    text = re.sub(r"\{minutes (\S+)\}", lambda match: str(minutes(match[1])), text)
     return re.sub(r"\[([^\]]+)\]\((?:\.\./)+(?!static/|guides/|evidence/)[^)]+\)", r"\1", text)
 
 

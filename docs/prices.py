@@ -18,7 +18,7 @@ import details
 
 read, sources, worth = cache(details.read), cache(details.sources), cache(details.worth)
 FIGURES = {"gold": "gold at the end", "gold_run": "gold over the run", "kl": "KL, nats", "ended": "share ended"}
-VERDICTS = "matters", "perhaps", "does not show", "unpriced"
+VERDICTS = "matters", "perhaps", "does not show", "not measured"
 FAMILY_PHASE = {  # of a tag that stands on none of the pages that are annotated
     "DATA": "Data", "MODEL": "Models", "SFT": "Supervised fine-tuning", "RM": "Reward model", "GEN": "1. Rollout",
     "REW": "2. Scores", "OPT": "5. Optimise", "LOG": "6. Log", "EVAL": "Evaluation",
@@ -66,7 +66,7 @@ def study():
 
 def verdict(tag):
     """One of VERDICTS, for a tag: that of its variant which shows most."""
-    said = worth().get(tag, {}).get("says", "; unpriced").rpartition("; ")[2]
+    said = worth().get(tag, {}).get("says", "; not measured").rpartition("; ")[2]
     return next((v for v in VERDICTS if said.startswith(v)), "does not show")
 
 
@@ -136,7 +136,7 @@ def prices_html(tag):
     effects, bases, unpriced = study()
     found = [effect for effect in effects if tag in effect.tags]
     if not found:
-        return f'<p class="why">No price: {escape(unpriced.get(tag, "it was not measured"))}.</p>'
+        return f'<p class="why">Not measured: {escape(unpriced.get(tag, "no study has it"))}.</p>'
     rows = []
     for effect in found:
         base = f'<span class="base" title="{effect.base}: {bases[effect.base]}">{effect.base}</span>'

@@ -2,8 +2,8 @@
 Writes details.md: the index of details, and the verdicts on the published catalogue and on known faults.
 
     python benchmark/checks/details.py            writes it
-    python benchmark/checks/details.py --check    writes nothing and counts prices; exit code 1 where it is stale, or
-                                                  where more than one detail in five has no price
+    python benchmark/checks/details.py --check    writes nothing and counts verdicts; exit code 1 where it is stale, or
+                                                  where more than one detail in five was not measured
 
 Where a detail stands, and which tests are its own, is read from the code: the comments [RM-4], and the names
 test_rm_4_... What it is, and who does it, stands in details.toml, the verdicts in catalogue.toml, and the faults in
@@ -49,12 +49,12 @@ def worth():
     return {tag: price for study in studies for tag, price in read(f"../results/{study}.toml").items()}
 
 
-def count_prices():
-    """{"matters": number of tags, "perhaps": .., "nothing shows": .., "unpriced": ..}, of all tags."""
+def count_verdicts():
+    """{"matters": number of tags, "perhaps": .., "nothing shows": .., "not measured": ..}, of all tags."""
     said = {tag: price["says"].rpartition("; ")[2] for tag, price in worth().items()}
-    kinds = [said.get(tag, "unpriced") for tag in read("details.toml")["tags"]]
-    kinds = [kind if kind in ("matters", "perhaps", "unpriced") else "nothing shows" for kind in kinds]
-    return {kind: kinds.count(kind) for kind in ("matters", "perhaps", "nothing shows", "unpriced")}
+    kinds = [said.get(tag, "not measured") for tag in read("details.toml")["tags"]]
+    kinds = [kind if kind in ("matters", "perhaps", "not measured") else "nothing shows" for kind in kinds]
+    return {kind: kinds.count(kind) for kind in ("matters", "perhaps", "nothing shows", "not measured")}
 
 
 def files_with(tag, code):
@@ -146,9 +146,9 @@ def main():
     is_stale = not path.exists() or path.read_text(encoding="utf-8") != text
     if "--check" in sys.argv[1:]:
         print(f"{path.name} is {'stale: run python benchmark/checks/details.py' if is_stale else 'fresh'}")
-        counts = count_prices()
+        counts = count_verdicts()
         print(f"{sum(counts.values())} details: {', '.join(f'{n} {kind}' for kind, n in counts.items())}")
-        return int(is_stale or counts["unpriced"] > sum(counts.values()) / 5)
+        return int(is_stale or counts["not measured"] > sum(counts.values()) / 5)
     path.write_text(text, encoding="utf-8")
     return 0
 

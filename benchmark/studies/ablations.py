@@ -73,7 +73,7 @@ LAUNCH = {"rloo_bf16": "ACCELERATE_MIXED_PRECISION=bf16 python"}  # where it is 
 class Variant:
     name: str
     base: str
-    tags: str  # of the details that it prices; none: a setting, a feature
+    tags: str  # of the details that it measures; none: a setting, a feature
     what: str  # what is changed
     flags: str = ""
     mutations: tuple = ()  # (file, tag, old, new), in the statement with the tag; tag "": anywhere, once
@@ -194,10 +194,10 @@ VARIANTS = [
     Variant("group_std", "rloo", "RLOO-3", "group's mean, over the group's deviation (GRPO)", mutations=(
         (RLOO, "RLOO-3", ALONE,
          "rewards - (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)"),)),
-    Variant("mean_kl", "rloo", "RLOO-2", "KL of a response: its tokens' mean (a price 25 times as low)", mutations=(
+    Variant("mean_kl", "rloo", "RLOO-2", "KL of a response: its tokens' mean (a penalty 25 times as low)", mutations=(
         (RLOO, "RLOO-2", "kl.sum(1)", "kl.sum(1) / response_mask.sum(1).clamp(min=1)"),)),
     Variant("mean_logprob", "rloo", "RLOO-5", "log-probs of a response averaged over its tokens",
-        note="with one step a rollout the ratio is 1 anyway: this prices the weight 1 / length in the gradient",
+        note="with one step a rollout the ratio is 1 anyway: this measures the weight 1 / length in the gradient",
         mutations=(
         (RLOO, "RLOO-5", "logratio.sum(1)", "logratio.sum(1) / mask.sum(1).clamp(min=1)"),)),
     Variant("token_kl", "rloo", "", "REINFORCE++: each token pays for the KL from itself on", runs="rloo_token"),
@@ -217,7 +217,7 @@ VARIANTS = [
         (RLOO, "GEN-9", FORWARD, ROUNDED),)),
     Variant("constant_lr", "rloo", "OPT-1", "the learning rate stays", "--lr_schedule constant"),
     Variant("adam_eps", "rloo", "OPT-4", "AdamW's epsilon 1e-5 in place of 1e-8", "--adam_eps 1e-5",
-        note="the weight decay is not priced"),
+        note="the weight decay is not measured"),
     Variant("no_grad_clip", "rloo", "OPT-8", "the gradient's norm is not clipped", "--max_grad_norm None"),
     Variant("eighth", "rloo", "OPT-6", "an eighth of the gradient, as averaged over 8 processes", mutations=(
         (RLOO, "OPT-6", "loss * world", "loss * world / 8"),)),
@@ -463,7 +463,7 @@ UNPRICED = {  # reason: tags that have no row
         "RM-8 LOG-1 LOG-2 LOG-3 LOG-4 LOG-5 LOG-6 EVAL-1 EVAL-2 EVAL-3 EVAL-4 EVAL-5",
     "it acts on data or models that the embedded task does not have":
         "DATA-1 DATA-3 DATA-4 RM-3 REW-4 GEN-13 RLOO-12",
-    "it is an option that has not been priced yet": "GRPO-7",
+    "it is an option that has not been measured yet": "GRPO-7",
     "it concerns how much processes say to each other, not results": "OPT-7",
     "the runs are whole batches": "OPT-10",
 }  # fmt: skip
@@ -753,7 +753,7 @@ def draw(args: DrawArgs):
     lines_again, count_again = repeated(found, results / args.tags[0] / "ablations")
     if len(lines_again) > 2:
         lines += ["", "## Repeated", "", REPEATED.format(tag=args.tags[0], count=count_again), *lines_again]
-    lines += ["", "## Not priced", "", "| details | why |", "|---|---|"]
+    lines += ["", "## Not measured", "", "| details | why |", "|---|---|"]
     lines += [f"| {', '.join(tags.split())} | {reason} |" for reason, tags in UNPRICED.items()]
     lines += ["", "## Seed by seed", ""]
     lines += ["Gold and KL at the end: the bases', and the variants' differences from them.", ""]

@@ -43,7 +43,7 @@ BASES = {
     "short": ("grpo", "GRPO, 25 updates of 32 prompts x 4"),
     "steps": ("grpo4", "grpo with 4 passes over each batch"),
 }
-PARTS = {  # name: (details that it prices, what is changed, the run it is compared with, flags)
+PARTS = {  # name: (details that it measures, what is changed, the run it is compared with, flags)
     "short": ("", "", "", ""),
     "no_kl": ("", "no KL in the loss", "short", "--kl_coef 0"),
     "kl_times_ratio": ("GRPO-2", "KL times the ratio (DeepSeek-V3.2, TRL; an option)", "short", "--kl_times_ratio"),

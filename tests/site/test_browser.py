@@ -192,7 +192,7 @@ def test_the_filter_of_the_details_shows_what_it_is_asked_for(tab, address):
     tab.locator("select[name=phase]").select_option("4. Advantages")
     assert tab.locator(".detail:visible #rloo-3").count() == 1
     tab.locator("select[name=phase]").select_option("")
-    for verdict in ("perhaps", "does not show", "unpriced"):
+    for verdict in ("perhaps", "does not show", "not measured"):
         tab.locator(f"input[value='{verdict}']").uncheck()
     assert 0 < shown().count() == tab.locator(".detail:visible .verdict.matters").count()
     tab.locator("input[name=words]").fill("siblings")

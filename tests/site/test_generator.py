@@ -116,3 +116,12 @@ def test_equations_become_mathml_and_names_become_links():
     shown = prose(r"$\log \pi$ of `pack` and $$a_1$$", {"pack"})
     assert shown.count("<math") == 2 and 'display="block"' in shown
     assert '<a href="#pack"><code>pack</code></a>' in shown
+
+
+def test_figures_and_reading_times_of_the_pages_that_are_written_by_hand():
+    import build
+
+    assert build.for_site("![a](../static/toy.svg)") == "![a](static/toy.svg)"  # of docs/*.md
+    assert build.for_site("![a](../../static/toy.svg)") == "![a](../static/toy.svg)"  # of a page in a folder
+    assert build.minutes("cheat_sheet") < build.minutes("train_reward") < build.minutes("train_ppo")
+    assert build.for_site("({minutes train_ppo})") == f"({build.minutes('train_ppo')})"
