@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.extend(str(Path(__file__).resolve().parents[1] / room) for room in (".", "checks", "studies"))
+import matplotlib
 from ablations import ALONE, RUN, code_of
 from intervals import ROOT, read_seeds
 from mutations import ENCODING, ENGINES, OWN_SHARE, PPO, RLOO, UTILS
@@ -66,7 +67,7 @@ SYMPTOMS = {  # name: (broken run, healthy run, metric, what the figure says)
     "kl_explodes": ("no_kl", "rloo", "objective/kl", "KL, nats an answer"),
     "loss": ("no_gradient", "rloo", "policy/grad_norm", "norm of the gradient"),
     "no_end": ("no_end", "rloo", "val/num_stop_token_ids", "answers of 128 that end"),
-    "alike": ("greedy", "rloo", "val/equal_scores", "prompts whose answers score alike"),
+    "alike": ("greedy", "rloo", "policy/grad_norm", "norm of the gradient"),
     "nonsense": ("no_kl", "rloo", "objective/parses", "share of grammatical answers"),
     "length": ("long", "rloo", "val/sequence_lengths", "tokens of an answer"),
     "reward": ("too_slow", "rloo", "objective/scores", "score"),
@@ -127,6 +128,7 @@ def draw(args: DrawArgs):
             print(f"{name:12} {label:8} {metric:24} {columns[metric][shown][0]:9.3g} {columns[metric][shown][-1]:9.3g}")
         frame(axis, title, "update")
         axis.legend(frameon=False, fontsize=7)
+        matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text
         save(picture, f"static/symptom_{name}.svg", name)
 
 
