@@ -128,14 +128,20 @@ def verdicts():
         "",
         "Each with the tests that fail where this code has it: those of the tags that name it, and others.",
         "",
-        "| | fault | tags | tests | note |",
-        "|---:|---|---|---|---|",
+        "| | fault | tags | tests | note | reported in |",
+        "|---:|---|---|---|---|---|",
     ]
     for number, fault in faults.items():
         tags = ", ".join(tag for tag, detail in details.items() if number in detail["faults"].split())
         tests = "<br>".join(f"`{test}`" for test in fault["tests"])
-        lines.append(f"| {number} | {fault['what']} | {tags} | {tests} | {fault['note']} |")
+        lines.append(f"| {number} | {fault['what']} | {tags} | {tests} | {fault['note']} | {threads(fault)} |")
     return lines
+
+
+def threads(fault):
+    """Links to the threads in which a fault was reported."""
+    pairs = [(thread, *thread.split("#")) for thread in fault.get("threads", [])]
+    return "<br>".join(f"[{name}](https://github.com/{place}/issues/{number})" for name, place, number in pairs)
 
 
 def main():

@@ -19,6 +19,7 @@ draw studies/grpo draw --tag cc51011 --more 83c3a19 --timed 6 7 8 9 10
 draw studies/dpo draw --tag c2d7618 --others cc51011
 draw studies/mismatch draw --tag 2015ca1
 draw studies/smollm draw --tag 5b18bbb
+draw studies/symptoms draw --tag 2f03d62
 draw studies/against_trl draw --tag cc51011 --study trl_toy_100x64 --output static/trl_long.svg
 draw studies/against_trl draw --tag cc6b272 --study trl_lengths_100x64 --output static/trl_lengths.svg
 draw studies/against_trl draw --tag 4d93adb --output static/trl_grpo.svg

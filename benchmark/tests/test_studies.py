@@ -22,6 +22,7 @@ import numpy as np
 import overoptimisation
 import pytest
 import smollm
+import symptoms
 import torch
 import trl_side
 from intervals import ROOT, write_runs
@@ -50,6 +51,18 @@ def write(folder, exp, seed, columns):
 
 
 # ---- commands --------------------------------------------------------------------------------------------------------
+def test_each_symptom_has_a_run_whose_command_parses_and_whose_changes_fit_the_code(tmp_path, monkeypatch):
+    page = (ROOT / "docs" / "guides" / "8_my_run_looks_wrong.md").read_text(encoding="utf-8")
+    monkeypatch.setattr(ablations, "ROOT", tmp_path)
+    shutil.copytree(ROOT / "rlhf_details", tmp_path / "rlhf_details", ignore=shutil.ignore_patterns("__pycache__"))
+    for name, (broken, healthy, *_) in symptoms.SYMPTOMS.items():
+        assert f"static/symptom_{name}.svg" in page and {broken, healthy} <= symptoms.RUNS.keys()
+    for name, (command, changes) in symptoms.RUNS.items():
+        parse(command.format(root=ROOT, seed=1))
+        if changes:
+            symptoms.code_of(name, changes, "tag")
+
+
 def test_every_command_of_the_studies_parses_against_the_flags():
     commands = [command for _, command in ablations.BASES.values()]
     for v in ablations.VARIANTS:

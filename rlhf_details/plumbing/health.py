@@ -2,7 +2,7 @@
 "Is my run healthy, and has it learnt?": bad signs while a policy trains, and what a run says at its end.
 
 A sign is a metric `health/<name>`: 1 in an update where it shows, else 0. The first time it shows, one line says so,
-with its threshold and an advice. docs/guides/2_reading_a_run.md explains them. Nothing here changes a run.
+with its threshold, an advice, and the section of docs/guides/8_my_run_looks_wrong.md. Nothing here changes a run.
 At the end a run says whether it has learnt, which signs showed, where its time went, and what to type next. It reads
 its metrics.jsonl and what a checkpoint keeps, so a resumed run is judged as a whole.
 """
@@ -24,6 +24,18 @@ ACCURACIES = {"eval/rm/accuracy", "eval/rewards/accuracies"}  # on held-out comp
 PLAIN = dict(opponent_path=None, ref_model_path=None, reward_model_path=None, reward_fn=(), judge="none")
 PLAIN |= dict(prompt_template=None, max_prompt_length=None, trust_remote_code=False)
 PLAIN |= dict(reward_fn_format="text", reward_fn_weights=())
+PAGE = "docs/guides/8_my_run_looks_wrong.md"
+SECTIONS = {  # sign: the section of PAGE about it
+    "kl": "kl-explodes",
+    "kl_zero": "reward-never-moves",
+    "clipfrac": "kl-explodes",
+    "first_ratio": "ratio-not-1-at-the-first-step",
+    "truncated": "no-response-ends",
+    "reward_variance": "loss-is-0-and-stays-0",
+    "entropy": "all-answers-alike",
+    "narrow": "all-answers-alike",
+    "length": "responses-grow-or-shrink",
+}
 
 
 def signs(metrics, first, args, precision, is_last=False):
@@ -89,7 +101,7 @@ def signs(metrics, first, args, precision, is_last=False):
         "length": (
             not 0.5 <= length / max(first["val/sequence_lengths"], 1e-9) <= 2,
             f"the responses went from {first['val/sequence_lengths']:.1f} to {length:.1f} tokens, over a factor of 2",
-            "read the samples, since rewards often pay for length: raise --kl_coef, or price length with a --reward_fn",
+            "read the samples, since rewards often pay for length: raise --kl_coef, or penalise length by --reward_fn",
         ),
     }
 
@@ -128,7 +140,7 @@ class Health:
         found = signs(metrics, self.memory["first"], self.args, precision, is_last)
         fresh = [name for name, (shows, _, _) in found.items() if shows and name not in self.memory["said"]]
         self.memory["said"] += fresh
-        lines = [f"warning: health/{name}: {found[name][1]}; {found[name][2]}" for name in fresh]
+        lines = [f"warning: health/{x}: {found[x][1]}; {found[x][2]} ({PAGE}#{SECTIONS[x]})" for x in fresh]
         return {f"health/{name}": float(shows) for name, (shows, _, _) in found.items()}, lines
 
 

@@ -1,6 +1,7 @@
 """Each warning about a run is provoked, by numbers at its threshold and by a run that is ill."""
 
 import json
+import re
 import shutil
 import textwrap
 from pathlib import Path
@@ -100,6 +101,14 @@ def test_a_kl_that_is_zero_shows_at_the_end_alone():
         assert ends[0] == shows and "--learning_rate" in ends[2] and showing(metrics, args) == set()
 
 
+def test_each_sign_names_a_section_of_the_page_that_is_there():
+    page = (Path(health.__file__).parents[2] / health.PAGE).read_text(encoding="utf-8")
+    headings = re.findall(r"^## (.+)$", page, re.M)
+    anchors = {re.sub(r"[^a-z0-9 ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    assert health.SECTIONS.keys() == SIGNS and {*health.SECTIONS.values()} <= anchors
+    assert {*re.findall(r"\]\(#([^)]+)\)", page)} == anchors  # the list at the top
+
+
 # ---- runs ------------------------------------------------------------------------------------------------------------
 EQUAL = "def f(prompts, completions): return [1.0] * len(completions)"
 FUNCTION = dict(reward_model_path=None, reward_fn=("mine.py:f",), missing_eos_penalty=None)
@@ -118,7 +127,11 @@ def run(page, tiny, code=None, **changes):
 
 def warnings_in(capsys):
     """The signs that the run has warned of, in the order of its lines."""
-    lines = capsys.readouterr().out.splitlines()
+    return signs_in(capsys.readouterr().out)
+
+
+def signs_in(printed):
+    lines = printed.splitlines()
     return [line.split(":")[1].strip().removeprefix("health/") for line in lines if line.startswith("warning: ")]
 
 
@@ -127,7 +140,9 @@ def test_too_large_steps_show_in_kl_and_clipping_and_are_said_once(tiny, few_pro
     options = dict(learning_rate=0.1, num_ppo_epochs=4, total_episodes=64, kl_coef=0.0, response_length=32)
     found = run(page, tiny, **options)
     assert len(found["kl"]) > 1 and len(found["clipfrac"]) > 1
-    lines = warnings_in(capsys)
+    printed = capsys.readouterr().out
+    assert f"({health.PAGE}#kl-explodes)" in printed
+    lines = signs_in(printed)
     assert len(lines) == len(set(lines)) and {"kl", "clipfrac"} <= set(lines)
 
 
