@@ -109,6 +109,7 @@ TABLES = {
     "dpo_parts": lambda: tables("dpo", DPO)[1],
     "dpo_replay": lambda: tables("dpo_replay", DPO)[0],
     "mismatch": lambda: tables("mismatch", "2015ca1")[1],
+    "vllm": lambda: tables("mismatch", "2015ca1")[-1],
     "smollm_verified": lambda: tables("smollm", SMOLLM)[0],
     "smollm_base": lambda: tables("smollm", SMOLLM)[1],
     "smollm_details": lambda: tables("smollm", SMOLLM)[2],

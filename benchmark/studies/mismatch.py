@@ -2,7 +2,7 @@
 When what samples is not quite what trains: how far may the two part, and what does a correction save? Over seeds.
 
     python benchmark/studies/mismatch.py run --tag TAG --workers 2     (about an hour and a half of one core)
-    python benchmark/studies/mismatch.py draw --tag TAG
+    python benchmark/studies/mismatch.py draw --tag TAG --vllm TAG
 
 RLOO and GRPO on the embedded task, 25 updates of 32 prompts x 4. Rollouts are sampled by a copy of the policy whose
 matrices are rounded to bf16, or to 8, 4 or 3 bits with a scale for each output. Training, KL and held-out figures are
@@ -24,7 +24,7 @@ import torch
 
 sys.path.extend(str(Path(__file__).resolve().parents[1] / room) for room in (".", "studies"))
 from ablations import NAMES, RUN, changes, levels, outcome, verdicts, worth
-from intervals import ROOT, mean_interval, read_seeds, words
+from intervals import ROOT, last, mean_interval, read_seeds, words
 from plot import blank, frame, save
 
 from benchmark import COLUMNS, STAGES, Run, StudyArgs, git_tag, run_command, run_study, stage_runs
@@ -50,6 +50,8 @@ class DrawArgs:
 
     tag: str
     """folder of the results"""
+    vllm: str
+    """folder of the results of vLLM itself, made by benchmark.py"""
     output: str = "static/mismatch.svg"
     """the figure"""
 
@@ -148,6 +150,7 @@ def draw(args: DrawArgs):
         algorithm, kind, how = variants()[name]
         cells = [f"{x:.4f}" for x in numbers]
         lines.append(f"| {kind} | {CORRECTIONS[how]} | {algorithm} | {' | '.join(cells)} |")
+    lines += ["", *of_vllm(results.parent / args.vllm / "vllm")]
     (results / "mismatch.md").write_text("\n".join(lines) + "\n")
     text = "# Written by benchmark/studies/mismatch.py draw.\n" + worth([r for r in rows if r[1]], verdict, sure)
     (results.parent / "worth_mismatch.toml").write_text(text)
@@ -165,6 +168,19 @@ def short(effects, seen):
             cells = [words(run[figure], "+.2f") for figure in ("gold", "kl") for run in runs]
             gap = seen[f"{algorithm}_{bits}_none"][0]
             lines.append(f"| {algorithm.upper()} | {kind} | {gap:.2f} | {' | '.join(cells)} |")
+    return lines
+
+
+def of_vllm(folder):
+    """The table of vLLM itself beside utils.sample: held-out figures at the end, and the largest gap of all updates."""
+    lines = ["| RLOO samples with | seeds | gold | learned score | KL | largest gap of a log-prob |"]
+    lines += ["|---|---:|---:|---:|---:|---:|"]
+    for name in ("own", "vllm"):
+        seeds = list(read_seeds(folder, name).values())
+        ends = [[last(seed[f"eval/objective/{x}"]) for seed in seeds] for x in ("gold", "scores", "kl")]
+        gap = max(np.nanmax(seed["val/logprob_gap"]) for seed in seeds)
+        cells = [words(mean_interval(x)) for x in ends]
+        lines.append(f"| `--sampler {name}` | {len(seeds)} | {' | '.join(cells)} | {gap:.6f} |")
     return lines
 
 

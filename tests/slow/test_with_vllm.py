@@ -153,10 +153,17 @@ def server(pair, tmp_path_factory):
 
 
 def test_one_and_two_processes_and_a_server_give_the_same_curves(pair, runs, server):
-    """Within the noise of sampling; on one machine even the same tokens."""
-    whole = run_page("train_rloo", pair, runs, "one")
-    for name, changes in {"two": dict(processes=2), "server": dict(processes=2, vllm_server=server[0])}.items():
-        rows = run_page("train_rloo", pair, runs, name, **changes)
+    """Within the noise of sampling; on one machine even the same tokens. An actor samples beside training."""
+    two, two_and_server = dict(processes=2), dict(processes=2, vllm_server=server[0])
+    assert_like_one("train_rloo", pair, runs, two=two, server=two_and_server)
+    assert_like_one("train_grpo_async", pair, runs, server=two_and_server)
+
+
+def assert_like_one(page, pair, runs, **others):
+    """Runs a page in one process, and in other ways {name: changes}."""
+    whole = run_page(page, pair, runs, f"{page}_one")
+    for name, changes in others.items():
+        rows = run_page(page, pair, runs, f"{page}_{name}", **changes)
         for a, b in zip(whole, rows, strict=True):
             for metric in ("eval/objective/scores", "objective/scores", "objective/kl", "val/sequence_lengths"):
                 assert metric not in a or abs(a[metric] - b[metric]) < 0.02 * max(1, abs(a[metric])), (name, metric)
