@@ -172,7 +172,7 @@ def test_search_finds_a_symptom(tab, address):
     tab.goto(address + "index.html", wait_until="networkidle")
     tab.keyboard.press("Control+k")
     tab.keyboard.type("KL negative")
-    tab.locator("a[href*='8_my_run_looks_wrong.html']").first.wait_for(timeout=10_000)
+    tab.locator("a[href*='8_my_run_looks_wrong.html']:visible").first.wait_for(timeout=10_000)
 
 
 def test_the_diff_shows_both_sides_and_a_remark_at_each_difference(tab, address):
