@@ -1,0 +1,140 @@
+"""
+Exercises: find what is broken, or write what is missing.
+
+    python exercises/break_it.py 7               a copy of the scripts with one detail taken out, and what to run
+    python exercises/break_it.py 7 --hint        a push in the right direction
+    python exercises/break_it.py 7 --solution    the line, its tag, what it costs, and the test that fails
+    python exercises/break_it.py 13              a function without a body, for you to fill
+    python exercises/break_it.py 13 --check      compares yours with the one of this repository
+
+exercises/README.md has the list. Everything is written below runs/exercise_N.
+"""
+
+import argparse
+import difflib
+import runpy
+import shutil
+import sys
+import tomllib
+from pathlib import Path
+
+import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmark" / "checks"))
+import details
+import mutations
+
+ROOT = mutations.ROOT
+
+SKELETON = '''import torch
+
+
+def {signature}:
+    """{task}
+    """
+    raise NotImplementedError("your turn")
+'''
+
+
+def exercises():
+    """{number: exercise}, as in exercises.toml."""
+    text = Path(__file__).with_name("exercises.toml").read_text(encoding="utf-8")
+    return {int(number): exercise for number, exercise in tomllib.loads(text).items()}
+
+
+# ---- one detail taken out --------------------------------------------------------------------------------------------
+def broken(exercise):
+    """The source of the exercise's file with its detail taken out; ValueError unless its text is there once."""
+    source = (ROOT / "rlhf_details" / exercise["file"]).read_text(encoding="utf-8")
+    if source.count(exercise["old"]) != 1:
+        raise ValueError(f"{exercise['old']!r} is there {source.count(exercise['old'])} times in {exercise['file']}")
+    return source.replace(exercise["old"], exercise["new"])
+
+
+def make(number, exercise, folder):
+    """Writes the broken copy and says what to do with it."""
+    ignored = shutil.ignore_patterns("__pycache__", ".*")
+    shutil.copytree(ROOT / "rlhf_details", folder / "rlhf_details", dirs_exist_ok=True, ignore=ignored)
+    (folder / "rlhf_details" / exercise["file"]).write_text(broken(exercise), encoding="utf-8")
+    page, _, flags = exercise["run"].partition(" ")
+    same = f"--num_sample_generations 2 {flags}"
+    print(f"Exercise {number}: {exercise['task']}\n\nRun the broken copy, and then a healthy run to compare it with:\n")
+    for name, code in (("exercise", f"PYTHONPATH={folder} python {folder}/"), ("healthy", "python ")):
+        print(f"  {code}rlhf_details/{page} --run_name {name}_{number} \\")
+        print(f"      --output_dir models/toy/{name}_{number} {same}")
+    print(f"  python benchmark/plot.py runs/healthy_{number} runs/exercise_{number}\n\n--hint and --solution help.")
+
+
+def solve(exercise):
+    """Prints the line, its tag, what it costs and the tests that fail without it."""
+    before = (ROOT / "rlhf_details" / exercise["file"]).read_text(encoding="utf-8").splitlines()
+    lines = difflib.unified_diff(before, broken(exercise).splitlines(), "healthy", "broken", lineterm="", n=2)
+    print("\n".join(lines), "\n")
+    tag = exercise["tag"]
+    print(f"[{tag}] {details.read('details.toml')['tags'][tag]['what']}")
+    print("measured, ten seeds: " + details.worth().get(tag, {"says": "not measured"})["says"])
+    print("tests: " + ", ".join(mutations.tests_of(tag)))
+
+
+# ---- one function to write -------------------------------------------------------------------------------------------
+def answer(number):
+    """(arguments of the function, what it must return) on random numbers."""
+    from rlhf_details import train_ppo, train_rloo
+
+    x = torch.Generator().manual_seed(number)
+    first, second = torch.randn(12, 9, generator=x), torch.randn(12, 9, generator=x)
+    u = torch.rand(12, 9, generator=x, dtype=torch.float64).clamp(1e-9, 1 - 1e-9)
+    return {
+        13: lambda: ((first[:, 0], 4), train_rloo.rloo_advantages(first[:, 0], 4)),
+        14: lambda: ((first, second, 0.98, 0.95), train_ppo.compute_gae(first, second, 0.98, 0.95)[0]),
+        15: lambda: ((first, first - second), train_ppo.kl_penalty(first, first - second, "k3")),
+        16: lambda: ((first, u), (first - (-u.log()).log()).argmax(-1)),
+    }[number]()
+
+
+def check(number, exercise, folder):
+    """Whether the student's function is right; prints a line."""
+    path = folder / f"{exercise['name']}.py"
+    arguments, expected = answer(number)
+    try:
+        found = runpy.run_path(str(path))[exercise["signature"].partition("(")[0]](*arguments)
+        torch.testing.assert_close(found.to(expected.dtype), expected, atol=1e-5, rtol=1e-5)
+    except Exception as e:
+        print(f"{path}: not yet. {type(e).__name__}: {e}")
+        return False
+    print(f"{path}: right")
+    return True
+
+
+def main(words=None):
+    """Returns the exit code."""
+    found = exercises()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("number", type=int, choices=sorted(found))
+    parser.add_argument("--hint", action="store_true", help="a push in the right direction")
+    parser.add_argument("--solution", action="store_true", help="of 1 to 12: the line, its tag, its price and its test")
+    parser.add_argument("--check", action="store_true", help="of 13 to 16: compare your function with ours")
+    args = parser.parse_args(words)
+    exercise, folder = found[args.number], Path(f"runs/exercise_{args.number}")
+    if args.hint:
+        print(exercise["hint"])
+    elif "tag" in exercise:
+        if args.check:
+            parser.error("--check is for exercises 13 to 16; --solution tells here whether you are right")
+        solve(exercise) if args.solution else make(args.number, exercise, folder)
+    elif args.check:
+        return int(not check(args.number, exercise, folder))
+    elif args.solution:
+        print("Write it yourself: --hint helps, and --check says whether it is right.")
+    else:
+        path = folder / f"{exercise['name']}.py"
+        if path.exists():
+            parser.error(f"{path} exists; remove it to begin again")
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(SKELETON.format(**exercise), encoding="utf-8")
+        print(f"Write the function in {path}, and then: python exercises/break_it.py {args.number} --check")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""exercises/break_it.py: each exercise can be made, its solution is right, and its check tells right from wrong."""
+
+import ast
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import ROOT
+
+sys.path.append(str(ROOT / "benchmark" / "checks"))
+import details
+import mutations
+
+spec = importlib.util.spec_from_file_location("break_it", ROOT / "exercises/break_it.py")
+break_it = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(break_it)
+EXERCISES = break_it.exercises()
+BROKEN = [number for number, exercise in EXERCISES.items() if "tag" in exercise]
+RIGHT = {
+    13: "def advantages(r, k):\n    return torch.cat([g - (g.sum() - g) / (k - 1) for g in r.split(k)])",
+    14: """def gae(r, v, gamma, lam):
+    out, a, after = torch.zeros_like(r), 0, 0
+    for t in reversed(range(r.size(1))):
+        a = r[:, t] + gamma * after - v[:, t] + gamma * lam * a
+        out[:, t], after = a, v[:, t]
+    return out""",
+    15: "def k3(p, q):\n    return (q - p).exp() - (q - p) - 1",
+    16: "def draw(logits, u):\n    return (logits - torch.log(-torch.log(u))).argmax(1)",
+}
+WRONG = {13: ("(k - 1)", "k"), 14: ("gamma * lam * a", "gamma * a"), 15: ("(q - p)", "(p - q)"), 16: ("(u)", "(1 - u)")}
+
+
+def test_there_are_twelve_and_four():
+    assert (
+        sorted(EXERCISES) == list(range(1, 17)) and BROKEN == list(range(1, 13)) and sorted(RIGHT) == [13, 14, 15, 16]
+    )
+
+
+@pytest.mark.parametrize("number", BROKEN)
+def test_one_statement_of_a_copy_is_broken_beside_its_tag(in_tmp, capsys, number):
+    exercise = EXERCISES[number]
+    break_it.main([str(number)])
+    assert f"PYTHONPATH=runs/exercise_{number} python" in capsys.readouterr().out
+    copy, before = mutations.sources(Path(f"runs/exercise_{number}")), mutations.sources()
+    assert [file for file in before if copy[file] != before[file]] == [exercise["file"]]
+    old, new = before[exercise["file"]], copy[exercise["file"]]
+    assert ast.unparse(mutations.statement_of(old, exercise["tag"])) != ast.unparse(
+        mutations.statement_of(new, exercise["tag"])
+    )
+    page, *flags = exercise["run"].split()
+    assert page in before and set(flags[::2]) <= {"--total_episodes", "--response_length"}
+
+
+@pytest.mark.parametrize("number", BROKEN)
+def test_the_solution_names_tag_line_and_tests(in_tmp, capsys, number):
+    exercise = EXERCISES[number]
+    assert exercise["tag"] in details.read("details.toml")["tags"] and mutations.tests_of(exercise["tag"])
+    break_it.main([str(number), "--solution"])
+    text = capsys.readouterr().out
+    assert f"[{exercise['tag']}]" in text and "::test_" in text and exercise["new"] in text
+    assert any(word in text for word in ("matters", "perhaps", "show", "not measured", "changes nothing"))
+    break_it.main([str(number), "--hint"])
+    assert capsys.readouterr().out.strip() == exercise["hint"]
+
+
+@pytest.mark.parametrize("number", sorted(RIGHT))
+def test_a_check_tells_right_from_wrong(in_tmp, capsys, number):
+    assert break_it.main([str(number)]) == 0
+    path = Path(f"runs/exercise_{number}") / f"{EXERCISES[number]['name']}.py"
+    assert break_it.main([str(number), "--check"]) == 1 and "your turn" in capsys.readouterr().out
+    old, new = WRONG[number]
+    for text, code in ((RIGHT[number], 0), (RIGHT[number].replace(old, new), 1)):
+        path.write_text(f"import torch\n\n\n{text}\n")
+        assert break_it.main([str(number), "--check"]) == code
+    assert torch.is_tensor(break_it.answer(number)[1])
