@@ -1,0 +1,34 @@
+"""examples/rloo_by_hand: the notebook is what its Python file says, and it runs from top to bottom."""
+
+import json
+import runpy
+import shutil
+
+import pytest
+import torch
+from helpers import ROOT
+
+PATH = ROOT / "examples/rloo_by_hand.py"
+
+
+def test_the_notebook_is_that_of_its_python_file():
+    written = runpy.run_path(str(ROOT / "examples/notebook.py"))["notebook"](PATH.read_text())
+    assert PATH.with_suffix(".ipynb").read_text() == written
+    cells = json.loads(written)["cells"]
+    code, text = (["".join(c["source"]) for c in cells if c["cell_type"] == kind] for kind in ("code", "markdown"))
+    assert len(code) == 9 and len(text) == 9 and all(not x.startswith("# %") for x in text)
+    assert "import torch" in code[1] and text[0].startswith("# RLOO by hand\n\nThis notebook")
+
+
+def test_it_runs_and_teaches_what_it_says(ragged, in_tmp, monkeypatch, capsys):
+    """On the tiny models of the tests, in the places of the toy's."""
+    plt = pytest.importorskip("matplotlib.pyplot")
+    monkeypatch.setattr(plt, "show", lambda: None)
+    for name, stage in (("policy", "sft"), ("reward", "reward")):
+        shutil.copytree(ragged / name, f"models/toy/{stage}")
+    found = runpy.run_path(str(PATH))
+    assert found["response_mask"].shape == (8, found["R"]) and found["kl"].abs().max() < 1e-4
+    assert len({tuple(x) for x in found["responses"].tolist()}) > 4
+    torch.testing.assert_close(found["advantages"].reshape(2, 4).sum(1), torch.zeros(2), atol=1e-5, rtol=0)
+    assert torch.corrcoef(torch.stack([found["advantages"], found["change"]]))[0, 1] > 0.3
+    assert "correlation:" in capsys.readouterr().out
