@@ -113,6 +113,7 @@ TABLES = {
     "smollm_verified": lambda: tables("smollm", SMOLLM)[0],
     "smollm_base": lambda: tables("smollm", SMOLLM)[1],
     "smollm_details": lambda: tables("smollm", SMOLLM)[2],
+    "smollm_learned": lambda: tables("smollm", SMOLLM)[3],
     "smollm_products": lambda: tables("smollm_products", SMOLLM)[0],
     "smollm_seconds": lambda: tables("smollm", SMOLLM)[-1],
     "grpo_trl_replay": lambda: tables("trl_replay", GRPO_TRL)[0],
