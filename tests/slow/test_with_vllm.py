@@ -1,5 +1,6 @@
 """vLLM's own engine as the sampler, in an environment that has it (constraints-vllm.txt; its CPU build will do)."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -137,7 +138,8 @@ def server(pair, tmp_path_factory):
     environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     log = tmp_path_factory.mktemp("server") / "log"
     with log.open("w") as file:
-        process = subprocess.Popen([sys.executable, *words.split()], env=environ, stdout=file, stderr=file)
+        command = [sys.executable, *words.split()]
+        process = subprocess.Popen(command, env=environ, stdout=file, stderr=file, start_new_session=True)
     url = f"http://localhost:{port}"
     try:
         for _ in range(120):
@@ -149,7 +151,13 @@ def server(pair, tmp_path_factory):
                 time.sleep(1)
         yield url, process
     finally:
-        process.send_signal(signal.SIGKILL)
+        kill(process)
+
+
+def kill(server):
+    """Kills a server and the engine, which is its child."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(server.pid, signal.SIGKILL)
 
 
 def test_one_and_two_processes_and_a_server_give_the_same_curves(pair, runs, server):
@@ -183,7 +191,7 @@ def test_a_server_that_dies_ends_the_run_in_one_line_and_the_run_goes_on(pair, r
         while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 3):
             assert run.poll() is None, run.stderr.read()
             time.sleep(0.2)
-        process.send_signal(signal.SIGKILL)
+        kill(process)
         error = run.stderr.read()
     assert run.returncode == 1 and f"error: --sampler vllm: the server at {url} failed" in error
     assert "last good checkpoint" in error and "Traceback" not in error
