@@ -54,7 +54,7 @@ def evaluate(policy_folder, sft, reward, seed, **changes):
     _, prompts = data.load_prompts(args, tokenizer, room=math.inf)
     scorer = accelerator, tokenizer, reward_model, train_rloo.response_scores, args.micro_batch_size, stop_id
     score = rewards.Scorer(args, *scorer)
-    metrics, _ = train_rloo.evaluate(policy, reference, score, prompts, stop_id, args, accelerator)
+    metrics, _ = train_rloo.evaluate(policy, utils.sample, reference, score, prompts, stop_id, args, accelerator)
     return {f"eval/objective/{name}": metrics[f"eval/objective/{name}"] for name in FIGURES}
 
 
