@@ -7,7 +7,7 @@ Exercises: find what is broken, or write what is missing.
     python exercises/break_it.py 13              a function without a body, for you to fill
     python exercises/break_it.py 13 --check      compares yours with the one of this repository
 
-exercises/README.md has the list. Everything is written below runs/exercise_N.
+exercises/README.md has the list. Everything is written to runs/exercise_N_code.
 """
 
 import argparse
@@ -115,7 +115,7 @@ def main(words=None):
     parser.add_argument("--solution", action="store_true", help="of 1 to 12: the line, its tag, its price and its test")
     parser.add_argument("--check", action="store_true", help="of 13 to 16: compare your function with ours")
     args = parser.parse_args(words)
-    exercise, folder = found[args.number], Path(f"runs/exercise_{args.number}")
+    exercise, folder = found[args.number], Path(f"runs/exercise_{args.number}_code")
     if args.hint:
         print(exercise["hint"])
     elif "tag" in exercise:

@@ -47,7 +47,7 @@ TABLE = {
         "train_sft": dict(learning_rate=2e-5),
         "train_reward": dict(learning_rate=5e-5, batch_size=32),
         "train_dpo": dict(learning_rate=1e-5),
-        "train_rloo": dict(learning_rate=1e-5),
+        "train_rloo": dict(learning_rate=1e-5, num_mini_batches=1, num_ppo_epochs=1),
         "train_grpo": dict(learning_rate=1e-5),
         "train_ppo": dict(learning_rate=1e-5),
     },

@@ -40,8 +40,11 @@ def test_there_are_twelve_and_four():
 def test_one_statement_of_a_copy_is_broken_beside_its_tag(in_tmp, capsys, number):
     exercise = EXERCISES[number]
     break_it.main([str(number)])
-    assert f"PYTHONPATH=runs/exercise_{number} python" in capsys.readouterr().out
-    copy, before = mutations.sources(Path(f"runs/exercise_{number}")), mutations.sources()
+    printed, copy = capsys.readouterr().out, Path(f"runs/exercise_{number}_code")
+    assert f"PYTHONPATH={copy} python {copy}/rlhf_details" in printed
+    for name in (f"exercise_{number}", f"healthy_{number}"):  # A run refuses a folder that is there.
+        assert f"--run_name {name} " in printed and not Path("runs", name).exists()
+    copy, before = mutations.sources(copy), mutations.sources()
     assert [file for file in before if copy[file] != before[file]] == [exercise["file"]]
     old, new = before[exercise["file"]], copy[exercise["file"]]
     assert ast.unparse(mutations.statement_of(old, exercise["tag"])) != ast.unparse(
@@ -66,7 +69,7 @@ def test_the_solution_names_tag_line_and_tests(in_tmp, capsys, number):
 @pytest.mark.parametrize("number", sorted(RIGHT))
 def test_a_check_tells_right_from_wrong(in_tmp, capsys, number):
     assert break_it.main([str(number)]) == 0
-    path = Path(f"runs/exercise_{number}") / f"{EXERCISES[number]['name']}.py"
+    path = Path(f"runs/exercise_{number}_code") / f"{EXERCISES[number]['name']}.py"
     assert break_it.main([str(number), "--check"]) == 1 and "your turn" in capsys.readouterr().out
     old, new = WRONG[number]
     for text, code in ((RIGHT[number], 0), (RIGHT[number].replace(old, new), 1)):
