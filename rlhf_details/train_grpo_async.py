@@ -73,6 +73,8 @@ class Args(cli.PolicyArgs):  # which holds the flags of run, data, models, loggi
     """what a response without the stop token pays, in points of score; None: nothing"""
     missing_eos_mode: Literal["subtract", "replace"] = "subtract"
     """subtract the penalty from the score, or replace the score by -penalty"""
+    soft_overlong: int | None = None
+    """over its last so many tokens of response_length a response pays from 0 up to 1 (DAPO); None: nothing"""
 
     # reward and KL
     kl_coef: float = 0.04
@@ -105,6 +107,8 @@ class Args(cli.PolicyArgs):  # which holds the flags of run, data, models, loggi
 
     mask_truncated: bool = False
     """leave responses that did not end out of the loss (DAPO's overlong filtering); their scores stay in the group"""
+    mask_equal: bool = False
+    """leave groups whose scores are all equal out of the loss: they teach nothing but the KL"""
 
     # optimiser
     learning_rate: float = 1e-6
@@ -323,6 +327,18 @@ def missing_eos_scores(scores, ended, penalty, mode):
     return torch.where(ended, scores, scores - penalty if mode == "subtract" else torch.full_like(scores, -penalty))
 
 
+def overlong_scores(scores, mask, buffer):
+    """DAPO's soft overlong punishment: a response pays nothing until `buffer` tokens are left of R, and 1 at R tokens.
+
+    Args: scores [B] fp32; mask [B, R]; buffer, int or None. Returns: [B]. Source: arXiv 2503.14476, equation 13.
+    """
+    if buffer is None:
+        return scores
+    # A price that rises token by token says earlier than the missing EOS that a response is too long. [GRPO-9]
+    too_long = (mask.sum(1) - (mask.size(1) - buffer)).clamp(min=0)  # [B]
+    return scores - too_long / buffer
+
+
 def grpo_advantages(scores, k, scale):
     """(score - mean of the group) / (standard deviation + 1e-4), of the group, of the batch, or without division.
 
@@ -406,10 +422,10 @@ def loss_weights(mask, num_responses, num_tokens, normalization):
     return mask / (num_tokens if normalization == "token" else lengths[normalization] * num_responses)
 
 
-def share_of_equal_groups(scores, size):
-    """The share of groups of `size` adjacent scores that are all equal. They teach nothing but the KL."""
-    groups = scores.reshape(-1, size)
-    return (groups.amax(1) <= groups.amin(1)).float().mean()
+def in_equal_group(scores, k):
+    """Whether each of the scores [B] is in a group of k adjacent ones that are all equal."""
+    groups = scores.reshape(-1, k)
+    return (groups.amax(1) <= groups.amin(1)).repeat_interleave(k)
 
 
 def shuffled_groups(num_prompts, k, num_mini_batches, device, *coordinates):
@@ -447,6 +463,7 @@ def evaluate(policy, sample, reference, score, prompts, stop_id, args, accelerat
     ended = has_stopped(responses, response_mask, stop_id)
     scores = (values * score.weights).nansum(1)
     scores = missing_eos_scores(scores, ended, args.missing_eos_penalty, args.missing_eos_mode)
+    scores = overlong_scores(scores, response_mask, args.soft_overlong)
     lengths = response_mask.sum(1).float()
     metrics = {"scores": scores.mean(), "kl": kl.mean(), "length": lengths.mean(), "ended": ended.float().mean()}
     metrics |= score.by_name(values, spread=True) | {"scores_std": scores.std(correction=0)}
@@ -558,12 +575,16 @@ def main(args: Args):
         # NaN means that a reward does not apply to this kind of prompt. [REW-4]
         scores = (values * score.weights).nansum(1)  # [B]
         scores = missing_eos_scores(scores, ended, args.missing_eos_penalty, args.missing_eos_mode)  # [B]
+        scores = overlong_scores(scores, response_mask, args.soft_overlong)  # [B]
         kl = old_logprobs - ref_logprobs  # [B, R], 0 at padding; only logged
 
         # ---- 4. Advantages -------------------------------------------------------------------------------------------
         advantages = grpo_advantages(scores, k, args.scale_advantages)  # [B, 1], for all tokens of a response
         # A response that was cut off may have been on its way to a right answer, so its score says little. [GRPO-7]
-        is_action = response_mask & (ended | (not args.mask_truncated)).unsqueeze(1)  # [B, R]
+        is_kept = ended | (not args.mask_truncated)  # [B]
+        # In the mean over tokens, those without an advantage only make the gradient of the others smaller. [GRPO-8]
+        is_kept &= ~in_equal_group(scores, k) | (not args.mask_equal)
+        is_action = response_mask & is_kept.unsqueeze(1)  # [B, R]
         # Another engine's policy is not quite this one, which a weight on each action makes up for. [GEN-15]
         logratio = old_logprobs - sampled_logprobs  # [B, R]
         advantages, of_sampler = utils.correct_for_sampler(advantages, logratio, response_mask, args)
@@ -615,7 +636,7 @@ def main(args: Args):
             "objective/entropy": -(old_logprobs * response_mask).sum(1).mean(),  # without padding [LOG-1]
             "val/ratio": 1 + ratio_minus_1,
             "val/ratio_var": metrics.pop("ratio_minus_1_squared") - ratio_minus_1**2,  # of actions [LOG-4]
-            "val/equal_scores": share_of_equal_groups(scores, k),
+            "val/equal_scores": in_equal_group(scores, k).float().mean(),
             "val/num_eos_tokens": (response_mask & (responses == tokenizer.eos_token_id)).sum(),
             "val/num_stop_token_ids": ended.sum() if stop_id is not None else 0,
             "val/sequence_lengths": response_mask.sum(1).float().mean(),

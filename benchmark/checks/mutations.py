@@ -194,6 +194,8 @@ MUTATIONS = [
     ("GRPO-5", GRPO, " / mask.sum(1, keepdim=True).clamp(min=1)", ""),
     ("GRPO-6", GRPO, ".detach()", ""),
     ("GRPO-7", GRPO, "ended | ", "ended & "),
+    ("GRPO-8", GRPO, "~in_equal_group", "in_equal_group"),
+    ("GRPO-9", GRPO, "mask.size(1) - buffer", "mask.size(1)"),
     ("OPT-1", UTILS, "step - 1 - warmup", "step - warmup"),
     ("OPT-2", PPO, "utils.learning_rate_at(update, num_updates, args)", "args.learning_rate"),
     ("OPT-2", RLOO, "utils.learning_rate_at(update, num_updates, args)", "args.learning_rate"),

@@ -37,6 +37,7 @@ CURVES |= {
     "undivided_ratio": f"{UNDIVIDED} --kl_times_ratio",
     "undivided_response": f"{UNDIVIDED} --loss_normalization response",
 }
+CURVES["sum_mask_equal"] = f"python rlhf_details/train_grpo.py {SUM} --mask_equal"
 LABELS = {"grpo": "GRPO", "rloo": "RLOO", "ppo": "PPO", "undivided": "GRPO, not divided"}
 LABELS |= {"undivided_ratio": "the same, KL times the ratio", "undivided_response": "the same, by response"}
 BASES = {
@@ -52,6 +53,8 @@ PARTS = {  # name: (details that it measures, what is changed, the run it is com
     "response": ("GRPO-4", "loss averaged within responses first", "short", "--loss_normalization response"),
     "constant": ("GRPO-4", "loss over a constant", "short", "--loss_normalization constant"),
     "dr_grpo": ("", "both of Dr. GRPO", "short", "--scale_advantages none --loss_normalization constant"),
+    "mask_truncated": ("GRPO-7", "no loss where a response did not end (DAPO; an option)", "short", "--mask_truncated"),
+    "soft_overlong": ("GRPO-9", "a price on the last 8 tokens (DAPO; an option)", "short", "--soft_overlong 8"),
     "steps": ("", "", "", "--num_ppo_epochs 4"),
     "clip_higher": (
         "GRPO-3",
@@ -166,6 +169,17 @@ def parts(folders):
     return effects, bases
 
 
+def sums_without_equal_groups(folders):
+    """What --mask_equal changes on toy-sum, paired by seed, in words."""
+    folder = next(folder for folder in folders if "sum_mask_equal" in experiments(folder))
+    masked, plain = (read_seeds(folder, name) for name in ("sum_mask_equal", "sum_grpo"))
+    means = {m: mean_interval(paired(ends(masked, m), ends(plain, m))) for m in ("scores", "kl")}
+    shows = "matters" if any(low > 0 or high < 0 for _, low, high, _ in means.values()) else "does not show here"
+    correct, kl = (f"{mean:+.3f} ({low:+.3f} .. {high:+.3f})" for mean, low, high, _ in means.values())
+    what = "groups of equal scores left out of the loss (an option), toy-sum"
+    return f"{what}, {len(masked)} seeds: share correct {correct}, KL {kl}; {shows}"
+
+
 def figure(found, output):
     picture, axes = blank(1, 3, figsize=(11, 3.2))
     panels = ("gold", "", "toy: gold"), ("kl", "", "toy: KL, nats a response"), ("scores", "sum_", "toy-sum: correct")
@@ -186,8 +200,9 @@ def figure(found, output):
 def draw(args: DrawArgs):
     """Writes the tables and the figure."""
     results = ROOT / "benchmark" / "results" / args.tag
-    found = {name: read_seeds(results / "grpo", name) for name in CURVES}
-    effects, bases = parts([results.parent / tag / "grpo" for tag in (args.tag, *args.more)])
+    found = {name: read_seeds(results / "grpo", name) for name in CURVES if name != "sum_mask_equal"}
+    folders = [results.parent / tag / "grpo" for tag in (args.tag, *args.more)]
+    effects, bases = parts(folders)
     verdict, sure = verdicts(effects)
     rows = [(name, *PARTS[name][:2], BASES[PARTS[name][2]][0], effect) for name, effect in effects.items()]
     seeds = " ".join(map(str, args.timed or ()))
@@ -213,7 +228,10 @@ def draw(args: DrawArgs):
         "",
         *changes(rows, verdict, sure),
     ]
+    equal = sums_without_equal_groups(folders)
+    lines += ["", f"[GRPO-8] {equal}."]
     text = "# Written by benchmark/studies/grpo.py draw.\n" + worth(rows, verdict, sure)
+    text += f'\n[GRPO-8]\nsays = "{equal}"\n'
     (results.parent / "worth_grpo.toml").write_text(text)
     (results / "grpo.md").write_text("\n".join(lines) + "\n")
     figure(found, args.output)

@@ -151,3 +151,18 @@ def test_grpo_4_weights_of_micro_batches_make_the_mean_of_the_minibatch(normaliz
     assert total == pytest.approx(expected[normalization], rel=1e-5)
     nothing = torch.zeros_like(mask)  # What is left out has no weight, even where nothing is left in.
     assert (train_grpo.loss_weights(nothing, 4, torch.tensor(1), normalization) == 0).all()
+
+
+def test_grpo_8_groups_of_equal_scores_are_found():
+    scores = torch.tensor([1.0, 1.0, 2.0, 2.5, -1.0, -1.0])
+    assert train_grpo.in_equal_group(scores, 2).tolist() == [True, True, False, False, True, True]
+    assert train_grpo.in_equal_group(scores, 3).tolist() == [False] * 6
+
+
+def test_grpo_9_a_long_response_pays_by_the_formula():
+    """Equation 13 of DAPO, with L_max = 10 tokens and L_cache = 4 of them."""
+    mask = torch.arange(10) < torch.arange(1, 11).unsqueeze(1)  # lengths 1 to 10
+    expected = [0 if length <= 10 - 4 else (10 - 4 - length) / 4 for length in range(1, 11)]
+    assert expected[-1] == -1
+    close(train_grpo.overlong_scores(torch.zeros(10), mask, 4), expected)
+    assert train_grpo.overlong_scores(torch.ones(10), mask, None).tolist() == [1] * 10

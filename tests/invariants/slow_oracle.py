@@ -79,6 +79,8 @@ class Oracle:
         if not ended and args.missing_eos_penalty is not None:
             penalty = args.missing_eos_penalty
             score = score - penalty if args.missing_eos_mode == "subtract" else -penalty
+        if buffer := getattr(args, "soft_overlong", 0):
+            score -= max(0, (len(response) - args.response_length) / buffer + 1)
         return score, read, ended
 
     def step(self, loss, lr):
@@ -251,7 +253,8 @@ class GrpoOracle(Oracle):
                             weight, bound = math.exp(d.item()), 1 + args.cliprange_high
                             loss, clipped = -min(weight, bound) * advantages[i] * x, weight > bound
                         first = first if norms else max(first, math.exp(abs(d.item())))
-                        if args.mask_truncated and not judged[i][2]:
+                        same = len(set(scores[i // k * k : i // k * k + k])) == 1
+                        if (args.mask_truncated and not judged[i][2]) or (args.mask_equal and same):
                             nothing = nothing + 0 * x
                             continue
                         kl = ((z - x).exp() - (z - x) - 1) * (d.exp() if args.kl_times_ratio else 1)

@@ -51,6 +51,11 @@ ORACLES = {  # name: (page, flags)
         dict(objective="gspo", group_size=4, cliprange=0.01, cliprange_high=0.02, loss_normalization="response"),
     ),
     "cispo": ("train_grpo", dict(objective="cispo", group_size=4, cliprange_high=0.1, mask_truncated=True)),
+    "dapo": (
+        "train_grpo",
+        dict(group_size=2, mask_equal=True, soft_overlong=3, missing_eos_mode="replace", missing_eos_penalty=1.0)
+        | dict(response_length=4),
+    ),
     "grpo-batch": ("train_grpo", dict(group_size=2, scale_advantages="batch", loss_normalization="response")),
     "dr-grpo": ("train_grpo", dict(group_size=4, kl_coef=0.0, scale_advantages="none", loss_normalization="constant")),
     "grpo-one-step": (
@@ -72,7 +77,7 @@ def test_three_updates_equal_the_slow_oracles(ragged, in_tmp, monkeypatch, name)
     """Details that nothing smaller than an update shows:
 
     [GEN-14] [REW-1] [REW-5] [PPO-1] [PPO-2] [PPO-3] [PPO-4] [PPO-8] [PPO-10] [PPO-14] [PPO-16] [PPO-17] [PPO-18]
-    [RLOO-2] [RLOO-14] [GRPO-1] [GRPO-2] [GRPO-3] [GRPO-4] [GRPO-5] [GRPO-6] [GRPO-7]
+    [RLOO-2] [RLOO-14] [GRPO-1] [GRPO-2] [GRPO-3] [GRPO-4] [GRPO-5] [GRPO-6] [GRPO-7] [GRPO-8] [GRPO-9]
     [OPT-2] [OPT-4] [OPT-8] [LOG-1] [LOG-2] [LOG-3] [LOG-4]
     [LOG-5]
     """
@@ -107,6 +112,8 @@ def test_three_updates_equal_the_slow_oracles(ragged, in_tmp, monkeypatch, name)
     assert (len(lengths) > 3) == (args.stop_token == "eos") and abs(got[-1]["objective/kl"]) > 1e-3
     assert any(row["policy/clipfrac_avg"] for row in got) == ("one-step" not in name)
     assert page != "train_ppo" or any(row["val/clipfrac_avg"] for row in got)
+    if name == "dapo":
+        assert any(0 < row["val/equal_scores"] < 1 for row in got)
     if name == "limits":
         skipped = [row["policy/skipped_minibatches"] for row in got]
         assert any(skipped) and oracle.steps < 3 * 8 - sum(skipped)  # Some steps are skipped, some passes not made.
