@@ -213,5 +213,8 @@ def check_output_dir(args):
     now = json.loads(json.dumps(dataclasses.asdict(args)))
     for key in now:
         if key not in NOT_THE_MODEL and before.get(key) != now[key]:
+            advice = "give another folder or --overwrite"
+            if args.resume:
+                advice = "to resume its run, give the same arguments; else give another --output_dir and --run_name"
             there = f"{key} {before.get(key)!r} there, {now[key]!r} here"
-            fail(f"--output_dir {args.output_dir} holds another model ({there}); give another folder or --overwrite")
+            fail(f"--output_dir {args.output_dir} holds another model ({there}); {advice}")

@@ -76,7 +76,7 @@ def with_prompts(rows, template, what):
         elif {"chosen", "rejected"} <= row.keys():
             prompt, _ = split_common(row["chosen"], row["rejected"], f"{what}: row {number}")
         else:
-            cli.fail(f"{what}: row {number} has no column 'prompt' (it has {sorted(row)})")
+            cli.fail(f"{what}: row {number} has no column 'prompt' or 'messages' (it has {sorted(row)})")
         check_text(prompt, f"{what}: row {number}, column 'prompt'")
         result.append(row | {"prompt": prompt})
     return result

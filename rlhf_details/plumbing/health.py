@@ -275,7 +275,8 @@ def next_lines(args, run_folder):
     if has_rewards or script in ("train_sft.py", "train_dpo.py"):
         policies = [args.output_dir, *([] if script == "train_sft.py" else [args.sft_model_path])]
         found.append(f"chat: {command(evaluate, '--policy_path', *policies, *trust, '--interactive')}")
-    found.append(f"curves: {command('benchmark/plot.py', str(run_folder))}")
+    if (ROOT / "benchmark/plot.py").exists():  # It is not in an installed package, nor in an exercise's copy.
+        found.append(f"curves: {command('benchmark/plot.py', str(run_folder))}")
     return found
 
 

@@ -88,9 +88,13 @@ class Scorer:
         # Where evaluate.py does not add rewards up, none need apply.
         self.must_score = getattr(args, "judge", "reward_fn") == "reward_fn"
         terms = [f"{weight:g} * {name}" for weight, name in zip(weights, self.names[: self.num_weighted], strict=False)]
+        penalty, unended = getattr(args, "missing_eos_penalty", None), ""
+        if penalty and stop_id is not None:
+            pays = f"pays {penalty:g}" if args.missing_eos_mode == "subtract" else f"gets {-penalty:g} instead"
+            unended = f"; a response that does not end {pays}"
         if terms:
-            cli.say(f"rewards: {' + '.join(terms)}")
-        if stop_id is None and (penalty := getattr(args, "missing_eos_penalty", None)):
+            cli.say(f"rewards: {' + '.join(terms)}{unended}")
+        if stop_id is None and penalty:
             cli.say(f"note: --missing_eos_penalty {penalty:g} does nothing, since --stop_token none asks for no end")
         if reward_model and reward_model.tokenizer:
             sizes = f"{len(reward_model.tokenizer)} tokens, the policy's {len(tokenizer)}"

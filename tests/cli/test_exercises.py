@@ -62,6 +62,8 @@ def test_the_solution_names_tag_line_and_tests(in_tmp, capsys, number):
     text = capsys.readouterr().out
     assert f"[{exercise['tag']}]" in text and "::test_" in text and exercise["new"] in text
     assert any(word in text for word in ("matters", "perhaps", "show", "not measured", "changes nothing"))
+    if "row" in exercise:  # Its tag was measured in several ways, of which this is its own.
+        assert f"measured, ten seeds: {exercise['row']}, rloo" in text
     break_it.main([str(number), "--hint"])
     assert capsys.readouterr().out.strip() == exercise["hint"]
 
