@@ -144,7 +144,7 @@ def draw(args: DrawArgs):
         "What the runs logged, means over updates and seeds.",
         "",
     ]
-    lines += ["| sampler | correction | base | largest gap of a log-prob | mean weight | share cut |"]
+    lines += ["| sampler | correction | base | a batch's largest gap of a log-prob, mean | mean weight | share cut |"]
     lines += ["|---|---|---|---:|---:|---:|"]
     for name, numbers in seen.items():
         algorithm, kind, how = variants()[name]
@@ -160,7 +160,7 @@ def draw(args: DrawArgs):
 
 def short(effects, seen):
     """The table of the site: gold and KL at the end, each less the base's, of the uncorrected and the bounded run."""
-    head = "| base | what samples | largest gap of a log-prob | gold, not corrected | gold, ratio at most 2"
+    head = "| base | what samples | a batch's largest gap of a log-prob, mean | gold, not corrected | gold, ratio at most 2"
     lines = [f"{head} | KL, not corrected | KL, ratio at most 2 |", "|---|---|---:|---:|---:|---:|---:|"]
     for algorithm in ("rloo", "grpo"):
         for kind, bits in BITS.items():
@@ -173,7 +173,7 @@ def short(effects, seen):
 
 def of_vllm(folder):
     """The table of vLLM itself beside utils.sample: held-out figures at the end, and the largest gap of all updates."""
-    lines = ["| RLOO samples with | seeds | gold | learned score | KL | largest gap of a log-prob |"]
+    lines = ["| RLOO samples with | seeds | gold | learned score | KL | largest gap of a log-prob in any update |"]
     lines += ["|---|---:|---:|---:|---:|---:|"]
     for name in ("own", "vllm"):
         seeds = list(read_seeds(folder, name).values())
