@@ -45,12 +45,19 @@ from unittest import mock
 import torch
 import transformers
 import tyro
+from accelerate import Accelerator
 from machine import processor
 from speed_trl import memory, now
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, GPTNeoXForSequenceClassification, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    GPTNeoXForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = {  # name: hidden size, layers, heads, vocabulary; 160m and 1b are Pythia's
@@ -137,6 +144,9 @@ class Compare(Work):
 @dataclass
 class Decode(Work):
     """Our sampler against model.generate: the same model, prompts and number of tokens."""
+
+    model: str | None = None
+    """folder of a causal model in the place of random weights of --size"""
 
 
 @dataclass
@@ -470,7 +480,8 @@ def publish(work, kind, text, data):
 def describe(work):
     """The work and the machine, for the head of a table."""
     machine = about(work)
-    asked = f"{work.size} parameters, prompts of {work.prompts[0]}-{work.prompts[1]} tokens"
+    model = Path(getattr(work, "model", None) or f"{work.size} parameters").name
+    asked = f"{model}, prompts of {work.prompts[0]}-{work.prompts[1]} tokens"
     asked += f", {work.response_length} new tokens"
     where = machine["gpu"] or f"{machine['cpu']}, {work.threads} threads"
     versions = f"torch {machine['torch']}, transformers {machine['transformers']}, commit {machine['commit']}"
@@ -570,11 +581,13 @@ def comparison(args, config, prompt_lengths, records, peaks, errors):
 # ---- decode ----------------------------------------------------------------------------------------------------------
 def decode(args):
     from rlhf_details import train_rloo, utils
+    from rlhf_details.plumbing import vllm  # which names no package of vLLM before an engine starts
 
     torch.set_num_threads(args.threads)
     paths, prompts = build(args)
     device, bf16 = "cuda" if torch.cuda.is_available() else "cpu", args.precision == "bf16"
-    model = GPTNeoXForCausalLM.from_pretrained(paths["policy"], dtype=torch.float32).to(device).eval()
+    path = args.model or paths["policy"]
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device).eval()
     policy, k, R = train_rloo.Policy(model, 0.7).eval(), args.k, args.response_length
     queries, mask = utils.left_pad(prompts, device)
     rows = torch.arange(len(prompts) * k, device=device)
@@ -592,8 +605,14 @@ def decode(args):
     systems = {f"ours, {n} responses a prompt": lambda n=n: sampled(n) for n in dict.fromkeys((k, 1))}
     systems["generate"] = lambda: generated(model)
     if bf16:
-        copy = GPTNeoXForCausalLM.from_pretrained(paths["policy"], dtype=torch.bfloat16).to(device).eval()
+        copy = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).to(device).eval()
         systems["generate, bf16 weights"] = lambda: generated(copy)
+    if importlib.util.find_spec("vllm"):
+        flags = types.SimpleNamespace(sampler="vllm", vllm_server=None, vllm_memory=0.3, response_length=R)
+        accelerator = Accelerator(cpu=device == "cpu", mixed_precision="bf16" if bf16 else "no")
+        engine = vllm.sampler(flags, accelerator, [types.SimpleNamespace(ids=ids) for ids in prompts], sys.exit)
+        batch = queries.repeat_interleave(k, 0), mask.repeat_interleave(k, 0), rows
+        systems["vLLM, its push included"] = lambda: engine(policy, batch, 1, R, None, (1, utils.TRAINING, 1))[0]
     times, before, start = {name: [] for name in systems}, others_seconds(), time.time()
     for turn in range(args.alternations + 1):  # the first turn warms up
         for name, function in systems.items():

@@ -15,13 +15,14 @@ import pytest
 import torch
 from accelerate import Accelerator
 from helpers import ROOT, launch, page_args, read_metrics, save_pair
-from processes import words_of
+from processes import run_under, spec_of, words_of
 from scipy.stats import chisquare
 
 from rlhf_details import train_rloo, utils
 from rlhf_details.plumbing import models, vllm
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("vllm") is None, reason="the package vllm is missing")]
+NO_DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
 PAGES = ["train_grpo", "train_ppo", "train_ppo_async", "train_grpo_async"]  # RLOO is in the tests below.
 
 
@@ -97,11 +98,15 @@ def test_greedy_answers_of_a_real_chat_model_equal_those_of_transformers(tmp_pat
         assert response[m].tolist() == whole[0, len(ids) :].tolist()
 
 
-def run_page(page, pair, folder, name, processes=1, **changes):
-    """The rows of a short run of a page as a user starts it."""
+def args_of(page, pair, name, **changes):
     values = dict(temperature=0.7, response_length=12, run_name=name, output_dir=f"models/{name}", learning_rate=1e-3)
     values |= dict(sampler="vllm", eval_dataset="toy:test", seed=1)
-    args = page_args(page, pair, **(values | changes))
+    return page_args(page, pair, **(values | changes))
+
+
+def run_page(page, pair, folder, name, processes=1, **changes):
+    """The rows of a short run of a page as a user starts it."""
+    args = args_of(page, pair, name, **changes)
     done = launch(ROOT / f"rlhf_details/{page}.py", words_of(args), processes, cwd=folder)
     assert done.returncode == 0, done.stderr[-3000:]
     return read_metrics(folder / "runs" / name)
@@ -167,34 +172,63 @@ def test_one_and_two_processes_and_a_server_give_the_same_curves(pair, runs, ser
     assert_like_one("train_grpo_async", pair, runs, server=two_and_server)
 
 
+@pytest.mark.parametrize("kind", ["fsdp2", pytest.param("zero3", marks=NO_DEEPSPEED)])
+def test_weights_that_are_shared_out_are_pushed_whole(pair, runs, kind):
+    whole = run_page("train_rloo", pair, runs, f"whole_{kind}")
+    run_under(kind, [spec_of(args_of("train_rloo", pair, kind), kind)], runs)
+    assert_alike(whole, read_metrics(runs / "runs" / kind), kind)
+
+
 def assert_like_one(page, pair, runs, **others):
     """Runs a page in one process, and in other ways {name: changes}."""
     whole = run_page(page, pair, runs, f"{page}_one")
     for name, changes in others.items():
-        rows = run_page(page, pair, runs, f"{page}_{name}", **changes)
-        for a, b in zip(whole, rows, strict=True):
-            for metric in ("eval/objective/scores", "objective/scores", "objective/kl", "val/sequence_lengths"):
-                assert metric not in a or abs(a[metric] - b[metric]) < 0.02 * max(1, abs(a[metric])), (name, metric)
+        assert_alike(whole, run_page(page, pair, runs, f"{page}_{name}", **changes), name)
+
+
+def assert_alike(whole, rows, name):
+    """Two runs have the same curves, within the noise of sampling."""
+    for a, b in zip(whole, rows, strict=True):
+        for metric in ("eval/objective/scores", "objective/scores", "objective/kl", "val/sequence_lengths"):
+            assert metric not in a or abs(a[metric] - b[metric]) < 0.02 * max(1, abs(a[metric])), (name, metric)
+
+
+def started(args, folder):
+    """A run with a server, once it has three rows."""
+    command = [sys.executable, ROOT / "rlhf_details/train_rloo.py", *words_of(args)]
+    run = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    metrics = folder / f"runs/{args.run_name}/metrics.jsonl"
+    while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 3):
+        assert run.poll() is None, run.stderr.read()
+        time.sleep(0.2)
+    return run
+
+
+LONG = dict(sampler="vllm", checkpoint_every=1, learning_rate=1e-3, total_episodes=16 * 30)
+AGAIN = dict(resume=True, overwrite=False)
+
+
+def test_a_killed_trainer_leaves_the_server_to_the_run_that_goes_on(pair, runs, server):
+    values = LONG | dict(run_name="killed", output_dir="models/killed", vllm_server=server[0])
+    run = started(page_args("train_rloo", pair, **values), runs)
+    run.kill()
+    run.communicate()
+    script = ROOT / "rlhf_details/train_rloo.py"
+    more = launch(script, words_of(page_args("train_rloo", pair, **(values | AGAIN))), cwd=runs)
+    assert more.returncode == 0 and "--resume: goes on after update" in more.stdout, more.stderr
+    assert [row["update"] for row in read_metrics(runs / "runs/killed")] == list(range(1, 31))
 
 
 def test_a_server_that_dies_ends_the_run_in_one_line_and_the_run_goes_on(pair, runs, server):
     """This test is the last, since it kills the server. The rest of the run samples beside the process."""
     url, process = server
-    values = dict(run_name="dies", output_dir="models/dies", sampler="vllm", checkpoint_every=1, learning_rate=1e-3)
-    values |= dict(total_episodes=16 * 30)
-    again = dict(resume=True, overwrite=False)
-    args = page_args("train_rloo", pair, **values, vllm_server=url)
+    values = LONG | dict(run_name="dies", output_dir="models/dies")
     script = ROOT / "rlhf_details/train_rloo.py"
-    command = [sys.executable, script, *words_of(args)]
-    with subprocess.Popen(command, cwd=runs, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as run:
-        metrics = runs / "runs/dies/metrics.jsonl"
-        while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 3):
-            assert run.poll() is None, run.stderr.read()
-            time.sleep(0.2)
+    with started(page_args("train_rloo", pair, **values, vllm_server=url), runs) as run:
         kill(process)
         error = run.stderr.read()
     assert run.returncode == 1 and f"error: --sampler vllm: the server at {url} failed" in error
     assert "last good checkpoint" in error and "Traceback" not in error
-    more = launch(script, words_of(page_args("train_rloo", pair, **(values | again))), cwd=runs)
+    more = launch(script, words_of(page_args("train_rloo", pair, **(values | AGAIN))), cwd=runs)
     assert more.returncode == 0 and "--resume: goes on after update" in more.stdout, more.stderr
     assert [row["update"] for row in read_metrics(runs / "runs/dies")] == list(range(1, 31))
