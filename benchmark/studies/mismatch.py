@@ -161,7 +161,8 @@ def draw(args: DrawArgs):
 def short(effects, seen):
     """The table of the site: gold and KL at the end, each less the base's, of the uncorrected and the bounded run."""
     head = "| base | what samples | a batch's largest gap of a log-prob, mean | gold, not corrected"
-    lines = [f"{head} | gold, ratio at most 2 | KL, not corrected | KL, ratio at most 2 |", "|---|---|---:|---:|---:|---:|---:|"]
+    head += " | gold, ratio at most 2 | KL, not corrected | KL, ratio at most 2 |"
+    lines = [head, "|---|---|---:|---:|---:|---:|---:|"]
     for algorithm in ("rloo", "grpo"):
         for kind, bits in BITS.items():
             runs = [effects[f"{algorithm}_{bits}_{how}"] for how in ("none", "truncate")]
