@@ -24,7 +24,7 @@ import torch
 
 sys.path.extend(str(Path(__file__).resolve().parents[1] / room) for room in (".", "studies"))
 from ablations import NAMES, RUN, changes, levels, outcome, verdicts, worth
-from intervals import ROOT, last, mean_interval, read_seeds, words
+from intervals import ROOT, experiments, last, mean_interval, read_seeds, words
 from plot import blank, frame, save
 
 from benchmark import COLUMNS, STAGES, Run, StudyArgs, git_tag, run_command, run_study, stage_runs
@@ -50,7 +50,7 @@ class DrawArgs:
 
     tag: str
     """folder of the results"""
-    vllm: str
+    vllm: tuple[str, ...]
     """folder of the results of vLLM itself, made by benchmark.py"""
     output: str = "static/mismatch.svg"
     """the figure"""
@@ -150,7 +150,7 @@ def draw(args: DrawArgs):
         algorithm, kind, how = variants()[name]
         cells = [f"{x:.4f}" for x in numbers]
         lines.append(f"| {kind} | {CORRECTIONS[how]} | {algorithm} | {' | '.join(cells)} |")
-    lines += ["", *of_vllm(results.parent / args.vllm / "vllm")]
+    lines += ["", *of_vllm([results.parent / tag / "vllm" for tag in args.vllm])]
     (results / "mismatch.md").write_text("\n".join(lines) + "\n")
     text = "# Written by benchmark/studies/mismatch.py draw.\n" + worth([r for r in rows if r[1]], verdict, sure)
     (results.parent / "worth_mismatch.toml").write_text(text)
@@ -172,16 +172,25 @@ def short(effects, seen):
     return lines
 
 
-def of_vllm(folder):
+def of_vllm(folders):
     """The table of vLLM itself beside utils.sample: held-out figures at the end, and the largest gap of all updates."""
-    lines = ["| RLOO samples with | seeds | gold | learned score | KL | largest gap of a log-prob in any update |"]
+    lines = ["| run | seeds | gold | learned score | KL | largest gap of a log-prob in any update |"]
     lines += ["|---|---:|---:|---:|---:|---:|"]
-    for name in ("own", "vllm"):
-        seeds = list(read_seeds(folder, name).values())
-        ends = [[last(seed[f"eval/objective/{x}"]) for seed in seeds] for x in ("gold", "scores", "kl")]
-        gap = max(np.nanmax(seed["val/logprob_gap"]) for seed in seeds)
-        cells = [words(mean_interval(x)) for x in ends]
-        lines.append(f"| `--sampler {name}` | {len(seeds)} | {' | '.join(cells)} | {gap:.6f} |")
+    for folder in folders:
+        found = experiments(folder)
+        for own in (name for name in found if name.endswith("own")):
+            ends, algorithm = {}, own.rpartition("_")[0].upper() or "RLOO"
+            for sampler in ("own", "vllm"):
+                seeds = found[own.removesuffix("own") + sampler]
+                ends[sampler] = [
+                    np.array([last(seeds[n][f"eval/objective/{x}"]) for n in sorted(seeds)])
+                    for x in ("gold", "scores", "kl")
+                ]
+                gap = max(np.nanmax(seed["val/logprob_gap"]) for seed in seeds.values())
+                cells = [words(mean_interval(x)) for x in ends[sampler]]
+                lines.append(f"| {algorithm}, `--sampler {sampler}` | {len(seeds)} | {' | '.join(cells)} | {gap:.6f} |")
+            cells = [words(mean_interval(x - y), "+.2f") for x, y in zip(ends["vllm"], ends["own"], strict=True)]
+            lines.append(f"| {algorithm}, vllm less own, by seed | | {' | '.join(cells)} | |")
     return lines
 
 
