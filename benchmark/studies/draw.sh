@@ -15,7 +15,7 @@ draw studies/overoptimisation draw --tag cc51011
 draw studies/ablations draw --tags cc51011 f1166b3
 draw plot same f1166b3_amd/ablations cc51011/ablations --output benchmark/results/cc51011/ablations_same.md
 draw studies/movies draw --tag cc51011
-draw studies/grpo draw --tag cc51011 --more 1899970 83c3a19 --timed 6 7 8 9 10
+draw studies/grpo draw --tag cc51011 --more 1899970 --timed 6 7 8 9 10
 draw studies/dpo draw --tag c2d7618 --others cc51011
 draw studies/mismatch draw --tag 2015ca1 --vllm 3c73ea6 c44b7c7
 draw studies/smollm draw --tag 5b18bbb

@@ -32,6 +32,7 @@ import mutations
 import plot
 import readme
 import smollm
+import speed
 import toy as toy_over_seeds
 
 import benchmark
@@ -97,7 +98,7 @@ def test_every_command_of_the_readme_that_runs_or_draws_a_study_parses():
 
 def test_every_flag_that_the_readme_names_exists():
     arguments = [module.Args for module in SCRIPTS.values()]
-    arguments += [benchmark.Args, frozen.Args, plot.CurvesArgs, plot.CompareArgs]
+    arguments += [benchmark.Args, frozen.Args, plot.CurvesArgs, plot.CompareArgs, speed.Decode]
     studies = ablations, against_trl, dpo, grpo, mismatch, smollm, toy_over_seeds
     arguments += [kind for study in studies for kind, _ in study.COMMANDS.values()]
     names = {field.name for kind in arguments for field in dataclasses.fields(kind)}
