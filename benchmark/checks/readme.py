@@ -110,6 +110,7 @@ TABLES = {
     "dpo_replay": lambda: tables("dpo_replay", DPO)[0],
     "mismatch": lambda: tables("mismatch", "2015ca1")[1],
     "speed_sampler": lambda: tables("speed_sampler_27m_40", ".")[0],
+    "speed_sampler_smollm": lambda: tables("speed_sampler_smollm_40", ".")[0],
     "vllm": lambda: tables("mismatch", "2015ca1")[-1],
     "smollm_verified": lambda: tables("smollm", SMOLLM)[0],
     "smollm_base": lambda: tables("smollm", SMOLLM)[1],
