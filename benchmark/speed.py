@@ -581,7 +581,7 @@ def comparison(args, config, prompt_lengths, records, peaks, errors):
 # ---- decode ----------------------------------------------------------------------------------------------------------
 def decode(args):
     from rlhf_details import train_rloo, utils
-    from rlhf_details.plumbing import vllm  # which names no package of vLLM before an engine starts
+    from rlhf_details.plumbing import vllm  # It imports vLLM's own package only when an engine starts.
 
     torch.set_num_threads(args.threads)
     paths, prompts = build(args)

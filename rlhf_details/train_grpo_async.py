@@ -74,7 +74,7 @@ class Args(cli.PolicyArgs):  # which holds the flags of run, data, models, loggi
     missing_eos_mode: Literal["subtract", "replace"] = "subtract"
     """subtract the penalty from the score, or replace the score by -penalty"""
     soft_overlong: int | None = None
-    """over its last so many tokens of response_length a response pays from 0 up to 1 (DAPO); None: nothing"""
+    """the last tokens of response_length, over which a response pays from 0 up to 1 (DAPO); None: it pays nothing"""
 
     # reward and KL
     kl_coef: float = 0.04

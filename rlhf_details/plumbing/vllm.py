@@ -219,7 +219,7 @@ def serve(pipe, flat, shapes, options, environ):
                     pipe.send((found, None))
         except (EOFError, BrokenPipeError):
             raise
-        except Exception as e:
+        except Exception as e:  # vLLM may fail in any way, and the training process then says why in one line.
             pipe.send((None, f"{type(e).__name__}: {e}"))
 
 
