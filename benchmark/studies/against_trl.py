@@ -303,15 +303,14 @@ def run(args: RunArgs):
 
 
 # ---- replay ----------------------------------------------------------------------------------------------------------
-def record(algorithm, seed, changes, folder, task="toy"):
-    """Trains our policy into folder/ours.
+def record(algorithm, own, folder):
+    """Trains our policy, with the arguments `own`, into folder/ours.
 
     folder/samples.json gets its samples: of each update [query, response], both token ids.
     """
     from rlhf_details import utils
 
-    script, kept = importlib.import_module(f"rlhf_details.train_{algorithm}"), {}
-    sample, (sft, reward) = utils.sample, models_of(seed, task)
+    script, kept, sample = importlib.import_module(f"rlhf_details.train_{algorithm}"), {}, utils.sample
 
     def recorded(policy, batch, **options):
         responses, mask, logprobs = sample(policy, batch, **options)
@@ -321,12 +320,11 @@ def record(algorithm, seed, changes, folder, task="toy"):
             kept.setdefault(update, {})[row] = [query, responses[i][mask[i]].tolist()]
         return responses, mask, logprobs
 
-    own = {"seed": seed, "run_name": f"record_{algorithm}", "overwrite": True, "eval_dataset": None}
-    own |= {"num_sample_generations": 0, "checkpoint_every": 0, "output_dir": str(folder / "ours")}
-    own |= {"sft_model_path": str(sft), "reward_model_path": str(reward)}
+    rest = {"run_name": f"record_{algorithm}", "overwrite": True, "eval_dataset": None}
+    rest |= {"num_sample_generations": 0, "checkpoint_every": 0, "output_dir": str(folder / "ours")}
     utils.sample = recorded
     try:
-        script.main(script.Args(**(settings(algorithm, task) | own | changes)))
+        script.main(script.Args(**(own | rest)))
     finally:
         utils.sample = sample
     samples = [[kept[update][row] for row in sorted(kept[update])] for update in sorted(kept)]
@@ -353,7 +351,8 @@ def replay(args: ReplayArgs):
         folder.mkdir(parents=True, exist_ok=True)
         theirs_alone = {name: changes[name] for name in THEIRS if name in changes}
         changes = {name: value for name, value in changes.items() if name not in THEIRS}
-        record(algorithm, args.seed, changes, folder, args.task)
+        own = {"seed": args.seed, "sft_model_path": str(sft), "reward_model_path": str(reward)}
+        record(algorithm, settings(algorithm, args.task) | own | changes, folder)
         for system, (of, version, label, _) in SYSTEMS.items():
             if of != algorithm or version is None:
                 continue

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import tyro
 
-FIGURES = "scores", "gold", "kl", "ended", "length"
+FIGURES = "scores", "gold", "kl", "ended", "length", "rewards/obeys"
 
 
 @dataclass
@@ -55,7 +55,8 @@ def evaluate(policy_folder, sft, reward, seed, **changes):
     scorer = accelerator, tokenizer, reward_model, train_rloo.response_scores, args.micro_batch_size, stop_id
     score = rewards.Scorer(args, *scorer)
     metrics, _ = train_rloo.evaluate(policy, utils.sample, reference, score, prompts, stop_id, args, accelerator)
-    return {f"eval/objective/{name}": metrics[f"eval/objective/{name}"] for name in FIGURES}
+    names = (f"eval/objective/{name}" for name in FIGURES)
+    return {name: metrics[name] for name in names if name in metrics}
 
 
 def main(args: Args):

@@ -40,6 +40,8 @@ LIKE_GRPO += " --batch_size 64 --total_episodes 1280 --learning_rate 1e-5 --lr_s
 REVIEWS = f"--dataset {HERE}/reviews.py:train --eval_dataset {HERE}/reviews.py:test"
 JUDGES = f"--reward_fn {HERE}/reviews.py:lexicon {HERE}/reviews.py:obeys --reward_fn_weights"
 SHORT = f"--response_length 32 --temperature 0.7 --batch_size 32 --micro_batch_size 32 --lr_schedule constant {STEP}"
+GRPO_LORA = f"{GRPO} --lora_rank 16 --learning_rate 2e-4"
+OURS = {"grpo": GRPO, "rloo": f"train_rloo.py {INSTRUCTIONS} {LIKE_GRPO}"}
 BASE = f"train_rloo.py {REVIEWS} --reward_model_path None {JUDGES} 3 0 {SHORT} --rloo_k 4 --total_episodes 320"
 BASE += " --learning_rate 2e-5 --kl_coef 0.03"
 LEARNED = f"{REVIEWS} --reward_model_path {{root}}/models/bench/1/smollm_reward {JUDGES} 0 0 {SHORT} --kl_coef 0"
@@ -92,8 +94,8 @@ class ProductsArgs:
 # ---- run -------------------------------------------------------------------------------------------------------------
 def commands(tag):
     """{experiment: (command, folder of its code or None)}, the reward models before what needs them."""
-    found = {"grpo": (GRPO, None), "rloo": (f"train_rloo.py {INSTRUCTIONS} {LIKE_GRPO}", None)}
-    found["grpo_lora"] = f"{GRPO} --lora_rank 16 --learning_rate 2e-4", None
+    found = {name: (command, None) for name, command in OURS.items()}
+    found["grpo_lora"] = GRPO_LORA, None
     found["base"] = BASE, None
     mutations = {variant.name: variant.mutations for variant in VARIANTS}
     for name, (_, _, flags, _) in DETAILS.items():

@@ -3,13 +3,14 @@ The side of against_trl.py that runs inside an environment with TRL: one process
 
     ENVIRONMENT/bin/python benchmark/studies/trl_side.py SPEC.json        (against_trl.py calls it)
 
-SPEC: algorithm (rloo, grpo, ppo, or dpo, see its function), policy, reward (model folders), prompts (.jsonl with
-`prompt`), seed, settings (the arguments of our scripts, by their names), output_dir (of the trained policy), result
-(.json: the versions and a curve, one row an update with objective/scores and objective/kl, the KL in nats a response
-of that update's samples). With samples (.json: a list an update of [query, response] token ids, the responses of a
-prompt adjacent), these are trained on in place of TRL's own. With whole_means, PPO's loss is divided by the tokens of
-the whole minibatch. With prepared_data the samples' prompts go through accelerate's data loader, as prompts do in a
-run.
+SPEC: algorithm (rloo, grpo, ppo, or dpo, see its function), policy, reward (model folders) or reward_fn
+(FILE.py:function) with columns (those it takes of a prompt's row), prompts (.jsonl with `prompt`), seed, settings (the
+arguments of our scripts, by their names), output_dir (of the trained policy), result (.json: the versions, the peak of
+the memory and a curve, one row an update with objective/scores and objective/kl, the KL in nats a response of that
+update's samples; under reward_fn also the phases that speed_trl.py watches). With samples (.json: a list an update of
+[query, response] token ids, the responses of a prompt adjacent), these are trained on in place of TRL's own. With
+whole_means, PPO's loss is divided by the tokens of the whole minibatch. With prepared_data the samples' prompts go
+through accelerate's data loader, as prompts do in a run.
 
 A step has as many micro-batches as ours. With one its gradient is that of the whole batch. What still differs from our
 scripts:
@@ -37,9 +38,11 @@ All versions
 """
 
 import json
+import runpy
 import sys
 import time
 from importlib.metadata import version
+from itertools import zip_longest
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -55,6 +58,9 @@ from transformers import (
     TrainerCallback,
     set_seed,
 )
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from speed_trl import Watch
 
 LOSSES = {"token": "dapo", "response": "grpo", "constant": "dr_grpo"}  # what TRL calls our loss_normalization
 
@@ -128,7 +134,7 @@ def clip_steps(limit):
     register_optimizer_step_pre_hook(clip)
 
 
-def legacy_trainer(spec, policy, tokenizer, texts):
+def legacy_trainer(spec, policy, tokenizer, rows):
     """RLOOTrainer or PPOTrainer of TRL 0.21: token ids in, policy, reference, reward (and value) model."""
     from trl import PPOConfig, PPOTrainer, RLOOConfig, RLOOTrainer
 
@@ -152,6 +158,7 @@ def legacy_trainer(spec, policy, tokenizer, texts):
         num_sample_generations=0,
     )
     clip_steps(ours["max_grad_norm"])
+    texts = [row["prompt"] for row in rows]
     data = Dataset.from_list([{"input_ids": ids} for ids in tokenizer(texts, return_token_type_ids=False).input_ids])
     reference = AutoModelForCausalLM.from_pretrained(spec["policy"], dtype=torch.float32)
     curve = Curve(lambda logs: (logs["objective/scores"], logs["objective/kl"]) if "objective/kl" in logs else None)
@@ -177,18 +184,29 @@ def take_whole_means():
 
 
 def reward_function(spec, tokenizer):
-    """(reward function of TRL 1.x, which scores a response's last token; tokens and mean score of its last batch)."""
-    model, last = load_reward(spec), {}
-    penalty, eos = spec["settings"]["missing_eos_penalty"], tokenizer.eos_token_id
+    """(reward function of TRL 1.x, tokens and mean score of its last batch). A model scores a response's last token."""
+    last, penalty, eos = {}, spec["settings"]["missing_eos_penalty"], tokenizer.eos_token_id
+    if checked := spec.get("reward_fn"):
+        path, _, name = checked.rpartition(":")
+        function = runpy.run_path(path)[name]
+    else:
+        model = load_reward(spec)
 
-    def reward(prompts, completion_ids, **kwargs):  # TRL gives all it has of a batch, by name
+    def by_function(prompts, completions, columns):
+        values = function(prompts, completions, **{name: columns[name] for name in spec["columns"]})
+        return torch.tensor(values, dtype=torch.float32)
+
+    def by_model(prompts, completion_ids):
         rows = [p + c for p, c in zip(tokenizer(prompts).input_ids, completion_ids, strict=True)]
         lengths = torch.tensor([len(row) for row in rows])
         tokens = nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
         mask = torch.arange(tokens.size(1)) < lengths.unsqueeze(1)
         with torch.no_grad():
             hidden = model.base_model(input_ids=tokens, attention_mask=mask.long(), use_cache=False).last_hidden_state
-            scores = model.score(hidden[torch.arange(len(rows)), lengths - 1]).squeeze(-1)
+            return model.score(hidden[torch.arange(len(rows)), lengths - 1]).squeeze(-1)
+
+    def reward(prompts, completions, completion_ids, **columns):  # TRL gives all it has of a batch, by name
+        scores = by_function(prompts, completions, columns) if checked else by_model(prompts, completion_ids)
         scores = scores - penalty * torch.tensor([float(eos not in ids) for ids in completion_ids])
         last.update(scores=scores.mean().item(), tokens=sum(map(len, completion_ids)))
         return scores.tolist()
@@ -196,8 +214,8 @@ def reward_function(spec, tokenizer):
     return reward, last
 
 
-def new_trainer(spec, policy, tokenizer, texts):
-    """RLOOTrainer or GRPOTrainer of TRL 1.x: texts in; it makes the reference itself, from the policy's folder."""
+def new_trainer(spec, policy, tokenizer, rows):
+    """RLOOTrainer or GRPOTrainer of TRL 1.x: rows of text in; it makes the reference itself, from the policy's folder."""
     from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
     ours, special = spec["settings"], {"normalize_advantages": False}
@@ -230,7 +248,7 @@ def new_trainer(spec, policy, tokenizer, texts):
         model=policy,
         reward_funcs=reward,
         args=config,
-        train_dataset=Dataset.from_list([{"prompt": text} for text in texts]),
+        train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
         callbacks=[curve],
     )
@@ -314,19 +332,25 @@ def main(spec):
     if ours["num_mini_batches"] != 1 or ours["missing_eos_mode"] != "subtract" or ours["warmup_ratio"]:
         raise ValueError("not translated: minibatches, --missing_eos_mode replace, warm-up")
     set_seed(spec["seed"])
-    texts = [json.loads(line)["prompt"] for line in Path(spec["prompts"]).read_text().splitlines()]
+    rows = [json.loads(line) for line in Path(spec["prompts"]).read_text().splitlines()]
     samples = json.loads(Path(spec["samples"]).read_text()) if "samples" in spec else None
+    special = spec.get("special_tokens", {"eos_token": "<eos>", "pad_token": "<pad>"})
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_file=f"{spec['policy']}/tokenizer.json", eos_token="<eos>", pad_token="<pad>", padding_side="left"
+        tokenizer_file=f"{spec['policy']}/tokenizer.json", **special, padding_side="left"
     )
     if samples:
-        every = responses_per_prompt(ours)
-        texts = [" ".join(tokenizer.convert_ids_to_tokens(query)) for update in samples for query, _ in update[::every]]
+        every, known = responses_per_prompt(ours), {row["prompt"]: row for row in rows}
+        texts = [tokenizer.decode(query) for update in samples for query, _ in update[::every]]
+        rows = [known.get(text, {"prompt": text}) for text in texts]
     policy = AutoModelForCausalLM.from_pretrained(spec["policy"], dtype=torch.float32)
     make = legacy_trainer if version("trl").startswith("0.") else new_trainer
-    trainer, curve = make(spec, policy, tokenizer, texts)
+    trainer, curve = make(spec, policy, tokenizer, rows)
+    watch = Watch(ours["num_ppo_epochs"], tokenizer.eos_token_id)
     if samples:
         replay(trainer, policy, samples, spec)
+    elif spec.get("reward_fn"):
+        trainer.add_callback(watch)
+        watch.watch(policy, [trainer.ref_model])
     if spec.get("whole_means"):
         take_whole_means()
     trainer.train()
@@ -337,8 +361,10 @@ def main(spec):
         name: version(name)
         for name in ("trl", "transformers", "torch", "accelerate", "datasets", "tokenizers", "numpy")
     }
+    phases = [{f"time/{name}": x[name] for name in ("rollout", "scores", "optimise", "update")} for x in watch.records]
+    rows = [row | more for row, more in zip_longest(curve.rows, phases, fillvalue={})]
     Path(spec["result"]).write_text(
-        json.dumps({"versions": versions, "seconds": time.time() - start, "rows": curve.rows})
+        json.dumps({"versions": versions, "seconds": time.time() - start, "peak": watch.peak, "rows": rows})
     )
 
 

@@ -1,0 +1,252 @@
+"""
+Against TRL 1.16 on SmolLM2-135M-Instruct: RLOO and GRPO of smollm.py's verified task by TRL's trainers, and the speed.
+
+    python benchmark/studies/smollm_trl.py run --tag TAG           (trains by TRL what is missing)
+    python benchmark/studies/smollm_trl.py replay --tag TAG        (TRL trained on our samples)
+    python benchmark/studies/smollm_trl.py speed --tag TAG         (an update of ours, with and without LoRA, and TRL's)
+    python benchmark/studies/smollm_trl.py draw --tag TAG --ours 5b18bbb         (results/TAG/smollm_trl.md)
+
+Our runs are those of smollm.py. trl_side.py translates their arguments, and lists what still differs. One evaluator
+(held_out.py) measures both before and after training, with the noise of our scripts' own evaluation. The variable
+TRL_ENVIRONMENTS names the folder of the environments trl-VERSION, which speed.py makes where missing.
+"""
+
+import importlib
+import json
+import os
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+from against_trl import distance, record, run_trl
+from held_out import evaluate
+from lora_memory import RUN
+from smollm import COLUMNS, GRPO_LORA, OURS, PATHS, ends, risen, table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from intervals import ROOT, experiments, mean_interval, words
+
+from benchmark import Run, StudyArgs, git_tag, made_with, run_all, run_command
+
+SYSTEMS, VERSION = {"trl_rloo": "rloo", "trl_grpo": "grpo"}, "1.16.0"
+FIGURES = {"rewards/obeys": "right answers", "scores": "score", "kl": "KL, nats", "length": "tokens", "ended": "ended"}
+
+
+@dataclass(kw_only=True)
+class RunArgs(StudyArgs):
+    """Trains what is missing."""
+
+    seeds: tuple[int, ...] = (1, 2, 3)
+    systems: tuple[str, ...] = tuple(SYSTEMS)
+    """which of TRL's trainers"""
+    columns: tuple[str, ...] = tuple(COLUMNS.split())
+    preload: bool = False
+
+
+@dataclass
+class DrawArgs:
+    """The table."""
+
+    tag: str
+    """folder of the results"""
+    ours: str
+    """folder of the results of smollm.py"""
+
+
+@dataclass
+class TrlArgs:
+    """One policy by TRL, and its evaluation, as a run's metrics.jsonl (what `run` calls, in a run's folder)."""
+
+    system: str
+    """a name in SYSTEMS"""
+    seed: int
+    """seed of the samples and of the evaluation"""
+    run_name: str = "run"
+    """folder under runs/"""
+    overwrite: bool = True
+    """replace it"""
+
+
+@dataclass
+class ReplayArgs:
+    """TRL is trained on the samples that our script drew: how far apart are the two policies?"""
+
+    tag: str
+    """folder of the results"""
+    systems: tuple[str, ...] = tuple(SYSTEMS)
+    """which of TRL's trainers"""
+    updates: int = 3
+    """updates"""
+    seed: int = 1
+    """seed of our samples"""
+
+
+@dataclass
+class SpeedArgs:
+    """Seconds and peak memory of updates, in turn by ours, ours with LoRA and TRL, each in a process of its own."""
+
+    tag: str
+    """folder of the results"""
+    alternations: int = 2
+    """times that every system runs"""
+    updates: int = 3
+    """updates of a run, of which the first warms up"""
+    threads: int = 2
+    """CPU threads of a process"""
+
+
+# ---- TRL's side ------------------------------------------------------------------------------------------------------
+def settings(algorithm, seed):
+    """{argument: value} of our own run of the verified task."""
+    from rlhf_details.plumbing import cli
+
+    _, *words = shlex.split(f"{OURS[algorithm]} {PATHS}".format(root=ROOT, seed=seed))
+    return vars(cli.parse(importlib.import_module(f"rlhf_details.train_{algorithm}").Args, words)) | {"seed": seed}
+
+
+def spec_of(system, ours, folder):
+    """What trl_side.py is told, with the training prompts in the folder."""
+    from rlhf_details.plumbing import data, models
+
+    args = SimpleNamespace(**ours | {"eval_dataset": None})
+    tokenizer = models.load_tokenizer(ours["sft_model_path"], "--sft_model_path", args)
+    prompts, _ = data.load_prompts(args, tokenizer, room=np.inf)
+    columns, rows = ("kind", "value", "topic"), []
+    for prompt in prompts:
+        rows.append({"prompt": tokenizer.decode(prompt.ids)} | {name: prompt.columns[name] for name in columns})
+        if tokenizer(rows[-1]["prompt"]).input_ids != prompt.ids:
+            raise ValueError(f"TRL would read other tokens than ours of {rows[-1]['prompt']!r}")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    spec = {"algorithm": SYSTEMS[system], "policy": ours["sft_model_path"], "seed": ours["seed"], "settings": ours}
+    spec |= {"reward_fn": ours["reward_fn"][0], "columns": columns, "output_dir": str(folder / "policy")}
+    spec["special_tokens"] = {"eos_token": tokenizer.eos_token, "pad_token": tokenizer.pad_token}
+    return spec | {name: str(folder / file) for name, file in (("prompts", "prompts.jsonl"), ("result", "result.json"))}
+
+
+def environments():
+    """The folder of the environments trl-VERSION, which a variable names, to keep it out of a run's command."""
+    return os.environ.get("TRL_ENVIRONMENTS", str(ROOT / "runs" / "environments"))
+
+
+def by_trl(args: TrlArgs):
+    """Trains in TRL's environment, evaluates in this one; writes runs/<run_name>/metrics.jsonl."""
+    ours, here = settings(SYSTEMS[args.system], args.seed), Path.cwd()
+    spec = spec_of(args.system, ours, here)
+    names = "dataset", "eval_dataset", "reward_fn", "temperature", "response_length", "missing_eos_penalty"
+    changes = {name: ours[name] for name in names} | {"reward_fn": ours["reward_fn"][0]}
+    judge = ours["sft_model_path"], None, args.seed
+    first = {"update": 0} | evaluate(ours["sft_model_path"], *judge, **changes)
+    run_trl(VERSION, environments(), spec, here)
+    rows = json.loads(Path(spec["result"]).read_text())["rows"]
+    rows[-1] |= evaluate(spec["output_dir"], *judge, **changes)
+    folder = here / "runs" / args.run_name
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [first, *rows]))
+
+
+def replay(args: ReplayArgs):
+    """Writes results/TAG/smollm_trl_replay.md."""
+    rows = []
+    for system in args.systems:
+        folder = ROOT / "runs" / "benchmark" / args.tag / "smollm_replay" / system
+        ours = settings(SYSTEMS[system], args.seed)
+        ours["total_episodes"] = args.updates * ours["batch_size"]
+        spec = spec_of(system, ours, folder) | {"samples": str(folder / "samples.json")}
+        record(SYSTEMS[system], ours, folder)
+        run_trl(VERSION, environments(), spec, folder)
+        apart = distance(folder / "ours", spec["output_dir"], ours["sft_model_path"])
+        rows.append(
+            [SYSTEMS[system].upper(), str(args.seed), f"TRL {VERSION}", str(args.updates), f"{100 * apart:.2g} %"]
+        )
+    lines = ["# TRL on our samples of SmolLM2", ""]
+    lines += [f"Written by `python benchmark/studies/smollm_trl.py replay --tag {args.tag}`. {made_with()}", ""]
+    lines += ["How far TRL's weights end from ours, as a share of how far ours have moved.", ""]
+    lines += table(["algorithm", "seed", "against", "updates", "distance"], rows)
+    (ROOT / "benchmark" / "results" / args.tag / "smollm_trl_replay.md").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+
+
+def timed(system, args):
+    """(rows with the seconds of each update, peak memory in bytes) of a short run without evaluation."""
+    folder = ROOT / "runs" / "benchmark" / args.tag / "smollm_speed" / system
+    folder.mkdir(parents=True, exist_ok=True)
+    if system in SYSTEMS:
+        ours = settings(SYSTEMS[system], 1)
+        ours["total_episodes"] = args.updates * ours["batch_size"]
+        spec = spec_of(system, ours, folder)
+        run_trl(VERSION, environments(), spec, folder)
+        result = json.loads(Path(spec["result"]).read_text())
+        return result["rows"], result["peak"]
+    script, *flags = shlex.split(f"{(OURS | {'grpo_lora': GRPO_LORA})[system]} {PATHS}".format(root=ROOT, seed=1))
+    flags += ["--eval_dataset", "None", "--total_episodes", str(64 * args.updates), "--run_name", "run", "--overwrite"]
+    command = [sys.executable, "-c", RUN, str(ROOT / "rlhf_details" / script), *flags]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+    rows = [json.loads(line) for line in (folder / "runs" / "run" / "metrics.jsonl").read_text().splitlines()]
+    return rows, int(done.stdout.rsplit("PEAK", 1)[1]) * 1024
+
+
+def speed(args: SpeedArgs):
+    """Writes results/TAG/smollm_trl_speed.md."""
+    phases, found = ("rollout", "scores", "optimise"), {}
+    os.environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(args.threads)}
+    for _ in range(args.alternations):
+        for system in ("rloo", "trl_rloo", "grpo", "grpo_lora", "trl_grpo"):
+            rows, peak = timed(system, args)
+            own = [np.mean([row[f"time/{phase}"] for row in rows[1:]]) for phase in phases]
+            found.setdefault(system, []).append([*own, sum(own), peak / 1e9])
+            print(system, *(f"{x:.1f}" for x in found[system][-1]), flush=True)
+    lines = ["# SmolLM2: an update of 64 answers, and memory", ""]
+    lines += [f"Written by `python benchmark/studies/smollm_trl.py speed --tag {args.tag}`. {made_with()}", ""]
+    lines += [
+        f"Seconds of an update on {args.threads} threads, means over {args.updates - 1} updates; in turn, so a row"
+    ]
+    lines += ["has all its measurements one behind the other. The peak is that of the process.", ""]
+    rows = [[name, *(" ".join(f"{run[i]:.1f}" for run in runs) for i in range(5))] for name, runs in found.items()]
+    lines += table(["system", *phases, "an update", "peak GB"], rows)
+    (ROOT / "benchmark" / "results" / args.tag / "smollm_trl_speed.md").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+
+
+# ---- run and draw ----------------------------------------------------------------------------------------------------
+def run(args: RunArgs):
+    """Returns the names of the runs that failed."""
+    tag = args.tag or git_tag()
+    command = "python benchmark/studies/smollm_trl.py trl --system"
+    runs = [Run(x, f"{command} {x}", seed, tag, "smollm_trl") for seed in args.seeds for x in args.systems]
+    return run_all(runs, args, tag)
+
+
+def draw(args: DrawArgs):
+    """Writes results/TAG/smollm_trl.md."""
+    theirs = experiments(ROOT / "benchmark" / "results" / args.tag / "smollm_trl")
+    ours, rows, apart = experiments(ROOT / "benchmark" / "results" / args.ours / "smollm"), [], []
+    for system, algorithm in SYSTEMS.items():
+        for name, found in ((f"train_{algorithm}.py", ours[algorithm]), (f"TRL {VERSION}", theirs.get(system, {}))):
+            if found:
+                rows.append([f"{algorithm.upper()}, {name}", str(len(found)), *risen(found, FIGURES)])
+        if common := sorted(ours[algorithm].keys() & theirs.get(system, {}).keys()):
+            pairs = [(ours[algorithm][seed], theirs[system][seed]) for seed in common]
+            cells = [words(mean_interval([ends(a, x)[1] - ends(b, x)[1] for a, b in pairs])) for x in FIGURES]
+            apart.append([algorithm.upper(), str(len(common)), *cells])
+    lines = ["# Against TRL on SmolLM2-135M-Instruct", ""]
+    lines += [f"Written by `python benchmark/studies/smollm_trl.py draw --tag {args.tag} --ours {args.ours}`."]
+    lines += [
+        "Held-out figures are means over 96 prompts, before -> after, then over seeds. What follows is the mean rise"
+    ]
+    lines += ["with Student's 95 % interval over seeds. Below: ours less TRL's at the end, paired by seed.", ""]
+    lines += table(["system", "seeds", *FIGURES.values()], rows)
+    lines += ["", *table(["ours less TRL's", "seeds", *FIGURES.values()], apart)]
+    (ROOT / "benchmark" / "results" / args.tag / "smollm_trl.md").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+
+
+COMMANDS = {"run": (RunArgs, run), "draw": (DrawArgs, draw), "trl": (TrlArgs, by_trl)}
+COMMANDS |= {"replay": (ReplayArgs, replay), "speed": (SpeedArgs, speed)}
+
+if __name__ == "__main__":
+    sys.exit(run_command(COMMANDS))
