@@ -51,9 +51,10 @@ def evaluate(policy_folder, sft, reward, seed, **changes):
     tokenizer, _, reference, reward_model = train_rloo.load_models(args, accelerator.device)
     model = utils.disable_dropout(models.load_policy(str(policy_folder), "--policy", args))
     policy, stop_id = train_rloo.Policy(model, args.temperature), tokenizer.eos_token_id
-    _, prompts = data.load_prompts(args, tokenizer, room=math.inf)
+    rows, prompts = data.load_prompts(args, tokenizer, room=math.inf)
     scorer = accelerator, tokenizer, reward_model, train_rloo.response_scores, args.micro_batch_size, stop_id
     score = rewards.Scorer(args, *scorer)
+    score.check_columns(rows, prompts)
     metrics, _ = train_rloo.evaluate(policy, utils.sample, reference, score, prompts, stop_id, args, accelerator)
     names = (f"eval/objective/{name}" for name in FIGURES)
     return {name: metrics[name] for name in names if name in metrics}

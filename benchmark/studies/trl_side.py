@@ -215,7 +215,7 @@ def reward_function(spec, tokenizer):
 
 
 def new_trainer(spec, policy, tokenizer, rows):
-    """RLOOTrainer or GRPOTrainer of TRL 1.x: rows of text in; it makes the reference itself, from the policy's folder."""
+    """RLOOTrainer or GRPOTrainer of TRL 1.x: rows of text in; it makes the reference from the policy's folder."""
     from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
     ours, special = spec["settings"], {"normalize_advantages": False}
