@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 from ablations import NAMES, changes, levels, outcome, verdicts, worth
+from against_trl import lengths_stages
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from intervals import ROOT, experiments, last, mean_interval, read_seeds, words
@@ -75,6 +76,33 @@ PARTS = {  # name: (details that it measures, what is changed, the run it is com
         "--num_ppo_epochs 4 --objective cispo --cliprange_high 4",
     ),
 }
+SUMS_STEPS = f"python rlhf_details/train_grpo.py {SUM} --total_episodes 76800 --num_ppo_epochs 4"
+LENGTHS = f"python rlhf_details/train_grpo.py {RUN} --response_length 96 --batch_size 64 --total_episodes 3200"
+LENGTHS += f" --sft_model_path {MODELS}/lengths_sft --reward_model_path {MODELS}/lengths_reward"
+GSPO, CISPO = (PARTS[name][3].removeprefix("--num_ppo_epochs 4 ") for name in ("gspo", "cispo"))
+ELSEWHERE = {  # name: (details that it measures, what is changed, the run it is compared with or "", command)
+    "sum_steps": ("", "toy-sum, 4 passes over each batch", "", SUMS_STEPS),
+    "sum_gspo": ("GRPO-5", "GSPO", "sum_steps", f"{SUMS_STEPS} {GSPO}"),
+    "sum_cispo": ("GRPO-6", "CISPO", "sum_steps", f"{SUMS_STEPS} {CISPO}"),
+    "lengths": ("", "lengths", "", LENGTHS),
+    "lengths_mask_truncated": ("GRPO-7", PARTS["mask_truncated"][1], "lengths", f"{LENGTHS} --mask_truncated"),
+    "lengths_soft_overlong": ("GRPO-9", "a price on the last 24 tokens", "lengths", f"{LENGTHS} --soft_overlong 24"),
+    "lengths_no_penalty": (
+        "REW-3",
+        "nothing paid for a missing EOS",
+        "lengths",
+        f"{LENGTHS} --missing_eos_penalty None",
+    ),
+    "lengths_only_soft": (
+        "GRPO-9",
+        "the price on the last 24 tokens in its place",
+        "lengths_no_penalty",
+        f"{LENGTHS} --missing_eos_penalty None --soft_overlong 24",
+    ),
+    "lengths_steps": ("", "lengths, 4 passes over each batch", "", f"{LENGTHS} --num_ppo_epochs 4"),
+    "lengths_gspo": ("GRPO-5", "GSPO", "lengths_steps", f"{LENGTHS} --num_ppo_epochs 4 {GSPO}"),
+    "lengths_cispo": ("GRPO-6", "CISPO", "lengths_steps", f"{LENGTHS} --num_ppo_epochs 4 {CISPO}"),
+}
 MEASURES = {"gold": "gold", "scores": "learned score", "kl": "KL, nats", "ended": "share ended", "length": "tokens"}
 
 
@@ -107,10 +135,14 @@ def run(args: RunArgs):
     tag = args.tag or git_tag()
     sums = f"python rlhf_details/train_sft.py --dataset toy-sum --output_dir {MODELS}/sum_sft"
     commands = CURVES | {f"part_{name}": f"{SHORT} {flags}".strip() for name, (_, _, _, flags) in PARTS.items()}
+    commands |= {name: command for name, (_, _, _, command) in ELSEWHERE.items()}
     commands = {name: command for name, command in commands.items() if not args.only or name in args.only}
     runs = [Run(name, command, seed, tag, "grpo") for seed in args.seeds for name, command in commands.items()]
-    first = {"sum_sft": (sums, None)} if any(name.startswith("sum_") for name in commands) else {}
-    return run_study(stage_runs(args.seeds, tag, first=first), runs, args, tag)
+    first, second = {"sum_sft": (sums, None)} if any(name.startswith("sum_") for name in commands) else {}, {}
+    if any(name.startswith("lengths") for name in commands):
+        more, second = lengths_stages(args.seeds)
+        first |= more
+    return run_study(stage_runs(args.seeds, tag, first, second), runs, args, tag)
 
 
 def ends(seeds, measure):
