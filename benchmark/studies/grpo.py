@@ -99,9 +99,6 @@ ELSEWHERE = {  # name: (details that it measures, what is changed, the run it is
         "lengths_no_penalty",
         f"{LENGTHS} --missing_eos_penalty None --soft_overlong 24",
     ),
-    "lengths_steps": ("", "lengths, 4 passes over each batch", "", f"{LENGTHS} --num_ppo_epochs 4"),
-    "lengths_gspo": ("GRPO-5", "GSPO", "lengths_steps", f"{LENGTHS} --num_ppo_epochs 4 {GSPO}"),
-    "lengths_cispo": ("GRPO-6", "CISPO", "lengths_steps", f"{LENGTHS} --num_ppo_epochs 4 {CISPO}"),
 }
 MEASURES = {"gold": "gold", "scores": "learned score", "kl": "KL, nats", "ended": "share ended", "length": "tokens"}
 

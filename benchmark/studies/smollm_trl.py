@@ -1,17 +1,18 @@
 """
 Against TRL 1.16 on SmolLM2-135M-Instruct: RLOO and GRPO of smollm.py's verified task by TRL's trainers, and the speed.
 
-    python benchmark/studies/smollm_trl.py run --tag TAG           (trains by TRL what is missing)
+    python benchmark/studies/smollm_trl.py run --tag TAG           (trains what is missing: 7 minutes of ours, 25 of TRL's)
     python benchmark/studies/smollm_trl.py replay --tag TAG        (TRL trained on our samples)
     python benchmark/studies/smollm_trl.py speed --tag TAG         (an update of ours, with and without LoRA, and TRL's)
-    python benchmark/studies/smollm_trl.py draw --tag TAG --ours 5b18bbb         (results/TAG/smollm_trl.md)
+    python benchmark/studies/smollm_trl.py draw --tag TAG          (results/TAG/smollm_trl.md)
 
-Our runs are those of smollm.py. trl_side.py translates their arguments, and lists what still differs. One evaluator
-(held_out.py) measures both before and after training, with the noise of our scripts' own evaluation. The variable
+Our runs are the first ten updates of smollm.py's. trl_side.py translates their arguments, and lists what still differs.
+One evaluator (held_out.py) measures TRL's policies before and after training as our scripts do theirs. The variable
 TRL_ENVIRONMENTS names the folder of the environments trl-VERSION, which speed.py makes where missing.
 """
 
 import importlib
+import itertools
 import json
 import os
 import shlex
@@ -33,6 +34,7 @@ from intervals import ROOT, experiments, mean_interval, words
 from benchmark import Run, StudyArgs, git_tag, made_with, run_all, run_command
 
 SYSTEMS, VERSION = {"trl_rloo": "rloo", "trl_grpo": "grpo"}, "1.16.0"
+BATCH, UPDATES = 64, 10
 FIGURES = {"rewards/obeys": "right answers", "scores": "score", "kl": "KL, nats", "length": "tokens", "ended": "ended"}
 
 
@@ -41,8 +43,8 @@ class RunArgs(StudyArgs):
     """Trains what is missing."""
 
     seeds: tuple[int, ...] = (1, 2, 3)
-    systems: tuple[str, ...] = tuple(SYSTEMS)
-    """which of TRL's trainers"""
+    systems: tuple[str, ...] = ("rloo", "grpo", *SYSTEMS)
+    """which of our scripts and of TRL's trainers"""
     columns: tuple[str, ...] = tuple(COLUMNS.split())
     preload: bool = False
 
@@ -53,8 +55,6 @@ class DrawArgs:
 
     tag: str
     """folder of the results"""
-    ours: str
-    """folder of the results of smollm.py"""
 
 
 @dataclass
@@ -100,12 +100,12 @@ class SpeedArgs:
 
 
 # ---- TRL's side ------------------------------------------------------------------------------------------------------
-def settings(algorithm, seed):
+def settings(algorithm, seed, updates=UPDATES):
     """{argument: value} of our own run of the verified task."""
     from rlhf_details.plumbing import cli
 
-    _, *words = shlex.split(f"{OURS[algorithm]} {PATHS}".format(root=ROOT, seed=seed))
-    return vars(cli.parse(importlib.import_module(f"rlhf_details.train_{algorithm}").Args, words)) | {"seed": seed}
+    words = shlex.split(f"{OURS[algorithm]} {PATHS} --total_episodes {updates * BATCH}".format(root=ROOT, seed=seed))
+    return vars(cli.parse(importlib.import_module(f"rlhf_details.train_{algorithm}").Args, words[1:])) | {"seed": seed}
 
 
 def spec_of(system, ours, folder):
@@ -140,7 +140,7 @@ def by_trl(args: TrlArgs):
     names = "dataset", "eval_dataset", "reward_fn", "temperature", "response_length", "missing_eos_penalty"
     changes = {name: ours[name] for name in names} | {"reward_fn": ours["reward_fn"][0]}
     judge = ours["sft_model_path"], None, args.seed
-    first = {"update": 0} | evaluate(ours["sft_model_path"], *judge, **changes)
+    first = {"update": 0, "episode": 0} | evaluate(ours["sft_model_path"], *judge, **changes)
     run_trl(VERSION, environments(), spec, here)
     rows = json.loads(Path(spec["result"]).read_text())["rows"]
     rows[-1] |= evaluate(spec["output_dir"], *judge, **changes)
@@ -154,8 +154,7 @@ def replay(args: ReplayArgs):
     rows = []
     for system in args.systems:
         folder = ROOT / "runs" / "benchmark" / args.tag / "smollm_replay" / system
-        ours = settings(SYSTEMS[system], args.seed)
-        ours["total_episodes"] = args.updates * ours["batch_size"]
+        ours = settings(SYSTEMS[system], args.seed, args.updates)
         spec = spec_of(system, ours, folder) | {"samples": str(folder / "samples.json")}
         record(SYSTEMS[system], ours, folder)
         run_trl(VERSION, environments(), spec, folder)
@@ -176,14 +175,20 @@ def timed(system, args):
     folder = ROOT / "runs" / "benchmark" / args.tag / "smollm_speed" / system
     folder.mkdir(parents=True, exist_ok=True)
     if system in SYSTEMS:
-        ours = settings(SYSTEMS[system], 1)
-        ours["total_episodes"] = args.updates * ours["batch_size"]
-        spec = spec_of(system, ours, folder)
+        spec = spec_of(system, settings(SYSTEMS[system], 1, args.updates), folder)
         run_trl(VERSION, environments(), spec, folder)
         result = json.loads(Path(spec["result"]).read_text())
         return result["rows"], result["peak"]
     script, *flags = shlex.split(f"{(OURS | {'grpo_lora': GRPO_LORA})[system]} {PATHS}".format(root=ROOT, seed=1))
-    flags += ["--eval_dataset", "None", "--total_episodes", str(64 * args.updates), "--run_name", "run", "--overwrite"]
+    flags += [
+        "--eval_dataset",
+        "None",
+        "--total_episodes",
+        str(BATCH * args.updates),
+        "--run_name",
+        "run",
+        "--overwrite",
+    ]
     command = [sys.executable, "-c", RUN, str(ROOT / "rlhf_details" / script), *flags]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
     rows = [json.loads(line) for line in (folder / "runs" / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -215,32 +220,34 @@ def speed(args: SpeedArgs):
 # ---- run and draw ----------------------------------------------------------------------------------------------------
 def run(args: RunArgs):
     """Returns the names of the runs that failed."""
-    tag = args.tag or git_tag()
-    command = "python benchmark/studies/smollm_trl.py trl --system"
-    runs = [Run(x, f"{command} {x}", seed, tag, "smollm_trl") for seed in args.seeds for x in args.systems]
+    tag, runs = args.tag or git_tag(), []
+    for seed, system in itertools.product(args.seeds, args.systems):
+        command = f"python benchmark/studies/smollm_trl.py trl --system {system}"
+        if system not in SYSTEMS:
+            command = f"python rlhf_details/{OURS[system]} {PATHS} --total_episodes {UPDATES * BATCH}"
+        runs.append(Run(system, command.replace("NAME", system), seed, tag, "smollm_trl"))
     return run_all(runs, args, tag)
 
 
 def draw(args: DrawArgs):
     """Writes results/TAG/smollm_trl.md."""
-    theirs = experiments(ROOT / "benchmark" / "results" / args.tag / "smollm_trl")
-    ours, rows, apart = experiments(ROOT / "benchmark" / "results" / args.ours / "smollm"), [], []
+    found, rows, apart = experiments(ROOT / "benchmark" / "results" / args.tag / "smollm_trl"), [], []
     for system, algorithm in SYSTEMS.items():
-        for name, found in ((f"train_{algorithm}.py", ours[algorithm]), (f"TRL {VERSION}", theirs.get(system, {}))):
-            if found:
-                rows.append([f"{algorithm.upper()}, {name}", str(len(found)), *risen(found, FIGURES)])
-        if common := sorted(ours[algorithm].keys() & theirs.get(system, {}).keys()):
-            pairs = [(ours[algorithm][seed], theirs[system][seed]) for seed in common]
-            cells = [words(mean_interval([ends(a, x)[1] - ends(b, x)[1] for a, b in pairs])) for x in FIGURES]
-            apart.append([algorithm.upper(), str(len(common)), *cells])
+        ours, theirs = found[algorithm], found[system]
+        for name, seeds in ((f"train_{algorithm}.py", ours), (f"{algorithm.upper()} of TRL {VERSION}", theirs)):
+            rows.append([name, str(len(seeds)), *risen(seeds, FIGURES)])
+        pairs = [(ours[seed], theirs[seed]) for seed in sorted(ours.keys() & theirs.keys())]
+        cells = [words(mean_interval([ends(a, x)[1] - ends(b, x)[1] for a, b in pairs])) for x in FIGURES]
+        course = [np.nanmean(a["objective/scores"]) - np.nanmean(b["objective/scores"]) for a, b in pairs]
+        apart.append([algorithm.upper(), str(len(pairs)), *cells, words(mean_interval(course))])
     lines = ["# Against TRL on SmolLM2-135M-Instruct", ""]
-    lines += [f"Written by `python benchmark/studies/smollm_trl.py draw --tag {args.tag} --ours {args.ours}`."]
+    lines += [f"Written by `python benchmark/studies/smollm_trl.py draw --tag {args.tag}`."]
     lines += [
         "Held-out figures are means over 96 prompts, before -> after, then over seeds. What follows is the mean rise"
     ]
     lines += ["with Student's 95 % interval over seeds. Below: ours less TRL's at the end, paired by seed.", ""]
     lines += table(["system", "seeds", *FIGURES.values()], rows)
-    lines += ["", *table(["ours less TRL's", "seeds", *FIGURES.values()], apart)]
+    lines += ["", *table(["ours less TRL's", "seeds", *FIGURES.values(), "score over the run"], apart)]
     (ROOT / "benchmark" / "results" / args.tag / "smollm_trl.md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
 
