@@ -117,6 +117,7 @@ RUNS = {
     "ppo_full": Run("train_ppo", "--kl_penalty full --learning_rate 1e-4"),
     "ppo_classic": Run("train_ppo", f"{CLASSIC} {LIMITS}"),
     "ppo_async": Run("train_ppo_async", "--learning_rate 1e-4"),
+    "grpo": Run("train_grpo", "--learning_rate 1e-4"),
     "grpo_async": Run("train_grpo_async", "--learning_rate 1e-4"),
     "ppo_own_tokenizer": Run("train_ppo", "--reward_model_path models/own/reward"),
     "ppo_lora": Run("train_ppo", "--lora_rank 4"),

@@ -1,7 +1,7 @@
 """
 Against TRL 1.16 on SmolLM2-135M-Instruct: RLOO and GRPO of smollm.py's verified task by TRL's trainers, and the speed.
 
-    python benchmark/studies/smollm_trl.py run --tag TAG           (trains what is missing: 7 minutes of ours, 25 of TRL's)
+    python benchmark/studies/smollm_trl.py run --tag TAG           (trains what is missing)
     python benchmark/studies/smollm_trl.py replay --tag TAG        (TRL trained on our samples)
     python benchmark/studies/smollm_trl.py speed --tag TAG         (an update of ours, with and without LoRA, and TRL's)
     python benchmark/studies/smollm_trl.py draw --tag TAG          (results/TAG/smollm_trl.md)

@@ -296,6 +296,9 @@ def test_an_output_folder_of_another_model_is_refused_unless_overwritten(in_tmp,
     args, (name, value) = made_by(**changes), next(iter(changes.items()))
     line = fails(cli.check, args)
     assert f"--output_dir out holds another model ({name} {value!r} there, {getattr(args, name)!r} here)" in line
+    assert line.endswith("; give another folder or --overwrite\n")
+    resumed = fails(cli.check, dataclasses.replace(args, resume=True))
+    assert "to resume its run, give the same arguments" in resumed and "overwrite" not in resumed
     cli.check(dataclasses.replace(args, overwrite=True))
 
 

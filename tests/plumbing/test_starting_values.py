@@ -97,6 +97,13 @@ def test_all_scripts_sample_alike_from_one_small_model(monkeypatch, in_tmp):
     assert len({args.missing_eos_penalty for args in policies}) == 1 and len(policies) >= 3
 
 
+def test_a_model_of_some_hundred_million_parameters_takes_one_step_of_rloo_a_batch(monkeypatch, in_tmp):
+    """At the published learning rate of the size, the first of several steps leaves the clip range."""
+    monkeypatch.setattr(starting_values, "parameters", lambda *path: 135e6)
+    args = start("train_rloo", "--dataset", "rows.jsonl", "--sft_model_path", "here")
+    assert (args.num_mini_batches, args.num_ppo_epochs) == (1, 1)
+
+
 # ---- who wins --------------------------------------------------------------------------------------------------------
 def test_a_file_and_the_command_line_win_and_the_line_names_the_rest(tiny, in_tmp, capsys):
     Path("run.toml").write_text('learning_rate = 0.5\nkl_coef = 0.7\ndataset = "rows.jsonl"\n')
