@@ -139,7 +139,12 @@ def run(args: RunArgs):
     if any(name.startswith("lengths") for name in commands):
         more, second = lengths_stages(args.seeds)
         first |= more
-    return run_study(stage_runs(args.seeds, tag, first, second), runs, args, tag)
+    words = " ".join(commands.values()).split()
+    stages = [
+        [run for run in batch if any(word.endswith(f"/{run.makes.name}") for word in words)]
+        for batch in stage_runs(args.seeds, tag, first, second)
+    ]
+    return run_study(stages, runs, args, tag)
 
 
 def ends(seeds, measure):
