@@ -214,6 +214,23 @@ def sums_without_equal_groups(folders):
     return f"{what}, {len(masked)} seeds: share correct {correct}, KL {kl}; {shows}"
 
 
+def elsewhere(folders, task, measures):
+    """Lines of a table: the runs of ELSEWHERE on a task. A base has its figures, all others their difference to it."""
+    lines = [f"| {task} | details | seeds | {' | '.join(measures.values())} |"]
+    lines.append("|---|---|---:|" + "---:|" * len(measures))
+    for name, (tags, what, base, _) in ELSEWHERE.items():
+        if name.startswith({"toy-sum": "sum_", "lengths": "lengths"}[task]):
+            folder = next(folder for folder in folders if name in experiments(folder))
+            mine, cells = read_seeds(folder, name), []
+            for measure in measures:
+                figures = ends(mine, measure)
+                other = ends(read_seeds(folder, base), measure) if base else dict.fromkeys(figures, 0.0)
+                cells.append(cell(paired(figures, other)))
+            label = f'{what}, less "{ELSEWHERE[base][1]}"' if base else what
+            lines.append(f"| {label} | {tags} | {len(mine)} | {' | '.join(cells)} |")
+    return lines
+
+
 def figure(found, output):
     picture, axes = blank(1, 3, figsize=(11, 3.2))
     panels = ("gold", "", "toy: gold"), ("kl", "", "toy: KL, nats a response"), ("scores", "sum_", "toy-sum: correct")
@@ -263,6 +280,9 @@ def draw(args: DrawArgs):
         *changes(rows, verdict, sure),
     ]
     equal = sums_without_equal_groups(folders)
+    lines += ["", 'A line with "less" is a difference, paired by seed.']
+    lines += ["", *elsewhere(folders, "toy-sum", {"scores": "share correct", "kl": "KL, nats"})]
+    lines += ["", *elsewhere(folders, "lengths", MEASURES)]
     lines += ["", f"[GRPO-8] {equal}."]
     text = "# Written by benchmark/studies/grpo.py draw.\n" + worth(rows, verdict, sure)
     text += f'\n[GRPO-8]\nsays = "{equal}"\n'

@@ -35,6 +35,9 @@ from benchmark import Run, StudyArgs, git_tag, made_with, run_all, run_command
 
 SYSTEMS, VERSION = {"trl_rloo": "rloo", "trl_grpo": "grpo"}, "1.16.0"
 BATCH, UPDATES = 64, 10
+BF16, AUTOCAST = "_bf16", "ACCELERATE_MIXED_PRECISION=bf16 "  # what such a system's name ends with; before its command
+LABELS = {"rloo": "train_rloo.py", "trl_rloo": f"RLOO of TRL {VERSION}", "rloo_bf16": "train_rloo.py in bf16"}
+LABELS |= {"grpo": "train_grpo.py", "trl_grpo": f"GRPO of TRL {VERSION}"}
 FIGURES = {"rewards/obeys": "right answers", "scores": "score", "kl": "KL, nats", "length": "tokens", "ended": "ended"}
 
 
@@ -43,7 +46,7 @@ class RunArgs(StudyArgs):
     """Trains what is missing."""
 
     seeds: tuple[int, ...] = (1, 2, 3)
-    systems: tuple[str, ...] = ("rloo", "grpo", *SYSTEMS)
+    systems: tuple[str, ...] = (*OURS, "rloo_bf16", *SYSTEMS)
     """which of our scripts and of TRL's trainers"""
     columns: tuple[str, ...] = tuple(COLUMNS.split())
     preload: bool = False
@@ -179,7 +182,8 @@ def timed(system, args):
         run_trl(VERSION, environments(), spec, folder)
         result = json.loads(Path(spec["result"]).read_text())
         return result["rows"], result["peak"]
-    script, *flags = shlex.split(f"{(OURS | {'grpo_lora': GRPO_LORA})[system]} {PATHS}".format(root=ROOT, seed=1))
+    own = (OURS | {"grpo_lora": GRPO_LORA})[system.removesuffix(BF16)]
+    script, *flags = shlex.split(f"{own} {PATHS}".format(root=ROOT, seed=1))
     flags += [
         "--eval_dataset",
         "None",
@@ -190,7 +194,8 @@ def timed(system, args):
         "--overwrite",
     ]
     command = [sys.executable, "-c", RUN, str(ROOT / "rlhf_details" / script), *flags]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+    env = os.environ | (dict([AUTOCAST.strip().split("=")]) if system.endswith(BF16) else {})
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=True)
     rows = [json.loads(line) for line in (folder / "runs" / "run" / "metrics.jsonl").read_text().splitlines()]
     return rows, int(done.stdout.rsplit("PEAK", 1)[1]) * 1024
 
@@ -200,7 +205,7 @@ def speed(args: SpeedArgs):
     phases, found = ("rollout", "scores", "optimise"), {}
     os.environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(args.threads)}
     for _ in range(args.alternations):
-        for system in ("rloo", "trl_rloo", "grpo", "grpo_lora", "trl_grpo"):
+        for system in ("rloo", "rloo_bf16", "trl_rloo", "grpo", "grpo_lora", "trl_grpo"):
             rows, peak = timed(system, args)
             own = [np.mean([row[f"time/{phase}"] for row in rows[1:]]) for phase in phases]
             found.setdefault(system, []).append([*own, sum(own), peak / 1e9])
@@ -224,7 +229,8 @@ def run(args: RunArgs):
     for seed, system in itertools.product(args.seeds, args.systems):
         command = f"python benchmark/studies/smollm_trl.py trl --system {system}"
         if system not in SYSTEMS:
-            command = f"python rlhf_details/{OURS[system]} {PATHS} --total_episodes {UPDATES * BATCH}"
+            command = f"python rlhf_details/{OURS[system.removesuffix(BF16)]} {PATHS}"
+            command = f"{AUTOCAST * system.endswith(BF16)}{command} --total_episodes {UPDATES * BATCH}"
         runs.append(Run(system, command.replace("NAME", system), seed, tag, "smollm_trl"))
     return run_all(runs, args, tag)
 
@@ -232,22 +238,27 @@ def run(args: RunArgs):
 def draw(args: DrawArgs):
     """Writes results/TAG/smollm_trl.md."""
     found, rows, apart = experiments(ROOT / "benchmark" / "results" / args.tag / "smollm_trl"), [], []
-    for system, algorithm in SYSTEMS.items():
-        ours, theirs = found[algorithm], found[system]
-        for name, seeds in ((f"train_{algorithm}.py", ours), (f"{algorithm.upper()} of TRL {VERSION}", theirs)):
-            rows.append([name, str(len(seeds)), *risen(seeds, FIGURES)])
-        pairs = [(ours[seed], theirs[seed]) for seed in sorted(ours.keys() & theirs.keys())]
-        cells = [words(mean_interval([ends(a, x)[1] - ends(b, x)[1] for a, b in pairs])) for x in FIGURES]
-        course = [np.nanmean(a["objective/scores"]) - np.nanmean(b["objective/scores"]) for a, b in pairs]
-        apart.append([algorithm.upper(), str(len(pairs)), *cells, words(mean_interval(course))])
+    for name, label in LABELS.items():
+        if name in found:
+            rows.append([label, str(len(found[name])), *risen(found[name], FIGURES)])
+    for a, b in (("rloo", "trl_rloo"), ("grpo", "trl_grpo"), ("rloo_bf16", "rloo")):
+        pairs = [(found[a][seed], found[b][seed]) for seed in sorted(found.get(a, {}).keys() & found.get(b, {}).keys())]
+        if len(pairs) > 1:
+            cells = [words(mean_interval([ends(x, y)[1] - ends(z, y)[1] for x, z in pairs])) for y in FIGURES]
+            course = [np.nanmean(x["objective/scores"]) - np.nanmean(z["objective/scores"]) for x, z in pairs]
+            label = f"{LABELS[a]}, less {LABELS[b]}"
+            apart.append([label, str(len(pairs)), *cells, words(mean_interval(course))])
     lines = ["# Against TRL on SmolLM2-135M-Instruct", ""]
     lines += [f"Written by `python benchmark/studies/smollm_trl.py draw --tag {args.tag}`."]
     lines += [
-        "Held-out figures are means over 96 prompts, before -> after, then over seeds. What follows is the mean rise"
+        "Held-out figures are means over 96 prompts, before -> after ten updates, then over seeds. Behind the comma"
     ]
-    lines += ["with Student's 95 % interval over seeds. Below: ours less TRL's at the end, paired by seed.", ""]
-    lines += table(["system", "seeds", *FIGURES.values()], rows)
-    lines += ["", *table(["ours less TRL's", "seeds", *FIGURES.values(), "score over the run"], apart)]
+    lines += [
+        "is the mean rise with Student's 95 % interval over seeds. Below: differences at the end, paired by seed.",
+        "",
+    ]
+    lines += table(["ten updates", "seeds", *FIGURES.values()], rows)
+    lines += ["", *table(["difference", "seeds", *FIGURES.values(), "score over the run"], apart)]
     (ROOT / "benchmark" / "results" / args.tag / "smollm_trl.md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
 
