@@ -47,8 +47,10 @@ TABLE = {
         "train_sft": dict(learning_rate=2e-5),
         "train_reward": dict(learning_rate=5e-5, batch_size=32),
         "train_dpo": dict(learning_rate=1e-5),
-        "train_rloo": dict(learning_rate=1e-5, num_mini_batches=1, num_ppo_epochs=1),
-        "train_grpo": dict(learning_rate=1e-5),
+        "train_rloo": dict(
+            learning_rate=1e-5, total_episodes=10_000, batch_size=64, num_mini_batches=1, num_ppo_epochs=1,
+        ),
+        "train_grpo": dict(learning_rate=1e-5, total_episodes=10_000, batch_size=64, missing_eos_penalty=1.0),
         "train_ppo": dict(learning_rate=1e-5),
     },
     5e9: {NEW: dict(learning_rate=3e-4)},

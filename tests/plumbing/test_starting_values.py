@@ -97,11 +97,15 @@ def test_all_scripts_sample_alike_from_one_small_model(monkeypatch, in_tmp):
     assert len({args.missing_eos_penalty for args in policies}) == 1 and len(policies) >= 3
 
 
-def test_a_model_of_some_hundred_million_parameters_takes_one_step_of_rloo_a_batch(monkeypatch, in_tmp):
-    """At the published learning rate of the size, the first of several steps leaves the clip range."""
+@pytest.mark.parametrize("script", ["train_rloo", "train_grpo"])
+def test_a_model_of_some_hundred_million_parameters_takes_one_step_for_each_of_many_small_batches(
+    script, monkeypatch, in_tmp
+):
+    """As in the runs of docs/evidence/9_real_model.md, and few episodes, which a processor can sample in hours."""
     monkeypatch.setattr(starting_values, "parameters", lambda *path: 135e6)
-    args = start("train_rloo", "--dataset", "rows.jsonl", "--sft_model_path", "here")
-    assert (args.num_mini_batches, args.num_ppo_epochs) == (1, 1)
+    args = start(script, "--dataset", "rows.jsonl", "--sft_model_path", "here")
+    assert (args.num_mini_batches, args.num_ppo_epochs, args.batch_size) == (1, 1, 64)
+    assert (args.total_episodes, args.missing_eos_penalty) == (10_000, 1.0)
 
 
 # ---- who wins --------------------------------------------------------------------------------------------------------
