@@ -89,28 +89,43 @@ def solve(exercise):
 
 # ---- one function to write -------------------------------------------------------------------------------------------
 def answer(number):
-    """(arguments of the function, what it must return) on random numbers."""
+    """(arguments of the function, what it must return, {what is wrong: what it returns then}) on random numbers."""
     from rlhf_details import train_ppo, train_rloo
 
     x = torch.Generator().manual_seed(number)
     first, second = torch.randn(12, 9, generator=x), torch.randn(12, 9, generator=x)
     u = torch.rand(12, 9, generator=x, dtype=torch.float64).clamp(1e-9, 1 - 1e-9)
-    return {
-        13: lambda: ((first[:, 0], 3), train_rloo.rloo_advantages(first[:, 0], 3)),
-        14: lambda: ((first, second, 0.98, 0.95), train_ppo.compute_gae(first, second, 0.98, 0.95)[0]),
-        15: lambda: ((first, first - second), train_ppo.kl_penalty(first, first - second, "k3")),
-        16: lambda: ((first, u), (first - (-u.log()).log()).argmax(-1)),
-    }[number]()
+    if number == 13:
+        groups, columns = first[:, 0].reshape(-1, 3), first[:, 0].reshape(3, -1)
+        mistakes = {"the mean has the response's own reward in it": groups - groups.mean(1, keepdim=True)}
+        mistakes["the k of a prompt are adjacent"] = 1.5 * (columns - columns.mean(0))
+        mistakes = {what: x.flatten() for what, x in mistakes.items()}
+        return (first[:, 0], 3), train_rloo.rloo_advantages(first[:, 0], 3), mistakes
+    if number == 14:
+        mistakes = {"lam is missing": train_ppo.compute_gae(first, second, 0.98, 1.0)[0]}
+        mistakes["A_{t+1} is missing"] = train_ppo.compute_gae(first, second, 0.98, 0.0)[0]
+        mistakes["these are the returns, A + V"] = train_ppo.compute_gae(first, second, 0.98, 0.95)[1]
+        return (first, second, 0.98, 0.95), train_ppo.compute_gae(first, second, 0.98, 0.95)[0], mistakes
+    if number == 15:
+        mistakes = {"d has the other sign": train_ppo.kl_penalty(first - second, first, "k3")}
+        mistakes["this is k1"] = train_ppo.kl_penalty(first, first - second, "kl")
+        return (first, first - second), train_ppo.kl_penalty(first, first - second, "k3"), mistakes
+    mistakes = {"there is no noise": first.argmax(-1), "a log is missing": (first - u.log()).argmax(-1)}
+    return (first, u), (first - (-u.log()).log()).argmax(-1), mistakes
 
 
 def check(number, exercise, folder):
-    """Whether the student's function is right; prints a line."""
+    """Whether the student's function is right; prints a line, which names a mistake that is often made."""
     path = folder / f"{exercise['name']}.py"
-    arguments, expected = answer(number)
+    arguments, expected, mistakes = answer(number)
     try:
         found = runpy.run_path(str(path))[exercise["signature"].partition("(")[0]](*arguments)
         torch.testing.assert_close(found.to(expected.dtype), expected, atol=1e-5, rtol=1e-5)
-    except Exception as e:
+    except AssertionError as e:
+        close = (what for what, x in mistakes.items() if found.shape == x.shape and torch.allclose(found, x, atol=1e-5))
+        print(f"{path}: not yet: {next(close, e)}")
+        return False
+    except Exception as e:  # The student's code may fail in any way.
         print(f"{path}: not yet. {type(e).__name__}: {e}")
         return False
     print(f"{path}: right")

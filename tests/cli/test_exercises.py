@@ -29,7 +29,12 @@ RIGHT = {
     15: "def k3(p, q):\n    return (q - p).exp() - (q - p) - 1",
     16: "def draw(logits, u):\n    return (logits - torch.log(-torch.log(u))).argmax(1)",
 }
-WRONG = {13: ("(k - 1)", "k"), 14: ("gamma * lam * a", "gamma * a"), 15: ("(q - p)", "(p - q)"), 16: ("(u)", "(1 - u)")}
+WRONG = {  # (what is replaced in the right one, by what, and what the check then says)
+    13: [("(g.sum() - g) / (k - 1)", "g.mean()", "own reward"), ("(k - 1)", "k", "not close")],
+    14: [("gamma * lam * a", "gamma * a", "lam is missing"), ("lam * a", "lam", "not close")],
+    15: [("(q - p)", "(p - q)", "other sign"), ("- 1", "", "not close")],
+    16: [("torch.log(-torch.log(u))", "torch.log(u)", "log is missing"), ("(u)", "(1 - u)", "not close")],
+}
 
 
 def test_there_are_twelve_and_four():
@@ -73,8 +78,9 @@ def test_a_check_tells_right_from_wrong(in_tmp, capsys, number):
     assert break_it.main([str(number)]) == 0
     path = Path(f"runs/exercise_{number}_code") / f"{EXERCISES[number]['name']}.py"
     assert break_it.main([str(number), "--check"]) == 1 and "your turn" in capsys.readouterr().out
-    old, new = WRONG[number]
-    for text, code in ((RIGHT[number], 0), (RIGHT[number].replace(old, new), 1)):
+    right = RIGHT[number]
+    for text, says in ((right, "right"), *((right.replace(old, new), says) for old, new, says in WRONG[number])):
         path.write_text(f"import torch\n\n\n{text}\n")
-        assert break_it.main([str(number), "--check"]) == code
+        assert break_it.main([str(number), "--check"]) == (says != "right")
+        assert says in capsys.readouterr().out
     assert torch.is_tensor(break_it.answer(number)[1])
