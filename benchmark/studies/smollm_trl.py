@@ -26,7 +26,7 @@ import numpy as np
 from against_trl import distance, record, run_trl
 from held_out import evaluate
 from lora_memory import RUN
-from smollm import COLUMNS, GRPO_LORA, OURS, PATHS, ends, risen, table
+from smollm import COLUMNS, OURS, PATHS, ends, risen, table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from intervals import ROOT, experiments, mean_interval, words
@@ -35,6 +35,7 @@ from benchmark import Run, StudyArgs, git_tag, made_with, run_all, run_command
 
 SYSTEMS, VERSION = {"trl_rloo": "rloo", "trl_grpo": "grpo"}, "1.16.0"
 BATCH, UPDATES = 64, 10
+OF_LORA, LORA = "_lora", " --lora_rank 16 --learning_rate 2e-4"  # and what is added to its command
 BF16, AUTOCAST = "_bf16", "ACCELERATE_MIXED_PRECISION=bf16 "  # what such a system's name ends with; before its command
 LABELS = {"rloo": "train_rloo.py", "trl_rloo": f"RLOO of TRL {VERSION}", "rloo_bf16": "train_rloo.py in bf16"}
 LABELS |= {"grpo": "train_grpo.py", "trl_grpo": f"GRPO of TRL {VERSION}"}
@@ -96,7 +97,7 @@ class SpeedArgs:
     """folder of the results"""
     alternations: int = 2
     """times that every system runs"""
-    updates: int = 3
+    updates: int = 2
     """updates of a run, of which the first warms up"""
     threads: int = 2
     """CPU threads of a process"""
@@ -182,17 +183,9 @@ def timed(system, args):
         run_trl(VERSION, environments(), spec, folder)
         result = json.loads(Path(spec["result"]).read_text())
         return result["rows"], result["peak"]
-    own = (OURS | {"grpo_lora": GRPO_LORA})[system.removesuffix(BF16)]
-    script, *flags = shlex.split(f"{own} {PATHS}".format(root=ROOT, seed=1))
-    flags += [
-        "--eval_dataset",
-        "None",
-        "--total_episodes",
-        str(BATCH * args.updates),
-        "--run_name",
-        "run",
-        "--overwrite",
-    ]
+    own = f"{OURS[system.removesuffix(BF16).removesuffix(OF_LORA)]}{LORA * system.endswith(OF_LORA)} {PATHS}"
+    own += f" --eval_dataset None --total_episodes {BATCH * args.updates} --run_name run --overwrite"
+    script, *flags = shlex.split(own.format(root=ROOT, seed=1))
     command = [sys.executable, "-c", RUN, str(ROOT / "rlhf_details" / script), *flags]
     env = os.environ | (dict([AUTOCAST.strip().split("=")]) if system.endswith(BF16) else {})
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=True)
@@ -205,7 +198,7 @@ def speed(args: SpeedArgs):
     phases, found = ("rollout", "scores", "optimise"), {}
     os.environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(args.threads)}
     for _ in range(args.alternations):
-        for system in ("rloo", "rloo_bf16", "trl_rloo", "grpo", "grpo_lora", "trl_grpo"):
+        for system in ("rloo", "rloo_lora", "rloo_bf16", "trl_rloo"):
             rows, peak = timed(system, args)
             own = [np.mean([row[f"time/{phase}"] for row in rows[1:]]) for phase in phases]
             found.setdefault(system, []).append([*own, sum(own), peak / 1e9])
@@ -213,9 +206,9 @@ def speed(args: SpeedArgs):
     lines = ["# SmolLM2: an update of 64 answers, and memory", ""]
     lines += [f"Written by `python benchmark/studies/smollm_trl.py speed --tag {args.tag}`. {made_with()}", ""]
     lines += [
-        f"Seconds of an update on {args.threads} threads, means over {args.updates - 1} updates; in turn, so a row"
+        f"Seconds of an update on {args.threads} threads, the mean of {args.updates - 1} behind the first one. The"
     ]
-    lines += ["has all its measurements one behind the other. The peak is that of the process.", ""]
+    lines += ["systems ran in turn, and a cell has a figure for each turn. The peak is that of the process.", ""]
     rows = [[name, *(" ".join(f"{run[i]:.1f}" for run in runs) for i in range(5))] for name, runs in found.items()]
     lines += table(["system", *phases, "an update", "peak GB"], rows)
     (ROOT / "benchmark" / "results" / args.tag / "smollm_trl_speed.md").write_text("\n".join(lines) + "\n")
