@@ -77,27 +77,21 @@ PARTS = {  # name: (details that it measures, what is changed, the run it is com
     ),
 }
 SUMS_STEPS = f"python rlhf_details/train_grpo.py {SUM} --total_episodes 76800 --num_ppo_epochs 4"
-LENGTHS = f"python rlhf_details/train_grpo.py {RUN} --response_length 96 --batch_size 64 --total_episodes 3200"
+LENGTHS = f"python rlhf_details/train_grpo.py {RUN} --response_length 48 --batch_size 64 --total_episodes 3200"
 LENGTHS += f" --sft_model_path {MODELS}/lengths_sft --reward_model_path {MODELS}/lengths_reward"
 GSPO, CISPO = (PARTS[name][3].removeprefix("--num_ppo_epochs 4 ") for name in ("gspo", "cispo"))
 ELSEWHERE = {  # name: (details that it measures, what is changed, the run it is compared with or "", command)
     "sum_steps": ("", "toy-sum, 4 passes over each batch", "", SUMS_STEPS),
     "sum_gspo": ("GRPO-5", "GSPO", "sum_steps", f"{SUMS_STEPS} {GSPO}"),
     "sum_cispo": ("GRPO-6", "CISPO", "sum_steps", f"{SUMS_STEPS} {CISPO}"),
-    "lengths": ("", "lengths", "", LENGTHS),
+    "lengths": ("", "lengths, cut after 48 tokens", "", LENGTHS),
     "lengths_mask_truncated": ("GRPO-7", PARTS["mask_truncated"][1], "lengths", f"{LENGTHS} --mask_truncated"),
-    "lengths_soft_overlong": ("GRPO-9", "a price on the last 24 tokens", "lengths", f"{LENGTHS} --soft_overlong 24"),
+    "lengths_soft_overlong": ("GRPO-9", "a price on the last 12 tokens", "lengths", f"{LENGTHS} --soft_overlong 12"),
     "lengths_no_penalty": (
         "REW-3",
         "nothing paid for a missing EOS",
         "lengths",
         f"{LENGTHS} --missing_eos_penalty None",
-    ),
-    "lengths_only_soft": (
-        "GRPO-9",
-        "the price on the last 24 tokens in its place",
-        "lengths_no_penalty",
-        f"{LENGTHS} --missing_eos_penalty None --soft_overlong 24",
     ),
 }
 MEASURES = {"gold": "gold", "scores": "learned score", "kl": "KL, nats", "ended": "share ended", "length": "tokens"}
