@@ -103,6 +103,14 @@ class SpeedArgs:
     """CPU threads of a process"""
 
 
+def write(tag, name, lines):
+    """Writes results/TAG/NAME.md, and prints it."""
+    path = ROOT / "benchmark" / "results" / tag / f"{name}.md"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(lines) + "\n")
+    print(path.read_text())
+
+
 # ---- TRL's side ------------------------------------------------------------------------------------------------------
 def settings(algorithm, seed, updates=UPDATES):
     """{argument: value} of our own run of the verified task."""
@@ -170,8 +178,7 @@ def replay(args: ReplayArgs):
     lines += [f"Written by `python benchmark/studies/smollm_trl.py replay --tag {args.tag}`. {made_with()}", ""]
     lines += ["How far TRL's weights end from ours, as a share of how far ours have moved.", ""]
     lines += table(["algorithm", "seed", "against", "updates", "distance"], rows)
-    (ROOT / "benchmark" / "results" / args.tag / "smollm_trl_replay.md").write_text("\n".join(lines) + "\n")
-    print("\n".join(lines))
+    write(args.tag, "smollm_trl_replay", lines)
 
 
 def timed(system, args):
@@ -211,8 +218,7 @@ def speed(args: SpeedArgs):
     lines += ["systems ran in turn, and a cell has a figure for each turn. The peak is that of the process.", ""]
     rows = [[name, *(" ".join(f"{run[i]:.1f}" for run in runs) for i in range(5))] for name, runs in found.items()]
     lines += table(["system", *phases, "an update", "peak GB"], rows)
-    (ROOT / "benchmark" / "results" / args.tag / "smollm_trl_speed.md").write_text("\n".join(lines) + "\n")
-    print("\n".join(lines))
+    write(args.tag, "smollm_trl_speed", lines)
 
 
 # ---- run and draw ----------------------------------------------------------------------------------------------------
@@ -252,8 +258,7 @@ def draw(args: DrawArgs):
     ]
     lines += table(["ten updates", "seeds", *FIGURES.values()], rows)
     lines += ["", *table(["difference", "seeds", *FIGURES.values(), "score over the run"], apart)]
-    (ROOT / "benchmark" / "results" / args.tag / "smollm_trl.md").write_text("\n".join(lines) + "\n")
-    print("\n".join(lines))
+    write(args.tag, "smollm_trl", lines)
 
 
 COMMANDS = {"run": (RunArgs, run), "draw": (DrawArgs, draw), "trl": (TrlArgs, by_trl)}
