@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from intervals import ROOT
 
 TAG, LENGTHS, GRPO_TRL = "cc51011", "cc6b272", "4d93adb"  # the commits whose scripts were run
-DPO, RELATIVES, SMOLLM = "c2d7618", "83c3a19", "5b18bbb"
+DPO, RELATIVES, SMOLLM, SMOLLM_TRL = "c2d7618", "83c3a19", "5b18bbb", "0feb1d3"
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 DOCUMENTS += [path for folder in ("guides", "evidence") for path in sorted((ROOT / "docs" / folder).glob("*.md"))]
 
@@ -102,6 +102,8 @@ TABLES = {
     "grpo": lambda: tables("grpo")[0],
     "grpo_sums": lambda: tables("grpo")[1],
     "grpo_parts": lambda: tables("grpo")[3],
+    "relatives_sums": lambda: tables("grpo")[4],
+    "grpo_lengths": lambda: tables("grpo")[5],
     "grpo_trl": lambda: tables("trl", GRPO_TRL)[0],
     "grpo_trl_differences": lambda: tables("trl", GRPO_TRL)[1],
     "relatives_replay": lambda: tables("trl_replay", RELATIVES)[0],
@@ -116,6 +118,10 @@ TABLES = {
     "smollm_base": lambda: tables("smollm", SMOLLM)[1],
     "smollm_details": lambda: tables("smollm", SMOLLM)[2],
     "smollm_learned": lambda: tables("smollm", SMOLLM)[3],
+    "smollm_trl": lambda: tables("smollm_trl", SMOLLM_TRL)[0],
+    "smollm_trl_differences": lambda: tables("smollm_trl", SMOLLM_TRL)[1],
+    "smollm_trl_replay": lambda: tables("smollm_trl_replay", SMOLLM_TRL)[0],
+    "smollm_trl_speed": lambda: tables("smollm_trl_speed", SMOLLM_TRL)[0],
     "smollm_products": lambda: tables("smollm_products", SMOLLM)[0],
     "smollm_seconds": lambda: tables("smollm", SMOLLM)[-1],
     "grpo_trl_replay": lambda: tables("trl_replay", GRPO_TRL)[0],

@@ -22,6 +22,7 @@ import numpy as np
 import overoptimisation
 import pytest
 import smollm
+import smollm_trl
 import symptoms
 import torch
 import trl_side
@@ -410,3 +411,18 @@ def test_the_commands_of_the_study_of_a_real_model_parse_and_its_tables_are_pair
         all((effect[name] == [-1, -1]).all() for name in ("rewards/lexicon", "ended", "course")) and "kl" not in effect
     )
     assert smollm.risen(runs["base"], ["kl"]) == ["0.00 -> 5.00, 5.00 (2.52 .. 7.48)"]
+
+
+def test_trl_gets_the_settings_the_columns_and_the_penalty_of_our_run(tmp_path):
+    ours = smollm_trl.settings("rloo", seed=3, updates=2)
+    assert (ours["rloo_k"], ours["total_episodes"], ours["seed"], ours["kl_coef"]) == (8, 128, 3, 0.04)
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "def long(prompts, completions, least):\n    return [len(x) >= n for x, n in zip(completions, least)]"
+    )
+    spec = {"reward_fn": f"{path}:long", "columns": ["least"], "settings": ours}
+    reward, last = trl_side.reward_function(spec, SimpleNamespace(eos_token_id=2))
+    given = dict(completion_ids=[[5, 6, 2], [5, 2], [5, 6]], least=[2, 2, 2], kind=["a", "b", "c"])
+    # The first two ended. The third one is right, and pays the penalty of 1.
+    assert reward(["p"] * 3, ["ab", "a", "ab"], **given) == [1.0, 0.0, 0.0]
+    assert last == {"scores": pytest.approx(1 / 3), "tokens": 7}
