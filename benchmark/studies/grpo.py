@@ -225,6 +225,19 @@ def elsewhere(folders, task, measures):
     return lines
 
 
+def on_lengths(folders, part):
+    """(what a part changes where reviews are cut after 48 tokens, in words; whether an interval there is apart from 0),
+    ("", False) of a part that was not run there.
+    """
+    if f"lengths_{part}" not in ELSEWHERE:
+        return "", False
+    folder = next(folder for folder in folders if f"lengths_{part}" in experiments(folder))
+    mine, base = read_seeds(folder, f"lengths_{part}"), read_seeds(folder, "lengths")
+    means = {m: mean_interval(paired(ends(mine, m), ends(base, m))) for m in ("gold", "ended", "length")}
+    numbers = ", ".join(f"{MEASURES[m].removeprefix('share ')} {mean:+.2f}" for m, (mean, *_) in means.items())
+    return f"; {ELSEWHERE['lengths'][1]}: {numbers}", any(low > 0 or high < 0 for _, low, high, _ in means.values())
+
+
 def figure(found, output):
     picture, axes = blank(1, 3, figsize=(11, 3.2))
     panels = ("gold", "", "toy: gold"), ("kl", "", "toy: KL, nats a response"), ("scores", "sum_", "toy-sum: correct")
@@ -278,7 +291,10 @@ def draw(args: DrawArgs):
     lines += ["", *elsewhere(folders, "toy-sum", {"scores": "share correct", "kl": "KL, nats"})]
     lines += ["", *elsewhere(folders, "lengths", MEASURES)]
     lines += ["", f"[GRPO-8] {equal}."]
-    text = "# Written by benchmark/studies/grpo.py draw.\n" + worth(rows, verdict, sure)
+    there = {name: on_lengths(folders, name) for name in effects}
+    shown = {name: "perhaps" if x.startswith("does not") and there[name][1] else x for name, x in verdict.items()}
+    text = worth(rows, shown, sure, lambda name: there[name][0])
+    text = f"# Written by benchmark/studies/grpo.py draw.\n{text}"
     text += f'\n[GRPO-8]\nsays = "{equal}"\n'
     (results.parent / "worth_grpo.toml").write_text(text)
     (results / "grpo.md").write_text("\n".join(lines) + "\n")
