@@ -120,6 +120,7 @@ TABLES = {
     "smollm_learned": lambda: tables("smollm", SMOLLM)[3],
     "smollm_trl": lambda: tables("smollm_trl", SMOLLM_TRL)[0],
     "smollm_trl_differences": lambda: tables("smollm_trl", SMOLLM_TRL)[1],
+    "smollm_trl_seconds": lambda: tables("smollm_trl", SMOLLM_TRL)[2],
     "smollm_trl_replay": lambda: tables("smollm_trl_replay", SMOLLM_TRL)[0],
     "smollm_trl_speed": lambda: tables("smollm_trl_speed", SMOLLM_TRL)[0],
     "smollm_products": lambda: tables("smollm_products", SMOLLM)[0],

@@ -39,6 +39,7 @@ OF_LORA, LORA = "_lora", " --lora_rank 16 --learning_rate 2e-4"  # and what is a
 BF16, AUTOCAST = "_bf16", "ACCELERATE_MIXED_PRECISION=bf16 "  # what such a system's name ends with; before its command
 LABELS = {"rloo": "train_rloo.py", "trl_rloo": f"RLOO of TRL {VERSION}", "rloo_bf16": "train_rloo.py in bf16"}
 LABELS |= {"grpo": "train_grpo.py", "trl_grpo": f"GRPO of TRL {VERSION}"}
+PHASES = "rollout", "scores", "optimise"
 FIGURES = {"rewards/obeys": "right answers", "scores": "score", "kl": "KL, nats", "length": "tokens", "ended": "ended"}
 
 
@@ -202,12 +203,12 @@ def timed(system, args):
 
 def speed(args: SpeedArgs):
     """Writes results/TAG/smollm_trl_speed.md."""
-    phases, found = ("rollout", "scores", "optimise"), {}
+    found = {}
     os.environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(args.threads)}
     for _ in range(args.alternations):
         for system in ("rloo", "rloo_lora", "rloo_bf16", "trl_rloo"):
             rows, peak = timed(system, args)
-            own = [np.mean([row[f"time/{phase}"] for row in rows[1:]]) for phase in phases]
+            own = [np.mean([row[f"time/{phase}"] for row in rows[1:]]) for phase in PHASES]
             found.setdefault(system, []).append([*own, sum(own), peak / 1e9])
             print(system, *(f"{x:.1f}" for x in found[system][-1]), flush=True)
     lines = ["# SmolLM2: an update of 64 answers, and memory", ""]
@@ -217,7 +218,7 @@ def speed(args: SpeedArgs):
     ]
     lines += ["systems ran in turn, and a cell has a figure for each turn. The peak is that of the process.", ""]
     rows = [[name, *(" ".join(f"{run[i]:.1f}" for run in runs) for i in range(5))] for name, runs in found.items()]
-    lines += table(["system", *phases, "an update", "peak GB"], rows)
+    lines += table(["system", *PHASES, "an update", "peak GB"], rows)
     write(args.tag, "smollm_trl_speed", lines)
 
 
@@ -234,6 +235,12 @@ def run(args: RunArgs):
     return run_all(runs, args, tag)
 
 
+def seconds_of(columns):
+    """The mean seconds [4] of a run's phases and of its updates, without the first update, which warms up."""
+    phases = [np.nanmean(columns[f"time/{phase}"][2:]) for phase in PHASES]
+    return np.array([*phases, sum(phases)])
+
+
 def draw(args: DrawArgs):
     """Writes results/TAG/smollm_trl.md."""
     found, rows, apart = experiments(ROOT / "benchmark" / "results" / args.tag / "smollm_trl"), [], []
@@ -247,6 +254,18 @@ def draw(args: DrawArgs):
             course = [np.nanmean(x["objective/scores"]) - np.nanmean(z["objective/scores"]) for x, z in pairs]
             label = f"{LABELS[a]}, less {LABELS[b]}"
             apart.append([label, str(len(pairs)), *cells, words(mean_interval(course))])
+    times = []
+    for name, label in LABELS.items():
+        if name in found:
+            every = [seconds_of(seed) for seed in found[name].values()]
+            times.append([label, str(len(every)), *(f"{x:.1f}" for x in np.median(every, 0))])
+    for a, b in (("trl_rloo", "rloo"), ("rloo", "rloo_bf16")):
+        if a in found and b in found:
+            ratios = [
+                seconds_of(found[a][seed]) / seconds_of(found[b][seed]) for seed in found[a].keys() & found[b].keys()
+            ]
+            cells = [f"{np.median(x):.2f} ({min(x):.2f} .. {max(x):.2f})" for x in np.transpose(ratios)]
+            times.append([f"{LABELS[a]}, times those of {LABELS[b]}", str(len(ratios)), *cells])
     lines = ["# Against TRL on SmolLM2-135M-Instruct", ""]
     lines += [f"Written by `python benchmark/studies/smollm_trl.py draw --tag {args.tag}`."]
     lines += [
@@ -258,6 +277,12 @@ def draw(args: DrawArgs):
     ]
     lines += table(["ten updates", "seeds", *FIGURES.values()], rows)
     lines += ["", *table(["difference", "seeds", *FIGURES.values(), "score over the run"], apart)]
+    lines += [
+        "",
+        "Seconds of an update on one thread while the other core ran something else: means over the nine updates",
+    ]
+    lines += ["behind the first, medians over seeds, and of two systems the median ratio and its range.", ""]
+    lines += table(["seconds", "seeds", *PHASES, "an update"], times)
     write(args.tag, "smollm_trl", lines)
 
 
