@@ -244,7 +244,8 @@ def test_what_is_recorded_are_the_samples_that_were_trained_on(stages, in_tmp, m
     monkeypatch.setattr(train_rloo, "response_scores", watched)
     (in_tmp / "out").mkdir()
     changes = {"batch_size": 16, "total_episodes": 32, "share_prompts": False}
-    against_trl.record("rloo", 3, changes, in_tmp / "out")
+    changes |= {"seed": 3, "sft_model_path": str(stages / "sft"), "reward_model_path": str(stages / "reward")}
+    against_trl.record("rloo", against_trl.settings("rloo") | changes, in_tmp / "out")
     samples = json.loads((in_tmp / "out" / "samples.json").read_text())
     assert [len(update) for update in samples] == [16, 16] and sorted(itertools.chain(*samples)) == sorted(seen)
     assert all(len({tuple(query) for query, _ in update[i : i + 4]}) == 1 for update in samples for i in (0, 4, 8, 12))
@@ -256,7 +257,7 @@ def test_a_replay_keeps_the_rows_that_it_does_not_renew(tmp_path, monkeypatch):
     monkeypatch.setattr(against_trl, "ROOT", tmp_path)
     monkeypatch.setattr(against_trl, "python_of", lambda *_: sys.executable)
     monkeypatch.setattr(against_trl.subprocess, "run", lambda *_, **__: None)
-    monkeypatch.setattr(against_trl, "record", lambda *x: (x[3] / "samples.json").write_text("[1, 2]"))
+    monkeypatch.setattr(against_trl, "record", lambda *x: (x[2] / "samples.json").write_text("[1, 2]"))
     found = {}
     for algorithm, seed, apart in (("ppo", 1, 0.5), ("rloo", 1, 0.25), ("grpo", 2, 0.125)):
         monkeypatch.setattr(against_trl, "distance", lambda *_, apart=apart: apart)
