@@ -119,14 +119,15 @@ def check(number, exercise, folder):
     path = folder / f"{exercise['name']}.py"
     arguments, expected, mistakes = answer(number)
     try:
-        found = runpy.run_path(str(path))[exercise["signature"].partition("(")[0]](*arguments)
-        torch.testing.assert_close(found.to(expected.dtype), expected, atol=1e-5, rtol=1e-5)
+        found = runpy.run_path(str(path))[exercise["signature"].partition("(")[0]](*arguments).to(expected.dtype)
+    except Exception as e:  # The student's code may fail in any way.
+        print(f"{path}: not yet. {type(e).__name__}: {e}")
+        return False
+    try:
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     except AssertionError as e:
         close = (what for what, x in mistakes.items() if found.shape == x.shape and torch.allclose(found, x, atol=1e-5))
         print(f"{path}: not yet: {next(close, e)}")
-        return False
-    except Exception as e:  # The student's code may fail in any way.
-        print(f"{path}: not yet. {type(e).__name__}: {e}")
         return False
     print(f"{path}: right")
     return True

@@ -428,3 +428,19 @@ def test_trl_gets_the_settings_the_columns_and_the_penalty_of_our_run(tmp_path):
     # The first two ended. The third one is right, and pays the penalty of 1.
     assert reward(["p"] * 3, ["ab", "a", "ab"], **given) == [1.0, 0.0, 0.0]
     assert last == {"scores": pytest.approx(1 / 3), "tokens": 7}
+
+
+@pytest.mark.parametrize(
+    "only, needed",
+    [
+        ("part_gspo", {"sft", "reward"}),
+        ("sum_gspo", {"sum_sft"}),
+        ("lengths", {"lengths_sft", "lengths_reward"}),
+    ],
+)
+def test_a_study_trains_the_stages_that_its_runs_need_and_no_others(only, needed, tmp_path, monkeypatch):
+    trained = []
+    monkeypatch.setattr(against_trl, "ROOT", tmp_path)
+    monkeypatch.setattr(grpo, "run_study", lambda stages, *_: trained.extend(run for batch in stages for run in batch))
+    grpo.run(grpo.RunArgs(tag="t", seeds=(1,), only=(only,)))
+    assert {run.key[0] for run in trained} == needed
