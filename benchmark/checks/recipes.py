@@ -76,7 +76,7 @@ def smaller(script, args):
         return {"num_examples": 4}
     batch_size = min(args.batch_size, getattr(args, "group_size", 8))
     values = {"batch_size": batch_size, "take": 2 * batch_size}
-    if script in ("train_sft", "train_reward"):
+    if script in ("train_sft", "train_reward", "train_dpo"):
         values |= {"num_train_epochs": 1}
     else:
         # Random weights do not end a response, and Tulu's may have 2048 tokens.

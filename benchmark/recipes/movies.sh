@@ -71,9 +71,22 @@ run python rlhf_details/train_ppo.py \
     --max_grad_norm 1.0 \
     --output_dir "$OUT/ppo"
 
+run python rlhf_details/train_dpo.py \
+    --dataset "$DATA/preference_train.jsonl" \
+    --eval_dataset "$DATA/preference_test.jsonl" \
+    --sft_model_path "$OUT/sft" \
+    --beta 0.3 \
+    --response_length 32 \
+    --num_train_epochs 2 \
+    --batch_size 32 \
+    --micro_batch_size 32 \
+    --learning_rate 3e-4 \
+    --max_grad_norm 1.0 \
+    --output_dir "$OUT/dpo"
+
 run python rlhf_details/evaluate.py \
     --dataset "$DATA/prompts_test.jsonl" \
-    --policy_path "$OUT/rloo" "$OUT/ppo" \
+    --policy_path "$OUT/rloo" "$OUT/ppo" "$OUT/dpo" \
     --opponent_path "$OUT/sft" \
     --ref_model_path "$OUT/sft" \
     --reward_model_path "$OUT/reward" \

@@ -8,6 +8,7 @@ It gives our scripts' own last eval/objective/{scores,gold,kl,ended,length} to t
 """
 
 import json
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,14 +31,16 @@ class Args:
     """temperature of the samples and of the log-probs in the KL"""
     response_length: int = 36
     """most tokens of a response"""
+    flags: str = ""
+    """what train_rloo.py is told of another task, as --flags='--dataset FILE --eval_dataset FILE'"""
     run_name: str = "run"
     """folder under runs/"""
     overwrite: bool = True
     """replace it"""
 
 
-def evaluate(policy_folder, sft, reward, seed, **changes):
-    """{eval/objective/NAME: mean over the held-out prompts} of a policy. changes: flags that differ from the task's."""
+def evaluate(policy_folder, sft, reward, seed, flags="", **changes):
+    """{eval/objective/NAME: mean over the held-out prompts} of a policy. flags, changes: what is not as in the task."""
     import math
 
     from accelerate import Accelerator
@@ -47,6 +50,7 @@ def evaluate(policy_folder, sft, reward, seed, **changes):
 
     words = ["--sft_model_path", str(sft), "--reward_model_path", str(reward), "--seed", str(seed)]
     words += [word for name, value in changes.items() for word in (f"--{name}", str(value))]
+    words += shlex.split(flags)
     args, accelerator = cli.parse(train_rloo.Args, words), Accelerator(cpu=True)
     tokenizer, _, reference, reward_model = train_rloo.load_models(args, accelerator.device)
     model = utils.disable_dropout(models.load_policy(str(policy_folder), "--policy", args))
@@ -64,7 +68,7 @@ def main(args: Args):
     folder = Path("runs") / args.run_name
     folder.mkdir(parents=True, exist_ok=True)
     changes = dict(temperature=args.temperature, response_length=args.response_length)
-    row = evaluate(args.policy, args.sft, args.reward, args.seed, **changes)
+    row = evaluate(args.policy, args.sft, args.reward, args.seed, args.flags, **changes)
     (folder / "metrics.jsonl").write_text(json.dumps({"update": 0} | row) + "\n")
 
 

@@ -1,13 +1,14 @@
 """
 The experiment of movies.sh over seeds, every stage anew for each: real text, real human labels.
 
-    python benchmark/studies/movies.py run --tag TAG --seeds 1 2 3 4 5 --workers 2   (two hours; it goes on by itself)
-    python benchmark/studies/movies.py draw --tag TAG                         (static/movies.svg, results/TAG/movies.md)
+    python benchmark/studies/movies.py run --tag TAG --seeds 1 2 3 4 5 --workers 2 [--policies rloo ppo dpo]
+    python benchmark/studies/movies.py draw --tag TAG --dpo TAG               (static/movies.svg, results/TAG/movies.md)
 
-The data are expected in data/movies (movies_data.py makes them); the commands are those that movies.sh prints with
-DRY_RUN.
+`run` takes two hours and goes on by itself. The data are expected in data/movies (movies_data.py makes them); the
+commands are those that movies.sh prints with DRY_RUN. held_out.py measures the policy of DPO, as RLOO measures its own.
 """
 
+import itertools
 import os
 import shlex
 import subprocess
@@ -22,16 +23,20 @@ from intervals import ROOT, last, mean_interval, read_seeds, words
 from plot import band, blank, frame, save
 
 from benchmark import Run, StudyArgs, git_tag, run_command, run_study
+from rlhf_details import train_rloo
 
 POLICIES = {"rloo": ("RLOO", "#3465a4"), "ppo": ("PPO", "#c4501b")}
+LABELS = {name: label for name, (label, _) in POLICIES.items()} | {"dpo_measured": "DPO"}
 FIGURES = {"scores": "score", "kl": "KL, nats a response", "length": "length, tokens", "ended": "share ended"}
 
 
 @dataclass(kw_only=True)
 class RunArgs(StudyArgs):
-    """Trains what is missing: SFT, reward model, RLOO and PPO of each seed."""
+    """Trains what is missing: SFT, reward model and the policies of each seed."""
 
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
+    policies: tuple[str, ...] = ("rloo", "ppo", "dpo")
+    """who is trained"""
 
 
 @dataclass
@@ -40,18 +45,26 @@ class DrawArgs:
 
     tag: str
     """folder of the results"""
+    dpo: str
+    """folder of the results of DPO"""
     output: str = "static/movies.svg"
     """the figure"""
 
 
 def commands():
-    """{"sft", "reward", "rloo", "ppo": command} of movies.sh, with {root} and {seed} in the paths."""
+    """{"sft", "reward", "rloo", "ppo", "dpo": command} of movies.sh, with {root} and {seed} in the paths; and
+    "dpo_measured", which measures the policy of DPO."""
     words = ["bash", str(ROOT / "benchmark/recipes/movies.sh"), "{root}/data/movies", "{root}/models/movies/{seed}"]
     printed = subprocess.run(
         words, capture_output=True, text=True, check=True, env=os.environ | {"DRY_RUN": "1"}
     ).stdout
     lines = [shlex.split(line) for line in printed.splitlines()]
     named = {Path(line[1]).stem.removeprefix("train_"): line for line in lines if Path(line[1]).stem != "evaluate"}
+    rloo = dict(itertools.pairwise(named["rloo"]))
+    task = shlex.quote(" ".join(f"{x} {rloo[x]}" for x in ("--dataset", "--eval_dataset", "--missing_eos_penalty")))
+    words = ["python", "benchmark/studies/held_out.py", "--policy", named["dpo"][-1], "--sft", rloo["--sft_model_path"]]
+    words += ["--reward", rloo["--reward_model_path"], "--temperature", str(train_rloo.Args.temperature)]
+    named["dpo_measured"] = [*words, "--response_length", rloo["--response_length"], f"--flags={task}"]
     return {name: " ".join(line) for name, line in named.items()}
 
 
@@ -68,12 +81,19 @@ def run(args: RunArgs):
     for name in ("sft", "reward"):
         for one in batches[name]:
             one.makes, one.every = ROOT / "models" / "movies" / str(one.seed) / name, 10
-    runs = [one for pair in zip(batches["rloo"], batches["ppo"], strict=True) for one in pair]
-    return run_study([batches["sft"], batches["reward"]], runs, args, tag)
+    for one, measured in zip(batches["dpo"], batches["dpo_measured"], strict=True):
+        one.every = 10
+        one.makes = None if measured.is_done() else ROOT / "models" / "movies" / str(one.seed) / "dpo"
+    runs = [batches[name][place] for place in range(len(args.seeds)) for name in args.policies]
+    failed = run_study([batches["sft"], batches["reward"]], runs, args, tag)
+    return failed + run_study([], batches["dpo_measured"] if "dpo" in args.policies else [], args, tag)
 
 
-def table(folder):
-    """Lines of the table: what each stage reached, mean over seeds with Student's 95 % interval."""
+def table(folder, dpo):
+    """Lines of the table: what each stage reached, mean over seeds with Student's 95 % interval.
+
+    Args: folder, the study's results; dpo, the folder of those of DPO.
+    """
 
     def cell(x, digits=2):
         return words([round(float(number), digits) + 0.0 for number in mean_interval(x)[:3]], f".{digits}f")  # no -0.00
@@ -82,12 +102,13 @@ def table(folder):
         ("sft", "eval/sft/perplexity", "perplexity a token", 1),
         ("reward", "eval/rm/accuracy", "reward model's accuracy", 3),
     ]
-    lines = ["| | " + " | ".join(["SFT", *(label for label, _ in POLICIES.values())]) + " |", "|---|---:|---:|---:|"]
+    lines = ["| | " + " | ".join(["SFT", *LABELS.values()]) + " |", "|---" + "|---:" * 4 + "|"]
     for name, metric, label, digits in stages:
-        lines.append(
-            f"| {label} | {cell([last(seed[metric]) for seed in read_seeds(folder, name).values()], digits)} | | |"
+        first, own = (
+            cell([last(seed[metric]) for seed in read_seeds(x, name).values()], digits) for x in (folder, dpo)
         )
-    found = {name: list(read_seeds(folder, name).values()) for name in POLICIES}
+        lines.append(f"| {label} | {first} | | | {own} |")
+    found = {name: list(read_seeds(folder if name in POLICIES else dpo, name).values()) for name in LABELS}
     for metric, label in FIGURES.items():
         column = f"eval/objective/{metric}"
         before = cell([seed[column][0] for seed in found["rloo"]])
@@ -98,7 +119,7 @@ def table(folder):
 
 def draw(args: DrawArgs):
     """Writes the figure and results/TAG/movies.md."""
-    folder = ROOT / "benchmark" / "results" / args.tag / "movies"
+    folder, dpo = (ROOT / "benchmark" / "results" / tag / "movies" for tag in (args.tag, args.dpo))
     figure, axes = blank(1, 2, figsize=(8, 2.8), layout="constrained")
     for name, (label, colour) in POLICIES.items():
         seeds = list(read_seeds(folder, name).values())
@@ -108,15 +129,20 @@ def draw(args: DrawArgs):
             x = seeds[0]["episode"][rows]
             band(axis, x, heights[rows], label, color=colour, linewidth=1.4)
             frame(axis, FIGURES[metric], "episode")
+    measured = read_seeds(dpo, "dpo_measured").values()
+    for axis, metric in zip(axes, ("scores", "kl"), strict=True):  # DPO samples nothing, so it has no course.
+        end = np.mean([last(seed[f"eval/objective/{metric}"]) for seed in measured])
+        axis.axhline(end, color="#4e9a06", linestyle="--", linewidth=1.2, label="DPO, held out at the end")
     axes[0].legend(frameon=False, fontsize=8)
     save(figure, args.output, "movies")
     head = f"""# Movie reviews over seeds
 
-Written by `python benchmark/studies/movies.py draw --tag {args.tag}`: held-out figures, mean over seeds with
-Student's 95 % interval.
+Written by `python benchmark/studies/movies.py draw --tag {args.tag} --dpo {args.dpo}`: held-out
+figures, mean over seeds with Student's 95 % interval. DPO had SFT and reward models of its own, made by the same
+commands: their perplexity and accuracy stand in its column.
 
 """
-    lines = table(folder)
+    lines = table(folder, dpo)
     (ROOT / "benchmark" / "results" / args.tag / "movies.md").write_text(head + "\n".join(lines) + "\n")
     print("\n".join(lines))
 

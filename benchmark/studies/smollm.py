@@ -2,13 +2,14 @@
 SmolLM2-135M-Instruct, a chat model that people know: does what the toy says hold of it? (examples/smollm)
 
     python benchmark/studies/smollm.py run --tag TAG --workers 2 [--only base siblings_seen]
-    python benchmark/studies/smollm.py draw --tag TAG             (static/smollm.svg, results/TAG/smollm.md)
+    python benchmark/studies/smollm.py draw --tag TAG --more TAG  (static/smollm.svg, results/TAG/smollm.md)
     python benchmark/studies/smollm.py products --tag TAG         (how fast this machine multiplies in fp32 and bf16)
 
 `run` goes on where it stopped. A run takes 10 to 45 minutes of a core. models/smollm and the archive of
 examples/smollm/reviews.py must be there. Three groups:
 
-verified  GRPO and RLOO on instructions that a program checks, as in examples/smollm/grpo.toml; GRPO with LoRA
+verified  GRPO and RLOO on instructions that a program checks, as in examples/smollm/grpo.toml; GRPO with LoRA; and
+          GRPO for twice as long in bf16, which needs a processor with AMX
 details   short runs of RLOO on one-sentence reviews that a lexicon scores, with one detail off, as in ablations.py
 learned   a reward model from rated sentences (that of seed 1), RLOO and PPO on it without a KL penalty, and judges that
           neither saw: the lexicon, whether the instruction is obeyed, and a reward model from other sentences
@@ -41,6 +42,8 @@ REVIEWS = f"--dataset {HERE}/reviews.py:train --eval_dataset {HERE}/reviews.py:t
 JUDGES = f"--reward_fn {HERE}/reviews.py:lexicon {HERE}/reviews.py:obeys --reward_fn_weights"
 SHORT = f"--response_length 32 --temperature 0.7 --batch_size 32 --micro_batch_size 32 --lr_schedule constant {STEP}"
 GRPO_LORA = f"{GRPO} --lora_rank 16 --learning_rate 2e-4"
+GRPO_LONG = f"{GRPO} --total_episodes 2560 --eval_every 10"
+AUTOCAST = "ACCELERATE_MIXED_PRECISION=bf16 "
 OURS = {"grpo": GRPO, "rloo": f"train_rloo.py {INSTRUCTIONS} {LIKE_GRPO}"}
 BASE = f"train_rloo.py {REVIEWS} --reward_model_path None {JUDGES} 3 0 {SHORT} --rloo_k 4 --total_episodes 320"
 BASE += " --learning_rate 2e-5 --kl_coef 0.03"
@@ -48,6 +51,7 @@ LEARNED = f"{REVIEWS} --reward_model_path {{root}}/models/bench/1/smollm_reward 
 LEARNED += " --eval_every 8 --learning_rate 2e-5 --total_episodes 768"
 PAIRS = "--batch_size 16 --learning_rate 3e-5 --warmup_ratio 0.1"
 VERIFIED = {"grpo": "GRPO", "rloo": "RLOO", "grpo_lora": "GRPO, LoRA of rank 16"}
+LONG = {"grpo_long": "GRPO, 40 updates, bf16"}
 DETAILS = {  # name: (tags, what is changed, flags, whether it would measure the KL otherwise)
     "siblings_seen": ("RLOO-9", "packed responses see the siblings before them", "", False),
     "shifted_index": ("GEN-7", "log-probs read one column late, in the token's own", "", True),
@@ -79,6 +83,8 @@ class DrawArgs:
 
     tag: str
     """folder of the results"""
+    more: tuple[str, ...] = ()
+    """folders with runs that other scripts made later"""
     output: str = "static/smollm.svg"
     """the figure"""
 
@@ -96,6 +102,7 @@ def commands(tag):
     """{experiment: (command, folder of its code or None)}, the reward models before what needs them."""
     found = {name: (command, None) for name, command in OURS.items()}
     found["grpo_lora"] = GRPO_LORA, None
+    found["grpo_long"] = GRPO_LONG, None
     found["base"] = BASE, None
     mutations = {variant.name: variant.mutations for variant in VARIANTS}
     for name, (_, _, flags, _) in DETAILS.items():
@@ -106,8 +113,9 @@ def commands(tag):
         found[name] = f"train_reward.py {rows} {PAIRS}", None
     found["rloo_learned"] = f"train_rloo.py {LEARNED} --rloo_k 4", None
     found["ppo_learned"] = f"train_ppo.py {LEARNED}", None
+    precision = {"grpo_long": AUTOCAST}
     return {
-        name: (f"python rlhf_details/{command} {PATHS.replace('NAME', name)}", folder)
+        name: (f"{precision.get(name, '')}python rlhf_details/{command} {PATHS.replace('NAME', name)}", folder)
         for name, (command, folder) in found.items()
     }
 
@@ -174,6 +182,17 @@ def draw_verified(axis, found):
     frame(axis, "verified: score of the batch", "update")
 
 
+def draw_long(axis, found):
+    """Held-out shares over the longer run, a line for each seed."""
+    for kind, colour, label in (("rewards/obeys", "#c4501b", "right answers"), ("ended", "#3465a4", "ended")):
+        for number, seed in enumerate(found["grpo_long"].values()):
+            y = seed[f"eval/objective/{kind}"]
+            kept = ~np.isnan(y)
+            axis.plot(seed["update"][kept], y[kept], marker=".", color=colour, label=None if number else label)
+    axis.legend(frameon=False, fontsize=7)
+    frame(axis, "GRPO, 40 updates: held-out shares", "update")
+
+
 def draw_details(axis, found):
     """What a detail that is off does to the lexicon's verdict, a point for each seed."""
     effects = of_details(found)
@@ -203,10 +222,13 @@ def draw_learned(axis, found):
 
 def figure(found, output):
     """A panel for each group that has been run."""
-    panels = [(draw_verified, VERIFIED.keys() & found.keys()), (draw_details, of_details(found))]
+    panels = [(draw_verified, VERIFIED.keys() & found.keys()), (draw_long, LONG.keys() & found.keys())]
+    panels += [(draw_details, of_details(found))]
     panels = [panel for panel, there in [*panels, (draw_learned, OF_LEARNED.keys() & found.keys())] if there]
-    picture, axes = blank(1, len(panels), figsize=(4.2 * len(panels), 3.4))
-    for panel, axis in zip(panels, np.atleast_1d(axes), strict=True):
+    rows = 1 if len(panels) < 4 else 2
+    columns = -(-len(panels) // rows)
+    picture, axes = blank(rows, columns, figsize=(4.2 * columns, 3.4 * rows))
+    for panel, axis in zip(panels, np.ravel(axes), strict=True):
         panel(axis, found)
     picture.tight_layout()
     save(picture, output, "smollm")
@@ -216,7 +238,11 @@ def draw(args: DrawArgs):
     """Writes the tables and the figure."""
     results = ROOT / "benchmark" / "results" / args.tag
     found = experiments(results / "smollm")
-    lines = ["# SmolLM2-135M-Instruct", "", f"Written by `python benchmark/studies/smollm.py draw --tag {args.tag}`."]
+    for tag in args.more:
+        found = found | experiments(results.parent / tag / "smollm")
+    more = f" --more {' '.join(args.more)}" if args.more else ""
+    lines = ["# SmolLM2-135M-Instruct", ""]
+    lines += [f"Written by `python benchmark/studies/smollm.py draw --tag {args.tag}{more}`."]
     lines += [
         "Held-out figures are means over 96 prompts, before -> after, then over seeds. What follows is the mean rise"
     ]
@@ -228,7 +254,9 @@ def draw(args: DrawArgs):
         "length": "tokens",
         "ended": "ended",
     }
-    rows = [[label, str(len(found[x])), *risen(found[x], names)] for x, label in VERIFIED.items() if x in found]
+    rows = [
+        [label, str(len(found[x])), *risen(found[x], names)] for x, label in (VERIFIED | LONG).items() if x in found
+    ]
     lines += table(["verified", "seeds", *names.values()], rows)
     if "base" in found:
         names = {"rewards/lexicon": "lexicon", "rewards/obeys": "obeyed", "ended": "ended", "kl": "KL, nats"}

@@ -26,6 +26,7 @@ import smollm_trl
 import symptoms
 import torch
 import trl_side
+import tyro
 from intervals import ROOT, write_runs
 
 import benchmark
@@ -79,12 +80,19 @@ def test_every_command_of_the_studies_parses_against_the_flags():
 
 def test_the_commands_of_movies_parse_and_each_stage_starts_from_an_earlier_one():
     found, made = movies.commands(), set()
-    assert list(found) == ["sft", "reward", "rloo", "ppo"]
+    assert list(found) == ["sft", "reward", "rloo", "ppo", "dpo", "dpo_measured"]
+    measured = tyro.cli(held_out.Args, args=shlex.split(found.pop("dpo_measured"))[2:])
+    own, rloo = train_rloo.Args(), parse(found["rloo"])[1]
+    told = tyro.cli(train_rloo.Args, args=shlex.split(measured.flags))  # The task is that of RLOO, to the penalty.
+    assert (told.eval_dataset, told.missing_eos_penalty) == (rloo.eval_dataset, rloo.missing_eos_penalty)
+    assert (measured.temperature, measured.response_length) == (rloo.temperature, rloo.response_length)
+    assert own.eval_dataset != rloo.eval_dataset and own.missing_eos_penalty != rloo.missing_eos_penalty
     for command in found.values():
         _, args = parse(command)
         paths = {getattr(args, flag, None) for flag in ("sft_model_path", "reward_model_path")} - {None}
         assert paths <= made and "{seed}" in args.output_dir and args.dataset.startswith("{root}/data/movies/")
         made.add(args.output_dir)
+    assert {measured.policy, measured.sft, measured.reward} <= made
 
 
 # ---- ablations -------------------------------------------------------------------------------------------------------
