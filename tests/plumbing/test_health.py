@@ -75,8 +75,8 @@ def test_a_beginning_has_four_real_tokens_and_an_end_two():
 
 def test_bf16_and_runs_without_an_end_have_other_bounds():
     args = train_rloo.Args(batch_size=16)
-    assert showing({"val/first_ratio": 1.4}, args, "bf16") == set()
-    assert showing({"val/first_ratio": 1.6}, args, "bf16") == {"first_ratio"}
+    assert showing({"val/first_ratio": 2.9}, args, "bf16") == set()
+    assert showing({"val/first_ratio": 3.1}, args, "bf16") == {"first_ratio"}
     assert showing({"val/num_stop_token_ids": 0}, train_rloo.Args(batch_size=16, stop_token="none")) == set()
     ends = train_ppo.Args(batch_size=16, stop_token="none", truncate_token=".")
     assert showing({"val/num_stop_token_ids": 0}, ends) == {"truncated"}
