@@ -26,7 +26,7 @@ import numpy as np
 from against_trl import distance, record, run_trl
 from held_out import evaluate
 from lora_memory import RUN
-from smollm import COLUMNS, OURS, PATHS, ends, risen, table
+from smollm import AUTOCAST, COLUMNS, OURS, PATHS, ends, risen, table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from intervals import ROOT, experiments, mean_interval, words
@@ -36,7 +36,7 @@ from benchmark import Run, StudyArgs, git_tag, made_with, run_all, run_command
 SYSTEMS, VERSION = {"trl_rloo": "rloo", "trl_grpo": "grpo"}, "1.16.0"
 BATCH, UPDATES = 64, 10
 OF_LORA, LORA = "_lora", " --lora_rank 16 --learning_rate 2e-4"  # and what is added to its command
-BF16, AUTOCAST = "_bf16", "ACCELERATE_MIXED_PRECISION=bf16 "  # what such a system's name ends with; before its command
+BF16 = "_bf16"  # what the name of a system ends with that runs under autocast
 LABELS = {"rloo": "train_rloo.py", "trl_rloo": f"RLOO of TRL {VERSION}", "rloo_bf16": "train_rloo.py in bf16"}
 LABELS |= {"grpo": "train_grpo.py", "trl_grpo": f"GRPO of TRL {VERSION}"}
 PHASES = "rollout", "scores", "optimise"
@@ -259,7 +259,7 @@ def draw(args: DrawArgs):
         if name in found:
             every = [seconds_of(seed) for seed in found[name].values()]
             times.append([label, str(len(every)), *(f"{x:.1f}" for x in np.median(every, 0))])
-    for a, b in (("trl_rloo", "rloo"), ("rloo", "rloo_bf16")):
+    for a, b in (("trl_rloo", "rloo"), ("rloo", "rloo_bf16"), ("trl_grpo", "grpo")):
         if a in found and b in found:
             ratios = [
                 seconds_of(found[a][seed]) / seconds_of(found[b][seed]) for seed in found[a].keys() & found[b].keys()
