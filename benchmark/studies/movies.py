@@ -27,7 +27,15 @@ from rlhf_details import train_rloo
 
 POLICIES = {"rloo": ("RLOO", "#3465a4"), "ppo": ("PPO", "#c4501b")}
 LABELS = {name: label for name, (label, _) in POLICIES.items()} | {"dpo_measured": "DPO"}
-FIGURES = {"scores": "score", "kl": "KL, nats a response", "length": "length, tokens", "ended": "share ended"}
+DPO_COLUMNS = "update episode train/dpo/loss rewards/accuracies rewards/margins eval/rewards/accuracies"
+DPO_COLUMNS += " eval/rewards/chosen eval/rewards/rejected"
+FIGURES = {
+    "scores": "score",
+    "given": "score without the penalty",
+    "kl": "KL, nats a response",
+    "length": "length, tokens",
+    "ended": "share ended",
+}
 
 
 @dataclass(kw_only=True)
@@ -82,11 +90,16 @@ def run(args: RunArgs):
         for one in batches[name]:
             one.makes, one.every = ROOT / "models" / "movies" / str(one.seed) / name, 10
     for one, measured in zip(batches["dpo"], batches["dpo_measured"], strict=True):
-        one.every = 10
+        one.every, one.columns = 10, DPO_COLUMNS.split()
         one.makes = None if measured.is_done() else ROOT / "models" / "movies" / str(one.seed) / "dpo"
     runs = [batches[name][place] for place in range(len(args.seeds)) for name in args.policies]
     failed = run_study([batches["sft"], batches["reward"]], runs, args, tag)
     return failed + run_study([], batches["dpo_measured"] if "dpo" in args.policies else [], args, tag)
+
+
+def given(seed, lost):
+    """What the reward model gave, held out: the score and what a missing end lost. Args: a run's columns; points."""
+    return seed["eval/objective/scores"] + lost * (1 - seed["eval/objective/ended"])
 
 
 def table(folder, dpo):
@@ -108,11 +121,17 @@ def table(folder, dpo):
             cell([last(seed[metric]) for seed in read_seeds(x, name).values()], digits) for x in (folder, dpo)
         )
         lines.append(f"| {label} | {first} | | | {own} |")
+    labels = {"accuracies": "accuracy", "chosen": "score of the chosen", "rejected": "score of the rejected"}
+    for name, label in labels.items():
+        own = cell([last(seed[f"eval/rewards/{name}"]) for seed in read_seeds(dpo, "dpo").values()], 3)
+        lines.append(f"| DPO's {label} | | | | {own} |")
     found = {name: list(read_seeds(folder if name in POLICIES else dpo, name).values()) for name in LABELS}
+    lost = float(dict(itertools.pairwise(shlex.split(commands()["rloo"])))["--missing_eos_penalty"])
     for metric, label in FIGURES.items():
+        held_out = [[seed | {"eval/objective/given": given(seed, lost)} for seed in seeds] for seeds in found.values()]
         column = f"eval/objective/{metric}"
-        before = cell([seed[column][0] for seed in found["rloo"]])
-        after = " | ".join(cell([last(seed[column]) for seed in seeds]) for seeds in found.values())
+        before = cell([seed[column][0] for seed in held_out[0]])
+        after = " | ".join(cell([last(seed[column]) for seed in seeds]) for seeds in held_out)
         lines.append(f"| {label} | {before} | {after} |")
     return [*lines, f"| seeds | | {' | '.join(str(len(seeds)) for seeds in found.values())} |"]
 
