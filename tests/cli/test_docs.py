@@ -28,10 +28,12 @@ import dpo
 import frozen
 import grpo
 import mismatch
+import movies
 import mutations
 import plot
 import readme
 import smollm
+import smollm_trl
 import speed
 import toy as toy_over_seeds
 
@@ -82,7 +84,8 @@ def test_the_guides_example_makes_files_of_scored_texts(in_tmp):
 
 
 def test_every_command_of_the_readme_that_runs_or_draws_a_study_parses():
-    studies = "benchmark", "ablations", "overoptimisation", "against_trl", "dpo", "grpo", "mismatch", "smollm", "plot"
+    studies = "benchmark", "ablations", "overoptimisation", "against_trl", "dpo", "grpo", "mismatch", "movies", "plot"
+    studies += "smollm_trl", "smollm"
     found = set()
     text = re.sub(r" *\\\n *", " ", README)  # a command in one line
     for name, rest in re.findall(rf"python benchmark/(?:\w+/)?({'|'.join(studies)})\.py([^`|\n]*)", text):
@@ -99,7 +102,7 @@ def test_every_command_of_the_readme_that_runs_or_draws_a_study_parses():
 def test_every_flag_that_the_readme_names_exists():
     arguments = [module.Args for module in SCRIPTS.values()]
     arguments += [benchmark.Args, frozen.Args, plot.CurvesArgs, plot.CompareArgs, speed.Decode]
-    studies = ablations, against_trl, dpo, grpo, mismatch, smollm, toy_over_seeds
+    studies = ablations, against_trl, dpo, grpo, mismatch, movies, smollm, smollm_trl, toy_over_seeds
     arguments += [kind for study in studies for kind, _ in study.COMMANDS.values()]
     names = {field.name for kind in arguments for field in dataclasses.fields(kind)}
     names |= {f"no_{name}" for name in names} | {"algorithm", "reward", "policy"}  # the last of train_both.py
