@@ -51,6 +51,8 @@ LEARNED = f"{REVIEWS} --reward_model_path {{root}}/models/bench/1/smollm_reward 
 LEARNED += " --eval_every 8 --learning_rate 2e-5 --total_episodes 768"
 PAIRS = "--batch_size 16 --learning_rate 3e-5 --warmup_ratio 0.1"
 VERIFIED = {"grpo": "GRPO", "rloo": "RLOO", "grpo_lora": "GRPO, LoRA of rank 16"}
+VERIFIED_FIGURES = {"rewards/obeys": "right answers", "scores": "score", "kl": "KL, nats", "length": "tokens"}
+VERIFIED_FIGURES |= {"ended": "ended"}
 LONG = {"grpo_long": "GRPO, 40 updates, bf16"}
 DETAILS = {  # name: (tags, what is changed, flags, whether it would measure the KL otherwise)
     "siblings_seen": ("RLOO-9", "packed responses see the siblings before them", "", False),
@@ -150,6 +152,20 @@ def risen(seeds, names):
     return cells
 
 
+def course(seeds):
+    """Lines of a table: held-out means over seeds at each evaluation, and the mean rise over the second half."""
+    kept = next(iter(seeds.values()))
+    updates = kept["update"][~np.isnan(kept["eval/objective/kl"])].astype(int)
+    rows = []
+    for name, label in VERIFIED_FIGURES.items():
+        y = np.array([seed[f"eval/objective/{name}"] for seed in seeds.values()])
+        y = y[:, ~np.isnan(y[0])]  # [seeds, evaluations]
+        rise = words(mean_interval(y[:, -1] - y[:, len(updates) // 2]))
+        rows.append([label, *(f"{x:.2f}" for x in y.mean(0)), rise])
+    half = f"from {updates[len(updates) // 2]} to {updates[-1]}"
+    return table(["held out, at update", *map(str, updates), half], rows)
+
+
 def table(head, rows):
     """Lines of a table. Args: head, [cell]; rows, [[cell]]."""
     return [f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *rows]]
@@ -247,17 +263,11 @@ def draw(args: DrawArgs):
         "Held-out figures are means over 96 prompts, before -> after, then over seeds. What follows is the mean rise"
     ]
     lines += ["(or the mean difference to the base) with Student's 95 % interval over seeds.", ""]
-    names = {
-        "rewards/obeys": "right answers",
-        "scores": "score",
-        "kl": "KL, nats",
-        "length": "tokens",
-        "ended": "ended",
-    }
-    rows = [
-        [label, str(len(found[x])), *risen(found[x], names)] for x, label in (VERIFIED | LONG).items() if x in found
-    ]
+    names, runs = VERIFIED_FIGURES, VERIFIED | LONG
+    rows = [[label, str(len(found[x])), *risen(found[x], names)] for x, label in runs.items() if x in found]
     lines += table(["verified", "seeds", *names.values()], rows)
+    if "grpo_long" in found:
+        lines += ["", *course(found["grpo_long"])]
     if "base" in found:
         names = {"rewards/lexicon": "lexicon", "rewards/obeys": "obeyed", "ended": "ended", "kl": "KL, nats"}
         lines += ["", *table(["details", "seeds", *names.values()],
@@ -280,8 +290,8 @@ def draw(args: DrawArgs):
     phases = [f"time/{phase}" for phase in ("rollout", "scores", "optimise")]
     rows = [
         [name, *(f"{np.nanmedian(np.concatenate([seed[x] for seed in seeds.values()])):.0f}" for x in phases)]
-        for name, seeds in found.items()
-        if phases[0] in next(iter(seeds.values()))
+        for name, seeds in found.items()  # The long runs had more than one neighbour.
+        if name not in LONG and phases[0] in next(iter(seeds.values()))
     ]
     lines += ["", "Median seconds of an update, on one thread; the other core ran another experiment.", ""]
     lines += table(["experiment", "rollout", "scores", "optimise"], rows)
