@@ -9,7 +9,7 @@ SmolLM2-135M-Instruct, a chat model that people know: does what the toy says hol
 examples/smollm/reviews.py must be there. Three groups:
 
 verified  GRPO and RLOO on instructions that a program checks, as in examples/smollm/grpo.toml; GRPO with LoRA; and
-          GRPO for twice as long in bf16, which needs a processor with AMX
+          GRPO for twice as long in bf16, for a processor with AMX (only where --only names it)
 details   short runs of RLOO on one-sentence reviews that a lexicon scores, with one detail off, as in ablations.py
 learned   a reward model from rated sentences (that of seed 1), RLOO and PPO on it without a KL penalty, and judges that
           neither saw: the lexicon, whether the instruction is obeyed, and a reward model from other sentences
@@ -125,7 +125,8 @@ def commands(tag):
 def run(args: RunArgs):
     """Returns the names of the runs that failed."""
     tag = args.tag or git_tag()
-    found = {name: x for name, x in commands(tag).items() if not args.only or name in args.only}
+    wanted = args.only or [name for name in commands(tag) if name not in LONG]
+    found = {name: x for name, x in commands(tag).items() if name in wanted}
     runs = [
         Run(name, command, seed, tag, "smollm", folder)
         for seed in args.seeds
