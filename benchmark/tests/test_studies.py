@@ -95,6 +95,17 @@ def test_the_commands_of_movies_parse_and_each_stage_starts_from_an_earlier_one(
     assert {measured.policy, measured.sft, measured.reward} <= made
 
 
+def test_what_a_missing_end_lost_is_given_back_and_the_second_half_of_a_run_is_paired():
+    seed = {"eval/objective/scores": np.array([-1.0, 2.0]), "eval/objective/ended": np.array([0.5, 0.8])}
+    assert movies.given(seed, 5).tolist() == [1.5, 3.0]
+    columns = [f"eval/objective/{name}" for name in smollm.VERIFIED_FIGURES]
+    values = {1: [0, np.nan, 2, np.nan, 5], 2: [1, np.nan, 3, np.nan, 8]}
+    seeds = {n: {name: np.array(y, float) for name in columns} | {"update": np.arange(5)} for n, y in values.items()}
+    head, _, row, *_ = smollm.course(seeds)
+    assert head == "| held out, at update | 0 | 2 | 4 | from 2 to 4 |"
+    assert row == "| right answers | 0.50 | 2.50 | 6.50 | 4.00 (-8.71 .. 16.71) |"  # 12.706 deviations
+
+
 # ---- ablations -------------------------------------------------------------------------------------------------------
 def test_every_variants_mutation_changes_the_files_that_it_names(tmp_path, monkeypatch):
     shutil.copytree(ROOT / "rlhf_details", tmp_path / "rlhf_details", ignore=shutil.ignore_patterns("__pycache__"))
@@ -241,6 +252,10 @@ def test_the_evaluator_of_trls_policies_gives_our_scripts_own_figures(stages):
     found = held_out.evaluate("policy", stages / "sft", stages / "reward", 3)
     assert found == {name: after[name] for name in found}
     assert found.keys() == {f"eval/objective/{name}" for name in ("scores", "gold", "kl", "ended", "length")}
+    dearer = held_out.evaluate("policy", stages / "sft", stages / "reward", 3, flags="--missing_eos_penalty 9")
+    lost = 9 - against_trl.settings("rloo")["missing_eos_penalty"]  # Another task's flags count.
+    expected = found["eval/objective/scores"] - lost * (1 - found["eval/objective/ended"])
+    assert dearer["eval/objective/scores"] == pytest.approx(expected) and found["eval/objective/ended"] < 1
 
 
 def test_what_is_recorded_are_the_samples_that_were_trained_on(stages, in_tmp, monkeypatch):
@@ -408,6 +423,11 @@ def test_the_commands_of_the_study_of_a_real_model_parse_and_its_tables_are_pair
         _, args = parse(command.format(root=ROOT, seed=3))
         assert args.output_dir.endswith(f"models/bench/3/smollm_{name}") and args.checkpoint_every == 0
         assert (folder is not None) == (name in smollm.DETAILS and not smollm.DETAILS[name][2])
+    started = []
+    monkeypatch.setattr(smollm, "run_all", lambda runs, *_: started.append([run.key[0] for run in runs]))
+    for only in ((), ("grpo_long",)):
+        smollm.run(smollm.RunArgs(tag="t", seeds=(1,), only=only))
+    assert started == [[name for name in found if name != "grpo_long"], ["grpo_long"]]
     figures = {"rewards/lexicon": 0.5, "rewards/obeys": 0.25, "ended": 0.75, "kl": 3.0}
 
     def seed(number, shift):
