@@ -67,6 +67,12 @@ class Args:
     prompt_template: str | None = None
     """the prompt with the row's columns in their places: "Question: {question}\\nAnswer:"; "messages": the messages,
     also beside a column `prompt`; None: column `prompt`, or else the messages"""
+    completion_template: str | None = None
+    """the completion that is compared with, made of columns in the same way; None: the column `completion`"""
+    chat_template_kwargs: str | None = None
+    """JSON of what the chat template is given beside the messages; None: as the policy was trained, or {}"""
+    template_date: str | None = None
+    """the day that a chat template writes which writes one; None: as the policy was trained, or today"""
     max_prompt_length: int | None = None
     """drop rows whose prompt has more tokens than this; the number of dropped rows is printed"""
 
@@ -221,26 +227,26 @@ def response_scores(reward_model, batch):
     return reward_model(tokens, mask, positions, last).squeeze(1)
 
 
-def truncate_response(responses, mask, token_id, after):
-    """What is read of a response: up to its first `token_id` at place `after` or later, or all of it.
+def truncate_response(responses, mask, end_ids, after):
+    """What is read of a response: up to its first end at place `after` or later, or all of it.
 
-    Args: responses [M, R]; mask [M, R] bool, what was sampled; token_id, or None: all is read and counts as ended.
-    Returns: (mask [M, R] of what is read, whether the token was there [M]). Source: lm-human-preferences, lm_tasks.py.
+    Args: responses [M, R]; mask [M, R] bool, what was sampled; end_ids [S]; without any, all is read and ended.
+    Returns: (mask [M, R] of what is read, whether an end was there [M]). Source: lm-human-preferences, lm_tasks.py.
     """
-    if token_id is None:
+    if not len(end_ids):
         return mask, mask.any(1)
     # Only real tokens are searched, because the filler, token 0, may be the stop token.
-    ends = mask & (responses == token_id)
+    ends = mask & torch.isin(responses, end_ids)
     ends[:, :after] = False  # A token that stands before this place does not end the response.
     return mask & (ends.cumsum(1) - ends.long() == 0), ends.any(1)  # True where no end stands strictly before
 
 
-def sample_responses(policy, batch, stop_id, purpose, args, sample):
+def sample_responses(policy, batch, stop_ids, purpose, args, sample):
     """A response to each prompt of a batch: queries, query_mask [M, Q], and the prompts' numbers [M].
 
     sample: utils.sample, or what samples in its place. Returns: responses, mask and log-probs, all [M, R].
     """
-    sampler_args = 1, args.response_length, stop_id, (args.seed, purpose, 0)
+    sampler_args = 1, args.response_length, stop_ids, (args.seed, purpose, 0)
     # vLLM decides by itself how many rows it computes at once.
     size = args.rollout_micro_batch_size if args.sampler == "own" else len(batch[0])
     return in_slices(sample, policy, batch, size, *sampler_args)
@@ -249,11 +255,11 @@ def sample_responses(policy, batch, stop_id, purpose, args, sample):
 def respond(model, batch, ids, args, sample=utils.sample):
     """The responses that are scored and compared: (responses, mask of what is read of them [M, R], ended [M]).
 
-    Args: ids, (the id of the stop token, the id of the token that a response is read up to), or None where it has none.
+    Args: ids, (the tokens that stop the sampler, those that a response is read up to), both [S].
     """
-    stop_id, end_id = ids
-    responses, mask, _ = sample_responses(Policy(model, args.temperature), batch, stop_id, COMPARED, args, sample)
-    return responses, *truncate_response(responses, mask, end_id, args.truncate_after)
+    stop_ids, end_ids = ids
+    responses, mask, _ = sample_responses(Policy(model, args.temperature), batch, stop_ids, COMPARED, args, sample)
+    return responses, *truncate_response(responses, mask, end_ids, args.truncate_after)
 
 
 # ---- equations -------------------------------------------------------------------------------------------------------
@@ -328,14 +334,14 @@ def main(args: Args):
     rows = evaluation.read_rows(args, use_references)
     tokenizer, loaded, reward = evaluation.load_models(args, device)
     reward_model = Reward(*reward) if reward else None
-    ids = {path: evaluation.end_ids(tokenizer, own) for path, own in settings.items()}
+    ids = {path: evaluation.end_ids(tokenizer, own, device) for path, own in settings.items()}
     longest = max(settings.values(), key=lambda own: own.response_length)
     reward_context = models.context(reward_model)  # no limit where it is given text, which it may read from the end
     room = min(reward_context, *map(models.context_of, loaded.values())) - longest.response_length
     prompts = data.to_prompts(longest, tokenizer, rows, "dataset", room)
     if use_references:
         references = evaluation.encode_references(args, tokenizer, prompts, reward_context, device)
-    score = rewards.Scorer(args, accelerator, tokenizer, reward_model, response_scores, size, None)
+    score = rewards.Scorer(args, accelerator, tokenizer, reward_model, response_scores, size, ())
     score.check_columns(prompts)
     sample = vllm.sampler(longest, accelerator, prompts, cli.fail)  # utils.sample, unless --sampler vllm is given
     N = len(prompts)
@@ -358,13 +364,13 @@ def main(args: Args):
                     texts, responses, mask = [references[0][i] for i in mine], references[1][mine], references[2][mine]
                     ended = mask.any(1)
                 # Where no token ends a response, a reward model that is given text reads no EOS, as in training.
-                has_end = not model or ids[path][1] is not None
+                has_end = not model or len(ids[path][1]) > 0
                 batch, given = [*queries, responses, mask], dict(texts=texts, ended=ended & has_end)
                 values = score([prompts[i] for i in mine], batch, **given)  # [N / world, F]
             texts = gather_object(texts)[:N]
             responses, mask, ended, values = (x[:N] for x in accelerator.gather((responses, mask, ended, values)))
             ended = ended if model and has_end else None
-            end_ids = {ids[path][1], tokenizer.eos_token_id}
+            end_ids = {*ids[path][1].tolist(), *utils.end_ids(tokenizer)}
             measured[key] = measure(texts, responses, mask, ended, values, score, end_ids)
 
     # ---- pass@k: more responses of each policy, with noise of their own because their rows have other numbers --------
@@ -374,7 +380,7 @@ def main(args: Args):
         for number in range(1, args.samples_per_prompt):
             with accelerator.autocast():
                 responses, mask, ended = respond(loaded[path], [*queries, numbers + number * N], ids[path], own, sample)
-                ended, texts = ended & (ids[path][1] is not None), models.decode(tokenizer, responses, mask)
+                ended, texts = ended & (len(ids[path][1]) > 0), models.decode(tokenizer, responses, mask)
                 values = score([prompts[i] for i in mine], [*queries, responses, mask], texts=texts, ended=ended)
             values = accelerator.gather(values)[:N, [score.names.index(name) for name in names]].tolist()
             verdicts.append([tuple(None if math.isnan(x) else x for x in row) for row in values])

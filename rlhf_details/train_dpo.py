@@ -53,6 +53,8 @@ class Args(cli.RunArgs):  # which holds the flags of run, data, logging and memo
     name may end in [:4992], its start"""
     eval_dataset: str | None = None
     """held-out comparisons, evaluated after training; None: no evaluation"""
+    max_length: int | None = None
+    """drop rows whose prompt and a candidate have more tokens than this; the number of dropped rows is printed"""
     num_comparisons: int = 3072
     """toy: how many comparisons the imaginary human labels"""
 
@@ -145,15 +147,15 @@ def load_model(args, device):
 
 # ---- from token ids to responses and log-probs -----------------------------------------------------------------------
 @torch.no_grad()
-def sample_responses(policy, args, accelerator, prompts, n, purpose, stop_id, key=REWARD_DATA):
+def sample_responses(policy, args, accelerator, prompts, n, purpose, stop_ids, key=REWARD_DATA):
     """n responses of the policy to each prompt; every process samples all of them.
 
-    Args: prompts, lists of token ids; purpose, e.g. comparisons.TRAIN, so that the noise differs; stop_id or None.
+    Args: prompts, lists of token ids; purpose, e.g. comparisons.TRAIN, so that the noise differs; stop_ids [S].
     Returns: a list of token ids for each response, the n of a prompt adjacent.
     """
     queries, query_mask = utils.left_pad([ids for ids in prompts for _ in range(n)], accelerator.device)  # [N, Q]
     batch = [queries, query_mask, torch.arange(len(queries), device=accelerator.device)]
-    sampler_args = 1, args.response_length, stop_id, (args.seed, key, purpose)
+    sampler_args = 1, args.response_length, stop_ids.to(accelerator.device), (args.seed, key, purpose)
     policy.eval()
     with accelerator.autocast():
         responses, mask, _ = in_slices(utils.sample, policy, batch, 128 * n, *sampler_args)  # [N, R]
@@ -273,6 +275,7 @@ def main(args: Args):
 
     # ---- model, comparisons, optimiser
     tokenizer, policy = load_model(args, device)
+    stop_ids = models.stop_ids(tokenizer, "eos", "--sft_model_path")  # [S]
     sample = functools.partial(sample_responses, policy, args, accelerator)  # for the embedded task: no candidates yet
     train, held_out = comparisons.load(args, tokenizer, policy, sample)
     if len(train) < B:
@@ -323,11 +326,10 @@ def main(args: Args):
         if run.is_eval_due(step):
             metrics |= evaluate(policy, held_out, held_out_references, size, args, accelerator)
             shown = held_out[:4] or train[:4]
-            sampling = [row.ids for row in shown], 1, 0, tokenizer.eos_token_id, EVALUATION
+            sampling = [row.ids for row in shown], 1, 0, stop_ids, EVALUATION
             responses = sample_responses(engines.sampler(policy), args, accelerator, *sampling)
-            texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
-            for row, text in zip(shown, texts, strict=True):
-                run.say(f"query: {row.text!r} | response: {text!r}")
+            for row, response in zip(shown, responses, strict=True):
+                run.say(f"query: {row.text!r} | response: {models.text_of(tokenizer, response)!r}")
         run.log(step, metrics)
         run.checkpoint_if_due(step, policy, optimizer)
     return run.finish(policy)  # the model folder with its card, the held-out metrics, and the upload

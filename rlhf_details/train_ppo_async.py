@@ -357,16 +357,16 @@ def full_kl(policy, batch, reference):
 
 
 # ---- equations -------------------------------------------------------------------------------------------------------
-def truncate_response(responses, mask, token_id, after):
-    """What the reward model reads: a response up to its first `token_id` at place `after` or later, or all of it.
+def truncate_response(responses, mask, end_ids, after):
+    """What the reward model reads: a response up to its first end at place `after` or later, or all of it.
 
-    Args: responses [B, R]; mask [B, R] bool, what was sampled; token_id, or None: all is read and counts as ended.
-    Returns: (mask [B, R] of what is read, whether the token was there [B]). Source: lm-human-preferences, lm_tasks.py.
+    Args: responses [B, R]; mask [B, R] bool, what was sampled; end_ids [S]; without any, all is read and ended.
+    Returns: (mask [B, R] of what is read, whether an end was there [B]). Source: lm-human-preferences, lm_tasks.py.
     """
-    if token_id is None:
+    if not len(end_ids):
         return mask, mask.any(1)
     # Only real tokens are searched, because the filler, token 0, may be the stop token. [GEN-13]
-    ends = mask & (responses == token_id)
+    ends = mask & torch.isin(responses, end_ids)
     ends[:, :after] = False  # A token that stands before this place does not end the response. [GEN-12]
     return mask & (ends.cumsum(1) - ends.long() == 0), ends.any(1)  # True where no end stands strictly before
 
@@ -500,7 +500,7 @@ def shuffled_episodes(num_episodes, num_mini_batches, device, *coordinates):
 
 # ---- held-out evaluation ---------------------------------------------------------------------------------------------
 @torch.no_grad()
-def evaluate(policy, sample, reference, score, prompts, stop_id, end_id, args, accelerator):
+def evaluate(policy, sample, reference, score, prompts, stop_ids, end_ids, args, accelerator):
     """One response to each held-out prompt, with noise of its own, and what it scores.
 
     Returns: ({"eval/objective/..": mean over the prompts}, samples to show); call it on every process.
@@ -511,14 +511,14 @@ def evaluate(policy, sample, reference, score, prompts, stop_id, end_id, args, a
     numbers = data.my_share(len(prompts), accelerator)  # padded, so that all processes have equally many
     rows = [prompts[i % len(prompts)] for i in numbers.tolist()]
     queries, query_mask = utils.left_pad([row.ids for row in rows], accelerator.device)
-    sampling = dict(n=1, response_length=args.response_length, stop_id=stop_id)
+    sampling = dict(n=1, response_length=args.response_length, stop_ids=stop_ids)
     with accelerator.autocast():
         batch, size, key = [queries, query_mask, numbers], args.rollout_micro_batch_size, (args.seed, EVALUATION, 0)
         sampled = in_slices(sample, engines.sampler(policy), batch, size, key=key, **sampling)
         responses, response_mask, logprobs = sampled  # [N / world, R]
         batch = [queries, query_mask, responses, response_mask]
         ref_logprobs, _ = in_slices(response_logprobs, reference, batch, args.micro_batch_size)
-        scored_mask, ended = truncate_response(responses, response_mask, end_id, args.truncate_after)
+        scored_mask, ended = truncate_response(responses, response_mask, end_ids, args.truncate_after)
         values = score(rows, [queries, query_mask, responses, scored_mask])  # [N / world, F]
     # The sampler's own log-probs are enough for the KL, because no ratio follows.
     gathered = accelerator.gather((responses, scored_mask, ended, (logprobs - ref_logprobs).sum(1), values))
@@ -568,11 +568,11 @@ def main(args: Args):
 
     # ---- models, prompts, rewards, optimiser; one optimiser trains the policy and the value model
     tokenizer, policy, reference, reward_model = load_models(args, engines.loading_device(accelerator))
-    stop_id = models.token_id(tokenizer, args.stop_token, "--stop_token")
-    end_id = models.token_id(tokenizer, args.truncate_token, "--truncate_token")
-    end_id = stop_id if end_id is None else end_id  # the token that a complete response ends with
+    stop_ids = models.stop_ids(tokenizer, args.stop_token, "--stop_token", device)  # [S]
+    end_ids = models.stop_ids(tokenizer, args.truncate_token, "--truncate_token", device)
+    end_ids = end_ids if len(end_ids) else stop_ids  # [S], the tokens that a complete response may end with
     prompts, held_out = data.load_prompts(args, tokenizer, room=models.context(policy, reward_model) - R)
-    score = rewards.Scorer(args, accelerator, tokenizer, reward_model, response_scores, size, end_id)
+    score = rewards.Scorer(args, accelerator, tokenizer, reward_model, response_scores, size, end_ids)
     score.check_columns(prompts, held_out)  # score(rows, batch) gives F values a row, NaN where one does not apply.
     # Set eps and weight decay explicitly, so that the recipe does not depend on torch's defaults. [OPT-4]
     adam = dict(lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay, fused=True)
@@ -580,7 +580,7 @@ def main(args: Args):
     optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], **adam)
     policy, optimizer = engines.prepare(args, accelerator, policy, optimizer, reference, reward_model)
     num_updates = math.ceil(args.total_episodes / B)  # Round up, so that at least total_episodes are sampled. [OPT-10]
-    sampling = dict(n=1, response_length=R, stop_id=stop_id)
+    sampling = dict(n=1, response_length=R, stop_ids=stop_ids)
     run = Run(args, accelerator, tokenizer, num_updates, prompts, [held_out, reference, reward_model])
     # utils.sample, or with --sampler vllm another engine in its place, which gives the same three tensors
     sample = vllm.sampler(args, accelerator, [*prompts, *held_out], run.stop)
@@ -602,7 +602,7 @@ def main(args: Args):
         return dict(zip(NAMES, accelerator.gather(actor.batch.result()), strict=True))
 
     if run.first_update == 1:
-        run.log(0, *evaluate(policy, sample, reference, score, held_out, stop_id, end_id, args, accelerator))
+        run.log(0, *evaluate(policy, sample, reference, score, held_out, stop_ids, end_ids, args, accelerator))
     actor = Actor(model, args, rollout)
     if run.tensors:
         actor.batch.set_result([run.tensors[name].chunk(world)[rank] for name in NAMES])
@@ -631,7 +631,7 @@ def main(args: Args):
             else:
                 kl_penalties = kl_penalty(old_logprobs, ref_logprobs, args.kl_penalty)
             # The reward model reads what a human would read. [GEN-14]
-            scored_mask, ended = truncate_response(responses, response_mask, end_id, args.truncate_after)
+            scored_mask, ended = truncate_response(responses, response_mask, end_ids, args.truncate_after)
             reward_values = score(rows[mine], [*batch[:3], scored_mask])  # [B / world, F]
         # Whitening, minibatches and metrics need the whole batch, so gather it once. Until phase 5 takes its
         # shares, every tensor holds the whole batch, on every process. [REW-7]
@@ -760,14 +760,14 @@ def main(args: Args):
             "val/ratio_var": metrics.pop("ratio_minus_1_squared") - ratio_minus_1**2,  # of actions [LOG-4]
             "val/equal_scores": float(scores.unique().numel() < 2),
             "val/num_eos_tokens": (response_mask & (responses == tokenizer.eos_token_id)).sum(),
-            "val/num_stop_token_ids": ended.sum() if end_id is not None else 0,
+            "val/num_stop_token_ids": ended.sum() if len(end_ids) else 0,
             "val/sequence_lengths": response_mask.sum(1).float().mean(),
         }
         samples = rows, responses, response_mask, ended, scores, kl.sum(1)
         if run.is_eval_due(update):
             wait([actor.batch])  # An engine such as vLLM has the weights of one policy at a time.
             of_eval, of_eval_samples = evaluate(
-                policy, sample, reference, score, held_out, stop_id, end_id, args, accelerator
+                policy, sample, reference, score, held_out, stop_ids, end_ids, args, accelerator
             )
             metrics, samples = metrics | of_eval, of_eval_samples or samples
         run.log(update, metrics, samples)

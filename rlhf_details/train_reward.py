@@ -54,6 +54,8 @@ class Args(cli.RunArgs):  # which holds the flags of run, data, logging and memo
     name may end in [:4992], its start"""
     eval_dataset: str | None = None
     """held-out comparisons, evaluated after training; None: no evaluation"""
+    max_length: int | None = None
+    """drop rows whose prompt and a candidate have more tokens than this; the number of dropped rows is printed"""
     num_comparisons: int = 3072
     """toy: how many comparisons the imaginary human labels"""
 
@@ -160,17 +162,17 @@ def load_model(args, device):
 
 # ---- from token ids to responses and scores --------------------------------------------------------------------------
 @torch.no_grad()
-def sample_responses(args, accelerator, prompts, n, purpose, stop_id):
+def sample_responses(args, accelerator, prompts, n, purpose, stop_ids):
     """n responses of the policy at --sft_model_path to each prompt; every process samples all of them.
 
-    Args: prompts, lists of token ids; purpose, e.g. comparisons.TRAIN, so that the noise differs; stop_id or None.
+    Args: prompts, lists of token ids; purpose, e.g. comparisons.TRAIN, so that the noise differs; stop_ids [S].
     Returns: a list of token ids for each response, the n of a prompt adjacent.
     """
     model = utils.disable_dropout(models.load_policy(args.sft_model_path, "--sft_model_path", args))
     policy = Policy(model, args.temperature).to(accelerator.device).eval()
     queries, query_mask = utils.left_pad([ids for ids in prompts for _ in range(n)], accelerator.device)  # [N, Q]
     batch = [queries, query_mask, torch.arange(len(queries), device=accelerator.device)]
-    sampler_args = 1, args.response_length, stop_id, (args.seed, REWARD_DATA, purpose)
+    sampler_args = 1, args.response_length, stop_ids.to(accelerator.device), (args.seed, REWARD_DATA, purpose)
     with accelerator.autocast():
         responses, mask, _ = in_slices(utils.sample, policy, batch, 128 * n, *sampler_args)  # [N, R]
     return [r[m].tolist() for r, m in zip(responses, mask, strict=True)]
@@ -181,8 +183,9 @@ def samples_to_normalise(args, accelerator, tokenizer, train, purpose):
     first = args.normalize_samples * (purpose == comparisons.AFTER)  # Prompts and noise are others than BEFORE.
     prompts = [train[(first + i) % len(train)].ids for i in range(args.normalize_samples)]
     # With lm-human-preferences' labels the samples are whole responses, which no EOS ends. [RM-11]
-    stop_id = None if comparisons.are_token_ids(train) else tokenizer.eos_token_id
-    responses = sample_responses(args, accelerator, prompts, 1, purpose, stop_id)
+    ends = "none" if comparisons.are_token_ids(train) else "eos"
+    stop_ids = models.stop_ids(tokenizer, ends, "--normalization")
+    responses = sample_responses(args, accelerator, prompts, 1, purpose, stop_ids)
     return [query + response for query, response in zip(prompts, responses, strict=True)]
 
 

@@ -248,10 +248,10 @@ def response_scores(reward_model, batch, n):
 
 
 # ---- equations -------------------------------------------------------------------------------------------------------
-def has_stopped(responses, mask, stop_id):
-    """Whether each response [B, R] holds the stop token. With stop_id None it always counts as ended."""
+def has_stopped(responses, mask, stop_ids):
+    """Whether each response [B, R] holds one of the stop tokens [S]. Without any it always counts as ended."""
     # Only real tokens are searched, because the filler, token 0, may be the stop token. [GEN-13]
-    return (mask & (responses == stop_id)).any(1) if stop_id is not None else mask.any(1)
+    return (mask & torch.isin(responses, stop_ids)).any(1) if len(stop_ids) else mask.any(1)
 
 
 def missing_eos_scores(scores, ended, penalty, mode):
@@ -334,7 +334,7 @@ def shuffled_groups(num_prompts, k, num_mini_batches, device, *coordinates):
 
 # ---- held-out evaluation ---------------------------------------------------------------------------------------------
 @torch.no_grad()
-def evaluate(policy, sample, reference, score, prompts, stop_id, args, accelerator):
+def evaluate(policy, sample, reference, score, prompts, stop_ids, args, accelerator):
     """One response to each held-out prompt, with noise of its own, and what it scores.
 
     Returns: ({"eval/objective/..": mean over the prompts}, samples to show); call it on every process.
@@ -345,7 +345,7 @@ def evaluate(policy, sample, reference, score, prompts, stop_id, args, accelerat
     numbers = data.my_share(len(prompts), accelerator)  # padded, so that all processes have equally many
     rows = [prompts[i % len(prompts)] for i in numbers.tolist()]
     queries, query_mask = utils.left_pad([row.ids for row in rows], accelerator.device)
-    sampling = dict(n=1, response_length=args.response_length, stop_id=stop_id)
+    sampling = dict(n=1, response_length=args.response_length, stop_ids=stop_ids)
     with accelerator.autocast():
         batch, size, key = [queries, query_mask, numbers], args.rollout_micro_batch_size, (args.seed, EVALUATION, 0)
         sampled = in_slices(sample, engines.sampler(policy), batch, size, key=key, **sampling)
@@ -356,7 +356,7 @@ def evaluate(policy, sample, reference, score, prompts, stop_id, args, accelerat
     # The sampler's own log-probs are enough for the KL, because no ratio follows.
     gathered = accelerator.gather((responses, response_mask, (logprobs - ref_logprobs).sum(1), values))
     responses, response_mask, kl, values = (x[: len(prompts)] for x in gathered)
-    ended = has_stopped(responses, response_mask, stop_id)
+    ended = has_stopped(responses, response_mask, stop_ids)
     scores = (values * score.weights).nansum(1)
     scores = missing_eos_scores(scores, ended, args.missing_eos_penalty, args.missing_eos_mode)
     lengths = response_mask.sum(1).float()
@@ -390,26 +390,26 @@ def main(args: Args):
 
     # ---- models, prompts, rewards, optimiser
     tokenizer, policy, reference, reward_model = load_models(args, engines.loading_device(accelerator))
-    stop_id = models.token_id(tokenizer, args.stop_token, "--stop_token")
+    stop_ids = models.stop_ids(tokenizer, args.stop_token, "--stop_token", device)  # [S]
     prompts, held_out = data.load_prompts(args, tokenizer, room=models.context(policy, reward_model) - R)
     # A forward takes `size` episodes, n in a row, and the sampler rollout_size, rollout_n in a row. `layout.choose`
     # packs only where it finds that packed and plain rows have the same log-probs and scores.
     packing = layout.choose(args, k, policy, reward_model, prompts, response_logprobs, response_scores)
     n, size = packing.n, packing.size
-    score = rewards.Scorer(args, accelerator, tokenizer, reward_model, response_scores, size, stop_id)
+    score = rewards.Scorer(args, accelerator, tokenizer, reward_model, response_scores, size, stop_ids)
     score.check_columns(prompts, held_out)  # score(rows, batch, n) gives F values a row, NaN where one does not apply.
     # Set eps and weight decay explicitly, so that the recipe does not depend on torch's defaults. [OPT-4]
     adam = dict(lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay, fused=True)
     optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], **adam)
     policy, optimizer = engines.prepare(args, accelerator, policy, optimizer, reference, reward_model)
-    sampling = dict(n=packing.rollout_n, response_length=R, stop_id=stop_id)
+    sampling = dict(n=packing.rollout_n, response_length=R, stop_ids=stop_ids)
     num_updates = math.ceil(args.total_episodes / B)  # Round up, so that at least total_episodes are sampled. [OPT-10]
     run = Run(args, accelerator, tokenizer, num_updates, prompts, [held_out, reference, reward_model])
     # utils.sample, or with --sampler vllm another engine in its place, which gives the same three tensors
     sample = vllm.sampler(args, accelerator, [*prompts, *held_out], run.stop)
     run.resume(policy, optimizer)
     if run.first_update == 1:
-        run.log(0, *evaluate(policy, sample, reference, score, held_out, stop_id, args, accelerator))
+        run.log(0, *evaluate(policy, sample, reference, score, held_out, stop_ids, args, accelerator))
 
     for update in range(run.first_update, num_updates + 1):
         # The learning rate changes from update to update, and all steps of an update have the same. [OPT-2]
@@ -445,7 +445,7 @@ def main(args: Args):
         # ---- 3. Rewards: one for each response -----------------------------------------------------------------------
         #   response        a    b   EOS   .    .      nothing is sampled after the stop token
         #   response_mask   1    1    1    0    0      the stop token is an action as well: it has a log-prob and a KL
-        ended = has_stopped(responses, response_mask, stop_id)  # [B]
+        ended = has_stopped(responses, response_mask, stop_ids)  # [B]
         # NaN means that a reward does not apply to this kind of prompt. [REW-4]
         scores = (values * score.weights).nansum(1)  # [B]
         scores = missing_eos_scores(scores, ended, args.missing_eos_penalty, args.missing_eos_mode)  # [B]
@@ -517,12 +517,12 @@ def main(args: Args):
             "val/ratio_var": metrics.pop("ratio_minus_1_squared") - ratio_minus_1**2,  # of actions [LOG-4]
             "val/equal_scores": share_of_equal_groups(scores, k if k > 1 else B),
             "val/num_eos_tokens": (response_mask & (responses == tokenizer.eos_token_id)).sum(),
-            "val/num_stop_token_ids": ended.sum() if stop_id is not None else 0,
+            "val/num_stop_token_ids": ended.sum() if len(stop_ids) else 0,
             "val/sequence_lengths": response_mask.sum(1).float().mean(),
         }
         samples = rows, responses, response_mask, ended, scores, kl.sum(1)
         if run.is_eval_due(update):
-            of_eval, of_eval_samples = evaluate(policy, sample, reference, score, held_out, stop_id, args, accelerator)
+            of_eval, of_eval_samples = evaluate(policy, sample, reference, score, held_out, stop_ids, args, accelerator)
             metrics, samples = metrics | of_eval, of_eval_samples or samples
         run.log(update, metrics, samples)
         run.checkpoint_if_due(update, policy, optimizer)

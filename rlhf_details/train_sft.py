@@ -49,6 +49,10 @@ class Args(cli.RunArgs):  # which holds the flags of run, data, logging and memo
     folder or a Hub data set (:PART, a split or file of it), or FILE.py:FUNCTION, which returns rows"""
     eval_dataset: str | None = None
     """held-out rows, evaluated after training; None: no evaluation"""
+    completion_template: str | None = None
+    """the completion, with the row's columns in their places; None: column `completion`, or the answer in `messages`"""
+    max_length: int | None = None
+    """drop rows whose prompt and completion have more tokens than this; the number of dropped rows is printed"""
 
     # models
     base_model: str = "scratch"
@@ -182,8 +186,10 @@ def evaluate(language_model, rows, tokenizer, args, accelerator):
             numbers = torch.tensor(prompts, device=device)[share % len(prompts)]
             mine = [rows[i] for i in numbers.tolist()]
             batch = [*utils.left_pad([row.ids for row in mine], device), numbers]
-            sampling = dict(n=1, response_length=args.response_length, stop_id=tokenizer.eos_token_id)
-            sampling |= dict(key=(args.seed, EVALUATION, 0))
+            stop_ids = models.stop_ids(tokenizer, "eos", "--eval_dataset", device)  # [S]
+            sampling = dict(
+                n=1, response_length=args.response_length, stop_ids=stop_ids, key=(args.seed, EVALUATION, 0)
+            )
             sampler = engines.sampler(language_model)
             responses, response_mask, _ = in_slices(utils.sample, sampler, batch, size, **sampling)
             references = [data.as_text(tokenizer, row.columns["completion"]) for row in mine]
@@ -215,7 +221,7 @@ def main(args: Args):
     # ---- rows, model, optimiser
     rows, held_out_rows = (data.read_demonstrations(args, flag) for flag in ("dataset", "eval_dataset"))
     tokenizer, language_model = load_model(args, rows, engines.loading_device(accelerator))
-    encode_args = tokenizer, models.context(language_model), args.max_prompt_length
+    encode_args = tokenizer, models.context(language_model), args
     train = data.encode_demonstrations(rows, f"--dataset {args.dataset}", *encode_args)
     eval_name = f"--eval_dataset {args.eval_dataset}"
     held_out = data.encode_demonstrations(held_out_rows, eval_name, *encode_args, num_sampled=args.response_length)

@@ -1,19 +1,121 @@
 """
-What all pages share and a reader should read once: masks and padding, the learning rate, the sampler and its noise, and
-the means that become metrics. Nothing runs at import.
+What all pages share and a reader should read once: how text becomes tokens, masks and padding, the learning rate, the
+sampler and its noise, and the means that become metrics. Nothing runs at import.
 
 Shapes    B: episodes   n: adjacent episodes that share a prompt and a row   P = B / n: rows   V: vocabulary
-          Q: query tokens   R: response tokens   L: columns of a row
+          Q: query tokens   R: response tokens   L: columns of a row   S: tokens that end a response
 Masks     True marks a real token. Masks travel with the tokens, and nothing is ever found by looking for a pad token.
 """
 
 import functools
 import math
+import re
+from datetime import datetime
 
 import numpy as np
 import torch
 from torch import nn
 from transformers import DynamicCache
+
+
+# ---- text -> token ids -----------------------------------------------------------------------------------------------
+def is_messages(x):
+    """Whether x is a list of messages, {"role": .., "content": ..}, and not a string or a list of token ids."""
+    return isinstance(x, list) and bool(x) and all(isinstance(m, dict) for m in x)
+
+
+def encode(tokenizer, prompt, completion=None, options=None):
+    """Token ids of a prompt, or (those of a prompt, those of its completion up to and with the token that ends it).
+
+    A prompt is a string, a list of messages or a list of token ids, which is kept as it is. A completion is of the same
+    kind as its prompt. Args: options, of `render`.
+    """
+    if isinstance(prompt, list) and not is_messages(prompt):
+        return prompt if completion is None else (prompt, completion)
+    if is_messages(prompt):
+        prompt, completion, end = render_pair(tokenizer, prompt, completion, options)
+        # The template has written BOS, if there is one, so the tokenizer adds none. [DATA-3]
+        ids = tokenizer(prompt, add_special_tokens=False).input_ids
+    else:
+        ids, bos, end = tokenizer(prompt, add_special_tokens=False).input_ids, tokenizer.bos_token_id, []
+        puts_bos = bos is not None and tokenizer("a").input_ids[:1] == [bos]
+        ids = [bos, *ids] if puts_bos and ids[:1] != [bos] else ids
+    if completion is None:
+        return ids
+    # Prompt and completion are tokenised apart, because the sampler also starts anew after the prompt. [DATA-1]
+    answer = tokenizer(completion, add_special_tokens=False).input_ids
+    if end:  # ChatML writes a line break after the end of a turn, and Phi-3.5 EOS as well. No policy samples these.
+        return ids, answer[: len(answer) - len(end) + 1]
+    if answer[-1:] == [tokenizer.eos_token_id]:  # The text has it already.
+        return ids, answer
+    return ids, [*answer, tokenizer.eos_token_id]  # Without an end in its data no policy learns to stop. [DATA-2]
+
+
+def render(tokenizer, messages, options=None, **more):
+    """The text that the chat template makes of messages.
+
+    Args: options, {name: value} of what the template is given beside the messages: a row's `tools` and `documents`, the
+    user's own, such as enable_thinking, and `date`, an ISO string, which it takes for now; more, apply_chat_template's.
+    """
+    options = dict(options or {})
+    date, template = options.pop("date", None), tokenizer.get_chat_template(tools=options.get("tools"))
+    if date:  # Llama 3.2 writes the day into its prompts. A resumed run must see the same day.
+        now = datetime.fromisoformat(date)
+        template = re.sub(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)", lambda m: repr(now.strftime(m[2])), template)
+    return tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, **options, **more)
+
+
+def render_pair(tokenizer, prompt, completion, options):
+    """(text of a prompt in messages, text of its completion or None, ids from the end of the last turn on or []).
+
+    The completion's text is what the chat template writes after the prompt's.
+    """
+    goes_on = prompt[-1]["role"] == "assistant"  # The policy is to continue an answer that has been begun.
+    text = render(tokenizer, prompt, options, add_generation_prompt=not goes_on, continue_final_message=goes_on)
+    if completion is None:
+        return text, None, []
+    turns = [*prompt, *completion]
+    if goes_on:
+        joined = prompt[-1]["content"] + completion[0]["content"]
+        turns = [*prompt[:-1], prompt[-1] | {"content": joined}, *completion[1:]]
+    whole = render(tokenizer, turns, options)
+    if not whole.startswith(text):  # DeepSeek-R1's prompt goes on with <think>, and its answers begin without it.
+        shared = text[: next((i for i, (a, b) in enumerate(zip(text, whole, strict=False)) if a != b), len(whole))]
+        ends = [shared.rfind(token) + len(token) for token in special_tokens(tokenizer) if token in shared]
+        text = shared[: max(ends, default=0)]
+    closing, end = end_of_turn(tokenizer, options)
+    if end and not whole.endswith(closing):  # A turn that calls a tool may end with a token of its own.
+        ids, special = tokenizer(whole, add_special_tokens=False).input_ids, special_tokens(tokenizer).values()
+        end = ids[max(i for i, token in enumerate(ids) if token in special) :]
+    return text, whole[len(text) :], end
+
+
+def end_of_turn(tokenizer, options=None):
+    """(the text that the chat template writes after an answer, its ids from the token on that ends the turn).
+
+    The ids are [] where there is no template, or where it ends an answer without a special token.
+    """
+    turns = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": "An answer."}]
+    try:
+        closing = render(tokenizer, turns, options).rpartition("An answer.")[2]
+    except Exception:  # A template may refuse what it likes.
+        return "", []
+    ids, special = tokenizer(closing, add_special_tokens=False).input_ids, special_tokens(tokenizer).values()
+    return closing, ids[next((i for i, token in enumerate(ids) if token in special), len(ids)) :]
+
+
+def special_tokens(tokenizer):
+    """{text: id} of all tokens that are no part of ordinary text, those included that only the chat template uses."""
+    added = {token.content: i for i, token in tokenizer.added_tokens_decoder.items()}
+    return added | dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+
+
+def end_ids(tokenizer):
+    """The ids of all tokens that end a response: the tokenizer's EOS, the one that the chat template writes after an
+    answer, and those that `load_tokenizer` has found in the model's generation_config.
+    """
+    ends = [tokenizer.eos_token_id, *end_of_turn(tokenizer)[1][:1], *getattr(tokenizer, "generation_eos", [])]
+    return list(dict.fromkeys(ends))
 
 
 # ---- masks and padding -----------------------------------------------------------------------------------------------
@@ -155,14 +257,14 @@ def gumbel_noise(keys, vocab_size):
 
 # ---- the sampler -----------------------------------------------------------------------------------------------------
 @torch.no_grad()
-def sample(policy, batch, n, response_length, stop_id, key):
+def sample(policy, batch, n, response_length, stop_ids, key):
     """A response to each query, token by token from softmax(logits / T), without top-k, top-p or a generation_config.
 
     A token is argmax(logits / T + Gumbel noise), which is a draw from the softmax. The noise depends on (key, number of
     the row, step, token id) alone, so rows may be grouped, sliced and spread over processes at will.
     Args: policy(tokens, mask, positions, index, cache=cache) -> logits / T [.., len(index), V], in eval mode;
     batch: queries, query_mask [B, Q], where n adjacent rows hold the same prompt, and each row's global number [B];
-    stop_id, a token id or None; key, e.g. (seed, TRAINING, update).
+    stop_ids [S], which may be empty; key, e.g. (seed, TRAINING, update).
     Returns: responses [B, R] int64, mask [B, R] bool (True up to and including the stop token), log-probs [B, R] fp32.
     """
     queries, query_mask, rows = batch
@@ -192,8 +294,8 @@ def sample(policy, batch, n, response_length, stop_id, key):
         token = (logits + gumbel_noise(fold(keys, t), logits.size(-1))).argmax(-1)  # [B]
         responses[:, t], mask[:, t] = token * alive, alive
         logprobs[:, t] = (logits.gather(1, token.unsqueeze(1)).squeeze(1) - logits.logsumexp(-1)) * alive
-        if stop_id is not None:
-            alive = alive & (token != stop_id)  # The stop token itself stays in the mask. [GEN-5]
+        # A response may end in several ways: Gemma ends its turns with <end_of_turn>, which is not its EOS. [GEN-16]
+        alive = alive & ~torch.isin(token, stop_ids)  # The stop token itself stays in the mask. [GEN-5]
         if t + 1 == response_length or not alive.any():
             break
         seen = visible[..., : Q + n * (t + 1)]  # [P, n, Q + n * (t + 1)]

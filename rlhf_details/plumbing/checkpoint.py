@@ -24,6 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
+from rlhf_details import utils
 from rlhf_details.plumbing import cli, data, engines, models
 
 VERSION = 3  # of the layout of state.json; checkpoints of another one are refused
@@ -242,6 +243,11 @@ def save_folder(args, model, tokenizer, weights, card=None):
             parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
             buffers = {name: x for name, x in model.state_dict().items() if name not in parameters}
             weights = weights | {name: x.detach().cpu() for name, x in buffers.items()}
+        if model.can_generate() and tokenizer.eos_token_id is not None:  # Plain `generate` shall stop where we do.
+            text = getattr(args, "stop_token", "eos")
+            own = [] if text == "eos" else models.stop_ids(tokenizer, text, "--stop_token").tolist()
+            ends = list(dict.fromkeys([*utils.end_ids(tokenizer), *own]))
+            model.generation_config.eos_token_id = ends if len(ends) > 1 else ends[0]
         model.save_pretrained(partial, state_dict=weights)
         tokenizer.save_pretrained(partial)
         (partial / "training_args.json").write_text(json.dumps(dataclasses.asdict(args), indent=1))

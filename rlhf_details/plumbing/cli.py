@@ -3,12 +3,14 @@
 import contextlib
 import dataclasses
 import difflib
+import glob
 import inspect
 import io
 import json
 import math
 import sys
 import tomllib
+from datetime import date
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -136,6 +138,7 @@ def check(args):
     if getattr(args, "sft_model_path", "") is None:
         hint = "a folder that train_sft.py has made, or another causal model's folder or Hub name"
         fail(f"--sft_model_path: required with --dataset {args.dataset}: {hint}")
+    check_template(args)
     if args.lora_rank:
         need("peft", "peft", f"--lora_rank {args.lora_rank}")
     if hasattr(args, "sampler"):
@@ -164,6 +167,22 @@ def check_numbers(args):
         fail(f"--seed {args.seed}: must be below 2^31 = {2**31}")
     if getattr(args, "warmup_ratio", 0) > 1:
         fail(f"--warmup_ratio {args.warmup_ratio}: must be at most 1")
+
+
+def check_template(args):
+    """Ends with one line where the arguments of a chat template are no JSON object, or its day is no date."""
+    try:
+        is_object = isinstance(json.loads(args.chat_template_kwargs), dict)
+    except ValueError:
+        is_object = False
+    if not is_object:
+        fail(
+            f"--chat_template_kwargs {args.chat_template_kwargs}: must be a JSON object, such as '{{\"tools\": null}}'"
+        )
+    try:
+        date.fromisoformat(args.template_date or "2026-01-01")
+    except ValueError:
+        fail(f"--template_date {args.template_date}: must be a day, such as 2026-01-31")
 
 
 def check_sampler(args):
@@ -218,3 +237,18 @@ def check_output_dir(args):
                 advice = "to resume its run, give the same arguments; else give another --output_dir and --run_name"
             there = f"{key} {before.get(key)!r} there, {now[key]!r} here"
             fail(f"--output_dir {args.output_dir} holds another model ({there}); {advice}")
+
+
+# ---- names of runs ---------------------------------------------------------------------------------------------------
+def experiment(args):
+    """What the runs of all seeds share in their names."""
+    return f"{args.dataset.split('/')[-1].split('[')[0]}__{args.exp_name}"
+
+
+def folder_to_resume(args):
+    """With --resume the folder of --run_name, or of the newest run of this data set, experiment and seed; else None."""
+    if not args.resume or args.run_name is not None:
+        return Path("runs") / args.run_name if args.resume else None
+    prefix = glob.escape(f"{experiment(args)}__{args.seed}__")
+    started = [folder for folder in Path("runs").glob(f"{prefix}[0-9]*") if any(folder.iterdir())]
+    return max(started, default=None)

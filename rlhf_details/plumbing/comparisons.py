@@ -7,12 +7,14 @@ lm-human-preferences (`query`, `sample0` .., `best`) and of N+ (`query_token`, `
 Those of the embedded task are made up: the SFT policy writes the candidates, and an imaginary human chooses.
 """
 
-import math
 from dataclasses import dataclass
+
+import torch
 
 from rlhf_details import toy
 from rlhf_details.plumbing import cli, data, models, tokenization
 from rlhf_details.plumbing.data import check_columns, read_rows
+from rlhf_details.utils import is_messages
 
 TRAIN, EVAL, BEFORE, AFTER = range(4)  # what responses are sampled for, a coordinate of their noise
 LABEL_PAD = 50259  # fills up the rows of lm-human-preferences; it is no id of GPT-2, whose vocabulary has 50257 tokens
@@ -42,16 +44,15 @@ def load(args, tokenizer, model, sample):
     """(Comparisons of --dataset, those of --eval_dataset or none), both as data.Prompts.
 
     Args: model, the page's module, whose `model` limits tokens and context; sample, the page's function of (P prompts
-    as token ids, n, purpose, stop_id), which returns P * n responses as token ids, the n of a prompt adjacent.
+    as token ids, n, purpose, stop_ids), which returns P * n responses as token ids, the n of a prompt adjacent.
     """
 
     def load_one(spec, flag, take, num, purpose):
         name, _, split = spec.partition(":")
         if name == "toy":
             rows = toy.comparisons(split or "train", num, lambda texts: four_texts(texts, tokenizer, sample, purpose))
-            return encode(rows, f"{flag} {spec}", tokenizer, model)
-        rows = read_comparisons(spec, flag, args.prompt_template, take)
-        return encode(rows, f"{flag} {spec}", tokenizer, model, args.max_prompt_length)
+            return encode([(*row, {}) for row in rows], f"{flag} {spec}", tokenizer, model, args)
+        return encode(read_comparisons(spec, flag, args, take), f"{flag} {spec}", tokenizer, model, args)
 
     train, held_out = load_one(args.dataset, "--dataset", args.take, args.num_comparisons, TRAIN), data.Prompts()
     if args.eval_dataset:
@@ -67,32 +68,32 @@ def load_references(args, tokenizer, reward, train):
     its completion, or else the training candidates. Prompts that "gain_bias" cannot sample from end the script here.
     """
     if args.normalization == "gain_bias":
-        prompts = [{"prompt": row.columns["prompt"]} for row in train[: 2 * args.normalize_samples]]
-        room = models.context(reward) - args.response_length
-        tokenization.encode_prompts(tokenizer, prompts, room, f"--dataset {args.dataset}")
+        room, first = models.context(reward) - args.response_length, train[: 2 * args.normalize_samples]
+        hint = f"which --normalization gain_bias leaves for a prompt; --max_prompt_length {room} drops such rows"
+        tokenization.check_room({row.number: len(row.ids) for row in first}, room, f"--dataset {args.dataset}", hint)
     rows, what = data.read_demonstrations(args, "reference_dataset"), f"--reference_dataset {args.reference_dataset}"
-    references = data.encode_demonstrations(rows, what, tokenizer, models.context(reward))
+    references = data.encode_demonstrations(rows, what, tokenizer, models.context(reward), args)
     return [row.ids + row.completion for row in references] or [ids for row in train for ids in row.candidates]
 
 
 def four_texts(prompts, tokenizer, sample, purpose):
     """Four responses of the SFT policy to each prompt, all as strings."""
     prompts = [tokenization.encode(tokenizer, prompt) for prompt in prompts]
-    responses = sample(prompts, 4, purpose, tokenizer.eos_token_id)
-    texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in responses]
+    responses = sample(prompts, 4, purpose, torch.tensor([tokenizer.eos_token_id]))
+    texts = [models.text_of(tokenizer, ids) for ids in responses]
     return [texts[i : i + 4] for i in range(0, len(texts), 4)]
 
 
 def are_token_ids(rows):
     """Whether rows hold token ids that are trained on as they are, without EOS: the labels of lm-human-preferences."""
     prompt = rows[0].columns["prompt"]
-    return type(prompt) is list and not tokenization.is_messages(prompt)
+    return type(prompt) is list and not is_messages(prompt)
 
 
 # ---- rows -> prompt, candidates, best --------------------------------------------------------------------------------
-def read_comparisons(spec, flag, template=None, take=None):
-    """The first `take` rows (None: all) of a data set in any of the formats: a list of (prompt, candidates, best)."""
-    rows, what = read_rows(spec, flag)[:take], f"{flag} {spec}"
+def read_comparisons(spec, flag, args, take=None):
+    """The first `take` rows (None: all) of a data set in any of the formats: [(prompt, candidates, best, row)]."""
+    rows, what, template = read_rows(spec, flag)[:take], f"{flag} {spec}", args.prompt_template
     if "sample0" in rows[0]:
         if template is not None:
             cli.fail(f"--prompt_template {template!r}: {what} holds token ids")
@@ -100,33 +101,28 @@ def read_comparisons(spec, flag, template=None, take=None):
     elif "chosen_token" in rows[0]:
         names = ["chosen_token", "rejected_token"]
         check_columns(rows, dict.fromkeys(names, list), what)
-        rows = data.with_prompts(rows, template, what)
+        rows = data.with_prompts(rows, args, what)
         triples = [(row["prompt"], [tokenization.Padded(row[name]) for name in names], 0) for row in rows]
     elif "candidates" in rows[0]:
         check_columns(rows, {"candidates": list, "best": int}, what)
-        rows = data.with_prompts(rows, template, what)
+        rows = data.with_prompts(rows, args, what)
         triples = [(row["prompt"], row["candidates"], row["best"]) for row in rows]
         names = ["candidates"] * max(2, len(rows[0]["candidates"]))
     else:
         names = ["chosen", "rejected"]
         check_columns(rows, dict.fromkeys(names, object), what)
-        triples = [(*chosen_and_rejected(row, template, f"{what}: row {i}"), 0) for i, row in enumerate(rows, 1)]
-    for number, (prompt, candidates, best) in enumerate(triples, 1):
+        rows = data.with_prompts(rows, args, what)
+        triples = [(row["prompt"], [row[name] for name in names], 0) for row in rows]
+    found = []
+    for number, (row, (prompt, candidates, best)) in enumerate(zip(rows, triples, strict=True), 1):
         if len(candidates) != len(names):
             cli.fail(f"{what}: row {number}, column 'candidates': must hold {len(names)} strings, in every row alike")
-        for name, candidate in zip(names, candidates, strict=True):
-            data.check_text(candidate, f"{what}: row {number}, column {name!r}", prompt)
+        where = [f"{what}: row {number}, column {name!r}" for name in names]
         if not 0 <= best < len(candidates):
             cli.fail(f"{what}: row {number}, column 'best': {best} is no index of its candidates")
-    return triples
-
-
-def chosen_and_rejected(row, template, what):
-    """(prompt, [chosen, rejected]) of a row. Where there is no `prompt`, it is what both answers begin with."""
-    if template == "messages" or (template is None and "prompt" not in row):
-        return data.split_common(row["chosen"], row["rejected"], what)
-    (row,) = data.with_prompts([row], template, what)
-    return row["prompt"], [data.after(row["prompt"], row[c], f"{what}, column {c!r}") for c in ("chosen", "rejected")]
+        candidates = [data.after(prompt, *pair) for pair in zip(candidates, where, strict=True)]
+        found.append((prompt, candidates, best, row))
+    return found
 
 
 def label_rows(rows, what):
@@ -147,33 +143,37 @@ def label_rows(rows, what):
 
 
 # ---- text -> token ids -----------------------------------------------------------------------------------------------
-def encode(rows, what, tokenizer, reward, max_prompt_length=None):
-    """data.Prompts of one Comparison for each (prompt, candidates, best). Rows that the model cannot read are an error.
-
-    Args: what, the rows' name in messages; max_prompt_length, drop rows with longer prompts.
+def encode(rows, what, tokenizer, reward, args):
+    """data.Prompts of one Comparison for each (prompt, candidates, best, row). Rows that do not fit the model are an
+    error, or dropped by args.max_prompt_length and args.max_length. what: the rows' name in messages.
     """
     context, vocabulary = models.context(reward), reward.model.get_input_embeddings().num_embeddings
-    queries, result = [tokenization.encode(tokenizer, prompt) for prompt, _, _ in rows], data.Prompts()
-    kept = tokenization.short_enough(queries, math.inf if max_prompt_length is None else max_prompt_length, what)
-    for i in kept:
-        (prompt, candidates, best), query, where = rows[i], queries[i], f"{what}: row {i + 1}"
-        pairs = [tokenization.encode(tokenizer, prompt, candidate) for candidate in candidates]
-        if isinstance(prompt, list) and not tokenization.is_messages(prompt):
+    found, left = data.Prompts(), []
+    for number, (prompt, candidates, best, row) in enumerate(rows, 1):
+        where, options = f"{what}: row {number}", data.options_of(row, args)
+        pairs = [tokenization.encode(tokenizer, prompt, candidate, options, where) for candidate in candidates]
+        query = pairs[0][0]
+        if isinstance(prompt, list) and not is_messages(prompt):
             for column, ids in [("query", query), *((f"sample{k}", ids) for k, (_, ids) in enumerate(pairs))]:
                 # The library reads no score at its own padding, so this token may not occur in a text either.
                 unknown = [i for i in ids if not 0 <= i < vocabulary or i == tokenizer.pad_token_id]
                 if unknown:
                     known = f"the labels' padding {LABEL_PAD} nor a token of the model, less its own padding"
                     cli.fail(f"{where}, column {column!r}: id {unknown[0]} is neither {known}")
-        joined = [query + response for query, response in pairs]
-        if (longest := max(map(len, joined))) > context:
-            hint = tokenization.what_helps(query, max((response for _, response in pairs), key=len))
-            cli.fail(f"{where} has {longest} tokens; the model's context is {context}; {hint}")
-        columns = {"prompt": prompt, "candidates": candidates, "best": best}
+        left += [(number, candidate, ids) for candidate, (_, ids) in zip(candidates, pairs, strict=True)]
+        columns, joined = {"prompt": prompt, "candidates": candidates, "best": best}, [query + ids for _, ids in pairs]
         text = data.as_text(tokenizer, prompt)
-        result.append(Comparison(query, text, columns, i + 1, what, candidates=joined, best=best))
-    responses = [(row.number, ids[len(row.ids) :]) for row in result for ids in row.candidates]
-    tokenization.warn_of_empty(tokenizer, responses, what, "candidate")
+        made = Comparison(query, text, columns, number, what, options=options, candidates=joined, best=best)
+        found.append(made)
+    kept = tokenization.short_enough([len(row.ids) for row in found], args.max_prompt_length, what)
+    longest = [max(map(len, found[i].candidates)) for i in kept]
+    result = data.Prompts(found[kept[j]] for j in tokenization.short_enough(longest, args.max_length, what, "row"))
+    hint = f"the model's context; --max_length {context} drops such rows"
+    tokenization.check_room({row.number: max(map(len, row.candidates)) for row in result}, context, what, hint)
+    numbers = {row.number for row in result}
+    left = [entry for entry in left if entry[0] in numbers]
+    tokenization.warn_of_left_out(tokenizer, left, what)
+    tokenization.warn_of_empty(tokenizer, [(number, ids) for number, _, ids in left], what, "candidate")
     tokenization.warn_of_empty(tokenizer, [(row.number, row.ids) for row in result], what, "prompt")
     if same := [row.number for row in result if all(ids == row.candidates[0] for ids in row.candidates)]:
         counted = f"{len(same)}, the first one is row {same[0]}; they teach nothing"

@@ -4,6 +4,7 @@ Data: rows are read, become prompts and completions, and go to the updates and t
 A prompt is a string, a list of messages or a list of token ids. A completion is of the same kind as its prompt.
 """
 
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -13,107 +14,189 @@ import os
 import re
 import reprlib
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from rlhf_details import toy, utils
-from rlhf_details.plumbing import cli, errors
+from rlhf_details.plumbing import cli, errors, models
 from rlhf_details.plumbing.tokenization import (
     Padded,
+    check_room,
     encode,
     encode_prompts,
-    is_messages,
     short_enough,
     warn_of_empty,
-    what_helps,
+    warn_of_left_out,
 )
+from rlhf_details.utils import is_messages
+
+# ---- rows of any shape -> prompts and completions --------------------------------------------------------------------
+CONVERSATIONS = "messages", "conversations", "conversation"  # columns that hold one
+ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}  # ShareGPT's names
+# The two characters \\n are a line break, since shells pass one so. But LaTeX has commands that begin like it.
+LINE_BREAK = re.compile(r"\\n(?!(abla|e|eq|eg|u|ot|otin|i|leq|geq|cong|onumber|ewline|earrow|warrow)(?![A-Za-z]))")
 
 
-# ---- rows -> prompts and completions ---------------------------------------------------------------------------------
-def check_text(value, what, example=None):
-    """Ends where a value is no string, no token ids and no messages, or is not of the same kind as `example`."""
-    if is_messages(value):
-        if not all(isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in value):
-            cli.fail(f"{what}: each message must have a string `role` and a string `content`: {reprlib.repr(value)}")
-    elif not isinstance(value, str) and not (isinstance(value, list) and all(type(i) is int and i >= 0 for i in value)):
+def as_messages(value, what):
+    """Messages [{"role", "content", ..}] of a list in this form, or in ShareGPT's: {"from": "human", "value": ..}.
+
+    Content in parts is joined, the null beside a call of a tool becomes "", and so do keys that are null disappear.
+    What is no conversation ends with one line.
+    """
+    value = [value] if isinstance(value, dict) and isinstance(value.get("role", value.get("from")), str) else value
+    if not is_messages(value):
+        state = "is empty" if value in (None, [], "", {}) else f"{reprlib.repr(value)} is no list of messages"
+        cli.fail(f"{what}: {state}; a message is an object with a `role` and a `content`")
+    found = []
+    for message in value:
+        rest = {name: x for name, x in message.items() if x is not None}
+        role = rest.pop("role", None) or rest.pop("from", None)
+        content = rest.pop("content", rest.pop("value", None))
+        if isinstance(content, list) and all(isinstance(part, dict) and "text" in part for part in content):
+            content = "".join(part["text"] for part in content)
+        content = "" if content is None and rest.get("tool_calls") else content
+        if not isinstance(role, str) or not isinstance(content, str):
+            rule = "each message must have a string `role` and a `content`, a string or a list of texts"
+            cli.fail(f"{what}: {rule}: {reprlib.repr(message)}")
+        if calls := rest.get("tool_calls"):
+            rest["tool_calls"] = [with_arguments(call) for call in calls]
+        found.append({"role": ROLES.get(role, role), "content": content, **rest})
+    return found
+
+
+def with_arguments(call):
+    """A call of a tool, whose arguments are an object and not its text: templates write them out as JSON."""
+    function = call.get("function", call)
+    if isinstance(function.get("arguments"), str):
+        with contextlib.suppress(ValueError):
+            function = function | {"arguments": json.loads(function["arguments"])}
+    return call | {"function": function} if "function" in call else function
+
+
+def text_or_messages(value, what):
+    """A string or token ids as they are, or messages. Anything else ends with one line."""
+    if isinstance(value, str) or (isinstance(value, list) and all(type(i) is int and i >= 0 for i in value)):
+        return value
+    if not is_messages(value) and not isinstance(value, dict):
         cli.fail(f"{what}: {reprlib.repr(value)} is not of type str, nor a list of messages or of token ids")
-    if example is not None and (is_messages(value), type(value)) != (is_messages(example), type(example)):
-        cli.fail(f"{what}: {reprlib.repr(value)} is of another kind than the row's prompt, {reprlib.repr(example)}")
+    return as_messages(value, what)
 
 
-def fill(template, row, what):
-    """A --prompt_template with the row's columns in its {places}. An empty cell, None, becomes the empty string."""
-    try:
-        columns = {name: "" if value is None else value for name, value in row.items()}
-        return template.replace("\\n", "\n").format(**columns)  # Shells pass a line break as the two characters \n.
-    except KeyError as e:
-        cli.fail(f"--prompt_template {template!r}: {what} has no column {e} (it has {sorted(row)})")
-    except (ValueError, IndexError, AttributeError, TypeError) as e:
-        cli.fail(f"--prompt_template {template!r}: {what}: {e}")
+def fill(template, row, columns, what, flag):
+    """A template with the row's columns in its {places}. All other braces mean themselves. None becomes "".
+
+    Args: columns, the names of all rows' columns; flag, that of the template.
+    """
+    places = re.findall(r"\{([^{}]*)\}", template)
+    if missing := [name for name in places if name in columns and name not in row]:
+        cli.fail(f"{flag} {template!r}: {what} has no column {missing[0]!r} (it has {sorted(row)})")
+    if not columns.intersection(places):
+        cli.fail(f"{flag} {template!r}: names no column in braces ({what} has {sorted(row)})")
+    texts = {name: "" if row[name] is None else str(row[name]) for name in places if name in columns}
+    return re.sub(r"\{([^{}]*)\}", lambda m: texts.get(m[1], m[0]), LINE_BREAK.sub("\n", template))
 
 
-def with_prompts(rows, template, what):
+def with_prompts(rows, args, what):
     """The rows, each with its `prompt`: a string, messages or token ids.
 
-    It is the filled --prompt_template where there is one. Else it is the column `prompt`, as it stands. Where there is
-    none it is `messages` up to their last answer, N+'s `query_token`, or what `chosen` and `rejected` have in common.
+    It is the filled --prompt_template where there is one. Else it is the column `prompt`, or a conversation up to its
+    last answer, N+'s `query_token`, Alpaca's `instruction` and `input`, or what `chosen` and `rejected` have in common.
     The template "messages" passes a column `prompt` over.
     """
+    template, columns, result = args.prompt_template, set().union(*rows), []
+    is_chat = "instruction" in columns and has_chat_template(args)
     if template == "messages":
         rows, template = [{name: row[name] for name in row if name != "prompt"} for row in rows], None
-    result = []
     for number, row in enumerate(rows, 1):
+        where, name = f"{what}: row {number}", next((name for name in CONVERSATIONS if name in row), None)
         if template is not None:
-            prompt = fill(template, row, f"{what}: row {number}")
+            prompt = fill(template, row, columns, where, "--prompt_template")
         elif "prompt" in row:
-            prompt = row["prompt"]
-        elif is_messages(row.get("messages")):
-            prompt = row["messages"][: -1 if row["messages"][-1].get("role") == "assistant" else None]
+            prompt = text_or_messages(row["prompt"], f"{where}, column 'prompt'")
+        elif name:
+            prompt = as_messages(row[name], f"{where}, column {name!r}")
+            if isinstance(row.get("system"), str) and row["system"] and prompt[0]["role"] != "system":
+                prompt = [{"role": "system", "content": row["system"]}, *prompt]
+            prompt = prompt[:-1] if prompt[-1]["role"] == "assistant" else prompt
         elif "query_token" in row:
-            prompt = Padded(row["query_token"])
+            prompt = text_or_messages(Padded(row["query_token"]), f"{where}, column 'query_token'")
+        elif "instruction" in row:
+            prompt = instruction(row, is_chat, where)
         elif {"chosen", "rejected"} <= row.keys():
-            prompt, _ = split_common(row["chosen"], row["rejected"], f"{what}: row {number}")
+            prompt, _ = split_common(row["chosen"], row["rejected"], where)
         else:
-            cli.fail(f"{what}: row {number} has no column 'prompt' or 'messages' (it has {sorted(row)})")
-        check_text(prompt, f"{what}: row {number}, column 'prompt'")
+            cli.fail(f"{where} has no column 'prompt' or 'messages' (it has {sorted(row)})")
         result.append(row | {"prompt": prompt})
     return result
 
 
-def with_completions(rows, what):
+def instruction(row, is_chat, what):
+    """The prompt of Alpaca's columns `instruction` and `input`, after `system` and `history` where a row has them.
+
+    It is messages where the tokenizer has a chat template, and else text.
+    """
+    question = [row["instruction"], row.get("input")]
+    past = [text for pair in row.get("history") or [] for text in pair]
+    texts = [*past, "\n\n".join(str(text) for text in question if text)]
+    if not texts[-1]:
+        cli.fail(f"{what}, column 'instruction': is empty")
+    system = [row["system"]] if row.get("system") else []
+    if not is_chat:
+        return "\n\n".join([*system, *texts, ""])
+    turns = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+    return [*({"role": "system", "content": text} for text in system), *turns]
+
+
+def has_chat_template(args):
+    """Whether the tokenizer of the model that is trained or evaluated has a chat template."""
+    paths = {name: getattr(args, name, None) for name in ("base_model", "sft_model_path", "policy_path")}
+    flag, path = next((name, path) for name, path in paths.items() if path)
+    path = path if isinstance(path, str) else path[0]
+    found = None if path == "scratch" else models.find_tokenizer(path, f"--{flag}", args)
+    return bool(found and found.chat_template)
+
+
+def with_completions(rows, args, what):
     """The rows of `with_prompts`, each with its `completion`.
 
-    It is what the column `completion`, or else `messages`, say after the prompt, or N+'s `reference_response_token`.
+    It is the filled --completion_template, or else what the column `completion`, a conversation, or Alpaca's `output`
+    say after the prompt, or N+'s `reference_response_token`.
     """
-    result = []
+    template, columns, result = getattr(args, "completion_template", None), set().union(*rows), []
     for number, row in enumerate(rows, 1):
-        column = "completion" if "completion" in row or not is_messages(row.get("messages")) else "messages"
-        where = f"{what}: row {number}, column {column!r}"
-        if column in row:
-            completion = after(row["prompt"], row[column], where)
+        where = f"{what}: row {number}"
+        name = next((name for name in ("completion", *CONVERSATIONS, "output") if name in row), None)
+        if template is not None:
+            completion = after(row["prompt"], fill(template, row, columns, where, "--completion_template"), where)
+        elif name:
+            answer = as_messages(row[name], f"{where}, column {name!r}") if name in CONVERSATIONS else row[name]
+            completion = after(row["prompt"], answer, f"{where}, column {name!r}")
         elif "reference_response_token" in row:
             completion = Padded(row["reference_response_token"])
         else:
-            cli.fail(f"{what}: row {number} has no column 'completion' (it has {sorted(row)})")
-        check_text(completion, where, row["prompt"])
+            cli.fail(f"{where} has no column 'completion' (it has {sorted(row)}); --completion_template names another")
         result.append(row | {"completion": completion})
     return result
 
 
 def after(prompt, answer, what):
-    """What an answer says after its prompt, because messages may say the prompt before it.
+    """What an answer says after its prompt, as text where the prompt is a string, and else as messages.
 
-    Beside a prompt that is a string, an answer in messages is its content, as plain text.
+    Messages may say the prompt before the answer.
     """
+    answer = text_or_messages(answer, what)
+    if is_messages(prompt) and isinstance(answer, str):
+        return [{"role": "assistant", "content": answer}]
     if not is_messages(answer):
+        if isinstance(answer, str) != isinstance(prompt, str):
+            cli.fail(f"{what}: {reprlib.repr(answer)} is of another kind than the prompt, {reprlib.repr(prompt)}")
         return answer
-    check_text(answer, what)
     if is_messages(prompt):
         turns = [(m["role"], m["content"]) for m in prompt]
-        repeats = [(m["role"], m["content"]) for m in answer[: len(prompt)]] == turns
-        rest = answer[len(prompt) :] if repeats else answer
+        starts = [i for i in (0, 1) if turns[i:] == [(m["role"], m["content"]) for m in answer[: len(turns) - i]]]
+        rest = answer[len(turns) - starts[0] :] if starts else answer  # A column `system` may stand before the prompt.
     else:
         rest = answer[1:] if len(answer) > 1 and answer[0]["content"] == prompt else answer
     if not rest or rest[0]["role"] != "assistant" or (isinstance(prompt, str) and len(rest) > 1):
@@ -124,8 +207,10 @@ def after(prompt, answer, what):
 
 def split_common(chosen, rejected, what):
     """(prompt, [chosen, rejected] after it), where both begin with the same messages, or the same words of a text."""
-    for column, value in (("chosen", chosen), ("rejected", rejected)):
-        check_text(value, f"{what}, column {column!r}", chosen)
+    pair = {"chosen": chosen, "rejected": rejected}
+    chosen, rejected = (text_or_messages(value, f"{what}, column {name!r}") for name, value in pair.items())
+    if is_messages(chosen) != is_messages(rejected):
+        cli.fail(f"{what}: `chosen` is of another kind than `rejected`")
     pairs = enumerate(zip(chosen, rejected, strict=False))
     n = next((i for i, (a, b) in pairs if a != b), min(len(chosen), len(rejected)))
     if isinstance(chosen, str):
@@ -135,6 +220,15 @@ def split_common(chosen, rejected, what):
     if not n or n in (len(chosen), len(rejected)):
         cli.fail(f"{what}: has no column 'prompt', and `chosen` and `rejected` are not one prompt with two answers")
     return chosen[:n], [chosen[n:], rejected[n:]]
+
+
+def options_of(row, args):
+    """What the chat template is given beside a row's messages: the options of utils.render."""
+    found = {"date": args.template_date} | json.loads(args.chat_template_kwargs)
+    for name in ("tools", "documents"):
+        if value := row.get(name):  # Many data sets hold them as JSON in a string.
+            found[name] = json.loads(value) if isinstance(value, str) else value
+    return found
 
 
 # ---- prompts ---------------------------------------------------------------------------------------------------------
@@ -148,6 +242,7 @@ class Prompt:
     number: int  # of the row in the data set, from 1
     source: str = ""  # the flag and the data set, for error messages
     task: str | None = None  # the embedded task that the row belongs to
+    options: dict = field(default_factory=dict)  # of utils.render
 
 
 class Prompts(list):
@@ -161,32 +256,31 @@ class Prompts(list):
         return [self[orders[i // len(self)][i % len(self)]] for i in stream]
 
 
-def read_prompts(spec, flag, template=None, take=None, default_split="train"):
-    """The first `take` rows (None: all) of an embedded task or of a data set, each with its `prompt`."""
+def read_prompts(args, flag, take=None, default_split="train"):
+    """The first `take` rows (None: all) of the data set that args.<flag> names, each with its `prompt`."""
+    spec = getattr(args, flag)
     name, _, split = spec.partition(":")
     if name in toy.TASKS:
-        with cli.reading(flag, spec):
+        with cli.reading(f"--{flag}", spec):
             rows = toy.rows("prompts", split or default_split, name)
     else:
-        rows = read_rows(spec, flag)
-    return with_prompts(rows[:take], template, f"{flag} {spec}")
+        rows = read_rows(spec, f"--{flag}")
+    return with_prompts(rows[:take], args, f"--{flag} {spec}")
 
 
 def as_text(tokenizer, prompt):
     """A prompt as a string to show."""
     if is_messages(prompt):
         return "\n".join(f"{m['role']}: {m['content']}" for m in prompt) if len(prompt) > 1 else prompt[0]["content"]
-    return prompt if isinstance(prompt, str) else tokenizer.decode(encode(tokenizer, prompt), skip_special_tokens=True)
+    return prompt if isinstance(prompt, str) else models.text_of(tokenizer, encode(tokenizer, prompt))
 
 
 def load_prompts(args, tokenizer, room):
     """(Prompts of --dataset, Prompts of --eval_dataset or none). room: the most tokens that a prompt may have."""
-    rows = read_prompts(args.dataset, "--dataset", args.prompt_template, args.take)
-    prompts, held_out = to_prompts(args, tokenizer, rows, "dataset", room), Prompts()
-    if args.eval_dataset:
-        rows = read_prompts(args.eval_dataset, "--eval_dataset", args.prompt_template)
-        held_out = to_prompts(args, tokenizer, rows, "eval_dataset", room)
-    return prompts, held_out
+    prompts = to_prompts(args, tokenizer, read_prompts(args, "dataset", args.take), "dataset", room)
+    if not args.eval_dataset:
+        return prompts, Prompts()
+    return prompts, to_prompts(args, tokenizer, read_prompts(args, "eval_dataset"), "eval_dataset", room)
 
 
 def to_prompts(args, tokenizer, rows, flag, room):
@@ -199,9 +293,14 @@ def to_prompts(args, tokenizer, rows, flag, room):
     if room <= 0:
         cli.fail(f"--response_length {R}: leaves no room for a prompt in the models' context of {room + R}")
     limit = 0.9 * R if getattr(args, "filter_length", False) else math.inf
-    kept, ids = encode_prompts(tokenizer, rows, room, what, min(args.max_prompt_length or math.inf, limit))
-    texts, task = [as_text(tokenizer, rows[i]["prompt"]) for i in kept], task if task in toy.TASKS else None
-    return Prompts(Prompt(x, text, rows[i], i + 1, what, task) for i, x, text in zip(kept, ids, texts, strict=True))
+    options = functools.partial(options_of, args=args)
+    limit = min(args.max_prompt_length or math.inf, limit)
+    kept, ids = encode_prompts(tokenizer, rows, room, what, options, limit)
+    task = task if task in toy.TASKS else None
+    return Prompts(
+        Prompt(x, as_text(tokenizer, rows[i]["prompt"]), rows[i], i + 1, what, task, options(rows[i]))
+        for i, x in zip(kept, ids, strict=True)
+    )
 
 
 def my_share(num, accelerator):
@@ -336,41 +435,46 @@ def read_demonstrations(args, flag):
 
     Where rows have only a `text`, this is the completion of an empty prompt. --take applies to --dataset alone.
     """
-    spec, template = getattr(args, flag), args.prompt_template
+    spec = getattr(args, flag)
     if spec is None:
         return []
     take, what = args.take if flag == "dataset" else None, f"--{flag} {spec}"
     name, _, split = spec.partition(":")
     if name in toy.TASKS:
-        return with_prompts(toy.rows("sft", split or "train", name)[:take], template, what)
+        return with_prompts(toy.rows("sft", split or "train", name)[:take], args, what)
     rows = read_rows(spec, f"--{flag}")[:take]
-    if "text" in rows[0] and "completion" not in rows[0] and template is None:
+    others = {"prompt", "completion", "instruction", *CONVERSATIONS} & rows[0].keys()
+    if "text" in rows[0] and args.prompt_template is None and not others:
         check_columns(rows, {"text": str}, what)
         return [{"prompt": "", "completion": row["text"]} for row in rows]
-    return with_completions(with_prompts(rows, template, what), what)
+    return with_completions(with_prompts(rows, args, what), args, what)
 
 
-def encode_demonstrations(rows, what, tokenizer, context, max_prompt_length=None, num_sampled=0):
-    """Prompts of one Demonstration for each row. A row that does not fit the context ends with one line.
+def encode_demonstrations(rows, what, tokenizer, context, args, num_sampled=0):
+    """Prompts of one Demonstration for each row. Rows that do not fit the context end with one line.
 
-    Args: what, the rows' name in messages; context, the most tokens of a row; max_prompt_length, drop rows with longer
-    prompts; num_sampled, how many tokens must have room behind each prompt.
+    Args: what, the rows' name in messages; context, the most tokens of a row; args, whose max_prompt_length and
+    max_length drop longer rows; num_sampled, how many tokens must have room behind each prompt.
     """
-    pairs = [encode(tokenizer, row["prompt"], row["completion"]) for row in rows]
-    kept = short_enough([prompt for prompt, _ in pairs], max_prompt_length or math.inf, what) if rows else []
-    result = Prompts()
-    for i in kept:
-        (prompt, completion), where = pairs[i], f"{what}: row {i + 1}"
-        if len(prompt) + len(completion) > context:
-            tokens = f"{len(prompt) + len(completion)} tokens, {len(prompt)} of them in its prompt"
-            hint = "or with --base_model scratch a larger --context_length"
-            hint = "" if what.startswith("--reference") else f"; {what_helps(prompt, completion)}, {hint}"
-            cli.fail(f"{where} has {tokens}; the model's context is {context}{hint}")
-        if prompt and rows[i]["prompt"] and len(prompt) + num_sampled > context:
-            hint = f"--max_prompt_length {context - num_sampled} drops such rows"
-            cli.fail(f"{where}: its prompt and --response_length {num_sampled} exceed the context of {context}; {hint}")
+    result, options = Prompts(), [options_of(row, args) for row in rows]
+    pairs = [
+        encode(tokenizer, row["prompt"], row["completion"], own, f"{what}: row {i}")
+        for i, (row, own) in enumerate(zip(rows, options, strict=True), 1)
+    ]
+    kept = short_enough([len(prompt) for prompt, _ in pairs], args.max_prompt_length, what)
+    fits = short_enough([len(pairs[i][0]) + len(pairs[i][1]) for i in kept], args.max_length, what, "row")
+    for i in (kept[j] for j in fits):
         text = as_text(tokenizer, rows[i]["prompt"])
-        result.append(Demonstration(prompt, text, rows[i], i + 1, what, completion=completion))
+        made = Demonstration(pairs[i][0], text, rows[i], i + 1, what, options=options[i], completion=pairs[i][1])
+        result.append(made)
+    hint = f"the model's context; --max_length {context} drops such rows, or --base_model scratch takes a larger"
+    check_room(
+        {row.number: len(row.ids) + len(row.completion) for row in result}, context, what, f"{hint} --context_length"
+    )
+    room = {row.number: len(row.ids) for row in result if row.columns["prompt"]}
+    hint = f"and --response_length {num_sampled} must fit the context of {context}; --max_prompt_length drops such rows"
+    check_room(room, context - num_sampled, f"{what}: prompts", hint)
+    warn_of_left_out(tokenizer, [(row.number, row.columns["completion"], row.completion) for row in result], what)
     warn_of_empty(tokenizer, [(row.number, row.completion) for row in result], what, "completion")
     if any(row.ids for row in result):  # Rows that are a `text` have no prompts, and need none.
         warn_of_empty(tokenizer, [(row.number, row.ids) for row in result], what, "prompt")

@@ -10,14 +10,15 @@ from a whole copy. FSDP2 (torch's fully_shard) keeps a part of each weight in a 
 import contextlib
 import copy
 import functools
+import json
 import math
 import os
 import warnings
-from datetime import timedelta
+from datetime import date, timedelta
 
 import torch
 from accelerate import Accelerator, DistributedType
-from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
+from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, broadcast_object_list
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -34,7 +35,10 @@ PATIENCE = timedelta(minutes=15)
 
 # ---- the start -------------------------------------------------------------------------------------------------------
 def start(args):
-    """Returns an Accelerator for one process, DDP, FSDP2 or DeepSpeed. Trains missing toy stages, and seeds torch."""
+    """Returns an Accelerator for one process, DDP, FSDP2 or DeepSpeed. Trains missing toy stages, and seeds torch.
+
+    It sets args.template_date where no flag does: to this day, or to that on which the run began that goes on.
+    """
     patience = InitProcessGroupKwargs(timeout=PATIENCE)
     # DDP would broadcast buffers in each forward, and hang where processes sample for different numbers of steps.
     # torch 2.13 has another name for the switch, which accelerate does not know yet.
@@ -45,9 +49,18 @@ def start(args):
         cli.fail(f"--lora_rank {args.lora_rank}: not under ZeRO-3; take ZeRO-2 or FSDP2")
     if accelerator.is_main_process:
         stages.ensure(args)
-    accelerator.wait_for_everyone()
+    (args.template_date,) = broadcast_object_list([args.template_date or first_day(args)])
     torch.manual_seed(args.seed)
     return accelerator
+
+
+def first_day(args):
+    """The day on which a run began, such as "2026-11-27"."""
+    folder = cli.folder_to_resume(args)
+    before = {}
+    if folder and (folder / "config.json").exists():
+        before = json.loads((folder / "config.json").read_text()).get("args", {})
+    return before.get("template_date") or str(date.today())
 
 
 def join(**options):

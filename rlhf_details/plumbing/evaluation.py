@@ -11,6 +11,7 @@ import platform
 import re
 import sys
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ from rlhf_details.plumbing import checkpoint, cli, data, engines, judge, models,
 
 # How a policy is sampled where neither a flag nor its folder says it.
 FALLBACKS = dict(temperature=1.0, response_length=53, stop_token="eos", truncate_token="none", truncate_after=0)
-FALLBACKS |= {"kl_temperature": 1.0}
+FALLBACKS |= {"kl_temperature": 1.0, "chat_template_kwargs": "{}"}
 NEAR_GREEDY = 0.01  # the temperature of --near_greedy
 
 
@@ -51,6 +52,7 @@ def of_policy(args, folder):
         source, value = next((source, value) for source, value in found.items() if value is not None)
         values[name] = value
         sources.setdefault(source, []).append(f"{name} {value}")
+    values["template_date"] = args.template_date or trained.get("template_date") or str(datetime.now().date())
     cli.say("sampling: " + "; ".join(f"{', '.join(words)} ({source})" for source, words in sources.items()))
     return replace(args, **values)
 
@@ -67,21 +69,26 @@ def sampling(args):
     return tuple((name, getattr(args, name)) for name in FALLBACKS)
 
 
-def end_ids(tokenizer, args):
-    """The ids (or None) of the token that stops the sampler and of the one that a complete response ends with."""
-    stop_id = models.token_id(tokenizer, args.stop_token, "--stop_token")
-    end_id = models.token_id(tokenizer, args.truncate_token, "--truncate_token")
-    return stop_id, stop_id if end_id is None else end_id
+def end_ids(tokenizer, args, device):
+    """The ids [S] of the tokens that stop the sampler, and of those that a complete response may end with."""
+    stop_ids = models.stop_ids(tokenizer, args.stop_token, "--stop_token", device)
+    ids = models.stop_ids(tokenizer, args.truncate_token, "--truncate_token", device)
+    return stop_ids, ids if len(ids) else stop_ids
 
 
 def check(args, settings):
     """Ends with one line (exit code 2) where arguments are wrong or contradict each other. settings: of as_trained."""
     for own in settings.values():
+        cli.check_template(own)
         cli.check_numbers(own)
         cli.check_sampler(own)
         if own.truncate_after and (own.truncate_token == "none" or own.truncate_after >= own.response_length):
             rule = "needs a truncate_token, and must be below response_length"
             cli.fail(f"--truncate_after {own.truncate_after}: {rule}")
+    if len({own.chat_template_kwargs for own in settings.values()}) > 1:
+        cli.fail(
+            "--chat_template_kwargs: the policies were trained with different ones, and need one for this comparison"
+        )
     rewards.check_functions(args)
     if args.samples_per_prompt > 1 and not args.reward_fn:
         cli.fail(
@@ -98,8 +105,8 @@ def check(args, settings):
 
 def read_rows(args, use_references):
     """The rows of --dataset, each with its `prompt` and, where use_references says so, its `completion`."""
-    rows = data.read_prompts(args.dataset, "--dataset", args.prompt_template, args.num_examples, "test")
-    return data.with_completions(rows, f"--dataset {args.dataset}") if use_references else rows
+    rows = data.read_prompts(args, "dataset", args.num_examples, "test")
+    return data.with_completions(rows, args, f"--dataset {args.dataset}") if use_references else rows
 
 
 def points(args, score, table, side):
@@ -128,12 +135,13 @@ def encode_references(args, tokenizer, prompts, context, device):
 
     Args: context, the most tokens that a prompt and its completion may have, because the reward model reads both.
     """
-    ids = [tokenization.encode(tokenizer, row.columns["prompt"], row.columns["completion"])[1] for row in prompts]
-    for row, reference in zip(prompts, ids, strict=True):
-        if (length := len(row.ids + reference)) > context:
-            tokens = f"{length} tokens; the reward model's context is {context}"
-            hint = tokenization.what_helps(row.ids, reference)
-            cli.fail(f"{row.source}: prompt and completion of row {row.number} have {tokens}; {hint}")
+    ids = [
+        tokenization.encode(tokenizer, row.columns["prompt"], row.columns["completion"], row.options)[1]
+        for row in prompts
+    ]
+    lengths = {row.number: len(row.ids + reference) for row, reference in zip(prompts, ids, strict=True)}
+    hint = "the reward model's context for prompt and completion; shorten them"
+    tokenization.check_room(lengths, context, f"--dataset {args.dataset}", hint)
     pairs = [(row.number, reference) for row, reference in zip(prompts, ids, strict=True)]
     tokenization.warn_of_empty(tokenizer, pairs, f"--dataset {args.dataset}", "completion")
     tokens, mask = (x.flip(1) for x in utils.left_pad([reference[::-1] for reference in ids], device))
@@ -184,7 +192,7 @@ def check_vocabularies(args, tokenizer, readers):
 
 # These arguments may differ when an evaluation is repeated into its folder, since the figures are the same.
 MAY_DIFFER = "exp_name config output_dir overwrite judge_base_url rollout_micro_batch_size attn_implementation"
-MAY_DIFFER = [*MAY_DIFFER.split(), "vllm_memory", "vllm_server", "vllm_folder"]
+MAY_DIFFER = [*MAY_DIFFER.split(), "template_date", "vllm_memory", "vllm_server", "vllm_folder"]
 FEW_ENDED, FAR_APART = 0.9, 2.0  # the share of ended responses, and the ratio of lengths, from which on a line warns
 UNITS = {"length": "length (tokens)", "kl": "kl (nats a response)"}
 
@@ -356,14 +364,14 @@ class Speaker:
         self.path, self.args, self.device, self.respond, self.memory = path, args, device, respond, []
         self.tokenizer = models.load_tokenizer(path, "--policy_path", args)
         self.model = models.load_policy(path, "--policy_path", args).to(device).eval()
-        self.ids = end_ids(self.tokenizer, args)
+        self.ids = end_ids(self.tokenizer, args, device)
         self.room = models.context_of(self.model) - args.response_length  # tokens that a prompt may have
 
     def answer(self, line, number):
         """The answer to a line. Its noise depends on the line's number, so that a question may be asked again."""
         is_chat = bool(self.tokenizer.chat_template)
         prompt = [*self.memory, {"role": "user", "content": line}] if is_chat else line
-        query = tokenization.encode(self.tokenizer, prompt)
+        query = tokenization.encode(self.tokenizer, prompt, options=data.options_of({}, self.args))
         if not 0 < len(query) <= self.room:
             self.memory = []
             return f"[{len(query)} tokens, and a prompt may have 1 to {self.room}: the conversation begins anew]"

@@ -30,6 +30,7 @@ OUTPUTS = (
 ).split()
 # These flags may differ when a run writes into the output folder of an earlier one, because the model is the same.
 NOT_THE_MODEL = [*MEMORY_KNOBS, *OUTPUTS, "exp_name", "eval_dataset", "eval_every", "num_sample_generations"]
+NOT_THE_MODEL += ["template_date"]
 
 
 @dataclass
@@ -77,6 +78,10 @@ class RunArgs:
     prompt_template: str | None = None
     """the prompt, with the row's columns in their places: "Question: {question}\\nAnswer:"; "messages": the messages,
     also beside a column `prompt`; None: column `prompt`, or else the messages"""
+    chat_template_kwargs: str = "{}"
+    """JSON of what the chat template is given beside the messages: '{"enable_thinking": false}'"""
+    template_date: str | None = None
+    """the day, 2026-11-27, that a chat template writes which writes one; None: that on which the run starts"""
     max_prompt_length: int | None = None
     """drop rows whose prompt has more tokens than this; the number of dropped rows is printed"""
 

@@ -1,5 +1,6 @@
 """Models and tokenizers: they are loaded or made, refused where they do not fit, and given adapters (LoRA)."""
 
+import contextlib
 import inspect
 import json
 import math
@@ -14,6 +15,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    GenerationConfig,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
     PreTrainedTokenizerFast,
@@ -22,7 +24,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from rlhf_details import toy
+from rlhf_details import toy, utils
 from rlhf_details.plumbing import cli, engines, errors
 
 # Weights are read from safetensors files alone, because the older kind are pickles, which can run any code.
@@ -46,6 +48,10 @@ def load_tokenizer(path, flag, args):
     tokenizer = find_tokenizer(path, flag, args)
     if tokenizer is None or tokenizer.eos_token_id is None:
         cli.fail(f"{flag} {path}: has no {'tokenizer' if tokenizer is None else 'EOS token'}")
+    name, revision = errors.split(base_of(path, flag) or path)
+    with contextlib.suppress(OSError):  # Many models have no generation_config.
+        ends = GenerationConfig.from_pretrained(name, revision=revision).eos_token_id
+        tokenizer.generation_eos = ends if isinstance(ends, list) else [ends] * (ends is not None)  # for utils.end_ids
     return tokenizer
 
 
@@ -82,27 +88,38 @@ def vocabularies(*tokenizers):
     return [{token: i for token, i in t.get_vocab().items() if token not in padding} for t in tokenizers]
 
 
-def token_id(tokenizer, text, flag):
-    """The id that a flag means by "eos", by "none" (None) or by a text that is one token. Others end with one line.
+def stop_ids(tokenizer, text, flag, device=None):
+    """The ids [S] of the tokens that a flag means by "eos" (all of utils.end_ids), "none" (no token), or a text that is
+    one token. Other texts end with one line. Where "eos" means several tokens, it says which.
 
     The text is read as it stands within a response. At the start of a text, SentencePiece's tokenizers put a space
     before it. That is another token, and no response would end with it.
     """
-    if text in ("eos", "none"):
-        return tokenizer.eos_token_id if text == "eos" else None
-    # Some vocabularies spell bytes as other characters, so an entry counts only if it decodes to the text.
-    token = tokenizer.get_vocab().get(text)
-    if token is not None and tokenizer.decode([token]).strip() == text.strip("▁ "):
-        return token
-    before, ids = (tokenizer(words, add_special_tokens=False).input_ids for words in ("a", f"a{text}"))
-    if not ids or ids[:-1] != before or ids[-1] == tokenizer.unk_token_id:
-        cli.fail(f"{flag} {text!r}: not one token of the vocabulary")
-    return ids[-1]
+    ids = {"eos": utils.end_ids(tokenizer), "none": []}.get(text)
+    if ids is None:
+        # Some vocabularies spell bytes as other characters, so an entry counts only if it decodes to the text.
+        ids = [tokenizer.get_vocab().get(text)]
+        if ids == [None] or tokenizer.decode(ids).strip() != text.strip("▁ "):
+            before, ids = (tokenizer(words, add_special_tokens=False).input_ids for words in ("a", f"a{text}"))
+            if not ids or ids[:-1] != before or ids[-1] == tokenizer.unk_token_id:
+                cli.fail(f"{flag} {text!r}: not one token of the vocabulary")
+    if len(ids) > 1 and text == "eos":
+        cli.say(f"{flag} eos: a response ends with {' or '.join(map(tokenizer.decode, ids))}")
+    return torch.tensor(ids[-1:] if text not in ("eos", "none") else ids, dtype=torch.long, device=device)
 
 
 def decode(tokenizer, responses, mask):
-    """The texts of responses [N, R] with their mask, a list of N strings without special tokens."""
-    return [tokenizer.decode(r[m], skip_special_tokens=True) for r, m in zip(responses.cpu(), mask.cpu(), strict=True)]
+    """The texts of responses [N, R] with their mask, a list of N strings."""
+    return [text_of(tokenizer, r[m].tolist()) for r, m in zip(responses.cpu(), mask.cpu(), strict=True)]
+
+
+def text_of(tokenizer, ids):
+    """The text of token ids. Left out are the tokens that end a response, padding, BOS and the unknown token.
+
+    All else is read by rewards, judges and people, because <think> may be a special token as well.
+    """
+    silent = {*utils.end_ids(tokenizer), tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.unk_token_id}
+    return tokenizer.decode([i for i in ids if i not in silent])
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------

@@ -25,7 +25,8 @@ from accelerate.utils import gather_object
 from rlhf_details import toy, utils
 from rlhf_details.plumbing import cli, models
 from rlhf_details.plumbing.data import load_function
-from rlhf_details.plumbing.tokenization import encode, is_messages
+from rlhf_details.plumbing.tokenization import encode
+from rlhf_details.utils import is_messages
 
 # The embedded task's true reward, and whether its grammar allows the text. They are watched and never trained on.
 WATCHED = {"gold": toy.gold, "parses": lambda prompt, response: toy.parses(f"{prompt} {response}")}
@@ -65,12 +66,17 @@ class Scorer:
 
     `names` and `weights` [F] are those of the reward model (weight 1), the functions, and what is watched (weight 0).
     Args: reward_model, a page's Reward or None; response_scores, that page's function of (reward_model, batch, n);
-    size, the rows of a forward; stop_id, the token that ends a response, or None.
+    size, the rows of a forward; stop_ids [S], the tokens that may end a response.
     """
 
-    def __init__(self, args, accelerator, tokenizer, reward_model, response_scores, size, stop_id):
+    def __init__(self, args, accelerator, tokenizer, reward_model, response_scores, size, stop_ids):
         self.args, self.accelerator, self.tokenizer = args, accelerator, tokenizer
-        self.reward_model, self.response_scores, self.size, self.stop_id = reward_model, response_scores, size, stop_id
+        self.reward_model, self.response_scores, self.size, self.stop_ids = (
+            reward_model,
+            response_scores,
+            size,
+            stop_ids,
+        )
         self.functions, self.columns = {}, set()  # {name: function}, and the columns that the data sets have
         names = [spec.rpartition(":")[2] for spec in args.reward_fn]
         for spec, name in zip(args.reward_fn, names, strict=True):
@@ -89,12 +95,12 @@ class Scorer:
         self.must_score = getattr(args, "judge", "reward_fn") == "reward_fn"
         terms = [f"{weight:g} * {name}" for weight, name in zip(weights, self.names[: self.num_weighted], strict=False)]
         penalty, unended = getattr(args, "missing_eos_penalty", None), ""
-        if penalty and stop_id is not None:
+        if penalty and len(stop_ids):
             pays = f"pays {penalty:g}" if args.missing_eos_mode == "subtract" else f"gets {-penalty:g} instead"
             unended = f"; a response that does not end {pays}"
         if terms:
             cli.say(f"rewards: {' + '.join(terms)}{unended}")
-        if stop_id is None and penalty:
+        if not len(stop_ids) and penalty:
             cli.say(f"note: --missing_eos_penalty {penalty:g} does nothing, since --stop_token none asks for no end")
         if reward_model and reward_model.tokenizer:
             sizes = f"{len(reward_model.tokenizer)} tokens, the policy's {len(tokenizer)}"
@@ -112,7 +118,8 @@ class Scorer:
                         cli.fail(f"--reward_fn {name}: needs a column {column!r}, and {rows[0].source} {has}")
             for row in rows if self.reward_model and self.reward_model.tokenizer else ():
                 if is_messages(prompt := row.columns["prompt"]):  # Its chat template must take each prompt.
-                    encode(self.reward_model.tokenizer, prompt, [{"role": "assistant", "content": "."}])
+                    answer = [{"role": "assistant", "content": "."}]
+                    encode(self.reward_model.tokenizer, prompt, answer, row.options, f"{row.source}: row {row.number}")
 
     @torch.no_grad()
     def __call__(self, rows, batch, *n, texts=None, ended=None):
@@ -146,11 +153,10 @@ class Scorer:
             scores = [self.response_scores(self.reward_model, part, *n) for part in slices]
             entries["reward_model"] = torch.cat(scores).tolist()
         elif self.reward_model:
-            prompts = [row.columns["prompt"] if is_messages(row.columns["prompt"]) else row.text for row in rows]
             if ended is None:
                 last = batch[2].gather(1, batch[3].sum(1, keepdim=True) - 1).squeeze(1)  # [M]
-                ended = [token == self.stop_id for token in last.tolist()]
-            entries["reward_model"] = self.scores_of_text(prompts, texts, ended)
+                ended = torch.isin(last, self.stop_ids).tolist()
+            entries["reward_model"] = self.scores_of_text(rows, texts, ended)
         if self.reward_model:
             self.seconds["time/rewards/reward_model"] = time.time() - start
         for name in self.functions:
@@ -210,7 +216,7 @@ class Scorer:
             raise Fault(f"--reward_fn {name} returned {what} for {len(rows)} completions")
         return [entry.item() if hasattr(entry, "item") else entry for entry in entries]
 
-    def scores_of_text(self, prompts, texts, ended):
+    def scores_of_text(self, rows, texts, ended):
         """Scores by a reward model that has a tokenizer of its own. A text longer than its context loses its beginning.
 
         Only where a response ended is its text followed by EOS, or by the chat template's end of the turn.
@@ -218,11 +224,14 @@ class Scorer:
         model, device = self.reward_model, self.accelerator.device
         context = getattr(model.model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
         ids, scores = [], []
-        for prompt, text, is_complete in zip(prompts, texts, ended, strict=True):
-            completion = [{"role": "assistant", "content": text}] if is_messages(prompt) else text
-            query, response = encode(model.tokenizer, prompt, completion)
-            row = query + (response if is_complete else response[:-1])
-            ids.append([i for i in row if i is not None][-context:])  # A tokenizer without EOS has put None there.
+        for row, text, is_complete in zip(rows, texts, ended, strict=True):
+            is_chat = is_messages(row.columns["prompt"])
+            prompt, completion = row.text, text
+            if is_chat:
+                prompt, completion = row.columns["prompt"], [{"role": "assistant", "content": text}]
+            query, response = encode(model.tokenizer, prompt, completion, row.options)
+            whole = query + (response if is_complete else response[:-1])
+            ids.append([i for i in whole if i is not None][-context:])  # A tokenizer without EOS has put None there.
         for start in range(0, len(ids), self.size):
             tokens, mask = utils.left_pad(ids[start : start + self.size], device)
             index = torch.full((len(tokens), 1), tokens.size(1) - 1, device=device)

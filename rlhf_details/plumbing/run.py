@@ -10,7 +10,6 @@ A run: what it logs, the checkpoints that it continues from, and how it ends. Th
 
 import contextlib
 import functools
-import glob
 import json
 import platform
 import signal
@@ -24,7 +23,8 @@ import transformers
 from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 
-from rlhf_details.plumbing import checkpoint, cli, engines, health, hub, tokenization, trackers
+from rlhf_details.plumbing import checkpoint, cli, engines, health, hub, trackers
+from rlhf_details.utils import is_messages
 
 
 class Run:
@@ -76,7 +76,7 @@ class Run:
         if args.push_to_hub:
             self.about["hub"] = self.repository = hub.open_repository(args)
         if args.track:
-            self.wandb = trackers.WeightsAndBiases(args, self.folder.name, experiment(args), self.about)
+            self.wandb = trackers.WeightsAndBiases(args, self.folder.name, cli.experiment(args), self.about)
             self.about["wandb_id"] = self.wandb.run.id
         # If these folders cannot be made, this is better known now than after a day of training.
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -238,7 +238,7 @@ class Run:
 
     def save(self, model, weights):
         args, prompt = self.args, self.prompts[0].columns.get("prompt")
-        about = self.about | {"prompt": prompt if tokenization.is_messages(prompt) else self.prompts[0].text}
+        about = self.about | {"prompt": prompt if is_messages(prompt) else self.prompts[0].text}
         card = hub.model_card(args, self.repository, self.latest, self.wandb and self.wandb.run.url, about)
         with self.writing(f"--output_dir {args.output_dir}"):
             checkpoint.save_folder(args, model, self.tokenizer, weights, card)
@@ -281,20 +281,13 @@ class Run:
 
 
 # ---- the folder of a run ---------------------------------------------------------------------------------------------
-def experiment(args):
-    """What the runs of all seeds share in their names."""
-    return f"{args.dataset.split('/')[-1].split('[')[0]}__{args.exp_name}"
-
-
 def choose_name(args):
-    """The run's name: as given, with --resume the newest of this data set, experiment and seed, or a new one."""
+    """The run's name: as given, with --resume that of the run that goes on, or a new one."""
     if args.run_name is not None:
         return args.run_name
-    prefix = f"{experiment(args)}__{args.seed}__"
-    started = [folder for folder in Path("runs").glob(f"{glob.escape(prefix)}[0-9]*") if any(folder.iterdir())]
-    if args.resume and started:
-        return max(started).name
-    name = prefix + time.strftime("%Y%m%d-%H%M%S")
+    if folder := cli.folder_to_resume(args):
+        return folder.name
+    name = f"{cli.experiment(args)}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
     while True:
         try:
             (Path("runs") / name).mkdir(parents=True)

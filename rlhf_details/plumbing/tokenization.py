@@ -1,80 +1,28 @@
-"""
-Text and messages -> token ids, each as the tokenizer or its chat template would write it.
-
-A prompt is a string, a list of messages ({"role": .., "content": ..}) or a list of token ids. A completion is of the
-same kind as its prompt.
-"""
+"""Rows -> token ids by `utils.encode`, and what is said of rows that are too long, empty or not wholly trained on."""
 
 import functools
 import math
 import reprlib
 
+from rlhf_details import utils
 from rlhf_details.plumbing import cli
+from rlhf_details.utils import is_messages
 
 
 class Padded(list):
     """Token ids that may be filled up at their ends."""
 
 
-def is_messages(x):
-    """Whether x is a list of messages, and not a string or a list of token ids."""
-    return isinstance(x, list) and bool(x) and all(isinstance(m, dict) for m in x)
-
-
-def encode(tokenizer, prompt, completion=None):
-    """Token ids of a prompt, or of a prompt and its completion, with BOS where the tokenizer puts one, and with EOS.
-
-    Messages are rendered by the chat template, which writes its own BOS and ends of turns. Lists of token ids are kept
-    as they are, Padded ones without their padding.
-    """
-    if is_messages(prompt):
-        return encode_messages(tokenizer, prompt, completion)
-    if isinstance(prompt, list):
-        prompt, completion = (strip_padding(tokenizer, x) if isinstance(x, Padded) else x for x in (prompt, completion))
-        return prompt if completion is None else (prompt, completion)
-    ids, bos = tokenizer(prompt, add_special_tokens=False).input_ids, tokenizer.bos_token_id
-    if bos is not None and ids[:1] != [bos] and puts_bos(tokenizer):
-        ids = [bos, *ids]
-    if completion is None:
-        return ids
-    # Prompt and completion are tokenised apart, because the sampler also starts anew after the prompt. [DATA-1]
-    answer = tokenizer(completion, add_special_tokens=False).input_ids
-    if answer[-1:] == [tokenizer.eos_token_id]:  # The text has it already.
-        return ids, answer
-    return ids, [*answer, tokenizer.eos_token_id]  # Without EOS in its data no policy learns to stop. [DATA-2]
-
-
-def encode_messages(tokenizer, prompt, completion=None):
-    """`encode` for messages. A completion ends with the template's own end of a turn, or else with EOS."""
-    if not tokenizer.chat_template:
-        cli.fail(f"prompts are messages, but the tokenizer has no chat template: {reprlib.repr(prompt)}")
-    goes_on = prompt[-1]["role"] == "assistant"  # The policy is to continue an answer that has been begun.
-    conversation = [*prompt, *(completion or [])]
-    if goes_on and completion:
-        conversation = [*prompt[:-1], prompt[-1] | {"content": prompt[-1]["content"] + completion[0]["content"]}]
-    options = {"tokenize": False, "add_generation_prompt": not goes_on, "continue_final_message": goes_on}
+def encode(tokenizer, prompt, completion=None, options=None, what="the prompt"):
+    """`utils.encode`, where Padded ids lose their padding. What cannot be encoded ends with one line about `what`."""
+    if is_messages(prompt) and not tokenizer.chat_template:
+        cli.fail(f"{what}: prompts are messages, but the tokenizer has no chat template: {reprlib.repr(prompt)}")
+    prompt, completion = (strip_padding(tokenizer, x) if isinstance(x, Padded) else x for x in (prompt, completion))
     try:
-        text = tokenizer.apply_chat_template(prompt, **options)
-        whole = tokenizer.apply_chat_template(conversation, tokenize=False) if completion else None
+        return utils.encode(tokenizer, prompt, completion, options)
     except Exception as e:  # A template may raise whatever it likes.
-        cli.fail(f"the chat template refuses the messages {reprlib.repr(prompt)}: {e}")
-    # The template has written BOS, if there is one, so the tokenizer adds none. [DATA-3]
-    ids = tokenizer(text, add_special_tokens=False).input_ids
-    if completion is None:
-        return ids
-    if not whole.startswith(text):
-        cli.fail(f"the chat template's generation prompt is not how it begins an answer: {reprlib.repr(conversation)}")
-    answer = tokenizer(whole[len(text) :], add_special_tokens=False).input_ids
-    ends = [i for i, token in enumerate(answer, 1) if token in special_ids(tokenizer)]
-    if ends and not tokenizer.decode(answer[ends[-1] :]).strip():
-        return ids, answer[: ends[-1]]  # ChatML writes a line break after the end of a turn, which no policy samples.
-    return ids, [*answer, tokenizer.eos_token_id]
-
-
-@functools.cache
-def special_ids(tokenizer):
-    """The ids of all special tokens, those included that only the chat template uses."""
-    return {*tokenizer.all_special_ids, *(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)}
+        problem = "the chat template refuses the messages" if is_messages(prompt) else "cannot be tokenised:"
+        cli.fail(f"{what}: {problem} {reprlib.repr(prompt)}: {e}")
 
 
 def strip_padding(tokenizer, ids):
@@ -87,26 +35,31 @@ def strip_padding(tokenizer, ids):
     return ids[real[0] : real[-1] + 1] if real else []
 
 
-@functools.cache
-def puts_bos(tokenizer):
-    """Whether the tokenizer puts its BOS before a text."""
-    return tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
-
-
-def short_enough(ids, limit, what):
-    """Numbers, from 0, of the lists of token ids that have at most `limit` tokens; says how many have more."""
-    kept = [i for i, tokens in enumerate(ids) if len(tokens) <= limit]
-    if not kept:
-        cli.fail(f"{what}: no prompt has at most {limit:g} tokens")
-    if len(kept) < len(ids):
-        dropped = f"{len(ids) - len(kept)} of {len(ids)} rows dropped"
-        cli.say(f"{what}: {dropped}, their prompts have more than {limit:g} tokens")
+# ---- rows that are too long ------------------------------------------------------------------------------------------
+def short_enough(lengths, limit, what, name="prompt"):
+    """Numbers, from 0, of the lengths that are at most `limit` (None: all); says how many are not."""
+    limit = math.inf if limit is None else limit
+    kept = [i for i, length in enumerate(lengths) if length <= limit]
+    if lengths and not kept:
+        cli.fail(f"{what}: no {name} has at most {limit:g} tokens")
+    if len(kept) < len(lengths):
+        dropped = f"{len(lengths) - len(kept)} of {len(lengths)} rows dropped"
+        cli.say(f"{what}: {dropped}, their {name}s have more than {limit:g} tokens")
     return kept
 
 
-def what_helps(prompt, answer):
-    """What helps where a prompt and its answer, lists of token ids, do not fit the context together."""
-    return "--max_prompt_length drops rows of long prompts" if len(prompt) > len(answer) else "shorten the row"
+def check_room(lengths, room, what, hint):
+    """Ends with one line that counts the rows with more than `room` tokens. lengths: {row's number: tokens}."""
+    if wrong := [number for number, length in lengths.items() if length > room]:
+        first = f"the first one is row {wrong[0]} with {lengths[wrong[0]]}"
+        cli.fail(f"{what}: {len(wrong)} of {len(lengths)} rows have more than {room} tokens, {first}; {hint}")
+
+
+# ---- rows that are empty, or of which a template leaves something out ------------------------------------------------
+@functools.cache
+def special_ids(tokenizer):
+    """The ids of all special tokens, those included that only the chat template uses."""
+    return {*tokenizer.all_special_ids, *(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)}
 
 
 def warn_of_empty(tokenizer, texts, what, name):
@@ -116,20 +69,42 @@ def warn_of_empty(tokenizer, texts, what, name):
         cli.say(f"warning: {what}: rows with an empty {name}: {len(numbers)}, the first one is row {numbers[0]}")
 
 
-def encode_prompts(tokenizer, rows, room, what, limit=math.inf):
+def warn_of_left_out(tokenizer, answers, what):
+    """Says in how many rows the chat template leaves out some of an answer's text, such as what stands in <think>.
+
+    answers: a list of (row's number, completion, its token ids).
+    """
+    keys = "content", "reasoning_content", "reasoning", "thinking"
+    numbers, shown = [], ""
+    for number, completion, ids in answers:
+        turns = completion if is_messages(completion) else []
+        parts = [m[key].strip() for m in turns if m["role"] == "assistant" for key in keys if m.get(key)]
+        text = tokenizer.decode(ids) if parts else ""
+        missing = [part for part in parts if part not in text]
+        # A tokenizer may change a text, such as its case. Then it changes the part in the same way.
+        again = [tokenizer.decode(tokenizer(part, add_special_tokens=False).input_ids).strip() for part in missing]
+        if any(part not in text for part in again):
+            numbers, shown = [*numbers, number], shown or reprlib.repr(text)
+    if numbers:
+        rows = f"{len(set(numbers))}, the first one is row {numbers[0]}, of which is trained: {shown}"
+        cli.say(f"warning: {what}: rows whose answer the chat template does not wholly write: {rows}")
+
+
+def encode_prompts(tokenizer, rows, room, what, options, limit=None):
     """Token ids of the rows' prompts. It is an error where one is empty, has unknown ids or more than `room` tokens.
 
-    limit: longer prompts are dropped. Returns: (numbers of the rows kept, from 0; the token ids of each).
+    Args: options, a function of a row; limit, longer prompts are dropped.
+    Returns: (numbers of the rows kept, from 0; the token ids of each).
     """
-    ids = [encode(tokenizer, row["prompt"]) for row in rows]
-    kept = short_enough(ids, limit, what)
+    numbered = enumerate(rows, 1)
+    ids = [encode(tokenizer, row["prompt"], None, options(row), f"{what}: row {i}") for i, row in numbered]
+    kept = short_enough(list(map(len, ids)), limit, what)
     for i in kept:
-        where = f"{what}: the prompt of row {i + 1}"
         if not ids[i]:
-            cli.fail(f"{where} is empty")
+            cli.fail(f"{what}: the prompt of row {i + 1} is empty")
         if max(ids[i]) >= len(tokenizer):
-            cli.fail(f"{where} holds {max(ids[i])}, which is no token (the vocabulary has {len(tokenizer)})")
-        if len(ids[i]) > room:
-            hint = f"--max_prompt_length {room} drops such rows"
-            cli.fail(f"{where} has {len(ids[i])} tokens; the model's context leaves room for {room}; {hint}")
+            unknown = f"{max(ids[i])}, which is no token (the vocabulary has {len(tokenizer)})"
+            cli.fail(f"{what}: the prompt of row {i + 1} holds {unknown}")
+    hint = f"which the model's context leaves for a prompt; --max_prompt_length {room} drops such rows"
+    check_room({i + 1: len(ids[i]) for i in kept}, room, what, hint)
     return kept, [ids[i] for i in kept]

@@ -190,8 +190,8 @@ def evaluated(metrics):
 def sample_rows(args, tokenizer, metrics, prompts, responses, mask, ended, scores, kl):
     """Rows of a table: the first response to each of the first four prompts.
 
-    Whether a response ended is said where there is a token that ends it. Args: metrics, of the update; prompts and all
-    that follows, of Run.log's `samples`.
+    Whether a response ended, and with which token, is said where there is a token that ends it. Args: metrics, of the
+    update; prompts and all that follows, of Run.log's `samples`.
     """
     # The responses to a prompt are adjacent, and share one object.
     shown = [i for i, prompt in enumerate(prompts) if i == 0 or prompt is not prompts[i - 1]][:4]
@@ -199,6 +199,8 @@ def sample_rows(args, tokenizer, metrics, prompts, responses, mask, ended, score
     rows, kl_coef = [], metrics.get("objective/kl_coef", args.kl_coef)
     for i, text, score, nats in zip(shown, texts, scores[shown].tolist(), kl[shown].tolist(), strict=True):
         row = {"query": prompts[i].text, "response": text}
-        row |= {"ended": bool(ended[i])} if health.has_end(args) else {}
+        if health.has_end(args):
+            last = responses[i][mask[i]][-1:].tolist()
+            row |= {"ended": bool(ended[i]), "end": tokenizer.decode(last) if ended[i] else ""}
         rows.append(row | {"score": score, "kl": nats, "total": score - kl_coef * nats})
     return rows

@@ -49,7 +49,7 @@ def sampler(args, accelerator, rows, stop):
 
 
 @torch.no_grad()
-def sample(engine, precision, stop, policy, batch, n, response_length, stop_id, key):
+def sample(engine, precision, stop, policy, batch, n, response_length, stop_ids, key):
     """As utils.sample. n does not matter, since vLLM finds by itself which rows share a prompt."""
     queries, query_mask, rows = batch
     own = getattr(policy, "module", policy)  # out of DDP's wrapper
@@ -60,7 +60,7 @@ def sample(engine, precision, stop, policy, batch, n, response_length, stop_id, 
         engine.push(own.model, DTYPES[precision])
         # The sampled distribution is the trained one: no top-k, no top-p, no penalties, no generation_config.
         settings = {"temperature": own.temperature, "max_tokens": response_length, "logprobs": 0, "detokenize": False}
-        settings |= {"ignore_eos": True, "stop_token_ids": [] if stop_id is None else [stop_id]}
+        settings |= {"ignore_eos": True, "stop_token_ids": stop_ids.tolist()}
         answers = engine.generate(prompts, [settings | {"seed": key % 2**32} for key in keys.tolist()])
     except (OSError, RuntimeError) as e:
         stop(f"--sampler vllm: {engine.name} failed ({e})")
