@@ -4,6 +4,7 @@ import inspect
 import json
 import math
 import os
+import re
 import zlib
 from pathlib import Path
 
@@ -270,29 +271,58 @@ def add_adapters(model, rank):
 
     A is random and B is 0, so the model starts as it was. A new head (`score`) is trained as a whole. Returns it.
     """
-    from peft import LoraConfig, inject_adapter_in_model
+    from peft import LoraConfig, LoraModel
 
     kind = "SEQ_CLS" if hasattr(model, "score") else "CAUSAL_LM"
     transposed = any(isinstance(m, Conv1D) for m in model.modules())  # GPT-2 stores its weights as [in, out].
     sizes = {"r": rank, "lora_alpha": 2 * rank, "lora_dropout": 0.0, "fan_in_fan_out": transposed}
     config = LoraConfig(target_modules="all-linear", task_type=kind, **sizes)
-    model.requires_grad_(False)
-    inject_adapter_in_model(config, model)
+    shapes = {name: x.shape for name, x in model.state_dict().items()}
+    try:
+        # peft merges the adapters at the end. The list keeps them from being the model's child.
+        model.lora = [LoraModel(model, config, "default")]
+        # A run must not end with a model that cannot be saved, so this is tried on a copy that has no weights.
+        merged = merge_adapters(engines.without_weights(model)).state_dict()
+        if {name: x.shape for name, x in merged.items()} != shapes:
+            raise ValueError("the merged model has other weights than the model")
+    except Exception as e:  # peft has many ways to refuse a model.
+        cli.fail(f"--lora_rank {rank}: peft cannot adapt a {model.config.model_type} ({type(e).__name__}: {e})")
+    tell_of_adapters(model, rank)
     if hasattr(model, "score"):
         model.score.requires_grad_(True)
     return model
 
 
+def tell_of_adapters(model, rank):
+    """Says which weights have adapters, and which have none where these are many. Embeddings and heads do not count."""
+    adapted, head = adapter_layers(model), (model.get_output_embeddings(), getattr(model, "score", None))
+    others = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding) or m in head}
+    sizes, kinds = {True: [], False: []}, {True: {}, False: {}}  # by whether a matrix has adapters
+    for name, p in model.named_parameters():
+        if p.dim() > 1 and ".lora_" not in name and id(p) not in others:
+            name = name.replace(".base_layer", "")
+            sizes[name in adapted].append(p.numel())
+            # "model.layers.0.mlp.down_proj.weight" is one of the kind "mlp.down_proj".
+            kinds[name in adapted][re.split(r"\.\d+\.", name.removesuffix(".weight"))[-1]] = None
+    count, total = len(sizes[True]), len(sizes[True] + sizes[False])
+    cli.say(f"LoRA: adapters of rank {rank} on {count} of {total} weight matrices: {', '.join(kinds[True])}")
+    share = sum(sizes[False]) / sum(sizes[True] + sizes[False])
+    if share > 0.05:
+        cli.say(f"warning: LoRA: peft gives no adapters to {share:.0%} of the weights: {', '.join(kinds[False])}")
+
+
 def adapter_layers(module):
-    """A list of (name, layer) of the layers that have adapters."""
+    """{name of a weight, as the module has it without adapters: the layer that adapts it}."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    return [(name, layer) for name, layer in module.named_modules() if isinstance(layer, BaseTunerLayer)]
+    layers = [(name, m) for name, m in module.named_modules() if isinstance(m, BaseTunerLayer)]
+    # A layer that adapts a parameter, as those of experts, stands around the layer of another one.
+    return {f"{name.replace('.base_layer', '')}.{getattr(m, 'parameter_name', 'weight')}": m for name, m in layers}
 
 
 def without_adapters(module):
     """Makes a module, which shares a model with adapters, compute as if there were none. Returns the module."""
-    found = [layer for _, layer in adapter_layers(module)]
+    found = adapter_layers(module).values()
 
     def switch(on):
         for layer in found:  # enable_adapters would also set requires_grad, which FSDP2 reads but once.
@@ -305,12 +335,7 @@ def without_adapters(module):
 
 def merge_adapters(model):
     """Adds the adapters to the weights and removes them, in place. Returns the model, an ordinary one again."""
-    for name, layer in adapter_layers(model):
-        layer.merge()
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, layer.get_base_layer())
-    del model.peft_config
-    return model
+    return model.__dict__.pop("lora")[0].merge_and_unload()
 
 
 def save_adapter(model, folder, base_model):

@@ -91,13 +91,11 @@ def mean_gap(policy, queries, query_mask, responses, mask, logprobs):
 
 def weights_of(model):
     """Yields (name, weight) as vLLM loads them: adapters merged, and a tied head under its own name as well."""
-    layers = dict(models.adapter_layers(model)) if hasattr(model, "peft_config") else {}
+    layers = models.adapter_layers(model) if hasattr(model, "peft_config") else {}
     for name, weight in model.state_dict().items():
-        layer, inner, kind = name.partition(".base_layer.")
-        if inner:
-            yield f"{layer}.{kind}", weight + layers[layer].get_delta_weight("default") if kind == "weight" else weight
-        elif ".lora_" not in name:
-            yield name, weight
+        if ".lora_" not in name:
+            name = name.replace(".base_layer", "")
+            yield name, weight + layers[name].get_delta_weight("default") if name in layers else weight
 
 
 # ---- an engine beside this process -----------------------------------------------------------------------------------

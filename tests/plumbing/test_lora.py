@@ -20,7 +20,14 @@ from helpers import (
 )
 from safetensors.torch import load_file
 from short_runs import write_rows
-from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXForCausalLM, LlamaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPTNeoXForCausalLM,
+    GptOssConfig,
+    LlamaConfig,
+    Qwen3MoeConfig,
+)
 
 from rlhf_details import toy, train_reward, train_rloo, train_sft, utils
 from rlhf_details.plumbing import cli, engines, models
@@ -29,10 +36,15 @@ peft = pytest.importorskip("peft")
 BOTH = pytest.mark.parametrize("page", ["train_rloo", "train_ppo"])
 FLAGS = train_rloo.Args()
 SMALL = dict(vocab_size=64, bos_token_id=1, eos_token_id=2, initializer_range=0.2)
+SIZES = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
 CONFIGS = {
     "gpt_neox": tiny_config(initializer_range=0.2),
     "gpt2": GPT2Config(n_embd=32, n_layer=2, n_head=2, **SMALL),
-    "llama": LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, **SMALL),
+    "llama": LlamaConfig(**SIZES, **SMALL),
+    # peft adapts the experts of the first kind, which are parameters and no layers, and leaves those of the second.
+    "qwen3_moe": Qwen3MoeConfig(**SIZES, **SMALL, **EXPERTS, num_key_value_heads=2, head_dim=16),
+    "gpt_oss": GptOssConfig(**SIZES, **SMALL, num_key_value_heads=2, head_dim=16, num_local_experts=4),
 }
 TOKENS = torch.arange(24).reshape(2, 12)
 
@@ -92,6 +104,30 @@ def test_saved_reloaded_and_merged_logits_are_equal(base):
         assert (logits_of(again) - expected).abs().max() < 1e-5
     assert model.state_dict().keys() == load(base).state_dict().keys()
     assert all(p.requires_grad for p in load("adapter").parameters())
+
+
+@pytest.mark.parametrize(
+    "kind, count, names, without",
+    [
+        ("gpt2", "8 of 8", "attn.c_attn, attn.c_proj, mlp.c_fc, mlp.c_proj", None),
+        ("qwen3_moe", "14 of 14", "mlp.experts.gate_up_proj, mlp.experts.down_proj", None),
+        ("gpt_oss", "8 of 18", "self_attn.o_proj", "mlp.router, mlp.experts.gate_up_proj"),
+    ],
+)
+def test_a_line_says_which_weights_have_adapters_and_where_many_have_none(capsys, kind, count, names, without):
+    models.add_adapters(AutoModelForCausalLM.from_config(CONFIGS[kind]), 2)
+    printed = capsys.readouterr().out
+    assert f"LoRA: adapters of rank 2 on {count} weight matrices: " in printed and names in printed.splitlines()[0]
+    assert ("no adapters" in printed) == bool(without) and (without or "") in printed.splitlines()[-1]
+
+
+def test_what_cannot_be_merged_is_refused_before_anything_is_trained(monkeypatch, fails):
+    def refuse(self):
+        raise RecursionError("too deep")
+
+    monkeypatch.setattr(peft.LoraModel, "merge_and_unload", refuse)
+    line = fails(models.add_adapters, AutoModelForCausalLM.from_config(CONFIGS["llama"]), 4)
+    assert line == "error: --lora_rank 4: peft cannot adapt a llama (RecursionError: too deep)\n"
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
