@@ -9,6 +9,7 @@ import zlib
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from tokenizers import ByteLevelBPETokenizer
 from transformers import (
     AutoConfig,
@@ -136,12 +137,18 @@ def load_reward_model(path, args, flag="--reward_model_path", allow_untrained=Fa
     """A sequence-classification model with one label, in fp32. A head that would be made up here is refused.
 
     allow_untrained, or the flag of that name, accepts any model and draws its head at random, for dummy runs and for
-    training to start from. Of adapters it takes the trunk of the merged model.
+    training to start from. Of adapters without a head it takes the trunk of the merged model.
     """
     allow_untrained = allow_untrained or args.allow_untrained_reward_model
-    if allow_untrained and (base := base_of(path, flag)):
+    if base := base_of(path, flag):
         model = load_reward_model(base, args, f"{flag} {path}: base model", True)
-        model.base_model.load_state_dict(load_policy(path, flag, args).base_model.state_dict())
+        if any(name.endswith(".score.weight") for name in saved_shapes(adapter_file(path, flag))):
+            return set_up(load_merged(model, path, flag), args)
+        if not allow_untrained:
+            cli.fail(f"{flag} {path}: not a trained reward model (these adapters come without the weights of `score`)")
+        policy = load_policy(path, flag, args)
+        model.resize_token_embeddings(policy.get_input_embeddings().num_embeddings, mean_resizing=False)
+        model.base_model.load_state_dict(policy.base_model.state_dict())
         return model
     # Some configurations do not say that there is one label, and the library would take them to mean two.
     model, info = load(AutoModelForSequenceClassification, path, flag, args, num_labels=1)
@@ -364,13 +371,30 @@ def base_of(path, flag):
     return "@".join(filter(None, (config["base_model_name_or_path"], config.get("revision"))))
 
 
+def saved_shapes(file):
+    """{name: shape} of the weights in a safetensors file."""
+    with safe_open(file, "pt") as saved:
+        names = saved.keys()
+        return {name: saved.get_slice(name).get_shape() for name in names}
+
+
+def adapter_file(path, flag):
+    """The file with the weights of adapters (a folder or Hub name). The older adapter_model.bin is a pickle."""
+    name, revision = errors.split(path)
+    with cli.reading(flag, path):
+        return cached_file(name, "adapter_model.safetensors", revision=revision)
+
+
 def load_merged(model, path, flag):
     """A base model with the adapters of a path merged into its weights, all of them trained."""
     cli.need("peft", "peft", f"{flag} {path}, which holds adapters")
     from peft import PeftModel
 
-    name, revision = errors.split(path)
+    file, embedding = adapter_file(path, flag), model.get_input_embeddings()
+    kinds = "", ".base_layer", ".token_adapter.base_layer"
+    names = tuple(f".{name}{kind}.weight" for name, m in model.named_modules() if m is embedding for kind in kinds)
     with cli.reading(flag, path):
-        # The older adapter_model.bin is a pickle.
-        file = cached_file(name, "adapter_model.safetensors", revision=revision)
+        rows = [shape[0] for name, shape in saved_shapes(file).items() if name.endswith(names)]
+        if rows and rows[0] != embedding.num_embeddings:  # The adapters were trained with tokens that the base lacks.
+            model.resize_token_embeddings(rows[0], mean_resizing=False)
         return PeftModel.from_pretrained(model, Path(file).parent).merge_and_unload().requires_grad_(True)

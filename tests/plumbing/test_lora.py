@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from short_runs import write_rows
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     GPT2Config,
     GPTNeoXForCausalLM,
     GptOssConfig,
@@ -128,6 +129,49 @@ def test_what_cannot_be_merged_is_refused_before_anything_is_trained(monkeypatch
     monkeypatch.setattr(peft.LoraModel, "merge_and_unload", refuse)
     line = fails(models.add_adapters, AutoModelForCausalLM.from_config(CONFIGS["llama"]), 4)
     assert line == "error: --lora_rank 4: peft cannot adapt a llama (RecursionError: too deep)\n"
+
+
+# ---- adapters of other libraries -------------------------------------------------------------------------------------
+OTHERS = {
+    "resized": dict(),
+    "embeddings are trained": dict(modules_to_save=["embed_tokens", "lm_head"]),
+    "new tokens are trained": dict(trainable_token_indices=[64, 65]),
+    "embeddings have adapters": dict(target_modules=["embed_tokens", "q_proj", "lm_head"]),
+}
+
+
+def save_others(kind, head, rows=66, **options):
+    """Saves adapters by peft alone, over a base of 64 tokens, for a model of `rows` tokens. Returns that model."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(CONFIGS["llama"]).save_pretrained("base")
+    model = kind.from_pretrained("base", **head)
+    model.resize_token_embeddings(rows, mean_resizing=False)
+    model = peft.get_peft_model(model, peft.LoraConfig(**dict(target_modules="all-linear") | options))
+    for p in model.parameters():
+        if p.requires_grad:
+            torch.nn.init.normal_(p, std=0.1)
+    model.save_pretrained("adapter")
+    return model.eval()
+
+
+@pytest.mark.parametrize("options", OTHERS.values(), ids=OTHERS)
+@torch.no_grad()
+def test_adapters_with_tokens_that_the_base_lacks_are_loaded(in_tmp, options):
+    expected, tokens = save_others(AutoModelForCausalLM, {}, task_type="CAUSAL_LM", **options), TOKENS + 42  # to 65
+    assert (load("adapter").eval()(tokens).logits - expected(tokens).logits).abs().max() < 1e-5
+    trunk = models.load_reward_model("adapter", FLAGS, "--sft_model_path", True).base_model
+    states = load("adapter").eval().base_model(tokens).last_hidden_state
+    assert torch.equal(trunk.eval()(tokens).last_hidden_state, states)
+
+
+@torch.no_grad()
+def test_adapters_of_a_reward_model_are_merged_with_their_head_and_refused_without_one(in_tmp, fails):
+    expected = save_others(AutoModelForSequenceClassification, dict(num_labels=1), task_type="SEQ_CLS")
+    model, tokens = models.load_reward_model("adapter", FLAGS).eval(), TOKENS[1:] + 42
+    assert (model(tokens).logits - expected(tokens).logits).abs().max() < 1e-5
+    assert not models.adapter_layers(model)
+    save_others(AutoModelForCausalLM, {}, task_type="CAUSAL_LM")
+    assert "not a trained reward model" in fails(models.load_reward_model, "adapter", FLAGS)
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
