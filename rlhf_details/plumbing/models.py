@@ -66,16 +66,27 @@ def own_tokenizer(args, tokenizer):
     is given text, for which it needs a tokenizer. Args: tokenizer, the policy's.
     """
     paths = {"--sft_model_path": args.sft_model_path, "--reward_model_path": args.reward_model_path}
-    configs = [read(AutoConfig, base_of(path, flag) or path, flag, args) for flag, path in paths.items()]
-    sizes = [config.get_text_config().vocab_size for config in configs]
     own = find_tokenizer(args.reward_model_path, "--reward_model_path", args) or tokenizer
     ours, theirs = vocabularies(tokenizer, own)
     if ours != theirs:
         return own
-    if sizes[0] > sizes[1]:
-        named = [f"{flag} {path} ({size} embeddings)" for (flag, path), size in zip(paths.items(), sizes, strict=True)]
-        cli.fail(f"vocabulary mismatch: {' and '.join(named)}, and the latter has no tokenizer of another vocabulary")
+    configs = [read(AutoConfig, base_of(path, flag) or path, flag, args) for flag, path in paths.items()]
+    sizes = [config.get_text_config().vocab_size for config in configs]
+    written = min(sizes[0], max(tokenizer.get_vocab().values()) + 1)  # Other logits of the policy are cut off.
+    if written > sizes[1] and not base_of(args.reward_model_path, "--reward_model_path"):  # Adapters may have more.
+        policy, reward_model = (f"{flag} {path}" for flag, path in paths.items())
+        named = f"{policy} ({written} tokens) and {reward_model} ({sizes[1]} embeddings)"
+        cli.fail(f"vocabulary mismatch: {named}, and the latter has no tokenizer of another vocabulary")
     return None
+
+
+def own_template(args, tokenizer):
+    """The reward model's own tokenizer where its chat template is not that of tokenizer, the policy's; else None."""
+    own = find_tokenizer(args.reward_model_path, "--reward_model_path", args)
+    if own is None or not own.chat_template:
+        return None  # It reads what the policy's template writes.
+    ours, theirs = (str(t.chat_template).strip() for t in (tokenizer, own))
+    return own if ours != theirs else None
 
 
 def vocabularies(*tokenizers):
@@ -117,7 +128,8 @@ def accepts(model, *names):
 def load_policy(path, flag, args):
     """A causal language model (folder or Hub name) in fp32. Adapters are merged into the model that they belong to."""
     if base := base_of(path, flag):
-        return set_up(load_merged(load_policy(base, f"{flag} {path}: base model", args), path, flag), args)
+        merged = load_merged(load_policy(base, f"{flag} {path}: base model", args), path, flag)
+        return set_up(merged, path, flag, args)
     model, info = load(AutoModelForCausalLM, path, flag, args)
     wrong = {f"lacks {name}" for name in info["missing_keys"]}
     wrong |= {f"has {name}" for name in info["unexpected_keys"] if name.startswith("score.")}
@@ -130,7 +142,7 @@ def load_policy(path, flag, args):
         if "jitter" in name and value:  # A router with jitter would put noise into the log-probs.
             kind = model.config.model_type
             cli.fail(f"{flag} {path}: a {kind} draws random numbers in training mode ({name} {value})")
-    return set_up(model, args)
+    return set_up(model, path, flag, args)
 
 
 def load_reward_model(path, args, flag="--reward_model_path", allow_untrained=False):
@@ -142,8 +154,8 @@ def load_reward_model(path, args, flag="--reward_model_path", allow_untrained=Fa
     allow_untrained = allow_untrained or args.allow_untrained_reward_model
     if base := base_of(path, flag):
         model = load_reward_model(base, args, f"{flag} {path}: base model", True)
-        if any(name.endswith(".score.weight") for name in saved_shapes(adapter_file(path, flag))):
-            return set_up(load_merged(model, path, flag), args)
+        if any(name.endswith(".score.weight") for name in adapter_file(path, flag)[1]):
+            return set_up(load_merged(model, path, flag), path, flag, args)
         if not allow_untrained:
             cli.fail(f"{flag} {path}: not a trained reward model (these adapters come without the weights of `score`)")
         policy = load_policy(path, flag, args)
@@ -160,7 +172,7 @@ def load_reward_model(path, args, flag="--reward_model_path", allow_untrained=Fa
     if missing and not allow_untrained:
         hint = "train_reward.py trains one, --allow_untrained_reward_model lets a dummy run continue"
         cli.fail(f"{flag} {path}: not a trained reward model with one label ({missing}); {hint}")
-    return set_up(model, args)
+    return set_up(model, path, flag, args)
 
 
 def load(kind, path, flag, args, **options):
@@ -172,16 +184,37 @@ def load(kind, path, flag, args, **options):
     if misfits:
         name, found, expected = misfits[0]
         cli.fail(f"{flag} {path}: {name} has the shape {list(found)}, and config.json asks for {list(expected)}")
+    if model.base_model is model:
+        cli.fail(f"{flag} {path}: a {model.config.model_type} has no trunk without its head (its base_model is itself)")
     return model, info
 
 
-def set_up(model, args):
-    """Lets a loaded or new model use oneDNN, and gradient checkpointing where args ask for it. Returns the model."""
+def set_up(model, path, flag, args):
+    """`prepare` for a loaded model, which must have an embedding for each token of its tokenizer.
+
+    Only the padding token may lack one, since nothing reads padding.
+    """
+    if tokenizer := find_tokenizer(path, flag, args):
+        size, (tokens,) = model.get_input_embeddings().num_embeddings, vocabularies(tokenizer)
+        if max(tokens.values()) >= size:
+            what = f"its tokenizer has {max(tokens.values()) + 1} tokens, and the model {size} embeddings"
+            cli.fail(f"{flag} {path}: {what}; model.resize_token_embeddings adds the others")
+        model.num_tokens = min(size, max(tokenizer.get_vocab().values()) + 1)
+    return prepare(model, args)
+
+
+def prepare(model, args):
+    """Lets a model use oneDNN, and gradient checkpointing where args ask for it. Returns the model."""
     if getattr(args, "gradient_checkpointing", False):
         # The second name is that of older versions of transformers, and deprecated in newer ones.
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
         enable({"use_reentrant": False})
     return engines.use_onednn(model)
+
+
+def num_tokens(model):
+    """How many of a model's logits stand for a token of its tokenizer. Some models have a few more, as filler."""
+    return getattr(model, "num_tokens", model.config.get_text_config().vocab_size)
 
 
 def context(*modules):
@@ -210,20 +243,21 @@ def checksum(module):
 class Head:
     """From last hidden states to logits: the output embedding, and what a model does with it afterwards.
 
-    It looks the embedding up in the model at each call, so that it is no second owner of its weights.
+    It looks the embedding up in the model at each call, so that it is no second owner of its weights. Logits that stand
+    for no token are cut off, so that none of them is sampled or takes part in a softmax.
     """
 
     def __init__(self, model):
         config = model.config.get_text_config()
         # The model stands in a list, so that no module sees it as its child.
-        self.model, self.vocab_size = [model], config.vocab_size
+        self.model, self.vocab_size = [model], num_tokens(model)
         # Cohere multiplies by `logit_scale`, Granite divides by `logits_scaling`, and Gemma 2 caps.
         self.scale = (getattr(config, "logit_scale", None) or 1) / (getattr(config, "logits_scaling", None) or 1)
         self.cap = getattr(config, "final_logit_softcapping", None)
 
     def __call__(self, hidden):
         """Args: hidden [.., H]. Returns: logits [.., V]."""
-        logits = self.model[0].get_output_embeddings()(hidden)
+        logits = self.model[0].get_output_embeddings()(hidden)[..., : self.vocab_size]
         logits = logits * self.scale if self.scale != 1 else logits
         return self.cap * (logits / self.cap).tanh() if self.cap else logits
 
@@ -234,7 +268,7 @@ def head_of(model):
     head, training = Head(model), model.training
     tokens = torch.arange(min(8, head.vocab_size), device=model.device).unsqueeze(0)
     states = model.eval().base_model(input_ids=tokens, use_cache=False).last_hidden_state
-    ours, theirs = head(states), model(input_ids=tokens, use_cache=False).logits
+    ours, theirs = head(states), model(input_ids=tokens, use_cache=False).logits[..., : head.vocab_size]
     model.train(training)
     if ours.shape != theirs.shape or not torch.allclose(ours, theirs, rtol=1e-4, atol=1e-4, equal_nan=True):
         cli.fail(f"a {model.config.model_type} changes its logits after the output embedding in a way not known here")
@@ -269,7 +303,7 @@ def make_small(args, rows):
         pad_token_id=tokenizer.pad_token_id,
         attn_implementation=args.attn_implementation,
     )
-    return tokenizer, set_up(GPTNeoXForCausalLM(config), args)
+    return tokenizer, prepare(GPTNeoXForCausalLM(config), args)
 
 
 # ---- LoRA (arXiv 2106.09685) by the library peft, whose layers take the place of a model's linear layers -------------
@@ -371,18 +405,14 @@ def base_of(path, flag):
     return "@".join(filter(None, (config["base_model_name_or_path"], config.get("revision"))))
 
 
-def saved_shapes(file):
-    """{name: shape} of the weights in a safetensors file."""
-    with safe_open(file, "pt") as saved:
-        names = saved.keys()
-        return {name: saved.get_slice(name).get_shape() for name in names}
-
-
 def adapter_file(path, flag):
-    """The file with the weights of adapters (a folder or Hub name). The older adapter_model.bin is a pickle."""
+    """(file, {name: shape}) of the weights of adapters. The older adapter_model.bin is a pickle, and is not read."""
     name, revision = errors.split(path)
     with cli.reading(flag, path):
-        return cached_file(name, "adapter_model.safetensors", revision=revision)
+        file = cached_file(name, "adapter_model.safetensors", revision=revision)
+        with safe_open(file, "pt") as saved:
+            names = saved.keys()
+            return file, {name: saved.get_slice(name).get_shape() for name in names}
 
 
 def load_merged(model, path, flag):
@@ -390,11 +420,11 @@ def load_merged(model, path, flag):
     cli.need("peft", "peft", f"{flag} {path}, which holds adapters")
     from peft import PeftModel
 
-    file, embedding = adapter_file(path, flag), model.get_input_embeddings()
+    (file, shapes), embedding = adapter_file(path, flag), model.get_input_embeddings()
     kinds = "", ".base_layer", ".token_adapter.base_layer"
     names = tuple(f".{name}{kind}.weight" for name, m in model.named_modules() if m is embedding for kind in kinds)
+    rows = [shape[0] for name, shape in shapes.items() if name.endswith(names)]
     with cli.reading(flag, path):
-        rows = [shape[0] for name, shape in saved_shapes(file).items() if name.endswith(names)]
         if rows and rows[0] != embedding.num_embeddings:  # The adapters were trained with tokens that the base lacks.
             model.resize_token_embeddings(rows[0], mean_resizing=False)
         return PeftModel.from_pretrained(model, Path(file).parent).merge_and_unload().requires_grad_(True)

@@ -60,6 +60,8 @@ def sample(engine, precision, stop, policy, batch, n, response_length, stop_id, 
         engine.push(own.model, DTYPES[precision])
         # The sampled distribution is the trained one: no top-k, no top-p, no penalties, no generation_config.
         settings = {"temperature": own.temperature, "max_tokens": response_length, "logprobs": 0, "detokenize": False}
+        if surplus := range(models.num_tokens(own.model), own.model.config.get_text_config().vocab_size):
+            settings["logit_bias"] = dict.fromkeys(surplus, -100.0)  # These stand for no token: e^-100 is none.
         settings |= {"ignore_eos": True, "stop_token_ids": [] if stop_id is None else [stop_id]}
         answers = engine.generate(prompts, [settings | {"seed": key % 2**32} for key in keys.tolist()])
     except (OSError, RuntimeError) as e:

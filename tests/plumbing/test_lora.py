@@ -66,7 +66,6 @@ def base(request, in_tmp):
     """The name of a saved model's folder."""
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(CONFIGS[request.param]).save_pretrained("base")
-    toy.tokenizer().save_pretrained("base")
     return "base"
 
 
