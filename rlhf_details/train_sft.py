@@ -103,7 +103,7 @@ class LanguageModel(nn.Module):
 
     def __init__(self, model, temperature):
         super().__init__()
-        self.model, self.temperature = model, temperature
+        self.model, self.temperature, self.num_tokens = model, temperature, models.num_tokens(model)
         (self.takes_positions,) = models.accepts(model, "position_ids")
 
     def forward(self, tokens, mask, positions, index=None, is_target=None, cache=None):
@@ -115,7 +115,7 @@ class LanguageModel(nn.Module):
         """
         inputs = {"input_ids": tokens, "attention_mask": mask, "past_key_values": cache, "use_cache": cache is not None}
         inputs |= {"position_ids": positions} if self.takes_positions else {}
-        logits = self.model(**inputs).logits  # [M, L, V]
+        logits = self.model(**inputs).logits[..., : self.num_tokens]  # [M, L, V], without those that are no token's
         if is_target is None:
             return logits[:, index].float() / self.temperature
         # The logits in the column before a token predict it, EOS among them. [SFT-2]

@@ -300,10 +300,15 @@ def full_weights(accelerator, module):
 # ---- a whole copy of a policy, to sample from or to save -------------------------------------------------------------
 def template(module):
     """A copy of a policy without its weights, for `fill`, and without its critic, which does not sample."""
-    empty = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=False) for p in module.parameters()}
-    made = copy.deepcopy(module, empty)  # It takes what `empty` holds in place of a copy.
+    made = without_weights(module)
     made.critic = None
     return made.eval()
+
+
+def without_weights(module):
+    """A copy of a module whose parameters have shapes and no numbers."""
+    empty = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=False) for p in module.parameters()}
+    return copy.deepcopy(module, empty)  # It takes what `empty` holds in place of a copy.
 
 
 def fill(template, weights):

@@ -176,15 +176,16 @@ def check_vocabularies(args, tokenizer, readers):
     Returns: the tokenizer of a reward model of another vocabulary, which is given text as in training, or None.
     """
     own_tokenizer = None
-    # Numbers of embeddings, because a model may have more of them than its tokenizer has tokens.
+    # A model may have more embeddings than its tokenizer has tokens, and these it never writes.
     sizes = [(flag, path, model.config.get_text_config().vocab_size) for flag, path, model in readers]
+    written = [(flag, models.num_tokens(model)) for flag, _, model in readers]
     writers = {"ref_model_path": ["policy_path"], "reward_model_path": ["policy_path", "opponent_path"]}
     for flag, path, size in sizes:
         both = tokenizer, models.find_tokenizer(path, f"--{flag}", args) or tokenizer
         ours, theirs = models.vocabularies(*both)
         if flag == "reward_model_path" and ours != theirs:
             own_tokenizer = both[1]
-        elif ours != theirs or any(other > size for writer, _, other in sizes if writer in writers.get(flag, [])):
+        elif ours != theirs or any(n > size for writer, n in written if writer in writers.get(flag, [])):
             first = f"--policy_path {sizes[0][1]} ({sizes[0][2]} embeddings, {len(ours)} tokens)"
             cli.fail(f"vocabulary mismatch: {first} and --{flag} {path} ({size} embeddings, {len(theirs)} tokens)")
     return own_tokenizer

@@ -69,8 +69,8 @@ def why_no_block_mask(model, name):
 
 def made_up_batch(model, query_length, response_length, n):
     """Queries, query_mask, responses, response_mask [2 * n, ..]: two prompts with n responses each."""
-    vocabulary = model.config.get_text_config().vocab_size
-    ids = torch.arange(2 * (query_length + n * response_length), device=model.device).mul(7919).remainder(vocabulary)
+    ids = torch.arange(2 * (query_length + n * response_length), device=model.device)
+    ids = ids.mul(7919).remainder(models.num_tokens(model))
     queries = ids[: 2 * query_length].reshape(2, -1).repeat_interleave(n, 0)  # [2 * n, Q]
     responses = ids[2 * query_length :].reshape(2 * n, -1)  # [2 * n, R]
     query_mask = torch.ones_like(queries, dtype=torch.bool)

@@ -5,10 +5,12 @@ import inspect
 import json
 import math
 import os
+import re
 import zlib
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from tokenizers import ByteLevelBPETokenizer
 from transformers import (
     AutoConfig,
@@ -70,16 +72,27 @@ def own_tokenizer(args, tokenizer):
     is given text, for which it needs a tokenizer. Args: tokenizer, the policy's.
     """
     paths = {"--sft_model_path": args.sft_model_path, "--reward_model_path": args.reward_model_path}
-    configs = [read(AutoConfig, base_of(path, flag) or path, flag, args) for flag, path in paths.items()]
-    sizes = [config.get_text_config().vocab_size for config in configs]
     own = find_tokenizer(args.reward_model_path, "--reward_model_path", args) or tokenizer
     ours, theirs = vocabularies(tokenizer, own)
     if ours != theirs:
         return own
-    if sizes[0] > sizes[1]:
-        named = [f"{flag} {path} ({size} embeddings)" for (flag, path), size in zip(paths.items(), sizes, strict=True)]
-        cli.fail(f"vocabulary mismatch: {' and '.join(named)}, and the latter has no tokenizer of another vocabulary")
+    configs = [read(AutoConfig, base_of(path, flag) or path, flag, args) for flag, path in paths.items()]
+    sizes = [config.get_text_config().vocab_size for config in configs]
+    written = min(sizes[0], max(tokenizer.get_vocab().values()) + 1)  # Other logits of the policy are cut off.
+    if written > sizes[1] and not base_of(args.reward_model_path, "--reward_model_path"):  # Adapters may have more.
+        policy, reward_model = (f"{flag} {path}" for flag, path in paths.items())
+        named = f"{policy} ({written} tokens) and {reward_model} ({sizes[1]} embeddings)"
+        cli.fail(f"vocabulary mismatch: {named}, and the latter has no tokenizer of another vocabulary")
     return None
+
+
+def own_template(args, tokenizer):
+    """The reward model's own tokenizer where its chat template is not that of tokenizer, the policy's; else None."""
+    own = find_tokenizer(args.reward_model_path, "--reward_model_path", args)
+    if own is None or not own.chat_template:
+        return None  # It reads what the policy's template writes.
+    ours, theirs = (str(t.chat_template).strip() for t in (tokenizer, own))
+    return own if ours != theirs else None
 
 
 def vocabularies(*tokenizers):
@@ -132,7 +145,8 @@ def accepts(model, *names):
 def load_policy(path, flag, args):
     """A causal language model (folder or Hub name) in fp32. Adapters are merged into the model that they belong to."""
     if base := base_of(path, flag):
-        return set_up(load_merged(load_policy(base, f"{flag} {path}: base model", args), path, flag), args)
+        merged = load_merged(load_policy(base, f"{flag} {path}: base model", args), path, flag)
+        return set_up(merged, path, flag, args)
     model, info = load(AutoModelForCausalLM, path, flag, args)
     wrong = {f"lacks {name}" for name in info["missing_keys"]}
     wrong |= {f"has {name}" for name in info["unexpected_keys"] if name.startswith("score.")}
@@ -145,19 +159,25 @@ def load_policy(path, flag, args):
         if "jitter" in name and value:  # A router with jitter would put noise into the log-probs.
             kind = model.config.model_type
             cli.fail(f"{flag} {path}: a {kind} draws random numbers in training mode ({name} {value})")
-    return set_up(model, args)
+    return set_up(model, path, flag, args)
 
 
 def load_reward_model(path, args, flag="--reward_model_path", allow_untrained=False):
     """A sequence-classification model with one label, in fp32. A head that would be made up here is refused.
 
     allow_untrained, or the flag of that name, accepts any model and draws its head at random, for dummy runs and for
-    training to start from. Of adapters it takes the trunk of the merged model.
+    training to start from. Of adapters without a head it takes the trunk of the merged model.
     """
     allow_untrained = allow_untrained or args.allow_untrained_reward_model
-    if allow_untrained and (base := base_of(path, flag)):
+    if base := base_of(path, flag):
         model = load_reward_model(base, args, f"{flag} {path}: base model", True)
-        model.base_model.load_state_dict(load_policy(path, flag, args).base_model.state_dict())
+        if any(name.endswith(".score.weight") for name in adapter_file(path, flag)[1]):
+            return set_up(load_merged(model, path, flag), path, flag, args)
+        if not allow_untrained:
+            cli.fail(f"{flag} {path}: not a trained reward model (these adapters come without the weights of `score`)")
+        policy = load_policy(path, flag, args)
+        model.resize_token_embeddings(policy.get_input_embeddings().num_embeddings, mean_resizing=False)
+        model.base_model.load_state_dict(policy.base_model.state_dict())
         return model
     # Some configurations do not say that there is one label, and the library would take them to mean two.
     model, info = load(AutoModelForSequenceClassification, path, flag, args, num_labels=1)
@@ -169,7 +189,7 @@ def load_reward_model(path, args, flag="--reward_model_path", allow_untrained=Fa
     if missing and not allow_untrained:
         hint = "train_reward.py trains one, --allow_untrained_reward_model lets a dummy run continue"
         cli.fail(f"{flag} {path}: not a trained reward model with one label ({missing}); {hint}")
-    return set_up(model, args)
+    return set_up(model, path, flag, args)
 
 
 def load(kind, path, flag, args, **options):
@@ -181,16 +201,37 @@ def load(kind, path, flag, args, **options):
     if misfits:
         name, found, expected = misfits[0]
         cli.fail(f"{flag} {path}: {name} has the shape {list(found)}, and config.json asks for {list(expected)}")
+    if model.base_model is model:
+        cli.fail(f"{flag} {path}: a {model.config.model_type} has no trunk without its head (its base_model is itself)")
     return model, info
 
 
-def set_up(model, args):
-    """Lets a loaded or new model use oneDNN, and gradient checkpointing where args ask for it. Returns the model."""
+def set_up(model, path, flag, args):
+    """`prepare` for a loaded model, which must have an embedding for each token of its tokenizer.
+
+    Only the padding token may lack one, since nothing reads padding.
+    """
+    if tokenizer := find_tokenizer(path, flag, args):
+        size, (tokens,) = model.get_input_embeddings().num_embeddings, vocabularies(tokenizer)
+        if max(tokens.values()) >= size:
+            what = f"its tokenizer has {max(tokens.values()) + 1} tokens, and the model {size} embeddings"
+            cli.fail(f"{flag} {path}: {what}; model.resize_token_embeddings adds the others")
+        model.num_tokens = min(size, max(tokenizer.get_vocab().values()) + 1)
+    return prepare(model, args)
+
+
+def prepare(model, args):
+    """Lets a model use oneDNN, and gradient checkpointing where args ask for it. Returns the model."""
     if getattr(args, "gradient_checkpointing", False):
         # The second name is that of older versions of transformers, and deprecated in newer ones.
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
         enable({"use_reentrant": False})
     return engines.use_onednn(model)
+
+
+def num_tokens(model):
+    """How many of a model's logits stand for a token of its tokenizer. Some models have a few more, as filler."""
+    return getattr(model, "num_tokens", model.config.get_text_config().vocab_size)
 
 
 def context(*modules):
@@ -219,20 +260,21 @@ def checksum(module):
 class Head:
     """From last hidden states to logits: the output embedding, and what a model does with it afterwards.
 
-    It looks the embedding up in the model at each call, so that it is no second owner of its weights.
+    It looks the embedding up in the model at each call, so that it is no second owner of its weights. Logits that stand
+    for no token are cut off, so that none of them is sampled or takes part in a softmax.
     """
 
     def __init__(self, model):
         config = model.config.get_text_config()
         # The model stands in a list, so that no module sees it as its child.
-        self.model, self.vocab_size = [model], config.vocab_size
+        self.model, self.vocab_size = [model], num_tokens(model)
         # Cohere multiplies by `logit_scale`, Granite divides by `logits_scaling`, and Gemma 2 caps.
         self.scale = (getattr(config, "logit_scale", None) or 1) / (getattr(config, "logits_scaling", None) or 1)
         self.cap = getattr(config, "final_logit_softcapping", None)
 
     def __call__(self, hidden):
         """Args: hidden [.., H]. Returns: logits [.., V]."""
-        logits = self.model[0].get_output_embeddings()(hidden)
+        logits = self.model[0].get_output_embeddings()(hidden)[..., : self.vocab_size]
         logits = logits * self.scale if self.scale != 1 else logits
         return self.cap * (logits / self.cap).tanh() if self.cap else logits
 
@@ -243,7 +285,7 @@ def head_of(model):
     head, training = Head(model), model.training
     tokens = torch.arange(min(8, head.vocab_size), device=model.device).unsqueeze(0)
     states = model.eval().base_model(input_ids=tokens, use_cache=False).last_hidden_state
-    ours, theirs = head(states), model(input_ids=tokens, use_cache=False).logits
+    ours, theirs = head(states), model(input_ids=tokens, use_cache=False).logits[..., : head.vocab_size]
     model.train(training)
     if ours.shape != theirs.shape or not torch.allclose(ours, theirs, rtol=1e-4, atol=1e-4, equal_nan=True):
         cli.fail(f"a {model.config.model_type} changes its logits after the output embedding in a way not known here")
@@ -278,7 +320,7 @@ def make_small(args, rows):
         pad_token_id=tokenizer.pad_token_id,
         attn_implementation=args.attn_implementation,
     )
-    return tokenizer, set_up(GPTNeoXForCausalLM(config), args)
+    return tokenizer, prepare(GPTNeoXForCausalLM(config), args)
 
 
 # ---- LoRA (arXiv 2106.09685) by the library peft, whose layers take the place of a model's linear layers -------------
@@ -287,29 +329,58 @@ def add_adapters(model, rank):
 
     A is random and B is 0, so the model starts as it was. A new head (`score`) is trained as a whole. Returns it.
     """
-    from peft import LoraConfig, inject_adapter_in_model
+    from peft import LoraConfig, LoraModel
 
     kind = "SEQ_CLS" if hasattr(model, "score") else "CAUSAL_LM"
     transposed = any(isinstance(m, Conv1D) for m in model.modules())  # GPT-2 stores its weights as [in, out].
     sizes = {"r": rank, "lora_alpha": 2 * rank, "lora_dropout": 0.0, "fan_in_fan_out": transposed}
     config = LoraConfig(target_modules="all-linear", task_type=kind, **sizes)
-    model.requires_grad_(False)
-    inject_adapter_in_model(config, model)
+    shapes = {name: x.shape for name, x in model.state_dict().items()}
+    try:
+        # peft merges the adapters at the end. The list keeps them from being the model's child.
+        model.lora = [LoraModel(model, config, "default")]
+        # A run must not end with a model that cannot be saved, so this is tried on a copy that has no weights.
+        merged = merge_adapters(engines.without_weights(model)).state_dict()
+        if {name: x.shape for name, x in merged.items()} != shapes:
+            raise ValueError("the merged model has other weights than the model")
+    except Exception as e:  # peft has many ways to refuse a model.
+        cli.fail(f"--lora_rank {rank}: peft cannot adapt a {model.config.model_type} ({type(e).__name__}: {e})")
+    tell_of_adapters(model, rank)
     if hasattr(model, "score"):
         model.score.requires_grad_(True)
     return model
 
 
+def tell_of_adapters(model, rank):
+    """Says which weights have adapters, and which have none where these are many. Embeddings and heads do not count."""
+    adapted, head = adapter_layers(model), (model.get_output_embeddings(), getattr(model, "score", None))
+    others = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding) or m in head}
+    sizes, kinds = {True: [], False: []}, {True: {}, False: {}}  # by whether a matrix has adapters
+    for name, p in model.named_parameters():
+        if p.dim() > 1 and ".lora_" not in name and id(p) not in others:
+            name = name.replace(".base_layer", "")
+            sizes[name in adapted].append(p.numel())
+            # "model.layers.0.mlp.down_proj.weight" is one of the kind "mlp.down_proj".
+            kinds[name in adapted][re.split(r"\.\d+\.", name.removesuffix(".weight"))[-1]] = None
+    count, total = len(sizes[True]), len(sizes[True] + sizes[False])
+    cli.say(f"LoRA: adapters of rank {rank} on {count} of {total} weight matrices: {', '.join(kinds[True])}")
+    share = sum(sizes[False]) / sum(sizes[True] + sizes[False])
+    if share > 0.05:
+        cli.say(f"warning: LoRA: peft gives no adapters to {share:.0%} of the weights: {', '.join(kinds[False])}")
+
+
 def adapter_layers(module):
-    """A list of (name, layer) of the layers that have adapters."""
+    """{name of a weight, as the module has it without adapters: the layer that adapts it}."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    return [(name, layer) for name, layer in module.named_modules() if isinstance(layer, BaseTunerLayer)]
+    layers = [(name, m) for name, m in module.named_modules() if isinstance(m, BaseTunerLayer)]
+    # A layer that adapts a parameter, as those of experts, stands around the layer of another one.
+    return {f"{name.replace('.base_layer', '')}.{getattr(m, 'parameter_name', 'weight')}": m for name, m in layers}
 
 
 def without_adapters(module):
     """Makes a module, which shares a model with adapters, compute as if there were none. Returns the module."""
-    found = [layer for _, layer in adapter_layers(module)]
+    found = adapter_layers(module).values()
 
     def switch(on):
         for layer in found:  # enable_adapters would also set requires_grad, which FSDP2 reads but once.
@@ -322,12 +393,7 @@ def without_adapters(module):
 
 def merge_adapters(model):
     """Adds the adapters to the weights and removes them, in place. Returns the model, an ordinary one again."""
-    for name, layer in adapter_layers(model):
-        layer.merge()
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, layer.get_base_layer())
-    del model.peft_config
-    return model
+    return model.__dict__.pop("lora")[0].merge_and_unload()
 
 
 def save_adapter(model, folder, base_model):
@@ -356,13 +422,26 @@ def base_of(path, flag):
     return "@".join(filter(None, (config["base_model_name_or_path"], config.get("revision"))))
 
 
+def adapter_file(path, flag):
+    """(file, {name: shape}) of the weights of adapters. The older adapter_model.bin is a pickle, and is not read."""
+    name, revision = errors.split(path)
+    with cli.reading(flag, path):
+        file = cached_file(name, "adapter_model.safetensors", revision=revision)
+        with safe_open(file, "pt") as saved:
+            names = saved.keys()
+            return file, {name: saved.get_slice(name).get_shape() for name in names}
+
+
 def load_merged(model, path, flag):
     """A base model with the adapters of a path merged into its weights, all of them trained."""
     cli.need("peft", "peft", f"{flag} {path}, which holds adapters")
     from peft import PeftModel
 
-    name, revision = errors.split(path)
+    (file, shapes), embedding = adapter_file(path, flag), model.get_input_embeddings()
+    kinds = "", ".base_layer", ".token_adapter.base_layer"
+    names = tuple(f".{name}{kind}.weight" for name, m in model.named_modules() if m is embedding for kind in kinds)
+    rows = [shape[0] for name, shape in shapes.items() if name.endswith(names)]
     with cli.reading(flag, path):
-        # The older adapter_model.bin is a pickle.
-        file = cached_file(name, "adapter_model.safetensors", revision=revision)
+        if rows and rows[0] != embedding.num_embeddings:  # The adapters were trained with tokens that the base lacks.
+            model.resize_token_embeddings(rows[0], mean_resizing=False)
         return PeftModel.from_pretrained(model, Path(file).parent).merge_and_unload().requires_grad_(True)

@@ -108,6 +108,11 @@ class Scorer:
 
     def check_columns(self, prompts, held_out=()):
         """Ends with one line where a data set lacks a column that a function needs, or messages cannot be scored."""
+        are_messages = any(is_messages(row.columns["prompt"]) for row in (*prompts, *held_out))
+        if self.reward_model and not self.reward_model.tokenizer and are_messages:
+            self.reward_model.tokenizer = models.own_template(self.args, self.tokenizer)
+            if self.reward_model.tokenizer:
+                cli.say("the reward model has a chat template of its own, so it reads decoded text")
         for rows in filter(None, (prompts, held_out)):
             found = {column for row in rows for column in row.columns} - {"prompt", "prompts", "completions"}
             self.columns |= found

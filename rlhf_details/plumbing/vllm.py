@@ -60,6 +60,8 @@ def sample(engine, precision, stop, policy, batch, n, response_length, stop_ids,
         engine.push(own.model, DTYPES[precision])
         # The sampled distribution is the trained one: no top-k, no top-p, no penalties, no generation_config.
         settings = {"temperature": own.temperature, "max_tokens": response_length, "logprobs": 0, "detokenize": False}
+        if surplus := range(models.num_tokens(own.model), own.model.config.get_text_config().vocab_size):
+            settings["logit_bias"] = dict.fromkeys(surplus, -100.0)  # These stand for no token: e^-100 is none.
         settings |= {"ignore_eos": True, "stop_token_ids": stop_ids.tolist()}
         answers = engine.generate(prompts, [settings | {"seed": key % 2**32} for key in keys.tolist()])
     except (OSError, RuntimeError) as e:
@@ -91,13 +93,11 @@ def mean_gap(policy, queries, query_mask, responses, mask, logprobs):
 
 def weights_of(model):
     """Yields (name, weight) as vLLM loads them: adapters merged, and a tied head under its own name as well."""
-    layers = dict(models.adapter_layers(model)) if hasattr(model, "peft_config") else {}
+    layers = models.adapter_layers(model) if hasattr(model, "peft_config") else {}
     for name, weight in model.state_dict().items():
-        layer, inner, kind = name.partition(".base_layer.")
-        if inner:
-            yield f"{layer}.{kind}", weight + layers[layer].get_delta_weight("default") if kind == "weight" else weight
-        elif ".lora_" not in name:
-            yield name, weight
+        if ".lora_" not in name:
+            name = name.replace(".base_layer", "")
+            yield name, weight + layers[name].get_delta_weight("default") if name in layers else weight
 
 
 # ---- an engine beside this process -----------------------------------------------------------------------------------

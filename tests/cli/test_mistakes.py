@@ -172,6 +172,11 @@ def test_a_reward_model_that_is_none(refused, tiny, script):
     refused(script, f"--reward_model_path {folder}: not a trained reward model", reward_model_path=folder)
     config = tiny_config(num_labels=1, vocab_size=50)
     GPTNeoXForSequenceClassification(config).save_pretrained("small"), toy.tokenizer().save_pretrained("small")
+    refused(
+        script, "--reward_model_path small: its tokenizer has", "the model 50 embeddings", reward_model_path="small"
+    )
+    for file in Path("small").glob("tokenizer*"):
+        file.unlink()
     refused(script, "vocabulary mismatch", "--reward_model_path small (50 embeddings)", reward_model_path="small")
 
 

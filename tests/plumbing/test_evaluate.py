@@ -451,6 +451,15 @@ def test_models_of_another_vocabulary_are_one_line(refused, tiny, flag):
     refused("vocabulary mismatch", "--policy_path", f"--{flag} ", **{flag: "bad"})
 
 
+def test_embeddings_that_stand_for_no_token_are_no_other_vocabulary(tiny, rows):
+    """A policy with more of them than its reference and the reward model, which share its tokenizer."""
+    model, tokenizer = transformers.AutoModelForCausalLM.from_pretrained(tiny / "policy"), toy.tokenizer()
+    model.resize_token_embeddings(len(tokenizer) + 10)
+    model.save_pretrained("wide"), tokenizer.save_pretrained("wide")
+    metrics, _ = evaluate_tiny(tiny, policy_path=("wide",), ref_model_path=str(tiny / "policy"))
+    assert metrics["policy"]["kl"]["value"] == pytest.approx(0, abs=1e-4)
+
+
 def test_a_model_folder_is_not_written_into(refused):
     Path("model").mkdir()
     Path("model/config.json").write_text("{}")

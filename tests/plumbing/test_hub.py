@@ -194,6 +194,8 @@ def test_adapters_and_the_merged_model_are_pushed_together(tiny, in_tmp, server,
     adapters = {f"adapter/adapter_{name}" for name in ("model.safetensors", "config.json")}
     assert {"model.safetensors"} | adapters <= server.files["team/it"].keys()
     put_into_cache("someone/adapters", "out/adapter", "v1")
+    absent = Path(constants.HF_HUB_CACHE, "models--someone--adapters", ".no_exist", "v1")
+    absent.mkdir(parents=True), (absent / "config.json").touch()  # as a download leaves it
     args = train_rloo.Args()
     here, there = (models.load_policy(path, "--sft_model_path", args) for path in ("out", "someone/adapters@v1"))
     assert here.state_dict().keys() == there.state_dict().keys() and all(p.requires_grad for p in there.parameters())

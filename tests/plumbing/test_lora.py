@@ -20,7 +20,15 @@ from helpers import (
 )
 from safetensors.torch import load_file
 from short_runs import write_rows
-from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXForCausalLM, LlamaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    GPT2Config,
+    GPTNeoXForCausalLM,
+    GptOssConfig,
+    LlamaConfig,
+    Qwen3MoeConfig,
+)
 
 from rlhf_details import toy, train_reward, train_rloo, train_sft, utils
 from rlhf_details.plumbing import cli, engines, models
@@ -29,10 +37,15 @@ peft = pytest.importorskip("peft")
 BOTH = pytest.mark.parametrize("page", ["train_rloo", "train_ppo"])
 FLAGS = train_rloo.Args()
 SMALL = dict(vocab_size=64, bos_token_id=1, eos_token_id=2, initializer_range=0.2)
+SIZES = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
 CONFIGS = {
     "gpt_neox": tiny_config(initializer_range=0.2),
     "gpt2": GPT2Config(n_embd=32, n_layer=2, n_head=2, **SMALL),
-    "llama": LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, **SMALL),
+    "llama": LlamaConfig(**SIZES, **SMALL),
+    # peft adapts the experts of the first kind, which are parameters and no layers, and leaves those of the second.
+    "qwen3_moe": Qwen3MoeConfig(**SIZES, **SMALL, **EXPERTS, num_key_value_heads=2, head_dim=16),
+    "gpt_oss": GptOssConfig(**SIZES, **SMALL, num_key_value_heads=2, head_dim=16, num_local_experts=4),
 }
 TOKENS = torch.arange(24).reshape(2, 12)
 
@@ -53,7 +66,6 @@ def base(request, in_tmp):
     """The name of a saved model's folder."""
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(CONFIGS[request.param]).save_pretrained("base")
-    toy.tokenizer().save_pretrained("base")
     return "base"
 
 
@@ -92,6 +104,73 @@ def test_saved_reloaded_and_merged_logits_are_equal(base):
         assert (logits_of(again) - expected).abs().max() < 1e-5
     assert model.state_dict().keys() == load(base).state_dict().keys()
     assert all(p.requires_grad for p in load("adapter").parameters())
+
+
+@pytest.mark.parametrize(
+    "kind, count, names, without",
+    [
+        ("gpt2", "8 of 8", "attn.c_attn, attn.c_proj, mlp.c_fc, mlp.c_proj", None),
+        ("qwen3_moe", "14 of 14", "mlp.experts.gate_up_proj, mlp.experts.down_proj", None),
+        ("gpt_oss", "8 of 18", "self_attn.o_proj", "mlp.router, mlp.experts.gate_up_proj"),
+    ],
+)
+def test_a_line_says_which_weights_have_adapters_and_where_many_have_none(capsys, kind, count, names, without):
+    models.add_adapters(AutoModelForCausalLM.from_config(CONFIGS[kind]), 2)
+    printed = capsys.readouterr().out
+    assert f"LoRA: adapters of rank 2 on {count} weight matrices: " in printed and names in printed.splitlines()[0]
+    assert ("no adapters" in printed) == bool(without) and (without or "") in printed.splitlines()[-1]
+
+
+def test_what_cannot_be_merged_is_refused_before_anything_is_trained(monkeypatch, fails):
+    def refuse(self):
+        raise RecursionError("too deep")
+
+    monkeypatch.setattr(peft.LoraModel, "merge_and_unload", refuse)
+    line = fails(models.add_adapters, AutoModelForCausalLM.from_config(CONFIGS["llama"]), 4)
+    assert line == "error: --lora_rank 4: peft cannot adapt a llama (RecursionError: too deep)\n"
+
+
+# ---- adapters of other libraries -------------------------------------------------------------------------------------
+OTHERS = {
+    "resized": dict(),
+    "embeddings are trained": dict(modules_to_save=["embed_tokens", "lm_head"]),
+    "new tokens are trained": dict(trainable_token_indices=[64, 65]),
+    "embeddings have adapters": dict(target_modules=["embed_tokens", "q_proj", "lm_head"]),
+}
+
+
+def save_others(kind, head, rows=66, **options):
+    """Saves adapters by peft alone, over a base of 64 tokens, for a model of `rows` tokens. Returns that model."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(CONFIGS["llama"]).save_pretrained("base")
+    model = kind.from_pretrained("base", **head)
+    model.resize_token_embeddings(rows, mean_resizing=False)
+    model = peft.get_peft_model(model, peft.LoraConfig(**dict(target_modules="all-linear") | options))
+    for p in model.parameters():
+        if p.requires_grad:
+            torch.nn.init.normal_(p, std=0.1)
+    model.save_pretrained("adapter")
+    return model.eval()
+
+
+@pytest.mark.parametrize("options", OTHERS.values(), ids=OTHERS)
+@torch.no_grad()
+def test_adapters_with_tokens_that_the_base_lacks_are_loaded(in_tmp, options):
+    expected, tokens = save_others(AutoModelForCausalLM, {}, task_type="CAUSAL_LM", **options), TOKENS + 42  # to 65
+    assert (load("adapter").eval()(tokens).logits - expected(tokens).logits).abs().max() < 1e-5
+    trunk = models.load_reward_model("adapter", FLAGS, "--sft_model_path", True).base_model
+    states = load("adapter").eval().base_model(tokens).last_hidden_state
+    assert torch.equal(trunk.eval()(tokens).last_hidden_state, states)
+
+
+@torch.no_grad()
+def test_adapters_of_a_reward_model_are_merged_with_their_head_and_refused_without_one(in_tmp, fails):
+    expected = save_others(AutoModelForSequenceClassification, dict(num_labels=1), task_type="SEQ_CLS")
+    model, tokens = models.load_reward_model("adapter", FLAGS).eval(), TOKENS[1:] + 42
+    assert (model(tokens).logits - expected(tokens).logits).abs().max() < 1e-5
+    assert not models.adapter_layers(model)
+    save_others(AutoModelForCausalLM, {}, task_type="CAUSAL_LM")
+    assert "not a trained reward model" in fails(models.load_reward_model, "adapter", FLAGS)
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------

@@ -20,10 +20,13 @@ from transformers import (
     AutoModelForCausalLM,
     GPTNeoXForCausalLM,
     GPTNeoXForSequenceClassification,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     Mamba2Config,
     Mamba2ForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    PreTrainedTokenizerFast,
 )
 
 from rlhf_details import toy, train_rloo
@@ -106,7 +109,22 @@ def test_a_reward_model_of_another_vocabulary_has_a_tokenizer_of_its_own(in_tmp,
         assert own_tokenizer(policy, folder, tokenizer).get_vocab() == other.get_vocab()
     for other in (tokenizer, None):
         line = fails(own_tokenizer, policy, vocabulary_folder(f"fewer_{other is None}", other, 7), tokenizer)
-        assert "vocabulary mismatch" in line and "8 embeddings" in line and "7 embeddings" in line
+        assert "vocabulary mismatch" in line and "8 tokens" in line and "7 embeddings" in line
+
+
+def test_embeddings_that_stand_for_no_token_are_no_other_vocabulary(in_tmp):
+    """Qwen2.5's policy of 7 B has 128 embeddings more than a reward model of 3 B, of the same tokenizer."""
+    folders = vocabulary_folder("policy", word_tokenizer(), 128), vocabulary_folder("reward", word_tokenizer(), 64)
+    assert own_tokenizer(*folders, word_tokenizer()) is None
+
+
+@pytest.mark.parametrize("template, is_own", [(None, False), (" {{ messages }}\n", False), ("[{{ messages }}]", True)])
+def test_a_reward_model_reads_its_own_chat_template_where_it_is_another_one(in_tmp, template, is_own):
+    ours, theirs = word_tokenizer(), word_tokenizer()
+    ours.chat_template, theirs.chat_template = "{{ messages }}", template
+    theirs.save_pretrained("reward")
+    own = models.own_template(train_rloo.Args(reward_model_path="reward"), ours)
+    assert bool(own) == is_own and (own is None or own.chat_template == template)
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
@@ -143,6 +161,11 @@ def mamba():
     return Mamba2ForCausalLM(Mamba2Config(**SMALL | {"num_heads": 8}, **IDS, state_size=8, head_dim=8, n_groups=2))
 
 
+def own_base():
+    sizes = SMALL | dict(num_key_value_heads=2, num_local_experts=2, intermediate_size=64, intermediate_size_mlp=64)
+    return Llama4ForCausalLM(Llama4TextConfig(**sizes, **IDS, head_dim=8))
+
+
 def experts():
     sizes = dict(num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, intermediate_size=64)
     return MixtralForCausalLM(MixtralConfig(**SMALL, **IDS, **sizes, router_jitter_noise=0.1))
@@ -153,10 +176,11 @@ def experts():
     [
         (mamba, "a mamba2 cannot be sampled: its forward takes no past_key_values"),
         (experts, "a mixtral draws random numbers in training mode"),
+        (own_base, "a llama4_text has no trunk without its head"),
         (lambda: GPTNeoXForSequenceClassification(tiny_config(num_labels=1)), "not a causal language model"),
         (None, "cannot be read"),
     ],
-    ids=["no cache", "jitter", "classifier", "cut short"],
+    ids=["no cache", "jitter", "its own base", "classifier", "cut short"],
 )
 def test_a_policy_that_cannot_be_trained_is_one_line(in_tmp, tiny, fails, make, words):
     if make:
@@ -192,6 +216,32 @@ def test_weights_that_do_not_fit_the_configuration_are_one_line(tiny, in_tmp, fa
         fails(models.load_reward_model, "reward", FLAGS, allow_untrained=True),
     ):
         assert "weight has the shape [254, 32]" in line and "config.json asks for [40, 32]" in line
+
+
+def test_a_tokenizer_with_more_tokens_than_embeddings_is_one_line_unless_the_last_is_padding(tiny, in_tmp, fails):
+    shutil.copytree(tiny / "policy", "policy"), shutil.copytree(tiny / "reward", "reward")
+    tokenizer = toy.tokenizer()
+    size = GPTNeoXForCausalLM.from_pretrained("policy").config.vocab_size
+    for new, is_fine in ((dict(pad_token="[PAD]"), True), (dict(additional_special_tokens=["<|im_end|>"]), False)):
+        tokenizer.add_special_tokens(new)
+        tokenizer.save_pretrained("policy"), tokenizer.save_pretrained("reward")
+        if is_fine:
+            assert models.num_tokens(models.load_policy("policy", "--base_model", FLAGS)) == size
+            continue
+        for line in (fails(models.load_policy, "policy", "--base_model", FLAGS),
+                     fails(models.load_reward_model, "reward", FLAGS)):  # fmt: skip
+            assert f"its tokenizer has {size + 2} tokens, and the model {size} embeddings" in line
+
+
+def test_the_tokens_are_counted_by_their_largest_id(in_tmp):
+    """A vocabulary may have gaps, and then its length is less than that."""
+    GPTNeoXForCausalLM(tiny_config(vocab_size=64)).save_pretrained("policy")
+    tokenizer = word_tokenizer()
+    table = json.loads(tokenizer.backend_tokenizer.to_str())
+    table["model"]["vocab"]["d"] = 40
+    Path("table.json").write_text(json.dumps(table))
+    PreTrainedTokenizerFast(tokenizer_file="table.json", eos_token="</s>").save_pretrained("policy")
+    assert models.num_tokens(models.load_policy("policy", "--base_model", FLAGS)) == 41
 
 
 @pytest.mark.skipif(find_spec("flash_attn") is not None, reason="flash-attn is installed here")

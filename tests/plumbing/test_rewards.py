@@ -10,7 +10,7 @@ from pathlib import Path
 import accelerate
 import pytest
 import torch
-from helpers import LM_HUMAN_PREFERENCES, PAGES, ROOT, assert_same_curves, page_args, rloo_args, run_page
+from helpers import LM_HUMAN_PREFERENCES, PAGES, ROOT, assert_same_curves, page_args, record, rloo_args, run_page
 from short_runs import write_rows
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
@@ -423,3 +423,33 @@ def test_a_conversation_is_scored_with_the_reward_models_own_template(reads_text
     )
     query, answer = tokenization.encode(tokenizer, messages, [{"role": "assistant", "content": "the room"}])
     assert score([messages], ["the room"], [True]) == pytest.approx([alone(query + answer)], abs=1e-5)
+
+
+TEMPLATE = (
+    "{% for m in messages %}START{{ m['content'] }} {% if m['role'] == 'assistant' %}<eos>{% endif %}{% endfor %}"
+)
+
+
+@BOTH
+@pytest.mark.parametrize("prompt", ["we went", [{"role": "user", "content": "we went"}]], ids=["text", "messages"])
+def test_a_chat_template_of_its_own_is_read_for_messages_alone(tiny, in_tmp, monkeypatch, page, prompt):
+    """The vocabulary is the policy's, so PPO's value model still starts from the reward model."""
+    for kind, start in (("policy", ""), ("reward", "on monday ")):
+        shutil.copytree(tiny / kind, kind)
+        tokenizer = toy.tokenizer()
+        tokenizer.chat_template = TEMPLATE.replace("START", start)
+        tokenizer.save_pretrained(kind)
+    seen = record(monkeypatch, rewards.Scorer, "scores_of_text")["scores_of_text"]
+    loaded = record(monkeypatch, PAGES[page], "load_models")["load_models"]
+    rows = write_rows("rows.jsonl", [{"prompt": prompt}] * 16)
+    run_page(page, tiny, dataset=rows, sft_model_path="policy", reward_model_path="reward", total_episodes=16)
+    assert bool(seen) == isinstance(prompt, list)
+    model = models.load_reward_model("reward", rloo_args(tiny)).eval()
+    if seen:
+        (_, _, texts, ended), scores = seen[0]
+        ids = [tokenizer(f"on monday we went on monday {text}").input_ids for text in texts]
+        ids = [x + [tokenizer.eos_token_id] * is_complete for x, is_complete in zip(ids, ended, strict=True)]
+        assert scores == pytest.approx([model(torch.tensor([x])).logits.item() for x in ids], abs=1e-5)
+    if page == "train_ppo":
+        (_, (_, policy, _, _)), size = loaded[0], dict(model.named_parameters())["score.weight"].norm()
+        assert policy.critic.model.score.weight.norm().item() == pytest.approx(size.item(), rel=0.1)  # It is not 0.

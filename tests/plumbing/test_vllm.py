@@ -41,7 +41,10 @@ class StandIn:
     def one(self, prompt, settings):
         ids, values, generator = [], [], torch.Generator().manual_seed(settings.seed)
         while len(ids) < settings.max_tokens and not {*ids[-1:]} & {*settings.stop_token_ids}:
-            logits = self.model(torch.tensor([prompt + ids])).logits[0, -1] / settings.temperature
+            logits = self.model(torch.tensor([prompt + ids])).logits[0, -1]
+            for token, bias in getattr(settings, "logit_bias", {}).items():
+                logits[token] += bias
+            logits = logits / settings.temperature
             ids.append(torch.multinomial(logits.softmax(-1), 1, generator=generator).item())
             values.append(logits.log_softmax(-1)[ids[-1]].item())
         return ids, values
@@ -74,6 +77,15 @@ def test_it_gives_what_the_own_sampler_gives(kind):
     for row, m in zip(responses, mask, strict=True):
         ids = row[m].tolist()
         assert STOP not in ids[:-1] and (len(ids) == 6 or ids[-1] == STOP)
+
+
+def test_it_samples_no_logit_that_stands_for_no_token():
+    """Else its log-probs would not be those of the training forward, and the run would end."""
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.lm_head.weight[23:] *= 5
+    model.num_tokens = 23
+    assert ask(StandIn(model), model, stops)[0].max() < 23
 
 
 def test_a_sample_depends_on_its_coordinates_alone():
@@ -123,9 +135,9 @@ def test_an_engine_that_fails_ends_the_run_in_one_line():
         ask(StandIn(model, fail), model, stops)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_adapters_are_pushed_merged(kind):
-    model = models.add_adapters(tiny_model(kind), 4)
+@pytest.mark.parametrize("kind, sizes", [("llama", {}), ("gpt2", {}), ("qwen3_moe", dict(num_experts=4, head_dim=8))])
+def test_adapters_are_pushed_merged(kind, sizes):
+    model = models.add_adapters(tiny_model(kind, **sizes), 4)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if "lora_B" in name:

@@ -1,5 +1,6 @@
 """The sampler: which tokens it draws, where responses end, and that nothing but the coordinates decides a draw."""
 
+import copy
 import itertools
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 from scipy.stats import chi2
 from tiny_models import SAMPLED, draw, fixed_logits, plain_logprobs, tiny_model
 
-from rlhf_details import train_rloo
+from rlhf_details import train_rloo, train_sft, utils
+from rlhf_details.plumbing import layout
 
 page_models = pytest.mark.parametrize("wrapper", SAMPLED.values(), ids=SAMPLED)
 
@@ -71,6 +73,40 @@ def test_the_log_probs_of_the_sampler_are_those_of_plain_forwards(wrapper):
     for prompt, response, m, ours in zip(prompts, responses, mask, logprobs, strict=True):
         expected, _ = plain_logprobs(model, prompt, response[m].tolist(), 0.7)
         assert (ours[m] - expected).abs().max() < 1e-5 and (ours[~m] == 0).all()
+
+
+def with_filler():
+    """A model of 97 embeddings and 23 tokens, whose other logits are the highest, and the same one of 23 embeddings."""
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.lm_head.weight[23:] *= 5
+    cut = copy.deepcopy(model)
+    cut.resize_token_embeddings(23)
+    model.num_tokens = 23
+    return model, cut
+
+
+@page_models
+@torch.no_grad()
+def test_logits_that_stand_for_no_token_have_no_share_of_the_softmax(wrapper):
+    """Qwen2.5 has 151,936 or 152,064 embeddings for 151,665 tokens."""
+    model, cut = with_filler()
+    ours, expected = (draw(wrapper(m, 0.7), [[3, 4, 5]] * 50, 6) for m in (model, cut))
+    assert torch.equal(ours[0], expected[0]) and (ours[2] - expected[2]).abs().max() < 1e-5
+
+
+@torch.no_grad()
+def test_nor_have_they_one_in_a_loss_or_in_the_rows_that_try_packing():
+    model, cut = with_filler()
+    tokens = torch.arange(1, 13).reshape(2, 6)
+    mask = torch.ones_like(tokens, dtype=torch.bool)
+    inputs = tokens, mask, utils.positions_from_mask(mask)
+    ours, expected = (train_sft.LanguageModel(m, 1.0)(*inputs, is_target=mask) for m in (model, cut))
+    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=0)
+    inputs = *inputs, torch.arange(5), tokens[:, 1:]
+    ours, expected = (train_rloo.Policy(m, 1.0)(*inputs) for m in (model, cut))
+    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=0)
+    assert max(x.max() for x in layout.made_up_batch(model, 16, 8, 4)) < 23
 
 
 # ---- coordinates alone decide ----------------------------------------------------------------------------------------
