@@ -283,7 +283,7 @@ def read_file(path, part, flag):
         parts = {k: x for k, x in lists.items() if isinstance(x, list) and all(isinstance(r, dict) for r in x)} or parts
     part = part or (next(iter(parts)) if len(parts) == 1 else "train")
     if part not in parts:
-        cli.fail(f"{what}: has no part {part!r}; name one of {', '.join(f'{path}:{name}' for name in parts)}")
+        cli.fail(f"{what}:{part}: no such part; name one of {', '.join(f'{path}:{name}' for name in parts)}")
     return parts[part]
 
 
