@@ -341,7 +341,7 @@ def test_a_data_set_of_the_hub_is_asked_for_as_datasets_wants_it(monkeypatch):
         ("empty.tsv", "no rows"),
         ("two", "name one of its configurations, two:main, two:2023.en"),
         ("two:nosuch", "name one of its configurations, two:main, two:2023.en"),
-        ("two:main:nosuch", "nosuch"),
+        ("two:main:nosuch", 'unknown split "nosuch"'),
         ("none.py:rows", "no such file"),
         ("mine.py:missing", "no function 'missing'"),
         ("mine.py:nothing", "no list of rows"),
