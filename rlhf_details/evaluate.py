@@ -61,7 +61,7 @@ class Args:
 
     # data
     dataset: str = "toy"
-    """prompts: "toy" (its test split), a .jsonl/.json/.csv/.parquet file, a folder or a Hub data set, with :PART"""
+    """prompts: "toy" (its test split), a file, a folder or a Hub data set with :PART, as in the training scripts"""
     num_examples: int | None = None
     """use only the first so many prompts; None: all"""
     prompt_template: str | None = None

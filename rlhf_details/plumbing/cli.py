@@ -8,6 +8,7 @@ import inspect
 import io
 import json
 import math
+import re
 import sys
 import tomllib
 from datetime import date
@@ -25,6 +26,8 @@ from rlhf_details.plumbing import flags, stages, starting_values
 from rlhf_details.plumbing.errors import fail, leave, leave_group, need, reading, say, world_size  # noqa: F401
 from rlhf_details.plumbing.flags import MEMORY_KNOBS, NOT_THE_MODEL, OUTPUTS, PolicyArgs, RunArgs  # noqa: F401
 
+FILE = re.compile(r"\.(jsonl|json|ndjson|csv|tsv|parquet)(\.gz)?$", re.IGNORECASE)  # how names of data files end
+ENDINGS = ".jsonl, .json, .ndjson, .csv, .tsv or .parquet"
 MAY_BE_ZERO = "seed eval_every num_sample_generations truncate_after checkpoint_every".split()
 
 
@@ -200,10 +203,20 @@ def check_datasets(args):
     for flag in ("dataset", "eval_dataset", "reference_dataset"):
         spec = getattr(args, flag, None) or ""
         name, _, part = spec.partition("[")[0].partition(":")
-        if Path(name).suffix in (".jsonl", ".json", ".csv", ".parquet", ".py") and not Path(name).exists():
-            fail(f"--{flag} {spec}: no such file")
-        if name in toy.TASKS and part not in ("", "train", "test"):
+        if name not in toy.TASKS:
+            check_file(f"--{flag}", spec)
+        elif part not in ("", "train", "test"):
             fail(f"--{flag} {spec}: the splits are {name}:train and {name}:test")
+
+
+def check_file(flag, spec):
+    """Ends with one line where a data set is named like a file and there is none, or is a file of an unknown kind."""
+    path = Path(spec.partition("[")[0].partition(":")[0])
+    is_known = FILE.search(path.name) or path.suffix == ".py"
+    if is_known and not path.exists():
+        fail(f"{flag} {spec}: no such file")
+    if path.is_file() and not is_known:
+        fail(f"{flag} {spec}: its name must end in {ENDINGS}, or in one of them and .gz")
 
 
 def check_output_dir(args):

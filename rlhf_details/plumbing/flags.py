@@ -69,8 +69,9 @@ class RunArgs:
 
     # data
     dataset: str = "toy"
-    """rows: "toy", "toy-sum", a .jsonl/.json/.csv/.parquet file, a folder, or NAME or NAME@REVISION of a Hub data set,
-    with :PART for a split or a file of it, or FILE.py:FUNCTION, which returns rows"""
+    """rows: "toy", "toy-sum", a .jsonl/.json/.ndjson/.csv/.tsv/.parquet file (also .gz), a folder, or NAME or
+    NAME@REVISION of a Hub data set, with :SPLIT, :CONFIGURATION, :CONFIGURATION:SPLIT or :FILE for a part of it, or
+    FILE.py:FUNCTION, which returns rows"""
     eval_dataset: str | None = None
     """held-out rows, evaluated before and after training and every --eval_every updates; None: no such evaluation"""
     take: int | None = None

@@ -195,6 +195,8 @@ def test_a_prompt_longer_than_the_reward_models_context(refused, script, tiny):
     "script, changes",
     cases(
         ([*RL, "train_reward", "train_dpo"], dict(eval_dataset="missing.jsonl")),
+        ("train_rloo", dict(eval_dataset="missing.tsv.gz")),
+        ("train_rloo", dict(eval_dataset=__file__.replace("test_mistakes.py", "../../LICENSE"))),
         ("train_rloo", dict(batch_size=18)),
         (PPO, dict(gamma=1.5)),
     ),

@@ -3,6 +3,7 @@
 What is expected comes from the tokenizer's own chat template and from plain loops.
 """
 
+import gzip
 import json
 import math
 import random
@@ -139,12 +140,15 @@ def write(path, table):
     """Writes a list of rows to a file, in the format of its suffix; returns the path as a string."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".jsonl":
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(Path(write(path.with_suffix(""), table)).read_bytes()))
+        path.with_suffix("").unlink()
+    elif path.suffix in (".jsonl", ".ndjson"):
         path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in table), encoding="utf-8")
     elif path.suffix == ".json":
         path.write_text(json.dumps(table, indent=1))
-    elif path.suffix == ".csv":
-        pandas.DataFrame(table).to_csv(path, index=False)
+    elif path.suffix in (".csv", ".tsv"):
+        pandas.DataFrame(table).to_csv(path, index=False, sep="\t" if path.suffix == ".tsv" else ",")
     else:
         pandas.DataFrame(table).to_parquet(path)
     return str(path)
@@ -178,12 +182,17 @@ def comparisons_of(spec, tokenizer, context=512, **flags):
 ROWS = [{"prompt": "a b", "n": 1}, {"prompt": 'c, "d"\ne', "n": 2}, {"prompt": "é ∞ ", "n": 3}]
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet"])
-def test_rows_of_a_file_come_in_order_with_their_types(in_tmp, suffix, capsys):
-    path = write(f"rows{suffix}", ROWS)
-    assert data.read_rows(path, "--dataset") == ROWS
-    write(path, [{"prompt": "new", "n": 4}])
-    assert data.read_rows(path, "--dataset") == [{"prompt": "new", "n": 4}]  # The rows are not those of a cache.
+def as_texts(table):
+    """The rows as a CSV file holds them."""
+    return [{name: str(cell) for name, cell in row.items()} for row in table]
+
+
+@pytest.mark.parametrize("packed", ["", ".gz"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet"])
+def test_rows_of_a_file_come_in_order_with_their_types(in_tmp, suffix, packed, capsys):
+    path, kept = f"rows{suffix}{packed}", as_texts if suffix in (".csv", ".tsv") else list
+    for table in ROWS, [{"prompt": "new", "n": 4}]:  # The rows are not those of a cache.
+        assert data.read_rows(write(path, table), "--dataset") == kept(table)
     assert capsys.readouterr() == ("", "")
 
 
@@ -193,14 +202,93 @@ def test_forms_of_json(in_tmp):
     assert [row["prompt"] for row in data.read_rows("a.json", "--dataset")] == ["one\u2028two\x85three", "b"]
 
 
+@pytest.mark.parametrize(
+    "content, cells",
+    [
+        ("w\nNone\nN/A\nnull\nnan\n007\n5\n2024-01-02\nTrue\n", "None N/A null nan 007 5 2024-01-02 True".split()),
+        ('\ufeffw,x\n"a ""b"",\nc",\n,y\n', ['a "b",\nc', ""]),
+        ("x;w\n1;a, b\n", ["a, b"]),  # as a spreadsheet writes it where the comma is in numbers
+        ("x,w\n1\n", [""]),
+    ],
+)
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
+def test_a_cell_of_a_csv_file_is_its_text(in_tmp, content, cells, encoding):
+    Path("a.csv").write_text(content, encoding=encoding)
+    assert [row["w"] for row in data.read_rows("a.csv", "--dataset")] == cells
+
+
+LISTS = {"version": "1", "train": [{"n": 1}], "test": [{"n": 2}, {"n": 3}]}
+TOOLS = {"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function"}]}
+
+
+@pytest.mark.parametrize(
+    "value, part, expected",
+    [
+        ({"version": "1", "data": [{"n": 1}, {"n": 2}]}, "", [{"n": 1}, {"n": 2}]),
+        (LISTS, "", [{"n": 1}]),
+        (LISTS, ":test", [{"n": 2}, {"n": 3}]),
+        (LISTS, ":test[1:]", [{"n": 3}]),
+        ({"n": 1, "words": ["a"]}, "", [{"n": 1, "words": ["a"]}]),
+        (TOOLS, "", [TOOLS]),
+    ],
+)
+def test_a_json_file_of_one_object_holds_lists_of_rows_or_is_a_row(in_tmp, value, part, expected):
+    Path("a.json").write_text(json.dumps(value, indent=1))
+    assert data.read_rows(f"a.json{part}", "--dataset") == expected
+
+
+@pytest.mark.parametrize("spec, numbers", {"": [0, 1], ":test": [8, 9], ":test[:50%]": [8], "/test": [8, 9]}.items())
+def test_a_folder_that_save_to_disk_has_written(in_tmp, spec, numbers):
+    splits = {
+        name: datasets.Dataset.from_list([{"n": n} for n in x]) for name, x in (("train", [0, 1]), ("test", [8, 9]))
+    }
+    datasets.DatasetDict(splits).with_format("torch").save_to_disk("saved")
+    assert data.read_rows(f"saved{spec}", "--dataset") == [{"n": n} for n in numbers]
+
+
+def configurations(folder, *names):
+    """Writes a folder of configurations, each with two splits. A name that ends in * is that of the default."""
+    lines = ["---", "configs:"]
+    for i, name in enumerate(names):
+        lines += [f"- config_name: '{name.strip('*')}'", "  default: true"][: 1 + name.endswith("*")]
+        lines += ["  data_files:"]
+        for split in ("train", "test"):
+            file = f"{name.strip('*')}/{split}.csv"
+            lines += [f"  - split: {split}", f"    path: {file}"]
+            write(f"{folder}/{file}", [{"w": f"0{i} {split}"}])
+    Path(folder, "README.md").write_text("\n".join([*lines, "---", ""]))
+
+
+@pytest.mark.parametrize(
+    "spec, word",
+    {
+        "two:main": "00 train",
+        "two:main:test": "00 test",
+        "two:2023.en": "01 train",
+        "two:2023.en:test[:1]": "01 test",
+        "one": "00 train",
+        "one:test": "00 test",
+        "one:only": "00 train",
+        "default": "01 train",
+        "default:test": "01 test",
+        "default:main:test": "00 test",
+    }.items(),
+)
+def test_the_configurations_of_a_data_set(in_tmp, spec, word):
+    names = {"two": ["main", "2023.en"], "one": ["only"], "default": ["main", "best*"]}
+    configurations(name := spec.partition(":")[0], *names[name])
+    assert data.read_rows(spec, "--dataset") == [{"w": word}]
+
+
 @pytest.mark.parametrize("name", ["a.json", "a.csv", "folder:a.csv", "folder", "mine.py:each"])
 def test_rows_from_a_to_b(in_tmp, name):
     numbers = [{"n": i} for i in range(5)]
     write("a.json", numbers), write("a.csv", numbers), write("folder/a.csv", numbers)
+    expected = numbers if name in ("a.json", "mine.py:each") else as_texts(numbers)
     Path("mine.py").write_text("def each():\n    yield from ({'n': i} for i in range(5))\n")
     data.load_module.cache_clear()
     for taken, (start, stop) in {"": (0, 5), "[:2]": (0, 2), "[1:4]": (1, 4), "[-2:]": (3, 5), "[:9]": (0, 5)}.items():
-        assert data.read_rows(f"{name}{taken}", "--dataset") == numbers[start:stop], taken
+        assert data.read_rows(f"{name}{taken}", "--dataset") == expected[start:stop], taken
 
 
 def test_the_splits_of_a_folder_are_those_of_datasets(in_tmp, fails):
@@ -217,15 +305,22 @@ def test_the_splits_of_a_folder_are_those_of_datasets(in_tmp, fails):
     assert "nosuch" in fails(data.read_rows, "folder:nosuch", "--dataset")
 
 
-def test_a_file_of_a_hub_repository_is_asked_for_as_datasets_wants_it(monkeypatch):
+def test_a_data_set_of_the_hub_is_asked_for_as_datasets_wants_it(monkeypatch):
     asked = []
-    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: asked.append((a, k)) or [{"n": 1}])
-    data.read_rows("vwxyzjn/lm-human-preferences:sentiment/offline_5k.json[:4992]", "--dataset")
-    data.read_rows("trl-lib/tldr@v1:validation", "--dataset")
-    assert asked == [
-        (("vwxyzjn/lm-human-preferences",), dict(data_files="sentiment/offline_5k.json", split="train[:4992]")),
-        (("trl-lib/tldr",), dict(split="validation", revision="v1")),
-    ]
+    monkeypatch.setattr(datasets, "get_dataset_config_names", lambda *a, **k: ["main", "en.1"])
+    monkeypatch.setattr(datasets, "get_dataset_default_config_name", lambda *a, **k: "main")
+    found = SimpleNamespace(config=None, download_and_prepare=lambda: None)
+    found.as_dataset = lambda split: asked.append(split) or [{"n": 1}]
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *a, **k: asked.append((a, k)) or found)
+    for spec, *expected in [
+        ("a/labels:sentiment/5k.json[:49]", ("a/labels", None), {"data_files": "sentiment/5k.json"}, "train[:49]"),
+        ("a/tldr@v1:validation", ("a/tldr", None), {"revision": "v1"}, "validation"),
+        ("a/gsm8k:main[2:]", ("a/gsm8k", "main"), {}, "train[2:]"),
+        ("a/gsm8k:en.1:test", ("a/gsm8k", "en.1"), {}, "test"),
+    ]:
+        data.read_rows(spec, "--dataset")
+        assert asked == [tuple(expected[:2]), expected[2]], spec
+        asked.clear()
 
 
 @pytest.mark.parametrize(
@@ -235,7 +330,18 @@ def test_a_file_of_a_hub_repository_is_asked_for_as_datasets_wants_it(monkeypatc
         ("a.json[5:]", "no rows"),
         ("lines.json", "line 3 is not JSON"),
         ("list.json", "line 3 is not JSON"),
-        ("latin.jsonl", "UTF-8"),
+        ("latin.jsonl", "line 2 is not UTF-8"),
+        ("latin.csv", "line 2 is not UTF-8"),
+        ("half.jsonl", r"row 2, column 'n': '\ud83d' is half of a character"),
+        ("lists.json", "lists.json:train: no such part; name one of lists.json:a, lists.json:b"),
+        ("lists.json:c", "no such part; name one of lists.json:a, lists.json:b"),
+        ("object.json", "line 3 is not JSON"),
+        ("wide.csv", "row 1 has more cells than there are columns, ['n']"),
+        ("ragged.csv", "line 3"),
+        ("empty.tsv", "no rows"),
+        ("two", "name one of its configurations, two:main, two:2023.en"),
+        ("two:nosuch", "name one of its configurations, two:main, two:2023.en"),
+        ("two:main:nosuch", 'unknown split "nosuch"'),
         ("none.py:rows", "no such file"),
         ("mine.py:missing", "no function 'missing'"),
         ("mine.py:nothing", "no list of rows"),
@@ -245,7 +351,12 @@ def test_a_file_of_a_hub_repository_is_asked_for_as_datasets_wants_it(monkeypatc
 def test_rows_that_cannot_be_read_are_one_line(in_tmp, fails, spec, words):
     write("a.json", [{"n": i} for i in range(5)]), write("type.jsonl", [{"n": 1}, {"n": 2}, {"n": "x"}])
     Path("lines.json").write_text('{"n": 1}\n\n{"n": 2} x\n'), Path("list.json").write_text('[{"n": 1},\n{"n":\n]')
-    Path("latin.jsonl").write_bytes(b'{"n": "\xe9"}\n')
+    Path("latin.jsonl").write_bytes(b'{"n": 1}\n{"n": "\xe9"}\n'), Path("latin.csv").write_bytes(b"n\n\xe9\n")
+    Path("half.jsonl").write_text('{"n": 1}\n\n{"n": [{"m": "\\ud83d"}]}\n'), Path("empty.tsv").write_text("\n")
+    Path("lists.json").write_text('{"a": [{"n": 1}], "b": [{"n": 2}]}')
+    Path("object.json").write_text('{"data": [\n{"n": 1},\n{"n": b}]}')
+    Path("wide.csv").write_text("n\n1,2\n"), Path("ragged.csv").write_text("n\n1\n2,3\n")
+    configurations("two", "main", "2023.en")
     Path("mine.py").write_text("def nothing(): pass\n")
     data.load_module.cache_clear()
     what = f"--eval_dataset {spec}"
@@ -580,9 +691,9 @@ def test_rows_that_teach_nothing_are_counted_and_the_first_one_is_named(in_tmp, 
 
 # ---- comparisons -----------------------------------------------------------------------------------------------------
 def test_comparisons_of_text_are_the_prompt_and_each_candidate(in_tmp, fails):
-    write("rows.jsonl", [{"prompt": "a b", "candidates": ["c", "a", "b"], "best": 2}])
+    write("rows.jsonl", [{"prompt": "a b", "candidates": ["c", "a", "b"], "best": best} for best in (2, "1")])
     expected = [[A, B, C, EOS], [A, B, A, EOS], [A, B, B, EOS]]
-    assert comparisons_of("rows.jsonl", word_tokenizer()) == [(expected, 2)]
+    assert comparisons_of("rows.jsonl", word_tokenizer()) == [(expected, 2), (expected, 1)]
     write("two.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}])
     line = fails(comparisons_of, "two.jsonl", word_tokenizer(), eval_dataset="rows.jsonl")
     assert "--eval_dataset rows.jsonl: 3 candidates a row, but 2 in --dataset two.jsonl" in line
