@@ -58,7 +58,10 @@ class Server:
 
 @pytest.fixture
 def judge(tiny, in_tmp, monkeypatch):
-    """judge(reply, threads=8, refusal=None, **flags): an object with `server` and `run(**flags)`. The client tries twice in all."""
+    """judge(reply, threads=8, refusal=None, **flags): an object with `server` and `run(**flags)`.
+
+    The client tries twice in all.
+    """
     pytest.importorskip("openai")
     write_rows("rows.jsonl", toy.rows("sft", "train")[:13])
     monkeypatch.setenv("NO_PROXY", "127.0.0.1"), monkeypatch.setenv("OPENAI_API_KEY", KEY)
