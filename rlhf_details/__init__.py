@@ -17,8 +17,11 @@ def end_in_one_line(kind, error, traceback, show=sys.excepthook):
         print("error: stopped by Ctrl-C", file=sys.stderr, flush=True)
 
 
+# Python has put the script's folder first, where the user's `import evaluate` or `import utils` would find our files.
+HERE = Path(__file__).resolve().parent
+sys.path[:] = [p for p in sys.path if Path(p).name != HERE.name or not Path(p, "plumbing", "__init__.py").exists()]
 # The scripts import this package before the libraries, which take seconds, so that it holds there as well.
 sys.excepthook = end_in_one_line
 # `python rlhf_details/train_rloo.py --help` is answered here for the same reason.
-if {"-h", "--help"} & {*sys.argv[1:]} and Path(sys.argv[0]).resolve() in Path(__file__).resolve().parent.glob("*.py"):
+if {"-h", "--help"} & {*sys.argv[1:]} and Path(sys.argv[0]).resolve() in HERE.glob("*.py"):
     flags.show(sys.argv[0], sys.argv[1:])

@@ -279,10 +279,16 @@ def verdict_by_score(score, opponent_score):
 
 
 def win_rate(verdicts):
-    """rate() of the verdicts, where a tie is half a win, and how many there are of each."""
+    """rate() of the verdicts, where a tie is half a win, and how many there are of each.
+
+    Where the judge's answers could not all be read, "readable" is the rate() of those that could, if there are any.
+    """
     counts = {name: verdicts.count(name) for name in ("won", "tied", "lost", "unparsable")}
     # An answer that cannot be read is a pair that is not won. [EVAL-2]
-    return rate([{"won": 1.0, "tied": 0.5}.get(v, 0.0) for v in verdicts]) | {"pairs": len(verdicts)} | counts
+    points = [{"won": 1.0, "tied": 0.5}.get(v, 0.0) for v in verdicts]
+    readable = [x for x, v in zip(points, verdicts, strict=True) if v != "unparsable"]
+    beside = {"readable": rate(readable)} if 0 < len(readable) < len(verdicts) else {}
+    return rate(points) | {"pairs": len(verdicts)} | counts | beside
 
 
 def pass_at_k(n, right, k):

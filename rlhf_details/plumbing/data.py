@@ -329,10 +329,12 @@ def read_rows(spec, flag):
     if path.is_dir() and cli.FILE.search(part) and (path / part).is_file():
         path, part = path / part, ""
     if path.suffix == ".py":
-        rows = load_function(whole, flag)()
-        if not hasattr(rows, "__iter__"):
-            cli.fail(f"{flag} {spec}: returned {reprlib.repr(rows)}, which is no list of rows")
-        rows = list(rows)[in_range]
+        function = load_function(whole, flag)
+        with imports_of(whole):
+            rows = function()
+            if not hasattr(rows, "__iter__"):
+                cli.fail(f"{flag} {spec}: returned {reprlib.repr(rows)}, which is no list of rows")
+            rows = list(rows)[in_range]
     elif path.is_file():
         rows = read_file(path, part, flag)[in_range]
     elif (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
@@ -449,8 +451,7 @@ def check_columns(rows, columns, what):
 def load_function(spec, flag):
     """The function that "FILE.py:function" or "package.module:function" names.
 
-    What it imports is searched in the file's folder, or in the current one. An error in the user's code keeps its
-    traceback.
+    What it imports is searched as `imports_of` says. An error in the user's code keeps its traceback.
     """
     name, _, function = spec.rpartition(":")
     if not name:
@@ -458,7 +459,8 @@ def load_function(spec, flag):
     if name.endswith(".py") and not Path(name).is_file():
         cli.fail(f"{flag} {spec}: no such file")
     try:
-        found = getattr(load_module(str(Path(name).resolve()) if name.endswith(".py") else name), function, None)
+        with imports_of(spec):
+            found = getattr(load_module(str(Path(name).resolve()) if name.endswith(".py") else name), function, None)
     except ImportError as e:
         cli.fail(f"{flag} {spec}: cannot be imported ({e})")
     if not callable(found):
@@ -469,18 +471,49 @@ def load_function(spec, flag):
 @functools.cache
 def load_module(name):
     """A module of the user's, given as the whole path of a file or by its name."""
-    folder = str(Path(name).parent) if name.endswith(".py") else os.getcwd()
-    sys.path.insert(0, folder)  # Python has put the folder of the training script first, which has a toy.py as well.
+    if not name.endswith(".py"):
+        return importlib.import_module(name)
+    spec = importlib.util.spec_from_file_location(re.sub(r"\W", "_", name), name)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+LIBRARIES = {name.partition(".")[0] for name in sys.modules}  # No file of the user's takes the place of these.
+IMPORTED = {}  # {a folder of the user's: {name: module} of its modules whose names others have as well}
+
+
+@contextlib.contextmanager
+def imports_of(spec):
+    """Stands around the user's code. What it imports is searched in its file's folder first, or in the current one.
+
+    So each folder has its own `helpers`. Python has one module of a name at a time, and the others wait meanwhile.
+    """
+    path = spec.rpartition(":")[0]
+    folder = str(Path(path).resolve().parent) if path.endswith(".py") else os.getcwd()
+
+    def is_another(name):
+        files = f"{folder}/{name}.py", f"{folder}/{name}/__init__.py"
+        return any(map(os.path.exists, files)) and getattr(sys.modules.get(name), "__file__", None) not in files
+
+    names = {name.partition(".")[0] for name in sys.modules} - LIBRARIES
+    names = set(filter(is_another, names))
+
+    def taken_out():
+        return {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] in names}
+
+    others = taken_out()
+    sys.modules.update(IMPORTED.get(folder, {}))
+    # Where the user's file stands among ours, a library's `evaluate` still comes before our file.
+    sys.path.insert(len(sys.path) if Path(folder) == Path(__file__).resolve().parents[1] else 0, folder)
     try:
-        if not name.endswith(".py"):
-            return importlib.import_module(name)
-        spec = importlib.util.spec_from_file_location(f"{Path(name).stem}_of_the_user", name)
-        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
+        yield
     finally:
+        IMPORTED[folder] = taken_out()
+        sys.modules.update(others)
         sys.path.remove(folder)
-        sys.path.append(folder)  # The module may import more when it is called.
+        if folder not in sys.path:
+            sys.path.append(folder)  # for the user's threads that go on
 
 
 # ---- demonstrations, the rows of SFT: a prompt and a completion -----------------------------------------------------
@@ -528,10 +561,9 @@ def encode_demonstrations(rows, what, tokenizer, context, args, num_sampled=0):
         text = as_text(tokenizer, rows[i]["prompt"])
         made = Demonstration(pairs[i][0], text, rows[i], i + 1, what, options=options[i], completion=pairs[i][1])
         result.append(made)
-    hint = f"the model's context; --max_length {context} drops such rows, or --base_model scratch takes a larger"
-    check_room(
-        {row.number: len(row.ids) + len(row.completion) for row in result}, context, what, f"{hint} --context_length"
-    )
+    hint = f"the model's context; --max_length {context} drops such rows"
+    hint += ", a larger --context_length keeps them" * (getattr(args, "base_model", "") == "scratch")
+    check_room({row.number: len(row.ids + row.completion) for row in result}, context, what, hint)
     room = {row.number: len(row.ids) for row in result if row.columns["prompt"]}
     hint = f"and --response_length {num_sampled} must fit the context of {context}; --max_prompt_length drops such rows"
     check_room(room, context - num_sampled, f"{what}: prompts", hint)

@@ -194,7 +194,8 @@ def check_vocabularies(args, tokenizer, readers):
 # These arguments may differ when an evaluation is repeated into its folder, since the figures are the same.
 MAY_DIFFER = "exp_name config output_dir overwrite judge_base_url rollout_micro_batch_size attn_implementation"
 MAY_DIFFER = [*MAY_DIFFER.split(), "template_date", "vllm_memory", "vllm_server", "vllm_folder"]
-FEW_ENDED, FAR_APART = 0.9, 2.0  # the share of ended responses, and the ratio of lengths, from which on a line warns
+# A line warns of fewer ended responses, of lengths with a larger ratio, and of a larger share of unreadable answers.
+FEW_ENDED, FAR_APART, UNREADABLE = 0.9, 2.0, 0.05
 UNITS = {"length": "length (tokens)", "kl": "kl (nats a response)"}
 
 
@@ -335,16 +336,29 @@ def win_rate_line(metrics, is_read):
     # A response that was cut off is compared as it stands.
     ended = " against ".join(f"{side['ended']['value']:.1%}" if "ended" in side else "-" for side in sides)
     interval = f"{w['low']:.2%} .. {w['high']:.2%}, {w['pairs']} pairs"
-    return f"{w['value']:.2%}  ({interval}: {counts}, mean length {ours} against {theirs} tokens, ended {ended})"
+    line = f"{w['value']:.2%}  ({interval}: {counts}, mean length {ours} against {theirs} tokens, ended {ended})"
+    if not w["unparsable"]:
+        return line
+    if "readable" not in w:
+        return f"{line}; no verdict could be read"
+    readable = "{value:.2%}  ({low:.2%} .. {high:.2%})".format(**w["readable"])
+    return f"{line}; {readable} of the {w['pairs'] - w['unparsable']} pairs whose verdict could be read"
 
 
 def doubts(args, settings, metrics):
-    """Lines on what makes figures doubtful: training's own judge, responses without an end, lengths far apart."""
+    """Lines on what makes figures doubtful.
+
+    They are: training's own judge, a judge that cannot be read, responses without an end, lengths far apart.
+    """
     lines = []
     for path, own in metrics.items():
         if judges := trained_rewards(args, path):
             what = f"{' and '.join(judges)} says who wins, which is what training optimised"
             lines.append(f"{path}: {what}, so this win rate cannot show over-optimisation")
+        w = own.get("win_rate", {"unparsable": 0})
+        if w["unparsable"] and (share := w["unparsable"] / (w["pairs"] - w["tied"])) > UNREADABLE:
+            what = f"{w['unparsable']} answers of the judge ({share:.1%}) name neither response where they should"
+            lines.append(f"{path}: {what}, and count as not won; judge_answer in samples.csv has them")
         for side, name in (("policy", path), ("opponent", args.opponent_path)):
             share = own.get(side, {}).get("ended", {"value": 1})["value"]
             if share < FEW_ENDED:

@@ -5,6 +5,7 @@ Every answer is on disk before the next question of its thread is asked. The sam
 interruption and asks nothing twice. An answer is kept under a hash of the judge's name and of all that it reads.
 """
 
+import functools
 import hashlib
 import json
 import os
@@ -95,13 +96,30 @@ def judge_pairs(args, pairs, cache_file):
 
 
 # ---- the server ------------------------------------------------------------------------------------------------------
-def ask(client, judge_model, text):
+@functools.cache
+def options(judge_model, judge_base_url):
+    """What a judge is asked with beside the question, for the whole run. `ask` takes out what the judge refuses."""
+    return {"temperature": 0}
+
+
+def ask(client, args, text):
     """The judge's answer to one question.
 
     The client tries again after what may pass: no connection, and the statuses 408, 409, 429 and 5xx.
     """
-    messages = [{"role": "user", "content": text}]
-    completion = client.chat.completions.create(model=judge_model, messages=messages, temperature=0)
+    import openai
+
+    messages, chosen = [{"role": "user", "content": text}], options(args.judge_model, args.judge_base_url)
+    given = dict(chosen)  # Another thread may empty `chosen` while this one waits.
+    try:
+        completion = client.chat.completions.create(model=args.judge_model, messages=messages, **given)
+    except (openai.BadRequestError, openai.UnprocessableEntityError) as e:
+        # Models that reason take no temperature but their own, and no list of names would stay complete.
+        if not given or "temperature" not in str(e).lower():
+            raise
+        if chosen.pop("temperature", None) is not None:
+            cli.say(f"judge {args.judge_model}: refuses temperature 0, so it answers at its own temperature")
+        return ask(client, args, text)
     if not getattr(completion, "choices", None):
         raise ValueError("the endpoint's reply is no chat completion")
     return completion.choices[0].message.content or ""
@@ -119,13 +137,10 @@ def ask_all(args, texts, cache_file):
     cli.say(f"judge {args.judge_model}: {len(texts)} questions, {len(missing)} to ask, the others are in {cache_file}")
     api_key = os.environ.get("OPENAI_API_KEY")
     # The client demands a key. Where there is none, the server is the user's own, which reads no key.
-    options = {
-        "api_key": api_key or "none",
-        "base_url": args.judge_base_url,
-        "timeout": TIMEOUT,
-        "max_retries": RETRIES,
-    }
-    client, lock, errors = openai.OpenAI(**options), threading.Lock(), []
+    client = openai.OpenAI(
+        api_key=api_key or "none", base_url=args.judge_base_url, timeout=TIMEOUT, max_retries=RETRIES
+    )
+    lock, errors = threading.Lock(), []
     with open(cache_file, "a", encoding="utf-8") as file, ThreadPoolExecutor(THREADS) as pool:
         if file.tell():
             file.write("\n")  # If a kill has cut the last line short, the next answer must not be joined to it.
@@ -134,7 +149,7 @@ def ask_all(args, texts, cache_file):
             if errors:
                 return  # No further question is asked after one has failed.
             try:
-                answer = ask(client, args.judge_model, text)
+                answer = ask(client, args, text)
             except (openai.APIError, ValueError) as e:
                 errors.append(e)
                 return

@@ -5,10 +5,11 @@ A reward function is called as f(prompts, completions, **columns) and returns a 
 a number; True or False, which count 1 and 0, for a reward that can be verified; or None, where it does not apply to the
 kind of row. `prompts` and `completions` are strings, also for conversations, or under --reward_fn_format messages lists
 of messages, also for plain text. `columns` are the data set's other columns, each a list as long, with None where a row
-lacks it. A function gets those that it names, or all of them where it takes **columns. Source: the convention of TRL's
-GRPOTrainer and RLOOTrainer, which pass messages where the prompts are messages.
+lacks it. A function gets those that it names, or all of them where it takes **columns. It may be `async`. Source: the
+convention of TRL's GRPOTrainer and RLOOTrainer, which pass messages where the prompts are messages.
 """
 
+import asyncio
 import copy
 import inspect
 import math
@@ -18,13 +19,14 @@ import sys
 import time
 import traceback
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 from accelerate.utils import gather_object
 
 from rlhf_details import toy, utils
 from rlhf_details.plumbing import cli, models
-from rlhf_details.plumbing.data import load_function
+from rlhf_details.plumbing.data import imports_of, load_function
 from rlhf_details.plumbing.tokenization import encode
 from rlhf_details.utils import is_messages
 
@@ -32,8 +34,16 @@ from rlhf_details.utils import is_messages
 WATCHED = {"gold": toy.gold, "parses": lambda prompt, response: toy.parses(f"{prompt} {response}")}
 
 
+ASYNCIO = str(Path(asyncio.__file__).parent)
+
+
 class Fault(Exception):
     """Something wrong with a reward, in words for the user."""
+
+
+async def result_of(awaitable):
+    """What a coroutine, or whatever else can be awaited, returns."""
+    return await awaitable
 
 
 def check(args):
@@ -71,17 +81,16 @@ class Scorer:
 
     def __init__(self, args, accelerator, tokenizer, reward_model, response_scores, size, stop_ids):
         self.args, self.accelerator, self.tokenizer = args, accelerator, tokenizer
-        self.reward_model, self.response_scores, self.size, self.stop_ids = (
-            reward_model,
-            response_scores,
-            size,
-            stop_ids,
-        )
-        self.functions, self.columns = {}, set()  # {name: function}, and the columns that the data sets have
+        self.reward_model, self.response_scores = reward_model, response_scores
+        self.size, self.stop_ids = size, stop_ids
+        self.functions, self.specs = {}, {}  # {name: function}, {name: its spec}
+        self.columns = set()  # the columns that the data sets have
+        self.loop = asyncio.Runner()  # one for all calls, because a client of a server belongs to the loop of its first
         names = [spec.rpartition(":")[2] for spec in args.reward_fn]
         for spec, name in zip(args.reward_fn, names, strict=True):
             is_taken = names.count(name) > 1 or name in ("reward_model", *WATCHED)
-            self.functions[spec.replace("/", ".") if is_taken else name] = load_function(spec, "--reward_fn")
+            name = spec.replace("/", ".") if is_taken else name
+            self.functions[name], self.specs[name] = load_function(spec, "--reward_fn"), spec
         tasks = {(spec or "").partition(":")[0] for spec in (args.dataset, getattr(args, "eval_dataset", None))}
         self.watched = list(WATCHED) if "toy" in tasks else []
         self.boolean = []  # names of the functions that returned nothing but True, False and None in the last call
@@ -208,12 +217,16 @@ class Scorer:
         # The function gets copies, which it may change.
         given = copy.deepcopy({"prompts": prompts, "completions": completions, **columns})
         try:
-            with torch.autocast(self.accelerator.device.type, enabled=False):
+            with torch.autocast(self.accelerator.device.type, enabled=False), imports_of(self.specs[name]):
                 entries = self.functions[name](**given)
-            is_list = isinstance(entries, Iterable) and not isinstance(entries, dict | set | str)
-            entries = list(entries.tolist() if hasattr(entries, "tolist") else entries) if is_list else entries
+                entries = self.loop.run(result_of(entries)) if inspect.isawaitable(entries) else entries
+                is_list = isinstance(entries, Iterable) and not isinstance(entries, dict | set | str)
+                entries = list(entries.tolist() if hasattr(entries, "tolist") else entries) if is_list else entries
         except Exception as e:  # The user's code may raise whatever it likes. Nothing says which row is to blame.
-            trace = traceback.format_exception(type(e), e, e.__traceback__.tb_next)  # It begins in the user's code.
+            trace = e.__traceback__
+            while trace and trace.tb_frame.f_code.co_filename.startswith((__file__, ASYNCIO)):
+                trace = trace.tb_next
+            trace = traceback.format_exception(type(e), e, trace)  # It begins in the user's code.
             what = f"--reward_fn {name} raised {type(e).__name__}, called with {len(rows)} completions"
             raise Fault(f"{what}\n{''.join(trace).rstrip()}") from e
         if not is_list or len(entries) != len(rows):

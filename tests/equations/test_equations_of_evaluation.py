@@ -68,6 +68,8 @@ def test_eval_2_a_tie_is_half_a_win_and_an_unparsable_answer_none():
     w = evaluate.win_rate(["won"] * 3 + ["tied"] * 2 + ["lost"] * 4 + ["unparsable"])
     assert (w["value"], w["pairs"], w["won"], w["tied"], w["lost"], w["unparsable"]) == (0.4, 10, 3, 2, 4, 1)
     assert (w["low"], w["high"]) == evaluation.wilson_interval(4, 10)
+    assert w["readable"] == evaluation.rate([1.0] * 3 + [0.5] * 2 + [0.0] * 4)
+    assert "readable" not in evaluate.win_rate(["won", "lost"])
 
 
 def test_the_verdict_by_score():

@@ -21,24 +21,25 @@ KEY = "sk-secret-0123456789"
 class Server:
     """An endpoint /v1/chat/completions that records all. reply(number of the request, question) -> answer, or a status.
 
-    None in place of an answer is a page of HTML.
+    None in place of an answer is a page of HTML. refusal: None, or a status for requests that have a temperature.
     """
 
-    def __init__(self, reply):
+    def __init__(self, reply, refusal=None):
         self.bodies, self.headers, self.answered, lock = [], [], [], threading.Lock()
 
         def post(handler):
             body = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))
             text, authorization = body["messages"][0]["content"], handler.headers["Authorization"]
             with lock:
-                answer = reply(len(self.bodies), text)
+                answer = refusal if refusal and "temperature" in body else reply(len(self.bodies), text)
                 self.bodies.append(body)
                 self.headers.append({"path": handler.path, "Authorization": authorization})
                 self.answered += [text] if isinstance(answer, str) else []
             choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": answer}}
             good = {"id": "1", "object": "chat.completion", "created": 0, "model": "", "choices": [choice]}
             is_bad = isinstance(answer, int)
-            content = json.dumps({"error": {"message": f"no: {authorization}"}} if is_bad else good)
+            words = f"no: {authorization}" if answer != refusal else "Unsupported value: 'temperature' must be 1"
+            content = json.dumps({"error": {"message": words}} if is_bad else good)
             handler.send_response(answer if is_bad else 200)
             handler.send_header("Content-Type", "text/html" if answer is None else "application/json")
             handler.end_headers()
@@ -57,16 +58,19 @@ class Server:
 
 @pytest.fixture
 def judge(tiny, in_tmp, monkeypatch):
-    """judge(reply, threads=8, **flags): an object with `server` and `run(**flags)`. The client tries twice in all."""
+    """judge(reply, threads=8, refusal=None, **flags): an object with `server` and `run(**flags)`.
+
+    The client tries twice in all.
+    """
     pytest.importorskip("openai")
     write_rows("rows.jsonl", toy.rows("sft", "train")[:13])
     monkeypatch.setenv("NO_PROXY", "127.0.0.1"), monkeypatch.setenv("OPENAI_API_KEY", KEY)
     servers = []
     monkeypatch.setattr(judge_module, "RETRIES", 1)
 
-    def start(reply, threads=8, **flags):
+    def start(reply, threads=8, refusal=None, **flags):
         monkeypatch.setattr(judge_module, "THREADS", threads)
-        servers.append(Server(reply))
+        servers.append(Server(reply, refusal))
         options = dict(dataset="rows.jsonl", policy_path=(str(tiny / "policy"),), response_length=6, output_dir="out")
         options |= dict(judge="llm", judge_model="tiny-judge", judge_base_url=servers[-1].url) | flags
 
@@ -118,6 +122,16 @@ def test_unparsable_answers_are_counted_and_not_won(judge, capsys, monkeypatch):
     assert "lost, 7 unparsable, mean" in said
     # Of 13 answers "A" came as the numbers 0, 5 and 10, and "B" as 2, 7 and 12.
     assert "judge tiny-judge: named A, the response that it read first, in 50.0% of 6 pairs\n" in said
+    assert w["readable"]["value"] == w["won"] / 6 and "of the 6 pairs whose verdict could be read\n" in said
+    assert "7 answers of the judge (53.8%) name neither response" in said
+
+
+@pytest.mark.parametrize("bad, warns", [(1, False), (2, True), (20, True)])
+def test_more_than_a_twentieth_of_unparsable_answers_is_a_warning(judge, capsys, bad, warns):
+    write_rows("rows.jsonl", toy.rows("sft", "train")[:20])
+    w, _ = judge(lambda number, text: "neither" if number < bad else tasteful(number, text)).run()
+    assert w["unparsable"] == bad and ("readable" in w) == (bad < 20)
+    assert ("answers of the judge" in capsys.readouterr().out) == warns
 
 
 def test_equal_responses_tie_unasked_and_equal_questions_are_asked_once(judge, tiny):
@@ -137,9 +151,19 @@ def test_what_may_pass_is_tried_again(judge, status):
     assert asked.run()[0]["unparsable"] == 0 and len(asked.server.bodies) == 14
 
 
+@pytest.mark.parametrize("refusal", [400, 422])
+def test_a_temperature_that_is_refused_is_left_out_for_the_whole_run(judge, capsys, refusal):
+    asked = judge(tasteful, threads=1, refusal=refusal)
+    assert asked.run()[0]["unparsable"] == 0
+    assert ["temperature" in body for body in asked.server.bodies] == [True] + [False] * 13
+    assert capsys.readouterr().out.count("refuses temperature 0") == 1
+    asked.run(seed=2, overwrite=True)
+    assert not any("temperature" in body for body in asked.server.bodies[14:])
+
+
 @pytest.mark.parametrize(
     "status,attempts,words",
-    [(500, 2, "500"), (None, 1, "no chat completion"), (401, 1, "401"), ("gone", 0, "Connection")],
+    [(500, 2, "500"), (400, 1, "400"), (None, 1, "no chat completion"), (401, 1, "401"), ("gone", 0, "Connection")],
 )
 def test_what_does_not_pass_ends_with_one_line_that_has_no_key(judge, fails, status, attempts, words):
     asked = judge(lambda *_: status, threads=1)

@@ -10,7 +10,17 @@ from pathlib import Path
 import accelerate
 import pytest
 import torch
-from helpers import LM_HUMAN_PREFERENCES, PAGES, ROOT, assert_same_curves, page_args, record, rloo_args, run_page
+from helpers import (
+    LM_HUMAN_PREFERENCES,
+    PAGES,
+    ROOT,
+    assert_same_curves,
+    launch,
+    page_args,
+    record,
+    rloo_args,
+    run_page,
+)
 from short_runs import write_rows
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
@@ -47,6 +57,55 @@ def test_a_function_is_found_in_a_file_and_in_a_package_and_may_import_its_neigh
     monkeypatch.delitem(sys.modules, "toy", raising=False)
     assert data.load_function("toy:length", "--reward_fn")() == "of the user, and not of this project"
     assert data.load_function("rlhf_details.toy:right_sum", "--reward_fn") is toy.right_sum
+
+
+def test_each_folder_has_its_own_modules_when_it_is_imported_and_when_it_is_called(functions, in_tmp, monkeypatch):
+    monkeypatch.syspath_prepend(in_tmp / "library")
+    for folder in ("library", "a", "b", "other"):
+        Path(folder).mkdir()
+        if folder != "other":  # which has none of its own
+            functions(f"class Word(str): pass\nWORD = Word('{folder}')", f"{folder}/terms.py")
+            functions(f"WORD = '{folder} late'", f"{folder}/later.py")
+        functions("raise ImportError('not the library')", f"{folder}/torch.py")
+        functions(
+            """
+            import pickle, torch, terms
+            class Mine: pass
+            def f(prompts, completions):
+                import terms as again, later
+                assert again is terms and pickle.loads(pickle.dumps([terms.WORD, Mine(), torch.ones(1)]))
+                raise ValueError(terms.WORD, later.WORD)
+            """,
+            f"{folder}/mine.py",
+        )
+    score = make_scorer(("other/mine.py:f", "a/mine.py:f", "b/mine.py:f"))
+    for name, found in {"other": "library", "a": "a", "b": "b"}.items():
+        with pytest.raises(rewards.Fault, match=rf"ValueError: \('{found}', '{found} late'\)"):
+            score.call(f"{name}.mine.py:f", [], [])
+
+
+def test_what_the_users_files_import_is_never_a_file_of_ours(functions, tiny, in_tmp):
+    """Python looks first in the folder of the script that was started. `evaluate` is a library's name."""
+    (in_tmp / "library").mkdir(), (in_tmp / "mine").mkdir()
+    functions("WHOSE = 'library'", "library/evaluate.py")
+    functions("WHOSE = 'mine'", "mine/toy.py"), functions("WHOSE = 'mine'", "mine/utils.py")
+    functions(
+        """
+        import evaluate, toy
+        def rows():
+            import utils
+            return [{"prompt": "we", "completion": f"{evaluate.WHOSE} {toy.WHOSE} {utils.WHOSE}"}] * 16
+        async def f(prompts, completions, completion):
+            import evaluate, toy, utils
+            raise SystemError(completion[0], evaluate.WHOSE, toy.WHOSE, utils.WHOSE)
+        """,
+        "mine/mine.py",
+    )
+    flags = ["--dataset", "mine/mine.py:rows", "--reward_fn", "mine/mine.py:f", "--reward_model_path", "None"]
+    flags += ["--sft_model_path", tiny / "policy", "--batch_size", 16, "--total_episodes", 16, "--response_length", 4]
+    end = launch("train_grpo.py", [*flags, "--output_dir", "out"], cwd=in_tmp, PYTHONPATH=f"{ROOT}:{in_tmp}/library")
+    words = "SystemError: ('library mine mine', 'library', 'mine', 'mine')"
+    assert end.stderr.splitlines()[-1] == words, end.stderr
 
 
 @pytest.mark.parametrize(
@@ -128,6 +187,30 @@ def test_what_a_function_may_return(functions, returned, values, is_boolean):
 
 
 @pytest.mark.parametrize(
+    "made",
+    [
+        "g = f",
+        "import functools\ng = functools.partial(f, scale=1)",
+        "class G:\n    async def __call__(self, **columns): return await f(**columns)\ng = G()",
+        "g = lambda prompts, completions: f(prompts, completions)",
+    ],
+)
+def test_what_can_be_awaited_is_awaited_always_in_the_same_loop(functions, made):
+    functions(f"""
+import asyncio
+loops = set()
+async def f(prompts, completions, scale=1, **columns):
+    loops.add(asyncio.get_running_loop())
+    return await asyncio.gather(*(asyncio.sleep(0, scale * len(c)) for c in completions))
+{made}
+def h(prompts, completions): return [-1.0] * 3
+    """)
+    _, values = call(ROWS, ["a", "bb", ""], ("mine.py:g", "mine.py:h", "mine.py:f"))
+    assert values.tolist() == [[1, -1, 1], [2, -1, 2], [0, -1, 0]]
+    assert len(data.load_module(str(Path("mine.py").resolve())).loops) == 1
+
+
+@pytest.mark.parametrize(
     "body, words",
     [
         ("return [0.0, float('nan'), 0.0]", ["returned nan", "row 2 of --dataset x, 'p1'", "'the room'"]),
@@ -145,11 +228,12 @@ def test_a_function_at_fault_ends_the_run_with_its_name_and_the_row(functions, c
     assert end.value.code == 1 and all(word in report for word in words), report
 
 
-def test_a_function_that_raises_shows_its_own_traceback_and_blames_no_row(functions, capsys):
-    functions("""
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_a_function_that_raises_shows_its_own_traceback_and_blames_no_row(functions, capsys, kind):
+    functions(f"""
         calls = []
         def longest(texts): return max(map(len, texts[5:]))
-        def f(prompts, completions): calls.append(completions); longest(completions)
+        {kind} f(prompts, completions): calls.append(completions); longest(completions)
     """)
     with pytest.raises(SystemExit) as end:
         call(ROWS, ["a", "b", "c"])
@@ -158,7 +242,10 @@ def test_a_function_that_raises_shows_its_own_traceback_and_blames_no_row(functi
     assert "Traceback" in second and trace[-1].startswith("ValueError: ")
     trace = "\n".join(trace)
     assert "in longest" in trace and "max(map(len, texts[5:]))" in trace and "plumbing/rewards.py" not in trace
-    assert sys.modules["mine_of_the_user"].calls == [["a", "b", "c"]]  # The guilty row is not searched by more calls.
+    assert trace.startswith(f'  File "{Path("mine.py").resolve()}"')
+    assert data.load_module(str(Path("mine.py").resolve())).calls == [
+        ["a", "b", "c"]
+    ]  # The guilty row is not searched by more calls.
 
 
 def test_none_is_for_all_responses_to_a_prompt_or_for_none_of_them(functions, capsys):
@@ -206,7 +293,7 @@ def test_a_function_gets_text_or_on_request_messages_of_whatever_data(functions,
     turns = [{"role": "system", "content": "be"}, *turn]
     table = [{"prompt": "we"}, {"prompt": turn}, {"prompt": turns}, {"prompt": ids}]
     call(table, ["a", "b", "c", "d"], reward_fn_format=format)
-    ((prompts, completions),) = sys.modules["mine_of_the_user"].seen
+    ((prompts, completions),) = data.load_module(str(Path("mine.py").resolve())).seen
     if format == "text":
         assert prompts == ["we", "we", "system: be\nuser: we", "we were"] and completions == ["a", "b", "c", "d"]
     else:
@@ -328,7 +415,7 @@ def test_a_function_is_called_once_for_what_is_scored(functions, tiny, page):
     options = dict(eval_dataset=write_rows("eval.jsonl", toy.rows("prompts", "test")[:5]), eval_every=2)
     options |= dict(num_sample_generations=3, checkpoint_every=1, reward_fn=("mine.py:f",))
     run_page(page, tiny, **options)
-    calls = sys.modules["mine_of_the_user"].calls
+    calls = data.load_module(str(Path("mine.py").resolve())).calls
     assert calls == [5, 16, 16, 5, 16, 5]  # before training, and after the updates 2 and 3
     run_page(page, tiny, **options, resume=True)
     assert len(calls) == 6
