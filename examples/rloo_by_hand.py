@@ -52,8 +52,8 @@ for text, mask in zip(texts, query_mask[::k], strict=True):
 rows = torch.arange(len(queries))
 key = (args.seed, utils.TRAINING, 1)
 policy.eval()
-stop_id = tokenizer.eos_token_id
-responses, response_mask, _ = utils.sample(policy, [queries, query_mask, rows], 1, R, stop_id, key)
+stop_ids = torch.tensor([tokenizer.eos_token_id])
+responses, response_mask, _ = utils.sample(policy, [queries, query_mask, rows], 1, R, stop_ids, key)
 for response, mask in zip(responses, response_mask, strict=True):
     print(tokenizer.decode(response[mask]))
 
@@ -85,7 +85,7 @@ print("largest KL of a response:", kl.abs().max().item())
 # A response that did not end pays a penalty, and each response pays for its KL. What is left is the reward.
 
 # %%
-ended = train_rloo.has_stopped(responses, response_mask, stop_id)
+ended = train_rloo.has_stopped(responses, response_mask, stop_ids)
 scores = train_rloo.missing_eos_scores(scores, ended, args.missing_eos_penalty, args.missing_eos_mode)
 rewards = scores - args.kl_coef * kl
 print(rewards.reshape(-1, k))

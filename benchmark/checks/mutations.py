@@ -33,7 +33,7 @@ SECONDS = 600  # after which a mutant's tests count as failed: it hangs. A loade
 PPO, ASYNC, RLOO, GRPO = "train_ppo.py", "train_ppo_async.py", "train_rloo.py", "train_grpo.py"
 GRPO_ASYNC = "train_grpo_async.py"
 RM, DPO, SFT, EVALUATE, UTILS = "train_reward.py", "train_dpo.py", "train_sft.py", "evaluate.py", "utils.py"
-DATA, ENCODING, COMPARISONS = "plumbing/data.py", "plumbing/tokenization.py", "plumbing/comparisons.py"
+DATA, COMPARISONS = "plumbing/data.py", "plumbing/comparisons.py"
 MODELS, ENGINES, LAYOUT = "plumbing/models.py", "plumbing/engines.py", "plumbing/layout.py"
 JUDGE, REPORT = "plumbing/judge.py", "plumbing/evaluation.py"
 
@@ -42,7 +42,7 @@ FROZEN = """\
     reference = Policy(frozen, args.temperature).requires_grad_(False)"""
 UNFROZEN = "    reference = Policy(model, args.temperature)"
 END = "scores - penalty if mode == 'subtract' else torch.full_like(scores, -penalty)"
-READ = "truncate_response(responses, response_mask, end_id, args.truncate_after)"
+READ = "truncate_response(responses, response_mask, end_ids, args.truncate_after)"
 OWN_SHARE = "(lambda xs: tuple((torch.cat([x] * world) for x in xs)))("
 BOTH = "_, _, values = in_slices(response_logprobs, policy, batch, size); old_logprobs = sampled_logprobs"
 NORMAL = "normalise(scores_of(reward, samples, size * K, accelerator))"
@@ -51,12 +51,12 @@ UNBIASED = "masked_mean((x - mean) ** 2, mask) * mask.sum() / (mask.sum() - 1)"
 MUTATIONS = [
     (
         "DATA-1",
-        ENCODING,
+        UTILS,
         "tokenizer(completion, add_special_tokens=False).input_ids",
         "tokenizer(prompt + completion, add_special_tokens=False).input_ids[len(ids):]",
     ),
-    ("DATA-2", ENCODING, "[*answer, tokenizer.eos_token_id]", "answer"),
-    ("DATA-3", ENCODING, "add_special_tokens=False", "add_special_tokens=True"),
+    ("DATA-2", UTILS, "[*answer, tokenizer.eos_token_id]", "answer"),
+    ("DATA-3", UTILS, "add_special_tokens=False", "add_special_tokens=True"),
     ("DATA-4", COMPARISONS, " if i != LABEL_PAD", ""),
     ("DATA-5", UTILS, "[0] * (width - len(row)) + list(row)", "list(row) + [0] * (width - len(row))"),
     ("DATA-6", UTILS, "mask.cumsum(-1)", "mask.new_ones(mask.shape).cumsum(-1)"),
@@ -92,7 +92,7 @@ MUTATIONS = [
     ("GEN-3", PPO, " / self.temperature", ""),
     ("GEN-3", RLOO, " / self.temperature", ""),
     ("GEN-4", UTILS, "fold(keys, coordinate)", "keys + coordinate"),
-    ("GEN-5", UTILS, "token != stop_id", "token == token"),
+    ("GEN-5", UTILS, "~torch.isin(token, stop_ids)", "(token == token)"),
     ("GEN-6", UTILS, "position + t", "Q + t + 0 * position"),
     ("GEN-7", PPO, "queries.size(1) - 1", "queries.size(1)"),
     ("GEN-7", RLOO, "torch.where(step == 0, Q - 1, column[Q:] - 1)", "column[Q:] - 1"),
@@ -115,7 +115,7 @@ MUTATIONS = [
     ),
     ("GEN-12", PPO, "ends[:, :after] = False", "after"),
     ("GEN-13", PPO, "mask & (responses == token_id)", "responses == token_id"),
-    ("GEN-13", RLOO, "mask & (responses == stop_id)", "responses == stop_id"),
+    ("GEN-13", RLOO, "mask & torch.isin(responses, stop_ids)", "torch.isin(responses, stop_ids)"),
     ("GEN-15", RLOO, "old_logprobs - sampled_logprobs", "sampled_logprobs - old_logprobs"),
     ("GEN-15", UTILS, "ratio.clamp(max=cap)", "ratio"),
     ("GEN-14", PPO, READ, f"(response_mask, {READ}[1])"),

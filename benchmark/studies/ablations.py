@@ -28,7 +28,7 @@ import numpy as np
 
 sys.path.extend(str(Path(__file__).resolve().parents[1] / room) for room in (".", "checks"))
 from intervals import ROOT, holm, last, mean_interval, prediction_interval, read_seeds, words
-from mutations import ASYNC, DATA, ENCODING, LAYOUT, NORMAL, PPO, READ, RLOO, RM, SFT, UNBIASED, UTILS, mutate
+from mutations import ASYNC, DATA, LAYOUT, NORMAL, PPO, READ, RLOO, RM, SFT, UNBIASED, UTILS, mutate
 from plot import blank, save
 
 from benchmark import MODELS, STAGES, Run, StudyArgs, code_hash, git_tag, run_command, run_study, stage_runs
@@ -113,7 +113,7 @@ VARIANTS = [
     Variant("added_keys", "rloo", "GEN-4", "coordinates added, not hashed", measure=True, mutations=(
         (UTILS, "GEN-4", "fold(keys, coordinate)", "keys + coordinate"),)),
     Variant("no_stop", "rloo", "GEN-5", "what follows EOS is part of the response", measure=True, mutations=(
-        (UTILS, "GEN-5", "token != stop_id", "token == token"),)),
+        (UTILS, "GEN-5", "~torch.isin(token, stop_ids)", "(token == token)"),)),
     Variant("last_column", "rloo", "REW-2", "score read in the last column, padding or not", mutations=(
         (RLOO, "REW-2", "response_mask.sum(1)", "response_mask.new_ones(response_mask.shape).sum(1)"),)),
     Variant("right_padding", "rloo", "DATA-5", "prompts padded on the right", measure=True, mutations=(
@@ -150,7 +150,7 @@ VARIANTS = [
         (RLOO, "", "self.logits(hidden).log_softmax(-1)", HOT),)),
     # ---- data and SFT
     Variant("sft_no_eos", "rloo", "DATA-2", "SFT on texts without EOS", sft=(
-        (ENCODING, "DATA-2", "[*answer, tokenizer.eos_token_id]", "answer"),)),
+        (UTILS, "DATA-2", "[*answer, tokenizer.eos_token_id]", "answer"),)),
     Variant("sft_completions", "rloo", "SFT-1", "SFT on completions alone", sft=("--completion_only",)),
     Variant("sft_micro_means", "rloo", "SFT-3", "SFT's loss: mean of the means of micro-batches of 4", sft=(
         "--micro_batch_size 4", (SFT, "SFT-3", "losses.sum() / num_targets", "losses.mean() / len(micro_batches)"))),

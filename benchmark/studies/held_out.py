@@ -54,12 +54,12 @@ def evaluate(policy_folder, sft, reward, seed, flags="", **changes):
     args, accelerator = cli.parse(train_rloo.Args, words), Accelerator(cpu=True)
     tokenizer, _, reference, reward_model = train_rloo.load_models(args, accelerator.device)
     model = utils.disable_dropout(models.load_policy(str(policy_folder), "--policy", args))
-    policy, stop_id = train_rloo.Policy(model, args.temperature), tokenizer.eos_token_id
+    policy, stop_ids = train_rloo.Policy(model, args.temperature), models.stop_ids(tokenizer, "eos", "--stop_token")
     rows, prompts = data.load_prompts(args, tokenizer, room=math.inf)
-    scorer = accelerator, tokenizer, reward_model, train_rloo.response_scores, args.micro_batch_size, stop_id
+    scorer = accelerator, tokenizer, reward_model, train_rloo.response_scores, args.micro_batch_size, stop_ids
     score = rewards.Scorer(args, *scorer)
     score.check_columns(rows, prompts)
-    metrics, _ = train_rloo.evaluate(policy, utils.sample, reference, score, prompts, stop_id, args, accelerator)
+    metrics, _ = train_rloo.evaluate(policy, utils.sample, reference, score, prompts, stop_ids, args, accelerator)
     names = (f"eval/objective/{name}" for name in FIGURES)
     return {name: metrics[name] for name in names if name in metrics}
 

@@ -93,15 +93,15 @@ def best_of_n(args: BestOfNArgs):
     words = ["--sft_model_path", str(folder / "sft"), "--reward_model_path", str(folder / "reward")]
     settings = cli.parse(train_rloo.Args, words)
     tokenizer, policy, _, reward = train_rloo.load_models(settings, "cpu")
-    texts, stop_id = [row["prompt"] for row in toy.rows("prompts", "test")[:PROMPTS]], tokenizer.eos_token_id
+    texts, stop_ids = [row["prompt"] for row in toy.rows("prompts", "test")[:PROMPTS]], torch.tensor([tokenizer.eos_token_id])
     policy.eval()
     queries, query_mask = utils.left_pad([tokenizer(text).input_ids for text in texts for _ in range(n)])
 
     def one_slice(policy, batch):
         key, penalty = (args.seed, utils.EVALUATION, 0), settings.missing_eos_penalty
-        responses, mask, _ = utils.sample(policy, batch, n, settings.response_length, stop_id, key)
+        responses, mask, _ = utils.sample(policy, batch, n, settings.response_length, stop_ids, key)
         scores = train_rloo.response_scores(reward, [*batch[:2], responses, mask], 1)
-        ended = train_rloo.has_stopped(responses, mask, stop_id)
+        ended = train_rloo.has_stopped(responses, mask, stop_ids)
         return train_rloo.missing_eos_scores(scores, ended, penalty, "subtract"), responses, mask
 
     with torch.no_grad():

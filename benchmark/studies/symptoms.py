@@ -18,7 +18,7 @@ sys.path.extend(str(Path(__file__).resolve().parents[1] / room) for room in ("."
 import matplotlib
 from ablations import ALONE, RUN, code_of
 from intervals import ROOT, read_seeds
-from mutations import ENCODING, ENGINES, OWN_SHARE, PPO, RLOO, UTILS
+from mutations import ENGINES, OWN_SHARE, PPO, RLOO, UTILS
 from plot import blank, frame, save
 
 from benchmark import COLUMNS, MODELS, STAGES, Run, StudyArgs, git_tag, run_command, run_study, stage_runs
@@ -111,7 +111,7 @@ def run(args: RunArgs):
         for name, (command, changes) in RUNS.items():
             code = code_of(name, changes, tag) if changes else None
             runs.append(Run(name, command, seed, tag, "symptoms", code))
-    no_eos = code_of("sft_no_eos", ((ENCODING, "DATA-2", "[*answer, tokenizer.eos_token_id]", "answer"),), tag)
+    no_eos = code_of("sft_no_eos", ((UTILS, "DATA-2", "[*answer, tokenizer.eos_token_id]", "answer"),), tag)
     first = {"sft_no_eos": (f"python rlhf_details/train_sft.py --output_dir {MODELS}/sft_no_eos", no_eos)}
     return run_study(stage_runs(args.seeds, tag, first), runs, args, tag)
 

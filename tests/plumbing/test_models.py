@@ -56,11 +56,11 @@ def test_a_tokenizer_is_loaded_and_must_have_an_eos_token(tiny, in_tmp, fails):
 def test_a_stop_token_is_eos_none_or_one_token(unk, fails):
     tokenizer = toy.tokenizer()
     tokenizer.unk_token = unk  # Many tokenizers have none.
-    assert models.token_id(tokenizer, "eos", "--stop_token") == tokenizer.eos_token_id
-    assert models.token_id(tokenizer, "none", "--stop_token") is None
-    assert models.token_id(tokenizer, "hotel", "--stop_token") == tokenizer.convert_tokens_to_ids("hotel")
+    assert models.stop_ids(tokenizer, "eos", "--stop_token").tolist() == [tokenizer.eos_token_id]
+    assert models.stop_ids(tokenizer, "none", "--stop_token").tolist() == []
+    assert models.stop_ids(tokenizer, "hotel", "--stop_token").item() == tokenizer.convert_tokens_to_ids("hotel")
     for text in ("small hotel", "", *(["nonsense"] if unk else [])):
-        assert f"--stop_token {text!r}: not one token" in fails(models.token_id, tokenizer, text, "--stop_token")
+        assert f"--stop_token {text!r}: not one token" in fails(models.stop_ids, tokenizer, text, "--stop_token")
 
 
 def test_a_stop_token_is_read_as_it_stands_within_a_response(fails):
@@ -68,9 +68,9 @@ def test_a_stop_token_is_read_as_it_stands_within_a_response(fails):
     tokenizer = metaspace_tokenizer()
     response = tokenizer("the cat.").input_ids
     assert tokenizer.convert_ids_to_tokens(response) == ["▁the", "▁cat", "."]
-    assert models.token_id(tokenizer, ".", "--stop_token") == response[2] != tokenizer(".").input_ids[0]
-    assert models.token_id(tokenizer, " cat", "--stop_token") == response[1]
-    fails(models.token_id, tokenizer, "dog", "--stop_token")
+    assert models.stop_ids(tokenizer, ".", "--stop_token").item() == response[2] != tokenizer(".").input_ids[0]
+    assert models.stop_ids(tokenizer, " cat", "--stop_token").item() == response[1]
+    fails(models.stop_ids, tokenizer, "dog", "--stop_token")
 
 
 def vocabulary_folder(folder, tokenizer, size):

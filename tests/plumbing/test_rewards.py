@@ -129,18 +129,17 @@ def prompt(columns, number=1, task=None):
     return data.Prompt([5], data.as_text(toy.tokenizer(), columns["prompt"]), columns, number, "--dataset x", task)
 
 
-def make_scorer(names=("mine.py:f",), dataset="rows.jsonl", reward_model=None, stop_id="eos", **flags):
+def make_scorer(names=("mine.py:f",), dataset="rows.jsonl", reward_model=None, stop_ids=(1,), **flags):
     """A Scorer of functions, on one process."""
     args = train_rloo.Args(dataset=dataset, reward_fn=names, **flags)
-    stop_id = toy.tokenizer().eos_token_id if stop_id == "eos" else stop_id
-    options = toy.tokenizer(), reward_model, train_rloo.response_scores, 4, stop_id
+    options = toy.tokenizer(), reward_model, train_rloo.response_scores, 4, torch.tensor(stop_ids)
     return rewards.Scorer(args, accelerate.Accelerator(cpu=True), *options)
 
 
 def test_a_penalty_for_what_cannot_be_missing_is_said_to_do_nothing(functions, capsys):
     functions("def f(prompts, completions):\n    return [0.0]")
-    for stop_id, penalty, is_said in ((None, 2.0, True), (None, None, False), ("eos", 2.0, False)):
-        make_scorer(stop_id=stop_id, missing_eos_penalty=penalty)
+    for stop_ids, penalty, is_said in (((), 2.0, True), ((), None, False), ((1,), 2.0, False)):
+        make_scorer(stop_ids=stop_ids, missing_eos_penalty=penalty)
         said = capsys.readouterr().out
         assert ("--missing_eos_penalty 2 does nothing" in said and "--stop_token none" in said) == is_said
 

@@ -69,7 +69,7 @@ def test_the_checkpoints_generation_config_is_not_obeyed():
 @torch.no_grad()
 def test_the_log_probs_of_the_sampler_are_those_of_plain_forwards(wrapper):
     model, prompts = tiny_model("gpt2", vocab_size=23), [[3, 4, 5, 6, 7], [8], [9, 10]]
-    responses, mask, logprobs = draw(wrapper(model, 0.7), prompts, 8, stop_id=1)
+    responses, mask, logprobs = draw(wrapper(model, 0.7), prompts, 8, 1)
     for prompt, response, m, ours in zip(prompts, responses, mask, logprobs, strict=True):
         expected, _ = plain_logprobs(model, prompt, response[m].tolist(), 0.7)
         assert (ours[m] - expected).abs().max() < 1e-5 and (ours[~m] == 0).all()
@@ -168,6 +168,6 @@ def test_gen_5_nothing_is_sampled_after_the_stop_token(n):
 
 def test_sampling_ends_when_all_rows_have_ended_and_one_token_is_enough():
     logits = torch.tensor([-50.0, 50.0, -50.0])
-    responses, mask, _ = draw(fixed_logits(logits), [[1], [2]], 5, stop_id=1)
+    responses, mask, _ = draw(fixed_logits(logits), [[1], [2]], 5, 1)
     assert responses.tolist() == [[1, 0, 0, 0, 0]] * 2 and mask.sum().item() == 2
     assert draw(fixed_logits(logits), [[1]], 1)[0].shape == (1, 1)

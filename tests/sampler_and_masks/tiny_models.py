@@ -90,11 +90,12 @@ def fixed_logits(logits):
     return policy
 
 
-def draw(policy, prompts, response_length, stop_id=None, key=(1, 0, 1), rows=None, n=1):
+def draw(policy, prompts, response_length, *stop_ids, key=(1, 0, 1), rows=None, n=1):
     """n responses to each prompt (a list of ids) by utils.sample: responses, mask, log-probs."""
     queries, query_mask = (x.repeat_interleave(n, 0) for x in utils.left_pad(prompts))
     rows = torch.arange(len(queries)) if rows is None else rows
-    return utils.sample(policy, [queries, query_mask, rows], n, response_length, stop_id, key)
+    stop_ids = torch.tensor(stop_ids, dtype=torch.long)
+    return utils.sample(policy, [queries, query_mask, rows], n, response_length, stop_ids, key)
 
 
 @torch.no_grad()
