@@ -594,7 +594,9 @@ def decode(args):
 
     def sampled(n):
         batch = queries.repeat_interleave(k, 0), mask.repeat_interleave(k, 0), rows
-        return utils.sample(policy, batch, n, R, stop_ids=torch.tensor([], dtype=torch.long), key=(1, utils.TRAINING, 1))[0]
+        return utils.sample(
+            policy, batch, n, R, stop_ids=torch.tensor([], dtype=torch.long), key=(1, utils.TRAINING, 1)
+        )[0]
 
     def generated(model):
         model.generation_config.eos_token_id = None  # always R tokens, as ours without a stop token

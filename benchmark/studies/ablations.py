@@ -241,7 +241,7 @@ VARIANTS = [
     Variant("rm_not_after", "rloo_unit", "RM-10", "not normalised again after training", reward=(
         UNIT_FLAG, (RM, "RM-10", NORMAL, "(1.0, 0.0)"))),
     Variant("rm_whole_samples", "rloo_unit", "RM-11", "the samples to normalise run on after EOS", reward=(
-        UNIT_FLAG, (RM, "RM-11", "None if comparisons.are_token_ids(train) else tokenizer.eos_token_id", "None"))),
+        UNIT_FLAG, (RM, "RM-11", "'none' if comparisons.are_token_ids(train) else 'eos'", "'none'"))),
     Variant("rm_gain_not_saved", "rloo_unit", "RM-13", "the trained gain is missing in the saved head", reward=(
         UNIT_FLAG, (RM, "RM-13", " * weights['gain']", ""))),
     Variant("rm_unit", "rloo", "", "scores of mean 0 and deviation 1", runs="rloo_unit"),

@@ -93,7 +93,10 @@ def best_of_n(args: BestOfNArgs):
     words = ["--sft_model_path", str(folder / "sft"), "--reward_model_path", str(folder / "reward")]
     settings = cli.parse(train_rloo.Args, words)
     tokenizer, policy, _, reward = train_rloo.load_models(settings, "cpu")
-    texts, stop_ids = [row["prompt"] for row in toy.rows("prompts", "test")[:PROMPTS]], torch.tensor([tokenizer.eos_token_id])
+    texts, stop_ids = (
+        [row["prompt"] for row in toy.rows("prompts", "test")[:PROMPTS]],
+        torch.tensor([tokenizer.eos_token_id]),
+    )
     policy.eval()
     queries, query_mask = utils.left_pad([tokenizer(text).input_ids for text in texts for _ in range(n)])
 

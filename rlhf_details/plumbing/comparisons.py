@@ -69,8 +69,13 @@ def load_references(args, tokenizer, reward, train):
     """
     if args.normalization == "gain_bias":
         room, first = models.context(reward) - args.response_length, train[: 2 * args.normalize_samples]
-        hint = f"which --normalization gain_bias leaves for a prompt; --max_prompt_length {room} drops such rows"
-        tokenization.check_room({row.number: len(row.ids) for row in first}, room, f"--dataset {args.dataset}", hint)
+        limit = f"which --response_length {args.response_length} leaves for a prompt (--normalization gain_bias)"
+        if empty := [row.number for row in first if not row.ids]:
+            cli.fail(f"--dataset {args.dataset}: the prompt of row {empty[0]} is empty, and gain_bias samples from it")
+        hint = f"--max_prompt_length {room} drops such rows"
+        tokenization.check_room(
+            {row.number: len(row.ids) for row in first}, room, f"--dataset {args.dataset}", limit, hint
+        )
     rows, what = data.read_demonstrations(args, "reference_dataset"), f"--reference_dataset {args.reference_dataset}"
     references = data.encode_demonstrations(rows, what, tokenizer, models.context(reward), args)
     return [row.ids + row.completion for row in references] or [ids for row in train for ids in row.candidates]
@@ -168,8 +173,8 @@ def encode(rows, what, tokenizer, reward, args):
     kept = tokenization.short_enough([len(row.ids) for row in found], args.max_prompt_length, what)
     longest = [max(map(len, found[i].candidates)) for i in kept]
     result = data.Prompts(found[kept[j]] for j in tokenization.short_enough(longest, args.max_length, what, "row"))
-    hint = f"the model's context; --max_length {context} drops such rows"
-    tokenization.check_room({row.number: max(map(len, row.candidates)) for row in result}, context, what, hint)
+    limit, hint = "the model's context", f"--max_length {context} drops such rows"
+    tokenization.check_room({row.number: max(map(len, row.candidates)) for row in result}, context, what, limit, hint)
     numbers = {row.number for row in result}
     left = [entry for entry in left if entry[0] in numbers]
     tokenization.warn_of_left_out(tokenizer, left, what)

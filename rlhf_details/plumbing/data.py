@@ -127,7 +127,8 @@ def with_prompts(rows, args, what):
         elif "instruction" in row:
             prompt = instruction(row, is_chat, where)
         elif {"chosen", "rejected"} <= row.keys():
-            prompt, _ = split_common(row["chosen"], row["rejected"], where)
+            prompt, answers = split_common(row["chosen"], row["rejected"], where)
+            row = row | dict(zip(("chosen", "rejected"), answers, strict=True))
         else:
             cli.fail(f"{where} has no column 'prompt' or 'messages' (it has {sorted(row)})")
         result.append(row | {"prompt": prompt})
@@ -192,7 +193,7 @@ def after(prompt, answer, what):
     if is_messages(prompt) and isinstance(answer, str):
         return [{"role": "assistant", "content": answer}]
     if not is_messages(answer):
-        if isinstance(answer, str) != isinstance(prompt, str):
+        if is_messages(prompt) or isinstance(answer, str) != isinstance(prompt, str):
             cli.fail(f"{what}: {reprlib.repr(answer)} is of another kind than the prompt, {reprlib.repr(prompt)}")
         return answer
     if is_messages(prompt):
@@ -561,12 +562,12 @@ def encode_demonstrations(rows, what, tokenizer, context, args, num_sampled=0):
         text = as_text(tokenizer, rows[i]["prompt"])
         made = Demonstration(pairs[i][0], text, rows[i], i + 1, what, options=options[i], completion=pairs[i][1])
         result.append(made)
-    hint = f"the model's context; --max_length {context} drops such rows"
+    limit, hint = "the model's context", f"--max_length {context} drops such rows"
     hint += ", a larger --context_length keeps them" * (getattr(args, "base_model", "") == "scratch")
-    check_room({row.number: len(row.ids + row.completion) for row in result}, context, what, hint)
+    check_room({row.number: len(row.ids + row.completion) for row in result}, context, what, limit, hint)
     room = {row.number: len(row.ids) for row in result if row.columns["prompt"]}
-    hint = f"and --response_length {num_sampled} must fit the context of {context}; --max_prompt_length drops such rows"
-    check_room(room, context - num_sampled, f"{what}: prompts", hint)
+    limit, hint = f"which --response_length {num_sampled} leaves for a prompt", "--max_prompt_length drops such rows"
+    check_room(room, context - num_sampled, what, limit, hint)
     warn_of_left_out(tokenizer, [(row.number, row.columns["completion"], row.completion) for row in result], what)
     warn_of_empty(tokenizer, [(row.number, row.completion) for row in result], what, "completion")
     if any(row.ids for row in result):  # Rows that are a `text` have no prompts, and need none.

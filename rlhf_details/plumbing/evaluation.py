@@ -140,8 +140,8 @@ def encode_references(args, tokenizer, prompts, context, device):
         for row in prompts
     ]
     lengths = {row.number: len(row.ids + reference) for row, reference in zip(prompts, ids, strict=True)}
-    hint = "the reward model's context for prompt and completion; shorten them"
-    tokenization.check_room(lengths, context, f"--dataset {args.dataset}", hint)
+    limit, hint = "the reward model's context", "shorten their prompts or completions"
+    tokenization.check_room(lengths, context, f"--dataset {args.dataset}", limit, hint)
     pairs = [(row.number, reference) for row, reference in zip(prompts, ids, strict=True)]
     tokenization.warn_of_empty(tokenizer, pairs, f"--dataset {args.dataset}", "completion")
     tokens, mask = (x.flip(1) for x in utils.left_pad([reference[::-1] for reference in ids], device))

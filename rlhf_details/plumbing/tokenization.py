@@ -48,11 +48,14 @@ def short_enough(lengths, limit, what, name="prompt"):
     return kept
 
 
-def check_room(lengths, room, what, hint):
-    """Ends with one line that counts the rows with more than `room` tokens. lengths: {row's number: tokens}."""
+def check_room(lengths, room, what, limit, hint):
+    """Ends with one line that counts the rows with more than `room` tokens.
+
+    Args: lengths, {row's number: tokens}; limit, what `room` is, in words.
+    """
     if wrong := [number for number, length in lengths.items() if length > room]:
         first = f"the first one is row {wrong[0]} with {lengths[wrong[0]]}"
-        cli.fail(f"{what}: {len(wrong)} of {len(lengths)} rows have more than {room} tokens, {first}; {hint}")
+        cli.fail(f"{what}: {len(wrong)} of {len(lengths)} rows have more than {room} tokens, {limit}; {first}; {hint}")
 
 
 # ---- rows that are empty, or of which a template leaves something out ------------------------------------------------
@@ -105,6 +108,6 @@ def encode_prompts(tokenizer, rows, room, what, options, limit=None):
         if max(ids[i]) >= len(tokenizer):
             unknown = f"{max(ids[i])}, which is no token (the vocabulary has {len(tokenizer)})"
             cli.fail(f"{what}: the prompt of row {i + 1} holds {unknown}")
-    hint = f"which the model's context leaves for a prompt; --max_prompt_length {room} drops such rows"
-    check_room({i + 1: len(ids[i]) for i in kept}, room, what, hint)
+    limit, hint = "which the models' context leaves for a prompt", f"--max_prompt_length {room} drops such rows"
+    check_room({i + 1: len(ids[i]) for i in kept}, room, what, limit, hint)
     return kept, [ids[i] for i in kept]

@@ -122,9 +122,9 @@ def test_a_batch_that_two_processes_cannot_share(refused, monkeypatch, script):
         ("train_sft", jsonl({"completion": None}), ["row 2", "'completion'"]),
         (["train_reward", "train_dpo"], jsonl({"rejected": None}), ["row 2", "'rejected'"]),
         ([*RL, "evaluate"], jsonl({"prompt": ""}), ["row 2", "empty"]),
-        ([*RL, "evaluate"], jsonl({"prompt": LONG}), ["row 2", "200 tokens", "124"]),
-        (["train_reward", "train_dpo"], jsonl({"rejected": LONG}), ["row 2", "205 tokens", "128"]),
-        ("train_sft", jsonl({"completion": LONG}), ["row 2", "205 tokens", "128"]),
+        ([*RL, "evaluate"], jsonl({"prompt": LONG}), ["row 2", "with 200;", "124"]),
+        (["train_reward", "train_dpo"], jsonl({"rejected": LONG}), ["row 2", "with 205;", "128", "--max_length"]),
+        ("train_sft", jsonl({"completion": LONG}), ["row 2", "with 205;", "128", "--max_length"]),
         ("train_rloo", jsonl({"prompt": CHAT}), ["no chat template"]),
         (["train_reward", "train_dpo", "train_sft"], jsonl({"prompt": CHAT}), ["row 2"]),
     ),
@@ -146,7 +146,7 @@ def test_a_file_that_does_not_exist(refused, script):
     "script, flag, change, flags, words",
     [
         ("train_reward", "dataset", dict(prompt=""), dict(normalization="gain_bias"), ["row 2", "empty"]),
-        ("train_reward", "dataset", dict(prompt=SOUPS), dict(normalization="gain_bias"), ["row 2", "100 tokens"]),
+        ("train_reward", "dataset", dict(prompt=SOUPS), dict(normalization="gain_bias"), ["row 2", "with 100;"]),
         ("train_reward", "reference_dataset", dict(completion=LONG), {}, ["row 2"]),
         ("train_sft", "eval_dataset", dict(prompt=SOUPS), {}, ["row 2", "--response_length 53"]),  # ROUGE needs room.
     ],
@@ -187,7 +187,7 @@ def test_a_prompt_longer_than_the_reward_models_context(refused, script, tiny):
     Path("reward/config.json").write_text(json.dumps(config))
     Path("bad.jsonl").write_text(jsonl({"prompt": " ".join(["soup"] * 13)}))
     changes = dict(dataset="bad.jsonl", response_length=8, reward_model_path="reward")
-    refused(script, "--dataset bad.jsonl: the prompt of row 2 has 13 tokens", "12", **changes)
+    refused(script, "the first one is row 2 with 13", "12", **changes)
 
 
 # ---- the embedded task: nothing is trained before everything that can be checked has been ----------------------------

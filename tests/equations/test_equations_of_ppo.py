@@ -134,23 +134,23 @@ def truncate(request):
 
 def test_gen_13_filler_that_equals_the_token_is_not_a_token(truncate):
     responses = torch.tensor([[5, 6, 13, 13, 13], [5, 13, 6, 13, 13], [5, 6, 7, 8, 13]])
-    scored, found = truncate(responses, ragged_mask([2, 3, 4], 5), 13, 0)
+    scored, found = truncate(responses, ragged_mask([2, 3, 4], 5), torch.tensor([13]), 0)
     assert torch.equal(scored, ragged_mask([2, 2, 4], 5)) and found.tolist() == [False, True, False]
 
 
-@pytest.mark.parametrize("token,after", [(2, 0), (2, 1), (2, 4), (2, 30), (None, 0)])
+@pytest.mark.parametrize("ends,after", [([2], 0), ([2], 1), ([2, 3], 4), ([2], 30), ([], 0)])
 @SEEDS
-def test_gen_12_truncation_equals_the_loop(truncate, seed, token, after):
+def test_gen_12_truncation_equals_the_loop(truncate, seed, ends, after):
     """Without a token to look for the whole response is scored, and counts as ended."""
     generator, lengths, width = ragged_case(seed)
     mask = ragged_mask(lengths, width)
     responses = torch.randint(4, mask.shape, generator=generator)
-    scored, found = truncate(responses, mask, token, after)
+    scored, found = truncate(responses, mask, torch.tensor(ends), after)
     for i, n in enumerate(lengths):
-        places = [t for t in range(n) if t >= after and responses[i, t] == token]
+        places = [t for t in range(n) if t >= after and responses[i, t] in ends]
         length = places[0] + 1 if places else n
         assert scored[i].tolist() == [t < length for t in range(width)], (i, responses[i], n)
-        assert found[i].item() == (bool(places) or token is None)
+        assert found[i].item() == (bool(places) or not ends)
 
 
 # ---- running moments of the scores -----------------------------------------------------------------------------------

@@ -60,9 +60,9 @@ def test_gen_13_the_stop_token_is_not_found_in_the_filler():
     """The filler is token 0, and a vocabulary whose stop token is 0 must not count padding as an ending."""
     responses = torch.tensor([[5, 0, 0], [5, 6, 7], [5, 0, 0]])
     mask = ragged_mask([1, 3, 2], 3)
-    assert train_rloo.has_stopped(responses, mask, 0).tolist() == [False, False, True]
-    assert train_rloo.has_stopped(responses, mask, 7).tolist() == [False, True, False]
-    assert train_rloo.has_stopped(responses, mask, None).tolist() == [True] * 3
+    assert train_rloo.has_stopped(responses, mask, torch.tensor([0])).tolist() == [False, False, True]
+    assert train_rloo.has_stopped(responses, mask, torch.tensor([7, 9])).tolist() == [False, True, False]
+    assert train_rloo.has_stopped(responses, mask, torch.tensor([])).tolist() == [True] * 3
 
 
 # ---- the policy loss -------------------------------------------------------------------------------------------------

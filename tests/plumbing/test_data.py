@@ -25,8 +25,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from rlhf_details import evaluate, toy, train_reward, train_rloo, train_sft
+from rlhf_details import evaluate, toy, train_reward, train_rloo, train_sft, utils
 from rlhf_details.plumbing import comparisons, data, evaluation, tokenization
+from rlhf_details.plumbing.models import text_of
 
 LLAMA = (
     "{% for message in messages %}"
@@ -108,6 +109,10 @@ def user(text):
     return {"role": "user", "content": text}
 
 
+def system(text):
+    return {"role": "system", "content": text}
+
+
 def assistant(text):
     return {"role": "assistant", "content": text}
 
@@ -164,8 +169,7 @@ def demonstrations_of(spec, tokenizer, context=512, **flags):
     """(prompt ids, completion ids) of each row that SFT trains on."""
     args = train_sft.Args(dataset=spec, **flags)
     table = data.read_demonstrations(args, "dataset")
-    limit = args.max_prompt_length
-    found = data.encode_demonstrations(table, f"--dataset {spec}", tokenizer, context, limit)
+    found = data.encode_demonstrations(table, f"--dataset {spec}", tokenizer, context, args)
     return [(row.ids, row.completion) for row in found]
 
 
@@ -374,7 +378,7 @@ def test_an_error_in_the_users_own_rows_keeps_its_traceback(in_tmp):
 
 # ---- rows -> prompts and completions ---------------------------------------------------------------------------------
 def only_prompt(row):
-    (read,) = data.with_prompts([row], None, "--dataset rows.jsonl")
+    (read,) = data.with_prompts([row], train_sft.Args(), "--dataset rows.jsonl")
     return read["prompt"]
 
 
@@ -420,7 +424,75 @@ def test_an_answer_is_of_the_prompts_kind_and_is_what_stands_after_the_prompt(in
     pair = {name: row.get("completion", row.get("messages")) for name in ("chosen", "rejected")}
     write("pairs.jsonl", [{k: v for k, v in row.items() if k == "prompt"} | pair])
     if "prompt" in row:
-        assert comparisons.read_comparisons("pairs.jsonl", "--dataset") == [(row["prompt"], [answer, answer], 0)]
+        (found,) = comparisons.read_comparisons("pairs.jsonl", "--dataset", train_reward.Args())
+        assert found[:3] == (row["prompt"], [answer, answer], 0)
+
+
+CALL = {"function": {"name": "add", "arguments": {"a": 1}}}
+CALLS = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 1}'}}]}
+PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "!"}]
+PAST = {"instruction": "a", "input": "", "output": "b", "history": [["q", "r"]]}
+
+
+@pytest.mark.parametrize(
+    "row, prompt, answer",
+    [
+        ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, [user("a")], "b"),
+        ({"conversation": [user("a"), assistant("b")]}, [user("a")], "b"),
+        ({"conversations": [user("a"), assistant("b")], "system": "s"}, [system("s"), user("a")], "b"),
+        ({"messages": [user(PARTS), assistant("b")]}, [user("a!")], "b"),
+        ({"messages": [user("a") | {"tool_calls": None}, assistant("b")]}, [user("a")], "b"),  # as `datasets` fills up
+        ({"messages": [user("a"), assistant("b")], "text": "<user>a<assistant>b"}, [user("a")], "b"),
+        ({"prompt": [user("a")], "completion": "b"}, [user("a")], "b"),
+        ({"instruction": "a", "input": "x", "output": "b"}, [user("a\n\nx")], "b"),
+        (PAST, [user("q"), assistant("r"), user("a")], "b"),
+        ({"messages": [user("a"), CALLS]}, [user("a")], CALLS | {"content": "", "tool_calls": [CALL]}),
+    ],
+)  # fmt: skip
+def test_the_shapes_of_rows_that_people_bring(in_tmp, tokenizers, row, prompt, answer):
+    """Whoever has no chat template reads Alpaca's columns as text."""
+    tokenizers["chatml"].save_pretrained("base")
+    write("rows.jsonl", [row])
+    (read,) = data.read_demonstrations(train_sft.Args(dataset="rows.jsonl", base_model="base"), "dataset")
+    assert read["prompt"] == prompt
+    assert read["completion"] == [answer if isinstance(answer, dict) else assistant(answer)]
+    if "instruction" in row:
+        (read,) = data.read_demonstrations(train_sft.Args(dataset="rows.jsonl"), "dataset")
+        assert isinstance(read["prompt"], str) and read["prompt"].startswith(("a", "q")) and read["completion"] == "b"
+
+
+def test_any_column_is_the_completion(in_tmp):
+    write("rows.jsonl", [{"q": "a", "solution": "b", "n": 3}])
+    flags = dict(prompt_template="{q}", completion_template="{solution} {n}")
+    (read,) = data.read_demonstrations(train_sft.Args(dataset="rows.jsonl", **flags), "dataset")
+    assert (read["prompt"], read["completion"]) == ("a", "b 3")
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [("b", "c"), ([assistant("b")], [assistant("c")]), ({"from": "gpt", "value": "b"}, {"from": "gpt", "value": "c"})],
+)
+@pytest.mark.parametrize("start", [{"prompt": [user("a")]}, {"conversations": [{"from": "human", "value": "a"}]}])
+def test_answers_of_a_comparison_may_have_another_shape_than_its_prompt(in_tmp, start, pair):
+    write("rows.jsonl", [start | dict(zip(("chosen", "rejected"), pair, strict=True))])
+    (row,) = comparisons.read_comparisons("rows.jsonl", "--dataset", train_reward.Args())
+    assert row[:3] == ([user("a")], [[assistant("b")], [assistant("c")]], 0)
+
+
+@pytest.mark.parametrize(
+    "value, words",
+    [
+        ([], "is empty"),
+        (None, "is empty"),
+        ("[{'role': 'user'}]", "is no list of messages"),
+        ({"role": ["user"], "content": ["a"]}, "is no list of messages"),
+        ([user([{"type": "image"}])], "a string or a list of texts"),
+    ],
+)  # fmt: skip
+def test_broken_messages_are_called_that(in_tmp, fails, value, words):
+    write("rows.jsonl", [{"messages": [user("a"), assistant("b")]}, {"messages": value}])
+    line = fails(data.read_demonstrations, train_sft.Args(dataset="rows.jsonl"), "dataset")
+    assert "row 2, column 'messages'" in line and words in line
 
 
 def test_rows_of_text_are_completions_of_an_empty_prompt(in_tmp):
@@ -458,11 +530,11 @@ def test_an_implicit_conversation_ends_with_the_last_common_message_that_is_no_a
     "row, words",
     [
         ({"text": "b"}, "has no column 'prompt'"),
-        ({"prompt": [{"role": "user"}]}, "a string `role` and a string `content`"),
+        ({"prompt": [{"role": "user"}]}, "a string `role` and a `content`"),
         ({"chosen": "yes", "rejected": "no"}, "not one prompt with two answers"),
         ({"prompt": "a"}, "has no column 'completion'"),
         ({"prompt": "a", "completion": None}, "column 'completion'"),
-        ({"prompt": [user("a")], "completion": "b"}, "of another kind than the row's prompt"),
+        ({"prompt": [user("a")], "completion": [3, 4]}, "of another kind than the prompt"),
         ({"messages": [user("a"), assistant("b"), user("c")]}, "does not go on from the prompt"),
         # UltraChat's rows, whose `prompt` is the first message alone.
         ({"prompt": "a", "messages": [user("a"), assistant("b"), user("c"), assistant("d")]}, "_template messages"),
@@ -470,8 +542,9 @@ def test_an_implicit_conversation_ends_with_the_last_common_message_that_is_no_a
 )
 def test_a_row_that_cannot_be_read_is_named(fails, row, words):
     def read():
-        table = data.with_prompts([{"prompt": "a", "completion": "b"}, row], None, "--dataset rows.jsonl")
-        data.with_completions(table, "--dataset rows.jsonl")
+        args = train_sft.Args()
+        table = data.with_prompts([{"prompt": "a", "completion": "b"}, row], args, "--dataset rows.jsonl")
+        data.with_completions(table, args, "--dataset rows.jsonl")
 
     line = fails(read)
     assert "--dataset rows.jsonl: row 2" in line and words in line
@@ -479,22 +552,31 @@ def test_a_row_that_cannot_be_read_is_named(fails, row, words):
 
 def test_the_template_messages_passes_a_column_prompt_over(in_tmp):
     conversation = [user("a"), assistant("b"), user("c"), assistant("d")]  # as UltraChat has it
-    table = data.with_prompts([{"prompt": "a", "messages": conversation}], "messages", "rows")
-    (row,) = data.with_completions(table, "rows")
+    args = train_sft.Args(prompt_template="messages")
+    table = data.with_prompts([{"prompt": "a", "messages": conversation}], args, "rows")
+    (row,) = data.with_completions(table, args, "rows")
     assert (row["prompt"], row["completion"]) == (conversation[:3], conversation[3:])
     pair = {"prompt": "a", "chosen": [user("a"), assistant("b")], "rejected": [user("a"), assistant("c")]}
     write("pairs.jsonl", [pair])
-    read = comparisons.read_comparisons
-    assert read("pairs.jsonl", "--dataset", "messages") == [([user("a")], [[assistant("b")], [assistant("c")]], 0)]
-    assert read("pairs.jsonl", "--dataset") == [("a", ["b", "c"], 0)]
+    expected = {"messages": ([user("a")], [[assistant("b")], [assistant("c")]], 0), None: ("a", ["b", "c"], 0)}
+    for template, row in expected.items():
+        args = train_reward.Args(prompt_template=template)
+        assert [found[:3] for found in comparisons.read_comparisons("pairs.jsonl", "--dataset", args)] == [row]
 
 
 # ---- prompt templates ------------------------------------------------------------------------------------------------
 def test_a_template_puts_in_what_the_columns_hold_and_reads_nothing_in_it(in_tmp):
-    row = {"question": "{a} \\n b", "number": 7, "options": ["x", "y"]}
-    assert data.fill("{{Q}} {question}\\n{number} {options[1]}\n", row, "row 1") == "{Q} {a} \\n b\n7 y\n"
+    row = {"question": "{a} \\n b", "number": 7, "empty": None}
+    for template, text in (
+        ("{Q} {question}\\n{number}{empty}\n", "{Q} {a} \\n b\n7\n"),
+        (r"{number}: \boxed{} or {\"answer\": ..}", r"7: \boxed{} or {\"answer\": ..}"),
+        (r"{number} $x \neq \nu$, \nabla f\nAnswer: \not", "7 $x \\neq \\nu$, \\nabla f\nAnswer: \\not"),
+    ):
+        assert data.fill(template, row, set(row), "row 1", "--prompt_template") == text
     Path("alpaca.csv").write_text("instruction,input,output\nname a colour,,red\nname a pet,small,mouse\n")
-    table = data.with_prompts(data.read_rows("alpaca.csv", "--dataset"), "{instruction} {input}", "x")
+    table = data.with_prompts(
+        data.read_rows("alpaca.csv", "--dataset"), train_sft.Args(prompt_template="{instruction} {input}"), "x"
+    )
     assert [row["prompt"] for row in table] == ["name a colour ", "name a pet small"]  # An empty cell is "".
 
 
@@ -507,10 +589,14 @@ def test_every_stage_fills_the_template(in_tmp):
     assert comparisons_of("rows.jsonl", tokenizer, **flags) == [([[B, A, C, EOS], [B, A, 7, EOS]], 0)]
 
 
-@pytest.mark.parametrize("template", ["{", "{}", "{question!z}", "{question.nothing}", "{title}"])
+@pytest.mark.parametrize("template", ["{", "{}", "{question!z}", "{title}"])
 def test_a_template_that_cannot_be_filled_is_one_line(fails, template):
-    line = fails(data.with_prompts, [{"question": "a"}], template, "--dataset rows.jsonl")
+    args = train_sft.Args(prompt_template=template)
+    line = fails(data.with_prompts, [{"question": "a"}], args, "--dataset rows.jsonl")
     assert "--prompt_template" in line and "row 1" in line
+    args = train_sft.Args(prompt_template="{question} {hint}")
+    line = fails(data.with_prompts, [{"question": "a", "hint": "b"}, {"question": "c"}], args, "--dataset rows.jsonl")
+    assert "row 2 has no column 'hint'" in line
 
 
 # ---- text -> token ids -----------------------------------------------------------------------------------------------
@@ -566,6 +652,82 @@ def test_a_completion_goes_up_to_the_end_of_its_turn(tokenizers, template):
     assert tokenization.encode(tokenizer, [user("a")], [assistant("")])[1] == [tokenizer.convert_tokens_to_ids(end)]
 
 
+# What published templates write, in the parts that matter here: what opens and closes a turn.
+ASK = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+TURN = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}CLOSE{% endfor %}" + ASK
+ENDS = {
+    "gemma": TURN.replace("CLOSE", "<|end|>\n"),
+    "phi-3.5": TURN.replace("CLOSE", "<|end|>\n") + "{% if not add_generation_prompt %}<eos>{% endif %}",
+    "eos": TURN.replace("CLOSE", "{% if m.role == 'assistant' %}<eos>{% endif %}"),
+    "r1": TURN.replace("CLOSE", "{% if m.role == 'assistant' %}<eos>{% endif %}")
+    .replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}")
+    .replace("<|assistant|>{% endif %}", "<|assistant|><think>\n{% endif %}"),
+    "none": TURN.replace("CLOSE", "\n"),
+    "refuses": "{{ raise_exception('no') }}",
+    None: None,
+}  # fmt: skip
+
+
+def chat_tokenizer(template):
+    special = ["<eos>", "<|end|>", "<|user|>", "<|assistant|>", "<think>", "</think>"]
+    return make_tokenizer(special, ENDS[template], eos_token="<eos>", pad_token="<eos>")
+
+
+@pytest.mark.parametrize(
+    "template, trained, ends",
+    [
+        ("gemma", "cheap .<|end|>", ["<eos>", "<|end|>"]),
+        ("phi-3.5", "cheap .<|end|>", ["<eos>", "<|end|>"]),
+        ("eos", "cheap .<eos>", ["<eos>"]),
+        ("r1", "cheap .<eos>", ["<eos>"]),
+        ("none", "cheap .\n<eos>", ["<eos>"]),
+        ("refuses", None, ["<eos>"]),
+        (None, None, ["<eos>"]),
+    ],
+)
+def test_gen_16_a_turn_ends_as_its_template_ends_it(template, trained, ends):
+    """Rows are trained on up to that token, the sampler stops at it, and readers see all other special tokens."""
+    tokenizer = chat_tokenizer(template)
+    assert tokenizer.convert_ids_to_tokens(utils.end_ids(tokenizer)) == ends
+    tokenizer.generation_eos = [5]
+    assert utils.end_ids(tokenizer) == [*tokenizer.convert_tokens_to_ids(ends), 5]
+    if trained:
+        prompt, answer = tokenization.encode(tokenizer, [user("the hotel")], [assistant("cheap .")])
+        assert tokenizer.decode(answer) == trained
+        assert (
+            tokenizer.decode(prompt)
+            == "<|user|>the hotel"
+            + ENDS[template].count("<|end|>") * "<|end|>\n"
+            + ("\n" if template == "none" else "")
+            + "<|assistant|>"
+        )
+        del tokenizer.generation_eos
+        ids = tokenizer("<think>cheap</think>" + trained, add_special_tokens=False).input_ids
+        assert text_of(tokenizer, ids) == "<think>cheap</think>" + trained.replace(ends[-1], "")
+
+
+def test_an_answer_that_the_template_cuts_is_said(in_tmp, capsys):
+    tokenizer = chat_tokenizer("r1")
+    rows = [[user("a"), assistant(text)] for text in ("cheap .", "<think>the hotel</think>cheap .")]
+    write("rows.jsonl", [{"messages": messages} for messages in rows])
+    demonstrations_of("rows.jsonl", tokenizer, base_model="base")
+    line = "rows whose answer the chat template does not wholly write: 1, the first one is row 2"
+    assert line in capsys.readouterr().out
+
+
+def test_a_template_gets_what_the_row_and_the_user_have(in_tmp):
+    template = "{{ tools }} {{ documents }} {{ mode }} {{ strftime_now('%d %b %Y') }}" + TURN.replace(
+        "CLOSE", "<|end|>"
+    )
+    tokenizer = chat_tokenizer("gemma")
+    tokenizer.chat_template = template
+    write("rows.jsonl", [{"prompt": [user("a")], "tools": '[{"name": "add"}]', "documents": [{"text": "b"}]}])
+    flags = dict(chat_template_kwargs='{"mode": "loud"}', template_date="2024-02-03")
+    ((row,), _) = prompts_of("rows.jsonl", tokenizer, **flags)
+    text = tokenizer.decode(row.ids)
+    assert "[{'name': 'add'}]" in text and "[{'text': 'b'}]" in text and "loud 03 Feb 2024" in text
+
+
 def test_a_completion_without_an_end_of_its_own_gets_eos(tokenizers):
     tokenizer = tokenizers["plain"]
     for prompt, answer, _ in conversations(3):
@@ -593,7 +755,7 @@ def test_padding_that_is_eos_is_told_from_the_eos_of_a_response():
     tokenizer = make_tokenizer(["<eos>"], None, eos_token="<eos>", pad_token="<eos>")
     filler = [len(tokenizer)] * 3
     row = {"query_token": [*filler, 300, 301], "reference_response_token": [302, 303, 0, *filler]}
-    (row,) = data.with_completions(data.with_prompts([row], None, ""), "")
+    (row,) = data.with_completions(data.with_prompts([row], train_sft.Args(), ""), train_sft.Args(), "")
     assert tokenizer.eos_token_id == 0
     assert tokenization.encode(tokenizer, row["prompt"], row["completion"]) == ([300, 301], [302, 303, 0])
 
@@ -642,7 +804,11 @@ def test_filter_length_keeps_nine_tenths_of_the_response_length(in_tmp, tokenize
     [
         ("", 9, "the prompt of row 2 is empty"),
         ([4, 8], 9, "the prompt of row 2 holds 8, which is no token (the vocabulary has 8)"),
-        ("a b c", 2, "the prompt of row 2 has 3 tokens; the model's context leaves room for 2; --max_prompt_length 2"),
+        (
+            "a b c",
+            2,
+            "2 tokens, which the models' context leaves for a prompt; the first one is row 2",
+        ),
         ("a", 0, "--response_length 53: leaves no room for a prompt in the models' context of 53"),
     ],
 )
@@ -669,8 +835,9 @@ def test_demonstrations_have_limits_and_keep_their_numbers(in_tmp, fails):
     assert [len(p) for p, _ in demonstrations_of("rows.jsonl", tokenizer, max_prompt_length=3)] == [2, 3, 2]
     assert len(demonstrations_of("rows.jsonl", tokenizer, take=2)) == 2
     line = fails(demonstrations_of, "rows.jsonl", tokenizer, context=10, max_prompt_length=3)
-    assert "row 4 has 11 tokens" in line and "the model's context is 10; shorten the row, or with" in line
-    assert "--max_prompt_length" in fails(demonstrations_of, "rows.jsonl", tokenizer, context=10)
+    assert "1 of 3 rows have more than 10 tokens, the model's context; the first one is row 4 with 11" in line
+    assert "2 of 4 rows have more than 10 tokens" in fails(demonstrations_of, "rows.jsonl", tokenizer, context=10)
+    assert [len(p) for p, _ in demonstrations_of("rows.jsonl", tokenizer, context=10, max_length=10)] == [2, 3]
 
 
 @pytest.mark.parametrize("read", [demonstrations_of, comparisons_of])
@@ -703,14 +870,17 @@ def test_comparisons_of_text_are_the_prompt_and_each_candidate(in_tmp, fails):
     "change, words",
     [
         ({"candidates": ["a"]}, "must hold 2 strings, in every row alike"),
-        ({"candidates": ["a", "a " * 40]}, "43 tokens; the model's context is 32"),
+        (
+            {"candidates": ["a", "a " * 40]},
+            "1 of 2 rows have more than 32 tokens, the model's context; the first one is row 2 with 43",
+        ),
         ({"best": None}, "'best'"),
     ],
 )
 def test_a_comparison_that_cannot_be_read_is_named(in_tmp, fails, change, words):
     row = {"prompt": "a b", "candidates": ["c", "d"], "best": 0}
     line = fails(comparisons_of, write("rows.jsonl", [row, row | change]), word_tokenizer(), context=32)
-    assert "--dataset rows.jsonl: row 2" in line and words in line
+    assert "--dataset rows.jsonl: " in line and "row 2" in line and words in line
 
 
 # ---- the labels of lm-human-preferences ------------------------------------------------------------------------------
@@ -757,13 +927,13 @@ def test_data_4_the_token_ids_of_labels_are_kept_without_their_padding(in_tmp, o
         ({"sample1": [3, NUM_WORDS]}, "'sample1': id 40 is neither"),
         # The padding that somebody replaced by his tokenizer's: the library would read no score there.
         ({"sample1": [3, 39]}, "'sample1': id 39 is neither"),
-        ({"sample1": [3] * 40}, "tokens; the model's context is 32"),
+        ({"sample1": [3] * 40}, "1 of 2 rows have more than 32 tokens, the model's context; the first one is row 2"),
     ],
 )
 def test_a_label_that_cannot_be_read_is_named(in_tmp, fails, of_labels, change, words):
     of_labels.pad_token, table = "w39", [{f"sample{k}": [5, 6] for k in range(4)} | {"query": [7], "best": 0}] * 2
     line = fails(comparisons_of, write("labels.json", [table[0], table[1] | change]), of_labels, context=32)
-    assert "--dataset labels.json: row 2" in line and words in line
+    assert "--dataset labels.json: " in line and "row 2" in line and words in line
 
 
 # ---- folders with the shape of repositories of the Hub ---------------------------------------------------------------

@@ -221,7 +221,7 @@ def test_a_policy_of_fixed_length_is_read_up_to_its_truncating_token_as_in_train
     paths = dict(policy_path=("trained",), ref_model_path=str(tiny / "policy"), response_length=None)
     metrics, _ = evaluate_tiny(tiny, **paths)
     sampling = json.loads(Path("out/summary.json").read_text())["sampling"]
-    assert sampling == {"trained": recipe | {"kl_temperature": 0.8}}
+    assert sampling == {"trained": recipe | {"kl_temperature": 0.8, "chat_template_kwargs": "{}"}}
     assert metrics["policy"]["kl"]["value"] == pytest.approx(after["eval/objective/kl"], rel=1e-4)
     assert metrics["policy"]["length"]["value"] < 40 and 0 < metrics["policy"]["ended"]["value"] < 1
     whole, table = evaluate_tiny(tiny, **paths, truncate_token="none", truncate_after=0, output_dir="whole")
@@ -241,6 +241,7 @@ def test_slices_change_nothing(rows, tiny, other):
 
 # ---- sampling as the policy was trained ------------------------------------------------------------------------------
 PPO = dict(temperature=0.7, response_length=24, stop_token="none", truncate_token=".", truncate_after=16, seed=1)
+PPO |= dict(chat_template_kwargs="{}")
 FALLBACKS, WHOLE = dict(evaluation.FALLBACKS), dict(truncate_token="none", truncate_after=0)
 
 

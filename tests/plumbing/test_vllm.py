@@ -54,7 +54,9 @@ def ask(engine, model, stop=None, key=KEY, rows=(0, 1, 2)):
     """What vLLM's place in a rollout returns of PROMPTS. stop: what ends the run."""
     policy = train_rloo.Policy(model, T).eval()
     batch = [*utils.left_pad(PROMPTS), torch.tensor(rows)]
-    return vllm.sample(engine, "fp32", stop, policy, batch, n=1, response_length=6, stop_ids=torch.tensor([STOP]), key=key)
+    return vllm.sample(
+        engine, "fp32", stop, policy, batch, n=1, response_length=6, stop_ids=torch.tensor([STOP]), key=key
+    )
 
 
 def stops(message):

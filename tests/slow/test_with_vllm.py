@@ -22,6 +22,7 @@ from rlhf_details import train_rloo, utils
 from rlhf_details.plumbing import models, vllm
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("vllm") is None, reason="the package vllm is missing")]
+NO_END = torch.tensor([], dtype=torch.long)
 NO_DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
 PAGES = ["train_grpo", "train_ppo", "train_ppo_async", "train_grpo_async"]  # RLOO is in the tests below.
 
@@ -92,7 +93,9 @@ def test_greedy_answers_of_a_real_chat_model_equal_those_of_transformers(tmp_pat
     prompts = [[1, 4093, 198, 1780, 314, 260, 6376, 4461, 47, 2, 198], [504, 3575, 282, 4649, 314]]
     batch = [*utils.left_pad(prompts), torch.arange(2)]
     policy = train_rloo.Policy(model, 1e-3).eval()  # As cold as this, the likeliest token is taken.
-    responses, mask, _ = vllm_sampler(prompts, 24)(policy, batch, n=1, response_length=24, stop_ids=torch.tensor([2]), key=(1, 0, 1))
+    responses, mask, _ = vllm_sampler(prompts, 24)(
+        policy, batch, n=1, response_length=24, stop_ids=torch.tensor([2]), key=(1, 0, 1)
+    )
     for ids, response, m in zip(prompts, responses, mask, strict=True):
         whole = model.generate(torch.tensor([ids]), max_new_tokens=24, do_sample=False, eos_token_id=2, pad_token_id=0)
         assert response[m].tolist() == whole[0, len(ids) :].tolist()
