@@ -236,6 +236,7 @@ def test_a_file_of_a_hub_repository_is_asked_for_as_datasets_wants_it(monkeypatc
         ("lines.json", "line 3 is not JSON"),
         ("list.json", "line 3 is not JSON"),
         ("latin.jsonl", "UTF-8"),
+        ("folder", "Couldn't cast a: int64 c: int64 b: int64 to {'a': Value('int64'), 'b': Value('int64')} because"),
         ("none.py:rows", "no such file"),
         ("mine.py:missing", "no function 'missing'"),
         ("mine.py:nothing", "no list of rows"),
@@ -246,6 +247,7 @@ def test_rows_that_cannot_be_read_are_one_line(in_tmp, fails, spec, words):
     write("a.json", [{"n": i} for i in range(5)]), write("type.jsonl", [{"n": 1}, {"n": 2}, {"n": "x"}])
     Path("lines.json").write_text('{"n": 1}\n\n{"n": 2} x\n'), Path("list.json").write_text('[{"n": 1},\n{"n":\n]')
     Path("latin.jsonl").write_bytes(b'{"n": "\xe9"}\n')
+    write("folder/1.jsonl", [{"a": 1, "b": 2}]), write("folder/2.jsonl", [{"a": 1, "c": 2}])
     Path("mine.py").write_text("def nothing(): pass\n")
     data.load_module.cache_clear()
     what = f"--eval_dataset {spec}"
