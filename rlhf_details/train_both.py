@@ -77,8 +77,8 @@ def check(reward, module, policy):
     if reward.run_name is not None and reward.run_name == policy.run_name:
         cli.fail(f"--policy.run_name {policy.run_name}: is the reward model's as well")
     for name in ("dataset", "eval_dataset"):
-        if spec := getattr(policy, name):
-            data.read_prompts(spec, f"--policy.{name}", policy.prompt_template)
+        if getattr(policy, name):
+            data.read_prompts(policy, name, prefix="policy.")
 
 
 def main(argv):

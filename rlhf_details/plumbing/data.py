@@ -259,16 +259,19 @@ class Prompts(list):
         return [self[orders[i // len(self)][i % len(self)]] for i in stream]
 
 
-def read_prompts(args, flag, take=None, default_split="train"):
-    """The first `take` rows (None: all) of the data set that args.<flag> names, each with its `prompt`."""
+def read_prompts(args, flag, take=None, default_split="train", prefix=""):
+    """The first `take` rows (None: all) of the data set that args.<flag> names, each with its `prompt`.
+
+    prefix: of the flag in error messages.
+    """
     spec = getattr(args, flag)
     name, _, split = spec.partition(":")
     if name in toy.TASKS:
-        with cli.reading(f"--{flag}", spec):
+        with cli.reading(f"--{prefix}{flag}", spec):
             rows = toy.rows("prompts", split or default_split, name)
     else:
-        rows = read_rows(spec, f"--{flag}")
-    return with_prompts(rows[:take], args, f"--{flag} {spec}")
+        rows = read_rows(spec, f"--{prefix}{flag}")
+    return with_prompts(rows[:take], args, f"--{prefix}{flag} {spec}")
 
 
 def as_text(tokenizer, prompt):

@@ -98,7 +98,7 @@ def why(value, error):
     """Why a source cannot be read, in words for the user. Args: value, as the user gave it; error, what was raised."""
     # Where `datasets` reads a file, only the cause says what is wrong with it.
     told = error.__cause__ if type(error).__name__ == "DatasetGenerationError" and error.__cause__ else error
-    words = (str(told).strip() or type(told).__name__).splitlines()[0]
+    words = in_one_line(told)
     if os.path.exists(value) or os.path.exists(str(value).partition("[")[0].partition(":")[0]):
         return f"cannot be read ({words})"
     causes = [error]
@@ -119,3 +119,11 @@ def why(value, error):
     if is_due_to(HFValidationError) or type(error) is FileNotFoundError:
         return "no such file or folder"
     return f"is no local path, and cannot be read from the Hub ({words})"
+
+
+def in_one_line(error):
+    """An exception's own words in one line. A long message loses its middle: its beginning says what, its end why."""
+    words = " ".join(str(error).split())
+    if not words or isinstance(error, KeyError):  # The words of a KeyError are nothing but the key.
+        words = f"{type(error).__name__}: {words}".removesuffix(": ")
+    return words if len(words) <= 600 else f"{words[:395]} ... {words[-200:]}"

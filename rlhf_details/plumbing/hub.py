@@ -134,7 +134,7 @@ def open_repository(args):
     try:
         return huggingface_hub.HfApi().create_repo(name, exist_ok=True).repo_id
     except Exception as e:  # Each layer of the library raises errors of its own classes.
-        cli.fail(f"--push_to_hub: the repository {name} cannot be opened ({first_line(e)})")
+        cli.fail(f"--push_to_hub: the repository {name} cannot be opened ({errors.in_one_line(e)})")
 
 
 def push(args, repository):
@@ -145,11 +145,6 @@ def push(args, repository):
     except Exception as e:  # The run is over, and no error of the network may spoil it.
         again = f"hf upload {shlex.quote(repository)} {shlex.quote(args.output_dir)}"
         what = f"the model is whole in {args.output_dir}; to repeat: {again}"
-        return None, f"error: --push_to_hub: {first_line(e)}; {what}"
+        return None, f"error: --push_to_hub: {errors.in_one_line(e)}; {what}"
     what = "the merged model, and its adapters in adapter/" if args.lora_rank else "the model"
     return str(info.commit_url), f"pushed to {repository} ({what}): {info.commit_url}"
-
-
-def first_line(error):
-    """The first line of an exception's own words."""
-    return (str(error).strip() or repr(error)).splitlines()[0]

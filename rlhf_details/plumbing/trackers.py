@@ -19,7 +19,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch.utils.tensorboard import SummaryWriter
 
-from rlhf_details.plumbing import checkpoint, cli, health, hub, models
+from rlhf_details.plumbing import checkpoint, cli, errors, health, models
 
 SHOWN = (  # on the console, where a script has them
     "eps objective/scores objective/kl objective/gold train/sft/loss train/sft/lr train/rm/loss train/rm/accuracy "
@@ -159,7 +159,7 @@ class WeightsAndBiases:
             self.run = wandb.init(**options)
         except (wandb.errors.Error, ValueError) as e:  # ValueError: wandb does not take the tag or the name.
             hint = "run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline"
-            cli.fail(f"--track: Weights & Biases cannot be started ({hub.first_line(e)}); {hint}")
+            cli.fail(f"--track: Weights & Biases cannot be started ({errors.in_one_line(e)}); {hint}")
         self.run.log_code(str(Path(__file__).parent.parent))  # all Python files of the package
         self.run.define_metric("*", step_metric="episode")  # one axis for runs of any batch size
         self.Table, self.Histogram = wandb.Table, wandb.Histogram

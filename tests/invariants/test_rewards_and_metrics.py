@@ -64,5 +64,5 @@ def test_sample_tables_are_as_many_as_asked_for_and_their_total_is_what_was_rewa
     rows = [json.loads(line) for line in (in_tmp / "runs/run/samples.jsonl").read_text().splitlines()]
     assert [row["update"] for row in rows] == [1] * 4 + [3] * 4 + [5] * 4
     for row in rows:
-        assert row.keys() == {"update", "query", "response", "ended", "score", "kl", "total"}
+        assert row.keys() == {"update", "query", "response", "ended", "end", "score", "kl", "total"}
         assert row["total"] == pytest.approx(row["score"] - 0.03 * row["kl"], abs=1e-5)

@@ -346,6 +346,7 @@ def test_a_data_set_of_the_hub_is_asked_for_as_datasets_wants_it(monkeypatch):
         ("two", "name one of its configurations, two:main, two:2023.en"),
         ("two:nosuch", "name one of its configurations, two:main, two:2023.en"),
         ("two:main:nosuch", 'unknown split "nosuch"'),
+        ("folder", "Couldn't cast a: int64 c: int64 b: int64 to {'a': Value('int64'), 'b': Value('int64')} because"),
         ("none.py:rows", "no such file"),
         ("mine.py:missing", "no function 'missing'"),
         ("mine.py:nothing", "no list of rows"),
@@ -361,6 +362,7 @@ def test_rows_that_cannot_be_read_are_one_line(in_tmp, fails, spec, words):
     Path("object.json").write_text('{"data": [\n{"n": 1},\n{"n": b}]}')
     Path("wide.csv").write_text("n\n1,2\n"), Path("ragged.csv").write_text("n\n1\n2,3\n")
     configurations("two", "main", "2023.en")
+    write("folder/1.jsonl", [{"a": 1, "b": 2}]), write("folder/2.jsonl", [{"a": 1, "c": 2}])
     Path("mine.py").write_text("def nothing(): pass\n")
     data.load_module.cache_clear()
     what = f"--eval_dataset {spec}"

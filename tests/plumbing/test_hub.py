@@ -207,7 +207,7 @@ def test_a_push_that_fails_loses_nothing_and_says_how_to_repeat_it(tiny, in_tmp,
     server.api.upload_folder.side_effect = OSError("403 You have no write access\nmore")
     start("train_rloo", tiny, output_dir="models/my out", push_to_hub=True, hub_model_id="it")
     error = capsys.readouterr().err
-    assert "error: --push_to_hub: 403 You have no write access; " in error
+    assert "error: --push_to_hub: 403 You have no write access more; " in error
     assert "hf upload someone/it 'models/my out'" in error
     assert (Path("models/my out") / "model.safetensors").exists()
 

@@ -395,3 +395,21 @@ def test_errors_that_are_each_others_cause_are_one_line_too():
     first, second = OSError("first"), ValueError("second")
     first.__context__, second.__context__ = second, first
     assert "first" in errors.why("org/model", first)
+
+
+@pytest.mark.parametrize(
+    "error, words",
+    [
+        (ValueError("Config name is missing.\nPlease pick one:\n\t['main']"), "missing. Please pick one: ['main']"),
+        (KeyError("weight_map"), "KeyError: 'weight_map'"),
+        (ValueError(), "ValueError"),
+        (ValueError("begin\n" + "x" * 9000 + "\nbecause"), f"begin {'x' * 389} ... {'x' * 192} because"),
+    ],
+)
+def test_the_words_of_a_library_are_whole_and_in_one_line(tiny, fails, error, words):
+    @errors.reading("--base_model", tiny)
+    def read():
+        raise error
+
+    line = fails(read)
+    assert line.endswith(f"{words})\n") and len(line) < 800
