@@ -462,7 +462,7 @@ UNPRICED = {  # reason: tags that have no row
     "it concerns what is saved or reported, not what is learnt":
         "RM-8 LOG-1 LOG-2 LOG-3 LOG-4 LOG-5 LOG-6 EVAL-1 EVAL-2 EVAL-3 EVAL-4 EVAL-5",
     "it acts on data or models that the embedded task does not have":
-        "DATA-1 DATA-3 DATA-4 RM-3 REW-4 GEN-13 RLOO-12",
+        "DATA-1 DATA-3 DATA-4 RM-3 REW-4 GEN-13 GEN-16 RLOO-12",
     "it concerns how much processes say to each other, not results": "OPT-7",
     "the runs are whole batches": "OPT-10",
 }  # fmt: skip

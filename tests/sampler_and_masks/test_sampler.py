@@ -166,6 +166,12 @@ def test_gen_5_nothing_is_sampled_after_the_stop_token(n):
     assert len(set(mask.sum(1).tolist())) > 5
 
 
+@pytest.mark.parametrize("stop_ids", [(0, 1), (1, 0)])
+def test_gen_16_any_of_the_stop_tokens_ends_a_response(stop_ids):
+    responses, mask, _ = draw(fixed_logits(torch.tensor([-50.0, 50.0, -50.0])), [[1]], 5, *stop_ids)
+    assert responses.tolist() == [[1, 0, 0, 0, 0]] and mask.sum().item() == 1
+
+
 def test_sampling_ends_when_all_rows_have_ended_and_one_token_is_enough():
     logits = torch.tensor([-50.0, 50.0, -50.0])
     responses, mask, _ = draw(fixed_logits(logits), [[1], [2]], 5, 1)
