@@ -13,7 +13,7 @@ import torch
 
 from rlhf_details import toy
 from rlhf_details.plumbing import cli, data, models, tokenization
-from rlhf_details.plumbing.data import check_columns, read_rows
+from rlhf_details.plumbing.files import check_columns, read_rows
 from rlhf_details.utils import is_messages
 
 TRAIN, EVAL, BEFORE, AFTER = range(4)  # what responses are sampled for, a coordinate of their noise

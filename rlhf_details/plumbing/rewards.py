@@ -26,7 +26,7 @@ from accelerate.utils import gather_object
 
 from rlhf_details import toy, utils
 from rlhf_details.plumbing import cli, models
-from rlhf_details.plumbing.data import imports_of, load_function
+from rlhf_details.plumbing.files import imports_of, load_function
 from rlhf_details.plumbing.tokenization import encode
 from rlhf_details.utils import is_messages
 

@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from rlhf_details import evaluate, toy, train_reward, train_rloo, train_sft, utils
-from rlhf_details.plumbing import comparisons, data, evaluation, tokenization
+from rlhf_details.plumbing import comparisons, data, evaluation, files, tokenization
 from rlhf_details.plumbing.models import text_of
 
 LLAMA = (
@@ -196,14 +196,14 @@ def as_texts(table):
 def test_rows_of_a_file_come_in_order_with_their_types(in_tmp, suffix, packed, capsys):
     path, kept = f"rows{suffix}{packed}", as_texts if suffix in (".csv", ".tsv") else list
     for table in ROWS, [{"prompt": "new", "n": 4}]:  # The rows are not those of a cache.
-        assert data.read_rows(write(path, table), "--dataset") == kept(table)
+        assert files.read_rows(write(path, table), "--dataset") == kept(table)
     assert capsys.readouterr() == ("", "")
 
 
 def test_forms_of_json(in_tmp):
     """A .json file may hold lines. Blank lines, a byte order mark and line separators within a string mean nothing."""
     Path("a.json").write_text('\ufeff{"prompt": "one\u2028two\x85three"}\n\n{"prompt": "b"}', encoding="utf-8")
-    assert [row["prompt"] for row in data.read_rows("a.json", "--dataset")] == ["one\u2028two\x85three", "b"]
+    assert [row["prompt"] for row in files.read_rows("a.json", "--dataset")] == ["one\u2028two\x85three", "b"]
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_forms_of_json(in_tmp):
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
 def test_a_cell_of_a_csv_file_is_its_text(in_tmp, content, cells, encoding):
     Path("a.csv").write_text(content, encoding=encoding)
-    assert [row["w"] for row in data.read_rows("a.csv", "--dataset")] == cells
+    assert [row["w"] for row in files.read_rows("a.csv", "--dataset")] == cells
 
 
 LISTS = {"version": "1", "train": [{"n": 1}], "test": [{"n": 2}, {"n": 3}]}
@@ -238,7 +238,7 @@ TOOLS = {"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "fun
 )
 def test_a_json_file_of_one_object_holds_lists_of_rows_or_is_a_row(in_tmp, value, part, expected):
     Path("a.json").write_text(json.dumps(value, indent=1))
-    assert data.read_rows(f"a.json{part}", "--dataset") == expected
+    assert files.read_rows(f"a.json{part}", "--dataset") == expected
 
 
 @pytest.mark.parametrize("spec, numbers", {"": [0, 1], ":test": [8, 9], ":test[:50%]": [8], "/test": [8, 9]}.items())
@@ -247,7 +247,7 @@ def test_a_folder_that_save_to_disk_has_written(in_tmp, spec, numbers):
         name: datasets.Dataset.from_list([{"n": n} for n in x]) for name, x in (("train", [0, 1]), ("test", [8, 9]))
     }
     datasets.DatasetDict(splits).with_format("torch").save_to_disk("saved")
-    assert data.read_rows(f"saved{spec}", "--dataset") == [{"n": n} for n in numbers]
+    assert files.read_rows(f"saved{spec}", "--dataset") == [{"n": n} for n in numbers]
 
 
 def configurations(folder, *names):
@@ -281,7 +281,7 @@ def configurations(folder, *names):
 def test_the_configurations_of_a_data_set(in_tmp, spec, word):
     names = {"two": ["main", "2023.en"], "one": ["only"], "default": ["main", "best*"]}
     configurations(name := spec.partition(":")[0], *names[name])
-    assert data.read_rows(spec, "--dataset") == [{"w": word}]
+    assert files.read_rows(spec, "--dataset") == [{"w": word}]
 
 
 @pytest.mark.parametrize("name", ["a.json", "a.csv", "folder:a.csv", "folder", "mine.py:each"])
@@ -290,9 +290,9 @@ def test_rows_from_a_to_b(in_tmp, name):
     write("a.json", numbers), write("a.csv", numbers), write("folder/a.csv", numbers)
     expected = numbers if name in ("a.json", "mine.py:each") else as_texts(numbers)
     Path("mine.py").write_text("def each():\n    yield from ({'n': i} for i in range(5))\n")
-    data.load_module.cache_clear()
+    files.load_module.cache_clear()
     for taken, (start, stop) in {"": (0, 5), "[:2]": (0, 2), "[1:4]": (1, 4), "[-2:]": (3, 5), "[:9]": (0, 5)}.items():
-        assert data.read_rows(f"{name}{taken}", "--dataset") == expected[start:stop], taken
+        assert files.read_rows(f"{name}{taken}", "--dataset") == expected[start:stop], taken
 
 
 def test_the_splits_of_a_folder_are_those_of_datasets(in_tmp, fails):
@@ -305,8 +305,8 @@ def test_the_splits_of_a_folder_are_those_of_datasets(in_tmp, fails):
         "folder:train+test[:1]": [0, 1, 2, 3, 10],
         "folder:test[:50%]": [10, 11],
     }.items():
-        assert [row["n"] for row in data.read_rows(spec, "--dataset")] == numbers
-    assert "nosuch" in fails(data.read_rows, "folder:nosuch", "--dataset")
+        assert [row["n"] for row in files.read_rows(spec, "--dataset")] == numbers
+    assert "nosuch" in fails(files.read_rows, "folder:nosuch", "--dataset")
 
 
 def test_a_data_set_of_the_hub_is_asked_for_as_datasets_wants_it(monkeypatch):
@@ -322,7 +322,7 @@ def test_a_data_set_of_the_hub_is_asked_for_as_datasets_wants_it(monkeypatch):
         ("a/gsm8k:main[2:]", ("a/gsm8k", "main"), {}, "train[2:]"),
         ("a/gsm8k:en.1:test", ("a/gsm8k", "en.1"), {}, "test"),
     ]:
-        data.read_rows(spec, "--dataset")
+        files.read_rows(spec, "--dataset")
         assert asked == [tuple(expected[:2]), expected[2]], spec
         asked.clear()
 
@@ -364,18 +364,18 @@ def test_rows_that_cannot_be_read_are_one_line(in_tmp, fails, spec, words):
     configurations("two", "main", "2023.en")
     write("folder/1.jsonl", [{"a": 1, "b": 2}]), write("folder/2.jsonl", [{"a": 1, "c": 2}])
     Path("mine.py").write_text("def nothing(): pass\n")
-    data.load_module.cache_clear()
+    files.load_module.cache_clear()
     what = f"--eval_dataset {spec}"
-    line = fails(lambda: data.check_columns(data.read_rows(spec, "--eval_dataset"), {"n": int}, what))
+    line = fails(lambda: files.check_columns(files.read_rows(spec, "--eval_dataset"), {"n": int}, what))
     assert line.startswith(f"error: --eval_dataset {spec.partition(':missing')[0].partition('[')[0]}")
     assert words.lower() in line.lower()
 
 
 def test_an_error_in_the_users_own_rows_keeps_its_traceback(in_tmp):
     Path("mine.py").write_text("def breaks(): raise KeyError('no rows today')\n")
-    data.load_module.cache_clear()
+    files.load_module.cache_clear()
     with pytest.raises(KeyError, match="no rows today"):
-        data.read_rows("mine.py:breaks", "--dataset")
+        files.read_rows("mine.py:breaks", "--dataset")
 
 
 # ---- rows -> prompts and completions ---------------------------------------------------------------------------------
@@ -577,7 +577,7 @@ def test_a_template_puts_in_what_the_columns_hold_and_reads_nothing_in_it(in_tmp
         assert data.fill(template, row, set(row), "row 1", "--prompt_template") == text
     Path("alpaca.csv").write_text("instruction,input,output\nname a colour,,red\nname a pet,small,mouse\n")
     table = data.with_prompts(
-        data.read_rows("alpaca.csv", "--dataset"), train_sft.Args(prompt_template="{instruction} {input}"), "x"
+        files.read_rows("alpaca.csv", "--dataset"), train_sft.Args(prompt_template="{instruction} {input}"), "x"
     )
     assert [row["prompt"] for row in table] == ["name a colour ", "name a pet small"]  # An empty cell is "".
 

@@ -25,7 +25,7 @@ from short_runs import write_rows
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from rlhf_details import evaluate, toy, train_rloo, utils
-from rlhf_details.plumbing import data, models, rewards, tokenization
+from rlhf_details.plumbing import data, files, models, rewards, tokenization
 
 BOTH = pytest.mark.parametrize("page", ["train_rloo", "train_ppo"])
 
@@ -35,7 +35,7 @@ def functions(in_tmp):
     """functions(code): writes it to mine.py in the test's folder."""
 
     def write(code, name="mine.py"):
-        data.load_module.cache_clear()
+        files.load_module.cache_clear()
         Path(name).write_text(textwrap.dedent(code))
 
     return write
@@ -49,14 +49,14 @@ def test_a_function_is_found_in_a_file_and_in_a_package_and_may_import_its_neigh
     functions("from words import WORD\ndef g(prompts, completions):\n    return WORD", "pack/inner.py")
     functions("def h(prompts, completions):\n    import words\n    return words.WORD", "late.py")
     functions("def length():\n    return 'of the user, and not of this project'", "toy.py")
-    assert data.load_function("mine.py:f", "--reward_fn")([""], ["kind and kind"]) == [2]
-    assert data.load_function(f"{in_tmp}/mine.py:f", "--reward_fn")([""], ["kind"]) == [1]
-    assert data.load_function("pack.inner:g", "--reward_fn")([], []) == "kind"
-    assert data.load_function("late.py:h", "--reward_fn")([], []) == "kind"
+    assert files.load_function("mine.py:f", "--reward_fn")([""], ["kind and kind"]) == [2]
+    assert files.load_function(f"{in_tmp}/mine.py:f", "--reward_fn")([""], ["kind"]) == [1]
+    assert files.load_function("pack.inner:g", "--reward_fn")([], []) == "kind"
+    assert files.load_function("late.py:h", "--reward_fn")([], []) == "kind"
     monkeypatch.syspath_prepend(str(ROOT / "rlhf_details"))  # This is so where a script has been started.
     monkeypatch.delitem(sys.modules, "toy", raising=False)
-    assert data.load_function("toy:length", "--reward_fn")() == "of the user, and not of this project"
-    assert data.load_function("rlhf_details.toy:right_sum", "--reward_fn") is toy.right_sum
+    assert files.load_function("toy:length", "--reward_fn")() == "of the user, and not of this project"
+    assert files.load_function("rlhf_details.toy:right_sum", "--reward_fn") is toy.right_sum
 
 
 def test_each_folder_has_its_own_modules_when_it_is_imported_and_when_it_is_called(functions, in_tmp, monkeypatch):
@@ -206,7 +206,7 @@ def h(prompts, completions): return [-1.0] * 3
     """)
     _, values = call(ROWS, ["a", "bb", ""], ("mine.py:g", "mine.py:h", "mine.py:f"))
     assert values.tolist() == [[1, -1, 1], [2, -1, 2], [0, -1, 0]]
-    assert len(data.load_module(str(Path("mine.py").resolve())).loops) == 1
+    assert len(files.load_module(str(Path("mine.py").resolve())).loops) == 1
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_a_function_that_raises_shows_its_own_traceback_and_blames_no_row(functi
     trace = "\n".join(trace)
     assert "in longest" in trace and "max(map(len, texts[5:]))" in trace and "plumbing/rewards.py" not in trace
     assert trace.startswith(f'  File "{Path("mine.py").resolve()}"')
-    assert data.load_module(str(Path("mine.py").resolve())).calls == [
+    assert files.load_module(str(Path("mine.py").resolve())).calls == [
         ["a", "b", "c"]
     ]  # The guilty row is not searched by more calls.
 
@@ -292,7 +292,7 @@ def test_a_function_gets_text_or_on_request_messages_of_whatever_data(functions,
     turns = [{"role": "system", "content": "be"}, *turn]
     table = [{"prompt": "we"}, {"prompt": turn}, {"prompt": turns}, {"prompt": ids}]
     call(table, ["a", "b", "c", "d"], reward_fn_format=format)
-    ((prompts, completions),) = data.load_module(str(Path("mine.py").resolve())).seen
+    ((prompts, completions),) = files.load_module(str(Path("mine.py").resolve())).seen
     if format == "text":
         assert prompts == ["we", "we", "system: be\nuser: we", "we were"] and completions == ["a", "b", "c", "d"]
     else:
@@ -414,7 +414,7 @@ def test_a_function_is_called_once_for_what_is_scored(functions, tiny, page):
     options = dict(eval_dataset=write_rows("eval.jsonl", toy.rows("prompts", "test")[:5]), eval_every=2)
     options |= dict(num_sample_generations=3, checkpoint_every=1, reward_fn=("mine.py:f",))
     run_page(page, tiny, **options)
-    calls = data.load_module(str(Path("mine.py").resolve())).calls
+    calls = files.load_module(str(Path("mine.py").resolve())).calls
     assert calls == [5, 16, 16, 5, 16, 5]  # before training, and after the updates 2 and 3
     run_page(page, tiny, **options, resume=True)
     assert len(calls) == 6

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from short_runs import error_line
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rlhf_details.plumbing import data, models
+from rlhf_details.plumbing import files, models
 
 
 class Trap:
@@ -43,7 +43,7 @@ def test_pickled_data_sets_are_not_read(in_tmp, capsys, spec):
     Path("rows").mkdir()
     Path("rows/train.pkl").write_bytes(pickle.dumps([Trap()]))
     with pytest.raises(SystemExit) as end:
-        data.read_rows(spec, "--dataset")
+        files.read_rows(spec, "--dataset")
     assert spec in error_line(capsys, end) and not Path("unpickled").exists()
 
 
