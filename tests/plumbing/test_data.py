@@ -18,6 +18,7 @@ import torch
 from helpers import metaspace_tokenizer, read_metrics, tiny_config, word_tokenizer
 from tokenizers import ByteLevelBPETokenizer, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
+    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     GPTNeoXForCausalLM,
@@ -25,7 +26,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from rlhf_details import evaluate, toy, train_reward, train_rloo, train_sft, utils
+from rlhf_details import evaluate, toy, train_dpo, train_grpo, train_reward, train_rloo, train_sft, utils
 from rlhf_details.plumbing import comparisons, data, evaluation, files, tokenization
 from rlhf_details.plumbing.models import text_of
 
@@ -986,3 +987,34 @@ def test_the_stages_follow_each_other_on_conversations(in_tmp, tokenizers):
     run = train_rloo.main(train_rloo.Args(output_dir="rloo", **flags))["run"]
     assert all(math.isfinite(row["objective/rlhf_reward"]) for row in read_metrics(run) if row["update"])
     assert template_ids(AutoTokenizer.from_pretrained("rloo"), found[0][0]) == template_ids(tokenizer, found[0][0])
+
+
+@pytest.mark.slow
+def test_a_policy_whose_turns_do_not_end_with_eos_ends_in_every_stage(in_tmp, tokenizers, capsys):
+    """SFT, DPO, reward model, RLOO, GRPO, the evaluation, and plain `generate` of the policy that was saved."""
+    tokenizer, (question, answer, other) = tokenizers["chatml_base"], conversations(1)[0]
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=len(tokenizer), max_position_embeddings=256, hidden_size=64)
+    config = tiny_config(**sizes, eos_token_id=tokenizer.eos_token_id)
+    GPTNeoXForCausalLM(config).save_pretrained("base"), tokenizer.save_pretrained("base")
+    write("rows.jsonl", [{"messages": question + answer, "chosen": answer, "rejected": other}] * 16)
+    flags = dict(dataset="rows.jsonl", eval_dataset="rows.jsonl", batch_size=16, response_length=48, overwrite=True)
+    sft = dict(num_train_epochs=80, learning_rate=5e-3, completion_only=True)
+    train_sft.main(train_sft.Args(base_model="base", output_dir="sft", **sft, **flags))
+    train_reward.main(train_reward.Args(sft_model_path="sft", output_dir="rm", **flags))
+    flags["sft_model_path"] = "sft"
+    train_dpo.main(train_dpo.Args(output_dir="dpo", learning_rate=1e-5, **flags))
+    rl = flags | dict(reward_model_path="rm", total_episodes=16, num_mini_batches=1, learning_rate=1e-6)
+    done = [train_rloo.main(train_rloo.Args(output_dir="rloo", **rl))]
+    done += [train_grpo.main(train_grpo.Args(output_dir="grpo", group_size=4, **rl))]
+    assert min(x["after"]["eval/objective/ended"] for x in done) > 0.8  # sampled at temperature 1
+    assert "a response ends with <|endoftext|> or <|im_end|>" in capsys.readouterr().out
+    options = dict(policy_path=("rloo",), dataset="rows.jsonl", prompt_template="messages", num_examples=4)
+    metrics = evaluate.main(evaluate.Args(reward_model_path="rm", **options))["metrics"]
+    assert metrics["policy"]["ended"]["value"] > 0.7
+    ids = torch.tensor([template_ids(tokenizer, question, add_generation_prompt=True)])
+    for folder in ("sft", "dpo", "rloo", "grpo"):
+        model = AutoModelForCausalLM.from_pretrained(folder).eval()
+        assert model.generation_config.eos_token_id == utils.end_ids(tokenizer)
+        text = tokenizer.decode(model.generate(ids, max_new_tokens=60, do_sample=False)[0, ids.size(1) :])
+        assert text == answer[0]["content"] + "<|im_end|>"
