@@ -328,8 +328,8 @@ def main(args: Args):
             shown = held_out[:4] or train[:4]
             sampling = [row.ids for row in shown], 1, 0, stop_ids, EVALUATION
             responses = sample_responses(engines.sampler(policy), args, accelerator, *sampling)
-            for row, response in zip(shown, responses, strict=True):
-                run.say(f"query: {row.text!r} | response: {models.text_of(tokenizer, response)!r}")
+            for row, text in zip(shown, models.texts_of(tokenizer, responses), strict=True):
+                run.say(f"query: {row.text!r} | response: {text!r}")
         run.log(step, metrics)
         run.checkpoint_if_due(step, policy, optimizer)
     return run.finish(policy)  # the model folder with its card, the held-out metrics, and the upload

@@ -85,7 +85,7 @@ def four_texts(prompts, tokenizer, sample, purpose):
     """Four responses of the SFT policy to each prompt, all as strings."""
     prompts = [tokenization.encode(tokenizer, prompt) for prompt in prompts]
     responses = sample(prompts, 4, purpose, torch.tensor([tokenizer.eos_token_id]))
-    texts = [models.text_of(tokenizer, ids) for ids in responses]
+    texts = models.texts_of(tokenizer, responses)
     return [texts[i : i + 4] for i in range(0, len(texts), 4)]
 
 
@@ -177,7 +177,8 @@ def encode(rows, what, tokenizer, reward, args):
     tokenization.check_room({row.number: max(map(len, row.candidates)) for row in result}, context, what, limit, hint)
     numbers = {row.number for row in result}
     left = [entry for entry in left if entry[0] in numbers]
-    tokenization.warn_of_left_out(tokenizer, left, what)
+    first = result[0]
+    tokenization.warn_of_left_out(tokenizer, left, what, first.columns["prompt"], first.ids, first.options)
     tokenization.warn_of_empty(tokenizer, [(number, ids) for number, _, ids in left], what, "candidate")
     tokenization.warn_of_empty(tokenizer, [(row.number, row.ids) for row in result], what, "prompt")
     if same := [row.number for row in result if all(ids == row.candidates[0] for ids in row.candidates)]:

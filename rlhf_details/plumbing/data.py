@@ -223,8 +223,10 @@ def options_of(row, args):
     """What the chat template is given beside a row's messages: the options of utils.render."""
     found = {"date": args.template_date} | json.loads(args.chat_template_kwargs)
     for name in ("tools", "documents"):
-        if value := row.get(name):  # Many data sets hold them as JSON in a string.
-            found[name] = json.loads(value) if isinstance(value, str) else value
+        value = row.get(name)
+        with contextlib.suppress(ValueError):  # Many data sets hold them as JSON in a string.
+            value = json.loads(value) if isinstance(value, str) else value
+        found |= {name: value} if value and isinstance(value, list) else {}
     return found
 
 
@@ -272,7 +274,7 @@ def as_text(tokenizer, prompt):
     """A prompt as a string to show."""
     if is_messages(prompt):
         return "\n".join(f"{m['role']}: {m['content']}" for m in prompt) if len(prompt) > 1 else prompt[0]["content"]
-    return prompt if isinstance(prompt, str) else models.text_of(tokenizer, encode(tokenizer, prompt))
+    return prompt if isinstance(prompt, str) else models.texts_of(tokenizer, [encode(tokenizer, prompt)])[0]
 
 
 def load_prompts(args, tokenizer, room):
@@ -363,7 +365,9 @@ def encode_demonstrations(rows, what, tokenizer, context, args, num_sampled=0):
     room = {row.number: len(row.ids) for row in result if row.columns["prompt"]}
     limit, hint = f"which --response_length {num_sampled} leaves for a prompt", "--max_prompt_length drops such rows"
     check_room(room, context - num_sampled, what, limit, hint)
-    warn_of_left_out(tokenizer, [(row.number, row.columns["completion"], row.completion) for row in result], what)
+    answers = [(row.number, row.columns["completion"], row.completion) for row in result]
+    for row in result[:1]:
+        warn_of_left_out(tokenizer, answers, what, row.columns["prompt"], row.ids, row.options)
     warn_of_empty(tokenizer, [(row.number, row.completion) for row in result], what, "completion")
     if any(row.ids for row in result):  # Rows that are a `text` have no prompts, and need none.
         warn_of_empty(tokenizer, [(row.number, row.ids) for row in result], what, "prompt")

@@ -123,16 +123,16 @@ def stop_ids(tokenizer, text, flag, device=None):
 
 def decode(tokenizer, responses, mask):
     """The texts of responses [N, R] with their mask, a list of N strings."""
-    return [text_of(tokenizer, r[m].tolist()) for r, m in zip(responses.cpu(), mask.cpu(), strict=True)]
+    return texts_of(tokenizer, [r[m].tolist() for r, m in zip(responses.cpu(), mask.cpu(), strict=True)])
 
 
-def text_of(tokenizer, ids):
-    """The text of token ids. Left out are the tokens that end a response, padding, BOS and the unknown token.
+def texts_of(tokenizer, rows):
+    """The texts of lists of token ids, without the tokens that end a response, padding, BOS and the unknown token.
 
     All else is read by rewards, judges and people, because <think> may be a special token as well.
     """
     silent = {*utils.end_ids(tokenizer), tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.unk_token_id}
-    return tokenizer.decode([i for i in ids if i not in silent])
+    return [tokenizer.decode([i for i in ids if i not in silent]) for ids in rows]
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------

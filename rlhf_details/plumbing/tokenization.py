@@ -31,8 +31,14 @@ def strip_padding(tokenizer, ids):
     N+'s columns are padded with 50277, the first id that Pythia's tokenizer does not have.
     """
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id != tokenizer.eos_token_id else None
-    real = [i for i, token in enumerate(ids) if token != padding and token < len(tokenizer)]
+    real = [i for i, token in enumerate(ids) if token != padding and token < vocabulary(tokenizer)]
     return ids[real[0] : real[-1] + 1] if real else []
+
+
+@functools.cache
+def vocabulary(tokenizer):
+    """The largest id of a token, plus 1. len(tokenizer) is less where ids are left out."""
+    return max(tokenizer.get_vocab().values()) + 1
 
 
 # ---- rows that are too long ------------------------------------------------------------------------------------------
@@ -72,11 +78,15 @@ def warn_of_empty(tokenizer, texts, what, name):
         cli.say(f"warning: {what}: rows with an empty {name}: {len(numbers)}, the first one is row {numbers[0]}")
 
 
-def warn_of_left_out(tokenizer, answers, what):
+def warn_of_left_out(tokenizer, answers, what, prompt, ids, options):
     """Says in how many rows the chat template leaves out some of an answer's text, such as what stands in <think>.
 
-    answers: a list of (row's number, completion, its token ids).
+    It also says where the template asks for an answer with other words than it begins answers with. Args: answers, a
+    list of (row's number, completion, its token ids); prompt, ids, options, those of one row, as it is trained on.
     """
+    if is_messages(prompt) and (asked := encode(tokenizer, prompt, None, options)) != ids:
+        asked, begun = (reprlib.repr(tokenizer.decode(x[-8:])) for x in (asked, ids))
+        cli.say(f"warning: {what}: the chat template asks for an answer with {asked}, and begins its own with {begun}")
     keys = "content", "reasoning_content", "reasoning", "thinking"
     numbers, shown = [], ""
     for number, completion, ids in answers:
@@ -105,8 +115,8 @@ def encode_prompts(tokenizer, rows, room, what, options, limit=None):
     for i in kept:
         if not ids[i]:
             cli.fail(f"{what}: the prompt of row {i + 1} is empty")
-        if max(ids[i]) >= len(tokenizer):
-            unknown = f"{max(ids[i])}, which is no token (the vocabulary has {len(tokenizer)})"
+        if max(ids[i]) >= vocabulary(tokenizer):
+            unknown = f"{max(ids[i])}, which is no token (the vocabulary has {vocabulary(tokenizer)})"
             cli.fail(f"{what}: the prompt of row {i + 1} holds {unknown}")
     limit, hint = "which the models' context leaves for a prompt", f"--max_prompt_length {room} drops such rows"
     check_room({i + 1: len(ids[i]) for i in kept}, room, what, limit, hint)

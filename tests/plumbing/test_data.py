@@ -28,7 +28,7 @@ from transformers import (
 
 from rlhf_details import evaluate, toy, train_dpo, train_grpo, train_reward, train_rloo, train_sft, utils
 from rlhf_details.plumbing import comparisons, data, evaluation, files, tokenization
-from rlhf_details.plumbing.models import text_of
+from rlhf_details.plumbing.models import texts_of
 
 LLAMA = (
     "{% for message in messages %}"
@@ -706,7 +706,7 @@ def test_gen_16_a_turn_ends_as_its_template_ends_it(template, trained, ends):
         )
         del tokenizer.generation_eos
         ids = tokenizer("<think>cheap</think>" + trained, add_special_tokens=False).input_ids
-        assert text_of(tokenizer, ids) == "<think>cheap</think>" + trained.replace(ends[-1], "")
+        assert texts_of(tokenizer, [ids]) == ["<think>cheap</think>" + trained.replace(ends[-1], "")]
 
 
 def test_an_answer_that_the_template_cuts_is_said(in_tmp, capsys):
@@ -714,8 +714,9 @@ def test_an_answer_that_the_template_cuts_is_said(in_tmp, capsys):
     rows = [[user("a"), assistant(text)] for text in ("cheap .", "<think>the hotel</think>cheap .")]
     write("rows.jsonl", [{"messages": messages} for messages in rows])
     demonstrations_of("rows.jsonl", tokenizer, base_model="base")
-    line = "rows whose answer the chat template does not wholly write: 1, the first one is row 2"
-    assert line in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "rows whose answer the chat template does not wholly write: 1, the first one is row 2" in said
+    assert "the chat template asks for an answer with '<|user|>a<|assistant|><think>\\n'" in said
 
 
 def test_a_template_gets_what_the_row_and_the_user_have(in_tmp):
