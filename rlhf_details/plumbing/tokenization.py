@@ -85,7 +85,7 @@ def warn_of_left_out(tokenizer, answers, what, prompt, ids, options):
     list of (row's number, completion, its token ids); prompt, ids, options, those of one row, as it is trained on.
     """
     if is_messages(prompt) and (asked := encode(tokenizer, prompt, None, options)) != ids:
-        asked, begun = (reprlib.repr(tokenizer.decode(x[-8:])) for x in (asked, ids))
+        asked, begun = (repr(tokenizer.decode(x[-8:])) for x in (asked, ids))
         cli.say(f"warning: {what}: the chat template asks for an answer with {asked}, and begins its own with {begun}")
     keys = "content", "reasoning_content", "reasoning", "thinking"
     numbers, shown = [], ""
