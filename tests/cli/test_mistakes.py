@@ -86,6 +86,12 @@ def cases(*rows):
         ),
         ("train_rloo", dict(rloo_k=1), ["--rloo_k 1", "--token_level_kl", "--normalize_advantage"]),
         ("train_rloo", dict(rloo_k=1, token_level_kl=True), ["--rloo_k 1", "--normalize_advantage"]),
+        (
+            [*RL, "train_sft", "evaluate"],
+            dict(chat_template_kwargs="[1]"),
+            ["--chat_template_kwargs [1]: must be a JSON"],
+        ),
+        (["train_dpo", "evaluate"], dict(template_date="tomorrow"), ["--template_date tomorrow: must be a day"]),
         ("train_grpo", dict(group_size=1), ["--group_size 1", "at least 2"]),
         ("train_sft", dict(base_model="scratch", hidden_size=30), ["--hidden_size 30", "--num_heads 4"]),
         (PPO, dict(gamma=1.5), ["--gamma 1.5: must be at most 1"]),

@@ -1,5 +1,8 @@
 """What the engines' module does on one process. Several processes and sharded weights are in tests/slow."""
 
+import json
+from datetime import date
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -34,6 +37,19 @@ def trained():
         accelerator.backward(module(torch.randn(5, 4)).square().sum())
         engines.step(accelerator, module, optimizer, None, None, "")
     return accelerator, module, optimizer
+
+
+def test_a_run_that_goes_on_has_the_day_on_which_it_began(in_tmp):
+    """A chat template may write the day, and the prompts of a resumed run must be those of its start."""
+    today = str(date.today())
+    for name, config in (("old", {}), ("run", {"args": {"template_date": "2024-02-03"}})):
+        Path(f"runs/{name}").mkdir(parents=True)
+        Path(f"runs/{name}/config.json").write_text(json.dumps(config))
+    for flags, day in ((dict(), today), (dict(run_name="run"), today), (dict(run_name="old", resume=True), today),
+                       (dict(run_name="run", resume=True), "2024-02-03")):  # fmt: skip
+        assert engines.first_day(train_ppo.Args(**flags)) == day
+    Path("runs/run").rename("runs/toy__train_ppo__1__20240203-000000")
+    assert engines.first_day(train_ppo.Args(resume=True)) == "2024-02-03"
 
 
 def add_gradient(module):
