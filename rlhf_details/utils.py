@@ -243,6 +243,14 @@ def fold(key, coordinate):
     return hash32(key ^ coordinate)
 
 
+def keys_of_rows(key, rows):
+    """The key [B] int32 of each row's noise. Args: key, integers, e.g. (seed, TRAINING, update); rows [B], numbers."""
+    keys = torch.full_like(rows, 0x1B873593, dtype=torch.int32)  # The start is not 0, because hash32(0) is 0.
+    for coordinate in (*key, rows.int()):
+        keys = fold(keys, coordinate)  # Noise is hashed from coordinates, so batching cannot change a sample. [GEN-4]
+    return keys
+
+
 def gumbel_noise(keys, vocab_size):
     """Standard Gumbel noise [B, V] fp32, a function of the row's key [B] int32 and of the token id.
 
@@ -272,9 +280,7 @@ def sample(policy, batch, n, response_length, stop_ids, key):
     # The prompt of a row is computed once: [P, Q] with P = B / n.
     queries, query_mask = queries[::n, first:], query_mask[::n, first:]
     (P, Q), B, device = queries.shape, len(rows), queries.device
-    keys = torch.full((B,), 0x1B873593, dtype=torch.int32, device=device)  # The start is not 0, because hash32(0) is 0.
-    for coordinate in (*key, rows.int()):
-        keys = fold(keys, coordinate)  # Noise is hashed from coordinates, so batching cannot change a sample. [GEN-4]
+    keys = keys_of_rows(key, rows)
     responses = torch.zeros(B, response_length, dtype=torch.long, device=device)
     mask = torch.zeros(B, response_length, dtype=torch.bool, device=device)
     logprobs = torch.zeros(B, response_length, device=device)

@@ -53,9 +53,8 @@ def sample(engine, precision, stop, policy, batch, n, response_length, stop_ids,
     """As utils.sample. n does not matter, since vLLM finds by itself which rows share a prompt."""
     queries, query_mask, rows = batch
     own = getattr(policy, "module", policy)  # out of DDP's wrapper
-    prompts, keys = [query[m].tolist() for query, m in zip(queries, query_mask, strict=True)], rows.int()
-    for coordinate in key:
-        keys = utils.fold(keys, coordinate)
+    prompts = [query[m].tolist() for query, m in zip(queries, query_mask, strict=True)]
+    seeds = [int(row_key) % 2**32 for row_key in utils.keys_of_rows(key, rows)]
     try:
         engine.push(own.model, DTYPES[precision])
         # The sampled distribution is the trained one: no top-k, no top-p, no penalties, no generation_config.
@@ -63,7 +62,7 @@ def sample(engine, precision, stop, policy, batch, n, response_length, stop_ids,
         if surplus := range(models.num_tokens(own.model), own.model.config.get_text_config().vocab_size):
             settings["logit_bias"] = dict.fromkeys(surplus, -100.0)  # These stand for no token: e^-100 is none.
         settings |= {"ignore_eos": True, "stop_token_ids": stop_ids.tolist()}
-        answers = engine.generate(prompts, [settings | {"seed": key % 2**32} for key in keys.tolist()])
+        answers = engine.generate(prompts, [settings | {"seed": seed} for seed in seeds])
     except (OSError, RuntimeError) as e:
         stop(f"--sampler vllm: {engine.name} failed ({e})")
     responses = torch.zeros(len(rows), response_length, dtype=torch.long)

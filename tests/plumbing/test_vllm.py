@@ -63,6 +63,18 @@ def stops(message):
     raise SystemExit(message)
 
 
+def test_two_seeds_share_no_request_seed():
+    """Neither do two updates. With the row hashed first, seeds 1 and 2 had the same 256 keys in another order."""
+    engine, model, rows = StandIn(tiny_model("llama")), tiny_model("llama"), torch.arange(256)
+    batch = [*utils.left_pad([[1, 2]] * 256), rows]
+    for key in ((1, 0, 1), (2, 0, 1), (1, 0, 2)):
+        policy, stop_ids = train_rloo.Policy(model, T).eval(), torch.tensor([STOP])
+        vllm.sample(engine, "fp32", lambda _: None, policy, batch, 1, 1, stop_ids, key)
+    seeds = [x["seed"] for _, settings in engine.asked for x in settings]
+    assert len(seeds) == len(set(seeds)) == 3 * 256
+    assert seeds[:256] == [key % 2**32 for key in utils.keys_of_rows((1, 0, 1), rows).tolist()]
+
+
 @pytest.mark.parametrize("kind", ["llama", "gpt_neox", "gpt2"])
 def test_it_gives_what_the_own_sampler_gives(kind):
     """Responses up to the stop token, their mask, and the log-probs of the training forward; the heads are tied."""
