@@ -19,7 +19,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch.utils.tensorboard import SummaryWriter
 
-from rlhf_details.plumbing import checkpoint, cli, errors, health, models
+from rlhf_details.plumbing import checkpoint, cli, errors, health, models, progress
 
 SHOWN = (  # on the console, where a script has them
     "eps objective/scores objective/kl objective/gold train/sft/loss train/sft/lr train/rm/loss train/rm/accuracy "
@@ -44,9 +44,7 @@ class Terminal(rich.console.Console):
 
 
 class Console:
-    """One live line and tables on a terminal. Elsewhere some twenty plain lines a run, and one after 30 seconds."""
-
-    longest_silence = 30  # seconds
+    """One live line and tables on a terminal. Elsewhere some twenty plain lines a run, and one after some silence."""
 
     def __init__(self, num_updates, quiet):
         self.num_updates, self.console, self.bar = num_updates, Terminal(quiet=quiet), None
@@ -62,11 +60,13 @@ class Console:
 
     def say(self, line):
         self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+        progress.heard()
 
     def log(self, update, metrics):
         shown = "  ".join(f"{name.split('/')[-1]} {metrics[name]:.4g}" for name in SHOWN if name in metrics)
         N, now, done = self.num_updates, time.time(), update - self.done_before
-        is_silent = now - self.last_line >= self.longest_silence
+        # After 10 minutes a line each 30 seconds is enough.
+        is_silent = now - self.last_line >= max(progress.SILENCE, min(30, (now - self.start) / 20))
         if self.bar:
             self.bar.update(self.task, completed=update, shown=f"{update}/{N}  {shown}")
         elif update in (1, N) or (update and (is_silent or update % max(1, N // 20) == 0)):
