@@ -89,7 +89,10 @@ def with_starting_values(args, given):
     table = {name: value for name, value in table.items() if name not in given}
     if table:
         words = " ".join(f"--{name} {value:g}" for name, value in table.items())
-        say(f"starting values for {model}, which your own flags replace: {words}")
+        # It is the last one, and may be larger than the batch.
+        knob = " (at most so many rows at once, in evaluations as well; it changes no result)"
+        knob *= "micro_batch_size" in table
+        say(f"starting values for {model}, which your own flags replace: {words}{knob}")
     return dataclasses.replace(args, **table)
 
 

@@ -194,6 +194,13 @@ def precision(accelerator):
     return {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[kind]
 
 
+def in_words(accelerator):
+    """Engine, processes and precision, such as "2 processes (FSDP2) in bf16"."""
+    count, engine = accelerator.num_processes, name(accelerator)
+    processes = engine if engine == "one process" else f"{count} process{'es' * (count > 1)} ({engine})"
+    return f"{processes} in {precision(accelerator)}"
+
+
 # ---- sampling and training -------------------------------------------------------------------------------------------
 def rest(module):
     """Frees the device of the frozen models that wait in the CPU's memory (--offload_frozen)."""

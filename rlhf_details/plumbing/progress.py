@@ -19,7 +19,7 @@ class Step:
     """What is under way since when, and of how many parts how many are done. `what` None is nothing to speak of."""
 
     def __init__(self, what, total=0, patience=0.0):
-        """Args: total, the number of parts, 0 where it is not known; patience, seconds in which nothing is said."""
+        """Args: total, the number of parts, 0 where it is not known; patience, seconds in which it says nothing."""
         self.what, self.total, self.patience = what, total, patience
         self.done, self.start = 0, time.monotonic()
 
@@ -35,7 +35,7 @@ class Step:
         seconds = time.monotonic() - self.start
         share = 1 / 20 if self.total else 1 / 2
         wait = max(SILENCE, share * (seconds - silence))
-        return self.what is not None and seconds >= self.patience and silence >= wait
+        return self.what is not None and seconds >= max(1, self.patience) and silence >= wait
 
 
 STEPS = [Step(None)]  # The last one is part of those before it.

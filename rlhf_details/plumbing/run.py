@@ -65,7 +65,7 @@ class Run:
                 raise
         paths = [getattr(args, name, None) for name in ("base_model", "sft_model_path", "reward_model_path")]
         self.say(f"models: {', '.join(filter(None, paths))}   data: {args.dataset}, {len(prompts)} rows")
-        how = f"{num_updates} updates of {args.batch_size}, {accelerator.num_processes} process(es)"
+        how = f"{num_updates} updates of {args.batch_size}, {engines.in_words(accelerator)}"
         if hasattr(args, "reward_fn"):  # Its held-out figures are of such samples as well.
             how += f", samples at temperature {args.temperature:g} and of at most {args.response_length} tokens"
         self.say(how)
