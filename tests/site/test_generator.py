@@ -111,6 +111,8 @@ def test_the_prices_on_the_cards_are_those_that_the_ablations_wrote():
 
 
 def test_ctrl_c_ends_the_server_quietly(monkeypatch, tmp_path):
+    import build
+
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
