@@ -33,7 +33,7 @@ def test_the_notebook_is_that_of_its_python_file():
 
 @pytest.mark.parametrize("folder", [".", "examples"])
 def test_it_runs_and_teaches_what_it_says(ragged, in_tmp, monkeypatch, capsys, folder):
-    """On the tiny models of the tests, in the places of the toy's, also where Jupyter starts: in the notebook's folder."""
+    """On the tiny models of the tests, in the places of the toy's, and in the folder where Jupyter starts as well."""
     plt = pytest.importorskip("matplotlib.pyplot")
     monkeypatch.setattr(plt, "show", lambda: None)
     for name, stage in (("policy", "sft"), ("reward", "reward")):
