@@ -34,7 +34,7 @@ from typing import Literal
 
 from rlhf_details import utils
 from rlhf_details.plumbing import cli, data, engines, evaluation, judge, models, rewards, vllm
-from rlhf_details.plumbing.evaluation import average, rate
+from rlhf_details.plumbing.evaluation import average, rate, share
 from rlhf_details.utils import EVALUATION, in_slices
 
 import torch
@@ -315,8 +315,11 @@ def measure(texts, responses, mask, ended, values, score, end_ids):
         columns[label] = [None if math.isnan(value) else value for value in x.tolist()]
     given = {label: [x for x in columns[label] if x is not None] for label in columns if label != "response"}
     figures = {label: rate(x) if label in ("ended", "parses") else average(x) for label, x in given.items() if x}
-    if verdicts := [x for name in score.boolean for x in given[f"rewards/{name}"]]:
-        figures["verifiable_correct_rate"] = rate(verdicts)
+    # The rewards of a response depend on each other, so it counts once, with the share of those that are True.
+    given = zip(*(columns[f"rewards/{name}"] for name in score.boolean), strict=True)
+    verdicts = [[x for x in row if x is not None] for row in given]
+    if shares := [sum(row) / len(row) for row in verdicts if row]:
+        figures["verifiable_correct_rate"] = share(shares)
     said = [ids[:-1] if set(ids[-1:]) & end_ids else ids for ids in tokens]
     return columns, figures | {f"distinct_{n}": {"value": distinct_n(said, n)} for n in (1, 2, 3)}
 
