@@ -41,7 +41,7 @@ import copy
 import functools
 import math
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from rlhf_details import utils
@@ -95,16 +95,15 @@ class Args(cli.PolicyArgs):  # which holds the flags of run, data, models, loggi
     """optimiser steps per pass over the batch"""
     num_ppo_epochs: int = 1
     """passes over the batch"""
-    cliprange: float = 0.2
-    """clip range of the probability ratio"""
+    cliprange: float | None = None
+    """clip range of the probability ratio; None: the objective's (see `with_objective`)"""
     cliprange_high: float | None = None
-    """clip range above 1 (DAPO's Clip-Higher); None: cliprange; CISPO has this bound alone"""
+    """clip range above 1 (DAPO's Clip-Higher); None: cliprange, or the objective's; CISPO has this bound alone"""
     scale_advantages: Literal["group", "batch", "none"] = "group"
     """divide advantages by the standard deviation of the group's scores, of the batch's, or by nothing (Dr. GRPO)"""
-    loss_normalization: Literal["token", "response", "constant"] = "token"
+    loss_normalization: Literal["token", "response", "constant"] | None = None
     """average over the minibatch's tokens (after DAPO), within responses first (GRPO), or over response_length tokens
-    each (Dr. GRPO)"""
-
+    each (Dr. GRPO); None: the objective's"""
     mask_truncated: bool = False
     """leave responses that did not end out of the loss (DAPO's overlong filtering); their scores stay in the group"""
     mask_equal: bool = False
@@ -367,7 +366,7 @@ def kl_estimates(logprobs, ref_logprobs, logratio=None):
     # As a loss "k1" would not do, because its gradient is zero on average. That of k3 is, on average, the gradient of
     # KL(reference || policy), and with the ratio, whose gradient counts as well, that of KL(policy || reference).
     # [GRPO-2]
-    return (difference.exp() - difference - 1) * (1 if logratio is None else logratio.exp())
+    return (difference.expm1() - difference) * (1 if logratio is None else logratio.exp())
 
 
 def grpo_policy_loss(logprobs, old_logprobs, mask, advantages, cliprange, cliprange_high):
@@ -388,7 +387,7 @@ def grpo_policy_loss(logprobs, old_logprobs, mask, advantages, cliprange, clipra
 
 
 def gspo_policy_loss(logprobs, old_logprobs, mask, advantages, cliprange, cliprange_high):
-    """The same with one ratio for a response, exp(mean of its tokens' log-ratios). GSPO's ranges are 3e-4 and 4e-4.
+    """The same with one ratio for a response, exp(mean of its tokens' log-ratios).
 
     Args and returns: as grpo_policy_loss. Source: arXiv 2507.18071, equations 5 to 7.
     """
@@ -399,7 +398,7 @@ def gspo_policy_loss(logprobs, old_logprobs, mask, advantages, cliprange, clipra
 
 
 def cispo_policy_loss(logprobs, old_logprobs, mask, advantages, cliprange, cliprange_high):
-    """-A * min(ratio, 1 + c_high) * log p, where the ratio is a weight without a gradient. CISPO's bound is some 5.
+    """-A * min(ratio, 1 + c_high) * log p, where the ratio is a weight without a gradient.
 
     Args and returns: as grpo_policy_loss; cliprange is not used. Source: arXiv 2506.13585, equations 4 and 5.
     """
@@ -481,11 +480,36 @@ def check(args):
         cli.fail(f"--batch_size {args.batch_size}: not divisible by num_mini_batches * group_size * processes = {unit}")
     if args.group_size == 1:
         cli.fail("--group_size 1: a group needs at least 2 responses")
+    if args.soft_overlong and args.soft_overlong > args.response_length:
+        cli.fail(f"--soft_overlong {args.soft_overlong}: above --response_length {args.response_length}")
+    if args.kl_times_ratio and args.objective == "gspo":
+        cli.fail("--kl_times_ratio: needs a ratio for each token, and --objective gspo has one for each response")
+
+
+def with_objective(args):
+    """The args, in which the objective's own values stand where the user gave none (None).
+
+    Source: arXiv 2402.03300 with DAPO's mean over tokens (2503.14476); GSPO: 2507.18071, section 5.1; CISPO: 2506.13585
+    has the mean over tokens and no number for the bound; TRL's documentation recommends a weight of at most 5.
+    """
+    own = {"grpo": (0.2, 0.2, "token"), "gspo": (3e-4, 4e-4, "response"), "cispo": (0.2, 4.0, "token")}[args.objective]
+    low, high, normalization = own
+    if args.cliprange is not None and args.objective != "cispo":  # A range that is given is that of both sides.
+        high = args.cliprange
+    return replace(
+        args,
+        cliprange=low if args.cliprange is None else args.cliprange,
+        cliprange_high=high if args.cliprange_high is None else args.cliprange_high,
+        loss_normalization=args.loss_normalization or normalization,
+    )
 
 
 def main(args: Args):
     """Trains; returns {"before": metrics, "after": metrics, "run": folder} of the held-out evaluations."""
     check(args)
+    args = with_objective(args)
+    taken = ", ".join(f"{name} {getattr(args, name)}" for name in ("cliprange", "cliprange_high", "loss_normalization"))
+    cli.say(f"--objective {args.objective}: {taken}")
     accelerator = engines.start(args)  # one process, DDP, FSDP2 or DeepSpeed; it seeds, and trains missing toy stages
     # The actor copies whole weights by itself. (Under ZeRO-2 it could as well, but nobody has tried it.)
     if engines.name(accelerator) not in ("one process", "DDP"):
@@ -494,7 +518,7 @@ def main(args: Args):
     k, B, R = args.group_size, args.batch_size, args.response_length
     numbers = torch.arange(B, device=device)  # [B], of the episodes
     mine = slice(rank * B // world, (rank + 1) * B // world)  # those of this process
-    cliprange_high = args.cliprange if args.cliprange_high is None else args.cliprange_high
+    ranges = args.cliprange, args.cliprange_high
     policy_loss = {"grpo": grpo_policy_loss, "gspo": gspo_policy_loss, "cispo": cispo_policy_loss}[args.objective]
 
     # ---- models, prompts, rewards, optimiser
@@ -602,7 +626,7 @@ def main(args: Args):
                     with engines.accumulate(accelerator, policy, is_last=i + 1 == len(micro_batches)):
                         logprobs, entropies = response_logprobs(policy, [x[m] for x in batch], n)  # [M, R]
                         losses, logratio, clipped = policy_loss(
-                            logprobs, old_logprobs[m], response_mask[m], advantages[m], args.cliprange, cliprange_high
+                            logprobs, old_logprobs[m], response_mask[m], advantages[m], *ranges
                         )
                         kl_losses = kl_estimates(
                             logprobs, ref_logprobs[m], logratio if args.kl_times_ratio else None

@@ -113,7 +113,7 @@ class Oracle:
 
     def surrogate(self, ratio, advantage):
         """(the clipped surrogate of one action, whether the clipped side decided)."""
-        c = self.args.cliprange
+        c = 0.2 if self.args.cliprange is None else self.args.cliprange
         above = c if getattr(self.args, "cliprange_high", None) is None else self.args.cliprange_high
         plain, clipped = -advantage * ratio, -advantage * ratio.clamp(1 - c, 1 + above)
         return torch.max(plain, clipped), clipped.item() > plain.item()
@@ -268,7 +268,7 @@ class GrpoOracle(Oracle):
                 else:
                     tokens = max(1, sum(map(len, losses)))
                     fixed = len(losses) * args.response_length
-                    loss = sum(map(sum, losses)) / (tokens if args.loss_normalization == "token" else fixed)
+                    loss = sum(map(sum, losses)) / (tokens if args.loss_normalization in ("token", None) else fixed)
                 norms.append(self.step(loss + nothing, self.learning_rate(number, num_updates)))
         groups = [scores[i : i + k] for i in range(0, len(scores), k)]
         common = self.shared_metrics(number, num_updates, episodes, judged, sampler, actions, entropies, norms)
