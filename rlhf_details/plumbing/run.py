@@ -38,7 +38,7 @@ class Run:
         self.num_updates, self.is_main, self.start = num_updates, accelerator.is_main_process, time.time()
         self.update, self.first_update = 0, 1  # the update under way, and the first one that this process trains
         self.before, self.latest, self.tensors = {}, {}, {}  # the first eval/*; the newest row of metrics; see `resume`
-        self.by_prompt = []  # verdict.of_each_prompt of the first and the newest evaluation; only on the main process
+        self.by_prompt = []  # health.of_each_prompt of the first and the newest evaluation; only on the main process
         self.console = trackers.Console(num_updates, not self.is_main)
         self.health = health.Health(args, accelerator, num_updates)
         self.say = self.console.say  # prints a line on the main process, above the live line where there is one

@@ -4,7 +4,7 @@ vLLM as the sampler (--sampler vllm), in the place of `utils.sample`: it takes t
 An engine runs in a process of its own beside each training process and on its device, or one server serves all
 (--vllm_server). Before each rollout it is given the policy's weights, and the log-probs of the first tokens that it
 returns are compared with the training forward. Otherwise weights that were not pushed, such as a tied head, would
-sample from another policy, and nothing would say so. What rounding leaves, `utils.sampler_weights` makes up for.
+sample from another policy, and nothing would say so. What rounding leaves, `utils.correct_for_sampler` makes up for.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ LAUNCHER = "RANK LOCAL_RANK GROUP_RANK ROLE_RANK WORLD_SIZE LOCAL_WORLD_SIZE MAS
 def sampler(args, accelerator, rows, stop):
     """What samples in a run: utils.sample, or for --sampler vllm a function with the same arguments and results.
 
-    Args: rows, all prompts that will be sampled from (data.Row); stop, ends the run with a message.
+    Args: rows, all prompts that will be sampled from (data.Prompt); stop, ends the run with a message.
     """
     if args.sampler == "own":
         return utils.sample
