@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlhf_details import utils
-from rlhf_details.plumbing import cli, data, engines, models, rewards, vllm
+from rlhf_details.plumbing import cli, data, engines, models, overlap, rewards
 from rlhf_details.plumbing.run import Run
 from rlhf_details.utils import EVALUATION, TRAINING, in_slices
 
@@ -517,8 +517,13 @@ def main(args: Args):
     sampling = dict(n=1, response_length=R, stop_ids=stop_ids)
     num_updates = math.ceil(args.total_episodes / B)  # Round up, so that at least total_episodes are sampled. [OPT-10]
     run = Run(args, accelerator, tokenizer, num_updates, prompts, [held_out, reference, reward_model])
-    # utils.sample, or with --sampler vllm another engine in its place, which gives the same three tensors
-    sample = vllm.sampler(args, accelerator, [*prompts, *held_out], run.stop)
+
+    def prompts_of(update):
+        """The B prompts of an update, which --overlap reads ahead."""
+        return prompts.of_update(update, B, args.seed)
+
+    # utils.sample, or what gives the same three tensors in its place: vLLM, or a thread that samples an update ahead
+    sample = overlap.sampler(args, run, [*prompts, *held_out], prompts_of, rollout_size)
     state = run.resume(policy, optimizer, {"kl_coef": args.kl_coef, "adam_step": 0, "moments": (0, 0.0, 0.0)})
     if run.first_update == 1:
         run.log(0, *evaluate(policy, sample, reference, score, held_out, stop_ids, end_ids, args, accelerator))
@@ -528,7 +533,7 @@ def main(args: Args):
         lr = optimizer.param_groups[0]["lr"] = utils.learning_rate_at(update, num_updates, args)
 
         # ---- 1. Rollout: a response to each prompt; every process samples its share ----------------------------------
-        rows = prompts.of_update(update, B, args.seed)
+        rows = prompts_of(update)
         queries, query_mask = utils.left_pad([row.ids for row in rows], device)  # [B, Q]
         policy.eval()
         with torch.no_grad(), accelerator.autocast():
@@ -573,6 +578,9 @@ def main(args: Args):
         if args.score_scaling or args.score_norm:
             state["moments"] = merge_moments(state["moments"], scores)
         shaped_scores = shape_scores(scores, state["moments"], args.score_scaling, args.score_norm, args.score_clip)
+        if args.overlap:
+            # The ratio, the KL and the entropy are those of the policy that sampled, which is one update old. [GEN-11]
+            old_logprobs = sampled_logprobs
         # The simplest KL estimate ("k1"): its mean is the KL, and as a reward its policy gradient is the KL's. [REW-5]
         kl = old_logprobs - ref_logprobs  # [B, R], 0 at padding, whatever --kl_penalty is
         state_mask = value_mask(response_mask)  # [B, R]

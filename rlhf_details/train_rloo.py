@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlhf_details import utils
-from rlhf_details.plumbing import cli, data, engines, layout, models, rewards, vllm
+from rlhf_details.plumbing import cli, data, engines, layout, models, overlap, rewards
 from rlhf_details.plumbing.run import Run
 from rlhf_details.utils import EVALUATION, TRAINING, in_slices
 
@@ -405,8 +405,14 @@ def main(args: Args):
     sampling = dict(n=packing.rollout_n, response_length=R, stop_ids=stop_ids)
     num_updates = math.ceil(args.total_episodes / B)  # Round up, so that at least total_episodes are sampled. [OPT-10]
     run = Run(args, accelerator, tokenizer, num_updates, prompts, [held_out, reference, reward_model])
-    # utils.sample, or with --sampler vllm another engine in its place, which gives the same three tensors
-    sample = vllm.sampler(args, accelerator, [*prompts, *held_out], run.stop)
+
+    def prompts_of(update):
+        """The B prompts of an update, which --overlap reads ahead."""
+        # The k copies of a prompt stand side by side, because baseline and packing take adjacent rows. [RLOO-1]
+        return [prompt for prompt in prompts.of_update(update, B // k, args.seed) for _ in range(k)]
+
+    # utils.sample, or what gives the same three tensors in its place: vLLM, or a thread that samples an update ahead
+    sample = overlap.sampler(args, run, [*prompts, *held_out], prompts_of, packing.rollout_size)
     run.resume(policy, optimizer)
     if run.first_update == 1:
         run.log(0, *evaluate(policy, sample, reference, score, held_out, stop_ids, args, accelerator))
@@ -416,8 +422,7 @@ def main(args: Args):
         lr = optimizer.param_groups[0]["lr"] = utils.learning_rate_at(update, num_updates, args)
 
         # ---- 1. Rollout: k responses to each prompt; every process samples its share ---------------------------------
-        # The k copies of a prompt stand side by side, because baseline and packing take adjacent rows. [RLOO-1]
-        rows = [prompt for prompt in prompts.of_update(update, B // k, args.seed) for _ in range(k)]
+        rows = prompts_of(update)
         queries, query_mask = utils.left_pad([row.ids for row in rows], device)  # [B, Q]
         policy.eval()
         with torch.no_grad(), accelerator.autocast():
@@ -430,7 +435,7 @@ def main(args: Args):
             batch = [queries[mine], query_mask[mine], responses, response_mask]
             ref_logprobs, _ = in_slices(response_logprobs, reference, batch, size, n)
             old_logprobs = sampled_logprobs  # With one step these serve the KL and the logged entropy.
-            if not one_step or args.sampler != "own":
+            if not one_step or args.sampler != "own" or args.overlap:
                 # The ratio compares two forwards of the same code, so that it starts at 1 up to rounding. [GEN-9]
                 old_logprobs, _ = in_slices(response_logprobs, policy, batch, size, n)
             values = score(rows[mine], batch, n)  # [B / world, F]
@@ -452,6 +457,8 @@ def main(args: Args):
         shaped_scores = shape_scores(scores, args.normalize_reward, args.reward_clip_range)  # [B]
         # The simplest KL estimate ("k1"): its mean is the KL, and as a reward its policy gradient is the KL's. [REW-5]
         kl = old_logprobs - ref_logprobs  # [B, R], 0 at padding
+        # The logged KL and entropy are those of the policy that sampled, which --overlap makes one update old.
+        logged = sampled_logprobs if args.overlap else old_logprobs
         # The KL is summed, because the whole response is one action. [RLOO-2]
         rlhf_rewards = shaped_scores - args.kl_coef * kl.sum(1)  # [B]
 
@@ -509,10 +516,10 @@ def main(args: Args):
             "epoch": update * (B // k) / len(prompts),
             "lr": lr,
             "objective/scores": scores.mean(),
-            "objective/kl": kl.sum(1).mean(),
+            "objective/kl": (logged - ref_logprobs).sum(1).mean(),
             "objective/non_score_reward": -args.kl_coef * kl.sum(1).mean(),  # the number that is added [LOG-5]
             "objective/rlhf_reward": rlhf_rewards.mean(),
-            "objective/entropy": -(old_logprobs * response_mask).sum(1).mean(),  # without padding [LOG-1]
+            "objective/entropy": -(logged * response_mask).sum(1).mean(),  # without padding [LOG-1]
             "val/ratio": 1 + ratio_minus_1,
             "val/ratio_var": metrics.pop("ratio_minus_1_squared") - ratio_minus_1**2,  # of actions [LOG-4]
             "val/equal_scores": share_of_equal_groups(scores, k if k > 1 else B),

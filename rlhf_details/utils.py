@@ -323,14 +323,15 @@ def additive(visible):
 def correct_for_sampler(advantages, logratio, mask, args):
     """Advantages times p(action) / p_sampler(action), so that what another policy sampled counts as if this one had.
 
+    The other one is another engine's (--sampler vllm), or this one as it was an update ago (--overlap).
     Long products of ratios can be huge. --sampler_correction "truncate" bounds them by c = --sampler_cap, and "mask"
-    leaves out the actions whose ratio is not within [1/c, c]. For --sampler own nothing changes.
+    leaves out the actions whose ratio is not within [1/c, c].
     Args: advantages [B] where an action is a response, else [B, 1] or [B, R]; logratio [B, R], the training forward's
     log-probs less the sampler's; mask [B, R] bool. Returns: (advantages, of the shape of the weights, metrics).
     Source: truncated importance sampling of Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL
     Training" (2025), where c = 2; TRL v1.16.0, grpo_trainer.py, with both kinds, of tokens or responses.
     """
-    if args.sampler == "own":
+    if args.sampler == "own" and not args.overlap:
         return advantages, {}
     logratio = logratio * mask
     if advantages.dim() == 1:

@@ -24,7 +24,7 @@ from rlhf_details import toy, utils
 ROOT = Path(__file__).parent.parent
 PAGES = {
     name: importlib.import_module(f"rlhf_details.{name}")
-    for name in ("train_rloo", "train_grpo", "train_grpo_async", "train_ppo", "train_ppo_async")
+    for name in ("train_rloo", "train_grpo", "train_ppo")
 }
 SIZES = dict(vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=128)
 LM_HUMAN_PREFERENCES = dict(
@@ -125,7 +125,7 @@ def page_args(page, tiny, **changes):
         response_length=8, temperature=1.0, num_ppo_epochs=1, num_mini_batches=1, learning_rate=1e-3, take=256,
         num_sample_generations=0, run_name="run", overwrite=True,
     )  # fmt: skip
-    values |= {"train_rloo": dict(rloo_k=4), "train_grpo": dict(group_size=4)}.get(page.removesuffix("_async"), {})
+    values |= {"train_rloo": dict(rloo_k=4), "train_grpo": dict(group_size=4)}.get(page, {})
     return PAGES[page].Args(**(values | changes))
 
 

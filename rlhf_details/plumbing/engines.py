@@ -318,6 +318,15 @@ def fill(template, weights):
 
 
 @torch.no_grad()
+def copy_of(accelerator, policy):
+    """A copy of a policy to sample from, which training does not change. Args: policy, as `sampler` returns it."""
+    if shares_out(accelerator):
+        return policy  # It is one already.
+    (empty,), now = policy.template, dict(accelerator.unwrap_model(policy).named_parameters())
+    return fill(empty, {name: now[name].detach().clone() for name, _ in empty.named_parameters()})
+
+
+@torch.no_grad()
 def gather(accelerator, module, template, precision):
     """The template of a prepared policy with the weights that this has now; call it on every process.
 

@@ -38,6 +38,7 @@ class Run:
         self.num_updates, self.is_main, self.start = num_updates, accelerator.is_main_process, time.time()
         self.update, self.first_update = 0, 1  # the update under way, and the first one that this process trains
         self.before, self.latest, self.tensors = {}, {}, {}  # the first eval/*; the newest row of metrics; see `resume`
+        self.sampled_ahead = dict  # returns what a checkpoint holds of it: {name: tensor}; overlap.py sets it
         self.by_prompt = []  # health.of_each_prompt of the first and the newest evaluation; only on the main process
         self.console = trackers.Console(num_updates, not self.is_main)
         self.health = health.Health(args, accelerator, num_updates)
@@ -84,7 +85,7 @@ class Run:
         checkpoint.write_text(self.folder / "config.json", json.dumps(self.about, indent=1))
 
     def resume(self, policy, optimizer, state=None):
-        """Loads the checkpoint that this run continues from, if any. Sets `first_update` and `tensors`.
+        """Loads the checkpoint that this run continues from, if any. Sets `first_update`, and `tensors` for overlap.py.
 
         Args: policy, optimizer, as prepared; state, the dictionary of the loop where a run begins. Returns: the
         dictionary of the loop, `state` or the checkpoint's. `tensors` is {} or {name: tensor on the device}.
@@ -174,31 +175,29 @@ class Run:
         return {"eps": eps} | laps | training | {"time/update": update, "time/from_scratch": now - self.start}
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
-    def checkpoint_if_due(self, update, policy, optimizer, state=None, tensors=None):
+    def checkpoint_if_due(self, update, policy, optimizer, state=None):
         """Writes a checkpoint every --checkpoint_every updates and at the end, or on a signal, which then ends the run.
 
-        Args: policy, optimizer, as prepared; state, what the loop takes to the next update, as JSON holds it; tensors,
-        {name: tensor of the whole batch}, or a function that returns them, which is called only for a checkpoint.
+        Args: policy, optimizer, as prepared; state, what the loop takes to the next update, as JSON holds it.
         """
         heard = torch.tensor([self.signals.heard], device=self.accelerator.device)
         number = int(self.accelerator.gather(heard).max())  # All processes must stop after the same update.
         every = self.args.checkpoint_every
         if number or (every > 0 and (update % every == 0 or update == self.num_updates)):
-            tensors = tensors() if callable(tensors) else tensors
-            self.write_checkpoint(update, policy, optimizer, state or {}, tensors or {})
+            self.write_checkpoint(update, policy, optimizer, state or {})
         if number:
             name = signal.Signals(number).name
             self.say(f"{name}: stopped after update {update}; --run_name {self.folder.name} --resume goes on")
             self.end(128 + number)
         self.begin_update(update + 1)
 
-    def write_checkpoint(self, update, policy, optimizer, state, tensors):
+    def write_checkpoint(self, update, policy, optimizer, state):
         saved = {"update": update, "state": state, "health": self.health.memory, **self.identity}
         saved |= {"before": self.before, "latest": self.latest, "by_prompt": self.by_prompt}
         saved |= {"seconds": time.time() - self.start}
         if self.accelerator.scaler is not None:
             saved["scaler"] = self.accelerator.scaler.state_dict()
-        tensors = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
+        tensors = {name: x.detach().cpu().contiguous() for name, x in self.sampled_ahead().items()}
         folder = self.folder / "checkpoints" / f"{update:06d}"
         save_policy = functools.partial(checkpoint.save_policy, self.accelerator, policy, optimizer)
         with self.writing(folder.parent):

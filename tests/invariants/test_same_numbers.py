@@ -57,7 +57,7 @@ def test_gradient_checkpointing_computes_every_layer_again_and_changes_nothing(
     )
     rows = run_case(case, ragged, **knobs(in_tmp), gradient_checkpointing=True)
     assert_same_curves(baseline(case).rows, rows)
-    networks = 2 if case in ("ppo", "async") else 1  # A value model of its own is another network.
+    networks = 2 if case in ("ppo", "ppo-overlap") else 1  # A value model of its own is another network.
     assert sum(with_gradient) == 3 * 4 * 2 * networks * 2  # updates, steps, layers; once forward and once backward
 
 

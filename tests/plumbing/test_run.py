@@ -115,7 +115,7 @@ def test_at_the_end_held_out_numbers_stand_beside_those_before(tiny, in_tmp, cap
 # ---- signals ---------------------------------------------------------------------------------------------------------
 @in_main_thread
 @pytest.mark.parametrize(
-    "number,code,case", [("SIGTERM", 143, "rloo"), ("SIGINT", 130, "async"), ("SIGTERM", 143, "sft")]
+    "number,code,case", [("SIGTERM", 143, "rloo"), ("SIGINT", 130, "ppo-overlap"), ("SIGTERM", 143, "sft")]
 )
 def test_a_signal_stops_after_the_update_with_a_checkpoint(tiny, in_tmp, capsys, number, code, case):
     times = range(2 if number == "SIGTERM" else 1)  # A scheduler and the launcher may both send a SIGTERM.

@@ -143,7 +143,7 @@ def one_run(spec, engine):
         return module, optimizer
 
     def recording_sample(policy, batch, *args, **kwargs):
-        sampling.add(threading.get_ident())  # The actor of train_ppo_async.py samples in a thread of its own.
+        sampling.add(threading.get_ident())  # With --overlap a thread of its own samples.
         responses, mask, logprobs = sample(policy, batch, *args, **kwargs)
         sampling.discard(threading.get_ident())
         key = kwargs["key"] if "key" in kwargs else args[3]
