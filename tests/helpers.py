@@ -22,10 +22,7 @@ from tokenizers.models import BPE, WordLevel
 from rlhf_details import toy, utils
 
 ROOT = Path(__file__).parent.parent
-PAGES = {
-    name: importlib.import_module(f"rlhf_details.{name}")
-    for name in ("train_rloo", "train_grpo", "train_ppo")
-}
+PAGES = {name: importlib.import_module(f"rlhf_details.{name}") for name in ("train_rloo", "train_grpo", "train_ppo")}
 SIZES = dict(vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=128)
 LM_HUMAN_PREFERENCES = dict(
     stop_token="none", truncate_token="eos", truncate_after=2, missing_eos_mode="replace", value_model="shared",

@@ -326,9 +326,6 @@ def test_flags_mean_the_same_in_every_script():
             as_trained = script == "evaluate" and field.name in evaluation.FALLBACKS and field.name in types
             expected = types[field.name] | None if as_trained else types.setdefault(field.name, field.type)
             assert expected == field.type, field.name
-    for page in ("train_ppo", "train_grpo"):
-        of_page, of_async = ({f.name for f in dataclasses.fields(PAGES[page + x].Args)} for x in ("", "_async"))
-        assert of_async <= of_page
 
 
 def test_every_flag_is_read():

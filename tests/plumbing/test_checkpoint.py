@@ -50,7 +50,9 @@ def test_what_these_runs_keep_does_move(tiny):
     assert rows[0]["update"] == 0 and len({row["objective/kl_coef"] for row in rows[1:]}) == 6
     state = json.loads((whole(tiny, "ppo-moments") / "runs/run/checkpoints/000006/state.json").read_text())
     assert state["update"] == 6 and state["state"]["adam_step"] == 24
-    waits = [whole(tiny, "ppo-overlap") / f"runs/run/checkpoints/{name}/tensors.safetensors" for name in ("000004", "000006")]
+    waits = [
+        whole(tiny, "ppo-overlap") / f"runs/run/checkpoints/{name}/tensors.safetensors" for name in ("000004", "000006")
+    ]
     assert [path.exists() for path in waits] == [True, False]  # after the last update no batch waits
     samples = (whole(tiny, "rloo") / "runs/run/samples.jsonl").read_text().splitlines()
     assert [json.loads(line)["update"] for line in samples] == [1] * 4 + [4] * 4 + [6] * 4

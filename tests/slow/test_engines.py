@@ -65,7 +65,8 @@ def cases(models):
         "reward": train_reward.Args(**reward),
         "dpo": train_dpo.Args(**stage, sft_model_path=str(neox / "policy"), batch_size=8, max_grad_norm=0.5),
         "sft": train_sft.Args(**stage, base_model=str(neox / "policy"), batch_size=6),
-        "ppo_async": page_args("train_ppo_async", neox, **short),
+        "ppo_overlap": ppo_args(neox, overlap=True, **short),
+        "rloo_overlap": rloo_args(neox, overlap=True, **short),
         "grpo": page_args("train_grpo", neox, **short),
         "rloo_offload": rloo_args(neox, offload_frozen=True, **short),
         "rloo_lora": rloo_args(neox, lora_rank=4, **short),
@@ -143,13 +144,12 @@ def check_share(engine, name, precision, ranks):
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_opt_6_an_engine_follows_one_process_and_holds_its_share(one, engine):
-    """Faults 37 and 44. train_ppo_async.py runs under DDP alone, and LoRA not under ZeRO-3."""
+    """Faults 37 and 44. LoRA does not run under ZeRO-3."""
     folder, found = one
-    found = {name: case for name, case in found.items() if name != "ppo_async" or engine == "ddp"}
     found = {name: case for name, case in found.items() if "lora" not in name or engine != "zero3"}
     specs = [spec(case, f"{engine}_{name}") for name, case in found.items()]
     for (name, case), ranks in zip(found.items(), run_under(engine, specs, folder), strict=True):
-        check_share(engine, name, case[1], ranks) if name != "ppo_async" else None
+        check_share(engine, name, case[1], ranks)
         rows = [read_metrics(folder / f"runs/{kind}_{name}") for kind in ("one", engine)]
         if case[1] == "fp32":
             assert_same_curves(*rows, near=1e-4)

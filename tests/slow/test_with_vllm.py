@@ -24,7 +24,7 @@ from rlhf_details.plumbing import models, vllm
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("vllm") is None, reason="the package vllm is missing")]
 NO_END = torch.tensor([], dtype=torch.long)
 NO_DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
-PAGES = ["train_grpo", "train_ppo", "train_ppo_async", "train_grpo_async"]  # RLOO is in the tests below.
+PAGES = ["train_grpo", "train_ppo", "train_rloo --overlap", "train_ppo --overlap"]  # RLOO is in the tests below.
 
 
 def stops(message):
