@@ -23,9 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = {  # the annotated pages in order: what each is, and whose notes it takes where both have the same code
     "train_rloo": ("RLOO", None),
     "train_grpo": ("GRPO", "train_rloo"),
-    "train_grpo_async": ("Asynchronous GRPO", "train_grpo"),
     "train_ppo": ("PPO", "train_rloo"),
-    "train_ppo_async": ("Asynchronous PPO", "train_ppo"),
     "train_reward": ("Reward model", "train_rloo"),
     "train_dpo": ("DPO", "train_reward"),
     "train_sft": ("Supervised fine-tuning", None),
@@ -34,8 +32,6 @@ SCRIPTS = {  # the annotated pages in order: what each is, and whose notes it ta
 DIFFS = {  # the pages that show two scripts side by side: the title of each; its file is the title in small letters
     ("train_ppo", "train_rloo"): "PPO to RLOO",
     ("train_rloo", "train_grpo"): "RLOO to GRPO",
-    ("train_ppo", "train_ppo_async"): "PPO to asynchronous PPO",
-    ("train_grpo", "train_grpo_async"): "GRPO to asynchronous GRPO",
     ("train_reward", "train_dpo"): "Reward model to DPO",
 }
 RULER = re.compile(r"^( *)# ---- (.*?)[ -]*$")

@@ -28,7 +28,7 @@ import numpy as np
 
 sys.path.extend(str(Path(__file__).resolve().parents[1] / room) for room in (".", "checks"))
 from intervals import ROOT, holm, last, mean_interval, prediction_interval, read_seeds, words
-from mutations import ASYNC, DATA, LAYOUT, NORMAL, PPO, READ, RLOO, RM, SFT, UNBIASED, UTILS, mutate
+from mutations import DATA, LAYOUT, NORMAL, PPO, READ, RLOO, RM, SFT, UNBIASED, UTILS, mutate
 from plot import blank, save
 
 from benchmark import MODELS, STAGES, Run, StudyArgs, code_hash, git_tag, run_command, run_study, stage_runs
@@ -58,7 +58,7 @@ BASES = {  # name: (what, script and arguments)
         "ppo with an adaptive KL, target 6, horizon 500 episodes",
         f"{SHORT_PPO} {STAGES} --adaptive_kl --kl_horizon 500",
     ),
-    "ppo_async": ("ppo sampled one update ahead (train_ppo_async.py)", f"train_ppo_async.py{SHORT_PPO[12:]} {STAGES}"),
+    "ppo_async": ("ppo sampled one update ahead (`--overlap`)", f"{SHORT_PPO} {STAGES} --overlap"),
     "ppo_fixed": ("ppo on 36 tokens each, read up to the first EOS from place 8 on", f"{SHORT_PPO} {STAGES} {FIXED}"),
     "ppo_short": (
         "ppo with responses of at most 20 tokens, where a missing EOS replaces the score",
@@ -89,8 +89,6 @@ FORWARD, ROUNDED = "in_slices(response_logprobs, policy, batch, size, n)", "(sam
 PPO_FORWARD = "old_logprobs, _, values = in_slices(response_logprobs, policy, batch, size)"
 PPO_ROUNDED = "_, _, values = in_slices(response_logprobs, policy, batch, size)"
 PPO_ROUNDED += "; old_logprobs = sampled_logprobs.bfloat16().float()"
-VALUES_ALONE = "(values,) = in_slices(state_values, accelerator.unwrap_model(policy), batch, size)"
-FORWARD_TOO = ", _, values = in_slices(response_logprobs, policy, batch, size)"
 SAMPLED_POSITIONS = (UTILS, "GEN-6", "position + t", "Q + t + 0 * position")
 POSITIONS = (
     (UTILS, "DATA-6", "mask.cumsum(-1)", "mask.new_ones(mask.shape).cumsum(-1)"),
@@ -295,13 +293,7 @@ VARIANTS = [
     Variant("ppo_one_ahead", "ppo", "GEN-10", "sampled one update ahead", runs="ppo_async"),
     Variant("ppo_async_ratio", "ppo_async", "GEN-11", "the ratio is against the weights before the first step",
         mutations=(
-        (ASYNC, "", VALUES_ALONE, f"old_logprobs{FORWARD_TOO}"),)),
-    Variant("ppo_async_decoupled", "ppo_async", "", "decoupled PPO: clipped around the weights before the first step",
-        note="each token weighs p of these weights / p of those that sampled, at most 2", mutations=(
-        (ASYNC, "", VALUES_ALONE, f"centre{FORWARD_TOO}"),
-        (ASYNC, "", "logprobs, old_logprobs[m], response_mask[m], advantages[m], args.cliprange",
-         "logprobs, centre[m], response_mask[m],"
-         " advantages[m] * (centre[m] - old_logprobs[m]).exp().clamp(max=2), args.cliprange"))),
+        (PPO, "GEN-11", "old_logprobs = sampled_logprobs", "old_logprobs = old_logprobs"),)),
     Variant("ppo_truncated_anywhere", "ppo_fixed", "GEN-12", "the first EOS ends what is read, wherever it stands",
         "--truncate_after 0"),
     Variant("ppo_all_scored", "ppo_fixed", "GEN-14", "the reward model reads what follows EOS", mutations=(
