@@ -30,7 +30,7 @@ import tyro
 from intervals import ROOT, write_runs
 
 import benchmark
-from rlhf_details import toy, train_rloo
+from rlhf_details import toy, train_grpo, train_rloo
 from rlhf_details.plumbing import cli
 
 SCRIPTS = "train_sft train_reward train_dpo train_rloo train_grpo train_ppo evaluate".split()
@@ -354,6 +354,7 @@ def test_trl_gets_the_settings_that_our_side_is_started_with():
     for algorithm, case in itertools.product(against_trl.UPDATES, [(), ("lengths", 100, 64, 4)]):
         flags = " ".join(f"--{name} {value}" for name, value in against_trl.changes_of(algorithm, *case).items())
         _, args = parse(f"train_{algorithm}.py {against_trl.RUN} {flags} {benchmark.STAGES}")
+        args = train_grpo.with_objective(args) if algorithm == "grpo" else args
         ours, theirs = vars(args), against_trl.settings(algorithm, *case)
         assert {name: ours[name] for name in ours.keys() - own} == {name: theirs[name] for name in theirs.keys() - own}
 
