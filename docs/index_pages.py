@@ -89,7 +89,7 @@ def forest_page():
     effects, bases, _ = study()
     rows = []
     for effect in sorted(effects, key=lambda e: e.figures["gold"][0]):
-        tags = " ".join(f'<a href="details.html#{tag.lower()}">{tag}</a>' for tag in effect.tags)
+        tags = " ".join(f'<a href="details.html#{tag}">{tag}</a>' for tag in effect.tags)
         plots = "".join(
             f'<div class="wide" title="{FIGURES[name]} {figures[0]:+.2f} ({figures[1]:+.2f} .. {figures[2]:+.2f})">'
             f"{plot(effect.figures, (name,), *WIDE[name], width=240)}</div>"
