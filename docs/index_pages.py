@@ -42,7 +42,7 @@ def options(name, label, values):
 
 def details_page():
     """Markdown of the index of details."""
-    rows, scripts, phases = [], [], []
+    rows, scripts, phases, verdicts = [], [], [], [verdict(tag) for tag in read("details.toml")["tags"]]
     for tag in read("details.toml")["tags"]:
         files, of_tag = files_of(tag), phases_of(tag)
         scripts, phases = scripts + files, phases + of_tag
@@ -51,7 +51,10 @@ def details_page():
             f'data-verdict="{verdict(tag)}">{card(tag, tag_note(tag))}'
             f'<p class="where">{escape(", ".join(of_tag))}</p></div>'
         )
-    boxes = "".join(f'<label><input type="checkbox" name="verdict" value="{v}" checked> {v}</label>' for v in VERDICTS)
+    boxes = "".join(
+        f'<label><input type="checkbox" name="verdict" value="{v}" checked> {v} ({verdicts.count(v)})</label>'
+        for v in VERDICTS
+    )
     form = (
         f'<form class="filter">{options("script", "Script", dict.fromkeys(scripts))}'
         f"{options('phase', 'Phase', [phase for phase in PHASES if phase in phases])}"

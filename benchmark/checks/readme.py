@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from intervals import ROOT
 
-TAG, LENGTHS, GRPO_TRL = "cc51011", "cc6b272", "4d93adb"  # the commits whose scripts were run
+TAG, LENGTHS, GRPO_TRL = "cc51011", "cc6b272", "4d93adb"  # folders: the commits whose scripts were run, but the last
 DPO, RELATIVES, SMOLLM, SMOLLM_TRL = "c2d7618", "83c3a19", "5b18bbb", "0feb1d3"
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 DOCUMENTS += [path for folder in ("guides", "evidence") for path in sorted((ROOT / "docs" / folder).glob("*.md"))]
