@@ -270,16 +270,18 @@ def sample(policy, batch, n, response_length, stop_ids, key):
 
     A token is argmax(logits / T + Gumbel noise), which is a draw from the softmax. The noise depends on (key, number of
     the row, step, token id) alone, so rows may be grouped, sliced and spread over processes at will.
-    Args: policy(tokens, mask, positions, index, cache=cache) -> logits / T [.., len(index), V], in eval mode;
-    batch: queries, query_mask [B, Q], where n adjacent rows hold the same prompt, and each row's global number [B];
-    stop_ids [S], which may be empty; key, e.g. (seed, TRAINING, update).
+    Args: policy(tokens, mask, positions, index, cache=cache) -> logits / T [.., len(index), V], in eval mode, where the
+    mask is None if nothing is padding; batch: queries, query_mask [B, Q], where n adjacent rows hold the same prompt,
+    and each row's global number [B]; stop_ids [S], which may be empty; key, e.g. (seed, TRAINING, update).
     Returns: responses [B, R] int64, mask [B, R] bool (True up to and including the stop token), log-probs [B, R] fp32.
     """
     queries, query_mask, rows = batch
-    first = int(query_mask.any(0).int().argmax())  # Columns before this one are padding in every row.
     # The prompt of a row is computed once: [P, Q] with P = B / n.
-    queries, query_mask = queries[::n, first:], query_mask[::n, first:]
+    queries, query_mask = queries[::n], query_mask[::n]
+    first, num_real = torch.stack([query_mask.any(0).int().argmax(), query_mask.sum()]).tolist()
+    queries, query_mask = queries[:, first:], query_mask[:, first:]  # Columns before it are padding in every row.
     (P, Q), B, device = queries.shape, len(rows), queries.device
+    is_padded = num_real < P * Q
     keys = keys_of_rows(key, rows)
     responses = torch.zeros(B, response_length, dtype=torch.long, device=device)
     mask = torch.zeros(B, response_length, dtype=torch.bool, device=device)
@@ -290,8 +292,9 @@ def sample(policy, batch, n, response_length, stop_ids, key):
     visible = torch.cat([query_mask.unsqueeze(1).expand(-1, n, -1), own], 2)  # [P, n, Q + n * R]
     cache = DynamicCache(config=getattr(policy, "module", policy).model.config)
     # the columns whose logits are read
-    last, each = torch.tensor([Q - 1], device=device), torch.arange(n, device=device)
-    logits = policy(queries, query_mask, positions_from_mask(query_mask), last, cache=cache)  # [P, 1, V]
+    last, each = torch.arange(Q - 1, Q, device=device), torch.arange(n, device=device)
+    seen = query_mask if is_padded else None
+    logits = policy(queries, seen, positions_from_mask(query_mask), last, cache=cache)  # [P, 1, V]
     logits = logits.squeeze(1).repeat_interleave(n, 0)  # [B, V]
     position = query_mask.sum(1, keepdim=True).expand(P, n)  # [P, n], of the first response token
     alive = torch.ones(B, dtype=torch.bool, device=device)
@@ -302,10 +305,13 @@ def sample(policy, batch, n, response_length, stop_ids, key):
         logprobs[:, t] = (logits.gather(1, token.unsqueeze(1)).squeeze(1) - logits.logsumexp(-1)) * alive
         # A response may end in several ways: Gemma ends its turns with <end_of_turn>, which is not its EOS. [GEN-16]
         alive = alive & ~torch.isin(token, stop_ids)  # The stop token itself stays in the mask. [GEN-5]
-        if t + 1 == response_length or not alive.any():
+        # To ask a GPU whether a row is alive, the host must wait for it. So it asks rarely, and samples a few in vain.
+        is_asked = device.type == "cpu" or (t + 1) % 16 == 0
+        if t + 1 == response_length or (is_asked and not alive.any()):
             break
         seen = visible[..., : Q + n * (t + 1)]  # [P, n, Q + n * (t + 1)]
-        seen = additive(seen) if n > 1 else seen.squeeze(1)
+        # A model that is given no mask lets each token see all that came before it.
+        seen = additive(seen) if n > 1 else seen.squeeze(1) if is_padded else None
         tokens = (token * alive).reshape(P, n)  # Finished rows run on with token 0, which nobody reads.
         # Positions continue after the prompt's real tokens and do not count its padding. [GEN-6]
         logits = policy(tokens, seen, position + t, each, cache=cache).flatten(0, 1)  # [P, n, V] -> [B, V]

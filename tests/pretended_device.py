@@ -87,7 +87,7 @@ def run(func, args, kwargs):
         raise RuntimeError(f"Expected all tensors to be on the same device, but {func} has {devices}")
     if on_device and func in READS:
         wait(str(func))
-    elif func in COPIES and tensors and (is_on_device != all(isinstance(x, OnDevice) for x in tensors)):
+    elif func in COPIES and tensors[-1].numel() and is_on_device != all(isinstance(x, OnDevice) for x in tensors):
         wait("copy to the device" if is_on_device else "copy from the device")
     elif is_index:
         indices = [x for x in args[1] if x is not None]

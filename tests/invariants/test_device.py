@@ -4,16 +4,18 @@ import contextlib
 import shutil
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pretended_device
 import pytest
+import torch
 from accelerate import Accelerator
-from helpers import assert_same_curves, read_metrics
+from helpers import assert_same_curves, read_metrics, tiny_model
 from short_runs import dead, rows_of, start, whole
 
-from rlhf_details import evaluate
-from rlhf_details.plumbing import engines
+from rlhf_details import evaluate, train_rloo, utils
+from rlhf_details.plumbing import engines, models
 
 pytestmark = pytest.mark.skipif(not pretended_device.IS_POSSIBLE, reason="this torch lets no Python code be a device")
 CASES = {
@@ -92,6 +94,28 @@ def test_an_evaluation_has_the_numbers_of_the_cpu(ragged, both):
     rows_of(ragged)
     here, there = both(evaluation, ragged)
     assert here == pytest.approx(there, rel=1e-4, abs=1e-6)
+
+
+def sampled(prompts, n, num_stops):
+    """(responses, mask, how often the host waits meanwhile) of two responses of 64 tokens to each prompt."""
+    model = models.prepare(tiny_model("llama"), SimpleNamespace())
+    device = engines.join().device
+    policy, stop_ids = train_rloo.Policy(model, 1.0).to(device), torch.arange(num_stops, device=device)
+    batch = [*utils.left_pad([ids for ids in prompts for _ in range(2)], device), torch.arange(4, device=device)]
+    before = pretended_device.waits.total()
+    responses, mask, _ = utils.sample(policy, batch, n, 64, stop_ids, (1, 0, 1))
+    number = pretended_device.waits.total() - before
+    return responses.tolist(), mask.tolist(), number
+
+
+@pytest.mark.parametrize("num_stops,longest", [(1, 64), (20, 6)])
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("prompts", [[[3, 4, 5], [6, 7, 8]], [[3, 4, 5], [6]]], ids=["one-length", "padded"])
+def test_sampling_waits_once_for_16_tokens(prompts, n, num_stops, longest, both):
+    here, there = both(sampled, prompts, n, num_stops)
+    assert here[:2] == there[:2]
+    assert max(map(sum, here[1])) == longest
+    assert there[2] <= max(2, longest / 16)  # once at the start, and then where it asks whether all rows have ended
 
 
 def test_a_run_that_died_on_the_cpu_goes_on_with_the_same_numbers(tiny, other_process, tmp_path):
