@@ -233,9 +233,20 @@ TRAINING, EVALUATION, REWARD_DATA = 0, 1, 3  # what a sample is drawn for, one o
 
 def hash32(x):
     """A 32-bit integer hash, elementwise on int32 tensors (the "lowbias32" mixer). Its products wrap around."""
-    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
-    x = (x ^ ((x >> 15) & 0x1FFFF)) * (0x846CA68B - (1 << 32))
+    return end_of_hash(start_of_hash(x))
+
+
+def start_of_hash(x):
+    """The first step of hash32. That of a ^ b is that of a ^ that of b."""
     return x ^ ((x >> 16) & 0xFFFF)
+
+
+def end_of_hash(x, kept=0xFFFF):
+    """The other steps, which change x. Args: kept, the bits that the last shift to the right lets through."""
+    x.mul_(0x7FEB352D)
+    x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF))
+    x.mul_(0x846CA68B - (1 << 32))
+    return x.bitwise_xor_((x >> 16).bitwise_and_(kept))
 
 
 def fold(key, coordinate):
@@ -252,15 +263,27 @@ def keys_of_rows(key, rows):
 
 
 def gumbel_noise(keys, vocab_size):
-    """Standard Gumbel noise [B, V] fp32, a function of the row's key [B] int32 and of the token id.
+    """Standard Gumbel noise [B, V] fp32, a function of the row's key [B] int32 and of the token id."""
+    # Each operation here and below is a pass over [B, V] for each token of a response, so they are few and in place.
+    x = start_of_hash(keys).unsqueeze(1) ^ hashed_tokens(vocab_size, keys.device)  # [B, V]
+    # A shift fills up with the sign bit. The last one lets it through, so that the XOR clears it: 31 bits are left.
+    return gumbel_of_bits(end_of_hash(x, kept=0x8000FFFF - (1 << 32)))
 
-    31 hashed bits make u in (0, 1). Large noise decides an argmax, and -log(-log(1 - u)) makes it from small u, where
-    floats are dense. It reaches 22, while -log(-log(u)) would end at about 17.
+
+@functools.lru_cache(maxsize=4)
+def hashed_tokens(vocab_size, device):
+    """A hash of each token id, and of that the first step of the next hash, [V] int32."""
+    return start_of_hash(fold(torch.arange(vocab_size, dtype=torch.int32, device=device), 0x3C6EF372))
+
+
+def gumbel_of_bits(bits):
+    """Standard Gumbel noise, fp32, of 31 random bits in int32.
+
+    They make u in (0, 1). Large noise decides an argmax, and -log(-log(1 - u)) makes it from small u, where floats are
+    dense. It reaches 22, while -log(-log(u)) would end at about 17.
     """
-    tokens = fold(torch.arange(vocab_size, dtype=torch.int32, device=keys.device), 0x3C6EF372)  # [V]
-    bits = hash32(keys.unsqueeze(1) ^ tokens) & 0x7FFFFFFF  # [B, V]
-    u = bits.float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
-    return u.neg_().log1p_().neg_().log_().neg_()
+    minus_u = torch.add(torch.tensor(-(2.0**-32)), bits, alpha=-(2.0**-31)).clamp_(min=2.0**-24 - 1)
+    return minus_u.log1p_().neg_().log_().neg_()
 
 
 # ---- the sampler -----------------------------------------------------------------------------------------------------
