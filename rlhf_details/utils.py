@@ -130,7 +130,7 @@ def masked_whiten(x, mask, shift_mean=True):
     Source: openai/lm-human-preferences, lm_human_preferences/utils/core.py.
     """
     # Equal numbers, less any one of them, are zeros. Else their mean is off by rounding, which 1e-8 would make large.
-    first = x[mask][:1].sum()
+    first = x.take(mask.int().argmax())
     x = x - first
     mean = masked_mean(x, mask)
     variance = masked_mean((x - mean) ** 2, mask)  # The variance is the biased one, as in tf.nn.moments. [PPO-11]
@@ -161,11 +161,35 @@ def positions_from_mask(mask):
 def trim(batch, extra=0):
     """The batch (queries, query_mask, responses, response_mask) without the columns that are padding in every row.
 
-    extra: how many columns to keep after the longest response (PPO's value model reads one more).
+    A batch of `parts` also holds its widths. extra: how many columns to keep after the longest response (PPO's value
+    model reads one more).
     """
-    queries, query_mask, responses, response_mask = batch
-    first, width = int(query_mask.any(0).int().argmax()), int(response_mask.sum(1).max()) + extra
+    queries, query_mask, responses, response_mask, *known = batch
+    first, width = known[0] if known else widths(batch, [slice(None)])[0]
+    width += extra
     return queries[:, first:], query_mask[:, first:], responses[:, :width], response_mask[:, :width]
+
+
+def widths(batch, parts):
+    """[first column with a token of a query, length of the longest response] of each part of a batch's rows.
+
+    To know them the host must wait for the device, so it asks for those of all parts together.
+    """
+    _, query_mask, _, response_mask = batch
+    found = [(query_mask[m].any(0).int().argmax(), response_mask[m].sum(1).max()) for m in parts]
+    return torch.stack([x for pair in found for x in pair]).reshape(-1, 2).tolist()
+
+
+def parts(batch, rows):
+    """Yields (rows, part of the batch with its widths for `trim`) for each part. Args: rows, numbers or slices."""
+    for m, known in zip(rows, widths(batch, rows), strict=True):
+        yield m, [*(x[m] for x in batch), known]
+
+
+def slices(batch, size):
+    """Yields `size` rows of a batch at a time."""
+    rows = [slice(start, start + size) for start in range(0, len(batch[0]), size)]
+    return (part for _, part in parts(batch, rows)) if len(batch) == 4 else ([x[m] for x in batch] for m in rows)
 
 
 def in_slices(function, model, batch, size, *rest, **options):
@@ -173,9 +197,8 @@ def in_slices(function, model, batch, size, *rest, **options):
 
     The size bounds memory and changes no result. Args: batch, a list of tensors with as many rows. Returns: a list.
     """
-    slices = zip(*(x.split(size) for x in batch), strict=True)
-    found = (function(model, rows, *rest, **options) for rows in slices)
-    return [torch.cat(parts) for parts in zip(*found, strict=True)]
+    found = (function(model, rows, *rest, **options) for rows in slices(batch, size))
+    return [torch.cat(results) for results in zip(*found, strict=True)]
 
 
 # ---- orders and learning rate ----------------------------------------------------------------------------------------
@@ -374,16 +397,32 @@ def correct_for_sampler(advantages, logratio, mask, args):
 
 
 # ---- metrics ---------------------------------------------------------------------------------------------------------
+def float_of(device):
+    """The longest float of a device."""
+    return torch.float32 if device.type == "mps" else torch.float64  # Apple's GPUs have no float64.
+
+
+def numbers(metrics):
+    """{name: number} of {name: number or tensor of one}. All come from the device together, since the host waits."""
+    tensors = {name: x.detach().reshape(()) for name, x in metrics.items() if isinstance(x, torch.Tensor)}
+    if not tensors:
+        return metrics
+    found = torch.stack([x.to(float_of(x.device)) for x in tensors.values()]).tolist()
+    pairs = zip(tensors.items(), found, strict=True)
+    return metrics | {name: number if x.is_floating_point() else int(number) for (name, x), number in pairs}
+
+
 class Means:
     """Named means over all that is added, on all processes: a sum and a count for each name."""
 
     def __init__(self, device):
-        self.device, self.sums, self.highest, self.before = device, {}, {}, {}
-        self.dtype = torch.float32 if device.type == "mps" else torch.float64  # Apple's GPUs have no float64.
+        self.device, self.dtype = device, float_of(device)
+        self.sums, self.highest, self.before = {}, {}, {}
 
     def add(self, name, x, mask=None):
         """Adds the entries of x where mask (same shape, None: everywhere) is True. x may be a number."""
-        x = torch.as_tensor(x, device=self.device).detach().to(self.dtype)
+        x = x.detach() if isinstance(x, torch.Tensor) else torch.full((), x, device=self.device)
+        x = x.to(self.device, self.dtype)
         mask = torch.ones_like(x, dtype=torch.bool) if mask is None else mask
         new = torch.stack([x.where(mask, torch.zeros_like(x)).sum(), mask.sum()])
         self.sums[name] = self.sums.get(name, 0) + new
@@ -392,16 +431,18 @@ class Means:
         """Remembers the highest entry of x, in place of a mean."""
         self.highest[name] = torch.maximum(self.highest.get(name, x.detach().max()), x.detach().max())
 
-    def since_last(self, accelerator):
+    def since_last(self, accelerator, highest=()):
         """{name: mean over all processes} of what was added since the last call; call it on every process."""
         new = torch.stack([self.sums[name] - self.before.get(name, 0) for name in self.sums])  # [names, 2]
         self.before = dict(self.sums)
         # Processes and micro-batches hold different numbers of tokens, so sum first and divide once. [LOG-2]
         total = accelerator.reduce(new, "sum")
-        return dict(zip(self.sums, (total[:, 0] / total[:, 1].clamp(min=1)).tolist(), strict=True))
+        means = total[:, 0] / total[:, 1].clamp(min=1)
+        # All numbers come from the device together, since the host waits for it.
+        return dict(zip([*self.sums, *self.highest], torch.cat([means, *highest]).tolist(), strict=False))
 
     def reduce(self, accelerator):
         """{name: mean, or highest entry, over all processes}, as floats; call it on every process, once, at the end."""
         self.before = {}
-        highest = {name: accelerator.gather(x.reshape(1)).max().item() for name, x in self.highest.items()}
-        return self.since_last(accelerator) | highest
+        mine = [torch.stack(list(self.highest.values())).unsqueeze(0)] if self.highest else []  # [1, names]
+        return self.since_last(accelerator, [accelerator.gather(x).amax(0).to(self.dtype) for x in mine])

@@ -118,6 +118,18 @@ def test_sampling_waits_once_for_16_tokens(prompts, n, num_stops, longest, both)
     assert there[2] <= max(2, longest / 16)  # once at the start, and then where it asks whether all rows have ended
 
 
+@pytest.mark.parametrize("case", ["rloo-plain", "ppo"])
+def test_no_micro_batch_makes_the_host_wait(case, ragged, other_process, tmp_path):
+    rows_of(ragged)
+    (name, changes), found = CASES[case], []
+    for size in (16, 4):
+        run = other_process.submit(on_device, tmp_path, short_run, ragged, name, **changes, micro_batch_size=size)
+        found.append(run.result())
+        shutil.rmtree(tmp_path / "model"), shutil.rmtree(tmp_path / "runs")
+    (_, operations, waits), (_, more_operations, as_many_waits) = found
+    assert more_operations > 1.5 * operations and as_many_waits == waits
+
+
 def test_a_run_that_died_on_the_cpu_goes_on_with_the_same_numbers(tiny, other_process, tmp_path):
     shutil.copytree(dead(tiny, "ppo"), tmp_path, dirs_exist_ok=True)
     _, operations, _ = other_process.submit(on_device, tmp_path, start, tiny, "ppo", resume=True).result()
