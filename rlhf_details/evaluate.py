@@ -167,10 +167,7 @@ class Policy(nn.Module):
         hidden = self.model.base_model(**inputs).last_hidden_state[:, index]  # [M, N, H]
         if labels is None:
             return self.logits(hidden)
-        # All logits at once would be M * N * V numbers.
-        pieces = [x.flatten(0, 1).split(max(1, self.logits_at_once // self.head.vocab_size)) for x in (hidden, labels)]
-        pieces = [self.logits(h).log_softmax(-1).gather(-1, y.unsqueeze(-1)) for h, y in zip(*pieces, strict=True)]
-        return torch.cat(pieces).reshape(labels.shape)
+        return utils.token_logprobs(self.logits, hidden, labels, self.logits_at_once // self.head.vocab_size)[0]
 
     def logits(self, hidden):
         """Tempered logits [.., V] fp32 of last hidden states [.., H]."""

@@ -34,7 +34,6 @@ from rlhf_details.utils import EVALUATION, REWARD_DATA, in_slices
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 
 @dataclass
@@ -120,21 +119,17 @@ class Policy(nn.Module):
         inputs |= {"position_ids": positions} if self.takes_positions else {}
         hidden = self.model.base_model(**inputs).last_hidden_state  # [N, L, H]
         if is_completion is None:
-            return self.head(hidden[:, index]).float() / self.temperature
+            return self.logits(hidden[:, index]) / self.temperature
         # The logits in the column before a token predict it, EOS among them. Nothing predicts a first token. [SFT-2]
         is_target = is_completion[:, 1:] & mask[:, :-1]  # [N, L-1]
         hidden, labels = hidden[:, :-1][is_target], tokens[:, 1:][is_target]  # [T, H], [T]
-        # The logits would be T * V numbers, and as many gradients, so they are computed piece by piece. [GEN-8]
-        size = max(1, self.logits_at_once // self.head.vocab_size)
-        pieces = list(zip(hidden.split(size), labels.split(size), strict=True))
-        again = functools.partial(checkpoint, self.of_tokens, use_reentrant=False)
-        found = torch.cat([again(*piece) if len(pieces) > 1 else self.of_tokens(*piece) for piece in pieces])  # [T]
+        found, _ = utils.token_logprobs(self.logits, hidden, labels, self.logits_at_once // self.head.vocab_size)  # [T]
         # A sum over the tokens, because the score is that of the whole response. [DPO-1]
         return found.new_zeros(is_target.shape).masked_scatter(is_target, found).sum(1)
 
-    def of_tokens(self, hidden, labels):
-        """Log-probs [T] of T labels, from the hidden states [T, H] before them."""
-        return self.head(hidden).float().log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    def logits(self, hidden):
+        """Logits [.., V] fp32 of last hidden states [.., H]."""
+        return self.head(hidden).float()
 
 
 def load_model(args, device):

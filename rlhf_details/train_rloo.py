@@ -28,7 +28,6 @@ N processes:   accelerate launch --num_processes N rlhf_details/train_rloo.py
 Your data:     python rlhf_details/train_rloo.py --dataset rows.jsonl --sft_model_path gpt2 --reward_fn mine.py:f
 """
 
-import functools
 import math
 from dataclasses import dataclass
 from typing import Literal
@@ -40,7 +39,6 @@ from rlhf_details.utils import EVALUATION, TRAINING, in_slices
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 
 @dataclass
@@ -130,25 +128,12 @@ class Policy(nn.Module):
         hidden = self.model.base_model(**inputs).last_hidden_state[:, index]  # [M, C, H]
         if labels is None:
             return self.logits(hidden)
-        # The logits would be M * C * V numbers, and as many gradients, so they are computed piece by piece. [GEN-8]
-        size = max(1, self.logits_at_once // self.head.vocab_size)
-        pieces = list(zip(hidden.flatten(0, 1).split(size), labels.flatten().split(size), strict=True))
-        # The backward pass computes a piece again, so that only one exists at a time.
-        again = functools.partial(checkpoint, self.of_tokens, use_reentrant=False)
-        outputs = [again(*piece) if len(pieces) > 1 else self.of_tokens(*piece) for piece in pieces]
-        return tuple(torch.cat(x).reshape(labels.shape) for x in zip(*outputs, strict=True))
+        return utils.token_logprobs(self.logits, hidden, labels, self.logits_at_once // self.head.vocab_size)
 
     def logits(self, hidden):
         """Tempered logits [.., V] fp32 of last hidden states [.., H]."""
         # The temperature divides the logits wherever a log-prob is computed, not in the sampler alone. [GEN-2] [GEN-3]
         return self.head(hidden).float() / self.temperature
-
-    def of_tokens(self, hidden, labels):
-        """Log-probs and entropies [K] of K labels, from their hidden states [K, H]."""
-        log_softmax = self.logits(hidden).log_softmax(-1)  # [K, V]
-        with torch.no_grad():
-            entropies = -(log_softmax.exp() * log_softmax).sum(-1)
-        return log_softmax.gather(-1, labels.unsqueeze(-1)).squeeze(-1), entropies
 
 
 class Reward(nn.Module):

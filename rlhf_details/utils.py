@@ -15,6 +15,7 @@ from datetime import datetime
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
 
@@ -199,6 +200,27 @@ def in_slices(function, model, batch, size, *rest, **options):
     """
     found = (function(model, rows, *rest, **options) for rows in slices(batch, size))
     return [torch.cat(results) for results in zip(*found, strict=True)]
+
+
+def token_logprobs(logits, hidden, labels, size):
+    """Log-probs of tokens and entropies of their distributions, both fp32 and of the labels' shape.
+
+    Args: logits(states [K, H]) -> logits / T [K, V] fp32; hidden [.., H], the states before the tokens; labels [..],
+    the tokens; size, of how many tokens the logits may exist at a time.
+    """
+
+    def of_piece(hidden, labels):
+        log_softmax = logits(hidden).log_softmax(-1)  # [K, V]
+        with torch.no_grad():
+            entropies = -(log_softmax.exp() * log_softmax).sum(-1)
+        return log_softmax.gather(-1, labels.unsqueeze(-1)).squeeze(-1), entropies
+
+    # All logits would be V numbers for each token, and as many gradients, so they are computed piece by piece. [GEN-8]
+    pieces = [x.split(max(1, size)) for x in (hidden.flatten(0, -2), labels.flatten())]
+    # The backward pass computes a piece again, so that only one exists at a time.
+    again = functools.partial(checkpoint, of_piece, use_reentrant=False) if len(pieces[0]) > 1 else of_piece
+    found = zip(*map(again, *pieces), strict=True)
+    return tuple(torch.cat(x).reshape(labels.shape) for x in found)
 
 
 # ---- orders and learning rate ----------------------------------------------------------------------------------------

@@ -82,7 +82,7 @@ def test_moving_a_tagged_line_needs_no_other_change(copied):
     [
         ("def pack(", "def pack_rows(", "'pack'"),
         ("[RLOO-3]", "", "RLOO-3"),
-        ("def of_tokens(self, hidden", "def of_tokens(self, states", r"Policy\.of_tokens"),
+        ("def logits(self, hidden", "def logits(self, states", r"Policy\.logits"),
     ],
     ids=["code", "tag", "difference"],
 )
