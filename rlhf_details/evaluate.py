@@ -154,7 +154,6 @@ class Policy(nn.Module):
     def __init__(self, model, temperature):
         super().__init__()
         self.model, self.temperature, self.head = model, temperature, models.head_of(model)
-        (self.takes_positions,) = models.accepts(model, "position_ids")
 
     def forward(self, tokens, mask, positions, index, labels=None, cache=None):
         """
@@ -162,9 +161,7 @@ class Policy(nn.Module):
         that these predict; cache, a transformers cache, which is extended.
         Returns: log-probs [M, N] fp32, or without labels the logits / T [M, N, V] fp32.
         """
-        inputs = {"input_ids": tokens, "attention_mask": mask, "past_key_values": cache, "use_cache": cache is not None}
-        inputs |= {"position_ids": positions} if self.takes_positions else {}
-        hidden = self.model.base_model(**inputs).last_hidden_state[:, index]  # [M, N, H]
+        hidden = models.hidden_states(self.model, tokens, mask, positions, cache)[:, index]  # [M, N, H]
         if labels is None:
             return self.logits(hidden)
         return utils.token_logprobs(self.logits, hidden, labels, self.logits_at_once // self.head.vocab_size)[0]
@@ -185,13 +182,10 @@ class Reward(nn.Module):
         self.model, self.tokenizer = model, tokenizer
         # `reward_bias` is the shift that train_reward.py leaves. Plain loaders ignore it.
         self.bias = getattr(model.config, "reward_bias", 0.0)
-        (self.takes_positions,) = models.accepts(model.base_model, "position_ids")
 
     def forward(self, tokens, mask, positions, index):
         """Args: tokens, mask, positions as Policy's; index [M, n], the columns to read. Returns: scores [M, n] fp32."""
-        inputs = {"input_ids": tokens, "attention_mask": mask, "use_cache": False}
-        inputs |= {"position_ids": positions} if self.takes_positions else {}
-        hidden = self.model.base_model(**inputs).last_hidden_state  # [M, L, H]
+        hidden = models.hidden_states(self.model, tokens, mask, positions)  # [M, L, H]
         hidden = hidden.gather(1, index.unsqueeze(-1).expand(-1, -1, hidden.size(-1)))  # [M, n, H]
         # The head runs in fp32: between 2 and 4 bf16 scores would lie 1/64 apart.
         with torch.autocast(hidden.device.type, enabled=False):

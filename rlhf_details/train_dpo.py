@@ -107,7 +107,6 @@ class Policy(nn.Module):
     def __init__(self, model, temperature):
         super().__init__()
         self.model, self.temperature, self.head = model, temperature, models.head_of(model)
-        (self.takes_positions,) = models.accepts(model, "position_ids")
 
     def forward(self, tokens, mask, positions, index=None, is_completion=None, cache=None):
         """
@@ -115,9 +114,7 @@ class Policy(nn.Module):
         logits are read; cache, a transformers cache, which is extended.
         Returns: the log-prob of each row's completion [N] fp32, or without is_completion the logits / T [N, C, V] fp32.
         """
-        inputs = {"input_ids": tokens, "attention_mask": mask, "past_key_values": cache, "use_cache": cache is not None}
-        inputs |= {"position_ids": positions} if self.takes_positions else {}
-        hidden = self.model.base_model(**inputs).last_hidden_state  # [N, L, H]
+        hidden = models.hidden_states(self.model, tokens, mask, positions, cache)  # [N, L, H]
         if is_completion is None:
             return self.logits(hidden[:, index]) / self.temperature
         # The logits in the column before a token predict it, EOS among them. Nothing predicts a first token. [SFT-2]
@@ -322,7 +319,7 @@ def main(args: Args):
             metrics |= evaluate(policy, held_out, held_out_references, size, args, accelerator)
             shown = held_out[:4] or train[:4]
             sampling = [row.ids for row in shown], 1, 0, stop_ids, EVALUATION
-            responses = sample_responses(engines.sampler(policy), args, accelerator, *sampling)
+            responses = sample_responses(engines.gathered(policy), args, accelerator, *sampling)
             for row, text in zip(shown, models.texts_of(tokenizer, responses), strict=True):
                 run.say(f"query: {row.text!r} | response: {text!r}")
         run.log(step, metrics)

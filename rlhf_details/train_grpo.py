@@ -125,7 +125,6 @@ class Policy(nn.Module):
     def __init__(self, model, temperature):
         super().__init__()
         self.model, self.temperature, self.head = model, temperature, models.head_of(model)
-        (self.takes_positions,) = models.accepts(model, "position_ids")
 
     def forward(self, tokens, mask, positions, index, labels=None, cache=None):
         """
@@ -133,9 +132,7 @@ class Policy(nn.Module):
         are read; labels [M, C], the tokens that these predict; cache, a transformers cache, which is extended.
         Returns: (log-probs, entropies), both [M, C] fp32, or without labels the logits / T [M, C, V] fp32.
         """
-        inputs = {"input_ids": tokens, "attention_mask": mask, "past_key_values": cache, "use_cache": cache is not None}
-        inputs |= {"position_ids": positions} if self.takes_positions else {}
-        hidden = self.model.base_model(**inputs).last_hidden_state[:, index]  # [M, C, H]
+        hidden = models.hidden_states(self.model, tokens, mask, positions, cache)[:, index]  # [M, C, H]
         if labels is None:
             return self.logits(hidden)
         return utils.token_logprobs(self.logits, hidden, labels, self.logits_at_once // self.head.vocab_size)
@@ -157,13 +154,10 @@ class Reward(nn.Module):
         self.model, self.tokenizer = model, tokenizer
         # `reward_bias` is the shift that train_reward.py leaves. Plain loaders ignore it. [REW-1]
         self.bias = getattr(model.config, "reward_bias", 0.0)
-        (self.takes_positions,) = models.accepts(model.base_model, "position_ids")
 
     def forward(self, tokens, mask, positions, index):
         """Args: tokens, mask, positions as Policy's; index [M, n], the columns to read. Returns: scores [M, n] fp32."""
-        inputs = {"input_ids": tokens, "attention_mask": mask, "use_cache": False}
-        inputs |= {"position_ids": positions} if self.takes_positions else {}
-        hidden = self.model.base_model(**inputs).last_hidden_state  # [M, L, H]
+        hidden = models.hidden_states(self.model, tokens, mask, positions)  # [M, L, H]
         hidden = hidden.gather(1, index.unsqueeze(-1).expand(-1, -1, hidden.size(-1)))  # [M, n, H]
         # The head runs in fp32: between 2 and 4 bf16 scores would lie 1/64 apart. [RM-6]
         with torch.autocast(hidden.device.type, enabled=False):
@@ -387,7 +381,7 @@ def evaluate(policy, sample, reference, score, prompts, stop_ids, args, accelera
     sampling = dict(n=1, response_length=args.response_length, stop_ids=stop_ids)
     with accelerator.autocast():
         batch, size, key = [queries, query_mask, numbers], args.rollout_micro_batch_size, (args.seed, EVALUATION, 0)
-        sampled = in_slices(sample, engines.sampler(policy), batch, size, key=key, **sampling)
+        sampled = in_slices(sample, engines.gathered(policy), batch, size, key=key, **sampling)
         responses, response_mask, logprobs = sampled  # [N / world, R]
         batch = [queries, query_mask, responses, response_mask]
         ref_logprobs, _ = in_slices(response_logprobs, reference, batch, args.micro_batch_size, 1)
@@ -494,7 +488,7 @@ def main(args: Args):
         policy.eval()
         with torch.no_grad(), accelerator.autocast():
             batch, key = [queries[mine], query_mask[mine], numbers[mine]], (args.seed, TRAINING, update)
-            sampled = in_slices(sample, engines.sampler(policy), batch, packing.rollout_size, key=key, **sampling)
+            sampled = in_slices(sample, engines.gathered(policy), batch, packing.rollout_size, key=key, **sampling)
             responses, response_mask, sampled_logprobs = sampled  # [B / world, R]
             run.lap("rollout")
 

@@ -149,7 +149,6 @@ class Policy(nn.Module):
         self.model, self.temperature, self.head = model, temperature, models.head_of(model)
         self.critic = critic
         self.shares_trunk = isinstance(critic, nn.Linear)
-        (self.takes_positions,) = models.accepts(model, "position_ids")
 
     def forward(self, tokens, mask, positions, index, labels=None, cache=None):
         """
@@ -158,9 +157,7 @@ class Policy(nn.Module):
         Returns: (log-probs, entropies) or with a critic (log-probs, entropies, values), all [M, C] fp32, or without
         labels the logits / T [M, C, V] fp32.
         """
-        inputs = {"input_ids": tokens, "attention_mask": mask, "past_key_values": cache, "use_cache": cache is not None}
-        inputs |= {"position_ids": positions} if self.takes_positions else {}
-        hidden = self.model.base_model(**inputs).last_hidden_state[:, index]  # [M, C, H]
+        hidden = models.hidden_states(self.model, tokens, mask, positions, cache)[:, index]  # [M, C, H]
         if labels is None:
             return self.logits(hidden)
         outputs = utils.token_logprobs(self.logits, hidden, labels, self.logits_at_once // self.head.vocab_size)
@@ -190,13 +187,10 @@ class Reward(nn.Module):
         self.model, self.tokenizer = model, tokenizer
         # `reward_bias` is the shift that train_reward.py leaves. Plain loaders ignore it. [REW-1]
         self.bias = getattr(model.config, "reward_bias", 0.0)
-        (self.takes_positions,) = models.accepts(model.base_model, "position_ids")
 
     def forward(self, tokens, mask, positions, index):
         """Args: tokens, mask, positions as Policy's; index [M, n], the columns to read. Returns: scores [M, n] fp32."""
-        inputs = {"input_ids": tokens, "attention_mask": mask, "use_cache": False}
-        inputs |= {"position_ids": positions} if self.takes_positions else {}
-        hidden = self.model.base_model(**inputs).last_hidden_state  # [M, L, H]
+        hidden = models.hidden_states(self.model, tokens, mask, positions)  # [M, L, H]
         hidden = hidden.gather(1, index.unsqueeze(-1).expand(-1, -1, hidden.size(-1)))  # [M, n, H]
         # The head runs in fp32: between 2 and 4 bf16 scores would lie 1/64 apart. [RM-6]
         with torch.autocast(hidden.device.type, enabled=False):
@@ -439,7 +433,7 @@ def evaluate(policy, sample, reference, score, prompts, stop_ids, end_ids, args,
     sampling = dict(n=1, response_length=args.response_length, stop_ids=stop_ids)
     with accelerator.autocast():
         batch, size, key = [queries, query_mask, numbers], args.rollout_micro_batch_size, (args.seed, EVALUATION, 0)
-        sampled = in_slices(sample, engines.sampler(policy), batch, size, key=key, **sampling)
+        sampled = in_slices(sample, engines.gathered(policy), batch, size, key=key, **sampling)
         responses, response_mask, logprobs = sampled  # [N / world, R]
         batch = [queries, query_mask, responses, response_mask]
         ref_logprobs, _ = in_slices(response_logprobs, reference, batch, args.micro_batch_size)
@@ -523,7 +517,7 @@ def main(args: Args):
         policy.eval()
         with torch.no_grad(), accelerator.autocast():
             batch, key = [queries[mine], query_mask[mine], numbers[mine]], (args.seed, TRAINING, update)
-            sampled = in_slices(sample, engines.sampler(policy), batch, rollout_size, key=key, **sampling)
+            sampled = in_slices(sample, engines.gathered(policy), batch, rollout_size, key=key, **sampling)
             responses, response_mask, sampled_logprobs = sampled  # [B / world, R]
             run.lap("rollout")
 

@@ -196,7 +196,7 @@ def rest(module):
         m.to("cpu")
 
 
-def sampler(policy):
+def gathered(policy):
     """What to sample from: the policy, or where an engine has shared its weights out, a whole copy of it as it is now.
 
     The copy's memory is free again when the caller has forgotten it. Call it on every process.
@@ -319,7 +319,7 @@ def fill(template, weights):
 
 @torch.no_grad()
 def copy_of(accelerator, policy):
-    """A copy of a policy to sample from, which training does not change. Args: policy, as `sampler` returns it."""
+    """A copy of a policy to sample from, which training does not change. Args: policy, of `gathered`."""
     if shares_out(accelerator):
         return policy  # It is one already.
     (empty,), now = policy.template, dict(accelerator.unwrap_model(policy).named_parameters())

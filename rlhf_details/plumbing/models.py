@@ -144,6 +144,19 @@ def accepts(model, *names):
     return [name in parameters for name in names]
 
 
+def hidden_states(model, tokens, mask, positions, cache=None):
+    """Last hidden states [M, L, H] of a model's trunk.
+
+    Args: tokens, positions [M, L]; mask [M, L] bool or [M, 1, L, L'] additive, None where nothing is padding; cache, a
+    transformers cache, which is extended.
+    """
+    trunk = model.base_model
+    inputs = {"input_ids": tokens, "attention_mask": mask, "past_key_values": cache, "use_cache": cache is not None}
+    if accepts(trunk, "position_ids")[0]:  # Bloom, for example, knows no positions.
+        inputs["position_ids"] = positions
+    return trunk(**inputs).last_hidden_state
+
+
 def load_policy(path, flag, args):
     """A causal language model (folder or Hub name) in fp32. Adapters are merged into the model that they belong to."""
     if base := base_of(path, flag):
