@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlhf_details import utils
-from rlhf_details.plumbing import cli, comparisons, data, engines, models
+from rlhf_details.plumbing import cli, comparisons, data, engines, models, progress
 from rlhf_details.plumbing.run import Run
 from rlhf_details.utils import EVALUATION, REWARD_DATA, in_slices
 
@@ -150,7 +150,8 @@ def sample_responses(policy, args, accelerator, prompts, n, purpose, stop_ids, k
     sampler_args = 1, args.response_length, stop_ids.to(accelerator.device), (args.seed, key, purpose)
     policy.eval()
     with accelerator.autocast():
-        responses, mask, _ = in_slices(utils.sample, policy, batch, 128 * n, *sampler_args)  # [N, R]
+        sampler = progress.counted(utils.sample, "sampling responses", len(queries))
+        responses, mask, _ = in_slices(sampler, policy, batch, 128 * n, *sampler_args)  # [N, R]
     return [r[m].tolist() for r, m in zip(responses, mask, strict=True)]
 
 
@@ -178,7 +179,8 @@ def logprobs_of(policy, part, size, accelerator):
     mine = [rows_of(part[i % len(part)]) for i in data.my_share(len(part), accelerator).tolist()]
     slices = [[row for rows in mine[i : i + size] for row in rows] for i in range(0, len(mine), size)]
     with accelerator.autocast():
-        found = torch.cat([completion_logprobs(policy, rows, accelerator.device)[0] for rows in slices])
+        parts = progress.each(slices, "log-probs, slice by slice")
+        found = torch.cat([completion_logprobs(policy, rows, accelerator.device)[0] for rows in parts])
     return accelerator.gather(found.reshape(len(mine), -1))[: len(part)]
 
 

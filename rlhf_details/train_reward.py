@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlhf_details import utils
-from rlhf_details.plumbing import cli, comparisons, data, engines, models
+from rlhf_details.plumbing import cli, comparisons, data, engines, models, progress
 from rlhf_details.plumbing.run import Run
 from rlhf_details.utils import REWARD_DATA, in_slices
 
@@ -169,7 +169,8 @@ def sample_responses(args, accelerator, prompts, n, purpose, stop_ids):
     batch = [queries, query_mask, torch.arange(len(queries), device=accelerator.device)]
     sampler_args = 1, args.response_length, stop_ids.to(accelerator.device), (args.seed, REWARD_DATA, purpose)
     with accelerator.autocast():
-        responses, mask, _ = in_slices(utils.sample, policy, batch, 128 * n, *sampler_args)  # [N, R]
+        sampler = progress.counted(utils.sample, "sampling responses", len(queries))
+        responses, mask, _ = in_slices(sampler, policy, batch, 128 * n, *sampler_args)  # [N, R]
     return [r[m].tolist() for r, m in zip(responses, mask, strict=True)]
 
 
@@ -192,7 +193,8 @@ def scores_of(reward, rows, size, accelerator):
     mine = [rows[i % len(rows)] for i in data.my_share(len(rows), accelerator).tolist()]
     slices = [mine[i : i + size] for i in range(0, len(mine), size)]
     with accelerator.autocast():
-        scores = torch.cat([reward(*utils.left_pad(part, accelerator.device)) for part in slices])
+        parts = progress.each(slices, "scoring rows, slice by slice")
+        scores = torch.cat([reward(*utils.left_pad(part, accelerator.device)) for part in parts])
     return accelerator.gather(scores)[: len(rows)]
 
 

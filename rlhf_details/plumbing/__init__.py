@@ -10,5 +10,6 @@ What a reader of the pages may skip. Where is it?
     run               a run's folder, log, signals, end        checkpoint       what is saved and continued from
     trackers          console, files, TensorBoard, wandb       health           bad signs, and what a run says last
     evaluation        what evaluate.py reads and shows         judge            a language model as a judge
-    hub               model card and upload
+    hub               model card and upload                    vllm             another sampler, in a process of its own
+    progress          what takes long says so
 """

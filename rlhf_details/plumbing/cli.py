@@ -22,7 +22,7 @@ import tyro
 from transformers.utils import logging as transformers_logging
 
 from rlhf_details import toy
-from rlhf_details.plumbing import flags, stages, starting_values
+from rlhf_details.plumbing import flags, progress, stages, starting_values
 from rlhf_details.plumbing.errors import fail, leave, leave_group, need, reading, say, world_size  # noqa: F401
 from rlhf_details.plumbing.flags import MEMORY_KNOBS, NOT_THE_MODEL, OUTPUTS, PolicyArgs, RunArgs  # noqa: F401
 
@@ -35,6 +35,7 @@ def main(function, args_class):
     """Runs a script: function(arguments from the command line). Afterwards all processes leave their group."""
     transformers_logging.set_verbosity_error(), transformers_logging.disable_progress_bar()
     huggingface_hub.logging.set_verbosity_error()  # It would tell of each attempt to reach the Hub.
+    progress.watch()
     function(parse(args_class, by_size=True))
     leave_group()
 
@@ -88,7 +89,10 @@ def with_starting_values(args, given):
     table = {name: value for name, value in table.items() if name not in given}
     if table:
         words = " ".join(f"--{name} {value:g}" for name, value in table.items())
-        say(f"starting values for {model}, which your own flags replace: {words}")
+        # It is the last one, and may be larger than the batch.
+        knob = " (at most so many rows at once, in evaluations as well; it changes no result)"
+        knob *= "micro_batch_size" in table
+        say(f"starting values for {model}, which your own flags replace: {words}{knob}")
     return dataclasses.replace(args, **table)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from rlhf_details import toy
-from rlhf_details.plumbing import cli, data, models, tokenization
+from rlhf_details.plumbing import cli, data, engines, models, progress, tokenization
 from rlhf_details.plumbing.files import check_columns, read_rows
 from rlhf_details.utils import is_messages
 
@@ -46,10 +46,12 @@ def load(args, tokenizer, model, sample):
     Args: model, the page's module, whose `model` limits tokens and context; sample, the page's function of (P prompts
     as token ids, n, purpose, stop_ids), which returns P * n responses as token ids, the n of a prompt adjacent.
     """
+    engines.use_one_thread(model)  # before anything is sampled, which takes most of the time until training begins
 
     def load_one(spec, flag, take, num, purpose):
         name, _, split = spec.partition(":")
         if name == "toy":
+            cli.say(f"{flag} {spec}: the SFT policy answers {num:,} prompts four times, and an imaginary human chooses")
             rows = toy.comparisons(split or "train", num, lambda texts: four_texts(texts, tokenizer, sample, purpose))
             return encode([(*row, {}) for row in rows], f"{flag} {spec}", tokenizer, model, args)
         return encode(read_comparisons(spec, flag, args, take), f"{flag} {spec}", tokenizer, model, args)
@@ -154,7 +156,7 @@ def encode(rows, what, tokenizer, reward, args):
     """
     context, vocabulary = models.context(reward), reward.model.get_input_embeddings().num_embeddings
     found, left = data.Prompts(), []
-    for number, (prompt, candidates, best, row) in enumerate(rows, 1):
+    for number, (prompt, candidates, best, row) in enumerate(progress.each(rows, f"tokenising {what}"), 1):
         where, options = f"{what}: row {number}", data.options_of(row, args)
         pairs = [tokenization.encode(tokenizer, prompt, candidate, options, where) for candidate in candidates]
         query = pairs[0][0]

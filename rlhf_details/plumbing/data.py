@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from rlhf_details import toy, utils
-from rlhf_details.plumbing import cli, models
+from rlhf_details.plumbing import cli, models, progress
 from rlhf_details.plumbing.files import check_columns, read_rows
 from rlhf_details.plumbing.tokenization import (
     Padded,
@@ -333,7 +333,8 @@ def read_demonstrations(args, flag):
     take, what = args.take if flag == "dataset" else None, f"--{flag} {spec}"
     name, _, split = spec.partition(":")
     if name in toy.TASKS:
-        return with_prompts(toy.rows("sft", split or "train", name)[:take], args, what)
+        with progress.doing(f"writing the rows of {what}"):
+            return with_prompts(toy.rows("sft", split or "train", name)[:take], args, what)
     rows = read_rows(spec, f"--{flag}")[:take]
     others = {"prompt", "completion", "instruction", *CONVERSATIONS} & rows[0].keys()
     if "text" in rows[0] and args.prompt_template is None and not others:
@@ -351,7 +352,7 @@ def encode_demonstrations(rows, what, tokenizer, context, args, num_sampled=0):
     result, options = Prompts(), [options_of(row, args) for row in rows]
     pairs = [
         encode(tokenizer, row["prompt"], row["completion"], own, f"{what}: row {i}")
-        for i, (row, own) in enumerate(zip(rows, options, strict=True), 1)
+        for i, (row, own) in enumerate(zip(progress.each(rows, f"tokenising {what}"), options, strict=True), 1)
     ]
     kept = short_enough([len(prompt) for prompt, _ in pairs], args.max_prompt_length, what)
     fits = short_enough([len(pairs[i][0]) + len(pairs[i][1]) for i in kept], args.max_length, what, "row")

@@ -20,6 +20,8 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from rlhf_details.plumbing import progress
+
 
 def fail(message):
     """Prints one line, "error: ...", on the main process and ends the program with exit code 2."""
@@ -38,6 +40,7 @@ def say(line):
     """Prints a line on the main process."""
     if os.environ.get("RANK", "0") == "0":
         print(line, flush=True)
+        progress.heard()
 
 
 def world_size():
@@ -87,7 +90,8 @@ def reading(flag, value):
     user's own code outside of this block, so that its errors keep their tracebacks.
     """
     try:
-        yield
+        with progress.doing(f"reading {flag} {value}"):
+            yield
     except (MemoryError, torch.OutOfMemoryError, NameError, AssertionError):  # no fault of the file
         raise
     except Exception as e:

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from statistics import mean
 
 from rlhf_details import utils
-from rlhf_details.plumbing import cli
+from rlhf_details.plumbing import cli, progress
 
 PAIR_ORDER = 5  # a coordinate of the random order within a pair, beside the purposes of noise in utils.py
 RETRIES, THREADS, TIMEOUT = 5, 8, 60.0  # The time limit is in seconds.
@@ -140,8 +140,8 @@ def ask_all(args, texts, cache_file):
     client = openai.OpenAI(
         api_key=api_key or "none", base_url=args.judge_base_url, timeout=TIMEOUT, max_retries=RETRIES
     )
-    lock, errors = threading.Lock(), []
-    with open(cache_file, "a", encoding="utf-8") as file, ThreadPoolExecutor(THREADS) as pool:
+    lock, errors, asking = threading.Lock(), [], progress.doing(f"asking {args.judge_model}", len(missing))
+    with asking as step, open(cache_file, "a", encoding="utf-8") as file, ThreadPoolExecutor(THREADS) as pool:
         if file.tell():
             file.write("\n")  # If a kill has cut the last line short, the next answer must not be joined to it.
 
@@ -155,6 +155,7 @@ def ask_all(args, texts, cache_file):
                 return
             with lock:
                 answers[key] = answer
+                step.done += 1
                 file.write(json.dumps({"key": key, "judge_model": args.judge_model, "answer": answer}) + "\n")
                 file.flush()
 

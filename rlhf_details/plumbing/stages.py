@@ -7,6 +7,7 @@ import sys
 from os import environ
 from pathlib import Path
 
+from rlhf_details.plumbing import progress
 from rlhf_details.toy import RESPONSE_LENGTH
 
 # What the embedded tasks need in place of the published recipes' values.
@@ -109,7 +110,10 @@ def ensure(args):
         flags = ["--dataset", task, "--output_dir", folder]
         flags += ["--sft_model_path", args.sft_model_path] if stage == "train_reward" else []
         script = Path(__file__).parent.parent / f"{stage}.py"
-        if code := run([sys.executable, str(script), *flags], environment):
+        with progress.doing(None):  # The child speaks for itself.
+            code = run([sys.executable, str(script), *flags], environment)
+        progress.heard()
+        if code:
             sys.exit(code if code > 0 else 128 - code)  # The child has said why.
 
 

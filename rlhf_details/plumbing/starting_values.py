@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf_details import toy
-from rlhf_details.plumbing import errors
+from rlhf_details.plumbing import errors, progress
 from rlhf_details.plumbing.errors import say
 
 NEW = "train_sft, new model"  # --base_model scratch
@@ -101,8 +101,8 @@ def parameters(path, trust_remote_code=False):
     path = json.loads(adapter.read_text())["base_model_name_or_path"] if adapter.exists() else path
     errors.announce(path)
     name, revision = errors.split(path)
-    config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
-    with torch.device("meta"):
+    with progress.doing(f"counting the parameters of {path}"), torch.device("meta"):
+        config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     return sum(p.numel() for p in model.parameters())
 

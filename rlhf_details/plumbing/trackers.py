@@ -19,11 +19,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch.utils.tensorboard import SummaryWriter
 
-from rlhf_details.plumbing import checkpoint, cli, errors, health, models
+from rlhf_details.plumbing import checkpoint, cli, errors, health, models, progress
 
 SHOWN = (  # on the console, where a script has them
     "eps objective/scores objective/kl objective/gold train/sft/loss train/sft/lr train/rm/loss train/rm/accuracy "
-    "train/rm/lr"
+    "train/rm/lr train/dpo/loss rewards/accuracies train/dpo/lr"
 ).split()
 
 
@@ -44,16 +44,18 @@ class Terminal(rich.console.Console):
 
 
 class Console:
-    """One live line and tables on a terminal. Elsewhere some twenty plain lines a run, and one after 30 seconds."""
+    """One live line and tables on a terminal. Elsewhere some twenty plain lines a run, and else one every ten seconds.
 
-    longest_silence = 30  # seconds
+    After ten minutes these become rarer, up to one every thirty seconds.
+    """
 
     def __init__(self, num_updates, quiet):
         self.num_updates, self.console, self.bar = num_updates, Terminal(quiet=quiet), None
 
     def begin(self, name, done_before):
         """Starts the live line, and the clock of the remaining time."""
-        self.done_before, self.start, self.last_line = done_before, time.time(), time.time()
+        self.done_before, self.start = done_before, time.time()
+        self.last_line = self.last_update = self.start
         if self.console.is_terminal and not self.console.quiet:
             columns = [TextColumn("{task.description}"), BarColumn(bar_width=20), TimeRemainingColumn()]
             self.bar = Progress(*columns, TextColumn("{task.fields[shown]}"), console=self.console)
@@ -62,13 +64,17 @@ class Console:
 
     def say(self, line):
         self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+        progress.heard()
 
     def log(self, update, metrics):
         shown = "  ".join(f"{name.split('/')[-1]} {metrics[name]:.4g}" for name in SHOWN if name in metrics)
         N, now, done = self.num_updates, time.time(), update - self.done_before
-        is_silent = now - self.last_line >= self.longest_silence
+        # The next update may take as long as this one.
+        silence, self.last_update = now - self.last_line + now - self.last_update, now
+        is_silent = silence >= max(10, min(30, (now - self.start) / 60))
         if self.bar:
             self.bar.update(self.task, completed=update, shown=f"{update}/{N}  {shown}")
+            progress.heard()
         elif update in (1, N) or (update and (is_silent or update % max(1, N // 20) == 0)):
             self.last_line = now
             # The first update is slow, so it says nothing of the others.

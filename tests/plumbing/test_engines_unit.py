@@ -1,6 +1,7 @@
 """What the engines' module does on one process. Several processes and sharded weights are in tests/slow."""
 
 import json
+import sys
 from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
-from helpers import tiny_config
+from helpers import ppo_args, tiny_config
 from transformers import AutoModelForCausalLM
 
-from rlhf_details import train_ppo
+from rlhf_details import evaluate, train_ppo
 from rlhf_details.plumbing import checkpoint, engines
 
 
@@ -75,6 +76,18 @@ def test_a_checkpoint_holds_what_is_trained_and_brings_it_back(trained, tmp_path
         add_gradient(m)
         engines.step(accelerator, m, o, None, None, "")
     assert all(torch.equal(a, b) for a, b in zip(module.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("module", [train_ppo, evaluate])
+def test_deepspeed_that_is_asked_for_and_missing_is_one_line(module, in_tmp, tiny, monkeypatch, fails):
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setitem(sys.modules, "deepspeed", None)  # as if it were not installed
+    args = ppo_args(tiny) if module is train_ppo else evaluate.Args(policy_path=(str(tiny / "policy"),))
+    line = fails(module.main, args)
+    assert line == (
+        "error: ACCELERATE_USE_DEEPSPEED=true: needs the package deepspeed: "
+        'pip install -c constraints.txt -e ".[deepspeed]"\n'
+    )
 
 
 def test_several_processes_without_an_accelerator_run_on_the_cpu(monkeypatch, capsys):

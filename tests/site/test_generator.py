@@ -114,6 +114,18 @@ def test_the_prices_on_the_cards_are_those_that_the_studies_wrote():
             assert any([float(x) for x in pair] == expected for pair in shown), tag
 
 
+def test_ctrl_c_ends_the_server_quietly(monkeypatch, tmp_path):
+    import build
+
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(build.subprocess, "call", interrupted)
+    monkeypatch.setattr(build, "prepare", lambda out: None)
+    monkeypatch.setattr("sys.argv", ["build.py", "--serve", "--out", str(tmp_path)])
+    assert build.main() == 130
+
+
 def test_equations_become_mathml_and_names_become_links():
     from source import Mistake, prose
 
