@@ -4,7 +4,7 @@ Curves: of runs as they are, of experiments over seeds, and whether two versions
     python benchmark/plot.py runs/<name> [runs/<other> ...]   one run's curves, or several over each other,
                                                               in a picture beside their folders
     python benchmark/plot.py curves TAG --exp rloo ppo        experiments in benchmark/results/TAG: interquartile means
-                                                              over seeds with 95 % bootstrap intervals, and a table
+                                                              over seeds with bootstrap intervals, and a table
     python benchmark/plot.py compare TAG_A TAG_B              a verdict; exit code 1 where they differ
     python benchmark/plot.py same TAG_A TAG_B                 how long the same runs agree, digit by digit
 
@@ -308,7 +308,7 @@ def curves(args: CurvesArgs):
         picture.savefig(args.output, **({"metadata": {"Date": None}} if args.output.endswith(".svg") else {"dpi": 90}))
     except (OSError, ValueError) as e:
         fail(f"{args.output}: {e}")
-    head = f"{Path(args.output).name}: `{args.tag}`, interquartile mean over seeds (95 % bootstrap interval)\n\n"
+    head = f"{Path(args.output).name}: `{args.tag}`, interquartile mean over seeds (percentile bootstrap interval)\n\n"
     Path(args.output).with_suffix(".md").write_text(head + "\n".join(lines) + "\n")
     print("\n".join(lines))
 

@@ -22,12 +22,15 @@ try:
     import compare
     import index_pages
     import watch
+    from prices import read
     from source import DIFFS, ROOT, SCRIPTS, Mistake
 except ModuleNotFoundError as e:
     sys.exit(f'error: the site needs {e.name}: pip install -c constraints.txt -e ".[docs]"')
 
 DOCS = Path(__file__).resolve().parent
 FOLDERS = "guides", "evidence"  # of pages that are written by hand
+# a tag, as the first group, or what is left as it is: a block of code, a heading, a link, code
+TAGS = re.compile(r"(`[A-Z]+-\d+`|\b[A-Z]+-\d+\b)|^```.*?^```|^#.*?$|\[[^\]]*\]\([^)]*\)|`[^`]*`", re.M | re.S)
 
 
 def generated():
@@ -69,11 +72,22 @@ def minutes(page):
     return max(5, 5 * round(words / 150 / 5))
 
 
-def for_site(text):
-    """A page written by hand, with figures and minutes in place, and links to the repository as plain text."""
-    text = text.replace("](../static/", "](static/").replace("](../../static/", "](../static/")
+def for_site(text, up=""):
+    """A page written by hand, with figures and minutes in place, and links to the repository as plain text.
+
+    Each figure is a link to its file, which a phone shows larger, and each tag a link to its card.
+    Args: up, the way from the page's folder to the site's, "" or "../".
+    """
+
+    def link(match):
+        is_tag = match[1] and match[1].strip("`") in tags
+        return f"[{match[1]}]({up}details.md#{match[1].strip('`')})" if is_tag else match[0]
+
+    tags = read("details.toml")["tags"]
     text = re.sub(r"\{minutes (\S+)\}", lambda match: str(minutes(match[1])), text)
-    return re.sub(r"\[([^\]]+)\]\((?:\.\./)+(?!static/|guides/|evidence/)[^)]+\)", r"\1", text)
+    text = re.sub(r"(!\[[^\]]*\])\((?:\.\./)+(static/[^)]+)\)", rf"[\1({up}\2)]({up}\2)", text)
+    text = re.sub(r"\[([^\]]+)\]\((?:\.\./)+(?!static/|guides/|evidence/)[^)]+\)", r"\1", text)
+    return TAGS.sub(link, text)
 
 
 def toml(value):
@@ -94,7 +108,8 @@ def prepare(out):
     for path in [*DOCS.glob("*.md"), *(path for name in FOLDERS for path in (DOCS / name).glob("*.md"))]:
         page = pages / path.relative_to(DOCS)
         page.parent.mkdir(exist_ok=True)
-        page.write_text(for_site(path.read_text(encoding="utf-8")), encoding="utf-8")
+        up = "../" * (page.parent != pages)
+        page.write_text(for_site(path.read_text(encoding="utf-8"), up), encoding="utf-8")
     for name, text in generated().items():
         (pages / name).write_text(text, encoding="utf-8")
     config = (DOCS / "zensical.toml").read_text(encoding="utf-8")

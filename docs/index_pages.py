@@ -42,7 +42,7 @@ def options(name, label, values):
 
 def details_page():
     """Markdown of the index of details."""
-    rows, scripts, phases = [], [], []
+    rows, scripts, phases, verdicts = [], [], [], [verdict(tag) for tag in read("details.toml")["tags"]]
     for tag in read("details.toml")["tags"]:
         files, of_tag = files_of(tag), phases_of(tag)
         scripts, phases = scripts + files, phases + of_tag
@@ -51,7 +51,10 @@ def details_page():
             f'data-verdict="{verdict(tag)}">{card(tag, tag_note(tag))}'
             f'<p class="where">{escape(", ".join(of_tag))}</p></div>'
         )
-    boxes = "".join(f'<label><input type="checkbox" name="verdict" value="{v}" checked> {v}</label>' for v in VERDICTS)
+    boxes = "".join(
+        f'<label><input type="checkbox" name="verdict" value="{v}" checked> {v} ({verdicts.count(v)})</label>'
+        for v in VERDICTS
+    )
     form = (
         f'<form class="filter">{options("script", "Script", dict.fromkeys(scripts))}'
         f"{options('phase', 'Phase', [phase for phase in PHASES if phase in phases])}"
@@ -89,7 +92,7 @@ def forest_page():
     effects, bases, _ = study()
     rows = []
     for effect in sorted(effects, key=lambda e: e.figures["gold"][0]):
-        tags = " ".join(f'<a href="details.html#{tag.lower()}">{tag}</a>' for tag in effect.tags)
+        tags = " ".join(f'<a href="details.html#{tag}">{tag}</a>' for tag in effect.tags)
         plots = "".join(
             f'<div class="wide" title="{FIGURES[name]} {figures[0]:+.2f} ({figures[1]:+.2f} .. {figures[2]:+.2f})">'
             f"{plot(effect.figures, (name,), *WIDE[name], width=240)}</div>"

@@ -23,6 +23,7 @@ FAMILY_PHASE = {  # of a tag that stands on none of the pages that are annotated
     "DATA": "Data", "MODEL": "Models", "SFT": "Supervised fine-tuning", "RM": "Reward model", "GEN": "1. Rollout",
     "REW": "2. Scores", "OPT": "5. Optimise", "LOG": "6. Log", "EVAL": "Evaluation",
 }  # fmt: skip
+OWN_STUDY = {"DPO": "8_dpo", "GRPO": "7_grpo", "GEN": "10_another_sampler"}  # of tags without a row in `study`
 
 
 @dataclass
@@ -132,9 +133,12 @@ def tests_html(tag):
 
 
 def prices_html(tag):
-    """HTML: a plot for each variant that prices a tag, or why there is none."""
+    """HTML: a plot for each variant that prices a tag; else what another study says of it, or why it has no price."""
     effects, bases, unpriced = study()
     found = [effect for effect in effects if tag in effect.tags]
+    if not found and tag in worth():
+        link = f'<a href="evidence/{OWN_STUDY[tag.partition("-")[0]]}.html">a study of its own</a>'
+        return f'<p class="why">Measured in {link}: {escape(worth()[tag]["says"])} (*: passes its correction).</p>'
     if not found:
         return f'<p class="why">Not measured: {escape(unpriced.get(tag, "no study has it"))}.</p>'
     rows = []
@@ -151,7 +155,7 @@ def prices_html(tag):
 def places_html(tag):
     """HTML: the files where a tag stands, those that are annotated with a link to its line."""
     links = {
-        f"{script}.py": f'<a href="{script}.html#at-{tag.lower()}">{script}.py, line {block.tags[tag]}</a>'
+        f"{script}.py": f'<a href="{script}.html#at-{tag}">{script}.py, line {block.tags[tag]}</a>'
         for script, block in places_of(tag)
     }
     return "; ".join(links.get(file, f"<code>{file}</code>") for file in files_of(tag))
@@ -163,8 +167,8 @@ def card(tag, note=""):
     rows = {"Code": places_html(tag), "Source": sources_of(tag), "Test": tests_html(tag)}
     facts = "".join(f"<dt>{name}</dt><dd>{said}</dd>" for name, said in rows.items())
     return (
-        f'<article class="card" id="{tag.lower()}" data-tag="{tag}"><h4>'
-        f'<a href="#{tag.lower()}">{tag}</a> {badge(tag)}</h4>'
+        f'<article class="card" id="{tag}"><h4>'
+        f'<a href="#{tag}">{tag}</a> {badge(tag)}</h4>'
         f'<p class="what">{escape(what)}.</p>{note}{prices_html(tag)}<dl>{facts}</dl></article>'
     )
 

@@ -23,9 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = {  # the annotated pages in order: what each is, and whose notes it takes where both have the same code
     "train_rloo": ("RLOO", None),
     "train_grpo": ("GRPO", "train_rloo"),
-    "train_grpo_async": ("Asynchronous GRPO", "train_grpo"),
     "train_ppo": ("PPO", "train_rloo"),
-    "train_ppo_async": ("Asynchronous PPO", "train_ppo"),
     "train_reward": ("Reward model", "train_rloo"),
     "train_dpo": ("DPO", "train_reward"),
     "train_sft": ("Supervised fine-tuning", None),
@@ -34,8 +32,6 @@ SCRIPTS = {  # the annotated pages in order: what each is, and whose notes it ta
 DIFFS = {  # the pages that show two scripts side by side: the title of each; its file is the title in small letters
     ("train_ppo", "train_rloo"): "PPO to RLOO",
     ("train_rloo", "train_grpo"): "RLOO to GRPO",
-    ("train_ppo", "train_ppo_async"): "PPO to asynchronous PPO",
-    ("train_grpo", "train_grpo_async"): "GRPO to asynchronous GRPO",
     ("train_reward", "train_dpo"): "Reward model to DPO",
 }
 RULER = re.compile(r"^( *)# ---- (.*?)[ -]*$")
@@ -129,9 +125,9 @@ def first_line(node):
 def code_html(block, names=(), tags=()):
     """The block's code: numbered lines, functions of the page linked to their blocks, and tags to their cards.
 
-    Where the tag REW-3 stands is the anchor "at-rew-3", which its card points to.
+    Where the tag REW-3 stands is the anchor "at-REW-3", which its card points to.
     """
-    links = {tag: f'<a class="tag" href="#{tag.lower()}">[{tag}]</a>' for tag in tags}
+    links = {tag: f'<a class="tag" href="#{tag}">[{tag}]</a>' for tag in tags}
     shown = len("\n".join(block.lines).rstrip().splitlines())  # Empty lines at the end are not drawn.
     lines = []
     for number, line in enumerate(block.html[:shown], block.first):
@@ -142,7 +138,7 @@ def code_html(block, names=(), tags=()):
         )
         line = TAG.sub(lambda m: links.get(m[1], m[0]), line)
         for tag in (tag for tag in links if block.tags.get(tag) == number):
-            line = line.replace(links[tag], links[tag].replace("<a ", f'<a id="at-{tag.lower()}" '), 1)
+            line = line.replace(links[tag], links[tag].replace("<a ", f'<a id="at-{tag}" '), 1)
         lines.append(f'<span class="line" data-line="{number}">{line}</span>')
     return '<pre tabindex="0"><code>' + "\n".join(lines) + "</code></pre>"
 
@@ -154,7 +150,10 @@ def prose(text, names=()):
     def keep(match):
         kind = "block" if match[1] is not None else "inline"
         tex = (match[1] or match[2]).strip().replace(r"\log", r"\log\,")  # MathML has no space after a function.
-        equations.append(f'<span class="equation {kind}-math">{convert(tex, display=kind)}</span>')
+        mathml = convert(tex, display=kind)
+        if unknown := re.search(r"\\\w+", mathml):
+            raise Mistake(f"latex2mathml does not know {unknown[0]}, in the equation {tex}")
+        equations.append(f'<span class="equation {kind}-math">{mathml}</span>')
         return f"EQUATION{len(equations) - 1}."
 
     text = re.sub(r"\$\$(.+?)\$\$|\$(.+?)\$", keep, text, flags=re.S)

@@ -34,7 +34,7 @@ from typing import Literal
 
 from rlhf_details import utils
 from rlhf_details.plumbing import cli, data, engines, evaluation, judge, models, progress, rewards, vllm
-from rlhf_details.plumbing.evaluation import average, rate
+from rlhf_details.plumbing.evaluation import average, rate, share
 from rlhf_details.utils import EVALUATION, in_slices
 
 import torch
@@ -154,7 +154,6 @@ class Policy(nn.Module):
     def __init__(self, model, temperature):
         super().__init__()
         self.model, self.temperature, self.head = model, temperature, models.head_of(model)
-        (self.takes_positions,) = models.accepts(model, "position_ids")
 
     def forward(self, tokens, mask, positions, index, labels=None, cache=None):
         """
@@ -162,15 +161,10 @@ class Policy(nn.Module):
         that these predict; cache, a transformers cache, which is extended.
         Returns: log-probs [M, N] fp32, or without labels the logits / T [M, N, V] fp32.
         """
-        inputs = {"input_ids": tokens, "attention_mask": mask, "past_key_values": cache, "use_cache": cache is not None}
-        inputs |= {"position_ids": positions} if self.takes_positions else {}
-        hidden = self.model.base_model(**inputs).last_hidden_state[:, index]  # [M, N, H]
+        hidden = models.hidden_states(self.model, tokens, mask, positions, cache)[:, index]  # [M, N, H]
         if labels is None:
             return self.logits(hidden)
-        # All logits at once would be M * N * V numbers.
-        pieces = [x.flatten(0, 1).split(max(1, self.logits_at_once // self.head.vocab_size)) for x in (hidden, labels)]
-        pieces = [self.logits(h).log_softmax(-1).gather(-1, y.unsqueeze(-1)) for h, y in zip(*pieces, strict=True)]
-        return torch.cat(pieces).reshape(labels.shape)
+        return utils.token_logprobs(self.logits, hidden, labels, self.logits_at_once // self.head.vocab_size)[0]
 
     def logits(self, hidden):
         """Tempered logits [.., V] fp32 of last hidden states [.., H]."""
@@ -188,13 +182,10 @@ class Reward(nn.Module):
         self.model, self.tokenizer = model, tokenizer
         # `reward_bias` is the shift that train_reward.py leaves. Plain loaders ignore it.
         self.bias = getattr(model.config, "reward_bias", 0.0)
-        (self.takes_positions,) = models.accepts(model.base_model, "position_ids")
 
     def forward(self, tokens, mask, positions, index):
         """Args: tokens, mask, positions as Policy's; index [M, n], the columns to read. Returns: scores [M, n] fp32."""
-        inputs = {"input_ids": tokens, "attention_mask": mask, "use_cache": False}
-        inputs |= {"position_ids": positions} if self.takes_positions else {}
-        hidden = self.model.base_model(**inputs).last_hidden_state  # [M, L, H]
+        hidden = models.hidden_states(self.model, tokens, mask, positions)  # [M, L, H]
         hidden = hidden.gather(1, index.unsqueeze(-1).expand(-1, -1, hidden.size(-1)))  # [M, n, H]
         # The head runs in fp32: between 2 and 4 bf16 scores would lie 1/64 apart.
         with torch.autocast(hidden.device.type, enabled=False):
@@ -315,8 +306,11 @@ def measure(texts, responses, mask, ended, values, score, end_ids):
         columns[label] = [None if math.isnan(value) else value for value in x.tolist()]
     given = {label: [x for x in columns[label] if x is not None] for label in columns if label != "response"}
     figures = {label: rate(x) if label in ("ended", "parses") else average(x) for label, x in given.items() if x}
-    if verdicts := [x for name in score.boolean for x in given[f"rewards/{name}"]]:
-        figures["verifiable_correct_rate"] = rate(verdicts)
+    # The rewards of a response depend on each other, so it counts once, with the share of those that are True.
+    given = zip(*(columns[f"rewards/{name}"] for name in score.boolean), strict=True)
+    verdicts = [[x for x in row if x is not None] for row in given]
+    if shares := [sum(row) / len(row) for row in verdicts if row]:
+        figures["verifiable_correct_rate"] = share(shares)
     said = [ids[:-1] if set(ids[-1:]) & end_ids else ids for ids in tokens]
     return columns, figures | {f"distinct_{n}": {"value": distinct_n(said, n)} for n in (1, 2, 3)}
 

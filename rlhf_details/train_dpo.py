@@ -34,7 +34,6 @@ from rlhf_details.utils import EVALUATION, REWARD_DATA, in_slices
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 
 @dataclass
@@ -108,7 +107,6 @@ class Policy(nn.Module):
     def __init__(self, model, temperature):
         super().__init__()
         self.model, self.temperature, self.head = model, temperature, models.head_of(model)
-        (self.takes_positions,) = models.accepts(model, "position_ids")
 
     def forward(self, tokens, mask, positions, index=None, is_completion=None, cache=None):
         """
@@ -116,25 +114,19 @@ class Policy(nn.Module):
         logits are read; cache, a transformers cache, which is extended.
         Returns: the log-prob of each row's completion [N] fp32, or without is_completion the logits / T [N, C, V] fp32.
         """
-        inputs = {"input_ids": tokens, "attention_mask": mask, "past_key_values": cache, "use_cache": cache is not None}
-        inputs |= {"position_ids": positions} if self.takes_positions else {}
-        hidden = self.model.base_model(**inputs).last_hidden_state  # [N, L, H]
+        hidden = models.hidden_states(self.model, tokens, mask, positions, cache)  # [N, L, H]
         if is_completion is None:
-            return self.head(hidden[:, index]).float() / self.temperature
+            return self.logits(hidden[:, index]) / self.temperature
         # The logits in the column before a token predict it, EOS among them. Nothing predicts a first token. [SFT-2]
         is_target = is_completion[:, 1:] & mask[:, :-1]  # [N, L-1]
         hidden, labels = hidden[:, :-1][is_target], tokens[:, 1:][is_target]  # [T, H], [T]
-        # The logits would be T * V numbers, and as many gradients, so they are computed piece by piece. [GEN-8]
-        size = max(1, self.logits_at_once // self.head.vocab_size)
-        pieces = list(zip(hidden.split(size), labels.split(size), strict=True))
-        again = functools.partial(checkpoint, self.of_tokens, use_reentrant=False)
-        found = torch.cat([again(*piece) if len(pieces) > 1 else self.of_tokens(*piece) for piece in pieces])  # [T]
+        found, _ = utils.token_logprobs(self.logits, hidden, labels, self.logits_at_once // self.head.vocab_size)  # [T]
         # A sum over the tokens, because the score is that of the whole response. [DPO-1]
         return found.new_zeros(is_target.shape).masked_scatter(is_target, found).sum(1)
 
-    def of_tokens(self, hidden, labels):
-        """Log-probs [T] of T labels, from the hidden states [T, H] before them."""
-        return self.head(hidden).float().log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    def logits(self, hidden):
+        """Logits [.., V] fp32 of last hidden states [.., H]."""
+        return self.head(hidden).float()
 
 
 def load_model(args, device):
@@ -329,7 +321,7 @@ def main(args: Args):
             metrics |= evaluate(policy, held_out, held_out_references, size, args, accelerator)
             shown = held_out[:4] or train[:4]
             sampling = [row.ids for row in shown], 1, 0, stop_ids, EVALUATION
-            responses = sample_responses(engines.sampler(policy), args, accelerator, *sampling)
+            responses = sample_responses(engines.gathered(policy), args, accelerator, *sampling)
             for row, text in zip(shown, models.texts_of(tokenizer, responses), strict=True):
                 run.say(f"query: {row.text!r} | response: {text!r}")
         run.log(step, metrics)

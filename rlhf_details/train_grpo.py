@@ -29,19 +29,17 @@ N processes:   accelerate launch --num_processes N rlhf_details/train_grpo.py
 Your data:     python rlhf_details/train_grpo.py --dataset rows.jsonl --sft_model_path gpt2 --reward_fn mine.py:f
 """
 
-import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from rlhf_details import utils
-from rlhf_details.plumbing import cli, data, engines, layout, models, rewards, vllm
+from rlhf_details.plumbing import cli, data, engines, layout, models, overlap, rewards
 from rlhf_details.plumbing.run import Run
 from rlhf_details.utils import EVALUATION, TRAINING, in_slices
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 
 @dataclass
@@ -85,16 +83,15 @@ class Args(cli.PolicyArgs):  # which holds the flags of run, data, models, loggi
     """optimiser steps per pass over the batch"""
     num_ppo_epochs: int = 1
     """passes over the batch"""
-    cliprange: float = 0.2
-    """clip range of the probability ratio"""
+    cliprange: float | None = None
+    """clip range of the probability ratio; None: the objective's (see `with_objective`)"""
     cliprange_high: float | None = None
-    """clip range above 1 (DAPO's Clip-Higher); None: cliprange; CISPO has this bound alone"""
+    """clip range above 1 (DAPO's Clip-Higher); None: cliprange, or the objective's; CISPO has this bound alone"""
     scale_advantages: Literal["group", "batch", "none"] = "group"
     """divide advantages by the standard deviation of the group's scores, of the batch's, or by nothing (Dr. GRPO)"""
-    loss_normalization: Literal["token", "response", "constant"] = "token"
+    loss_normalization: Literal["token", "response", "constant"] | None = None
     """average over the minibatch's tokens (after DAPO), within responses first (GRPO), or over response_length tokens
-    each (Dr. GRPO)"""
-
+    each (Dr. GRPO); None: the objective's"""
     mask_truncated: bool = False
     """leave responses that did not end out of the loss (DAPO's overlong filtering); their scores stay in the group"""
     mask_equal: bool = False
@@ -128,7 +125,6 @@ class Policy(nn.Module):
     def __init__(self, model, temperature):
         super().__init__()
         self.model, self.temperature, self.head = model, temperature, models.head_of(model)
-        (self.takes_positions,) = models.accepts(model, "position_ids")
 
     def forward(self, tokens, mask, positions, index, labels=None, cache=None):
         """
@@ -136,30 +132,15 @@ class Policy(nn.Module):
         are read; labels [M, C], the tokens that these predict; cache, a transformers cache, which is extended.
         Returns: (log-probs, entropies), both [M, C] fp32, or without labels the logits / T [M, C, V] fp32.
         """
-        inputs = {"input_ids": tokens, "attention_mask": mask, "past_key_values": cache, "use_cache": cache is not None}
-        inputs |= {"position_ids": positions} if self.takes_positions else {}
-        hidden = self.model.base_model(**inputs).last_hidden_state[:, index]  # [M, C, H]
+        hidden = models.hidden_states(self.model, tokens, mask, positions, cache)[:, index]  # [M, C, H]
         if labels is None:
             return self.logits(hidden)
-        # The logits would be M * C * V numbers, and as many gradients, so they are computed piece by piece. [GEN-8]
-        size = max(1, self.logits_at_once // self.head.vocab_size)
-        pieces = list(zip(hidden.flatten(0, 1).split(size), labels.flatten().split(size), strict=True))
-        # The backward pass computes a piece again, so that only one exists at a time.
-        again = functools.partial(checkpoint, self.of_tokens, use_reentrant=False)
-        outputs = [again(*piece) if len(pieces) > 1 else self.of_tokens(*piece) for piece in pieces]
-        return tuple(torch.cat(x).reshape(labels.shape) for x in zip(*outputs, strict=True))
+        return utils.token_logprobs(self.logits, hidden, labels, self.logits_at_once // self.head.vocab_size)
 
     def logits(self, hidden):
         """Tempered logits [.., V] fp32 of last hidden states [.., H]."""
         # The temperature divides the logits wherever a log-prob is computed, not in the sampler alone. [GEN-2] [GEN-3]
         return self.head(hidden).float() / self.temperature
-
-    def of_tokens(self, hidden, labels):
-        """Log-probs and entropies [K] of K labels, from their hidden states [K, H]."""
-        log_softmax = self.logits(hidden).log_softmax(-1)  # [K, V]
-        with torch.no_grad():
-            entropies = -(log_softmax.exp() * log_softmax).sum(-1)
-        return log_softmax.gather(-1, labels.unsqueeze(-1)).squeeze(-1), entropies
 
 
 class Reward(nn.Module):
@@ -173,13 +154,10 @@ class Reward(nn.Module):
         self.model, self.tokenizer = model, tokenizer
         # `reward_bias` is the shift that train_reward.py leaves. Plain loaders ignore it. [REW-1]
         self.bias = getattr(model.config, "reward_bias", 0.0)
-        (self.takes_positions,) = models.accepts(model.base_model, "position_ids")
 
     def forward(self, tokens, mask, positions, index):
         """Args: tokens, mask, positions as Policy's; index [M, n], the columns to read. Returns: scores [M, n] fp32."""
-        inputs = {"input_ids": tokens, "attention_mask": mask, "use_cache": False}
-        inputs |= {"position_ids": positions} if self.takes_positions else {}
-        hidden = self.model.base_model(**inputs).last_hidden_state  # [M, L, H]
+        hidden = models.hidden_states(self.model, tokens, mask, positions)  # [M, L, H]
         hidden = hidden.gather(1, index.unsqueeze(-1).expand(-1, -1, hidden.size(-1)))  # [M, n, H]
         # The head runs in fp32: between 2 and 4 bf16 scores would lie 1/64 apart. [RM-6]
         with torch.autocast(hidden.device.type, enabled=False):
@@ -318,7 +296,7 @@ def kl_estimates(logprobs, ref_logprobs, logratio=None):
     # As a loss "k1" would not do, because its gradient is zero on average. That of k3 is, on average, the gradient of
     # KL(reference || policy), and with the ratio, whose gradient counts as well, that of KL(policy || reference).
     # [GRPO-2]
-    return (difference.exp() - difference - 1) * (1 if logratio is None else logratio.exp())
+    return (difference.expm1() - difference) * (1 if logratio is None else logratio.exp())
 
 
 def grpo_policy_loss(logprobs, old_logprobs, mask, advantages, cliprange, cliprange_high):
@@ -339,7 +317,7 @@ def grpo_policy_loss(logprobs, old_logprobs, mask, advantages, cliprange, clipra
 
 
 def gspo_policy_loss(logprobs, old_logprobs, mask, advantages, cliprange, cliprange_high):
-    """The same with one ratio for a response, exp(mean of its tokens' log-ratios). GSPO's ranges are 3e-4 and 4e-4.
+    """The same with one ratio for a response, exp(mean of its tokens' log-ratios).
 
     Args and returns: as grpo_policy_loss. Source: arXiv 2507.18071, equations 5 to 7.
     """
@@ -350,7 +328,7 @@ def gspo_policy_loss(logprobs, old_logprobs, mask, advantages, cliprange, clipra
 
 
 def cispo_policy_loss(logprobs, old_logprobs, mask, advantages, cliprange, cliprange_high):
-    """-A * min(ratio, 1 + c_high) * log p, where the ratio is a weight without a gradient. CISPO's bound is some 5.
+    """-A * min(ratio, 1 + c_high) * log p, where the ratio is a weight without a gradient.
 
     Args and returns: as grpo_policy_loss; cliprange is not used. Source: arXiv 2506.13585, equations 4 and 5.
     """
@@ -403,7 +381,7 @@ def evaluate(policy, sample, reference, score, prompts, stop_ids, args, accelera
     sampling = dict(n=1, response_length=args.response_length, stop_ids=stop_ids)
     with accelerator.autocast():
         batch, size, key = [queries, query_mask, numbers], args.rollout_micro_batch_size, (args.seed, EVALUATION, 0)
-        sampled = in_slices(sample, engines.sampler(policy), batch, size, key=key, **sampling)
+        sampled = in_slices(sample, engines.gathered(policy), batch, size, key=key, **sampling)
         responses, response_mask, logprobs = sampled  # [N / world, R]
         batch = [queries, query_mask, responses, response_mask]
         ref_logprobs, _ = in_slices(response_logprobs, reference, batch, args.micro_batch_size, 1)
@@ -419,7 +397,7 @@ def evaluate(policy, sample, reference, score, prompts, stop_ids, args, accelera
     metrics = {"scores": scores.mean(), "kl": kl.mean(), "length": lengths.mean(), "ended": ended.float().mean()}
     metrics |= score.by_name(values, spread=True) | {"scores_std": scores.std(correction=0)}
     samples = prompts, responses, response_mask, ended, scores, kl
-    return {f"eval/objective/{name}": float(value) for name, value in metrics.items()}, samples
+    return utils.numbers({f"eval/objective/{name}": value for name, value in metrics.items()}), samples
 
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
@@ -432,18 +410,43 @@ def check(args):
         cli.fail(f"--batch_size {args.batch_size}: not divisible by num_mini_batches * group_size * processes = {unit}")
     if args.group_size == 1:
         cli.fail("--group_size 1: a group needs at least 2 responses")
+    if args.soft_overlong and args.soft_overlong > args.response_length:
+        cli.fail(f"--soft_overlong {args.soft_overlong}: above --response_length {args.response_length}")
+    if args.kl_times_ratio and args.objective == "gspo":
+        cli.fail("--kl_times_ratio: needs a ratio for each token, and --objective gspo has one for each response")
+
+
+def with_objective(args):
+    """The args, in which the objective's own values stand where the user gave none (None).
+
+    Source: arXiv 2402.03300 with DAPO's mean over tokens (2503.14476); GSPO: 2507.18071, section 5.1; CISPO: 2506.13585
+    has the mean over tokens and no number for the bound; TRL's documentation recommends a weight of at most 5.
+    """
+    own = {"grpo": (0.2, 0.2, "token"), "gspo": (3e-4, 4e-4, "response"), "cispo": (0.2, 4.0, "token")}[args.objective]
+    low, high, normalization = own
+    if args.cliprange is not None and args.objective != "cispo":  # A range that is given is that of both sides.
+        high = args.cliprange
+    return replace(
+        args,
+        cliprange=low if args.cliprange is None else args.cliprange,
+        cliprange_high=high if args.cliprange_high is None else args.cliprange_high,
+        loss_normalization=args.loss_normalization or normalization,
+    )
 
 
 def main(args: Args):
     """Trains; returns {"before": metrics, "after": metrics, "run": folder} of the held-out evaluations."""
     check(args)
+    args = with_objective(args)
+    taken = ", ".join(f"{name} {getattr(args, name)}" for name in ("cliprange", "cliprange_high", "loss_normalization"))
+    cli.say(f"--objective {args.objective}: {taken}")
     accelerator = engines.start(args)  # one process, DDP, FSDP2 or DeepSpeed; it seeds, and trains missing toy stages
     device, world, rank = accelerator.device, accelerator.num_processes, accelerator.process_index
     k, B, R = args.group_size, args.batch_size, args.response_length
     numbers = torch.arange(B, device=device)  # [B], of the episodes
     mine = slice(rank * B // world, (rank + 1) * B // world)  # those of this process
     one_step = args.num_ppo_epochs * args.num_mini_batches == 1
-    cliprange_high = args.cliprange if args.cliprange_high is None else args.cliprange_high
+    ranges = args.cliprange, args.cliprange_high
     policy_loss = {"grpo": grpo_policy_loss, "gspo": gspo_policy_loss, "cispo": cispo_policy_loss}[args.objective]
 
     # ---- models, prompts, rewards, optimiser
@@ -463,8 +466,14 @@ def main(args: Args):
     sampling = dict(n=packing.rollout_n, response_length=R, stop_ids=stop_ids)
     num_updates = math.ceil(args.total_episodes / B)  # Round up, so that at least total_episodes are sampled. [OPT-10]
     run = Run(args, accelerator, tokenizer, num_updates, prompts, [held_out, reference, reward_model])
-    # utils.sample, or with --sampler vllm another engine in its place, which gives the same three tensors
-    sample = vllm.sampler(args, accelerator, [*prompts, *held_out], run.stop)
+
+    def prompts_of(update):
+        """The B prompts of an update, which --overlap reads ahead."""
+        # The k copies of a prompt stand side by side, because baseline and packing take adjacent rows. [RLOO-1]
+        return [prompt for prompt in prompts.of_update(update, B // k, args.seed) for _ in range(k)]
+
+    # utils.sample, or what gives the same three tensors in its place: vLLM, or a thread that samples an update ahead
+    sample = overlap.sampler(args, run, [*prompts, *held_out], prompts_of, packing.rollout_size)
     run.resume(policy, optimizer)
     if run.first_update == 1:
         run.log(0, *evaluate(policy, sample, reference, score, held_out, stop_ids, args, accelerator))
@@ -474,13 +483,12 @@ def main(args: Args):
         lr = optimizer.param_groups[0]["lr"] = utils.learning_rate_at(update, num_updates, args)
 
         # ---- 1. Rollout: k responses to each prompt; every process samples its share ---------------------------------
-        # The k copies of a prompt stand side by side, because baseline and packing take adjacent rows. [RLOO-1]
-        rows = [prompt for prompt in prompts.of_update(update, B // k, args.seed) for _ in range(k)]
+        rows = prompts_of(update)
         queries, query_mask = utils.left_pad([row.ids for row in rows], device)  # [B, Q]
         policy.eval()
         with torch.no_grad(), accelerator.autocast():
             batch, key = [queries[mine], query_mask[mine], numbers[mine]], (args.seed, TRAINING, update)
-            sampled = in_slices(sample, engines.sampler(policy), batch, packing.rollout_size, key=key, **sampling)
+            sampled = in_slices(sample, engines.gathered(policy), batch, packing.rollout_size, key=key, **sampling)
             responses, response_mask, sampled_logprobs = sampled  # [B / world, R]
             run.lap("rollout")
 
@@ -488,7 +496,7 @@ def main(args: Args):
             batch = [queries[mine], query_mask[mine], responses, response_mask]
             ref_logprobs, _ = in_slices(response_logprobs, reference, batch, size, n)
             old_logprobs = sampled_logprobs  # With one step these serve the logged KL and entropy.
-            if not one_step or args.sampler != "own":
+            if not one_step or args.sampler != "own" or args.overlap:
                 # The ratio compares two forwards of the same code, so that it starts at 1 up to rounding. [GEN-9]
                 old_logprobs, _ = in_slices(response_logprobs, policy, batch, size, n)
             values = score(rows[mine], batch, n)  # [B / world, F]
@@ -508,7 +516,9 @@ def main(args: Args):
         scores = (values * score.weights).nansum(1)  # [B]
         scores = missing_eos_scores(scores, ended, args.missing_eos_penalty, args.missing_eos_mode)  # [B]
         scores = overlong_scores(scores, response_mask, args.soft_overlong)  # [B]
-        kl = old_logprobs - ref_logprobs  # [B, R], 0 at padding; only logged
+        # The logged KL and entropy are those of the policy that sampled, which --overlap makes one update old.
+        logged = sampled_logprobs if args.overlap else old_logprobs
+        kl = logged - ref_logprobs  # [B, R], 0 at padding
 
         # ---- 4. Advantages -------------------------------------------------------------------------------------------
         advantages = grpo_advantages(scores, k, args.scale_advantages)  # [B, 1], for all tokens of a response
@@ -530,15 +540,13 @@ def main(args: Args):
             for number, minibatch in enumerate(shuffle):
                 num_actions = is_action[minibatch].sum().clamp(min=1)  # of the whole minibatch, over all processes
                 micro_batches = minibatch.chunk(world)[rank].split(size)
-                for i, m in enumerate(micro_batches):
+                for i, (m, micro_batch) in enumerate(utils.parts(batch, micro_batches)):
                     with engines.accumulate(accelerator, policy, is_last=i + 1 == len(micro_batches)):
-                        logprobs, entropies = response_logprobs(policy, [x[m] for x in batch], n)  # [M, R]
+                        logprobs, entropies = response_logprobs(policy, micro_batch, n)  # [M, R]
                         # With one step per rollout the policy is compared with itself, so the ratio is exactly 1 and
                         # rounding cannot trigger the clip. [RLOO-7]
                         old = logprobs.detach() if one_step else old_logprobs[m]
-                        losses, logratio, clipped = policy_loss(
-                            logprobs, old, response_mask[m], advantages[m], args.cliprange, cliprange_high
-                        )
+                        losses, logratio, clipped = policy_loss(logprobs, old, response_mask[m], advantages[m], *ranges)
                         kl_losses = kl_estimates(
                             logprobs, ref_logprobs[m], logratio if args.kl_times_ratio else None
                         )  # [M, R], 0 at padding
@@ -568,7 +576,7 @@ def main(args: Args):
             "lr": lr,
             "objective/scores": scores.mean(),
             "objective/kl": kl.sum(1).mean(),
-            "objective/entropy": -(old_logprobs * response_mask).sum(1).mean(),  # without padding [LOG-1]
+            "objective/entropy": -(logged * response_mask).sum(1).mean(),  # without padding [LOG-1]
             "val/ratio": 1 + ratio_minus_1,
             "val/ratio_var": metrics.pop("ratio_minus_1_squared") - ratio_minus_1**2,  # of actions [LOG-4]
             "val/equal_scores": in_equal_group(scores, k).float().mean(),

@@ -31,19 +31,17 @@ Your data:     python rlhf_details/train_ppo.py --dataset rows.jsonl --sft_model
 """
 
 import copy
-import functools
 import math
 from dataclasses import dataclass
 from typing import Literal
 
 from rlhf_details import utils
-from rlhf_details.plumbing import cli, data, engines, models, rewards, vllm
+from rlhf_details.plumbing import cli, data, engines, models, overlap, rewards
 from rlhf_details.plumbing.run import Run
 from rlhf_details.utils import EVALUATION, TRAINING, in_slices
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 
 @dataclass
@@ -151,7 +149,6 @@ class Policy(nn.Module):
         self.model, self.temperature, self.head = model, temperature, models.head_of(model)
         self.critic = critic
         self.shares_trunk = isinstance(critic, nn.Linear)
-        (self.takes_positions,) = models.accepts(model, "position_ids")
 
     def forward(self, tokens, mask, positions, index, labels=None, cache=None):
         """
@@ -160,18 +157,10 @@ class Policy(nn.Module):
         Returns: (log-probs, entropies) or with a critic (log-probs, entropies, values), all [M, C] fp32, or without
         labels the logits / T [M, C, V] fp32.
         """
-        inputs = {"input_ids": tokens, "attention_mask": mask, "past_key_values": cache, "use_cache": cache is not None}
-        inputs |= {"position_ids": positions} if self.takes_positions else {}
-        hidden = self.model.base_model(**inputs).last_hidden_state[:, index]  # [M, C, H]
+        hidden = models.hidden_states(self.model, tokens, mask, positions, cache)[:, index]  # [M, C, H]
         if labels is None:
             return self.logits(hidden)
-        # The logits would be M * C * V numbers, and as many gradients, so they are computed piece by piece. [GEN-8]
-        size = max(1, self.logits_at_once // self.head.vocab_size)
-        pieces = list(zip(hidden.flatten(0, 1).split(size), labels.flatten().split(size), strict=True))
-        # The backward pass computes a piece again, so that only one exists at a time.
-        again = functools.partial(checkpoint, self.of_tokens, use_reentrant=False)
-        outputs = [again(*piece) if len(pieces) > 1 else self.of_tokens(*piece) for piece in pieces]
-        outputs = tuple(torch.cat(x).reshape(labels.shape) for x in zip(*outputs, strict=True))
+        outputs = utils.token_logprobs(self.logits, hidden, labels, self.logits_at_once // self.head.vocab_size)
         if self.critic is None:
             return outputs
         if not self.shares_trunk:
@@ -184,13 +173,6 @@ class Policy(nn.Module):
         """Tempered logits [.., V] fp32 of last hidden states [.., H]."""
         # The temperature divides the logits wherever a log-prob is computed, not in the sampler alone. [GEN-2] [GEN-3]
         return self.head(hidden).float() / self.temperature
-
-    def of_tokens(self, hidden, labels):
-        """Log-probs and entropies [K] of K labels, from their hidden states [K, H]."""
-        log_softmax = self.logits(hidden).log_softmax(-1)  # [K, V]
-        with torch.no_grad():
-            entropies = -(log_softmax.exp() * log_softmax).sum(-1)
-        return log_softmax.gather(-1, labels.unsqueeze(-1)).squeeze(-1), entropies
 
 
 class Reward(nn.Module):
@@ -205,13 +187,10 @@ class Reward(nn.Module):
         self.model, self.tokenizer = model, tokenizer
         # `reward_bias` is the shift that train_reward.py leaves. Plain loaders ignore it. [REW-1]
         self.bias = getattr(model.config, "reward_bias", 0.0)
-        (self.takes_positions,) = models.accepts(model.base_model, "position_ids")
 
     def forward(self, tokens, mask, positions, index):
         """Args: tokens, mask, positions as Policy's; index [M, n], the columns to read. Returns: scores [M, n] fp32."""
-        inputs = {"input_ids": tokens, "attention_mask": mask, "use_cache": False}
-        inputs |= {"position_ids": positions} if self.takes_positions else {}
-        hidden = self.model.base_model(**inputs).last_hidden_state  # [M, L, H]
+        hidden = models.hidden_states(self.model, tokens, mask, positions)  # [M, L, H]
         hidden = hidden.gather(1, index.unsqueeze(-1).expand(-1, -1, hidden.size(-1)))  # [M, n, H]
         # The head runs in fp32: between 2 and 4 bf16 scores would lie 1/64 apart. [RM-6]
         with torch.autocast(hidden.device.type, enabled=False):
@@ -454,7 +433,7 @@ def evaluate(policy, sample, reference, score, prompts, stop_ids, end_ids, args,
     sampling = dict(n=1, response_length=args.response_length, stop_ids=stop_ids)
     with accelerator.autocast():
         batch, size, key = [queries, query_mask, numbers], args.rollout_micro_batch_size, (args.seed, EVALUATION, 0)
-        sampled = in_slices(sample, engines.sampler(policy), batch, size, key=key, **sampling)
+        sampled = in_slices(sample, engines.gathered(policy), batch, size, key=key, **sampling)
         responses, response_mask, logprobs = sampled  # [N / world, R]
         batch = [queries, query_mask, responses, response_mask]
         ref_logprobs, _ = in_slices(response_logprobs, reference, batch, args.micro_batch_size)
@@ -469,7 +448,7 @@ def evaluate(policy, sample, reference, score, prompts, stop_ids, end_ids, args,
     metrics = {"scores": scores.mean(), "kl": kl.mean(), "length": lengths.mean(), "ended": ended.float().mean()}
     metrics |= score.by_name(values, spread=True) | {"scores_std": scores.std(correction=0)}
     samples = prompts, responses, scored_mask, ended, scores, kl
-    return {f"eval/objective/{name}": float(value) for name, value in metrics.items()}, samples
+    return utils.numbers({f"eval/objective/{name}": value for name, value in metrics.items()}), samples
 
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
@@ -517,8 +496,13 @@ def main(args: Args):
     sampling = dict(n=1, response_length=R, stop_ids=stop_ids)
     num_updates = math.ceil(args.total_episodes / B)  # Round up, so that at least total_episodes are sampled. [OPT-10]
     run = Run(args, accelerator, tokenizer, num_updates, prompts, [held_out, reference, reward_model])
-    # utils.sample, or with --sampler vllm another engine in its place, which gives the same three tensors
-    sample = vllm.sampler(args, accelerator, [*prompts, *held_out], run.stop)
+
+    def prompts_of(update):
+        """The B prompts of an update, which --overlap reads ahead."""
+        return prompts.of_update(update, B, args.seed)
+
+    # utils.sample, or what gives the same three tensors in its place: vLLM, or a thread that samples an update ahead
+    sample = overlap.sampler(args, run, [*prompts, *held_out], prompts_of, rollout_size)
     state = run.resume(policy, optimizer, {"kl_coef": args.kl_coef, "adam_step": 0, "moments": (0, 0.0, 0.0)})
     if run.first_update == 1:
         run.log(0, *evaluate(policy, sample, reference, score, held_out, stop_ids, end_ids, args, accelerator))
@@ -528,12 +512,12 @@ def main(args: Args):
         lr = optimizer.param_groups[0]["lr"] = utils.learning_rate_at(update, num_updates, args)
 
         # ---- 1. Rollout: a response to each prompt; every process samples its share ----------------------------------
-        rows = prompts.of_update(update, B, args.seed)
+        rows = prompts_of(update)
         queries, query_mask = utils.left_pad([row.ids for row in rows], device)  # [B, Q]
         policy.eval()
         with torch.no_grad(), accelerator.autocast():
             batch, key = [queries[mine], query_mask[mine], numbers[mine]], (args.seed, TRAINING, update)
-            sampled = in_slices(sample, engines.sampler(policy), batch, rollout_size, key=key, **sampling)
+            sampled = in_slices(sample, engines.gathered(policy), batch, rollout_size, key=key, **sampling)
             responses, response_mask, sampled_logprobs = sampled  # [B / world, R]
             run.lap("rollout")
 
@@ -573,6 +557,9 @@ def main(args: Args):
         if args.score_scaling or args.score_norm:
             state["moments"] = merge_moments(state["moments"], scores)
         shaped_scores = shape_scores(scores, state["moments"], args.score_scaling, args.score_norm, args.score_clip)
+        if args.overlap:
+            # The ratio, the KL and the entropy are those of the policy that sampled, which is one update old. [GEN-11]
+            old_logprobs = sampled_logprobs
         # The simplest KL estimate ("k1"): its mean is the KL, and as a reward its policy gradient is the KL's. [REW-5]
         kl = old_logprobs - ref_logprobs  # [B, R], 0 at padding, whatever --kl_penalty is
         state_mask = value_mask(response_mask)  # [B, R]
@@ -603,9 +590,9 @@ def main(args: Args):
                 share = minibatch.chunk(world)[rank]
                 # Rows of similar lengths share a micro-batch, since it is as wide as its longest rows.
                 micro_batches = share[lengths[share].argsort(stable=True)].split(size)
-                for i, m in enumerate(micro_batches):
+                for i, (m, micro_batch) in enumerate(utils.parts(batch, micro_batches)):
                     with engines.accumulate(accelerator, policy, is_last=i + 1 == len(micro_batches)):
-                        logprobs, entropies, new_values = response_logprobs(policy, [x[m] for x in batch])  # [M, R]
+                        logprobs, entropies, new_values = response_logprobs(policy, micro_batch)  # [M, R]
                         losses, logratio, clipped = ppo_policy_loss(
                             logprobs, old_logprobs[m], response_mask[m], advantages[m], args.cliprange
                         )
@@ -674,7 +661,7 @@ def main(args: Args):
             "val/var_explained": 1 - metrics["val/error"] / (returns_var + 1e-8),
             "val/ratio": 1 + ratio_minus_1,
             "val/ratio_var": metrics.pop("ratio_minus_1_squared") - ratio_minus_1**2,  # of actions [LOG-4]
-            "val/equal_scores": float(scores.unique().numel() < 2),
+            "val/equal_scores": (scores.amax() <= scores.amin()).float(),
             "val/num_eos_tokens": (response_mask & (responses == tokenizer.eos_token_id)).sum(),
             "val/num_stop_token_ids": ended.sum() if len(end_ids) else 0,
             "val/sequence_lengths": response_mask.sum(1).float().mean(),

@@ -113,13 +113,10 @@ class Reward(nn.Module):
         self.model = model
         # The scale of all scores is trained as well. A trained bias would get no gradient. [RM-5]
         self.gain = nn.Parameter(torch.ones(1))
-        (self.takes_positions,) = models.accepts(model.base_model, "position_ids")
 
     def forward(self, tokens, mask):
         """Args: tokens [M, L]; mask [M, L] bool. Returns: scores [M] fp32."""
-        inputs = {"input_ids": tokens, "attention_mask": mask, "use_cache": False}
-        inputs |= {"position_ids": utils.positions_from_mask(mask)} if self.takes_positions else {}
-        hidden = self.model.base_model(**inputs).last_hidden_state  # [M, L, H]
+        hidden = models.hidden_states(self.model, tokens, mask, utils.positions_from_mask(mask))  # [M, L, H]
         # The mask says which token is the last. Pad may equal EOS, so no search for an id can. [RM-4]
         last = (mask * torch.arange(mask.size(1), device=mask.device)).argmax(1)  # [M]
         hidden = hidden[torch.arange(len(hidden), device=mask.device), last]  # [M, H]
@@ -134,13 +131,11 @@ class Policy(nn.Module):
     def __init__(self, model, temperature):
         super().__init__()
         self.model, self.temperature, self.head = model, temperature, models.head_of(model)
-        (self.takes_positions,) = models.accepts(model, "position_ids")
 
     def forward(self, tokens, mask, positions, index, cache):
         """Args: tokens, mask, positions [M, L]; index [N], columns to read. Returns: logits / temperature [M, N, V]."""
-        inputs = {"input_ids": tokens, "attention_mask": mask, "past_key_values": cache, "use_cache": True}
-        inputs |= {"position_ids": positions} if self.takes_positions else {}
-        return self.head(self.model.base_model(**inputs).last_hidden_state[:, index]).float() / self.temperature
+        hidden = models.hidden_states(self.model, tokens, mask, positions, cache)[:, index]  # [M, N, H]
+        return self.head(hidden).float() / self.temperature
 
 
 def load_model(args, device):

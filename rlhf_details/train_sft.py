@@ -190,7 +190,7 @@ def evaluate(language_model, rows, tokenizer, args, accelerator):
             sampling = dict(
                 n=1, response_length=args.response_length, stop_ids=stop_ids, key=(args.seed, EVALUATION, 0)
             )
-            sampler = engines.sampler(language_model)
+            sampler = engines.gathered(language_model)
             responses, response_mask, _ = in_slices(utils.sample, sampler, batch, size, **sampling)
             references = [data.as_text(tokenizer, row.columns["completion"]) for row in mine]
             pairs = zip(models.decode(tokenizer, responses, response_mask), references, strict=True)

@@ -34,7 +34,7 @@ FAMILIES = {
     "LOG": "Metrics",
     "EVAL": "Evaluation",
 }
-PAGES = "train_rloo.py train_grpo.py train_grpo_async.py train_ppo.py train_ppo_async.py train_reward.py".split()
+PAGES = "train_rloo.py train_grpo.py train_ppo.py train_reward.py".split()
 PAGES += ["train_dpo.py", "train_sft.py", "evaluate.py", "utils.py"]
 
 

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass
 class Args:
-    algorithms: tuple[str, ...] = ("rloo", "ppo", "ppo_async")
+    algorithms: tuple[str, ...] = ("rloo", "ppo")
     """scripts to kill"""
     kills: int = 20
     """kills of each"""

@@ -30,8 +30,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 600  # after which a mutant's tests count as failed: it hangs. A loaded machine needs 480 for two processes.
-PPO, ASYNC, RLOO, GRPO = "train_ppo.py", "train_ppo_async.py", "train_rloo.py", "train_grpo.py"
-GRPO_ASYNC = "train_grpo_async.py"
+PPO, RLOO, GRPO = "train_ppo.py", "train_rloo.py", "train_grpo.py"
+AHEAD = "plumbing/overlap.py"
 RM, DPO, SFT, EVALUATE, UTILS = "train_reward.py", "train_dpo.py", "train_sft.py", "evaluate.py", "utils.py"
 DATA, COMPARISONS = "plumbing/data.py", "plumbing/comparisons.py"
 MODELS, ENGINES, LAYOUT = "plumbing/models.py", "plumbing/engines.py", "plumbing/layout.py"
@@ -96,23 +96,11 @@ MUTATIONS = [
     ("GEN-6", UTILS, "position + t", "Q + t + 0 * position"),
     ("GEN-7", PPO, "queries.size(1) - 1", "queries.size(1)"),
     ("GEN-7", RLOO, "torch.where(step == 0, Q - 1, column[Q:] - 1)", "column[Q:] - 1"),
-    ("GEN-8", PPO, "self.logits_at_once // self.head.vocab_size", "10 ** 9"),
-    ("GEN-8", RLOO, "self.logits_at_once // self.head.vocab_size", "10 ** 9"),
+    ("GEN-8", UTILS, "max(1, size)", "10 ** 9"),
     ("GEN-9", PPO, "old_logprobs, _, values = in_slices(response_logprobs, policy, batch, size)", BOTH),
     ("GEN-9", RLOO, "in_slices(response_logprobs, policy, batch, size, n)", "(sampled_logprobs, 0)"),
-    ("GEN-10", ASYNC, "self.policy.model.load_state_dict(model.state_dict())", "self.policy.model = model"),
-    (
-        "GEN-11",
-        ASYNC,
-        "in_slices(response_logprobs, policy, [*batch[:2], *sampled[:2]], size)",
-        "(sampled[2].new_zeros(sampled[2].shape), 0)",
-    ),
-    (
-        "GEN-11",
-        GRPO_ASYNC,
-        "in_slices(response_logprobs, policy, [*batch[:2], *sampled[:2]], size, n)",
-        "(sampled[2].new_zeros(sampled[2].shape), 0)",
-    ),
+    ("GEN-10", AHEAD, "engines.copy_of(self.accelerator, policy)", "policy"),
+    ("GEN-11", PPO, "old_logprobs = sampled_logprobs", "old_logprobs = old_logprobs"),
     ("GEN-12", PPO, "ends[:, :after] = False", "after"),
     ("GEN-13", PPO, "mask & torch.isin(responses, end_ids)", "torch.isin(responses, end_ids)"),
     ("GEN-13", RLOO, "mask & torch.isin(responses, stop_ids)", "torch.isin(responses, stop_ids)"),
@@ -173,7 +161,6 @@ MUTATIONS = [
     ("RLOO-13", RLOO, "if clip_range is None", "if clip_range is None or not normalize"),
     ("RLOO-14", RLOO, "is_action)", "torch.ones_like(is_action))"),
     ("SFT-2", DPO, "is_completion[:, 1:]", "is_completion[:, :-1]"),
-    ("GEN-8", DPO, "self.logits_at_once // self.head.vocab_size", "10 ** 9"),
     ("DPO-1", DPO, ".sum(1)", ".mean(1)"),
     ("DPO-2", DPO, "scores.log_softmax(1)", "scores.sigmoid().log()"),
     ("DPO-3", DPO, " - 1 / (2 * beta)", " - beta"),
@@ -189,7 +176,7 @@ MUTATIONS = [
     ("OPT-6", DPO, " * world", ""),
     ("EVAL-5", EVALUATE, "math.comb(n - right, k) / math.comb(n, k)", "(1 - right / n) ** k"),
     ("GRPO-1", GRPO, "scale == 'group'", "scale != 'group'"),
-    ("GRPO-2", GRPO, "difference.exp() - difference - 1", "-difference"),
+    ("GRPO-2", GRPO, "difference.expm1() - difference", "-difference"),
     ("GRPO-3", GRPO, "1 + cliprange_high", "1 + cliprange"),
     ("GRPO-4", GRPO, "mask.sum(1, keepdim=True)", "mask.sum(1, keepdim=True).float().mean()"),
     ("GRPO-5", GRPO, " / mask.sum(1, keepdim=True).clamp(min=1)", ""),
@@ -220,8 +207,8 @@ MUTATIONS = [
     ("OPT-10", PPO, "math.ceil(args.total_episodes / B)", "args.total_episodes // B"),
     ("OPT-10", RLOO, "math.ceil(args.total_episodes / B)", "args.total_episodes // B"),
     ("LOG-1", PPO, "-(old_logprobs * response_mask).sum(1)", "-(old_logprobs - 1.0 * ~response_mask).sum(1)"),
-    ("LOG-1", RLOO, "-(old_logprobs * response_mask).sum(1)", "-(old_logprobs - 1.0 * ~response_mask).sum(1)"),
-    ("LOG-1", GRPO, "-(old_logprobs * response_mask).sum(1)", "-(old_logprobs - 1.0 * ~response_mask).sum(1)"),
+    ("LOG-1", RLOO, "-(logged * response_mask).sum(1)", "-(logged - 1.0 * ~response_mask).sum(1)"),
+    ("LOG-1", GRPO, "-(logged * response_mask).sum(1)", "-(logged - 1.0 * ~response_mask).sum(1)"),
     ("LOG-2", UTILS, "accelerator.reduce(new, 'sum')", "new"),
     ("LOG-3", PPO, "0.5 * logratio ** 2", "logratio ** 2"),
     ("LOG-3", RLOO, "0.5 * logratio ** 2", "logratio ** 2"),
@@ -231,7 +218,6 @@ MUTATIONS = [
     ("LOG-5", PPO, "-state['kl_coef']", "state['kl_coef']"),
     ("LOG-5", RLOO, "'objective/non_score_reward': -args.kl_coef", "'objective/non_score_reward': args.kl_coef"),
     ("LOG-6", PPO, "if epoch == number == 0", "if True"),
-    ("LOG-6", ASYNC, "if epoch == number == 0", "if True"),
     ("LOG-6", RLOO, "if epoch == number == 0", "if True"),
     ("EVAL-1", JUDGE, "utils.permutation(2, seed, PAIR_ORDER, number)[0] == 0", "True"),
     ("EVAL-2", EVALUATE, ".get(v, 0.0)", ".get(v, 0.5)"),

@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from intervals import ROOT
 
-TAG, LENGTHS, GRPO_TRL = "cc51011", "cc6b272", "4d93adb"  # the commits whose scripts were run
+TAG, LENGTHS, GRPO_TRL = "cc51011", "cc6b272", "4d93adb"  # folders: the commits whose scripts were run, but the last
 DPO, RELATIVES, SMOLLM, SMOLLM_TRL = "c2d7618", "83c3a19", "5b18bbb", "0feb1d3"
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 DOCUMENTS += [path for folder in ("guides", "evidence") for path in sorted((ROOT / "docs" / folder).glob("*.md"))]
@@ -29,7 +29,7 @@ def tables(name, tag=TAG):
 
 def ablations():
     """The rows of the ablations that matter, the worst for gold first, without the verdict."""
-    head, rule, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in tables("ablations")[1])
+    head, rule, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in tables("ablations")[2])
     gold, verdict = head.index("gold at the end"), head.index("verdict")
     rows = sorted(
         (row for row in rows if row[verdict] == "matters"), key=lambda row: float(row[gold].strip("*").split()[0])
@@ -39,7 +39,7 @@ def ablations():
 
 def ablations_long():
     """The rows of the longer runs whose effect is another there than in the short runs, without the verdicts."""
-    rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in tables("ablations")[2])
+    rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in tables("ablations")[3])
     return ["| " + " | ".join(row[:-3]) + " |" for row in rows if row[-1]]
 
 
@@ -91,6 +91,7 @@ TABLES = {
     "sums": lambda: tables("reward_functions", ".")[1],
     "overoptimisation": lambda: tables("overoptimisation")[0],
     "best_of_n": lambda: tables("overoptimisation")[1],
+    "ablations_tally": lambda: tables("ablations")[0],
     "ablations": ablations,
     "ablations_long": ablations_long,
     "trl_long": lambda: tables("trl_toy_100x64")[0],

@@ -28,7 +28,7 @@ import numpy as np
 
 sys.path.extend(str(Path(__file__).resolve().parents[1] / room) for room in (".", "checks"))
 from intervals import ROOT, holm, last, mean_interval, prediction_interval, read_seeds, words
-from mutations import ASYNC, DATA, LAYOUT, NORMAL, PPO, READ, RLOO, RM, SFT, UNBIASED, UTILS, mutate
+from mutations import DATA, LAYOUT, NORMAL, PPO, READ, RLOO, RM, SFT, UNBIASED, UTILS, mutate
 from plot import blank, save
 
 from benchmark import MODELS, STAGES, Run, StudyArgs, code_hash, git_tag, run_command, run_study, stage_runs
@@ -58,7 +58,7 @@ BASES = {  # name: (what, script and arguments)
         "ppo with an adaptive KL, target 6, horizon 500 episodes",
         f"{SHORT_PPO} {STAGES} --adaptive_kl --kl_horizon 500",
     ),
-    "ppo_async": ("ppo sampled one update ahead (train_ppo_async.py)", f"train_ppo_async.py{SHORT_PPO[12:]} {STAGES}"),
+    "ppo_async": ("ppo sampled one update ahead (`--overlap`)", f"{SHORT_PPO} {STAGES} --overlap"),
     "ppo_fixed": ("ppo on 36 tokens each, read up to the first EOS from place 8 on", f"{SHORT_PPO} {STAGES} {FIXED}"),
     "ppo_short": (
         "ppo with responses of at most 20 tokens, where a missing EOS replaces the score",
@@ -89,8 +89,6 @@ FORWARD, ROUNDED = "in_slices(response_logprobs, policy, batch, size, n)", "(sam
 PPO_FORWARD = "old_logprobs, _, values = in_slices(response_logprobs, policy, batch, size)"
 PPO_ROUNDED = "_, _, values = in_slices(response_logprobs, policy, batch, size)"
 PPO_ROUNDED += "; old_logprobs = sampled_logprobs.bfloat16().float()"
-VALUES_ALONE = "(values,) = in_slices(state_values, accelerator.unwrap_model(policy), batch, size)"
-FORWARD_TOO = ", _, values = in_slices(response_logprobs, policy, batch, size)"
 SAMPLED_POSITIONS = (UTILS, "GEN-6", "position + t", "Q + t + 0 * position")
 POSITIONS = (
     (UTILS, "DATA-6", "mask.cumsum(-1)", "mask.new_ones(mask.shape).cumsum(-1)"),
@@ -295,13 +293,7 @@ VARIANTS = [
     Variant("ppo_one_ahead", "ppo", "GEN-10", "sampled one update ahead", runs="ppo_async"),
     Variant("ppo_async_ratio", "ppo_async", "GEN-11", "the ratio is against the weights before the first step",
         mutations=(
-        (ASYNC, "", VALUES_ALONE, f"old_logprobs{FORWARD_TOO}"),)),
-    Variant("ppo_async_decoupled", "ppo_async", "", "decoupled PPO: clipped around the weights before the first step",
-        note="each token weighs p of these weights / p of those that sampled, at most 2", mutations=(
-        (ASYNC, "", VALUES_ALONE, f"centre{FORWARD_TOO}"),
-        (ASYNC, "", "logprobs, old_logprobs[m], response_mask[m], advantages[m], args.cliprange",
-         "logprobs, centre[m], response_mask[m],"
-         " advantages[m] * (centre[m] - old_logprobs[m]).exp().clamp(max=2), args.cliprange"))),
+        (PPO, "GEN-11", "old_logprobs = sampled_logprobs", "old_logprobs = old_logprobs"),)),
     Variant("ppo_truncated_anywhere", "ppo_fixed", "GEN-12", "the first EOS ends what is read, wherever it stands",
         "--truncate_after 0"),
     Variant("ppo_all_scored", "ppo_fixed", "GEN-14", "the reward model reads what follows EOS", mutations=(
@@ -559,12 +551,17 @@ def repeated(found, folder):
     return lines, f"{outside} of {figures}"
 
 
+def tested(name):
+    """The figures of a variant that count as evidence."""
+    return [m for m in MEASURES if m != "course" or name not in OWN_BATCHES]
+
+
 def verdicts(found):
     """{variant: verdict}: "matters" where one of its p values is below 0.05 after Holm's correction over all of the
     table, "perhaps" where one of its intervals excludes 0, "changes nothing" where all differences are exactly 0; and
     the set of (variant, measure) with such a p value. Gold over the run is not tested where it differs by construction.
     """
-    keys = [(name, m) for name in found for m in MEASURES if m != "course" or name not in OWN_BATCHES]
+    keys = [(name, m) for name in found for m in tested(name)]
     adjusted = dict(zip(keys, holm([found[name][m][3] for name, m in keys]), strict=True))
     sure, result = {key for key in keys if adjusted[key] < 0.05}, {}
     for name, effect in found.items():
@@ -637,6 +634,23 @@ def changes(rows, verdict, sure):
     return lines
 
 
+def tally(variants, verdict):
+    """Lines of a table: how many variants and details have each verdict, and how many "perhaps" chance alone makes.
+
+    Where nothing has an effect, one in twenty of the 95 % intervals excludes 0. So many rows can have one in the mean,
+    or fewer where a row has several. Rows that matter, or in which nothing changes, are none of them.
+    """
+    best = {}  # the verdict on a detail is that of its variant which shows most
+    for variant in variants:
+        for tag in variant.tags.split():
+            best[tag] = min(best.get(tag, VERDICTS[-1]), verdict[variant.name], key=VERDICTS.index)
+    figures = sum(len(tested(v.name)) for v in variants if verdict[v.name] in ("perhaps", "does not show here"))
+    counts = [[v, *(list(of.values()).count(v) for of in (verdict, best)), ""] for v in VERDICTS]
+    counts[VERDICTS.index("perhaps")][-1] = f"{figures / 20:.0f} or fewer, of {figures} figures"
+    lines = ["| verdict | variants | details | variants, by chance alone |", "|---|---:|---:|---:|"]
+    return lines + [f"| {' | '.join(map(str, x))} |" for x in [*counts, ["all", len(verdict), len(best), ""]]]
+
+
 def worth(rows, verdict, sure, more=lambda name: ""):
     """The text of a worth.toml: of each tag the effect that shows most. rows as those of `changes`."""
     text = ""
@@ -700,7 +714,8 @@ not tested.
 *matters*: one of the p values, that of a figure in bold, is below 0.05 after Holm's correction over the whole
 table. *perhaps*: one of the intervals excludes 0, which chance alone does in up to one row of five. *does not show
 here*: none does. *changes nothing*: the four figures of every seed are the same, to the five digits that are kept.
-{variants} variants, {details} details: {count}.
+
+{tally}
 
 How to read it: the runs end before gold has stopped rising, so that whatever makes steps larger or more numerous
 gains, and what hurts late cannot show (see *Longer runs*, below the table, and the study of over-optimisation). In RLOO
@@ -735,16 +750,14 @@ def draw(args: DrawArgs):
     variants = [variant for variant in VARIANTS if variant.name in found]
     verdict, sure = verdicts(found)
     forest(found, verdict, args.output)
-    count = ", ".join(f"{list(verdict.values()).count(v)} {v}" for v in VERDICTS)
-    priced = {tag for variant in variants for tag in variant.tags.split()}
 
     def reached(bases):
         order = sorted(bases, key=lambda base: (list(BASES).index(base[0]), args.tags.index(base[1])))
         return levels([(", ".join(base), BASES[base[0]][0], bases[base]) for base in order])
 
     rows = [(v.name, v.tags, named(v), ", ".join(found[v.name]["base"]), found[v.name]) for v in variants]
-    about = dict(tags=" ".join(args.tags), variants=len(variants), details=len(priced), count=count)
-    lines = [HEAD.format(**about), *reached(bases), "", *changes(rows, verdict, sure)]
+    head = HEAD.format(tags=" ".join(args.tags), tally="\n".join(tally(variants, verdict)))
+    lines = [head, *reached(bases), "", *changes(rows, verdict, sure)]
     long, long_bases = effects([results / args.tags[0] / "ablations_4"])
     if long:
         lines += ["", "## Longer runs", "", LONGER, *table_beside(found, verdict, long, "long")]

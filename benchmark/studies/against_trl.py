@@ -175,8 +175,8 @@ def settings(algorithm, *changes):
     from rlhf_details.plumbing import stages
 
     script = importlib.import_module(f"rlhf_details.train_{algorithm}")
-    defaults = {field.name: field.default for field in dataclasses.fields(script.Args)}
-    return defaults | stages.DEFAULTS[f"train_{algorithm}"] | changes_of(algorithm, *changes)
+    args = script.Args(**(stages.DEFAULTS[f"train_{algorithm}"] | changes_of(algorithm, *changes)))
+    return dataclasses.asdict(script.with_objective(args) if algorithm == "grpo" else args)
 
 
 def lengths_stages(seeds):

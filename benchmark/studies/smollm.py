@@ -223,17 +223,14 @@ def draw_details(axis, found):
 
 
 def draw_learned(axis, found):
-    """The learned score and the lexicon's over the KL, held out, a line for each seed."""
-    for (name, algorithm), style in zip(OF_LEARNED.items(), ("-", "--"), strict=True):
+    """The learned score and the lexicon's over the KL, held out: a colour for each algorithm, a line for each seed."""
+    for (name, algorithm), colour in zip(OF_LEARNED.items(), ("#3465a4", "#75507b"), strict=True):
         for number, seed in enumerate(found.get(name, {}).values()):
             kept = ~np.isnan(seed["eval/objective/kl"])
-            for kind, colour, label in (
-                ("reward_model", "#c4501b", "learned score"),
-                ("lexicon", "#3465a4", "lexicon"),
-            ):
+            for kind, style, label in (("reward_model", "o-", "learned score"), ("lexicon", "x--", "lexicon")):
                 y, label = seed[f"eval/objective/rewards/{kind}"][kept], None if number else f"{algorithm}: {label}"
-                axis.plot(seed["eval/objective/kl"][kept], y, style, marker=".", color=colour, label=label)
-    axis.legend(frameon=False, fontsize=7)
+                axis.plot(seed["eval/objective/kl"][kept], y, style, markersize=4, color=colour, label=label)
+    axis.legend(frameon=False, fontsize=7, handlelength=4)
     frame(axis, "learned: held-out score and its judge", "KL, nats a response")
 
 

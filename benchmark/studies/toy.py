@@ -6,7 +6,7 @@ The embedded task over seeds: every stage anew for each seed, RLOO and PPO, and 
 
 `run` makes the table in some two hours of one core. It trains SFT, reward model, RLOO (the defaults), RLOO with
 --kl_coef 0 for three times as many updates, PPO (the defaults, which are the N+ recipe), PPO in the recipe of lm-human-
-preferences, and train_ppo_async.py, each in a process of its own, and skips what is already there. It writes OUTPUT.csv
+preferences, and PPO with --overlap, each in a process of its own, and skips what is already there. It writes OUTPUT.csv
 (one row a seed and run), OUTPUT_curves.csv (learned score, gold and KL of every update) and OUTPUT.md, the table.
 """
 
@@ -35,7 +35,7 @@ RUNS = {  # name of the run: script, its arguments
         ("--kl_coef", 0, "--total_episodes", 3 * stages.DEFAULTS["train_rloo"]["total_episodes"]),
     ),
     "ppo": ("train_ppo", ()),
-    "ppo_async": ("train_ppo_async", ()),
+    "ppo_async": ("train_ppo", ("--overlap",)),
     "ppo_lmhp": ("train_ppo", ("--config", ROOT / "benchmark/recipes/ppo_toy_lm_human_preferences.toml")),
 }
 LABELS = {

@@ -30,10 +30,10 @@ import tyro
 from intervals import ROOT, write_runs
 
 import benchmark
-from rlhf_details import toy, train_rloo
+from rlhf_details import toy, train_grpo, train_rloo
 from rlhf_details.plumbing import cli
 
-SCRIPTS = "train_sft train_reward train_dpo train_rloo train_grpo train_ppo train_ppo_async evaluate".split()
+SCRIPTS = "train_sft train_reward train_dpo train_rloo train_grpo train_ppo evaluate".split()
 ARGS = {name: importlib.import_module(f"rlhf_details.{name}").Args for name in SCRIPTS}
 
 
@@ -157,8 +157,8 @@ def test_effects_are_paired_differences_and_verdicts_are_corrected_for_their_num
             ends |= {"eval/objective/ended": ["", 0.5], "objective/gold": [level, level]}
             write(tmp_path / tag / "ablations", name, seed, {"update": [1, 2]} | ends)
 
-    variants = [ablations.Variant("worse", "rloo", "", "w"), ablations.Variant("same", "rloo", "", "s", runs="rloo")]
-    variants += [ablations.Variant(f"other{i}", "rloo", "", "o") for i in range(20)]
+    variants = [ablations.Variant("worse", "rloo", "A-1", "w"), ablations.Variant("same", "rloo", "", "s", runs="rloo")]
+    variants += [ablations.Variant(f"other{i}", "rloo", "A-1", "o") for i in range(20)]
     monkeypatch.setattr(ablations, "VARIANTS", [*variants, ablations.Variant("not_run", "rloo", "", "n")])
     outcomes("rloo", 0, 4), outcomes("worse", -1, 9)
     for variant in variants[2:]:
@@ -178,7 +178,7 @@ def test_effects_are_paired_differences_and_verdicts_are_corrected_for_their_num
     assert ablations.count_up(found["worse"]) == "10: 0, 10"
     line = ablations.table_beside(found, verdict, found, "long")[2]  # of runs that are as long
     gold, kl = ablations.signed(found["worse"]["gold"]), ablations.signed(found["worse"]["kl"])
-    assert line == f"|  | w | rloo | 10: 0, 10 | {gold} | **{gold}** | {kl} | **{kl}** | matters | matters |  |"
+    assert line == f"| A-1 | w | rloo | 10: 0, 10 | {gold} | **{gold}** | {kl} | **{kl}** | matters | matters |  |"
     better = found | {"worse": found["worse"] | {"gold": (1, 0.5, 1.5, 0.001)}}
     assert ablations.table_beside(better, verdict, found, "long")[2].endswith(" | gold |")
     lines, count = ablations.repeated(found, folders[1])
@@ -191,6 +191,9 @@ def test_effects_are_paired_differences_and_verdicts_are_corrected_for_their_num
     assert ("worse", "course") in sure and ("worse", "course") not in ablations.verdicts(found)[1]
     others = [verdict[v.name] for v in variants[2:]]
     assert set(others) <= {"perhaps", "does not show here"} and others.count("perhaps") <= 5
+    _, _, matters, perhaps, *_, total = ablations.tally(variants, verdict)
+    assert matters == "| matters | 1 | 1 |  |" and total == "| all | 22 | 1 |  |"
+    assert perhaps == f"| perhaps | {others.count('perhaps')} | 0 | 4 or fewer, of 80 figures |"
 
 
 # ---- over-optimisation -----------------------------------------------------------------------------------------------
@@ -354,6 +357,7 @@ def test_trl_gets_the_settings_that_our_side_is_started_with():
     for algorithm, case in itertools.product(against_trl.UPDATES, [(), ("lengths", 100, 64, 4)]):
         flags = " ".join(f"--{name} {value}" for name, value in against_trl.changes_of(algorithm, *case).items())
         _, args = parse(f"train_{algorithm}.py {against_trl.RUN} {flags} {benchmark.STAGES}")
+        args = train_grpo.with_objective(args) if algorithm == "grpo" else args
         ours, theirs = vars(args), against_trl.settings(algorithm, *case)
         assert {name: ours[name] for name in ours.keys() - own} == {name: theirs[name] for name in theirs.keys() - own}
 

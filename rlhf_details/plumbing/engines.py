@@ -208,7 +208,7 @@ def rest(module):
         m.to("cpu")
 
 
-def sampler(policy):
+def gathered(policy):
     """What to sample from: the policy, or where an engine has shared its weights out, a whole copy of it as it is now.
 
     The copy's memory is free again when the caller has forgotten it. Call it on every process.
@@ -327,6 +327,15 @@ def fill(template, weights):
     """A copy of a template with the weights of {name: tensor}."""
     filled = {id(p): nn.Parameter(weights[name], requires_grad=False) for name, p in template.named_parameters()}
     return copy.deepcopy(template, filled)
+
+
+@torch.no_grad()
+def copy_of(accelerator, policy):
+    """A copy of a policy to sample from, which training does not change. Args: policy, of `gathered`."""
+    if shares_out(accelerator):
+        return policy  # It is one already.
+    (empty,), now = policy.template, dict(accelerator.unwrap_model(policy).named_parameters())
+    return fill(empty, {name: now[name].detach().clone() for name, _ in empty.named_parameters()})
 
 
 @torch.no_grad()

@@ -462,7 +462,17 @@ def pass_rates(verdicts, pass_at_k):
     counts = [sum(all(row_x != 0 for row_x in row) for row in rows) for rows in prompts if rows]
     n, powers = len(verdicts), [2**i for i in range(len(verdicts).bit_length())]
     ks = sorted({k for k in powers if k <= n} | {n})
-    return {f"pass@{k}": average([pass_at_k(n, right, k) for right in counts]) for k in ks} if counts else {}
+    return {f"pass@{k}": share([pass_at_k(n, right, k) for right in counts]) for k in ks} if counts else {}
+
+
+def share(values):
+    """average() of numbers in [0, 1], one a prompt, with an interval that has a width where all of them are equal.
+
+    The interval is that of the numbers with two zeros and two ones beside them, within [0, 1].
+    Source: Agresti and Coull, "Approximate Is Better than 'Exact' for Interval Estimation of Binomial Proportions".
+    """
+    wider = average([*values, 0, 0, 1, 1])
+    return {"value": sum(values) / len(values), "low": max(0.0, wider["low"]), "high": min(1.0, wider["high"])}
 
 
 def average(values):

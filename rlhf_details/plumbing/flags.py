@@ -124,9 +124,11 @@ class PolicyArgs(RunArgs):
     # sampling
     sampler: Literal["own", "vllm"] = "own"
     """who samples: "own", the sampler in utils.py, or "vllm", an engine beside each process, which is faster on GPUs"""
+    overlap: bool = False
+    """sample the responses of the next update while this one trains, by the weights from before it"""
     sampler_correction: Literal["none", "truncate", "mask"] = "truncate"
-    """what is done where vLLM's log-probs are not the policy's: advantages are multiplied by the ratio p / p_vllm,
-    which is at most sampler_cap, or counts as 0 where it is outside of [1 / sampler_cap, sampler_cap]"""
+    """what is done where vLLM, or --overlap, sampled from another policy: advantages are multiplied by the ratio
+    p / p_sampler, which is at most sampler_cap, or counts as 0 where it is outside of [1 / sampler_cap, sampler_cap]"""
     sampler_cap: float = 2.0
     """bound of that ratio, of a token, or in RLOO of a response"""
     vllm_memory: float = 0.3

@@ -87,7 +87,7 @@ def model_card(args, repository, metrics, link, about):
     Args: repository, the model's name on the Hub or None; metrics, {name: number} of the last update; link, the address
     of the tracked run or None; about, the run's config.json as a dictionary, and beside it a `prompt`.
     """
-    kind = script_of(args).removesuffix(".py").removeprefix("train_").split("_")[0]  # "ppo" for train_ppo_async.py
+    kind = script_of(args).removesuffix(".py").removeprefix("train_")
     start = getattr(args, "sft_model_path", None) or getattr(args, "base_model", None)
     base, _ = errors.split(start)
     is_reward, (dataset, _) = kind == "reward", errors.split(args.dataset.partition(":")[0].partition("[")[0])

@@ -24,7 +24,7 @@ from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 
 from rlhf_details.plumbing import checkpoint, cli, engines, health, hub, progress, trackers
-from rlhf_details.utils import is_messages
+from rlhf_details.utils import is_messages, numbers
 
 
 class Run:
@@ -39,7 +39,8 @@ class Run:
         self.update, self.first_update = 0, 1  # the update under way, and the first one that this process trains
         self.laps = {}  # {name of a part of the update: seconds}
         self.before, self.latest, self.tensors = {}, {}, {}  # the first eval/*; the newest row of metrics; see `resume`
-        self.by_prompt = []  # verdict.of_each_prompt of the first and the newest evaluation; only on the main process
+        self.sampled_ahead = dict  # returns what a checkpoint holds of it: {name: tensor}; overlap.py sets it
+        self.by_prompt = []  # health.of_each_prompt of the first and the newest evaluation; only on the main process
         self.console = trackers.Console(num_updates, not self.is_main)
         self.health = health.Health(args, accelerator, num_updates)
         self.say = self.console.say  # prints a line on the main process, above the live line where there is one
@@ -87,7 +88,7 @@ class Run:
         checkpoint.write_text(self.folder / "config.json", json.dumps(self.about, indent=1))
 
     def resume(self, policy, optimizer, state=None):
-        """Loads the checkpoint that this run continues from, if any. Sets `first_update` and `tensors`.
+        """Loads the checkpoint that this run continues from, if any. Sets `first_update`, and `tensors` for overlap.py.
 
         Args: policy, optimizer, as prepared; state, the dictionary of the loop where a run begins. Returns: the
         dictionary of the loop, `state` or the checkpoint's. `tensors` is {} or {name: tensor on the device}.
@@ -157,7 +158,7 @@ class Run:
         """
         if not metrics:
             return
-        metrics = {name: x.item() if isinstance(x, torch.Tensor) else x for name, x in metrics.items()}
+        metrics = numbers(metrics)
         row, warnings = {"update": update, "episode": update * self.args.batch_size} | metrics, []
         if update:
             row |= self.times()
@@ -190,31 +191,29 @@ class Run:
         return {"eps": eps} | laps | training | {"time/update": update, "time/from_scratch": now - self.start}
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
-    def checkpoint_if_due(self, update, policy, optimizer, state=None, tensors=None):
+    def checkpoint_if_due(self, update, policy, optimizer, state=None):
         """Writes a checkpoint every --checkpoint_every updates and at the end, or on a signal, which then ends the run.
 
-        Args: policy, optimizer, as prepared; state, what the loop takes to the next update, as JSON holds it; tensors,
-        {name: tensor of the whole batch}, or a function that returns them, which is called only for a checkpoint.
+        Args: policy, optimizer, as prepared; state, what the loop takes to the next update, as JSON holds it.
         """
-        heard = torch.tensor([self.signals.heard], device=self.accelerator.device)
+        heard = torch.full((1,), self.signals.heard, device=self.accelerator.device)
         number = int(self.accelerator.gather(heard).max())  # All processes must stop after the same update.
         every = self.args.checkpoint_every
         if number or (every > 0 and (update % every == 0 or update == self.num_updates)):
-            tensors = tensors() if callable(tensors) else tensors
-            self.write_checkpoint(update, policy, optimizer, state or {}, tensors or {})
+            self.write_checkpoint(update, policy, optimizer, state or {})
         if number:
             name = signal.Signals(number).name
             self.say(f"{name}: stopped after update {update}; --run_name {self.folder.name} --resume goes on")
             self.end(128 + number)
         self.begin_update(update + 1)
 
-    def write_checkpoint(self, update, policy, optimizer, state, tensors):
+    def write_checkpoint(self, update, policy, optimizer, state):
         saved = {"update": update, "state": state, "health": self.health.memory, **self.identity}
         saved |= {"before": self.before, "latest": self.latest, "by_prompt": self.by_prompt}
         saved |= {"seconds": time.time() - self.start}
         if self.accelerator.scaler is not None:
             saved["scaler"] = self.accelerator.scaler.state_dict()
-        tensors = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
+        tensors = {name: x.detach().cpu().contiguous() for name, x in self.sampled_ahead().items()}
         folder = self.folder / "checkpoints" / f"{update:06d}"
         save_policy = functools.partial(checkpoint.save_policy, self.accelerator, policy, optimizer)
         with self.writing(folder.parent):

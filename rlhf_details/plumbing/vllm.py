@@ -4,7 +4,7 @@ vLLM as the sampler (--sampler vllm), in the place of `utils.sample`: it takes t
 An engine runs in a process of its own beside each training process and on its device, or one server serves all
 (--vllm_server). Before each rollout it is given the policy's weights, and the log-probs of the first tokens that it
 returns are compared with the training forward. Otherwise weights that were not pushed, such as a tied head, would
-sample from another policy, and nothing would say so. What rounding leaves, `utils.sampler_weights` makes up for.
+sample from another policy, and nothing would say so. What rounding leaves, `utils.correct_for_sampler` makes up for.
 """
 
 import contextlib
@@ -29,6 +29,7 @@ from rlhf_details.plumbing import engines, errors, models, progress
 # where the head was not pushed.
 BOUNDS = {"fp32": 1e-3, "bf16": 0.1, "fp16": 0.1}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PROCESSED = "--logprobs-mode processed_logprobs"  # Without it a server's log-probs are those before the temperature.
 CHECKED = slice(0, 4), slice(0, 16)  # rows and tokens of a response that are compared
 LAUNCHER = "RANK LOCAL_RANK GROUP_RANK ROLE_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
 
@@ -36,7 +37,7 @@ LAUNCHER = "RANK LOCAL_RANK GROUP_RANK ROLE_RANK WORLD_SIZE LOCAL_WORLD_SIZE MAS
 def sampler(args, accelerator, rows, stop):
     """What samples in a run: utils.sample, or for --sampler vllm a function with the same arguments and results.
 
-    Args: rows, all prompts that will be sampled from (data.Row); stop, ends the run with a message.
+    Args: rows, all prompts that will be sampled from (data.Prompt); stop, ends the run with a message.
     """
     if args.sampler == "own":
         return utils.sample
@@ -71,23 +72,27 @@ def sample(engine, precision, stop, policy, batch, n, response_length, stop_ids,
         responses[i, : len(ids)], logprobs[i, : len(ids)] = torch.tensor(ids), torch.tensor(values)
         mask[i, : len(ids)] = True
     responses, mask, logprobs = (x.to(queries.device) for x in (responses, mask, logprobs))
-    gap = mean_gap(policy, queries, query_mask, responses, mask, logprobs)
+    gap, untempered = mean_gaps(policy, queries, query_mask, responses, mask, logprobs)
+    if untempered < gap / 2:  # In bf16 the bound alone would let this pass, and every weight would be wrong.
+        problem = f"a temperature of 1, {own.temperature:g} was asked for"
+        stop(f"--sampler vllm: {engine.name} gives log-probs at {problem}: start it with {PROCESSED}")
     if not gap <= BOUNDS[precision]:
         problem = f"its log-probs are {gap:.2g} from the policy's, and at most {BOUNDS[precision]:g} is rounding"
         stop(f"--sampler vllm: {engine.name} does not have the weights that were pushed: {problem}")
     return responses, mask, logprobs
 
 
-def mean_gap(policy, queries, query_mask, responses, mask, logprobs):
-    """Mean distance of the first tokens' log-probs from those of the policy's own forward."""
+def mean_gaps(policy, queries, query_mask, responses, mask, logprobs):
+    """Mean distances of the first tokens' log-probs from the policy's own forward, at its temperature and at 1."""
     few, first = CHECKED
     queries, query_mask = queries[few], query_mask[few]
     responses, mask, logprobs = (x[few, first] for x in (responses, mask, logprobs))
     every = torch.cat([query_mask, mask], 1)
     index = torch.arange(mask.size(1), device=mask.device) + queries.size(1) - 1
     logits = policy(torch.cat([queries, responses], 1), every, utils.positions_from_mask(every), index)
-    own = logits.log_softmax(-1).gather(-1, responses.unsqueeze(-1)).squeeze(-1)
-    return float(utils.masked_mean((own - logprobs).abs(), mask))
+    tables = (factor * logits for factor in (1, getattr(policy, "module", policy).temperature))
+    own = (table.log_softmax(-1).gather(-1, responses.unsqueeze(-1)).squeeze(-1) for table in tables)
+    return [float(utils.masked_mean((x - logprobs).abs(), mask)) for x in own]
 
 
 def weights_of(model):

@@ -66,7 +66,7 @@ def test_the_arguments_that_are_spoilt_below_do_run(script, tiny, in_tmp):
 
 
 # ---- arguments that contradict each other ----------------------------------------------------------------------------
-PPO = ["train_ppo", "train_ppo_async"]
+PPO = ["train_ppo"]
 
 
 def cases(*rows):
@@ -93,6 +93,8 @@ def cases(*rows):
         ),
         (["train_dpo", "evaluate"], dict(template_date="tomorrow"), ["--template_date tomorrow: must be a day"]),
         ("train_grpo", dict(group_size=1), ["--group_size 1", "at least 2"]),
+        ("train_grpo", dict(soft_overlong=300), ["--soft_overlong 300", "--response_length"]),
+        ("train_grpo", dict(kl_times_ratio=True, objective="gspo"), ["--kl_times_ratio", "--objective gspo"]),
         ("train_sft", dict(base_model="scratch", hidden_size=30), ["--hidden_size 30", "--num_heads 4"]),
         (PPO, dict(gamma=1.5), ["--gamma 1.5: must be at most 1"]),
         (PPO, dict(ratio_threshold=1.0), ["--ratio_threshold 1.0: must be above 1"]),

@@ -40,6 +40,8 @@ def test_grpo_2_the_kl_equals_the_formula_is_never_negative_and_pulls_towards_th
     pairs = [zip(*rows, strict=True) for rows in zip(new.tolist(), ref.tolist(), strict=True)]
     close(kl, [[math.exp(y - x) - (y - x) - 1 for x, y in row] for row in pairs])
     assert (kl >= 0).all()
+    near = 2.0 ** -torch.arange(10, 20)  # In fp32, exp(d) - d - 1 would round to 0, or to twice as much.
+    close(train_grpo.kl_estimates(torch.zeros(10), near), (near**2 / 2).tolist(), rtol=1e-2, atol=0)
     kl.sum().backward()
     assert (new.grad.sign() == (new.detach() - ref).sign()).all()  # the log-prob falls where it is above
 
@@ -166,3 +168,20 @@ def test_grpo_9_a_long_response_pays_by_the_formula():
     assert expected[-1] == -1
     close(train_grpo.overlong_scores(torch.zeros(10), mask, 4), expected)
     assert train_grpo.overlong_scores(torch.ones(10), mask, None).tolist() == [1] * 10
+
+
+@pytest.mark.parametrize(
+    "given, taken",
+    [
+        ({}, (0.2, 0.2, "token")),
+        (dict(cliprange=0.1), (0.1, 0.1, "token")),
+        (dict(cliprange_high=0.28), (0.2, 0.28, "token")),
+        (dict(objective="gspo"), (3e-4, 4e-4, "response")),
+        (dict(objective="gspo", cliprange=0.01, loss_normalization="token"), (0.01, 0.01, "token")),
+        (dict(objective="cispo"), (0.2, 4.0, "token")),
+        (dict(objective="cispo", cliprange_high=1.0, cliprange=0.1), (0.1, 1.0, "token")),
+    ],
+)
+def test_an_objective_takes_its_own_values_where_none_are_given(given, taken):
+    args = train_grpo.with_objective(train_grpo.Args(**given))
+    assert (args.cliprange, args.cliprange_high, args.loss_normalization) == taken

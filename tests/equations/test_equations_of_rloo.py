@@ -4,7 +4,7 @@ import pytest
 import torch
 from oracles import clipped, close, ragged_mask, slow_policy_loss, slow_whiten, uniform
 
-from rlhf_details import train_grpo, train_ppo, train_ppo_async, train_rloo
+from rlhf_details import train_grpo, train_ppo, train_rloo
 
 
 # ---- leave-one-out ---------------------------------------------------------------------------------------------------
@@ -37,7 +37,7 @@ def test_rloo_4_token_level_advantages_equal_the_loop(k):
 
 
 # ---- scores ----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("page", [train_rloo, train_grpo, train_ppo, train_ppo_async])
+@pytest.mark.parametrize("page", [train_rloo, train_grpo, train_ppo])
 def test_rew_3_a_missing_eos_subtracts_or_replaces(page):
     scores, ended = torch.tensor([2.0, 3.0, -4.0]), torch.tensor([True, False, False])
     assert page.missing_eos_scores(scores, ended, 1.0, "replace").tolist() == [2, -1, -1]  # -4 rises to -1

@@ -177,7 +177,9 @@ def test_gen_15_the_ratio_to_the_sampler_is_bounded_by_the_cap(action, correctio
     assert 0 < sum(cut) < len(cut)
 
 
-def test_with_the_own_sampler_nothing_is_corrected():
+@pytest.mark.parametrize("overlap", [False, True])
+def test_with_the_own_sampler_nothing_is_corrected_but_what_it_sampled_an_update_ago(overlap):
     advantages = torch.tensor([1.0, -2.0])
-    args = SimpleNamespace(sampler="own", sampler_correction="truncate", sampler_cap=2.0)
-    assert utils.correct_for_sampler(advantages, torch.ones(2, 3), torch.ones(2, 3), args) == (advantages, {})
+    args = SimpleNamespace(sampler="own", overlap=overlap, sampler_correction="truncate", sampler_cap=2.0)
+    found, metrics = utils.correct_for_sampler(advantages, torch.ones(2, 3), torch.ones(2, 3).bool(), args)
+    assert torch.equal(found, 2 * advantages) and metrics["val/sampler_cut"] == 1 if overlap else found is advantages

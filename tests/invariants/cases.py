@@ -16,13 +16,14 @@ CASES = {  # name: (page, flags)
     "grpo": ("train_grpo", dict(loss_normalization="response", cliprange_high=0.3)),
     "ppo": ("train_ppo", dict(kl_penalty="full")),
     "lm-human-preferences": ("train_ppo", LM_HUMAN_PREFERENCES),
-    "async": ("train_ppo_async", dict(kl_penalty="k3")),
-    "grpo-async": ("train_grpo_async", {}),
+    "ppo-overlap": ("train_ppo", dict(kl_penalty="k3", overlap=True)),
+    "grpo-overlap": ("train_grpo", dict(overlap=True)),
+    "rloo-overlap": ("train_rloo", dict(overlap=True)),
 }
-ASYNC = "async", "grpo-async"  # An actor samples, by weights that are one update old.
+OVERLAP = "ppo-overlap", "grpo-overlap", "rloo-overlap"  # A thread samples, by weights that are one update old.
 EVERY_CASE = pytest.mark.parametrize("case", CASES)
 IN_STEP = pytest.mark.parametrize(
-    "case", [name for name in CASES if name not in ASYNC]
+    "case", [name for name in CASES if name not in OVERLAP]
 )  # the policy that trains samples
 RLOO_AND_PPO = pytest.mark.parametrize("case", ["rloo", "ppo"])
 VALUE_MODELS = pytest.mark.parametrize("value_model", ["separate", "shared"])

@@ -113,10 +113,21 @@ class Oracle:
 
     def surrogate(self, ratio, advantage):
         """(the clipped surrogate of one action, whether the clipped side decided)."""
-        c = self.args.cliprange
+        c = 0.2 if self.args.cliprange is None else self.args.cliprange
         above = c if getattr(self.args, "cliprange_high", None) is None else self.args.cliprange_high
         plain, clipped = -advantage * ratio, -advantage * ratio.clamp(1 - c, 1 + above)
         return torch.max(plain, clipped), clipped.item() > plain.item()
+
+    def weighed(self, advantages, logratios):
+        """Under --overlap, advantages times the action's probability over that when it was sampled, at most the cap."""
+        if not self.args.overlap:
+            return advantages, {}
+        ratios = [[math.exp(x) for x in row] for row in logratios]
+        flat = [x for row in ratios for x in row]
+        cap = self.args.sampler_cap
+        found = {"val/sampler_weight": mean(min(x, cap) for x in flat), "val/sampler_cut": mean(x > cap for x in flat)}
+        pairs = zip(advantages, ratios, strict=False)
+        return [[a * min(x, cap) for a, x in zip(*pair, strict=True)] for pair in pairs], found
 
     def shared_metrics(self, number, num_updates, episodes, judged, old_logprobs, actions, entropies, norms):
         """What all of them log. actions: (loss, log-ratio, clipped) of each action of each pass."""
@@ -177,6 +188,12 @@ class RlooOracle(Oracle):
             else:
                 advantages.append([rewards[i] - mean(rewards[j] for j in siblings)])
         advantages = whitened(advantages) if args.normalize_advantage else advantages
+        logratios = [
+            [a - b for a, b in zip(*rows, strict=True)] for rows in zip(sampler, sampled_logprobs, strict=True)
+        ]
+        logratios = logratios if args.token_level_kl else [[sum(row)] for row in logratios]
+        advantages, of_overlap = self.weighed(advantages, logratios)
+        acted = sampled_logprobs if args.overlap else sampler  # the log-probs of the policy that sampled
         actions, entropies, norms, gap, first = [], [], [], 0.0, 1.0
         one_step = len(orders) * args.num_mini_batches == 1
         for order in orders:
@@ -201,15 +218,19 @@ class RlooOracle(Oracle):
                 norms.append(self.step(torch.stack(losses).mean(), self.learning_rate(number, num_updates)))
         groups = [scores[i : i + k] for i in range(0, len(scores), k)] if k > 1 else [scores]
         mean_kl = mean(map(sum, kl))
-        common = self.shared_metrics(number, num_updates, episodes, judged, sampler, actions, entropies, norms)
-        return common | {
-            "objective/kl": mean_kl,
-            "objective/non_score_reward": -args.kl_coef * mean_kl,
-            "objective/rlhf_reward": mean(rewards),
-            "val/logprob_gap": gap,
-            "val/first_ratio": first,
-            "val/equal_scores": mean(len(set(group)) == 1 for group in groups),
-        }
+        common = self.shared_metrics(number, num_updates, episodes, judged, acted, actions, entropies, norms)
+        return (
+            common
+            | of_overlap
+            | {
+                "objective/kl": mean(sum(a) - sum(b) for a, b in zip(acted, ref, strict=True)),
+                "objective/non_score_reward": -args.kl_coef * mean_kl,
+                "objective/rlhf_reward": mean(rewards),
+                "val/logprob_gap": gap,
+                "val/first_ratio": first,
+                "val/equal_scores": mean(len(set(group)) == 1 for group in groups),
+            }
+        )
 
 
 class GrpoOracle(Oracle):
@@ -231,7 +252,12 @@ class GrpoOracle(Oracle):
         scores = [score for score, _, _ in judged]
         sampler = [self.logprobs(self.policy, *episode) for episode in episodes]
         ref = [self.logprobs(self.reference, *episode) for episode in episodes]
-        advantages = [self.advantage(scores, i) for i in range(len(episodes))]
+        logratios = [
+            [a - b for a, b in zip(*rows, strict=True)] for rows in zip(sampler, sampled_logprobs, strict=True)
+        ]
+        advantages = [[self.advantage(scores, i)] * len(row) for i, row in enumerate(logratios)]
+        advantages, of_overlap = self.weighed(advantages, logratios)
+        acted = sampled_logprobs if args.overlap else sampler  # the log-probs of the policy that sampled
         actions, entropies, norms, kls, gap, first = [], [], [], [], 0.0, 1.0
         one_step = len(orders) * args.num_mini_batches == 1
         for order in orders:
@@ -247,11 +273,11 @@ class GrpoOracle(Oracle):
                     logratios = [x - y for x, y in zip(new, old, strict=True)]
                     if args.objective == "gspo":
                         logratios = [mean(logratios)] * len(new)
-                    for x, d, z in zip(new, logratios, ref[i], strict=True):
-                        loss, clipped = self.surrogate(d.exp(), advantages[i])
+                    for x, d, z, advantage in zip(new, logratios, ref[i], advantages[i], strict=True):
+                        loss, clipped = self.surrogate(d.exp(), advantage)
                         if args.objective == "cispo":
                             weight, bound = math.exp(d.item()), 1 + args.cliprange_high
-                            loss, clipped = -min(weight, bound) * advantages[i] * x, weight > bound
+                            loss, clipped = -min(weight, bound) * advantage * x, weight > bound
                         first = first if norms else max(first, math.exp(abs(d.item())))
                         same = len(set(scores[i // k * k : i // k * k + k])) == 1
                         if (args.mask_truncated and not judged[i][2]) or (args.mask_equal and same):
@@ -268,17 +294,21 @@ class GrpoOracle(Oracle):
                 else:
                     tokens = max(1, sum(map(len, losses)))
                     fixed = len(losses) * args.response_length
-                    loss = sum(map(sum, losses)) / (tokens if args.loss_normalization == "token" else fixed)
+                    loss = sum(map(sum, losses)) / (tokens if args.loss_normalization in ("token", None) else fixed)
                 norms.append(self.step(loss + nothing, self.learning_rate(number, num_updates)))
         groups = [scores[i : i + k] for i in range(0, len(scores), k)]
-        common = self.shared_metrics(number, num_updates, episodes, judged, sampler, actions, entropies, norms)
-        return common | {
-            "objective/kl": mean(sum(a) - sum(b) for a, b in zip(sampler, ref, strict=True)),
-            "loss/kl_avg": mean(kls),
-            "val/logprob_gap": gap,
-            "val/first_ratio": first,
-            "val/equal_scores": mean(len(set(group)) == 1 for group in groups),
-        }
+        common = self.shared_metrics(number, num_updates, episodes, judged, acted, actions, entropies, norms)
+        return (
+            common
+            | of_overlap
+            | {
+                "objective/kl": mean(sum(a) - sum(b) for a, b in zip(acted, ref, strict=True)),
+                "loss/kl_avg": mean(kls),
+                "val/logprob_gap": gap,
+                "val/first_ratio": first,
+                "val/equal_scores": mean(len(set(group)) == 1 for group in groups),
+            }
+        )
 
 
 class PpoOracle(Oracle):
@@ -354,6 +384,8 @@ class PpoOracle(Oracle):
         advantages, returns = zip(*map(self.gae, rewards, old_values), strict=True)
         advantages = [row[: len(response)] for row, (_, response) in zip(advantages, episodes, strict=True)]
         advantages = whitened(advantages) if args.normalize_advantage else advantages
+        _, of_overlap = self.weighed([], [[0.0]])  # The weights are 1.
+        old_logprobs = sampled_logprobs if args.overlap else old_logprobs  # the rule of asynchronous PPO
 
         actions, entropies, states, norms, skipped, gap, first, is_first = [], [], [], [], 0, 0.0, 1.0, True
         for order in orders:
@@ -393,28 +425,32 @@ class PpoOracle(Oracle):
         flat_returns, flat_values = ([x for row in rows for x in row] for rows in (returns, old_values))
         common = self.shared_metrics(number, num_updates, episodes, judged, old_logprobs, actions, entropies, norms)
         total = common["loss/policy_avg"] + args.vf_coef * mean(value_losses)
-        metrics = common | {
-            "objective/kl": kl,
-            "objective/kl_coef": self.kl_coef,
-            "objective/non_score_reward": non_score,
-            "objective/rlhf_reward": mean(shaped) + non_score,
-            "objective/score_total": mean(scores) + non_score,
-            "objective/loss": total,
-            "loss/value_avg": mean(value_losses),
-            "loss/total_avg": total,
-            "policy/skipped_minibatches": skipped,
-            "returns/mean": mean(flat_returns),
-            "returns/var": variance(flat_returns),
-            "val/mean": mean(flat_values),
-            "val/var": variance(flat_values),
-            "val/vpred": mean(predictions),
-            "val/error": mean(errors),
-            "val/clipfrac_avg": mean(value_clipped),
-            "val/var_explained": 1 - mean(errors) / variance(flat_returns),
-            "val/logprob_gap": gap,
-            "val/first_ratio": first,
-            "val/equal_scores": float(len(set(scores)) == 1),
-        }
+        metrics = (
+            common
+            | of_overlap
+            | {
+                "objective/kl": kl,
+                "objective/kl_coef": self.kl_coef,
+                "objective/non_score_reward": non_score,
+                "objective/rlhf_reward": mean(shaped) + non_score,
+                "objective/score_total": mean(scores) + non_score,
+                "objective/loss": total,
+                "loss/value_avg": mean(value_losses),
+                "loss/total_avg": total,
+                "policy/skipped_minibatches": skipped,
+                "returns/mean": mean(flat_returns),
+                "returns/var": variance(flat_returns),
+                "val/mean": mean(flat_values),
+                "val/var": variance(flat_values),
+                "val/vpred": mean(predictions),
+                "val/error": mean(errors),
+                "val/clipfrac_avg": mean(value_clipped),
+                "val/var_explained": 1 - mean(errors) / variance(flat_returns),
+                "val/logprob_gap": gap,
+                "val/first_ratio": first,
+                "val/equal_scores": float(len(set(scores)) == 1),
+            }
+        )
         if args.adaptive_kl:
             self.kl_coef *= 1 + min(max(kl / args.kl_target - 1, -0.2), 0.2) * len(episodes) / args.kl_horizon
         return metrics

@@ -70,7 +70,7 @@ def test_the_saved_policy_is_an_ordinary_model_folder(ragged, in_tmp, case):
 
 
 # ---- learning --------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("case", ["rloo", "ppo", "lm-human-preferences", "async"])
+@pytest.mark.parametrize("case", ["rloo", "ppo", "lm-human-preferences", "grpo-overlap"])
 def test_it_learns_a_trivial_reward(tiny, in_tmp, monkeypatch, case):
     """The score is the share of even tokens; that of a random policy is near one half."""
 

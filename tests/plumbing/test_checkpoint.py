@@ -28,7 +28,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from rlhf_details.plumbing import checkpoint
 
-FAST = "rloo", "ppo-moments", "async", "reward-gain", "dpo", "sft"  # the others are in slow/test_kills.py
+FAST = "rloo", "ppo-moments", "ppo-overlap", "reward-gain", "dpo", "sft"  # the others are in slow/test_kills.py
 
 
 # ---- a run that died goes on as if it had not ------------------------------------------------------------------------
@@ -50,7 +50,9 @@ def test_what_these_runs_keep_does_move(tiny):
     assert rows[0]["update"] == 0 and len({row["objective/kl_coef"] for row in rows[1:]}) == 6
     state = json.loads((whole(tiny, "ppo-moments") / "runs/run/checkpoints/000006/state.json").read_text())
     assert state["update"] == 6 and state["state"]["adam_step"] == 24
-    waits = [whole(tiny, "async") / f"runs/run/checkpoints/{name}/tensors.safetensors" for name in ("000004", "000006")]
+    waits = [
+        whole(tiny, "ppo-overlap") / f"runs/run/checkpoints/{name}/tensors.safetensors" for name in ("000004", "000006")
+    ]
     assert [path.exists() for path in waits] == [True, False]  # after the last update no batch waits
     samples = (whole(tiny, "rloo") / "runs/run/samples.jsonl").read_text().splitlines()
     assert [json.loads(line)["update"] for line in samples] == [1] * 4 + [4] * 4 + [6] * 4
@@ -58,16 +60,16 @@ def test_what_these_runs_keep_does_move(tiny):
 
 def test_two_deaths_and_an_end_that_was_reached_before(tiny, in_tmp):
     """It dies after update 5, and again after update 4. At last it is resumed once more when all is done."""
-    run = copy_of_dead(tiny, "async")
+    run = copy_of_dead(tiny, "ppo-overlap")
     shutil.rmtree(run / "checkpoints/000004")
     with after_row(4, die), pytest.raises(Death):
-        start(tiny, "async", resume=True)
+        start(tiny, "ppo-overlap", resume=True)
     assert updates() == [1, 2, 3, 4] and checkpoints() == ["000002"]
-    start(tiny, "async", resume=True)
+    start(tiny, "ppo-overlap", resume=True)
     model = model_of(".")
     shutil.rmtree("model")  # as if it had died while it saved the model
-    start(tiny, "async", resume=True)
-    assert_same_run(".", whole(tiny, "async"))
+    start(tiny, "ppo-overlap", resume=True)
+    assert_same_run(".", whole(tiny, "ppo-overlap"))
     assert model_of(".") == model
     assert len(json.loads((run / "config.json").read_text())["resumed"]) == 3
 
@@ -131,23 +133,23 @@ def test_a_new_run_leaves_no_checkpoint_of_the_one_it_replaces(tiny, in_tmp):
 # ---- damage ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("file,code", [("policy.pt", 1), ("tensors.safetensors", 1), ("state.json", 2)])
 def test_a_damaged_checkpoint_ends_the_run_and_without_it_the_one_before_is_taken(tiny, in_tmp, capsys, file, code):
-    damaged = copy_of_dead(tiny, "async") / "checkpoints/000004"
+    damaged = copy_of_dead(tiny, "ppo-overlap") / "checkpoints/000004"
     (damaged / file).write_bytes((damaged / file).read_bytes()[:-100])
     with pytest.raises(SystemExit) as end:
-        start(tiny, "async", resume=True)
+        start(tiny, "ppo-overlap", resume=True)
     text = error_line(capsys, end, code=code)
     assert f"{damaged} cannot be read" in text.replace(":", "")
     assert code == 2 or "remove this folder\n  last good checkpoint: runs/run/checkpoints/000002" in text
     shutil.rmtree(damaged)
-    start(tiny, "async", resume=True)
+    start(tiny, "ppo-overlap", resume=True)
     assert "goes on after update 2 of 6" in capsys.readouterr().out
-    assert_same_run(".", whole(tiny, "async"))
+    assert_same_run(".", whole(tiny, "ppo-overlap"))
 
 
 # ---- what may change, and what is refused ----------------------------------------------------------------------------
 REFUSED = [  # case, other flags, what its state.json says otherwise, parts of the line
     ("rloo", dict(kl_coef=0.5, rloo_k=2), {}, ["kl_coef", "0.5 here", "rloo_k 4 there, 2 here"]),
-    ("async", dict(total_episodes=128), {}, ["total_episodes 96 there, 128 here"]),
+    ("ppo-overlap", dict(total_episodes=128), {}, ["total_episodes 96 there, 128 here"]),
     ("sft", dict(completion_only=True), {}, ["completion_only False there, True here"]),
     ("rloo", {}, dict(mixed_precision="other"), ["mixed_precision 'other' there, 'fp32' here"]),
     ("rloo", {}, dict(written_by="ZeRO-2"), ["ZeRO-2 wrote it, and torch cannot read it"]),

@@ -130,7 +130,7 @@ def test_frozen_models_wait_on_the_cpu_while_the_policy_samples_and_trains(monke
     policy, optimizer = engines.prepare(args, accelerator, policy, optimizer, frozen, None)
     device, x = str(accelerator.device), torch.randn(2, 4)
     places.clear()
-    assert engines.sampler(policy) is policy and places == ["cpu"]
+    assert engines.gathered(policy) is policy and places == ["cpu"]
     frozen(x), frozen(x)
     with engines.accumulate(accelerator, policy, is_last=True):
         assert places == ["cpu", device, device, "cpu"]

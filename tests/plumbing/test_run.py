@@ -126,7 +126,7 @@ def test_the_first_lines_name_what_a_launch_file_sets(tiny, in_tmp, capsys, monk
 # ---- signals ---------------------------------------------------------------------------------------------------------
 @in_main_thread
 @pytest.mark.parametrize(
-    "number,code,case", [("SIGTERM", 143, "rloo"), ("SIGINT", 130, "async"), ("SIGTERM", 143, "sft")]
+    "number,code,case", [("SIGTERM", 143, "rloo"), ("SIGINT", 130, "ppo-overlap"), ("SIGTERM", 143, "sft")]
 )
 def test_a_signal_stops_after_the_update_with_a_checkpoint(tiny, in_tmp, capsys, number, code, case):
     times = range(2 if number == "SIGTERM" else 1)  # A scheduler and the launcher may both send a SIGTERM.

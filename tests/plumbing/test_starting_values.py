@@ -61,7 +61,7 @@ def test_every_script_gets_the_values_for_the_size_of_its_model(script, size, co
         words += ["--base_model" if script == "train_sft" else "--sft_model_path", "here"]
     page = script.split(",")[0]
     published, args = cli.parse(SCRIPTS[page].Args, words), start(page, *words)
-    assert args == dataclasses.replace(published, **column.get(script.removesuffix("_async"), {}))
+    assert args == dataclasses.replace(published, **column.get(script, {}))
 
 
 @pytest.mark.parametrize("script", [*SCRIPTS, "evaluate"])

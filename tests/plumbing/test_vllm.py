@@ -18,18 +18,18 @@ PROMPTS = [[3, 4], [3, 4], [7, 8, 9, 10]]
 class StandIn:
     """As vLLM's engine: it has a head of its own although the model's is tied, and takes the weights that it knows.
 
-    change: what happens to the weights {name: tensor} on their way.
+    change: what happens to the weights {name: tensor} on their way; is_raw: its log-probs are those at temperature 1.
     """
 
     name = "the stand-in"
 
-    def __init__(self, model, change=lambda weights: weights):
+    def __init__(self, model, change=lambda weights: weights, is_raw=False):
         config = copy.deepcopy(model.config)
         config.tie_word_embeddings = False
-        self.model, self.change, self.asked = type(model)(config).eval(), change, []
+        self.model, self.change, self.asked, self.is_raw = type(model)(config).eval(), change, [], is_raw
 
     def push(self, model, dtype):
-        assert dtype == torch.float32
+        assert dtype in vllm.DTYPES.values()
         weights = self.change({name: weight.clone() for name, weight in vllm.weights_of(model)})
         self.model.load_state_dict(weights, strict=False)
 
@@ -46,16 +46,17 @@ class StandIn:
                 logits[token] += bias
             logits = logits / settings.temperature
             ids.append(torch.multinomial(logits.softmax(-1), 1, generator=generator).item())
+            logits = logits * settings.temperature if self.is_raw else logits
             values.append(logits.log_softmax(-1)[ids[-1]].item())
         return ids, values
 
 
-def ask(engine, model, stop=None, key=KEY, rows=(0, 1, 2)):
+def ask(engine, model, stop=None, key=KEY, rows=(0, 1, 2), precision="fp32", temperature=T):
     """What vLLM's place in a rollout returns of PROMPTS. stop: what ends the run."""
-    policy = train_rloo.Policy(model, T).eval()
+    policy = train_rloo.Policy(model, temperature).eval()
     batch = [*utils.left_pad(PROMPTS), torch.tensor(rows)]
     return vllm.sample(
-        engine, "fp32", stop, policy, batch, n=1, response_length=6, stop_ids=torch.tensor([STOP]), key=key
+        engine, precision, stop, policy, batch, n=1, response_length=6, stop_ids=torch.tensor([STOP]), key=key
     )
 
 
@@ -125,6 +126,14 @@ def test_a_push_that_did_not_arrive_as_it_is_ends_the_run(change):
     model = tiny_model("llama", tie_word_embeddings=True)
     with pytest.raises(SystemExit, match="the stand-in does not have the weights that were pushed: its log-probs are"):
         ask(StandIn(model, change), model, stops)
+
+
+@pytest.mark.parametrize("precision, temperature", [("fp32", 0.8), ("bf16", 0.97)])
+def test_log_probs_at_another_temperature_end_the_run(precision, temperature):
+    """The bound of bf16 is too wide to see that they are off by some 0.03."""
+    model = tiny_model("llama")
+    with pytest.raises(SystemExit, match=rf"a temperature of 1, {temperature} was asked for: .*processed_logprobs"):
+        ask(StandIn(model, is_raw=True), model, stops, precision=precision, temperature=temperature)
 
 
 def test_old_weights_end_the_run():

@@ -10,13 +10,12 @@ import torch
 from tiny_models import PACKED, PAGES, plain_logprobs, random_batch, rest, rows_of, tiny_model, tiny_reward
 from torch import nn
 
-from rlhf_details import train_ppo, train_ppo_async, train_reward, train_rloo, utils
+from rlhf_details import train_ppo, train_reward, train_rloo, utils
 from rlhf_details.plumbing import layout
 
 PLAIN = ["mistral", "gpt_neo", "bloom", "gemma2"]  # their layers look at a window, or know no positions
 SCALED = ["cohere", "granite"]  # Their logits are scaled after the output embedding, and those of gemma2 are capped.
 pages = pytest.mark.parametrize("page", PAGES.values(), ids=PAGES)
-ppo_pages = pytest.mark.parametrize("page", [train_ppo, train_ppo_async], ids=["ppo", "async"])
 
 
 @pytest.fixture(scope="module")
@@ -95,18 +94,17 @@ def test_rew_6_log_probs_and_entropies_are_zero_behind_the_end_whatever_stands_t
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------
-@ppo_pages
 @pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "llama"])
 @pytest.mark.parametrize("shares_trunk", [True, False])
 @torch.no_grad()
 def test_ppo_5_values_are_those_of_the_state_before_each_token_and_of_the_one_after_the_last(
-    models, page, kind, shares_trunk
+    models, kind, shares_trunk
 ):
     model, batch = models(kind), random_batch()
     critic, critic_model = nn.Linear(32, 1), tiny_reward(kind)
     if not shares_trunk:
-        critic = page.Reward(critic_model)
-    values = page.response_logprobs(page.Policy(model, 0.7, critic), batch)[2]
+        critic = train_ppo.Reward(critic_model)
+    values = train_ppo.response_logprobs(train_ppo.Policy(model, 0.7, critic), batch)[2]
     for i, (prompt, response) in enumerate(rows_of(batch)):
         row = torch.tensor([prompt + response])
         if shares_trunk:

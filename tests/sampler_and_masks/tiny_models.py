@@ -9,17 +9,14 @@ from rlhf_details import (
     evaluate,
     train_dpo,
     train_grpo,
-    train_grpo_async,
     train_ppo,
-    train_ppo_async,
     train_reward,
     train_rloo,
     train_sft,
     utils,
 )
 
-PAGES = {"rloo": train_rloo, "grpo": train_grpo, "ppo": train_ppo, "async": train_ppo_async, "evaluate": evaluate}
-PAGES |= {"grpo-async": train_grpo_async}
+PAGES = {"rloo": train_rloo, "grpo": train_grpo, "ppo": train_ppo, "evaluate": evaluate}
 SAMPLED = {name: page.Policy for name, page in PAGES.items()}  # what the sampler calls
 SAMPLED |= {"reward": train_reward.Policy, "dpo": train_dpo.Policy, "sft": train_sft.LanguageModel}
 
@@ -77,7 +74,7 @@ def rows_of(batch):
 
 def rest(page, n=1):
     """The last argument of RLOO's and GRPO's functions, which the other pages do not have: n responses a row."""
-    return (n,) if page in (train_rloo, train_grpo, train_grpo_async) else ()
+    return (n,) if page in (train_rloo, train_grpo) else ()
 
 
 def fixed_logits(logits):

@@ -2,7 +2,6 @@
 
 import html
 import re
-import tomllib
 
 import pytest
 
@@ -41,15 +40,21 @@ def test_a_page_holds_every_line_of_its_script_in_order():
 
 
 def test_every_block_has_a_note_and_every_tag_a_card():
+    """The anchor of a card is the tag as the code has it, so details.html#DPO-3 leads to it."""
     import annotate
+    import index_pages
+    import prices
     from source import SCRIPTS, blocks
+
+    details = index_pages.details_page()
+    assert all(details.count(f' id="{tag}"') == 1 for tag in prices.read("details.toml")["tags"])
 
     for script in SCRIPTS:
         assert [block.key for block in blocks(script) if not annotate.note_of(script, block)] == []
         page = annotate.page(script)
         for block in blocks(script):
             for tag in block.tags:
-                assert page.count(f'<article class="card" id="{tag.lower()}"') == 1
+                assert page.count(f'<article class="card" id="{tag}"') == 1
 
 
 def test_moving_a_tagged_line_needs_no_other_change(copied):
@@ -62,14 +67,14 @@ def test_moving_a_tagged_line_needs_no_other_change(copied):
     path = copied / "train_ppo.py"
     text, line = path.read_text(encoding="utf-8"), "    # Without the penalty an unfinished response may score well"
     number = text[: text.index(line)].count("\n") + 1
-    assert f'train_ppo.html#at-rew-3">train_ppo.py, line {number}</a>' in prices.card("REW-3")
+    assert f'train_ppo.html#at-REW-3">train_ppo.py, line {number}</a>' in prices.card("REW-3")
     path.write_text(text.replace(line, f"\n    # one more line\n{line}"), encoding="utf-8")
     source.blocks.cache_clear()
     annotate.check()
     for left, right in source.DIFFS:
         compare.page(left, right)
-    assert f'train_ppo.html#at-rew-3">train_ppo.py, line {number + 2}</a>' in prices.card("REW-3")
-    assert f'data-line="{number + 2}"' in re.search(r"<span[^>]*>[^\n]*at-rew-3", annotate.page("train_ppo"))[0]
+    assert f'train_ppo.html#at-REW-3">train_ppo.py, line {number + 2}</a>' in prices.card("REW-3")
+    assert f'data-line="{number + 2}"' in re.search(r"<span[^>]*>[^\n]*at-REW-3", annotate.page("train_ppo"))[0]
 
 
 @pytest.mark.parametrize(
@@ -77,7 +82,7 @@ def test_moving_a_tagged_line_needs_no_other_change(copied):
     [
         ("def pack(", "def pack_rows(", "'pack'"),
         ("[RLOO-3]", "", "RLOO-3"),
-        ("def of_tokens(self, hidden", "def of_tokens(self, states", r"Policy\.of_tokens"),
+        ("def logits(self, hidden", "def logits(self, states", r"Policy\.logits"),
     ],
     ids=["code", "tag", "difference"],
 )
@@ -93,17 +98,16 @@ def test_what_no_note_fits_or_speaks_of_ends_the_build(copied, old, new, words):
         annotate.check(), compare.page("train_ppo", "train_rloo")
 
 
-def test_the_prices_on_the_cards_are_those_that_the_ablations_wrote():
+def test_the_prices_on_the_cards_are_those_that_the_studies_wrote():
     import prices
-    from source import ROOT
 
-    worth = tomllib.loads((ROOT / "benchmark/results/worth.toml").read_text(encoding="utf-8"))
-    assert worth
-    for tag, row in worth.items():
-        gold = re.search(r": gold ([+-][\d.]+\d)", row["says"])[1]
+    for tag in prices.read("details.toml")["tags"]:
         card = prices.card(tag)
-        assert re.search(rf"gold at the end (<b>)?{re.escape(gold)}(</b>)? \(", card), tag
         assert f'class="verdict {prices.verdict(tag).replace(" ", "-")}"' in card
+        assert ("Not measured" in card) == (prices.verdict(tag) == "not measured") == (tag not in prices.worth()), tag
+    for tag, row in prices.worth().items():
+        card, gold = prices.card(tag), re.search(r": gold ([+-][\d.]+\d)", row["says"])  # GRPO-8 has sums and no gold
+        assert not gold or re.search(rf"gold( at the end)? (<b>)?{re.escape(gold[1])}", card), tag
         if longer := re.search(r"longer runs: gold (\S+), KL (\S+)\)", row["says"]):
             shown = re.findall(r"four times as long: gold (\S+) \(.*?\), KL (\S+) \(", card)
             expected = pytest.approx([float(x) for x in longer.groups()], abs=0.051)  # shown in one digit or two
@@ -126,17 +130,23 @@ def test_ctrl_c_ends_the_server_quietly(monkeypatch, tmp_path):
 
 
 def test_equations_become_mathml_and_names_become_links():
-    from source import prose
+    from source import Mistake, prose
 
     shown = prose(r"$\log \pi$ of `pack` and $$a_1$$", {"pack"})
     assert shown.count("<math") == 2 and 'display="block"' in shown
     assert '<a href="#pack"><code>pack</code></a>' in shown
+    with pytest.raises(Mistake, match=r"does not know \\arg"):
+        prose(r"$\arg\max_v z_v$")
 
 
-def test_figures_and_reading_times_of_the_pages_that_are_written_by_hand():
+def test_figures_tags_and_reading_times_of_the_pages_that_are_written_by_hand():
     import build
 
-    assert build.for_site("![a](../static/toy.svg)") == "![a](static/toy.svg)"  # of docs/*.md
-    assert build.for_site("![a](../../static/toy.svg)") == "![a](../static/toy.svg)"  # of a page in a folder
+    assert build.for_site("![a](../static/a.svg)") == "[![a](static/a.svg)](static/a.svg)"  # of docs/*.md
+    assert build.for_site("![a](../../static/a.svg)", "../") == "[![a](../static/a.svg)](../static/a.svg)"
+    linked = "[`GRPO-1`](../details.md#GRPO-1), [DPO-3](../details.md#DPO-3)"
+    assert build.for_site("`GRPO-1`, DPO-3", "../") == linked
+    for other in ("GPT-2", "`[REW-3]`", "### REW-3", "[the REW-3](guides/a.md#REW-3)", "```\npytest -k REW-3\n```"):
+        assert build.for_site(other) == other
     assert build.minutes("cheat_sheet") < build.minutes("train_reward") < build.minutes("train_ppo")
     assert build.for_site("({minutes train_ppo})") == f"({build.minutes('train_ppo')})"

@@ -65,7 +65,8 @@ def cases(models):
         "reward": train_reward.Args(**reward),
         "dpo": train_dpo.Args(**stage, sft_model_path=str(neox / "policy"), batch_size=8, max_grad_norm=0.5),
         "sft": train_sft.Args(**stage, base_model=str(neox / "policy"), batch_size=6),
-        "ppo_async": page_args("train_ppo_async", neox, **short),
+        "ppo_overlap": ppo_args(neox, overlap=True, **short),
+        "rloo_overlap": rloo_args(neox, overlap=True, **short),
         "grpo": page_args("train_grpo", neox, **short),
         "rloo_offload": rloo_args(neox, offload_frozen=True, **short),
         "rloo_lora": rloo_args(neox, lora_rank=4, **short),
@@ -98,11 +99,11 @@ def assert_same_weights(a, b):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4, msg=lambda message, name=name: f"{name}: {message}")
 
 
-def assert_healthy(rows, precision):
-    """All numbers are finite, and the sampler and the training forward agree."""
+def assert_healthy(rows, precision, is_ahead=False):
+    """All numbers are finite, and the sampler and the training forward agree, unless it samples an update ahead."""
     for row in rows:
         assert all(abs(value) < 1e9 for value in row.values())
-        assert row.get("val/logprob_gap", 0) < {"fp32": 1e-4, "bf16": 0.5}[precision]
+        assert is_ahead or row.get("val/logprob_gap", 0) < {"fp32": 1e-4, "bf16": 0.5}[precision]
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +115,7 @@ def one(tmp_path_factory):
     for (name, case), (row,) in zip(found.items(), run_under("one", specs, folder, processes=1), strict=True):
         assert row["engine"] == "one process" and row["held"] == row["total"] and row["stepped"] == row["trained"]
         assert row["precision"] == case[1]
-        assert_healthy(read_metrics(folder / f"runs/one_{name}"), case[1])
+        assert_healthy(read_metrics(folder / f"runs/one_{name}"), case[1], "overlap" in name)
     return folder, found
 
 
@@ -125,7 +126,7 @@ def check_share(engine, name, precision, ranks):
         assert row["products"] == {{"fp32": "torch.float32", "bf16": "torch.bfloat16"}[precision]}
         assert row["sharded"] == (engine in ("fsdp2", "zero3"))
         layers = 2 * (
-            1 + (name in ("ppo", "ppo_gpt2", "ppo_bf16", "ppo_lora"))
+            1 + (name in ("ppo", "ppo_gpt2", "ppo_bf16", "ppo_lora", "ppo_overlap"))
         )  # The value model is another transformer.
         assert row["groups"] == (1 + layers if engine == "fsdp2" else 0)  # FSDP2 gathers each layer by itself.
         # No process waits for another one while it samples, and nothing stays gathered.
@@ -143,19 +144,18 @@ def check_share(engine, name, precision, ranks):
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_opt_6_an_engine_follows_one_process_and_holds_its_share(one, engine):
-    """Faults 37 and 44. train_ppo_async.py runs under DDP alone, and LoRA not under ZeRO-3."""
+    """Faults 37 and 44. LoRA does not run under ZeRO-3."""
     folder, found = one
-    found = {name: case for name, case in found.items() if name != "ppo_async" or engine == "ddp"}
     found = {name: case for name, case in found.items() if "lora" not in name or engine != "zero3"}
     specs = [spec(case, f"{engine}_{name}") for name, case in found.items()]
     for (name, case), ranks in zip(found.items(), run_under(engine, specs, folder), strict=True):
-        check_share(engine, name, case[1], ranks) if name != "ppo_async" else None
+        check_share(engine, name, case[1], ranks)
         rows = [read_metrics(folder / f"runs/{kind}_{name}") for kind in ("one", engine)]
         if case[1] == "fp32":
             assert_same_curves(*rows, near=1e-4)
             assert_same_weights(*(folder / f"models/{kind}_{name}" for kind in ("one", engine)))
         else:  # The batches differ in shape, and bf16 rounds by it.
-            assert_healthy(rows[1], case[1])
+            assert_healthy(rows[1], case[1], "overlap" in name)
 
 
 DEEPSPEED_PAIRS = [("zero2", "zero2"), ("zero3", "zero3")]

@@ -124,7 +124,7 @@ def test_ctrl_c_leaves_a_checkpoint_though_the_reader_of_the_output_is_gone(tiny
     assert updates(tmp_path / "runs/run")[-1] == int(name)
 
 
-@pytest.mark.parametrize("case", ["rloo", "async"])
+@pytest.mark.parametrize("case", ["rloo", "ppo-overlap"])
 def test_a_signal_to_the_launcher_of_two_leaves_a_checkpoint(tiny, tmp_path, case):
     file = written(tmp_path, tiny, case, total_episodes=16 * 1000, checkpoint_every=0)
     code, said = signalled(tmp_path, [*TORCHRUN, *file], signal.SIGTERM)
@@ -135,7 +135,7 @@ def test_a_signal_to_the_launcher_of_two_leaves_a_checkpoint(tiny, tmp_path, cas
 
 
 # ---- another number of processes -------------------------------------------------------------------------------------
-@pytest.mark.parametrize("case", ["rloo-steps", "ppo-moments", "async", "reward-gain"])
+@pytest.mark.parametrize("case", ["rloo-steps", "ppo-moments", "ppo-overlap", "reward-gain"])
 def test_a_run_goes_on_with_another_number_of_processes(tiny, tmp_path, case):
     """On 1 process and then 2, and the other way round: the curve is that of 1."""
     changes = dict(learning_rate=3e-4)

@@ -1,0 +1,112 @@
+"""
+What samples in a run: `utils.sample`, vLLM (--sampler vllm), or with --overlap either of them one update ahead.
+
+    main thread   sample 1, copy W0 | train 1 -> W1     | take 2, copy W1 | train 2 -> W2     | take 3, copy W2 | ..
+    thread                          | sample 2 by W0 .. |                 | sample 3 by W1 .. |                 | ..
+
+So the responses of an update come from the weights before the update before it, and those of updates 1 and 2 from the
+first ones. A copy follows a take, so neither side can run ahead, and speed changes no result. The prompts of the next
+update are known, because they depend on the seed and the update's number alone.
+Source: open-instruct, ppo_vllm_thread_ray_gtrl.py, with its two queues of size one.
+"""
+
+import contextlib
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from rlhf_details import utils
+from rlhf_details.plumbing import engines, vllm
+
+NAMES = "responses", "response_mask", "sampled_logprobs"  # of what a checkpoint holds of the batch sampled ahead
+
+
+class Stopped(Exception):
+    """The message with which the thread would end the run. The main thread ends it."""
+
+
+def sampler(args, run, rows, prompts_of, size):
+    """A function with the arguments and results of utils.sample.
+
+    Args: rows, all prompts that will be sampled from (data.Prompt); prompts_of(update), the B prompts of an update;
+    size, how many rows are sampled at once.
+    """
+
+    def stop(message):
+        if threading.current_thread() is threading.main_thread():
+            run.stop(message)
+        raise Stopped(message)
+
+    sample = vllm.sampler(args, run.accelerator, rows, stop)
+    return Ahead(args, run, sample, prompts_of, size) if args.overlap else sample
+
+
+class Ahead:
+    """Samples training batches in a thread, one update ahead. The thread makes no collective call."""
+
+    def __init__(self, args, run, sample, prompts_of, size):
+        self.run, self.accelerator, self.device = run, run.accelerator, run.accelerator.device
+        self.sample, self.prompts_of, self.size = sample, prompts_of, size
+        world, rank, B = self.accelerator.num_processes, self.accelerator.process_index, args.batch_size
+        self.mine = slice(rank * B // world, (rank + 1) * B // world)  # the rows of this process
+        self.numbers = torch.arange(B, device=self.device)[self.mine]
+        self.thread, self.pending = ThreadPoolExecutor(1), None
+        self.update, self.batch = None, None  # the update under way, and what was sampled for it
+        self.stream = torch.cuda.Stream() if self.device.type == "cuda" else None
+        run.sampled_ahead = self.tensors
+
+    def __call__(self, policy, batch, n, response_length, stop_ids, key):
+        """As utils.sample. Of a training batch it takes any rows of this process's."""
+        (seed, purpose, update), how = key, dict(n=n, response_length=response_length, stop_ids=stop_ids)
+        if purpose != utils.TRAINING:
+            self.take()  # An engine has the weights of one policy at a time.
+            return self.sample(policy, batch, key=key, **how)
+        if update != self.update:
+            self.update, self.batch = update, self.take() or self.rollout(policy, key, how)
+            self.pending = None
+            if update < self.run.num_updates:
+                copy = engines.copy_of(self.accelerator, policy)  # Training does not change this copy. [GEN-10]
+                if self.stream:
+                    torch.cuda.synchronize()  # The copy is complete.
+                self.pending = self.thread.submit(self.in_thread, copy, (seed, purpose, update + 1), how)
+        return [x[batch[2] - self.numbers[0]] for x in self.batch]
+
+    def rollout(self, policy, key, how):
+        """The responses to this process's prompts of an update, their mask and log-probs, all [B / world, R]."""
+        queries, query_mask = utils.left_pad([row.ids for row in self.prompts_of(key[2])], self.device)
+        batch = [queries[self.mine], query_mask[self.mine], self.numbers]
+        return utils.in_slices(self.sample, policy, batch, self.size, key=key, **how)
+
+    def in_thread(self, *args):
+        """`rollout` in the thread. Grad mode, autocast, device and stream hold for one thread, so they are set here."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(self.accelerator.autocast())
+            if self.stream:
+                stack.enter_context(torch.cuda.device(self.device))
+                stack.enter_context(torch.cuda.stream(self.stream))
+            found = self.rollout(*args)
+            if self.stream:
+                self.stream.synchronize()
+        return found
+
+    def take(self):
+        """Waits for what the thread samples, and returns it, or None. An error of the thread is raised here."""
+        if tensors := self.run.tensors:  # of the checkpoint that the run goes on from
+            self.run.tensors, self.pending = {}, Future()
+            self.pending.set_result([tensors[name][self.mine] for name in NAMES])
+        if not self.pending:
+            return None
+        try:
+            found = self.pending.result()
+        except Stopped as e:
+            self.run.stop(str(e))
+        for x in found if self.stream else ():
+            x.record_stream(torch.cuda.current_stream())
+        return found
+
+    def tensors(self):
+        """What a checkpoint holds of the batch that was sampled ahead: {name: tensor [B, R]}, {} at the end."""
+        found = self.take()
+        return dict(zip(NAMES, self.accelerator.gather(found), strict=True)) if found else {}

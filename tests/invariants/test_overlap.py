@@ -1,0 +1,163 @@
+"""--overlap: whose weights sample, beside which training, and that the thread's speed and errors reach the run."""
+
+import threading
+
+import pytest
+import torch
+from cases import OVERLAP, page_of, run_case, write_prompts
+from helpers import read_metrics, record, without_times
+
+from rlhf_details import utils
+from rlhf_details.plumbing import cli, vllm
+
+UPDATES = 5
+EVERY_CASE = pytest.mark.parametrize("case", OVERLAP)
+
+
+def run(case, models, **changes):
+    return run_case(case, models, **(dict(total_episodes=16 * UPDATES) | changes))
+
+
+def weights_of(policy):
+    return {name: x.detach().clone() for name, x in getattr(policy, "module", policy).model.state_dict().items()}
+
+
+@EVERY_CASE
+def test_gen_10_responses_are_those_of_the_weights_before_the_update_before(ragged, in_tmp, monkeypatch, case):
+    """Exactly. Each training waits until the next rollout has begun, and that rollout until the training has ended."""
+    sample, step, page = utils.sample, torch.optim.AdamW.step, page_of(case)
+    calls, steps, weights = [], [], []  # weights: the first ones, and those after each update
+    begun, trained = ([threading.Event() for _ in range(UPDATES + 1)] for _ in range(2))
+    made = record(monkeypatch, page, "load_models")["load_models"]
+
+    def noted_sample(policy, batch, **how):
+        update = how["key"][2]
+        begun[update - 1].set()
+        assert update == 1 or trained[update - 1].wait(60)
+        found = sample(policy, batch, **how)
+        calls.append((batch, how, found, threading.current_thread() is threading.main_thread()))
+        return found
+
+    def noted_step(optimizer, *rest, **kwargs):
+        policy = made[0][1][1]
+        weights.append(weights_of(policy)) if not steps else None
+        steps.append(1)
+        assert len(steps) == UPDATES or begun[len(steps)].wait(60)
+        result = step(optimizer, *rest, **kwargs)
+        weights.append(weights_of(policy))
+        trained[len(steps)].set()
+        return result
+
+    monkeypatch.setattr(utils, "sample", noted_sample)
+    monkeypatch.setattr(torch.optim.AdamW, "step", noted_step)
+    rows = run(case, ragged, learning_rate=1e-2)
+    assert [row["update"] for row in rows] == [how["key"][2] for _, how, *_ in calls] == list(range(1, UPDATES + 1))
+    assert [is_main for *_, is_main in calls] == [True] + [False] * (UPDATES - 1)
+    policy = made[0][1][1].eval()
+    for i, (batch, how, found, _) in enumerate(calls):
+        policy.model.load_state_dict(weights[max(0, i - 1)])
+        assert all(torch.equal(x, y) for x, y in zip(sample(policy, batch, **how), found, strict=True))
+        if i > 1:
+            policy.model.load_state_dict(weights[i])
+            assert not torch.equal(sample(policy, batch, **how)[2], found[2])
+
+
+def test_gen_11_ppos_ratio_is_against_the_policy_that_sampled(ragged, in_tmp):
+    """The policy has moved on since, which is no sign of a fault."""
+    rows = run("ppo-overlap", ragged, total_episodes=64, learning_rate=1e-2)
+    assert rows[0]["val/ratio"] == pytest.approx(1, abs=1e-5) and rows[0]["val/ratio_var"] < 1e-9
+    assert all(row["val/ratio_var"] > 1e-6 and row["val/first_ratio"] > 1.01 for row in rows[1:])
+    assert abs(rows[1]["objective/kl"]) < 1e-4 < 1e-2 < abs(rows[3]["objective/kl"])
+    assert not any(row["health/first_ratio"] for row in rows)
+
+
+@EVERY_CASE
+def test_speed_changes_no_number(ragged, in_tmp, monkeypatch, case):
+    """A thread that is slow now and then, against one that is not."""
+    reference, sample, calls = run(case, ragged), utils.sample, []
+
+    def slow(*args, **kwargs):
+        calls.append(1)
+        threading.Event().wait(0.2 * (len(calls) % 2))
+        return sample(*args, **kwargs)
+
+    monkeypatch.setattr(utils, "sample", slow)
+    assert without_times(run(case, ragged)) == without_times(reference)
+    assert len({row["objective/kl"] for row in reference}) >= UPDATES - 1
+
+
+def test_the_held_out_evaluation_samples_by_the_newest_weights_when_the_thread_has_ended(ragged, in_tmp, monkeypatch):
+    sample, busy = utils.sample, []
+
+    def noted(*args, **how):
+        assert not busy
+        busy.append(1)
+        threading.Event().wait(0.05)
+        found = sample(*args, **how)
+        busy.pop()
+        return found
+
+    monkeypatch.setattr(utils, "sample", noted)
+    rows = run(
+        "rloo-overlap", ragged, learning_rate=1e-2, eval_every=1, eval_dataset=write_prompts("held_out.jsonl", 8)
+    )
+    kl = [row["eval/objective/kl"] for row in rows]
+    assert abs(kl[0]) < 1e-5 < 1e-3 < abs(kl[1]) and len(set(kl)) == UPDATES + 1
+
+
+@pytest.mark.parametrize("how", ["raises", "stops"])
+def test_what_fails_in_the_thread_ends_the_run(ragged, in_tmp, monkeypatch, capsys, how):
+    """An error keeps its type, and what ends the run with a line, as vLLM's check of its weights, does so."""
+
+    def sampler(args, accelerator, rows, stop):
+        def broken(*rest, **how_):
+            if how_["key"][2] == 3:
+                stop("update 3") if how == "stops" else None
+                raise ArithmeticError("update 3")
+            return utils.sample(*rest, **how_)
+
+        return broken
+
+    monkeypatch.setattr(vllm, "sampler", sampler)
+    with pytest.raises(ArithmeticError if how == "raises" else SystemExit):
+        run("rloo-overlap", ragged)
+    assert len(read_metrics("runs/run")) == 2 and (how == "raises" or "error: update 3" in capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("kind", ["lora", "shared"])
+def test_the_copy_is_that_of_the_policy_with_its_adapters_or_without_its_critic(ragged, in_tmp, monkeypatch, kind):
+    case, flags = {"lora": ("rloo-overlap", dict(lora_rank=4)), "shared": ("ppo-overlap", dict(value_model="shared"))}[
+        kind
+    ]
+    rows = run(case, ragged, learning_rate=1e-2, **flags)
+    assert abs(rows[1]["objective/kl"]) < 1e-4 < 1e-3 < abs(rows[3]["objective/kl"])
+
+
+def test_vllm_takes_the_weights_of_the_copy(ragged, in_tmp, monkeypatch):
+    """The check of a push holds for the copy, and not for the policy that trains."""
+    monkeypatch.setattr(cli, "find_spec", lambda name: True)
+    monkeypatch.setattr(vllm, "Engine", lambda *rest: StandIn())
+    rows = run("rloo-overlap", ragged, learning_rate=1e-2, sampler="vllm")
+    weights = [row["val/sampler_weight"] for row in rows]
+    assert len(rows) == UPDATES and weights[0] == pytest.approx(1, abs=1e-5) and abs(weights[2] - 1) > 1e-3
+
+
+class StandIn:
+    """An engine of vLLM's that holds what was pushed."""
+
+    name = "the stand-in"
+
+    def push(self, model, dtype):
+        self.model = model
+
+    @torch.no_grad()
+    def generate(self, prompts, settings):
+        found = []
+        for prompt, given in zip(prompts, settings, strict=True):
+            ids, values, generator = [], [], torch.Generator().manual_seed(given["seed"])
+            while len(ids) < given["max_tokens"] and not {*ids[-1:]} & {*given["stop_token_ids"]}:
+                logits = self.model(torch.tensor([prompt + ids])).logits[0, -1] / given["temperature"]
+                ids.append(torch.multinomial(logits.softmax(-1), 1, generator=generator).item())
+                values.append(logits.log_softmax(-1)[ids[-1]].item())
+            found.append((ids, values))
+        return found
