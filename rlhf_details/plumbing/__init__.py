@@ -1,8 +1,8 @@
 """
 What a reader of the pages may skip. Where is it?
 
-    cli               the command line, read and checked       flags            the flags that scripts share, and --help
-    errors            lines, exit codes, what cannot be read   stages           the embedded task's values and stages
+    cli               the command line, read and checked       flags            the flags that scripts share
+    errors            lines, exit codes, what cannot be read   stages           the embedded task's missing models
     starting_values   values by the size of the model          data             rows, prompts, completions, shares
     tokenization      text and messages -> token ids           comparisons      the rows of a reward model
     models            tokenizers, loading, heads, LoRA         rewards          the scores of responses
