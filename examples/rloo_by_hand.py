@@ -21,7 +21,7 @@ import torch
 from rlhf_details import toy, train_rloo, utils
 from rlhf_details.plumbing import stages
 
-args = train_rloo.Args(**stages.DEFAULTS["train_rloo"])
+args = train_rloo.Args(**train_rloo.presets["toy"])
 stages.ensure(args)
 tokenizer, policy, reference, reward_model = train_rloo.load_models(args, "cpu")
 print(sum(p.numel() for p in policy.parameters()), "weights in the policy")
