@@ -515,7 +515,7 @@ def evaluate(policy, sample, reference, score, prompts, stop_ids, end_ids, args,
     metrics = {"scores": scores.mean(), "kl": kl.mean(), "length": lengths.mean(), "ended": ended.float().mean()}
     metrics |= score.by_name(values, spread=True) | {"scores_std": scores.std(correction=0)}
     samples = prompts, responses, scored_mask, ended, scores, kl
-    return {f"eval/objective/{name}": float(value) for name, value in metrics.items()}, samples
+    return utils.numbers({f"eval/objective/{name}": value for name, value in metrics.items()}), samples
 
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
@@ -657,9 +657,9 @@ def main(args: Args):
                 share = minibatch.chunk(world)[rank]
                 # Rows of similar lengths share a micro-batch, since it is as wide as its longest rows.
                 micro_batches = share[lengths[share].argsort(stable=True)].split(size)
-                for i, m in enumerate(micro_batches):
+                for i, (m, micro_batch) in enumerate(utils.parts(batch, micro_batches)):
                     with engines.accumulate(accelerator, policy, is_last=i + 1 == len(micro_batches)):
-                        logprobs, entropies, new_values = response_logprobs(policy, [x[m] for x in batch])  # [M, R]
+                        logprobs, entropies, new_values = response_logprobs(policy, micro_batch)  # [M, R]
                         losses, logratio, clipped = ppo_policy_loss(
                             logprobs, old_logprobs[m], response_mask[m], advantages[m], args.cliprange
                         )
@@ -728,7 +728,7 @@ def main(args: Args):
             "val/var_explained": 1 - metrics["val/error"] / (returns_var + 1e-8),
             "val/ratio": 1 + ratio_minus_1,
             "val/ratio_var": metrics.pop("ratio_minus_1_squared") - ratio_minus_1**2,  # of actions [LOG-4]
-            "val/equal_scores": float(scores.unique().numel() < 2),
+            "val/equal_scores": (scores.amax() <= scores.amin()).float(),
             "val/num_eos_tokens": (response_mask & (responses == tokenizer.eos_token_id)).sum(),
             "val/num_stop_token_ids": ended.sum() if len(end_ids) else 0,
             "val/sequence_lengths": response_mask.sum(1).float().mean(),

@@ -419,7 +419,7 @@ def evaluate(policy, sample, reference, score, prompts, stop_ids, args, accelera
     metrics = {"scores": scores.mean(), "kl": kl.mean(), "length": lengths.mean(), "ended": ended.float().mean()}
     metrics |= score.by_name(values, spread=True) | {"scores_std": scores.std(correction=0)}
     samples = prompts, responses, response_mask, ended, scores, kl
-    return {f"eval/objective/{name}": float(value) for name, value in metrics.items()}, samples
+    return utils.numbers({f"eval/objective/{name}": value for name, value in metrics.items()}), samples
 
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
@@ -540,9 +540,9 @@ def main(args: Args):
             for number, minibatch in enumerate(shuffle):
                 num_actions = is_action[minibatch].sum()  # of the whole minibatch, over all processes
                 micro_batches = minibatch.chunk(world)[rank].split(size)
-                for i, m in enumerate(micro_batches):
+                for i, (m, micro_batch) in enumerate(utils.parts(batch, micro_batches)):
                     with engines.accumulate(accelerator, policy, is_last=i + 1 == len(micro_batches)):
-                        logprobs, entropies = response_logprobs(policy, [x[m] for x in batch], n)  # [M, R]
+                        logprobs, entropies = response_logprobs(policy, micro_batch, n)  # [M, R]
                         # With one step per rollout the policy is compared with itself, so the ratio is exactly 1 and
                         # rounding cannot trigger the clip. [RLOO-7]
                         old = logprobs.detach() if one_step else old_logprobs[m]

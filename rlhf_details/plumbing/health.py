@@ -111,9 +111,9 @@ def signs(metrics, first, args, precision, is_last=False):
 def same_ends(responses, mask):
     """The largest shares of the responses [N, R] that begin with the same 4 tokens, and that end with the same 2."""
     tokens = torch.where(mask, responses, -1)
-    last = (mask.sum(1, keepdim=True) + torch.tensor([-2, -1], device=mask.device)).clamp(min=0)  # [N, 2]
+    last = (mask.sum(1, keepdim=True) + torch.arange(-2, 0, device=mask.device)).clamp(min=0)  # [N, 2]
     groups = tokens[:, :4], tokens.gather(1, last)
-    return [x.unique(dim=0, return_counts=True)[1].max().item() / len(x) for x in groups]
+    return [x.cpu().unique(dim=0, return_counts=True)[1].max().item() / len(x) for x in groups]
 
 
 def has_end(args):

@@ -13,6 +13,7 @@ import torch
 from safetensors import safe_open
 from tokenizers import ByteLevelBPETokenizer
 from transformers import (
+    AttentionMaskInterface,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -22,6 +23,7 @@ from transformers import (
     GPTNeoXForCausalLM,
     PreTrainedTokenizerFast,
 )
+from transformers.masking_utils import sdpa_mask
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
@@ -221,12 +223,26 @@ def set_up(model, path, flag, args):
 
 
 def prepare(model, args):
-    """Lets a model use oneDNN, and gradient checkpointing where args ask for it. Returns the model."""
+    """Lets a model use oneDNN, and gradient checkpointing where args ask for it. Returns the model.
+
+    From then on transformers makes masks by `sdpa_mask_unread`.
+    """
+    AttentionMaskInterface.register("sdpa", sdpa_mask_unread)
     if getattr(args, "gradient_checkpointing", False):
         # The second name is that of older versions of transformers, and deprecated in newer ones.
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
         enable({"use_reentrant": False})
     return engines.use_onednn(model)
+
+
+def sdpa_mask_unread(*args, attention_mask=None, allow_is_causal_skip=True, **options):
+    """transformers' sdpa_mask, which does without a mask where none of its tokens is padding.
+
+    On a GPU it makes every mask. To read one, the host would wait for the GPU in each forward.
+    """
+    is_on_cpu = attention_mask is None or attention_mask.device.type == "cpu"
+    options |= {"attention_mask": attention_mask, "allow_is_causal_skip": allow_is_causal_skip and is_on_cpu}
+    return sdpa_mask(*args, **options)
 
 
 def num_tokens(model):

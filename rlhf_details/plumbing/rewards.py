@@ -163,7 +163,7 @@ class Scorer:
             texts = models.decode(self.tokenizer, *batch[2:])
         entries, start = {}, time.time()  # {name: a number, a bool or None for each response}
         if reads_ids:
-            slices = zip(*(x.split(self.size) for x in batch), strict=True)
+            slices = utils.slices(batch, self.size)
             scores = [self.response_scores(self.reward_model, part, *n) for part in slices]
             entries["reward_model"] = torch.cat(scores).tolist()
         elif self.reward_model:
@@ -269,7 +269,7 @@ class Scorer:
         Metrics: rewards/<name> where there are functions, verifiable_correct_rate of the functions that return bools,
         the watched rewards, and with spread=True the standard deviation of gold.
         """
-        columns = {name: x[~x.isnan()] for name, x in zip(self.names, values.unbind(1), strict=True)}
+        columns = {name: x[~x.isnan()] for name, x in zip(self.names, values.cpu().unbind(1), strict=True)}
         # A reward model alone is not repeated, since its mean is objective/scores.
         found = {f"rewards/{name}": columns[name] for name in self.names[: self.num_weighted] if self.functions}
         if self.boolean:

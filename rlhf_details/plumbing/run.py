@@ -24,7 +24,7 @@ from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 
 from rlhf_details.plumbing import checkpoint, cli, engines, health, hub, trackers
-from rlhf_details.utils import is_messages
+from rlhf_details.utils import is_messages, numbers
 
 
 class Run:
@@ -142,7 +142,7 @@ class Run:
         """
         if not metrics:
             return
-        metrics = {name: x.item() if isinstance(x, torch.Tensor) else x for name, x in metrics.items()}
+        metrics = numbers(metrics)
         row, warnings = {"update": update, "episode": update * self.args.batch_size} | metrics, []
         if update:
             row |= self.times()
@@ -180,7 +180,7 @@ class Run:
 
         Args: policy, optimizer, as prepared; state, what the loop takes to the next update, as JSON holds it.
         """
-        heard = torch.tensor([self.signals.heard], device=self.accelerator.device)
+        heard = torch.full((1,), self.signals.heard, device=self.accelerator.device)
         number = int(self.accelerator.gather(heard).max())  # All processes must stop after the same update.
         every = self.args.checkpoint_every
         if number or (every > 0 and (update % every == 0 or update == self.num_updates)):

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Literal
 from unittest import mock
 
 import pytest
-from helpers import PAGES, ROOT
+from helpers import PAGES, flags_shown
 
 from rlhf_details import evaluate, train_both, train_dpo, train_reward, train_rloo, train_sft
 from rlhf_details.plumbing import cli, rewards
@@ -178,13 +177,12 @@ def help_of(capsys, monkeypatch):
 @each_script
 def test_help_has_every_flag_its_text_and_an_example_that_gives_what_is_required(script, help_of, fails):
     kind = SCRIPTS[script].Args
-    shown = " ".join(help_of(cli.parse, kind, ["-h", "--dataset", "rows.jsonl"]).replace("│", " ").split())
-    flags = {flag.split()[0].rstrip(","): flag for flag in re.split(r" --(?=\w+(?:,| [A-Z{\[]))", shown)[1:]}
-    assert [field.name for field in dataclasses.fields(kind)] == list(flags)
-    assert all(len(text) > 20 for text in flags.values())
-    marked = [name for name, text in flags.items() if "(required unless --dataset is toy" in text]
-    (words,) = re.findall(r"Example: python rlhf_details/(.*?)  ?(?=\W* options)", shown)
-    start, *words = shlex.split(words)
+    shown = help_of(cli.parse, kind, ["-h", "--dataset", "rows.jsonl"])
+    flags = flags_shown(shown)
+    assert list(flags) == [field.name for field in dataclasses.fields(kind)]
+    assert all(len(lines.split(maxsplit=1)[1]) > 20 for lines in flags.values())
+    marked = [name for name, lines in flags.items() if "(required unless --dataset is toy" in lines]
+    start, *words = shlex.split(shown.partition("Example: python rlhf_details/")[2].splitlines()[0])
     assert start == f"{script}.py"
     args = cli.parse(kind, words)
     for name in set(marked) - {"reward_model_path"}:
@@ -202,7 +200,7 @@ def test_help_of_both_shows_the_flags_of_both(words, help_of):
     shown = help_of(train_both.parse, words)
     assert "--reward.num_comparisons" in shown
     assert ("--policy.rloo_k" in shown) == ("rloo" in words) != ("--policy.gamma" in shown)
-    example = shown.partition("train_both.py ")[2].partition("\n\n")[0]
+    example = shown.partition("Example: python rlhf_details/train_both.py ")[2].partition("\n\n")[0]
     reward, _, policy = train_both.parse(example.split())
     assert reward.sft_model_path == policy.sft_model_path == "gpt2"
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 import tyro
-from helpers import PAGES, ROOT, tiny_model
+from helpers import PAGES, ROOT, flags_shown, tiny_model
 
 from rlhf_details import evaluate, toy, train_both, train_dpo, train_reward, train_sft
 from rlhf_details.plumbing import cli, models
@@ -65,8 +65,8 @@ def shown_by_help(kind, words):
     with contextlib.redirect_stdout(out), pytest.raises(SystemExit) as end:
         cli.parse(kind, [*words, "--help"])
     assert end.value.code == 0
-    flags = re.split(r"^\W{2,3}--(?=\w)", out.getvalue(), flags=re.M)[1:]
-    return {re.match(r"\w+", flag)[0]: re.search(r"\(default: (.*)\)", flag)[1].strip("'") for flag in flags}
+    flags = flags_shown(out.getvalue()).items()
+    return {name: re.search(r"\(default: (.*)\)", lines)[1].strip("'") for name, lines in flags}
 
 
 @pytest.mark.parametrize("page, words, case, row", list(cases()))

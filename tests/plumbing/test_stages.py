@@ -33,6 +33,7 @@ def test_missing_stages_are_trained_once_in_their_order_and_announced(in_tmp, st
     monkeypatch.setenv("RANK", "0"), monkeypatch.setenv("WORLD_SIZE", "2"), monkeypatch.setenv("MASTER_PORT", "1")
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true"), monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     args = cli.parse(PAGES["train_rloo"].Args, [])
+    capsys.readouterr()
     stages.ensure(args)
     sft, reward = ([sys.executable, str(ROOT / f"rlhf_details/{name}.py")] for name in ("train_sft", "train_reward"))
     assert [command[:2] for command, _ in started] == [sft, reward]
