@@ -26,7 +26,7 @@ from rlhf_details.plumbing import stages
 
 if os.path.exists("rloo_by_hand.ipynb"):
     os.chdir("..")  # Jupyter starts in the notebook's folder, and the models lie in the folder above it.
-args = train_rloo.Args(**stages.DEFAULTS["train_rloo"])
+args = train_rloo.Args(**train_rloo.presets["toy"])
 stages.ensure(args)
 tokenizer, policy, reference, reward_model = train_rloo.load_models(args, "cpu")
 print(sum(p.numel() for p in policy.parameters()), "weights in the policy")

@@ -6,7 +6,7 @@ import signal
 import sys
 from pathlib import Path
 
-from rlhf_details.plumbing import flags, progress
+from rlhf_details.plumbing import progress
 
 
 def end_in_one_line(kind, error, traceback, show=sys.excepthook):
@@ -23,8 +23,5 @@ HERE = Path(__file__).resolve().parent
 sys.path[:] = [p for p in sys.path if Path(p).name != HERE.name or not Path(p, "plumbing", "__init__.py").exists()]
 # The scripts import this package before the libraries, which take seconds, so that it holds there as well.
 sys.excepthook = end_in_one_line
-# `python rlhf_details/train_rloo.py --help` is answered here for the same reason.
 if Path(sys.argv[0]).resolve() in HERE.glob("*.py") and not multiprocessing.parent_process():
-    if {"-h", "--help"} & {*sys.argv[1:]}:
-        flags.show(sys.argv[0], sys.argv[1:])
     progress.now("loading the libraries"), progress.watch()

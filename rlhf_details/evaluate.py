@@ -60,7 +60,7 @@ class Args:
     """talk to the policies: type a prompt, and each answers; nothing is evaluated or written"""
 
     # data
-    dataset: str = "toy"
+    dataset: str = "toy:test"
     """prompts: "toy" (its test split), a file, a folder or a Hub data set with :PART, as in the training scripts"""
     num_examples: int | None = None
     """use only the first so many prompts; None: all"""
@@ -141,6 +141,26 @@ class Args:
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] | None = None
     """attention kernel; None: the library's choice for the model"""
 
+
+# What an evaluation on an embedded task takes in place of the defaults above, unless a flag or --config says otherwise.
+presets = {
+    "toy": dict(
+        policy_path=("models/toy/rloo",),
+        opponent_path="models/toy/sft",
+        ref_model_path="models/toy/sft",
+        reward_model_path="models/toy/reward",
+        judge="gold",
+        rollout_micro_batch_size=256,
+    ),
+}
+presets["toy-sum"] = presets["toy"] | dict(
+    policy_path=("models/toy-sum/rloo",),
+    opponent_path="models/toy-sum/sft",
+    ref_model_path="models/toy-sum/sft",
+    reward_model_path=None,
+    reward_fn=("rlhf_details.toy:right_sum",),
+    judge="reward_fn",
+)
 
 COMPARED = 4  # what a sample is drawn for, beside the purposes in utils.py: the responses that are scored and compared
 

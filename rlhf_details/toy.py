@@ -99,7 +99,6 @@ PLACE_TOPIC = {place: topic for topic, (places, _, _) in TOPICS.items() for plac
 NOUN_TOPIC = {noun: topic for topic, (_, one, many) in TOPICS.items() for noun in f"{one} {many}".split()}
 SENTIMENT = dict.fromkeys(POSITIVE + LIKED, 1) | dict.fromkeys(NEGATIVE + DISLIKED, -1)
 HUMAN_TEMPERATURE = 1.0
-RESPONSE_LENGTH = 36
 
 
 # ---- the grammar -----------------------------------------------------------------------------------------------------

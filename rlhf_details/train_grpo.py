@@ -48,7 +48,6 @@ class Args(cli.PolicyArgs):  # which holds the flags of run, data, models, loggi
     """name of the experiment, part of the run's name"""
     output_dir: str = "models/grpo"
     """folder of the trained policy"""
-    starting_values = "train_grpo"  # the defaults by the model's size and for the toy; a copy of the page keeps them
 
     # sampling
     response_length: int = 256
@@ -114,6 +113,51 @@ class Args(cli.PolicyArgs):  # which holds the flags of run, data, models, loggi
     # memory and speed: never changes the result
     share_prompts: bool = True
     """compute each prompt once for its k responses, where the model is shown to allow it"""
+
+
+# What a run takes in place of the defaults above, unless a flag or --config says otherwise: on an embedded task, and on
+# other data by the size of the model, where 20e6 stands for fewer than 20 M parameters. docs/guides/1_your_data.md says
+# where these values are from.
+presets = {
+    "toy": dict(
+        eval_dataset="toy:test",
+        sft_model_path="models/toy/sft",
+        reward_model_path="models/toy/reward",
+        output_dir="models/toy/grpo",
+        response_length=36,
+        missing_eos_penalty=3.0,
+        kl_coef=0.1,
+        group_size=4,
+        total_episodes=25_600,
+        batch_size=256,
+        learning_rate=5e-4,
+        micro_batch_size=256,
+        rollout_micro_batch_size=256,
+    ),
+    20e6: dict(
+        response_length=53,
+        temperature=0.7,
+        missing_eos_penalty=3.0,
+        kl_coef=0.3,
+        group_size=4,
+        total_episodes=10_000,
+        batch_size=64,
+        learning_rate=3e-4,
+        micro_batch_size=64,
+    ),
+    500e6: dict(missing_eos_penalty=1.0, total_episodes=10_000, batch_size=64, learning_rate=1e-5),
+}
+presets["toy-sum"] = presets["toy"] | dict(
+    eval_dataset="toy-sum:test",
+    sft_model_path="models/toy-sum/sft",
+    reward_model_path=None,
+    reward_fn=("rlhf_details.toy:right_sum",),
+    output_dir="models/toy-sum/grpo",
+    response_length=3,
+    missing_eos_penalty=1.0,
+    total_episodes=307_200,
+    learning_rate=2e-3,
+)
 
 
 # ---- models: one module call is one forward, so that every engine sees all parameters through it ---------------------

@@ -50,7 +50,6 @@ class Args(cli.PolicyArgs):  # which holds the flags of run, data, models, loggi
     """name of the experiment, part of the run's name"""
     output_dir: str = "models/ppo"
     """folder of the trained policy"""
-    starting_values = "train_ppo"  # the defaults by the model's size and for the toy; a copy of the page keeps them
 
     # sampling
     response_length: int = 53
@@ -133,6 +132,53 @@ class Args(cli.PolicyArgs):  # which holds the flags of run, data, models, loggi
     """AdamW's weight decay"""
     max_grad_norm: float | None = None
     """clip the gradient's global norm to this; None: only log it"""
+
+
+# What a run takes in place of the defaults above, unless a flag or --config says otherwise: on an embedded task, and on
+# other data by the size of the model, where 20e6 stands for fewer than 20 M parameters. docs/guides/1_your_data.md says
+# where these values are from.
+presets = {
+    "toy": dict(
+        eval_dataset="toy:test",
+        sft_model_path="models/toy/sft",
+        reward_model_path="models/toy/reward",
+        output_dir="models/toy/ppo",
+        response_length=36,
+        temperature=1.0,
+        missing_eos_penalty=3.0,
+        kl_coef=0.1,
+        total_episodes=10_240,
+        batch_size=256,
+        learning_rate=5e-4,
+        max_grad_norm=1.0,
+        micro_batch_size=256,
+        rollout_micro_batch_size=256,
+    ),
+    20e6: dict(
+        missing_eos_penalty=3.0,
+        kl_coef=0.3,
+        total_episodes=5_000,
+        batch_size=128,
+        learning_rate=3e-4,
+        max_grad_norm=1.0,
+        micro_batch_size=128,
+    ),
+    500e6: dict(learning_rate=1e-5),
+    5e9: {},  # the defaults above
+    math.inf: dict(learning_rate=3e-7),
+}
+presets["toy-sum"] = presets["toy"] | dict(
+    eval_dataset="toy-sum:test",
+    sft_model_path="models/toy-sum/sft",
+    reward_model_path=None,
+    reward_fn=("rlhf_details.toy:right_sum",),
+    output_dir="models/toy-sum/ppo",
+    response_length=3,
+    missing_eos_penalty=1.0,
+    kl_coef=0.01,
+    total_episodes=76_800,
+    learning_rate=1e-3,
+)
 
 
 # ---- models: one module call is one forward, so that every engine sees all parameters through it ---------------------

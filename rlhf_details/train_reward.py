@@ -44,7 +44,6 @@ class Args(cli.RunArgs):  # which holds the flags of run, data, logging and memo
     """name of the experiment, part of the run's name"""
     output_dir: str = "models/reward"
     """folder of the trained reward model"""
-    starting_values = "train_reward"  # the defaults by the model's size and for the toy; a copy of the page keeps them
 
     # data
     dataset: str = "toy"
@@ -102,6 +101,27 @@ class Args(cli.RunArgs):  # which holds the flags of run, data, logging and memo
     # memory and speed: never changes the result
     micro_batch_size: int = 8
     """comparisons that a device puts through one forward and backward pass"""
+
+
+# What a run takes in place of the defaults above, unless a flag or --config says otherwise: on an embedded task, and on
+# other data by the size of the model, where 20e6 stands for fewer than 20 M parameters. docs/guides/1_your_data.md says
+# where these values are from.
+presets = {
+    "toy": dict(
+        eval_dataset="toy:test",
+        sft_model_path="models/toy/sft",
+        output_dir="models/toy/reward",
+        batch_size=16,
+        response_length=36,
+        temperature=1.0,
+        learning_rate=2e-3,
+        warmup_ratio=0.05,
+        max_grad_norm=1.0,
+        micro_batch_size=128,
+    ),
+    20e6: dict(num_train_epochs=2, batch_size=16, learning_rate=1e-3, max_grad_norm=1.0, micro_batch_size=32),
+    500e6: dict(batch_size=32, learning_rate=5e-5),
+}
 
 
 # ---- models: one module call is one forward, so that every engine sees all parameters through it ---------------------

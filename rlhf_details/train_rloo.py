@@ -47,7 +47,6 @@ class Args(cli.PolicyArgs):  # which holds the flags of run, data, models, loggi
     """name of the experiment, part of the run's name"""
     output_dir: str = "models/rloo"
     """folder of the trained policy"""
-    starting_values = "train_rloo"  # the defaults by the model's size and for the toy; a copy of the page keeps them
 
     # sampling
     response_length: int = 53
@@ -104,6 +103,63 @@ class Args(cli.PolicyArgs):  # which holds the flags of run, data, models, loggi
     # memory and speed: never changes the result
     share_prompts: bool = True
     """compute each prompt once for its k responses, where the model is shown to allow it"""
+
+
+# What a run takes in place of the defaults above, unless a flag or --config says otherwise: on an embedded task, and on
+# other data by the size of the model, where 20e6 stands for fewer than 20 M parameters. docs/guides/1_your_data.md says
+# where these values are from.
+presets = {
+    "toy": dict(
+        eval_dataset="toy:test",
+        sft_model_path="models/toy/sft",
+        reward_model_path="models/toy/reward",
+        output_dir="models/toy/rloo",
+        response_length=36,
+        temperature=1.0,
+        missing_eos_penalty=3.0,
+        kl_coef=0.1,
+        rloo_k=4,
+        total_episodes=25_600,
+        batch_size=256,
+        num_mini_batches=1,
+        num_ppo_epochs=1,
+        learning_rate=5e-4,
+        micro_batch_size=256,
+        rollout_micro_batch_size=256,
+    ),
+    20e6: dict(
+        missing_eos_penalty=3.0,
+        kl_coef=0.3,
+        rloo_k=4,
+        total_episodes=10_000,
+        batch_size=64,
+        num_mini_batches=1,
+        num_ppo_epochs=1,
+        learning_rate=3e-4,
+        micro_batch_size=64,
+    ),
+    500e6: dict(
+        total_episodes=10_000,
+        batch_size=64,
+        num_mini_batches=1,
+        num_ppo_epochs=1,
+        learning_rate=1e-5,
+    ),
+    5e9: {},  # the defaults above
+    math.inf: dict(learning_rate=1e-6),
+}
+presets["toy-sum"] = presets["toy"] | dict(
+    eval_dataset="toy-sum:test",
+    sft_model_path="models/toy-sum/sft",
+    reward_model_path=None,
+    reward_fn=("rlhf_details.toy:right_sum",),
+    output_dir="models/toy-sum/rloo",
+    response_length=3,
+    missing_eos_penalty=1.0,
+    kl_coef=0.01,
+    total_episodes=307_200,
+    learning_rate=2e-3,
+)
 
 
 # ---- models: one module call is one forward, so that every engine sees all parameters through it ---------------------

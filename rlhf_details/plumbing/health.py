@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from rlhf_details import toy
-from rlhf_details.plumbing import cli, comparisons, engines, hub, models, stages
+from rlhf_details.plumbing import cli, comparisons, engines, hub, models
 from rlhf_details.plumbing.evaluation import average, wilson_interval
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -285,7 +285,11 @@ def evaluation_words(args):
     """The flags with which evaluate.py compares a run's policy with the one that it started from."""
     dataset = args.eval_dataset or args.dataset
     task = dataset.partition(":")[0]
-    defaults = PLAIN | stages.defaults("evaluate").get(task, {})
+    defaults, own = dict(PLAIN), cli.presets_of(args).get(task, {})
+    if own:  # evaluate.py takes an embedded task's models and rewards by itself.
+        defaults |= {name: own[name] for name in PLAIN if name in own}
+        defaults |= dict(opponent_path=own["sft_model_path"], ref_model_path=own["sft_model_path"])
+        defaults["judge"] = "reward_fn" if defaults["reward_fn"] else "gold"
     values = {name: getattr(args, name) for name in PLAIN if hasattr(args, name)}
     values |= {"opponent_path": args.sft_model_path, "ref_model_path": args.sft_model_path}
     judge = "reward_fn" if values.get("reward_fn") else "reward_model" if values.get("reward_model_path") else "none"
@@ -294,7 +298,6 @@ def evaluation_words(args):
     words += [] if args.eval_dataset or task in toy.TASKS else ["--num_examples", "512"]  # of many training prompts
     words += ["--policy_path", args.output_dir]
     for name, value in values.items():
-        default = defaults[name]
-        if value != (tuple(default) if isinstance(default, list) else default):
-            words += cli.as_words(name, list(value) if isinstance(value, tuple) else value)
+        if value != defaults[name]:
+            words += cli.as_words(name, value)
     return words

@@ -8,11 +8,12 @@ import inspect
 import json
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import huggingface_hub
 
-from rlhf_details.plumbing import cli, errors, stages, starting_values
+from rlhf_details.plumbing import cli, errors
 
 PAPERS = {  # of each script: title and arXiv number
     "sft": ("Training language models to follow instructions with human feedback", "2203.02155"),
@@ -47,26 +48,6 @@ def script_of(args):
     return Path(inspect.getfile(type(args))).name
 
 
-def command_of(args, num_processes):
-    """A command line that starts the same run. It leaves out what the script has by itself for any model."""
-    task, script = args.dataset.partition(":")[0], script_of(args).removesuffix(".py")
-    defaults = {field.name: field.default for field in dataclasses.fields(args)}
-    page = starting_values.page_of(type(args))
-    defaults |= stages.defaults(page, defaults["exp_name"]).get(task, {})
-    always = {"dataset"} | starting_values.names().get(page, set())
-    start = ["python"] if num_processes == 1 else ["accelerate", "launch", "--num_processes", str(num_processes)]
-    words = [*start, f"rlhf_details/{script}.py"]
-    for name, default in defaults.items():
-        value, default = getattr(args, name), tuple(default) if isinstance(default, list) else default
-        if (value == default and name not in always) or name in ("config", "resume", "overwrite"):
-            continue
-        if isinstance(value, bool):
-            words.append(f"--{name}" if value else f"--no_{name}")
-        else:
-            words += [f"--{name}", *map(str, value if isinstance(value, tuple) else [value])]
-    return shlex.join(words)
-
-
 def inputs_of(prompt, is_reward):
     """Python code that makes a model's inputs from a prompt, a string or messages."""
     if not isinstance(prompt, str):
@@ -99,7 +80,8 @@ def model_card(args, repository, metrics, link, about):
     values |= {"temperature": args.temperature, "length": args.response_length}
     snippet = (OF_A_REWARD_MODEL if is_reward else OF_A_POLICY).format(**values)
     rows = [f"| `{name}` | {value:.6g} |" for name, value in metrics.items() if not name.startswith("time/")]
-    command = command_of(args, about["num_processes"])
+    processes = about["num_processes"]
+    launcher = ["python"] if processes == 1 else ["accelerate", "launch", "--num_processes", str(processes)]
     held_out = f", held-out data `{args.eval_dataset}`." if args.eval_dataset else "."
     adapters = ["The folder `adapter` holds the LoRA adapters alone; they are merged into the weights here."]
     lines = [
@@ -115,7 +97,7 @@ def model_card(args, repository, metrics, link, about):
         f"Tracked run: {link}" if link else f"Run: `{about['run']}`, not tracked online.",
         "",
         *("## Use", "", "```python", snippet, "```", ""),
-        *("## Training", "", "```", command, "```", ""),
+        *("## Training", "", "```", shlex.join([*launcher, *sys.argv]), "```", ""),
         *("| metric, last update | value |", "|---|---:|", *rows, ""),
         *("Versions: " + ", ".join(f"{name} {version}" for name, version in about["versions"].items()) + ".", ""),
         *("All arguments:", "", "```json", json.dumps(dataclasses.asdict(args), indent=1), "```", ""),
