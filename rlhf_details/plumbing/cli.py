@@ -84,8 +84,8 @@ def with_presets(args, given):
     values = {name: value for name, value in values.items() if name not in given}
     if values:
         words = shlex.join(word for item in values.items() for word in as_words(*item))
-        # It is the last one, and may be larger than the batch.
-        knob = " (at most so many rows at once, in evaluations as well; it changes no result)"
+        # It may be larger than the batch.
+        knob = " (--micro_batch_size: at most so many rows at once, in evaluations as well; it changes no result)"
         knob *= "micro_batch_size" in values
         say(f"starting values for {case}, which your own flags replace: {words}{knob}")
     return dataclasses.replace(args, **values)
