@@ -66,7 +66,7 @@ def shown_by_help(kind, words):
         cli.parse(kind, [*words, "--help"])
     assert end.value.code == 0
     flags = flags_shown(out.getvalue()).items()
-    return {name: re.search(r"\(default: (.*)\)", lines)[1].strip("'") for name, lines in flags}
+    return {name: re.search(r"\(default: ([^)]*)\)", text)[1].strip("'") for name, text in flags}
 
 
 @pytest.mark.parametrize("page, words, case, row", list(cases()))
