@@ -190,7 +190,7 @@ def changed_since_log(run_folder, now):
 
 
 def check_same_run(folder, now):
-    """Ends with one line where a checkpoint is of other arguments, rows or models, or of another layout."""
+    """Exits with an error if a checkpoint is of other arguments, rows or models, or of another layout."""
     before = read_state(folder)
     if changed := differences(before, now):
         cli.fail(f"--resume: {folder} has other arguments: {'; '.join(changed)}")
