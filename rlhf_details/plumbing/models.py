@@ -51,17 +51,21 @@ def load_tokenizer(path, flag, args):
     if tokenizer is None or tokenizer.eos_token_id is None:
         cli.fail(f"{flag} {path}: has no {'tokenizer' if tokenizer is None else 'EOS token'}")
     name, revision = errors.split(base_of(path, flag) or path)
-    with contextlib.suppress(OSError):  # Many models have no generation_config.
+    with cli.reading(flag, path), contextlib.suppress(OSError):  # Many models have no generation_config.
         ends = GenerationConfig.from_pretrained(name, revision=revision).eos_token_id
         tokenizer.generation_eos = ends if isinstance(ends, list) else [ends] * (ends is not None)  # for utils.end_ids
     return tokenizer
 
 
 def find_tokenizer(path, flag, args):
-    """The tokenizer of a model, or None for a folder without one, for which the library would make up an empty one."""
+    """The tokenizer of a model, or None for a folder without one, for which the library would make up an empty one.
+
+    A folder of adapters without one has that of the model that they belong to.
+    """
     kinds = "tokenizer*", "vocab*", "*.model"
     if os.path.isdir(path) and not any(file for kind in kinds for file in Path(path).glob(kind)):
-        return None
+        base = base_of(path, flag)
+        return find_tokenizer(base, flag, args) if base else None
     return read(AutoTokenizer, path, flag, args)
 
 
@@ -419,6 +423,8 @@ def base_of(path, flag):
         if not (file := find_adapter_config_file(name, revision=revision)):
             return None
         config = json.loads(Path(file).read_text())
+        if not config["base_model_name_or_path"]:
+            raise ValueError("adapter_config.json names no base_model_name_or_path")
     return "@".join(filter(None, (config["base_model_name_or_path"], config.get("revision"))))
 
 
