@@ -175,7 +175,9 @@ def load_reward_model(path, args, flag="--reward_model_path", allow_untrained=Fa
     allow_untrained = allow_untrained or args.allow_untrained_reward_model
     if base := base_of(path, flag):
         model = load_reward_model(base, args, f"{flag} {path}: base model", True)
-        if any(name.endswith(".score.weight") for name in adapter_file(path, flag)[1]):
+        _, shapes, metadata = adapter_file(path, flag)
+        if any(name.endswith(".score.weight") for name in shapes):
+            model.config.reward_bias = float(metadata.get("reward_bias", getattr(model.config, "reward_bias", 0.0)))
             return set_up(load_merged(model, path, flag), path, flag, args)
         if not allow_untrained:
             cli.fail(f"{flag} {path}: not a trained reward model (these adapters come without the weights of `score`)")
@@ -412,8 +414,12 @@ def save_adapter(model, folder, base_model):
     config.inference_mode = True
     config.save_pretrained(folder)
     weights = {f"base_model.model.{name}": x for name, x in get_peft_model_state_dict(model).items()}
+    metadata = {"format": "pt"}
+    if hasattr(model, "score"):  # A new head belongs to the adapters, as in peft's own SEQ_CLS, and so does its bias.
+        weights["base_model.model.score.weight"] = model.score.weight
+        metadata["reward_bias"] = str(getattr(model.config, "reward_bias", 0.0))
     weights = {name: x.detach().cpu().contiguous() for name, x in weights.items()}
-    save_file(weights, Path(folder) / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_file(weights, Path(folder) / "adapter_model.safetensors", metadata=metadata)
 
 
 def base_of(path, flag):
@@ -429,13 +435,13 @@ def base_of(path, flag):
 
 
 def adapter_file(path, flag):
-    """(file, {name: shape}) of the weights of adapters. The older adapter_model.bin is a pickle, and is not read."""
+    """(file, {name: shape}, its metadata) of adapters. The older adapter_model.bin is a pickle, and is not read."""
     name, revision = errors.split(path)
     with cli.reading(flag, path):
         file = cached_file(name, "adapter_model.safetensors", revision=revision)
         with safe_open(file, "pt") as saved:
             names = saved.keys()
-            return file, {name: saved.get_slice(name).get_shape() for name in names}
+            return file, {name: saved.get_slice(name).get_shape() for name in names}, saved.metadata() or {}
 
 
 def load_merged(model, path, flag):
@@ -443,7 +449,7 @@ def load_merged(model, path, flag):
     cli.need("peft", "peft", f"{flag} {path}, which holds adapters")
     from peft import PeftModel
 
-    (file, shapes), embedding = adapter_file(path, flag), model.get_input_embeddings()
+    (file, shapes, _), embedding = adapter_file(path, flag), model.get_input_embeddings()
     kinds = "", ".base_layer", ".token_adapter.base_layer"
     names = tuple(f".{name}{kind}.weight" for name, m in model.named_modules() if m is embedding for kind in kinds)
     rows = [shape[0] for name, shape in shapes.items() if name.endswith(names)]

@@ -247,6 +247,12 @@ def test_a_reward_model_trains_its_whole_head_and_is_saved_merged(tiny, in_tmp):
     assert not any("lora" in name for name in saved)
     model, tokenizer = models.load_reward_model("reward", FLAGS).eval(), toy.tokenizer()
     assert getattr(model.config, "reward_bias", 0.0) != 0.0  # the shift that normalisation found
+    adapted = models.load_reward_model(
+        "reward/adapter", FLAGS
+    ).eval()  # The adapters alone have head and shift as well.
+    assert adapted.config.reward_bias == model.config.reward_bias
+    with torch.no_grad():
+        assert (adapted(TOKENS).logits - model(TOKENS).logits).abs().max() < 1e-5
 
     def score(row, kind):
         ids = [*tokenizer(f"{row['prompt']} {row[kind]}").input_ids, tokenizer.eos_token_id]
