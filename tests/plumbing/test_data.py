@@ -213,6 +213,7 @@ def test_forms_of_json(in_tmp):
         ("w\nNone\nN/A\nnull\nnan\n007\n5\n2024-01-02\nTrue\n", "None N/A null nan 007 5 2024-01-02 True".split()),
         ('\ufeffw,x\n"a ""b"",\nc",\n,y\n', ['a "b",\nc', ""]),
         ("x;w\n1;a, b\n", ["a, b"]),  # as a spreadsheet writes it where the comma is in numbers
+        ("x\tw\n1\ta, b\n", ["a, b"]),
         ("x,w\n1\n", [""]),
     ],
 )
@@ -297,7 +298,7 @@ def test_rows_from_a_to_b(in_tmp, name):
 
 
 def test_the_splits_of_a_folder_are_those_of_datasets(in_tmp, fails):
-    write("folder/train.json", [{"n": i} for i in range(4)])
+    write("folder/train.json", [{"n": i, "day": "2024-01-02"} for i in range(4)])
     write("folder/test.json", [{"n": i} for i in range(10, 14)])
     for spec, numbers in {
         "folder": [0, 1, 2, 3],
@@ -306,7 +307,9 @@ def test_the_splits_of_a_folder_are_those_of_datasets(in_tmp, fails):
         "folder:train+test[:1]": [0, 1, 2, 3, 10],
         "folder:test[:50%]": [10, 11],
     }.items():
-        assert [row["n"] for row in files.read_rows(spec, "--dataset")] == numbers
+        found = files.read_rows(spec, "--dataset")
+        assert [row["n"] for row in found] == numbers
+        assert {row["day"] for row in found if "day" in row} <= {"2024-01-02"}  # `datasets` would make dates of them.
     assert "nosuch" in fails(files.read_rows, "folder:nosuch", "--dataset")
 
 
@@ -347,7 +350,7 @@ def test_a_data_set_of_the_hub_is_asked_for_as_datasets_wants_it(monkeypatch):
         ("two", "name one of its configurations, two:main, two:2023.en"),
         ("two:nosuch", "name one of its configurations, two:main, two:2023.en"),
         ("two:main:nosuch", 'unknown split "nosuch"'),
-        ("folder", "Couldn't cast a: int64 c: int64 b: int64 to {'a': Value('int64'), 'b': Value('int64')} because"),
+        ("folder", "to {'a': Value('int64'), 'b': Value('int64')} because column names don't match"),
         ("none.py:rows", "no such file"),
         ("mine.py:missing", "no function 'missing'"),
         ("mine.py:nothing", "no list of rows"),
@@ -363,7 +366,7 @@ def test_rows_that_cannot_be_read_are_one_line(in_tmp, fails, spec, words):
     Path("object.json").write_text('{"data": [\n{"n": 1},\n{"n": b}]}')
     Path("wide.csv").write_text("n\n1,2\n"), Path("ragged.csv").write_text("n\n1\n2,3\n")
     configurations("two", "main", "2023.en")
-    write("folder/1.jsonl", [{"a": 1, "b": 2}]), write("folder/2.jsonl", [{"a": 1, "c": 2}])
+    write("folder/1.parquet", [{"a": 1, "b": 2}]), write("folder/2.parquet", [{"a": 1, "c": 2}])
     Path("mine.py").write_text("def nothing(): pass\n")
     files.load_module.cache_clear()
     what = f"--eval_dataset {spec}"
