@@ -268,7 +268,7 @@ def normalise(scores):
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
 def check(args):
-    """Ends with one line (exit code 2) where arguments contradict each other."""
+    """Exits with an error (exit code 2) if arguments contradict each other."""
     cli.check(args)
     comparisons.check(args)
     if args.batch_size % cli.world_size():

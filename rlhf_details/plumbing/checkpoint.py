@@ -23,6 +23,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from transformers import GenerationConfig
 
 from rlhf_details import utils
 from rlhf_details.plumbing import cli, data, engines, models
@@ -190,7 +191,7 @@ def changed_since_log(run_folder, now):
 
 
 def check_same_run(folder, now):
-    """Ends with one line where a checkpoint is of other arguments, rows or models, or of another layout."""
+    """Exits with an error if a checkpoint is of other arguments, rows or models, or of another layout."""
     before = read_state(folder)
     if changed := differences(before, now):
         cli.fail(f"--resume: {folder} has other arguments: {'; '.join(changed)}")
@@ -249,7 +250,12 @@ def save_folder(args, model, tokenizer, weights, card=None):
             own = [] if text == "eos" else models.stop_ids(tokenizer, text, "--stop_token").tolist()
             ends = list(dict.fromkeys([*utils.end_ids(tokenizer), *own]))
             model.generation_config.eos_token_id = ends if len(ends) > 1 else ends[0]
+        # The library refuses to save some values with which models are published, such as Vicuna's temperature.
+        generation, model.generation_config = getattr(model, "generation_config", None), GenerationConfig()
         model.save_pretrained(partial, state_dict=weights)
+        model.generation_config = generation
+        if model.can_generate():
+            generation.to_json_file(partial / "generation_config.json", keys_to_pop=["compile_config"])
         tokenizer.save_pretrained(partial)
         models.write_older_names(partial, tokenizer)
         (partial / "training_args.json").write_text(json.dumps(dataclasses.asdict(args), indent=1))

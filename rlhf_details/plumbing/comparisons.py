@@ -29,7 +29,7 @@ class Comparison(data.Prompt):
 
 
 def check(args):
-    """Ends with one line where the data flags contradict each other."""
+    """Exits with an error if the data flags contradict each other."""
     for flag in ("dataset", "eval_dataset"):
         name = (getattr(args, flag) or "").partition(":")[0]
         if name in toy.TASKS and name != "toy":

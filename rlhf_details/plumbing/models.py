@@ -53,17 +53,21 @@ def load_tokenizer(path, flag, args):
     if tokenizer is None or tokenizer.eos_token_id is None:
         cli.fail(f"{flag} {path}: has no {'tokenizer' if tokenizer is None else 'EOS token'}")
     name, revision = errors.split(base_of(path, flag) or path)
-    with contextlib.suppress(OSError):  # Many models have no generation_config.
+    with cli.reading(flag, path), contextlib.suppress(OSError):  # Many models have no generation_config.
         ends = GenerationConfig.from_pretrained(name, revision=revision).eos_token_id
         tokenizer.generation_eos = ends if isinstance(ends, list) else [ends] * (ends is not None)  # for utils.end_ids
     return tokenizer
 
 
 def find_tokenizer(path, flag, args):
-    """The tokenizer of a model, or None for a folder without one, for which the library would make up an empty one."""
+    """The tokenizer of a model, or None for a folder without one, for which the library would make up an empty one.
+
+    A folder of adapters without one has that of the model that they belong to.
+    """
     kinds = "tokenizer*", "vocab*", "*.model"
     if os.path.isdir(path) and not any(file for kind in kinds for file in Path(path).glob(kind)):
-        return None
+        base = base_of(path, flag)
+        return find_tokenizer(base, flag, args) if base else None
     return read(AutoTokenizer, path, flag, args)
 
 
@@ -195,7 +199,9 @@ def load_reward_model(path, args, flag="--reward_model_path", allow_untrained=Fa
     allow_untrained = allow_untrained or args.allow_untrained_reward_model
     if base := base_of(path, flag):
         model = load_reward_model(base, args, f"{flag} {path}: base model", True)
-        if any(name.endswith(".score.weight") for name in adapter_file(path, flag)[1]):
+        _, shapes, metadata = adapter_file(path, flag)
+        if any(name.endswith(".score.weight") for name in shapes):
+            model.config.reward_bias = float(metadata.get("reward_bias", getattr(model.config, "reward_bias", 0.0)))
             return set_up(load_merged(model, path, flag), path, flag, args)
         if not allow_untrained:
             cli.fail(f"{flag} {path}: not a trained reward model (these adapters come without the weights of `score`)")
@@ -470,8 +476,12 @@ def save_adapter(model, folder, base_model):
     config.inference_mode = True
     config.save_pretrained(folder)
     weights = {f"base_model.model.{name}": x for name, x in get_peft_model_state_dict(model).items()}
+    metadata = {"format": "pt"}
+    if hasattr(model, "score"):  # A new head belongs to the adapters, as in peft's own SEQ_CLS, and so does its bias.
+        weights["base_model.model.score.weight"] = model.score.weight
+        metadata["reward_bias"] = str(getattr(model.config, "reward_bias", 0.0))
     weights = {name: x.detach().cpu().contiguous() for name, x in weights.items()}
-    save_file(weights, Path(folder) / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_file(weights, Path(folder) / "adapter_model.safetensors", metadata=metadata)
 
 
 def base_of(path, flag):
@@ -481,17 +491,19 @@ def base_of(path, flag):
         if not (file := find_adapter_config_file(name, revision=revision)):
             return None
         config = json.loads(Path(file).read_text())
+        if not config["base_model_name_or_path"]:
+            raise ValueError("adapter_config.json names no base_model_name_or_path")
     return "@".join(filter(None, (config["base_model_name_or_path"], config.get("revision"))))
 
 
 def adapter_file(path, flag):
-    """(file, {name: shape}) of the weights of adapters. The older adapter_model.bin is a pickle, and is not read."""
+    """(file, {name: shape}, its metadata) of adapters. The older adapter_model.bin is a pickle, and is not read."""
     name, revision = errors.split(path)
     with cli.reading(flag, path):
         file = cached_file(name, "adapter_model.safetensors", revision=revision)
         with safe_open(file, "pt") as saved:
             names = saved.keys()
-            return file, {name: saved.get_slice(name).get_shape() for name in names}
+            return file, {name: saved.get_slice(name).get_shape() for name in names}, saved.metadata() or {}
 
 
 def load_merged(model, path, flag):
@@ -499,7 +511,7 @@ def load_merged(model, path, flag):
     cli.need("peft", "peft", f"{flag} {path}, which holds adapters")
     from peft import PeftModel
 
-    (file, shapes), embedding = adapter_file(path, flag), model.get_input_embeddings()
+    (file, shapes, _), embedding = adapter_file(path, flag), model.get_input_embeddings()
     kinds = "", ".base_layer", ".token_adapter.base_layer"
     names = tuple(f".{name}{kind}.weight" for name, m in model.named_modules() if m is embedding for kind in kinds)
     rows = [shape[0] for name, shape in shapes.items() if name.endswith(names)]
