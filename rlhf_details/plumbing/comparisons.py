@@ -97,6 +97,12 @@ def are_token_ids(rows):
     return type(prompt) is list and not is_messages(prompt)
 
 
+def end_with_eos(rows, tokenizer):
+    """Whether a text must be given EOS to be read as these rows are. A chat template writes its own end of a turn."""
+    first = rows[0]
+    return not is_messages(first.columns["prompt"]) and first.candidates[0][-1:] == [tokenizer.eos_token_id]
+
+
 # ---- rows -> prompt, candidates, best --------------------------------------------------------------------------------
 def read_comparisons(spec, flag, args, take=None):
     """The first `take` rows (None: all) of a data set in any of the formats: [(prompt, candidates, best, row)]."""

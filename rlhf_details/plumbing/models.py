@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from tokenizers import ByteLevelBPETokenizer
+from tokenizers import ByteLevelBPETokenizer, processors
 from transformers import (
     AttentionMaskInterface,
     AutoConfig,
@@ -125,6 +125,15 @@ def stop_ids(tokenizer, text, flag, device=None):
     if len(ids) > 1 and text == "eos":
         cli.say(f"{flag} eos: a response ends with {' or '.join(map(tokenizer.decode, ids))}")
     return torch.tensor(ids[-1:] if text not in ("eos", "none") else ids, dtype=torch.long, device=device)
+
+
+def append_eos(tokenizer):
+    """Lets a tokenizer end with EOS each text to which it adds special tokens, which the code here never asks it for."""
+    eos, i = tokenizer.eos_token, tokenizer.eos_token_id
+    if tokenizer.is_fast and tokenizer("a").input_ids[-1:] != [i]:  # It may come from a model that was saved so.
+        last = processors.TemplateProcessing(single=["$A", eos], pair=["$A", "$B", eos], special_tokens=[(eos, i)])
+        steps = [tokenizer.backend_tokenizer.post_processor, last]
+        tokenizer.backend_tokenizer.post_processor = processors.Sequence(list(filter(None, steps)))
 
 
 def decode(tokenizer, responses, mask):
@@ -358,6 +367,30 @@ def make_small(args, rows):
     return tokenizer, prepare(GPTNeoXForCausalLM(config), args)
 
 
+def write_older_names(folder, tokenizer):
+    """Adds to a saved folder what transformers 4.57 and converters look for, under the names that transformers 5 changed.
+
+    Without them the tokenizer cannot be loaded, and a rope_theta of the model's own is taken for 10,000 in silence.
+    """
+    file = Path(folder) / "tokenizer_config.json"
+    saved = {"model_input_names": tokenizer.model_input_names} | json.loads(file.read_text())
+    if saved["tokenizer_class"] == "TokenizersBackend":
+        saved["tokenizer_class"] = "PreTrainedTokenizerFast"  # This is the same class in both.
+    if isinstance(saved.get("extra_special_tokens"), list):
+        saved["additional_special_tokens"] = saved.pop("extra_special_tokens")
+    file.write_text(json.dumps(saved, indent=2, ensure_ascii=False))
+    file = Path(folder) / "config.json"
+    config = json.loads(file.read_text()) if file.exists() else {}
+    rope = config.get("rope_parameters") or {}
+    if "rope_theta" in rope:  # In some models each kind of layers has values of its own.
+        config |= {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
+        if config["model_type"] == "gpt_neox":
+            config |= {"rotary_emb_base": rope["rope_theta"], "rotary_pct": rope["partial_rotary_factor"]}
+        if rope["rope_type"] != "default":
+            config["rope_scaling"] = rope
+        file.write_text(json.dumps(config, indent=2))
+
+
 # ---- LoRA (arXiv 2106.09685) by the library peft, whose layers take the place of a model's linear layers -------------
 def add_adapters(model, rank):
     """Freezes a model and adds adapters to train: W x becomes W x + 2 B A x, with A [rank, in], B [out, rank].
@@ -438,8 +471,8 @@ def save_adapter(model, folder, base_model):
 
     Path(folder).mkdir(parents=True, exist_ok=True)
     config = model.peft_config["default"]
-    name, config.revision = errors.split(base_model)
-    config.base_model_name_or_path = str(Path(name).resolve()) if Path(name).exists() else name  # found from any folder
+    # A path stays as it was given: another machine has no folder of this one, but may have the same ones below its own.
+    config.base_model_name_or_path, config.revision = errors.split(str(base_model))
     config.inference_mode = True
     config.save_pretrained(folder)
     weights = {f"base_model.model.{name}": x for name, x in get_peft_model_state_dict(model).items()}
