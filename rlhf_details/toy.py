@@ -18,7 +18,7 @@ from functools import cache
 from itertools import pairwise
 
 import numpy as np
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 TOPICS = {  # topic: places, nouns that take "was", nouns that take "were"
@@ -262,4 +262,5 @@ def tokenizer(task="toy"):
     vocabulary = ["<pad>", "<eos>", "<unk>", *(sorted(words) if task == "toy" else ["+", "=", *map(str, range(38))])]
     backend = Tokenizer(models.WordLevel({w: i for i, w in enumerate(vocabulary)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.decoder = decoders.Replace(Regex("^"), " ")  # As in GPT-2, a word brings its space along.
     return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")

@@ -61,7 +61,7 @@ def parse(argv):
 
 
 def check(reward, module, policy):
-    """Ends with one line (exit code 2) where the arguments of either, or of both together, make no sense."""
+    """Exits with an error (exit code 2) if the arguments of either, or of both together, make no sense."""
     train_reward.check(reward), module.check(policy)
     task = policy.dataset.partition(":")[0]
     if task in toy.TASKS and task != "toy":

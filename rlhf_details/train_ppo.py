@@ -499,7 +499,7 @@ def evaluate(policy, sample, reference, score, prompts, stop_ids, end_ids, args,
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
 def check(args):
-    """Ends with one line (exit code 2) where arguments contradict each other."""
+    """Exits with an error (exit code 2) if arguments contradict each other."""
     cli.check(args)
     rewards.check(args)
     unit = args.num_mini_batches * cli.world_size()

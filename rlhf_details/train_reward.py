@@ -268,7 +268,7 @@ def normalise(scores):
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
 def check(args):
-    """Ends with one line (exit code 2) where arguments contradict each other."""
+    """Exits with an error (exit code 2) if arguments contradict each other."""
     cli.check(args)
     comparisons.check(args)
     if args.batch_size % cli.world_size():
@@ -362,6 +362,10 @@ def main(args: Args):
         # The head takes the gain, because other libraries know none. [RM-13]
         weights["model.score.weight"] = weights["model.score.weight"] * weights["gain"] * gain
         model.config.reward_bias = bias
+        # Other programs read a text as the saved folder says: with EOS at its end, and with no sigmoid of the score.
+        model.config.problem_type = "regression"
+        if comparisons.end_with_eos(train, tokenizer):
+            models.append_eos(tokenizer)
     return run.finish(reward, weights, model)  # the model folder with its card, the held-out metrics, and the upload
 
 

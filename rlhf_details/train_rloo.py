@@ -403,7 +403,7 @@ def evaluate(policy, sample, reference, score, prompts, stop_ids, args, accelera
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
 def check(args):
-    """Ends with one line (exit code 2) where arguments contradict each other."""
+    """Exits with an error (exit code 2) if arguments contradict each other."""
     cli.check(args)
     rewards.check(args)
     unit = args.num_mini_batches * args.rloo_k * cli.world_size()

@@ -242,7 +242,7 @@ def evaluate(language_model, rows, tokenizer, args, accelerator):
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
 def check(args):
-    """Ends with one line (exit code 2) where arguments contradict each other."""
+    """Exits with an error (exit code 2) if arguments contradict each other."""
     cli.check(args)
     if args.batch_size % cli.world_size():
         cli.fail(f"--batch_size {args.batch_size}: not divisible by the {cli.world_size()} processes")

@@ -80,15 +80,22 @@ def render_pair(tokenizer, prompt, completion, options):
         joined = prompt[-1]["content"] + completion[0]["content"]
         turns = [*prompt[:-1], prompt[-1] | {"content": joined}, *completion[1:]]
     whole = render(tokenizer, turns, options)
-    if not whole.startswith(text):  # DeepSeek-R1's prompt goes on with <think>, and its answers begin without it.
+    begin = len(text)
+    if not whole.startswith(text):
         shared = text[: next((i for i, (a, b) in enumerate(zip(text, whole, strict=False)) if a != b), len(whole))]
-        ends = [shared.rfind(token) + len(token) for token in special_tokens(tokenizer) if token in shared]
-        text = shared[: max(ends, default=0)]
+        question = prompt[-1]["content"].strip()
+        asked = "" if goes_on or not question else "".join(text.rpartition(question)[1:])
+        if asked and asked in whole[len(shared) :]:  # Mistral's writes the system's message where a question is last.
+            begin = whole.rindex(asked) + len(asked)
+        else:  # DeepSeek-R1's prompt goes on with <think>, and its answers begin without it.
+            ends = [shared.rfind(token) + len(token) for token in special_tokens(tokenizer) if token in shared]
+            begin = max(ends, default=0)
+            text = shared[:begin]
     closing, end = end_of_turn(tokenizer, options)
     if end and not whole.endswith(closing):  # A turn that calls a tool may end with a token of its own.
         ids, special = tokenizer(whole, add_special_tokens=False).input_ids, special_tokens(tokenizer).values()
         end = ids[max(i for i, token in enumerate(ids) if token in special) :]
-    return text, whole[len(text) :], end
+    return text, whole[begin:], end
 
 
 def end_of_turn(tokenizer, options=None):

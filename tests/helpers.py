@@ -32,9 +32,9 @@ LM_HUMAN_PREFERENCES = dict(
 
 
 def flags_shown(text):
-    """{flag: its lines} of what --help has printed."""
+    """{flag: its name, type and text} of what --help has printed."""
     parts = re.split(r"^\W{2,3}--(?=\w)", text, flags=re.M)[1:]
-    return {re.match(r"\w+", part)[0]: part for part in parts}
+    return {re.match(r"\w+", part)[0]: " ".join(part.replace("│", " ").split()) for part in parts}
 
 
 # ---- tiny models -----------------------------------------------------------------------------------------------------

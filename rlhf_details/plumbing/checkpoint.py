@@ -23,6 +23,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from transformers import GenerationConfig
 
 from rlhf_details import utils
 from rlhf_details.plumbing import cli, data, engines, models
@@ -190,7 +191,7 @@ def changed_since_log(run_folder, now):
 
 
 def check_same_run(folder, now):
-    """Ends with one line where a checkpoint is of other arguments, rows or models, or of another layout."""
+    """Exits with an error if a checkpoint is of other arguments, rows or models, or of another layout."""
     before = read_state(folder)
     if changed := differences(before, now):
         cli.fail(f"--resume: {folder} has other arguments: {'; '.join(changed)}")
@@ -238,6 +239,7 @@ def save_folder(args, model, tokenizer, weights, card=None):
         if hasattr(model, "peft_config"):
             models.save_adapter(model, partial / "adapter", getattr(args, "sft_model_path", None) or args.base_model)
             tokenizer.save_pretrained(partial / "adapter")  # So that the adapters can be loaded by themselves.
+            models.write_older_names(partial / "adapter", tokenizer)
             model, weights = models.merge_adapters(model), None
         if weights is not None:  # Buffers are no parameters, but belong to the model.
             parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -248,11 +250,19 @@ def save_folder(args, model, tokenizer, weights, card=None):
             own = [] if text == "eos" else models.stop_ids(tokenizer, text, "--stop_token").tolist()
             ends = list(dict.fromkeys([*utils.end_ids(tokenizer), *own]))
             model.generation_config.eos_token_id = ends if len(ends) > 1 else ends[0]
+        # The library refuses to save some values with which models are published, such as Vicuna's temperature.
+        generation, model.generation_config = getattr(model, "generation_config", None), GenerationConfig()
         model.save_pretrained(partial, state_dict=weights)
+        model.generation_config = generation
+        if model.can_generate():
+            generation.to_json_file(partial / "generation_config.json", keys_to_pop=["compile_config"])
         tokenizer.save_pretrained(partial)
+        models.write_older_names(partial, tokenizer)
         (partial / "training_args.json").write_text(json.dumps(dataclasses.asdict(args), indent=1))
         if card is not None:
             (partial / "README.md").write_text(card, encoding="utf-8")
+        for file in partial.rglob("*.safetensors"):  # The library lets nobody but the owner read them.
+            shutil.copymode(partial / "training_args.json", file)
         for path in (*partial.rglob("*"), partial):
             sync(path)
     except BaseException:

@@ -180,7 +180,7 @@ def join_lists(argv, names):
 
 # ---- checks that all scripts share -----------------------------------------------------------------------------------
 def check(args):
-    """Ends with one line (exit code 2) where a flag makes no sense, before anything is written or trained."""
+    """Exits with an error (exit code 2) if a flag makes no sense, before anything is written or trained."""
     check_numbers(args)
     for flag in ("exp_name", "run_name"):
         name = getattr(args, flag)
@@ -208,7 +208,7 @@ def check(args):
 
 
 def check_numbers(args):
-    """Ends with one line where a count is too small, or a number is negative or not finite."""
+    """Exits with an error if a count is too small, or a number is negative or not finite."""
     for name, value in vars(args).items():
         lowest = 0 if name in MAY_BE_ZERO else 1
         if type(value) is int and value < lowest:
@@ -223,7 +223,7 @@ def check_numbers(args):
 
 
 def check_template(args):
-    """Ends with one line where the arguments of a chat template are no JSON object, or its day is no date."""
+    """Exits with an error if the arguments of a chat template are no JSON object, or its day is no date."""
     try:
         is_object = isinstance(json.loads(args.chat_template_kwargs), dict)
     except ValueError:
@@ -239,7 +239,7 @@ def check_template(args):
 
 
 def check_sampler(args):
-    """Ends with one line where vLLM is asked for and not installed, or its server's URL is given for nothing."""
+    """Exits with an error if vLLM is asked for and not installed, or its server's URL is given for nothing."""
     if args.vllm_server and args.sampler != "vllm":
         fail(f"--vllm_server {args.vllm_server}: needs --sampler vllm")
     if args.sampler == "vllm" and not args.vllm_server and find_spec("vllm") is None:
@@ -249,7 +249,7 @@ def check_sampler(args):
 
 
 def check_datasets(args):
-    """Ends with one line where a local file of a data set, or a split of an embedded task, does not exist."""
+    """Exits with an error if a local file of a data set, or a split of an embedded task, does not exist."""
     for flag in ("dataset", "eval_dataset", "reference_dataset"):
         spec = getattr(args, flag, None) or ""
         name, _, part = spec.partition("[")[0].partition(":")
@@ -260,7 +260,7 @@ def check_datasets(args):
 
 
 def check_file(flag, spec):
-    """Ends with one line where a data set is named like a file and there is none, or is a file of an unknown kind."""
+    """Exits with an error if a data set is named like a file and there is none, or is a file of an unknown kind."""
     path = Path(spec.partition("[")[0].partition(":")[0])
     is_known = FILE.search(path.name) or path.suffix == ".py"
     if is_known and not path.exists():
@@ -270,7 +270,7 @@ def check_file(flag, spec):
 
 
 def check_output_dir(args):
-    """Ends with one line where the output folder holds another model, an input of this run or foreign files.
+    """Exits with an error if the output folder holds another model, an input of this run or foreign files.
 
     Repeating a run into its folder is fine. `--overwrite` allows to replace other models and files, but never an input.
     """
@@ -284,7 +284,8 @@ def check_output_dir(args):
             fail(f"--output_dir {args.output_dir}: would replace {kept}")
     if not folder.exists() or not any(folder.iterdir()):
         return
-    if any(item.is_dir() and item.name != "adapter" for item in folder.iterdir()):
+    ours = "adapter", "additional_chat_templates"
+    if any(item.is_dir() and item.name not in ours for item in folder.iterdir()):
         fail(f"--output_dir {args.output_dir}: holds folders, so it is no model folder; give another one")
     if args.overwrite:
         return

@@ -29,7 +29,7 @@ class Comparison(data.Prompt):
 
 
 def check(args):
-    """Ends with one line where the data flags contradict each other."""
+    """Exits with an error if the data flags contradict each other."""
     for flag in ("dataset", "eval_dataset"):
         name = (getattr(args, flag) or "").partition(":")[0]
         if name in toy.TASKS and name != "toy":
@@ -96,6 +96,12 @@ def are_token_ids(rows):
     """Whether rows hold token ids that are trained on as they are, without EOS: the labels of lm-human-preferences."""
     prompt = rows[0].columns["prompt"]
     return type(prompt) is list and not is_messages(prompt)
+
+
+def end_with_eos(rows, tokenizer):
+    """Whether a text must be given EOS to be read as these rows are. A chat template writes its own end of a turn."""
+    first = rows[0]
+    return not is_messages(first.columns["prompt"]) and first.candidates[0][-1:] == [tokenizer.eos_token_id]
 
 
 # ---- rows -> prompt, candidates, best --------------------------------------------------------------------------------

@@ -30,7 +30,8 @@ from rlhf_details.utils import is_messages
 
 # ---- rows of any shape -> prompts and completions --------------------------------------------------------------------
 CONVERSATIONS = "messages", "conversations", "conversation"  # columns that hold one
-ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}  # ShareGPT's names
+ROLES = {"human": "user", "observation": "tool"}  # ShareGPT's names, and those of data sets like it
+ROLES |= dict.fromkeys(("gpt", "chatgpt", "bot", "model", "function_call"), "assistant")
 # The two characters \n are a line break, since shells pass one so. But LaTeX has commands that begin like it.
 LINE_BREAK = re.compile(r"\\n(?!(abla|e|eq|eg|u|ot|otin|i|leq|geq|cong|onumber|ewline|earrow|warrow)(?![A-Za-z]))")
 
@@ -38,7 +39,7 @@ LINE_BREAK = re.compile(r"\\n(?!(abla|e|eq|eg|u|ot|otin|i|leq|geq|cong|onumber|e
 def as_messages(value, what):
     """Messages [{"role", "content", ..}] of a list in this form, or in ShareGPT's: {"from": "human", "value": ..}.
 
-    Content in parts is joined, the null beside a call of a tool becomes "", and so do keys that are null disappear.
+    Content in parts is joined, the null beside a call of a tool becomes "", and keys that are null disappear.
     What is no conversation ends with one line.
     """
     value = [value] if isinstance(value, dict) and isinstance(value.get("role", value.get("from")), str) else value
@@ -47,7 +48,7 @@ def as_messages(value, what):
         cli.fail(f"{what}: {state}; a message is an object with a `role` and a `content`")
     found = []
     for message in value:
-        rest = {name: x for name, x in message.items() if x is not None}
+        rest = without_nulls(message)
         role = rest.pop("role", None) or rest.pop("from", None)
         content = rest.pop("content", rest.pop("value", None))
         if isinstance(content, list) and all(isinstance(part, dict) and "text" in part for part in content):
@@ -56,10 +57,20 @@ def as_messages(value, what):
         if not isinstance(role, str) or not isinstance(content, str):
             rule = "each message must have a string `role` and a `content`, a string or a list of texts"
             cli.fail(f"{what}: {rule}: {reprlib.repr(message)}")
-        if calls := rest.get("tool_calls"):
+        if calls := rest.pop("tool_calls", None):  # Templates may take an empty list for a call.
             rest["tool_calls"] = [with_arguments(call) for call in calls]
-        found.append({"role": ROLES.get(role, role), "content": content, **rest})
+        found.append({"role": ROLES.get(role.lower(), role.lower()), "content": content, **rest})
     return found
+
+
+def without_nulls(x):
+    """A value without the keys of its objects that are null.
+
+    Parquet and `datasets` give all objects of a column the same keys: each tool has the parameters of all others.
+    """
+    if isinstance(x, dict):
+        return {name: without_nulls(value) for name, value in x.items() if value is not None}
+    return [without_nulls(value) for value in x] if isinstance(x, list) else x
 
 
 def with_arguments(call):
@@ -116,6 +127,8 @@ def with_prompts(rows, args, what):
             if isinstance(row.get("system"), str) and row["system"] and prompt[0]["role"] != "system":
                 prompt = [{"role": "system", "content": row["system"]}, *prompt]
             prompt = prompt[:-1] if prompt[-1]["role"] == "assistant" else prompt
+            if not prompt:
+                cli.fail(f"{where}, column {name!r}: holds an answer and nothing before it")
         elif "query_token" in row:
             prompt = text_or_messages(Padded(row["query_token"]), f"{where}, column 'query_token'")
         elif "instruction" in row:
@@ -124,7 +137,9 @@ def with_prompts(rows, args, what):
             prompt, answers = split_common(row["chosen"], row["rejected"], where)
             row = row | dict(zip(("chosen", "rejected"), answers, strict=True))
         else:
-            cli.fail(f"{where} has no column 'prompt' or 'messages' (it has {sorted(row)})")
+            cli.fail(
+                f"{where} has no column 'prompt' or 'messages' (it has {sorted(row)}); --prompt_template names another"
+            )
         result.append(row | {"prompt": prompt})
     return result
 
@@ -169,6 +184,10 @@ def with_completions(rows, args, what):
             completion = after(row["prompt"], fill(template, row, columns, where, "--completion_template"), where)
         elif name:
             answer = as_messages(row[name], f"{where}, column {name!r}") if name in CONVERSATIONS else row[name]
+            if name in CONVERSATIONS and answer[-1]["role"] != "assistant":
+                cli.fail(
+                    f"{where}, column {name!r}: ends with a message of {answer[-1]['role']!r}, and not with an answer"
+                )
             completion = after(row["prompt"], answer, f"{where}, column {name!r}")
         elif "reference_response_token" in row:
             completion = Padded(row["reference_response_token"])
@@ -225,7 +244,7 @@ def options_of(row, args):
     for name in ("tools", "documents"):
         value = row.get(name)
         with contextlib.suppress(ValueError):  # Many data sets hold them as JSON in a string.
-            value = json.loads(value) if isinstance(value, str) else value
+            value = json.loads(value) if isinstance(value, str) else without_nulls(value)
         found |= {name: value} if value and isinstance(value, list) else {}
     return found
 

@@ -31,7 +31,7 @@ def fail(message):
 
 
 def need(package, extra, what):
-    """Ends with one line where the package of an extra is not installed. what: the flag that needs it."""
+    """Exits with an error if the package of an extra is not installed. what: the flag that needs it."""
     if importlib.util.find_spec(package) is None:
         fail(f'{what}: needs the package {package}: pip install -c constraints.txt -e ".[{extra}]"')
 

@@ -52,7 +52,7 @@ def read_rows(spec, flag):
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict):
             cli.fail(f"{flag} {spec}: row {number} is no object with columns: {reprlib.repr(row)}")
-        for column, value in row.items() if path.is_file() else ():  # What `datasets` has stored is valid UTF-8.
+        for column, value in row.items():
             try:
                 json.dumps(value, ensure_ascii=False, skipkeys=True, default=str).encode()
             except UnicodeEncodeError as e:
@@ -74,7 +74,7 @@ def read_file(path, part, flag):
             cli.fail(f"{what}: line {content[: e.start].count(10) + 1} is not UTF-8 ({e.reason})")
     if kind in ("csv", "tsv") and text.strip():
         header = text.partition("\n")[0]
-        sep = "\t" if kind == "tsv" else ";" if ";" in header and "," not in header else ","
+        sep = "\t" if kind == "tsv" else next((sep for sep in ",;\t|" if sep in header), ",")
         return load_dataset(flag, path, "csv", part, data_files=str(path), sep=sep, encoding=encoding)
     is_one = re.match(r"\s*\[", text) or (kind == "json" and not re.match(r"\s*{.*}\s*\n\s*{", text))
     rows = []
@@ -101,8 +101,15 @@ def load_saved(flag, spec, name, part):
     with cli.reading(flag, spec):
         saved = datasets.load_from_disk(name).with_format(None)
         splits = saved if isinstance(saved, dict) else dict.fromkeys(("train", str(saved.split or "train")), saved)
-        asked = datasets.ReadInstruction.from_spec(part).to_absolute({name: len(splits[name]) for name in splits})
-        return [dict(row) for x in asked for row in splits[x.splitname].select(range(x.from_, x.to))]
+        return rows_of(splits, part)
+
+
+def rows_of(splits, part):
+    """The rows that `part`, such as "train[:10%]+test", takes of {name of a split: its rows}."""
+    import datasets
+
+    asked = datasets.ReadInstruction.from_spec(part).to_absolute({name: len(splits[name]) for name in splits})
+    return [splits[x.splitname][i] for x in asked for i in range(x.from_, x.to)]
 
 
 def load_dataset(flag, spec, name, part="", taken="", **options):
@@ -113,6 +120,7 @@ def load_dataset(flag, spec, name, part="", taken="", **options):
     import datasets  # It is slow to import, and most runs do without it.
     import pandas
     from datasets.packaged_modules.csv.csv import CsvConfig
+    from datasets.packaged_modules.json.json import JsonConfig
 
     datasets.disable_progress_bars(), datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     name, revision = errors.split(name)
@@ -137,6 +145,12 @@ def load_dataset(flag, spec, name, part="", taken="", **options):
                 cli.fail(f"{flag} {spec}: row 1 has more cells than there are columns, {list(head.columns)}")
             options |= {"features": datasets.Features(dict.fromkeys(head.columns, datasets.Value("string")))}
             builder = datasets.load_dataset_builder(name, config or None, keep_default_na=False, **options)
+        if isinstance(builder.config, JsonConfig) and os.path.isdir(name):  # `datasets` would make dates of texts.
+            found = builder.config.data_files
+            if all(cli.FILE.search(file) for x in found.values() for file in x):
+                read = functools.partial(read_file, part=builder.config.field or "", flag=flag)
+                splits = {split: [row for file in x for row in read(Path(file))] for split, x in found.items()}
+                return rows_of(splits, f"{split or 'train'}{taken}")
         builder.download_and_prepare()
         return [dict(row) for row in builder.as_dataset(split=f"{split or 'train'}{taken}")]
 

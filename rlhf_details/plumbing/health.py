@@ -212,7 +212,7 @@ def learnt_lines(after, held_out, by_prompt):
             hint = "; the policy over-learns the reward: raise --kl_coef, or stop earlier"
             found.append(f"gold, the true reward, {words}{hint if how == 'fell' else ''}")
         else:
-            found.append(f"{said}: scores {words}, at a KL of {after['eval/objective/kl']:z.3f} nats a response")
+            found.append(f"{said}: scores {words}, at a KL of {after['eval/objective/kl']:z.3f} nats per response")
     return found
 
 

@@ -41,7 +41,7 @@ Preferred: <A or B>"""
 
 
 def check(args):
-    """Ends with one line where the arguments of the judge are incomplete or contradict --judge."""
+    """Exits with an error if the arguments of the judge are incomplete or contradict --judge."""
     if args.judge != "llm":
         if args.judge_model:
             cli.fail(f"--judge_model {args.judge_model}: is read by --judge llm alone, not by --judge {args.judge}")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from tokenizers import ByteLevelBPETokenizer
+from tokenizers import ByteLevelBPETokenizer, processors
 from transformers import (
     AttentionMaskInterface,
     AutoConfig,
@@ -53,17 +53,21 @@ def load_tokenizer(path, flag, args):
     if tokenizer is None or tokenizer.eos_token_id is None:
         cli.fail(f"{flag} {path}: has no {'tokenizer' if tokenizer is None else 'EOS token'}")
     name, revision = errors.split(base_of(path, flag) or path)
-    with contextlib.suppress(OSError):  # Many models have no generation_config.
+    with cli.reading(flag, path), contextlib.suppress(OSError):  # Many models have no generation_config.
         ends = GenerationConfig.from_pretrained(name, revision=revision).eos_token_id
         tokenizer.generation_eos = ends if isinstance(ends, list) else [ends] * (ends is not None)  # for utils.end_ids
     return tokenizer
 
 
 def find_tokenizer(path, flag, args):
-    """The tokenizer of a model, or None for a folder without one, for which the library would make up an empty one."""
+    """The tokenizer of a model, or None for a folder without one, for which the library would make up an empty one.
+
+    A folder of adapters without one has that of the model that they belong to.
+    """
     kinds = "tokenizer*", "vocab*", "*.model"
     if os.path.isdir(path) and not any(file for kind in kinds for file in Path(path).glob(kind)):
-        return None
+        base = base_of(path, flag)
+        return find_tokenizer(base, flag, args) if base else None
     return read(AutoTokenizer, path, flag, args)
 
 
@@ -121,6 +125,15 @@ def stop_ids(tokenizer, text, flag, device=None):
     if len(ids) > 1 and text == "eos":
         cli.say(f"{flag} eos: a response ends with {' or '.join(map(tokenizer.decode, ids))}")
     return torch.tensor(ids[-1:] if text not in ("eos", "none") else ids, dtype=torch.long, device=device)
+
+
+def append_eos(tokenizer):
+    """Lets a tokenizer end with EOS each text to which it adds special tokens, which the code here never asks it for."""
+    eos, i = tokenizer.eos_token, tokenizer.eos_token_id
+    if tokenizer.is_fast and tokenizer("a").input_ids[-1:] != [i]:  # It may come from a model that was saved so.
+        last = processors.TemplateProcessing(single=["$A", eos], pair=["$A", "$B", eos], special_tokens=[(eos, i)])
+        steps = [tokenizer.backend_tokenizer.post_processor, last]
+        tokenizer.backend_tokenizer.post_processor = processors.Sequence(list(filter(None, steps)))
 
 
 def decode(tokenizer, responses, mask):
@@ -186,7 +199,9 @@ def load_reward_model(path, args, flag="--reward_model_path", allow_untrained=Fa
     allow_untrained = allow_untrained or args.allow_untrained_reward_model
     if base := base_of(path, flag):
         model = load_reward_model(base, args, f"{flag} {path}: base model", True)
-        if any(name.endswith(".score.weight") for name in adapter_file(path, flag)[1]):
+        _, shapes, metadata = adapter_file(path, flag)
+        if any(name.endswith(".score.weight") for name in shapes):
+            model.config.reward_bias = float(metadata.get("reward_bias", getattr(model.config, "reward_bias", 0.0)))
             return set_up(load_merged(model, path, flag), path, flag, args)
         if not allow_untrained:
             cli.fail(f"{flag} {path}: not a trained reward model (these adapters come without the weights of `score`)")
@@ -352,6 +367,30 @@ def make_small(args, rows):
     return tokenizer, prepare(GPTNeoXForCausalLM(config), args)
 
 
+def write_older_names(folder, tokenizer):
+    """Adds to a saved folder what transformers 4.57 and converters look for, under the names that transformers 5 changed.
+
+    Without them the tokenizer cannot be loaded, and a rope_theta of the model's own is taken for 10,000 in silence.
+    """
+    file = Path(folder) / "tokenizer_config.json"
+    saved = {"model_input_names": tokenizer.model_input_names} | json.loads(file.read_text())
+    if saved["tokenizer_class"] == "TokenizersBackend":
+        saved["tokenizer_class"] = "PreTrainedTokenizerFast"  # This is the same class in both.
+    if isinstance(saved.get("extra_special_tokens"), list):
+        saved["additional_special_tokens"] = saved.pop("extra_special_tokens")
+    file.write_text(json.dumps(saved, indent=2, ensure_ascii=False))
+    file = Path(folder) / "config.json"
+    config = json.loads(file.read_text()) if file.exists() else {}
+    rope = config.get("rope_parameters") or {}
+    if "rope_theta" in rope:  # In some models each kind of layers has values of its own.
+        config |= {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
+        if config["model_type"] == "gpt_neox":
+            config |= {"rotary_emb_base": rope["rope_theta"], "rotary_pct": rope["partial_rotary_factor"]}
+        if rope["rope_type"] != "default":
+            config["rope_scaling"] = rope
+        file.write_text(json.dumps(config, indent=2))
+
+
 # ---- LoRA (arXiv 2106.09685) by the library peft, whose layers take the place of a model's linear layers -------------
 def add_adapters(model, rank):
     """Freezes a model and adds adapters to train: W x becomes W x + 2 B A x, with A [rank, in], B [out, rank].
@@ -432,13 +471,17 @@ def save_adapter(model, folder, base_model):
 
     Path(folder).mkdir(parents=True, exist_ok=True)
     config = model.peft_config["default"]
-    name, config.revision = errors.split(base_model)
-    config.base_model_name_or_path = str(Path(name).resolve()) if Path(name).exists() else name  # found from any folder
+    # A path stays as it was given: another machine has no folder of this one, but may have the same ones below its own.
+    config.base_model_name_or_path, config.revision = errors.split(str(base_model))
     config.inference_mode = True
     config.save_pretrained(folder)
     weights = {f"base_model.model.{name}": x for name, x in get_peft_model_state_dict(model).items()}
+    metadata = {"format": "pt"}
+    if hasattr(model, "score"):  # A new head belongs to the adapters, as in peft's own SEQ_CLS, and so does its bias.
+        weights["base_model.model.score.weight"] = model.score.weight
+        metadata["reward_bias"] = str(getattr(model.config, "reward_bias", 0.0))
     weights = {name: x.detach().cpu().contiguous() for name, x in weights.items()}
-    save_file(weights, Path(folder) / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_file(weights, Path(folder) / "adapter_model.safetensors", metadata=metadata)
 
 
 def base_of(path, flag):
@@ -448,17 +491,19 @@ def base_of(path, flag):
         if not (file := find_adapter_config_file(name, revision=revision)):
             return None
         config = json.loads(Path(file).read_text())
+        if not config["base_model_name_or_path"]:
+            raise ValueError("adapter_config.json names no base_model_name_or_path")
     return "@".join(filter(None, (config["base_model_name_or_path"], config.get("revision"))))
 
 
 def adapter_file(path, flag):
-    """(file, {name: shape}) of the weights of adapters. The older adapter_model.bin is a pickle, and is not read."""
+    """(file, {name: shape}, its metadata) of adapters. The older adapter_model.bin is a pickle, and is not read."""
     name, revision = errors.split(path)
     with cli.reading(flag, path):
         file = cached_file(name, "adapter_model.safetensors", revision=revision)
         with safe_open(file, "pt") as saved:
             names = saved.keys()
-            return file, {name: saved.get_slice(name).get_shape() for name in names}
+            return file, {name: saved.get_slice(name).get_shape() for name in names}, saved.metadata() or {}
 
 
 def load_merged(model, path, flag):
@@ -466,7 +511,7 @@ def load_merged(model, path, flag):
     cli.need("peft", "peft", f"{flag} {path}, which holds adapters")
     from peft import PeftModel
 
-    (file, shapes), embedding = adapter_file(path, flag), model.get_input_embeddings()
+    (file, shapes, _), embedding = adapter_file(path, flag), model.get_input_embeddings()
     kinds = "", ".base_layer", ".token_adapter.base_layer"
     names = tuple(f".{name}{kind}.weight" for name, m in model.named_modules() if m is embedding for kind in kinds)
     rows = [shape[0] for name, shape in shapes.items() if name.endswith(names)]

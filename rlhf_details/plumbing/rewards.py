@@ -47,14 +47,14 @@ async def result_of(awaitable):
 
 
 def check(args):
-    """Ends with one line where no reward is named or a function cannot be had."""
+    """Exits with an error if no reward is named or a function cannot be had."""
     if not args.reward_model_path and not args.reward_fn:
         cli.fail(f"--reward_model_path or --reward_fn: one of them is required with --dataset {args.dataset}")
     check_functions(args)
 
 
 def check_functions(args):
-    """Ends with one line where a function of --reward_fn cannot be had or weighted; imports the user's code."""
+    """Exits with an error if a function of --reward_fn cannot be had or weighted; imports the user's code."""
     if len(args.reward_fn_weights) not in (0, len(args.reward_fn)):
         cli.fail(f"--reward_fn_weights: {len(args.reward_fn_weights)} weights for {len(args.reward_fn)} functions")
     for spec in args.reward_fn:
@@ -116,7 +116,7 @@ class Scorer:
             cli.say(f"the reward model has a tokenizer of its own ({sizes}), so it reads decoded text")
 
     def check_columns(self, prompts, held_out=()):
-        """Ends with one line where a data set lacks a column that a function needs, or messages cannot be scored."""
+        """Exits with an error if a data set lacks a column that a function needs, or messages cannot be scored."""
         are_messages = any(is_messages(row.columns["prompt"]) for row in (*prompts, *held_out))
         if self.reward_model and not self.reward_model.tokenizer and are_messages:
             self.reward_model.tokenizer = models.own_template(self.args, self.tokenizer)

@@ -92,6 +92,8 @@ def warn_of_left_out(tokenizer, answers, what, prompt, ids, options):
     for number, completion, ids in answers:
         turns = completion if is_messages(completion) else []
         parts = [m[key].strip() for m in turns if m["role"] == "assistant" for key in keys if m.get(key)]
+        calls = [call for m in turns for call in m.get("tool_calls", ())]
+        parts += [call.get("function", call).get("name", "") for call in calls]
         text = tokenizer.decode(ids) if parts else ""
         missing = [part for part in parts if part not in text]
         # A tokenizer may change a text, such as its case. Then it changes the part in the same way.

@@ -207,6 +207,6 @@ def sample_rows(args, tokenizer, metrics, prompts, responses, mask, ended, score
         row = {"query": prompts[i].text, "response": text}
         if health.has_end(args):
             last = responses[i][mask[i]][-1:].tolist()
-            row |= {"ended": bool(ended[i]), "end": tokenizer.decode(last) if ended[i] else ""}
+            row |= {"ended": bool(ended[i]), "end": tokenizer.decode(last).strip() if ended[i] else ""}
         rows.append(row | {"score": score, "kl": nats, "total": score - kl_coef * nats})
     return rows

@@ -213,6 +213,7 @@ def test_forms_of_json(in_tmp):
         ("w\nNone\nN/A\nnull\nnan\n007\n5\n2024-01-02\nTrue\n", "None N/A null nan 007 5 2024-01-02 True".split()),
         ('\ufeffw,x\n"a ""b"",\nc",\n,y\n', ['a "b",\nc', ""]),
         ("x;w\n1;a, b\n", ["a, b"]),  # as a spreadsheet writes it where the comma is in numbers
+        ("x\tw\n1\ta, b\n", ["a, b"]),
         ("x,w\n1\n", [""]),
     ],
 )
@@ -297,7 +298,7 @@ def test_rows_from_a_to_b(in_tmp, name):
 
 
 def test_the_splits_of_a_folder_are_those_of_datasets(in_tmp, fails):
-    write("folder/train.json", [{"n": i} for i in range(4)])
+    write("folder/train.json", [{"n": i, "day": "2024-01-02"} for i in range(4)])
     write("folder/test.json", [{"n": i} for i in range(10, 14)])
     for spec, numbers in {
         "folder": [0, 1, 2, 3],
@@ -306,7 +307,9 @@ def test_the_splits_of_a_folder_are_those_of_datasets(in_tmp, fails):
         "folder:train+test[:1]": [0, 1, 2, 3, 10],
         "folder:test[:50%]": [10, 11],
     }.items():
-        assert [row["n"] for row in files.read_rows(spec, "--dataset")] == numbers
+        found = files.read_rows(spec, "--dataset")
+        assert [row["n"] for row in found] == numbers
+        assert {row["day"] for row in found if "day" in row} <= {"2024-01-02"}  # `datasets` would make dates of them.
     assert "nosuch" in fails(files.read_rows, "folder:nosuch", "--dataset")
 
 
@@ -347,7 +350,7 @@ def test_a_data_set_of_the_hub_is_asked_for_as_datasets_wants_it(monkeypatch):
         ("two", "name one of its configurations, two:main, two:2023.en"),
         ("two:nosuch", "name one of its configurations, two:main, two:2023.en"),
         ("two:main:nosuch", 'unknown split "nosuch"'),
-        ("folder", "Couldn't cast a: int64 c: int64 b: int64 to {'a': Value('int64'), 'b': Value('int64')} because"),
+        ("folder", "to {'a': Value('int64'), 'b': Value('int64')} because column names don't match"),
         ("none.py:rows", "no such file"),
         ("mine.py:missing", "no function 'missing'"),
         ("mine.py:nothing", "no list of rows"),
@@ -363,7 +366,7 @@ def test_rows_that_cannot_be_read_are_one_line(in_tmp, fails, spec, words):
     Path("object.json").write_text('{"data": [\n{"n": 1},\n{"n": b}]}')
     Path("wide.csv").write_text("n\n1,2\n"), Path("ragged.csv").write_text("n\n1\n2,3\n")
     configurations("two", "main", "2023.en")
-    write("folder/1.jsonl", [{"a": 1, "b": 2}]), write("folder/2.jsonl", [{"a": 1, "c": 2}])
+    write("folder/1.parquet", [{"a": 1, "b": 2}]), write("folder/2.parquet", [{"a": 1, "c": 2}])
     Path("mine.py").write_text("def nothing(): pass\n")
     files.load_module.cache_clear()
     what = f"--eval_dataset {spec}"
@@ -432,6 +435,7 @@ def test_an_answer_is_of_the_prompts_kind_and_is_what_stands_after_the_prompt(in
 
 
 CALL = {"function": {"name": "add", "arguments": {"a": 1}}}
+FILLED = assistant("") | {"tool_calls": [{"id": None, "function": {"name": "add", "arguments": {"a": 1, "b": None}}}]}
 CALLS = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 1}'}}]}
 PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "!"}]
 PAST = {"instruction": "a", "input": "", "output": "b", "history": [["q", "r"]]}
@@ -450,6 +454,9 @@ PAST = {"instruction": "a", "input": "", "output": "b", "history": [["q", "r"]]}
         ({"instruction": "a", "input": "x", "output": "b"}, [user("a\n\nx")], "b"),
         (PAST, [user("q"), assistant("r"), user("a")], "b"),
         ({"messages": [user("a"), CALLS]}, [user("a")], CALLS | {"content": "", "tool_calls": [CALL]}),
+        ({"messages": [user("a"), FILLED]}, [user("a")], FILLED | {"tool_calls": [CALL]}),  # as Parquet fills up
+        ({"messages": [user("a"), assistant("b") | {"tool_calls": []}]}, [user("a")], "b"),
+        ({"conversations": [{"from": "Human", "value": "a"}, {"from": "chatgpt", "value": "b"}]}, [user("a")], "b"),
     ],
 )  # fmt: skip
 def test_the_shapes_of_rows_that_people_bring(in_tmp, tokenizers, row, prompt, answer):
@@ -490,6 +497,8 @@ def test_answers_of_a_comparison_may_have_another_shape_than_its_prompt(in_tmp, 
         ("[{'role': 'user'}]", "is no list of messages"),
         ({"role": ["user"], "content": ["a"]}, "is no list of messages"),
         ([user([{"type": "image"}])], "a string or a list of texts"),
+        ([user([{"type": "image", "text": None}])], "a string or a list of texts"),
+        ([assistant("b")], "an answer and nothing before it"),
     ],
 )  # fmt: skip
 def test_broken_messages_are_called_that(in_tmp, fails, value, words):
@@ -538,7 +547,7 @@ def test_an_implicit_conversation_ends_with_the_last_common_message_that_is_no_a
         ({"prompt": "a"}, "has no column 'completion'"),
         ({"prompt": "a", "completion": None}, "column 'completion'"),
         ({"prompt": [user("a")], "completion": [3, 4]}, "of another kind than the prompt"),
-        ({"messages": [user("a"), assistant("b"), user("c")]}, "does not go on from the prompt"),
+        ({"messages": [user("a"), assistant("b"), user("c")]}, "ends with a message of 'user'"),
         # UltraChat's rows, whose `prompt` is the first message alone.
         ({"prompt": "a", "messages": [user("a"), assistant("b"), user("c"), assistant("d")]}, "_template messages"),
     ],
@@ -711,11 +720,15 @@ def test_gen_16_a_turn_ends_as_its_template_ends_it(template, trained, ends):
 
 def test_an_answer_that_the_template_cuts_is_said(in_tmp, capsys):
     tokenizer = chat_tokenizer("r1")
-    rows = [[user("a"), assistant(text)] for text in ("cheap .", "<think>the hotel</think>cheap .")]
-    write("rows.jsonl", [{"messages": messages} for messages in rows])
+    answers = (
+        assistant("cheap ."),
+        assistant("<think>the hotel</think>cheap ."),
+        assistant("cheap .") | {"tool_calls": [CALL]},
+    )
+    write("rows.jsonl", [{"messages": [user("a"), answer]} for answer in answers])
     demonstrations_of("rows.jsonl", tokenizer, base_model="base")
     said = capsys.readouterr().out
-    assert "rows whose answer the chat template does not wholly write: 1, the first one is row 2" in said
+    assert "rows whose answer the chat template does not wholly write: 2, the first one is row 2" in said
     assert "the chat template asks for an answer with '<|user|>a<|assistant|><think>\\n'" in said
 
 
@@ -725,11 +738,25 @@ def test_a_template_gets_what_the_row_and_the_user_have(in_tmp):
     )
     tokenizer = chat_tokenizer("gemma")
     tokenizer.chat_template = template
-    write("rows.jsonl", [{"prompt": [user("a")], "tools": '[{"name": "add"}]', "documents": [{"text": "b"}]}])
+    tools = '[{"name": "add"}]', [{"name": "add", "city": None}]  # The null is Parquet's.
+    write("rows.jsonl", [{"prompt": [user("a")], "tools": x, "documents": [{"text": "b"}]} for x in tools])
     flags = dict(chat_template_kwargs='{"mode": "loud"}', template_date="2024-02-03")
-    ((row,), _) = prompts_of("rows.jsonl", tokenizer, **flags)
-    text = tokenizer.decode(row.ids)
-    assert "[{'name': 'add'}]" in text and "[{'text': 'b'}]" in text and "loud 03 Feb 2024" in text
+    for row in prompts_of("rows.jsonl", tokenizer, **flags)[0]:
+        text = tokenizer.decode(row.ids)
+        assert "[{'name': 'add'}]" in text and "[{'text': 'b'}]" in text and "loud 03 Feb 2024" in text
+
+
+def test_a_prompt_that_the_template_writes_otherwise_without_its_answer_is_the_one_that_is_asked():
+    """Mistral's writes the system's message before a question that is the last message."""
+    tokenizer = chat_tokenizer("eos")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>{% if loop.last and m.role == 'user' %}be kind {% endif %}"
+        "{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
+    )
+    answer = assistant("the hotel")
+    prompt, completion = tokenization.encode(tokenizer, [user("cheap"), answer, user("cheap")], [answer])
+    assert tokenizer.decode(prompt) == "<|user|>cheap<|assistant|>the hotel<eos><|user|>be kind cheap"
+    assert tokenizer.decode(completion) == "<|assistant|>the hotel<eos>"
 
 
 def test_a_completion_without_an_end_of_its_own_gets_eos(tokenizers):

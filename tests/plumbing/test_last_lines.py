@@ -36,7 +36,7 @@ def test_a_run_has_learnt_where_the_interval_of_its_prompts_differences_is_above
         (said,) = learnt({"scores": BEFORE}, {"scores": changed_by(*args)})
         return said
 
-    assert line(0.198) == "learnt: scores rose, +0.198 +- 0.197 a prompt, at a KL of 2.000 nats a response"
+    assert line(0.198) == "learnt: scores rose, +0.198 +- 0.197 a prompt, at a KL of 2.000 nats per response"
     assert line(0.196).startswith("not shown: scores did not change beyond chance, +0.196 +- 0.197 a prompt, at ")
     assert line(-0.198).startswith("not learnt: scores fell, -0.198 +- 0.197 a prompt")
     assert line(0.0, 0.0).startswith("not shown: scores did not change beyond chance, +0.000 +- 0.000 a prompt")

@@ -17,6 +17,7 @@ from helpers import (
     run_ppo,
     tiny_config,
     without_times,
+    word_tokenizer,
 )
 from safetensors.torch import load_file
 from short_runs import write_rows
@@ -158,6 +159,8 @@ def save_others(kind, head, rows=66, **options):
 def test_adapters_with_tokens_that_the_base_lacks_are_loaded(in_tmp, options):
     expected, tokens = save_others(AutoModelForCausalLM, {}, task_type="CAUSAL_LM", **options), TOKENS + 42  # to 65
     assert (load("adapter").eval()(tokens).logits - expected(tokens).logits).abs().max() < 1e-5
+    word_tokenizer().save_pretrained("base")  # peft saves none beside the adapters.
+    assert models.load_tokenizer("adapter", "--sft_model_path", FLAGS).get_vocab() == word_tokenizer().get_vocab()
     trunk = models.load_reward_model("adapter", FLAGS, "--sft_model_path", True).base_model
     states = load("adapter").eval().base_model(tokens).last_hidden_state
     assert torch.equal(trunk.eval()(tokens).last_hidden_state, states)
@@ -244,6 +247,12 @@ def test_a_reward_model_trains_its_whole_head_and_is_saved_merged(tiny, in_tmp):
     assert not any("lora" in name for name in saved)
     model, tokenizer = models.load_reward_model("reward", FLAGS).eval(), toy.tokenizer()
     assert getattr(model.config, "reward_bias", 0.0) != 0.0  # the shift that normalisation found
+    adapted = models.load_reward_model(
+        "reward/adapter", FLAGS
+    ).eval()  # The adapters alone have head and shift as well.
+    assert adapted.config.reward_bias == model.config.reward_bias
+    with torch.no_grad():
+        assert (adapted(TOKENS).logits - model(TOKENS).logits).abs().max() < 1e-5
 
     def score(row, kind):
         ids = [*tokenizer(f"{row['prompt']} {row[kind]}").input_ids, tokenizer.eos_token_id]
@@ -276,3 +285,6 @@ def test_adapters_that_cannot_be_loaded_are_one_line(in_tmp, monkeypatch, fails,
     assert "adapter_model.safetensors" in fails(load, "pickle")
     shutil.rmtree("a")
     assert "--sft_model_path adapter: base model" in fails(load, "adapter")
+    config = json.loads(Path("adapter/adapter_config.json").read_text()) | {"base_model_name_or_path": None}
+    Path("adapter/adapter_config.json").write_text(json.dumps(config))
+    assert "names no base_model_name_or_path" in fails(load, "adapter")

@@ -18,6 +18,7 @@ from helpers import metaspace_tokenizer, rloo_args, tiny_config, word_tokenizer
 from short_runs import contents
 from transformers import (
     AutoModelForCausalLM,
+    GenerationConfig,
     GPTNeoXForCausalLM,
     GPTNeoXForSequenceClassification,
     Llama4ForCausalLM,
@@ -30,7 +31,7 @@ from transformers import (
 )
 
 from rlhf_details import toy, train_rloo
-from rlhf_details.plumbing import checkpoint, engines, errors, models
+from rlhf_details.plumbing import checkpoint, cli, engines, errors, models
 
 FLAGS = train_rloo.Args()
 SMALL = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=len(toy.tokenizer()))
@@ -296,6 +297,26 @@ def test_a_saved_model_reloads_with_identical_logits_and_replaces_the_old_folder
     assert models.load_tokenizer(args.output_dir, "x", FLAGS).get_vocab() == toy.tokenizer().get_vocab()
     written = json.loads(Path("deep/model/training_args.json").read_text())
     assert written == json.loads(json.dumps(dataclasses.asdict(args)))
+
+
+@pytest.mark.parametrize("values", [dict(temperature=0.9), dict(do_sample=False, top_p=0.6), dict(early_stopping=True)])
+def test_generation_values_that_the_library_refuses_to_save_are_saved(in_tmp, values):
+    """Published models have them, and the run is over when they are saved."""
+    model = GPTNeoXForCausalLM(tiny_config())
+    model.generation_config.update(**values)
+    args = train_rloo.Args(output_dir="model", sft_model_path="x")
+    for _ in range(2):
+        checkpoint.save_folder(args, model, toy.tokenizer(), None)
+    found = GenerationConfig.from_pretrained("model").to_dict()
+    assert values.items() <= found.items() and found["eos_token_id"] == toy.tokenizer().eos_token_id
+
+
+def test_a_policy_with_several_chat_templates_may_be_trained_again(in_tmp):
+    """The library saves all but the first one in a folder."""
+    tokenizer = toy.tokenizer()
+    tokenizer.chat_template = {"default": "a", "rag": "b"}
+    args, _ = save("model", tokenizer=tokenizer)
+    cli.check_output_dir(args)
 
 
 @pytest.mark.parametrize("folder", ["model", "model.before"], ids=["before", "between its renames"])

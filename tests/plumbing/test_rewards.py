@@ -212,7 +212,7 @@ def h(prompts, completions): return [-1.0] * 3
 @pytest.mark.parametrize(
     "body, words",
     [
-        ("return [0.0, float('nan'), 0.0]", ["returned nan", "row 2 of --dataset x, 'p1'", "'the room'"]),
+        ("return [0.0, float('nan'), 0.0]", ["returned nan", "row 2 of --dataset x, 'p1'", "' the room'"]),
         ("return ['much', 0.0, 0.0]", ["returned 'much'", "row 1"]),
         ("return [0.0, 0.0]", ["returned 2 entries for 3 completions"]),
         ("return None", ["returned None, which is no list, for 3 completions"]),
@@ -294,9 +294,9 @@ def test_a_function_gets_text_or_on_request_messages_of_whatever_data(functions,
     call(table, ["a", "b", "c", "d"], reward_fn_format=format)
     ((prompts, completions),) = files.load_module(str(Path("mine.py").resolve())).seen
     if format == "text":
-        assert prompts == ["we", "we", "system: be\nuser: we", "we were"] and completions == ["a", "b", "c", "d"]
+        assert prompts == ["we", "we", "system: be\nuser: we", " we were"] and completions == ["a", "b", "c", "d"]
     else:
-        assert prompts == [turn, turn, turns, [{"role": "user", "content": "we were"}]]
+        assert prompts == [turn, turn, turns, [{"role": "user", "content": " we were"}]]
         assert completions == [[{"role": "assistant", "content": text}] for text in "abcd"]
 
 
