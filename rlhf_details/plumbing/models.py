@@ -128,7 +128,7 @@ def stop_ids(tokenizer, text, flag, device=None):
 
 
 def append_eos(tokenizer):
-    """Lets a tokenizer end with EOS each text to which it adds special tokens, which the code here never asks it for."""
+    """Lets a tokenizer end each text with EOS where it adds special tokens. The code here never asks it to add any."""
     eos, i = tokenizer.eos_token, tokenizer.eos_token_id
     if tokenizer.is_fast and tokenizer("a").input_ids[-1:] != [i]:  # It may come from a model that was saved so.
         last = processors.TemplateProcessing(single=["$A", eos], pair=["$A", "$B", eos], special_tokens=[(eos, i)])
@@ -368,7 +368,7 @@ def make_small(args, rows):
 
 
 def write_older_names(folder, tokenizer):
-    """Adds to a saved folder what transformers 4.57 and converters look for, under the names that transformers 5 changed.
+    """Adds to a saved folder what transformers 4.57 and converters look for, by names that transformers 5 has changed.
 
     Without them the tokenizer cannot be loaded, and a rope_theta of the model's own is taken for 10,000 in silence.
     """
