@@ -434,6 +434,10 @@ def test_an_answer_is_of_the_prompts_kind_and_is_what_stands_after_the_prompt(in
 CALL = {"function": {"name": "add", "arguments": {"a": 1}}}
 CALLS = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 1}'}}]}
 PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "!"}]
+CALLS_AS_TEXT = {"role": "assistant", "content": "", "tool_calls": json.dumps(CALLS["tool_calls"])}
+# Parquet has all keys in all rows, and fills them with nulls.
+CALLS_FILLED = CALLS | {"tool_calls": [{"id": None, "function": {"name": "add", "arguments": {"a": 1, "b": None}}}]}
+PARTS_FILLED = [{"type": "text", "text": "a!", "image": None}]
 PAST = {"instruction": "a", "input": "", "output": "b", "history": [["q", "r"]]}
 
 
@@ -450,6 +454,11 @@ PAST = {"instruction": "a", "input": "", "output": "b", "history": [["q", "r"]]}
         ({"instruction": "a", "input": "x", "output": "b"}, [user("a\n\nx")], "b"),
         (PAST, [user("q"), assistant("r"), user("a")], "b"),
         ({"messages": [user("a"), CALLS]}, [user("a")], CALLS | {"content": "", "tool_calls": [CALL]}),
+        ({"messages": [user("a"), CALLS_AS_TEXT]}, [user("a")], CALLS | {"content": "", "tool_calls": [CALL]}),
+        ({"messages": [user("a"), CALLS_FILLED]}, [user("a")], CALLS | {"content": "", "tool_calls": [CALL]}),
+        ({"messages": [user(PARTS_FILLED), assistant("b") | {"tool_calls": []}]}, [user("a!")], "b"),
+        ({"conversations": [{"from": "human", "value": "a"}, {"from": "model", "value": "b"}]}, [user("a")], "b"),
+        ({"instruction": "a", "context": "x", "response": "b"}, [user("a\n\nx")], "b"),  # Dolly's
     ],
 )  # fmt: skip
 def test_the_shapes_of_rows_that_people_bring(in_tmp, tokenizers, row, prompt, answer):
@@ -464,11 +473,18 @@ def test_the_shapes_of_rows_that_people_bring(in_tmp, tokenizers, row, prompt, a
         assert isinstance(read["prompt"], str) and read["prompt"].startswith(("a", "q")) and read["completion"] == "b"
 
 
-def test_any_column_is_the_completion(in_tmp):
-    write("rows.jsonl", [{"q": "a", "solution": "b", "n": 3}])
-    flags = dict(prompt_template="{q}", completion_template="{solution} {n}")
+@pytest.mark.parametrize(
+    "row, templates, prompt, answer",
+    [
+        ({"q": "a", "solution": "b", "n": 3}, ("{q}", "{solution} {n}"), "a", "b 3"),
+        ({"q": [user("a")], "chosen": [user("a"), assistant("b")]}, ("{q}", "{chosen}"), [user("a")], [assistant("b")]),
+    ],
+)
+def test_any_column_is_the_completion(in_tmp, row, templates, prompt, answer):
+    write("rows.jsonl", [row])
+    flags = dict(zip(("prompt_template", "completion_template"), templates, strict=True))
     (read,) = data.read_demonstrations(train_sft.Args(dataset="rows.jsonl", **flags), "dataset")
-    assert (read["prompt"], read["completion"]) == ("a", "b 3")
+    assert (read["prompt"], read["completion"]) == (prompt, answer)
 
 
 @pytest.mark.parametrize(
@@ -490,6 +506,8 @@ def test_answers_of_a_comparison_may_have_another_shape_than_its_prompt(in_tmp, 
         ("[{'role': 'user'}]", "is no list of messages"),
         ({"role": ["user"], "content": ["a"]}, "is no list of messages"),
         ([user([{"type": "image"}])], "a string or a list of texts"),
+        ([user([{"type": "image", "text": None}])], "a string or a list of texts"),
+        ([user("a"), assistant("b") | {"tool_calls": "none"}], "`tool_calls`"),
     ],
 )  # fmt: skip
 def test_broken_messages_are_called_that(in_tmp, fails, value, words):
@@ -539,6 +557,9 @@ def test_an_implicit_conversation_ends_with_the_last_common_message_that_is_no_a
         ({"prompt": "a", "completion": None}, "column 'completion'"),
         ({"prompt": [user("a")], "completion": [3, 4]}, "of another kind than the prompt"),
         ({"messages": [user("a"), assistant("b"), user("c")]}, "does not go on from the prompt"),
+        ({"messages": [assistant("b")]}, "does not go on from the prompt"),
+        ({"prompt": [], "completion": [assistant("b")]}, "does not go on from the prompt"),
+        ({"question": "a", "answer": "b"}, "--prompt_template names others"),
         # UltraChat's rows, whose `prompt` is the first message alone.
         ({"prompt": "a", "messages": [user("a"), assistant("b"), user("c"), assistant("d")]}, "_template messages"),
     ],
