@@ -135,10 +135,13 @@ def with_prompts(rows, args, what):
             prompt, answers = split_common(row["chosen"], row["rejected"], where)
             row = row | dict(zip(("chosen", "rejected"), answers, strict=True))
         else:
-            cli.fail(
-                f"{where} has no column 'prompt' or 'messages' (it has {sorted(row)}); --prompt_template names others"
-            )
+            hint = "--prompt_template names others"
+            cli.fail(f"{where} has no column 'prompt' or 'messages' (it has {sorted(row)}); {hint}")
         result.append(row | {"prompt": prompt})
+    texts = [row for row in result if isinstance(row["prompt"], str) and args.prompt_template is None]
+    if any(is_messages(row.get(name)) for row in texts for name in ("chosen", *CONVERSATIONS)):  # UltraFeedback
+        hint = "--prompt_template messages takes the messages beside it"
+        cli.say(f"note: {what}: the column `prompt` is text, so no chat template is used; {hint}")
     return result
 
 

@@ -574,7 +574,7 @@ def test_a_row_that_cannot_be_read_is_named(fails, row, words):
     assert "--dataset rows.jsonl: row 2" in line and words in line
 
 
-def test_the_template_messages_passes_a_column_prompt_over(in_tmp):
+def test_the_template_messages_passes_a_column_prompt_over(in_tmp, capsys):
     conversation = [user("a"), assistant("b"), user("c"), assistant("d")]  # as UltraChat has it
     args = train_sft.Args(prompt_template="messages")
     table = data.with_prompts([{"prompt": "a", "messages": conversation}], args, "rows")
@@ -586,6 +586,8 @@ def test_the_template_messages_passes_a_column_prompt_over(in_tmp):
     for template, row in expected.items():
         args = train_reward.Args(prompt_template=template)
         assert [found[:3] for found in comparisons.read_comparisons("pairs.jsonl", "--dataset", args)] == [row]
+        said = "note: --dataset pairs.jsonl: the column `prompt` is text, so no chat template is used"
+        assert (said in capsys.readouterr().out) == (template is None)
 
 
 # ---- prompt templates ------------------------------------------------------------------------------------------------
