@@ -21,7 +21,8 @@ KEY = "sk-secret-0123456789"
 class Server:
     """An endpoint /v1/chat/completions that records all. reply(number of the request, question) -> answer, or a status.
 
-    None in place of an answer is a page of HTML, {} a reply without a message. refusal: None, or a status for requests that have a temperature.
+    None in place of an answer is a page of HTML, and {} a reply without a message.
+    refusal: None, or a status for requests that have a temperature.
     """
 
     def __init__(self, reply, refusal=None):
@@ -166,8 +167,15 @@ def test_a_temperature_that_is_refused_is_left_out_for_the_whole_run(judge, caps
 
 @pytest.mark.parametrize(
     "status,attempts,words",
-    [(500, 2, "500"), (400, 1, "400"), (None, 1, "no chat completion"), (401, 1, "401"), ("gone", 0, "Connection"),
-     ({}, 1, "no chat completion"), (422, 1, "'loc'")],
+    [
+        (500, 2, "500"),
+        (400, 1, "400"),
+        (None, 1, "no chat completion"),
+        (401, 1, "401"),
+        ("gone", 0, "Connection"),
+        ({}, 1, "no chat completion"),
+        (422, 1, "'loc'"),
+    ],
 )
 def test_what_does_not_pass_ends_with_one_line_that_has_no_key(judge, fails, status, attempts, words):
     asked = judge(lambda *_: status, threads=1)
