@@ -80,6 +80,10 @@ def render_pair(tokenizer, prompt, completion, options):
         joined = prompt[-1]["content"] + completion[0]["content"]
         turns = [*prompt[:-1], prompt[-1] | {"content": joined}, *completion[1:]]
     whole = render(tokenizer, turns, options)
+    asked = text[max(0, text.rfind(prompt[-1]["content"].strip())) :]  # the last message and what follows it
+    if not whole.startswith(text) and asked and asked in whole:
+        # Mistral's template writes the system's message into the last one, if this one is not an answer.
+        whole = text + whole.rpartition(asked)[2]
     if not whole.startswith(text):  # DeepSeek-R1's prompt goes on with <think>, and its answers begin without it.
         shared = text[: next((i for i, (a, b) in enumerate(zip(text, whole, strict=False)) if a != b), len(whole))]
         ends = [shared.rfind(token) + len(token) for token in special_tokens(tokenizer) if token in shared]

@@ -732,6 +732,20 @@ def test_gen_16_a_turn_ends_as_its_template_ends_it(template, trained, ends):
         assert texts_of(tokenizer, [ids]) == ["<think>cheap</think>" + trained.replace(ends[-1], "")]
 
 
+@pytest.mark.parametrize("earlier", [[], [user("so ?"), assistant("fine .")]])
+def test_a_prompt_is_trained_on_as_it_is_asked_where_an_answer_changes_what_stands_before_it(earlier):
+    """Mistral's template writes the system's message into the last message, if this one is the user's."""
+    tokenizer = chat_tokenizer("gemma")
+    system_last = "{{ messages[0].content if loop.last and m.role == 'user' }}{{ m.content }}"
+    tokenizer.chat_template = ENDS["eos"].replace("{{ m.content }}", system_last)
+    tokenizer.chat_template = tokenizer.chat_template.replace("in messages", "in messages[1:]")
+    turns = [system("kind ."), *earlier, user("the hotel")]
+    prompt, answer = tokenization.encode(tokenizer, turns, [assistant("cheap .")])
+    assert prompt == tokenization.encode(tokenizer, turns)
+    assert tokenizer.decode(prompt).endswith("<|user|>kind .the hotel<|assistant|>")
+    assert tokenizer.decode(answer) == "cheap .<eos>"
+
+
 def test_an_answer_that_the_template_cuts_is_said(in_tmp, capsys):
     tokenizer = chat_tokenizer("r1")
     rows = [[user("a"), assistant(text)] for text in ("cheap .", "<think>the hotel</think>cheap .")]
