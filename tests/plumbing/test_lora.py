@@ -158,6 +158,8 @@ def save_others(kind, head, rows=66, **options):
 @torch.no_grad()
 def test_adapters_with_tokens_that_the_base_lacks_are_loaded(in_tmp, options):
     expected, tokens = save_others(AutoModelForCausalLM, {}, task_type="CAUSAL_LM", **options), TOKENS + 42  # to 65
+    word_tokenizer().save_pretrained("base")
+    assert models.load_tokenizer("adapter", "--sft_model_path", FLAGS).get_vocab() == word_tokenizer().get_vocab()
     assert (load("adapter").eval()(tokens).logits - expected(tokens).logits).abs().max() < 1e-5
     word_tokenizer().save_pretrained("base")  # peft saves none beside the adapters.
     assert models.load_tokenizer("adapter", "--sft_model_path", FLAGS).get_vocab() == word_tokenizer().get_vocab()

@@ -30,7 +30,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from rlhf_details import toy, train_rloo
+from rlhf_details import toy, train_rloo, utils
 from rlhf_details.plumbing import checkpoint, cli, engines, errors, models
 
 FLAGS = train_rloo.Args()
@@ -51,6 +51,18 @@ def test_a_tokenizer_is_loaded_and_must_have_an_eos_token(tiny, in_tmp, fails):
     assert "--base_model no_eos: has no EOS token" in fails(models.load_tokenizer, "no_eos", "--base_model", FLAGS)
     line = fails(models.load_tokenizer, "models/nope", "--base_model", FLAGS)  # It is not sought on the Hub.
     assert "--base_model models/nope: no such file or folder" in line
+
+
+@pytest.mark.parametrize("file, ends, found", [
+    ("generation_config.json", [2, 3], [2, 3]), ("generation_config.json", 3, [2, 3]),
+    ("config.json", [2, 3], [2, 3]), ("config.json", 3, [2]),
+])  # fmt: skip
+def test_what_ends_a_turn_is_found_in_generation_config_or_else_as_a_list_in_config(in_tmp, file, ends, found):
+    """A single id in config.json may be the library's default, which is not the tokenizer's."""
+    folder = vocabulary_folder("policy", word_tokenizer(), 8)
+    config = json.loads(Path("policy/config.json").read_text())
+    Path("policy", file).write_text(json.dumps(config | {"eos_token_id": ends}))
+    assert utils.end_ids(models.load_tokenizer(folder, "--sft_model_path", FLAGS)) == found
 
 
 @pytest.mark.parametrize("unk", ["<unk>", None])
