@@ -1,7 +1,7 @@
 """
 How often the host waits for a device, and how much it asks of it, for each token and each micro-batch.
 
-    python benchmark/checks/waits.py --against COMMIT      both trees; writes benchmark/results/waits.md, in some minutes
+    python benchmark/checks/waits.py --against COMMIT      both trees, in some minutes; writes results/waits.md
 
 It runs on the device of tests/pretended_device.py, which does not exist, with a Llama of 16 narrow layers. So it counts
 and measures no time. What a token costs is the difference between long and short responses, over the difference of
@@ -172,7 +172,8 @@ def main(args):
             before, after = measured(tree), measured(ROOT)
         finally:
             subprocess.run([*git, "worktree", "remove", "--force", str(tree)], check=True)
-    text = f"Before is {commit.stdout.strip()}. Made by `python benchmark/checks/waits.py --against COMMIT`, which says what counts.\n\n"
+    command = "python benchmark/checks/waits.py --against COMMIT"
+    text = f"Before is {commit.stdout.strip()}. `{command}` makes this table, and its docstring says what counts.\n\n"
     text += (
         "| for | waits before | waits after | operations before | operations after |\n| --- | --- | --- | --- | --- |\n"
     )
