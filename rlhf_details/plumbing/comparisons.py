@@ -46,7 +46,7 @@ def load(args, tokenizer, model, sample):
     Args: model, the page's module, whose `model` limits tokens and context; sample, the page's function of (P prompts
     as token ids, n, purpose, stop_ids), which returns P * n responses as token ids, the n of a prompt adjacent.
     """
-    engines.use_one_thread(model.model)  # before anything is sampled, which takes most of the time until training begins
+    engines.use_one_thread(model.model)  # before anything is sampled, which may take most of the time
 
     def load_one(spec, flag, take, num, purpose):
         name, _, split = spec.partition(":")
