@@ -398,6 +398,9 @@ def main(args: Args):
     # ---- pass@k: more responses of each policy, with noise of their own because their rows have other numbers --------
     for path, own in settings.items() if args.samples_per_prompt > 1 else ():
         (given, figures), names = measured[path, evaluation.sampling(own)], list(score.boolean)
+        if not names:
+            what = f"--samples_per_prompt {args.samples_per_prompt}"
+            cli.fail(f"{what}: no function of --reward_fn has returned True and False alone")
         verdicts = [list(zip(*(given[f"rewards/{name}"] for name in names), strict=True))]  # of the first one
         for number in progress.each(range(1, args.samples_per_prompt), f"more responses of {path} to each prompt"):
             with accelerator.autocast():

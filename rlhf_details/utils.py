@@ -365,6 +365,7 @@ def sample(policy, batch, n, response_length, stop_ids, key):
     #   p p p | a b | a b | ...        n = 2, prompt p p p: column Q + t * n + j holds token t of response j
     own = torch.eye(n, dtype=torch.bool, device=device).repeat(1, response_length).expand(P, -1, -1)  # [P, n, n * R]
     visible = torch.cat([query_mask.unsqueeze(1).expand(-1, n, -1), own], 2)  # [P, n, Q + n * R]
+    visible = additive(visible) if n > 1 else visible.squeeze(1)
     cache = DynamicCache(config=getattr(policy, "module", policy).model.config)
     # the columns whose logits are read
     last, each = torch.arange(Q - 1, Q, device=device), torch.arange(n, device=device)
@@ -384,9 +385,8 @@ def sample(policy, batch, n, response_length, stop_ids, key):
         is_asked = device.type == "cpu" or (t + 1) % 16 == 0
         if t + 1 == response_length or (is_asked and not alive.any()):
             break
-        seen = visible[..., : Q + n * (t + 1)]  # [P, n, Q + n * (t + 1)]
-        # A model that is given no mask lets each token see all that came before it.
-        seen = additive(seen) if n > 1 else seen.squeeze(1) if is_padded else None
+        # Without a mask each token sees all that came before it.
+        seen = visible[..., : Q + n * (t + 1)] if n > 1 or is_padded else None
         tokens = (token * alive).reshape(P, n)  # Finished rows run on with token 0, which nobody reads.
         # Positions continue after the prompt's real tokens and do not count its padding. [GEN-6]
         logits = policy(tokens, seen, position + t, each, cache=cache).flatten(0, 1)  # [P, n, V] -> [B, V]

@@ -284,7 +284,7 @@ def check_output_dir(args):
             fail(f"--output_dir {args.output_dir}: would replace {kept}")
     if not folder.exists() or not any(folder.iterdir()):
         return
-    ours = "adapter", "additional_chat_templates"
+    ours = "adapter", "additional_chat_templates"  # Command-R's tokenizer writes the latter.
     if any(item.is_dir() and item.name not in ours for item in folder.iterdir()):
         fail(f"--output_dir {args.output_dir}: holds folders, so it is no model folder; give another one")
     if args.overwrite:

@@ -125,7 +125,8 @@ def loading_device(accelerator):
 def prepare(args, accelerator, module, optimizer, *frozen):
     """Puts a module and its optimizer under the engine, and returns both. So it does with frozen modules (or None).
 
-    Under FSDP2 they come to the device layer by layer. ZeRO-3 first puts the whole of the trained module there.
+    Under FSDP2 they come to the device layer by layer. ZeRO-3 first puts the whole of the trained module there. Under
+    bf16 autocast frozen modules hold `matrices` in bf16, unless their weights are shared out.
     """
     if accelerator.device.type == "cpu":
         use_one_thread(module)
@@ -160,6 +161,9 @@ def prepare(args, accelerator, module, optimizer, *frozen):
             continue
         if is_shared_out:
             share_out(m, accelerator.device)
+        elif precision(accelerator) == "bf16":
+            for p in matrices(m):
+                p.data = p.data.bfloat16()
         if args.offload_frozen:  # A call after a `rest` brings it back to the device.
             m.register_forward_pre_hook(lambda m, _: m.to(accelerator.device) and None, prepend=True)
             module.waiting.append(m)
@@ -309,6 +313,17 @@ def full_weights(accelerator, module):
     return weights
 
 
+def matrices(module):
+    """The weights that bf16 autocast rounds in each call, so that to hold them in bf16 changes no number.
+
+    They are those of linear layers, but for a head that is tied to an embedding, and for a reward model's fp32 head.
+    """
+    others = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
+    others |= {id(m.weight) for m in [getattr(module.model, "score", None)] if m is not None}
+    linear = (m.weight for m in module.modules() if isinstance(m, nn.Linear | Conv1D))
+    return [weight for weight in linear if id(weight) not in others]
+
+
 # ---- a whole copy of a policy, to sample from or to save -------------------------------------------------------------
 def template(module):
     """A copy of a policy without its weights, for `fill`, and without its critic, which does not sample."""
@@ -345,8 +360,7 @@ def gather(accelerator, module, template, precision):
     One weight after the other is gathered, so the peak is a copy and one weight. Under bf16 autocast the weights of
     linear layers are bf16, to which autocast would round them in each call.
     """
-    rounded = {id(m.weight) for m in template.modules() if precision == "bf16" and isinstance(m, nn.Linear | Conv1D)}
-    rounded -= {id(m.weight) for m in template.modules() if isinstance(m, nn.Embedding)}  # A head may be tied to one.
+    rounded = {id(p) for p in matrices(template)} if precision == "bf16" else ()
     empty, weights = dict(template.named_parameters()), {}
     for name, p in named_parameters(accelerator, module):
         if name in empty:

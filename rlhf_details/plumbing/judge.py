@@ -67,10 +67,10 @@ def question(prompt, response, opponent, seed, number):
 def verdict_by_answer(answer, ours):
     """ "won", "lost" or "unparsable", from the judge's text. ours: the letter of the evaluated policy's response.
 
-    Only the last line counts. It is A or B, in capitals or not: alone, as "Response A", or after "Preferred:". Quotes,
-    brackets and asterisks may stand around it.
+    Only the last line with a letter counts. It is A or B, in capitals or not: alone, as "Response A", or after
+    "Preferred:". Quotes, brackets and asterisks may stand around it.
     """
-    last = (answer.strip().splitlines() or [""])[-1]
+    last = ([line for line in answer.splitlines() if re.search(r"\w", line)] or [""])[-1]
     match = re.fullmatch(r"(?:.*preferred[\W_]*:)?[\W_]*(?:response[\W_]*)?([ab])[\W_]*", last, re.IGNORECASE)
     return "unparsable" if match is None else "won" if match[1].upper() == ours else "lost"
 
@@ -115,14 +115,16 @@ def ask(client, args, text):
         completion = client.chat.completions.create(model=args.judge_model, messages=messages, **given)
     except (openai.BadRequestError, openai.UnprocessableEntityError) as e:
         # Models that reason take no temperature but their own, and no list of names would stay complete.
-        if not given or "temperature" not in str(e).lower():
+        if not given or "temperature" not in f"{e} {e.body}".lower():
             raise
         if chosen.pop("temperature", None) is not None:
             cli.say(f"judge {args.judge_model}: refuses temperature 0, so it answers at its own temperature")
         return ask(client, args, text)
-    if not getattr(completion, "choices", None):
+    choices = getattr(completion, "choices", None)
+    if not choices or not choices[0].message:
         raise ValueError("the endpoint's reply is no chat completion")
-    return completion.choices[0].message.content or ""
+    content = choices[0].message.content or ""  # Some servers of models that reason answer in parts.
+    return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content)
 
 
 def ask_all(args, texts, cache_file):
@@ -161,7 +163,9 @@ def ask_all(args, texts, cache_file):
 
         list(pool.map(ask_and_keep, missing, missing.values()))
     if errors:
-        words = f"{errors[0]} ({errors[0].__cause__})" if errors[0].__cause__ else str(errors[0])
+        words = str(errors[0])
+        if reason := errors[0].__cause__ or (" - " not in words and getattr(errors[0], "body", None)):
+            words += f" ({str(reason)[:300]})"
         words = " ".join((words.replace(api_key, "***") if api_key else words).split())  # one line, and never the key
         kept = f"{sum(key in answers for key in missing)} of {len(missing)} answers came and are kept"
         where = f"--judge_model {args.judge_model} at --judge_base_url {args.judge_base_url}"

@@ -1,6 +1,5 @@
 """Models and tokenizers: they are loaded or made, refused where they do not fit, and given adapters (LoRA)."""
 
-import contextlib
 import inspect
 import json
 import math
@@ -52,22 +51,32 @@ def load_tokenizer(path, flag, args):
     tokenizer = find_tokenizer(path, flag, args)
     if tokenizer is None or tokenizer.eos_token_id is None:
         cli.fail(f"{flag} {path}: has no {'tokenizer' if tokenizer is None else 'EOS token'}")
-    name, revision = errors.split(base_of(path, flag) or path)
-    with cli.reading(flag, path), contextlib.suppress(OSError):  # Many models have no generation_config.
-        ends = GenerationConfig.from_pretrained(name, revision=revision).eos_token_id
-        tokenizer.generation_eos = ends if isinstance(ends, list) else [ends] * (ends is not None)  # for utils.end_ids
+    model = base_of(path, flag) or path
+    name, revision = errors.split(model)
+    with cli.reading(flag, path):
+        try:
+            ends = GenerationConfig.from_pretrained(name, revision=revision).eos_token_id
+        except OSError:  # Many models have none. Their config may have a list. A single id there may be a default.
+            ends = getattr(read(AutoConfig, model, flag, args), "eos_token_id", None)
+            ends = ends if isinstance(ends, list) else None
+    tokenizer.generation_eos = ends if isinstance(ends, list) else [ends] * (ends is not None)  # for utils.end_ids
     return tokenizer
 
 
 def find_tokenizer(path, flag, args):
     """The tokenizer of a model, or None for a folder without one, for which the library would make up an empty one.
 
-    A folder of adapters without one has that of the model that they belong to.
+    Adapters that come without one have that of their base.
     """
+    if base := base_of(path, flag):
+        name, revision = errors.split(path)
+        try:
+            cached_file(name, "tokenizer_config.json", revision=revision)
+        except OSError:  # peft saves none with the adapters.
+            return find_tokenizer(base, flag, args)
     kinds = "tokenizer*", "vocab*", "*.model"
     if os.path.isdir(path) and not any(file for kind in kinds for file in Path(path).glob(kind)):
-        base = base_of(path, flag)
-        return find_tokenizer(base, flag, args) if base else None
+        return None
     return read(AutoTokenizer, path, flag, args)
 
 
@@ -128,7 +137,7 @@ def stop_ids(tokenizer, text, flag, device=None):
 
 
 def append_eos(tokenizer):
-    """Lets a tokenizer end with EOS each text to which it adds special tokens, which the code here never asks it for."""
+    """Lets a tokenizer end each text with EOS where it adds special tokens. The code here never asks it to add any."""
     eos, i = tokenizer.eos_token, tokenizer.eos_token_id
     if tokenizer.is_fast and tokenizer("a").input_ids[-1:] != [i]:  # It may come from a model that was saved so.
         last = processors.TemplateProcessing(single=["$A", eos], pair=["$A", "$B", eos], special_tokens=[(eos, i)])
@@ -368,7 +377,7 @@ def make_small(args, rows):
 
 
 def write_older_names(folder, tokenizer):
-    """Adds to a saved folder what transformers 4.57 and converters look for, under the names that transformers 5 changed.
+    """Adds to a saved folder what transformers 4.57 and converters look for, by names that transformers 5 has changed.
 
     Without them the tokenizer cannot be loaded, and a rope_theta of the model's own is taken for 10,000 in silence.
     """

@@ -229,6 +229,9 @@ class Scorer:
                 trace = trace.tb_next
             trace = traceback.format_exception(type(e), e, trace)  # It begins in the user's code.
             what = f"--reward_fn {name} raised {type(e).__name__}, called with {len(rows)} completions"
+            is_chat = any(is_messages(row.columns["prompt"]) for row in rows)
+            if isinstance(e, TypeError | AttributeError) and completions is texts and is_chat:
+                what += " in text; --reward_fn_format messages passes messages"
             raise Fault(f"{what}\n{''.join(trace).rstrip()}") from e
         if not is_list or len(entries) != len(rows):
             what = f"{len(entries)} entries" if is_list else f"{reprlib.repr(entries)}, which is no list,"

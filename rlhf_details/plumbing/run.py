@@ -115,7 +115,8 @@ class Run:
         if self.is_main:
             with self.writing(self.folder):
                 checkpoint.cut(self.folder, done)
-                self.files = trackers.Files(self.folder, done, json.dumps(self.about, indent=1))
+                config = json.dumps(self.about, indent=1)
+                self.files = trackers.Files(self.folder, done, done * self.args.batch_size, config)
             for tracker in filter(None, [] if self.checkpoint else [self.files, self.wandb]):
                 tracker.data(self.prompts)
         self.first_update = done + 1
@@ -255,7 +256,8 @@ class Run:
     def save(self, model, weights):
         args, prompt = self.args, self.prompts[0].columns.get("prompt")
         about = self.about | {"prompt": prompt if is_messages(prompt) else self.prompts[0].text}
-        card = hub.model_card(args, self.repository, self.latest, self.wandb and self.wandb.run.url, about)
+        link = self.wandb and self.wandb.run.url
+        card = hub.model_card(args, self.repository, self.before, self.latest, link, about)
         with self.writing(f"--output_dir {args.output_dir}"):
             checkpoint.save_folder(args, model, self.tokenizer, weights, card)
 

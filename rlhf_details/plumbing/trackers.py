@@ -107,18 +107,21 @@ def as_cell(x):
 class Files:
     """In the run's folder: metrics.jsonl (an object an update), samples.jsonl (one a response), and TensorBoard's."""
 
-    def __init__(self, folder, update, config):
-        """Opens the files and cuts off all rows after an update (0: all rows), as if they had never been written."""
+    def __init__(self, folder, update, episode, config):
+        """Opens the files and cuts off all rows after an update (0: all rows), as if they had never been written.
+
+        TensorBoard's axis is that of Weights & Biases: episodes, of which the update has finished `episode`.
+        """
         self.metrics, self.samples = (cut(folder / name, update) for name in ("metrics.jsonl", "samples.jsonl"))
         # Event files are never cut. TensorBoard is told to forget what they say about later updates.
-        self.tensorboard = SummaryWriter(folder, purge_step=update + 1 if update else 0)
+        self.tensorboard = SummaryWriter(folder, purge_step=episode + 1 if update else 0)
         self.tensorboard.add_text("config", f"```\n{config}\n```")
 
     def log(self, update, metrics):
         self.metrics.write(json.dumps(metrics) + "\n")
         self.metrics.flush()
         for name, value in metrics.items():
-            self.tensorboard.add_scalar(name, value, update)
+            self.tensorboard.add_scalar(name, value, metrics["episode"])
 
     def table(self, update, rows):
         self.samples.writelines(json.dumps({"update": update} | row) + "\n" for row in rows)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from helpers import ppo_args, tiny_config
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlhf_details import evaluate, train_ppo
 from rlhf_details.plumbing import checkpoint, engines
@@ -134,6 +134,31 @@ def test_frozen_models_wait_on_the_cpu_while_the_policy_samples_and_trains(monke
     frozen(x), frozen(x)
     with engines.accumulate(accelerator, policy, is_last=True):
         assert places == ["cpu", device, device, "cpu"]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@torch.no_grad()
+def test_under_bf16_frozen_models_are_half_as_large_and_give_the_same_numbers(tied, monkeypatch):
+    config = tiny_config(tie_word_embeddings=tied, num_labels=1, initializer_range=0.2)
+    frozen = [
+        train_ppo.Policy(AutoModelForCausalLM.from_config(config), 0.7),
+        train_ppo.Reward(AutoModelForSequenceClassification.from_config(config)),
+    ]
+    policy, accelerator = Holder(), Accelerator()
+    inputs = torch.arange(12).reshape(2, 6), torch.ones(2, 6, dtype=torch.bool), torch.arange(6).expand(2, 6)
+    read = torch.arange(6), torch.tensor([[5], [5]])
+    found = []
+    for precision in ("fp32", "bf16"):
+        monkeypatch.setattr(engines, "precision", lambda accelerator, precision=precision: precision)
+        engines.prepare(
+            SimpleNamespace(offload_frozen=False), accelerator, policy, torch.optim.AdamW(policy.parameters()), *frozen
+        )
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs = [module(*inputs, index) for module, index in zip(frozen, read, strict=True)]
+        found.append((outputs, [sum(p.nbytes for p in module.parameters()) for module in frozen]))
+    (before, sizes), (after, smaller) = found
+    assert all(torch.equal(x, y) and x.dtype == torch.float32 for x, y in zip(before, after, strict=True))
+    assert all(x < 0.8 * y for x, y in zip(smaller, sizes, strict=True))
 
 
 @pytest.mark.parametrize("tied", [False, True])

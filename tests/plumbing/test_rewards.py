@@ -227,6 +227,14 @@ def test_a_function_at_fault_ends_the_run_with_its_name_and_the_row(functions, c
     assert end.value.code == 1 and all(word in report for word in words), report
 
 
+@pytest.mark.parametrize("turns", [True, False])
+def test_a_function_that_expects_messages_is_told_how_to_get_them(functions, capsys, turns):
+    functions("def f(prompts, completions): return [len(c[0]['content']) for c in completions]")
+    with pytest.raises(SystemExit):
+        call([{"prompt": [{"role": "user", "content": "p"}] if turns else "p"}], ["a"])
+    assert ("--reward_fn_format messages passes messages" in capsys.readouterr().err) == turns
+
+
 @pytest.mark.parametrize("kind", ["def", "async def"])
 def test_a_function_that_raises_shows_its_own_traceback_and_blames_no_row(functions, capsys, kind):
     functions(f"""

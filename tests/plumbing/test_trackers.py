@@ -53,9 +53,8 @@ def test_an_offline_run_holds_metrics_configuration_code_tables_and_data(tiny, f
     board = EventAccumulator("runs/run").Reload()
     assert "data/prompt_lengths" in board.Tags()["histograms"]
     assert set(board.Tags()["scalars"]) == {metric for row in rows for metric in row}
-    assert [event.value for event in board.Scalars("objective/kl")] == pytest.approx(
-        [row["objective/kl"] for row in rows if "objective/kl" in row], rel=1e-6
-    )
+    shown = [(event.step, pytest.approx(event.value, rel=1e-6)) for event in board.Scalars("objective/kl")]
+    assert shown == [(row["episode"], row["objective/kl"]) for row in rows if "objective/kl" in row]
 
 
 def test_the_repository_on_the_hub_is_part_of_the_run(tiny, offline_wandb, monkeypatch):
@@ -77,6 +76,8 @@ def test_a_resumed_run_is_the_same_one_and_shows_its_data_once(tiny, offline_wan
     assert first.run.run_id == second.run.run_id == json.loads(Path("runs/run/config.json").read_text())["wandb_id"]
     assert table(first, "data/rows") and not column(second, "data/prompt_lengths")
     assert [row["update"] for row in second.history if "update" in row] == [5, 6]
+    steps = [event.step for event in EventAccumulator("runs/run").Reload().Scalars("objective/kl")]
+    assert steps == [row["episode"] for row in read_metrics("runs/run")]  # Nothing is shown twice.
     assert (first.exit_code, second.exit_code) == (1, 0)
 
 

@@ -145,7 +145,9 @@ def server(pair, tmp_path_factory):
     with socket.socket() as free:
         free.bind(("", 0))
         port = free.getsockname()[1]
-    words = f"-m vllm.entrypoints.openai.api_server --model {pair / 'policy'} --tokens-only --skip-tokenizer-init"
+    # What `vllm serve` runs. The package of the CPU build has a name of its own, with which that command ends.
+    words = f"-m vllm.entrypoints.launchers.api_server.entry --model {pair / 'policy'} --tokens-only"
+    words += " --skip-tokenizer-init"
     words += f" --logprobs-mode processed_logprobs --generation-config vllm --dtype float32 --port {port}"
     words += " --enforce-eager"
     environ = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
