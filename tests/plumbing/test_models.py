@@ -191,7 +191,7 @@ def experts():
 @pytest.mark.parametrize(
     "make, words",
     [
-        (mamba, "a mamba2 cannot be sampled: its forward takes no past_key_values"),
+        (mamba, "a mamba2 cannot be sampled: it has no cache of keys and values"),
         (experts, "a mixtral draws random numbers in training mode"),
         (own_base, "a llama4_text has no trunk without its head"),
         (lambda: GPTNeoXForSequenceClassification(tiny_config(num_labels=1)), "not a causal language model"),
