@@ -66,7 +66,7 @@ def as_messages(value, what):
 def with_arguments(call):
     """A call of a tool, whose arguments are an object and not its text: templates write them out as JSON."""
     function = call.get("function", call)
-    function = function | {"arguments": parsed(function.get("arguments"))}
+    function = function | {name: parsed(function[name]) for name in ("arguments",) if name in function}
     return call | {"function": function} if "function" in call else function
 
 
@@ -223,7 +223,8 @@ def after(prompt, answer, what):
     is_pair = is_messages(prompt) or (isinstance(prompt, str) and len(rest) < 2)
     if not is_pair or not rest or rest[0]["role"] != "assistant":
         words = f"{reprlib.repr(answer)} does not go on from the prompt, {reprlib.repr(prompt)}, with an answer"
-        cli.fail(f"{what}: {words}; --prompt_template messages takes both from the messages")
+        hint = "; --prompt_template messages takes both from the messages" if isinstance(prompt, str) else ""
+        cli.fail(f"{what}: {words}{hint}")
     return rest[0]["content"] if isinstance(prompt, str) else rest
 
 
