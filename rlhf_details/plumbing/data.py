@@ -66,7 +66,8 @@ def as_messages(value, what):
 def with_arguments(call):
     """A call of a tool, whose arguments are an object and not its text: templates write them out as JSON."""
     function = call.get("function", call)
-    function = function | {name: parsed(function[name]) for name in ("arguments",) if name in function}
+    if "arguments" in function:
+        function = function | {"arguments": parsed(function["arguments"])}
     return call | {"function": function} if "function" in call else function
 
 
