@@ -4,19 +4,23 @@ How often the host waits for a device, and how much it asks of it, for each toke
     python benchmark/checks/waits.py --against COMMIT      both trees, in some minutes; writes results/waits.md
 
 It runs on the device of tests/pretended_device.py, which does not exist, with a Llama of 16 narrow layers. So it counts
-and measures no time. What a token costs is the difference between long and short responses, over the difference of
-their lengths; what a micro-batch costs is the difference between runs with small and with large ones. An operation is
-a call of torch's that computes something: views and empty tensors do not count.
+and measures no time. On a GPU (--measure cuda) it counts the waits that torch warns of. What a token costs is the
+difference between long and short responses, over the difference of their lengths, and what a micro-batch costs is the
+difference between runs with small and with large ones. An operation is a call of torch's that computes something:
+views and empty tensors do not count, and on the pretended device attention counts as the dozen that its formula has.
 """
 
+import collections
 import contextlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import tyro
 
@@ -42,13 +46,41 @@ class Args:
     """the commit that the working tree is compared with"""
     output: str = str(ROOT / "benchmark/results/waits.md")
     """the table"""
-    measure: bool = False
-    """measure the package that Python finds, and print the counts as JSON"""
+    measure: Literal["pretended", "cuda", "cpu"] | None = None
+    """measure the package that Python finds on this device, and print the counts as JSON"""
 
 
-def of_token(n, is_even):
+@contextlib.contextmanager
+def counting(device):
+    """Gives (operations by operator, waits by text), two Counters that grow meanwhile. A CPU waits for nothing."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    if device.type == "pretended":
+        import pretended_device
+
+        with pretended_device.counting() as counters:
+            yield counters
+        return
+    operations, waits = collections.Counter(), collections.Counter()
+
+    class Operations(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            operations[func] += 1
+            return func(*args, **kwargs or {})
+
+    with warnings.catch_warnings(), Operations():
+        warnings.simplefilter("always")
+        warnings.showwarning = lambda message, *_: waits.update([str(message)] * ("synchronizing" in str(message)))
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("warn")
+        yield operations, waits
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def of_token(device, n, is_even):
     """(waits, operations) of a step of the sampler, 16 rows of which n share a prompt."""
-    import pretended_device
     import torch
 
     from rlhf_details import train_rloo, utils
@@ -57,8 +89,7 @@ def of_token(n, is_even):
     prompts = [list(range(3, 9 if is_even or i % 2 else 6)) for i in range(BATCH // n)]
     found = []
     for length in (32, 96):
-        with pretended_device.counting() as (operations, waits):
-            device = pretended_device.DEVICE
+        with counting(device) as (operations, waits):
             batch = [
                 *utils.left_pad([ids for ids in prompts for _ in range(n)], device),
                 torch.arange(BATCH).to(device),
@@ -70,24 +101,20 @@ def of_token(n, is_even):
     return [(many - few) / 64 for few, many in zip(*found, strict=True)]
 
 
-def of_micro_batch(page, flags):
-    """(waits, operations) of two more micro-batches of a training run, in all its forwards."""
+def of_micro_batch(device, page, flags):
+    """(waits, operations) of one more micro-batch of a training run, in all its forwards."""
     import helpers
-    import pretended_device
     from accelerate import Accelerator
 
     from rlhf_details.plumbing import engines
 
-    class OnDevice(Accelerator):
-        device = property(lambda self: pretended_device.DEVICE)
-
-    engines.Accelerator = OnDevice
+    engines.Accelerator = type("OnDevice", (Accelerator,), {"device": device})
     found = []
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         save(Path(folder))
         for size in (8, 2):
             args = helpers.page_args(page, Path(folder), micro_batch_size=size, total_episodes=BATCH, **flags)
-            with pretended_device.counting() as (operations, waits), contextlib.redirect_stdout(None):
+            with counting(device) as (operations, waits), contextlib.redirect_stdout(None):
                 helpers.PAGES[page].main(args)
                 found.append((waits.total(), count(operations)))
     return [(many - few) / (BATCH // 2 - BATCH // 8) for few, many in zip(*found, strict=True)]
@@ -143,10 +170,15 @@ def save(folder):
         tokenizer.save_pretrained(folder / name)
 
 
-def measure():
-    """{row of the table: [waits, operations]} of the package that Python finds."""
-    found = {f"a token: {name}": of_token(*layout) for name, layout in LAYOUTS.items()}
-    found |= {f"a micro-batch: {name}": of_micro_batch(*run) for name, run in PAGES.items()}
+def measure(device):
+    """{row of the table: [waits, operations]} of the package that Python finds, on a device of this name."""
+    import torch
+
+    if device == "pretended":
+        import pretended_device  # noqa: F401, which gives torch this device
+    device = torch.device(device, 0)
+    found = {f"a token: {name}": of_token(device, *layout) for name, layout in LAYOUTS.items()}
+    found |= {f"a micro-batch: {name}": of_micro_batch(device, *run) for name, run in PAGES.items()}
     return found | {PASSES: [0, of_noise()]}
 
 
@@ -154,14 +186,17 @@ def measured(tree):
     """What `measure` finds in a tree, in a process of its own."""
     paths = os.pathsep.join(map(str, (tree, tree / "tests", ROOT / "tests")))
     environment = os.environ | {"PYTHONPATH": paths, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, __file__, "--measure"]
+    command = [sys.executable, __file__, "--measure", "pretended"]
     done = subprocess.run(command, env=environment, cwd=tree, check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def main(args):
     if args.measure:
-        print(json.dumps(measure()))
+        found = measure(args.measure)
+        print(f"| for, on {args.measure} | waits | operations |\n| --- | --- | --- |")
+        print("\n".join(f"| {name} | {waits:.3g} | {operations:.0f} |" for name, (waits, operations) in found.items()))
+        print(json.dumps(found))
         return
     git = ["git", "-C", str(ROOT)]
     commit = subprocess.run([*git, "rev-parse", "--short", args.against], check=True, capture_output=True, text=True)

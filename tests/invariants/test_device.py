@@ -12,24 +12,12 @@ import pytest
 import torch
 from accelerate import Accelerator
 from helpers import assert_same_curves, read_metrics, tiny_model
-from short_runs import dead, rows_of, start, whole
+from short_runs import PLACES, dead, rows_of, short_evaluation, short_run, start, whole
 
-from rlhf_details import evaluate, train_rloo, utils
+from rlhf_details import train_rloo, utils
 from rlhf_details.plumbing import engines, models
 
 pytestmark = pytest.mark.skipif(not pretended_device.IS_POSSIBLE, reason="this torch lets no Python code be a device")
-CASES = {
-    "sft": ("sft", {}),
-    "reward": ("reward-gain", {}),
-    "dpo": ("dpo", {}),
-    "ppo": ("ppo", {}),
-    "ppo-shared": ("ppo-shared", {}),
-    "rloo-packed": ("rloo", {}),
-    "rloo-plain": ("rloo", dict(share_prompts=False)),
-    "rloo-lora": ("rloo", dict(lora_rank=2)),
-    "rloo-offloaded": ("rloo", dict(offload_frozen=True)),
-    "grpo": ("grpo-steps", {}),
-}
 
 
 class OnDevice(Accelerator):
@@ -50,22 +38,6 @@ def on_device(folder, function, *args, **kwargs):
         return function(*args, **kwargs), operations.total(), waits
 
 
-def short_run(tiny, case, **changes):
-    """Two updates, or two epochs of 24 rows."""
-    is_of_episodes = case.split("-")[0] in ("ppo", "rloo", "grpo")
-    start(tiny, case, **(dict(total_episodes=32) if is_of_episodes else {}) | changes)
-
-
-def evaluation(tiny):
-    """{metric: value} of the tiny policy."""
-    args = evaluate.Args(
-        dataset=str(rows_of(tiny) / "texts.jsonl"), policy_path=(str(tiny / "policy"),), output_dir="out",
-        reward_model_path=str(tiny / "reward"), ref_model_path=str(tiny / "policy"), judge="reward_model",
-        response_length=6,
-    )  # fmt: skip
-    return {name: figure["value"] for name, figure in evaluate.main(args)["metrics"]["policy"].items()}
-
-
 @pytest.fixture
 def both(other_process, tmp_path):
     """both(function, ...): calls it on the CPU and, in the other process, on the device. Gives what it returns."""
@@ -82,17 +54,16 @@ def both(other_process, tmp_path):
     return call
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_page_has_the_numbers_of_the_cpu(case, ragged, both, tmp_path):
+@pytest.mark.parametrize("name", PLACES)
+def test_a_page_has_the_numbers_of_the_cpu(name, ragged, both, tmp_path):
     rows_of(ragged)
-    name, changes = CASES[case]
-    both(short_run, ragged, name, **changes)
+    both(short_run, ragged, name)
     assert_same_curves(*(read_metrics(tmp_path / folder / "runs/run") for folder in ("cpu", "device")))
 
 
 def test_an_evaluation_has_the_numbers_of_the_cpu(ragged, both):
     rows_of(ragged)
-    here, there = both(evaluation, ragged)
+    here, there = both(short_evaluation, ragged)
     assert here == pytest.approx(there, rel=1e-4, abs=1e-6)
 
 
@@ -118,12 +89,12 @@ def test_sampling_waits_once_for_16_tokens(prompts, n, num_stops, longest, both)
     assert there[2] <= max(2, longest / 16)  # once at the start, and then where it asks whether all rows have ended
 
 
-@pytest.mark.parametrize("case", ["rloo-plain", "ppo"])
-def test_no_micro_batch_makes_the_host_wait(case, ragged, other_process, tmp_path):
+@pytest.mark.parametrize("name", ["rloo-plain", "ppo"])
+def test_no_micro_batch_makes_the_host_wait(name, ragged, other_process, tmp_path):
     rows_of(ragged)
-    (name, changes), found = CASES[case], []
+    found = []
     for size in (16, 4):
-        run = other_process.submit(on_device, tmp_path, short_run, ragged, name, **changes, micro_batch_size=size)
+        run = other_process.submit(on_device, tmp_path, short_run, ragged, name, micro_batch_size=size)
         found.append(run.result())
         shutil.rmtree(tmp_path / "model"), shutil.rmtree(tmp_path / "runs")
     (_, operations, waits), (_, more_operations, as_many_waits) = found

@@ -138,7 +138,7 @@ def test_every_model_has_a_card_whose_snippet_runs(tiny, in_tmp, monkeypatch, sc
     rows = read_metrics("runs/run")
     for name, value in rows[-1].items():
         before = f"{rows[0][name]:.6g}" if name.startswith("eval/") and rows[0]["update"] == 0 else ""
-        is_shown = not name.startswith(("time/", "health/")) or name.startswith("health/") and value
+        is_shown = not name.startswith(("time/", "health/")) or (name.startswith("health/") and value)
         assert (f"| `{name}` | {before} | {value:.6g} |" in body) == bool(is_shown), name
     paper = hub.PAPERS[script.split("_")[1]][1]
     assert f"arxiv.org/abs/{paper}" in body and args.dataset in body and "not tracked online" in body

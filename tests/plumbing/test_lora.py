@@ -100,6 +100,7 @@ def test_saved_reloaded_and_merged_logits_are_equal(base):
     model = disturb(models.add_adapters(load(base), 4))
     expected = logits_of(model)
     models.save_adapter(model, "adapter", base)
+    assert json.loads(Path("adapter/adapter_config.json").read_text())["base_model_name_or_path"] == base
     by_peft = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), "adapter")
     for again in ("adapter", AutoModelForCausalLM.from_pretrained("adapter"), by_peft, models.merge_adapters(model)):
         assert (logits_of(again) - expected).abs().max() < 1e-5
