@@ -297,9 +297,11 @@ def read_prompts(args, flag, take=None, default_split="train", prefix=""):
 
 
 def as_text(tokenizer, prompt):
-    """A prompt as a string to show."""
+    """A prompt as a string to show. A message that does nothing but call tools shows its calls."""
     if is_messages(prompt):
-        return "\n".join(f"{m['role']}: {m['content']}" for m in prompt) if len(prompt) > 1 else prompt[0]["content"]
+        texts = [m["content"] or (json.dumps(m["tool_calls"]) if "tool_calls" in m else "") for m in prompt]
+        pairs = zip(prompt, texts, strict=True)
+        return "\n".join(f"{m['role']}: {text}" for m, text in pairs) if len(prompt) > 1 else texts[0]
     return prompt if isinstance(prompt, str) else models.texts_of(tokenizer, [encode(tokenizer, prompt)])[0]
 
 
