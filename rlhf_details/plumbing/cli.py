@@ -152,7 +152,8 @@ def as_words(key, value):
     """A flag and its value as words of a command line."""
     if isinstance(value, bool):
         return [f"--{key}" if value else f"--no_{key}"]
-    return [f"--{key}", *map(str, value if isinstance(value, list | tuple) else [value])]
+    values = value if isinstance(value, list | tuple) else [value]
+    return [f"--{key}", *(json.dumps(x) if isinstance(x, dict) else str(x) for x in values)]
 
 
 def names_in(argv):

@@ -475,6 +475,7 @@ def test_the_shapes_of_rows_that_people_bring(in_tmp, tokenizers, row, prompt, a
     (read,) = data.read_demonstrations(train_sft.Args(dataset="rows.jsonl", base_model="base"), "dataset")
     assert read["prompt"] == prompt
     assert read["completion"] == [answer if isinstance(answer, dict) else assistant(answer)]
+    assert data.as_text(None, read["completion"]) == (json.dumps([CALL]) if isinstance(answer, dict) else answer)
     if "instruction" in row:
         (read,) = data.read_demonstrations(train_sft.Args(dataset="rows.jsonl"), "dataset")
         assert isinstance(read["prompt"], str) and read["prompt"].startswith(("a", "q")) and read["completion"] == "b"
