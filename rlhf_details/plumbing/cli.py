@@ -8,6 +8,7 @@ import inspect
 import io
 import json
 import math
+import os
 import re
 import shlex
 import sys
@@ -146,10 +147,15 @@ def without_help(argv):
 
 
 def show_help(args, about):
-    """Prints all flags with the values that args have, and ends the program. about: the docstring of the script."""
+    """Prints all flags with the values that args have on the main process, and ends the program.
+
+    about: the docstring of the script.
+    """
     (what, *_), example = about.split("\n\n"), about.rpartition("Your data: ")[2].strip()
     text = f"{what}\n\nExample: {example}"
-    tyro.cli(type(args), default=args, args=["--help"], use_underscores=True, description=text)
+    is_main = os.environ.get("RANK", "0") == "0"
+    words = dict(args=["--help"], use_underscores=True, description=text, console_outputs=is_main)
+    tyro.cli(type(args), default=args, **words)
 
 
 def as_words(key, value):
