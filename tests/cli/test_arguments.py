@@ -206,6 +206,11 @@ def test_help_of_both_shows_the_flags_of_both(words, help_of):
     assert reward.sft_model_path == policy.sft_model_path == "gpt2"
 
 
+def test_help_is_printed_once_by_several_processes(help_of, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    assert not help_of(cli.parse, train_rloo.Args, ["--help"])
+
+
 # ---- checks ----------------------------------------------------------------------------------------------------------
 def test_numbers_that_make_sense_pass(in_tmp):
     cli.check(Args(seed=0, eval_every=0, checkpoint_every=0, temperature=0.01, learning_rate=0.0))

@@ -99,10 +99,8 @@ BOS, EOS, A, B, C = 1, 2, 4, 5, 6
 
 
 @pytest.fixture(autouse=True)
-def offline(monkeypatch, tmp_path):
-    """No test may wait for the network, or leave anything in the user's cache."""
-    for name in ("huggingface_hub.constants.HF_HUB_OFFLINE", "datasets.config.HF_HUB_OFFLINE"):
-        monkeypatch.setattr(name, True)
+def own_cache(monkeypatch, tmp_path):
+    """No test may leave anything in the user's cache."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
 
 
