@@ -31,7 +31,7 @@ from rlhf_details.plumbing.tokenization import encode
 from rlhf_details.utils import is_messages
 
 # The embedded task's true reward, and whether its grammar allows the text. They are watched and never trained on.
-WATCHED = {"gold": toy.gold, "parses": lambda prompt, response: toy.parses(f"{prompt} {response}")}
+WATCHED = {"gold": toy.gold, "parses": lambda prompt, response: toy.parses(f"{prompt} {response.lstrip()}")}
 
 
 ASYNCIO = str(Path(asyncio.__file__).parent)

@@ -147,7 +147,7 @@ class Oracle:
             "objective/entropy": mean(-sum(row) for row in old_logprobs),
             "objective/scores": mean(score for score, _, _ in judged),
             "objective/gold": mean(toy.gold(*pair) for pair in texts),
-            "objective/parses": mean(toy.parses(" ".join(pair)) for pair in texts),
+            "objective/parses": mean(toy.parses("".join(pair).lstrip()) for pair in texts),
             "loss/policy_avg": mean(losses),
             "policy/approxkl_avg": mean(x * x / 2 for x in logratios),
             "policy/clipfrac_avg": mean(clipped),

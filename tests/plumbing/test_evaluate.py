@@ -130,7 +130,7 @@ def test_gold_judges_the_embedded_task(in_tmp, tiny, other):
         assert (float(row["gold"]), float(row["opponent_gold"])) == (ours, theirs)
         assert row["verdict"] == ("tied" if ours == theirs else "won" if ours > theirs else "lost")
     assert {"won", "lost"} <= {row["verdict"] for row in table} and "rewards/reward_model" not in table[0]
-    parses = [toy.parses(f"{row['prompt']} {row['response']}") for row in table]
+    parses = [toy.parses(row["prompt"] + row["response"]) for row in table]
     assert metrics["policy"]["parses"]["value"] == sum(parses) / 20
 
 

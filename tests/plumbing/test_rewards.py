@@ -347,7 +347,7 @@ def test_gold_is_watched_where_rows_are_of_the_embedded_task(functions):
     prompts = [prompt({"prompt": toy.rows("sft", "test")[i]["prompt"]}, task="toy" if i else None) for i in range(3)]
     score = make_scorer(dataset="rows.jsonl", eval_dataset="toy:test")
     assert score.names == ["f", "gold", "parses"] and score.weights.tolist() == [1, 0, 0]
-    values = score(prompts, batch_of(["."] * 3), texts=texts)
+    values = score(prompts, batch_of(texts))  # read as a run reads them, with a space in front
     gold = [toy.gold(prompts[i].text, texts[i]) for i in (1, 2)]
     assert values[:, 1].tolist() == pytest.approx([NAN, *gold], nan_ok=True)
     metrics = score.by_name(values, "eval/", spread=True)
