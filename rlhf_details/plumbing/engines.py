@@ -47,9 +47,9 @@ def start(args):
     configure(accelerator, args)
     if args.lora_rank and name(accelerator) == "ZeRO-3":
         cli.fail(f"--lora_rank {args.lora_rank}: not under ZeRO-3; take ZeRO-2 or FSDP2")
+    progress.now("loading rows and models")
     if accelerator.is_main_process:
         stages.ensure(args)
-    progress.now("loading rows and models")
     (args.template_date,) = broadcast_object_list([args.template_date or first_day(args)])
     torch.manual_seed(args.seed)
     return accelerator

@@ -33,7 +33,7 @@ class Step:
     def is_due(self, silence):
         """Whether a line is due after so many seconds without one. The longer a step takes, the rarer lines become."""
         seconds = time.monotonic() - self.start
-        share = 1 / 20 if self.total else 1 / 2
+        share = 1 / 20 if self.total else 1 / 4
         wait = max(SILENCE, share * (seconds - silence))
         return self.what is not None and seconds >= self.patience and silence >= wait
 

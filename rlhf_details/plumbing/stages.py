@@ -33,9 +33,8 @@ def ensure(args):
         flags = ["--dataset", task, "--output_dir", folder]
         flags += ["--sft_model_path", args.sft_model_path] if stage == "train_reward" else []
         script = os.path.relpath(Path(__file__).parent.parent / f"{stage}.py")  # as the model's card will show it
-        with progress.doing(None):  # The child speaks for itself.
+        with progress.doing(None):  # The child speaks for itself. Its last line may be long ago when it has ended.
             code = run([sys.executable, script, *flags], environment)
-        progress.heard()
         if code:
             sys.exit(code if code > 0 else 128 - code)  # The child has said why.
 

@@ -29,8 +29,8 @@ def at(monkeypatch):
         (8, 8, {}, True),
         (8, 7, {}, False),
         (0.5, 8, {}, True),  # So long ago was the last line, of another step.
-        (60, 19, {}, False),  # Lines become rarer: after the one at 41 s the next one is due at 61 s ..
-        (62, 21, {}, True),
+        (51, 10, {}, False),  # Lines become rarer: after the one at 41 s the next one is due at 51.25 s ..
+        (52, 11, {}, True),
         (60, 8, dict(total=9), True),  # .. but where it is known how far the step is, at every eighth second.
         (600, 29, dict(total=9), True),
         (600, 28, dict(total=9), False),
