@@ -67,11 +67,12 @@ def question(prompt, response, opponent, seed, number):
 def verdict_by_answer(answer, ours):
     """ "won", "lost" or "unparsable", from the judge's text. ours: the letter of the evaluated policy's response.
 
-    Only the last line counts. It is A or B, in capitals or not: alone, as "Response A", or after "Preferred:". Quotes,
-    brackets and asterisks may stand around it.
+    Only the last line with a letter counts, after </think> if there is one. It is A or B, in capitals or not: alone, as
+    "Response A", or after "Preferred:". Quotes, brackets and asterisks may stand around it, and below it too.
     """
-    last = (answer.strip().splitlines() or [""])[-1]
-    match = re.fullmatch(r"(?:.*preferred[\W_]*:)?[\W_]*(?:response[\W_]*)?([ab])[\W_]*", last, re.IGNORECASE)
+    lines = [line for line in answer.rpartition("</think>")[2].splitlines() if re.search(r"[^\W_]", line)]
+    pattern = r"(?:.*preferred[\W_]*:)?[\W_]*(?:response[\W_]*)?([ab])[\W_]*"
+    match = re.fullmatch(pattern, "".join(lines[-1:]), re.IGNORECASE)
     return "unparsable" if match is None else "won" if match[1].upper() == ours else "lost"
 
 
@@ -115,14 +116,16 @@ def ask(client, args, text):
         completion = client.chat.completions.create(model=args.judge_model, messages=messages, **given)
     except (openai.BadRequestError, openai.UnprocessableEntityError) as e:
         # Models that reason take no temperature but their own, and no list of names would stay complete.
-        if not given or "temperature" not in str(e).lower():
+        if not given or "temperature" not in f"{e} {e.response.text}".lower():
             raise
         if chosen.pop("temperature", None) is not None:
             cli.say(f"judge {args.judge_model}: refuses temperature 0, so it answers at its own temperature")
         return ask(client, args, text)
     if not getattr(completion, "choices", None):
         raise ValueError("the endpoint's reply is no chat completion")
-    return completion.choices[0].message.content or ""
+    content = getattr(completion.choices[0].message, "content", None) or ""
+    # Some models that reason answer in parts, and their thoughts are parts without a text.
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
 def ask_all(args, texts, cache_file):
@@ -160,7 +163,10 @@ def ask_all(args, texts, cache_file):
 
         list(pool.map(ask_and_keep, missing, missing.values()))
     if errors:
-        words = f"{errors[0]} ({errors[0].__cause__})" if errors[0].__cause__ else str(errors[0])
+        error = errors[0]
+        response = None if " - " in str(error) else getattr(error, "response", None)  # The client's words may be none.
+        told = error.__cause__ or (response and response.text[:300])
+        words = f"{error} ({told})" if told else str(error)
         words = " ".join((words.replace(api_key, "***") if api_key else words).split())  # one line, and never the key
         kept = f"{sum(key in answers for key in missing)} of {len(missing)} answers came and are kept"
         where = f"--judge_model {args.judge_model} at --judge_base_url {args.judge_base_url}"

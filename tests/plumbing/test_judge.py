@@ -21,7 +21,8 @@ KEY = "sk-secret-0123456789"
 class Server:
     """An endpoint /v1/chat/completions that records all. reply(number of the request, question) -> answer, or a status.
 
-    None in place of an answer is a page of HTML. refusal: None, or a status for requests that have a temperature.
+    An answer may be a list of parts. None in place of one is a page of HTML. refusal: None, or a status for requests
+    that have a temperature.
     """
 
     def __init__(self, reply, refusal=None):
@@ -34,12 +35,12 @@ class Server:
                 answer = refusal if refusal and "temperature" in body else reply(len(self.bodies), text)
                 self.bodies.append(body)
                 self.headers.append({"path": handler.path, "Authorization": authorization})
-                self.answered += [text] if isinstance(answer, str) else []
+                self.answered += [text] if isinstance(answer, str | list) else []
             choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": answer}}
             good = {"id": "1", "object": "chat.completion", "created": 0, "model": "", "choices": [choice]}
             is_bad = isinstance(answer, int)
             words = f"no: {authorization}" if answer != refusal else "Unsupported value: 'temperature' must be 1"
-            content = json.dumps({"error": {"message": words}} if is_bad else good)
+            content = json.dumps({"detail" if answer == 422 else "error": {"message": words}} if is_bad else good)
             handler.send_response(answer if is_bad else 200)
             handler.send_header("Content-Type", "text/html" if answer is None else "application/json")
             handler.end_headers()
@@ -126,6 +127,12 @@ def test_unparsable_answers_are_counted_and_not_won(judge, capsys, monkeypatch):
     assert "7 answers of the judge (53.8%) name neither response" in said
 
 
+def test_an_answer_in_parts_is_their_texts(judge):
+    thought = {"type": "thinking", "thinking": [{"type": "text", "text": "Preferred: B"}]}
+    asked = judge(lambda number, text: [thought, {"type": "text", "text": tasteful(number, text)}])
+    assert asked.run() == judge(tasteful, output_dir="text").run() and len(asked.server.bodies) == 13
+
+
 @pytest.mark.parametrize("bad, warns", [(1, False), (2, True), (20, True)])
 def test_more_than_a_twentieth_of_unparsable_answers_is_a_warning(judge, capsys, bad, warns):
     write_rows("rows.jsonl", toy.rows("sft", "train")[:20])
@@ -163,7 +170,14 @@ def test_a_temperature_that_is_refused_is_left_out_for_the_whole_run(judge, caps
 
 @pytest.mark.parametrize(
     "status,attempts,words",
-    [(500, 2, "500"), (400, 1, "400"), (None, 1, "no chat completion"), (401, 1, "401"), ("gone", 0, "Connection")],
+    [
+        (500, 2, "500"),
+        (400, 1, "400"),
+        (422, 1, "detail"),
+        (None, 1, "no chat completion"),
+        (401, 1, "401"),
+        ("gone", 0, "Connection"),
+    ],
 )
 def test_what_does_not_pass_ends_with_one_line_that_has_no_key(judge, fails, status, attempts, words):
     asked = judge(lambda *_: status, threads=1)
