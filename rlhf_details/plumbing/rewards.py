@@ -220,14 +220,17 @@ class Scorer:
             with torch.autocast(self.accelerator.device.type, enabled=False), imports_of(self.specs[name]):
                 entries = self.functions[name](**given)
                 entries = self.loop.run(result_of(entries)) if inspect.isawaitable(entries) else entries
+                entries = entries.tolist() if hasattr(entries, "tolist") else entries
                 is_list = isinstance(entries, Iterable) and not isinstance(entries, dict | set | str)
-                entries = list(entries.tolist() if hasattr(entries, "tolist") else entries) if is_list else entries
+                entries = list(entries) if is_list else entries
         except Exception as e:  # The user's code may raise whatever it likes. Nothing says which row is to blame.
             trace = e.__traceback__
             while trace and trace.tb_frame.f_code.co_filename.startswith((__file__, ASYNCIO)):
                 trace = trace.tb_next
             trace = traceback.format_exception(type(e), e, trace)  # It begins in the user's code.
             what = f"--reward_fn {name} raised {type(e).__name__}, called with {len(rows)} completions"
+            if self.args.reward_fn_format == "text" and is_messages(rows[0].columns["prompt"]):
+                what += ", which are strings (--reward_fn_format messages gives it messages)"
             raise Fault(f"{what}\n{''.join(trace).rstrip()}") from e
         if not is_list or len(entries) != len(rows):
             what = f"{len(entries)} entries" if is_list else f"{reprlib.repr(entries)}, which is no list,"

@@ -216,6 +216,7 @@ def h(prompts, completions): return [-1.0] * 3
         ("return ['much', 0.0, 0.0]", ["returned 'much'", "row 1"]),
         ("return [0.0, 0.0]", ["returned 2 entries for 3 completions"]),
         ("return None", ["returned None, which is no list, for 3 completions"]),
+        ("return __import__('torch').tensor(1.0)", ["returned 1.0, which is no list, for 3 completions"]),
         ("return [None, 0.0, None]", ["no reward applies to row 1"]),
     ],
 )
@@ -225,6 +226,13 @@ def test_a_function_at_fault_ends_the_run_with_its_name_and_the_row(functions, c
         call(ROWS, ["a", "b", "c"])
     report = capsys.readouterr().err
     assert end.value.code == 1 and all(word in report for word in words), report
+
+
+def test_a_function_that_expects_messages_is_told_how_it_gets_them(functions, capsys):
+    functions("def f(prompts, completions): return [len(c[0]['content']) for c in completions]")
+    with pytest.raises(SystemExit):
+        call([{"prompt": [{"role": "user", "content": "p"}]}], ["a"])
+    assert "called with 1 completions, which are strings (--reward_fn_format messages" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["def", "async def"])
