@@ -229,7 +229,7 @@ class Scorer:
                 trace = trace.tb_next
             trace = traceback.format_exception(type(e), e, trace)  # It begins in the user's code.
             what = f"--reward_fn {name} raised {type(e).__name__}, called with {len(rows)} completions"
-            if self.args.reward_fn_format == "text" and is_messages(rows[0].columns["prompt"]):
+            if self.args.reward_fn_format == "text" and any(is_messages(row.columns["prompt"]) for row in rows):
                 what += ", which are strings (--reward_fn_format messages gives it messages)"
             raise Fault(f"{what}\n{''.join(trace).rstrip()}") from e
         if not is_list or len(entries) != len(rows):
