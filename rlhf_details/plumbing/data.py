@@ -124,8 +124,6 @@ def with_prompts(rows, args, what):
             prompt = text_or_messages(row["prompt"], f"{where}, column 'prompt'")
         elif name:
             prompt = as_messages(row[name], f"{where}, column {name!r}")
-            if isinstance(row.get("system"), str) and row["system"] and prompt[0]["role"] != "system":
-                prompt = [{"role": "system", "content": row["system"]}, *prompt]
             prompt = prompt[:-1] if prompt[-1]["role"] == "assistant" else prompt
             if not prompt:
                 cli.fail(f"{where}, column {name!r}: holds an answer and nothing before it")
@@ -140,6 +138,9 @@ def with_prompts(rows, args, what):
             cli.fail(
                 f"{where} has no column 'prompt' or 'messages' (it has {sorted(row)}); --prompt_template names another"
             )
+        is_chat_without = is_messages(prompt) and prompt[0]["role"] != "system"
+        if is_chat_without and isinstance(row.get("system"), str) and row["system"]:
+            prompt = [{"role": "system", "content": row["system"]}, *prompt]
         result.append(row | {"prompt": prompt})
     return result
 
@@ -234,7 +235,8 @@ def split_common(chosen, rejected, what):
     if is_messages(chosen):
         n = max((i + 1 for i in range(n) if chosen[i]["role"] != "assistant"), default=0)
     if not n or n in (len(chosen), len(rejected)):
-        cli.fail(f"{what}: has no column 'prompt', and `chosen` and `rejected` are not one prompt with two answers")
+        problem = "has no column 'prompt', and `chosen` and `rejected` are not one prompt with two answers"
+        cli.fail(f"{what}: {problem}; --prompt_template names another column")
     return chosen[:n], [chosen[n:], rejected[n:]]
 
 

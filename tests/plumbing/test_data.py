@@ -447,6 +447,7 @@ PAST = {"instruction": "a", "input": "", "output": "b", "history": [["q", "r"]]}
         ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, [user("a")], "b"),
         ({"conversation": [user("a"), assistant("b")]}, [user("a")], "b"),
         ({"conversations": [user("a"), assistant("b")], "system": "s"}, [system("s"), user("a")], "b"),
+        ({"prompt": [user("a")], "completion": "b", "system": "s"}, [system("s"), user("a")], "b"),
         ({"messages": [user(PARTS), assistant("b")]}, [user("a!")], "b"),
         ({"messages": [user("a") | {"tool_calls": None}, assistant("b")]}, [user("a")], "b"),  # as `datasets` fills up
         ({"messages": [user("a"), assistant("b")], "text": "<user>a<assistant>b"}, [user("a")], "b"),
@@ -744,6 +745,16 @@ def test_a_template_gets_what_the_row_and_the_user_have(in_tmp):
     for row in prompts_of("rows.jsonl", tokenizer, **flags)[0]:
         text = tokenizer.decode(row.ids)
         assert "[{'name': 'add'}]" in text and "[{'text': 'b'}]" in text and "loud 03 Feb 2024" in text
+
+
+def test_a_systems_message_that_the_template_refuses_begins_the_question(capsys):
+    tokenizer = chat_tokenizer("gemma")  # as Gemma 2's
+    tokenizer.chat_template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}" + ENDS["gemma"]
+    )
+    pairs = [[system("be kind"), user("cheap ?")], [user("be kind\n\ncheap ?")]] * 2
+    found = [tokenization.encode(tokenizer, prompt, [assistant("the hotel")]) for prompt in pairs]
+    assert found == [found[1]] * 4 and capsys.readouterr().out.count("refuses it: no") == 1
 
 
 def test_a_prompt_that_the_template_writes_otherwise_without_its_answer_is_the_one_that_is_asked():
