@@ -9,6 +9,7 @@ site that zensical makes of them. No network is needed. What it needs comes with
 """
 
 import argparse
+import contextlib
 import json
 import re
 import shutil
@@ -126,7 +127,9 @@ def main():
     except Mistake as mistake:
         sys.exit(str(mistake))
     command = ["serve", "--open"] if args.serve else ["build", "--strict"]
-    return subprocess.call([sys.executable, "-m", "zensical", *command, "-f", "zensical.toml"], cwd=args.out)
+    with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C is the way to end --serve.
+        return subprocess.call([sys.executable, "-m", "zensical", *command, "-f", "zensical.toml"], cwd=args.out)
+    return 130
 
 
 if __name__ == "__main__":

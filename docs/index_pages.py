@@ -74,7 +74,7 @@ def details_page():
 DETAILS_TEXT = """\
 {count} details of the implementation. Each has a tag, which stands in a comment at the line where it acts; a test of
 its name, which fails when that line is broken. For most it was also measured what happens when the detail is taken away
-or swapped. A card then shows the change of the true reward ("gold", in points) and of the KL (in nats a response),
+or swapped. A card then shows the change of the true reward ("gold", in points) and of the KL (in nats per response),
 with its 95 % interval over ten seeds. A filled dot passes Holm's correction over all variants, a ring does not; a thin
 line crosses 0. The [forest plot](forest.md) shows all of them on one scale.
 """

@@ -9,7 +9,7 @@ NAMES = {"rloo": "with the KL penalty", "rloo_nokl": "without the KL penalty"}
 CHARTS = {
     "gold": "Gold, the true reward",
     "scores": "Score of the reward model",
-    "kl": "KL, nats a response",
+    "kl": "KL, nats per response",
     "parses": "Share that is still in the task's grammar",
 }
 PAGE = """\

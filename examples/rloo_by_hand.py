@@ -11,17 +11,22 @@
 # %pip install -q -c constraints.txt -e ".[benchmark]"
 
 # %% [markdown]
-# A language model of 0.1 M parameters continues reviews, and a reward model scores what it writes. If you have
-# never run the quick start, the next cell trains both, which takes about a minute.
+# A language model of 0.1 M parameters continues reviews, and a reward model scores what it writes. The quick start
+# has trained both and left them in the clone's folder `models`. If you have never run it, the next cell trains them,
+# which takes about a minute.
 
 # %%
+import os
+
 import matplotlib.pyplot as plt
 import torch
 
 from rlhf_details import toy, train_rloo, utils
 from rlhf_details.plumbing import stages
 
-args = train_rloo.Args(**stages.DEFAULTS["train_rloo"])
+if os.path.exists("rloo_by_hand.ipynb"):
+    os.chdir("..")  # Jupyter starts in the notebook's folder, and the models lie in the folder above it.
+args = train_rloo.Args(**train_rloo.presets["toy"])
 stages.ensure(args)
 tokenizer, policy, reference, reward_model = train_rloo.load_models(args, "cpu")
 print(sum(p.numel() for p in policy.parameters()), "weights in the policy")

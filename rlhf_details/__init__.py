@@ -1,11 +1,12 @@
 """RLHF in single-file scripts; each script holds its whole algorithm and is meant to be read from top to bottom."""
 
+import multiprocessing
 import os
 import signal
 import sys
 from pathlib import Path
 
-from rlhf_details.plumbing import flags
+from rlhf_details.plumbing import progress
 
 
 def end_in_one_line(kind, error, traceback, show=sys.excepthook):
@@ -22,6 +23,5 @@ HERE = Path(__file__).resolve().parent
 sys.path[:] = [p for p in sys.path if Path(p).name != HERE.name or not Path(p, "plumbing", "__init__.py").exists()]
 # The scripts import this package before the libraries, which take seconds, so that it holds there as well.
 sys.excepthook = end_in_one_line
-# `python rlhf_details/train_rloo.py --help` is answered here for the same reason.
-if {"-h", "--help"} & {*sys.argv[1:]} and Path(sys.argv[0]).resolve() in HERE.glob("*.py"):
-    flags.show(sys.argv[0], sys.argv[1:])
+if Path(sys.argv[0]).resolve() in HERE.glob("*.py") and not multiprocessing.parent_process():
+    progress.now("loading the libraries"), progress.watch()

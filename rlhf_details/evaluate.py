@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlhf_details import utils
-from rlhf_details.plumbing import cli, data, engines, evaluation, judge, models, rewards, vllm
+from rlhf_details.plumbing import cli, data, engines, evaluation, judge, models, progress, rewards, vllm
 from rlhf_details.plumbing.evaluation import average, rate, share
 from rlhf_details.utils import EVALUATION, in_slices
 
@@ -60,7 +60,7 @@ class Args:
     """talk to the policies: type a prompt, and each answers; nothing is evaluated or written"""
 
     # data
-    dataset: str = "toy"
+    dataset: str = "toy:test"
     """prompts: "toy" (its test split), a file, a folder or a Hub data set with :PART, as in the training scripts"""
     num_examples: int | None = None
     """use only the first so many prompts; None: all"""
@@ -142,6 +142,26 @@ class Args:
     """attention kernel; None: the library's choice for the model"""
 
 
+# What an evaluation on an embedded task takes in place of the defaults above, unless a flag or --config says otherwise.
+presets = {
+    "toy": dict(
+        policy_path=("models/toy/rloo",),
+        opponent_path="models/toy/sft",
+        ref_model_path="models/toy/sft",
+        reward_model_path="models/toy/reward",
+        judge="gold",
+        rollout_micro_batch_size=256,
+    ),
+}
+presets["toy-sum"] = presets["toy"] | dict(
+    policy_path=("models/toy-sum/rloo",),
+    opponent_path="models/toy-sum/sft",
+    ref_model_path="models/toy-sum/sft",
+    reward_model_path=None,
+    reward_fn=("rlhf_details.toy:right_sum",),
+    judge="reward_fn",
+)
+
 COMPARED = 4  # what a sample is drawn for, beside the purposes in utils.py: the responses that are scored and compared
 
 
@@ -154,7 +174,6 @@ class Policy(nn.Module):
     def __init__(self, model, temperature):
         super().__init__()
         self.model, self.temperature, self.head = model, temperature, models.head_of(model)
-        (self.takes_positions,) = models.accepts(model, "position_ids")
 
     def forward(self, tokens, mask, positions, index, labels=None, cache=None):
         """
@@ -162,15 +181,10 @@ class Policy(nn.Module):
         that these predict; cache, a transformers cache, which is extended.
         Returns: log-probs [M, N] fp32, or without labels the logits / T [M, N, V] fp32.
         """
-        inputs = {"input_ids": tokens, "attention_mask": mask, "past_key_values": cache, "use_cache": cache is not None}
-        inputs |= {"position_ids": positions} if self.takes_positions else {}
-        hidden = self.model.base_model(**inputs).last_hidden_state[:, index]  # [M, N, H]
+        hidden = models.hidden_states(self.model, tokens, mask, positions, cache)[:, index]  # [M, N, H]
         if labels is None:
             return self.logits(hidden)
-        # All logits at once would be M * N * V numbers.
-        pieces = [x.flatten(0, 1).split(max(1, self.logits_at_once // self.head.vocab_size)) for x in (hidden, labels)]
-        pieces = [self.logits(h).log_softmax(-1).gather(-1, y.unsqueeze(-1)) for h, y in zip(*pieces, strict=True)]
-        return torch.cat(pieces).reshape(labels.shape)
+        return utils.token_logprobs(self.logits, hidden, labels, self.logits_at_once // self.head.vocab_size)[0]
 
     def logits(self, hidden):
         """Tempered logits [.., V] fp32 of last hidden states [.., H]."""
@@ -188,13 +202,10 @@ class Reward(nn.Module):
         self.model, self.tokenizer = model, tokenizer
         # `reward_bias` is the shift that train_reward.py leaves. Plain loaders ignore it.
         self.bias = getattr(model.config, "reward_bias", 0.0)
-        (self.takes_positions,) = models.accepts(model.base_model, "position_ids")
 
     def forward(self, tokens, mask, positions, index):
         """Args: tokens, mask, positions as Policy's; index [M, n], the columns to read. Returns: scores [M, n] fp32."""
-        inputs = {"input_ids": tokens, "attention_mask": mask, "use_cache": False}
-        inputs |= {"position_ids": positions} if self.takes_positions else {}
-        hidden = self.model.base_model(**inputs).last_hidden_state  # [M, L, H]
+        hidden = models.hidden_states(self.model, tokens, mask, positions)  # [M, L, H]
         hidden = hidden.gather(1, index.unsqueeze(-1).expand(-1, -1, hidden.size(-1)))  # [M, n, H]
         # The head runs in fp32: between 2 and 4 bf16 scores would lie 1/64 apart.
         with torch.autocast(hidden.device.type, enabled=False):
@@ -335,6 +346,7 @@ def main(args: Args):
         return evaluation.talk(settings, respond)
     evaluation.check_folder(args, settings)
     accelerator = engines.join()
+    progress.now("loading rows and models")
     device, size = accelerator.device, args.rollout_micro_batch_size
     use_references = args.judge != "none" and not args.opponent_path
     opponents = [args.opponent_path] if args.opponent_path or use_references else []  # None: the references
@@ -365,6 +377,7 @@ def main(args: Args):
             key = model, evaluation.sampling(own)
             if key in measured:
                 continue
+            progress.now(f"responses and scores of {model or 'the references'}")
             with accelerator.autocast():
                 if model:
                     responses, mask, ended = respond(loaded[model], [*queries, numbers], ids[path], own, sample)
@@ -385,8 +398,11 @@ def main(args: Args):
     # ---- pass@k: more responses of each policy, with noise of their own because their rows have other numbers --------
     for path, own in settings.items() if args.samples_per_prompt > 1 else ():
         (given, figures), names = measured[path, evaluation.sampling(own)], list(score.boolean)
+        if not names:
+            what = f"--samples_per_prompt {args.samples_per_prompt}"
+            cli.fail(f"{what}: no function of --reward_fn has returned True and False alone")
         verdicts = [list(zip(*(given[f"rewards/{name}"] for name in names), strict=True))]  # of the first one
-        for number in range(1, args.samples_per_prompt):
+        for number in progress.each(range(1, args.samples_per_prompt), f"more responses of {path} to each prompt"):
             with accelerator.autocast():
                 responses, mask, ended = respond(loaded[path], [*queries, numbers + number * N], ids[path], own, sample)
                 ended, texts = ended & (len(ids[path][1]) > 0), models.decode(tokenizer, responses, mask)
@@ -399,6 +415,7 @@ def main(args: Args):
     kl = {}
     for path, own in settings.items() if args.ref_model_path else ():
         policy, reference = (Policy(loaded[model], own.kl_temperature) for model in (path, args.ref_model_path))
+        progress.now(f"the KL of {path} to {args.ref_model_path}")
         with accelerator.autocast():
             batch = [*queries, numbers]
             # The estimate is unbiased only for draws from the policy that it is about. [EVAL-3]
@@ -411,6 +428,7 @@ def main(args: Args):
         torch.distributed.destroy_process_group()
     if not accelerator.is_main_process:
         return None
+    progress.now("verdicts and the report")
     folder, summary = evaluation.open_folder(args, settings, accelerator, N)
     tables, metrics = {}, {}  # {path: {column: list of N}}, {path: {"policy": figures, "opponent": .., "win_rate": ..}}
     for path, own in settings.items():

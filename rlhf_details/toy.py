@@ -18,7 +18,7 @@ from functools import cache
 from itertools import pairwise
 
 import numpy as np
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 TOPICS = {  # topic: places, nouns that take "was", nouns that take "were"
@@ -99,7 +99,6 @@ PLACE_TOPIC = {place: topic for topic, (places, _, _) in TOPICS.items() for plac
 NOUN_TOPIC = {noun: topic for topic, (_, one, many) in TOPICS.items() for noun in f"{one} {many}".split()}
 SENTIMENT = dict.fromkeys(POSITIVE + LIKED, 1) | dict.fromkeys(NEGATIVE + DISLIKED, -1)
 HUMAN_TEMPERATURE = 1.0
-RESPONSE_LENGTH = 36
 
 
 # ---- the grammar -----------------------------------------------------------------------------------------------------
@@ -263,4 +262,5 @@ def tokenizer(task="toy"):
     vocabulary = ["<pad>", "<eos>", "<unk>", *(sorted(words) if task == "toy" else ["+", "=", *map(str, range(38))])]
     backend = Tokenizer(models.WordLevel({w: i for i, w in enumerate(vocabulary)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.decoder = decoders.Replace(Regex("^"), " ")  # As in GPT-2, a word brings its space along.
     return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")

@@ -14,12 +14,12 @@ Your data:     python rlhf_details/train_both.py --reward.dataset pairs.jsonl --
 """
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
 from pathlib import Path
 from typing import Literal
 
 from rlhf_details import toy, train_grpo, train_ppo, train_reward, train_rloo
-from rlhf_details.plumbing import cli, data, flags, stages
+from rlhf_details.plumbing import cli, data
 
 import tyro
 
@@ -31,11 +31,9 @@ class Both:
     """what trains the policy, from the model at --reward.sft_model_path and on the reward model just trained"""
 
 
-def parse(argv, by_size=False):
-    """Command line -> (arguments of the reward model, the policy's script as a module, its arguments).
-
-    by_size: as in cli.parse.
-    """
+def parse(argv):
+    """Command line -> (arguments of the reward model, the policy's script as a module, its arguments)."""
+    argv, wants_help = cli.without_help(argv)
     words, group = {"": [], "reward": [], "policy": []}, ""
     for word in argv:
         if word.startswith("--"):
@@ -43,27 +41,27 @@ def parse(argv, by_size=False):
             group = prefix if name and prefix in words else ""
             word = f"--{name}" if group else word
         words[group].append(word)  # A value belongs to the flag before it.
-    wants_help = {"-h", "--help"} & {word for group in words.values() for word in group}
-    rest = [word for word in words[""] if word not in ("-h", "--help")]
-    module = {"ppo": train_ppo, "rloo": train_rloo, "grpo": train_grpo}[tyro.cli(Both, args=rest).algorithm]
-    of_policy = stages.DEFAULTS[module.Args().exp_name]
-    if wants_help:
-        flags.show(__file__, argv)
-    reward = cli.parse(train_reward.Args, words["reward"], by_size=by_size)
+    algorithm = tyro.cli(Both, args=words[""]).algorithm
+    module = {"ppo": train_ppo, "rloo": train_rloo, "grpo": train_grpo}[algorithm]
+    reward = cli.parse(train_reward.Args, words["reward"])
     start = {"sft_model_path": reward.sft_model_path} if reward.sft_model_path else {}
     start |= {"reward_model_path": reward.output_dir}
-    policy = cli.parse(module.Args, words["policy"], {"toy": of_policy | start, None: start}, by_size)
+    policy = cli.parse(module.Args, words["policy"], defaults=start)
     if policy.reward_model_path not in (None, reward.output_dir):
         cli.fail(
             f"--policy.reward_model_path {policy.reward_model_path}: it is the reward model just trained, "
             f"{reward.output_dir}; --reward.output_dir says where it goes"
         )
     policy.reward_model_path = reward.output_dir
+    if wants_help:
+        parts = [("reward", train_reward.Args), ("policy", module.Args)]
+        kind = make_dataclass("Flags", parts, bases=(Both,), kw_only=True)
+        cli.show_help(kind(algorithm=algorithm, reward=reward, policy=policy), __doc__)
     return reward, module, policy
 
 
 def check(reward, module, policy):
-    """Ends with one line (exit code 2) where the arguments of either, or of both together, make no sense."""
+    """Exits with an error (exit code 2) if the arguments of either, or of both together, make no sense."""
     train_reward.check(reward), module.check(policy)
     task = policy.dataset.partition(":")[0]
     if task in toy.TASKS and task != "toy":
@@ -83,7 +81,7 @@ def check(reward, module, policy):
 
 def main(argv):
     """Trains both; returns what the policy's script returns."""
-    reward, module, policy = parse(argv, by_size=True)
+    reward, module, policy = parse(argv)
     check(reward, module, policy)
     train_reward.main(reward)
     return module.main(policy)

@@ -28,13 +28,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlhf_details import utils
-from rlhf_details.plumbing import cli, comparisons, data, engines, models
+from rlhf_details.plumbing import cli, comparisons, data, engines, models, progress
 from rlhf_details.plumbing.run import Run
 from rlhf_details.utils import EVALUATION, REWARD_DATA, in_slices
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 
 @dataclass
@@ -43,7 +42,6 @@ class Args(cli.RunArgs):  # which holds the flags of run, data, logging and memo
     """name of the experiment, part of the run's name"""
     output_dir: str = "models/dpo"
     """folder of the trained policy"""
-    starting_values = "train_dpo"  # the defaults by the model's size and for the toy; a copy of the page keeps them
 
     # data
     dataset: str = "toy"
@@ -99,6 +97,35 @@ class Args(cli.RunArgs):  # which holds the flags of run, data, logging and memo
     """comparisons that a device puts through one forward and backward pass"""
 
 
+# What a run takes in place of the defaults above, unless a flag or --config says otherwise: on an embedded task, and on
+# other data by the size of the model, where 20e6 stands for fewer than 20 M parameters. docs/guides/1_your_data.md says
+# where these values are from.
+presets = {
+    "toy": dict(
+        eval_dataset="toy:test",
+        sft_model_path="models/toy/sft",
+        output_dir="models/toy/dpo",
+        beta=0.5,
+        batch_size=16,
+        response_length=36,
+        temperature=1.0,
+        learning_rate=1e-3,
+        warmup_ratio=0.05,
+        max_grad_norm=1.0,
+        micro_batch_size=128,
+    ),
+    20e6: dict(
+        beta=0.3,
+        num_train_epochs=2,
+        batch_size=16,
+        learning_rate=3e-4,
+        max_grad_norm=1.0,
+        micro_batch_size=32,
+    ),
+    500e6: dict(learning_rate=1e-5),
+}
+
+
 # ---- model: one module call is one forward, so that every engine sees all parameters through it ----------------------
 class Policy(nn.Module):
     """Log-probs of completions at temperature 1, or for the sampler next-token logits / temperature, in fp32."""
@@ -108,7 +135,6 @@ class Policy(nn.Module):
     def __init__(self, model, temperature):
         super().__init__()
         self.model, self.temperature, self.head = model, temperature, models.head_of(model)
-        (self.takes_positions,) = models.accepts(model, "position_ids")
 
     def forward(self, tokens, mask, positions, index=None, is_completion=None, cache=None):
         """
@@ -116,25 +142,19 @@ class Policy(nn.Module):
         logits are read; cache, a transformers cache, which is extended.
         Returns: the log-prob of each row's completion [N] fp32, or without is_completion the logits / T [N, C, V] fp32.
         """
-        inputs = {"input_ids": tokens, "attention_mask": mask, "past_key_values": cache, "use_cache": cache is not None}
-        inputs |= {"position_ids": positions} if self.takes_positions else {}
-        hidden = self.model.base_model(**inputs).last_hidden_state  # [N, L, H]
+        hidden = models.hidden_states(self.model, tokens, mask, positions, cache)  # [N, L, H]
         if is_completion is None:
-            return self.head(hidden[:, index]).float() / self.temperature
+            return self.logits(hidden[:, index]) / self.temperature
         # The logits in the column before a token predict it, EOS among them. Nothing predicts a first token. [SFT-2]
         is_target = is_completion[:, 1:] & mask[:, :-1]  # [N, L-1]
         hidden, labels = hidden[:, :-1][is_target], tokens[:, 1:][is_target]  # [T, H], [T]
-        # The logits would be T * V numbers, and as many gradients, so they are computed piece by piece. [GEN-8]
-        size = max(1, self.logits_at_once // self.head.vocab_size)
-        pieces = list(zip(hidden.split(size), labels.split(size), strict=True))
-        again = functools.partial(checkpoint, self.of_tokens, use_reentrant=False)
-        found = torch.cat([again(*piece) if len(pieces) > 1 else self.of_tokens(*piece) for piece in pieces])  # [T]
+        found, _ = utils.token_logprobs(self.logits, hidden, labels, self.logits_at_once // self.head.vocab_size)  # [T]
         # A sum over the tokens, because the score is that of the whole response. [DPO-1]
         return found.new_zeros(is_target.shape).masked_scatter(is_target, found).sum(1)
 
-    def of_tokens(self, hidden, labels):
-        """Log-probs [T] of T labels, from the hidden states [T, H] before them."""
-        return self.head(hidden).float().log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    def logits(self, hidden):
+        """Logits [.., V] fp32 of last hidden states [.., H]."""
+        return self.head(hidden).float()
 
 
 def load_model(args, device):
@@ -158,7 +178,8 @@ def sample_responses(policy, args, accelerator, prompts, n, purpose, stop_ids, k
     sampler_args = 1, args.response_length, stop_ids.to(accelerator.device), (args.seed, key, purpose)
     policy.eval()
     with accelerator.autocast():
-        responses, mask, _ = in_slices(utils.sample, policy, batch, 128 * n, *sampler_args)  # [N, R]
+        sampler = progress.counted(utils.sample, "sampling responses", len(queries))
+        responses, mask, _ = in_slices(sampler, policy, batch, 128 * n, *sampler_args)  # [N, R]
     return [r[m].tolist() for r, m in zip(responses, mask, strict=True)]
 
 
@@ -186,7 +207,8 @@ def logprobs_of(policy, part, size, accelerator):
     mine = [rows_of(part[i % len(part)]) for i in data.my_share(len(part), accelerator).tolist()]
     slices = [[row for rows in mine[i : i + size] for row in rows] for i in range(0, len(mine), size)]
     with accelerator.autocast():
-        found = torch.cat([completion_logprobs(policy, rows, accelerator.device)[0] for rows in slices])
+        parts = progress.each(slices, "log-probs, slice by slice")
+        found = torch.cat([completion_logprobs(policy, rows, accelerator.device)[0] for rows in parts])
     return accelerator.gather(found.reshape(len(mine), -1))[: len(part)]
 
 
@@ -257,7 +279,7 @@ def evaluate(policy, held_out, references, size, args, accelerator):
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
 def check(args):
-    """Ends with one line (exit code 2) where arguments contradict each other."""
+    """Exits with an error (exit code 2) if arguments contradict each other."""
     cli.check(args)
     comparisons.check(args)
     if args.batch_size % cli.world_size():
@@ -327,7 +349,7 @@ def main(args: Args):
             metrics |= evaluate(policy, held_out, held_out_references, size, args, accelerator)
             shown = held_out[:4] or train[:4]
             sampling = [row.ids for row in shown], 1, 0, stop_ids, EVALUATION
-            responses = sample_responses(engines.sampler(policy), args, accelerator, *sampling)
+            responses = sample_responses(engines.gathered(policy), args, accelerator, *sampling)
             for row, text in zip(shown, models.texts_of(tokenizer, responses), strict=True):
                 run.say(f"query: {row.text!r} | response: {text!r}")
         run.log(step, metrics)

@@ -29,7 +29,6 @@ N processes:   accelerate launch --num_processes N rlhf_details/train_grpo.py
 Your data:     python rlhf_details/train_grpo.py --dataset rows.jsonl --sft_model_path gpt2 --reward_fn mine.py:f
 """
 
-import functools
 import math
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -41,7 +40,6 @@ from rlhf_details.utils import EVALUATION, TRAINING, in_slices
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 
 @dataclass
@@ -50,7 +48,6 @@ class Args(cli.PolicyArgs):  # which holds the flags of run, data, models, loggi
     """name of the experiment, part of the run's name"""
     output_dir: str = "models/grpo"
     """folder of the trained policy"""
-    starting_values = "train_grpo"  # the defaults by the model's size and for the toy; a copy of the page keeps them
 
     # sampling
     response_length: int = 256
@@ -118,6 +115,51 @@ class Args(cli.PolicyArgs):  # which holds the flags of run, data, models, loggi
     """compute each prompt once for its k responses, where the model is shown to allow it"""
 
 
+# What a run takes in place of the defaults above, unless a flag or --config says otherwise: on an embedded task, and on
+# other data by the size of the model, where 20e6 stands for fewer than 20 M parameters. docs/guides/1_your_data.md says
+# where these values are from.
+presets = {
+    "toy": dict(
+        eval_dataset="toy:test",
+        sft_model_path="models/toy/sft",
+        reward_model_path="models/toy/reward",
+        output_dir="models/toy/grpo",
+        response_length=36,
+        missing_eos_penalty=3.0,
+        kl_coef=0.1,
+        group_size=4,
+        total_episodes=25_600,
+        batch_size=256,
+        learning_rate=5e-4,
+        micro_batch_size=256,
+        rollout_micro_batch_size=256,
+    ),
+    20e6: dict(
+        response_length=53,
+        temperature=0.7,
+        missing_eos_penalty=3.0,
+        kl_coef=0.3,
+        group_size=4,
+        total_episodes=10_000,
+        batch_size=64,
+        learning_rate=3e-4,
+        micro_batch_size=64,
+    ),
+    500e6: dict(missing_eos_penalty=1.0, total_episodes=10_000, batch_size=64, learning_rate=1e-5),
+}
+presets["toy-sum"] = presets["toy"] | dict(
+    eval_dataset="toy-sum:test",
+    sft_model_path="models/toy-sum/sft",
+    reward_model_path=None,
+    reward_fn=("rlhf_details.toy:right_sum",),
+    output_dir="models/toy-sum/grpo",
+    response_length=3,
+    missing_eos_penalty=1.0,
+    total_episodes=307_200,
+    learning_rate=2e-3,
+)
+
+
 # ---- models: one module call is one forward, so that every engine sees all parameters through it ---------------------
 class Policy(nn.Module):
     """Next-token logits / temperature, or the log-probs of given tokens under their softmax, always in fp32."""
@@ -127,7 +169,6 @@ class Policy(nn.Module):
     def __init__(self, model, temperature):
         super().__init__()
         self.model, self.temperature, self.head = model, temperature, models.head_of(model)
-        (self.takes_positions,) = models.accepts(model, "position_ids")
 
     def forward(self, tokens, mask, positions, index, labels=None, cache=None):
         """
@@ -135,30 +176,15 @@ class Policy(nn.Module):
         are read; labels [M, C], the tokens that these predict; cache, a transformers cache, which is extended.
         Returns: (log-probs, entropies), both [M, C] fp32, or without labels the logits / T [M, C, V] fp32.
         """
-        inputs = {"input_ids": tokens, "attention_mask": mask, "past_key_values": cache, "use_cache": cache is not None}
-        inputs |= {"position_ids": positions} if self.takes_positions else {}
-        hidden = self.model.base_model(**inputs).last_hidden_state[:, index]  # [M, C, H]
+        hidden = models.hidden_states(self.model, tokens, mask, positions, cache)[:, index]  # [M, C, H]
         if labels is None:
             return self.logits(hidden)
-        # The logits would be M * C * V numbers, and as many gradients, so they are computed piece by piece. [GEN-8]
-        size = max(1, self.logits_at_once // self.head.vocab_size)
-        pieces = list(zip(hidden.flatten(0, 1).split(size), labels.flatten().split(size), strict=True))
-        # The backward pass computes a piece again, so that only one exists at a time.
-        again = functools.partial(checkpoint, self.of_tokens, use_reentrant=False)
-        outputs = [again(*piece) if len(pieces) > 1 else self.of_tokens(*piece) for piece in pieces]
-        return tuple(torch.cat(x).reshape(labels.shape) for x in zip(*outputs, strict=True))
+        return utils.token_logprobs(self.logits, hidden, labels, self.logits_at_once // self.head.vocab_size)
 
     def logits(self, hidden):
         """Tempered logits [.., V] fp32 of last hidden states [.., H]."""
         # The temperature divides the logits wherever a log-prob is computed, not in the sampler alone. [GEN-2] [GEN-3]
         return self.head(hidden).float() / self.temperature
-
-    def of_tokens(self, hidden, labels):
-        """Log-probs and entropies [K] of K labels, from their hidden states [K, H]."""
-        log_softmax = self.logits(hidden).log_softmax(-1)  # [K, V]
-        with torch.no_grad():
-            entropies = -(log_softmax.exp() * log_softmax).sum(-1)
-        return log_softmax.gather(-1, labels.unsqueeze(-1)).squeeze(-1), entropies
 
 
 class Reward(nn.Module):
@@ -172,13 +198,10 @@ class Reward(nn.Module):
         self.model, self.tokenizer = model, tokenizer
         # `reward_bias` is the shift that train_reward.py leaves. Plain loaders ignore it. [REW-1]
         self.bias = getattr(model.config, "reward_bias", 0.0)
-        (self.takes_positions,) = models.accepts(model.base_model, "position_ids")
 
     def forward(self, tokens, mask, positions, index):
         """Args: tokens, mask, positions as Policy's; index [M, n], the columns to read. Returns: scores [M, n] fp32."""
-        inputs = {"input_ids": tokens, "attention_mask": mask, "use_cache": False}
-        inputs |= {"position_ids": positions} if self.takes_positions else {}
-        hidden = self.model.base_model(**inputs).last_hidden_state  # [M, L, H]
+        hidden = models.hidden_states(self.model, tokens, mask, positions)  # [M, L, H]
         hidden = hidden.gather(1, index.unsqueeze(-1).expand(-1, -1, hidden.size(-1)))  # [M, n, H]
         # The head runs in fp32: between 2 and 4 bf16 scores would lie 1/64 apart. [RM-6]
         with torch.autocast(hidden.device.type, enabled=False):
@@ -402,7 +425,7 @@ def evaluate(policy, sample, reference, score, prompts, stop_ids, args, accelera
     sampling = dict(n=1, response_length=args.response_length, stop_ids=stop_ids)
     with accelerator.autocast():
         batch, size, key = [queries, query_mask, numbers], args.rollout_micro_batch_size, (args.seed, EVALUATION, 0)
-        sampled = in_slices(sample, engines.sampler(policy), batch, size, key=key, **sampling)
+        sampled = in_slices(sample, engines.gathered(policy), batch, size, key=key, **sampling)
         responses, response_mask, logprobs = sampled  # [N / world, R]
         batch = [queries, query_mask, responses, response_mask]
         ref_logprobs, _ = in_slices(response_logprobs, reference, batch, args.micro_batch_size, 1)
@@ -418,12 +441,12 @@ def evaluate(policy, sample, reference, score, prompts, stop_ids, args, accelera
     metrics = {"scores": scores.mean(), "kl": kl.mean(), "length": lengths.mean(), "ended": ended.float().mean()}
     metrics |= score.by_name(values, spread=True) | {"scores_std": scores.std(correction=0)}
     samples = prompts, responses, response_mask, ended, scores, kl
-    return {f"eval/objective/{name}": float(value) for name, value in metrics.items()}, samples
+    return utils.numbers({f"eval/objective/{name}": value for name, value in metrics.items()}), samples
 
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
 def check(args):
-    """Ends with one line (exit code 2) where arguments contradict each other."""
+    """Exits with an error (exit code 2) if arguments contradict each other."""
     cli.check(args)
     rewards.check(args)
     unit = args.num_mini_batches * args.group_size * cli.world_size()
@@ -509,7 +532,7 @@ def main(args: Args):
         policy.eval()
         with torch.no_grad(), accelerator.autocast():
             batch, key = [queries[mine], query_mask[mine], numbers[mine]], (args.seed, TRAINING, update)
-            sampled = in_slices(sample, engines.sampler(policy), batch, packing.rollout_size, key=key, **sampling)
+            sampled = in_slices(sample, engines.gathered(policy), batch, packing.rollout_size, key=key, **sampling)
             responses, response_mask, sampled_logprobs = sampled  # [B / world, R]
             run.lap("rollout")
 
@@ -561,9 +584,9 @@ def main(args: Args):
             for number, minibatch in enumerate(shuffle):
                 num_actions = is_action[minibatch].sum().clamp(min=1)  # of the whole minibatch, over all processes
                 micro_batches = minibatch.chunk(world)[rank].split(size)
-                for i, m in enumerate(micro_batches):
+                for i, (m, micro_batch) in enumerate(utils.parts(batch, micro_batches)):
                     with engines.accumulate(accelerator, policy, is_last=i + 1 == len(micro_batches)):
-                        logprobs, entropies = response_logprobs(policy, [x[m] for x in batch], n)  # [M, R]
+                        logprobs, entropies = response_logprobs(policy, micro_batch, n)  # [M, R]
                         # With one step per rollout the policy is compared with itself, so the ratio is exactly 1 and
                         # rounding cannot trigger the clip. [RLOO-7]
                         old = logprobs.detach() if one_step else old_logprobs[m]

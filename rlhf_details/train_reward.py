@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlhf_details import utils
-from rlhf_details.plumbing import cli, comparisons, data, engines, models
+from rlhf_details.plumbing import cli, comparisons, data, engines, models, progress
 from rlhf_details.plumbing.run import Run
 from rlhf_details.utils import REWARD_DATA, in_slices
 
@@ -44,7 +44,6 @@ class Args(cli.RunArgs):  # which holds the flags of run, data, logging and memo
     """name of the experiment, part of the run's name"""
     output_dir: str = "models/reward"
     """folder of the trained reward model"""
-    starting_values = "train_reward"  # the defaults by the model's size and for the toy; a copy of the page keeps them
 
     # data
     dataset: str = "toy"
@@ -104,6 +103,27 @@ class Args(cli.RunArgs):  # which holds the flags of run, data, logging and memo
     """comparisons that a device puts through one forward and backward pass"""
 
 
+# What a run takes in place of the defaults above, unless a flag or --config says otherwise: on an embedded task, and on
+# other data by the size of the model, where 20e6 stands for fewer than 20 M parameters. docs/guides/1_your_data.md says
+# where these values are from.
+presets = {
+    "toy": dict(
+        eval_dataset="toy:test",
+        sft_model_path="models/toy/sft",
+        output_dir="models/toy/reward",
+        batch_size=16,
+        response_length=36,
+        temperature=1.0,
+        learning_rate=2e-3,
+        warmup_ratio=0.05,
+        max_grad_norm=1.0,
+        micro_batch_size=128,
+    ),
+    20e6: dict(num_train_epochs=2, batch_size=16, learning_rate=1e-3, max_grad_norm=1.0, micro_batch_size=32),
+    500e6: dict(batch_size=32, learning_rate=5e-5),
+}
+
+
 # ---- models: one module call is one forward, so that every engine sees all parameters through it ---------------------
 class Reward(nn.Module):
     """Scores: gain * head(the state of a row's last real token). There is no bias, because the loss cannot see one."""
@@ -113,13 +133,10 @@ class Reward(nn.Module):
         self.model = model
         # The scale of all scores is trained as well. A trained bias would get no gradient. [RM-5]
         self.gain = nn.Parameter(torch.ones(1))
-        (self.takes_positions,) = models.accepts(model.base_model, "position_ids")
 
     def forward(self, tokens, mask):
         """Args: tokens [M, L]; mask [M, L] bool. Returns: scores [M] fp32."""
-        inputs = {"input_ids": tokens, "attention_mask": mask, "use_cache": False}
-        inputs |= {"position_ids": utils.positions_from_mask(mask)} if self.takes_positions else {}
-        hidden = self.model.base_model(**inputs).last_hidden_state  # [M, L, H]
+        hidden = models.hidden_states(self.model, tokens, mask, utils.positions_from_mask(mask))  # [M, L, H]
         # The mask says which token is the last. Pad may equal EOS, so no search for an id can. [RM-4]
         last = (mask * torch.arange(mask.size(1), device=mask.device)).argmax(1)  # [M]
         hidden = hidden[torch.arange(len(hidden), device=mask.device), last]  # [M, H]
@@ -134,13 +151,11 @@ class Policy(nn.Module):
     def __init__(self, model, temperature):
         super().__init__()
         self.model, self.temperature, self.head = model, temperature, models.head_of(model)
-        (self.takes_positions,) = models.accepts(model, "position_ids")
 
     def forward(self, tokens, mask, positions, index, cache):
         """Args: tokens, mask, positions [M, L]; index [N], columns to read. Returns: logits / temperature [M, N, V]."""
-        inputs = {"input_ids": tokens, "attention_mask": mask, "past_key_values": cache, "use_cache": True}
-        inputs |= {"position_ids": positions} if self.takes_positions else {}
-        return self.head(self.model.base_model(**inputs).last_hidden_state[:, index]).float() / self.temperature
+        hidden = models.hidden_states(self.model, tokens, mask, positions, cache)[:, index]  # [M, N, H]
+        return self.head(hidden).float() / self.temperature
 
 
 def load_model(args, device):
@@ -174,7 +189,8 @@ def sample_responses(args, accelerator, prompts, n, purpose, stop_ids):
     batch = [queries, query_mask, torch.arange(len(queries), device=accelerator.device)]
     sampler_args = 1, args.response_length, stop_ids.to(accelerator.device), (args.seed, REWARD_DATA, purpose)
     with accelerator.autocast():
-        responses, mask, _ = in_slices(utils.sample, policy, batch, 128 * n, *sampler_args)  # [N, R]
+        sampler = progress.counted(utils.sample, "sampling responses", len(queries))
+        responses, mask, _ = in_slices(sampler, policy, batch, 128 * n, *sampler_args)  # [N, R]
     return [r[m].tolist() for r, m in zip(responses, mask, strict=True)]
 
 
@@ -197,7 +213,8 @@ def scores_of(reward, rows, size, accelerator):
     mine = [rows[i % len(rows)] for i in data.my_share(len(rows), accelerator).tolist()]
     slices = [mine[i : i + size] for i in range(0, len(mine), size)]
     with accelerator.autocast():
-        scores = torch.cat([reward(*utils.left_pad(part, accelerator.device)) for part in slices])
+        parts = progress.each(slices, "scoring rows, slice by slice")
+        scores = torch.cat([reward(*utils.left_pad(part, accelerator.device)) for part in parts])
     return accelerator.gather(scores)[: len(rows)]
 
 
@@ -251,7 +268,7 @@ def normalise(scores):
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
 def check(args):
-    """Ends with one line (exit code 2) where arguments contradict each other."""
+    """Exits with an error (exit code 2) if arguments contradict each other."""
     cli.check(args)
     comparisons.check(args)
     if args.batch_size % cli.world_size():
@@ -345,6 +362,10 @@ def main(args: Args):
         # The head takes the gain, because other libraries know none. [RM-13]
         weights["model.score.weight"] = weights["model.score.weight"] * weights["gain"] * gain
         model.config.reward_bias = bias
+        # Other programs read a text as the saved folder says: with EOS at its end, and with no sigmoid of the score.
+        model.config.problem_type = "regression"
+        if comparisons.end_with_eos(train, tokenizer):
+            models.append_eos(tokenizer)
     return run.finish(reward, weights, model)  # the model folder with its card, the held-out metrics, and the upload
 
 

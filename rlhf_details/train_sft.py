@@ -41,7 +41,6 @@ class Args(cli.RunArgs):  # which holds the flags of run, data, logging and memo
     """name of the experiment, part of the run's name"""
     output_dir: str = "models/sft"
     """folder of the trained model"""
-    starting_values = "train_sft"  # the defaults by the model's size and for the toy; a copy of the page keeps them
 
     # data
     dataset: str = "toy"
@@ -95,6 +94,48 @@ class Args(cli.RunArgs):  # which holds the flags of run, data, logging and memo
     """most tokens a sampled response may have"""
     temperature: float = 0.7
     """sampling temperature; the loss is always that of temperature 1"""
+
+
+# What a run takes in place of the defaults above, unless a flag or --config says otherwise: on an embedded task, and on
+# other data by the size of the model, where 20e6 stands for fewer than 20 M parameters. docs/guides/1_your_data.md says
+# where these values are from.
+presets = {
+    "toy": dict(
+        eval_dataset="toy:test",
+        output_dir="models/toy/sft",
+        hidden_size=64,
+        num_layers=2,
+        context_length=128,
+        num_train_epochs=3,
+        batch_size=32,
+        learning_rate=5e-3,
+        warmup_ratio=0.05,
+        response_length=36,
+        temperature=1.0,
+        micro_batch_size=128,
+    ),
+    20e6: dict(num_train_epochs=3, batch_size=8, learning_rate=1e-3, micro_batch_size=32),
+    500e6: dict(learning_rate=2e-5),
+    "scratch": {  # with --base_model scratch
+        20e6: dict(
+            num_train_epochs=5,
+            batch_size=8,
+            learning_rate=2e-3,
+            warmup_ratio=0.05,
+            micro_batch_size=32,
+        ),
+        500e6: dict(learning_rate=6e-4),
+        5e9: dict(learning_rate=3e-4),
+        math.inf: dict(learning_rate=1.2e-4),
+    },
+}
+presets["toy-sum"] = presets["toy"] | dict(
+    eval_dataset="toy-sum:test",
+    output_dir="models/toy-sum/sft",
+    completion_only=True,
+    num_train_epochs=6,
+    response_length=3,
+)
 
 
 # ---- model: one module call is one forward, so that every engine sees all parameters through it ----------------------
@@ -190,7 +231,7 @@ def evaluate(language_model, rows, tokenizer, args, accelerator):
             sampling = dict(
                 n=1, response_length=args.response_length, stop_ids=stop_ids, key=(args.seed, EVALUATION, 0)
             )
-            sampler = engines.sampler(language_model)
+            sampler = engines.gathered(language_model)
             responses, response_mask, _ = in_slices(utils.sample, sampler, batch, size, **sampling)
             references = [data.as_text(tokenizer, row.columns["completion"]) for row in mine]
             pairs = zip(models.decode(tokenizer, responses, response_mask), references, strict=True)
@@ -201,7 +242,7 @@ def evaluate(language_model, rows, tokenizer, args, accelerator):
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
 def check(args):
-    """Ends with one line (exit code 2) where arguments contradict each other."""
+    """Exits with an error (exit code 2) if arguments contradict each other."""
     cli.check(args)
     if args.batch_size % cli.world_size():
         cli.fail(f"--batch_size {args.batch_size}: not divisible by the {cli.world_size()} processes")

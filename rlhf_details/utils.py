@@ -15,6 +15,7 @@ from datetime import datetime
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
 
@@ -137,7 +138,7 @@ def masked_whiten(x, mask, shift_mean=True):
     Source: openai/lm-human-preferences, lm_human_preferences/utils/core.py.
     """
     # Equal numbers, less any one of them, are zeros. Else their mean is off by rounding, which 1e-8 would make large.
-    first = x[mask][:1].sum()
+    first = x.take(mask.int().argmax())
     x = x - first
     mean = masked_mean(x, mask)
     variance = masked_mean((x - mean) ** 2, mask)  # The variance is the biased one, as in tf.nn.moments. [PPO-11]
@@ -168,11 +169,35 @@ def positions_from_mask(mask):
 def trim(batch, extra=0):
     """The batch (queries, query_mask, responses, response_mask) without the columns that are padding in every row.
 
-    extra: how many columns to keep after the longest response (PPO's value model reads one more).
+    A batch of `parts` also holds its widths. extra: how many columns to keep after the longest response (PPO's value
+    model reads one more).
     """
-    queries, query_mask, responses, response_mask = batch
-    first, width = int(query_mask.any(0).int().argmax()), int(response_mask.sum(1).max()) + extra
+    queries, query_mask, responses, response_mask, *known = batch
+    first, width = known[0] if known else widths(batch, [slice(None)])[0]
+    width += extra
     return queries[:, first:], query_mask[:, first:], responses[:, :width], response_mask[:, :width]
+
+
+def widths(batch, parts):
+    """[first column with a token of a query, length of the longest response] of each part of a batch's rows.
+
+    To know them the host must wait for the device, so it asks for those of all parts together.
+    """
+    _, query_mask, _, response_mask = batch
+    found = [(query_mask[m].any(0).int().argmax(), response_mask[m].sum(1).max()) for m in parts]
+    return torch.stack([x for pair in found for x in pair]).reshape(-1, 2).tolist()
+
+
+def parts(batch, rows):
+    """Yields (rows, part of the batch with its widths for `trim`) for each part. Args: rows, numbers or slices."""
+    for m, known in zip(rows, widths(batch, rows), strict=True):
+        yield m, [*(x[m] for x in batch), known]
+
+
+def slices(batch, size):
+    """Yields `size` rows of a batch at a time."""
+    rows = [slice(start, start + size) for start in range(0, len(batch[0]), size)]
+    return (part for _, part in parts(batch, rows)) if len(batch) == 4 else ([x[m] for x in batch] for m in rows)
 
 
 def in_slices(function, model, batch, size, *rest, **options):
@@ -180,9 +205,29 @@ def in_slices(function, model, batch, size, *rest, **options):
 
     The size bounds memory and changes no result. Args: batch, a list of tensors with as many rows. Returns: a list.
     """
-    slices = zip(*(x.split(size) for x in batch), strict=True)
-    found = (function(model, rows, *rest, **options) for rows in slices)
-    return [torch.cat(parts) for parts in zip(*found, strict=True)]
+    found = (function(model, rows, *rest, **options) for rows in slices(batch, size))
+    return [torch.cat(results) for results in zip(*found, strict=True)]
+
+
+def token_logprobs(logits, hidden, labels, size):
+    """Log-probs of tokens and entropies of their distributions, both fp32 and of the labels' shape.
+
+    Args: logits(states [K, H]) -> logits / T [K, V] fp32; hidden [.., H], the states before the tokens; labels [..],
+    the tokens; size, of how many tokens the logits may exist at a time.
+    """
+
+    def of_piece(hidden, labels):
+        log_softmax = logits(hidden).log_softmax(-1)  # [K, V]
+        with torch.no_grad():
+            entropies = -(log_softmax.exp() * log_softmax).sum(-1)
+        return log_softmax.gather(-1, labels.unsqueeze(-1)).squeeze(-1), entropies
+
+    # All logits would be V numbers for each token, and as many gradients, so they are computed piece by piece. [GEN-8]
+    pieces = [x.split(max(1, size)) for x in (hidden.flatten(0, -2), labels.flatten())]
+    # The backward pass computes a piece again, so that only one exists at a time.
+    again = functools.partial(checkpoint, of_piece, use_reentrant=False) if len(pieces[0]) > 1 else of_piece
+    found = zip(*map(again, *pieces), strict=True)
+    return tuple(torch.cat(x).reshape(labels.shape) for x in found)
 
 
 # ---- orders and learning rate ----------------------------------------------------------------------------------------
@@ -240,9 +285,20 @@ TRAINING, EVALUATION, REWARD_DATA = 0, 1, 3  # what a sample is drawn for, one o
 
 def hash32(x):
     """A 32-bit integer hash, elementwise on int32 tensors (the "lowbias32" mixer). Its products wrap around."""
-    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
-    x = (x ^ ((x >> 15) & 0x1FFFF)) * (0x846CA68B - (1 << 32))
+    return end_of_hash(start_of_hash(x))
+
+
+def start_of_hash(x):
+    """The first step of hash32. That of a ^ b is that of a ^ that of b."""
     return x ^ ((x >> 16) & 0xFFFF)
+
+
+def end_of_hash(x, kept=0xFFFF):
+    """The other steps, which change x. Args: kept, the bits that the last shift to the right lets through."""
+    x.mul_(0x7FEB352D)
+    x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF))
+    x.mul_(0x846CA68B - (1 << 32))
+    return x.bitwise_xor_((x >> 16).bitwise_and_(kept))
 
 
 def fold(key, coordinate):
@@ -259,15 +315,27 @@ def keys_of_rows(key, rows):
 
 
 def gumbel_noise(keys, vocab_size):
-    """Standard Gumbel noise [B, V] fp32, a function of the row's key [B] int32 and of the token id.
+    """Standard Gumbel noise [B, V] fp32, a function of the row's key [B] int32 and of the token id."""
+    # Each operation here and below is a pass over [B, V] for each token of a response, so they are few and in place.
+    x = start_of_hash(keys).unsqueeze(1) ^ hashed_tokens(vocab_size, keys.device)  # [B, V]
+    # A shift fills up with the sign bit. The last one lets it through, so that the XOR clears it: 31 bits are left.
+    return gumbel_of_bits(end_of_hash(x, kept=0x8000FFFF - (1 << 32)))
 
-    31 hashed bits make u in (0, 1). Large noise decides an argmax, and -log(-log(1 - u)) makes it from small u, where
-    floats are dense. It reaches 22, while -log(-log(u)) would end at about 17.
+
+@functools.lru_cache(maxsize=4)
+def hashed_tokens(vocab_size, device):
+    """A hash of each token id, and of that the first step of the next hash, [V] int32."""
+    return start_of_hash(fold(torch.arange(vocab_size, dtype=torch.int32, device=device), 0x3C6EF372))
+
+
+def gumbel_of_bits(bits):
+    """Standard Gumbel noise, fp32, of 31 random bits in int32.
+
+    They make u in (0, 1). Large noise decides an argmax, and -log(-log(1 - u)) makes it from small u, where floats are
+    dense. It reaches 22, while -log(-log(u)) would end at about 17.
     """
-    tokens = fold(torch.arange(vocab_size, dtype=torch.int32, device=keys.device), 0x3C6EF372)  # [V]
-    bits = hash32(keys.unsqueeze(1) ^ tokens) & 0x7FFFFFFF  # [B, V]
-    u = bits.float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
-    return u.neg_().log1p_().neg_().log_().neg_()
+    minus_u = torch.add(torch.tensor(-(2.0**-32)), bits, alpha=-(2.0**-31)).clamp_(min=2.0**-24 - 1)
+    return minus_u.log1p_().neg_().log_().neg_()
 
 
 # ---- the sampler -----------------------------------------------------------------------------------------------------
@@ -277,16 +345,18 @@ def sample(policy, batch, n, response_length, stop_ids, key):
 
     A token is argmax(logits / T + Gumbel noise), which is a draw from the softmax. The noise depends on (key, number of
     the row, step, token id) alone, so rows may be grouped, sliced and spread over processes at will.
-    Args: policy(tokens, mask, positions, index, cache=cache) -> logits / T [.., len(index), V], in eval mode;
-    batch: queries, query_mask [B, Q], where n adjacent rows hold the same prompt, and each row's global number [B];
-    stop_ids [S], which may be empty; key, e.g. (seed, TRAINING, update).
+    Args: policy(tokens, mask, positions, index, cache=cache) -> logits / T [.., len(index), V], in eval mode, where the
+    mask is None if nothing is padding; batch: queries, query_mask [B, Q], where n adjacent rows hold the same prompt,
+    and each row's global number [B]; stop_ids [S], which may be empty; key, e.g. (seed, TRAINING, update).
     Returns: responses [B, R] int64, mask [B, R] bool (True up to and including the stop token), log-probs [B, R] fp32.
     """
     queries, query_mask, rows = batch
-    first = int(query_mask.any(0).int().argmax())  # Columns before this one are padding in every row.
     # The prompt of a row is computed once: [P, Q] with P = B / n.
-    queries, query_mask = queries[::n, first:], query_mask[::n, first:]
+    queries, query_mask = queries[::n], query_mask[::n]
+    first, num_real = torch.stack([query_mask.any(0).int().argmax(), query_mask.sum()]).tolist()
+    queries, query_mask = queries[:, first:], query_mask[:, first:]  # Columns before it are padding in every row.
     (P, Q), B, device = queries.shape, len(rows), queries.device
+    is_padded = num_real < P * Q
     keys = keys_of_rows(key, rows)
     responses = torch.zeros(B, response_length, dtype=torch.long, device=device)
     mask = torch.zeros(B, response_length, dtype=torch.bool, device=device)
@@ -295,10 +365,12 @@ def sample(policy, batch, n, response_length, stop_ids, key):
     #   p p p | a b | a b | ...        n = 2, prompt p p p: column Q + t * n + j holds token t of response j
     own = torch.eye(n, dtype=torch.bool, device=device).repeat(1, response_length).expand(P, -1, -1)  # [P, n, n * R]
     visible = torch.cat([query_mask.unsqueeze(1).expand(-1, n, -1), own], 2)  # [P, n, Q + n * R]
+    visible = additive(visible) if n > 1 else visible.squeeze(1)
     cache = DynamicCache(config=getattr(policy, "module", policy).model.config)
     # the columns whose logits are read
-    last, each = torch.tensor([Q - 1], device=device), torch.arange(n, device=device)
-    logits = policy(queries, query_mask, positions_from_mask(query_mask), last, cache=cache)  # [P, 1, V]
+    last, each = torch.arange(Q - 1, Q, device=device), torch.arange(n, device=device)
+    seen = query_mask if is_padded else None
+    logits = policy(queries, seen, positions_from_mask(query_mask), last, cache=cache)  # [P, 1, V]
     logits = logits.squeeze(1).repeat_interleave(n, 0)  # [B, V]
     position = query_mask.sum(1, keepdim=True).expand(P, n)  # [P, n], of the first response token
     alive = torch.ones(B, dtype=torch.bool, device=device)
@@ -309,10 +381,12 @@ def sample(policy, batch, n, response_length, stop_ids, key):
         logprobs[:, t] = (logits.gather(1, token.unsqueeze(1)).squeeze(1) - logits.logsumexp(-1)) * alive
         # A response may end in several ways: Gemma ends its turns with <end_of_turn>, which is not its EOS. [GEN-16]
         alive = alive & ~torch.isin(token, stop_ids)  # The stop token itself stays in the mask. [GEN-5]
-        if t + 1 == response_length or not alive.any():
+        # To ask a GPU whether a row is alive, the host must wait for it. So it asks rarely, and samples a few in vain.
+        is_asked = device.type == "cpu" or (t + 1) % 16 == 0
+        if t + 1 == response_length or (is_asked and not alive.any()):
             break
-        seen = visible[..., : Q + n * (t + 1)]  # [P, n, Q + n * (t + 1)]
-        seen = additive(seen) if n > 1 else seen.squeeze(1)
+        # Without a mask each token sees all that came before it.
+        seen = visible[..., : Q + n * (t + 1)] if n > 1 or is_padded else None
         tokens = (token * alive).reshape(P, n)  # Finished rows run on with token 0, which nobody reads.
         # Positions continue after the prompt's real tokens and do not count its padding. [GEN-6]
         logits = policy(tokens, seen, position + t, each, cache=cache).flatten(0, 1)  # [P, n, V] -> [B, V]
@@ -353,16 +427,32 @@ def correct_for_sampler(advantages, logratio, mask, args):
 
 
 # ---- metrics ---------------------------------------------------------------------------------------------------------
+def float_of(device):
+    """The longest float of a device."""
+    return torch.float32 if device.type == "mps" else torch.float64  # Apple's GPUs have no float64.
+
+
+def numbers(metrics):
+    """{name: number} of {name: number or tensor of one}. All come from the device together, since the host waits."""
+    tensors = {name: x.detach().reshape(()) for name, x in metrics.items() if isinstance(x, torch.Tensor)}
+    if not tensors:
+        return metrics
+    found = torch.stack([x.to(float_of(x.device)) for x in tensors.values()]).tolist()
+    pairs = zip(tensors.items(), found, strict=True)
+    return metrics | {name: number if x.is_floating_point() else int(number) for (name, x), number in pairs}
+
+
 class Means:
     """Named means over all that is added, on all processes: a sum and a count for each name."""
 
     def __init__(self, device):
-        self.device, self.sums, self.highest, self.before = device, {}, {}, {}
-        self.dtype = torch.float32 if device.type == "mps" else torch.float64  # Apple's GPUs have no float64.
+        self.device, self.dtype = device, float_of(device)
+        self.sums, self.highest, self.before = {}, {}, {}
 
     def add(self, name, x, mask=None):
         """Adds the entries of x where mask (same shape, None: everywhere) is True. x may be a number."""
-        x = torch.as_tensor(x, device=self.device).detach().to(self.dtype)
+        x = x.detach() if isinstance(x, torch.Tensor) else torch.full((), x, device=self.device)
+        x = x.to(self.device, self.dtype)
         mask = torch.ones_like(x, dtype=torch.bool) if mask is None else mask
         new = torch.stack([x.where(mask, torch.zeros_like(x)).sum(), mask.sum()])
         self.sums[name] = self.sums.get(name, 0) + new
@@ -371,16 +461,18 @@ class Means:
         """Remembers the highest entry of x, in place of a mean."""
         self.highest[name] = torch.maximum(self.highest.get(name, x.detach().max()), x.detach().max())
 
-    def since_last(self, accelerator):
+    def since_last(self, accelerator, highest=()):
         """{name: mean over all processes} of what was added since the last call; call it on every process."""
         new = torch.stack([self.sums[name] - self.before.get(name, 0) for name in self.sums])  # [names, 2]
         self.before = dict(self.sums)
         # Processes and micro-batches hold different numbers of tokens, so sum first and divide once. [LOG-2]
         total = accelerator.reduce(new, "sum")
-        return dict(zip(self.sums, (total[:, 0] / total[:, 1].clamp(min=1)).tolist(), strict=True))
+        means = total[:, 0] / total[:, 1].clamp(min=1)
+        # All numbers come from the device together, since the host waits for it.
+        return dict(zip([*self.sums, *self.highest], torch.cat([means, *highest]).tolist(), strict=False))
 
     def reduce(self, accelerator):
         """{name: mean, or highest entry, over all processes}, as floats; call it on every process, once, at the end."""
         self.before = {}
-        highest = {name: accelerator.gather(x.reshape(1)).max().item() for name, x in self.highest.items()}
-        return self.since_last(accelerator) | highest
+        mine = [torch.stack(list(self.highest.values())).unsqueeze(0)] if self.highest else []  # [1, names]
+        return self.since_last(accelerator, [accelerator.gather(x).amax(0).to(self.dtype) for x in mine])

@@ -7,6 +7,7 @@ import importlib
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +29,12 @@ LM_HUMAN_PREFERENCES = dict(
     stop_token="none", truncate_token="eos", truncate_after=2, missing_eos_mode="replace", value_model="shared",
     adaptive_kl=True, kl_coef=0.15, whiten_rewards=True, tf_adam=True,
 )  # fmt: skip
+
+
+def flags_shown(text):
+    """{flag: its name, type and text} of what --help has printed."""
+    parts = re.split(r"^\W{2,3}--(?=\w)", text, flags=re.M)[1:]
+    return {re.match(r"\w+", part)[0]: " ".join(part.replace("│", " ").split()) for part in parts}
 
 
 # ---- tiny models -----------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 from helpers import PAGES, page_args, read_metrics, without_times
 
-from rlhf_details import toy, train_dpo, train_reward, train_sft
+from rlhf_details import evaluate, toy, train_dpo, train_reward, train_sft
 from rlhf_details.plumbing.run import Run
 
 STAGES = {"train_reward": train_reward, "train_dpo": train_dpo}  # on comparisons
@@ -32,6 +32,20 @@ CASES = {  # name: (page, flags)
     "reward-shift": ("train_reward", dict(normalization="mean_shift", lr_schedule="linear")),
     "dpo": ("train_dpo", {}),
     "sft": ("train_sft", {}),
+}
+
+
+PLACES = {  # name: (case, flags), all that decides where tensors are
+    "sft": ("sft", {}),
+    "reward": ("reward-gain", {}),
+    "dpo": ("dpo", {}),
+    "ppo": ("ppo", {}),
+    "ppo-shared": ("ppo-shared", {}),
+    "rloo-packed": ("rloo", {}),
+    "rloo-plain": ("rloo", dict(share_prompts=False)),
+    "rloo-lora": ("rloo", dict(lora_rank=2)),
+    "rloo-offloaded": ("rloo", dict(offload_frozen=True)),
+    "grpo": ("grpo-steps", {}),
 }
 
 
@@ -59,6 +73,8 @@ def comparisons(count):
 def rows_of(tiny):
     """A folder with prompts.jsonl (20 rows), held_out.jsonl (6), texts.jsonl (27) and comparisons.jsonl (27)."""
     folder = tiny / "rows"
+    if folder.exists():  # The test that started this process has written them.
+        return folder
     folder.mkdir()
     prompts = list({row["prompt"]: row for row in toy.rows("prompts", "train")[:60]}.values())
     parts = dict(prompts=prompts[:20], held_out=prompts[20:26], comparisons=comparisons(27))
@@ -98,6 +114,23 @@ def start(tiny, case, **changes):
         for number, handler in zip(SIGNALS, before, strict=True):
             signal.signal(number, handler)
         assert has_died or after == before  # a process that has died is gone
+
+
+def short_run(tiny, name, **changes):
+    """Two updates of an entry of PLACES, or two epochs of 24 rows."""
+    case, flags = PLACES[name]
+    page, _ = CASES[case]
+    start(tiny, case, **(dict(total_episodes=32) if page in PAGES else {}) | flags | changes)
+
+
+def short_evaluation(tiny):
+    """{metric: value} of the tiny policy, beside the references, and its KL from itself."""
+    args = evaluate.Args(
+        dataset=str(rows_of(tiny) / "texts.jsonl"), policy_path=(str(tiny / "policy"),), output_dir="out",
+        reward_model_path=str(tiny / "reward"), ref_model_path=str(tiny / "policy"), judge="reward_model",
+        response_length=6,
+    )  # fmt: skip
+    return {name: figure["value"] for name, figure in evaluate.main(args)["metrics"]["policy"].items()}
 
 
 @contextlib.contextmanager

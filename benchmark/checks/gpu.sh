@@ -1,49 +1,46 @@
 #!/usr/bin/env bash
-# The GPU matrix in one call of under 10 minutes on one GPU: RLOO and PPO of a 1 B policy (random weights, bf16, prompts of 512
-# tokens, 53 new ones, batch 64) against TRL, and decoding against generate. Writes OUT/table.md, and every run as OUT/*.json.
+# The first hour on a GPU, in parts that each stand alone, take at most ten minutes, and half an hour together:
 #
-#     bash benchmark/checks/gpu.sh OUT              on one GPU
-#     bash benchmark/checks/gpu.sh OUT --dry_run    the same on the CPU with tiny models, in a minute or two
+#     pages    does each page run there, in fp32 and in bf16, and has it the CPU's numbers?           gpu.py, 5 minutes at most
+#     waits    how often does the host wait for the GPU, for a token and for a micro-batch?           waits.py, 3
+#     noise    what does the noise of a token cost, and what would torch.compile save?                gpu.py, 2
+#     decode   our sampler against transformers' generate, a policy of 1 B                            speed.py, 3
+#     rloo     RLOO against TRL: 1 B, random weights, bf16, prompts of 512 tokens, 53 new, batch 64   speed.py, 8
+#     ppo      PPO against TRL, the same work                                                         speed.py, 8
+#
+#     bash benchmark/checks/gpu.sh OUT [--dry_run] [PART ...]      these parts, all of them where none is named
+#
+# --dry_run takes tiny sizes, for the CPU. A part that fails or runs out of its time leaves what it has measured, and the next one
+# starts. OUT/table.md has a section for each part, and OUT/PART its log and numbers. The exit code tells whether all went well.
 #
 # What TRL runs in, as environment variables; with neither, TRL is left out and the table says so:
 #     WHEELS        folder of wheels (trl, for 0.21 also its transformers, tokenizers, huggingface_hub): a machine without a network
 #     ENVIRONMENTS  folder of environments trl-VERSION; a missing one is created from PyPI
 # Others: PYTHON, ALTERNATIONS, MICRO (episodes of a training forward, ours and TRL's), RLOO_VARIANTS and PPO_VARIANTS (ours with
-# flags off, as "name:--flag ...", separated by semicolons). A part that runs out of its time leaves what it has measured.
+# flags off, as "name:--flag ...", separated by semicolons).
 set -uo pipefail
-OUT=${1:?usage: gpu.sh OUT [--dry_run]}
+ALL=(pages waits noise decode rloo ppo)
+OUT=${1:?usage: gpu.sh OUT [--dry_run] [PART ...]}
+shift
 mkdir -p "$OUT"
 OUT=$(cd "$OUT" && pwd)
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+export PYTHONPATH="$PWD:$PWD/tests${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 PYTHON=${PYTHON:-python3}
-
-WORK=(--size 1b --prompts 512 512 --response_length 53 --batch_size 64 --alternations "${ALTERNATIONS:-3}" --updates 2)
 MICRO=${MICRO:-16}
-if [[ ${2:-} == --dry_run ]]; then
-    export CUDA_VISIBLE_DEVICES=""
-    WORK=(--size 0.9m --prompts 16 16 --response_length 8 --batch_size 8 --alternations "${ALTERNATIONS:-1}" --updates 1)
-    MICRO=4
+
+device=cuda noise=()
+work=(--size 1b --prompts 512 512 --response_length 53 --batch_size 64 --alternations "${ALTERNATIONS:-3}" --updates 2)
+if [[ ${1:-} == --dry_run ]]; then
+    shift
+    export CUDA_VISIBLE_DEVICES="" ACCELERATE_USE_CPU=true
+    device=cpu noise=(--rows 8 --vocabularies 512) MICRO=4
+    work=(--size 0.9m --prompts 16 16 --response_length 8 --batch_size 8 --alternations "${ALTERNATIONS:-1}" --updates 1)
 fi
-WORK+=(--precision bf16 --rloo_k 4 --work_dir "$OUT/work")
+scratch=$(mktemp -d) # for models, which nobody wants back
+trap 'rm -rf "$scratch"' EXIT
+work+=(--precision bf16 --rloo_k 4 --work_dir "$scratch")
 
-# part NAME SECONDS COMMAND...: runs speed.py within SECONDS, appends its table to OUT/table.md
-part() {
-    local name=$1 limit=$2
-    shift 2
-    echo "== $name"
-    timeout "$limit" "$PYTHON" benchmark/speed.py "$@" "${WORK[@]}" --output "$OUT/$name" 2>&1 | tee "$OUT/$name.log"
-    local code=${PIPESTATUS[0]}
-    {
-        echo
-        [[ -f $OUT/$name.md ]] && cat "$OUT/$name.md"
-        ((code == 124)) && echo "$name: stopped after $limit seconds; the table holds the alternations before."
-        ((code != 0 && code != 124)) && echo "$name: failed with exit code $code: $(tail -n 1 "$OUT/$name.log")"
-    } >>"$OUT/table.md"
-    failed=$((failed + (code != 0)))
-}
-
-against=(--against)
 where=()
 if [[ -n ${WHEELS:-} ]]; then
     where=(--wheels "$(cd "$WHEELS" && pwd)")
@@ -53,15 +50,48 @@ elif [[ -n ${ENVIRONMENTS:-} ]]; then
 fi
 IFS=';' read -ra rloo_variants <<<"${RLOO_VARIANTS-plain:--no_share_prompts}"
 IFS=';' read -ra ppo_variants <<<"${PPO_VARIANTS-}"
-with=(--micro_batch_size "$MICRO" --trl_micro_batch_size "$MICRO" "${where[@]}")
+
+# run PART SECONDS COMMAND...: runs Python, and writes the part's section of the table: what speed.py wrote, or lines of the log
+run() {
+    local name=$1 limit=$2 code
+    shift 2
+    rm -rf "${OUT:?}/$name"
+    mkdir -p "$OUT/$name"
+    echo "== $name, at most $limit seconds"
+    timeout "$limit" "$PYTHON" "$@" 2>&1 | tee "$OUT/$name/log.txt"
+    code=${PIPESTATUS[0]}
+    {
+        printf '\n## %s\n\n' "$name"
+        cat "$OUT/$name/table.md" 2>/dev/null || grep -E '^\||GPU:' "$OUT/$name/log.txt" | sed '/GPU:/G'
+        ((code == 124)) && echo "$name: stopped after $limit seconds; this is what it had measured."
+        ((code != 0 && code != 124)) && echo "$name: exit code $code: $(tail -n 1 "$OUT/$name/log.txt")"
+    } >"$OUT/$name/section.md"
+    failed=$((failed + (code != 0)))
+}
+
+# compare PART VERSION VARIANTS...: ours, ours with flags off, and that version of TRL
+compare() {
+    local name=$1 version=$2
+    shift 2
+    run "$name" 480 benchmark/speed.py compare --algorithm "$name" --micro_batch_size "$MICRO" --trl_micro_batch_size "$MICRO" \
+        "${where[@]}" --against ${where:+$version} --variants "$@" "${work[@]}" --output "$OUT/$name/table"
+    [[ ${#where[@]} != 0 ]] || echo "TRL: not measured, neither WHEELS nor ENVIRONMENTS was given." >>"$OUT/$name/section.md"
+}
 
 failed=0
-rm -f "$OUT"/{table,rloo,ppo,decode}.md
-[[ ${#where[@]} == 0 ]] && echo "TRL: not measured, neither WHEELS nor ENVIRONMENTS was given." >"$OUT/table.md"
-part rloo 260 compare --algorithm rloo "${with[@]}" "${against[@]}" ${where:+1.16.0} --variants "${rloo_variants[@]}"
-part decode 80 decode
-part ppo 240 compare --algorithm ppo "${with[@]}" "${against[@]}" ${where:+0.21.0} --variants "${ppo_variants[@]}"
-rm -rf "$OUT/work/0.9m_own" "$OUT/work/1b_own"
+[[ $# == 0 ]] && set -- "${ALL[@]}"
+for part in "$@"; do
+    case $part in
+    pages) run pages 300 benchmark/checks/gpu.py pages "$OUT/pages" ;;
+    waits) run waits 180 benchmark/checks/waits.py --measure "$device" ;;
+    noise) run noise 120 benchmark/checks/gpu.py noise "${noise[@]}" ;;
+    decode) run decode 180 benchmark/speed.py decode "${work[@]}" --output "$OUT/decode/table" ;;
+    rloo) compare rloo 1.16.0 "${rloo_variants[@]}" ;;
+    ppo) compare ppo 0.21.0 "${ppo_variants[@]}" ;;
+    *) echo "no part $part: ${ALL[*]}" && exit 2 ;;
+    esac
+    for name in "${ALL[@]}"; do cat "$OUT/$name/section.md" 2>/dev/null; done >"$OUT/table.md"
+done
 echo
 cat "$OUT/table.md"
 exit $((failed > 0))

@@ -1,13 +1,14 @@
 """
-Writes the studies' tables into README.md and docs/, between markers that name them: <!-- table NAME -->.
+Writes tables into README.md and docs/, between markers that name them: <!-- table NAME -->.
 
     python benchmark/checks/readme.py            writes
     python benchmark/checks/readme.py --check    writes nothing; exit code 1 where a table is stale
 
 The tables come from benchmark/results/TAG/*.md, which the studies' `draw` has written from the CSV files beside them,
-and from benchmark/results/*.md, which the scripts of these names write.
+from benchmark/results/*.md, which the scripts of these names write, and, those of starting values, from the scripts.
 """
 
+import importlib
 import re
 import sys
 from pathlib import Path
@@ -75,7 +76,43 @@ def speed(tag):
     return lines
 
 
+COLUMNS = {"SFT, new model": "sft", "SFT": "sft", "reward model": "reward", "DPO": "dpo", "RLOO": "rloo"}
+COLUMNS |= {"GRPO": "grpo", "PPO": "ppo"}  # of the table of starting values: the scripts whose `presets` it shows
+SIZES = {20e6: " (20 M)", 500e6: " (500 M)", 5e9: " (5 B)", float("inf"): ""}
+
+
+def starting_values():
+    """What the scripts take by the size of the model. "16 (20 M), 64": 16 for a model below 20 M, and else 64."""
+    found = {}  # {flag: {column: its value for each of SIZES}}
+    for column, name in COLUMNS.items():
+        script = importlib.import_module(f"rlhf_details.train_{name}")
+        table = script.presets["scratch"] if column == "SFT, new model" else script.presets
+        rows = [vars(script.Args()) | table.get(size, {}) for size in SIZES]
+        for flag in rows[0]:
+            found.setdefault(flag, {})[column] = [row[flag] for row in rows]
+    lines = ["| | " + " | ".join(COLUMNS) + " |", "|---" * (1 + len(COLUMNS)) + "|"]
+    for flag, values in sorted(found.items(), key=lambda item: (item[0] != "learning_rate", item[0])):
+        if any(len(set(row)) > 1 for row in values.values()):
+            lines.append(f"| `--{flag}` | " + " | ".join(by_size(values.get(column, [])) for column in COLUMNS) + " |")
+    return lines
+
+
+def by_size(values):
+    """The values of a flag for SIZES, each once: "5e-5 (500 M), 3e-6"."""
+    neighbours = zip(values, [*values[1:], "the end"], SIZES.values(), strict=False)
+    return ", ".join(number(value) + size for value, following, size in neighbours if value != following)
+
+
+def number(value):
+    """A value of a flag: 2e-3, 0.05, 10,000, none."""
+    if value is None:
+        return "none"
+    mantissa, exponent = f"{value:e}".split("e")
+    return f"{float(mantissa):g}e{int(exponent)}" if 0 < value < 0.01 else f"{value:,}".removesuffix(".0")
+
+
 TABLES = {
+    "starting_values": starting_values,
     "speed": lambda: speed("."),
     "speed_fast": lambda: speed(FAST),
     "speed_all": lambda: speeds(SPEEDS),

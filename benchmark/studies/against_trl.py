@@ -172,10 +172,8 @@ def changes_of(algorithm, task="toy", updates=None, batch_size=BATCH, micro_batc
 
 def settings(algorithm, *changes):
     """{argument: value} of our script: its defaults on the embedded task, with changes_of."""
-    from rlhf_details.plumbing import stages
-
     script = importlib.import_module(f"rlhf_details.train_{algorithm}")
-    args = script.Args(**(stages.DEFAULTS[f"train_{algorithm}"] | changes_of(algorithm, *changes)))
+    args = script.Args(**(script.presets["toy"] | changes_of(algorithm, *changes)))
     return dataclasses.asdict(script.with_objective(args) if algorithm == "grpo" else args)
 
 
@@ -184,8 +182,7 @@ def lengths_stages(seeds):
     import torch
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
-    from rlhf_details import toy
-    from rlhf_details.plumbing import stages
+    from rlhf_details import toy, train_sft
 
     number, sentences, longest = LENGTHS
     rng, lines = np.random.default_rng(2027), []
@@ -196,7 +193,7 @@ def lengths_stages(seeds):
     folder = ROOT / "models" / "bench"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "lengths.jsonl").write_text("".join(lines))
-    own = stages.DEFAULTS["train_sft"]
+    own = vars(train_sft.Args(**train_sft.presets["toy"]))
     shape = dict(hidden_size=own["hidden_size"], num_hidden_layers=own["num_layers"])
     shape |= dict(num_attention_heads=own["num_heads"], intermediate_size=4 * own["hidden_size"])
     for seed in seeds:

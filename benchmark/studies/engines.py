@@ -23,7 +23,6 @@ from helpers import read_metrics
 from processes import run_under, spec_of
 
 from rlhf_details import train_rloo
-from rlhf_details.plumbing import cli
 
 ROOT = speed.ROOT
 
@@ -46,7 +45,7 @@ def one_run(args, system, paths, number):
     words += ["--total_episodes", args.batch_size * (1 + args.updates), "--checkpoint_every", 0, "--overwrite", *flags]
     folder, name = Path(args.work_dir).resolve(), f"{engine}{'_'.join(flags)}_{number}"
     precision = {"fp32": "no", "bf16": "bf16"}[args.precision]
-    script_args = cli.parse(train_rloo.Args, list(map(str, words)))
+    script_args = tyro.cli(train_rloo.Args, args=list(map(str, words)))
     run_under(engine, [spec_of(script_args, name, precision=precision)], folder)
     metrics = read_metrics(folder / "runs" / name)[-args.updates :]
     rollouts = [row["time/rollout"] for row in metrics]

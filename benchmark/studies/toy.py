@@ -25,14 +25,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from plot import blank, save
 
 from benchmark import ROOT, made_with, run_command
-from rlhf_details.plumbing import stages
+from rlhf_details import train_rloo
 
-SCRIPTS = Path(stages.__file__).parent.parent
+SCRIPTS = Path(train_rloo.__file__).parent
 RUNS = {  # name of the run: script, its arguments
     "rloo": ("train_rloo", ()),
     "rloo_nokl": (
         "train_rloo",
-        ("--kl_coef", 0, "--total_episodes", 3 * stages.DEFAULTS["train_rloo"]["total_episodes"]),
+        ("--kl_coef", 0, "--total_episodes", 3 * train_rloo.presets["toy"]["total_episodes"]),
     ),
     "ppo": ("train_ppo", ()),
     "ppo_async": ("train_ppo", ("--overlap",)),

@@ -191,7 +191,7 @@ def changed_since_log(run_folder, now):
 
 
 def check_same_run(folder, now):
-    """Ends with one line where a checkpoint is of other arguments, rows or models, or of another layout."""
+    """Exits with an error if a checkpoint is of other arguments, rows or models, or of another layout."""
     before = read_state(folder)
     if changed := differences(before, now):
         cli.fail(f"--resume: {folder} has other arguments: {'; '.join(changed)}")
@@ -239,6 +239,7 @@ def save_folder(args, model, tokenizer, weights, card=None):
         if hasattr(model, "peft_config"):
             models.save_adapter(model, partial / "adapter", getattr(args, "sft_model_path", None) or args.base_model)
             tokenizer.save_pretrained(partial / "adapter")  # So that the adapters can be loaded by themselves.
+            models.write_older_names(partial / "adapter", tokenizer)
             model, weights = models.merge_adapters(model), None
         if weights is not None:  # Buffers are no parameters, but belong to the model.
             parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -256,9 +257,12 @@ def save_folder(args, model, tokenizer, weights, card=None):
         if model.can_generate():
             generation.to_json_file(partial / "generation_config.json", keys_to_pop=["compile_config"])
         tokenizer.save_pretrained(partial)
+        models.write_older_names(partial, tokenizer)
         (partial / "training_args.json").write_text(json.dumps(dataclasses.asdict(args), indent=1))
         if card is not None:
             (partial / "README.md").write_text(card, encoding="utf-8")
+        for file in partial.rglob("*.safetensors"):  # The library lets nobody but the owner read them.
+            shutil.copymode(partial / "training_args.json", file)
         for path in (*partial.rglob("*"), partial):
             sync(path)
     except BaseException:

@@ -1,4 +1,4 @@
-"""The command line, read and checked. `flags.py` holds the flags and `--help`, `errors.py` how a script ends."""
+"""The command line, read and checked. `flags.py` holds the flags, `errors.py` how a script ends."""
 
 import contextlib
 import dataclasses
@@ -9,20 +9,22 @@ import io
 import json
 import math
 import re
+import shlex
 import sys
 import tomllib
 from datetime import date
 from importlib.util import find_spec
-from itertools import pairwise
 from pathlib import Path
 from typing import get_origin
 
 import huggingface_hub
+import torch
 import tyro
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from rlhf_details import toy
-from rlhf_details.plumbing import flags, stages, starting_values
+from rlhf_details.plumbing import errors, progress
 from rlhf_details.plumbing.errors import fail, leave, leave_group, need, reading, say, world_size  # noqa: F401
 from rlhf_details.plumbing.flags import MEMORY_KNOBS, NOT_THE_MODEL, OUTPUTS, PolicyArgs, RunArgs  # noqa: F401
 
@@ -35,28 +37,23 @@ def main(function, args_class):
     """Runs a script: function(arguments from the command line). Afterwards all processes leave their group."""
     transformers_logging.set_verbosity_error(), transformers_logging.disable_progress_bar()
     huggingface_hub.logging.set_verbosity_error()  # It would tell of each attempt to reach the Hub.
-    function(parse(args_class, by_size=True))
+    progress.watch()
+    function(parse(args_class))
     leave_group()
 
 
 # ---- command line -> arguments ---------------------------------------------------------------------------------------
-def parse(args_class, argv=None, defaults=None, by_size=False):
-    """Command line -> args_class. Later wins: its defaults, those below, `--config FILE.toml`, the words.
+def parse(args_class, argv=None, defaults=None):
+    """Command line -> args_class. Later wins: its defaults, `presets` of its page, those below, a TOML file, the words.
 
     A TOML value becomes words of a command line, so its type is checked like theirs. An unknown key is an error.
     "--reward_fn A --reward_fn B" means "--reward_fn A B".
-    Args: args_class, a flat dataclass; argv, None for sys.argv[1:]; defaults, {data set: {flag: value}} with None for
-    all other data sets, or None for those that stages.py has for the page; by_size, whether a data set of the user's
-    own gets the values of starting_values.py.
+    Args: args_class, a flat dataclass; argv, None for sys.argv[1:]; defaults, {flag: value} that --config wins over.
     """
     fields = {f.name: f for f in dataclasses.fields(args_class)}
-    if defaults is None:
-        defaults = stages.defaults(starting_values.page_of(args_class), args_class.exp_name)
-    argv = sys.argv[1:] if argv is None else argv
-    if "-h" in argv or "--help" in argv:
-        flags.show(inspect.getfile(args_class), args_class=args_class)
+    argv, wants_help = without_help(sys.argv[1:] if argv is None else argv)
     argv = join_lists(argv, {name for name, f in fields.items() if get_origin(f.type) is tuple})
-    path, config = value_of("config", argv), {}
+    path, config = tyro.cli(args_class, args=argv).config, {}
     if path:
         with reading("--config", path):
             config = tomllib.loads(Path(path).read_text(encoding="utf-8"))
@@ -70,39 +67,92 @@ def parse(args_class, argv=None, defaults=None, by_size=False):
                 tyro.cli(args_class, args=as_words(key, value))
         except SystemExit:
             fail(f"--config {path}: {key} = {value!r} is not of that flag's type")
-    dataset = value_of("dataset", argv) or str(config.get("dataset", "toy"))
-    values = defaults.get(dataset.partition(":")[0], defaults.get(None, {})) | config
+    values = (defaults or {}) | config
     args = tyro.cli(args_class, args=[word for item in values.items() for word in as_words(*item)] + argv)
-    return with_starting_values(args, given=config.keys() | names_in(argv)) if by_size else args
+    args = with_presets(args, given=values.keys() | names_in(argv))
+    if wants_help:
+        show_help(args, inspect.getmodule(args_class).__doc__)
+    return args
 
 
-def with_starting_values(args, given):
-    """The arguments with the values that starting_values.py has for the model's size, and prints them.
+def with_presets(args, given):
+    """The arguments with what the page's table has for their data set or model, and prints what it has taken.
 
     Args: given, the flags that the user has set.
     """
-    try:
-        model, table = starting_values.of(args)
-    except Exception:  # A model that cannot be read ends the script when it is loaded, with a line about it.
-        return args
-    table = {name: value for name, value in table.items() if name not in given}
-    if table:
-        words = " ".join(f"--{name} {value:g}" for name, value in table.items())
-        say(f"starting values for {model}, which your own flags replace: {words}")
-    return dataclasses.replace(args, **table)
+    case, values = preset_of(args)
+    values = {name: value for name, value in values.items() if name not in given}
+    if values:
+        words = shlex.join(word for item in values.items() for word in as_words(*item))
+        # It is the last one, and may be larger than the batch.
+        knob = " (at most so many rows at once, in evaluations as well; it changes no result)"
+        knob *= "micro_batch_size" in values
+        say(f"starting values for {case}, which your own flags replace: {words}{knob}")
+    return dataclasses.replace(args, **values)
+
+
+def presets_of(args):
+    """`presets` of the page whose Args these are, {} of a page without such a table."""
+    return getattr(inspect.getmodule(type(args)), "presets", {})
+
+
+def preset_of(args):
+    """(an embedded task or the size of the model in words, {flag: value} that the page's table has for it)."""
+    task, presets = args.dataset.partition(":")[0], presets_of(args)
+    if task in toy.TASKS:
+        return f"--dataset {task}", presets.get(task, {})
+    path = getattr(args, "base_model", None) or getattr(args, "sft_model_path", None)
+    if path is None:
+        return "", {}
+    if path == "scratch" and path in presets:
+        presets, size = presets[path], size_of_new(args)
+        case = f"a new model of at most {size / 1e6:.1f} M parameters"
+    else:
+        try:
+            size = size_of(path, args.trust_remote_code)
+        except Exception:  # A model that cannot be read ends the script when it is loaded, with a line about it.
+            return "", {}
+        case = f"a model of {size / 1e6:.1f} M parameters"
+    limit = min((limit for limit in presets if isinstance(limit, float) and size < limit), default=None)
+    return case, presets.get(limit, {})
+
+
+def size_of(path, trust_remote_code=False):
+    """The number of a causal model's parameters, from its configuration alone: no weight is read or drawn."""
+    adapter = Path(path) / "adapter_config.json"
+    path = json.loads(adapter.read_text())["base_model_name_or_path"] if adapter.exists() else path
+    errors.announce(path)
+    name, revision = errors.split(path)
+    with progress.doing(f"counting the parameters of {path}"), torch.device("meta"):
+        config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    return sum(p.numel() for p in model.parameters())
+
+
+def size_of_new(args):
+    """The number of parameters of the GPT-NeoX that models.make_small makes, if the text fills the whole vocabulary."""
+    V, H = args.vocab_size, args.hidden_size
+    return 2 * V * H + args.num_layers * (12 * H * H + 13 * H) + 2 * H
+
+
+def without_help(argv):
+    """(the words but for -h and --help, whether they had one)."""
+    words = [word for word in argv if word not in ("-h", "--help")]
+    return words, len(words) < len(argv)
+
+
+def show_help(args, about):
+    """Prints all flags with the values that args have, and ends the program. about: the docstring of the script."""
+    (what, *_), example = about.split("\n\n"), about.rpartition("Your data: ")[2].strip()
+    text = f"{what}\n\nExample: {example}"
+    tyro.cli(type(args), default=args, args=["--help"], use_underscores=True, description=text)
 
 
 def as_words(key, value):
     """A flag and its value as words of a command line."""
     if isinstance(value, bool):
         return [f"--{key}" if value else f"--no_{key}"]
-    return [f"--{key}", *map(str, value if isinstance(value, list) else [value])]
-
-
-def value_of(name, argv):
-    """The value that a command line gives a flag, the last one where there are several, or None."""
-    words = [part for word in argv for part in (word.split("=", 1) if word.startswith("--") else [word])]
-    return {flag[2:].replace("-", "_"): value for flag, value in pairwise(words) if flag.startswith("--")}.get(name)
+    return [f"--{key}", *map(str, value if isinstance(value, list | tuple) else [value])]
 
 
 def names_in(argv):
@@ -130,7 +180,7 @@ def join_lists(argv, names):
 
 # ---- checks that all scripts share -----------------------------------------------------------------------------------
 def check(args):
-    """Ends with one line (exit code 2) where a flag makes no sense, before anything is written or trained."""
+    """Exits with an error (exit code 2) if a flag makes no sense, before anything is written or trained."""
     check_numbers(args)
     for flag in ("exp_name", "run_name"):
         name = getattr(args, flag)
@@ -158,7 +208,7 @@ def check(args):
 
 
 def check_numbers(args):
-    """Ends with one line where a count is too small, or a number is negative or not finite."""
+    """Exits with an error if a count is too small, or a number is negative or not finite."""
     for name, value in vars(args).items():
         lowest = 0 if name in MAY_BE_ZERO else 1
         if type(value) is int and value < lowest:
@@ -173,7 +223,7 @@ def check_numbers(args):
 
 
 def check_template(args):
-    """Ends with one line where the arguments of a chat template are no JSON object, or its day is no date."""
+    """Exits with an error if the arguments of a chat template are no JSON object, or its day is no date."""
     try:
         is_object = isinstance(json.loads(args.chat_template_kwargs), dict)
     except ValueError:
@@ -189,7 +239,7 @@ def check_template(args):
 
 
 def check_sampler(args):
-    """Ends with one line where vLLM is asked for and not installed, or its server's URL is given for nothing."""
+    """Exits with an error if vLLM is asked for and not installed, or its server's URL is given for nothing."""
     if args.vllm_server and args.sampler != "vllm":
         fail(f"--vllm_server {args.vllm_server}: needs --sampler vllm")
     if args.sampler == "vllm" and not args.vllm_server and find_spec("vllm") is None:
@@ -199,7 +249,7 @@ def check_sampler(args):
 
 
 def check_datasets(args):
-    """Ends with one line where a local file of a data set, or a split of an embedded task, does not exist."""
+    """Exits with an error if a local file of a data set, or a split of an embedded task, does not exist."""
     for flag in ("dataset", "eval_dataset", "reference_dataset"):
         spec = getattr(args, flag, None) or ""
         name, _, part = spec.partition("[")[0].partition(":")
@@ -210,7 +260,7 @@ def check_datasets(args):
 
 
 def check_file(flag, spec):
-    """Ends with one line where a data set is named like a file and there is none, or is a file of an unknown kind."""
+    """Exits with an error if a data set is named like a file and there is none, or is a file of an unknown kind."""
     path = Path(spec.partition("[")[0].partition(":")[0])
     is_known = FILE.search(path.name) or path.suffix == ".py"
     if is_known and not path.exists():
@@ -220,7 +270,7 @@ def check_file(flag, spec):
 
 
 def check_output_dir(args):
-    """Ends with one line where the output folder holds another model, an input of this run or foreign files.
+    """Exits with an error if the output folder holds another model, an input of this run or foreign files.
 
     Repeating a run into its folder is fine. `--overwrite` allows to replace other models and files, but never an input.
     """
@@ -234,7 +284,7 @@ def check_output_dir(args):
             fail(f"--output_dir {args.output_dir}: would replace {kept}")
     if not folder.exists() or not any(folder.iterdir()):
         return
-    ours = "adapter", "additional_chat_templates"
+    ours = "adapter", "additional_chat_templates"  # Command-R's tokenizer writes the latter.
     if any(item.is_dir() and item.name not in ours for item in folder.iterdir()):
         fail(f"--output_dir {args.output_dir}: holds folders, so it is no model folder; give another one")
     if args.overwrite:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from rlhf_details import toy
-from rlhf_details.plumbing import cli, data, models, tokenization
+from rlhf_details.plumbing import cli, data, engines, models, progress, tokenization
 from rlhf_details.plumbing.files import check_columns, read_rows
 from rlhf_details.utils import is_messages
 
@@ -29,7 +29,7 @@ class Comparison(data.Prompt):
 
 
 def check(args):
-    """Ends with one line where the data flags contradict each other."""
+    """Exits with an error if the data flags contradict each other."""
     for flag in ("dataset", "eval_dataset"):
         name = (getattr(args, flag) or "").partition(":")[0]
         if name in toy.TASKS and name != "toy":
@@ -46,10 +46,12 @@ def load(args, tokenizer, model, sample):
     Args: model, the page's module, whose `model` limits tokens and context; sample, the page's function of (P prompts
     as token ids, n, purpose, stop_ids), which returns P * n responses as token ids, the n of a prompt adjacent.
     """
+    engines.use_one_thread(model.model)  # before anything is sampled, which may take most of the time
 
     def load_one(spec, flag, take, num, purpose):
         name, _, split = spec.partition(":")
         if name == "toy":
+            cli.say(f"{flag} {spec}: the SFT policy answers {num:,} prompts four times, and an imaginary human chooses")
             rows = toy.comparisons(split or "train", num, lambda texts: four_texts(texts, tokenizer, sample, purpose))
             return encode([(*row, {}) for row in rows], f"{flag} {spec}", tokenizer, model, args)
         return encode(read_comparisons(spec, flag, args, take), f"{flag} {spec}", tokenizer, model, args)
@@ -93,6 +95,12 @@ def are_token_ids(rows):
     """Whether rows hold token ids that are trained on as they are, without EOS: the labels of lm-human-preferences."""
     prompt = rows[0].columns["prompt"]
     return type(prompt) is list and not is_messages(prompt)
+
+
+def end_with_eos(rows, tokenizer):
+    """Whether a text must be given EOS to be read as these rows are. A chat template writes its own end of a turn."""
+    first = rows[0]
+    return not is_messages(first.columns["prompt"]) and first.candidates[0][-1:] == [tokenizer.eos_token_id]
 
 
 # ---- rows -> prompt, candidates, best --------------------------------------------------------------------------------
@@ -154,7 +162,7 @@ def encode(rows, what, tokenizer, reward, args):
     """
     context, vocabulary = models.context(reward), reward.model.get_input_embeddings().num_embeddings
     found, left = data.Prompts(), []
-    for number, (prompt, candidates, best, row) in enumerate(rows, 1):
+    for number, (prompt, candidates, best, row) in enumerate(progress.each(rows, f"tokenising {what}"), 1):
         where, options = f"{what}: row {number}", data.options_of(row, args)
         pairs = [tokenization.encode(tokenizer, prompt, candidate, options, where) for candidate in candidates]
         query = pairs[0][0]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from rlhf_details import toy, utils
-from rlhf_details.plumbing import cli, models
+from rlhf_details.plumbing import cli, models, progress
 from rlhf_details.plumbing.files import check_columns, read_rows
 from rlhf_details.plumbing.tokenization import (
     Padded,
@@ -30,8 +30,8 @@ from rlhf_details.utils import is_messages
 
 # ---- rows of any shape -> prompts and completions --------------------------------------------------------------------
 CONVERSATIONS = "messages", "conversations", "conversation"  # columns that hold one
-ROLES = {"human": "user", "observation": "tool"}  # ShareGPT's names, and those of data sets like it
-ROLES |= dict.fromkeys(("gpt", "chatgpt", "bot", "model", "function_call"), "assistant")
+ROLES = {"human": "user", "prompter": "user", "observation": "tool"}  # ShareGPT's names, and those of its kin
+ROLES |= dict.fromkeys(("gpt", "function_call", "chatgpt", "bot", "model"), "assistant")
 # The two characters \n are a line break, since shells pass one so. But LaTeX has commands that begin like it.
 LINE_BREAK = re.compile(r"\\n(?!(abla|e|eq|eg|u|ot|otin|i|leq|geq|cong|onumber|ewline|earrow|warrow)(?![A-Za-z]))")
 
@@ -39,7 +39,7 @@ LINE_BREAK = re.compile(r"\\n(?!(abla|e|eq|eg|u|ot|otin|i|leq|geq|cong|onumber|e
 def as_messages(value, what):
     """Messages [{"role", "content", ..}] of a list in this form, or in ShareGPT's: {"from": "human", "value": ..}.
 
-    Content in parts is joined, the null beside a call of a tool becomes "", and keys that are null disappear.
+    Content in parts is joined, the null beside a call of a tool becomes "", and keys that are null or [] disappear.
     What is no conversation ends with one line.
     """
     value = [value] if isinstance(value, dict) and isinstance(value.get("role", value.get("from")), str) else value
@@ -48,38 +48,35 @@ def as_messages(value, what):
         cli.fail(f"{what}: {state}; a message is an object with a `role` and a `content`")
     found = []
     for message in value:
-        rest = without_nulls(message)
+        rest = {name: x for name, x in message.items() if x is not None and x != []}
         role = rest.pop("role", None) or rest.pop("from", None)
         content = rest.pop("content", rest.pop("value", None))
-        if isinstance(content, list) and all(isinstance(part, dict) and "text" in part for part in content):
+        if is_messages(content) and all(isinstance(part.get("text"), str) for part in content):
             content = "".join(part["text"] for part in content)
-        content = "" if content is None and rest.get("tool_calls") else content
-        if not isinstance(role, str) or not isinstance(content, str):
+        calls = parsed(rest.pop("tool_calls", []))
+        content = "" if content is None and calls else content
+        if not isinstance(role, str) or not isinstance(content, str) or (calls and not is_messages(calls)):
             rule = "each message must have a string `role` and a `content`, a string or a list of texts"
-            cli.fail(f"{what}: {rule}: {reprlib.repr(message)}")
-        if calls := rest.pop("tool_calls", None):  # Templates may take an empty list for a call.
-            rest["tool_calls"] = [with_arguments(call) for call in calls]
+            cli.fail(f"{what}: {rule}; `tool_calls` are a list of objects: {reprlib.repr(message)}")
+        rest |= {"tool_calls": [with_arguments(call) for call in calls]} if calls else {}
         found.append({"role": ROLES.get(role.lower(), role.lower()), "content": content, **rest})
     return found
-
-
-def without_nulls(x):
-    """A value without the keys of its objects that are null.
-
-    Parquet and `datasets` give all objects of a column the same keys: each tool has the parameters of all others.
-    """
-    if isinstance(x, dict):
-        return {name: without_nulls(value) for name, value in x.items() if value is not None}
-    return [without_nulls(value) for value in x] if isinstance(x, list) else x
 
 
 def with_arguments(call):
     """A call of a tool, whose arguments are an object and not its text: templates write them out as JSON."""
     function = call.get("function", call)
-    if isinstance(function.get("arguments"), str):
-        with contextlib.suppress(ValueError):
-            function = function | {"arguments": json.loads(function["arguments"])}
+    function = function | {"arguments": parsed(function.get("arguments"))}
     return call | {"function": function} if "function" in call else function
+
+
+def parsed(value):
+    """What JSON in a string says, or a value without its keys that are null, with which parquet fills objects up."""
+    with contextlib.suppress(ValueError, TypeError):
+        if isinstance(value, str):
+            return json.loads(value)
+        return json.loads(json.dumps(value), object_hook=lambda x: {k: y for k, y in x.items() if y is not None})
+    return value
 
 
 def text_or_messages(value, what):
@@ -94,9 +91,12 @@ def text_or_messages(value, what):
 def fill(template, row, columns, what, flag):
     """A template with the row's columns in its {places}. All other braces mean themselves. None becomes "".
 
+    A template that is one place returns messages as they are.
     Args: columns, the names of all rows' columns; flag, that of the template.
     """
     places = re.findall(r"\{([^{}]*)\}", template)
+    if places == [template[1:-1]] and is_messages(row.get(places[0])):
+        return as_messages(row[places[0]], what)
     if missing := [name for name in places if name in columns and name not in row]:
         cli.fail(f"{flag} {template!r}: {what} has no column {missing[0]!r} (it has {sorted(row)})")
     if not columns.intersection(places):
@@ -135,22 +135,27 @@ def with_prompts(rows, args, what):
             prompt, answers = split_common(row["chosen"], row["rejected"], where)
             row = row | dict(zip(("chosen", "rejected"), answers, strict=True))
         else:
-            cli.fail(
-                f"{where} has no column 'prompt' or 'messages' (it has {sorted(row)}); --prompt_template names another"
-            )
+            hint = "--prompt_template names others"
+            cli.fail(f"{where} has no column 'prompt' or 'messages' (it has {sorted(row)}); {hint}")
         is_chat_without = is_messages(prompt) and prompt[0]["role"] != "system"
         if is_chat_without and isinstance(row.get("system"), str) and row["system"]:
             prompt = [{"role": "system", "content": row["system"]}, *prompt]
         result.append(row | {"prompt": prompt})
+    texts = [row for row in result if isinstance(row["prompt"], str) and args.prompt_template is None]
+    if any(is_messages(row.get(name)) for row in texts for name in ("chosen", *CONVERSATIONS)):  # UltraFeedback
+        hint = "--prompt_template messages takes the messages beside it"
+        cli.say(f"note: {what}: the column `prompt` is text, so no chat template is used; {hint}")
     return result
 
 
 def instruction(row, is_chat, what):
     """The prompt of Alpaca's columns `instruction` and `input`, after `system` and `history` where a row has them.
 
+    Dolly's name for `input` is `context`.
+
     It is messages where the tokenizer has a chat template, and else text.
     """
-    question = [row["instruction"], row.get("input")]
+    question = [row["instruction"], row.get("input") or row.get("context")]
     past = [text for pair in row.get("history") or [] for text in pair]
     texts = [*past, "\n\n".join(str(text) for text in question if text)]
     if not texts[-1]:
@@ -174,13 +179,13 @@ def has_chat_template(args):
 def with_completions(rows, args, what):
     """The rows of `with_prompts`, each with its `completion`.
 
-    It is the filled --completion_template, or else what the column `completion`, a conversation, or Alpaca's `output`
-    say after the prompt, or N+'s `reference_response_token`.
+    It is the filled --completion_template, or else what the column `completion`, a conversation, Alpaca's `output` or
+    Dolly's `response` say after the prompt, or N+'s `reference_response_token`.
     """
     template, columns, result = getattr(args, "completion_template", None), set().union(*rows), []
     for number, row in enumerate(rows, 1):
         where = f"{what}: row {number}"
-        name = next((name for name in ("completion", *CONVERSATIONS, "output") if name in row), None)
+        name = next((name for name in ("completion", *CONVERSATIONS, "output", "response") if name in row), None)
         if template is not None:
             completion = after(row["prompt"], fill(template, row, columns, where, "--completion_template"), where)
         elif name:
@@ -216,7 +221,8 @@ def after(prompt, answer, what):
         rest = answer[len(turns) - starts[0] :] if starts else answer  # A column `system` may stand before the prompt.
     else:
         rest = answer[1:] if len(answer) > 1 and answer[0]["content"] == prompt else answer
-    if not rest or rest[0]["role"] != "assistant" or (isinstance(prompt, str) and len(rest) > 1):
+    is_pair = is_messages(prompt) or (isinstance(prompt, str) and len(rest) < 2)
+    if not is_pair or not rest or rest[0]["role"] != "assistant":
         words = f"{reprlib.repr(answer)} does not go on from the prompt, {reprlib.repr(prompt)}, with an answer"
         cli.fail(f"{what}: {words}; --prompt_template messages takes both from the messages")
     return rest[0]["content"] if isinstance(prompt, str) else rest
@@ -235,8 +241,8 @@ def split_common(chosen, rejected, what):
     if is_messages(chosen):
         n = max((i + 1 for i in range(n) if chosen[i]["role"] != "assistant"), default=0)
     if not n or n in (len(chosen), len(rejected)):
-        problem = "has no column 'prompt', and `chosen` and `rejected` are not one prompt with two answers"
-        cli.fail(f"{what}: {problem}; --prompt_template names another column")
+        words = "has no column 'prompt', and `chosen` and `rejected` are not one prompt with two answers"
+        cli.fail(f"{what}: {words}; --prompt_template names others")
     return chosen[:n], [chosen[n:], rejected[n:]]
 
 
@@ -244,9 +250,7 @@ def options_of(row, args):
     """What the chat template is given beside a row's messages: the options of utils.render."""
     found = {"date": args.template_date} | json.loads(args.chat_template_kwargs)
     for name in ("tools", "documents"):
-        value = row.get(name)
-        with contextlib.suppress(ValueError):  # Many data sets hold them as JSON in a string.
-            value = json.loads(value) if isinstance(value, str) else without_nulls(value)
+        value = parsed(row.get(name))  # Many data sets hold them as JSON in a string.
         found |= {name: value} if value and isinstance(value, list) else {}
     return found
 
@@ -354,7 +358,8 @@ def read_demonstrations(args, flag):
     take, what = args.take if flag == "dataset" else None, f"--{flag} {spec}"
     name, _, split = spec.partition(":")
     if name in toy.TASKS:
-        return with_prompts(toy.rows("sft", split or "train", name)[:take], args, what)
+        with progress.doing(f"writing the rows of {what}"):
+            return with_prompts(toy.rows("sft", split or "train", name)[:take], args, what)
     rows = read_rows(spec, f"--{flag}")[:take]
     others = {"prompt", "completion", "instruction", *CONVERSATIONS} & rows[0].keys()
     if "text" in rows[0] and args.prompt_template is None and not others:
@@ -372,7 +377,7 @@ def encode_demonstrations(rows, what, tokenizer, context, args, num_sampled=0):
     result, options = Prompts(), [options_of(row, args) for row in rows]
     pairs = [
         encode(tokenizer, row["prompt"], row["completion"], own, f"{what}: row {i}")
-        for i, (row, own) in enumerate(zip(rows, options, strict=True), 1)
+        for i, (row, own) in enumerate(zip(progress.each(rows, f"tokenising {what}"), options, strict=True), 1)
     ]
     kept = short_enough([len(prompt) for prompt, _ in pairs], args.max_prompt_length, what)
     fits = short_enough([len(pairs[i][0]) + len(pairs[i][1]) for i in kept], args.max_length, what, "row")

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
-from rlhf_details.plumbing import cli, stages
+from rlhf_details.plumbing import cli, progress, stages
 from rlhf_details.plumbing.errors import say
 
 # How long a process waits for the others. The main process may need minutes to write a large checkpoint, and when a
@@ -49,6 +49,7 @@ def start(args):
         cli.fail(f"--lora_rank {args.lora_rank}: not under ZeRO-3; take ZeRO-2 or FSDP2")
     if accelerator.is_main_process:
         stages.ensure(args)
+    progress.now("loading rows and models")
     (args.template_date,) = broadcast_object_list([args.template_date or first_day(args)])
     torch.manual_seed(args.seed)
     return accelerator
@@ -67,7 +68,10 @@ def join(**options):
     """Returns an Accelerator of all processes that the launcher started, on CPUs where there is nothing else."""
     if cli.world_size() > 1 and not torch.accelerator.is_available():
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # Otherwise accelerate takes each for a run of its own.
-    accelerator = Accelerator(**options)
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true":
+        cli.need("deepspeed", "deepspeed", "ACCELERATE_USE_DEEPSPEED=true")
+    with progress.doing("meeting the other processes"):
+        accelerator = Accelerator(**options)
     if cli.world_size() != (seen := accelerator.num_processes):
         cli.fail(f"{cli.world_size()} processes, but accelerate sees {seen}: set ACCELERATE_USE_CPU=true")
     if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
@@ -121,7 +125,8 @@ def loading_device(accelerator):
 def prepare(args, accelerator, module, optimizer, *frozen):
     """Puts a module and its optimizer under the engine, and returns both. So it does with frozen modules (or None).
 
-    Under FSDP2 they come to the device layer by layer. ZeRO-3 first puts the whole of the trained module there.
+    Under FSDP2 they come to the device layer by layer. ZeRO-3 first puts the whole of the trained module there. Under
+    bf16 autocast frozen modules hold `matrices` in bf16, unless their weights are shared out.
     """
     if accelerator.device.type == "cpu":
         use_one_thread(module)
@@ -142,7 +147,8 @@ def prepare(args, accelerator, module, optimizer, *frozen):
     if name(accelerator) == "ZeRO-3":
         # Each piece of the logits gathers the head, and processes have different numbers of pieces. So it makes one.
         module.logits_at_once = 2**62
-    module, optimizer = accelerator.prepare(module, optimizer)
+    with progress.doing(f"preparing {name(accelerator)}"):  # DeepSpeed may compile.
+        module, optimizer = accelerator.prepare(module, optimizer)
     if uses_deepspeed(accelerator):
         # accelerate (1.15) would step inside `backward`, once a micro-batch. `step` does it here.
         accelerator.deepspeed_engine_wrapped.backward = lambda loss, **_: module.backward(loss)
@@ -155,6 +161,9 @@ def prepare(args, accelerator, module, optimizer, *frozen):
             continue
         if is_shared_out:
             share_out(m, accelerator.device)
+        elif precision(accelerator) == "bf16":
+            for p in matrices(m):
+                p.data = p.data.bfloat16()
         if args.offload_frozen:  # A call after a `rest` brings it back to the device.
             m.register_forward_pre_hook(lambda m, _: m.to(accelerator.device) and None, prepend=True)
             module.waiting.append(m)
@@ -189,6 +198,13 @@ def precision(accelerator):
     return {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[kind]
 
 
+def in_words(accelerator):
+    """Engine, processes and precision, such as "2 processes (FSDP2) in bf16"."""
+    count, engine = accelerator.num_processes, name(accelerator)
+    processes = engine if engine == "one process" else f"{count} process{'es' * (count > 1)} ({engine})"
+    return f"{processes} in {precision(accelerator)}"
+
+
 # ---- sampling and training -------------------------------------------------------------------------------------------
 def rest(module):
     """Frees the device of the frozen models that wait in the CPU's memory (--offload_frozen)."""
@@ -196,7 +212,7 @@ def rest(module):
         m.to("cpu")
 
 
-def sampler(policy):
+def gathered(policy):
     """What to sample from: the policy, or where an engine has shared its weights out, a whole copy of it as it is now.
 
     The copy's memory is free again when the caller has forgotten it. Call it on every process.
@@ -297,6 +313,17 @@ def full_weights(accelerator, module):
     return weights
 
 
+def matrices(module):
+    """The weights that bf16 autocast rounds in each call, so that to hold them in bf16 changes no number.
+
+    They are those of linear layers, but for a head that is tied to an embedding, and for a reward model's fp32 head.
+    """
+    others = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
+    others |= {id(m.weight) for m in [getattr(module.model, "score", None)] if m is not None}
+    linear = (m.weight for m in module.modules() if isinstance(m, nn.Linear | Conv1D))
+    return [weight for weight in linear if id(weight) not in others]
+
+
 # ---- a whole copy of a policy, to sample from or to save -------------------------------------------------------------
 def template(module):
     """A copy of a policy without its weights, for `fill`, and without its critic, which does not sample."""
@@ -319,7 +346,7 @@ def fill(template, weights):
 
 @torch.no_grad()
 def copy_of(accelerator, policy):
-    """A copy of a policy to sample from, which training does not change. Args: policy, as `sampler` returns it."""
+    """A copy of a policy to sample from, which training does not change. Args: policy, of `gathered`."""
     if shares_out(accelerator):
         return policy  # It is one already.
     (empty,), now = policy.template, dict(accelerator.unwrap_model(policy).named_parameters())
@@ -333,8 +360,7 @@ def gather(accelerator, module, template, precision):
     One weight after the other is gathered, so the peak is a copy and one weight. Under bf16 autocast the weights of
     linear layers are bf16, to which autocast would round them in each call.
     """
-    rounded = {id(m.weight) for m in template.modules() if precision == "bf16" and isinstance(m, nn.Linear | Conv1D)}
-    rounded -= {id(m.weight) for m in template.modules() if isinstance(m, nn.Embedding)}  # A head may be tied to one.
+    rounded = {id(p) for p in matrices(template)} if precision == "bf16" else ()
     empty, weights = dict(template.named_parameters()), {}
     for name, p in named_parameters(accelerator, module):
         if name in empty:

@@ -20,6 +20,8 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from rlhf_details.plumbing import progress
+
 
 def fail(message):
     """Prints one line, "error: ...", on the main process and ends the program with exit code 2."""
@@ -29,7 +31,7 @@ def fail(message):
 
 
 def need(package, extra, what):
-    """Ends with one line where the package of an extra is not installed. what: the flag that needs it."""
+    """Exits with an error if the package of an extra is not installed. what: the flag that needs it."""
     if importlib.util.find_spec(package) is None:
         fail(f'{what}: needs the package {package}: pip install -c constraints.txt -e ".[{extra}]"')
 
@@ -38,6 +40,7 @@ def say(line):
     """Prints a line on the main process."""
     if os.environ.get("RANK", "0") == "0":
         print(line, flush=True)
+        progress.heard()
 
 
 def world_size():
@@ -87,7 +90,8 @@ def reading(flag, value):
     user's own code outside of this block, so that its errors keep their tracebacks.
     """
     try:
-        yield
+        with progress.doing(f"reading {flag} {value}"):
+            yield
     except (MemoryError, torch.OutOfMemoryError, NameError, AssertionError):  # no fault of the file
         raise
     except Exception as e:

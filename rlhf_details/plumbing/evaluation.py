@@ -18,7 +18,7 @@ import torch
 import transformers
 
 from rlhf_details import utils
-from rlhf_details.plumbing import checkpoint, cli, data, engines, judge, models, rewards, tokenization
+from rlhf_details.plumbing import checkpoint, cli, data, engines, judge, models, progress, rewards, tokenization
 
 # How a policy is sampled where neither a flag nor its folder says it.
 FALLBACKS = dict(temperature=1.0, response_length=53, stop_token="eos", truncate_token="none", truncate_after=0)
@@ -77,7 +77,7 @@ def end_ids(tokenizer, args, device):
 
 
 def check(args, settings):
-    """Ends with one line (exit code 2) where arguments are wrong or contradict each other. settings: of as_trained."""
+    """Exits with an error (exit code 2) if arguments are wrong or contradict each other. settings: of as_trained."""
     for own in settings.values():
         cli.check_template(own)
         cli.check_numbers(own)
@@ -170,7 +170,7 @@ def load_models(args, device):
 
 
 def check_vocabularies(args, tokenizer, readers):
-    """Ends with one line where a model does not read the token ids that the policies and the opponent write.
+    """Exits with an error if a model does not read the token ids that the policies and the opponent write.
 
     Args: tokenizer, the first policy's; readers, [(flag, path, model), ..], of which the first is that policy.
     Returns: the tokenizer of a reward model of another vocabulary, which is given text as in training, or None.
@@ -196,7 +196,7 @@ MAY_DIFFER = "exp_name config output_dir overwrite judge_base_url rollout_micro_
 MAY_DIFFER = [*MAY_DIFFER.split(), "template_date", "vllm_memory", "vllm_server", "vllm_folder"]
 # A line warns of fewer ended responses, of lengths with a larger ratio, and of a larger share of unreadable answers.
 FEW_ENDED, FAR_APART, UNREADABLE = 0.9, 2.0, 0.05
-UNITS = {"length": "length (tokens)", "kl": "kl (nats a response)"}
+UNITS = {"length": "length (tokens)", "kl": "kl (nats per response)"}
 
 
 # ---- the folder ------------------------------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ def deciding(summary):
 
 
 def check_folder(args, settings):
-    """Ends with one line where the output folder holds other results or foreign files and --overwrite is not given."""
+    """Exits with an error if the output folder holds other results or foreign files and --overwrite is not given."""
     folder = folder_of(args)
     for part in (folder, *folder.parents):
         if part.exists() and not part.is_dir():
@@ -409,6 +409,7 @@ def talk(settings, respond):
         cli.fail(f"--interactive: runs in one process, not in {cli.world_size()}")
     device, number = engines.join().device, 0
     speakers = [Speaker(path, args, device, respond) for path, args in settings.items()]
+    progress.now(None)
     cli.say("type a prompt; an empty line, Ctrl-D or Ctrl-C ends the conversation")
     try:
         while line := input("> " if sys.stdin.isatty() else "").strip():

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from rlhf_details import toy
-from rlhf_details.plumbing import cli, engines, hub, models, stages
+from rlhf_details.plumbing import cli, comparisons, engines, hub, models
 from rlhf_details.plumbing.evaluation import average, wilson_interval
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -111,9 +111,9 @@ def signs(metrics, first, args, precision, is_last=False):
 def same_ends(responses, mask):
     """The largest shares of the responses [N, R] that begin with the same 4 tokens, and that end with the same 2."""
     tokens = torch.where(mask, responses, -1)
-    last = (mask.sum(1, keepdim=True) + torch.tensor([-2, -1], device=mask.device)).clamp(min=0)  # [N, 2]
+    last = (mask.sum(1, keepdim=True) + torch.arange(-2, 0, device=mask.device)).clamp(min=0)  # [N, 2]
     groups = tokens[:, :4], tokens.gather(1, last)
-    return [x.unique(dim=0, return_counts=True)[1].max().item() / len(x) for x in groups]
+    return [x.cpu().unique(dim=0, return_counts=True)[1].max().item() / len(x) for x in groups]
 
 
 def has_end(args):
@@ -158,7 +158,7 @@ def last_lines(run, after, seconds):
         *health_lines(rows),
         *time_lines(rows, seconds),
         f"model: {run.args.output_dir}   run: {run.folder}   {seconds:.0f} s",
-        *next_lines(run.args, run.folder),
+        *next_lines(run.args, run.folder, run.prompts),
     ]
 
 
@@ -212,7 +212,7 @@ def learnt_lines(after, held_out, by_prompt):
             hint = "; the policy over-learns the reward: raise --kl_coef, or stop earlier"
             found.append(f"gold, the true reward, {words}{hint if how == 'fell' else ''}")
         else:
-            found.append(f"{said}: scores {words}, at a KL of {after['eval/objective/kl']:z.3f} nats a response")
+            found.append(f"{said}: scores {words}, at a KL of {after['eval/objective/kl']:z.3f} nats per response")
     return found
 
 
@@ -266,14 +266,13 @@ def command(script, *words):
     return shlex.join(["python", str(path), *words])
 
 
-def next_lines(args, run_folder):
-    """Commands that look at what a run has made."""
-    found, has_rewards, script = [], hasattr(args, "reward_fn"), hub.script_of(args)
+def next_lines(args, run_folder, prompts):
+    """Commands that look at what a run has made. prompts: the data.Prompts that it was trained on."""
+    found, script, has_rewards = [], hub.script_of(args), hasattr(args, "reward_fn")
     evaluate, trust = "rlhf_details/evaluate.py", ["--trust_remote_code"] * args.trust_remote_code
-    if has_rewards:
+    # It does not read the labels of lm-human-preferences.
+    if has_rewards or (script == "train_dpo.py" and not comparisons.are_token_ids(prompts)):
         found.append(f"evaluate: {command(evaluate, *evaluation_words(args))}")
-    elif script == "train_dpo.py" and args.dataset.partition(":")[0] == "toy":  # Elsewhere it has no prompts and judge.
-        found.append(f"evaluate: {command(evaluate, '--policy_path', args.output_dir)}")
     if has_rewards or script in ("train_sft.py", "train_dpo.py"):
         policies = [args.output_dir, *([] if script == "train_sft.py" else [args.sft_model_path])]
         found.append(f"chat: {command(evaluate, '--policy_path', *policies, *trust, '--interactive')}")
@@ -286,16 +285,19 @@ def evaluation_words(args):
     """The flags with which evaluate.py compares a run's policy with the one that it started from."""
     dataset = args.eval_dataset or args.dataset
     task = dataset.partition(":")[0]
-    defaults = PLAIN | stages.defaults("evaluate").get(task, {})
+    defaults, own = dict(PLAIN), cli.presets_of(args).get(task, {})
+    if own:  # evaluate.py takes an embedded task's models and rewards by itself.
+        defaults |= {name: own[name] for name in PLAIN if name in own}
+        defaults |= dict(opponent_path=own["sft_model_path"], ref_model_path=own["sft_model_path"])
+        defaults["judge"] = "reward_fn" if defaults["reward_fn"] else "gold"
     values = {name: getattr(args, name) for name in PLAIN if hasattr(args, name)}
     values |= {"opponent_path": args.sft_model_path, "ref_model_path": args.sft_model_path}
-    judge = "reward_fn" if args.reward_fn else "reward_model" if values["reward_model_path"] else "none"
-    values["judge"] = defaults["judge"] if task in toy.TASKS and not args.reward_fn else judge
+    judge = "reward_fn" if values.get("reward_fn") else "reward_model" if values.get("reward_model_path") else "none"
+    values["judge"] = defaults["judge"] if task in toy.TASKS and judge != "reward_fn" else judge
     words = [] if dataset in ("toy", "toy:test") else ["--dataset", dataset]
     words += [] if args.eval_dataset or task in toy.TASKS else ["--num_examples", "512"]  # of many training prompts
     words += ["--policy_path", args.output_dir]
     for name, value in values.items():
-        default = defaults[name]
-        if value != (tuple(default) if isinstance(default, list) else default):
-            words += cli.as_words(name, list(value) if isinstance(value, tuple) else value)
+        if value != defaults[name]:
+            words += cli.as_words(name, value)
     return words

@@ -3,20 +3,24 @@ What others need in order to use a trained model: its card, always, and its plac
 This module speaks to the Hub under --push_to_hub only.
 """
 
+import contextlib
 import dataclasses
 import inspect
 import json
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import huggingface_hub
 
-from rlhf_details.plumbing import cli, errors, stages, starting_values
+from rlhf_details import toy
+from rlhf_details.plumbing import cli, errors
 
 PAPERS = {  # of each script: title and arXiv number
     "sft": ("Training language models to follow instructions with human feedback", "2203.02155"),
     "reward": ("Learning to summarize from human feedback", "2009.01325"),
+    "dpo": ("Direct Preference Optimization: Your Language Model is Secretly a Reward Model", "2305.18290"),
     "ppo": ("The N+ Implementation Details of RLHF with PPO: A Case Study on TL;DR Summarization", "2403.17031"),
     "rloo": (
         "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback in LLMs",
@@ -47,33 +51,27 @@ def script_of(args):
     return Path(inspect.getfile(type(args))).name
 
 
-def command_of(args, num_processes):
-    """A command line that starts the same run. It leaves out what the script has by itself for any model."""
-    task, script = args.dataset.partition(":")[0], script_of(args).removesuffix(".py")
-    defaults = {field.name: field.default for field in dataclasses.fields(args)}
-    page = starting_values.page_of(type(args))
-    defaults |= stages.defaults(page, defaults["exp_name"]).get(task, {})
-    always = {"dataset"} | starting_values.names().get(page, set())
-    start = ["python"] if num_processes == 1 else ["accelerate", "launch", "--num_processes", str(num_processes)]
-    words = [*start, f"rlhf_details/{script}.py"]
-    for name, default in defaults.items():
-        value, default = getattr(args, name), tuple(default) if isinstance(default, list) else default
-        if (value == default and name not in always) or name in ("config", "resume", "overwrite"):
-            continue
-        if isinstance(value, bool):
-            words.append(f"--{name}" if value else f"--no_{name}")
-        else:
-            words += [f"--{name}", *map(str, value if isinstance(value, tuple) else [value])]
-    return shlex.join(words)
-
-
 def inputs_of(prompt, is_reward):
     """Python code that makes a model's inputs from a prompt, a string or messages."""
     if not isinstance(prompt, str):
-        prompt = [*prompt, {"role": "assistant", "content": "An answer."}] if is_reward else prompt
-        generate = "" if is_reward else ", add_generation_prompt=True"
-        return f'tokenizer.apply_chat_template({prompt!r}{generate}, return_dict=True, return_tensors="pt")'
-    return f'tokenizer({prompt!r}{" + tokenizer.eos_token" if is_reward else ""}, return_tensors="pt")'
+        if is_reward:  # It has learnt to score at the end of a turn, which ChatML follows with a line break.
+            turns = [*prompt, {"role": "assistant", "content": "An answer."}]
+            text = f"tokenizer.apply_chat_template({turns!r}, tokenize=False).rstrip()"
+            return f'tokenizer({text}, add_special_tokens=False, return_tensors="pt")'
+        options = 'add_generation_prompt=True, return_dict=True, return_tensors="pt"'
+        return f"tokenizer.apply_chat_template({prompt!r}, {options})"
+    return f'tokenizer({prompt!r}, return_tensors="pt")'
+
+
+def licence(start, args, repository):
+    """The licence that the card of the model at the start names, or None. The Hub is asked only before a push."""
+    if start == "scratch":
+        return "mit" if args.dataset.partition(":")[0] in toy.TASKS else None  # That of this repository, and its data.
+    name, _ = errors.split(start)
+    card = Path(name) / "README.md"
+    with contextlib.suppress(Exception):  # It need not have a card, and a card need not name a licence.
+        if card.exists() or (repository and on_the_hub(name)):
+            return huggingface_hub.ModelCard.load(str(card) if card.exists() else name).data.license
 
 
 def on_the_hub(name):
@@ -81,11 +79,12 @@ def on_the_hub(name):
     return bool(re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name)) and not Path(name).exists()
 
 
-def model_card(args, repository, metrics, link, about):
+def model_card(args, repository, before, metrics, link, about):
     """Text of a model card (README.md).
 
-    Args: repository, the model's name on the Hub or None; metrics, {name: number} of the last update; link, the address
-    of the tracked run or None; about, the run's config.json as a dictionary, and beside it a `prompt`.
+    Args: repository, the model's name on the Hub or None; before, metrics, {name: number} of the first evaluation and
+    of the last update; link, the address of the tracked run or None; about, the run's config.json as a dictionary, and
+    beside it a `prompt`.
     """
     kind = script_of(args).removesuffix(".py").removeprefix("train_")
     start = getattr(args, "sft_model_path", None) or getattr(args, "base_model", None)
@@ -95,11 +94,20 @@ def model_card(args, repository, metrics, link, about):
     facts["pipeline_tag"] = "text-classification" if is_reward else "text-generation"
     facts |= {"base_model": base} if base != "scratch" and on_the_hub(base) else {}
     facts |= {"datasets": [dataset]} if "/" in dataset and on_the_hub(dataset) else {}
+    own = licence(start, args, repository)
+    facts |= {"license": own} if own else {}
+    terms = f"`{own}`, if that of the data allows it" if own else f"as of `{start}`, and as of the data"
     values = {"name": repository or args.output_dir, "inputs": inputs_of(about["prompt"], is_reward)}
     values |= {"temperature": args.temperature, "length": args.response_length}
     snippet = (OF_A_REWARD_MODEL if is_reward else OF_A_POLICY).format(**values)
-    rows = [f"| `{name}` | {value:.6g} |" for name, value in metrics.items() if not name.startswith("time/")]
-    command = command_of(args, about["num_processes"])
+    # Seconds say nothing of a model, nor does a bad sign that did not show.
+    shown = [x for x in metrics if not x.startswith("time/") and (metrics[x] or not x.startswith("health/"))]
+    shown.sort(key=lambda name: name not in before)  # the held-out figures first
+    has_two = any(before[name] != metrics.get(name) for name in before)
+    earlier = {name: f"{value:.6g}" for name, value in before.items() if has_two}
+    rows = [f"| `{name}` | {earlier.get(name, '')} | {metrics[name]:.6g} |" for name in shown]
+    processes = about["num_processes"]
+    launcher = ["python"] if processes == 1 else ["accelerate", "launch", "--num_processes", str(processes)]
     held_out = f", held-out data `{args.eval_dataset}`." if args.eval_dataset else "."
     adapters = ["The folder `adapter` holds the LoRA adapters alone; they are merged into the weights here."]
     lines = [
@@ -112,11 +120,12 @@ def model_card(args, repository, metrics, link, about):
         f"{'Reward model' if is_reward else 'Language model'} trained with `{script_of(args)}` of rlhf_details "
         f"(commit `{about['commit'][:12] or 'unknown'}`), from `{start}` on the data `{args.dataset}`{held_out}",
         *(adapters if args.lora_rank else []),
+        f"Licence: {terms}.",
         f"Tracked run: {link}" if link else f"Run: `{about['run']}`, not tracked online.",
         "",
         *("## Use", "", "```python", snippet, "```", ""),
-        *("## Training", "", "```", command, "```", ""),
-        *("| metric, last update | value |", "|---|---:|", *rows, ""),
+        *("## Training", "", "```", shlex.join([*launcher, *sys.argv]), "```", ""),
+        *("| metric | before | last update |", "|---|---:|---:|", *rows, ""),
         *("Versions: " + ", ".join(f"{name} {version}" for name, version in about["versions"].items()) + ".", ""),
         *("All arguments:", "", "```json", json.dumps(dataclasses.asdict(args), indent=1), "```", ""),
     ]

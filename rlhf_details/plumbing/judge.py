@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from statistics import mean
 
 from rlhf_details import utils
-from rlhf_details.plumbing import cli
+from rlhf_details.plumbing import cli, progress
 
 PAIR_ORDER = 5  # a coordinate of the random order within a pair, beside the purposes of noise in utils.py
 RETRIES, THREADS, TIMEOUT = 5, 8, 60.0  # The time limit is in seconds.
@@ -41,7 +41,7 @@ Preferred: <A or B>"""
 
 
 def check(args):
-    """Ends with one line where the arguments of the judge are incomplete or contradict --judge."""
+    """Exits with an error if the arguments of the judge are incomplete or contradict --judge."""
     if args.judge != "llm":
         if args.judge_model:
             cli.fail(f"--judge_model {args.judge_model}: is read by --judge llm alone, not by --judge {args.judge}")
@@ -68,11 +68,10 @@ def verdict_by_answer(answer, ours):
     """ "won", "lost" or "unparsable", from the judge's text. ours: the letter of the evaluated policy's response.
 
     Only the last line with a letter counts, after </think> if there is one. It is A or B, in capitals or not: alone, as
-    "Response A", or after "Preferred:". Quotes, brackets and asterisks may stand around it, and below it too.
+    "Response A", or after "Preferred:". Quotes, brackets and asterisks may stand around it.
     """
-    lines = [line for line in answer.rpartition("</think>")[2].splitlines() if re.search(r"[^\W_]", line)]
-    pattern = r"(?:.*preferred[\W_]*:)?[\W_]*(?:response[\W_]*)?([ab])[\W_]*"
-    match = re.fullmatch(pattern, "".join(lines[-1:]), re.IGNORECASE)
+    last = ([line for line in answer.rpartition("</think>")[2].splitlines() if re.search(r"\w", line)] or [""])[-1]
+    match = re.fullmatch(r"(?:.*preferred[\W_]*:)?[\W_]*(?:response[\W_]*)?([ab])[\W_]*", last, re.IGNORECASE)
     return "unparsable" if match is None else "won" if match[1].upper() == ours else "lost"
 
 
@@ -116,16 +115,16 @@ def ask(client, args, text):
         completion = client.chat.completions.create(model=args.judge_model, messages=messages, **given)
     except (openai.BadRequestError, openai.UnprocessableEntityError) as e:
         # Models that reason take no temperature but their own, and no list of names would stay complete.
-        if not given or "temperature" not in f"{e} {e.response.text}".lower():
+        if not given or "temperature" not in f"{e} {e.body}".lower():
             raise
         if chosen.pop("temperature", None) is not None:
             cli.say(f"judge {args.judge_model}: refuses temperature 0, so it answers at its own temperature")
         return ask(client, args, text)
-    if not getattr(completion, "choices", None):
+    choices = getattr(completion, "choices", None)
+    if not choices or not choices[0].message:
         raise ValueError("the endpoint's reply is no chat completion")
-    content = getattr(completion.choices[0].message, "content", None) or ""
-    # Some models that reason answer in parts, and their thoughts are parts without a text.
-    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+    content = choices[0].message.content or ""  # Some servers of models that reason answer in parts.
+    return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content)
 
 
 def ask_all(args, texts, cache_file):
@@ -143,8 +142,8 @@ def ask_all(args, texts, cache_file):
     client = openai.OpenAI(
         api_key=api_key or "none", base_url=args.judge_base_url, timeout=TIMEOUT, max_retries=RETRIES
     )
-    lock, errors = threading.Lock(), []
-    with open(cache_file, "a", encoding="utf-8") as file, ThreadPoolExecutor(THREADS) as pool:
+    lock, errors, asking = threading.Lock(), [], progress.doing(f"asking {args.judge_model}", len(missing))
+    with asking as step, open(cache_file, "a", encoding="utf-8") as file, ThreadPoolExecutor(THREADS) as pool:
         if file.tell():
             file.write("\n")  # If a kill has cut the last line short, the next answer must not be joined to it.
 
@@ -158,15 +157,15 @@ def ask_all(args, texts, cache_file):
                 return
             with lock:
                 answers[key] = answer
+                step.done += 1
                 file.write(json.dumps({"key": key, "judge_model": args.judge_model, "answer": answer}) + "\n")
                 file.flush()
 
         list(pool.map(ask_and_keep, missing, missing.values()))
     if errors:
-        error = errors[0]
-        response = None if " - " in str(error) else getattr(error, "response", None)  # The client's words may be none.
-        told = error.__cause__ or (response and response.text[:300])
-        words = f"{error} ({told})" if told else str(error)
+        words = str(errors[0])
+        if reason := errors[0].__cause__ or (" - " not in words and getattr(errors[0], "body", None)):
+            words += f" ({str(reason)[:300]})"
         words = " ".join((words.replace(api_key, "***") if api_key else words).split())  # one line, and never the key
         kept = f"{sum(key in answers for key in missing)} of {len(missing)} answers came and are kept"
         where = f"--judge_model {args.judge_model} at --judge_base_url {args.judge_base_url}"

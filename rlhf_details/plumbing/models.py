@@ -1,6 +1,5 @@
 """Models and tokenizers: they are loaded or made, refused where they do not fit, and given adapters (LoRA)."""
 
-import contextlib
 import inspect
 import json
 import math
@@ -11,8 +10,9 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from tokenizers import ByteLevelBPETokenizer
+from tokenizers import ByteLevelBPETokenizer, processors
 from transformers import (
+    AttentionMaskInterface,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -22,6 +22,7 @@ from transformers import (
     GPTNeoXForCausalLM,
     PreTrainedTokenizerFast,
 )
+from transformers.masking_utils import sdpa_mask
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
@@ -50,22 +51,32 @@ def load_tokenizer(path, flag, args):
     tokenizer = find_tokenizer(path, flag, args)
     if tokenizer is None or tokenizer.eos_token_id is None:
         cli.fail(f"{flag} {path}: has no {'tokenizer' if tokenizer is None else 'EOS token'}")
-    name, revision = errors.split(base_of(path, flag) or path)
-    with cli.reading(flag, path), contextlib.suppress(OSError):  # Many models have no generation_config.
-        ends = GenerationConfig.from_pretrained(name, revision=revision).eos_token_id
-        tokenizer.generation_eos = ends if isinstance(ends, list) else [ends] * (ends is not None)  # for utils.end_ids
+    model = base_of(path, flag) or path
+    name, revision = errors.split(model)
+    with cli.reading(flag, path):
+        try:
+            ends = GenerationConfig.from_pretrained(name, revision=revision).eos_token_id
+        except OSError:  # Many models have none. Their config may have a list. A single id there may be a default.
+            ends = getattr(read(AutoConfig, model, flag, args), "eos_token_id", None)
+            ends = ends if isinstance(ends, list) else None
+    tokenizer.generation_eos = ends if isinstance(ends, list) else [ends] * (ends is not None)  # for utils.end_ids
     return tokenizer
 
 
 def find_tokenizer(path, flag, args):
     """The tokenizer of a model, or None for a folder without one, for which the library would make up an empty one.
 
-    A folder of adapters without one has that of the model that they belong to.
+    Adapters that come without one have that of their base.
     """
+    if base := base_of(path, flag):
+        name, revision = errors.split(path)
+        try:
+            cached_file(name, "tokenizer_config.json", revision=revision)
+        except OSError:  # peft saves none with the adapters.
+            return find_tokenizer(base, flag, args)
     kinds = "tokenizer*", "vocab*", "*.model"
     if os.path.isdir(path) and not any(file for kind in kinds for file in Path(path).glob(kind)):
-        base = base_of(path, flag)
-        return find_tokenizer(base, flag, args) if base else None
+        return None
     return read(AutoTokenizer, path, flag, args)
 
 
@@ -125,6 +136,15 @@ def stop_ids(tokenizer, text, flag, device=None):
     return torch.tensor(ids[-1:] if text not in ("eos", "none") else ids, dtype=torch.long, device=device)
 
 
+def append_eos(tokenizer):
+    """Lets a tokenizer end each text with EOS where it adds special tokens. The code here never asks it to add any."""
+    eos, i = tokenizer.eos_token, tokenizer.eos_token_id
+    if tokenizer.is_fast and tokenizer("a").input_ids[-1:] != [i]:  # It may come from a model that was saved so.
+        last = processors.TemplateProcessing(single=["$A", eos], pair=["$A", "$B", eos], special_tokens=[(eos, i)])
+        steps = [tokenizer.backend_tokenizer.post_processor, last]
+        tokenizer.backend_tokenizer.post_processor = processors.Sequence(list(filter(None, steps)))
+
+
 def decode(tokenizer, responses, mask):
     """The texts of responses [N, R] with their mask, a list of N strings."""
     return texts_of(tokenizer, [r[m].tolist() for r, m in zip(responses.cpu(), mask.cpu(), strict=True)])
@@ -144,6 +164,19 @@ def accepts(model, *names):
     """For each name, whether the model's forward takes a parameter of that name: a list of bools."""
     parameters = inspect.signature(model.forward).parameters
     return [name in parameters for name in names]
+
+
+def hidden_states(model, tokens, mask, positions, cache=None):
+    """Last hidden states [M, L, H] of a model's trunk.
+
+    Args: tokens, positions [M, L]; mask [M, L] bool or [M, 1, L, L'] additive, None where nothing is padding; cache, a
+    transformers cache, which is extended.
+    """
+    trunk = model.base_model
+    inputs = {"input_ids": tokens, "attention_mask": mask, "past_key_values": cache, "use_cache": cache is not None}
+    if accepts(trunk, "position_ids")[0]:  # Bloom, for example, knows no positions.
+        inputs["position_ids"] = positions
+    return trunk(**inputs).last_hidden_state
 
 
 def load_policy(path, flag, args):
@@ -227,12 +260,26 @@ def set_up(model, path, flag, args):
 
 
 def prepare(model, args):
-    """Lets a model use oneDNN, and gradient checkpointing where args ask for it. Returns the model."""
+    """Lets a model use oneDNN, and gradient checkpointing where args ask for it. Returns the model.
+
+    From then on transformers makes masks by `sdpa_mask_unread`.
+    """
+    AttentionMaskInterface.register("sdpa", sdpa_mask_unread)
     if getattr(args, "gradient_checkpointing", False):
         # The second name is that of older versions of transformers, and deprecated in newer ones.
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
         enable({"use_reentrant": False})
     return engines.use_onednn(model)
+
+
+def sdpa_mask_unread(*args, attention_mask=None, allow_is_causal_skip=True, **options):
+    """transformers' sdpa_mask, which does without a mask where none of its tokens is padding.
+
+    On a GPU it makes every mask. To read one, the host would wait for the GPU in each forward.
+    """
+    is_on_cpu = attention_mask is None or attention_mask.device.type == "cpu"
+    options |= {"attention_mask": attention_mask, "allow_is_causal_skip": allow_is_causal_skip and is_on_cpu}
+    return sdpa_mask(*args, **options)
 
 
 def num_tokens(model):
@@ -329,6 +376,30 @@ def make_small(args, rows):
     return tokenizer, prepare(GPTNeoXForCausalLM(config), args)
 
 
+def write_older_names(folder, tokenizer):
+    """Adds to a saved folder what transformers 4.57 and converters look for, by names that transformers 5 has changed.
+
+    Without them the tokenizer cannot be loaded, and a rope_theta of the model's own is taken for 10,000 in silence.
+    """
+    file = Path(folder) / "tokenizer_config.json"
+    saved = {"model_input_names": tokenizer.model_input_names} | json.loads(file.read_text())
+    if saved["tokenizer_class"] == "TokenizersBackend":
+        saved["tokenizer_class"] = "PreTrainedTokenizerFast"  # This is the same class in both.
+    if isinstance(saved.get("extra_special_tokens"), list):
+        saved["additional_special_tokens"] = saved.pop("extra_special_tokens")
+    file.write_text(json.dumps(saved, indent=2, ensure_ascii=False))
+    file = Path(folder) / "config.json"
+    config = json.loads(file.read_text()) if file.exists() else {}
+    rope = config.get("rope_parameters") or {}
+    if "rope_theta" in rope:  # In some models each kind of layers has values of its own.
+        config |= {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
+        if config["model_type"] == "gpt_neox":
+            config |= {"rotary_emb_base": rope["rope_theta"], "rotary_pct": rope["partial_rotary_factor"]}
+        if rope["rope_type"] != "default":
+            config["rope_scaling"] = rope
+        file.write_text(json.dumps(config, indent=2))
+
+
 # ---- LoRA (arXiv 2106.09685) by the library peft, whose layers take the place of a model's linear layers -------------
 def add_adapters(model, rank):
     """Freezes a model and adds adapters to train: W x becomes W x + 2 B A x, with A [rank, in], B [out, rank].
@@ -409,8 +480,8 @@ def save_adapter(model, folder, base_model):
 
     Path(folder).mkdir(parents=True, exist_ok=True)
     config = model.peft_config["default"]
-    name, config.revision = errors.split(base_model)
-    config.base_model_name_or_path = str(Path(name).resolve()) if Path(name).exists() else name  # found from any folder
+    # A path stays as it was given: another machine has no folder of this one, but may have the same ones below its own.
+    config.base_model_name_or_path, config.revision = errors.split(str(base_model))
     config.inference_mode = True
     config.save_pretrained(folder)
     weights = {f"base_model.model.{name}": x for name, x in get_peft_model_state_dict(model).items()}

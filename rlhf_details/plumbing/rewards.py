@@ -25,7 +25,7 @@ import torch
 from accelerate.utils import gather_object
 
 from rlhf_details import toy, utils
-from rlhf_details.plumbing import cli, models
+from rlhf_details.plumbing import cli, models, progress
 from rlhf_details.plumbing.files import imports_of, load_function
 from rlhf_details.plumbing.tokenization import encode
 from rlhf_details.utils import is_messages
@@ -47,14 +47,14 @@ async def result_of(awaitable):
 
 
 def check(args):
-    """Ends with one line where no reward is named or a function cannot be had."""
+    """Exits with an error if no reward is named or a function cannot be had."""
     if not args.reward_model_path and not args.reward_fn:
         cli.fail(f"--reward_model_path or --reward_fn: one of them is required with --dataset {args.dataset}")
     check_functions(args)
 
 
 def check_functions(args):
-    """Ends with one line where a function of --reward_fn cannot be had or weighted; imports the user's code."""
+    """Exits with an error if a function of --reward_fn cannot be had or weighted; imports the user's code."""
     if len(args.reward_fn_weights) not in (0, len(args.reward_fn)):
         cli.fail(f"--reward_fn_weights: {len(args.reward_fn_weights)} weights for {len(args.reward_fn)} functions")
     for spec in args.reward_fn:
@@ -116,7 +116,7 @@ class Scorer:
             cli.say(f"the reward model has a tokenizer of its own ({sizes}), so it reads decoded text")
 
     def check_columns(self, prompts, held_out=()):
-        """Ends with one line where a data set lacks a column that a function needs, or messages cannot be scored."""
+        """Exits with an error if a data set lacks a column that a function needs, or messages cannot be scored."""
         are_messages = any(is_messages(row.columns["prompt"]) for row in (*prompts, *held_out))
         if self.reward_model and not self.reward_model.tokenizer and are_messages:
             self.reward_model.tokenizer = models.own_template(self.args, self.tokenizer)
@@ -163,7 +163,7 @@ class Scorer:
             texts = models.decode(self.tokenizer, *batch[2:])
         entries, start = {}, time.time()  # {name: a number, a bool or None for each response}
         if reads_ids:
-            slices = zip(*(x.split(self.size) for x in batch), strict=True)
+            slices = utils.slices(batch, self.size)
             scores = [self.response_scores(self.reward_model, part, *n) for part in slices]
             entries["reward_model"] = torch.cat(scores).tolist()
         elif self.reward_model:
@@ -175,7 +175,8 @@ class Scorer:
             self.seconds["time/rewards/reward_model"] = time.time() - start
         for name in self.functions:
             start = time.time()
-            entries[name] = self.call(name, rows, texts)
+            with progress.doing(f"--reward_fn {name} on {len(rows)} responses"):
+                entries[name] = self.call(name, rows, texts)
             self.seconds[f"time/rewards/{name}"] = time.time() - start
         self.check_entries(entries, rows, batch)
         for name in self.watched:
@@ -229,8 +230,9 @@ class Scorer:
                 trace = trace.tb_next
             trace = traceback.format_exception(type(e), e, trace)  # It begins in the user's code.
             what = f"--reward_fn {name} raised {type(e).__name__}, called with {len(rows)} completions"
-            if self.args.reward_fn_format == "text" and any(is_messages(row.columns["prompt"]) for row in rows):
-                what += ", which are strings (--reward_fn_format messages gives it messages)"
+            is_chat = any(is_messages(row.columns["prompt"]) for row in rows)
+            if isinstance(e, TypeError | AttributeError) and completions is texts and is_chat:
+                what += " in text; --reward_fn_format messages passes messages"
             raise Fault(f"{what}\n{''.join(trace).rstrip()}") from e
         if not is_list or len(entries) != len(rows):
             what = f"{len(entries)} entries" if is_list else f"{reprlib.repr(entries)}, which is no list,"
@@ -272,7 +274,7 @@ class Scorer:
         Metrics: rewards/<name> where there are functions, verifiable_correct_rate of the functions that return bools,
         the watched rewards, and with spread=True the standard deviation of gold.
         """
-        columns = {name: x[~x.isnan()] for name, x in zip(self.names, values.unbind(1), strict=True)}
+        columns = {name: x[~x.isnan()] for name, x in zip(self.names, values.cpu().unbind(1), strict=True)}
         # A reward model alone is not repeated, since its mean is objective/scores.
         found = {f"rewards/{name}": columns[name] for name in self.names[: self.num_weighted] if self.functions}
         if self.boolean:

@@ -23,8 +23,8 @@ import transformers
 from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 
-from rlhf_details.plumbing import checkpoint, cli, engines, health, hub, trackers
-from rlhf_details.utils import is_messages
+from rlhf_details.plumbing import checkpoint, cli, engines, health, hub, progress, trackers
+from rlhf_details.utils import is_messages, numbers
 
 
 class Run:
@@ -37,6 +37,7 @@ class Run:
         self.args, self.accelerator, self.tokenizer, self.prompts = args, accelerator, tokenizer, prompts
         self.num_updates, self.is_main, self.start = num_updates, accelerator.is_main_process, time.time()
         self.update, self.first_update = 0, 1  # the update under way, and the first one that this process trains
+        self.laps = {}  # {name of a part of the update: seconds}
         self.before, self.latest, self.tensors = {}, {}, {}  # the first eval/*; the newest row of metrics; see `resume`
         self.sampled_ahead = dict  # returns what a checkpoint holds of it: {name: tensor}; overlap.py sets it
         self.by_prompt = []  # health.of_each_prompt of the first and the newest evaluation; only on the main process
@@ -45,7 +46,8 @@ class Run:
         self.say = self.console.say  # prints a line on the main process, above the live line where there is one
         self.files = self.wandb = self.repository = self.signals = None
         self.inputs, self.checkpoint = inputs, None  # the folder of the newest checkpoint
-        self.identity = checkpoint.identity(args, accelerator, [prompts, *inputs])
+        with progress.doing("checksums of rows and models"):
+            self.identity = checkpoint.identity(args, accelerator, [prompts, *inputs])
         with self.writing("runs"):
             (name,) = broadcast_object_list([choose_name(args) if self.is_main else None])
         self.folder = Path("runs") / name
@@ -64,7 +66,7 @@ class Run:
                 raise
         paths = [getattr(args, name, None) for name in ("base_model", "sft_model_path", "reward_model_path")]
         self.say(f"models: {', '.join(filter(None, paths))}   data: {args.dataset}, {len(prompts)} rows")
-        how = f"{num_updates} updates of {args.batch_size}, {accelerator.num_processes} process(es)"
+        how = f"{num_updates} updates of {args.batch_size}, {engines.in_words(accelerator)}"
         if hasattr(args, "reward_fn"):  # Its held-out figures are of such samples as well.
             how += f", samples at temperature {args.temperature:g} and of at most {args.response_length} tokens"
         self.say(how)
@@ -77,7 +79,8 @@ class Run:
         if args.push_to_hub:
             self.about["hub"] = self.repository = hub.open_repository(args)
         if args.track:
-            self.wandb = trackers.WeightsAndBiases(args, self.folder.name, cli.experiment(args), self.about)
+            with progress.doing("starting Weights & Biases"):
+                self.wandb = trackers.WeightsAndBiases(args, self.folder.name, cli.experiment(args), self.about)
             self.about["wandb_id"] = self.wandb.run.id
         # If these folders cannot be made, this is better known now than after a day of training.
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -112,22 +115,36 @@ class Run:
         if self.is_main:
             with self.writing(self.folder):
                 checkpoint.cut(self.folder, done)
-                self.files = trackers.Files(self.folder, done, json.dumps(self.about, indent=1))
+                config = json.dumps(self.about, indent=1)
+                self.files = trackers.Files(self.folder, done, done * self.args.batch_size, config)
             for tracker in filter(None, [] if self.checkpoint else [self.files, self.wandb]):
                 tracker.data(self.prompts)
         self.first_update = done + 1
         self.console.begin(self.args.exp_name, done)
         self.begin_update(self.first_update)
+        if self.first_update == 1 and hasattr(self.args, "reward_fn") and self.inputs[0]:
+            progress.now("the held-out rows before training")
         return state
 
     # ---- every update ------------------------------------------------------------------------------------------------
     def begin_update(self, update):
-        self.update, self.laps, self.lap_start = update, {}, time.time()
+        now, seconds = time.time(), sum(self.laps.values())
+        self.update, self.laps, self.lap_start = update, {}, now
+        # What takes as long as in the update before is not worth a line.
+        progress.now(self.under_way(), patience=1.5 * seconds)
 
     def lap(self, name):
         """Logs `time/<name>`: the seconds since the last lap, or since the update began."""
         now = time.time()
         self.laps[name], self.lap_start = now - self.lap_start, now
+        progress.STEPS[0].what = self.under_way()
+
+    def under_way(self):
+        """The update under way, and what it has done, in words."""
+        if self.update > self.num_updates:
+            return "the end of the run"
+        done = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in self.laps.items())
+        return f"update {self.update} of {self.num_updates}" + (f" ({done})" if done else "")
 
     def is_eval_due(self, update):
         """Whether to evaluate after this update: at the end, and every --eval_every updates."""
@@ -142,7 +159,7 @@ class Run:
         """
         if not metrics:
             return
-        metrics = {name: x.item() if isinstance(x, torch.Tensor) else x for name, x in metrics.items()}
+        metrics = numbers(metrics)
         row, warnings = {"update": update, "episode": update * self.args.batch_size} | metrics, []
         if update:
             row |= self.times()
@@ -180,7 +197,7 @@ class Run:
 
         Args: policy, optimizer, as prepared; state, what the loop takes to the next update, as JSON holds it.
         """
-        heard = torch.tensor([self.signals.heard], device=self.accelerator.device)
+        heard = torch.full((1,), self.signals.heard, device=self.accelerator.device)
         number = int(self.accelerator.gather(heard).max())  # All processes must stop after the same update.
         every = self.args.checkpoint_every
         if number or (every > 0 and (update % every == 0 or update == self.num_updates)):
@@ -218,6 +235,7 @@ class Run:
         Args: model and weights, where they are not the policy's own: a transformers model, and {name: whole tensor} of
         a module that holds it as `model`. Returns: {"before": .., "after": .., "metrics": the last row, "run": folder}.
         """
+        progress.now(f"saving {self.args.output_dir}")
         model = model or self.accelerator.unwrap_model(policy).model
         weights = self.full_weights(policy) if weights is None else weights
         if self.is_main:
@@ -238,13 +256,15 @@ class Run:
     def save(self, model, weights):
         args, prompt = self.args, self.prompts[0].columns.get("prompt")
         about = self.about | {"prompt": prompt if is_messages(prompt) else self.prompts[0].text}
-        card = hub.model_card(args, self.repository, self.latest, self.wandb and self.wandb.run.url, about)
+        link = self.wandb and self.wandb.run.url
+        card = hub.model_card(args, self.repository, self.before, self.latest, link, about)
         with self.writing(f"--output_dir {args.output_dir}"):
             checkpoint.save_folder(args, model, self.tokenizer, weights, card)
 
     def push(self):
         """Uploads --output_dir where asked to. No other process waits for it."""
         if self.repository:
+            progress.now(f"uploading {self.args.output_dir} to {self.repository}")
             address, line = hub.push(self.args, self.repository)
             print(line, file=sys.stdout if address else sys.stderr, flush=True)
             if self.wandb:

@@ -5,7 +5,7 @@ import math
 import reprlib
 
 from rlhf_details import utils
-from rlhf_details.plumbing import cli
+from rlhf_details.plumbing import cli, progress
 from rlhf_details.utils import is_messages
 
 
@@ -27,9 +27,7 @@ def encode(tokenizer, prompt, completion=None, options=None, what="the prompt"):
         if is_messages(prompt) and [m["role"] for m in prompt[:2]] == ["system", "user"]:
             question = f"{prompt[0]['content']}\n\n{prompt[1]['content']}"
             ids = encode(tokenizer, [prompt[1] | {"content": question}, *prompt[2:]], completion, options, what)
-            say_once(
-                tokenizer, f"a system's message begins the first question, since the chat template refuses it: {e}"
-            )
+            say_once(tokenizer, f"the chat template refuses a system's message ({e}), so it begins the first question")
             return ids
         problem = "the chat template refuses the messages" if is_messages(prompt) else "cannot be tokenised:"
         cli.fail(f"{what}: {problem} {reprlib.repr(prompt)}: {e}")
@@ -127,7 +125,7 @@ def encode_prompts(tokenizer, rows, room, what, options, limit=None):
     Args: options, a function of a row; limit, longer prompts are dropped.
     Returns: (numbers of the rows kept, from 0; the token ids of each).
     """
-    numbered = enumerate(rows, 1)
+    numbered = enumerate(progress.each(rows, f"tokenising {what}"), 1)
     ids = [encode(tokenizer, row["prompt"], None, options(row), f"{what}: row {i}") for i, row in numbered]
     kept = short_enough(list(map(len, ids)), limit, what)
     for i in kept:

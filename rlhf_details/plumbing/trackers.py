@@ -19,11 +19,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch.utils.tensorboard import SummaryWriter
 
-from rlhf_details.plumbing import checkpoint, cli, errors, health, models
+from rlhf_details.plumbing import checkpoint, cli, errors, health, models, progress
 
 SHOWN = (  # on the console, where a script has them
     "eps objective/scores objective/kl objective/gold train/sft/loss train/sft/lr train/rm/loss train/rm/accuracy "
-    "train/rm/lr"
+    "train/rm/lr train/dpo/loss rewards/accuracies train/dpo/lr"
 ).split()
 
 
@@ -44,16 +44,18 @@ class Terminal(rich.console.Console):
 
 
 class Console:
-    """One live line and tables on a terminal. Elsewhere some twenty plain lines a run, and one after 30 seconds."""
+    """One live line and tables on a terminal. Elsewhere some twenty plain lines a run, and else one every ten seconds.
 
-    longest_silence = 30  # seconds
+    After ten minutes these become rarer, up to one every thirty seconds.
+    """
 
     def __init__(self, num_updates, quiet):
         self.num_updates, self.console, self.bar = num_updates, Terminal(quiet=quiet), None
 
     def begin(self, name, done_before):
         """Starts the live line, and the clock of the remaining time."""
-        self.done_before, self.start, self.last_line = done_before, time.time(), time.time()
+        self.done_before, self.start = done_before, time.time()
+        self.last_line = self.last_update = self.start
         if self.console.is_terminal and not self.console.quiet:
             columns = [TextColumn("{task.description}"), BarColumn(bar_width=20), TimeRemainingColumn()]
             self.bar = Progress(*columns, TextColumn("{task.fields[shown]}"), console=self.console)
@@ -62,13 +64,17 @@ class Console:
 
     def say(self, line):
         self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+        progress.heard()
 
     def log(self, update, metrics):
         shown = "  ".join(f"{name.split('/')[-1]} {metrics[name]:.4g}" for name in SHOWN if name in metrics)
         N, now, done = self.num_updates, time.time(), update - self.done_before
-        is_silent = now - self.last_line >= self.longest_silence
+        # The next update may take as long as this one.
+        silence, self.last_update = now - self.last_line + now - self.last_update, now
+        is_silent = silence >= max(10, min(30, (now - self.start) / 60))
         if self.bar:
             self.bar.update(self.task, completed=update, shown=f"{update}/{N}  {shown}")
+            progress.heard()
         elif update in (1, N) or (update and (is_silent or update % max(1, N // 20) == 0)):
             self.last_line = now
             # The first update is slow, so it says nothing of the others.
@@ -101,18 +107,21 @@ def as_cell(x):
 class Files:
     """In the run's folder: metrics.jsonl (an object an update), samples.jsonl (one a response), and TensorBoard's."""
 
-    def __init__(self, folder, update, config):
-        """Opens the files and cuts off all rows after an update (0: all rows), as if they had never been written."""
+    def __init__(self, folder, update, episode, config):
+        """Opens the files and cuts off all rows after an update (0: all rows), as if they had never been written.
+
+        TensorBoard's axis is that of Weights & Biases: episodes, of which the update has finished `episode`.
+        """
         self.metrics, self.samples = (cut(folder / name, update) for name in ("metrics.jsonl", "samples.jsonl"))
         # Event files are never cut. TensorBoard is told to forget what they say about later updates.
-        self.tensorboard = SummaryWriter(folder, purge_step=update + 1 if update else 0)
+        self.tensorboard = SummaryWriter(folder, purge_step=episode + 1 if update else 0)
         self.tensorboard.add_text("config", f"```\n{config}\n```")
 
     def log(self, update, metrics):
         self.metrics.write(json.dumps(metrics) + "\n")
         self.metrics.flush()
         for name, value in metrics.items():
-            self.tensorboard.add_scalar(name, value, update)
+            self.tensorboard.add_scalar(name, value, metrics["episode"])
 
     def table(self, update, rows):
         self.samples.writelines(json.dumps({"update": update} | row) + "\n" for row in rows)
@@ -201,6 +210,6 @@ def sample_rows(args, tokenizer, metrics, prompts, responses, mask, ended, score
         row = {"query": prompts[i].text, "response": text}
         if health.has_end(args):
             last = responses[i][mask[i]][-1:].tolist()
-            row |= {"ended": bool(ended[i]), "end": tokenizer.decode(last) if ended[i] else ""}
+            row |= {"ended": bool(ended[i]), "end": tokenizer.decode(last).strip() if ended[i] else ""}
         rows.append(row | {"score": score, "kl": nats, "total": score - kl_coef * nats})
     return rows

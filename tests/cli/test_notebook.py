@@ -8,6 +8,8 @@ import pytest
 import torch
 from helpers import ROOT
 
+from rlhf_details.plumbing import stages
+
 PATH = ROOT / "examples/rloo_by_hand.py"
 
 
@@ -29,12 +31,16 @@ def test_the_notebook_is_that_of_its_python_file():
     assert "import torch" in code[1] and text[0].startswith("# RLOO by hand\n\nThis notebook")
 
 
-def test_it_runs_and_teaches_what_it_says(ragged, in_tmp, monkeypatch, capsys):
-    """On the tiny models of the tests, in the places of the toy's."""
+@pytest.mark.parametrize("folder", [".", "examples"])
+def test_it_runs_and_teaches_what_it_says(ragged, in_tmp, monkeypatch, capsys, folder):
+    """On the tiny models of the tests, in the places of the toy's, and in the folder where Jupyter starts as well."""
     plt = pytest.importorskip("matplotlib.pyplot")
     monkeypatch.setattr(plt, "show", lambda: None)
     for name, stage in (("policy", "sft"), ("reward", "reward")):
         shutil.copytree(ragged / name, f"models/toy/{stage}")
+    shutil.copytree(PATH.parent, "examples")
+    monkeypatch.setattr(stages, "run", lambda *command: pytest.fail("a model was trained again"))
+    monkeypatch.chdir(folder)
     found = runpy.run_path(str(PATH))
     assert found["response_mask"].shape == (8, found["R"]) and found["kl"].abs().max() < 1e-4
     assert len({tuple(x) for x in found["responses"].tolist()}) > 4

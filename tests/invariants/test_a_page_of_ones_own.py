@@ -9,22 +9,19 @@ import pytest
 from helpers import ROOT, read_metrics, rloo_args
 
 from rlhf_details import train_rloo
-from rlhf_details.plumbing import cli, flags, hub, starting_values
+from rlhf_details.plumbing import cli
 
 
-@pytest.fixture(params=[False], ids=["named"])
-def page(tmp_path, request):
-    """train_rloo.py as train_mine.py, with the group's mean as baseline and a division by its standard deviation.
-
-    request.param: whether its line `starting_values` is commented out.
-    """
+@pytest.fixture
+def page(tmp_path):
+    """train_rloo.py as train_mine.py, with the group's mean as baseline and a division by its standard deviation."""
     source = (ROOT / "rlhf_details" / "train_rloo.py").read_text()
     old = "    return (rewards - baseline).reshape(-1)\n"
     new = "    return ((rewards - rewards.mean(1, True)) / (rewards.std(1, keepdim=True) + 1e-4)).reshape(-1)\n"
     assert source.count(old) == 1
     path = tmp_path / "train_mine.py"
     source = source.replace(old, new).replace('exp_name: str = "train_rloo"', 'exp_name: str = "train_mine"')
-    path.write_text(source.replace("    starting_values =", "    # starting_values =") if request.param else source)
+    path.write_text(source)
     spec = importlib.util.spec_from_file_location("train_mine", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules["train_mine"] = module
@@ -42,28 +39,10 @@ def test_a_copied_page_trains_saves_and_parses_its_command_line(page, tiny, in_t
     assert cli.parse(page.Args, ["--dataset", "toy", "--sft_model_path", "here"]).exp_name == "train_mine"
 
 
-def test_a_copy_takes_the_values_of_the_page_that_it_was_copied_from(page, tiny, in_tmp, capsys):
+def test_a_copy_keeps_the_table_of_the_page_that_it_was_copied_from(page, tiny, in_tmp, capsys):
     words = ["--dataset", "rows.jsonl", "--sft_model_path", str(tiny / "policy")]
-    args, expected = (cli.parse(kind, words, by_size=True) for kind in (page.Args, train_rloo.Args))
-    assert dataclasses.asdict(args) == dataclasses.asdict(expected) | {"exp_name": "train_mine"}
-    assert args.learning_rate == starting_values.TABLE[20e6]["train_rloo"]["learning_rate"]
-    mine, theirs = capsys.readouterr().out.splitlines()
-    assert mine == theirs and mine.startswith("starting values for a model of 0.0 M parameters")
-    assert f"--learning_rate {args.learning_rate}" in hub.command_of(args, 1)
-    args, expected = (cli.parse(kind, []) for kind in (page.Args, train_rloo.Args))  # on the embedded task
-    others = {"exp_name": "train_mine", "output_dir": "models/toy/mine"}
-    assert dataclasses.asdict(args) == dataclasses.asdict(expected) | others
-
-
-@pytest.mark.parametrize("page", [True], ids=["unnamed"], indirect=True)
-def test_a_page_without_starting_values_says_so(page, tiny, in_tmp, capsys):
-    words = ["--dataset", "rows.jsonl", "--sft_model_path", str(tiny / "policy")]
-    assert cli.parse(page.Args, words, by_size=True).learning_rate == page.Args.learning_rate
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("no starting values for train_mine") and "1 B" in line
-
-
-def test_the_example_of_its_help_names_the_copy(page, capsys):
-    with pytest.raises(SystemExit):
-        flags.show(page.__file__)
-    assert capsys.readouterr().out.splitlines()[-1].startswith(f"  python {page.__file__} --dataset rows.jsonl")
+    for argv in (words, []):
+        args, expected = (cli.parse(kind, argv) for kind in (page.Args, train_rloo.Args))
+        assert dataclasses.asdict(args) == dataclasses.asdict(expected) | {"exp_name": "train_mine"}
+        mine, theirs = capsys.readouterr().out.splitlines()
+        assert mine == theirs and mine.startswith("starting values for ")

@@ -11,7 +11,7 @@ from short_runs import Death, after_row, contents, die, error_line, write_rows
 from transformers import AutoModelForSequenceClassification
 
 from rlhf_details import toy, train_both, train_ppo, train_reward, train_rloo
-from rlhf_details.plumbing import models, stages
+from rlhf_details.plumbing import models
 
 
 def flags(tiny, **more):
@@ -68,8 +68,8 @@ def test_arguments_go_to_their_script():
 def test_without_arguments_it_is_the_embedded_task_with_its_defaults():
     reward, module, policy = train_both.parse([])
     assert module is train_ppo
-    for args, values in ((reward, stages.DEFAULTS["train_reward"]), (policy, stages.DEFAULTS["train_ppo"])):
-        assert {name: getattr(args, name) for name in values} == values
+    assert reward == train_reward.Args(**train_reward.presets["toy"])
+    assert policy == train_ppo.Args(**train_ppo.presets["toy"])
 
 
 def test_the_policy_starts_from_the_reward_models_start_unless_it_is_named(in_tmp):

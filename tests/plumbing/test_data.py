@@ -438,6 +438,10 @@ CALL = {"function": {"name": "add", "arguments": {"a": 1}}}
 FILLED = assistant("") | {"tool_calls": [{"id": None, "function": {"name": "add", "arguments": {"a": 1, "b": None}}}]}
 CALLS = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 1}'}}]}
 PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "!"}]
+CALLS_AS_TEXT = {"role": "assistant", "content": "", "tool_calls": json.dumps(CALLS["tool_calls"])}
+# Parquet has all keys in all rows, and fills them with nulls.
+CALLS_FILLED = CALLS | {"tool_calls": [{"id": None, "function": {"name": "add", "arguments": {"a": 1, "b": None}}}]}
+PARTS_FILLED = [{"type": "text", "text": "a!", "image": None}]
 PAST = {"instruction": "a", "input": "", "output": "b", "history": [["q", "r"]]}
 
 
@@ -458,6 +462,11 @@ PAST = {"instruction": "a", "input": "", "output": "b", "history": [["q", "r"]]}
         ({"messages": [user("a"), FILLED]}, [user("a")], FILLED | {"tool_calls": [CALL]}),  # as Parquet fills up
         ({"messages": [user("a"), assistant("b") | {"tool_calls": []}]}, [user("a")], "b"),
         ({"conversations": [{"from": "Human", "value": "a"}, {"from": "chatgpt", "value": "b"}]}, [user("a")], "b"),
+        ({"messages": [user("a"), CALLS_AS_TEXT]}, [user("a")], CALLS | {"content": "", "tool_calls": [CALL]}),
+        ({"messages": [user("a"), CALLS_FILLED]}, [user("a")], CALLS | {"content": "", "tool_calls": [CALL]}),
+        ({"messages": [user(PARTS_FILLED), assistant("b") | {"tool_calls": []}]}, [user("a!")], "b"),
+        ({"conversations": [{"from": "human", "value": "a"}, {"from": "model", "value": "b"}]}, [user("a")], "b"),
+        ({"instruction": "a", "context": "x", "response": "b"}, [user("a\n\nx")], "b"),  # Dolly's
     ],
 )  # fmt: skip
 def test_the_shapes_of_rows_that_people_bring(in_tmp, tokenizers, row, prompt, answer):
@@ -472,11 +481,18 @@ def test_the_shapes_of_rows_that_people_bring(in_tmp, tokenizers, row, prompt, a
         assert isinstance(read["prompt"], str) and read["prompt"].startswith(("a", "q")) and read["completion"] == "b"
 
 
-def test_any_column_is_the_completion(in_tmp):
-    write("rows.jsonl", [{"q": "a", "solution": "b", "n": 3}])
-    flags = dict(prompt_template="{q}", completion_template="{solution} {n}")
+@pytest.mark.parametrize(
+    "row, templates, prompt, answer",
+    [
+        ({"q": "a", "solution": "b", "n": 3}, ("{q}", "{solution} {n}"), "a", "b 3"),
+        ({"q": [user("a")], "chosen": [user("a"), assistant("b")]}, ("{q}", "{chosen}"), [user("a")], [assistant("b")]),
+    ],
+)
+def test_any_column_is_the_completion(in_tmp, row, templates, prompt, answer):
+    write("rows.jsonl", [row])
+    flags = dict(zip(("prompt_template", "completion_template"), templates, strict=True))
     (read,) = data.read_demonstrations(train_sft.Args(dataset="rows.jsonl", **flags), "dataset")
-    assert (read["prompt"], read["completion"]) == ("a", "b 3")
+    assert (read["prompt"], read["completion"]) == (prompt, answer)
 
 
 @pytest.mark.parametrize(
@@ -500,6 +516,7 @@ def test_answers_of_a_comparison_may_have_another_shape_than_its_prompt(in_tmp, 
         ([user([{"type": "image"}])], "a string or a list of texts"),
         ([user([{"type": "image", "text": None}])], "a string or a list of texts"),
         ([assistant("b")], "an answer and nothing before it"),
+        ([user("a"), assistant("b") | {"tool_calls": "none"}], "`tool_calls`"),
     ],
 )  # fmt: skip
 def test_broken_messages_are_called_that(in_tmp, fails, value, words):
@@ -549,6 +566,8 @@ def test_an_implicit_conversation_ends_with_the_last_common_message_that_is_no_a
         ({"prompt": "a", "completion": None}, "column 'completion'"),
         ({"prompt": [user("a")], "completion": [3, 4]}, "of another kind than the prompt"),
         ({"messages": [user("a"), assistant("b"), user("c")]}, "ends with a message of 'user'"),
+        ({"prompt": [], "completion": [assistant("b")]}, "does not go on from the prompt"),
+        ({"question": "a", "answer": "b"}, "--prompt_template names others"),
         # UltraChat's rows, whose `prompt` is the first message alone.
         ({"prompt": "a", "messages": [user("a"), assistant("b"), user("c"), assistant("d")]}, "_template messages"),
     ],
@@ -563,7 +582,7 @@ def test_a_row_that_cannot_be_read_is_named(fails, row, words):
     assert "--dataset rows.jsonl: row 2" in line and words in line
 
 
-def test_the_template_messages_passes_a_column_prompt_over(in_tmp):
+def test_the_template_messages_passes_a_column_prompt_over(in_tmp, capsys):
     conversation = [user("a"), assistant("b"), user("c"), assistant("d")]  # as UltraChat has it
     args = train_sft.Args(prompt_template="messages")
     table = data.with_prompts([{"prompt": "a", "messages": conversation}], args, "rows")
@@ -575,6 +594,8 @@ def test_the_template_messages_passes_a_column_prompt_over(in_tmp):
     for template, row in expected.items():
         args = train_reward.Args(prompt_template=template)
         assert [found[:3] for found in comparisons.read_comparisons("pairs.jsonl", "--dataset", args)] == [row]
+        said = "note: --dataset pairs.jsonl: the column `prompt` is text, so no chat template is used"
+        assert (said in capsys.readouterr().out) == (template is None)
 
 
 # ---- prompt templates ------------------------------------------------------------------------------------------------
@@ -719,6 +740,20 @@ def test_gen_16_a_turn_ends_as_its_template_ends_it(template, trained, ends):
         assert texts_of(tokenizer, [ids]) == ["<think>cheap</think>" + trained.replace(ends[-1], "")]
 
 
+@pytest.mark.parametrize("earlier", [[], [user("so ?"), assistant("fine .")]])
+def test_a_prompt_is_trained_on_as_it_is_asked_where_an_answer_changes_what_stands_before_it(earlier):
+    """Mistral's template writes the system's message into the last message, if this one is the user's."""
+    tokenizer = chat_tokenizer("gemma")
+    system_last = "{{ messages[0].content if loop.last and m.role == 'user' }}{{ m.content }}"
+    tokenizer.chat_template = ENDS["eos"].replace("{{ m.content }}", system_last)
+    tokenizer.chat_template = tokenizer.chat_template.replace("in messages", "in messages[1:]")
+    turns = [system("kind ."), *earlier, user("the hotel")]
+    prompt, answer = tokenization.encode(tokenizer, turns, [assistant("cheap .")])
+    assert prompt == tokenization.encode(tokenizer, turns)
+    assert tokenizer.decode(prompt).endswith("<|user|>kind .the hotel<|assistant|>")
+    assert tokenizer.decode(answer) == "cheap .<eos>"
+
+
 def test_an_answer_that_the_template_cuts_is_said(in_tmp, capsys):
     tokenizer = chat_tokenizer("r1")
     answers = (
@@ -754,7 +789,7 @@ def test_a_systems_message_that_the_template_refuses_begins_the_question(capsys)
     )
     pairs = [[system("be kind"), user("cheap ?")], [user("be kind\n\ncheap ?")]] * 2
     found = [tokenization.encode(tokenizer, prompt, [assistant("the hotel")]) for prompt in pairs]
-    assert found == [found[1]] * 4 and capsys.readouterr().out.count("refuses it: no") == 1
+    assert found == [found[1]] * 4 and capsys.readouterr().out.count("refuses a system's message (no)") == 1
 
 
 def test_a_prompt_that_the_template_writes_otherwise_without_its_answer_is_the_one_that_is_asked():

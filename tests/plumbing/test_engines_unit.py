@@ -1,6 +1,7 @@
 """What the engines' module does on one process. Several processes and sharded weights are in tests/slow."""
 
 import json
+import sys
 from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
-from helpers import tiny_config
-from transformers import AutoModelForCausalLM
+from helpers import ppo_args, tiny_config
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rlhf_details import train_ppo
+from rlhf_details import evaluate, train_ppo
 from rlhf_details.plumbing import checkpoint, engines
 
 
@@ -77,6 +78,18 @@ def test_a_checkpoint_holds_what_is_trained_and_brings_it_back(trained, tmp_path
     assert all(torch.equal(a, b) for a, b in zip(module.parameters(), other.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("module", [train_ppo, evaluate])
+def test_deepspeed_that_is_asked_for_and_missing_is_one_line(module, in_tmp, tiny, monkeypatch, fails):
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setitem(sys.modules, "deepspeed", None)  # as if it were not installed
+    args = ppo_args(tiny) if module is train_ppo else evaluate.Args(policy_path=(str(tiny / "policy"),))
+    line = fails(module.main, args)
+    assert line == (
+        "error: ACCELERATE_USE_DEEPSPEED=true: needs the package deepspeed: "
+        'pip install -c constraints.txt -e ".[deepspeed]"\n'
+    )
+
+
 def test_several_processes_without_an_accelerator_run_on_the_cpu(monkeypatch, capsys):
     """accelerate would take each of them for a run of its own. Where it still does, one line says so."""
     monkeypatch.setattr(engines.os, "environ", {"WORLD_SIZE": "2"})
@@ -117,10 +130,35 @@ def test_frozen_models_wait_on_the_cpu_while_the_policy_samples_and_trains(monke
     policy, optimizer = engines.prepare(args, accelerator, policy, optimizer, frozen, None)
     device, x = str(accelerator.device), torch.randn(2, 4)
     places.clear()
-    assert engines.sampler(policy) is policy and places == ["cpu"]
+    assert engines.gathered(policy) is policy and places == ["cpu"]
     frozen(x), frozen(x)
     with engines.accumulate(accelerator, policy, is_last=True):
         assert places == ["cpu", device, device, "cpu"]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@torch.no_grad()
+def test_under_bf16_frozen_models_are_half_as_large_and_give_the_same_numbers(tied, monkeypatch):
+    config = tiny_config(tie_word_embeddings=tied, num_labels=1, initializer_range=0.2)
+    frozen = [
+        train_ppo.Policy(AutoModelForCausalLM.from_config(config), 0.7),
+        train_ppo.Reward(AutoModelForSequenceClassification.from_config(config)),
+    ]
+    policy, accelerator = Holder(), Accelerator()
+    inputs = torch.arange(12).reshape(2, 6), torch.ones(2, 6, dtype=torch.bool), torch.arange(6).expand(2, 6)
+    read = torch.arange(6), torch.tensor([[5], [5]])
+    found = []
+    for precision in ("fp32", "bf16"):
+        monkeypatch.setattr(engines, "precision", lambda accelerator, precision=precision: precision)
+        engines.prepare(
+            SimpleNamespace(offload_frozen=False), accelerator, policy, torch.optim.AdamW(policy.parameters()), *frozen
+        )
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs = [module(*inputs, index) for module, index in zip(frozen, read, strict=True)]
+        found.append((outputs, [sum(p.nbytes for p in module.parameters()) for module in frozen]))
+    (before, sizes), (after, smaller) = found
+    assert all(torch.equal(x, y) and x.dtype == torch.float32 for x, y in zip(before, after, strict=True))
+    assert all(x < 0.8 * y for x, y in zip(smaller, sizes, strict=True))
 
 
 @pytest.mark.parametrize("tied", [False, True])

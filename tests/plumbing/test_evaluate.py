@@ -18,7 +18,7 @@ from helpers import ppo_args, record, rloo_args, tiny_config
 from short_runs import contents, error_line, write_rows
 
 from rlhf_details import evaluate, toy, train_ppo, train_rloo
-from rlhf_details.plumbing import evaluation, tokenization
+from rlhf_details.plumbing import evaluation, files, tokenization
 
 
 def evaluate_args(tiny, **changes):
@@ -177,7 +177,7 @@ def test_the_weighted_sum_of_all_rewards_judges_and_says_so_where_it_was_trained
     assert f"\n{warning}, so this win rate cannot show over-optimisation\n" in capsys.readouterr().out
 
 
-def test_eval_5_pass_at_k_counts_right_answers_among_several_samples(rows, tiny):
+def test_eval_5_pass_at_k_counts_right_answers_among_several_samples(rows, tiny, fails):
     """The first response to each prompt is the one that everything else is about, and all responses differ."""
     Path("mine.py").write_text(
         "import json\n"
@@ -199,6 +199,10 @@ def test_eval_5_pass_at_k_counts_right_answers_among_several_samples(rows, tiny)
     assert figures["pass@2"]["value"] == pytest.approx(sum(1 - math.comb(4 - x, 2) / 6 for x in counts) / 13)
     alone, _ = evaluate_tiny(tiny, **options | dict(samples_per_prompt=1, output_dir="alone"))
     assert figures.items() > alone["policy"].items() and "pass@1" not in alone["policy"]
+    Path("mine.py").write_text("def even(prompts, completions): return [0.5 for c in completions]\n")
+    files.load_module.cache_clear()
+    line = fails(evaluate.main, evaluate_args(tiny, **options | dict(output_dir="none")))
+    assert "--samples_per_prompt 4: no function of --reward_fn has returned True and False alone" in line
 
 
 def test_eval_3_the_kl_is_that_of_the_trainings_held_out_evaluation(rows, tiny):

@@ -5,20 +5,23 @@ import dataclasses
 import io
 import json
 import re
-import shlex
 import shutil
+from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
 import yaml
 from helpers import PAGES, fake_hub, page_args, read_metrics
-from huggingface_hub import constants
+from huggingface_hub import ModelCardData, constants
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 from short_runs import error_line, write_rows
 
-from rlhf_details import toy, train_reward, train_rloo, train_sft
-from rlhf_details.plumbing import cli, errors, hub, models
+from rlhf_details import toy, train_dpo, train_reward, train_rloo, train_sft
+from rlhf_details.plumbing import errors, hub, models
+
+COMPARING = {"train_reward": train_reward, "train_dpo": train_dpo}
 
 
 @pytest.fixture
@@ -35,7 +38,7 @@ def offline_hub(monkeypatch):
 def start(script, tiny, **changes):
     """Trains with one of the scripts on 16 rows; returns its arguments."""
     rows = toy.rows("sft", "train")[:16]
-    if script == "train_reward":
+    if script in COMPARING:
         rows = [row | {"chosen": row["completion"], "rejected": "we ."} for row in rows]
     values = dict(dataset=write_rows("rows.jsonl", rows), batch_size=8, micro_batch_size=8, response_length=8)
     values |= dict(learning_rate=3e-3, run_name="run", output_dir="models/out", overwrite=True)
@@ -46,7 +49,8 @@ def start(script, tiny, **changes):
         sizes = dict(vocab_size=300, hidden_size=32, num_layers=2, num_heads=4, context_length=256)
         train_sft.main(args := train_sft.Args(**(values | sizes | changes)))
     else:
-        train_reward.main(args := train_reward.Args(**(values | dict(sft_model_path=str(tiny / "policy")) | changes)))
+        page = COMPARING[script]
+        page.main(args := page.Args(**(values | dict(sft_model_path=str(tiny / "policy")) | changes)))
     return args
 
 
@@ -111,9 +115,10 @@ def test_adapters_remember_the_revision_of_their_base(in_tmp):
 
 
 # ---- the card --------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("script", [*PAGES, "train_sft", "train_reward"])
-def test_every_model_has_a_card_whose_snippet_runs_and_whose_command_parses(tiny, in_tmp, script):
-    args = start(script, tiny)
+@pytest.mark.parametrize("script", [*PAGES, *COMPARING, "train_sft"])
+def test_every_model_has_a_card_whose_snippet_runs(tiny, in_tmp, monkeypatch, script):
+    monkeypatch.setattr("sys.argv", [f"rlhf_details/{script}.py", "--exp_name", "my own"])
+    args = start(script, tiny, eval_dataset="rows.jsonl")
     facts, body = read_card(Path("models/out/README.md").read_text())
     is_reward = script == "train_reward"
     assert set(facts["tags"]) == {script.split("_")[1], "rlhf", "rlhf_details"}
@@ -126,30 +131,17 @@ def test_every_model_has_a_card_whose_snippet_runs_and_whose_command_parses(tiny
         exec(snippet, {})
     assert float(printed.getvalue()) if is_reward else printed.getvalue().strip()
     (command,) = re.findall(r"```\n(python.*?)\n```", body)
-    words = shlex.split(command)
-    assert words[:2] == ["python", f"rlhf_details/{script}.py"]
-    assert cli.parse(type(args), words[2:]) == dataclasses.replace(args, overwrite=False)
+    assert command == f"python rlhf_details/{script}.py --exp_name 'my own'"
+    if script == "train_grpo":  # The card has the values that the objective took.
+        args = dataclasses.replace(PAGES[script].with_objective(args), template_date=str(date.today()))
     assert json.loads(arguments) == json.loads(json.dumps(dataclasses.asdict(args)))
-    for name, value in read_metrics("runs/run")[-1].items():
-        assert name.startswith("time/") or f"| `{name}` | {value:.6g} |" in body, name
+    rows = read_metrics("runs/run")
+    for name, value in rows[-1].items():
+        before = f"{rows[0][name]:.6g}" if name.startswith("eval/") and rows[0]["update"] == 0 else ""
+        is_shown = not name.startswith(("time/", "health/")) or (name.startswith("health/") and value)
+        assert (f"| `{name}` | {before} | {value:.6g} |" in body) == bool(is_shown), name
     paper = hub.PAPERS[script.split("_")[1]][1]
     assert f"arxiv.org/abs/{paper}" in body and args.dataset in body and "not tracked online" in body
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        dict(reward_model_path=None, reward_fn=("toy:f",), kl_coef=0.03),
-        dict(
-            share_prompts=False, track=True, wandb_tags=("a b", "c"), reward_fn_weights=(-1.0, 2.0), stop_token="it's"
-        ),
-        dict(dataset="toy-sum"),
-        dict(dataset="a.jsonl"),
-    ],
-)
-def test_the_cards_command_says_what_the_embedded_tasks_would_have_otherwise(values):
-    args = train_rloo.Args(sft_model_path="models/toy/sft", **values)
-    assert cli.parse(train_rloo.Args, shlex.split(hub.command_of(args, 1))[2:]) == args
 
 
 def test_snippets_of_conversations_use_the_chat_template():
@@ -158,19 +150,28 @@ def test_snippets_of_conversations_use_the_chat_template():
         assert "apply_chat_template" in snippet and compile(snippet, "snippet", "eval")
 
 
-def test_a_card_names_what_is_on_the_hub_and_nothing_else(in_tmp):
+LICENCES = {"EleutherAI/pythia-1b": "apache-2.0", "models/sft/README.md": "mit"}
+
+
+def test_a_card_names_what_is_on_the_hub_and_nothing_else(in_tmp, monkeypatch):
     Path("models/sft").mkdir(parents=True)
     about = {"commit": "a" * 40, "versions": {"torch": "2"}, "num_processes": 8, "prompt": "it's", "run": "runs/x"}
 
     def card(**changes):
-        return read_card(hub.model_card(train_rloo.Args(**changes), "me/it", {}, "https://x/y", about))
+        return read_card(hub.model_card(train_rloo.Args(**changes), "me/it", {}, {}, "https://x/y", about))
 
+    monkeypatch.setattr(hub.huggingface_hub.ModelCard, "load", lambda name: cards[name])
+    cards = {name: SimpleNamespace(data=ModelCardData(license=x)) for name, x in LICENCES.items()}
     facts, body = card(sft_model_path="EleutherAI/pythia-1b", dataset="trl-lib/tldr:train[:100]", lora_rank=8)
     assert facts["base_model"] == "EleutherAI/pythia-1b" and facts["datasets"] == ["trl-lib/tldr"]
+    assert facts["license"] == "apache-2.0" and "Licence: `apache-2.0`, " in body
     assert "lora" in facts["tags"] and "# it\n" in body and "Tracked run: https://x/y" in body
     assert "'me/it'" in body and "--num_processes 8" in body
     for path, dataset in (("models/sft", "toy"), ("models/toy/deep/sft", "rows.jsonl"), ("/abs/sft", "a/b/c.parquet")):
-        assert not {"base_model", "datasets"} & card(sft_model_path=path, dataset=dataset)[0].keys()
+        facts, body = card(sft_model_path=path, dataset=dataset)
+        assert not {"base_model", "datasets", "license"} & facts.keys() and f"Licence: as of `{path}`" in body
+    Path("models/sft/README.md").touch()
+    assert card(sft_model_path="models/sft")[0]["license"] == "mit"
 
 
 # ---- the Hub ---------------------------------------------------------------------------------------------------------

@@ -21,8 +21,8 @@ KEY = "sk-secret-0123456789"
 class Server:
     """An endpoint /v1/chat/completions that records all. reply(number of the request, question) -> answer, or a status.
 
-    An answer may be a list of parts. None in place of one is a page of HTML. refusal: None, or a status for requests
-    that have a temperature.
+    None in place of an answer is a page of HTML, and {} a reply without a message.
+    refusal: None, or a status for requests that have a temperature.
     """
 
     def __init__(self, reply, refusal=None):
@@ -35,12 +35,14 @@ class Server:
                 answer = refusal if refusal and "temperature" in body else reply(len(self.bodies), text)
                 self.bodies.append(body)
                 self.headers.append({"path": handler.path, "Authorization": authorization})
-                self.answered += [text] if isinstance(answer, str | list) else []
-            choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": answer}}
+                self.answered += [text] if isinstance(answer, str) else []
+            message = None if answer == {} else {"role": "assistant", "content": answer}
+            choice = {"index": 0, "finish_reason": "stop", "message": message}
             good = {"id": "1", "object": "chat.completion", "created": 0, "model": "", "choices": [choice]}
             is_bad = isinstance(answer, int)
             words = f"no: {authorization}" if answer != refusal else "Unsupported value: 'temperature' must be 1"
-            content = json.dumps({"detail" if answer == 422 else "error": {"message": words}} if is_bad else good)
+            bad = {"detail": [{"loc": ["body", words]}]} if answer == 422 else {"error": {"message": words}}
+            content = json.dumps(bad if is_bad else good)
             handler.send_response(answer if is_bad else 200)
             handler.send_header("Content-Type", "text/html" if answer is None else "application/json")
             handler.end_headers()
@@ -115,7 +117,8 @@ def test_the_judges_preference_is_mapped_back_to_the_policy(judge, capsys, tmp_p
 
 def test_unparsable_answers_are_counted_and_not_won(judge, capsys, monkeypatch):
     monkeypatch.delenv("OPENAI_API_KEY")  # A server of one's own needs none.
-    replies = ["A", "I cannot decide.", "B", "A or B", ""]
+    parts = [{"type": "thinking", "thinking": [{"type": "text", "text": "B"}]}, {"type": "text", "text": "A"}]
+    replies = [parts, "I cannot decide.", "B", "A or B", ""]
     w, samples = judge(lambda number, _: replies[number % 5]).run()
     assert (w["unparsable"], w["pairs"], w["won"] + w["lost"], w["value"]) == (7, 13, 6, w["won"] / 13)
     assert [row["verdict"] for row in samples].count("unparsable") == 7
@@ -125,12 +128,6 @@ def test_unparsable_answers_are_counted_and_not_won(judge, capsys, monkeypatch):
     assert "judge tiny-judge: named A, the response that it read first, in 50.0% of 6 pairs\n" in said
     assert w["readable"]["value"] == w["won"] / 6 and "of the 6 pairs whose verdict could be read\n" in said
     assert "7 answers of the judge (53.8%) name neither response" in said
-
-
-def test_an_answer_in_parts_is_their_texts(judge):
-    thought = {"type": "thinking", "thinking": [{"type": "text", "text": "Preferred: B"}]}
-    asked = judge(lambda number, text: [thought, {"type": "text", "text": tasteful(number, text)}])
-    assert asked.run() == judge(tasteful, output_dir="text").run() and len(asked.server.bodies) == 13
 
 
 @pytest.mark.parametrize("bad, warns", [(1, False), (2, True), (20, True)])
@@ -173,10 +170,11 @@ def test_a_temperature_that_is_refused_is_left_out_for_the_whole_run(judge, caps
     [
         (500, 2, "500"),
         (400, 1, "400"),
-        (422, 1, "detail"),
         (None, 1, "no chat completion"),
         (401, 1, "401"),
         ("gone", 0, "Connection"),
+        ({}, 1, "no chat completion"),
+        (422, 1, "'loc'"),
     ],
 )
 def test_what_does_not_pass_ends_with_one_line_that_has_no_key(judge, fails, status, attempts, words):

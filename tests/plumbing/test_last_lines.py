@@ -14,7 +14,7 @@ import torch
 from helpers import LM_HUMAN_PREFERENCES, PAGES, page_args, read_metrics, record, rloo_args
 from short_runs import start, write_rows
 
-from rlhf_details import evaluate, toy, train_rloo
+from rlhf_details import evaluate, toy, train_dpo, train_rloo
 from rlhf_details.plumbing import cli, health
 
 BEFORE = torch.tensor([-5.0, 5.0]).repeat(50)  # of 100 prompts, which differ far more than a run changes them
@@ -36,7 +36,7 @@ def test_a_run_has_learnt_where_the_interval_of_its_prompts_differences_is_above
         (said,) = learnt({"scores": BEFORE}, {"scores": changed_by(*args)})
         return said
 
-    assert line(0.198) == "learnt: scores rose, +0.198 +- 0.197 a prompt, at a KL of 2.000 nats a response"
+    assert line(0.198) == "learnt: scores rose, +0.198 +- 0.197 a prompt, at a KL of 2.000 nats per response"
     assert line(0.196).startswith("not shown: scores did not change beyond chance, +0.196 +- 0.197 a prompt, at ")
     assert line(-0.198).startswith("not learnt: scores fell, -0.198 +- 0.197 a prompt")
     assert line(0.0, 0.0).startswith("not shown: scores did not change beyond chance, +0.000 +- 0.000 a prompt")
@@ -168,7 +168,8 @@ def test_other_tasks_and_data_have_their_flags():
 
 
 @pytest.mark.parametrize(
-    "case,kinds", [("sft", ["chat", "curves"]), ("dpo", ["chat", "curves"]), ("reward-gain", ["curves"])]
+    "case,kinds",
+    [("sft", ["chat", "curves"]), ("dpo", ["evaluate", "chat", "curves"]), ("reward-gain", ["curves"])],
 )
 def test_sft_and_reward_model_say_what_they_can(tiny, in_tmp, capsys, case, kinds):
     start(tiny, case, checkpoint_every=0)
@@ -176,6 +177,26 @@ def test_sft_and_reward_model_say_what_they_can(tiny, in_tmp, capsys, case, kind
     assert re.findall(r"^(\w+): python ", text, re.M) == kinds
     assert "\nno --eval_dataset: " in text and "\ntime: optimise " in text
     assert "temperature" not in text and "bad signs" not in text  # They train on no samples.
+
+
+def test_the_command_at_the_end_of_a_dpo_run_compares_it_with_the_sft_policy_on_the_same_rows(tiny, in_tmp, capsys):
+    rows = [{"q": row["prompt"], "chosen": "we", "rejected": "."} for row in toy.rows("prompts", "test")[:4]]
+    data = dict(dataset=write_rows("rows.jsonl", rows), prompt_template="{q}", sft_model_path=str(tiny / "policy"))
+    train_dpo.main(train_dpo.Args(**data, batch_size=4, response_length=4, output_dir="model", run_name="run"))
+    (line,) = (line for line in said(capsys) if line.startswith("evaluate: "))
+    summary = evaluate.main(cli.parse(evaluate.Args, shlex.split(line)[3:]))
+    assert summary["num_examples"] == 4 and {"opponent", "policy"} <= summary["metrics"].keys()
+    assert summary["args"]["opponent_path"] == summary["args"]["ref_model_path"] == str(tiny / "policy")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [{"query": [5, 6], "sample0": [7], "sample1": [8], "best": 1}, {"prompt": "we", "chosen": "a", "rejected": "."}],
+)
+def test_labels_of_token_ids_have_no_prompts_to_evaluate_on(tiny, in_tmp, capsys, row):
+    data = dict(dataset=write_rows("rows.jsonl", [row] * 4), sft_model_path=str(tiny / "policy"), run_name="run")
+    train_dpo.main(train_dpo.Args(**data, batch_size=4, response_length=4, output_dir="model"))
+    assert ("\nevaluate: " in capsys.readouterr().out) == ("prompt" in row)
 
 
 def test_sample_tables_say_whether_a_response_ended_where_a_token_ends_it(ragged, in_tmp, capsys, monkeypatch):

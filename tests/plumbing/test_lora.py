@@ -100,6 +100,7 @@ def test_saved_reloaded_and_merged_logits_are_equal(base):
     model = disturb(models.add_adapters(load(base), 4))
     expected = logits_of(model)
     models.save_adapter(model, "adapter", base)
+    assert json.loads(Path("adapter/adapter_config.json").read_text())["base_model_name_or_path"] == base
     by_peft = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), "adapter")
     for again in ("adapter", AutoModelForCausalLM.from_pretrained("adapter"), by_peft, models.merge_adapters(model)):
         assert (logits_of(again) - expected).abs().max() < 1e-5
@@ -158,6 +159,8 @@ def save_others(kind, head, rows=66, **options):
 @torch.no_grad()
 def test_adapters_with_tokens_that_the_base_lacks_are_loaded(in_tmp, options):
     expected, tokens = save_others(AutoModelForCausalLM, {}, task_type="CAUSAL_LM", **options), TOKENS + 42  # to 65
+    word_tokenizer().save_pretrained("base")
+    assert models.load_tokenizer("adapter", "--sft_model_path", FLAGS).get_vocab() == word_tokenizer().get_vocab()
     assert (load("adapter").eval()(tokens).logits - expected(tokens).logits).abs().max() < 1e-5
     word_tokenizer().save_pretrained("base")  # peft saves none beside the adapters.
     assert models.load_tokenizer("adapter", "--sft_model_path", FLAGS).get_vocab() == word_tokenizer().get_vocab()

@@ -18,19 +18,23 @@ from helpers import metaspace_tokenizer, rloo_args, tiny_config, word_tokenizer
 from short_runs import contents
 from transformers import (
     AutoModelForCausalLM,
+    AutoTokenizer,
     GenerationConfig,
+    GPT2Config,
     GPTNeoXForCausalLM,
     GPTNeoXForSequenceClassification,
     Llama4ForCausalLM,
     Llama4TextConfig,
+    LlamaConfig,
     Mamba2Config,
     Mamba2ForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    PhiConfig,
     PreTrainedTokenizerFast,
 )
 
-from rlhf_details import toy, train_rloo
+from rlhf_details import toy, train_rloo, utils
 from rlhf_details.plumbing import checkpoint, cli, engines, errors, models
 
 FLAGS = train_rloo.Args()
@@ -51,6 +55,18 @@ def test_a_tokenizer_is_loaded_and_must_have_an_eos_token(tiny, in_tmp, fails):
     assert "--base_model no_eos: has no EOS token" in fails(models.load_tokenizer, "no_eos", "--base_model", FLAGS)
     line = fails(models.load_tokenizer, "models/nope", "--base_model", FLAGS)  # It is not sought on the Hub.
     assert "--base_model models/nope: no such file or folder" in line
+
+
+@pytest.mark.parametrize("file, ends, found", [
+    ("generation_config.json", [2, 3], [2, 3]), ("generation_config.json", 3, [2, 3]),
+    ("config.json", [2, 3], [2, 3]), ("config.json", 3, [2]),
+])  # fmt: skip
+def test_what_ends_a_turn_is_found_in_generation_config_or_else_as_a_list_in_config(in_tmp, file, ends, found):
+    """A single id in config.json may be the library's default, which is not the tokenizer's."""
+    folder = vocabulary_folder("policy", word_tokenizer(), 8)
+    config = json.loads(Path("policy/config.json").read_text())
+    Path("policy", file).write_text(json.dumps(config | {"eos_token_id": ends}))
+    assert utils.end_ids(models.load_tokenizer(folder, "--sft_model_path", FLAGS)) == found
 
 
 @pytest.mark.parametrize("unk", ["<unk>", None])
@@ -297,6 +313,42 @@ def test_a_saved_model_reloads_with_identical_logits_and_replaces_the_old_folder
     assert models.load_tokenizer(args.output_dir, "x", FLAGS).get_vocab() == toy.tokenizer().get_vocab()
     written = json.loads(Path("deep/model/training_args.json").read_text())
     assert written == json.loads(json.dumps(dataclasses.asdict(args)))
+
+
+SMALL_300 = SMALL | dict(vocab_size=300, intermediate_size=64)
+ROPE_3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+
+
+@pytest.mark.parametrize(
+    "config, names",
+    [
+        (tiny_config(vocab_size=300, rotary_pct=0.5, rotary_emb_base=5e3), {"rotary_pct": 0.5, "rotary_emb_base": 5e3}),
+        (LlamaConfig(**SMALL_300, rope_theta=1e5), {"rope_theta": 1e5}),
+        (
+            LlamaConfig(**SMALL_300, rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **ROPE_3}),
+            {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", "rope_theta": 5e5, **ROPE_3}},
+        ),
+        (PhiConfig(**SMALL_300, partial_rotary_factor=0.5), {"rope_theta": 1e4, "partial_rotary_factor": 0.5}),
+        (GPT2Config(n_embd=32, n_head=2, n_layer=1, vocab_size=300), {}),
+    ],
+    ids=["gpt_neox", "llama", "llama 3", "phi", "gpt2"],
+)
+def test_what_is_saved_has_the_names_of_transformers_4_and_everybody_may_read_it(in_tmp, config, names):
+    """benchmark/checks/clients.py loads such folders with transformers 4.57."""
+    model, tokenizer = AutoModelForCausalLM.from_config(config).eval(), toy.tokenizer()
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<a>"]})
+    args = train_rloo.Args(output_dir="model", sft_model_path="x")
+    checkpoint.save_folder(args, model, tokenizer, None)
+    saved, words = (json.loads(Path("model", f"{name}.json").read_text()) for name in ("config", "tokenizer_config"))
+    assert names.items() <= saved.items()
+    assert words["tokenizer_class"] == "PreTrainedTokenizerFast" and words["additional_special_tokens"] == ["<a>"]
+    assert "extra_special_tokens" not in words and "token_type_ids" not in words["model_input_names"]
+    again, text = AutoTokenizer.from_pretrained("model"), "we <a> went"
+    assert again(text) == tokenizer(text) and again.all_special_tokens == tokenizer.all_special_tokens
+    with torch.no_grad():
+        ids = torch.arange(60).unsqueeze(0)
+        assert torch.equal(models.load_policy("model", "x", FLAGS).eval()(ids).logits, model(ids).logits)
+    assert len({file.stat().st_mode for file in Path("model").iterdir()}) == 1
 
 
 @pytest.mark.parametrize("values", [dict(temperature=0.9), dict(do_sample=False, top_p=0.6), dict(early_stopping=True)])

@@ -13,6 +13,7 @@ from short_runs import comparisons, write_rows
 from rlhf_details import toy, train_reward, utils
 from rlhf_details.plumbing import models, tokenization
 
+FLAGS = train_reward.Args()
 LIBRARY = transformers.AutoTokenizer, transformers.AutoModelForCausalLM
 
 
@@ -230,4 +231,33 @@ def test_rm_13_plain_transformers_scores_the_saved_folder_as_the_run_did(rows, t
     if normalization == "gain_bias":  # The gain is set once more after training, so only its sign is known.
         ours = ours * (scores.std() / ours.std())
     assert (scores - bias - ours).abs().max() < 1e-4
+    classify = transformers.pipeline("text-classification", "reward")
+    plain = [x["score"] for x in classify([" ".join(pair) for pair in pairs_of(rows)])]
+    assert plain == pytest.approx((scores - bias).tolist(), abs=1e-4)  # It reads EOS, and takes no sigmoid.
     assert models.load_reward_model("reward", page_args("train_rloo", tiny)).config.reward_bias == bias
+
+
+IDS = [{"query": [5, 6], "sample0": [7, 8], "sample1": [9, 3], "best": 0}] * 40
+TURNS = [{"role": "user", "content": "we"}]
+ANSWERS = {kind: [{"role": "assistant", "content": text}] for kind, text in (("chosen", "the"), ("rejected", "a"))}
+TEMPLATE = "{% for m in messages %}{{ m.content }} <eos> {% endfor %}"
+
+
+@pytest.mark.parametrize("kind, ends", [("texts", 1), ("again", 1), ("token ids", 0), ("messages", 0)])
+def test_the_saved_tokenizer_ends_a_text_with_eos_where_training_did(rows, tiny, kind, ends):
+    """Once, also where training starts from such a folder. The scripts go on to read the same tokens."""
+    options = {}
+    if kind in ("token ids", "messages"):
+        write_rows("rows.jsonl", {"token ids": IDS, "messages": [{"prompt": TURNS, **ANSWERS}] * 40}[kind])
+    if kind == "messages":
+        tokenizer, model = (kind.from_pretrained(tiny / "policy") for kind in LIBRARY)
+        tokenizer.chat_template = TEMPLATE
+        tokenizer.save_pretrained("chat"), model.save_pretrained("chat")
+        options = dict(sft_model_path="chat")
+    run_reward(tiny, **options)
+    if kind == "again":
+        run_reward(tiny, sft_model_path="reward", output_dir="again")
+    before, saved = toy.tokenizer(), models.find_tokenizer("again" if kind == "again" else "reward", "x", FLAGS)
+    assert saved("we went").input_ids == before("we went").input_ids + [before.eos_token_id] * ends
+    for pair in (("we", None), ("we", "went"), ([5, 6], [7])):
+        assert utils.encode(saved, *pair) == utils.encode(before, *pair)

@@ -212,7 +212,7 @@ def h(prompts, completions): return [-1.0] * 3
 @pytest.mark.parametrize(
     "body, words",
     [
-        ("return [0.0, float('nan'), 0.0]", ["returned nan", "row 2 of --dataset x, 'p1'", "'the room'"]),
+        ("return [0.0, float('nan'), 0.0]", ["returned nan", "row 2 of --dataset x, 'p1'", "' the room'"]),
         ("return ['much', 0.0, 0.0]", ["returned 'much'", "row 1"]),
         ("return [0.0, 0.0]", ["returned 2 entries for 3 completions"]),
         ("return None", ["returned None, which is no list, for 3 completions"]),
@@ -228,11 +228,12 @@ def test_a_function_at_fault_ends_the_run_with_its_name_and_the_row(functions, c
     assert end.value.code == 1 and all(word in report for word in words), report
 
 
-def test_a_function_that_expects_messages_is_told_how_it_gets_them(functions, capsys):
+@pytest.mark.parametrize("turns", [True, False])
+def test_a_function_that_expects_messages_is_told_how_to_get_them(functions, capsys, turns):
     functions("def f(prompts, completions): return [len(c[0]['content']) for c in completions]")
     with pytest.raises(SystemExit):
-        call([{"prompt": [{"role": "user", "content": "p"}]}], ["a"])
-    assert "called with 1 completions, which are strings (--reward_fn_format messages" in capsys.readouterr().err
+        call([{"prompt": [{"role": "user", "content": "p"}] if turns else "p"}], ["a"])
+    assert ("--reward_fn_format messages passes messages" in capsys.readouterr().err) == turns
 
 
 @pytest.mark.parametrize("kind", ["def", "async def"])
@@ -302,9 +303,9 @@ def test_a_function_gets_text_or_on_request_messages_of_whatever_data(functions,
     call(table, ["a", "b", "c", "d"], reward_fn_format=format)
     ((prompts, completions),) = files.load_module(str(Path("mine.py").resolve())).seen
     if format == "text":
-        assert prompts == ["we", "we", "system: be\nuser: we", "we were"] and completions == ["a", "b", "c", "d"]
+        assert prompts == ["we", "we", "system: be\nuser: we", " we were"] and completions == ["a", "b", "c", "d"]
     else:
-        assert prompts == [turn, turn, turns, [{"role": "user", "content": "we were"}]]
+        assert prompts == [turn, turn, turns, [{"role": "user", "content": " we were"}]]
         assert completions == [[{"role": "assistant", "content": text}] for text in "abcd"]
 
 

@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from accelerate.state import AcceleratorState
 from helpers import read_metrics, rloo_args, run_rloo
 from short_runs import (
     after_row,
@@ -109,7 +110,17 @@ def test_at_the_end_held_out_numbers_stand_beside_those_before(tiny, in_tmp, cap
     halves = [1.96 * x / math.sqrt(3) for x in std]  # The deviation is the biased one of 4 rows.
     assert printed == pytest.approx([mean[0], halves[0], mean[1], halves[1]], abs=1e-3)
     assert "4 held-out rows, before -> after" in out and "model: model   run: runs/run" in out
-    assert "4 updates of 16, 1 process(es), samples at temperature 1 and of at most 8 tokens" in out
+    assert "4 updates of 16, one process in fp32, samples at temperature 1 and of at most 8 tokens" in out
+
+
+def test_the_first_lines_name_what_a_launch_file_sets(tiny, in_tmp, capsys, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    AcceleratorState._reset_state()  # The tests before have made an Accelerator in fp32.
+    try:
+        train_rloo.main(rloo_args(tiny, total_episodes=16))
+    finally:
+        AcceleratorState._reset_state()
+    assert "1 updates of 16, one process in bf16, samples" in capsys.readouterr().out
 
 
 # ---- signals ---------------------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """The embedded task's stages: models that are missing are trained first, each in a process of its own."""
 
-import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -8,10 +7,10 @@ from pathlib import Path
 import pytest
 from helpers import PAGES, ROOT
 
-from rlhf_details import evaluate, train_reward, train_sft
-from rlhf_details.plumbing import cli, stages, starting_values
+from rlhf_details import train_reward, train_sft
+from rlhf_details.plumbing import cli, stages
 
-SCRIPTS = PAGES | {"train_sft": train_sft, "train_reward": train_reward, "evaluate": evaluate}
+SCRIPTS = {"train_sft": train_sft, "train_reward": train_reward}
 
 
 @pytest.fixture
@@ -34,6 +33,7 @@ def test_missing_stages_are_trained_once_in_their_order_and_announced(in_tmp, st
     monkeypatch.setenv("RANK", "0"), monkeypatch.setenv("WORLD_SIZE", "2"), monkeypatch.setenv("MASTER_PORT", "1")
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true"), monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     args = cli.parse(PAGES["train_rloo"].Args, [])
+    capsys.readouterr()
     stages.ensure(args)
     sft, reward = ([sys.executable, str(ROOT / f"rlhf_details/{name}.py")] for name in ("train_sft", "train_reward"))
     assert [command[:2] for command, _ in started] == [sft, reward]
@@ -74,19 +74,9 @@ def test_a_stage_that_fails_ends_the_run_with_its_exit_code(in_tmp, monkeypatch)
     assert end.value.code == 7
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-@pytest.mark.parametrize("task", ["toy", "toy-sum"])
-def test_every_script_takes_the_defaults_of_the_embedded_tasks(script, task):
-    """Of all six but the reward model's, which the sums do without."""
-    kind = SCRIPTS[script].Args
-    defaults = stages.defaults(starting_values.page_of(kind), script)
-    if task not in defaults:
-        assert (script, task) == ("train_reward", "toy-sum")
-        return
-    assert defaults[task].keys() <= {field.name for field in dataclasses.fields(kind)}
-    args = cli.parse(kind, ["--dataset", task])
-    expected = {k: tuple(v) if isinstance(v, list) else v for k, v in defaults[task].items()} | {"dataset": task}
-    assert {name: getattr(args, name) for name in expected} == expected
+def test_the_folders_that_are_made_are_those_that_the_pages_train_into():
+    for task, folders in stages.MADE_BY.items():
+        assert all(SCRIPTS[script].presets[task]["output_dir"] == folder for folder, script in folders.items())
 
 
 @pytest.mark.parametrize("ends_by_itself", [True, False])

@@ -53,9 +53,8 @@ def test_an_offline_run_holds_metrics_configuration_code_tables_and_data(tiny, f
     board = EventAccumulator("runs/run").Reload()
     assert "data/prompt_lengths" in board.Tags()["histograms"]
     assert set(board.Tags()["scalars"]) == {metric for row in rows for metric in row}
-    assert [event.value for event in board.Scalars("objective/kl")] == pytest.approx(
-        [row["objective/kl"] for row in rows if "objective/kl" in row], rel=1e-6
-    )
+    shown = [(event.step, pytest.approx(event.value, rel=1e-6)) for event in board.Scalars("objective/kl")]
+    assert shown == [(row["episode"], row["objective/kl"]) for row in rows if "objective/kl" in row]
 
 
 def test_the_repository_on_the_hub_is_part_of_the_run(tiny, offline_wandb, monkeypatch):
@@ -77,6 +76,8 @@ def test_a_resumed_run_is_the_same_one_and_shows_its_data_once(tiny, offline_wan
     assert first.run.run_id == second.run.run_id == json.loads(Path("runs/run/config.json").read_text())["wandb_id"]
     assert table(first, "data/rows") and not column(second, "data/prompt_lengths")
     assert [row["update"] for row in second.history if "update" in row] == [5, 6]
+    steps = [event.step for event in EventAccumulator("runs/run").Reload().Scalars("objective/kl")]
+    assert steps == [row["episode"] for row in read_metrics("runs/run")]  # Nothing is shown twice.
     assert (first.exit_code, second.exit_code) == (1, 0)
 
 
@@ -85,13 +86,21 @@ def test_a_table_shows_a_dash_where_there_is_no_value_and_no_minus_before_zero()
     assert (trackers.as_cell(-1e-6), evaluation.as_text({"value": -1e-6})) == ("0.00", "0.000")
 
 
-def test_plain_lines_come_after_half_a_minute_of_silence_and_the_first_has_no_remaining_time(capsys, monkeypatch):
-    clock = iter([0, *range(0, 10_000, 11)])  # 11 seconds pass with each update.
+@pytest.mark.parametrize(
+    "seconds, before, updates",  # seconds of an update, and of the run before it
+    [(3, 0, [1, 4, 7]), (5.5, 0, [1, 2, 3, 4, 5, 6, 7]), (12, 3600, [1, 3, 5, 7])],
+)
+def test_plain_lines_come_before_ten_seconds_of_silence_or_thirty_in_a_long_run(
+    capsys, monkeypatch, seconds, before, updates
+):
+    clock = iter([-before, *(seconds * i for i in range(20))])
     monkeypatch.setattr(trackers.time, "time", lambda: next(clock))
     console = trackers.Console(1000, quiet=False)
     console.begin("train", 0)
+    console.last_line = console.last_update = 0
     for update in range(8):
         console.log(update, {})
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split("/")[0] for line in lines] == ["1", "4", "7"]
-    assert "eta" not in lines[0] and lines[1].endswith(f"eta {55 / 4 * 996:.0f}s")
+    assert [int(line.split("/")[0]) for line in lines] == updates
+    done = updates[1]
+    assert "eta" not in lines[0] and lines[1].endswith(f"eta {(seconds * done + before) / done * (1000 - done):.0f}s")

@@ -67,12 +67,16 @@ def test_noise_has_the_moments_and_the_distribution_of_gumbel(noise_of):
     assert distance < 2.7 / math.sqrt(n)  # Kolmogorov: exceeded once in 10^6
 
 
-def test_noise_of_the_extreme_hash_values_is_finite_and_finest_in_the_upper_tail(monkeypatch):
-    extremes = []
-    for value in (0, 1, 2**31 - 1, -1, -(2**31), -(2**31) + 1):  # no search finds keys that hash to these
-        monkeypatch.setattr(utils, "hash32", lambda x, v=value: torch.full_like(x, v))
-        extremes.append(utils.gumbel_noise(torch.zeros(1, dtype=torch.int32), 3))
-    noise = torch.stack(extremes)
+def test_noise_is_bit_for_bit_that_of_the_31_lower_bits_of_the_hash():
+    keys = torch.tensor(int32_values()[:200], dtype=torch.int32)
+    tokens = [slow_hash(i ^ 0x3C6EF372) for i in range(40)]
+    bits = torch.tensor([[slow_hash(key ^ token) & 0x7FFFFFFF for token in tokens] for key in keys.tolist()])
+    u = ((bits.float() + 0.5) * 2.0**-31).clamp(max=1 - 2.0**-24)
+    assert torch.equal(utils.gumbel_noise(keys, 40), -(-(-u).log1p()).log())
+
+
+def test_noise_of_the_extreme_hash_values_is_finite_and_finest_in_the_upper_tail():
+    noise = utils.gumbel_of_bits(torch.tensor([0, 1, 2**31 - 1], dtype=torch.int32))
     assert torch.isfinite(noise).all() and noise.min() < -2.5
     assert 20 < noise.max() < 23  # log of 2^31 is 21.5; 24-bit numbers next to 1 would end at 17
 

@@ -82,7 +82,7 @@ def test_moving_a_tagged_line_needs_no_other_change(copied):
     [
         ("def pack(", "def pack_rows(", "'pack'"),
         ("[RLOO-3]", "", "RLOO-3"),
-        ("def of_tokens(self, hidden", "def of_tokens(self, states", r"Policy\.of_tokens"),
+        ("def logits(self, hidden", "def logits(self, states", r"Policy\.logits"),
     ],
     ids=["code", "tag", "difference"],
 )
@@ -112,6 +112,18 @@ def test_the_prices_on_the_cards_are_those_that_the_studies_wrote():
             shown = re.findall(r"four times as long: gold (\S+) \(.*?\), KL (\S+) \(", card)
             expected = pytest.approx([float(x) for x in longer.groups()], abs=0.051)  # shown in one digit or two
             assert any([float(x) for x in pair] == expected for pair in shown), tag
+
+
+def test_ctrl_c_ends_the_server_quietly(monkeypatch, tmp_path):
+    import build
+
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(build.subprocess, "call", interrupted)
+    monkeypatch.setattr(build, "prepare", lambda out: None)
+    monkeypatch.setattr("sys.argv", ["build.py", "--serve", "--out", str(tmp_path)])
+    assert build.main() == 130
 
 
 def test_equations_become_mathml_and_names_become_links():

@@ -149,7 +149,8 @@ def one_run(spec, engine):
         key = kwargs["key"] if "key" in kwargs else args[3]
         if key[1] == utils.TRAINING:
             seen["sampler_is_sharded"] = is_sharded(policy)
-            seen["held_after_sampling"] = held_and_total(trained[0].parameters())[0]
+            if threading.current_thread() is threading.main_thread():  # Otherwise training may have gathered some.
+                seen["held_after_sampling"] = held_and_total(trained[0].parameters())[0]
             for row, tokens, real in zip(batch[2].tolist(), responses, mask, strict=True):
                 seen["sampled"][key[2], row] = tuple(tokens[real].tolist())
         return responses, mask, logprobs

@@ -99,11 +99,11 @@ def assert_same_weights(a, b):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4, msg=lambda message, name=name: f"{name}: {message}")
 
 
-def assert_healthy(rows, precision):
-    """All numbers are finite, and the sampler and the training forward agree."""
+def assert_healthy(rows, precision, is_ahead=False):
+    """All numbers are finite, and the sampler and the training forward agree, unless it samples an update ahead."""
     for row in rows:
         assert all(abs(value) < 1e9 for value in row.values())
-        assert row.get("val/logprob_gap", 0) < {"fp32": 1e-4, "bf16": 0.5}[precision]
+        assert is_ahead or row.get("val/logprob_gap", 0) < {"fp32": 1e-4, "bf16": 0.5}[precision]
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def one(tmp_path_factory):
     for (name, case), (row,) in zip(found.items(), run_under("one", specs, folder, processes=1), strict=True):
         assert row["engine"] == "one process" and row["held"] == row["total"] and row["stepped"] == row["trained"]
         assert row["precision"] == case[1]
-        assert_healthy(read_metrics(folder / f"runs/one_{name}"), case[1])
+        assert_healthy(read_metrics(folder / f"runs/one_{name}"), case[1], "overlap" in name)
     return folder, found
 
 
@@ -126,7 +126,7 @@ def check_share(engine, name, precision, ranks):
         assert row["products"] == {{"fp32": "torch.float32", "bf16": "torch.bfloat16"}[precision]}
         assert row["sharded"] == (engine in ("fsdp2", "zero3"))
         layers = 2 * (
-            1 + (name in ("ppo", "ppo_gpt2", "ppo_bf16", "ppo_lora"))
+            1 + (name in ("ppo", "ppo_gpt2", "ppo_bf16", "ppo_lora", "ppo_overlap"))
         )  # The value model is another transformer.
         assert row["groups"] == (1 + layers if engine == "fsdp2" else 0)  # FSDP2 gathers each layer by itself.
         # No process waits for another one while it samples, and nothing stays gathered.
@@ -155,7 +155,7 @@ def test_opt_6_an_engine_follows_one_process_and_holds_its_share(one, engine):
             assert_same_curves(*rows, near=1e-4)
             assert_same_weights(*(folder / f"models/{kind}_{name}" for kind in ("one", engine)))
         else:  # The batches differ in shape, and bf16 rounds by it.
-            assert_healthy(rows[1], case[1])
+            assert_healthy(rows[1], case[1], "overlap" in name)
 
 
 DEEPSPEED_PAIRS = [("zero2", "zero2"), ("zero3", "zero3")]

@@ -21,7 +21,7 @@ def trained(tmp_path_factory):
         (folder / name).symlink_to(ROOT / name)
     text = re.sub(r" *\\\n *", " ", (ROOT / "docs/guides/1_your_data.md").read_text())  # a command in one line
     commands = re.findall(r"^python (rlhf_details/.*examples/shop/.*)$", text, re.M)
-    assert len(commands) == 7
+    assert len(commands) == 9
     for command in commands:
         done = subprocess.run([sys.executable, *shlex.split(command)], cwd=folder, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-3000:]
@@ -43,6 +43,7 @@ def test_the_policy_becomes_friendly(trained, page):
     assert 0.5 < rows[-1]["eval/objective/kl"] < 8 and rows[-1]["eval/objective/ended"] > 0.9
 
 
-def test_the_policy_wins_against_the_sft_policy(trained):
-    summary = json.loads(Path(trained, "runs/evaluate__models_shop_rloo/summary.json").read_text())
+@pytest.mark.parametrize("page", ["rloo", "dpo"])
+def test_the_policy_wins_against_the_sft_policy(trained, page):
+    summary = json.loads(Path(trained, f"runs/evaluate__models_shop_{page}/summary.json").read_text())
     assert summary["metrics"]["win_rate"]["value"] > 0.75, summary["metrics"]

@@ -29,7 +29,7 @@ def test_two_processes_and_small_micro_batches_give_the_same_curves(tiny, in_tmp
     assert 0 < one[-1]["objective/verifiable_correct_rate"] < 1
     assert_same_curves(one, run_page(page, tiny, **options, micro_batch_size=4, rollout_micro_batch_size=4))
     done = start(page, page_args(page, tiny, **options))
-    assert done.returncode == 0 and "2 process(es)" in done.stdout, done.stderr[-2000:]
+    assert done.returncode == 0 and "2 processes (DDP) in fp32" in done.stdout, done.stderr[-2000:]
     assert_same_curves(one, read_metrics("runs/run"))
 
 

@@ -94,13 +94,13 @@ def test_both_are_launched_once_tracked_and_the_same_on_two_processes(tiny, tmp_
     policy = shared | dict(batch_size=8, total_episodes=16, response_length=8)
     flags |= {f"policy.{name}": x for name, x in policy.items()}
     runs = []
-    for processes in (1, 2):
+    for processes, words in ((1, "one process in fp32"), (2, "2 processes (DDP) in fp32")):
         folder = tmp_path / str(processes)
         folder.mkdir()
         wandb = dict(WANDB_MODE="offline", WANDB_SILENT="true", WANDB_DIR=str(folder), WANDB_DATA_DIR=str(folder))
         done = launch("train_both.py", as_words(**flags), processes, cwd=folder, **wandb)
         assert done.returncode == 0, done.stderr[-3000:]
-        assert done.stdout.count(f"{processes} process(es)") == 2 and len(list((folder / "runs").iterdir())) == 2
+        assert done.stdout.count(words) == 2 and len(list((folder / "runs").iterdir())) == 2
         found = {run.run.job_type: run for run in read_runs(folder / "wandb")}
         assert found.keys() == {"train_reward", "train_ppo"} and column(found["train_reward"], "train/rm/loss")
         (run,) = (folder / "runs").glob("*train_ppo*")
@@ -113,7 +113,7 @@ def test_missing_stages_are_trained_once_by_the_main_process_and_the_default_run
     """From nothing on two processes, then RLOO and PPO with no arguments to their ends, and their evaluation."""
     first = launch("train_rloo.py", as_words(total_episodes=512), 2, cwd=tmp_path)
     assert first.returncode == 0, first.stderr[-3000:]
-    assert first.stdout.count("does not exist yet") == 2 and "2 process(es)" in first.stdout
+    assert first.stdout.count("does not exist yet") == 2 and "2 processes (DDP) in fp32" in first.stdout
     assert "FutureWarning" not in first.stderr, first.stderr[-3000:]
     for script, num_updates in (("train_rloo", 100), ("train_ppo", 40)):
         done = launch(f"{script}.py", as_words(run_name=script, overwrite=True), cwd=tmp_path)

@@ -1,0 +1,161 @@
+"""The table `presets` of each page: who takes what from it, who wins over it, and what is said about it."""
+
+import contextlib
+import dataclasses
+import io
+import math
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+import tyro
+from helpers import PAGES, ROOT, flags_shown, tiny_model
+
+from rlhf_details import evaluate, toy, train_both, train_dpo, train_reward, train_sft
+from rlhf_details.plumbing import cli, models
+
+SCRIPTS = PAGES | {"train_sft": train_sft, "train_reward": train_reward, "train_dpo": train_dpo}
+SIZES = "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"
+MODELS = {  # models of which there is only a configuration: {parameters: (key in the tables, sizes)}
+    "0.9 M": (20e6, (4096, 96, 1, 4, 384)),
+    "134.0 M": (500e6, (50_304, 768, 8, 12, 3072)),
+    "1011.8 M": (5e9, (50_304, 2048, 16, 8, 8192)),
+    "6857.3 M": (math.inf, (50_432, 4096, 32, 32, 16_384)),
+}
+NEW = {"1.8 M": (20e6, 128, 4, 4096), "76.4 M": (500e6, 512, 8, 50_000), "1212.0 M": (5e9, 2048, 20, 50_000)}
+LINE = "starting values for {}, which your own flags replace: "
+
+
+@pytest.fixture
+def sizes(in_tmp):
+    """Saves MODELS into the current folder, each in a folder of its name."""
+    for name, (_, sizes) in MODELS.items():
+        transformers.GPTNeoXConfig(**dict(zip(SIZES, sizes, strict=True))).save_pretrained(name)
+
+
+def start(script, *words):
+    """The arguments that a script has when a user starts it with these words."""
+    return cli.parse(SCRIPTS[script].Args, list(words))
+
+
+# ---- what stands in the table is what runs ---------------------------------------------------------------------------
+def cases():
+    """(page, command line, which row it takes in words, that row)"""
+    for page in (*SCRIPTS.values(), evaluate):
+        for task in toy.TASKS:
+            yield page, ["--dataset", task], f"--dataset {task}", page.presets.get(task, {})
+    for script, page in SCRIPTS.items():
+        flag = "--base_model" if script == "train_sft" else "--sft_model_path"
+        for size, (limit, _) in MODELS.items():
+            row = page.presets.get(limit, {})
+            yield page, ["--dataset", "rows.jsonl", flag, size], f"a model of {size} parameters", row
+    for size, (limit, *flags) in NEW.items():
+        words = [f"--{name}={x}" for name, x in zip(("hidden_size", "num_layers", "vocab_size"), flags, strict=True)]
+        row = train_sft.presets["scratch"][limit]
+        yield train_sft, ["--dataset=rows.jsonl", *words], f"a new model of at most {size} parameters", row
+
+
+def shown_by_help(kind, words):
+    """{flag: the value that --help shows} beside these words."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), pytest.raises(SystemExit) as end:
+        cli.parse(kind, [*words, "--help"])
+    assert end.value.code == 0
+    flags = flags_shown(out.getvalue()).items()
+    return {name: re.search(r"\(default: ([^)]*)\)", text)[1].strip("'") for name, text in flags}
+
+
+@pytest.mark.parametrize("page, words, case, row", list(cases()))
+def test_the_table_the_first_line_and_help_say_what_runs(page, words, case, row, sizes, capsys, monkeypatch):
+    args, first_line = cli.parse(page.Args, words), capsys.readouterr().out
+    assert args == dataclasses.replace(tyro.cli(page.Args, args=words), **row)
+    begin, end, flags = first_line.partition(" (at most")[0].partition(": --")
+    said = shlex.split(f"--{flags}") if end else []
+    assert begin + end == (LINE.format(case) + "--" if row else "")
+    assert {word[2:] for word in said if word.startswith("--")} == row.keys()
+    assert tyro.cli(page.Args, args=words + said) == args
+    monkeypatch.setenv("COLUMNS", "300")  # No value is broken into two lines.
+    values = {name: value if isinstance(value, tuple) else [value] for name, value in vars(args).items()}
+    assert shown_by_help(page.Args, words) == {name: " ".join(map(str, value)) for name, value in values.items()}
+
+
+# ---- how large a model is --------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", ["gpt_neox", "gpt2", "llama"])
+def test_parameters_are_counted_from_the_configuration_alone(kind, tmp_path):
+    model = tiny_model(kind)
+    model.config.save_pretrained(tmp_path)
+    state = torch.get_rng_state()
+    assert cli.size_of(tmp_path) == sum(p.numel() for p in model.parameters())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_of_adapters_the_base_model_counts(tiny, tmp_path):
+    pytest.importorskip("peft")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny / "policy")
+    size = sum(p.numel() for p in model.parameters())
+    models.save_adapter(models.add_adapters(model, 2), tmp_path, tiny / "policy")
+    assert cli.size_of(tmp_path) == size
+
+
+@pytest.mark.parametrize("changes", [{}, dict(hidden_size=32, num_layers=1, num_heads=2)])
+def test_a_new_model_has_as_many_parameters_as_its_flags_say(changes):
+    args = train_sft.Args(dataset="toy", vocab_size=len(toy.tokenizer()), **changes)
+    _, model = models.make_small(args, [{"prompt": "a", "completion": "b"}])
+    assert cli.size_of_new(args) == sum(p.numel() for p in model.parameters())
+
+
+# ---- who gets them, and who wins -------------------------------------------------------------------------------------
+def test_without_a_readable_model_the_values_stay_in_silence_because_loading_it_fails_next(in_tmp, capsys):
+    args = start("train_rloo", "--dataset", "rows.jsonl", "--sft_model_path", "not/a/model")
+    assert args == SCRIPTS["train_rloo"].Args(dataset="rows.jsonl", sft_model_path="not/a/model")
+    (sought,) = capsys.readouterr().out.splitlines()
+    assert sought.startswith("not/a/model: no such file or folder here")
+
+
+def test_the_policy_of_both_gets_them_for_the_model_that_the_reward_model_starts_from(tiny, in_tmp):
+    words = ["--reward.dataset", "a.jsonl", "--reward.sft_model_path", str(tiny / "policy")]
+    reward, page, policy = train_both.parse([*words, "--policy.dataset", "b.jsonl"])
+    for args, row in ((reward, train_reward.presets[20e6]), (policy, page.presets[20e6])):
+        assert {name: getattr(args, name) for name in row} == row
+
+
+def test_all_scripts_sample_alike_from_one_small_model(sizes):
+    """Otherwise one SFT model has another score before training in each of them."""
+    words = ["--dataset", "rows.jsonl", "--sft_model_path", "0.9 M"]
+    found = [start(script, *words[:2], *(words[2:] if script != "train_sft" else [])) for script in SCRIPTS]
+    assert len({(args.temperature, args.response_length) for args in found}) == 1
+    policies = [args for args in found if hasattr(args, "kl_coef")]
+    assert len({args.missing_eos_penalty for args in policies}) == 1 and len(policies) >= 3
+
+
+@pytest.mark.parametrize("script", ["train_rloo", "train_grpo"])
+def test_a_model_of_some_hundred_million_parameters_takes_one_step_for_each_of_many_small_batches(script, sizes):
+    """As in the runs of docs/evidence/9_real_model.md, and few episodes, which a processor can sample in hours."""
+    args = start(script, "--dataset", "rows.jsonl", "--sft_model_path", "134.0 M")
+    assert (args.num_mini_batches, args.num_ppo_epochs, args.batch_size) == (1, 1, 64)
+    assert (args.total_episodes, args.missing_eos_penalty) == (10_000, 1.0)
+
+
+def test_a_file_and_the_command_line_win_and_the_line_names_the_rest(tiny, in_tmp, capsys):
+    Path("run.toml").write_text('learning_rate = 0.5\nkl_coef = 0.7\ndataset = "rows.jsonl"\n')
+    words = ["--config", "run.toml", "--sft_model_path", str(tiny / "policy"), "--kl-coef=0.9", "--batch_size", "12"]
+    args, row = start("train_rloo", *words), SCRIPTS["train_rloo"].presets[20e6]
+    values = row | dict(learning_rate=0.5, kl_coef=0.9, batch_size=12)
+    assert {name: getattr(args, name) for name in values} == values
+    rest = {name: x for name, x in row.items() if name not in ("learning_rate", "kl_coef", "batch_size")}
+    (line,) = capsys.readouterr().out.splitlines()
+    model = "a model of 0.0 M parameters"
+    knob = " (at most so many rows at once, in evaluations as well; it changes no result)"
+    assert line == LINE.format(model) + " ".join(f"--{name} {value}" for name, value in rest.items()) + knob
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmark/recipes").glob("*.toml")), ids=lambda path: path.stem)
+def test_a_recipe_sets_every_flag_that_the_table_sets_by_the_size_of_the_model(path):
+    script = re.match(r"# rlhf_details/(train_\w+)\.py", path.read_text())[1]
+    rows = [row for limit, row in SCRIPTS[script].presets.items() if isinstance(limit, float)]
+    recipe = tomllib.loads(path.read_text())
+    assert recipe["dataset"] in toy.TASKS or set().union(*rows) <= recipe.keys()
