@@ -154,7 +154,8 @@ class LanguageModel(nn.Module):
         Returns: -log p(token | tokens before it) of each target, [T] fp32, or without targets the logits / temperature
         [M, N, V] fp32.
         """
-        inputs = {"input_ids": tokens, "attention_mask": mask, "past_key_values": cache, "use_cache": cache is not None}
+        inputs = {"input_ids": tokens, "attention_mask": mask, "use_cache": cache is not None}
+        inputs |= {models.name_of_cache(self.model): cache} if cache is not None else {}
         inputs |= {"position_ids": positions} if self.takes_positions else {}
         logits = self.model(**inputs).logits[..., : self.num_tokens]  # [M, L, V], without those that are no token's
         if is_target is None:

@@ -3,6 +3,7 @@
 import os
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # The suite tests the CPU, also where there is a GPU.
+os.environ["HF_HUB_OFFLINE"] = "1"  # A name of the Hub fails at once, and is not asked for again and again.
 
 import signal
 import sys

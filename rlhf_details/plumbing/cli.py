@@ -8,6 +8,7 @@ import inspect
 import io
 import json
 import math
+import os
 import re
 import shlex
 import sys
@@ -83,12 +84,12 @@ def with_presets(args, given):
 
     Args: given, the flags that the user has set.
     """
-    case, values = preset_of(args)
+    case, values = preset_of(args, given)
     values = {name: value for name, value in values.items() if name not in given}
     if values:
         words = shlex.join(word for item in values.items() for word in as_words(*item))
-        # It is the last one, and may be larger than the batch.
-        knob = " (at most so many rows at once, in evaluations as well; it changes no result)"
+        # It may be larger than the batch.
+        knob = " (--micro_batch_size: at most so many rows at once, in evaluations as well; it changes no result)"
         knob *= "micro_batch_size" in values
         say(f"starting values for {case}, which your own flags replace: {words}{knob}")
     return dataclasses.replace(args, **values)
@@ -99,16 +100,21 @@ def presets_of(args):
     return getattr(inspect.getmodule(type(args)), "presets", {})
 
 
-def preset_of(args):
-    """(an embedded task or the size of the model in words, {flag: value} that the page's table has for it)."""
+def preset_of(args, given):
+    """(an embedded task or the size of the model in words, {flag: value} that the page's table has for it).
+
+    The model is not read where all flags that follow its size are given, as in a recipe.
+    """
     task, presets = args.dataset.partition(":")[0], presets_of(args)
     if task in toy.TASKS:
         return f"--dataset {task}", presets.get(task, {})
     path = getattr(args, "base_model", None) or getattr(args, "sft_model_path", None)
-    if path is None:
+    is_new = path == "scratch" and path in presets
+    rows = {limit: row for limit, row in (presets[path] if is_new else presets).items() if isinstance(limit, float)}
+    if path is None or set().union(*rows.values()) <= given:
         return "", {}
-    if path == "scratch" and path in presets:
-        presets, size = presets[path], size_of_new(args)
+    if is_new:
+        size = size_of_new(args)
         case = f"a new model of at most {size / 1e6:.1f} M parameters"
     else:
         try:
@@ -116,8 +122,7 @@ def preset_of(args):
         except Exception:  # A model that cannot be read ends the script when it is loaded, with a line about it.
             return "", {}
         case = f"a model of {size / 1e6:.1f} M parameters"
-    limit = min((limit for limit in presets if isinstance(limit, float) and size < limit), default=None)
-    return case, presets.get(limit, {})
+    return case, rows.get(min((limit for limit in rows if size < limit), default=None), {})
 
 
 def size_of(path, trust_remote_code=False):
@@ -145,22 +150,29 @@ def without_help(argv):
 
 
 def show_help(args, about):
-    """Prints all flags with the values that args have, and ends the program. about: the docstring of the script."""
+    """Prints all flags with the values that args have on the main process, and ends the program.
+
+    about: the docstring of the script.
+    """
     (what, *_), example = about.split("\n\n"), about.rpartition("Your data: ")[2].strip()
     text = f"{what}\n\nExample: {example}"
-    tyro.cli(type(args), default=args, args=["--help"], use_underscores=True, description=text)
+    is_main = os.environ.get("RANK", "0") == "0"
+    words = dict(args=["--help"], use_underscores=True, description=text, console_outputs=is_main)
+    tyro.cli(type(args), default=args, **words)
 
 
 def as_words(key, value):
     """A flag and its value as words of a command line."""
     if isinstance(value, bool):
         return [f"--{key}" if value else f"--no_{key}"]
-    return [f"--{key}", *map(str, value if isinstance(value, list | tuple) else [value])]
+    values = value if isinstance(value, list | tuple) else [value]
+    return [f"--{key}", *(json.dumps(x) if isinstance(x, dict) else str(x) for x in values)]
 
 
 def names_in(argv):
-    """The names of the flags on a command line."""
-    return {word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
+    """The names of the flags on a command line, without the `no_` that switches one off."""
+    names = (word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--"))
+    return {name.removeprefix("no_") for name in names}
 
 
 def join_lists(argv, names):

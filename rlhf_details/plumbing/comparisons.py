@@ -46,11 +46,11 @@ def load(args, tokenizer, model, sample):
     Args: model, the page's module, whose `model` limits tokens and context; sample, the page's function of (P prompts
     as token ids, n, purpose, stop_ids), which returns P * n responses as token ids, the n of a prompt adjacent.
     """
-    engines.use_one_thread(model.model)  # before anything is sampled, which may take most of the time
 
     def load_one(spec, flag, take, num, purpose):
         name, _, split = spec.partition(":")
         if name == "toy":
+            engines.use_one_thread(model)  # before it samples, which may take longer than training
             cli.say(f"{flag} {spec}: the SFT policy answers {num:,} prompts four times, and an imaginary human chooses")
             rows = toy.comparisons(split or "train", num, lambda texts: four_texts(texts, tokenizer, sample, purpose))
             return encode([(*row, {}) for row in rows], f"{flag} {spec}", tokenizer, model, args)
@@ -70,6 +70,7 @@ def load_references(args, tokenizer, reward, train):
     its completion, or else the training candidates. Prompts that "gain_bias" cannot sample from end the script here.
     """
     if args.normalization == "gain_bias":
+        engines.use_one_thread(reward)
         room, first = models.context(reward) - args.response_length, train[: 2 * args.normalize_samples]
         limit = f"which --response_length {args.response_length} leaves for a prompt (--normalization gain_bias)"
         if empty := [row.number for row in first if not row.ids]:

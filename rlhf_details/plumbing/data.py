@@ -66,7 +66,8 @@ def as_messages(value, what):
 def with_arguments(call):
     """A call of a tool, whose arguments are an object and not its text: templates write them out as JSON."""
     function = call.get("function", call)
-    function = function | {"arguments": parsed(function.get("arguments"))}
+    if "arguments" in function:
+        function = function | {"arguments": parsed(function["arguments"])}
     return call | {"function": function} if "function" in call else function
 
 
@@ -224,7 +225,8 @@ def after(prompt, answer, what):
     is_pair = is_messages(prompt) or (isinstance(prompt, str) and len(rest) < 2)
     if not is_pair or not rest or rest[0]["role"] != "assistant":
         words = f"{reprlib.repr(answer)} does not go on from the prompt, {reprlib.repr(prompt)}, with an answer"
-        cli.fail(f"{what}: {words}; --prompt_template messages takes both from the messages")
+        hint = "; --prompt_template messages takes both from the messages" if isinstance(prompt, str) else ""
+        cli.fail(f"{what}: {words}{hint}")
     return rest[0]["content"] if isinstance(prompt, str) else rest
 
 
@@ -296,9 +298,11 @@ def read_prompts(args, flag, take=None, default_split="train", prefix=""):
 
 
 def as_text(tokenizer, prompt):
-    """A prompt as a string to show."""
+    """A prompt as a string to show. A message that does nothing but call tools shows its calls."""
     if is_messages(prompt):
-        return "\n".join(f"{m['role']}: {m['content']}" for m in prompt) if len(prompt) > 1 else prompt[0]["content"]
+        texts = [m["content"] or (json.dumps(m["tool_calls"]) if "tool_calls" in m else "") for m in prompt]
+        pairs = zip(prompt, texts, strict=True)
+        return "\n".join(f"{m['role']}: {text}" for m, text in pairs) if len(prompt) > 1 else texts[0]
     return prompt if isinstance(prompt, str) else models.texts_of(tokenizer, [encode(tokenizer, prompt)])[0]
 
 

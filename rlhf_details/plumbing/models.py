@@ -173,10 +173,15 @@ def hidden_states(model, tokens, mask, positions, cache=None):
     transformers cache, which is extended.
     """
     trunk = model.base_model
-    inputs = {"input_ids": tokens, "attention_mask": mask, "past_key_values": cache, "use_cache": cache is not None}
+    inputs = {"input_ids": tokens, "attention_mask": mask, name_of_cache(trunk): cache, "use_cache": cache is not None}
     if accepts(trunk, "position_ids")[0]:  # Bloom, for example, knows no positions.
         inputs["position_ids"] = positions
     return trunk(**inputs).last_hidden_state
+
+
+def name_of_cache(model):
+    """The name of the parameter of a model's forward that is the cache. Older models call it past_key_values."""
+    return "cache" if accepts(model, "cache")[0] else "past_key_values"  # so does transformers before 5.24
 
 
 def load_policy(path, flag, args):
@@ -189,9 +194,10 @@ def load_policy(path, flag, args):
     wrong |= {f"has {name}" for name in info["unexpected_keys"] if name.startswith("score.")}
     if wrong:
         cli.fail(f"{flag} {path}: not a causal language model (it {', '.join(sorted(wrong))})")
-    if not any(accepts(model, "past_key_values") + accepts(model.base_model, "past_key_values")):
+    takes_cache = any(accepts(m, name_of_cache(m))[0] for m in (model, model.base_model))
+    if not takes_cache or set(getattr(model.config, "layer_types", None) or []) == {"linear_attention"}:
         kind = model.config.model_type
-        cli.fail(f"{flag} {path}: a {kind} cannot be sampled: its forward takes no past_key_values")
+        cli.fail(f"{flag} {path}: a {kind} cannot be sampled: it has no cache of keys and values")
     for name, value in vars(model.config.get_text_config()).items():
         if "jitter" in name and value:  # A router with jitter would put noise into the log-probs.
             kind = model.config.model_type

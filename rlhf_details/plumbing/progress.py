@@ -26,7 +26,7 @@ class Step:
     def line(self):
         seconds = time.monotonic() - self.start
         if not self.done:
-            return f"{self.what}: {seconds:.0f} s so far"
+            return f"{self.what}: {seconds:.0f} s so far" if seconds >= 1 else self.what
         left = seconds / self.done * (self.total - self.done)
         return f"{self.what}: {self.done:,} of {self.total:,}, eta {left:.0f}s"
 
@@ -35,7 +35,7 @@ class Step:
         seconds = time.monotonic() - self.start
         share = 1 / 20 if self.total else 1 / 2
         wait = max(SILENCE, share * (seconds - silence))
-        return self.what is not None and seconds >= max(1, self.patience) and silence >= wait
+        return self.what is not None and seconds >= self.patience and silence >= wait
 
 
 STEPS = [Step(None)]  # The last one is part of those before it.

@@ -133,7 +133,8 @@ class Scorer:
             for row in rows if self.reward_model and self.reward_model.tokenizer else ():
                 if is_messages(prompt := row.columns["prompt"]):  # Its chat template must take each prompt.
                     answer = [{"role": "assistant", "content": "."}]
-                    encode(self.reward_model.tokenizer, prompt, answer, row.options, f"{row.source}: row {row.number}")
+                    where = f"--reward_model_path {self.args.reward_model_path}: {row.source}: row {row.number}"
+                    encode(self.reward_model.tokenizer, prompt, answer, row.options, where)
 
     @torch.no_grad()
     def __call__(self, rows, batch, *n, texts=None, ended=None):

@@ -131,7 +131,7 @@ class Run:
         now, seconds = time.time(), sum(self.laps.values())
         self.update, self.laps, self.lap_start = update, {}, now
         # What takes as long as in the update before is not worth a line.
-        progress.now(self.under_way(), patience=1.5 * seconds)
+        progress.now(self.under_way(), patience=max(1, 1.5 * seconds))
 
     def lap(self, name):
         """Logs `time/<name>`: the seconds since the last lap, or since the update began."""

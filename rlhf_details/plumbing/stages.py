@@ -1,10 +1,10 @@
 """The embedded tasks' stages: models that are missing are trained before they are needed."""
 
 import contextlib
+import os
 import re
 import subprocess
 import sys
-from os import environ
 from pathlib import Path
 
 from rlhf_details.plumbing import progress
@@ -24,7 +24,7 @@ def ensure(args):
     task = args.dataset.partition(":")[0]
     # The child is a launch of its own, so it must not see the process group and ranks of this one.
     launcher = r"((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE|NAME)$|(MASTER|TORCHELASTIC|OMPI|PMI)_|ACCELERATE_(?!USE_CPU)"
-    environment = {name: value for name, value in environ.items() if not re.match(launcher, name)}
+    environment = {name: value for name, value in os.environ.items() if not re.match(launcher, name)}
     needed = {getattr(args, "sft_model_path", None), getattr(args, "reward_model_path", None)}
     for folder, stage in MADE_BY.get(task, {}).items():
         if folder not in needed or (Path(folder) / "config.json").exists():
@@ -32,9 +32,9 @@ def ensure(args):
         print(f"{folder} does not exist yet: running {stage}.py first", flush=True)
         flags = ["--dataset", task, "--output_dir", folder]
         flags += ["--sft_model_path", args.sft_model_path] if stage == "train_reward" else []
-        script = Path(__file__).parent.parent / f"{stage}.py"
+        script = os.path.relpath(Path(__file__).parent.parent / f"{stage}.py")  # as the model's card will show it
         with progress.doing(None):  # The child speaks for itself.
-            code = run([sys.executable, str(script), *flags], environment)
+            code = run([sys.executable, script, *flags], environment)
         progress.heard()
         if code:
             sys.exit(code if code > 0 else 128 - code)  # The child has said why.

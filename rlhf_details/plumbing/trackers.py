@@ -71,7 +71,7 @@ class Console:
         N, now, done = self.num_updates, time.time(), update - self.done_before
         # The next update may take as long as this one.
         silence, self.last_update = now - self.last_line + now - self.last_update, now
-        is_silent = silence >= max(10, min(30, (now - self.start) / 60))
+        is_silent = silence >= max(9, min(30, (now - self.start) / 60))
         if self.bar:
             self.bar.update(self.task, completed=update, shown=f"{update}/{N}  {shown}")
             progress.heard()

@@ -90,7 +90,7 @@ def test_dashes_underscores_and_equals_signs():
         assert parse(words, {"toy": {"batch_size": 2}}) == Args(batch_size=3)
 
 
-def test_booleans_nones_and_lists(toml):
+def test_booleans_nones_lists_and_tables(toml):
     assert parse(["--track", "--no-share-prompts"]) == Args(track=True, share_prompts=False)
     assert parse(["--max_grad_norm", "None"]) == Args(max_grad_norm=None)
     file = toml('track = true\nshare_prompts = false\nwandb_tags = ["a", "b c"]\nmax_grad_norm = "None"\nseed = 1_000')
@@ -98,8 +98,9 @@ def test_booleans_nones_and_lists(toml):
     assert parse(["--config", file]) == Args(track=True, share_prompts=False, **values)
     words = ["--config", file, "--no-track", "--share_prompts", "--wandb_tags", "z", "--max_grad_norm", "2"]
     assert parse(words) == Args(**(values | dict(wandb_tags=("z",), max_grad_norm=2.0)))
-    args = parse(["--config", toml("temperature = 1")])
+    args = parse(["--config", toml("temperature = 1\nchat_template_kwargs = {enable_thinking = false}")])
     assert type(args.temperature) is float and args.temperature == 1
+    assert json.loads(args.chat_template_kwargs) == {"enable_thinking": False}
 
 
 def test_a_flag_of_several_values_may_be_given_again_and_again(toml):
@@ -206,6 +207,11 @@ def test_help_of_both_shows_the_flags_of_both(words, help_of):
     example = shown.partition("Example: python rlhf_details/train_both.py ")[2].partition("\n\n")[0]
     reward, _, policy = train_both.parse(example.split())
     assert reward.sft_model_path == policy.sft_model_path == "gpt2"
+
+
+def test_help_is_printed_once_by_several_processes(help_of, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    assert not help_of(cli.parse, train_rloo.Args, ["--help"])
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------

@@ -45,9 +45,8 @@ def good_args(script, tiny, **changes):
 
 
 @pytest.fixture
-def refused(in_tmp, tiny, fails, monkeypatch):
+def refused(in_tmp, tiny, fails):
     """refused(script, *words, **changes): main with good arguments, changed, must end as this file says."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     Path("rows.jsonl").write_text(jsonl())
 
     def refuse(script, *words, **changes):
@@ -219,7 +218,7 @@ def test_arguments_are_checked_before_the_embedded_tasks_stages_are_trained(refu
 # ---- from the shell --------------------------------------------------------------------------------------------------
 def test_the_script_itself_ends_with_the_line_and_the_exit_code(in_tmp, tiny):
     flags = ["--sft_model_path", tiny / "policy", "--reward_model_path", tiny / "reward", "--rloo_k", 4]
-    done = launch("train_rloo.py", [*flags, "--batch_size", 18], cwd=in_tmp, HF_HUB_OFFLINE="1")
+    done = launch("train_rloo.py", [*flags, "--batch_size", 18], cwd=in_tmp)
     assert done.returncode == 2 and not contents(in_tmp)
     assert done.stderr.startswith("error: --batch_size 18: ") and done.stderr.count("\n") == 1, done.stderr
 

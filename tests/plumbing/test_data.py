@@ -99,10 +99,8 @@ BOS, EOS, A, B, C = 1, 2, 4, 5, 6
 
 
 @pytest.fixture(autouse=True)
-def offline(monkeypatch, tmp_path):
-    """No test may wait for the network, or leave anything in the user's cache."""
-    for name in ("huggingface_hub.constants.HF_HUB_OFFLINE", "datasets.config.HF_HUB_OFFLINE"):
-        monkeypatch.setattr(name, True)
+def own_cache(monkeypatch, tmp_path):
+    """No test may leave anything in the user's cache."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
 
 
@@ -476,6 +474,7 @@ def test_the_shapes_of_rows_that_people_bring(in_tmp, tokenizers, row, prompt, a
     (read,) = data.read_demonstrations(train_sft.Args(dataset="rows.jsonl", base_model="base"), "dataset")
     assert read["prompt"] == prompt
     assert read["completion"] == [answer if isinstance(answer, dict) else assistant(answer)]
+    assert data.as_text(None, read["completion"]) == (json.dumps([CALL]) if isinstance(answer, dict) else answer)
     if "instruction" in row:
         (read,) = data.read_demonstrations(train_sft.Args(dataset="rows.jsonl"), "dataset")
         assert isinstance(read["prompt"], str) and read["prompt"].startswith(("a", "q")) and read["completion"] == "b"

@@ -393,7 +393,6 @@ def test_each_policy_has_a_folder_of_its_own_by_default():
 @pytest.fixture
 def refused(rows, tiny, capsys, monkeypatch):
     """A function: main ends with one line that holds all the parts, with exit code 2, and writes nothing."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
     def refuse(*parts, **changes):

@@ -32,7 +32,7 @@ def server(monkeypatch):
 @pytest.fixture
 def offline_hub(monkeypatch):
     """Repositories are read from a cache in the test's folder."""
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True), monkeypatch.setattr(constants, "HF_HUB_CACHE", "cache")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", "cache")
 
 
 def start(script, tiny, **changes):

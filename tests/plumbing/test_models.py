@@ -42,12 +42,6 @@ SMALL = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_s
 IDS = dict(bos_token_id=None, eos_token_id=toy.tokenizer().eos_token_id)
 
 
-@pytest.fixture(autouse=True)
-def offline(monkeypatch):
-    """No test may wait for the network."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-
-
 # ---- tokenizers ------------------------------------------------------------------------------------------------------
 def test_a_tokenizer_is_loaded_and_must_have_an_eos_token(tiny, in_tmp, fails):
     assert models.load_tokenizer(tiny / "policy", "--base_model", FLAGS).get_vocab() == toy.tokenizer().get_vocab()
@@ -191,7 +185,7 @@ def experts():
 @pytest.mark.parametrize(
     "make, words",
     [
-        (mamba, "a mamba2 cannot be sampled: its forward takes no past_key_values"),
+        (mamba, "a mamba2 cannot be sampled: it has no cache of keys and values"),
         (experts, "a mixtral draws random numbers in training mode"),
         (own_base, "a llama4_text has no trunk without its head"),
         (lambda: GPTNeoXForSequenceClassification(tiny_config(num_labels=1)), "not a causal language model"),

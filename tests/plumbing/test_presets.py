@@ -28,6 +28,7 @@ MODELS = {  # models of which there is only a configuration: {parameters: (key i
 }
 NEW = {"1.8 M": (20e6, 128, 4, 4096), "76.4 M": (500e6, 512, 8, 50_000), "1212.0 M": (5e9, 2048, 20, 50_000)}
 LINE = "starting values for {}, which your own flags replace: "
+KNOB = " (--micro_batch_size: at most so many rows at once, in evaluations as well; it changes no result)"
 
 
 @pytest.fixture
@@ -73,7 +74,8 @@ def shown_by_help(kind, words):
 def test_the_table_the_first_line_and_help_say_what_runs(page, words, case, row, sizes, capsys, monkeypatch):
     args, first_line = cli.parse(page.Args, words), capsys.readouterr().out
     assert args == dataclasses.replace(tyro.cli(page.Args, args=words), **row)
-    begin, end, flags = first_line.partition(" (at most")[0].partition(": --")
+    assert (KNOB in first_line) == ("micro_batch_size" in row)  # It may be larger than the batch.
+    begin, end, flags = first_line.replace(KNOB, "").partition(": --")
     said = shlex.split(f"--{flags}") if end else []
     assert begin + end == (LINE.format(case) + "--" if row else "")
     assert {word[2:] for word in said if word.startswith("--")} == row.keys()
@@ -149,8 +151,19 @@ def test_a_file_and_the_command_line_win_and_the_line_names_the_rest(tiny, in_tm
     rest = {name: x for name, x in row.items() if name not in ("learning_rate", "kl_coef", "batch_size")}
     (line,) = capsys.readouterr().out.splitlines()
     model = "a model of 0.0 M parameters"
-    knob = " (at most so many rows at once, in evaluations as well; it changes no result)"
-    assert line == LINE.format(model) + " ".join(f"--{name} {value}" for name, value in rest.items()) + knob
+    assert line == LINE.format(model) + " ".join(f"--{name} {value}" for name, value in rest.items()) + KNOB
+
+
+def test_a_flag_that_is_switched_off_stays_off():
+    on, off = (cli.parse(train_sft.Args, ["--dataset", "toy-sum", *words]) for words in ([], ["--no-completion-only"]))
+    assert (on.completion_only, off.completion_only) == (True, False)
+
+
+def test_a_model_whose_size_decides_nothing_is_not_read(monkeypatch):
+    monkeypatch.setattr(cli, "size_of", lambda *_: pytest.fail("it was read"))
+    page, words = PAGES["train_rloo"], ["--dataset", "rows.jsonl", "--sft_model_path", "org/model"]
+    flags = set().union(*(row for limit, row in page.presets.items() if isinstance(limit, float)))
+    cli.parse(page.Args, words + [f"--{name}={value}" for name, value in vars(page.Args()).items() if name in flags])
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "benchmark/recipes").glob("*.toml")), ids=lambda path: path.stem)

@@ -28,7 +28,7 @@ def at(monkeypatch):
     [
         (8, 8, {}, True),
         (8, 7, {}, False),
-        (0.5, 8, {}, False),  # It has only just begun.
+        (0.5, 8, {}, True),  # So long ago was the last line, of another step.
         (60, 19, {}, False),  # Lines become rarer: after the one at 41 s the next one is due at 61 s ..
         (62, 21, {}, True),
         (60, 8, dict(total=9), True),  # .. but where it is known how far the step is, at every eighth second.
@@ -69,7 +69,7 @@ def test_a_counted_function_counts_the_rows_of_its_slices():
     rows = torch.arange(1300)
     (found,) = utils.in_slices(progress.counted(double, "doubling", len(rows)), None, [rows], 600)
     assert torch.equal(found, 2 * rows) and len(progress.STEPS) == 1
-    assert lines == ["doubling: 0 s so far", "doubling: 600 of 1,300", "doubling: 1,200 of 1,300"]
+    assert lines == ["doubling", "doubling: 600 of 1,300", "doubling: 1,200 of 1,300"]
 
 
 # ---- the clock -------------------------------------------------------------------------------------------------------
@@ -82,6 +82,7 @@ CODE = """if True:
         time.sleep(2)
     with progress.doing(None):
         time.sleep(1)
+    progress.heard()
     with progress.doing("printing"):
         for _ in range(15):
             time.sleep(0.1), progress.heard()
@@ -105,7 +106,7 @@ def test_a_script_speaks_while_the_libraries_load(in_tmp):
     for name in ("tyro", "transformers", "huggingface_hub"):
         (in_tmp / f"{name}.py").write_text("import torch\n")
     done = launch("train_rloo.py", [], PYTHONPATH=f"{in_tmp}:{ROOT}")
-    assert done.returncode == 7 and done.stdout.startswith("loading the libraries: "), (done.stdout, done.stderr)
+    assert done.returncode == 7 and done.stdout.startswith("loading the libraries"), (done.stdout, done.stderr)
 
 
 # ---- what the scripts name -------------------------------------------------------------------------------------------

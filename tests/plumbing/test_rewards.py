@@ -6,6 +6,7 @@ import shutil
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import accelerate
 import pytest
@@ -518,6 +519,14 @@ def test_a_conversation_is_scored_with_the_reward_models_own_template(reads_text
     )
     query, answer = tokenization.encode(tokenizer, messages, [{"role": "assistant", "content": "the room"}])
     assert score([messages], ["the room"], [True]) == pytest.approx([alone(query + answer)], abs=1e-5)
+
+
+def test_a_prompt_that_the_reward_models_template_refuses_is_named_with_that_model(fails):
+    tokenizer = toy.tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('no') }}"
+    scorer = make_scorer((), reward_model=SimpleNamespace(tokenizer=tokenizer), reward_model_path="judge")
+    line = fails(scorer.check_columns, [prompt({"prompt": [{"role": "user", "content": "we went"}]})])
+    assert "--reward_model_path judge: --dataset x: row 1: the chat template refuses the messages" in line
 
 
 TEMPLATE = (

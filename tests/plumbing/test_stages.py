@@ -1,5 +1,6 @@
 """The embedded task's stages: models that are missing are trained first, each in a process of its own."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -35,8 +36,8 @@ def test_missing_stages_are_trained_once_in_their_order_and_announced(in_tmp, st
     args = cli.parse(PAGES["train_rloo"].Args, [])
     capsys.readouterr()
     stages.ensure(args)
-    sft, reward = ([sys.executable, str(ROOT / f"rlhf_details/{name}.py")] for name in ("train_sft", "train_reward"))
-    assert [command[:2] for command, _ in started] == [sft, reward]
+    scripts = [os.path.relpath(ROOT / f"rlhf_details/{name}.py") for name in ("train_sft", "train_reward")]
+    assert [command[:2] for command, _ in started] == [[sys.executable, script] for script in scripts]
     assert started[0][0][2:] == ["--dataset", "toy", "--output_dir", "models/toy/sft"]
     assert started[1][0][-2:] == ["--sft_model_path", "models/toy/sft"]
     for _, environment in started:  # A child is a launch of its own.

@@ -88,7 +88,7 @@ def test_a_table_shows_a_dash_where_there_is_no_value_and_no_minus_before_zero()
 
 @pytest.mark.parametrize(
     "seconds, before, updates",  # seconds of an update, and of the run before it
-    [(3, 0, [1, 4, 7]), (5.5, 0, [1, 2, 3, 4, 5, 6, 7]), (12, 3600, [1, 3, 5, 7])],
+    [(2.9, 0, [1, 4, 7]), (5.5, 0, [1, 2, 3, 4, 5, 6, 7]), (12, 3600, [1, 3, 5, 7])],
 )
 def test_plain_lines_come_before_ten_seconds_of_silence_or_thirty_in_a_long_run(
     capsys, monkeypatch, seconds, before, updates
