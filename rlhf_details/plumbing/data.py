@@ -117,7 +117,7 @@ def with_prompts(rows, args, what):
     is_chat = "instruction" in columns and has_chat_template(args)
     if template == "messages":
         rows, template = [{name: row[name] for name in row if name != "prompt"} for row in rows], None
-    for number, row in enumerate(rows, 1):
+    for number, row in enumerate(map(without_unused, rows), 1):
         where, name = f"{what}: row {number}", next((name for name in CONVERSATIONS if name in row), None)
         if template is not None:
             prompt = fill(template, row, columns, where, "--prompt_template")
@@ -147,6 +147,12 @@ def with_prompts(rows, args, what):
         hint = "--prompt_template messages takes the messages beside it"
         cli.say(f"note: {what}: the column `prompt` is text, so no chat template is used; {hint}")
     return result
+
+
+def without_unused(row):
+    """A row with a conversation, without a `prompt` and `completion` that are null because only other rows have them."""
+    unused = ("prompt", "completion") if any(row.get(name) for name in CONVERSATIONS) else ()
+    return {name: x for name, x in row.items() if x is not None or name not in unused}
 
 
 def instruction(row, is_chat, what):
@@ -365,8 +371,8 @@ def read_demonstrations(args, flag):
         with progress.doing(f"writing the rows of {what}"):
             return with_prompts(toy.rows("sft", split or "train", name)[:take], args, what)
     rows = read_rows(spec, f"--{flag}")[:take]
-    others = {"prompt", "completion", "instruction", *CONVERSATIONS} & rows[0].keys()
-    if "text" in rows[0] and args.prompt_template is None and not others:
+    has_others = any(rows[0].get(name) is not None for name in ("prompt", "completion", "instruction", *CONVERSATIONS))
+    if isinstance(rows[0].get("text"), str) and args.prompt_template is None and not has_others:
         check_columns(rows, {"text": str}, what)
         return [{"prompt": "", "completion": row["text"]} for row in rows]
     return with_completions(with_prompts(rows, args, what), args, what)

@@ -450,6 +450,8 @@ PAST = {"instruction": "a", "input": "", "output": "b", "history": [["q", "r"]]}
         ({"conversation": [user("a"), assistant("b")]}, [user("a")], "b"),
         ({"conversations": [user("a"), assistant("b")], "system": "s"}, [system("s"), user("a")], "b"),
         ({"prompt": [user("a")], "completion": "b", "system": "s"}, [system("s"), user("a")], "b"),
+        # Where data sets of several shapes are joined, the columns of the others are null.
+        ({"messages": [user("a"), assistant("b")], "prompt": None, "completion": None}, [user("a")], "b"),
         ({"messages": [user(PARTS), assistant("b")]}, [user("a!")], "b"),
         ({"messages": [user("a") | {"tool_calls": None}, assistant("b")]}, [user("a")], "b"),  # as `datasets` fills up
         ({"messages": [user("a"), assistant("b")], "text": "<user>a<assistant>b"}, [user("a")], "b"),
@@ -525,7 +527,7 @@ def test_broken_messages_are_called_that(in_tmp, fails, value, words):
 
 
 def test_rows_of_text_are_completions_of_an_empty_prompt(in_tmp):
-    write("rows.jsonl", [{"text": "a b"}, {"text": "c"}])
+    write("rows.jsonl", [{"text": "a b", "messages": None}, {"text": "c"}])
     assert demonstrations_of("rows.jsonl", word_tokenizer("<s> $A")) == [([BOS], [A, B, EOS]), ([BOS], [C, EOS])]
 
 
