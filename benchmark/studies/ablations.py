@@ -100,7 +100,7 @@ SHIFT = (RLOO, "REW-1", "getattr(model.config, 'reward_bias', 0.0)", "getattr(mo
 UNIT_FLAG = "--normalization gain_bias"
 RATE = "passes = args.num_ppo_epochs; optimizer.param_groups[0]['lr'] = "  # of the next step within an update
 RATE += "utils.learning_rate_at((update - 1) * passes + epoch + 2, num_updates * passes, args)"
-HOT = "(self.logits(hidden) * self.temperature).log_softmax(-1)"
+HOT = "token_logprobs(lambda x: self.logits(x) * self.temperature, "
 VARIANTS = [
     # ---- the size of what can go wrong
     Variant("no_kl", "rloo", "MODEL-4", "no KL in the reward", "--kl_coef 0",
@@ -145,7 +145,7 @@ VARIANTS = [
         (RLOO, "", "return self.logits(hidden)", "return self.logits(hidden) * self.temperature"),)),
     Variant("trained_hot", "rloo_cold", "GEN-3", "sampled at temperature 0.7, all log-probs but the sampler's at 1",
         measure=True, mutations=(
-        (RLOO, "", "self.logits(hidden).log_softmax(-1)", HOT),)),
+        (RLOO, "", "token_logprobs(self.logits, ", HOT),)),
     # ---- data and SFT
     Variant("sft_no_eos", "rloo", "DATA-2", "SFT on texts without EOS", sft=(
         (UTILS, "DATA-2", "[*answer, tokenizer.eos_token_id]", "answer"),)),

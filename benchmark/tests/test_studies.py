@@ -265,7 +265,7 @@ def test_what_is_recorded_are_the_samples_that_were_trained_on(stages, in_tmp, m
     seen, score = [], train_rloo.response_scores
 
     def watched(reward_model, batch, n):
-        seen.extend([q[m].tolist(), r[w].tolist()] for q, m, r, w in zip(*batch, strict=True))
+        seen.extend([q[m].tolist(), r[w].tolist()] for q, m, r, w in zip(*batch[:4], strict=True))
         return score(reward_model, batch, n)
 
     monkeypatch.setattr(train_rloo, "response_scores", watched)

@@ -58,7 +58,8 @@ def both(other_process, tmp_path):
 def test_a_page_has_the_numbers_of_the_cpu(name, ragged, both, tmp_path):
     rows_of(ragged)
     both(short_run, ragged, name)
-    assert_same_curves(*(read_metrics(tmp_path / folder / "runs/run") for folder in ("cpu", "device")))
+    curves = [read_metrics(tmp_path / folder / "runs/run") for folder in ("cpu", "device")]
+    assert_same_curves(*curves, near=1e-5)  # Before the first step the KL is rounding alone.
 
 
 def test_an_evaluation_has_the_numbers_of_the_cpu(ragged, both):
