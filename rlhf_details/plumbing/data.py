@@ -150,7 +150,7 @@ def with_prompts(rows, args, what):
 
 
 def without_unused(row):
-    """A row with a conversation, without a `prompt` and `completion` that are null because only other rows have them."""
+    """A row, less a `prompt` and `completion` that are null beside a conversation because only other rows have them."""
     unused = ("prompt", "completion") if any(row.get(name) for name in CONVERSATIONS) else ()
     return {name: x for name, x in row.items() if x is not None or name not in unused}
 
