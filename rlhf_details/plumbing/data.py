@@ -117,11 +117,11 @@ def with_prompts(rows, args, what):
     is_chat = "instruction" in columns and has_chat_template(args)
     if template == "messages":
         rows, template = [{name: row[name] for name in row if name != "prompt"} for row in rows], None
-    for number, row in enumerate(map(without_unused, rows), 1):
-        where, name = f"{what}: row {number}", next((name for name in CONVERSATIONS if name in row), None)
+    for number, row in enumerate(rows, 1):
+        where, name = f"{what}: row {number}", column_of(row, *CONVERSATIONS)
         if template is not None:
             prompt = fill(template, row, columns, where, "--prompt_template")
-        elif "prompt" in row:
+        elif column_of(row, "prompt", *CONVERSATIONS) == "prompt":
             prompt = text_or_messages(row["prompt"], f"{where}, column 'prompt'")
         elif name:
             prompt = as_messages(row[name], f"{where}, column {name!r}")
@@ -149,10 +149,9 @@ def with_prompts(rows, args, what):
     return result
 
 
-def without_unused(row):
-    """A row, less a `prompt` and `completion` that are null beside a conversation because only other rows have them."""
-    unused = ("prompt", "completion") if any(row.get(name) for name in CONVERSATIONS) else ()
-    return {name: x for name, x in row.items() if x is not None or name not in unused}
+def column_of(row, *names):
+    """The first of the names that is a column, or None. One that is null, as in a joined data set, comes last."""
+    return min((name for name in names if name in row), key=lambda name: row[name] is None, default=None)
 
 
 def instruction(row, is_chat, what):
@@ -192,7 +191,7 @@ def with_completions(rows, args, what):
     template, columns, result = getattr(args, "completion_template", None), set().union(*rows), []
     for number, row in enumerate(rows, 1):
         where = f"{what}: row {number}"
-        name = next((name for name in ("completion", *CONVERSATIONS, "output", "response") if name in row), None)
+        name = column_of(row, "completion", *CONVERSATIONS, "output", "response")
         if template is not None:
             completion = after(row["prompt"], fill(template, row, columns, where, "--completion_template"), where)
         elif name:

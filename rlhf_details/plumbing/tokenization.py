@@ -8,35 +8,28 @@ from rlhf_details import utils
 from rlhf_details.plumbing import cli, progress
 from rlhf_details.utils import is_messages
 
+say_once = functools.cache(cli.say)
+
 
 class Padded(list):
     """Token ids that may be filled up at their ends."""
 
 
 def encode(tokenizer, prompt, completion=None, options=None, what="the prompt"):
-    """`utils.encode`, where Padded ids lose their padding. What cannot be encoded ends with one line about `what`.
-
-    Where a chat template refuses a system's message, as Gemma 2's does, its text begins the first question.
-    """
+    """`utils.encode`, where Padded ids lose their padding. What cannot be encoded ends with one line about `what`."""
     if is_messages(prompt) and not tokenizer.chat_template:
         cli.fail(f"{what}: prompts are messages, but the tokenizer has no chat template: {reprlib.repr(prompt)}")
     prompt, completion = (strip_padding(tokenizer, x) if isinstance(x, Padded) else x for x in (prompt, completion))
     try:
         return utils.encode(tokenizer, prompt, completion, options)
     except Exception as e:  # A template may raise whatever it likes.
-        if is_messages(prompt) and [m["role"] for m in prompt[:2]] == ["system", "user"]:
+        if is_messages(prompt) and [m["role"] for m in prompt[:2]] == ["system", "user"]:  # Gemma 2's refuses these.
             question = f"{prompt[0]['content']}\n\n{prompt[1]['content']}"
             ids = encode(tokenizer, [prompt[1] | {"content": question}, *prompt[2:]], completion, options, what)
-            say_once(tokenizer, f"the chat template refuses a system's message ({e}), so it begins the first question")
+            say_once(f"the chat template refuses a system's message ({e}), so it begins the first question")
             return ids
         problem = "the chat template refuses the messages" if is_messages(prompt) else "cannot be tokenised:"
         cli.fail(f"{what}: {problem} {reprlib.repr(prompt)}: {e}")
-
-
-@functools.cache
-def say_once(tokenizer, line):
-    """Says a line about a tokenizer, once in a run."""
-    cli.say(line)
 
 
 def strip_padding(tokenizer, ids):
