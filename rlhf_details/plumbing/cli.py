@@ -38,6 +38,8 @@ def main(function, args_class):
     """Runs a script: function(arguments from the command line). Afterwards all processes leave their group."""
     transformers_logging.set_verbosity_error(), transformers_logging.disable_progress_bar()
     huggingface_hub.logging.set_verbosity_error()  # It would tell of each attempt to reach the Hub.
+    for stream in filter(lambda x: hasattr(x, "reconfigure"), (sys.stdout, sys.stderr)):  # not those of notebooks
+        stream.reconfigure(errors="backslashreplace")  # Some terminals, as those of Windows, cannot show all samples.
     progress.watch()
     function(parse(args_class))
     leave_group()

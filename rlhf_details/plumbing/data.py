@@ -118,15 +118,13 @@ def with_prompts(rows, args, what):
     if template == "messages":
         rows, template = [{name: row[name] for name in row if name != "prompt"} for row in rows], None
     for number, row in enumerate(rows, 1):
-        where, name = f"{what}: row {number}", next((name for name in CONVERSATIONS if name in row), None)
+        where, name = f"{what}: row {number}", column_of(row, *CONVERSATIONS)
         if template is not None:
             prompt = fill(template, row, columns, where, "--prompt_template")
-        elif "prompt" in row:
+        elif column_of(row, "prompt", *CONVERSATIONS) == "prompt":
             prompt = text_or_messages(row["prompt"], f"{where}, column 'prompt'")
         elif name:
             prompt = as_messages(row[name], f"{where}, column {name!r}")
-            if isinstance(row.get("system"), str) and row["system"] and prompt[0]["role"] != "system":
-                prompt = [{"role": "system", "content": row["system"]}, *prompt]
             prompt = prompt[:-1] if prompt[-1]["role"] == "assistant" else prompt
             if not prompt:
                 cli.fail(f"{where}, column {name!r}: holds an answer and nothing before it")
@@ -140,12 +138,20 @@ def with_prompts(rows, args, what):
         else:
             hint = "--prompt_template names others"
             cli.fail(f"{where} has no column 'prompt' or 'messages' (it has {sorted(row)}); {hint}")
+        is_chat_without = is_messages(prompt) and prompt[0]["role"] != "system"
+        if is_chat_without and isinstance(row.get("system"), str) and row["system"]:
+            prompt = [{"role": "system", "content": row["system"]}, *prompt]
         result.append(row | {"prompt": prompt})
     texts = [row for row in result if isinstance(row["prompt"], str) and args.prompt_template is None]
     if any(is_messages(row.get(name)) for row in texts for name in ("chosen", *CONVERSATIONS)):  # UltraFeedback
         hint = "--prompt_template messages takes the messages beside it"
         cli.say(f"note: {what}: the column `prompt` is text, so no chat template is used; {hint}")
     return result
+
+
+def column_of(row, *names):
+    """The first of the names that is a column, or None. One that is null, as in a joined data set, comes last."""
+    return min((name for name in names if name in row), key=lambda name: row[name] is None, default=None)
 
 
 def instruction(row, is_chat, what):
@@ -185,7 +191,7 @@ def with_completions(rows, args, what):
     template, columns, result = getattr(args, "completion_template", None), set().union(*rows), []
     for number, row in enumerate(rows, 1):
         where = f"{what}: row {number}"
-        name = next((name for name in ("completion", *CONVERSATIONS, "output", "response") if name in row), None)
+        name = column_of(row, "completion", *CONVERSATIONS, "output", "response")
         if template is not None:
             completion = after(row["prompt"], fill(template, row, columns, where, "--completion_template"), where)
         elif name:
@@ -364,8 +370,8 @@ def read_demonstrations(args, flag):
         with progress.doing(f"writing the rows of {what}"):
             return with_prompts(toy.rows("sft", split or "train", name)[:take], args, what)
     rows = read_rows(spec, f"--{flag}")[:take]
-    others = {"prompt", "completion", "instruction", *CONVERSATIONS} & rows[0].keys()
-    if "text" in rows[0] and args.prompt_template is None and not others:
+    has_others = any(rows[0].get(name) is not None for name in ("prompt", "completion", "instruction", *CONVERSATIONS))
+    if isinstance(rows[0].get("text"), str) and args.prompt_template is None and not has_others:
         check_columns(rows, {"text": str}, what)
         return [{"prompt": "", "completion": row["text"]} for row in rows]
     return with_completions(with_prompts(rows, args, what), args, what)

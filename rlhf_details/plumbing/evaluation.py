@@ -381,6 +381,8 @@ class Speaker:
         self.model = models.load_policy(path, "--policy_path", args).to(device).eval()
         self.ids = end_ids(self.tokenizer, args, device)
         self.room = models.context_of(self.model) - args.response_length  # tokens that a prompt may have
+        if self.room <= 0:
+            cli.fail(f"--response_length {args.response_length}: leaves no room for a prompt in the context of {path}")
 
     def answer(self, line, number):
         """The answer to a line. Its noise depends on the line's number, so that a question may be asked again."""

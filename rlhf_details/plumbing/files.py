@@ -146,10 +146,9 @@ def load_dataset(flag, spec, name, part="", taken="", **options):
             options |= {"features": datasets.Features(dict.fromkeys(head.columns, datasets.Value("string")))}
             builder = datasets.load_dataset_builder(name, config or None, keep_default_na=False, **options)
         if isinstance(builder.config, JsonConfig) and os.path.isdir(name):  # `datasets` would make dates of texts.
-            found = builder.config.data_files
+            found, field = builder.config.data_files, builder.config.field or ""
             if all(cli.FILE.search(file) for x in found.values() for file in x):
-                read = functools.partial(read_file, part=builder.config.field or "", flag=flag)
-                splits = {split: [row for file in x for row in read(Path(file))] for split, x in found.items()}
+                splits = {k: [row for f in x for row in read_file(Path(f), field, flag)] for k, x in found.items()}
                 return rows_of(splits, f"{split or 'train'}{taken}")
         builder.download_and_prepare()
         return [dict(row) for row in builder.as_dataset(split=f"{split or 'train'}{taken}")]

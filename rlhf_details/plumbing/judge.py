@@ -67,10 +67,10 @@ def question(prompt, response, opponent, seed, number):
 def verdict_by_answer(answer, ours):
     """ "won", "lost" or "unparsable", from the judge's text. ours: the letter of the evaluated policy's response.
 
-    Only the last line with a letter counts. It is A or B, in capitals or not: alone, as "Response A", or after
-    "Preferred:". Quotes, brackets and asterisks may stand around it.
+    Only the last line with a letter counts, after </think> if there is one. It is A or B, in capitals or not: alone, as
+    "Response A", or after "Preferred:". Quotes, brackets and asterisks may stand around it.
     """
-    last = ([line for line in answer.splitlines() if re.search(r"\w", line)] or [""])[-1]
+    last = ([line for line in answer.rpartition("</think>")[2].splitlines() if re.search(r"\w", line)] or [""])[-1]
     match = re.fullmatch(r"(?:.*preferred[\W_]*:)?[\W_]*(?:response[\W_]*)?([ab])[\W_]*", last, re.IGNORECASE)
     return "unparsable" if match is None else "won" if match[1].upper() == ours else "lost"
 

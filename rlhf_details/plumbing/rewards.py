@@ -222,8 +222,9 @@ class Scorer:
             with torch.autocast(self.accelerator.device.type, enabled=False), imports_of(self.specs[name]):
                 entries = self.functions[name](**given)
                 entries = self.loop.run(result_of(entries)) if inspect.isawaitable(entries) else entries
+                entries = entries.tolist() if hasattr(entries, "tolist") else entries
                 is_list = isinstance(entries, Iterable) and not isinstance(entries, dict | set | str)
-                entries = list(entries.tolist() if hasattr(entries, "tolist") else entries) if is_list else entries
+                entries = list(entries) if is_list else entries
         except Exception as e:  # The user's code may raise whatever it likes. Nothing says which row is to blame.
             trace = e.__traceback__
             while trace and trace.tb_frame.f_code.co_filename.startswith((__file__, ASYNCIO)):

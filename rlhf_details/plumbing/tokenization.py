@@ -8,6 +8,8 @@ from rlhf_details import utils
 from rlhf_details.plumbing import cli, progress
 from rlhf_details.utils import is_messages
 
+say_once = functools.cache(cli.say)
+
 
 class Padded(list):
     """Token ids that may be filled up at their ends."""
@@ -21,6 +23,11 @@ def encode(tokenizer, prompt, completion=None, options=None, what="the prompt"):
     try:
         return utils.encode(tokenizer, prompt, completion, options)
     except Exception as e:  # A template may raise whatever it likes.
+        if is_messages(prompt) and [m["role"] for m in prompt[:2]] == ["system", "user"]:  # Gemma 2's refuses these.
+            question = f"{prompt[0]['content']}\n\n{prompt[1]['content']}"
+            ids = encode(tokenizer, [prompt[1] | {"content": question}, *prompt[2:]], completion, options, what)
+            say_once(f"the chat template refuses a system's message ({e}), so it begins the first question")
+            return ids
         problem = "the chat template refuses the messages" if is_messages(prompt) else "cannot be tokenised:"
         cli.fail(f"{what}: {problem} {reprlib.repr(prompt)}: {e}")
 

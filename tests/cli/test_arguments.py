@@ -1,9 +1,12 @@
 """The command line: where values come from, TOML files, lists, --help, and the checks that all scripts share."""
 
 import dataclasses
+import io
 import json
 import math
+import os
 import shlex
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -321,3 +324,12 @@ def test_every_flag_is_read():
             name, text = field.name, sources[script] + shared
             read = (f"args.{name}", f"own.{name}", f'args, "{name}"', f'given.get("{name}")')
             assert any(words in text for words in read) or name in ("config", "reference_dataset"), (script, name)
+
+
+# ---- what is printed -------------------------------------------------------------------------------------------------
+def test_a_terminal_that_cannot_show_a_character_ends_no_run(monkeypatch):
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, io.TextIOWrapper(io.BytesIO(), encoding="cp1252", write_through=True))
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    cli.main(lambda args: cli.say("caf\u00e9 \u23ce"), evaluate.Args)
+    assert sys.stdout.buffer.getvalue().endswith(b"caf\xe9 \\u23ce" + os.linesep.encode())

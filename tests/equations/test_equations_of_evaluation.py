@@ -139,7 +139,12 @@ ANSWERS = {
     None: ["", "\n", "AB", "A or B", "Preferred: A and B", "Preferred:", "Vitamin A", "I prefer A", "C"],
 }
 ANSWERS["B"] += ["Comparison: A is dull. Preferred: b", "Preferred: Response B."]
-ANSWERS["B"] += ['```json\n{"preferred": "B"}\n```', '{\n "comparison": "A is dull.",\n "preferred": "B"\n}', "B\n\n-"]
+ANSWERS["B"] += [
+    '```json\n{"preferred": "B"}\n```',
+    '{\n "comparison": "A is dull.",\n "preferred": "B"\n}',
+    "B\n\n-",
+    "<think>A?</think>B",
+]
 ANSWERS[None] += ["Preferred: A\nI hope this helps.", "Answer: A"]
 
 

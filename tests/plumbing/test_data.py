@@ -449,6 +449,9 @@ PAST = {"instruction": "a", "input": "", "output": "b", "history": [["q", "r"]]}
         ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, [user("a")], "b"),
         ({"conversation": [user("a"), assistant("b")]}, [user("a")], "b"),
         ({"conversations": [user("a"), assistant("b")], "system": "s"}, [system("s"), user("a")], "b"),
+        ({"prompt": [user("a")], "completion": "b", "system": "s"}, [system("s"), user("a")], "b"),
+        # Where data sets of several shapes are joined, the columns of the others are null.
+        ({"messages": [user("a"), assistant("b")], "prompt": None, "completion": None}, [user("a")], "b"),
         ({"messages": [user(PARTS), assistant("b")]}, [user("a!")], "b"),
         ({"messages": [user("a") | {"tool_calls": None}, assistant("b")]}, [user("a")], "b"),  # as `datasets` fills up
         ({"messages": [user("a"), assistant("b")], "text": "<user>a<assistant>b"}, [user("a")], "b"),
@@ -524,7 +527,7 @@ def test_broken_messages_are_called_that(in_tmp, fails, value, words):
 
 
 def test_rows_of_text_are_completions_of_an_empty_prompt(in_tmp):
-    write("rows.jsonl", [{"text": "a b"}, {"text": "c"}])
+    write("rows.jsonl", [{"text": "a b", "messages": None}, {"text": "c"}])
     assert demonstrations_of("rows.jsonl", word_tokenizer("<s> $A")) == [([BOS], [A, B, EOS]), ([BOS], [C, EOS])]
 
 
@@ -778,6 +781,16 @@ def test_a_template_gets_what_the_row_and_the_user_have(in_tmp):
     for row in prompts_of("rows.jsonl", tokenizer, **flags)[0]:
         text = tokenizer.decode(row.ids)
         assert "[{'name': 'add'}]" in text and "[{'text': 'b'}]" in text and "loud 03 Feb 2024" in text
+
+
+def test_a_systems_message_that_the_template_refuses_begins_the_question(capsys):
+    tokenizer = chat_tokenizer("gemma")  # as Gemma 2's
+    tokenizer.chat_template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}" + ENDS["gemma"]
+    )
+    pairs = [[system("be kind"), user("cheap ?")], [user("be kind\n\ncheap ?")]] * 2
+    found = [tokenization.encode(tokenizer, prompt, [assistant("the hotel")]) for prompt in pairs]
+    assert found == [found[1]] * 4 and capsys.readouterr().out.count("refuses a system's message (no)") == 1
 
 
 def test_a_prompt_that_the_template_writes_otherwise_without_its_answer_is_the_one_that_is_asked():

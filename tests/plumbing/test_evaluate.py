@@ -358,10 +358,12 @@ def test_a_chat_template_keeps_the_conversation_until_there_is_no_room(rows, tin
     assert "the conversation begins anew" in answers[2]
 
 
-def test_one_process_talks(tiny, fails, monkeypatch):
+def test_one_process_talks_and_has_room_for_a_prompt(tiny, fails, monkeypatch):
+    options = dict(policy_path=(str(tiny / "policy"),), interactive=True)
+    line = fails(evaluate.main, evaluate.Args(**options, response_length=128))
+    assert "--response_length 128: leaves no room for a prompt" in line
     monkeypatch.setenv("WORLD_SIZE", "2")
-    args = evaluate.Args(policy_path=(str(tiny / "policy"),), interactive=True)
-    assert "--interactive: runs in one process" in fails(evaluate.main, args)
+    assert "--interactive: runs in one process" in fails(evaluate.main, evaluate.Args(**options))
 
 
 # ---- the output folder -----------------------------------------------------------------------------------------------

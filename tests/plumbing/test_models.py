@@ -468,6 +468,7 @@ def test_errors_that_are_each_others_cause_are_one_line_too():
     "error, words",
     [
         (ValueError("Config name is missing.\nPlease pick one:\n\t['main']"), "missing. Please pick one: ['main']"),
+        (ValueError("for AutoModelForCausalLM.\nModel type should be one of GPT2Config, .."), "AutoModelForCausalLM."),
         (KeyError("weight_map"), "KeyError: 'weight_map'"),
         (ValueError(), "ValueError"),
         (ValueError("begin\n" + "x" * 9000 + "\nbecause"), f"begin {'x' * 389} ... {'x' * 192} because"),

@@ -217,6 +217,7 @@ def h(prompts, completions): return [-1.0] * 3
         ("return ['much', 0.0, 0.0]", ["returned 'much'", "row 1"]),
         ("return [0.0, 0.0]", ["returned 2 entries for 3 completions"]),
         ("return None", ["returned None, which is no list, for 3 completions"]),
+        ("return __import__('torch').tensor(1.0)", ["returned 1.0, which is no list, for 3 completions"]),
         ("return [None, 0.0, None]", ["no reward applies to row 1"]),
     ],
 )
