@@ -8,6 +8,7 @@ from statistics import mean
 import numpy as np
 
 from rlhf_details import toy
+from rlhf_details.plumbing import rewards
 
 
 def reviews(num, seed=0):
@@ -95,6 +96,7 @@ def test_every_word_is_one_token_and_comes_back():
         assert len(ids) == len(text.split()) and tokenizer.unk_token_id not in ids
         # Other programs put the decoded response right behind the prompt.
         assert " ".join(text.split()[:9]) + tokenizer.decode([*ids[9:], tokenizer.eos_token_id]) == f"{text} <eos>"
+        assert rewards.WATCHED["parses"](" ".join(text.split()[:9]), tokenizer.decode(ids[9:]))
     assert len({tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id}) == 3
     assert sorted(tokenizer.get_vocab().values()) == list(range(len(tokenizer))) and len(tokenizer) < 500
 
