@@ -258,7 +258,7 @@ def build(work):
 # ---- what a speed-up is worth: ours with one of them taken out -------------------------------------------------------
 def one_response_a_row(script):
     real = script.utils.sample
-    script.utils.sample = lambda policy, batch, **options: real(policy, batch, **options | {"n": 1})
+    script.utils.sample = lambda *rows, **options: real(*rows, **options | {"n": 1})
 
 
 def products_by_mkl(script):
@@ -594,9 +594,8 @@ def decode(args):
 
     def sampled(n):
         batch = queries.repeat_interleave(k, 0), mask.repeat_interleave(k, 0), rows
-        return utils.sample(
-            policy, batch, n, R, stop_ids=torch.tensor([], dtype=torch.long), key=(1, utils.TRAINING, 1)
-        )[0]
+        never, key = torch.tensor([], dtype=torch.long), (1, utils.TRAINING, 1)
+        return utils.sample(policy, *batch, n, R, never, key, size=len(rows))[0]
 
     def generated(model):
         model.generation_config.eos_token_id = None  # always R tokens, as ours without a stop token
@@ -614,7 +613,9 @@ def decode(args):
         accelerator = Accelerator(cpu=device == "cpu", mixed_precision="bf16" if bf16 else "no")
         engine = vllm.sampler(flags, accelerator, [types.SimpleNamespace(ids=ids) for ids in prompts], sys.exit)
         batch = queries.repeat_interleave(k, 0), mask.repeat_interleave(k, 0), rows
-        systems["vLLM, its push included"] = lambda: engine(policy, batch, 1, R, None, (1, utils.TRAINING, 1))[0]
+        systems["vLLM, its push included"] = lambda: engine(
+            policy, *batch, 1, R, None, (1, utils.TRAINING, 1), len(rows)
+        )[0]
     times, before, start = {name: [] for name in systems}, others_seconds(), time.time()
     for turn in range(args.alternations + 1):  # the first turn warms up
         for name, function in systems.items():

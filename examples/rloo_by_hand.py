@@ -58,7 +58,7 @@ rows = torch.arange(len(queries))
 key = (args.seed, utils.TRAINING, 1)
 policy.eval()
 stop_ids = torch.tensor([tokenizer.eos_token_id])
-responses, response_mask, _ = utils.sample(policy, [queries, query_mask, rows], 1, R, stop_ids, key)
+responses, response_mask, _ = utils.sample(policy, queries, query_mask, rows, 1, R, stop_ids, key, size=len(rows))
 for response, mask in zip(responses, response_mask, strict=True):
     print(tokenizer.decode(response[mask]))
 
@@ -75,7 +75,7 @@ plt.show()
 # rounding.
 
 # %%
-batch = [queries, query_mask, responses, response_mask]
+batch = utils.Batch(queries, query_mask, responses, response_mask)
 with torch.no_grad():
     old_logprobs, _ = train_rloo.response_logprobs(policy, batch, 1)
     ref_logprobs, _ = train_rloo.response_logprobs(reference, batch, 1)

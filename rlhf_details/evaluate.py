@@ -35,7 +35,7 @@ from typing import Literal
 from rlhf_details import utils
 from rlhf_details.plumbing import cli, data, engines, evaluation, judge, models, progress, rewards, vllm
 from rlhf_details.plumbing.evaluation import average, rate, share
-from rlhf_details.utils import EVALUATION, in_slices
+from rlhf_details.utils import EVALUATION, Batch, in_slices
 
 import torch
 from accelerate.utils import gather_object
@@ -213,28 +213,29 @@ class Reward(nn.Module):
 
 
 # ---- from tokens to log-probs and scores -----------------------------------------------------------------------------
-def join(queries, query_mask, responses, response_mask):
+def join(batch):
     """Rows of a prompt and its response: tokens, mask, positions [M, L], and index [R], the columns that predict it."""
-    mask = torch.cat([query_mask, response_mask], 1)  # [M, L]
+    tokens = torch.cat([batch.queries, batch.responses], 1)  # [M, L]
+    mask = torch.cat([batch.query_mask, batch.response_mask], 1)  # [M, L]
     # The logits in the column before a token predict it.
-    index = torch.arange(responses.size(1), device=mask.device) + queries.size(1) - 1
-    return torch.cat([queries, responses], 1), mask, utils.positions_from_mask(mask), index
+    index = torch.arange(batch.responses.size(1), device=mask.device) + batch.queries.size(1) - 1
+    return tokens, mask, utils.positions_from_mask(mask), index
 
 
 def response_logprobs(policy, batch):
-    """Log-probs [[M, R]] fp32, 0 at padding, of a batch (queries, query_mask, responses, response_mask)."""
-    R = batch[2].size(1)
+    """Log-probs [[M, R]] fp32, 0 at padding, of a Batch."""
+    R = batch.responses.size(1)
     batch = utils.trim(batch)
-    logprobs = policy(*join(*batch), labels=batch[2]) * batch[3]  # [M, width]
+    logprobs = policy(*join(batch), labels=batch.responses) * batch.response_mask  # [M, width]
     return [nn.functional.pad(logprobs, (0, R - logprobs.size(1)))]
 
 
 def response_scores(reward_model, batch):
     """Scores [M] fp32: the reward model's output at the last real token of each response."""
     batch = utils.trim(batch)
-    tokens, mask, positions, _ = join(*batch)
+    tokens, mask, positions, _ = join(batch)
     # The mask says which token is the last. Pad may equal EOS, so no search for an id can.
-    last = batch[0].size(1) + batch[3].sum(1, keepdim=True) - 1  # [M, 1]
+    last = batch.queries.size(1) + batch.response_mask.sum(1, keepdim=True) - 1  # [M, 1]
     return reward_model(tokens, mask, positions, last).squeeze(1)
 
 
@@ -252,24 +253,30 @@ def truncate_response(responses, mask, end_ids, after):
     return mask & (ends.cumsum(1) - ends.long() == 0), ends.any(1)  # True where no end stands strictly before
 
 
-def sample_responses(policy, batch, stop_ids, purpose, args, sample):
-    """A response to each prompt of a batch: queries, query_mask [M, Q], and the prompts' numbers [M].
-
-    sample: utils.sample, or what samples in its place. Returns: responses, mask and log-probs, all [M, R].
+def sample_responses(policy, queries, query_mask, numbers, stop_ids, purpose, args, sample):
+    """A response to each prompt. Args: queries, query_mask [M, Q]; numbers [M], the prompts'; stop_ids [S]; sample,
+    utils.sample or what samples in its place. Returns: responses, mask and log-probs, all [M, R].
     """
-    sampler_args = 1, args.response_length, stop_ids, (args.seed, purpose, 0)
-    # vLLM decides by itself how many rows it computes at once.
-    size = args.rollout_micro_batch_size if args.sampler == "own" else len(batch[0])
-    return in_slices(sample, policy, batch, size, *sampler_args)
+    return sample(
+        policy,
+        queries,
+        query_mask,
+        numbers,
+        n=1,
+        response_length=args.response_length,
+        stop_ids=stop_ids,
+        key=(args.seed, purpose, 0),
+        size=args.rollout_micro_batch_size,
+    )
 
 
-def respond(model, batch, ids, args, sample=utils.sample):
+def respond(model, queries, query_mask, numbers, ids, args, sample=utils.sample):
     """The responses that are scored and compared: (responses, mask of what is read of them [M, R], ended [M]).
 
     Args: ids, (the tokens that stop the sampler, those that a response is read up to), both [S].
     """
-    stop_ids, end_ids = ids
-    responses, mask, _ = sample_responses(Policy(model, args.temperature), batch, stop_ids, COMPARED, args, sample)
+    policy, (stop_ids, end_ids) = Policy(model, args.temperature), ids
+    responses, mask, _ = sample_responses(policy, queries, query_mask, numbers, stop_ids, COMPARED, args, sample)
     return responses, *truncate_response(responses, mask, end_ids, args.truncate_after)
 
 
@@ -368,7 +375,7 @@ def main(args: Args):
     N = len(prompts)
     numbers = data.my_share(N, accelerator)  # [N / world], filled up, so that all processes have as many
     mine = (numbers % N).tolist()
-    queries = utils.left_pad([prompts[i].ids for i in mine], device)  # tokens and mask, [N / world, Q]
+    queries, query_mask = utils.left_pad([prompts[i].ids for i in mine], device)  # [N / world, Q]
 
     # ---- 1. Responses and scores: each policy, and the opponent with that policy's settings and noise ----------------
     measured = {}  # {(model, settings): (columns, figures)}, so that what several comparisons share is sampled once
@@ -380,15 +387,17 @@ def main(args: Args):
             progress.now(f"responses and scores of {model or 'the references'}")
             with accelerator.autocast():
                 if model:
-                    responses, mask, ended = respond(loaded[model], [*queries, numbers], ids[path], own, sample)
+                    responses, mask, ended = respond(
+                        loaded[model], queries, query_mask, numbers, ids[path], own, sample
+                    )
                     texts = models.decode(tokenizer, responses, mask)
                 else:  # The references are no samples, so nothing is said of whether they ended.
                     texts, responses, mask = [references[0][i] for i in mine], references[1][mine], references[2][mine]
                     ended = mask.any(1)
                 # Where no token ends a response, a reward model that is given text reads no EOS, as in training.
                 has_end = not model or len(ids[path][1]) > 0
-                batch, given = [*queries, responses, mask], dict(texts=texts, ended=ended & has_end)
-                values = score([prompts[i] for i in mine], batch, **given)  # [N / world, F]
+                batch = Batch(queries, query_mask, responses, mask)
+                values = score([prompts[i] for i in mine], batch, texts=texts, ended=ended & has_end)  # [N / world, F]
             texts = gather_object(texts)[:N]
             responses, mask, ended, values = (x[:N] for x in accelerator.gather((responses, mask, ended, values)))
             ended = ended if model and has_end else None
@@ -404,9 +413,12 @@ def main(args: Args):
         verdicts = [list(zip(*(given[f"rewards/{name}"] for name in names), strict=True))]  # of the first one
         for number in progress.each(range(1, args.samples_per_prompt), f"more responses of {path} to each prompt"):
             with accelerator.autocast():
-                responses, mask, ended = respond(loaded[path], [*queries, numbers + number * N], ids[path], own, sample)
+                responses, mask, ended = respond(
+                    loaded[path], queries, query_mask, numbers + number * N, ids[path], own, sample
+                )
                 ended, texts = ended & (len(ids[path][1]) > 0), models.decode(tokenizer, responses, mask)
-                values = score([prompts[i] for i in mine], [*queries, responses, mask], texts=texts, ended=ended)
+                batch = Batch(queries, query_mask, responses, mask)
+                values = score([prompts[i] for i in mine], batch, texts=texts, ended=ended)
             values = accelerator.gather(values)[:N, [score.names.index(name) for name in names]].tolist()
             verdicts.append([tuple(None if math.isnan(x) else x for x in row) for row in values])
         figures |= evaluation.pass_rates(verdicts, pass_at_k)
@@ -417,10 +429,12 @@ def main(args: Args):
         policy, reference = (Policy(loaded[model], own.kl_temperature) for model in (path, args.ref_model_path))
         progress.now(f"the KL of {path} to {args.ref_model_path}")
         with accelerator.autocast():
-            batch = [*queries, numbers]
             # The estimate is unbiased only for draws from the policy that it is about. [EVAL-3]
-            responses, mask, logprobs = sample_responses(policy, batch, ids[path][0], EVALUATION, own, sample)
-            (ref_logprobs,) = in_slices(response_logprobs, reference, [*queries, responses, mask], size)
+            responses, mask, logprobs = sample_responses(
+                policy, queries, query_mask, numbers, ids[path][0], EVALUATION, own, sample
+            )
+            batch = Batch(queries, query_mask, responses, mask)
+            (ref_logprobs,) = in_slices(response_logprobs, reference, batch, size)
         kl[path] = average(accelerator.gather((logprobs - ref_logprobs).sum(1))[:N].tolist())
 
     # ---- 3. Verdicts: on the main process, because a judge may take longer than processes wait for each other --------

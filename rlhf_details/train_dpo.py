@@ -30,7 +30,7 @@ from typing import Literal
 from rlhf_details import utils
 from rlhf_details.plumbing import cli, comparisons, data, engines, models, progress
 from rlhf_details.plumbing.run import Run
-from rlhf_details.utils import EVALUATION, REWARD_DATA, in_slices
+from rlhf_details.utils import EVALUATION, REWARD_DATA
 
 import torch
 from torch import nn
@@ -128,29 +128,25 @@ presets = {
 
 # ---- model: one module call is one forward, so that every engine sees all parameters through it ----------------------
 class Policy(nn.Module):
-    """Log-probs of completions at temperature 1, or for the sampler next-token logits / temperature, in fp32."""
+    """Log-probs of given tokens at temperature 1, or for the sampler next-token logits / temperature, in fp32."""
 
-    logits_at_once = 2**24  # at most so many with completions: 64 MiB in fp32
+    logits_at_once = 2**24  # at most so many with labels: 64 MiB in fp32
 
     def __init__(self, model, temperature):
         super().__init__()
         self.model, self.temperature, self.head = model, temperature, models.head_of(model)
 
-    def forward(self, tokens, mask, positions, index=None, is_completion=None, cache=None):
+    def forward(self, tokens, mask, positions, index, labels=None, cache=None):
         """
-        Args: tokens, positions [N, L]; mask, is_completion [N, L] bool. For the sampler: index [C], the columns whose
-        logits are read; cache, a transformers cache, which is extended.
-        Returns: the log-prob of each row's completion [N] fp32, or without is_completion the logits / T [N, C, V] fp32.
+        Args: tokens, positions [N, L]; mask [N, L] bool; index [C], the columns whose logits are read; labels [N, C],
+        the tokens that these predict; cache, a transformers cache, which is extended.
+        Returns: log-probs [N, C] fp32, or without labels the logits / T [N, C, V] fp32.
         """
-        hidden = models.hidden_states(self.model, tokens, mask, positions, cache)  # [N, L, H]
-        if is_completion is None:
-            return self.logits(hidden[:, index]) / self.temperature
-        # The logits in the column before a token predict it, EOS among them. Nothing predicts a first token. [SFT-2]
-        is_target = is_completion[:, 1:] & mask[:, :-1]  # [N, L-1]
-        hidden, labels = hidden[:, :-1][is_target], tokens[:, 1:][is_target]  # [T, H], [T]
-        found, _ = utils.token_logprobs(self.logits, hidden, labels, self.logits_at_once // self.head.vocab_size)  # [T]
-        # A sum over the tokens, because the score is that of the whole response. [DPO-1]
-        return found.new_zeros(is_target.shape).masked_scatter(is_target, found).sum(1)
+        hidden = models.hidden_states(self.model, tokens, mask, positions, cache)[:, index]  # [N, C, H]
+        if labels is None:
+            return self.logits(hidden) / self.temperature
+        logprobs, _ = utils.token_logprobs(self.logits, hidden, labels, self.logits_at_once // self.head.vocab_size)
+        return logprobs
 
     def logits(self, hidden):
         """Logits [.., V] fp32 of last hidden states [.., H]."""
@@ -161,7 +157,7 @@ def load_model(args, device):
     """Returns (tokenizer, policy), in fp32 and without dropout."""
     tokenizer = models.load_tokenizer(args.sft_model_path, "--sft_model_path", args)
     model = utils.disable_dropout(models.load_policy(args.sft_model_path, "--sft_model_path", args))
-    model = models.add_adapters(model, args.lora_rank) if args.lora_rank else model
+    model = models.add_adapters(model, args.lora_rank)
     return tokenizer, Policy(model, args.temperature).to(device)
 
 
@@ -174,37 +170,48 @@ def sample_responses(policy, args, accelerator, prompts, n, purpose, stop_ids, k
     Returns: a list of token ids for each response, the n of a prompt adjacent.
     """
     queries, query_mask = utils.left_pad([ids for ids in prompts for _ in range(n)], accelerator.device)  # [N, Q]
-    batch = [queries, query_mask, torch.arange(len(queries), device=accelerator.device)]
-    sampler_args = 1, args.response_length, stop_ids.to(accelerator.device), (args.seed, key, purpose)
+    rows = torch.arange(len(queries), device=accelerator.device)
+    how = dict(n=1, response_length=args.response_length, stop_ids=stop_ids.to(accelerator.device), size=128 * n)
     policy.eval()
-    with accelerator.autocast():
-        sampler = progress.counted(utils.sample, "sampling responses", len(queries))
-        responses, mask, _ = in_slices(sampler, policy, batch, 128 * n, *sampler_args)  # [N, R]
-    return [r[m].tolist() for r, m in zip(responses, mask, strict=True)]
+    found = []
+    for m in progress.each(utils.slices(len(rows), 128 * n), "sampling responses, slice by slice"):
+        with accelerator.autocast():
+            responses, mask, _ = utils.sample(
+                policy, queries[m], query_mask[m], rows[m], key=(args.seed, key, purpose), **how
+            )  # [at most 128 * n, R]
+        found += [ids[real].tolist() for ids, real in zip(responses, mask, strict=True)]
+    return found
 
 
 def completion_logprobs(policy, rows, device):
-    """Log-probs [N] fp32 of completions, and their tokens [N]. Args: rows, N pairs (prompt and completion, completion's
-    tokens), as `rows_of` has them.
+    """Log-probs [N] fp32 of completions, and their lengths [N].
+
+    Args: rows, N pairs (tokens of prompt and completion, how many are the completion's), of `candidate_rows`.
     """
     tokens, mask = utils.left_pad([ids for ids, _ in rows], device)  # [N, L]
     lengths = torch.tensor([length for _, length in rows], device=device)  # [N]
+    L = tokens.size(1)
+    width = min(max(length for _, length in rows), L - 1)  # of the columns that hold completions, C
+    # The logits in the column before a token predict it, EOS among them. Nothing predicts a first token. [SFT-2]
+    index = torch.arange(L - width - 1, L - 1, device=device)  # [C]
     # All rows end in the last column, so a completion's tokens are counted from the right.
-    is_completion = torch.arange(tokens.size(1), 0, -1, device=device) <= lengths.unsqueeze(1)
-    return policy(tokens, mask, utils.positions_from_mask(mask), is_completion=is_completion), lengths
+    is_target = mask[:, index] & (torch.arange(width, 0, -1, device=device) <= lengths.unsqueeze(1))  # [N, C]
+    logprobs = policy(tokens, mask, utils.positions_from_mask(mask), index, labels=tokens[:, index + 1])  # [N, C]
+    # A sum over the tokens, because the score is that of the whole response. [DPO-1]
+    return (logprobs * is_target).sum(1), lengths
 
 
-def rows_of(comparison):
+def candidate_rows(comparison):
     """The candidates of a comparison, each (its tokens with the prompt's, how many of them are its own)."""
     return [(ids, len(ids) - len(comparison.ids)) for ids in comparison.candidates]
 
 
 @torch.no_grad()
-def logprobs_of(policy, part, size, accelerator):
+def candidate_logprobs(policy, part, size, accelerator):
     """Log-probs [N, K] fp32 of the candidates of N comparisons. Call it on every process; each takes a share."""
     policy.eval()
     # The shares are filled up, so that all processes have as many comparisons.
-    mine = [rows_of(part[i % len(part)]) for i in data.my_share(len(part), accelerator).tolist()]
+    mine = [candidate_rows(part[i % len(part)]) for i in data.my_share(len(part), accelerator).tolist()]
     slices = [[row for rows in mine[i : i + size] for row in rows] for i in range(0, len(mine), size)]
     with accelerator.autocast():
         parts = progress.each(slices, "log-probs, slice by slice")
@@ -270,9 +277,9 @@ def evaluate(policy, held_out, references, size, args, accelerator):
     """{"eval/..": mean over the held-out comparisons}; call it on every process."""
     if not held_out:
         return {}
-    logprobs = logprobs_of(policy, held_out, size, accelerator)  # [N, K]
+    logprobs = candidate_logprobs(policy, held_out, size, accelerator)  # [N, K]
     best = torch.tensor([comparison.best for comparison in held_out], device=logprobs.device)
-    lengths = torch.tensor([[n for _, n in rows_of(c)] for c in held_out], device=logprobs.device)  # [N, K]
+    lengths = torch.tensor([[n for _, n in candidate_rows(c)] for c in held_out], device=logprobs.device)  # [N, K]
     _, metrics = losses_and_metrics(logprobs, references, lengths, best, args)
     return {f"eval/{name}": x.mean() for name, x in metrics.items()}
 
@@ -311,8 +318,8 @@ def main(args: Args):
     policy, optimizer = engines.prepare(args, accelerator, policy, optimizer)
     # Before a step, and before a checkpoint is loaded, the policy is the reference. One forward of all the data now,
     # 4 bytes a candidate from now on, and no copy of the model. [DPO-4]
-    references = logprobs_of(policy, train, size, accelerator)  # [len(train), K]
-    held_out_references = logprobs_of(policy, held_out, size, accelerator) if held_out else None
+    references = candidate_logprobs(policy, train, size, accelerator)  # [len(train), K]
+    held_out_references = candidate_logprobs(policy, held_out, size, accelerator) if held_out else None
     run.resume(policy, optimizer)
 
     for step in range(run.first_update, num_steps + 1):
@@ -331,14 +338,14 @@ def main(args: Args):
         for i, m in enumerate(micro_batches):
             best = torch.tensor([train[j].best for j in m], device=device)  # [M]
             with engines.accumulate(accelerator, policy, is_last=i + 1 == len(micro_batches)):
-                rows = [row for j in m for row in rows_of(train[j])]
+                rows = [row for j in m for row in candidate_rows(train[j])]
                 logprobs, lengths = (x.reshape(len(m), -1) for x in completion_logprobs(policy, rows, device))  # [M, K]
                 losses, metrics = losses_and_metrics(logprobs, references[m], lengths, best, args)
                 # Dividing by the whole minibatch's count makes micro-batches add up to its gradient. [OPT-5]
                 loss = losses.sum() / B
                 accelerator.backward(loss * world)  # The engines average over processes, but we sum. [OPT-6]
             for name, x in metrics.items():
-                means.add(f"train/{name}" if name == "dpo/loss" else name, x)
+                means.add({f"train/{name}" if name == "dpo/loss" else name: x})
         norm = engines.step(accelerator, policy, optimizer, args.max_grad_norm, run, "minibatch 1")
         run.lap("optimise")
 

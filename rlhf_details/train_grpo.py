@@ -36,7 +36,7 @@ from typing import Literal
 from rlhf_details import utils
 from rlhf_details.plumbing import cli, data, engines, layout, models, overlap, rewards
 from rlhf_details.plumbing.run import Run
-from rlhf_details.utils import EVALUATION, TRAINING, in_slices
+from rlhf_details.utils import EVALUATION, TRAINING, Batch, in_slices
 
 import torch
 from torch import nn
@@ -212,22 +212,19 @@ def load_models(args, device):
     """Returns (tokenizer, policy, reference, reward model or None), all in fp32 and without dropout."""
     tokenizer = models.load_tokenizer(args.sft_model_path, "--sft_model_path", args)
     model = utils.disable_dropout(models.load_policy(args.sft_model_path, "--sft_model_path", args))
-    if args.lora_rank:  # The reference is the same model with its adapters switched off.
-        model = models.add_adapters(model, args.lora_rank)
-        reference = models.without_adapters(Policy(model, args.temperature))
-    else:  # The reference is a copy of the initial policy. If it were the same object, the KL would stay 0. [MODEL-4]
-        frozen = utils.disable_dropout(models.load_policy(args.sft_model_path, "--sft_model_path", args))
-        reference = Policy(frozen, args.temperature).requires_grad_(False)
+    policy = Policy(models.add_adapters(model, args.lora_rank), args.temperature)
+    # The reference is a copy of the initial policy. If it were the same object, the KL would stay 0. [MODEL-4]
+    reference = models.frozen_copy(policy)
     reward_model = None
     if args.reward_model_path:
         reward_model = utils.disable_dropout(models.load_reward_model(args.reward_model_path, args))
         reward_model = Reward(reward_model, models.own_tokenizer(args, tokenizer)).requires_grad_(False)
         reward_model = reward_model.to(device).eval()
-    return tokenizer, Policy(model, args.temperature).to(device), reference.to(device).eval(), reward_model
+    return tokenizer, policy.to(device), reference.to(device).eval(), reward_model
 
 
 # ---- from tokens to log-probs and scores -----------------------------------------------------------------------------
-def pack(queries, query_mask, responses, response_mask, n):
+def pack(batch, n):
     """Rows of n responses to one prompt. No response sees another one, and each has the positions after the prompt.
 
              p  p  p  a1 a2 b1 b2      n = 2, prompt p p p, responses a1 a2 and b1 b2; x: this token sees that one
@@ -235,14 +232,14 @@ def pack(queries, query_mask, responses, response_mask, n):
         a1   x  x  x  x  .  .  .
         b2   x  x  x  .  .  x  x       b sees the prompt and its own past, and its positions restart after the prompt
     With n = 1 this is an ordinary left-padded row with its ordinary mask [M, L].
-    Args: queries, query_mask [M, Q], where n adjacent rows hold the same prompt; responses, response_mask [M, R].
+    Args: batch, where n adjacent episodes have the same prompt.
     Returns: tokens, mask (bool [M/n, L] or additive [M/n, 1, L, L]), positions [M/n, L] with L = Q + n * R, and index
     [n * R]: the logits of column Q - 1 predict the first token of every response, those of a token the next one.
     """
-    Q, R, device = queries.size(1), responses.size(1), queries.device
-    queries, query_mask = queries[::n], query_mask[::n]
-    tokens = torch.cat([queries, responses.reshape(-1, n * R)], 1)  # [M/n, L]
-    real = torch.cat([query_mask, response_mask.reshape(-1, n * R)], 1)  # [M/n, L]
+    (_, Q), (_, R), device = batch.queries.shape, batch.responses.shape, batch.queries.device
+    query_mask = batch.query_mask[::n]  # [M/n, Q]
+    tokens = torch.cat([batch.queries[::n], batch.responses.reshape(-1, n * R)], 1)  # [M/n, L]
+    real = torch.cat([query_mask, batch.response_mask.reshape(-1, n * R)], 1)  # [M/n, L]
     step = torch.arange(R, device=device).repeat(n)  # [n * R], 0 .. R-1 for each response
     # Positions restart with each response, as if it alone followed the prompt. [RLOO-10]
     positions = torch.cat([utils.positions_from_mask(query_mask), query_mask.sum(1, keepdim=True) + step], 1)
@@ -260,23 +257,24 @@ def pack(queries, query_mask, responses, response_mask, n):
 
 
 def response_logprobs(policy, batch, n):
-    """Log-probs and entropies [M, R] fp32, 0 at padding, of a batch (queries, query_mask, responses, response_mask)."""
-    M, R = batch[2].shape
-    queries, query_mask, responses, response_mask = utils.trim(batch)
-    tokens, mask, positions, index = pack(queries, query_mask, responses, response_mask, n)
-    outputs = policy(tokens, mask, positions, index, responses.reshape(M // n, -1))  # two of [M/n, n * width]
+    """Log-probs and entropies [M, R] fp32, 0 at padding, of a Batch of M episodes, n in a row."""
+    M, R = batch.responses.shape
+    batch = utils.trim(batch)
+    tokens, mask, positions, index = pack(batch, n)
+    outputs = policy(tokens, mask, positions, index, batch.responses.reshape(M // n, -1))  # two of [M/n, n * width]
     # Padding holds zeros and no sentinel, so that sums over a row need no mask. [REW-6]
-    outputs = [x.reshape(responses.shape) * response_mask for x in outputs]  # [M, width]
+    outputs = [x.reshape(batch.responses.shape) * batch.response_mask for x in outputs]  # [M, width]
     return [nn.functional.pad(x, (0, R - x.size(1))) for x in outputs]
 
 
 def response_scores(reward_model, batch, n):
     """Scores [M] fp32: the reward model's output at the last real token of each response."""
-    queries, query_mask, responses, response_mask = utils.trim(batch)
-    tokens, mask, positions, _ = pack(queries, query_mask, responses, response_mask, n)
-    start = queries.size(1) + responses.size(1) * torch.arange(n, device=queries.device)  # [n], each one's first column
+    batch = utils.trim(batch)
+    (_, Q), (_, R) = batch.queries.shape, batch.responses.shape
+    tokens, mask, positions, _ = pack(batch, n)
+    start = Q + R * torch.arange(n, device=tokens.device)  # [n], the first column of each response
     # The mask says which token is the last. Pad may equal EOS, so a search for an id could go wrong. [REW-2]
-    last = start + response_mask.sum(1).reshape(-1, n) - 1  # [M/n, n]
+    last = start + batch.response_mask.sum(1).reshape(-1, n) - 1  # [M/n, n]
     return reward_model(tokens, mask, positions, last).reshape(-1)
 
 
@@ -388,11 +386,14 @@ def loss_weights(mask, num_responses, num_tokens, normalization):
     Args: mask [M, R] of some of its responses; num_responses, num_tokens, of the whole minibatch; normalization,
     "token" (arXiv 2503.14476, section 3.3), "response" (2402.03300, equation 3), "constant" (2503.20783, section 3).
     """
-    # "token" is one mean over all prompts of the minibatch. DAPO's formula has one for each prompt's group, and TRL
-    # divides by the tokens of the whole rollout.
+    if normalization == "token":
+        # This is one mean over all prompts of the minibatch. DAPO's formula has one for each prompt's group, and TRL
+        # divides by the tokens of the whole rollout.
+        return mask / num_tokens
     # Under "response" each token of a long response counts less, so a long wrong one is hardly punished. [GRPO-4]
-    lengths = {"response": mask.sum(1, keepdim=True).clamp(min=1), "constant": mask.size(1)}
-    return mask / (num_tokens if normalization == "token" else lengths[normalization] * num_responses)
+    if normalization == "response":
+        return mask / (mask.sum(1, keepdim=True).clamp(min=1) * num_responses)
+    return mask / (mask.size(1) * num_responses)
 
 
 def in_equal_group(scores, k):
@@ -414,7 +415,7 @@ def shuffled_groups(num_prompts, k, num_mini_batches, device, *coordinates):
 def evaluate(policy, sample, reference, score, prompts, stop_ids, args, accelerator):
     """One response to each held-out prompt, with noise of its own, and what it scores.
 
-    Returns: ({"eval/objective/..": mean over the prompts}, samples to show); call it on every process.
+    Returns: ({"eval/objective/..": mean over the prompts}, episodes to show); call it on every process.
     """
     if not prompts:
         return {}, None
@@ -422,26 +423,24 @@ def evaluate(policy, sample, reference, score, prompts, stop_ids, args, accelera
     numbers = data.my_share(len(prompts), accelerator)  # padded, so that all processes have equally many
     rows = [prompts[i % len(prompts)] for i in numbers.tolist()]
     queries, query_mask = utils.left_pad([row.ids for row in rows], accelerator.device)
-    sampling = dict(n=1, response_length=args.response_length, stop_ids=stop_ids)
+    key = args.seed, EVALUATION, 0
     with accelerator.autocast():
-        batch, size, key = [queries, query_mask, numbers], args.rollout_micro_batch_size, (args.seed, EVALUATION, 0)
-        sampled = in_slices(sample, engines.gathered(policy), batch, size, key=key, **sampling)
-        responses, response_mask, logprobs = sampled  # [N / world, R]
-        batch = [queries, query_mask, responses, response_mask]
+        responses, response_mask, logprobs = sample(policy, queries, query_mask, numbers, 1, key)  # [N / world, R]
+        batch = Batch(queries, query_mask, responses, response_mask)
         ref_logprobs, _ = in_slices(response_logprobs, reference, batch, args.micro_batch_size, 1)
-        values = score(rows, batch, 1)  # [N / world, F]
-    # The sampler's own log-probs are enough for the KL, because no ratio follows.
-    gathered = accelerator.gather((responses, response_mask, (logprobs - ref_logprobs).sum(1), values))
-    responses, response_mask, kl, values = (x[: len(prompts)] for x in gathered)
+        rewards_of_each = score(rows, batch, 1)  # [N / world, F]
+    # These log-probs are enough for the KL, because no ratio follows.
+    gathered = accelerator.gather((responses, response_mask, (logprobs - ref_logprobs).sum(1), rewards_of_each))
+    responses, response_mask, kl, rewards_of_each = (x[: len(prompts)] for x in gathered)
     ended = has_stopped(responses, response_mask, stop_ids)
-    scores = (values * score.weights).nansum(1)
+    scores = (rewards_of_each * score.weights).nansum(1)
     scores = missing_eos_scores(scores, ended, args.missing_eos_penalty, args.missing_eos_mode)
     scores = overlong_scores(scores, response_mask, args.soft_overlong)
     lengths = response_mask.sum(1).float()
     metrics = {"scores": scores.mean(), "kl": kl.mean(), "length": lengths.mean(), "ended": ended.float().mean()}
-    metrics |= score.by_name(values, spread=True) | {"scores_std": scores.std(correction=0)}
-    samples = prompts, responses, response_mask, ended, scores, kl
-    return utils.numbers({f"eval/objective/{name}": value for name, value in metrics.items()}), samples
+    metrics |= score.by_name(rewards_of_each, spread=True) | {"scores_std": scores.std(correction=0)}
+    shown = prompts, responses, response_mask, ended, scores, kl
+    return utils.numbers({f"eval/objective/{name}": x for name, x in metrics.items()}), shown
 
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
@@ -490,24 +489,21 @@ def main(args: Args):
     numbers = torch.arange(B, device=device)  # [B], of the episodes
     mine = slice(rank * B // world, (rank + 1) * B // world)  # those of this process
     one_step = args.num_ppo_epochs * args.num_mini_batches == 1
-    ranges = args.cliprange, args.cliprange_high
-    policy_loss = {"grpo": grpo_policy_loss, "gspo": gspo_policy_loss, "cispo": cispo_policy_loss}[args.objective]
 
     # ---- models, prompts, rewards, optimiser
     tokenizer, policy, reference, reward_model = load_models(args, engines.loading_device(accelerator))
     stop_ids = models.stop_ids(tokenizer, args.stop_token, "--stop_token", device)  # [S]
     prompts, held_out = data.load_prompts(args, tokenizer, room=models.context(policy, reward_model) - R)
-    # A forward takes `size` episodes, n in a row, and the sampler rollout_size, rollout_n in a row. `layout.choose`
-    # packs only where it finds that packed and plain rows have the same log-probs and scores.
+    # A forward takes `size` episodes, n in a row, and the sampler rollout_n in a row. `layout.choose` packs only where
+    # it finds that packed and plain rows have the same log-probs and scores.
     packing = layout.choose(args, k, policy, reward_model, prompts, response_logprobs, response_scores)
     n, size = packing.n, packing.size
     score = rewards.Scorer(args, accelerator, tokenizer, reward_model, response_scores, size, stop_ids)
-    score.check_columns(prompts, held_out)  # score(rows, batch, n) gives F values a row, NaN where one does not apply.
+    score.check_columns(prompts, held_out)  # score(rows, batch, n) gives F rewards a row, NaN where one does not apply.
     # Set eps and weight decay explicitly, so that the recipe does not depend on torch's defaults. [OPT-4]
     adam = dict(lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay, fused=True)
     optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], **adam)
     policy, optimizer = engines.prepare(args, accelerator, policy, optimizer, reference, reward_model)
-    sampling = dict(n=packing.rollout_n, response_length=R, stop_ids=stop_ids)
     num_updates = math.ceil(args.total_episodes / B)  # Round up, so that at least total_episodes are sampled. [OPT-10]
     run = Run(args, accelerator, tokenizer, num_updates, prompts, [held_out, reference, reward_model])
 
@@ -517,7 +513,7 @@ def main(args: Args):
         return [prompt for prompt in prompts.of_update(update, B // k, args.seed) for _ in range(k)]
 
     # utils.sample, or what gives the same three tensors in its place: vLLM, or a thread that samples an update ahead
-    sample = overlap.sampler(args, run, [*prompts, *held_out], prompts_of, packing.rollout_size)
+    sample = overlap.sampler(args, run, [*prompts, *held_out], prompts_of, stop_ids)
     run.resume(policy, optimizer)
     if run.first_update == 1:
         run.log(0, *evaluate(policy, sample, reference, score, held_out, stop_ids, args, accelerator))
@@ -531,25 +527,26 @@ def main(args: Args):
         queries, query_mask = utils.left_pad([row.ids for row in rows], device)  # [B, Q]
         policy.eval()
         with torch.no_grad(), accelerator.autocast():
-            batch, key = [queries[mine], query_mask[mine], numbers[mine]], (args.seed, TRAINING, update)
-            sampled = in_slices(sample, engines.gathered(policy), batch, packing.rollout_size, key=key, **sampling)
-            responses, response_mask, sampled_logprobs = sampled  # [B / world, R]
+            key = args.seed, TRAINING, update
+            responses, response_mask, sampled_logprobs = sample(
+                policy, queries[mine], query_mask[mine], numbers[mine], packing.rollout_n, key
+            )  # [B / world, R]
             run.lap("rollout")
 
             # ---- 2. Scores: the rewards, and the log-probs that the KL and the ratio start from ----------------------
-            batch = [queries[mine], query_mask[mine], responses, response_mask]
+            batch = Batch(queries[mine], query_mask[mine], responses, response_mask)
             ref_logprobs, _ = in_slices(response_logprobs, reference, batch, size, n)
             old_logprobs = sampled_logprobs  # With one step these serve the logged KL and entropy.
             if not one_step or args.sampler != "own" or args.overlap:
                 # The ratio compares two forwards of the same code, so that it starts at 1 up to rounding. [GEN-9]
                 old_logprobs, _ = in_slices(response_logprobs, policy, batch, size, n)
-            values = score(rows[mine], batch, n)  # [B / world, F]
+            rewards_of_each = score(rows[mine], batch, n)  # [B / world, F]
         # Advantages, minibatches and metrics need the whole batch, so gather it once. Until phase 5 takes its
         # shares, every tensor holds the whole batch, on every process. [REW-7]
-        responses, response_mask, sampled_logprobs, old_logprobs, ref_logprobs, values = accelerator.gather(
-            (responses, response_mask, sampled_logprobs, old_logprobs, ref_logprobs, values)
+        responses, response_mask, sampled_logprobs, old_logprobs, ref_logprobs, rewards_of_each = accelerator.gather(
+            (responses, response_mask, sampled_logprobs, old_logprobs, ref_logprobs, rewards_of_each)
         )
-        batch = [queries, query_mask, responses, response_mask]  # [B, Q], [B, Q], [B, R], [B, R]
+        batch = Batch(queries, query_mask, responses, response_mask)
         run.lap("scores")
 
         # ---- 3. Rewards: the score of each response ------------------------------------------------------------------
@@ -557,12 +554,9 @@ def main(args: Args):
         #   response_mask   1    1    1    0    0      the stop token is an action as well: it has a log-prob and a KL
         ended = has_stopped(responses, response_mask, stop_ids)  # [B]
         # NaN means that a reward does not apply to this kind of prompt. [REW-4]
-        scores = (values * score.weights).nansum(1)  # [B]
+        scores = (rewards_of_each * score.weights).nansum(1)  # [B]
         scores = missing_eos_scores(scores, ended, args.missing_eos_penalty, args.missing_eos_mode)  # [B]
         scores = overlong_scores(scores, response_mask, args.soft_overlong)  # [B]
-        # The logged KL and entropy are those of the policy that sampled, which --overlap makes one update old.
-        logged = sampled_logprobs if args.overlap else old_logprobs
-        kl = logged - ref_logprobs  # [B, R], 0 at padding
 
         # ---- 4. Advantages -------------------------------------------------------------------------------------------
         advantages = grpo_advantages(scores, k, args.scale_advantages)  # [B, 1], for all tokens of a response
@@ -571,9 +565,9 @@ def main(args: Args):
         # In the mean over tokens, those without an advantage only make the gradient of the others smaller. [GRPO-8]
         is_kept &= ~in_equal_group(scores, k) | (not args.mask_equal)
         is_action = response_mask & is_kept.unsqueeze(1)  # [B, R]
-        # Another engine's policy is not quite this one, which a weight on each action makes up for. [GEN-15]
+        # Another engine's policy, or that of an update ago, is not quite this one. Weights make up for it. [GEN-15]
         logratio = old_logprobs - sampled_logprobs  # [B, R]
-        advantages, of_sampler = utils.correct_for_sampler(advantages, logratio, response_mask, args)
+        advantages, weight_metrics = utils.correct_for_sampler(advantages, logratio, response_mask, args)
 
         # ---- 5. Optimise: micro-batches add up to exactly one gradient for each minibatch ----------------------------
         policy.train()  # Every dropout is 0. Training mode only lets gradient checkpointing work.
@@ -584,13 +578,19 @@ def main(args: Args):
             for number, minibatch in enumerate(shuffle):
                 num_actions = is_action[minibatch].sum().clamp(min=1)  # of the whole minibatch, over all processes
                 micro_batches = minibatch.chunk(world)[rank].split(size)
-                for i, (m, micro_batch) in enumerate(utils.parts(batch, micro_batches)):
+                for i, (m, micro_batch) in enumerate(utils.split(batch, micro_batches)):
                     with engines.accumulate(accelerator, policy, is_last=i + 1 == len(micro_batches)):
                         logprobs, entropies = response_logprobs(policy, micro_batch, n)  # [M, R]
                         # With one step per rollout the policy is compared with itself, so the ratio is exactly 1 and
                         # rounding cannot trigger the clip. [RLOO-7]
                         old = logprobs.detach() if one_step else old_logprobs[m]
-                        losses, logratio, clipped = policy_loss(logprobs, old, response_mask[m], advantages[m], *ranges)
+                        given = logprobs, old, response_mask[m], advantages[m], args.cliprange, args.cliprange_high
+                        if args.objective == "gspo":
+                            losses, logratio, clipped = gspo_policy_loss(*given)  # [M, R]
+                        elif args.objective == "cispo":
+                            losses, logratio, clipped = cispo_policy_loss(*given)
+                        else:
+                            losses, logratio, clipped = grpo_policy_loss(*given)
                         kl_losses = kl_estimates(
                             logprobs, ref_logprobs[m], logratio if args.kl_times_ratio else None
                         )  # [M, R], 0 at padding
@@ -598,41 +598,43 @@ def main(args: Args):
                         weights = loss_weights(is_action[m], len(minibatch), num_actions, args.loss_normalization)
                         loss = ((losses + args.kl_coef * kl_losses) * weights).sum()
                         accelerator.backward(loss * world)  # The engines average over processes, but we sum. [OPT-6]
-                    means.add("loss/policy_avg", losses, is_action[m])
-                    means.add("loss/kl_avg", kl_losses, is_action[m])
-                    means.add("policy/approxkl_avg", 0.5 * logratio**2, is_action[m])  # of an action [LOG-3]
-                    means.add("policy/clipfrac_avg", clipped, is_action[m])
-                    means.add("policy/entropy_avg", entropies, response_mask[m])
-                    means.add("ratio_minus_1", logratio.expm1(), is_action[m])
-                    means.add("ratio_minus_1_squared", logratio.expm1() ** 2, is_action[m])
-                    if epoch == number == 0:  # Before the first step these show rounding alone. [LOG-6]
+                    of_actions = {
+                        "loss/policy_avg": losses,
+                        "loss/kl_avg": kl_losses,
+                        "policy/approxkl_avg": 0.5 * logratio**2,  # of an action [LOG-3]
+                        "policy/clipfrac_avg": clipped,
+                    }
+                    means.add(of_actions, is_action[m])
+                    means.add({"policy/entropy_avg": entropies}, response_mask[m])
+                    means.add_ratios(logratio, is_action[m])
+                    if epoch == number == 0:  # Before the first step only rounding, or --overlap, shows here. [LOG-6]
                         means.add_max("val/logprob_gap", (logprobs - sampled_logprobs[m]).abs())
                         means.add_max("val/first_ratio", logratio.abs().clamp(max=20).exp())
                 norm = engines.step(accelerator, policy, optimizer, args.max_grad_norm, run, f"minibatch {number + 1}")
-                means.add("policy/grad_norm", norm)
+                means.add({"policy/grad_norm": norm})
         run.lap("optimise")
 
         # ---- 6. Log --------------------------------------------------------------------------------------------------
-        metrics = means.reduce(accelerator) | score.by_name(values, "objective/") | score.seconds | of_sampler
-        ratio_minus_1 = metrics.pop("ratio_minus_1")
-        metrics |= {
+        # The logged KL and entropy are those of the policy that sampled, which --overlap makes one update old.
+        logged = sampled_logprobs if args.overlap else old_logprobs
+        logged_kl = (logged - ref_logprobs).sum(1)  # [B]
+        metrics = means.reduce(accelerator) | score.by_name(rewards_of_each, "objective/") | score.seconds
+        metrics |= weight_metrics | {
             "epoch": update * (B // k) / len(prompts),
             "lr": lr,
             "objective/scores": scores.mean(),
-            "objective/kl": kl.sum(1).mean(),
+            "objective/kl": logged_kl.mean(),
             "objective/entropy": -(logged * response_mask).sum(1).mean(),  # without padding [LOG-1]
-            "val/ratio": 1 + ratio_minus_1,
-            "val/ratio_var": metrics.pop("ratio_minus_1_squared") - ratio_minus_1**2,  # of actions [LOG-4]
             "val/equal_scores": in_equal_group(scores, k).float().mean(),
             "val/num_eos_tokens": (response_mask & (responses == tokenizer.eos_token_id)).sum(),
             "val/num_stop_token_ids": ended.sum() if len(stop_ids) else 0,
             "val/sequence_lengths": response_mask.sum(1).float().mean(),
         }
-        samples = rows, responses, response_mask, ended, scores, kl.sum(1)
+        shown = rows, responses, response_mask, ended, scores, logged_kl
         if run.is_eval_due(update):
-            of_eval, of_eval_samples = evaluate(policy, sample, reference, score, held_out, stop_ids, args, accelerator)
-            metrics, samples = metrics | of_eval, of_eval_samples or samples
-        run.log(update, metrics, samples)
+            of_eval, of_eval_shown = evaluate(policy, sample, reference, score, held_out, stop_ids, args, accelerator)
+            metrics, shown = metrics | of_eval, of_eval_shown or shown
+        run.log(update, metrics, shown)
         run.checkpoint_if_due(update, policy, optimizer)
     return run.finish(policy)  # the model folder with its card, before -> after, and the upload
 

@@ -38,7 +38,7 @@ from typing import Literal
 from rlhf_details import utils
 from rlhf_details.plumbing import cli, data, engines, models, overlap, rewards
 from rlhf_details.plumbing.run import Run
-from rlhf_details.utils import EVALUATION, TRAINING, in_slices
+from rlhf_details.utils import EVALUATION, TRAINING, Batch, in_slices
 
 import torch
 from torch import nn
@@ -247,12 +247,9 @@ def load_models(args, device):
     """Returns (tokenizer, policy with its critic, reference, reward model or None), all in fp32 and without dropout."""
     tokenizer = models.load_tokenizer(args.sft_model_path, "--sft_model_path", args)
     model = utils.disable_dropout(models.load_policy(args.sft_model_path, "--sft_model_path", args))
-    if args.lora_rank:  # The reference is the same model with its adapters switched off.
-        model = models.add_adapters(model, args.lora_rank)
-        reference = models.without_adapters(Policy(model, args.temperature))
-    else:  # The reference is a copy of the initial policy. If it were the same object, the KL would stay 0. [MODEL-4]
-        frozen = utils.disable_dropout(models.load_policy(args.sft_model_path, "--sft_model_path", args))
-        reference = Policy(frozen, args.temperature).requires_grad_(False)
+    model = models.add_adapters(model, args.lora_rank)
+    # The reference is a copy of the initial policy. If it were the same object, the KL would stay 0. [MODEL-4]
+    reference = models.frozen_copy(Policy(model, args.temperature))
     reward_model = None
     if args.reward_model_path:
         reward_model = utils.disable_dropout(models.load_reward_model(args.reward_model_path, args))
@@ -266,7 +263,7 @@ def load_models(args, device):
         trunk = models.load_reward_model(args.sft_model_path, args, "--sft_model_path", allow_untrained=True)
         critic = Reward(utils.disable_dropout(trunk))
         nn.init.zeros_(critic.model.score.weight)
-    if args.value_model == "separate" and args.lora_rank:
+    if args.value_model == "separate":
         models.add_adapters(critic.model, args.lora_rank)  # The head is trained as a whole.
     if reward_model:
         reward_model = reward_model.requires_grad_(False).to(device).eval()
@@ -274,50 +271,47 @@ def load_models(args, device):
 
 
 # ---- from tokens to log-probs and scores -----------------------------------------------------------------------------
-def join(queries, query_mask, responses, response_mask):
+def join(batch):
     """Rows of a prompt and its response, as the models read them.
 
         tokens   .  p  p  p  a  b  EOS  .        Q = 4 (left-padded), R = 4 (right-padded)
         index             3  4  5   6            column Q - 1 + t predicts token t and values the state before it; here
                                                  6 is the state after the end, which has a value and predicts nothing
-    Args: queries, query_mask [M, Q]; responses, response_mask [M, R].
     Returns: tokens, mask, positions [M, L] with L = Q + R, and index [R], the columns Q - 1 .. Q + R - 2.
     """
-    mask = torch.cat([query_mask, response_mask], 1)  # [M, L]
+    tokens = torch.cat([batch.queries, batch.responses], 1)  # [M, L]
+    mask = torch.cat([batch.query_mask, batch.response_mask], 1)  # [M, L]
     # The logits in the column before a token predict it. [GEN-7]
-    index = torch.arange(responses.size(1), device=mask.device) + queries.size(1) - 1
-    return torch.cat([queries, responses], 1), mask, utils.positions_from_mask(mask), index
+    index = torch.arange(batch.responses.size(1), device=mask.device) + batch.queries.size(1) - 1
+    return tokens, mask, utils.positions_from_mask(mask), index
 
 
 def response_logprobs(policy, batch):
-    """Log-probs, entropies and, where the policy has a critic, values, [M, R] fp32 and 0 where masked.
-
-    Args: batch (queries, query_mask, responses, response_mask). Values are masked by value_mask.
-    """
-    R = batch[2].size(1)
+    """Log-probs, entropies and, where the policy has a critic, values of a Batch, [M, R] fp32 and 0 where masked."""
+    R = batch.responses.size(1)
     batch = utils.trim(batch, extra=1)  # one column more for the state after the end
-    outputs = policy(*join(*batch), labels=batch[2])  # each [M, width]
-    masks = batch[3], batch[3], value_mask(batch[3])
+    logprobs, entropies, *values = policy(*join(batch), labels=batch.responses)  # each [M, width]
     # Padding holds zeros and no sentinel, so that sums over a row need no mask. [REW-6]
-    # A reference has no critic, and then there are two outputs for the three masks.
-    return [nn.functional.pad(x * m, (0, R - x.size(1))) for x, m in zip(outputs, masks, strict=False)]
+    outputs = [logprobs * batch.response_mask, entropies * batch.response_mask]
+    outputs += [x * value_mask(batch.response_mask) for x in values]  # none from a reference, which has no critic
+    return [nn.functional.pad(x, (0, R - x.size(1))) for x in outputs]
 
 
 def response_scores(reward_model, batch):
     """Scores [M] fp32: the reward model's output at the last real token of each response."""
     batch = utils.trim(batch)
-    tokens, mask, positions, _ = join(*batch)
+    tokens, mask, positions, _ = join(batch)
     # The mask says which token is the last. Pad may equal EOS, so a search for an id could go wrong. [REW-2]
-    last = batch[0].size(1) + batch[3].sum(1, keepdim=True) - 1  # [M, 1]
+    last = batch.queries.size(1) + batch.response_mask.sum(1, keepdim=True) - 1  # [M, 1]
     return reward_model(tokens, mask, positions, last).squeeze(1)
 
 
 def full_kl(policy, batch, reference):
     """The exact KL of the next-token distributions, the sum of p (log p - log p_ref) over the vocabulary: [[M, R]]."""
-    R = batch[2].size(1)
+    R = batch.responses.size(1)
     batch = utils.trim(batch, extra=1)
-    logp, ref_logp = (model(*join(*batch)).log_softmax(-1) for model in (policy, reference))  # [M, width, V]
-    kl = (logp.exp() * (logp - ref_logp)).sum(-1) * batch[3]
+    logp, ref_logp = (model(*join(batch)).log_softmax(-1) for model in (policy, reference))  # [M, width, V]
+    kl = (logp.exp() * (logp - ref_logp)).sum(-1) * batch.response_mask
     return [nn.functional.pad(kl, (0, R - kl.size(1)))]
 
 
@@ -468,7 +462,7 @@ def shuffled_episodes(num_episodes, num_mini_batches, device, *coordinates):
 def evaluate(policy, sample, reference, score, prompts, stop_ids, end_ids, args, accelerator):
     """One response to each held-out prompt, with noise of its own, and what it scores.
 
-    Returns: ({"eval/objective/..": mean over the prompts}, samples to show); call it on every process.
+    Returns: ({"eval/objective/..": mean over the prompts}, episodes to show); call it on every process.
     """
     if not prompts:
         return {}, None
@@ -476,25 +470,23 @@ def evaluate(policy, sample, reference, score, prompts, stop_ids, end_ids, args,
     numbers = data.my_share(len(prompts), accelerator)  # padded, so that all processes have equally many
     rows = [prompts[i % len(prompts)] for i in numbers.tolist()]
     queries, query_mask = utils.left_pad([row.ids for row in rows], accelerator.device)
-    sampling = dict(n=1, response_length=args.response_length, stop_ids=stop_ids)
+    key = args.seed, EVALUATION, 0
     with accelerator.autocast():
-        batch, size, key = [queries, query_mask, numbers], args.rollout_micro_batch_size, (args.seed, EVALUATION, 0)
-        sampled = in_slices(sample, engines.gathered(policy), batch, size, key=key, **sampling)
-        responses, response_mask, logprobs = sampled  # [N / world, R]
-        batch = [queries, query_mask, responses, response_mask]
+        responses, response_mask, logprobs = sample(policy, queries, query_mask, numbers, 1, key)  # [N / world, R]
+        batch = Batch(queries, query_mask, responses, response_mask)
         ref_logprobs, _ = in_slices(response_logprobs, reference, batch, args.micro_batch_size)
         scored_mask, ended = truncate_response(responses, response_mask, end_ids, args.truncate_after)
-        values = score(rows, [queries, query_mask, responses, scored_mask])  # [N / world, F]
-    # The sampler's own log-probs are enough for the KL, because no ratio follows.
-    gathered = accelerator.gather((responses, scored_mask, ended, (logprobs - ref_logprobs).sum(1), values))
-    responses, scored_mask, ended, kl, values = (x[: len(prompts)] for x in gathered)
-    scores = (values * score.weights).nansum(1)
+        rewards_of_each = score(rows, batch._replace(response_mask=scored_mask))  # [N / world, F]
+    # These log-probs are enough for the KL, because no ratio follows.
+    gathered = accelerator.gather((responses, scored_mask, ended, (logprobs - ref_logprobs).sum(1), rewards_of_each))
+    responses, scored_mask, ended, kl, rewards_of_each = (x[: len(prompts)] for x in gathered)
+    scores = (rewards_of_each * score.weights).nansum(1)
     scores = missing_eos_scores(scores, ended, args.missing_eos_penalty, args.missing_eos_mode)
     lengths = scored_mask.sum(1).float()
     metrics = {"scores": scores.mean(), "kl": kl.mean(), "length": lengths.mean(), "ended": ended.float().mean()}
-    metrics |= score.by_name(values, spread=True) | {"scores_std": scores.std(correction=0)}
-    samples = prompts, responses, scored_mask, ended, scores, kl
-    return utils.numbers({f"eval/objective/{name}": value for name, value in metrics.items()}), samples
+    metrics |= score.by_name(rewards_of_each, spread=True) | {"scores_std": scores.std(correction=0)}
+    shown = prompts, responses, scored_mask, ended, scores, kl
+    return utils.numbers({f"eval/objective/{name}": x for name, x in metrics.items()}), shown
 
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
@@ -522,7 +514,7 @@ def main(args: Args):
     accelerator = engines.start(args)  # one process, DDP, FSDP2 or DeepSpeed; it seeds, and trains missing toy stages
     device, world, rank = accelerator.device, accelerator.num_processes, accelerator.process_index
     B, R = args.batch_size, args.response_length
-    size, rollout_size = args.micro_batch_size, args.rollout_micro_batch_size
+    size = args.micro_batch_size
     numbers = torch.arange(B, device=device)  # [B], of the episodes
     mine = slice(rank * B // world, (rank + 1) * B // world)  # those of this process
 
@@ -533,13 +525,12 @@ def main(args: Args):
     end_ids = end_ids if len(end_ids) else stop_ids  # [S], the tokens that a complete response may end with
     prompts, held_out = data.load_prompts(args, tokenizer, room=models.context(policy, reward_model) - R)
     score = rewards.Scorer(args, accelerator, tokenizer, reward_model, response_scores, size, end_ids)
-    score.check_columns(prompts, held_out)  # score(rows, batch) gives F values a row, NaN where one does not apply.
+    score.check_columns(prompts, held_out)  # score(rows, batch) gives F rewards a row, NaN where one does not apply.
     # Set eps and weight decay explicitly, so that the recipe does not depend on torch's defaults. [OPT-4]
     adam = dict(lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay, fused=True)
     # The optimiser holds the value model's weights as well. [PPO-4]
     optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], **adam)
     policy, optimizer = engines.prepare(args, accelerator, policy, optimizer, reference, reward_model)
-    sampling = dict(n=1, response_length=R, stop_ids=stop_ids)
     num_updates = math.ceil(args.total_episodes / B)  # Round up, so that at least total_episodes are sampled. [OPT-10]
     run = Run(args, accelerator, tokenizer, num_updates, prompts, [held_out, reference, reward_model])
 
@@ -548,7 +539,7 @@ def main(args: Args):
         return prompts.of_update(update, B, args.seed)
 
     # utils.sample, or what gives the same three tensors in its place: vLLM, or a thread that samples an update ahead
-    sample = overlap.sampler(args, run, [*prompts, *held_out], prompts_of, rollout_size)
+    sample = overlap.sampler(args, run, [*prompts, *held_out], prompts_of, stop_ids)
     state = run.resume(policy, optimizer, {"kl_coef": args.kl_coef, "adam_step": 0, "moments": (0, 0.0, 0.0)})
     if run.first_update == 1:
         run.log(0, *evaluate(policy, sample, reference, score, held_out, stop_ids, end_ids, args, accelerator))
@@ -562,13 +553,14 @@ def main(args: Args):
         queries, query_mask = utils.left_pad([row.ids for row in rows], device)  # [B, Q]
         policy.eval()
         with torch.no_grad(), accelerator.autocast():
-            batch, key = [queries[mine], query_mask[mine], numbers[mine]], (args.seed, TRAINING, update)
-            sampled = in_slices(sample, engines.gathered(policy), batch, rollout_size, key=key, **sampling)
-            responses, response_mask, sampled_logprobs = sampled  # [B / world, R]
+            key = args.seed, TRAINING, update
+            responses, response_mask, sampled_logprobs = sample(
+                policy, queries[mine], query_mask[mine], numbers[mine], 1, key
+            )  # [B / world, R]
             run.lap("rollout")
 
             # ---- 2. Scores: the rewards, and the log-probs and values that the advantages start from -----------------
-            batch = [queries[mine], query_mask[mine], responses, response_mask]
+            batch = Batch(queries[mine], query_mask[mine], responses, response_mask)
             ref_logprobs, _ = in_slices(response_logprobs, reference, batch, size)
             # The ratio compares two forwards of the same code, so that it starts at 1 up to rounding. [GEN-9]
             old_logprobs, _, values = in_slices(response_logprobs, policy, batch, size)
@@ -578,14 +570,16 @@ def main(args: Args):
                 kl_penalties = kl_penalty(old_logprobs, ref_logprobs, args.kl_penalty)
             # The reward model reads what a human would read. [GEN-14]
             scored_mask, ended = truncate_response(responses, response_mask, end_ids, args.truncate_after)
-            reward_values = score(rows[mine], [*batch[:3], scored_mask])  # [B / world, F]
+            rewards_of_each = score(rows[mine], batch._replace(response_mask=scored_mask))  # [B / world, F]
         # Whitening, minibatches and metrics need the whole batch, so gather it once. Until phase 5 takes its
         # shares, every tensor holds the whole batch, on every process. [REW-7]
         responses, response_mask, sampled_logprobs, old_logprobs, ref_logprobs = accelerator.gather(
             (responses, response_mask, sampled_logprobs, old_logprobs, ref_logprobs)
         )
-        kl_penalties, values, reward_values, ended = accelerator.gather((kl_penalties, values, reward_values, ended))
-        batch = [queries, query_mask, responses, response_mask]  # [B, Q], [B, Q], [B, R], [B, R]
+        kl_penalties, values, rewards_of_each, ended = accelerator.gather(
+            (kl_penalties, values, rewards_of_each, ended)
+        )
+        batch = Batch(queries, query_mask, responses, response_mask)
         run.lap("scores")
 
         # ---- 3. Rewards: one for each token --------------------------------------------------------------------------
@@ -598,7 +592,7 @@ def main(args: Args):
         #   rewards        -cK  -cK  -cK  -cK  -cK + score      where, if unfinished, it paid missing_eos_penalty
         #
         # NaN means that a reward does not apply to this kind of prompt. [REW-4]
-        scores = (reward_values * score.weights).nansum(1)  # [B]
+        scores = (rewards_of_each * score.weights).nansum(1)  # [B]
         scores = missing_eos_scores(scores, ended, args.missing_eos_penalty, args.missing_eos_mode)  # [B]
         if args.score_scaling or args.score_norm:
             state["moments"] = merge_moments(state["moments"], scores)
@@ -618,9 +612,9 @@ def main(args: Args):
         advantages, returns = compute_gae(rewards_of_tokens, values, args.gamma, args.lam)  # [B, R]
         if args.normalize_advantage:
             advantages = utils.masked_whiten(advantages, response_mask)  # over all response tokens [PPO-10]
-        # Another engine's policy is not quite this one, which a weight on each action makes up for. [GEN-15]
+        # Another engine's policy, or that of an update ago, is not quite this one. Weights make up for it. [GEN-15]
         logratio = old_logprobs - sampled_logprobs  # [B, R]
-        advantages, of_sampler = utils.correct_for_sampler(advantages, logratio, response_mask, args)
+        advantages, weight_metrics = utils.correct_for_sampler(advantages, logratio, response_mask, args)
 
         # ---- 5. Optimise: micro-batches add up to exactly one gradient for each minibatch ----------------------------
         policy.train()  # Every dropout is 0. Training mode only lets gradient checkpointing work.
@@ -631,12 +625,13 @@ def main(args: Args):
             shuffle = shuffled_episodes(B, args.num_mini_batches, device, args.seed, update, epoch)
             epoch_kl = 0.0
             for number, minibatch in enumerate(shuffle):
+                of_minibatch = utils.Means(device)
                 # Both counts are those of the whole minibatch, over all processes.
                 num_actions, num_states = response_mask[minibatch].sum(), state_mask[minibatch].sum()
                 share = minibatch.chunk(world)[rank]
                 # Rows of similar lengths share a micro-batch, since it is as wide as its longest rows.
                 micro_batches = share[lengths[share].argsort(stable=True)].split(size)
-                for i, (m, micro_batch) in enumerate(utils.parts(batch, micro_batches)):
+                for i, (m, micro_batch) in enumerate(utils.split(batch, micro_batches)):
                     with engines.accumulate(accelerator, policy, is_last=i + 1 == len(micro_batches)):
                         logprobs, entropies, new_values = response_logprobs(policy, micro_batch)  # [M, R]
                         losses, logratio, clipped = ppo_policy_loss(
@@ -650,23 +645,30 @@ def main(args: Args):
                         # The value loss is an average over states. There is no entropy bonus. [PPO-14]
                         loss = loss + args.vf_coef * value_losses.sum() / num_states
                         accelerator.backward(loss * world)  # The engines average over processes, but we sum. [OPT-6]
-                    means.add("loss/policy_avg", losses, response_mask[m])
-                    means.add("loss/value_avg", value_losses, state_mask[m])
-                    means.add("policy/approxkl_avg", 0.5 * logratio**2, response_mask[m])  # of an action [LOG-3]
-                    means.add("policy/clipfrac_avg", clipped, response_mask[m])
-                    means.add("policy/entropy_avg", entropies, response_mask[m])
-                    means.add("ratio_minus_1", logratio.expm1(), response_mask[m])
-                    means.add("ratio_minus_1_squared", logratio.expm1() ** 2, response_mask[m])
-                    means.add("val/clipfrac_avg", value_clipped, state_mask[m])
-                    means.add("val/error", errors, state_mask[m])
-                    means.add("val/vpred", new_values, state_mask[m])
-                    if epoch == number == 0:  # Before the first step these show rounding alone. [LOG-6]
+                    of_actions = {
+                        "loss/policy_avg": losses,
+                        "policy/approxkl_avg": 0.5 * logratio**2,  # of an action [LOG-3]
+                        "policy/clipfrac_avg": clipped,
+                        "policy/entropy_avg": entropies,
+                    }
+                    of_states = {
+                        "loss/value_avg": value_losses,
+                        "val/clipfrac_avg": value_clipped,
+                        "val/error": errors,
+                        "val/vpred": new_values,
+                    }
+                    means.add(of_actions, response_mask[m])
+                    means.add(of_states, state_mask[m])
+                    of_minibatch.add({"kl": 0.5 * logratio**2}, response_mask[m])
+                    of_minibatch.add_ratios(logratio, response_mask[m])
+                    means.add_ratios(logratio, response_mask[m])
+                    if epoch == number == 0:  # Before the first step only rounding, or --overlap, shows here. [LOG-6]
                         means.add_max("val/logprob_gap", (old_logprobs[m] - sampled_logprobs[m]).abs())
                         means.add_max("val/first_ratio", logratio.abs().clamp(max=20).exp())
-                of_minibatch = means.since_last(accelerator)
-                epoch_kl += of_minibatch["policy/approxkl_avg"] / args.num_mini_batches  # a mean of minibatch means
+                moved = of_minibatch.reduce(accelerator)
+                epoch_kl += moved["kl"] / args.num_mini_batches  # a mean of minibatch means
                 # Skip the step: far from the sampling policy the clipped objective is unreliable. [PPO-17]
-                if args.ratio_threshold is not None and 1 + of_minibatch["ratio_minus_1"] > args.ratio_threshold:
+                if args.ratio_threshold is not None and moved["val/ratio"] > args.ratio_threshold:
                     engines.forget_gradient(accelerator, policy, optimizer)
                     num_skipped += 1
                     continue
@@ -674,20 +676,19 @@ def main(args: Args):
                 if args.tf_adam:
                     optimizer.param_groups[0]["eps"] = utils.tf_adam_eps(args.adam_eps, state["adam_step"])
                 norm = engines.step(accelerator, policy, optimizer, args.max_grad_norm, run, f"minibatch {number + 1}")
-                means.add("policy/grad_norm", norm)
+                means.add({"policy/grad_norm": norm})
             # Stop: the policy has moved too far from the one that sampled. [PPO-18]
             if args.target_kl is not None and epoch_kl > 1.5 * args.target_kl:
                 break
         run.lap("optimise")
 
         # ---- 6. Log --------------------------------------------------------------------------------------------------
-        metrics = means.reduce(accelerator) | score.by_name(reward_values, "objective/") | score.seconds | of_sampler
-        ratio_minus_1 = metrics.pop("ratio_minus_1")
+        metrics = means.reduce(accelerator) | score.by_name(rewards_of_each, "objective/") | score.seconds
         non_score_reward = -state["kl_coef"] * kl_penalties.sum(1).mean()  # added, before whitening [LOG-5]
         total_loss = metrics["loss/policy_avg"] + args.vf_coef * metrics["loss/value_avg"]
         value_mean, value_var = mean_and_variance(values, state_mask)
         returns_mean, returns_var = mean_and_variance(returns, state_mask)
-        metrics |= {
+        metrics |= weight_metrics | {
             "epoch": update * B / len(prompts),
             "lr": lr,
             "objective/scores": scores.mean(),
@@ -705,20 +706,18 @@ def main(args: Args):
             "val/mean": value_mean,
             "val/var": value_var,
             "val/var_explained": 1 - metrics["val/error"] / (returns_var + 1e-8),
-            "val/ratio": 1 + ratio_minus_1,
-            "val/ratio_var": metrics.pop("ratio_minus_1_squared") - ratio_minus_1**2,  # of actions [LOG-4]
             "val/equal_scores": (scores.amax() <= scores.amin()).float(),
             "val/num_eos_tokens": (response_mask & (responses == tokenizer.eos_token_id)).sum(),
             "val/num_stop_token_ids": ended.sum() if len(end_ids) else 0,
             "val/sequence_lengths": response_mask.sum(1).float().mean(),
         }
-        samples = rows, responses, response_mask, ended, scores, kl.sum(1)
+        shown = rows, responses, response_mask, ended, scores, kl.sum(1)
         if run.is_eval_due(update):
-            of_eval, of_eval_samples = evaluate(
+            of_eval, of_eval_shown = evaluate(
                 policy, sample, reference, score, held_out, stop_ids, end_ids, args, accelerator
             )
-            metrics, samples = metrics | of_eval, of_eval_samples or samples
-        run.log(update, metrics, samples)
+            metrics, shown = metrics | of_eval, of_eval_shown or shown
+        run.log(update, metrics, shown)
         if args.adaptive_kl:
             # Change the coefficient last: this batch's rewards and metrics used the old one. [PPO-16]
             mean_kl = kl.sum(1).mean().item()

@@ -32,7 +32,7 @@ from typing import Literal
 from rlhf_details import utils
 from rlhf_details.plumbing import cli, comparisons, data, engines, models, progress
 from rlhf_details.plumbing.run import Run
-from rlhf_details.utils import REWARD_DATA, in_slices
+from rlhf_details.utils import REWARD_DATA
 
 import torch
 from torch import nn
@@ -171,7 +171,7 @@ def load_model(args, device):
         if tokenizer.pad_token_id >= model.get_input_embeddings().num_embeddings:
             model.resize_token_embeddings(tokenizer.pad_token_id + 1)
     model.config.pad_token_id = tokenizer.pad_token_id
-    model = models.add_adapters(model, args.lora_rank) if args.lora_rank else model
+    model = models.add_adapters(model, args.lora_rank)
     return tokenizer, Reward(model).to(device)
 
 
@@ -186,12 +186,16 @@ def sample_responses(args, accelerator, prompts, n, purpose, stop_ids):
     model = utils.disable_dropout(models.load_policy(args.sft_model_path, "--sft_model_path", args))
     policy = Policy(model, args.temperature).to(accelerator.device).eval()
     queries, query_mask = utils.left_pad([ids for ids in prompts for _ in range(n)], accelerator.device)  # [N, Q]
-    batch = [queries, query_mask, torch.arange(len(queries), device=accelerator.device)]
-    sampler_args = 1, args.response_length, stop_ids.to(accelerator.device), (args.seed, REWARD_DATA, purpose)
-    with accelerator.autocast():
-        sampler = progress.counted(utils.sample, "sampling responses", len(queries))
-        responses, mask, _ = in_slices(sampler, policy, batch, 128 * n, *sampler_args)  # [N, R]
-    return [r[m].tolist() for r, m in zip(responses, mask, strict=True)]
+    rows = torch.arange(len(queries), device=accelerator.device)
+    how = dict(n=1, response_length=args.response_length, stop_ids=stop_ids.to(accelerator.device), size=128 * n)
+    found = []
+    for m in progress.each(utils.slices(len(rows), 128 * n), "sampling responses, slice by slice"):
+        with accelerator.autocast():
+            responses, mask, _ = utils.sample(
+                policy, queries[m], query_mask[m], rows[m], key=(args.seed, REWARD_DATA, purpose), **how
+            )  # [at most 128 * n, R]
+        found += [ids[real].tolist() for ids, real in zip(responses, mask, strict=True)]
+    return found
 
 
 def samples_to_normalise(args, accelerator, tokenizer, train, purpose):
@@ -333,8 +337,7 @@ def main(args: Args):
                 # Dividing by the whole minibatch's count makes micro-batches add up to its gradient. [OPT-5]
                 loss = losses.sum() / B
                 accelerator.backward(loss * world)  # The engines average over processes, but we sum. [OPT-6]
-            means.add("train/rm/loss", losses)
-            means.add("train/rm/accuracy", is_correct(scores, best))
+            means.add({"train/rm/loss": losses, "train/rm/accuracy": is_correct(scores, best)})
         norm = engines.step(accelerator, reward, optimizer, args.max_grad_norm, run, "minibatch 1")
         run.lap("optimise")
 

@@ -29,7 +29,7 @@ from rlhf_details import utils
 from rlhf_details.plumbing import cli, data, engines, models
 from rlhf_details.plumbing.evaluation import rouge_l
 from rlhf_details.plumbing.run import Run
-from rlhf_details.utils import EVALUATION, in_slices
+from rlhf_details.utils import EVALUATION
 
 import torch
 from torch import nn
@@ -174,7 +174,7 @@ def load_model(args, rows, device):
         tokenizer = models.load_tokenizer(args.base_model, "--base_model", args)
         model = models.load_policy(args.base_model, "--base_model", args)
     model = utils.disable_dropout(model)
-    model = models.add_adapters(model, args.lora_rank) if args.lora_rank else model
+    model = models.add_adapters(model, args.lora_rank)
     return tokenizer, LanguageModel(model, args.temperature).to(device)
 
 
@@ -222,21 +222,26 @@ def evaluate(language_model, rows, tokenizer, args, accelerator):
     prompts = [i for i, row in enumerate(rows) if row.ids and row.columns["prompt"]]  # Rows of `text` have none.
     with accelerator.autocast():
         for m in torch.arange(len(mine), device=device).split(size):
-            means.add("eval/sft/loss", token_losses(language_model, [x[m] for x in batch]))
+            means.add({"eval/sft/loss": token_losses(language_model, [x[m] for x in batch])})
         if prompts:
             share = data.my_share(len(prompts), accelerator)
             numbers = torch.tensor(prompts, device=device)[share % len(prompts)]
             mine = [rows[i] for i in numbers.tolist()]
-            batch = [*utils.left_pad([row.ids for row in mine], device), numbers]
-            stop_ids = models.stop_ids(tokenizer, "eos", "--eval_dataset", device)  # [S]
-            sampling = dict(
-                n=1, response_length=args.response_length, stop_ids=stop_ids, key=(args.seed, EVALUATION, 0)
+            queries, query_mask = utils.left_pad([row.ids for row in mine], device)
+            responses, response_mask, _ = utils.sample(
+                engines.gathered(language_model),
+                queries,
+                query_mask,
+                numbers,
+                n=1,
+                response_length=args.response_length,
+                stop_ids=models.stop_ids(tokenizer, "eos", "--eval_dataset", device),
+                key=(args.seed, EVALUATION, 0),
+                size=size,
             )
-            sampler = engines.gathered(language_model)
-            responses, response_mask, _ = in_slices(utils.sample, sampler, batch, size, **sampling)
             references = [data.as_text(tokenizer, row.columns["completion"]) for row in mine]
             pairs = zip(models.decode(tokenizer, responses, response_mask), references, strict=True)
-            means.add("eval/sft/rougeL", torch.tensor([rouge_l(*pair) for pair in pairs]), share < len(prompts))
+            means.add({"eval/sft/rougeL": torch.tensor([rouge_l(*pair) for pair in pairs])}, share < len(prompts))
     metrics = means.reduce(accelerator)
     return metrics | {"eval/sft/perplexity": math.exp(metrics["eval/sft/loss"])}
 
@@ -299,7 +304,7 @@ def main(args: Args):
                 # short rows more weight. [SFT-3]
                 loss = losses.sum() / num_targets
                 accelerator.backward(loss * world)  # The engines average over processes, but we sum. [OPT-6]
-            means.add("train/sft/loss", losses)
+            means.add({"train/sft/loss": losses})
         norm = engines.step(accelerator, language_model, optimizer, args.max_grad_norm, run, "minibatch 1")
         run.lap("optimise")
 

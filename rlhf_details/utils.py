@@ -11,6 +11,7 @@ import functools
 import math
 import re
 from datetime import datetime
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -166,46 +167,50 @@ def positions_from_mask(mask):
     return (mask.cumsum(-1) - 1).clamp(min=0)  # Otherwise GPT-2's learnt positions would count the padding. [DATA-6]
 
 
+class Batch(NamedTuple):
+    """Queries and the responses to them."""
+
+    queries: torch.Tensor  # [B, Q] int64, left-padded
+    query_mask: torch.Tensor  # [B, Q] bool
+    responses: torch.Tensor  # [B, R] int64, right-padded
+    response_mask: torch.Tensor  # [B, R] bool, True up to and including the token that ended the response
+    widths: tuple = ()  # of `split`: the first column with a query's token, and the length of the longest response
+
+
+def split(batch, parts):
+    """[(part, its Batch with the widths)] for parts of a Batch's rows. Args: parts, a list of row numbers or slices."""
+    first = [batch.query_mask[m].any(0).int().argmax() for m in parts]
+    longest = [batch.response_mask[m].sum(1).max() for m in parts]
+    # To know a width the host waits for the device. So it asks for those of all parts together.
+    widths = torch.stack([torch.stack(first), torch.stack(longest)], 1).tolist()
+    return [(m, Batch(*(x[m] for x in batch[:4]), known)) for m, known in zip(parts, widths, strict=True)]
+
+
+def slices(num_rows, size):
+    """Slices of `size` rows each; the last may be shorter."""
+    return [slice(start, start + size) for start in range(0, num_rows, size)]
+
+
 def trim(batch, extra=0):
-    """The batch (queries, query_mask, responses, response_mask) without the columns that are padding in every row.
+    """The Batch without the columns that are padding in every row.
 
-    A batch of `parts` also holds its widths. extra: how many columns to keep after the longest response (PPO's value
-    model reads one more).
+    extra: how many columns to keep after the longest response (PPO's value model reads one more).
     """
-    queries, query_mask, responses, response_mask, *known = batch
-    first, width = known[0] if known else widths(batch, [slice(None)])[0]
-    width += extra
-    return queries[:, first:], query_mask[:, first:], responses[:, :width], response_mask[:, :width]
+    first, width = batch.widths or split(batch, [slice(None)])[0][1].widths
+    return Batch(
+        batch.queries[:, first:],
+        batch.query_mask[:, first:],
+        batch.responses[:, : width + extra],
+        batch.response_mask[:, : width + extra],
+    )
 
 
-def widths(batch, parts):
-    """[first column with a token of a query, length of the longest response] of each part of a batch's rows.
+def in_slices(function, model, batch, size, *rest):
+    """Calls function(model, part, *rest) for parts of `size` rows of a Batch, and joins what it returns, a list.
 
-    To know them the host must wait for the device, so it asks for those of all parts together.
+    The size bounds memory and changes no result.
     """
-    _, query_mask, _, response_mask = batch
-    found = [(query_mask[m].any(0).int().argmax(), response_mask[m].sum(1).max()) for m in parts]
-    return torch.stack([x for pair in found for x in pair]).reshape(-1, 2).tolist()
-
-
-def parts(batch, rows):
-    """Yields (rows, part of the batch with its widths for `trim`) for each part. Args: rows, numbers or slices."""
-    for m, known in zip(rows, widths(batch, rows), strict=True):
-        yield m, [*(x[m] for x in batch), known]
-
-
-def slices(batch, size):
-    """Yields `size` rows of a batch at a time."""
-    rows = [slice(start, start + size) for start in range(0, len(batch[0]), size)]
-    return (part for _, part in parts(batch, rows)) if len(batch) == 4 else ([x[m] for x in batch] for m in rows)
-
-
-def in_slices(function, model, batch, size, *rest, **options):
-    """Calls function(model, slice, *rest, **options) for slices of `size` rows of a batch, and joins what it returns.
-
-    The size bounds memory and changes no result. Args: batch, a list of tensors with as many rows. Returns: a list.
-    """
-    found = (function(model, rows, *rest, **options) for rows in slices(batch, size))
+    found = [function(model, part, *rest) for _, part in split(batch, slices(len(batch.queries), size))]
     return [torch.cat(results) for results in zip(*found, strict=True)]
 
 
@@ -339,18 +344,27 @@ def gumbel_of_bits(bits):
 
 
 # ---- the sampler -----------------------------------------------------------------------------------------------------
-@torch.no_grad()
-def sample(policy, batch, n, response_length, stop_ids, key):
+def sample(policy, queries, query_mask, rows, n, response_length, stop_ids, key, size):
     """A response to each query, token by token from softmax(logits / T), without top-k, top-p or a generation_config.
 
     A token is argmax(logits / T + Gumbel noise), which is a draw from the softmax. The noise depends on (key, number of
     the row, step, token id) alone, so rows may be grouped, sliced and spread over processes at will.
     Args: policy(tokens, mask, positions, index, cache=cache) -> logits / T [.., len(index), V], in eval mode, where the
-    mask is None if nothing is padding; batch: queries, query_mask [B, Q], where n adjacent rows hold the same prompt,
-    and each row's global number [B]; stop_ids [S], which may be empty; key, e.g. (seed, TRAINING, update).
+    mask is None if nothing is padding; queries, query_mask [B, Q], where n adjacent rows hold the same prompt; rows
+    [B], each one's global number; stop_ids [S], which may be empty; key, e.g. (seed, TRAINING, update); size, how many
+    rows are sampled at a time, a multiple of n.
     Returns: responses [B, R] int64, mask [B, R] bool (True up to and including the stop token), log-probs [B, R] fp32.
     """
-    queries, query_mask, rows = batch
+    found = [
+        sample_slice(policy, queries[m], query_mask[m], rows[m], n, response_length, stop_ids, key)
+        for m in slices(len(rows), size)
+    ]
+    return [torch.cat(results) for results in zip(*found, strict=True)]
+
+
+@torch.no_grad()
+def sample_slice(policy, queries, query_mask, rows, n, response_length, stop_ids, key):
+    """As `sample`, of all rows at once."""
     # The prompt of a row is computed once: [P, Q] with P = B / n.
     queries, query_mask = queries[::n], query_mask[::n]
     first, num_real = torch.stack([query_mask.any(0).int().argmax(), query_mask.sum()]).tolist()
@@ -443,36 +457,41 @@ def numbers(metrics):
 
 
 class Means:
-    """Named means over all that is added, on all processes: a sum and a count for each name."""
+    """Named means over all that is added, on all processes."""
 
     def __init__(self, device):
         self.device, self.dtype = device, float_of(device)
-        self.sums, self.highest, self.before = {}, {}, {}
+        self.sums, self.highest = {}, {}  # {name: [sum, count]}, {name: highest entry}
 
-    def add(self, name, x, mask=None):
-        """Adds the entries of x where mask (same shape, None: everywhere) is True. x may be a number."""
-        x = x.detach() if isinstance(x, torch.Tensor) else torch.full((), x, device=self.device)
-        x = x.to(self.device, self.dtype)
-        mask = torch.ones_like(x, dtype=torch.bool) if mask is None else mask
-        new = torch.stack([x.where(mask, torch.zeros_like(x)).sum(), mask.sum()])
-        self.sums[name] = self.sums.get(name, 0) + new
+    def add(self, entries, mask=None):
+        """Adds {name: tensor or number}, those entries where mask (same shape, None: everywhere) is True."""
+        for name, x in entries.items():
+            x = torch.as_tensor(x, device=self.device).detach().to(self.dtype)
+            counted = torch.ones_like(x, dtype=torch.bool) if mask is None else mask
+            new = torch.stack([x.where(counted, torch.zeros_like(x)).sum(), counted.sum()])
+            self.sums[name] = self.sums.get(name, 0) + new
+
+    def add_ratios(self, logratio, mask):
+        """Adds exp(logratio), of which `reduce` returns the mean, val/ratio, and the variance, val/ratio_var."""
+        # Close to 1 a float has few digits for a ratio's distance to 1, so that distance is what is added up.
+        ratio_minus_1 = logratio.expm1()
+        self.add({"ratio_minus_1": ratio_minus_1, "ratio_minus_1_squared": ratio_minus_1**2}, mask)
 
     def add_max(self, name, x):
         """Remembers the highest entry of x, in place of a mean."""
         self.highest[name] = torch.maximum(self.highest.get(name, x.detach().max()), x.detach().max())
 
-    def since_last(self, accelerator, highest=()):
-        """{name: mean over all processes} of what was added since the last call; call it on every process."""
-        new = torch.stack([self.sums[name] - self.before.get(name, 0) for name in self.sums])  # [names, 2]
-        self.before = dict(self.sums)
-        # Processes and micro-batches hold different numbers of tokens, so sum first and divide once. [LOG-2]
-        total = accelerator.reduce(new, "sum")
-        means = total[:, 0] / total[:, 1].clamp(min=1)
-        # All numbers come from the device together, since the host waits for it.
-        return dict(zip([*self.sums, *self.highest], torch.cat([means, *highest]).tolist(), strict=False))
-
     def reduce(self, accelerator):
-        """{name: mean, or highest entry, over all processes}, as floats; call it on every process, once, at the end."""
-        self.before = {}
-        mine = [torch.stack(list(self.highest.values())).unsqueeze(0)] if self.highest else []  # [1, names]
-        return self.since_last(accelerator, [accelerator.gather(x).amax(0).to(self.dtype) for x in mine])
+        """{name: mean, or highest entry, over all processes}, as floats; call it on every process."""
+        sums = torch.stack(list(self.sums.values()))  # [names, 2]
+        # Processes and micro-batches hold different numbers of tokens, so sum first and divide once. [LOG-2]
+        total = accelerator.reduce(sums, "sum")
+        found = dict(zip(self.sums, total[:, 0] / total[:, 1].clamp(min=1), strict=True))
+        if self.highest:
+            highest = accelerator.gather(torch.stack(list(self.highest.values())).unsqueeze(0))  # [processes, names]
+            found |= dict(zip(self.highest, highest.amax(0), strict=True))
+        found = numbers(found)
+        if "ratio_minus_1" in found:
+            mean, square = found.pop("ratio_minus_1"), found.pop("ratio_minus_1_squared")
+            found |= {"val/ratio": 1 + mean, "val/ratio_var": square - mean**2}  # of actions [LOG-4]
+        return found

@@ -37,10 +37,6 @@ DATA, COMPARISONS = "plumbing/data.py", "plumbing/comparisons.py"
 MODELS, ENGINES, LAYOUT = "plumbing/models.py", "plumbing/engines.py", "plumbing/layout.py"
 JUDGE, REPORT = "plumbing/judge.py", "plumbing/evaluation.py"
 
-FROZEN = """\
-    frozen = utils.disable_dropout(models.load_policy(args.sft_model_path, '--sft_model_path', args))
-    reference = Policy(frozen, args.temperature).requires_grad_(False)"""
-UNFROZEN = "    reference = Policy(model, args.temperature)"
 END = "scores - penalty if mode == 'subtract' else torch.full_like(scores, -penalty)"
 READ = "truncate_response(responses, response_mask, end_ids, args.truncate_after)"
 OWN_SHARE = "(lambda xs: tuple((torch.cat([x] * world) for x in xs)))("
@@ -64,8 +60,8 @@ MUTATIONS = [
     ("MODEL-1", UTILS, "module.p = 0.0", "module.p = module.p"),
     ("MODEL-2", UTILS, "setattr(module, name, 0.0)", "value"),
     ("MODEL-3", MODELS, "torch.float32", "torch.bfloat16"),
-    ("MODEL-4", PPO, FROZEN, UNFROZEN),
-    ("MODEL-4", RLOO, FROZEN, UNFROZEN),
+    ("MODEL-4", PPO, "models.frozen_copy(Policy(model, args.temperature))", "Policy(model, args.temperature)"),
+    ("MODEL-4", RLOO, "models.frozen_copy(policy)", "Policy(policy.model, args.temperature)"),
     ("MODEL-5", MODELS, "if missing", "if misfits"),
     ("SFT-1", SFT, "if completion_only", "if True"),
     ("SFT-2", SFT, "is_target[:, 1:]", "is_target[:, :-1]"),
@@ -110,16 +106,16 @@ MUTATIONS = [
     ("GEN-14", PPO, READ, f"(response_mask, {READ}[1])"),
     ("REW-1", PPO, "getattr(model.config, 'reward_bias', 0.0)", "0.0"),
     ("REW-1", RLOO, "getattr(model.config, 'reward_bias', 0.0)", "0.0"),
-    ("REW-2", PPO, "batch[3].sum(1, keepdim=True)", "batch[3].new_ones(batch[3].shape).sum(1, keepdim=True)"),
-    ("REW-2", RLOO, "response_mask.sum(1)", "response_mask.new_ones(response_mask.shape).sum(1)"),
+    ("REW-2", PPO, "batch.response_mask.sum(1", "torch.ones_like(batch.response_mask).sum(1"),
+    ("REW-2", RLOO, "batch.response_mask.sum(1)", "torch.ones_like(batch.response_mask).sum(1)"),
     ("REW-3", PPO, END, "scores"),
     ("REW-3", RLOO, END, "scores"),
     ("REW-4", PPO, "nansum", "sum"),
     ("REW-4", RLOO, "nansum", "sum"),
     ("REW-5", PPO, "old_logprobs - ref_logprobs", "(old_logprobs - ref_logprobs) ** 2 / 2"),
     ("REW-5", RLOO, "old_logprobs - ref_logprobs", "(old_logprobs - ref_logprobs) ** 2 / 2"),
-    ("REW-6", PPO, "x * m", "x"),
-    ("REW-6", RLOO, " * response_mask", ""),
+    ("REW-6", PPO, "logprobs * batch.response_mask", "logprobs"),
+    ("REW-6", RLOO, " * batch.response_mask", ""),
     ("REW-7", PPO, "accelerator.gather(", OWN_SHARE),
     ("REW-7", RLOO, "accelerator.gather(", OWN_SHARE),
     ("PPO-1", PPO, "copy.deepcopy(reward_model)", "reward_model"),
@@ -160,15 +156,15 @@ MUTATIONS = [
     ("RLOO-12", LAYOUT, "if gap < 0.001", "if True"),
     ("RLOO-13", RLOO, "if clip_range is None", "if clip_range is None or not normalize"),
     ("RLOO-14", RLOO, "is_action)", "torch.ones_like(is_action))"),
-    ("SFT-2", DPO, "is_completion[:, 1:]", "is_completion[:, :-1]"),
+    ("SFT-2", DPO, "L - width - 1, L - 1", "L - width, L"),
     ("DPO-1", DPO, ".sum(1)", ".mean(1)"),
     ("DPO-2", DPO, "scores.log_softmax(1)", "scores.sigmoid().log()"),
     ("DPO-3", DPO, " - 1 / (2 * beta)", " - beta"),
     (
         "DPO-4",
         DPO,
-        "logprobs_of(policy, train, size, accelerator)",
-        "0 * logprobs_of(policy, train, size, accelerator)",
+        "candidate_logprobs(policy, train, size, accelerator)",
+        "0 * candidate_logprobs(policy, train, size, accelerator)",
     ),
     ("RM-14", DPO, "[rank::world]", "[:B // world]"),
     ("OPT-4", DPO, "eps=args.adam_eps, ", ""),
@@ -209,12 +205,16 @@ MUTATIONS = [
     ("LOG-1", PPO, "-(old_logprobs * response_mask).sum(1)", "-(old_logprobs - 1.0 * ~response_mask).sum(1)"),
     ("LOG-1", RLOO, "-(logged * response_mask).sum(1)", "-(logged - 1.0 * ~response_mask).sum(1)"),
     ("LOG-1", GRPO, "-(logged * response_mask).sum(1)", "-(logged - 1.0 * ~response_mask).sum(1)"),
-    ("LOG-2", UTILS, "accelerator.reduce(new, 'sum')", "new"),
+    (
+        "LOG-2",
+        UTILS,
+        "accelerator.reduce(torch.stack(list(self.sums.values())), 'sum')",
+        "torch.stack(list(self.sums.values()))",
+    ),
     ("LOG-3", PPO, "0.5 * logratio ** 2", "logratio ** 2"),
     ("LOG-3", RLOO, "0.5 * logratio ** 2", "logratio ** 2"),
-    ("LOG-4", PPO, "('ratio_minus_1_squared') - ratio_minus_1 ** 2", "('ratio_minus_1_squared') / ratio_minus_1 ** 2"),
-    ("LOG-4", RLOO, "('ratio_minus_1_squared') - ratio_minus_1 ** 2", "('ratio_minus_1_squared') / ratio_minus_1 ** 2"),
-    ("LOG-4", GRPO, "('ratio_minus_1_squared') - ratio_minus_1 ** 2", "('ratio_minus_1_squared') / ratio_minus_1 ** 2"),
+    ("LOG-3", GRPO, "0.5 * logratio ** 2", "logratio ** 2"),
+    ("LOG-4", UTILS, "square - mean ** 2", "square"),
     ("LOG-5", PPO, "-state['kl_coef']", "state['kl_coef']"),
     ("LOG-5", RLOO, "'objective/non_score_reward': -args.kl_coef", "'objective/non_score_reward': args.kl_coef"),
     ("LOG-6", PPO, "if epoch == number == 0", "if True"),

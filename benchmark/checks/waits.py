@@ -94,9 +94,9 @@ def of_token(device, n, is_even):
                 *utils.left_pad([ids for ids in prompts for _ in range(n)], device),
                 torch.arange(BATCH).to(device),
             ]
-            inputs = policy.to(device), batch, n, length, torch.tensor([1]).to(device), (1, 0, 1)
+            inputs = policy.to(device), *batch, n, length, torch.tensor([1]).to(device), (1, 0, 1)
             operations.clear(), waits.clear()
-            utils.sample(*inputs)
+            utils.sample(*inputs, size=BATCH)
             found.append((waits.total(), count(operations)))
     return [(many - few) / 64 for few, many in zip(*found, strict=True)]
 

@@ -113,7 +113,7 @@ VARIANTS = [
     Variant("no_stop", "rloo", "GEN-5", "what follows EOS is part of the response", measure=True, mutations=(
         (UTILS, "GEN-5", "~torch.isin(token, stop_ids)", "(token == token)"),)),
     Variant("last_column", "rloo", "REW-2", "score read in the last column, padding or not", mutations=(
-        (RLOO, "REW-2", "response_mask.sum(1)", "response_mask.new_ones(response_mask.shape).sum(1)"),)),
+        (RLOO, "REW-2", "batch.response_mask.sum(1)", "torch.ones_like(batch.response_mask).sum(1)"),)),
     Variant("right_padding", "rloo", "DATA-5", "prompts padded on the right", measure=True, mutations=(
         (UTILS, "DATA-5", "[0] * (width - len(row)) + list(row)", "list(row) + [0] * (width - len(row))"),
         (UTILS, "", "[False] * (width - len(row)) + [True] * len(row)",
@@ -132,14 +132,14 @@ VARIANTS = [
         mutations=(
         (RLOO, "GEN-7", "column[Q:] - 1", "column[Q:]"),)),
     Variant("unmasked", "rloo", "REW-6", "log-probs of what stands behind the end count", measure=True, mutations=(
-        (RLOO, "REW-6", " * response_mask", ""),)),
+        (RLOO, "REW-6", " * batch.response_mask", ""),)),
     Variant(
         "untrained_head", "rloo", "MODEL-5", "the reward model is the SFT model, with the random head that it gets",
         f"--reward_model_path {MODELS}/sft --allow_untrained_reward_model",
     ),
     Variant("bf16_weights", "rloo", "MODEL-3", "weights rounded to bf16 after each step", mutations=(
-        (RLOO, "", 'means.add("policy/grad_norm", norm)',
-         'means.add("policy/grad_norm", norm); [p.data.copy_(p.data.bfloat16()) for p in policy.parameters()]'),)),
+        (RLOO, "", 'means.add({"policy/grad_norm": norm})',
+         'means.add({"policy/grad_norm": norm}); [p.data.copy_(p.data.bfloat16()) for p in policy.parameters()]'),)),
     Variant("sampled_hot", "rloo_cold", "GEN-2", "sampled at temperature 1, all log-probs but the sampler's at 0.7",
         measure=True, mutations=(
         (RLOO, "", "return self.logits(hidden)", "return self.logits(hidden) * self.temperature"),)),
@@ -306,7 +306,7 @@ VARIANTS = [
         (PPO, "PPO-10", "utils.masked_whiten(advantages, response_mask)",
          "torch.cat([utils.masked_whiten(a, m) for a, m in zip(advantages.chunk(8), response_mask.chunk(8))])"),)),
     Variant("ppo_lr_by_step", "ppo", "OPT-2", "the learning rate falls from step to step", mutations=(
-        (PPO, "", 'means.add("policy/grad_norm", norm)', f'means.add("policy/grad_norm", norm); {RATE}'),)),
+        (PPO, "", 'means.add({"policy/grad_norm": norm})', f'means.add({"policy/grad_norm": norm}); {RATE}'),)),
     Variant("ppo_same_order", "ppo_mini", "OPT-9", "the same minibatches in every pass", mutations=(
         (PPO, "OPT-9", "update, epoch", "update"),)),
     Variant("ppo_target_kl", "ppo", "PPO-18", "no further pass above 0.003 (--target_kl 0.002)", "--target_kl 0.002"),

@@ -309,11 +309,11 @@ def record(algorithm, own, folder):
 
     script, kept, sample = importlib.import_module(f"rlhf_details.train_{algorithm}"), {}, utils.sample
 
-    def recorded(policy, batch, **options):
-        responses, mask, logprobs = sample(policy, batch, **options)
+    def recorded(policy, queries, query_mask, rows, **options):
+        responses, mask, logprobs = sample(policy, queries, query_mask, rows, **options)
         _, purpose, update = options["key"]
-        for i, row in enumerate(batch[2].tolist() if purpose == utils.TRAINING else ()):
-            query = batch[0][i][batch[1][i]].tolist()
+        for i, row in enumerate(rows.tolist() if purpose == utils.TRAINING else ()):
+            query = queries[i][query_mask[i]].tolist()
             kept.setdefault(update, {})[row] = [query, responses[i][mask[i]].tolist()]
         return responses, mask, logprobs
 

@@ -30,7 +30,7 @@ from plot import blank, frame, save
 from benchmark import MODELS, Run, StudyArgs, git_tag, run_command, run_study, stage_runs
 
 RUN = f"python rlhf_details/train_dpo.py --checkpoint_every 0 --output_dir policy --sft_model_path {MODELS}/sft"
-SUM, REFERENCES = "masked_scatter(is_target, found).sum(1)", "logprobs_of(policy, train, size, accelerator)"
+SUM, REFERENCES = "(logprobs * is_target).sum(1)", "candidate_logprobs(policy, train, size, accelerator)"
 VARIANTS = {  # name: (tag, what is changed, flags, mutations)
     "dpo": ("", "DPO, beta 0.5", "", ()),
     "beta_0.1": ("", "beta 0.1", "--beta 0.1", ()),

@@ -9,6 +9,7 @@ It gives our scripts' own last eval/objective/{scores,gold,kl,ended,length} to t
 
 import json
 import shlex
+import types
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,7 +47,7 @@ def evaluate(policy_folder, sft, reward, seed, flags="", **changes):
     from accelerate import Accelerator
 
     from rlhf_details import train_rloo, utils
-    from rlhf_details.plumbing import cli, data, models, rewards
+    from rlhf_details.plumbing import cli, data, models, overlap, rewards
 
     words = ["--sft_model_path", str(sft), "--reward_model_path", str(reward), "--seed", str(seed)]
     words += [word for name, value in changes.items() for word in (f"--{name}", str(value))]
@@ -59,7 +60,9 @@ def evaluate(policy_folder, sft, reward, seed, flags="", **changes):
     scorer = accelerator, tokenizer, reward_model, train_rloo.response_scores, args.micro_batch_size, stop_ids
     score = rewards.Scorer(args, *scorer)
     score.check_columns(rows, prompts)
-    metrics, _ = train_rloo.evaluate(policy, utils.sample, reference, score, prompts, stop_ids, args, accelerator)
+    run = types.SimpleNamespace(accelerator=accelerator)
+    sample = overlap.sampler(args, run, prompts, None, stop_ids)
+    metrics, _ = train_rloo.evaluate(policy, sample, reference, score, prompts, stop_ids, args, accelerator)
     names = (f"eval/objective/{name}" for name in FIGURES)
     return {name: metrics[name] for name in names if name in metrics}
 

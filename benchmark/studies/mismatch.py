@@ -75,9 +75,9 @@ def page(bits, script, *flags):
     from rlhf_details import utils
     from rlhf_details.plumbing import cli, vllm
 
-    def sample(policy, batch, n, response_length, stop_ids, key):
-        policy = rounded(policy, bits) if key[1] == utils.TRAINING else policy
-        return utils.sample(policy, batch, n, response_length, stop_ids, key)
+    def sample(policy, *rows, **how):
+        policy = rounded(policy, bits) if how["key"][1] == utils.TRAINING else policy
+        return utils.sample(policy, *rows, **how)
 
     vllm.sampler, cli.find_spec = (lambda *_: sample), (lambda name: True)
     sys.argv = [script, *flags]

@@ -100,18 +100,18 @@ def best_of_n(args: BestOfNArgs):
     policy.eval()
     queries, query_mask = utils.left_pad([tokenizer(text).input_ids for text in texts for _ in range(n)])
 
-    def one_slice(policy, batch):
-        key, penalty = (args.seed, utils.EVALUATION, 0), settings.missing_eos_penalty
-        responses, mask, _ = utils.sample(policy, batch, n, settings.response_length, stop_ids, key)
-        scores = train_rloo.response_scores(reward, [*batch[:2], responses, mask], 1)
-        ended = train_rloo.has_stopped(responses, mask, stop_ids)
-        return train_rloo.missing_eos_scores(scores, ended, penalty, "subtract"), responses, mask
-
+    key, penalty, size = (args.seed, utils.EVALUATION, 0), settings.missing_eos_penalty, 8 * n
     with torch.no_grad():
-        batch = [queries, query_mask, torch.arange(len(queries))]
-        outputs = [x.reshape(-1, n, *x.shape[1:]) for x in utils.in_slices(one_slice, policy, batch, 8 * n)]
-    scores = outputs[0].numpy()
-    for text, responses, mask in zip(texts, *outputs[1:], strict=True):
+        rows = torch.arange(len(queries))
+        responses, mask, _ = utils.sample(
+            policy, queries, query_mask, rows, n, settings.response_length, stop_ids, key, size
+        )
+        batch = utils.Batch(queries, query_mask, responses, mask)
+        (scores,) = utils.in_slices(lambda *given: [train_rloo.response_scores(*given, 1)], reward, batch, size)
+    ended = train_rloo.has_stopped(responses, mask, stop_ids)
+    scores = train_rloo.missing_eos_scores(scores, ended, penalty, "subtract").reshape(-1, n).numpy()
+    grouped = (x.reshape(-1, n, x.size(1)) for x in (responses, mask))
+    for text, responses, mask in zip(texts, *grouped, strict=True):
         golds.append([toy.gold(text, answer) for answer in models.decode(tokenizer, responses, mask)])
     order = np.argsort(scores, 1)
     # [RESPONSES], the worst one first

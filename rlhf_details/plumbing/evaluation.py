@@ -392,8 +392,9 @@ class Speaker:
         if not 0 < len(query) <= self.room:
             self.memory = []
             return f"[{len(query)} tokens, and a prompt may have 1 to {self.room}: the conversation begins anew]"
-        batch = [*utils.left_pad([query], self.device), torch.tensor([number], device=self.device)]
-        response, mask, ended = self.respond(self.model, batch, self.ids, self.args)
+        queries, query_mask = utils.left_pad([query], self.device)
+        numbers = torch.tensor([number], device=self.device)
+        response, mask, ended = self.respond(self.model, queries, query_mask, numbers, self.ids, self.args)
         (text,) = models.decode(self.tokenizer, response, mask)
         self.memory = [*prompt, {"role": "assistant", "content": text}] if is_chat else []
         return text if ended else f"{text} [did not end within {self.args.response_length} tokens]"

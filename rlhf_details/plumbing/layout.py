@@ -9,16 +9,16 @@ from typing import NamedTuple
 
 import torch
 
+from rlhf_details import utils
 from rlhf_details.plumbing import cli, errors, models, progress
 
 
 class Packing(NamedTuple):
-    """n responses to a prompt in a row and `size` episodes in a forward; the same two numbers for the sampler."""
+    """n responses to a prompt in a row and `size` episodes in a forward, and how many in a row the sampler has."""
 
     n: int
     size: int
     rollout_n: int
-    rollout_size: int
 
 
 def choose(args, k, policy, reward_model, prompts, response_logprobs, response_scores):
@@ -29,7 +29,7 @@ def choose(args, k, policy, reward_model, prompts, response_logprobs, response_s
     """
     reward_model = None if reward_model is None or reward_model.tokenizer else reward_model  # That one is given text.
     n, size = largest(k, args.micro_batch_size)
-    rollout_n, rollout_size = largest(k, args.rollout_micro_batch_size)
+    rollout_n, _ = largest(k, args.rollout_micro_batch_size)
     longest = max(len(prompt.ids) for prompt in prompts)
     why_plain = "--no_share_prompts" if not args.share_prompts else ""
     if max(n, rollout_n) == 1:
@@ -44,10 +44,10 @@ def choose(args, k, policy, reward_model, prompts, response_logprobs, response_s
             why_plain = why_wrong(policy.eval(), reward_model, batch, few, response_logprobs, response_scores)
     if why_plain:
         cli.say(f"plain rows, one response each: {why_plain}")
-        return Packing(1, args.micro_batch_size, 1, args.rollout_micro_batch_size)
+        return Packing(1, args.micro_batch_size, 1)
     when = f"{n} of its {k} responses, and for {rollout_n} in sampling"
     cli.say(f"packed rows: a prompt is computed once for {when}; they give the same numbers as plain rows")
-    return Packing(n, size, rollout_n, rollout_size)
+    return Packing(n, size, rollout_n)
 
 
 def largest(k, size):
@@ -69,14 +69,14 @@ def why_no_block_mask(model, name):
 
 
 def made_up_batch(model, query_length, response_length, n):
-    """Queries, query_mask, responses, response_mask [2 * n, ..]: two prompts with n responses each."""
+    """A Batch of two prompts with n responses each."""
     ids = torch.arange(2 * (query_length + n * response_length), device=model.device)
     ids = ids.mul(7919).remainder(models.num_tokens(model))
     queries = ids[: 2 * query_length].reshape(2, -1).repeat_interleave(n, 0)  # [2 * n, Q]
     responses = ids[2 * query_length :].reshape(2 * n, -1)  # [2 * n, R]
     query_mask = torch.ones_like(queries, dtype=torch.bool)
     query_mask[:n, : query_length // 2] = False  # The first prompt is left-padded.
-    return queries, query_mask, responses, torch.ones_like(responses, dtype=torch.bool)
+    return utils.Batch(queries, query_mask, responses, torch.ones_like(responses, dtype=torch.bool))
 
 
 @torch.no_grad()

@@ -1,5 +1,6 @@
 """Models and tokenizers: they are loaded or made, refused where they do not fit, and given adapters (LoRA)."""
 
+import copy
 import inspect
 import json
 import math
@@ -410,8 +411,11 @@ def write_older_names(folder, tokenizer):
 def add_adapters(model, rank):
     """Freezes a model and adds adapters to train: W x becomes W x + 2 B A x, with A [rank, in], B [out, rank].
 
-    A is random and B is 0, so the model starts as it was. A new head (`score`) is trained as a whole. Returns it.
+    A is random and B is 0, so the model starts as it was. A new head (`score`) is trained as a whole. A rank of 0
+    changes nothing. Returns the model.
     """
+    if not rank:
+        return model
     from peft import LoraConfig, LoraModel
 
     kind = "SEQ_CLS" if hasattr(model, "score") else "CAUSAL_LM"
@@ -459,6 +463,13 @@ def adapter_layers(module):
     layers = [(name, m) for name, m in module.named_modules() if isinstance(m, BaseTunerLayer)]
     # A layer that adapts a parameter, as those of experts, stands around the layer of another one.
     return {f"{name.replace('.base_layer', '')}.{getattr(m, 'parameter_name', 'weight')}": m for name, m in layers}
+
+
+def frozen_copy(policy):
+    """A policy that stays as this one is before its training. With adapters it shares the model and leaves them out."""
+    if not hasattr(policy.model, "lora"):
+        return copy.deepcopy(policy).requires_grad_(False)
+    return without_adapters(type(policy)(policy.model, policy.temperature))
 
 
 def without_adapters(module):

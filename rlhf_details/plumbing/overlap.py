@@ -26,11 +26,12 @@ class Stopped(Exception):
     """The message with which the thread would end the run. The main thread ends it."""
 
 
-def sampler(args, run, rows, prompts_of, size):
-    """A function with the arguments and results of utils.sample.
+def sampler(args, run, rows, prompts_of, stop_ids):
+    """What samples in a run: a function of (policy, queries, query_mask, numbers of the rows, n, key), which returns
+    what `utils.sample` returns, of the response length of args and in pieces of its rollout_micro_batch_size.
 
     Args: rows, all prompts that will be sampled from (data.Prompt); prompts_of(update), the B prompts of an update;
-    size, how many rows are sampled at once.
+    stop_ids [S].
     """
 
     def stop(message):
@@ -39,54 +40,53 @@ def sampler(args, run, rows, prompts_of, size):
         raise Stopped(message)
 
     sample = vllm.sampler(args, run.accelerator, rows, stop)
-    return Ahead(args, run, sample, prompts_of, size) if args.overlap else sample
+
+    def in_pieces(policy, queries, query_mask, numbers, n, key):
+        size = args.rollout_micro_batch_size // n * n  # The n responses to a prompt are sampled together.
+        how = dict(n=n, response_length=args.response_length, stop_ids=stop_ids, key=key, size=size)
+        return sample(policy, queries, query_mask, numbers, **how)
+
+    if args.overlap:
+        return Ahead(args, run, in_pieces, prompts_of)
+    return lambda policy, *given: in_pieces(engines.gathered(policy), *given)
 
 
 class Ahead:
     """Samples training batches in a thread, one update ahead. The thread makes no collective call."""
 
-    def __init__(self, args, run, sample, prompts_of, size):
+    def __init__(self, args, run, sample, prompts_of):
         self.run, self.accelerator, self.device = run, run.accelerator, run.accelerator.device
-        self.sample, self.prompts_of, self.size = sample, prompts_of, size
+        self.sample, self.prompts_of = sample, prompts_of
         world, rank, B = self.accelerator.num_processes, self.accelerator.process_index, args.batch_size
         self.mine = slice(rank * B // world, (rank + 1) * B // world)  # the rows of this process
-        self.numbers = torch.arange(B, device=self.device)[self.mine]
         self.thread, self.pending = ThreadPoolExecutor(1), None
-        self.update, self.batch = None, None  # the update under way, and what was sampled for it
         self.stream = torch.cuda.Stream() if self.device.type == "cuda" else None
         run.sampled_ahead = self.tensors
 
-    def __call__(self, policy, batch, n, response_length, stop_ids, key):
-        """As utils.sample. Of a training batch it takes any rows of this process's."""
-        (seed, purpose, update), how = key, dict(n=n, response_length=response_length, stop_ids=stop_ids)
+    def __call__(self, policy, queries, query_mask, numbers, n, key):
+        """Samples, and of a training batch takes what was sampled before and starts on the next one."""
+        (seed, purpose, update), policy = key, engines.gathered(policy)
+        found = self.take()  # An engine has the weights of one policy at a time.
         if purpose != utils.TRAINING:
-            self.take()  # An engine has the weights of one policy at a time.
-            return self.sample(policy, batch, key=key, **how)
-        if update != self.update:
-            self.update, self.batch = update, self.take() or self.rollout(policy, key, how)
-            self.pending = None
-            if update < self.run.num_updates:
-                copy = engines.copy_of(self.accelerator, policy)  # Training does not change this copy. [GEN-10]
-                if self.stream:
-                    torch.cuda.synchronize()  # The copy is complete.
-                self.pending = self.thread.submit(self.in_thread, copy, (seed, purpose, update + 1), how)
-        return [x[batch[2] - self.numbers[0]] for x in self.batch]
+            return self.sample(policy, queries, query_mask, numbers, n, key)
+        found, self.pending = found or self.sample(policy, queries, query_mask, numbers, n, key), None
+        if update < self.run.num_updates:
+            copy = engines.copy_of(self.accelerator, policy)  # Training does not change this copy. [GEN-10]
+            if self.stream:
+                torch.cuda.synchronize()  # The copy is complete.
+            self.pending = self.thread.submit(self.in_thread, copy, numbers, n, (seed, purpose, update + 1))
+        return found
 
-    def rollout(self, policy, key, how):
-        """The responses to this process's prompts of an update, their mask and log-probs, all [B / world, R]."""
-        queries, query_mask = utils.left_pad([row.ids for row in self.prompts_of(key[2])], self.device)
-        batch = [queries[self.mine], query_mask[self.mine], self.numbers]
-        return utils.in_slices(self.sample, policy, batch, self.size, key=key, **how)
-
-    def in_thread(self, *args):
-        """`rollout` in the thread. Grad mode, autocast, device and stream hold for one thread, so they are set here."""
+    def in_thread(self, policy, numbers, n, key):
+        """Samples the next update. Grad mode, autocast, device and stream hold for one thread, so they are set here."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             stack.enter_context(self.accelerator.autocast())
             if self.stream:
                 stack.enter_context(torch.cuda.device(self.device))
                 stack.enter_context(torch.cuda.stream(self.stream))
-            found = self.rollout(*args)
+            queries, query_mask = utils.left_pad([row.ids for row in self.prompts_of(key[2])], self.device)
+            found = self.sample(policy, queries[self.mine], query_mask[self.mine], numbers, n, key)
             if self.stream:
                 self.stream.synchronize()
         return found

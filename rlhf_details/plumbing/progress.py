@@ -72,21 +72,6 @@ def each(items, what):
             step.done += 1
 
 
-def counted(function, what, total):
-    """A function for `utils.in_slices` that counts the rows that it has got. total: the rows of all slices."""
-    step = Step(what, total)
-
-    def call(model, batch, *args, **kwargs):
-        STEPS.append(step)
-        try:
-            return function(model, batch, *args, **kwargs)
-        finally:
-            STEPS.remove(step)
-            step.done += len(batch[0])
-
-    return call
-
-
 # ---- the clock -------------------------------------------------------------------------------------------------------
 @functools.cache
 def watch():

@@ -161,15 +161,15 @@ class Scorer:
         """(values [M, F] on the CPU, {(name of a function, whether an entry is a bool)}) of my responses."""
         reads_ids = self.reward_model and not self.reward_model.tokenizer
         if texts is None and len(self.names) > bool(reads_ids):  # Something needs the text.
-            texts = models.decode(self.tokenizer, *batch[2:])
+            texts = models.decode(self.tokenizer, batch.responses, batch.response_mask)
         entries, start = {}, time.time()  # {name: a number, a bool or None for each response}
         if reads_ids:
-            slices = utils.slices(batch, self.size)
-            scores = [self.response_scores(self.reward_model, part, *n) for part in slices]
+            parts = utils.split(batch, utils.slices(len(rows), self.size))
+            scores = [self.response_scores(self.reward_model, part, *n) for _, part in parts]
             entries["reward_model"] = torch.cat(scores).tolist()
         elif self.reward_model:
             if ended is None:
-                last = batch[2].gather(1, batch[3].sum(1, keepdim=True) - 1).squeeze(1)  # [M]
+                last = batch.responses.gather(1, batch.response_mask.sum(1, keepdim=True) - 1).squeeze(1)  # [M]
                 ended = torch.isin(last, self.stop_ids).tolist()
             entries["reward_model"] = self.scores_of_text(rows, texts, ended)
         if self.reward_model:
@@ -191,7 +191,7 @@ class Scorer:
         """Raises a Fault where {name: entries} are not what rewards may be."""
 
         def show(i):
-            (response,) = models.decode(self.tokenizer, *(x[i : i + 1] for x in batch[2:]))
+            (response,) = models.decode(self.tokenizer, batch.responses[i : i + 1], batch.response_mask[i : i + 1])
             return f"row {rows[i].number} of {rows[i].source}, {rows[i].text!r}, with the response {response!r}"
 
         for name, column in entries.items():

@@ -50,9 +50,8 @@ def sampler(args, accelerator, rows, stop):
 
 
 @torch.no_grad()
-def sample(engine, precision, stop, policy, batch, n, response_length, stop_ids, key):
-    """As utils.sample. n does not matter, since vLLM finds by itself which rows share a prompt."""
-    queries, query_mask, rows = batch
+def sample(engine, precision, stop, policy, queries, query_mask, rows, n, response_length, stop_ids, key, size):
+    """As utils.sample. n and size do not matter: vLLM finds which rows share a prompt, and how many it has room for."""
     own = getattr(policy, "module", policy)  # out of DDP's wrapper
     prompts = [query[m].tolist() for query, m in zip(queries, query_mask, strict=True)]
     seeds = [int(row_key) % 2**32 for row_key in utils.keys_of_rows(key, rows)]

@@ -96,15 +96,15 @@ ALONE = SimpleNamespace(reduce=lambda x, how: x, gather=lambda x: x)  # an accel
 
 def test_means_are_over_all_that_was_added_where_the_mask_is_true():
     means = utils.Means(CPU)
-    means.add("x", torch.tensor([[1.0, 2.0, 50.0], [6.0, 50.0, 50.0]]), ragged_mask([2, 1], 3))
-    means.add("x", torch.tensor([[7.0]]), torch.tensor([[True]]))  # one more entry, and not a mean of two means
-    means.add("flags", torch.tensor([True, False, True, True]))
-    means.add("number", 3)
-    means.add("number", 4.0)
-    means.add("nothing", torch.ones(3), torch.zeros(3, dtype=torch.bool))
-    means.add("masked nan", torch.tensor([2.0, math.nan]), torch.tensor([True, False]))
+    means.add({"x": torch.tensor([[1.0, 2.0, 50.0], [6.0, 50.0, 50.0]])}, ragged_mask([2, 1], 3))
+    means.add({"x": torch.tensor([[7.0]])}, torch.tensor([[True]]))  # one more entry, and not a mean of two means
+    means.add({"flags": torch.tensor([True, False, True, True])})
+    means.add({"number": 3})
+    means.add({"number": 4.0})
+    means.add({"nothing": torch.ones(3)}, torch.zeros(3, dtype=torch.bool))
+    means.add({"masked nan": torch.tensor([2.0, math.nan])}, torch.tensor([True, False]))
     for x in (2.0**25, 1.0, 1.0, 1.0):  # A sum in float32 would lose the ones.
-        means.add("large", torch.tensor([x]))
+        means.add({"large": torch.tensor([x])})
     expected = {"x": 4.0, "flags": 0.75, "number": 3.5, "nothing": 0.0, "masked nan": 2.0, "large": 2**23 + 0.75}
     assert means.reduce(ALONE) == expected
 
@@ -112,8 +112,8 @@ def test_means_are_over_all_that_was_added_where_the_mask_is_true():
 def test_log_2_means_of_processes_with_different_numbers_of_tokens():
     """The accelerator of process 0 is given what process 1 puts into its reduce and gather."""
     first, second = utils.Means(CPU), utils.Means(CPU)
-    first.add("x", torch.tensor([1.0, 2.0, 3.0]))
-    second.add("x", torch.tensor([10.0]))
+    first.add({"x": torch.tensor([1.0, 2.0, 3.0])})
+    second.add({"x": torch.tensor([10.0])})
     for means, highest in ((first, -3.0), (second, -2.0)):
         means.add_max("m", torch.tensor([-9.0, highest]))
     sent = {}
@@ -128,20 +128,25 @@ def test_log_2_means_of_processes_with_different_numbers_of_tokens():
     assert first.reduce(both) == {"x": 4.0, "m": -2.0}  # a mean of the two means would be 6
 
 
-def test_since_last_is_of_what_was_added_since_and_the_end_is_of_everything():
-    means = utils.Means(CPU)
-    means.add("x", torch.tensor([1.0, 3.0]))
-    assert means.since_last(ALONE) == {"x": 2.0}
-    means.add("x", torch.tensor([8.0]))
-    means.add("new", 5)
-    assert means.since_last(ALONE) == {"x": 8.0, "new": 5.0}
-    assert means.since_last(ALONE) == {"x": 0.0, "new": 0.0}
-    assert means.reduce(ALONE) == {"x": 4.0, "new": 5.0}
+def test_log_4_the_ratios_mean_and_variance_are_those_of_all_actions():
+    """Close to 1 as well, where floats of the ratios have lost their digits."""
+    for logratio in (
+        torch.tensor([[-0.5, 0.7, 9.0], [0.2, 9.0, 9.0]]),
+        torch.tensor([[1e-6, -3e-6, 9.0], [2e-6, 0, 0]]),
+    ):
+        means, mask = utils.Means(CPU), ragged_mask([2, 1], 3)
+        means.add_ratios(logratio, mask)
+        ratios = logratio.double()[mask].exp()
+        found = means.reduce(ALONE)
+        assert found == {
+            "val/ratio": pytest.approx(ratios.mean().item(), rel=1e-7),
+            "val/ratio_var": pytest.approx(ratios.var(correction=0).item(), rel=1e-5),
+        }
 
 
 def test_add_max_remembers_the_highest_entry_also_of_negative_numbers():
     means = utils.Means(CPU)
-    means.add("x", 1.0)
+    means.add({"x": 1.0})
     for entries in ([-5.0, -2.0], [-7.0], [-3.0]):
         means.add_max("highest", torch.tensor(entries))
     assert means.reduce(ALONE) == {"x": 1.0, "highest": -2.0}

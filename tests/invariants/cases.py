@@ -50,9 +50,9 @@ def write_prompts(path, count):
 def episodes_of(calls, purpose=utils.TRAINING):
     """[[(query, response), ...] of each call of utils.sample for a purpose], as lists of token ids."""
     return [
-        [(q[m].tolist(), r[n].tolist()) for q, m, r, n in zip(*args[1][:2], responses, response_mask, strict=True)]
+        [(q[m].tolist(), r[n].tolist()) for q, m, r, n in zip(*args[1:3], responses, response_mask, strict=True)]
         for args, (responses, response_mask, _) in calls
-        if args[5][1] == purpose
+        if args[7][1] == purpose
     ]
 
 

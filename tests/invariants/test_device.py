@@ -75,7 +75,7 @@ def sampled(prompts, n, num_stops):
     policy, stop_ids = train_rloo.Policy(model, 1.0).to(device), torch.arange(num_stops, device=device)
     batch = [*utils.left_pad([ids for ids in prompts for _ in range(2)], device), torch.arange(4, device=device)]
     before = pretended_device.waits.total()
-    responses, mask, _ = utils.sample(policy, batch, n, 64, stop_ids, (1, 0, 1))
+    responses, mask, _ = utils.sample(policy, *batch, n, 64, stop_ids, (1, 0, 1), size=4)
     number = pretended_device.waits.total() - before
     return responses.tolist(), mask.tolist(), number
 

@@ -30,11 +30,11 @@ def test_gen_10_responses_are_those_of_the_weights_before_the_update_before(ragg
     begun, trained = ([threading.Event() for _ in range(UPDATES + 1)] for _ in range(2))
     made = record(monkeypatch, page, "load_models")["load_models"]
 
-    def noted_sample(policy, batch, **how):
+    def noted_sample(policy, *batch, **how):
         update = how["key"][2]
         begun[update - 1].set()
         assert update == 1 or trained[update - 1].wait(60)
-        found = sample(policy, batch, **how)
+        found = sample(policy, *batch, **how)
         calls.append((batch, how, found, threading.current_thread() is threading.main_thread()))
         return found
 
@@ -56,10 +56,10 @@ def test_gen_10_responses_are_those_of_the_weights_before_the_update_before(ragg
     policy = made[0][1][1].eval()
     for i, (batch, how, found, _) in enumerate(calls):
         policy.model.load_state_dict(weights[max(0, i - 1)])
-        assert all(torch.equal(x, y) for x, y in zip(sample(policy, batch, **how), found, strict=True))
+        assert all(torch.equal(x, y) for x, y in zip(sample(policy, *batch, **how), found, strict=True))
         if i > 1:
             policy.model.load_state_dict(weights[i])
-            assert not torch.equal(sample(policy, batch, **how)[2], found[2])
+            assert not torch.equal(sample(policy, *batch, **how)[2], found[2])
 
 
 def test_gen_11_ppos_ratio_is_against_the_policy_that_sampled(ragged, in_tmp):

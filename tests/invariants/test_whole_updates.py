@@ -145,8 +145,8 @@ def by_update(calls):
     """The calls of utils.sample, those of an update together."""
     found = {}
     for args, result in calls:
-        if args[5][1] == utils.TRAINING:
-            found.setdefault(args[5][2], []).append((args, result))
+        if args[7][1] == utils.TRAINING:
+            found.setdefault(args[7][2], []).append((args, result))
     return list(found.values())
 
 

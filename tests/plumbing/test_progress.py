@@ -59,19 +59,6 @@ def test_the_innermost_step_is_told_with_what_is_done_of_it_and_what_is_left(at)
     assert len(progress.STEPS) == 1
 
 
-def test_a_counted_function_counts_the_rows_of_its_slices():
-    lines = []
-
-    def double(model, batch):
-        lines.append(progress.STEPS[-1].line().partition(", eta")[0])
-        return [2 * batch[0]]
-
-    rows = torch.arange(1300)
-    (found,) = utils.in_slices(progress.counted(double, "doubling", len(rows)), None, [rows], 600)
-    assert torch.equal(found, 2 * rows) and len(progress.STEPS) == 1
-    assert lines == ["doubling", "doubling: 600 of 1,300", "doubling: 1,200 of 1,300"]
-
-
 # ---- the clock -------------------------------------------------------------------------------------------------------
 CODE = """if True:
     import time
@@ -139,7 +126,7 @@ def test_the_embedded_tasks_comparisons_are_sampled_with_one_thread_and_a_line_s
 ):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     threads, sample = [], utils.sample
-    monkeypatch.setattr(utils, "sample", lambda *x: threads.append(torch.get_num_threads()) or sample(*x))
+    monkeypatch.setattr(utils, "sample", lambda *x, **y: threads.append(torch.get_num_threads()) or sample(*x, **y))
     torch.set_num_threads(2)
     try:
         values = dict(sft_model_path=str(tiny / "policy"), eval_dataset="toy:test", num_comparisons=96, batch_size=96)

@@ -64,7 +64,7 @@ def sampled(calls):
 
 
 def rows_of(args, responses, mask, _):
-    return [[*q[m].tolist(), *r[n].tolist()] for q, m, r, n in zip(*args[1][:2], responses, mask, strict=True)]
+    return [[*q[m].tolist(), *r[n].tolist()] for q, m, r, n in zip(*args[1:3], responses, mask, strict=True)]
 
 
 def encoded(tokenizer, pairs):
@@ -166,7 +166,7 @@ def test_rm_10_gain_and_bias_give_mean_0_and_std_1_on_the_policys_samples(rows, 
     run_reward(tiny, normalization="gain_bias", normalize_samples=64)
     (first, _), (second, _) = (result for _, result in gains)
     assert first != second  # It has been trained in between.
-    queries = [args[1][0].tolist() for args, _ in samples]
+    queries = [args[1].tolist() for args, _ in samples]
     before, after = sampled(samples)
     assert queries[0] != queries[1]
     assert not {tuple(row) for row in before} & {tuple(row) for row in after}

@@ -56,7 +56,7 @@ def ask(engine, model, stop=None, key=KEY, rows=(0, 1, 2), precision="fp32", tem
     policy = train_rloo.Policy(model, temperature).eval()
     batch = [*utils.left_pad(PROMPTS), torch.tensor(rows)]
     return vllm.sample(
-        engine, precision, stop, policy, batch, n=1, response_length=6, stop_ids=torch.tensor([STOP]), key=key
+        engine, precision, stop, policy, *batch, n=1, response_length=6, stop_ids=torch.tensor([STOP]), key=key, size=3
     )
 
 
@@ -70,7 +70,7 @@ def test_two_seeds_share_no_request_seed():
     batch = [*utils.left_pad([[1, 2]] * 256), rows]
     for key in ((1, 0, 1), (2, 0, 1), (1, 0, 2)):
         policy, stop_ids = train_rloo.Policy(model, T).eval(), torch.tensor([STOP])
-        vllm.sample(engine, "fp32", lambda _: None, policy, batch, 1, 1, stop_ids, key)
+        vllm.sample(engine, "fp32", lambda _: None, policy, *batch, 1, 1, stop_ids, key, 256)
     seeds = [x["seed"] for _, settings in engine.asked for x in settings]
     assert len(seeds) == len(set(seeds)) == 3 * 256
     assert seeds[:256] == [key % 2**32 for key in utils.keys_of_rows((1, 0, 1), rows).tolist()]
@@ -86,7 +86,9 @@ def test_it_gives_what_the_own_sampler_gives(kind):
     assert prompts == PROMPTS and all(x["ignore_eos"] and x["temperature"] == T for x in settings)
     assert not {"top_k", "top_p", "repetition_penalty"} & settings[0].keys()
     queries, query_mask = utils.left_pad(PROMPTS)
-    (own, _) = train_rloo.response_logprobs(train_rloo.Policy(model, T), [queries, query_mask, responses, mask], 1)
+    (own, _) = train_rloo.response_logprobs(
+        train_rloo.Policy(model, T), utils.Batch(queries, query_mask, responses, mask), 1
+    )
     torch.testing.assert_close(logprobs, own, atol=1e-5, rtol=0)
     assert responses.shape == mask.shape == (3, 6) and (responses[~mask] == 0).all()
     for row, m in zip(responses, mask, strict=True):

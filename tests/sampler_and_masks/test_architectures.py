@@ -88,7 +88,7 @@ def test_rew_6_log_probs_and_entropies_are_zero_behind_the_end_whatever_stands_t
     policy, batch = page.Policy(models("gpt_neox"), 1.0), random_batch()
     outputs = page.response_logprobs(policy, batch, *rest(page))
     assert all((x[~batch[3]] == 0).all() and (x[batch[3]] != 0).all() for x in outputs)
-    other = [*batch[:2], torch.where(batch[3], batch[2], 1), batch[3]]
+    other = batch._replace(responses=torch.where(batch[3], batch[2], 1))
     again = page.response_logprobs(policy, other, *rest(page))
     assert all(torch.equal(x, y) for x, y in zip(outputs, again, strict=True))
 
@@ -191,7 +191,7 @@ def choose(policy_model, reward_model=None, **changes):
 @pytest.mark.parametrize("kind", PACKED)
 def test_ordinary_layers_are_packed(models, kind, capsys):
     reward = tiny_reward(kind) if kind in ("gpt2", "gpt_neox", "llama", "qwen2") else None
-    assert choose(models(kind), reward) == layout.Packing(4, 4, 4, 8)
+    assert choose(models(kind), reward) == layout.Packing(4, 4, 4)
     assert "packed rows" in capsys.readouterr().out
 
 
@@ -206,7 +206,7 @@ def test_ordinary_layers_are_packed(models, kind, capsys):
 )
 def test_layers_that_cannot_be_packed_run_in_plain_rows_which_are_right(models, kind, why, capsys):
     """test_gen_7_... compares the plain rows of these architectures with single forwards."""
-    assert choose(models(kind)) == layout.Packing(1, 4, 1, 8)
+    assert choose(models(kind)) == layout.Packing(1, 4, 1)
     said = capsys.readouterr().out
     assert said.startswith(f"plain rows, one response each: the policy ({kind})") and why in said
     if kind in ("mistral", "bloom"):
@@ -215,10 +215,10 @@ def test_layers_that_cannot_be_packed_run_in_plain_rows_which_are_right(models, 
 
 
 def test_plain_rows_where_the_user_or_the_sizes_ask_for_them(models, capsys):
-    assert choose(models("llama"), share_prompts=False) == layout.Packing(1, 4, 1, 8)
+    assert choose(models("llama"), share_prompts=False) == layout.Packing(1, 4, 1)
     assert "--no_share_prompts" in capsys.readouterr().out
-    assert choose(models("llama"), micro_batch_size=1, rollout_micro_batch_size=1) == layout.Packing(1, 1, 1, 1)
-    assert choose(models("llama"), micro_batch_size=3) == layout.Packing(2, 2, 4, 8)
+    assert choose(models("llama"), micro_batch_size=1, rollout_micro_batch_size=1) == layout.Packing(1, 1, 1)
+    assert choose(models("llama"), micro_batch_size=3) == layout.Packing(2, 2, 4)
 
 
 @pytest.mark.parametrize("broken", ["policy", "reward model"])
@@ -235,7 +235,7 @@ def test_rloo_12_a_window_that_the_configuration_hides_is_found_by_the_numbers(b
         return real(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **inputs)
 
     model.forward = windowed
-    assert choose(policy, reward) == layout.Packing(1, 4, 1, 8)
+    assert choose(policy, reward) == layout.Packing(1, 4, 1)
     assert "packed and plain rows differ by" in capsys.readouterr().out
 
 

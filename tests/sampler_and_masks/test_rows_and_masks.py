@@ -31,11 +31,11 @@ def test_trim_removes_only_columns_that_are_padding_in_every_row(extra):
     response_mask = torch.tensor([[1, 1, 0, 0, 0], [1, 0, 0, 0, 0], [1, 1, 1, 0, 0]]).bool()
     queries, responses = torch.arange(15).reshape(3, 5), torch.arange(100, 115).reshape(3, 5)
     width = 3 + extra
-    got = utils.trim((queries, query_mask, responses, response_mask), extra)
+    got = utils.trim(utils.Batch(queries, query_mask, responses, response_mask), extra)[:4]
     expected = queries[:, 2:], query_mask[:, 2:], responses[:, :width], response_mask[:, :width]
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-    full = queries, torch.ones_like(query_mask), responses, torch.ones_like(response_mask)
-    assert all(torch.equal(a, b) for a, b in zip(utils.trim(full, extra), full, strict=True))
+    full = utils.Batch(queries, torch.ones_like(query_mask), responses, torch.ones_like(response_mask))
+    assert all(torch.equal(a, b) for a, b in zip(utils.trim(full, extra)[:4], full[:4], strict=True))
 
 
 # ---- packed rows -----------------------------------------------------------------------------------------------------
@@ -43,7 +43,7 @@ def test_rloo_11_every_column_of_a_packed_row_sees_one_so_that_no_softmax_is_emp
     """Padding sees itself. What real tokens see shows in their log-probs, in test_rloo_9_... beside this file."""
     batch = random_batch(k=3)
     assert not batch[1].all() and not batch[3].all()
-    mask = train_rloo.pack(*batch, 3)[1]
+    mask = train_rloo.pack(batch, 3)[1]
     assert mask.shape == (3, 1, 9 + 3 * 6, 9 + 3 * 6)
     assert (mask == 0).any(-1).all() and torch.isfinite(mask.bfloat16()).all()
 

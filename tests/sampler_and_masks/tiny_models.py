@@ -57,18 +57,18 @@ def tiny_reward(kind, **changes):
 
 
 def random_batch(groups=3, k=4, Q=9, R=6, vocab_size=97):
-    """Queries, query_mask, responses, response_mask of ragged lengths, the k of a prompt adjacent; any id anywhere."""
+    """A Batch of ragged lengths, the k of a prompt adjacent; any id anywhere."""
     g = torch.Generator().manual_seed(1)
     prompts = [torch.randint(vocab_size, (n,), generator=g).tolist() for n in (Q, 2, 5)[:groups]]
     queries, query_mask = (x.repeat_interleave(k, 0) for x in utils.left_pad(prompts))
     responses = torch.randint(vocab_size, (groups * k, R), generator=g)
     lengths = torch.randint(1, R + 1, (groups * k, 1), generator=g)
-    return queries, query_mask, responses, torch.arange(R) < lengths
+    return utils.Batch(queries, query_mask, responses, torch.arange(R) < lengths)
 
 
 def rows_of(batch):
     """[(prompt, response), ...]: the ids of each row of a batch, as lists without padding."""
-    queries, query_mask, responses, mask = batch
+    queries, query_mask, responses, mask = batch[:4]
     return [(q[m].tolist(), r[n].tolist()) for q, m, r, n in zip(queries, query_mask, responses, mask, strict=True)]
 
 
@@ -92,7 +92,7 @@ def draw(policy, prompts, response_length, *stop_ids, key=(1, 0, 1), rows=None, 
     queries, query_mask = (x.repeat_interleave(n, 0) for x in utils.left_pad(prompts))
     rows = torch.arange(len(queries)) if rows is None else rows
     stop_ids = torch.tensor(stop_ids, dtype=torch.long)
-    return utils.sample(policy, [queries, query_mask, rows], n, response_length, stop_ids, key)
+    return utils.sample(policy, queries, query_mask, rows, n, response_length, stop_ids, key, size=len(rows))
 
 
 @torch.no_grad()

@@ -142,16 +142,16 @@ def one_run(spec, engine):
         linear.register_forward_hook(note)
         return module, optimizer
 
-    def recording_sample(policy, batch, *args, **kwargs):
+    def recording_sample(policy, queries, query_mask, rows, **how):
         sampling.add(threading.get_ident())  # With --overlap a thread of its own samples.
-        responses, mask, logprobs = sample(policy, batch, *args, **kwargs)
+        responses, mask, logprobs = sample(policy, queries, query_mask, rows, **how)
         sampling.discard(threading.get_ident())
-        key = kwargs["key"] if "key" in kwargs else args[3]
+        key = how["key"]
         if key[1] == utils.TRAINING:
             seen["sampler_is_sharded"] = is_sharded(policy)
             if threading.current_thread() is threading.main_thread():  # Otherwise training may have gathered some.
                 seen["held_after_sampling"] = held_and_total(trained[0].parameters())[0]
-            for row, tokens, real in zip(batch[2].tolist(), responses, mask, strict=True):
+            for row, tokens, real in zip(rows.tolist(), responses, mask, strict=True):
                 seen["sampled"][key[2], row] = tuple(tokens[real].tolist())
         return responses, mask, logprobs
 

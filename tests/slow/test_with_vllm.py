@@ -57,7 +57,7 @@ def one_token(sample, policy, count):
     """How often each token follows one prompt, and its chances."""
     prompts = torch.tensor([[11, 12, 13]]).expand(count, -1)
     batch = [prompts, torch.ones_like(prompts, dtype=torch.bool), torch.arange(count)]
-    responses, _, logprobs = sample(policy, batch, n=1, response_length=1, stop_ids=NO_END, key=(1, 0, 1))
+    responses, _, logprobs = sample(policy, *batch, n=1, response_length=1, stop_ids=NO_END, key=(1, 0, 1), size=count)
     positions = torch.arange(3).unsqueeze(0)
     with torch.no_grad():
         logits = policy(prompts[:1], torch.ones(1, 3, dtype=torch.bool), positions, torch.tensor([2]))[0, 0]
@@ -79,8 +79,8 @@ def test_it_samples_from_the_policy_before_and_after_training_steps(policy):
             for p in policy.parameters():
                 p.add_(0.1 * p.std().nan_to_num() * torch.randn_like(p))
     batch = [torch.full((16, 3), 11), torch.ones(16, 3, dtype=torch.bool), torch.arange(16)]
-    settings = dict(n=1, response_length=8, stop_ids=NO_END, key=(1, 0, 2))
-    first, again = (sample(policy, batch, **settings)[0] for _ in range(2))
+    settings = dict(n=1, response_length=8, stop_ids=NO_END, key=(1, 0, 2), size=16)
+    first, again = (sample(policy, *batch, **settings)[0] for _ in range(2))
     assert torch.equal(first, again) and len({tuple(x) for x in first.tolist()}) > 8
 
 
@@ -93,7 +93,7 @@ def test_greedy_answers_of_a_real_chat_model_equal_those_of_transformers(tmp_pat
     batch = [*utils.left_pad(prompts), torch.arange(2)]
     policy = train_rloo.Policy(model, 1e-3).eval()  # As cold as this, the likeliest token is taken.
     responses, mask, _ = vllm_sampler(prompts, 24)(
-        policy, batch, n=1, response_length=24, stop_ids=torch.tensor([2]), key=(1, 0, 1)
+        policy, *batch, n=1, response_length=24, stop_ids=torch.tensor([2]), key=(1, 0, 1), size=2
     )
     for ids, response, m in zip(prompts, responses, mask, strict=True):
         whole = model.generate(torch.tensor([ids]), max_new_tokens=24, do_sample=False, eos_token_id=2, pad_token_id=0)
