@@ -312,8 +312,12 @@ def main(args: Args):
     steps_per_epoch = len(train) // B  # The rest of an epoch's shuffle is left out, other rows in each epoch.
     num_steps = args.num_train_epochs * steps_per_epoch
     # Set eps and weight decay explicitly, because torch's defaults are not the recipe's. [OPT-4]
-    adam = dict(lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay)
-    optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], **adam)
+    optimizer = torch.optim.AdamW(
+        [p for p in policy.parameters() if p.requires_grad],
+        lr=args.learning_rate,
+        eps=args.adam_eps,
+        weight_decay=args.weight_decay,
+    )
     run = Run(args, accelerator, tokenizer, num_steps, train, [held_out, policy])
     policy, optimizer = engines.prepare(args, accelerator, policy, optimizer)
     # Before a step, and before a checkpoint is loaded, the policy is the reference. One forward of all the data now,

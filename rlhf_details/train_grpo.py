@@ -498,11 +498,18 @@ def main(args: Args):
     # it finds that packed and plain rows have the same log-probs and scores.
     packing = layout.choose(args, k, policy, reward_model, prompts, response_logprobs, response_scores)
     n, size = packing.n, packing.size
+    # score(rows, batch, n) gives each response F rewards, NaN where one does not apply: the reward model's, which reads
+    # token ids, and those of functions of text, e.g. f(prompts=["2 + 3 ="], completions=[" 5"], answer=["5"]) -> [1.0].
     score = rewards.Scorer(args, accelerator, tokenizer, reward_model, response_scores, size, stop_ids)
-    score.check_columns(prompts, held_out)  # score(rows, batch, n) gives F rewards a row, NaN where one does not apply.
+    score.check_columns(prompts, held_out)
     # Set eps and weight decay explicitly, so that the recipe does not depend on torch's defaults. [OPT-4]
-    adam = dict(lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay, fused=True)
-    optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], **adam)
+    optimizer = torch.optim.AdamW(
+        [p for p in policy.parameters() if p.requires_grad],
+        lr=args.learning_rate,
+        eps=args.adam_eps,
+        weight_decay=args.weight_decay,
+        fused=True,
+    )
     policy, optimizer = engines.prepare(args, accelerator, policy, optimizer, reference, reward_model)
     num_updates = math.ceil(args.total_episodes / B)  # Round up, so that at least total_episodes are sampled. [OPT-10]
     run = Run(args, accelerator, tokenizer, num_updates, prompts, [held_out, reference, reward_model])

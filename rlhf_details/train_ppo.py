@@ -524,12 +524,19 @@ def main(args: Args):
     end_ids = models.stop_ids(tokenizer, args.truncate_token, "--truncate_token", device)
     end_ids = end_ids if len(end_ids) else stop_ids  # [S], the tokens that a complete response may end with
     prompts, held_out = data.load_prompts(args, tokenizer, room=models.context(policy, reward_model) - R)
+    # score(rows, batch) gives each response F rewards, NaN where one does not apply: the reward model's, which reads
+    # token ids, and those of functions of text, e.g. f(prompts=["2 + 3 ="], completions=[" 5"], answer=["5"]) -> [1.0].
     score = rewards.Scorer(args, accelerator, tokenizer, reward_model, response_scores, size, end_ids)
-    score.check_columns(prompts, held_out)  # score(rows, batch) gives F rewards a row, NaN where one does not apply.
+    score.check_columns(prompts, held_out)
     # Set eps and weight decay explicitly, so that the recipe does not depend on torch's defaults. [OPT-4]
-    adam = dict(lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay, fused=True)
     # The optimiser holds the value model's weights as well. [PPO-4]
-    optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], **adam)
+    optimizer = torch.optim.AdamW(
+        [p for p in policy.parameters() if p.requires_grad],
+        lr=args.learning_rate,
+        eps=args.adam_eps,
+        weight_decay=args.weight_decay,
+        fused=True,
+    )
     policy, optimizer = engines.prepare(args, accelerator, policy, optimizer, reference, reward_model)
     num_updates = math.ceil(args.total_episodes / B)  # Round up, so that at least total_episodes are sampled. [OPT-10]
     run = Run(args, accelerator, tokenizer, num_updates, prompts, [held_out, reference, reward_model])

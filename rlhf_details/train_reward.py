@@ -301,11 +301,15 @@ def main(args: Args):
         samples = samples_to_normalise(args, accelerator, tokenizer, train, comparisons.BEFORE)
         # Their scores get std 1 before training, so that the loss starts from scores neither huge nor tiny. [RM-9]
         reward.gain.data.fill_(normalise(scores_of(reward, samples, size * K, accelerator))[0])
-    # Set eps and weight decay explicitly, because torch's defaults are not the recipe's. [OPT-4]
-    adam = dict(lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay)
     model = reward.model
     trained = {"params": [p for p in model.parameters() if p.requires_grad]}
-    optimizer = torch.optim.AdamW([trained, {"params": [reward.gain], "weight_decay": 0.0}], **adam)
+    # Set eps and weight decay explicitly, because torch's defaults are not the recipe's. [OPT-4]
+    optimizer = torch.optim.AdamW(
+        [trained, {"params": [reward.gain], "weight_decay": 0.0}],
+        lr=args.learning_rate,
+        eps=args.adam_eps,
+        weight_decay=args.weight_decay,
+    )
     run = Run(args, accelerator, tokenizer, num_steps, train, [held_out, references, model])
     reward, optimizer = engines.prepare(args, accelerator, reward, optimizer)
     run.resume(reward, optimizer)

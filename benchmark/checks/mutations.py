@@ -205,12 +205,7 @@ MUTATIONS = [
     ("LOG-1", PPO, "-(old_logprobs * response_mask).sum(1)", "-(old_logprobs - 1.0 * ~response_mask).sum(1)"),
     ("LOG-1", RLOO, "-(logged * response_mask).sum(1)", "-(logged - 1.0 * ~response_mask).sum(1)"),
     ("LOG-1", GRPO, "-(logged * response_mask).sum(1)", "-(logged - 1.0 * ~response_mask).sum(1)"),
-    (
-        "LOG-2",
-        UTILS,
-        "accelerator.reduce(torch.stack(list(self.sums.values())), 'sum')",
-        "torch.stack(list(self.sums.values()))",
-    ),
+    ("LOG-2", UTILS, "accelerator.reduce(sums, 'sum')", "sums"),
     ("LOG-3", PPO, "0.5 * logratio ** 2", "logratio ** 2"),
     ("LOG-3", RLOO, "0.5 * logratio ** 2", "logratio ** 2"),
     ("LOG-3", GRPO, "0.5 * logratio ** 2", "logratio ** 2"),
