@@ -266,7 +266,7 @@ def set_up(model, path, flag, args):
 
 
 def prepare(model, args):
-    """Lets a model use oneDNN, and gradient checkpointing where args ask for it. Returns the model.
+    """Returns a model as training needs it: with gradient checkpointing where args ask for it.
 
     From then on transformers makes masks by `sdpa_mask_unread`.
     """
@@ -275,7 +275,7 @@ def prepare(model, args):
         # The second name is that of older versions of transformers, and deprecated in newer ones.
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
         enable({"use_reentrant": False})
-    return engines.use_onednn(model)
+    return model
 
 
 def sdpa_mask_unread(*args, attention_mask=None, allow_is_causal_skip=True, **options):
