@@ -228,7 +228,7 @@ def save_folder(args, model, tokenizer, weights, card=None):
     """Writes --output_dir, whole or not at all: weights, tokenizer, training_args.json and the model card.
 
     Args: weights, {name: whole tensor} as the model names its parameters, None for the model's own; card, the text of
-    README.md. A model with adapters is merged, and the adapters go to the folder `adapter` in it.
+    README.md. A model with adapters is merged in place, and the adapters go to the folder `adapter` in it.
     """
     folder = Path(args.output_dir).resolve()
     partial, before = (folder.with_name(f"{folder.name}.{kind}") for kind in ("partial", "before"))
@@ -237,6 +237,7 @@ def save_folder(args, model, tokenizer, weights, card=None):
     shutil.rmtree(partial, ignore_errors=True)
     try:
         if hasattr(model, "peft_config"):
+            model.load_state_dict(weights or {}, strict=False)
             models.save_adapter(model, partial / "adapter", getattr(args, "sft_model_path", None) or args.base_model)
             tokenizer.save_pretrained(partial / "adapter")  # So that the adapters can be loaded by themselves.
             models.write_older_names(partial / "adapter", tokenizer)

@@ -15,10 +15,16 @@ import math
 import os
 import warnings
 from datetime import date, timedelta
+from types import MethodType
 
 import torch
 from accelerate import Accelerator, DistributedType
-from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, broadcast_object_list
+from accelerate.utils import (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    InitProcessGroupKwargs,
+    broadcast_object_list,
+)
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -45,8 +51,8 @@ def start(args):
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
     accelerator = join(kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False), patience])
     configure(accelerator, args)
-    if args.lora_rank and name(accelerator) == "ZeRO-3":
-        cli.fail(f"--lora_rank {args.lora_rank}: not under ZeRO-3; take ZeRO-2 or FSDP2")
+    if args.lora_rank and shares_out(accelerator):
+        cli.fail(f"--lora_rank {args.lora_rank}: not under {name(accelerator)}; take DDP or ZeRO-2")
     progress.now("loading rows and models")
     if accelerator.is_main_process:
         stages.ensure(args)
@@ -89,6 +95,8 @@ def configure(accelerator, args):
         plugin.mixed_precision_policy = MixedPrecisionPolicy()  # accelerate's would round the log-probs to bf16.
         # Otherwise transformers leaves the models that are not sharded empty on all processes but the first.
         plugin.cpu_ram_efficient_loading, os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = False, "false"
+        # autocast's cache would keep the whole of all weights in bf16, until the phase of the loop ends.
+        accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)
     if uses_deepspeed(accelerator):
         configure_deepspeed(accelerator, args)
 
@@ -102,10 +110,12 @@ def configure_deepspeed(accelerator, args):
     plugin.asked_precision = kind = getattr(plugin, "asked_precision", accelerator.mixed_precision)
     if kind not in ("no", "bf16"):
         cli.fail(f"mixed_precision {kind}: not with DeepSpeed; take bf16 or no")
-    config, bf16 = plugin.deepspeed_config, kind == "bf16"
+    config = plugin.deepspeed_config
     # The weights stay fp32 and bf16 is autocast, as under the other engines.
     config["bf16"] = config["fp16"] = {"enabled": False}
-    accelerator.autocast = lambda: torch.autocast(accelerator.device.type, torch.bfloat16, enabled=bf16)
+    # ZeRO-3 has no cache of weights in bf16, which would keep the whole of them.
+    cast = {"dtype": torch.bfloat16, "enabled": kind == "bf16", "cache_enabled": plugin.zero_stage != 3}
+    accelerator.autocast = lambda: torch.autocast(accelerator.device.type, **cast)
     # DeepSpeed clips by itself, where accelerate's "auto" would mean 1. The batch sizes are for its counters alone.
     config |= {"gradient_clipping": args.max_grad_norm or 0.0, "gradient_accumulation_steps": 1}
     config["train_micro_batch_size_per_gpu"] = args.micro_batch_size
@@ -131,19 +141,9 @@ def prepare(args, accelerator, module, optimizer, *frozen):
     if accelerator.device.type == "cpu":
         use_one_thread(module)
     module._no_split_modules = sorted({type(m).__name__ for m in layers(module)})  # FSDP2 gathers them singly.
-    is_shared_out = shares_out(accelerator)
     empty, own = template(module), set(module.modules())
-    if uses_deepspeed(accelerator) or accelerator.distributed_type == DistributedType.FSDP:
-        forward = module.forward
-
-        def in_autocast(*args, **kwargs):  # accelerate does the same for DDP.
-            with accelerator.autocast():
-                if is_shared_out and torch.is_autocast_enabled(accelerator.device.type):
-                    # Its cache would keep the whole of all weights in bf16, until the phase of the loop ends.
-                    torch.set_autocast_cache_enabled(False)
-                return forward(*args, **kwargs)
-
-        module.forward = in_autocast
+    if uses_deepspeed(accelerator) or accelerator.is_fsdp2:  # accelerate does the same for DDP.
+        module.forward = MethodType(accelerator.autocast()(type(module).forward), module)
     if name(accelerator) == "ZeRO-3":
         # Each piece of the logits gathers the head, and processes have different numbers of pieces. So it makes one.
         module.logits_at_once = 2**62
@@ -152,14 +152,13 @@ def prepare(args, accelerator, module, optimizer, *frozen):
     if uses_deepspeed(accelerator):
         # accelerate (1.15) would step inside `backward`, once a micro-batch. `step` does it here.
         accelerator.deepspeed_engine_wrapped.backward = lambda loss, **_: module.backward(loss)
-    whole_copy = functools.partial(gather, accelerator, module, empty, precision(accelerator))
-    module.whole_copy = whole_copy if is_shared_out else None
+    whole_copy = functools.partial(gather, accelerator, module)
+    module.whole_copy = whole_copy if shares_out(accelerator) else None
     module.template, module.waiting = [empty], []  # In lists, so that no module sees them as its children.
     for m in filter(None, frozen):
         if m.model in own:  # Under LoRA the reference is the policy without its adapters.
-            read_through(m, module) if is_shared_out else None
             continue
-        if is_shared_out:
+        if shares_out(accelerator):
             share_out(m, accelerator.device)
         elif precision(accelerator) == "bf16":
             for p in matrices(m):
@@ -170,24 +169,14 @@ def prepare(args, accelerator, module, optimizer, *frozen):
     return module, optimizer
 
 
-def read_through(module, prepared):
-    """Lets a module without_adapters call the policy that an engine has prepared, since only this gathers weights."""
-
-    def forward(*args, **kwargs):
-        outputs = prepared(*args, **kwargs)
-        return outputs[:2] if isinstance(outputs, tuple) else outputs  # without the values of a critic
-
-    module.forward = forward
-
-
 # ---- which engine it is ----------------------------------------------------------------------------------------------
 def name(accelerator):
-    """One of "one process", "DDP", "FSDP2", "ZeRO-2", "ZeRO-3", or what else accelerate calls it."""
-    kind = accelerator.distributed_type
+    """One of "one process", "DDP", "FSDP2", "ZeRO-2" and "ZeRO-3"."""
     if uses_deepspeed(accelerator):
         return f"ZeRO-{accelerator.deepspeed_plugin.zero_stage}"
-    plain = {DistributedType.NO: "one process", DistributedType.MULTI_CPU: "DDP", DistributedType.MULTI_GPU: "DDP"}
-    return "FSDP2" if accelerator.is_fsdp2 else plain.get(kind, kind.value)
+    if accelerator.is_fsdp2:
+        return "FSDP2"
+    return "one process" if accelerator.distributed_type == DistributedType.NO else "DDP"
 
 
 def precision(accelerator):
@@ -281,13 +270,13 @@ def share_out(module, device):
         fully_shard(m, mesh=mesh, reshard_after_forward=True)
 
 
-def named_parameters(accelerator, module):
-    """(name, parameter) of the module as it was before `engines.prepare`; tied weights once."""
+def unwrapped(accelerator, module):
+    """The module as it was before `engines.prepare`."""
     for m in module.modules():
         if isinstance(m, FSDPModule):
             # A forward without a backward leaves some weights whole, in tensors that the optimizer does not know.
             m.reshard()
-    return list(accelerator.unwrap_model(module).named_parameters())
+    return accelerator.unwrap_model(module)
 
 
 def whole(x):
@@ -304,9 +293,12 @@ def whole(x):
 
 @torch.no_grad()
 def full_weights(accelerator, module):
-    """{name: whole fp32 weight} of a prepared module, on the main process's CPU; call it on every process."""
+    """{name: whole fp32 weight} of a prepared module, on the main process's CPU; call it on every process.
+
+    The names are those before `engines.prepare`, and tied weights have one of theirs.
+    """
     weights = {}
-    for name, p in named_parameters(accelerator, module):
+    for name, p in unwrapped(accelerator, module).named_parameters():
         x = whole(p)
         if accelerator.is_main_process:  # Only one process needs room for the whole.
             weights[name] = x.detach().to("cpu", torch.float32).contiguous()
@@ -318,15 +310,15 @@ def matrices(module):
 
     They are those of linear layers, but for a head that is tied to an embedding, and for a reward model's fp32 head.
     """
-    others = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
-    others |= {id(m.weight) for m in [getattr(module.model, "score", None)] if m is not None}
-    linear = (m.weight for m in module.modules() if isinstance(m, nn.Linear | Conv1D))
-    return [weight for weight in linear if id(weight) not in others]
+    linear = {m.weight for m in module.modules() if isinstance(m, nn.Linear | Conv1D)}
+    others = {m.weight for m in module.modules() if isinstance(m, nn.Embedding)}
+    score = getattr(module.model, "score", None)
+    return linear - others - {score and score.weight}
 
 
-# ---- a whole copy of a policy, to sample from or to save -------------------------------------------------------------
+# ---- a whole copy of a policy, to sample from ------------------------------------------------------------------------
 def template(module):
-    """A copy of a policy without its weights, for `fill`, and without its critic, which does not sample."""
+    """A copy of a policy without its weights, for `gather`, and without its critic, which does not sample."""
     made = without_weights(module)
     made.critic = None
     return made.eval()
@@ -334,39 +326,37 @@ def template(module):
 
 def without_weights(module):
     """A copy of a module whose parameters have shapes and no numbers."""
-    empty = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=False) for p in module.parameters()}
-    return copy.deepcopy(module, empty)  # It takes what `empty` holds in place of a copy.
+    weights = dict(module.named_parameters(remove_duplicate=False))
+    shapes = {name: p.to("meta") for name, p in weights.items()}
+    module.load_state_dict(shapes, strict=False, assign=True)  # No memory is needed for a second set of weights.
+    made = copy.deepcopy(module).requires_grad_(False)
+    module.load_state_dict(weights, strict=False, assign=True)
+    return made
 
 
-def fill(template, weights):
-    """A copy of a template with the weights of {name: tensor}."""
-    filled = {id(p): nn.Parameter(weights[name], requires_grad=False) for name, p in template.named_parameters()}
-    return copy.deepcopy(template, filled)
-
-
-@torch.no_grad()
 def copy_of(accelerator, policy):
     """A copy of a policy to sample from, which training does not change. Args: policy, of `gathered`."""
-    if shares_out(accelerator):
-        return policy  # It is one already.
-    (empty,), now = policy.template, dict(accelerator.unwrap_model(policy).named_parameters())
-    return fill(empty, {name: now[name].detach().clone() for name, _ in empty.named_parameters()})
+    return policy if shares_out(accelerator) else gather(accelerator, policy)  # The first is one already.
 
 
 @torch.no_grad()
-def gather(accelerator, module, template, precision):
-    """The template of a prepared policy with the weights that this has now; call it on every process.
+def gather(accelerator, module):
+    """A copy of a prepared policy with the weights that it has now; call it on every process.
 
-    One weight after the other is gathered, so the peak is a copy and one weight. Under bf16 autocast the weights of
-    linear layers are bf16, to which autocast would round them in each call.
+    One weight after the other is copied, so the peak is a copy and one weight. Where weights are shared out and
+    autocast is bf16, `matrices` are in bf16, to which autocast would round them in each call.
     """
-    rounded = {id(p) for p in matrices(template)} if precision == "bf16" else ()
-    empty, weights = dict(template.named_parameters()), {}
-    for name, p in named_parameters(accelerator, module):
-        if name in empty:
-            weights[name] = whole(p).detach().to(torch.bfloat16 if id(empty[name]) in rounded else p.dtype)
+    (empty,), own = module.template, unwrapped(accelerator, module)
+    in_bf16 = shares_out(accelerator) and precision(accelerator) == "bf16"
+    rounded, copies, made = matrices(own) if in_bf16 else (), {}, copy.deepcopy(empty)
+    needed = dict(made.named_parameters())
+    parameters = {name: p for name, p in own.named_parameters(remove_duplicate=False) if name in needed}
+    for p in parameters.values():
+        if p not in copies:  # It may be tied.
+            copies[p] = whole(p).to(torch.bfloat16 if p in rounded else p.dtype, copy=True)
+    made.load_state_dict({name: copies[p] for name, p in parameters.items()}, strict=False, assign=True)
     # The weights are on the device already, and only buffers move. On CPUs "cpu:1" would be another device than "cpu".
-    return fill(template, weights).to(accelerator.device.type)
+    return made.to(accelerator.device.type)
 
 
 # ---- threads on CPUs -------------------------------------------------------------------------------------------------

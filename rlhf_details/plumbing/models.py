@@ -23,7 +23,6 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 from transformers.masking_utils import sdpa_mask
-from transformers.pytorch_utils import Conv1D
 from transformers.utils import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
 
@@ -410,17 +409,15 @@ def write_older_names(folder, tokenizer):
 def add_adapters(model, rank):
     """Freezes a model and adds adapters to train: W x becomes W x + 2 B A x, with A [rank, in], B [out, rank].
 
-    A is random and B is 0, so the model starts as it was. A new head (`score`) is trained as a whole. Returns it.
+    A is random and B is 0, so the model starts as it was. A new head (`score`) is trained as a whole. Returns the
+    model, whose `lora[0]` is peft's LoraModel. It stands in a list, so that it is not the model's child.
     """
     from peft import LoraConfig, LoraModel
 
     kind = "SEQ_CLS" if hasattr(model, "score") else "CAUSAL_LM"
-    transposed = any(isinstance(m, Conv1D) for m in model.modules())  # GPT-2 stores its weights as [in, out].
-    sizes = {"r": rank, "lora_alpha": 2 * rank, "lora_dropout": 0.0, "fan_in_fan_out": transposed}
-    config = LoraConfig(target_modules="all-linear", task_type=kind, **sizes)
+    config = LoraConfig(target_modules="all-linear", task_type=kind, r=rank, lora_alpha=2 * rank, lora_dropout=0.0)
     shapes = {name: x.shape for name, x in model.state_dict().items()}
     try:
-        # peft merges the adapters at the end. The list keeps them from being the model's child.
         model.lora = [LoraModel(model, config, "default")]
         # A run must not end with a model that cannot be saved, so this is tried on a copy that has no weights.
         merged = merge_adapters(engines.without_weights(model)).state_dict()
@@ -436,42 +433,37 @@ def add_adapters(model, rank):
 
 def tell_of_adapters(model, rank):
     """Says which weights have adapters, and which have none where these are many. Embeddings and heads do not count."""
-    adapted, head = adapter_layers(model), (model.get_output_embeddings(), getattr(model, "score", None))
-    others = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding) or m in head}
-    sizes, kinds = {True: [], False: []}, {True: {}, False: {}}  # by whether a matrix has adapters
+    head = model.get_output_embeddings(), getattr(model, "score", None)
+    others = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding) or m in head}
+    sizes, kinds = {True: 0, False: 0}, {True: {}, False: {}}  # by whether a matrix has adapters
     for name, p in model.named_parameters():
-        if p.dim() > 1 and ".lora_" not in name and id(p) not in others:
-            name = name.replace(".base_layer", "")
-            sizes[name in adapted].append(p.numel())
-            # "model.layers.0.mlp.down_proj.weight" is one of the kind "mlp.down_proj".
-            kinds[name in adapted][re.split(r"\.\d+\.", name.removesuffix(".weight"))[-1]] = None
-    count, total = len(sizes[True]), len(sizes[True] + sizes[False])
-    cli.say(f"LoRA: adapters of rank {rank} on {count} of {total} weight matrices: {', '.join(kinds[True])}")
-    share = sum(sizes[False]) / sum(sizes[True] + sizes[False])
+        if p.dim() > 1 and ".lora_" not in name and p not in others:
+            is_adapted = ".base_layer" in name
+            sizes[is_adapted] += p.numel()
+            # "model.layers.0.mlp.down_proj.base_layer.weight" is one of the kind "mlp.down_proj".
+            name = name.replace(".base_layer", "").removesuffix(".weight")
+            kinds[is_adapted][re.split(r"\.\d+\.", name)[-1]] = None
+    cli.say(f"LoRA: adapters of rank {rank} on {', '.join(kinds[True])}")
+    share = sizes[False] / sum(sizes.values())
     if share > 0.05:
         cli.say(f"warning: LoRA: peft gives no adapters to {share:.0%} of the weights: {', '.join(kinds[False])}")
 
 
+def without_adapters(module):
+    """Makes a module, which shares a model with adapters, compute as if there were none. Returns the module."""
+    (lora,) = module.model.lora
+    module.register_forward_pre_hook(lambda *_: lora.disable_adapter_layers())
+    module.register_forward_hook(lambda *_: lora.enable_adapter_layers(), always_call=True)
+    return module
+
+
 def adapter_layers(module):
-    """{name of a weight, as the module has it without adapters: the layer that adapts it}."""
+    """{name of a weight, as the module has it without adapters: the layer of peft that adapts it}."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [(name, m) for name, m in module.named_modules() if isinstance(m, BaseTunerLayer)]
     # A layer that adapts a parameter, as those of experts, stands around the layer of another one.
     return {f"{name.replace('.base_layer', '')}.{getattr(m, 'parameter_name', 'weight')}": m for name, m in layers}
-
-
-def without_adapters(module):
-    """Makes a module, which shares a model with adapters, compute as if there were none. Returns the module."""
-    found = adapter_layers(module).values()
-
-    def switch(on):
-        for layer in found:  # enable_adapters would also set requires_grad, which FSDP2 reads but once.
-            layer._disable_adapters = not on
-
-    module.register_forward_pre_hook(lambda *_: switch(False))
-    module.register_forward_hook(lambda *_: switch(True), always_call=True)
-    return module
 
 
 def merge_adapters(model):
@@ -527,9 +519,8 @@ def load_merged(model, path, flag):
     from peft import PeftModel
 
     (file, shapes, _), embedding = adapter_file(path, flag), model.get_input_embeddings()
-    kinds = "", ".base_layer", ".token_adapter.base_layer"
-    names = tuple(f".{name}{kind}.weight" for name, m in model.named_modules() if m is embedding for kind in kinds)
-    rows = [shape[0] for name, shape in shapes.items() if name.endswith(names)]
+    (own,) = (name for name, m in model.named_modules() if m is embedding)
+    rows = [shape[0] for name, shape in shapes.items() if f".{own}." in name and name.endswith(".weight")]
     with cli.reading(flag, path):
         if rows and rows[0] != embedding.num_embeddings:  # The adapters were trained with tokens that the base lacks.
             model.resize_token_embeddings(rows[0], mean_resizing=False)

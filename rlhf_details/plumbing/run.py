@@ -239,9 +239,6 @@ class Run:
         model = model or self.accelerator.unwrap_model(policy).model
         weights = self.full_weights(policy) if weights is None else weights
         if self.is_main:
-            if self.args.lora_rank:  # Adapters are merged into a model of its own, which no engine has changed.
-                config, model = model.config, engines.fill(policy.template[0], weights).model
-                model.config = config
             weights = {name.removeprefix("model."): x for name, x in weights.items() if name.startswith("model.")}
             self.save(model, weights)
         self.accelerator.wait_for_everyone()
