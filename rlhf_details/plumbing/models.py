@@ -381,11 +381,10 @@ def make_small(args, rows):
     return tokenizer, prepare(GPTNeoXForCausalLM(config), args)
 
 
-def write_older_names(folder, tokenizer):
-    """Adds to a saved folder what transformers 4.57 and converters look for, by names that transformers 5 has changed.
-
-    Without them the tokenizer cannot be loaded, and a rope_theta of the model's own is taken for 10,000 in silence.
-    """
+# ---- saving, for transformers 4.57 and converters as well: transformers 5 has changed names -----------------------
+def save_tokenizer(tokenizer, folder):
+    """Writes a tokenizer to a folder, so that older versions of transformers can load it as well."""
+    tokenizer.save_pretrained(folder)
     file = Path(folder) / "tokenizer_config.json"
     saved = {"model_input_names": tokenizer.model_input_names} | json.loads(file.read_text())
     if saved["tokenizer_class"] == "TokenizersBackend":
@@ -393,8 +392,12 @@ def write_older_names(folder, tokenizer):
     if isinstance(saved.get("extra_special_tokens"), list):
         saved["additional_special_tokens"] = saved.pop("extra_special_tokens")
     file.write_text(json.dumps(saved, indent=2, ensure_ascii=False))
+
+
+def write_older_names(folder):
+    """Adds older names to a saved config.json. Without them a rope_theta of the model's own is taken for 10,000."""
     file = Path(folder) / "config.json"
-    config = json.loads(file.read_text()) if file.exists() else {}
+    config = json.loads(file.read_text())
     rope = config.get("rope_parameters") or {}
     if "rope_theta" in rope:  # In some models each kind of layers has values of its own.
         config |= {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}

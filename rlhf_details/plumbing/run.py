@@ -53,7 +53,7 @@ class Run:
         self.folder = Path("runs") / name
         if args.resume:
             with self.writing(self.folder, "read"):  # Nothing has been written yet.
-                self.checkpoint = checkpoint.find(self.folder, self.identity, args.overwrite, accelerator)
+                self.checkpoint = checkpoint.find(self.folder, self.identity, args.overwrite)
         self.signals = Signals(self.say)
         if self.is_main:
             try:
@@ -95,9 +95,8 @@ class Run:
         """
         done, state = 0, state or {}
         if self.checkpoint:
-            saved = checkpoint.read_state(self.checkpoint)
             try:
-                tensors = checkpoint.read_tensors(self.checkpoint)
+                saved, tensors = checkpoint.read(self.checkpoint)
                 checkpoint.load_policy(self.accelerator, policy, optimizer, self.checkpoint)
             except (OSError, RuntimeError, SafetensorError) as e:
                 damaged, self.checkpoint = self.checkpoint, next(iter(checkpoint.all_of(self.folder)[1:]), None)
