@@ -6,6 +6,7 @@ import math
 import os
 import re
 import zlib
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -85,18 +86,16 @@ def own_tokenizer(args, tokenizer):
     It reads them where both vocabularies are the same, but for the padding token. A reward model of another vocabulary
     is given text, for which it needs a tokenizer. Args: tokenizer, the policy's.
     """
-    paths = {"--sft_model_path": args.sft_model_path, "--reward_model_path": args.reward_model_path}
-    own = find_tokenizer(args.reward_model_path, "--reward_model_path", args) or tokenizer
+    path, flag = args.reward_model_path, "--reward_model_path"
+    own = find_tokenizer(path, flag, args) or tokenizer
     ours, theirs = vocabularies(tokenizer, own)
     if ours != theirs:
         return own
-    configs = [read(AutoConfig, base_of(path, flag) or path, flag, args) for flag, path in paths.items()]
-    sizes = [config.get_text_config().vocab_size for config in configs]
-    written = min(sizes[0], max(tokenizer.get_vocab().values()) + 1)  # Other logits of the policy are cut off.
-    if written > sizes[1] and not base_of(args.reward_model_path, "--reward_model_path"):  # Adapters may have more.
-        policy, reward_model = (f"{flag} {path}" for flag, path in paths.items())
-        named = f"{policy} ({written} tokens) and {reward_model} ({sizes[1]} embeddings)"
-        cli.fail(f"vocabulary mismatch: {named}, and the latter has no tokenizer of another vocabulary")
+    base, count = base_of(path, flag), max(ours.values()) + 1
+    size = read(AutoConfig, base or path, flag, args).get_text_config().vocab_size
+    if count > size and not base:  # Adapters may have more.
+        named = f"the policy's tokenizer has {count} tokens, and it has {size} embeddings"
+        cli.fail(f"{flag} {path}: vocabulary mismatch: {named} and no tokenizer of another vocabulary")
     return None
 
 
@@ -122,24 +121,27 @@ def stop_ids(tokenizer, text, flag, device=None):
     The text is read as it stands within a response. At the start of a text, SentencePiece's tokenizers put a space
     before it. That is another token, and no response would end with it.
     """
-    ids = {"eos": utils.end_ids(tokenizer), "none": []}.get(text)
-    if ids is None:
+    ids = []
+    if text == "eos":
+        ids = utils.end_ids(tokenizer)
+        if len(ids) > 1:
+            cli.say(f"{flag} eos: a response ends with {' or '.join(map(tokenizer.decode, ids))}")
+    elif text != "none":
         # Some vocabularies spell bytes as other characters, so an entry counts only if it decodes to the text.
         ids = [tokenizer.get_vocab().get(text)]
         if ids == [None] or tokenizer.decode(ids).strip() != text.strip("▁ "):
-            before, ids = (tokenizer(words, add_special_tokens=False).input_ids for words in ("a", f"a{text}"))
-            if not ids or ids[:-1] != before or ids[-1] == tokenizer.unk_token_id:
+            before, (*others, i) = (tokenizer(words, add_special_tokens=False).input_ids for words in ("a", f"a{text}"))
+            if others != before or i == tokenizer.unk_token_id:
                 cli.fail(f"{flag} {text!r}: not one token of the vocabulary")
-    if len(ids) > 1 and text == "eos":
-        cli.say(f"{flag} eos: a response ends with {' or '.join(map(tokenizer.decode, ids))}")
-    return torch.tensor(ids[-1:] if text not in ("eos", "none") else ids, dtype=torch.long, device=device)
+            ids = [i]
+    return torch.tensor(ids, dtype=torch.long, device=device)
 
 
 def append_eos(tokenizer):
     """Lets a tokenizer end each text with EOS where it adds special tokens. The code here never asks it to add any."""
     eos, i = tokenizer.eos_token, tokenizer.eos_token_id
     if tokenizer.is_fast and tokenizer("a").input_ids[-1:] != [i]:  # It may come from a model that was saved so.
-        last = processors.TemplateProcessing(single=["$A", eos], pair=["$A", "$B", eos], special_tokens=[(eos, i)])
+        last = processors.TemplateProcessing(single=["$A", eos], special_tokens=[(eos, i)])
         steps = [tokenizer.backend_tokenizer.post_processor, last]
         tokenizer.backend_tokenizer.post_processor = processors.Sequence(list(filter(None, steps)))
 
@@ -438,18 +440,16 @@ def tell_of_adapters(model, rank):
     """Says which weights have adapters, and which have none where these are many. Embeddings and heads do not count."""
     head = model.get_output_embeddings(), getattr(model, "score", None)
     others = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding) or m in head}
-    sizes, kinds = {True: 0, False: 0}, {True: {}, False: {}}  # by whether a matrix has adapters
+    sizes = {True: Counter(), False: Counter()}  # of matrices with adapters and of others, by their kind
     for name, p in model.named_parameters():
         if p.dim() > 1 and ".lora_" not in name and p not in others:
-            is_adapted = ".base_layer" in name
-            sizes[is_adapted] += p.numel()
             # "model.layers.0.mlp.down_proj.base_layer.weight" is one of the kind "mlp.down_proj".
-            name = name.replace(".base_layer", "").removesuffix(".weight")
-            kinds[is_adapted][re.split(r"\.\d+\.", name)[-1]] = None
-    cli.say(f"LoRA: adapters of rank {rank} on {', '.join(kinds[True])}")
-    share = sizes[False] / sum(sizes.values())
+            kind = re.split(r"\.\d+\.", name.replace(".base_layer", "").removesuffix(".weight"))[-1]
+            sizes[".base_layer" in name][kind] += p.numel()
+    cli.say(f"LoRA: adapters of rank {rank} on {', '.join(sizes[True])}")
+    share = sizes[False].total() / (sizes[False] + sizes[True]).total()
     if share > 0.05:
-        cli.say(f"warning: LoRA: peft gives no adapters to {share:.0%} of the weights: {', '.join(kinds[False])}")
+        cli.say(f"warning: LoRA: peft gives no adapters to {share:.0%} of the weights: {', '.join(sizes[False])}")
 
 
 def without_adapters(module):
@@ -486,11 +486,9 @@ def save_adapter(model, folder, base_model):
     config.inference_mode = True
     config.save_pretrained(folder)
     weights = {f"base_model.model.{name}": x for name, x in get_peft_model_state_dict(model).items()}
-    metadata = {"format": "pt"}
     if hasattr(model, "score"):  # A new head belongs to the adapters, as in peft's own SEQ_CLS, and so does its bias.
         weights["base_model.model.score.weight"] = model.score.weight
-        metadata["reward_bias"] = str(getattr(model.config, "reward_bias", 0.0))
-    weights = {name: x.detach().cpu().contiguous() for name, x in weights.items()}
+    metadata = {"format": "pt", "reward_bias": str(getattr(model.config, "reward_bias", 0.0))}
     save_file(weights, Path(folder) / "adapter_model.safetensors", metadata=metadata)
 
 
