@@ -183,8 +183,8 @@ def precision(accelerator):
     """What matrices are multiplied in: "fp32", or autocast's "bf16" or "fp16"."""
     device = accelerator.device.type
     with accelerator.autocast():
-        kind = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
-    return {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[kind]
+        is_on, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    return {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype] if is_on else "fp32"
 
 
 def in_words(accelerator):
@@ -228,21 +228,14 @@ def step(accelerator, module, optimizer, max_grad_norm, run, what):
     A norm that is not finite ends the run before any weight changes. DeepSpeed clips and steps in one call, so there it
     ends the run afterwards. what: the minibatch's name in the error message.
     """
-
-    def check(norm):
-        if not math.isfinite(norm):
-            run.stop(f"update {run.update}, {what}: the gradient's norm is {norm}")
-
     if uses_deepspeed(accelerator):
         module.step()
-        norm = float(module.get_global_grad_norm())
-        check(norm)
-        return norm
     # Without a limit the norm is only measured: clipping to infinity changes nothing. [OPT-8]
     norm = float(accelerator.clip_grad_norm_(module.parameters(), max_grad_norm or math.inf))
-    if accelerator.scaler is None:  # fp16's scaler skips the step of an infinite gradient and lowers the loss's scale.
-        check(norm)
-    optimizer.step()
+    # fp16's scaler skips the step of an infinite gradient and lowers the loss's scale.
+    if accelerator.scaler is None and not math.isfinite(norm):
+        run.stop(f"update {run.update}, {what}: the gradient's norm is {norm}")
+    optimizer.step()  # Under DeepSpeed this and the next line do nothing.
     optimizer.zero_grad()
     return norm
 
@@ -346,15 +339,17 @@ def gather(accelerator, module):
     One weight after the other is copied, so the peak is a copy and one weight. Where weights are shared out and
     autocast is bf16, `matrices` are in bf16, to which autocast would round them in each call.
     """
-    (empty,), own = module.template, unwrapped(accelerator, module)
+    own, made = unwrapped(accelerator, module), copy.deepcopy(module.template[0])
     in_bf16 = shares_out(accelerator) and precision(accelerator) == "bf16"
-    rounded, copies, made = matrices(own) if in_bf16 else (), {}, copy.deepcopy(empty)
-    needed = dict(made.named_parameters())
-    parameters = {name: p for name, p in own.named_parameters(remove_duplicate=False) if name in needed}
-    for p in parameters.values():
-        if p not in copies:  # It may be tied.
-            copies[p] = whole(p).to(torch.bfloat16 if p in rounded else p.dtype, copy=True)
-    made.load_state_dict({name: copies[p] for name, p in parameters.items()}, strict=False, assign=True)
+    rounded, needed = matrices(own) if in_bf16 else (), made.state_dict()
+
+    @functools.cache
+    def copied(p):  # Tied weights are copied once.
+        return whole(p).to(torch.bfloat16 if p in rounded else p.dtype, copy=True)
+
+    parameters = own.named_parameters(remove_duplicate=False)
+    weights = {name: copied(p) for name, p in parameters if name in needed}
+    made.load_state_dict(weights, strict=False, assign=True)
     # The weights are on the device already, and only buffers move. On CPUs "cpu:1" would be another device than "cpu".
     return made.to(accelerator.device.type)
 
@@ -369,9 +364,8 @@ def use_one_thread(*modules):
 
     Threads spin while they wait for each other, which is most of the time where another run wants the same cores.
     """
-    weights = [list(module.parameters()) for module in modules]
-    size = max(sum(p.numel() for p in own) for own in weights)
-    is_on_cpu = all(p.device.type == "cpu" for own in weights for p in own)
+    size = max(sum(p.numel() for p in module.parameters()) for module in modules)
+    is_on_cpu = all(p.device.type == "cpu" for module in modules for p in module.parameters())
     if is_on_cpu and size < SMALL and torch.get_num_threads() > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
         say(f"one CPU thread, since {size / 1e6:.1f} M parameters gain little from more: OMP_NUM_THREADS sets another")
