@@ -224,11 +224,10 @@ def save_folder(args, model, tokenizer, weights, card=None):
     """Writes --output_dir, whole or not at all: weights, tokenizer, training_args.json and the model card.
 
     Args: weights, {name: whole tensor} as the model names its parameters, None for the model's own; card, the text of
-    README.md. A model with adapters is merged in place, and the adapters go to the folder `adapter` in it.
+    README.md. A model with adapters is merged, and the adapters go to the folder `adapter` in it.
     """
     with replacing(Path(args.output_dir).resolve()) as folder:
         if hasattr(model, "peft_config"):
-            model.load_state_dict(weights or {}, strict=False)
             models.save_adapter(model, folder / "adapter", getattr(args, "sft_model_path", None) or args.base_model)
             models.save_tokenizer(tokenizer, folder / "adapter")  # So that the adapters can be loaded by themselves.
             model, weights = models.merge_adapters(model), None

@@ -51,8 +51,8 @@ def start(args):
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
     accelerator = join(kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False), patience])
     configure(accelerator, args)
-    if args.lora_rank and shares_out(accelerator):
-        cli.fail(f"--lora_rank {args.lora_rank}: not under {name(accelerator)}; take DDP or ZeRO-2")
+    if args.lora_rank and name(accelerator) == "ZeRO-3":
+        cli.fail(f"--lora_rank {args.lora_rank}: not under ZeRO-3; take ZeRO-2 or FSDP2")
     progress.now("loading rows and models")
     if accelerator.is_main_process:
         stages.ensure(args)
@@ -156,7 +156,8 @@ def prepare(args, accelerator, module, optimizer, *frozen):
     module.whole_copy = whole_copy if shares_out(accelerator) else None
     module.template, module.waiting = [empty], []  # In lists, so that no module sees them as its children.
     for m in filter(None, frozen):
-        if m.model in own:  # Under LoRA the reference is the policy without its adapters.
+        if m.model in own:  # Under LoRA the reference is the policy without its adapters. FSDP2 gathers only for it.
+            m.reads = [module]
             continue
         if shares_out(accelerator):
             share_out(m, accelerator.device)
@@ -309,9 +310,9 @@ def matrices(module):
     return linear - others - {score and score.weight}
 
 
-# ---- a whole copy of a policy, to sample from ------------------------------------------------------------------------
+# ---- a whole copy of a policy, to sample from or to save -------------------------------------------------------------
 def template(module):
-    """A copy of a policy without its weights, for `gather`, and without its critic, which does not sample."""
+    """A copy of a policy without its weights, for `filled`, and without its critic, which does not sample."""
     made = without_weights(module)
     made.critic = None
     return made.eval()
@@ -327,6 +328,13 @@ def without_weights(module):
     return made
 
 
+def filled(module, weights):
+    """The template of a prepared module with the weights of {name: tensor}."""
+    made = copy.deepcopy(module.template[0])
+    made.load_state_dict(weights, strict=False, assign=True)
+    return made
+
+
 def copy_of(accelerator, policy):
     """A copy of a policy to sample from, which training does not change. Args: policy, of `gathered`."""
     return policy if shares_out(accelerator) else gather(accelerator, policy)  # The first is one already.
@@ -339,17 +347,16 @@ def gather(accelerator, module):
     One weight after the other is copied, so the peak is a copy and one weight. Where weights are shared out and
     autocast is bf16, `matrices` are in bf16, to which autocast would round them in each call.
     """
-    own, made = unwrapped(accelerator, module), copy.deepcopy(module.template[0])
+    own, needed = unwrapped(accelerator, module), module.template[0].state_dict()
     in_bf16 = shares_out(accelerator) and precision(accelerator) == "bf16"
-    rounded, needed = matrices(own) if in_bf16 else (), made.state_dict()
+    rounded = matrices(own) if in_bf16 else ()
 
     @functools.cache
     def copied(p):  # Tied weights are copied once.
         return whole(p).to(torch.bfloat16 if p in rounded else p.dtype, copy=True)
 
     parameters = own.named_parameters(remove_duplicate=False)
-    weights = {name: copied(p) for name, p in parameters if name in needed}
-    made.load_state_dict(weights, strict=False, assign=True)
+    made = filled(module, {name: copied(p) for name, p in parameters if name in needed})
     # The weights are on the device already, and only buffers move. On CPUs "cpu:1" would be another device than "cpu".
     return made.to(accelerator.device.type)
 

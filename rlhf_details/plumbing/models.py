@@ -452,12 +452,26 @@ def tell_of_adapters(model, rank):
         cli.say(f"warning: LoRA: peft gives no adapters to {share:.0%} of the weights: {', '.join(sizes[False])}")
 
 
-def without_adapters(module):
-    """Makes a module, which shares a model with adapters, compute as if there were none. Returns the module."""
-    (lora,) = module.model.lora
-    module.register_forward_pre_hook(lambda *_: lora.disable_adapter_layers())
-    module.register_forward_hook(lambda *_: lora.enable_adapter_layers(), always_call=True)
-    return module
+def without_adapters(policy):
+    """A module that computes what a policy would without adapters. It shares the policy's model, and has no critic."""
+    return WithoutAdapters(policy)
+
+
+class WithoutAdapters(torch.nn.Module):
+    """Calls what `reads` holds: the policy, or what an engine has made of it."""
+
+    def __init__(self, policy):
+        super().__init__()
+        self.model, self.reads = policy.model, [policy]
+
+    def forward(self, *args, **kwargs):
+        (lora,) = self.model.lora
+        lora.disable_adapter_layers()
+        try:
+            outputs = self.reads[0](*args, **kwargs)
+        finally:
+            lora.enable_adapter_layers()
+        return outputs[:2] if isinstance(outputs, tuple) else outputs  # without the values of a critic
 
 
 def adapter_layers(module):
@@ -485,10 +499,11 @@ def save_adapter(model, folder, base_model):
     config.base_model_name_or_path, config.revision = errors.split(str(base_model))
     config.inference_mode = True
     config.save_pretrained(folder)
+    metadata = {"format": "pt"}
     weights = {f"base_model.model.{name}": x for name, x in get_peft_model_state_dict(model).items()}
     if hasattr(model, "score"):  # A new head belongs to the adapters, as in peft's own SEQ_CLS, and so does its bias.
         weights["base_model.model.score.weight"] = model.score.weight
-    metadata = {"format": "pt", "reward_bias": str(getattr(model.config, "reward_bias", 0.0))}
+        metadata["reward_bias"] = str(getattr(model.config, "reward_bias", 0.0))
     save_file(weights, Path(folder) / "adapter_model.safetensors", metadata=metadata)
 
 

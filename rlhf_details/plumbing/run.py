@@ -238,6 +238,10 @@ class Run:
         model = model or self.accelerator.unwrap_model(policy).model
         weights = self.full_weights(policy) if weights is None else weights
         if self.is_main:
+            if self.args.lora_rank:  # Adapters are merged into a model of its own, which no engine has changed.
+                config, model = model.config, engines.filled(policy, weights).model
+                model.config = config
+                model.tie_weights()
             weights = {name.removeprefix("model."): x for name, x in weights.items() if name.startswith("model.")}
             self.save(model, weights)
         self.accelerator.wait_for_everyone()

@@ -125,6 +125,7 @@ def check_share(engine, name, precision, ranks):
         assert row["engine"] == NAMES[engine] and row["precision"] == precision and row["dtypes"] == {"torch.float32"}
         assert row["products"] == {{"fp32": "torch.float32", "bf16": "torch.bfloat16"}[precision]}
         assert row["sharded"] == (engine in ("fsdp2", "zero3"))
+        assert precision == "fp32" or row["caches"] != row["sharded"]  # It would keep the whole of all weights.
         layers = 2 * (
             1 + (name in ("ppo", "ppo_gpt2", "ppo_bf16", "ppo_lora", "ppo_overlap"))
         )  # The value model is another transformer.
@@ -144,9 +145,9 @@ def check_share(engine, name, precision, ranks):
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_opt_6_an_engine_follows_one_process_and_holds_its_share(one, engine):
-    """Faults 37 and 44. LoRA runs where each process has all weights."""
+    """Faults 37 and 44. LoRA does not run under ZeRO-3."""
     folder, found = one
-    found = {name: case for name, case in found.items() if "lora" not in name or engine in ("ddp", "zero2")}
+    found = {name: case for name, case in found.items() if "lora" not in name or engine != "zero3"}
     specs = [spec(case, f"{engine}_{name}") for name, case in found.items()]
     for (name, case), ranks in zip(found.items(), run_under(engine, specs, folder), strict=True):
         check_share(engine, name, case[1], ranks)
