@@ -5,7 +5,7 @@ against `generate`, and growth with the size of the work.
     python benchmark/speed.py compare --algorithm rloo --size 27m --prompts 96 128
     python benchmark/speed.py compare --size 27m --against COMMIT                      ours, and ours at that commit
     python benchmark/speed.py compare --size 27m --against --variants "plain:--no_share_prompts"    ours, a flag off
-    python benchmark/speed.py compare --size 27m --against --without onednn flat_memory     ours, a speed-up taken out
+    python benchmark/speed.py compare --size 27m --against --without packed_sampling        ours, a speed-up taken out
     python benchmark/speed.py decode --size 27m
     python benchmark/speed.py scaling
 
@@ -40,7 +40,6 @@ import types
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from unittest import mock
 
 import torch
 import transformers
@@ -49,7 +48,6 @@ from accelerate import Accelerator
 from machine import processor
 from speed_trl import memory, now
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import (
     AutoModelForCausalLM,
@@ -261,19 +259,7 @@ def one_response_a_row(script):
     script.utils.sample = lambda *rows, **options: real(*rows, **options | {"n": 1})
 
 
-def products_by_mkl(script):
-    mock.patch.object(script.engines, "use_onednn", lambda model: model).start()
-
-
-def heap_as_it_comes(script):
-    mock.patch.object(script.engines, "keep_memory_flat", lambda: None).start()
-
-
-WITHOUT = {
-    "onednn": products_by_mkl,
-    "flat_memory": heap_as_it_comes,
-    "packed_sampling": one_response_a_row,
-}
+WITHOUT = {"packed_sampling": one_response_a_row}
 
 
 # ---- processes -------------------------------------------------------------------------------------------------------
@@ -331,22 +317,16 @@ def ours(spec):
 
 
 def peak(spec):
-    """Runs in a process of its own: FLOP/s of torch.mm's product, of oneDNN's and of the faster one."""
-    from rlhf_details.plumbing import engines
-
+    """Runs in a process of its own: FLOP/s of a matrix product."""
     n, device = (8192, "cuda") if torch.cuda.is_available() else (2048, "cpu")
     dtype = torch.bfloat16 if spec["precision"] == "bf16" else torch.float32
     a, b = torch.randn(n, n, device=device, dtype=dtype), torch.randn(n, n, device=device, dtype=dtype)
-    rates, layer = {}, engines.use_onednn(nn.Sequential(nn.Linear(n, n, bias=False, device=device, dtype=dtype)))
-    with torch.no_grad():
-        for name, product in {"torch.mm": lambda: torch.mm(a, b), "as our linear layers": lambda: layer(a)}.items():
-            best = float("inf")
-            for _ in range(6):
-                start = now()
-                product()
-                best = min(best, now() - start)
-            rates[name] = 2 * n**3 / best
-    Path(spec["result"]).write_text(json.dumps({"flops_per_second": max(rates.values()), "rates": rates}))
+    best = float("inf")
+    for _ in range(6):
+        start = now()
+        torch.mm(a, b)
+        best = min(best, now() - start)
+    Path(spec["result"]).write_text(json.dumps({"flops_per_second": 2 * n**3 / best}))
 
 
 def others_seconds():
@@ -566,13 +546,12 @@ def comparison(args, config, prompt_lengths, records, peaks, errors):
     text = f"{args.algorithm.upper()}, k = {args.k}, epochs {args.passes}, minibatches {args.mini_batches}, "
     text += f"{describe(args)}\n"
     text += table(header, rows)
-    torch_mm = spread([run["rates"]["torch.mm"] / 1e9 for run in peaks], "{:.0f}")
     work = ", ".join(f"{phase} {value / 1e9:.1f}" for phase, value in flops.items())
     text += f"\n\nMedian (lowest .. highest) of {len(first)} alternations of {args.updates} counted updates. "
     text += "Times as fast and memory share: ours to that system. Of the bound: the work's seconds at the rate of "
     text += "matrix products to all seconds, then the same in the optimise phase. "
-    text += f"Work of an update: {work} GFLOP. The fastest matrix product runs at "
-    text += f"{spread([r / 1e9 for r in rates], '{:.0f}')} GFLOP/s (torch.mm: {torch_mm}). "
+    text += f"Work of an update: {work} GFLOP. A matrix product runs at "
+    text += f"{spread([r / 1e9 for r in rates], '{:.0f}')} GFLOP/s. "
     others = [run["others"] for runs in (peaks, *records.values()) for run in runs]
     text += f"Other processes kept {spread(others)} cores busy meanwhile."
     return text + "".join(f"\nNot measured: {message}." for message in errors.values()), flops

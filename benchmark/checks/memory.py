@@ -1,11 +1,11 @@
 """
 Resident size of toy runs over 200 updates, in a minute or two. It needs the stages in models/toy.
 
-    python benchmark/checks/memory.py [--without]
+    python benchmark/checks/memory.py
 
 It prints the size after some updates, and fails where it has grown by more than 5 % from the 20th to the 199th. (The
 200th comes with a held-out evaluation, which takes more.) The learning rate is 0, so that responses are as long at the
-end as at the beginning. Their lengths vary from batch to batch. --without leaves out engines.keep_memory_flat.
+end as at the beginning. Their lengths vary from batch to batch.
 """
 
 import json
@@ -25,14 +25,12 @@ POINTS = (20, 50, 100, 150, 199, 200)
 class Args:
     algorithm: Literal["rloo", "ppo"] | None = None
     """run this one in this process; None: both, each in one of its own"""
-    without: bool = False
-    """without engines.keep_memory_flat"""
 
 
-def one(algorithm, without):
+def one(algorithm):
     """Runs 200 updates of 64 episodes in this process; prints {update: MB} as JSON."""
     from rlhf_details import train_ppo, train_rloo
-    from rlhf_details.plumbing import cli, engines
+    from rlhf_details.plumbing import cli
     from rlhf_details.plumbing.run import Run
 
     sizes, log, script = {}, Run.log, {"rloo": train_rloo, "ppo": train_ppo}[algorithm]
@@ -43,8 +41,6 @@ def one(algorithm, without):
         sizes[step] = pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
     Run.log = recording
-    if without:
-        engines.keep_memory_flat = lambda: None
     flags = ["--batch_size", "64", "--total_episodes", str(64 * 200), "--learning_rate", "0", "--overwrite"]
     flags += ["--run_name", f"memory_{algorithm}", "--output_dir", f"models/memory_{algorithm}"]
     script.main(cli.parse(script.Args, flags))
@@ -67,4 +63,4 @@ def main():
 
 if __name__ == "__main__":
     args = tyro.cli(Args)
-    one(args.algorithm, args.without) if args.algorithm else main()
+    one(args.algorithm) if args.algorithm else main()

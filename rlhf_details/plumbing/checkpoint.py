@@ -11,6 +11,7 @@ A checkpoint appears whole or not at all: it is written to `000040.partial`, syn
 process, DDP and FSDP2 read each other's, with any number of processes. DeepSpeed reads those of as many processes.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -19,8 +20,7 @@ import shutil
 from pathlib import Path
 
 import torch
-from accelerate.utils import broadcast_object_list, gather_object
-from safetensors import SafetensorError
+from accelerate.utils import gather_object
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from transformers import GenerationConfig
@@ -38,52 +38,40 @@ def write(accelerator, folder, state, tensors, save_policy):
     Args: folder, e.g. runs/<run_name>/checkpoints/000040; state, a dictionary that JSON can hold; tensors, {name:
     tensor on the CPU}; save_policy, the function(folder) that writes weights and optimizer, collective as well.
     """
-    partial = folder.with_name(f"{folder.name}.partial")
-    if accelerator.is_main_process:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    accelerator.wait_for_everyone()
-    try:
-        save_policy(partial)
+    is_main = accelerator.is_main_process
+    with replacing(folder) if is_main else contextlib.nullcontext(beside(folder, "partial")) as partial:
         accelerator.wait_for_everyone()
-        if not accelerator.is_main_process:
-            return
-        if tensors:
-            save_file(tensors, partial / "tensors.safetensors")
-        (partial / "state.json").write_text(json.dumps({"version": VERSION} | state, indent=1))
-        for path in (*partial.rglob("*"), partial):
-            sync(path)
-    except (OSError, RuntimeError, SafetensorError) as e:
-        shutil.rmtree(partial, ignore_errors=True)  # On a full disk this frees room for the logs.
-        raise e if isinstance(e, OSError) else OSError(str(e)) from e  # torch.save raises a RuntimeError.
-    partial.rename(folder)
-    sync(folder.parent)
-    for old in all_of(folder.parent.parent)[2:]:
+        try:
+            save_policy(partial)
+        except RuntimeError as e:  # of torch.save, on a full disk
+            raise OSError(str(e)) from e
+        accelerator.wait_for_everyone()
+        if is_main:
+            if tensors:
+                save_file(tensors, partial / "tensors.safetensors")
+            (partial / "state.json").write_text(json.dumps(state, indent=1))
+    for old in all_of(folder.parent.parent)[2:] if is_main else ():
         shutil.rmtree(old)
 
 
-def read_state(folder):
-    """The dictionary that `write` was given as `state`. A checkpoint of another layout ends the run with one line."""
-    with cli.reading("--resume", folder):
-        state = json.loads((folder / "state.json").read_text())
-    if state.get("version") != VERSION:
-        hint = "start anew, with --overwrite in place of --resume"
-        cli.fail(f"--resume: another version of this code wrote {folder}; {hint}")
-    return state
-
-
-def read_tensors(folder):
-    """The tensors that `write` was given: {name: tensor on the CPU}."""
+def read(folder):
+    """(the dictionary that `write` was given as `state`, the tensors: {name: tensor on the CPU})."""
     file = folder / "tensors.safetensors"
-    return load_file(file) if file.exists() else {}
+    return read_json(folder / "state.json"), load_file(file) if file.exists() else {}
+
+
+def read_json(file):
+    """What state.json or config.json holds. A damaged one ends the run with one line."""
+    with cli.reading("--resume", file.parent):
+        return json.loads(file.read_text())
 
 
 def cut(run_folder, update):
     """Removes what a run left unfinished. Update 0, where a run begins, removes all checkpoints."""
-    for unfinished in Path(run_folder).glob("checkpoints/*.partial"):
-        shutil.rmtree(unfinished)
-    for old in all_of(run_folder) if update == 0 else ():
-        shutil.rmtree(old)
+    whole = all_of(run_folder) if update else []
+    for folder in Path(run_folder).glob("checkpoints/*"):
+        if folder not in whole:
+            shutil.rmtree(folder)
 
 
 # ---- finding --------------------------------------------------------------------------------------------------------
@@ -93,26 +81,22 @@ def all_of(run_folder):
     return sorted(folders, key=lambda folder: int(folder.name), reverse=True)
 
 
-def find(run_folder, now, overwrite, accelerator):
+def find(run_folder, now, overwrite):
     """The checkpoint to continue from, the same on all processes, or None. Call it on every process.
 
     It ends with one line where that checkpoint, or a log without one, is of another run. Args: now, its identity;
     overwrite, whether to start anew where there is a log alone.
     """
-    found = [None, []]
-    if accelerator.is_main_process:
-        found = [next(iter(all_of(run_folder)), None), changed_since_log(run_folder, now)]
-    folder, changed = broadcast_object_list(found)
-    if folder is None:
-        if changed and not overwrite:  # The log would be lost.
-            problem = f"{run_folder} has no checkpoint and other arguments: {'; '.join(changed)}"
-            cli.fail(f"--resume: {problem}; --overwrite starts anew")
-        return None
-    is_missing = torch.tensor([not folder.exists()], device=accelerator.device)
-    if accelerator.gather(is_missing).any():
-        cli.fail(f"--resume: not every process sees {folder}; runs/ must be on a file system that all of them share")
-    check_same_run(folder, now)
-    return folder
+    newest, log = next(iter(all_of(run_folder)), None), run_folder / "metrics.jsonl"
+    if len(set(gather_object([str(newest)]))) > 1:
+        hint = "runs/ must be on a file system that all of them share"
+        cli.fail(f"--resume: not every process sees the checkpoints of {run_folder}; {hint}")
+    if newest or (not overwrite and log.exists() and log.stat().st_size):  # The log would be lost.
+        before = read_json(newest / "state.json" if newest else run_folder / "config.json")
+        if changed := differences(before, now):
+            hint = "start anew, with --overwrite in place of --resume"
+            cli.fail(f"--resume: {newest or run_folder} is of another run: {'; '.join(changed)}; {hint}")
+    return newest
 
 
 # ---- weights and optimizer -------------------------------------------------------------------------------------------
@@ -128,9 +112,9 @@ def save_policy(accelerator, module, optimizer, folder):
     if engines.uses_deepspeed(accelerator):
         module.save_checkpoint(folder, tag="deepspeed", save_latest=False, exclude_frozen_parameters=True)
         return
-    state = dict(zip(("weights", "optimizer"), get_state_dict(module, optimizer.optimizer, options=WHOLE), strict=True))
+    weights, moments = get_state_dict(module, optimizer.optimizer, options=WHOLE)
     if accelerator.is_main_process:
-        torch.save(state, folder / "policy.pt")
+        torch.save({"weights": weights, "optimizer": moments}, folder / "policy.pt")
 
 
 def load_policy(accelerator, module, optimizer, folder):
@@ -145,15 +129,22 @@ def load_policy(accelerator, module, optimizer, folder):
 
 # ---- which run it is -------------------------------------------------------------------------------------------------
 def identity(args, accelerator, inputs):
-    """What a run must share with the checkpoint that it continues from, as JSON returns it. inputs: of fingerprint."""
+    """What a run must share with the checkpoint that it continues from, as JSON returns it. inputs: of fingerprint.
+
+    DeepSpeed reads only what the same stage wrote on as many processes.
+    """
     seen = fingerprint(inputs)
     if len(set(gather_object([seen]))) > 1:
         hint = "a function that returns rows must return the same on each"
         cli.fail(f"--dataset: the processes read other rows; {hint}")
-    values = json.loads(json.dumps(dataclasses.asdict(args)))
-    engine = engines.name(accelerator)
-    parts = f"{engine} on {accelerator.num_processes} processes" if engine.startswith("ZeRO") else "torch"
-    return {"args": values, "mixed_precision": engines.precision(accelerator), "inputs": seen, "written_by": parts}
+    is_torch = not engines.uses_deepspeed(accelerator)
+    return {
+        "version of the layout": VERSION,
+        "args": json.loads(json.dumps(dataclasses.asdict(args))),
+        "mixed_precision": engines.precision(accelerator),
+        "checksum of rows and models": seen,
+        "written by": "torch" if is_torch else engines.in_words(accelerator),
+    }
 
 
 def fingerprint(inputs):
@@ -173,37 +164,14 @@ def fingerprint(inputs):
 
 
 def differences(before, now):
-    """Texts that name the arguments that changed and that would change a number of the curve.
-
-    Args: before, now, {"args": {name: value}, "mixed_precision": text, ..}, as JSON returns them.
-    """
-    before, now = ({"mixed_precision": run["mixed_precision"]} | run["args"] for run in (before, now))
-    may_change = {*cli.MEMORY_KNOBS, *cli.OUTPUTS}
-    changed = [key for key in before | now if key not in may_change and before.get(key) != now.get(key)]
-    return [f"{key} {before.get(key)!r} there, {now.get(key)!r} here" for key in changed]
+    """Texts that name what differs between two identities and would change a number of the curve."""
+    before, now = ({**run, **run.get("args", {})} for run in (before, now))
+    may_change = {"args", *cli.MEMORY_KNOBS, *cli.OUTPUTS}
+    changed = [key for key in now if key not in may_change and before.get(key) != now[key]]
+    return [f"{key} {before.get(key)!r} there, {now[key]!r} here" for key in changed]
 
 
-def changed_since_log(run_folder, now):
-    """`differences` to the run whose log is in the folder, and [] where there is no log."""
-    log, config = (Path(run_folder) / name for name in ("metrics.jsonl", "config.json"))
-    has_log = log.exists() and log.stat().st_size and config.exists()
-    return differences(json.loads(config.read_text()), now) if has_log else []
-
-
-def check_same_run(folder, now):
-    """Exits with an error if a checkpoint is of other arguments, rows or models, or of another layout."""
-    before = read_state(folder)
-    if changed := differences(before, now):
-        cli.fail(f"--resume: {folder} has other arguments: {'; '.join(changed)}")
-    if before["inputs"] != now["inputs"]:
-        dataset = now["args"]["dataset"]
-        cli.fail(f"--resume: {folder} had other rows than --dataset {dataset} holds now, or started from other weights")
-    if before["written_by"] != now["written_by"]:
-        kinds = f"{before['written_by']} wrote it, and {now['written_by']} cannot read it"
-        cli.fail(f"--resume: {folder}: {kinds}; DeepSpeed goes on under the same stage and number of processes alone")
-
-
-# ---- the saved model, and what else appears whole or not at all ------------------------------------------------------
+# ---- what appears whole or not at all, such as the saved model -------------------------------------------------------
 def sync(path):
     """Returns when a file, or a folder's list of names, is on disk."""
     handle = os.open(path, os.O_RDONLY)
@@ -216,12 +184,40 @@ def sync(path):
         os.close(handle)
 
 
+def beside(path, kind):
+    """The path of a neighbour, such as 000040.partial."""
+    return path.with_name(f"{path.name}.{kind}")
+
+
 def write_text(path, text):
     """Writes a text file to a neighbour, which takes the file's name once it is on the disk."""
-    partial = path.with_name(f"{path.name}.partial")
+    partial = beside(path, "partial")
     partial.write_text(text, encoding="utf-8")
     sync(partial)
     partial.replace(path)
+
+
+@contextlib.contextmanager
+def replacing(folder):
+    """Yields a neighbour to write into, which takes the folder's name once it is on the disk. An error removes it."""
+    partial, before = beside(folder, "partial"), beside(folder, "before")
+    if before.exists() and not folder.exists():  # An earlier process was killed between the two renames below.
+        before.rename(folder)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        for path in (*partial.rglob("*"), partial):
+            sync(path)
+    except Exception:
+        shutil.rmtree(partial, ignore_errors=True)  # On a full disk its room may be needed.
+        raise
+    if folder.exists():
+        shutil.rmtree(before, ignore_errors=True)
+        folder.rename(before)
+    partial.rename(folder)
+    sync(folder.parent)
+    shutil.rmtree(before, ignore_errors=True)
 
 
 def save_folder(args, model, tokenizer, weights, card=None):
@@ -230,46 +226,34 @@ def save_folder(args, model, tokenizer, weights, card=None):
     Args: weights, {name: whole tensor} as the model names its parameters, None for the model's own; card, the text of
     README.md. A model with adapters is merged, and the adapters go to the folder `adapter` in it.
     """
-    folder = Path(args.output_dir).resolve()
-    partial, before = (folder.with_name(f"{folder.name}.{kind}") for kind in ("partial", "before"))
-    if before.exists() and not folder.exists():  # An earlier save was killed between the two renames below.
-        before.rename(folder)
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
+    with replacing(Path(args.output_dir).resolve()) as folder:
         if hasattr(model, "peft_config"):
-            models.save_adapter(model, partial / "adapter", getattr(args, "sft_model_path", None) or args.base_model)
-            tokenizer.save_pretrained(partial / "adapter")  # So that the adapters can be loaded by themselves.
-            models.write_older_names(partial / "adapter", tokenizer)
+            models.save_adapter(model, folder / "adapter", getattr(args, "sft_model_path", None) or args.base_model)
+            models.save_tokenizer(tokenizer, folder / "adapter")  # So that the adapters can be loaded by themselves.
             model, weights = models.merge_adapters(model), None
         if weights is not None:  # Buffers are no parameters, but belong to the model.
             parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-            buffers = {name: x for name, x in model.state_dict().items() if name not in parameters}
-            weights = weights | {name: x.detach().cpu() for name, x in buffers.items()}
-        if model.can_generate() and tokenizer.eos_token_id is not None:  # Plain `generate` shall stop where we do.
-            text = getattr(args, "stop_token", "eos")
-            own = [] if text == "eos" else models.stop_ids(tokenizer, text, "--stop_token").tolist()
-            ends = list(dict.fromkeys([*utils.end_ids(tokenizer), *own]))
-            model.generation_config.eos_token_id = ends if len(ends) > 1 else ends[0]
+            weights = {name: x for name, x in model.state_dict().items() if name not in parameters} | weights
         # The library refuses to save some values with which models are published, such as Vicuna's temperature.
         generation, model.generation_config = getattr(model, "generation_config", None), GenerationConfig()
-        model.save_pretrained(partial, state_dict=weights)
+        model.save_pretrained(folder, state_dict=weights)
         model.generation_config = generation
         if model.can_generate():
-            generation.to_json_file(partial / "generation_config.json", keys_to_pop=["compile_config"])
-        tokenizer.save_pretrained(partial)
-        models.write_older_names(partial, tokenizer)
-        (partial / "training_args.json").write_text(json.dumps(dataclasses.asdict(args), indent=1))
+            if tokenizer.eos_token_id is not None:  # Plain `generate` shall stop where we do.
+                generation.eos_token_id = stop_list(args, tokenizer)
+            generation.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
+        models.save_tokenizer(tokenizer, folder)
+        models.write_older_names(folder)
+        (folder / "training_args.json").write_text(json.dumps(dataclasses.asdict(args), indent=1))
         if card is not None:
-            (partial / "README.md").write_text(card, encoding="utf-8")
-        for file in partial.rglob("*.safetensors"):  # The library lets nobody but the owner read them.
-            shutil.copymode(partial / "training_args.json", file)
-        for path in (*partial.rglob("*"), partial):
-            sync(path)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)  # On a full disk its room may be needed.
-        raise
-    if folder.exists():
-        shutil.rmtree(before, ignore_errors=True)
-        folder.rename(before)
-    partial.rename(folder)
-    shutil.rmtree(before, ignore_errors=True)
+            (folder / "README.md").write_text(card, encoding="utf-8")
+        for file in folder.rglob("*.safetensors"):  # The library lets nobody but the owner read them.
+            shutil.copymode(folder / "training_args.json", file)
+
+
+def stop_list(args, tokenizer):
+    """What generation_config.json says of the end: an id or, where several tokens end a response, a list of them."""
+    text = getattr(args, "stop_token", "eos")
+    own = [] if text == "eos" else models.stop_ids(tokenizer, text, "--stop_token").tolist()
+    ends = list(dict.fromkeys([*utils.end_ids(tokenizer), *own]))
+    return ends if len(ends) > 1 else ends[0]

@@ -15,10 +15,16 @@ import math
 import os
 import warnings
 from datetime import date, timedelta
+from types import MethodType
 
 import torch
 from accelerate import Accelerator, DistributedType
-from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, broadcast_object_list
+from accelerate.utils import (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    InitProcessGroupKwargs,
+    broadcast_object_list,
+)
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -89,6 +95,8 @@ def configure(accelerator, args):
         plugin.mixed_precision_policy = MixedPrecisionPolicy()  # accelerate's would round the log-probs to bf16.
         # Otherwise transformers leaves the models that are not sharded empty on all processes but the first.
         plugin.cpu_ram_efficient_loading, os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = False, "false"
+        # autocast's cache would keep the whole of all weights in bf16, until the phase of the loop ends.
+        accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)
     if uses_deepspeed(accelerator):
         configure_deepspeed(accelerator, args)
 
@@ -102,10 +110,12 @@ def configure_deepspeed(accelerator, args):
     plugin.asked_precision = kind = getattr(plugin, "asked_precision", accelerator.mixed_precision)
     if kind not in ("no", "bf16"):
         cli.fail(f"mixed_precision {kind}: not with DeepSpeed; take bf16 or no")
-    config, bf16 = plugin.deepspeed_config, kind == "bf16"
+    config = plugin.deepspeed_config
     # The weights stay fp32 and bf16 is autocast, as under the other engines.
     config["bf16"] = config["fp16"] = {"enabled": False}
-    accelerator.autocast = lambda: torch.autocast(accelerator.device.type, torch.bfloat16, enabled=bf16)
+    # ZeRO-3 has no cache of weights in bf16, which would keep the whole of them.
+    cast = {"dtype": torch.bfloat16, "enabled": kind == "bf16", "cache_enabled": plugin.zero_stage != 3}
+    accelerator.autocast = lambda: torch.autocast(accelerator.device.type, **cast)
     # DeepSpeed clips by itself, where accelerate's "auto" would mean 1. The batch sizes are for its counters alone.
     config |= {"gradient_clipping": args.max_grad_norm or 0.0, "gradient_accumulation_steps": 1}
     config["train_micro_batch_size_per_gpu"] = args.micro_batch_size
@@ -131,19 +141,9 @@ def prepare(args, accelerator, module, optimizer, *frozen):
     if accelerator.device.type == "cpu":
         use_one_thread(module)
     module._no_split_modules = sorted({type(m).__name__ for m in layers(module)})  # FSDP2 gathers them singly.
-    is_shared_out = shares_out(accelerator)
     empty, own = template(module), set(module.modules())
-    if uses_deepspeed(accelerator) or accelerator.distributed_type == DistributedType.FSDP:
-        forward = module.forward
-
-        def in_autocast(*args, **kwargs):  # accelerate does the same for DDP.
-            with accelerator.autocast():
-                if is_shared_out and torch.is_autocast_enabled(accelerator.device.type):
-                    # Its cache would keep the whole of all weights in bf16, until the phase of the loop ends.
-                    torch.set_autocast_cache_enabled(False)
-                return forward(*args, **kwargs)
-
-        module.forward = in_autocast
+    if uses_deepspeed(accelerator) or accelerator.is_fsdp2:  # accelerate does the same for DDP.
+        module.forward = MethodType(accelerator.autocast()(type(module).forward), module)
     if name(accelerator) == "ZeRO-3":
         # Each piece of the logits gathers the head, and processes have different numbers of pieces. So it makes one.
         module.logits_at_once = 2**62
@@ -152,14 +152,14 @@ def prepare(args, accelerator, module, optimizer, *frozen):
     if uses_deepspeed(accelerator):
         # accelerate (1.15) would step inside `backward`, once a micro-batch. `step` does it here.
         accelerator.deepspeed_engine_wrapped.backward = lambda loss, **_: module.backward(loss)
-    whole_copy = functools.partial(gather, accelerator, module, empty, precision(accelerator))
-    module.whole_copy = whole_copy if is_shared_out else None
+    whole_copy = functools.partial(gather, accelerator, module)
+    module.whole_copy = whole_copy if shares_out(accelerator) else None
     module.template, module.waiting = [empty], []  # In lists, so that no module sees them as its children.
     for m in filter(None, frozen):
-        if m.model in own:  # Under LoRA the reference is the policy without its adapters.
-            read_through(m, module) if is_shared_out else None
+        if m.model in own:  # Under LoRA the reference is the policy without its adapters. FSDP2 gathers only for it.
+            m.reads = [module]
             continue
-        if is_shared_out:
+        if shares_out(accelerator):
             share_out(m, accelerator.device)
         elif precision(accelerator) == "bf16":
             for p in matrices(m):
@@ -170,32 +170,22 @@ def prepare(args, accelerator, module, optimizer, *frozen):
     return module, optimizer
 
 
-def read_through(module, prepared):
-    """Lets a module without_adapters call the policy that an engine has prepared, since only this gathers weights."""
-
-    def forward(*args, **kwargs):
-        outputs = prepared(*args, **kwargs)
-        return outputs[:2] if isinstance(outputs, tuple) else outputs  # without the values of a critic
-
-    module.forward = forward
-
-
 # ---- which engine it is ----------------------------------------------------------------------------------------------
 def name(accelerator):
-    """One of "one process", "DDP", "FSDP2", "ZeRO-2", "ZeRO-3", or what else accelerate calls it."""
-    kind = accelerator.distributed_type
+    """One of "one process", "DDP", "FSDP2", "ZeRO-2" and "ZeRO-3"."""
     if uses_deepspeed(accelerator):
         return f"ZeRO-{accelerator.deepspeed_plugin.zero_stage}"
-    plain = {DistributedType.NO: "one process", DistributedType.MULTI_CPU: "DDP", DistributedType.MULTI_GPU: "DDP"}
-    return "FSDP2" if accelerator.is_fsdp2 else plain.get(kind, kind.value)
+    if accelerator.is_fsdp2:
+        return "FSDP2"
+    return "one process" if accelerator.distributed_type == DistributedType.NO else "DDP"
 
 
 def precision(accelerator):
     """What matrices are multiplied in: "fp32", or autocast's "bf16" or "fp16"."""
     device = accelerator.device.type
     with accelerator.autocast():
-        kind = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
-    return {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[kind]
+        is_on, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    return {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype] if is_on else "fp32"
 
 
 def in_words(accelerator):
@@ -239,21 +229,14 @@ def step(accelerator, module, optimizer, max_grad_norm, run, what):
     A norm that is not finite ends the run before any weight changes. DeepSpeed clips and steps in one call, so there it
     ends the run afterwards. what: the minibatch's name in the error message.
     """
-
-    def check(norm):
-        if not math.isfinite(norm):
-            run.stop(f"update {run.update}, {what}: the gradient's norm is {norm}")
-
     if uses_deepspeed(accelerator):
         module.step()
-        norm = float(module.get_global_grad_norm())
-        check(norm)
-        return norm
     # Without a limit the norm is only measured: clipping to infinity changes nothing. [OPT-8]
     norm = float(accelerator.clip_grad_norm_(module.parameters(), max_grad_norm or math.inf))
-    if accelerator.scaler is None:  # fp16's scaler skips the step of an infinite gradient and lowers the loss's scale.
-        check(norm)
-    optimizer.step()
+    # fp16's scaler skips the step of an infinite gradient and lowers the loss's scale.
+    if accelerator.scaler is None and not math.isfinite(norm):
+        run.stop(f"update {run.update}, {what}: the gradient's norm is {norm}")
+    optimizer.step()  # Under DeepSpeed this and the next line do nothing.
     optimizer.zero_grad()
     return norm
 
@@ -281,13 +264,13 @@ def share_out(module, device):
         fully_shard(m, mesh=mesh, reshard_after_forward=True)
 
 
-def named_parameters(accelerator, module):
-    """(name, parameter) of the module as it was before `engines.prepare`; tied weights once."""
+def unwrapped(accelerator, module):
+    """The module as it was before `engines.prepare`."""
     for m in module.modules():
         if isinstance(m, FSDPModule):
             # A forward without a backward leaves some weights whole, in tensors that the optimizer does not know.
             m.reshard()
-    return list(accelerator.unwrap_model(module).named_parameters())
+    return accelerator.unwrap_model(module)
 
 
 def whole(x):
@@ -304,9 +287,12 @@ def whole(x):
 
 @torch.no_grad()
 def full_weights(accelerator, module):
-    """{name: whole fp32 weight} of a prepared module, on the main process's CPU; call it on every process."""
+    """{name: whole fp32 weight} of a prepared module, on the main process's CPU; call it on every process.
+
+    The names are those before `engines.prepare`, and tied weights have one of theirs.
+    """
     weights = {}
-    for name, p in named_parameters(accelerator, module):
+    for name, p in unwrapped(accelerator, module).named_parameters():
         x = whole(p)
         if accelerator.is_main_process:  # Only one process needs room for the whole.
             weights[name] = x.detach().to("cpu", torch.float32).contiguous()
@@ -318,15 +304,15 @@ def matrices(module):
 
     They are those of linear layers, but for a head that is tied to an embedding, and for a reward model's fp32 head.
     """
-    others = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
-    others |= {id(m.weight) for m in [getattr(module.model, "score", None)] if m is not None}
-    linear = (m.weight for m in module.modules() if isinstance(m, nn.Linear | Conv1D))
-    return [weight for weight in linear if id(weight) not in others]
+    linear = {m.weight for m in module.modules() if isinstance(m, nn.Linear | Conv1D)}
+    others = {m.weight for m in module.modules() if isinstance(m, nn.Embedding)}
+    score = getattr(module.model, "score", None)
+    return linear - others - {score and score.weight}
 
 
 # ---- a whole copy of a policy, to sample from or to save -------------------------------------------------------------
 def template(module):
-    """A copy of a policy without its weights, for `fill`, and without its critic, which does not sample."""
+    """A copy of a policy without its weights, for `filled`, and without its critic, which does not sample."""
     made = without_weights(module)
     made.critic = None
     return made.eval()
@@ -334,43 +320,48 @@ def template(module):
 
 def without_weights(module):
     """A copy of a module whose parameters have shapes and no numbers."""
-    empty = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=False) for p in module.parameters()}
-    return copy.deepcopy(module, empty)  # It takes what `empty` holds in place of a copy.
+    weights = dict(module.named_parameters(remove_duplicate=False))
+    shapes = {name: p.to("meta") for name, p in weights.items()}
+    module.load_state_dict(shapes, strict=False, assign=True)  # No memory is needed for a second set of weights.
+    made = copy.deepcopy(module).requires_grad_(False)
+    module.load_state_dict(weights, strict=False, assign=True)
+    return made
 
 
-def fill(template, weights):
-    """A copy of a template with the weights of {name: tensor}."""
-    filled = {id(p): nn.Parameter(weights[name], requires_grad=False) for name, p in template.named_parameters()}
-    return copy.deepcopy(template, filled)
+def filled(module, weights):
+    """The template of a prepared module with the weights of {name: tensor}."""
+    made = copy.deepcopy(module.template[0])
+    made.load_state_dict(weights, strict=False, assign=True)
+    return made
 
 
-@torch.no_grad()
 def copy_of(accelerator, policy):
     """A copy of a policy to sample from, which training does not change. Args: policy, of `gathered`."""
-    if shares_out(accelerator):
-        return policy  # It is one already.
-    (empty,), now = policy.template, dict(accelerator.unwrap_model(policy).named_parameters())
-    return fill(empty, {name: now[name].detach().clone() for name, _ in empty.named_parameters()})
+    return policy if shares_out(accelerator) else gather(accelerator, policy)  # The first is one already.
 
 
 @torch.no_grad()
-def gather(accelerator, module, template, precision):
-    """The template of a prepared policy with the weights that this has now; call it on every process.
+def gather(accelerator, module):
+    """A copy of a prepared policy with the weights that it has now; call it on every process.
 
-    One weight after the other is gathered, so the peak is a copy and one weight. Under bf16 autocast the weights of
-    linear layers are bf16, to which autocast would round them in each call.
+    One weight after the other is copied, so the peak is a copy and one weight. Where weights are shared out and
+    autocast is bf16, `matrices` are in bf16, to which autocast would round them in each call.
     """
-    rounded = {id(p) for p in matrices(template)} if precision == "bf16" else ()
-    empty, weights = dict(template.named_parameters()), {}
-    for name, p in named_parameters(accelerator, module):
-        if name in empty:
-            weights[name] = whole(p).detach().to(torch.bfloat16 if id(empty[name]) in rounded else p.dtype)
+    own, needed = unwrapped(accelerator, module), module.template[0].state_dict()
+    in_bf16 = shares_out(accelerator) and precision(accelerator) == "bf16"
+    rounded = matrices(own) if in_bf16 else ()
+
+    @functools.cache
+    def copied(p):  # Tied weights are copied once.
+        return whole(p).to(torch.bfloat16 if p in rounded else p.dtype, copy=True)
+
+    parameters = own.named_parameters(remove_duplicate=False)
+    made = filled(module, {name: copied(p) for name, p in parameters if name in needed})
     # The weights are on the device already, and only buffers move. On CPUs "cpu:1" would be another device than "cpu".
-    return fill(template, weights).to(accelerator.device.type)
+    return made.to(accelerator.device.type)
 
 
-# ---- CPUs: faster linear layers and fewer threads, the same numbers up to rounding -----------------------------------
-# For fp32 torch takes MKL, which uses AVX-512 on Intel's processors alone. oneDNN uses it on all of them.
+# ---- threads on CPUs -------------------------------------------------------------------------------------------------
 # Parameters. Below this a second thread gains little, and it costs much where two runs share the cores.
 SMALL = 5e6
 
@@ -380,60 +371,8 @@ def use_one_thread(*modules):
 
     Threads spin while they wait for each other, which is most of the time where another run wants the same cores.
     """
-    weights = [list(module.parameters()) for module in modules]
-    size = max(sum(p.numel() for p in own) for own in weights)
-    is_on_cpu = all(p.device.type == "cpu" for own in weights for p in own)
+    size = max(sum(p.numel() for p in module.parameters()) for module in modules)
+    is_on_cpu = all(p.device.type == "cpu" for module in modules for p in module.parameters())
     if is_on_cpu and size < SMALL and torch.get_num_threads() > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
         say(f"one CPU thread, since {size / 1e6:.1f} M parameters gain little from more: OMP_NUM_THREADS sets another")
-
-
-def use_onednn(model):
-    """Lets a model's linear layers use oneDNN, where torch has it and the processor has AVX-512. Returns the model."""
-    if torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512":
-        keep_memory_flat()
-        for module in model.modules():
-            if type(module) is nn.Linear:
-                module.__class__ = OneDNNLinear  # The module stays the same object, with its name, hooks and weights.
-    return model
-
-
-class OneDNNLinear(nn.Linear):
-    """A linear layer whose fp32 products on the CPU are oneDNN's. On a GPU, in bf16 or under autocast: nn.Linear."""
-
-    def forward(self, x):
-        if x.device.type != "cpu" or x.dtype != torch.float32 or torch.is_autocast_enabled("cpu") or not x.numel():
-            return super().forward(x)
-        return OneDNNProduct.apply(x, self.weight, self.bias)
-
-
-class OneDNNProduct(torch.autograd.Function):
-    """x [.., I], weight [O, I], bias [O] or None -> x weight^T + bias [.., O], with its gradients."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias):
-        ctx.save_for_backward(x, weight)
-        return product(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx, grad):
-        (x, weight), (needs_x, needs_weight, needs_bias) = ctx.saved_tensors, ctx.needs_input_grad
-        rows, x = grad.flatten(0, -2), x.flatten(0, -2)  # [N, O], [N, I]
-        return (
-            product(grad, weight.t()) if needs_x else None,
-            product(rows.t(), x.t()) if needs_weight else None,
-            rows.sum(0) if needs_bias else None,
-        )
-
-
-def product(x, weight, bias=None):
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-
-
-def keep_memory_flat():
-    """Keeps the memory of long CPU runs from growing, because each of their batches has another shape.
-
-    oneDNN would keep the compiled kernels of 1024 shapes. benchmark/checks/memory.py measures it.
-    """
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
-    os.environ.setdefault("LRU_CACHE_CAPACITY", "16")

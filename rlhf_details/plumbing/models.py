@@ -7,6 +7,7 @@ import math
 import os
 import re
 import zlib
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -24,7 +25,6 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 from transformers.masking_utils import sdpa_mask
-from transformers.pytorch_utils import Conv1D
 from transformers.utils import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
 
@@ -87,18 +87,16 @@ def own_tokenizer(args, tokenizer):
     It reads them where both vocabularies are the same, but for the padding token. A reward model of another vocabulary
     is given text, for which it needs a tokenizer. Args: tokenizer, the policy's.
     """
-    paths = {"--sft_model_path": args.sft_model_path, "--reward_model_path": args.reward_model_path}
-    own = find_tokenizer(args.reward_model_path, "--reward_model_path", args) or tokenizer
+    path, flag = args.reward_model_path, "--reward_model_path"
+    own = find_tokenizer(path, flag, args) or tokenizer
     ours, theirs = vocabularies(tokenizer, own)
     if ours != theirs:
         return own
-    configs = [read(AutoConfig, base_of(path, flag) or path, flag, args) for flag, path in paths.items()]
-    sizes = [config.get_text_config().vocab_size for config in configs]
-    written = min(sizes[0], max(tokenizer.get_vocab().values()) + 1)  # Other logits of the policy are cut off.
-    if written > sizes[1] and not base_of(args.reward_model_path, "--reward_model_path"):  # Adapters may have more.
-        policy, reward_model = (f"{flag} {path}" for flag, path in paths.items())
-        named = f"{policy} ({written} tokens) and {reward_model} ({sizes[1]} embeddings)"
-        cli.fail(f"vocabulary mismatch: {named}, and the latter has no tokenizer of another vocabulary")
+    base, count = base_of(path, flag), max(ours.values()) + 1
+    size = read(AutoConfig, base or path, flag, args).get_text_config().vocab_size
+    if count > size and not base:  # Adapters may have more.
+        named = f"the policy's tokenizer has {count} tokens, and it has {size} embeddings"
+        cli.fail(f"{flag} {path}: vocabulary mismatch: {named} and no tokenizer of another vocabulary")
     return None
 
 
@@ -124,24 +122,27 @@ def stop_ids(tokenizer, text, flag, device=None):
     The text is read as it stands within a response. At the start of a text, SentencePiece's tokenizers put a space
     before it. That is another token, and no response would end with it.
     """
-    ids = {"eos": utils.end_ids(tokenizer), "none": []}.get(text)
-    if ids is None:
+    ids = []
+    if text == "eos":
+        ids = utils.end_ids(tokenizer)
+        if len(ids) > 1:
+            cli.say(f"{flag} eos: a response ends with {' or '.join(map(tokenizer.decode, ids))}")
+    elif text != "none":
         # Some vocabularies spell bytes as other characters, so an entry counts only if it decodes to the text.
         ids = [tokenizer.get_vocab().get(text)]
         if ids == [None] or tokenizer.decode(ids).strip() != text.strip("▁ "):
-            before, ids = (tokenizer(words, add_special_tokens=False).input_ids for words in ("a", f"a{text}"))
-            if not ids or ids[:-1] != before or ids[-1] == tokenizer.unk_token_id:
+            before, (*others, i) = (tokenizer(words, add_special_tokens=False).input_ids for words in ("a", f"a{text}"))
+            if others != before or i == tokenizer.unk_token_id:
                 cli.fail(f"{flag} {text!r}: not one token of the vocabulary")
-    if len(ids) > 1 and text == "eos":
-        cli.say(f"{flag} eos: a response ends with {' or '.join(map(tokenizer.decode, ids))}")
-    return torch.tensor(ids[-1:] if text not in ("eos", "none") else ids, dtype=torch.long, device=device)
+            ids = [i]
+    return torch.tensor(ids, dtype=torch.long, device=device)
 
 
 def append_eos(tokenizer):
     """Lets a tokenizer end each text with EOS where it adds special tokens. The code here never asks it to add any."""
     eos, i = tokenizer.eos_token, tokenizer.eos_token_id
     if tokenizer.is_fast and tokenizer("a").input_ids[-1:] != [i]:  # It may come from a model that was saved so.
-        last = processors.TemplateProcessing(single=["$A", eos], pair=["$A", "$B", eos], special_tokens=[(eos, i)])
+        last = processors.TemplateProcessing(single=["$A", eos], special_tokens=[(eos, i)])
         steps = [tokenizer.backend_tokenizer.post_processor, last]
         tokenizer.backend_tokenizer.post_processor = processors.Sequence(list(filter(None, steps)))
 
@@ -267,7 +268,7 @@ def set_up(model, path, flag, args):
 
 
 def prepare(model, args):
-    """Lets a model use oneDNN, and gradient checkpointing where args ask for it. Returns the model.
+    """Returns a model as training needs it: with gradient checkpointing where args ask for it.
 
     From then on transformers makes masks by `sdpa_mask_unread`.
     """
@@ -276,7 +277,7 @@ def prepare(model, args):
         # The second name is that of older versions of transformers, and deprecated in newer ones.
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
         enable({"use_reentrant": False})
-    return engines.use_onednn(model)
+    return model
 
 
 def sdpa_mask_unread(*args, attention_mask=None, allow_is_causal_skip=True, **options):
@@ -383,11 +384,10 @@ def make_small(args, rows):
     return tokenizer, prepare(GPTNeoXForCausalLM(config), args)
 
 
-def write_older_names(folder, tokenizer):
-    """Adds to a saved folder what transformers 4.57 and converters look for, by names that transformers 5 has changed.
-
-    Without them the tokenizer cannot be loaded, and a rope_theta of the model's own is taken for 10,000 in silence.
-    """
+# ---- saving, for transformers 4.57 and converters as well: transformers 5 has changed names -----------------------
+def save_tokenizer(tokenizer, folder):
+    """Writes a tokenizer to a folder, so that older versions of transformers can load it as well."""
+    tokenizer.save_pretrained(folder)
     file = Path(folder) / "tokenizer_config.json"
     saved = {"model_input_names": tokenizer.model_input_names} | json.loads(file.read_text())
     if saved["tokenizer_class"] == "TokenizersBackend":
@@ -395,8 +395,12 @@ def write_older_names(folder, tokenizer):
     if isinstance(saved.get("extra_special_tokens"), list):
         saved["additional_special_tokens"] = saved.pop("extra_special_tokens")
     file.write_text(json.dumps(saved, indent=2, ensure_ascii=False))
+
+
+def write_older_names(folder):
+    """Adds older names to a saved config.json. Without them a rope_theta of the model's own is taken for 10,000."""
     file = Path(folder) / "config.json"
-    config = json.loads(file.read_text()) if file.exists() else {}
+    config = json.loads(file.read_text())
     rope = config.get("rope_parameters") or {}
     if "rope_theta" in rope:  # In some models each kind of layers has values of its own.
         config |= {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
@@ -412,19 +416,17 @@ def add_adapters(model, rank):
     """Freezes a model and adds adapters to train: W x becomes W x + 2 B A x, with A [rank, in], B [out, rank].
 
     A is random and B is 0, so the model starts as it was. A new head (`score`) is trained as a whole. A rank of 0
-    changes nothing. Returns the model.
+    changes nothing. Returns the model, whose `lora[0]` is peft's LoraModel. It stands in a list, so that it is not the
+    model's child.
     """
     if not rank:
         return model
     from peft import LoraConfig, LoraModel
 
     kind = "SEQ_CLS" if hasattr(model, "score") else "CAUSAL_LM"
-    transposed = any(isinstance(m, Conv1D) for m in model.modules())  # GPT-2 stores its weights as [in, out].
-    sizes = {"r": rank, "lora_alpha": 2 * rank, "lora_dropout": 0.0, "fan_in_fan_out": transposed}
-    config = LoraConfig(target_modules="all-linear", task_type=kind, **sizes)
+    config = LoraConfig(target_modules="all-linear", task_type=kind, r=rank, lora_alpha=2 * rank, lora_dropout=0.0)
     shapes = {name: x.shape for name, x in model.state_dict().items()}
     try:
-        # peft merges the adapters at the end. The list keeps them from being the model's child.
         model.lora = [LoraModel(model, config, "default")]
         # A run must not end with a model that cannot be saved, so this is tried on a copy that has no weights.
         merged = merge_adapters(engines.without_weights(model)).state_dict()
@@ -440,49 +442,51 @@ def add_adapters(model, rank):
 
 def tell_of_adapters(model, rank):
     """Says which weights have adapters, and which have none where these are many. Embeddings and heads do not count."""
-    adapted, head = adapter_layers(model), (model.get_output_embeddings(), getattr(model, "score", None))
-    others = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding) or m in head}
-    sizes, kinds = {True: [], False: []}, {True: {}, False: {}}  # by whether a matrix has adapters
+    head = model.get_output_embeddings(), getattr(model, "score", None)
+    others = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding) or m in head}
+    sizes = {True: Counter(), False: Counter()}  # of matrices with adapters and of others, by their kind
     for name, p in model.named_parameters():
-        if p.dim() > 1 and ".lora_" not in name and id(p) not in others:
-            name = name.replace(".base_layer", "")
-            sizes[name in adapted].append(p.numel())
-            # "model.layers.0.mlp.down_proj.weight" is one of the kind "mlp.down_proj".
-            kinds[name in adapted][re.split(r"\.\d+\.", name.removesuffix(".weight"))[-1]] = None
-    count, total = len(sizes[True]), len(sizes[True] + sizes[False])
-    cli.say(f"LoRA: adapters of rank {rank} on {count} of {total} weight matrices: {', '.join(kinds[True])}")
-    share = sum(sizes[False]) / sum(sizes[True] + sizes[False])
+        if p.dim() > 1 and ".lora_" not in name and p not in others:
+            # "model.layers.0.mlp.down_proj.base_layer.weight" is one of the kind "mlp.down_proj".
+            kind = re.split(r"\.\d+\.", name.replace(".base_layer", "").removesuffix(".weight"))[-1]
+            sizes[".base_layer" in name][kind] += p.numel()
+    cli.say(f"LoRA: adapters of rank {rank} on {', '.join(sizes[True])}")
+    share = sizes[False].total() / (sizes[False] + sizes[True]).total()
     if share > 0.05:
-        cli.say(f"warning: LoRA: peft gives no adapters to {share:.0%} of the weights: {', '.join(kinds[False])}")
+        cli.say(f"warning: LoRA: peft gives no adapters to {share:.0%} of the weights: {', '.join(sizes[False])}")
+
+
+def frozen_copy(policy):
+    """A policy that stays as this one is before its training. With adapters it shares the model and leaves them out."""
+    if hasattr(policy.model, "lora"):
+        return WithoutAdapters(policy)
+    return copy.deepcopy(policy).requires_grad_(False)
+
+
+class WithoutAdapters(torch.nn.Module):
+    """Calls what `reads` holds: the policy, or what an engine has made of it."""
+
+    def __init__(self, policy):
+        super().__init__()
+        self.model, self.reads = policy.model, [policy]
+
+    def forward(self, *args, **kwargs):
+        (lora,) = self.model.lora
+        lora.disable_adapter_layers()
+        try:
+            outputs = self.reads[0](*args, **kwargs)
+        finally:
+            lora.enable_adapter_layers()
+        return outputs[:2] if isinstance(outputs, tuple) else outputs  # without the values of a critic
 
 
 def adapter_layers(module):
-    """{name of a weight, as the module has it without adapters: the layer that adapts it}."""
+    """{name of a weight, as the module has it without adapters: the layer of peft that adapts it}."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [(name, m) for name, m in module.named_modules() if isinstance(m, BaseTunerLayer)]
     # A layer that adapts a parameter, as those of experts, stands around the layer of another one.
     return {f"{name.replace('.base_layer', '')}.{getattr(m, 'parameter_name', 'weight')}": m for name, m in layers}
-
-
-def frozen_copy(policy):
-    """A policy that stays as this one is before its training. With adapters it shares the model and leaves them out."""
-    if not hasattr(policy.model, "lora"):
-        return copy.deepcopy(policy).requires_grad_(False)
-    return without_adapters(type(policy)(policy.model, policy.temperature))
-
-
-def without_adapters(module):
-    """Makes a module, which shares a model with adapters, compute as if there were none. Returns the module."""
-    found = adapter_layers(module).values()
-
-    def switch(on):
-        for layer in found:  # enable_adapters would also set requires_grad, which FSDP2 reads but once.
-            layer._disable_adapters = not on
-
-    module.register_forward_pre_hook(lambda *_: switch(False))
-    module.register_forward_hook(lambda *_: switch(True), always_call=True)
-    return module
 
 
 def merge_adapters(model):
@@ -501,12 +505,11 @@ def save_adapter(model, folder, base_model):
     config.base_model_name_or_path, config.revision = errors.split(str(base_model))
     config.inference_mode = True
     config.save_pretrained(folder)
-    weights = {f"base_model.model.{name}": x for name, x in get_peft_model_state_dict(model).items()}
     metadata = {"format": "pt"}
+    weights = {f"base_model.model.{name}": x for name, x in get_peft_model_state_dict(model).items()}
     if hasattr(model, "score"):  # A new head belongs to the adapters, as in peft's own SEQ_CLS, and so does its bias.
         weights["base_model.model.score.weight"] = model.score.weight
         metadata["reward_bias"] = str(getattr(model.config, "reward_bias", 0.0))
-    weights = {name: x.detach().cpu().contiguous() for name, x in weights.items()}
     save_file(weights, Path(folder) / "adapter_model.safetensors", metadata=metadata)
 
 
@@ -538,9 +541,8 @@ def load_merged(model, path, flag):
     from peft import PeftModel
 
     (file, shapes, _), embedding = adapter_file(path, flag), model.get_input_embeddings()
-    kinds = "", ".base_layer", ".token_adapter.base_layer"
-    names = tuple(f".{name}{kind}.weight" for name, m in model.named_modules() if m is embedding for kind in kinds)
-    rows = [shape[0] for name, shape in shapes.items() if name.endswith(names)]
+    (own,) = (name for name, m in model.named_modules() if m is embedding)
+    rows = [shape[0] for name, shape in shapes.items() if f".{own}." in name and name.endswith(".weight")]
     with cli.reading(flag, path):
         if rows and rows[0] != embedding.num_embeddings:  # The adapters were trained with tokens that the base lacks.
             model.resize_token_embeddings(rows[0], mean_resizing=False)

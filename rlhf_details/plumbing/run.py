@@ -53,7 +53,7 @@ class Run:
         self.folder = Path("runs") / name
         if args.resume:
             with self.writing(self.folder, "read"):  # Nothing has been written yet.
-                self.checkpoint = checkpoint.find(self.folder, self.identity, args.overwrite, accelerator)
+                self.checkpoint = checkpoint.find(self.folder, self.identity, args.overwrite)
         self.signals = Signals(self.say)
         if self.is_main:
             try:
@@ -95,9 +95,8 @@ class Run:
         """
         done, state = 0, state or {}
         if self.checkpoint:
-            saved = checkpoint.read_state(self.checkpoint)
             try:
-                tensors = checkpoint.read_tensors(self.checkpoint)
+                saved, tensors = checkpoint.read(self.checkpoint)
                 checkpoint.load_policy(self.accelerator, policy, optimizer, self.checkpoint)
             except (OSError, RuntimeError, SafetensorError) as e:
                 damaged, self.checkpoint = self.checkpoint, next(iter(checkpoint.all_of(self.folder)[1:]), None)
@@ -240,8 +239,9 @@ class Run:
         weights = self.full_weights(policy) if weights is None else weights
         if self.is_main:
             if self.args.lora_rank:  # Adapters are merged into a model of its own, which no engine has changed.
-                config, model = model.config, engines.fill(policy.template[0], weights).model
+                config, model = model.config, engines.filled(policy, weights).model
                 model.config = config
+                model.tie_weights()
             weights = {name.removeprefix("model."): x for name, x in weights.items() if name.startswith("model.")}
             self.save(model, weights)
         self.accelerator.wait_for_everyone()

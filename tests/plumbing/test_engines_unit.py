@@ -162,15 +162,18 @@ def test_under_bf16_frozen_models_are_half_as_large_and_give_the_same_numbers(ti
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_whole_copy_computes_the_same_logits_in_bf16_weights(tied):
+def test_a_whole_copy_computes_the_same_logits_in_bf16_weights(tied, monkeypatch):
     """Autocast would round the weights of linear layers in each call, and nothing else."""
     model = AutoModelForCausalLM.from_config(tiny_config(tie_word_embeddings=tied))
     policy = train_ppo.Policy(model, 0.7, torch.nn.Linear(32, 1)).eval()
-    accelerator, template = Accelerator(), engines.template(policy)
-    assert template.critic is None and {p.device.type for p in template.parameters()} == {"meta"}
+    accelerator = Accelerator()
+    monkeypatch.setattr(engines, "shares_out", lambda accelerator: True)
+    policy.template = [engines.template(policy)]
     inputs = torch.arange(12).reshape(2, 6), torch.ones(2, 6, dtype=torch.bool), torch.arange(6).expand(2, 6)
     for precision in ("fp32", "bf16"):
-        copy = engines.gather(accelerator, policy, template, precision)
+        monkeypatch.setattr(engines, "precision", lambda accelerator, precision=precision: precision)
+        copy = engines.gather(accelerator, policy)
+        assert copy.critic is None and policy.critic is not None  # It does not sample.
         kinds = {name: p.dtype for name, p in copy.named_parameters()}
         rounded = {name for name, kind in kinds.items() if kind == torch.bfloat16}
         assert bool(rounded) == (precision == "bf16") and not any("norm" in n or "embed_in" in n for n in rounded)

@@ -83,7 +83,7 @@ def test_adapters_off_is_exactly_the_base_and_they_are_on_again_afterwards(base)
     expected, model = logits_of(base), models.add_adapters(load(base), 4)
     assert torch.equal(logits_of(model), expected)  # B is zero at first.
     disturb(model)
-    reference, adapted = models.without_adapters(train_rloo.Policy(model, 1.0)), logits_of(model)
+    reference, adapted = models.frozen_copy(train_rloo.Policy(model, 1.0)), logits_of(model)
     assert (adapted - expected).abs().max() > 0.1
     mask = torch.ones_like(TOKENS, dtype=torch.bool)
     inputs = TOKENS, mask, utils.positions_from_mask(mask), torch.arange(12)
@@ -109,17 +109,17 @@ def test_saved_reloaded_and_merged_logits_are_equal(base):
 
 
 @pytest.mark.parametrize(
-    "kind, count, names, without",
+    "kind, names, without",
     [
-        ("gpt2", "8 of 8", "attn.c_attn, attn.c_proj, mlp.c_fc, mlp.c_proj", None),
-        ("qwen3_moe", "14 of 14", "mlp.experts.gate_up_proj, mlp.experts.down_proj", None),
-        ("gpt_oss", "8 of 18", "self_attn.o_proj", "mlp.router, mlp.experts.gate_up_proj"),
+        ("gpt2", "attn.c_attn, attn.c_proj, mlp.c_fc, mlp.c_proj", None),
+        ("qwen3_moe", "mlp.experts.gate_up_proj, mlp.experts.down_proj", None),
+        ("gpt_oss", "self_attn.o_proj", "mlp.router, mlp.experts.gate_up_proj"),
     ],
 )
-def test_a_line_says_which_weights_have_adapters_and_where_many_have_none(capsys, kind, count, names, without):
+def test_a_line_says_which_weights_have_adapters_and_where_many_have_none(capsys, kind, names, without):
     models.add_adapters(AutoModelForCausalLM.from_config(CONFIGS[kind]), 2)
     printed = capsys.readouterr().out
-    assert f"LoRA: adapters of rank 2 on {count} weight matrices: " in printed and names in printed.splitlines()[0]
+    assert "LoRA: adapters of rank 2 on " in printed and names in printed.splitlines()[0]
     assert ("no adapters" in printed) == bool(without) and (without or "") in printed.splitlines()[-1]
 
 
@@ -270,8 +270,7 @@ def test_what_lora_is_not_for_is_refused(tiny, in_tmp, monkeypatch, fails):
     assert "scratch" in fails(train_sft.check, train_sft.Args(base_model="scratch", lora_rank=2))
     assert "--lora_rank 0" in fails(PAGES["train_ppo"].check, ppo_args(tiny, lora_rank=0))
     monkeypatch.setattr(engines, "name", lambda accelerator: "ZeRO-3")
-    line = fails(train_rloo.main, rloo_args(tiny, lora_rank=2))
-    assert "--lora_rank" in line and "ZeRO-3" in line
+    assert "--lora_rank 2: not under ZeRO-3" in fails(train_rloo.main, rloo_args(tiny, lora_rank=2))
 
 
 def test_adapters_that_cannot_be_loaded_are_one_line(in_tmp, monkeypatch, fails, tiny):

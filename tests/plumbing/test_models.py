@@ -1,20 +1,16 @@
 """Models and tokenizers: what is loaded, what is refused in one line, and what is saved."""
 
-import copy
 import dataclasses
 import json
 import os
-import re
 import shutil
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import metaspace_tokenizer, rloo_args, tiny_config, word_tokenizer
+from helpers import metaspace_tokenizer, tiny_config, word_tokenizer
 from short_runs import contents
 from transformers import (
     AutoModelForCausalLM,
@@ -375,31 +371,7 @@ def test_a_save_that_fails_or_was_killed_between_its_renames_loses_no_model(in_t
     assert os.listdir() == ["model"] and contents("model") == before
 
 
-# ---- linear layers by oneDNN -----------------------------------------------------------------------------------------
-needs_onednn = pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() != "AVX512", reason="oneDNN is used with AVX-512 alone"
-)
-
-
-@needs_onednn
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shape", [(5, 24), (3, 7, 24), (2, 3, 1, 24), (1, 24), (0, 24)])
-def test_onednn_layers_equal_the_float64_layer_forward_and_backward(shape, bias):
-    torch.manual_seed(0)
-    layer = engines.use_onednn(torch.nn.Sequential(torch.nn.Linear(24, 10, bias=bias)))[0]
-    assert type(layer) is engines.OneDNNLinear
-    slow = torch.nn.Linear(24, 10, bias=bias).double()
-    slow.load_state_dict(layer.state_dict())
-    x, weights = torch.randn(shape), torch.randn(*shape[:-1], 10)
-    a, b = x.clone().requires_grad_(), x.double().requires_grad_()
-    ours, theirs = layer(a), slow(b)
-    torch.testing.assert_close(ours.double(), theirs, atol=1e-5, rtol=0)
-    (ours * weights).sum().backward(), (theirs * weights).sum().backward()
-    pairs = [(a.grad, b.grad), *((p.grad, q.grad) for p, q in zip(layer.parameters(), slow.parameters(), strict=True))]
-    for p, q in pairs:
-        torch.testing.assert_close(p.double(), q, atol=1e-5, rtol=0)
-
-
+# ---- threads, and the words of errors --------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "size, variable, device, threads",
     [(1, None, "cpu", 1), (6e6, None, "cpu", 2), (1, "2", "cpu", 2), (1, None, "meta", 2)],
@@ -417,45 +389,6 @@ def test_small_models_take_one_thread_and_say_so(monkeypatch, capsys, size, vari
     finally:
         torch.set_num_threads(1)
     assert capsys.readouterr().out.count("OMP_NUM_THREADS") == (threads == 1)
-
-
-@needs_onednn
-def test_onednn_keeps_few_kernels_so_that_memory_stays_flat():
-    """After 199 batches of other shapes the first shape is compiled again: oneDNN, left alone, keeps 1024 kernels."""
-    words = """if True:
-        import torch
-        from rlhf_details.plumbing import engines
-        model = engines.use_onednn(torch.nn.Sequential(torch.nn.Linear(8, 8)))
-        for rows in [*range(1, 200), 1]:
-            model(torch.ones(rows, 8))
-    """
-    ours = {name: text for name, text in os.environ.items() if not name.endswith("CACHE_CAPACITY")}
-    for capacity, last in (({}, "cache_miss"), ({"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "1024"}, "cache_hit")):
-        environment = ours | capacity | {"ONEDNN_VERBOSE": "2"}  # It prints where each kernel comes from.
-        printed = subprocess.check_output([sys.executable, "-c", words], env=environment, text=True)
-        assert re.findall(r"create:(cache_\w+),cpu,inner_product", printed)[-1] == last
-
-
-@needs_onednn
-def test_onednn_layers_are_linear_layers_under_autocast_in_bf16_and_when_copied():
-    layer = engines.use_onednn(torch.nn.Sequential(torch.nn.Linear(8, 8)))
-    x = torch.randn(3, 8, requires_grad=True)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert layer(x).dtype == torch.bfloat16
-    twin = copy.deepcopy(layer)
-    assert twin.to(torch.bfloat16)(x.bfloat16()).dtype == torch.bfloat16
-    assert layer(x).dtype == torch.float32  # The copy has weights of its own.
-    layer.requires_grad_(False)(x).sum().backward()
-    assert x.grad is not None and layer[0].weight.grad is None and layer[0].bias.grad is None
-
-
-def test_what_is_loaded_uses_onednn_where_the_processor_gains_by_it(tiny, monkeypatch):
-    for capability, kind in (("AVX512", engines.OneDNNLinear), ("AVX2", torch.nn.Linear)):
-        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-        args = rloo_args(tiny)
-        loaded = models.load_policy(tiny / "policy", "", args), models.load_reward_model(tiny / "reward", args)
-        layers = [m for model in loaded for m in model.modules() if isinstance(m, torch.nn.Linear)]
-        assert len(layers) == 18 and all(type(m) is kind for m in layers)
 
 
 def test_errors_that_are_each_others_cause_are_one_line_too():

@@ -84,7 +84,7 @@ def test_a_run_of_other_arguments_without_a_checkpoint_is_not_written_over(tiny,
     before = Path("runs/run/metrics.jsonl").read_bytes()
     with pytest.raises(SystemExit) as end:
         run_rloo(tiny, checkpoint_every=0, resume=True, overwrite=False, output_dir="other", kl_coef=0.7)
-    assert "no checkpoint and other arguments: kl_coef" in error_line(capsys, end)
+    assert "runs/run is of another run: kl_coef" in error_line(capsys, end)
     assert Path("runs/run/metrics.jsonl").read_bytes() == before
 
 

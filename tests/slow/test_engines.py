@@ -125,6 +125,7 @@ def check_share(engine, name, precision, ranks):
         assert row["engine"] == NAMES[engine] and row["precision"] == precision and row["dtypes"] == {"torch.float32"}
         assert row["products"] == {{"fp32": "torch.float32", "bf16": "torch.bfloat16"}[precision]}
         assert row["sharded"] == (engine in ("fsdp2", "zero3"))
+        assert precision == "fp32" or row["caches"] != row["sharded"]  # It would keep the whole of all weights.
         layers = 2 * (
             1 + (name in ("ppo", "ppo_gpt2", "ppo_bf16", "ppo_lora", "ppo_overlap"))
         )  # The value model is another transformer.
