@@ -135,16 +135,13 @@ def encode_references(args, tokenizer, prompts, context, device):
 
     Args: context, the most tokens that a prompt and its completion may have, because the reward model reads both.
     """
-    ids = [
-        tokenization.encode(tokenizer, row.columns["prompt"], row.columns["completion"], row.options)[1]
-        for row in prompts
-    ]
-    lengths = {row.number: len(row.ids + reference) for row, reference in zip(prompts, ids, strict=True)}
+    for row in prompts:
+        answer = row.columns["completion"]
+        row.answers = [tokenization.encode(tokenizer, row.columns["prompt"], answer, row.options)[1]]
     limit, hint = "the reward model's context", "shorten their prompts or completions"
-    tokenization.check_room(lengths, context, f"--dataset {args.dataset}", limit, hint)
-    pairs = [(row.number, reference) for row, reference in zip(prompts, ids, strict=True)]
-    tokenization.warn_of_empty(tokenizer, pairs, f"--dataset {args.dataset}", "completion")
-    tokens, mask = (x.flip(1) for x in utils.left_pad([reference[::-1] for reference in ids], device))
+    tokenization.check_room(prompts, data.Prompt.length, context, limit, hint)
+    tokenization.warn_of_empty(tokenizer, prompts)
+    tokens, mask = (x.flip(1) for x in utils.left_pad([row.completion[::-1] for row in prompts], device))
     return [data.as_text(tokenizer, row.columns["completion"]) for row in prompts], tokens, mask
 
 

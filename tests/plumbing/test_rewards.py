@@ -127,7 +127,8 @@ def test_a_function_that_cannot_be_had_is_one_line(functions, tiny, fails, spec,
 
 # ---- calling them ----------------------------------------------------------------------------------------------------
 def prompt(columns, number=1, task=None):
-    return data.Prompt([5], data.as_text(toy.tokenizer(), columns["prompt"]), columns, number, "--dataset x", task)
+    text, source = data.as_text(toy.tokenizer(), columns["prompt"]), f"--dataset {task or 'x'}"
+    return data.Prompt([5], text, columns, number, source, {}, [])
 
 
 def make_scorer(names=("mine.py:f",), dataset="rows.jsonl", reward_model=None, stop_ids=(1,), **flags):
