@@ -268,11 +268,12 @@ def show(args, summary, metrics, tables):
 
     columns, prompts = columns_of(args, metrics, tables), next(iter(tables.values()))["prompt"]
     cli.say(f"{args.exp_name}: {len(prompts)} prompts of {args.dataset}")
-    figures = {label: dict(found) for label, (found, *_) in columns.items()}
-    for path, own in metrics.items():
-        figures[path] |= {"win rate": own["win_rate"]} if "win_rate" in own else {}
-    texts = {f" {x}": {UNITS.get(name, name): as_text(y) for name, y in own.items()} for x, own in figures.items()}
-    for line in pandas.DataFrame(texts).fillna("-").to_string().splitlines():
+    shown = []
+    for label, (found, *_) in columns.items():
+        won = metrics.get(label, {}).get("win_rate")
+        figures = found | ({"win rate": won} if won else {})
+        shown.append({"": label} | {UNITS.get(name, name): as_text(x) for name, x in figures.items()})
+    for line in pandas.DataFrame(shown).T.fillna("-").to_string(header=False).splitlines():
         cli.say(line)
     for i, prompt in enumerate(prompts[:4]):
         words = [f"prompt: {prompt.strip()}"]
@@ -288,9 +289,7 @@ def show(args, summary, metrics, tables):
 
 
 def as_text(figure):
-    """A figure as a number and its interval where it has one, or - where there is no figure."""
-    if figure is None:
-        return "-"
+    """A figure as a number and its interval where it has one."""
     interval = f"  ({figure['low']:z.3f} .. {figure['high']:z.3f})" if "low" in figure else ""
     return f"{figure['value']:z.3f}{interval}"
 
