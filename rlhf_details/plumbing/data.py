@@ -5,27 +5,17 @@ A prompt is a string, a list of messages or a list of token ids. A completion is
 """
 
 import contextlib
-import functools
 import json
 import math
 import re
 import reprlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from rlhf_details import toy, utils
-from rlhf_details.plumbing import cli, models, progress
-from rlhf_details.plumbing.files import check_columns, read_rows
-from rlhf_details.plumbing.tokenization import (
-    Padded,
-    check_room,
-    encode,
-    encode_prompts,
-    short_enough,
-    warn_of_empty,
-    warn_of_left_out,
-)
+from rlhf_details.plumbing import cli, files, models, progress, tokenization
+from rlhf_details.plumbing.tokenization import Padded
 from rlhf_details.utils import is_messages
 
 # ---- rows of any shape -> prompts and completions --------------------------------------------------------------------
@@ -36,12 +26,15 @@ ROLES |= dict.fromkeys(("gpt", "function_call", "chatgpt", "bot", "model"), "ass
 LINE_BREAK = re.compile(r"\\n(?!(abla|e|eq|eg|u|ot|otin|i|leq|geq|cong|onumber|ewline|earrow|warrow)(?![A-Za-z]))")
 
 
-def as_messages(value, what):
+def as_messages(value, what, or_text=False):
     """Messages [{"role", "content", ..}] of a list in this form, or in ShareGPT's: {"from": "human", "value": ..}.
 
     Content in parts is joined, the null beside a call of a tool becomes "", and keys that are null or [] disappear.
-    What is no conversation ends with one line.
+    What is no conversation ends with one line. Args: or_text, whether a string and token ids may stay as they are.
     """
+    is_ids = isinstance(value, list) and all(type(i) is int and i >= 0 for i in value)
+    if or_text and (isinstance(value, str) or is_ids):
+        return value
     value = [value] if isinstance(value, dict) and isinstance(value.get("role", value.get("from")), str) else value
     if not is_messages(value):
         state = "is empty" if value in (None, [], "", {}) else f"{reprlib.repr(value)} is no list of messages"
@@ -80,15 +73,6 @@ def parsed(value):
     return value
 
 
-def text_or_messages(value, what):
-    """A string or token ids as they are, or messages. Anything else ends with one line."""
-    if isinstance(value, str) or (isinstance(value, list) and all(type(i) is int and i >= 0 for i in value)):
-        return value
-    if not is_messages(value) and not isinstance(value, dict):
-        cli.fail(f"{what}: {reprlib.repr(value)} is not of type str, nor a list of messages or of token ids")
-    return as_messages(value, what)
-
-
 def fill(template, row, columns, what, flag):
     """A template with the row's columns in its {places}. All other braces mean themselves. None becomes "".
 
@@ -114,39 +98,41 @@ def with_prompts(rows, args, what):
     The template "messages" passes a column `prompt` over.
     """
     template, columns, result = args.prompt_template, set().union(*rows), []
-    is_chat = "instruction" in columns and has_chat_template(args)
+    is_chat, is_text_beside = "instruction" in columns and has_chat_template(args), False
     if template == "messages":
         rows, template = [{name: row[name] for name in row if name != "prompt"} for row in rows], None
     for number, row in enumerate(rows, 1):
-        where, name = f"{what}: row {number}", column_of(row, *CONVERSATIONS)
+        where = f"{what}: row {number}"
+        name = column_of(row, "prompt", *CONVERSATIONS, "query_token", "instruction")
         if template is not None:
             prompt = fill(template, row, columns, where, "--prompt_template")
-        elif column_of(row, "prompt", *CONVERSATIONS) == "prompt":
-            prompt = text_or_messages(row["prompt"], f"{where}, column 'prompt'")
-        elif name:
-            prompt = as_messages(row[name], f"{where}, column {name!r}")
-            prompt = prompt[:-1] if prompt[-1]["role"] == "assistant" else prompt
-            if not prompt:
-                cli.fail(f"{where}, column {name!r}: holds an answer and nothing before it")
-        elif "query_token" in row:
-            prompt = text_or_messages(Padded(row["query_token"]), f"{where}, column 'query_token'")
-        elif "instruction" in row:
+        elif name == "instruction":
             prompt = instruction(row, is_chat, where)
+        elif name:
+            prompt = value_of(row, name, where)
+            if name in CONVERSATIONS and prompt[-1]["role"] == "assistant" and not (prompt := prompt[:-1]):
+                cli.fail(f"{where}, column {name!r}: holds an answer and nothing before it")
         elif {"chosen", "rejected"} <= row.keys():
-            prompt, answers = split_common(row["chosen"], row["rejected"], where)
+            prompt, *answers = split_common(*(value_of(row, name, where) for name in ("chosen", "rejected")), where)
             row = row | dict(zip(("chosen", "rejected"), answers, strict=True))
         else:
             hint = "--prompt_template names others"
             cli.fail(f"{where} has no column 'prompt' or 'messages' (it has {sorted(row)}); {hint}")
-        is_chat_without = is_messages(prompt) and prompt[0]["role"] != "system"
-        if is_chat_without and isinstance(row.get("system"), str) and row["system"]:
-            prompt = [{"role": "system", "content": row["system"]}, *prompt]
+        if is_messages(prompt) and prompt[0]["role"] != "system" and isinstance(row.get("system"), str):
+            prompt = [{"role": "system", "content": row["system"]}, *prompt] if row["system"] else prompt
+        others = ("chosen", *CONVERSATIONS) if isinstance(prompt, str) else ()
+        is_text_beside |= any(is_messages(row.get(name)) for name in others)  # as UltraFeedback's
         result.append(row | {"prompt": prompt})
-    texts = [row for row in result if isinstance(row["prompt"], str) and args.prompt_template is None]
-    if any(is_messages(row.get(name)) for row in texts for name in ("chosen", *CONVERSATIONS)):  # UltraFeedback
+    if is_text_beside and args.prompt_template is None:
         hint = "--prompt_template messages takes the messages beside it"
         cli.say(f"note: {what}: the column `prompt` is text, so no chat template is used; {hint}")
     return result
+
+
+def value_of(row, name, what):
+    """What a column holds: text, token ids or messages. A conversation has messages, and N+'s ids are Padded."""
+    value = as_messages(row[name], f"{what}, column {name!r}", or_text=name not in CONVERSATIONS)
+    return Padded(value) if name.endswith("_token") else value
 
 
 def column_of(row, *names):
@@ -155,28 +141,25 @@ def column_of(row, *names):
 
 
 def instruction(row, is_chat, what):
-    """The prompt of Alpaca's columns `instruction` and `input`, after `system` and `history` where a row has them.
+    """The prompt of Alpaca's columns `instruction` and `input`, after `history` where a row has one.
 
-    Dolly's name for `input` is `context`.
-
-    It is messages where the tokenizer has a chat template, and else text.
+    Dolly's name for `input` is `context`. It is messages where the tokenizer has a chat template. Else it is text,
+    after `system` where a row has one.
     """
-    question = [row["instruction"], row.get("input") or row.get("context")]
     past = [text for pair in row.get("history") or [] for text in pair]
+    question = row["instruction"], row.get("input") or row.get("context")
     texts = [*past, "\n\n".join(str(text) for text in question if text)]
     if not texts[-1]:
         cli.fail(f"{what}, column 'instruction': is empty")
-    system = [row["system"]] if row.get("system") else []
-    if not is_chat:
-        return "\n\n".join([*system, *texts, ""])
-    turns = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
-    return [*({"role": "system", "content": text} for text in system), *turns]
+    if is_chat:
+        return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+    return "\n\n".join([*filter(None, [row.get("system")]), *texts, ""])
 
 
 def has_chat_template(args):
     """Whether the tokenizer of the model that is trained or evaluated has a chat template."""
-    paths = {name: getattr(args, name, None) for name in ("base_model", "sft_model_path", "policy_path")}
-    flag, path = next((name, path) for name, path in paths.items() if path)
+    flag = next(name for name in ("base_model", "sft_model_path", "policy_path") if getattr(args, name, None))
+    path = getattr(args, flag)
     path = path if isinstance(path, str) else path[0]
     found = None if path == "scratch" else models.find_tokenizer(path, f"--{flag}", args)
     return bool(found and found.chat_template)
@@ -190,22 +173,17 @@ def with_completions(rows, args, what):
     """
     template, columns, result = getattr(args, "completion_template", None), set().union(*rows), []
     for number, row in enumerate(rows, 1):
-        where = f"{what}: row {number}"
-        name = column_of(row, "completion", *CONVERSATIONS, "output", "response")
+        where = at = f"{what}: row {number}"
+        name = column_of(row, "completion", *CONVERSATIONS, "output", "response", "reference_response_token")
         if template is not None:
-            completion = after(row["prompt"], fill(template, row, columns, where, "--completion_template"), where)
+            answer = fill(template, row, columns, where, "--completion_template")
         elif name:
-            answer = as_messages(row[name], f"{where}, column {name!r}") if name in CONVERSATIONS else row[name]
+            answer, at = value_of(row, name, where), f"{where}, column {name!r}"
             if name in CONVERSATIONS and answer[-1]["role"] != "assistant":
-                cli.fail(
-                    f"{where}, column {name!r}: ends with a message of {answer[-1]['role']!r}, and not with an answer"
-                )
-            completion = after(row["prompt"], answer, f"{where}, column {name!r}")
-        elif "reference_response_token" in row:
-            completion = Padded(row["reference_response_token"])
+                cli.fail(f"{at}: ends with a message of {answer[-1]['role']!r}, and not with an answer")
         else:
             cli.fail(f"{where} has no column 'completion' (it has {sorted(row)}); --completion_template names another")
-        result.append(row | {"completion": completion})
+        result.append(row | {"completion": after(row["prompt"], answer, at)})
     return result
 
 
@@ -214,31 +192,27 @@ def after(prompt, answer, what):
 
     Messages may say the prompt before the answer.
     """
-    answer = text_or_messages(answer, what)
     if is_messages(prompt) and isinstance(answer, str):
         return [{"role": "assistant", "content": answer}]
     if not is_messages(answer):
         if is_messages(prompt) or isinstance(answer, str) != isinstance(prompt, str):
             cli.fail(f"{what}: {reprlib.repr(answer)} is of another kind than the prompt, {reprlib.repr(prompt)}")
         return answer
-    if is_messages(prompt):
-        turns = [(m["role"], m["content"]) for m in prompt]
-        starts = [i for i in (0, 1) if turns[i:] == [(m["role"], m["content"]) for m in answer[: len(turns) - i]]]
-        rest = answer[len(turns) - starts[0] :] if starts else answer  # A column `system` may stand before the prompt.
-    else:
-        rest = answer[1:] if len(answer) > 1 and answer[0]["content"] == prompt else answer
-    is_pair = is_messages(prompt) or (isinstance(prompt, str) and len(rest) < 2)
-    if not is_pair or not rest or rest[0]["role"] != "assistant":
+    is_text = isinstance(prompt, str)
+    asked = [{"role": "user", "content": prompt}] if is_text else prompt
+    asked, said = ([(m["role"], m["content"]) for m in x if isinstance(m, dict)] for x in (asked, answer))
+    # A column `system` may stand before a prompt that the answer says without it.
+    rest = answer[next((len(own) for own in (asked, asked[1:]) if said[: len(own)] == own), 0) :]
+    is_too_long = len(rest) > 1 if is_text else not is_messages(prompt)
+    if is_too_long or not rest or rest[0]["role"] != "assistant":
         words = f"{reprlib.repr(answer)} does not go on from the prompt, {reprlib.repr(prompt)}, with an answer"
-        hint = "; --prompt_template messages takes both from the messages" if isinstance(prompt, str) else ""
+        hint = "; --prompt_template messages takes both from the messages" * is_text
         cli.fail(f"{what}: {words}{hint}")
-    return rest[0]["content"] if isinstance(prompt, str) else rest
+    return rest[0]["content"] if is_text else rest
 
 
 def split_common(chosen, rejected, what):
-    """(prompt, [chosen, rejected] after it), where both begin with the same messages, or the same words of a text."""
-    pair = {"chosen": chosen, "rejected": rejected}
-    chosen, rejected = (text_or_messages(value, f"{what}, column {name!r}") for name, value in pair.items())
+    """(prompt, chosen and rejected after it), where both begin with the same messages, or the same words of a text."""
     if is_messages(chosen) != is_messages(rejected):
         cli.fail(f"{what}: `chosen` is of another kind than `rejected`")
     pairs = enumerate(zip(chosen, rejected, strict=False))
@@ -250,30 +224,58 @@ def split_common(chosen, rejected, what):
     if not n or n in (len(chosen), len(rejected)):
         words = "has no column 'prompt', and `chosen` and `rejected` are not one prompt with two answers"
         cli.fail(f"{what}: {words}; --prompt_template names others")
-    return chosen[:n], [chosen[n:], rejected[n:]]
+    return chosen[:n], chosen[n:], rejected[n:]
 
 
 def options_of(row, args):
     """What the chat template is given beside a row's messages: the options of utils.render."""
     found = {"date": args.template_date} | json.loads(args.chat_template_kwargs)
-    for name in ("tools", "documents"):
-        value = parsed(row.get(name))  # Many data sets hold them as JSON in a string.
-        found |= {name: value} if value and isinstance(value, list) else {}
-    return found
+    columns = {name: parsed(row.get(name)) for name in ("tools", "documents")}  # Many hold them as JSON in a string.
+    return found | {name: value for name, value in columns.items() if value and isinstance(value, list)}
 
 
 # ---- prompts ---------------------------------------------------------------------------------------------------------
 @dataclass(eq=False)
 class Prompt:
-    """A prompt of a data set."""
+    """A prompt of a data set, with its answers where the rows are trained on."""
 
     ids: list  # token ids
     text: str  # to show
     columns: dict  # the whole row
     number: int  # of the row in the data set, from 1
-    source: str = ""  # the flag and the data set, for error messages
-    task: str | None = None  # the embedded task that the row belongs to
-    options: dict = field(default_factory=dict)  # of utils.render
+    source: str  # the flag and the data set, for error messages
+    options: dict  # of utils.render
+    answers: list  # lists of token ids: the completion, or K candidates
+
+    @property
+    def task(self):
+        """The embedded task that the row belongs to, or None."""
+        name = self.source.partition(" ")[2].partition(":")[0]
+        return name if name in toy.TASKS else None
+
+    @property
+    def completion(self):
+        """Token ids of the answer to train on."""
+        return self.answers[0]
+
+    @property
+    def candidates(self):
+        """K lists of token ids, each of the prompt and an answer."""
+        return [self.ids + answer for answer in self.answers]
+
+    @property
+    def best(self):
+        """Which candidate a human found the best, 0 .. K - 1."""
+        return self.columns["best"]
+
+    def length(self):
+        """The tokens of the prompt and its longest answer."""
+        return len(self.ids) + max(map(len, self.answers), default=0)
+
+
+def prompt_length(row):
+    """The tokens of a prompt alone."""
+    return len(row.ids)
 
 
 class Prompts(list):
@@ -287,19 +289,61 @@ class Prompts(list):
         return [self[orders[i // len(self)][i % len(self)]] for i in stream]
 
 
-def read_prompts(args, flag, take=None, default_split="train", prefix=""):
-    """The first `take` rows (None: all) of the data set that args.<flag> names, each with its `prompt`.
+def encode(rows, answers, what, tokenizer, context, args, num_sampled=0):
+    """Prompts of the rows. What no model can read ends with one line, and what teaches nothing is counted.
 
-    prefix: of the flag in error messages.
+    Args: answers, a list of completions for each row, [] where there is nothing to train on; what, the rows' name in
+    messages; context, the most tokens of a row; args, whose limits drop longer rows; num_sampled, how many tokens must
+    have room behind each prompt.
     """
-    spec = getattr(args, flag)
-    name, _, split = spec.partition(":")
-    if name in toy.TASKS:
-        with cli.reading(f"--{prefix}{flag}", spec):
-            rows = toy.rows("prompts", split or default_split, name)
-    else:
-        rows = read_rows(spec, f"--{prefix}{flag}")
-    return with_prompts(rows[:take], args, f"--{prefix}{flag} {spec}")
+    if not rows:
+        return Prompts()
+    found = []
+    for number, (row, own) in enumerate(zip(progress.each(rows, f"tokenising {what}"), answers, strict=True), 1):
+        prompt, options, where = row["prompt"], options_of(row, args), f"{what}: row {number}"
+        pairs = [tokenization.encode(tokenizer, prompt, answer, options, where) for answer in own]
+        ids = pairs[0][0] if pairs else tokenization.encode(tokenizer, prompt, None, options, where)
+        if not ids and not own:
+            cli.fail(f"{what}: the prompt of row {number} is empty")
+        text = as_text(tokenizer, prompt)
+        found.append(Prompt(ids, text, row, number, what, options, [answer for _, answer in pairs]))
+
+    nine_tenths = 0.9 * args.response_length if getattr(args, "filter_length", False) else math.inf
+    limit, max_length = min(args.max_prompt_length or math.inf, nine_tenths), getattr(args, "max_length", None)
+    found = tokenization.short_enough(found, prompt_length, limit, "prompt")
+    found = tokenization.short_enough(found, Prompt.length, max_length or math.inf, "row")
+    if prompts := [row for row in found if num_sampled and row.columns["prompt"] != ""]:
+        room, flag = context - num_sampled, f"--response_length {num_sampled}"
+        if room <= 0:
+            cli.fail(f"{flag}: leaves no room for a prompt in the models' context of {context}")
+        hint = f"--max_prompt_length {room} drops such rows"
+        tokenization.check_room(prompts, prompt_length, room, f"which {flag} leaves for a prompt", hint)
+    hint = f"--max_length {context} drops such rows"
+    hint += ", a larger --context_length keeps them" * (getattr(args, "base_model", "") == "scratch")
+    tokenization.check_room(found, Prompt.length, context, "the model's context", hint)
+    if any(answers):
+        tokenization.warn_of_left_out(tokenizer, found, answers)
+        tokenization.warn_of_empty(tokenizer, found)
+    return Prompts(found)
+
+
+def read_rows(args, flag, stage, split="train", prefix=""):
+    """(The rows of the data set that args.<flag> names, its name in messages).
+
+    Args: stage and split, of toy.rows; prefix, of the flag in messages.
+    """
+    spec, flag = getattr(args, flag), f"--{prefix}{flag}"
+    name, _, part = spec.partition(":")
+    if name not in toy.TASKS:
+        return files.read_rows(spec, flag), f"{flag} {spec}"
+    with cli.reading(flag, spec):
+        return toy.rows(stage, part or split, name), f"{flag} {spec}"
+
+
+def read_prompts(args, flag, take=None, split="train", prefix=""):
+    """The first `take` rows (None: all) of the data set that args.<flag> names, each with its `prompt`."""
+    rows, what = read_rows(args, flag, "prompts", split, prefix)
+    return with_prompts(rows[:take], args, what)
 
 
 def as_text(tokenizer, prompt):
@@ -308,7 +352,9 @@ def as_text(tokenizer, prompt):
         texts = [m["content"] or (json.dumps(m["tool_calls"]) if "tool_calls" in m else "") for m in prompt]
         pairs = zip(prompt, texts, strict=True)
         return "\n".join(f"{m['role']}: {text}" for m, text in pairs) if len(prompt) > 1 else texts[0]
-    return prompt if isinstance(prompt, str) else models.texts_of(tokenizer, [encode(tokenizer, prompt)])[0]
+    return (
+        prompt if isinstance(prompt, str) else models.texts_of(tokenizer, [tokenization.encode(tokenizer, prompt)])[0]
+    )
 
 
 def load_prompts(args, tokenizer, room):
@@ -320,23 +366,9 @@ def load_prompts(args, tokenizer, room):
 
 
 def to_prompts(args, tokenizer, rows, flag, room):
-    """Prompts of the rows that read_prompts has returned for args.<flag>. Too long ones are dropped or end with a line.
-
-    room: the most tokens that the models' context leaves for a prompt.
-    """
-    spec, R = getattr(args, flag), args.response_length
-    what, task = f"--{flag} {spec}", spec.partition(":")[0]
-    if room <= 0:
-        cli.fail(f"--response_length {R}: leaves no room for a prompt in the models' context of {room + R}")
-    limit = 0.9 * R if getattr(args, "filter_length", False) else math.inf
-    options = functools.partial(options_of, args=args)
-    limit = min(args.max_prompt_length or math.inf, limit)
-    kept, ids = encode_prompts(tokenizer, rows, room, what, options, limit)
-    task = task if task in toy.TASKS else None
-    return Prompts(
-        Prompt(x, as_text(tokenizer, rows[i]["prompt"]), rows[i], i + 1, what, task, options(rows[i]))
-        for i, x in zip(kept, ids, strict=True)
-    )
+    """Prompts of the rows that read_prompts has returned for args.<flag>. room: the most tokens of a prompt."""
+    what, R = f"--{flag} {getattr(args, flag)}", args.response_length
+    return encode(rows, [[] for _ in rows], what, tokenizer, room + R, args, R)
 
 
 def my_share(num, accelerator):
@@ -349,61 +381,21 @@ def my_share(num, accelerator):
 
 
 # ---- demonstrations, the rows of SFT: a prompt and a completion -----------------------------------------------------
-@dataclass(kw_only=True, eq=False)
-class Demonstration(Prompt):
-    """A prompt and how to go on from it."""
-
-    completion: list  # token ids
-
-
 def read_demonstrations(args, flag):
     """Rows with `prompt` and `completion` of the data set that args.<flag> names, [] where it names none.
 
     Where rows have only a `text`, this is the completion of an empty prompt. --take applies to --dataset alone.
     """
-    spec = getattr(args, flag)
-    if spec is None:
+    if getattr(args, flag) is None:
         return []
-    take, what = args.take if flag == "dataset" else None, f"--{flag} {spec}"
-    name, _, split = spec.partition(":")
-    if name in toy.TASKS:
-        with progress.doing(f"writing the rows of {what}"):
-            return with_prompts(toy.rows("sft", split or "train", name)[:take], args, what)
-    rows = read_rows(spec, f"--{flag}")[:take]
-    has_others = any(rows[0].get(name) is not None for name in ("prompt", "completion", "instruction", *CONVERSATIONS))
-    if isinstance(rows[0].get("text"), str) and args.prompt_template is None and not has_others:
-        check_columns(rows, {"text": str}, what)
-        return [{"prompt": "", "completion": row["text"]} for row in rows]
+    rows, what = read_rows(args, flag, "sft")
+    rows = rows[: args.take if flag == "dataset" else None]
+    others = "prompt", "completion", "instruction", *CONVERSATIONS
+    if args.prompt_template is None and "text" in rows[0] and all(rows[0].get(name) is None for name in others):
+        rows = [row | {"prompt": "", "completion": row.get("text")} for row in rows]
     return with_completions(with_prompts(rows, args, what), args, what)
 
 
-def encode_demonstrations(rows, what, tokenizer, context, args, num_sampled=0):
-    """Prompts of one Demonstration for each row. Rows that do not fit the context end with one line.
-
-    Args: what, the rows' name in messages; context, the most tokens of a row; args, whose max_prompt_length and
-    max_length drop longer rows; num_sampled, how many tokens must have room behind each prompt.
-    """
-    result, options = Prompts(), [options_of(row, args) for row in rows]
-    pairs = [
-        encode(tokenizer, row["prompt"], row["completion"], own, f"{what}: row {i}")
-        for i, (row, own) in enumerate(zip(progress.each(rows, f"tokenising {what}"), options, strict=True), 1)
-    ]
-    kept = short_enough([len(prompt) for prompt, _ in pairs], args.max_prompt_length, what)
-    fits = short_enough([len(pairs[i][0]) + len(pairs[i][1]) for i in kept], args.max_length, what, "row")
-    for i in (kept[j] for j in fits):
-        text = as_text(tokenizer, rows[i]["prompt"])
-        made = Demonstration(pairs[i][0], text, rows[i], i + 1, what, options=options[i], completion=pairs[i][1])
-        result.append(made)
-    limit, hint = "the model's context", f"--max_length {context} drops such rows"
-    hint += ", a larger --context_length keeps them" * (getattr(args, "base_model", "") == "scratch")
-    check_room({row.number: len(row.ids + row.completion) for row in result}, context, what, limit, hint)
-    room = {row.number: len(row.ids) for row in result if row.columns["prompt"]}
-    limit, hint = f"which --response_length {num_sampled} leaves for a prompt", "--max_prompt_length drops such rows"
-    check_room(room, context - num_sampled, what, limit, hint)
-    answers = [(row.number, row.columns["completion"], row.completion) for row in result]
-    for row in result[:1]:
-        warn_of_left_out(tokenizer, answers, what, row.columns["prompt"], row.ids, row.options)
-    warn_of_empty(tokenizer, [(row.number, row.completion) for row in result], what, "completion")
-    if any(row.ids for row in result):  # Rows that are a `text` have no prompts, and need none.
-        warn_of_empty(tokenizer, [(row.number, row.ids) for row in result], what, "prompt")
-    return result
+def encode_demonstrations(rows, what, *settings, **more):
+    """`encode` for rows with a `completion`."""
+    return encode(rows, [[row["completion"]] for row in rows], what, *settings, **more)

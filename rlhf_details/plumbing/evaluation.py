@@ -3,8 +3,9 @@ What evaluate.py reads, writes and prints: how a policy sampled in training, the
 compared with, the folder with summary.json and samples.csv, the table of figures, and --interactive.
 """
 
-import csv
+import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import platform
@@ -38,23 +39,22 @@ def as_trained(args):
         cli.fail(f"--policy_path {' '.join(args.policy_path)}: names a policy twice")
     if args.near_greedy and args.temperature is not None:
         cli.fail(f"--near_greedy: means --temperature {NEAR_GREEDY}, and contradicts --temperature {args.temperature}")
+    args = replace(args, temperature=NEAR_GREEDY) if args.near_greedy else args
     return {path: of_policy(args, path) for path in args.policy_path}
 
 
 def of_policy(args, folder):
     """`as_trained` for one policy."""
-    path, trained, values, sources = Path(folder, "training_args.json"), training_args(folder), {}, {}
-    trained["kl_temperature"] = trained.get("temperature")
-    for name, fallback in FALLBACKS.items():
-        near_greedy = NEAR_GREEDY if name == "temperature" and args.near_greedy else None
-        found = {f"--{name}": getattr(args, name), "--near_greedy": near_greedy}
-        found |= {f"from {path}": trained.get(name), f"not in {path}": fallback}
-        source, value = next((source, value) for source, value in found.items() if value is not None)
-        values[name] = value
-        sources.setdefault(source, []).append(f"{name} {value}")
-    values["template_date"] = args.template_date or trained.get("template_date") or str(datetime.now().date())
-    cli.say("sampling: " + "; ".join(f"{', '.join(words)} ({source})" for source, words in sources.items()))
-    return replace(args, **values)
+    path, trained, values, words = Path(folder, "training_args.json"), training_args(folder), {}, {}
+    layers = {"flags": vars(args), f"from {path}": {"kl_temperature": trained.get("temperature")} | trained}
+    layers[f"not in {path}"] = FALLBACKS
+    for name in FALLBACKS:
+        source = next(source for source, layer in layers.items() if layer.get(name) is not None)
+        values[name] = layers[source][name]
+        words.setdefault(source, []).append(f"{name} {values[name]}")
+    cli.say("sampling: " + "; ".join(f"{', '.join(found)} ({source})" for source, found in words.items()))
+    today = str(datetime.now().date())
+    return replace(args, **values, template_date=args.template_date or trained.get("template_date") or today)
 
 
 def training_args(folder):
@@ -86,18 +86,15 @@ def check(args, settings):
             rule = "needs a truncate_token, and must be below response_length"
             cli.fail(f"--truncate_after {own.truncate_after}: {rule}")
     if len({own.chat_template_kwargs for own in settings.values()}) > 1:
-        cli.fail(
-            "--chat_template_kwargs: the policies were trained with different ones, and need one for this comparison"
-        )
+        rule = "the policies were trained with different ones, and need one for this comparison"
+        cli.fail(f"--chat_template_kwargs: {rule}")
     rewards.check_functions(args)
     if args.samples_per_prompt > 1 and not args.reward_fn:
-        cli.fail(
-            f"--samples_per_prompt {args.samples_per_prompt}: needs --reward_fn, with rewards that are True or False"
-        )
-    if args.judge == "reward_fn" and not args.reward_fn:
-        cli.fail("--judge reward_fn: needs --reward_fn")
-    if args.judge == "reward_model" and not args.reward_model_path:
-        cli.fail("--judge reward_model: needs --reward_model_path")
+        rule = "needs --reward_fn, with rewards that are True or False"
+        cli.fail(f"--samples_per_prompt {args.samples_per_prompt}: {rule}")
+    needed = {"reward_fn": "reward_fn", "reward_model": "reward_model_path"}.get(args.judge)
+    if needed and not getattr(args, needed):
+        cli.fail(f"--judge {args.judge}: needs --{needed}")
     if args.judge == "gold" and args.dataset.partition(":")[0] != "toy":
         cli.fail(f"--judge gold: only the embedded task has a true reward, not --dataset {args.dataset}")
     judge.check(args)
@@ -114,20 +111,11 @@ def points(args, score, table, side):
 
     Args: score, a Scorer; table, {column: list of N}, whose columns of one side's responses begin with `side`.
     """
-    if args.judge == "gold":
-        return table[f"{side}gold"]
-    weights = dict(zip(score.names[: score.num_weighted], score.weights.tolist(), strict=False))
-    weights = weights if args.judge == "reward_fn" else {"reward_model": 1.0}
-    columns = [[weight * (x or 0) for x in table[f"{side}rewards/{name}"]] for name, weight in weights.items()]
+    if args.judge != "reward_fn":
+        return table[side + {"gold": "gold", "reward_model": "rewards/reward_model"}[args.judge]]
+    pairs = zip(score.names[: score.num_weighted], score.weights.tolist(), strict=False)
+    columns = [[weight * (x or 0) for x in table[f"{side}rewards/{name}"]] for name, weight in pairs]
     return list(map(sum, zip(*columns, strict=True)))
-
-
-def trained_rewards(args, path):
-    """Those of the judge's rewards, flags' values, that the policy at a path was trained on."""
-    judges = {"reward_model": [args.reward_model_path], "reward_fn": [args.reward_model_path, *args.reward_fn]}
-    trained = training_args(path)
-    trained = [trained.get("reward_model_path"), *trained.get("reward_fn", ())]
-    return [reward for reward in judges.get(args.judge, ()) if reward and reward in trained]
 
 
 def encode_references(args, tokenizer, prompts, context, device):
@@ -135,60 +123,47 @@ def encode_references(args, tokenizer, prompts, context, device):
 
     Args: context, the most tokens that a prompt and its completion may have, because the reward model reads both.
     """
-    ids = [
-        tokenization.encode(tokenizer, row.columns["prompt"], row.columns["completion"], row.options)[1]
-        for row in prompts
-    ]
-    lengths = {row.number: len(row.ids + reference) for row, reference in zip(prompts, ids, strict=True)}
+    for row in prompts:
+        answer = row.columns["completion"]
+        row.answers = [tokenization.encode(tokenizer, row.columns["prompt"], answer, row.options)[1]]
     limit, hint = "the reward model's context", "shorten their prompts or completions"
-    tokenization.check_room(lengths, context, f"--dataset {args.dataset}", limit, hint)
-    pairs = [(row.number, reference) for row, reference in zip(prompts, ids, strict=True)]
-    tokenization.warn_of_empty(tokenizer, pairs, f"--dataset {args.dataset}", "completion")
-    tokens, mask = (x.flip(1) for x in utils.left_pad([reference[::-1] for reference in ids], device))
+    tokenization.check_room(prompts, data.Prompt.length, context, limit, hint)
+    tokenization.warn_of_empty(tokenizer, prompts)
+    tokens, mask = (x.flip(1) for x in utils.left_pad([row.completion[::-1] for row in prompts], device))
     return [data.as_text(tokenizer, row.columns["completion"]) for row in prompts], tokens, mask
 
 
 def load_models(args, device):
     """Returns (tokenizer, {path: causal language model}, reward), where all models are transformers' and in fp32.
 
-    reward: (the model, its own tokenizer or None), or () without a reward model.
+    reward: (the model, its own tokenizer or None), or () without a reward model. A model that does not read the token
+    ids that the policies and the opponent write ends with one line. But a reward model of another vocabulary is given
+    text, as in training.
     """
     tokenizer = models.load_tokenizer(args.policy_path[0], "--policy_path", args)
-    named = [("policy_path", path) for path in args.policy_path]
-    named += [(flag, path) for flag in ("opponent_path", "ref_model_path") if (path := getattr(args, flag))]
-    loaded = {}
+    named = [("--policy_path", path) for path in args.policy_path]
+    named += [(f"--{flag}", path) for flag in ("opponent_path", "ref_model_path") if (path := getattr(args, flag))]
+    loaded, reward = {}, ()
     for flag, path in named:
         if path not in loaded:
-            loaded[path] = models.load_policy(path, f"--{flag}", args).to(device).eval()
+            loaded[path] = models.load_policy(path, flag, args).to(device).eval()
     readers = [(flag, path, loaded[path]) for flag, path in named]
     if path := args.reward_model_path:
         torch.manual_seed(args.seed)  # for a head that is drawn at random
-        readers.append(("reward_model_path", path, models.load_reward_model(path, args).to(device).eval()))
-    own_tokenizer = check_vocabularies(args, tokenizer, readers)
-    engines.use_one_thread(*(model for *_, model in readers))
-    return tokenizer, loaded, (readers[-1][2], own_tokenizer) if args.reward_model_path else ()
-
-
-def check_vocabularies(args, tokenizer, readers):
-    """Exits with an error if a model does not read the token ids that the policies and the opponent write.
-
-    Args: tokenizer, the first policy's; readers, [(flag, path, model), ..], of which the first is that policy.
-    Returns: the tokenizer of a reward model of another vocabulary, which is given text as in training, or None.
-    """
-    own_tokenizer = None
+        reward = models.load_reward_model(path, args).to(device).eval(), None
+        readers.append(("--reward_model_path", path, reward[0]))
     # A model may have more embeddings than its tokenizer has tokens, and these it never writes.
-    sizes = [(flag, path, model.config.get_text_config().vocab_size) for flag, path, model in readers]
-    written = [(flag, models.num_tokens(model)) for flag, _, model in readers]
-    writers = {"ref_model_path": ["policy_path"], "reward_model_path": ["policy_path", "opponent_path"]}
-    for flag, path, size in sizes:
-        both = tokenizer, models.find_tokenizer(path, f"--{flag}", args) or tokenizer
-        ours, theirs = models.vocabularies(*both)
-        if flag == "reward_model_path" and ours != theirs:
-            own_tokenizer = both[1]
-        elif ours != theirs or any(n > size for writer, n in written if writer in writers.get(flag, [])):
-            first = f"--policy_path {sizes[0][1]} ({sizes[0][2]} embeddings, {len(ours)} tokens)"
-            cli.fail(f"vocabulary mismatch: {first} and --{flag} {path} ({size} embeddings, {len(theirs)} tokens)")
-    return own_tokenizer
+    written = max(models.num_tokens(loaded[path]) for flag, path in named if flag != "--ref_model_path")
+    for flag, path, model in readers:
+        size, theirs = model.get_input_embeddings().num_embeddings, models.find_tokenizer(path, flag, args)
+        one, other = models.vocabularies(tokenizer, theirs or tokenizer)
+        if flag == "--reward_model_path" and one != other:
+            reward = reward[0], theirs
+        elif one != other or size < written:
+            first = f"--policy_path {args.policy_path[0]} ({written} tokens)"
+            cli.fail(f"vocabulary mismatch: {first} and {flag} {path} ({size} embeddings, {len(other)} tokens)")
+    engines.use_one_thread(*(model for *_, model in readers))
+    return tokenizer, loaded, reward
 
 
 # These arguments may differ when an evaluation is repeated into its folder, since the figures are the same.
@@ -214,9 +189,8 @@ def arguments(args, settings):
 
 def deciding(summary):
     """{name: value} of what decides the figures. A setting of the sampler counts as it is for each policy."""
-    found = {f"{path}: {name}": x for path, own in summary["sampling"].items() for name, x in own.items()}
-    settings = {name for own in summary["sampling"].values() for name in own}
-    return {name: x for name, x in summary["args"].items() if name not in (*MAY_DIFFER, *settings)} | found
+    found = {name: x for name, x in summary["args"].items() if name not in (*MAY_DIFFER, *FALLBACKS)}
+    return found | {f"{path}: {name}": x for path, own in summary["sampling"].items() for name, x in own.items()}
 
 
 def check_folder(args, settings):
@@ -257,14 +231,13 @@ def write(folder, summary, metrics, tables, warnings):
     Args: metrics, {path: {"policy": {name: figure}, "opponent": .., "win_rate": ..}}; tables, {path: {column: list of
     N}}; warnings, lines. Where there is one policy, neither file names it: metrics and columns are its own.
     """
+    import pandas
+
     columns = {}
     for path, table in tables.items():
-        is_shared = {name: name == "prompt" or len(tables) == 1 for name in table}
-        columns |= {name if is_shared[name] else f"{path}: {name}": x for name, x in table.items()}
-    partial = folder / "samples.csv.partial"
-    with open(partial, "w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([list(columns), *zip(*columns.values(), strict=True)])
-    partial.replace(folder / "samples.csv")
+        is_shared = len(tables) == 1
+        columns |= {name if is_shared or name == "prompt" else f"{path}: {name}": x for name, x in table.items()}
+    checkpoint.write_text(folder / "samples.csv", pandas.DataFrame(columns).to_csv(index=False))
     summary = summary | {"metrics": metrics[path] if len(metrics) == 1 else metrics, "warnings": warnings}
     checkpoint.write_text(folder / "summary.json", json.dumps(summary, indent=1))
     return summary
@@ -272,19 +245,17 @@ def write(folder, summary, metrics, tables, warnings):
 
 # ---- what is printed -------------------------------------------------------------------------------------------------
 def columns_of(args, metrics, tables):
-    """[(label, figures, its responses, whether they ended)], a column of the printed table each.
+    """{label: (figures, its responses, whether they ended)}, a column of the printed table each.
 
     The policies come first. Then comes the opponent, once for all policies whose settings it was sampled with.
     """
-    columns, seen = [], []
-    for path, side in [(path, "") for path in metrics] + [(path, "opponent_") for path in metrics]:
-        figures, table = metrics[path].get("opponent" if side else "policy"), tables[path]
-        model, texts = (args.opponent_path or "references") if side else path, table.get(f"{side}response")
-        if figures is None or (model, texts) in seen:
-            continue
-        label = f"{model}, as {path}" if model in dict(seen) else model
-        seen.append((model, texts))
-        columns.append((label, figures, texts, table.get(f"{side}ended")))
+    columns = {path: (metrics[path]["policy"], table["response"], table.get("ended")) for path, table in tables.items()}
+    opponent, seen = args.opponent_path or "references", [(path, table["response"]) for path, table in tables.items()]
+    for path, table in tables.items():
+        if "opponent" in metrics[path] and (opponent, texts := table["opponent_response"]) not in seen:
+            label = f"{opponent}, as {path}" if opponent in dict(seen) else opponent
+            seen.append((opponent, texts))
+            columns[label] = metrics[path]["opponent"], texts, table.get("opponent_ended")
     return columns
 
 
@@ -293,23 +264,21 @@ def show(args, summary, metrics, tables):
 
     Args: summary, metrics and tables as of `write`.
     """
-    columns, first = columns_of(args, metrics, tables), next(iter(tables.values()))
-    cli.say(f"{args.exp_name}: {len(first['prompt'])} prompts of {args.dataset}")
-    labels = "rewards/reward_model gold parses length ended distinct_1 distinct_2 distinct_3 kl".split()
-    labels += [name for _, figures, *_ in columns for name in figures]  # Reward functions come last.
-    lines = [["", *(label for label, *_ in columns)]]
-    for name in dict.fromkeys(labels):
-        if any(name in figures for _, figures, *_ in columns):
-            lines.append([UNITS.get(name, name), *(as_text(figures.get(name)) for _, figures, *_ in columns)])
-    if "win_rate" in next(iter(metrics.values())):
-        lines.append(["win rate", *(as_text(own["win_rate"]) for own in metrics.values())])
-    widths = [max(len(line[i]) for line in lines if i < len(line)) for i in range(len(lines[0]))]
-    for line in lines:
-        cli.say("  " + "  ".join(f"{cell:{width}}" for cell, width in zip(line, widths, strict=False)).rstrip())
-    for i in range(min(4, len(first["prompt"]))):
-        words = [f"prompt: {first['prompt'][i].strip()}"]
-        for label, _, texts, ended in columns:
-            words.append(f"{label}: {texts[i].strip()}" + " [did not end]" * (ended is not None and not ended[i]))
+    import pandas
+
+    columns, prompts = columns_of(args, metrics, tables), next(iter(tables.values()))["prompt"]
+    cli.say(f"{args.exp_name}: {len(prompts)} prompts of {args.dataset}")
+    shown = []
+    for label, (found, *_) in columns.items():
+        won = metrics.get(label, {}).get("win_rate")
+        figures = found | ({"win rate": won} if won else {})
+        shown.append({"": label} | {UNITS.get(name, name): as_text(x) for name, x in figures.items()})
+    for line in pandas.DataFrame(shown).T.fillna("-").to_string(header=False).splitlines():
+        cli.say(line)
+    for i, prompt in enumerate(prompts[:4]):
+        words = [f"prompt: {prompt.strip()}"]
+        for label, (_, responses, ended) in columns.items():
+            words.append(f"{label}: {responses[i].strip()}" + " [did not end]" * (ended is not None and not ended[i]))
         cli.say(" | ".join(words).replace("\n", "⏎"))
     for path, own in metrics.items():
         if "win_rate" in own:
@@ -320,9 +289,7 @@ def show(args, summary, metrics, tables):
 
 
 def as_text(figure):
-    """A figure as a number and its interval where it has one, or - where there is no figure."""
-    if figure is None:
-        return "-"
+    """A figure as a number and its interval where it has one."""
     interval = f"  ({figure['low']:z.3f} .. {figure['high']:z.3f})" if "low" in figure else ""
     return f"{figure['value']:z.3f}{interval}"
 
@@ -352,19 +319,24 @@ def doubts(args, settings, metrics):
     """
     lines = []
     for path, own in metrics.items():
-        if judges := trained_rewards(args, path):
+        trained, judges = training_args(path), []
+        if args.judge in ("reward_model", "reward_fn"):
+            judges = [args.reward_model_path, *(args.reward_fn if args.judge == "reward_fn" else ())]
+        optimised = trained.get("reward_model_path"), *trained.get("reward_fn", ())
+        if judges := [reward for reward in judges if reward and reward in optimised]:
             what = f"{' and '.join(judges)} says who wins, which is what training optimised"
             lines.append(f"{path}: {what}, so this win rate cannot show over-optimisation")
         w = own.get("win_rate", {"unparsable": 0})
         if w["unparsable"] and (share := w["unparsable"] / (w["pairs"] - w["tied"])) > UNREADABLE:
             what = f"{w['unparsable']} answers of the judge ({share:.1%}) name neither response where they should"
             lines.append(f"{path}: {what}, and count as not won; judge_answer in samples.csv has them")
+        lengths = []
         for side, name in (("policy", path), ("opponent", args.opponent_path)):
+            lengths += [own[side]["length"]["value"]] if side in own else []
             share = own.get(side, {}).get("ended", {"value": 1})["value"]
             if share < FEW_ENDED:
                 what = f"only {share:.1%} of its responses ended within {settings[path].response_length} tokens"
                 lines.append(f"{name}: {what}, and the others are scored and compared as they were cut off")
-        lengths = [own[side]["length"]["value"] for side in ("policy", "opponent") if side in own]
         if max(lengths) > FAR_APART * min(lengths):
             what = " against ".join(f"{length:.1f}" for length in lengths)
             lines.append(f"{path}: mean length {what} tokens: rewards and judges may pay for the length alone")
@@ -375,8 +347,8 @@ def doubts(args, settings, metrics):
 class Speaker:
     """A policy that answers, sampled as evaluate.py samples it. Its memory is the conversation so far."""
 
-    def __init__(self, path, args, device, respond):
-        self.path, self.args, self.device, self.respond, self.memory = path, args, device, respond, []
+    def __init__(self, path, args, device):
+        self.path, self.args, self.memory = path, args, []
         self.tokenizer = models.load_tokenizer(path, "--policy_path", args)
         self.model = models.load_policy(path, "--policy_path", args).to(device).eval()
         self.ids = end_ids(self.tokenizer, args, device)
@@ -384,17 +356,17 @@ class Speaker:
         if self.room <= 0:
             cli.fail(f"--response_length {args.response_length}: leaves no room for a prompt in the context of {path}")
 
-    def answer(self, line, number):
+    def answer(self, line, number, respond):
         """The answer to a line. Its noise depends on the line's number, so that a question may be asked again."""
-        is_chat = bool(self.tokenizer.chat_template)
+        is_chat, device = bool(self.tokenizer.chat_template), self.model.device
         prompt = [*self.memory, {"role": "user", "content": line}] if is_chat else line
         query = tokenization.encode(self.tokenizer, prompt, options=data.options_of({}, self.args))
         if not 0 < len(query) <= self.room:
             self.memory = []
             return f"[{len(query)} tokens, and a prompt may have 1 to {self.room}: the conversation begins anew]"
-        queries, query_mask = utils.left_pad([query], self.device)
-        numbers = torch.tensor([number], device=self.device)
-        response, mask, ended = self.respond(self.model, queries, query_mask, numbers, self.ids, self.args)
+        queries, query_mask = utils.left_pad([query], device)
+        numbers = torch.tensor([number], device=device)
+        response, mask, ended = respond(self.model, queries, query_mask, numbers, self.ids, self.args)
         (text,) = models.decode(self.tokenizer, response, mask)
         self.memory = [*prompt, {"role": "assistant", "content": text}] if is_chat else []
         return text if ended else f"{text} [did not end within {self.args.response_length} tokens]"
@@ -408,18 +380,17 @@ def talk(settings, respond):
     """
     if cli.world_size() > 1:
         cli.fail(f"--interactive: runs in one process, not in {cli.world_size()}")
-    device, number = engines.join().device, 0
-    speakers = [Speaker(path, args, device, respond) for path, args in settings.items()]
+    device = engines.join().device
+    speakers = [Speaker(path, args, device) for path, args in settings.items()]
     progress.now(None)
     cli.say("type a prompt; an empty line, Ctrl-D or Ctrl-C ends the conversation")
-    try:
-        while line := input("> " if sys.stdin.isatty() else "").strip():
+    with contextlib.suppress(EOFError, KeyboardInterrupt):
+        for number in itertools.count():
+            if not (line := input("> " if sys.stdin.isatty() else "").strip()):
+                break
             for speaker in speakers:
-                cli.say(f"{speaker.path}: {speaker.answer(line, number)}")
-            number += 1
-    except (EOFError, KeyboardInterrupt):
-        pass
-    cli.say(f"the conversation is over after {number} prompt{'s' * (number != 1)}")
+                cli.say(f"{speaker.path}: {speaker.answer(line, number, respond)}")
+    cli.say("the conversation is over")
 
 
 # ---- figures ---------------------------------------------------------------------------------------------------------
@@ -463,9 +434,9 @@ def pass_rates(verdicts, pass_at_k):
     """
     prompts = [[row for row in rows if any(x is not None for x in row)] for rows in zip(*verdicts, strict=True)]
     counts = [sum(all(row_x != 0 for row_x in row) for row in rows) for rows in prompts if rows]
-    n, powers = len(verdicts), [2**i for i in range(len(verdicts).bit_length())]
-    ks = sorted({k for k in powers if k <= n} | {n})
-    return {f"pass@{k}": share([pass_at_k(n, right, k) for right in counts]) for k in ks} if counts else {}
+    n = len(verdicts)
+    ks = [k for k in range(1, n + 1) if k == n or k.bit_count() == 1] if counts else []
+    return {f"pass@{k}": share([pass_at_k(n, right, k) for right in counts]) for k in ks}
 
 
 def share(values):

@@ -154,19 +154,6 @@ def load_dataset(flag, spec, name, part="", taken="", **options):
         return [dict(row) for row in builder.as_dataset(split=f"{split or 'train'}{taken}")]
 
 
-def check_columns(rows, columns, what):
-    """Ends with the row's number where a row lacks one of `columns` ({name: type}) or holds another type in it."""
-    for number, row in enumerate(rows, 1):
-        for column, kind in columns.items():
-            if column not in row:
-                cli.fail(f"{what}: row {number} has no column {column!r} (it has {sorted(row)})")
-            if kind is int and isinstance(row[column], str) and re.fullmatch(r"-?\d+", row[column]):
-                row[column] = int(row[column])  # The cells of a CSV file are texts.
-            if not isinstance(row[column], kind):
-                value = reprlib.repr(row[column])
-                cli.fail(f"{what}: row {number}, column {column!r}: {value} is not of type {kind.__name__}")
-
-
 # ---- the user's functions --------------------------------------------------------------------------------------------
 def load_function(spec, flag):
     """The function that "FILE.py:function" or "package.module:function" names.

@@ -5,7 +5,6 @@ Every answer is on disk before the next question of its thread is asked. The sam
 interruption and asks nothing twice. An answer is kept under a hash of the judge's name and of all that it reads.
 """
 
-import functools
 import hashlib
 import json
 import os
@@ -96,30 +95,24 @@ def judge_pairs(args, pairs, cache_file):
 
 
 # ---- the server ------------------------------------------------------------------------------------------------------
-@functools.cache
-def options(judge_model, judge_base_url):
-    """What a judge is asked with beside the question, for the whole run. `ask` takes out what the judge refuses."""
-    return {"temperature": 0}
-
-
-def ask(client, args, text):
+def ask(client, args, text, options):
     """The judge's answer to one question.
 
     The client tries again after what may pass: no connection, and the statuses 408, 409, 429 and 5xx.
+    Args: options, what all questions are asked with. This takes the temperature out where the judge refuses it.
     """
     import openai
 
-    messages, chosen = [{"role": "user", "content": text}], options(args.judge_model, args.judge_base_url)
-    given = dict(chosen)  # Another thread may empty `chosen` while this one waits.
+    given, messages = dict(options), [{"role": "user", "content": text}]  # Another thread may empty options meanwhile.
     try:
         completion = client.chat.completions.create(model=args.judge_model, messages=messages, **given)
     except (openai.BadRequestError, openai.UnprocessableEntityError) as e:
         # Models that reason take no temperature but their own, and no list of names would stay complete.
         if not given or "temperature" not in f"{e} {e.body}".lower():
             raise
-        if chosen.pop("temperature", None) is not None:
+        if options.pop("temperature", None) is not None:
             cli.say(f"judge {args.judge_model}: refuses temperature 0, so it answers at its own temperature")
-        return ask(client, args, text)
+        return ask(client, args, text, options)
     choices = getattr(completion, "choices", None)
     if not choices or not choices[0].message:
         raise ValueError("the endpoint's reply is no chat completion")
@@ -134,15 +127,14 @@ def ask_all(args, texts, cache_file):
     """
     import openai
 
-    answers = read_cache(cache_file)
-    missing = {key: text for text in texts if (key := cache_key(args.judge_model, text)) not in answers}
+    answers, options, errors, lock = read_cache(cache_file), {"temperature": 0}, [], threading.Lock()
+    keys = [hashlib.sha256(json.dumps([args.judge_model, text]).encode()).hexdigest() for text in texts]
+    missing = {key: text for key, text in zip(keys, texts, strict=True) if key not in answers}
     cli.say(f"judge {args.judge_model}: {len(texts)} questions, {len(missing)} to ask, the others are in {cache_file}")
-    api_key = os.environ.get("OPENAI_API_KEY")
     # The client demands a key. Where there is none, the server is the user's own, which reads no key.
-    client = openai.OpenAI(
-        api_key=api_key or "none", base_url=args.judge_base_url, timeout=TIMEOUT, max_retries=RETRIES
-    )
-    lock, errors, asking = threading.Lock(), [], progress.doing(f"asking {args.judge_model}", len(missing))
+    api_key = os.environ.get("OPENAI_API_KEY") or "no-key"
+    client = openai.OpenAI(api_key=api_key, base_url=args.judge_base_url, timeout=TIMEOUT, max_retries=RETRIES)
+    asking = progress.doing(f"asking {args.judge_model}", len(missing))
     with asking as step, open(cache_file, "a", encoding="utf-8") as file, ThreadPoolExecutor(THREADS) as pool:
         if file.tell():
             file.write("\n")  # If a kill has cut the last line short, the next answer must not be joined to it.
@@ -151,7 +143,7 @@ def ask_all(args, texts, cache_file):
             if errors:
                 return  # No further question is asked after one has failed.
             try:
-                answer = ask(client, args, text)
+                answer = ask(client, args, text, options)
             except (openai.APIError, ValueError) as e:
                 errors.append(e)
                 return
@@ -166,16 +158,10 @@ def ask_all(args, texts, cache_file):
         words = str(errors[0])
         if reason := errors[0].__cause__ or (" - " not in words and getattr(errors[0], "body", None)):
             words += f" ({str(reason)[:300]})"
-        words = " ".join((words.replace(api_key, "***") if api_key else words).split())  # one line, and never the key
         kept = f"{sum(key in answers for key in missing)} of {len(missing)} answers came and are kept"
         where = f"--judge_model {args.judge_model} at --judge_base_url {args.judge_base_url}"
-        cli.fail(f"{where}: {words}; {kept}: the same command goes on from there")
-    return [answers[cache_key(args.judge_model, text)] for text in texts]
-
-
-def cache_key(judge_model, text):
-    """What an answer is kept under: a hash of the judge's name and of the whole question."""
-    return hashlib.sha256(json.dumps([judge_model, text]).encode()).hexdigest()
+        cli.fail(f"{where}: {words.replace(api_key, '***')}; {kept}: the same command goes on from there")
+    return [answers[key] for key in keys]
 
 
 def read_cache(path):

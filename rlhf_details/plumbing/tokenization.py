@@ -1,11 +1,10 @@
 """Rows -> token ids by `utils.encode`, and what is said of rows that are too long, empty or not wholly trained on."""
 
 import functools
-import math
 import reprlib
 
 from rlhf_details import utils
-from rlhf_details.plumbing import cli, progress
+from rlhf_details.plumbing import cli
 from rlhf_details.utils import is_messages
 
 say_once = functools.cache(cli.say)
@@ -20,6 +19,10 @@ def encode(tokenizer, prompt, completion=None, options=None, what="the prompt"):
     if is_messages(prompt) and not tokenizer.chat_template:
         cli.fail(f"{what}: prompts are messages, but the tokenizer has no chat template: {reprlib.repr(prompt)}")
     prompt, completion = (strip_padding(tokenizer, x) if isinstance(x, Padded) else x for x in (prompt, completion))
+    for ids in (prompt, completion):
+        is_known = isinstance(ids, str) or is_messages(ids) or max(ids or [0]) < vocabulary(tokenizer)
+        if not is_known:
+            cli.fail(f"{what}: {max(ids)} is no token (the vocabulary has {vocabulary(tokenizer)})")
     try:
         return utils.encode(tokenizer, prompt, completion, options)
     except Exception as e:  # A template may raise whatever it likes.
@@ -48,85 +51,73 @@ def vocabulary(tokenizer):
     return max(tokenizer.get_vocab().values()) + 1
 
 
-# ---- rows that are too long ------------------------------------------------------------------------------------------
-def short_enough(lengths, limit, what, name="prompt"):
-    """Numbers, from 0, of the lengths that are at most `limit` (None: all); says how many are not."""
-    limit = math.inf if limit is None else limit
-    kept = [i for i, length in enumerate(lengths) if length <= limit]
-    if lengths and not kept:
-        cli.fail(f"{what}: no {name} has at most {limit:g} tokens")
-    if len(kept) < len(lengths):
-        dropped = f"{len(lengths) - len(kept)} of {len(lengths)} rows dropped"
-        cli.say(f"{what}: {dropped}, their {name}s have more than {limit:g} tokens")
+# ---- rows (data.Prompt) that are too long ----------------------------------------------------------------------------
+def short_enough(rows, length, limit, name):
+    """The rows whose length(row) is at most `limit`; says how many are not. name: what is as long."""
+    kept = [row for row in rows if length(row) <= limit]
+    if not kept:
+        cli.fail(f"{rows[0].source}: no {name} has at most {limit:g} tokens")
+    if len(kept) < len(rows):
+        dropped = f"{len(rows) - len(kept)} of {len(rows)} rows dropped"
+        cli.say(f"{rows[0].source}: {dropped}, their {name}s have more than {limit:g} tokens")
     return kept
 
 
-def check_room(lengths, room, what, limit, hint):
-    """Ends with one line that counts the rows with more than `room` tokens.
-
-    Args: lengths, {row's number: tokens}; limit, what `room` is, in words.
-    """
-    if wrong := [number for number, length in lengths.items() if length > room]:
-        first = f"the first one is row {wrong[0]} with {lengths[wrong[0]]}"
-        cli.fail(f"{what}: {len(wrong)} of {len(lengths)} rows have more than {room} tokens, {limit}; {first}; {hint}")
+def check_room(rows, length, room, limit, hint):
+    """Ends with one line that counts the rows where length(row) is more than `room`. limit: what room is, in words."""
+    if wrong := [row for row in rows if length(row) > room]:
+        first = f"the first one is row {wrong[0].number} with {length(wrong[0])}"
+        counted = f"{len(wrong)} of {len(rows)} rows have more than {room} tokens, {limit}; {first}"
+        cli.fail(f"{rows[0].source}: {counted}; {hint}")
 
 
 # ---- rows that are empty, or of which a template leaves something out ------------------------------------------------
-@functools.cache
-def special_ids(tokenizer):
-    """The ids of all special tokens, those included that only the chat template uses."""
-    return {*tokenizer.all_special_ids, *(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)}
+def warn_of(rows, words, more=""):
+    """Says how many rows something is wrong with, if any."""
+    if rows:
+        cli.say(f"warning: {rows[0].source}: {words}: {len(rows)}, the first one is row {rows[0].number}{more}")
 
 
-def warn_of_empty(tokenizer, texts, what, name):
-    """Says how many rows have a text of no token but special ones. texts: a list of (row's number, token ids)."""
-    numbers = sorted({number for number, ids in texts if special_ids(tokenizer).issuperset(ids)})
-    if numbers:
-        cli.say(f"warning: {what}: rows with an empty {name}: {len(numbers)}, the first one is row {numbers[0]}")
+def warn_of_empty(tokenizer, rows):
+    """Says how many rows have a prompt or an answer of no token but special ones, or teach nothing."""
+    special = {*tokenizer.all_special_ids, *utils.end_ids(tokenizer)}
+    are_many = len(rows[0].answers) > 1
+    answers = [row for row in rows if any(map(special.issuperset, row.answers))]
+    warn_of(answers, f"rows with an empty {'candidate' if are_many else 'completion'}")
+    if any(row.columns["prompt"] != "" for row in rows):  # Rows that are a `text` have no prompts, and need none.
+        warn_of([row for row in rows if special.issuperset(row.ids)], "rows with an empty prompt")
+    same = [row for row in rows if are_many and all(ids == row.answers[0] for ids in row.answers)]
+    warn_of(same, "rows whose candidates are all the same", "; they teach nothing")
 
 
-def warn_of_left_out(tokenizer, answers, what, prompt, ids, options):
+def warn_of_left_out(tokenizer, rows, answers):
     """Says in how many rows the chat template leaves out some of an answer's text, such as what stands in <think>.
 
-    It also says where the template asks for an answer with other words than it begins answers with. Args: answers, a
-    list of (row's number, completion, its token ids); prompt, ids, options, those of one row, as it is trained on.
+    It also says where the template asks for an answer with other words than it begins answers with. Args: answers, what
+    `rows` were made of, a list of completions for each row of the data set.
     """
-    if is_messages(prompt) and (asked := encode(tokenizer, prompt, None, options)) != ids:
-        asked, begun = (repr(tokenizer.decode(x[-8:])) for x in (asked, ids))
-        cli.say(f"warning: {what}: the chat template asks for an answer with {asked}, and begins its own with {begun}")
+    first = rows[0]
+    asked = encode(tokenizer, first.columns["prompt"], None, first.options)
+    if asked != first.ids:
+        asked, begun = (repr(tokenizer.decode(ids[-8:])) for ids in (asked, first.ids))
+        words = f"the chat template asks for an answer with {asked}, and begins its own with {begun}"
+        cli.say(f"warning: {first.source}: {words}")
+    texts = {}  # {row: what is trained of an answer}
+    for row in rows:
+        for completion, ids in zip(answers[row.number - 1], row.answers, strict=True):
+            if is_messages(completion) and leaves_out(tokenizer, completion, text := tokenizer.decode(ids)):
+                texts.setdefault(row, text)
+    shown = "".join(f", of which is trained: {reprlib.repr(text)}" for text in list(texts.values())[:1])
+    warn_of(list(texts), "rows whose answer the chat template does not wholly write", shown)
+
+
+def leaves_out(tokenizer, completion, text):
+    """Whether some of what an answer says, thinks or calls does not stand in the text that is trained on."""
     keys = "content", "reasoning_content", "reasoning", "thinking"
-    numbers, shown = [], ""
-    for number, completion, ids in answers:
-        turns = completion if is_messages(completion) else []
-        parts = [m[key].strip() for m in turns if m["role"] == "assistant" for key in keys if m.get(key)]
-        calls = [call for m in turns for call in m.get("tool_calls", ())]
-        parts += [call.get("function", call).get("name", "") for call in calls]
-        text = tokenizer.decode(ids) if parts else ""
-        missing = [part for part in parts if part not in text]
-        # A tokenizer may change a text, such as its case. Then it changes the part in the same way.
-        again = [tokenizer.decode(tokenizer(part, add_special_tokens=False).input_ids).strip() for part in missing]
-        if any(part not in text for part in again):
-            numbers, shown = [*numbers, number], shown or reprlib.repr(text)
-    if numbers:
-        rows = f"{len(set(numbers))}, the first one is row {numbers[0]}, of which is trained: {shown}"
-        cli.say(f"warning: {what}: rows whose answer the chat template does not wholly write: {rows}")
-
-
-def encode_prompts(tokenizer, rows, room, what, options, limit=None):
-    """Token ids of the rows' prompts. It is an error where one is empty, has unknown ids or more than `room` tokens.
-
-    Args: options, a function of a row; limit, longer prompts are dropped.
-    Returns: (numbers of the rows kept, from 0; the token ids of each).
-    """
-    numbered = enumerate(progress.each(rows, f"tokenising {what}"), 1)
-    ids = [encode(tokenizer, row["prompt"], None, options(row), f"{what}: row {i}") for i, row in numbered]
-    kept = short_enough(list(map(len, ids)), limit, what)
-    for i in kept:
-        if not ids[i]:
-            cli.fail(f"{what}: the prompt of row {i + 1} is empty")
-        if max(ids[i]) >= vocabulary(tokenizer):
-            unknown = f"{max(ids[i])}, which is no token (the vocabulary has {vocabulary(tokenizer)})"
-            cli.fail(f"{what}: the prompt of row {i + 1} holds {unknown}")
-    limit, hint = "which the models' context leaves for a prompt", f"--max_prompt_length {room} drops such rows"
-    check_room({i + 1: len(ids[i]) for i in kept}, room, what, limit, hint)
-    return kept, [ids[i] for i in kept]
+    parts = [m[key].strip() for m in completion if m["role"] == "assistant" for key in keys if m.get(key)]
+    calls = [call for m in completion for call in m.get("tool_calls", ())]
+    parts += [call.get("function", call).get("name", "") for call in calls]
+    missing = [part for part in parts if part not in text]
+    # A tokenizer may change a text, such as its case. Then it changes the part in the same way.
+    again = [tokenizer.decode(tokenizer(part, add_special_tokens=False).input_ids).strip() for part in missing]
+    return any(part not in text for part in again)

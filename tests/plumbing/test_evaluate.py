@@ -281,7 +281,7 @@ def test_each_setting_is_the_flags_or_the_files_or_the_fallback(trained, capsys,
     said = capsys.readouterr().out
     assert ("from trained/training_args.json" in said) == (file is not None)
     assert ("not in trained/training_args.json" in said) == (file is not PPO)
-    assert all(f"--{name}" in said for name in flags)
+    assert ("(flags)" in said) == bool(flags)
 
 
 # ---- several policies ------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import math
 import random
 from collections import Counter
 from statistics import mean
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -96,7 +97,8 @@ def test_every_word_is_one_token_and_comes_back():
         assert len(ids) == len(text.split()) and tokenizer.unk_token_id not in ids
         # Other programs put the decoded response right behind the prompt.
         assert " ".join(text.split()[:9]) + tokenizer.decode([*ids[9:], tokenizer.eos_token_id]) == f"{text} <eos>"
-        assert rewards.WATCHED["parses"](" ".join(text.split()[:9]), tokenizer.decode(ids[9:]))
+        row = SimpleNamespace(text=" ".join(text.split()[:9]), task="toy")
+        assert rewards.WATCHED["parses"]([row], [tokenizer.decode(ids[9:])], None) == [True]
     assert len({tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id}) == 3
     assert sorted(tokenizer.get_vocab().values()) == list(range(len(tokenizer))) and len(tokenizer) < 500
 
