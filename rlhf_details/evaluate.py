@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlhf_details import utils
-from rlhf_details.plumbing import cli, data, engines, evaluation, judge, models, progress, rewards, vllm
+from rlhf_details.plumbing import chat, cli, data, engines, evaluation, judge, models, progress, rewards, vllm
 from rlhf_details.plumbing.evaluation import average, rate, share
 from rlhf_details.utils import EVALUATION, Batch, in_slices
 
@@ -401,7 +401,7 @@ def main(args: Args):
             texts = gather_object(texts)[:N]
             responses, mask, ended, values = (x[:N] for x in accelerator.gather((responses, mask, ended, values)))
             ended = ended if model and has_end else None
-            end_ids = {*ids[path][1].tolist(), *utils.end_ids(tokenizer)}
+            end_ids = {*ids[path][1].tolist(), *chat.end_ids(tokenizer)}
             measured[key] = measure(texts, responses, mask, ended, values, score, end_ids)
 
     # ---- pass@k: more responses of each policy, with noise of their own because their rows have other numbers --------

@@ -9,8 +9,6 @@ Masks     True marks a real token. Masks travel with the tokens, and nothing is 
 
 import functools
 import math
-import re
-from datetime import datetime
 from typing import NamedTuple
 
 import numpy as np
@@ -21,27 +19,21 @@ from transformers import DynamicCache
 
 
 # ---- text -> token ids -----------------------------------------------------------------------------------------------
-def is_messages(x):
-    """Whether x is a list of messages, {"role": .., "content": ..}, and not a string or a list of token ids."""
-    return isinstance(x, list) and bool(x) and all(isinstance(m, dict) for m in x)
-
-
-def encode(tokenizer, prompt, completion=None, options=None):
+def encode(tokenizer, prompt, completion=None, end=None):
     """Token ids of a prompt, or (those of a prompt, those of its completion up to and with the token that ends it).
 
-    A prompt is a string, a list of messages or a list of token ids, which is kept as it is. A completion is of the same
-    kind as its prompt. Args: options, of `render`.
+    Args: prompt, completion: strings, or lists of token ids, which are kept as they are; end: None, or where a chat
+    template has written the strings, the ids with which it ends a turn. plumbing/chat.py takes as a chat's prompt
+    `tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)`, and as its completion what
+    the template adds to this text when it is given the answer as well.
     """
-    if isinstance(prompt, list) and not is_messages(prompt):
+    if isinstance(prompt, list):
         return prompt if completion is None else (prompt, completion)
-    if is_messages(prompt):
-        prompt, completion, end = render_pair(tokenizer, prompt, completion, options)
-        # The template has written BOS, if there is one, so the tokenizer adds none. [DATA-3]
-        ids = tokenizer(prompt, add_special_tokens=False).input_ids
-    else:
-        ids, bos, end = tokenizer(prompt, add_special_tokens=False).input_ids, tokenizer.bos_token_id, []
-        puts_bos = bos is not None and tokenizer("a").input_ids[:1] == [bos]
-        ids = [bos, *ids] if puts_bos and ids[:1] != [bos] else ids
+    # A chat template has written BOS, if there is one, so the tokenizer adds none. [DATA-3]
+    ids = tokenizer(prompt, add_special_tokens=False).input_ids
+    bos = tokenizer.bos_token_id
+    if end is None and bos is not None and ids[:1] != [bos] and tokenizer("a").input_ids[:1] == [bos]:
+        ids = [bos, *ids]  # This tokenizer begins plain texts with BOS.
     if completion is None:
         return ids
     # Prompt and completion are tokenised apart, because the sampler also starts anew after the prompt. [DATA-1]
@@ -51,80 +43,6 @@ def encode(tokenizer, prompt, completion=None, options=None):
     if answer[-1:] == [tokenizer.eos_token_id]:  # The text has it already.
         return ids, answer
     return ids, [*answer, tokenizer.eos_token_id]  # Without an end in its data no policy learns to stop. [DATA-2]
-
-
-def render(tokenizer, messages, options=None, **more):
-    """The text that the chat template makes of messages.
-
-    Args: options, {name: value} of what the template is given beside the messages: a row's `tools` and `documents`, the
-    user's own, such as enable_thinking, and `date`, an ISO string, which it takes for now; more, apply_chat_template's.
-    """
-    options = dict(options or {})
-    date, template = options.pop("date", None), tokenizer.get_chat_template(tools=options.get("tools"))
-    if date:  # Llama 3.2 writes the day into its prompts. A resumed run must see the same day.
-        now = datetime.fromisoformat(date)
-        template = re.sub(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)", lambda m: repr(now.strftime(m[2])), template)
-    return tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, **options, **more)
-
-
-def render_pair(tokenizer, prompt, completion, options):
-    """(text of a prompt in messages, text of its completion or None, ids from the end of the last turn on or []).
-
-    The completion's text is what the chat template writes after the prompt's.
-    """
-    goes_on = prompt[-1]["role"] == "assistant"  # The policy is to continue an answer that has been begun.
-    text = render(tokenizer, prompt, options, add_generation_prompt=not goes_on, continue_final_message=goes_on)
-    if completion is None:
-        return text, None, []
-    turns = [*prompt, *completion]
-    if goes_on:
-        joined = prompt[-1]["content"] + completion[0]["content"]
-        turns = [*prompt[:-1], prompt[-1] | {"content": joined}, *completion[1:]]
-    whole = render(tokenizer, turns, options)
-    begin = len(text)
-    if not whole.startswith(text):
-        shared = text[: next((i for i, (a, b) in enumerate(zip(text, whole, strict=False)) if a != b), len(whole))]
-        question = prompt[-1]["content"].strip()
-        asked = "" if goes_on or not question else "".join(text.rpartition(question)[1:])
-        if asked and asked in whole[len(shared) :]:  # Mistral's writes the system's message where a question is last.
-            begin = whole.rindex(asked) + len(asked)
-        else:  # DeepSeek-R1's prompt goes on with <think>, and its answers begin without it.
-            ends = [shared.rfind(token) + len(token) for token in special_tokens(tokenizer) if token in shared]
-            begin = max(ends, default=0)
-            text = shared[:begin]
-    closing, end = end_of_turn(tokenizer, options)
-    if end and not whole.endswith(closing):  # A turn that calls a tool may end with a token of its own.
-        ids, special = tokenizer(whole, add_special_tokens=False).input_ids, special_tokens(tokenizer).values()
-        end = ids[max(i for i, token in enumerate(ids) if token in special) :]
-    return text, whole[begin:], end
-
-
-def end_of_turn(tokenizer, options=None):
-    """(the text that the chat template writes after an answer, its ids from the token on that ends the turn).
-
-    The ids are [] where there is no template, or where it ends an answer without a special token.
-    """
-    turns = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": "An answer."}]
-    try:
-        closing = render(tokenizer, turns, options).rpartition("An answer.")[2]
-    except Exception:  # A template may refuse what it likes.
-        return "", []
-    ids, special = tokenizer(closing, add_special_tokens=False).input_ids, special_tokens(tokenizer).values()
-    return closing, ids[next((i for i, token in enumerate(ids) if token in special), len(ids)) :]
-
-
-def special_tokens(tokenizer):
-    """{text: id} of all tokens that are no part of ordinary text, those included that only the chat template uses."""
-    added = {token.content: i for i, token in tokenizer.added_tokens_decoder.items()}
-    return added | dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
-
-
-def end_ids(tokenizer):
-    """The ids of all tokens that end a response: the tokenizer's EOS, the one that the chat template writes after an
-    answer, and those that `load_tokenizer` has found in the model's generation_config.
-    """
-    ends = [tokenizer.eos_token_id, *end_of_turn(tokenizer)[1][:1], *getattr(tokenizer, "generation_eos", [])]
-    return list(dict.fromkeys(ends))
 
 
 # ---- masks and padding -----------------------------------------------------------------------------------------------

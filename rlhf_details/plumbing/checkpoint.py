@@ -25,8 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from transformers import GenerationConfig
 
-from rlhf_details import utils
-from rlhf_details.plumbing import cli, data, engines, models
+from rlhf_details.plumbing import chat, cli, data, engines, models
 
 VERSION = 3  # of the layout of state.json; checkpoints of another one are refused
 
@@ -255,5 +254,5 @@ def stop_list(args, tokenizer):
     """What generation_config.json says of the end: an id or, where several tokens end a response, a list of them."""
     text = getattr(args, "stop_token", "eos")
     own = [] if text == "eos" else models.stop_ids(tokenizer, text, "--stop_token").tolist()
-    ends = list(dict.fromkeys([*utils.end_ids(tokenizer), *own]))
+    ends = list(dict.fromkeys([*chat.end_ids(tokenizer), *own]))
     return ends if len(ends) > 1 else ends[0]

@@ -11,8 +11,8 @@ import torch
 
 from rlhf_details import toy
 from rlhf_details.plumbing import cli, data, engines, models, tokenization
+from rlhf_details.plumbing.chat import is_messages
 from rlhf_details.plumbing.files import read_rows
-from rlhf_details.utils import is_messages
 
 TRAIN, EVAL, BEFORE, AFTER = range(4)  # what responses are sampled for, a coordinate of their noise
 LABEL_PAD = 50259  # fills up the rows of lm-human-preferences; it is no id of GPT-2, whose vocabulary has 50257 tokens

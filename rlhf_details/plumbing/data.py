@@ -15,8 +15,8 @@ import torch
 
 from rlhf_details import toy, utils
 from rlhf_details.plumbing import cli, files, models, progress, tokenization
+from rlhf_details.plumbing.chat import is_messages
 from rlhf_details.plumbing.tokenization import Padded
-from rlhf_details.utils import is_messages
 
 # ---- rows of any shape -> prompts and completions --------------------------------------------------------------------
 CONVERSATIONS = "messages", "conversations", "conversation"  # columns that hold one
@@ -228,7 +228,7 @@ def split_common(chosen, rejected, what):
 
 
 def options_of(row, args):
-    """What the chat template is given beside a row's messages: the options of utils.render."""
+    """What the chat template is given beside a row's messages: the options of chat.render."""
     found = {"date": args.template_date} | json.loads(args.chat_template_kwargs)
     columns = {name: parsed(row.get(name)) for name in ("tools", "documents")}  # Many hold them as JSON in a string.
     return found | {name: value for name, value in columns.items() if value and isinstance(value, list)}
@@ -244,7 +244,7 @@ class Prompt:
     columns: dict  # the whole row
     number: int  # of the row in the data set, from 1
     source: str  # the flag and the data set, for error messages
-    options: dict  # of utils.render
+    options: dict  # of chat.render
     answers: list  # lists of token ids: the completion, or K candidates
 
     @property

@@ -28,8 +28,8 @@ from transformers.masking_utils import sdpa_mask
 from transformers.utils import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from rlhf_details import toy, utils
-from rlhf_details.plumbing import cli, engines, errors
+from rlhf_details import toy
+from rlhf_details.plumbing import chat, cli, engines, errors
 
 # Weights are read from safetensors files alone, because the older kind are pickles, which can run any code.
 # They are held in fp32, because a bf16 weight would swallow a step of 3e-6. [MODEL-3]
@@ -60,7 +60,7 @@ def load_tokenizer(path, flag, args):
         except OSError:  # Many models have none. Their config may have a list. A single id there may be a default.
             ends = getattr(read(AutoConfig, model, flag, args), "eos_token_id", None)
             ends = ends if isinstance(ends, list) else None
-    tokenizer.generation_eos = ends if isinstance(ends, list) else [ends] * (ends is not None)  # for utils.end_ids
+    tokenizer.generation_eos = ends if isinstance(ends, list) else [ends] * (ends is not None)  # for chat.end_ids
     return tokenizer
 
 
@@ -116,7 +116,7 @@ def vocabularies(*tokenizers):
 
 
 def stop_ids(tokenizer, text, flag, device=None):
-    """The ids [S] of the tokens that a flag means by "eos" (all of utils.end_ids), "none" (no token), or a text that is
+    """The ids [S] of the tokens that a flag means by "eos" (all of chat.end_ids), "none" (no token), or a text that is
     one token. Other texts end with one line. Where "eos" means several tokens, it says which.
 
     The text is read as it stands within a response. At the start of a text, SentencePiece's tokenizers put a space
@@ -124,7 +124,7 @@ def stop_ids(tokenizer, text, flag, device=None):
     """
     ids = []
     if text == "eos":
-        ids = utils.end_ids(tokenizer)
+        ids = chat.end_ids(tokenizer)
         if len(ids) > 1:
             cli.say(f"{flag} eos: a response ends with {' or '.join(map(tokenizer.decode, ids))}")
     elif text != "none":
@@ -157,7 +157,7 @@ def texts_of(tokenizer, rows):
 
     All else is read by rewards, judges and people, because <think> may be a special token as well.
     """
-    silent = {*utils.end_ids(tokenizer), tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.unk_token_id}
+    silent = {*chat.end_ids(tokenizer), tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.unk_token_id}
     return [tokenizer.decode([i for i in ids if i not in silent]) for ids in rows]
 
 

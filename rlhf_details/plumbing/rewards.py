@@ -25,9 +25,9 @@ from accelerate.utils import gather_object
 
 from rlhf_details import toy, utils
 from rlhf_details.plumbing import cli, models, progress
+from rlhf_details.plumbing.chat import is_messages
 from rlhf_details.plumbing.files import imports_of, load_function
 from rlhf_details.plumbing.tokenization import encode
-from rlhf_details.utils import is_messages
 
 
 def watch(function):

@@ -24,7 +24,8 @@ from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 
 from rlhf_details.plumbing import checkpoint, cli, engines, health, hub, progress, trackers
-from rlhf_details.utils import is_messages, numbers
+from rlhf_details.plumbing.chat import is_messages
+from rlhf_details.utils import numbers
 
 
 class Run:

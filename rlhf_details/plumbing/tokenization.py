@@ -4,8 +4,8 @@ import functools
 import reprlib
 
 from rlhf_details import utils
-from rlhf_details.plumbing import cli
-from rlhf_details.utils import is_messages
+from rlhf_details.plumbing import chat, cli
+from rlhf_details.plumbing.chat import is_messages
 
 say_once = functools.cache(cli.say)
 
@@ -24,7 +24,9 @@ def encode(tokenizer, prompt, completion=None, options=None, what="the prompt"):
         if not is_known:
             cli.fail(f"{what}: {max(ids)} is no token (the vocabulary has {vocabulary(tokenizer)})")
     try:
-        return utils.encode(tokenizer, prompt, completion, options)
+        if is_messages(prompt):
+            return utils.encode(tokenizer, *chat.render_pair(tokenizer, prompt, completion, options))
+        return utils.encode(tokenizer, prompt, completion)
     except Exception as e:  # A template may raise whatever it likes.
         if is_messages(prompt) and [m["role"] for m in prompt[:2]] == ["system", "user"]:  # Gemma 2's refuses these.
             question = f"{prompt[0]['content']}\n\n{prompt[1]['content']}"
@@ -80,7 +82,7 @@ def warn_of(rows, words, more=""):
 
 def warn_of_empty(tokenizer, rows):
     """Says how many rows have a prompt or an answer of no token but special ones, or teach nothing."""
-    special = {*tokenizer.all_special_ids, *utils.end_ids(tokenizer)}
+    special = {*tokenizer.all_special_ids, *chat.end_ids(tokenizer)}
     are_many = len(rows[0].answers) > 1
     answers = [row for row in rows if any(map(special.issuperset, row.answers))]
     warn_of(answers, f"rows with an empty {'candidate' if are_many else 'completion'}")

@@ -26,8 +26,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from rlhf_details import evaluate, toy, train_dpo, train_grpo, train_reward, train_rloo, train_sft, utils
-from rlhf_details.plumbing import comparisons, data, evaluation, files, tokenization
+from rlhf_details import evaluate, toy, train_dpo, train_grpo, train_reward, train_rloo, train_sft
+from rlhf_details.plumbing import chat, comparisons, data, evaluation, files, tokenization
 from rlhf_details.plumbing.models import texts_of
 
 LLAMA = (
@@ -725,9 +725,9 @@ def chat_tokenizer(template):
 def test_gen_16_a_turn_ends_as_its_template_ends_it(template, trained, ends):
     """Rows are trained on up to that token, the sampler stops at it, and readers see all other special tokens."""
     tokenizer = chat_tokenizer(template)
-    assert tokenizer.convert_ids_to_tokens(utils.end_ids(tokenizer)) == ends
+    assert tokenizer.convert_ids_to_tokens(chat.end_ids(tokenizer)) == ends
     tokenizer.generation_eos = [5]
-    assert utils.end_ids(tokenizer) == [*tokenizer.convert_tokens_to_ids(ends), 5]
+    assert chat.end_ids(tokenizer) == [*tokenizer.convert_tokens_to_ids(ends), 5]
     if trained:
         prompt, answer = tokenization.encode(tokenizer, [user("the hotel")], [assistant("cheap .")])
         assert tokenizer.decode(answer) == trained
@@ -1091,6 +1091,6 @@ def test_a_policy_whose_turns_do_not_end_with_eos_ends_in_every_stage(in_tmp, to
     ids = torch.tensor([template_ids(tokenizer, question, add_generation_prompt=True)])
     for folder in ("sft", "dpo", "rloo", "grpo"):
         model = AutoModelForCausalLM.from_pretrained(folder).eval()
-        assert model.generation_config.eos_token_id == utils.end_ids(tokenizer)
+        assert model.generation_config.eos_token_id == chat.end_ids(tokenizer)
         text = tokenizer.decode(model.generate(ids, max_new_tokens=60, do_sample=False)[0, ids.size(1) :])
         assert text == answer[0]["content"] + "<|im_end|>"

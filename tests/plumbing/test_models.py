@@ -30,8 +30,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from rlhf_details import toy, train_rloo, utils
-from rlhf_details.plumbing import checkpoint, cli, engines, errors, models
+from rlhf_details import toy, train_rloo
+from rlhf_details.plumbing import chat, checkpoint, cli, engines, errors, models
 
 FLAGS = train_rloo.Args()
 SMALL = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=len(toy.tokenizer()))
@@ -56,7 +56,7 @@ def test_what_ends_a_turn_is_found_in_generation_config_or_else_as_a_list_in_con
     folder = vocabulary_folder("policy", word_tokenizer(), 8)
     config = json.loads(Path("policy/config.json").read_text())
     Path("policy", file).write_text(json.dumps(config | {"eos_token_id": ends}))
-    assert utils.end_ids(models.load_tokenizer(folder, "--sft_model_path", FLAGS)) == found
+    assert chat.end_ids(models.load_tokenizer(folder, "--sft_model_path", FLAGS)) == found
 
 
 @pytest.mark.parametrize("unk", ["<unk>", None])

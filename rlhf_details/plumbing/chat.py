@@ -1,0 +1,83 @@
+"""What a chat template writes, as strings that `utils.encode` tokenises, and which tokens end a turn."""
+
+import re
+from datetime import datetime
+
+
+def is_messages(x):
+    """Whether x is a list of messages, {"role": .., "content": ..}, and not a string or a list of token ids."""
+    return isinstance(x, list) and bool(x) and all(isinstance(m, dict) for m in x)
+
+
+def render(tokenizer, messages, options=None, **more):
+    """The text that the chat template makes of messages.
+
+    Args: options, {name: value} of what the template is given beside the messages: a row's `tools` and `documents`, the
+    user's own, such as enable_thinking, and `date`, an ISO string, which it takes for now; more, apply_chat_template's.
+    """
+    options = dict(options or {})
+    date, template = options.pop("date", None), tokenizer.get_chat_template(tools=options.get("tools"))
+    if date:  # Llama 3.2 writes the day into its prompts. A resumed run must see the same day.
+        now = datetime.fromisoformat(date)
+        template = re.sub(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)", lambda m: repr(now.strftime(m[2])), template)
+    return tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, **options, **more)
+
+
+def render_pair(tokenizer, prompt, completion, options):
+    """(text of a prompt in messages, text of its completion or None, ids from the end of the last turn on or []).
+
+    The completion's text is what the chat template writes after the prompt's.
+    """
+    goes_on = prompt[-1]["role"] == "assistant"  # The policy is to continue an answer that has been begun.
+    text = render(tokenizer, prompt, options, add_generation_prompt=not goes_on, continue_final_message=goes_on)
+    if completion is None:
+        return text, None, []
+    turns = [*prompt, *completion]
+    if goes_on:
+        joined = prompt[-1]["content"] + completion[0]["content"]
+        turns = [*prompt[:-1], prompt[-1] | {"content": joined}, *completion[1:]]
+    whole = render(tokenizer, turns, options)
+    begin = len(text)
+    if not whole.startswith(text):
+        shared = text[: next((i for i, (a, b) in enumerate(zip(text, whole, strict=False)) if a != b), len(whole))]
+        question = prompt[-1]["content"].strip()
+        asked = "" if goes_on or not question else "".join(text.rpartition(question)[1:])
+        if asked and asked in whole[len(shared) :]:  # Mistral's writes the system's message where a question is last.
+            begin = whole.rindex(asked) + len(asked)
+        else:  # DeepSeek-R1's prompt goes on with <think>, and its answers begin without it.
+            ends = [shared.rfind(token) + len(token) for token in special_tokens(tokenizer) if token in shared]
+            begin = max(ends, default=0)
+            text = shared[:begin]
+    closing, end = end_of_turn(tokenizer, options)
+    if end and not whole.endswith(closing):  # A turn that calls a tool may end with a token of its own.
+        ids, special = tokenizer(whole, add_special_tokens=False).input_ids, special_tokens(tokenizer).values()
+        end = ids[max(i for i, token in enumerate(ids) if token in special) :]
+    return text, whole[begin:], end
+
+
+def end_of_turn(tokenizer, options=None):
+    """(the text that the chat template writes after an answer, its ids from the token on that ends the turn).
+
+    The ids are [] where there is no template, or where it ends an answer without a special token.
+    """
+    turns = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": "An answer."}]
+    try:
+        closing = render(tokenizer, turns, options).rpartition("An answer.")[2]
+    except Exception:  # A template may refuse what it likes.
+        return "", []
+    ids, special = tokenizer(closing, add_special_tokens=False).input_ids, special_tokens(tokenizer).values()
+    return closing, ids[next((i for i, token in enumerate(ids) if token in special), len(ids)) :]
+
+
+def special_tokens(tokenizer):
+    """{text: id} of all tokens that are no part of ordinary text, those included that only the chat template uses."""
+    added = {token.content: i for i, token in tokenizer.added_tokens_decoder.items()}
+    return added | dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+
+
+def end_ids(tokenizer):
+    """The ids of all tokens that end a response: the tokenizer's EOS, the one that the chat template writes after an
+    answer, and those that `load_tokenizer` has found in the model's generation_config.
+    """
+    ends = [tokenizer.eos_token_id, *end_of_turn(tokenizer)[1][:1], *getattr(tokenizer, "generation_eos", [])]
+    return list(dict.fromkeys(ends))
