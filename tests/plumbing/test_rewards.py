@@ -147,11 +147,11 @@ def test_a_penalty_for_what_cannot_be_missing_is_said_to_do_nothing(functions, c
 
 
 def batch_of(texts):
-    """Queries, query_mask, responses, response_mask of texts in the words of the toy tokenizer."""
+    """A Batch of texts in the words of the toy tokenizer."""
     tokenizer = toy.tokenizer()
     responses, mask = utils.left_pad([tokenizer(text).input_ids[::-1] for text in texts])
     queries, query_mask = utils.left_pad([[5]] * len(texts))
-    return [queries, query_mask, responses.flip(1), mask.flip(1)]
+    return utils.Batch(queries, query_mask, responses.flip(1), mask.flip(1))
 
 
 def call(table, texts, names=("mine.py:f",), held_out=(), **flags):
@@ -396,8 +396,8 @@ def test_the_score_is_the_weighted_sum_of_reward_model_and_functions(functions, 
 def test_each_completion_is_rewarded_with_its_own_row(functions, tiny, monkeypatch, page):
     """The sampler repeats the end of each prompt, so that a completion says which prompt it belongs to."""
 
-    def echo(policy, batch, n, response_length, *rest, **options):
-        responses = batch[0][:, -response_length:]
+    def echo(policy, queries, query_mask, rows, response_length, **options):
+        responses = queries[:, -response_length:]
         return responses, torch.ones_like(responses, dtype=torch.bool), torch.zeros(responses.shape)
 
     monkeypatch.setattr(utils, "sample", echo)
@@ -494,7 +494,7 @@ def reads_text(tiny):
 
     def score(columns, texts, ended):
         batch = batch_of(["the room"] * len(texts))
-        batch[2][:, -1] = torch.tensor([tokenizer.eos_token_id if x else 7 for x in ended])
+        batch.responses[:, -1] = torch.tensor([tokenizer.eos_token_id if x else 7 for x in ended])
         return scorer([prompt({"prompt": text}) for text in columns], batch, texts=texts)[:, 0].tolist()
 
     return score, lambda ids: model(torch.tensor([ids])).logits.item(), tokenizer
