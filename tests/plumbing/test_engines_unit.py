@@ -61,7 +61,7 @@ def test_a_checkpoint_holds_what_is_trained_and_brings_it_back(tmp_path):
     names = {"0.weight", "0.bias", "1.weight", "2.bias"}  # tied weights once, and none that is not trained
     checkpoint.save_policy(*one, tmp_path)
     saved = torch.load(tmp_path / "policy.pt", weights_only=True)
-    assert saved["optimizer"]["state"].keys() == names and "1.bias" not in saved["weights"]
+    assert saved["optim_state_dict"]["state"].keys() == names and "1.bias" not in saved["model_state_dict"]
     checkpoint.load_policy(*other, tmp_path)
     train(*one, steps=1), train(*other, steps=1)
     assert all(torch.equal(a, b) for a, b in zip(one[1].parameters(), other[1].parameters(), strict=True))

@@ -265,26 +265,24 @@ def test_a_checksum_tells_weights_apart_and_changes_with_a_single_one(tiny):
 
 
 # ---- saving ----------------------------------------------------------------------------------------------------------
-def save(folder, seed=0, tokenizer=None, **flags):
-    """Saves a random model with the arguments of a run; returns (arguments, model)."""
-    torch.manual_seed(seed)
-    args = train_rloo.Args(output_dir=str(folder), sft_model_path="x", **flags)
-    model = GPTNeoXForCausalLM(tiny_config(initializer_range=0.2)).eval()
+def save(folder, model=None, tokenizer=None):
+    """Saves a model, or a random one, as a run does; returns (arguments, model)."""
+    args = train_rloo.Args(output_dir=folder, sft_model_path="x")
+    model = model or GPTNeoXForCausalLM(tiny_config(initializer_range=0.2)).eval()
     checkpoint.save_folder(args, model, tokenizer or toy.tokenizer(), None)
     return args, model
 
 
 def test_a_saved_model_reloads_with_identical_logits_and_replaces_the_old_folder(in_tmp):
     save("deep/model")
-    Path("deep/model/old.txt").write_text("of the model before")
-    Path("deep/model.partial").mkdir()
-    Path("deep/model.partial/rest.txt").write_text("of a run that was killed")
-    args, model = save("deep/model/", seed=1)
-    assert os.listdir("deep") == ["model"] and not {"old.txt", "rest.txt"} & set(os.listdir("deep/model"))
+    for name in ("deep/model", "deep/model.partial"):  # of the model before, and of a run that was killed
+        Path(name).mkdir(exist_ok=True)
+        Path(name, "old.txt").touch()
+    args, model = save("deep/model/")
+    assert os.listdir("deep") == ["model"] and "old.txt" not in os.listdir("deep/model")
     again, tokens = models.load_policy(args.output_dir, "x", FLAGS).eval(), torch.arange(20).reshape(2, 10)
     with torch.no_grad():
         assert torch.equal(again(tokens).logits, model(tokens).logits)
-        assert torch.equal(AutoModelForCausalLM.from_pretrained("deep/model")(tokens).logits, model(tokens).logits)
     assert models.load_tokenizer(args.output_dir, "x", FLAGS).get_vocab() == toy.tokenizer().get_vocab()
     written = json.loads(Path("deep/model/training_args.json").read_text())
     assert written == json.loads(json.dumps(dataclasses.asdict(args)))
@@ -298,7 +296,6 @@ ROPE_3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_ma
     "config, names",
     [
         (tiny_config(vocab_size=300, rotary_pct=0.5, rotary_emb_base=5e3), {"rotary_pct": 0.5, "rotary_emb_base": 5e3}),
-        (LlamaConfig(**SMALL_300, rope_theta=1e5), {"rope_theta": 1e5}),
         (
             LlamaConfig(**SMALL_300, rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **ROPE_3}),
             {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", "rope_theta": 5e5, **ROPE_3}},
@@ -306,14 +303,13 @@ ROPE_3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_ma
         (PhiConfig(**SMALL_300, partial_rotary_factor=0.5), {"rope_theta": 1e4, "partial_rotary_factor": 0.5}),
         (GPT2Config(n_embd=32, n_head=2, n_layer=1, vocab_size=300), {}),
     ],
-    ids=["gpt_neox", "llama", "llama 3", "phi", "gpt2"],
+    ids=["gpt_neox", "llama 3", "phi", "gpt2"],
 )
 def test_what_is_saved_has_the_names_of_transformers_4_and_everybody_may_read_it(in_tmp, config, names):
     """benchmark/checks/clients.py loads such folders with transformers 4.57."""
     model, tokenizer = AutoModelForCausalLM.from_config(config).eval(), toy.tokenizer()
     tokenizer.add_special_tokens({"extra_special_tokens": ["<a>"]})
-    args = train_rloo.Args(output_dir="model", sft_model_path="x")
-    checkpoint.save_folder(args, model, tokenizer, None)
+    save("model", model, tokenizer)
     saved, words = (json.loads(Path("model", f"{name}.json").read_text()) for name in ("config", "tokenizer_config"))
     assert names.items() <= saved.items()
     assert words["tokenizer_class"] == "PreTrainedTokenizerFast" and words["additional_special_tokens"] == ["<a>"]
@@ -322,7 +318,8 @@ def test_what_is_saved_has_the_names_of_transformers_4_and_everybody_may_read_it
     assert again(text) == tokenizer(text) and again.all_special_tokens == tokenizer.all_special_tokens
     with torch.no_grad():
         ids = torch.arange(60).unsqueeze(0)
-        assert torch.equal(models.load_policy("model", "x", FLAGS).eval()(ids).logits, model(ids).logits)
+        again = AutoModelForCausalLM.from_pretrained("model")
+        assert torch.equal(again(ids).logits, model(ids).logits)
     assert len({file.stat().st_mode for file in Path("model").iterdir()}) == 1
 
 
@@ -331,9 +328,7 @@ def test_generation_values_that_the_library_refuses_to_save_are_saved(in_tmp, va
     """Published models have them, and the run is over when they are saved."""
     model = GPTNeoXForCausalLM(tiny_config())
     model.generation_config.update(**values)
-    args = train_rloo.Args(output_dir="model", sft_model_path="x")
-    for _ in range(2):
-        checkpoint.save_folder(args, model, toy.tokenizer(), None)
+    save("model", model), save("model", model)
     found = GenerationConfig.from_pretrained("model").to_dict()
     assert values.items() <= found.items() and found["eos_token_id"] == toy.tokenizer().eos_token_id
 
@@ -352,7 +347,7 @@ def test_a_save_that_fails_or_was_killed_between_its_renames_loses_no_model(in_t
     before = contents("model")
     os.rename("model", folder)
     with pytest.raises(AttributeError):
-        save("model", seed=1, tokenizer=object())
+        save("model", tokenizer=object())
     assert os.listdir() == ["model"] and contents("model") == before
 
 
@@ -385,8 +380,6 @@ def test_errors_that_are_each_others_cause_are_one_line_too():
 @pytest.mark.parametrize(
     "error, words",
     [
-        (ValueError("Config name is missing.\nPlease pick one:\n\t['main']"), "missing. Please pick one: ['main']"),
-        (ValueError("for AutoModelForCausalLM.\nModel type should be one of GPT2Config, .."), "AutoModelForCausalLM."),
         (KeyError("weight_map"), "KeyError: 'weight_map'"),
         (ValueError(), "ValueError"),
         (ValueError("begin\n" + "x" * 9000 + "\nbecause"), f"begin {'x' * 389} ... {'x' * 192} because"),
