@@ -99,7 +99,7 @@ def find(run_folder, now, overwrite):
 
 
 # ---- weights and optimizer -------------------------------------------------------------------------------------------
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True, strict=False)
 
 
 def save_policy(accelerator, module, optimizer, folder):
@@ -113,7 +113,7 @@ def save_policy(accelerator, module, optimizer, folder):
         return
     weights, moments = get_state_dict(module, optimizer.optimizer, options=WHOLE)
     if accelerator.is_main_process:
-        torch.save({"weights": weights, "optimizer": moments}, folder / "policy.pt")
+        torch.save({"model_state_dict": weights, "optim_state_dict": moments}, folder / "policy.pt")
 
 
 def load_policy(accelerator, module, optimizer, folder):
@@ -122,8 +122,7 @@ def load_policy(accelerator, module, optimizer, folder):
         module.load_checkpoint(folder, tag="deepspeed", load_module_strict=False)
         return
     state = torch.load(folder / "policy.pt", map_location="cpu", mmap=True, weights_only=True)
-    states = {"model_state_dict": state["weights"], "optim_state_dict": state["optimizer"]}
-    set_state_dict(module, optimizer.optimizer, **states, options=StateDictOptions(full_state_dict=True, strict=False))
+    set_state_dict(module, optimizer.optimizer, **state, options=WHOLE)
 
 
 # ---- which run it is -------------------------------------------------------------------------------------------------

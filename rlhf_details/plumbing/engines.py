@@ -264,15 +264,6 @@ def share_out(module, device):
         fully_shard(m, mesh=mesh, reshard_after_forward=True)
 
 
-def unwrapped(accelerator, module):
-    """The module as it was before `engines.prepare`."""
-    for m in module.modules():
-        if isinstance(m, FSDPModule):
-            # A forward without a backward leaves some weights whole, in tensors that the optimizer does not know.
-            m.reshard()
-    return accelerator.unwrap_model(module)
-
-
 def whole(x):
     """The whole of a tensor; call it on every process."""
     if isinstance(x, DTensor):
@@ -286,17 +277,25 @@ def whole(x):
 
 
 @torch.no_grad()
-def full_weights(accelerator, module):
-    """{name: whole fp32 weight} of a prepared module, on the main process's CPU; call it on every process.
+def weights_of(accelerator, module, held):
+    """{name: held(whole weight, its parameter)} of a prepared module; call it on every process.
 
-    The names are those before `engines.prepare`, and tied weights have one of theirs.
+    The names are those before `engines.prepare`, and a tied weight has several. One weight after the other is gathered,
+    but for those of a critic, which is neither sampled from nor saved.
     """
-    weights = {}
-    for name, p in unwrapped(accelerator, module).named_parameters():
-        x = whole(p)
-        if accelerator.is_main_process:  # Only one process needs room for the whole.
-            weights[name] = x.detach().to("cpu", torch.float32).contiguous()
-    return weights
+    for m in module.modules():
+        if isinstance(m, FSDPModule):
+            # A forward without a backward leaves some weights whole, in tensors that the optimizer does not know.
+            m.reshard()
+    once = functools.cache(lambda p: held(whole(p).detach(), p))
+    parameters = accelerator.unwrap_model(module).named_parameters(remove_duplicate=False)
+    return {name: once(p) for name, p in parameters if not name.startswith("critic.")}
+
+
+def full_weights(accelerator, module):
+    """{name: whole fp32 weight} of a prepared module, on the main process's CPU; call it on every process."""
+    is_main = accelerator.is_main_process  # Only one process needs room for the whole.
+    return weights_of(accelerator, module, lambda x, p: x.to("cpu", torch.float32).contiguous() if is_main else None)
 
 
 def matrices(module):
@@ -340,23 +339,19 @@ def copy_of(accelerator, policy):
     return policy if shares_out(accelerator) else gather(accelerator, policy)  # The first is one already.
 
 
-@torch.no_grad()
 def gather(accelerator, module):
     """A copy of a prepared policy with the weights that it has now; call it on every process.
 
-    One weight after the other is copied, so the peak is a copy and one weight. Where weights are shared out and
-    autocast is bf16, `matrices` are in bf16, to which autocast would round them in each call.
+    The peak is a copy and one weight. Where weights are shared out and autocast is bf16, `matrices` are in bf16, to
+    which autocast would round them in each call.
     """
-    own, needed = unwrapped(accelerator, module), module.template[0].state_dict()
     in_bf16 = shares_out(accelerator) and precision(accelerator) == "bf16"
-    rounded = matrices(own) if in_bf16 else ()
+    rounded = matrices(accelerator.unwrap_model(module)) if in_bf16 else ()
 
-    @functools.cache
-    def copied(p):  # Tied weights are copied once.
-        return whole(p).to(torch.bfloat16 if p in rounded else p.dtype, copy=True)
+    def held(x, p):
+        return x.to(torch.bfloat16 if p in rounded else x.dtype, copy=True)
 
-    parameters = own.named_parameters(remove_duplicate=False)
-    made = filled(module, {name: copied(p) for name, p in parameters if name in needed})
+    made = filled(module, weights_of(accelerator, module, held))
     # The weights are on the device already, and only buffers move. On CPUs "cpu:1" would be another device than "cpu".
     return made.to(accelerator.device.type)
 

@@ -30,7 +30,6 @@ def choose(args, k, policy, reward_model, prompts, response_logprobs, response_s
     reward_model = None if reward_model is None or reward_model.tokenizer else reward_model  # That one is given text.
     n, size = largest(k, args.micro_batch_size)
     rollout_n, _ = largest(k, args.rollout_micro_batch_size)
-    longest = max(len(prompt.ids) for prompt in prompts)
     why_plain = "--no_share_prompts" if not args.share_prompts else ""
     if max(n, rollout_n) == 1:
         why_plain = why_plain or "a micro-batch holds one response to a prompt"
@@ -38,7 +37,7 @@ def choose(args, k, policy, reward_model, prompts, response_logprobs, response_s
         why_plain = why_plain or (module is not None and why_no_block_mask(module.model, name)) or ""
     if not why_plain:
         # The trial is short: rows of full length could be many and wide, and the models may still be on the CPU.
-        few = min(max(n, rollout_n), 4)
+        few, longest = min(max(n, rollout_n), 4), max(len(prompt.ids) for prompt in prompts)
         batch = made_up_batch(policy.model, min(longest, 16), min(args.response_length, 8), few)
         with progress.doing("comparing packed rows with plain ones"):
             why_plain = why_wrong(policy.eval(), reward_model, batch, few, response_logprobs, response_scores)
@@ -70,10 +69,12 @@ def why_no_block_mask(model, name):
 
 def made_up_batch(model, query_length, response_length, n):
     """A Batch of two prompts with n responses each."""
-    ids = torch.arange(2 * (query_length + n * response_length), device=model.device)
-    ids = ids.mul(7919).remainder(models.num_tokens(model))
-    queries = ids[: 2 * query_length].reshape(2, -1).repeat_interleave(n, 0)  # [2 * n, Q]
-    responses = ids[2 * query_length :].reshape(2 * n, -1)  # [2 * n, R]
+
+    def ids(rows, columns):
+        numbers = torch.arange(rows * columns, device=model.device).view(rows, columns)
+        return numbers * 7919 % models.num_tokens(model)
+
+    queries, responses = ids(2, query_length).repeat_interleave(n, 0), ids(2 * n, response_length)
     query_mask = torch.ones_like(queries, dtype=torch.bool)
     query_mask[:n, : query_length // 2] = False  # The first prompt is left-padded.
     return utils.Batch(queries, query_mask, responses, torch.ones_like(responses, dtype=torch.bool))

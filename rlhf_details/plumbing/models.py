@@ -7,7 +7,6 @@ import math
 import os
 import re
 import zlib
-from collections import Counter
 from pathlib import Path
 
 import torch
@@ -441,19 +440,17 @@ def add_adapters(model, rank):
 
 
 def tell_of_adapters(model, rank):
-    """Says which weights have adapters, and which have none where these are many. Embeddings and heads do not count."""
+    """Says which kinds of matrices have adapters, and which have none. Embeddings and heads do not count."""
     head = model.get_output_embeddings(), getattr(model, "score", None)
     others = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding) or m in head}
-    sizes = {True: Counter(), False: Counter()}  # of matrices with adapters and of others, by their kind
+    kinds = {True: {}, False: {}}  # by whether a matrix has adapters
     for name, p in model.named_parameters():
         if p.dim() > 1 and ".lora_" not in name and p not in others:
             # "model.layers.0.mlp.down_proj.base_layer.weight" is one of the kind "mlp.down_proj".
-            kind = re.split(r"\.\d+\.", name.replace(".base_layer", "").removesuffix(".weight"))[-1]
-            sizes[".base_layer" in name][kind] += p.numel()
-    cli.say(f"LoRA: adapters of rank {rank} on {', '.join(sizes[True])}")
-    share = sizes[False].total() / (sizes[False] + sizes[True]).total()
-    if share > 0.05:
-        cli.say(f"warning: LoRA: peft gives no adapters to {share:.0%} of the weights: {', '.join(sizes[False])}")
+            kind = name.replace(".base_layer", "").removesuffix(".weight")
+            kinds[".base_layer" in name][re.split(r"\.\d+\.", kind)[-1]] = None
+    none = f"; none on {', '.join(kinds[False])}" if kinds[False] else ""
+    cli.say(f"LoRA: adapters of rank {rank} on {', '.join(kinds[True])}{none}")
 
 
 def frozen_copy(policy):

@@ -242,7 +242,6 @@ class Run:
             if self.args.lora_rank:  # Adapters are merged into a model of its own, which no engine has changed.
                 config, model = model.config, engines.filled(policy, weights).model
                 model.config = config
-                model.tie_weights()
             weights = {name.removeprefix("model."): x for name, x in weights.items() if name.startswith("model.")}
             self.save(model, weights)
         self.accelerator.wait_for_everyone()

@@ -184,7 +184,7 @@ def test_a_reward_model_that_is_none(refused, tiny, script):
     )
     for file in Path("small").glob("tokenizer*"):
         file.unlink()
-    refused(script, "vocabulary mismatch", "--reward_model_path small (50 embeddings)", reward_model_path="small")
+    refused(script, "--reward_model_path small: vocabulary mismatch", "50 embeddings", reward_model_path="small")
 
 
 @pytest.mark.parametrize("script", RL)

@@ -25,7 +25,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     GPT2Config,
-    GPTNeoXForCausalLM,
     GptOssConfig,
     LlamaConfig,
     Qwen3MoeConfig,
@@ -109,18 +108,17 @@ def test_saved_reloaded_and_merged_logits_are_equal(base):
 
 
 @pytest.mark.parametrize(
-    "kind, names, without",
+    "kind, line",
     [
-        ("gpt2", "attn.c_attn, attn.c_proj, mlp.c_fc, mlp.c_proj", None),
-        ("qwen3_moe", "mlp.experts.gate_up_proj, mlp.experts.down_proj", None),
-        ("gpt_oss", "self_attn.o_proj", "mlp.router, mlp.experts.gate_up_proj"),
+        ("gpt2", "attn.c_attn, attn.c_proj, mlp.c_fc, mlp.c_proj\n"),
+        ("qwen3_moe", "mlp.experts.gate_up_proj, mlp.experts.down_proj, mlp.gate\n"),
+        ("gpt_oss", "self_attn.o_proj; none on mlp.router, mlp.experts.gate_up_proj, mlp.experts"),
     ],
 )
-def test_a_line_says_which_weights_have_adapters_and_where_many_have_none(capsys, kind, names, without):
+def test_a_line_says_which_weights_have_adapters_and_which_have_none(capsys, kind, line):
     models.add_adapters(AutoModelForCausalLM.from_config(CONFIGS[kind]), 2)
     printed = capsys.readouterr().out
-    assert "LoRA: adapters of rank 2 on " in printed and names in printed.splitlines()[0]
-    assert ("no adapters" in printed) == bool(without) and (without or "") in printed.splitlines()[-1]
+    assert "LoRA: adapters of rank 2 on " in printed and line in printed
 
 
 def test_what_cannot_be_merged_is_refused_before_anything_is_trained(monkeypatch, fails):
@@ -159,8 +157,6 @@ def save_others(kind, head, rows=66, **options):
 @torch.no_grad()
 def test_adapters_with_tokens_that_the_base_lacks_are_loaded(in_tmp, options):
     expected, tokens = save_others(AutoModelForCausalLM, {}, task_type="CAUSAL_LM", **options), TOKENS + 42  # to 65
-    word_tokenizer().save_pretrained("base")
-    assert models.load_tokenizer("adapter", "--sft_model_path", FLAGS).get_vocab() == word_tokenizer().get_vocab()
     assert (load("adapter").eval()(tokens).logits - expected(tokens).logits).abs().max() < 1e-5
     word_tokenizer().save_pretrained("base")  # peft saves none beside the adapters.
     assert models.load_tokenizer("adapter", "--sft_model_path", FLAGS).get_vocab() == word_tokenizer().get_vocab()
@@ -200,7 +196,7 @@ def test_a_resumed_run_is_the_same_and_its_checkpoints_hold_the_adapters_alone(t
     """So it is with gradient checkpointing and in small micro-batches, to rounding."""
     options = dict(lora_rank=4, checkpoint_every=1)
     run_page(page, tiny, **options, run_name="whole", output_dir="whole")
-    weights = torch.load("runs/whole/checkpoints/000003/policy.pt", weights_only=True)["weights"]
+    weights = torch.load("runs/whole/checkpoints/000003/policy.pt", weights_only=True)["model_state_dict"]
     assert len(weights) > 8 and all("lora_" in name or "score" in name for name in weights)
     shutil.copytree("runs/whole", "runs/run")
     shutil.rmtree("runs/run/checkpoints/000003")
@@ -215,7 +211,7 @@ def test_a_resumed_run_is_the_same_and_its_checkpoints_hold_the_adapters_alone(t
 def test_ppos_value_model_keeps_its_whole_head_and_both_learn(tiny, in_tmp, few_prompts):
     run_ppo(tiny, lora_rank=4, checkpoint_every=1, learning_rate=1e-2)
     files = [f"runs/run/checkpoints/00000{i}/policy.pt" for i in (2, 3)]
-    first, last = (torch.load(file, weights_only=True)["weights"] for file in files)
+    first, last = (torch.load(file, weights_only=True)["model_state_dict"] for file in files)
     assert any("critic" in name and "lora_" in name for name in first)
     assert any("critic" in name and "score" in name for name in first)
     assert {name for name in first if not torch.equal(first[name], last[name])} == first.keys()
@@ -248,45 +244,43 @@ def test_a_reward_model_trains_its_whole_head_and_is_saved_merged(tiny, in_tmp):
     changed = {name for name in base.keys() & saved.keys() if not torch.equal(base[name], saved[name])}
     assert changed and all(name.endswith("weight") and ("attention" in name or "mlp" in name) for name in changed)
     assert not any("lora" in name for name in saved)
-    model, tokenizer = models.load_reward_model("reward", FLAGS).eval(), toy.tokenizer()
+    model = models.load_reward_model("reward", FLAGS).eval()
     assert getattr(model.config, "reward_bias", 0.0) != 0.0  # the shift that normalisation found
-    adapted = models.load_reward_model(
-        "reward/adapter", FLAGS
-    ).eval()  # The adapters alone have head and shift as well.
+    adapted = models.load_reward_model("reward/adapter", FLAGS).eval()  # It has head and shift as well.
     assert adapted.config.reward_bias == model.config.reward_bias
     with torch.no_grad():
         assert (adapted(TOKENS).logits - model(TOKENS).logits).abs().max() < 1e-5
 
-    def score(row, kind):
-        ids = [*tokenizer(f"{row['prompt']} {row[kind]}").input_ids, tokenizer.eos_token_id]
-        return model(torch.tensor([ids])).logits.item()
-
-    accuracy = sum(score(row, "chosen") > score(row, "rejected") for row in pairs) / len(pairs)
-    assert metrics["eval/rm/accuracy"] == accuracy > 0.9
+    assert metrics["eval/rm/accuracy"] > 0.9
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
 def test_what_lora_is_not_for_is_refused(tiny, in_tmp, monkeypatch, fails):
     assert "scratch" in fails(train_sft.check, train_sft.Args(base_model="scratch", lora_rank=2))
     assert "--lora_rank 0" in fails(PAGES["train_ppo"].check, ppo_args(tiny, lora_rank=0))
-    monkeypatch.setattr(engines, "name", lambda accelerator: "ZeRO-3")
-    assert "--lora_rank 2: not under ZeRO-3" in fails(train_rloo.main, rloo_args(tiny, lora_rank=2))
-
-
-def test_adapters_that_cannot_be_loaded_are_one_line(in_tmp, monkeypatch, fails, tiny):
-    base = "a/folder/base"
-    GPTNeoXForCausalLM(tiny_config()).save_pretrained(base)
-    models.save_adapter(models.add_adapters(load(base), 2), "adapter", base)
+    save_others(AutoModelForCausalLM, {}, task_type="CAUSAL_LM")
     with monkeypatch.context() as patch:
         patch.setattr("importlib.util.find_spec", lambda name: None)
         for line in (fails(train_rloo.check, rloo_args(tiny, lora_rank=2)), fails(load, "adapter")):
             assert line.endswith('needs the package peft: pip install -c constraints.txt -e ".[peft]"\n')
-    shutil.copytree("adapter", "pickle")
-    Path("pickle/adapter_model.safetensors").unlink()
-    torch.save({}, "pickle/adapter_model.bin")
-    assert "adapter_model.safetensors" in fails(load, "pickle")
-    shutil.rmtree("a")
-    assert "--sft_model_path adapter: base model" in fails(load, "adapter")
-    config = json.loads(Path("adapter/adapter_config.json").read_text()) | {"base_model_name_or_path": None}
-    Path("adapter/adapter_config.json").write_text(json.dumps(config))
-    assert "names no base_model_name_or_path" in fails(load, "adapter")
+    monkeypatch.setattr(engines, "name", lambda accelerator: "ZeRO-3")
+    assert "--lora_rank 2: not under ZeRO-3" in fails(train_rloo.main, rloo_args(tiny, lora_rank=2))
+
+
+def without_a_base(folder):
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": None}))
+
+
+BAD = {
+    "a pickle": (lambda folder: (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin"), "cannot"),
+    "names no base": (without_a_base, "names no base_model_name_or_path"),
+    "the base is gone": (lambda folder: shutil.rmtree("base"), "--sft_model_path adapter: base model"),
+}
+
+
+@pytest.mark.parametrize("spoil, words", BAD.values(), ids=BAD)
+def test_adapters_that_cannot_be_loaded_are_one_line(in_tmp, fails, spoil, words):
+    save_others(AutoModelForCausalLM, {}, task_type="CAUSAL_LM")
+    spoil(Path("adapter"))
+    assert words in fails(load, "adapter")
