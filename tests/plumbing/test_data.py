@@ -350,7 +350,7 @@ def test_a_data_set_of_the_hub_is_asked_for_as_datasets_wants_it(monkeypatch):
         ("lists.json:c", "no such part; name one of lists.json:a, lists.json:b"),
         ("object.json", "line 3 is not JSON"),
         ("wide.csv", "row 1 has more cells than there are columns, ['n']"),
-        ("ragged.csv", "line 3"),
+        ("ragged.csv", "row 2 has more cells than there are columns, ['n']"),
         ("empty.tsv", "no rows"),
         ("two", "name one of its configurations, two:main, two:2023.en"),
         ("two:nosuch", "name one of its configurations, two:main, two:2023.en"),
