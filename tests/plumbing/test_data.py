@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from rlhf_details import evaluate, toy, train_dpo, train_grpo, train_reward, train_rloo, train_sft, utils
-from rlhf_details.plumbing import comparisons, data, evaluation, files, tokenization
+from rlhf_details.plumbing import comparisons, data, files, tokenization
 from rlhf_details.plumbing.models import texts_of
 
 LLAMA = (
@@ -206,26 +206,25 @@ def test_rows_of_a_file_come_in_order_with_their_types(in_tmp, suffix, packed, c
     assert capsys.readouterr() == ("", "")
 
 
-def test_forms_of_json(in_tmp):
-    """A .json file may hold lines. Blank lines, a byte order mark and line separators within a string mean nothing."""
-    Path("a.json").write_text('\ufeff{"prompt": "one\u2028two\x85three"}\n\n{"prompt": "b"}', encoding="utf-8")
-    assert [row["prompt"] for row in files.read_rows("a.json", "--dataset")] == ["one\u2028two\x85three", "b"]
+CELLS = "None N/A null nan 007 5 2024-01-02 True".split()
 
 
 @pytest.mark.parametrize(
-    "content, cells",
+    "name, content, texts",
     [
-        ("w\nNone\nN/A\nnull\nnan\n007\n5\n2024-01-02\nTrue\n", "None N/A null nan 007 5 2024-01-02 True".split()),
-        ('\ufeffw,x\n"a ""b"",\nc",\n,y\n', ['a "b",\nc', ""]),
-        ("x;w\n1;a, b\n", ["a, b"]),  # as a spreadsheet writes it where the comma is in numbers
-        ("x\tw\n1\ta, b\n", ["a, b"]),
-        ("x,w\n1\n", [""]),
+        ("a.csv", "\n".join(["w", *CELLS]), CELLS),
+        ("a.csv", '\ufeffw,x\n"a ""b"",\nc",\n,y\n', ['a "b",\nc', ""]),
+        ("a.csv", "x;w\n1;a, b\n", ["a, b"]),  # as a spreadsheet writes it where the comma is in numbers
+        ("a.csv", "x\tw\n1\ta, b\n", ["a, b"]),
+        ("a.csv", "x,w\n1\n", [""]),
+        ("a.json", '\ufeff{"w": "one\u2028two\x85three"}\n\n{"w": "b"}', ["one\u2028two\x85three", "b"]),
     ],
 )
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
-def test_a_cell_of_a_csv_file_is_its_text(in_tmp, content, cells, encoding):
-    Path("a.csv").write_text(content, encoding=encoding)
-    assert [row["w"] for row in files.read_rows("a.csv", "--dataset")] == cells
+def test_what_the_text_of_a_file_means(in_tmp, name, content, texts, encoding):
+    """A CSV file's cell is its text. A .json file may hold lines, and line separators in a string mean nothing."""
+    Path(name).write_text(content, encoding=encoding)
+    assert [row["w"] for row in files.read_rows(name, "--dataset")] == texts
 
 
 LISTS = {"version": "1", "train": [{"n": 1}], "test": [{"n": 2}, {"n": 3}]}
@@ -277,11 +276,9 @@ def configurations(folder, *names):
         "two:main:test": "00 test",
         "two:2023.en": "01 train",
         "two:2023.en:test[:1]": "01 test",
-        "one": "00 train",
         "one:test": "00 test",
         "one:only": "00 train",
         "default": "01 train",
-        "default:test": "01 test",
         "default:main:test": "00 test",
     }.items(),
 )
@@ -386,58 +383,7 @@ def test_an_error_in_the_users_own_rows_keeps_its_traceback(in_tmp):
 
 
 # ---- rows -> prompts and completions ---------------------------------------------------------------------------------
-def only_prompt(row):
-    (read,) = data.with_prompts([row], train_sft.Args(), "--dataset rows.jsonl")
-    return read["prompt"]
-
-
-@pytest.mark.parametrize(
-    "row, expected",
-    [
-        ({"prompt": "why ?"}, "why ?"),
-        ({"prompt": [user("why ?")]}, [user("why ?")]),
-        ({"prompt": [5, 6, 7]}, [5, 6, 7]),
-        ({"messages": [user("a"), assistant("b"), user("c"), assistant("d")]}, [user("a"), assistant("b"), user("c")]),
-        ({"messages": [user("a"), assistant("b"), user("c")]}, [user("a"), assistant("b"), user("c")]),
-        ({"chosen": "Q: why? A: I can", "rejected": "Q: why? A: I cat"}, "Q: why? A: I"),
-        # A column `prompt` is read as it stands, whatever stands beside it.
-        ({"prompt": "Hi? ", "query_token": [5], "messages": [user("Hi?"), assistant("Yes.")]}, "Hi? "),
-        ({"messages": [user("m"), assistant("x")], "query_token": [5]}, [user("m")]),
-        ({"query_token": [5, 6], "chosen": "p a", "rejected": "p b"}, [5, 6]),
-    ],
-)
-def test_each_form_of_a_row_gives_its_prompt(row, expected):
-    assert only_prompt(row) == expected
-
-
-@pytest.mark.parametrize(
-    "row, answer",
-    [
-        ({"prompt": "a", "completion": " b", "messages": [user("a"), assistant("c")]}, " b"),
-        # Beside a prompt that is a string, an answer in messages is its content.
-        ({"prompt": "a", "messages": [user("a"), assistant("b")]}, "b"),
-        ({"prompt": "a", "completion": [assistant("b")]}, "b"),
-        ({"prompt": "a", "completion": [user("a"), assistant("b")]}, "b"),
-        ({"prompt": [user("a")], "messages": [user("a"), assistant("b")]}, [assistant("b")]),
-        ({"prompt": [user("a")], "completion": [assistant("a")]}, [assistant("a")]),  # An answer may say the prompt.
-        ({"messages": [user("a"), assistant("b"), user("c"), assistant("d")]}, [assistant("d")]),
-    ],
-)
-def test_an_answer_is_of_the_prompts_kind_and_is_what_stands_after_the_prompt(in_tmp, row, answer):
-    """In SFT, in an evaluation against the rows' own answers, and in a reward model's comparisons."""
-    write("rows.jsonl", [row])
-    (read,) = data.read_demonstrations(train_sft.Args(dataset="rows.jsonl"), "dataset")
-    args = evaluate.Args(dataset="rows.jsonl")
-    assert (read["prompt"], read["completion"]) == (only_prompt(row), answer)
-    assert [(r["prompt"], r["completion"]) for r in evaluation.read_rows(args, True)] == [(only_prompt(row), answer)]
-    pair = {name: row.get("completion", row.get("messages")) for name in ("chosen", "rejected")}
-    write("pairs.jsonl", [{k: v for k, v in row.items() if k == "prompt"} | pair])
-    if "prompt" in row:
-        assert candidates_of("pairs.jsonl") == [(row["prompt"], [answer, answer], 0)]
-
-
 CALL = {"function": {"name": "add", "arguments": {"a": 1}}}
-FILLED = assistant("") | {"tool_calls": [{"id": None, "function": {"name": "add", "arguments": {"a": 1, "b": None}}}]}
 CALLS = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 1}'}}]}
 PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "!"}]
 CALLS_AS_TEXT = {"role": "assistant", "content": "", "tool_calls": json.dumps(CALLS["tool_calls"])}
@@ -447,50 +393,73 @@ PARTS_FILLED = [{"type": "text", "text": "a!", "image": None}]
 PAST = {"instruction": "a", "input": "", "output": "b", "history": [["q", "r"]]}
 
 
+QUESTION, ANSWER = [user("a")], [assistant("b")]
+BOTH = QUESTION + ANSWER
+CALLED = [CALLS | {"content": "", "tool_calls": [CALL]}]
+
+
 @pytest.mark.parametrize(
     "row, prompt, answer",
     [
-        ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, [user("a")], "b"),
-        ({"conversation": [user("a"), assistant("b")]}, [user("a")], "b"),
-        ({"conversations": [user("a"), assistant("b")], "system": "s"}, [system("s"), user("a")], "b"),
-        ({"prompt": [user("a")], "completion": "b", "system": "s"}, [system("s"), user("a")], "b"),
+        ({"prompt": [5, 6], "completion": [7]}, [5, 6], [7]),
+        # A column `prompt` is read as it stands, whatever stands beside it.
+        ({"prompt": "Hi? ", "query_token": [5], "messages": [user("Hi? "), assistant("c")]}, "Hi? ", "c"),
+        ({"prompt": "a", "completion": " b", "messages": [*QUESTION, assistant("c")]}, "a", " b"),
+        ({"messages": BOTH, "query_token": [5], "text": "<user>a<assistant>b"}, QUESTION, ANSWER),
+        # Beside a prompt that is a string, an answer in messages is its content.
+        ({"prompt": "a", "completion": ANSWER}, "a", "b"),
+        ({"prompt": "a", "completion": BOTH}, "a", "b"),
+        ({"prompt": QUESTION, "messages": BOTH}, QUESTION, ANSWER),
+        ({"prompt": QUESTION, "completion": [assistant("a")]}, QUESTION, [assistant("a")]),  # It may say the prompt.
+        ({"prompt": QUESTION, "completion": "b", "system": "s"}, [system("s"), *QUESTION], ANSWER),
+        ({"conversations": BOTH, "system": "s"}, [system("s"), *QUESTION], ANSWER),
+        ({"messages": BOTH + [user("c"), assistant("d")]}, [*BOTH, user("c")], [assistant("d")]),
+        ({"conversations": [{"from": "Human", "value": "a"}, {"from": "gpt", "value": "b"}]}, QUESTION, ANSWER),
+        ({"conversation": [{"from": "human", "value": "a"}, {"from": "model", "value": "b"}]}, QUESTION, ANSWER),
         # Where data sets of several shapes are joined, the columns of the others are null.
-        ({"messages": [user("a"), assistant("b")], "prompt": None, "completion": None}, [user("a")], "b"),
-        ({"messages": [user(PARTS), assistant("b")]}, [user("a!")], "b"),
-        ({"messages": [user("a") | {"tool_calls": None}, assistant("b")]}, [user("a")], "b"),  # as `datasets` fills up
-        ({"messages": [user("a"), assistant("b")], "text": "<user>a<assistant>b"}, [user("a")], "b"),
-        ({"prompt": [user("a")], "completion": "b"}, [user("a")], "b"),
-        ({"instruction": "a", "input": "x", "output": "b"}, [user("a\n\nx")], "b"),
-        (PAST, [user("q"), assistant("r"), user("a")], "b"),
-        ({"messages": [user("a"), CALLS]}, [user("a")], CALLS | {"content": "", "tool_calls": [CALL]}),
-        ({"messages": [user("a"), FILLED]}, [user("a")], FILLED | {"tool_calls": [CALL]}),  # as Parquet fills up
-        ({"messages": [user("a"), assistant("b") | {"tool_calls": []}]}, [user("a")], "b"),
-        ({"conversations": [{"from": "Human", "value": "a"}, {"from": "chatgpt", "value": "b"}]}, [user("a")], "b"),
-        ({"messages": [user("a"), CALLS_AS_TEXT]}, [user("a")], CALLS | {"content": "", "tool_calls": [CALL]}),
-        ({"messages": [user("a"), CALLS_FILLED]}, [user("a")], CALLS | {"content": "", "tool_calls": [CALL]}),
-        ({"messages": [user(PARTS_FILLED), assistant("b") | {"tool_calls": []}]}, [user("a!")], "b"),
-        ({"conversations": [{"from": "human", "value": "a"}, {"from": "model", "value": "b"}]}, [user("a")], "b"),
-        ({"instruction": "a", "context": "x", "response": "b"}, [user("a\n\nx")], "b"),  # Dolly's
+        ({"messages": BOTH, "prompt": None, "completion": None}, QUESTION, ANSWER),
+        ({"messages": [user("a") | {"tool_calls": None}, assistant("b") | {"tool_calls": []}]}, QUESTION, ANSWER),
+        ({"messages": [user(PARTS), *ANSWER]}, [user("a!")], ANSWER),
+        ({"messages": [user(PARTS_FILLED), *ANSWER]}, [user("a!")], ANSWER),
+        ({"messages": [*QUESTION, CALLS]}, QUESTION, CALLED),
+        ({"messages": [*QUESTION, CALLS_AS_TEXT]}, QUESTION, CALLED),
+        ({"messages": [*QUESTION, CALLS_FILLED]}, QUESTION, CALLED),
+        ({"instruction": "a", "input": "x", "output": "b"}, [user("a\n\nx")], ANSWER),
+        ({"instruction": "a", "context": "x", "response": "b"}, [user("a\n\nx")], ANSWER),  # Dolly's
+        (PAST, [user("q"), assistant("r"), *QUESTION], ANSWER),
     ],
-)  # fmt: skip
+)
 def test_the_shapes_of_rows_that_people_bring(in_tmp, tokenizers, row, prompt, answer):
     """Whoever has no chat template reads Alpaca's columns as text."""
     tokenizers["chatml"].save_pretrained("base")
     write("rows.jsonl", [row])
     (read,) = data.read_demonstrations(train_sft.Args(dataset="rows.jsonl", base_model="base"), "dataset")
-    assert read["prompt"] == prompt
-    assert read["completion"] == [answer if isinstance(answer, dict) else assistant(answer)]
-    assert data.as_text(None, read["completion"]) == (json.dumps([CALL]) if isinstance(answer, dict) else answer)
+    assert (read["prompt"], read["completion"]) == (prompt, answer)
+    if answer is CALLED:
+        assert data.as_text(None, answer) == json.dumps([CALL])
     if "instruction" in row:
         (read,) = data.read_demonstrations(train_sft.Args(dataset="rows.jsonl"), "dataset")
         assert isinstance(read["prompt"], str) and read["prompt"].startswith(("a", "q")) and read["completion"] == "b"
 
 
 @pytest.mark.parametrize(
+    "row, prompt",
+    [
+        ({"messages": [*BOTH, user("c")]}, [*BOTH, user("c")]),
+        ({"query_token": [5, 6], "chosen": "p a", "rejected": "p b"}, [5, 6]),
+        ({"chosen": "Q: why? A: I can", "rejected": "Q: why? A: I cat"}, "Q: why? A: I"),
+    ],
+)
+def test_rows_without_an_answer_have_a_prompt(row, prompt):
+    (read,) = data.with_prompts([row], train_rloo.Args(), "--dataset rows.jsonl")
+    assert read["prompt"] == prompt
+
+
+@pytest.mark.parametrize(
     "row, templates, prompt, answer",
     [
         ({"q": "a", "solution": "b", "n": 3}, ("{q}", "{solution} {n}"), "a", "b 3"),
-        ({"q": [user("a")], "chosen": [user("a"), assistant("b")]}, ("{q}", "{chosen}"), [user("a")], [assistant("b")]),
+        ({"q": QUESTION, "chosen": BOTH}, ("{q}", "{chosen}"), QUESTION, ANSWER),
     ],
 )
 def test_any_column_is_the_completion(in_tmp, row, templates, prompt, answer):
@@ -508,25 +477,6 @@ def test_any_column_is_the_completion(in_tmp, row, templates, prompt, answer):
 def test_answers_of_a_comparison_may_have_another_shape_than_its_prompt(in_tmp, start, pair):
     write("rows.jsonl", [start | dict(zip(("chosen", "rejected"), pair, strict=True))])
     assert candidates_of("rows.jsonl") == [([user("a")], [[assistant("b")], [assistant("c")]], 0)]
-
-
-@pytest.mark.parametrize(
-    "value, words",
-    [
-        ([], "is empty"),
-        (None, "is empty"),
-        ("[{'role': 'user'}]", "is no list of messages"),
-        ({"role": ["user"], "content": ["a"]}, "is no list of messages"),
-        ([user([{"type": "image"}])], "a string or a list of texts"),
-        ([user([{"type": "image", "text": None}])], "a string or a list of texts"),
-        ([assistant("b")], "an answer and nothing before it"),
-        ([user("a"), assistant("b") | {"tool_calls": "none"}], "`tool_calls`"),
-    ],
-)  # fmt: skip
-def test_broken_messages_are_called_that(in_tmp, fails, value, words):
-    write("rows.jsonl", [{"messages": [user("a"), assistant("b")]}, {"messages": value}])
-    line = fails(data.read_demonstrations, train_sft.Args(dataset="rows.jsonl"), "dataset")
-    assert "row 2, column 'messages'" in line and words in line
 
 
 def test_rows_of_text_are_completions_of_an_empty_prompt(in_tmp):
@@ -563,26 +513,29 @@ def test_an_implicit_conversation_ends_with_the_last_common_message_that_is_no_a
 @pytest.mark.parametrize(
     "row, words",
     [
-        ({"text": "b"}, "has no column 'prompt'"),
+        ({"messages": []}, "column 'messages': is empty"),
+        ({"messages": None}, "column 'messages': is empty"),
+        ({"messages": "[{'role': 'user'}]"}, "is no list of messages"),
+        ({"messages": {"role": ["user"], "content": ["a"]}}, "is no list of messages"),
+        ({"messages": [user([{"type": "image", "text": None}])]}, "a string or a list of texts"),
+        ({"messages": ANSWER}, "an answer and nothing before it"),
+        ({"messages": [*QUESTION, assistant("b") | {"tool_calls": "none"}]}, "`tool_calls`"),
+        ({"messages": [*BOTH, user("c")]}, "ends with a message of 'user'"),
         ({"prompt": [{"role": "user"}]}, "a string `role` and a `content`"),
-        ({"chosen": "yes", "rejected": "no"}, "not one prompt with two answers"),
         ({"prompt": "a"}, "has no column 'completion'"),
         ({"prompt": "a", "completion": None}, "column 'completion'"),
-        ({"prompt": [user("a")], "completion": [3, 4]}, "of another kind than the prompt"),
-        ({"messages": [user("a"), assistant("b"), user("c")]}, "ends with a message of 'user'"),
-        ({"prompt": [], "completion": [assistant("b")]}, "does not go on from the prompt"),
-        ({"question": "a", "answer": "b"}, "--prompt_template names others"),
+        ({"prompt": QUESTION, "completion": [3, 4]}, "of another kind than the prompt"),
+        ({"prompt": [], "completion": ANSWER}, "does not go on from the prompt"),
         # UltraChat's rows, whose `prompt` is the first message alone.
-        ({"prompt": "a", "messages": [user("a"), assistant("b"), user("c"), assistant("d")]}, "_template messages"),
+        ({"prompt": "a", "messages": [*BOTH, user("c"), assistant("d")]}, "_template messages"),
+        ({"text": "b"}, "has no column 'prompt'"),
+        ({"question": "a", "answer": "b"}, "--prompt_template names others"),
+        ({"chosen": "yes", "rejected": "no"}, "not one prompt with two answers"),
     ],
 )
-def test_a_row_that_cannot_be_read_is_named(fails, row, words):
-    def read():
-        args = train_sft.Args()
-        table = data.with_prompts([{"prompt": "a", "completion": "b"}, row], args, "--dataset rows.jsonl")
-        data.with_completions(table, args, "--dataset rows.jsonl")
-
-    line = fails(read)
+def test_a_row_that_cannot_be_read_is_named(in_tmp, fails, row, words):
+    write("rows.jsonl", [{"prompt": "a", "completion": "b"}, row])
+    line = fails(data.read_demonstrations, train_sft.Args(dataset="rows.jsonl"), "dataset")
     assert "--dataset rows.jsonl: row 2" in line and words in line
 
 
@@ -743,7 +696,7 @@ def test_gen_16_a_turn_ends_as_its_template_ends_it(template, trained, ends):
         assert texts_of(tokenizer, [ids]) == ["<think>cheap</think>" + trained.replace(ends[-1], "")]
 
 
-@pytest.mark.parametrize("earlier", [[], [user("so ?"), assistant("fine .")]])
+@pytest.mark.parametrize("earlier", [[], [user("the hotel"), assistant("fine .")]])
 def test_a_prompt_is_trained_on_as_it_is_asked_where_an_answer_changes_what_stands_before_it(earlier):
     """Mistral's template writes the system's message into the last message, if this one is the user's."""
     tokenizer = chat_tokenizer("gemma")
@@ -793,19 +746,6 @@ def test_a_systems_message_that_the_template_refuses_begins_the_question(capsys)
     pairs = [[system("be kind"), user("cheap ?")], [user("be kind\n\ncheap ?")]] * 2
     found = [tokenization.encode(tokenizer, prompt, [assistant("the hotel")]) for prompt in pairs]
     assert found == [found[1]] * 4 and capsys.readouterr().out.count("refuses a system's message (no)") == 1
-
-
-def test_a_prompt_that_the_template_writes_otherwise_without_its_answer_is_the_one_that_is_asked():
-    """Mistral's writes the system's message before a question that is the last message."""
-    tokenizer = chat_tokenizer("eos")
-    tokenizer.chat_template = (
-        "{% for m in messages %}<|{{ m.role }}|>{% if loop.last and m.role == 'user' %}be kind {% endif %}"
-        "{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
-    )
-    answer = assistant("the hotel")
-    prompt, completion = tokenization.encode(tokenizer, [user("cheap"), answer, user("cheap")], [answer])
-    assert tokenizer.decode(prompt) == "<|user|>cheap<|assistant|>the hotel<eos><|user|>be kind cheap"
-    assert tokenizer.decode(completion) == "<|assistant|>the hotel<eos>"
 
 
 def test_a_completion_without_an_end_of_its_own_gets_eos(tokenizers):
