@@ -247,15 +247,6 @@ def test_a_json_file_of_one_object_holds_lists_of_rows_or_is_a_row(in_tmp, value
     assert files.read_rows(f"a.json{part}", "--dataset") == expected
 
 
-@pytest.mark.parametrize("spec, numbers", {"": [0, 1], ":test": [8, 9], ":test[:50%]": [8], "/test": [8, 9]}.items())
-def test_a_folder_that_save_to_disk_has_written(in_tmp, spec, numbers):
-    splits = {
-        name: datasets.Dataset.from_list([{"n": n} for n in x]) for name, x in (("train", [0, 1]), ("test", [8, 9]))
-    }
-    datasets.DatasetDict(splits).with_format("torch").save_to_disk("saved")
-    assert files.read_rows(f"saved{spec}", "--dataset") == [{"n": n} for n in numbers]
-
-
 def configurations(folder, *names):
     """Writes a folder of configurations, each with two splits. A name that ends in * is that of the default."""
     lines = ["---", "configs:"]
@@ -270,22 +261,36 @@ def configurations(folder, *names):
 
 
 @pytest.mark.parametrize(
-    "spec, word",
+    "spec, words",
     {
-        "two:main": "00 train",
-        "two:main:test": "00 test",
-        "two:2023.en": "01 train",
-        "two:2023.en:test[:1]": "01 test",
-        "one:test": "00 test",
-        "one:only": "00 train",
-        "default": "01 train",
-        "default:main:test": "00 test",
+        "saved": "0 1",  # by save_to_disk
+        "saved:test": "8 9",
+        "saved:test[:50%]": "8",
+        "saved/test": "8 9",
+        "two:main": "00-train",
+        "two:main:test": "00-test",
+        "two:2023.en": "01-train",
+        "two:2023.en:test[:1]": "01-test",
+        "one:test": "00-test",
+        "one:only": "00-train",
+        "default": "01-train",
+        "default:main:test": "00-test",
+        "folder": "2024-01-02 007",  # `datasets` would make a date of the first
+        "folder:test": "8 9",
+        "folder:test.json": "8 9",
+        "folder:train+test[:1]": "2024-01-02 007 8",
     }.items(),
 )
-def test_the_configurations_of_a_data_set(in_tmp, spec, word):
-    names = {"two": ["main", "2023.en"], "one": ["only"], "default": ["main", "best*"]}
-    configurations(name := spec.partition(":")[0], *names[name])
-    assert files.read_rows(spec, "--dataset") == [{"w": word}]
+def test_the_parts_of_a_folder(in_tmp, spec, words):
+    def rows(*texts):
+        return [{"w": text} for text in texts]
+
+    splits = {"train": datasets.Dataset.from_list(rows("0", "1")), "test": datasets.Dataset.from_list(rows("8", "9"))}
+    datasets.DatasetDict(splits).with_format("torch").save_to_disk("saved")
+    for folder, names in {"two": ["main", "2023.en"], "one": ["only"], "default": ["main", "best*"]}.items():
+        configurations(folder, *names)
+    write("folder/train.json", rows("2024-01-02", "007")), write("folder/test.json", rows("8", "9"))
+    assert [row["w"].replace(" ", "-") for row in files.read_rows(spec, "--dataset")] == words.split()
 
 
 @pytest.mark.parametrize("name", ["a.json", "a.csv", "folder:a.csv", "folder", "mine.py:each"])
@@ -297,22 +302,6 @@ def test_rows_from_a_to_b(in_tmp, name):
     files.load_module.cache_clear()
     for taken, (start, stop) in {"": (0, 5), "[:2]": (0, 2), "[1:4]": (1, 4), "[-2:]": (3, 5), "[:9]": (0, 5)}.items():
         assert files.read_rows(f"{name}{taken}", "--dataset") == expected[start:stop], taken
-
-
-def test_the_splits_of_a_folder_are_those_of_datasets(in_tmp, fails):
-    write("folder/train.json", [{"n": i, "day": "2024-01-02"} for i in range(4)])
-    write("folder/test.json", [{"n": i} for i in range(10, 14)])
-    for spec, numbers in {
-        "folder": [0, 1, 2, 3],
-        "folder:test": [10, 11, 12, 13],
-        "folder:test.json": [10, 11, 12, 13],
-        "folder:train+test[:1]": [0, 1, 2, 3, 10],
-        "folder:test[:50%]": [10, 11],
-    }.items():
-        found = files.read_rows(spec, "--dataset")
-        assert [row["n"] for row in found] == numbers
-        assert {row["day"] for row in found if "day" in row} <= {"2024-01-02"}  # `datasets` would make dates of them.
-    assert "nosuch" in fails(files.read_rows, "folder:nosuch", "--dataset")
 
 
 def test_a_data_set_of_the_hub_is_asked_for_as_datasets_wants_it(monkeypatch):
@@ -352,6 +341,7 @@ def test_a_data_set_of_the_hub_is_asked_for_as_datasets_wants_it(monkeypatch):
         ("two", "name one of its configurations, two:main, two:2023.en"),
         ("two:nosuch", "name one of its configurations, two:main, two:2023.en"),
         ("two:main:nosuch", 'unknown split "nosuch"'),
+        ("saved:nosuch", "nosuch"),
         ("folder", "to {'a': Value('int64'), 'b': Value('int64')} because column names don't match"),
         ("none.py:rows", "no such file"),
         ("mine.py:missing", "no function 'missing'"),
@@ -368,6 +358,7 @@ def test_rows_that_cannot_be_read_are_one_line(in_tmp, fails, spec, words):
     Path("wide.csv").write_text("n\n1,2\n"), Path("ragged.csv").write_text("n\n1\n2,3\n")
     configurations("two", "main", "2023.en")
     write("folder/1.parquet", [{"a": 1, "b": 2}]), write("folder/2.parquet", [{"a": 1, "c": 2}])
+    datasets.Dataset.from_list([{"n": 1}]).save_to_disk("saved")
     Path("mine.py").write_text("def nothing(): pass\n")
     files.load_module.cache_clear()
     line = fails(files.read_rows, spec, "--eval_dataset")
