@@ -6,7 +6,6 @@ What is expected comes from the tokenizer's own chat template and from plain loo
 import gzip
 import json
 import math
-import random
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -89,10 +88,6 @@ def tokenizers():
         # The template writes no special tokens.
         "plain": make_tokenizer(["<eos>", "<pad>"], PLAIN, eos_token="<eos>", pad_token="<pad>"),
     }
-
-
-ALL_TEMPLATES = pytest.mark.parametrize("template", ["llama", "chatml", "chatml_base", "plain"])
-WITH_TURN_END = pytest.mark.parametrize("template", list(TURN_END))
 
 
 BOS, EOS, A, B, C = 1, 2, 4, 5, 6
@@ -531,14 +526,12 @@ def test_a_row_that_cannot_be_read_is_named(in_tmp, fails, row, words):
 
 
 def test_the_template_messages_passes_a_column_prompt_over(in_tmp, capsys):
-    conversation = [user("a"), assistant("b"), user("c"), assistant("d")]  # as UltraChat has it
-    args = train_sft.Args(prompt_template="messages")
-    table = data.with_prompts([{"prompt": "a", "messages": conversation}], args, "rows")
-    (row,) = data.with_completions(table, args, "rows")
-    assert (row["prompt"], row["completion"]) == (conversation[:3], conversation[3:])
-    pair = {"prompt": "a", "chosen": [user("a"), assistant("b")], "rejected": [user("a"), assistant("c")]}
-    write("pairs.jsonl", [pair])
-    expected = {"messages": ([user("a")], [[assistant("b")], [assistant("c")]], 0), None: ("a", ["b", "c"], 0)}
+    row = {"prompt": "a", "messages": [*BOTH, user("c"), assistant("d")]}  # as UltraChat has it
+    write("rows.jsonl", [row]), write("pairs.jsonl", [{"prompt": "a", "chosen": BOTH, "rejected": [*QUESTION, CALLS]}])
+    args = train_sft.Args(dataset="rows.jsonl", prompt_template="messages")
+    (row,) = data.read_demonstrations(args, "dataset")
+    assert (row["prompt"], row["completion"]) == ([*BOTH, user("c")], [assistant("d")])
+    expected = {"messages": (QUESTION, [ANSWER, CALLED], 0), None: ("a", ["b", ""], 0)}
     for template, row in expected.items():
         assert candidates_of("pairs.jsonl", prompt_template=template) == [row]
         said = "note: --dataset pairs.jsonl: the column `prompt` is text, so no chat template is used"
@@ -595,15 +588,16 @@ def test_data_1_prompt_and_completion_are_tokenised_apart():
 @pytest.mark.parametrize("template, bos", [(None, []), ("<s> $A", [BOS]), ("<s> $A </s>", [BOS]), ("$A </s>", [])])
 def test_data_2_a_completion_ends_with_eos_and_a_prompt_begins_with_the_tokenizers_bos(template, bos):
     tokenizer = word_tokenizer(template)
-    assert tokenization.encode(tokenizer, "a b") == [*bos, A, B]
-    assert tokenization.encode(tokenizer, "a b", "c a") == ([*bos, A, B], [C, A, EOS])
-    assert tokenization.encode(tokenizer, "a", "") == ([*bos, A], [EOS])
-    assert tokenization.encode(tokenizer, "", "c") == (bos, [C, EOS])
-
-
-def test_bos_and_eos_that_stand_in_the_text_are_not_put_again():
-    assert tokenization.encode(word_tokenizer("<s> $A"), "<s> a") == [BOS, A]
+    pairs = {("a b", "c a"): ([A, B], [C, A, EOS]), ("a", ""): ([A], [EOS]), ("", "c </s>"): ([], [C, EOS])}
+    for texts, (prompt, completion) in pairs.items():
+        assert tokenization.encode(tokenizer, *texts) == ([*bos, *prompt], completion)
+        assert tokenization.encode(tokenizer, texts[0]) == [*bos, *prompt]
+    if bos:
+        assert tokenization.encode(tokenizer, "<s> a") == [BOS, A]
     assert tokenization.encode(word_tokenizer(bos_token=None), "a", "b") == ([A], [B, EOS])
+
+
+def test_the_eos_of_a_text_is_not_put_again_where_a_word_brings_its_space():
     tokenizer = metaspace_tokenizer()
     for text in ("the cat.", "the cat.</s>"):
         _, ids = tokenization.encode(tokenizer, "the", text)
@@ -611,26 +605,24 @@ def test_bos_and_eos_that_stand_in_the_text_are_not_put_again():
 
 
 # ---- conversations -> token ids --------------------------------------------------------------------------------------
-@ALL_TEMPLATES
+@pytest.mark.parametrize("template", ["llama", "chatml", "chatml_base", "plain"])
 def test_data_3_a_conversation_is_encoded_as_its_template_does(tokenizers, template):
-    tokenizer = tokenizers[template]
+    """A completion goes up to the end of its turn, or gets EOS. A prompt that ends with an answer is continued."""
+    tokenizer, end = tokenizers[template], TURN_END.get(template, "\n<eos>")
     puts_bos = tokenizer("a").input_ids[0] == tokenizer.bos_token_id
     assert puts_bos == (template in ("llama", "chatml_base"))  # These would put a BOS, the first one a second one.
-    for prompt, _, _ in conversations(6):
-        ids = tokenization.encode(tokenizer, prompt)
+    begun = [user("how much ?"), assistant("it was")]
+    for prompt, answer, _ in [*conversations(6), ([user("a")], [assistant("")], None)]:
+        ids, completion = tokenization.encode(tokenizer, prompt, answer)
+        assert ids == tokenization.encode(tokenizer, prompt)
         assert ids == template_ids(tokenizer, prompt, add_generation_prompt=True)
         assert ids.count(tokenizer.bos_token_id) == (template == "llama")
-
-
-@WITH_TURN_END
-def test_a_completion_goes_up_to_the_end_of_its_turn(tokenizers, template):
-    tokenizer, end = tokenizers[template], TURN_END[template]
-    for prompt, answer, _ in conversations(6):
-        ids, completion = tokenization.encode(tokenizer, prompt, answer)
-        assert ids == template_ids(tokenizer, prompt, add_generation_prompt=True)
-        assert ids + completion == whole_ids(tokenizer, prompt + answer, end)
-        assert tokenizer.decode(completion) == answer[0]["content"] + end
-    assert tokenization.encode(tokenizer, [user("a")], [assistant("")])[1] == [tokenizer.convert_tokens_to_ids(end)]
+        whole = template_ids(tokenizer, prompt + answer)
+        assert ids + completion[:-1] == whole[: len(ids) + len(completion) - 1]
+        assert tokenizer.decode(completion) == f"{' ' * (template == 'plain')}{answer[0]['content']}{end}"
+    ids, completion = tokenization.encode(tokenizer, begun, [assistant(" cheap .")])
+    assert ids == tokenization.encode(tokenizer, begun) == template_ids(tokenizer, begun, continue_final_message=True)
+    assert tokenizer.decode(ids).endswith("it was") and tokenizer.decode(completion).strip() == f"cheap .{end}"
 
 
 # What published templates write, in the parts that matter here: what opens and closes a turn.
@@ -739,26 +731,6 @@ def test_a_systems_message_that_the_template_refuses_begins_the_question(capsys)
     assert found == [found[1]] * 4 and capsys.readouterr().out.count("refuses a system's message (no)") == 1
 
 
-def test_a_completion_without_an_end_of_its_own_gets_eos(tokenizers):
-    tokenizer = tokenizers["plain"]
-    for prompt, answer, _ in conversations(3):
-        ids, completion = tokenization.encode(tokenizer, prompt, answer)
-        assert completion.count(tokenizer.eos_token_id) == 1 and completion[-1] == tokenizer.eos_token_id
-        assert ids + completion[:-1] == template_ids(tokenizer, prompt + answer)
-
-
-@ALL_TEMPLATES
-def test_a_prompt_that_ends_with_an_answer_is_continued(tokenizers, template):
-    tokenizer = tokenizers[template]
-    begun = [user("how much ?"), assistant("it was")]
-    ids = tokenization.encode(tokenizer, begun)
-    assert ids == template_ids(tokenizer, begun, continue_final_message=True)
-    assert tokenizer.decode(ids).endswith("it was")
-    if template in TURN_END:
-        prompt, completion = tokenization.encode(tokenizer, begun, [assistant(" cheap .")])
-        assert prompt == ids and tokenizer.decode(completion).strip() == f"cheap .{TURN_END[template]}"
-
-
 # ---- N+'s columns of padded token ids --------------------------------------------------------------------------------
 
 
@@ -840,15 +812,17 @@ def test_the_shares_of_all_processes_are_equally_long_and_hold_every_number_once
 # ---- demonstrations --------------------------------------------------------------------------------------------------
 
 
-def test_demonstrations_have_limits_and_keep_their_numbers(in_tmp, fails):
+def test_demonstrations_have_limits(in_tmp, fails):
     tokenizer = word_tokenizer()
     write("rows.jsonl", [{"prompt": "a " * n, "completion": "b " * m} for n, m in ((9, 1), (2, 1), (3, 1), (2, 8))])
-    assert [len(p) for p, _ in demonstrations_of("rows.jsonl", tokenizer, max_prompt_length=3)] == [2, 3, 2]
-    assert len(demonstrations_of("rows.jsonl", tokenizer, take=2)) == 2
+    for flags, lengths in (
+        (dict(max_prompt_length=3), [2, 3, 2]),
+        (dict(take=2), [9, 2]),
+        (dict(max_length=10), [2, 3]),
+    ):
+        assert [len(prompt) for prompt, _ in demonstrations_of("rows.jsonl", tokenizer, **flags)] == lengths
     line = fails(demonstrations_of, "rows.jsonl", tokenizer, context=10, max_prompt_length=3)
     assert "1 of 3 rows have more than 10 tokens, the model's context; the first one is row 4 with 11" in line
-    assert "2 of 4 rows have more than 10 tokens" in fails(demonstrations_of, "rows.jsonl", tokenizer, context=10)
-    assert [len(p) for p, _ in demonstrations_of("rows.jsonl", tokenizer, context=10, max_length=10)] == [2, 3]
 
 
 @pytest.mark.parametrize("read", [demonstrations_of, comparisons_of])
@@ -877,73 +851,49 @@ def test_comparisons_of_text_are_the_prompt_and_each_candidate(in_tmp, fails):
     assert "--eval_dataset rows.jsonl: 3 candidates a row, but 2 in --dataset two.jsonl" in line
 
 
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        ({"candidates": ["a"]}, "must hold 2 strings, in every row alike"),
-        (
-            {"candidates": ["a", "a " * 40]},
-            "1 of 2 rows have more than 32 tokens, the model's context; the first one is row 2 with 43",
-        ),
-        ({"best": None}, "'best'"),
-    ],
-)
-def test_a_comparison_that_cannot_be_read_is_named(in_tmp, fails, change, words):
-    row = {"prompt": "a b", "candidates": ["c", "d"], "best": 0}
-    line = fails(comparisons_of, write("rows.jsonl", [row, row | change]), word_tokenizer(), context=32)
-    assert "--dataset rows.jsonl: " in line and "row 2" in line and words in line
-
-
 # ---- the labels of lm-human-preferences ------------------------------------------------------------------------------
-PAD, NUM_WORDS, R = 50259, 40, 6  # the labels' padding; tokens of the tiny model; token ids of a sample
-
-
-def label_rows(number=32):
-    """Rows of the shape of offline_5k.json: four samples, and padding anywhere."""
-    rng, table = random.Random(0), []
-    for i in range(number):
-        query = [rng.randrange(1, NUM_WORDS - 1) for _ in range(rng.randint(3, 10))]
-        row = {f"sample{k}": rng.choices(range(1, NUM_WORDS - 1), k=R) for k in (2, 3, 0, 1)}  # in no order, as there
-        table.append(row | {"query": query + [PAD] * (10 - len(query)), "best": i % 4})
-    table[1] |= {"sample2": [*table[1]["sample2"][:2], *[PAD] * (R - 2)], "query": [PAD, 3, 4, PAD, 6, 9, *[PAD] * 4]}
-    table[2]["query"] = [PAD] * 10
-    return table
+PAD, NUM_WORDS = 50259, 40  # the labels' padding; tokens of the tiny model
 
 
 @pytest.fixture
 def of_labels():
-    """A tokenizer of 40 words, its EOS (id 0) one of them, and no padding token."""
+    """A tokenizer of 40 words, its EOS (id 0) one of them, and its padding the last one."""
     backend = Tokenizer(models.WordLevel({f"w{i}": i for i in range(NUM_WORDS)}, unk_token="w1"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="w0")
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="w0", pad_token="w39")
 
 
 def test_data_4_the_token_ids_of_labels_are_kept_without_their_padding(in_tmp, of_labels):
     """No EOS is put, whatever the file's form is. Padding may be the tokenizer's, too."""
-    table, of_labels.pad_token = label_rows(), "w39"
-    table[3]["sample1"] = [3, 4, 39, 39, 39, 39]
-    real = [{k: [i for i in x if i not in (PAD, 39)] for k, x in row.items() if k != "best"} for row in table]
-    expected = [[row["query"] + row[f"sample{k}"] for k in range(4)] for row in real]
+    first = {"sample2": [3, 4, PAD], "sample3": [5], "sample0": [0, 7], "sample1": [8, 39, 39], "best": 2}
+    second = {"query": [PAD, PAD], "best": 3} | {f"sample{k}": [9 + k, PAD, 9] for k in range(4)}
+    table = [first | {"query": [PAD, 3, 4, PAD, 6, PAD]}, second]
+    expected = [([[3, 4, 6, *x] for x in ([0, 7], [8], [3, 4], [5])], 2), ([[9 + k, 9] for k in range(4)], 3)]
     write("labels.json", table), write("lines.jsonl", table)
-    write("folder/sentiment/offline_5k.json", table), write("folder/other/offline_5k.json", table[:3])
+    write("folder/sentiment/offline_5k.json", table), write("folder/other/offline_5k.json", table[:1])
     for spec in ("labels.json", "lines.jsonl", "folder:sentiment/offline_5k.json"):
-        found = comparisons_of(f"{spec}[:20]", of_labels, eval_dataset=f"{spec}[20:]")
-        assert found == [(ids, row["best"]) for ids, row in zip(expected, table, strict=True)]
+        assert comparisons_of(f"{spec}[:1]", of_labels, eval_dataset=f"{spec}[1:]") == expected
+
+
+LABEL = {f"sample{k}": [5, 6] for k in range(4)} | {"query": [7], "best": 0}
+CHOICE, TOO_LONG = {"prompt": "w2 w3", "candidates": ["w4", "w5"], "best": 0}, "have more than 32 tokens, the model's"
 
 
 @pytest.mark.parametrize(
-    "change, words",
+    "row, change, words",
     [
-        ({"best": 4}, "column 'best': 4 is no index of its candidates"),
-        ({"sample3": None}, "'sample3'"),
-        ({"sample1": [3, NUM_WORDS, 3]}, "row 2: 40 is no token (the vocabulary has 40)"),
-        ({"sample1": [3] * 40}, "1 of 2 rows have more than 32 tokens, the model's context; the first one is row 2"),
+        (CHOICE, {"candidates": ["w4"]}, "must hold 2 strings, in every row alike"),
+        (CHOICE, {"candidates": ["w4", "w4 " * 40]}, f"1 of 2 rows {TOO_LONG} context; the first one is row 2 with 43"),
+        (CHOICE, {"best": None}, "'best'"),
+        (LABEL, {"best": 4}, "column 'best': 4 is no index of its candidates"),
+        (LABEL, {"sample3": None}, "'sample3'"),
+        (LABEL, {"sample1": [3, NUM_WORDS, 3]}, "row 2: 40 is no token (the vocabulary has 40)"),
+        (LABEL, {"sample1": [3] * 40}, f"1 of 2 rows {TOO_LONG} context; the first one is row 2"),
     ],
 )
-def test_a_label_that_cannot_be_read_is_named(in_tmp, fails, of_labels, change, words):
-    table = [{f"sample{k}": [5, 6] for k in range(4)} | {"query": [7], "best": 0}] * 2
-    line = fails(comparisons_of, write("labels.json", [table[0], table[1] | change]), of_labels, context=32)
-    assert "--dataset labels.json: " in line and "row 2" in line and words in line
+def test_a_comparison_that_cannot_be_read_is_named(in_tmp, fails, of_labels, row, change, words):
+    line = fails(comparisons_of, write("rows.jsonl", [row, row | change]), of_labels, context=32)
+    assert "--dataset rows.jsonl: " in line and "row 2" in line and words in line
 
 
 # ---- folders with the shape of repositories of the Hub ---------------------------------------------------------------

@@ -535,11 +535,6 @@ def test_a_chat_template_of_its_own_is_read_for_messages_alone(tiny, in_tmp, mon
     run_page(page, tiny, dataset=rows, sft_model_path="policy", reward_model_path="reward", total_episodes=16)
     assert bool(seen) == isinstance(prompt, list)
     model = models.load_reward_model("reward", rloo_args(tiny)).eval()
-    if seen:
-        (_, _, texts, ended), scores = seen[0]
-        ids = [tokenizer(f"on monday we went on monday {text}").input_ids for text in texts]
-        ids = [x + [tokenizer.eos_token_id] * is_complete for x, is_complete in zip(ids, ended, strict=True)]
-        assert scores == pytest.approx([model(torch.tensor([x])).logits.item() for x in ids], abs=1e-5)
     if page == "train_ppo":
         (_, (_, policy, _, _)), size = loaded[0], dict(model.named_parameters())["score.weight"].norm()
         assert policy.critic.model.score.weight.norm().item() == pytest.approx(size.item(), rel=0.1)  # It is not 0.
