@@ -7,6 +7,8 @@ lm-human-preferences (`query`, `sample0` .., `best`) and of N+ (`query_token`, `
 Those of the embedded task are made up: the SFT policy writes the candidates, and an imaginary human chooses.
 """
 
+import re
+
 import torch
 
 from rlhf_details import toy
@@ -102,31 +104,25 @@ def with_candidates(rows, args, what):
 
     Source of the labels' format: lm-human-preferences, label_types.py (PickBest) and language/encodings.py (padding).
     """
-    first, result = rows[0], []
-    labels = [f"sample{k}" for k in range(len(first)) if f"sample{k}" in first]
-    listed = [f"candidates[{k}]" for k in range(max(2, len(first.get("candidates") or ())))]
-    pair = ["chosen_token", "rejected_token"] if "chosen_token" in first else ["chosen", "rejected"]
-    names = labels or (listed if "candidates" in first else pair)
-    needed = {"query", "best", *labels} if labels else {"candidates", "best"} if names is listed else {*pair}
-    for number, row in enumerate(rows, 1):
-        if missing := sorted(needed - row.keys()):
-            cli.fail(f"{what}: row {number} has no column {missing[0]!r} (it has {sorted(row)})")
-    if labels:
-        if args.prompt_template is not None:
-            cli.fail(f"--prompt_template {args.prompt_template!r}: {what} holds token ids")
-        rows = [row | {"prompt": row["query"]} for row in rows]
+    labels, result = sorted(name for name in rows[0] if re.fullmatch(r"sample\d", name)), []
+    names = labels or [f"{name}{'_token' * ('chosen_token' in rows[0])}" for name in ("chosen", "rejected")]
+    is_list, has_best = "candidates" in rows[0] and not labels, labels or "candidates" in rows[0]
+    if labels and args.prompt_template is not None:
+        cli.fail(f"--prompt_template {args.prompt_template!r}: {what} holds token ids")
+    rows = [row | {"prompt": row.get("query")} for row in rows] if labels else rows
     for number, row in enumerate(data.with_prompts(rows, args, what), 1):
         where, prompt, cells = f"{what}: row {number}", row["prompt"], row
-        if names is listed:
-            if not isinstance(row["candidates"], list) or len(row["candidates"]) != len(names):
-                cli.fail(f"{where}, column 'candidates': must hold {len(names)} strings, in every row alike")
-            cells = dict(zip(names, row["candidates"], strict=True))
+        if is_list:
+            listed = row.get("candidates")
+            cells = {f"candidates[{k}]": x for k, x in enumerate(listed if isinstance(listed, list) else ())}
+            names = list(cells) if number == 1 else names
+            if len(cells) != len(names) or len(names) < 2:
+                cli.fail(f"{where}, column 'candidates': must hold {max(2, len(names))} strings, in every row alike")
         pairs = [(data.value_of(cells, name, where), f"{where}, column {name!r}") for name in names]
-        candidates = [data.after(prompt, *pair) for pair in pairs]
+        candidates, best = [data.after(prompt, *pair) for pair in pairs], row.get("best") if has_best else 0
         if labels:  # Padding is dropped wherever it stands, because it is no token of the model. [DATA-4]
             prompt, *candidates = ([i for i in ids if i != LABEL_PAD] for ids in (prompt, *candidates))
             candidates = list(map(tokenization.Padded, candidates))  # Somebody may have put his tokenizer's padding.
-        best = 0 if names is pair else row["best"]
         if str(best) not in map(str, range(len(names))):  # In a CSV file it is a text.
             cli.fail(f"{where}, column 'best': {best!r} is no index of its candidates")
         result.append(row | {"prompt": prompt, "candidates": candidates, "best": int(best)})

@@ -131,6 +131,8 @@ def with_prompts(rows, args, what):
 
 def value_of(row, name, what):
     """What a column holds: text, token ids or messages. A conversation has messages, and N+'s ids are Padded."""
+    if name not in row:
+        cli.fail(f"{what} has no column {name!r} (it has {sorted(row)})")
     value = as_messages(row[name], f"{what}, column {name!r}", or_text=name not in CONVERSATIONS)
     return Padded(value) if name.endswith("_token") else value
 

@@ -2,11 +2,12 @@
 Where rows come from: local files, folders, data sets of the Hub, and functions of the user, whose code is loaded here.
 """
 
-import contextlib
+import csv
 import functools
 import gzip
 import importlib
 import importlib.util
+import io
 import json
 import os
 import re
@@ -17,6 +18,8 @@ from pathlib import Path
 import pyarrow.parquet
 
 from rlhf_details.plumbing import cli, errors
+
+csv.field_size_limit(2**31 - 1)  # characters of a cell
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
@@ -35,16 +38,12 @@ def read_rows(spec, flag):
     if path.is_dir() and cli.FILE.search(part) and (path / part).is_file():
         path, part = path / part, ""
     if path.suffix == ".py":
-        function = load_function(whole, flag)
-        with imports_of(whole):
-            rows = function()
-            if not hasattr(rows, "__iter__"):
-                cli.fail(f"{flag} {spec}: returned {reprlib.repr(rows)}, which is no list of rows")
-            rows = list(rows)[in_range]
+        rows = load_function(whole, flag)()
+        if not hasattr(rows, "__iter__"):
+            cli.fail(f"{flag} {spec}: returned {reprlib.repr(rows)}, which is no list of rows")
+        rows = list(rows)[in_range]
     elif path.is_file():
         rows = read_file(path, part, flag)[in_range]
-    elif (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
-        rows = load_saved(flag, spec, name, f"{part or 'train'}{taken or ''}")
     else:
         rows = load_dataset(flag, spec, name, part, taken or "")
     if not rows:
@@ -69,13 +68,17 @@ def read_file(path, part, flag):
         if kind == "parquet":
             return pyarrow.parquet.read_table(pyarrow.BufferReader(content)).to_pylist()
         try:
-            text = content.decode(encoding := json.detect_encoding(content))
+            text = content.decode(json.detect_encoding(content)).lstrip("\ufeff")
         except UnicodeDecodeError as e:
             cli.fail(f"{what}: line {content[: e.start].count(10) + 1} is not UTF-8 ({e.reason})")
-    if kind in ("csv", "tsv") and text.strip():
-        header = text.partition("\n")[0]
+    if kind in ("csv", "tsv"):
+        header = text.lstrip().partition("\n")[0]
         sep = "\t" if kind == "tsv" else next((sep for sep in ",;\t|" if sep in header), ",")
-        return load_dataset(flag, path, "csv", part, data_files=str(path), sep=sep, encoding=encoding)
+        reader = csv.DictReader(io.StringIO(text, newline=""), restval="", delimiter=sep)
+        rows = list(reader)
+        if wrong := [number for number, row in enumerate(rows, 1) if None in row]:
+            cli.fail(f"{what}: row {wrong[0]} has more cells than there are columns, {reader.fieldnames}")
+        return rows
     is_one = re.match(r"\s*\[", text) or (kind == "json" and not re.match(r"\s*{.*}\s*\n\s*{", text))
     rows = []
     # str.splitlines would also split at the line separators that JSON allows within a string.
@@ -94,26 +97,8 @@ def read_file(path, part, flag):
     return parts[part]
 
 
-def load_saved(flag, spec, name, part):
-    """Rows of a folder that `save_to_disk` of a Dataset or a DatasetDict has written."""
-    import datasets
-
-    with cli.reading(flag, spec):
-        saved = datasets.load_from_disk(name).with_format(None)
-        splits = saved if isinstance(saved, dict) else dict.fromkeys(("train", str(saved.split or "train")), saved)
-        return rows_of(splits, part)
-
-
-def rows_of(splits, part):
-    """The rows that `part`, such as "train[:10%]+test", takes of {name of a split: its rows}."""
-    import datasets
-
-    asked = datasets.ReadInstruction.from_spec(part).to_absolute({name: len(splits[name]) for name in splits})
-    return [splits[x.splitname][i] for x in asked for i in range(x.from_, x.to)]
-
-
-def load_dataset(flag, spec, name, part="", taken="", **options):
-    """Rows of what the library `datasets` reads: NAME, or NAME@REVISION of a repository on the Hub.
+def load_dataset(flag, spec, name, part, taken):
+    """Rows of what the library `datasets` reads: a folder, or NAME or NAME@REVISION of a repository on the Hub.
 
     Args: part and taken, as in `read_rows`. All cells of a CSV file are strings; an empty one is the empty string.
     """
@@ -124,50 +109,73 @@ def load_dataset(flag, spec, name, part="", taken="", **options):
 
     datasets.disable_progress_bars(), datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     name, revision = errors.split(name)
-    options |= {"revision": revision} if revision else {}
+    options = {"revision": revision} if revision else {}
     config, split = re.fullmatch(r"(?:([^\[]*):)?(.*)", part).groups()
     with cli.reading(flag, spec):
-        if not os.path.exists(spec):
+        if any(Path(name, file).is_file() for file in ("state.json", "dataset_dict.json")):  # by `save_to_disk`
+            saved = datasets.load_from_disk(name).with_format(None)
+            splits = saved if isinstance(saved, dict) else dict.fromkeys(("train", str(saved.split)), saved)
+            return rows_of(splits, f"{part or 'train'}{taken}")
+        if not os.path.exists(name):
             errors.announce(name)
-        is_known = config or options.keys() & {"data_files"} or cli.FILE.search(part)
-        names = [] if is_known else datasets.get_dataset_config_names(name, revision=revision)
+        names = [] if config or cli.FILE.search(part) else datasets.get_dataset_config_names(name, revision=revision)
         if part in names:
             config, split = part, ""
         elif "." in part and not config:
             options["data_files"], split = part, ""
         elif len(names) > 1 and not datasets.get_dataset_default_config_name(name, revision=revision):
             cli.fail(f"{flag} {spec}: name one of its configurations, {', '.join(f'{name}:{n}' for n in names)}")
+        split = f"{split or 'train'}{taken}"
         builder = datasets.load_dataset_builder(name, config or None, **options)
-        if isinstance(builder.config, CsvConfig):
-            file = next(iter(builder.config.data_files.values()))[0]
-            head = pandas.read_csv(file, **builder.config.pd_read_csv_kwargs | {"nrows": 1, "chunksize": None})
-            if not isinstance(head.index, pandas.RangeIndex):
-                cli.fail(f"{flag} {spec}: row 1 has more cells than there are columns, {list(head.columns)}")
-            options |= {"features": datasets.Features(dict.fromkeys(head.columns, datasets.Value("string")))}
+        is_csv, found = isinstance(builder.config, CsvConfig), getattr(builder.config, "data_files", None) or {}
+        is_ours = all(cli.FILE.search(file) for files in found.values() for file in files)
+        if os.path.isdir(name) and is_ours and (is_csv or isinstance(builder.config, JsonConfig)):
+            field = getattr(builder.config, "field", None) or ""  # `datasets` would make dates of texts.
+            read = {k: [row for f in files for row in read_file(Path(f), field, flag)] for k, files in found.items()}
+            return rows_of(read, split)
+        if is_csv:
+            columns = pandas.read_csv(next(iter(found.values()))[0], sep=builder.config.sep, nrows=0).columns
+            options["features"] = datasets.Features(dict.fromkeys(columns, datasets.Value("string")))
             builder = datasets.load_dataset_builder(name, config or None, keep_default_na=False, **options)
-        if isinstance(builder.config, JsonConfig) and os.path.isdir(name):  # `datasets` would make dates of texts.
-            found, field = builder.config.data_files, builder.config.field or ""
-            if all(cli.FILE.search(file) for x in found.values() for file in x):
-                splits = {k: [row for f in x for row in read_file(Path(f), field, flag)] for k, x in found.items()}
-                return rows_of(splits, f"{split or 'train'}{taken}")
         builder.download_and_prepare()
-        return [dict(row) for row in builder.as_dataset(split=f"{split or 'train'}{taken}")]
+        return [dict(row) for row in builder.as_dataset(split=split)]
+
+
+def rows_of(splits, part):
+    """The rows that `part`, such as "train[:10%]+test", takes of {name of a split: its rows}."""
+    import datasets
+
+    asked = datasets.ReadInstruction.from_spec(part).to_absolute({name: len(splits[name]) for name in splits})
+    return [splits[x.splitname][i] for x in asked for i in range(x.from_, x.to)]
 
 
 # ---- the user's functions --------------------------------------------------------------------------------------------
+FOLDERS = []  # of the user's functions
+
+
 def load_function(spec, flag):
     """The function that "FILE.py:function" or "package.module:function" names.
 
-    What it imports is searched as `imports_of` says. An error in the user's code keeps its traceback.
+    What it imports is searched in its file's folder first, or in the current one. An error in the user's code keeps its
+    traceback.
     """
     name, _, function = spec.rpartition(":")
     if not name:
         cli.fail(f"{flag} {spec}: must be FILE.py:function or package.module:function")
-    if name.endswith(".py") and not Path(name).is_file():
+    is_file = name.endswith(".py")
+    if is_file and not Path(name).is_file():
         cli.fail(f"{flag} {spec}: no such file")
+    folder = Path(name if is_file else "here").resolve().parent
+    for module, other in list(sys.modules.items()):
+        path = Path(getattr(other, "__file__", None) or "")
+        if path.parent in FOLDERS and path.parent != folder and (folder / f"{module}.py").exists():
+            cli.fail(
+                f"{flag} {spec}: Python has one module of a name, and {path} has been imported; rename one of them"
+            )
+    FOLDERS.append(folder)
+    sys.path[:] = [str(folder), *(x for x in sys.path if x != str(folder))]
     try:
-        with imports_of(spec):
-            found = getattr(load_module(str(Path(name).resolve()) if name.endswith(".py") else name), function, None)
+        found = getattr(load_module(str(Path(name).resolve()) if is_file else name), function, None)
     except ImportError as e:
         cli.fail(f"{flag} {spec}: cannot be imported ({e})")
     if not callable(found):
@@ -184,40 +192,3 @@ def load_module(name):
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-LIBRARIES = {name.partition(".")[0] for name in sys.modules}  # No file of the user's takes the place of these.
-IMPORTED = {}  # {a folder of the user's: {name: module} of its modules whose names others have as well}
-
-
-@contextlib.contextmanager
-def imports_of(spec):
-    """Stands around the user's code. What it imports is searched in its file's folder first, or in the current one.
-
-    So each folder has its own `helpers`. Python has one module of a name at a time, and the others wait meanwhile.
-    """
-    path = spec.rpartition(":")[0]
-    folder = str(Path(path).resolve().parent) if path.endswith(".py") else os.getcwd()
-
-    def is_another(name):
-        files = f"{folder}/{name}.py", f"{folder}/{name}/__init__.py"
-        return any(map(os.path.exists, files)) and getattr(sys.modules.get(name), "__file__", None) not in files
-
-    names = {name.partition(".")[0] for name in sys.modules} - LIBRARIES
-    names = set(filter(is_another, names))
-
-    def taken_out():
-        return {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] in names}
-
-    others = taken_out()
-    sys.modules.update(IMPORTED.get(folder, {}))
-    # Where the user's file stands among ours, a library's `evaluate` still comes before our file.
-    sys.path.insert(len(sys.path) if Path(folder) == Path(__file__).resolve().parents[1] else 0, folder)
-    try:
-        yield
-    finally:
-        IMPORTED[folder] = taken_out()
-        sys.modules.update(others)
-        sys.path.remove(folder)
-        if folder not in sys.path:
-            sys.path.append(folder)  # for the user's threads that go on

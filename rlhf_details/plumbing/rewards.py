@@ -26,7 +26,7 @@ from accelerate.utils import gather_object
 from rlhf_details import toy, utils
 from rlhf_details.plumbing import cli, models, progress
 from rlhf_details.plumbing.chat import is_messages
-from rlhf_details.plumbing.files import imports_of, load_function
+from rlhf_details.plumbing.files import load_function
 from rlhf_details.plumbing.tokenization import encode
 
 
@@ -66,7 +66,7 @@ class Function:
 
     def __init__(self, spec, name="", is_text=True, device="cpu"):
         """Args: name, in messages; is_text, whether it gets strings, and not messages."""
-        self.spec, self.name, self.is_text, self.device = spec, name, is_text, device
+        self.name, self.is_text, self.device = name, is_text, device
         self.function, self.given = load_function(spec, "--reward_fn"), []  # the columns that it gets
         parameters = inspect.signature(self.function).parameters.values()
         self.takes_all = any(p.kind == p.VAR_KEYWORD for p in parameters)
@@ -88,7 +88,7 @@ class Function:
         # The function gets copies, which it may change.
         given = copy.deepcopy({"prompts": prompts, "completions": completions, **columns})
         try:
-            with torch.autocast(self.device, enabled=False), imports_of(self.spec):
+            with torch.autocast(self.device, enabled=False):
                 entries = self.function(**given)
                 entries = LOOP.run(result_of(entries)) if inspect.isawaitable(entries) else entries
                 entries = entries.tolist() if hasattr(entries, "tolist") else entries

@@ -6,7 +6,6 @@ What is expected comes from the tokenizer's own chat template and from plain loo
 import gzip
 import json
 import math
-import random
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +26,7 @@ from transformers import (
 )
 
 from rlhf_details import evaluate, toy, train_dpo, train_grpo, train_reward, train_rloo, train_sft
-from rlhf_details.plumbing import chat, comparisons, data, evaluation, files, tokenization
+from rlhf_details.plumbing import chat, comparisons, data, files, tokenization
 from rlhf_details.plumbing.models import texts_of
 
 LLAMA = (
@@ -89,10 +88,6 @@ def tokenizers():
         # The template writes no special tokens.
         "plain": make_tokenizer(["<eos>", "<pad>"], PLAIN, eos_token="<eos>", pad_token="<pad>"),
     }
-
-
-ALL_TEMPLATES = pytest.mark.parametrize("template", ["llama", "chatml", "chatml_base", "plain"])
-WITH_TURN_END = pytest.mark.parametrize("template", list(TURN_END))
 
 
 BOS, EOS, A, B, C = 1, 2, 4, 5, 6
@@ -206,26 +201,25 @@ def test_rows_of_a_file_come_in_order_with_their_types(in_tmp, suffix, packed, c
     assert capsys.readouterr() == ("", "")
 
 
-def test_forms_of_json(in_tmp):
-    """A .json file may hold lines. Blank lines, a byte order mark and line separators within a string mean nothing."""
-    Path("a.json").write_text('\ufeff{"prompt": "one\u2028two\x85three"}\n\n{"prompt": "b"}', encoding="utf-8")
-    assert [row["prompt"] for row in files.read_rows("a.json", "--dataset")] == ["one\u2028two\x85three", "b"]
+CELLS = "None N/A null nan 007 5 2024-01-02 True".split()
 
 
 @pytest.mark.parametrize(
-    "content, cells",
+    "name, content, texts",
     [
-        ("w\nNone\nN/A\nnull\nnan\n007\n5\n2024-01-02\nTrue\n", "None N/A null nan 007 5 2024-01-02 True".split()),
-        ('\ufeffw,x\n"a ""b"",\nc",\n,y\n', ['a "b",\nc', ""]),
-        ("x;w\n1;a, b\n", ["a, b"]),  # as a spreadsheet writes it where the comma is in numbers
-        ("x\tw\n1\ta, b\n", ["a, b"]),
-        ("x,w\n1\n", [""]),
+        ("a.csv", "\n".join(["w", *CELLS]), CELLS),
+        ("a.csv", '\ufeffw,x\n"a ""b"",\nc",\n,y\n', ['a "b",\nc', ""]),
+        ("a.csv", "x;w\n1;a, b\n", ["a, b"]),  # as a spreadsheet writes it where the comma is in numbers
+        ("a.csv", "x\tw\n1\ta, b\n", ["a, b"]),
+        ("a.csv", "x,w\n1\n", [""]),
+        ("a.json", '\ufeff{"w": "one\u2028two\x85three"}\n\n{"w": "b"}', ["one\u2028two\x85three", "b"]),
     ],
 )
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
-def test_a_cell_of_a_csv_file_is_its_text(in_tmp, content, cells, encoding):
-    Path("a.csv").write_text(content, encoding=encoding)
-    assert [row["w"] for row in files.read_rows("a.csv", "--dataset")] == cells
+def test_what_the_text_of_a_file_means(in_tmp, name, content, texts, encoding):
+    """A CSV file's cell is its text. A .json file may hold lines, and line separators in a string mean nothing."""
+    Path(name).write_text(content, encoding=encoding)
+    assert [row["w"] for row in files.read_rows(name, "--dataset")] == texts
 
 
 LISTS = {"version": "1", "train": [{"n": 1}], "test": [{"n": 2}, {"n": 3}]}
@@ -248,15 +242,6 @@ def test_a_json_file_of_one_object_holds_lists_of_rows_or_is_a_row(in_tmp, value
     assert files.read_rows(f"a.json{part}", "--dataset") == expected
 
 
-@pytest.mark.parametrize("spec, numbers", {"": [0, 1], ":test": [8, 9], ":test[:50%]": [8], "/test": [8, 9]}.items())
-def test_a_folder_that_save_to_disk_has_written(in_tmp, spec, numbers):
-    splits = {
-        name: datasets.Dataset.from_list([{"n": n} for n in x]) for name, x in (("train", [0, 1]), ("test", [8, 9]))
-    }
-    datasets.DatasetDict(splits).with_format("torch").save_to_disk("saved")
-    assert files.read_rows(f"saved{spec}", "--dataset") == [{"n": n} for n in numbers]
-
-
 def configurations(folder, *names):
     """Writes a folder of configurations, each with two splits. A name that ends in * is that of the default."""
     lines = ["---", "configs:"]
@@ -271,24 +256,36 @@ def configurations(folder, *names):
 
 
 @pytest.mark.parametrize(
-    "spec, word",
+    "spec, words",
     {
-        "two:main": "00 train",
-        "two:main:test": "00 test",
-        "two:2023.en": "01 train",
-        "two:2023.en:test[:1]": "01 test",
-        "one": "00 train",
-        "one:test": "00 test",
-        "one:only": "00 train",
-        "default": "01 train",
-        "default:test": "01 test",
-        "default:main:test": "00 test",
+        "saved": "0 1",  # by save_to_disk
+        "saved:test": "8 9",
+        "saved:test[:50%]": "8",
+        "saved/test": "8 9",
+        "two:main": "00-train",
+        "two:main:test": "00-test",
+        "two:2023.en": "01-train",
+        "two:2023.en:test[:1]": "01-test",
+        "one:test": "00-test",
+        "one:only": "00-train",
+        "default": "01-train",
+        "default:main:test": "00-test",
+        "folder": "2024-01-02 007",  # `datasets` would make a date of the first
+        "folder:test": "8 9",
+        "folder:test.json": "8 9",
+        "folder:train+test[:1]": "2024-01-02 007 8",
     }.items(),
 )
-def test_the_configurations_of_a_data_set(in_tmp, spec, word):
-    names = {"two": ["main", "2023.en"], "one": ["only"], "default": ["main", "best*"]}
-    configurations(name := spec.partition(":")[0], *names[name])
-    assert files.read_rows(spec, "--dataset") == [{"w": word}]
+def test_the_parts_of_a_folder(in_tmp, spec, words):
+    def rows(*texts):
+        return [{"w": text} for text in texts]
+
+    splits = {"train": datasets.Dataset.from_list(rows("0", "1")), "test": datasets.Dataset.from_list(rows("8", "9"))}
+    datasets.DatasetDict(splits).with_format("torch").save_to_disk("saved")
+    for folder, names in {"two": ["main", "2023.en"], "one": ["only"], "default": ["main", "best*"]}.items():
+        configurations(folder, *names)
+    write("folder/train.json", rows("2024-01-02", "007")), write("folder/test.json", rows("8", "9"))
+    assert [row["w"].replace(" ", "-") for row in files.read_rows(spec, "--dataset")] == words.split()
 
 
 @pytest.mark.parametrize("name", ["a.json", "a.csv", "folder:a.csv", "folder", "mine.py:each"])
@@ -300,22 +297,6 @@ def test_rows_from_a_to_b(in_tmp, name):
     files.load_module.cache_clear()
     for taken, (start, stop) in {"": (0, 5), "[:2]": (0, 2), "[1:4]": (1, 4), "[-2:]": (3, 5), "[:9]": (0, 5)}.items():
         assert files.read_rows(f"{name}{taken}", "--dataset") == expected[start:stop], taken
-
-
-def test_the_splits_of_a_folder_are_those_of_datasets(in_tmp, fails):
-    write("folder/train.json", [{"n": i, "day": "2024-01-02"} for i in range(4)])
-    write("folder/test.json", [{"n": i} for i in range(10, 14)])
-    for spec, numbers in {
-        "folder": [0, 1, 2, 3],
-        "folder:test": [10, 11, 12, 13],
-        "folder:test.json": [10, 11, 12, 13],
-        "folder:train+test[:1]": [0, 1, 2, 3, 10],
-        "folder:test[:50%]": [10, 11],
-    }.items():
-        found = files.read_rows(spec, "--dataset")
-        assert [row["n"] for row in found] == numbers
-        assert {row["day"] for row in found if "day" in row} <= {"2024-01-02"}  # `datasets` would make dates of them.
-    assert "nosuch" in fails(files.read_rows, "folder:nosuch", "--dataset")
 
 
 def test_a_data_set_of_the_hub_is_asked_for_as_datasets_wants_it(monkeypatch):
@@ -350,11 +331,12 @@ def test_a_data_set_of_the_hub_is_asked_for_as_datasets_wants_it(monkeypatch):
         ("lists.json:c", "no such part; name one of lists.json:a, lists.json:b"),
         ("object.json", "line 3 is not JSON"),
         ("wide.csv", "row 1 has more cells than there are columns, ['n']"),
-        ("ragged.csv", "line 3"),
+        ("ragged.csv", "row 2 has more cells than there are columns, ['n']"),
         ("empty.tsv", "no rows"),
         ("two", "name one of its configurations, two:main, two:2023.en"),
         ("two:nosuch", "name one of its configurations, two:main, two:2023.en"),
         ("two:main:nosuch", 'unknown split "nosuch"'),
+        ("saved:nosuch", "nosuch"),
         ("folder", "to {'a': Value('int64'), 'b': Value('int64')} because column names don't match"),
         ("none.py:rows", "no such file"),
         ("mine.py:missing", "no function 'missing'"),
@@ -371,6 +353,7 @@ def test_rows_that_cannot_be_read_are_one_line(in_tmp, fails, spec, words):
     Path("wide.csv").write_text("n\n1,2\n"), Path("ragged.csv").write_text("n\n1\n2,3\n")
     configurations("two", "main", "2023.en")
     write("folder/1.parquet", [{"a": 1, "b": 2}]), write("folder/2.parquet", [{"a": 1, "c": 2}])
+    datasets.Dataset.from_list([{"n": 1}]).save_to_disk("saved")
     Path("mine.py").write_text("def nothing(): pass\n")
     files.load_module.cache_clear()
     line = fails(files.read_rows, spec, "--eval_dataset")
@@ -386,58 +369,7 @@ def test_an_error_in_the_users_own_rows_keeps_its_traceback(in_tmp):
 
 
 # ---- rows -> prompts and completions ---------------------------------------------------------------------------------
-def only_prompt(row):
-    (read,) = data.with_prompts([row], train_sft.Args(), "--dataset rows.jsonl")
-    return read["prompt"]
-
-
-@pytest.mark.parametrize(
-    "row, expected",
-    [
-        ({"prompt": "why ?"}, "why ?"),
-        ({"prompt": [user("why ?")]}, [user("why ?")]),
-        ({"prompt": [5, 6, 7]}, [5, 6, 7]),
-        ({"messages": [user("a"), assistant("b"), user("c"), assistant("d")]}, [user("a"), assistant("b"), user("c")]),
-        ({"messages": [user("a"), assistant("b"), user("c")]}, [user("a"), assistant("b"), user("c")]),
-        ({"chosen": "Q: why? A: I can", "rejected": "Q: why? A: I cat"}, "Q: why? A: I"),
-        # A column `prompt` is read as it stands, whatever stands beside it.
-        ({"prompt": "Hi? ", "query_token": [5], "messages": [user("Hi?"), assistant("Yes.")]}, "Hi? "),
-        ({"messages": [user("m"), assistant("x")], "query_token": [5]}, [user("m")]),
-        ({"query_token": [5, 6], "chosen": "p a", "rejected": "p b"}, [5, 6]),
-    ],
-)
-def test_each_form_of_a_row_gives_its_prompt(row, expected):
-    assert only_prompt(row) == expected
-
-
-@pytest.mark.parametrize(
-    "row, answer",
-    [
-        ({"prompt": "a", "completion": " b", "messages": [user("a"), assistant("c")]}, " b"),
-        # Beside a prompt that is a string, an answer in messages is its content.
-        ({"prompt": "a", "messages": [user("a"), assistant("b")]}, "b"),
-        ({"prompt": "a", "completion": [assistant("b")]}, "b"),
-        ({"prompt": "a", "completion": [user("a"), assistant("b")]}, "b"),
-        ({"prompt": [user("a")], "messages": [user("a"), assistant("b")]}, [assistant("b")]),
-        ({"prompt": [user("a")], "completion": [assistant("a")]}, [assistant("a")]),  # An answer may say the prompt.
-        ({"messages": [user("a"), assistant("b"), user("c"), assistant("d")]}, [assistant("d")]),
-    ],
-)
-def test_an_answer_is_of_the_prompts_kind_and_is_what_stands_after_the_prompt(in_tmp, row, answer):
-    """In SFT, in an evaluation against the rows' own answers, and in a reward model's comparisons."""
-    write("rows.jsonl", [row])
-    (read,) = data.read_demonstrations(train_sft.Args(dataset="rows.jsonl"), "dataset")
-    args = evaluate.Args(dataset="rows.jsonl")
-    assert (read["prompt"], read["completion"]) == (only_prompt(row), answer)
-    assert [(r["prompt"], r["completion"]) for r in evaluation.read_rows(args, True)] == [(only_prompt(row), answer)]
-    pair = {name: row.get("completion", row.get("messages")) for name in ("chosen", "rejected")}
-    write("pairs.jsonl", [{k: v for k, v in row.items() if k == "prompt"} | pair])
-    if "prompt" in row:
-        assert candidates_of("pairs.jsonl") == [(row["prompt"], [answer, answer], 0)]
-
-
 CALL = {"function": {"name": "add", "arguments": {"a": 1}}}
-FILLED = assistant("") | {"tool_calls": [{"id": None, "function": {"name": "add", "arguments": {"a": 1, "b": None}}}]}
 CALLS = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 1}'}}]}
 PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "!"}]
 CALLS_AS_TEXT = {"role": "assistant", "content": "", "tool_calls": json.dumps(CALLS["tool_calls"])}
@@ -447,50 +379,73 @@ PARTS_FILLED = [{"type": "text", "text": "a!", "image": None}]
 PAST = {"instruction": "a", "input": "", "output": "b", "history": [["q", "r"]]}
 
 
+QUESTION, ANSWER = [user("a")], [assistant("b")]
+BOTH = QUESTION + ANSWER
+CALLED = [CALLS | {"content": "", "tool_calls": [CALL]}]
+
+
 @pytest.mark.parametrize(
     "row, prompt, answer",
     [
-        ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, [user("a")], "b"),
-        ({"conversation": [user("a"), assistant("b")]}, [user("a")], "b"),
-        ({"conversations": [user("a"), assistant("b")], "system": "s"}, [system("s"), user("a")], "b"),
-        ({"prompt": [user("a")], "completion": "b", "system": "s"}, [system("s"), user("a")], "b"),
+        ({"prompt": [5, 6], "completion": [7]}, [5, 6], [7]),
+        # A column `prompt` is read as it stands, whatever stands beside it.
+        ({"prompt": "Hi? ", "query_token": [5], "messages": [user("Hi? "), assistant("c")]}, "Hi? ", "c"),
+        ({"prompt": "a", "completion": " b", "messages": [*QUESTION, assistant("c")]}, "a", " b"),
+        ({"messages": BOTH, "query_token": [5], "text": "<user>a<assistant>b"}, QUESTION, ANSWER),
+        # Beside a prompt that is a string, an answer in messages is its content.
+        ({"prompt": "a", "completion": ANSWER}, "a", "b"),
+        ({"prompt": "a", "completion": BOTH}, "a", "b"),
+        ({"prompt": QUESTION, "messages": BOTH}, QUESTION, ANSWER),
+        ({"prompt": QUESTION, "completion": [assistant("a")]}, QUESTION, [assistant("a")]),  # It may say the prompt.
+        ({"prompt": QUESTION, "completion": "b", "system": "s"}, [system("s"), *QUESTION], ANSWER),
+        ({"conversations": BOTH, "system": "s"}, [system("s"), *QUESTION], ANSWER),
+        ({"messages": BOTH + [user("c"), assistant("d")]}, [*BOTH, user("c")], [assistant("d")]),
+        ({"conversations": [{"from": "Human", "value": "a"}, {"from": "gpt", "value": "b"}]}, QUESTION, ANSWER),
+        ({"conversation": [{"from": "human", "value": "a"}, {"from": "model", "value": "b"}]}, QUESTION, ANSWER),
         # Where data sets of several shapes are joined, the columns of the others are null.
-        ({"messages": [user("a"), assistant("b")], "prompt": None, "completion": None}, [user("a")], "b"),
-        ({"messages": [user(PARTS), assistant("b")]}, [user("a!")], "b"),
-        ({"messages": [user("a") | {"tool_calls": None}, assistant("b")]}, [user("a")], "b"),  # as `datasets` fills up
-        ({"messages": [user("a"), assistant("b")], "text": "<user>a<assistant>b"}, [user("a")], "b"),
-        ({"prompt": [user("a")], "completion": "b"}, [user("a")], "b"),
-        ({"instruction": "a", "input": "x", "output": "b"}, [user("a\n\nx")], "b"),
-        (PAST, [user("q"), assistant("r"), user("a")], "b"),
-        ({"messages": [user("a"), CALLS]}, [user("a")], CALLS | {"content": "", "tool_calls": [CALL]}),
-        ({"messages": [user("a"), FILLED]}, [user("a")], FILLED | {"tool_calls": [CALL]}),  # as Parquet fills up
-        ({"messages": [user("a"), assistant("b") | {"tool_calls": []}]}, [user("a")], "b"),
-        ({"conversations": [{"from": "Human", "value": "a"}, {"from": "chatgpt", "value": "b"}]}, [user("a")], "b"),
-        ({"messages": [user("a"), CALLS_AS_TEXT]}, [user("a")], CALLS | {"content": "", "tool_calls": [CALL]}),
-        ({"messages": [user("a"), CALLS_FILLED]}, [user("a")], CALLS | {"content": "", "tool_calls": [CALL]}),
-        ({"messages": [user(PARTS_FILLED), assistant("b") | {"tool_calls": []}]}, [user("a!")], "b"),
-        ({"conversations": [{"from": "human", "value": "a"}, {"from": "model", "value": "b"}]}, [user("a")], "b"),
-        ({"instruction": "a", "context": "x", "response": "b"}, [user("a\n\nx")], "b"),  # Dolly's
+        ({"messages": BOTH, "prompt": None, "completion": None}, QUESTION, ANSWER),
+        ({"messages": [user("a") | {"tool_calls": None}, assistant("b") | {"tool_calls": []}]}, QUESTION, ANSWER),
+        ({"messages": [user(PARTS), *ANSWER]}, [user("a!")], ANSWER),
+        ({"messages": [user(PARTS_FILLED), *ANSWER]}, [user("a!")], ANSWER),
+        ({"messages": [*QUESTION, CALLS]}, QUESTION, CALLED),
+        ({"messages": [*QUESTION, CALLS_AS_TEXT]}, QUESTION, CALLED),
+        ({"messages": [*QUESTION, CALLS_FILLED]}, QUESTION, CALLED),
+        ({"instruction": "a", "input": "x", "output": "b"}, [user("a\n\nx")], ANSWER),
+        ({"instruction": "a", "context": "x", "response": "b"}, [user("a\n\nx")], ANSWER),  # Dolly's
+        (PAST, [user("q"), assistant("r"), *QUESTION], ANSWER),
     ],
-)  # fmt: skip
+)
 def test_the_shapes_of_rows_that_people_bring(in_tmp, tokenizers, row, prompt, answer):
     """Whoever has no chat template reads Alpaca's columns as text."""
     tokenizers["chatml"].save_pretrained("base")
     write("rows.jsonl", [row])
     (read,) = data.read_demonstrations(train_sft.Args(dataset="rows.jsonl", base_model="base"), "dataset")
-    assert read["prompt"] == prompt
-    assert read["completion"] == [answer if isinstance(answer, dict) else assistant(answer)]
-    assert data.as_text(None, read["completion"]) == (json.dumps([CALL]) if isinstance(answer, dict) else answer)
+    assert (read["prompt"], read["completion"]) == (prompt, answer)
+    if answer is CALLED:
+        assert data.as_text(None, answer) == json.dumps([CALL])
     if "instruction" in row:
         (read,) = data.read_demonstrations(train_sft.Args(dataset="rows.jsonl"), "dataset")
         assert isinstance(read["prompt"], str) and read["prompt"].startswith(("a", "q")) and read["completion"] == "b"
 
 
 @pytest.mark.parametrize(
+    "row, prompt",
+    [
+        ({"messages": [*BOTH, user("c")]}, [*BOTH, user("c")]),
+        ({"query_token": [5, 6], "chosen": "p a", "rejected": "p b"}, [5, 6]),
+        ({"chosen": "Q: why? A: I can", "rejected": "Q: why? A: I cat"}, "Q: why? A: I"),
+    ],
+)
+def test_rows_without_an_answer_have_a_prompt(row, prompt):
+    (read,) = data.with_prompts([row], train_rloo.Args(), "--dataset rows.jsonl")
+    assert read["prompt"] == prompt
+
+
+@pytest.mark.parametrize(
     "row, templates, prompt, answer",
     [
         ({"q": "a", "solution": "b", "n": 3}, ("{q}", "{solution} {n}"), "a", "b 3"),
-        ({"q": [user("a")], "chosen": [user("a"), assistant("b")]}, ("{q}", "{chosen}"), [user("a")], [assistant("b")]),
+        ({"q": QUESTION, "chosen": BOTH}, ("{q}", "{chosen}"), QUESTION, ANSWER),
     ],
 )
 def test_any_column_is_the_completion(in_tmp, row, templates, prompt, answer):
@@ -508,25 +463,6 @@ def test_any_column_is_the_completion(in_tmp, row, templates, prompt, answer):
 def test_answers_of_a_comparison_may_have_another_shape_than_its_prompt(in_tmp, start, pair):
     write("rows.jsonl", [start | dict(zip(("chosen", "rejected"), pair, strict=True))])
     assert candidates_of("rows.jsonl") == [([user("a")], [[assistant("b")], [assistant("c")]], 0)]
-
-
-@pytest.mark.parametrize(
-    "value, words",
-    [
-        ([], "is empty"),
-        (None, "is empty"),
-        ("[{'role': 'user'}]", "is no list of messages"),
-        ({"role": ["user"], "content": ["a"]}, "is no list of messages"),
-        ([user([{"type": "image"}])], "a string or a list of texts"),
-        ([user([{"type": "image", "text": None}])], "a string or a list of texts"),
-        ([assistant("b")], "an answer and nothing before it"),
-        ([user("a"), assistant("b") | {"tool_calls": "none"}], "`tool_calls`"),
-    ],
-)  # fmt: skip
-def test_broken_messages_are_called_that(in_tmp, fails, value, words):
-    write("rows.jsonl", [{"messages": [user("a"), assistant("b")]}, {"messages": value}])
-    line = fails(data.read_demonstrations, train_sft.Args(dataset="rows.jsonl"), "dataset")
-    assert "row 2, column 'messages'" in line and words in line
 
 
 def test_rows_of_text_are_completions_of_an_empty_prompt(in_tmp):
@@ -563,38 +499,39 @@ def test_an_implicit_conversation_ends_with_the_last_common_message_that_is_no_a
 @pytest.mark.parametrize(
     "row, words",
     [
-        ({"text": "b"}, "has no column 'prompt'"),
+        ({"messages": []}, "column 'messages': is empty"),
+        ({"messages": None}, "column 'messages': is empty"),
+        ({"messages": "[{'role': 'user'}]"}, "is no list of messages"),
+        ({"messages": {"role": ["user"], "content": ["a"]}}, "is no list of messages"),
+        ({"messages": [user([{"type": "image", "text": None}])]}, "a string or a list of texts"),
+        ({"messages": ANSWER}, "an answer and nothing before it"),
+        ({"messages": [*QUESTION, assistant("b") | {"tool_calls": "none"}]}, "`tool_calls`"),
+        ({"messages": [*BOTH, user("c")]}, "ends with a message of 'user'"),
         ({"prompt": [{"role": "user"}]}, "a string `role` and a `content`"),
-        ({"chosen": "yes", "rejected": "no"}, "not one prompt with two answers"),
         ({"prompt": "a"}, "has no column 'completion'"),
         ({"prompt": "a", "completion": None}, "column 'completion'"),
-        ({"prompt": [user("a")], "completion": [3, 4]}, "of another kind than the prompt"),
-        ({"messages": [user("a"), assistant("b"), user("c")]}, "ends with a message of 'user'"),
-        ({"prompt": [], "completion": [assistant("b")]}, "does not go on from the prompt"),
-        ({"question": "a", "answer": "b"}, "--prompt_template names others"),
+        ({"prompt": QUESTION, "completion": [3, 4]}, "of another kind than the prompt"),
+        ({"prompt": [], "completion": ANSWER}, "does not go on from the prompt"),
         # UltraChat's rows, whose `prompt` is the first message alone.
-        ({"prompt": "a", "messages": [user("a"), assistant("b"), user("c"), assistant("d")]}, "_template messages"),
+        ({"prompt": "a", "messages": [*BOTH, user("c"), assistant("d")]}, "_template messages"),
+        ({"text": "b"}, "has no column 'prompt'"),
+        ({"question": "a", "answer": "b"}, "--prompt_template names others"),
+        ({"chosen": "yes", "rejected": "no"}, "not one prompt with two answers"),
     ],
 )
-def test_a_row_that_cannot_be_read_is_named(fails, row, words):
-    def read():
-        args = train_sft.Args()
-        table = data.with_prompts([{"prompt": "a", "completion": "b"}, row], args, "--dataset rows.jsonl")
-        data.with_completions(table, args, "--dataset rows.jsonl")
-
-    line = fails(read)
+def test_a_row_that_cannot_be_read_is_named(in_tmp, fails, row, words):
+    write("rows.jsonl", [{"prompt": "a", "completion": "b"}, row])
+    line = fails(data.read_demonstrations, train_sft.Args(dataset="rows.jsonl"), "dataset")
     assert "--dataset rows.jsonl: row 2" in line and words in line
 
 
 def test_the_template_messages_passes_a_column_prompt_over(in_tmp, capsys):
-    conversation = [user("a"), assistant("b"), user("c"), assistant("d")]  # as UltraChat has it
-    args = train_sft.Args(prompt_template="messages")
-    table = data.with_prompts([{"prompt": "a", "messages": conversation}], args, "rows")
-    (row,) = data.with_completions(table, args, "rows")
-    assert (row["prompt"], row["completion"]) == (conversation[:3], conversation[3:])
-    pair = {"prompt": "a", "chosen": [user("a"), assistant("b")], "rejected": [user("a"), assistant("c")]}
-    write("pairs.jsonl", [pair])
-    expected = {"messages": ([user("a")], [[assistant("b")], [assistant("c")]], 0), None: ("a", ["b", "c"], 0)}
+    row = {"prompt": "a", "messages": [*BOTH, user("c"), assistant("d")]}  # as UltraChat has it
+    write("rows.jsonl", [row]), write("pairs.jsonl", [{"prompt": "a", "chosen": BOTH, "rejected": [*QUESTION, CALLS]}])
+    args = train_sft.Args(dataset="rows.jsonl", prompt_template="messages")
+    (row,) = data.read_demonstrations(args, "dataset")
+    assert (row["prompt"], row["completion"]) == ([*BOTH, user("c")], [assistant("d")])
+    expected = {"messages": (QUESTION, [ANSWER, CALLED], 0), None: ("a", ["b", ""], 0)}
     for template, row in expected.items():
         assert candidates_of("pairs.jsonl", prompt_template=template) == [row]
         said = "note: --dataset pairs.jsonl: the column `prompt` is text, so no chat template is used"
@@ -651,15 +588,16 @@ def test_data_1_prompt_and_completion_are_tokenised_apart():
 @pytest.mark.parametrize("template, bos", [(None, []), ("<s> $A", [BOS]), ("<s> $A </s>", [BOS]), ("$A </s>", [])])
 def test_data_2_a_completion_ends_with_eos_and_a_prompt_begins_with_the_tokenizers_bos(template, bos):
     tokenizer = word_tokenizer(template)
-    assert tokenization.encode(tokenizer, "a b") == [*bos, A, B]
-    assert tokenization.encode(tokenizer, "a b", "c a") == ([*bos, A, B], [C, A, EOS])
-    assert tokenization.encode(tokenizer, "a", "") == ([*bos, A], [EOS])
-    assert tokenization.encode(tokenizer, "", "c") == (bos, [C, EOS])
-
-
-def test_bos_and_eos_that_stand_in_the_text_are_not_put_again():
-    assert tokenization.encode(word_tokenizer("<s> $A"), "<s> a") == [BOS, A]
+    pairs = {("a b", "c a"): ([A, B], [C, A, EOS]), ("a", ""): ([A], [EOS]), ("", "c </s>"): ([], [C, EOS])}
+    for texts, (prompt, completion) in pairs.items():
+        assert tokenization.encode(tokenizer, *texts) == ([*bos, *prompt], completion)
+        assert tokenization.encode(tokenizer, texts[0]) == [*bos, *prompt]
+    if bos:
+        assert tokenization.encode(tokenizer, "<s> a") == [BOS, A]
     assert tokenization.encode(word_tokenizer(bos_token=None), "a", "b") == ([A], [B, EOS])
+
+
+def test_the_eos_of_a_text_is_not_put_again_where_a_word_brings_its_space():
     tokenizer = metaspace_tokenizer()
     for text in ("the cat.", "the cat.</s>"):
         _, ids = tokenization.encode(tokenizer, "the", text)
@@ -667,26 +605,24 @@ def test_bos_and_eos_that_stand_in_the_text_are_not_put_again():
 
 
 # ---- conversations -> token ids --------------------------------------------------------------------------------------
-@ALL_TEMPLATES
+@pytest.mark.parametrize("template", ["llama", "chatml", "chatml_base", "plain"])
 def test_data_3_a_conversation_is_encoded_as_its_template_does(tokenizers, template):
-    tokenizer = tokenizers[template]
+    """A completion goes up to the end of its turn, or gets EOS. A prompt that ends with an answer is continued."""
+    tokenizer, end = tokenizers[template], TURN_END.get(template, "\n<eos>")
     puts_bos = tokenizer("a").input_ids[0] == tokenizer.bos_token_id
     assert puts_bos == (template in ("llama", "chatml_base"))  # These would put a BOS, the first one a second one.
-    for prompt, _, _ in conversations(6):
-        ids = tokenization.encode(tokenizer, prompt)
+    begun = [user("how much ?"), assistant("it was")]
+    for prompt, answer, _ in [*conversations(6), ([user("a")], [assistant("")], None)]:
+        ids, completion = tokenization.encode(tokenizer, prompt, answer)
+        assert ids == tokenization.encode(tokenizer, prompt)
         assert ids == template_ids(tokenizer, prompt, add_generation_prompt=True)
         assert ids.count(tokenizer.bos_token_id) == (template == "llama")
-
-
-@WITH_TURN_END
-def test_a_completion_goes_up_to_the_end_of_its_turn(tokenizers, template):
-    tokenizer, end = tokenizers[template], TURN_END[template]
-    for prompt, answer, _ in conversations(6):
-        ids, completion = tokenization.encode(tokenizer, prompt, answer)
-        assert ids == template_ids(tokenizer, prompt, add_generation_prompt=True)
-        assert ids + completion == whole_ids(tokenizer, prompt + answer, end)
-        assert tokenizer.decode(completion) == answer[0]["content"] + end
-    assert tokenization.encode(tokenizer, [user("a")], [assistant("")])[1] == [tokenizer.convert_tokens_to_ids(end)]
+        whole = template_ids(tokenizer, prompt + answer)
+        assert ids + completion[:-1] == whole[: len(ids) + len(completion) - 1]
+        assert tokenizer.decode(completion) == f"{' ' * (template == 'plain')}{answer[0]['content']}{end}"
+    ids, completion = tokenization.encode(tokenizer, begun, [assistant(" cheap .")])
+    assert ids == tokenization.encode(tokenizer, begun) == template_ids(tokenizer, begun, continue_final_message=True)
+    assert tokenizer.decode(ids).endswith("it was") and tokenizer.decode(completion).strip() == f"cheap .{end}"
 
 
 # What published templates write, in the parts that matter here: what opens and closes a turn.
@@ -743,7 +679,7 @@ def test_gen_16_a_turn_ends_as_its_template_ends_it(template, trained, ends):
         assert texts_of(tokenizer, [ids]) == ["<think>cheap</think>" + trained.replace(ends[-1], "")]
 
 
-@pytest.mark.parametrize("earlier", [[], [user("so ?"), assistant("fine .")]])
+@pytest.mark.parametrize("earlier", [[], [user("the hotel"), assistant("fine .")]])
 def test_a_prompt_is_trained_on_as_it_is_asked_where_an_answer_changes_what_stands_before_it(earlier):
     """Mistral's template writes the system's message into the last message, if this one is the user's."""
     tokenizer = chat_tokenizer("gemma")
@@ -793,39 +729,6 @@ def test_a_systems_message_that_the_template_refuses_begins_the_question(capsys)
     pairs = [[system("be kind"), user("cheap ?")], [user("be kind\n\ncheap ?")]] * 2
     found = [tokenization.encode(tokenizer, prompt, [assistant("the hotel")]) for prompt in pairs]
     assert found == [found[1]] * 4 and capsys.readouterr().out.count("refuses a system's message (no)") == 1
-
-
-def test_a_prompt_that_the_template_writes_otherwise_without_its_answer_is_the_one_that_is_asked():
-    """Mistral's writes the system's message before a question that is the last message."""
-    tokenizer = chat_tokenizer("eos")
-    tokenizer.chat_template = (
-        "{% for m in messages %}<|{{ m.role }}|>{% if loop.last and m.role == 'user' %}be kind {% endif %}"
-        "{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
-    )
-    answer = assistant("the hotel")
-    prompt, completion = tokenization.encode(tokenizer, [user("cheap"), answer, user("cheap")], [answer])
-    assert tokenizer.decode(prompt) == "<|user|>cheap<|assistant|>the hotel<eos><|user|>be kind cheap"
-    assert tokenizer.decode(completion) == "<|assistant|>the hotel<eos>"
-
-
-def test_a_completion_without_an_end_of_its_own_gets_eos(tokenizers):
-    tokenizer = tokenizers["plain"]
-    for prompt, answer, _ in conversations(3):
-        ids, completion = tokenization.encode(tokenizer, prompt, answer)
-        assert completion.count(tokenizer.eos_token_id) == 1 and completion[-1] == tokenizer.eos_token_id
-        assert ids + completion[:-1] == template_ids(tokenizer, prompt + answer)
-
-
-@ALL_TEMPLATES
-def test_a_prompt_that_ends_with_an_answer_is_continued(tokenizers, template):
-    tokenizer = tokenizers[template]
-    begun = [user("how much ?"), assistant("it was")]
-    ids = tokenization.encode(tokenizer, begun)
-    assert ids == template_ids(tokenizer, begun, continue_final_message=True)
-    assert tokenizer.decode(ids).endswith("it was")
-    if template in TURN_END:
-        prompt, completion = tokenization.encode(tokenizer, begun, [assistant(" cheap .")])
-        assert prompt == ids and tokenizer.decode(completion).strip() == f"cheap .{TURN_END[template]}"
 
 
 # ---- N+'s columns of padded token ids --------------------------------------------------------------------------------
@@ -909,15 +812,17 @@ def test_the_shares_of_all_processes_are_equally_long_and_hold_every_number_once
 # ---- demonstrations --------------------------------------------------------------------------------------------------
 
 
-def test_demonstrations_have_limits_and_keep_their_numbers(in_tmp, fails):
+def test_demonstrations_have_limits(in_tmp, fails):
     tokenizer = word_tokenizer()
     write("rows.jsonl", [{"prompt": "a " * n, "completion": "b " * m} for n, m in ((9, 1), (2, 1), (3, 1), (2, 8))])
-    assert [len(p) for p, _ in demonstrations_of("rows.jsonl", tokenizer, max_prompt_length=3)] == [2, 3, 2]
-    assert len(demonstrations_of("rows.jsonl", tokenizer, take=2)) == 2
+    for flags, lengths in (
+        (dict(max_prompt_length=3), [2, 3, 2]),
+        (dict(take=2), [9, 2]),
+        (dict(max_length=10), [2, 3]),
+    ):
+        assert [len(prompt) for prompt, _ in demonstrations_of("rows.jsonl", tokenizer, **flags)] == lengths
     line = fails(demonstrations_of, "rows.jsonl", tokenizer, context=10, max_prompt_length=3)
     assert "1 of 3 rows have more than 10 tokens, the model's context; the first one is row 4 with 11" in line
-    assert "2 of 4 rows have more than 10 tokens" in fails(demonstrations_of, "rows.jsonl", tokenizer, context=10)
-    assert [len(p) for p, _ in demonstrations_of("rows.jsonl", tokenizer, context=10, max_length=10)] == [2, 3]
 
 
 @pytest.mark.parametrize("read", [demonstrations_of, comparisons_of])
@@ -946,73 +851,49 @@ def test_comparisons_of_text_are_the_prompt_and_each_candidate(in_tmp, fails):
     assert "--eval_dataset rows.jsonl: 3 candidates a row, but 2 in --dataset two.jsonl" in line
 
 
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        ({"candidates": ["a"]}, "must hold 2 strings, in every row alike"),
-        (
-            {"candidates": ["a", "a " * 40]},
-            "1 of 2 rows have more than 32 tokens, the model's context; the first one is row 2 with 43",
-        ),
-        ({"best": None}, "'best'"),
-    ],
-)
-def test_a_comparison_that_cannot_be_read_is_named(in_tmp, fails, change, words):
-    row = {"prompt": "a b", "candidates": ["c", "d"], "best": 0}
-    line = fails(comparisons_of, write("rows.jsonl", [row, row | change]), word_tokenizer(), context=32)
-    assert "--dataset rows.jsonl: " in line and "row 2" in line and words in line
-
-
 # ---- the labels of lm-human-preferences ------------------------------------------------------------------------------
-PAD, NUM_WORDS, R = 50259, 40, 6  # the labels' padding; tokens of the tiny model; token ids of a sample
-
-
-def label_rows(number=32):
-    """Rows of the shape of offline_5k.json: four samples, and padding anywhere."""
-    rng, table = random.Random(0), []
-    for i in range(number):
-        query = [rng.randrange(1, NUM_WORDS - 1) for _ in range(rng.randint(3, 10))]
-        row = {f"sample{k}": rng.choices(range(1, NUM_WORDS - 1), k=R) for k in (2, 3, 0, 1)}  # in no order, as there
-        table.append(row | {"query": query + [PAD] * (10 - len(query)), "best": i % 4})
-    table[1] |= {"sample2": [*table[1]["sample2"][:2], *[PAD] * (R - 2)], "query": [PAD, 3, 4, PAD, 6, 9, *[PAD] * 4]}
-    table[2]["query"] = [PAD] * 10
-    return table
+PAD, NUM_WORDS = 50259, 40  # the labels' padding; tokens of the tiny model
 
 
 @pytest.fixture
 def of_labels():
-    """A tokenizer of 40 words, its EOS (id 0) one of them, and no padding token."""
+    """A tokenizer of 40 words, its EOS (id 0) one of them, and its padding the last one."""
     backend = Tokenizer(models.WordLevel({f"w{i}": i for i in range(NUM_WORDS)}, unk_token="w1"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="w0")
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="w0", pad_token="w39")
 
 
 def test_data_4_the_token_ids_of_labels_are_kept_without_their_padding(in_tmp, of_labels):
     """No EOS is put, whatever the file's form is. Padding may be the tokenizer's, too."""
-    table, of_labels.pad_token = label_rows(), "w39"
-    table[3]["sample1"] = [3, 4, 39, 39, 39, 39]
-    real = [{k: [i for i in x if i not in (PAD, 39)] for k, x in row.items() if k != "best"} for row in table]
-    expected = [[row["query"] + row[f"sample{k}"] for k in range(4)] for row in real]
+    first = {"sample2": [3, 4, PAD], "sample3": [5], "sample0": [0, 7], "sample1": [8, 39, 39], "best": 2}
+    second = {"query": [PAD, PAD], "best": 3} | {f"sample{k}": [9 + k, PAD, 9] for k in range(4)}
+    table = [first | {"query": [PAD, 3, 4, PAD, 6, PAD]}, second]
+    expected = [([[3, 4, 6, *x] for x in ([0, 7], [8], [3, 4], [5])], 2), ([[9 + k, 9] for k in range(4)], 3)]
     write("labels.json", table), write("lines.jsonl", table)
-    write("folder/sentiment/offline_5k.json", table), write("folder/other/offline_5k.json", table[:3])
+    write("folder/sentiment/offline_5k.json", table), write("folder/other/offline_5k.json", table[:1])
     for spec in ("labels.json", "lines.jsonl", "folder:sentiment/offline_5k.json"):
-        found = comparisons_of(f"{spec}[:20]", of_labels, eval_dataset=f"{spec}[20:]")
-        assert found == [(ids, row["best"]) for ids, row in zip(expected, table, strict=True)]
+        assert comparisons_of(f"{spec}[:1]", of_labels, eval_dataset=f"{spec}[1:]") == expected
+
+
+LABEL = {f"sample{k}": [5, 6] for k in range(4)} | {"query": [7], "best": 0}
+CHOICE, TOO_LONG = {"prompt": "w2 w3", "candidates": ["w4", "w5"], "best": 0}, "have more than 32 tokens, the model's"
 
 
 @pytest.mark.parametrize(
-    "change, words",
+    "row, change, words",
     [
-        ({"best": 4}, "column 'best': 4 is no index of its candidates"),
-        ({"sample3": None}, "'sample3'"),
-        ({"sample1": [3, NUM_WORDS, 3]}, "row 2: 40 is no token (the vocabulary has 40)"),
-        ({"sample1": [3] * 40}, "1 of 2 rows have more than 32 tokens, the model's context; the first one is row 2"),
+        (CHOICE, {"candidates": ["w4"]}, "must hold 2 strings, in every row alike"),
+        (CHOICE, {"candidates": ["w4", "w4 " * 40]}, f"1 of 2 rows {TOO_LONG} context; the first one is row 2 with 43"),
+        (CHOICE, {"best": None}, "'best'"),
+        (LABEL, {"best": 4}, "column 'best': 4 is no index of its candidates"),
+        (LABEL, {"sample3": None}, "'sample3'"),
+        (LABEL, {"sample1": [3, NUM_WORDS, 3]}, "row 2: 40 is no token (the vocabulary has 40)"),
+        (LABEL, {"sample1": [3] * 40}, f"1 of 2 rows {TOO_LONG} context; the first one is row 2"),
     ],
 )
-def test_a_label_that_cannot_be_read_is_named(in_tmp, fails, of_labels, change, words):
-    table = [{f"sample{k}": [5, 6] for k in range(4)} | {"query": [7], "best": 0}] * 2
-    line = fails(comparisons_of, write("labels.json", [table[0], table[1] | change]), of_labels, context=32)
-    assert "--dataset labels.json: " in line and "row 2" in line and words in line
+def test_a_comparison_that_cannot_be_read_is_named(in_tmp, fails, of_labels, row, change, words):
+    line = fails(comparisons_of, write("rows.jsonl", [row, row | change]), of_labels, context=32)
+    assert "--dataset rows.jsonl: " in line and "row 2" in line and words in line
 
 
 # ---- folders with the shape of repositories of the Hub ---------------------------------------------------------------

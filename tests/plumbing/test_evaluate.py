@@ -312,16 +312,22 @@ def test_what_makes_figures_doubtful_is_said(rows, tiny, capsys):
     assert "of its responses ended within 6 tokens" in warnings[0] and len(warnings) == 2
 
 
-def test_what_is_doubtful_has_its_thresholds():
-    def doubts(ended, lengths):
-        sides = [{"ended": {"value": x}, "length": {"value": n}} for x, n in zip(ended, lengths, strict=True)]
-        args = evaluate.Args(policy_path=("a",), opponent_path="b", response_length=9)
-        metrics = {"a": dict(zip(("policy", "opponent"), sides, strict=True))}
-        return [line.partition(":")[0] for line in evaluate.evaluation.doubts(args, {"a": args}, metrics)]
-
-    assert doubts((0.9, 0.9), (10, 20)) == doubts((0.9, 0.9), (20, 10)) == []
-    assert doubts((0.89, 0.9), (20, 10)) == ["a"] and doubts((0.9, 0.89), (10, 20)) == ["b"]
-    assert doubts((0.9, 0.9), (10, 21)) == doubts((0.9, 0.9), (21, 10)) == ["a"]
+@pytest.mark.parametrize(
+    "ended, lengths, doubted",
+    [
+        ((0.9, 0.9), (10, 20), []),
+        ((0.9, 0.9), (20, 10), []),
+        ((0.89, 0.9), (20, 10), ["a"]),
+        ((0.9, 0.89), (10, 20), ["b"]),
+        ((0.9, 0.9), (10, 21), ["a"]),
+        ((0.9, 0.9), (21, 10), ["a"]),
+    ],
+)
+def test_what_is_doubtful_has_its_thresholds(ended, lengths, doubted):
+    sides = [{"ended": {"value": x}, "length": {"value": n}} for x, n in zip(ended, lengths, strict=True)]
+    args = evaluate.Args(policy_path=("a",), opponent_path="b", response_length=9)
+    lines = evaluation.doubts(args, {"a": args}, {"a": dict(zip(("policy", "opponent"), sides, strict=True))})
+    assert [line.partition(":")[0] for line in lines] == doubted
 
 
 # ---- talking to policies ---------------------------------------------------------------------------------------------

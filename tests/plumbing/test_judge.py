@@ -1,11 +1,11 @@
-"""A language model as the judge, against a server on this machine: what it is asked, what is kept, what goes wrong."""
+"""A language model as the judge, behind a pretended endpoint: what it is asked, what is kept, what goes wrong."""
 
 import csv
+import functools
 import json
 import re
 import threading
 import zlib
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,48 +15,42 @@ from short_runs import contents, write_rows
 from rlhf_details import evaluate, toy
 from rlhf_details.plumbing import judge as judge_module
 
+openai, httpx = pytest.importorskip("openai"), pytest.importorskip("httpx")
 KEY = "sk-secret-0123456789"
 
 
 class Server:
-    """An endpoint /v1/chat/completions that records all. reply(number of the request, question) -> answer, or a status.
+    """An endpoint that records all. reply(number of the request, question) -> answer, or a status.
 
-    None in place of an answer is a page of HTML, and {} a reply without a message.
+    None in place of an answer is a page of HTML, {} a reply without a message, and "gone" no connection.
     refusal: None, or a status for requests that have a temperature.
     """
 
     def __init__(self, reply, refusal=None):
-        self.bodies, self.headers, self.answered, lock = [], [], [], threading.Lock()
+        self.bodies, self.headers, self.answered, self.lock = [], [], [], threading.Lock()
+        self.reply, self.refusal = reply, refusal
 
-        def post(handler):
-            body = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))
-            text, authorization = body["messages"][0]["content"], handler.headers["Authorization"]
-            with lock:
-                answer = refusal if refusal and "temperature" in body else reply(len(self.bodies), text)
-                self.bodies.append(body)
-                self.headers.append({"path": handler.path, "Authorization": authorization})
-                self.answered += [text] if isinstance(answer, str) else []
-            message = None if answer == {} else {"role": "assistant", "content": answer}
-            choice = {"index": 0, "finish_reason": "stop", "message": message}
-            good = {"id": "1", "object": "chat.completion", "created": 0, "model": "", "choices": [choice]}
-            is_bad = isinstance(answer, int)
-            words = f"no: {authorization}" if answer != refusal else "Unsupported value: 'temperature' must be 1"
+    def respond(self, request):
+        body, authorization = json.loads(request.content), request.headers["Authorization"]
+        text = body["messages"][0]["content"]
+        with self.lock:
+            is_refused = self.refusal and "temperature" in body
+            answer = self.refusal if is_refused else self.reply(len(self.bodies), text)
+            self.bodies.append(body)
+            self.headers.append({"path": request.url.path, "Authorization": authorization})
+            self.answered += [text] if isinstance(answer, str) else []
+        if answer == "gone":
+            raise httpx.ConnectError("nobody listens")
+        if answer is None:
+            return httpx.Response(200, html="<html>hello</html>")
+        if isinstance(answer, int):
+            words = "Unsupported value: 'temperature' must be 1" if is_refused else f"no: {authorization}"
             bad = {"detail": [{"loc": ["body", words]}]} if answer == 422 else {"error": {"message": words}}
-            content = json.dumps(bad if is_bad else good)
-            handler.send_response(answer if is_bad else 200)
-            handler.send_header("Content-Type", "text/html" if answer is None else "application/json")
-            handler.end_headers()
-            handler.wfile.write(b"<html>hello</html>" if answer is None else content.encode())
-
-        methods = {"do_POST": post, "log_message": lambda *_: None}
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (BaseHTTPRequestHandler,), methods))
-        self.thread = threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.02})
-        self.thread.start()
-        self.url = f"http://127.0.0.1:{self.http.server_port}/v1"
-
-    def close(self):
-        if self.thread.is_alive():
-            self.http.shutdown(), self.http.server_close(), self.thread.join()
+            return httpx.Response(answer, json=bad)
+        message = None if answer == {} else {"role": "assistant", "content": answer}
+        choice = {"index": 0, "finish_reason": "stop", "message": message}
+        good = {"id": "1", "object": "chat.completion", "created": 0, "model": "", "choices": [choice]}
+        return httpx.Response(200, json=good)
 
 
 @pytest.fixture
@@ -65,28 +59,28 @@ def judge(tiny, in_tmp, monkeypatch):
 
     The client tries twice in all.
     """
-    pytest.importorskip("openai")
     write_rows("rows.jsonl", toy.rows("sft", "train")[:13])
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1"), monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    servers = []
-    monkeypatch.setattr(judge_module, "RETRIES", 1)
+    monkeypatch.setenv("OPENAI_API_KEY", KEY), monkeypatch.setattr(judge_module, "RETRIES", 1)
+    servers = {}
+    transport = httpx.MockTransport(lambda request: servers[request.url.host].respond(request))
+    client = functools.partial(openai.OpenAI, http_client=httpx.Client(transport=transport))
+    monkeypatch.setattr(openai, "OpenAI", client)
 
     def start(reply, threads=8, refusal=None, **flags):
         monkeypatch.setattr(judge_module, "THREADS", threads)
-        servers.append(Server(reply, refusal))
+        host = f"judge{len(servers)}"
+        servers[host] = Server(reply, refusal)
         options = dict(dataset="rows.jsonl", policy_path=(str(tiny / "policy"),), response_length=6, output_dir="out")
-        options |= dict(judge="llm", judge_model="tiny-judge", judge_base_url=servers[-1].url) | flags
+        options |= dict(judge="llm", judge_model="tiny-judge", judge_base_url=f"http://{host}/v1") | flags
 
         def run(**more):
             metrics = evaluate.main(evaluate.Args(**(options | more)))["metrics"]
             with open(Path((options | more)["output_dir"], "samples.csv"), newline="") as file:
                 return metrics["win_rate"], list(csv.DictReader(file))
 
-        return SimpleNamespace(server=servers[-1], run=run)
+        return SimpleNamespace(server=servers[host], run=run)
 
-    yield start
-    for server in servers:
-        server.close()
+    return start
 
 
 def taste(text):
@@ -170,17 +164,15 @@ def test_a_temperature_that_is_refused_is_left_out_for_the_whole_run(judge, caps
         (400, 1, "400"),
         (None, 1, "no chat completion"),
         (401, 1, "401"),
-        ("gone", 0, "Connection"),
+        ("gone", 2, "Connection"),
         ({}, 1, "no chat completion"),
         (422, 1, "'loc'"),
     ],
 )
 def test_what_does_not_pass_ends_with_one_line_that_has_no_key(judge, fails, status, attempts, words):
     asked = judge(lambda *_: status, threads=1)
-    if status == "gone":
-        asked.server.close()
     line = fails(asked.run)
-    assert KEY not in line and f"--judge_base_url {asked.server.url}" in line and words in line and "0 of 13" in line
+    assert KEY not in line and "--judge_base_url http://judge0/v1" in line and words in line and "0 of 13" in line
     assert len(asked.server.bodies) == attempts
 
 

@@ -60,29 +60,16 @@ def test_a_function_is_found_in_a_file_and_in_a_package_and_may_import_its_neigh
     assert files.load_function("rlhf_details.toy:right_sum", "--reward_fn") is toy.right_sum
 
 
-def test_each_folder_has_its_own_modules_when_it_is_imported_and_when_it_is_called(functions, in_tmp, monkeypatch):
-    monkeypatch.syspath_prepend(in_tmp / "library")
-    for folder in ("library", "a", "b", "other"):
+def test_two_folders_with_a_module_of_the_same_name_are_refused(functions, fails, monkeypatch):
+    monkeypatch.setattr(files, "FOLDERS", []), monkeypatch.setattr(sys, "path", [*sys.path])
+    for folder in ("a", "b", "c"):
         Path(folder).mkdir()
-        if folder != "other":  # which has none of its own
-            functions(f"class Word(str): pass\nWORD = Word('{folder}')", f"{folder}/terms.py")
-            functions(f"WORD = '{folder} late'", f"{folder}/later.py")
-        functions("raise ImportError('not the library')", f"{folder}/torch.py")
-        functions(
-            """
-            import pickle, torch, terms
-            class Mine: pass
-            def f(prompts, completions):
-                import terms as again, later
-                assert again is terms and pickle.loads(pickle.dumps([terms.WORD, Mine(), torch.ones(1)]))
-                raise ValueError(terms.WORD, later.WORD)
-            """,
-            f"{folder}/mine.py",
-        )
-    score = make_scorer(("other/mine.py:f", "a/mine.py:f", "b/mine.py:f"))
-    for name, found in {"other": "library", "a": "a", "b": "b"}.items():
-        with pytest.raises(rewards.Fault, match=rf"ValueError: \('{found}', '{found} late'\)"):
-            score.functions[f"{name}.mine.py:f"]([], [], [])
+        functions(f"WORD = '{folder}'", f"{folder}/{'other' if folder == 'c' else 'terms'}.py")
+        module = "other" if folder == "c" else "terms"
+        functions(f"import {module}\ndef f(prompts, completions): return {module}.WORD", f"{folder}/mine.py")
+    assert [files.load_function(f"{x}/mine.py:f", "--reward_fn")([], []) for x in "ac"] == ["a", "c"]
+    line = fails(files.load_function, "b/mine.py:f", "--reward_fn")
+    assert "--reward_fn b/mine.py:f: Python has one module of a name" in line and "a/terms.py has been imported" in line
 
 
 def test_what_the_users_files_import_is_never_a_file_of_ours(functions, tiny, in_tmp):
@@ -548,11 +535,6 @@ def test_a_chat_template_of_its_own_is_read_for_messages_alone(tiny, in_tmp, mon
     run_page(page, tiny, dataset=rows, sft_model_path="policy", reward_model_path="reward", total_episodes=16)
     assert bool(seen) == isinstance(prompt, list)
     model = models.load_reward_model("reward", rloo_args(tiny)).eval()
-    if seen:
-        (_, _, texts, ended), scores = seen[0]
-        ids = [tokenizer(f"on monday we went on monday {text}").input_ids for text in texts]
-        ids = [x + [tokenizer.eos_token_id] * is_complete for x, is_complete in zip(ids, ended, strict=True)]
-        assert scores == pytest.approx([model(torch.tensor([x])).logits.item() for x in ids], abs=1e-5)
     if page == "train_ppo":
         (_, (_, policy, _, _)), size = loaded[0], dict(model.named_parameters())["score.weight"].norm()
         assert policy.critic.model.score.weight.norm().item() == pytest.approx(size.item(), rel=0.1)  # It is not 0.
