@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlhf_details import utils
-from rlhf_details.plumbing import cli, data, engines, evaluation, judge, models, progress, rewards, vllm
+from rlhf_details.plumbing import cli, data, engines, evaluation, judge, models, rewards, vllm
 from rlhf_details.plumbing.evaluation import average, rate, share
 from rlhf_details.utils import EVALUATION, in_slices
 
@@ -346,7 +346,7 @@ def main(args: Args):
         return evaluation.talk(settings, respond)
     evaluation.check_folder(args, settings)
     accelerator = engines.join()
-    progress.now("loading rows and models")
+    cli.say("loading rows and models")
     device, size = accelerator.device, args.rollout_micro_batch_size
     use_references = args.judge != "none" and not args.opponent_path
     opponents = [args.opponent_path] if args.opponent_path or use_references else []  # None: the references
@@ -377,7 +377,7 @@ def main(args: Args):
             key = model, evaluation.sampling(own)
             if key in measured:
                 continue
-            progress.now(f"responses and scores of {model or 'the references'}")
+            cli.say(f"responses and scores of {model or 'the references'}")
             with accelerator.autocast():
                 if model:
                     responses, mask, ended = respond(loaded[model], [*queries, numbers], ids[path], own, sample)
@@ -402,7 +402,7 @@ def main(args: Args):
             what = f"--samples_per_prompt {args.samples_per_prompt}"
             cli.fail(f"{what}: no function of --reward_fn has returned True and False alone")
         verdicts = [list(zip(*(given[f"rewards/{name}"] for name in names), strict=True))]  # of the first one
-        for number in progress.each(range(1, args.samples_per_prompt), f"more responses of {path} to each prompt"):
+        for number in range(1, args.samples_per_prompt):
             with accelerator.autocast():
                 responses, mask, ended = respond(loaded[path], [*queries, numbers + number * N], ids[path], own, sample)
                 ended, texts = ended & (len(ids[path][1]) > 0), models.decode(tokenizer, responses, mask)
@@ -415,7 +415,7 @@ def main(args: Args):
     kl = {}
     for path, own in settings.items() if args.ref_model_path else ():
         policy, reference = (Policy(loaded[model], own.kl_temperature) for model in (path, args.ref_model_path))
-        progress.now(f"the KL of {path} to {args.ref_model_path}")
+        cli.say(f"the KL of {path} to {args.ref_model_path}")
         with accelerator.autocast():
             batch = [*queries, numbers]
             # The estimate is unbiased only for draws from the policy that it is about. [EVAL-3]
@@ -428,7 +428,7 @@ def main(args: Args):
         torch.distributed.destroy_process_group()
     if not accelerator.is_main_process:
         return None
-    progress.now("verdicts and the report")
+    cli.say("verdicts and the report")
     folder, summary = evaluation.open_folder(args, settings, accelerator, N)
     tables, metrics = {}, {}  # {path: {column: list of N}}, {path: {"policy": figures, "opponent": .., "win_rate": ..}}
     for path, own in settings.items():

@@ -28,9 +28,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlhf_details import utils
-from rlhf_details.plumbing import cli, comparisons, data, engines, models, progress
+from rlhf_details.plumbing import cli, comparisons, data, engines, models
 from rlhf_details.plumbing.run import Run
-from rlhf_details.utils import EVALUATION, REWARD_DATA, in_slices
+from rlhf_details.utils import EVALUATION, REWARD_DATA
 
 import torch
 from torch import nn
@@ -178,8 +178,9 @@ def sample_responses(policy, args, accelerator, prompts, n, purpose, stop_ids, k
     sampler_args = 1, args.response_length, stop_ids.to(accelerator.device), (args.seed, key, purpose)
     policy.eval()
     with accelerator.autocast():
-        sampler = progress.counted(utils.sample, "sampling responses", len(queries))
-        responses, mask, _ = in_slices(sampler, policy, batch, 128 * n, *sampler_args)  # [N, R]
+        parts = cli.progress("sampling responses", list(utils.slices(batch, 128 * n)))
+        found = [utils.sample(policy, part, *sampler_args) for part in parts]
+        responses, mask, _ = (torch.cat(x) for x in zip(*found, strict=True))  # [N, R]
     return [r[m].tolist() for r, m in zip(responses, mask, strict=True)]
 
 
@@ -207,7 +208,7 @@ def logprobs_of(policy, part, size, accelerator):
     mine = [rows_of(part[i % len(part)]) for i in data.my_share(len(part), accelerator).tolist()]
     slices = [[row for rows in mine[i : i + size] for row in rows] for i in range(0, len(mine), size)]
     with accelerator.autocast():
-        parts = progress.each(slices, "log-probs, slice by slice")
+        parts = cli.progress("log-probs, slice by slice", slices)
         found = torch.cat([completion_logprobs(policy, rows, accelerator.device)[0] for rows in parts])
     return accelerator.gather(found.reshape(len(mine), -1))[: len(part)]
 
@@ -351,7 +352,7 @@ def main(args: Args):
             sampling = [row.ids for row in shown], 1, 0, stop_ids, EVALUATION
             responses = sample_responses(engines.gathered(policy), args, accelerator, *sampling)
             for row, text in zip(shown, models.texts_of(tokenizer, responses), strict=True):
-                run.say(f"query: {row.text!r} | response: {text!r}")
+                cli.say(f"query: {row.text!r} | response: {text!r}")
         run.log(step, metrics)
         run.checkpoint_if_due(step, policy, optimizer)
     return run.finish(policy)  # the model folder with its card, the held-out metrics, and the upload

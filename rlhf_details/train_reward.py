@@ -30,9 +30,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlhf_details import utils
-from rlhf_details.plumbing import cli, comparisons, data, engines, models, progress
+from rlhf_details.plumbing import cli, comparisons, data, engines, models
 from rlhf_details.plumbing.run import Run
-from rlhf_details.utils import REWARD_DATA, in_slices
+from rlhf_details.utils import REWARD_DATA
 
 import torch
 from torch import nn
@@ -189,8 +189,9 @@ def sample_responses(args, accelerator, prompts, n, purpose, stop_ids):
     batch = [queries, query_mask, torch.arange(len(queries), device=accelerator.device)]
     sampler_args = 1, args.response_length, stop_ids.to(accelerator.device), (args.seed, REWARD_DATA, purpose)
     with accelerator.autocast():
-        sampler = progress.counted(utils.sample, "sampling responses", len(queries))
-        responses, mask, _ = in_slices(sampler, policy, batch, 128 * n, *sampler_args)  # [N, R]
+        parts = cli.progress("sampling responses", list(utils.slices(batch, 128 * n)))
+        found = [utils.sample(policy, part, *sampler_args) for part in parts]
+        responses, mask, _ = (torch.cat(x) for x in zip(*found, strict=True))  # [N, R]
     return [r[m].tolist() for r, m in zip(responses, mask, strict=True)]
 
 
@@ -213,7 +214,7 @@ def scores_of(reward, rows, size, accelerator):
     mine = [rows[i % len(rows)] for i in data.my_share(len(rows), accelerator).tolist()]
     slices = [mine[i : i + size] for i in range(0, len(mine), size)]
     with accelerator.autocast():
-        parts = progress.each(slices, "scoring rows, slice by slice")
+        parts = cli.progress("scoring rows, slice by slice", slices)
         scores = torch.cat([reward(*utils.left_pad(part, accelerator.device)) for part in parts])
     return accelerator.gather(scores)[: len(rows)]
 
@@ -356,7 +357,7 @@ def main(args: Args):
         # A candidate scores 0 in the mean, or with --reference_dataset, as in N+, a reference response. [RM-12]
         bias = -scores_of(reward, references, size * K, accelerator).mean().item()
         which = "reference responses" if args.reference_dataset else "candidates"
-        run.say(f"mean score {-bias:.3f} on {len(references)} {which} -> 0")
+        cli.say(f"mean score {-bias:.3f} on {len(references)} {which} -> 0")
     weights = run.full_weights(reward)
     if accelerator.is_main_process:
         # The head takes the gain, because other libraries know none. [RM-13]

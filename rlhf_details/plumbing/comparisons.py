@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from rlhf_details import toy
-from rlhf_details.plumbing import cli, data, engines, models, progress, tokenization
+from rlhf_details.plumbing import cli, data, engines, models, tokenization
 from rlhf_details.plumbing.files import check_columns, read_rows
 from rlhf_details.utils import is_messages
 
@@ -163,7 +163,7 @@ def encode(rows, what, tokenizer, reward, args):
     """
     context, vocabulary = models.context(reward), reward.model.get_input_embeddings().num_embeddings
     found, left = data.Prompts(), []
-    for number, (prompt, candidates, best, row) in enumerate(progress.each(rows, f"tokenising {what}"), 1):
+    for number, (prompt, candidates, best, row) in enumerate(cli.progress(f"tokenising {what}", rows), 1):
         where, options = f"{what}: row {number}", data.options_of(row, args)
         pairs = [tokenization.encode(tokenizer, prompt, candidate, options, where) for candidate in candidates]
         query = pairs[0][0]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from rlhf_details import toy, utils
-from rlhf_details.plumbing import cli, models, progress
+from rlhf_details.plumbing import cli, models
 from rlhf_details.plumbing.files import check_columns, read_rows
 from rlhf_details.plumbing.tokenization import (
     Padded,
@@ -367,8 +367,7 @@ def read_demonstrations(args, flag):
     take, what = args.take if flag == "dataset" else None, f"--{flag} {spec}"
     name, _, split = spec.partition(":")
     if name in toy.TASKS:
-        with progress.doing(f"writing the rows of {what}"):
-            return with_prompts(toy.rows("sft", split or "train", name)[:take], args, what)
+        return with_prompts(toy.rows("sft", split or "train", name)[:take], args, what)
     rows = read_rows(spec, f"--{flag}")[:take]
     has_others = any(rows[0].get(name) is not None for name in ("prompt", "completion", "instruction", *CONVERSATIONS))
     if isinstance(rows[0].get("text"), str) and args.prompt_template is None and not has_others:
@@ -386,7 +385,7 @@ def encode_demonstrations(rows, what, tokenizer, context, args, num_sampled=0):
     result, options = Prompts(), [options_of(row, args) for row in rows]
     pairs = [
         encode(tokenizer, row["prompt"], row["completion"], own, f"{what}: row {i}")
-        for i, (row, own) in enumerate(zip(progress.each(rows, f"tokenising {what}"), options, strict=True), 1)
+        for i, (row, own) in enumerate(zip(cli.progress(f"tokenising {what}", rows), options, strict=True), 1)
     ]
     kept = short_enough([len(prompt) for prompt, _ in pairs], args.max_prompt_length, what)
     fits = short_enough([len(pairs[i][0]) + len(pairs[i][1]) for i in kept], args.max_length, what, "row")

@@ -25,7 +25,7 @@ import torch
 from accelerate.utils import gather_object
 
 from rlhf_details import toy, utils
-from rlhf_details.plumbing import cli, models, progress
+from rlhf_details.plumbing import cli, models
 from rlhf_details.plumbing.files import imports_of, load_function
 from rlhf_details.plumbing.tokenization import encode
 from rlhf_details.utils import is_messages
@@ -176,8 +176,7 @@ class Scorer:
             self.seconds["time/rewards/reward_model"] = time.time() - start
         for name in self.functions:
             start = time.time()
-            with progress.doing(f"--reward_fn {name} on {len(rows)} responses"):
-                entries[name] = self.call(name, rows, texts)
+            entries[name] = self.call(name, rows, texts)
             self.seconds[f"time/rewards/{name}"] = time.time() - start
         self.check_entries(entries, rows, batch)
         for name in self.watched:

@@ -5,7 +5,7 @@ import math
 import reprlib
 
 from rlhf_details import utils
-from rlhf_details.plumbing import cli, progress
+from rlhf_details.plumbing import cli
 from rlhf_details.utils import is_messages
 
 say_once = functools.cache(cli.say)
@@ -118,7 +118,7 @@ def encode_prompts(tokenizer, rows, room, what, options, limit=None):
     Args: options, a function of a row; limit, longer prompts are dropped.
     Returns: (numbers of the rows kept, from 0; the token ids of each).
     """
-    numbered = enumerate(progress.each(rows, f"tokenising {what}"), 1)
+    numbered = enumerate(cli.progress(f"tokenising {what}", rows), 1)
     ids = [encode(tokenizer, row["prompt"], None, options(row), f"{what}: row {i}") for i, row in numbered]
     kept = short_enough(list(map(len, ids)), limit, what)
     for i in kept:

@@ -103,9 +103,10 @@ def test_booleans_nones_lists_and_tables(toml):
     assert json.loads(args.chat_template_kwargs) == {"enable_thinking": False}
 
 
-def test_a_flag_of_several_values_may_be_given_again_and_again(toml):
-    for words in ("--reward_fn a:f b:g", "--reward_fn a:f --reward-fn=b:g", "--reward_fn=a:f --track --reward_fn b:g"):
-        assert parse([*words.split(), "--seed", "3"]).reward_fn == ("a:f", "b:g")
+def test_a_flag_of_several_values_is_given_once(toml, fails):
+    assert parse(["--reward_fn", "a:f", "b:g", "--seed", "3"]).reward_fn == ("a:f", "b:g")
+    for words in ("--reward_fn a:f --reward-fn=b:g", "--reward_fn=a:f --track --reward_fn b:g"):
+        assert "--reward_fn: is given twice" in fails(parse, words.split())
     file = toml('reward_fn = ["a:f", "b:g"]')
     assert parse(["--config", file]).reward_fn == ("a:f", "b:g")
     assert parse(["--config", file, "--reward_fn", "c:h"]).reward_fn == ("c:h",)
@@ -117,16 +118,17 @@ def test_a_flag_of_several_values_may_be_given_again_and_again(toml):
 @pytest.mark.parametrize(
     "text, words",
     [
-        ("batch_sise = 3", "unknown key 'batch_sise'; did you mean 'batch_size'?"),
-        ("zzz = 3\nqqq = 4", "unknown keys 'zzz', 'qqq'"),
-        ("batch_size = = 3", "line 1"),
-        ('learning_rate = "fast"', "learning_rate = 'fast' is not of that flag's type"),
-        ('lr_schedule = "square"', "lr_schedule = 'square' is not"),
+        ("batch_sise = 3", ["--batch_sise", "Perhaps you meant: --batch_size"]),
+        ("no_no_track = true", ["no_no_track"]),
+        ("no_track = true", ["must be names of flags"]),
+        ("batch_size = = 3", ["line 1"]),
+        ('learning_rate = "fast"', ["--learning_rate", "'fast'"]),
+        ('lr_schedule = "square"', ["'square'", "--lr_schedule", "'linear', 'cosine'"]),
     ],
 )
 def test_a_mistake_in_a_toml_file_is_one_line(toml, fails, text, words):
     line = fails(parse, ["--config", toml(text)])
-    assert line.startswith("error: --config run.toml: ") and words in line
+    assert line.startswith("error: --config run.toml: ") and all(word in line for word in words), line
     Path("run.toml").unlink()
     assert "--config run.toml: no such file or folder" in fails(parse, ["--config", "run.toml"])
 
