@@ -112,42 +112,38 @@ def has_end(args):
     return {args.stop_token, getattr(args, "truncate_token", "none")} != {"none"}
 
 
-class Health:
-    """Looks at each update's metrics. Its `memory` goes into the checkpoints."""
+def look(run, metrics, samples):
+    """Returns the health/* metrics of an update of a Run, and says what shows for the first time.
 
-    def __init__(self, args, accelerator, num_updates):
-        self.args, self.accelerator, self.num_updates = args, accelerator, num_updates
-        self.memory = {"first": None, "said": []}
-
-    def __call__(self, metrics, samples):
-        """Returns the health/* metrics of an update, and says what shows for the first time.
-
-        Args: metrics, samples, as Run.log's. Metrics of other scripts than RLOO, GRPO and PPO have no signs.
-        """
-        if "val/equal_scores" not in metrics:
-            return {}
-        metrics, memory = metrics | {"same_ends": same_ends(*samples[1:3])}, self.memory
-        kept = "policy/entropy_avg", "val/sequence_lengths", "same_ends"
-        memory["first"] = memory["first"] or {name: metrics[name] for name in kept}
-        precision, is_last = engines.precision(self.accelerator), metrics["update"] == self.num_updates
-        found = numbers(metrics, memory["first"], self.args, precision, is_last)
-        for name, (value, bound) in found.items():
-            if value > bound and name not in memory["said"]:
-                memory["said"].append(name)
-                seen, advice, section = SIGNS[name]
-                cli.say(f"warning: health/{name}: {seen.format(value, bound)}; {advice} ({PAGE}#{section})")
-        return {f"health/{name}": float(value > bound) for name, (value, bound) in found.items()}
+    Args: metrics, samples, as Run.log's. Metrics of other scripts than RLOO, GRPO and PPO have no signs.
+    """
+    if "val/equal_scores" not in metrics:
+        return {}
+    metrics, memory = metrics | {"same_ends": same_ends(*samples[1:3])}, run.kept["health"]
+    kept = "policy/entropy_avg", "val/sequence_lengths", "same_ends"
+    memory["first"] = memory["first"] or {name: metrics[name] for name in kept}
+    precision, is_last = engines.precision(run.accelerator), metrics["update"] == run.num_updates
+    found = numbers(metrics, memory["first"], run.args, precision, is_last)
+    for name, (value, bound) in found.items():
+        if value > bound and name not in memory["said"]:
+            memory["said"].append(name)
+            seen, advice, section = SIGNS[name]
+            cli.say(f"warning: health/{name}: {seen.format(value, bound)}; {advice} ({PAGE}#{section})")
+    return {f"health/{name}": float(value > bound) for name, (value, bound) in found.items()}
 
 
 # ---- the end of a run ------------------------------------------------------------------------------------------------
-def last_lines(run, after, seconds):
-    """All that a Run says at its end. Args: after, the eval/* of its last evaluation; seconds, how long it took."""
+def last_lines(run, before, after, seconds):
+    """All that a Run says at its end.
+
+    Args: before, after, the eval/* of its first and its last evaluation; seconds, how long it took.
+    """
     rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     rows = [row for row in rows if row["update"]]  # The others are of evaluations before training.
     held_out = run.inputs[0]
     return [
-        *held_out_lines(run.before, after, len(held_out)),
-        *learnt_lines(after, held_out, run.by_prompt),
+        *held_out_lines(before, after, len(held_out)),
+        *learnt_lines(after, held_out, run.kept["by_prompt"]),
         *health_lines(rows),
         time_line(rows, seconds),
         f"model: {run.args.output_dir}   run: {run.folder}   {seconds:.0f} s",

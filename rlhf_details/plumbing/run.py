@@ -37,11 +37,11 @@ class Run:
         self.args, self.accelerator, self.tokenizer, self.prompts = args, accelerator, tokenizer, prompts
         self.num_updates, self.is_main, self.start = num_updates, accelerator.is_main_process, time.time()
         self.update, self.first_update = 0, 1  # the update under way, and the first one that this process trains
-        self.laps = {}  # {name of a part of the update: seconds}
-        self.before, self.latest, self.tensors = {}, {}, {}  # the first eval/*; the newest row of metrics; see `resume`
+        self.laps, self.tensors = {}, {}  # {name of a part of the update: seconds}; see `resume`
+        # What checkpoints keep: the first eval/*, the newest row of metrics, what health.look remembers, and on
+        # the main process alone `of_each_prompt` of the first and the newest evaluation.
+        self.kept = {"before": {}, "latest": {}, "health": {"first": None, "said": []}, "by_prompt": []}
         self.sampled_ahead = dict  # returns what a checkpoint holds of it: {name: tensor}; overlap.py sets it
-        self.by_prompt = []  # health.of_each_prompt of the first and the newest evaluation; only on the main process
-        self.health = health.Health(args, accelerator, num_updates)
         self.inputs, self.checkpoint = inputs, None  # the folder of the newest checkpoint
         self.wandb = self.repository = self.signals = None
         self.identity = checkpoint.identity(args, accelerator, [prompts, *inputs])
@@ -102,8 +102,7 @@ class Run:
             self.tensors = {name: x.to(self.accelerator.device) for name, x in tensors.items()}
             if self.accelerator.scaler is not None:
                 self.accelerator.scaler.load_state_dict(saved["scaler"])
-            done, state, self.health.memory = saved["update"], saved["state"], saved["health"]
-            self.before, self.latest, self.by_prompt = saved["before"], saved["latest"], saved["by_prompt"]
+            done, state, self.kept = saved["update"], saved["state"], {name: saved[name] for name in self.kept}
             self.start -= saved["seconds"]
             cli.say(f"--resume: goes on after update {done} of {self.num_updates}, from {self.checkpoint}")
         elif self.args.resume:
@@ -145,8 +144,8 @@ class Run:
         row = {"update": update, "episode": update * self.args.batch_size} | metrics
         if update:
             row |= self.times()
-            row |= self.health(row, samples)
-        self.latest, self.before = row, self.before or trackers.evaluated(row)
+            row |= health.look(self, row, samples)
+        self.kept |= {"latest": row, "before": self.kept["before"] or trackers.evaluated(row)}
         if self.is_main:
             with self.writing(self.folder):
                 self.write(row, samples)
@@ -173,7 +172,7 @@ class Run:
             cli.say(f"{update}/{self.num_updates}  {trackers.in_words(row)}  eta {left:.0f}s")
             self.shown = now
         if samples and trackers.evaluated(row):  # Then the samples are of the held-out rows.
-            self.by_prompt = [*self.by_prompt[:1], health.of_each_prompt(self.tokenizer, *samples)]
+            self.kept["by_prompt"][1:] = [health.of_each_prompt(self.tokenizer, *samples)]
         count = getattr(self.args, "num_sample_generations", 0)  # spread evenly from the first to the last update
         if samples and update in torch.linspace(1, self.num_updates, count).round().int().tolist():
             rows = trackers.sample_rows(self.args, self.tokenizer, row, *samples)
@@ -201,9 +200,7 @@ class Run:
         self.begin_update(update + 1)
 
     def write_checkpoint(self, update, policy, optimizer, state):
-        saved = {"update": update, "state": state, "health": self.health.memory, **self.identity}
-        saved |= {"before": self.before, "latest": self.latest, "by_prompt": self.by_prompt}
-        saved |= {"seconds": time.time() - self.start}
+        saved = {"update": update, "state": state, "seconds": time.time() - self.start} | self.kept | self.identity
         if self.accelerator.scaler is not None:
             saved["scaler"] = self.accelerator.scaler.state_dict()
         tensors = {name: x.detach().cpu().contiguous() for name, x in self.sampled_ahead().items()}
@@ -241,16 +238,17 @@ class Run:
             if self.wandb:
                 self.wandb.summary["hub"] = address or "not pushed"
         self.close()
-        after = trackers.evaluated(self.latest)
+        before, latest = self.kept["before"], self.kept["latest"]
+        after = trackers.evaluated(latest)
         if self.is_main:
-            cli.say("\n".join(health.last_lines(self, after, time.time() - self.start)))
-        return {"before": self.before, "after": after, "metrics": self.latest, "run": str(self.folder)}
+            cli.say("\n".join(health.last_lines(self, before, after, time.time() - self.start)))
+        return {"before": before, "after": after, "metrics": latest, "run": str(self.folder)}
 
     def save(self, model, weights):
         args, prompt = self.args, self.prompts[0].columns.get("prompt")
         about = self.about | {"prompt": prompt if is_messages(prompt) else self.prompts[0].text}
         link = self.wandb and self.wandb.url
-        card = hub.model_card(args, self.repository, self.before, self.latest, link, about)
+        card = hub.model_card(args, self.repository, self.kept["before"], self.kept["latest"], link, about)
         with self.writing(f"--output_dir {args.output_dir}"):
             checkpoint.save_folder(args, model, self.tokenizer, weights, card)
 

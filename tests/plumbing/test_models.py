@@ -458,12 +458,6 @@ def test_what_is_loaded_uses_onednn_where_the_processor_gains_by_it(tiny, monkey
         assert len(layers) == 18 and all(type(m) is kind for m in layers)
 
 
-def test_errors_that_are_each_others_cause_are_one_line_too():
-    first, second = OSError("first"), ValueError("second")
-    first.__context__, second.__context__ = second, first
-    assert "first" in errors.why("org/model", first)
-
-
 @pytest.mark.parametrize(
     "error, words",
     [
