@@ -32,14 +32,14 @@ import time
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+from accelerate.utils import gather_object
+from torch import nn
+
 from rlhf_details import utils
 from rlhf_details.plumbing import cli, data, engines, evaluation, judge, models, rewards, vllm
 from rlhf_details.plumbing.evaluation import average, rate, share
 from rlhf_details.utils import EVALUATION, in_slices
-
-import torch
-from accelerate.utils import gather_object
-from torch import nn
 
 
 @dataclass

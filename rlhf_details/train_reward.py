@@ -29,13 +29,13 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+from torch import nn
+
 from rlhf_details import utils
 from rlhf_details.plumbing import cli, comparisons, data, engines, models
 from rlhf_details.plumbing.run import Run
 from rlhf_details.utils import REWARD_DATA
-
-import torch
-from torch import nn
 
 
 @dataclass
