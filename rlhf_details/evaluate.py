@@ -32,14 +32,14 @@ import time
 from dataclasses import dataclass
 from typing import Literal
 
-from rlhf_details import utils
-from rlhf_details.plumbing import chat, cli, data, engines, evaluation, judge, models, progress, rewards, vllm
-from rlhf_details.plumbing.evaluation import average, rate, share
-from rlhf_details.utils import EVALUATION, Batch, in_slices
-
 import torch
 from accelerate.utils import gather_object
 from torch import nn
+
+from rlhf_details import utils
+from rlhf_details.plumbing import chat, cli, data, engines, evaluation, judge, models, rewards, vllm
+from rlhf_details.plumbing.evaluation import average, rate, share
+from rlhf_details.utils import EVALUATION, Batch, in_slices
 
 
 @dataclass
@@ -353,7 +353,7 @@ def main(args: Args):
         return evaluation.talk(settings, respond)
     evaluation.check_folder(args, settings)
     accelerator = engines.join()
-    progress.now("loading rows and models")
+    cli.say("loading rows and models")
     device, size = accelerator.device, args.rollout_micro_batch_size
     use_references = args.judge != "none" and not args.opponent_path
     opponents = [args.opponent_path] if args.opponent_path or use_references else []  # None: the references
@@ -384,7 +384,7 @@ def main(args: Args):
             key = model, evaluation.sampling(own)
             if key in measured:
                 continue
-            progress.now(f"responses and scores of {model or 'the references'}")
+            cli.say(f"responses and scores of {model or 'the references'}")
             with accelerator.autocast():
                 if model:
                     responses, mask, ended = respond(
@@ -411,7 +411,7 @@ def main(args: Args):
             what = f"--samples_per_prompt {args.samples_per_prompt}"
             cli.fail(f"{what}: no function of --reward_fn has returned True and False alone")
         verdicts = [list(zip(*(given[f"rewards/{name}"] for name in names), strict=True))]  # of the first one
-        for number in progress.each(range(1, args.samples_per_prompt), f"more responses of {path} to each prompt"):
+        for number in range(1, args.samples_per_prompt):
             with accelerator.autocast():
                 responses, mask, ended = respond(
                     loaded[path], queries, query_mask, numbers + number * N, ids[path], own, sample
@@ -427,7 +427,7 @@ def main(args: Args):
     kl = {}
     for path, own in settings.items() if args.ref_model_path else ():
         policy, reference = (Policy(loaded[model], own.kl_temperature) for model in (path, args.ref_model_path))
-        progress.now(f"the KL of {path} to {args.ref_model_path}")
+        cli.say(f"the KL of {path} to {args.ref_model_path}")
         with accelerator.autocast():
             # The estimate is unbiased only for draws from the policy that it is about. [EVAL-3]
             responses, mask, logprobs = sample_responses(
@@ -442,7 +442,7 @@ def main(args: Args):
         torch.distributed.destroy_process_group()
     if not accelerator.is_main_process:
         return None
-    progress.now("verdicts and the report")
+    cli.say("verdicts and the report")
     folder, summary = evaluation.open_folder(args, settings, accelerator, N)
     tables, metrics = {}, {}  # {path: {column: list of N}}, {path: {"policy": figures, "opponent": .., "win_rate": ..}}
     for path, own in settings.items():

@@ -18,10 +18,10 @@ from dataclasses import dataclass, make_dataclass
 from pathlib import Path
 from typing import Literal
 
+import tyro
+
 from rlhf_details import toy, train_grpo, train_ppo, train_reward, train_rloo
 from rlhf_details.plumbing import cli, data
-
-import tyro
 
 
 @dataclass

@@ -27,13 +27,13 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from rlhf_details import utils
-from rlhf_details.plumbing import cli, comparisons, data, engines, models, progress
-from rlhf_details.plumbing.run import Run
-from rlhf_details.utils import EVALUATION, REWARD_DATA
-
 import torch
 from torch import nn
+
+from rlhf_details import utils
+from rlhf_details.plumbing import cli, comparisons, data, engines, models
+from rlhf_details.plumbing.run import Run
+from rlhf_details.utils import EVALUATION, REWARD_DATA
 
 
 @dataclass
@@ -174,7 +174,7 @@ def sample_responses(policy, args, accelerator, prompts, n, purpose, stop_ids, k
     how = dict(n=1, response_length=args.response_length, stop_ids=stop_ids.to(accelerator.device), size=128 * n)
     policy.eval()
     found = []
-    for m in progress.each(utils.slices(len(rows), 128 * n), "sampling responses, slice by slice"):
+    for m in cli.progress("sampling responses, slice by slice", utils.slices(len(rows), 128 * n)):
         with accelerator.autocast():
             responses, mask, _ = utils.sample(
                 policy, queries[m], query_mask[m], rows[m], key=(args.seed, key, purpose), **how
@@ -214,7 +214,7 @@ def candidate_logprobs(policy, part, size, accelerator):
     mine = [candidate_rows(part[i % len(part)]) for i in data.my_share(len(part), accelerator).tolist()]
     slices = [[row for rows in mine[i : i + size] for row in rows] for i in range(0, len(mine), size)]
     with accelerator.autocast():
-        parts = progress.each(slices, "log-probs, slice by slice")
+        parts = cli.progress("log-probs, slice by slice", slices)
         found = torch.cat([completion_logprobs(policy, rows, accelerator.device)[0] for rows in parts])
     return accelerator.gather(found.reshape(len(mine), -1))[: len(part)]
 
@@ -362,7 +362,7 @@ def main(args: Args):
             sampling = [row.ids for row in shown], 1, 0, stop_ids, EVALUATION
             responses = sample_responses(engines.gathered(policy), args, accelerator, *sampling)
             for row, text in zip(shown, models.texts_of(tokenizer, responses), strict=True):
-                run.say(f"query: {row.text!r} | response: {text!r}")
+                cli.say(f"query: {row.text!r} | response: {text!r}")
         run.log(step, metrics)
         run.checkpoint_if_due(step, policy, optimizer)
     return run.finish(policy)  # the model folder with its card, the held-out metrics, and the upload

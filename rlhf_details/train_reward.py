@@ -29,13 +29,13 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from rlhf_details import utils
-from rlhf_details.plumbing import cli, comparisons, data, engines, models, progress
-from rlhf_details.plumbing.run import Run
-from rlhf_details.utils import REWARD_DATA
-
 import torch
 from torch import nn
+
+from rlhf_details import utils
+from rlhf_details.plumbing import cli, comparisons, data, engines, models
+from rlhf_details.plumbing.run import Run
+from rlhf_details.utils import REWARD_DATA
 
 
 @dataclass
@@ -189,7 +189,7 @@ def sample_responses(args, accelerator, prompts, n, purpose, stop_ids):
     rows = torch.arange(len(queries), device=accelerator.device)
     how = dict(n=1, response_length=args.response_length, stop_ids=stop_ids.to(accelerator.device), size=128 * n)
     found = []
-    for m in progress.each(utils.slices(len(rows), 128 * n), "sampling responses, slice by slice"):
+    for m in cli.progress("sampling responses, slice by slice", utils.slices(len(rows), 128 * n)):
         with accelerator.autocast():
             responses, mask, _ = utils.sample(
                 policy, queries[m], query_mask[m], rows[m], key=(args.seed, REWARD_DATA, purpose), **how
@@ -217,7 +217,7 @@ def scores_of(reward, rows, size, accelerator):
     mine = [rows[i % len(rows)] for i in data.my_share(len(rows), accelerator).tolist()]
     slices = [mine[i : i + size] for i in range(0, len(mine), size)]
     with accelerator.autocast():
-        parts = progress.each(slices, "scoring rows, slice by slice")
+        parts = cli.progress("scoring rows, slice by slice", slices)
         scores = torch.cat([reward(*utils.left_pad(part, accelerator.device)) for part in parts])
     return accelerator.gather(scores)[: len(rows)]
 
@@ -363,7 +363,7 @@ def main(args: Args):
         # A candidate scores 0 in the mean, or with --reference_dataset, as in N+, a reference response. [RM-12]
         bias = -scores_of(reward, references, size * K, accelerator).mean().item()
         which = "reference responses" if args.reference_dataset else "candidates"
-        run.say(f"mean score {-bias:.3f} on {len(references)} {which} -> 0")
+        cli.say(f"mean score {-bias:.3f} on {len(references)} {which} -> 0")
     weights = run.full_weights(reward)
     if accelerator.is_main_process:
         # The head takes the gain, because other libraries know none. [RM-13]

@@ -32,13 +32,13 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+from torch import nn
+
 from rlhf_details import utils
 from rlhf_details.plumbing import cli, data, engines, layout, models, overlap, rewards
 from rlhf_details.plumbing.run import Run
 from rlhf_details.utils import EVALUATION, TRAINING, Batch, in_slices
-
-import torch
-from torch import nn
 
 
 @dataclass

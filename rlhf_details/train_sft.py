@@ -25,14 +25,14 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+from torch import nn
+
 from rlhf_details import utils
 from rlhf_details.plumbing import cli, data, engines, models
 from rlhf_details.plumbing.evaluation import rouge_l
 from rlhf_details.plumbing.run import Run
 from rlhf_details.utils import EVALUATION
-
-import torch
-from torch import nn
 
 
 @dataclass

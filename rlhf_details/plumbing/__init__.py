@@ -2,15 +2,14 @@
 What a reader of the pages may skip. Where is it?
 
     cli               the command line, read and checked       flags            the flags that scripts share
-    errors            lines, exit codes, what cannot be read   progress         what takes long says so
-    stages            the embedded task's missing models       data             rows, prompts, completions, shares
-    files             where rows and functions are read        tokenization     rows -> token ids, and warnings
-    chat              what a chat template writes              comparisons      the rows of a reward model
-    models            tokenizers, loading, heads, LoRA         rewards          the scores of responses
-    layout            how many responses share a row           engines          DDP, FSDP2, DeepSpeed, CPUs
-    run               a run's folder, log, signals, end        checkpoint       what is saved and continued from
-    trackers          console, files, TensorBoard, wandb       health           bad signs, and what a run says last
-    hub               model card and upload                    evaluation       what evaluate.py reads and shows
-    judge             a language model as a judge              vllm             a sampler in a process of its own
-    overlap           sampling one update ahead, in a thread
+    errors            lines, exit codes, what cannot be read   stages           the embedded task's missing models
+    data              rows, prompts, completions, shares       files            where rows and functions are read
+    tokenization      rows -> token ids, and warnings          chat             what a chat template writes
+    comparisons       the rows of a reward model               models           tokenizers, loading, heads, LoRA
+    rewards           the scores of responses                  layout           how many responses share a row
+    engines           DDP, FSDP2, DeepSpeed, CPUs              run              a run's folder, log, signals, end
+    checkpoint        what is saved and continued from         trackers         terminal, files, TensorBoard, wandb
+    health            bad signs, and what a run says last      hub              model card and upload
+    evaluation        what evaluate.py reads and shows         judge            a language model as a judge
+    vllm              a sampler in a process of its own        overlap          sampling one update ahead, in a thread
 """

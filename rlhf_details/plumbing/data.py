@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from rlhf_details import toy, utils
-from rlhf_details.plumbing import cli, files, models, progress, tokenization
+from rlhf_details.plumbing import cli, files, models, tokenization
 from rlhf_details.plumbing.chat import is_messages
 from rlhf_details.plumbing.tokenization import Padded
 
@@ -301,7 +301,7 @@ def encode(rows, answers, what, tokenizer, context, args, num_sampled=0):
     if not rows:
         return Prompts()
     found = []
-    for number, (row, own) in enumerate(zip(progress.each(rows, f"tokenising {what}"), answers, strict=True), 1):
+    for number, (row, own) in enumerate(zip(cli.progress(f"tokenising {what}", rows), answers, strict=True), 1):
         prompt, options, where = row["prompt"], options_of(row, args), f"{what}: row {number}"
         pairs = [tokenization.encode(tokenizer, prompt, answer, options, where) for answer in own]
         ids = pairs[0][0] if pairs else tokenization.encode(tokenizer, prompt, None, options, where)

@@ -31,7 +31,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
-from rlhf_details.plumbing import cli, progress, stages
+from rlhf_details.plumbing import cli, stages
 from rlhf_details.plumbing.errors import say
 
 # How long a process waits for the others. The main process may need minutes to write a large checkpoint, and when a
@@ -53,9 +53,9 @@ def start(args):
     configure(accelerator, args)
     if args.lora_rank and name(accelerator) == "ZeRO-3":
         cli.fail(f"--lora_rank {args.lora_rank}: not under ZeRO-3; take ZeRO-2 or FSDP2")
-    progress.now("loading rows and models")
     if accelerator.is_main_process:
         stages.ensure(args)
+    cli.say("loading rows and models")
     (args.template_date,) = broadcast_object_list([args.template_date or first_day(args)])
     torch.manual_seed(args.seed)
     return accelerator
@@ -76,8 +76,7 @@ def join(**options):
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # Otherwise accelerate takes each for a run of its own.
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true":
         cli.need("deepspeed", "deepspeed", "ACCELERATE_USE_DEEPSPEED=true")
-    with progress.doing("meeting the other processes"):
-        accelerator = Accelerator(**options)
+    accelerator = Accelerator(**options)
     if cli.world_size() != (seen := accelerator.num_processes):
         cli.fail(f"{cli.world_size()} processes, but accelerate sees {seen}: set ACCELERATE_USE_CPU=true")
     if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
@@ -147,8 +146,7 @@ def prepare(args, accelerator, module, optimizer, *frozen):
     if name(accelerator) == "ZeRO-3":
         # Each piece of the logits gathers the head, and processes have different numbers of pieces. So it makes one.
         module.logits_at_once = 2**62
-    with progress.doing(f"preparing {name(accelerator)}"):  # DeepSpeed may compile.
-        module, optimizer = accelerator.prepare(module, optimizer)
+    module, optimizer = accelerator.prepare(module, optimizer)
     if uses_deepspeed(accelerator):
         # accelerate (1.15) would step inside `backward`, once a micro-batch. `step` does it here.
         accelerator.deepspeed_engine_wrapped.backward = lambda loss, **_: module.backward(loss)

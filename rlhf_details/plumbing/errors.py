@@ -12,15 +12,7 @@ import os
 import sys
 
 import torch
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
-
-from rlhf_details.plumbing import progress
+from accelerate.utils import tqdm
 
 
 def fail(message):
@@ -39,8 +31,15 @@ def need(package, extra, what):
 def say(line):
     """Prints a line on the main process."""
     if os.environ.get("RANK", "0") == "0":
-        print(line, flush=True)
-        progress.heard()
+        try:
+            print(line, flush=True)
+        except BrokenPipeError:  # The reader is gone, as in `| tee` after Ctrl-C, and the run goes on.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def progress(what, items=None, total=None):
+    """The items, or a bar for `total` of them, which says how far it is where they take longer than eight seconds."""
+    return tqdm(items, desc=what, total=total, delay=8, mininterval=8, leave=False)
 
 
 def world_size():
@@ -90,39 +89,15 @@ def reading(flag, value):
     user's own code outside of this block, so that its errors keep their tracebacks.
     """
     try:
-        with progress.doing(f"reading {flag} {value}"):
-            yield
+        yield
     except (MemoryError, torch.OutOfMemoryError, NameError, AssertionError):  # no fault of the file
         raise
     except Exception as e:
-        fail(f"{flag} {value}: {why(value, e)}")
-
-
-def why(value, error):
-    """Why a source cannot be read, in words for the user. Args: value, as the user gave it; error, what was raised."""
-    # Where `datasets` reads a file, only the cause says what is wrong with it.
-    told = error.__cause__ if type(error).__name__ == "DatasetGenerationError" and error.__cause__ else error
-    words = in_one_line(told)
-    if os.path.exists(value) or os.path.exists(str(value).partition("[")[0].partition(":")[0]):
-        return f"cannot be read ({words})"
-    causes = [error]
-    while (cause := causes[-1].__cause__ or causes[-1].__context__) and cause not in causes:
-        causes.append(cause)
-
-    def is_due_to(*kinds):
-        return any(isinstance(cause, kinds) for cause in causes)
-
-    if is_due_to(GatedRepoError):
-        return f"its owners give access on request ({words})"
-    if is_due_to(RevisionNotFoundError):
-        return "the Hub has this repository, but no such revision of it"
-    if is_due_to(RepositoryNotFoundError) or type(error).__name__ == "DatasetNotFoundError":
-        return "no such file or folder here, and no such repository on the Hub (a private one needs `hf auth login`)"
-    if is_due_to(LocalEntryNotFoundError, ConnectionError):  # A machine that HF_HUB_OFFLINE keeps off the Hub, too.
-        return "no such file or folder here, no copy in the cache, and the Hub cannot be reached from this machine"
-    if is_due_to(HFValidationError) or type(error) is FileNotFoundError:
-        return "no such file or folder"
-    return f"is no local path, and cannot be read from the Hub ({words})"
+        # Where `datasets` reads a file, only the cause says what is wrong with it.
+        told = e.__cause__ if type(e).__name__ == "DatasetGenerationError" and e.__cause__ else e
+        is_here = os.path.exists(str(value).partition("[")[0].partition(":")[0]) or os.path.exists(value)
+        what = "cannot be read" if is_here else "no such file or folder, and not to be had from the Hub"
+        fail(f"{flag} {value}: {what} ({in_one_line(told)})")
 
 
 def in_one_line(error):

@@ -19,7 +19,7 @@ import torch
 import transformers
 
 from rlhf_details import utils
-from rlhf_details.plumbing import checkpoint, cli, data, engines, judge, models, progress, rewards, tokenization
+from rlhf_details.plumbing import checkpoint, cli, data, engines, judge, models, rewards, tokenization
 
 # How a policy is sampled where neither a flag nor its folder says it.
 FALLBACKS = dict(temperature=1.0, response_length=53, stop_token="eos", truncate_token="none", truncate_after=0)
@@ -382,7 +382,6 @@ def talk(settings, respond):
         cli.fail(f"--interactive: runs in one process, not in {cli.world_size()}")
     device = engines.join().device
     speakers = [Speaker(path, args, device) for path, args in settings.items()]
-    progress.now(None)
     cli.say("type a prompt; an empty line, Ctrl-D or Ctrl-C ends the conversation")
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         for number in itertools.count():

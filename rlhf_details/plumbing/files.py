@@ -34,7 +34,7 @@ def read_rows(spec, flag):
     in_range = slice(*(int(end) if end else None for end in ends))
     name, _, part = whole.partition(":")
     path = Path(name)
-    cli.check_file(flag, spec)
+    cli.check_dataset(flag, spec)
     if path.is_dir() and cli.FILE.search(part) and (path / part).is_file():
         path, part = path / part, ""
     if path.suffix == ".py":

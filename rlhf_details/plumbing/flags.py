@@ -144,3 +144,7 @@ class PolicyArgs(RunArgs):
     """episodes that a device samples at once"""
     offload_frozen: bool = False
     """keep reference and reward model in the CPU's memory while they have nothing to do"""
+
+    def __post_init__(self):
+        if self.sampler == "vllm":  # It decides by itself how many rows it computes at once.
+            self.rollout_micro_batch_size = self.batch_size

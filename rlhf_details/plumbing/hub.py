@@ -45,6 +45,44 @@ model = AutoModelForSequenceClassification.from_pretrained({name!r})
 inputs = {inputs}
 print(model(**inputs).logits[0, 0].item() + model.config.reward_bias)"""
 
+CARD = """\
+---
+{facts}
+---
+
+# {title}
+
+{what} (commit `{commit}`), {data}.
+{adapter}Licence: {terms}.
+{run}
+
+## Use
+
+```python
+{snippet}
+```
+
+## Training
+
+```
+{command}
+```
+
+| metric | before | last update |
+|---|---:|---:|
+{rows}
+
+Versions: {versions}.
+
+All arguments:
+
+```json
+{arguments}
+```
+
+{paper}
+"""
+
 
 def script_of(args):
     """The script's file name, e.g. "train_rloo.py"."""
@@ -86,53 +124,49 @@ def model_card(args, repository, before, metrics, link, about):
     of the last update; link, the address of the tracked run or None; about, the run's config.json as a dictionary, and
     beside it a `prompt`.
     """
-    kind = script_of(args).removesuffix(".py").removeprefix("train_")
+    name, script = repository or args.output_dir, script_of(args)
+    kind = script.removesuffix(".py").removeprefix("train_")
+    is_reward = kind == "reward"
     start = getattr(args, "sft_model_path", None) or getattr(args, "base_model", None)
     base, _ = errors.split(start)
-    is_reward, (dataset, _) = kind == "reward", errors.split(args.dataset.partition(":")[0].partition("[")[0])
-    facts = {"library_name": "transformers", "tags": [kind, "rlhf", "rlhf_details"] + ["lora"] * bool(args.lora_rank)}
-    facts["pipeline_tag"] = "text-classification" if is_reward else "text-generation"
-    facts |= {"base_model": base} if base != "scratch" and on_the_hub(base) else {}
-    facts |= {"datasets": [dataset]} if "/" in dataset and on_the_hub(dataset) else {}
+    dataset, _ = errors.split(args.dataset.partition(":")[0].partition("[")[0])
     own = licence(start, args, repository)
-    facts |= {"license": own} if own else {}
-    terms = f"`{own}`, if that of the data allows it" if own else f"as of `{start}`, and as of the data"
-    values = {"name": repository or args.output_dir, "inputs": inputs_of(about["prompt"], is_reward)}
-    values |= {"temperature": args.temperature, "length": args.response_length}
-    snippet = (OF_A_REWARD_MODEL if is_reward else OF_A_POLICY).format(**values)
+    facts = huggingface_hub.ModelCardData(
+        library_name="transformers",
+        tags=[kind, "rlhf", "rlhf_details", *["lora"] * bool(args.lora_rank)],
+        pipeline_tag="text-classification" if is_reward else "text-generation",
+        base_model=base if base != "scratch" and on_the_hub(base) else None,
+        datasets=[dataset] if "/" in dataset and on_the_hub(dataset) else None,
+        license=own,
+    )
+    snippet = (OF_A_REWARD_MODEL if is_reward else OF_A_POLICY).format(
+        name=name,
+        inputs=inputs_of(about["prompt"], is_reward),
+        temperature=args.temperature,
+        length=args.response_length,
+    )
     # Seconds say nothing of a model, nor does a bad sign that did not show.
     shown = [x for x in metrics if not x.startswith("time/") and (metrics[x] or not x.startswith("health/"))]
     shown.sort(key=lambda name: name not in before)  # the held-out figures first
-    has_two = any(before[name] != metrics.get(name) for name in before)
-    earlier = {name: f"{value:.6g}" for name, value in before.items() if has_two}
-    rows = [f"| `{name}` | {earlier.get(name, '')} | {metrics[name]:.6g} |" for name in shown]
-    processes = about["num_processes"]
-    launcher = ["python"] if processes == 1 else ["accelerate", "launch", "--num_processes", str(processes)]
-    held_out = f", held-out data `{args.eval_dataset}`." if args.eval_dataset else "."
-    adapters = ["The folder `adapter` holds the LoRA adapters alone; they are merged into the weights here."]
-    lines = [
-        "---",
-        huggingface_hub.ModelCardData(**facts).to_yaml().strip(),
-        "---",
-        "",
-        f"# {(repository or args.output_dir).rstrip('/').rpartition('/')[2]}",
-        "",
-        f"{'Reward model' if is_reward else 'Language model'} trained with `{script_of(args)}` of rlhf_details "
-        f"(commit `{about['commit'][:12] or 'unknown'}`), from `{start}` on the data `{args.dataset}`{held_out}",
-        *(adapters if args.lora_rank else []),
-        f"Licence: {terms}.",
-        f"Tracked run: {link}" if link else f"Run: `{about['run']}`, not tracked online.",
-        "",
-        *("## Use", "", "```python", snippet, "```", ""),
-        *("## Training", "", "```", shlex.join([*launcher, *sys.argv]), "```", ""),
-        *("| metric | before | last update |", "|---|---:|---:|", *rows, ""),
-        *("Versions: " + ", ".join(f"{name} {version}" for name, version in about["versions"].items()) + ".", ""),
-        *("All arguments:", "", "```json", json.dumps(dataclasses.asdict(args), indent=1), "```", ""),
-    ]
-    if kind in PAPERS:  # A page of the user's own has no paper here.
-        title, number = PAPERS[kind]
-        lines += ["## Citation", "", f"[{title}](https://arxiv.org/abs/{number})", ""]
-    return "\n".join(lines)
+    earlier = {x: f"{value:.6g}" for x, value in before.items() if before.items() - metrics.items()}
+    title, number = PAPERS.get(kind, (None, None))  # A page of the user's own has no paper here.
+    return CARD.format(
+        facts=facts.to_yaml().strip(),
+        title=name.rstrip("/").rpartition("/")[2],
+        what=f"{'Reward' if is_reward else 'Language'} model trained with `{script}` of rlhf_details",
+        commit=about["commit"][:12] or "unknown",
+        data=f"from `{start}` on the data `{args.dataset}`, held-out data: `{args.eval_dataset}`",
+        adapter="The folder `adapter` holds the LoRA adapters, which are merged into the weights.\n"
+        * bool(args.lora_rank),
+        terms=f"`{own}`, if that of the data allows it" if own else f"as of `{start}`, and as of the data",
+        run=f"Tracked run: {link}" if link else f"Run: `{about['run']}`, not tracked online.",
+        snippet=snippet,
+        command=shlex.join(["python", *sys.argv]),
+        rows="\n".join(f"| `{x}` | {earlier.get(x, '')} | {metrics[x]:.6g} |" for x in shown),
+        versions=", ".join(f"{name} {version}" for name, version in about["versions"].items()),
+        arguments=json.dumps(dataclasses.asdict(args), indent=1),
+        paper=f"[{title}](https://arxiv.org/abs/{number})" if title else "",
+    )
 
 
 def open_repository(args):
@@ -147,13 +181,14 @@ def open_repository(args):
 
 
 def push(args, repository):
-    """Uploads output_dir. Returns (its address or None, a line on what happened). The model on the disk stays."""
+    """Uploads output_dir, and says so. Returns its address, or None where that failed. The model on the disk stays."""
+    options = {"folder_path": args.output_dir, "commit_message": f"Trained with {script_of(args)}"}
     try:
-        options = {"folder_path": args.output_dir, "commit_message": f"Trained with {script_of(args)}"}
-        info = huggingface_hub.HfApi().upload_folder(repo_id=repository, **options)
+        address = huggingface_hub.HfApi().upload_folder(repo_id=repository, **options).commit_url
     except Exception as e:  # The run is over, and no error of the network may spoil it.
-        again = f"hf upload {shlex.quote(repository)} {shlex.quote(args.output_dir)}"
+        again = shlex.join(["hf", "upload", repository, args.output_dir])
         what = f"the model is whole in {args.output_dir}; to repeat: {again}"
-        return None, f"error: --push_to_hub: {errors.in_one_line(e)}; {what}"
-    what = "the merged model, and its adapters in adapter/" if args.lora_rank else "the model"
-    return str(info.commit_url), f"pushed to {repository} ({what}): {info.commit_url}"
+        print(f"error: --push_to_hub: {errors.in_one_line(e)}; {what}", file=sys.stderr, flush=True)
+        return None
+    cli.say(f"pushed to {repository}: {address}")
+    return str(address)

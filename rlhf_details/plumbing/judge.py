@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from statistics import mean
 
 from rlhf_details import utils
-from rlhf_details.plumbing import cli, progress
+from rlhf_details.plumbing import cli
 
 PAIR_ORDER = 5  # a coordinate of the random order within a pair, beside the purposes of noise in utils.py
 RETRIES, THREADS, TIMEOUT = 5, 8, 60.0  # The time limit is in seconds.
@@ -134,8 +134,7 @@ def ask_all(args, texts, cache_file):
     # The client demands a key. Where there is none, the server is the user's own, which reads no key.
     api_key = os.environ.get("OPENAI_API_KEY") or "no-key"
     client = openai.OpenAI(api_key=api_key, base_url=args.judge_base_url, timeout=TIMEOUT, max_retries=RETRIES)
-    asking = progress.doing(f"asking {args.judge_model}", len(missing))
-    with asking as step, open(cache_file, "a", encoding="utf-8") as file, ThreadPoolExecutor(THREADS) as pool:
+    with open(cache_file, "a", encoding="utf-8") as file, ThreadPoolExecutor(THREADS) as pool:
         if file.tell():
             file.write("\n")  # If a kill has cut the last line short, the next answer must not be joined to it.
 
@@ -149,11 +148,11 @@ def ask_all(args, texts, cache_file):
                 return
             with lock:
                 answers[key] = answer
-                step.done += 1
                 file.write(json.dumps({"key": key, "judge_model": args.judge_model, "answer": answer}) + "\n")
                 file.flush()
 
-        list(pool.map(ask_and_keep, missing, missing.values()))
+        asked = pool.map(ask_and_keep, missing, missing.values())
+        list(cli.progress(f"asking {args.judge_model}", asked, len(missing)))
     if errors:
         words = str(errors[0])
         if reason := errors[0].__cause__ or (" - " not in words and getattr(errors[0], "body", None)):

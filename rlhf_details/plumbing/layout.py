@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from rlhf_details import utils
-from rlhf_details.plumbing import cli, errors, models, progress
+from rlhf_details.plumbing import cli, errors, models
 
 
 class Packing(NamedTuple):
@@ -39,8 +39,7 @@ def choose(args, k, policy, reward_model, prompts, response_logprobs, response_s
         # The trial is short: rows of full length could be many and wide, and the models may still be on the CPU.
         few, longest = min(max(n, rollout_n), 4), max(len(prompt.ids) for prompt in prompts)
         batch = made_up_batch(policy.model, min(longest, 16), min(args.response_length, 8), few)
-        with progress.doing("comparing packed rows with plain ones"):
-            why_plain = why_wrong(policy.eval(), reward_model, batch, few, response_logprobs, response_scores)
+        why_plain = why_wrong(policy.eval(), reward_model, batch, few, response_logprobs, response_scores)
     if why_plain:
         cli.say(f"plain rows, one response each: {why_plain}")
         return Packing(1, args.micro_batch_size, 1)

@@ -24,7 +24,7 @@ import torch
 from accelerate.utils import gather_object
 
 from rlhf_details import toy, utils
-from rlhf_details.plumbing import cli, models, progress
+from rlhf_details.plumbing import cli, models
 from rlhf_details.plumbing.chat import is_messages
 from rlhf_details.plumbing.files import load_function
 from rlhf_details.plumbing.tokenization import encode
@@ -208,8 +208,7 @@ class Scorer:
         entries = {}
         for name in self.names:
             start = time.time()
-            with progress.doing(f"{name} on {len(rows)} responses"):
-                entries[name] = rewards[name](rows, texts, ended)
+            entries[name] = rewards[name](rows, texts, ended)
             if name not in self.watched:
                 self.seconds[f"time/rewards/{name}"] = time.time() - start
         for i, words in self.faults(entries, rows):

@@ -23,7 +23,7 @@ import transformers
 from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 
-from rlhf_details.plumbing import checkpoint, cli, engines, health, hub, progress, trackers
+from rlhf_details.plumbing import checkpoint, cli, engines, health, hub, trackers
 from rlhf_details.plumbing.chat import is_messages
 from rlhf_details.utils import numbers
 
@@ -38,24 +38,22 @@ class Run:
         self.args, self.accelerator, self.tokenizer, self.prompts = args, accelerator, tokenizer, prompts
         self.num_updates, self.is_main, self.start = num_updates, accelerator.is_main_process, time.time()
         self.update, self.first_update = 0, 1  # the update under way, and the first one that this process trains
-        self.laps = {}  # {name of a part of the update: seconds}
-        self.before, self.latest, self.tensors = {}, {}, {}  # the first eval/*; the newest row of metrics; see `resume`
+        self.laps, self.tensors = {}, {}  # {name of a part of the update: seconds}; see `resume`
+        # What checkpoints keep: the first eval/*, the newest row of metrics, what health.look remembers, and on
+        # the main process alone `of_each_prompt` of the first and the newest evaluation.
+        self.kept = {"before": {}, "latest": {}, "health": {"first": None, "said": []}, "by_prompt": []}
         self.sampled_ahead = dict  # returns what a checkpoint holds of it: {name: tensor}; overlap.py sets it
-        self.by_prompt = []  # health.of_each_prompt of the first and the newest evaluation; only on the main process
-        self.console = trackers.Console(num_updates, not self.is_main)
-        self.health = health.Health(args, accelerator, num_updates)
-        self.say = self.console.say  # prints a line on the main process, above the live line where there is one
-        self.files = self.wandb = self.repository = self.signals = None
         self.inputs, self.checkpoint = inputs, None  # the folder of the newest checkpoint
-        with progress.doing("checksums of rows and models"):
-            self.identity = checkpoint.identity(args, accelerator, [prompts, *inputs])
+        self.wandb = self.repository = self.signals = None
+        self.identity = checkpoint.identity(args, accelerator, [prompts, *inputs])
         with self.writing("runs"):
             (name,) = broadcast_object_list([choose_name(args) if self.is_main else None])
         self.folder = Path("runs") / name
+        self.logs = [self.folder / "metrics.jsonl", self.folder / "samples.jsonl"]
         if args.resume:
             with self.writing(self.folder, "read"):  # Nothing has been written yet.
                 self.checkpoint = checkpoint.find(self.folder, self.identity, args.overwrite)
-        self.signals = Signals(self.say)
+        self.signals = Signals()
         if self.is_main:
             try:
                 with self.writing(self.folder):
@@ -66,25 +64,24 @@ class Run:
                     self.folder.rmdir(), self.folder.parent.rmdir()
                 raise
         paths = [getattr(args, name, None) for name in ("base_model", "sft_model_path", "reward_model_path")]
-        self.say(f"models: {', '.join(filter(None, paths))}   data: {args.dataset}, {len(prompts)} rows")
+        cli.say(f"models: {', '.join(filter(None, paths))}   data: {args.dataset}, {len(prompts)} rows")
         how = f"{num_updates} updates of {args.batch_size}, {engines.in_words(accelerator)}"
         if hasattr(args, "reward_fn"):  # Its held-out figures are of such samples as well.
             how += f", samples at temperature {args.temperature:g} and of at most {args.response_length} tokens"
-        self.say(how)
+        cli.say(how)
 
     # ---- the start ---------------------------------------------------------------------------------------------------
     def open_folder(self):
-        """Writes config.json, and opens the Hub repository and the wandb run before anything is trained."""
+        """Opens the Hub's repository and the trackers before anything is trained, and writes config.json."""
         args = self.args
         self.about = describe(args, self.accelerator, self.folder) | self.identity
         if args.push_to_hub:
             self.about["hub"] = self.repository = hub.open_repository(args)
-        if args.track:
-            with progress.doing("starting Weights & Biases"):
-                self.wandb = trackers.WeightsAndBiases(args, self.folder.name, cli.experiment(args), self.about)
-            self.about["wandb_id"] = self.wandb.run.id
-        # If these folders cannot be made, this is better known now than after a day of training.
-        self.folder.mkdir(parents=True, exist_ok=True)
+        update = int(self.checkpoint.name) if self.checkpoint else 0
+        self.wandb = trackers.start(args, self.accelerator, self.folder, self.about, update)
+        if self.wandb:
+            self.about["wandb_id"] = self.wandb.id
+        # If this folder cannot be made, this is better known now than after a day of training.
         Path(args.output_dir).resolve().parent.mkdir(parents=True, exist_ok=True)
         checkpoint.write_text(self.folder / "config.json", json.dumps(self.about, indent=1))
 
@@ -105,46 +102,30 @@ class Run:
             self.tensors = {name: x.to(self.accelerator.device) for name, x in tensors.items()}
             if self.accelerator.scaler is not None:
                 self.accelerator.scaler.load_state_dict(saved["scaler"])
-            done, state, self.health.memory = saved["update"], saved["state"], saved["health"]
-            self.before, self.latest, self.by_prompt = saved["before"], saved["latest"], saved["by_prompt"]
+            done, state, self.kept = saved["update"], saved["state"], {name: saved[name] for name in self.kept}
             self.start -= saved["seconds"]
-            self.say(f"--resume: goes on after update {done} of {self.num_updates}, from {self.checkpoint}")
+            cli.say(f"--resume: goes on after update {done} of {self.num_updates}, from {self.checkpoint}")
         elif self.args.resume:
-            self.say(f"--resume: no checkpoint in {self.folder}: starts at the beginning")
+            cli.say(f"--resume: no checkpoint in {self.folder}: starts at the beginning")
         self.accelerator.wait_for_everyone()  # All processes have read the checkpoint.
         if self.is_main:
             with self.writing(self.folder):
                 checkpoint.cut(self.folder, done)
-                config = json.dumps(self.about, indent=1)
-                self.files = trackers.Files(self.folder, done, done * self.args.batch_size, config)
-            for tracker in filter(None, [] if self.checkpoint else [self.files, self.wandb]):
-                tracker.data(self.prompts)
-        self.first_update = done + 1
-        self.console.begin(self.args.exp_name, done)
+                for path in self.logs:
+                    trackers.cut(path, done)
+        self.first_update, self.begun = done + 1, time.time()
+        self.shown = self.begun
         self.begin_update(self.first_update)
-        if self.first_update == 1 and hasattr(self.args, "reward_fn") and self.inputs[0]:
-            progress.now("the held-out rows before training")
         return state
 
     # ---- every update ------------------------------------------------------------------------------------------------
     def begin_update(self, update):
-        now, seconds = time.time(), sum(self.laps.values())
-        self.update, self.laps, self.lap_start = update, {}, now
-        # What takes as long as in the update before is not worth a line.
-        progress.now(self.under_way(), patience=max(1, 1.5 * seconds))
+        self.update, self.laps, self.lap_start = update, {}, time.time()
 
     def lap(self, name):
         """Logs `time/<name>`: the seconds since the last lap, or since the update began."""
         now = time.time()
         self.laps[name], self.lap_start = now - self.lap_start, now
-        progress.STEPS[0].what = self.under_way()
-
-    def under_way(self):
-        """The update under way, and what it has done, in words."""
-        if self.update > self.num_updates:
-            return "the end of the run"
-        done = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in self.laps.items())
-        return f"update {self.update} of {self.num_updates}" + (f" ({done})" if done else "")
 
     def is_eval_due(self, update):
         """Whether to evaluate after this update: at the end, and every --eval_every updates."""
@@ -160,26 +141,14 @@ class Run:
         if not metrics:
             return
         metrics = numbers(metrics)
-        row, warnings = {"update": update, "episode": update * self.args.batch_size} | metrics, []
+        row = {"update": update, "episode": update * self.args.batch_size} | metrics
         if update:
             row |= self.times()
-            signs, warnings = self.health(row, samples)
-            row |= signs
-        self.latest, self.before = row, self.before or trackers.evaluated(row)
-        if self.is_main and samples and trackers.evaluated(row):  # Then the samples are of the held-out rows.
-            self.by_prompt = [*self.by_prompt[:1], health.of_each_prompt(self.tokenizer, *samples)]
-        count = getattr(self.args, "num_sample_generations", 0)  # spread evenly from the first to the last update
-        is_table_due = update in torch.linspace(1, self.num_updates, count).round().int().tolist()
-        table = []
-        if self.is_main and samples and is_table_due:
-            table = trackers.sample_rows(self.args, self.tokenizer, row, *samples)
-        for line in warnings:
-            self.say(line)
-        with self.writing(self.folder):
-            for tracker in filter(None, (self.files, self.wandb, self.console)):
-                tracker.log(update, row)
-                if table:
-                    tracker.table(update, table)
+            row |= health.look(self, row, samples)
+        self.kept |= {"latest": row, "before": self.kept["before"] or trackers.evaluated(row)}
+        if self.is_main:
+            with self.writing(self.folder):
+                self.write(row, samples)
         if update == 0:
             self.begin_update(1)  # The first update's time does not include this evaluation.
 
@@ -190,6 +159,28 @@ class Run:
         training = {"time/training": update - laps["time/rollout"]} if "time/rollout" in laps else {}
         eps = self.args.batch_size / max(update, 1e-9)
         return {"eps": eps} | laps | training | {"time/update": update, "time/from_scratch": now - self.start}
+
+    def write(self, row, samples):
+        """Writes a row, and samples where these are due, to files, trackers and terminal."""
+        (metrics, tables), update, now = self.logs, row["update"], time.time()
+        trackers.append(metrics, [row])
+        # openrlbenchmark reads global_step.
+        self.accelerator.log(row | {"global_step": row["episode"]}, step=row["episode"])
+        # A line about every fifth second, and in a long run down to one a minute.
+        if update in (1, self.num_updates) or now - self.shown > max(5, min(60, (now - self.start) / 600)):
+            left = (now - self.begun) / max(1, update - self.first_update + 1) * (self.num_updates - update)
+            cli.say(f"{update}/{self.num_updates}  {trackers.in_words(row)}  eta {left:.0f}s")
+            self.shown = now
+        if samples and trackers.evaluated(row):  # Then the samples are of the held-out rows.
+            self.kept["by_prompt"][1:] = [health.of_each_prompt(self.tokenizer, *samples)]
+        count = getattr(self.args, "num_sample_generations", 0)  # spread evenly from the first to the last update
+        if samples and update in torch.linspace(1, self.num_updates, count).round().int().tolist():
+            rows = trackers.sample_rows(self.args, self.tokenizer, row, *samples)
+            trackers.append(tables, [{"update": update} | sample for sample in rows])
+            trackers.show(f"samples of update {update}", rows)
+            if self.wandb:
+                table = dict(columns=list(rows[0]), data=[list(sample.values()) for sample in rows])
+                self.accelerator.get_tracker("wandb").log_table("samples", **table, step=row["episode"])
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
     def checkpoint_if_due(self, update, policy, optimizer, state=None):
@@ -204,22 +195,20 @@ class Run:
             self.write_checkpoint(update, policy, optimizer, state or {})
         if number:
             name = signal.Signals(number).name
-            self.say(f"{name}: stopped after update {update}; --run_name {self.folder.name} --resume goes on")
+            cli.say(f"{name}: stopped after update {update}; --run_name {self.folder.name} --resume goes on")
             self.end(128 + number)
         self.begin_update(update + 1)
 
     def write_checkpoint(self, update, policy, optimizer, state):
-        saved = {"update": update, "state": state, "health": self.health.memory, **self.identity}
-        saved |= {"before": self.before, "latest": self.latest, "by_prompt": self.by_prompt}
-        saved |= {"seconds": time.time() - self.start}
+        saved = {"update": update, "state": state, "seconds": time.time() - self.start} | self.kept | self.identity
         if self.accelerator.scaler is not None:
             saved["scaler"] = self.accelerator.scaler.state_dict()
         tensors = {name: x.detach().cpu().contiguous() for name, x in self.sampled_ahead().items()}
         folder = self.folder / "checkpoints" / f"{update:06d}"
         save_policy = functools.partial(checkpoint.save_policy, self.accelerator, policy, optimizer)
         with self.writing(folder.parent):
-            if self.is_main:
-                self.files.sync()
+            for path in self.logs if self.is_main else ():  # Their rows last as long as the checkpoint.
+                checkpoint.sync(path)
             checkpoint.write(self.accelerator, folder, saved, tensors, save_policy)
         self.accelerator.wait_for_everyone()
         self.checkpoint = folder
@@ -235,7 +224,6 @@ class Run:
         Args: model and weights, where they are not the policy's own: a transformers model, and {name: whole tensor} of
         a module that holds it as `model`. Returns: {"before": .., "after": .., "metrics": the last row, "run": folder}.
         """
-        progress.now(f"saving {self.args.output_dir}")
         model = model or self.accelerator.unwrap_model(policy).model
         weights = self.full_weights(policy) if weights is None else weights
         if self.is_main:
@@ -245,30 +233,24 @@ class Run:
             weights = {name.removeprefix("model."): x for name, x in weights.items() if name.startswith("model.")}
             self.save(model, weights)
         self.accelerator.wait_for_everyone()
-        if self.is_main:
-            self.push()
+        if self.repository:  # No other process waits for the upload.
+            address = hub.push(self.args, self.repository)
+            if self.wandb:
+                self.wandb.summary["hub"] = address or "not pushed"
         self.close()
-        after = trackers.evaluated(self.latest)
+        before, latest = self.kept["before"], self.kept["latest"]
+        after = trackers.evaluated(latest)
         if self.is_main:
-            self.say("\n".join(health.last_lines(self, after, time.time() - self.start)))
-        return {"before": self.before, "after": after, "metrics": self.latest, "run": str(self.folder)}
+            cli.say("\n".join(health.last_lines(self, before, after, time.time() - self.start)))
+        return {"before": before, "after": after, "metrics": latest, "run": str(self.folder)}
 
     def save(self, model, weights):
         args, prompt = self.args, self.prompts[0].columns.get("prompt")
         about = self.about | {"prompt": prompt if is_messages(prompt) else self.prompts[0].text}
-        link = self.wandb and self.wandb.run.url
-        card = hub.model_card(args, self.repository, self.before, self.latest, link, about)
+        link = self.wandb and self.wandb.url
+        card = hub.model_card(args, self.repository, self.kept["before"], self.kept["latest"], link, about)
         with self.writing(f"--output_dir {args.output_dir}"):
             checkpoint.save_folder(args, model, self.tokenizer, weights, card)
-
-    def push(self):
-        """Uploads --output_dir where asked to. No other process waits for it."""
-        if self.repository:
-            progress.now(f"uploading {self.args.output_dir} to {self.repository}")
-            address, line = hub.push(self.args, self.repository)
-            print(line, file=sys.stdout if address else sys.stderr, flush=True)
-            if self.wandb:
-                self.wandb.run.summary["hub"] = address or "not pushed"
 
     @contextlib.contextmanager
     def writing(self, what, verb="written"):
@@ -295,8 +277,12 @@ class Run:
         """Closes the trackers and gives the signals their former meaning."""
         if self.signals:
             self.signals.restore()
-        for tracker in filter(None, (self.console, self.files, self.wandb)):
-            tracker.close(exit_code)
+        if self.wandb:
+            self.wandb.finish(exit_code)
+        for tracker in self.accelerator.trackers:
+            # What could not be written has been reported already. A tracker that never started has nothing to finish.
+            with contextlib.suppress(OSError, AttributeError):
+                tracker.finish()
 
 
 # ---- the folder of a run ---------------------------------------------------------------------------------------------
@@ -334,8 +320,8 @@ def describe(args, accelerator, folder):
 class Signals:
     """Remembers the last signal in `heard` (0: none), until `restore` gives the signals their former meaning."""
 
-    def __init__(self, say):
-        self.say, self.heard = say, 0
+    def __init__(self):
+        self.heard = 0
         is_main_thread = threading.current_thread() is threading.main_thread()  # Python allows handlers there alone.
         numbers = (signal.SIGTERM, signal.SIGINT) if is_main_thread else ()
         self.before = {number: signal.signal(number, self.hear) for number in numbers}
@@ -344,7 +330,7 @@ class Signals:
         if number == signal.SIGINT:  # SIGTERM may come twice by itself, from a scheduler and from the launcher.
             signal.signal(number, self.before[number])
         self.heard = number
-        self.say(f"{signal.Signals(number).name}: will stop after this update, with a checkpoint")
+        cli.say(f"{signal.Signals(number).name}: will stop after this update, with a checkpoint")
 
     def restore(self):
         for number, handler in self.before.items():

@@ -1,13 +1,12 @@
 """The embedded tasks' stages: models that are missing are trained before they are needed."""
 
-import contextlib
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-from rlhf_details.plumbing import progress
+from rlhf_details.plumbing.errors import say
 
 # Which script makes which folder of an embedded task, those first that others need.
 MADE_BY = {
@@ -29,24 +28,9 @@ def ensure(args):
     for folder, stage in MADE_BY.get(task, {}).items():
         if folder not in needed or (Path(folder) / "config.json").exists():
             continue
-        print(f"{folder} does not exist yet: running {stage}.py first", flush=True)
+        say(f"{folder} does not exist yet: running {stage}.py first")
         flags = ["--dataset", task, "--output_dir", folder]
         flags += ["--sft_model_path", args.sft_model_path] if stage == "train_reward" else []
         script = os.path.relpath(Path(__file__).parent.parent / f"{stage}.py")  # as the model's card will show it
-        with progress.doing(None):  # The child speaks for itself. Its last line may be long ago when it has ended.
-            code = run([sys.executable, script, *flags], environment)
-        if code:
-            sys.exit(code if code > 0 else 128 - code)  # The child has said why.
-
-
-def run(command, environment):
-    """Runs a command and returns its exit code. A Ctrl-C reaches the command as well, and it may end by itself."""
-    child = subprocess.Popen(command, env=environment)
-    try:
-        return child.wait()
-    except KeyboardInterrupt:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            if code := child.wait(30):
-                return code
-        child.kill()
-        raise
+        if code := subprocess.run([sys.executable, script, *flags], env=environment).returncode:
+            sys.exit(code)  # The child has said why.

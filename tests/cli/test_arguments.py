@@ -16,7 +16,7 @@ import pytest
 from helpers import PAGES, ROOT, flags_shown
 
 from rlhf_details import evaluate, train_both, train_dpo, train_reward, train_rloo, train_sft
-from rlhf_details.plumbing import cli, rewards
+from rlhf_details.plumbing import cli
 
 SCRIPTS = PAGES | {"train_sft": train_sft, "train_reward": train_reward, "train_dpo": train_dpo, "evaluate": evaluate}
 each_script = pytest.mark.parametrize("script", list(SCRIPTS))
@@ -40,6 +40,8 @@ class Args(cli.RunArgs):
     """choice"""
     eval_every: int = 0
     """may be 0"""
+    base_model: str | None = None
+    """input"""
     reward_fn: tuple[str, ...] = ()
     """list"""
 
@@ -62,53 +64,44 @@ def toml(in_tmp):
 
 
 # ---- where values come from ------------------------------------------------------------------------------------------
-def test_later_sources_win(toml, monkeypatch):
-    of_toy = {"toy": {"learning_rate": 0.2, "seed": 2, "batch_size": 2}}
-    assert parse([]) == Args()
-    assert parse([], of_toy) == Args(learning_rate=0.2, seed=2, batch_size=2)
-    file = toml("learning_rate = 0.3\nseed = 3\n")
-    assert parse(["--config", file], of_toy) == Args(learning_rate=0.3, seed=3, batch_size=2, config=file)
-    words = ["--learning_rate", "0.4", "--config", file]
-    assert parse(words, of_toy) == Args(learning_rate=0.4, seed=3, batch_size=2, config=file)
-    monkeypatch.setattr("sys.argv", ["script.py", "--seed", "9"])
-    assert parse(None) == Args(seed=9)
+TABLE = {"toy": dict(learning_rate=0.2, seed=2, batch_size=2), "toy-sum": dict(seed=7)}
+OF_TOY, ROWS = TABLE["toy"], 'dataset = "rows.jsonl"'
+BOOLEANS = 'track = true\nshare_prompts = false\nwandb_tags = ["a", "b c"]\nmax_grad_norm = "None"\nseed = 1_000'
+READ = dict(track=True, share_prompts=False, wandb_tags=("a", "b c"), max_grad_norm=None, seed=1000, batch_size=2)
 
 
-def test_the_embedded_tasks_defaults_are_for_their_data_sets_alone(toml):
-    defaults = {"toy": {"seed": 2, "dataset": "toy"}, "toy-sum": {"seed": 7}}
-    assert parse(["--dataset", "toy-sum:test"], defaults) == Args(dataset="toy-sum:test", seed=7)
-    for words in (["--dataset", "rows.jsonl"], ["--dataset=rows.jsonl"]):
-        assert parse(words, defaults) == Args(dataset="rows.jsonl")
-    file = toml('dataset = "rows.jsonl"')
-    assert parse([f"--config={file}"], defaults) == Args(dataset="rows.jsonl", config=file)
-    assert parse(["--config", file, "--dataset", "toy"], defaults) == Args(seed=2, config=file)
-    assert parse(["--dataset", "a.jsonl", "--dataset", "toy"], defaults) == Args(seed=2)
+@pytest.mark.parametrize(
+    "words, text, expected",  # text: of the TOML file
+    [
+        ("", "", OF_TOY),
+        ("", "learning_rate = 0.3\nseed = 3\n", dict(learning_rate=0.3, seed=3, batch_size=2)),
+        ("--learning_rate 0.4", "learning_rate = 0.3\nseed = 3\n", dict(learning_rate=0.4, seed=3, batch_size=2)),
+        ("--batch_size 8 --seed 1 --learning_rate 0.1", "", {}),  # The class's own defaults, where they are asked for.
+        ("--dataset toy-sum:test", "", dict(dataset="toy-sum:test", seed=7)),
+        ("--dataset=rows.jsonl", "", dict(dataset="rows.jsonl")),
+        ("", ROWS, dict(dataset="rows.jsonl")),
+        ("--dataset toy", ROWS, OF_TOY),
+        ("--dataset a.jsonl --dataset toy", "", OF_TOY),
+        *[(words, "", OF_TOY | dict(batch_size=3)) for words in ("--batch-size 3", "--batch_size=3", "--batch-size=3")],
+        ("--track --no-share-prompts", "", OF_TOY | dict(track=True, share_prompts=False)),
+        ("--max_grad_norm None --wandb_tags a b", "", OF_TOY | dict(max_grad_norm=None, wandb_tags=("a", "b"))),
+        ("", BOOLEANS, dict(learning_rate=0.2) | READ),
+        ("--no-track --share_prompts --wandb_tags z --max_grad_norm 2", BOOLEANS,
+         dict(learning_rate=0.2, seed=1000, batch_size=2, wandb_tags=("z",), max_grad_norm=2.0)),
+        ("", "temperature = 1\nchat_template_kwargs = {a = false}",
+         OF_TOY | dict(temperature=1.0, chat_template_kwargs='{"a": false}')),
+    ],
+)  # fmt: skip
+def test_later_sources_win(toml, words, text, expected):
+    """The class, the page's table, a TOML file, the command line."""
+    given = ["--config", toml(text)] if text else []
+    args = parse([*given, *words.split()], TABLE)
+    assert args == Args(**expected, config=given[1] if given else None) and type(args.temperature) is float
 
 
-def test_dashes_underscores_and_equals_signs():
-    for words in (["--batch-size", "3"], ["--batch_size", "3"], ["--batch-size=3"], ["--batch_size=3"]):
-        assert parse(words, {"toy": {"batch_size": 2}}) == Args(batch_size=3)
-
-
-def test_booleans_nones_lists_and_tables(toml):
-    assert parse(["--track", "--no-share-prompts"]) == Args(track=True, share_prompts=False)
-    assert parse(["--max_grad_norm", "None"]) == Args(max_grad_norm=None)
-    file = toml('track = true\nshare_prompts = false\nwandb_tags = ["a", "b c"]\nmax_grad_norm = "None"\nseed = 1_000')
-    values = dict(wandb_tags=("a", "b c"), max_grad_norm=None, seed=1000, config=file)
-    assert parse(["--config", file]) == Args(track=True, share_prompts=False, **values)
-    words = ["--config", file, "--no-track", "--share_prompts", "--wandb_tags", "z", "--max_grad_norm", "2"]
-    assert parse(words) == Args(**(values | dict(wandb_tags=("z",), max_grad_norm=2.0)))
-    args = parse(["--config", toml("temperature = 1\nchat_template_kwargs = {enable_thinking = false}")])
-    assert type(args.temperature) is float and args.temperature == 1
-    assert json.loads(args.chat_template_kwargs) == {"enable_thinking": False}
-
-
-def test_a_flag_of_several_values_may_be_given_again_and_again(toml):
-    for words in ("--reward_fn a:f b:g", "--reward_fn a:f --reward-fn=b:g", "--reward_fn=a:f --track --reward_fn b:g"):
-        assert parse([*words.split(), "--seed", "3"]).reward_fn == ("a:f", "b:g")
-    file = toml('reward_fn = ["a:f", "b:g"]')
-    assert parse(["--config", file]).reward_fn == ("a:f", "b:g")
-    assert parse(["--config", file, "--reward_fn", "c:h"]).reward_fn == ("c:h",)
+def test_a_flag_of_several_values_is_given_once(fails):
+    for words in ("--reward_fn a:f --reward-fn=b:g", "--reward_fn=a:f --track --reward_fn b:g"):
+        assert "--reward_fn: is given twice" in fails(parse, words.split())
     args = cli.parse(train_rloo.Args, ["--reward_fn", "a:f", "--reward_fn_weights", "-0.5"])
     assert args.reward_fn_weights == (-0.5,)
 
@@ -117,16 +110,17 @@ def test_a_flag_of_several_values_may_be_given_again_and_again(toml):
 @pytest.mark.parametrize(
     "text, words",
     [
-        ("batch_sise = 3", "unknown key 'batch_sise'; did you mean 'batch_size'?"),
-        ("zzz = 3\nqqq = 4", "unknown keys 'zzz', 'qqq'"),
-        ("batch_size = = 3", "line 1"),
-        ('learning_rate = "fast"', "learning_rate = 'fast' is not of that flag's type"),
-        ('lr_schedule = "square"', "lr_schedule = 'square' is not"),
+        ("batch_sise = 3", ["--batch_sise", "Perhaps you meant: --batch_size"]),
+        ("no_no_track = true", ["no_no_track"]),
+        ("no_track = true", ["must be names of flags"]),
+        ("batch_size = = 3", ["line 1"]),
+        ('learning_rate = "fast"', ["--learning_rate", "'fast'"]),
+        ('lr_schedule = "square"', ["'square'", "--lr_schedule", "'linear', 'cosine'"]),
     ],
 )
 def test_a_mistake_in_a_toml_file_is_one_line(toml, fails, text, words):
     line = fails(parse, ["--config", toml(text)])
-    assert line.startswith("error: --config run.toml: ") and words in line
+    assert line.startswith("error: --config run.toml: ") and all(word in line for word in words), line
     Path("run.toml").unlink()
     assert "--config run.toml: no such file or folder" in fails(parse, ["--config", "run.toml"])
 
@@ -145,9 +139,9 @@ def test_a_mistake_on_the_command_line_is_explained(words, capsys):
 def test_fail_speaks_on_the_main_process_alone(fails, monkeypatch, capsys):
     assert fails(cli.fail, "two\nlines") == "error: two lines\n"
     monkeypatch.setenv("RANK", "1")
-    with pytest.raises(SystemExit) as end:
+    with pytest.raises(SystemExit, match="2"):
         cli.fail("no luck")
-    assert end.value.code == 2 and capsys.readouterr() == ("", "")
+    assert capsys.readouterr() == ("", "")
 
 
 def test_errors_in_reading_are_one_line_and_our_own_faults_keep_their_traceback(fails):
@@ -185,18 +179,12 @@ def test_help_has_every_flag_its_text_and_an_example_that_gives_what_is_required
     flags = flags_shown(shown)
     assert list(flags) == [field.name for field in dataclasses.fields(kind)]
     assert all(len(text) > len(name) + 30 for name, text in flags.items())
-    marked = [name for name, text in flags.items() if "(required unless --dataset is toy" in text]
     start, *words = shlex.split(shown.partition("Example: python rlhf_details/")[2].splitlines()[0])
-    assert start == f"{script}.py"
     args = cli.parse(kind, words)
-    for name in set(marked) - {"reward_model_path"}:
-        line = fails(SCRIPTS[script].main, dataclasses.replace(args, **{name: None}))
-        assert getattr(args, name) and f"--{name}: required" in line
-    if script in PAGES:
-        assert "--reward_model_path or" in fails(rewards.check, dataclasses.replace(args, reward_fn=()))
-    of_reward = ["reward_model_path"] * (script in PAGES)
-    expected = {"train_sft": [], "evaluate": ["policy_path"]}.get(script, ["sft_model_path", *of_reward])
-    assert marked == expected
+    assert start == f"{script}.py"
+    for name in {"sft_model_path", "policy_path"} & flags.keys():
+        assert getattr(args, name) and "(required unless --dataset is toy" in flags[name]
+        assert f"--{name}: required" in fails(SCRIPTS[script].main, dataclasses.replace(args, **{name: None}))
 
 
 @pytest.mark.parametrize("words", [["--help"], ["--algorithm", "rloo", "-h"]])
@@ -215,27 +203,51 @@ def test_help_is_printed_once_by_several_processes(help_of, monkeypatch):
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
-def test_numbers_that_make_sense_pass(in_tmp):
-    cli.check(Args(seed=0, eval_every=0, checkpoint_every=0, temperature=0.01, learning_rate=0.0))
-    cli.check(Args(max_grad_norm=None, run_name="a name", warmup_ratio=1.0))
+@pytest.fixture
+def folders(in_tmp):
+    """A run `mine`, a model `out` that Args(output_dir="out") made, an input, and folders of the user's own."""
+    for folder in ("runs/mine", "out/adapter", "out/additional_chat_templates", "own/policy", "holds/inner", "thesis"):
+        Path(folder).mkdir(parents=True)  # additional_chat_templates is that of Command-R's tokenizer.
+    Path("out/training_args.json").write_text(json.dumps(dataclasses.asdict(Args(output_dir="out"))))
+    Path("thesis/thesis.txt").write_text("years of work")
+    Path("file").touch()
 
 
 NAN, INF = math.nan, math.inf
 
 
 @pytest.mark.parametrize(
-    "name, value",
-    [("batch_size", 0), ("take", 0), ("seed", -1), ("seed", 2**31), ("eval_every", -1), ("warmup_ratio", 1.1)]
-    + [("temperature", 0.0), ("learning_rate", -1e-3), ("learning_rate", NAN), ("max_grad_norm", 0.0)]
-    + [("max_grad_norm", INF)],
+    "changes",
+    [
+        dict(seed=0, eval_every=0, checkpoint_every=0, temperature=0.01, learning_rate=0.0),
+        dict(max_grad_norm=None, run_name="a name", warmup_ratio=1.0),
+        dict(run_name="mine", resume=True),
+        dict(run_name="mine", overwrite=True),
+        dict(output_dir="new"),
+        dict(output_dir="out"),  # A run may be repeated into its folder, also with other memory knobs and outputs.
+        dict(output_dir="out", micro_batch_size=2, share_prompts=False, gradient_checkpointing=True),
+        dict(
+            output_dir="out", run_name="other", exp_name="other", track=True, config="a.toml", eval_dataset="toy:test"
+        ),
+        dict(output_dir="out", learning_rate=0.2, overwrite=True),
+        dict(output_dir="thesis", overwrite=True),
+    ],
 )
-def test_numbers_out_of_range_are_named(in_tmp, fails, name, value):
-    assert f"--{name} {value}: must be" in fails(cli.check, Args(**{name: value}))
+def test_what_makes_sense_passes(folders, changes):
+    cli.check(Args(**changes))
 
 
 @pytest.mark.parametrize(
     "changes, words",
     [
+        *[
+            ({name: value}, f"--{name} {value}: must be")
+            for name, values in {
+                "batch_size": [0], "take": [0], "seed": [-1, 2**31], "eval_every": [-1], "warmup_ratio": [1.1],
+                "temperature": [0.0], "learning_rate": [-1e-3, NAN], "max_grad_norm": [0.0, INF],
+            }.items()
+            for value in values
+        ],
         (dict(run_name="a/b"), "--run_name 'a/b': must be the name of a folder"),
         (dict(exp_name="../escaped"), "--exp_name '../escaped'"),
         (dict(run_name="mine"), "--run_name mine: runs/mine exists"),
@@ -244,65 +256,21 @@ def test_numbers_out_of_range_are_named(in_tmp, fails, name, value):
         (dict(dataset="none.jsonl"), "--dataset none.jsonl: no such file"),
         (dict(eval_dataset="none.py:f"), "--eval_dataset none.py:f: no such file"),
         (dict(dataset="toy:validation"), "--dataset toy:validation: the splits are toy:train and toy:test"),
+        (dict(output_dir="out", learning_rate=0.2), "(learning_rate 0.1 there, 0.2 here); give another folder"),
+        (dict(output_dir="out", dataset="d"), "holds another model (dataset 'toy' there, 'd' here)"),
+        (dict(output_dir="out", max_grad_norm=None), "holds another model (max_grad_norm 1.0 there, None here)"),
+        (dict(output_dir="out", seed=2, resume=True), "to resume its run, give the same arguments"),
+        (dict(output_dir="thesis"), "--output_dir thesis holds files that no run has written"),
+        *[
+            (dict(output_dir=folder, base_model="own/policy", overwrite=True), f"--output_dir {folder}: ")
+            for folder in (".", "own/policy", "own", "holds", "file", "file/out")
+        ],
     ],
-)
-def test_names_and_files_are_checked(in_tmp, fails, changes, words):
-    Path("runs/mine").mkdir(parents=True)
+)  # fmt: skip
+def test_a_flag_that_makes_no_sense_is_named(folders, fails, changes, words):
+    """--overwrite never takes inputs, folders or files with it."""
     assert words in fails(cli.check, Args(**changes))
-    cli.check(Args(run_name="mine", resume=True)), cli.check(Args(run_name="mine", overwrite=True))
-
-
-# ---- the output folder -----------------------------------------------------------------------------------------------
-def made_by(**changes):
-    """Args whose output folder holds a model that Args(**changes) made."""
-    Path("out").mkdir()
-    Path("out/config.json").write_text("{}")
-    before = Args(**({"output_dir": "out"} | changes))
-    Path("out/training_args.json").write_text(json.dumps(dataclasses.asdict(before)))
-    return Args(output_dir="out")
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"micro_batch_size": 2, "share_prompts": False, "gradient_checkpointing": True},
-        {"run_name": "other", "exp_name": "other", "track": True, "config": "a.toml", "eval_dataset": "toy:test"},
-    ],
-)
-def test_a_run_may_be_repeated_into_its_folder_also_with_other_memory_knobs(in_tmp, changes):
-    args = made_by(**changes)
-    for folder in ("adapter", "additional_chat_templates"):  # The latter is that of Command-R's tokenizer.
-        Path("out", folder).mkdir()
-    cli.check(args)
-    cli.check(Args(output_dir="new"))
-
-
-@pytest.mark.parametrize("changes", [{"learning_rate": 0.2}, {"dataset": "d"}, {"max_grad_norm": None}])
-def test_an_output_folder_of_another_model_is_refused_unless_overwritten(in_tmp, fails, changes):
-    args, (name, value) = made_by(**changes), next(iter(changes.items()))
-    line = fails(cli.check, args)
-    assert f"--output_dir out holds another model ({name} {value!r} there, {getattr(args, name)!r} here)" in line
-    assert line.endswith("; give another folder or --overwrite\n")
-    resumed = fails(cli.check, dataclasses.replace(args, resume=True))
-    assert "to resume its run, give the same arguments" in resumed and "overwrite" not in resumed
-    cli.check(dataclasses.replace(args, overwrite=True))
-
-
-def test_a_folder_of_the_users_own_is_refused_and_untouched(in_tmp, fails):
-    Path("out").mkdir()
-    Path("out/thesis.txt").write_text("years of work")
-    assert "--output_dir out holds files that no run has written" in fails(cli.check, Args(output_dir="out"))
-    assert Path("out/thesis.txt").read_text() == "years of work"
-    cli.check(Args(output_dir="out", overwrite=True))
-
-
-@pytest.mark.parametrize("folder", [".", "own/policy", "own", "holds_folders", "file/out"])
-def test_overwrite_never_takes_inputs_folders_or_files_with_it(in_tmp, fails, folder):
-    Path("own/policy").mkdir(parents=True), Path("holds_folders/inner").mkdir(parents=True)
-    Path("file").write_text("precious")
-    args = train_rloo.Args(output_dir=folder, sft_model_path="own/policy", reward_model_path="x", overwrite=True)
-    assert f"--output_dir {folder}: " in fails(train_rloo.check, args)
+    assert Path("thesis/thesis.txt").read_text() == "years of work"
 
 
 # ---- flags mean the same everywhere ----------------------------------------------------------------------------------

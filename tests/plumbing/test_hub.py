@@ -79,16 +79,19 @@ def test_a_name_may_end_in_a_revision(tiny, ragged, in_tmp, fails, offline_hub):
         found = models.load_reward_model(f"org/reward{revision}", flags)
         assert getattr(found.config, "reward_bias", None) == (0.7 if revision else None)
         assert models.load_tokenizer(f"org/policy{revision}", "--sft_model_path", flags).eos_token
-    assert "the Hub cannot be reached" in fails(models.load_policy, "org/policy@v2", "--sft_model_path", flags)
+    assert "We couldn't connect to" in fails(models.load_policy, "org/policy@v2", "--sft_model_path", flags)
 
 
 @pytest.mark.parametrize(
     "kind, words",
-    [(RevisionNotFoundError, "no such revision"), (RepositoryNotFoundError, "no such repository"),
-     (GatedRepoError, "its owners give access on request")],
-)  # fmt: skip
+    [
+        (RevisionNotFoundError, "v1 is not a valid git identifier"),
+        (RepositoryNotFoundError, "org/it is not a local folder and is not a valid model identifier"),
+        (GatedRepoError, "gated repo. Make sure to have access to it at https://huggingface.co/org/it"),
+    ],
+)
 def test_why_a_model_of_the_hub_cannot_be_read(in_tmp, fails, monkeypatch, kind, words):
-    """The Hub's answer, which the library raises as an error of another kind."""
+    """The line has the library's own words for the Hub's answer."""
 
     def refuse(*args, **options):
         raise kind("no", response=MagicMock())
@@ -120,28 +123,25 @@ def test_every_model_has_a_card_whose_snippet_runs(tiny, in_tmp, monkeypatch, sc
     monkeypatch.setattr("sys.argv", [f"rlhf_details/{script}.py", "--exp_name", "my own"])
     args = start(script, tiny, eval_dataset="rows.jsonl")
     facts, body = read_card(Path("models/out/README.md").read_text())
-    is_reward = script == "train_reward"
-    assert set(facts["tags"]) == {script.split("_")[1], "rlhf", "rlhf_details"}
-    assert facts["library_name"] == "transformers"
-    assert facts["pipeline_tag"] == ("text-classification" if is_reward else "text-generation")
-    assert "base_model" not in facts and "datasets" not in facts  # Both are on this disk.
-    snippet, arguments = (re.search(rf"```{kind}\n(.*?)```", body, re.S)[1] for kind in ("python", "json"))
+    kind, is_reward = script.partition("_")[2], script == "train_reward"
+    task = "text-classification" if is_reward else "text-generation"
+    # Model and data are on this disk, so the Hub could not link them.
+    assert facts == dict(library_name="transformers", pipeline_tag=task, tags=[kind, "rlhf", "rlhf_details"])
+    snippet, command, arguments = re.findall(r"```(?:python|json)?\n(.*?)```", body, re.S)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         exec(snippet, {})
     assert float(printed.getvalue()) if is_reward else printed.getvalue().strip()
-    (command,) = re.findall(r"```\n(python.*?)\n```", body)
-    assert command == f"python rlhf_details/{script}.py --exp_name 'my own'"
+    assert command == f"python rlhf_details/{script}.py --exp_name 'my own'\n"
     if script == "train_grpo":  # The card has the values that the objective took.
         args = dataclasses.replace(PAGES[script].with_objective(args), template_date=str(date.today()))
     assert json.loads(arguments) == json.loads(json.dumps(dataclasses.asdict(args)))
-    rows = read_metrics("runs/run")
-    for name, value in rows[-1].items():
-        before = f"{rows[0][name]:.6g}" if name.startswith("eval/") and rows[0]["update"] == 0 else ""
-        is_shown = not name.startswith(("time/", "health/")) or (name.startswith("health/") and value)
-        assert (f"| `{name}` | {before} | {value:.6g} |" in body) == bool(is_shown), name
-    paper = hub.PAPERS[script.split("_")[1]][1]
-    assert f"arxiv.org/abs/{paper}" in body and args.dataset in body and "not tracked online" in body
+    first, *_, last = read_metrics("runs/run")
+    shown = {name for name, x in last.items() if not name.startswith("time/") and (x or not name.startswith("health/"))}
+    before = {name: f"{x:.6g}" for name, x in first.items() if first["update"] == 0 and name.startswith("eval/")}
+    table = re.findall(r"^\| `(.*)` \| (.*) \| (.*) \|$", body, re.M)
+    assert {name: (old, new) for name, old, new in table} == {x: (before.get(x, ""), f"{last[x]:.6g}") for x in shown}
+    assert f"arxiv.org/abs/{hub.PAPERS[kind][1]}" in body and args.dataset in body and "not tracked online" in body
 
 
 def test_snippets_of_conversations_use_the_chat_template():
@@ -166,7 +166,7 @@ def test_a_card_names_what_is_on_the_hub_and_nothing_else(in_tmp, monkeypatch):
     assert facts["base_model"] == "EleutherAI/pythia-1b" and facts["datasets"] == ["trl-lib/tldr"]
     assert facts["license"] == "apache-2.0" and "Licence: `apache-2.0`, " in body
     assert "lora" in facts["tags"] and "# it\n" in body and "Tracked run: https://x/y" in body
-    assert "'me/it'" in body and "--num_processes 8" in body
+    assert "'me/it'" in body
     for path, dataset in (("models/sft", "toy"), ("models/toy/deep/sft", "rows.jsonl"), ("/abs/sft", "a/b/c.parquet")):
         facts, body = card(sft_model_path=path, dataset=dataset)
         assert not {"base_model", "datasets", "license"} & facts.keys() and f"Licence: as of `{path}`" in body
@@ -178,11 +178,9 @@ def test_a_card_names_what_is_on_the_hub_and_nothing_else(in_tmp, monkeypatch):
 @pytest.mark.parametrize("script", ["train_rloo", "train_reward"])
 def test_the_model_is_pushed_as_it_is_on_disk(tiny, in_tmp, server, capsys, script):
     start(script, tiny, push_to_hub=True)
-    assert server.files.keys() == {"someone/models-out"}
-    assert "pushed to someone/models-out" in capsys.readouterr().out
     sent = server.files["someone/models-out"]
+    assert "pushed to someone/models-out" in capsys.readouterr().out
     assert sent == {path.name: path.read_bytes() for path in Path("models/out").iterdir()}
-    assert {"model.safetensors", "README.md", "tokenizer.json", "config.json"} <= sent.keys()
     assert "someone/models-out" in sent["README.md"].decode()
     assert json.loads(Path("runs/run/config.json").read_text())["hub"] == "someone/models-out"
 

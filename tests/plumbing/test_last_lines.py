@@ -1,6 +1,5 @@
-"""The end of a run judges it: learnt or not, bad signs, time, and commands that really run."""
+"""The end of a run judges it: learnt or not, bad signs, time, and a command that really runs."""
 
-import io
 import json
 import math
 import re
@@ -75,15 +74,11 @@ def test_the_signs_that_showed_are_counted():
     assert health.health_lines(rows[:2]) == ["bad signs: none"] and health.health_lines([{"update": 1}]) == []
 
 
-def test_the_time_is_shared_out_and_a_slow_reward_is_named():
-    times = {"rollout": 1.0, "scores": 5.0, "optimise": 2.0, "update": 8.0, "rewards/slow": 4.1, "rewards/fast": 0.1}
+def test_the_time_is_shared_out():
+    times = {"rollout": 1.0, "scores": 5.0, "optimise": 2.0, "update": 8.0}
     rows = [{"update": i} | {f"time/{name}": x for name, x in times.items()} for i in (1, 2)]
-    shares, slow = health.time_lines(rows, 20.0)
-    assert shares == "time: rollout 10%, scores 50%, optimise 20%, evaluations, checkpoints and the rest 20%"
-    assert slow.startswith("the reward slow takes 51% of the updates' time")
-    for row in rows:
-        row["time/rewards/slow"] = 3.9
-    assert len(health.time_lines(rows, 20.0)) == 1
+    expected = "time: rollout 10%, scores 50%, optimise 20%, evaluations, checkpoints and the rest 20%"
+    assert health.time_line(rows, 20.0) == expected
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
@@ -91,7 +86,14 @@ def said(capsys):
     return capsys.readouterr().out.splitlines()
 
 
-def test_the_commands_at_the_end_of_a_run_do_run(tiny, in_tmp, capsys, monkeypatch):
+def evaluate_args(lines):
+    """The arguments of the command that the last line has."""
+    start, python, script, *words = shlex.split(lines[-1])
+    assert (start, python) == ("evaluate:", "python") and Path(script).samefile(evaluate.__file__)
+    return cli.parse(evaluate.Args, words)
+
+
+def test_the_command_at_the_end_of_a_run_does_run(tiny, in_tmp, capsys):
     """The policy is compared with the one that it started from, in its own settings, on the held-out rows."""
     rows = write_rows("held out.jsonl", [{"question": row["prompt"]} for row in toy.rows("prompts", "test")[:4]])
     Path("mine.py").write_text("import time\ndef f(prompts, completions): time.sleep(0.1); return [1.0] * len(prompts)")
@@ -102,21 +104,12 @@ def test_the_commands_at_the_end_of_a_run_do_run(tiny, in_tmp, capsys, monkeypat
     for begin in (("learnt: ", "not learnt: ", "not shown: "), "bad signs: ", "time: rollout"):
         assert any(line.startswith(begin) for line in lines), begin
     assert 0.1 <= row["time/rewards/f"] < row["time/scores"]
-    commands = {line.partition(": ")[0]: shlex.split(line.partition(": ")[2]) for line in lines if ": python " in line}
-    assert list(commands) == ["evaluate", "chat", "curves"]
-    assert all(words[0] == "python" and Path(words[1]).exists() for words in commands.values())
-    assert Path(commands["curves"][2], "metrics.jsonl").exists() and commands["curves"][1].endswith("plot.py")
-    args = cli.parse(evaluate.Args, commands["evaluate"][2:])
+    args = evaluate_args(lines)
     policy = evaluate.main(args)["metrics"]["policy"]
     assert policy["kl"]["value"] == pytest.approx(result["after"]["eval/objective/kl"], abs=1e-4)
     assert args.opponent_path == str(tiny / "policy") and {"rewards/f", "rewards/reward_model"} <= policy.keys()
-    assert (args.judge, args.reward_fn_weights) == (
-        "reward_fn",
-        (-0.5,),
-    ) and "temperature 0.7" in capsys.readouterr().out
-    monkeypatch.setattr("sys.stdin", io.StringIO("the soup\n"))
-    evaluate.main(cli.parse(evaluate.Args, commands["chat"][2:]))
-    assert [line.partition(": ")[0] for line in said(capsys)[-3:-1]] == ["model", str(tiny / "policy")]
+    assert (args.judge, args.reward_fn_weights) == ("reward_fn", (-0.5,))
+    assert "temperature 0.7" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("page,flags", [("train_rloo", {}), ("train_ppo", LM_HUMAN_PREFERENCES)])
@@ -138,65 +131,52 @@ def test_a_resumed_run_compares_its_prompts_with_those_before_training(
 
 
 @pytest.mark.parametrize(
-    "dataset,changes,expected",
+    "words, expected",
     [
-        ("toy:test", {}, ""),
-        (None, {}, ""),
-        ("toy:test", dict(sft_model_path="my sft"), "--opponent_path 'my sft' --ref_model_path 'my sft'"),
-        ("toy:test", dict(reward_model_path=None, reward_fn=("a:f",)),
-         "--reward_model_path None --reward_fn a:f --judge reward_fn"),
+        ("", ""),
+        ("--eval_dataset None", ""),
+        ("--dataset toy-sum", "--dataset toy-sum:test"),
+        ("--sft_model_path sft", "--opponent_path sft --ref_model_path sft"),
+        ("--reward_model_path None --reward_fn a:f", "--reward_model_path None --reward_fn a:f --judge reward_fn"),
+        (
+            "--dataset rows.jsonl --sft_model_path sft --reward_model_path rm",
+            "--dataset rows.jsonl --num_examples 512 --opponent_path sft --ref_model_path sft --reward_model_path rm"
+            " --judge reward_model",
+        ),
     ],
-)  # fmt: skip
-def test_on_the_embedded_task_the_command_says_only_what_differs(dataset, changes, expected):
-    args = cli.parse(train_rloo.Args, [])
-    for name, value in (changes | dict(eval_dataset=dataset)).items():
-        setattr(args, name, value)
-    words = health.evaluation_words(args)
-    assert words[:2] == ["--policy_path", "models/toy/rloo"] and set(words[2:]) == set(shlex.split(expected))
-    parsed = cli.parse(evaluate.Args, words)
-    assert parsed.judge == ("reward_fn" if args.reward_fn else "gold")
+)
+def test_the_command_says_only_what_evaluate_does_not_take_by_itself(in_tmp, words, expected):
+    args = cli.parse(train_rloo.Args, words.split())
+    (line,) = health.evaluate_lines(args, [])
+    assert line.partition(".py --policy_path ")[2] == f"{args.output_dir} {expected}".strip()
+    parsed = cli.parse(evaluate.Args, shlex.split(line)[3:])
     assert parsed.opponent_path == parsed.ref_model_path == args.sft_model_path
     assert (parsed.reward_model_path, parsed.reward_fn) == (args.reward_model_path, args.reward_fn)
 
 
-def test_other_tasks_and_data_have_their_flags():
-    words = health.evaluation_words(cli.parse(train_rloo.Args, ["--dataset", "toy-sum"]))
-    assert words == ["--dataset", "toy-sum:test", "--policy_path", "models/toy-sum/rloo"]
-    args = train_rloo.Args(dataset="rows.jsonl", sft_model_path="sft", reward_model_path="reward")
-    own = cli.parse(evaluate.Args, health.evaluation_words(args))
-    assert (own.judge, own.reward_model_path, own.num_examples) == ("reward_model", "reward", 512)
-
-
-@pytest.mark.parametrize(
-    "case,kinds",
-    [("sft", ["chat", "curves"]), ("dpo", ["evaluate", "chat", "curves"]), ("reward-gain", ["curves"])],
-)
-def test_sft_and_reward_model_say_what_they_can(tiny, in_tmp, capsys, case, kinds):
+@pytest.mark.parametrize("case, has_command", [("sft", False), ("dpo", True), ("reward-gain", False)])
+def test_sft_reward_model_and_dpo_say_what_they_can(tiny, in_tmp, capsys, case, has_command):
     start(tiny, case, checkpoint_every=0)
     text = capsys.readouterr().out
-    assert re.findall(r"^(\w+): python ", text, re.M) == kinds
+    assert ("\nevaluate: python " in text) == has_command
     assert "\nno --eval_dataset: " in text and "\ntime: optimise " in text
     assert "temperature" not in text and "bad signs" not in text  # They train on no samples.
 
 
-def test_the_command_at_the_end_of_a_dpo_run_compares_it_with_the_sft_policy_on_the_same_rows(tiny, in_tmp, capsys):
-    rows = [{"q": row["prompt"], "chosen": "we", "rejected": "."} for row in toy.rows("prompts", "test")[:4]]
-    data = dict(dataset=write_rows("rows.jsonl", rows), prompt_template="{q}", sft_model_path=str(tiny / "policy"))
-    train_dpo.main(train_dpo.Args(**data, batch_size=4, response_length=4, output_dir="model", run_name="run"))
-    (line,) = (line for line in said(capsys) if line.startswith("evaluate: "))
-    summary = evaluate.main(cli.parse(evaluate.Args, shlex.split(line)[3:]))
+TOKENS = {"query": [5, 6], "sample0": [7], "sample1": [8], "best": 1}  # a label of lm-human-preferences
+
+
+@pytest.mark.parametrize("row", [{"q": "we", "chosen": "we", "rejected": "."}, TOKENS])
+def test_the_command_of_a_dpo_run_compares_it_with_the_sft_policy_on_the_same_rows(tiny, in_tmp, capsys, row):
+    data = dict(dataset=write_rows("rows.jsonl", [row] * 4), prompt_template="{q}" if "q" in row else None)
+    data |= dict(sft_model_path=str(tiny / "policy"), batch_size=4, response_length=4)
+    train_dpo.main(train_dpo.Args(**data, output_dir="model", run_name="run"))
+    lines = said(capsys)
+    if row is TOKENS:  # They have no prompts that evaluate.py reads.
+        return None if "evaluate" not in lines[-1] else pytest.fail(lines[-1])
+    summary = evaluate.main(evaluate_args(lines))
     assert summary["num_examples"] == 4 and {"opponent", "policy"} <= summary["metrics"].keys()
     assert summary["args"]["opponent_path"] == summary["args"]["ref_model_path"] == str(tiny / "policy")
-
-
-@pytest.mark.parametrize(
-    "row",
-    [{"query": [5, 6], "sample0": [7], "sample1": [8], "best": 1}, {"prompt": "we", "chosen": "a", "rejected": "."}],
-)
-def test_labels_of_token_ids_have_no_prompts_to_evaluate_on(tiny, in_tmp, capsys, row):
-    data = dict(dataset=write_rows("rows.jsonl", [row] * 4), sft_model_path=str(tiny / "policy"), run_name="run")
-    train_dpo.main(train_dpo.Args(**data, batch_size=4, response_length=4, output_dir="model"))
-    assert ("\nevaluate: " in capsys.readouterr().out) == ("prompt" in row)
 
 
 def test_sample_tables_say_whether_a_response_ended_where_a_token_ends_it(ragged, in_tmp, capsys, monkeypatch):

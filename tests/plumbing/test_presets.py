@@ -159,13 +159,6 @@ def test_a_flag_that_is_switched_off_stays_off():
     assert (on.completion_only, off.completion_only) == (True, False)
 
 
-def test_a_model_whose_size_decides_nothing_is_not_read(monkeypatch):
-    monkeypatch.setattr(cli, "size_of", lambda *_: pytest.fail("it was read"))
-    page, words = PAGES["train_rloo"], ["--dataset", "rows.jsonl", "--sft_model_path", "org/model"]
-    flags = set().union(*(row for limit, row in page.presets.items() if isinstance(limit, float)))
-    cli.parse(page.Args, words + [f"--{name}={value}" for name, value in vars(page.Args()).items() if name in flags])
-
-
 @pytest.mark.parametrize("path", sorted((ROOT / "benchmark/recipes").glob("*.toml")), ids=lambda path: path.stem)
 def test_a_recipe_sets_every_flag_that_the_table_sets_by_the_size_of_the_model(path):
     script = re.match(r"# rlhf_details/(train_\w+)\.py", path.read_text())[1]

@@ -109,6 +109,7 @@ def test_at_the_end_held_out_numbers_stand_beside_those_before(tiny, in_tmp, cap
     printed = [float(number) for number in re.findall(r"-?\d+\.\d+", line)]
     halves = [1.96 * x / math.sqrt(3) for x in std]  # The deviation is the biased one of 4 rows.
     assert printed == pytest.approx([mean[0], halves[0], mean[1], halves[1]], abs=1e-3)
+    assert [line.split()[0] for line in out.splitlines() if "  eps " in line] == ["1/4", "4/4"]
     assert "4 held-out rows, before -> after" in out and "model: model   run: runs/run" in out
     assert "4 updates of 16, one process in fp32, samples at temperature 1 and of at most 8 tokens" in out
 

@@ -9,24 +9,25 @@ import wandb
 from helpers import PAGES, ROOT, fake_hub, page_args, read_metrics
 from short_runs import after_row, start
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from wandb_file import column, read_runs, table
+from wandb_file import read_runs, table
 
-from rlhf_details import toy, train_rloo
+from rlhf_details import train_rloo
 from rlhf_details.plumbing import evaluation, trackers
 
 OPTIONS = dict(track=True, wandb_tags=("mine",), num_sample_generations=2, eval_dataset="toy:test", take=24, seed=7)
 
 
 @pytest.mark.parametrize("page", ["train_rloo", "train_ppo"])
-def test_an_offline_run_holds_metrics_configuration_code_tables_and_data(tiny, few_prompts, offline_wandb, page):
+def test_an_offline_run_holds_metrics_configuration_code_and_tables(tiny, few_prompts, offline_wandb, page):
     PAGES[page].main(page_args(page, tiny, **OPTIONS))
     wandb.teardown()  # Now everything is on the disk.
     (run,), rows = read_runs(offline_wandb), read_metrics("runs/run")
     history = {row["update"]: row for row in run.history if "update" in row}
     assert history.keys() == {0, 1, 2, 3} and run.exit_code == 0
     for row in rows:
-        assert {metric: history[row["update"]][metric] for metric in row} == row
-        assert history[row["update"]]["global_step"] == row["episode"]
+        logged = history[row["update"]]
+        assert {metric: logged[metric] for metric in row} == row
+        assert logged["global_step"] == logged["_step"] == row["episode"]  # The axis is episodes.
     config = json.loads(Path("runs/run/config.json").read_text())
     assert run.config["seed"] == 7 and run.config["args"]["batch_size"] == 16
     assert (run.config["commit"], run.run.run_id) == (config["commit"], config["wandb_id"])
@@ -42,17 +43,13 @@ def test_an_offline_run_holds_metrics_configuration_code_tables_and_data(tiny, f
     assert set(about.tags) == {"mine", *([described] if described else [])}
     samples = [json.loads(line) for line in Path("runs/run/samples.jsonl").read_text().splitlines()]
     assert table(run, "samples") == [{k: v for k, v in row.items() if k != "update"} for row in samples[-4:]]
-    assert table(run, "data/rows") == toy.rows("prompts", "train")[:8]
-    (lengths,) = column(run, "data/prompt_lengths")
-    assert sum(lengths["values"]) == 24 and len(lengths["bins"]) == len(lengths["values"]) + 1
     code = {path.rpartition("/")[2]: file for path, file in run.code.items()}
     assert (
         code[f"{page}.py"].read_bytes() == (ROOT / f"rlhf_details/{page}.py").read_bytes()
         and {"utils.py", "run.py"} <= code.keys()
     )
     board = EventAccumulator("runs/run").Reload()
-    assert "data/prompt_lengths" in board.Tags()["histograms"]
-    assert set(board.Tags()["scalars"]) == {metric for row in rows for metric in row}
+    assert set(board.Tags()["scalars"]) == {metric for row in rows for metric in row} | {"global_step"}
     shown = [(event.step, pytest.approx(event.value, rel=1e-6)) for event in board.Scalars("objective/kl")]
     assert shown == [(row["episode"], row["objective/kl"]) for row in rows if "objective/kl" in row]
 
@@ -66,7 +63,7 @@ def test_the_repository_on_the_hub_is_part_of_the_run(tiny, offline_wandb, monke
     assert run.config["hub"] == "someone/it" and "someone/it" in run.summary["hub"]
 
 
-def test_a_resumed_run_is_the_same_one_and_shows_its_data_once(tiny, offline_wandb):
+def test_a_resumed_run_is_the_same_one(tiny, offline_wandb):
     with after_row(5, lambda run: run.stop("as if something went wrong")), pytest.raises(SystemExit):
         start(tiny, "rloo", track=True)
     wandb.teardown()
@@ -74,7 +71,6 @@ def test_a_resumed_run_is_the_same_one_and_shows_its_data_once(tiny, offline_wan
     wandb.teardown()
     first, second = read_runs(offline_wandb)
     assert first.run.run_id == second.run.run_id == json.loads(Path("runs/run/config.json").read_text())["wandb_id"]
-    assert table(first, "data/rows") and not column(second, "data/prompt_lengths")
     assert [row["update"] for row in second.history if "update" in row] == [5, 6]
     steps = [event.step for event in EventAccumulator("runs/run").Reload().Scalars("objective/kl")]
     assert steps == [row["episode"] for row in read_metrics("runs/run")]  # Nothing is shown twice.
@@ -84,23 +80,3 @@ def test_a_resumed_run_is_the_same_one_and_shows_its_data_once(tiny, offline_wan
 def test_a_table_shows_a_dash_where_there_is_no_value_and_no_minus_before_zero():
     assert trackers.as_cell(None) == "-"
     assert (trackers.as_cell(-1e-6), evaluation.as_text({"value": -1e-6})) == ("0.00", "0.000")
-
-
-@pytest.mark.parametrize(
-    "seconds, before, updates",  # seconds of an update, and of the run before it
-    [(2.9, 0, [1, 4, 7]), (5.5, 0, [1, 2, 3, 4, 5, 6, 7]), (12, 3600, [1, 3, 5, 7])],
-)
-def test_plain_lines_come_before_ten_seconds_of_silence_or_thirty_in_a_long_run(
-    capsys, monkeypatch, seconds, before, updates
-):
-    clock = iter([-before, *(seconds * i for i in range(20))])
-    monkeypatch.setattr(trackers.time, "time", lambda: next(clock))
-    console = trackers.Console(1000, quiet=False)
-    console.begin("train", 0)
-    console.last_line = console.last_update = 0
-    for update in range(8):
-        console.log(update, {})
-    lines = capsys.readouterr().out.splitlines()
-    assert [int(line.split("/")[0]) for line in lines] == updates
-    done = updates[1]
-    assert "eta" not in lines[0] and lines[1].endswith(f"eta {(seconds * done + before) / done * (1000 - done):.0f}s")

@@ -52,4 +52,4 @@ def words_of(args):
     values = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(args).items()}
     del values["config"]  # It has given its values to the others.
     # None is given as well, since a flag's default may be a number.
-    return [word for name, value in values.items() if value != [] for word in cli.as_words(name, value)]
+    return cli.as_words({name: value for name, value in values.items() if value != []})
