@@ -13,8 +13,8 @@ Left out on purpose: a reference model other than the initial policy, other f-di
 packed candidates (train_rloo.py has packed rows).
 
 Shapes    B: comparisons of a minibatch   K: candidates of one   M: comparisons of a micro-batch   H: hidden size
-          L: tokens of a row, left-padded   T: completion tokens of some rows   N: rows or comparisons   V: vocabulary
-          Q: query tokens   R: response tokens, right-padded   C: columns that are read
+          L: tokens of a row, left-padded   C: columns that are read   N: rows or comparisons   V: vocabulary
+          Q: query tokens   R: response tokens, right-padded
 Masks     True marks a real token. Masks travel with the tokens, and nothing is ever found by looking for a pad token.
 
 One process:   python rlhf_details/train_dpo.py
@@ -97,9 +97,9 @@ class Args(cli.RunArgs):  # which holds the flags of run, data, logging and memo
     """comparisons that a device puts through one forward and backward pass"""
 
 
-# What a run takes in place of the defaults above, unless a flag or --config says otherwise: on an embedded task, and on
-# other data by the size of the model, where 20e6 stands for fewer than 20 M parameters. docs/guides/1_your_data.md says
-# where these values are from.
+# What a run takes in place of the defaults above, where no flag and no --config says otherwise. A name is that of an
+# embedded task. A number is for other data, by the model's size: 20e6 for fewer than 20 M parameters, 500e6 for 20 M to
+# 500 M, and so on. docs/guides/1_your_data.md says where these values are from.
 presets = {
     "toy": dict(
         eval_dataset="toy:test",
@@ -130,7 +130,7 @@ presets = {
 class Policy(nn.Module):
     """Log-probs of given tokens at temperature 1, or for the sampler next-token logits / temperature, in fp32."""
 
-    logits_at_once = 2**24  # at most so many with labels: 64 MiB in fp32
+    logits_at_once = 2**24  # with labels at most so many exist at a time: 64 MiB in fp32
 
     def __init__(self, model, temperature):
         super().__init__()
@@ -138,8 +138,8 @@ class Policy(nn.Module):
 
     def forward(self, tokens, mask, positions, index, labels=None, cache=None):
         """
-        Args: tokens, positions [N, L]; mask [N, L] bool; index [C], the columns whose logits are read; labels [N, C],
-        the tokens that these predict; cache, a transformers cache, which is extended.
+        Args: tokens, positions [N, L]; mask [N, L] bool, None where nothing is padding; index [C], the columns whose
+        logits are read; labels [N, C], the tokens that these predict; cache, a transformers cache, which is extended.
         Returns: log-probs [N, C] fp32, or without labels the logits / T [N, C, V] fp32.
         """
         hidden = models.hidden_states(self.model, tokens, mask, positions, cache)[:, index]  # [N, C, H]
@@ -223,7 +223,7 @@ def candidate_logprobs(policy, part, size, accelerator):
 def dpo_loss(scores, best, label_smoothing=0.0):
     """Cross-entropy of K scores against the best candidate. For K = 2 it is -log sigmoid(chosen - rejected).
 
-    Label smoothing gives the others a share of the label: for K = 2, (1 - e) -log sigmoid(d) + e -log sigmoid(-d).
+    Label smoothing gives the others a share of the label: for K = 2, -(1 - e) log sigmoid(d) - e log sigmoid(-d).
     Args: scores [M, K], beta * log-ratios; best [M] int64. Returns: [M].
     Source: arXiv 2305.18290, equation 7, and for K > 2 the first place of the ranking in its appendix A.3; cDPO,
     ericmitchell.ai/cdpo.pdf, equation 3; N+'s dpo.py.
@@ -269,7 +269,7 @@ def losses_and_metrics(logprobs, ref_logprobs, lengths, best, args):
         found[f"{name}/chosen"] = chosen = x.gather(1, best.unsqueeze(1)).squeeze(1)
         found[f"{name}/rejected"] = (x.sum(1) - chosen) / others
     found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
-    return losses, {"dpo/loss": losses.detach(), "rewards/accuracies": is_correct(scores, best).float()} | found
+    return losses, {"rewards/accuracies": is_correct(scores, best).float()} | found
 
 
 # ---- held-out evaluation ---------------------------------------------------------------------------------------------
@@ -280,8 +280,8 @@ def evaluate(policy, held_out, references, size, args, accelerator):
     logprobs = candidate_logprobs(policy, held_out, size, accelerator)  # [N, K]
     best = torch.tensor([comparison.best for comparison in held_out], device=logprobs.device)
     lengths = torch.tensor([[n for _, n in candidate_rows(c)] for c in held_out], device=logprobs.device)  # [N, K]
-    _, metrics = losses_and_metrics(logprobs, references, lengths, best, args)
-    return {f"eval/{name}": x.mean() for name, x in metrics.items()}
+    losses, metrics = losses_and_metrics(logprobs, references, lengths, best, args)
+    return {f"eval/{name}": x.mean() for name, x in ({"dpo/loss": losses} | metrics).items()}
 
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
@@ -311,7 +311,7 @@ def main(args: Args):
         cli.fail(f"--batch_size {B}: more than the {len(train)} rows of --dataset {args.dataset}")
     steps_per_epoch = len(train) // B  # The rest of an epoch's shuffle is left out, other rows in each epoch.
     num_steps = args.num_train_epochs * steps_per_epoch
-    # Set eps and weight decay explicitly, because torch's defaults are not the recipe's. [OPT-4]
+    # Set eps and weight decay explicitly, so that the recipe does not depend on torch's defaults. [OPT-4]
     optimizer = torch.optim.AdamW(
         [p for p in policy.parameters() if p.requires_grad],
         lr=args.learning_rate,
@@ -345,11 +345,10 @@ def main(args: Args):
                 rows = [row for j in m for row in candidate_rows(train[j])]
                 logprobs, lengths = (x.reshape(len(m), -1) for x in completion_logprobs(policy, rows, device))  # [M, K]
                 losses, metrics = losses_and_metrics(logprobs, references[m], lengths, best, args)
-                # Dividing by the whole minibatch's count makes micro-batches add up to its gradient. [OPT-5]
+                # The whole minibatch's count makes micro-batches add up to its gradient. [OPT-5]
                 loss = losses.sum() / B
                 accelerator.backward(loss * world)  # The engines average over processes, but we sum. [OPT-6]
-            for name, x in metrics.items():
-                means.add({f"train/{name}" if name == "dpo/loss" else name: x})
+            means.add({"train/dpo/loss": losses} | metrics)
         norm = engines.step(accelerator, policy, optimizer, args.max_grad_norm, run, "minibatch 1")
         run.lap("optimise")
 

@@ -20,8 +20,8 @@ benchmark/checks/details.md has its source, its test and what it is worth.
 
 Shapes    P: prompts   k: responses per prompt   B = P * k: episodes of an update, the k of a prompt adjacent
           Q: query tokens, left-padded   R: response tokens, right-padded   L: columns of a row   V: vocabulary
-          n: responses packed in a row   M: episodes of a micro-batch, or rows of a forward   C: columns that are read
-          H: hidden size   F: reward functions, the reward model among them   N: held-out prompts
+          n: responses packed in a row, divides k   M: episodes of a micro-batch, or rows of a forward   S: stop tokens
+          C: columns that are read   H: hidden size   F: rewards, the reward model's among them   N: held-out prompts
 Masks     True marks a real token. Masks travel with the tokens, and nothing is ever found by looking for a pad token.
 
 One process:   python rlhf_details/train_grpo.py
@@ -43,7 +43,7 @@ from rlhf_details.utils import EVALUATION, TRAINING, Batch, in_slices
 
 
 @dataclass
-class Args(cli.PolicyArgs):  # which holds the flags of run, data, models, logging and memory
+class Args(cli.PolicyArgs):  # run, data, models, memory, reward_fn, sampler and overlap stand in plumbing/flags.py
     exp_name: str = "train_grpo"
     """name of the experiment, part of the run's name"""
     output_dir: str = "models/grpo"
@@ -55,7 +55,7 @@ class Args(cli.PolicyArgs):  # which holds the flags of run, data, models, loggi
     temperature: float = 1.0
     """sampling temperature; it divides the logits of every log-prob as well"""
     stop_token: str = "eos"
-    """a response ends with this token: "eos", "none", or a text that is one token"""
+    """sampling ends with this token: "eos", "none", or a text that is one token"""
     missing_eos_penalty: float | None = None
     """what a response without the stop token pays, in points of score; None: nothing"""
     missing_eos_mode: Literal["subtract", "replace"] = "subtract"
@@ -115,9 +115,9 @@ class Args(cli.PolicyArgs):  # which holds the flags of run, data, models, loggi
     """compute each prompt once for its k responses, where the model is shown to allow it"""
 
 
-# What a run takes in place of the defaults above, unless a flag or --config says otherwise: on an embedded task, and on
-# other data by the size of the model, where 20e6 stands for fewer than 20 M parameters. docs/guides/1_your_data.md says
-# where these values are from.
+# What a run takes in place of the defaults above, where no flag and no --config says otherwise. A name is that of an
+# embedded task. A number is for other data, by the model's size: 20e6 for fewer than 20 M parameters, 500e6 for 20 M to
+# 500 M, and so on. docs/guides/1_your_data.md says where these values are from.
 presets = {
     "toy": dict(
         eval_dataset="toy:test",
@@ -164,7 +164,7 @@ presets["toy-sum"] = presets["toy"] | dict(
 class Policy(nn.Module):
     """Next-token logits / temperature, or the log-probs of given tokens under their softmax, always in fp32."""
 
-    logits_at_once = 2**24  # at most so many with labels: 64 MiB in fp32
+    logits_at_once = 2**24  # with labels at most so many exist at a time: 64 MiB in fp32
 
     def __init__(self, model, temperature):
         super().__init__()
@@ -172,8 +172,9 @@ class Policy(nn.Module):
 
     def forward(self, tokens, mask, positions, index, labels=None, cache=None):
         """
-        Args: tokens, positions [M, L]; mask [M, L] bool or [M, 1, L, L'] additive; index [C], the columns whose logits
-        are read; labels [M, C], the tokens that these predict; cache, a transformers cache, which is extended.
+        Args: tokens, positions [M, L]; mask [M, L] bool or [M, 1, L, L'] additive, None where nothing is padding; index
+        [C], the columns whose logits are read; labels [M, C], the tokens that these predict; cache, a transformers
+        cache, which is extended.
         Returns: (log-probs, entropies), both [M, C] fp32, or without labels the logits / T [M, C, V] fp32.
         """
         hidden = models.hidden_states(self.model, tokens, mask, positions, cache)[:, index]  # [M, C, H]
@@ -200,10 +201,10 @@ class Reward(nn.Module):
         self.bias = getattr(model.config, "reward_bias", 0.0)
 
     def forward(self, tokens, mask, positions, index):
-        """Args: tokens, mask, positions as Policy's; index [M, n], the columns to read. Returns: scores [M, n] fp32."""
+        """Args: tokens, mask, positions as Policy's; index [M, C], the columns to read. Returns: scores [M, C] fp32."""
         hidden = models.hidden_states(self.model, tokens, mask, positions)  # [M, L, H]
-        hidden = hidden.gather(1, index.unsqueeze(-1).expand(-1, -1, hidden.size(-1)))  # [M, n, H]
-        # The head runs in fp32: between 2 and 4 bf16 scores would lie 1/64 apart. [RM-6]
+        hidden = hidden.gather(1, index.unsqueeze(-1).expand(-1, -1, hidden.size(-1)))  # [M, C, H]
+        # The head runs in fp32: bf16 scores between 2 and 4 would lie 1/64 apart. [RM-6]
         with torch.autocast(hidden.device.type, enabled=False):
             return self.model.score(hidden.float()).squeeze(-1) + self.bias
 
@@ -225,16 +226,16 @@ def load_models(args, device):
 
 # ---- from tokens to log-probs and scores -----------------------------------------------------------------------------
 def pack(batch, n):
-    """Rows of n responses to one prompt. No response sees another one, and each has the positions after the prompt.
+    """Rows of n responses to one prompt. No response sees another, and each follows the prompt as if alone.
 
-             p  p  p  a1 a2 b1 b2      n = 2, prompt p p p, responses a1 a2 and b1 b2; x: this token sees that one
+             p  p  p  a1 a2 b1 b2      n = 2, prompt p p p, responses a1 a2 and b1 b2; x: it sees that one
         p    x  .  .  .  .  .  .       the prompt's first token; the prompt is causal as well
         a1   x  x  x  x  .  .  .
-        b2   x  x  x  .  .  x  x       b sees the prompt and its own past, and its positions restart after the prompt
+        b2   x  x  x  .  .  x  x       b sees the prompt and its own past
     With n = 1 this is an ordinary left-padded row with its ordinary mask [M, L].
-    Args: batch, where n adjacent episodes have the same prompt.
+    Args: batch, where n adjacent episodes have the same prompt; it may be trimmed, and then R is its width.
     Returns: tokens, mask (bool [M/n, L] or additive [M/n, 1, L, L]), positions [M/n, L] with L = Q + n * R, and index
-    [n * R]: the logits of column Q - 1 predict the first token of every response, those of a token the next one.
+    [n * R], for each token of the responses the column whose logits predict it.
     """
     (_, Q), (_, R), device = batch.queries.shape, batch.responses.shape, batch.queries.device
     query_mask = batch.query_mask[::n]  # [M/n, Q]
@@ -280,7 +281,7 @@ def response_scores(reward_model, batch, n):
 
 # ---- equations -------------------------------------------------------------------------------------------------------
 def has_stopped(responses, mask, stop_ids):
-    """Whether each response [B, R] holds one of the stop tokens [S]. Without any it always counts as ended."""
+    """Whether each response [B, R] holds one of stop_ids [S]. If stop_ids is empty, every response has ended."""
     # Only real tokens are searched, because the filler, token 0, may be the stop token. [GEN-13]
     return (mask & torch.isin(responses, stop_ids)).any(1) if len(stop_ids) else mask.any(1)
 
@@ -288,7 +289,8 @@ def has_stopped(responses, mask, stop_ids):
 def missing_eos_scores(scores, ended, penalty, mode):
     """The EOS trick: a response that did not end pays `penalty` ("subtract"), or gets the score -penalty ("replace").
 
-    Under "subtract" a constant that is added to all scores changes no advantage. "replace" can raise a low score.
+    To add a constant to all scores changes no advantage under "subtract". Under "replace" it does, and the penalty can
+    even raise a low score.
     Args: scores [B] fp32; ended [B] bool; penalty, float or None. Returns: [B].
     Source: TRL v0.11.4, rloo_trainer.py (subtract); lm-human-preferences, train_policy.py (replace).
     """
@@ -329,16 +331,16 @@ def grpo_advantages(scores, k, scale):
     return advantages.reshape(-1, 1)
 
 
-def kl_estimates(logprobs, ref_logprobs, logratio=None):
+def kl_estimates(logprobs, ref_logprobs):
     """The KL of each token [M, R] by the estimator "k3": exp(d) - d - 1 with d = log p_ref - log p; never negative.
 
-    With logratio [M, R] it is weighed by the ratio. Source: arXiv 2402.03300, equation 4; 2512.02556 with the ratio.
+    Source: arXiv 2402.03300, equation 4; times the ratio, as with --kl_times_ratio: 2512.02556.
     """
     difference = ref_logprobs - logprobs
     # As a loss "k1" would not do, because its gradient is zero on average. That of k3 is, on average, the gradient of
     # KL(reference || policy), and with the ratio, whose gradient counts as well, that of KL(policy || reference).
     # [GRPO-2]
-    return (difference.expm1() - difference) * (1 if logratio is None else logratio.exp())
+    return difference.expm1() - difference
 
 
 def grpo_policy_loss(logprobs, old_logprobs, mask, advantages, cliprange, cliprange_high):
@@ -353,7 +355,8 @@ def grpo_policy_loss(logprobs, old_logprobs, mask, advantages, cliprange, clipra
     losses1 = -advantages * ratio
     # A wider range above 1 lets unlikely tokens grow further: arXiv 2503.14476, section 3.1. [GRPO-3]
     losses2 = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange_high)
-    # The larger loss counts. So leaving the range gains nothing, and a ratio that went wrong can come back.
+    # The larger loss counts. So leaving the range gains nothing, but a ratio on the wrong side keeps its gradient.
+    # [RLOO-6]
     losses = torch.max(losses1, losses2)
     return losses * mask, logratio, (losses2 > losses1) & mask
 
@@ -413,7 +416,7 @@ def shuffled_groups(num_prompts, k, num_mini_batches, device, *coordinates):
 # ---- held-out evaluation ---------------------------------------------------------------------------------------------
 @torch.no_grad()
 def evaluate(policy, sample, reference, score, prompts, stop_ids, args, accelerator):
-    """One response to each held-out prompt, with noise of its own, and what it scores.
+    """One response to each held-out prompt, sampled as in training, with the same noise each time, and what it scores.
 
     Returns: ({"eval/objective/..": mean over the prompts}, episodes to show); call it on every process.
     """
@@ -455,6 +458,8 @@ def check(args):
         cli.fail("--group_size 1: a group needs at least 2 responses")
     if args.soft_overlong and args.soft_overlong > args.response_length:
         cli.fail(f"--soft_overlong {args.soft_overlong}: above --response_length {args.response_length}")
+    if args.cliprange is not None and args.objective == "cispo":
+        cli.fail(f"--cliprange {args.cliprange}: --objective cispo has --cliprange_high alone")
     if args.kl_times_ratio and args.objective == "gspo":
         cli.fail("--kl_times_ratio: needs a ratio for each token, and --objective gspo has one for each response")
 
@@ -483,12 +488,13 @@ def main(args: Args):
     args = with_objective(args)
     taken = ", ".join(f"{name} {getattr(args, name)}" for name in ("cliprange", "cliprange_high", "loss_normalization"))
     cli.say(f"--objective {args.objective}: {taken}")
-    accelerator = engines.start(args)  # one process, DDP, FSDP2 or DeepSpeed; it seeds, and trains missing toy stages
+    accelerator = engines.start(args)  # one process, DDP, FSDP2 or DeepSpeed; it trains missing toy stages, then seeds
     device, world, rank = accelerator.device, accelerator.num_processes, accelerator.process_index
     k, B, R = args.group_size, args.batch_size, args.response_length
-    numbers = torch.arange(B, device=device)  # [B], of the episodes
+    numbers = torch.arange(B, device=device)  # [B], the number of each episode in its update
     mine = slice(rank * B // world, (rank + 1) * B // world)  # those of this process
     one_step = args.num_ppo_epochs * args.num_mini_batches == 1
+    policy_loss = {"grpo": grpo_policy_loss, "gspo": gspo_policy_loss, "cispo": cispo_policy_loss}[args.objective]
 
     # ---- models, prompts, rewards, optimiser
     tokenizer, policy, reference, reward_model = load_models(args, engines.loading_device(accelerator))
@@ -515,11 +521,12 @@ def main(args: Args):
     run = Run(args, accelerator, tokenizer, num_updates, prompts, [held_out, reference, reward_model])
 
     def prompts_of(update):
-        """The B prompts of an update, which --overlap reads ahead."""
+        """The prompts of an update, k copies of each, B in all. --overlap reads them ahead."""
         # The k copies of a prompt stand side by side, because baseline and packing take adjacent rows. [RLOO-1]
         return [prompt for prompt in prompts.of_update(update, B // k, args.seed) for _ in range(k)]
 
-    # utils.sample, or what gives the same three tensors in its place: vLLM, or a thread that samples an update ahead
+    # utils.sample with the response length, stop_ids and the size of slices filled in, or what gives the same three
+    # tensors in its place: vLLM, or with --overlap a thread that samples an update ahead by a copy of the weights
     sample = overlap.sampler(args, run, [*prompts, *held_out], prompts_of, stop_ids)
     run.resume(policy, optimizer)
     if run.first_update == 1:
@@ -530,7 +537,7 @@ def main(args: Args):
         lr = optimizer.param_groups[0]["lr"] = utils.learning_rate_at(update, num_updates, args)
 
         # ---- 1. Rollout: k responses to each prompt; every process samples its share ---------------------------------
-        rows = prompts_of(update)
+        rows = prompts_of(update)  # B rows of the data set
         queries, query_mask = utils.left_pad([row.ids for row in rows], device)  # [B, Q]
         policy.eval()
         with torch.no_grad(), accelerator.autocast():
@@ -545,7 +552,8 @@ def main(args: Args):
             ref_logprobs, _ = in_slices(response_logprobs, reference, batch, size, n)
             old_logprobs = sampled_logprobs  # With one step these serve the logged KL and entropy.
             if not one_step or args.sampler != "own" or args.overlap:
-                # The ratio compares two forwards of the same code, so that it starts at 1 up to rounding. [GEN-9]
+                # The ratio compares two forwards of the same code, so that it starts at 1 up to rounding. Where
+                # something else has sampled, the weights need this policy's log-probs as well. [GEN-9]
                 old_logprobs, _ = in_slices(response_logprobs, policy, batch, size, n)
             rewards_of_each = score(rows[mine], batch, n)  # [B / world, F]
         # Advantages, minibatches and metrics need the whole batch, so gather it once. Until phase 5 takes its
@@ -560,7 +568,7 @@ def main(args: Args):
         #   response        a    b   EOS   .    .      nothing is sampled after the stop token
         #   response_mask   1    1    1    0    0      the stop token is an action as well: it has a log-prob and a KL
         ended = has_stopped(responses, response_mask, stop_ids)  # [B]
-        # NaN means that a reward does not apply to this kind of prompt. [REW-4]
+        # A score is the weighted sum of the rewards. NaN: a reward does not apply to this kind of prompt. [REW-4]
         scores = (rewards_of_each * score.weights).nansum(1)  # [B]
         scores = missing_eos_scores(scores, ended, args.missing_eos_penalty, args.missing_eos_mode)  # [B]
         scores = overlong_scores(scores, response_mask, args.soft_overlong)  # [B]
@@ -568,40 +576,36 @@ def main(args: Args):
         # ---- 4. Advantages -------------------------------------------------------------------------------------------
         advantages = grpo_advantages(scores, k, args.scale_advantages)  # [B, 1], for all tokens of a response
         # A response that was cut off may have been on its way to a right answer, so its score says little. [GRPO-7]
-        is_kept = ended | (not args.mask_truncated)  # [B]
+        is_kept = ended if args.mask_truncated else torch.ones_like(ended)  # [B]
         # In the mean over tokens, those without an advantage only make the gradient of the others smaller. [GRPO-8]
-        is_kept &= ~in_equal_group(scores, k) | (not args.mask_equal)
+        is_kept = is_kept & ~in_equal_group(scores, k) if args.mask_equal else is_kept
         is_action = response_mask & is_kept.unsqueeze(1)  # [B, R]
-        # Another engine's policy, or that of an update ago, is not quite this one. Weights make up for it. [GEN-15]
-        logratio = old_logprobs - sampled_logprobs  # [B, R]
-        advantages, weight_metrics = utils.correct_for_sampler(advantages, logratio, response_mask, args)
+        # With --sampler vllm or --overlap, what sampled is not quite this policy. Weights make up for it. [GEN-15]
+        mismatch = old_logprobs - sampled_logprobs  # [B, R]
+        advantages, weight_metrics = utils.correct_for_sampler(advantages, mismatch, response_mask, args)
 
         # ---- 5. Optimise: micro-batches add up to exactly one gradient for each minibatch ----------------------------
         policy.train()  # Every dropout is 0. Training mode only lets gradient checkpointing work.
         means = utils.Means(device)
         for epoch in range(args.num_ppo_epochs):
             # Every pass has an order of its own. [OPT-9]
-            shuffle = shuffled_groups(B // k, k, args.num_mini_batches, device, args.seed, update, epoch)
-            for number, minibatch in enumerate(shuffle):
+            minibatches = shuffled_groups(B // k, k, args.num_mini_batches, device, args.seed, update, epoch)
+            for number, minibatch in enumerate(minibatches):
                 num_actions = is_action[minibatch].sum().clamp(min=1)  # of the whole minibatch, over all processes
                 micro_batches = minibatch.chunk(world)[rank].split(size)
-                for i, (m, micro_batch) in enumerate(utils.split(batch, micro_batches)):
+                for i, (m, micro_batch) in enumerate(utils.split(batch, micro_batches)):  # m: its episodes
                     with engines.accumulate(accelerator, policy, is_last=i + 1 == len(micro_batches)):
                         logprobs, entropies = response_logprobs(policy, micro_batch, n)  # [M, R]
                         # With one step per rollout the policy is compared with itself, so the ratio is exactly 1 and
                         # rounding cannot trigger the clip. [RLOO-7]
                         old = logprobs.detach() if one_step else old_logprobs[m]
-                        given = logprobs, old, response_mask[m], advantages[m], args.cliprange, args.cliprange_high
-                        if args.objective == "gspo":
-                            losses, logratio, clipped = gspo_policy_loss(*given)  # [M, R]
-                        elif args.objective == "cispo":
-                            losses, logratio, clipped = cispo_policy_loss(*given)
-                        else:
-                            losses, logratio, clipped = grpo_policy_loss(*given)
-                        kl_losses = kl_estimates(
-                            logprobs, ref_logprobs[m], logratio if args.kl_times_ratio else None
-                        )  # [M, R], 0 at padding
-                        # The whole minibatch's counts make micro-batches add up to its gradient. [OPT-5]
+                        losses, logratio, clipped = policy_loss(
+                            logprobs, old, response_mask[m], advantages[m], args.cliprange, args.cliprange_high
+                        )  # [M, R]
+                        kl_losses = kl_estimates(logprobs, ref_logprobs[m])  # [M, R], 0 at padding
+                        if args.kl_times_ratio:
+                            kl_losses = kl_losses * logratio.exp()
+                        # The whole minibatch's count makes micro-batches add up to its gradient. [OPT-5]
                         weights = loss_weights(is_action[m], len(minibatch), num_actions, args.loss_normalization)
                         loss = ((losses + args.kl_coef * kl_losses) * weights).sum()
                         accelerator.backward(loss * world)  # The engines average over processes, but we sum. [OPT-6]
@@ -614,7 +618,7 @@ def main(args: Args):
                     means.add(of_actions, is_action[m])
                     means.add({"policy/entropy_avg": entropies}, response_mask[m])
                     means.add_ratios(logratio, is_action[m])
-                    if epoch == number == 0:  # Before the first step only rounding, or --overlap, shows here. [LOG-6]
+                    if epoch == number == 0:  # before the first step: rounding, another engine, or --overlap [LOG-6]
                         means.add_max("val/logprob_gap", (logprobs - sampled_logprobs[m]).abs())
                         means.add_max("val/first_ratio", logratio.abs().clamp(max=20).exp())
                 norm = engines.step(accelerator, policy, optimizer, args.max_grad_norm, run, f"minibatch {number + 1}")
@@ -639,8 +643,9 @@ def main(args: Args):
         }
         shown = rows, responses, response_mask, ended, scores, logged_kl
         if run.is_eval_due(update):
-            of_eval, of_eval_shown = evaluate(policy, sample, reference, score, held_out, stop_ids, args, accelerator)
-            metrics, shown = metrics | of_eval, of_eval_shown or shown
+            eval_metrics, eval_shown = evaluate(policy, sample, reference, score, held_out, stop_ids, args, accelerator)
+            metrics |= eval_metrics
+            shown = eval_shown or shown
         run.log(update, metrics, shown)
         run.checkpoint_if_due(update, policy, optimizer)
     return run.finish(policy)  # the model folder with its card, before -> after, and the upload

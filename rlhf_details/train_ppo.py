@@ -45,7 +45,7 @@ from rlhf_details.utils import EVALUATION, TRAINING, Batch, in_slices
 
 
 @dataclass
-class Args(cli.PolicyArgs):  # which holds the flags of run, data, models, logging and memory
+class Args(cli.PolicyArgs):  # run, data, models, memory, reward_fn, sampler and overlap stand in plumbing/flags.py
     exp_name: str = "train_ppo"
     """name of the experiment, part of the run's name"""
     output_dir: str = "models/ppo"
@@ -134,9 +134,9 @@ class Args(cli.PolicyArgs):  # which holds the flags of run, data, models, loggi
     """clip the gradient's global norm to this; None: only log it"""
 
 
-# What a run takes in place of the defaults above, unless a flag or --config says otherwise: on an embedded task, and on
-# other data by the size of the model, where 20e6 stands for fewer than 20 M parameters. docs/guides/1_your_data.md says
-# where these values are from.
+# What a run takes in place of the defaults above, where no flag and no --config says otherwise. A name is that of an
+# embedded task. A number is for other data, by the model's size: 20e6 for fewer than 20 M parameters, 500e6 for 20 M to
+# 500 M, and so on. docs/guides/1_your_data.md says where these values are from.
 presets = {
     "toy": dict(
         eval_dataset="toy:test",
@@ -188,18 +188,17 @@ class Policy(nn.Module):
     With a critic, a Reward of its own or a linear head on this model's trunk, it also says what the states are worth.
     """
 
-    logits_at_once = 2**24  # at most so many with labels: 64 MiB in fp32
+    logits_at_once = 2**24  # with labels at most so many exist at a time: 64 MiB in fp32
 
-    def __init__(self, model, temperature, critic=None):
+    def __init__(self, model, temperature):
         super().__init__()
         self.model, self.temperature, self.head = model, temperature, models.head_of(model)
-        self.critic = critic
-        self.shares_trunk = isinstance(critic, nn.Linear)
+        self.critic = None  # `load_models` gives the policy one, and the reference has none.
 
     def forward(self, tokens, mask, positions, index, labels=None, cache=None):
         """
-        Args: tokens, positions [M, L]; mask [M, L] bool; index [C], the columns whose logits are read; labels [M, C],
-        the tokens that these predict; cache, a transformers cache, which is extended.
+        Args: tokens, positions [M, L]; mask [M, L] bool, None where nothing is padding; index [C], the columns whose
+        logits are read; labels [M, C], the tokens that these predict; cache, a transformers cache, which is extended.
         Returns: (log-probs, entropies) or with a critic (log-probs, entropies, values), all [M, C] fp32, or without
         labels the logits / T [M, C, V] fp32.
         """
@@ -209,7 +208,7 @@ class Policy(nn.Module):
         outputs = utils.token_logprobs(self.logits, hidden, labels, self.logits_at_once // self.head.vocab_size)
         if self.critic is None:
             return outputs
-        if not self.shares_trunk:
+        if not isinstance(self.critic, nn.Linear):
             return *outputs, self.critic(tokens, mask, positions, index.expand(len(tokens), -1))
         with torch.autocast(hidden.device.type, enabled=False):
             # The value loss trains the policy's trunk as well. [PPO-3]
@@ -235,10 +234,10 @@ class Reward(nn.Module):
         self.bias = getattr(model.config, "reward_bias", 0.0)
 
     def forward(self, tokens, mask, positions, index):
-        """Args: tokens, mask, positions as Policy's; index [M, n], the columns to read. Returns: scores [M, n] fp32."""
+        """Args: tokens, mask, positions as Policy's; index [M, C], the columns to read. Returns: scores [M, C] fp32."""
         hidden = models.hidden_states(self.model, tokens, mask, positions)  # [M, L, H]
-        hidden = hidden.gather(1, index.unsqueeze(-1).expand(-1, -1, hidden.size(-1)))  # [M, n, H]
-        # The head runs in fp32: between 2 and 4 bf16 scores would lie 1/64 apart. [RM-6]
+        hidden = hidden.gather(1, index.unsqueeze(-1).expand(-1, -1, hidden.size(-1)))  # [M, C, H]
+        # The head runs in fp32: bf16 scores between 2 and 4 would lie 1/64 apart. [RM-6]
         with torch.autocast(hidden.device.type, enabled=False):
             return self.model.score(hidden.float()).squeeze(-1) + self.bias
 
@@ -247,27 +246,34 @@ def load_models(args, device):
     """Returns (tokenizer, policy with its critic, reference, reward model or None), all in fp32 and without dropout."""
     tokenizer = models.load_tokenizer(args.sft_model_path, "--sft_model_path", args)
     model = utils.disable_dropout(models.load_policy(args.sft_model_path, "--sft_model_path", args))
-    model = models.add_adapters(model, args.lora_rank)
+    policy = Policy(models.add_adapters(model, args.lora_rank), args.temperature)
     # The reference is a copy of the initial policy. If it were the same object, the KL would stay 0. [MODEL-4]
-    reference = models.frozen_copy(Policy(model, args.temperature))
+    reference = models.frozen_copy(policy)
     reward_model = None
     if args.reward_model_path:
         reward_model = utils.disable_dropout(models.load_reward_model(args.reward_model_path, args))
-        reward_model = Reward(reward_model, models.own_tokenizer(args, tokenizer))
+        reward_model = Reward(reward_model, models.own_tokenizer(args, tokenizer)).requires_grad_(False)
+        reward_model = reward_model.to(device).eval()
+    policy.critic = load_critic(args, model, reward_model)
+    return tokenizer, policy.to(device), reference.to(device).eval(), reward_model
+
+
+def load_critic(args, model, reward_model):
+    """What says the values: a linear head on the policy's trunk (--value_model shared), or a Reward of its own."""
     if args.value_model == "shared":
         critic = nn.Linear(model.get_output_embeddings().in_features, 1)  # on the trunk's last hidden state
-        nn.init.zeros_(critic.weight), nn.init.zeros_(critic.bias)  # Every value starts at 0. [PPO-2]
-    elif reward_model and reward_model.tokenizer is None:
-        critic = copy.deepcopy(reward_model)  # The value model starts as the reward model, bias included. [PPO-1]
+        nn.init.zeros_(critic.weight)  # Every value starts at 0. [PPO-2]
+        nn.init.zeros_(critic.bias)
+        return critic
+    if reward_model and reward_model.tokenizer is None:
+        # The value model starts as the reward model, bias included. [PPO-1]
+        critic = copy.deepcopy(reward_model).requires_grad_(True)
     else:  # No reward model reads these token ids, so the value model starts as the policy's trunk with a zero head.
         trunk = models.load_reward_model(args.sft_model_path, args, "--sft_model_path", allow_untrained=True)
         critic = Reward(utils.disable_dropout(trunk))
         nn.init.zeros_(critic.model.score.weight)
-    if args.value_model == "separate":
-        models.add_adapters(critic.model, args.lora_rank)  # The head is trained as a whole.
-    if reward_model:
-        reward_model = reward_model.requires_grad_(False).to(device).eval()
-    return tokenizer, Policy(model, args.temperature, critic).to(device), reference.to(device).eval(), reward_model
+    models.add_adapters(critic.model, args.lora_rank)  # It changes the model. The head is trained as a whole.
+    return critic
 
 
 # ---- from tokens to log-probs and scores -----------------------------------------------------------------------------
@@ -361,7 +367,10 @@ def shape_scores(scores, moments, scaling, norm, clip):
     """
     count, mean, squares = moments
     std = math.sqrt(squares / (count - 1)) if count > 1 else 0.0
-    scores = (scores - mean if norm else scores) / ((scaling and std) or 1.0)
+    if norm:
+        scores = scores - mean
+    if scaling and std:
+        scores = scores / std
     return scores if clip is None else scores.clamp(-clip, clip)
 
 
@@ -372,6 +381,7 @@ def kl_penalty(logprobs, ref_logprobs, kind):
     "k3" exp(-d) - 1 + d is never negative, and its mean is the KL, but its policy gradient is not the KL's.
     Source: TRL v0.11.4, ppo_trainer.py (kl, abs, mse); open-instruct, ppo_vllm_thread_ray_gtrl.py (k2, k3).
     """
+    # The estimate "k1" is the simplest: its mean is the KL, and as a reward its policy gradient is the KL's. [REW-5]
     d = logprobs - ref_logprobs
     # The penalty "kl" of a single token may be negative. [PPO-7]
     return {"kl": d, "abs": d.abs(), "mse": d**2 / 2, "k2": d**2 / 2, "k3": torch.expm1(-d) + d}[kind]
@@ -428,7 +438,8 @@ def ppo_policy_loss(logprobs, old_logprobs, mask, advantages, cliprange):
     ratio = logratio.exp()
     losses1 = -advantages * ratio
     losses2 = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
-    # The larger loss counts. So leaving the range gains nothing, and a ratio that went wrong can come back. [PPO-12]
+    # The larger loss counts. So leaving the range gains nothing, but a ratio on the wrong side keeps its gradient.
+    # [PPO-12]
     losses = torch.max(losses1, losses2)
     return losses * mask, logratio, (losses2 > losses1) & mask
 
@@ -459,8 +470,8 @@ def shuffled_episodes(num_episodes, num_mini_batches, device, *coordinates):
 
 # ---- held-out evaluation ---------------------------------------------------------------------------------------------
 @torch.no_grad()
-def evaluate(policy, sample, reference, score, prompts, stop_ids, end_ids, args, accelerator):
-    """One response to each held-out prompt, with noise of its own, and what it scores.
+def evaluate(policy, sample, reference, score, prompts, end_ids, args, accelerator):
+    """One response to each held-out prompt, sampled as in training, with the same noise each time, and what it scores.
 
     Returns: ({"eval/objective/..": mean over the prompts}, episodes to show); call it on every process.
     """
@@ -511,14 +522,14 @@ def check(args):
 def main(args: Args):
     """Trains; returns {"before": metrics, "after": metrics, "run": folder} of the held-out evaluations."""
     check(args)
-    accelerator = engines.start(args)  # one process, DDP, FSDP2 or DeepSpeed; it seeds, and trains missing toy stages
+    accelerator = engines.start(args)  # one process, DDP, FSDP2 or DeepSpeed; it trains missing toy stages, then seeds
     device, world, rank = accelerator.device, accelerator.num_processes, accelerator.process_index
     B, R = args.batch_size, args.response_length
     size = args.micro_batch_size
-    numbers = torch.arange(B, device=device)  # [B], of the episodes
+    numbers = torch.arange(B, device=device)  # [B], the number of each episode in its update
     mine = slice(rank * B // world, (rank + 1) * B // world)  # those of this process
 
-    # ---- models, prompts, rewards, optimiser; one optimiser trains the policy and the value model
+    # ---- models, prompts, rewards, optimiser
     tokenizer, policy, reference, reward_model = load_models(args, engines.loading_device(accelerator))
     stop_ids = models.stop_ids(tokenizer, args.stop_token, "--stop_token", device)  # [S]
     end_ids = models.stop_ids(tokenizer, args.truncate_token, "--truncate_token", device)
@@ -542,21 +553,22 @@ def main(args: Args):
     run = Run(args, accelerator, tokenizer, num_updates, prompts, [held_out, reference, reward_model])
 
     def prompts_of(update):
-        """The B prompts of an update, which --overlap reads ahead."""
+        """The B prompts of an update. --overlap reads them ahead."""
         return prompts.of_update(update, B, args.seed)
 
-    # utils.sample, or what gives the same three tensors in its place: vLLM, or a thread that samples an update ahead
+    # utils.sample with the response length, stop_ids and the size of slices filled in, or what gives the same three
+    # tensors in its place: vLLM, or with --overlap a thread that samples an update ahead by a copy of the weights
     sample = overlap.sampler(args, run, [*prompts, *held_out], prompts_of, stop_ids)
     state = run.resume(policy, optimizer, {"kl_coef": args.kl_coef, "adam_step": 0, "moments": (0, 0.0, 0.0)})
     if run.first_update == 1:
-        run.log(0, *evaluate(policy, sample, reference, score, held_out, stop_ids, end_ids, args, accelerator))
+        run.log(0, *evaluate(policy, sample, reference, score, held_out, end_ids, args, accelerator))
 
     for update in range(run.first_update, num_updates + 1):
         # The learning rate changes from update to update, and all steps of an update have the same. [OPT-2]
         lr = optimizer.param_groups[0]["lr"] = utils.learning_rate_at(update, num_updates, args)
 
         # ---- 1. Rollout: a response to each prompt; every process samples its share ----------------------------------
-        rows = prompts_of(update)
+        rows = prompts_of(update)  # B rows of the data set
         queries, query_mask = utils.left_pad([row.ids for row in rows], device)  # [B, Q]
         policy.eval()
         with torch.no_grad(), accelerator.autocast():
@@ -578,7 +590,7 @@ def main(args: Args):
             # The reward model reads what a human would read. [GEN-14]
             scored_mask, ended = truncate_response(responses, response_mask, end_ids, args.truncate_after)
             rewards_of_each = score(rows[mine], batch._replace(response_mask=scored_mask))  # [B / world, F]
-        # Whitening, minibatches and metrics need the whole batch, so gather it once. Until phase 5 takes its
+        # Advantages, minibatches and metrics need the whole batch, so gather it once. Until phase 5 takes its
         # shares, every tensor holds the whole batch, on every process. [REW-7]
         responses, response_mask, sampled_logprobs, old_logprobs, ref_logprobs = accelerator.gather(
             (responses, response_mask, sampled_logprobs, old_logprobs, ref_logprobs)
@@ -598,17 +610,17 @@ def main(args: Args):
         #   R tokens        v    w    x    y    z      both masks are 1 everywhere, and the value after z counts as 0
         #   rewards        -cK  -cK  -cK  -cK  -cK + score      where, if unfinished, it paid missing_eos_penalty
         #
-        # NaN means that a reward does not apply to this kind of prompt. [REW-4]
+        # A score is the weighted sum of the rewards. NaN: a reward does not apply to this kind of prompt. [REW-4]
         scores = (rewards_of_each * score.weights).nansum(1)  # [B]
         scores = missing_eos_scores(scores, ended, args.missing_eos_penalty, args.missing_eos_mode)  # [B]
         if args.score_scaling or args.score_norm:
             state["moments"] = merge_moments(state["moments"], scores)
         shaped_scores = shape_scores(scores, state["moments"], args.score_scaling, args.score_norm, args.score_clip)
         if args.overlap:
-            # The ratio, the KL and the entropy are those of the policy that sampled, which is one update old. [GEN-11]
+            # The ratio is against the policy that sampled, one update old, and so are the logged KL and entropy. The
+            # tokens pay for the KL of the policy as it is now. [GEN-11]
             old_logprobs = sampled_logprobs
-        # The simplest KL estimate ("k1"): its mean is the KL, and as a reward its policy gradient is the KL's. [REW-5]
-        kl = old_logprobs - ref_logprobs  # [B, R], 0 at padding, whatever --kl_penalty is
+        logged_kl = (old_logprobs - ref_logprobs).sum(1)  # [B], the estimate "k1", whatever --kl_penalty is
         state_mask = value_mask(response_mask)  # [B, R]
         rewards_of_tokens = token_rewards(shaped_scores, kl_penalties, response_mask, state["kl_coef"])  # [B, R]
         if args.whiten_rewards:
@@ -619,26 +631,29 @@ def main(args: Args):
         advantages, returns = compute_gae(rewards_of_tokens, values, args.gamma, args.lam)  # [B, R]
         if args.normalize_advantage:
             advantages = utils.masked_whiten(advantages, response_mask)  # over all response tokens [PPO-10]
-        # Another engine's policy, or that of an update ago, is not quite this one. Weights make up for it. [GEN-15]
-        logratio = old_logprobs - sampled_logprobs  # [B, R]
-        advantages, weight_metrics = utils.correct_for_sampler(advantages, logratio, response_mask, args)
+        # Another engine's policy is not quite this one. Weights make up for it. With --overlap they are all 1, because
+        # the ratio is against the policy that sampled. [GEN-15]
+        mismatch = old_logprobs - sampled_logprobs  # [B, R]
+        advantages, weight_metrics = utils.correct_for_sampler(advantages, mismatch, response_mask, args)
 
         # ---- 5. Optimise: micro-batches add up to exactly one gradient for each minibatch ----------------------------
         policy.train()  # Every dropout is 0. Training mode only lets gradient checkpointing work.
-        means, num_skipped = utils.Means(device), 0
+        means = utils.Means(device)
+        num_skipped = 0
         lengths = query_mask.sum(1) + response_mask.sum(1)  # [B]
+        is_watched = args.target_kl is not None or args.ratio_threshold is not None
         for epoch in range(args.num_ppo_epochs):
             # Every pass has an order of its own. [OPT-9]
-            shuffle = shuffled_episodes(B, args.num_mini_batches, device, args.seed, update, epoch)
+            minibatches = shuffled_episodes(B, args.num_mini_batches, device, args.seed, update, epoch)
             epoch_kl = 0.0
-            for number, minibatch in enumerate(shuffle):
+            for number, minibatch in enumerate(minibatches):
                 of_minibatch = utils.Means(device)
                 # Both counts are those of the whole minibatch, over all processes.
                 num_actions, num_states = response_mask[minibatch].sum(), state_mask[minibatch].sum()
                 share = minibatch.chunk(world)[rank]
-                # Rows of similar lengths share a micro-batch, since it is as wide as its longest rows.
+                # Rows of similar lengths share a micro-batch, since it is as wide as its longest query and response.
                 micro_batches = share[lengths[share].argsort(stable=True)].split(size)
-                for i, (m, micro_batch) in enumerate(utils.split(batch, micro_batches)):
+                for i, (m, micro_batch) in enumerate(utils.split(batch, micro_batches)):  # m: its episodes
                     with engines.accumulate(accelerator, policy, is_last=i + 1 == len(micro_batches)):
                         logprobs, entropies, new_values = response_logprobs(policy, micro_batch)  # [M, R]
                         losses, logratio, clipped = ppo_policy_loss(
@@ -647,7 +662,7 @@ def main(args: Args):
                         value_losses, errors, value_clipped = ppo_value_loss(
                             new_values, values[m], returns[m], state_mask[m], args.cliprange_value
                         )
-                        # Dividing by the whole minibatch's count makes micro-batches add up to its gradient. [OPT-5]
+                        # The whole minibatch's count makes micro-batches add up to its gradient. [OPT-5]
                         loss = losses.sum() / num_actions
                         # The value loss is an average over states. There is no entropy bonus. [PPO-14]
                         loss = loss + args.vf_coef * value_losses.sum() / num_states
@@ -666,16 +681,17 @@ def main(args: Args):
                     }
                     means.add(of_actions, response_mask[m])
                     means.add(of_states, state_mask[m])
-                    of_minibatch.add({"kl": 0.5 * logratio**2}, response_mask[m])
-                    of_minibatch.add_ratios(logratio, response_mask[m])
+                    if is_watched:
+                        of_minibatch.add({"kl": 0.5 * logratio**2}, response_mask[m])
+                        of_minibatch.add_ratios(logratio, response_mask[m])
                     means.add_ratios(logratio, response_mask[m])
-                    if epoch == number == 0:  # Before the first step only rounding, or --overlap, shows here. [LOG-6]
-                        means.add_max("val/logprob_gap", (old_logprobs[m] - sampled_logprobs[m]).abs())
+                    if epoch == number == 0:  # before the first step: rounding, another engine, or --overlap [LOG-6]
+                        means.add_max("val/logprob_gap", (logprobs - sampled_logprobs[m]).abs())
                         means.add_max("val/first_ratio", logratio.abs().clamp(max=20).exp())
-                moved = of_minibatch.reduce(accelerator)
-                epoch_kl += moved["kl"] / args.num_mini_batches  # a mean of minibatch means
+                distance = of_minibatch.reduce(accelerator) if is_watched else {}
+                epoch_kl += distance.get("kl", 0.0) / args.num_mini_batches  # a mean of minibatch means
                 # Skip the step: far from the sampling policy the clipped objective is unreliable. [PPO-17]
-                if args.ratio_threshold is not None and moved["val/ratio"] > args.ratio_threshold:
+                if args.ratio_threshold is not None and distance["val/ratio"] > args.ratio_threshold:
                     engines.forget_gradient(accelerator, policy, optimizer)
                     num_skipped += 1
                     continue
@@ -699,7 +715,7 @@ def main(args: Args):
             "epoch": update * B / len(prompts),
             "lr": lr,
             "objective/scores": scores.mean(),
-            "objective/kl": kl.sum(1).mean(),
+            "objective/kl": logged_kl.mean(),
             "objective/kl_coef": state["kl_coef"],
             "objective/non_score_reward": non_score_reward,
             "objective/rlhf_reward": shaped_scores.mean() + non_score_reward,
@@ -718,17 +734,17 @@ def main(args: Args):
             "val/num_stop_token_ids": ended.sum() if len(end_ids) else 0,
             "val/sequence_lengths": response_mask.sum(1).float().mean(),
         }
-        shown = rows, responses, response_mask, ended, scores, kl.sum(1)
+        shown = rows, responses, response_mask, ended, scores, logged_kl
         if run.is_eval_due(update):
-            of_eval, of_eval_shown = evaluate(
-                policy, sample, reference, score, held_out, stop_ids, end_ids, args, accelerator
-            )
-            metrics, shown = metrics | of_eval, of_eval_shown or shown
+            eval_metrics, eval_shown = evaluate(policy, sample, reference, score, held_out, end_ids, args, accelerator)
+            metrics |= eval_metrics
+            shown = eval_shown or shown
         run.log(update, metrics, shown)
         if args.adaptive_kl:
             # Change the coefficient last: this batch's rewards and metrics used the old one. [PPO-16]
-            mean_kl = kl.sum(1).mean().item()
-            state["kl_coef"] = adapt_kl_coef(state["kl_coef"], mean_kl, args.kl_target, args.kl_horizon, B)
+            state["kl_coef"] = adapt_kl_coef(
+                state["kl_coef"], logged_kl.mean().item(), args.kl_target, args.kl_horizon, B
+            )
         run.checkpoint_if_due(update, policy, optimizer, state)
     return run.finish(policy)  # the model folder with its card, before -> after, and the upload
 

@@ -4,7 +4,7 @@ Reward model: one scalar per response, trained on comparisons of K candidates of
 1. One loss serves both papers: cross-entropy of the K scores against the best one. K = 4 is lm-human-preferences
    (arXiv 1909.08593). K = 2 is exactly the pairwise loss -log sigmoid(chosen - rejected) of InstructGPT and N+.
 2. The score is the head's output at the last real token, found from the mask. Where EOS is appended, this is the EOS.
-3. The head is drawn with std 1/sqrt(d + 1), so that scores start near unit size. Dropout is off.
+3. The head is drawn with std 1/sqrt(H + 1), so that scores start near unit size. Dropout is off.
 4. Scores are only defined up to a constant. After training they are shifted to mean 0 over the training candidates, or
    over the reference responses of --reference_dataset (N+). Or samples of the reference policy set them
    (lm-human-preferences): to std 1 before training, to mean 0 and std 1 after it.
@@ -15,7 +15,7 @@ Reward model: one scalar per response, trained on comparisons of K candidates of
 
 Left out on purpose: other kinds of labels (ratings), ensembles, and a margin.
 
-Shapes    B: comparisons of a minibatch   K: candidates of one   M: comparisons of a micro-batch   d, H: hidden size
+Shapes    B: comparisons of a minibatch   K: candidates of one   M: comparisons of a micro-batch   H: hidden size
           L: tokens of a row, left-padded   Q: query tokens   R: response tokens, right-padded   N: rows   V: vocabulary
 Masks     True marks a real token. Masks travel with the tokens, and nothing is ever found by looking for a pad token.
 
@@ -103,9 +103,9 @@ class Args(cli.RunArgs):  # which holds the flags of run, data, logging and memo
     """comparisons that a device puts through one forward and backward pass"""
 
 
-# What a run takes in place of the defaults above, unless a flag or --config says otherwise: on an embedded task, and on
-# other data by the size of the model, where 20e6 stands for fewer than 20 M parameters. docs/guides/1_your_data.md says
-# where these values are from.
+# What a run takes in place of the defaults above, where no flag and no --config says otherwise. A name is that of an
+# embedded task. A number is for other data, by the model's size: 20e6 for fewer than 20 M parameters, 500e6 for 20 M to
+# 500 M, and so on. docs/guides/1_your_data.md says where these values are from.
 presets = {
     "toy": dict(
         eval_dataset="toy:test",
@@ -135,12 +135,12 @@ class Reward(nn.Module):
         self.gain = nn.Parameter(torch.ones(1))
 
     def forward(self, tokens, mask):
-        """Args: tokens [M, L]; mask [M, L] bool. Returns: scores [M] fp32."""
-        hidden = models.hidden_states(self.model, tokens, mask, utils.positions_from_mask(mask))  # [M, L, H]
+        """Args: tokens [N, L]; mask [N, L] bool. Returns: scores [N] fp32."""
+        hidden = models.hidden_states(self.model, tokens, mask, utils.positions_from_mask(mask))  # [N, L, H]
         # The mask says which token is the last. Pad may equal EOS, so no search for an id can. [RM-4]
-        last = (mask * torch.arange(mask.size(1), device=mask.device)).argmax(1)  # [M]
-        hidden = hidden[torch.arange(len(hidden), device=mask.device), last]  # [M, H]
-        # The head runs in fp32: between 2 and 4 bf16 scores would lie 1/64 apart. [RM-6]
+        last = (mask * torch.arange(mask.size(1), device=mask.device)).argmax(1)  # [N]
+        hidden = hidden[torch.arange(len(hidden), device=mask.device), last]  # [N, H]
+        # The head runs in fp32: bf16 scores between 2 and 4 would lie 1/64 apart. [RM-6]
         with torch.autocast(hidden.device.type, enabled=False):
             return self.gain * self.model.score(hidden.float()).squeeze(-1)
 
@@ -153,17 +153,17 @@ class Policy(nn.Module):
         self.model, self.temperature, self.head = model, temperature, models.head_of(model)
 
     def forward(self, tokens, mask, positions, index, cache):
-        """Args: tokens, mask, positions [M, L]; index [N], columns to read. Returns: logits / temperature [M, N, V]."""
-        hidden = models.hidden_states(self.model, tokens, mask, positions, cache)[:, index]  # [M, N, H]
+        """Args: tokens, mask, positions [N, L]; index [C], columns to read. Returns: logits / temperature [N, C, V]."""
+        hidden = models.hidden_states(self.model, tokens, mask, positions, cache)[:, index]  # [N, C, H]
         return self.head(hidden).float() / self.temperature
 
 
 def load_model(args, device):
     """Returns (tokenizer, reward model): the trunk of --sft_model_path with a new head, in fp32 and without dropout."""
-    path, flag = args.sft_model_path, "--sft_model_path"
-    tokenizer = models.load_tokenizer(path, flag, args)
-    model = utils.disable_dropout(models.load_reward_model(path, args, flag, allow_untrained=True))
-    # The state has d entries of variance near 1, so the score has a variance near 1 as well. [RM-1]
+    tokenizer = models.load_tokenizer(args.sft_model_path, "--sft_model_path", args)
+    model = models.load_reward_model(args.sft_model_path, args, "--sft_model_path", allow_untrained=True)
+    model = utils.disable_dropout(model)
+    # The state has H entries of variance near 1, so the score has a variance near 1 as well. [RM-1]
     nn.init.normal_(model.score.weight, std=1 / math.sqrt(model.score.in_features + 1))
     if tokenizer.pad_token_id in (None, tokenizer.eos_token_id):
         # transformers reads a score at the last token that is not padding. If pad were EOS, it would skip EOS. [RM-3]
@@ -303,7 +303,7 @@ def main(args: Args):
         reward.gain.data.fill_(normalise(scores_of(reward, samples, size * K, accelerator))[0])
     model = reward.model
     trained = {"params": [p for p in model.parameters() if p.requires_grad]}
-    # Set eps and weight decay explicitly, because torch's defaults are not the recipe's. [OPT-4]
+    # Set eps and weight decay explicitly, so that the recipe does not depend on torch's defaults. [OPT-4]
     optimizer = torch.optim.AdamW(
         [trained, {"params": [reward.gain], "weight_decay": 0.0}],
         lr=args.learning_rate,
@@ -338,7 +338,7 @@ def main(args: Args):
             with engines.accumulate(accelerator, reward, is_last=i + 1 == len(micro_batches)):
                 scores = reward(tokens, mask).reshape(-1, K)  # [M, K]
                 losses = best_of_k_loss(scores, best)  # [M]
-                # Dividing by the whole minibatch's count makes micro-batches add up to its gradient. [OPT-5]
+                # The whole minibatch's count makes micro-batches add up to its gradient. [OPT-5]
                 loss = losses.sum() / B
                 accelerator.backward(loss * world)  # The engines average over processes, but we sum. [OPT-6]
             means.add({"train/rm/loss": losses, "train/rm/accuracy": is_correct(scores, best)})

@@ -4,8 +4,9 @@ RLOO: REINFORCE with a leave-one-out baseline, on a language model and a reward 
 1. Each prompt gets k responses. A whole response is one action, and its reward is score - kl_coef * KL of its tokens.
 2. The baseline of a response is the mean reward of its k - 1 siblings. There is no value model and no GAE.
 3. One optimiser step per rollout (num_ppo_epochs = num_mini_batches = 1) is the paper's form and exactly REINFORCE.
-   More steps use the clipped loss of PPO, with one probability ratio per response. The defaults have four steps, as
-   TRL's benchmark has, with a smaller batch (512 and not 4096) and with a clipped gradient norm.
+   More steps use the clipped loss of PPO, with one probability ratio per response. The defaults of Args have four, as
+   TRL's benchmark does, with a smaller batch (512 and not 4096) and with a clipped gradient norm. The embedded tasks
+   and models below 500 M parameters take one step: see `presets`.
 4. Responses to the same prompt share its computation: n of the k are packed in a row, [prompt | r1 | .. | rn], under a
    block mask. Where a model cannot read such a mask, each row holds one response.
 5. Sampling and shuffling are functions of coordinates, such as (seed, purpose, update, row, step, token) for a token,
@@ -19,8 +20,8 @@ benchmark/checks/details.md has its source, its test and what it is worth.
 
 Shapes    P: prompts   k: responses per prompt   B = P * k: episodes of an update, the k of a prompt adjacent
           Q: query tokens, left-padded   R: response tokens, right-padded   L: columns of a row   V: vocabulary
-          n: responses packed in a row   M: episodes of a micro-batch, or rows of a forward   C: columns that are read
-          H: hidden size   F: reward functions, the reward model among them   N: held-out prompts
+          n: responses packed in a row, divides k   M: episodes of a micro-batch, or rows of a forward   S: stop tokens
+          C: columns that are read   H: hidden size   F: rewards, the reward model's among them   N: held-out prompts
 Masks     True marks a real token. Masks travel with the tokens, and nothing is ever found by looking for a pad token.
 
 One process:   python rlhf_details/train_rloo.py
@@ -42,7 +43,7 @@ from rlhf_details.utils import EVALUATION, TRAINING, Batch, in_slices
 
 
 @dataclass
-class Args(cli.PolicyArgs):  # which holds the flags of run, data, models, logging and memory
+class Args(cli.PolicyArgs):  # run, data, models, memory, reward_fn, sampler and overlap stand in plumbing/flags.py
     exp_name: str = "train_rloo"
     """name of the experiment, part of the run's name"""
     output_dir: str = "models/rloo"
@@ -54,7 +55,7 @@ class Args(cli.PolicyArgs):  # which holds the flags of run, data, models, loggi
     temperature: float = 0.7
     """sampling temperature; it divides the logits of every log-prob as well"""
     stop_token: str = "eos"
-    """a response ends with this token: "eos", "none", or a text that is one token"""
+    """sampling ends with this token: "eos", "none", or a text that is one token"""
     missing_eos_penalty: float | None = 1.0
     """what a response without the stop token pays, in points of score; None: nothing"""
     missing_eos_mode: Literal["subtract", "replace"] = "subtract"
@@ -68,7 +69,7 @@ class Args(cli.PolicyArgs):  # which holds the flags of run, data, models, loggi
     reward_clip_range: float | None = None
     """REINFORCE++: clip the scores to [-c, c], after whitening where that is on"""
     token_level_kl: bool = False
-    """REINFORCE++: each token is an action, which pays for the KL from itself on"""
+    """REINFORCE++: each token is an action, with a ratio of its own, and pays for the KL from itself on"""
 
     # algorithm
     rloo_k: int = 2
@@ -105,9 +106,9 @@ class Args(cli.PolicyArgs):  # which holds the flags of run, data, models, loggi
     """compute each prompt once for its k responses, where the model is shown to allow it"""
 
 
-# What a run takes in place of the defaults above, unless a flag or --config says otherwise: on an embedded task, and on
-# other data by the size of the model, where 20e6 stands for fewer than 20 M parameters. docs/guides/1_your_data.md says
-# where these values are from.
+# What a run takes in place of the defaults above, where no flag and no --config says otherwise. A name is that of an
+# embedded task. A number is for other data, by the model's size: 20e6 for fewer than 20 M parameters, 500e6 for 20 M to
+# 500 M, and so on. docs/guides/1_your_data.md says where these values are from.
 presets = {
     "toy": dict(
         eval_dataset="toy:test",
@@ -166,7 +167,7 @@ presets["toy-sum"] = presets["toy"] | dict(
 class Policy(nn.Module):
     """Next-token logits / temperature, or the log-probs of given tokens under their softmax, always in fp32."""
 
-    logits_at_once = 2**24  # at most so many with labels: 64 MiB in fp32
+    logits_at_once = 2**24  # with labels at most so many exist at a time: 64 MiB in fp32
 
     def __init__(self, model, temperature):
         super().__init__()
@@ -174,8 +175,9 @@ class Policy(nn.Module):
 
     def forward(self, tokens, mask, positions, index, labels=None, cache=None):
         """
-        Args: tokens, positions [M, L]; mask [M, L] bool or [M, 1, L, L'] additive; index [C], the columns whose logits
-        are read; labels [M, C], the tokens that these predict; cache, a transformers cache, which is extended.
+        Args: tokens, positions [M, L]; mask [M, L] bool or [M, 1, L, L'] additive, None where nothing is padding; index
+        [C], the columns whose logits are read; labels [M, C], the tokens that these predict; cache, a transformers
+        cache, which is extended.
         Returns: (log-probs, entropies), both [M, C] fp32, or without labels the logits / T [M, C, V] fp32.
         """
         hidden = models.hidden_states(self.model, tokens, mask, positions, cache)[:, index]  # [M, C, H]
@@ -202,10 +204,10 @@ class Reward(nn.Module):
         self.bias = getattr(model.config, "reward_bias", 0.0)
 
     def forward(self, tokens, mask, positions, index):
-        """Args: tokens, mask, positions as Policy's; index [M, n], the columns to read. Returns: scores [M, n] fp32."""
+        """Args: tokens, mask, positions as Policy's; index [M, C], the columns to read. Returns: scores [M, C] fp32."""
         hidden = models.hidden_states(self.model, tokens, mask, positions)  # [M, L, H]
-        hidden = hidden.gather(1, index.unsqueeze(-1).expand(-1, -1, hidden.size(-1)))  # [M, n, H]
-        # The head runs in fp32: between 2 and 4 bf16 scores would lie 1/64 apart. [RM-6]
+        hidden = hidden.gather(1, index.unsqueeze(-1).expand(-1, -1, hidden.size(-1)))  # [M, C, H]
+        # The head runs in fp32: bf16 scores between 2 and 4 would lie 1/64 apart. [RM-6]
         with torch.autocast(hidden.device.type, enabled=False):
             return self.model.score(hidden.float()).squeeze(-1) + self.bias
 
@@ -227,16 +229,16 @@ def load_models(args, device):
 
 # ---- from tokens to log-probs and scores -----------------------------------------------------------------------------
 def pack(batch, n):
-    """Rows of n responses to one prompt. No response sees another one, and each has the positions after the prompt.
+    """Rows of n responses to one prompt. No response sees another, and each follows the prompt as if alone.
 
-             p  p  p  a1 a2 b1 b2      n = 2, prompt p p p, responses a1 a2 and b1 b2; x: this token sees that one
+             p  p  p  a1 a2 b1 b2      n = 2, prompt p p p, responses a1 a2 and b1 b2; x: it sees that one
         p    x  .  .  .  .  .  .       the prompt's first token; the prompt is causal as well
         a1   x  x  x  x  .  .  .
-        b2   x  x  x  .  .  x  x       b sees the prompt and its own past, and its positions restart after the prompt
+        b2   x  x  x  .  .  x  x       b sees the prompt and its own past
     With n = 1 this is an ordinary left-padded row with its ordinary mask [M, L].
-    Args: batch, where n adjacent episodes have the same prompt.
+    Args: batch, where n adjacent episodes have the same prompt; it may be trimmed, and then R is its width.
     Returns: tokens, mask (bool [M/n, L] or additive [M/n, 1, L, L]), positions [M/n, L] with L = Q + n * R, and index
-    [n * R]: the logits of column Q - 1 predict the first token of every response, those of a token the next one.
+    [n * R], for each token of the responses the column whose logits predict it.
     """
     (_, Q), (_, R), device = batch.queries.shape, batch.responses.shape, batch.queries.device
     query_mask = batch.query_mask[::n]  # [M/n, Q]
@@ -282,7 +284,7 @@ def response_scores(reward_model, batch, n):
 
 # ---- equations -------------------------------------------------------------------------------------------------------
 def has_stopped(responses, mask, stop_ids):
-    """Whether each response [B, R] holds one of the stop tokens [S]. Without any it always counts as ended."""
+    """Whether each response [B, R] holds one of stop_ids [S]. If stop_ids is empty, every response has ended."""
     # Only real tokens are searched, because the filler, token 0, may be the stop token. [GEN-13]
     return (mask & torch.isin(responses, stop_ids)).any(1) if len(stop_ids) else mask.any(1)
 
@@ -290,7 +292,8 @@ def has_stopped(responses, mask, stop_ids):
 def missing_eos_scores(scores, ended, penalty, mode):
     """The EOS trick: a response that did not end pays `penalty` ("subtract"), or gets the score -penalty ("replace").
 
-    Under "subtract" a constant that is added to all scores changes no advantage. "replace" can raise a low score.
+    To add a constant to all scores changes no advantage under "subtract". Under "replace" it does, and the penalty can
+    even raise a low score.
     Args: scores [B] fp32; ended [B] bool; penalty, float or None. Returns: [B].
     Source: TRL v0.11.4, rloo_trainer.py (subtract); lm-human-preferences, train_policy.py (replace).
     """
@@ -309,7 +312,7 @@ def shape_scores(scores, normalize, clip_range):
 
 
 def rloo_advantages(rewards, k):
-    """Each reward minus the mean of its k - 1 siblings': A_i = R_i - (sum_j R_j - R_i) / (k - 1).
+    """Each reward minus the mean reward of its k - 1 siblings: A_i = R_i - (sum_j R_j - R_i) / (k - 1).
 
     Args: rewards [B], the k of a prompt adjacent; k >= 2. Returns: [B]; each group sums to 0.
     Source: arXiv 2402.14740, equation 8.
@@ -346,7 +349,8 @@ def rloo_policy_loss(logprobs, old_logprobs, mask, advantages, cliprange):
     ratio = logratio.exp()
     losses1 = -advantages * ratio
     losses2 = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
-    # The larger loss counts. So leaving the range gains nothing, and a ratio that went wrong can come back. [RLOO-6]
+    # The larger loss counts. So leaving the range gains nothing, but a ratio on the wrong side keeps its gradient.
+    # [RLOO-6]
     losses = torch.max(losses1, losses2)
     return losses * mask, logratio, (losses2 > losses1) & mask
 
@@ -368,7 +372,7 @@ def shuffled_groups(num_prompts, k, num_mini_batches, device, *coordinates):
 # ---- held-out evaluation ---------------------------------------------------------------------------------------------
 @torch.no_grad()
 def evaluate(policy, sample, reference, score, prompts, stop_ids, args, accelerator):
-    """One response to each held-out prompt, with noise of its own, and what it scores.
+    """One response to each held-out prompt, sampled as in training, with the same noise each time, and what it scores.
 
     Returns: ({"eval/objective/..": mean over the prompts}, episodes to show); call it on every process.
     """
@@ -412,10 +416,10 @@ def check(args):
 def main(args: Args):
     """Trains; returns {"before": metrics, "after": metrics, "run": folder} of the held-out evaluations."""
     check(args)
-    accelerator = engines.start(args)  # one process, DDP, FSDP2 or DeepSpeed; it seeds, and trains missing toy stages
+    accelerator = engines.start(args)  # one process, DDP, FSDP2 or DeepSpeed; it trains missing toy stages, then seeds
     device, world, rank = accelerator.device, accelerator.num_processes, accelerator.process_index
     k, B, R = args.rloo_k, args.batch_size, args.response_length
-    numbers = torch.arange(B, device=device)  # [B], of the episodes
+    numbers = torch.arange(B, device=device)  # [B], the number of each episode in its update
     mine = slice(rank * B // world, (rank + 1) * B // world)  # those of this process
     one_step = args.num_ppo_epochs * args.num_mini_batches == 1
 
@@ -444,11 +448,12 @@ def main(args: Args):
     run = Run(args, accelerator, tokenizer, num_updates, prompts, [held_out, reference, reward_model])
 
     def prompts_of(update):
-        """The B prompts of an update, which --overlap reads ahead."""
+        """The prompts of an update, k copies of each, B in all. --overlap reads them ahead."""
         # The k copies of a prompt stand side by side, because baseline and packing take adjacent rows. [RLOO-1]
         return [prompt for prompt in prompts.of_update(update, B // k, args.seed) for _ in range(k)]
 
-    # utils.sample, or what gives the same three tensors in its place: vLLM, or a thread that samples an update ahead
+    # utils.sample with the response length, stop_ids and the size of slices filled in, or what gives the same three
+    # tensors in its place: vLLM, or with --overlap a thread that samples an update ahead by a copy of the weights
     sample = overlap.sampler(args, run, [*prompts, *held_out], prompts_of, stop_ids)
     run.resume(policy, optimizer)
     if run.first_update == 1:
@@ -459,7 +464,7 @@ def main(args: Args):
         lr = optimizer.param_groups[0]["lr"] = utils.learning_rate_at(update, num_updates, args)
 
         # ---- 1. Rollout: k responses to each prompt; every process samples its share ---------------------------------
-        rows = prompts_of(update)
+        rows = prompts_of(update)  # B rows of the data set
         queries, query_mask = utils.left_pad([row.ids for row in rows], device)  # [B, Q]
         policy.eval()
         with torch.no_grad(), accelerator.autocast():
@@ -472,12 +477,13 @@ def main(args: Args):
             # ---- 2. Scores: the rewards, and the log-probs that the KL and the ratio start from ----------------------
             batch = Batch(queries[mine], query_mask[mine], responses, response_mask)
             ref_logprobs, _ = in_slices(response_logprobs, reference, batch, size, n)
-            old_logprobs = sampled_logprobs  # With one step these serve the KL and the logged entropy.
+            old_logprobs = sampled_logprobs  # With one step only the KL and the logged entropy need them.
             if not one_step or args.sampler != "own" or args.overlap:
-                # The ratio compares two forwards of the same code, so that it starts at 1 up to rounding. [GEN-9]
+                # The ratio compares two forwards of the same code, so that it starts at 1 up to rounding. Where
+                # something else has sampled, KL and weights need this policy's log-probs as well. [GEN-9]
                 old_logprobs, _ = in_slices(response_logprobs, policy, batch, size, n)
             rewards_of_each = score(rows[mine], batch, n)  # [B / world, F]
-        # Whitening, minibatches and metrics need the whole batch, so gather it once. Until phase 5 takes its
+        # Advantages, minibatches and metrics need the whole batch, so gather it once. Until phase 5 takes its
         # shares, every tensor holds the whole batch, on every process. [REW-7]
         responses, response_mask, sampled_logprobs, old_logprobs, ref_logprobs, rewards_of_each = accelerator.gather(
             (responses, response_mask, sampled_logprobs, old_logprobs, ref_logprobs, rewards_of_each)
@@ -489,7 +495,7 @@ def main(args: Args):
         #   response        a    b   EOS   .    .      nothing is sampled after the stop token
         #   response_mask   1    1    1    0    0      the stop token is an action as well: it has a log-prob and a KL
         ended = has_stopped(responses, response_mask, stop_ids)  # [B]
-        # NaN means that a reward does not apply to this kind of prompt. [REW-4]
+        # A score is the weighted sum of the rewards. NaN: a reward does not apply to this kind of prompt. [REW-4]
         scores = (rewards_of_each * score.weights).nansum(1)  # [B]
         scores = missing_eos_scores(scores, ended, args.missing_eos_penalty, args.missing_eos_mode)  # [B]
         shaped_scores = shape_scores(scores, args.normalize_reward, args.reward_clip_range)  # [B]
@@ -507,20 +513,20 @@ def main(args: Args):
             is_action = torch.ones_like(ended)  # [B]
         if args.normalize_advantage:
             advantages = utils.masked_whiten(advantages, is_action)  # over the whole batch [RLOO-14]
-        # Another engine's policy, or that of an update ago, is not quite this one. Weights make up for it. [GEN-15]
-        logratio = old_logprobs - sampled_logprobs  # [B, R]
-        advantages, weight_metrics = utils.correct_for_sampler(advantages, logratio, response_mask, args)
+        # With --sampler vllm or --overlap, what sampled is not quite this policy. Weights make up for it. [GEN-15]
+        mismatch = old_logprobs - sampled_logprobs  # [B, R]
+        advantages, weight_metrics = utils.correct_for_sampler(advantages, mismatch, response_mask, args)
 
         # ---- 5. Optimise: micro-batches add up to exactly one gradient for each minibatch ----------------------------
         policy.train()  # Every dropout is 0. Training mode only lets gradient checkpointing work.
         means = utils.Means(device)
         for epoch in range(args.num_ppo_epochs):
             # Every pass has an order of its own. [OPT-9]
-            shuffle = shuffled_groups(B // k, k, args.num_mini_batches, device, args.seed, update, epoch)
-            for number, minibatch in enumerate(shuffle):
+            minibatches = shuffled_groups(B // k, k, args.num_mini_batches, device, args.seed, update, epoch)
+            for number, minibatch in enumerate(minibatches):
                 num_actions = is_action[minibatch].sum()  # of the whole minibatch, over all processes
                 micro_batches = minibatch.chunk(world)[rank].split(size)
-                for i, (m, micro_batch) in enumerate(utils.split(batch, micro_batches)):
+                for i, (m, micro_batch) in enumerate(utils.split(batch, micro_batches)):  # m: its episodes
                     with engines.accumulate(accelerator, policy, is_last=i + 1 == len(micro_batches)):
                         logprobs, entropies = response_logprobs(policy, micro_batch, n)  # [M, R]
                         # With one step per rollout the policy is compared with itself, so the ratio is exactly 1 and
@@ -529,7 +535,7 @@ def main(args: Args):
                         losses, logratio, clipped = rloo_policy_loss(
                             logprobs, old, response_mask[m], advantages[m], args.cliprange
                         )
-                        # Dividing by the whole minibatch's count makes micro-batches add up to its gradient. [OPT-5]
+                        # The whole minibatch's count makes micro-batches add up to its gradient. [OPT-5]
                         loss = losses.sum() / num_actions
                         accelerator.backward(loss * world)  # The engines average over processes, but we sum. [OPT-6]
                     of_actions = {
@@ -540,7 +546,7 @@ def main(args: Args):
                     means.add(of_actions, is_action[m])
                     means.add({"policy/entropy_avg": entropies}, response_mask[m])
                     means.add_ratios(logratio, is_action[m])
-                    if epoch == number == 0:  # Before the first step only rounding, or --overlap, shows here. [LOG-6]
+                    if epoch == number == 0:  # before the first step: rounding, another engine, or --overlap [LOG-6]
                         means.add_max("val/logprob_gap", (logprobs - sampled_logprobs[m]).abs())
                         means.add_max("val/first_ratio", logratio.abs().clamp(max=20).exp())
                 norm = engines.step(accelerator, policy, optimizer, args.max_grad_norm, run, f"minibatch {number + 1}")
@@ -567,8 +573,9 @@ def main(args: Args):
         }
         shown = rows, responses, response_mask, ended, scores, logged_kl
         if run.is_eval_due(update):
-            of_eval, of_eval_shown = evaluate(policy, sample, reference, score, held_out, stop_ids, args, accelerator)
-            metrics, shown = metrics | of_eval, of_eval_shown or shown
+            eval_metrics, eval_shown = evaluate(policy, sample, reference, score, held_out, stop_ids, args, accelerator)
+            metrics |= eval_metrics
+            shown = eval_shown or shown
         run.log(update, metrics, shown)
         run.checkpoint_if_due(update, policy, optimizer)
     return run.finish(policy)  # the model folder with its card, before -> after, and the upload

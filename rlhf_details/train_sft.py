@@ -96,9 +96,9 @@ class Args(cli.RunArgs):  # which holds the flags of run, data, logging and memo
     """sampling temperature; the loss is always that of temperature 1"""
 
 
-# What a run takes in place of the defaults above, unless a flag or --config says otherwise: on an embedded task, and on
-# other data by the size of the model, where 20e6 stands for fewer than 20 M parameters. docs/guides/1_your_data.md says
-# where these values are from.
+# What a run takes in place of the defaults above, where no flag and no --config says otherwise. A name is that of an
+# embedded task. A number is for other data, by the model's size: 20e6 for fewer than 20 M parameters, 500e6 for 20 M to
+# 500 M, and so on. docs/guides/1_your_data.md says where these values are from.
 presets = {
     "toy": dict(
         eval_dataset="toy:test",
@@ -276,7 +276,7 @@ def main(args: Args):
         cli.fail(f"--batch_size {B}: more than the {len(train)} rows of --dataset {args.dataset}")
     steps_per_epoch = len(train) // B  # The rest of an epoch's shuffle is left out, other rows in each epoch.
     num_steps = args.num_train_epochs * steps_per_epoch
-    # Set eps and weight decay explicitly, because torch's defaults are not the recipe's. [OPT-4]
+    # Set eps and weight decay explicitly, so that the recipe does not depend on torch's defaults. [OPT-4]
     optimizer = torch.optim.AdamW(
         [p for p in language_model.parameters() if p.requires_grad],
         lr=args.learning_rate,

@@ -20,7 +20,7 @@ from transformers import DynamicCache
 
 # ---- text -> token ids -----------------------------------------------------------------------------------------------
 def encode(tokenizer, prompt, completion=None, end=None):
-    """Token ids of a prompt, or (those of a prompt, those of its completion up to and with the token that ends it).
+    """Token ids of a prompt, or (the prompt's, the completion's with the token that ends it).
 
     Args: prompt, completion: strings, or lists of token ids, which are kept as they are; end: None, or where a chat
     template has written the strings, the ids with which it ends a turn. plumbing/chat.py takes as a chat's prompt
@@ -56,7 +56,7 @@ def masked_whiten(x, mask, shift_mean=True):
 
     Source: openai/lm-human-preferences, lm_human_preferences/utils/core.py.
     """
-    # Equal numbers, less any one of them, are zeros. Else their mean is off by rounding, which 1e-8 would make large.
+    # Subtract an entry first, so that equal entries become exactly 0. Else 1e-4 would divide the mean's rounding.
     first = x.take(mask.int().argmax())
     x = x - first
     mean = masked_mean(x, mask)
@@ -203,7 +203,7 @@ def disable_dropout(model):
 
 
 # ---- noise: a function of coordinates, never of a generator's state --------------------------------------------------
-TRAINING, EVALUATION, REWARD_DATA = 0, 1, 3  # what a sample is drawn for, one of its noise's coordinates
+TRAINING, EVALUATION, REWARD_DATA = 0, 1, 3  # what a sample is drawn for, a coordinate of its noise (2 is not used)
 
 
 def hash32(x):
@@ -212,7 +212,7 @@ def hash32(x):
 
 
 def start_of_hash(x):
-    """The first step of hash32. That of a ^ b is that of a ^ that of b."""
+    """The first step of hash32. It is linear: start_of_hash(a ^ b) == start_of_hash(a) ^ start_of_hash(b)."""
     return x ^ ((x >> 16) & 0xFFFF)
 
 
@@ -233,13 +233,14 @@ def keys_of_rows(key, rows):
     """The key [B] int32 of each row's noise. Args: key, integers, e.g. (seed, TRAINING, update); rows [B], numbers."""
     keys = torch.full_like(rows, 0x1B873593, dtype=torch.int32)  # The start is not 0, because hash32(0) is 0.
     for coordinate in (*key, rows.int()):
-        keys = fold(keys, coordinate)  # Noise is hashed from coordinates, so batching cannot change a sample. [GEN-4]
+        keys = fold(keys, coordinate)  # Noise is hashed from coordinates, so batching cannot change it. [GEN-4]
     return keys
 
 
 def gumbel_noise(keys, vocab_size):
     """Standard Gumbel noise [B, V] fp32, a function of the row's key [B] int32 and of the token id."""
-    # Each operation here and below is a pass over [B, V] for each token of a response, so they are few and in place.
+    # This is hash32(key ^ hash of the token id), and its first, linear step is done for keys and tokens apart. Each
+    # operation here and below is a pass over [B, V] for each token of a response, so they are few and in place.
     x = start_of_hash(keys).unsqueeze(1) ^ hashed_tokens(vocab_size, keys.device)  # [B, V]
     # A shift fills up with the sign bit. The last one lets it through, so that the XOR clears it: 31 bits are left.
     return gumbel_of_bits(end_of_hash(x, kept=0x8000FFFF - (1 << 32)))
@@ -327,7 +328,7 @@ def sample_slice(policy, queries, query_mask, rows, n, response_length, stop_ids
 
 def additive(visible):
     """Attention mask [M, 1, L, L'] fp32 of a bool [M, L, L']: 0 where visible, else the lowest number of bf16."""
-    # It is finite in fp32 as well. A row of -inf would be NaN after the softmax.
+    # bf16's lowest number is finite in fp32, and fp32's is -inf in bf16. A row of -inf would be NaN after the softmax.
     lowest = torch.finfo(torch.bfloat16).min
     return torch.zeros(visible.shape, device=visible.device).masked_fill(~visible, lowest).unsqueeze(1)
 
@@ -336,7 +337,8 @@ def additive(visible):
 def correct_for_sampler(advantages, logratio, mask, args):
     """Advantages times p(action) / p_sampler(action), so that what another policy sampled counts as if this one had.
 
-    The other one is another engine's (--sampler vllm), or this one as it was an update ago (--overlap).
+    The other one is another engine's (--sampler vllm), or this one as it was an update ago (--overlap; in PPO the ratio
+    is against that one, and so the weights are 1).
     Long products of ratios can be huge. --sampler_correction "truncate" bounds them by c = --sampler_cap, and "mask"
     leaves out the actions whose ratio is not within [1/c, c].
     Args: advantages [B] where an action is a response, else [B, 1] or [B, R]; logratio [B, R], the training forward's
@@ -360,7 +362,7 @@ def correct_for_sampler(advantages, logratio, mask, args):
 
 # ---- metrics ---------------------------------------------------------------------------------------------------------
 def float_of(device):
-    """The longest float of a device."""
+    """The widest float of a device."""
     return torch.float32 if device.type == "mps" else torch.float64  # Apple's GPUs have no float64.
 
 

@@ -256,7 +256,7 @@ VARIANTS = [
     Variant("ppo_k3", "ppo", "PPO-7", "a token pays k3, exp(-d) - 1 + d", "--kl_penalty k3"),
     Variant("ppo_adaptive_kl", "ppo", "PPO-15", "adaptive KL, target 6, horizon 500 episodes", runs="ppo_adaptive"),
     Variant("ppo_few_kl", "ppo_adaptive", "PPO-16", "adapted by the KL of 16 of the 128 responses", mutations=(
-        (PPO, "PPO-16", "kl.sum(1).mean().item()", "kl[:16].sum(1).mean().item()"),)),
+        (PPO, "PPO-16", "logged_kl.mean().item()", "logged_kl[:16].mean().item()"),)),
     Variant("ppo_score_in_last_place", "ppo", "PPO-6", "the score in the last column, behind the padding", mutations=(
         (PPO, "PPO-6", "value_mask(response_mask).sum(1, keepdim=True) - 1",
          "response_mask.new_ones(response_mask.shape).sum(1, keepdim=True) - 1"),)),
@@ -306,7 +306,7 @@ VARIANTS = [
         (PPO, "PPO-10", "utils.masked_whiten(advantages, response_mask)",
          "torch.cat([utils.masked_whiten(a, m) for a, m in zip(advantages.chunk(8), response_mask.chunk(8))])"),)),
     Variant("ppo_lr_by_step", "ppo", "OPT-2", "the learning rate falls from step to step", mutations=(
-        (PPO, "", 'means.add({"policy/grad_norm": norm})', f'means.add({"policy/grad_norm": norm}); {RATE}'),)),
+        (PPO, "", 'means.add({"policy/grad_norm": norm})', 'means.add({"policy/grad_norm": norm}); ' + RATE),)),
     Variant("ppo_same_order", "ppo_mini", "OPT-9", "the same minibatches in every pass", mutations=(
         (PPO, "OPT-9", "update, epoch", "update"),)),
     Variant("ppo_target_kl", "ppo", "PPO-18", "no further pass above 0.003 (--target_kl 0.002)", "--target_kl 0.002"),

@@ -45,7 +45,7 @@ def test_held_out_responses_are_scored_and_measured_like_the_training_ones(ragge
     page, options = CASES[case]
     oracle = Oracle(ragged, page_args(page, ragged, **(options | flags)), 1)
     found = {"scores": [], "kl": [], "length": [], "ended": []}
-    last = [call for call in sampled if call[0][5][1] == EVALUATION][-6:]
+    last = [call for call in sampled if call[0][7][1] == EVALUATION][-1:]
     logprobs = [x[m].sum().item() for _, (_, mask, rows) in last for x, m in zip(rows, mask, strict=True)]
     episodes = [episode for batch in episodes_of(last, EVALUATION) for episode in batch]
     for episode, own in zip(episodes, logprobs, strict=True):

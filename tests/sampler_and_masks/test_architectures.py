@@ -104,7 +104,9 @@ def test_ppo_5_values_are_those_of_the_state_before_each_token_and_of_the_one_af
     critic, critic_model = nn.Linear(32, 1), tiny_reward(kind)
     if not shares_trunk:
         critic = train_ppo.Reward(critic_model)
-    values = train_ppo.response_logprobs(train_ppo.Policy(model, 0.7, critic), batch)[2]
+    policy = train_ppo.Policy(model, 0.7)
+    policy.critic = critic
+    values = train_ppo.response_logprobs(policy, batch)[2]
     for i, (prompt, response) in enumerate(rows_of(batch)):
         row = torch.tensor([prompt + response])
         if shares_trunk:
