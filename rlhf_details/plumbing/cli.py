@@ -62,10 +62,7 @@ def parse(args_class, argv=None, defaults=None):
     case, row = preset_of(tyro.cli(args_class, args=argv, default=args_class(**values)))
     args = tyro.cli(args_class, args=argv, default=args_class(**(row | values)))
     if taken := {name: value for name, value in row.items() if getattr(args, name) == value}:
-        # A micro-batch may be larger than the batch.
-        knob = " (--micro_batch_size: at most so many rows at once, in evaluations as well; it changes no result)"
-        knob *= "micro_batch_size" in taken
-        say(f"starting values for {case}, which your own flags replace: {shlex.join(as_words(taken))}{knob}")
+        say(f"starting values for {case}, which your own flags replace: {shlex.join(as_words(taken))}")
     if wants_help:
         show_help(args, inspect.getmodule(args_class).__doc__)
     return args

@@ -96,7 +96,7 @@ def reading(flag, value):
         # Where `datasets` reads a file, only the cause says what is wrong with it.
         told = e.__cause__ if type(e).__name__ == "DatasetGenerationError" and e.__cause__ else e
         is_here = os.path.exists(str(value).partition("[")[0].partition(":")[0]) or os.path.exists(value)
-        what = "cannot be read" if is_here else "no such file or folder, and not to be had from the Hub"
+        what = "cannot be read" if is_here else "no such file or folder here, and it cannot be read from the Hub"
         fail(f"{flag} {value}: {what} ({in_one_line(told)})")
 
 

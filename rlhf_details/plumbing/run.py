@@ -51,8 +51,7 @@ class Run:
         self.folder = Path("runs") / name
         self.logs = [self.folder / "metrics.jsonl", self.folder / "samples.jsonl"]
         if args.resume:
-            with self.writing(self.folder, "read"):  # Nothing has been written yet.
-                self.checkpoint = checkpoint.find(self.folder, self.identity, args.overwrite)
+            self.checkpoint = checkpoint.find(self.folder, self.identity, args.overwrite)
         self.signals = Signals()
         if self.is_main:
             try:
@@ -253,13 +252,13 @@ class Run:
             checkpoint.save_folder(args, model, self.tokenizer, weights, card)
 
     @contextlib.contextmanager
-    def writing(self, what, verb="written"):
+    def writing(self, what):
         """Within it an error of the file system, such as a full disk, ends the run with one line."""
         try:
             yield
         except (OSError, SafetensorError) as e:
             path = getattr(e, "filename", None) or what
-            self.stop(f"{path} cannot be {verb} ({getattr(e, 'strerror', None) or e})")
+            self.stop(f"{path} cannot be written ({getattr(e, 'strerror', None) or e})")
 
     def stop(self, message):
         """Ends the run over a fault with exit code 1: what happened, and the checkpoint to continue from."""

@@ -113,12 +113,11 @@ def show(title, rows):
         table.add_row(*map(rich.text.Text, row.values()))
     with console.capture() as text:
         console.print(table)
-    cli.say(text.get())
+    cli.say(text.get().rstrip())
 
 
 def as_cell(x):
-    """A number with two decimals, yes or no, a text on one line, or - where there is nothing."""
-    x = {True: "yes", False: "no", None: "-"}[x] if x is None or isinstance(x, bool) else x
+    """A number with two decimals, anything else as a text on one line."""
     return f"{x:z.2f}" if isinstance(x, float) else str(x).replace("\n", "⏎")
 
 

@@ -188,5 +188,5 @@ def test_sample_tables_say_whether_a_response_ended_where_a_token_ends_it(ragged
 
     ended = [row["ended"] for row in samples()]
     assert ended == calls[0][1][:8:2].tolist() and {*ended} == {False, True}  # the first responses to four prompts
-    assert "ended: yes | end: <eos> | score: " in capsys.readouterr().out
+    assert "ended: True | end: <eos> | score: " in capsys.readouterr().out
     assert not any("ended" in row for row in samples(stop_token="none"))

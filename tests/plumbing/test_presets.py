@@ -28,7 +28,6 @@ MODELS = {  # models of which there is only a configuration: {parameters: (key i
 }
 NEW = {"1.8 M": (20e6, 128, 4, 4096), "76.4 M": (500e6, 512, 8, 50_000), "1212.0 M": (5e9, 2048, 20, 50_000)}
 LINE = "starting values for {}, which your own flags replace: "
-KNOB = " (--micro_batch_size: at most so many rows at once, in evaluations as well; it changes no result)"
 
 
 @pytest.fixture
@@ -74,8 +73,7 @@ def shown_by_help(kind, words):
 def test_the_table_the_first_line_and_help_say_what_runs(page, words, case, row, sizes, capsys, monkeypatch):
     args, first_line = cli.parse(page.Args, words), capsys.readouterr().out
     assert args == dataclasses.replace(tyro.cli(page.Args, args=words), **row)
-    assert (KNOB in first_line) == ("micro_batch_size" in row)  # It may be larger than the batch.
-    begin, end, flags = first_line.replace(KNOB, "").partition(": --")
+    begin, end, flags = first_line.partition(": --")
     said = shlex.split(f"--{flags}") if end else []
     assert begin + end == (LINE.format(case) + "--" if row else "")
     assert {word[2:] for word in said if word.startswith("--")} == row.keys()
@@ -151,7 +149,7 @@ def test_a_file_and_the_command_line_win_and_the_line_names_the_rest(tiny, in_tm
     rest = {name: x for name, x in row.items() if name not in ("learning_rate", "kl_coef", "batch_size")}
     (line,) = capsys.readouterr().out.splitlines()
     model = "a model of 0.0 M parameters"
-    assert line == LINE.format(model) + " ".join(f"--{name} {value}" for name, value in rest.items()) + KNOB
+    assert line == LINE.format(model) + " ".join(f"--{name} {value}" for name, value in rest.items())
 
 
 def test_a_flag_that_is_switched_off_stays_off():

@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from wandb_file import read_runs, table
 
 from rlhf_details import train_rloo
-from rlhf_details.plumbing import evaluation, trackers
+from rlhf_details.plumbing import trackers
 
 OPTIONS = dict(track=True, wandb_tags=("mine",), num_sample_generations=2, eval_dataset="toy:test", take=24, seed=7)
 
@@ -77,6 +77,11 @@ def test_a_resumed_run_is_the_same_one(tiny, offline_wandb):
     assert (first.exit_code, second.exit_code) == (1, 0)
 
 
-def test_a_table_shows_a_dash_where_there_is_no_value_and_no_minus_before_zero():
-    assert trackers.as_cell(None) == "-"
-    assert (trackers.as_cell(-1e-6), evaluation.as_text({"value": -1e-6})) == ("0.00", "0.000")
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_table_of_samples_is_read_on_terminals_and_in_files(monkeypatch, capsys, is_terminal):
+    monkeypatch.setattr("rich.console.Console.is_terminal", is_terminal)
+    monkeypatch.setenv("COLUMNS", "120")
+    trackers.show("samples of update 1", [{"query": "[red] a\nb", "ended": True, "score": -1e-6}] * 4)
+    shown = capsys.readouterr().out
+    assert all(words in shown for words in ("samples of update 1", "query", "[red] a⏎b", "True", " 0.00"))
+    assert len(shown.splitlines()) == (12 if is_terminal else 3)
