@@ -173,7 +173,10 @@ def load_function(spec, flag):
                 f"{flag} {spec}: Python has one module of a name, and {path} has been imported; rename one of them"
             )
     FOLDERS.append(folder)
-    sys.path[:] = [str(folder), *(x for x in sys.path if x != str(folder))]
+    others = [x for x in sys.path if x != str(folder)]
+    # Where the user's file stands among ours, a library's `evaluate` still comes before our file.
+    is_ours = folder == Path(__file__).resolve().parents[1]
+    sys.path[:] = [*others, str(folder)] if is_ours else [str(folder), *others]
     try:
         found = getattr(load_module(str(Path(name).resolve()) if is_file else name), function, None)
     except ImportError as e:

@@ -6,7 +6,6 @@ What is expected comes from the tokenizer's own chat template and from plain loo
 import gzip
 import json
 import math
-import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -555,9 +554,8 @@ def test_a_template_puts_in_what_the_columns_hold_and_reads_nothing_in_it(in_tmp
 
 
 def test_every_stage_fills_the_template(in_tmp):
-    tokenizer = word_tokenizer()
+    tokenizer, flags = word_tokenizer(), {"prompt_template": "b {question}"}
     write("rows.jsonl", [{"question": "a", "completion": "c", "chosen": "c", "rejected": "d"}])
-    flags = {"prompt_template": "b {question}"}
     assert prompts_of("rows.jsonl", tokenizer, **flags)[0][0].ids == [B, A]
     assert demonstrations_of("rows.jsonl", tokenizer, **flags) == [([B, A], [C, EOS])]
     assert comparisons_of("rows.jsonl", tokenizer, **flags) == [([[B, A, C, EOS], [B, A, 7, EOS]], 0)]
@@ -897,28 +895,17 @@ def test_a_comparison_that_cannot_be_read_is_named(in_tmp, fails, of_labels, row
 
 
 # ---- folders with the shape of repositories of the Hub ---------------------------------------------------------------
-@pytest.mark.parametrize("padding", ["unknown", "pad token"])
-def test_the_columns_of_n_plus(in_tmp, tokenizers, padding):
+@pytest.mark.parametrize("filler", [8, 0])  # an id that the tokenizer does not have, and its padding
+def test_the_columns_of_n_plus(in_tmp, filler):
     """vwxyzjn/summarize_from_feedback_..: token ids, filled up on one side."""
-    tokenizer, table, expected = tokenizers["chatml"], [], []
-    filler = len(tokenizer) if padding == "unknown" else tokenizer.pad_token_id
-    for i, row in enumerate(REVIEWS[:6]):
-        ids = tokenizer(f"POST: {row['prompt']}\n\nTL;DR:").input_ids
-        texts = [REVIEWS[i + k]["completion"][: 40 + 7 * k] for k in (0, 1)]
-        answers = [[*tokenizer(text).input_ids, tokenizer.eos_token_id] for text in texts]
-        padded = [answer + [filler] * (60 - len(answer)) for answer in answers]
-        table.append({
-            "query": "shown", "query_token": [filler] * (90 - len(ids)) + ids, "reference_response_token": padded[0],
-            "chosen": texts[0], "chosen_token": padded[0], "rejected": texts[1], "rejected_token": padded[1],
-            "choice": i % 2,
-        })  # fmt: skip
-        expected.append((ids, answers))
-    summaries = [{k: v for k, v in row.items() if not re.match("chosen|rejected|choice", k)} for row in table]
-    write("summaries/data/train-00000-of-00001.parquet", summaries), write("pairs/data/train.parquet", table)
-    assert [p.ids for p in prompts_of("summaries", tokenizer)[0]] == [ids for ids, _ in expected]
-    assert demonstrations_of("summaries", tokenizer) == [(ids, answers[0]) for ids, answers in expected]
-    joined = [([ids + answer for answer in answers], 0) for ids, answers in expected]
-    assert comparisons_of("pairs", tokenizer) == joined
+    tokenizer, prompt, chosen = word_tokenizer(), [A, B], [C, EOS]
+    row = {"query": "shown", "query_token": [filler, filler, *prompt], "reference_response_token": [*chosen, filler]}
+    write("summaries/data/train-00000-of-00001.parquet", [row])
+    pair = {"chosen": "c", "chosen_token": [*chosen, filler], "rejected": "a", "rejected_token": [A, EOS], "choice": 1}
+    write("pairs/data/train.parquet", [row | pair])
+    assert prompts_of("summaries", tokenizer)[0][0].ids == prompt
+    assert demonstrations_of("summaries", tokenizer) == [(prompt, chosen)]
+    assert comparisons_of("pairs", tokenizer) == [([prompt + chosen, [*prompt, A, EOS]], 0)]
 
 
 # ---- whole stages on conversations -----------------------------------------------------------------------------------
