@@ -302,11 +302,10 @@ def choose_name(args):
 
 def describe(args, accelerator, folder):
     """Versions, git commit, device and engine of a run, and from where it is resumed, as a dictionary."""
-    versions = {module.__name__: module.__version__ for module in (torch, transformers)}
-    about = {"versions": {"python": platform.python_version()} | versions}
-    about |= {"commit": trackers.git("rev-parse", "HEAD")}
-    about |= {"device": str(accelerator.device), "num_processes": accelerator.num_processes}
-    about |= {"engine": engines.name(accelerator), "resumed": [], "run": str(folder)}
+    versions = dict(python=platform.python_version(), torch=torch.__version__, transformers=transformers.__version__)
+    about = dict(run=str(folder), versions=versions, commit=trackers.git("rev-parse", "HEAD"), resumed=[])
+    about |= dict(device=str(accelerator.device), num_processes=accelerator.num_processes)
+    about["engine"] = engines.name(accelerator)
     config = folder / "config.json"
     if args.resume and config.exists():
         before = json.loads(config.read_text())

@@ -1,5 +1,6 @@
 """A run: its folder and name, what it logs and prints, the signals that stop it, and how it ends."""
 
+import itertools
 import json
 import math
 import os
@@ -8,6 +9,7 @@ import signal
 import threading
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from accelerate.state import AcceleratorState
@@ -25,6 +27,7 @@ from short_runs import (
 )
 
 from rlhf_details import toy, train_rloo
+from rlhf_details.plumbing import run
 
 in_main_thread = pytest.mark.skipif(
     threading.current_thread() is not threading.main_thread(), reason="signals come to the main thread"
@@ -112,6 +115,16 @@ def test_at_the_end_held_out_numbers_stand_beside_those_before(tiny, in_tmp, cap
     assert [line.split()[0] for line in out.splitlines() if "  eps " in line] == ["1/4", "4/4"]
     assert "4 held-out rows, before -> after" in out and "model: model   run: runs/run" in out
     assert "4 updates of 16, one process in fp32, samples at temperature 1 and of at most 8 tokens" in out
+
+
+@pytest.mark.parametrize("seconds, updates", [(0, [1, 8]), (0.5, [1, 3, 5, 7, 8]), (1, [*range(1, 9)])])
+def test_a_line_comes_every_few_seconds(tiny, in_tmp, capsys, monkeypatch, seconds, updates):
+    """The clock goes on by so many seconds when it is read, which is six times an update."""
+    ticks = itertools.count()
+    monkeypatch.setattr(run, "time", SimpleNamespace(time=lambda: seconds * next(ticks)))
+    run_rloo(tiny, total_episodes=128)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "  eps " in line]
+    assert [int(line.partition("/8  ")[0]) for line in lines] == updates and lines[-1].endswith("eta 0s")
 
 
 def test_the_first_lines_name_what_a_launch_file_sets(tiny, in_tmp, capsys, monkeypatch):
