@@ -2,12 +2,12 @@
 
 import contextlib
 import dataclasses
+import functools
 import glob
 import inspect
 import io
 import json
 import math
-import os
 import re
 import shlex
 import sys
@@ -25,7 +25,17 @@ from transformers.utils import logging as transformers_logging
 
 from rlhf_details import toy
 from rlhf_details.plumbing import errors
-from rlhf_details.plumbing.errors import fail, leave, leave_group, need, progress, reading, say, world_size  # noqa: F401
+from rlhf_details.plumbing.errors import (  # noqa: F401
+    fail,
+    is_main,
+    leave,
+    leave_group,
+    need,
+    progress,
+    reading,
+    say,
+    world_size,
+)
 from rlhf_details.plumbing.flags import MEMORY_KNOBS, NOT_THE_MODEL, OUTPUTS, PolicyArgs, RunArgs  # noqa: F401
 
 FILE = re.compile(r"\.(jsonl|json|ndjson|csv|tsv|parquet)(\.gz)?$", re.IGNORECASE)  # how names of data files end
@@ -57,10 +67,11 @@ def parse(args_class, argv=None, defaults=None):
     for field in dataclasses.fields(args_class):
         if get_origin(field.type) is tuple and given.count(field.name) > 1:
             fail(f"--{field.name}: is given twice; give it once, with all its values behind it")
-    file = tyro.cli(args_class, args=argv).config
+    read = functools.partial(tyro.cli, args_class, args=argv, use_underscores=True, console_outputs=is_main())
+    file = read().config
     values = (defaults or {}) | (read_config(args_class, file) if file else {})
-    case, row = preset_of(tyro.cli(args_class, args=argv, default=args_class(**values)))
-    args = tyro.cli(args_class, args=argv, default=args_class(**(row | values)))
+    case, row = preset_of(read(default=args_class(**values)))
+    args = read(default=args_class(**(row | values)))
     if taken := {name: value for name, value in row.items() if getattr(args, name) == value}:
         say(f"starting values for {case}, which your own flags replace: {shlex.join(as_words(taken))}")
     if wants_help:
@@ -94,8 +105,7 @@ def without_help(argv):
 def show_help(args, about):
     """Prints tyro's help with the values that args have, once, and ends the program. about: the script's docstring."""
     (what, *_), example = about.split("\n\n"), about.rpartition("Your data: ")[2].strip()
-    is_main = os.environ.get("RANK", "0") == "0"
-    words = dict(use_underscores=True, description=f"{what}\n\nExample: {example}", console_outputs=is_main)
+    words = dict(use_underscores=True, description=f"{what}\n\nExample: {example}", console_outputs=is_main())
     tyro.cli(type(args), default=args, args=["--help"], **words)
 
 

@@ -15,9 +15,14 @@ import torch
 from accelerate.utils import tqdm
 
 
+def is_main():
+    """Whether this is the main process, also before it has met the others."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def fail(message):
     """Prints one line, "error: ...", on the main process and ends the program with exit code 2."""
-    if os.environ.get("RANK", "0") == "0":
+    if is_main():
         print("error:", " ".join(str(message).splitlines()), file=sys.stderr, flush=True)
     raise SystemExit(2)
 
@@ -30,7 +35,7 @@ def need(package, extra, what):
 
 def say(line):
     """Prints a line on the main process."""
-    if os.environ.get("RANK", "0") == "0":
+    if is_main():
         try:
             print(line, flush=True)
         except BrokenPipeError:  # The reader is gone, as in `| tee` after Ctrl-C, and the run goes on.
