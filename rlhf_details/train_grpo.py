@@ -432,7 +432,7 @@ def evaluate(policy, sample, reference, score, prompts, stop_ids, args, accelera
         batch = Batch(queries, query_mask, responses, response_mask)
         ref_logprobs, _ = in_slices(response_logprobs, reference, batch, args.micro_batch_size, 1)
         rewards_of_each = score(rows, batch, 1)  # [N / world, F]
-    # These log-probs are enough for the KL, because no ratio follows.
+    # The sampler's own log-probs are enough, because this KL is logged and trains nothing.
     gathered = accelerator.gather((responses, response_mask, (logprobs - ref_logprobs).sum(1), rewards_of_each))
     responses, response_mask, kl, rewards_of_each = (x[: len(prompts)] for x in gathered)
     ended = has_stopped(responses, response_mask, stop_ids)
@@ -525,8 +525,8 @@ def main(args: Args):
         # The k copies of a prompt stand side by side, because baseline and packing take adjacent rows. [RLOO-1]
         return [prompt for prompt in prompts.of_update(update, B // k, args.seed) for _ in range(k)]
 
-    # utils.sample with the response length, stop_ids and the size of slices filled in, or what gives the same three
-    # tensors in its place: vLLM, or with --overlap a thread that samples an update ahead by a copy of the weights
+    # This is utils.sample with the response length, stop_ids and the size of slices filled in. --sampler vllm and
+    # --overlap (a thread that samples an update ahead, by a copy of the weights) give three tensors of the same kinds.
     sample = overlap.sampler(args, run, [*prompts, *held_out], prompts_of, stop_ids)
     run.resume(policy, optimizer)
     if run.first_update == 1:

@@ -381,7 +381,7 @@ def kl_penalty(logprobs, ref_logprobs, kind):
     "k3" exp(-d) - 1 + d is never negative, and its mean is the KL, but its policy gradient is not the KL's.
     Source: TRL v0.11.4, ppo_trainer.py (kl, abs, mse); open-instruct, ppo_vllm_thread_ray_gtrl.py (k2, k3).
     """
-    # The estimate "k1" is the simplest: its mean is the KL, and as a reward its policy gradient is the KL's. [REW-5]
+    # The KL estimate "k1": its mean is the KL, and REINFORCE with it as a reward follows the KL's gradient. [REW-5]
     d = logprobs - ref_logprobs
     # The penalty "kl" of a single token may be negative. [PPO-7]
     return {"kl": d, "abs": d.abs(), "mse": d**2 / 2, "k2": d**2 / 2, "k3": torch.expm1(-d) + d}[kind]
@@ -488,7 +488,7 @@ def evaluate(policy, sample, reference, score, prompts, end_ids, args, accelerat
         ref_logprobs, _ = in_slices(response_logprobs, reference, batch, args.micro_batch_size)
         scored_mask, ended = truncate_response(responses, response_mask, end_ids, args.truncate_after)
         rewards_of_each = score(rows, batch._replace(response_mask=scored_mask))  # [N / world, F]
-    # These log-probs are enough for the KL, because no ratio follows.
+    # The sampler's own log-probs are enough, because this KL is logged and trains nothing.
     gathered = accelerator.gather((responses, scored_mask, ended, (logprobs - ref_logprobs).sum(1), rewards_of_each))
     responses, scored_mask, ended, kl, rewards_of_each = (x[: len(prompts)] for x in gathered)
     scores = (rewards_of_each * score.weights).nansum(1)
@@ -556,8 +556,8 @@ def main(args: Args):
         """The B prompts of an update. --overlap reads them ahead."""
         return prompts.of_update(update, B, args.seed)
 
-    # utils.sample with the response length, stop_ids and the size of slices filled in, or what gives the same three
-    # tensors in its place: vLLM, or with --overlap a thread that samples an update ahead by a copy of the weights
+    # This is utils.sample with the response length, stop_ids and the size of slices filled in. --sampler vllm and
+    # --overlap (a thread that samples an update ahead, by a copy of the weights) give three tensors of the same kinds.
     sample = overlap.sampler(args, run, [*prompts, *held_out], prompts_of, stop_ids)
     state = run.resume(policy, optimizer, {"kl_coef": args.kl_coef, "adam_step": 0, "moments": (0, 0.0, 0.0)})
     if run.first_update == 1:

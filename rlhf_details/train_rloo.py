@@ -349,8 +349,8 @@ def rloo_policy_loss(logprobs, old_logprobs, mask, advantages, cliprange):
     ratio = logratio.exp()
     losses1 = -advantages * ratio
     losses2 = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
-    # The larger loss counts. So leaving the range gains nothing, but a ratio on the wrong side keeps its gradient.
-    # [RLOO-6]
+    # The larger loss counts. So leaving the range gains nothing, but a ratio on the wrong side keeps its gradient. At a
+    # ratio of 1 both have the same gradient, -A * grad log p, which is REINFORCE's. [RLOO-6]
     losses = torch.max(losses1, losses2)
     return losses * mask, logratio, (losses2 > losses1) & mask
 
@@ -388,7 +388,7 @@ def evaluate(policy, sample, reference, score, prompts, stop_ids, args, accelera
         batch = Batch(queries, query_mask, responses, response_mask)
         ref_logprobs, _ = in_slices(response_logprobs, reference, batch, args.micro_batch_size, 1)
         rewards_of_each = score(rows, batch, 1)  # [N / world, F]
-    # These log-probs are enough for the KL, because no ratio follows.
+    # The sampler's own log-probs are enough, because this KL is logged and trains nothing.
     gathered = accelerator.gather((responses, response_mask, (logprobs - ref_logprobs).sum(1), rewards_of_each))
     responses, response_mask, kl, rewards_of_each = (x[: len(prompts)] for x in gathered)
     ended = has_stopped(responses, response_mask, stop_ids)
@@ -452,8 +452,8 @@ def main(args: Args):
         # The k copies of a prompt stand side by side, because baseline and packing take adjacent rows. [RLOO-1]
         return [prompt for prompt in prompts.of_update(update, B // k, args.seed) for _ in range(k)]
 
-    # utils.sample with the response length, stop_ids and the size of slices filled in, or what gives the same three
-    # tensors in its place: vLLM, or with --overlap a thread that samples an update ahead by a copy of the weights
+    # This is utils.sample with the response length, stop_ids and the size of slices filled in. --sampler vllm and
+    # --overlap (a thread that samples an update ahead, by a copy of the weights) give three tensors of the same kinds.
     sample = overlap.sampler(args, run, [*prompts, *held_out], prompts_of, stop_ids)
     run.resume(policy, optimizer)
     if run.first_update == 1:
@@ -499,7 +499,7 @@ def main(args: Args):
         scores = (rewards_of_each * score.weights).nansum(1)  # [B]
         scores = missing_eos_scores(scores, ended, args.missing_eos_penalty, args.missing_eos_mode)  # [B]
         shaped_scores = shape_scores(scores, args.normalize_reward, args.reward_clip_range)  # [B]
-        # The simplest KL estimate ("k1"): its mean is the KL, and as a reward its policy gradient is the KL's. [REW-5]
+        # The KL estimate "k1": its mean is the KL, and REINFORCE with it as a reward follows the KL's gradient. [REW-5]
         kl = old_logprobs - ref_logprobs  # [B, R], 0 at padding
         # The KL is summed, because the whole response is one action. [RLOO-2]
         rlhf_rewards = shaped_scores - args.kl_coef * kl.sum(1)  # [B]

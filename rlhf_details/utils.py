@@ -22,10 +22,10 @@ from transformers import DynamicCache
 def encode(tokenizer, prompt, completion=None, end=None):
     """Token ids of a prompt, or (the prompt's, the completion's with the token that ends it).
 
-    Args: prompt, completion: strings, or lists of token ids, which are kept as they are; end: None, or where a chat
-    template has written the strings, the ids with which it ends a turn. plumbing/chat.py takes as a chat's prompt
-    `tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)`, and as its completion what
-    the template adds to this text when it is given the answer as well.
+    Args: prompt, completion: strings, or lists of token ids, which are kept as they are; end: None for plain strings,
+    and for a chat template's the ids that it writes after a turn, the stop token first. A chat's prompt is the string
+    `tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)`, and its completion what the
+    template adds to this string when it is given the answer as well (plumbing/chat.py).
     """
     if isinstance(prompt, list):
         return prompt if completion is None else (prompt, completion)
@@ -38,7 +38,7 @@ def encode(tokenizer, prompt, completion=None, end=None):
         return ids
     # Prompt and completion are tokenised apart, because the sampler also starts anew after the prompt. [DATA-1]
     answer = tokenizer(completion, add_special_tokens=False).input_ids
-    if end:  # ChatML writes a line break after the end of a turn, and Phi-3.5 EOS as well. No policy samples these.
+    if end:  # Keep only its first id. ChatML adds a line break, and Phi-3.5 EOS as well. No policy samples these.
         return ids, answer[: len(answer) - len(end) + 1]
     if answer[-1:] == [tokenizer.eos_token_id]:  # The text has it already.
         return ids, answer
@@ -56,7 +56,7 @@ def masked_whiten(x, mask, shift_mean=True):
 
     Source: openai/lm-human-preferences, lm_human_preferences/utils/core.py.
     """
-    # Subtract an entry first, so that equal entries become exactly 0. Else 1e-4 would divide the mean's rounding.
+    # Subtract one entry first: equal entries become exactly 0, and not rounding errors over 1e-4, the root of 1e-8.
     first = x.take(mask.int().argmax())
     x = x - first
     mean = masked_mean(x, mask)
@@ -230,7 +230,7 @@ def fold(key, coordinate):
 
 
 def keys_of_rows(key, rows):
-    """The key [B] int32 of each row's noise. Args: key, integers, e.g. (seed, TRAINING, update); rows [B], numbers."""
+    """The key [B] int32 of each episode's noise. Args: key, e.g. (seed, TRAINING, update); rows [B], their numbers."""
     keys = torch.full_like(rows, 0x1B873593, dtype=torch.int32)  # The start is not 0, because hash32(0) is 0.
     for coordinate in (*key, rows.int()):
         keys = fold(keys, coordinate)  # Noise is hashed from coordinates, so batching cannot change it. [GEN-4]
@@ -267,11 +267,11 @@ def sample(policy, queries, query_mask, rows, n, response_length, stop_ids, key,
     """A response to each query, token by token from softmax(logits / T), without top-k, top-p or a generation_config.
 
     A token is argmax(logits / T + Gumbel noise), which is a draw from the softmax. The noise depends on (key, number of
-    the row, step, token id) alone, so rows may be grouped, sliced and spread over processes at will.
+    the episode, step, token id) alone, so episodes may be grouped, sliced and spread over processes at will.
     Args: policy(tokens, mask, positions, index, cache=cache) -> logits / T [.., len(index), V], in eval mode, where the
-    mask is None if nothing is padding; queries, query_mask [B, Q], where n adjacent rows hold the same prompt; rows
-    [B], each one's global number; stop_ids [S], which may be empty; key, e.g. (seed, TRAINING, update); size, how many
-    rows are sampled at a time, a multiple of n.
+    mask is None if nothing is padding; queries, query_mask [B, Q], where n adjacent episodes have the same prompt; rows
+    [B], the episodes' numbers; stop_ids [S], which may be empty; key, e.g. (seed, TRAINING, update); size, how many
+    episodes are sampled at a time, a multiple of n.
     Returns: responses [B, R] int64, mask [B, R] bool (True up to and including the stop token), log-probs [B, R] fp32.
     """
     found = [
@@ -340,7 +340,7 @@ def correct_for_sampler(advantages, logratio, mask, args):
     The other one is another engine's (--sampler vllm), or this one as it was an update ago (--overlap; in PPO the ratio
     is against that one, and so the weights are 1).
     Long products of ratios can be huge. --sampler_correction "truncate" bounds them by c = --sampler_cap, and "mask"
-    leaves out the actions whose ratio is not within [1/c, c].
+    gives weight 0 to those whose ratio is not within [1/c, c]; they still count in the loss's mean.
     Args: advantages [B] where an action is a response, else [B, 1] or [B, R]; logratio [B, R], the training forward's
     log-probs less the sampler's; mask [B, R] bool. Returns: (advantages, of the shape of the weights, metrics).
     Source: truncated importance sampling of Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL
@@ -354,7 +354,7 @@ def correct_for_sampler(advantages, logratio, mask, args):
     ratio, cap = logratio.exp(), args.sampler_cap
     cut = (ratio > cap) | ((ratio < 1 / cap) & (args.sampler_correction == "mask"))
     # Without a bound one response that the sampler found unlikely could be worth a thousand others. [GEN-15]
-    kinds = {"none": torch.ones_like(ratio), "truncate": ratio.clamp(max=cap), "mask": ratio * ~cut}
+    kinds = {"none": torch.ones_like(ratio), "truncate": ratio.clamp(max=cap), "mask": ratio.masked_fill(cut, 0)}
     weights = kinds[args.sampler_correction]
     metrics = {"val/sampler_weight": masked_mean(weights, mask), "val/sampler_cut": masked_mean(cut.float(), mask)}
     return advantages * weights, metrics
