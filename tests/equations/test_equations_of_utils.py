@@ -182,6 +182,13 @@ def test_gen_15_the_ratio_to_the_sampler_is_bounded_by_the_cap(action, correctio
     assert 0 < sum(cut) < len(cut)
 
 
+def test_an_action_that_is_cut_counts_as_0_even_where_its_ratio_has_no_float():
+    args = SimpleNamespace(sampler="vllm", sampler_correction="mask", sampler_cap=2.0)
+    logratio, mask = torch.tensor([[200.0, 0.0]]), torch.ones(1, 2, dtype=torch.bool)
+    found, _ = utils.correct_for_sampler(torch.ones(1, 1), logratio, mask, args)
+    assert found.tolist() == [[0.0, 1.0]]
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_with_the_own_sampler_nothing_is_corrected_but_what_it_sampled_an_update_ago(overlap):
     advantages = torch.tensor([1.0, -2.0])
