@@ -12,9 +12,12 @@ DPO: a policy trained on comparisons alone, without a reward model and without s
 Left out on purpose: a reference model other than the initial policy, other f-divergences, several losses at once, and
 packed candidates (train_rloo.py has packed rows).
 
+A tag such as [DPO-1] marks an implementation detail: benchmark/checks/details.md has its source, its test and what it
+is worth.
+
 Shapes    B: comparisons of a minibatch   K: candidates of one   M: comparisons of a micro-batch   H: hidden size
           L: tokens of a row, left-padded   C: columns that are read   N: rows or comparisons   V: vocabulary
-          Q: query tokens   R: response tokens, right-padded
+          Q: query tokens   R: response tokens, right-padded   S: stop tokens
 Masks     True marks a real token. Masks travel with the tokens, and nothing is ever found by looking for a pad token.
 
 One process:   python rlhf_details/train_dpo.py
@@ -37,7 +40,7 @@ from rlhf_details.utils import EVALUATION, REWARD_DATA
 
 
 @dataclass
-class Args(cli.RunArgs):  # which holds the flags of run, data, logging and memory
+class Args(cli.RunArgs):  # run, data, models and memory stand in plumbing/flags.py
     exp_name: str = "train_dpo"
     """name of the experiment, part of the run's name"""
     output_dir: str = "models/dpo"
@@ -163,10 +166,11 @@ def load_model(args, device):
 
 # ---- from token ids to responses and log-probs -----------------------------------------------------------------------
 @torch.no_grad()
-def sample_responses(policy, args, accelerator, prompts, n, purpose, stop_ids, key=REWARD_DATA):
+def sample_responses(policy, args, accelerator, prompts, n, purpose, stop_ids, drawn_for=REWARD_DATA):
     """n responses of the policy to each prompt; every process samples all of them.
 
-    Args: prompts, lists of token ids; purpose, e.g. comparisons.TRAIN, so that the noise differs; stop_ids [S].
+    Args: prompts, lists of token ids; stop_ids [S]; drawn_for, e.g. EVALUATION, and purpose, e.g. comparisons.TRAIN, so
+    that the noise differs.
     Returns: a list of token ids for each response, the n of a prompt adjacent.
     """
     queries, query_mask = utils.left_pad([ids for ids in prompts for _ in range(n)], accelerator.device)  # [N, Q]
@@ -177,7 +181,7 @@ def sample_responses(policy, args, accelerator, prompts, n, purpose, stop_ids, k
     for m in cli.progress("sampling responses, slice by slice", utils.slices(len(rows), 128 * n)):
         with accelerator.autocast():
             responses, mask, _ = utils.sample(
-                policy, queries[m], query_mask[m], rows[m], key=(args.seed, key, purpose), **how
+                policy, queries[m], query_mask[m], rows[m], key=(args.seed, drawn_for, purpose), **how
             )  # [at most 128 * n, R]
         found += [ids[real].tolist() for ids, real in zip(responses, mask, strict=True)]
     return found
@@ -296,9 +300,9 @@ def check(args):
 
 
 def main(args: Args):
-    """Trains; returns {"before": .., "after": held-out metrics, "metrics": the last row, "run": folder}."""
+    """Trains; returns {"before" and "after": held-out metrics at the end, "metrics": the last row, "run": folder}."""
     check(args)
-    accelerator = engines.start(args)  # one process, DDP, FSDP2 or DeepSpeed; it seeds, and trains missing toy stages
+    accelerator = engines.start(args)  # one process, DDP, FSDP2 or DeepSpeed; it trains missing toy stages, then seeds
     device, world, rank = accelerator.device, accelerator.num_processes, accelerator.process_index
     B, size = args.batch_size, args.micro_batch_size
 

@@ -13,7 +13,7 @@ GRPO: group relative policy optimisation, on a language model and a reward (arXi
    and never of a generator's state.
 
 Left out on purpose: top-k and top-p (the sampled policy would not be the trained one), and
-new samples in place of groups whose scores are all equal (val/equal_scores counts them).
+new samples in place of groups whose scores are all equal (val/equal_scores is their share).
 
 Read `main` first if you know the paper, else from top to bottom. A tag such as [RLOO-3] marks an implementation detail:
 benchmark/checks/details.md has its source, its test and what it is worth.
@@ -71,7 +71,8 @@ class Args(cli.PolicyArgs):  # run, data, models, memory, reward_fn, sampler and
 
     # algorithm
     objective: Literal["grpo", "gspo", "cispo"] = "grpo"
-    """the policy's loss: of GRPO, GSPO or CISPO, which differ where a rollout has several steps"""
+    """the policy's loss: of GRPO, GSPO or CISPO, which differ where a rollout has several steps; an objective also
+    chooses the defaults of cliprange, cliprange_high and loss_normalization"""
     group_size: int = 8
     """responses per prompt (k)"""
     total_episodes: int = 1_000_000
@@ -346,8 +347,8 @@ def kl_estimates(logprobs, ref_logprobs):
 def grpo_policy_loss(logprobs, old_logprobs, mask, advantages, cliprange, cliprange_high):
     """The clipped surrogate, one term for each token: max(-A * ratio, -A * clip(ratio, 1 - c, 1 + c_high)).
 
-    Args: logprobs, old_logprobs, mask [M, R]; advantages [M, 1].
-    Returns: (losses, log-ratios, clipped), all [M, R].
+    Args: logprobs, old_logprobs, mask [M, R]; advantages [M, 1], or [M, R] with the weights of correct_for_sampler.
+    Returns: (losses, log-ratios, clipped), all [M, R], 0 at padding.
     Source: arXiv 2402.03300, equation 3.
     """
     logratio = (logprobs - old_logprobs) * mask
@@ -449,7 +450,7 @@ def evaluate(policy, sample, reference, score, prompts, stop_ids, args, accelera
 # ---- the loop --------------------------------------------------------------------------------------------------------
 def check(args):
     """Exits with an error (exit code 2) if arguments contradict each other."""
-    cli.check(args)
+    cli.check(with_objective(args))  # An earlier run's training_args.json holds the objective's values as well.
     rewards.check(args)
     unit = args.num_mini_batches * args.group_size * cli.world_size()
     if args.batch_size % unit:
@@ -483,10 +484,11 @@ def with_objective(args):
 
 
 def main(args: Args):
-    """Trains; returns {"before": metrics, "after": metrics, "run": folder} of the held-out evaluations."""
+    """Trains; returns {"before": .., "after": held-out metrics, "metrics": the last row, "run": folder}."""
     check(args)
     args = with_objective(args)
-    taken = ", ".join(f"{name} {getattr(args, name)}" for name in ("cliprange", "cliprange_high", "loss_normalization"))
+    names = [*["cliprange"] * (args.objective != "cispo"), "cliprange_high", "loss_normalization"]
+    taken = ", ".join(f"{name} {getattr(args, name)}" for name in names)
     cli.say(f"--objective {args.objective}: {taken}")
     accelerator = engines.start(args)  # one process, DDP, FSDP2 or DeepSpeed; it trains missing toy stages, then seeds
     device, world, rank = accelerator.device, accelerator.num_processes, accelerator.process_index

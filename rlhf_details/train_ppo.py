@@ -21,8 +21,8 @@ Read `main` first if you know the paper, else from top to bottom. A tag such as 
 benchmark/checks/details.md has its source, its test and what it is worth.
 
 Shapes    B: episodes of an update, one per prompt   Q: query tokens, left-padded   R: response tokens, right-padded
-          L: columns of a row   V: vocabulary   M: episodes of a micro-batch, or rows of a forward   H: hidden size
-          C: columns that are read   F: reward functions, the reward model among them   N: held-out prompts
+          L: columns of a row   V: vocabulary   M: episodes of a micro-batch, or rows of a forward   S: stop tokens
+          C: columns that are read   H: hidden size   F: rewards, the reward model's among them   N: held-out prompts
 Masks     True marks a real token. Masks travel with the tokens, and nothing is ever found by looking for a pad token.
 
 One process:   python rlhf_details/train_ppo.py
@@ -433,6 +433,7 @@ def ppo_policy_loss(logprobs, old_logprobs, mask, advantages, cliprange):
     """The clipped surrogate, one term for each action: max(-A * ratio, -A * clip(ratio, 1 - c, 1 + c)).
 
     Args: all [M, R]; an action is a token. Returns: (losses, log-ratios, clipped), all [M, R], 0 at padding.
+    Source: arXiv 1707.06347, equation 7; lm-human-preferences, train_policy.py.
     """
     logratio = (logprobs - old_logprobs) * mask
     ratio = logratio.exp()
@@ -448,7 +449,8 @@ def ppo_value_loss(values, old_values, returns, mask, cliprange_value):
     """Half the squared error of a value or of its clipped version, the worse one: max((V - G)^2, (clip(V) - G)^2) / 2.
 
     Args: all [M, R]; clip holds V within old_values +- cliprange_value.
-    Returns: (losses, plain squared errors, clipped), 0 at padding.
+    Returns: (losses, plain squared errors, clipped), all [M, R], 0 outside of the mask.
+    Source: lm-human-preferences, train_policy.py; N+, ppo.py.
     """
     errors = (values - returns) ** 2
     clipped_errors = (values.clamp(old_values - cliprange_value, old_values + cliprange_value) - returns) ** 2
@@ -520,7 +522,7 @@ def check(args):
 
 
 def main(args: Args):
-    """Trains; returns {"before": metrics, "after": metrics, "run": folder} of the held-out evaluations."""
+    """Trains; returns {"before": .., "after": held-out metrics, "metrics": the last row, "run": folder}."""
     check(args)
     accelerator = engines.start(args)  # one process, DDP, FSDP2 or DeepSpeed; it trains missing toy stages, then seeds
     device, world, rank = accelerator.device, accelerator.num_processes, accelerator.process_index

@@ -39,7 +39,7 @@ from rlhf_details.utils import REWARD_DATA
 
 
 @dataclass
-class Args(cli.RunArgs):  # which holds the flags of run, data, logging and memory
+class Args(cli.RunArgs):  # run, data, models and memory stand in plumbing/flags.py
     exp_name: str = "train_reward"
     """name of the experiment, part of the run's name"""
     output_dir: str = "models/reward"

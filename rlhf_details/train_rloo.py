@@ -414,7 +414,7 @@ def check(args):
 
 
 def main(args: Args):
-    """Trains; returns {"before": metrics, "after": metrics, "run": folder} of the held-out evaluations."""
+    """Trains; returns {"before": .., "after": held-out metrics, "metrics": the last row, "run": folder}."""
     check(args)
     accelerator = engines.start(args)  # one process, DDP, FSDP2 or DeepSpeed; it trains missing toy stages, then seeds
     device, world, rank = accelerator.device, accelerator.num_processes, accelerator.process_index

@@ -36,7 +36,7 @@ from rlhf_details.utils import EVALUATION
 
 
 @dataclass
-class Args(cli.RunArgs):  # which holds the flags of run, data, logging and memory
+class Args(cli.RunArgs):  # run, data, models and memory stand in plumbing/flags.py
     exp_name: str = "train_sft"
     """name of the experiment, part of the run's name"""
     output_dir: str = "models/sft"

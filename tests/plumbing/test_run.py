@@ -1,5 +1,6 @@
 """A run: its folder and name, what it logs and prints, the signals that stop it, and how it ends."""
 
+import dataclasses
 import itertools
 import json
 import math
@@ -13,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 from accelerate.state import AcceleratorState
-from helpers import read_metrics, rloo_args, run_rloo
+from helpers import PAGES, page_args, read_metrics, rloo_args, run_rloo
 from short_runs import (
     after_row,
     assert_same_run,
@@ -177,3 +178,10 @@ def test_a_signal_in_the_last_update_still_leaves_the_model_to_a_resumed_run(tin
     assert_same_run(".", whole(tiny, "ppo-moments"))
     for when, row in (("before", rows[0]), ("after", rows[-1])):
         assert result[when] == {name: row[name] for name in row if name.startswith("eval/")} != {}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_run_may_be_repeated_into_its_own_folder(tiny, in_tmp, page):
+    args = page_args(page, tiny, total_episodes=16, output_dir="model")
+    PAGES[page].main(args)
+    PAGES[page].check(dataclasses.replace(args, run_name="again"))
