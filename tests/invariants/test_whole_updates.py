@@ -50,7 +50,10 @@ ORACLES = {  # name: (page, flags)
         "train_grpo",
         dict(objective="gspo", group_size=4, cliprange=0.01, cliprange_high=0.02, loss_normalization="response"),
     ),
-    "cispo": ("train_grpo", dict(objective="cispo", group_size=4, cliprange_high=0.1, mask_truncated=True)),
+    "cispo": (
+        "train_grpo",
+        dict(objective="cispo", group_size=4, cliprange=None, cliprange_high=0.1, mask_truncated=True),
+    ),
     "dapo": (
         "train_grpo",
         dict(group_size=2, mask_equal=True, soft_overlong=3, missing_eos_mode="replace", missing_eos_penalty=1.0)

@@ -122,7 +122,8 @@ def test_frozen_models_wait_on_the_cpu_while_the_policy_samples_and_trains(monke
 def test_what_is_held_in_bf16_is_smaller_and_gives_the_same_numbers(tied, monkeypatch):
     """Autocast would round the weights of linear layers in each call, and nothing else: no norm and no embedding."""
     config, accelerator = tiny_config(tie_word_embeddings=tied, num_labels=1, initializer_range=0.2), Accelerator()
-    policy = train_ppo.Policy(AutoModelForCausalLM.from_config(config), 0.7, torch.nn.Linear(32, 1))
+    policy = train_ppo.Policy(AutoModelForCausalLM.from_config(config), 0.7)
+    policy.critic = torch.nn.Linear(32, 1)
     reward = train_ppo.Reward(AutoModelForSequenceClassification.from_config(config))
     inputs = torch.arange(12).reshape(2, 6), torch.ones(2, 6, dtype=torch.bool), torch.arange(6).expand(2, 6)
     monkeypatch.setattr(engines, "precision", lambda accelerator: "bf16")

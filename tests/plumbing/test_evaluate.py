@@ -476,7 +476,3 @@ def test_a_model_folder_is_not_written_into(refused):
     Path("model").mkdir()
     Path("model/config.json").write_text("{}")
     refused("--output_dir model", "holds a model", output_dir="model", overwrite=True)
-
-
-def test_a_figure_that_is_missing_is_a_dash_and_zero_has_no_minus():
-    assert (evaluation.as_text(None), evaluation.as_text({"value": -1e-6})) == ("-", "0.000")

@@ -371,12 +371,6 @@ def test_small_models_take_one_thread_and_say_so(monkeypatch, capsys, size, vari
     assert capsys.readouterr().out.count("OMP_NUM_THREADS") == (threads == 1)
 
 
-def test_errors_that_are_each_others_cause_are_one_line_too():
-    first, second = OSError("first"), ValueError("second")
-    first.__context__, second.__context__ = second, first
-    assert "first" in errors.why("org/model", first)
-
-
 @pytest.mark.parametrize(
     "error, words",
     [

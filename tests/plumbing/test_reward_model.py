@@ -181,10 +181,10 @@ def test_rm_11_samples_for_labels_of_token_ids_end_nowhere(in_tmp, tiny, monkeyp
     write_rows("rows.jsonl", [label] * 8)
     samples = record(monkeypatch, utils, "sample")["sample"]
     run_reward(tiny, normalization="gain_bias", normalize_samples=32, response_length=16)
-    assert all(not len(args[4]) and mask.all() for args, (_, mask, _) in samples)
+    assert all(not len(args[6]) and mask.all() for args, (_, mask, _) in samples)
     write_rows("rows.jsonl", [{"prompt": "we went", "chosen": "the", "rejected": "a"}] * 8)
     run_reward(tiny, normalization="gain_bias", normalize_samples=32)
-    assert samples[-1][0][4].tolist() == [toy.tokenizer().eos_token_id]
+    assert samples[-1][0][6].tolist() == [toy.tokenizer().eos_token_id]
 
 
 def test_rm_9_training_starts_from_samples_whose_scores_have_std_1(rows, tiny, monkeypatch):

@@ -184,4 +184,4 @@ def test_a_signal_in_the_last_update_still_leaves_the_model_to_a_resumed_run(tin
 def test_a_run_may_be_repeated_into_its_own_folder(tiny, in_tmp, page):
     args = page_args(page, tiny, total_episodes=16, output_dir="model")
     PAGES[page].main(args)
-    PAGES[page].check(dataclasses.replace(args, run_name="again"))
+    PAGES[page].check(dataclasses.replace(args, run_name="again", overwrite=False))
