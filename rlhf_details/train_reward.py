@@ -280,7 +280,7 @@ def check(args):
 
 
 def main(args: Args):
-    """Trains; returns {"before": .., "after": held-out metrics, "metrics": the last row, "run": folder}."""
+    """Trains; returns {"before" and "after": held-out metrics at the end, "metrics": the last row, "run": folder}."""
     check(args)
     # One process, DDP, FSDP2 or DeepSpeed. It trains missing toy stages, and seeds before the head is drawn. [RM-2]
     accelerator = engines.start(args)

@@ -259,7 +259,7 @@ def check(args):
 
 
 def main(args: Args):
-    """Trains; returns {"before": .., "after": held-out metrics, "metrics": the last row, "run": folder}."""
+    """Trains; returns {"before" and "after": held-out metrics at the end, "metrics": the last row, "run": folder}."""
     check(args)
     accelerator = engines.start(args)  # one process, DDP, FSDP2 or DeepSpeed; it seeds, before any weight is drawn
     device, world, rank = accelerator.device, accelerator.num_processes, accelerator.process_index
