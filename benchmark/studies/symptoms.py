@@ -32,7 +32,7 @@ DROPOUT = (
     (UTILS, "MODEL-1", "module.p = 0.0", "module.p = 0.1"),
     (UTILS, "MODEL-2", "setattr(module, name, 0.0)", "setattr(module, name, 0.1)"),
 )
-UNCHECKED = (ENGINES, "", "if not math.isfinite(norm)", "if False")
+UNCHECKED = (ENGINES, "", "not math.isfinite(norm)", "False")
 RUNS = {  # name: (command, changes in a copy of the package)
     "rloo": (f"python {SHORT_RLOO} {STAGES}", ()),
     "rloo2": (f"python {SHORT_RLOO} {STAGES} --num_ppo_epochs 2", ()),
