@@ -173,7 +173,7 @@ class Policy(nn.Module):
 
     def __init__(self, model, temperature):
         super().__init__()
-        self.model, self.temperature, self.head = model, temperature, models.head_of(model)
+        self.model, self.temperature, self.head = model, temperature, models.lm_head(model)
 
     def forward(self, tokens, mask, positions, index, labels=None, cache=None):
         """

@@ -137,7 +137,7 @@ class Policy(nn.Module):
 
     def __init__(self, model, temperature):
         super().__init__()
-        self.model, self.temperature, self.head = model, temperature, models.head_of(model)
+        self.model, self.temperature, self.head = model, temperature, models.lm_head(model)
 
     def forward(self, tokens, mask, positions, index, labels=None, cache=None):
         """
@@ -353,7 +353,7 @@ def main(args: Args):
                 loss = losses.sum() / B
                 accelerator.backward(loss * world)  # The engines average over processes, but we sum. [OPT-6]
             means.add({"train/dpo/loss": losses} | metrics)
-        norm = engines.step(accelerator, policy, optimizer, args.max_grad_norm, run, "minibatch 1")
+        norm = engines.clip_and_step(accelerator, policy, optimizer, args.max_grad_norm, run)
         run.lap("optimise")
 
         # ---- 3. Log --------------------------------------------------------------------------------------------------
@@ -364,7 +364,7 @@ def main(args: Args):
             shown = held_out[:4] or train[:4]
             sampling = [row.ids for row in shown], 1, 0, stop_ids, EVALUATION
             responses = sample_responses(engines.gathered(policy), args, accelerator, *sampling)
-            for row, text in zip(shown, models.texts_of(tokenizer, responses), strict=True):
+            for row, text in zip(shown, models.decode_all(tokenizer, responses), strict=True):
                 cli.say(f"query: {row.text!r} | response: {text!r}")
         run.log(step, metrics)
         run.checkpoint_if_due(step, policy, optimizer)

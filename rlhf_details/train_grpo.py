@@ -169,7 +169,7 @@ class Policy(nn.Module):
 
     def __init__(self, model, temperature):
         super().__init__()
-        self.model, self.temperature, self.head = model, temperature, models.head_of(model)
+        self.model, self.temperature, self.head = model, temperature, models.lm_head(model)
 
     def forward(self, tokens, mask, positions, index, labels=None, cache=None):
         """
@@ -623,7 +623,9 @@ def main(args: Args):
                     if epoch == number == 0:  # before the first step: rounding, another engine, or --overlap [LOG-6]
                         means.add_max("val/logprob_gap", (logprobs - sampled_logprobs[m]).abs())
                         means.add_max("val/first_ratio", logratio.abs().clamp(max=20).exp())
-                norm = engines.step(accelerator, policy, optimizer, args.max_grad_norm, run, f"minibatch {number + 1}")
+                norm = engines.clip_and_step(
+                    accelerator, policy, optimizer, args.max_grad_norm, run, f"minibatch {number + 1}"
+                )
                 means.add({"policy/grad_norm": norm})
         run.lap("optimise")
 

@@ -192,7 +192,7 @@ class Policy(nn.Module):
 
     def __init__(self, model, temperature):
         super().__init__()
-        self.model, self.temperature, self.head = model, temperature, models.head_of(model)
+        self.model, self.temperature, self.head = model, temperature, models.lm_head(model)
         self.critic = None  # `load_models` gives the policy one, and the reference has none.
 
     def forward(self, tokens, mask, positions, index, labels=None, cache=None):
@@ -700,7 +700,9 @@ def main(args: Args):
                 state["adam_step"] += 1
                 if args.tf_adam:
                     optimizer.param_groups[0]["eps"] = utils.tf_adam_eps(args.adam_eps, state["adam_step"])
-                norm = engines.step(accelerator, policy, optimizer, args.max_grad_norm, run, f"minibatch {number + 1}")
+                norm = engines.clip_and_step(
+                    accelerator, policy, optimizer, args.max_grad_norm, run, f"minibatch {number + 1}"
+                )
                 means.add({"policy/grad_norm": norm})
             # Stop: the policy has moved too far from the one that sampled. [PPO-18]
             if args.target_kl is not None and epoch_kl > 1.5 * args.target_kl:

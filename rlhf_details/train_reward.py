@@ -150,7 +150,7 @@ class Policy(nn.Module):
 
     def __init__(self, model, temperature):
         super().__init__()
-        self.model, self.temperature, self.head = model, temperature, models.head_of(model)
+        self.model, self.temperature, self.head = model, temperature, models.lm_head(model)
 
     def forward(self, tokens, mask, positions, index, cache):
         """Args: tokens, mask, positions [N, L]; index [C], columns to read. Returns: logits / temperature [N, C, V]."""
@@ -210,7 +210,7 @@ def samples_to_normalise(args, accelerator, tokenizer, train, purpose):
 
 
 @torch.no_grad()
-def scores_of(reward, rows, size, accelerator):
+def score_rows(reward, rows, size, accelerator):
     """Scores [N] fp32 of rows of token ids, `size` rows in a forward. Call it on every process; each takes a share."""
     reward.eval()
     # The shares are filled up, so that all processes have as many rows.
@@ -255,7 +255,7 @@ def evaluate(reward, held_out, size, accelerator):
     if not held_out:
         return {}
     rows = [row for comparison in held_out for row in comparison.candidates]
-    scores = scores_of(reward, rows, size, accelerator).reshape(len(held_out), -1)  # [N, K]
+    scores = score_rows(reward, rows, size, accelerator).reshape(len(held_out), -1)  # [N, K]
     best = torch.tensor([comparison.best for comparison in held_out], device=scores.device)
     accuracy, loss = is_correct(scores, best).float().mean(), best_of_k_loss(scores, best).mean()
     return {"eval/rm/accuracy": accuracy, "eval/rm/loss": loss}
@@ -300,7 +300,7 @@ def main(args: Args):
     if args.normalization == "gain_bias":
         samples = samples_to_normalise(args, accelerator, tokenizer, train, comparisons.BEFORE)
         # Their scores get std 1 before training, so that the loss starts from scores neither huge nor tiny. [RM-9]
-        reward.gain.data.fill_(normalise(scores_of(reward, samples, size * K, accelerator))[0])
+        reward.gain.data.fill_(normalise(score_rows(reward, samples, size * K, accelerator))[0])
     model = reward.model
     trained = {"params": [p for p in model.parameters() if p.requires_grad]}
     # Set eps and weight decay explicitly, so that the recipe does not depend on torch's defaults. [OPT-4]
@@ -342,7 +342,7 @@ def main(args: Args):
                 loss = losses.sum() / B
                 accelerator.backward(loss * world)  # The engines average over processes, but we sum. [OPT-6]
             means.add({"train/rm/loss": losses, "train/rm/accuracy": is_correct(scores, best)})
-        norm = engines.step(accelerator, reward, optimizer, args.max_grad_norm, run, "minibatch 1")
+        norm = engines.clip_and_step(accelerator, reward, optimizer, args.max_grad_norm, run)
         run.lap("optimise")
 
         # ---- 3. Log --------------------------------------------------------------------------------------------------
@@ -358,10 +358,10 @@ def main(args: Args):
     if args.normalization == "gain_bias":
         samples = samples_to_normalise(args, accelerator, tokenizer, train, comparisons.AFTER)
         # Training has moved the scores. kl_coef is a price in points of score, so set them again. [RM-10]
-        gain, bias = normalise(scores_of(reward, samples, size * K, accelerator))
+        gain, bias = normalise(score_rows(reward, samples, size * K, accelerator))
     if args.normalization == "mean_shift":
         # A candidate scores 0 in the mean, or with --reference_dataset, as in N+, a reference response. [RM-12]
-        bias = -scores_of(reward, references, size * K, accelerator).mean().item()
+        bias = -score_rows(reward, references, size * K, accelerator).mean().item()
         which = "reference responses" if args.reference_dataset else "candidates"
         cli.say(f"mean score {-bias:.3f} on {len(references)} {which} -> 0")
     weights = run.full_weights(reward)

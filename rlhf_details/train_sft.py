@@ -309,7 +309,7 @@ def main(args: Args):
                 loss = losses.sum() / num_targets
                 accelerator.backward(loss * world)  # The engines average over processes, but we sum. [OPT-6]
             means.add({"train/sft/loss": losses})
-        norm = engines.step(accelerator, language_model, optimizer, args.max_grad_norm, run, "minibatch 1")
+        norm = engines.clip_and_step(accelerator, language_model, optimizer, args.max_grad_norm, run)
         run.lap("optimise")
 
         # ---- 3. Log --------------------------------------------------------------------------------------------------

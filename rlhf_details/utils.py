@@ -361,7 +361,7 @@ def correct_for_sampler(advantages, logratio, mask, args):
 
 
 # ---- metrics ---------------------------------------------------------------------------------------------------------
-def float_of(device):
+def widest_float(device):
     """The widest float of a device."""
     return torch.float32 if device.type == "mps" else torch.float64  # Apple's GPUs have no float64.
 
@@ -371,7 +371,7 @@ def numbers(metrics):
     tensors = {name: x.detach().reshape(()) for name, x in metrics.items() if isinstance(x, torch.Tensor)}
     if not tensors:
         return metrics
-    found = torch.stack([x.to(float_of(x.device)) for x in tensors.values()]).tolist()
+    found = torch.stack([x.to(widest_float(x.device)) for x in tensors.values()]).tolist()
     pairs = zip(tensors.items(), found, strict=True)
     return metrics | {name: number if x.is_floating_point() else int(number) for (name, x), number in pairs}
 
@@ -380,7 +380,7 @@ class Means:
     """Named means over all that is added, on all processes."""
 
     def __init__(self, device):
-        self.device, self.dtype = device, float_of(device)
+        self.device, self.dtype = device, widest_float(device)
         self.sums, self.highest = {}, {}  # {name: [sum, count]}, {name: highest entry}
 
     def add(self, entries, mask=None):

@@ -62,7 +62,7 @@ def make(out):
             int(logprob(policy, query, a[:-1]) < logprob(policy, query, b[:-1]))
             for (query, a), b in zip(pairs, others, strict=True)
         ]
-        texts = models.texts_of(tokenizer, [greedy(policy, query) for query, _ in pairs[:8]])
+        texts = models.decode_all(tokenizer, [greedy(policy, query) for query, _ in pairs[:8]])
     expected = {
         "prompts": [row["prompt"] for row in rows],
         "completions": [row["completion"] for row in rows],

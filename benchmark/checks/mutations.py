@@ -41,7 +41,7 @@ END = "scores - penalty if mode == 'subtract' else torch.full_like(scores, -pena
 READ = "truncate_response(responses, response_mask, end_ids, args.truncate_after)"
 OWN_SHARE = "(lambda xs: tuple((torch.cat([x] * world) for x in xs)))("
 BOTH = "_, _, values = in_slices(response_logprobs, policy, batch, size); old_logprobs = sampled_logprobs"
-NORMAL = "normalise(scores_of(reward, samples, size * K, accelerator))"
+NORMAL = "normalise(score_rows(reward, samples, size * K, accelerator))"
 ROWS, COPIES = "for prompt in prompts.of_update(update, B // k, args.seed)", "for _ in range(k)"
 UNBIASED = "masked_mean((x - mean) ** 2, mask) * mask.sum() / (mask.sum() - 1)"
 MUTATIONS = [
@@ -79,7 +79,7 @@ MUTATIONS = [
     ("RM-9", RM, f"{NORMAL}[0]", "1.0"),
     ("RM-10", RM, NORMAL, "(1.0, 0.0)"),
     ("RM-11", RM, "'none' if", "'eos' if"),
-    ("RM-12", RM, "-scores_of(reward, references, size * K, accelerator).mean().item()", "0.0"),
+    ("RM-12", RM, "-score_rows(reward, references, size * K, accelerator).mean().item()", "0.0"),
     ("RM-13", RM, " * weights['gain']", ""),
     ("RM-14", RM, "minibatch[rank::world]", "minibatch[:len(minibatch) // world]"),
     ("GEN-1", UTILS, "logits + gumbel_noise(fold(keys, t), logits.size(-1))", "logits"),

@@ -82,7 +82,7 @@ def four_texts(prompts, tokenizer, sample, purpose):
     """Four responses of the SFT policy to each prompt, all as strings."""
     prompts = [tokenization.encode(tokenizer, prompt) for prompt in prompts]
     responses = sample(prompts, 4, purpose, torch.tensor([tokenizer.eos_token_id]))
-    texts = models.texts_of(tokenizer, responses)
+    texts = models.decode_all(tokenizer, responses)
     return [texts[i : i + 4] for i in range(0, len(texts), 4)]
 
 

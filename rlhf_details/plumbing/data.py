@@ -355,7 +355,7 @@ def as_text(tokenizer, prompt):
         pairs = zip(prompt, texts, strict=True)
         return "\n".join(f"{m['role']}: {text}" for m, text in pairs) if len(prompt) > 1 else texts[0]
     return (
-        prompt if isinstance(prompt, str) else models.texts_of(tokenizer, [tokenization.encode(tokenizer, prompt)])[0]
+        prompt if isinstance(prompt, str) else models.decode_all(tokenizer, [tokenization.encode(tokenizer, prompt)])[0]
     )
 
 

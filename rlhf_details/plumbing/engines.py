@@ -221,11 +221,11 @@ def accumulate(accelerator, module, is_last):
     return contextlib.nullcontext() if is_last or shares_out(accelerator) else accelerator.no_sync(module)
 
 
-def step(accelerator, module, optimizer, max_grad_norm, run, what):
+def clip_and_step(accelerator, module, optimizer, max_grad_norm, run, number=None):
     """Clips the gradient's global norm, steps, and forgets the gradient. Returns the norm before clipping, a float.
 
     A norm that is not finite ends the run before any weight changes. DeepSpeed clips and steps in one call, so there it
-    ends the run afterwards. what: the minibatch's name in the error message.
+    ends the run afterwards. number: the minibatch's in its pass, from 0, for the error message.
     """
     if uses_deepspeed(accelerator):
         module.step()
@@ -233,14 +233,15 @@ def step(accelerator, module, optimizer, max_grad_norm, run, what):
     norm = float(accelerator.clip_grad_norm_(module.parameters(), max_grad_norm or math.inf))
     # fp16's scaler skips the step of an infinite gradient and lowers the loss's scale.
     if accelerator.scaler is None and not math.isfinite(norm):
-        run.stop(f"update {run.update}, {what}: the gradient's norm is {norm}")
+        where = f"update {run.update}" + ("" if number is None else f", minibatch {number + 1}")
+        run.stop(f"{where}: the gradient's norm is {norm}")
     optimizer.step()  # Under DeepSpeed this and the next line do nothing.
     optimizer.zero_grad()
     return norm
 
 
 def forget_gradient(accelerator, module, optimizer):
-    """Call it in place of `step` where a step is skipped."""
+    """Call it in place of `clip_and_step` where a step is skipped."""
     (module.optimizer if uses_deepspeed(accelerator) else optimizer).zero_grad()
 
 

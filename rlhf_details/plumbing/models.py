@@ -148,10 +148,10 @@ def append_eos(tokenizer):
 
 def decode(tokenizer, responses, mask):
     """The texts of responses [N, R] with their mask, a list of N strings."""
-    return texts_of(tokenizer, [r[m].tolist() for r, m in zip(responses.cpu(), mask.cpu(), strict=True)])
+    return decode_all(tokenizer, [r[m].tolist() for r, m in zip(responses.cpu(), mask.cpu(), strict=True)])
 
 
-def texts_of(tokenizer, rows):
+def decode_all(tokenizer, rows):
     """The texts of lists of token ids, without the tokens that end a response, padding, BOS and the unknown token.
 
     All else is read by rewards, judges and people, because <think> may be a special token as well.
@@ -340,7 +340,7 @@ class Head:
 
 
 @torch.no_grad()
-def head_of(model):
+def lm_head(model):
     """The Head of a causal model. It is shown to give the model's own logits, or the program ends with one line."""
     head, training = Head(model), model.training
     tokens = torch.arange(min(8, head.vocab_size), device=model.device).unsqueeze(0)

@@ -26,7 +26,7 @@ from transformers import (
 
 from rlhf_details import evaluate, toy, train_dpo, train_grpo, train_reward, train_rloo, train_sft
 from rlhf_details.plumbing import chat, comparisons, data, files, tokenization
-from rlhf_details.plumbing.models import texts_of
+from rlhf_details.plumbing.models import decode_all
 
 LLAMA = (
     "{% for message in messages %}"
@@ -674,7 +674,7 @@ def test_gen_16_a_turn_ends_as_its_template_ends_it(template, trained, ends):
         )
         del tokenizer.generation_eos
         ids = tokenizer("<think>cheap</think>" + trained, add_special_tokens=False).input_ids
-        assert texts_of(tokenizer, [ids]) == ["<think>cheap</think>" + trained.replace(ends[-1], "")]
+        assert decode_all(tokenizer, [ids]) == ["<think>cheap</think>" + trained.replace(ends[-1], "")]
 
 
 @pytest.mark.parametrize("earlier", [[], [user("the hotel"), assistant("fine .")]])
