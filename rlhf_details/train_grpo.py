@@ -623,9 +623,7 @@ def main(args: Args):
                     if epoch == number == 0:  # before the first step: rounding, another engine, or --overlap [LOG-6]
                         means.add_max("val/logprob_gap", (logprobs - sampled_logprobs[m]).abs())
                         means.add_max("val/first_ratio", logratio.abs().clamp(max=20).exp())
-                norm = engines.clip_and_step(
-                    accelerator, policy, optimizer, args.max_grad_norm, run, f"minibatch {number + 1}"
-                )
+                norm = engines.clip_and_step(accelerator, policy, optimizer, args.max_grad_norm, run, number)
                 means.add({"policy/grad_norm": norm})
         run.lap("optimise")
 

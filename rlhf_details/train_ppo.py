@@ -700,9 +700,7 @@ def main(args: Args):
                 state["adam_step"] += 1
                 if args.tf_adam:
                     optimizer.param_groups[0]["eps"] = utils.tf_adam_eps(args.adam_eps, state["adam_step"])
-                norm = engines.clip_and_step(
-                    accelerator, policy, optimizer, args.max_grad_norm, run, f"minibatch {number + 1}"
-                )
+                norm = engines.clip_and_step(accelerator, policy, optimizer, args.max_grad_norm, run, number)
                 means.add({"policy/grad_norm": norm})
             # Stop: the policy has moved too far from the one that sampled. [PPO-18]
             if args.target_kl is not None and epoch_kl > 1.5 * args.target_kl:
