@@ -152,6 +152,7 @@ TABLES = {
     "speed_sampler": lambda: tables("speed_sampler_27m_40", ".")[0],
     "speed_sampler_smollm": lambda: tables("speed_sampler_smollm_40", ".")[0],
     "vllm": lambda: tables("mismatch", "2015ca1")[-1],
+    "overlap": lambda: tables("ahead", "a36e88a")[0],
     "smollm_verified": lambda: tables("smollm", SMOLLM)[0],
     "smollm_course": lambda: tables("smollm", SMOLLM)[1],
     "smollm_base": lambda: tables("smollm", SMOLLM)[2],

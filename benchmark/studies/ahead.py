@@ -75,8 +75,7 @@ def run(args: RunArgs):
 def measured(folder, name):
     """{seed: {measure: number}} of a run."""
     return {
-        number: outcome(seed)
-        | {"kl_course": seed["objective/kl"][1:].mean(), "seconds": seed["time/update"][1:].mean()}
+        number: outcome(seed) | {"kl_course": seed["objective/kl"][1:].mean()}
         for number, seed in read_seeds(folder, name).items()
     }
 
@@ -84,21 +83,17 @@ def measured(folder, name):
 def draw(args: DrawArgs):
     """Writes the table."""
     folder = ROOT / "benchmark" / "results" / args.tag
-    head = ["run", "seeds", *MEASURES.values(), "seconds an update"]
+    head = ["run", "seeds", *MEASURES.values()]
     lines = [f"| {' | '.join(head)} |", "|---|---:" + "|---:" * (len(head) - 2) + "|"]
     for algorithm in EPISODES:
         plain = measured(folder / "ahead", algorithm)
         cells = [words(mean_interval([x[m] for x in plain.values()])) for m in MEASURES]
-        seconds = words(mean_interval([x["seconds"] for x in plain.values()]))
-        lines.append(f"| {algorithm.upper()} | {len(plain)} | {' | '.join(cells)} | {seconds} |")
+        lines.append(f"| {algorithm.upper()} | {len(plain)} | {' | '.join(cells)} |")
         for kind, title in ROWS.items():
             found = measured(folder / "ahead", f"{algorithm}_{kind}")
             pairs = [(found[n], plain[n]) for n in sorted(found.keys() & plain.keys())]
             cells = [words(mean_interval([x[m] - y[m] for x, y in pairs]), "+.2f") for m in MEASURES]
-            times = words(mean_interval([x["seconds"] / y["seconds"] for x, y in pairs]))
-            lines.append(
-                f"| {algorithm.upper()}, {title}, less without | {len(pairs)} | {' | '.join(cells)} | times {times} |"
-            )
+            lines.append(f"| {algorithm.upper()}, {title}, less without | {len(pairs)} | {' | '.join(cells)} |")
     text = (
         f"Written by `python benchmark/studies/ahead.py draw --tag {args.tag}`: means and 95 % intervals, by seed.\n\n"
     )
