@@ -68,16 +68,18 @@ def find_tokenizer(path, flag, args):
 
     Adapters that come without one have that of their base.
     """
+    known = {}
     if base := base_of(path, flag):
         name, revision = errors.split(path)
         try:
             cached_file(name, "tokenizer_config.json", revision=revision)
         except OSError:  # peft saves none with the adapters.
             return find_tokenizer(base, flag, args)
+        known["config"] = read(AutoConfig, base, flag, args)  # They have none. transformers 5.17 does not do without.
     kinds = "tokenizer*", "vocab*", "*.model"
     if os.path.isdir(path) and not any(file for kind in kinds for file in Path(path).glob(kind)):
         return None
-    return read(AutoTokenizer, path, flag, args)
+    return read(AutoTokenizer, path, flag, args, **known)
 
 
 def own_tokenizer(args, tokenizer):
