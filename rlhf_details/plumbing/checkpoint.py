@@ -207,7 +207,7 @@ def replacing(folder):
         yield partial
         for path in (*partial.rglob("*"), partial):
             sync(path)
-    except Exception:
+    except Exception:  # whatever it is, since it is raised again
         shutil.rmtree(partial, ignore_errors=True)  # On a full disk its room may be needed.
         raise
     if folder.exists():

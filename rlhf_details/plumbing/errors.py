@@ -97,7 +97,7 @@ def reading(flag, value):
         yield
     except (MemoryError, torch.OutOfMemoryError, NameError, AssertionError):  # no fault of the file
         raise
-    except Exception as e:
+    except Exception as e:  # Each library has errors of its own, and models from the Hub bring code of their own.
         # Where `datasets` reads a file, only the cause says what is wrong with it.
         told = e.__cause__ if type(e).__name__ == "DatasetGenerationError" and e.__cause__ else e
         is_here = os.path.exists(str(value).partition("[")[0].partition(":")[0]) or os.path.exists(value)

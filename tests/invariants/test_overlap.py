@@ -67,6 +67,7 @@ def test_gen_11_ppos_ratio_is_against_the_policy_that_sampled(ragged, in_tmp):
     rows = run("ppo-overlap", ragged, total_episodes=64, learning_rate=1e-2)
     assert rows[0]["val/ratio"] == pytest.approx(1, abs=1e-5) and rows[0]["val/ratio_var"] < 1e-9
     assert all(row["val/ratio_var"] > 1e-6 and row["val/first_ratio"] > 1.01 for row in rows[1:])
+    assert rows[0]["val/logprob_gap"] < 1e-4 and all(row["val/logprob_gap"] > 1e-3 for row in rows[1:])
     assert abs(rows[1]["objective/kl"]) < 1e-4 < 1e-2 < abs(rows[3]["objective/kl"])
     assert not any(row["health/first_ratio"] for row in rows)
 
