@@ -72,6 +72,7 @@ ORACLES = {  # name: (page, flags)
     "mixed": ("train_ppo", VALUES | MIXED),
     "limits": ("train_ppo", VALUES | LIMITS),
     "whitened": ("train_ppo", VALUES | WHITE),
+    "threshold": ("train_ppo", VALUES | dict(kl_coef=0.3, ratio_threshold=1.02)),
     "rloo-overlap": ("train_rloo", dict(kl_coef=0.3, rloo_k=2, learning_rate=0.05, overlap=True, sampler_cap=1.1)),
     "tokens-overlap": ("train_rloo", TOKENS | dict(learning_rate=0.05, overlap=True)),
     "grpo-overlap": (
