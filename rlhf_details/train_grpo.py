@@ -401,7 +401,7 @@ def loss_weights(mask, num_responses, num_tokens, normalization):
 
 
 def in_equal_group(scores, k):
-    """Whether each of the scores [B] is in a group of k adjacent ones that are all equal."""
+    """Whether each of the scores [B] is in a group of k adjacent ones that are all equal, where only the KL teaches."""
     groups = scores.reshape(-1, k)
     return (groups.amax(1) <= groups.amin(1)).repeat_interleave(k)
 

@@ -269,7 +269,7 @@ def load_critic(args, model, reward_model):
         # The value model starts as the reward model, bias included. [PPO-1]
         critic = copy.deepcopy(reward_model).requires_grad_(True)
     else:  # No reward model reads these token ids, so the value model starts as the policy's trunk with a zero head.
-        trunk = models.load_reward_model(args.sft_model_path, args, "--sft_model_path", allow_untrained=True)
+        trunk = models.load_scalar_model(args.sft_model_path, "--sft_model_path", args)
         critic = Reward(utils.disable_dropout(trunk))
         nn.init.zeros_(critic.model.score.weight)
     models.add_adapters(critic.model, args.lora_rank)  # It changes the model. The head is trained as a whole.

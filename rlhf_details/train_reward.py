@@ -161,7 +161,7 @@ class Policy(nn.Module):
 def load_model(args, device):
     """Returns (tokenizer, reward model): the trunk of --sft_model_path with a new head, in fp32 and without dropout."""
     tokenizer = models.load_tokenizer(args.sft_model_path, "--sft_model_path", args)
-    model = models.load_reward_model(args.sft_model_path, args, "--sft_model_path", allow_untrained=True)
+    model = models.load_scalar_model(args.sft_model_path, "--sft_model_path", args)
     model = utils.disable_dropout(model)
     # The state has H entries of variance near 1, so the score has a variance near 1 as well. [RM-1]
     nn.init.normal_(model.score.weight, std=1 / math.sqrt(model.score.in_features + 1))

@@ -355,10 +355,10 @@ def rloo_policy_loss(logprobs, old_logprobs, mask, advantages, cliprange):
     return losses * mask, logratio, (losses2 > losses1) & mask
 
 
-def share_of_equal_groups(scores, size):
-    """The share of groups of `size` adjacent scores that are all equal. Only their KL gives them advantages."""
-    groups = scores.reshape(-1, size)
-    return (groups.amax(1) <= groups.amin(1)).float().mean()
+def in_equal_group(scores, k):
+    """Whether each of the scores [B] is in a group of k adjacent ones that are all equal, where only the KL teaches."""
+    groups = scores.reshape(-1, k)
+    return (groups.amax(1) <= groups.amin(1)).repeat_interleave(k)
 
 
 def shuffled_groups(num_prompts, k, num_mini_batches, device, *coordinates):
@@ -566,7 +566,7 @@ def main(args: Args):
             "objective/non_score_reward": -args.kl_coef * kl.sum(1).mean(),  # the number that is added [LOG-5]
             "objective/rlhf_reward": rlhf_rewards.mean(),
             "objective/entropy": -(logged * response_mask).sum(1).mean(),  # without padding [LOG-1]
-            "val/equal_scores": share_of_equal_groups(scores, k if k > 1 else B),
+            "val/equal_scores": in_equal_group(scores, k if k > 1 else B).float().mean(),
             "val/num_eos_tokens": (response_mask & (responses == tokenizer.eos_token_id)).sum(),
             "val/num_stop_token_ids": ended.sum() if len(stop_ids) else 0,
             "val/sequence_lengths": response_mask.sum(1).float().mean(),

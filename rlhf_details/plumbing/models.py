@@ -208,6 +208,11 @@ def load_policy(path, flag, args):
     return set_up(model, path, flag, args)
 
 
+def load_scalar_model(path, flag, args):
+    """A model with one number for each token, to train it: as `load_reward_model`, but its head may be random."""
+    return load_reward_model(path, args, flag, allow_untrained=True)
+
+
 def load_reward_model(path, args, flag="--reward_model_path", allow_untrained=False):
     """A sequence-classification model with one label, in fp32. A head that would be made up here is refused.
 
