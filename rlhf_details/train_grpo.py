@@ -20,8 +20,9 @@ benchmark/checks/details.md has its source, its test and what it is worth.
 
 Shapes    P: prompts   k: responses per prompt   B = P * k: episodes of an update, the k of a prompt adjacent
           Q: query tokens, left-padded   R: response tokens, right-padded   L: columns of a row   V: vocabulary
-          n: responses packed in a row, divides k   M: episodes of a micro-batch, or rows of a forward   S: stop tokens
-          C: columns that are read   H: hidden size   F: rewards, the reward model's among them   N: held-out prompts
+          n: responses packed in a row, divides k   M: episodes of a micro-batch   W: rows of a forward, M / n
+          C: columns that are read   H: hidden size   F: rewards, the reward model's among them   S: stop tokens
+          L': columns that a token may see, those of the cache among them   N: held-out prompts
 Masks     True marks a real token. Masks travel with the tokens, and nothing is ever found by looking for a pad token.
 
 One process:   python rlhf_details/train_grpo.py
@@ -173,12 +174,12 @@ class Policy(nn.Module):
 
     def forward(self, tokens, mask, positions, index, labels=None, cache=None):
         """
-        Args: tokens, positions [M, L]; mask [M, L] bool or [M, 1, L, L'] additive, None where nothing is padding; index
-        [C], the columns whose logits are read; labels [M, C], the tokens that these predict; cache, a transformers
+        Args: tokens, positions [W, L]; mask [W, L] bool or [W, 1, L, L'] additive, None where nothing is padding; index
+        [C], the columns whose logits are read; labels [W, C], the tokens that these predict; cache, a transformers
         cache, which is extended.
-        Returns: (log-probs, entropies), both [M, C] fp32, or without labels the logits / T [M, C, V] fp32.
+        Returns: (log-probs, entropies), both [W, C] fp32, or without labels the logits / T [W, C, V] fp32.
         """
-        hidden = models.hidden_states(self.model, tokens, mask, positions, cache)[:, index]  # [M, C, H]
+        hidden = models.hidden_states(self.model, tokens, mask, positions, cache)[:, index]  # [W, C, H]
         if labels is None:
             return self.logits(hidden)
         return utils.token_logprobs(self.logits, hidden, labels, self.logits_at_once // self.head.vocab_size)
@@ -202,9 +203,9 @@ class Reward(nn.Module):
         self.bias = getattr(model.config, "reward_bias", 0.0)
 
     def forward(self, tokens, mask, positions, index):
-        """Args: tokens, mask, positions as Policy's; index [M, C], the columns to read. Returns: scores [M, C] fp32."""
-        hidden = models.hidden_states(self.model, tokens, mask, positions)  # [M, L, H]
-        hidden = hidden.gather(1, index.unsqueeze(-1).expand(-1, -1, hidden.size(-1)))  # [M, C, H]
+        """Args: tokens, mask, positions as Policy's; index [W, C], the columns to read. Returns: scores [W, C] fp32."""
+        hidden = models.hidden_states(self.model, tokens, mask, positions)  # [W, L, H]
+        hidden = hidden.gather(1, index.unsqueeze(-1).expand(-1, -1, hidden.size(-1)))  # [W, C, H]
         # The head runs in fp32: bf16 scores between 2 and 4 would lie 1/64 apart. [RM-6]
         with torch.autocast(hidden.device.type, enabled=False):
             return self.model.score(hidden.float()).squeeze(-1) + self.bias
@@ -233,15 +234,15 @@ def pack(batch, n):
         p    x  .  .  .  .  .  .       the prompt's first token; the prompt is causal as well
         a1   x  x  x  x  .  .  .
         b2   x  x  x  .  .  x  x       b sees the prompt and its own past
-    With n = 1 this is an ordinary left-padded row with its ordinary mask [M, L].
+    With n = 1 this is an ordinary left-padded row with its ordinary mask [W, L].
     Args: batch, where n adjacent episodes have the same prompt; it may be trimmed, and then R is its width.
-    Returns: tokens, mask (bool [M/n, L] or additive [M/n, 1, L, L]), positions [M/n, L] with L = Q + n * R, and index
+    Returns: tokens, mask (bool [W, L] or additive [W, 1, L, L]), positions [W, L] with L = Q + n * R, and index
     [n * R], for each token of the responses the column whose logits predict it.
     """
     (_, Q), (_, R), device = batch.queries.shape, batch.responses.shape, batch.queries.device
-    query_mask = batch.query_mask[::n]  # [M/n, Q]
-    tokens = torch.cat([batch.queries[::n], batch.responses.reshape(-1, n * R)], 1)  # [M/n, L]
-    real = torch.cat([query_mask, batch.response_mask.reshape(-1, n * R)], 1)  # [M/n, L]
+    query_mask = batch.query_mask[::n]  # [W, Q]
+    tokens = torch.cat([batch.queries[::n], batch.responses.reshape(-1, n * R)], 1)  # [W, L]
+    real = torch.cat([query_mask, batch.response_mask.reshape(-1, n * R)], 1)  # [W, L]
     step = torch.arange(R, device=device).repeat(n)  # [n * R], 0 .. R-1 for each response
     # Positions restart with each response, as if it alone followed the prompt. [RLOO-10]
     positions = torch.cat([utils.positions_from_mask(query_mask), query_mask.sum(1, keepdim=True) + step], 1)
@@ -254,7 +255,7 @@ def pack(batch, n):
     # A token sees the prompt (owner 0) and the past of its own response. [RLOO-9]
     visible = (column.unsqueeze(1) >= column) & ((owner == 0) | (owner.unsqueeze(1) == owner))  # [L, L]
     # Padding sees itself. In fp16 the mask's lowest number is -inf, and a row that sees nothing would be NaN. [RLOO-11]
-    visible = (visible & real.unsqueeze(1)) | torch.eye(len(column), dtype=torch.bool, device=device)  # [M/n, L, L]
+    visible = (visible & real.unsqueeze(1)) | torch.eye(len(column), dtype=torch.bool, device=device)  # [W, L, L]
     return tokens, utils.additive(visible), positions, index
 
 
@@ -262,8 +263,7 @@ def response_logprobs(policy, batch, n):
     """Log-probs and entropies [M, R] fp32, 0 at padding, of a Batch of M episodes, n in a row."""
     M, R = batch.responses.shape
     batch = utils.trim(batch)
-    tokens, mask, positions, index = pack(batch, n)
-    outputs = policy(tokens, mask, positions, index, batch.responses.reshape(M // n, -1))  # two of [M/n, n * width]
+    outputs = policy(*pack(batch, n), labels=batch.responses.reshape(M // n, -1))  # two of [W, n * width]
     # Padding holds zeros and no sentinel, so that sums over a row need no mask. [REW-6]
     outputs = [x.reshape(batch.responses.shape) * batch.response_mask for x in outputs]  # [M, width]
     return [nn.functional.pad(x, (0, R - x.size(1))) for x in outputs]
@@ -276,7 +276,7 @@ def response_scores(reward_model, batch, n):
     tokens, mask, positions, _ = pack(batch, n)
     start = Q + R * torch.arange(n, device=tokens.device)  # [n], the first column of each response
     # The mask says which token is the last. Pad may equal EOS, so a search for an id could go wrong. [REW-2]
-    last = start + batch.response_mask.sum(1).reshape(-1, n) - 1  # [M/n, n]
+    last = start + batch.response_mask.sum(1).reshape(-1, n) - 1  # [W, n]
     return reward_model(tokens, mask, positions, last).reshape(-1)
 
 
@@ -290,8 +290,8 @@ def has_stopped(responses, mask, stop_ids):
 def missing_eos_scores(scores, ended, penalty, mode):
     """The EOS trick: a response that did not end pays `penalty` ("subtract"), or gets the score -penalty ("replace").
 
-    To add a constant to all scores changes no advantage under "subtract". Under "replace" it does, and the penalty can
-    even raise a low score.
+    To add a constant to all scores changes no advantage under "subtract", if scores are not clipped. Under "replace" it
+    does, and the penalty can even raise a low score.
     Args: scores [B] fp32; ended [B] bool; penalty, float or None. Returns: [B].
     Source: TRL v0.11.4, rloo_trainer.py (subtract); lm-human-preferences, train_policy.py (replace).
     """
@@ -306,7 +306,7 @@ def overlong_scores(scores, mask, buffer):
 
     Args: scores [B] fp32; mask [B, R]; buffer, int or None. Returns: [B]. Source: arXiv 2503.14476, equation 13.
     """
-    if buffer is None:
+    if not buffer:
         return scores
     # A price that rises token by token says earlier than the missing EOS that a response is too long. [GRPO-9]
     too_long = (mask.sum(1) - (mask.size(1) - buffer)).clamp(min=0)  # [B]
@@ -323,7 +323,7 @@ def grpo_advantages(scores, k, scale):
     groups = scores.reshape(-1, k)  # [P, k]
     # The shift changes no advantage, but it makes equal scores exactly 0, so that no rounding is divided by 1e-4.
     groups = groups - groups[:, :1]
-    # Unlike RLOO's baseline the mean includes the response's own score. So advantages are (k - 1) / k of RLOO's.
+    # Unlike RLOO's baseline the mean includes the response's own score: before the division, (k - 1) / k of RLOO's.
     advantages = groups - groups.mean(1, keepdim=True)
     if scale != "none":
         # The group's own spread makes a prompt on which the scores hardly differ count as much as any other. [GRPO-1]
@@ -356,8 +356,8 @@ def grpo_policy_loss(logprobs, old_logprobs, mask, advantages, cliprange, clipra
     losses1 = -advantages * ratio
     # A wider range above 1 lets unlikely tokens grow further: arXiv 2503.14476, section 3.1. [GRPO-3]
     losses2 = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange_high)
-    # The larger loss counts. So leaving the range gains nothing, but a ratio on the wrong side keeps its gradient.
-    # [RLOO-6]
+    # The larger loss counts. So leaving the range gains nothing, but a ratio that has left it at the other side, below
+    # 1 - c where A > 0 or above 1 + c where A < 0, keeps its gradient. [RLOO-6]
     losses = torch.max(losses1, losses2)
     return losses * mask, logratio, (losses2 > losses1) & mask
 
@@ -387,7 +387,8 @@ def cispo_policy_loss(logprobs, old_logprobs, mask, advantages, cliprange, clipr
 def loss_weights(mask, num_responses, num_tokens, normalization):
     """The weight of each token's loss [M, R], so that the sum over the whole minibatch is the loss.
 
-    Args: mask [M, R] of some of its responses; num_responses, num_tokens, of the whole minibatch; normalization,
+    Args: mask [M, R] of some of its responses; num_responses, num_tokens, of the whole minibatch, where responses
+    without a token in the mask count as well; normalization,
     "token" (arXiv 2503.14476, section 3.3), "response" (2402.03300, equation 3), "constant" (2503.20783, section 3).
     """
     if normalization == "token":
@@ -424,16 +425,16 @@ def evaluate(policy, sample, reference, score, prompts, stop_ids, args, accelera
     if not prompts:
         return {}, None
     policy.eval()
-    numbers = data.my_share(len(prompts), accelerator)  # padded, so that all processes have equally many
-    rows = [prompts[i % len(prompts)] for i in numbers.tolist()]
+    episodes = data.my_share(len(prompts), accelerator)  # Some come twice, so that all processes have equally many.
+    rows = [prompts[i % len(prompts)] for i in episodes.tolist()]
     queries, query_mask = utils.left_pad([row.ids for row in rows], accelerator.device)
     key = args.seed, EVALUATION, 0
     with accelerator.autocast():
-        responses, response_mask, logprobs = sample(policy, queries, query_mask, numbers, 1, key)  # [N / world, R]
+        responses, response_mask, logprobs = sample(policy, queries, query_mask, episodes, 1, key)  # [N / world, R]
         batch = Batch(queries, query_mask, responses, response_mask)
         ref_logprobs, _ = in_slices(response_logprobs, reference, batch, args.micro_batch_size, 1)
         rewards_of_each = score(rows, batch, 1)  # [N / world, F]
-    # The sampler's own log-probs are enough, because this KL is logged and trains nothing.
+    # The log-probs of what sampled are good enough for this KL, because it is only logged.
     gathered = accelerator.gather((responses, response_mask, (logprobs - ref_logprobs).sum(1), rewards_of_each))
     responses, response_mask, kl, rewards_of_each = (x[: len(prompts)] for x in gathered)
     ended = has_stopped(responses, response_mask, stop_ids)
@@ -471,9 +472,9 @@ def with_objective(args):
     Source: arXiv 2402.03300 with DAPO's mean over tokens (2503.14476); GSPO: 2507.18071, section 5.1; CISPO: 2506.13585
     has the mean over tokens and no number for the bound; TRL's documentation recommends a weight of at most 5.
     """
-    own = {"grpo": (0.2, 0.2, "token"), "gspo": (3e-4, 4e-4, "response"), "cispo": (0.2, 4.0, "token")}[args.objective]
+    own = {"grpo": (0.2, 0.2, "token"), "gspo": (3e-4, 4e-4, "response"), "cispo": (None, 4.0, "token")}[args.objective]
     low, high, normalization = own
-    if args.cliprange is not None and args.objective != "cispo":  # A range that is given is that of both sides.
+    if args.cliprange is not None:  # A range that is given is that of both sides.
         high = args.cliprange
     return replace(
         args,
@@ -487,13 +488,12 @@ def main(args: Args):
     """Trains; returns {"before": .., "after": held-out metrics, "metrics": the last row, "run": folder}."""
     check(args)
     args = with_objective(args)
-    names = [*["cliprange"] * (args.objective != "cispo"), "cliprange_high", "loss_normalization"]
-    taken = ", ".join(f"{name} {getattr(args, name)}" for name in names)
-    cli.say(f"--objective {args.objective}: {taken}")
+    names = "cliprange", "cliprange_high", "loss_normalization"
+    cli.say(f"--objective {args.objective}: " + ", ".join(f"{name} {getattr(args, name)}" for name in names))
     accelerator = engines.start(args)  # one process, DDP, FSDP2 or DeepSpeed; it trains missing toy stages, then seeds
     device, world, rank = accelerator.device, accelerator.num_processes, accelerator.process_index
     k, B, R = args.group_size, args.batch_size, args.response_length
-    numbers = torch.arange(B, device=device)  # [B], the number of each episode in its update
+    episodes = torch.arange(B, device=device)  # [B], the number of each episode in its update
     mine = slice(rank * B // world, (rank + 1) * B // world)  # those of this process
     one_step = args.num_ppo_epochs * args.num_mini_batches == 1
     policy_loss = {"grpo": grpo_policy_loss, "gspo": gspo_policy_loss, "cispo": cispo_policy_loss}[args.objective]
@@ -502,8 +502,8 @@ def main(args: Args):
     tokenizer, policy, reference, reward_model = load_models(args, engines.loading_device(accelerator))
     stop_ids = models.stop_ids(tokenizer, args.stop_token, "--stop_token", device)  # [S]
     prompts, held_out = data.load_prompts(args, tokenizer, room=models.context(policy, reward_model) - R)
-    # A forward takes `size` episodes, n in a row, and the sampler rollout_n in a row. `layout.choose` packs only where
-    # it finds that packed and plain rows have the same log-probs and scores.
+    # A forward takes `size` episodes, n packed in each row (n divides size and k), and the sampler packs rollout_n.
+    # `layout.choose` packs only where it finds that packed and plain rows have the same log-probs and scores.
     packing = layout.choose(args, k, policy, reward_model, prompts, response_logprobs, response_scores)
     n, size = packing.n, packing.size
     # score(rows, batch, n) gives each response F rewards, NaN where one does not apply: the reward model's, which reads
@@ -545,14 +545,14 @@ def main(args: Args):
         with torch.no_grad(), accelerator.autocast():
             key = args.seed, TRAINING, update
             responses, response_mask, sampled_logprobs = sample(
-                policy, queries[mine], query_mask[mine], numbers[mine], packing.rollout_n, key
+                policy, queries[mine], query_mask[mine], episodes[mine], packing.rollout_n, key
             )  # [B / world, R]
             run.lap("rollout")
 
             # ---- 2. Scores: the rewards, and the log-probs that the KL and the ratio start from ----------------------
             batch = Batch(queries[mine], query_mask[mine], responses, response_mask)
             ref_logprobs, _ = in_slices(response_logprobs, reference, batch, size, n)
-            old_logprobs = sampled_logprobs  # With one step these serve the logged KL and entropy.
+            old_logprobs = sampled_logprobs  # With one step only the logged KL and entropy use them.
             if not one_step or args.sampler != "own" or args.overlap:
                 # The ratio compares two forwards of the same code, so that it starts at 1 up to rounding. Where
                 # something else has sampled, the weights need this policy's log-probs as well. [GEN-9]
@@ -568,7 +568,7 @@ def main(args: Args):
 
         # ---- 3. Rewards: the score of each response ------------------------------------------------------------------
         #   response        a    b   EOS   .    .      nothing is sampled after the stop token
-        #   response_mask   1    1    1    0    0      the stop token is an action as well: it has a log-prob and a KL
+        #   response_mask   1    1    1    0    0      the stop token counts as well: it has a log-prob and a KL
         ended = has_stopped(responses, response_mask, stop_ids)  # [B]
         # A score is the weighted sum of the rewards. NaN: a reward does not apply to this kind of prompt. [REW-4]
         scores = (rewards_of_each * score.weights).nansum(1)  # [B]
@@ -620,7 +620,8 @@ def main(args: Args):
                     means.add(of_actions, is_action[m])
                     means.add({"policy/entropy_avg": entropies}, response_mask[m])
                     means.add_ratios(logratio, is_action[m])
-                    if epoch == number == 0:  # before the first step: rounding, another engine, or --overlap [LOG-6]
+                    if epoch == number == 0:  # before the first step [LOG-6]
+                        # rounding, another engine, or --overlap; and rounding alone
                         means.add_max("val/logprob_gap", (logprobs - sampled_logprobs[m]).abs())
                         means.add_max("val/first_ratio", logratio.abs().clamp(max=20).exp())
                 norm = engines.clip_and_step(accelerator, policy, optimizer, args.max_grad_norm, run, number)

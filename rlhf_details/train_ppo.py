@@ -21,7 +21,7 @@ Read `main` first if you know the paper, else from top to bottom. A tag such as 
 benchmark/checks/details.md has its source, its test and what it is worth.
 
 Shapes    B: episodes of an update, one per prompt   Q: query tokens, left-padded   R: response tokens, right-padded
-          L: columns of a row   V: vocabulary   M: episodes of a micro-batch, or rows of a forward   S: stop tokens
+          L: columns of a row   V: vocabulary   M: episodes of a micro-batch   W: rows of a forward   S: stop tokens
           C: columns that are read   H: hidden size   F: rewards, the reward model's among them   N: held-out prompts
 Masks     True marks a real token. Masks travel with the tokens, and nothing is ever found by looking for a pad token.
 
@@ -197,12 +197,12 @@ class Policy(nn.Module):
 
     def forward(self, tokens, mask, positions, index, labels=None, cache=None):
         """
-        Args: tokens, positions [M, L]; mask [M, L] bool, None where nothing is padding; index [C], the columns whose
-        logits are read; labels [M, C], the tokens that these predict; cache, a transformers cache, which is extended.
-        Returns: (log-probs, entropies) or with a critic (log-probs, entropies, values), all [M, C] fp32, or without
-        labels the logits / T [M, C, V] fp32.
+        Args: tokens, positions [W, L]; mask [W, L] bool, None where nothing is padding; index [C], the columns whose
+        logits are read; labels [W, C], the tokens that these predict; cache, a transformers cache, which is extended.
+        Returns: (log-probs, entropies) or with a critic (log-probs, entropies, values), all [W, C] fp32, or without
+        labels the logits / T [W, C, V] fp32.
         """
-        hidden = models.hidden_states(self.model, tokens, mask, positions, cache)[:, index]  # [M, C, H]
+        hidden = models.hidden_states(self.model, tokens, mask, positions, cache)[:, index]  # [W, C, H]
         if labels is None:
             return self.logits(hidden)
         outputs = utils.token_logprobs(self.logits, hidden, labels, self.logits_at_once // self.head.vocab_size)
@@ -234,9 +234,9 @@ class Reward(nn.Module):
         self.bias = getattr(model.config, "reward_bias", 0.0)
 
     def forward(self, tokens, mask, positions, index):
-        """Args: tokens, mask, positions as Policy's; index [M, C], the columns to read. Returns: scores [M, C] fp32."""
-        hidden = models.hidden_states(self.model, tokens, mask, positions)  # [M, L, H]
-        hidden = hidden.gather(1, index.unsqueeze(-1).expand(-1, -1, hidden.size(-1)))  # [M, C, H]
+        """Args: tokens, mask, positions as Policy's; index [W, C], the columns to read. Returns: scores [W, C] fp32."""
+        hidden = models.hidden_states(self.model, tokens, mask, positions)  # [W, L, H]
+        hidden = hidden.gather(1, index.unsqueeze(-1).expand(-1, -1, hidden.size(-1)))  # [W, C, H]
         # The head runs in fp32: bf16 scores between 2 and 4 would lie 1/64 apart. [RM-6]
         with torch.autocast(hidden.device.type, enabled=False):
             return self.model.score(hidden.float()).squeeze(-1) + self.bias
@@ -439,8 +439,8 @@ def ppo_policy_loss(logprobs, old_logprobs, mask, advantages, cliprange):
     ratio = logratio.exp()
     losses1 = -advantages * ratio
     losses2 = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
-    # The larger loss counts. So leaving the range gains nothing, but a ratio on the wrong side keeps its gradient.
-    # [PPO-12]
+    # The larger loss counts. So leaving the range gains nothing, but a ratio that has left it at the other side, below
+    # 1 - c where A > 0 or above 1 + c where A < 0, keeps its gradient. [PPO-12]
     losses = torch.max(losses1, losses2)
     return losses * mask, logratio, (losses2 > losses1) & mask
 
@@ -480,17 +480,17 @@ def evaluate(policy, sample, reference, score, prompts, end_ids, args, accelerat
     if not prompts:
         return {}, None
     policy.eval()
-    numbers = data.my_share(len(prompts), accelerator)  # padded, so that all processes have equally many
-    rows = [prompts[i % len(prompts)] for i in numbers.tolist()]
+    episodes = data.my_share(len(prompts), accelerator)  # Some come twice, so that all processes have equally many.
+    rows = [prompts[i % len(prompts)] for i in episodes.tolist()]
     queries, query_mask = utils.left_pad([row.ids for row in rows], accelerator.device)
     key = args.seed, EVALUATION, 0
     with accelerator.autocast():
-        responses, response_mask, logprobs = sample(policy, queries, query_mask, numbers, 1, key)  # [N / world, R]
+        responses, response_mask, logprobs = sample(policy, queries, query_mask, episodes, 1, key)  # [N / world, R]
         batch = Batch(queries, query_mask, responses, response_mask)
         ref_logprobs, _ = in_slices(response_logprobs, reference, batch, args.micro_batch_size)
         scored_mask, ended = truncate_response(responses, response_mask, end_ids, args.truncate_after)
         rewards_of_each = score(rows, batch._replace(response_mask=scored_mask))  # [N / world, F]
-    # The sampler's own log-probs are enough, because this KL is logged and trains nothing.
+    # The log-probs of what sampled are good enough for this KL, because it is only logged.
     gathered = accelerator.gather((responses, scored_mask, ended, (logprobs - ref_logprobs).sum(1), rewards_of_each))
     responses, scored_mask, ended, kl, rewards_of_each = (x[: len(prompts)] for x in gathered)
     scores = (rewards_of_each * score.weights).nansum(1)
@@ -528,7 +528,7 @@ def main(args: Args):
     device, world, rank = accelerator.device, accelerator.num_processes, accelerator.process_index
     B, R = args.batch_size, args.response_length
     size = args.micro_batch_size
-    numbers = torch.arange(B, device=device)  # [B], the number of each episode in its update
+    episodes = torch.arange(B, device=device)  # [B], the number of each episode in its update
     mine = slice(rank * B // world, (rank + 1) * B // world)  # those of this process
 
     # ---- models, prompts, rewards, optimiser
@@ -576,7 +576,7 @@ def main(args: Args):
         with torch.no_grad(), accelerator.autocast():
             key = args.seed, TRAINING, update
             responses, response_mask, sampled_logprobs = sample(
-                policy, queries[mine], query_mask[mine], numbers[mine], 1, key
+                policy, queries[mine], query_mask[mine], episodes[mine], 1, key
             )  # [B / world, R]
             run.lap("rollout")
 

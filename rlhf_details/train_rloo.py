@@ -3,10 +3,10 @@ RLOO: REINFORCE with a leave-one-out baseline, on a language model and a reward 
 
 1. Each prompt gets k responses. A whole response is one action, and its reward is score - kl_coef * KL of its tokens.
 2. The baseline of a response is the mean reward of its k - 1 siblings. There is no value model and no GAE.
-3. One optimiser step per rollout (num_ppo_epochs = num_mini_batches = 1) is the paper's form and exactly REINFORCE.
+3. One optimiser step per rollout (num_ppo_epochs = num_mini_batches = 1) is the paper's estimator, exactly REINFORCE.
    More steps use the clipped loss of PPO, with one probability ratio per response. The defaults of Args have four, as
-   TRL's benchmark does, with a smaller batch (512 and not 4096) and with a clipped gradient norm. The embedded tasks
-   and models below 500 M parameters take one step: see `presets`.
+   TRL's benchmark does; its batch is 4096 and ours 512, and we clip the gradient's norm. The embedded tasks and models
+   below 500 M parameters take one step: see `presets`.
 4. Responses to the same prompt share its computation: n of the k are packed in a row, [prompt | r1 | .. | rn], under a
    block mask. Where a model cannot read such a mask, each row holds one response.
 5. Sampling and shuffling are functions of coordinates, such as (seed, purpose, update, row, step, token) for a token,
@@ -20,8 +20,9 @@ benchmark/checks/details.md has its source, its test and what it is worth.
 
 Shapes    P: prompts   k: responses per prompt   B = P * k: episodes of an update, the k of a prompt adjacent
           Q: query tokens, left-padded   R: response tokens, right-padded   L: columns of a row   V: vocabulary
-          n: responses packed in a row, divides k   M: episodes of a micro-batch, or rows of a forward   S: stop tokens
-          C: columns that are read   H: hidden size   F: rewards, the reward model's among them   N: held-out prompts
+          n: responses packed in a row, divides k   M: episodes of a micro-batch   W: rows of a forward, M / n
+          C: columns that are read   H: hidden size   F: rewards, the reward model's among them   S: stop tokens
+          L': columns that a token may see, those of the cache among them   N: held-out prompts
 Masks     True marks a real token. Masks travel with the tokens, and nothing is ever found by looking for a pad token.
 
 One process:   python rlhf_details/train_rloo.py
@@ -69,7 +70,8 @@ class Args(cli.PolicyArgs):  # run, data, models, memory, reward_fn, sampler and
     reward_clip_range: float | None = None
     """REINFORCE++: clip the scores to [-c, c], after whitening where that is on"""
     token_level_kl: bool = False
-    """REINFORCE++: each token is an action, with a ratio of its own, and pays for the KL from itself on"""
+    """REINFORCE++: each token is an action, with a ratio of its own, and pays for the KL from itself on;
+    TRL's flag of this name only says where the KL is added"""
 
     # algorithm
     rloo_k: int = 2
@@ -175,12 +177,12 @@ class Policy(nn.Module):
 
     def forward(self, tokens, mask, positions, index, labels=None, cache=None):
         """
-        Args: tokens, positions [M, L]; mask [M, L] bool or [M, 1, L, L'] additive, None where nothing is padding; index
-        [C], the columns whose logits are read; labels [M, C], the tokens that these predict; cache, a transformers
+        Args: tokens, positions [W, L]; mask [W, L] bool or [W, 1, L, L'] additive, None where nothing is padding; index
+        [C], the columns whose logits are read; labels [W, C], the tokens that these predict; cache, a transformers
         cache, which is extended.
-        Returns: (log-probs, entropies), both [M, C] fp32, or without labels the logits / T [M, C, V] fp32.
+        Returns: (log-probs, entropies), both [W, C] fp32, or without labels the logits / T [W, C, V] fp32.
         """
-        hidden = models.hidden_states(self.model, tokens, mask, positions, cache)[:, index]  # [M, C, H]
+        hidden = models.hidden_states(self.model, tokens, mask, positions, cache)[:, index]  # [W, C, H]
         if labels is None:
             return self.logits(hidden)
         return utils.token_logprobs(self.logits, hidden, labels, self.logits_at_once // self.head.vocab_size)
@@ -204,9 +206,9 @@ class Reward(nn.Module):
         self.bias = getattr(model.config, "reward_bias", 0.0)
 
     def forward(self, tokens, mask, positions, index):
-        """Args: tokens, mask, positions as Policy's; index [M, C], the columns to read. Returns: scores [M, C] fp32."""
-        hidden = models.hidden_states(self.model, tokens, mask, positions)  # [M, L, H]
-        hidden = hidden.gather(1, index.unsqueeze(-1).expand(-1, -1, hidden.size(-1)))  # [M, C, H]
+        """Args: tokens, mask, positions as Policy's; index [W, C], the columns to read. Returns: scores [W, C] fp32."""
+        hidden = models.hidden_states(self.model, tokens, mask, positions)  # [W, L, H]
+        hidden = hidden.gather(1, index.unsqueeze(-1).expand(-1, -1, hidden.size(-1)))  # [W, C, H]
         # The head runs in fp32: bf16 scores between 2 and 4 would lie 1/64 apart. [RM-6]
         with torch.autocast(hidden.device.type, enabled=False):
             return self.model.score(hidden.float()).squeeze(-1) + self.bias
@@ -235,15 +237,15 @@ def pack(batch, n):
         p    x  .  .  .  .  .  .       the prompt's first token; the prompt is causal as well
         a1   x  x  x  x  .  .  .
         b2   x  x  x  .  .  x  x       b sees the prompt and its own past
-    With n = 1 this is an ordinary left-padded row with its ordinary mask [M, L].
+    With n = 1 this is an ordinary left-padded row with its ordinary mask [W, L].
     Args: batch, where n adjacent episodes have the same prompt; it may be trimmed, and then R is its width.
-    Returns: tokens, mask (bool [M/n, L] or additive [M/n, 1, L, L]), positions [M/n, L] with L = Q + n * R, and index
+    Returns: tokens, mask (bool [W, L] or additive [W, 1, L, L]), positions [W, L] with L = Q + n * R, and index
     [n * R], for each token of the responses the column whose logits predict it.
     """
     (_, Q), (_, R), device = batch.queries.shape, batch.responses.shape, batch.queries.device
-    query_mask = batch.query_mask[::n]  # [M/n, Q]
-    tokens = torch.cat([batch.queries[::n], batch.responses.reshape(-1, n * R)], 1)  # [M/n, L]
-    real = torch.cat([query_mask, batch.response_mask.reshape(-1, n * R)], 1)  # [M/n, L]
+    query_mask = batch.query_mask[::n]  # [W, Q]
+    tokens = torch.cat([batch.queries[::n], batch.responses.reshape(-1, n * R)], 1)  # [W, L]
+    real = torch.cat([query_mask, batch.response_mask.reshape(-1, n * R)], 1)  # [W, L]
     step = torch.arange(R, device=device).repeat(n)  # [n * R], 0 .. R-1 for each response
     # Positions restart with each response, as if it alone followed the prompt. [RLOO-10]
     positions = torch.cat([utils.positions_from_mask(query_mask), query_mask.sum(1, keepdim=True) + step], 1)
@@ -256,7 +258,7 @@ def pack(batch, n):
     # A token sees the prompt (owner 0) and the past of its own response. [RLOO-9]
     visible = (column.unsqueeze(1) >= column) & ((owner == 0) | (owner.unsqueeze(1) == owner))  # [L, L]
     # Padding sees itself. In fp16 the mask's lowest number is -inf, and a row that sees nothing would be NaN. [RLOO-11]
-    visible = (visible & real.unsqueeze(1)) | torch.eye(len(column), dtype=torch.bool, device=device)  # [M/n, L, L]
+    visible = (visible & real.unsqueeze(1)) | torch.eye(len(column), dtype=torch.bool, device=device)  # [W, L, L]
     return tokens, utils.additive(visible), positions, index
 
 
@@ -264,8 +266,7 @@ def response_logprobs(policy, batch, n):
     """Log-probs and entropies [M, R] fp32, 0 at padding, of a Batch of M episodes, n in a row."""
     M, R = batch.responses.shape
     batch = utils.trim(batch)
-    tokens, mask, positions, index = pack(batch, n)
-    outputs = policy(tokens, mask, positions, index, batch.responses.reshape(M // n, -1))  # two of [M/n, n * width]
+    outputs = policy(*pack(batch, n), labels=batch.responses.reshape(M // n, -1))  # two of [W, n * width]
     # Padding holds zeros and no sentinel, so that sums over a row need no mask. [REW-6]
     outputs = [x.reshape(batch.responses.shape) * batch.response_mask for x in outputs]  # [M, width]
     return [nn.functional.pad(x, (0, R - x.size(1))) for x in outputs]
@@ -278,7 +279,7 @@ def response_scores(reward_model, batch, n):
     tokens, mask, positions, _ = pack(batch, n)
     start = Q + R * torch.arange(n, device=tokens.device)  # [n], the first column of each response
     # The mask says which token is the last. Pad may equal EOS, so a search for an id could go wrong. [REW-2]
-    last = start + batch.response_mask.sum(1).reshape(-1, n) - 1  # [M/n, n]
+    last = start + batch.response_mask.sum(1).reshape(-1, n) - 1  # [W, n]
     return reward_model(tokens, mask, positions, last).reshape(-1)
 
 
@@ -292,8 +293,8 @@ def has_stopped(responses, mask, stop_ids):
 def missing_eos_scores(scores, ended, penalty, mode):
     """The EOS trick: a response that did not end pays `penalty` ("subtract"), or gets the score -penalty ("replace").
 
-    To add a constant to all scores changes no advantage under "subtract". Under "replace" it does, and the penalty can
-    even raise a low score.
+    To add a constant to all scores changes no advantage under "subtract", if scores are not clipped. Under "replace" it
+    does, and the penalty can even raise a low score.
     Args: scores [B] fp32; ended [B] bool; penalty, float or None. Returns: [B].
     Source: TRL v0.11.4, rloo_trainer.py (subtract); lm-human-preferences, train_policy.py (replace).
     """
@@ -315,7 +316,7 @@ def rloo_advantages(rewards, k):
     """Each reward minus the mean reward of its k - 1 siblings: A_i = R_i - (sum_j R_j - R_i) / (k - 1).
 
     Args: rewards [B], the k of a prompt adjacent; k >= 2. Returns: [B]; each group sums to 0.
-    Source: arXiv 2402.14740, equation 8.
+    Source: arXiv 2402.14740, the estimator RLOO_k.
     """
     rewards = rewards.reshape(-1, k)  # [P, k]
     # The baseline leaves out the response's own reward, so the gradient stays unbiased. Unlike GRPO there is no
@@ -349,8 +350,8 @@ def rloo_policy_loss(logprobs, old_logprobs, mask, advantages, cliprange):
     ratio = logratio.exp()
     losses1 = -advantages * ratio
     losses2 = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
-    # The larger loss counts. So leaving the range gains nothing, but a ratio on the wrong side keeps its gradient. At a
-    # ratio of 1 both have the same gradient, -A * grad log p, which is REINFORCE's. [RLOO-6]
+    # The larger loss counts. So leaving the range gains nothing, but a ratio that has left it at the other side, below
+    # 1 - c where A > 0 or above 1 + c where A < 0, keeps its gradient. [RLOO-6]
     losses = torch.max(losses1, losses2)
     return losses * mask, logratio, (losses2 > losses1) & mask
 
@@ -379,16 +380,16 @@ def evaluate(policy, sample, reference, score, prompts, stop_ids, args, accelera
     if not prompts:
         return {}, None
     policy.eval()
-    numbers = data.my_share(len(prompts), accelerator)  # padded, so that all processes have equally many
-    rows = [prompts[i % len(prompts)] for i in numbers.tolist()]
+    episodes = data.my_share(len(prompts), accelerator)  # Some come twice, so that all processes have equally many.
+    rows = [prompts[i % len(prompts)] for i in episodes.tolist()]
     queries, query_mask = utils.left_pad([row.ids for row in rows], accelerator.device)
     key = args.seed, EVALUATION, 0
     with accelerator.autocast():
-        responses, response_mask, logprobs = sample(policy, queries, query_mask, numbers, 1, key)  # [N / world, R]
+        responses, response_mask, logprobs = sample(policy, queries, query_mask, episodes, 1, key)  # [N / world, R]
         batch = Batch(queries, query_mask, responses, response_mask)
         ref_logprobs, _ = in_slices(response_logprobs, reference, batch, args.micro_batch_size, 1)
         rewards_of_each = score(rows, batch, 1)  # [N / world, F]
-    # The sampler's own log-probs are enough, because this KL is logged and trains nothing.
+    # The log-probs of what sampled are good enough for this KL, because it is only logged.
     gathered = accelerator.gather((responses, response_mask, (logprobs - ref_logprobs).sum(1), rewards_of_each))
     responses, response_mask, kl, rewards_of_each = (x[: len(prompts)] for x in gathered)
     ended = has_stopped(responses, response_mask, stop_ids)
@@ -419,7 +420,7 @@ def main(args: Args):
     accelerator = engines.start(args)  # one process, DDP, FSDP2 or DeepSpeed; it trains missing toy stages, then seeds
     device, world, rank = accelerator.device, accelerator.num_processes, accelerator.process_index
     k, B, R = args.rloo_k, args.batch_size, args.response_length
-    numbers = torch.arange(B, device=device)  # [B], the number of each episode in its update
+    episodes = torch.arange(B, device=device)  # [B], the number of each episode in its update
     mine = slice(rank * B // world, (rank + 1) * B // world)  # those of this process
     one_step = args.num_ppo_epochs * args.num_mini_batches == 1
 
@@ -427,8 +428,8 @@ def main(args: Args):
     tokenizer, policy, reference, reward_model = load_models(args, engines.loading_device(accelerator))
     stop_ids = models.stop_ids(tokenizer, args.stop_token, "--stop_token", device)  # [S]
     prompts, held_out = data.load_prompts(args, tokenizer, room=models.context(policy, reward_model) - R)
-    # A forward takes `size` episodes, n in a row, and the sampler rollout_n in a row. `layout.choose` packs only where
-    # it finds that packed and plain rows have the same log-probs and scores.
+    # A forward takes `size` episodes, n packed in each row (n divides size and k), and the sampler packs rollout_n.
+    # `layout.choose` packs only where it finds that packed and plain rows have the same log-probs and scores.
     packing = layout.choose(args, k, policy, reward_model, prompts, response_logprobs, response_scores)
     n, size = packing.n, packing.size
     # score(rows, batch, n) gives each response F rewards, NaN where one does not apply: the reward model's, which reads
@@ -470,14 +471,14 @@ def main(args: Args):
         with torch.no_grad(), accelerator.autocast():
             key = args.seed, TRAINING, update
             responses, response_mask, sampled_logprobs = sample(
-                policy, queries[mine], query_mask[mine], numbers[mine], packing.rollout_n, key
+                policy, queries[mine], query_mask[mine], episodes[mine], packing.rollout_n, key
             )  # [B / world, R]
             run.lap("rollout")
 
             # ---- 2. Scores: the rewards, and the log-probs that the KL and the ratio start from ----------------------
             batch = Batch(queries[mine], query_mask[mine], responses, response_mask)
             ref_logprobs, _ = in_slices(response_logprobs, reference, batch, size, n)
-            old_logprobs = sampled_logprobs  # With one step only the KL and the logged entropy need them.
+            old_logprobs = sampled_logprobs  # With one step only the KL and the logged entropy use them.
             if not one_step or args.sampler != "own" or args.overlap:
                 # The ratio compares two forwards of the same code, so that it starts at 1 up to rounding. Where
                 # something else has sampled, KL and weights need this policy's log-probs as well. [GEN-9]
@@ -493,9 +494,9 @@ def main(args: Args):
 
         # ---- 3. Rewards: one for each response -----------------------------------------------------------------------
         #   response        a    b   EOS   .    .      nothing is sampled after the stop token
-        #   response_mask   1    1    1    0    0      the stop token is an action as well: it has a log-prob and a KL
+        #   response_mask   1    1    1    0    0      the stop token counts as well: it has a log-prob and a KL
         ended = has_stopped(responses, response_mask, stop_ids)  # [B]
-        # A score is the weighted sum of the rewards. NaN: a reward does not apply to this kind of prompt. [REW-4]
+        # A score is the weighted sum of the F rewards. NaN: one does not apply to this kind of prompt. [REW-4]
         scores = (rewards_of_each * score.weights).nansum(1)  # [B]
         scores = missing_eos_scores(scores, ended, args.missing_eos_penalty, args.missing_eos_mode)  # [B]
         shaped_scores = shape_scores(scores, args.normalize_reward, args.reward_clip_range)  # [B]
@@ -530,11 +531,11 @@ def main(args: Args):
                     with engines.accumulate(accelerator, policy, is_last=i + 1 == len(micro_batches)):
                         logprobs, entropies = response_logprobs(policy, micro_batch, n)  # [M, R]
                         # With one step per rollout the policy is compared with itself, so the ratio is exactly 1 and
-                        # rounding cannot trigger the clip. [RLOO-7]
+                        # rounding cannot trigger the clip. The gradient is then REINFORCE's, -A * grad log p. [RLOO-7]
                         old = logprobs.detach() if one_step else old_logprobs[m]
                         losses, logratio, clipped = rloo_policy_loss(
                             logprobs, old, response_mask[m], advantages[m], args.cliprange
-                        )
+                        )  # [M], or [M, R] where an action is a token
                         # The whole minibatch's count makes micro-batches add up to its gradient. [OPT-5]
                         loss = losses.sum() / num_actions
                         accelerator.backward(loss * world)  # The engines average over processes, but we sum. [OPT-6]
@@ -546,7 +547,8 @@ def main(args: Args):
                     means.add(of_actions, is_action[m])
                     means.add({"policy/entropy_avg": entropies}, response_mask[m])
                     means.add_ratios(logratio, is_action[m])
-                    if epoch == number == 0:  # before the first step: rounding, another engine, or --overlap [LOG-6]
+                    if epoch == number == 0:  # before the first step [LOG-6]
+                        # rounding, another engine, or --overlap; and rounding alone
                         means.add_max("val/logprob_gap", (logprobs - sampled_logprobs[m]).abs())
                         means.add_max("val/first_ratio", logratio.abs().clamp(max=20).exp())
                 norm = engines.clip_and_step(accelerator, policy, optimizer, args.max_grad_norm, run, number)
@@ -566,7 +568,7 @@ def main(args: Args):
             "objective/non_score_reward": -args.kl_coef * kl.sum(1).mean(),  # the number that is added [LOG-5]
             "objective/rlhf_reward": rlhf_rewards.mean(),
             "objective/entropy": -(logged * response_mask).sum(1).mean(),  # without padding [LOG-1]
-            "val/equal_scores": in_equal_group(scores, k if k > 1 else B).float().mean(),
+            "val/equal_scores": in_equal_group(scores, k if k > 1 else B).float().mean(),  # k = 1: one group
             "val/num_eos_tokens": (response_mask & (responses == tokenizer.eos_token_id)).sum(),
             "val/num_stop_token_ids": ended.sum() if len(stop_ids) else 0,
             "val/sequence_lengths": response_mask.sum(1).float().mean(),

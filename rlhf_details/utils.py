@@ -20,12 +20,12 @@ from transformers import DynamicCache
 
 # ---- text -> token ids -----------------------------------------------------------------------------------------------
 def encode(tokenizer, prompt, completion=None, end=None):
-    """Token ids of a prompt, or (the prompt's, the completion's with the token that ends it).
+    """Token ids of a prompt; with a completion the pair (the prompt's, the completion's with the token that ends it).
 
-    Args: prompt, completion: strings, or lists of token ids, which are kept as they are; end: None for plain strings,
-    and for a chat template's the ids that it writes after a turn, the stop token first. A chat's prompt is the string
-    `tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)`, and its completion what the
-    template adds to this string when it is given the answer as well (plumbing/chat.py).
+    Args: prompt, completion: strings, or lists of token ids, which are kept as they are; end: None where they are plain
+    strings, and for chats the ids that the chat template writes after a turn, the stop token first. A chat's prompt is
+    the string `tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)`, and its completion
+    what the template adds to this string when it is given the answer as well (plumbing/chat.py).
     """
     if isinstance(prompt, list):
         return prompt if completion is None else (prompt, completion)
@@ -56,7 +56,8 @@ def masked_whiten(x, mask, shift_mean=True):
 
     Source: openai/lm-human-preferences, lm_human_preferences/utils/core.py.
     """
-    # Subtract one entry first: equal entries become exactly 0, and not rounding errors over 1e-4, the root of 1e-8.
+    # Subtract one entry first: equal entries become exactly 0. Else their rounding errors would be divided by 1e-4, the
+    # root of 1e-8.
     first = x.take(mask.int().argmax())
     x = x - first
     mean = masked_mean(x, mask)
@@ -242,7 +243,8 @@ def gumbel_noise(keys, vocab_size):
     # This is hash32(key ^ hash of the token id), and its first, linear step is done for keys and tokens apart. Each
     # operation here and below is a pass over [B, V] for each token of a response, so they are few and in place.
     x = start_of_hash(keys).unsqueeze(1) ^ hashed_tokens(vocab_size, keys.device)  # [B, V]
-    # A shift fills up with the sign bit. The last one lets it through, so that the XOR clears it: 31 bits are left.
+    # >> fills up with the sign bit. `kept` leaves it in bit 31 of the last shift, so the XOR clears that bit, and 31
+    # bits are left.
     return gumbel_of_bits(end_of_hash(x, kept=0x8000FFFF - (1 << 32)))
 
 
@@ -255,42 +257,42 @@ def hashed_tokens(vocab_size, device):
 def gumbel_of_bits(bits):
     """Standard Gumbel noise, fp32, of 31 random bits in int32.
 
-    They make u in (0, 1). Large noise decides an argmax, and -log(-log(1 - u)) makes it from small u, where floats are
-    dense. It reaches 22, while -log(-log(u)) would end at about 17.
+    They make u = (bits + 1/2) / 2^31, clamped below 1. Large noise decides an argmax, and -log(-log(1 - u)) makes it
+    from small u, where floats are dense. It reaches 22, while -log(-log(u)) would end at about 17.
     """
     minus_u = torch.add(torch.tensor(-(2.0**-32)), bits, alpha=-(2.0**-31)).clamp_(min=2.0**-24 - 1)
     return minus_u.log1p_().neg_().log_().neg_()
 
 
 # ---- the sampler -----------------------------------------------------------------------------------------------------
-def sample(policy, queries, query_mask, rows, n, response_length, stop_ids, key, size):
+def sample(policy, queries, query_mask, episodes, n, response_length, stop_ids, key, size):
     """A response to each query, token by token from softmax(logits / T), without top-k, top-p or a generation_config.
 
     A token is argmax(logits / T + Gumbel noise), which is a draw from the softmax. The noise depends on (key, number of
     the episode, step, token id) alone, so episodes may be grouped, sliced and spread over processes at will.
     Args: policy(tokens, mask, positions, index, cache=cache) -> logits / T [.., len(index), V], in eval mode, where the
-    mask is None if nothing is padding; queries, query_mask [B, Q], where n adjacent episodes have the same prompt; rows
-    [B], the episodes' numbers; stop_ids [S], which may be empty; key, e.g. (seed, TRAINING, update); size, how many
-    episodes are sampled at a time, a multiple of n.
+    mask is None if nothing is padding; queries, query_mask [B, Q], where n adjacent episodes have the same prompt;
+    episodes [B], the number of each in its update; stop_ids [S], which may be empty; key, e.g. (seed, TRAINING,
+    update); size, how many episodes are sampled at a time, a multiple of n.
     Returns: responses [B, R] int64, mask [B, R] bool (True up to and including the stop token), log-probs [B, R] fp32.
     """
     found = [
-        sample_slice(policy, queries[m], query_mask[m], rows[m], n, response_length, stop_ids, key)
-        for m in slices(len(rows), size)
+        sample_slice(policy, queries[m], query_mask[m], episodes[m], n, response_length, stop_ids, key)
+        for m in slices(len(episodes), size)
     ]
     return [torch.cat(results) for results in zip(*found, strict=True)]
 
 
 @torch.no_grad()
-def sample_slice(policy, queries, query_mask, rows, n, response_length, stop_ids, key):
-    """As `sample`, of all rows at once."""
+def sample_slice(policy, queries, query_mask, episodes, n, response_length, stop_ids, key):
+    """As `sample`, of all episodes at once."""
     # The prompt of a row is computed once: [P, Q] with P = B / n.
     queries, query_mask = queries[::n], query_mask[::n]
     first, num_real = torch.stack([query_mask.any(0).int().argmax(), query_mask.sum()]).tolist()
     queries, query_mask = queries[:, first:], query_mask[:, first:]  # Columns before it are padding in every row.
-    (P, Q), B, device = queries.shape, len(rows), queries.device
+    (P, Q), B, device = queries.shape, len(episodes), queries.device
     is_padded = num_real < P * Q
-    keys = keys_of_rows(key, rows)
+    keys = keys_of_rows(key, episodes)
     responses = torch.zeros(B, response_length, dtype=torch.long, device=device)
     mask = torch.zeros(B, response_length, dtype=torch.bool, device=device)
     logprobs = torch.zeros(B, response_length, device=device)
@@ -353,7 +355,7 @@ def correct_for_sampler(advantages, logratio, mask, args):
         logratio, mask = logratio.sum(1), mask.any(1)  # [B]
     ratio, cap = logratio.exp(), args.sampler_cap
     cut = (ratio > cap) | ((ratio < 1 / cap) & (args.sampler_correction == "mask"))
-    # Without a bound one response that the sampler found unlikely could be worth a thousand others. [GEN-15]
+    # "none" has no weights. The others bound what one response can be worth that the sampler found unlikely. [GEN-15]
     kinds = {"none": torch.ones_like(ratio), "truncate": ratio.clamp(max=cap), "mask": ratio.masked_fill(cut, 0)}
     weights = kinds[args.sampler_correction]
     metrics = {"val/sampler_weight": masked_mean(weights, mask), "val/sampler_cut": masked_mean(cut.float(), mask)}

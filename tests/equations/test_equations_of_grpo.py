@@ -167,7 +167,8 @@ def test_grpo_9_a_long_response_pays_by_the_formula():
     expected = [0 if length <= 10 - 4 else (10 - 4 - length) / 4 for length in range(1, 11)]
     assert expected[-1] == -1
     close(train_grpo.overlong_scores(torch.zeros(10), mask, 4), expected)
-    assert train_grpo.overlong_scores(torch.ones(10), mask, None).tolist() == [1] * 10
+    for nothing in (None, 0):
+        assert train_grpo.overlong_scores(torch.ones(10), mask, nothing).tolist() == [1] * 10
 
 
 @pytest.mark.parametrize(
@@ -178,8 +179,8 @@ def test_grpo_9_a_long_response_pays_by_the_formula():
         (dict(cliprange_high=0.28), (0.2, 0.28, "token")),
         (dict(objective="gspo"), (3e-4, 4e-4, "response")),
         (dict(objective="gspo", cliprange=0.01, loss_normalization="token"), (0.01, 0.01, "token")),
-        (dict(objective="cispo"), (0.2, 4.0, "token")),
-        (dict(objective="cispo", cliprange_high=1.0, cliprange=0.1), (0.1, 1.0, "token")),
+        (dict(objective="cispo"), (None, 4.0, "token")),
+        (dict(objective="cispo", cliprange_high=1.0), (None, 1.0, "token")),
     ],
 )
 def test_an_objective_takes_its_own_values_where_none_are_given(given, taken):
