@@ -1,0 +1,42 @@
+"""examples/reasoning/tasks.py: rows that hold nothing of the test, and rewards that tell brevity from a right answer."""
+
+import importlib.util
+import json
+
+import pytest
+from helpers import ROOT
+
+pytestmark = pytest.mark.slow  # CI has the package in its slow part.
+
+
+@pytest.fixture(scope="module")
+def tasks():
+    pytest.importorskip("reasoning_gym")
+    spec = importlib.util.spec_from_file_location("tasks", ROOT / "examples/reasoning/tasks.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_rows_are_the_same_each_time_and_training_shares_no_question_with_the_test(tasks):
+    train, test, new = tasks.train(), tasks.test(), tasks.new_kinds()
+    assert (len(train), len(test), len(new)) == (600, 128, 64) and train == tasks.train()
+    questions = [[json.loads(row["entry"])["question"] for row in rows] for rows in (train, test, new)]
+    assert len({*questions[0], *questions[1], *questions[2]}) == 600 + 128 + 64
+    assert not {row["kind"] for row in train} & {row["kind"] for row in new}
+    for row in (*train[:4], *new[:2]):
+        assert [turn["role"] for turn in row["messages"]] == ["user", "assistant", "user"]
+        assert row["messages"][0] != row["messages"][2]
+
+
+def test_an_answer_among_words_has_a_part_of_the_point_and_says_it_all_the_same(tasks):
+    rows = tasks.train()
+    product = next(row for row in rows if row["kind"] == "products")
+    name = next(row for row in rows if row["kind"] == "needle_haystack")
+    answers = [json.loads(row["entry"])["answer"] for row in (product, name)]
+    texts = [answers[0], f"It is {answers[0]}", "-1", f"{answers[1]}\n", f"That is {answers[1]}.", "Nobody"]
+    columns = {key: [product[key]] * 3 + [name[key]] * 3 for key in ("kind", "entry")}
+    scores = tasks.score([""] * 6, texts, **columns)
+    assert scores[0] == scores[3] == 1 and 0 < scores[1] < 1 and scores[2] == 0 and scores[4] < 1 and scores[5] == 0
+    assert tasks.right([""] * 6, texts, **columns) == [True, False, False, True, False, False]
+    assert tasks.says_it([""] * 6, texts, **columns) == [True, True, False, True, True, False]
