@@ -7,12 +7,12 @@ Short reasoning tasks whose answers the package reasoning-gym makes and checks (
                    examples/reasoning/tasks.py:new_kinds   64 rows: kinds that training lacks
     --reward_fn examples/reasoning/tasks.py:score         the package's own score of each answer, 0 to 1
                 examples/reasoning/tasks.py:right         True where this score is 1
-                examples/reasoning/tasks.py:says_it       True where the last number or word of the answer is the right one
+                examples/reasoning/tasks.py:says_it       True where its last number or word is the right one
 
 A row has the columns messages, kind and entry (JSON of the package's own entry). Its messages begin with one worked
-example of the kind, because without them the small model explains and never answers.
+example of the kind, because without it the small model explains and never answers.
 
-The package gives an answer that holds the right one among other words len(right one) / len(answer) of a point. So a model
+Where the right answer stands among other words, the package gives len(right one) / len(answer) of a point. So a model
 that stops explaining has a higher `score`, and reasons no better. `says_it` tells the two apart.
 """
 

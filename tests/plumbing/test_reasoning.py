@@ -1,4 +1,4 @@
-"""examples/reasoning/tasks.py: rows that hold nothing of the test, and rewards that tell brevity from a right answer."""
+"""examples/reasoning/tasks.py: rows without those of the test, rewards that tell brevity from a right answer."""
 
 import importlib.util
 import json
