@@ -62,7 +62,7 @@ MUTATIONS = [
     ("MODEL-3", MODELS, "torch.float32", "torch.bfloat16"),
     ("MODEL-4", PPO, "models.frozen_copy(policy)", "Policy(policy.model, args.temperature)"),
     ("MODEL-4", RLOO, "models.frozen_copy(policy)", "Policy(policy.model, args.temperature)"),
-    ("MODEL-5", MODELS, "if missing", "if misfits"),
+    ("MODEL-5", MODELS, "if missing", "if not missing"),
     ("SFT-1", SFT, "if completion_only", "if True"),
     ("SFT-2", SFT, "is_target[:, 1:]", "is_target[:, :-1]"),
     ("SFT-3", SFT, "losses.sum() / num_targets", "losses.mean() / len(micro_batches)"),

@@ -227,7 +227,7 @@ def save_folder(args, model, tokenizer, weights, card=None):
     with replacing(Path(args.output_dir).resolve()) as folder:
         if hasattr(model, "peft_config"):
             models.save_adapter(model, folder / "adapter", getattr(args, "sft_model_path", None) or args.base_model)
-            models.save_tokenizer(tokenizer, folder / "adapter")  # So that the adapters can be loaded by themselves.
+            tokenizer.save_pretrained(folder / "adapter")  # So that the adapters can be loaded by themselves.
             model, weights = models.merge_adapters(model), None
         if weights is not None:  # Buffers are no parameters, but belong to the model.
             parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -240,8 +240,7 @@ def save_folder(args, model, tokenizer, weights, card=None):
             if tokenizer.eos_token_id is not None:  # Plain `generate` shall stop where we do.
                 generation.eos_token_id = stop_list(args, tokenizer)
             generation.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
-        models.save_tokenizer(tokenizer, folder)
-        models.write_older_names(folder)
+        tokenizer.save_pretrained(folder)
         (folder / "training_args.json").write_text(json.dumps(dataclasses.asdict(args), indent=1))
         if card is not None:
             (folder / "README.md").write_text(card, encoding="utf-8")

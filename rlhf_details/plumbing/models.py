@@ -1,16 +1,17 @@
 """Models and tokenizers: they are loaded or made, refused where they do not fit, and given adapters (LoRA)."""
 
+import contextlib
 import copy
 import inspect
 import json
 import math
 import os
-import re
 import zlib
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from tokenizers import ByteLevelBPETokenizer, processors
 from transformers import (
     AttentionMaskInterface,
@@ -32,7 +33,7 @@ from rlhf_details.plumbing import chat, cli, engines, errors
 
 # Weights are read from safetensors files alone, because the older kind are pickles, which can run any code.
 # They are held in fp32, because a bf16 weight would swallow a step of 3e-6. [MODEL-3]
-# Weights whose shapes do not fit are counted here and refused by `load`.
+# Weights whose shapes do not fit are listed, and refused by `load`, since the library's error does not name them.
 LOADING = {"dtype": torch.float32, "use_safetensors": True}
 LOADING |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
 
@@ -53,12 +54,9 @@ def load_tokenizer(path, flag, args):
         cli.fail(f"{flag} {path}: has no {'tokenizer' if tokenizer is None else 'EOS token'}")
     model = base_of(path, flag) or path
     name, revision = errors.split(model)
-    with cli.reading(flag, path):
-        try:
-            ends = GenerationConfig.from_pretrained(name, revision=revision).eos_token_id
-        except OSError:  # Many models have none. Their config may have a list. A single id there may be a default.
-            ends = getattr(read(AutoConfig, model, flag, args), "eos_token_id", None)
-            ends = ends if isinstance(ends, list) else None
+    ends = None
+    with cli.reading(flag, path), contextlib.suppress(OSError):  # Many models have no generation_config.json.
+        ends = GenerationConfig.from_pretrained(name, revision=revision).eos_token_id
     tokenizer.generation_eos = ends if isinstance(ends, list) else [ends] * (ends is not None)  # for chat.end_ids
     return tokenizer
 
@@ -129,9 +127,8 @@ def stop_ids(tokenizer, text, flag, device=None):
         if len(ids) > 1:
             cli.say(f"{flag} eos: a response ends with {' or '.join(map(tokenizer.decode, ids))}")
     elif text != "none":
-        # Some vocabularies spell bytes as other characters, so an entry counts only if it decodes to the text.
         ids = [tokenizer.get_vocab().get(text)]
-        if ids == [None] or tokenizer.decode(ids).strip() != text.strip("▁ "):
+        if ids == [None]:
             before, (*others, i) = (tokenizer(words, add_special_tokens=False).input_ids for words in ("a", f"a{text}"))
             if others != before or i == tokenizer.unk_token_id:
                 cli.fail(f"{flag} {text!r}: not one token of the vocabulary")
@@ -190,21 +187,17 @@ def name_of_cache(model):
 def load_policy(path, flag, args):
     """A causal language model (folder or Hub name) in fp32. Adapters are merged into the model that they belong to."""
     if base := base_of(path, flag):
-        merged = load_merged(load_policy(base, f"{flag} {path}: base model", args), path, flag)
-        return set_up(merged, path, flag, args)
+        model, _ = merged(load_policy(base, f"{flag} {path}: base model", args), path, flag, args)
+        return set_up(model, path, flag, args)
     model, info = load(AutoModelForCausalLM, path, flag, args)
-    wrong = {f"lacks {name}" for name in info["missing_keys"]}
-    wrong |= {f"has {name}" for name in info["unexpected_keys"] if name.startswith("score.")}
+    wrong = [f"lacks {name}" for name in info["missing_keys"]]
+    wrong += [f"has {name}" for name in info["unexpected_keys"] if name.startswith("score.")]
     if wrong:
         cli.fail(f"{flag} {path}: not a causal language model (it {', '.join(sorted(wrong))})")
     takes_cache = any(accepts(m, name_of_cache(m))[0] for m in (model, model.base_model))
     if not takes_cache or set(getattr(model.config, "layer_types", None) or []) == {"linear_attention"}:
         kind = model.config.model_type
         cli.fail(f"{flag} {path}: a {kind} cannot be sampled: it has no cache of keys and values")
-    for name, value in vars(model.config.get_text_config()).items():
-        if "jitter" in name and value:  # A router with jitter would put noise into the log-probs.
-            kind = model.config.model_type
-            cli.fail(f"{flag} {path}: a {kind} draws random numbers in training mode ({name} {value})")
     return set_up(model, path, flag, args)
 
 
@@ -216,32 +209,24 @@ def load_scalar_model(path, flag, args):
 def load_reward_model(path, args, flag="--reward_model_path", allow_untrained=False):
     """A sequence-classification model with one label, in fp32. A head that would be made up here is refused.
 
-    allow_untrained, or the flag of that name, accepts any model and draws its head at random, for dummy runs and for
-    training to start from. Of adapters without a head it takes the trunk of the merged model.
+    allow_untrained, or the flag of that name, accepts a model without a head and draws one at random, for dummy runs
+    and for training to start from.
     """
     allow_untrained = allow_untrained or args.allow_untrained_reward_model
     if base := base_of(path, flag):
-        model = load_reward_model(base, args, f"{flag} {path}: base model", True)
-        _, shapes, metadata = adapter_file(path, flag)
-        if any(name.endswith(".score.weight") for name in shapes):
-            model.config.reward_bias = float(metadata.get("reward_bias", getattr(model.config, "reward_bias", 0.0)))
-            return set_up(load_merged(model, path, flag), path, flag, args)
-        if not allow_untrained:
-            cli.fail(f"{flag} {path}: not a trained reward model (these adapters come without the weights of `score`)")
-        policy = load_policy(path, flag, args)
-        model.resize_token_embeddings(policy.get_input_embeddings().num_embeddings, mean_resizing=False)
-        model.base_model.load_state_dict(policy.base_model.state_dict())
-        return model
-    # Some configurations do not say that there is one label, and the library would take them to mean two.
-    model, info = load(AutoModelForSequenceClassification, path, flag, args, num_labels=1)
+        model = load_reward_model(base, args, f"{flag} {path}: base model", allow_untrained=True)
+        model, has_head = merged(model, path, flag, args)
+        missing = [] if has_head else ["score.weight"]
+    else:
+        # Some configurations do not say that there is one label, and the library would take them to mean two.
+        model, info = load(AutoModelForSequenceClassification, path, flag, args, num_labels=1)
+        missing = sorted(info["missing_keys"])
     if not hasattr(model, "score"):
         cli.fail(f"{flag} {path}: {type(model).__name__} has no linear head `score` on a causal model")
-    misfits = [f"{name} has the shape {list(found)}" for name, found, _ in info["mismatched_keys"]]
-    missing = ", ".join(misfits or [f"it lacks {name}" for name in sorted(info["missing_keys"])])
     # The library only warns of a head without trained weights, and the rewards would be noise. [MODEL-5]
     if missing and not allow_untrained:
         hint = "train_reward.py trains one, --allow_untrained_reward_model lets a dummy run continue"
-        cli.fail(f"{flag} {path}: not a trained reward model with one label ({missing}); {hint}")
+        cli.fail(f"{flag} {path}: not a trained reward model (it lacks {', '.join(missing)}); {hint}")
     return set_up(model, path, flag, args)
 
 
@@ -250,12 +235,8 @@ def load(kind, path, flag, args, **options):
     options |= LOADING | {"attn_implementation": args.attn_implementation}
     kernel = args.attn_implementation and f"--attn_implementation {args.attn_implementation} with "
     model, info = read(kind, path, f"{kernel or ''}{flag}", args, **options)  # The kernel may be what cannot be had.
-    misfits = [key for key in info["mismatched_keys"] if not key[0].startswith("score.")]
-    if misfits:
-        name, found, expected = misfits[0]
-        cli.fail(f"{flag} {path}: {name} has the shape {list(found)}, and config.json asks for {list(expected)}")
-    if model.base_model is model:
-        cli.fail(f"{flag} {path}: a {model.config.model_type} has no trunk without its head (its base_model is itself)")
+    for name, found, expected in info["mismatched_keys"]:
+        cli.fail(f"{flag} {path}: {name} has the shape {list(found)}, and {list(expected)} is expected")
     return model, info
 
 
@@ -280,9 +261,7 @@ def prepare(model, args):
     """
     AttentionMaskInterface.register("sdpa", sdpa_mask_unread)
     if getattr(args, "gradient_checkpointing", False):
-        # The second name is that of older versions of transformers, and deprecated in newer ones.
-        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-        enable({"use_reentrant": False})
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
 
 
@@ -390,33 +369,6 @@ def make_small(args, rows):
     return tokenizer, prepare(GPTNeoXForCausalLM(config), args)
 
 
-# ---- saving, for transformers 4.57 and converters as well: transformers 5 has changed names -----------------------
-def save_tokenizer(tokenizer, folder):
-    """Writes a tokenizer to a folder, so that older versions of transformers can load it as well."""
-    tokenizer.save_pretrained(folder)
-    file = Path(folder) / "tokenizer_config.json"
-    saved = {"model_input_names": tokenizer.model_input_names} | json.loads(file.read_text())
-    if saved["tokenizer_class"] == "TokenizersBackend":
-        saved["tokenizer_class"] = "PreTrainedTokenizerFast"  # This is the same class in both.
-    if isinstance(saved.get("extra_special_tokens"), list):
-        saved["additional_special_tokens"] = saved.pop("extra_special_tokens")
-    file.write_text(json.dumps(saved, indent=2, ensure_ascii=False))
-
-
-def write_older_names(folder):
-    """Adds older names to a saved config.json. Without them a rope_theta of the model's own is taken for 10,000."""
-    file = Path(folder) / "config.json"
-    config = json.loads(file.read_text())
-    rope = config.get("rope_parameters") or {}
-    if "rope_theta" in rope:  # In some models each kind of layers has values of its own.
-        config |= {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
-        if config["model_type"] == "gpt_neox":
-            config |= {"rotary_emb_base": rope["rope_theta"], "rotary_pct": rope["partial_rotary_factor"]}
-        if rope["rope_type"] != "default":
-            config["rope_scaling"] = rope
-        file.write_text(json.dumps(config, indent=2))
-
-
 # ---- LoRA (arXiv 2106.09685) by the library peft, whose layers take the place of a model's linear layers -------------
 def add_adapters(model, rank):
     """Freezes a model and adds adapters to train: W x becomes W x + 2 B A x, with A [rank, in], B [out, rank].
@@ -431,33 +383,14 @@ def add_adapters(model, rank):
 
     kind = "SEQ_CLS" if hasattr(model, "score") else "CAUSAL_LM"
     config = LoraConfig(target_modules="all-linear", task_type=kind, r=rank, lora_alpha=2 * rank, lora_dropout=0.0)
-    shapes = {name: x.shape for name, x in model.state_dict().items()}
     try:
         model.lora = [LoraModel(model, config, "default")]
-        # A run must not end with a model that cannot be saved, so this is tried on a copy that has no weights.
-        merged = merge_adapters(engines.without_weights(model)).state_dict()
-        if {name: x.shape for name, x in merged.items()} != shapes:
-            raise ValueError("the merged model has other weights than the model")
-    except Exception as e:  # peft has many ways to refuse a model.
-        cli.fail(f"--lora_rank {rank}: peft cannot adapt a {model.config.model_type} ({type(e).__name__}: {e})")
-    tell_of_adapters(model, rank)
+    except ValueError as e:
+        cli.fail(f"--lora_rank {rank}: peft cannot adapt a {model.config.model_type} ({errors.in_one_line(e)})")
     if hasattr(model, "score"):
         model.score.requires_grad_(True)
+    cli.say(f"LoRA: {model.num_parameters(True):,} of {model.num_parameters():,} parameters are trained")
     return model
-
-
-def tell_of_adapters(model, rank):
-    """Says which kinds of matrices have adapters, and which have none. Embeddings and heads do not count."""
-    head = model.get_output_embeddings(), getattr(model, "score", None)
-    others = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding) or m in head}
-    kinds = {True: {}, False: {}}  # by whether a matrix has adapters
-    for name, p in model.named_parameters():
-        if p.dim() > 1 and ".lora_" not in name and p not in others:
-            # "model.layers.0.mlp.down_proj.base_layer.weight" is one of the kind "mlp.down_proj".
-            kind = name.replace(".base_layer", "").removesuffix(".weight")
-            kinds[".base_layer" in name][re.split(r"\.\d+\.", kind)[-1]] = None
-    none = f"; none on {', '.join(kinds[False])}" if kinds[False] else ""
-    cli.say(f"LoRA: adapters of rank {rank} on {', '.join(kinds[True])}{none}")
 
 
 def frozen_copy(policy):
@@ -477,10 +410,8 @@ class WithoutAdapters(torch.nn.Module):
     def forward(self, *args, **kwargs):
         (lora,) = self.model.lora
         lora.disable_adapter_layers()
-        try:
-            outputs = self.reads[0](*args, **kwargs)
-        finally:
-            lora.enable_adapter_layers()
+        outputs = self.reads[0](*args, **kwargs)
+        lora.enable_adapter_layers()
         return outputs[:2] if isinstance(outputs, tuple) else outputs  # without the values of a critic
 
 
@@ -501,19 +432,17 @@ def merge_adapters(model):
 def save_adapter(model, folder, base_model):
     """Writes a folder that PeftModel.from_pretrained loads over base_model, the path that the model was loaded from."""
     from peft import get_peft_model_state_dict
-    from safetensors.torch import save_file
 
-    Path(folder).mkdir(parents=True, exist_ok=True)
     config = model.peft_config["default"]
     # A path stays as it was given: another machine has no folder of this one, but may have the same ones below its own.
     config.base_model_name_or_path, config.revision = errors.split(str(base_model))
     config.inference_mode = True
     config.save_pretrained(folder)
-    metadata = {"format": "pt"}
-    weights = {f"base_model.model.{name}": x for name, x in get_peft_model_state_dict(model).items()}
+    weights, metadata = get_peft_model_state_dict(model), {"format": "pt"}
     if hasattr(model, "score"):  # A new head belongs to the adapters, as in peft's own SEQ_CLS, and so does its bias.
-        weights["base_model.model.score.weight"] = model.score.weight
+        weights["score.weight"] = model.score.weight
         metadata["reward_bias"] = str(getattr(model.config, "reward_bias", 0.0))
+    weights = {f"base_model.model.{name}": x for name, x in weights.items()}
     save_file(weights, Path(folder) / "adapter_model.safetensors", metadata=metadata)
 
 
@@ -521,33 +450,31 @@ def base_of(path, flag):
     """The model that adapters (a folder or Hub name) belong to, or None where the path holds no adapters."""
     name, revision = errors.split(path)
     with cli.reading(flag, path):
-        if not (file := find_adapter_config_file(name, revision=revision)):
-            return None
-        config = json.loads(Path(file).read_text())
-        if not config["base_model_name_or_path"]:
-            raise ValueError("adapter_config.json names no base_model_name_or_path")
-    return "@".join(filter(None, (config["base_model_name_or_path"], config.get("revision"))))
+        file = find_adapter_config_file(name, revision=revision)
+        config = json.loads(Path(file).read_text()) if file else {}
+    return "@".join(filter(None, (config.get("base_model_name_or_path"), config.get("revision")))) or None
 
 
-def adapter_file(path, flag):
-    """(file, {name: shape}, its metadata) of adapters. The older adapter_model.bin is a pickle, and is not read."""
-    name, revision = errors.split(path)
-    with cli.reading(flag, path):
-        file = cached_file(name, "adapter_model.safetensors", revision=revision)
-        with safe_open(file, "pt") as saved:
-            names = saved.keys()
-            return file, {name: saved.get_slice(name).get_shape() for name in names}, saved.metadata() or {}
+def merged(model, path, flag, args):
+    """(a base model with the adapters of a path merged into its weights, whether they have the head of a reward model).
 
-
-def load_merged(model, path, flag):
-    """A base model with the adapters of a path merged into its weights, all of them trained."""
+    As peft's AutoPeftModel does, it gives the model the tokens of the tokenizer that stands beside the adapters.
+    """
     cli.need("peft", "peft", f"{flag} {path}, which holds adapters")
-    from peft import PeftModel
+    from peft import PeftConfig, PeftModel
 
-    (file, shapes, _), embedding = adapter_file(path, flag), model.get_input_embeddings()
-    (own,) = (name for name, m in model.named_modules() if m is embedding)
-    rows = [shape[0] for name, shape in shapes.items() if f".{own}." in name and name.endswith(".weight")]
+    name, revision = errors.split(path)
+    tokenizer = find_tokenizer(path, flag, args)
     with cli.reading(flag, path):
-        if rows and rows[0] != embedding.num_embeddings:  # The adapters were trained with tokens that the base lacks.
-            model.resize_token_embeddings(rows[0], mean_resizing=False)
-        return PeftModel.from_pretrained(model, Path(file).parent).merge_and_unload().requires_grad_(True)
+        # The older adapter_model.bin is a pickle, and is not read.
+        file = Path(cached_file(name, "adapter_model.safetensors", revision=revision))
+        if tokenizer and len(tokenizer) > model.get_input_embeddings().num_embeddings:
+            model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+        config = PeftConfig.from_pretrained(file.parent)
+        has_head = config.task_type == "SEQ_CLS"
+        if not has_head:  # As a causal model it could not take the trunk of a reward model.
+            config.task_type = None
+        model = PeftModel.from_pretrained(model, file.parent, config=config).merge_and_unload()
+        with safe_open(file, "pt") as saved:
+            model.config.reward_bias = float((saved.metadata() or {}).get("reward_bias", 0.0))  # read of reward models
+    return model.requires_grad_(True), has_head

@@ -89,9 +89,6 @@ def test_adapters_off_is_exactly_the_base_and_they_are_on_again_afterwards(base)
     with torch.no_grad():
         assert torch.equal(reference(*inputs), expected)
         assert torch.equal(train_rloo.Policy(model, 1.0)(*inputs), adapted)
-    with pytest.raises(IndexError):
-        reference(TOKENS + 10**6, *inputs[1:])
-    assert torch.equal(logits_of(model), adapted)  # This is so after an error as well.
     assert {name.split(".")[-3] for name, p in model.named_parameters() if p.requires_grad} == {"lora_A", "lora_B"}
 
 
@@ -107,27 +104,12 @@ def test_saved_reloaded_and_merged_logits_are_equal(base):
     assert all(p.requires_grad for p in load("adapter").parameters())
 
 
-@pytest.mark.parametrize(
-    "kind, line",
-    [
-        ("gpt2", "attn.c_attn, attn.c_proj, mlp.c_fc, mlp.c_proj\n"),
-        ("qwen3_moe", "mlp.experts.gate_up_proj, mlp.experts.down_proj, mlp.gate\n"),
-        ("gpt_oss", "self_attn.o_proj; none on mlp.router, mlp.experts.gate_up_proj, mlp.experts"),
-    ],
-)
-def test_a_line_says_which_weights_have_adapters_and_which_have_none(capsys, kind, line):
-    models.add_adapters(AutoModelForCausalLM.from_config(CONFIGS[kind]), 2)
-    printed = capsys.readouterr().out
-    assert "LoRA: adapters of rank 2 on " in printed and line in printed
-
-
-def test_what_cannot_be_merged_is_refused_before_anything_is_trained(monkeypatch, fails):
-    def refuse(self):
-        raise RecursionError("too deep")
-
-    monkeypatch.setattr(peft.LoraModel, "merge_and_unload", refuse)
-    line = fails(models.add_adapters, AutoModelForCausalLM.from_config(CONFIGS["llama"]), 4)
-    assert line == "error: --lora_rank 4: peft cannot adapt a llama (RecursionError: too deep)\n"
+def test_a_line_counts_what_is_trained_and_a_model_that_peft_refuses_is_one_line(capsys, fails):
+    model = AutoModelForCausalLM.from_config(CONFIGS["gpt2"])
+    models.add_adapters(model, 2)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert f"LoRA: {trained:,} of {model.num_parameters():,} parameters are trained" in capsys.readouterr().out
+    assert "--lora_rank -1: peft cannot adapt a gpt2 (" in fails(models.add_adapters, model, -1)
 
 
 # ---- adapters of other libraries -------------------------------------------------------------------------------------
@@ -150,6 +132,7 @@ def save_others(kind, head, rows=66, **options):
         if p.requires_grad:
             torch.nn.init.normal_(p, std=0.1)
     model.save_pretrained("adapter")
+    word_tokenizer(words=" ".join(f"w{i}" for i in range(rows - 4))).save_pretrained("adapter")
     return model.eval()
 
 
@@ -158,8 +141,6 @@ def save_others(kind, head, rows=66, **options):
 def test_adapters_with_tokens_that_the_base_lacks_are_loaded(in_tmp, options):
     expected, tokens = save_others(AutoModelForCausalLM, {}, task_type="CAUSAL_LM", **options), TOKENS + 42  # to 65
     assert (load("adapter").eval()(tokens).logits - expected(tokens).logits).abs().max() < 1e-5
-    word_tokenizer().save_pretrained("base")  # peft saves none beside the adapters.
-    assert models.load_tokenizer("adapter", "--sft_model_path", FLAGS).get_vocab() == word_tokenizer().get_vocab()
     trunk = models.load_reward_model("adapter", FLAGS, "--sft_model_path", True).base_model
     states = load("adapter").eval().base_model(tokens).last_hidden_state
     assert torch.equal(trunk.eval()(tokens).last_hidden_state, states)
@@ -274,7 +255,7 @@ def without_a_base(folder):
 
 BAD = {
     "a pickle": (lambda folder: (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin"), "cannot"),
-    "names no base": (without_a_base, "names no base_model_name_or_path"),
+    "names no base": (without_a_base, "cannot be read"),
     "the base is gone": (lambda folder: shutil.rmtree("base"), "--sft_model_path adapter: base model"),
 }
 

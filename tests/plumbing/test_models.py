@@ -20,13 +20,8 @@ from transformers import (
     GPT2Config,
     GPTNeoXForCausalLM,
     GPTNeoXForSequenceClassification,
-    Llama4ForCausalLM,
-    Llama4TextConfig,
-    LlamaConfig,
     Mamba2Config,
     Mamba2ForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
     PhiConfig,
     PreTrainedTokenizerFast,
 )
@@ -48,16 +43,12 @@ def test_a_tokenizer_is_loaded_and_must_have_an_eos_token(tiny, in_tmp, fails):
     assert "--base_model models/nope: no such file or folder" in line
 
 
-@pytest.mark.parametrize("file, ends, found", [
-    ("generation_config.json", [2, 3], [2, 3]), ("generation_config.json", 3, [2, 3]),
-    ("config.json", [2, 3], [2, 3]), ("config.json", 3, [2]),
-])  # fmt: skip
-def test_what_ends_a_turn_is_found_in_generation_config_or_else_as_a_list_in_config(in_tmp, file, ends, found):
-    """A single id in config.json may be the library's default, which is not the tokenizer's."""
+@pytest.mark.parametrize("ends", [[2, 3], 3])
+def test_what_ends_a_turn_is_found_in_generation_config(in_tmp, ends):
     word_tokenizer().save_pretrained("policy"), tiny_config(vocab_size=8).save_pretrained("policy")
-    config = json.loads(Path("policy/config.json").read_text())
-    Path("policy", file).write_text(json.dumps(config | {"eos_token_id": ends}))
-    assert chat.end_ids(models.load_tokenizer("policy", "--sft_model_path", FLAGS)) == found
+    assert chat.end_ids(models.load_tokenizer("policy", "--sft_model_path", FLAGS)) == [2]
+    Path("policy/generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    assert chat.end_ids(models.load_tokenizer("policy", "--sft_model_path", FLAGS)) == [2, 3]
 
 
 @pytest.mark.parametrize("unk", ["<unk>", None])
@@ -141,9 +132,8 @@ def test_model_5_a_reward_model_without_a_trained_head_is_refused_unless_allowed
     GPTNeoXForSequenceClassification(tiny_config(num_labels=2)).save_pretrained("two_labels")
     assert "score.weight has the shape [2, 32]" in fails(models.load_reward_model, "two_labels", FLAGS)
     allowed = dataclasses.replace(FLAGS, allow_untrained_reward_model=True)
-    for folder in (tiny / "policy", "two_labels"):
-        model = models.load_reward_model(folder, allowed)
-        assert model.config.num_labels == 1 and model.score.weight.shape == (1, 32)
+    model = models.load_reward_model(tiny / "policy", allowed)
+    assert model.config.num_labels == 1 and model.score.weight.shape == (1, 32)
     saved = GPTNeoXForSequenceClassification.from_pretrained(tiny / "reward")
     for args in (FLAGS, allowed):
         assert torch.equal(models.load_reward_model(tiny / "reward", args).score.weight, saved.score.weight)
@@ -151,16 +141,6 @@ def test_model_5_a_reward_model_without_a_trained_head_is_refused_unless_allowed
 
 def mamba():
     return Mamba2ForCausalLM(Mamba2Config(**SMALL | {"num_heads": 8}, **IDS, state_size=8, head_dim=8, n_groups=2))
-
-
-def own_base():
-    sizes = SMALL | dict(num_key_value_heads=2, num_local_experts=2, intermediate_size=64, intermediate_size_mlp=64)
-    return Llama4ForCausalLM(Llama4TextConfig(**sizes, **IDS, head_dim=8))
-
-
-def experts():
-    sizes = dict(num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, intermediate_size=64)
-    return MixtralForCausalLM(MixtralConfig(**SMALL, **IDS, **sizes, router_jitter_noise=0.1))
 
 
 def changed(folder, **changes):
@@ -185,7 +165,7 @@ def with_a_token_more(folder, **new):
 
 POLICY = partial(models.load_policy, flag="--sft_model_path")
 TRAINED, ANY = models.load_reward_model, partial(models.load_reward_model, allow_untrained=True)
-OTHER_SHAPE = "weight has the shape [254, 32], and config.json asks for [40, 32]"
+OTHER_SHAPE = "weight has the shape [254, 32], and [40, 32] is expected"
 MORE_TOKENS = "its tokenizer has 255 tokens, and the model 254 embeddings"
 
 
@@ -193,8 +173,6 @@ MORE_TOKENS = "its tokenizer has 255 tokens, and the model 254 embeddings"
     "load, make, words",
     [
         (POLICY, lambda tiny: mamba(), "a mamba2 cannot be sampled: it has no cache of keys and values"),
-        (POLICY, lambda tiny: experts(), "a mixtral draws random numbers in training mode"),
-        (POLICY, lambda tiny: own_base(), "a llama4_text has no trunk without its head"),
         (POLICY, lambda tiny: GPTNeoXForSequenceClassification(tiny_config(num_labels=1)), "not a causal language"),
         (POLICY, lambda tiny: cut_short(tiny / "policy"), "cannot be read"),
         (POLICY, lambda tiny: changed(tiny / "policy", vocab_size=40), OTHER_SHAPE),
@@ -202,7 +180,7 @@ MORE_TOKENS = "its tokenizer has 255 tokens, and the model 254 embeddings"
         (POLICY, lambda tiny: with_a_token_more(tiny / "policy"), MORE_TOKENS),
         (TRAINED, lambda tiny: with_a_token_more(tiny / "reward"), MORE_TOKENS),
     ],
-    ids="cache jitter base classifier cut shape shape_of_reward tokens tokens_of_reward".split(),
+    ids="cache classifier cut shape shape_of_reward tokens tokens_of_reward".split(),
 )
 def test_a_model_that_cannot_be_used_is_one_line(in_tmp, tiny, fails, load, make, words):
     if model := make(tiny):
@@ -289,31 +267,18 @@ def test_a_saved_model_reloads_with_identical_logits_and_replaces_the_old_folder
 
 
 SMALL_300 = SMALL | dict(vocab_size=300, intermediate_size=64)
-ROPE_3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+CONFIGS = {
+    "gpt_neox": tiny_config(vocab_size=300, rotary_pct=0.5, rotary_emb_base=5e3),
+    "phi": PhiConfig(**SMALL_300, partial_rotary_factor=0.5),
+    "gpt2": GPT2Config(n_embd=32, n_head=2, n_layer=1, vocab_size=300),
+}
 
 
-@pytest.mark.parametrize(
-    "config, names",
-    [
-        (tiny_config(vocab_size=300, rotary_pct=0.5, rotary_emb_base=5e3), {"rotary_pct": 0.5, "rotary_emb_base": 5e3}),
-        (
-            LlamaConfig(**SMALL_300, rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **ROPE_3}),
-            {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", "rope_theta": 5e5, **ROPE_3}},
-        ),
-        (PhiConfig(**SMALL_300, partial_rotary_factor=0.5), {"rope_theta": 1e4, "partial_rotary_factor": 0.5}),
-        (GPT2Config(n_embd=32, n_head=2, n_layer=1, vocab_size=300), {}),
-    ],
-    ids=["gpt_neox", "llama 3", "phi", "gpt2"],
-)
-def test_what_is_saved_has_the_names_of_transformers_4_and_everybody_may_read_it(in_tmp, config, names):
-    """benchmark/checks/clients.py loads such folders with transformers 4.57."""
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_what_is_saved_gives_the_same_ids_and_logits_to_other_programs_and_everybody_may_read_it(in_tmp, config):
     model, tokenizer = AutoModelForCausalLM.from_config(config).eval(), toy.tokenizer()
     tokenizer.add_special_tokens({"extra_special_tokens": ["<a>"]})
     save("model", model, tokenizer)
-    saved, words = (json.loads(Path("model", f"{name}.json").read_text()) for name in ("config", "tokenizer_config"))
-    assert names.items() <= saved.items()
-    assert words["tokenizer_class"] == "PreTrainedTokenizerFast" and words["additional_special_tokens"] == ["<a>"]
-    assert "extra_special_tokens" not in words and "token_type_ids" not in words["model_input_names"]
     again, text = AutoTokenizer.from_pretrained("model"), "we <a> went"
     assert again(text) == tokenizer(text) and again.all_special_tokens == tokenizer.all_special_tokens
     with torch.no_grad():
