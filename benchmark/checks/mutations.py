@@ -95,7 +95,7 @@ MUTATIONS = [
     ("GEN-8", UTILS, "max(1, size)", "10 ** 9"),
     ("GEN-9", PPO, "old_logprobs, _, values = in_slices(response_logprobs, policy, batch, size)", BOTH),
     ("GEN-9", RLOO, "in_slices(response_logprobs, policy, batch, size, n)", "(sampled_logprobs, 0)"),
-    ("GEN-10", AHEAD, "engines.copy_of(self.accelerator, policy)", "policy"),
+    ("GEN-10", AHEAD, "engines.whole_copy(self.accelerator, policy)", "policy"),
     ("GEN-11", PPO, "old_logprobs = sampled_logprobs", "old_logprobs = old_logprobs"),
     ("GEN-12", PPO, "ends[:, :after] = False", "after"),
     ("GEN-13", PPO, "mask & torch.isin(responses, end_ids)", "torch.isin(responses, end_ids)"),

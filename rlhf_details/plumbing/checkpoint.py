@@ -4,8 +4,7 @@ Checkpoints, which a run goes on from.
     checkpoints/000040/policy.pt             the trained weights and the optimizer's state, whole and by name; under
                                              DeepSpeed a folder `deepspeed`, which has a part for each process
                        tensors.safetensors   what else the loop keeps as tensors, where it keeps any
-                       state.json            arguments, the state of the loop, and what the run remembers:
-                                             `Run.write_checkpoint` in run.py puts it together
+                       state.json            the state of the loop, and what the run remembers: see `write`
 
 A checkpoint appears whole or not at all: it is written to `000040.partial`, synced to the disk and then renamed. One
 process, DDP and FSDP2 read each other's, with any number of processes. DeepSpeed reads those of as many processes.
@@ -17,6 +16,7 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from pathlib import Path
 
 import torch
@@ -27,36 +27,52 @@ from transformers import GenerationConfig
 
 from rlhf_details.plumbing import chat, cli, data, engines, models
 
-VERSION = 3  # of the layout of state.json; checkpoints of another one are refused
+VERSION = 4  # of the layout of state.json; checkpoints of another one are refused
 
 
 # ---- writing and reading ---------------------------------------------------------------------------------------------
-def write(accelerator, folder, state, tensors, save_policy):
+def write(run, update, policy, optimizer, state):
     """Writes a checkpoint whole or not at all, and removes all but the two newest ones. Call it on every process.
 
-    Args: folder, e.g. runs/<run_name>/checkpoints/000040; state, a dictionary that JSON can hold; tensors, {name:
-    tensor on the CPU}; save_policy, the function(folder) that writes weights and optimizer, collective as well.
+    Args: policy, optimizer, as prepared; state, what the loop takes to the next update, as JSON holds it. Returns: the
+    checkpoint's folder.
     """
-    is_main = accelerator.is_main_process
-    with replacing(folder) if is_main else contextlib.nullcontext(beside(folder, "partial")) as partial:
-        accelerator.wait_for_everyone()
+    accelerator, scaler = run.accelerator, run.accelerator.scaler
+    folder = run.folder / "checkpoints" / f"{update:06d}"
+    saved = {"update": update, "state": state, "seconds": time.time() - run.start} | run.kept
+    saved["scaler"] = scaler.state_dict() if scaler else None  # of fp16
+    tensors = {name: x.detach().cpu().contiguous() for name, x in run.sampled_ahead().items()}
+    partial = beside(folder, "partial")
+    with replacing(folder) if run.is_main else contextlib.nullcontext():
+        accelerator.wait_for_everyone()  # The folder is there.
         try:
-            save_policy(partial)
+            save_policy(accelerator, policy, optimizer, partial)
         except RuntimeError as e:  # of torch.save, on a full disk
             raise OSError(str(e)) from e
         accelerator.wait_for_everyone()
-        if is_main:
+        if run.is_main:
+            for path in run.logs:  # Their rows last as long as the checkpoint.
+                sync(path)
             if tensors:
                 save_file(tensors, partial / "tensors.safetensors")
-            (partial / "state.json").write_text(json.dumps(state, indent=1))
-    for old in all_of(folder.parent.parent)[2:] if is_main else ():
-        shutil.rmtree(old)
+            (partial / "state.json").write_text(json.dumps(saved, indent=1))
+    for other in {*folder.parent.iterdir()} - {*all_of(run.folder)[:2]} if run.is_main else ():
+        shutil.rmtree(other)
+    accelerator.wait_for_everyone()
+    return folder
 
 
-def read(folder):
-    """(the dictionary that `write` was given as `state`, the tensors: {name: tensor on the CPU})."""
-    file = folder / "tensors.safetensors"
-    return read_json(folder / "state.json"), load_file(file) if file.exists() else {}
+def read(run, policy, optimizer):
+    """The inverse of `write`. Returns: (the dictionary of state.json, {name: tensor on the device})."""
+    folder, file = run.checkpoint, run.checkpoint / "tensors.safetensors"
+    with cli.reading("--resume", folder):
+        saved = read_json(folder / "state.json")
+        load_policy(run.accelerator, policy, optimizer, folder)
+        tensors = load_file(file) if file.exists() else {}
+        if saved["scaler"]:
+            run.accelerator.scaler.load_state_dict(saved["scaler"])
+    run.accelerator.wait_for_everyone()  # All processes have read it.
+    return saved, {name: x.to(run.accelerator.device) for name, x in tensors.items()}
 
 
 def read_json(file):
@@ -65,36 +81,24 @@ def read_json(file):
         return json.loads(file.read_text())
 
 
-def cut(run_folder, update):
-    """Removes what a run left unfinished. Update 0, where a run begins, removes all checkpoints."""
-    whole = all_of(run_folder) if update else []
-    for folder in Path(run_folder).glob("checkpoints/*"):
-        if folder not in whole:
-            shutil.rmtree(folder)
-
-
 # ---- finding --------------------------------------------------------------------------------------------------------
 def all_of(run_folder):
     """Folders of a run's checkpoints, the newest one first."""
-    folders = [folder for folder in Path(run_folder).glob("checkpoints/*") if folder.name.isdecimal()]
-    return sorted(folders, key=lambda folder: int(folder.name), reverse=True)
+    return sorted(Path(run_folder).glob("checkpoints/" + "[0-9]" * 6), reverse=True)
 
 
-def find(run_folder, now, overwrite):
+def find(run_folder, now):
     """The checkpoint to continue from, the same on all processes, or None. Call it on every process.
 
-    It ends with one line where that checkpoint, or a log without one, is of another run. Args: now, its identity;
-    overwrite, whether to start anew where there is a log alone.
+    It ends with one line where the folder's config.json is of another run. Args: now, the identity of this one.
     """
-    newest, log = next(iter(all_of(run_folder)), None), run_folder / "metrics.jsonl"
+    newest, config = next(iter(all_of(run_folder)), None), run_folder / "config.json"
     if len(set(gather_object([str(newest)]))) > 1:
         hint = "runs/ must be on a file system that all of them share"
         cli.fail(f"--resume: not every process sees the checkpoints of {run_folder}; {hint}")
-    if newest or (not overwrite and log.exists() and log.stat().st_size):  # The log would be lost.
-        before = read_json(newest / "state.json" if newest else run_folder / "config.json")
-        if changed := differences(before, now):
-            hint = "start anew, with --overwrite in place of --resume"
-            cli.fail(f"--resume: {newest or run_folder} is of another run: {'; '.join(changed)}; {hint}")
+    if config.exists() and (changed := differences(read_json(config), now)):
+        hint = "start anew, with --overwrite in place of --resume"
+        cli.fail(f"--resume: {newest or run_folder} is of another run: {'; '.join(changed)}; {hint}")
     return newest
 
 
@@ -166,6 +170,8 @@ def differences(before, now):
     before, now = ({**run, **run.get("args", {})} for run in (before, now))
     may_change = {"args", *cli.MEMORY_KNOBS, *cli.OUTPUTS}
     changed = [key for key in now if key not in may_change and before.get(key) != now[key]]
+    if changed == ["template_date"]:  # Where a chat template writes the day, the checksum differs as well.
+        return []
     return [f"{key} {before.get(key)!r} there, {now[key]!r} here" for key in changed]
 
 
@@ -197,7 +203,7 @@ def write_text(path, text):
 
 @contextlib.contextmanager
 def replacing(folder):
-    """Yields a neighbour to write into, which takes the folder's name once it is on the disk. An error removes it."""
+    """Yields a new neighbour, which takes the folder's name once it is on the disk. An error removes it."""
     partial, before = beside(folder, "partial"), beside(folder, "before")
     if before.exists() and not folder.exists():  # An earlier process was killed between the two renames below.
         before.rename(folder)
@@ -229,28 +235,16 @@ def save_folder(args, model, tokenizer, weights, card=None):
             models.save_adapter(model, folder / "adapter", getattr(args, "sft_model_path", None) or args.base_model)
             tokenizer.save_pretrained(folder / "adapter")  # So that the adapters can be loaded by themselves.
             model, weights = models.merge_adapters(model), None
-        if weights is not None:  # Buffers are no parameters, but belong to the model.
-            parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-            weights = {name: x for name, x in model.state_dict().items() if name not in parameters} | weights
-        # The library refuses to save some values with which models are published, such as Vicuna's temperature.
-        generation, model.generation_config = getattr(model, "generation_config", None), GenerationConfig()
+        if weights is not None:  # Under FSDP2 and ZeRO-3 a tied weight was gathered twice.
+            once = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+            weights = {name: x for name, x in weights.items() if name in once}
+        if model.can_generate():  # Plain `generate` shall stop where we do, and sample from what was trained.
+            stop_token = getattr(args, "stop_token", "eos")
+            own = [] if stop_token == "eos" else models.stop_ids(tokenizer, stop_token, "--stop_token").tolist()
+            ends = list(dict.fromkeys([*chat.end_ids(tokenizer), *own]))
+            model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=tokenizer.pad_token_id)
         model.save_pretrained(folder, state_dict=weights)
-        model.generation_config = generation
-        if model.can_generate():
-            if tokenizer.eos_token_id is not None:  # Plain `generate` shall stop where we do.
-                generation.eos_token_id = stop_list(args, tokenizer)
-            generation.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
         tokenizer.save_pretrained(folder)
         (folder / "training_args.json").write_text(json.dumps(dataclasses.asdict(args), indent=1))
         if card is not None:
             (folder / "README.md").write_text(card, encoding="utf-8")
-        for file in folder.rglob("*.safetensors"):  # The library lets nobody but the owner read them.
-            shutil.copymode(folder / "training_args.json", file)
-
-
-def stop_list(args, tokenizer):
-    """What generation_config.json says of the end: an id or, where several tokens end a response, a list of them."""
-    text = getattr(args, "stop_token", "eos")
-    own = [] if text == "eos" else models.stop_ids(tokenizer, text, "--stop_token").tolist()
-    ends = list(dict.fromkeys([*chat.end_ids(tokenizer), *own]))
-    return ends if len(ends) > 1 else ends[0]

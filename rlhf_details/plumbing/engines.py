@@ -10,7 +10,6 @@ from a whole copy. FSDP2 (torch's fully_shard) keeps a part of each weight in a 
 import contextlib
 import copy
 import functools
-import json
 import math
 import os
 import warnings
@@ -19,12 +18,7 @@ from types import MethodType
 
 import torch
 from accelerate import Accelerator, DistributedType
-from accelerate.utils import (
-    AutocastKwargs,
-    DistributedDataParallelKwargs,
-    InitProcessGroupKwargs,
-    broadcast_object_list,
-)
+from accelerate.utils import AutocastKwargs, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -43,7 +37,7 @@ PATIENCE = timedelta(minutes=15)
 def start(args):
     """Returns an Accelerator for one process, DDP, FSDP2 or DeepSpeed. Trains missing toy stages, and seeds torch.
 
-    It sets args.template_date where no flag does: to this day, or to that on which the run began that goes on.
+    It sets args.template_date to this day where no flag gives another one.
     """
     patience = InitProcessGroupKwargs(timeout=PATIENCE)
     # DDP would broadcast buffers in each forward, and hang where processes sample for different numbers of steps.
@@ -56,18 +50,9 @@ def start(args):
     if accelerator.is_main_process:
         stages.ensure(args)
     cli.say("loading rows and models")
-    (args.template_date,) = broadcast_object_list([args.template_date or first_day(args)])
+    args.template_date = args.template_date or str(date.today())
     torch.manual_seed(args.seed)
     return accelerator
-
-
-def first_day(args):
-    """The day on which a run began, such as "2026-11-27"."""
-    folder = cli.folder_to_resume(args)
-    before = {}
-    if folder and (folder / "config.json").exists():
-        before = json.loads((folder / "config.json").read_text()).get("args", {})
-    return before.get("template_date") or str(date.today())
 
 
 def join(**options):
@@ -79,8 +64,6 @@ def join(**options):
     accelerator = Accelerator(**options)
     if cli.world_size() != (seen := accelerator.num_processes):
         cli.fail(f"{cli.world_size()} processes, but accelerate sees {seen}: set ACCELERATE_USE_CPU=true")
-    if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
-        cli.say("note: accelerate has mixed_precision fp16 on GPUs alone: on this CPU all is computed in fp32")
     return accelerator
 
 
@@ -118,6 +101,7 @@ def configure_deepspeed(accelerator, args):
     # DeepSpeed clips by itself, where accelerate's "auto" would mean 1. The batch sizes are for its counters alone.
     config |= {"gradient_clipping": args.max_grad_norm or 0.0, "gradient_accumulation_steps": 1}
     config["train_micro_batch_size_per_gpu"] = args.micro_batch_size
+    config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True  # in fp32, which they have here
     config["train_batch_size"] = args.micro_batch_size * accelerator.num_processes
 
 
@@ -150,15 +134,14 @@ def prepare(args, accelerator, module, optimizer, *frozen):
     if uses_deepspeed(accelerator):
         # accelerate (1.15) would step inside `backward`, once a micro-batch. `step` does it here.
         accelerator.deepspeed_engine_wrapped.backward = lambda loss, **_: module.backward(loss)
-    whole_copy = functools.partial(gather, accelerator, module)
-    module.whole_copy = whole_copy if shares_out(accelerator) else None
+    module.gather = functools.partial(whole_copy, accelerator, module) if shares_out(accelerator) else None
     module.template, module.waiting = [empty], []  # In lists, so that no module sees them as its children.
     for m in filter(None, frozen):
         if m.model in own:  # Under LoRA the reference is the policy without its adapters. FSDP2 gathers only for it.
             m.reads = [module]
             continue
         if shares_out(accelerator):
-            share_out(m, accelerator.device)
+            share_out_frozen(m, accelerator.device)
         elif precision(accelerator) == "bf16":
             for p in matrices(m):
                 p.data = p.data.bfloat16()
@@ -206,7 +189,7 @@ def gathered(policy):
     The copy's memory is free again when the caller has forgotten it. Call it on every process.
     """
     rest(policy)
-    gather = getattr(policy, "whole_copy", None)
+    gather = getattr(policy, "gather", None)
     return gather() if gather else policy
 
 
@@ -256,7 +239,7 @@ def layers(module):
     return [m for m in module.modules() if type(m).__name__ in kinds]
 
 
-def share_out(module, device):
+def share_out_frozen(module, device):
     """Leaves each process its part of a frozen module's weights, on the device. A call gathers them layer by layer."""
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     for m in [*reversed(layers(module)), module]:  # A layer within a layer comes first.
@@ -275,28 +258,6 @@ def whole(x):
         return x.detach().clone()
 
 
-@torch.no_grad()
-def weights_of(accelerator, module, held):
-    """{name: held(whole weight, its parameter)} of a prepared module; call it on every process.
-
-    The names are those before `engines.prepare`, and a tied weight has several. One weight after the other is gathered,
-    but for those of a critic, which is neither sampled from nor saved.
-    """
-    for m in module.modules():
-        if isinstance(m, FSDPModule):
-            # A forward without a backward leaves some weights whole, in tensors that the optimizer does not know.
-            m.reshard()
-    once = functools.cache(lambda p: held(whole(p).detach(), p))
-    parameters = accelerator.unwrap_model(module).named_parameters(remove_duplicate=False)
-    return {name: once(p) for name, p in parameters if not name.startswith("critic.")}
-
-
-def full_weights(accelerator, module):
-    """{name: whole fp32 weight} of a prepared module, on the main process's CPU; call it on every process."""
-    is_main = accelerator.is_main_process  # Only one process needs room for the whole.
-    return weights_of(accelerator, module, lambda x, p: x.to("cpu", torch.float32).contiguous() if is_main else None)
-
-
 def matrices(module):
     """The weights that bf16 autocast rounds in each call, so that to hold them in bf16 changes no number.
 
@@ -310,19 +271,13 @@ def matrices(module):
 
 # ---- a whole copy of a policy, to sample from or to save -------------------------------------------------------------
 def template(module):
-    """A copy of a policy without its weights, for `filled`, and without its critic, which does not sample."""
-    made = without_weights(module)
-    made.critic = None
-    return made.eval()
-
-
-def without_weights(module):
-    """A copy of a module whose parameters have shapes and no numbers."""
+    """A copy of a policy for `filled`, whose parameters have shapes and no numbers, and without its critic."""
     weights = dict(module.named_parameters(remove_duplicate=False))
     shapes = {name: p.to("meta") for name, p in weights.items()}
     module.load_state_dict(shapes, strict=False, assign=True)  # No memory is needed for a second set of weights.
-    made = copy.deepcopy(module).requires_grad_(False)
+    made = copy.deepcopy(module).requires_grad_(False).eval()
     module.load_state_dict(weights, strict=False, assign=True)
+    made.critic = None
     return made
 
 
@@ -333,24 +288,22 @@ def filled(module, weights):
     return made
 
 
-def copy_of(accelerator, policy):
-    """A copy of a policy to sample from, which training does not change. Args: policy, of `gathered`."""
-    return policy if shares_out(accelerator) else gather(accelerator, policy)  # The first is one already.
-
-
-def gather(accelerator, module):
+@torch.no_grad()
+def whole_copy(accelerator, module):
     """A copy of a prepared policy with the weights that it has now; call it on every process.
 
     The peak is a copy and one weight. Where weights are shared out and autocast is bf16, `matrices` are in bf16, to
     which autocast would round them in each call.
     """
-    in_bf16 = shares_out(accelerator) and precision(accelerator) == "bf16"
-    rounded = matrices(accelerator.unwrap_model(module)) if in_bf16 else ()
-
-    def held(x, p):
-        return x.to(torch.bfloat16 if p in rounded else x.dtype, copy=True)
-
-    made = filled(module, weights_of(accelerator, module, held))
+    for m in module.modules():
+        if isinstance(m, FSDPModule):
+            # A forward without a backward leaves some weights whole, in tensors that the optimizer does not know.
+            m.reshard()
+    module, policy = accelerator.unwrap_model(module), module
+    rounded = matrices(module) if shares_out(accelerator) and precision(accelerator) == "bf16" else ()
+    once = functools.cache(lambda p: whole(p).to(torch.bfloat16 if p in rounded else p.dtype, copy=True))  # if tied
+    parameters = module.named_parameters(remove_duplicate=False)
+    made = filled(policy, {name: once(p) for name, p in parameters if not name.startswith("critic.")})
     # The weights are on the device already, and only buffers move. On CPUs "cpu:1" would be another device than "cpu".
     return made.to(accelerator.device.type)
 

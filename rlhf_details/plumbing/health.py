@@ -3,8 +3,8 @@
 
 A sign is a metric `health/<name>`: 1 in an update where it shows, else 0. The first time it shows, one line says so,
 with its bound, an advice, and the section of docs/guides/8_my_run_looks_wrong.md. Nothing here changes a run.
-At the end a run says whether it has learnt, which signs showed, where its time went, and how to evaluate the policy. It
-reads its metrics.jsonl and what a checkpoint keeps, so a resumed run is judged as a whole.
+At the end a run says whether it has learnt, which signs showed, and how to evaluate the policy. It reads its
+metrics.jsonl and what a checkpoint keeps, so a resumed run is judged as a whole.
 """
 
 import json
@@ -13,10 +13,8 @@ import os
 import shlex
 from pathlib import Path
 
-import torch
-
 from rlhf_details import toy
-from rlhf_details.plumbing import cli, comparisons, engines, hub, models
+from rlhf_details.plumbing import cli, engines, hub, models
 from rlhf_details.plumbing.evaluation import average, wilson_interval
 
 ACCURACIES = {"eval/rm/accuracy", "eval/rewards/accuracies"}  # on held-out comparisons
@@ -57,11 +55,6 @@ SIGNS = {  # sign: (what is seen of the number and its bound, what to do, sectio
         "the policy repeats itself: raise --kl_coef, or lower --learning_rate",
         "all-answers-alike",
     ),
-    "narrow": (
-        "{:.0%} of the responses begin with the same 4 tokens, or end with the same 2, above {:.0%}",
-        "read the samples, since the policy may write one text to all prompts: raise --kl_coef, or stop earlier",
-        "all-answers-alike",
-    ),
     "length": (
         "the length of the responses has changed by a factor of {:.1f} since the first update, above {:g}",
         "read the samples, since rewards often pay for length: raise --kl_coef, or penalise length by --reward_fn",
@@ -73,7 +66,7 @@ SIGNS = {  # sign: (what is seen of the number and its bound, what to do, sectio
 def numbers(metrics, first, args, precision, is_last=False):
     """{sign: (a number, its bound)}: a sign shows where the number is above the bound.
 
-    Args: metrics of an update, with its same_ends; first, those of the first update; precision, the type that matrices
+    Args: metrics of an update; first, those of the first update; precision, the type that matrices
     are multiplied in; is_last, whether the run ends with this update.
     """
     length, start = metrics["val/sequence_lengths"], max(first["val/sequence_lengths"], 1e-9)
@@ -82,7 +75,7 @@ def numbers(metrics, first, args, precision, is_last=False):
     gap = 0 if args.overlap else max(metrics.get("val/first_ratio", 1) - 1, metrics["val/logprob_gap"])
     moved = abs(metrics.get("eval/objective/kl", metrics["objective/kl"]))
     unended = (args.batch_size - metrics["val/num_stop_token_ids"]) / args.batch_size
-    alike = zip(metrics["same_ends"], first["same_ends"], strict=True)  # (now, at first): start, end
+    has_end = {args.stop_token, getattr(args, "truncate_token", "none")} != {"none"}  # a token that ends a response
     return {
         # nats per response: half to a quarter of one per token
         "kl": (metrics["objective/kl"], max(8.0, min(0.5 * length, 25.0), 0.25 * length)),
@@ -91,45 +84,30 @@ def numbers(metrics, first, args, precision, is_last=False):
         "clipfrac": (metrics["policy/clipfrac_avg"], 0.3),
         # On a chat model of 135 M parameters bf16 alone makes 0.3 to 0.7, and dropout, or seen siblings, above 6.
         "first_ratio": (gap, 0.01 if precision == "fp32" else 2.0),
-        "truncated": (unended if has_end(args) else 0, 0.95),
+        "truncated": (unended if has_end else 0, 0.95),
         "reward_variance": (metrics["val/equal_scores"], 0.5),
         "entropy": (fall, 5),
-        "narrow": max(((now, max(0.5, 2 * then)) for now, then in alike), key=lambda pair: pair[0] - pair[1]),
         "length": (max(length / start, start / max(length, 1e-9)), 2),
     }
 
 
-def same_ends(responses, mask):
-    """The largest shares of the responses [N, R] that begin with the same 4 tokens, and that end with the same 2."""
-    tokens = torch.where(mask, responses, -1)
-    last = (mask.sum(1, keepdim=True) + torch.arange(-2, 0, device=mask.device)).clamp(min=0)  # [N, 2]
-    groups = tokens[:, :4], tokens.gather(1, last)
-    return [x.cpu().unique(dim=0, return_counts=True)[1].max().item() / len(x) for x in groups]
-
-
-def has_end(args):
-    """Whether there is a token that ends a response."""
-    return {args.stop_token, getattr(args, "truncate_token", "none")} != {"none"}
-
-
-def look(run, metrics, samples):
+def look(run, metrics):
     """Returns the health/* metrics of an update of a Run, and says what shows for the first time.
 
-    Args: metrics, samples, as Run.log's. Metrics of other scripts than RLOO, GRPO and PPO have no signs.
+    Metrics of other scripts than RLOO, GRPO and PPO have no signs.
     """
     if "val/equal_scores" not in metrics:
         return {}
-    metrics, memory = metrics | {"same_ends": same_ends(*samples[1:3])}, run.kept["health"]
-    kept = "policy/entropy_avg", "val/sequence_lengths", "same_ends"
-    memory["first"] = memory["first"] or {name: metrics[name] for name in kept}
+    first = run.kept["first"] = run.kept["first"] or metrics
     precision, is_last = engines.precision(run.accelerator), metrics["update"] == run.num_updates
-    found = numbers(metrics, memory["first"], run.args, precision, is_last)
-    for name, (value, bound) in found.items():
-        if value > bound and name not in memory["said"]:
-            memory["said"].append(name)
+    found = {}
+    for name, (value, bound) in numbers(metrics, first, run.args, precision, is_last).items():
+        found[f"health/{name}"] = float(value > bound)
+        if value > bound and name not in run.kept["said"]:
+            run.kept["said"].append(name)
             seen, advice, section = SIGNS[name]
             cli.say(f"warning: health/{name}: {seen.format(value, bound)}; {advice} ({PAGE}#{section})")
-    return {f"health/{name}": float(value > bound) for name, (value, bound) in found.items()}
+    return found
 
 
 # ---- the end of a run ------------------------------------------------------------------------------------------------
@@ -139,41 +117,37 @@ def last_lines(run, before, after, seconds):
     Args: before, after, the eval/* of its first and its last evaluation; seconds, how long it took.
     """
     rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    rows = [row for row in rows if row["update"]]  # The others are of evaluations before training.
     held_out = run.inputs[0]
     return [
         *held_out_lines(before, after, len(held_out)),
         *learnt_lines(after, held_out, run.kept["by_prompt"]),
-        *health_lines(rows),
-        time_line(rows, seconds),
+        *health_lines([row for row in rows if row["update"]]),  # The others are of evaluations before training.
         f"model: {run.args.output_dir}   run: {run.folder}   {seconds:.0f} s",
-        *evaluate_lines(run.args, run.prompts),
+        *evaluate_lines(run.args),
     ]
 
 
 # ---- has it learnt? --------------------------------------------------------------------------------------------------
-def as_text(name, metrics, count, width=0):
+def as_text(name, metrics, count):
     """A held-out mean over `count` rows, with +- half its 95 % interval where its standard deviation is known."""
     p = metrics[name]
     std = math.sqrt(p * (1 - p)) if name in ACCURACIES else metrics.get(f"{name}_std")
     if std is None or count < 2:
-        return f"{p:z{width}.3f}"
-    return f"{p:z{width}.3f} +- {1.96 * std / math.sqrt(count - 1):.3f}"  # The deviations are the biased ones.
+        return f"{p:z.3f}"
+    return f"{p:z.3f} +- {1.96 * std / math.sqrt(count - 1):.3f}"  # The deviations are the biased ones.
 
 
 def held_out_lines(before, after, count):
     """Each held-out figure, before and after where there are two evaluations."""
     if not after:
         return ["no --eval_dataset: without held-out rows nothing says here whether the run has learnt"]
-    has_two = bool(before) and before != after
-    found = [f"{count} held-out rows, {'before -> after' if has_two else 'at the end'} (+-: 95 % interval)"]
-    names = [name for name in after if not name.endswith("_std")]
-    shorts = {name: name.removeprefix("eval/").removeprefix("objective/") for name in names}
-    width = max(20, *map(len, shorts.values()))
-    for name, short in shorts.items():
-        earlier = f"{as_text(name, before, count, 8):18} -> " if has_two and name in before else ""
-        found.append(f"  {short:{width}} {earlier}{as_text(name, after, count, 8)}")
-    return found
+    evaluations = [before, after] if before != after else [after]
+    lines = [f"{count} held-out rows, before -> after (+-: 95 % interval)"]
+    for name in after:
+        if not name.endswith("_std"):
+            texts = [as_text(name, metrics, count) for metrics in evaluations if name in metrics]
+            lines.append(f"  {name.rpartition('/')[2]:20} {' -> '.join(texts)}")
+    return lines
 
 
 def learnt_lines(after, held_out, by_prompt):
@@ -215,7 +189,7 @@ def of_each_prompt(tokenizer, prompts, responses, mask, ended, scores, kl):
     return {"scores": scores.tolist()} | ({"gold": gold} if gold else {})
 
 
-# ---- was it healthy, where did the time go, what comes next? --------------------------------------------------------
+# ---- was it healthy, and what comes next? ----------------------------------------------------------------------------
 def health_lines(rows):
     """The health/* signs that showed, and in how many updates. Runs of SFT and of a reward model have none."""
     names = [name for name in rows[-1] if name.startswith("health/")] if rows else []
@@ -224,31 +198,13 @@ def health_lines(rows):
     return [f"bad signs: {'; '.join(words) or 'none'}"] if names else []
 
 
-def time_line(rows, seconds):
-    """The share of each phase in the run's time."""
-    found = {name: sum(row.get(f"time/{name}", 0) for row in rows) for name in ("rollout", "scores", "optimise")}
-    found["evaluations, checkpoints and the rest"] = max(0, seconds - sum(row["time/update"] for row in rows))
-    words = ", ".join(f"{name} {value / max(seconds, 1e-9):.0%}" for name, value in found.items() if value)
-    return f"time: {words}"
-
-
-def evaluate_lines(args, prompts):
-    """The command that compares a trained policy with the one that it started from, on the run's own terms."""
-    is_dpo = hub.script_of(args) == "train_dpo.py" and not comparisons.are_token_ids(prompts)
-    if not (is_dpo or hasattr(args, "reward_fn")):  # evaluate.py does not read lm-human-preferences' labels.
+def evaluate_lines(args):
+    """The command that compares a trained policy with the one that it started from. Other models have none."""
+    if hub.script_of(args) in ("train_sft.py", "train_reward.py"):
         return []
-    dataset, start = args.eval_dataset or args.dataset, args.sft_model_path
-    task = dataset.partition(":")[0]
-    known = vars(cli.PolicyArgs()) | cli.presets_of(args).get(task, {})  # what evaluate.py takes by itself
-    flags = {"policy_path": args.output_dir}
-    flags |= {} if dataset in ("toy", "toy:test") else {"dataset": dataset}
-    flags |= {} if args.eval_dataset or task in toy.TASKS else {"num_examples": 512}  # of many training prompts
-    flags |= {} if start == known["sft_model_path"] else {"opponent_path": start, "ref_model_path": start}
-    names = "reward_model_path reward_fn reward_fn_weights reward_fn_format prompt_template max_prompt_length"
-    for name in (*names.split(), "trust_remote_code"):
-        if hasattr(args, name) and getattr(args, name) != known[name]:
-            flags[name] = getattr(args, name)
-    if flags.get("reward_fn") or (flags.get("reward_model_path") and task not in toy.TASKS):
-        flags["judge"] = "reward_fn" if flags.get("reward_fn") else "reward_model"
+    start, dataset = args.sft_model_path, args.eval_dataset or args.dataset
+    flags = dict(policy_path=args.output_dir, dataset=dataset, opponent_path=start, ref_model_path=start)
+    names = "prompt_template", "reward_model_path", "reward_fn", "reward_fn_weights"
+    flags |= {name: getattr(args, name) for name in names if getattr(args, name, None)}
     script = os.path.relpath(Path(__file__).parents[1] / "evaluate.py")
     return [f"evaluate: {shlex.join(['python', script, *cli.as_words(flags)])}"]

@@ -60,10 +60,7 @@ def why_no_block_mask(model, name):
     kinds = set(getattr(config, "layer_types", None) or getattr(config, "attention_layers", None) or [])
     if kinds - {"full_attention", "global"} or getattr(config, "sliding_window", None):
         return f"the {name} ({config.model_type}) has sliding-window, local or recurrent layers"
-    if config._attn_implementation not in ("sdpa", "eager"):
-        return f"the {name} ({config.model_type}) runs on {config._attn_implementation}, which cannot take the mask"
-    (takes_positions,) = models.accepts(model.base_model, "position_ids")
-    return "" if takes_positions else f"the {name} ({config.model_type}) takes no positions"
+    return ""
 
 
 def made_up_batch(model, query_length, response_length, n):

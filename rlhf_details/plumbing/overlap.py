@@ -71,10 +71,11 @@ class Ahead:
             return self.sample(policy, queries, query_mask, numbers, n, key)
         found, self.pending = found or self.sample(policy, queries, query_mask, numbers, n, key), None
         if update < self.run.num_updates:
-            copy = engines.copy_of(self.accelerator, policy)  # Training does not change this copy. [GEN-10]
+            if not engines.shares_out(self.accelerator):  # Otherwise it is a copy already.
+                policy = engines.whole_copy(self.accelerator, policy)  # Training does not change it. [GEN-10]
             if self.stream:
                 torch.cuda.synchronize()  # The copy is complete.
-            self.pending = self.thread.submit(self.in_thread, copy, numbers, n, (seed, purpose, update + 1))
+            self.pending = self.thread.submit(self.in_thread, policy, numbers, n, (seed, purpose, update + 1))
         return found
 
     def in_thread(self, policy, numbers, n, key):

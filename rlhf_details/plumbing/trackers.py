@@ -13,7 +13,7 @@ import rich.console
 import rich.table
 from accelerate.tracking import TensorBoardTracker, WandBTracker
 
-from rlhf_details.plumbing import checkpoint, cli, errors, health, models
+from rlhf_details.plumbing import checkpoint, cli, errors, models
 
 SHOWN = (  # in the line of an update, where a script has them
     "eps objective/scores objective/kl objective/gold train/sft/loss train/sft/lr train/rm/loss train/rm/accuracy "
@@ -38,25 +38,22 @@ def start(args, accelerator, folder, about, update):
     """
     # Event files are never cut. TensorBoard is told to forget what they say about later updates.
     purge_step = update * args.batch_size + 1 if update else 0
-    accelerator.log_with = [TensorBoardTracker(folder.name, folder.parent, purge_step=purge_step)]
+    board = TensorBoardTracker(folder.name, folder.parent, purge_step=purge_step)
+    accelerator.log_with = [board]
     if not args.track:
         accelerator.init_trackers(folder.name)
         return None
     import wandb
 
-    described = git("describe", "--tags", "--always", "--dirty")[:64]  # which is the longest tag that wandb takes
-    options = dict(entity=args.wandb_entity, name=folder.name, group=cli.experiment(args), job_type=args.exp_name)
-    options |= dict(tags=[*args.wandb_tags, *filter(None, [described])], config=about["args"] | about)
-    options |= dict(id=about.get("wandb_id"), resume="allow")
-    accelerator.log_with.insert(0, WandBTracker(args.wandb_project_name, **options))
+    options = dict(entity=args.wandb_entity, name=folder.name, group=cli.experiment(args), tags=args.wandb_tags)
+    options |= dict(config=about["args"] | about, id=about.get("wandb_id"), resume="allow")
+    accelerator.log_with = [WandBTracker(args.wandb_project_name, **options), board]
     try:
         accelerator.init_trackers(folder.name)
     except (wandb.errors.Error, ValueError) as e:  # ValueError: wandb does not take the tag or the name.
         hint = "run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline"
         cli.fail(f"--track: Weights & Biases cannot be started ({errors.in_one_line(e)}); {hint}")
-    run = accelerator.get_tracker("wandb", unwrap=True)
-    run.log_code(str(Path(__file__).parent.parent))  # all Python files of the package
-    return run
+    return accelerator.get_tracker("wandb", unwrap=True)
 
 
 # ---- the run's own files ---------------------------------------------------------------------------------------------
@@ -82,43 +79,30 @@ def in_words(metrics):
 
 
 def sample_rows(args, tokenizer, metrics, prompts, responses, mask, ended, scores, kl):
-    """Rows of a table: the first response to each of the first four prompts.
+    """Rows of a table: the first response to each of the first four prompts, and the token with which it ended.
 
-    Whether a response ended, and with which token, is said where there is a token that ends it. Args: metrics, of the
-    update; prompts and all that follows, of Run.log's `samples`.
+    Args: metrics, of the update; prompts and all that follows, of Run.log's `samples`.
     """
     # The responses to a prompt are adjacent, and share one object.
     shown = [i for i, prompt in enumerate(prompts) if i == 0 or prompt is not prompts[i - 1]][:4]
     texts = models.decode(tokenizer, responses[shown], mask[shown])
     rows, kl_coef = [], metrics.get("objective/kl_coef", args.kl_coef)
     for i, text, score, nats in zip(shown, texts, scores[shown].tolist(), kl[shown].tolist(), strict=True):
-        row = {"query": prompts[i].text, "response": text}
-        if health.has_end(args):
-            last = responses[i][mask[i]][-1:].tolist()
-            row |= {"ended": bool(ended[i]), "end": tokenizer.decode(last).strip() if ended[i] else ""}
+        row = {"query": prompts[i].text, "response": text, "ended": bool(ended[i])}
+        row["end"] = tokenizer.decode(responses[i][mask[i]][-1:]).strip() if ended[i] else ""
         rows.append(row | {"score": score, "kl": nats, "total": score - kl_coef * nats})
     return rows
 
 
 def show(title, rows):
-    """Prints a table on a terminal, and elsewhere its first two rows as lines."""
-    rows = [{name: as_cell(x) for name, x in row.items()} for row in rows]
-    console = rich.console.Console()
-    if not console.is_terminal:
-        lines = [" | ".join(f"{name}: {text}" for name, text in row.items()) for row in rows[:2]]
-        return cli.say("\n".join([f"-- {title}", *lines]))
-    table = rich.table.Table(*rows[0], title=title, show_lines=True)
+    """Prints a table: numbers with two decimals, texts on one line."""
+    table, console = rich.table.Table(*rows[0], title=title, show_lines=True), rich.console.Console()
     for row in rows:
-        # Responses may hold square brackets, which rich would read as its markup.
-        table.add_row(*map(rich.text.Text, row.values()))
+        cells = (f"{x:z.2f}" if isinstance(x, float) else str(x).replace("\n", "⏎") for x in row.values())
+        table.add_row(*map(rich.text.Text, cells))  # Responses may hold square brackets, which are rich's markup.
     with console.capture() as text:
         console.print(table)
     cli.say(text.get().rstrip())
-
-
-def as_cell(x):
-    """A number with two decimals, anything else as a text on one line."""
-    return f"{x:z.2f}" if isinstance(x, float) else str(x).replace("\n", "⏎")
 
 
 def evaluated(metrics):

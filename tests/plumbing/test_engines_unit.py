@@ -1,9 +1,6 @@
 """What the engines' module does on one process. Several processes and sharded weights are in tests/slow."""
 
-import json
 import sys
-from datetime import date
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -23,19 +20,6 @@ class Holder(torch.nn.Module):
 
     def forward(self, x):
         return self.model(x)
-
-
-def test_a_run_that_goes_on_has_the_day_on_which_it_began(in_tmp):
-    """A chat template may write the day, and the prompts of a resumed run must be those of its start."""
-    today = str(date.today())
-    for name, config in (("old", {}), ("run", {"args": {"template_date": "2024-02-03"}})):
-        Path(f"runs/{name}").mkdir(parents=True)
-        Path(f"runs/{name}/config.json").write_text(json.dumps(config))
-    for flags, day in ((dict(), today), (dict(run_name="run"), today), (dict(run_name="old", resume=True), today),
-                       (dict(run_name="run", resume=True), "2024-02-03")):  # fmt: skip
-        assert engines.first_day(train_ppo.Args(**flags)) == day
-    Path("runs/run").rename("runs/toy__train_ppo__1__20240203-000000")
-    assert engines.first_day(train_ppo.Args(resume=True)) == "2024-02-03"
 
 
 def prepared():
@@ -79,18 +63,15 @@ def test_deepspeed_that_is_asked_for_and_missing_is_one_line(module, in_tmp, tin
     )
 
 
-@pytest.mark.parametrize(
-    "seen, precision, words",
-    [(2, "no", ""), (2, "bf16", ""), (2, "fp16", "computed in fp32"), (1, "no", "2 processes, but accelerate sees 1")],
-)
-def test_several_processes_without_an_accelerator_run_on_the_cpu(monkeypatch, capsys, seen, precision, words):
+@pytest.mark.parametrize("seen, words", [(2, ""), (1, "2 processes, but accelerate sees 1")])
+def test_several_processes_without_an_accelerator_run_on_the_cpu(monkeypatch, capsys, seen, words):
     """accelerate would take each of them for a run of its own. Where it still does, one line says so."""
     monkeypatch.setattr(engines.os, "environ", {"WORLD_SIZE": "2"})
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
 
     def accelerator(**options):
         assert engines.os.environ["ACCELERATE_USE_CPU"] == "true"
-        return SimpleNamespace(num_processes=seen, mixed_precision=precision, device=torch.device("cpu"))
+        return SimpleNamespace(num_processes=seen)
 
     monkeypatch.setattr(engines, "Accelerator", accelerator)
     if seen == 2:
@@ -138,7 +119,7 @@ def test_what_is_held_in_bf16_is_smaller_and_gives_the_same_numbers(tied, monkey
     with monkeypatch.context() as patch:  # a copy to sample from, of an engine that shares weights out
         patch.setattr(engines, "shares_out", lambda accelerator: True)
         policy.template = [engines.template(policy)]
-        copy = engines.gather(accelerator, policy)
+        copy = engines.whole_copy(accelerator, policy)
     args, module = SimpleNamespace(offload_frozen=False), Holder()
     optimizer = torch.optim.AdamW(module.parameters())
     engines.prepare(args, accelerator, module, optimizer, policy, reward)

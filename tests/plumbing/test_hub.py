@@ -1,20 +1,15 @@
 """The model card, and what --push_to_hub sends to a stand-in for the Hub. What fails there loses nothing."""
 
-import contextlib
-import dataclasses
-import io
 import json
 import re
 import shutil
-from datetime import date
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
 import yaml
 from helpers import PAGES, fake_hub, page_args, read_metrics
-from huggingface_hub import ModelCardData, constants
+from huggingface_hub import constants
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 from short_runs import error_line, write_rows
 
@@ -119,59 +114,34 @@ def test_adapters_remember_the_revision_of_their_base(in_tmp):
 
 # ---- the card --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("script", [*PAGES, *COMPARING, "train_sft"])
-def test_every_model_has_a_card_whose_snippet_runs(tiny, in_tmp, monkeypatch, script):
+def test_every_model_has_a_card_with_data_base_command_and_metrics(tiny, in_tmp, monkeypatch, script):
     monkeypatch.setattr("sys.argv", [f"rlhf_details/{script}.py", "--exp_name", "my own"])
     args = start(script, tiny, eval_dataset="rows.jsonl")
     facts, body = read_card(Path("models/out/README.md").read_text())
-    kind, is_reward = script.partition("_")[2], script == "train_reward"
-    task = "text-classification" if is_reward else "text-generation"
+    kind = script.partition("_")[2]
+    task = "text-classification" if kind == "reward" else "text-generation"
     # Model and data are on this disk, so the Hub could not link them.
     assert facts == dict(library_name="transformers", pipeline_tag=task, tags=[kind, "rlhf", "rlhf_details"])
-    snippet, command, arguments = re.findall(r"```(?:python|json)?\n(.*?)```", body, re.S)
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        exec(snippet, {})
-    assert float(printed.getvalue()) if is_reward else printed.getvalue().strip()
-    assert command == f"python rlhf_details/{script}.py --exp_name 'my own'\n"
-    if script == "train_grpo":  # The card has the values that the objective took.
-        args = dataclasses.replace(PAGES[script].with_objective(args), template_date=str(date.today()))
-    assert json.loads(arguments) == json.loads(json.dumps(dataclasses.asdict(args)))
+    assert f"```\npython rlhf_details/{script}.py --exp_name 'my own'\n```" in body and f"`{args.dataset}`" in body
+    assert (getattr(args, "sft_model_path", None) or args.base_model) in body
+    assert ("reward_bias" in body) == (kind == "reward")
     first, *_, last = read_metrics("runs/run")
     shown = {name for name, x in last.items() if not name.startswith("time/") and (x or not name.startswith("health/"))}
     before = {name: f"{x:.6g}" for name, x in first.items() if first["update"] == 0 and name.startswith("eval/")}
     table = re.findall(r"^\| `(.*)` \| (.*) \| (.*) \|$", body, re.M)
     assert {name: (old, new) for name, old, new in table} == {x: (before.get(x, ""), f"{last[x]:.6g}") for x in shown}
-    assert f"arxiv.org/abs/{hub.PAPERS[kind][1]}" in body and args.dataset in body and "not tracked online" in body
 
 
-def test_snippets_of_conversations_use_the_chat_template():
-    for is_reward in (False, True):
-        snippet = hub.inputs_of([{"role": "user", "content": 'say "it\'s"'}], is_reward)
-        assert "apply_chat_template" in snippet and compile(snippet, "snippet", "eval")
-
-
-LICENCES = {"EleutherAI/pythia-1b": "apache-2.0", "models/sft/README.md": "mit"}
-
-
-def test_a_card_names_what_is_on_the_hub_and_nothing_else(in_tmp, monkeypatch):
-    Path("models/sft").mkdir(parents=True)
-    about = {"commit": "a" * 40, "versions": {"torch": "2"}, "num_processes": 8, "prompt": "it's", "run": "runs/x"}
-
+def test_a_card_names_what_is_on_the_hub_and_nothing_else(in_tmp):
     def card(**changes):
-        return read_card(hub.model_card(train_rloo.Args(**changes), "me/it", {}, {}, "https://x/y", about))
+        return read_card(hub.model_card(train_rloo.Args(**changes), "me/it", {}, {}))
 
-    monkeypatch.setattr(hub.huggingface_hub.ModelCard, "load", lambda name: cards[name])
-    cards = {name: SimpleNamespace(data=ModelCardData(license=x)) for name, x in LICENCES.items()}
     facts, body = card(sft_model_path="EleutherAI/pythia-1b", dataset="trl-lib/tldr:train[:100]", lora_rank=8)
     assert facts["base_model"] == "EleutherAI/pythia-1b" and facts["datasets"] == ["trl-lib/tldr"]
-    assert facts["license"] == "apache-2.0" and "Licence: `apache-2.0`, " in body
-    assert "lora" in facts["tags"] and "# it\n" in body and "Tracked run: https://x/y" in body
-    assert "'me/it'" in body
+    assert "lora" in facts["tags"] and "# it\n" in body and "`adapter`" in body
+    Path("models/sft").mkdir(parents=True)
     for path, dataset in (("models/sft", "toy"), ("models/toy/deep/sft", "rows.jsonl"), ("/abs/sft", "a/b/c.parquet")):
-        facts, body = card(sft_model_path=path, dataset=dataset)
-        assert not {"base_model", "datasets", "license"} & facts.keys() and f"Licence: as of `{path}`" in body
-    Path("models/sft/README.md").touch()
-    assert card(sft_model_path="models/sft")[0]["license"] == "mit"
+        assert not {"base_model", "datasets"} & card(sft_model_path=path, dataset=dataset)[0].keys()
 
 
 # ---- the Hub ---------------------------------------------------------------------------------------------------------
@@ -181,7 +151,6 @@ def test_the_model_is_pushed_as_it_is_on_disk(tiny, in_tmp, server, capsys, scri
     sent = server.files["someone/models-out"]
     assert "pushed to someone/models-out" in capsys.readouterr().out
     assert sent == {path.name: path.read_bytes() for path in Path("models/out").iterdir()}
-    assert "someone/models-out" in sent["README.md"].decode()
     assert json.loads(Path("runs/run/config.json").read_text())["hub"] == "someone/models-out"
 
 
@@ -211,7 +180,7 @@ def test_a_push_that_fails_loses_nothing_and_says_how_to_repeat_it(tiny, in_tmp,
     assert (Path("models/my out") / "model.safetensors").exists()
 
 
-def test_a_push_that_cannot_succeed_is_refused_before_anything_is_trained(tiny, in_tmp, server, capsys, monkeypatch):
+def test_a_push_that_cannot_succeed_is_refused_before_anything_is_trained(tiny, in_tmp, server, capsys):
     def line():
         with pytest.raises(SystemExit) as end:
             start("train_rloo", tiny, push_to_hub=True, run_name="new", overwrite=False)
@@ -221,9 +190,7 @@ def test_a_push_that_cannot_succeed_is_refused_before_anything_is_trained(tiny, 
         return text
 
     server.api.create_repo.side_effect = OSError("403 You have no write access")
-    assert "models-out" in line()
-    monkeypatch.setattr(hub.huggingface_hub, "get_token", lambda: None)
-    assert "hf auth login" in line()
+    assert "the repository models-out cannot be opened (403" in line()
 
 
 def test_nothing_speaks_to_the_hub_unless_told(tiny, in_tmp, server, monkeypatch):

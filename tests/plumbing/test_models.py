@@ -275,7 +275,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_what_is_saved_gives_the_same_ids_and_logits_to_other_programs_and_everybody_may_read_it(in_tmp, config):
+def test_what_is_saved_gives_the_same_ids_and_logits_to_other_programs(in_tmp, config):
     model, tokenizer = AutoModelForCausalLM.from_config(config).eval(), toy.tokenizer()
     tokenizer.add_special_tokens({"extra_special_tokens": ["<a>"]})
     save("model", model, tokenizer)
@@ -285,17 +285,15 @@ def test_what_is_saved_gives_the_same_ids_and_logits_to_other_programs_and_every
         ids = torch.arange(60).unsqueeze(0)
         again = AutoModelForCausalLM.from_pretrained("model")
         assert torch.equal(again(ids).logits, model(ids).logits)
-    assert len({file.stat().st_mode for file in Path("model").iterdir()}) == 1
 
 
-@pytest.mark.parametrize("values", [dict(temperature=0.9), dict(do_sample=False, top_p=0.6), dict(early_stopping=True)])
-def test_generation_values_that_the_library_refuses_to_save_are_saved(in_tmp, values):
-    """Published models have them, and the run is over when they are saved."""
+def test_a_saved_model_generates_by_itself_as_it_was_trained(in_tmp):
+    """It stops where the run did, and keeps no top_k or temperature of the published model that it started from."""
     model = GPTNeoXForCausalLM(tiny_config())
-    model.generation_config.update(**values)
+    model.generation_config.update(temperature=0.9, top_k=3, do_sample=False)
     save("model", model), save("model", model)
-    found = GenerationConfig.from_pretrained("model").to_dict()
-    assert values.items() <= found.items() and found["eos_token_id"] == toy.tokenizer().eos_token_id
+    found = GenerationConfig.from_pretrained("model")
+    assert (found.eos_token_id, found.top_k, found.temperature) == ([toy.tokenizer().eos_token_id], None, None)
 
 
 def test_a_policy_with_several_chat_templates_may_be_trained_again(in_tmp):

@@ -118,7 +118,7 @@ def test_at_the_end_held_out_numbers_stand_beside_those_before(tiny, in_tmp, cap
     assert "4 updates of 16, one process in fp32, samples at temperature 1 and of at most 8 tokens" in out
 
 
-@pytest.mark.parametrize("seconds, updates", [(0, [1, 8]), (0.5, [1, 3, 5, 7, 8]), (1, [*range(1, 9)])])
+@pytest.mark.parametrize("seconds, updates", [(0, [1, 8]), (0.5, [1, 3, 5, 7, 8])])
 def test_a_line_comes_every_few_seconds(tiny, in_tmp, capsys, monkeypatch, seconds, updates):
     """The clock goes on by so many seconds when it is read, which is six times an update."""
     ticks = itertools.count()

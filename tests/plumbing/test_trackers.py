@@ -1,24 +1,22 @@
 """What a run leaves in TensorBoard and, with --track, in Weights & Biases, read back from an offline run's file."""
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
 import wandb
-from helpers import PAGES, ROOT, fake_hub, page_args, read_metrics
+from helpers import PAGES, page_args, read_metrics
 from short_runs import after_row, start
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb_file import read_runs, table
 
-from rlhf_details import train_rloo
 from rlhf_details.plumbing import trackers
 
 OPTIONS = dict(track=True, wandb_tags=("mine",), num_sample_generations=2, eval_dataset="toy:test", take=24, seed=7)
 
 
 @pytest.mark.parametrize("page", ["train_rloo", "train_ppo"])
-def test_an_offline_run_holds_metrics_configuration_code_and_tables(tiny, few_prompts, offline_wandb, page):
+def test_an_offline_run_holds_metrics_configuration_and_tables(tiny, few_prompts, offline_wandb, page):
     PAGES[page].main(page_args(page, tiny, **OPTIONS))
     wandb.teardown()  # Now everything is on the disk.
     (run,), rows = read_runs(offline_wandb), read_metrics("runs/run")
@@ -32,35 +30,14 @@ def test_an_offline_run_holds_metrics_configuration_code_and_tables(tiny, few_pr
     assert run.config["seed"] == 7 and run.config["args"]["batch_size"] == 16
     assert (run.config["commit"], run.run.run_id) == (config["commit"], config["wandb_id"])
     about = run.run
-    assert (about.display_name, about.project, about.job_type, about.run_group) == (
-        "run",
-        "rlhf_details",
-        page,
-        f"toy__{page}",
-    )
-    git = ["git", "describe", "--tags", "--always", "--dirty"]
-    described = subprocess.run(git, capture_output=True, text=True, cwd=ROOT).stdout.strip()
-    assert set(about.tags) == {"mine", *([described] if described else [])}
+    named = (about.display_name, about.project, about.run_group, *about.tags)
+    assert named == ("run", "rlhf_details", f"toy__{page}", "mine")
     samples = [json.loads(line) for line in Path("runs/run/samples.jsonl").read_text().splitlines()]
     assert table(run, "samples") == [{k: v for k, v in row.items() if k != "update"} for row in samples[-4:]]
-    code = {path.rpartition("/")[2]: file for path, file in run.code.items()}
-    assert (
-        code[f"{page}.py"].read_bytes() == (ROOT / f"rlhf_details/{page}.py").read_bytes()
-        and {"utils.py", "run.py"} <= code.keys()
-    )
     board = EventAccumulator("runs/run").Reload()
     assert set(board.Tags()["scalars"]) == {metric for row in rows for metric in row} | {"global_step"}
     shown = [(event.step, pytest.approx(event.value, rel=1e-6)) for event in board.Scalars("objective/kl")]
     assert shown == [(row["episode"], row["objective/kl"]) for row in rows if "objective/kl" in row]
-
-
-def test_the_repository_on_the_hub_is_part_of_the_run(tiny, offline_wandb, monkeypatch):
-    fake_hub(monkeypatch)
-    options = dict(track=True, push_to_hub=True, hub_model_id="it", total_episodes=16)
-    train_rloo.main(page_args("train_rloo", tiny, **options))
-    wandb.teardown()
-    (run,) = read_runs(offline_wandb)
-    assert run.config["hub"] == "someone/it" and "someone/it" in run.summary["hub"]
 
 
 def test_a_resumed_run_is_the_same_one(tiny, offline_wandb):
@@ -74,14 +51,10 @@ def test_a_resumed_run_is_the_same_one(tiny, offline_wandb):
     assert [row["update"] for row in second.history if "update" in row] == [5, 6]
     steps = [event.step for event in EventAccumulator("runs/run").Reload().Scalars("objective/kl")]
     assert steps == [row["episode"] for row in read_metrics("runs/run")]  # Nothing is shown twice.
-    assert (first.exit_code, second.exit_code) == (1, 0)
 
 
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_a_table_of_samples_is_read_on_terminals_and_in_files(monkeypatch, capsys, is_terminal):
-    monkeypatch.setattr("rich.console.Console.is_terminal", is_terminal)
+def test_a_table_of_samples_shows_texts_as_they_are(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "120")
     trackers.show("samples of update 1", [{"query": "[red] a\nb", "ended": True, "score": -1e-6}] * 4)
     shown = capsys.readouterr().out
     assert all(words in shown for words in ("samples of update 1", "query", "[red] a⏎b", "True", " 0.00"))
-    assert len(shown.splitlines()) == (12 if is_terminal else 3)

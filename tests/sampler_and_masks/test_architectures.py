@@ -203,7 +203,6 @@ def test_ordinary_layers_are_packed(models, kind, capsys):
         ("mistral", "sliding-window"),
         ("gpt_neo", "local"),
         ("gemma2", "sliding-window"),
-        ("bloom", "takes no positions"),
     ],
 )
 def test_layers_that_cannot_be_packed_run_in_plain_rows_which_are_right(models, kind, why, capsys):
@@ -211,9 +210,15 @@ def test_layers_that_cannot_be_packed_run_in_plain_rows_which_are_right(models, 
     assert choose(models(kind)) == layout.Packing(1, 4, 1)
     said = capsys.readouterr().out
     assert said.startswith(f"plain rows, one response each: the policy ({kind})") and why in said
-    if kind in ("mistral", "bloom"):
+    if kind == "mistral":
         assert choose(models("llama"), tiny_reward(kind)).n == 1
         assert f"the reward model ({kind})" in capsys.readouterr().out
+
+
+def test_a_model_without_positions_runs_in_plain_rows(models, capsys):
+    for given in ((models("bloom"),), (models("llama"), tiny_reward("bloom"))):
+        assert choose(*given) == layout.Packing(1, 4, 1)
+        assert capsys.readouterr().out.startswith("plain rows, one response each: packed ")
 
 
 def test_plain_rows_where_the_user_or_the_sizes_ask_for_them(models, capsys):
