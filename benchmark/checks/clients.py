@@ -7,7 +7,7 @@ Reads models that were trained here with the programs that people use elsewhere,
 
 The first call needs this repository's environment, and takes some three minutes on one core. It also writes what the
 scripts here make of the models (expected.json), so the clients import nothing of this repository. No environment holds
-all of them: openrlbenchmark 0.3.1 wants an older tyro than the scripts, and transformers 4.57 is to be tried as well.
+all of them: openrlbenchmark 0.3.1 wants an older tyro than the scripts.
 A client whose package is missing is one line.
 """
 
@@ -27,8 +27,7 @@ with contextlib.suppress(ImportError):  # openrlbenchmark needs none.
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = ROOT / "docs/guides/5_long_runs.md"
-# The pipeline of transformers 4 takes the space before a full stop away, where one does not say otherwise.
-GREEDY = dict(do_sample=False, max_new_tokens=12, clean_up_tokenization_spaces=False)
+GREEDY = dict(do_sample=False, max_new_tokens=12)
 SMALL = {"total_episodes": 512, "output_dir": "models/toy/rloo", "run_name": "rloo"}
 
 

@@ -263,10 +263,9 @@ def matrices(module):
 
     They are those of linear layers, but for a head that is tied to an embedding, and for a reward model's fp32 head.
     """
-    linear = {m.weight for m in module.modules() if isinstance(m, nn.Linear | Conv1D)}
-    others = {m.weight for m in module.modules() if isinstance(m, nn.Embedding)}
-    score = getattr(module.model, "score", None)
-    return linear - others - {score and score.weight}
+    kinds, named = nn.Linear | Conv1D, module.named_modules()
+    linear = {m.weight for name, m in named if isinstance(m, kinds) and not name.endswith("score")}
+    return linear - {m.weight for m in module.modules() if isinstance(m, nn.Embedding)}
 
 
 # ---- a whole copy of a policy, to sample from or to save -------------------------------------------------------------

@@ -6,7 +6,6 @@ import inspect
 import json
 import math
 import os
-import zlib
 from pathlib import Path
 
 import torch
@@ -86,17 +85,9 @@ def own_tokenizer(args, tokenizer):
     It reads them where both vocabularies are the same, but for the padding token. A reward model of another vocabulary
     is given text, for which it needs a tokenizer. Args: tokenizer, the policy's.
     """
-    path, flag = args.reward_model_path, "--reward_model_path"
-    own = find_tokenizer(path, flag, args) or tokenizer
+    own = find_tokenizer(args.reward_model_path, "--reward_model_path", args) or tokenizer
     ours, theirs = vocabularies(tokenizer, own)
-    if ours != theirs:
-        return own
-    base, count = base_of(path, flag), max(ours.values()) + 1
-    size = read(AutoConfig, base or path, flag, args).get_text_config().vocab_size
-    if count > size and not base:  # Adapters may have more.
-        named = f"the policy's tokenizer has {count} tokens, and it has {size} embeddings"
-        cli.fail(f"{flag} {path}: vocabulary mismatch: {named} and no tokenizer of another vocabulary")
-    return None
+    return own if ours != theirs else None
 
 
 def own_template(args, tokenizer):
@@ -295,11 +286,8 @@ def context_of(model):
 
 
 def checksum(module):
-    """A number that tells a module's weights from others: the CRC-32 of their bytes; call it on every process."""
-    total = 0
-    for p in module.parameters():
-        total = zlib.crc32(engines.whole(p).detach().cpu().reshape(-1).view(torch.uint8).numpy(), total)
-    return total
+    """Numbers that tell a module's weights from others, a hash of each; call it on every process."""
+    return [torch.hash_tensor(engines.whole(p).detach().cpu()).item() for p in module.parameters()]
 
 
 # ---- hidden states -> logits -----------------------------------------------------------------------------------------
@@ -413,15 +401,6 @@ class WithoutAdapters(torch.nn.Module):
         outputs = self.reads[0](*args, **kwargs)
         lora.enable_adapter_layers()
         return outputs[:2] if isinstance(outputs, tuple) else outputs  # without the values of a critic
-
-
-def adapter_layers(module):
-    """{name of a weight, as the module has it without adapters: the layer of peft that adapts it}."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    layers = [(name, m) for name, m in module.named_modules() if isinstance(m, BaseTunerLayer)]
-    # A layer that adapts a parameter, as those of experts, stands around the layer of another one.
-    return {f"{name.replace('.base_layer', '')}.{getattr(m, 'parameter_name', 'weight')}": m for name, m in layers}
 
 
 def merge_adapters(model):

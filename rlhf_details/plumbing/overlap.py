@@ -11,7 +11,6 @@ Source: open-instruct, ppo_vllm_thread_ray_gtrl.py, with its two queues of size 
 """
 
 import contextlib
-import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -22,10 +21,6 @@ from rlhf_details.plumbing import engines, vllm
 NAMES = "responses", "response_mask", "sampled_logprobs"  # of what a checkpoint holds of the batch sampled ahead
 
 
-class Stopped(Exception):
-    """The message with which the thread would end the run. The main thread ends it."""
-
-
 def sampler(args, run, rows, prompts_of, stop_ids):
     """What samples in a run: a function of (policy, queries, query_mask, numbers of the rows, n, key), which returns
     what `utils.sample` returns, of the response length of args and in pieces of its rollout_micro_batch_size.
@@ -34,12 +29,7 @@ def sampler(args, run, rows, prompts_of, stop_ids):
     stop_ids [S].
     """
 
-    def stop(message):
-        if threading.current_thread() is threading.main_thread():
-            run.stop(message)
-        raise Stopped(message)
-
-    sample = vllm.sampler(args, run.accelerator, rows, stop)
+    sample = vllm.sampler(args, run.accelerator, rows, run.stop)
 
     def in_pieces(policy, queries, query_mask, numbers, n, key):
         size = args.rollout_micro_batch_size // n * n  # The n responses to a prompt are sampled together.
@@ -99,10 +89,7 @@ class Ahead:
             self.pending.set_result([tensors[name][self.mine] for name in NAMES])
         if not self.pending:
             return None
-        try:
-            found = self.pending.result()
-        except Stopped as e:
-            self.run.stop(str(e))
+        found = self.pending.result()
         for x in found if self.stream else ():
             x.record_stream(torch.cuda.current_stream())
         return found

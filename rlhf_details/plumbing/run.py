@@ -10,11 +10,9 @@ A run: what it logs, the checkpoints that it continues from, and how it ends. Th
 
 import contextlib
 import json
-import platform
 import shutil
 import signal
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -38,8 +36,8 @@ class Run:
         self.num_updates, self.is_main, self.start = num_updates, accelerator.is_main_process, time.time()
         self.update, self.first_update = 0, 1  # the update under way, and the first one that this process trains
         self.laps, self.tensors = {}, {}  # {"time/<part of the update>": seconds}; see `resume`
-        # What checkpoints keep: the first eval/*, the newest row of metrics, for health.look the first row and the signs
-        # that it has named, and on the main process alone `of_each_prompt` of the first and the newest evaluation.
+        # What checkpoints keep: the first eval/*, the newest row of metrics, for health.look the first row and
+        # the signs that it has named, and on the main process `of_each_prompt` of the first and the newest evaluation.
         self.kept = {"before": {}, "latest": {}, "first": {}, "said": [], "by_prompt": []}
         self.sampled_ahead = dict  # returns what a checkpoint holds of it: {name: tensor}; overlap.py sets it
         self.inputs, self.heard, self.handlers = inputs, 0, {}  # a signal that was heard, and {signal: former handler}
@@ -92,7 +90,7 @@ class Run:
             cli.say(f"--resume: goes on after update {saved['update']} of {self.num_updates}, from {self.checkpoint}")
         elif self.args.resume:
             cli.say(f"--resume: no checkpoint in {self.folder}: starts at the beginning")
-        if threading.current_thread() is threading.main_thread():  # Python allows handlers there alone.
+        with contextlib.suppress(ValueError):  # Python sets handlers in the main thread alone.
             self.handlers = {number: signal.signal(number, self.hear) for number in (signal.SIGTERM, signal.SIGINT)}
         self.begun = self.shown = time.time()
         self.begin_update(self.first_update)
@@ -187,7 +185,7 @@ class Run:
     # ---- the end -----------------------------------------------------------------------------------------------------
     def full_weights(self, module):
         """{name: whole fp32 weight} of a prepared module, complete on the main process; call it on every process."""
-        return self.accelerator.get_state_dict(module)
+        return self.accelerator.get_state_dict(module) or {}  # Under ZeRO-3 it is None on the other processes.
 
     def finish(self, policy, weights=None, model=None):
         """Saves --output_dir with a model card, uploads it where asked to, judges the run, and says what to type next.
@@ -242,8 +240,9 @@ class Run:
 
     def close(self):
         """Closes the trackers and gives the signals their former meaning."""
-        for number, handler in self.handlers.items():
-            signal.signal(number, handler)
+        with contextlib.suppress(ValueError):  # as above
+            for number, handler in self.handlers.items():
+                signal.signal(number, handler)
         for tracker in self.accelerator.trackers:
             # What could not be written has been reported already. A tracker that never started has nothing to finish.
             with contextlib.suppress(OSError, AttributeError):
@@ -260,12 +259,16 @@ def choose_name(args):
 
 def describe(args, accelerator, folder):
     """Versions, git commit, device and engine of a run, and from where it is resumed, as a dictionary."""
-    versions = dict(python=platform.python_version(), torch=torch.__version__, transformers=transformers.__version__)
-    about = dict(run=str(folder), versions=versions, commit=trackers.git("rev-parse", "HEAD"), resumed=[])
-    about |= dict(device=str(accelerator.device), num_processes=accelerator.num_processes)
-    about["engine"] = engines.name(accelerator)
-    if args.resume and (folder / "config.json").exists():
-        before = checkpoint.read_json(folder / "config.json")
-        about["resumed"] = [*before["resumed"], {key: before[key] for key in ("commit", "num_processes")}]
-        about["wandb_id"] = before.get("wandb_id")
-    return about
+    config = folder / "config.json"
+    before = checkpoint.read_json(config) if args.resume and config.exists() else {}
+    start = {key: before[key] for key in ("commit", "num_processes") if before}
+    return {
+        "run": str(folder),
+        "versions": {module.__name__: module.__version__ for module in (torch, transformers)},
+        "commit": trackers.git("rev-parse", "HEAD"),
+        "device": str(accelerator.device),
+        "num_processes": accelerator.num_processes,
+        "engine": engines.name(accelerator),
+        "resumed": [*before["resumed"], start] if before else [],
+        "wandb_id": before.get("wandb_id"),
+    }

@@ -8,6 +8,7 @@ sample from another policy, and nothing would say so. What rounding leaves, `uti
 """
 
 import contextlib
+import copy
 import functools
 import json
 import os
@@ -95,12 +96,8 @@ def mean_gaps(policy, queries, query_mask, responses, mask, logprobs):
 
 
 def weights_of(model):
-    """Yields (name, weight) as vLLM loads them: adapters merged, and a tied head under its own name as well."""
-    layers = models.adapter_layers(model) if hasattr(model, "peft_config") else {}
-    for name, weight in model.state_dict().items():
-        if ".lora_" not in name:
-            name = name.replace(".base_layer", "")
-            yield name, weight + layers[name].get_delta_weight("default") if name in layers else weight
+    """{name: weight} as vLLM loads them: adapters merged, and a tied head under its own name as well."""
+    return (models.merge_adapters(copy.deepcopy(model)) if hasattr(model, "lora") else model).state_dict()
 
 
 # ---- an engine beside this process -----------------------------------------------------------------------------------
@@ -120,7 +117,7 @@ class Engine:
         """Gives the engine the model's weights. It starts the engine for the first model of a configuration."""
         if self.config != config_of(model):
             self.start(model, dtype)
-        for (_, weight), place in zip(weights_of(model), self.shared, strict=True):
+        for weight, place in zip(weights_of(model).values(), self.shared, strict=True):
             place.copy_(weight)
         self.ask("push")
 
@@ -132,7 +129,7 @@ class Engine:
         if self.process:
             self.process.kill()
         self.config, device = config_of(model), self.accelerator.device
-        shapes = [(name, weight.shape) for name, weight in weights_of(model)]
+        shapes = [(name, weight.shape) for name, weight in weights_of(model).items()]
         # One piece of memory that both processes see. Its parts are the weights.
         flat = torch.empty(sum(shape.numel() for _, shape in shapes), dtype=dtype).share_memory_()
         self.shared = parts(flat, shapes)
@@ -248,7 +245,7 @@ class Server:
         if self.accelerator.is_main_process:
             self.folder.mkdir(parents=True, exist_ok=True)
             try:
-                weights = {name: x.detach().to("cpu", dtype, copy=True) for name, x in weights_of(model)}
+                weights = {name: x.detach().to("cpu", dtype, copy=True) for name, x in weights_of(model).items()}
                 save_file(weights, self.folder / "model.safetensors", metadata={"format": "pt"})
                 call = {"method": "reload_weights", "kwargs": {"weights_path": str(self.folder)}}
                 self.post("/collective_rpc", call)

@@ -80,25 +80,17 @@ OWN_TOKENIZERS = {  # the policy's and the reward model's tokenizer, embeddings 
     "pads elsewhere": (dict(pad_token="</s>"), dict(pad_token="[PAD]"), 9, "token ids"),
     "a token more": ({}, dict(words="a b c d e"), 300, "its own"),
     "other ids": ({}, dict(words="b a c d"), 300, "its own"),
-    "too few embeddings": ({}, {}, 7, "mismatch"),
-    "too few, and none beside it": ({}, None, 7, "mismatch"),
 }
 
 
 @pytest.mark.parametrize("policys, its_own, size, found", OWN_TOKENIZERS.values(), ids=OWN_TOKENIZERS)
-def test_a_reward_model_reads_token_ids_of_its_own_vocabulary_and_else_text(
-    in_tmp, fails, policys, its_own, size, found
-):
+def test_a_reward_model_reads_token_ids_of_its_own_vocabulary_and_else_text(in_tmp, policys, its_own, size, found):
     tokenizer, args = word_tokenizer(**policys), train_rloo.Args(reward_model_path="reward")
     tiny_config(vocab_size=size).save_pretrained("reward")
     if its_own is not None:
         word_tokenizer(**its_own).save_pretrained("reward")
-    if found == "mismatch":
-        line = fails(models.own_tokenizer, args, tokenizer)
-        assert "vocabulary mismatch" in line and "8 tokens" in line and "7 embeddings" in line
-    else:
-        own = models.own_tokenizer(args, tokenizer)
-        assert (found == "token ids") == (own is None) and (own is None or own.get_vocab() != tokenizer.get_vocab())
+    own = models.own_tokenizer(args, tokenizer)
+    assert (found == "token ids") == (own is None) and (own is None or own.get_vocab() != tokenizer.get_vocab())
 
 
 @pytest.mark.parametrize("template, is_own", [(None, False), (" {{ messages }}\n", False), ("[{{ messages }}]", True)])

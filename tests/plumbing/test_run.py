@@ -42,7 +42,7 @@ def test_the_folder_of_a_run_holds_what_the_readme_says(tiny):
     assert names == {"config", "metrics", "samples", "events", "checkpoints"}
     config = json.loads((run / "config.json").read_text())
     assert config["args"]["total_episodes"] == 96 and config["resumed"] == []
-    assert config["versions"].keys() == {"python", "torch", "transformers"} and "commit" in config
+    assert config["versions"].keys() == {"torch", "transformers"} and "commit" in config
     assert (config["device"], config["num_processes"], config["engine"]) == ("cpu", 1, "one process")
     rows = read_metrics(run)
     assert [(row["update"], row["episode"]) for row in rows] == [(i, 16 * i) for i in range(1, 7)]

@@ -30,7 +30,7 @@ class StandIn:
 
     def push(self, model, dtype):
         assert dtype in vllm.DTYPES.values()
-        weights = self.change({name: weight.clone() for name, weight in vllm.weights_of(model)})
+        weights = self.change({name: weight.clone() for name, weight in vllm.weights_of(model).items()})
         self.model.load_state_dict(weights, strict=False)
 
     @torch.no_grad()
@@ -167,7 +167,7 @@ def test_adapters_are_pushed_merged(kind, sizes):
         for name, p in model.named_parameters():
             if "lora_B" in name:
                 p.normal_()
-    pushed = dict(vllm.weights_of(model))
+    pushed = vllm.weights_of(model)
     merged = models.merge_adapters(copy.deepcopy(model)).state_dict()
     assert pushed.keys() == merged.keys()
     torch.testing.assert_close(pushed, merged)
