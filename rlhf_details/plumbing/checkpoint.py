@@ -131,38 +131,29 @@ def load_policy(accelerator, module, optimizer, folder):
 
 # ---- which run it is -------------------------------------------------------------------------------------------------
 def identity(args, accelerator, inputs):
-    """What a run must share with the checkpoint that it continues from, as JSON returns it. inputs: of fingerprint.
+    """What a run must share with the checkpoint that it continues from, as JSON returns it.
 
+    Args: inputs, what it learns from: data.Prompts (token ids and columns) and modules (weights and `bias`), or None.
     DeepSpeed reads only what the same stage wrote on as many processes.
     """
-    seen = fingerprint(inputs)
+
+    def plain(x):
+        if isinstance(x, torch.nn.Module):
+            return models.checksum(x), getattr(x, "bias", None)
+        if isinstance(x, data.Prompt):
+            return x.ids, x.columns
+        return type(x).__name__  # The text of another value may be another one in each process.
+
+    seen = hashlib.sha256(json.dumps(inputs, default=plain).encode()).hexdigest()
     if len(set(gather_object([seen]))) > 1:
-        hint = "a function that returns rows must return the same on each"
-        cli.fail(f"--dataset: the processes read other rows; {hint}")
-    is_torch = not engines.uses_deepspeed(accelerator)
+        cli.fail("--dataset: the processes read other rows; a function that returns rows must return the same on each")
     return {
         "version of the layout": VERSION,
         "args": json.loads(json.dumps(dataclasses.asdict(args))),
         "mixed_precision": engines.precision(accelerator),
         "checksum of rows and models": seen,
-        "written by": "torch" if is_torch else engines.in_words(accelerator),
+        "written by": engines.in_words(accelerator) if engines.uses_deepspeed(accelerator) else "torch",
     }
-
-
-def fingerprint(inputs):
-    """SHA-256 of what a run learns from, so that it is continued with the same.
-
-    inputs: data.Prompts (token ids and columns), modules (weights and `bias`), and values that JSON can hold.
-    """
-    total = hashlib.sha256()
-    for x in inputs:
-        if isinstance(x, torch.nn.Module):
-            x = models.checksum(x), getattr(x, "bias", None)
-        elif isinstance(x, data.Prompts):
-            x = [(prompt.ids, prompt.columns) for prompt in x]
-        # A value that JSON cannot hold counts as its type, since its text may be another in each process.
-        total.update(json.dumps(x, default=lambda value: type(value).__name__).encode())
-    return total.hexdigest()
 
 
 def differences(before, now):
@@ -205,8 +196,6 @@ def write_text(path, text):
 def replacing(folder):
     """Yields a new neighbour, which takes the folder's name once it is on the disk. An error removes it."""
     partial, before = beside(folder, "partial"), beside(folder, "before")
-    if before.exists() and not folder.exists():  # An earlier process was killed between the two renames below.
-        before.rename(folder)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:

@@ -318,7 +318,7 @@ def use_one_thread(*modules):
     Threads spin while they wait for each other, which is most of the time where another run wants the same cores.
     """
     size = max(sum(p.numel() for p in module.parameters()) for module in modules)
-    is_on_cpu = all(p.device.type == "cpu" for module in modules for p in module.parameters())
+    is_on_cpu = next(modules[0].parameters()).device.type == "cpu"
     if is_on_cpu and size < SMALL and torch.get_num_threads() > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
         say(f"one CPU thread, since {size / 1e6:.1f} M parameters gain little from more: OMP_NUM_THREADS sets another")

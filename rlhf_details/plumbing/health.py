@@ -3,11 +3,10 @@
 
 A sign is a metric `health/<name>`: 1 in an update where it shows, else 0. The first time it shows, one line says so,
 with its bound, an advice, and the section of docs/guides/8_my_run_looks_wrong.md. Nothing here changes a run.
-At the end a run says whether it has learnt, which signs showed, and how to evaluate the policy. It reads its
-metrics.jsonl and what a checkpoint keeps, so a resumed run is judged as a whole.
+At the end a run says whether it has learnt, which signs showed, and how to evaluate the policy. It reads
+what a checkpoint keeps, so a resumed run is judged as a whole.
 """
 
-import json
 import math
 import os
 import shlex
@@ -116,12 +115,12 @@ def last_lines(run, before, after, seconds):
 
     Args: before, after, the eval/* of its first and its last evaluation; seconds, how long it took.
     """
-    rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     held_out = run.inputs[0]
+    signs = ", ".join(f"health/{name}" for name in run.kept["said"]) or "none"
     return [
         *held_out_lines(before, after, len(held_out)),
         *learnt_lines(after, held_out, run.kept["by_prompt"]),
-        *health_lines([row for row in rows if row["update"]]),  # The others are of evaluations before training.
+        *([f"bad signs: {signs}"] if run.kept["first"] else []),  # Runs of SFT and of a reward model look for none.
         f"model: {run.args.output_dir}   run: {run.folder}   {seconds:.0f} s",
         *evaluate_lines(run.args),
     ]
@@ -189,15 +188,7 @@ def of_each_prompt(tokenizer, prompts, responses, mask, ended, scores, kl):
     return {"scores": scores.tolist()} | ({"gold": gold} if gold else {})
 
 
-# ---- was it healthy, and what comes next? ----------------------------------------------------------------------------
-def health_lines(rows):
-    """The health/* signs that showed, and in how many updates. Runs of SFT and of a reward model have none."""
-    names = [name for name in rows[-1] if name.startswith("health/")] if rows else []
-    shown = {name: [row["update"] for row in rows if row.get(name)] for name in names}
-    words = [f"{name} in {len(at)} of {len(rows)} updates, first in {at[0]}" for name, at in shown.items() if at]
-    return [f"bad signs: {'; '.join(words) or 'none'}"] if names else []
-
-
+# ---- what comes next? ------------------------------------------------------------------------------------------------
 def evaluate_lines(args):
     """The command that compares a trained policy with the one that it started from. Other models have none."""
     if hub.script_of(args) in ("train_sft.py", "train_reward.py"):

@@ -51,9 +51,7 @@ class Run:
         if self.is_main:
             with self.writing(self.folder):
                 self.open_folder()
-        paths = [getattr(args, name, None) for name in ("base_model", "sft_model_path", "reward_model_path")]
-        cli.say(f"models: {', '.join(filter(None, paths))}   data: {args.dataset}, {len(prompts)} rows")
-        how = f"{num_updates} updates of {args.batch_size}, {engines.in_words(accelerator)}"
+        how = f"{len(prompts)} rows, {num_updates} updates of {args.batch_size}, {engines.in_words(accelerator)}"
         if hasattr(args, "reward_fn"):  # Its held-out figures are of such samples as well.
             how += f", samples at temperature {args.temperature:g} and of at most {args.response_length} tokens"
         cli.say(how)

@@ -61,13 +61,6 @@ def test_a_reward_model_has_learnt_where_it_is_better_than_guessing(accuracy, wo
     assert line.startswith(word) and f"{accuracy:.3f} +- {half:.3f}, where guessing has 0.250" in line
 
 
-# ---- signs -----------------------------------------------------------------------------------------------------------
-def test_the_signs_that_showed_are_counted():
-    rows = [{"update": i, "health/kl": float(i > 2), "health/length": 0.0} for i in range(1, 5)]
-    assert health.health_lines(rows) == ["bad signs: health/kl in 2 of 4 updates, first in 3"]
-    assert health.health_lines(rows[:2]) == ["bad signs: none"] and health.health_lines([{"update": 1}]) == []
-
-
 # ---- runs ------------------------------------------------------------------------------------------------------------
 def said(capsys):
     return capsys.readouterr().out.splitlines()

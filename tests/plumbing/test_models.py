@@ -296,11 +296,9 @@ def test_a_policy_with_several_chat_templates_may_be_trained_again(in_tmp):
     cli.check_output_dir(args)
 
 
-@pytest.mark.parametrize("folder", ["model", "model.before"], ids=["before", "between its renames"])
-def test_a_save_that_fails_or_was_killed_between_its_renames_loses_no_model(in_tmp, folder):
+def test_a_save_that_fails_loses_no_model(in_tmp):
     save("model")
     before = contents("model")
-    os.rename("model", folder)
     with pytest.raises(AttributeError):
         save("model", tokenizer=object())
     assert os.listdir() == ["model"] and contents("model") == before
