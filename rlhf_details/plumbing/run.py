@@ -198,7 +198,9 @@ class Run:
                 config, model = model.config, engines.filled(policy, weights).model
                 model.config = config
             weights = {name.removeprefix("model."): x for name, x in weights.items() if name.startswith("model.")}
-            self.save(model, weights)
+            card = hub.model_card(self.args, self.repository, self.kept["before"], self.kept["latest"])
+            with self.writing(f"--output_dir {self.args.output_dir}"):
+                checkpoint.save_folder(self.args, model, self.tokenizer, weights, card)
         self.accelerator.wait_for_everyone()
         if self.repository:  # No other process waits for the upload.
             hub.push(self.args, self.repository)
@@ -208,12 +210,6 @@ class Run:
         if self.is_main:
             cli.say("\n".join(health.last_lines(self, before, after, time.time() - self.start)))
         return {"before": before, "after": after, "metrics": latest, "run": str(self.folder)}
-
-    def save(self, model, weights):
-        args = self.args
-        card = hub.model_card(args, self.repository, self.kept["before"], self.kept["latest"])
-        with self.writing(f"--output_dir {args.output_dir}"):
-            checkpoint.save_folder(args, model, self.tokenizer, weights, card)
 
     @contextlib.contextmanager
     def writing(self, what):

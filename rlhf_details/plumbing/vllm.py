@@ -46,7 +46,7 @@ def sampler(args, accelerator, rows, stop):
     if args.vllm_server:
         engine = Server(args.vllm_server, args.vllm_folder, accelerator, stop)
     else:
-        engine = Engine(accelerator, max(len(row.ids) for row in rows) + args.response_length, args.vllm_memory, stop)
+        engine = Engine(accelerator, max(len(row.ids) for row in rows) + args.response_length, args.vllm_memory)
     return functools.partial(sample, engine, precision, stop)
 
 
@@ -109,8 +109,8 @@ class Engine:
 
     name = "vLLM's process"
 
-    def __init__(self, accelerator, length, memory, stop):
-        self.accelerator, self.length, self.memory, self.stop = accelerator, length, memory, stop
+    def __init__(self, accelerator, length, memory):
+        self.accelerator, self.length, self.memory = accelerator, length, memory
         self.config = self.process = None
 
     def push(self, model, dtype):
