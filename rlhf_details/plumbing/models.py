@@ -455,5 +455,7 @@ def merged(model, path, flag, args):
             config.task_type = None
         model = PeftModel.from_pretrained(model, file.parent, config=config).merge_and_unload()
         with safe_open(file, "pt") as saved:
-            model.config.reward_bias = float((saved.metadata() or {}).get("reward_bias", 0.0))  # read of reward models
+            metadata = saved.metadata() or {}
+        if "reward_bias" in metadata:
+            model.config.reward_bias = float(metadata["reward_bias"])
     return model.requires_grad_(True), has_head
