@@ -224,7 +224,7 @@ def save_folder(args, model, tokenizer, weights, card=None):
             models.save_adapter(model, folder / "adapter", getattr(args, "sft_model_path", None) or args.base_model)
             tokenizer.save_pretrained(folder / "adapter")  # So that the adapters can be loaded by themselves.
             model, weights = models.merge_adapters(model), None
-        if weights is not None:  # Under FSDP2 and ZeRO-3 a tied weight was gathered twice.
+        if weights is not None:  # A tied weight may have been copied twice.
             once = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
             weights = {name: x for name, x in weights.items() if name in once}
         if model.can_generate():  # Plain `generate` shall stop where we do, and sample from what was trained.

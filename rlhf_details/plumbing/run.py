@@ -182,8 +182,9 @@ class Run:
 
     # ---- the end -----------------------------------------------------------------------------------------------------
     def full_weights(self, module):
-        """{name: whole fp32 weight} of a prepared module, complete on the main process; call it on every process."""
-        return self.accelerator.get_state_dict(module) or {}  # Under ZeRO-3 it is None on the other processes.
+        """{name: whole fp32 weight} of a prepared module, on the main process's CPU; call it on every process."""
+        weights = self.accelerator.get_state_dict(module)  # Under ZeRO-3 it is None on the other processes.
+        return {name: x.cpu() for name, x in weights.items()} if self.is_main else {}
 
     def finish(self, policy, weights=None, model=None):
         """Saves --output_dir with a model card, uploads it where asked to, judges the run, and says what to type next.
