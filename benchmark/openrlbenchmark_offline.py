@@ -100,7 +100,7 @@ def read_experiment(name):
     except (OSError, ValueError, KeyError, IndexError, StopIteration):
         fail(f"{name}: env.json beside it does not say by which command it was made")
     found = []
-    for (of, seed), (header, *rows) in read_tables(path).items():
+    for (of, _, seed), (header, *rows) in read_tables(path).items():
         if of == exp:
             rows = [{key: float(cell) for key, cell in zip(header, row, strict=True) if cell} for row in rows]
             rows = [row | {key: int(row.get(key, 0)) for key in ("update", "episode")} for row in rows]

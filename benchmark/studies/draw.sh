@@ -13,7 +13,7 @@ draw() { "$python" "benchmark/$1.py" "${@:2}" > /dev/null; }
 draw studies/toy draw
 draw studies/overoptimisation draw --tag cc51011
 draw studies/ablations draw --tags cc51011 f1166b3
-draw plot same f1166b3_amd/ablations cc51011/ablations --output benchmark/results/cc51011/ablations_same.md
+draw plot same ablations@f1166b3_amd ablations@cc51011 --output benchmark/results/cc51011/ablations_same.md
 draw studies/movies draw --tag cc51011 --dpo f6f8b6b
 draw studies/grpo draw --tag cc51011 --more 1899970 0feb1d3 --timed 6 7 8 9 10
 draw studies/dpo draw --tag c2d7618 --others cc51011

@@ -77,7 +77,7 @@ def test_an_experiment_of_benchmark_is_read_as_the_runs_that_its_command_says(in
     about = {"commands": {"named": command, "other": "python c.py"}, "environments": [{"commit": "0123456789"}]}
     Path("env.json").write_text(json.dumps(about))
     named = {("named", 7): [["update", "episode", "objective/gold"], ["0", "0", ""], ["1", "8", "3.25"]]}
-    write_runs(".", named | {("named", 8): [["update", "episode"], ["1", "8"]], ("other", 1): [["update"], ["1"]]})
+    write_runs(".", named | {("named", "v1", 8): [["update", "episode"], ["1", "8"]], ("other", "v1", 1): [["update"], ["1"]]})
     project = convert("runs.csv:named")
     runs = {json.loads(row["config"])["seed"]: row for row in listed(project)[0].values()}
     config = json.loads(runs[7]["config"])

@@ -75,7 +75,7 @@ def test_bad_input_is_one_line(in_tmp, monkeypatch, capsys):
 
 # ---- curves of several seeds, and their comparison -------------------------------------------------------------------
 def write(folder, exp, seed, columns):
-    intervals.write_runs(folder, {(exp, seed): [list(columns), *zip(*columns.values(), strict=True)]})
+    intervals.write_runs(folder, {(exp, "v1", seed): [list(columns), *zip(*columns.values(), strict=True)]})
 
 
 def learning(folder, exp, seeds, rise=1.0):

@@ -37,13 +37,14 @@ def bench(tmp_path, monkeypatch):
         values = dict(command=(command,), exp=("toy",), seeds=(1, 2, 3), tag="v1")
         return benchmark.main(benchmark.Args(**values | {"columns": ("update", "objective/scores", "none")} | changes))
 
-    run.results = tmp_path / "benchmark" / "results" / "v1"
+    run.results = tmp_path / "benchmark" / "results" / "mine"
     return run
 
 
 def kept(bench):
     """{(experiment, seed): [header, row, ...]} of what the runs have left."""
-    return read_tables(bench.results / "runs.csv")
+    tables = read_tables(bench.results / "runs.csv")
+    return {(run, seed): table for (run, _, seed), table in tables.items()}
 
 
 def ends(function, *args, **options):
@@ -58,8 +59,8 @@ def test_each_seed_leaves_the_columns_asked_for_and_the_environment(bench):
     assert kept(bench).keys() == {("toy", 1), ("toy", 2), ("toy", 3)}
     assert kept(bench)["toy", 2][:2] == [["update", "objective/scores"], ["1", "2.3333"]]
     environment = json.loads((bench.results / "env.json").read_text())
-    assert environment["tag"] == "v1" and environment["commands"]["toy"].endswith("--name {seed}")
-    (made,) = environment["environments"]
+    assert environment["v1"]["commands"]["toy"].endswith("--name {seed}")
+    (made,) = environment["v1"]["environments"]
     assert made["versions"]["torch"] and made["cores"] > 0 and len(made["code"]) == 12 and made["commit"]
 
 
@@ -79,7 +80,7 @@ def test_results_of_other_scripts_or_of_another_command_are_not_added_to(bench, 
     assert "results of another command" in capsys.readouterr().err
     path = bench.results / "env.json"
     about = json.loads(path.read_text())
-    about["environments"][0]["code"] = "0" * 12
+    about["v1"]["environments"][0]["code"] = "0" * 12
     path.write_text(json.dumps(about))
     ends(bench)
     assert "made by other scripts" in capsys.readouterr().err

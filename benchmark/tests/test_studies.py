@@ -49,7 +49,7 @@ def parse(command):
 
 
 def write(folder, exp, seed, columns):
-    write_runs(folder, {(exp, seed): [list(columns), *zip(*columns.values(), strict=True)]})
+    write_runs(folder, {(exp, "v1", seed): [list(columns), *zip(*columns.values(), strict=True)]})
 
 
 # ---- commands --------------------------------------------------------------------------------------------------------
