@@ -45,8 +45,9 @@ def read(name):
 
 def worth():
     """{tag: {"says": its price}}, of the ablations and of the studies of GRPO, DPO and samplers that differ."""
-    studies = "worth", "worth_grpo", "worth_dpo", "worth_mismatch"
-    return {tag: price for study in studies for tag, price in read(f"../results/{study}.toml").items()}
+    results = Path(__file__).parents[1] / "results"
+    files = sorted([*results.glob("worth*.toml"), *results.glob("*/worth.toml")])
+    return {tag: price for file in files for tag, price in read(file).items()}
 
 
 def count_verdicts():

@@ -17,14 +17,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from intervals import ROOT
 
 TAG, LENGTHS, GRPO_TRL = "cc51011", "cc6b272", "4d93adb"  # folders: the commits whose scripts were run, but the last
-DPO, RELATIVES, SMOLLM, SMOLLM_TRL = "c2d7618", "83c3a19", "5b18bbb", "0feb1d3"
+RELATIVES, SMOLLM, SMOLLM_TRL = "83c3a19", "5b18bbb", "0feb1d3"
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 DOCUMENTS += [path for folder in ("guides", "evidence") for path in sorted((ROOT / "docs" / folder).glob("*.md"))]
 
 
 def tables(name, tag=TAG):
-    """The tables in results/<tag>/<name>.md, each a list of lines."""
-    text = (ROOT / "benchmark" / "results" / tag / f"{name}.md").read_text(encoding="utf-8")
+    """The tables in results/<name>/table.md, or else results/<tag>/<name>.md, each a list of lines."""
+    results = ROOT / "benchmark" / "results"
+    paths = results / name / "table.md", results / tag / f"{name}.md", results / f"{name}.md"
+    path = next(path for path in paths if path.exists())
+    text = path.read_text(encoding="utf-8")
     return [block.strip().splitlines() for block in re.findall(r"(?:^\|.*\n)+", text, re.M)]
 
 
@@ -145,14 +148,14 @@ TABLES = {
     "grpo_trl": lambda: tables("trl", GRPO_TRL)[0],
     "grpo_trl_differences": lambda: tables("trl", GRPO_TRL)[1],
     "relatives_replay": lambda: tables("trl_replay", RELATIVES)[0],
-    "dpo": lambda: tables("dpo", DPO)[0],
-    "dpo_parts": lambda: tables("dpo", DPO)[1],
-    "dpo_replay": lambda: tables("dpo_replay", DPO)[0],
+    "dpo": lambda: tables("dpo")[0],
+    "dpo_parts": lambda: tables("dpo")[1],
+    "dpo_replay": lambda: tables("dpo/replay")[0],
     "mismatch": lambda: tables("mismatch", "2015ca1")[1],
     "speed_sampler": lambda: tables("speed_sampler_27m_40", ".")[0],
     "speed_sampler_smollm": lambda: tables("speed_sampler_smollm_40", ".")[0],
     "vllm": lambda: tables("mismatch", "2015ca1")[-1],
-    "overlap": lambda: tables("ahead", "a36e88a")[0],
+    "overlap": lambda: tables("ahead")[0],
     "smollm_verified": lambda: tables("smollm", SMOLLM)[0],
     "smollm_course": lambda: tables("smollm", SMOLLM)[1],
     "smollm_base": lambda: tables("smollm", SMOLLM)[2],

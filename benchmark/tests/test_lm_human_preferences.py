@@ -1,4 +1,4 @@
-"""The commands that the experiment of lm-human-preferences prints: they parse, and a policy reads its own reward model."""
+"""The commands of lm-human-preferences' experiment: they parse, and a policy reads its own reward model."""
 
 import os
 import shlex
