@@ -50,7 +50,8 @@ def study():
     """(effects, {base: what it is}, {tag: why it has no price}), of the newest ablations and study of GRPO."""
     effects, bases = [], {}
     for name in ("grpo", "ablations"):
-        text = max(ROOT.glob(f"benchmark/results/*/{name}.md")).read_text(encoding="utf-8")
+        found = max(ROOT.glob(f"benchmark/results/*/{name}.md"), default=ROOT / f"benchmark/results/{name}/table.md")
+        text = found.read_text(encoding="utf-8")
         for tags, what, base, seeds, *cells, verdict in table(text, "| details | what is changed"):
             figures = {}
             for figure, cell in zip(FIGURES, cells, strict=True):

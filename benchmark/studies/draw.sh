@@ -15,8 +15,6 @@ draw studies/overoptimisation draw --tag cc51011
 draw studies/ablations draw --tags cc51011 f1166b3
 draw plot same ablations@f1166b3_amd ablations@cc51011 --output benchmark/results/cc51011/ablations_same.md
 draw studies/movies draw --tag cc51011 --dpo f6f8b6b
-draw studies/grpo draw --tag cc51011 --more 1899970 0feb1d3 --timed 6 7 8 9 10
-draw studies/mismatch draw --tag 2015ca1 --vllm fd93a2b
 draw studies/study draw all
 draw studies/smollm draw --tag 5b18bbb --more f6f8b6b
 draw studies/smollm_trl draw --tag 0feb1d3

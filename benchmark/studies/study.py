@@ -232,7 +232,7 @@ def draw(args: DrawArgs):
             print(f"{name}: no runs, and nothing to draw")
             continue
         blocks = [f"# {study.said['title']}", "", f"Written by `python benchmark/studies/study.py draw {study.name}`."]
-        blocks += [study.said.get("head", "").strip()]
+        blocks += [study.said["head"].strip()] if "head" in study.said else []
         for said in study.said.get("table", []):
             text = [said["text"].strip(), ""] if "text" in said else []
             blocks += ["", *text, *tables.KINDS[said["kind"]](study, said)]

@@ -76,10 +76,10 @@ def rows(study, said):
     """A row is [label, run], a level, or [label, run, base], the difference paired by seed. Labels may hold several
     cells.
 
-    columns: {head: measure, or {measure, seeds, ratio = true: of two runs the median ratio and its range}}; form,
-    form_of_differences; count: "seeds" has a column, and with "levels" it is empty for differences; cells: "interval",
-    "mean", or "risen" (before -> after, and the mean rise); tested: heads, whose differences are bold where they pass
-    Holm's correction over the table; prices: whether they price the details of the runs.
+    columns: {head: measure, or {measure, seeds}, of two runs the median ratio and its range, or {measure, largest: a
+    form}, over the seeds}; form, form_of_differences; count: "all", "none" or "levels" have their seeds counted;
+    cells: "interval", "mean", or "risen" (before -> after, and the mean rise); tested: heads, whose differences are
+    bold where they pass Holm's correction over the table; prices: whether they price the details of the runs.
     """
     columns, count, made = said["columns"], said.get("count", "all"), []
     for label, run, *base in said["rows"]:
@@ -89,16 +89,15 @@ def rows(study, said):
             pairs = [(seed, columns, None) for seed, columns in seeds_of(study, run).items()]
         made.append((label, pairs, [interval(pairs, x) if not isinstance(x, dict) else x for x in columns.values()]))
     heads, tested = list(columns), said.get("tested", [])
-    keys = [(i, j) for i, (_, p, _) in enumerate(made) for j, x in enumerate(heads) if x in tested and p[0][2]]
+    keys = [(i, j) for i, (_, p, _) in enumerate(made) for j, x in enumerate(heads) if x in tested and not is_level(p)]
     sure = {k for k, p in zip(keys, holm([made[i][2][j][3] for i, j in keys]), strict=True) if p < 0.05} if keys else {}
     if said.get("prices"):
         found, _ = effects(study)
         price(study, said, found, *verdicts(study, found))
     lines = []
     for i, (label, pairs, intervals) in enumerate(made):
-        is_level = pairs[0][2] is None
-        form = said.get("form", ".2f") if is_level else said.get("form_of_differences", "+.2f")
-        found = [] if count == "none" else [len(pairs) if is_level or count == "all" else ""]
+        form = said.get("form", ".2f") if is_level(pairs) else said.get("form_of_differences", "+.2f")
+        found = [] if count == "none" else [len(pairs) if is_level(pairs) or count == "all" else ""]
         for j, (measure, x) in enumerate(zip(columns.values(), intervals, strict=True)):
             mark = "**" * ((i, j) in sure)
             found.append(f"{mark}{cell(pairs, measure, x, form, said.get('cells', 'interval'))}{mark}")
@@ -106,6 +105,11 @@ def rows(study, said):
     counts = [] if count == "none" else ["seeds"]
     head = [*cells(said["head"]), *counts, *columns]
     return grid(head, lines, 0 if said.get("plain") else len(columns) + len(counts), said.get("plain", False))
+
+
+def is_level(pairs):
+    """Whether there is no base."""
+    return pairs[0][2] is None
 
 
 def interval(pairs, measure):
@@ -116,13 +120,17 @@ def interval(pairs, measure):
 
 def cell(pairs, measure, found, form, kind):
     """The text of a cell of `rows`."""
+    if isinstance(measure, dict) and "largest" in measure:
+        return (
+            f"{max(number(a, measure['measure']) for _, a, b in pairs):{measure['largest']}}" if is_level(pairs) else ""
+        )
     if isinstance(measure, dict):  # a ratio, of some seeds
         kept = [pair for pair in pairs if pair[0] in measure.get("seeds", [pair[0]])]
-        if kept[0][2] is None:
+        if is_level(kept):
             return words(interval(kept, measure["measure"]), form)
         ratios = [number(a, measure["measure"]) / number(b, measure["measure"]) for _, a, b in kept]
         return f"times {np.median(ratios):.2f} ({min(ratios):.2f} .. {max(ratios):.2f})"
-    if kind == "risen" and pairs[0][2] is None:
+    if kind == "risen" and is_level(pairs):
         before, after = np.array([[number(x, how + measure[4:]) for how in ("first", "last")] for _, x, _ in pairs]).T
         rise = words(mean_interval(after - before)) if len(pairs) > 1 else "one seed"
         return f"{before.mean():.2f} -> {after.mean():.2f}, {rise}"
@@ -215,13 +223,13 @@ def count_up(effect):
 
 def levels(study, said):
     """What the bases reach."""
-    _, bases = effects(study, said.get("runs", "*"))
-    made = [
-        [label(study, base, said), study.runs[base[0]].get("what", ""), *(words(effect[m]) for m in MEASURES)]
-        for base, effect in bases.items()
-    ]
+    made = {}  # Without its commit in the table, a base has one row.
+    for base, effect in effects(study, said.get("runs", "*"))[1].items():
+        name = label(study, base, said)
+        cells_of = [name, study.runs[base[0]].get("what", ""), *(words(effect[m]) for m in MEASURES)]
+        made.setdefault(name, cells_of)
     head = ["base", "what", "gold at the end", "gold over the run", "KL, nats a response", "share ended"]
-    return grid(head, made, len(MEASURES))
+    return grid(head, made.values(), len(MEASURES))
 
 
 def paired(study, said):
@@ -291,6 +299,20 @@ def sentence(study, said):
 def apart(effect, other):
     """The names of gold and KL, if the intervals of two effects of a run do not overlap."""
     return [NAMES[m] for m in ("gold", "kl") if effect[m][2] < other[m][1] or other[m][2] < effect[m][1]]
+
+
+def corrected(study, said):
+    """Of each sampler gold and KL, less the base's, without and with a correction. rows: [[label, label, run without,
+    run with, base], ...].
+    """
+    made = []
+    for label, sampler, *both, base in said["rows"]:
+        pairs = [pairs_of(study, run, base)[0] for run in both]
+        gap = np.mean([number(columns, "mean val/logprob_gap") for _, columns, _ in pairs[0]])
+        figures = [words(interval(x, MEASURES[m]), "+.2f") for m in ("gold", "kl") for x in pairs]
+        made.append([label, sampler, f"{gap:.2f}", *figures])
+    head = ["base", "what samples", "a batch's largest gap of a log-prob, mean", "gold, not corrected"]
+    return grid([*head, "gold, ratio at most 2", "KL, not corrected", "KL, ratio at most 2"], made, 5)
 
 
 # ---- the ablations' own ----------------------------------------------------------------------------------------------
@@ -398,5 +420,5 @@ def by_seed(study, said):
 
 KINDS = {
     kind.__name__: kind
-    for kind in (rows, levels, paired, sentence, tally, longer, levels_of, repeated, unpriced, by_seed)
+    for kind in (rows, levels, paired, sentence, corrected, tally, longer, levels_of, repeated, unpriced, by_seed)
 }

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import ablations
 import against_trl
 import details
-import grpo
 import held_out
 import movies
 import mutations
@@ -22,6 +21,7 @@ import overoptimisation
 import pytest
 import smollm
 import smollm_trl
+import study
 import symptoms
 import torch
 import trl_side
@@ -122,15 +122,8 @@ def test_every_variants_mutation_changes_the_files_that_it_names(tmp_path, monke
 
 def test_a_detail_is_priced_or_listed_with_the_reason_why_not():
     priced = {tag for variant in ablations.VARIANTS for tag in variant.tags.split()}
-    priced |= {tags for tags, *_ in grpo.PARTS.values() if tags}
-    priced |= {
-        "GEN-15",
-        "GRPO-8",
-        "DPO-1",
-        "DPO-2",
-        "DPO-3",
-        "DPO-4",
-    }  # of mismatch.py, and of runs on toy-sum in grpo.py
+    of_studies = [run for name in study.studies() for run in study.Study(name).runs.values()]
+    priced |= {tag for run in of_studies for tag in run.get("tags", "").split()}
     unpriced = [tag for tags in ablations.UNPRICED.values() for tag in tags.split()]
     assert priced | set(unpriced) == set(details.read("details.toml")["tags"]) and not priced & set(unpriced)
     names = [v.name for v in ablations.VARIANTS] + list(ablations.BASES)
@@ -388,30 +381,6 @@ def test_trls_losses_can_be_divided_by_the_minibatchs_tokens(monkeypatch):
     assert (padding_mask_p1.sum(), micro_batch_end) == (padding_mask.sum() - 7, 8)
 
 
-# ---- GRPO ------------------------------------------------------------------------------------------------------------
-def test_the_commands_of_grpos_study_parse_and_its_tables_are_paired(tmp_path):
-    for command in (*grpo.CURVES.values(), *(f"{grpo.SHORT} {flags}" for *_, flags in grpo.PARTS.values())):
-        parse(command.format(root=ROOT, seed=1))
-    found = {}
-    for shift, name in enumerate([*grpo.CURVES, *(f"part_{part}" for part in grpo.PARTS)]):
-        columns = {f"eval/objective/{m}": np.array([np.nan, shift]) for m in (*grpo.MEASURES, "scores")}
-        columns |= {"objective/gold": np.array([0.0, shift]), "time/from_scratch": np.array([0.0, 60 * shift])}
-        found[name] = {seed: {k: x + seed for k, x in columns.items()} for seed in (1, 2, 3)}
-    rows = [line.split(" | ") for line in grpo.curves_table(found, "toy", grpo.MEASURES) if "less RLOO" in line]
-    apart = list(grpo.CURVES).index("undivided") - list(grpo.CURVES).index("rloo")
-    assert rows[0][2] == "-1.00 (-1.00 .. -1.00)" and rows[1][2] == f"{apart}.00 ({apart}.00 .. {apart}.00)"
-    for timed, minutes in ((None, "0.03"), ((2, 3), "0.04")):  # The seeds take 1, 2 and 3 seconds.
-        (row,) = (x for x in grpo.curves_table(found, "toy", grpo.MEASURES, timed) if x.startswith("| GRPO |"))
-        assert row.split(" | ")[-1].startswith(f"{minutes} (")
-    for name in grpo.PARTS:  # Two parts are of a later study, with a base of their own.
-        for folder in {"gspo": ["new"], "cispo": ["new"], "steps": ["old", "new"]}.get(name, ["old"]):
-            for seed, columns in found[f"part_{name}"].items():
-                write(tmp_path / folder, f"part_{name}", seed, columns)
-    effects, bases = grpo.parts([tmp_path / "old", tmp_path / "new"])
-    assert [effects[name]["gold"][0] for name in ("no_kl", "clip_higher", "gspo", "cispo")] == [1, 1, 2, 3]
-    assert set(bases) == set(grpo.BASES)
-
-
 # ---- SmolLM2 ---------------------------------------------------------------------------------------------------------
 def test_the_commands_of_the_study_of_a_real_model_parse_and_its_tables_are_paired(tmp_path, monkeypatch):
     shutil.copytree(ROOT / "rlhf_details", tmp_path / "rlhf_details", ignore=shutil.ignore_patterns("__pycache__"))
@@ -454,19 +423,3 @@ def test_trl_gets_the_settings_the_columns_and_the_penalty_of_our_run(tmp_path):
     # The first two ended. The third one is right, and pays the penalty of 1.
     assert reward(["p"] * 3, ["ab", "a", "ab"], **given) == [1.0, 0.0, 0.0]
     assert last == {"scores": pytest.approx(1 / 3), "tokens": 7}
-
-
-@pytest.mark.parametrize(
-    "only, needed",
-    [
-        ("part_gspo", {"sft", "reward"}),
-        ("sum_gspo", {"sum_sft"}),
-        ("lengths", {"lengths_sft", "lengths_reward"}),
-    ],
-)
-def test_a_study_trains_the_stages_that_its_runs_need_and_no_others(only, needed, tmp_path, monkeypatch):
-    trained = []
-    monkeypatch.setattr(against_trl, "ROOT", tmp_path)
-    monkeypatch.setattr(grpo, "run_study", lambda stages, *_: trained.extend(run for batch in stages for run in batch))
-    grpo.run(grpo.RunArgs(tag="t", seeds=(1,), only=(only,)))
-    assert {run.key[0] for run in trained} == needed

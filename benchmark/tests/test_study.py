@@ -55,3 +55,16 @@ def test_a_study_has_a_question_an_answer_and_results_of_the_runs_that_it_says(n
     one = study.Study(name)
     assert one.said["question"].endswith("?") and one.said["answer"].endswith(".")
     assert {run.removesuffix("_measured") for run in one.found} <= one.runs.keys() | one.stages.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "run", "needed"),
+    [
+        ("grpo", "part_gspo", [["sft"], ["reward"]]),
+        ("grpo", "sum_gspo", [["sum_sft"]]),
+        ("grpo", "lengths", [["lengths_base"], ["lengths_sft"], ["lengths_reward"]]),
+        ("dpo", "dpo", [["sft"], ["reward"]]),
+    ],
+)
+def test_a_study_trains_the_stages_that_its_runs_need_in_order_and_no_others(name, run, needed):
+    assert study.Study(name).needed([run]) == needed

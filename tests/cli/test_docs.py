@@ -25,8 +25,6 @@ pytest.importorskip("matplotlib")
 import ablations
 import against_trl
 import frozen
-import grpo
-import mismatch
 import movies
 import mutations
 import plot
@@ -84,7 +82,7 @@ def test_the_guides_example_makes_files_of_scored_texts(in_tmp):
 
 
 def test_every_command_of_the_readme_that_runs_or_draws_a_study_parses():
-    studies = "benchmark", "ablations", "overoptimisation", "against_trl", "study", "grpo", "mismatch", "movies", "plot"
+    studies = "benchmark", "ablations", "overoptimisation", "against_trl", "study", "movies", "plot"
     studies += "smollm_trl", "smollm"
     found = set()
     text = re.sub(r" *\\\n *", " ", README)  # a command in one line
@@ -102,7 +100,7 @@ def test_every_command_of_the_readme_that_runs_or_draws_a_study_parses():
 def test_every_flag_that_the_readme_names_exists():
     arguments = [module.Args for module in SCRIPTS.values()]
     arguments += [benchmark.Args, frozen.Args, plot.CurvesArgs, plot.CompareArgs, speed.Compare, speed.Decode]
-    studies = ablations, against_trl, grpo, mismatch, movies, smollm, smollm_trl, toy_over_seeds, study
+    studies = ablations, against_trl, movies, smollm, smollm_trl, toy_over_seeds, study
     arguments += [kind for module in studies for kind, _ in module.COMMANDS.values()]
     names = {field.name for kind in arguments for field in dataclasses.fields(kind)}
     names |= {f"no_{name}" for name in names} | {"algorithm", "reward", "policy"}  # the last of train_both.py
