@@ -12,7 +12,6 @@ the same command. The commit is git's `describe`, with -dirty where the tree is,
 
 import csv
 import hashlib
-import itertools
 import json
 import math
 import multiprocessing
@@ -41,7 +40,6 @@ COLUMNS = (
     "eval/sft/perplexity train/rm/loss train/rm/accuracy eval/rm/accuracy"
 ).split()
 MODELS = "{root}/models/bench/{seed}"  # of the studies, which share SFT and reward models
-STAGES = f"--sft_model_path {MODELS}/sft --reward_model_path {MODELS}/reward"
 PRELOADED = "scipy.stats torch transformers accelerate datasets tyro rich".split()
 PRELOADED += ["transformers.models.gpt_neox.modeling_gpt_neox"]
 SLURM = """#!/bin/bash
@@ -158,8 +156,11 @@ def forked(words, folder, environ):
 
 class Run:
     """One experiment with one seed. code: the folder whose scripts it runs, the repository or a copy of it; columns,
-    every: the metrics and rows to keep (None: what the command line asks for).
+    every: the metrics and rows to keep (None: what the command line asks for); kept: whether its rows go to the
+    results, and do not only lie in its folder.
     """
+
+    kept = True
 
     def __init__(self, exp, command, seed, tag, study="", code=None, columns=None, every=None):
         self.name, self.seed, self.code = f"{exp}_s{seed}", seed, Path(code or ROOT)
@@ -172,7 +173,7 @@ class Run:
 
     def is_done(self):
         exp, tag, seed = self.key
-        known = self.result.exists() or seed in experiments(self.results, tag).get(exp, {})
+        known = self.result.exists() or (self.kept and seed in experiments(self.results, tag).get(exp, {}))
         return known and (self.makes is None or (self.makes / "config.json").exists())
 
     def start(self, args):
@@ -260,7 +261,7 @@ def note(runs, tag):
     if others:
         scripts = f"other scripts ({others[0]}, these are {made['code']})"
         fail(f"--tag {tag}: its results were made by {scripts}; give another tag")
-    commands = {run.name.rpartition("_s")[0]: run.recipe for run in runs}
+    commands = {run.key[0]: run.recipe for run in runs}
     for exp, command in commands.items():
         if about["commands"].get(exp, command) != command:
             where = path.parent.relative_to(ROOT)
@@ -269,25 +270,6 @@ def note(runs, tag):
     about["commands"] |= commands
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(every, indent=1) + "\n")
-
-
-def stage_runs(seeds, tag, first=None, second=None):
-    """[SFT runs, reward model runs] of a study, in its tag's folder "stages": MODELS/sft, MODELS/reward and what else
-    is asked for.
-
-    Args: first, second, {name: (command, folder of its code or None)}; what `second` runs needs what `first` has run.
-    """
-    reward = f"python rlhf_details/train_reward.py --sft_model_path {MODELS}/sft --output_dir {MODELS}/reward"
-    first = {"sft": (f"python rlhf_details/train_sft.py --output_dir {MODELS}/sft", None)} | (first or {})
-    second = {"reward": (reward, None)} | (second or {})
-    batches = []
-    for batch in (first, second):
-        pairs = itertools.product(seeds, batch.items())
-        batches.append([Run(exp, command, n, tag, "stages", code, COLUMNS, 20) for n, (exp, (command, code)) in pairs])
-    for run in itertools.chain(*batches):
-        words = shlex.split(run.command)
-        run.makes = Path(words[words.index("--output_dir") + 1])
-    return batches
 
 
 def run_study(stages, runs, args, tag):
@@ -302,8 +284,8 @@ def run_study(stages, runs, args, tag):
 
 def keep(runs):
     """Puts the results that have come since into the runs.csv of their study."""
-    for folder in {run.results for run in runs}:
-        new = {run.key: run.result for run in runs if run.results == folder and run.result.exists()}
+    for folder in {run.results for run in runs if run.kept}:
+        new = {run.key: run.result for run in runs if run.results == folder and run.kept and run.result.exists()}
         if new:
             write_runs(folder, {key: list(csv.reader(path.open(newline=""))) for key, path in new.items()})
         for path in new.values():
@@ -315,8 +297,8 @@ def run_all(runs, args, tag, is_task=False):
     todo = [run for run in runs if not run.is_done()]
     state = f"{len(runs) - len(todo)} done, {len(todo)} to do, {args.workers} at a time"
     print(f"{tag}: {len(runs)} runs, {state}", flush=True)
-    if todo:
-        note(runs, tag)
+    if kept := [run for run in runs if run.kept and run in todo]:
+        note(kept, tag)
     if args.preload:
         os.environ["OMP_NUM_THREADS"] = str(args.threads)  # which the OpenMP library reads when it is loaded
         multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)

@@ -14,8 +14,6 @@ import numpy as np
 from scipy import stats
 
 ROOT = Path(__file__).resolve().parent.parent
-BEFORE = {"trl": "trl_grpo", "trl_toy_100x64": "trl_long", "trl_lengths_100x64": "trl_lengths"}
-BEFORE["ablations_4"] = "ablations_long"
 
 
 def write_runs(folder, tables):
@@ -77,21 +75,11 @@ def experiments(folder, commit=None):
     """{run: {seed: {column: array [rows]}}} of a study's folder. commit: those runs alone; None: of each run those of
     the commit with most seeds, the first of equals.
     """
-    folder, found = Path(folder), {}
-    if not (folder / "runs.csv").exists():  # results/COMMIT/STUDY, as programs that are not converted yet name them
-        folder, commit = folder.parents[1] / BEFORE.get(folder.name, folder.name), folder.parent.name
+    found = {}
     for run, commits in by_commit(folder).items():
         seeds = commits.get(commit, {}) if commit else max(commits.values(), key=len)
         found |= {run: seeds} if seeds else {}
     return found
-
-
-def read_seeds(folder, exp, commit=None):
-    """{seed: {column: array}} of a run; FileNotFoundError where the folder has none of it."""
-    found = experiments(folder, commit)
-    if exp not in found:
-        raise FileNotFoundError(f"{folder}/runs.csv: has no run of {exp}")
-    return found[exp]
 
 
 def last(column):

@@ -201,10 +201,10 @@ def frame(axis, title, xlabel):
     axis.grid(alpha=0.2)
 
 
-def save(picture, output, salt):
-    """The same data give the same bytes."""
-    matplotlib.rcParams["svg.hashsalt"] = salt
-    picture.savefig(ROOT / output, metadata={"Date": None})
+def save(picture, output, salt, text="path"):
+    """The same data give the same bytes. text: "none" leaves letters as text, and does not draw them."""
+    with matplotlib.rc_context({"svg.hashsalt": salt, "svg.fonttype": text}):
+        picture.savefig(ROOT / output, metadata={"Date": None})
 
 
 @dataclass
@@ -398,32 +398,36 @@ def agreeing(a, b, metrics, tolerance):
 
 
 def same(args: SameArgs):
-    """Writes for each run in how many updates its runs agree, and how far they are apart at the end.
-
-    Rounding may turn a sampled token, and from that update on a run is another one.
-    """
-    a, b = found_in(args.a), found_in(args.b)
-    names = args.exp or sorted(a.keys() & b.keys())
-    lines = ["| runs | seeds | updates that agree | " + " | ".join(args.metrics) + " |"]
-    lines += ["|---|---|---:|" + "---:|" * len(args.metrics)]
-    for exp in names:
-        of_a, of_b = seeds_of(a, exp, args.a), seeds_of(b, exp, args.b)
-        pairs = {seed: (of_a[seed], of_b[seed]) for seed in sorted(set(of_a) & set(of_b))}
-        if not pairs:
-            fail(f"{exp}: {args.a} and {args.b} have no seed in common")
-        runs = [run for pair in pairs.values() for run in pair]
-        metrics = [x for x in args.metrics if all(x in run or f"eval/{x}" in run for run in runs)]
-        if lost := [seed for seed, (x, y) in pairs.items() if list(x["update"]) != list(y["update"])]:
-            fail(f"{exp}: other updates in seed {lost[0]}")
-        counts = [agreeing(x, y, metrics, args.tolerance) for x, y in pairs.values()]
-        ends = [[final(y, metric) - final(x, metric) for x, y in pairs.values()] for metric in metrics]
-        cells = {metric: ", ".join(f"{end:+.2g}" for end in found) for metric, found in zip(metrics, ends, strict=True)}
-        shared = ", ".join(f"{agree} of {number}" for agree, number in counts)
-        row = [exp, ", ".join(map(str, pairs)), shared, *(cells.get(metric, "") for metric in args.metrics)]
-        lines.append("| " + " | ".join(row) + " |")
+    """Prints the table, and writes it."""
+    lines = same_table(found_in(args.a), found_in(args.b), args.exp, args.metrics, args.tolerance)
     print("\n".join(lines))
     if args.output:
         Path(args.output).write_text("\n".join(lines) + "\n")
+
+
+def same_table(a, b, names=(), metrics=SameArgs.metrics, tolerance=SameArgs.tolerance):
+    """Lines of a table: for each run in how many updates its seeds agree, and how far they are apart at the end.
+
+    Rounding may turn a sampled token, and from that update on a run is another one. Args: a, b, as found_in returns
+    them.
+    """
+    lines = ["| runs | seeds | updates that agree | " + " | ".join(metrics) + " |"]
+    lines += ["|---|---|---:|" + "---:|" * len(metrics)]
+    for exp in names or sorted(a.keys() & b.keys()):
+        of_a, of_b = seeds_of(a, exp, "the first"), seeds_of(b, exp, "the second")
+        pairs = {seed: (of_a[seed], of_b[seed]) for seed in sorted(set(of_a) & set(of_b))}
+        if not pairs:
+            fail(f"{exp}: no seed in common")
+        runs = [run for pair in pairs.values() for run in pair]
+        shown = [x for x in metrics if all(x in run or f"eval/{x}" in run for run in runs)]
+        if lost := [seed for seed, (x, y) in pairs.items() if list(x["update"]) != list(y["update"])]:
+            fail(f"{exp}: other updates in seed {lost[0]}")
+        counts = [agreeing(x, y, shown, tolerance) for x, y in pairs.values()]
+        ends = {x: ", ".join(f"{final(d, x) - final(c, x):+.2g}" for c, d in pairs.values()) for x in shown}
+        shared = ", ".join(f"{agree} of {number}" for agree, number in counts)
+        row = [exp, ", ".join(map(str, pairs)), shared, *(ends.get(metric, "") for metric in metrics)]
+        lines.append("| " + " | ".join(row) + " |")
+    return lines
 
 
 COMMANDS = {"curves": (CurvesArgs, curves), "compare": (CompareArgs, compare), "same": (SameArgs, same)}

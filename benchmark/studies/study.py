@@ -12,6 +12,7 @@ Results are in benchmark/results/<study>/: runs.csv, env.json, table.md, and wor
     title, head             of table.md
     seeds, columns, every   those that `run` trains; metrics beyond the usual ones; only every so manyth row is kept
     of                      another study whose runs these are, too: `only` some of them, `times` as long
+    parts                   files <study>/<part>.toml with more runs
     [words]                 NAME = "text", for {NAME} in the commands, flags and edits of the file
     [stage.NAME]            a model that runs start from. Its folder is @NAME, and what names that folder needs it
     [run.NAME]              a run of every seed:
@@ -89,6 +90,10 @@ class Study:
         if not path.exists():
             fail(f"{name}: no such study; there are {', '.join(studies())}")
         said = tomllib.loads(path.read_text(encoding="utf-8"))
+        for part in said.get("parts", []):
+            of_part = tomllib.loads((path.with_suffix("") / f"{part}.toml").read_text(encoding="utf-8"))
+            for kind in ("run", "stage"):
+                said[kind] = said.get(kind, {}) | of_part.get(kind, {})
         own = Study(said["of"]) if "of" in said else None
         self.name, self.said = path.stem, said
         self.words = (own.words if own else {}) | said.get("words", {})
@@ -120,7 +125,7 @@ class Study:
         """A script and its flags, those of a later word in the place of earlier ones: {script or flag: its words}."""
         spec = self.spec(name)
         above = spec.get("like") or spec.get("base")
-        text = self.fill(f"{spec.get('command', '')} {spec.get('flags', '')}").strip()
+        text = " ".join(self.fill(f"{spec.get('command', '')} {spec.get('flags', '')}").split())
         parts = re.split(r"\s+(?=--)", text) if text else []
         own = {re.sub("^--no_", "--", part.split()[0]) if part.startswith("--") else "": part for part in parts}
         return (self.flags(above) if above and "command" not in spec else {}) | own
@@ -214,8 +219,11 @@ def run(args: RunArgs):
         for name in names:
             runs.append(study.make(name, seed, commit))
             if (flags := study.inherited(name, "measure")) is not None:
-                words = f"python benchmark/studies/held_out.py --policy {runs[-1].folder}/policy {study.fill(flags)}"
-                measured.append(Run(f"{name}_measured", study.located(words), seed, commit, study.name))
+                policy = f"{{root}}/runs/benchmark/{commit}/{study.name}/{name}_s{{seed}}/policy"
+                words = f"python benchmark/studies/held_out.py --policy {policy} {study.fill(flags)}"
+                measured.append(
+                    Run(f"{name}_measured", study.located(" ".join(words.split())), seed, commit, study.name)
+                )
                 runs[-1].makes = None if measured[-1].is_done() else runs[-1].folder / "policy"
     batches = []
     for batch in study.needed(names):
@@ -231,7 +239,8 @@ def draw(args: DrawArgs):
         if not study.found:
             print(f"{name}: no runs, and nothing to draw")
             continue
-        blocks = [f"# {study.said['title']}", "", f"Written by `python benchmark/studies/study.py draw {study.name}`."]
+        blocks = [f"# {study.said.get('title', name)}", ""]
+        blocks += [f"Written by `python benchmark/studies/study.py draw {study.name}`."]
         blocks += [study.said["head"].strip()] if "head" in study.said else []
         for said in study.said.get("table", []):
             text = [said["text"].strip(), ""] if "text" in said else []

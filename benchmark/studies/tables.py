@@ -3,11 +3,12 @@ The tables of studies, by kind: each function takes a study and what a [[table]]
 
 Of several commits that have a run, that with most seeds counts, the first of equals; what a run is compared with is of
 the same commit. A measure is a text, "last COLUMN": the last number of a column that is there, or the first, the mean,
-or the max; "last COLUMN / 60" divides it.
+the max, or the mean of the later ones, without the first; "last COLUMN / 60" divides it, "later COLUMN + COLUMN" adds.
 """
 
 import json
 from fnmatch import fnmatchcase
+from functools import cache
 
 import numpy as np
 from intervals import by_commit, holm, mean_interval, prediction_interval, words
@@ -21,6 +22,7 @@ MEASURES = {
 NAMES = {"gold": "gold", "course": "gold over the run", "kl": "KL", "ended": "share ended"}
 VERDICTS = ("matters", "perhaps", "does not show here", "changes nothing")
 NUMBER = {"first": lambda x: x[0], "last": lambda x: x[-1], "mean": np.mean, "max": np.max}
+NUMBER["later"] = lambda x: x[1:].mean()
 
 
 def grid(head, rows, numbers=0, plain=False):
@@ -36,9 +38,10 @@ def cells(text):
 
 def number(columns, measure):
     """What a measure says of a run's columns."""
-    how, name, *over = measure.split()
-    x = columns[name]
-    return NUMBER[how](x[~np.isnan(x)]) / (float(over[1]) if over else 1)
+    how, _, names = measure.partition(" ")
+    names, _, over = names.partition(" / ")
+    found = (columns[name] for name in names.split(" + "))
+    return sum(NUMBER[how](x[~np.isnan(x)]) for x in found) / float(over or 1)
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
@@ -73,34 +76,40 @@ def pairs_of(study, name, base, commit=None):
 
 # ---- rows that the file names ----------------------------------------------------------------------------------------
 def rows(study, said):
-    """A row is [label, run], a level, or [label, run, base], the difference paired by seed. Labels may hold several
-    cells.
+    """A row is [label, run], a level, or [label, run, base], the difference paired by seed; "first RUN" is the run at
+    its start. Labels may hold several cells.
 
-    columns: {head: measure, or {measure, seeds}, of two runs the median ratio and its range, or {measure, largest: a
-    form}, over the seeds}; form, form_of_differences; count: "all", "none" or "levels" have their seeds counted;
-    cells: "interval", "mean", or "risen" (before -> after, and the mean rise); tested: heads, whose differences are
-    bold where they pass Holm's correction over the table; prices: whether they price the details of the runs.
+    columns: {head: measure, or {measure, seeds, not_of, cells}, or {measure, largest: a form} over the seeds}; form,
+    form_of_differences; count: "all", "none" or "levels" have their seeds counted; cells: "interval", "mean", "range",
+    "spread", "risen" (before -> after, and the mean rise), "median" and "ratio" (of two runs the median ratio and its
+    range), or "pooled" (the median of all rows); tested: heads, whose differences are bold where they pass Holm's
+    correction over the table; prices: whether they price the details of the runs.
     """
-    columns, count, made = said["columns"], said.get("count", "all"), []
+    columns, count, form = said["columns"], said.get("count", "all"), said.get("form", ".2f")
+    made, tested = [], [head for head in said.get("tested", []) if head in columns]
     for label, run, *base in said["rows"]:
-        if base:
-            pairs, _ = pairs_of(study, run, base[0])
-        else:
-            pairs = [(seed, columns, None) for seed, columns in seeds_of(study, run).items()]
-        made.append((label, pairs, [interval(pairs, x) if not isinstance(x, dict) else x for x in columns.values()]))
-    heads, tested = list(columns), said.get("tested", [])
-    keys = [(i, j) for i, (_, p, _) in enumerate(made) for j, x in enumerate(heads) if x in tested and not is_level(p)]
-    sure = {k for k, p in zip(keys, holm([made[i][2][j][3] for i, j in keys]), strict=True) if p < 0.05} if keys else {}
+        start, run = run.startswith("first "), run.removeprefix("first ")
+        seeds = {
+            n: {c: x[:1] for c, x in found.items()} if start else found for n, found in seeds_of(study, run).items()
+        }
+        alone = [(seed, found, None) for seed, found in seeds.items()]
+        made.append((label, run, pairs_of(study, run, base[0])[0] if base else alone))
+    keys = [(i, head) for i, (_, _, pairs) in enumerate(made) for head in tested if not is_level(pairs)]
+    adjusted = holm([interval(made[i][2], columns[head])[3] for i, head in keys]) if keys else []
+    sure = {key for key, p in zip(keys, adjusted, strict=True) if p < 0.05}
     if said.get("prices"):
         found, _ = effects(study)
         price(study, said, found, *verdicts(study, found))
     lines = []
-    for i, (label, pairs, intervals) in enumerate(made):
-        form = said.get("form", ".2f") if is_level(pairs) else said.get("form_of_differences", "+.2f")
+    for i, (label, run, pairs) in enumerate(made):
+        of = form if is_level(pairs) else said.get("form_of_differences", "+.2f")
         found = [] if count == "none" else [len(pairs) if is_level(pairs) or count == "all" else ""]
-        for j, (measure, x) in enumerate(zip(columns.values(), intervals, strict=True)):
-            mark = "**" * ((i, j) in sure)
-            found.append(f"{mark}{cell(pairs, measure, x, form, said.get('cells', 'interval'))}{mark}")
+        for head, measure in columns.items():
+            if isinstance(measure, dict) and run in measure.get("not_of", []):
+                found.append("not comparable")
+                continue
+            mark = "**" * ((i, head) in sure)
+            found.append(f"{mark}{cell(pairs, measure, of, said.get('cells', 'interval'))}{mark}")
         lines.append([label, *found])
     counts = [] if count == "none" else ["seeds"]
     head = [*cells(said["head"]), *counts, *columns]
@@ -118,23 +127,66 @@ def interval(pairs, measure):
     return mean_interval(x) if len(x) > 1 else (*x * 3, 1.0)
 
 
-def cell(pairs, measure, found, form, kind):
+def cell(pairs, measure, form, kind):
     """The text of a cell of `rows`."""
     if isinstance(measure, dict) and "largest" in measure:
-        return (
-            f"{max(number(a, measure['measure']) for _, a, b in pairs):{measure['largest']}}" if is_level(pairs) else ""
-        )
-    if isinstance(measure, dict):  # a ratio, of some seeds
-        kept = [pair for pair in pairs if pair[0] in measure.get("seeds", [pair[0]])]
-        if is_level(kept):
-            return words(interval(kept, measure["measure"]), form)
-        ratios = [number(a, measure["measure"]) / number(b, measure["measure"]) for _, a, b in kept]
-        return f"times {np.median(ratios):.2f} ({min(ratios):.2f} .. {max(ratios):.2f})"
+        most = max(number(a, measure["measure"]) for _, a, _ in pairs)
+        return f"{most:{measure['largest']}}" if is_level(pairs) else ""
+    if isinstance(measure, dict):
+        pairs = [pair for pair in pairs if pair[0] in measure.get("seeds", [pair[0]])]
+        kind, measure = measure.get("cells", kind), measure["measure"]
+    if kind == "pooled":
+        return f"{np.nanmedian(np.concatenate([columns[measure] for _, columns, _ in pairs])):{form}}"
+    if kind in ("ratio", "median") and not is_level(pairs):
+        ratios = [number(a, measure) / number(b, measure) for _, a, b in pairs]
+        text = f"{np.median(ratios):.2f} ({min(ratios):.2f} .. {max(ratios):.2f})"
+        return f"times {text}" if kind == "ratio" else text
+    if kind == "spread":
+        return spread([number(x, measure) for _, x, _ in pairs])
+    if kind == "median":
+        return f"{np.median([number(x, measure) for _, x, _ in pairs]):{form}}"
     if kind == "risen" and is_level(pairs):
         before, after = np.array([[number(x, how + measure[4:]) for how in ("first", "last")] for _, x, _ in pairs]).T
         rise = words(mean_interval(after - before)) if len(pairs) > 1 else "one seed"
         return f"{before.mean():.2f} -> {after.mean():.2f}, {rise}"
+    found = interval(pairs, measure)
+    if kind == "range":
+        x = [number(columns, measure) for _, columns, _ in pairs]
+        return "{:.2f} [{:.2f}, {:.2f}], {:.2f} .. {:.2f}".format(*found[:3], min(x), max(x))
     return f"{found[0]:{form}}" if kind == "mean" else words(found, form)
+
+
+def agreement(study, said):
+    """How far two runs are apart, paired by seed; and whether the first one's means lie in the 95 % prediction
+    intervals for one more seed of the second. rows: [[run, run], ...].
+    """
+    made = []
+    for first, second in said["rows"]:
+        pairs, _ = pairs_of(study, first, second)
+        figures, outside = [], []
+        for head, measure in said["columns"].items():
+            mean, low, high, _ = interval(pairs, measure)
+            mark = "" if low <= 0 <= high else "**"
+            figures.append(f"{mark}{mean:+.2f} [{low:+.2f}, {high:+.2f}]{mark}")
+            ours, theirs = ([number(pair[side], measure) for pair in pairs] for side in (1, 2))
+            least, most = prediction_interval(theirs)
+            outside += [] if least <= np.mean(ours) <= most else [f"{head} not"]
+        made.append([f"{first} less {second}", *figures, ", ".join(outside) or "yes"])
+    lines = grid(["difference", *said["columns"], "within a seed of the second"], made)
+    return [lines[0], "|---|" + "---:|" * len(said["columns"]) + "---|", *lines[2:]]
+
+
+def course(study, said):
+    """A run's held-out means over seeds at each evaluation, and the mean rise over the second half."""
+    seeds, made = seeds_of(study, said["run"]), []
+    kept = next(iter(seeds.values()))
+    for head, measure in said["columns"].items():
+        name = measure.split()[1]
+        updates = kept["update"][~np.isnan(kept[name])].astype(int)
+        y = np.array([columns[name][~np.isnan(columns[name])] for columns in seeds.values()])  # [seeds, evaluations]
+        half = len(updates) // 2
+        made.append([head, *(f"{x:.2f}" for x in y.mean(0)), words(mean_interval(y[:, -1] - y[:, half]))])
+    return grid(["held out, at update", *updates, f"from {updates[half]} to {updates[-1]}"], made, plain=True)
 
 
 # ---- what is changed, in the form of the ablations -------------------------------------------------------------------
@@ -152,6 +204,7 @@ def differences(study, name, commit):
     return {n: {m: changed[n][m] - base[n][m] for m in changed[n]} for n in common}, base
 
 
+@cache
 def effects(study, pattern="*"):
     """What each run with a base changes, and what its base reaches.
 
@@ -315,110 +368,10 @@ def corrected(study, said):
     return grid([*head, "gold, ratio at most 2", "KL, not corrected", "KL, ratio at most 2"], made, 5)
 
 
-# ---- the ablations' own ----------------------------------------------------------------------------------------------
-def tally(study, said):
-    """How many runs and details have each verdict, and how many "perhaps" chance alone makes.
-
-    Where nothing has an effect, one in twenty of the 95 % intervals excludes 0. So many rows can have one in the mean,
-    or fewer where a row has several. Rows that matter, or in which nothing changes, are none of them.
-    """
-    found = effects(study)[0]
-    verdict, _ = verdicts(study, found)
-    best = {}  # the verdict on a detail is that of its run which shows most
-    for name in verdict:
-        for tag in study.runs[name].get("tags", "").split():
-            best[tag] = min(best.get(tag, VERDICTS[-1]), verdict[name], key=VERDICTS.index)
-    open_ones = [name for name in verdict if verdict[name] in ("perhaps", "does not show here")]
-    figures = sum(len(tested(study, name, found[name])) for name in open_ones)
-    counts = [[v, *(list(of.values()).count(v) for of in (verdict, best)), ""] for v in VERDICTS]
-    counts[VERDICTS.index("perhaps")][-1] = f"{figures / 20:.0f} or fewer, of {figures} figures"
-    counts += [["all", len(verdict), len(best), ""]]
-    return grid(["verdict", "variants", "details", "variants, by chance alone"], counts, 3)
+# ---- helpers of other kinds ------------------------------------------------------------------------------------------
+def spread(x):
+    """Mean (lowest .. highest)."""
+    return words((np.mean(x), min(x), max(x)), f".{0 if max(map(abs, x)) >= 100 else 2}f")
 
 
-def longer(study, said):
-    """What runs do in the study `longer`, beside what they do in this one, and where the two intervals do not overlap
-    ("apart"). Each side has a correction of its own.
-    """
-    found, long = effects(study)[0], effects(type(study)(said["longer"]))[0]
-    (verdict, _), (of_long, sure) = verdicts(study, found), verdicts(study, long)
-    made = []
-    for name in (name for name in found if name in long):
-        figures = []
-        for m in ("gold", "kl"):
-            mark = "**" * ((name, m) in sure)
-            figures += [signed(found[name][m]), f"{mark}{signed(long[name][m])}{mark}"]
-        spec, ends = study.runs[name], (verdict[name], of_long[name], ", ".join(apart(found[name], long[name])))
-        head = ", ".join(spec.get("tags", "").split()), named(study, name), spec["base"], count_up(long[name])
-        made.append([*head, *figures, *ends])
-    head = [
-        "details",
-        "what is changed",
-        "base",
-        "long: gold, KL up",
-        "gold at the end",
-        "long",
-        "KL",
-        "long",
-        "verdict",
-    ]
-    lines = grid([*head, "long", "apart"], made)
-    return [lines[0], "|---|---|---|---:|---:|---:|---:|---:|---|---|---|", *lines[2:]]
-
-
-def levels_of(study, said):
-    """What the bases of another study reach."""
-    return levels(type(study)(said["study"]), said)
-
-
-def repeated(study, said):
-    """Runs taken from another commit, beside what fewer seeds of `commit` say; the text counts how many are outside.
-
-    "outside": a mean that is not in the 95 % prediction interval which the seeds of the first give for it.
-    """
-    found, commit = effects(study)[0], said["commit"]
-    outside, figures, made = 0, 0, []
-    for name in (name for name in found if found[name]["base"][1] != commit):
-        seeds, _ = differences(study, name, commit)
-        if not seeds:
-            continue
-        known, more = found[name]["seeds"].values(), seeds.values()
-        means, names = {m: np.mean([x[m] for x in more]) for m in MEASURES}, []
-        for m in MEASURES:
-            least, most = prediction_interval([one[m] for one in known], len(more))
-            is_outside = not least - 5e-5 <= means[m] <= most + 5e-5  # rounding of what is kept
-            names += [NAMES[m]] if is_outside else []
-            figures += is_outside or least < most  # Where no seed differs there is nothing to predict.
-        outside += len(names)
-        two = [f"{x:+.2f}" for m in ("gold", "kl") for x in (found[name][m][0], means[m])]
-        made.append(
-            [named(study, name), study.runs[name]["base"], f"{len(known)}, {len(more)}", *two, ", ".join(names)]
-        )
-    lines = grid(["what is changed", "base", "seeds", "gold at the end", "again", "KL", "again", "outside"], made)
-    lines[1] = "|---|---|---:|---:|---:|---:|---:|---|"
-    return [*said["before"].strip().format(count=f"{outside} of {figures}").splitlines(), "", *lines]
-
-
-def unpriced(study, said):
-    """The details that no run measures, and why."""
-    return grid(["details", "why"], [[", ".join(tags.split()), why] for why, tags in said["why"].items()])
-
-
-def by_seed(study, said):
-    """Every seed's gold and KL at the end: the bases' own, and the runs' differences."""
-    found, bases = effects(study)
-    bases = {effect["base"]: bases[effect["base"]] for effect in found.values()}  # in the order of the runs
-    numbers = sorted({n for effect in found.values() for n in effect["seeds"]})
-    each = [(", ".join(base), effect, ".2f") for base, effect in bases.items()]
-    each += [(f"{study.runs[x]['what']} [{', '.join(effect['base'])}]", effect, "+.2f") for x, effect in found.items()]
-    made = []
-    for name, effect, form in each:
-        seeds = [effect["seeds"].get(n) for n in numbers]
-        made.append([name, *(f"{x['gold']:{form}}, {x['kl']:{form}}" if x else "" for x in seeds)])
-    return grid(["", *(f"seed {n}" for n in numbers)], made, len(numbers))
-
-
-KINDS = {
-    kind.__name__: kind
-    for kind in (rows, levels, paired, sentence, corrected, tally, longer, levels_of, repeated, unpriced, by_seed)
-}
+KINDS = {kind.__name__: kind for kind in (rows, agreement, course, levels, paired, sentence, corrected)}
