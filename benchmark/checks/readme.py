@@ -134,9 +134,6 @@ def studies():
 
 
 PLACES = {  # name of a table: (its file, which table of the file)
-    "speed_batch": ("speed/scaling", 0),
-    "speed_length": ("speed/scaling", 1),
-    "speed_memory": ("speed/scaling", 2),
     "speed_decode": ("speed/decode", 0),
     "speed_sampler": ("speed/sampler_27m_40", 0),
     "speed_sampler_smollm": ("speed/sampler_smollm_40", 0),
