@@ -7,7 +7,8 @@ Reads models that were trained here with the programs that people use elsewhere,
 
 The first call needs this repository's environment, and takes some three minutes on one core. It also writes what the
 scripts here make of the models (expected.json), so the clients import nothing of this repository. Since
-transformers 4.57 is to be tried as well, no environment holds all of them. A client whose package is missing is one line.
+transformers 4.57 is to be tried as well, no environment holds all of them. A client whose package is missing is
+one line.
 """
 
 import argparse
