@@ -124,7 +124,8 @@ def studies():
         said, folder = tomllib.loads(path.read_text(encoding="utf-8")), results / path.stem
         files = sorted(file.name for file in folder.glob("*.*")) if folder.exists() else []
         figures = [file.name for file in sorted(static.glob(f"{path.stem}.svg"))]
-        figures += [f"symptom_{x['name']}.svg" for x in said.get("figure", []) if "name" in x]
+        kinds = {"symptom": "symptom_{name}.svg", "run": "curves.png"}
+        figures += [kinds[x["kind"]].format(**x) for x in said.get("figure", []) if x["kind"] in kinds]
         links = [", ".join(f"[{name}]({path.stem}/{name})" for name in files)]
         links += [", ".join(f"[{name}](../../static/{name})" for name in figures)]
         program = "with_trl.py replay" if "replay" in path.stem else "study.py run"
