@@ -3,16 +3,15 @@ Runs commands over seeds, on several workers or under SLURM, and keeps their cur
 
     python benchmark/benchmark.py --exp rloo --command "python rlhf_details/train_rloo.py" --seeds 1 2 3 4 5 --workers 2
 
-Each run has a folder of its own, runs/benchmark/<tag>/<exp>_s<seed>/, in which the command is started, with --seed,
---run_name and --overwrite added; `{seed}` and `{root}` in the command are replaced. The columns asked for go to
-benchmark/results/<tag>/runs.csv, and env.json beside it says with what they were made. What is there is skipped, what
-failed is reported at the end (exit code 1) and tried again by the same command. The tag is git's
-`describe`, with -dirty where the tree is; --study names a folder within it.
+Each run has a folder of its own, runs/benchmark/<commit>/<study>/<exp>_s<seed>/, in which the command is started, with
+--seed, --run_name and --overwrite added; `{seed}` and `{root}` in the command are replaced. The columns asked for go to
+benchmark/results/<study>/runs.csv, where each row names its commit, and env.json beside it says of each commit with
+what its runs were made. What is there is skipped, what failed is reported at the end (exit code 1) and tried again by
+the same command. The commit is git's `describe`, with -dirty where the tree is, or what --tag says.
 """
 
 import csv
 import hashlib
-import itertools
 import json
 import math
 import multiprocessing
@@ -41,7 +40,6 @@ COLUMNS = (
     "eval/sft/perplexity train/rm/loss train/rm/accuracy eval/rm/accuracy"
 ).split()
 MODELS = "{root}/models/bench/{seed}"  # of the studies, which share SFT and reward models
-STAGES = f"--sft_model_path {MODELS}/sft --reward_model_path {MODELS}/reward"
 PRELOADED = "scipy.stats torch transformers accelerate datasets tyro rich".split()
 PRELOADED += ["transformers.models.gpt_neox.modeling_gpt_neox"]
 SLURM = """#!/bin/bash
@@ -59,7 +57,7 @@ class StudyArgs:
     """What `run` of every study takes."""
 
     tag: str | None = None
-    """folder of the results; None: git describe"""
+    """what the results call their commit; None: git describe"""
     seeds: tuple[int, ...] = tuple(range(1, 11))
     """seeds"""
     workers: int = 2
@@ -83,8 +81,8 @@ class Args(StudyArgs):
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
     workers: int = 1
     preload: bool = False
-    study: str = ""
-    """folder within the tag's"""
+    study: str = "mine"
+    """folder of the results, in benchmark/results/"""
     slurm: str | None = None
     """write an array job to this file, a task a run, and run nothing"""
     only: int | None = None
@@ -158,20 +156,24 @@ def forked(words, folder, environ):
 
 class Run:
     """One experiment with one seed. code: the folder whose scripts it runs, the repository or a copy of it; columns,
-    every: the metrics and rows to keep (None: what the command line asks for).
+    every: the metrics and rows to keep (None: what the command line asks for); kept: whether its rows go to the
+    results, and do not only lie in its folder.
     """
+
+    kept = True
 
     def __init__(self, exp, command, seed, tag, study="", code=None, columns=None, every=None):
         self.name, self.seed, self.code = f"{exp}_s{seed}", seed, Path(code or ROOT)
         self.command, self.columns, self.every = command.format(seed=seed, root=ROOT), columns, every
         self.recipe = command if code is None else f"{command}   # in a copy, code {code_hash(self.code)}"
         self.folder = ROOT / "runs" / "benchmark" / tag / study / self.name
-        self.key, self.results = (exp, seed), ROOT / "benchmark" / "results" / tag / study
+        self.key, self.results = (exp, tag, seed), ROOT / "benchmark" / "results" / study
         self.result = self.folder / "result.csv"  # until `keep` has put it with the others
         self.makes = None  # a model's folder that others need
 
     def is_done(self):
-        known = self.result.exists() or self.key[1] in experiments(self.results).get(self.key[0], {})
+        exp, tag, seed = self.key
+        known = self.result.exists() or (self.kept and seed in experiments(self.results, tag).get(exp, {}))
         return known and (self.makes is None or (self.makes / "config.json").exists())
 
     def start(self, args):
@@ -216,7 +218,7 @@ def write_slurm(args, number):
     words += ["--threads", str(args.threads)]
     (ROOT / "runs" / "benchmark").mkdir(parents=True, exist_ok=True)  # where the output goes
     words += ["--tag", args.tag or git_tag(), "--columns", *args.columns, "--every", str(args.every)]
-    words += ["--study", args.study] if args.study else []
+    words += ["--study", args.study]
     values = dict(exp=args.exp[0], last=number - 1, cpus=args.threads, root=ROOT, python=sys.executable)
     Path(args.slurm).write_text(SLURM.format(**values, arguments=shlex.join(words)))
 
@@ -253,40 +255,21 @@ def note(runs, tag):
     Ends with exit code 2 where results of the same name are there that other scripts or another command have made.
     """
     path = runs[0].results / "env.json"
-    about = json.loads(path.read_text()) if path.exists() else {}
-    made = environment()
-    others = [x["code"] for x in about.get("environments", []) if x["code"] != made["code"]]
+    every = json.loads(path.read_text()) if path.exists() else {}
+    about, made = every.setdefault(tag, {"environments": [], "commands": {}}), environment()
+    others = [x["code"] for x in about["environments"] if x["code"] != made["code"]]
     if others:
         scripts = f"other scripts ({others[0]}, these are {made['code']})"
         fail(f"--tag {tag}: its results were made by {scripts}; give another tag")
-    commands = {run.name.rpartition("_s")[0]: run.recipe for run in runs}
+    commands = {run.key[0]: run.recipe for run in runs}
     for exp, command in commands.items():
-        if about.get("commands", {}).get(exp, command) != command:
+        if about["commands"].get(exp, command) != command:
             where = path.parent.relative_to(ROOT)
             fail(f"{exp}: there are results of another command in {where}; remove them, or give another tag")
-    environments = about.get("environments", []) + [made] * (made not in about.get("environments", []))
-    about |= {"tag": tag, "environments": environments, "commands": about.get("commands", {}) | commands}
+    about["environments"] += [made] * (made not in about["environments"])
+    about["commands"] |= commands
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(about, indent=1) + "\n")
-
-
-def stage_runs(seeds, tag, first=None, second=None):
-    """[SFT runs, reward model runs] of a study, in its tag's folder "stages": MODELS/sft, MODELS/reward and what else
-    is asked for.
-
-    Args: first, second, {name: (command, folder of its code or None)}; what `second` runs needs what `first` has run.
-    """
-    reward = f"python rlhf_details/train_reward.py --sft_model_path {MODELS}/sft --output_dir {MODELS}/reward"
-    first = {"sft": (f"python rlhf_details/train_sft.py --output_dir {MODELS}/sft", None)} | (first or {})
-    second = {"reward": (reward, None)} | (second or {})
-    batches = []
-    for batch in (first, second):
-        pairs = itertools.product(seeds, batch.items())
-        batches.append([Run(exp, command, n, tag, "stages", code, COLUMNS, 20) for n, (exp, (command, code)) in pairs])
-    for run in itertools.chain(*batches):
-        words = shlex.split(run.command)
-        run.makes = Path(words[words.index("--output_dir") + 1])
-    return batches
+    path.write_text(json.dumps(every, indent=1) + "\n")
 
 
 def run_study(stages, runs, args, tag):
@@ -301,8 +284,8 @@ def run_study(stages, runs, args, tag):
 
 def keep(runs):
     """Puts the results that have come since into the runs.csv of their study."""
-    for folder in {run.results for run in runs}:
-        new = {run.key: run.result for run in runs if run.results == folder and run.result.exists()}
+    for folder in {run.results for run in runs if run.kept}:
+        new = {run.key: run.result for run in runs if run.results == folder and run.kept and run.result.exists()}
         if new:
             write_runs(folder, {key: list(csv.reader(path.open(newline=""))) for key, path in new.items()})
         for path in new.values():
@@ -314,8 +297,8 @@ def run_all(runs, args, tag, is_task=False):
     todo = [run for run in runs if not run.is_done()]
     state = f"{len(runs) - len(todo)} done, {len(todo)} to do, {args.workers} at a time"
     print(f"{tag}: {len(runs)} runs, {state}", flush=True)
-    if todo:
-        note(runs, tag)
+    if kept := [run for run in runs if run.kept and run in todo]:
+        note(kept, tag)
     if args.preload:
         os.environ["OMP_NUM_THREADS"] = str(args.threads)  # which the OpenMP library reads when it is loaded
         multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)

@@ -19,18 +19,21 @@ ROOT = Path(__file__).resolve().parent.parent
 def write_runs(folder, tables):
     """Adds runs to folder/runs.csv, the one file of a study: a row of each run for each of its rows, which says whose.
 
-    Args: tables, {(experiment, seed): [header, row, ...]}. A run that is there already is replaced.
+    Args: tables, {(run, commit, seed): [header, row, ...]}. A run that is there already is replaced. The column
+    `commit` names the entry of env.json beside it that says with which code the run was made, and on what.
     """
     path, found = Path(folder) / "runs.csv", read_tables(Path(folder) / "runs.csv")
     found |= tables
     columns = list(dict.fromkeys(name for header, *_ in found.values() for name in header))
+    order = {commit: place for place, commit in enumerate(dict.fromkeys(commit for _, commit, _ in found))}
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path.with_suffix(".partial"), "w", newline="") as file:
-        lines = csv.DictWriter(file, ["run", "seed", *columns], lineterminator="\n")
+        lines = csv.DictWriter(file, ["run", "commit", "seed", *columns], lineterminator="\n")
         lines.writeheader()
-        for (exp, seed), (header, *rows) in sorted(found.items()):
+        for run, commit, seed in sorted(found, key=lambda key: (key[0], order[key[1]], key[2])):
+            header, *rows = found[run, commit, seed]
             for row in rows:
-                lines.writerow({"run": exp, "seed": seed} | dict(zip(header, row, strict=True)))
+                lines.writerow({"run": run, "commit": commit, "seed": seed} | dict(zip(header, row, strict=True)))
     path.with_suffix(".partial").replace(path)  # whole or not at all
 
 
@@ -40,7 +43,8 @@ def read_tables(path):
     if Path(path).exists():
         with open(path, newline="") as file:
             for row in csv.DictReader(file):
-                found.setdefault((row.pop("run"), int(row.pop("seed"))), []).append(row)
+                key = row.pop("run"), row.pop("commit"), int(row.pop("seed"))
+                found.setdefault(key, []).append(row)
     for key, rows in found.items():
         header = [name for name in rows[0] if any(row[name] for row in rows)]
         found[key] = [header, *([row[name] for name in header] for row in rows)]
@@ -49,16 +53,17 @@ def read_tables(path):
 
 @cache
 def arrays(path, _changed):
-    """{experiment: {seed: {column: array [rows], NaN where a cell is empty}}} of a runs.csv."""
+    """{run: {commit: {seed: {column: array [rows], NaN where a cell is empty}}}} of a runs.csv."""
     found = {}
-    for (exp, seed), (header, *rows) in sorted(read_tables(path).items()):
+    for (run, commit, seed), (header, *rows) in read_tables(path).items():
         columns = zip(*([float(cell or "nan") for cell in row] for row in rows), strict=True)
-        found.setdefault(exp, {})[seed] = dict(zip(header, map(np.array, columns), strict=True))
+        seeds = found.setdefault(run, {}).setdefault(commit, {})
+        seeds[seed] = dict(zip(header, map(np.array, columns), strict=True))
     return found
 
 
-def experiments(folder):
-    """{experiment: {seed: {column: array [rows]}}} of a study's folder; {} where it has no runs.csv."""
+def by_commit(folder):
+    """{run: {commit: {seed: {column: array [rows]}}}} of a study's folder; {} where it has no runs.csv."""
     path = Path(folder) / "runs.csv"
     if not path.exists():
         return {}
@@ -66,11 +71,15 @@ def experiments(folder):
     return arrays(path, (about.st_mtime_ns, about.st_size))
 
 
-def read_seeds(folder, exp):
-    """{seed: {column: array}} of an experiment; FileNotFoundError where the folder has none of it."""
-    if exp not in experiments(folder):
-        raise FileNotFoundError(f"{folder}/runs.csv: has no run of {exp}")
-    return experiments(folder)[exp]
+def experiments(folder, commit=None):
+    """{run: {seed: {column: array [rows]}}} of a study's folder. commit: those runs alone; None: of each run those of
+    the commit with most seeds, the first of equals.
+    """
+    found = {}
+    for run, commits in by_commit(folder).items():
+        seeds = commits.get(commit, {}) if commit else max(commits.values(), key=len)
+        found |= {run: seeds} if seeds else {}
+    return found
 
 
 def last(column):

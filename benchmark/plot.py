@@ -3,10 +3,12 @@ Curves: of runs as they are, of experiments over seeds, and whether two versions
 
     python benchmark/plot.py runs/<name> [runs/<other> ...]   one run's curves, or several over each other,
                                                               in a picture beside their folders
-    python benchmark/plot.py curves TAG --exp rloo ppo        experiments in benchmark/results/TAG: interquartile means
+    python benchmark/plot.py curves STUDY --exp rloo ppo      runs in benchmark/results/STUDY: interquartile means
                                                               over seeds with bootstrap intervals, and a table
-    python benchmark/plot.py compare TAG_A TAG_B              a verdict; exit code 1 where they differ
-    python benchmark/plot.py same TAG_A TAG_B                 how long the same runs agree, digit by digit
+    python benchmark/plot.py compare A B                      a verdict; exit code 1 where they differ
+    python benchmark/plot.py same A B                         how long the same runs agree, digit by digit
+
+A and B are studies, or the runs of one commit in a study: grpo@cc51011.
 
 All need the extra "benchmark".
 """
@@ -23,7 +25,7 @@ try:
     import matplotlib
     import numpy as np
     import tyro
-    from intervals import ROOT, bootstrap, experiments, iqm, last, mean_interval, read_seeds, welch
+    from intervals import ROOT, bootstrap, experiments, iqm, last, mean_interval, welch
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
@@ -199,16 +201,16 @@ def frame(axis, title, xlabel):
     axis.grid(alpha=0.2)
 
 
-def save(picture, output, salt):
-    """The same data give the same bytes."""
-    matplotlib.rcParams["svg.hashsalt"] = salt
-    picture.savefig(ROOT / output, metadata={"Date": None})
+def save(picture, output, salt, text="path"):
+    """The same data give the same bytes. text: "none" leaves letters as text, and does not draw them."""
+    with matplotlib.rc_context({"svg.hashsalt": salt, "svg.fonttype": text}):
+        picture.savefig(ROOT / output, metadata={"Date": None})
 
 
 @dataclass
 class CurvesArgs:
     tag: tyro.conf.Positional[str]
-    """folder under benchmark/results/, or a path"""
+    """folder under benchmark/results/, or a path; with @COMMIT, the runs of that commit"""
     exp: tuple[str, ...] = ()
     """experiments; none: all in the folder"""
     metrics: tuple[str, ...] = ("objective/scores", "objective/gold", "objective/kl")
@@ -222,7 +224,7 @@ class CurvesArgs:
 @dataclass
 class CompareArgs:
     a: tyro.conf.Positional[str]
-    """folder under benchmark/results/, or a path: what is known"""
+    """folder under benchmark/results/, or a path, perhaps with @COMMIT: what is known"""
     b: tyro.conf.Positional[str]
     """folder of what is compared with it"""
     exp: tuple[str, ...] = ()
@@ -238,7 +240,7 @@ class CompareArgs:
 @dataclass
 class SameArgs:
     a: tyro.conf.Positional[str]
-    """folder under benchmark/results/, or a path: what is known"""
+    """folder under benchmark/results/, or a path, perhaps with @COMMIT: what is known"""
     b: tyro.conf.Positional[str]
     """folder of the same runs by other scripts, from the same seeds on the same processor"""
     exp: tuple[str, ...] = ()
@@ -251,17 +253,17 @@ class SameArgs:
     """file for the table; None: it is printed only"""
 
 
-def results(tag):
-    """The folder of a tag, or of a study within it (TAG/STUDY)."""
-    found = [path for path in (ROOT / "benchmark" / "results" / tag, Path(tag)) if path.is_dir()]
-    return found[0] if found else fail(f"{tag}: no folder of that name under benchmark/results/")
+def found_in(place):
+    """{run: {seed: {column: array}}} of STUDY or STUDY@COMMIT, a folder under benchmark/results/ or a path."""
+    study, _, commit = place.partition("@")
+    folders = [path for path in (ROOT / "benchmark" / "results" / study, Path(study)) if path.is_dir()]
+    if not folders:
+        fail(f"{study}: no folder of that name under benchmark/results/")
+    return experiments(folders[0], commit or None)
 
 
-def seeds_of(folder, exp):
-    try:
-        return read_seeds(folder, exp)
-    except FileNotFoundError as e:
-        fail(e)
+def seeds_of(found, exp, place):
+    return found[exp] if exp in found else fail(f"{place} has no run of {exp}")
 
 
 def final(seed, metric):
@@ -281,8 +283,8 @@ def area(seed, metric):
 
 def curves(args: CurvesArgs):
     """Writes the figure and the table."""
-    folder = results(args.tag)
-    found = {exp: seeds_of(folder, exp) for exp in args.exp or experiments(folder)}
+    every = found_in(args.tag)
+    found = {exp: seeds_of(every, exp, args.tag) for exp in args.exp or every}
     picture, axes = blank(1, len(args.metrics), figsize=(3.4 * len(args.metrics), 2.8), layout="constrained")
     lines = ["| experiment | seeds | metric | at the end | area under the curve |", "|---|---:|---|---:|---:|"]
     for axis, metric in zip(np.atleast_1d(axes), args.metrics, strict=True):
@@ -347,15 +349,15 @@ def compare(args: CompareArgs):
     Intervals hold together with 95 % (Bonferroni). "different": one lies beyond the margin; "no difference": it lies
     within `same`; else "undecided", which more seeds would settle.
     """
-    a, b = results(args.a), results(args.b)
-    names = args.exp or experiments(a)
-    if lost := [exp for exp in names if exp not in experiments(b)]:
+    a, b = found_in(args.a), found_in(args.b)
+    names = args.exp or a
+    if lost := [exp for exp in names if exp not in b]:
         fail(f"{args.b} has no {', '.join(lost)}; --exp names those to compare")
     if not names:
         fail(f"{args.a}: no experiments")
     found, number = {}, 2 * len(args.metrics) * len(names)
     for exp in names:
-        of_a, of_b = seeds_of(a, exp), seeds_of(b, exp)
+        of_a, of_b = seeds_of(a, exp, args.a), seeds_of(b, exp, args.b)
         if min(len(of_a), len(of_b)) < 2:
             fail(f"{exp}: an interval needs two seeds or more")
         if lost := sorted(set(of_a) - set(of_b)) if set(of_a) & set(of_b) else []:
@@ -396,32 +398,36 @@ def agreeing(a, b, metrics, tolerance):
 
 
 def same(args: SameArgs):
-    """Writes for each experiment in how many updates its runs agree, and how far they are apart at the end.
-
-    Rounding may turn a sampled token, and from that update on a run is another one.
-    """
-    a, b = results(args.a), results(args.b)
-    names = args.exp or [exp for exp in experiments(a) if exp in experiments(b)]
-    lines = ["| runs | seeds | updates that agree | " + " | ".join(args.metrics) + " |"]
-    lines += ["|---|---|---:|" + "---:|" * len(args.metrics)]
-    for exp in names:
-        of_a, of_b = seeds_of(a, exp), seeds_of(b, exp)
-        pairs = {seed: (of_a[seed], of_b[seed]) for seed in sorted(set(of_a) & set(of_b))}
-        if not pairs:
-            fail(f"{exp}: {args.a} and {args.b} have no seed in common")
-        runs = [run for pair in pairs.values() for run in pair]
-        metrics = [x for x in args.metrics if all(x in run or f"eval/{x}" in run for run in runs)]
-        if lost := [seed for seed, (x, y) in pairs.items() if list(x["update"]) != list(y["update"])]:
-            fail(f"{exp}: other updates in seed {lost[0]}")
-        counts = [agreeing(x, y, metrics, args.tolerance) for x, y in pairs.values()]
-        ends = [[final(y, metric) - final(x, metric) for x, y in pairs.values()] for metric in metrics]
-        cells = {metric: ", ".join(f"{end:+.2g}" for end in found) for metric, found in zip(metrics, ends, strict=True)}
-        shared = ", ".join(f"{agree} of {number}" for agree, number in counts)
-        row = [exp, ", ".join(map(str, pairs)), shared, *(cells.get(metric, "") for metric in args.metrics)]
-        lines.append("| " + " | ".join(row) + " |")
+    """Prints the table, and writes it."""
+    lines = same_table(found_in(args.a), found_in(args.b), args.exp, args.metrics, args.tolerance)
     print("\n".join(lines))
     if args.output:
         Path(args.output).write_text("\n".join(lines) + "\n")
+
+
+def same_table(a, b, names=(), metrics=SameArgs.metrics, tolerance=SameArgs.tolerance):
+    """Lines of a table: for each run in how many updates its seeds agree, and how far they are apart at the end.
+
+    Rounding may turn a sampled token, and from that update on a run is another one. Args: a, b, as found_in returns
+    them.
+    """
+    lines = ["| runs | seeds | updates that agree | " + " | ".join(metrics) + " |"]
+    lines += ["|---|---|---:|" + "---:|" * len(metrics)]
+    for exp in names or sorted(a.keys() & b.keys()):
+        of_a, of_b = seeds_of(a, exp, "the first"), seeds_of(b, exp, "the second")
+        pairs = {seed: (of_a[seed], of_b[seed]) for seed in sorted(set(of_a) & set(of_b))}
+        if not pairs:
+            fail(f"{exp}: no seed in common")
+        runs = [run for pair in pairs.values() for run in pair]
+        shown = [x for x in metrics if all(x in run or f"eval/{x}" in run for run in runs)]
+        if lost := [seed for seed, (x, y) in pairs.items() if list(x["update"]) != list(y["update"])]:
+            fail(f"{exp}: other updates in seed {lost[0]}")
+        counts = [agreeing(x, y, shown, tolerance) for x, y in pairs.values()]
+        ends = {x: ", ".join(f"{final(d, x) - final(c, x):+.2g}" for c, d in pairs.values()) for x in shown}
+        shared = ", ".join(f"{agree} of {number}" for agree, number in counts)
+        row = [exp, ", ".join(map(str, pairs)), shared, *(ends.get(metric, "") for metric in metrics)]
+        lines.append("| " + " | ".join(row) + " |")
+    return lines
 
 
 COMMANDS = {"curves": (CurvesArgs, curves), "compare": (CompareArgs, compare), "same": (SameArgs, same)}

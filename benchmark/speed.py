@@ -1,17 +1,13 @@
 """
-Speed and memory, measured on this machine: our scripts against TRL or against themselves at another commit, our sampler
-against `generate`, and growth with the size of the work.
+Speed and memory, measured on this machine: our scripts against TRL, and our sampler against `generate`.
 
     python benchmark/speed.py compare --algorithm rloo --size 27m --prompts 96 128
-    python benchmark/speed.py compare --size 27m --against COMMIT                      ours, and ours at that commit
     python benchmark/speed.py compare --size 27m --against --variants "plain:--no_share_prompts"    ours, a flag off
-    python benchmark/speed.py compare --size 27m --against --without packed_sampling        ours, a speed-up taken out
     python benchmark/speed.py decode --size 27m
-    python benchmark/speed.py scaling
 
 The models have random weights and the shape of a name in SIZES, and the prompts are random words. So nothing is
 downloaded, except that the environment of a TRL version of TRL_VERSIONS is created from PyPI where --environments has
-none. A commit of ours is unpacked from this repository, and runs with the packages of this Python.
+none.
 
 `compare` runs the systems in turn, A B C A B C ..., each time in a process of its own that makes one update to warm up
 and --updates that count. Every process says what it really did. Unless that is the work asked for (episodes, distinct
@@ -21,49 +17,42 @@ are printed, and written after every alternation. Beside the seconds stands the 
 rate of a matrix product, which is measured on the spot, in a fresh process, once an alternation.
 """
 
-import dataclasses
 import importlib
 import importlib.util
-import io
 import json
 import os
-import platform
-import random
 import resource
-import shutil
 import statistics
 import subprocess
 import sys
-import tarfile
 import time
 import types
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import transformers
 import tyro
 from accelerate import Accelerator
-from machine import processor
 from speed_trl import memory, now
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from speed_work import (
+    ROOT,
+    Work,
+    build,
+    check_work,
+    describe,
+    model_config,
+    publish,
+    spread,
+    table,
+    work_flops,
+)
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import (
     AutoModelForCausalLM,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    GPTNeoXForSequenceClassification,
-    PreTrainedTokenizerFast,
 )
 
-ROOT = Path(__file__).resolve().parent.parent
-SIZES = {  # name: hidden size, layers, heads, vocabulary; 160m and 1b are Pythia's
-    "0.9m": (128, 4, 4, 512),
-    "27m": (512, 6, 8, 8192),
-    "160m": (768, 12, 12, 50304),
-    "1b": (2048, 16, 8, 50304),
-}
 TRL_VERSIONS = {  # The exact versions of an environment. Torch is installed first, so that nothing else chooses it.
     "0.21.0": (
         *("torch==2.13.0", "trl==0.21.0", "transformers==4.56.2"),
@@ -74,59 +63,13 @@ TRL_VERSIONS = {  # The exact versions of an environment. Torch is installed fir
 
 
 @dataclass
-class Work:
-    """What is asked for: the same for all systems."""
-
-    algorithm: str = "rloo"
-    """rloo or ppo"""
-    size: str = "27m"
-    """shape of the models, a name in SIZES"""
-    vocab_size: int | None = None
-    """another vocabulary than the size's"""
-    prompts: tuple[int, int] = (8, 24)
-    """shortest and longest prompt, tokens; lengths are drawn uniformly"""
-    response_length: int = 32
-    """tokens a response may have (R)"""
-    batch_size: int = 64
-    """episodes an update (B)"""
-    rloo_k: int = 4
-    """RLOO: responses a prompt (k)"""
-    epochs: int | None = None
-    """passes over the batch; None: 1 for RLOO, 4 for PPO"""
-    mini_batches: int = 1
-    """optimiser steps a pass"""
-    precision: str = "fp32"
-    """fp32, or bf16 autocast"""
-    updates: int = 2
-    """updates that are counted, after one that is not"""
-    alternations: int = 3
-    """times that every system runs"""
-    threads: int = field(default_factory=torch.get_num_threads)
-    """CPU threads of every process"""
-    work_dir: str = "runs/speed"
-    """models, prompts, logs and environments"""
-    output: str | None = None
-    """where the table (.md) and every single run (.json) go, without the ending; None: into work_dir"""
-
-    @property
-    def k(self):
-        return self.rloo_k if self.algorithm == "rloo" else 1
-
-    @property
-    def passes(self):
-        return self.epochs or {"rloo": 1, "ppo": 4}[self.algorithm]
-
-
-@dataclass
 class Compare(Work):
     """Our script and TRL's on the same work, alternating."""
 
     against: tuple[str, ...] | None = None
-    """versions of TRL, or commits of this repository; None: all versions of TRL that have the algorithm"""
+    """versions of TRL; None: all that have the algorithm"""
     variants: tuple[str, ...] = ()
     """further runs of ours, "name:--flag value --flag": with the flags of train_rloo.py or train_ppo.py"""
-    without: tuple[str, ...] = ()
-    """further runs of ours, each with one speed-up taken out: names in WITHOUT"""
     micro_batch_size: int | None = None
     """ours: episodes of a training forward; None: the script's default"""
     rollout_micro_batch_size: int | None = None
@@ -147,125 +90,10 @@ class Decode(Work):
     """folder of a causal model in the place of random weights of --size"""
 
 
-@dataclass
-class Scaling(Work):
-    """Seconds of an update over batch sizes and response lengths; peak memory over vocabulary, response and batch."""
-
-    size: str = "0.9m"
-    alternations: int = 1
-    batch_sizes: tuple[int, ...] = (32, 64, 128, 256)
-    """batch sizes of the first table"""
-    response_lengths: tuple[int, ...] = (16, 32, 64, 128)
-    """response lengths of the second table"""
-
-
-# ---- the work, counted -----------------------------------------------------------------------------------------------
-def forward_flops(config, prompt_lengths, response_lengths):
-    """FLOPs (2 a multiply-add) of a forward over prompts [P] and their responses [B], the B / P of a prompt adjacent.
-
-    Returns: (linear layers of the blocks, attention). A prompt's tokens count once for all its responses, and padding
-    does not count. Linear layers: q, k, v and output 4 h^2, MLP 2 h i. Attention: scores and weighted values, h
-    multiply-adds each, for each key that a query sees, which are its own response's tokens up to itself and the
-    prompt's.
-    """
-    h, i, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
-    k = len(response_lengths) // len(prompt_lengths)
-    pairs = sum(p * (p + 1) / 2 for p in prompt_lengths)
-    pairs += sum(r * prompt_lengths[j // k] + r * (r + 1) / 2 for j, r in enumerate(response_lengths))
-    tokens = sum(prompt_lengths) + sum(response_lengths)
-    return 2 * layers * (4 * h * h + 2 * h * i) * tokens, 4 * layers * h * pairs
-
-
-def work_flops(config, prompt_lengths, response_lengths, algorithm="rloo", epochs=1, mini_batches=1):
-    """FLOPs of one update, {"rollout", "scores", "optimise"}: the matrix products that were asked for, each once.
-
-    Each forward takes every real token once (forward_flops), so RLOO's k responses share their prompt in all phases,
-    training too. PPO has one response a prompt. The LM head (2 h V) and the critic's head (2 h) count at response
-    positions alone, R an episode. Rollout: prefill and decoding, one forward in all. Scores: the reference, the reward
-    model (its head once an episode), the policy once more where a ratio needs old log-probs (more than one optimiser
-    step), and PPO's critic. Optimise: forward and backward, 3 forwards, of the policy (and PPO's critic) an epoch. Left
-    out: embeddings, norms, softmax, sampling and the optimiser.
-    """
-    h, critics = config.hidden_size, int(algorithm == "ppo")
-    trunk = sum(forward_flops(config, prompt_lengths, response_lengths))
-    policy = trunk + 2 * h * config.vocab_size * sum(response_lengths)
-    reward, critic = trunk + 2 * h * len(response_lengths), trunk + 2 * h * sum(response_lengths)
-    scores = policy + reward + (epochs * mini_batches > 1) * policy + critics * critic
-    return {"rollout": policy, "scores": scores, "optimise": 3 * epochs * (policy + critics * critic)}
-
-
-def expected_length(work, config):
-    """Mean response length, tokens, of a model that draws EOS like any other token: its weights are random."""
-    V = config.vocab_size
-    return V * (1 - (1 - 1 / V) ** work.response_length)
-
-
-def check_work(name, record, work, config):
-    """ValueError unless a process did, in every update, what was asked for. record: {"updates": [{...}]}."""
-    want = {"episodes": work.batch_size, "prompts": work.batch_size // work.k, "completions_a_prompt": [work.k]}
-    want |= {"optimizer_steps": work.passes * work.mini_batches}
-    if len(record["updates"]) != work.updates + 1:
-        raise ValueError(f"{name}: {len(record['updates'])} updates, {work.updates + 1} were asked for")
-    for update in record["updates"]:
-        for key, value in want.items():
-            if update[key] != value:
-                raise ValueError(f"{name}: {key} {update[key]}, {value} was asked for")
-        length, expected = update["response_tokens"] / update["episodes"], expected_length(work, config)
-        if abs(length / expected - 1) > 0.1:
-            raise ValueError(f"{name}: {length:.1f} tokens a response, {expected:.1f} were expected")
-
-
-# ---- models and prompts ----------------------------------------------------------------------------------------------
-def model_config(work):
-    hidden, layers, heads, vocab = SIZES[work.size]
-    vocab = work.vocab_size or vocab
-    ids = dict(vocab_size=vocab, bos_token_id=None, eos_token_id=vocab - 2, pad_token_id=vocab - 1)
-    shape = dict(hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=layers, num_attention_heads=heads)
-    rest = dict(max_position_embeddings=2048, rotary_pct=0.25, use_parallel_residual=True, tie_word_embeddings=False)
-    return GPTNeoXConfig(**ids, **shape, **rest)
-
-
-def build(work):
-    """Writes models and prompts where missing.
-
-    Returns: ({"policy", "reward", "prompts": path}, token ids of the prompts).
-    """
-    config, folder = model_config(work), Path(work.work_dir).resolve() / f"{work.size}_{work.vocab_size or 'own'}"
-    paths = {"policy": folder / "policy", "reward": folder / "reward"}
-    if not (folder / "complete").exists():
-        words = {f"w{i}": i for i in range(config.vocab_size - 2)}
-        words |= {"<eos>": config.eos_token_id, "<pad>": config.pad_token_id}
-        tokenizer = Tokenizer(models.WordLevel(words))
-        # spaces or none between the words: the same tokens, so that TRL 1.x may glue texts together
-        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"w\d+"), "removed", invert=True)
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
-        torch.manual_seed(0)
-        for kind, model_class in (("policy", GPTNeoXForCausalLM), ("reward", GPTNeoXForSequenceClassification)):
-            config.num_labels = 1 if kind == "reward" else 2
-            with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-                model_class(config).to(torch.bfloat16).save_pretrained(paths[kind])  # all systems load it in fp32
-            tokenizer.save_pretrained(paths[kind])
-        (folder / "complete").touch()
-    rng, P = random.Random(0), work.batch_size // work.k
-    rows = [[rng.randrange(config.vocab_size - 2) for _ in range(rng.randint(*work.prompts))] for _ in range(P)]
-    paths["prompts"] = folder / f"prompts_{P}_{'_'.join(map(str, work.prompts))}.jsonl"
-    paths["prompts"].write_text("".join(json.dumps({"prompt": " ".join(f"w{i}" for i in row)}) + "\n" for row in rows))
-    return {name: str(path) for name, path in paths.items()}, rows
-
-
-# ---- what a speed-up is worth: ours with one of them taken out -------------------------------------------------------
-def one_response_a_row(script):
-    real = script.utils.sample
-    script.utils.sample = lambda *rows, **options: real(*rows, **options | {"n": 1})
-
-
-WITHOUT = {"packed_sampling": one_response_a_row}
-
-
 # ---- processes -------------------------------------------------------------------------------------------------------
 def ours(spec):
     """Runs in a process of its own: main of the training script, with the clock and the memory read when it logs."""
-    script = importlib.import_module(f"rlhf_details.train_{spec['algorithm']}")  # of the commit that PYTHONPATH names
+    script = importlib.import_module(f"rlhf_details.train_{spec['algorithm']}")
     module = importlib.import_module("rlhf_details.plumbing.run")
     record, steps = {"versions": {"torch": torch.__version__, "transformers": transformers.__version__}}, []
     clock = []  # the time at the beginning, and at the end of every update, with all that belongs to it
@@ -300,8 +128,6 @@ def ours(spec):
     flags |= {"run_name": "ours", "checkpoint_every": 0, "output_dir": spec["output_dir"]}
     flags |= {"rloo_k": spec["k"]} if spec["algorithm"] == "rloo" else {}
     given = [str(part) for name, value in flags.items() if value is not None for part in (f"--{name}", value)]
-    for name in spec["without"]:
-        WITHOUT[name](script)
     run = script.main(tyro.cli(script.Args, args=[*given, "--overwrite", *spec["flags"]]))["run"]
     record["updates"], before = [], {"epoch": 0, "episode": 0}
     for i, row in enumerate(map(json.loads, (Path(run) / "metrics.jsonl").read_text().splitlines()), 1):
@@ -404,19 +230,8 @@ def spec_of(work, paths, **more):
     names = "algorithm", "batch_size", "response_length", "mini_batches", "precision"
     spec = {name: getattr(work, name) for name in names} | paths
     spec |= {"k": work.k, "epochs": work.passes, "updates": work.updates + 1}
-    spec |= {"micro_batch_size": None, "rollout_micro_batch_size": None, "flags": [], "without": []}
+    spec |= {"micro_batch_size": None, "rollout_micro_batch_size": None, "flags": []}
     return spec | more
-
-
-def unpack(commit, args):
-    """The folder with our scripts as they were at a commit; RuntimeError, with git's last line, where there is none."""
-    folder = Path(args.work_dir).resolve() / "commits" / commit.replace("/", "_")
-    done = subprocess.run(["git", "archive", commit, "rlhf_details"], capture_output=True, cwd=ROOT)
-    if done.returncode:
-        raise RuntimeError(f"{commit}: {done.stderr.decode().strip().splitlines()[-1]}")
-    shutil.rmtree(folder, ignore_errors=True)
-    tarfile.open(fileobj=io.BytesIO(done.stdout)).extractall(folder, filter="data")
-    return folder
 
 
 OURS, PEAK = ([sys.executable, str(Path(__file__).resolve()), worker] for worker in ("ours", "peak"))
@@ -427,47 +242,6 @@ def seconds(record, phase="update"):
     return statistics.mean(update[phase] for update in record["updates"][1:])
 
 
-def spread(values, form="{:.2f}"):
-    """Median and range in words."""
-    return f"{form.format(statistics.median(values))} ({form.format(min(values))} .. {form.format(max(values))})"
-
-
-def table(header, rows):
-    """A markdown table."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
-
-
-def about(work):
-    """Machine, versions and commit, without names of hosts or users."""
-    git = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=ROOT)
-    gpu, commit = torch.cuda.get_device_name() if torch.cuda.is_available() else None, git.stdout.strip() or "unknown"
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    about = {"cpu": processor(), "threads": work.threads, "gpu": gpu, "commit": commit}
-    return about | {"python": platform.python_version()} | versions
-
-
-def publish(work, kind, text, data):
-    """Writes the text, and beside it every number."""
-    output = Path(work.output or Path(work.work_dir) / f"{kind}_{work.algorithm}_{work.size}")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    Path(f"{output}.md").write_text(text + "\n")
-    folders = {"work_dir", "output", "environments", "wheels"}  # this machine's own
-    asked = {name: value for name, value in dataclasses.asdict(work).items() if name not in folders}
-    Path(f"{output}.json").write_text(json.dumps({"args": asked, "about": about(work)} | data, indent=1))
-
-
-def describe(work):
-    """The work and the machine, for the head of a table."""
-    machine = about(work)
-    model = Path(getattr(work, "model", None) or f"{work.size} parameters").name
-    asked = f"{model}, prompts of {work.prompts[0]}-{work.prompts[1]} tokens"
-    asked += f", {work.response_length} new tokens"
-    where = machine["gpu"] or f"{machine['cpu']}, {work.threads} threads"
-    versions = f"torch {machine['torch']}, transformers {machine['transformers']}, commit {machine['commit']}"
-    return f"{asked}, batch {work.batch_size}, {work.precision}\n{where}; {versions}\n"
-
-
 def systems_of(args, paths):
     """({name: (command, spec, environment variables)}, {name: why it cannot run}), ours first."""
     own = {"micro_batch_size": args.micro_batch_size, "rollout_micro_batch_size": args.rollout_micro_batch_size}
@@ -475,8 +249,6 @@ def systems_of(args, paths):
     for variant in args.variants:
         name, _, flags = variant.partition(":")
         systems[f"ours, {name}"] = OURS, spec_of(args, paths, **own, flags=flags.split()), {}
-    for name in args.without:
-        systems[f"without {name}"] = OURS, spec_of(args, paths, **own, without=[name]), {}
     having = [v for v in TRL_VERSIONS if args.algorithm == "rloo" or v.startswith("0.")]  # TRL 1.x has no PPO
     minibatch = args.batch_size // args.mini_batches
     micro = min(args.trl_micro_batch_size, minibatch)
@@ -484,17 +256,15 @@ def systems_of(args, paths):
         of = f"the {minibatch} episodes of a minibatch"
         raise SystemExit(f"error: --trl_micro_batch_size {micro}: does not divide {of}")
     for version in having if args.against is None else args.against:
-        name = f"TRL {version}" if version in TRL_VERSIONS else f"ours at {version}"
         frozen = "bfloat16" if args.precision == "bf16" else "float32"
         try:
-            if version in TRL_VERSIONS:
-                spec = spec_of(args, paths, trl_micro_batch_size=micro, frozen_dtype=frozen)
-                command, environment = environment_of(version, args)
-                systems[name] = command, spec, environment
-            else:
-                systems[name] = OURS, spec_of(args, paths, **own), {"PYTHONPATH": str(unpack(version, args))}
+            if version not in TRL_VERSIONS:
+                raise RuntimeError(f"TRL {version}: not one of {', '.join(TRL_VERSIONS)}")
+            spec = spec_of(args, paths, trl_micro_batch_size=micro, frozen_dtype=frozen)
+            command, environment = environment_of(version, args)
+            systems[f"TRL {version}"] = command, spec, environment
         except RuntimeError as e:
-            errors[name] = str(e)
+            errors[f"TRL {version}"] = str(e)
     return systems, errors
 
 
@@ -617,46 +387,10 @@ def decode(args):
     print(text)
 
 
-# ---- scaling ---------------------------------------------------------------------------------------------------------
-def scaling(args):
-    def measure(**changes):
-        """Median seconds of an update, peak bytes and those of them above the loaded models, under changed work."""
-        work = dataclasses.replace(args, **changes)
-        spec, runs = spec_of(work, build(work)[0]), []
-        for _ in range(args.alternations):
-            runs.append(launch(work, "scaling", OURS, spec))
-            check_work("ours", runs[-1], work, model_config(work))
-        top, loaded = (statistics.median(run[key] for run in runs) for key in ("peak", "loaded"))
-        return statistics.median(map(seconds, runs)), top, top - loaded, runs
-
-    data, text = {}, f"{args.algorithm.upper()}, k = {args.k}, {describe(args)}"
-    for name, values in (("batch_size", args.batch_sizes), ("response_length", args.response_lengths)):
-        data[name] = {value: measure(**{name: value}) for value in values}
-        base = data[name][values[0]][0]
-        rows = [
-            [v, f"{t[0]:.2f}", f"{t[0] / base:.2f}", f"{v / values[0]:.2f}", f"{t[1] / 1e9:.2f}"]
-            for v, t in data[name].items()
-        ]
-        text += "\n" + table([name, "seconds an update", "of the first", "if linear", "peak GB"], rows) + "\n"
-    now_at = {"vocab_size": args.vocab_size or SIZES[args.size][3]}
-    now_at |= {name: getattr(args, name) for name in ("response_length", "batch_size")}
-    data["memory"], rows = {}, []
-    for name in (None, *now_at):
-        point = now_at | ({name: 2 * now_at[name]} if name else {})
-        result = data["memory"][name or "base"] = measure(**point)
-        logits = 4 * point["vocab_size"] * point["response_length"] * point["batch_size"]
-        sizes = (f"{x / 1e9:.3f}" for x in (result[1], result[2], logits))
-        rows.append([f"{name} doubled" if name else "base", *point.values(), *sizes])
-    header = ["", "vocabulary", "R", "B", "peak GB", "above the models GB", "fp32 logits [B, R, V] GB"]
-    text += "\n" + table(header, rows)
-    publish(args, "scaling", text, data)
-    print(text)
-
-
 if __name__ == "__main__":
     if len(sys.argv) == 3 and sys.argv[1] in ("ours", "peak"):  # a process that this script started
         {"ours": ours, "peak": peak}[sys.argv[1]](json.loads(Path(sys.argv[2]).read_text()))
         raise SystemExit
     transformers.utils.logging.disable_progress_bar()
-    args = tyro.cli(Compare | Decode | Scaling)
-    {Compare: compare, Decode: decode, Scaling: scaling}[type(args)](args)
+    args = tyro.cli(Compare | Decode)
+    {Compare: compare, Decode: decode}[type(args)](args)

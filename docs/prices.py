@@ -1,7 +1,7 @@
 """
 What each detail is: its line in benchmark/checks/details.toml, its source, its tests, and what the ablations measured.
 
-The effects and their intervals come from the table that benchmark/studies/ablations.py has written.
+The effects and their intervals come from the table that the study `ablations` has written.
 """
 
 import math
@@ -47,10 +47,10 @@ def table(text, start):
 
 @cache
 def study():
-    """(effects, {base: what it is}, {tag: why it has no price}), of the newest ablations and study of GRPO."""
+    """(effects, {base: what it is}, {tag: why it has no price}), of the ablations and the study of GRPO."""
     effects, bases = [], {}
     for name in ("grpo", "ablations"):
-        text = max(ROOT.glob(f"benchmark/results/*/{name}.md")).read_text(encoding="utf-8")
+        text = (ROOT / f"benchmark/results/{name}/table.md").read_text(encoding="utf-8")
         for tags, what, base, seeds, *cells, verdict in table(text, "| details | what is changed"):
             figures = {}
             for figure, cell in zip(FIGURES, cells, strict=True):

@@ -70,7 +70,7 @@ def measured(exercise):
     """What this break was measured to cost: its own row of the ablations, or else that of its tag."""
     if "row" not in exercise:
         return details.worth().get(exercise["tag"], {"says": "not measured"})["says"]
-    table = (ROOT / "benchmark" / "results" / "cc51011" / "ablations.md").read_text(encoding="utf-8")
+    table = (ROOT / "benchmark" / "results" / "ablations" / "table.md").read_text(encoding="utf-8")
     line = next(line for line in table.splitlines() if f"| {exercise['row']} |" in line)
     _, _, what, base, _, gold, course, kl, _, verdict = [cell.strip(" *") for cell in line.split("|")[:10]]
     return f"{what}, {base}: gold {gold}, gold over the run {course}, KL {kl}; {verdict}"

@@ -6,13 +6,11 @@ Reads models that were trained here with the programs that people use elsewhere,
     python benchmark/checks/clients.py OUT --table FILE       and writes what all of these calls have found as a table
 
 The first call needs this repository's environment, and takes some three minutes on one core. It also writes what the
-scripts here make of the models (expected.json), so the clients import nothing of this repository. No environment holds
-all of them: openrlbenchmark 0.3.1 wants an older tyro than the scripts.
-A client whose package is missing is one line.
+scripts here make of the models (expected.json), so the clients import nothing of this repository. A client whose
+package is missing is one line.
 """
 
 import argparse
-import contextlib
 import json
 import os
 import re
@@ -22,8 +20,7 @@ import traceback
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-with contextlib.suppress(ImportError):  # openrlbenchmark needs none.
-    import torch
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = ROOT / "docs/guides/5_long_runs.md"
@@ -194,30 +191,14 @@ def lm_eval(expected):
     return f"a local multiple-choice task: accuracy {accuracy:.3f}, as by our log-probs"
 
 
-def openrlbenchmark(expected):
-    where = ["--entity", "clients", "--replace"]
-    run(ROOT / "benchmark/openrlbenchmark_offline.py", "runs/rloo", "--python", sys.executable, *where)
-    filters = "?we=clients&wpn=rlhf_details&ceik=dataset&cen=exp_name&xaxis=episode&metric=objective/scores"
-    words = ["--env-ids", "toy", "--offline", "--scan-history", "--output-filename", "scores"]
-    run("-m", "openrlbenchmark.rlops", "--filters", filters, "train_rloo", *words)
-    assert Path("scores.png").stat().st_size > 10_000
-    return "draws objective/scores of a run folder by episodes, offline"
-
-
-def run(*words):
-    """Runs Python with these words, and raises with its last lines where it fails."""
-    done = subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True)
-    assert not done.returncode, done.stderr[-1000:]
-
-
-CLIENTS = {client.__name__: client for client in (transformers, peft, trl, lm_eval, openrlbenchmark)}
+CLIENTS = {client.__name__: client for client in (transformers, peft, trl, lm_eval)}
 
 
 # ---- what they say ---------------------------------------------------------------------------------------------------
 def versions(name):
     """A client's version and that of the transformers under it, or None where its package is missing."""
     try:
-        under = "" if name in ("transformers", "openrlbenchmark") else f", transformers {version('transformers')}"
+        under = "" if name == "transformers" else f", transformers {version('transformers')}"
         return f"{name} {version(name)}{under}"
     except PackageNotFoundError:
         return None

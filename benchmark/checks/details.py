@@ -7,7 +7,7 @@ Writes details.md: the index of details, and the verdicts on the published catal
 
 Where a detail stands, and which tests are its own, is read from the code: the comments [RM-4], and the names
 test_rm_4_... What it is, and who does it, stands in details.toml, the verdicts in catalogue.toml, and the faults in
-faults.toml. What a detail is worth stands in results/worth.toml, as far as it has been measured.
+faults.toml. What a detail is worth stands in results/<study>/worth.toml, as far as it has been measured.
 """
 
 import re
@@ -45,8 +45,9 @@ def read(name):
 
 def worth():
     """{tag: {"says": its price}}, of the ablations and of the studies of GRPO, DPO and samplers that differ."""
-    studies = "worth", "worth_grpo", "worth_dpo", "worth_mismatch"
-    return {tag: price for study in studies for tag, price in read(f"../results/{study}.toml").items()}
+    results = Path(__file__).parents[1] / "results"
+    files = sorted(results.glob("*/worth.toml"))
+    return {tag: price for file in files for tag, price in read(file).items()}
 
 
 def count_verdicts():
@@ -89,7 +90,7 @@ def index():
     lines = [
         "Each detail has a tag. `grep -rn GEN-4 rlhf_details` finds it in the code, and `pytest -k gen_4` runs its "
         "tests, whose names begin with it. The tests of several details name them in their docstrings. The price is "
-        "what benchmark/studies/ablations.py has measured.",
+        "what the studies in benchmark/studies have measured.",
     ]
     for family, tags in groupby(details["tags"].items(), key=lambda item: item[0].partition("-")[0]):
         lines += ["", f"### {FAMILIES[family]}", "", "| tag | detail | where | source | tests | price |"]

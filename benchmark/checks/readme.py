@@ -4,28 +4,34 @@ Writes tables into README.md and docs/, between markers that name them: <!-- tab
     python benchmark/checks/readme.py            writes
     python benchmark/checks/readme.py --check    writes nothing; exit code 1 where a table is stale
 
-The tables come from benchmark/results/TAG/*.md, which the studies' `draw` has written from the CSV files beside them,
-from benchmark/results/*.md, which the scripts of these names write, and, those of starting values, from the scripts.
+The tables come from benchmark/results/<study>/table.md, which `study.py draw` has written from the CSV files beside
+them, from other files there, which name their programs, and, those of starting values, from the scripts.
 """
 
 import importlib
 import re
 import sys
+import tomllib
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from intervals import ROOT
 
-TAG, LENGTHS, GRPO_TRL = "cc51011", "cc6b272", "4d93adb"  # folders: the commits whose scripts were run, but the last
-DPO, RELATIVES, SMOLLM, SMOLLM_TRL = "c2d7618", "83c3a19", "5b18bbb", "0feb1d3"
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 DOCUMENTS += [path for folder in ("guides", "evidence") for path in sorted((ROOT / "docs" / folder).glob("*.md"))]
 
 
-def tables(name, tag=TAG):
-    """The tables in results/<tag>/<name>.md, each a list of lines."""
-    text = (ROOT / "benchmark" / "results" / tag / f"{name}.md").read_text(encoding="utf-8")
-    return [block.strip().splitlines() for block in re.findall(r"(?:^\|.*\n)+", text, re.M)]
+def tables(name):
+    """The tables in results/<name>.md, or of a study in results/<name>/table.md, each a list of lines."""
+    path = ROOT / "benchmark" / "results" / name
+    path = path / "table.md" if path.is_dir() else path.with_name(f"{path.name}.md")
+    return [block.strip().splitlines() for block in re.findall(r"(?:^\|.*\n)+", path.read_text(encoding="utf-8"), re.M)]
+
+
+def replays(names):
+    """The rows of trl_replay/replay.md whose algorithms begin with one of these names."""
+    head, rule, *rows = tables("trl_replay/replay")[0]
+    return [head, rule, *(row for row in rows if row.removeprefix("| ").startswith(names))]
 
 
 def ablations():
@@ -44,34 +50,33 @@ def ablations_long():
     return ["| " + " | ".join(row[:-3]) + " |" for row in rows if row[-1]]
 
 
-SPEEDS = "rloo_27m_96", "rloo_27m_8", "rloo_0.9m_8", "ppo_27m_8", "ppo_27m_96"  # speed_*.md
-FAST = "b48a4cb"  # the commit whose speed was measured on a faster processor
+SPEEDS = "rloo_27m_96", "rloo_27m_8", "rloo_0.9m_8", "ppo_27m_8", "ppo_27m_96"  # speed/*.md, and speed_fast/*.md
 
 
-def work(name, tag="."):
-    """What speed_<name>.md measures: "RLOO, 27 M, prompts 96-128"."""
-    text = (ROOT / "benchmark" / "results" / tag / f"speed_{name}.md").read_text(encoding="utf-8")
+def work(path):
+    """What a table of speed.py measures: "RLOO, 27 M, prompts 96-128"."""
+    text = (ROOT / "benchmark" / "results" / f"{path}.md").read_text(encoding="utf-8")
     algorithm, size, prompts = re.match(r"(\w+), .*?, ([\d.]+)m parameters, prompts of (\S+) tokens", text).groups()
     return f"{algorithm}, {size} M, prompts {prompts}"
 
 
 def speeds(names):
-    """The tables of speed_<name>.md as one, with a first column that says of which work a row is."""
-    found = [(work(name), tables(f"speed_{name}", ".")[0]) for name in names]
+    """The tables of speed/<name>.md as one, with a first column that says of which work a row is."""
+    found = [(work(f"speed/{name}"), tables(f"speed/{name}")[0]) for name in names]
     head, rule, *_ = found[0][1]
     return [f"| work {head}", f"|---{rule}", *(f"| {label} {row}" for label, (_, _, *rows) in found for row in rows)]
 
 
-def speed(tag):
+def speed(folder):
     """A line for each work: our speed, and for each version of TRL how many times as fast and how much memory."""
     lines = ["| work | ours, episodes/s | times TRL 0.21 | times TRL 1.16 | peak memory, ours to theirs |"]
     lines += ["|---|---:|---:|---:|---:|"]
     for name in SPEEDS:
-        rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in tables(f"speed_{name}", tag)[0]]
+        rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in tables(f"{folder}/{name}")[0]]
         of = {row[0]: dict(zip(rows[0], row, strict=True)) for row in rows[2:]}
         trl = [of.get(f"TRL {version}", {}) for version in ("0.21.0", "1.16.0")]
         faster, memory = ([row.get(name, "") for row in trl] for name in ("times as fast", "memory share"))
-        cells = work(name, tag), of["ours"]["episodes/s"], *faster, ", ".join(filter(None, memory))
+        cells = work(f"{folder}/{name}"), of["ours"]["episodes/s"], *faster, ", ".join(filter(None, memory))
         lines.append("| " + " | ".join(cells) + " |")
     return lines
 
@@ -111,75 +116,101 @@ def number(value):
     return f"{float(mantissa):g}e{int(exponent)}" if 0 < value < 0.01 else f"{value:,}".removesuffix(".0")
 
 
-TABLES = {
+def studies():
+    """A line for each study: its question, answer, files, figures and command."""
+    lines = ["| study | question | answer | files | figure | one command |", "|---|---|---|---|---|---|"]
+    results, static = ROOT / "benchmark" / "results", ROOT / "static"
+    for path in sorted((ROOT / "benchmark" / "studies").glob("*.toml")):
+        said, folder = tomllib.loads(path.read_text(encoding="utf-8")), results / path.stem
+        files = sorted(file.name for file in folder.glob("*.*")) if folder.exists() else []
+        figures = [file.name for file in sorted(static.glob(f"{path.stem}.svg"))]
+        kinds = {"symptom": "symptom_{name}.svg", "run": "curves.png"}
+        figures += [kinds[x["kind"]].format(**x) for x in said.get("figure", []) if x["kind"] in kinds]
+        links = [", ".join(f"[{name}]({path.stem}/{name})" for name in files)]
+        links += [", ".join(f"[{name}](../../static/{name})" for name in figures)]
+        program = "with_trl.py replay" if "replay" in path.stem else "study.py run"
+        command = f"`python benchmark/studies/{program} {path.stem}`"
+        lines.append(f"| {' | '.join([path.stem, said['question'], said['answer'], *links, command])} |")
+    return lines
+
+
+PLACES = {  # name of a table: (its file, which table of the file)
+    "speed_decode": ("speed/decode", 0),
+    "speed_sampler": ("speed/sampler_27m_40", 0),
+    "speed_sampler_smollm": ("speed/sampler_smollm_40", 0),
+    "toy": ("toy", 0),
+    "movies": ("movies", 0),
+    "lora": ("lora_memory", 0),
+    "style": ("reward_functions", 0),
+    "sums": ("reward_functions", 1),
+    "overoptimisation": ("overoptimisation", 0),
+    "best_of_n": ("overoptimisation", 1),
+    "ablations_tally": ("ablations", 0),
+    "trl_long": ("trl_long", 0),
+    "trl_long_differences": ("trl_long", 1),
+    "trl_lengths": ("trl_lengths", 0),
+    "trl_lengths_differences": ("trl_lengths", 1),
+    "trl_replay_lengths": ("trl_replay_lengths/replay", 0),
+    "grpo": ("grpo", 0),
+    "grpo_sums": ("grpo", 1),
+    "grpo_parts": ("grpo", 3),
+    "relatives_sums": ("grpo", 4),
+    "grpo_lengths": ("grpo", 5),
+    "grpo_trl": ("trl_grpo", 0),
+    "grpo_trl_differences": ("trl_grpo", 1),
+    "dpo": ("dpo", 0),
+    "dpo_parts": ("dpo", 1),
+    "dpo_replay": ("dpo/replay", 0),
+    "mismatch": ("mismatch", 1),
+    "vllm": ("vllm", 0),
+    "overlap": ("ahead", 0),
+    "smollm_verified": ("smollm", 0),
+    "smollm_course": ("smollm", 1),
+    "smollm_base": ("smollm", 2),
+    "smollm_details": ("smollm", 3),
+    "smollm_learned": ("smollm", 4),
+    "smollm_seconds": ("smollm", -1),
+    "smollm_products": ("smollm/products", 0),
+    "smollm_trl": ("smollm_trl", 0),
+    "smollm_trl_differences": ("smollm_trl", 1),
+    "smollm_trl_seconds": ("smollm_trl", 2),
+    "smollm_trl_replay": ("smollm_trl_replay/replay", 0),
+    "smollm_trl_speed": ("smollm_trl/speed", 0),
+}
+MADE = {
+    "studies": studies,
     "starting_values": starting_values,
-    "speed": lambda: speed("."),
-    "speed_fast": lambda: speed(FAST),
+    "speed": lambda: speed("speed"),
+    "speed_fast": lambda: speed("speed_fast"),
     "speed_all": lambda: speeds(SPEEDS),
     "speed_without": lambda: speeds(["without", "without_27m_8", "without_0.9m_8"]),
-    "speed_batch": lambda: tables("speed_scaling", ".")[0],
-    "speed_length": lambda: tables("speed_scaling", ".")[1],
-    "speed_memory": lambda: tables("speed_scaling", ".")[2],
-    "speed_decode": lambda: tables("speed_decode", ".")[0],
-    "toy": lambda: tables("toy", ".")[0],
-    "movies": lambda: tables("movies")[0],
-    "lora": lambda: tables("lora_memory", ".")[0],
-    "style": lambda: tables("reward_functions", ".")[0],
-    "sums": lambda: tables("reward_functions", ".")[1],
-    "overoptimisation": lambda: tables("overoptimisation")[0],
-    "best_of_n": lambda: tables("overoptimisation")[1],
-    "ablations_tally": lambda: tables("ablations")[0],
     "ablations": ablations,
     "ablations_long": ablations_long,
-    "trl_long": lambda: tables("trl_toy_100x64")[0],
-    "trl_long_differences": lambda: tables("trl_toy_100x64")[1],
-    "trl_replay": lambda: tables("trl_replay")[0],
-    "trl_lengths": lambda: tables("trl_lengths_100x64", LENGTHS)[0],
-    "trl_lengths_differences": lambda: tables("trl_lengths_100x64", LENGTHS)[1],
-    "trl_replay_lengths": lambda: tables("trl_replay_lengths", LENGTHS)[0],
-    "grpo": lambda: tables("grpo")[0],
-    "grpo_sums": lambda: tables("grpo")[1],
-    "grpo_parts": lambda: tables("grpo")[3],
-    "relatives_sums": lambda: tables("grpo")[4],
-    "grpo_lengths": lambda: tables("grpo")[5],
-    "grpo_trl": lambda: tables("trl", GRPO_TRL)[0],
-    "grpo_trl_differences": lambda: tables("trl", GRPO_TRL)[1],
-    "relatives_replay": lambda: tables("trl_replay", RELATIVES)[0],
-    "dpo": lambda: tables("dpo", DPO)[0],
-    "dpo_parts": lambda: tables("dpo", DPO)[1],
-    "dpo_replay": lambda: tables("dpo_replay", DPO)[0],
-    "mismatch": lambda: tables("mismatch", "2015ca1")[1],
-    "speed_sampler": lambda: tables("speed_sampler_27m_40", ".")[0],
-    "speed_sampler_smollm": lambda: tables("speed_sampler_smollm_40", ".")[0],
-    "vllm": lambda: tables("mismatch", "2015ca1")[-1],
-    "overlap": lambda: tables("ahead", "a36e88a")[0],
-    "smollm_verified": lambda: tables("smollm", SMOLLM)[0],
-    "smollm_course": lambda: tables("smollm", SMOLLM)[1],
-    "smollm_base": lambda: tables("smollm", SMOLLM)[2],
-    "smollm_details": lambda: tables("smollm", SMOLLM)[3],
-    "smollm_learned": lambda: tables("smollm", SMOLLM)[4],
-    "smollm_trl": lambda: tables("smollm_trl", SMOLLM_TRL)[0],
-    "smollm_trl_differences": lambda: tables("smollm_trl", SMOLLM_TRL)[1],
-    "smollm_trl_seconds": lambda: tables("smollm_trl", SMOLLM_TRL)[2],
-    "smollm_trl_replay": lambda: tables("smollm_trl_replay", SMOLLM_TRL)[0],
-    "smollm_trl_speed": lambda: tables("smollm_trl_speed", SMOLLM_TRL)[0],
-    "smollm_products": lambda: tables("smollm_products", SMOLLM)[0],
-    "smollm_seconds": lambda: tables("smollm", SMOLLM)[-1],
-    "grpo_trl_replay": lambda: tables("trl_replay", GRPO_TRL)[0],
+    "trl_replay": lambda: replays(("RLOO", "PPO")),
+    "grpo_trl_replay": lambda: replays(("GRPO", "Dr.")),
+    "relatives_replay": lambda: replays(("GSPO", "CISPO")),
 }
+
+
+def table(name):
+    """Lines of a table that a document names."""
+    if name in MADE:
+        return MADE[name]()
+    file, place = PLACES[name]
+    return tables(file)[place]
 
 
 def written(text):
     """A document with the tables in place."""
 
     def fill(match):
-        return f"{match[1]}\n" + "\n".join(TABLES[match[2]]()) + f"\n{match[1]}"
+        return f"{match[1]}\n" + "\n".join(table(match[2])) + f"\n{match[1]}"
 
     return re.sub(r"(<!-- table (\w+) -->)\n.*?\1", fill, text, flags=re.S)
 
 
 def main():
-    documents = [*DOCUMENTS, ROOT / "benchmark/results/speed.md"]
+    documents = [*DOCUMENTS, *(ROOT / "benchmark/results" / name for name in ("README.md", "speed.md"))]
     stale = {path: written(path.read_text(encoding="utf-8")) for path in documents}
     stale = {path: text for path, text in stale.items() if text != path.read_text(encoding="utf-8")}
     if "--check" in sys.argv[1:]:

@@ -1,10 +1,11 @@
 """
 How often the host waits for a device, and how much it asks of it, for each token and each micro-batch.
 
-    python benchmark/checks/waits.py --against COMMIT      both trees, in some minutes; writes results/waits.md
+    python benchmark/checks/waits.py                      a table, in some minutes
+    python benchmark/checks/waits.py --measure cuda       the same of a GPU
 
 It runs on the device of tests/pretended_device.py, which does not exist, with a Llama of 16 narrow layers. So it counts
-and measures no time. On a GPU (--measure cuda) it counts the waits that torch warns of. What a token costs is the
+and measures no time. On a GPU it counts the waits that torch warns of. What a token costs is the
 difference between long and short responses, over the difference of their lengths, and what a micro-batch costs is the
 difference between runs with small and with large ones. An operation is a call of torch's that computes something:
 views and empty tensors do not count, and on the pretended device attention counts as the dozen that its formula has.
@@ -12,9 +13,7 @@ views and empty tensors do not count, and on the pretended device attention coun
 
 import collections
 import contextlib
-import json
 import os
-import subprocess
 import sys
 import tempfile
 import warnings
@@ -25,6 +24,7 @@ from typing import Literal
 import tyro
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "tests"))  # of pretended_device.py
 BATCH, LAYERS = 16, 16
 LAYOUTS = {  # name: (responses in a row, prompts of one length)
     "a response in a row, prompts of one length": (1, True),
@@ -42,12 +42,8 @@ PASSES = "noise of a token: operations over [rows, vocabulary]"
 
 @dataclass
 class Args:
-    against: str = "HEAD"
-    """the commit that the working tree is compared with"""
-    output: str = str(ROOT / "benchmark/results/waits.md")
-    """the table"""
-    measure: Literal["pretended", "cuda", "cpu"] | None = None
-    """measure the package that Python finds on this device, and print the counts as JSON"""
+    measure: Literal["pretended", "cuda", "cpu"] = "pretended"
+    """the device"""
 
 
 @contextlib.contextmanager
@@ -174,6 +170,8 @@ def measure(device):
     """{row of the table: [waits, operations]} of the package that Python finds, on a device of this name."""
     import torch
 
+    if device != "cuda":
+        os.environ["ACCELERATE_USE_CPU"] = "true"
     if device == "pretended":
         import pretended_device  # noqa: F401, which gives torch this device
     device = torch.device(device, 0)
@@ -182,43 +180,10 @@ def measure(device):
     return found | {PASSES: [0, of_noise()]}
 
 
-def measured(tree):
-    """What `measure` finds in a tree, in a process of its own."""
-    paths = os.pathsep.join(map(str, (tree, tree / "tests", ROOT / "tests")))
-    environment = os.environ | {"PYTHONPATH": paths, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, __file__, "--measure", "pretended"]
-    done = subprocess.run(command, env=environment, cwd=tree, check=True, stdout=subprocess.PIPE, text=True)
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def main(args):
-    if args.measure:
-        found = measure(args.measure)
-        print(f"| for, on {args.measure} | waits | operations |\n| --- | --- | --- |")
-        print("\n".join(f"| {name} | {waits:.3g} | {operations:.0f} |" for name, (waits, operations) in found.items()))
-        print(json.dumps(found))
-        return
-    git = ["git", "-C", str(ROOT)]
-    commit = subprocess.run([*git, "rev-parse", "--short", args.against], check=True, capture_output=True, text=True)
-    with tempfile.TemporaryDirectory() as folder:
-        tree = Path(folder, "tree")
-        subprocess.run([*git, "worktree", "add", "--quiet", "--detach", str(tree), args.against], check=True)
-        try:
-            before, after = measured(tree), measured(ROOT)
-        finally:
-            subprocess.run([*git, "worktree", "remove", "--force", str(tree)], check=True)
-    command = "python benchmark/checks/waits.py --against COMMIT"
-    text = f"Before is {commit.stdout.strip()}. `{command}` makes this table, and its docstring says what counts.\n\n"
-    text += (
-        "| for | waits before | waits after | operations before | operations after |\n| --- | --- | --- | --- | --- |\n"
-    )
-    for name in after:
-        numbers = [
-            f"{pair[i]:.3g}" if i == 0 else f"{pair[i]:.0f}" for i in (0, 1) for pair in (before[name], after[name])
-        ]
-        text += f"| {' | '.join([name, *numbers])} |\n"
-    Path(args.output).write_text(text)
-    print(text)
+    found = measure(args.measure)
+    print(f"| for, on {args.measure} | waits | operations |\n| --- | --- | --- |")
+    print("\n".join(f"| {name} | {waits:.3g} | {operations:.0f} |" for name, (waits, operations) in found.items()))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 #!/bin/bash
 # Real text, real human labels: movie-review snippets, a reward model that prefers the positive ones, RLOO and PPO against it.
 # From the repository root: bash benchmark/recipes/movies.sh DATA_DIR [OUT_DIR]   (benchmark/recipes/movies_data.py makes DATA_DIR; with DRY_RUN it
-# prints the commands, which movies.py runs over seeds)
+# prints the commands, which the study movies runs over seeds)
 set -euo pipefail
 run() {
     if [[ -n ${DRY_RUN:-} ]]; then echo "${@@Q}"; else "$@"; fi

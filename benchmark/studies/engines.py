@@ -4,7 +4,7 @@ What sampling costs under the engines that share weights out: seconds of a rollo
     python benchmark/studies/engines.py
     python benchmark/studies/engines.py --systems ddp fsdp2 zero3
 
-A system is an engine and flags of train_rloo.py. All have the same models (random weights, shapes of speed.py) and
+A system is an engine and flags of train_rloo.py. All have the same models (random weights, shapes of speed_work.py) and
 sample the same tokens. They run in turns, each with one thread a process. accelerate starts FSDP2 and DeepSpeed on GPUs
 alone, so the runs go through tests/slow/page_worker.py, which makes it start them on CPUs. The first rollout of a run
 is not counted. Needs the extras test and deepspeed.
@@ -18,7 +18,7 @@ from pathlib import Path
 import tyro
 
 sys.path.extend(str(Path(__file__).resolve().parents[2] / x) for x in ("benchmark", "tests", "tests/slow"))
-import speed
+import speed_work as speed
 from helpers import read_metrics
 from processes import run_under, spec_of
 

@@ -1,7 +1,7 @@
 """
-The side of against_trl.py that runs inside an environment with TRL: one process trains one policy.
+The side of with_trl.py that runs inside an environment with TRL: one process trains one policy.
 
-    ENVIRONMENT/bin/python benchmark/studies/trl_side.py SPEC.json        (against_trl.py calls it)
+    ENVIRONMENT/bin/python benchmark/studies/trl_side.py SPEC.json        (with_trl.py calls it)
 
 SPEC: algorithm (rloo, grpo, ppo, or dpo, see its function), policy, reward (model folders) or reward_fn
 (FILE.py:function) with columns (those it takes of a prompt's row), prompts (.jsonl with `prompt`), seed, settings (the

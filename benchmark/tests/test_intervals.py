@@ -48,14 +48,16 @@ def test_holms_correction():
     assert intervals.holm([0.9, 0.8]).tolist() == [1, 1]
 
 
-def test_runs_are_added_to_a_study_and_come_back_without_the_columns_that_they_do_not_have(tmp_path):
-    intervals.write_runs(tmp_path, {("a", 2): [["update", "gold"], ["1", "0.5"], ["2", ""]]})
-    intervals.write_runs(tmp_path, {("a_long", 2): [["update", "kl"], ["1", "7"]], ("a", 10): [["gold"], ["3"]]})
+def test_runs_are_added_to_a_study_and_come_back_by_commit_without_the_columns_that_they_do_not_have(tmp_path):
+    intervals.write_runs(tmp_path, {("a", "old", 2): [["update", "gold"], ["1", "0.5"], ["2", ""]]})
+    more = {("a_long", "old", 2): [["update", "kl"], ["1", "7"]], ("a", "old", 10): [["gold"], ["3"]]}
+    intervals.write_runs(tmp_path, more | {("a", "new", 2): [["gold"], ["4"]]})
     assert list(intervals.experiments(tmp_path)) == ["a", "a_long"]
-    found = intervals.read_seeds(tmp_path, "a")
+    found = intervals.experiments(tmp_path)["a"]  # "old" has two seeds of it.
     assert list(found) == [2, 10] and found[2].keys() == {"update", "gold"} and found[10].keys() == {"gold"}
     assert found[2]["gold"][0] == 0.5 and math.isnan(found[2]["gold"][1]) and intervals.last(found[2]["gold"]) == 0.5
-    intervals.write_runs(tmp_path, {("a", 2): [["gold"], ["1"]]})  # A run that is made again takes its own place.
-    assert intervals.read_seeds(tmp_path, "a")[2]["gold"].tolist() == [1] and len(intervals.experiments(tmp_path)) == 2
-    with pytest.raises(FileNotFoundError, match="has no run of b"):
-        intervals.read_seeds(tmp_path, "b")
+    assert intervals.experiments(tmp_path, "new").keys() == {"a"}
+    intervals.write_runs(tmp_path, {("a", "old", 2): [["gold"], ["1"]]})  # A run that is made again replaces itself.
+    found = intervals.by_commit(tmp_path)["a"]
+    assert found["old"][2]["gold"].tolist() == [1] and found["new"][2]["gold"].tolist() == [4]
+    assert intervals.experiments(tmp_path / "none" / "none") == {}

@@ -75,7 +75,7 @@ def test_bad_input_is_one_line(in_tmp, monkeypatch, capsys):
 
 # ---- curves of several seeds, and their comparison -------------------------------------------------------------------
 def write(folder, exp, seed, columns):
-    intervals.write_runs(folder, {(exp, seed): [list(columns), *zip(*columns.values(), strict=True)]})
+    intervals.write_runs(folder, {(exp, "v1", seed): [list(columns), *zip(*columns.values(), strict=True)]})
 
 
 def learning(folder, exp, seeds, rise=1.0):
@@ -133,30 +133,27 @@ def test_compare_does_not_pass_what_is_lost(tmp_path, capsys):
 
 
 def test_same_counts_the_updates_before_the_first_that_is_another(tmp_path, capsys):
-    kl, held_out = [float("nan"), 0.0, 1.0, 2.0, 3.0], [5.0, *[float("nan")] * 3, 7.0]
-    for folder, factors, end in (("a", [1] * 5, 7.0), ("b", [1, 1, 1.0005, 1, 1.002], 7.5), ("c", [1] * 5, 7.0)):
-        columns = {
-            "update": range(5),
-            "objective/kl": np.multiply(kl, factors),
-            "eval/objective/kl": [*held_out[:-1], end],
-        }
-        columns["objective/kl"][1] += 2e-5 * (folder == "c")  # the KL of the first update, by rounding
-        write(tmp_path / folder, "x", 3, columns)
+    kl, held_out, nan = [float("nan"), 0.0, 1.0, 2.0, 3.0], [5.0, *[float("nan")] * 3, 7.0], float("nan")
+    changed = {  # name: (factors of the KL, what is added to the first update's, the last held-out KL)
+        "a": ([1] * 5, 0, 7.0),
+        "rounded": ([1, 1, 1.0005, 1, 1.0], 2e-5, 7.0),
+        "other": ([1, 1, 1.0005, 1, 1.002], 0, 7.5),
+        "missing": ([1, 1, 1, nan, 1], 0, 7.0),
+    }
+    for name, (factors, first, end) in changed.items():
+        columns = {"update": range(5), "objective/kl": np.multiply(kl, factors)}
+        columns["objective/kl"][1] += first
+        write(tmp_path / name, "x", 3, columns | {"eval/objective/kl": [*held_out[:-1], end]})
     found = {}
-    for other in "bc":
-        table = tmp_path / f"{other}.md"
-        plot.same(plot.SameArgs(str(tmp_path / "a"), str(tmp_path / other), output=str(table)))
-        assert capsys.readouterr().out == table.read_text()
-        found[other] = table.read_text().splitlines()[-1]
-    assert found == {"b": "| x | 3 | 3 of 4 |  |  | +0.5 |", "c": "| x | 3 | 4 of 4 |  |  | +0 |"}
-    broken = {"update": range(5), "objective/kl": [*kl[:3], float("nan"), 3.0]}
-    write(tmp_path / "broken", "x", 3, broken)
-    plot.same(plot.SameArgs(str(tmp_path / "a"), str(tmp_path / "broken")))
-    assert "| x | 3 | 2 of 4 |" in capsys.readouterr().out  # A number that is missing is another one.
-    for folder, end in (("a", 1.0), ("b", 3.0)):  # what another script has measured, after the run
-        write(tmp_path / folder, "measured", 3, {"update": [0], "eval/objective/gold": [end]})
-    plot.same(plot.SameArgs(str(tmp_path / "a"), str(tmp_path / "b"), exp=("measured",)))
-    assert capsys.readouterr().out.splitlines()[-1] == "| measured | 3 | 0 of 0 |  | +2 |  |"
+    for name in list(changed)[1:]:
+        plot.same(plot.SameArgs(str(tmp_path / "a"), str(tmp_path / name), output=str(tmp_path / "table.md")))
+        assert capsys.readouterr().out == (tmp_path / "table.md").read_text()
+        found[name] = (tmp_path / "table.md").read_text().splitlines()[-1]
+    assert found == {
+        "rounded": "| x | 3 | 4 of 4 |  |  | +0 |",
+        "other": "| x | 3 | 3 of 4 |  |  | +0.5 |",
+        "missing": "| x | 3 | 2 of 4 |  |  | +0 |",  # A number that is missing is another one.
+    }
     write(tmp_path / "shorter", "x", 3, {"update": [0, 1], "objective/kl": [0.0, 0.0]})
     with pytest.raises(SystemExit):
         plot.same(plot.SameArgs(str(tmp_path / "a"), str(tmp_path / "shorter")))

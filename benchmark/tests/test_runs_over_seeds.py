@@ -4,7 +4,6 @@ import json
 import os
 import shlex
 import subprocess
-from pathlib import Path
 
 import pytest
 from intervals import read_tables, write_runs
@@ -37,13 +36,14 @@ def bench(tmp_path, monkeypatch):
         values = dict(command=(command,), exp=("toy",), seeds=(1, 2, 3), tag="v1")
         return benchmark.main(benchmark.Args(**values | {"columns": ("update", "objective/scores", "none")} | changes))
 
-    run.results = tmp_path / "benchmark" / "results" / "v1"
+    run.results = tmp_path / "benchmark" / "results" / "mine"
     return run
 
 
 def kept(bench):
     """{(experiment, seed): [header, row, ...]} of what the runs have left."""
-    return read_tables(bench.results / "runs.csv")
+    tables = read_tables(bench.results / "runs.csv")
+    return {(run, seed): table for (run, _, seed), table in tables.items()}
 
 
 def ends(function, *args, **options):
@@ -58,8 +58,8 @@ def test_each_seed_leaves_the_columns_asked_for_and_the_environment(bench):
     assert kept(bench).keys() == {("toy", 1), ("toy", 2), ("toy", 3)}
     assert kept(bench)["toy", 2][:2] == [["update", "objective/scores"], ["1", "2.3333"]]
     environment = json.loads((bench.results / "env.json").read_text())
-    assert environment["tag"] == "v1" and environment["commands"]["toy"].endswith("--name {seed}")
-    (made,) = environment["environments"]
+    assert environment["v1"]["commands"]["toy"].endswith("--name {seed}")
+    (made,) = environment["v1"]["environments"]
     assert made["versions"]["torch"] and made["cores"] > 0 and len(made["code"]) == 12 and made["commit"]
 
 
@@ -79,7 +79,7 @@ def test_results_of_other_scripts_or_of_another_command_are_not_added_to(bench, 
     assert "results of another command" in capsys.readouterr().err
     path = bench.results / "env.json"
     about = json.loads(path.read_text())
-    about["environments"][0]["code"] = "0" * 12
+    about["v1"]["environments"][0]["code"] = "0" * 12
     path.write_text(json.dumps(about))
     ends(bench)
     assert "made by other scripts" in capsys.readouterr().err
@@ -122,24 +122,16 @@ def test_the_tag_is_gits_and_says_when_files_differ(tmp_path):
 def test_stages_run_where_a_run_needs_them_and_not_where_all_is_done(tmp_path, monkeypatch):
     monkeypatch.setattr(benchmark, "ROOT", tmp_path)
     asked = []
-
-    def run_all(runs, args, tag):
-        asked.append([run.name for run in runs if not run.is_done()])
-        return []
-
-    monkeypatch.setattr(benchmark, "run_all", run_all)
-    first = {"small": ("python rlhf_details/train_sft.py --output_dir {root}/m/{seed}/small", None)}
-    stages = benchmark.stage_runs((1,), "t", first)
-    runs = [benchmark.Run("rloo", "python x.py", 1, "t", "study")]
-    made = [run.makes.relative_to(tmp_path) for batch in stages for run in batch]
-    assert made == [Path("models/bench/1/sft"), Path("m/1/small"), Path("models/bench/1/reward")]
-    benchmark.run_study(stages, runs, None, "t")
-    assert asked == [["sft_s1", "small_s1"], ["reward_s1"], ["rloo_s1"]]
-    for run in (*stages[0], *runs):
-        write_runs(run.results, {run.key: [["update"], ["1"]]})
-    stages[0][1].makes.mkdir(parents=True)
-    (stages[0][1].makes / "config.json").touch()
-    runs.append(benchmark.Run("ppo", "python x.py", 1, "t", "study"))
-    benchmark.run_study(stages, runs, None, "t")
-    assert asked[3:] == [["sft_s1"], ["reward_s1"], ["ppo_s1"]]  # The curve of sft is there, and its model is not.
-    assert benchmark.run_study(stages, runs[:1], None, "t") == [] and len(asked) == 6
+    monkeypatch.setattr(
+        benchmark, "run_all", lambda runs, *_: asked.append([run.name for run in runs if not run.is_done()]) or []
+    )
+    stage, run = (benchmark.Run(name, "python x.py", 1, "t", "study") for name in ("sft", "rloo"))
+    stage.makes = tmp_path / "sft"
+    benchmark.run_study([[stage]], [run], None, "t")
+    assert asked == [["sft_s1"], ["rloo_s1"]]
+    for one in (stage, run):
+        write_runs(one.results, {one.key: [["update"], ["1"]]})
+    more = benchmark.Run("ppo", "python x.py", 1, "t", "study")
+    benchmark.run_study([[stage]], [run, more], None, "t")
+    assert asked[2:] == [["sft_s1"], ["ppo_s1"]]  # The curve of sft is there, and its model is not.
+    assert benchmark.run_study([[stage]], [run], None, "t") == [] and len(asked) == 4

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import machine
 import pytest
 import speed
+import speed_work
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
@@ -45,11 +46,11 @@ def test_forward_flops_are_those_that_torch_counts():
     counts = {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items()}
     # The blocks' layers have biases, and the head has none.
     blocks, eager_attention, head = (counts[f"aten.{op}"] for op in ("addmm", "bmm", "mm"))
-    linear, attention = speed.forward_flops(config, [P], [R])
+    linear, attention = speed_work.forward_flops(config, [P], [R])
     assert linear == blocks
     angles = (0, 2 * L)  # of the rotary embedding, which older transformers make with a matrix product as well
     assert attention in [(eager_attention - a) * (L + 1) / 2 / L for a in angles]
-    work = speed.work_flops(config, [P], [R])
+    work = speed_work.work_flops(config, [P], [R])
     assert work["rollout"] == linear + attention + head
     assert work["scores"] == 2 * (linear + attention) + head + 2 * config.hidden_size
     assert work["optimise"] == 3 * work["rollout"]
@@ -58,15 +59,18 @@ def test_forward_flops_are_those_that_torch_counts():
 def test_work_flops_are_linear_and_share_prompts():
     """Twice the batch is twice the work, an epoch more a training pass more, and k responses pay for a prompt once."""
     config = small_config()
-    one, two = (speed.work_flops(config, [9] * n, [4] * 4 * n) for n in (1, 2))
+    one, two = (speed_work.work_flops(config, [9] * n, [4] * 4 * n) for n in (1, 2))
     assert two == {phase: 2 * value for phase, value in one.items()}
-    several = speed.work_flops(config, [9], [4] * 4, epochs=3)
+    several = speed_work.work_flops(config, [9], [4] * 4, epochs=3)
     assert several["optimise"] == 3 * one["optimise"]
     assert several["scores"] == one["scores"] + one["rollout"]  # the ratio's old log-probs
-    single = speed.work_flops(config, [9] * 4, [4] * 4)  # three prompts more in a forward
-    assert single["rollout"] - one["rollout"] == sum(speed.forward_flops(config, [9] * 3, [0] * 3))
-    ppo, rloo = speed.work_flops(config, [9], [4], "ppo", epochs=4), speed.work_flops(config, [9], [4], epochs=4)
-    critic = sum(speed.forward_flops(config, [9], [4])) + 2 * config.hidden_size * 4
+    single = speed_work.work_flops(config, [9] * 4, [4] * 4)  # three prompts more in a forward
+    assert single["rollout"] - one["rollout"] == sum(speed_work.forward_flops(config, [9] * 3, [0] * 3))
+    ppo, rloo = (
+        speed_work.work_flops(config, [9], [4], "ppo", epochs=4),
+        speed_work.work_flops(config, [9], [4], epochs=4),
+    )
+    critic = sum(speed_work.forward_flops(config, [9], [4])) + 2 * config.hidden_size * 4
     assert ppo["scores"] - rloo["scores"] == critic and ppo["optimise"] - rloo["optimise"] == 12 * critic
 
 
@@ -75,26 +79,26 @@ def test_other_work_is_refused(other):
     """A record in which one update did something else fails, whatever it is."""
     work = speed.Compare(size="0.9m", batch_size=8, rloo_k=4, response_length=8, updates=1)
     done = {"episodes": 8, "prompts": 2, "completions_a_prompt": [4], "response_tokens": 63, "optimizer_steps": 1}
-    speed.check_work("ours", {"updates": [done, done]}, work, speed.model_config(work))
+    speed_work.check_work("ours", {"updates": [done, done]}, work, speed_work.model_config(work))
     for updates in ([done, done | other], [done]):
         with pytest.raises(ValueError):
-            speed.check_work("ours", {"updates": updates}, work, speed.model_config(work))
+            speed_work.check_work("ours", {"updates": updates}, work, speed_work.model_config(work))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["rloo", "ppo"])
 def test_compare_from_the_command_line(tmp_path, algorithm):
-    """Ours at a tiny size, with each speed-up taken out: the table and the JSON say the same, and the work was done."""
+    """Ours at a tiny size, and with a flag: the table and the JSON say the same, and the work was done."""
     work = (
         "--size 0.9m --prompts 4 8 --response_length 4 --batch_size 8 --updates 1 --alternations 1 --threads 1".split()
     )
     work += ["--algorithm", algorithm, "--work_dir", str(tmp_path / "work"), "--output", str(tmp_path / "table")]
-    command = [sys.executable, PROGRAM, "compare", *work, "--against", "--without", *speed.WITHOUT]
+    command = [sys.executable, PROGRAM, "compare", *work, "--against", "--variants", "small:--micro_batch_size 4"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
     assert result.returncode == 0, result.stderr
     data = json.loads((tmp_path / "table.json").read_text())
-    assert list(data["runs"]) == ["ours", *(f"without {name}" for name in speed.WITHOUT)] and not data["errors"]
+    assert list(data["runs"]) == ["ours", "ours, small"] and not data["errors"]
     _, counted = data["runs"]["ours"][0]["updates"]
     assert counted["episodes"] == 8 and counted["optimizer_steps"] == (1 if algorithm == "rloo" else 4)
     assert 0 < counted["rollout"] + counted["scores"] + counted["optimise"] <= 1.01 * counted["update"]
@@ -106,10 +110,9 @@ def test_compare_from_the_command_line(tmp_path, algorithm):
     assert 1e8 < data["runs"]["ours"][0]["loaded"] <= data["runs"]["ours"][0]["peak"]
 
 
-def test_a_commit_that_is_not_there_is_told_and_the_others_run(tmp_path):
-    args = speed.Compare(against=("no-such-commit",), work_dir=str(tmp_path))
-    systems, errors = speed.systems_of(args, {})
-    assert list(systems) == ["ours"] and "no-such-commit" in errors["ours at no-such-commit"]
+def test_a_version_that_is_not_known_is_told_and_the_others_run(tmp_path):
+    systems, errors = speed.systems_of(speed.Compare(against=("9.9",), work_dir=str(tmp_path)), {})
+    assert list(systems) == ["ours"] and "TRL 9.9" in errors["TRL 9.9"]
 
 
 def test_the_gpu_script_parses():

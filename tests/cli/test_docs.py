@@ -22,20 +22,13 @@ from rlhf_details import evaluate, toy, train_both, train_dpo, train_reward, tra
 from rlhf_details.plumbing import cli, vllm
 
 pytest.importorskip("matplotlib")
-import ablations
-import against_trl
-import dpo
 import frozen
-import grpo
-import mismatch
-import movies
 import mutations
 import plot
 import readme
-import smollm
-import smollm_trl
 import speed
-import toy as toy_over_seeds
+import study
+import with_trl
 
 import benchmark
 
@@ -84,26 +77,26 @@ def test_the_guides_example_makes_files_of_scored_texts(in_tmp):
 
 
 def test_every_command_of_the_readme_that_runs_or_draws_a_study_parses():
-    studies = "benchmark", "ablations", "overoptimisation", "against_trl", "dpo", "grpo", "mismatch", "movies", "plot"
-    studies += "smollm_trl", "smollm"
     found = set()
     text = re.sub(r" *\\\n *", " ", README)  # a command in one line
-    for name, rest in re.findall(rf"python benchmark/(?:\w+/)?({'|'.join(studies)})\.py([^`|\n]*)", text):
+    for name, rest in re.findall(r"python benchmark/(?:\w+/)?(benchmark|plot|study|with_trl)\.py([^`|\n]*)", text):
         module, words = importlib.import_module(name), shlex.split(rest.partition("     ")[0])
         if name in ("benchmark", "plot"):
             kind = getattr(module, "COMMANDS", {}).get(words[0])
             module.tyro.cli(kind[0] if kind else module.Args, args=words[1:] if kind else words)
         else:
-            benchmark.parse(module.COMMANDS, words)
+            _, args = benchmark.parse(module.COMMANDS, words)
+            assert name != "study" or args.study in ("all", *study.studies()), rest
+            if getattr(args, "runs", ()):
+                assert set(args.runs) - {"NAME"} <= study.Study(args.study).runs.keys(), rest
         found.add(name)
-    assert {"ablations", "overoptimisation", "against_trl", "plot"} <= found
+    assert {"benchmark", "plot", "study", "with_trl"} <= found
 
 
 def test_every_flag_that_the_readme_names_exists():
     arguments = [module.Args for module in SCRIPTS.values()]
     arguments += [benchmark.Args, frozen.Args, plot.CurvesArgs, plot.CompareArgs, speed.Compare, speed.Decode]
-    studies = ablations, against_trl, dpo, grpo, mismatch, movies, smollm, smollm_trl, toy_over_seeds
-    arguments += [kind for study in studies for kind, _ in study.COMMANDS.values()]
+    arguments += [kind for module in (study, with_trl) for kind, _ in module.COMMANDS.values()]
     names = {field.name for kind in arguments for field in dataclasses.fields(kind)}
     names |= {f"no_{name}" for name in names} | {"algorithm", "reward", "policy"}  # the last of train_both.py
     # Flags of accelerate, torchrun, --help, `git diff --no-index`, openrlbenchmark, pytest, docs/build.py and SLURM.

@@ -1,0 +1,257 @@
+"""The tables that one study alone has, by kind, as in tables.py."""
+
+import numpy as np
+from intervals import experiments, mean_interval, prediction_interval, words
+from plot import same_table
+from tables import (
+    KINDS,
+    MEASURES,
+    NAMES,
+    VERDICTS,
+    apart,
+    count_up,
+    differences,
+    effects,
+    grid,
+    interval,
+    levels,
+    named,
+    number,
+    seeds_of,
+    signed,
+    spread,
+    tested,
+    verdicts,
+)
+
+
+# ---- ablations -------------------------------------------------------------------------------------------------------
+def tally(study, said):
+    """How many runs and details have each verdict, and how many "perhaps" chance alone makes.
+
+    Where nothing has an effect, one in twenty of the 95 % intervals excludes 0. So many rows can have one in the mean,
+    or fewer where a row has several. Rows that matter, or in which nothing changes, are none of them.
+    """
+    found = effects(study)[0]
+    verdict, _ = verdicts(study, found)
+    best = {}  # the verdict on a detail is that of its run which shows most
+    for name in verdict:
+        for tag in study.runs[name].get("tags", "").split():
+            best[tag] = min(best.get(tag, VERDICTS[-1]), verdict[name], key=VERDICTS.index)
+    open_ones = [name for name in verdict if verdict[name] in ("perhaps", "does not show here")]
+    figures = sum(len(tested(study, name, found[name])) for name in open_ones)
+    counts = [[v, *(list(of.values()).count(v) for of in (verdict, best)), ""] for v in VERDICTS]
+    counts[VERDICTS.index("perhaps")][-1] = f"{figures / 20:.0f} or fewer, of {figures} figures"
+    counts += [["all", len(verdict), len(best), ""]]
+    return grid(["verdict", "variants", "details", "variants, by chance alone"], counts, 3)
+
+
+def longer(study, said):
+    """What runs do in the study `longer`, beside what they do in this one, and where the two intervals do not overlap
+    ("apart"). Each side has a correction of its own.
+    """
+    found, long = effects(study)[0], effects(type(study)(said["longer"]))[0]
+    (verdict, _), (of_long, sure) = verdicts(study, found), verdicts(study, long)
+    made = []
+    for name in (name for name in found if name in long):
+        figures = []
+        for m in ("gold", "kl"):
+            mark = "**" * ((name, m) in sure)
+            figures += [signed(found[name][m]), f"{mark}{signed(long[name][m])}{mark}"]
+        spec, ends = study.runs[name], (verdict[name], of_long[name], ", ".join(apart(found[name], long[name])))
+        head = ", ".join(spec.get("tags", "").split()), named(study, name), spec["base"], count_up(long[name])
+        made.append([*head, *figures, *ends])
+    head = [
+        "details",
+        "what is changed",
+        "base",
+        "long: gold, KL up",
+        "gold at the end",
+        "long",
+        "KL",
+        "long",
+        "verdict",
+    ]
+    lines = grid([*head, "long", "apart"], made)
+    return [lines[0], "|---|---|---|---:|---:|---:|---:|---:|---|---|---|", *lines[2:]]
+
+
+def levels_of(study, said):
+    """What the bases of another study reach."""
+    return levels(type(study)(said["study"]), said)
+
+
+def repeated(study, said):
+    """Runs taken from another commit, beside what fewer seeds of `commit` say; the text counts how many are outside.
+
+    "outside": a mean that is not in the 95 % prediction interval which the seeds of the first give for it.
+    """
+    found, commit = effects(study)[0], said["commit"]
+    outside, figures, made = 0, 0, []
+    for name in (name for name in found if found[name]["base"][1] != commit):
+        seeds, _ = differences(study, name, commit)
+        if not seeds:
+            continue
+        known, more = found[name]["seeds"].values(), seeds.values()
+        means, names = {m: np.mean([x[m] for x in more]) for m in MEASURES}, []
+        for m in MEASURES:
+            least, most = prediction_interval([one[m] for one in known], len(more))
+            is_outside = not least - 5e-5 <= means[m] <= most + 5e-5  # rounding of what is kept
+            names += [NAMES[m]] if is_outside else []
+            figures += is_outside or least < most  # Where no seed differs there is nothing to predict.
+        outside += len(names)
+        two = [f"{x:+.2f}" for m in ("gold", "kl") for x in (found[name][m][0], means[m])]
+        made.append(
+            [named(study, name), study.runs[name]["base"], f"{len(known)}, {len(more)}", *two, ", ".join(names)]
+        )
+    lines = grid(["what is changed", "base", "seeds", "gold at the end", "again", "KL", "again", "outside"], made)
+    lines[1] = "|---|---|---:|---:|---:|---:|---:|---|"
+    return [*said["before"].strip().format(count=f"{outside} of {figures}").splitlines(), "", *lines]
+
+
+def same(study, said):
+    """How long the runs of one commit agree with another one's, digit by digit."""
+    return same_table(*(experiments(study.folder, said[when]) for when in ("before", "after")))
+
+
+def unpriced(study, said):
+    """The details that no run measures, and why."""
+    return grid(["details", "why"], [[", ".join(tags.split()), why] for why, tags in said["why"].items()])
+
+
+def by_seed(study, said):
+    """Every seed's gold and KL at the end: the bases' own, and the runs' differences."""
+    found, bases = effects(study)
+    bases = {effect["base"]: bases[effect["base"]] for effect in found.values()}  # in the order of the runs
+    numbers = sorted({n for effect in found.values() for n in effect["seeds"]})
+    each = [(", ".join(base), effect, ".2f") for base, effect in bases.items()]
+    each += [(f"{study.runs[x]['what']} [{', '.join(effect['base'])}]", effect, "+.2f") for x, effect in found.items()]
+    made = []
+    for name, effect, form in each:
+        seeds = [effect["seeds"].get(n) for n in numbers]
+        made.append([name, *(f"{x['gold']:{form}}, {x['kl']:{form}}" if x else "" for x in seeds)])
+    return grid(["", *(f"seed {n}" for n in numbers)], made, len(numbers))
+
+
+# ---- other tables of their own ---------------------------------------------------------------------------------------
+def movies(study, said):
+    """What each stage reached; DPO and its stages are of another commit."""
+
+    def cell(name, measure, commit, digits=2, lost=0.0):
+        seeds = seeds_of(study, name, commit).values()
+        x = [number(columns, measure) for columns in seeds]
+        if lost:  # what a missing end lost is given back
+            x = [
+                a + lost * (1 - number(b, f"{measure.split()[0]} eval/objective/ended"))
+                for a, b in zip(x, seeds, strict=True)
+            ]
+        return words([round(float(each), digits) + 0.0 for each in mean_interval(x)[:3]], f".{digits}f")  # no -0.00
+
+    own, dpo, policies, made = said["commit"], said["dpo"], ("rloo", "ppo", "dpo"), []
+    stages = [("movies_sft", "last eval/sft/perplexity", "perplexity a token", 1)]
+    stages += [("movies_reward", "last eval/rm/accuracy", "reward model's accuracy", 3)]
+    for name, measure, label, digits in stages:
+        made.append([label, cell(name, measure, own, digits), "", "", cell(name, measure, dpo, digits)])
+    rewards = {"accuracies": "accuracy", "chosen": "score of the chosen", "rejected": "score of the rejected"}
+    for name, label in rewards.items():
+        made.append([f"DPO's {label}", "", "", "", cell("dpo", f"last eval/rewards/{name}", dpo, 3)])
+    columns = {"score": "scores", "score without the penalty": "scores", "KL, nats a response": "kl"}
+    for label, column in (columns | {"length, tokens": "length", "share ended": "ended"}).items():
+        lost = said["penalty"] * ("without" in label)
+        ends = (cell(x, f"last eval/objective/{column}", dpo if x == "dpo" else own, 2, lost) for x in policies)
+        made.append([label, cell("rloo", f"first eval/objective/{column}", own, 2, lost), *ends])
+    made.append(["seeds", "", *(len(seeds_of(study, x, dpo if x == "dpo" else own)) for x in policies)])
+    return grid(["", "SFT", "RLOO", "PPO", "DPO"], made, 4)
+
+
+def smooth(x, width):
+    """Running mean over the last axis."""
+    return np.apply_along_axis(lambda row: np.convolve(row, np.ones(width) / width, mode="valid"), -1, x)
+
+
+def curves(study, name, width=5):
+    """{"gold", "scores", "kl": [updates, seeds]} of a run's training batches, smoothed."""
+    seeds = seeds_of(study, name).values()
+    columns = {c: np.array([seed[f"objective/{c}"] for seed in seeds]) for c in ("gold", "scores", "kl")}
+    of_updates = ~np.isnan(columns["gold"]).any(0)  # and not of the evaluation before them
+    return {c: smooth(x[:, of_updates], width).T for c, x in columns.items()}
+
+
+def fall(gold, scores):
+    """What became of gold after its peak: (row of the peak of the mean over seeds, two intervals (mean, low, high, p)
+    over seeds: of the gold lost since, and of the learned score gained since; and the gold lost, [seeds]).
+
+    A seed's peak is that of the mean over the others, so that no seed chooses where its own noise was high.
+    """
+    seeds = np.arange(gold.shape[1])
+    peaks = np.array([gold[:, seeds != seed].mean(1).argmax() for seed in seeds])
+    lost, gained = gold[peaks, seeds] - gold[-1], scores[-1] - scores[peaks, seeds]
+    return int(gold.mean(1).argmax()), mean_interval(lost), mean_interval(gained), lost
+
+
+def falls(study, said):
+    """What gold lost from its peak on, and what the learned score gained meanwhile."""
+    made = []
+    for label, name in said["rows"]:
+        columns, seeds = curves(study, name), [(n, x, None) for n, x in seeds_of(study, name).items()]
+        peak, lost, gained, losses = fall(columns["gold"], columns["scores"])
+        kl, end = columns["kl"].mean(1), interval(seeds, "last eval/objective/kl")[0]
+        row = [label, len(seeds), f"{columns['gold'][peak].mean():.2f}", words(mean_interval(columns["gold"][-1]))]
+        row += [words(lost), f"{min(losses):.1f} .. {max(losses):.1f}", words(gained), f"{kl[peak]:.1f}, {kl[-1]:.1f}"]
+        made.append([*row, f"{words(interval(seeds, MEASURES['gold']))}, {end:.1f}"])
+    head = ["policy", "seeds", "gold at its peak", "at the end", "lost since", "least .. most"]
+    head += ["learned score gained since", "KL at the peak, end", "held-out gold and KL at the end"]
+    return grid(head, made, 8)
+
+
+def best_of_n(study, said):
+    """Gold and learned score of the best of n."""
+    seeds = list(seeds_of(study, said["run"]).values())
+    made = []
+    for i, n in enumerate(seeds[0]["update"]):
+        gold, scores = (words(mean_interval([x[f"objective/{c}"][i] for x in seeds])) for c in ("gold", "scores"))
+        made.append([int(n), f"{seeds[0]['objective/kl'][i]:.2f}", gold, scores])
+    return grid(["best of n", "KL", "gold", "learned score"], made, 4)
+
+
+def toy(study, said):
+    """The embedded task: a column a run, mean (lowest .. highest)."""
+
+    def figures(name):
+        for columns in seeds_of(study, name).values():
+            (gold, scores), after = (
+                (
+                    smooth(columns[f"objective/{c}"][~np.isnan(columns[f"objective/{c}"])], 10)
+                    for c in ("gold", "scores")
+                ),
+                number(columns, "last eval/objective/gold"),
+            )
+            peak, sd = gold.argmax(), number(columns, "first eval/objective/gold_std")
+            before = number(columns, "first eval/objective/gold")
+            yield [
+                before,
+                sd,
+                after,
+                (after - before) / sd,
+                (gold[peak] - gold[-1]) / sd,
+                scores[-1] - scores[peak],
+            ] + [
+                number(columns, x)
+                for x in ("last eval/objective/kl", "last eval/objective/parses", "first eval/objective/parses")
+            ]
+
+    labels = ["gold of the SFT policy", "its standard deviation", "gold at the end", "rise in SFT standard deviations"]
+    labels += ["fall from the peak, in SFT standard deviations", "learned score at the end minus at gold's peak"]
+    labels += ["KL, nats a response", "share of responses that parse", "the SFT policy's"]
+    updates = {name: max(x["update"].max() for x in seeds_of(study, name).values()) for name, _ in said["runs"]}
+    columns = [[spread(x) for x in zip(*figures(name), strict=True)] for name, _ in said["runs"]]
+    head = ["", *(f"{label}, {updates[name]:.0f} updates" for name, label in said["runs"])]
+    return grid(
+        head, [[label, *row] for label, row in zip(labels, zip(*columns, strict=True), strict=True)], len(columns)
+    )
+
+
+KINDS |= {
+    kind.__name__: kind
+    for kind in (tally, longer, levels_of, repeated, unpriced, same, by_seed, movies, falls, best_of_n, toy)
+}

@@ -1,0 +1,335 @@
+"""study.py: what each study's file says runs on the pages as they are, and tables say what made-up numbers say."""
+
+import importlib
+import itertools
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from types import SimpleNamespace
+
+import best_of_n
+import details
+import held_out
+import mutations
+import numpy as np
+import pytest
+import start
+import study
+import tables
+import tables_own
+import torch
+import trl_side
+import tyro
+import with_trl
+from intervals import ROOT, write_runs
+
+import benchmark
+from rlhf_details import toy, train_rloo
+from rlhf_details.plumbing import cli
+
+SCRIPTS = "train_sft train_reward train_dpo train_rloo train_grpo train_ppo evaluate".split()
+ARGS = {name: importlib.import_module(f"rlhf_details.{name}").Args for name in SCRIPTS}
+NAMES = study.studies()
+
+
+def parse(command):
+    """Args of a command of one of the scripts, with or without a launcher; a wrong flag ends the test."""
+    words = shlex.split(command.format(root=ROOT, seed=1))
+    place = max(i for i, word in enumerate(words) if word.startswith("rlhf_details/"))
+    try:
+        return cli.parse(ARGS[Path(words[place]).stem], words[place + 1 :])
+    except SystemExit:
+        pytest.fail(f"does not parse: {command}")
+
+
+# ---- what the files say ----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", NAMES)
+def test_each_command_of_a_study_parses_and_each_edit_changes_its_file(name, tmp_path, monkeypatch):
+    shutil.copytree(ROOT / "rlhf_details", tmp_path / "rlhf_details", ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(study, "ROOT", tmp_path)
+    one, before = study.Study(name), mutations.sources()
+    for each in [*one.runs, *(stage for batch in one.needed(one.runs) for stage in batch)]:
+        if "rlhf_details/" in one.command(each):
+            parse(one.command(each))
+        if edits := one.edits(each):
+            after = mutations.sources(study.code_of(each, edits, "t"))
+            assert {file for file in after if after[file] != before[file]} == {file for file, *_ in edits}, each
+        if (flags := one.inherited(each, "measure")) is not None:
+            words = shlex.split(one.located(one.fill(flags)).format(root=ROOT, seed=1))
+            told = tyro.cli(held_out.Args, args=["--policy", "p", *words])
+            tyro.cli(train_rloo.Args, args=shlex.split(told.flags))
+    for each, spec in one.runs.items():
+        assert {spec.get("base", each), spec.get("like", each), spec.get("runs", each)} <= one.runs.keys(), each
+    assert one.said["question"].endswith("?") and one.said["answer"].endswith(".")
+    assert {run.removesuffix("_measured") for run in one.found} <= one.runs.keys() | one.stages.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "run", "needed"),
+    [
+        ("grpo", "part_gspo", [["sft"], ["reward"]]),
+        ("grpo", "sum_gspo", [["sum_sft"]]),
+        ("grpo", "lengths", [["lengths_base"], ["lengths_sft"], ["lengths_reward"]]),
+        ("dpo", "dpo", [["sft"], ["reward"]]),  # The reward model measures it.
+    ],
+)
+def test_a_study_trains_the_stages_that_its_runs_need_in_order_and_no_others(name, run, needed):
+    assert study.Study(name).needed([run]) == needed
+
+
+def test_runs_are_made_like_others_and_flags_take_the_place_of_theirs():
+    one = study.Study("ablations")
+    short, no_eos = one.command("rloo_short"), one.command("sft_no_eos")
+    assert short.startswith("python rlhf_details/train_rloo.py ") and short.endswith(" --response_length 20")
+    assert "--sft_model_path {root}/models/bench/{seed}/sft_sft_no_eos --reward_model_path" in no_eos
+    assert one.command("bf16_head").startswith("ACCELERATE_MIXED_PRECISION=bf16 python ")
+    assert study.wanted(one, ["two_passes", "no_clip"]) == ["rloo2", "no_clip", "rloo"]
+    long = study.Study("ablations_long")
+    asked = {parse(long.command(name)).total_episodes for name in study.wanted(long, [])}
+    assert asked == {12800, 6144} and one.edits("sft_no_eos") == [] != one.edits("sft_sft_no_eos")
+
+
+def test_a_detail_is_priced_or_listed_with_the_reason_why_not():
+    tags = {tag for name in NAMES for run in study.Study(name).runs.values() for tag in run.get("tags", "").split()}
+    (why,) = (table["why"] for table in study.Study("ablations").said["table"] if "why" in table)
+    unpriced = {tag for tags in why.values() for tag in tags.split()}
+    assert tags | unpriced == set(details.read("details.toml")["tags"]) and not tags & unpriced
+
+
+def test_the_commands_of_movies_are_those_of_the_recipe():
+    words = ["bash", str(ROOT / "benchmark/recipes/movies.sh"), "{root}/data/movies", "models/{seed}"]
+    printed = subprocess.run(words, capture_output=True, text=True, check=True, env=os.environ | {"DRY_RUN": "1"})
+    one, paths = study.Study("movies"), ("output_dir", "sft_model_path", "reward_model_path")
+    recipe = [parse(line) for line in printed.stdout.splitlines() if "evaluate.py" not in line]
+    ours = [parse(one.command(name)) for name in ("movies_sft", "movies_reward", "rloo", "ppo", "dpo")]
+    for a, b in zip(recipe, ours, strict=True):
+        assert {k: v for k, v in vars(a).items() if k not in paths} == {
+            k: v for k, v in vars(b).items() if k not in paths
+        }
+
+
+def test_one_run_of_a_study_is_kept_with_its_commit_and_is_not_made_twice(tiny, in_tmp, monkeypatch, capsys):
+    for module in (study, benchmark):
+        monkeypatch.setattr(module, "ROOT", in_tmp)
+    (in_tmp / "mini.toml").write_text(f"""
+question = "?"
+seeds = [1]
+[run.base]
+command = "train_rloo.py --sft_model_path {tiny}/policy --reward_model_path {tiny}/reward --output_dir policy"
+flags = "--batch_size 8 --total_episodes 16 --num_sample_generations 0 --checkpoint_every 0 --eval_dataset None"
+[run.longer]
+base = "base"
+flags = "--total_episodes 24"
+[run.other]
+like = "base"
+""")
+    shutil.copytree(ROOT / "rlhf_details", in_tmp / "rlhf_details")
+    args = study.RunArgs(study="mini.toml", runs=("longer",), workers=1, tag="v1", preload=False)
+    assert study.run(args) == [] and study.run(args) == [] and "2 runs, all done" in capsys.readouterr().out
+    found = study.Study("mini.toml").found
+    assert {run: [*seeds["v1"][1]["update"]] for run, seeds in found.items()} == {"base": [1, 2], "longer": [1, 2, 3]}
+    about = json.loads((in_tmp / "benchmark/results/mini/env.json").read_text())["v1"]
+    assert about["commands"].keys() == {"base", "longer"} and len(about["environments"][0]["code"]) == 12
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------------
+class Made(study.Study):
+    """A study of made-up runs."""
+
+    def __init__(self, folder, runs):
+        self.name, self.said, self.runs, self.folder, self.prices = "made", {}, runs, folder, ""
+
+
+def write(folder, run, seed, columns, commit="new"):
+    write_runs(folder, {(run, commit, seed): [list(columns), *zip(*columns.values(), strict=True)]})
+
+
+def test_effects_are_paired_differences_and_verdicts_are_corrected_for_their_number(tmp_path):
+    def outcomes(name, gold, kl, commit="new", seeds=10):
+        for seed in range(1, seeds + 1):
+            level = np.random.default_rng(seed).normal()  # Seeds lie 1 apart.
+            level += gold + 0.05 * np.random.default_rng([seed, *name.encode()]).normal()
+            ends = {"eval/objective/gold": ["", level], "eval/objective/kl": ["", kl]}
+            ends |= {"eval/objective/ended": ["", 0.5], "objective/gold": [level, level]}
+            write(tmp_path, name, seed, {"update": [1, 2]} | ends, commit)
+
+    runs = {"rloo": {}, "worse": {"base": "rloo", "tags": "A-1", "what": "w"}}
+    runs |= {"same": {"base": "rloo", "what": "s", "runs": "rloo"}}
+    runs |= {f"other{i}": {"base": "rloo", "tags": "A-1", "what": "o"} for i in range(20)}
+    outcomes("rloo", 0, 4), outcomes("worse", -1, 9)
+    for i in range(20):
+        outcomes(f"other{i}", 0, 4)
+    outcomes("rloo", 0, 4, "old"), outcomes("worse", 0, 4, "old", seeds=3)
+    one = Made(tmp_path, runs | {"not_run": {"base": "rloo", "what": "n"}})
+    found, bases = tables.effects(one)
+    assert "not_run" not in found and set(bases) == {("rloo", "new")}  # The old ones are fewer.
+    mean, low, high, _ = found["worse"]["gold"]
+    assert mean == pytest.approx(-1, abs=0.1) and low < -1 < high and high - low < 0.3
+    assert found["worse"]["kl"][:3] == (5, 5, 5) and bases["rloo", "new"]["kl"][0] == 4
+    verdict, sure = tables.verdicts(one, found)
+    assert verdict["worse"] == "matters" and verdict["same"] == "changes nothing"
+    assert {("worse", "gold"), ("worse", "kl"), ("worse", "course")} <= sure and not {n for n, _ in sure} - {"worse"}
+    others = [verdict[f"other{i}"] for i in range(20)]
+    assert set(others) <= {"perhaps", "does not show here"} and others.count("perhaps") <= 5
+    tables.price(one, {}, found, verdict, sure)
+    assert tomllib.loads(one.prices)["A-1"]["says"].startswith("w, rloo: gold -1.0")
+    *_, total = tables_own.tally(one, {})
+    assert total == "| all | 22 | 1 |  |"
+    lines = tables_own.repeated(one, {"commit": "old", "before": "{count}"})
+    assert lines[0] == "3 of 3" and lines[4].endswith("| gold, gold over the run, KL |")  # outside of the prediction
+    runs["worse"]["own_batches"] = True  # Its gold over the run then says nothing.
+    assert ("worse", "course") not in tables.verdicts(one, found)[1]
+
+
+def test_rows_are_levels_and_paired_differences_of_the_seeds_that_both_have(tmp_path):
+    for seed in (1, 2, 3):
+        for name, shift in (("base", 0.0), ("more", 1.0)):
+            y = ["", 5.0 + seed + shift]
+            if (name, seed) != ("more", 3):
+                write(tmp_path, name, seed, {"x": [0.0, 1.0 + shift], "eval/y": y, "seconds": [0, 60 * (1 + shift)]})
+    one, columns = Made(tmp_path, {}), {"y": "last eval/y", "minutes": "last seconds / 60"}
+    said = {"head": "run | of", "rows": [["a | b", "base"], ["c | d", "more", "base"]], "columns": columns}
+    assert tables.rows(one, said)[1:] == [
+        "|---|---|---:|---:|---:|",
+        "| a | b | 3 | 7.00 (4.52 .. 9.48) | 1.00 (1.00 .. 1.00) |",
+        "| c | d | 2 | +1.00 (+1.00 .. +1.00) | +1.00 (+1.00 .. +1.00) |",
+    ]
+    ratio = {"minutes": {"measure": "last seconds / 60", "seeds": [1, 2], "cells": "ratio"}}
+    assert tables.rows(one, said | {"columns": ratio})[-1].endswith("| times 2.00 (2.00 .. 2.00) |")
+    risen = tables.rows(one, said | {"columns": {"x": "last x"}, "cells": "risen", "count": "none"})
+    assert risen[2] == "| a | b | 0.00 -> 1.00, 1.00 (1.00 .. 1.00) |"
+    near = tables.agreement(one, {"rows": [["more", "base"]], "columns": {"y": "last eval/y"}})
+    assert near[2] == "| more less base | **+1.00 [+1.00, +1.00]** | yes |"
+
+
+def test_a_fall_is_from_the_peak_of_the_other_seeds_mean_and_paired():
+    x = np.arange(30.0)
+    level = np.random.default_rng(1).normal(size=8)
+    gold = (-((x - 10) ** 2) / 100).reshape(-1, 1) + level
+    gold[20, 0] += 100  # This is one seed's luck. It is measured at the others' peak, and not at its own.
+    peak, lost, gained, losses = tables_own.fall(gold, x.reshape(-1, 1) * 0.1 + level)
+    assert peak == 20 and losses == pytest.approx([3.61] + 7 * [2.61])
+    assert lost[0] == pytest.approx((3.61 + 7 * 2.61) / 8) and gained[0] == pytest.approx((1.9 + 7 * 0.9) / 8)
+    noise = np.random.default_rng(2).normal(size=(40, 10))
+    assert tables_own.fall(noise, noise)[1][1] < 0  # There is no fall where there is only noise.
+
+
+# ---- what else the runs are made with --------------------------------------------------------------------------------
+def test_best_of_n_is_the_mean_over_all_subsets_and_its_scores_rise(tiny, in_tmp):
+    scores, golds = np.sort(np.random.default_rng(1).normal(size=6)), np.random.default_rng(2).normal(size=6)
+    for n in (1, 2, 3, 6):
+        best = [golds[max(subset, key=lambda i: scores[i])] for subset in itertools.combinations(range(6), n)]
+        assert golds @ best_of_n.best_of_shares(6, n) == pytest.approx(np.mean(best))
+    best_of_n.main(best_of_n.Args(str(tiny / "policy"), str(tiny / "reward"), seed=3, responses=4, prompts=8))
+    rows = [json.loads(line) for line in Path("runs/run/metrics.jsonl").read_text().splitlines()]
+    assert [row["update"] for row in rows] == [1, 2, 4] and rows[0]["objective/kl"] == 0
+    scores = [row["objective/scores"] for row in rows]
+    assert scores == sorted(scores) and scores[0] < scores[-1]
+
+
+def test_the_reviews_of_the_task_with_varying_lengths_vary(in_tmp):
+    start.main(start.Args("lengths", "base", reviews=64))
+    rows = [json.loads(line) for line in Path("base/lengths.jsonl").read_text().splitlines()]
+    lengths = [len(row["completion"].split()) for row in rows]
+    assert min(lengths) < 20 and 60 < max(lengths) <= 96 and Path("base/config.json").exists()
+    assert all(toy.parses(f"{row['prompt']} {row['completion']}") for row in rows)
+
+
+# ---- against TRL -----------------------------------------------------------------------------------------------------
+def own_run(tiny, *more):
+    """(train_rloo.py, its Args) of two updates of the tiny models."""
+    words = ["--sft_model_path", str(tiny / "policy"), "--reward_model_path", str(tiny / "reward"), "--seed", "3"]
+    words += ["--batch_size", "16", "--total_episodes", "32", "--output_dir", "policy", "--run_name", "run"]
+    return with_trl.parsed("train_rloo.py", [*words, "--num_sample_generations", "0", *more])
+
+
+@pytest.mark.slow
+def test_the_evaluator_of_trls_policies_gives_our_scripts_own_figures(tiny, in_tmp):
+    page, args = own_run(tiny)
+    after = page.main(args)["after"]
+    found = held_out.evaluate("policy", tiny / "policy", tiny / "reward", 3)
+    assert found == {name: after[name] for name in found}
+    assert found.keys() == {f"eval/objective/{name}" for name in ("scores", "gold", "kl", "ended", "length")}
+    dearer = held_out.evaluate("policy", tiny / "policy", tiny / "reward", 3, flags="--missing_eos_penalty 9")
+    lost = 9 - args.missing_eos_penalty  # Another task's flags count.
+    expected = found["eval/objective/scores"] - lost * (1 - found["eval/objective/ended"])
+    assert dearer["eval/objective/scores"] == pytest.approx(expected) and found["eval/objective/ended"] < 1
+
+
+def test_what_is_recorded_are_the_samples_that_were_trained_on(tiny, in_tmp, monkeypatch):
+    seen, score = [], train_rloo.response_scores
+
+    def watched(reward_model, batch, n):
+        seen.extend([q[m].tolist(), r[w].tolist()] for q, m, r, w in zip(*batch[:4], strict=True))
+        return score(reward_model, batch, n)
+
+    monkeypatch.setattr(train_rloo, "response_scores", watched)
+    (in_tmp / "out").mkdir()
+    with_trl.record(*own_run(tiny, "--no_share_prompts"), in_tmp / "out")
+    samples = json.loads((in_tmp / "out" / "samples.json").read_text())
+    assert [len(update) for update in samples] == [16, 16] and sorted(itertools.chain(*samples)) == sorted(seen)
+    assert all(len({tuple(query) for query, _ in update[i : i + 4]}) == 1 for update in samples for i in (0, 4, 8, 12))
+    first, ours = str(tiny / "policy"), str(in_tmp / "out" / "ours")
+    assert with_trl.distance(ours, ours, first) == 0 and with_trl.distance(ours, first, first) == 1
+
+
+def test_trl_gets_the_settings_the_columns_and_the_penalty_of_our_run(tiny, in_tmp):
+    Path("mine.py").write_text(
+        "def long(prompts, completions, least):\n    return [len(x) >= n for x, n in zip(completions, least)]"
+    )
+    rows = [{"prompt": row["prompt"], "least": 2} for row in toy.rows("prompts", "train")[:16]]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    more = ["--dataset", "rows.jsonl", "--reward_fn", "mine.py:long", "--reward_model_path", "None"]
+    page, args = own_run(tiny, *more, "--missing_eos_penalty", "1")
+    spec = json.loads(json.dumps(with_trl.spec_of(page, args, in_tmp / "trl")))
+    assert (spec["algorithm"], spec["columns"], spec["settings"]["batch_size"]) == ("rloo", ["least"], 16)
+    first = json.loads(Path(spec["prompts"]).read_text().splitlines()[0])
+    assert first["prompt"].strip() == rows[0]["prompt"] and first["least"] == 2
+    reward, last = trl_side.reward_function(spec, SimpleNamespace(eos_token_id=2))
+    given = dict(completion_ids=[[5, 6, 2], [5, 2], [5, 6]], least=[2, 2, 2], kind=["a", "b", "c"])
+    # The first two ended. The third one is right, and pays the penalty of 1.
+    assert reward(["p"] * 3, ["ab", "a", "ab"], **given) == [1.0, 0.0, 0.0]
+    assert last == {"scores": pytest.approx(1 / 3), "tokens": 7}
+
+
+def test_a_replay_keeps_the_rows_that_it_does_not_renew(in_tmp, monkeypatch):
+    monkeypatch.setattr(with_trl, "ROOT", in_tmp)
+    monkeypatch.setattr(with_trl, "run_trl", lambda *_: None)
+    monkeypatch.setattr(with_trl, "record", lambda *_: None)
+    monkeypatch.setattr(with_trl, "spec_of", lambda *_: {"output_dir": ""})
+    for run, seed, apart in (("ppo", 1, 0.5), ("rloo", 1, 0.25), ("rloo", 2, 0.125)):
+        monkeypatch.setattr(with_trl, "distance", lambda *_, apart=apart: apart)
+        with_trl.replay(with_trl.ReplayArgs("trl_replay", (run,), seed))
+    rows = with_trl.replayed(in_tmp / "benchmark" / "results" / "trl_replay" / "replay.md")
+    assert [(*key, line.split("|")[-2].strip()) for key, line in rows.items()] == [
+        ("RLOO", "1", "TRL 1.16.0", "25 %"),
+        ("RLOO", "1", "TRL 0.21.0", "25 %"),
+        ("PPO", "1", "TRL 0.21.0", "50 %"),
+        ("RLOO", "2", "TRL 1.16.0", "12 %"),
+        ("RLOO", "2", "TRL 0.21.0", "12 %"),
+    ]
+
+
+def test_trls_losses_can_be_divided_by_the_minibatchs_tokens(monkeypatch):
+    """Micro-batches' means then average to the mean over the whole minibatch, of actions and of states."""
+    trainer = SimpleNamespace(ppo_trainer=SimpleNamespace())
+    for name, module in (("trl", SimpleNamespace(trainer=trainer)), ("trl.trainer", trainer)):
+        monkeypatch.setitem(sys.modules, name, module)
+    trl_side.take_whole_means()
+    losses, lengths = torch.arange(40.0).view(8, 5).sin(), torch.tensor([1, 2, 5, 4, 3, 1, 2, 2])
+    padding_mask = torch.arange(5) >= lengths.unsqueeze(1)
+    padding_mask_p1 = torch.arange(5) > lengths.unsqueeze(1)
+    mini_batch_inds = np.random.default_rng(0).permutation(8)
+    for padding in (padding_mask, padding_mask_p1):
+        of_micro_batches = []
+        for micro_batch_start in range(0, 8, 2):
+            micro_batch_end = micro_batch_start + 2
+            inds = mini_batch_inds[micro_batch_start:micro_batch_end]
+            of_micro_batches.append(trainer.ppo_trainer.masked_mean(losses[inds], ~padding[inds]))
+        torch.testing.assert_close(torch.stack(of_micro_batches).mean(), losses[~padding].mean())
+    assert (padding_mask_p1.sum(), micro_batch_end) == (padding_mask.sum() - 7, 8)
