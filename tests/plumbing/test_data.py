@@ -953,7 +953,7 @@ def test_a_policy_whose_turns_do_not_end_with_eos_ends_in_every_stage(in_tmp, to
     done += [train_grpo.main(train_grpo.Args(output_dir="grpo", group_size=4, **rl))]
     assert min(x["after"]["eval/objective/ended"] for x in done) > 0.8  # sampled at temperature 1
     assert "a response ends with <|endoftext|> or <|im_end|>" in capsys.readouterr().out
-    options = dict(policy_path=("rloo",), dataset="rows.jsonl", prompt_template="messages", num_examples=4)
+    options = dict(policy_path="rloo", dataset="rows.jsonl", num_examples=4)
     metrics = evaluate.main(evaluate.Args(reward_model_path="rm", **options))["metrics"]
     assert metrics["policy"]["ended"]["value"] > 0.7
     ids = torch.tensor([template_ids(tokenizer, question, add_generation_prompt=True)])

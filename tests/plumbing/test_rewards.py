@@ -465,7 +465,7 @@ def test_evaluate_gives_it_the_same_text_as_training(ragged, shuffled, monkeypat
     after = PAGES[page].main(args)["after"]
     assert 0 < after["eval/objective/ended"] < 1 or flags == {"stop_token": "none"}
     monkeypatch.setattr(evaluate, "COMPARED", utils.EVALUATION)
-    values = dict(dataset=data, policy_path=("trained",), judge="reward_model")
+    values = dict(dataset=data, policy_path="trained", judge="reward_model")
     models_of_rewards = {"own": reward_model, "ids": str(ragged / "reward")}
     own, ids = (evaluate.main(evaluate.Args(**values, reward_model_path=path, output_dir=name))["metrics"]
                 for name, path in models_of_rewards.items())  # fmt: skip
