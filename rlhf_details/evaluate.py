@@ -340,7 +340,7 @@ def main(args: Args):
     use_references = args.judge != "none" and not args.opponent_path
 
     # ---- prompts, models, rewards
-    rows = data.read_prompts(args, "dataset", args.num_examples, "test")
+    rows = data.read_prompts(args, "dataset", "test")[: args.num_examples]
     rows = data.with_completions(rows, args, f"--dataset {args.dataset}") if use_references else rows
     tokenizer, loaded, reward = evaluation.load_models(args, device)
     reward_model = Reward(*reward) if reward else None
@@ -380,7 +380,7 @@ def main(args: Args):
                 texts, *tensors = respond(path, numbers)
             else:
                 texts, *tensors = [references[0][i] for i in mine], references[1][mine], references[2][mine]
-                tensors.append(tensors[1].any(1) & (len(end_ids) > 0))
+                tensors.append(tensors[1].any(1))
             values = scores_of(texts, *tensors)  # [N / world, F]
         texts = gather_object(texts)[:N]
         responses, mask, ended, values = (x[:N] for x in accelerator.gather((*tensors, values)))

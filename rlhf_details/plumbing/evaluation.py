@@ -102,8 +102,7 @@ def encode_references(args, tokenizer, prompts, context, device):
     for row in prompts:
         answer = row.columns["completion"]
         row.answers = [tokenization.encode(tokenizer, row.columns["prompt"], answer, row.options)[1]]
-    limit, hint = "the reward model's context", "shorten their prompts or completions"
-    tokenization.check_room(prompts, data.Prompt.length, context, limit, hint)
+    tokenization.check_room(prompts, data.Prompt.length, context, "the reward model's context", "--max_length")
     tokens, mask = (x.flip(1) for x in utils.left_pad([row.completion[::-1] for row in prompts], device))
     return [data.as_text(tokenizer, row.columns["completion"]) for row in prompts], tokens, mask
 

@@ -64,8 +64,8 @@ class RunArgs:
     take: int | None = None
     """use only this many rows of --dataset, the first ones"""
     prompt_template: str | None = None
-    """the prompt, with the row's columns in their places: "Question: {question}\\nAnswer:"; "messages": the messages,
-    also beside a column `prompt`; None: column `prompt`, or else the messages"""
+    """the prompt, with the row's columns in their places: "Question: {question}\\nAnswer:"; one column alone,
+    "{messages}", may hold messages; None: column `prompt`, or else the messages"""
     chat_template_kwargs: str = "{}"
     """JSON of what the chat template is given beside the messages: '{"enable_thinking": false}'"""
     template_date: str | None = None

@@ -191,12 +191,14 @@ def as_texts(table):
     return [{name: str(cell) for name, cell in row.items()} for row in table]
 
 
-@pytest.mark.parametrize("packed", ["", ".gz"])
-@pytest.mark.parametrize("suffix", [".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet"])
-def test_rows_of_a_file_come_in_order_with_their_types(in_tmp, suffix, packed, capsys):
-    path, kept = f"rows{suffix}{packed}", as_texts if suffix in (".csv", ".tsv") else list
+FILES = [".jsonl", ".jsonl.gz", ".ndjson", ".json", ".json.gz", ".csv", ".csv.gz", ".tsv", ".parquet"]
+
+
+@pytest.mark.parametrize("suffix", FILES)
+def test_rows_of_a_file_come_in_order_with_their_types(in_tmp, suffix, capsys):
+    kept = as_texts if suffix[:4] in (".csv", ".tsv") else list
     for table in ROWS, [{"prompt": "new", "n": 4}]:  # The rows are not those of a cache.
-        assert files.read_rows(write(path, table), "--dataset") == kept(table)
+        assert files.read_rows(write(f"rows{suffix}", table), "--dataset") == kept(table)
     assert capsys.readouterr() == ("", "")
 
 
@@ -208,49 +210,27 @@ CELLS = "None N/A null nan 007 5 2024-01-02 True".split()
     [
         ("a.csv", "\n".join(["w", *CELLS]), CELLS),
         ("a.csv", '\ufeffw,x\n"a ""b"",\nc",\n,y\n', ['a "b",\nc', ""]),
-        ("a.csv", "x;w\n1;a, b\n", ["a, b"]),  # as a spreadsheet writes it where the comma is in numbers
-        ("a.csv", "x\tw\n1\ta, b\n", ["a, b"]),
         ("a.csv", "x,w\n1\n", [""]),
         ("a.json", '\ufeff{"w": "one\u2028two\x85three"}\n\n{"w": "b"}', ["one\u2028two\x85three", "b"]),
+        ("a.json", '{"version": "1", "data": [{"w": 1}, {"w": 2}]}', [1, 2]),
+        ("a.json", '{"train": [{"w": 1}], "test": [{"w": 2}, {"w": 3}]}', [1]),
+        ("a.json:test", '{"train": [{"w": 1}], "test": [{"w": 2}, {"w": 3}]}', [2, 3]),
     ],
 )
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
-def test_what_the_text_of_a_file_means(in_tmp, name, content, texts, encoding):
+def test_what_the_text_of_a_file_means(in_tmp, name, content, texts):
     """A CSV file's cell is its text. A .json file may hold lines, and line separators in a string mean nothing."""
-    Path(name).write_text(content, encoding=encoding)
+    Path(name.partition(":")[0]).write_text(content, encoding="utf-8")
     assert [row["w"] for row in files.read_rows(name, "--dataset")] == texts
 
 
-LISTS = {"version": "1", "train": [{"n": 1}], "test": [{"n": 2}, {"n": 3}]}
-TOOLS = {"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function"}]}
-
-
-@pytest.mark.parametrize(
-    "value, part, expected",
-    [
-        ({"version": "1", "data": [{"n": 1}, {"n": 2}]}, "", [{"n": 1}, {"n": 2}]),
-        (LISTS, "", [{"n": 1}]),
-        (LISTS, ":test", [{"n": 2}, {"n": 3}]),
-        (LISTS, ":test[1:]", [{"n": 3}]),
-        ({"n": 1, "words": ["a"]}, "", [{"n": 1, "words": ["a"]}]),
-        (TOOLS, "", [TOOLS]),
-    ],
-)
-def test_a_json_file_of_one_object_holds_lists_of_rows_or_is_a_row(in_tmp, value, part, expected):
-    Path("a.json").write_text(json.dumps(value, indent=1))
-    assert files.read_rows(f"a.json{part}", "--dataset") == expected
-
-
 def configurations(folder, *names):
-    """Writes a folder of configurations, each with two splits. A name that ends in * is that of the default."""
+    """Writes a folder of configurations, each with two splits."""
     lines = ["---", "configs:"]
     for i, name in enumerate(names):
-        lines += [f"- config_name: '{name.strip('*')}'", "  default: true"][: 1 + name.endswith("*")]
-        lines += ["  data_files:"]
+        lines += [f"- config_name: '{name}'", "  data_files:"]
         for split in ("train", "test"):
-            file = f"{name.strip('*')}/{split}.csv"
-            lines += [f"  - split: {split}", f"    path: {file}"]
-            write(f"{folder}/{file}", [{"w": f"0{i} {split}"}])
+            lines += [f"  - split: {split}", f"    path: {name}/{split}.jsonl"]
+            write(f"{folder}/{name}/{split}.jsonl", [{"w": f"{i} {split}"}])
     Path(folder, "README.md").write_text("\n".join([*lines, "---", ""]))
 
 
@@ -258,21 +238,13 @@ def configurations(folder, *names):
     "spec, words",
     {
         "saved": "0 1",  # by save_to_disk
-        "saved:test": "8 9",
-        "saved:test[:50%]": "8",
+        "saved:test[1:]": "9",
         "saved/test": "8 9",
-        "two:main": "00-train",
-        "two:main:test": "00-test",
-        "two:2023.en": "01-train",
-        "two:2023.en:test[:1]": "01-test",
-        "one:test": "00-test",
-        "one:only": "00-train",
-        "default": "01-train",
-        "default:main:test": "00-test",
-        "folder": "2024-01-02 007",  # `datasets` would make a date of the first
+        "two:main": "0-train",
+        "two:2023.en": "1-train",
+        "two:2023.en:test[:1]": "1-test",
         "folder:test": "8 9",
         "folder:test.json": "8 9",
-        "folder:train+test[:1]": "2024-01-02 007 8",
     }.items(),
 )
 def test_the_parts_of_a_folder(in_tmp, spec, words):
@@ -280,40 +252,34 @@ def test_the_parts_of_a_folder(in_tmp, spec, words):
         return [{"w": text} for text in texts]
 
     splits = {"train": datasets.Dataset.from_list(rows("0", "1")), "test": datasets.Dataset.from_list(rows("8", "9"))}
-    datasets.DatasetDict(splits).with_format("torch").save_to_disk("saved")
-    for folder, names in {"two": ["main", "2023.en"], "one": ["only"], "default": ["main", "best*"]}.items():
-        configurations(folder, *names)
-    write("folder/train.json", rows("2024-01-02", "007")), write("folder/test.json", rows("8", "9"))
+    datasets.DatasetDict(splits).save_to_disk("saved")
+    configurations("two", "main", "2023.en")
+    write("folder/train.json", rows("0", "1")), write("folder/test.json", rows("8", "9"))
     assert [row["w"].replace(" ", "-") for row in files.read_rows(spec, "--dataset")] == words.split()
 
 
-@pytest.mark.parametrize("name", ["a.json", "a.csv", "folder:a.csv", "folder", "mine.py:each"])
+@pytest.mark.parametrize("name", ["a.json", "folder", "mine.py:each"])
 def test_rows_from_a_to_b(in_tmp, name):
     numbers = [{"n": i} for i in range(5)]
-    write("a.json", numbers), write("a.csv", numbers), write("folder/a.csv", numbers)
-    expected = numbers if name in ("a.json", "mine.py:each") else as_texts(numbers)
+    write("a.json", numbers), write("folder/a.json", numbers)
     Path("mine.py").write_text("def each():\n    yield from ({'n': i} for i in range(5))\n")
     files.load_module.cache_clear()
     for taken, (start, stop) in {"": (0, 5), "[:2]": (0, 2), "[1:4]": (1, 4), "[-2:]": (3, 5), "[:9]": (0, 5)}.items():
-        assert files.read_rows(f"{name}{taken}", "--dataset") == expected[start:stop], taken
+        assert files.read_rows(f"{name}{taken}", "--dataset") == numbers[start:stop], taken
 
 
 def test_a_data_set_of_the_hub_is_asked_for_as_datasets_wants_it(monkeypatch):
-    asked = []
+    asked, found = [], datasets.Dataset.from_list([{"n": i} for i in range(5)])
     monkeypatch.setattr(datasets, "get_dataset_config_names", lambda *a, **k: ["main", "en.1"])
-    monkeypatch.setattr(datasets, "get_dataset_default_config_name", lambda *a, **k: "main")
-    found = SimpleNamespace(config=None, download_and_prepare=lambda: None)
-    found.as_dataset = lambda split: asked.append(split) or [{"n": 1}]
-    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *a, **k: asked.append((a, k)) or found)
-    for spec, *expected in [
-        ("a/labels:sentiment/5k.json[:49]", ("a/labels", None), {"data_files": "sentiment/5k.json"}, "train[:49]"),
-        ("a/tldr@v1:validation", ("a/tldr", None), {"revision": "v1"}, "validation"),
-        ("a/gsm8k:main[2:]", ("a/gsm8k", "main"), {}, "train[2:]"),
-        ("a/gsm8k:en.1:test", ("a/gsm8k", "en.1"), {}, "test"),
+    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: asked.append((*a, k)) or found)
+    for spec, name, config, options in [
+        ("a/labels:sentiment/5k.json[:2]", "a/labels", None, {"data_files": "sentiment/5k.json", "split": "train"}),
+        ("a/tldr@v1:validation", "a/tldr", None, {"revision": "v1", "split": "validation"}),
+        ("a/gsm8k:main", "a/gsm8k", "main", {"split": "train"}),
+        ("a/gsm8k:en.1:test", "a/gsm8k", "en.1", {"split": "test"}),
     ]:
-        files.read_rows(spec, "--dataset")
-        assert asked == [tuple(expected[:2]), expected[2]], spec
-        asked.clear()
+        assert len(files.read_rows(spec, "--dataset")) == (2 if "[:2]" in spec else 5)
+        assert asked.pop() == (name, config, {"revision": None} | options), spec
 
 
 @pytest.mark.parametrize(
@@ -322,24 +288,23 @@ def test_a_data_set_of_the_hub_is_asked_for_as_datasets_wants_it(monkeypatch):
         ("user/no-such-data-set", "no such file or folder here, and it cannot be read from the Hub"),
         ("a.json[5:]", "no rows"),
         ("lines.json", "line 3 is not JSON"),
-        ("list.json", "line 3 is not JSON"),
-        ("latin.jsonl", "line 2 is not UTF-8"),
-        ("latin.csv", "line 2 is not UTF-8"),
-        ("half.jsonl", r"row 2, column 'n': '\ud83d' is half of a character"),
-        ("lists.json", "lists.json:train: no such part; name one of lists.json:a, lists.json:b"),
-        ("lists.json:c", "no such part; name one of lists.json:a, lists.json:b"),
-        ("object.json", "line 3 is not JSON"),
-        ("wide.csv", "row 1 has more cells than there are columns, ['n']"),
-        ("ragged.csv", "row 2 has more cells than there are columns, ['n']"),
+        ("list.json", "line 3 column"),
+        ("latin.jsonl", "'utf-8' codec can't decode byte 0xe9"),
+        ("latin.csv", "'utf-8' codec can't decode byte 0xe9"),
+        ("half.jsonl", "surrogates not allowed"),
+        ("lists.json", "has no list 'train'; name one of lists.json:a, lists.json:b"),
+        ("lists.json:c", "name one of lists.json:a, lists.json:b"),
+        ("object.json", "line 3 column"),
+        ("wide.csv", "row 1 has more cells than there are columns"),
+        ("ragged.csv", "row 2 has more cells than there are columns"),
         ("empty.tsv", "no rows"),
-        ("two", "name one of its configurations, two:main, two:2023.en"),
-        ("two:nosuch", "name one of its configurations, two:main, two:2023.en"),
+        ("two", "['main', '2023.en']"),
         ("two:main:nosuch", 'unknown split "nosuch"'),
         ("saved:nosuch", "nosuch"),
-        ("folder", "to {'a': Value('int64'), 'b': Value('int64')} because column names don't match"),
+        ("folder", "column names don't match"),
         ("none.py:rows", "no such file"),
         ("mine.py:missing", "no function 'missing'"),
-        ("mine.py:nothing", "no list of rows"),
+        ("mine.py:nothing", "is no object with columns: None"),
     ],
 )
 def test_rows_that_cannot_be_read_are_one_line(in_tmp, fails, spec, words):
@@ -352,7 +317,7 @@ def test_rows_that_cannot_be_read_are_one_line(in_tmp, fails, spec, words):
     Path("wide.csv").write_text("n\n1,2\n"), Path("ragged.csv").write_text("n\n1\n2,3\n")
     configurations("two", "main", "2023.en")
     write("folder/1.parquet", [{"a": 1, "b": 2}]), write("folder/2.parquet", [{"a": 1, "c": 2}])
-    datasets.Dataset.from_list([{"n": 1}]).save_to_disk("saved")
+    datasets.DatasetDict(train=datasets.Dataset.from_list([{"n": 1}])).save_to_disk("saved")
     Path("mine.py").write_text("def nothing(): pass\n")
     files.load_module.cache_clear()
     line = fails(files.read_rows, spec, "--eval_dataset")
@@ -375,8 +340,6 @@ CALLS_AS_TEXT = {"role": "assistant", "content": "", "tool_calls": json.dumps(CA
 # Parquet has all keys in all rows, and fills them with nulls.
 CALLS_FILLED = CALLS | {"tool_calls": [{"id": None, "function": {"name": "add", "arguments": {"a": 1, "b": None}}}]}
 PARTS_FILLED = [{"type": "text", "text": "a!", "image": None}]
-PAST = {"instruction": "a", "input": "", "output": "b", "history": [["q", "r"]]}
-
 
 QUESTION, ANSWER = [user("a")], [assistant("b")]
 BOTH = QUESTION + ANSWER
@@ -400,7 +363,6 @@ CALLED = [CALLS | {"content": "", "tool_calls": [CALL]}]
         ({"conversations": BOTH, "system": "s"}, [system("s"), *QUESTION], ANSWER),
         ({"messages": BOTH + [user("c"), assistant("d")]}, [*BOTH, user("c")], [assistant("d")]),
         ({"conversations": [{"from": "Human", "value": "a"}, {"from": "gpt", "value": "b"}]}, QUESTION, ANSWER),
-        ({"conversation": [{"from": "human", "value": "a"}, {"from": "model", "value": "b"}]}, QUESTION, ANSWER),
         # Where data sets of several shapes are joined, the columns of the others are null.
         ({"messages": BOTH, "prompt": None, "completion": None}, QUESTION, ANSWER),
         ({"messages": [user("a") | {"tool_calls": None}, assistant("b") | {"tool_calls": []}]}, QUESTION, ANSWER),
@@ -410,21 +372,14 @@ CALLED = [CALLS | {"content": "", "tool_calls": [CALL]}]
         ({"messages": [*QUESTION, CALLS_AS_TEXT]}, QUESTION, CALLED),
         ({"messages": [*QUESTION, CALLS_FILLED]}, QUESTION, CALLED),
         ({"instruction": "a", "input": "x", "output": "b"}, [user("a\n\nx")], ANSWER),
-        ({"instruction": "a", "context": "x", "response": "b"}, [user("a\n\nx")], ANSWER),  # Dolly's
-        (PAST, [user("q"), assistant("r"), *QUESTION], ANSWER),
     ],
 )
-def test_the_shapes_of_rows_that_people_bring(in_tmp, tokenizers, row, prompt, answer):
-    """Whoever has no chat template reads Alpaca's columns as text."""
-    tokenizers["chatml"].save_pretrained("base")
+def test_the_forms_of_rows_that_people_bring(in_tmp, row, prompt, answer):
     write("rows.jsonl", [row])
-    (read,) = data.read_demonstrations(train_sft.Args(dataset="rows.jsonl", base_model="base"), "dataset")
+    (read,) = data.read_demonstrations(train_sft.Args(dataset="rows.jsonl"), "dataset")
     assert (read["prompt"], read["completion"]) == (prompt, answer)
     if answer is CALLED:
         assert data.as_text(None, answer) == json.dumps([CALL])
-    if "instruction" in row:
-        (read,) = data.read_demonstrations(train_sft.Args(dataset="rows.jsonl"), "dataset")
-        assert isinstance(read["prompt"], str) and read["prompt"].startswith(("a", "q")) and read["completion"] == "b"
 
 
 @pytest.mark.parametrize(
@@ -433,6 +388,8 @@ def test_the_shapes_of_rows_that_people_bring(in_tmp, tokenizers, row, prompt, a
         ({"messages": [*BOTH, user("c")]}, [*BOTH, user("c")]),
         ({"query_token": [5, 6], "chosen": "p a", "rejected": "p b"}, [5, 6]),
         ({"chosen": "Q: why? A: I can", "rejected": "Q: why? A: I cat"}, "Q: why? A: I"),
+        ({"chosen": "Q: why?\nA:\nyes", "rejected": "Q: why?\nA:\nno"}, "Q: why?\nA:"),
+        ({"chosen": "Q: x A: yes", "rejected": "Q: x A: yes indeed"}, "Q: x A:"),
     ],
 )
 def test_rows_without_an_answer_have_a_prompt(row, prompt):
@@ -470,19 +427,6 @@ def test_rows_of_text_are_completions_of_an_empty_prompt(in_tmp):
 
 
 @pytest.mark.parametrize(
-    "chosen, rejected, prompt",
-    [
-        ("Q: why?\nA:\nyes", "Q: why?\nA:\nno", "Q: why?\nA:"),
-        ("say Hello world", "say Helloween", "say"),
-        ("Q: x A: yes", "Q: x A: yes indeed", "Q: x A:"),
-    ],
-)
-def test_an_implicit_text_prompt_ends_before_the_last_space_in_common(chosen, rejected, prompt):
-    for pair in ([chosen, rejected], [rejected, chosen]):
-        assert data.split_common(*pair, "row 1") == (prompt, *(text[len(prompt) :] for text in pair))
-
-
-@pytest.mark.parametrize(
     "chosen, rejected",
     [
         ([assistant("x"), user("more"), assistant("z")], [assistant("x"), user("less"), assistant("z")]),
@@ -492,27 +436,28 @@ def test_an_implicit_text_prompt_ends_before_the_last_space_in_common(chosen, re
 def test_an_implicit_conversation_ends_with_the_last_common_message_that_is_no_answer(chosen, rejected):
     start = [{"role": "system", "content": "s"}, user("a"), assistant("b"), user("c")]
     for pair in ([chosen, rejected], [rejected, chosen]):
-        assert data.split_common(*([*start, *answer] for answer in pair), "row 1") == (start, *pair)
+        row = dict(zip(("chosen", "rejected"), ([*start, *answer] for answer in pair), strict=True))
+        (read,) = data.with_prompts([row], train_rloo.Args(), "x")
+        assert (read["prompt"], read["chosen"], read["rejected"]) == (start, *pair)
 
 
 @pytest.mark.parametrize(
     "row, words",
     [
         ({"messages": []}, "column 'messages': is empty"),
-        ({"messages": None}, "column 'messages': is empty"),
+        ({"messages": None}, "has no column 'prompt' or 'messages'"),
         ({"messages": "[{'role': 'user'}]"}, "is no list of messages"),
-        ({"messages": {"role": ["user"], "content": ["a"]}}, "is no list of messages"),
+        ({"messages": {"role": ["user"], "content": ["a"]}}, "a string `role`"),
         ({"messages": [user([{"type": "image", "text": None}])]}, "a string or a list of texts"),
         ({"messages": ANSWER}, "an answer and nothing before it"),
         ({"messages": [*QUESTION, assistant("b") | {"tool_calls": "none"}]}, "`tool_calls`"),
-        ({"messages": [*BOTH, user("c")]}, "ends with a message of 'user'"),
+        ({"messages": [*BOTH, user("c")]}, "does not go on from the prompt"),
         ({"prompt": [{"role": "user"}]}, "a string `role` and a `content`"),
         ({"prompt": "a"}, "has no column 'completion'"),
-        ({"prompt": "a", "completion": None}, "column 'completion'"),
-        ({"prompt": QUESTION, "completion": [3, 4]}, "of another kind than the prompt"),
+        ({"prompt": QUESTION, "completion": [3, 4]}, "an answer of its kind"),
         ({"prompt": [], "completion": ANSWER}, "does not go on from the prompt"),
         # UltraChat's rows, whose `prompt` is the first message alone.
-        ({"prompt": "a", "messages": [*BOTH, user("c"), assistant("d")]}, "_template messages"),
+        ({"prompt": "a", "messages": [*BOTH, user("c"), assistant("d")]}, '--prompt_template "{messages}"'),
         ({"text": "b"}, "has no column 'prompt'"),
         ({"question": "a", "answer": "b"}, "--prompt_template names others"),
         ({"chosen": "yes", "rejected": "no"}, "not one prompt with two answers"),
@@ -524,17 +469,14 @@ def test_a_row_that_cannot_be_read_is_named(in_tmp, fails, row, words):
     assert "--dataset rows.jsonl: row 2" in line and words in line
 
 
-def test_the_template_messages_passes_a_column_prompt_over(in_tmp, capsys):
+def test_a_template_of_one_column_takes_messages_beside_a_prompt(in_tmp):
     row = {"prompt": "a", "messages": [*BOTH, user("c"), assistant("d")]}  # as UltraChat has it
     write("rows.jsonl", [row]), write("pairs.jsonl", [{"prompt": "a", "chosen": BOTH, "rejected": [*QUESTION, CALLS]}])
-    args = train_sft.Args(dataset="rows.jsonl", prompt_template="messages")
+    args = train_sft.Args(dataset="rows.jsonl", prompt_template="{messages}")
     (row,) = data.read_demonstrations(args, "dataset")
     assert (row["prompt"], row["completion"]) == ([*BOTH, user("c")], [assistant("d")])
-    expected = {"messages": (QUESTION, [ANSWER, CALLED], 0), None: ("a", ["b", ""], 0)}
-    for template, row in expected.items():
+    for template, row in {"{chosen}": (QUESTION, [ANSWER, CALLED], 0), None: ("a", ["b", ""], 0)}.items():
         assert candidates_of("pairs.jsonl", prompt_template=template) == [row]
-        said = "note: --dataset pairs.jsonl: the column `prompt` is text, so no chat template is used"
-        assert (said in capsys.readouterr().out) == (template is None)
 
 
 # ---- prompt templates ------------------------------------------------------------------------------------------------
@@ -546,11 +488,6 @@ def test_a_template_puts_in_what_the_columns_hold_and_reads_nothing_in_it(in_tmp
         (r"{number} $x \neq \nu$, \nabla f\nAnswer: \not", "7 $x \\neq \\nu$, \\nabla f\nAnswer: \\not"),
     ):
         assert data.fill(template, row, set(row), "row 1", "--prompt_template") == text
-    Path("alpaca.csv").write_text("instruction,input,output\nname a colour,,red\nname a pet,small,mouse\n")
-    table = data.with_prompts(
-        files.read_rows("alpaca.csv", "--dataset"), train_sft.Args(prompt_template="{instruction} {input}"), "x"
-    )
-    assert [row["prompt"] for row in table] == ["name a colour ", "name a pet small"]  # An empty cell is "".
 
 
 def test_every_stage_fills_the_template(in_tmp):
@@ -702,7 +639,6 @@ def test_an_answer_that_the_template_cuts_is_said(in_tmp, capsys):
     demonstrations_of("rows.jsonl", tokenizer, base_model="base")
     said = capsys.readouterr().out
     assert "rows whose answer the chat template does not wholly write: 2, the first one is row 2" in said
-    assert "the chat template asks for an answer with '<|user|>a<|assistant|><think>\\n'" in said
 
 
 def test_a_template_gets_what_the_row_and_the_user_have(in_tmp):
@@ -717,16 +653,6 @@ def test_a_template_gets_what_the_row_and_the_user_have(in_tmp):
     for row in prompts_of("rows.jsonl", tokenizer, **flags)[0]:
         text = tokenizer.decode(row.ids)
         assert "[{'name': 'add'}]" in text and "[{'text': 'b'}]" in text and "loud 03 Feb 2024" in text
-
-
-def test_a_systems_message_that_the_template_refuses_begins_the_question(capsys):
-    tokenizer = chat_tokenizer("gemma")  # as Gemma 2's
-    tokenizer.chat_template = (
-        "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}" + ENDS["gemma"]
-    )
-    pairs = [[system("be kind"), user("cheap ?")], [user("be kind\n\ncheap ?")]] * 2
-    found = [tokenization.encode(tokenizer, prompt, [assistant("the hotel")]) for prompt in pairs]
-    assert found == [found[1]] * 4 and capsys.readouterr().out.count("refuses a system's message (no)") == 1
 
 
 # ---- N+'s columns of padded token ids --------------------------------------------------------------------------------
@@ -828,9 +754,8 @@ def test_rows_that_teach_nothing_are_counted_and_the_first_one_is_named(in_tmp, 
     pairs = ("d", "a", "b"), ("d", "b", "b"), ("", "", "b"), ("d", "c", "c"), ("d", "c", "b")
     write("rows.jsonl", [{"prompt": p, "completion": a, "chosen": a, "rejected": b} for p, a, b in pairs])
     read("rows.jsonl", word_tokenizer())
-    said, name = capsys.readouterr().out, "completion" if read is demonstrations_of else "candidate"
-    assert f"warning: --dataset rows.jsonl: rows with an empty {name}: 1, the first one is row 3" in said
-    assert "rows with an empty prompt: 1, the first one is row 3" in said
+    said = capsys.readouterr().out
+    assert "warning: --dataset rows.jsonl: rows with an empty answer: 1, the first one is row 3" in said
     same = "--dataset rows.jsonl: rows whose candidates are all the same: 2, the first one is row 2"
     assert (same in said) == (read is comparisons_of)
     candidates = {"prompt": "d", "candidates": ["a", "a", "b"], "best": 2}
@@ -841,7 +766,7 @@ def test_rows_that_teach_nothing_are_counted_and_the_first_one_is_named(in_tmp, 
 
 # ---- comparisons -----------------------------------------------------------------------------------------------------
 def test_comparisons_of_text_are_the_prompt_and_each_candidate(in_tmp, fails):
-    write("rows.jsonl", [{"prompt": "a b", "candidates": ["c", "a", "b"], "best": best} for best in (2, "1")])
+    write("rows.jsonl", [{"prompt": "a b", "candidates": ["c", "a", "b"], "best": best} for best in (2, 1)])
     expected = [[A, B, C, EOS], [A, B, A, EOS], [A, B, B, EOS]]
     assert comparisons_of("rows.jsonl", word_tokenizer()) == [(expected, 2), (expected, 1)]
     write("two.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}])
@@ -884,7 +809,7 @@ CHOICE, TOO_LONG = {"prompt": "w2 w3", "candidates": ["w4", "w5"], "best": 0}, "
         (CHOICE, {"candidates": ["w4", "w4 " * 40]}, f"1 of 2 rows {TOO_LONG} context; the first one is row 2 with 43"),
         (CHOICE, {"best": None}, "'best'"),
         (LABEL, {"best": 4}, "column 'best': 4 is no index of its candidates"),
-        (LABEL, {"sample3": None}, "'sample3'"),
+        (LABEL, {"sample3": None}, "'candidates[3]'"),
         (LABEL, {"sample1": [3, NUM_WORDS, 3]}, "row 2: 40 is no token (the vocabulary has 40)"),
         (LABEL, {"sample1": [3] * 40}, f"1 of 2 rows {TOO_LONG} context; the first one is row 2"),
     ],

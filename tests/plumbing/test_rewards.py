@@ -60,18 +60,6 @@ def test_a_function_is_found_in_a_file_and_in_a_package_and_may_import_its_neigh
     assert files.load_function("rlhf_details.toy:right_sum", "--reward_fn") is toy.right_sum
 
 
-def test_two_folders_with_a_module_of_the_same_name_are_refused(functions, fails, monkeypatch):
-    monkeypatch.setattr(files, "FOLDERS", []), monkeypatch.setattr(sys, "path", [*sys.path])
-    for folder in ("a", "b", "c"):
-        Path(folder).mkdir()
-        functions(f"WORD = '{folder}'", f"{folder}/{'other' if folder == 'c' else 'terms'}.py")
-        module = "other" if folder == "c" else "terms"
-        functions(f"import {module}\ndef f(prompts, completions): return {module}.WORD", f"{folder}/mine.py")
-    assert [files.load_function(f"{x}/mine.py:f", "--reward_fn")([], []) for x in "ac"] == ["a", "c"]
-    line = fails(files.load_function, "b/mine.py:f", "--reward_fn")
-    assert "--reward_fn b/mine.py:f: Python has one module of a name" in line and "a/terms.py has been imported" in line
-
-
 def test_what_the_users_files_import_is_never_a_file_of_ours(functions, tiny, in_tmp):
     """Python looks first in the folder of the script that was started. `evaluate` is a library's name."""
     (in_tmp / "library").mkdir(), (in_tmp / "mine").mkdir()
@@ -115,7 +103,7 @@ def test_a_function_that_cannot_be_had_is_one_line(functions, tiny, fails, spec,
 # ---- calling them ----------------------------------------------------------------------------------------------------
 def prompt(columns, number=1, task=None):
     text, source = data.as_text(toy.tokenizer(), columns["prompt"]), f"--dataset {task or 'x'}"
-    return data.Prompt([5], text, columns, number, source, {}, [])
+    return data.Prompt([5], text, columns, number, source, {}, [], [])
 
 
 def make_scorer(names=("mine.py:f",), dataset="rows.jsonl", reward_model=None, stop_ids=(1,), **flags):
