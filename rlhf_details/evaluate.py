@@ -373,7 +373,7 @@ def main(args: Args):
     # ---- 1. Responses and scores: the policy, and the opponent with the policy's settings and noise ------------------
     sides = {"policy": args.policy_path}
     sides |= {"opponent": args.opponent_path} if args.opponent_path or use_references else {}
-    columns, metrics = {}, {}  # {side: {column: list of N}}, {side: {name: figure}}
+    columns, metrics, points = {}, {}, []  # {side: {column: list of N}}, {side: {name: figure}}, [what is compared]
     for side, path in sides.items():
         with accelerator.autocast():
             if path:
@@ -387,6 +387,8 @@ def main(args: Args):
         ended = ended if path and len(end_ids) else None  # The references are no samples, so nothing is said of this.
         known_ends = {*end_ids.tolist(), *chat.end_ids(tokenizer)}
         columns[side], metrics[side] = measure(texts, responses, mask, ended, values, score, known_ends)
+        reward = {"gold": "gold", "reward_model": "reward_model"}.get(args.judge)
+        points.append(values[:, score.names.index(reward)] if reward else (values * score.weights).nansum(1))  # [N]
 
     # ---- pass@k: more responses, with noise of their own because their rows have other numbers ----------------------
     if args.samples_per_prompt > 1:
@@ -427,8 +429,7 @@ def main(args: Args):
         pairs = list(zip(table["prompt"], table["response"], table["opponent_response"], strict=True))
         table["verdict"], table["judge_answer"] = judge.judge_pairs(args, pairs)
     elif args.judge != "none":
-        points = (evaluation.points(args, score, own) for own in columns.values())
-        table["verdict"] = [verdict_by_score(*pair) for pair in zip(*points, strict=True)]
+        table["verdict"] = [verdict_by_score(*pair) for pair in torch.stack(points, 1).tolist()]
     if args.judge != "none":
         metrics["win_rate"] = win_rate(table["verdict"])
 

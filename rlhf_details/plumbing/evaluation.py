@@ -107,18 +107,6 @@ def encode_references(args, tokenizer, prompts, context, device):
     return [data.as_text(tokenizer, row.columns["completion"]) for row in prompts], tokens, mask
 
 
-def points(args, score, columns):
-    """What --judge compares of a side, [N]: gold, the reward model's score, or the weighted sum of all rewards.
-
-    Args: score, a Scorer; columns, {name: list of N} of that side's responses.
-    """
-    if args.judge != "reward_fn":
-        return columns[{"gold": "gold", "reward_model": "rewards/reward_model"}[args.judge]]
-    weights = zip(score.names[: score.num_weighted], score.weights.tolist(), strict=False)
-    weighted = [[weight * (x or 0) for x in columns[f"rewards/{name}"]] for name, weight in weights]
-    return list(map(sum, zip(*weighted, strict=True)))
-
-
 # ---- the folder, and what is printed ---------------------------------------------------------------------------------
 def settings(given, args):
     """{"args": as they were given, "sampling": what the policy is sampled with}, as JSON has them."""

@@ -19,7 +19,6 @@ import math
 import numbers
 import reprlib
 import sys
-import time
 import traceback
 
 import torch
@@ -169,9 +168,8 @@ class Scorer:
         self.functions = {name_of(spec): Function(spec, is_text) for spec in args.reward_fn}
         tasks = {(spec or "").partition(":")[0] for spec in (args.dataset, getattr(args, "eval_dataset", None))}
         self.watched = WATCHED if "toy" in tasks else {}
-        self.of_text = self.functions | self.watched  # {name: a reward of text}
+        self.text_model = None  # a TextModel, where the reward model has a tokenizer of its own
         self.boolean = []  # names of the functions that returned nothing but True, False and None in the last call
-        self.seconds = {}  # {"time/rewards/<name>": seconds of the last call}, of this process
         weights = [1.0] * bool(reward_model) + list(args.reward_fn_weights or [1.0] * len(self.functions))
         self.names = ["reward_model"] * bool(reward_model) + [*self.functions, *self.watched]
         self.weights = torch.tensor(weights + [0.0] * len(self.watched), device=accelerator.device)
@@ -192,10 +190,10 @@ class Scorer:
             model.tokenizer, kind = models.own_template(self.args, self.tokenizer), "chat template"
         if model and model.tokenizer:
             cli.say(f"the reward model has a {kind} of its own, so it reads decoded text")
-            self.of_text["reward_model"] = TextModel(model, self.size, self.accelerator.device)
+            self.text_model = TextModel(model, self.size, self.accelerator.device)
             for row in chats:  # Its chat template must take each prompt.
                 where = f"--reward_model_path {self.args.reward_model_path}: {row.source}: row {row.number}"
-                self.of_text["reward_model"].encode(row, ".", where)
+                self.text_model.encode(row, ".", where)
         for data_set in filter(None, (prompts, held_out)):
             for function in self.functions.values():
                 function.find_columns(data_set)
@@ -234,40 +232,35 @@ class Scorer:
         if ended is None:
             last = batch.responses.gather(1, batch.response_mask.sum(1, keepdim=True) - 1).squeeze(1)  # [M]
             ended = torch.isin(last, self.stop_ids)
-        entries = {}
-        for name in self.names:
-            start = time.time()
-            if name in self.functions:
-                with torch.autocast(self.accelerator.device.type, enabled=False):
-                    entries[name] = self.functions[name](rows, texts, ended)
-            elif name in self.of_text:
-                entries[name] = self.of_text[name](rows, texts, ended)
-            else:  # the reward model, which reads token ids
-                parts = utils.split(batch, utils.slices(len(rows), self.size))
-                entries[name] = torch.cat([self.response_scores(self.reward_model, x, *n) for _, x in parts]).tolist()
-            if name not in self.watched:
-                self.seconds[f"time/rewards/{name}"] = time.time() - start
-        for i, words in self.faults(entries, rows):
-            (response,) = models.decode(self.tokenizer, batch.responses[i : i + 1], batch.response_mask[i : i + 1])
-            where = f"row {rows[i].number} of {rows[i].source}, {rows[i].text!r}, with the response {response!r}"
-            raise Fault(f"{words} {where}")
+        with torch.autocast(self.accelerator.device.type, enabled=False):
+            entries = {name: function(rows, texts, ended) for name, function in self.functions.items()}
+        entries |= {name: function(rows, texts, ended) for name, function in self.watched.items()}
+        if self.text_model:
+            entries["reward_model"] = self.text_model(rows, texts, ended)
+        elif self.reward_model:
+            parts = utils.split(batch, utils.slices(len(rows), self.size))
+            scores = [self.response_scores(self.reward_model, part, *n) for _, part in parts]
+            entries["reward_model"] = torch.cat(scores).tolist()
+        # evaluate.py adds rewards up where they are to judge, and only there.
+        must_score = getattr(self.args, "judge", "reward_fn") == "reward_fn"
+        for i, row in enumerate(rows):
+            says = {name: entries[name][i] for name in self.names[: self.num_weighted]}
+            if fault := self.fault_of(says, entries, i, rows) or (
+                "no reward applies to" if must_score and all(x is None for x in says.values()) else ""
+            ):
+                (response,) = models.decode(self.tokenizer, batch.responses[i : i + 1], batch.response_mask[i : i + 1])
+                where = f"row {row.number} of {row.source}, {row.text!r}, with the response {response!r}"
+                raise Fault(f"{fault} {where}")
         return entries
 
-    def faults(self, entries, rows):
-        """Yields (the index of a response, what is wrong with what a reward says of it)."""
-        names = self.names[: self.num_weighted]
-        for name in names:
-            says = f"--reward_fn {name} returned" if name in self.functions else "the reward model's score is"
-            for i, x in enumerate(entries[name]):
-                if x is not None and not (isinstance(x, numbers.Real) and abs(x) <= torch.finfo(torch.float32).max):
-                    yield i, f"{says} {reprlib.repr(x)} for"
-                if i and rows[i] is rows[i - 1] and (x is None) != (entries[name][i - 1] is None):
-                    rule = "None, but not for each response to this prompt; None means that a row is of another kind"
-                    yield i, f"{says} {rule}:"
-        must_score = getattr(self.args, "judge", "reward_fn") == "reward_fn"  # Else evaluate.py does not add them up.
-        for i in range(len(rows)) if must_score else ():
-            if all(entries[name][i] is None for name in names):
-                yield i, "no reward applies to"
+    def fault_of(self, says, entries, i, rows):
+        """What is wrong with what the rewards say of response i, {name: entry}; "" if nothing is."""
+        for name, x in says.items():
+            if x is not None and not (isinstance(x, numbers.Real) and abs(x) <= torch.finfo(torch.float32).max):
+                return f"{name} returned {reprlib.repr(x)} for"
+            if i and rows[i] is rows[i - 1] and (x is None) != (entries[name][i - 1] is None):
+                return f"{name} returned None, but not for each response to this prompt, whose kind decides:"
+        return ""
 
     def by_name(self, values, prefix="", spread=False):
         """{metric: mean} of gathered values [N, F], over the responses that each reward applies to.

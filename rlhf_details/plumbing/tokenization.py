@@ -90,11 +90,9 @@ def warn_of_left_out(tokenizer, rows):
 
 
 def leaves_out(tokenizer, completion, ids):
-    """Whether some of what an answer says, thinks or calls does not stand in the ids that are trained on."""
-    keys, text = ("content", "reasoning_content", "thinking"), tokenizer.decode(ids)
-    parts = [m[key].strip() for m in completion if m["role"] == "assistant" for key in keys if m.get(key)]
-    calls = [call for m in completion for call in m.get("tool_calls", ())]
-    parts += [call.get("function", call).get("name", "") for call in calls]
+    """Whether some of what an answer says does not stand in the ids that are trained on."""
+    text = tokenizer.decode(ids)
+    parts = [m["content"].strip() for m in completion if m["role"] == "assistant"]
     # A tokenizer may change a text, such as its case. Then it changes the part in the same way.
     again = (tokenizer.decode(tokenizer(x, add_special_tokens=False).input_ids).strip() for x in parts if x not in text)
     return any(part not in text for part in again)

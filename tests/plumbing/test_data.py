@@ -638,7 +638,7 @@ def test_an_answer_that_the_template_cuts_is_said(in_tmp, capsys):
     write("rows.jsonl", [{"messages": [user("a"), answer]} for answer in answers])
     demonstrations_of("rows.jsonl", tokenizer, base_model="base")
     said = capsys.readouterr().out
-    assert "rows whose answer the chat template does not wholly write: 2, the first one is row 2" in said
+    assert "rows whose answer the chat template does not wholly write: 1, the first one is row 2" in said
 
 
 def test_a_template_gets_what_the_row_and_the_user_have(in_tmp):

@@ -181,7 +181,7 @@ def h(prompts, completions): return [-1.0] * 3
 @pytest.mark.parametrize(
     "body, words",
     [
-        ("return [0.0, float('nan'), 0.0]", ["returned nan", "row 2 of --dataset x, 'p1'", "' the room'"]),
+        ("return [0.0, float('nan'), 0.0]", ["f returned nan", "row 2 of --dataset x, 'p1'", "' the room'"]),
         ("return ['much', 0.0, 0.0]", ["returned 'much'", "row 1"]),
         ("return [0.0, 0.0]", ["returned 2 entries for 3 completions"]),
         ("return None", ["--reward_fn f raised TypeError, called with 3 completions"]),
@@ -226,7 +226,7 @@ def test_none_is_for_all_responses_to_a_prompt_or_for_none_of_them(functions, ca
     with pytest.raises(SystemExit) as end:
         score([first, first, second, second], batch_of(["."] * 4), texts=["a", "a", "a", "b"])
     report = capsys.readouterr().err
-    assert end.value.code == 1 and "--reward_fn f returned None, but not for each response" in report
+    assert end.value.code == 1 and "f returned None, but not for each response" in report
     assert "row 2 of --dataset x" in report
 
 
