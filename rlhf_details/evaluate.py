@@ -296,12 +296,11 @@ def pass_at_k(n, right, k):
 def pass_rates(verdicts):
     """{"pass@k": rate() over the prompts} for k = 1, 2, 4, .. up to the n responses to a prompt.
 
-    Args: verdicts, n lists of N tuples, a prompt's rewards (1, 0 or None where one does not apply); a response is right
-    where all that apply are 1.
+    Args: verdicts [n, N, F], rewards that are 1, 0 or NaN where one does not apply; a response is right where all that
+    apply are 1.
     """
-    prompts = [rows for rows in zip(*verdicts, strict=True) if any(x is not None for x in rows[0])]
-    counts = [sum(0 not in row for row in rows) for rows in prompts]
     n = len(verdicts)
+    counts = (verdicts != 0).all(2).sum(0)[~verdicts[0].isnan().all(1)].tolist()  # right responses to each prompt
     ks = [k for k in range(1, n + 1) if k == n or k.bit_count() == 1] if counts else []
     return {f"pass@{k}": rate([pass_at_k(n, right, k) for right in counts]) for k in ks}
 
@@ -359,50 +358,46 @@ def main(args: Args):
     mine = (numbers % N).tolist()
     queries, query_mask = utils.left_pad([prompts[i].ids for i in mine], device)  # [N / world, Q]
 
-    def respond(path, numbers):
-        """The texts of my responses, their tokens, what is read of them [N / world, R], and whether they ended."""
-        policy = Policy(loaded[path], args.temperature)
-        responses, mask, _ = sample_responses(policy, queries, query_mask, numbers, stop_ids, COMPARED, args, sample)
-        mask, ended = truncate_response(responses, mask, end_ids, args.truncate_after)
-        # Where no token ends a response, a reward model that is given text reads no EOS, as in training.
-        return models.decode(tokenizer, responses, mask), responses, mask, ended & (len(end_ids) > 0)
-
-    def scores_of(texts, responses, mask, ended):
-        return score([prompts[i] for i in mine], Batch(queries, query_mask, responses, mask), texts=texts, ended=ended)
-
     # ---- 1. Responses and scores: the policy, and the opponent with the policy's settings and noise ------------------
-    sides = {"policy": args.policy_path}
-    sides |= {"opponent": args.opponent_path} if args.opponent_path or use_references else {}
-    columns, metrics, points = {}, {}, []  # {side: {column: list of N}}, {side: {name: figure}}, [what is compared]
-    for side, path in sides.items():
+    # Further samples for pass@k have noise of their own, because their rows have other numbers.
+    sides = [("policy", args.policy_path, number) for number in range(args.samples_per_prompt)]
+    sides += [("opponent", args.opponent_path, 0)] if args.opponent_path or use_references else []
+    columns, metrics = {}, {}  # {side: {column: list of N}}, {side: {name: figure}}
+    points, verdicts = (
+        [],
+        [],
+    )  # of each side: what the judge compares [N]; of each sample: rewards that are 0 or 1 [N, .]
+    for side, path, number in sides:
         with accelerator.autocast():
             if path:
-                texts, *tensors = respond(path, numbers)
+                policy = Policy(loaded[path], args.temperature)
+                responses, mask, _ = sample_responses(
+                    policy, queries, query_mask, numbers + number * N, stop_ids, COMPARED, args, sample
+                )
+                mask, ended = truncate_response(responses, mask, end_ids, args.truncate_after)
+                # Where no token ends a response, a reward model that is given text reads no EOS, as in training.
+                ended, texts = ended & (len(end_ids) > 0), models.decode(tokenizer, responses, mask)
             else:
-                texts, *tensors = [references[0][i] for i in mine], references[1][mine], references[2][mine]
-                tensors.append(tensors[1].any(1))
-            values = scores_of(texts, *tensors)  # [N / world, F]
+                texts, responses, mask = [references[0][i] for i in mine], references[1][mine], references[2][mine]
+                ended = mask.any(1)
+            batch = Batch(queries, query_mask, responses, mask)
+            values = score([prompts[i] for i in mine], batch, texts=texts, ended=ended)  # [N / world, F]
         texts = gather_object(texts)[:N]
-        responses, mask, ended, values = (x[:N] for x in accelerator.gather((*tensors, values)))
+        responses, mask, ended, values = (x[:N] for x in accelerator.gather((responses, mask, ended, values)))
+        if side == "policy":
+            verdicts.append(values[:, [score.names.index(name) for name in score.boolean]])
+        if number:
+            continue
         ended = ended if path and len(end_ids) else None  # The references are no samples, so nothing is said of this.
         known_ends = {*end_ids.tolist(), *chat.end_ids(tokenizer)}
         columns[side], metrics[side] = measure(texts, responses, mask, ended, values, score, known_ends)
         reward = {"gold": "gold", "reward_model": "reward_model"}.get(args.judge)
-        points.append(values[:, score.names.index(reward)] if reward else (values * score.weights).nansum(1))  # [N]
-
-    # ---- pass@k: more responses, with noise of their own because their rows have other numbers ----------------------
+        points.append(values[:, score.names.index(reward)] if reward else (values * score.weights).nansum(1))
     if args.samples_per_prompt > 1:
-        names = list(score.boolean)
-        if not names:
+        if not all(x.size(1) == verdicts[0].size(1) > 0 for x in verdicts):
             what = f"--samples_per_prompt {args.samples_per_prompt}"
             cli.fail(f"{what}: no function of --reward_fn has returned True and False alone")
-        verdicts = [list(zip(*(columns["policy"][f"rewards/{name}"] for name in names), strict=True))]  # of the first
-        for number in range(1, args.samples_per_prompt):
-            with accelerator.autocast():
-                values = scores_of(*respond(args.policy_path, numbers + number * N))
-            values = accelerator.gather(values)[:N, [score.names.index(name) for name in names]].tolist()
-            verdicts.append([tuple(None if math.isnan(x) else x for x in row) for row in values])
-        metrics["policy"] |= pass_rates(verdicts)
+        metrics["policy"] |= pass_rates(torch.stack(verdicts))
 
     # ---- 2. KL: samples of its own, with the noise of the training's held-out evaluation -----------------------------
     if args.ref_model_path:

@@ -60,7 +60,7 @@ def load(args, tokenizer, model, sample):
 
 def load_references(args, tokenizer, reward, train):
     """Lists of token ids whose mean score "mean_shift" sets to 0: the rows of --reference_dataset, each a prompt with
-    its completion, or else the training candidates. Prompts that "gain_bias" cannot sample from end the script here.
+    its completion, or else the training candidates. Exits with an error if "gain_bias" cannot sample from prompts.
     """
     context = models.context(reward)
     if args.normalization == "gain_bias":

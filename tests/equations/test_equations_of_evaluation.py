@@ -37,12 +37,13 @@ def test_eval_5_pass_at_k_is_the_share_of_subsets_with_a_right_response(n, right
 
 
 def test_eval_5_a_response_is_right_where_all_rewards_that_apply_are():
-    verdicts = [[(1, None), (1, 0), (None, None)], [(0, None), (1, 1), (None, None)], [(0, None), (0, 1), (None, None)]]
-    found = evaluate.pass_rates(verdicts)  # one of three is right, of each prompt that counts
+    nan = math.nan
+    verdicts = [[(1, nan), (1, 0), (nan, nan)], [(0, nan), (1, 1), (nan, nan)], [(0, nan), (0, 1), (nan, nan)]]
+    found = evaluate.pass_rates(torch.tensor(verdicts))  # one of three is right, of each prompt that counts
     assert {name: x["value"] for name, x in found.items()} == pytest.approx(
         {"pass@1": 1 / 3, "pass@2": 2 / 3, "pass@3": 1}
     )
-    assert evaluate.pass_rates([[(None,)]] * 2) == {}
+    assert evaluate.pass_rates(torch.full((2, 1, 1), nan)) == {}
 
 
 @pytest.mark.parametrize(
