@@ -119,8 +119,8 @@ LINE_BREAK = re.compile(r"\\n(?!(abla|e|eq|eg|u|ot|otin|i|leq|geq|cong|onumber|e
 
 
 def column_of(row, *names):
-    """The first of the names that is a column and not null, as the others are in a joined data set; else None."""
-    return next((name for name in names if row.get(name) is not None), None)
+    """The first of the names that is a column, or None. One that is null, as in a joined data set, comes last."""
+    return min((name for name in names if name in row), key=lambda name: row[name] is None, default=None)
 
 
 def value_of(row, name, where):

@@ -420,7 +420,7 @@ def test_an_implicit_conversation_ends_with_the_last_common_message_that_is_no_a
     "row, words",
     [
         ({"messages": []}, "column 'messages': is empty"),
-        ({"messages": None}, "has no column 'prompt' or 'messages'"),
+        ({"messages": None}, "column 'messages': is empty"),
         ({"messages": "[{'role': 'user'}]"}, "is no list of messages"),
         ({"messages": {"role": ["user"], "content": ["a"]}}, "a string `role`"),
         ({"messages": [user([{"type": "image", "text": None}])]}, "a string or a list of texts"),

@@ -249,22 +249,18 @@ def test_a_function_gets_copies_of_the_columns_that_it_names_or_of_all(functions
     assert score.boolean == ["f", "g", "h"]
 
 
-@pytest.mark.parametrize("format", ["text", "messages"])
-def test_a_function_gets_text_or_on_request_messages_of_whatever_data(functions, format):
+def test_a_function_gets_text_or_on_request_messages_of_whatever_data(functions):
     functions("""
         seen = []
         def f(prompts, completions): seen.append((prompts, completions)); return [0.0] * len(prompts)
     """)
-    turn, ids = [{"role": "user", "content": "we"}], toy.tokenizer()("we were").input_ids
-    turns = [{"role": "system", "content": "be"}, *turn]
-    table = [{"prompt": "we"}, {"prompt": turn}, {"prompt": turns}, {"prompt": ids}]
-    call(table, ["a", "b", "c", "d"], reward_fn_format=format)
-    ((prompts, completions),) = files.load_module(str(Path("mine.py").resolve())).seen
-    if format == "text":
-        assert prompts == ["we", "we", "system: be\nuser: we", " we were"] and completions == ["a", "b", "c", "d"]
-    else:
-        assert prompts == [turn, turn, turns, [{"role": "user", "content": " we were"}]]
-        assert completions == [[{"role": "assistant", "content": text}] for text in "abcd"]
+    turns = [{"role": "system", "content": "be"}, {"role": "user", "content": "we"}]
+    table = [{"prompt": "we"}, {"prompt": turns}, {"prompt": toy.tokenizer()("we were").input_ids}]
+    call(table, ["a", "b", "c"]), call(table, ["a", "b", "c"], reward_fn_format="messages")
+    texts, messages = files.load_module(str(Path("mine.py").resolve())).seen
+    assert texts == (["we", "system: be\nuser: we", " we were"], ["a", "b", "c"])
+    asked = [turns[1:], turns, [{"role": "user", "content": " we were"}]]
+    assert messages == (asked, [[{"role": "assistant", "content": text}] for text in "abc"])
 
 
 def test_a_column_that_a_function_needs_and_no_row_has_is_named_for_both_data_sets(functions, fails):
@@ -304,17 +300,16 @@ def test_means_are_over_the_responses_that_a_reward_applies_to(functions):
 
 def test_gold_is_watched_where_rows_are_of_the_embedded_task(functions):
     functions("def f(prompts, completions): return [1.0] * len(prompts)")
-    texts = [toy.rows("sft", "test")[i]["completion"] for i in range(3)]
-    prompts = [prompt({"prompt": toy.rows("sft", "test")[i]["prompt"]}, task="toy" if i else None) for i in range(3)]
+    table = toy.rows("sft", "test")[:3]
+    prompts = [prompt({"prompt": row["prompt"]}, task="toy" if i else None) for i, row in enumerate(table)]
     score = make_scorer(dataset="rows.jsonl", eval_dataset="toy:test")
     assert score.names == ["f", "gold", "parses"] and score.weights.tolist() == [1, 0, 0]
-    values = score(prompts, batch_of(texts))  # read as a run reads them, with a space in front
-    gold = [toy.gold(prompts[i].text, texts[i]) for i in (1, 2)]
+    values = score(prompts, batch_of([row["completion"] for row in table]))  # read as a run reads them
+    gold = [toy.gold(row["prompt"], row["completion"]) for row in table[1:]]
     assert values[:, 1].tolist() == pytest.approx([NAN, *gold], nan_ok=True)
     metrics = score.by_name(values, "eval/", spread=True)
     assert metrics["eval/gold"] == pytest.approx(sum(gold) / 2) and metrics["eval/parses"] == 1
     assert metrics["eval/gold_std"] == pytest.approx(abs(gold[0] - gold[1]) / 2)
-    assert make_scorer(dataset="rows.jsonl").names == ["f"] == make_scorer(dataset="toy-sum").names
 
 
 # ---- whole runs ------------------------------------------------------------------------------------------------------
