@@ -42,7 +42,7 @@ from rlhf_details.utils import EVALUATION, Batch, in_slices
 
 
 @dataclass
-class Args:
+class Args(cli.RewardArgs):  # rewards and sampler stand in plumbing/flags.py
     # run
     exp_name: str = "evaluate"
     """name of the evaluation, the title of its table"""
@@ -80,17 +80,6 @@ class Args:
     """the policy it is compared with; None: the rows' `completion`, where a judge needs an opponent"""
     ref_model_path: str | None = None
     """the policy to which the KL is measured; None: no KL"""
-    reward_model_path: str | None = None
-    """reward model, a sequence-classification model with one label; one that has another tokenizer is given text;
-    None: no scores"""
-    allow_untrained_reward_model: bool = False
-    """accept a reward model without a trained head; the head is drawn at random (dummy runs)"""
-    reward_fn: tuple[str, ...] = ()
-    """functions f(prompts, completions, **columns) -> rewards, FILE.py:function or package.module:function"""
-    reward_fn_weights: tuple[float, ...] = ()
-    """the factor of each reward function where --judge reward_fn adds the rewards up; none given: 1 for each"""
-    reward_fn_format: Literal["text", "messages"] = "text"
-    """what reward functions get: strings, or messages {"role", "content"}, whatever the data set holds"""
     trust_remote_code: bool = False
     """run the Python code that comes with a model; only for models whose authors you trust"""
 
@@ -107,14 +96,6 @@ class Args:
     """tokens before this place of the response (from 0) do not truncate it; None: as the policy was trained, or 0"""
     samples_per_prompt: int = 1
     """responses to each prompt: with rewards that are True or False, several give pass@k; the rest is of the first"""
-    sampler: Literal["own", "vllm"] = "own"
-    """who samples: "own", the sampler in utils.py, or "vllm", an engine beside each process, which is faster on GPUs"""
-    vllm_memory: float = 0.3
-    """share of the GPU's memory that vLLM takes while it samples"""
-    vllm_server: str | None = None
-    """URL of a `vllm serve` that samples for all processes; None: an engine beside each of them"""
-    vllm_folder: str = "/dev/shm"
-    """folder that server and main process see, for the weights that the server loads"""
 
     # judging
     judge: Literal["none", "reward_model", "reward_fn", "gold", "llm"] = "none"
@@ -126,8 +107,6 @@ class Args:
     """OpenAI-compatible endpoint, e.g. http://localhost:8000/v1; None: OpenAI's. The key is $OPENAI_API_KEY"""
 
     # memory and speed: never changes the result
-    rollout_micro_batch_size: int = 64
-    """responses that a device samples or scores at once"""
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] | None = None
     """attention kernel; None: the library's choice for the model"""
 
