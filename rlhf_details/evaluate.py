@@ -1,22 +1,21 @@
 """
-Evaluation of policies: their samples, what they score, how far they are from a reference, and how often they win.
+Evaluation of a policy: its samples, what they score, how far they are from a reference, and how often they win.
 
 1. A policy gives one response to each prompt, sampled as it was trained: temperature, length and the tokens that end
    a response come from its folder's training_args.json, unless a flag says otherwise.
 2. The opponent is another policy, sampled with the same settings and the same noise, or the rows' `completion`. So a
-   policy against itself ties everywhere. Of several policies each is compared with the opponent in this way, as if it
-   were evaluated alone; where they were trained differently, the opponent is sampled once with the settings of each.
+   policy against itself ties everywhere.
 3. Each reward stands by itself, under its name in training's metrics, e.g. rewards/reward_model. The `scores` of
    training are another number: the weighted sum of the rewards, less the penalty where a response did not end.
 4. Win rate = (won + tied / 2) / pairs. The reward model, the sum of all rewards, the embedded task's true reward or a
    language model says who wins. The last reads the two in a random order, and an answer that names neither is no win.
 5. KL(policy || reference) is the mean over responses of sum_t (log p - log p_ref). It is unbiased only for responses
-   drawn from p, so the KL has samples of its own, drawn at `kl_temperature`. Their noise is that of the training
-   scripts' held-out evaluation: with the training's settings, seed and prompts it is that evaluation's KL.
+   drawn from p, so the KL has samples of its own, drawn at the training's temperature. Their noise is that of the
+   training scripts' held-out evaluation: with the training's settings, seed and prompts it is that evaluation's KL.
 6. Rates have Wilson's 95% interval, which is too wide where there are many ties, and means have +- 1.96 standard
    errors. Both are over prompts: they say nothing of the luck of the seed that the policy was trained with.
 
-Left out on purpose: ties from the language model, and a prompt of the user's own for it.
+Left out on purpose: several policies in one run, ties from the language model, and a prompt of the user's own for it.
 
 Shapes    N: prompts, of which each process has its share   Q: prompt tokens, left-padded   V: vocabulary   F: rewards
           R: response tokens, right-padded   M: rows of a forward   L: columns of a row
@@ -38,12 +37,12 @@ from torch import nn
 
 from rlhf_details import utils
 from rlhf_details.plumbing import chat, cli, data, engines, evaluation, judge, models, rewards, vllm
-from rlhf_details.plumbing.evaluation import average, rate, share
+from rlhf_details.plumbing.evaluation import average, rate
 from rlhf_details.utils import EVALUATION, Batch, in_slices
 
 
 @dataclass
-class Args:
+class Args(cli.RewardArgs):  # rewards and sampler stand in plumbing/flags.py
     # run
     exp_name: str = "evaluate"
     """name of the evaluation, the title of its table"""
@@ -52,12 +51,9 @@ class Args:
     config: str | None = None
     """TOML file with defaults for these flags; the command line wins"""
     output_dir: str = "runs/evaluate__{policy}"
-    """folder of summary.json, samples.csv and judge_cache.jsonl; {policy} stands for policy_path, with _ for /"""
+    """folder of summary.json and samples.csv; {policy} stands for policy_path, with _ for /"""
     overwrite: bool = False
-    """replace the results of other arguments; the judge's answers are kept"""
-
-    interactive: bool = False
-    """talk to the policies: type a prompt, and each answers; nothing is evaluated or written"""
+    """replace the results of other arguments"""
 
     # data
     dataset: str = "toy:test"
@@ -65,8 +61,8 @@ class Args:
     num_examples: int | None = None
     """use only the first so many prompts; None: all"""
     prompt_template: str | None = None
-    """the prompt with the row's columns in their places: "Question: {question}\\nAnswer:"; "messages": the messages,
-    also beside a column `prompt`; None: column `prompt`, or else the messages"""
+    """the prompt with the row's columns in their places: "Question: {question}\\nAnswer:"; None: column `prompt`, or
+    else the messages"""
     completion_template: str | None = None
     """the completion that is compared with, made of columns in the same way; None: the column `completion`"""
     chat_template_kwargs: str | None = None
@@ -76,37 +72,22 @@ class Args:
     max_prompt_length: int | None = None
     """drop rows whose prompt has more tokens than this; the number of dropped rows is printed"""
 
-    # models: all but the reward model share the policies' vocabulary
-    policy_path: tuple[str, ...] = ()
-    """the policies that are evaluated, one or several; each a folder, or NAME or NAME@REVISION on the Hub (required
-    unless --dataset is toy or toy-sum)"""
+    # models: all but the reward model share the policy's vocabulary
+    policy_path: str | None = None
+    """the policy that is evaluated: a folder, or NAME or NAME@REVISION on the Hub (required unless --dataset is toy or
+    toy-sum)"""
     opponent_path: str | None = None
-    """the policy they are compared with; None: the rows' `completion`, where a judge needs an opponent"""
+    """the policy it is compared with; None: the rows' `completion`, where a judge needs an opponent"""
     ref_model_path: str | None = None
     """the policy to which the KL is measured; None: no KL"""
-    reward_model_path: str | None = None
-    """reward model, a sequence-classification model with one label; one that has another tokenizer is given text;
-    None: no scores"""
-    allow_untrained_reward_model: bool = False
-    """accept a reward model without a trained head; the head is drawn at random (dummy runs)"""
-    reward_fn: tuple[str, ...] = ()
-    """functions f(prompts, completions, **columns) -> rewards, FILE.py:function or package.module:function"""
-    reward_fn_weights: tuple[float, ...] = ()
-    """the factor of each reward function where --judge reward_fn adds the rewards up; none given: 1 for each"""
-    reward_fn_format: Literal["text", "messages"] = "text"
-    """what reward functions get: strings, or messages {"role", "content"}, whatever the data set holds"""
     trust_remote_code: bool = False
     """run the Python code that comes with a model; only for models whose authors you trust"""
 
-    # sampling: None means as each policy was trained
+    # sampling: None means as the policy was trained
     response_length: int | None = None
     """most tokens a response may have (R); None: as the policy was trained, or 53"""
     temperature: float | None = None
     """sampling temperature of the responses that are scored and compared; None: as the policy was trained, or 1"""
-    near_greedy: bool = False
-    """sample at temperature 0.01, where nearly always the likeliest token is taken, as N+ evaluates"""
-    kl_temperature: float | None = None
-    """temperature of both policies in the KL; None: as the policy was trained, or 1"""
     stop_token: str | None = None
     """a response ends with this token: "eos", "none", or a text; None: as the policy was trained, or eos"""
     truncate_token: str | None = None
@@ -114,17 +95,7 @@ class Args:
     truncate_after: int | None = None
     """tokens before this place of the response (from 0) do not truncate it; None: as the policy was trained, or 0"""
     samples_per_prompt: int = 1
-    """responses of a policy to each prompt: with rewards that are True or False, several give pass@k; all else is of
-    the first one"""
-
-    sampler: Literal["own", "vllm"] = "own"
-    """who samples: "own", the sampler in utils.py, or "vllm", an engine beside each process, which is faster on GPUs"""
-    vllm_memory: float = 0.3
-    """share of the GPU's memory that vLLM takes while it samples"""
-    vllm_server: str | None = None
-    """URL of a `vllm serve` that samples for all processes; None: an engine beside each of them"""
-    vllm_folder: str = "/dev/shm"
-    """folder that server and main process see, for the weights that the server loads"""
+    """responses to each prompt: with rewards that are True or False, several give pass@k; the rest is of the first"""
 
     # judging
     judge: Literal["none", "reward_model", "reward_fn", "gold", "llm"] = "none"
@@ -136,8 +107,6 @@ class Args:
     """OpenAI-compatible endpoint, e.g. http://localhost:8000/v1; None: OpenAI's. The key is $OPENAI_API_KEY"""
 
     # memory and speed: never changes the result
-    rollout_micro_batch_size: int = 64
-    """responses that a device samples or scores at once"""
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] | None = None
     """attention kernel; None: the library's choice for the model"""
 
@@ -145,7 +114,7 @@ class Args:
 # What an evaluation on an embedded task takes in place of the defaults above, unless a flag or --config says otherwise.
 presets = {
     "toy": dict(
-        policy_path=("models/toy/rloo",),
+        policy_path="models/toy/rloo",
         opponent_path="models/toy/sft",
         ref_model_path="models/toy/sft",
         reward_model_path="models/toy/reward",
@@ -154,7 +123,7 @@ presets = {
     ),
 }
 presets["toy-sum"] = presets["toy"] | dict(
-    policy_path=("models/toy-sum/rloo",),
+    policy_path="models/toy-sum/rloo",
     opponent_path="models/toy-sum/sft",
     ref_model_path="models/toy-sum/sft",
     reward_model_path=None,
@@ -270,16 +239,6 @@ def sample_responses(policy, queries, query_mask, numbers, stop_ids, purpose, ar
     )
 
 
-def respond(model, queries, query_mask, numbers, ids, args, sample=utils.sample):
-    """The responses that are scored and compared: (responses, mask of what is read of them [M, R], ended [M]).
-
-    Args: ids, (the tokens that stop the sampler, those that a response is read up to), both [S].
-    """
-    policy, (stop_ids, end_ids) = Policy(model, args.temperature), ids
-    responses, mask, _ = sample_responses(policy, queries, query_mask, numbers, stop_ids, COMPARED, args, sample)
-    return responses, *truncate_response(responses, mask, end_ids, args.truncate_after)
-
-
 # ---- equations -------------------------------------------------------------------------------------------------------
 def distinct_n(responses, n):
     """Different n-grams over all n-grams of all responses (lists of token ids), and 0 where there is none.
@@ -297,16 +256,11 @@ def verdict_by_score(score, opponent_score):
 
 
 def win_rate(verdicts):
-    """rate() of the verdicts, where a tie is half a win, and how many there are of each.
-
-    Where the judge's answers could not all be read, "readable" is the rate() of those that could, if there are any.
-    """
+    """rate() of the verdicts, where a tie is half a win, and how many there are of each."""
     counts = {name: verdicts.count(name) for name in ("won", "tied", "lost", "unparsable")}
     # An answer that cannot be read is a pair that is not won. [EVAL-2]
     points = [{"won": 1.0, "tied": 0.5}.get(v, 0.0) for v in verdicts]
-    readable = [x for x, v in zip(points, verdicts, strict=True) if v != "unparsable"]
-    beside = {"readable": rate(readable)} if 0 < len(readable) < len(verdicts) else {}
-    return rate(points) | {"pairs": len(verdicts)} | counts | beside
+    return rate(points) | {"pairs": len(verdicts)} | counts
 
 
 def pass_at_k(n, right, k):
@@ -318,6 +272,18 @@ def pass_at_k(n, right, k):
     return 1 - math.comb(n - right, k) / math.comb(n, k)
 
 
+def pass_rates(verdicts):
+    """{"pass@k": rate() over the prompts} for k = 1, 2, 4, .. up to the n responses to a prompt.
+
+    Args: verdicts [n, N, F], rewards that are 1, 0 or NaN where one does not apply; a response is right where all that
+    apply are 1.
+    """
+    n = len(verdicts)
+    counts = (verdicts != 0).all(2).sum(0)[~verdicts[0].isnan().all(1)].tolist()  # right responses to each prompt
+    ks = [k for k in range(1, n + 1) if k == n or k.bit_count() == 1] if counts else []
+    return {f"pass@{k}": rate([pass_at_k(n, right, k) for right in counts]) for k in ks}
+
+
 def measure(texts, responses, mask, ended, values, score, end_ids):
     """What is known of one side's responses, one by one and on average.
 
@@ -326,20 +292,18 @@ def measure(texts, responses, mask, ended, values, score, end_ids):
     Returns: ({column: list of N, None where a reward does not apply}, {name: {"value", "low", "high"}}).
     """
     tokens = [response[m].tolist() for response, m in zip(responses, mask, strict=True)]
-    columns = {"response": texts, "length": list(map(len, tokens))}  # The length counts the token at the end.
+    columns = {"length": list(map(len, tokens))}  # The length counts the token at the end.
     columns |= {"ended": ended.int().tolist()} if ended is not None else {}
     for name, x in zip(score.names, values.unbind(1), strict=True):
         label = name if name in score.watched else f"rewards/{name}"
         columns[label] = [None if math.isnan(value) else value for value in x.tolist()]
-    given = {label: [x for x in columns[label] if x is not None] for label in columns if label != "response"}
-    figures = {label: rate(x) if label in ("ended", "parses") else average(x) for label, x in given.items() if x}
-    # The rewards of a response depend on each other, so it counts once, with the share of those that are True.
-    given = zip(*(columns[f"rewards/{name}"] for name in score.boolean), strict=True)
-    verdicts = [[x for x in row if x is not None] for row in given]
-    if shares := [sum(row) / len(row) for row in verdicts if row]:
-        figures["verifiable_correct_rate"] = share(shares)
+    rates, figures = {"ended", "parses", *(f"rewards/{name}" for name in score.boolean)}, {}
+    for label, column in columns.items():
+        if given := [x for x in column if x is not None]:
+            figures[label] = rate(given) if label in rates else average(given)
     said = [ids[:-1] if set(ids[-1:]) & end_ids else ids for ids in tokens]
-    return columns, figures | {f"distinct_{n}": {"value": distinct_n(said, n)} for n in (1, 2, 3)}
+    figures |= {f"distinct_{n}": {"value": distinct_n(said, n)} for n in (1, 2, 3)}
+    return {"response": texts} | columns, figures
 
 
 # ---- main ------------------------------------------------------------------------------------------------------------
@@ -347,124 +311,106 @@ def measure(texts, responses, mask, ended, values, score, end_ids):
 def main(args: Args):
     """Evaluates; returns the contents of summary.json on the main process, None on the others."""
     start = time.time()
-    settings = evaluation.as_trained(args)  # {path of a policy: args with the settings to sample it with}
-    evaluation.check(args, settings)
-    if args.interactive:
-        return evaluation.talk(settings, respond)
-    evaluation.check_folder(args, settings)
+    given, args = args, evaluation.as_trained(args)
+    evaluation.check(given, args)
     accelerator = engines.join()
-    cli.say("loading rows and models")
     device, size = accelerator.device, args.rollout_micro_batch_size
     use_references = args.judge != "none" and not args.opponent_path
-    opponents = [args.opponent_path] if args.opponent_path or use_references else []  # None: the references
 
     # ---- prompts, models, rewards
-    rows = evaluation.read_rows(args, use_references)
+    rows = data.read_prompts(args, "dataset", "test")[: args.num_examples]
+    rows = data.with_completions(rows, args, f"--dataset {args.dataset}") if use_references else rows
     tokenizer, loaded, reward = evaluation.load_models(args, device)
     reward_model = Reward(*reward) if reward else None
-    ids = {path: evaluation.end_ids(tokenizer, own, device) for path, own in settings.items()}
-    longest = max(settings.values(), key=lambda own: own.response_length)
-    reward_context = models.context(reward_model)  # no limit where it is given text, which it may read from the end
-    room = min(reward_context, *map(models.context_of, loaded.values())) - longest.response_length
-    prompts = data.to_prompts(longest, tokenizer, rows, "dataset", room)
-    if use_references:
-        references = evaluation.encode_references(args, tokenizer, prompts, reward_context, device)
+    stop_ids = models.stop_ids(tokenizer, args.stop_token, "--stop_token", device)
+    end_ids = models.stop_ids(tokenizer, args.truncate_token, "--truncate_token", device)
+    end_ids = end_ids if len(end_ids) else stop_ids  # A response is read up to one of these.
+    context = models.context(reward_model)  # no limit where it is given text, which it may read from the end
+    room = min(context, *map(models.context_of, loaded.values())) - args.response_length
+    prompts = data.to_prompts(args, tokenizer, rows, "dataset", room)
+    references = evaluation.encode_references(args, tokenizer, prompts, context, device) if use_references else None
     score = rewards.Scorer(args, accelerator, tokenizer, reward_model, response_scores, size, ())
     score.check_columns(prompts)
-    sample = vllm.sampler(longest, accelerator, prompts, cli.fail)  # utils.sample, unless --sampler vllm is given
+    sample = vllm.sampler(args, accelerator, prompts, cli.fail)  # utils.sample, unless --sampler vllm is given
     N = len(prompts)
     numbers = data.my_share(N, accelerator)  # [N / world], filled up, so that all processes have as many
     mine = (numbers % N).tolist()
     queries, query_mask = utils.left_pad([prompts[i].ids for i in mine], device)  # [N / world, Q]
 
-    # ---- 1. Responses and scores: each policy, and the opponent with that policy's settings and noise ----------------
-    measured = {}  # {(model, settings): (columns, figures)}, so that what several comparisons share is sampled once
-    for path, own in settings.items():
-        for model in (path, *opponents):
-            key = model, evaluation.sampling(own)
-            if key in measured:
-                continue
-            cli.say(f"responses and scores of {model or 'the references'}")
-            with accelerator.autocast():
-                if model:
-                    responses, mask, ended = respond(
-                        loaded[model], queries, query_mask, numbers, ids[path], own, sample
-                    )
-                    texts = models.decode(tokenizer, responses, mask)
-                else:  # The references are no samples, so nothing is said of whether they ended.
-                    texts, responses, mask = [references[0][i] for i in mine], references[1][mine], references[2][mine]
-                    ended = mask.any(1)
+    # ---- 1. Responses and scores: the policy, and the opponent with the policy's settings and noise ------------------
+    # Further samples for pass@k have noise of their own, because their rows have other numbers.
+    sides = [("policy", args.policy_path, number) for number in range(args.samples_per_prompt)]
+    sides += [("opponent", args.opponent_path, 0)] if args.opponent_path or use_references else []
+    columns, metrics = {}, {}  # {side: {column: list of N}}, {side: {name: figure}}
+    points, verdicts = (
+        [],
+        [],
+    )  # of each side: what the judge compares [N]; of each sample: rewards that are 0 or 1 [N, .]
+    for side, path, number in sides:
+        with accelerator.autocast():
+            if path:
+                policy = Policy(loaded[path], args.temperature)
+                responses, mask, _ = sample_responses(
+                    policy, queries, query_mask, numbers + number * N, stop_ids, COMPARED, args, sample
+                )
+                mask, ended = truncate_response(responses, mask, end_ids, args.truncate_after)
                 # Where no token ends a response, a reward model that is given text reads no EOS, as in training.
-                has_end = not model or len(ids[path][1]) > 0
-                batch = Batch(queries, query_mask, responses, mask)
-                values = score([prompts[i] for i in mine], batch, texts=texts, ended=ended & has_end)  # [N / world, F]
-            texts = gather_object(texts)[:N]
-            responses, mask, ended, values = (x[:N] for x in accelerator.gather((responses, mask, ended, values)))
-            ended = ended if model and has_end else None
-            end_ids = {*ids[path][1].tolist(), *chat.end_ids(tokenizer)}
-            measured[key] = measure(texts, responses, mask, ended, values, score, end_ids)
-
-    # ---- pass@k: more responses of each policy, with noise of their own because their rows have other numbers --------
-    for path, own in settings.items() if args.samples_per_prompt > 1 else ():
-        (given, figures), names = measured[path, evaluation.sampling(own)], list(score.boolean)
-        if not names:
+                ended, texts = ended & (len(end_ids) > 0), models.decode(tokenizer, responses, mask)
+            else:
+                texts, responses, mask = [references[0][i] for i in mine], references[1][mine], references[2][mine]
+                ended = mask.any(1)
+            batch = Batch(queries, query_mask, responses, mask)
+            values = score([prompts[i] for i in mine], batch, texts=texts, ended=ended)  # [N / world, F]
+        texts = gather_object(texts)[:N]
+        responses, mask, ended, values = (x[:N] for x in accelerator.gather((responses, mask, ended, values)))
+        if side == "policy":
+            verdicts.append(values[:, [score.names.index(name) for name in score.boolean]])
+        if number:
+            continue
+        ended = ended if path and len(end_ids) else None  # The references are no samples, so nothing is said of this.
+        known_ends = {*end_ids.tolist(), *chat.end_ids(tokenizer)}
+        columns[side], metrics[side] = measure(texts, responses, mask, ended, values, score, known_ends)
+        reward = {"gold": "gold", "reward_model": "reward_model"}.get(args.judge)
+        points.append(values[:, score.names.index(reward)] if reward else (values * score.weights).nansum(1))
+    if args.samples_per_prompt > 1:
+        if not all(x.size(1) == verdicts[0].size(1) > 0 for x in verdicts):
             what = f"--samples_per_prompt {args.samples_per_prompt}"
             cli.fail(f"{what}: no function of --reward_fn has returned True and False alone")
-        verdicts = [list(zip(*(given[f"rewards/{name}"] for name in names), strict=True))]  # of the first one
-        for number in range(1, args.samples_per_prompt):
-            with accelerator.autocast():
-                responses, mask, ended = respond(
-                    loaded[path], queries, query_mask, numbers + number * N, ids[path], own, sample
-                )
-                ended, texts = ended & (len(ids[path][1]) > 0), models.decode(tokenizer, responses, mask)
-                batch = Batch(queries, query_mask, responses, mask)
-                values = score([prompts[i] for i in mine], batch, texts=texts, ended=ended)
-            values = accelerator.gather(values)[:N, [score.names.index(name) for name in names]].tolist()
-            verdicts.append([tuple(None if math.isnan(x) else x for x in row) for row in values])
-        figures |= evaluation.pass_rates(verdicts, pass_at_k)
+        metrics["policy"] |= pass_rates(torch.stack(verdicts))
 
     # ---- 2. KL: samples of its own, with the noise of the training's held-out evaluation -----------------------------
-    kl = {}
-    for path, own in settings.items() if args.ref_model_path else ():
-        policy, reference = (Policy(loaded[model], own.kl_temperature) for model in (path, args.ref_model_path))
-        cli.say(f"the KL of {path} to {args.ref_model_path}")
+    if args.ref_model_path:
+        kl_temperature = evaluation.training_args(args.policy_path).get("temperature", args.temperature)
+        policy, reference = (Policy(loaded[path], kl_temperature) for path in (args.policy_path, args.ref_model_path))
         with accelerator.autocast():
             # The estimate is unbiased only for draws from the policy that it is about. [EVAL-3]
             responses, mask, logprobs = sample_responses(
-                policy, queries, query_mask, numbers, ids[path][0], EVALUATION, own, sample
+                policy, queries, query_mask, numbers, stop_ids, EVALUATION, args, sample
             )
             batch = Batch(queries, query_mask, responses, mask)
             (ref_logprobs,) = in_slices(response_logprobs, reference, batch, size)
-        kl[path] = average(accelerator.gather((logprobs - ref_logprobs).sum(1))[:N].tolist())
+        kl = accelerator.gather((logprobs - ref_logprobs).sum(1))[:N].tolist()  # of each response
+        metrics["policy"]["kl"] = average(kl)
 
     # ---- 3. Verdicts: on the main process, because a judge may take longer than processes wait for each other --------
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     if not accelerator.is_main_process:
         return None
-    cli.say("verdicts and the report")
-    folder, summary = evaluation.open_folder(args, settings, accelerator, N)
-    tables, metrics = {}, {}  # {path: {column: list of N}}, {path: {"policy": figures, "opponent": .., "win_rate": ..}}
-    for path, own in settings.items():
-        table, figures = measured[path, evaluation.sampling(own)]
-        tables[path] = table = {"prompt": [row.text for row in prompts]} | table
-        metrics[path] = {"policy": figures | ({"kl": kl[path]} if kl else {})}
-        for model in opponents:
-            theirs, metrics[path]["opponent"] = measured[model, evaluation.sampling(own)]
-            table |= {f"opponent_{name}": column for name, column in theirs.items()}
-        if args.judge == "llm":
-            pairs = list(zip(table["prompt"], table["response"], table["opponent_response"], strict=True))
-            table["verdict"], table["judge_answer"] = judge.judge_pairs(args, pairs, folder / "judge_cache.jsonl")
-        elif args.judge != "none":
-            points = (evaluation.points(args, score, table, side) for side in ("", "opponent_"))
-            table["verdict"] = [verdict_by_score(*pair) for pair in zip(*points, strict=True)]
-        if args.judge != "none":
-            metrics[path]["win_rate"] = win_rate(table["verdict"])
+    table = {"prompt": [row.text for row in prompts]} | columns["policy"]
+    table |= {f"opponent_{name}": column for name, column in columns.get("opponent", {}).items()}
+    if args.judge == "llm":
+        pairs = list(zip(table["prompt"], table["response"], table["opponent_response"], strict=True))
+        table["verdict"], table["judge_answer"] = judge.judge_pairs(args, pairs)
+    elif args.judge != "none":
+        table["verdict"] = [verdict_by_score(*pair) for pair in torch.stack(points, 1).tolist()]
+    if args.judge != "none":
+        metrics["win_rate"] = win_rate(table["verdict"])
 
     # ---- 4. Report: samples.csv, summary.json, a table of the figures ------------------------------------------------
-    summary = evaluation.write(folder, summary, metrics, tables, evaluation.doubts(args, settings, metrics))
-    evaluation.show(args, summary, metrics, tables)
-    cli.say(f"results: {folder}   {time.time() - start:.0f} s")
+    machine = {"device": str(device), "num_processes": accelerator.num_processes}
+    summary = evaluation.report(args, given, metrics, table, **machine)
+    cli.say(f"results: {evaluation.folder_of(args)}   {time.time() - start:.0f} s")
     return summary
 
 

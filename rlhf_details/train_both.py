@@ -33,30 +33,30 @@ class Both:
 
 def parse(argv):
     """Command line -> (arguments of the reward model, the policy's script as a module, its arguments)."""
-    argv, wants_help = cli.without_help(argv)
     words, group = {"": [], "reward": [], "policy": []}, ""
     for word in argv:
-        if word.startswith("--"):
+        if word.startswith("-"):
             prefix, _, name = word[2:].partition(".")
             group = prefix if name and prefix in words else ""
             word = f"--{name}" if group else word
         words[group].append(word)  # A value belongs to the flag before it.
-    algorithm = tyro.cli(Both, args=words[""]).algorithm
+    asked = [word for word in words[""] if word in ("-h", "--help")]
+    algorithm = tyro.cli(Both, args=[word for word in words[""] if word not in asked]).algorithm
     module = {"ppo": train_ppo, "rloo": train_rloo, "grpo": train_grpo}[algorithm]
     reward = cli.parse(train_reward.Args, words["reward"])
     start = {"sft_model_path": reward.sft_model_path} if reward.sft_model_path else {}
-    start |= {"reward_model_path": reward.output_dir}
-    policy = cli.parse(module.Args, words["policy"], defaults=start)
+    policy = cli.parse(module.Args, words["policy"], defaults=start | {"reward_model_path": reward.output_dir})
     if policy.reward_model_path not in (None, reward.output_dir):
         cli.fail(
             f"--policy.reward_model_path {policy.reward_model_path}: it is the reward model just trained, "
             f"{reward.output_dir}; --reward.output_dir says where it goes"
         )
     policy.reward_model_path = reward.output_dir
-    if wants_help:
+    if asked:
         parts = [("reward", train_reward.Args), ("policy", module.Args)]
         kind = make_dataclass("Flags", parts, bases=(Both,), kw_only=True)
-        cli.show_help(kind(algorithm=algorithm, reward=reward, policy=policy), __doc__)
+        options = dict(use_underscores=True, description=cli.about(sys.modules[__name__]))
+        tyro.cli(kind, default=kind(algorithm=algorithm, reward=reward, policy=policy), args=asked, **options)
     return reward, module, policy
 
 

@@ -708,7 +708,7 @@ def main(args: Args):
         run.lap("optimise")
 
         # ---- 6. Log --------------------------------------------------------------------------------------------------
-        metrics = means.reduce(accelerator) | score.by_name(rewards_of_each, "objective/") | score.seconds
+        metrics = means.reduce(accelerator) | score.by_name(rewards_of_each, "objective/")
         non_score_reward = -state["kl_coef"] * kl_penalties.sum(1).mean()  # added, before whitening [LOG-5]
         total_loss = metrics["loss/policy_avg"] + args.vf_coef * metrics["loss/value_avg"]
         value_mean, value_var = mean_and_variance(values, state_mask)

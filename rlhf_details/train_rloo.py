@@ -559,7 +559,7 @@ def main(args: Args):
         # The logged KL and entropy are those of the policy that sampled, which --overlap makes one update old.
         logged = sampled_logprobs if args.overlap else old_logprobs
         logged_kl = (logged - ref_logprobs).sum(1)  # [B]
-        metrics = means.reduce(accelerator) | score.by_name(rewards_of_each, "objective/") | score.seconds
+        metrics = means.reduce(accelerator) | score.by_name(rewards_of_each, "objective/")
         metrics |= weight_metrics | {
             "epoch": update * (B // k) / len(prompts),
             "lr": lr,

@@ -126,7 +126,7 @@ def short_run(tiny, name, **changes):
 def short_evaluation(tiny):
     """{metric: value} of the tiny policy, beside the references, and its KL from itself."""
     args = evaluate.Args(
-        dataset=str(rows_of(tiny) / "texts.jsonl"), policy_path=(str(tiny / "policy"),), output_dir="out",
+        dataset=str(rows_of(tiny) / "texts.jsonl"), policy_path=str(tiny / "policy"), output_dir="out",
         reward_model_path=str(tiny / "reward"), ref_model_path=str(tiny / "policy"), judge="reward_model",
         response_length=6,
     )  # fmt: skip

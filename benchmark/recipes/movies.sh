@@ -84,10 +84,12 @@ run python rlhf_details/train_dpo.py \
     --max_grad_norm 1.0 \
     --output_dir "$OUT/dpo"
 
-run python rlhf_details/evaluate.py \
-    --dataset "$DATA/prompts_test.jsonl" \
-    --policy_path "$OUT/rloo" "$OUT/ppo" "$OUT/dpo" \
-    --opponent_path "$OUT/sft" \
-    --ref_model_path "$OUT/sft" \
-    --reward_model_path "$OUT/reward" \
-    --judge reward_model
+for policy in rloo ppo dpo; do
+    run python rlhf_details/evaluate.py \
+        --dataset "$DATA/prompts_test.jsonl" \
+        --policy_path "$OUT/$policy" \
+        --opponent_path "$OUT/sft" \
+        --ref_model_path "$OUT/sft" \
+        --reward_model_path "$OUT/reward" \
+        --judge reward_model
+done

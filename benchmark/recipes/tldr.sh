@@ -55,7 +55,7 @@ for seed in "${seeds[@]}"; do
         stage "train_$policy" "$models/$policy" --config "benchmark/recipes/${policy}_tldr_1b.toml" \
             --sft_model_path "$models/sft" --reward_model_path "$models/reward" "${flags[@]}"
         run python rlhf_details/evaluate.py --dataset $POSTS:validation --num_examples 1000 --policy_path "$models/$policy" \
-            --ref_model_path "$models/sft" --reward_model_path "$models/reward" --near_greedy \
+            --ref_model_path "$models/sft" --reward_model_path "$models/reward" --temperature 0.01 \
             --judge llm --judge_model "${JUDGE:-gpt-4o-mini}"
     done
 done

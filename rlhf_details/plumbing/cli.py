@@ -1,11 +1,9 @@
 """The command line, read and checked. `flags.py` holds the flags, `errors.py` how a script ends."""
 
-import contextlib
 import dataclasses
 import functools
 import glob
 import inspect
-import io
 import json
 import math
 import re
@@ -36,7 +34,7 @@ from rlhf_details.plumbing.errors import (  # noqa: F401
     say,
     world_size,
 )
-from rlhf_details.plumbing.flags import MEMORY_KNOBS, NOT_THE_MODEL, OUTPUTS, PolicyArgs, RunArgs  # noqa: F401
+from rlhf_details.plumbing.flags import MEMORY_KNOBS, NOT_THE_MODEL, OUTPUTS, PolicyArgs, RewardArgs, RunArgs  # noqa: F401
 
 FILE = re.compile(r"\.(jsonl|json|ndjson|csv|tsv|parquet)(\.gz)?$", re.IGNORECASE)  # how names of data files end
 ENDINGS = ".jsonl, .json, .ndjson, .csv, .tsv or .parquet"
@@ -48,9 +46,6 @@ def main(function, args_class):
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     huggingface_hub.logging.set_verbosity_error()  # It would tell of each attempt to reach the Hub.
-    with contextlib.suppress(AttributeError):  # The streams of notebooks show all characters.
-        for stream in sys.stdout, sys.stderr:  # Some terminals, as those of Windows, cannot show all samples.
-            stream.reconfigure(errors="backslashreplace")
     function(parse(args_class))
     leave_group()
 
@@ -59,54 +54,32 @@ def main(function, args_class):
 def parse(args_class, argv=None, defaults=None):
     """Command line -> args_class. Later wins: its defaults, `presets` of its page, those below, a TOML file, the words.
 
-    Prints what it has taken from `presets`. --help shows the values that the other words lead to, and ends the program.
+    The values of the file are read as words before the others, so that tyro checks both. Prints what it has taken from
+    `presets`; --help shows them as defaults, and ends the program.
     Args: args_class, a flat dataclass; argv, None for sys.argv[1:]; defaults, {flag: value} that --config wins over.
     """
-    argv, wants_help = without_help(sys.argv[1:] if argv is None else argv)
+    argv = sys.argv[1:] if argv is None else argv
     given = [word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")]
     for field in dataclasses.fields(args_class):
         if get_origin(field.type) is tuple and given.count(field.name) > 1:
             fail(f"--{field.name}: is given twice; give it once, with all its values behind it")
-    read = functools.partial(tyro.cli, args_class, args=argv, use_underscores=True, console_outputs=is_main())
-    file = read().config
-    values = (defaults or {}) | (read_config(args_class, file) if file else {})
-    case, row = preset_of(read(default=args_class(**values)))
-    args = read(default=args_class(**(row | values)))
+    options = dict(use_underscores=True, console_outputs=is_main(), description=about(inspect.getmodule(args_class)))
+    read = functools.partial(tyro.cli, args_class, **options)
+    words, without_help = as_words(defaults or {}), [word for word in argv if word not in ("-h", "--help")]
+    if file := read(args=without_help).config:
+        with reading("--config", file):
+            words += as_words(tomllib.loads(Path(file).read_text(encoding="utf-8")))
+    case, row = preset_of(read(args=words + without_help))
+    args = read(args=words + argv, default=args_class(**row))
     if taken := {name: value for name, value in row.items() if getattr(args, name) == value}:
         say(f"starting values for {case}, which your own flags replace: {shlex.join(as_words(taken))}")
-    if wants_help:
-        show_help(args, inspect.getmodule(args_class).__doc__)
     return args
 
 
-def read_config(args_class, path):
-    """{flag: value} of a TOML file, of the types that the flags of args_class have, and checked as a command line is.
-
-    Exits with an error if the file cannot be read, or tyro does not take its keys and values for flags.
-    """
-    with reading("--config", path):
-        config = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    told = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(told):
-            args = tyro.cli(args_class, args=as_words(config), use_underscores=True)
-        return {name: getattr(args, name) for name in config}
-    except (SystemExit, AttributeError):  # The latter: a key that no_ begins.
-        words = re.sub(r"[─-]{3,}|[╭╮╰╯│|+]", " ", told.getvalue()).partition("For full helptext")[0]  # without its box
-        fail(f"--config {path}: {' '.join(words.split()) or 'its keys must be names of flags'}")
-
-
-def without_help(argv):
-    """(the words but for -h and --help, whether they had one)."""
-    words = [word for word in argv if word not in ("-h", "--help")]
-    return words, len(words) < len(argv)
-
-
-def show_help(args, about):
-    """Prints tyro's help with the values that args have, once, and ends the program. about: the script's docstring."""
-    (what, *_), example = about.split("\n\n"), about.rpartition("Your data: ")[2].strip()
-    words = dict(use_underscores=True, description=f"{what}\n\nExample: {example}", console_outputs=is_main())
-    tyro.cli(type(args), default=args, args=["--help"], **words)
+def about(script):
+    """What the docstring of a script says it is, and its example with data of the user's own."""
+    (what, *_), example = script.__doc__.split("\n\n"), script.__doc__.rpartition("Your data: ")[2]
+    return f"{what}\n\nExample: {example.strip()}"
 
 
 def as_words(values):
@@ -200,7 +173,7 @@ def check_numbers(args):
         lowest = 0 if name in MAY_BE_ZERO else 1
         if type(value) is int and value < lowest:
             fail(f"--{name} {value}: must be at least {lowest}")
-        above_zero = name in ("temperature", "kl_temperature", "max_grad_norm")
+        above_zero = name in ("temperature", "max_grad_norm")
         if isinstance(value, float) and not (0 < value < math.inf or (value == 0 and not above_zero)):
             fail(f"--{name} {value}: must be finite and {'above 0' if above_zero else 'not negative'}")
     if args.seed >= 2**31:
@@ -260,15 +233,13 @@ def check_output_dir(args):
         fail(f"{what}: holds folders, so it is no model folder; give another one")
     if args.overwrite or not found:
         return
-    try:
-        before = dict(json.loads((folder / "training_args.json").read_text()))
-    except (OSError, ValueError, TypeError):
+    if not (folder / "training_args.json").is_file():
         fail(f"{what} holds files that no run has written; give another folder or --overwrite")
-    advice = "give another folder or --overwrite"
-    if args.resume:
-        advice = "to resume its run, give the same arguments; else give another --output_dir and --run_name"
+    with reading("--output_dir", folder):
+        before = dict(json.loads((folder / "training_args.json").read_text()))
     for key, now in json.loads(json.dumps(dataclasses.asdict(args))).items():
         if key not in NOT_THE_MODEL and before.get(key) != now:
+            advice = "give another folder or --overwrite, or to resume its run the same arguments"
             fail(f"{what} holds another model ({key} {before.get(key)!r} there, {now!r} here); {advice}")
 
 

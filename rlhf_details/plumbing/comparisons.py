@@ -14,7 +14,6 @@ import torch
 from rlhf_details import toy
 from rlhf_details.plumbing import cli, data, engines, models, tokenization
 from rlhf_details.plumbing.chat import is_messages
-from rlhf_details.plumbing.files import read_rows
 
 TRAIN, EVAL, BEFORE, AFTER = range(4)  # what responses are sampled for, a coordinate of their noise
 LABEL_PAD = 50259  # fills up the rows of lm-human-preferences; it is no id of GPT-2, whose vocabulary has 50257 tokens
@@ -40,16 +39,15 @@ def load(args, tokenizer, model, sample):
     """
 
     def load_one(flag, num, purpose):
-        spec, what = getattr(args, flag), f"--{flag} {getattr(args, flag)}"
-        name, _, split = spec.partition(":")
+        what = f"--{flag} {getattr(args, flag)}"
+        name, _, split = getattr(args, flag).partition(":")
         if name == "toy":
             engines.use_one_thread(model)  # before it samples, which may take longer than training
             cli.say(f"{what}: the SFT policy answers {num:,} prompts four times, and an imaginary human chooses")
             made = toy.comparisons(split or "train", num, lambda texts: four_texts(texts, tokenizer, sample, purpose))
             rows = [dict(zip(("prompt", "candidates", "best"), row, strict=True)) for row in made]
         else:
-            rows = read_rows(spec, f"--{flag}")[: args.take if flag == "dataset" else None]
-            rows = with_candidates(rows, args, what)
+            rows = with_candidates(data.read_rows(args, flag, "")[0], args, what)
         return data.encode(rows, [row["candidates"] for row in rows], what, tokenizer, models.context(model), args)
 
     train = load_one("dataset", args.num_comparisons, TRAIN)
@@ -62,17 +60,17 @@ def load(args, tokenizer, model, sample):
 
 def load_references(args, tokenizer, reward, train):
     """Lists of token ids whose mean score "mean_shift" sets to 0: the rows of --reference_dataset, each a prompt with
-    its completion, or else the training candidates. Prompts that "gain_bias" cannot sample from end the script here.
+    its completion, or else the training candidates. Exits with an error if "gain_bias" cannot sample from prompts.
     """
     context = models.context(reward)
     if args.normalization == "gain_bias":
         engines.use_one_thread(reward)
         first = train[: 2 * args.normalize_samples]
-        limit = f"which --response_length {args.response_length} leaves for a prompt (--normalization gain_bias)"
         if empty := [row.number for row in first if not row.ids]:
             cli.fail(f"--dataset {args.dataset}: the prompt of row {empty[0]} is empty, and gain_bias samples from it")
+        limit = f"which --response_length {args.response_length} leaves for a prompt (--normalization gain_bias)"
         room = context - args.response_length
-        tokenization.check_room(first, data.prompt_length, room, limit, f"--max_prompt_length {room} drops such rows")
+        tokenization.check_room(first, data.prompt_length, room, limit, "--max_prompt_length")
     rows, what = data.read_demonstrations(args, "reference_dataset"), f"--reference_dataset {args.reference_dataset}"
     references = data.encode_demonstrations(rows, what, tokenizer, context, args) if rows else train
     return [ids for row in references for ids in row.candidates]
@@ -100,30 +98,31 @@ def end_with_eos(rows, tokenizer):
 
 # ---- rows -> prompt, candidates, best --------------------------------------------------------------------------------
 def with_candidates(rows, args, what):
-    """The rows of any format, each with its `prompt`, its `candidates` and the number from 0 of the `best` of them.
+    """The rows of any form, each with its `prompt`, its `candidates` and the number from 0 of the `best` of them.
 
-    Source of the labels' format: lm-human-preferences, label_types.py (PickBest) and language/encodings.py (padding).
+    Source of the labels' form: lm-human-preferences, label_types.py (PickBest) and language/encodings.py (padding).
     """
-    labels, result = sorted(name for name in rows[0] if re.fullmatch(r"sample\d", name)), []
-    names = labels or [f"{name}{'_token' * ('chosen_token' in rows[0])}" for name in ("chosen", "rejected")]
-    is_list, has_best = "candidates" in rows[0] and not labels, labels or "candidates" in rows[0]
+    labels, K, result = sorted(name for name in rows[0] if re.fullmatch(r"sample\d", name)), 0, []
     if labels and args.prompt_template is not None:
         cli.fail(f"--prompt_template {args.prompt_template!r}: {what} holds token ids")
-    rows = [row | {"prompt": row.get("query")} for row in rows] if labels else rows
+    if labels:
+        made = ({"prompt": row.get("query"), "candidates": [row.get(name) for name in labels]} for row in rows)
+        rows = [row | more for row, more in zip(rows, made, strict=True)]
+    pair = [f"{name}{'_token' * ('chosen_token' in rows[0])}" for name in ("chosen", "rejected")]
     for number, row in enumerate(data.with_prompts(rows, args, what), 1):
-        where, prompt, cells = f"{what}: row {number}", row["prompt"], row
-        if is_list:
-            listed = row.get("candidates")
+        where, listed = f"{what}: row {number}", row.get("candidates")
+        cells = {name: row.get(name) for name in pair}
+        if "candidates" in rows[0]:
             cells = {f"candidates[{k}]": x for k, x in enumerate(listed if isinstance(listed, list) else ())}
-            names = list(cells) if number == 1 else names
-            if len(cells) != len(names) or len(names) < 2:
-                cli.fail(f"{where}, column 'candidates': must hold {max(2, len(names))} strings, in every row alike")
-        pairs = [(data.value_of(cells, name, where), f"{where}, column {name!r}") for name in names]
-        candidates, best = [data.after(prompt, *pair) for pair in pairs], row.get("best") if has_best else 0
+        K, best = K or len(cells), row.get("best") if "candidates" in rows[0] else 0
+        if len(cells) != K or K < 2:
+            cli.fail(f"{where}, column 'candidates': must hold {max(2, K)} strings, in every row alike")
+        if best not in range(K):
+            cli.fail(f"{where}, column 'best': {best!r} is no index of its candidates")
+        values = [(data.value_of(cells, name, where), f"{where}, column {name!r}") for name in cells]
+        prompt, candidates = row["prompt"], [data.after(row["prompt"], *value) for value in values]
         if labels:  # Padding is dropped wherever it stands, because it is no token of the model. [DATA-4]
             prompt, *candidates = ([i for i in ids if i != LABEL_PAD] for ids in (prompt, *candidates))
             candidates = list(map(tokenization.Padded, candidates))  # Somebody may have put his tokenizer's padding.
-        if str(best) not in map(str, range(len(names))):  # In a CSV file it is a text.
-            cli.fail(f"{where}, column 'best': {best!r} is no index of its candidates")
-        result.append(row | {"prompt": prompt, "candidates": candidates, "best": int(best)})
+        result.append(row | {"prompt": prompt, "candidates": candidates, "best": best})
     return result

@@ -1,8 +1,8 @@
 """
 How a script speaks and ends: lines of the main process, exit codes, and errors in what is read from outside.
 
-Models and data come from a local path, or from NAME or NAME@REVISION on the Hugging Face Hub. What cannot be read from
-there ends the program with one line that says why.
+Models and data come from a local path, or from NAME or NAME@REVISION on the Hugging Face Hub. A script exits with an
+error, one line that says why, if it cannot read them.
 """
 
 import contextlib

@@ -64,8 +64,8 @@ class RunArgs:
     take: int | None = None
     """use only this many rows of --dataset, the first ones"""
     prompt_template: str | None = None
-    """the prompt, with the row's columns in their places: "Question: {question}\\nAnswer:"; "messages": the messages,
-    also beside a column `prompt`; None: column `prompt`, or else the messages"""
+    """the prompt, with the row's columns in their places: "Question: {question}\\nAnswer:"; one column alone,
+    "{messages}", may hold messages; None: column `prompt`, or else the messages"""
     chat_template_kwargs: str = "{}"
     """JSON of what the chat template is given beside the messages: '{"enable_thinking": false}'"""
     template_date: str | None = None
@@ -90,7 +90,40 @@ class RunArgs:
 
 
 @dataclass
-class PolicyArgs(RunArgs):
+class RewardArgs:
+    """What is scored, and who samples it: the flags that evaluate.py has as well."""
+
+    # rewards
+    reward_model_path: str | None = None
+    """reward model, a sequence-classification model with one label; one that has another tokenizer is given text
+    (training requires it, unless --dataset is toy or toy-sum, or --reward_fn is given)"""
+    allow_untrained_reward_model: bool = False
+    """accept a reward model without a trained head; the head is drawn at random (dummy runs)"""
+    reward_fn: tuple[str, ...] = ()
+    """functions f(prompts, completions, **columns) -> rewards, FILE.py:function or package.module:function; they
+    replace the reward model, or are added to its score"""
+    reward_fn_weights: tuple[float, ...] = ()
+    """the factor of each reward function, in their order; none given: 1 for each"""
+    reward_fn_format: Literal["text", "messages"] = "text"
+    """what reward functions get: strings, or messages {"role", "content"}, whatever the data set holds"""
+
+    # sampling
+    sampler: Literal["own", "vllm"] = "own"
+    """who samples: "own", the sampler in utils.py, or "vllm", an engine beside each process, which is faster on GPUs"""
+    vllm_memory: float = 0.3
+    """share of the GPU's memory that vLLM takes while it samples"""
+    vllm_server: str | None = None
+    """URL of a `vllm serve` that samples for all processes; None: an engine beside each of them"""
+    vllm_folder: str = "/dev/shm"
+    """folder that server and main process see, for the weights that the server loads"""
+
+    # memory and speed: never changes the result
+    rollout_micro_batch_size: int = 64
+    """episodes that a device samples at once, and evaluate.py also scores"""
+
+
+@dataclass
+class PolicyArgs(RewardArgs, RunArgs):
     """What the scripts that train a policy on rewards have in addition."""
 
     # run
@@ -109,8 +142,6 @@ class PolicyArgs(RunArgs):
     (required unless --dataset is toy or toy-sum)"""
 
     # sampling
-    sampler: Literal["own", "vllm"] = "own"
-    """who samples: "own", the sampler in utils.py, or "vllm", an engine beside each process, which is faster on GPUs"""
     overlap: bool = False
     """sample the responses of the next update while this one trains, by the weights from before it"""
     sampler_correction: Literal["none", "truncate", "mask"] = "truncate"
@@ -118,30 +149,8 @@ class PolicyArgs(RunArgs):
     p / p_sampler, which is at most sampler_cap, or counts as 0 where it is outside of [1 / sampler_cap, sampler_cap]"""
     sampler_cap: float = 2.0
     """bound of that ratio, of a token, or in RLOO of a response"""
-    vllm_memory: float = 0.3
-    """share of the GPU's memory that vLLM takes while it samples"""
-    vllm_server: str | None = None
-    """URL of a `vllm serve` that samples for all processes; None: an engine beside each of them"""
-    vllm_folder: str = "/dev/shm"
-    """folder that server and main process see, for the weights that the server loads"""
-
-    # reward and KL
-    reward_model_path: str | None = None
-    """reward model, a sequence-classification model with one label; one that has another tokenizer is given text
-    (required unless --dataset is toy or toy-sum, or --reward_fn is given)"""
-    allow_untrained_reward_model: bool = False
-    """accept a reward model without a trained head; the head is drawn at random (dummy runs)"""
-    reward_fn: tuple[str, ...] = ()
-    """functions f(prompts, completions, **columns) -> rewards, FILE.py:function or package.module:function; they
-    replace the reward model, or are added to its score"""
-    reward_fn_weights: tuple[float, ...] = ()
-    """the factor of each reward function, in their order; none given: 1 for each"""
-    reward_fn_format: Literal["text", "messages"] = "text"
-    """what reward functions get: strings, or messages {"role", "content"}, whatever the data set holds"""
 
     # memory and speed: never changes the result
-    rollout_micro_batch_size: int = 64
-    """episodes that a device samples at once"""
     offload_frozen: bool = False
     """keep reference and reward model in the CPU's memory while they have nothing to do"""
 

@@ -7,6 +7,9 @@ kind of row. `prompts` and `completions` are strings, also for conversations, or
 of messages, also for plain text. `columns` are the data set's other columns, each a list as long, with None where a row
 lacks it. A function gets those that it names, or all of them where it takes **columns. It may be `async`. Source: the
 convention of TRL's GRPOTrainer and RLOOTrainer, which pass messages where the prompts are messages.
+
+Here every reward of text has one shape, f(rows, texts, ended) -> entries: the user's functions, what is watched on the
+embedded task, and a reward model that has a tokenizer of its own.
 """
 
 import asyncio
@@ -16,9 +19,7 @@ import math
 import numbers
 import reprlib
 import sys
-import time
 import traceback
-from collections.abc import Iterable
 
 import torch
 from accelerate.utils import gather_object
@@ -29,16 +30,6 @@ from rlhf_details.plumbing.chat import is_messages
 from rlhf_details.plumbing.files import load_function
 from rlhf_details.plumbing.tokenization import encode
 
-
-def watch(function):
-    """A reward of the embedded task's rows, by a function of (prompt, response)."""
-    return lambda rows, texts, ended: [
-        function(row.text, text) if row.task == "toy" else None for row, text in zip(rows, texts, strict=True)
-    ]
-
-
-# The embedded task's true reward, and whether its grammar allows the text. They are watched and never trained on.
-WATCHED = {"gold": watch(toy.gold), "parses": watch(lambda prompt, text: toy.parses(f"{prompt} {text.lstrip()}"))}
 LOOP = asyncio.Runner()  # one for all calls, because a client of a server belongs to the loop of its first
 
 
@@ -57,52 +48,73 @@ def check_functions(args):
     """Exits with an error if a function of --reward_fn cannot be had or weighted; imports the user's code."""
     if len(args.reward_fn_weights) not in (0, len(args.reward_fn)):
         cli.fail(f"--reward_fn_weights: {len(args.reward_fn_weights)} weights for {len(args.reward_fn)} functions")
+    names = [name_of(spec) for spec in args.reward_fn]
+    if taken := [name for name in names if ["reward_model", *WATCHED, *names].count(name) > 1]:
+        cli.fail(f"--reward_fn {' '.join(args.reward_fn)}: two rewards have the name {taken[0]!r}; rename one of them")
     for spec in args.reward_fn:
         Function(spec)
 
 
-class Function:
-    """A function of --reward_fn, as a reward: called with rows, texts and whether they ended, it returns entries."""
+def name_of(spec):
+    """The name of a function in metrics and messages."""
+    return spec.rpartition(":")[2]
 
-    def __init__(self, spec, name="", is_text=True, device="cpu"):
-        """Args: name, in messages; is_text, whether it gets strings, and not messages."""
-        self.name, self.is_text, self.device = name, is_text, device
+
+# ---- rewards of text: f(rows, texts, ended) -> entries ---------------------------------------------------------------
+def watch(function):
+    """A reward of the embedded task's rows, by a function of (prompt, response)."""
+    return lambda rows, texts, ended: [
+        function(row.text, text) if row.task == "toy" else None for row, text in zip(rows, texts, strict=True)
+    ]
+
+
+# The embedded task's true reward, and whether its grammar allows the text. They are watched and never trained on.
+WATCHED = {"gold": watch(toy.gold), "parses": watch(lambda prompt, text: toy.parses(f"{prompt} {text.lstrip()}"))}
+
+
+class Function:
+    """A function of --reward_fn."""
+
+    def __init__(self, spec, is_text=True):
+        """Args: is_text, whether it gets strings, and not messages."""
+        self.what, self.is_text = f"--reward_fn {name_of(spec)}", is_text
         self.function, self.given = load_function(spec, "--reward_fn"), []  # the columns that it gets
-        parameters = inspect.signature(self.function).parameters.values()
-        self.takes_all = any(p.kind == p.VAR_KEYWORD for p in parameters)
-        by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        # {the column that it names: whether it needs it}
-        self.columns = {p.name: p.default is p.empty for p in by_name if p.name not in ("prompts", "completions")}
-        if not self.takes_all and len(by_name) < len(self.columns) + 2:
+        signature = inspect.signature(self.function)
+        try:
+            signature.bind_partial(prompts=[], completions=[])
+        except TypeError:
             cli.fail(f"--reward_fn {spec}: must be a function f(prompts, completions, **columns)")
+        kinds = {name: p.kind for name, p in signature.parameters.items()}
+        self.takes_all = inspect.Parameter.VAR_KEYWORD in kinds.values()
+        self.named = [x for x in kinds if x not in ("prompts", "completions") and kinds[x] != kinds[x].VAR_KEYWORD]
+        self.needed = [name for name in self.named if signature.parameters[name].default is inspect.Parameter.empty]
+
+    def find_columns(self, data_set):
+        """Exits with an error if Prompts lack a column that it needs."""
+        found = {column for row in data_set for column in row.columns} - {"prompt", "prompts", "completions"}
+        if missing := [name for name in self.needed if name not in found]:
+            cli.fail(f"{self.what}: needs a column {missing[0]!r}, and {data_set[0].source} has {sorted(found)}")
+        self.given += [name for name in found if self.takes_all or name in self.named]
 
     def __call__(self, rows, texts, ended):
         """It is called once, and never again for these texts."""
-        what, chats = f"--reward_fn {self.name}", [row.columns["prompt"] for row in rows]
         prompts, completions = [row.text for row in rows], texts
         if not self.is_text:
-            pairs = zip(chats, prompts, strict=True)
-            prompts = [x if is_messages(x) else [{"role": "user", "content": text}] for x, text in pairs]
+            turns = ([{"role": "user", "content": text}] for text in prompts)
+            chats = (row.columns["prompt"] for row in rows)
+            prompts = [chat if is_messages(chat) else turn for chat, turn in zip(chats, turns, strict=True)]
             completions = [[{"role": "assistant", "content": text}] for text in texts]
         columns = {name: [row.columns.get(name) for row in rows] for name in self.given}
-        # The function gets copies, which it may change.
-        given = copy.deepcopy({"prompts": prompts, "completions": completions, **columns})
-        try:
-            with torch.autocast(self.device, enabled=False):
-                entries = self.function(**given)
-                entries = LOOP.run(result_of(entries)) if inspect.isawaitable(entries) else entries
-                entries = entries.tolist() if hasattr(entries, "tolist") else entries
-                is_list = isinstance(entries, Iterable) and not isinstance(entries, dict | set | str)
-                entries = list(entries) if is_list else entries
+        try:  # The function gets copies, which it may change.
+            entries = self.function(**copy.deepcopy({"prompts": prompts, "completions": completions, **columns}))
+            entries = LOOP.run(result_of(entries)) if inspect.isawaitable(entries) else entries
+            entries = [x.item() if hasattr(x, "item") else x for x in entries]
         except Exception as e:  # The user's code may raise whatever it likes. Nothing says which row is to blame.
-            what += f" raised {type(e).__name__}, called with {len(rows)} completions"
-            if isinstance(e, TypeError | AttributeError) and self.is_text and any(map(is_messages, chats)):
-                what += " in text; --reward_fn_format messages passes messages"
-            raise Fault(f"{what}\n{traceback.format_exc().rstrip()}") from e
-        if not is_list or len(entries) != len(rows):
-            found = f"{len(entries)} entries" if is_list else f"{reprlib.repr(entries)}, which is no list,"
-            raise Fault(f"{what} returned {found} for {len(rows)} completions")
-        return [entry.item() if hasattr(entry, "item") else entry for entry in entries]
+            raised = f"{self.what} raised {type(e).__name__}, called with {len(rows)} completions"
+            raise Fault(f"{raised}\n{traceback.format_exc().rstrip()}") from e
+        if len(entries) != len(rows):
+            raise Fault(f"{self.what} returned {len(entries)} entries for {len(rows)} completions")
+        return entries
 
 
 async def result_of(awaitable):
@@ -110,6 +122,36 @@ async def result_of(awaitable):
     return await awaitable
 
 
+class TextModel:
+    """A reward model that has a tokenizer, or a chat template, of its own. model: a page's Reward."""
+
+    def __init__(self, model, size, device):
+        self.model, self.size, self.device = model, size, device
+
+    def encode(self, row, text, what="the prompt"):
+        """(token ids of a row's prompt, those of a response) in the words of the reward model's own tokenizer."""
+        prompt = row.columns["prompt"]
+        pair = (prompt, [{"role": "assistant", "content": text}]) if is_messages(prompt) else (row.text, text)
+        return encode(self.model.tokenizer, *pair, row.options, what)
+
+    def __call__(self, rows, texts, ended):
+        """Scores. A text longer than the model's context loses its beginning.
+
+        Only where a response ended is its text followed by EOS, or by the chat template's end of the turn.
+        """
+        ids, scores, context = [], [], min(models.context_of(self.model.model), sys.maxsize)
+        for row, text, is_complete in zip(rows, texts, ended, strict=True):
+            query, response = self.encode(row, text)
+            whole = query + (response if is_complete else response[:-1])
+            ids.append([i for i in whole if i is not None][-context:])  # A tokenizer without EOS has put None there.
+        for part in utils.slices(len(ids), self.size):
+            tokens, mask = utils.left_pad(ids[part], self.device)
+            index = torch.full((len(tokens), 1), tokens.size(1) - 1, device=tokens.device)
+            scores += self.model(tokens, mask, utils.positions_from_mask(mask), index).squeeze(1).tolist()
+        return scores
+
+
+# ---- all rewards of a run --------------------------------------------------------------------------------------------
 class Scorer:
     """Called with responses, it returns what each reward says of them.
 
@@ -122,24 +164,19 @@ class Scorer:
         self.args, self.accelerator, self.tokenizer = args, accelerator, tokenizer
         self.reward_model, self.response_scores = reward_model, response_scores
         self.size, self.stop_ids = size, stop_ids
-        names, self.functions = [spec.rpartition(":")[2] for spec in args.reward_fn], {}
-        for spec, name in zip(args.reward_fn, names, strict=True):
-            is_taken = ["reward_model", *WATCHED, *names].count(name) > 1
-            name = spec.replace("/", ".") if is_taken else name
-            self.functions[name] = Function(spec, name, args.reward_fn_format == "text", accelerator.device.type)
+        is_text = args.reward_fn_format == "text"
+        self.functions = {name_of(spec): Function(spec, is_text) for spec in args.reward_fn}
         tasks = {(spec or "").partition(":")[0] for spec in (args.dataset, getattr(args, "eval_dataset", None))}
         self.watched = WATCHED if "toy" in tasks else {}
+        self.text_model = None  # a TextModel, where the reward model has a tokenizer of its own
         self.boolean = []  # names of the functions that returned nothing but True, False and None in the last call
-        self.seconds = {}  # {"time/rewards/<name>": seconds of the last call}, of this process
-        weights = [1.0] * bool(reward_model) + list(args.reward_fn_weights or [1.0] * len(names))
+        weights = [1.0] * bool(reward_model) + list(args.reward_fn_weights or [1.0] * len(self.functions))
         self.names = ["reward_model"] * bool(reward_model) + [*self.functions, *self.watched]
         self.weights = torch.tensor(weights + [0.0] * len(self.watched), device=accelerator.device)
         self.num_weighted = len(weights)
         terms = [f"{weight:g} * {name}" for weight, name in zip(weights, self.names, strict=False)]
         penalty, unended = getattr(args, "missing_eos_penalty", None), ""
-        if penalty and not len(stop_ids):
-            cli.say(f"note: --missing_eos_penalty {penalty:g} does nothing, since --stop_token none asks for no end")
-        elif penalty:
+        if penalty and len(stop_ids):
             pays = f"pays {penalty:g}" if args.missing_eos_mode == "subtract" else f"gets {-penalty:g} instead"
             unended = f"; a response that does not end {pays}"
         if terms:
@@ -153,16 +190,13 @@ class Scorer:
             model.tokenizer, kind = models.own_template(self.args, self.tokenizer), "chat template"
         if model and model.tokenizer:
             cli.say(f"the reward model has a {kind} of its own, so it reads decoded text")
+            self.text_model = TextModel(model, self.size, self.accelerator.device)
             for row in chats:  # Its chat template must take each prompt.
                 where = f"--reward_model_path {self.args.reward_model_path}: {row.source}: row {row.number}"
-                self.encode(row, ".", where)
-        for rows in filter(None, (prompts, held_out)):
-            found = {column for row in rows for column in row.columns} - {"prompt", "prompts", "completions"}
-            for name, function in self.functions.items():
-                if missing := [x for x, is_needed in function.columns.items() if is_needed and x not in found]:
-                    has = f"has {sorted(found)}" if found else "has no other columns than its prompts"
-                    cli.fail(f"--reward_fn {name}: needs a column {missing[0]!r}, and {rows[0].source} {has}")
-                function.given += [x for x in found if function.takes_all or x in function.columns]
+                self.text_model.encode(row, ".", where)
+        for data_set in filter(None, (prompts, held_out)):
+            for function in self.functions.values():
+                function.find_columns(data_set)
 
     @torch.no_grad()
     def __call__(self, rows, batch, *n, texts=None, ended=None):
@@ -193,68 +227,40 @@ class Scorer:
 
     def entries_of(self, rows, batch, n, texts, ended):
         """{name: what it says of each of my responses, a number, a bool or None}. Raises a Fault."""
-
-        def scores_of_ids(*_):
-            parts = utils.split(batch, utils.slices(len(rows), self.size))
-            return torch.cat([self.response_scores(self.reward_model, part, *n) for _, part in parts]).tolist()
-
         if texts is None:
             texts = models.decode(self.tokenizer, batch.responses, batch.response_mask)
         if ended is None:
             last = batch.responses.gather(1, batch.response_mask.sum(1, keepdim=True) - 1).squeeze(1)  # [M]
             ended = torch.isin(last, self.stop_ids)
-        reads_text = self.reward_model and self.reward_model.tokenizer
-        rewards = {"reward_model": self.scores_of_text if reads_text else scores_of_ids} | self.functions | self.watched
-        entries = {}
-        for name in self.names:
-            start = time.time()
-            entries[name] = rewards[name](rows, texts, ended)
-            if name not in self.watched:
-                self.seconds[f"time/rewards/{name}"] = time.time() - start
-        for i, words in self.faults(entries, rows):
-            (response,) = models.decode(self.tokenizer, batch.responses[i : i + 1], batch.response_mask[i : i + 1])
-            where = f"row {rows[i].number} of {rows[i].source}, {rows[i].text!r}, with the response {response!r}"
-            raise Fault(f"{words} {where}")
+        with torch.autocast(self.accelerator.device.type, enabled=False):
+            entries = {name: function(rows, texts, ended) for name, function in self.functions.items()}
+        entries |= {name: function(rows, texts, ended) for name, function in self.watched.items()}
+        if self.text_model:
+            entries["reward_model"] = self.text_model(rows, texts, ended)
+        elif self.reward_model:
+            parts = utils.split(batch, utils.slices(len(rows), self.size))
+            scores = [self.response_scores(self.reward_model, part, *n) for _, part in parts]
+            entries["reward_model"] = torch.cat(scores).tolist()
+        # evaluate.py adds rewards up where they are to judge, and only there.
+        must_score = getattr(self.args, "judge", "reward_fn") == "reward_fn"
+        for i, row in enumerate(rows):
+            says = {name: entries[name][i] for name in self.names[: self.num_weighted]}
+            if fault := self.fault_of(says, entries, i, rows) or (
+                "no reward applies to" if must_score and all(x is None for x in says.values()) else ""
+            ):
+                (response,) = models.decode(self.tokenizer, batch.responses[i : i + 1], batch.response_mask[i : i + 1])
+                where = f"row {row.number} of {row.source}, {row.text!r}, with the response {response!r}"
+                raise Fault(f"{fault} {where}")
         return entries
 
-    def faults(self, entries, rows):
-        """Yields (the index of a response, what is wrong with what a reward says of it)."""
-        names = self.names[: self.num_weighted]
-        for name in names:
-            says = f"--reward_fn {name} returned" if name in self.functions else "the reward model's score is"
-            for i, x in enumerate(entries[name]):
-                if x is not None and not (isinstance(x, numbers.Real) and abs(x) <= torch.finfo(torch.float32).max):
-                    yield i, f"{says} {reprlib.repr(x)} for"
-                if i and rows[i] is rows[i - 1] and (x is None) != (entries[name][i - 1] is None):
-                    rule = "None, but not for each response to this prompt; None means that a row is of another kind"
-                    yield i, f"{says} {rule}:"
-        must_score = getattr(self.args, "judge", "reward_fn") == "reward_fn"  # Else evaluate.py does not add them up.
-        for i in range(len(rows)) if must_score else ():
-            if all(entries[name][i] is None for name in names):
-                yield i, "no reward applies to"
-
-    def encode(self, row, text, what="the prompt"):
-        """(token ids of a row's prompt, those of a response) in the words of the reward model's own tokenizer."""
-        prompt = row.columns["prompt"]
-        pair = (prompt, [{"role": "assistant", "content": text}]) if is_messages(prompt) else (row.text, text)
-        return encode(self.reward_model.tokenizer, *pair, row.options, what)
-
-    def scores_of_text(self, rows, texts, ended):
-        """Scores by a reward model that has a tokenizer of its own. A text longer than its context loses its beginning.
-
-        Only where a response ended is its text followed by EOS, or by the chat template's end of the turn.
-        """
-        model, ids, scores = self.reward_model, [], []
-        context = min(models.context_of(model.model), sys.maxsize)
-        for row, text, is_complete in zip(rows, texts, ended, strict=True):
-            query, response = self.encode(row, text)
-            whole = query + (response if is_complete else response[:-1])
-            ids.append([i for i in whole if i is not None][-context:])  # A tokenizer without EOS has put None there.
-        for start in range(0, len(ids), self.size):
-            tokens, mask = utils.left_pad(ids[start : start + self.size], self.accelerator.device)
-            index = torch.full((len(tokens), 1), tokens.size(1) - 1, device=tokens.device)
-            scores += model(tokens, mask, utils.positions_from_mask(mask), index).squeeze(1).tolist()
-        return scores
+    def fault_of(self, says, entries, i, rows):
+        """What is wrong with what the rewards say of response i, {name: entry}; "" if nothing is."""
+        for name, x in says.items():
+            if x is not None and not (isinstance(x, numbers.Real) and abs(x) <= torch.finfo(torch.float32).max):
+                return f"{name} returned {reprlib.repr(x)} for"
+            if i and rows[i] is rows[i - 1] and (x is None) != (entries[name][i - 1] is None):
+                return f"{name} returned None, but not for each response to this prompt, whose kind decides:"
+        return ""
 
     def by_name(self, values, prefix="", spread=False):
         """{metric: mean} of gathered values [N, F], over the responses that each reward applies to.

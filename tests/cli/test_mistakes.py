@@ -38,7 +38,6 @@ def good_args(script, tiny, **changes):
     values |= {MODEL[script]: str(tiny / "policy")}
     values |= {} if script == "evaluate" else dict(batch_size=16, run_name="run")
     values |= changes
-    values |= {"policy_path": (values["policy_path"],)} if script == "evaluate" else {}
     return SCRIPTS[script].Args(**values)
 
 

@@ -137,7 +137,7 @@ def test_every_stage_runs_on_the_columns_that_were_published(name, hub, monkeypa
     assert " ".join(stages) == {
         "tldr.sh": "train_sft train_reward train_ppo evaluate train_rloo evaluate",
         "lm_human_preferences.sh": "train_reward train_ppo train_reward train_ppo",
-        "movies.sh": "train_sft train_reward train_rloo train_ppo train_dpo evaluate",
+        "movies.sh": "train_sft train_reward train_rloo train_ppo train_dpo evaluate evaluate evaluate",
         "ppo_sentiment.toml": "train_reward train_ppo",
         "ppo_descriptiveness.toml": "train_reward train_ppo",
     }.get(name, f"train_{name.partition('_')[0]}")

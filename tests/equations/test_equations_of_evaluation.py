@@ -4,7 +4,6 @@ import itertools
 import math
 import random
 import re
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -38,12 +37,13 @@ def test_eval_5_pass_at_k_is_the_share_of_subsets_with_a_right_response(n, right
 
 
 def test_eval_5_a_response_is_right_where_all_rewards_that_apply_are():
-    verdicts = [[(1, None), (1, 0), (None, None)], [(0, None), (1, 1), (None, None)], [(0, None), (0, 1), (None, None)]]
-    found = evaluation.pass_rates(verdicts, evaluate.pass_at_k)  # one of three is right, of each prompt that counts
+    nan = math.nan
+    verdicts = [[(1, nan), (1, 0), (nan, nan)], [(0, nan), (1, 1), (nan, nan)], [(0, nan), (0, 1), (nan, nan)]]
+    found = evaluate.pass_rates(torch.tensor(verdicts))  # one of three is right, of each prompt that counts
     assert {name: x["value"] for name, x in found.items()} == pytest.approx(
         {"pass@1": 1 / 3, "pass@2": 2 / 3, "pass@3": 1}
     )
-    assert evaluation.pass_rates([[(None,)]] * 2, evaluate.pass_at_k) == {}
+    assert evaluate.pass_rates(torch.full((2, 1, 1), nan)) == {}
 
 
 @pytest.mark.parametrize(
@@ -70,8 +70,6 @@ def test_eval_2_a_tie_is_half_a_win_and_an_unparsable_answer_none():
     w = evaluate.win_rate(["won"] * 3 + ["tied"] * 2 + ["lost"] * 4 + ["unparsable"])
     assert (w["value"], w["pairs"], w["won"], w["tied"], w["lost"], w["unparsable"]) == (0.4, 10, 3, 2, 4, 1)
     assert (w["low"], w["high"]) == evaluation.wilson_interval(4, 10)
-    assert w["readable"] == evaluation.rate([1.0] * 3 + [0.5] * 2 + [0.0] * 4)
-    assert "readable" not in evaluate.win_rate(["won", "lost"])
 
 
 def test_the_verdict_by_score():
@@ -101,33 +99,19 @@ def test_what_is_measured_of_one_sides_responses():
     }
     value = {name: figure["value"] for name, figure in found.items()}
     assert value["length"] == pytest.approx(8 / 3) and value["ended"] == pytest.approx(2 / 3)
-    assert value["rewards/reward_model"] == 2.5 and value["parses"] == 0.5 and value["verifiable_correct_rate"] == 0.5
+    assert value["rewards/reward_model"] == 2.5 and value["parses"] == 0.5
     assert value["distinct_1"] == 3 / 6  # 5 6 | 5 5 5 | 7: the token at the end is left out
     assert value["distinct_2"] == 2 / 3 and value["distinct_3"] == 1
-    assert found["ended"] == evaluation.rate([1, 0, 1])
+    assert found["ended"] == evaluation.rate([1, 0, 1]) and found["rewards/is_right"] == evaluation.rate([1, 0])
     assert found["rewards/reward_model"] == evaluation.average([1.0, 2.0, 4.5])
-
-
-def test_verifiable_rewards_that_say_the_same_are_no_further_evidence():
-    verdicts = torch.tensor([1.0, 1.0, 0.0, 1.0]).unsqueeze(1)
-    responses, mask = torch.full((4, 1), 5), ragged_mask([1] * 4, 1)
-
-    def interval(copies):
-        score = SimpleNamespace(names=[f"f{i}" for i in range(copies)], watched=set())
-        score.boolean = set(score.names)
-        found = evaluate.measure(list("abcd"), responses, mask, None, verdicts.expand(-1, copies), score, {1})
-        return found[1]["verifiable_correct_rate"]
-
-    assert interval(1) == interval(3) == evaluation.share([1, 1, 0, 1])
 
 
 @pytest.mark.parametrize("prompts", [20, 200])
 @pytest.mark.parametrize("a, b", [(0.5, 0.5), (5, 5), (20, 1), (50, 0.5)])  # of the prompts' own chances
-def test_the_interval_of_shares_holds_the_truth_and_has_a_width_where_all_are_right(a, b, prompts):
+def test_the_interval_of_shares_holds_the_truth(a, b, prompts):
     noise, held = np.random.default_rng(1), 0
     for shares in noise.binomial(8, noise.beta(a, b, (1000, prompts))) / 8:
-        found = evaluation.share(shares.tolist())
-        assert 0 <= found["low"] <= found["value"] <= found["high"] <= 1 and found["low"] < found["high"]
+        found = evaluation.rate(shares.tolist())
         held += found["low"] <= a / (a + b) <= found["high"]
     assert held / 1000 > 0.93  # average() holds it in 0.78 of the cases for 20 prompts with chances near 1.
 

@@ -13,12 +13,11 @@ import datasets
 import pandas
 import pytest
 import torch
-from helpers import metaspace_tokenizer, read_metrics, tiny_config, word_tokenizer
+from helpers import metaspace_tokenizer, tiny_config, word_tokenizer
 from tokenizers import ByteLevelBPETokenizer, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    AutoTokenizer,
     GPTNeoXForCausalLM,
     GPTNeoXForSequenceClassification,
     PreTrainedTokenizerFast,
@@ -191,12 +190,14 @@ def as_texts(table):
     return [{name: str(cell) for name, cell in row.items()} for row in table]
 
 
-@pytest.mark.parametrize("packed", ["", ".gz"])
-@pytest.mark.parametrize("suffix", [".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet"])
-def test_rows_of_a_file_come_in_order_with_their_types(in_tmp, suffix, packed, capsys):
-    path, kept = f"rows{suffix}{packed}", as_texts if suffix in (".csv", ".tsv") else list
+FILES = [".jsonl", ".jsonl.gz", ".ndjson", ".json", ".json.gz", ".csv", ".csv.gz", ".tsv", ".parquet"]
+
+
+@pytest.mark.parametrize("suffix", FILES)
+def test_rows_of_a_file_come_in_order_with_their_types(in_tmp, suffix, capsys):
+    kept = as_texts if suffix[:4] in (".csv", ".tsv") else list
     for table in ROWS, [{"prompt": "new", "n": 4}]:  # The rows are not those of a cache.
-        assert files.read_rows(write(path, table), "--dataset") == kept(table)
+        assert files.read_rows(write(f"rows{suffix}", table), "--dataset") == kept(table)
     assert capsys.readouterr() == ("", "")
 
 
@@ -208,49 +209,27 @@ CELLS = "None N/A null nan 007 5 2024-01-02 True".split()
     [
         ("a.csv", "\n".join(["w", *CELLS]), CELLS),
         ("a.csv", '\ufeffw,x\n"a ""b"",\nc",\n,y\n', ['a "b",\nc', ""]),
-        ("a.csv", "x;w\n1;a, b\n", ["a, b"]),  # as a spreadsheet writes it where the comma is in numbers
-        ("a.csv", "x\tw\n1\ta, b\n", ["a, b"]),
         ("a.csv", "x,w\n1\n", [""]),
         ("a.json", '\ufeff{"w": "one\u2028two\x85three"}\n\n{"w": "b"}', ["one\u2028two\x85three", "b"]),
+        ("a.json", '{"version": "1", "data": [{"w": 1}, {"w": 2}]}', [1, 2]),
+        ("a.json", '{"train": [{"w": 1}], "test": [{"w": 2}, {"w": 3}]}', [1]),
+        ("a.json:test", '{"train": [{"w": 1}], "test": [{"w": 2}, {"w": 3}]}', [2, 3]),
     ],
 )
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
-def test_what_the_text_of_a_file_means(in_tmp, name, content, texts, encoding):
+def test_what_the_text_of_a_file_means(in_tmp, name, content, texts):
     """A CSV file's cell is its text. A .json file may hold lines, and line separators in a string mean nothing."""
-    Path(name).write_text(content, encoding=encoding)
+    Path(name.partition(":")[0]).write_text(content, encoding="utf-8")
     assert [row["w"] for row in files.read_rows(name, "--dataset")] == texts
 
 
-LISTS = {"version": "1", "train": [{"n": 1}], "test": [{"n": 2}, {"n": 3}]}
-TOOLS = {"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function"}]}
-
-
-@pytest.mark.parametrize(
-    "value, part, expected",
-    [
-        ({"version": "1", "data": [{"n": 1}, {"n": 2}]}, "", [{"n": 1}, {"n": 2}]),
-        (LISTS, "", [{"n": 1}]),
-        (LISTS, ":test", [{"n": 2}, {"n": 3}]),
-        (LISTS, ":test[1:]", [{"n": 3}]),
-        ({"n": 1, "words": ["a"]}, "", [{"n": 1, "words": ["a"]}]),
-        (TOOLS, "", [TOOLS]),
-    ],
-)
-def test_a_json_file_of_one_object_holds_lists_of_rows_or_is_a_row(in_tmp, value, part, expected):
-    Path("a.json").write_text(json.dumps(value, indent=1))
-    assert files.read_rows(f"a.json{part}", "--dataset") == expected
-
-
 def configurations(folder, *names):
-    """Writes a folder of configurations, each with two splits. A name that ends in * is that of the default."""
+    """Writes a folder of configurations, each with two splits."""
     lines = ["---", "configs:"]
     for i, name in enumerate(names):
-        lines += [f"- config_name: '{name.strip('*')}'", "  default: true"][: 1 + name.endswith("*")]
-        lines += ["  data_files:"]
+        lines += [f"- config_name: '{name}'", "  data_files:"]
         for split in ("train", "test"):
-            file = f"{name.strip('*')}/{split}.csv"
-            lines += [f"  - split: {split}", f"    path: {file}"]
-            write(f"{folder}/{file}", [{"w": f"0{i} {split}"}])
+            lines += [f"  - split: {split}", f"    path: {name}/{split}.jsonl"]
+            write(f"{folder}/{name}/{split}.jsonl", [{"w": f"{i} {split}"}])
     Path(folder, "README.md").write_text("\n".join([*lines, "---", ""]))
 
 
@@ -258,21 +237,13 @@ def configurations(folder, *names):
     "spec, words",
     {
         "saved": "0 1",  # by save_to_disk
-        "saved:test": "8 9",
-        "saved:test[:50%]": "8",
+        "saved:test[1:]": "9",
         "saved/test": "8 9",
-        "two:main": "00-train",
-        "two:main:test": "00-test",
-        "two:2023.en": "01-train",
-        "two:2023.en:test[:1]": "01-test",
-        "one:test": "00-test",
-        "one:only": "00-train",
-        "default": "01-train",
-        "default:main:test": "00-test",
-        "folder": "2024-01-02 007",  # `datasets` would make a date of the first
+        "two:main": "0-train",
+        "two:2023.en": "1-train",
+        "two:2023.en:test[:1]": "1-test",
         "folder:test": "8 9",
         "folder:test.json": "8 9",
-        "folder:train+test[:1]": "2024-01-02 007 8",
     }.items(),
 )
 def test_the_parts_of_a_folder(in_tmp, spec, words):
@@ -280,40 +251,32 @@ def test_the_parts_of_a_folder(in_tmp, spec, words):
         return [{"w": text} for text in texts]
 
     splits = {"train": datasets.Dataset.from_list(rows("0", "1")), "test": datasets.Dataset.from_list(rows("8", "9"))}
-    datasets.DatasetDict(splits).with_format("torch").save_to_disk("saved")
-    for folder, names in {"two": ["main", "2023.en"], "one": ["only"], "default": ["main", "best*"]}.items():
-        configurations(folder, *names)
-    write("folder/train.json", rows("2024-01-02", "007")), write("folder/test.json", rows("8", "9"))
+    datasets.DatasetDict(splits).save_to_disk("saved")
+    configurations("two", "main", "2023.en")
+    write("folder/train.json", rows("0", "1")), write("folder/test.json", rows("8", "9"))
     assert [row["w"].replace(" ", "-") for row in files.read_rows(spec, "--dataset")] == words.split()
 
 
-@pytest.mark.parametrize("name", ["a.json", "a.csv", "folder:a.csv", "folder", "mine.py:each"])
-def test_rows_from_a_to_b(in_tmp, name):
-    numbers = [{"n": i} for i in range(5)]
-    write("a.json", numbers), write("a.csv", numbers), write("folder/a.csv", numbers)
-    expected = numbers if name in ("a.json", "mine.py:each") else as_texts(numbers)
+def test_rows_from_a_to_b(in_tmp):
     Path("mine.py").write_text("def each():\n    yield from ({'n': i} for i in range(5))\n")
     files.load_module.cache_clear()
     for taken, (start, stop) in {"": (0, 5), "[:2]": (0, 2), "[1:4]": (1, 4), "[-2:]": (3, 5), "[:9]": (0, 5)}.items():
-        assert files.read_rows(f"{name}{taken}", "--dataset") == expected[start:stop], taken
+        rows = files.read_rows(f"mine.py:each{taken}", "--dataset")
+        assert [row["n"] for row in rows] == list(range(start, stop)), taken
 
 
 def test_a_data_set_of_the_hub_is_asked_for_as_datasets_wants_it(monkeypatch):
-    asked = []
+    asked, found = [], datasets.Dataset.from_list([{"n": i} for i in range(5)])
     monkeypatch.setattr(datasets, "get_dataset_config_names", lambda *a, **k: ["main", "en.1"])
-    monkeypatch.setattr(datasets, "get_dataset_default_config_name", lambda *a, **k: "main")
-    found = SimpleNamespace(config=None, download_and_prepare=lambda: None)
-    found.as_dataset = lambda split: asked.append(split) or [{"n": 1}]
-    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *a, **k: asked.append((a, k)) or found)
-    for spec, *expected in [
-        ("a/labels:sentiment/5k.json[:49]", ("a/labels", None), {"data_files": "sentiment/5k.json"}, "train[:49]"),
-        ("a/tldr@v1:validation", ("a/tldr", None), {"revision": "v1"}, "validation"),
-        ("a/gsm8k:main[2:]", ("a/gsm8k", "main"), {}, "train[2:]"),
-        ("a/gsm8k:en.1:test", ("a/gsm8k", "en.1"), {}, "test"),
+    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: asked.append((*a, k)) or found)
+    for spec, name, config, options in [
+        ("a/labels:sentiment/5k.json[:2]", "a/labels", None, {"data_files": "sentiment/5k.json", "split": "train"}),
+        ("a/tldr@v1:validation", "a/tldr", None, {"revision": "v1", "split": "validation"}),
+        ("a/gsm8k:main", "a/gsm8k", "main", {"split": "train"}),
+        ("a/gsm8k:en.1:test", "a/gsm8k", "en.1", {"split": "test"}),
     ]:
-        files.read_rows(spec, "--dataset")
-        assert asked == [tuple(expected[:2]), expected[2]], spec
-        asked.clear()
+        assert len(files.read_rows(spec, "--dataset")) == (2 if "[:2]" in spec else 5)
+        assert asked.pop() == (name, config, {"revision": None} | options), spec
 
 
 @pytest.mark.parametrize(
@@ -322,24 +285,23 @@ def test_a_data_set_of_the_hub_is_asked_for_as_datasets_wants_it(monkeypatch):
         ("user/no-such-data-set", "no such file or folder here, and it cannot be read from the Hub"),
         ("a.json[5:]", "no rows"),
         ("lines.json", "line 3 is not JSON"),
-        ("list.json", "line 3 is not JSON"),
-        ("latin.jsonl", "line 2 is not UTF-8"),
-        ("latin.csv", "line 2 is not UTF-8"),
-        ("half.jsonl", r"row 2, column 'n': '\ud83d' is half of a character"),
-        ("lists.json", "lists.json:train: no such part; name one of lists.json:a, lists.json:b"),
-        ("lists.json:c", "no such part; name one of lists.json:a, lists.json:b"),
-        ("object.json", "line 3 is not JSON"),
-        ("wide.csv", "row 1 has more cells than there are columns, ['n']"),
-        ("ragged.csv", "row 2 has more cells than there are columns, ['n']"),
+        ("list.json", "line 3 column"),
+        ("latin.jsonl", "'utf-8' codec can't decode byte 0xe9"),
+        ("latin.csv", "'utf-8' codec can't decode byte 0xe9"),
+        ("half.jsonl", "surrogates not allowed"),
+        ("lists.json", "has no list 'train'; name one of lists.json:a, lists.json:b"),
+        ("lists.json:c", "name one of lists.json:a, lists.json:b"),
+        ("object.json", "line 3 column"),
+        ("wide.csv", "row 1 has more cells than there are columns"),
+        ("ragged.csv", "row 2 has more cells than there are columns"),
         ("empty.tsv", "no rows"),
-        ("two", "name one of its configurations, two:main, two:2023.en"),
-        ("two:nosuch", "name one of its configurations, two:main, two:2023.en"),
+        ("two", "['main', '2023.en']"),
         ("two:main:nosuch", 'unknown split "nosuch"'),
         ("saved:nosuch", "nosuch"),
-        ("folder", "to {'a': Value('int64'), 'b': Value('int64')} because column names don't match"),
+        ("folder", "column names don't match"),
         ("none.py:rows", "no such file"),
         ("mine.py:missing", "no function 'missing'"),
-        ("mine.py:nothing", "no list of rows"),
+        ("mine.py:nothing", "is no object with columns: None"),
     ],
 )
 def test_rows_that_cannot_be_read_are_one_line(in_tmp, fails, spec, words):
@@ -352,7 +314,7 @@ def test_rows_that_cannot_be_read_are_one_line(in_tmp, fails, spec, words):
     Path("wide.csv").write_text("n\n1,2\n"), Path("ragged.csv").write_text("n\n1\n2,3\n")
     configurations("two", "main", "2023.en")
     write("folder/1.parquet", [{"a": 1, "b": 2}]), write("folder/2.parquet", [{"a": 1, "c": 2}])
-    datasets.Dataset.from_list([{"n": 1}]).save_to_disk("saved")
+    datasets.DatasetDict(train=datasets.Dataset.from_list([{"n": 1}])).save_to_disk("saved")
     Path("mine.py").write_text("def nothing(): pass\n")
     files.load_module.cache_clear()
     line = fails(files.read_rows, spec, "--eval_dataset")
@@ -375,8 +337,6 @@ CALLS_AS_TEXT = {"role": "assistant", "content": "", "tool_calls": json.dumps(CA
 # Parquet has all keys in all rows, and fills them with nulls.
 CALLS_FILLED = CALLS | {"tool_calls": [{"id": None, "function": {"name": "add", "arguments": {"a": 1, "b": None}}}]}
 PARTS_FILLED = [{"type": "text", "text": "a!", "image": None}]
-PAST = {"instruction": "a", "input": "", "output": "b", "history": [["q", "r"]]}
-
 
 QUESTION, ANSWER = [user("a")], [assistant("b")]
 BOTH = QUESTION + ANSWER
@@ -400,7 +360,6 @@ CALLED = [CALLS | {"content": "", "tool_calls": [CALL]}]
         ({"conversations": BOTH, "system": "s"}, [system("s"), *QUESTION], ANSWER),
         ({"messages": BOTH + [user("c"), assistant("d")]}, [*BOTH, user("c")], [assistant("d")]),
         ({"conversations": [{"from": "Human", "value": "a"}, {"from": "gpt", "value": "b"}]}, QUESTION, ANSWER),
-        ({"conversation": [{"from": "human", "value": "a"}, {"from": "model", "value": "b"}]}, QUESTION, ANSWER),
         # Where data sets of several shapes are joined, the columns of the others are null.
         ({"messages": BOTH, "prompt": None, "completion": None}, QUESTION, ANSWER),
         ({"messages": [user("a") | {"tool_calls": None}, assistant("b") | {"tool_calls": []}]}, QUESTION, ANSWER),
@@ -410,21 +369,14 @@ CALLED = [CALLS | {"content": "", "tool_calls": [CALL]}]
         ({"messages": [*QUESTION, CALLS_AS_TEXT]}, QUESTION, CALLED),
         ({"messages": [*QUESTION, CALLS_FILLED]}, QUESTION, CALLED),
         ({"instruction": "a", "input": "x", "output": "b"}, [user("a\n\nx")], ANSWER),
-        ({"instruction": "a", "context": "x", "response": "b"}, [user("a\n\nx")], ANSWER),  # Dolly's
-        (PAST, [user("q"), assistant("r"), *QUESTION], ANSWER),
     ],
 )
-def test_the_shapes_of_rows_that_people_bring(in_tmp, tokenizers, row, prompt, answer):
-    """Whoever has no chat template reads Alpaca's columns as text."""
-    tokenizers["chatml"].save_pretrained("base")
+def test_the_forms_of_rows_that_people_bring(in_tmp, row, prompt, answer):
     write("rows.jsonl", [row])
-    (read,) = data.read_demonstrations(train_sft.Args(dataset="rows.jsonl", base_model="base"), "dataset")
+    (read,) = data.read_demonstrations(train_sft.Args(dataset="rows.jsonl"), "dataset")
     assert (read["prompt"], read["completion"]) == (prompt, answer)
     if answer is CALLED:
         assert data.as_text(None, answer) == json.dumps([CALL])
-    if "instruction" in row:
-        (read,) = data.read_demonstrations(train_sft.Args(dataset="rows.jsonl"), "dataset")
-        assert isinstance(read["prompt"], str) and read["prompt"].startswith(("a", "q")) and read["completion"] == "b"
 
 
 @pytest.mark.parametrize(
@@ -433,6 +385,8 @@ def test_the_shapes_of_rows_that_people_bring(in_tmp, tokenizers, row, prompt, a
         ({"messages": [*BOTH, user("c")]}, [*BOTH, user("c")]),
         ({"query_token": [5, 6], "chosen": "p a", "rejected": "p b"}, [5, 6]),
         ({"chosen": "Q: why? A: I can", "rejected": "Q: why? A: I cat"}, "Q: why? A: I"),
+        ({"chosen": "Q: why?\nA:\nyes", "rejected": "Q: why?\nA:\nno"}, "Q: why?\nA:"),
+        ({"chosen": "Q: x A: yes", "rejected": "Q: x A: yes indeed"}, "Q: x A:"),
     ],
 )
 def test_rows_without_an_answer_have_a_prompt(row, prompt):
@@ -440,28 +394,13 @@ def test_rows_without_an_answer_have_a_prompt(row, prompt):
     assert read["prompt"] == prompt
 
 
-@pytest.mark.parametrize(
-    "row, templates, prompt, answer",
-    [
-        ({"q": "a", "solution": "b", "n": 3}, ("{q}", "{solution} {n}"), "a", "b 3"),
-        ({"q": QUESTION, "chosen": BOTH}, ("{q}", "{chosen}"), QUESTION, ANSWER),
-    ],
-)
-def test_any_column_is_the_completion(in_tmp, row, templates, prompt, answer):
-    write("rows.jsonl", [row])
-    flags = dict(zip(("prompt_template", "completion_template"), templates, strict=True))
-    (read,) = data.read_demonstrations(train_sft.Args(dataset="rows.jsonl", **flags), "dataset")
-    assert (read["prompt"], read["completion"]) == (prompt, answer)
+PAIRS = [("b", "c"), (ANSWER, [assistant("c")]), ({"from": "gpt", "value": "b"}, {"from": "gpt", "value": "c"})]
 
 
-@pytest.mark.parametrize(
-    "pair",
-    [("b", "c"), ([assistant("b")], [assistant("c")]), ({"from": "gpt", "value": "b"}, {"from": "gpt", "value": "c"})],
-)
-@pytest.mark.parametrize("start", [{"prompt": [user("a")]}, {"conversations": [{"from": "human", "value": "a"}]}])
-def test_answers_of_a_comparison_may_have_another_shape_than_its_prompt(in_tmp, start, pair):
-    write("rows.jsonl", [start | dict(zip(("chosen", "rejected"), pair, strict=True))])
-    assert candidates_of("rows.jsonl") == [([user("a")], [[assistant("b")], [assistant("c")]], 0)]
+@pytest.mark.parametrize("chosen, rejected", PAIRS)
+def test_answers_of_a_comparison_may_have_another_form_than_its_prompt(in_tmp, chosen, rejected):
+    write("rows.jsonl", [{"prompt": QUESTION, "chosen": chosen, "rejected": rejected}])
+    assert candidates_of("rows.jsonl") == [(QUESTION, [ANSWER, [assistant("c")]], 0)]
 
 
 def test_rows_of_text_are_completions_of_an_empty_prompt(in_tmp):
@@ -469,30 +408,12 @@ def test_rows_of_text_are_completions_of_an_empty_prompt(in_tmp):
     assert demonstrations_of("rows.jsonl", word_tokenizer("<s> $A")) == [([BOS], [A, B, EOS]), ([BOS], [C, EOS])]
 
 
-@pytest.mark.parametrize(
-    "chosen, rejected, prompt",
-    [
-        ("Q: why?\nA:\nyes", "Q: why?\nA:\nno", "Q: why?\nA:"),
-        ("say Hello world", "say Helloween", "say"),
-        ("Q: x A: yes", "Q: x A: yes indeed", "Q: x A:"),
-    ],
-)
-def test_an_implicit_text_prompt_ends_before_the_last_space_in_common(chosen, rejected, prompt):
-    for pair in ([chosen, rejected], [rejected, chosen]):
-        assert data.split_common(*pair, "row 1") == (prompt, *(text[len(prompt) :] for text in pair))
-
-
-@pytest.mark.parametrize(
-    "chosen, rejected",
-    [
-        ([assistant("x"), user("more"), assistant("z")], [assistant("x"), user("less"), assistant("z")]),
-        ([assistant("x")], [assistant("x"), user("go on"), assistant("z")]),
-    ],
-)
-def test_an_implicit_conversation_ends_with_the_last_common_message_that_is_no_answer(chosen, rejected):
-    start = [{"role": "system", "content": "s"}, user("a"), assistant("b"), user("c")]
-    for pair in ([chosen, rejected], [rejected, chosen]):
-        assert data.split_common(*([*start, *answer] for answer in pair), "row 1") == (start, *pair)
+def test_an_implicit_conversation_ends_with_the_last_common_message_that_is_no_answer():
+    start = [system("s"), user("a"), assistant("b"), user("c")]
+    answers = {"chosen": [assistant("x"), user("more"), assistant("z")], "rejected": [assistant("y")]}
+    row = {name: start + answer for name, answer in answers.items()}
+    (read,) = data.with_prompts([row], train_rloo.Args(), "x")
+    assert (read["prompt"], read["chosen"], read["rejected"]) == (start, *answers.values())
 
 
 @pytest.mark.parametrize(
@@ -501,18 +422,17 @@ def test_an_implicit_conversation_ends_with_the_last_common_message_that_is_no_a
         ({"messages": []}, "column 'messages': is empty"),
         ({"messages": None}, "column 'messages': is empty"),
         ({"messages": "[{'role': 'user'}]"}, "is no list of messages"),
-        ({"messages": {"role": ["user"], "content": ["a"]}}, "is no list of messages"),
+        ({"messages": {"role": ["user"], "content": ["a"]}}, "a string `role`"),
         ({"messages": [user([{"type": "image", "text": None}])]}, "a string or a list of texts"),
         ({"messages": ANSWER}, "an answer and nothing before it"),
         ({"messages": [*QUESTION, assistant("b") | {"tool_calls": "none"}]}, "`tool_calls`"),
-        ({"messages": [*BOTH, user("c")]}, "ends with a message of 'user'"),
+        ({"messages": [*BOTH, user("c")]}, "does not go on from the prompt"),
         ({"prompt": [{"role": "user"}]}, "a string `role` and a `content`"),
         ({"prompt": "a"}, "has no column 'completion'"),
-        ({"prompt": "a", "completion": None}, "column 'completion'"),
-        ({"prompt": QUESTION, "completion": [3, 4]}, "of another kind than the prompt"),
+        ({"prompt": QUESTION, "completion": [3, 4]}, "an answer of its kind"),
         ({"prompt": [], "completion": ANSWER}, "does not go on from the prompt"),
         # UltraChat's rows, whose `prompt` is the first message alone.
-        ({"prompt": "a", "messages": [*BOTH, user("c"), assistant("d")]}, "_template messages"),
+        ({"prompt": "a", "messages": [*BOTH, user("c"), assistant("d")]}, '--prompt_template "{messages}"'),
         ({"text": "b"}, "has no column 'prompt'"),
         ({"question": "a", "answer": "b"}, "--prompt_template names others"),
         ({"chosen": "yes", "rejected": "no"}, "not one prompt with two answers"),
@@ -524,17 +444,14 @@ def test_a_row_that_cannot_be_read_is_named(in_tmp, fails, row, words):
     assert "--dataset rows.jsonl: row 2" in line and words in line
 
 
-def test_the_template_messages_passes_a_column_prompt_over(in_tmp, capsys):
+def test_a_template_of_one_column_takes_messages_beside_a_prompt(in_tmp):
     row = {"prompt": "a", "messages": [*BOTH, user("c"), assistant("d")]}  # as UltraChat has it
     write("rows.jsonl", [row]), write("pairs.jsonl", [{"prompt": "a", "chosen": BOTH, "rejected": [*QUESTION, CALLS]}])
-    args = train_sft.Args(dataset="rows.jsonl", prompt_template="messages")
+    args = train_sft.Args(dataset="rows.jsonl", prompt_template="{messages}")
     (row,) = data.read_demonstrations(args, "dataset")
     assert (row["prompt"], row["completion"]) == ([*BOTH, user("c")], [assistant("d")])
-    expected = {"messages": (QUESTION, [ANSWER, CALLED], 0), None: ("a", ["b", ""], 0)}
-    for template, row in expected.items():
+    for template, row in {"{chosen}": (QUESTION, [ANSWER, CALLED], 0), None: ("a", ["b", ""], 0)}.items():
         assert candidates_of("pairs.jsonl", prompt_template=template) == [row]
-        said = "note: --dataset pairs.jsonl: the column `prompt` is text, so no chat template is used"
-        assert (said in capsys.readouterr().out) == (template is None)
 
 
 # ---- prompt templates ------------------------------------------------------------------------------------------------
@@ -546,19 +463,15 @@ def test_a_template_puts_in_what_the_columns_hold_and_reads_nothing_in_it(in_tmp
         (r"{number} $x \neq \nu$, \nabla f\nAnswer: \not", "7 $x \\neq \\nu$, \\nabla f\nAnswer: \\not"),
     ):
         assert data.fill(template, row, set(row), "row 1", "--prompt_template") == text
-    Path("alpaca.csv").write_text("instruction,input,output\nname a colour,,red\nname a pet,small,mouse\n")
-    table = data.with_prompts(
-        files.read_rows("alpaca.csv", "--dataset"), train_sft.Args(prompt_template="{instruction} {input}"), "x"
-    )
-    assert [row["prompt"] for row in table] == ["name a colour ", "name a pet small"]  # An empty cell is "".
 
 
 def test_every_stage_fills_the_template(in_tmp):
     tokenizer, flags = word_tokenizer(), {"prompt_template": "b {question}"}
-    write("rows.jsonl", [{"question": "a", "completion": "c", "chosen": "c", "rejected": "d"}])
+    write("rows.jsonl", [{"question": "a", "number": "b", "chosen": "c", "rejected": "d"}])
     assert prompts_of("rows.jsonl", tokenizer, **flags)[0][0].ids == [B, A]
-    assert demonstrations_of("rows.jsonl", tokenizer, **flags) == [([B, A], [C, EOS])]
     assert comparisons_of("rows.jsonl", tokenizer, **flags) == [([[B, A, C, EOS], [B, A, 7, EOS]], 0)]
+    flags |= {"completion_template": "{chosen} {number}"}
+    assert demonstrations_of("rows.jsonl", tokenizer, **flags) == [([B, A], [C, B, EOS])]
 
 
 @pytest.mark.parametrize("template", ["{", "{}", "{question!z}", "{title}"])
@@ -701,8 +614,7 @@ def test_an_answer_that_the_template_cuts_is_said(in_tmp, capsys):
     write("rows.jsonl", [{"messages": [user("a"), answer]} for answer in answers])
     demonstrations_of("rows.jsonl", tokenizer, base_model="base")
     said = capsys.readouterr().out
-    assert "rows whose answer the chat template does not wholly write: 2, the first one is row 2" in said
-    assert "the chat template asks for an answer with '<|user|>a<|assistant|><think>\\n'" in said
+    assert "rows whose answer the chat template does not wholly write: 1, the first one is row 2" in said
 
 
 def test_a_template_gets_what_the_row_and_the_user_have(in_tmp):
@@ -717,16 +629,6 @@ def test_a_template_gets_what_the_row_and_the_user_have(in_tmp):
     for row in prompts_of("rows.jsonl", tokenizer, **flags)[0]:
         text = tokenizer.decode(row.ids)
         assert "[{'name': 'add'}]" in text and "[{'text': 'b'}]" in text and "loud 03 Feb 2024" in text
-
-
-def test_a_systems_message_that_the_template_refuses_begins_the_question(capsys):
-    tokenizer = chat_tokenizer("gemma")  # as Gemma 2's
-    tokenizer.chat_template = (
-        "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}" + ENDS["gemma"]
-    )
-    pairs = [[system("be kind"), user("cheap ?")], [user("be kind\n\ncheap ?")]] * 2
-    found = [tokenization.encode(tokenizer, prompt, [assistant("the hotel")]) for prompt in pairs]
-    assert found == [found[1]] * 4 and capsys.readouterr().out.count("refuses a system's message (no)") == 1
 
 
 # ---- N+'s columns of padded token ids --------------------------------------------------------------------------------
@@ -751,7 +653,6 @@ def test_prompts_carry_their_row_and_the_embedded_tasks_their_name(in_tmp, token
     table = [{"prompt": prompt, "answer": i} for i, (prompt, _, _) in enumerate(conversations(2))]
     (first, second), held_out = prompts_of(write("rows.jsonl", table), tokenizers["llama"], eval_dataset="toy:test")
     assert (first.columns, first.number, first.source, first.task) == (table[0], 1, "--dataset rows.jsonl", None)
-    assert second.number == 2 and second.ids == tokenization.encode(tokenizers["llama"], table[1]["prompt"])
     assert second.text == f"system: you are kind .\nuser: {REVIEWS[1]['prompt']}"
     assert held_out[0].task == "toy" and held_out[0].text == toy.rows("prompts", "test")[0]["prompt"]
 
@@ -762,22 +663,12 @@ def test_long_prompts_are_dropped_and_counted_and_rows_keep_their_numbers(in_tmp
     prompts, held_out = prompts_of(path, tokenizer, max_prompt_length=5, eval_dataset=path, take=5)
     assert [prompt.number for prompt in prompts] == [2, 3, 4]
     assert [prompt.number for prompt in held_out] == [2, 3, 4, 6, 7]
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.partition(",")[0] for line in lines] == [
-        "--dataset rows.jsonl: 2 of 5 rows dropped",
-        "--eval_dataset rows.jsonl: 2 of 7 rows dropped",
-    ]
-    assert "no prompt has at most 0.9 tokens" in fails(
-        prompts_of, write("rows.jsonl", number_rows([3])), tokenizer, response_length=1, filter_length=True
-    )
-
-
-def test_filter_length_keeps_nine_tenths_of_the_response_length(in_tmp, tokenizers):
-    write("rows.jsonl", number_rows(range(5, 17)))
-    for response_length in (10, 13):
-        flags = dict(response_length=response_length, filter_length=True)
-        kept = [len(prompt.ids) for prompt in prompts_of("rows.jsonl", tokenizers["chatml"], **flags)[0]]
-        assert kept == [n for n in range(5, 17) if 10 * n <= 9 * response_length] and 0 < len(kept) < 8
+    said = capsys.readouterr().out
+    assert "--dataset rows.jsonl: 2 of 5 rows dropped" in said and "--eval_dataset rows.jsonl: 2 of 7 rows" in said
+    flags = dict(response_length=10, filter_length=True)  # at most nine tenths of it
+    assert len(prompts_of(write("rows.jsonl", number_rows([8, 9, 10])), tokenizer, **flags)[0]) == 2
+    line = fails(prompts_of, write("rows.jsonl", number_rows([3])), tokenizer, response_length=1, filter_length=True)
+    assert "no prompt has at most 0.9 tokens" in line
 
 
 @pytest.mark.parametrize(
@@ -828,20 +719,15 @@ def test_rows_that_teach_nothing_are_counted_and_the_first_one_is_named(in_tmp, 
     pairs = ("d", "a", "b"), ("d", "b", "b"), ("", "", "b"), ("d", "c", "c"), ("d", "c", "b")
     write("rows.jsonl", [{"prompt": p, "completion": a, "chosen": a, "rejected": b} for p, a, b in pairs])
     read("rows.jsonl", word_tokenizer())
-    said, name = capsys.readouterr().out, "completion" if read is demonstrations_of else "candidate"
-    assert f"warning: --dataset rows.jsonl: rows with an empty {name}: 1, the first one is row 3" in said
-    assert "rows with an empty prompt: 1, the first one is row 3" in said
+    said = capsys.readouterr().out
+    assert "warning: --dataset rows.jsonl: rows with an empty answer: 1, the first one is row 3" in said
     same = "--dataset rows.jsonl: rows whose candidates are all the same: 2, the first one is row 2"
     assert (same in said) == (read is comparisons_of)
-    candidates = {"prompt": "d", "candidates": ["a", "a", "b"], "best": 2}
-    good = [{"text": "a b"} if read is demonstrations_of else candidates]
-    read(write("good.jsonl", good), word_tokenizer())
-    assert "warning" not in capsys.readouterr().out
 
 
 # ---- comparisons -----------------------------------------------------------------------------------------------------
 def test_comparisons_of_text_are_the_prompt_and_each_candidate(in_tmp, fails):
-    write("rows.jsonl", [{"prompt": "a b", "candidates": ["c", "a", "b"], "best": best} for best in (2, "1")])
+    write("rows.jsonl", [{"prompt": "a b", "candidates": ["c", "a", "b"], "best": best} for best in (2, 1)])
     expected = [[A, B, C, EOS], [A, B, A, EOS], [A, B, B, EOS]]
     assert comparisons_of("rows.jsonl", word_tokenizer()) == [(expected, 2), (expected, 1)]
     write("two.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}])
@@ -867,9 +753,8 @@ def test_data_4_the_token_ids_of_labels_are_kept_without_their_padding(in_tmp, o
     second = {"query": [PAD, PAD], "best": 3} | {f"sample{k}": [9 + k, PAD, 9] for k in range(4)}
     table = [first | {"query": [PAD, 3, 4, PAD, 6, PAD]}, second]
     expected = [([[3, 4, 6, *x] for x in ([0, 7], [8], [3, 4], [5])], 2), ([[9 + k, 9] for k in range(4)], 3)]
-    write("labels.json", table), write("lines.jsonl", table)
-    write("folder/sentiment/offline_5k.json", table), write("folder/other/offline_5k.json", table[:1])
-    for spec in ("labels.json", "lines.jsonl", "folder:sentiment/offline_5k.json"):
+    write("labels.json", table), write("folder/sentiment/offline_5k.json", table)
+    for spec in ("labels.json", "folder:sentiment/offline_5k.json"):
         assert comparisons_of(f"{spec}[:1]", of_labels, eval_dataset=f"{spec}[1:]") == expected
 
 
@@ -884,7 +769,7 @@ CHOICE, TOO_LONG = {"prompt": "w2 w3", "candidates": ["w4", "w5"], "best": 0}, "
         (CHOICE, {"candidates": ["w4", "w4 " * 40]}, f"1 of 2 rows {TOO_LONG} context; the first one is row 2 with 43"),
         (CHOICE, {"best": None}, "'best'"),
         (LABEL, {"best": 4}, "column 'best': 4 is no index of its candidates"),
-        (LABEL, {"sample3": None}, "'sample3'"),
+        (LABEL, {"sample3": None}, "'candidates[3]'"),
         (LABEL, {"sample1": [3, NUM_WORDS, 3]}, "row 2: 40 is no token (the vocabulary has 40)"),
         (LABEL, {"sample1": [3] * 40}, f"1 of 2 rows {TOO_LONG} context; the first one is row 2"),
     ],
@@ -909,16 +794,14 @@ def test_the_columns_of_n_plus(in_tmp, filler):
 
 
 # ---- whole stages on conversations -----------------------------------------------------------------------------------
-def test_the_stages_follow_each_other_on_conversations(in_tmp, tokenizers):
-    """SFT, reward model and RLOO. The score of a response is read at its last token, though the prompt holds EOS."""
+def test_a_reward_model_of_conversations_reads_the_last_token_though_the_prompt_holds_eos(in_tmp, tokenizers):
     tokenizer, found = tokenizers["chatml"], conversations(8)
     torch.manual_seed(0)
     GPTNeoXForCausalLM(tiny_config(vocab_size=len(tokenizer), max_position_embeddings=512)).save_pretrained("base")
     tokenizer.save_pretrained("base")
     write("rows.jsonl", [{"messages": p + a, "chosen": p + a, "rejected": p + b} for p, a, b in found])
-    flags = dict(dataset="rows.jsonl", eval_dataset="rows.jsonl", batch_size=8, response_length=8, overwrite=True)
-    train_sft.main(train_sft.Args(base_model="base", output_dir="sft", **flags))
-    done = train_reward.main(train_reward.Args(sft_model_path="sft", output_dir="rm", **flags))
+    flags = dict(dataset="rows.jsonl", eval_dataset="rows.jsonl", batch_size=8, response_length=8)
+    done = train_reward.main(train_reward.Args(sft_model_path="base", output_dir="rm", **flags))
     model = AutoModelForSequenceClassification.from_pretrained("rm").eval()
     with torch.no_grad():
         scores = [
@@ -927,10 +810,6 @@ def test_the_stages_follow_each_other_on_conversations(in_tmp, tokenizers):
         ]
     loss = sum(math.log1p(math.exp(b - a)) for a, b in scores) / len(scores)
     assert done["metrics"]["eval/rm/loss"] == pytest.approx(loss, rel=1e-4)
-    flags |= dict(sft_model_path="sft", reward_model_path="rm", total_episodes=16, num_mini_batches=1, batch_size=16)
-    run = train_rloo.main(train_rloo.Args(output_dir="rloo", **flags))["run"]
-    assert all(math.isfinite(row["objective/rlhf_reward"]) for row in read_metrics(run) if row["update"])
-    assert template_ids(AutoTokenizer.from_pretrained("rloo"), found[0][0]) == template_ids(tokenizer, found[0][0])
 
 
 @pytest.mark.slow
@@ -953,7 +832,7 @@ def test_a_policy_whose_turns_do_not_end_with_eos_ends_in_every_stage(in_tmp, to
     done += [train_grpo.main(train_grpo.Args(output_dir="grpo", group_size=4, **rl))]
     assert min(x["after"]["eval/objective/ended"] for x in done) > 0.8  # sampled at temperature 1
     assert "a response ends with <|endoftext|> or <|im_end|>" in capsys.readouterr().out
-    options = dict(policy_path=("rloo",), dataset="rows.jsonl", prompt_template="messages", num_examples=4)
+    options = dict(policy_path="rloo", dataset="rows.jsonl", num_examples=4)
     metrics = evaluate.main(evaluate.Args(reward_model_path="rm", **options))["metrics"]
     assert metrics["policy"]["ended"]["value"] > 0.7
     ids = torch.tensor([template_ids(tokenizer, question, add_generation_prompt=True)])

@@ -55,7 +55,7 @@ def test_a_checkpoint_holds_what_is_trained_and_brings_it_back(tmp_path):
 def test_deepspeed_that_is_asked_for_and_missing_is_one_line(module, in_tmp, tiny, monkeypatch, fails):
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setitem(sys.modules, "deepspeed", None)  # as if it were not installed
-    args = ppo_args(tiny) if module is train_ppo else evaluate.Args(policy_path=(str(tiny / "policy"),))
+    args = ppo_args(tiny) if module is train_ppo else evaluate.Args(policy_path=str(tiny / "policy"))
     line = fails(module.main, args)
     assert line == (
         "error: ACCELERATE_USE_DEEPSPEED=true: needs the package deepspeed: "

@@ -4,17 +4,15 @@ The equations of its figures are in tests/equations, the language model as a jud
 """
 
 import csv
-import io
 import json
 import math
-import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from helpers import ppo_args, record, rloo_args, tiny_config
+from helpers import ppo_args, rloo_args, tiny_config
 from short_runs import contents, error_line, write_rows
 
 from rlhf_details import evaluate, toy, train_ppo, train_rloo
@@ -24,7 +22,7 @@ from rlhf_details.plumbing import evaluation, files, tokenization
 def evaluate_args(tiny, **changes):
     """13 prompts, 6 tokens of the tiny policy against the references, compared by the reward model."""
     values = dict(
-        dataset="rows.jsonl", policy_path=(str(tiny / "policy"),), reward_model_path=str(tiny / "reward"),
+        dataset="rows.jsonl", policy_path=str(tiny / "policy"), reward_model_path=str(tiny / "reward"),
         judge="reward_model", response_length=6, output_dir="out",
     )  # fmt: skip
     return evaluate.Args(**(values | changes))
@@ -172,8 +170,8 @@ def test_the_weighted_sum_of_all_rewards_judges_and_says_so_where_it_was_trained
     assert {"won", "lost"} <= {row["verdict"] for row in table}
     assert "cannot show over-optimisation" not in capsys.readouterr().out
     trained(dict(reward_model_path="another", reward_fn=["mine.py:some"]))
-    evaluate_tiny(tiny, **options | dict(policy_path=("trained",), output_dir="two"))
-    warning = "warning: trained: mine.py:some says who wins, which is what training optimised"
+    evaluate_tiny(tiny, **options | dict(policy_path="trained", output_dir="two"))
+    warning = "warning: mine.py:some says who wins, which is what training optimised"
     assert f"\n{warning}, so this win rate cannot show over-optimisation\n" in capsys.readouterr().out
 
 
@@ -206,10 +204,10 @@ def test_eval_5_pass_at_k_counts_right_answers_among_several_samples(rows, tiny,
 
 
 def test_eval_3_the_kl_is_that_of_the_trainings_held_out_evaluation(rows, tiny):
-    """It has samples of its own, so the temperature of those that are scored does not matter."""
+    """It has samples of its own, at the training's temperature, whatever that of those that are scored."""
     training = dict(dataset="rows.jsonl", eval_dataset="rows.jsonl", temperature=0.7, response_length=6)
     after = train_rloo.main(rloo_args(tiny, learning_rate=1e-2, output_dir="trained", **training))["after"]
-    options = dict(policy_path=("trained",), ref_model_path=str(tiny / "policy"), kl_temperature=0.7)
+    options = dict(policy_path="trained", ref_model_path=str(tiny / "policy"))
     for temperature in (0.7, 0.1):
         metrics, table = evaluate_tiny(tiny, **options, temperature=temperature, overwrite=True)
         assert metrics["policy"]["kl"]["value"] == pytest.approx(after["eval/objective/kl"], rel=1e-4)
@@ -222,10 +220,9 @@ def test_a_policy_of_fixed_length_is_read_up_to_its_truncating_token_as_in_train
     training = dict(dataset="rows.jsonl", eval_dataset="rows.jsonl", output_dir="trained", missing_eos_penalty=None)
     after = train_ppo.main(ppo_args(tiny, learning_rate=1e-2, **recipe, **training))["after"]
     assert 0 < after["eval/objective/ended"] < 1 and after["eval/objective/length"] < 40
-    paths = dict(policy_path=("trained",), ref_model_path=str(tiny / "policy"), response_length=None)
+    paths = dict(policy_path="trained", ref_model_path=str(tiny / "policy"), response_length=None)
     metrics, _ = evaluate_tiny(tiny, **paths)
-    sampling = json.loads(Path("out/summary.json").read_text())["sampling"]
-    assert sampling == {"trained": recipe | {"kl_temperature": 0.8, "chat_template_kwargs": "{}"}}
+    assert json.loads(Path("out/summary.json").read_text())["sampling"].items() > recipe.items()
     assert metrics["policy"]["kl"]["value"] == pytest.approx(after["eval/objective/kl"], rel=1e-4)
     assert metrics["policy"]["length"]["value"] < 40 and 0 < metrics["policy"]["ended"]["value"] < 1
     whole, table = evaluate_tiny(tiny, **paths, truncate_token="none", truncate_after=0, output_dir="whole")
@@ -235,7 +232,9 @@ def test_a_policy_of_fixed_length_is_read_up_to_its_truncating_token_as_in_train
 
 def test_slices_change_nothing(rows, tiny, other):
     options = dict(opponent_path=other, ref_model_path=other)
-    (whole, ours), (parts, theirs) = (evaluate_tiny(tiny, rollout_micro_batch_size=size, **options) for size in (64, 3))
+    (whole, ours), (parts, theirs) = (
+        evaluate_tiny(tiny, rollout_micro_batch_size=size, overwrite=True, **options) for size in (64, 3)
+    )
     for a, b in zip(ours, theirs, strict=True):
         for name in ("rewards/reward_model", "opponent_rewards/reward_model"):
             assert float(a.pop(name)) == pytest.approx(float(b.pop(name)), abs=1e-4)
@@ -263,120 +262,44 @@ def trained(tiny, in_tmp):
 
 
 @pytest.mark.parametrize(
-    "file,flags,expected",
+    "file, flags, expected",
     [
-        (PPO, {}, dict(PPO, kl_temperature=0.7)),
-        (PPO, dict(temperature=0.01), dict(PPO, temperature=0.01, kl_temperature=0.7)),
-        (PPO, WHOLE, PPO | WHOLE | dict(kl_temperature=0.7)),
+        (PPO, {}, PPO),
+        (PPO, dict(temperature=0.01), dict(PPO, temperature=0.01)),
+        (PPO, WHOLE, PPO | WHOLE),
         (dict(temperature=1, response_length=36), {}, dict(FALLBACKS, temperature=1.0, response_length=36)),  # of SFT
-        (None, dict(kl_temperature=0.5), dict(FALLBACKS, kl_temperature=0.5)),
-        (PPO, dict(near_greedy=True), dict(PPO, temperature=0.01, kl_temperature=0.7)),
+        (None, dict(response_length=7), dict(FALLBACKS, response_length=7)),
     ],
-    ids=["file", "temperature", "truncation", "sft", "foreign folder", "near greedy"],
-)  # fmt: skip
-def test_each_setting_is_the_flags_or_the_files_or_the_fallback(trained, capsys, file, flags, expected):
+)
+def test_each_setting_is_the_flags_or_the_files_or_the_fallback(trained, file, flags, expected):
     trained(file)
-    args = evaluation.as_trained(evaluate.Args(policy_path=("trained",), **flags))["trained"]
+    args = evaluation.as_trained(evaluate.Args(policy_path="trained", **flags))
     assert {name: getattr(args, name) for name in FALLBACKS} == {name: expected[name] for name in FALLBACKS}
-    said = capsys.readouterr().out
-    assert ("from trained/training_args.json" in said) == (file is not None)
-    assert ("not in trained/training_args.json" in said) == (file is not PPO)
-    assert ("(flags)" in said) == bool(flags)
 
 
-# ---- several policies ------------------------------------------------------------------------------------------------
-def test_each_of_several_policies_has_the_figures_that_it_has_alone(rows, tiny, trained, other, capsys):
-    """One was trained with other settings, so the opponent is sampled in two ways."""
-    trained(dict(temperature=0.5, response_length=9, stop_token="."))
-    options = dict(response_length=None, ref_model_path=other, opponent_path=str(tiny / "policy"))
-    alone = {path: evaluate_tiny(tiny, policy_path=(path,), output_dir=f"out_{i}", **options)
-             for i, path in enumerate(("trained", other))}  # fmt: skip
-    assert alone["trained"][0]["opponent"] != alone[other][0]["opponent"]
-    capsys.readouterr()
-    together, table = evaluate_tiny(tiny, policy_path=("trained", other), **options)
-    assert together == {path: metrics for path, (metrics, _) in alone.items()}
-    for path, (_, own) in alone.items():
-        for row, line in zip(own, table, strict=True):
-            assert row == {name: line[name if name == "prompt" else f"{path}: {name}"] for name in row}
-    out = capsys.readouterr().out
-    header = next(line for line in out.splitlines() if line.startswith("   "))
-    labels = ["trained", other, str(tiny / "policy"), f"{tiny / 'policy'}, as {other}"]
-    assert re.split("  +", header.strip()) == labels and out.count("Model win rate of ") == 2
-
-
-def test_what_makes_figures_doubtful_is_said(rows, tiny, capsys):
-    """The tiny policy does not end within 6 tokens, and the references are longer than twice as many."""
-    evaluate_tiny(tiny)
-    warnings, lines = json.loads(Path("out/summary.json").read_text())["warnings"], capsys.readouterr().out.splitlines()
-    assert [line.removeprefix("warning: ") for line in lines if line.startswith("warning: ")] == warnings
-    assert "of its responses ended within 6 tokens" in warnings[0] and len(warnings) == 2
-
-
+# ---- what makes figures doubtful -------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "ended, lengths, doubted",
     [
         ((0.9, 0.9), (10, 20), []),
         ((0.9, 0.9), (20, 10), []),
-        ((0.89, 0.9), (20, 10), ["a"]),
-        ((0.9, 0.89), (10, 20), ["b"]),
-        ((0.9, 0.9), (10, 21), ["a"]),
-        ((0.9, 0.9), (21, 10), ["a"]),
+        ((0.89, 0.9), (20, 10), ["only 89.0% of the policy's"]),
+        ((0.9, 0.89), (10, 20), ["only 89.0% of the opponent's"]),
+        ((0.9, 0.9), (10, 21), ["mean length 10.0 against 21.0"]),
+        ((0.9, 0.9), (21, 10), ["mean length 21.0 against 10.0"]),
     ],
 )
-def test_what_is_doubtful_has_its_thresholds(ended, lengths, doubted):
+def test_responses_without_an_end_and_lengths_far_apart_are_said(ended, lengths, doubted):
     sides = [{"ended": {"value": x}, "length": {"value": n}} for x, n in zip(ended, lengths, strict=True)]
-    args = evaluate.Args(policy_path=("a",), opponent_path="b", response_length=9)
-    lines = evaluation.doubts(args, {"a": args}, {"a": dict(zip(("policy", "opponent"), sides, strict=True))})
-    assert [line.partition(":")[0] for line in lines] == doubted
-
-
-# ---- talking to policies ---------------------------------------------------------------------------------------------
-def talk(monkeypatch, capsys, lines, *paths):
-    """What `--interactive` prints between its first line and its last, for these lines on stdin."""
-    monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
-    capsys.readouterr()
-    before = contents()
-    evaluate.main(evaluate.Args(policy_path=paths, interactive=True, response_length=6))
-    assert contents() == before
-    return [line for line in capsys.readouterr().out.splitlines() if not line.startswith("sampling: ")][1:-1]
-
-
-def test_two_policies_answer_side_by_side_as_they_are_evaluated(rows, tiny, other, monkeypatch, capsys):
-    """The first prompt has the noise of an evaluation's first row, and so its response."""
-    mine = str(tiny / "policy")
-    _, table = evaluate_tiny(tiny, policy_path=(mine, other))
-    answers = talk(monkeypatch, capsys, [rows[0]["prompt"], "the soup", "", "not read"], mine, other)
-    cut = {path: " [did not end within 6 tokens]" * (table[0][f"{path}: ended"] == "0") for path in (mine, other)}
-    assert answers[:2] == [f"{path}: {table[0][f'{path}: response']}{cut[path]}" for path in (mine, other)]
-    assert len(answers) == 4 and answers[2].startswith(mine) and answers[3].startswith(other)
-
-
-def test_a_chat_template_keeps_the_conversation_until_there_is_no_room(rows, tiny, monkeypatch, capsys):
-    shutil.copytree(tiny / "policy", "chat")
-    tokenizer = transformers.AutoTokenizer.from_pretrained("chat")
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} . {% endfor %}"
-    tokenizer.save_pretrained("chat")
-    calls = record(monkeypatch, tokenization, "encode")["encode"]
-    answers = talk(monkeypatch, capsys, ["the soup", "the hotel", " ".join(["soup"] * 123), "the soup"], "chat")
-    texts = [[message["content"] for message in args[1]] for args, _ in calls]
-    said = [answer.removeprefix("chat: ").partition(" [")[0] for answer in answers]
-    assert texts[:2] == [["the soup"], ["the soup", said[0], "the hotel"]] and texts[3] == ["the soup"]
-    assert "the conversation begins anew" in answers[2]
-
-
-def test_one_process_talks_and_has_room_for_a_prompt(tiny, fails, monkeypatch):
-    options = dict(policy_path=(str(tiny / "policy"),), interactive=True)
-    line = fails(evaluate.main, evaluate.Args(**options, response_length=128))
-    assert "--response_length 128: leaves no room for a prompt" in line
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "--interactive: runs in one process" in fails(evaluate.main, evaluate.Args(**options))
+    args = evaluate.Args(policy_path="a", opponent_path="b", response_length=9)
+    lines = evaluation.doubts(args, dict(zip(("policy", "opponent"), sides, strict=True)))
+    assert len(lines) == len(doubted) and all(map(str.startswith, lines, doubted))
 
 
 # ---- the output folder -----------------------------------------------------------------------------------------------
 def test_the_same_command_may_be_repeated_and_another_needs_overwrite(rows, tiny, capsys):
     evaluate_tiny(tiny)
-    Path("out/judge_cache.jsonl").write_text("paid for\n")
-    _, first = evaluate_tiny(tiny, rollout_micro_batch_size=8)
+    _, first = evaluate_tiny(tiny)
     before = contents()
     with pytest.raises(SystemExit) as end:
         evaluate_tiny(tiny, temperature=0.5)
@@ -384,15 +307,16 @@ def test_the_same_command_may_be_repeated_and_another_needs_overwrite(rows, tiny
     assert contents() == before
     assert all(part in line for part in ("--output_dir out", "temperature 1.0 there", "0.5 here", "--overwrite"))
     _, second = evaluate_tiny(tiny, temperature=0.5, overwrite=True)
-    assert first != second and Path("out/judge_cache.jsonl").read_text() == "paid for\n"
-    assert sorted(p.name for p in Path("out").iterdir()) == ["judge_cache.jsonl", "samples.csv", "summary.json"]
+    assert first != second
+    Path("out/thesis.txt").touch()
+    with pytest.raises(SystemExit):
+        evaluate_tiny(tiny, temperature=0.5, overwrite=True)
+    assert "holds other files" in error_line(capsys, end)
 
 
 def test_each_policy_has_a_folder_of_its_own_by_default():
-    folders = {("models/toy/ppo",): "models_toy_ppo", ("/abs/x/",): "abs_x", ("a/b", "c"): "a_b__c"}
-    for paths, folder in folders.items():
-        assert evaluate.evaluation.folder_of(evaluate.Args(policy_path=paths)) == Path(f"runs/evaluate__{folder}")
-    assert evaluate.evaluation.folder_of(evaluate.Args(policy_path=("x",), output_dir="mine")) == Path("mine")
+    for path, folder in {"models/toy/ppo": "models_toy_ppo", "/abs/x/": "abs_x"}.items():
+        assert evaluation.folder_of(evaluate.Args(policy_path=path)) == Path(f"runs/evaluate__{folder}")
 
 
 # ---- mistakes --------------------------------------------------------------------------------------------------------
@@ -414,16 +338,14 @@ def refused(rows, tiny, capsys, monkeypatch):
 LLM = dict(judge="llm", judge_model="m", judge_base_url="http://127.0.0.1:9/v1")
 MISTAKES = [
     ({"temperature": 0.0}, ["--temperature 0"]),
-    ({"kl_temperature": math.nan}, ["--kl_temperature nan"]),
+    ({"temperature": math.nan}, ["--temperature nan"]),
     ({"num_examples": 0}, ["--num_examples 0"]),
     ({"response_length": 128}, ["--response_length 128", "128"]),
     ({"stop_token": "nonsense"}, ["--stop_token 'nonsense'"]),
     ({"truncate_token": "nonsense"}, ["--truncate_token 'nonsense'"]),
     ({"truncate_after": 2}, ["--truncate_after 2", "truncate_token"]),
     ({"truncate_after": 6, "truncate_token": "eos"}, ["--truncate_after 6", "response_length"]),
-    ({"policy_path": ()}, ["--policy_path"]),
-    ({"policy_path": ("a", "b", "a")}, ["--policy_path a b a", "twice"]),
-    ({"near_greedy": True, "temperature": 0.5}, ["--near_greedy", "--temperature 0.5"]),
+    ({"policy_path": None}, ["--policy_path"]),
     *[({name: "no/such"}, [f"--{name} no/such"]) for name in ("opponent_path", "ref_model_path", "reward_model_path")],
     ({"reward_model_path": None}, ["--judge reward_model", "--reward_model_path"]),
     ({"judge": "reward_fn"}, ["--judge reward_fn", "--reward_fn"]),
@@ -450,7 +372,7 @@ def test_a_row_that_is_too_long_with_its_completion_is_one_line(refused, rows):
 
 def test_a_broken_file_of_the_training_is_one_line(trained, refused):
     trained("{")
-    refused("--policy_path trained/training_args.json", policy_path=("trained",), response_length=None)
+    refused("--policy_path trained/training_args.json", policy_path="trained", response_length=None)
 
 
 @pytest.mark.parametrize("flag", ["opponent_path", "ref_model_path"])
@@ -468,11 +390,5 @@ def test_embeddings_that_stand_for_no_token_are_no_other_vocabulary(tiny, rows):
     model, tokenizer = transformers.AutoModelForCausalLM.from_pretrained(tiny / "policy"), toy.tokenizer()
     model.resize_token_embeddings(len(tokenizer) + 10)
     model.save_pretrained("wide"), tokenizer.save_pretrained("wide")
-    metrics, _ = evaluate_tiny(tiny, policy_path=("wide",), ref_model_path=str(tiny / "policy"))
+    metrics, _ = evaluate_tiny(tiny, policy_path="wide", ref_model_path=str(tiny / "policy"))
     assert metrics["policy"]["kl"]["value"] == pytest.approx(0, abs=1e-4)
-
-
-def test_a_model_folder_is_not_written_into(refused):
-    Path("model").mkdir()
-    Path("model/config.json").write_text("{}")
-    refused("--output_dir model", "holds a model", output_dir="model", overwrite=True)

@@ -83,7 +83,7 @@ def test_the_command_at_the_end_of_a_run_does_run(tiny, in_tmp, capsys):
     lines, row = said(capsys), read_metrics(result["run"])[1]
     for begin in (("learnt: ", "not learnt: ", "not shown: "), "bad signs: ", "evaluate: "):
         assert any(line.startswith(begin) for line in lines), begin
-    assert 0.1 <= row["time/rewards/f"] < row["time/scores"]
+    assert row["time/scores"] >= 0.1
     args = evaluate_args(lines)
     policy = evaluate.main(args)["metrics"]["policy"]
     assert policy["kl"]["value"] == pytest.approx(result["after"]["eval/objective/kl"], abs=1e-4)
