@@ -184,7 +184,8 @@ def with_completions(rows, args, what):
             if name in CONVERSATIONS and answer[-1]["role"] != "assistant":
                 cli.fail(f"{at}: ends with a message of {answer[-1]['role']!r}, and not with an answer")
         else:
-            cli.fail(f"{where} has no column 'completion' (it has {sorted(row)}); --completion_template names another")
+            hint = "; --completion_template names another" * hasattr(args, "completion_template")
+            cli.fail(f"{where} has no column 'completion' (it has {sorted(row)}){hint}")
         result.append(row | {"completion": after(row["prompt"], answer, at)})
     return result
 
@@ -361,7 +362,13 @@ def as_text(tokenizer, prompt):
 
 def load_prompts(args, tokenizer, room):
     """(Prompts of --dataset, Prompts of --eval_dataset or none). room: the most tokens that a prompt may have."""
-    prompts = to_prompts(args, tokenizer, read_prompts(args, "dataset", args.take), "dataset", room)
+    if getattr(args, "on_policy_share", 1) < 1:  # GKD's other updates take the data set's completions.
+        rows, context = read_demonstrations(args, "dataset"), room + args.response_length
+        prompts = encode_demonstrations(
+            rows, f"--dataset {args.dataset}", tokenizer, context, args, num_sampled=args.response_length
+        )
+    else:
+        prompts = to_prompts(args, tokenizer, read_prompts(args, "dataset", args.take), "dataset", room)
     if not args.eval_dataset:
         return prompts, Prompts()
     return prompts, to_prompts(args, tokenizer, read_prompts(args, "eval_dataset"), "eval_dataset", room)
@@ -371,6 +378,14 @@ def to_prompts(args, tokenizer, rows, flag, room):
     """Prompts of the rows that read_prompts has returned for args.<flag>. room: the most tokens of a prompt."""
     what, R = f"--{flag} {getattr(args, flag)}", args.response_length
     return encode(rows, [[] for _ in rows], what, tokenizer, room + R, args, R)
+
+
+def completions(rows, length, device):
+    """The completions of M rows as responses [M, length] and their mask, cut where they are longer."""
+    filler = [0] * length
+    responses = [[*row.completion, *filler][:length] for row in rows]
+    mask = [[i < len(row.completion) for i in range(length)] for row in rows]
+    return torch.tensor(responses, device=device), torch.tensor(mask, device=device)
 
 
 def my_share(num, accelerator):

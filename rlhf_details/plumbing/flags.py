@@ -90,8 +90,8 @@ class RunArgs:
 
 
 @dataclass
-class PolicyArgs(RunArgs):
-    """What the scripts that train a policy on rewards have in addition."""
+class SamplingArgs(RunArgs):
+    """What the scripts that train a policy on its own responses have in addition."""
 
     # run
     num_sample_generations: int = 10
@@ -105,8 +105,8 @@ class PolicyArgs(RunArgs):
 
     # models
     sft_model_path: str | None = None
-    """the policy to start from, which is also the reference of the KL; a folder, or NAME or NAME@REVISION on the Hub
-    (required unless --dataset is toy or toy-sum)"""
+    """the policy to start from, which is also the reference of a KL in reward or loss; a folder, or NAME or
+    NAME@REVISION on the Hub (required unless --dataset is toy or toy-sum)"""
 
     # sampling
     sampler: Literal["own", "vllm"] = "own"
@@ -125,17 +125,10 @@ class PolicyArgs(RunArgs):
     vllm_folder: str = "/dev/shm"
     """folder that server and main process see, for the weights that the server loads"""
 
-    # reward and KL
-    reward_model_path: str | None = None
-    """reward model, a sequence-classification model with one label; one that has another tokenizer is given text
-    (required unless --dataset is toy or toy-sum, or --reward_fn is given)"""
-    allow_untrained_reward_model: bool = False
-    """accept a reward model without a trained head; the head is drawn at random (dummy runs)"""
+    # rewards
     reward_fn: tuple[str, ...] = ()
     """functions f(prompts, completions, **columns) -> rewards, FILE.py:function or package.module:function; they
     replace the reward model, or are added to its score"""
-    reward_fn_weights: tuple[float, ...] = ()
-    """the factor of each reward function, in their order; none given: 1 for each"""
     reward_fn_format: Literal["text", "messages"] = "text"
     """what reward functions get: strings, or messages {"role", "content"}, whatever the data set holds"""
 
@@ -148,3 +141,17 @@ class PolicyArgs(RunArgs):
     def __post_init__(self):
         if self.sampler == "vllm":  # It decides by itself how many rows it computes at once.
             self.rollout_micro_batch_size = self.batch_size
+
+
+@dataclass
+class PolicyArgs(SamplingArgs):
+    """What the scripts that train a policy on rewards have in addition."""
+
+    # reward and KL
+    reward_model_path: str | None = None
+    """reward model, a sequence-classification model with one label; one that has another tokenizer is given text
+    (required unless --dataset is toy or toy-sum, or --reward_fn is given)"""
+    allow_untrained_reward_model: bool = False
+    """accept a reward model without a trained head; the head is drawn at random (dummy runs)"""
+    reward_fn_weights: tuple[float, ...] = ()
+    """the factor of each reward function, in their order; none given: 1 for each"""

@@ -26,6 +26,10 @@ PAPERS = {  # of each script: title and arXiv number
         "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback in LLMs",
         "2402.14740",
     ),
+    "distill": (
+        "On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes",
+        "2306.13649",
+    ),
     "grpo": ("DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models", "2402.03300"),
 }
 OF_A_POLICY = """\

@@ -55,7 +55,7 @@ def check(args):
 
 def check_functions(args):
     """Exits with an error if a function of --reward_fn cannot be had or weighted; imports the user's code."""
-    if len(args.reward_fn_weights) not in (0, len(args.reward_fn)):
+    if len(getattr(args, "reward_fn_weights", ())) not in (0, len(args.reward_fn)):
         cli.fail(f"--reward_fn_weights: {len(args.reward_fn_weights)} weights for {len(args.reward_fn)} functions")
     for spec in args.reward_fn:
         Function(spec)
@@ -131,7 +131,8 @@ class Scorer:
         self.watched = WATCHED if "toy" in tasks else {}
         self.boolean = []  # names of the functions that returned nothing but True, False and None in the last call
         self.seconds = {}  # {"time/rewards/<name>": seconds of the last call}, of this process
-        weights = [1.0] * bool(reward_model) + list(args.reward_fn_weights or [1.0] * len(names))
+        given = getattr(args, "reward_fn_weights", ())  # A page without them watches the functions.
+        weights = [1.0] * bool(reward_model) + list(given or [1.0] * len(names))
         self.names = ["reward_model"] * bool(reward_model) + [*self.functions, *self.watched]
         self.weights = torch.tensor(weights + [0.0] * len(self.watched), device=accelerator.device)
         self.num_weighted = len(weights)
@@ -142,7 +143,9 @@ class Scorer:
         elif penalty:
             pays = f"pays {penalty:g}" if args.missing_eos_mode == "subtract" else f"gets {-penalty:g} instead"
             unended = f"; a response that does not end {pays}"
-        if terms:
+        if hasattr(args, "teacher_model_path") and names:
+            cli.say(f"rewards that are watched: {', '.join(self.functions)}")
+        elif terms:
             cli.say(f"rewards: {' + '.join(terms)}{unended}")
 
     def check_columns(self, prompts, held_out=()):
@@ -228,7 +231,8 @@ class Scorer:
                 if i and rows[i] is rows[i - 1] and (x is None) != (entries[name][i - 1] is None):
                     rule = "None, but not for each response to this prompt; None means that a row is of another kind"
                     yield i, f"{says} {rule}:"
-        must_score = getattr(self.args, "judge", "reward_fn") == "reward_fn"  # Else evaluate.py does not add them up.
+        # evaluate.py does not always add them up, and a page with a teacher never does.
+        must_score = getattr(self.args, "judge", "reward_fn") == "reward_fn" and hasattr(self.args, "reward_fn_weights")
         for i in range(len(rows)) if must_score else ():
             if all(entries[name][i] is None for name in names):
                 yield i, "no reward applies to"

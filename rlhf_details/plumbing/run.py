@@ -62,7 +62,8 @@ class Run:
                 with contextlib.suppress(OSError):  # A run that did not start leaves no empty folder behind.
                     self.folder.rmdir(), self.folder.parent.rmdir()
                 raise
-        paths = [getattr(args, name, None) for name in ("base_model", "sft_model_path", "reward_model_path")]
+        names = "base_model", "sft_model_path", "reward_model_path", "teacher_model_path"
+        paths = [getattr(args, name, None) for name in names]
         cli.say(f"models: {', '.join(filter(None, paths))}   data: {args.dataset}, {len(prompts)} rows")
         how = f"{num_updates} updates of {args.batch_size}, {engines.in_words(accelerator)}"
         if hasattr(args, "reward_fn"):  # Its held-out figures are of such samples as well.
