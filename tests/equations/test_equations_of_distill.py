@@ -1,4 +1,4 @@
-"""The equations of train_distill.py against loops written from the papers, TRL's loss, and all responses of a tiny world.
+"""The equations of train_distill.py against loops of the papers, TRL's loss, and all responses of a tiny world.
 
 The tiny world has 4 tokens and responses of 3: the 21 states of a response have a row of logits each, and the gradient
 of a mean over responses is the sum over all 64 of them.

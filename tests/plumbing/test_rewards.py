@@ -14,6 +14,7 @@ import torch
 from helpers import (
     LM_HUMAN_PREFERENCES,
     PAGES,
+    REWARDED,
     ROOT,
     assert_same_curves,
     launch,
@@ -344,7 +345,7 @@ def test_gold_is_watched_where_rows_are_of_the_embedded_task(functions):
 
 
 # ---- whole runs ------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("page", list(PAGES))
+@pytest.mark.parametrize("page", REWARDED)
 def test_rew_4_a_reward_that_does_not_apply_to_a_row_is_left_out_of_its_score(functions, tiny, page):
     table = [{"prompt": row["prompt"], "kind": i % 2} for i, row in enumerate(toy.rows("prompts", "train")[:4])]
     functions("""
