@@ -263,7 +263,7 @@ def distill_policy_loss(logprobs, advantages):
 
     Args: logprobs, advantages [M, R], 0 at padding. Returns: [M, R].
     """
-    # With one step per rollout the policy is compared with itself, so the ratio is exactly 1. [RLOO-7]
+    # With one step per rollout the policy is compared with itself, so the ratio is exactly 1, and nothing is clipped.
     return -advantages * (logprobs - logprobs.detach()).exp()
 
 
@@ -281,6 +281,7 @@ def is_sampled(update, share):
 def evaluate(policy, sample, teacher, score, prompts, stop_ids, args, accelerator):
     """One response to each held-out prompt, sampled as in training, with the same noise each time, and its KL.
 
+    The KL is that of the student from the teacher, and with the other sign it counts as a response's score.
     Returns: ({"eval/objective/..": mean over the prompts}, episodes to show); call it on every process.
     """
     if not prompts:
@@ -410,13 +411,14 @@ def main(args: Args):
         #   response        a    b   EOS   .    .      nothing is sampled after the stop token
         #   response_mask   1    1    1    0    0      the stop token is an action as well: the teacher says when to end
         ended = has_stopped(responses, response_mask, stop_ids)  # [B]
-        weight_metrics = {}
         if not is_jsd:
             sampled_logprobs, old_logprobs, teacher_logprobs = logprobs_of_each
             # No gradient flows through it, as through no reward. Its mean is -KL(student || teacher). [DISTILL-1]
             token_rewards = teacher_logprobs - old_logprobs  # [B, R], 0 at padding
 
-            # ---- 4. Advantages ---------------------------------------------------------------------------------------
+        # ---- 4. Advantages -------------------------------------------------------------------------------------------
+        weight_metrics = {}
+        if not is_jsd:
             advantages = distill_advantages(token_rewards, args.gamma)  # [B, R]
             # With --sampler vllm or --overlap, what sampled is not quite this policy. Weights make up for it. [GEN-15]
             mismatch = old_logprobs - sampled_logprobs  # [B, R]
@@ -436,13 +438,13 @@ def main(args: Args):
                 else:
                     logprobs, entropies = response_logprobs(policy, micro_batch)  # [M, R]
                     losses = distill_policy_loss(logprobs, advantages[m])
-                    means.add_max("val/logprob_gap", (logprobs - sampled_logprobs[m]).abs())  # [LOG-6]
+                    means.add_max("val/logprob_gap", (logprobs - sampled_logprobs[m]).abs())
                 # The whole batch's count makes micro-batches add up to its gradient. [OPT-5]
                 loss = losses.sum() / num_actions
                 accelerator.backward(loss * world)  # The engines average over processes, but we sum. [OPT-6]
             divergence.append((losses.detach() if is_jsd else -token_rewards[m]).sum(1))  # [M]
             means.add({"loss/policy_avg": losses, "policy/entropy_avg": entropies}, response_mask[m])
-            means.add({"objective/entropy": -logprobs.sum(1)})  # without padding [LOG-1]
+            means.add({"objective/entropy": -logprobs.sum(1)})  # 0 at padding
         norm = engines.clip_and_step(accelerator, policy, optimizer, args.max_grad_norm, run)
         divergence = accelerator.gather(torch.cat(divergence))  # [B]
         run.lap("optimise")

@@ -148,8 +148,8 @@ def token_logprobs(logits, hidden, labels, size, compare=None, states=None):
         found = log_softmax.gather(-1, labels.unsqueeze(-1)).squeeze(-1), entropies
         return (*found, compare(log_softmax, *states)) if compare else found
 
-    # All logits would be V numbers for each token, and as many gradients, so they are computed piece by piece. [GEN-8]
     flat = hidden.flatten(0, -2), labels.flatten(), *([states.flatten(0, -2)] if compare else [])
+    # All logits would be V numbers for each token, and as many gradients, so they are computed piece by piece. [GEN-8]
     pieces = [x.split(max(1, size)) for x in flat]
     # The backward pass computes a piece again, so that only one exists at a time.
     again = functools.partial(checkpoint, of_piece, use_reentrant=False) if len(pieces[0]) > 1 else of_piece

@@ -457,6 +457,8 @@ UNPRICED = {  # reason: tags that have no row
         "DATA-1 DATA-3 DATA-4 RM-3 REW-4 GEN-13 GEN-16 RLOO-12",
     "it concerns how much processes say to each other, not results": "OPT-7",
     "the runs are whole batches": "OPT-10",
+    "a study of distillation is planned, and not made yet":
+        "DISTILL-1 DISTILL-2 DISTILL-3 DISTILL-4 DISTILL-5 DISTILL-6 DISTILL-7",
 }  # fmt: skip
 
 

@@ -90,13 +90,14 @@ def sample_rows(args, tokenizer, metrics, prompts, responses, mask, ended, score
     # The responses to a prompt are adjacent, and share one object.
     shown = [i for i, prompt in enumerate(prompts) if i == 0 or prompt is not prompts[i - 1]][:4]
     texts = models.decode(tokenizer, responses[shown], mask[shown])
-    rows, kl_coef = [], metrics.get("objective/kl_coef", getattr(args, "kl_coef", 0))
+    rows, kl_coef = [], metrics.get("objective/kl_coef", getattr(args, "kl_coef", None))
     for i, text, score, nats in zip(shown, texts, scores[shown].tolist(), kl[shown].tolist(), strict=True):
         row = {"query": prompts[i].text, "response": text}
         if health.has_end(args):
             last = responses[i][mask[i]][-1:].tolist()
             row |= {"ended": bool(ended[i]), "end": tokenizer.decode(last).strip() if ended[i] else ""}
-        rows.append(row | {"score": score, "kl": nats, "total": score - kl_coef * nats})
+        total = {} if kl_coef is None else {"total": score - kl_coef * nats}  # A teacher's page has no KL beside it.
+        rows.append(row | {"score": score, "kl": nats} | total)
     return rows
 
 
