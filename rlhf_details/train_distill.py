@@ -108,7 +108,7 @@ presets = {
         teacher_model_path="models/toy/rloo",
         output_dir="models/toy/distill",
         response_length=36,
-        total_episodes=25_600,
+        total_episodes=12_800,
         learning_rate=1e-3,
         micro_batch_size=256,
         rollout_micro_batch_size=256,
@@ -168,10 +168,10 @@ class Policy(nn.Module):
 class Teacher(Policy):
     """A frozen Policy. Without labels it returns the last hidden states [M, C, H], and `logits` makes theirs."""
 
-    def forward(self, tokens, mask, positions, index, *labels):
+    def forward(self, tokens, mask, positions, index, labels=None):
         """As Policy.forward."""
-        if labels:
-            return super().forward(tokens, mask, positions, index, *labels)
+        if labels is not None:
+            return super().forward(tokens, mask, positions, index, labels)
         return models.hidden_states(self.model, tokens, mask, positions)[:, index]
 
 
@@ -210,7 +210,7 @@ def response_logprobs(policy, batch, **comparison):
     """
     R = batch.responses.size(1)
     batch = utils.trim(batch)
-    outputs = policy(*join(batch), batch.responses, **comparison)  # each [M, width]
+    outputs = policy(*join(batch), labels=batch.responses, **comparison)  # each [M, width]
     # Padding holds zeros and no sentinel, so that sums over a row need no mask. [REW-6]
     outputs = [x * batch.response_mask for x in outputs]
     return [nn.functional.pad(x, (0, R - x.size(1))) for x in outputs]
@@ -287,16 +287,16 @@ def evaluate(policy, sample, teacher, score, prompts, stop_ids, args, accelerato
     if not prompts:
         return {}, None
     policy.eval()
-    numbers = data.my_share(len(prompts), accelerator)  # padded, so that all processes have equally many
-    rows = [prompts[i % len(prompts)] for i in numbers.tolist()]
+    episodes = data.my_share(len(prompts), accelerator)  # Some come twice, so that all processes have equally many.
+    rows = [prompts[i % len(prompts)] for i in episodes.tolist()]
     queries, query_mask = utils.left_pad([row.ids for row in rows], accelerator.device)
     key = args.seed, EVALUATION, 0
     with accelerator.autocast():
-        responses, response_mask, logprobs = sample(policy, queries, query_mask, numbers, 1, key)  # [N / world, R]
+        responses, response_mask, logprobs = sample(policy, queries, query_mask, episodes, 1, key)  # [N / world, R]
         batch = Batch(queries, query_mask, responses, response_mask)
         teacher_logprobs, _ = in_slices(response_logprobs, teacher, batch, args.micro_batch_size)
         rewards_of_each = score(rows, batch)  # [N / world, F]
-    # The sampler's own log-probs are enough, because this KL is logged and trains nothing.
+    # The log-probs of what sampled are good enough for this KL, because it is only logged.
     gathered = accelerator.gather((responses, response_mask, (logprobs - teacher_logprobs).sum(1), rewards_of_each))
     responses, response_mask, kl, rewards_of_each = (x[: len(prompts)] for x in gathered)
     ended = has_stopped(responses, response_mask, stop_ids)
@@ -330,7 +330,7 @@ def main(args: Args):
     accelerator = engines.start(args)  # one process, DDP, FSDP2 or DeepSpeed; it trains missing toy stages, then seeds
     device, world, rank = accelerator.device, accelerator.num_processes, accelerator.process_index
     k, B, R, size = args.responses_per_prompt, args.batch_size, args.response_length, args.micro_batch_size
-    numbers = torch.arange(B, device=device)  # [B], the number of each episode in its update
+    episodes = torch.arange(B, device=device)  # [B], the number of each episode in its update
     mine = slice(rank * B // world, (rank + 1) * B // world)  # those of this process
     is_jsd, needs_weights = args.divergence == "jsd", args.sampler != "own" or args.overlap  # another policy samples
     if is_jsd and needs_weights:
@@ -385,7 +385,7 @@ def main(args: Args):
             key = args.seed, TRAINING, update
             if is_on_policy:
                 responses, response_mask, sampled_logprobs = sample(
-                    policy, queries[mine], query_mask[mine], numbers[mine], 1, key
+                    policy, queries[mine], query_mask[mine], episodes[mine], 1, key
                 )  # [B / world, R]
             else:
                 responses, response_mask = data.completions(rows[mine], R, device)
@@ -409,7 +409,7 @@ def main(args: Args):
 
         # ---- 3. Rewards: one for each token --------------------------------------------------------------------------
         #   response        a    b   EOS   .    .      nothing is sampled after the stop token
-        #   response_mask   1    1    1    0    0      the stop token is an action as well: the teacher says when to end
+        #   response_mask   1    1    1    0    0      the stop token counts as well: the teacher says when to end
         ended = has_stopped(responses, response_mask, stop_ids)  # [B]
         if not is_jsd:
             sampled_logprobs, old_logprobs, teacher_logprobs = logprobs_of_each
@@ -428,7 +428,7 @@ def main(args: Args):
         policy.train()  # Every dropout is 0. Training mode only lets gradient checkpointing work.
         means, divergence = utils.Means(device), []
         num_actions = response_mask.sum()  # of the whole batch, over all processes
-        micro_batches = numbers[mine].split(size)
+        micro_batches = episodes[mine].split(size)
         for i, (m, micro_batch) in enumerate(utils.split(batch, micro_batches)):  # m: its episodes
             with engines.accumulate(accelerator, policy, is_last=i + 1 == len(micro_batches)):
                 if is_jsd:
