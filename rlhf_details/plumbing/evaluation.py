@@ -322,7 +322,8 @@ def doubts(args, settings, metrics):
         trained, judges = training_args(path), []
         if args.judge in ("reward_model", "reward_fn"):
             judges = [args.reward_model_path, *(args.reward_fn if args.judge == "reward_fn" else ())]
-        optimised = trained.get("reward_model_path"), *trained.get("reward_fn", ())
+        watched = "teacher_model_path" in trained  # Such a run has only logged its functions.
+        optimised = () if watched else (trained.get("reward_model_path"), *trained.get("reward_fn", ()))
         if judges := [reward for reward in judges if reward and reward in optimised]:
             what = f"{' and '.join(judges)} says who wins, which is what training optimised"
             lines.append(f"{path}: {what}, so this win rate cannot show over-optimisation")
