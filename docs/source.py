@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = {  # the annotated pages in order: what each is, and whose notes it takes where both have the same code
     "train_rloo": ("RLOO", None),
     "train_grpo": ("GRPO", "train_rloo"),
+    "train_distill": ("On-policy distillation", "train_rloo"),
     "train_ppo": ("PPO", "train_rloo"),
     "train_reward": ("Reward model", "train_rloo"),
     "train_dpo": ("DPO", "train_reward"),
@@ -32,6 +33,7 @@ SCRIPTS = {  # the annotated pages in order: what each is, and whose notes it ta
 DIFFS = {  # the pages that show two scripts side by side: the title of each; its file is the title in small letters
     ("train_ppo", "train_rloo"): "PPO to RLOO",
     ("train_rloo", "train_grpo"): "RLOO to GRPO",
+    ("train_rloo", "train_distill"): "RLOO to distillation",
     ("train_reward", "train_dpo"): "Reward model to DPO",
 }
 RULER = re.compile(r"^( *)# ---- (.*?)[ -]*$")

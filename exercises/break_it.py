@@ -90,7 +90,7 @@ def solve(exercise):
 # ---- one function to write -------------------------------------------------------------------------------------------
 def answer(number):
     """(arguments of the function, what it must return, {what is wrong: what it returns then}) on random numbers."""
-    from rlhf_details import train_ppo, train_rloo
+    from rlhf_details import train_distill, train_ppo, train_rloo
 
     x = torch.Generator().manual_seed(number)
     first, second = torch.randn(12, 9, generator=x), torch.randn(12, 9, generator=x)
@@ -110,8 +110,17 @@ def answer(number):
         mistakes = {"d has the other sign": train_ppo.kl_penalty(first - second, first, "k3")}
         mistakes["this is k1"] = train_ppo.kl_penalty(first, first - second, "kl")
         return (first, first - second), train_ppo.kl_penalty(first, first - second, "k3"), mistakes
-    mistakes = {"there is no noise": first.argmax(-1), "a log is missing": (first - u.log()).argmax(-1)}
-    return (first, u), (first - (-u.log()).log()).argmax(-1), mistakes
+    if number == 16:
+        mistakes = {"there is no noise": first.argmax(-1), "a log is missing": (first - u.log()).argmax(-1)}
+        return (first, u), (first - (-u.log()).log()).argmax(-1), mistakes
+    mask = torch.arange(9) < torch.arange(1, 13).unsqueeze(1)  # The last four responses fill all columns.
+    rewards = (second - first) * mask
+    mistakes = {"the student and the teacher have changed places": train_distill.distill_advantages(-rewards, 0.5)}
+    mistakes["gamma is missing"] = train_distill.distill_advantages(rewards, 1.0)
+    mistakes["these are the rewards of single tokens"] = rewards
+    mistakes["what stands behind the end counts"] = train_distill.distill_advantages(second - first, 0.5)
+    inputs = first.clone().requires_grad_(), second, mask, 0.5
+    return inputs, train_distill.distill_advantages(rewards, 0.5), mistakes
 
 
 def check(number, exercise, folder):
@@ -122,6 +131,9 @@ def check(number, exercise, folder):
         found = runpy.run_path(str(path))[exercise["signature"].partition("(")[0]](*arguments).to(expected.dtype)
     except Exception as e:  # The student's code may fail in any way.
         print(f"{path}: not yet. {type(e).__name__}: {e}")
+        return False
+    if found.requires_grad:
+        print(f"{path}: not yet: a gradient flows through it")
         return False
     try:
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
@@ -140,14 +152,14 @@ def main(words=None):
     parser.add_argument("number", type=int, choices=sorted(found))
     parser.add_argument("--hint", action="store_true", help="a push in the right direction")
     parser.add_argument("--solution", action="store_true", help="of 1 to 12: the line, its tag, its price and its test")
-    parser.add_argument("--check", action="store_true", help="of 13 to 16: compare your function with ours")
+    parser.add_argument("--check", action="store_true", help="of 13 to 17: compare your function with ours")
     args = parser.parse_args(words)
     exercise, folder = found[args.number], Path(f"runs/exercise_{args.number}_code")
     if args.hint:
         print(exercise["hint"])
     elif "tag" in exercise:
         if args.check:
-            parser.error("--check is for exercises 13 to 16; --solution tells here whether you are right")
+            parser.error("--check is for exercises 13 to 17; --solution tells here whether you are right")
         solve(exercise) if args.solution else make(args.number, exercise, folder)
     elif args.check:
         return int(not check(args.number, exercise, folder))

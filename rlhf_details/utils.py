@@ -133,21 +133,24 @@ def in_slices(function, model, batch, size, *rest):
     return [torch.cat(results) for results in zip(*found, strict=True)]
 
 
-def token_logprobs(logits, hidden, labels, size):
-    """Log-probs of tokens and entropies of their distributions, both fp32 and of the labels' shape.
+def token_logprobs(logits, hidden, labels, size, compare=None, states=None):
+    """Log-probs of tokens and entropies of their distributions, fp32 and of the labels' shape, and what `compare` says.
 
     Args: logits(states [K, H]) -> logits / T [K, V] fp32; hidden [.., H], the states before the tokens; labels [..],
-    the tokens; size, of how many tokens the logits may exist at a time.
+    the tokens; size, of how many tokens the logits may exist at a time; compare(log-softmax [K, V], part of `states`)
+    -> [K] fp32, with states [.., H'], those of another model.
     """
 
-    def of_piece(hidden, labels):
+    def of_piece(hidden, labels, *states):
         log_softmax = logits(hidden).log_softmax(-1)  # [K, V]
         with torch.no_grad():
             entropies = -(log_softmax.exp() * log_softmax).sum(-1)
-        return log_softmax.gather(-1, labels.unsqueeze(-1)).squeeze(-1), entropies
+        found = log_softmax.gather(-1, labels.unsqueeze(-1)).squeeze(-1), entropies
+        return (*found, compare(log_softmax, *states)) if compare else found
 
+    flat = hidden.flatten(0, -2), labels.flatten(), *([states.flatten(0, -2)] if compare else [])
     # All logits would be V numbers for each token, and as many gradients, so they are computed piece by piece. [GEN-8]
-    pieces = [x.split(max(1, size)) for x in (hidden.flatten(0, -2), labels.flatten())]
+    pieces = [x.split(max(1, size)) for x in flat]
     # The backward pass computes a piece again, so that only one exists at a time.
     again = functools.partial(checkpoint, of_piece, use_reentrant=False) if len(pieces[0]) > 1 else of_piece
     found = zip(*map(again, *pieces), strict=True)

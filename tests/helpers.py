@@ -23,7 +23,8 @@ from tokenizers.models import BPE, WordLevel
 from rlhf_details import toy, utils
 
 ROOT = Path(__file__).parent.parent
-PAGES = {name: importlib.import_module(f"rlhf_details.{name}") for name in ("train_rloo", "train_grpo", "train_ppo")}
+REWARDED = "train_rloo", "train_grpo", "train_ppo"  # the pages that train on rewards
+PAGES = {name: importlib.import_module(f"rlhf_details.{name}") for name in (*REWARDED, "train_distill")}
 SIZES = dict(vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=128)
 LM_HUMAN_PREFERENCES = dict(
     stop_token="none", truncate_token="eos", truncate_after=2, missing_eos_mode="replace", value_model="shared",
@@ -46,13 +47,15 @@ def tiny_config(**changes):
 
 
 def save_pair(folder, **changes):
-    """Writes `folder`/policy and `folder`/reward, with random weights large enough that responses and scores differ."""
+    """Writes `folder`/policy, /reward and /teacher, with weights so large that responses and scores differ."""
     torch.manual_seed(0)
     config = tiny_config(initializer_range=0.2, **changes)
     transformers.GPTNeoXForCausalLM(config).save_pretrained(folder / "policy")
     config.num_labels = 1
     transformers.GPTNeoXForSequenceClassification(config).save_pretrained(folder / "reward")
-    for name in ("policy", "reward"):
+    torch.manual_seed(1)
+    transformers.GPTNeoXForCausalLM(config).save_pretrained(folder / "teacher")
+    for name in ("policy", "reward", "teacher"):
         toy.tokenizer().save_pretrained(folder / name)
     return folder
 
@@ -122,7 +125,7 @@ def page_args(page, tiny, **changes):
     """Args of a short run of a page on the models in the folder `tiny`.
 
     3 updates of 16 episodes (RLOO and GRPO: 4 for each prompt), responses of 8 tokens, one optimiser step for each
-    rollout.
+    rollout. train_distill has no reward model, and never more steps, so it is not given what changes say of them.
     """
     values = dict(
         sft_model_path=str(tiny / "policy"), reward_model_path=str(tiny / "reward"), total_episodes=48, batch_size=16,
@@ -130,12 +133,17 @@ def page_args(page, tiny, **changes):
         num_sample_generations=0, run_name="run", overwrite=True,
     )  # fmt: skip
     values |= {"train_rloo": dict(rloo_k=4), "train_grpo": dict(group_size=4)}.get(page, {})
-    return PAGES[page].Args(**(values | changes))
+    values |= changes
+    if page == "train_distill":
+        values = {"teacher_model_path": str(tiny / "teacher")} | values
+        for name in ("reward_model_path", "num_ppo_epochs", "num_mini_batches", "cliprange"):
+            values.pop(name, None)
+    return PAGES[page].Args(**values)
 
 
 def responses_per_prompt(args):
     """k of a page's arguments, 1 where a page has none."""
-    return getattr(args, "rloo_k", getattr(args, "group_size", 1))
+    return getattr(args, "rloo_k", getattr(args, "group_size", getattr(args, "responses_per_prompt", 1)))
 
 
 def rloo_args(tiny, **changes):

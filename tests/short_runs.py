@@ -28,6 +28,8 @@ CASES = {  # name: (page, flags)
     "ppo-shared": ("train_ppo", dict(value_model="shared", whiten_rewards=True, num_ppo_epochs=2)),
     "ppo-overlap": ("train_ppo", dict(num_mini_batches=2, overlap=True)),
     "rloo-overlap": ("train_rloo", dict(overlap=True)),
+    "distill": ("train_distill", dict(gamma=0.5, eval_dataset="held_out.jsonl")),
+    "distill-jsd": ("train_distill", dict(divergence="jsd", eval_dataset="held_out.jsonl", eval_every=2)),
     "reward-gain": ("train_reward", dict(normalization="gain_bias", tf_adam=True, normalize_samples=16)),
     "reward-shift": ("train_reward", dict(normalization="mean_shift", lr_schedule="linear")),
     "dpo": ("train_dpo", {}),
@@ -46,6 +48,8 @@ PLACES = {  # name: (case, flags), all that decides where tensors are
     "rloo-lora": ("rloo", dict(lora_rank=2)),
     "rloo-offloaded": ("rloo", dict(offload_frozen=True)),
     "grpo": ("grpo-steps", {}),
+    "distill": ("distill", {}),
+    "distill-jsd": ("distill-jsd", dict(offload_frozen=True)),
 }
 
 

@@ -30,7 +30,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 600  # after which a mutant's tests count as failed: it hangs. A loaded machine needs 480 for two processes.
-PPO, RLOO, GRPO = "train_ppo.py", "train_rloo.py", "train_grpo.py"
+PPO, RLOO, GRPO, DISTILL = "train_ppo.py", "train_rloo.py", "train_grpo.py", "train_distill.py"
 AHEAD = "plumbing/overlap.py"
 RM, DPO, SFT, EVALUATE, UTILS = "train_reward.py", "train_dpo.py", "train_sft.py", "evaluate.py", "utils.py"
 DATA, COMPARISONS = "plumbing/data.py", "plumbing/comparisons.py"
@@ -43,6 +43,7 @@ OWN_SHARE = "(lambda xs: tuple((torch.cat([x] * world) for x in xs)))("
 BOTH = "_, _, values = in_slices(response_logprobs, policy, batch, size); old_logprobs = sampled_logprobs"
 NORMAL = "normalise(score_rows(reward, samples, size * K, accelerator))"
 ROWS, COPIES = "for prompt in prompts.of_update(update, B // k, args.seed)", "for _ in range(k)"
+MIXED = "torch.logaddexp(math.log(beta) + teacher_logp, math.log1p(-beta) + logp)"
 UNBIASED = "masked_mean((x - mean) ** 2, mask) * mask.sum() / (mask.sum() - 1)"
 MUTATIONS = [
     (
@@ -180,6 +181,16 @@ MUTATIONS = [
     ("GRPO-7", GRPO, "ended if ", "~ended if "),
     ("GRPO-8", GRPO, "~in_equal_group", "in_equal_group"),
     ("GRPO-9", GRPO, "mask.size(1) - buffer", "mask.size(1)"),
+    ("DISTILL-1", DISTILL, "teacher_logprobs - old_logprobs", "old_logprobs - teacher_logprobs"),
+    ("DISTILL-2", DISTILL, "gamma * later", "later"),
+    ("DISTILL-3", DISTILL, MIXED, "torch.logaddexp(math.log(beta) + logp, math.log1p(-beta) + teacher_logp)"),
+    ("DISTILL-4", DISTILL, "kl_divergence(teacher_logp, logp)", "kl_divergence(logp, teacher_logp)"),
+    ("DISTILL-5", DISTILL, "models.check_same_tokens(", "(lambda *_: None)("),
+    ("DISTILL-6", DISTILL, "args.temperature", "1.0"),
+    ("DISTILL-7", DISTILL, " > ", " >= "),
+    ("GEN-9", DISTILL, "in_slices(response_logprobs, policy, batch, size)", "(sampled_logprobs, 0)"),
+    ("REW-6", DISTILL, " * batch.response_mask", ""),
+    ("REW-7", DISTILL, "accelerator.gather(", OWN_SHARE),
     ("OPT-1", UTILS, "step - 1 - warmup", "step - warmup"),
     ("OPT-2", PPO, "utils.learning_rate_at(update, num_updates, args)", "args.learning_rate"),
     ("OPT-2", RLOO, "utils.learning_rate_at(update, num_updates, args)", "args.learning_rate"),

@@ -81,8 +81,9 @@ def speed(folder):
     return lines
 
 
+# The columns of the table of starting values: the scripts whose `presets` it shows.
 COLUMNS = {"SFT, new model": "sft", "SFT": "sft", "reward model": "reward", "DPO": "dpo", "RLOO": "rloo"}
-COLUMNS |= {"GRPO": "grpo", "PPO": "ppo"}  # of the table of starting values: the scripts whose `presets` it shows
+COLUMNS |= {"GRPO": "grpo", "PPO": "ppo", "distillation": "distill"}
 SIZES = {20e6: " (20 M)", 500e6: " (500 M)", 5e9: " (5 B)", float("inf"): ""}
 
 

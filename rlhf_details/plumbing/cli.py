@@ -34,7 +34,7 @@ from rlhf_details.plumbing.errors import (  # noqa: F401
     say,
     world_size,
 )
-from rlhf_details.plumbing.flags import MEMORY_KNOBS, NOT_THE_MODEL, OUTPUTS, PolicyArgs, RewardArgs, RunArgs  # noqa: F401
+from rlhf_details.plumbing.flags import MEMORY_KNOBS, NOT_THE_MODEL, OUTPUTS, PolicyArgs, RewardArgs, RunArgs, SamplingArgs  # noqa: F401
 
 FILE = re.compile(r"\.(jsonl|json|ndjson|csv|tsv|parquet)(\.gz)?$", re.IGNORECASE)  # how names of data files end
 ENDINGS = ".jsonl, .json, .ndjson, .csv, .tsv or .parquet"
@@ -221,7 +221,8 @@ def check_output_dir(args):
     Repeating a run into its folder is fine. `--overwrite` allows to replace other models and files, but never an input.
     """
     folder, what = Path(args.output_dir).resolve(), f"--output_dir {args.output_dir}"
-    inputs = [getattr(args, name, None) for name in ("base_model", "sft_model_path", "reward_model_path")]
+    names = "base_model", "sft_model_path", "reward_model_path", "teacher_model_path"
+    inputs = [getattr(args, name, None) for name in names]
     for kept in (Path.cwd(), *(Path(path).resolve() for path in inputs if path and Path(path).exists())):
         if kept == folder or folder in kept.parents:
             fail(f"{what}: would replace {kept}")

@@ -87,7 +87,8 @@ def with_completions(rows, args, what):
         if template is not None:
             answer = fill(template, row, columns, where, "--completion_template")
         elif name is None:
-            cli.fail(f"{where} has no column 'completion' (it has {sorted(row)}); --completion_template names another")
+            hint = "; --completion_template names another" * hasattr(args, "completion_template")
+            cli.fail(f"{where} has no column 'completion' (it has {sorted(row)}){hint}")
         else:
             answer, where = value_of(row, name, where), f"{where}, column {name!r}"
         result.append(row | {"completion": after(row["prompt"], answer, where)})
@@ -322,7 +323,12 @@ def load_prompts(args, tokenizer, room):
     """(Prompts of --dataset, Prompts of --eval_dataset or none). room: the most tokens that a prompt may have."""
     flags = "dataset", "eval_dataset"
     rows = [read_prompts(args, flag) if getattr(args, flag) else [] for flag in flags]
-    return [to_prompts(args, tokenizer, *pair, room) for pair in zip(rows, flags, strict=True)]
+    prompts, held_out = (to_prompts(args, tokenizer, *pair, room) for pair in zip(rows, flags, strict=True))
+    if getattr(args, "on_policy_share", 1) < 1:  # GKD's other updates take the data set's completions.
+        R, what = args.response_length, f"--dataset {args.dataset}"
+        rows = read_demonstrations(args, "dataset")
+        prompts = encode_demonstrations(rows, what, tokenizer, room + R, args, num_sampled=R)
+    return prompts, held_out
 
 
 def to_prompts(args, tokenizer, rows, flag, room):
@@ -331,6 +337,14 @@ def to_prompts(args, tokenizer, rows, flag, room):
     if room <= 0:
         cli.fail(f"--response_length {R}: leaves no room for a prompt in the models' context of {room + R}")
     return encode(rows, [[]] * len(rows), what, tokenizer, room + R, args, R)
+
+
+def completions(rows, length, device):
+    """The completions of M rows as responses [M, length] and their mask, cut where they are longer."""
+    filler = [0] * length
+    responses = [[*row.completion, *filler][:length] for row in rows]
+    mask = [[i < len(row.completion) for i in range(length)] for row in rows]
+    return torch.tensor(responses, device=device), torch.tensor(mask, device=device)
 
 
 def my_share(num, accelerator):

@@ -140,7 +140,9 @@ def prepare(args, accelerator, module, optimizer, *frozen):
         if m.model in own:  # Under LoRA the reference is the policy without its adapters. FSDP2 gathers only for it.
             m.reads = [module]
             continue
-        if shares_out(accelerator):
+        if getattr(m, "stays_whole", False):
+            m.to(accelerator.device)
+        elif shares_out(accelerator):
             share_out_frozen(m, accelerator.device)
         elif precision(accelerator) == "bf16":
             for p in matrices(m):

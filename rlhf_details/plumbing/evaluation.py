@@ -196,7 +196,9 @@ def doubts(args, metrics):
     trained, lines = training_args(args.policy_path), []
     judges = [args.reward_model_path] * (args.judge == "reward_model")
     judges = [args.reward_model_path, *args.reward_fn] if args.judge == "reward_fn" else judges
-    if judges := [x for x in judges if x and x in (trained.get("reward_model_path"), *trained.get("reward_fn", ()))]:
+    watched = "teacher_model_path" in trained  # Such a run has only logged its functions.
+    optimised = () if watched else (trained.get("reward_model_path"), *trained.get("reward_fn", ()))
+    if judges := [x for x in judges if x and x in optimised]:
         what = f"{' and '.join(judges)} says who wins, which is what training optimised"
         lines.append(f"{what}, so this win rate cannot show over-optimisation")
     w = metrics.get("win_rate", {"unparsable": 0})

@@ -90,22 +90,8 @@ class RunArgs:
 
 
 @dataclass
-class RewardArgs:
-    """What is scored, and who samples it: the flags that evaluate.py has as well."""
-
-    # rewards
-    reward_model_path: str | None = None
-    """reward model, a sequence-classification model with one label; one that has another tokenizer is given text
-    (training requires it, unless --dataset is toy or toy-sum, or --reward_fn is given)"""
-    allow_untrained_reward_model: bool = False
-    """accept a reward model without a trained head; the head is drawn at random (dummy runs)"""
-    reward_fn: tuple[str, ...] = ()
-    """functions f(prompts, completions, **columns) -> rewards, FILE.py:function or package.module:function; they
-    replace the reward model, or are added to its score"""
-    reward_fn_weights: tuple[float, ...] = ()
-    """the factor of each reward function, in their order; none given: 1 for each"""
-    reward_fn_format: Literal["text", "messages"] = "text"
-    """what reward functions get: strings, or messages {"role", "content"}, whatever the data set holds"""
+class SampledArgs:
+    """Who samples, and the functions that are given what was sampled."""
 
     # sampling
     sampler: Literal["own", "vllm"] = "own"
@@ -117,14 +103,35 @@ class RewardArgs:
     vllm_folder: str = "/dev/shm"
     """folder that server and main process see, for the weights that the server loads"""
 
+    # rewards
+    reward_fn: tuple[str, ...] = ()
+    """functions f(prompts, completions, **columns) -> rewards, FILE.py:function or package.module:function; they
+    replace the reward model, or are added to its score"""
+    reward_fn_format: Literal["text", "messages"] = "text"
+    """what reward functions get: strings, or messages {"role", "content"}, whatever the data set holds"""
+
     # memory and speed: never changes the result
     rollout_micro_batch_size: int = 64
     """episodes that a device samples at once, and evaluate.py also scores"""
 
 
 @dataclass
-class PolicyArgs(RewardArgs, RunArgs):
-    """What the scripts that train a policy on rewards have in addition."""
+class RewardArgs(SampledArgs):
+    """What says how good a response is: the flags of training on rewards and of evaluate.py."""
+
+    # rewards
+    reward_model_path: str | None = None
+    """reward model, a sequence-classification model with one label; one that has another tokenizer is given text
+    (training requires it, unless --dataset is toy or toy-sum, or --reward_fn is given)"""
+    allow_untrained_reward_model: bool = False
+    """accept a reward model without a trained head; the head is drawn at random (dummy runs)"""
+    reward_fn_weights: tuple[float, ...] = ()
+    """the factor of each reward function, in their order; none given: 1 for each"""
+
+
+@dataclass
+class SamplingArgs(SampledArgs, RunArgs):
+    """What the scripts that train a policy on its own responses have in addition."""
 
     # run
     num_sample_generations: int = 10
@@ -138,8 +145,8 @@ class PolicyArgs(RewardArgs, RunArgs):
 
     # models
     sft_model_path: str | None = None
-    """the policy to start from, which is also the reference of the KL; a folder, or NAME or NAME@REVISION on the Hub
-    (required unless --dataset is toy or toy-sum)"""
+    """the policy to start from, which is also the reference of a KL in reward or loss; a folder, or NAME or
+    NAME@REVISION on the Hub (required unless --dataset is toy or toy-sum)"""
 
     # sampling
     overlap: bool = False
@@ -157,3 +164,8 @@ class PolicyArgs(RewardArgs, RunArgs):
     def __post_init__(self):
         if self.sampler == "vllm":  # It decides by itself how many rows it computes at once.
             self.rollout_micro_batch_size = self.batch_size
+
+
+@dataclass
+class PolicyArgs(RewardArgs, SamplingArgs):
+    """What the scripts that train a policy on rewards have in addition."""

@@ -90,6 +90,14 @@ def own_tokenizer(args, tokenizer):
     return own if ours != theirs else None
 
 
+def check_same_tokens(path, flag, tokenizer, args):
+    """Exits with an error unless the tokenizer of a model has the tokens of another one, each with the same number."""
+    theirs, ours = load_tokenizer(path, flag, args).get_vocab(), tokenizer.get_vocab()
+    if theirs != ours:
+        differ = sorted(dict(theirs.items() ^ ours.items()))
+        cli.fail(f"{flag} {path}: {len(differ)} tokens are not those of --sft_model_path, such as {differ[0]!r}")
+
+
 def own_template(args, tokenizer):
     """The reward model's own tokenizer where its chat template is not that of tokenizer, the policy's; else None."""
     own = find_tokenizer(args.reward_model_path, "--reward_model_path", args)

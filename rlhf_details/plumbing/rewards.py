@@ -46,7 +46,7 @@ def check(args):
 
 def check_functions(args):
     """Exits with an error if a function of --reward_fn cannot be had or weighted; imports the user's code."""
-    if len(args.reward_fn_weights) not in (0, len(args.reward_fn)):
+    if len(getattr(args, "reward_fn_weights", ())) not in (0, len(args.reward_fn)):
         cli.fail(f"--reward_fn_weights: {len(args.reward_fn_weights)} weights for {len(args.reward_fn)} functions")
     names = [name_of(spec) for spec in args.reward_fn]
     if taken := [name for name in names if ["reward_model", *WATCHED, *names].count(name) > 1]:
@@ -170,7 +170,8 @@ class Scorer:
         self.watched = WATCHED if "toy" in tasks else {}
         self.text_model = None  # a TextModel, where the reward model has a tokenizer of its own
         self.boolean = []  # names of the functions that returned nothing but True, False and None in the last call
-        weights = [1.0] * bool(reward_model) + list(args.reward_fn_weights or [1.0] * len(self.functions))
+        given = getattr(args, "reward_fn_weights", ())  # A page without them watches the functions.
+        weights = [1.0] * bool(reward_model) + list(given or [1.0] * len(self.functions))
         self.names = ["reward_model"] * bool(reward_model) + [*self.functions, *self.watched]
         self.weights = torch.tensor(weights + [0.0] * len(self.watched), device=accelerator.device)
         self.num_weighted = len(weights)
@@ -179,7 +180,9 @@ class Scorer:
         if penalty and len(stop_ids):
             pays = f"pays {penalty:g}" if args.missing_eos_mode == "subtract" else f"gets {-penalty:g} instead"
             unended = f"; a response that does not end {pays}"
-        if terms:
+        if hasattr(args, "teacher_model_path") and self.functions:
+            cli.say(f"rewards that are watched: {', '.join(self.functions)}")
+        elif terms:
             cli.say(f"rewards: {' + '.join(terms)}{unended}")
 
     def check_columns(self, prompts, held_out=()):
@@ -241,8 +244,8 @@ class Scorer:
             parts = utils.split(batch, utils.slices(len(rows), self.size))
             scores = [self.response_scores(self.reward_model, part, *n) for _, part in parts]
             entries["reward_model"] = torch.cat(scores).tolist()
-        # evaluate.py adds rewards up where they are to judge, and only there.
-        must_score = getattr(self.args, "judge", "reward_fn") == "reward_fn"
+        # evaluate.py adds rewards up where they are to judge, and only there. A page with a teacher never does.
+        must_score = getattr(self.args, "judge", "reward_fn") == "reward_fn" and hasattr(self.args, "reward_fn_weights")
         for i, row in enumerate(rows):
             says = {name: entries[name][i] for name in self.names[: self.num_weighted]}
             if fault := self.fault_of(says, entries, i, rows) or (

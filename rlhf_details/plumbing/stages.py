@@ -10,8 +10,12 @@ from rlhf_details.plumbing.errors import say
 
 # Which script makes which folder of an embedded task, those first that others need.
 MADE_BY = {
-    "toy": {"models/toy/sft": "train_sft", "models/toy/reward": "train_reward"},
-    "toy-sum": {"models/toy-sum/sft": "train_sft"},
+    "toy": {
+        "models/toy/sft": "train_sft",
+        "models/toy/reward": "train_reward",
+        "models/toy/rloo": "train_rloo",
+    },
+    "toy-sum": {"models/toy-sum/sft": "train_sft", "models/toy-sum/rloo": "train_rloo"},
 }
 
 
@@ -24,7 +28,7 @@ def ensure(args):
     # The child is a launch of its own, so it must not see the process group and ranks of this one.
     launcher = r"((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE|NAME)$|(MASTER|TORCHELASTIC|OMPI|PMI)_|ACCELERATE_(?!USE_CPU)"
     environment = {name: value for name, value in os.environ.items() if not re.match(launcher, name)}
-    needed = {getattr(args, "sft_model_path", None), getattr(args, "reward_model_path", None)}
+    needed = {getattr(args, name, None) for name in ("sft_model_path", "reward_model_path", "teacher_model_path")}
     for folder, stage in MADE_BY.get(task, {}).items():
         if folder not in needed or (Path(folder) / "config.json").exists():
             continue

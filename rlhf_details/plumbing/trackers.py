@@ -16,8 +16,8 @@ from accelerate.tracking import TensorBoardTracker, WandBTracker
 from rlhf_details.plumbing import checkpoint, cli, errors, models
 
 SHOWN = (  # in the line of an update, where a script has them
-    "eps objective/scores objective/kl objective/gold train/sft/loss train/sft/lr train/rm/loss train/rm/accuracy "
-    "train/rm/lr train/dpo/loss rewards/accuracies train/dpo/lr"
+    "eps objective/scores objective/kl objective/divergence objective/gold train/sft/loss train/sft/lr train/rm/loss "
+    "train/rm/accuracy train/rm/lr train/dpo/loss rewards/accuracies train/dpo/lr"
 ).split()
 
 
@@ -86,11 +86,12 @@ def sample_rows(args, tokenizer, metrics, prompts, responses, mask, ended, score
     # The responses to a prompt are adjacent, and share one object.
     shown = [i for i, prompt in enumerate(prompts) if i == 0 or prompt is not prompts[i - 1]][:4]
     texts = models.decode(tokenizer, responses[shown], mask[shown])
-    rows, kl_coef = [], metrics.get("objective/kl_coef", args.kl_coef)
+    rows, kl_coef = [], metrics.get("objective/kl_coef", getattr(args, "kl_coef", None))
     for i, text, score, nats in zip(shown, texts, scores[shown].tolist(), kl[shown].tolist(), strict=True):
         row = {"query": prompts[i].text, "response": text, "ended": bool(ended[i])}
         row["end"] = tokenizer.decode(responses[i][mask[i]][-1:]).strip() if ended[i] else ""
-        rows.append(row | {"score": score, "kl": nats, "total": score - kl_coef * nats})
+        total = {} if kl_coef is None else {"total": score - kl_coef * nats}  # A teacher's page has no KL beside it.
+        rows.append(row | {"score": score, "kl": nats} | total)
     return rows
 
 

@@ -28,17 +28,27 @@ RIGHT = {
     return out""",
     15: "def k3(p, q):\n    return (q - p).exp() - (q - p) - 1",
     16: "def draw(logits, u):\n    return (logits - torch.log(-torch.log(u))).argmax(1)",
+    17: """def advantages(own, teacher, mask, gamma):
+    r, n = ((teacher - own) * mask).detach(), own.size(1)
+    return torch.stack([sum(gamma ** (u - t) * r[:, u] for u in range(t, n)) for t in range(n)], 1)""",
 }
 WRONG = {  # (what is replaced in the right one, by what, and what the check then says)
     13: [("(g.sum() - g) / (k - 1)", "g.mean()", "own reward"), ("(k - 1)", "k", "not close")],
     14: [("gamma * lam * a", "gamma * a", "lam is missing"), ("lam * a", "lam", "not close")],
     15: [("(q - p)", "(p - q)", "other sign"), ("- 1", "", "not close")],
     16: [("torch.log(-torch.log(u))", "torch.log(u)", "log is missing"), ("(u)", "(1 - u)", "not close")],
+    17: [
+        ("teacher - own", "own - teacher", "changed places"),
+        ("gamma ** (u - t)", "1", "gamma is missing"),
+        ("range(t, n)", "range(t, t + 1)", "single tokens"),
+        (" * mask", "", "behind the end"),
+        (".detach()", "", "a gradient flows"),
+    ],
 }
 
 
-def test_there_are_twelve_and_four():
-    assert sorted(EXERCISES) == [*BROKEN, *RIGHT] == [*range(1, 17)]
+def test_there_are_twelve_and_five():
+    assert sorted(EXERCISES) == [*BROKEN, *RIGHT] == [*range(1, 18)]
 
 
 @pytest.mark.parametrize("number", BROKEN)

@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from helpers import PAGES, launch, page_args, tiny_config
+from helpers import PAGES, REWARDED, launch, page_args, tiny_config
 from short_runs import contents
 from transformers import GPTNeoXForSequenceClassification
 
@@ -94,6 +94,10 @@ def cases(*rows):
         ("train_grpo", dict(cliprange=0.2, objective="cispo"), ["--cliprange 0.2", "--cliprange_high"]),
         ("train_sft", dict(base_model="scratch", hidden_size=30), ["--hidden_size 30", "--num_heads 4"]),
         (PPO, dict(gamma=1.5), ["--gamma 1.5: must be at most 1"]),
+        ("train_distill", dict(gamma=1.5), ["--gamma 1.5: must be at most 1"]),
+        ("train_distill", dict(beta=1.5), ["--beta 1.5: must be at most 1"]),
+        ("train_distill", dict(on_policy_share=2.0), ["--on_policy_share 2.0: must be at most 1"]),
+        ("train_distill", dict(responses_per_prompt=3), ["--batch_size 16: not divisible by responses_per_prompt"]),
         (PPO, dict(ratio_threshold=1.0), ["--ratio_threshold 1.0: must be above 1"]),
         (PPO, dict(kl_coef=0.0, adaptive_kl=True), ["--adaptive_kl"]),
         (PPO, dict(kl_horizon=3.0, adaptive_kl=True), ["--adaptive_kl", "kl_horizon"]),
@@ -102,7 +106,7 @@ def cases(*rows):
         (RL, dict(stop_token="no such token"), ["--stop_token 'no such token': not one token"]),
         (RL, dict(response_length=128), ["--response_length 128: leaves no room for a prompt"]),
         ([*RL, "train_reward", "train_dpo"], dict(sft_model_path=None), ["--sft_model_path: required"]),
-        (RL, dict(reward_model_path=None), ["--reward_model_path or --reward_fn: one of them is required"]),
+        (REWARDED, dict(reward_model_path=None), ["--reward_model_path or --reward_fn: one of them is required"]),
     ),
     ids=str,
 )
@@ -171,7 +175,7 @@ def test_a_model_that_is_not_there_or_has_no_tokenizer(refused, tiny, script):
     refused(script, f"--{flag} policy: has no tokenizer", **{flag: "policy"})
 
 
-@pytest.mark.parametrize("script", RL)
+@pytest.mark.parametrize("script", REWARDED)
 def test_a_reward_model_that_is_none(refused, tiny, script):
     folder = str(tiny / "policy")
     refused(script, f"--reward_model_path {folder}: not a trained reward model", reward_model_path=folder)
@@ -182,7 +186,30 @@ def test_a_reward_model_that_is_none(refused, tiny, script):
     )
 
 
-@pytest.mark.parametrize("script", RL)
+def test_a_teacher_that_is_none(refused, tiny):
+    """It is missing, no model, without a tokenizer, or has other tokens. [DISTILL-5]"""
+    refused("train_distill", "--teacher_model_path: required with --dataset rows.jsonl", teacher_model_path=None)
+    refused("train_distill", "--teacher_model_path no/such: no such file", teacher_model_path="no/such")
+    folder = str(tiny / "reward")
+    refused("train_distill", f"--teacher_model_path {folder}: not a causal language", teacher_model_path=folder)
+    shutil.copytree(tiny / "teacher", "teacher")
+    words = json.loads(Path("teacher/tokenizer.json").read_text())
+    vocabulary = words["model"]["vocab"]
+    vocabulary["soup"], vocabulary["menu"] = vocabulary["menu"], vocabulary["soup"]
+    Path("teacher/tokenizer.json").write_text(json.dumps(words))
+    said = "--teacher_model_path teacher: 2 tokens are not those of --sft_model_path, such as 'menu'"
+    refused("train_distill", said, teacher_model_path="teacher")
+
+
+def test_gkds_lambda_needs_completions_and_whole_distributions(refused):
+    share = dict(on_policy_share=0.5)
+    refused("train_distill", "--on_policy_share 0.5: needs --divergence jsd", **share)
+    refused("train_distill", "--on_policy_share 0.5", "no --overlap", **share, divergence="jsd", overlap=True)
+    Path("bad.jsonl").write_text(jsonl({"completion": None}))
+    refused("train_distill", "row 2 has no column 'completion'", **share, divergence="jsd", dataset="bad.jsonl")
+
+
+@pytest.mark.parametrize("script", REWARDED)
 def test_a_prompt_longer_than_the_reward_models_context(refused, script, tiny):
     shutil.copytree(tiny / "reward", "reward")
     config = json.loads(Path("reward/config.json").read_text()) | {"max_position_embeddings": 20}

@@ -19,15 +19,24 @@ CASES = {  # name: (page, flags)
     "ppo-overlap": ("train_ppo", dict(kl_penalty="k3", overlap=True)),
     "grpo-overlap": ("train_grpo", dict(overlap=True)),
     "rloo-overlap": ("train_rloo", dict(overlap=True)),
+    "distill": ("train_distill", dict(gamma=0.5, responses_per_prompt=2)),
+    "distill-jsd": ("train_distill", dict(divergence="jsd", beta=0.3)),
+    "distill-overlap": ("train_distill", dict(overlap=True)),
 }
-OVERLAP = "ppo-overlap", "grpo-overlap", "rloo-overlap"  # A thread samples, by weights that are one update old.
+OVERLAP = [name for name in CASES if "overlap" in name]  # A thread samples, by weights that are one update old.
+TAUGHT = [name for name in CASES if "distill" in name]  # They have a teacher, one step for each rollout, no reward.
 EVERY_CASE = pytest.mark.parametrize("case", CASES)
-IN_STEP = pytest.mark.parametrize(
-    "case", [name for name in CASES if name not in OVERLAP]
-)  # the policy that trains samples
+REWARDED = pytest.mark.parametrize("case", [name for name in CASES if name not in TAUGHT])
+# The policy that trains samples, and takes several steps.
+IN_STEP = pytest.mark.parametrize("case", [name for name in CASES if name not in [*OVERLAP, *TAUGHT]])
 RLOO_AND_PPO = pytest.mark.parametrize("case", ["rloo", "ppo"])
 VALUE_MODELS = pytest.mark.parametrize("value_model", ["separate", "shared"])
 LOSS = {page: f"{page.split('_')[1]}_policy_loss" for page in PAGES}
+
+
+def steps_of(case, steps):
+    """How many steps a case takes for a rollout, where it is asked for so many."""
+    return 1 if case in TAUGHT else steps
 
 
 def page_of(case):

@@ -1,7 +1,7 @@
-"""RLOO, GRPO and PPO from their definitions: an unpadded row at a time, plain transformers in float64, Python loops.
+"""RLOO, GRPO, PPO and distillation from their definitions: an unpadded row at a time, plain transformers in float64.
 
-Nothing here calls the package, except for the embedded task's known reward. Episodes are pairs (query, response) of
-lists of token ids, and `orders` says in which order each pass takes them.
+Python loops, and nothing that calls the package, except for the embedded task's known reward and the shuffle of rows.
+Episodes are pairs (query, response) of lists of token ids, and `orders` says in which order each pass takes them.
 """
 
 import copy
@@ -12,7 +12,7 @@ import torch
 import transformers
 from helpers import responses_per_prompt
 
-from rlhf_details import toy
+from rlhf_details import toy, utils
 
 
 def mean(numbers):
@@ -70,14 +70,14 @@ class Oracle:
         args = self.args
         end, after = self.token(getattr(args, "truncate_token", "none")), getattr(args, "truncate_after", 0)
         end = self.token(args.stop_token) if end is None else end
+        penalty = getattr(args, "missing_eos_penalty", None)
         places = [t for t, token in enumerate(response) if token == end and t >= after]
         read = response[: places[0] + 1] if places else response
         ended = bool(places) or end is None
         with torch.no_grad():
             hidden = self.reward.base_model(torch.tensor([query + read])).last_hidden_state
             score = self.reward.score(hidden)[0, -1, 0].item() + self.bias
-        if not ended and args.missing_eos_penalty is not None:
-            penalty = args.missing_eos_penalty
+        if not ended and penalty is not None:
             score = score - penalty if args.missing_eos_mode == "subtract" else -penalty
         if buffer := getattr(args, "soft_overlong", 0):
             score -= max(0, (len(response) - args.response_length) / buffer + 1)
@@ -231,6 +231,78 @@ class RlooOracle(Oracle):
                 "val/equal_scores": mean(len(set(group)) == 1 for group in groups),
             }
         )
+
+
+class DistillOracle(Oracle):
+    """Rewards by a teacher (Lu and Thinking Machines Lab, 2025), or GKD (arXiv 2306.13649)."""
+
+    def __init__(self, folder, args, num_prompts):
+        super().__init__(folder, args, num_prompts)
+        self.teacher = transformers.AutoModelForCausalLM.from_pretrained(args.teacher_model_path).double()
+        self.start_optimiser()
+
+    def completions(self, number, rows):
+        """[(query, response), ...] of an update that takes the data set's completions, in the order of its shuffle."""
+        size = self.args.batch_size
+        order = utils.permutation(len(rows), self.args.seed, 0)[(number - 1) * size : number * size]
+        texts = [[self.tokenizer(rows[i][name]).input_ids for name in ("prompt", "completion")] for i in order]
+        return [(query, [*answer, self.token("eos")][: self.args.response_length]) for query, answer in texts]
+
+    def jsd(self, log_p, log_q):
+        """Equation 1, of a student's distribution p [V] and a teacher's q, for a beta inside of [0, 1]."""
+        p, q, beta = log_p.exp(), log_q.exp(), self.args.beta
+        mixture = beta * q + (1 - beta) * p
+        return beta * (q * (q / mixture).log()).sum() + (1 - beta) * (p * (p / mixture).log()).sum()
+
+    def update(self, number, num_updates, episodes, sampled_logprobs):
+        args, is_jsd = self.args, self.args.divergence == "jsd"
+        advantages, logratios, divergences, losses, entropies, sums, gap = [], [], [], [], [], [], 0.0
+        for i, (query, response) in enumerate(episodes):
+            table, _ = self.distributions(self.policy, query, response)
+            with torch.no_grad():
+                teacher, _ = self.distributions(self.teacher, query, response)
+            new = [table[t, token] for t, token in enumerate(response)]
+            rewards = [teacher[t, token].item() - new[t].item() for t, token in enumerate(response)]
+            entropies += [-(row.exp() * row).sum().item() for row in table]
+            sums.append(-sum(x.item() for x in new))
+            if is_jsd:
+                losses.append([self.jsd(*pair) for pair in zip(table, teacher, strict=True)])
+                divergences.append(sum(x.item() for x in losses[-1]))
+                continue
+            advantages.append([sum(args.gamma**n * r for n, r in enumerate(rewards[t:])) for t in range(len(response))])
+            logratios.append([x.item() - y for x, y in zip(new, sampled_logprobs[i], strict=True)])
+            losses.append(new)
+            divergences.append(-sum(rewards))
+            gap = max(gap, *map(abs, logratios[-1]))
+        weighed, of_overlap = self.weighed(advantages, logratios) if not is_jsd else ([], {})
+        if not is_jsd:  # REINFORCE; what it logs as the loss is -A.
+            losses = [
+                [-a * (x - x.item() + 1) for a, x in zip(*pair, strict=True)]
+                for pair in zip(weighed, losses, strict=True)
+            ]
+            of_overlap["val/logprob_gap"] = gap
+        flat = [x for row in losses for x in row]
+        norm = self.step(torch.stack(flat).mean(), self.learning_rate(number, num_updates))
+        judged, texts = [self.score(*episode) for episode in episodes], []
+        for query, response in episodes:
+            texts.append([self.tokenizer.decode(ids, skip_special_tokens=True) for ids in (query, response)])
+        prompts = len(episodes) // responses_per_prompt(args)
+        return of_overlap | {
+            "update": number,
+            "episode": number * len(episodes),
+            "epoch": number * prompts / self.num_prompts,
+            "lr": self.learning_rate(number, num_updates),
+            "objective/divergence": mean(divergences),
+            "objective/divergence_per_token": sum(divergences) / len(flat),
+            "objective/entropy": mean(sums),
+            "objective/gold": mean(toy.gold(*pair) for pair in texts),
+            "objective/parses": mean(toy.parses("".join(pair).lstrip()) for pair in texts),
+            "loss/policy_avg": mean(x.item() for x in flat),
+            "policy/entropy_avg": mean(entropies),
+            "policy/grad_norm": norm,
+            "val/num_stop_token_ids": sum(ended for _, _, ended in judged),
+            "val/sequence_lengths": mean(len(response) for _, response in episodes),
+        }
 
 
 class GrpoOracle(Oracle):

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from accelerate import Accelerator
-from cases import EVERY_CASE, RLOO_AND_PPO, optimiser_steps, page_of, run_case
+from cases import EVERY_CASE, RLOO_AND_PPO, TAUGHT, optimiser_steps, page_of, run_case
 from helpers import record, without_times
 
 from rlhf_details.plumbing.run import Run
@@ -30,14 +30,15 @@ def assert_equal_weights(module, folder):
 
 
 @EVERY_CASE
-def test_the_reference_and_the_reward_model_stay_as_they_were(ragged, in_tmp, monkeypatch, case):
+def test_the_reference_the_reward_model_and_the_teacher_stay_as_they_were(ragged, in_tmp, monkeypatch, case):
     loaded = record(monkeypatch, page_of(case), "load_models")["load_models"]
     run_case(case, ragged, learning_rate=1e-2, total_episodes=32, output_dir="model")
-    (_, (_, policy, reference, reward_model)) = loaded[0]
-    assert_equal_weights(reference.model, ragged / "policy")
-    assert_equal_weights(reward_model.model, ragged / "reward")
+    (_, (_, policy, *frozen)) = loaded[0]
+    folders = ["teacher"] if case in TAUGHT else ["policy", "reward"]
+    for module, folder in zip(frozen, folders, strict=True):
+        assert_equal_weights(module.model, ragged / folder)
+        assert not any(p.requires_grad for p in module.parameters())
     assert_equal_weights(policy.model, in_tmp / "model")
-    assert not any(p.requires_grad for module in (reference, reward_model) for p in module.parameters())
     before = weights_of(ragged / "policy")
     assert all((x - before[name]).abs().max() > 1e-4 for name, x in weights_of(in_tmp / "model").items())
 
@@ -46,7 +47,7 @@ def test_the_reference_and_the_reward_model_stay_as_they_were(ragged, in_tmp, mo
 def test_model_1_dropout_in_the_configuration_changes_nothing(ragged, in_tmp, case):
     """Fault 10. The models of `ragged` have none; here each kind that GPT-NeoX has is 0.5 in every model."""
     shutil.copytree(ragged, "dropping")
-    for name in ("policy", "reward"):
+    for name in ("policy", "reward", "teacher"):
         path = in_tmp / "dropping" / name / "config.json"
         rates = dict.fromkeys(("hidden_dropout", "attention_dropout", "classifier_dropout"), 0.5)
         path.write_text(json.dumps(json.loads(path.read_text()) | rates))
@@ -108,18 +109,19 @@ def test_no_update_leaves_a_graph_behind(ragged, in_tmp, monkeypatch, case):
 def test_a_gradient_that_is_not_finite_stops_the_run_before_a_weight_changes(ragged, in_tmp, monkeypatch, capsys, case):
     """In the second minibatch of update 2, by one number; the report names both, and the checkpoint to go on from."""
     real, calls, steps = Accelerator.backward, [], optimiser_steps(monkeypatch, lambda groups: 1)
+    last = 2 if case in TAUGHT else 4 + 2  # the number of the step
 
     def backward(self, loss, **kwargs):
         calls.append(1)
         real(self, loss, **kwargs)
-        if len(calls) == 6:
+        if len(calls) == last:
             self._optimizers[0].param_groups[0]["params"][2].grad.view(-1)[1] = float("nan")
 
     monkeypatch.setattr(Accelerator, "backward", backward)
     with pytest.raises(SystemExit) as error:
         run_case(case, ragged, num_ppo_epochs=2, num_mini_batches=2, checkpoint_every=1, output_dir="model")
-    assert error.value.code == 1 and len(steps) == 5
-    message = capsys.readouterr().err
-    assert message.count("error: update 2, minibatch 2: the gradient's norm is ") == message.count("error:") == 1
+    assert error.value.code == 1 and len(steps) == last - 1
+    message, where = capsys.readouterr().err, "" if case in TAUGHT else ", minibatch 2"
+    assert message.count(f"error: update 2{where}: the gradient's norm is ") == message.count("error:") == 1
     assert "last good checkpoint: runs/run/checkpoints/000001; --run_name run --resume goes on from it" in message
     assert not (in_tmp / "model").exists() and len((in_tmp / "runs/run/metrics.jsonl").read_text().splitlines()) == 1

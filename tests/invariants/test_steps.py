@@ -12,12 +12,14 @@ from cases import (
     IN_STEP,
     LOSS,
     OVERLAP,
+    REWARDED,
     RLOO_AND_PPO,
     episodes_of,
     optimiser_steps,
     page_of,
     run_case,
     shifted_sampler,
+    steps_of,
 )
 from helpers import record, run_rloo
 
@@ -36,7 +38,7 @@ def test_the_first_ratio_of_every_update_is_one_and_later_ones_are_not(baseline,
         assert row["val/ratio_var"] > 1e-9
 
 
-@EVERY_CASE
+@REWARDED
 def test_model_4_kl_is_zero_at_update_one_and_then_grows(baseline, case):
     """With --overlap the second batch is the reference's own as well."""
     kl = [abs(row["objective/kl"]) for row in baseline(case).rows[1:]]
@@ -93,8 +95,32 @@ def test_gen_15_an_action_counts_as_if_this_policy_had_sampled_it(ragged, in_tmp
     assert all(row["val/sampler_cut"] == 0 and 0.3 < row["val/sampler_weight"] < 0.91 for row in rows)
 
 
+def test_gen_15_what_the_teacher_says_of_a_token_is_weighed_and_is_about_this_policy(ragged, in_tmp, monkeypatch):
+    """The log-probs of the policy stand in the advantages as well, where another engine samples. [GEN-9]"""
+    monkeypatch.setattr(cli, "find_spec", lambda name: True)
+    monkeypatch.setattr(vllm, "sampler", lambda *args: utils.sample)
+    page, seen = page_of("distill"), []
+    for sampler in ("own", "vllm"):
+        with pytest.MonkeyPatch.context() as patch, shifted_sampler():
+            calls = record(patch, page, "distill_policy_loss")["distill_policy_loss"]
+            run_case("distill", ragged, sampler=sampler, learning_rate=0.0, gamma=0.0)
+        seen.append(calls[0][0][1])  # advantages of the first update
+        mask = calls[0][0][0] != 0
+    before, after = seen  # The sampler's log-probs are 0.1 too high in the first ones.
+    torch.testing.assert_close(after, (before + 0.1) * math.exp(-0.1) * mask, atol=1e-4, rtol=1e-3)
+    assert after.abs().max() > 0.5
+
+
+def test_jsd_says_that_another_policys_responses_are_not_corrected(ragged, in_tmp, capsys):
+    rows = run_case("distill-jsd", ragged, overlap=True)
+    assert "--divergence jsd: what another policy sampled is not corrected" in capsys.readouterr().out
+    assert not any("val/sampler_weight" in row for row in rows)
+    run_case("distill-overlap", ragged)
+    assert "not corrected" not in capsys.readouterr().out
+
+
 # ---- which episodes --------------------------------------------------------------------------------------------------
-@EVERY_CASE
+@REWARDED
 def test_opt_9_minibatches_cover_every_episode_once_a_pass_each_time_in_another_order(
     ragged, in_tmp, monkeypatch, case
 ):
@@ -126,10 +152,10 @@ def test_opt_9_minibatches_cover_every_episode_once_a_pass_each_time_in_another_
 def test_opt_10_updates_are_rounded_up_and_each_takes_the_steps_that_the_flags_say(ragged, in_tmp, monkeypatch, case):
     """Faults 1, 42 and 43: the prompts come round again in the middle of an update."""
     steps = optimiser_steps(monkeypatch, lambda groups: 1)
-    few = case.startswith(("grpo", "rloo"))  # They sample 4 responses to each prompt.
-    options = dict(take=6 if few else 24, total_episodes=33, num_ppo_epochs=3, num_mini_batches=2)
+    k = 4 if case.startswith(("grpo", "rloo")) else CASES[case][1].get("responses_per_prompt", 1)
+    options = dict(take=24 // k, total_episodes=33, num_ppo_epochs=3, num_mini_batches=2)
     rows = run_case(case, ragged, response_length=3, **options)
-    assert len(steps) == 3 * 3 * 2
+    assert len(steps) == 3 * steps_of(case, 3 * 2)
     assert [row["episode"] for row in rows] == [16, 32, 48]
     assert [row["epoch"] for row in rows] == pytest.approx([2 / 3, 4 / 3, 2])
 
@@ -143,7 +169,7 @@ def test_every_update_draws_anew_also_for_the_same_prompts_and_weights(ragged, i
 
 
 # ---- the optimiser ---------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("case", ["rloo", "ppo", "grpo-overlap"])
+@pytest.mark.parametrize("case", ["rloo", "ppo", "grpo-overlap", "distill-jsd"])
 def test_opt_7_gradients_cross_processes_once_a_step(ragged, in_tmp, monkeypatch, case):
     held, backward, real = [], [], Accelerator.backward
 
@@ -156,4 +182,4 @@ def test_opt_7_gradients_cross_processes_once_a_step(ragged, in_tmp, monkeypatch
     monkeypatch.setattr(Accelerator, "no_sync", no_sync)
     monkeypatch.setattr(Accelerator, "backward", lambda self, x, **k: backward.append(bool(held)) or real(self, x, **k))
     run_case(case, ragged, micro_batch_size=4, num_ppo_epochs=2, total_episodes=32)
-    assert backward == [True, True, True, False] * 4  # two updates of two passes of four micro-batches
+    assert backward == [True, True, True, False] * 2 * steps_of(case, 2)  # two updates of passes of four micro-batches

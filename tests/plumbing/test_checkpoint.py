@@ -28,7 +28,15 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from rlhf_details.plumbing import checkpoint
 
-FAST = "rloo", "ppo-moments", "ppo-overlap", "reward-gain", "dpo", "sft"  # the others are in slow/test_kills.py
+FAST = (
+    "rloo",
+    "ppo-moments",
+    "ppo-overlap",
+    "distill-jsd",
+    "reward-gain",
+    "dpo",
+    "sft",
+)  # the others are in slow/test_kills.py
 
 
 # ---- a run that died goes on as if it had not ------------------------------------------------------------------------

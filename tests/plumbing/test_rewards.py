@@ -14,6 +14,7 @@ import torch
 from helpers import (
     LM_HUMAN_PREFERENCES,
     PAGES,
+    REWARDED,
     ROOT,
     assert_same_curves,
     launch,
@@ -21,6 +22,7 @@ from helpers import (
     record,
     rloo_args,
     run_page,
+    without_times,
 )
 from short_runs import write_rows
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
@@ -313,7 +315,7 @@ def test_gold_is_watched_where_rows_are_of_the_embedded_task(functions):
 
 
 # ---- whole runs ------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("page", list(PAGES))
+@pytest.mark.parametrize("page", REWARDED)
 def test_rew_4_a_reward_that_does_not_apply_to_a_row_is_left_out_of_its_score(functions, tiny, page):
     table = [{"prompt": row["prompt"], "kind": i % 2} for i, row in enumerate(toy.rows("prompts", "train")[:4])]
     functions("""
@@ -327,6 +329,18 @@ def test_rew_4_a_reward_that_does_not_apply_to_a_row_is_left_out_of_its_score(fu
         assert row["objective/scores"] == pytest.approx(3.5, abs=1e-6)
         assert (row["objective/rewards/even"], row["objective/rewards/odd"]) == (1, 3)
         assert math.isfinite(row["policy/grad_norm"])
+
+
+def test_a_page_with_a_teacher_watches_functions_and_does_not_train_on_them(functions, tiny, capsys):
+    """They may apply to no row at all, and change nothing of what is learnt."""
+    functions("""
+        def length(prompts, completions): return [float(len(c.split())) for c in completions]
+        def none(prompts, completions): return [None for _ in completions]
+    """)
+    watched = run_page("train_distill", tiny, reward_fn=("mine.py:length", "mine.py:none"))
+    assert "rewards that are watched: length, none" in capsys.readouterr().out
+    for row, plain in zip(without_times(watched), without_times(run_page("train_distill", tiny)), strict=True):
+        assert 0 < row.pop("objective/rewards/length") <= row["val/sequence_lengths"] and row == plain
 
 
 @BOTH

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 from helpers import PAGES, ROOT
 
-from rlhf_details import train_reward, train_sft
+from rlhf_details import train_reward, train_rloo, train_sft
 from rlhf_details.plumbing import cli, stages
 
-SCRIPTS = {"train_sft": train_sft, "train_reward": train_reward}
+SCRIPTS = {"train_sft": train_sft, "train_reward": train_reward, "train_rloo": train_rloo}
 
 
 @pytest.fixture
@@ -55,6 +55,15 @@ def test_missing_stages_are_trained_once_in_their_order_and_announced(in_tmp, st
 def test_sums_need_no_reward_model(in_tmp, started):
     stages.ensure(cli.parse(PAGES["train_ppo"].Args, ["--dataset", "toy-sum"]))
     assert [command[-1] for command, _ in started] == ["models/toy-sum/sft"]
+
+
+@pytest.mark.parametrize("task", ["toy", "toy-sum"])
+def test_a_teacher_that_is_missing_is_trained_as_its_own_page_does_by_default(in_tmp, started, task):
+    """Its process trains the reward model that it needs, as it would without a student."""
+    stages.ensure(cli.parse(PAGES["train_distill"].Args, ["--dataset", task]))
+    folders = [f"models/{task}/sft", f"models/{task}/rloo"]
+    assert [command[-1] for command, _ in started] == folders
+    assert cli.parse(PAGES["train_rloo"].Args, started[1][0][2:]).output_dir == folders[1]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_models import PACKED, PAGES, plain_logprobs, random_batch, rest, rows_of, tiny_model, tiny_reward
+from tiny_models import PACKED, PAGES, REWARDED, plain_logprobs, random_batch, rest, rows_of, tiny_model, tiny_reward
 from torch import nn
 
 from rlhf_details import train_ppo, train_reward, train_rloo, utils
@@ -16,6 +16,7 @@ from rlhf_details.plumbing import layout
 PLAIN = ["mistral", "gpt_neo", "bloom", "gemma2"]  # their layers look at a window, or know no positions
 SCALED = ["cohere", "granite"]  # Their logits are scaled after the output embedding, and those of gemma2 are capped.
 pages = pytest.mark.parametrize("page", PAGES.values(), ids=PAGES)
+rewarded = pytest.mark.parametrize("page", REWARDED.values(), ids=REWARDED)
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +121,7 @@ def test_ppo_5_values_are_those_of_the_state_before_each_token_and_of_the_one_af
 
 # ---- scores ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "llama", "qwen2", "mistral"])
-@pages
+@rewarded
 @torch.no_grad()
 def test_rew_2_scores_are_read_at_each_responses_own_end(page, kind):
     """Prompts and responses hold 0, which is the model's padding token: nothing is found by looking for it."""
@@ -134,7 +135,7 @@ def test_rew_2_scores_are_read_at_each_responses_own_end(page, kind):
     assert ours.std() > 0.05
 
 
-@pages
+@rewarded
 @torch.no_grad()
 def test_rew_1_the_bias_in_the_configuration_is_added(page):
     model, batch = tiny_reward("gpt_neox"), random_batch()
@@ -143,7 +144,7 @@ def test_rew_1_the_bias_in_the_configuration_is_added(page):
     assert torch.allclose(page.response_scores(page.Reward(model), batch, *rest(page)), plain + 0.75)
 
 
-@pytest.mark.parametrize("page", [*PAGES.values(), train_reward], ids=[*PAGES, "reward"])
+@pytest.mark.parametrize("page", [*REWARDED.values(), train_reward], ids=[*REWARDED, "reward"])
 @torch.no_grad()
 def test_rm_6_scores_are_fp32_under_bf16(page):
     reward = page.Reward(tiny_reward("gpt_neox"))

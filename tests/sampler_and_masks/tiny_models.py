@@ -7,6 +7,7 @@ import transformers
 
 from rlhf_details import (
     evaluate,
+    train_distill,
     train_dpo,
     train_grpo,
     train_ppo,
@@ -16,7 +17,8 @@ from rlhf_details import (
     utils,
 )
 
-PAGES = {"rloo": train_rloo, "grpo": train_grpo, "ppo": train_ppo, "evaluate": evaluate}
+PAGES = {"rloo": train_rloo, "grpo": train_grpo, "ppo": train_ppo, "distill": train_distill, "evaluate": evaluate}
+REWARDED = {name: page for name, page in PAGES.items() if hasattr(page, "Reward")}
 SAMPLED = {name: page.Policy for name, page in PAGES.items()}  # what the sampler calls
 SAMPLED |= {"reward": train_reward.Policy, "dpo": train_dpo.Policy, "sft": train_sft.LanguageModel}
 

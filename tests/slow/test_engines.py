@@ -68,12 +68,15 @@ def cases(models):
         "ppo_overlap": ppo_args(neox, overlap=True, **short),
         "rloo_overlap": rloo_args(neox, overlap=True, **short),
         "grpo": page_args("train_grpo", neox, **short),
+        "distill": page_args("train_distill", neox, teacher_model_path=str(models / "llama/policy"), **short),
         "rloo_offload": rloo_args(neox, offload_frozen=True, **short),
         "rloo_lora": rloo_args(neox, lora_rank=4, **short),
         "rloo_lora_experts": rloo_args(models / "qwen3_moe", lora_rank=4, **short),
         "ppo_lora": ppo_args(neox, lora_rank=4, **short),
         "reward_lora": train_reward.Args(lora_rank=4, **reward),
     }
+    jsd = dict(divergence="jsd", teacher_model_path=str(models / "llama/policy"))
+    found["distill_jsd"] = page_args("train_distill", neox, **jsd, **short)
     found |= {f"rloo_{name}": rloo_args(models / name, **short) for name in ("gpt2", "llama", "qwen2")}
     found = {name: (args, "fp32") for name, args in found.items()}
     return found | {f"{name}_bf16": (found[name][0], "bf16") for name in ("rloo", "ppo", "reward")}
@@ -135,7 +138,8 @@ def check_share(engine, name, precision, ranks):
     for models in zip(*(row["frozen"] for row in ranks), strict=True):  # [(held, total) of each process]
         parts, total = [held for held, _ in models], models[0][1]
         is_half = sum(parts) == total and abs(parts[0] - parts[1]) < 0.01 * total
-        assert is_half if engine in ("fsdp2", "zero3") else parts == [total, total]
+        is_shared = engine in ("fsdp2", "zero3") and name != "distill_jsd"  # Its student reads the teacher's head.
+        assert is_half if is_shared else parts == [total, total]
     held, stepped, trained, total = (sum(row[key] for row in ranks) for key in ("held", "stepped", "trained", "total"))
     uneven = 0.01 * total  # A tensor of odd size leaves one process a filler, or the other nothing.
     assert held == total if engine in ("ddp", "zero2") else abs(held - total / 2) < uneven

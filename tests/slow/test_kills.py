@@ -48,7 +48,7 @@ def written(folder, tiny, case, **changes):
 
 
 # ---- in this process: the cases that tests/plumbing/test_checkpoint.py leaves out ------------------------------------
-@pytest.mark.parametrize("case", ["rloo-steps", "grpo-steps", "ppo", "ppo-shared", "reward-shift"])
+@pytest.mark.parametrize("case", ["rloo-steps", "grpo-steps", "ppo", "ppo-shared", "distill", "reward-shift"])
 def test_a_run_that_died_goes_on_as_if_it_had_not(tiny, in_tmp, case):
     copy_of_dead(tiny, case)
     assert [update for update in updates() if update] == [1, 2, 3, 4, 5] and not Path("model").exists()

@@ -21,6 +21,8 @@ CASES = {
     "lm-human-preferences": ("train_ppo", LM_HUMAN_PREFERENCES | dict(kl_horizon=200.0)),
     "ppo-overlap": ("train_ppo", dict(overlap=True)),
     "grpo-overlap": ("train_grpo", dict(overlap=True)),
+    "distill": ("train_distill", dict(gamma=0.5)),
+    "distill-jsd": ("train_distill", dict(divergence="jsd", beta=0.3)),
 }
 EVERY_CASE = pytest.mark.parametrize("case", [*CASES, "vocabulary-8192"])
 

@@ -119,7 +119,7 @@ def runs(tmp_path_factory):
     return tmp_path_factory.mktemp("runs")
 
 
-@pytest.mark.parametrize("page", ["train_grpo", "train_ppo"])  # RLOO is in the tests below.
+@pytest.mark.parametrize("page", ["train_grpo", "train_ppo", "train_distill"])  # RLOO is in the tests below.
 def test_every_page_trains_on_what_vllm_samples(pair, runs, page):
     rows = run_page(page, pair, runs, page)[1:]
     assert len(rows) == 3 and all(row["val/logprob_gap"] < 1e-4 for row in rows)

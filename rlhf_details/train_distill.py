@@ -1,0 +1,474 @@
+"""
+On-policy distillation: a student learns a teacher's next-token distribution at the states of its own responses.
+
+1. The student samples responses, k to each prompt. In the place of a reward, a frozen model with the same tokens, the
+   teacher, says of each token how likely it was.
+2. `--divergence sampled` is RLOO's loop with another reward: each token is an action, and its advantage is
+   log p_teacher - log p_student of this token. In expectation that is the gradient of the reverse KL,
+   KL(student || teacher), at the states that were sampled. How a token changes the states after it is left out, unless
+   --gamma adds up what later tokens say: with 1 it is the gradient of the whole response's KL.
+3. `--divergence jsd` compares whole distributions at these states (GKD, arXiv 2306.13649), by the generalised
+   Jensen-Shannon divergence: --beta 0 is the forward KL, and 1 the reverse KL, of which `sampled` is an estimate.
+4. --on_policy_share (GKD's lambda) is the share of updates whose responses the student samples. In the others they are
+   the data set's completions.
+5. Sampling and shuffling are functions of coordinates, such as (seed, purpose, update, row, step, token) for a token,
+   and never of a generator's state.
+
+Left out on purpose: top-k and top-p (the sampled policy would not be the trained one), teachers with other tokens, and
+a reward beside the teacher. Functions of --reward_fn are watched and not trained on.
+
+Read `main` first if you know the paper, else from top to bottom. A tag such as [RLOO-3] marks an implementation detail:
+benchmark/checks/details.md has its source, its test and what it is worth.
+
+Shapes    P: prompts   k: responses per prompt   B = P * k: episodes of an update, the k of a prompt adjacent
+          Q: query tokens, left-padded   R: response tokens, right-padded   L = Q + R: columns   V: vocabulary
+          M: episodes of a micro-batch   S: stop tokens   C: columns that are read   H: hidden size   F: watched rewards
+          N: held-out prompts
+Masks     True marks a real token. Masks travel with the tokens, and nothing is ever found by looking for a pad token.
+
+One process:   python rlhf_details/train_distill.py
+N processes:   accelerate launch --num_processes N rlhf_details/train_distill.py
+Your data:     python rlhf_details/train_distill.py --dataset rows.jsonl --sft_model_path gpt2
+               --teacher_model_path gpt2-xl
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from rlhf_details import utils
+from rlhf_details.plumbing import cli, data, engines, models, overlap, rewards
+from rlhf_details.plumbing.run import Run
+from rlhf_details.utils import EVALUATION, TRAINING, Batch, in_slices
+
+
+@dataclass
+class Args(cli.SamplingArgs):  # run, data, models, memory, reward_fn, sampler and overlap stand in plumbing/flags.py
+    exp_name: str = "train_distill"
+    """name of the experiment, part of the run's name"""
+    output_dir: str = "models/distill"
+    """folder of the trained policy"""
+
+    # models
+    teacher_model_path: str | None = None
+    """the teacher, a model with the same tokens, as --sft_model_path (required unless --dataset is toy or toy-sum)"""
+
+    # sampling
+    response_length: int = 256
+    """most tokens a response may have (R)"""
+    temperature: float = 1.0
+    """sampling temperature; it divides the logits of every log-prob as well, the teacher's too"""
+    stop_token: str = "eos"
+    """sampling ends with this token: "eos", "none", or a text that is one token"""
+    reward_fn: tuple[str, ...] = ()
+    """functions f(prompts, completions, **columns) -> rewards, FILE.py:function or package.module:function, which are
+    logged and not trained on"""
+
+    # algorithm
+    divergence: Literal["sampled", "jsd"] = "sampled"
+    """learn by the teacher's log-prob of each sampled token, or by the whole distributions at the sampled states"""
+    gamma: float = 0.0
+    """sampled: discount of what the teacher says of later tokens, in the advantage of a token"""
+    beta: float = 0.5
+    """jsd: the teacher's share of the mixture (0: forward KL, 1: reverse KL)"""
+    on_policy_share: float = 1.0
+    """share of the updates that the student samples (GKD's lambda); the others take the data set's completions"""
+    responses_per_prompt: int = 1
+    """responses per prompt (k)"""
+    total_episodes: int = 100_000
+    """responses to sample in the whole run; rounded up to whole batches"""
+    batch_size: int = 256
+    """episodes per update, which takes one optimiser step, over all processes (B)"""
+
+    # optimiser
+    learning_rate: float = 3e-6
+    """peak learning rate of AdamW"""
+    lr_schedule: Literal["linear", "cosine", "constant"] = "linear"
+    """course of the learning rate over the updates"""
+    warmup_ratio: float = 0.0
+    """share of the updates over which the learning rate rises linearly"""
+    adam_eps: float = 1e-8
+    """AdamW's epsilon"""
+    weight_decay: float = 0.0
+    """AdamW's weight decay"""
+    max_grad_norm: float | None = 1.0
+    """clip the gradient's global norm to this; None: only log it"""
+
+
+# What a run takes in place of the defaults above, where no flag and no --config says otherwise. A name is that of an
+# embedded task. A number is for other data, by the model's size: 20e6 for fewer than 20 M parameters, 500e6 for 20 M to
+# 500 M, and so on. docs/guides/1_your_data.md says where these values are from.
+presets = {
+    "toy": dict(
+        eval_dataset="toy:test",
+        sft_model_path="models/toy/sft",
+        teacher_model_path="models/toy/rloo",
+        output_dir="models/toy/distill",
+        response_length=36,
+        total_episodes=12_800,
+        learning_rate=1e-3,
+        micro_batch_size=256,
+        rollout_micro_batch_size=256,
+    ),
+    20e6: dict(
+        response_length=53,
+        temperature=0.7,
+        total_episodes=10_000,
+        batch_size=64,
+        learning_rate=3e-4,
+        micro_batch_size=64,
+    ),
+    500e6: dict(total_episodes=10_000, batch_size=64, learning_rate=1e-5),
+    5e9: {},  # the defaults above
+    math.inf: dict(learning_rate=1e-6),
+}
+presets["toy-sum"] = presets["toy"] | dict(
+    eval_dataset="toy-sum:test",
+    sft_model_path="models/toy-sum/sft",
+    teacher_model_path="models/toy-sum/rloo",
+    reward_fn=("rlhf_details.toy:right_sum",),
+    output_dir="models/toy-sum/distill",
+    response_length=3,
+)
+
+
+# ---- models: one module call is one forward, so that every engine sees all parameters through it ---------------------
+class Policy(nn.Module):
+    """Next-token logits / temperature, or the log-probs of given tokens under their softmax, always in fp32."""
+
+    logits_at_once = 2**24  # with labels at most so many exist at a time: 64 MiB in fp32
+
+    def __init__(self, model, temperature):
+        super().__init__()
+        self.model, self.temperature, self.head = model, temperature, models.lm_head(model)
+
+    def forward(self, tokens, mask, positions, index, labels=None, cache=None, compare=None, states=None):
+        """
+        Args: tokens, positions [M, L]; mask [M, L] bool, None where nothing is padding; index [C], the columns whose
+        logits are read; labels [M, C], the tokens that these predict; cache, a transformers cache, which is extended;
+        compare(log-softmax [K, V], K states) -> [K], of the states [M, C, H] of a Teacher.
+        Returns: (log-probs, entropies, and with `compare` what it returns), each [M, C] fp32, or without labels the
+        logits / T [M, C, V] fp32.
+        """
+        hidden = models.hidden_states(self.model, tokens, mask, positions, cache)[:, index]  # [M, C, H]
+        if labels is None:
+            return self.logits(hidden)
+        size = self.logits_at_once // self.head.vocab_size
+        return utils.token_logprobs(self.logits, hidden, labels, size, compare, states)
+
+    def logits(self, hidden):
+        """Tempered logits [.., V] fp32 of last hidden states [.., H]."""
+        # The temperature divides the logits wherever a log-prob is computed, not in the sampler alone. [GEN-2] [GEN-3]
+        return self.head(hidden).float() / self.temperature
+
+
+class Teacher(Policy):
+    """A frozen Policy. Without labels it returns the last hidden states [M, C, H], and `logits` makes theirs."""
+
+    def forward(self, tokens, mask, positions, index, labels=None):
+        """As Policy.forward."""
+        if labels is not None:
+            return super().forward(tokens, mask, positions, index, labels)
+        return models.hidden_states(self.model, tokens, mask, positions)[:, index]
+
+
+def load_models(args, device):
+    """Returns (tokenizer, policy, teacher), all in fp32 and without dropout."""
+    tokenizer = models.load_tokenizer(args.sft_model_path, "--sft_model_path", args)
+    model = utils.disable_dropout(models.load_policy(args.sft_model_path, "--sft_model_path", args))
+    policy = Policy(models.add_adapters(model, args.lora_rank), args.temperature)
+    # The teacher reads the student's ids, so each must mean the same text to both. [DISTILL-5]
+    models.check_same_tokens(args.teacher_model_path, "--teacher_model_path", tokenizer, args)
+    teacher = models.load_policy(args.teacher_model_path, "--teacher_model_path", args)
+    # The teacher's distribution is that of the same temperature. Else the student would have to undo it. [DISTILL-6]
+    teacher = Teacher(utils.disable_dropout(teacher), args.temperature).requires_grad_(False)
+    return tokenizer, policy.to(device), teacher.to(device).eval()
+
+
+# ---- from tokens to log-probs ----------------------------------------------------------------------------------------
+def join(batch):
+    """Rows of a prompt and its response, as the models read them.
+
+        tokens   .  p  p  p  a  b  EOS  .        Q = 4 (left-padded), R = 4 (right-padded)
+        index             3  4  5   6            column Q - 1 + t predicts token t
+    Returns: tokens, mask, positions [M, L] with L = Q + R, and index [R], the columns Q - 1 .. Q + R - 2.
+    """
+    tokens = torch.cat([batch.queries, batch.responses], 1)  # [M, L]
+    mask = torch.cat([batch.query_mask, batch.response_mask], 1)  # [M, L]
+    # The logits in the column before a token predict it. [GEN-7]
+    index = torch.arange(batch.responses.size(1), device=mask.device) + batch.queries.size(1) - 1
+    return tokens, mask, utils.positions_from_mask(mask), index
+
+
+def response_logprobs(policy, batch, **comparison):
+    """Log-probs and entropies [M, R] fp32, 0 at padding, of a Batch of M episodes.
+
+    Args: comparison, `compare` and `states` of Policy.forward. Then what it compares to is returned as well, [M, R].
+    """
+    R = batch.responses.size(1)
+    batch = utils.trim(batch)
+    outputs = policy(*join(batch), labels=batch.responses, **comparison)  # each [M, width]
+    # Padding holds zeros and no sentinel, so that sums over a row need no mask. [REW-6]
+    outputs = [x * batch.response_mask for x in outputs]
+    return [nn.functional.pad(x, (0, R - x.size(1))) for x in outputs]
+
+
+# ---- equations -------------------------------------------------------------------------------------------------------
+def has_stopped(responses, mask, stop_ids):
+    """Whether each response [B, R] holds one of stop_ids [S]. If stop_ids is empty, every response has ended."""
+    # Only real tokens are searched, because the filler, token 0, may be the stop token. [GEN-13]
+    return (mask & torch.isin(responses, stop_ids)).any(1) if len(stop_ids) else mask.any(1)
+
+
+def kl_divergence(log_p, log_q):
+    """KL(p || q) of distributions in logs [.., V]. Returns: [..]."""
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+def generalized_jsd(logp, teacher_logp, beta):
+    """beta KL(teacher || m) + (1 - beta) KL(student || m), where m = beta teacher + (1 - beta) student.
+
+    Args: logp, the student's, and teacher_logp, log-softmaxes [.., V]; beta in [0, 1]. Returns: [..].
+    Source: arXiv 2306.13649, equation 1; TRL v1.16.0, gkd_trainer.py, whose ends 0 and 1 these are.
+    """
+    # At its ends the formula is 0. Divided by beta, or 1 - beta, it tends to these two. [DISTILL-4]
+    if beta == 0:
+        return kl_divergence(teacher_logp, logp)
+    if beta == 1:
+        return kl_divergence(logp, teacher_logp)
+    # Beta weighs the teacher, in the mixture and before its own KL. [DISTILL-3]
+    mixture = torch.logaddexp(math.log(beta) + teacher_logp, math.log1p(-beta) + logp)
+    return beta * kl_divergence(teacher_logp, mixture) + (1 - beta) * kl_divergence(logp, mixture)
+
+
+def distill_advantages(rewards, gamma):
+    """A_t = sum of gamma^(u - t) * r_u for u >= t, with r = log p_teacher - log p_student of each sampled token.
+
+    Args: rewards [B, R], 0 at padding. Returns: [B, R].
+    Source: Lu and Thinking Machines Lab, "On-Policy Distillation" (2025), where gamma is 0.
+    """
+    advantages, later = [], torch.zeros_like(rewards[:, 0])
+    for reward in reversed(rewards.unbind(1)):
+        # With gamma 0 a token answers for itself alone, and not for the states that it leads to. [DISTILL-2]
+        later = reward + gamma * later
+        advantages.append(later)
+    return torch.stack(advantages[::-1], 1)
+
+
+def distill_policy_loss(logprobs, advantages):
+    """-A * ratio of each token, where the ratio is that of the policy to itself: the gradient is -A * grad log p.
+
+    Args: logprobs, advantages [M, R], 0 at padding. Returns: [M, R].
+    """
+    # With one step per rollout the policy is compared with itself, so the ratio is exactly 1, and nothing is clipped.
+    return -advantages * (logprobs - logprobs.detach()).exp()
+
+
+def is_sampled(update, share):
+    """Whether the student samples in this update (from 1), as in `share` of the first updates, whatever their number.
+
+    Source: arXiv 2306.13649, algorithm 1, which draws a number for each update.
+    """
+    # Whole updates are the student's or the data set's, so that nothing is sampled in vain. [DISTILL-7]
+    return math.floor(update * share) > math.floor((update - 1) * share)
+
+
+# ---- held-out evaluation ---------------------------------------------------------------------------------------------
+@torch.no_grad()
+def evaluate(policy, sample, teacher, score, prompts, stop_ids, args, accelerator):
+    """One response to each held-out prompt, sampled as in training, with the same noise each time, and its KL.
+
+    The KL is that of the student from the teacher, and with the other sign it counts as a response's score.
+    Returns: ({"eval/objective/..": mean over the prompts}, episodes to show); call it on every process.
+    """
+    if not prompts:
+        return {}, None
+    policy.eval()
+    episodes = data.my_share(len(prompts), accelerator)  # Some come twice, so that all processes have equally many.
+    rows = [prompts[i % len(prompts)] for i in episodes.tolist()]
+    queries, query_mask = utils.left_pad([row.ids for row in rows], accelerator.device)
+    key = args.seed, EVALUATION, 0
+    with accelerator.autocast():
+        responses, response_mask, logprobs = sample(policy, queries, query_mask, episodes, 1, key)  # [N / world, R]
+        batch = Batch(queries, query_mask, responses, response_mask)
+        teacher_logprobs, _ = in_slices(response_logprobs, teacher, batch, args.micro_batch_size)
+        rewards_of_each = score(rows, batch)  # [N / world, F]
+    # The log-probs of what sampled are good enough for this KL, because it is only logged.
+    gathered = accelerator.gather((responses, response_mask, (logprobs - teacher_logprobs).sum(1), rewards_of_each))
+    responses, response_mask, kl, rewards_of_each = (x[: len(prompts)] for x in gathered)
+    ended = has_stopped(responses, response_mask, stop_ids)
+    lengths = response_mask.sum(1).float()
+    metrics = {"kl": kl.mean(), "length": lengths.mean(), "ended": ended.float().mean()}
+    metrics |= score.by_name(rewards_of_each, spread=True)
+    shown = prompts, responses, response_mask, ended, -kl, kl
+    return utils.numbers({f"eval/objective/{name}": x for name, x in metrics.items()}), shown
+
+
+# ---- the loop --------------------------------------------------------------------------------------------------------
+def check(args):
+    """Exits with an error (exit code 2) if arguments contradict each other."""
+    cli.check(args)
+    rewards.check_functions(args)
+    if args.teacher_model_path is None:
+        cli.fail(f"--teacher_model_path: required with --dataset {args.dataset}: a model with the student's tokens")
+    unit = args.responses_per_prompt * cli.world_size()
+    if args.batch_size % unit:
+        cli.fail(f"--batch_size {args.batch_size}: not divisible by responses_per_prompt * processes = {unit}")
+    for name in ("gamma", "beta", "on_policy_share"):
+        if getattr(args, name) > 1:
+            cli.fail(f"--{name} {getattr(args, name)}: must be at most 1")
+    if args.on_policy_share < 1 and (args.divergence == "sampled" or args.overlap):
+        cli.fail(f"--on_policy_share {args.on_policy_share}: needs --divergence jsd, and no --overlap")
+
+
+def main(args: Args):
+    """Trains; returns {"before": .., "after": held-out metrics, "metrics": the last row, "run": folder}."""
+    check(args)
+    accelerator = engines.start(args)  # one process, DDP, FSDP2 or DeepSpeed; it trains missing toy stages, then seeds
+    device, world, rank = accelerator.device, accelerator.num_processes, accelerator.process_index
+    k, B, R, size = args.responses_per_prompt, args.batch_size, args.response_length, args.micro_batch_size
+    episodes = torch.arange(B, device=device)  # [B], the number of each episode in its update
+    mine = slice(rank * B // world, (rank + 1) * B // world)  # those of this process
+    is_jsd, needs_weights = args.divergence == "jsd", args.sampler != "own" or args.overlap  # another policy samples
+    if is_jsd and needs_weights:
+        cli.say("--divergence jsd: what another policy sampled is not corrected, for there is no advantage to weigh")
+
+    # ---- models, prompts, rewards, optimiser
+    tokenizer, policy, teacher = load_models(args, engines.loading_device(accelerator))
+    stop_ids = models.stop_ids(tokenizer, args.stop_token, "--stop_token", device)  # [S]
+    prompts, held_out = data.load_prompts(args, tokenizer, room=models.context(policy, teacher) - R)
+    # score(rows, batch) gives each response F rewards that are logged alone, NaN where one does not apply: those of
+    # functions of text, e.g. f(prompts=["2 + 3 ="], completions=[" 5"], answer=["5"]) -> [1.0].
+    score = rewards.Scorer(args, accelerator, tokenizer, None, None, size, stop_ids)
+    score.check_columns(prompts, held_out)
+    # Set eps and weight decay explicitly, so that the recipe does not depend on torch's defaults. [OPT-4]
+    optimizer = torch.optim.AdamW(
+        [p for p in policy.parameters() if p.requires_grad],
+        lr=args.learning_rate,
+        eps=args.adam_eps,
+        weight_decay=args.weight_decay,
+        fused=True,
+    )
+    teacher.stays_whole = is_jsd  # The student's forward reads its head, also where engines share weights out.
+    policy, optimizer = engines.prepare(args, accelerator, policy, optimizer, teacher)
+    num_updates = math.ceil(args.total_episodes / B)  # Round up, so that at least total_episodes are sampled. [OPT-10]
+    run = Run(args, accelerator, tokenizer, num_updates, prompts, [held_out, teacher])
+
+    def prompts_of(update):
+        """The prompts of an update, k copies of each, B in all. --overlap reads them ahead."""
+        return [prompt for prompt in prompts.of_update(update, B // k, args.seed) for _ in range(k)]
+
+    def compare(logp, states):
+        """The divergence [K] of log-softmaxes [K, V] and the teacher's at its states [K, H]."""
+        return generalized_jsd(logp, teacher.logits(states).log_softmax(-1), args.beta)
+
+    # This is utils.sample with the response length, stop_ids and the size of slices filled in. --sampler vllm and
+    # --overlap (a thread that samples an update ahead, by a copy of the weights) give three tensors of the same kinds.
+    sample = overlap.sampler(args, run, [*prompts, *held_out], prompts_of, stop_ids)
+    run.resume(policy, optimizer)
+    if run.first_update == 1:
+        run.log(0, *evaluate(policy, sample, teacher, score, held_out, stop_ids, args, accelerator))
+
+    for update in range(run.first_update, num_updates + 1):
+        # The learning rate changes from update to update, and all steps of an update have the same. [OPT-2]
+        lr = optimizer.param_groups[0]["lr"] = utils.learning_rate_at(update, num_updates, args)
+
+        # ---- 1. Rollout: k responses to each prompt; every process samples its share ---------------------------------
+        rows = prompts_of(update)  # B rows of the data set
+        queries, query_mask = utils.left_pad([row.ids for row in rows], device)  # [B, Q]
+        is_on_policy = is_sampled(update, args.on_policy_share)
+        policy.eval()
+        with torch.no_grad(), accelerator.autocast():
+            key = args.seed, TRAINING, update
+            if is_on_policy:
+                responses, response_mask, sampled_logprobs = sample(
+                    policy, queries[mine], query_mask[mine], episodes[mine], 1, key
+                )  # [B / world, R]
+            else:
+                responses, response_mask = data.completions(rows[mine], R, device)
+            run.lap("rollout")
+
+            # ---- 2. Scores: the log-probs of each sampled token, the teacher's and the student's ---------------------
+            batch = Batch(queries[mine], query_mask[mine], responses, response_mask)
+            found = [responses, response_mask, score(rows[mine], batch)]
+            if not is_jsd:  # That one reads the teacher's whole distributions, in phase 5.
+                teacher_logprobs, _ = in_slices(response_logprobs, teacher, batch, size)
+                old_logprobs = sampled_logprobs
+                if needs_weights:
+                    # Where something else has sampled, rewards and weights need this policy's log-probs. [GEN-9]
+                    old_logprobs, _ = in_slices(response_logprobs, policy, batch, size)
+                found += [sampled_logprobs, old_logprobs, teacher_logprobs]
+        # Counts, weights and metrics need the whole batch, so gather it once. Until phase 5 takes its shares, every
+        # tensor holds the whole batch, on every process. [REW-7]
+        responses, response_mask, rewards_of_each, *logprobs_of_each = accelerator.gather(found)
+        batch = Batch(queries, query_mask, responses, response_mask)
+        run.lap("scores")
+
+        # ---- 3. Rewards: one for each token --------------------------------------------------------------------------
+        #   response        a    b   EOS   .    .      nothing is sampled after the stop token
+        #   response_mask   1    1    1    0    0      the stop token counts as well: the teacher says when to end
+        ended = has_stopped(responses, response_mask, stop_ids)  # [B]
+        if not is_jsd:
+            sampled_logprobs, old_logprobs, teacher_logprobs = logprobs_of_each
+            # No gradient flows through it, as through no reward. Its mean is -KL(student || teacher). [DISTILL-1]
+            token_rewards = teacher_logprobs - old_logprobs  # [B, R], 0 at padding
+
+        # ---- 4. Advantages -------------------------------------------------------------------------------------------
+        weight_metrics = {}
+        if not is_jsd:
+            advantages = distill_advantages(token_rewards, args.gamma)  # [B, R]
+            # With --sampler vllm or --overlap, what sampled is not quite this policy. Weights make up for it. [GEN-15]
+            mismatch = old_logprobs - sampled_logprobs  # [B, R]
+            advantages, weight_metrics = utils.correct_for_sampler(advantages, mismatch, response_mask, args)
+
+        # ---- 5. Optimise: micro-batches add up to exactly one gradient -----------------------------------------------
+        policy.train()  # Every dropout is 0. Training mode only lets gradient checkpointing work.
+        means, divergence = utils.Means(device), []
+        num_actions = response_mask.sum()  # of the whole batch, over all processes
+        micro_batches = episodes[mine].split(size)
+        for i, (m, micro_batch) in enumerate(utils.split(batch, micro_batches)):  # m: its episodes
+            with engines.accumulate(accelerator, policy, is_last=i + 1 == len(micro_batches)):
+                if is_jsd:
+                    with torch.no_grad(), accelerator.autocast():
+                        states = teacher(*join(utils.trim(micro_batch)))  # [M, width, H]
+                    logprobs, entropies, losses = response_logprobs(policy, micro_batch, compare=compare, states=states)
+                else:
+                    logprobs, entropies = response_logprobs(policy, micro_batch)  # [M, R]
+                    losses = distill_policy_loss(logprobs, advantages[m])
+                    means.add_max("val/logprob_gap", (logprobs - sampled_logprobs[m]).abs())
+                # The whole batch's count makes micro-batches add up to its gradient. [OPT-5]
+                loss = losses.sum() / num_actions
+                accelerator.backward(loss * world)  # The engines average over processes, but we sum. [OPT-6]
+            divergence.append((losses.detach() if is_jsd else -token_rewards[m]).sum(1))  # [M]
+            means.add({"loss/policy_avg": losses, "policy/entropy_avg": entropies}, response_mask[m])
+            means.add({"objective/entropy": -logprobs.sum(1)})  # 0 at padding
+        norm = engines.clip_and_step(accelerator, policy, optimizer, args.max_grad_norm, run)
+        divergence = accelerator.gather(torch.cat(divergence))  # [B]
+        run.lap("optimise")
+
+        # ---- 6. Log --------------------------------------------------------------------------------------------------
+        metrics = means.reduce(accelerator) | score.by_name(rewards_of_each, "objective/") | score.seconds
+        metrics |= weight_metrics | {
+            "epoch": update * (B // k) / len(prompts),
+            "lr": lr,
+            "objective/divergence": divergence.mean(),
+            "objective/divergence_per_token": divergence.sum() / num_actions,
+            "policy/grad_norm": norm,
+            "val/num_stop_token_ids": ended.sum() if len(stop_ids) else 0,
+            "val/sequence_lengths": response_mask.sum(1).float().mean(),
+        }
+        shown = rows, responses, response_mask, ended, -divergence, divergence
+        if run.is_eval_due(update):
+            eval_metrics, eval_shown = evaluate(policy, sample, teacher, score, held_out, stop_ids, args, accelerator)
+            metrics |= eval_metrics
+            shown = eval_shown or shown
+        run.log(update, metrics, shown)
+        run.checkpoint_if_due(update, policy, optimizer)
+    return run.finish(policy)  # the model folder with its card, before -> after, and the upload
+
+
+if __name__ == "__main__":
+    cli.main(main, Args)
