@@ -34,7 +34,15 @@ from rlhf_details.plumbing.errors import (  # noqa: F401
     say,
     world_size,
 )
-from rlhf_details.plumbing.flags import MEMORY_KNOBS, NOT_THE_MODEL, OUTPUTS, PolicyArgs, RewardArgs, RunArgs, SamplingArgs  # noqa: F401
+from rlhf_details.plumbing.flags import (  # noqa: F401
+    MEMORY_KNOBS,
+    NOT_THE_MODEL,
+    OUTPUTS,
+    PolicyArgs,
+    RewardArgs,
+    RunArgs,
+    SamplingArgs,
+)
 
 FILE = re.compile(r"\.(jsonl|json|ndjson|csv|tsv|parquet)(\.gz)?$", re.IGNORECASE)  # how names of data files end
 ENDINGS = ".jsonl, .json, .ndjson, .csv, .tsv or .parquet"
