@@ -450,7 +450,7 @@ def main(args: Args):
         run.lap("optimise")
 
         # ---- 6. Log --------------------------------------------------------------------------------------------------
-        metrics = means.reduce(accelerator) | score.by_name(rewards_of_each, "objective/") | score.seconds
+        metrics = means.reduce(accelerator) | score.by_name(rewards_of_each, "objective/")
         metrics |= weight_metrics | {
             "epoch": update * (B // k) / len(prompts),
             "lr": lr,
