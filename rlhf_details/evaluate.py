@@ -364,7 +364,7 @@ def main(args: Args):
         texts = gather_object(texts)[:N]
         responses, mask, ended, values = (x[:N] for x in accelerator.gather((responses, mask, ended, values)))
         if side == "policy":
-            verdicts.append(values[:, [score.names.index(name) for name in score.boolean]])
+            verdicts.append(values.cpu()[:, [score.names.index(name) for name in score.boolean]])
         if number:
             continue
         ended = ended if path and len(end_ids) else None  # The references are no samples, so nothing is said of this.
