@@ -32,7 +32,7 @@ import benchmark
 from rlhf_details import toy, train_rloo
 from rlhf_details.plumbing import cli
 
-SCRIPTS = "train_sft train_reward train_dpo train_rloo train_grpo train_ppo evaluate".split()
+SCRIPTS = "train_sft train_reward train_dpo train_rloo train_grpo train_ppo train_distill evaluate".split()
 ARGS = {name: importlib.import_module(f"rlhf_details.{name}").Args for name in SCRIPTS}
 NAMES = study.studies()
 
