@@ -9,8 +9,6 @@ import json
 import subprocess
 from pathlib import Path
 
-import rich.console
-import rich.table
 from accelerate.tracking import TensorBoardTracker, WandBTracker
 
 from rlhf_details.plumbing import checkpoint, cli, errors, models
@@ -96,14 +94,12 @@ def sample_rows(args, tokenizer, metrics, prompts, responses, mask, ended, score
 
 
 def show(title, rows):
-    """Prints a table: numbers with two decimals, texts on one line."""
-    table, console = rich.table.Table(*rows[0], title=title, show_lines=True), rich.console.Console()
+    """Prints the rows of a table, each in a line: numbers with two decimals, and texts without their line breaks."""
+    lines = [f"-- {title}"]
     for row in rows:
-        cells = (f"{x:z.2f}" if isinstance(x, float) else str(x).replace("\n", "⏎") for x in row.values())
-        table.add_row(*map(rich.text.Text, cells))  # Responses may hold square brackets, which are rich's markup.
-    with console.capture() as text:
-        console.print(table)
-    cli.say(text.get().rstrip())
+        cells = {name: f"{x:z.2f}" if isinstance(x, float) else x for name, x in row.items()}
+        lines.append(" | ".join(f"{name}: {x}" for name, x in cells.items()).replace("\n", "⏎"))
+    cli.say("\n".join(lines))
 
 
 def evaluated(metrics):

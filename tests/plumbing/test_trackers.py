@@ -53,8 +53,7 @@ def test_a_resumed_run_is_the_same_one(tiny, offline_wandb):
     assert steps == [row["episode"] for row in read_metrics("runs/run")]  # Nothing is shown twice.
 
 
-def test_a_table_of_samples_shows_texts_as_they_are(monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "120")
-    trackers.show("samples of update 1", [{"query": "[red] a\nb", "ended": True, "score": -1e-6}] * 4)
-    shown = capsys.readouterr().out
-    assert all(words in shown for words in ("samples of update 1", "query", "[red] a⏎b", "True", " 0.00"))
+def test_a_table_of_samples_shows_texts_as_they_are(capsys):
+    trackers.show("samples of update 1", [{"query": "[red] a\nb", "ended": True, "score": -1e-6}] * 2)
+    line = "query: [red] a⏎b | ended: True | score: 0.00"
+    assert capsys.readouterr().out.splitlines() == ["-- samples of update 1", line, line]
