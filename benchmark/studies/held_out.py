@@ -60,7 +60,7 @@ def evaluate(policy_folder, sft, reward, seed, flags="", **changes):
     scorer = accelerator, tokenizer, reward_model, train_rloo.response_scores, args.micro_batch_size, stop_ids
     score = rewards.Scorer(args, *scorer)
     score.check_columns(rows, prompts)
-    run = types.SimpleNamespace(accelerator=accelerator)
+    run = types.SimpleNamespace(accelerator=accelerator, stop=cli.fail)
     sample = overlap.sampler(args, run, prompts, None, stop_ids)
     metrics, _ = train_rloo.evaluate(policy, sample, reference, score, prompts, stop_ids, args, accelerator)
     names = (f"eval/objective/{name}" for name in FIGURES)

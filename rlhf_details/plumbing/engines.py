@@ -18,7 +18,12 @@ from types import MethodType
 
 import torch
 from accelerate import Accelerator, DistributedType
-from accelerate.utils import AutocastKwargs, DistributedDataParallelKwargs, InitProcessGroupKwargs
+from accelerate.utils import (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    InitProcessGroupKwargs,
+    broadcast_object_list,
+)
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -49,8 +54,9 @@ def start(args):
         cli.fail(f"--lora_rank {args.lora_rank}: not under ZeRO-3; take ZeRO-2 or FSDP2")
     if accelerator.is_main_process:
         stages.ensure(args)
+    # The main process says which day it is. So all agree on it, and wait until the stages are there.
+    (args.template_date,) = broadcast_object_list([args.template_date or str(date.today())])
     cli.say("loading rows and models")
-    args.template_date = args.template_date or str(date.today())
     torch.manual_seed(args.seed)
     return accelerator
 

@@ -44,7 +44,7 @@ def start(args, accelerator, folder, about, update):
     import wandb
 
     options = dict(entity=args.wandb_entity, name=folder.name, group=cli.experiment(args), tags=args.wandb_tags)
-    options |= dict(config=about["args"] | about, id=about.get("wandb_id"), resume="allow")
+    options |= dict(job_type=args.exp_name, config=about["args"] | about, id=about.get("wandb_id"), resume="allow")
     accelerator.log_with = [WandBTracker(args.wandb_project_name, **options), board]
     try:
         accelerator.init_trackers(folder.name)
