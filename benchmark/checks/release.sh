@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What a tag is worth: the checks that take too long for CI, some two hours on two quiet cores. CI has made .venv.
+# What a tag is worth: the checks that take too long for CI. It needs the .venv that .ci/run makes.
 #
 #     bash benchmark/checks/release.sh
 set -euo pipefail

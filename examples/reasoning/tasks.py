@@ -10,7 +10,7 @@ Short reasoning tasks whose answers the package reasoning-gym makes and checks (
                 examples/reasoning/tasks.py:says_it       True where its last number or word is the right one
 
 A row has the columns messages, kind and entry (JSON of the package's own entry). Its messages begin with one worked
-example of the kind, because without it the small model explains and never answers.
+example of the kind, so that the small model answers in the form that is asked for.
 
 Where the right answer stands among other words, the package gives len(right one) / len(answer) of a point. So a model
 that stops explaining has a higher `score`, and reasons no better. `says_it` tells the two apart.

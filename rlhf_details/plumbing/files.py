@@ -18,6 +18,7 @@ import pyarrow.parquet
 from rlhf_details.plumbing import cli, errors
 
 csv.field_size_limit(2**31 - 1)  # characters of a cell
+FOLDERS = set()  # those of the user's functions
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
@@ -115,8 +116,14 @@ def load_function(spec, flag):
     is_file = name.endswith(".py")
     if is_file and not Path(name).is_file():
         cli.fail(f"{flag} {spec}: no such file")
-    folder = str(Path(name).resolve().parent if is_file else Path.cwd())
-    sys.path[:] = [folder, *(x for x in sys.path if x != folder)]
+    folder = Path(name).resolve().parent if is_file else Path.cwd()
+    for module, other in list(sys.modules.items()):  # Else a function would silently get another folder's module.
+        path = Path(getattr(other, "__file__", None) or "")
+        if path.parent in FOLDERS - {folder} and (folder / f"{module}.py").exists():
+            rule = f"Python has one module of a name, and {path} has been imported"
+            cli.fail(f"{flag} {spec}: {rule}; rename one of them")
+    FOLDERS.add(folder)
+    sys.path[:] = [str(folder), *(x for x in sys.path if x != str(folder))]
     try:
         found = getattr(load_module(str(Path(name).resolve()) if is_file else name), function, None)
     except ImportError as e:

@@ -189,6 +189,10 @@ def load_policy(path, flag, args):
         model, _ = merged(load_policy(base, f"{flag} {path}: base model", args), path, flag, args)
         return set_up(model, path, flag, args)
     model, info = load(AutoModelForCausalLM, path, flag, args)
+    for name, value in vars(model.config.get_text_config()).items():
+        if "jitter" in name and value:  # A router with jitter would put noise into the log-probs.
+            kind = model.config.model_type
+            cli.fail(f"{flag} {path}: a {kind} draws random numbers in training mode ({name} {value})")
     wrong = [f"lacks {name}" for name in info["missing_keys"]]
     wrong += [f"has {name}" for name in info["unexpected_keys"] if name.startswith("score.")]
     if wrong:

@@ -22,6 +22,8 @@ from transformers import (
     GPTNeoXForSequenceClassification,
     Mamba2Config,
     Mamba2ForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PhiConfig,
     PreTrainedTokenizerFast,
 )
@@ -135,6 +137,11 @@ def mamba():
     return Mamba2ForCausalLM(Mamba2Config(**SMALL | {"num_heads": 8}, **IDS, state_size=8, head_dim=8, n_groups=2))
 
 
+def experts():
+    sizes = dict(num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, intermediate_size=64)
+    return MixtralForCausalLM(MixtralConfig(**SMALL, **IDS, **sizes, router_jitter_noise=0.1))
+
+
 def changed(folder, **changes):
     """Copies a model folder to "model", with another configuration; None drops a value."""
     shutil.copytree(folder, "model")
@@ -166,13 +173,14 @@ MORE_TOKENS = "its tokenizer has 255 tokens, and the model 254 embeddings"
     [
         (POLICY, lambda tiny: mamba(), "a mamba2 cannot be sampled: it has no cache of keys and values"),
         (POLICY, lambda tiny: GPTNeoXForSequenceClassification(tiny_config(num_labels=1)), "not a causal language"),
+        (POLICY, lambda tiny: experts(), "router_jitter_noise 0.1"),
         (POLICY, lambda tiny: cut_short(tiny / "policy"), "cannot be read"),
         (POLICY, lambda tiny: changed(tiny / "policy", vocab_size=40), OTHER_SHAPE),
         (ANY, lambda tiny: changed(tiny / "reward", vocab_size=40), OTHER_SHAPE),
         (POLICY, lambda tiny: with_a_token_more(tiny / "policy"), MORE_TOKENS),
         (TRAINED, lambda tiny: with_a_token_more(tiny / "reward"), MORE_TOKENS),
     ],
-    ids="cache classifier cut shape shape_of_reward tokens tokens_of_reward".split(),
+    ids="cache classifier jitter cut shape shape_of_reward tokens tokens_of_reward".split(),
 )
 def test_a_model_that_cannot_be_used_is_one_line(in_tmp, tiny, fails, load, make, words):
     if model := make(tiny):

@@ -86,6 +86,18 @@ def test_what_the_users_files_import_is_never_a_file_of_ours(functions, tiny, in
     assert end.stderr.splitlines()[-1] == words, end.stderr
 
 
+def test_two_folders_with_a_module_of_the_same_name_are_refused(functions, fails, monkeypatch):
+    monkeypatch.setattr(files, "FOLDERS", set()), monkeypatch.setattr(sys, "path", [*sys.path])
+    for folder in ("a", "b", "c"):
+        Path(folder).mkdir()
+        functions(f"WORD = '{folder}'", f"{folder}/{'other' if folder == 'c' else 'terms'}.py")
+        module = "other" if folder == "c" else "terms"
+        functions(f"import {module}\ndef f(prompts, completions): return {module}.WORD", f"{folder}/mine.py")
+    assert [files.load_function(f"{x}/mine.py:f", "--reward_fn")([], []) for x in "ac"] == ["a", "c"]
+    line = fails(files.load_function, "b/mine.py:f", "--reward_fn")
+    assert "--reward_fn b/mine.py:f: Python has one module of a name" in line and "a/terms.py has been imported" in line
+
+
 @pytest.mark.parametrize(
     "spec, code, words",
     [
