@@ -1,8 +1,8 @@
 """
 What a reader of the pages may skip. Where is it?
 
-    cli               the command line, read and checked       flags            the flags that scripts share
-    errors            lines, exit codes, what cannot be read   stages           the embedded task's missing models
+    cli               the command line, lines, exit codes      flags            the flags that scripts share
+    stages            the embedded task's missing models
     data              rows, prompts, completions, shares       files            where rows and functions are read
     tokenization      rows -> token ids, and warnings          chat             what a chat template writes
     comparisons       the rows of a reward model               models           tokenizers, loading, heads, LoRA

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
 from rlhf_details.plumbing import cli, stages
-from rlhf_details.plumbing.errors import say
+from rlhf_details.plumbing.cli import say
 
 # How long a process waits for the others. The main process may need minutes to write a large checkpoint, and when a
 # node has lost its power, the other nodes end after this time.

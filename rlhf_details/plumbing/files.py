@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pyarrow.parquet
 
-from rlhf_details.plumbing import cli, errors
+from rlhf_details.plumbing import cli
 
 csv.field_size_limit(2**31 - 1)  # characters of a cell
 FOLDERS = set()  # those of the user's functions
@@ -92,8 +92,8 @@ def load_dataset(name, part, taken):
         found = datasets.load_from_disk(name)
         found = found[part or "train"] if isinstance(found, dict) else found
     else:
-        errors.announce(name)
-        name, revision = errors.split(name)
+        cli.announce(name)
+        name, revision = cli.split(name)
         config, _, split = part.rpartition(":")
         is_file = bool(cli.FILE.search(split))
         if part and not is_file and part in datasets.get_dataset_config_names(name, revision=revision):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import huggingface_hub
 
-from rlhf_details.plumbing import cli, errors
+from rlhf_details.plumbing import cli
 
 CARD = """\
 ---
@@ -51,8 +51,8 @@ def model_card(args, repository, before, metrics):
     of the last update.
     """
     script, start = script_of(args), getattr(args, "sft_model_path", None) or getattr(args, "base_model", None)
-    kind, (base, _) = script.removesuffix(".py").removeprefix("train_"), errors.split(start)
-    dataset, _ = errors.split(args.dataset.partition(":")[0].partition("[")[0])
+    kind, (base, _) = script.removesuffix(".py").removeprefix("train_"), cli.split(start)
+    dataset, _ = cli.split(args.dataset.partition(":")[0].partition("[")[0])
     facts = huggingface_hub.ModelCardData(
         library_name="transformers",
         tags=[kind, "rlhf", "rlhf_details", *["lora"] * bool(args.lora_rank)],
@@ -87,7 +87,7 @@ def open_repository(args):
         return huggingface_hub.HfApi().create_repo(name, exist_ok=True).repo_id
     except Exception as e:  # Each layer of the library raises errors of its own classes.
         hint = "`hf auth login` or HF_TOKEN logs you in"
-        cli.fail(f"--push_to_hub: the repository {name} cannot be opened ({errors.in_one_line(e)}); {hint}")
+        cli.fail(f"--push_to_hub: the repository {name} cannot be opened ({cli.in_one_line(e)}); {hint}")
 
 
 def push(args, repository):
@@ -99,4 +99,4 @@ def push(args, repository):
     except Exception as e:  # The run is over, and no error of the network may spoil it.
         again = shlex.join(["hf", "upload", repository, args.output_dir])
         what = f"the model is whole in {args.output_dir}; to repeat: {again}"
-        print(f"error: --push_to_hub: {errors.in_one_line(e)}; {what}", file=sys.stderr, flush=True)
+        print(f"error: --push_to_hub: {cli.in_one_line(e)}; {what}", file=sys.stderr, flush=True)

@@ -5,7 +5,7 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 
 from rlhf_details import utils
-from rlhf_details.plumbing import cli, errors
+from rlhf_details.plumbing import cli
 
 PAIR_ORDER = 5  # a coordinate of the random order within a pair, beside the purposes of noise in utils.py
 RETRIES, THREADS, TIMEOUT = 5, 8, 60.0  # The client tries again after what may pass. The limit is in seconds.
@@ -89,7 +89,7 @@ def judge_pairs(args, pairs):
             answers = pool.map(judge, range(len(pairs)), pairs)
             return tuple(zip(*cli.progress(f"asking {args.judge_model}", answers, len(pairs)), strict=True))
     except Exception as e:  # the client's own errors, and replies of other servers that are no chat completions
-        words = f"{errors.in_one_line(e)} {e.__cause__ or getattr(e, 'body', None) or ''}".replace(api_key, "***")
+        words = f"{cli.in_one_line(e)} {e.__cause__ or getattr(e, 'body', None) or ''}".replace(api_key, "***")
         cli.fail(f"--judge_model {args.judge_model} at --judge_base_url {args.judge_base_url}: {words}")
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from rlhf_details import utils
-from rlhf_details.plumbing import cli, errors, models
+from rlhf_details.plumbing import cli, models
 
 
 class Packing(NamedTuple):
@@ -87,7 +87,7 @@ def why_wrong(policy, reward_model, batch, n, response_logprobs, response_scores
     except torch.OutOfMemoryError:
         raise
     except Exception as e:  # A model that cannot take the mask may fail in any way.
-        return f"packed rows cannot be computed ({type(e).__name__}: {errors.in_one_line(e)})"
+        return f"packed rows cannot be computed ({type(e).__name__}: {cli.in_one_line(e)})"
     gap = torch.cat([x.flatten() for x in gaps]).abs().max().item()
     # The trial finds what no configuration tells, such as ALiBi. [RLOO-12]
     return "" if gap < 1e-3 else f"packed and plain rows differ by {gap:.2g}"

@@ -28,7 +28,7 @@ from transformers.utils import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from rlhf_details import toy
-from rlhf_details.plumbing import chat, cli, engines, errors
+from rlhf_details.plumbing import chat, cli, engines
 
 # Weights are read from safetensors files alone, because the older kind are pickles, which can run any code.
 # They are held in fp32, because a bf16 weight would swallow a step of 3e-6. [MODEL-3]
@@ -39,9 +39,9 @@ LOADING |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
 
 def read(kind, path, flag, args, **options):
     """What an Auto class (kind) reads from a folder or Hub name. What cannot be read ends the program with one line."""
-    name, revision = errors.split(path)
+    name, revision = cli.split(path)
     with cli.reading(flag, path):
-        errors.announce(path)
+        cli.announce(path)
         return kind.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code, **options)
 
 
@@ -52,7 +52,7 @@ def load_tokenizer(path, flag, args):
     if tokenizer is None or tokenizer.eos_token_id is None:
         cli.fail(f"{flag} {path}: has no {'tokenizer' if tokenizer is None else 'EOS token'}")
     model = base_of(path, flag) or path
-    name, revision = errors.split(model)
+    name, revision = cli.split(model)
     ends = None
     with cli.reading(flag, path), contextlib.suppress(OSError):  # Many models have no generation_config.json.
         ends = GenerationConfig.from_pretrained(name, revision=revision).eos_token_id
@@ -67,7 +67,7 @@ def find_tokenizer(path, flag, args):
     """
     known = {}
     if base := base_of(path, flag):
-        name, revision = errors.split(path)
+        name, revision = cli.split(path)
         try:
             cached_file(name, "tokenizer_config.json", revision=revision)
         except OSError:  # peft saves none with the adapters.
@@ -386,7 +386,7 @@ def add_adapters(model, rank):
     try:
         model.lora = [LoraModel(model, config, "default")]
     except ValueError as e:
-        cli.fail(f"--lora_rank {rank}: peft cannot adapt a {model.config.model_type} ({errors.in_one_line(e)})")
+        cli.fail(f"--lora_rank {rank}: peft cannot adapt a {model.config.model_type} ({cli.in_one_line(e)})")
     if hasattr(model, "score"):
         model.score.requires_grad_(True)
     cli.say(f"LoRA: {model.num_parameters(True):,} of {model.num_parameters():,} parameters are trained")
@@ -426,7 +426,7 @@ def save_adapter(model, folder, base_model):
 
     config = model.peft_config["default"]
     # A path stays as it was given: another machine has no folder of this one, but may have the same ones below its own.
-    config.base_model_name_or_path, config.revision = errors.split(str(base_model))
+    config.base_model_name_or_path, config.revision = cli.split(str(base_model))
     config.inference_mode = True
     config.save_pretrained(folder)
     weights, metadata = get_peft_model_state_dict(model), {"format": "pt"}
@@ -439,7 +439,7 @@ def save_adapter(model, folder, base_model):
 
 def base_of(path, flag):
     """The model that adapters (a folder or Hub name) belong to, or None where the path holds no adapters."""
-    name, revision = errors.split(path)
+    name, revision = cli.split(path)
     with cli.reading(flag, path):
         file = find_adapter_config_file(name, revision=revision)
         config = json.loads(Path(file).read_text()) if file else {}
@@ -454,7 +454,7 @@ def merged(model, path, flag, args):
     cli.need("peft", "peft", f"{flag} {path}, which holds adapters")
     from peft import PeftConfig, PeftModel
 
-    name, revision = errors.split(path)
+    name, revision = cli.split(path)
     tokenizer = find_tokenizer(path, flag, args)
     with cli.reading(flag, path):
         # The older adapter_model.bin is a pickle, and is not read.

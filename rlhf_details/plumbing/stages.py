@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rlhf_details.plumbing.errors import say
+from rlhf_details.plumbing.cli import say
 
 # Which script makes which folder of an embedded task, those first that others need.
 MADE_BY = {

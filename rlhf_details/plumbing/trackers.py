@@ -11,7 +11,7 @@ from pathlib import Path
 
 from accelerate.tracking import TensorBoardTracker, WandBTracker
 
-from rlhf_details.plumbing import checkpoint, cli, errors, models
+from rlhf_details.plumbing import checkpoint, cli, models
 
 SHOWN = (  # in the line of an update, where a script has them
     "eps objective/scores objective/kl objective/divergence objective/gold train/sft/loss train/sft/lr train/rm/loss "
@@ -50,7 +50,7 @@ def start(args, accelerator, folder, about, update):
         accelerator.init_trackers(folder.name)
     except (wandb.errors.Error, ValueError) as e:  # ValueError: wandb does not take the tag or the name.
         hint = "run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline"
-        cli.fail(f"--track: Weights & Biases cannot be started ({errors.in_one_line(e)}); {hint}")
+        cli.fail(f"--track: Weights & Biases cannot be started ({cli.in_one_line(e)}); {hint}")
     return accelerator.get_tracker("wandb", unwrap=True)
 
 

@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import save_file
 
 from rlhf_details import utils
-from rlhf_details.plumbing import engines, errors, models
+from rlhf_details.plumbing import cli, engines, models
 
 # How far the mean log-prob of the first tokens may be from the training forward's. In fp32 1e-5 was measured, and 0.2
 # where the head was not pushed.
@@ -154,9 +154,9 @@ class Engine:
             self.process = context.Process(target=serve, args=arguments, daemon=True)
             self.process.start()
             theirs.close()  # Otherwise this end would never learn that the process has ended.
-            errors.say("starting vLLM, which takes a minute or two")
+            cli.say("starting vLLM, which takes a minute or two")
             version = self.answer()
-            errors.say(f"vLLM {version} samples on {device}, in {str(dtype).removeprefix('torch.')}")
+            cli.say(f"vLLM {version} samples on {device}, in {str(dtype).removeprefix('torch.')}")
 
     def ask(self, *task):
         self.pipe.send(task)

@@ -14,7 +14,7 @@ from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, Revi
 from short_runs import error_line, write_rows
 
 from rlhf_details import toy, train_dpo, train_reward, train_rloo, train_sft
-from rlhf_details.plumbing import errors, hub, models
+from rlhf_details.plumbing import cli, hub, models
 
 COMPARING = {"train_reward": train_reward, "train_dpo": train_dpo}
 
@@ -100,7 +100,7 @@ def test_why_a_model_of_the_hub_cannot_be_read(in_tmp, fails, monkeypatch, kind,
 def test_a_local_folder_may_have_an_at_sign_in_its_name(tiny, in_tmp):
     shutil.copytree(tiny / "policy", "model@home")
     models.load_policy("model@home", "--sft_model_path", train_rloo.Args())
-    assert errors.split("model@home") == ("model@home", None) != errors.split("model@work")
+    assert cli.split("model@home") == ("model@home", None) != cli.split("model@work")
 
 
 def test_adapters_remember_the_revision_of_their_base(in_tmp):

@@ -240,7 +240,7 @@ def test_what_lora_is_not_for_is_refused(tiny, in_tmp, monkeypatch, fails):
     assert "--lora_rank 0" in fails(PAGES["train_ppo"].check, ppo_args(tiny, lora_rank=0))
     save_others(AutoModelForCausalLM, {}, task_type="CAUSAL_LM")
     with monkeypatch.context() as patch:
-        patch.setattr("importlib.util.find_spec", lambda name: None)
+        patch.setattr(cli, "find_spec", lambda name: None)
         for line in (fails(train_rloo.check, rloo_args(tiny, lora_rank=2)), fails(load, "adapter")):
             assert line.endswith('needs the package peft: pip install -c constraints.txt -e ".[peft]"\n')
     monkeypatch.setattr(engines, "name", lambda accelerator: "ZeRO-3")

@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from rlhf_details import toy, train_rloo
-from rlhf_details.plumbing import chat, checkpoint, cli, engines, errors, models
+from rlhf_details.plumbing import chat, checkpoint, cli, engines, models
 
 FLAGS = train_rloo.Args()
 SMALL = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=len(toy.tokenizer()))
@@ -341,7 +341,7 @@ def test_small_models_take_one_thread_and_say_so(monkeypatch, capsys, size, vari
     ],
 )
 def test_the_words_of_a_library_are_whole_and_in_one_line(tiny, fails, error, words):
-    @errors.reading("--base_model", tiny)
+    @cli.reading("--base_model", tiny)
     def read():
         raise error
 
