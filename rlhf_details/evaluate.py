@@ -161,14 +161,11 @@ class Policy(nn.Module):
 
 
 class Reward(nn.Module):
-    """Scores: the head's output at given columns, plus the bias that normalisation left in the configuration.
+    """Scores: the head's output at given columns, plus the bias that normalisation left in the configuration."""
 
-    tokenizer: the reward model's own, or None where it reads the policies' token ids.
-    """
-
-    def __init__(self, model, tokenizer=None):
+    def __init__(self, model):
         super().__init__()
-        self.model, self.tokenizer = model, tokenizer
+        self.model = model
         # `reward_bias` is the shift that train_reward.py leaves. Plain loaders ignore it.
         self.bias = getattr(model.config, "reward_bias", 0.0)
 
@@ -320,8 +317,8 @@ def main(args: Args):
     # ---- prompts, models, rewards
     rows = data.read_prompts(args, "dataset", "test")[: args.num_examples]
     rows = data.with_completions(rows, args, f"--dataset {args.dataset}") if use_references else rows
-    tokenizer, loaded, reward = evaluation.load_models(args, device)
-    reward_model = Reward(*reward) if reward else None
+    tokenizer, loaded, reward_model = evaluation.load_models(args, device)
+    reward_model = Reward(reward_model) if reward_model else None
     stop_ids = models.stop_ids(tokenizer, args.stop_token, "--stop_token", device)
     end_ids = models.stop_ids(tokenizer, args.truncate_token, "--truncate_token", device)
     end_ids = end_ids if len(end_ids) else stop_ids  # A response is read up to one of these.

@@ -224,12 +224,11 @@ class Reward(nn.Module):
     """Scores: the head's output at given columns, plus the bias that normalisation left in the configuration.
 
     Read at the last token it is the reward model, and read at every state it is the value model.
-    tokenizer: the reward model's own, or None where it reads the policy's token ids.
     """
 
-    def __init__(self, model, tokenizer=None):
+    def __init__(self, model):
         super().__init__()
-        self.model, self.tokenizer = model, tokenizer
+        self.model = model
         # `reward_bias` is the shift that train_reward.py leaves. Plain loaders ignore it. [REW-1]
         self.bias = getattr(model.config, "reward_bias", 0.0)
 
@@ -250,10 +249,9 @@ def load_models(args, device):
     # The reference is a copy of the initial policy. If it were the same object, the KL would stay 0. [MODEL-4]
     reference = models.frozen_copy(policy)
     reward_model = None
-    if args.reward_model_path:
+    if rewards.reads_token_ids(args, tokenizer):  # Any other reward model is a function of text, in rewards.Scorer.
         reward_model = utils.disable_dropout(models.load_reward_model(args.reward_model_path, args))
-        reward_model = Reward(reward_model, models.own_tokenizer(args, tokenizer)).requires_grad_(False)
-        reward_model = reward_model.to(device).eval()
+        reward_model = Reward(reward_model).requires_grad_(False).to(device).eval()
     policy.critic = load_critic(args, model, reward_model)
     return tokenizer, policy.to(device), reference.to(device).eval(), reward_model
 
@@ -265,7 +263,7 @@ def load_critic(args, model, reward_model):
         nn.init.zeros_(critic.weight)  # Every value starts at 0. [PPO-2]
         nn.init.zeros_(critic.bias)
         return critic
-    if reward_model and reward_model.tokenizer is None:
+    if reward_model:
         # The value model starts as the reward model, bias included. [PPO-1]
         critic = copy.deepcopy(reward_model).requires_grad_(True)
     else:  # No reward model reads these token ids, so the value model starts as the policy's trunk with a zero head.
@@ -550,9 +548,9 @@ def main(args: Args):
         weight_decay=args.weight_decay,
         fused=True,
     )
-    policy, optimizer = engines.prepare(args, accelerator, policy, optimizer, reference, reward_model)
+    policy, optimizer = engines.prepare(args, accelerator, policy, optimizer, reference, score.reward_model)
     num_updates = math.ceil(args.total_episodes / B)  # Round up, so that at least total_episodes are sampled. [OPT-10]
-    run = Run(args, accelerator, tokenizer, num_updates, prompts, [held_out, reference, reward_model])
+    run = Run(args, accelerator, tokenizer, num_updates, prompts, [held_out, reference, score.reward_model])
 
     def prompts_of(update):
         """The B prompts of an update. --overlap reads them ahead."""

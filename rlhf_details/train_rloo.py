@@ -194,14 +194,11 @@ class Policy(nn.Module):
 
 
 class Reward(nn.Module):
-    """Scores: the head's output at given columns, plus the bias that normalisation left in the configuration.
+    """Scores: the head's output at given columns, plus the bias that normalisation left in the configuration."""
 
-    tokenizer: the reward model's own, or None where it reads the policy's token ids.
-    """
-
-    def __init__(self, model, tokenizer=None):
+    def __init__(self, model):
         super().__init__()
-        self.model, self.tokenizer = model, tokenizer
+        self.model = model
         # `reward_bias` is the shift that train_reward.py leaves. Plain loaders ignore it. [REW-1]
         self.bias = getattr(model.config, "reward_bias", 0.0)
 
@@ -222,10 +219,9 @@ def load_models(args, device):
     # The reference is a copy of the initial policy. If it were the same object, the KL would stay 0. [MODEL-4]
     reference = models.frozen_copy(policy)
     reward_model = None
-    if args.reward_model_path:
+    if rewards.reads_token_ids(args, tokenizer):  # Any other reward model is a function of text, in rewards.Scorer.
         reward_model = utils.disable_dropout(models.load_reward_model(args.reward_model_path, args))
-        reward_model = Reward(reward_model, models.own_tokenizer(args, tokenizer)).requires_grad_(False)
-        reward_model = reward_model.to(device).eval()
+        reward_model = Reward(reward_model).requires_grad_(False).to(device).eval()
     return tokenizer, policy.to(device), reference.to(device).eval(), reward_model
 
 
@@ -444,9 +440,9 @@ def main(args: Args):
         weight_decay=args.weight_decay,
         fused=True,
     )
-    policy, optimizer = engines.prepare(args, accelerator, policy, optimizer, reference, reward_model)
+    policy, optimizer = engines.prepare(args, accelerator, policy, optimizer, reference, score.reward_model)
     num_updates = math.ceil(args.total_episodes / B)  # Round up, so that at least total_episodes are sampled. [OPT-10]
-    run = Run(args, accelerator, tokenizer, num_updates, prompts, [held_out, reference, reward_model])
+    run = Run(args, accelerator, tokenizer, num_updates, prompts, [held_out, reference, score.reward_model])
 
     def prompts_of(update):
         """The prompts of an update, k copies of each, B in all. --overlap reads them ahead."""

@@ -69,10 +69,10 @@ def check(given, args):
 
 
 def load_models(args, device):
-    """Returns (tokenizer, {path: causal language model}, reward), where all models are transformers' and in fp32.
+    """Returns (tokenizer, {path: causal language model}, the reward model that reads token ids, or None).
 
-    reward: (the model, its own tokenizer or None), or () without a reward model. Exits with an error if opponent or
-    reference do not read the token ids that the policy writes. A reward model of another vocabulary is given text.
+    All models are transformers' and in fp32. Exits with an error if opponent or reference do not read the token ids
+    that the policy writes.
     """
     tokenizer, loaded = models.load_tokenizer(args.policy_path, "--policy_path", args), {}
     for flag in ("policy_path", "opponent_path", "ref_model_path"):
@@ -87,11 +87,10 @@ def load_models(args, device):
             first = f"--policy_path {args.policy_path} ({count} tokens)"
             cli.fail(f"vocabulary mismatch: {first} and --{flag} {path} ({size} embeddings, {len(theirs)} tokens)")
     engines.use_one_thread(*loaded.values())
-    if not args.reward_model_path:
-        return tokenizer, loaded, ()
-    own = models.own_tokenizer(args, tokenizer)
-    torch.manual_seed(args.seed)  # for a head that is drawn at random
-    return tokenizer, loaded, (models.load_reward_model(args.reward_model_path, args).to(device).eval(), own)
+    torch.manual_seed(args.seed)  # for a reward model's head that is drawn at random
+    if not rewards.reads_token_ids(args, tokenizer):
+        return tokenizer, loaded, None
+    return tokenizer, loaded, models.load_reward_model(args.reward_model_path, args).to(device).eval()
 
 
 def encode_references(args, tokenizer, prompts, context, device):

@@ -27,7 +27,6 @@ def choose(args, k, policy, reward_model, prompts, response_logprobs, response_s
     Args: k, the responses to a prompt; policy, reward_model (or None), modules of the page; prompts, data.Prompts;
     response_logprobs and response_scores, the page's functions of (module, batch, n).
     """
-    reward_model = None if reward_model is None or reward_model.tokenizer else reward_model  # That one is given text.
     n, size = largest(k, args.micro_batch_size)
     rollout_n, _ = largest(k, args.rollout_micro_batch_size)
     why_plain = "--no_share_prompts" if not args.share_prompts else ""

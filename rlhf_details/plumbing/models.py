@@ -79,32 +79,12 @@ def find_tokenizer(path, flag, args):
     return read(AutoTokenizer, path, flag, args, **known)
 
 
-def own_tokenizer(args, tokenizer):
-    """The reward model's own tokenizer, or None where the reward model reads the policy's token ids.
-
-    It reads them where both vocabularies are the same, but for the padding token. A reward model of another vocabulary
-    is given text, for which it needs a tokenizer. Args: tokenizer, the policy's.
-    """
-    own = find_tokenizer(args.reward_model_path, "--reward_model_path", args) or tokenizer
-    ours, theirs = vocabularies(tokenizer, own)
-    return own if ours != theirs else None
-
-
 def check_same_tokens(path, flag, tokenizer, args):
     """Exits with an error unless the tokenizer of a model has the tokens of another one, each with the same number."""
     theirs, ours = load_tokenizer(path, flag, args).get_vocab(), tokenizer.get_vocab()
     if theirs != ours:
         differ = sorted(dict(theirs.items() ^ ours.items()))
         cli.fail(f"{flag} {path}: {len(differ)} tokens are not those of --sft_model_path, such as {differ[0]!r}")
-
-
-def own_template(args, tokenizer):
-    """The reward model's own tokenizer where its chat template is not that of tokenizer, the policy's; else None."""
-    own = find_tokenizer(args.reward_model_path, "--reward_model_path", args)
-    if own is None or not own.chat_template:
-        return None  # It reads what the policy's template writes.
-    ours, theirs = (str(t.chat_template).strip() for t in (tokenizer, own))
-    return own if ours != theirs else None
 
 
 def vocabularies(*tokenizers):
@@ -284,12 +264,8 @@ def num_tokens(model):
 
 
 def context(*modules):
-    """The most tokens that all modules' models can read (math.inf where none has a limit).
-
-    None does not count, nor does a reward model with a tokenizer of its own, because it reads other tokens.
-    """
-    readers = [m.model for m in modules if m is not None and getattr(m, "tokenizer", None) is None]
-    return min(map(context_of, readers), default=math.inf)
+    """The most tokens that all modules' models can read (math.inf where none has a limit). None does not count."""
+    return min((context_of(m.model) for m in modules if m is not None), default=math.inf)
 
 
 def context_of(model):

@@ -9,7 +9,7 @@ lacks it. A function gets those that it names, or all of them where it takes **c
 convention of TRL's GRPOTrainer and RLOOTrainer, which pass messages where the prompts are messages.
 
 Here every reward of text has one shape, f(rows, texts, ended) -> entries: the user's functions, what is watched on the
-embedded task, and a reward model that has a tokenizer of its own.
+embedded task, and a reward model that does not read the policy's token ids.
 """
 
 import asyncio
@@ -23,9 +23,10 @@ import traceback
 
 import torch
 from accelerate.utils import gather_object
+from torch import nn
 
 from rlhf_details import toy, utils
-from rlhf_details.plumbing import cli, models
+from rlhf_details.plumbing import cli, engines, models
 from rlhf_details.plumbing.chat import is_messages
 from rlhf_details.plumbing.files import load_function
 from rlhf_details.plumbing.tokenization import encode
@@ -122,33 +123,53 @@ async def result_of(awaitable):
     return await awaitable
 
 
-class TextModel:
-    """A reward model that has a tokenizer, or a chat template, of its own. model: a page's Reward."""
+class TextModel(nn.Module):
+    """A reward model that reads text, by its own tokenizer. Args: model, transformers'; size, the rows of a forward."""
 
-    def __init__(self, model, size, device):
-        self.model, self.size, self.device = model, size, device
+    def __init__(self, model, tokenizer, size):
+        super().__init__()
+        self.model, self.tokenizer, self.size = model, tokenizer, size
 
     def encode(self, row, text, what="the prompt"):
         """(token ids of a row's prompt, those of a response) in the words of the reward model's own tokenizer."""
         prompt = row.columns["prompt"]
         pair = (prompt, [{"role": "assistant", "content": text}]) if is_messages(prompt) else (row.text, text)
-        return encode(self.model.tokenizer, *pair, row.options, what)
+        return encode(self.tokenizer, *pair, row.options, what)
 
-    def __call__(self, rows, texts, ended):
+    def forward(self, rows, texts, ended):
         """Scores. A text longer than the model's context loses its beginning.
 
         Only where a response ended is its text followed by EOS, or by the chat template's end of the turn.
         """
-        ids, scores, context = [], [], min(models.context_of(self.model.model), sys.maxsize)
+        ids, scores, context = [], [], min(models.context_of(self.model), sys.maxsize)
         for row, text, is_complete in zip(rows, texts, ended, strict=True):
             query, response = self.encode(row, text)
             whole = query + (response if is_complete else response[:-1])
             ids.append([i for i in whole if i is not None][-context:])  # A tokenizer without EOS has put None there.
         for part in utils.slices(len(ids), self.size):
-            tokens, mask = utils.left_pad(ids[part], self.device)
-            index = torch.full((len(tokens), 1), tokens.size(1) - 1, device=tokens.device)
-            scores += self.model(tokens, mask, utils.positions_from_mask(mask), index).squeeze(1).tolist()
+            tokens, mask = utils.left_pad(ids[part], self.model.device)
+            hidden = models.hidden_states(self.model, tokens, mask, utils.positions_from_mask(mask))[:, -1]
+            with torch.autocast(hidden.device.type, enabled=False):  # as the pages' Reward
+                found = self.model.score(hidden.float()).squeeze(-1) + getattr(self.model.config, "reward_bias", 0.0)
+            scores += found.tolist()
         return scores
+
+
+def reads_token_ids(args, tokenizer):
+    """Whether there is a reward model, and it reads the token ids of `tokenizer`, the policy's."""
+    return bool(args.reward_model_path) and own_tokenizer(args, tokenizer) is None
+
+
+def own_tokenizer(args, tokenizer, has_chats=False):
+    """The reward model's own tokenizer, or None where the reward model reads the policy's token ids.
+
+    It reads them where both vocabularies are the same, but for the padding token, and with has_chats also both chat
+    templates. A model without a tokenizer, or without a template, has the policy's.
+    """
+    own = models.find_tokenizer(args.reward_model_path, "--reward_model_path", args) or tokenizer
+    ours, theirs = models.vocabularies(tokenizer, own)
+    templates = {str(t.chat_template).strip() for t in (tokenizer, own) if has_chats and own.chat_template}
+    return own if ours != theirs or len(templates) > 1 else None
 
 
 # ---- all rewards of a run --------------------------------------------------------------------------------------------
@@ -156,8 +177,9 @@ class Scorer:
     """Called with responses, it returns what each reward says of them.
 
     `names` and `weights` [F] are those of the reward model (weight 1), the functions, and what is watched (weight 0).
-    Args: reward_model, a page's Reward or None; response_scores, that page's function of (reward_model, batch, n);
-    size, the rows of a forward; stop_ids [S], the tokens that may end a response.
+    `reward_model` is the page's Reward, or None, until `check_columns` puts a TextModel in its place where one is due.
+    Args: response_scores, the page's function of (its Reward, batch, n); size, the rows of a forward; stop_ids [S], the
+    tokens that may end a response.
     """
 
     def __init__(self, args, accelerator, tokenizer, reward_model, response_scores, size, stop_ids):
@@ -168,11 +190,11 @@ class Scorer:
         self.functions = {name_of(spec): Function(spec, is_text) for spec in args.reward_fn}
         tasks = {(spec or "").partition(":")[0] for spec in (args.dataset, getattr(args, "eval_dataset", None))}
         self.watched = WATCHED if "toy" in tasks else {}
-        self.text_model = None  # a TextModel, where the reward model has a tokenizer of its own
         self.boolean = []  # names of the functions that returned nothing but True, False and None in the last call
         given = getattr(args, "reward_fn_weights", ())  # A page without them watches the functions.
-        weights = [1.0] * bool(reward_model) + list(given or [1.0] * len(self.functions))
-        self.names = ["reward_model"] * bool(reward_model) + [*self.functions, *self.watched]
+        has_model = bool(getattr(args, "reward_model_path", None))
+        weights = [1.0] * has_model + list(given or [1.0] * len(self.functions))
+        self.names = ["reward_model"] * has_model + [*self.functions, *self.watched]
         self.weights = torch.tensor(weights + [0.0] * len(self.watched), device=accelerator.device)
         self.num_weighted = len(weights)
         terms = [f"{weight:g} * {name}" for weight, name in zip(weights, self.names, strict=False)]
@@ -187,16 +209,19 @@ class Scorer:
 
     def check_columns(self, prompts, held_out=()):
         """Exits with an error if a data set lacks a column that a function needs, or messages cannot be scored."""
-        model, kind = self.reward_model, "tokenizer"
-        chats = [row for row in (*prompts, *held_out) if is_messages(row.columns["prompt"])]
-        if chats and model and not model.tokenizer:
-            model.tokenizer, kind = models.own_template(self.args, self.tokenizer), "chat template"
-        if model and model.tokenizer:
+        args, chats = self.args, [row for row in (*prompts, *held_out) if is_messages(row.columns["prompt"])]
+        if "reward_model" in self.names and (own := own_tokenizer(args, self.tokenizer, bool(chats))):
+            kind = "chat template" if self.reward_model else "tokenizer"
             cli.say(f"the reward model has a {kind} of its own, so it reads decoded text")
-            self.text_model = TextModel(model, self.size, self.accelerator.device)
+            if self.reward_model:
+                model = self.reward_model.model
+            else:
+                model = utils.disable_dropout(models.load_reward_model(args.reward_model_path, args))
+                model = model.requires_grad_(False).to(engines.loading_device(self.accelerator))
+            self.reward_model = TextModel(model, own, self.size).eval()
             for row in chats:  # Its chat template must take each prompt.
-                where = f"--reward_model_path {self.args.reward_model_path}: {row.source}: row {row.number}"
-                self.text_model.encode(row, ".", where)
+                where = f"--reward_model_path {args.reward_model_path}: {row.source}: row {row.number}"
+                self.reward_model.encode(row, ".", where)
         for data_set in filter(None, (prompts, held_out)):
             for function in self.functions.values():
                 function.find_columns(data_set)
@@ -238,8 +263,8 @@ class Scorer:
         with torch.autocast(self.accelerator.device.type, enabled=False):
             entries = {name: function(rows, texts, ended) for name, function in self.functions.items()}
         entries |= {name: function(rows, texts, ended) for name, function in self.watched.items()}
-        if self.text_model:
-            entries["reward_model"] = self.text_model(rows, texts, ended)
+        if isinstance(self.reward_model, TextModel):
+            entries["reward_model"] = self.reward_model(rows, texts, ended)
         elif self.reward_model:
             parts = utils.split(batch, utils.slices(len(rows), self.size))
             scores = [self.response_scores(self.reward_model, part, *n) for _, part in parts]

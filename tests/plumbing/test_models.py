@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from rlhf_details import toy, train_rloo
-from rlhf_details.plumbing import chat, checkpoint, cli, engines, models
+from rlhf_details.plumbing import chat, checkpoint, cli, engines, models, rewards
 
 FLAGS = train_rloo.Args()
 SMALL = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=len(toy.tokenizer()))
@@ -91,8 +91,9 @@ def test_a_reward_model_reads_token_ids_of_its_own_vocabulary_and_else_text(in_t
     tiny_config(vocab_size=size).save_pretrained("reward")
     if its_own is not None:
         word_tokenizer(**its_own).save_pretrained("reward")
-    own = models.own_tokenizer(args, tokenizer)
-    assert (found == "token ids") == (own is None) and (own is None or own.get_vocab() != tokenizer.get_vocab())
+    own = rewards.own_tokenizer(args, tokenizer)
+    assert (found == "token ids") == (own is None) == rewards.reads_token_ids(args, tokenizer)
+    assert own is None or own.get_vocab() != tokenizer.get_vocab()
 
 
 @pytest.mark.parametrize("template, is_own", [(None, False), (" {{ messages }}\n", False), ("[{{ messages }}]", True)])
@@ -100,8 +101,10 @@ def test_a_reward_model_reads_its_own_chat_template_where_it_is_another_one(in_t
     ours, theirs = word_tokenizer(), word_tokenizer()
     ours.chat_template, theirs.chat_template = "{{ messages }}", template
     theirs.save_pretrained("reward")
-    own = models.own_template(train_rloo.Args(reward_model_path="reward"), ours)
+    args = train_rloo.Args(reward_model_path="reward")
+    own = rewards.own_tokenizer(args, ours, has_chats=True)
     assert bool(own) == is_own and (own is None or own.chat_template == template)
+    assert rewards.own_tokenizer(args, ours) is None
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
@@ -230,8 +233,7 @@ def test_gradient_checkpointing_is_switched_on_where_it_is_asked_for(tiny):
 
 def test_the_context_is_the_smallest_of_the_models_that_read_the_same_tokens():
     long, short = (SimpleNamespace(model=GPTNeoXForCausalLM(tiny_config(max_position_embeddings=n))) for n in (128, 64))
-    reads_text = SimpleNamespace(model=short.model, tokenizer=toy.tokenizer())
-    assert models.context(long, short) == 64 and models.context(long, None, reads_text) == 128
+    assert models.context(long, short) == 64 and models.context(long, None) == 128
 
 
 def test_a_checksum_tells_weights_apart_and_changes_with_a_single_one(tiny):

@@ -472,8 +472,8 @@ def test_evaluate_gives_it_the_same_text_as_training(ragged, shuffled, monkeypat
 def reads_text(tiny):
     """score(prompts, texts, ended): the tiny reward model's scores, as if it had a tokenizer of its own; alone(ids)."""
     model, tokenizer = models.load_reward_model(tiny / "reward", rloo_args(tiny)).eval(), toy.tokenizer()
-    scorer = make_scorer((), reward_model=train_rloo.Reward(model, tokenizer).eval())
-    scorer.check_columns([])
+    scorer = make_scorer((), reward_model_path="reward")
+    scorer.reward_model = rewards.TextModel(model, tokenizer, 4)
 
     def score(columns, texts, ended):
         batch = batch_of(["the room"] * len(texts))
@@ -503,10 +503,14 @@ def test_a_conversation_is_scored_with_the_reward_models_own_template(reads_text
     assert score([messages], ["the room"], [True]) == pytest.approx([alone(query + answer)], abs=1e-5)
 
 
-def test_a_prompt_that_the_reward_models_template_refuses_is_named_with_that_model(fails):
+def test_a_prompt_that_the_reward_models_template_refuses_is_named_with_that_model(tiny, in_tmp, fails):
+    shutil.copytree(tiny / "reward", "judge")
     tokenizer = toy.tokenizer()
     tokenizer.chat_template = "{{ raise_exception('no') }}"
-    scorer = make_scorer((), reward_model=SimpleNamespace(tokenizer=tokenizer), reward_model_path="judge")
+    tokenizer.save_pretrained("judge")
+    reward_model = train_rloo.Reward(models.load_reward_model("judge", rloo_args(tiny)))
+    scorer = make_scorer((), reward_model=reward_model, reward_model_path="judge")
+    scorer.tokenizer.chat_template = "{{ messages }}"
     line = fails(scorer.check_columns, [prompt({"prompt": [{"role": "user", "content": "we went"}]})])
     assert "--reward_model_path judge: --dataset x: row 1: the chat template refuses the messages" in line
 
@@ -525,7 +529,7 @@ def test_a_chat_template_of_its_own_is_read_for_messages_alone(tiny, in_tmp, mon
         tokenizer = toy.tokenizer()
         tokenizer.chat_template = TEMPLATE.replace("START", start)
         tokenizer.save_pretrained(kind)
-    seen = record(monkeypatch, rewards.TextModel, "__call__")["__call__"]
+    seen = record(monkeypatch, rewards.TextModel, "forward")["forward"]
     loaded = record(monkeypatch, PAGES[page], "load_models")["load_models"]
     rows = write_rows("rows.jsonl", [{"prompt": prompt}] * 16)
     run_page(page, tiny, dataset=rows, sft_model_path="policy", reward_model_path="reward", total_episodes=16)
