@@ -6,7 +6,6 @@ import shutil
 import sys
 import textwrap
 from pathlib import Path
-from types import SimpleNamespace
 
 import accelerate
 import pytest
