@@ -1,21 +1,7 @@
 """mutations.py: how mutants are made and judged. tests/cli/test_docs.py has that each can be made, and each tag one."""
 
-import subprocess
-import sys
-
 import mutations
 import pytest
-
-CODE = mutations.sources()
-
-
-def test_mutants_survive_reformatting():
-    command = [sys.executable, "-m", "ruff", "format", "--line-length", "90", "--stdin-filename", "x.py", "-"]
-    for file in sorted({file for _, file, _, _ in mutations.MUTATIONS}):
-        source = subprocess.run(command, input=CODE[file], capture_output=True, text=True, check=True).stdout
-        for tag, of, old, new in mutations.MUTATIONS:
-            if of == file:
-                mutations.mutate(source, tag, old, new)
 
 
 def test_a_comment_speaks_of_the_statement_beside_it_or_below_it_and_may_have_two_tags():

@@ -1,7 +1,6 @@
 """plot.py: what is drawn of a run, the curves of several seeds, and the comparison of two folders of them."""
 
 import json
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -11,66 +10,17 @@ import numpy as np
 import plot
 import pytest
 
-ROWS = [
-    {"update": 0, "episode": 0, "eval/objective/scores": 0.5, "eval/objective/kl": 0.0},
-    {"update": 1, "episode": 16, "objective/scores": 1.0, "objective/kl": 0.1, "health/kl": 0.0},
-    {"update": 2, "episode": 32, "objective/scores": 2.0, "objective/kl": 30.0, "health/kl": 1.0},
-    {"update": 3, "episode": 48, "objective/scores": 3.0, "objective/kl": 40.0, "health/kl": 1.0},
-]
-
 
 # ---- one run ---------------------------------------------------------------------------------------------------------
-def write_run(folder, rows, torn=""):
-    Path(folder).mkdir(parents=True)
-    Path(folder, "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + torn)
-
-
-def run(monkeypatch, *words):
-    monkeypatch.setattr(sys, "argv", ["plot.py", *words])
-    runpy.run_path(str(intervals.ROOT / "benchmark" / "plot.py"), run_name="__main__")
-
-
-def test_without_the_extra_one_line_says_how_to_install_it(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(SystemExit) as end:
-        run(monkeypatch, "runs/any")
-    line = 'error: matplotlib is missing: pip install -c constraints.txt -e ".[benchmark]"\n'
-    assert (end.value.code, capsys.readouterr().err) == (2, line)
-
-
-def test_each_panel_holds_its_metrics_at_their_episodes():
-    assert plot.panels(ROWS) == {
-        "score": {"objective/scores": ((16, 32, 48), (1.0, 2.0, 3.0)), "eval/objective/scores": ((0,), (0.5,))},
-        "KL, nats a response": {
-            "objective/kl": ((16, 32, 48), (0.1, 30.0, 40.0)),
-            "eval/objective/kl": ((0,), (0.0,)),
-        },
-    }
-    assert plot.health(ROWS) == {"health/kl": [(16, 32)]}  # from the end of update 1 on
-
-
-def test_a_picture_of_a_run_of_one_that_goes_on_and_of_two(in_tmp, monkeypatch, capsys):
-    write_run("runs/run", ROWS)
-    write_run("runs/torn", ROWS, torn='{"update": 4, "epis')
-    run(monkeypatch, "runs/run")
-    picture = Path("runs/run/curves.png")
-    assert capsys.readouterr().out.splitlines()[-1] == str(picture) and picture.read_bytes()[:4] == b"\x89PNG"
-    run(monkeypatch, "runs/torn", "runs/run", "--output", "both.png")
-    assert Path("both.png").stat().st_size > 10_000
-    before = picture.stat().st_mtime_ns
-    run(monkeypatch, "runs/run", "runs/torn")  # which leaves the picture of the first one as it is
-    assert capsys.readouterr().out.splitlines()[-1] == "runs/curves.png" and Path("runs/curves.png").exists()
-    assert picture.stat().st_mtime_ns == before
-
-
-def test_bad_input_is_one_line(in_tmp, monkeypatch, capsys):
-    write_run("empty", [])
-    write_run("broken", ROWS, torn="{\n{}")
-    for words in (["nowhere"], ["empty"], ["broken"]):
-        with pytest.raises(SystemExit) as end:
-            run(monkeypatch, *words)
-        error = capsys.readouterr().err
-        assert end.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1, error
+def test_a_picture_of_a_run_and_of_one_that_goes_on(in_tmp):
+    rows = [{"episode": 16 * u, "objective/kl": 0.1 * u, "eval/objective/kl": 0.0, "health/kl": u} for u in range(3)]
+    for name, torn in (("run", ""), ("torn", '{"update": 4, "epis')):
+        Path("runs", name).mkdir(parents=True)
+        Path("runs", name, "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + torn)
+    plot.main(plot.Args(("runs/run",)))
+    plot.main(plot.Args(("runs/torn", "runs/run")))
+    for picture in ("runs/run/curves.png", "runs/curves.png"):
+        assert Path(picture).read_bytes()[:4] == b"\x89PNG"
 
 
 # ---- curves of several seeds, and their comparison -------------------------------------------------------------------
@@ -122,16 +72,6 @@ def test_compare_pairs_equal_seeds_and_is_undecided_where_it_cannot(tmp_path, ca
     assert code == 0 and said.splitlines()[-1].startswith("undecided: x objective/gold final")
 
 
-def test_compare_does_not_pass_what_is_lost(tmp_path, capsys):
-    for exp in ("rloo", "ppo"):
-        learning(tmp_path / "a", exp, range(5))
-    learning(tmp_path / "b", "rloo", range(4))
-    code, said = compared(capsys, tmp_path / "a", tmp_path / "b")
-    assert code == 2 and "has no ppo" in said
-    code, said = compared(capsys, tmp_path / "a", tmp_path / "b", exp=("rloo",))
-    assert code == 0 and "has no seed 4" in said
-
-
 def test_same_counts_the_updates_before_the_first_that_is_another(tmp_path, capsys):
     kl, held_out, nan = [float("nan"), 0.0, 1.0, 2.0, 3.0], [5.0, *[float("nan")] * 3, 7.0], float("nan")
     changed = {  # name: (factors of the KL, what is added to the first update's, the last held-out KL)
@@ -158,15 +98,3 @@ def test_same_counts_the_updates_before_the_first_that_is_another(tmp_path, caps
     with pytest.raises(SystemExit):
         plot.same(plot.SameArgs(str(tmp_path / "a"), str(tmp_path / "shorter")))
     assert "other updates in seed 3" in capsys.readouterr().err
-
-
-def test_curves_writes_a_figure_and_its_table(tmp_path):
-    for exp in ("rloo", "ppo"):
-        learning(tmp_path / "a", exp, range(1, 6))
-    output, metrics = tmp_path / "curves.svg", ("objective/gold", "objective/kl")
-    for _ in range(2):
-        first = output.read_bytes() if output.exists() else None
-        plot.curves(plot.CurvesArgs(str(tmp_path / "a"), exp=("rloo", "ppo"), metrics=metrics, output=str(output)))
-    assert output.read_bytes() == first and b"<svg" in first  # the same bytes for the same data
-    table = (tmp_path / "curves.md").read_text()
-    assert "| rloo | 5 | objective/gold |" in table and "| ppo | 5 | objective/kl | 1.950 (1.950 .. 1.950)" in table

@@ -1,9 +1,7 @@
 """benchmark.py: runs over seeds, what it keeps, what it skips, and how it goes on."""
 
 import json
-import os
 import shlex
-import subprocess
 
 import pytest
 from intervals import read_tables, write_runs
@@ -87,17 +85,6 @@ def test_results_of_other_scripts_or_of_another_command_are_not_added_to(bench, 
     assert "2 names of 1 commands" in capsys.readouterr().err
 
 
-def test_variables_before_a_command_are_set_for_its_run_alone(bench, tmp_path):
-    command = f"TIMES=3 python {tmp_path}/train.py --broken {tmp_path}/broken --name x"
-    assert bench(command=(command,), seeds=(1,), columns=("episode",)) == [] and "TIMES" not in os.environ
-    assert kept(bench)["toy", 1][-1] == ["120"]
-
-
-def test_every_so_manyth_row_and_the_last_are_kept(bench):
-    bench(every=3, seeds=(1,))
-    assert [row[0] for row in kept(bench)["toy", 1]] == ["update", "1", "4", "5"]
-
-
 def test_a_task_of_an_array_job_is_one_run_and_all_of_them_are_all_runs(bench, tmp_path, capsys):
     bench(slurm=str(tmp_path / "job.sh"))
     assert not bench.results.exists()
@@ -107,16 +94,6 @@ def test_a_task_of_an_array_job_is_one_run_and_all_of_them_are_all_runs(bench, t
     assert benchmark.main(benchmark.tyro.cli(benchmark.Args, args=words[words.index("--only") :])) == []
     assert not kept(bench)  # Tasks run at the same time, so none of them writes the study's file.
     assert bench() == [] and "1 done, 2 to do" in capsys.readouterr().out and len(kept(bench)) == 3
-
-
-def test_the_tag_is_gits_and_says_when_files_differ(tmp_path):
-    (tmp_path / "train.py").write_text("1")
-    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tmp_path)]
-    for command in (["init", "-q"], ["add", "train.py"], ["commit", "-qm", "one"], ["tag", "-a", "v0.1", "-m", "one"]):
-        subprocess.run([*git, *command], check=True)
-    assert benchmark.git_tag(tmp_path) == "v0.1"
-    (tmp_path / "train.py").write_text("2")
-    assert benchmark.git_tag(tmp_path) == "v0.1-dirty"
 
 
 def test_stages_run_where_a_run_needs_them_and_not_where_all_is_done(tmp_path, monkeypatch):

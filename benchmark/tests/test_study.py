@@ -18,7 +18,6 @@ import held_out
 import mutations
 import numpy as np
 import pytest
-import start
 import study
 import tables
 import tables_own
@@ -80,18 +79,6 @@ def test_each_command_of_a_study_parses_and_each_edit_changes_its_file(name, tmp
 )
 def test_a_study_trains_the_stages_that_its_runs_need_in_order_and_no_others(name, run, needed):
     assert study.Study(name).needed([run]) == needed
-
-
-def test_runs_are_made_like_others_and_flags_take_the_place_of_theirs():
-    one = study.Study("ablations")
-    short, no_eos = one.command("rloo_short"), one.command("sft_no_eos")
-    assert short.startswith("python rlhf_details/train_rloo.py ") and short.endswith(" --response_length 20")
-    assert "--sft_model_path {root}/models/bench/{seed}/sft_sft_no_eos --reward_model_path" in no_eos
-    assert one.command("bf16_head").startswith("ACCELERATE_MIXED_PRECISION=bf16 python ")
-    assert study.wanted(one, ["two_passes", "no_clip"]) == ["rloo2", "no_clip", "rloo"]
-    long = study.Study("ablations_long")
-    asked = {parse(long.command(name)).total_episodes for name in study.wanted(long, [])}
-    assert asked == {12800, 6144} and one.edits("sft_no_eos") == [] != one.edits("sft_sft_no_eos")
 
 
 def test_a_detail_is_priced_or_listed_with_the_reason_why_not():
@@ -186,27 +173,6 @@ def test_effects_are_paired_differences_and_verdicts_are_corrected_for_their_num
     assert ("worse", "course") not in tables.verdicts(one, found)[1]
 
 
-def test_rows_are_levels_and_paired_differences_of_the_seeds_that_both_have(tmp_path):
-    for seed in (1, 2, 3):
-        for name, shift in (("base", 0.0), ("more", 1.0)):
-            y = ["", 5.0 + seed + shift]
-            if (name, seed) != ("more", 3):
-                write(tmp_path, name, seed, {"x": [0.0, 1.0 + shift], "eval/y": y, "seconds": [0, 60 * (1 + shift)]})
-    one, columns = Made(tmp_path, {}), {"y": "last eval/y", "minutes": "last seconds / 60"}
-    said = {"head": "run | of", "rows": [["a | b", "base"], ["c | d", "more", "base"]], "columns": columns}
-    assert tables.rows(one, said)[1:] == [
-        "|---|---|---:|---:|---:|",
-        "| a | b | 3 | 7.00 (4.52 .. 9.48) | 1.00 (1.00 .. 1.00) |",
-        "| c | d | 2 | +1.00 (+1.00 .. +1.00) | +1.00 (+1.00 .. +1.00) |",
-    ]
-    ratio = {"minutes": {"measure": "last seconds / 60", "seeds": [1, 2], "cells": "ratio"}}
-    assert tables.rows(one, said | {"columns": ratio})[-1].endswith("| times 2.00 (2.00 .. 2.00) |")
-    risen = tables.rows(one, said | {"columns": {"x": "last x"}, "cells": "risen", "count": "none"})
-    assert risen[2] == "| a | b | 0.00 -> 1.00, 1.00 (1.00 .. 1.00) |"
-    near = tables.agreement(one, {"rows": [["more", "base"]], "columns": {"y": "last eval/y"}})
-    assert near[2] == "| more less base | **+1.00 [+1.00, +1.00]** | yes |"
-
-
 def test_a_fall_is_from_the_peak_of_the_other_seeds_mean_and_paired():
     x = np.arange(30.0)
     level = np.random.default_rng(1).normal(size=8)
@@ -230,14 +196,6 @@ def test_best_of_n_is_the_mean_over_all_subsets_and_its_scores_rise(tiny, in_tmp
     assert [row["update"] for row in rows] == [1, 2, 4] and rows[0]["objective/kl"] == 0
     scores = [row["objective/scores"] for row in rows]
     assert scores == sorted(scores) and scores[0] < scores[-1]
-
-
-def test_the_reviews_of_the_task_with_varying_lengths_vary(in_tmp):
-    start.main(start.Args("lengths", "base", reviews=64))
-    rows = [json.loads(line) for line in Path("base/lengths.jsonl").read_text().splitlines()]
-    lengths = [len(row["completion"].split()) for row in rows]
-    assert min(lengths) < 20 and 60 < max(lengths) <= 96 and Path("base/config.json").exists()
-    assert all(toy.parses(f"{row['prompt']} {row['completion']}") for row in rows)
 
 
 # ---- against TRL -----------------------------------------------------------------------------------------------------
@@ -295,24 +253,6 @@ def test_trl_gets_the_settings_the_columns_and_the_penalty_of_our_run(tiny, in_t
     # The first two ended. The third one is right, and pays the penalty of 1.
     assert reward(["p"] * 3, ["ab", "a", "ab"], **given) == [1.0, 0.0, 0.0]
     assert last == {"scores": pytest.approx(1 / 3), "tokens": 7}
-
-
-def test_a_replay_keeps_the_rows_that_it_does_not_renew(in_tmp, monkeypatch):
-    monkeypatch.setattr(with_trl, "ROOT", in_tmp)
-    monkeypatch.setattr(with_trl, "run_trl", lambda *_: None)
-    monkeypatch.setattr(with_trl, "record", lambda *_: None)
-    monkeypatch.setattr(with_trl, "spec_of", lambda *_: {"output_dir": ""})
-    for run, seed, apart in (("ppo", 1, 0.5), ("rloo", 1, 0.25), ("rloo", 2, 0.125)):
-        monkeypatch.setattr(with_trl, "distance", lambda *_, apart=apart: apart)
-        with_trl.replay(with_trl.ReplayArgs("trl_replay", (run,), seed))
-    rows = with_trl.replayed(in_tmp / "benchmark" / "results" / "trl_replay" / "replay.md")
-    assert [(*key, line.split("|")[-2].strip()) for key, line in rows.items()] == [
-        ("RLOO", "1", "TRL 1.16.0", "25 %"),
-        ("RLOO", "1", "TRL 0.21.0", "25 %"),
-        ("PPO", "1", "TRL 0.21.0", "50 %"),
-        ("RLOO", "2", "TRL 1.16.0", "12 %"),
-        ("RLOO", "2", "TRL 0.21.0", "12 %"),
-    ]
 
 
 def test_trls_losses_can_be_divided_by_the_minibatchs_tokens(monkeypatch):
