@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 from helpers import PAGES, ROOT, flags_shown
 
-from rlhf_details import evaluate, train_both, train_dpo, train_reward, train_rloo, train_sft
+from rlhf_details import evaluate, train_dpo, train_reward, train_rloo, train_sft
 from rlhf_details.plumbing import cli
 
 SCRIPTS = PAGES | {"train_sft": train_sft, "train_reward": train_reward, "train_dpo": train_dpo, "evaluate": evaluate}
@@ -122,17 +122,6 @@ def test_a_mistake_in_a_toml_file_is_explained(toml, fails, capsys, text, words)
     assert "--config run.toml: no such file or folder" in fails(parse, ["--config", "run.toml"])
 
 
-@pytest.mark.parametrize(
-    "words",
-    [["--no_such_flag", "1"], ["--batch_size", "many"], ["--learning_rate"], ["--lr_schedule", "square"], ["stray"]],
-)
-def test_a_mistake_on_the_command_line_is_explained(words, capsys):
-    with pytest.raises(SystemExit) as end:
-        cli.parse(train_sft.Args, words)
-    text = capsys.readouterr().err
-    assert end.value.code == 2 and words[0].lstrip("-") in text.replace("-", "_") and "Traceback" not in text
-
-
 def test_fail_speaks_on_the_main_process_alone(fails, monkeypatch, capsys):
     assert fails(cli.fail, "two\nlines") == "error: two lines\n"
     monkeypatch.setenv("RANK", "1")
@@ -182,21 +171,6 @@ def test_help_has_every_flag_its_text_and_an_example_that_gives_what_is_required
     for name in {"sft_model_path", "policy_path"} & flags.keys():
         assert getattr(args, name) and "(required unless --dataset is toy" in flags[name]
         assert f"--{name}: required" in fails(SCRIPTS[script].main, dataclasses.replace(args, **{name: None}))
-
-
-@pytest.mark.parametrize("words", [["--help"], ["--algorithm", "rloo", "-h"]])
-def test_help_of_both_shows_the_flags_of_both(words, help_of):
-    shown = help_of(train_both.parse, words)
-    assert "--reward.num_comparisons" in shown
-    assert ("--policy.rloo_k" in shown) == ("rloo" in words) != ("--policy.gamma" in shown)
-    example = shown.partition("Example: python rlhf_details/train_both.py ")[2].partition("\n\n")[0]
-    reward, _, policy = train_both.parse(example.split())
-    assert reward.sft_model_path == policy.sft_model_path == "gpt2"
-
-
-def test_help_is_printed_once_by_several_processes(help_of, monkeypatch):
-    monkeypatch.setenv("RANK", "1")
-    assert not help_of(cli.parse, train_rloo.Args, ["--help"])
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------

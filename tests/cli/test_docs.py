@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import graphlib
 import importlib
-import json
 import re
 import shlex
 import subprocess
@@ -60,20 +59,6 @@ def test_every_command_of_the_readme_parses():
         for script, words in found:
             flags = [word for word in words[words.index(f"rlhf_details/{script}.py") + 1 :] if word != "..."]
             train_both.parse(flags) if script == "train_both" else cli.parse(SCRIPTS[script].Args, flags)
-
-
-def test_the_guides_example_makes_files_of_scored_texts(in_tmp):
-    texts = [f"text {i} of the many that we wrote" for i in range(100)]
-    write_rows("scored.jsonl", [{"text": text, "score": i / 99} for i, text in enumerate(texts)] * 2)
-    (code,) = (block for block in re.findall(r"```python\n(.*?)```", README, re.S) if "scored.jsonl" in block)
-    subprocess.run([sys.executable, "-c", code], check=True)
-    read = {path.stem: [*map(json.loads, path.read_text().splitlines())] for path in Path().glob("*_t*.jsonl")}
-    numbers = {part: {int(row["completion"].split()[1]) for row in read[f"sft_{part}"]} for part in ("train", "test")}
-    assert len(numbers["train"]) == 90 and numbers["train"] | numbers["test"] == set(range(100))
-    for part, own in numbers.items():
-        pairs = [[int(row[side].split()[1]) for side in ("chosen", "rejected")] for row in read[f"preference_{part}"]]
-        assert pairs and all(better - worse >= 49.5 and {better, worse} <= own for better, worse in pairs)
-        assert {row["prompt"] for row in read[f"prompts_{part}"]} == {f"Review: text {i} of the many" for i in own}
 
 
 def test_every_command_of_the_readme_that_runs_or_draws_a_study_parses():
@@ -145,11 +130,6 @@ def test_every_link_and_figure_leads_somewhere():
         if anchor and target.suffix == ".md" and target.exists():  # A page that is generated is tested in tests/site.
             titles = [re.sub(r"[^\w -]", "", title) for title in re.findall(r"^#+ (.*)", target.read_text(), re.M)]
             assert anchor in {title.lower().replace(" ", "-") for title in titles}, (path.name, link)
-
-
-def test_the_readmes_table_has_every_recipe():
-    table = re.findall(r"^\| `(\w+)\.toml` \|", README, re.M)
-    assert set(table) == {path.stem for path in (ROOT / "benchmark/recipes").glob("*.toml")}
 
 
 # ---- the index of details --------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
@@ -31,13 +30,13 @@ STICKING_OUT = """() => {
 
 @pytest.fixture(scope="session")
 def built(tmp_path_factory):
-    """(folder of the site, what the build said, its seconds)."""
+    """(folder of the site, what the build said)."""
     pytest.importorskip("zensical", reason="the site needs zensical: pip install -c constraints.txt -e '.[docs]'")
-    out, start = tmp_path_factory.mktemp("site"), time.time()
+    out = tmp_path_factory.mktemp("site")
     command = [sys.executable, str(DOCS / "build.py"), "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    return out / "site", done.stdout + done.stderr, time.time() - start
+    return out / "site", done.stdout + done.stderr
 
 
 @pytest.fixture(scope="session")
@@ -86,11 +85,8 @@ def tab(browser):
     context.close()
 
 
-def test_the_build_is_fast_and_says_no_warning(built):
-    _, said, seconds = built
-    assert "No issues found" in said
-    assert "warning" not in said.lower()
-    assert seconds < 60
+def test_the_build_says_no_warning(built):
+    assert "No issues found" in built[1] and "warning" not in built[1].lower()
 
 
 def test_pages_load_without_errors_and_without_a_request_to_another_host(tab, address, pages):
@@ -175,19 +171,6 @@ def test_the_first_that_the_search_finds_is_the_page_on_it(tab, address, words, 
     tab.wait_for_url(f"**/{page}*")
 
 
-def test_the_diff_shows_both_sides_and_a_remark_at_each_difference(tab, address):
-    tab.goto(address + "ppo_to_rloo.html")
-    differences = tab.locator(".difference")
-    assert differences.count() > 20
-    for i in range(differences.count()):
-        one = differences.nth(i)
-        assert len(one.locator("> p").first.inner_text()) > 10
-        assert one.locator(".removed").count() + one.locator(".added").count() > 0
-    gae = tab.locator(".difference:near(#rloo_advantages)").first
-    left, right = gae.locator(".removed").first.bounding_box(), gae.locator(".added").first.bounding_box()
-    assert left["x"] + left["width"] <= right["x"] + 1 and left["width"] > 300
-
-
 def test_the_filter_of_the_details_shows_what_it_is_asked_for(tab, address):
     tab.goto(address + "details.html")
     shown = lambda: tab.locator(".detail:visible")  # noqa: E731
@@ -221,17 +204,6 @@ def test_axe_finds_no_fault(browser, address, pages, scheme):
     assert bad == {}
 
 
-def test_the_two_schemes_differ(browser, address):
-    colours = set()
-    for scheme in SCHEMES:
-        context = browser.new_context(color_scheme=scheme)
-        tab = context.new_page()
-        tab.goto(address + "index.html")
-        colours.add(tab.evaluate("getComputedStyle(document.body).backgroundColor"))
-        context.close()
-    assert len(colours) == 2
-
-
 def test_a_newcomer_gets_from_the_first_page_to_a_line_and_to_its_price_in_one_click(tab, address):
     """PPO's penalty for a missing EOS: the line is marked, and its card with the price stands in the same window."""
     tab.goto(address + "index.html")
@@ -243,17 +215,6 @@ def test_a_newcomer_gets_from_the_first_page_to_a_line_and_to_its_price_in_one_c
         assert 0 < box["y"] < 900
     number = tab.locator(".line:has(#at-REW-3)").get_attribute("data-line")
     assert f"train_ppo.py, line {number}" in card.locator("dl").inner_text()
-
-
-def test_beside_the_notes_the_code_shows_whole_lines_and_the_notes_whole_equations(tab, address, pages):
-    tab.set_viewport_size({"width": 1280, "height": 900})
-    cut = """() => [...document.querySelectorAll(".code pre, .teacher .block-math")].filter((e) =>
-      e.scrollWidth > e.clientWidth + 1).map((e) => e.innerText.trim().split("\\n")[0])"""
-    found = {}
-    for page in pages:
-        tab.goto(address + page)
-        found[page] = tab.evaluate(cut)
-    assert {page: lines for page, lines in found.items() if lines} == {}
 
 
 def test_nothing_is_wider_than_the_window(tab, address, pages):

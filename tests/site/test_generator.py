@@ -114,21 +114,6 @@ def test_the_prices_on_the_cards_are_those_that_the_studies_wrote():
             assert any([float(x) for x in pair] == expected for pair in shown), tag
 
 
-def test_ctrl_c_ends_the_server_quietly(monkeypatch, tmp_path):
-    import build
-
-    def interrupted(*args, **kwargs):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(build.subprocess, "call", interrupted)
-    monkeypatch.setattr(build, "prepare", lambda out: None)
-    monkeypatch.setattr("sys.argv", ["build.py", "--serve", "--out", str(tmp_path)])
-    try:
-        assert build.main() == 130
-    except KeyboardInterrupt:  # It would end all tests.
-        pytest.fail("Ctrl-C was not caught")
-
-
 def test_equations_become_mathml_and_names_become_links():
     from source import Mistake, prose
 
@@ -137,16 +122,3 @@ def test_equations_become_mathml_and_names_become_links():
     assert '<a href="#pack"><code>pack</code></a>' in shown
     with pytest.raises(Mistake, match=r"does not know \\arg"):
         prose(r"$\arg\max_v z_v$")
-
-
-def test_figures_tags_and_reading_times_of_the_pages_that_are_written_by_hand():
-    import build
-
-    assert build.for_site("![a](../static/a.svg)") == "[![a](static/a.svg)](static/a.svg)"  # of docs/*.md
-    assert build.for_site("![a](../../static/a.svg)", "../") == "[![a](../static/a.svg)](../static/a.svg)"
-    linked = "[`GRPO-1`](../details.md#GRPO-1), [DPO-3](../details.md#DPO-3)"
-    assert build.for_site("`GRPO-1`, DPO-3", "../") == linked
-    for other in ("GPT-2", "`[REW-3]`", "### REW-3", "[the REW-3](guides/a.md#REW-3)", "```\npytest -k REW-3\n```"):
-        assert build.for_site(other) == other
-    assert build.minutes("cheat_sheet") < build.minutes("train_reward") < build.minutes("train_ppo")
-    assert build.for_site("({minutes train_ppo})") == f"({build.minutes('train_ppo')})"
