@@ -66,7 +66,6 @@ def cases(models):
         "dpo": train_dpo.Args(**stage, sft_model_path=str(neox / "policy"), batch_size=8, max_grad_norm=0.5),
         "sft": train_sft.Args(**stage, base_model=str(neox / "policy"), batch_size=6),
         "ppo_overlap": ppo_args(neox, overlap=True, **short),
-        "rloo_overlap": rloo_args(neox, overlap=True, **short),
         "grpo": page_args("train_grpo", neox, **short),
         "distill": page_args("train_distill", neox, teacher_model_path=str(models / "llama/policy"), **short),
         "rloo_offload": rloo_args(neox, offload_frozen=True, **short),
@@ -77,9 +76,9 @@ def cases(models):
     }
     jsd = dict(divergence="jsd", teacher_model_path=str(models / "llama/policy"))
     found["distill_jsd"] = page_args("train_distill", neox, **jsd, **short)
-    found |= {f"rloo_{name}": rloo_args(models / name, **short) for name in ("gpt2", "llama", "qwen2")}
+    found["rloo_qwen2"] = rloo_args(models / "qwen2", **short)
     found = {name: (args, "fp32") for name, args in found.items()}
-    return found | {f"{name}_bf16": (found[name][0], "bf16") for name in ("rloo", "ppo", "reward")}
+    return found | {f"{name}_bf16": (found[name][0], "bf16") for name in ("ppo", "reward")}
 
 
 def spec(case, name, **options):
@@ -149,9 +148,12 @@ def check_share(engine, name, precision, ranks):
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_opt_6_an_engine_follows_one_process_and_holds_its_share(one, engine):
-    """Faults 37 and 44. LoRA does not run under ZeRO-3."""
+    """Faults 37 and 44. LoRA does not run under ZeRO-3. test_processes.py has the rest of what runs under DDP."""
     folder, found = one
-    found = {name: case for name, case in found.items() if "lora" not in name or engine != "zero3"}
+    if engine == "ddp":
+        found = {name: case for name, case in found.items() if name.endswith(("_lora", "_offload", "_bf16"))}
+    if engine == "zero3":
+        found = {name: case for name, case in found.items() if "lora" not in name}
     specs = [spec(case, f"{engine}_{name}") for name, case in found.items()]
     for (name, case), ranks in zip(found.items(), run_under(engine, specs, folder), strict=True):
         check_share(engine, name, case[1], ranks)

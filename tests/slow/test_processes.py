@@ -4,12 +4,15 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
-from helpers import LM_HUMAN_PREFERENCES, ROOT, assert_same_curves, page_args, read_metrics, save_pair
-from processes import run_under, spec_of, write_rows
+from helpers import LM_HUMAN_PREFERENCES, ROOT, assert_same_curves, launch, page_args, read_metrics, save_pair
+from processes import run_under, spec_of, words_of, write_rows
 from safetensors.torch import load_file
+
+from rlhf_details import train_dpo, train_reward, train_sft
 
 pytestmark = pytest.mark.slow
 LIMITS = dict(score_scaling=True, score_norm=True, score_clip=1.5, ratio_threshold=1.004, target_kl=3e-4)
@@ -23,12 +26,20 @@ CASES = {
     "grpo-overlap": ("train_grpo", dict(overlap=True)),
     "distill": ("train_distill", dict(gamma=0.5)),
     "distill-jsd": ("train_distill", dict(divergence="jsd", beta=0.3)),
+    "functions": ("train_rloo", dict(reward_fn=("mine.py:words", "mine.py:is_even", "mine.py:some"))),
 }
-EVERY_CASE = pytest.mark.parametrize("case", [*CASES, "vocabulary-8192"])
+SAMPLED = pytest.mark.parametrize("case", [*CASES, "vocabulary-8192"])
+STAGES = pytest.mark.parametrize("case", ["sft", "sft-completions", "reward", "dpo"])
+FUNCTIONS = """
+def words(prompts, completions): return [float(len(c.split())) for c in completions]
+def is_even(prompts, completions, completion): return [len(c) % 2 == 0 for c in completions]
+def some(prompts, completions): return [None if "the" in p else 1.0 for p in prompts]
+"""
 
 
 def cases(models, large, folder):
-    """{name: Args}; 41 held-out rows do not divide by two."""
+    """{name: Args}; 41 held-out rows do not divide by two, nor do the rows of a stage or their targets."""
+    (folder / "mine.py").write_text(FUNCTIONS)
     held_out = write_rows(folder / "odd.jsonl", 41)
     steps = dict(
         num_ppo_epochs=2, num_mini_batches=2, micro_batch_size=3, rollout_micro_batch_size=5, learning_rate=1e-3
@@ -36,7 +47,16 @@ def cases(models, large, folder):
     flags = steps | dict(total_episodes=160, eval_dataset=held_out, num_sample_generations=2)
     found = {name: page_args(page, models, **flags, **options) for name, (page, options) in CASES.items()}
     options = dict(total_episodes=80, learning_rate=3e-4, token_level_kl=True, normalize_advantage=True)
-    return found | {"vocabulary-8192": page_args("train_rloo", large, **options)}
+    found["vocabulary-8192"] = page_args("train_rloo", large, **options)
+    stage = dict(dataset=held_out, eval_dataset=held_out, batch_size=8, micro_batch_size=3, learning_rate=1e-3)
+    stage |= dict(response_length=8, overwrite=True)
+    for name, only in (("sft", False), ("sft-completions", True)):
+        found[name] = train_sft.Args(**stage, base_model=str(models / "policy"), completion_only=only)
+    stage |= dict(sft_model_path=str(models / "policy"))
+    return found | {
+        "reward": train_reward.Args(**stage, normalization="gain_bias", normalize_samples=16),
+        "dpo": train_dpo.Args(**stage),
+    }
 
 
 @pytest.fixture(scope="session")
@@ -51,7 +71,7 @@ def runs(ragged, tmp_path_factory):
     return found
 
 
-@EVERY_CASE
+@SAMPLED
 def test_two_processes_sample_the_same_tokens_and_give_the_same_curves(runs, case):
     """`run_under` asserts the number of processes and the kind of distribution. [REW-7] [OPT-6] [LOG-2]"""
     (one, (first,)), (two, seconds) = runs[case][1], runs[case][2]
@@ -64,9 +84,17 @@ def test_two_processes_sample_the_same_tokens_and_give_the_same_curves(runs, cas
         assert 0 < sum(row["policy/skipped_minibatches"] > 0 for row in one[1:]) < 10
     if case == "lm-human-preferences":
         assert len({row["objective/kl_coef"] for row in one[1:]}) == 10
+    if case == "functions":
+        assert 0 < one[-1]["objective/verifiable_correct_rate"] < 1
 
 
-@pytest.mark.parametrize("case", ["rloo", "ppo", "ppo-overlap"])
+@STAGES
+def test_opt_6_a_stage_is_the_same_on_two_processes(runs, case):
+    """Each process has comparisons of its own, and the references are those of all of them. [RM-14] [DPO-4]"""
+    assert_same_curves(*(runs[case][processes][0] for processes in (1, 2)))
+
+
+@pytest.mark.parametrize("case", ["ppo", "ppo-overlap"])
 def test_model_3_under_bf16_weights_and_log_probs_are_fp32(ragged, tmp_path, case):
     """Fault 13. accelerate wraps the policy's forward for bf16; the copy of --overlap must call its own weights."""
     page, overlap = CASES[case][0], "overlap" in case
@@ -82,6 +110,17 @@ def test_model_3_under_bf16_weights_and_log_probs_are_fp32(ragged, tmp_path, cas
     fresh = 2 if overlap else 1
     assert max(kl[:fresh]) < 0.1 and min(kl[fresh:]) > 2 * max(kl[:fresh])
     assert all(x.dtype == torch.float32 for x in load_file(tmp_path / "models/bf16/model.safetensors").values())
+
+
+def test_a_reward_function_that_fails_on_one_process_alone_ends_both(tiny, in_tmp):
+    Path("mine.py").write_text(
+        "import os\ndef f(prompts, completions):\n"
+        "    if os.environ['RANK'] == '1': raise KeyError('only here')\n    return [0.0] * len(completions)\n"
+    )
+    args = page_args("train_rloo", tiny, reward_fn=("mine.py:f",))
+    done = launch("train_rloo.py", words_of(args), 2, cwd=in_tmp)
+    assert done.returncode == 1 and done.stderr.count("error: --reward_fn f raised KeyError") == 1, done.stderr[-2000:]
+    assert "mine.py" in done.stderr and "only here" in done.stderr
 
 
 BROKEN = """
@@ -102,9 +141,7 @@ cli.main(page.main, page.Args)
 """
 
 
-@pytest.mark.parametrize(
-    "page, how, rank", [("train_rloo", "raise", 1), ("train_ppo", "kill", 0), ("train_ppo", "kill", 1)]
-)
+@pytest.mark.parametrize("page, how, rank", [("train_rloo", "raise", 1), ("train_ppo", "kill", 0)])
 def test_when_one_of_two_processes_ends_the_other_does(ragged, tmp_path, page, how, rank):
     (tmp_path / "broken.py").write_text(BROKEN)
     flags = ["--sft_model_path", ragged / "policy", "--reward_model_path", ragged / "reward", "--take", 64]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from helpers import assert_same_curves, launch, read_metrics
-from short_runs import comparisons, write_rows
+from short_runs import write_rows
 from wandb_file import column, read_runs
 
 from rlhf_details import toy
@@ -18,48 +18,6 @@ pytestmark = pytest.mark.slow
 def as_words(**flags):
     """A command line of flags; True stands for a switch."""
     return [word for name, x in flags.items() for word in ((f"--{name}",) if x is True else (f"--{name}", x))]
-
-
-def on_one_and_two(script, folder, **flags):
-    """Rows of metrics of a run on one process and on two, into runs/1 and runs/2, models/1 and models/2."""
-    rows = []
-    for processes in (1, 2):
-        words = as_words(**flags, run_name=processes, output_dir=f"models/{processes}")
-        done = launch(script, words, processes, cwd=folder)
-        assert done.returncode == 0, done.stderr[-3000:]
-        config = json.loads((folder / f"runs/{processes}/config.json").read_text())
-        assert (config["num_processes"], config["engine"]) == (processes, "DDP" if processes == 2 else "one process")
-        rows.append(read_metrics(folder / f"runs/{processes}"))
-    return rows
-
-
-# ---- two processes ---------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("completion_only", [False, True])
-def test_opt_6_sft_is_the_same_on_two_processes(in_tmp, completion_only):
-    """41 held-out rows do not divide by two, and rows of other lengths make unequal shares of targets."""
-    rows = write_rows("rows.jsonl", toy.rows("sft", "train")[:41])
-    sizes = dict(hidden_size=32, num_layers=2, vocab_size=300, batch_size=8, micro_batch_size=3, response_length=8)
-    flags = dict(dataset=rows, eval_dataset=rows, learning_rate=3e-3, **sizes)
-    flags |= dict(completion_only=True) if completion_only else {}
-    assert_same_curves(*on_one_and_two("train_sft.py", in_tmp, **flags))
-
-
-def test_rm_14_a_reward_model_is_the_same_on_two_processes(tiny, in_tmp):
-    """Each process has comparisons of its own. 37 of three candidates make 111 scores. [OPT-6]"""
-    table = [row | {"candidates": row["candidates"][:3], "best": row["best"] % 3} for row in comparisons(37)]
-    rows = write_rows("rows.jsonl", table)
-    flags = dict(dataset=rows, eval_dataset=rows, sft_model_path=tiny / "policy", batch_size=8, learning_rate=1e-3)
-    flags |= dict(normalization="gain_bias", response_length=8)
-    assert_same_curves(*on_one_and_two("train_reward.py", in_tmp, **flags))
-    bias = [json.loads(Path(f"models/{n}/config.json").read_text())["reward_bias"] for n in (1, 2)]
-    assert bias[0] == pytest.approx(bias[1], rel=1e-4, abs=1e-5)
-
-
-def test_dpo_is_the_same_on_two_processes(tiny, in_tmp):
-    """The references are those of all comparisons, on every process. [DPO-4] [RM-14] [OPT-6]"""
-    rows = write_rows("rows.jsonl", comparisons(37))
-    flags = dict(dataset=rows, eval_dataset=rows, sft_model_path=tiny / "policy", batch_size=8, learning_rate=1e-3)
-    assert_same_curves(*on_one_and_two("train_dpo.py", in_tmp, **flags, micro_batch_size=3, response_length=8))
 
 
 def test_an_evaluation_is_the_same_on_two_processes(tiny, in_tmp):
