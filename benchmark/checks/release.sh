@@ -14,7 +14,7 @@ python3 -m venv "$scratch/lowest"
 "$scratch/lowest/bin/pip" install -q -c constraints-lowest.txt -e ".[test]"
 "$scratch/lowest/bin/python" -m pytest -n 2 --ignore tests/cli/test_docs.py --ignore tests/cli/test_recipes.py
 
-"$python" -m pytest -m slow tests/slow/test_example.py      # the guide's commands on the example's data
+"$python" -m pytest -m slow tests/slow/test_example.py    # the guide's commands on the example's data
 "$python" benchmark/checks/mutations.py                   # every mutant dies
 "$python" benchmark/checks/recipes.py                     # every recipe runs, on stand-ins for its data and models
 git clone -q . "$scratch/clone"                           # forty kills, and memory, on models that are made there
