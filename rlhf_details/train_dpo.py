@@ -25,7 +25,6 @@ N processes:   accelerate launch --num_processes N rlhf_details/train_dpo.py
 Your data:     python rlhf_details/train_dpo.py --dataset rows.jsonl --sft_model_path gpt2
 """
 
-import functools
 import math
 from dataclasses import dataclass
 from typing import Literal
@@ -36,7 +35,6 @@ from torch import nn
 from rlhf_details import utils
 from rlhf_details.plumbing import cli, comparisons, data, engines, models
 from rlhf_details.plumbing.run import Run
-from rlhf_details.utils import EVALUATION, REWARD_DATA
 
 
 @dataclass
@@ -131,23 +129,20 @@ presets = {
 
 # ---- model: one module call is one forward, so that every engine sees all parameters through it ----------------------
 class Policy(nn.Module):
-    """Log-probs of given tokens at temperature 1, or for the sampler next-token logits / temperature, in fp32."""
+    """Log-probs of given tokens, always in fp32."""
 
-    logits_at_once = 2**24  # with labels at most so many exist at a time: 64 MiB in fp32
+    logits_at_once = 2**24  # at most so many exist at a time: 64 MiB in fp32
 
-    def __init__(self, model, temperature):
+    def __init__(self, model):
         super().__init__()
-        self.model, self.temperature, self.head = model, temperature, models.lm_head(model)
+        self.model, self.head = model, models.lm_head(model)
 
-    def forward(self, tokens, mask, positions, index, labels=None, cache=None):
+    def forward(self, tokens, mask, positions, index, labels):
         """
-        Args: tokens, positions [N, L]; mask [N, L] bool, None where nothing is padding; index [C], the columns whose
-        logits are read; labels [N, C], the tokens that these predict; cache, a transformers cache, which is extended.
-        Returns: log-probs [N, C] fp32, or without labels the logits / T [N, C, V] fp32.
+        Args: tokens, positions [N, L]; mask [N, L] bool; index [C], the columns whose logits are read; labels [N, C],
+        the tokens that these predict. Returns: log-probs [N, C] fp32.
         """
-        hidden = models.hidden_states(self.model, tokens, mask, positions, cache)[:, index]  # [N, C, H]
-        if labels is None:
-            return self.logits(hidden) / self.temperature
+        hidden = models.hidden_states(self.model, tokens, mask, positions)[:, index]  # [N, C, H]
         logprobs, _ = utils.token_logprobs(self.logits, hidden, labels, self.logits_at_once // self.head.vocab_size)
         return logprobs
 
@@ -161,32 +156,10 @@ def load_model(args, device):
     tokenizer = models.load_tokenizer(args.sft_model_path, "--sft_model_path", args)
     model = utils.disable_dropout(models.load_policy(args.sft_model_path, "--sft_model_path", args))
     model = models.add_adapters(model, args.lora_rank)
-    return tokenizer, Policy(model, args.temperature).to(device)
+    return tokenizer, Policy(model).to(device)
 
 
-# ---- from token ids to responses and log-probs -----------------------------------------------------------------------
-@torch.no_grad()
-def sample_responses(policy, args, accelerator, prompts, n, purpose, stop_ids, drawn_for=REWARD_DATA):
-    """n responses of the policy to each prompt; every process samples all of them.
-
-    Args: prompts, lists of token ids; stop_ids [S]; drawn_for, e.g. EVALUATION, and purpose, e.g. comparisons.TRAIN, so
-    that the noise differs.
-    Returns: a list of token ids for each response, the n of a prompt adjacent.
-    """
-    queries, query_mask = utils.left_pad([ids for ids in prompts for _ in range(n)], accelerator.device)  # [N, Q]
-    rows = torch.arange(len(queries), device=accelerator.device)
-    how = dict(n=1, response_length=args.response_length, stop_ids=stop_ids.to(accelerator.device), size=128 * n)
-    policy.eval()
-    found = []
-    for m in cli.progress("sampling responses, slice by slice", utils.slices(len(rows), 128 * n)):
-        with accelerator.autocast():
-            responses, mask, _ = utils.sample(
-                policy, queries[m], query_mask[m], rows[m], key=(args.seed, drawn_for, purpose), **how
-            )  # [at most 128 * n, R]
-        found += [ids[real].tolist() for ids, real in zip(responses, mask, strict=True)]
-    return found
-
-
+# ---- from token ids to log-probs -------------------------------------------------------------------------------------
 def completion_logprobs(policy, rows, device):
     """Log-probs [N] fp32 of completions, and their lengths [N].
 
@@ -308,9 +281,7 @@ def main(args: Args):
 
     # ---- model, comparisons, optimiser
     tokenizer, policy = load_model(args, device)
-    stop_ids = models.stop_ids(tokenizer, "eos", "--sft_model_path")  # [S]
-    sample = functools.partial(sample_responses, policy, args, accelerator)  # for the embedded task: no candidates yet
-    train, held_out = comparisons.load(args, tokenizer, policy, sample)
+    train, held_out = comparisons.load(args, tokenizer, policy, accelerator)
     if len(train) < B:
         cli.fail(f"--batch_size {B}: more than the {len(train)} rows of --dataset {args.dataset}")
     steps_per_epoch = len(train) // B  # The rest of an epoch's shuffle is left out, other rows in each epoch.
@@ -361,11 +332,7 @@ def main(args: Args):
         metrics |= {"epoch": step / steps_per_epoch, "train/dpo/lr": lr, "policy/grad_norm": norm}
         if run.is_eval_due(step):
             metrics |= evaluate(policy, held_out, held_out_references, size, args, accelerator)
-            shown = held_out[:4] or train[:4]
-            sampling = [row.ids for row in shown], 1, 0, stop_ids, EVALUATION
-            responses = sample_responses(engines.gathered(policy), args, accelerator, *sampling)
-            for row, text in zip(shown, models.decode_all(tokenizer, responses), strict=True):
-                cli.say(f"query: {row.text!r} | response: {text!r}")
+            comparisons.show_responses(args, accelerator, tokenizer, policy, held_out[:4] or train[:4])
         run.log(step, metrics)
         run.checkpoint_if_due(step, policy, optimizer)
     return run.finish(policy)  # the model folder with its card, the held-out metrics, and the upload

@@ -16,7 +16,7 @@ Reward model: one scalar per response, trained on comparisons of K candidates of
 Left out on purpose: other kinds of labels (ratings), ensembles, and a margin.
 
 Shapes    B: comparisons of a minibatch   K: candidates of one   M: comparisons of a micro-batch   H: hidden size
-          L: tokens of a row, left-padded   Q: query tokens   R: response tokens, right-padded   N: rows   V: vocabulary
+          L: tokens of a row, left-padded   N: rows
 Masks     True marks a real token. Masks travel with the tokens, and nothing is ever found by looking for a pad token.
 
 One process:   python rlhf_details/train_reward.py
@@ -24,7 +24,6 @@ N processes:   accelerate launch --num_processes N rlhf_details/train_reward.py
 Your data:     python rlhf_details/train_reward.py --dataset rows.jsonl --sft_model_path gpt2
 """
 
-import functools
 import math
 from dataclasses import dataclass
 from typing import Literal
@@ -35,7 +34,6 @@ from torch import nn
 from rlhf_details import utils
 from rlhf_details.plumbing import cli, comparisons, data, engines, models
 from rlhf_details.plumbing.run import Run
-from rlhf_details.utils import REWARD_DATA
 
 
 @dataclass
@@ -124,7 +122,7 @@ presets = {
 }
 
 
-# ---- models: one module call is one forward, so that every engine sees all parameters through it ---------------------
+# ---- model: one module call is one forward, so that every engine sees all parameters through it ----------------------
 class Reward(nn.Module):
     """Scores: gain * head(the state of a row's last real token). There is no bias, because the loss cannot see one."""
 
@@ -145,19 +143,6 @@ class Reward(nn.Module):
             return self.gain * self.model.score(hidden.float()).squeeze(-1)
 
 
-class Policy(nn.Module):
-    """What the sampler calls: next-token logits of softmax(logits / temperature) in fp32."""
-
-    def __init__(self, model, temperature):
-        super().__init__()
-        self.model, self.temperature, self.head = model, temperature, models.lm_head(model)
-
-    def forward(self, tokens, mask, positions, index, cache):
-        """Args: tokens, mask, positions [N, L]; index [C], columns to read. Returns: logits / temperature [N, C, V]."""
-        hidden = models.hidden_states(self.model, tokens, mask, positions, cache)[:, index]  # [N, C, H]
-        return self.head(hidden).float() / self.temperature
-
-
 def load_model(args, device):
     """Returns (tokenizer, reward model): the trunk of --sft_model_path with a new head, in fp32 and without dropout."""
     tokenizer = models.load_tokenizer(args.sft_model_path, "--sft_model_path", args)
@@ -175,29 +160,7 @@ def load_model(args, device):
     return tokenizer, Reward(model).to(device)
 
 
-# ---- from token ids to responses and scores --------------------------------------------------------------------------
-@torch.no_grad()
-def sample_responses(args, accelerator, prompts, n, purpose, stop_ids):
-    """n responses of the policy at --sft_model_path to each prompt; every process samples all of them.
-
-    Args: prompts, lists of token ids; purpose, e.g. comparisons.TRAIN, so that the noise differs; stop_ids [S].
-    Returns: a list of token ids for each response, the n of a prompt adjacent.
-    """
-    model = utils.disable_dropout(models.load_policy(args.sft_model_path, "--sft_model_path", args))
-    policy = Policy(model, args.temperature).to(accelerator.device).eval()
-    queries, query_mask = utils.left_pad([ids for ids in prompts for _ in range(n)], accelerator.device)  # [N, Q]
-    rows = torch.arange(len(queries), device=accelerator.device)
-    how = dict(n=1, response_length=args.response_length, stop_ids=stop_ids.to(accelerator.device), size=128 * n)
-    found = []
-    for m in cli.progress("sampling responses, slice by slice", utils.slices(len(rows), 128 * n)):
-        with accelerator.autocast():
-            responses, mask, _ = utils.sample(
-                policy, queries[m], query_mask[m], rows[m], key=(args.seed, REWARD_DATA, purpose), **how
-            )  # [at most 128 * n, R]
-        found += [ids[real].tolist() for ids, real in zip(responses, mask, strict=True)]
-    return found
-
-
+# ---- from token ids to scores ----------------------------------------------------------------------------------------
 def samples_to_normalise(args, accelerator, tokenizer, train, purpose):
     """Rows of token ids, each a training prompt and what the policy at --sft_model_path answers."""
     first = args.normalize_samples * (purpose == comparisons.AFTER)  # Prompts and noise are others than BEFORE.
@@ -205,7 +168,7 @@ def samples_to_normalise(args, accelerator, tokenizer, train, purpose):
     # With lm-human-preferences' labels the samples are whole responses, which no EOS ends. [RM-11]
     ends = "none" if comparisons.are_token_ids(train) else "eos"
     stop_ids = models.stop_ids(tokenizer, ends, "--normalization")
-    responses = sample_responses(args, accelerator, prompts, 1, purpose, stop_ids)
+    responses = comparisons.sample_responses(args, accelerator, prompts, 1, purpose, stop_ids)
     return [query + response for query, response in zip(prompts, responses, strict=True)]
 
 
@@ -289,8 +252,7 @@ def main(args: Args):
 
     # ---- model, comparisons, optimiser
     tokenizer, reward = load_model(args, device)
-    sample = functools.partial(sample_responses, args, accelerator)  # for the embedded task, which has no candidates
-    train, held_out = comparisons.load(args, tokenizer, reward, sample)
+    train, held_out = comparisons.load(args, tokenizer, reward, accelerator)
     references = comparisons.load_references(args, tokenizer, reward, train)
     if len(train) < B:
         cli.fail(f"--batch_size {B}: more than the {len(train)} rows of --dataset {args.dataset}")

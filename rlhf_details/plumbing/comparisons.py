@@ -10,8 +10,9 @@ Those of the embedded task are made up: the SFT policy writes the candidates, an
 import re
 
 import torch
+from torch import nn
 
-from rlhf_details import toy
+from rlhf_details import toy, utils
 from rlhf_details.plumbing import cli, data, engines, models, tokenization
 from rlhf_details.plumbing.chat import is_messages
 
@@ -31,11 +32,10 @@ def check(args):
             cli.fail(f"--{flag} {getattr(args, flag)}: {hint}")
 
 
-def load(args, tokenizer, model, sample):
+def load(args, tokenizer, model, accelerator):
     """(Comparisons of --dataset, those of --eval_dataset or none), both as data.Prompts.
 
-    Args: model, the page's module, whose `model` limits tokens and context; sample, the page's function of (P prompts
-    as token ids, n, purpose, stop_ids), which returns P * n responses as token ids, the n of a prompt adjacent.
+    Args: model, the page's module, whose `model` limits tokens and context.
     """
 
     def load_one(flag, num, purpose):
@@ -44,7 +44,14 @@ def load(args, tokenizer, model, sample):
         if name == "toy":
             engines.use_one_thread(model)  # before it samples, which may take longer than training
             cli.say(f"{what}: the SFT policy answers {num:,} prompts four times, and an imaginary human chooses")
-            made = toy.comparisons(split or "train", num, lambda texts: four_texts(texts, tokenizer, sample, purpose))
+
+            def four_texts(texts):
+                prompts, stop_ids = [tokenization.encode(tokenizer, text) for text in texts], [tokenizer.eos_token_id]
+                responses = sample_responses(args, accelerator, prompts, 4, purpose, torch.tensor(stop_ids))
+                written = models.decode_all(tokenizer, responses)
+                return [written[i : i + 4] for i in range(0, len(written), 4)]
+
+            made = toy.comparisons(split or "train", num, four_texts)
             rows = [dict(zip(("prompt", "candidates", "best"), row, strict=True)) for row in made]
         else:
             rows = with_candidates(data.read_rows(args, flag, "")[0], args, what)
@@ -76,14 +83,6 @@ def load_references(args, tokenizer, reward, train):
     return [ids for row in references for ids in row.candidates]
 
 
-def four_texts(prompts, tokenizer, sample, purpose):
-    """Four responses of the SFT policy to each prompt, all as strings."""
-    prompts = [tokenization.encode(tokenizer, prompt) for prompt in prompts]
-    responses = sample(prompts, 4, purpose, torch.tensor([tokenizer.eos_token_id]))
-    texts = models.decode_all(tokenizer, responses)
-    return [texts[i : i + 4] for i in range(0, len(texts), 4)]
-
-
 def are_token_ids(rows):
     """Whether rows hold token ids that are trained on as they are, without EOS: the labels of lm-human-preferences."""
     prompt = rows[0].columns["prompt"]
@@ -94,6 +93,55 @@ def end_with_eos(rows, tokenizer):
     """Whether a text must be given EOS to be read as these rows are. A chat template writes its own end of a turn."""
     first = rows[0]
     return not is_messages(first.columns["prompt"]) and first.answers[0][-1:] == [tokenizer.eos_token_id]
+
+
+# ---- responses: candidates of the embedded task, and those on which a reward model's scores are normalised -----------
+class NextToken(nn.Module):
+    """What `utils.sample` calls: next-token logits of a causal model's softmax(logits / temperature), in fp32."""
+
+    def __init__(self, model, temperature):
+        super().__init__()
+        self.model, self.temperature, self.head = model, temperature, models.lm_head(model)
+
+    def forward(self, tokens, mask, positions, index, cache):
+        """Args: tokens, mask, positions [N, L]; index [C], columns to read. Returns: logits / temperature [N, C, V]."""
+        hidden = models.hidden_states(self.model, tokens, mask, positions, cache)[:, index]  # [N, C, H]
+        return self.head(hidden).float() / self.temperature
+
+
+def sample_responses(args, accelerator, prompts, n, purpose, stop_ids):
+    """n responses of the policy at --sft_model_path to each prompt; every process samples all of them.
+
+    Args: prompts, lists of token ids; purpose, e.g. TRAIN, so that the noise differs; stop_ids [S].
+    Returns: a list of token ids for each response, the n of a prompt adjacent.
+    """
+    model = utils.disable_dropout(models.load_policy(args.sft_model_path, "--sft_model_path", args))
+    prompts, key = [ids for ids in prompts for _ in range(n)], (args.seed, utils.REWARD_DATA, purpose)
+    return sample(model.to(accelerator.device), prompts, key, stop_ids, 128 * n, args, accelerator)
+
+
+def sample(model, prompts, key, stop_ids, size, args, accelerator):
+    """A response to each prompt, all as token ids, `size` at a time."""
+    policy, device = NextToken(model, args.temperature).eval(), accelerator.device
+    queries, query_mask = utils.left_pad(prompts, device)  # [N, Q]
+    rows, stop_ids, found = torch.arange(len(prompts), device=device), stop_ids.to(device), []
+    for m in cli.progress("sampling responses, slice by slice", utils.slices(len(rows), size)):
+        with accelerator.autocast():
+            responses, mask, _ = utils.sample(
+                policy, queries[m], query_mask[m], rows[m], 1, args.response_length, stop_ids, key, size
+            )  # [at most size, R]
+        found += [ids[real].tolist() for ids, real in zip(responses, mask, strict=True)]
+    return found
+
+
+def show_responses(args, accelerator, tokenizer, policy, rows):
+    """Prints the prompts of a few rows, and what a page's policy answers to them. Call it on every process."""
+    policy = engines.gathered(policy)
+    stop_ids, key = models.stop_ids(tokenizer, "eos", "--sft_model_path"), (args.seed, utils.EVALUATION, 0)
+    model, prompts = getattr(policy, "module", policy).model, [row.ids for row in rows]
+    responses = sample(model, prompts, key, stop_ids, len(rows), args, accelerator)
+    for row, text in zip(rows, models.decode_all(tokenizer, responses), strict=True):
+        cli.say(f"query: {row.text!r} | response: {text!r}")
 
 
 # ---- rows -> prompt, candidates, best --------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ def policy():
     torch.manual_seed(0)
     sizes = dict(vocab_size=30, n_positions=32, n_embd=32, n_layer=2, n_head=4, initializer_range=0.2)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **sizes)).eval()
-    return train_dpo.Policy(model, 1.0)
+    return train_dpo.Policy(model)
 
 
 @torch.no_grad()

@@ -8,19 +8,18 @@ import transformers
 from rlhf_details import (
     evaluate,
     train_distill,
-    train_dpo,
     train_grpo,
     train_ppo,
-    train_reward,
     train_rloo,
     train_sft,
     utils,
 )
+from rlhf_details.plumbing import comparisons
 
 PAGES = {"rloo": train_rloo, "grpo": train_grpo, "ppo": train_ppo, "distill": train_distill, "evaluate": evaluate}
 REWARDED = {name: page for name, page in PAGES.items() if hasattr(page, "Reward")}
 SAMPLED = {name: page.Policy for name, page in PAGES.items()}  # what the sampler calls
-SAMPLED |= {"reward": train_reward.Policy, "dpo": train_dpo.Policy, "sft": train_sft.LanguageModel}
+SAMPLED |= {"comparisons": comparisons.NextToken, "sft": train_sft.LanguageModel}
 
 SIZES = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
 SIZES |= dict(max_position_embeddings=64, vocab_size=97, initializer_range=0.2)
