@@ -26,6 +26,7 @@ N processes:   accelerate launch --num_processes N rlhf_details/evaluate.py
 Your data:     python rlhf_details/evaluate.py --dataset rows.jsonl --policy_path models/rloo --reward_fn mine.py:f
 """
 
+import functools
 import math
 import time
 from dataclasses import dataclass
@@ -219,23 +220,6 @@ def truncate_response(responses, mask, end_ids, after):
     return mask & (ends.cumsum(1) - ends.long() == 0), ends.any(1)  # True where no end stands strictly before
 
 
-def sample_responses(policy, queries, query_mask, numbers, stop_ids, purpose, args, sample):
-    """A response to each prompt. Args: queries, query_mask [M, Q]; numbers [M], the prompts'; stop_ids [S]; sample,
-    utils.sample or what samples in its place. Returns: responses, mask and log-probs, all [M, R].
-    """
-    return sample(
-        policy,
-        queries,
-        query_mask,
-        numbers,
-        n=1,
-        response_length=args.response_length,
-        stop_ids=stop_ids,
-        key=(args.seed, purpose, 0),
-        size=args.rollout_micro_batch_size,
-    )
-
-
 # ---- equations -------------------------------------------------------------------------------------------------------
 def distinct_n(responses, n):
     """Different n-grams over all n-grams of all responses (lists of token ids), and 0 where there is none.
@@ -328,7 +312,14 @@ def main(args: Args):
     references = evaluation.encode_references(args, tokenizer, prompts, context, device) if use_references else None
     score = rewards.Scorer(args, accelerator, tokenizer, reward_model, response_scores, size, ())
     score.check_columns(prompts)
-    sample = vllm.sampler(args, accelerator, prompts, cli.fail)  # utils.sample, unless --sampler vllm is given
+    # One response to each prompt, by utils.sample, unless --sampler vllm is given.
+    sample = functools.partial(
+        vllm.sampler(args, accelerator, prompts, cli.fail),
+        n=1,
+        response_length=args.response_length,
+        stop_ids=stop_ids,
+        size=size,
+    )
     N = len(prompts)
     numbers = data.my_share(N, accelerator)  # [N / world], filled up, so that all processes have as many
     mine = (numbers % N).tolist()
@@ -339,17 +330,14 @@ def main(args: Args):
     sides = [("policy", args.policy_path, number) for number in range(args.samples_per_prompt)]
     sides += [("opponent", args.opponent_path, 0)] if args.opponent_path or use_references else []
     columns, metrics = {}, {}  # {side: {column: list of N}}, {side: {name: figure}}
-    points, verdicts = (
-        [],
-        [],
-    )  # of each side: what the judge compares [N]; of each sample: rewards that are 0 or 1 [N, .]
+    points, verdicts = [], []  # of each side what the judge compares [N], of each sample its rewards that are 0 or 1
     for side, path, number in sides:
         with accelerator.autocast():
             if path:
                 policy = Policy(loaded[path], args.temperature)
-                responses, mask, _ = sample_responses(
-                    policy, queries, query_mask, numbers + number * N, stop_ids, COMPARED, args, sample
-                )
+                responses, mask, _ = sample(
+                    policy, queries, query_mask, numbers + number * N, key=(args.seed, COMPARED, 0)
+                )  # [N / world, R]
                 mask, ended = truncate_response(responses, mask, end_ids, args.truncate_after)
                 # Where no token ends a response, a reward model that is given text reads no EOS, as in training.
                 ended, texts = ended & (len(end_ids) > 0), models.decode(tokenizer, responses, mask)
@@ -381,9 +369,9 @@ def main(args: Args):
         policy, reference = (Policy(loaded[path], kl_temperature) for path in (args.policy_path, args.ref_model_path))
         with accelerator.autocast():
             # The estimate is unbiased only for draws from the policy that it is about. [EVAL-3]
-            responses, mask, logprobs = sample_responses(
-                policy, queries, query_mask, numbers, stop_ids, EVALUATION, args, sample
-            )
+            responses, mask, logprobs = sample(
+                policy, queries, query_mask, numbers, key=(args.seed, EVALUATION, 0)
+            )  # [N / world, R]
             batch = Batch(queries, query_mask, responses, mask)
             (ref_logprobs,) = in_slices(response_logprobs, reference, batch, size)
         kl = accelerator.gather((logprobs - ref_logprobs).sum(1))[:N].tolist()  # of each response
@@ -405,8 +393,7 @@ def main(args: Args):
         metrics["win_rate"] = win_rate(table["verdict"])
 
     # ---- 4. Report: samples.csv, summary.json, a table of the figures ------------------------------------------------
-    machine = {"device": str(device), "num_processes": accelerator.num_processes}
-    summary = evaluation.report(args, given, metrics, table, **machine)
+    summary = evaluation.report(args, given, metrics, table, accelerator)
     cli.say(f"results: {evaluation.folder_of(args)}   {time.time() - start:.0f} s")
     return summary
 

@@ -138,18 +138,18 @@ def check_folder(args, now):
         cli.fail(f"--output_dir {folder} holds another evaluation ({changed[0]}); give another folder or --overwrite")
 
 
-def report(args, given, metrics, table, **more):
+def report(args, given, metrics, table, accelerator):
     """Writes samples.csv and then summary.json, each whole or not at all, and prints them. Returns the summary.
 
-    Args: metrics, {"policy": {name: figure}, "opponent": .., "win_rate": ..}; table, {column: list of N}; more, for the
-    summary.
+    Args: metrics, {"policy": {name: figure}, "opponent": .., "win_rate": ..}; table, {column: list of N}.
     """
     import pandas
 
     folder, samples = folder_of(args), pandas.DataFrame(table)
     versions = {"python": platform.python_version()}
     versions |= {module.__name__: module.__version__ for module in (torch, transformers)}
-    summary = settings(given, args) | {"versions": versions, "num_examples": len(samples)} | more
+    machine = {"device": str(accelerator.device), "num_processes": accelerator.num_processes}
+    summary = settings(given, args) | {"versions": versions, "num_examples": len(samples)} | machine
     summary |= {"metrics": metrics, "warnings": doubts(args, metrics)}
     folder.mkdir(parents=True, exist_ok=True)
     checkpoint.write_text(folder / "samples.csv", samples.to_csv(index=False))
