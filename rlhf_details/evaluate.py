@@ -299,8 +299,7 @@ def main(args: Args):
     use_references = args.judge != "none" and not args.opponent_path
 
     # ---- prompts, models, rewards
-    rows = data.read_prompts(args, "dataset", "test")[: args.num_examples]
-    rows = data.with_completions(rows, args, f"--dataset {args.dataset}") if use_references else rows
+    rows = data.read(args, "dataset", "prompts", "test", with_answers=use_references)[: args.num_examples]
     tokenizer, loaded, reward_model = evaluation.load_models(args, device)
     reward_model = Reward(reward_model) if reward_model else None
     stop_ids = models.stop_ids(tokenizer, args.stop_token, "--stop_token", device)
@@ -308,8 +307,7 @@ def main(args: Args):
     end_ids = end_ids if len(end_ids) else stop_ids  # A response is read up to one of these.
     context = models.context(reward_model)  # no limit where it is given text, which it may read from the end
     room = min(context, *map(models.context_of, loaded.values())) - args.response_length
-    prompts = data.to_prompts(args, tokenizer, rows, "dataset", room)
-    references = evaluation.encode_references(args, tokenizer, prompts, context, device) if use_references else None
+    prompts = data.to_prompts(args, "dataset", rows, tokenizer, room, "completion" if use_references else None)
     score = rewards.Scorer(args, accelerator, tokenizer, reward_model, response_scores, size, ())
     score.check_columns(prompts)
     # One response to each prompt, by utils.sample, unless --sampler vllm is given.
@@ -342,7 +340,9 @@ def main(args: Args):
                 # Where no token ends a response, a reward model that is given text reads no EOS, as in training.
                 ended, texts = ended & (len(end_ids) > 0), models.decode(tokenizer, responses, mask)
             else:
-                texts, responses, mask = [references[0][i] for i in mine], references[1][mine], references[2][mine]
+                rows = [prompts[i] for i in mine]
+                texts = [data.as_text(tokenizer, row.columns["completion"]) for row in rows]
+                responses, mask = data.completions(rows, max(len(row.completion) for row in prompts), device)
                 ended = mask.any(1)
             batch = Batch(queries, query_mask, responses, mask)
             values = score([prompts[i] for i in mine], batch, texts=texts, ended=ended)  # [N / world, F]

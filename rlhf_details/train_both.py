@@ -76,7 +76,7 @@ def check(reward, module, policy):
         cli.fail(f"--policy.run_name {policy.run_name}: is the reward model's as well")
     for name in ("dataset", "eval_dataset"):
         if getattr(policy, name):
-            data.read_prompts(policy, name, prefix="policy.")
+            data.read(policy, name, "prompts")
 
 
 def main(argv):

@@ -266,12 +266,11 @@ def main(args: Args):
     B, size = args.batch_size, args.micro_batch_size
 
     # ---- rows, model, optimiser
-    rows, held_out_rows = (data.read_demonstrations(args, flag) for flag in ("dataset", "eval_dataset"))
+    rows, held_out_rows = (data.read(args, flag, "sft", with_answers=True) for flag in ("dataset", "eval_dataset"))
     tokenizer, language_model = load_model(args, rows, engines.loading_device(accelerator))
-    encode_args = tokenizer, models.context(language_model), args
-    train = data.encode_demonstrations(rows, f"--dataset {args.dataset}", *encode_args)
-    eval_name = f"--eval_dataset {args.eval_dataset}"
-    held_out = data.encode_demonstrations(held_out_rows, eval_name, *encode_args, num_sampled=args.response_length)
+    R, context = args.response_length, models.context(language_model)
+    train = data.encode(args, "dataset", rows, tokenizer, context, "completion")
+    held_out = data.encode(args, "eval_dataset", held_out_rows, tokenizer, context, "completion", num_sampled=R)
     if len(train) < B:
         cli.fail(f"--batch_size {B}: more than the {len(train)} rows of --dataset {args.dataset}")
     steps_per_epoch = len(train) // B  # The rest of an epoch's shuffle is left out, other rows in each epoch.

@@ -1,7 +1,17 @@
-"""What a chat template writes, as strings that `utils.encode` tokenises, and which tokens end a turn."""
+"""
+How text and messages become token ids: what a chat template writes, which tokens end a turn, and `utils.encode`.
+"""
 
+import functools
 import re
+import reprlib
 from datetime import datetime
+
+from rlhf_details import utils
+
+
+class RowError(Exception):
+    """What is wrong with a row, in words for the user."""
 
 
 def is_messages(x):
@@ -9,6 +19,40 @@ def is_messages(x):
     return isinstance(x, list) and bool(x) and all(isinstance(m, dict) for m in x)
 
 
+def encode(tokenizer, prompt, completion=None, options=None):
+    """`utils.encode` of strings, messages or token ids, which lose their padding. Raises RowError where it cannot be.
+
+    Args: options, of `render`.
+    """
+    is_chat = is_messages(prompt)
+    pair = [without_padding(tokenizer, x) if isinstance(x, list) and not is_chat else x for x in (prompt, completion)]
+    try:
+        return utils.encode(tokenizer, *(render_pair(tokenizer, *pair, options) if is_chat else pair))
+    except Exception as e:  # A template may raise whatever it likes.
+        problem = "the chat template refuses the messages" if is_chat else "cannot be tokenised:"
+        raise RowError(f"{problem} {reprlib.repr(prompt)}: {e}") from e
+
+
+def without_padding(tokenizer, ids):
+    """Token ids without what fills them up on either side: the tokenizer's padding, or ids that it does not have.
+
+    N+'s columns are padded with 50277, the first id that Pythia's tokenizer does not have.
+    """
+    padding = tokenizer.pad_token_id if tokenizer.pad_token_id != tokenizer.eos_token_id else None
+    real = [i for i, token in enumerate(ids) if token != padding and token < vocabulary(tokenizer)]
+    ids = ids[real[0] : real[-1] + 1] if real else []
+    if max(ids, default=0) >= vocabulary(tokenizer):
+        raise RowError(f"{max(ids)} is no token (the vocabulary has {vocabulary(tokenizer)})")
+    return ids
+
+
+@functools.cache
+def vocabulary(tokenizer):
+    """The largest id of a token, plus 1. len(tokenizer) is less where ids are left out."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+# ---- the chat template -----------------------------------------------------------------------------------------------
 def render(tokenizer, messages, options=None, **more):
     """The text that the chat template makes of messages.
 
@@ -39,14 +83,12 @@ def render_pair(tokenizer, prompt, completion, options):
     whole = render(tokenizer, turns, options)
     begin = len(text)
     if not whole.startswith(text):
-        shared = text[: next((i for i, (a, b) in enumerate(zip(text, whole, strict=False)) if a != b), len(whole))]
-        question = prompt[-1]["content"].strip()
+        shared, question = text[: shared_length(text, whole)], prompt[-1]["content"].strip()
         asked = "" if goes_on or not question else "".join(text.rpartition(question)[1:])
         if asked and asked in whole[len(shared) :]:  # Mistral's writes the system's message where a question is last.
             begin = whole.rindex(asked) + len(asked)
         else:  # DeepSeek-R1's prompt goes on with <think>, and its answers begin without it.
-            ends = [shared.rfind(token) + len(token) for token in special_tokens(tokenizer) if token in shared]
-            begin = max(ends, default=0)
+            begin = max((shared.rfind(x) + len(x) for x in special_tokens(tokenizer) if x in shared), default=0)
             text = shared[:begin]
     closing, end = end_of_turn(tokenizer, options)
     if end and not whole.endswith(closing):  # A turn that calls a tool may end with a token of its own.
@@ -55,6 +97,12 @@ def render_pair(tokenizer, prompt, completion, options):
     return text, whole[begin:], end
 
 
+def shared_length(a, b):
+    """With how many equal entries two sequences begin."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+# ---- which tokens end a turn -----------------------------------------------------------------------------------------
 def end_of_turn(tokenizer, options=None):
     """(the text that the chat template writes after an answer, its ids from the token on that ends the turn).
 

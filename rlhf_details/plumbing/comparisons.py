@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from rlhf_details import toy, utils
-from rlhf_details.plumbing import cli, data, engines, models, tokenization
-from rlhf_details.plumbing.chat import is_messages
+from rlhf_details.plumbing import chat, cli, data, engines, models
+from rlhf_details.plumbing.chat import RowError, is_messages
 
 TRAIN, EVAL, BEFORE, AFTER = range(4)  # what responses are sampled for, a coordinate of their noise
 LABEL_PAD = 50259  # fills up the rows of lm-human-preferences; it is no id of GPT-2, whose vocabulary has 50257 tokens
@@ -39,14 +39,14 @@ def load(args, tokenizer, model, accelerator):
     """
 
     def load_one(flag, num, purpose):
-        what = f"--{flag} {getattr(args, flag)}"
         name, _, split = getattr(args, flag).partition(":")
         if name == "toy":
             engines.use_one_thread(model)  # before it samples, which may take longer than training
-            cli.say(f"{what}: the SFT policy answers {num:,} prompts four times, and an imaginary human chooses")
+            asked = f"the SFT policy answers {num:,} prompts four times, and an imaginary human chooses"
+            cli.say(f"--{flag} {getattr(args, flag)}: {asked}")
 
             def four_texts(texts):
-                prompts, stop_ids = [tokenization.encode(tokenizer, text) for text in texts], [tokenizer.eos_token_id]
+                prompts, stop_ids = [chat.encode(tokenizer, text) for text in texts], [tokenizer.eos_token_id]
                 responses = sample_responses(args, accelerator, prompts, 4, purpose, torch.tensor(stop_ids))
                 written = models.decode_all(tokenizer, responses)
                 return [written[i : i + 4] for i in range(0, len(written), 4)]
@@ -54,8 +54,8 @@ def load(args, tokenizer, model, accelerator):
             made = toy.comparisons(split or "train", num, four_texts)
             rows = [dict(zip(("prompt", "candidates", "best"), row, strict=True)) for row in made]
         else:
-            rows = with_candidates(data.read_rows(args, flag, "")[0], args, what)
-        return data.encode(rows, [row["candidates"] for row in rows], what, tokenizer, models.context(model), args)
+            rows = with_candidates(data.read_rows(args, flag, ""), args, flag)
+        return data.encode(args, flag, rows, tokenizer, models.context(model), "candidates")
 
     train = load_one("dataset", args.num_comparisons, TRAIN)
     held_out = load_one("eval_dataset", 512, EVAL) if args.eval_dataset else data.Prompts()
@@ -76,10 +76,10 @@ def load_references(args, tokenizer, reward, train):
         if empty := [row.number for row in first if not row.ids]:
             cli.fail(f"--dataset {args.dataset}: the prompt of row {empty[0]} is empty, and gain_bias samples from it")
         limit = f"which --response_length {args.response_length} leaves for a prompt (--normalization gain_bias)"
-        room = context - args.response_length
-        tokenization.check_room(first, data.prompt_length, room, limit, "--max_prompt_length")
-    rows, what = data.read_demonstrations(args, "reference_dataset"), f"--reference_dataset {args.reference_dataset}"
-    references = data.encode_demonstrations(rows, what, tokenizer, context, args) if rows else train
+        data.check_room(args, first, "prompt", context - args.response_length, limit)
+    flag = "reference_dataset"
+    rows = data.read(args, flag, "sft", with_answers=True)
+    references = data.encode(args, flag, rows, tokenizer, context, "completion") if rows else train
     return [ids for row in references for ids in row.candidates]
 
 
@@ -145,32 +145,34 @@ def show_responses(args, accelerator, tokenizer, policy, rows):
 
 
 # ---- rows -> prompt, candidates, best --------------------------------------------------------------------------------
-def with_candidates(rows, args, what):
+def with_candidates(rows, args, flag):
     """The rows of any form, each with its `prompt`, its `candidates` and the number from 0 of the `best` of them.
 
     Source of the labels' form: lm-human-preferences, label_types.py (PickBest) and language/encodings.py (padding).
     """
-    labels, K, result = sorted(name for name in rows[0] if re.fullmatch(r"sample\d", name)), 0, []
-    if labels and args.prompt_template is not None:
-        cli.fail(f"--prompt_template {args.prompt_template!r}: {what} holds token ids")
-    if labels:
-        made = ({"prompt": row.get("query"), "candidates": [row.get(name) for name in labels]} for row in rows)
-        rows = [row | more for row, more in zip(rows, made, strict=True)]
-    pair = [f"{name}{'_token' * ('chosen_token' in rows[0])}" for name in ("chosen", "rejected")]
-    for number, row in enumerate(data.with_prompts(rows, args, what), 1):
-        where, listed = f"{what}: row {number}", row.get("candidates")
-        cells = {name: row.get(name) for name in pair}
-        if "candidates" in rows[0]:
-            cells = {f"candidates[{k}]": x for k, x in enumerate(listed if isinstance(listed, list) else ())}
-        K, best = K or len(cells), row.get("best") if "candidates" in rows[0] else 0
+    first, columns = rows[0], set().union(*rows)
+    labels = sorted(name for name in first if re.fullmatch(r"sample\d", name))
+    names = labels or [name for name in ("chosen_token", "rejected_token") if name in first] or ["chosen", "rejected"]
+    is_listed = "candidates" in first
+
+    def cells_of(row):
+        if not is_listed:
+            return {name: row.get(name) for name in names}
+        found = row.get("candidates")
+        return {f"candidates[{k}]": x for k, x in enumerate(found if isinstance(found, list) else ())}
+
+    K = len(cells_of(first))
+
+    def complete(row):
+        row = data.with_prompt(row | ({"prompt": row.get("query")} if labels else {}), args, columns)
+        cells, best = cells_of(row), row.get("best") if labels or is_listed else 0
         if len(cells) != K or K < 2:
-            cli.fail(f"{where}, column 'candidates': must hold {max(2, K)} strings, in every row alike")
+            raise RowError(f"column 'candidates': must hold {max(2, K)} strings, in every row alike")
         if best not in range(K):
-            cli.fail(f"{where}, column 'best': {best!r} is no index of its candidates")
-        values = [(data.value_of(cells, name, where), f"{where}, column {name!r}") for name in cells]
-        prompt, candidates = row["prompt"], [data.after(row["prompt"], *value) for value in values]
+            raise RowError(f"column 'best': {best!r} is no index of its candidates")
+        prompt, candidates = row["prompt"], [data.after(row["prompt"], data.value_of(cells, name)) for name in cells]
         if labels:  # Padding is dropped wherever it stands, because it is no token of the model. [DATA-4]
             prompt, *candidates = ([i for i in ids if i != LABEL_PAD] for ids in (prompt, *candidates))
-            candidates = list(map(tokenization.Padded, candidates))  # Somebody may have put his tokenizer's padding.
-        result.append(row | {"prompt": prompt, "candidates": candidates, "best": best})
-    return result
+        return row | {"prompt": prompt, "candidates": candidates, "best": best}
+
+    return data.of_each(complete, rows, args, flag)

@@ -5,7 +5,6 @@ A prompt is a string, a list of messages or a list of token ids. A completion is
 """
 
 import contextlib
-import itertools
 import json
 import math
 import re
@@ -15,87 +14,124 @@ from dataclasses import dataclass
 import torch
 
 from rlhf_details import toy, utils
-from rlhf_details.plumbing import cli, files, models, tokenization
-from rlhf_details.plumbing.chat import is_messages
-from rlhf_details.plumbing.tokenization import Padded
+from rlhf_details.plumbing import chat, cli, files, models
+from rlhf_details.plumbing.chat import RowError, is_messages
 
 
-# ---- the forms of rows: what their columns hold -> prompts -----------------------------------------------------------
-def with_prompts(rows, args, what):
-    """The rows, each with its `prompt`: the filled --prompt_template, or what the first column of FORMS says."""
-    columns, result = set().union(*rows), []
-    for number, row in enumerate(rows, 1):
-        where = f"{what}: row {number}"
-        name = column_of(row, *FORMS)
-        if args.prompt_template is not None:
-            prompt = fill(args.prompt_template, row, columns, where, "--prompt_template")
-            row = row | {"prompt": before_answer(prompt, where) if is_messages(prompt) else prompt}
-        elif name is None:
-            hint = "--prompt_template names others"
-            cli.fail(f"{where} has no column 'prompt' or 'messages' (it has {sorted(row)}); {hint}")
-        else:
-            row = FORMS[name](row, name, where)
-        result.append(row)
-    return result
+# ---- data sets -> rows with `prompt`, and for training with `completion` ---------------------------------------------
+def read(args, flag, stage, split="train", with_answers=False):
+    """The rows of the data set that args.<flag> names, each with its `prompt`, and with_answers also its `completion`;
+    [] where it names none. Where rows have only a `text`, this is the completion of an empty prompt.
+    """
+    if getattr(args, flag) is None:
+        return []
+    rows = read_rows(args, flag, stage, split)
+    if with_answers and args.prompt_template is None and column_of(rows[0], *FORMS, "text") == "text":
+        rows = [row | {"prompt": "", "completion": row.get("text")} for row in rows]
+    columns = set().union(*rows)
+
+    def complete(row):
+        row = with_prompt(row, args, columns)
+        return row | {"completion": completion_of(row, args, columns)} if with_answers else row
+
+    return of_each(complete, rows, args, flag)
 
 
-def of_column(row, name, where):
+def read_rows(args, flag, stage, split="train"):
+    """The rows of a data set as they are. --take is of --dataset alone. stage, split: of toy.rows."""
+    spec = getattr(args, flag)
+    cli.check_dataset(f"--{flag}", spec)
+    name, _, part = spec.partition(":")
+    rows = toy.rows(stage, part or split, name) if name in toy.TASKS else files.read_rows(spec, f"--{flag}")
+    return rows[: getattr(args, "take", None) if flag == "dataset" else None]
+
+
+def of_each(function, rows, args, flag, progress=""):
+    """[function(row), ..]. A row that is wrong ends the program with its number. progress: what takes so long."""
+    found, what = [], f"--{flag} {getattr(args, flag)}"
+    for number, row in enumerate(cli.progress(f"{progress} {what}", rows) if progress else rows, 1):
+        try:
+            found.append(function(row))
+        except RowError as e:
+            cli.fail(f"{what}: row {number}: {e}")
+    return found
+
+
+def with_prompt(row, args, columns):
+    """A row with its `prompt`: the filled --prompt_template, or what the first column of FORMS says.
+
+    Args: columns, the names of all rows' columns.
+    """
+    name = column_of(row, *FORMS)
+    if args.prompt_template is not None:
+        prompt = fill("--prompt_template", args.prompt_template, row, columns)
+        return row | {"prompt": before_answer(prompt) if is_messages(prompt) else prompt}
+    if name is None:
+        raise RowError(f"has no column 'prompt' or 'messages' (it has {sorted(row)}); --prompt_template names others")
+    return row | FORMS[name](row, name)
+
+
+def completion_of(row, args, columns):
+    """The completion of a row with its `prompt`: the filled --completion_template, or what the first column of
+    COMPLETIONS says after the prompt.
+    """
+    name, template = column_of(row, *COMPLETIONS), getattr(args, "completion_template", None)
+    if template is not None:
+        answer = fill("--completion_template", template, row, columns)
+    elif name is None:
+        hint = "; --completion_template names another" * hasattr(args, "completion_template")
+        raise RowError(f"has no column 'completion' (it has {sorted(row)}){hint}")
+    else:
+        answer = value_of(row, name)
+    return after(row["prompt"], answer)
+
+
+# ---- the forms of rows: functions of (row, name of a column), which return the columns that the row says -------------
+def of_column(row, name):
     """A column that is the prompt: text, messages, or token ids, which N+ fills up."""
-    return row | {"prompt": value_of(row, name, where)}
+    return {"prompt": value_of(row, name)}
 
 
-def of_conversation(row, name, where):
+def of_conversation(row, name):
     """Messages, of which the prompt is all up to the last answer."""
-    return row | {"prompt": before_answer(value_of(row, name, where), f"{where}, column {name!r}")}
+    return {"prompt": before_answer(value_of(row, name))}
 
 
-def of_instruction(row, name, where):
+def of_instruction(row, name):
     """Alpaca's columns `instruction` and `input`, one question of a chat; a base model needs --prompt_template."""
     question = "\n\n".join(str(row[x]) for x in (name, "input") if row.get(x))
-    return row | {"prompt": [{"role": "user", "content": question}]}
+    return {"prompt": [{"role": "user", "content": question}]}
 
 
-def of_pair(row, name, where):
+def of_pair(row, name):
     """`chosen` and `rejected`, whose prompt is what both begin with: the same messages, or the same words of a text."""
-    chosen, rejected = (value_of(row, x, where) for x in (name, "rejected"))
-    n = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False)))
+    chosen, rejected = (value_of(row, x) for x in (name, "rejected"))
+    n = chat.shared_length(chosen, rejected)
     if isinstance(chosen, str):
         n = max((m.start() for m in re.finditer(r"\s", chosen[:n])), default=0)  # The space belongs to the answer.
     if is_messages(chosen):
         n = max((i + 1 for i in range(n) if chosen[i]["role"] != "assistant"), default=0)
     if not n or n in (len(chosen), len(rejected)):
         words = "has no column 'prompt', and `chosen` and `rejected` are not one prompt with two answers"
-        cli.fail(f"{where} {words}; --prompt_template names others")
-    return row | {"prompt": chosen[:n], "chosen": chosen[n:], "rejected": rejected[n:]}
+        raise RowError(f"{words}; --prompt_template names others")
+    return {"prompt": chosen[:n], "chosen": chosen[n:], "rejected": rejected[n:]}
 
 
 CONVERSATIONS = "messages", "conversations"
-# {column: the function of (row, column, where it stands) that gives a row its prompt}. The first column counts.
-FORMS = {"prompt": of_column} | dict.fromkeys(CONVERSATIONS, of_conversation)
+FORMS = {"prompt": of_column} | dict.fromkeys(CONVERSATIONS, of_conversation)  # The first of the columns counts.
 FORMS |= {"query_token": of_column, "instruction": of_instruction, "chosen": of_pair}
 COMPLETIONS = "completion", *CONVERSATIONS, "output", "reference_response_token"
 
 
-# ---- completions -----------------------------------------------------------------------------------------------------
-def with_completions(rows, args, what):
-    """The rows of `with_prompts`, each with its `completion`: the filled --completion_template, or what the first
-    column of COMPLETIONS says after the prompt.
-    """
-    template, columns, result = getattr(args, "completion_template", None), set().union(*rows), []
-    for number, row in enumerate(rows, 1):
-        where, name = f"{what}: row {number}", column_of(row, *COMPLETIONS)
-        if template is not None:
-            answer = fill(template, row, columns, where, "--completion_template")
-        elif name is None:
-            hint = "; --completion_template names another" * hasattr(args, "completion_template")
-            cli.fail(f"{where} has no column 'completion' (it has {sorted(row)}){hint}")
-        else:
-            answer, where = value_of(row, name, where), f"{where}, column {name!r}"
-        result.append(row | {"completion": after(row["prompt"], answer, where)})
-    return result
+def before_answer(messages):
+    """Messages up to the last answer, all of them where they end with a question."""
+    prompt = messages[:-1] if messages[-1]["role"] == "assistant" else messages
+    if not prompt:
+        raise RowError("holds an answer and nothing before it")
+    return prompt
 
 
-def after(prompt, answer, where):
+def after(prompt, answer):
     """What an answer says after its prompt, of the prompt's kind. Messages may say the prompt before the answer."""
     is_text = isinstance(prompt, str)
     if is_messages(prompt) and isinstance(answer, str):
@@ -108,7 +144,7 @@ def after(prompt, answer, where):
     elif is_text == isinstance(answer, str) and is_messages(answer) == is_messages(prompt):
         return answer
     words = f"{reprlib.repr(answer)} does not go on from the prompt, {reprlib.repr(prompt)}, with an answer of its kind"
-    cli.fail(f'{where}: {words}; --prompt_template "{{messages}}" takes both from the messages')
+    raise RowError(f'{words}; --prompt_template "{{messages}}" takes both from the messages')
 
 
 # ---- what a column holds ---------------------------------------------------------------------------------------------
@@ -124,39 +160,38 @@ def column_of(row, *names):
     return min((name for name in names if name in row), key=lambda name: row[name] is None, default=None)
 
 
-def value_of(row, name, where):
+def value_of(row, name):
     """What a column holds: text, token ids or messages. A text in the column `system` begins a conversation."""
     value, system = row.get(name), row.get("system")
-    if name not in CONVERSATIONS and isinstance(value, str):
+    is_ids = isinstance(value, list) and all(type(i) is int and i >= 0 for i in value)
+    if name not in CONVERSATIONS and (isinstance(value, str) or is_ids):
         return value
-    if name not in CONVERSATIONS and isinstance(value, list) and all(type(i) is int and i >= 0 for i in value):
-        return Padded(value) if name.endswith("_token") else value
-    messages = as_messages(value, f"{where}, column {name!r}")
+    messages = as_messages(value, name)
     if isinstance(system, str) and system and messages[0]["role"] == "user":
         return [{"role": "system", "content": system}, *messages]
     return messages
 
 
-def as_messages(value, where):
+def as_messages(value, name):
     """Messages [{"role", "content", ..}] of a list in this form, or in ShareGPT's: {"from": "human", "value": ..}.
 
-    Content in parts is joined, the null beside a call of a tool becomes "", and keys that are null disappear. Exits
-    with an error if it is no conversation.
+    Content in parts is joined, the null beside a call of a tool becomes "", and keys that are null disappear.
+    Args: name, of the column.
     """
     value = [value] if isinstance(value, dict) and value else value
     if not is_messages(value):
         state = f"{reprlib.repr(value)} is no list of messages" if value else "is empty"
-        cli.fail(f"{where}: {state}; a message is an object with a `role` and a `content`")
+        raise RowError(f"column {name!r}: {state}; a message is an object with a `role` and a `content`")
     found = []
     for message in plain(value):
-        role, calls = message.get("role", message.get("from")), message.get("tool_calls")
-        content = message.get("content", message.get("value", "" if calls else None))
+        role = message.get("role", message.get("from"))
+        content = message.get("content", message.get("value", "" if message.get("tool_calls") else None))
         if is_messages(content) and all(isinstance(part.get("text"), str) for part in content):
             content = "".join(part["text"] for part in content)
-        if not isinstance(role, str) or not isinstance(content, str) or (calls and not is_messages(calls)):
+        if not isinstance(role, str) or not isinstance(content, str):
             rule = "each message must have a string `role` and a `content`, a string or a list of texts"
-            cli.fail(f"{where}: {rule}; `tool_calls` are a list of objects: {reprlib.repr(message)}")
-        rest = {name: x for name, x in message.items() if name not in ("from", "value") and x != []}
+            raise RowError(f"column {name!r}: {rule}: {reprlib.repr(message)}")
+        rest = {key: x for key, x in message.items() if key not in ("from", "value") and x != []}
         found.append(rest | {"role": ROLES.get(role.lower(), role.lower()), "content": content})
     return found
 
@@ -171,27 +206,17 @@ def plain(value, name=""):
     return [plain(x) for x in value] if isinstance(value, list) else value
 
 
-def before_answer(messages, where):
-    """Messages up to the last answer, all of them where they end with a question."""
-    if messages[-1]["role"] != "assistant":
-        return messages
-    return messages[:-1] or cli.fail(f"{where}: holds an answer and nothing before it")
-
-
-def fill(template, row, columns, where, flag):
+def fill(flag, template, row, columns):
     """A template with the row's columns in its {places}. All other braces mean themselves. None becomes "".
 
-    A template that is one place returns messages as they are.
-    Args: columns, the names of all rows' columns; flag, that of the template.
+    A template that is one place returns messages as they are. Args: columns, the names of all rows' columns.
     """
     places = [name for name in re.findall(r"\{([^{}]*)\}", template) if name in columns]
     if not places:
-        cli.fail(f"{flag} {template!r}: names no column in braces ({where} has {sorted(row)})")
-    if missing := [name for name in places if name not in row]:
-        cli.fail(f"{flag} {template!r}: {where} has no column {missing[0]!r} (it has {sorted(row)})")
-    if template == f"{{{places[0]}}}" and is_messages(row[places[0]]):
-        return value_of(row, places[0], where)
-    texts = {name: "" if row[name] is None else str(row[name]) for name in places}
+        raise RowError(f"{flag} {template!r}: names no column in braces (the row has {sorted(row)})")
+    if template == f"{{{places[0]}}}" and is_messages(row.get(places[0])):
+        return value_of(row, places[0])
+    texts = {name: "" if row.get(name) is None else str(row[name]) for name in places}
     return re.sub(r"\{([^{}]*)\}", lambda m: texts.get(m[1], m[0]), LINE_BREAK.sub("\n", template))
 
 
@@ -202,7 +227,7 @@ def options_of(row, args):
     return found | {name: value for name, value in columns.items() if value and isinstance(value, list)}
 
 
-# ---- prompts ---------------------------------------------------------------------------------------------------------
+# ---- rows -> token ids -----------------------------------------------------------------------------------------------
 @dataclass(eq=False)
 class Prompt:
     """A prompt of a data set, with its answers where the rows are trained on."""
@@ -213,8 +238,7 @@ class Prompt:
     number: int  # of the row in the data set, from 1
     source: str  # the flag and the data set, for error messages
     options: dict  # of chat.render
-    said: list  # the answers to train on: the completion, or K candidates
-    answers: list  # their token ids
+    answers: list  # token ids of the answers to train on: the completion, or K candidates
 
     @property
     def task(self):
@@ -237,15 +261,6 @@ class Prompt:
         """Which candidate a human found the best, 0 .. K - 1."""
         return self.columns["best"]
 
-    def length(self):
-        """The tokens of the prompt and its longest answer."""
-        return len(self.ids) + max(map(len, self.answers), default=0)
-
-
-def prompt_length(row):
-    """The tokens of a prompt alone."""
-    return len(row.ids)
-
 
 class Prompts(list):
     """The prompts of a data set."""
@@ -258,54 +273,60 @@ class Prompts(list):
         return [self[orders[i // len(self)][i % len(self)]] for i in stream]
 
 
-def encode(rows, said, what, tokenizer, context, args, num_sampled=0):
-    """Prompts of the rows. Exits with an error if no model can read one. What teaches nothing is counted.
+def load_prompts(args, tokenizer, room):
+    """(Prompts of --dataset, Prompts of --eval_dataset or none). room: the most tokens that a prompt may have."""
+    # GKD's other updates take the data set's completions.
+    stage, column = ("sft", "completion") if getattr(args, "on_policy_share", 1) < 1 else ("prompts", None)
+    rows = read(args, "dataset", stage, with_answers=bool(column)), read(args, "eval_dataset", "prompts")
+    prompts = to_prompts(args, "dataset", rows[0], tokenizer, room, column)
+    return prompts, to_prompts(args, "eval_dataset", rows[1], tokenizer, room)
 
-    Args: said, a list of completions for each row, [] where there is nothing to train on; what, the rows' name in
-    messages; context, the most tokens of a row; args, whose limits drop longer rows; num_sampled, how many tokens must
-    have room behind each prompt.
+
+def to_prompts(args, flag, rows, tokenizer, room, column=None):
+    """`encode` for prompts that are sampled from. room: the most tokens that a prompt may have."""
+    R = args.response_length
+    if room <= 0:
+        cli.fail(f"--response_length {R}: leaves no room for a prompt in the models' context of {room + R}")
+    prompts = encode(args, flag, rows, tokenizer, room + R, column, R)
+    if empty := [row for row in prompts if not row.ids]:
+        cli.fail(f"{empty[0].source}: the prompt of row {empty[0].number} is empty")
+    return prompts
+
+
+def encode(args, flag, rows, tokenizer, context, column=None, num_sampled=0):
+    """Prompts of the rows of args.<flag>. Exits with an error if no model can read one.
+
+    Args: context, the most tokens of a row; column, what is trained on, "completion", "candidates" or None;
+    num_sampled, how many tokens must have room behind each prompt.
     """
-    found = Prompts()
-    for number, (row, own) in enumerate(zip(cli.progress(f"tokenising {what}", rows), said, strict=True), 1):
-        prompt, options, where = row["prompt"], options_of(row, args), f"{what}: row {number}"
-        pairs = [tokenization.encode(tokenizer, prompt, answer, options, where) for answer in own]
-        ids = pairs[0][0] if pairs else tokenization.encode(tokenizer, prompt, None, options, where)
-        if not ids and not own:
-            cli.fail(f"{what}: the prompt of row {number} is empty")
-        answers = [answer for _, answer in pairs]
-        found.append(Prompt(ids, as_text(tokenizer, prompt), row, number, what, options, own, answers))
+
+    def to_prompt(row):
+        options = options_of(row, args)
+        pairs = [chat.encode(tokenizer, row["prompt"], answer, options) for answer in said(row, column)]
+        ids = pairs[0][0] if pairs else chat.encode(tokenizer, row["prompt"], None, options)
+        text, source = as_text(tokenizer, row["prompt"]), f"--{flag} {getattr(args, flag)}"
+        return Prompt(ids, text, row, 0, source, options, [answer for _, answer in pairs])
+
+    found = of_each(to_prompt, rows, args, flag, "tokenising")
+    for number, row in enumerate(found, 1):
+        row.number = number
     if not found:
-        return found
+        return Prompts()
     nine_tenths = 0.9 * args.response_length if getattr(args, "filter_length", False) else math.inf
-    limit, max_length = min(args.max_prompt_length or math.inf, nine_tenths), getattr(args, "max_length", None)
-    found = tokenization.short_enough(found, prompt_length, limit, "prompt")
-    found = tokenization.short_enough(found, Prompt.length, max_length or math.inf, "row")
+    found = short_enough(found, "prompt", min(args.max_prompt_length or math.inf, nine_tenths))
+    found = short_enough(found, "row", getattr(args, "max_length", None) or math.inf)
     if prompts := [row for row in found if num_sampled and row.columns["prompt"] != ""]:
         limit = f"which --response_length {num_sampled} leaves for a prompt"
-        tokenization.check_room(prompts, prompt_length, context - num_sampled, limit, "--max_prompt_length")
-    tokenization.check_room(found, Prompt.length, context, "the model's context", "--max_length")
-    if any(said):
-        tokenization.warn_of_left_out(tokenizer, found)
-        tokenization.warn_of_empty(tokenizer, found)
+        check_room(args, prompts, "prompt", context - num_sampled, limit)
+    check_room(args, found, "row", context, "the model's context")
+    if column:
+        warn(found, column, tokenizer)
     return Prompts(found)
 
 
-def read_rows(args, flag, stage, split="train", prefix=""):
-    """(The rows of the data set that args.<flag> names, its name in messages). --take is of --dataset alone.
-
-    Args: stage and split, of toy.rows; prefix, of the flag in messages.
-    """
-    spec, flag_name = getattr(args, flag), f"--{prefix}{flag}"
-    name, _, part = spec.partition(":")
-    with cli.reading(flag_name, spec) if name in toy.TASKS else contextlib.nullcontext():
-        rows = toy.rows(stage, part or split, name) if name in toy.TASKS else files.read_rows(spec, flag_name)
-    return rows[: getattr(args, "take", None) if flag == "dataset" else None], f"{flag_name} {spec}"
-
-
-def read_prompts(args, flag, split="train", prefix=""):
-    """The rows of the data set that args.<flag> names, each with its `prompt`."""
-    rows, what = read_rows(args, flag, "prompts", split, prefix)
-    return with_prompts(rows, args, what)
+def said(row, column):
+    """The answers of a row that are trained on, as texts, messages or token ids."""
+    return {None: list, "completion": lambda: [row[column]], "candidates": lambda: row[column]}[column]()
 
 
 def as_text(tokenizer, prompt):
@@ -313,32 +334,64 @@ def as_text(tokenizer, prompt):
     if isinstance(prompt, str):
         return prompt
     if not is_messages(prompt):
-        return models.decode_all(tokenizer, [tokenization.encode(tokenizer, prompt)])[0]
+        return models.decode_all(tokenizer, [chat.encode(tokenizer, prompt)])[0]
     texts = [m["content"] or (json.dumps(m["tool_calls"]) if "tool_calls" in m else "") for m in prompt]
     pairs = zip(prompt, texts, strict=True)
     return "\n".join(f"{m['role']}: {text}" for m, text in pairs) if len(prompt) > 1 else texts[0]
 
 
-def load_prompts(args, tokenizer, room):
-    """(Prompts of --dataset, Prompts of --eval_dataset or none). room: the most tokens that a prompt may have."""
-    flags = "dataset", "eval_dataset"
-    rows = [read_prompts(args, flag) if getattr(args, flag) else [] for flag in flags]
-    prompts, held_out = (to_prompts(args, tokenizer, *pair, room) for pair in zip(rows, flags, strict=True))
-    if getattr(args, "on_policy_share", 1) < 1:  # GKD's other updates take the data set's completions.
-        R, what = args.response_length, f"--dataset {args.dataset}"
-        rows = read_demonstrations(args, "dataset")
-        prompts = encode_demonstrations(rows, what, tokenizer, room + R, args, num_sampled=R)
-    return prompts, held_out
+# ---- rows that are too long, or teach nothing ------------------------------------------------------------------------
+def length(row, part):
+    """The tokens of a Prompt, or of the whole "row" with its longest answer. part: "prompt" or "row"."""
+    return len(row.ids) + max(map(len, row.answers if part == "row" else ()), default=0)
 
 
-def to_prompts(args, tokenizer, rows, flag, room):
-    """Prompts of the rows that read_prompts has returned for args.<flag>. room: the most tokens of a prompt."""
-    what, R = f"--{flag} {getattr(args, flag)}", args.response_length
-    if room <= 0:
-        cli.fail(f"--response_length {R}: leaves no room for a prompt in the models' context of {room + R}")
-    return encode(rows, [[]] * len(rows), what, tokenizer, room + R, args, R)
+def short_enough(rows, part, limit):
+    """The rows of which a part has at most `limit` tokens; says how many have more."""
+    kept = [row for row in rows if length(row, part) <= limit]
+    if not kept:
+        cli.fail(f"{rows[0].source}: no {part} has at most {limit:g} tokens")
+    if len(kept) < len(rows):
+        dropped = f"{len(rows) - len(kept)} of {len(rows)} rows dropped"
+        cli.say(f"{rows[0].source}: {dropped}, their {part}s have more than {limit:g} tokens")
+    return kept
 
 
+def check_room(args, rows, part, room, limit):
+    """Exits with an error if a part of a row has more than `room` tokens. limit: what room is, in words."""
+    if wrong := [row for row in rows if length(row, part) > room]:
+        first = f"the first one is row {wrong[0].number} with {length(wrong[0], part)}"
+        flag = {"prompt": "max_prompt_length", "row": "max_length"}[part]
+        hint = f"; --{flag} {room} drops such rows" * hasattr(args, flag)
+        counted = f"{len(wrong)} of {len(rows)} rows have more than {room} tokens, {limit}"
+        cli.fail(f"{rows[0].source}: {counted}; {first}{hint}")
+
+
+def warn(rows, column, tokenizer):
+    """Says how many rows have an answer of special tokens alone, or one of which the chat template leaves some text
+    out, such as what stands in <think>.
+    """
+
+    def is_cut(row, answer):
+        prompt, written = row.columns["prompt"], [m["content"] for m in answer if m["role"] == "assistant"]
+        text = chat.render_pair(tokenizer, prompt, answer, row.options)[1]
+        return any(part.strip() not in text for part in written)
+
+    special = {*tokenizer.all_special_ids, *chat.end_ids(tokenizer)}
+    empty = [row for row in rows if any(map(special.issuperset, row.answers))]
+    chats = [row for row in rows if is_messages(row.columns["prompt"])]
+    cut = [row for row in chats if any(is_cut(row, answer) for answer in said(row.columns, column))]
+    trained = f", of which is trained: {reprlib.repr(tokenizer.decode(cut[0].answers[0]))}" if cut else ""
+    for found, words in (
+        (empty, "rows with an empty answer"),
+        (cut, "rows whose answer the chat template does not wholly write"),
+    ):
+        if found:
+            first = f"the first one is row {found[0].number}{trained * (found is cut)}"
+            cli.say(f"warning: {found[0].source}: {words}: {len(found)}, {first}")
+
+
+# ---- updates and processes -------------------------------------------------------------------------------------------
 def completions(rows, length, device):
     """The completions of M rows as responses [M, length] and their mask, cut where they are longer."""
     filler = [0] * length
@@ -354,22 +407,3 @@ def my_share(num, accelerator):
     """
     world, device = accelerator.num_processes, accelerator.device
     return torch.arange(num + -num % world, device=device).chunk(world)[accelerator.process_index]
-
-
-# ---- demonstrations, the rows of SFT: a prompt and a completion -----------------------------------------------------
-def read_demonstrations(args, flag):
-    """Rows with `prompt` and `completion` of the data set that args.<flag> names, [] where it names none.
-
-    Where rows have only a `text`, this is the completion of an empty prompt.
-    """
-    if getattr(args, flag) is None:
-        return []
-    rows, what = read_rows(args, flag, "sft")
-    if args.prompt_template is None and column_of(rows[0], *FORMS, "text") == "text":
-        rows = [row | {"prompt": "", "completion": row.get("text")} for row in rows]
-    return with_completions(with_prompts(rows, args, what), args, what)
-
-
-def encode_demonstrations(rows, what, *settings, **more):
-    """`encode` for rows with a `completion`."""
-    return encode(rows, [[row["completion"]] for row in rows], what, *settings, **more)

@@ -14,8 +14,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from rlhf_details import utils
-from rlhf_details.plumbing import checkpoint, cli, data, engines, judge, models, rewards, tokenization
+from rlhf_details.plumbing import checkpoint, cli, engines, judge, models, rewards
 
 # How a policy is sampled where neither a flag nor its folder says it.
 FALLBACKS = dict(temperature=1.0, response_length=53, stop_token="eos", truncate_token="none", truncate_after=0)
@@ -91,19 +90,6 @@ def load_models(args, device):
     if not rewards.reads_token_ids(args, tokenizer):
         return tokenizer, loaded, None
     return tokenizer, loaded, models.load_reward_model(args.reward_model_path, args).to(device).eval()
-
-
-def encode_references(args, tokenizer, prompts, context, device):
-    """The completions of the prompts' rows: (their N texts; tokens, mask [N, longest], right-padded).
-
-    Args: context, the most tokens that a prompt and its completion may have, because the reward model reads both.
-    """
-    for row in prompts:
-        answer = row.columns["completion"]
-        row.answers = [tokenization.encode(tokenizer, row.columns["prompt"], answer, row.options)[1]]
-    tokenization.check_room(prompts, data.Prompt.length, context, "the reward model's context", "--max_length")
-    tokens, mask = (x.flip(1) for x in utils.left_pad([row.completion[::-1] for row in prompts], device))
-    return [data.as_text(tokenizer, row.columns["completion"]) for row in prompts], tokens, mask
 
 
 # ---- the folder, and what is printed ---------------------------------------------------------------------------------

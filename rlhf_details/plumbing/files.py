@@ -18,6 +18,7 @@ import pyarrow.parquet
 from rlhf_details.plumbing import cli
 
 csv.field_size_limit(2**31 - 1)  # characters of a cell
+SPACE = re.compile(r"\s*")
 FOLDERS = set()  # those of the user's functions
 
 
@@ -32,19 +33,16 @@ def read_rows(spec, flag):
     whole, *ends = re.fullmatch(r"(.*?)(?:\[(-?\d+)?:(-?\d+)?\])?", spec).groups()
     taken = slice(*(int(end) if end else None for end in ends))
     name, _, part = whole.partition(":")
-    cli.check_dataset(flag, spec)
     path = Path(name, part) if cli.FILE.search(part) and Path(name, part).is_file() else Path(name)
     if path.suffix == ".py":
-        rows = load_function(whole, flag)()
-        rows = list(rows)[taken] if hasattr(rows, "__iter__") else [rows]
+        rows = list(load_function(whole, flag)())[taken]
     else:
         with cli.reading(flag, spec):
             rows = read_file(path, part)[taken] if path.is_file() else load_dataset(name, part, taken)
     if not rows:
         cli.fail(f"{flag} {spec}: no rows")
-    for number, row in enumerate(rows, 1):
-        if not isinstance(row, dict):
-            cli.fail(f"{flag} {spec}: row {number} is no object with columns: {reprlib.repr(row)}")
+    if wrong := [(number, row) for number, row in enumerate(rows, 1) if not isinstance(row, dict)]:
+        cli.fail(f"{flag} {spec}: row {wrong[0][0]} is no object with columns: {reprlib.repr(wrong[0][1])}")
     return rows
 
 
@@ -59,28 +57,19 @@ def read_file(path, key):
             if wrong := [number for number, row in enumerate(rows, 1) if None in row]:
                 raise ValueError(f"row {wrong[0]} has more cells than there are columns")
             return rows
-        text = file.read()
-    try:
-        found = json.loads(text) if kind == "json" else None
-    except json.JSONDecodeError as e:
-        if not e.msg.startswith("Extra data"):
-            raise
-        found = None  # It holds one object a line.
-    if isinstance(found, dict):
-        lists = {name: rows for name, rows in found.items() if isinstance(rows, list)}
-        key = key or (next(iter(lists)) if len(lists) == 1 else "train")
-        if key not in lists:
-            raise ValueError(f"has no list {key!r}; name one of {', '.join(f'{path}:{name}' for name in lists)}")
-        found = lists[key]
-    rows = found or []
-    # str.splitlines would also split at the line separators that JSON allows within a string.
-    for number, line in enumerate(text.split("\n") if found is None else (), 1):
-        try:
-            rows += [json.loads(line)] if line.strip() else []
-        except json.JSONDecodeError as e:
-            raise ValueError(f"line {number} is not JSON: {e.msg}, column {e.colno}") from e
-    json.dumps(rows, ensure_ascii=False).encode()  # This raises where an escape is half of a character.
-    return rows
+        text, found, end = file.read(), [], 0
+    while (start := SPACE.match(text, end).end()) < len(text):  # JSON values one after the other
+        value, end = json.JSONDecoder().raw_decode(text, start)
+        found.append(value)
+    if kind != "json" or len(found) != 1:
+        return found
+    if isinstance(found[0], list):
+        return found[0]
+    lists = {name: rows for name, rows in found[0].items() if isinstance(rows, list)}
+    key = key or (next(iter(lists)) if len(lists) == 1 else "train")
+    if key not in lists:
+        raise ValueError(f"has no list {key!r}; name one of {', '.join(f'{path}:{name}' for name in lists)}")
+    return lists[key]
 
 
 def load_dataset(name, part, taken):

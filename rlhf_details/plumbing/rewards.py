@@ -27,9 +27,8 @@ from torch import nn
 
 from rlhf_details import toy, utils
 from rlhf_details.plumbing import cli, engines, models
-from rlhf_details.plumbing.chat import is_messages
+from rlhf_details.plumbing.chat import RowError, encode, is_messages
 from rlhf_details.plumbing.files import load_function
-from rlhf_details.plumbing.tokenization import encode
 
 LOOP = asyncio.Runner()  # one for all calls, because a client of a server belongs to the loop of its first
 
@@ -74,36 +73,36 @@ WATCHED = {"gold": watch(toy.gold), "parses": watch(lambda prompt, text: toy.par
 
 
 class Function:
-    """A function of --reward_fn."""
+    """A function of --reward_fn. Args: is_text, whether it gets strings, and not messages."""
 
     def __init__(self, spec, is_text=True):
-        """Args: is_text, whether it gets strings, and not messages."""
         self.what, self.is_text = f"--reward_fn {name_of(spec)}", is_text
-        self.function, self.given = load_function(spec, "--reward_fn"), []  # the columns that it gets
-        signature = inspect.signature(self.function)
+        self.function, self.given = load_function(spec, "--reward_fn"), {}  # the columns that it gets
+        self.signature = inspect.signature(self.function)
         try:
-            signature.bind_partial(prompts=[], completions=[])
+            self.signature.bind_partial(prompts=[], completions=[])
         except TypeError:
             cli.fail(f"--reward_fn {spec}: must be a function f(prompts, completions, **columns)")
-        kinds = {name: p.kind for name, p in signature.parameters.items()}
-        self.takes_all = inspect.Parameter.VAR_KEYWORD in kinds.values()
-        self.named = [x for x in kinds if x not in ("prompts", "completions") and kinds[x] != kinds[x].VAR_KEYWORD]
-        self.needed = [name for name in self.named if signature.parameters[name].default is inspect.Parameter.empty]
 
     def find_columns(self, data_set):
         """Exits with an error if Prompts lack a column that it needs."""
+        parameters = self.signature.parameters
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         found = {column for row in data_set for column in row.columns} - {"prompt", "prompts", "completions"}
-        if missing := [name for name in self.needed if name not in found]:
-            cli.fail(f"{self.what}: needs a column {missing[0]!r}, and {data_set[0].source} has {sorted(found)}")
-        self.given += [name for name in found if self.takes_all or name in self.named]
+        given = {name: [] for name in found if takes_all or name in parameters}
+        try:
+            self.signature.bind(prompts=[], completions=[], **given)
+        except TypeError as e:
+            cli.fail(f"{self.what}: {e}; the columns of {data_set[0].source} are {sorted(found)}")
+        self.given |= given
 
     def __call__(self, rows, texts, ended):
         """It is called once, and never again for these texts."""
         prompts, completions = [row.text for row in rows], texts
         if not self.is_text:
-            turns = ([{"role": "user", "content": text}] for text in prompts)
-            chats = (row.columns["prompt"] for row in rows)
-            prompts = [chat if is_messages(chat) else turn for chat, turn in zip(chats, turns, strict=True)]
+            chats = [row.columns["prompt"] for row in rows]
+            pairs = zip(chats, prompts, strict=True)
+            prompts = [x if is_messages(x) else [{"role": "user", "content": text}] for x, text in pairs]
             completions = [[{"role": "assistant", "content": text}] for text in texts]
         columns = {name: [row.columns.get(name) for row in rows] for name in self.given}
         try:  # The function gets copies, which it may change.
@@ -130,11 +129,11 @@ class TextModel(nn.Module):
         super().__init__()
         self.model, self.tokenizer, self.size = model, tokenizer, size
 
-    def encode(self, row, text, what="the prompt"):
+    def encode(self, row, text):
         """(token ids of a row's prompt, those of a response) in the words of the reward model's own tokenizer."""
         prompt = row.columns["prompt"]
         pair = (prompt, [{"role": "assistant", "content": text}]) if is_messages(prompt) else (row.text, text)
-        return encode(self.tokenizer, *pair, row.options, what)
+        return encode(self.tokenizer, *pair, row.options)
 
     def forward(self, rows, texts, ended):
         """Scores. A text longer than the model's context loses its beginning.
@@ -191,21 +190,15 @@ class Scorer:
         tasks = {(spec or "").partition(":")[0] for spec in (args.dataset, getattr(args, "eval_dataset", None))}
         self.watched = WATCHED if "toy" in tasks else {}
         self.boolean = []  # names of the functions that returned nothing but True, False and None in the last call
-        given = getattr(args, "reward_fn_weights", ())  # A page without them watches the functions.
+        given = getattr(args, "reward_fn_weights", [0.0] * len(self.functions))  # A page without them watches.
         has_model = bool(getattr(args, "reward_model_path", None))
         weights = [1.0] * has_model + list(given or [1.0] * len(self.functions))
         self.names = ["reward_model"] * has_model + [*self.functions, *self.watched]
         self.weights = torch.tensor(weights + [0.0] * len(self.watched), device=accelerator.device)
         self.num_weighted = len(weights)
-        terms = [f"{weight:g} * {name}" for weight, name in zip(weights, self.names, strict=False)]
-        penalty, unended = getattr(args, "missing_eos_penalty", None), ""
-        if penalty and len(stop_ids):
-            pays = f"pays {penalty:g}" if args.missing_eos_mode == "subtract" else f"gets {-penalty:g} instead"
-            unended = f"; a response that does not end {pays}"
-        if hasattr(args, "teacher_model_path") and self.functions:
-            cli.say(f"rewards that are watched: {', '.join(self.functions)}")
-        elif terms:
-            cli.say(f"rewards: {' + '.join(terms)}{unended}")
+        if weights:
+            terms = [f"{weight:g} * {name}" for weight, name in zip(weights, self.names, strict=False)]
+            cli.say(f"rewards: {' + '.join(terms)}")
 
     def check_columns(self, prompts, held_out=()):
         """Exits with an error if a data set lacks a column that a function needs, or messages cannot be scored."""
@@ -219,9 +212,11 @@ class Scorer:
                 model = utils.disable_dropout(models.load_reward_model(args.reward_model_path, args))
                 model = model.requires_grad_(False).to(engines.loading_device(self.accelerator))
             self.reward_model = TextModel(model, own, self.size).eval()
-            for row in chats:  # Its chat template must take each prompt.
-                where = f"--reward_model_path {args.reward_model_path}: {row.source}: row {row.number}"
-                self.reward_model.encode(row, ".", where)
+            for row in chats:
+                try:
+                    self.reward_model.encode(row, ".")
+                except RowError as e:
+                    cli.fail(f"--reward_model_path {args.reward_model_path}: {row.source}: row {row.number}: {e}")
         for data_set in filter(None, (prompts, held_out)):
             for function in self.functions.values():
                 function.find_columns(data_set)
@@ -269,26 +264,28 @@ class Scorer:
             parts = utils.split(batch, utils.slices(len(rows), self.size))
             scores = [self.response_scores(self.reward_model, part, *n) for _, part in parts]
             entries["reward_model"] = torch.cat(scores).tolist()
-        # evaluate.py adds rewards up where they are to judge, and only there. A page with a teacher never does.
-        must_score = getattr(self.args, "judge", "reward_fn") == "reward_fn" and hasattr(self.args, "reward_fn_weights")
-        for i, row in enumerate(rows):
-            says = {name: entries[name][i] for name in self.names[: self.num_weighted]}
-            if fault := self.fault_of(says, entries, i, rows) or (
-                "no reward applies to" if must_score and all(x is None for x in says.values()) else ""
-            ):
-                (response,) = models.decode(self.tokenizer, batch.responses[i : i + 1], batch.response_mask[i : i + 1])
-                where = f"row {row.number} of {row.source}, {row.text!r}, with the response {response!r}"
-                raise Fault(f"{fault} {where}")
+        for words, i in self.faults(rows, entries):
+            row, (text,) = (
+                rows[i],
+                models.decode(self.tokenizer, batch.responses[i : i + 1], batch.response_mask[i : i + 1]),
+            )
+            raise Fault(f"{words} row {row.number} of {row.source}, {row.text!r}, with the response {text!r}")
         return entries
 
-    def fault_of(self, says, entries, i, rows):
-        """What is wrong with what the rewards say of response i, {name: entry}; "" if nothing is."""
-        for name, x in says.items():
-            if x is not None and not (isinstance(x, numbers.Real) and abs(x) <= torch.finfo(torch.float32).max):
-                return f"{name} returned {reprlib.repr(x)} for"
-            if i and rows[i] is rows[i - 1] and (x is None) != (entries[name][i - 1] is None):
-                return f"{name} returned None, but not for each response to this prompt, whose kind decides:"
-        return ""
+    def faults(self, rows, entries):
+        """What is wrong with what the rewards say, {name: entries}: pairs of words and the number of the response."""
+        weighted = {name: entries[name] for name in self.names[: self.num_weighted]}
+        for name, said in weighted.items():
+            for i, x in enumerate(said):
+                if x is not None and not (isinstance(x, numbers.Real) and abs(x) <= torch.finfo(torch.float32).max):
+                    yield f"{name} returned {reprlib.repr(x)} for", i
+                if i and rows[i] is rows[i - 1] and (x is None) != (said[i - 1] is None):
+                    yield f"{name} returned None, but not for each response to this prompt, whose kind decides:", i
+        # evaluate.py adds rewards up where they are to judge, and only there. A page with a teacher never does.
+        if getattr(self.args, "judge", "reward_fn") == "reward_fn" and hasattr(self.args, "reward_fn_weights"):
+            for i, said in enumerate(zip(*weighted.values(), strict=True)):
+                if set(said) == {None}:
+                    yield "no reward applies to", i
 
     def by_name(self, values, prefix="", spread=False):
         """{metric: mean} of gathered values [N, F], over the responses that each reward applies to.

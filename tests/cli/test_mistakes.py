@@ -125,7 +125,7 @@ def test_a_batch_that_two_processes_cannot_share(refused, monkeypatch, script):
     "script, text, words",
     cases(
         (SCRIPTS, "\n\n  \n", ["no rows"]),
-        (TRAIN, jsonl(rows=2) + '{"prompt": \n', ["line 3 is not JSON"]),
+        (TRAIN, jsonl(rows=2) + '{"prompt": \n', ["line 4 column 1"]),
         (SCRIPTS, jsonl({"prompt": 7}), ["row 2", "'prompt'"]),
         (["train_rloo", "train_sft", "evaluate"], jsonl({"prompt": None}), ["row 2", "'prompt'"]),
         ("train_sft", jsonl({"completion": None}), ["row 2", "'completion'"]),
@@ -134,7 +134,11 @@ def test_a_batch_that_two_processes_cannot_share(refused, monkeypatch, script):
         ([*RL, "evaluate"], jsonl({"prompt": LONG}), ["row 2", "with 200;", "124"]),
         (["train_reward", "train_dpo"], jsonl({"rejected": LONG}), ["row 2", "with 205;", "128", "--max_length"]),
         ("train_sft", jsonl({"completion": LONG}), ["row 2", "with 205;", "128", "--max_length"]),
-        ("train_rloo", jsonl({"prompt": CHAT}), ["no chat template"]),
+        (
+            "train_rloo",
+            jsonl({"prompt": CHAT}),
+            ["row 2: the chat template refuses", "chat_template is not set"],
+        ),
         (["train_reward", "train_dpo", "train_sft"], jsonl({"prompt": CHAT}), ["row 2"]),
     ),
 )
@@ -206,7 +210,7 @@ def test_gkds_lambda_needs_completions_and_whole_distributions(refused):
     refused("train_distill", "--on_policy_share 0.5: needs --divergence jsd", **share)
     refused("train_distill", "--on_policy_share 0.5", "no --overlap", **share, divergence="jsd", overlap=True)
     Path("bad.jsonl").write_text(jsonl({"completion": None}))
-    refused("train_distill", "row 2 has no column 'completion'", **share, divergence="jsd", dataset="bad.jsonl")
+    refused("train_distill", "row 2: has no column 'completion'", **share, divergence="jsd", dataset="bad.jsonl")
 
 
 @pytest.mark.parametrize("script", REWARDED)

@@ -16,7 +16,7 @@ from helpers import ppo_args, rloo_args, tiny_config
 from short_runs import contents, error_line, write_rows
 
 from rlhf_details import evaluate, toy, train_ppo, train_rloo
-from rlhf_details.plumbing import evaluation, files, tokenization
+from rlhf_details.plumbing import chat, evaluation, files
 
 
 def evaluate_args(tiny, **changes):
@@ -93,7 +93,7 @@ def test_samples_are_greedy_and_scores_are_those_of_plain_transformers(rows, pea
     assert [int(row["length"]) for row in table] == [len(r) for r in greedy]
     assert [int(row["ended"]) for row in table] == ended
     for row, response, line in zip(rows, greedy, table, strict=True):
-        prompt, reference = tokenization.encode(tokenizer, row["prompt"], row["completion"])
+        prompt, reference = chat.encode(tokenizer, row["prompt"], row["completion"])
         assert reference[-1] == tokenizer.eos_token_id and int(line["opponent_length"]) == len(reference)
         assert line["opponent_response"] == row["completion"] and line["prompt"] == row["prompt"]
         assert float(line["rewards/reward_model"]) == pytest.approx(score(prompt + response), abs=1e-4)

@@ -27,7 +27,7 @@ from short_runs import write_rows
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from rlhf_details import evaluate, toy, train_rloo, utils
-from rlhf_details.plumbing import data, files, models, rewards, tokenization
+from rlhf_details.plumbing import chat, data, files, models, rewards
 
 BOTH = pytest.mark.parametrize("page", ["train_rloo", "train_ppo"])
 
@@ -116,7 +116,7 @@ def test_a_function_that_cannot_be_had_is_one_line(functions, tiny, fails, spec,
 # ---- calling them ----------------------------------------------------------------------------------------------------
 def prompt(columns, number=1, task=None):
     text, source = data.as_text(toy.tokenizer(), columns["prompt"]), f"--dataset {task or 'x'}"
-    return data.Prompt([5], text, columns, number, source, {}, [], [])
+    return data.Prompt([5], text, columns, number, source, {}, [])
 
 
 def make_scorer(names=("mine.py:f",), dataset="rows.jsonl", reward_model=None, stop_ids=(1,), **flags):
@@ -280,11 +280,11 @@ def test_a_column_that_a_function_needs_and_no_row_has_is_named_for_both_data_se
     functions("def f(prompts, completions, answer, other=None):\n    return [1.0] * len(prompts)")
     with_answer, without = prompt({"prompt": "p", "answer": 1}), prompt({"prompt": "p", "reply": 1})
     line = fails(make_scorer().check_columns, [without])
-    assert "--reward_fn f: needs a column 'answer', and --dataset x has ['reply']" in line
-    assert "needs a column 'answer'" in fails(make_scorer().check_columns, [with_answer], [without])
+    assert "--reward_fn f: missing a required argument: 'answer'; the columns of --dataset x are ['reply']" in line
+    assert "required argument: 'answer'" in fails(make_scorer().check_columns, [with_answer], [without])
     make_scorer().check_columns([with_answer], [with_answer])
     functions("def f(prompts, completions, prompt):\n    return [0.0] * len(prompts)")
-    assert "needs a column 'prompt'" in fails(make_scorer().check_columns, [with_answer])
+    assert "required argument: 'prompt'" in fails(make_scorer().check_columns, [with_answer])
 
 
 # ---- names, weights, means -------------------------------------------------------------------------------------------
@@ -349,7 +349,7 @@ def test_a_page_with_a_teacher_watches_functions_and_does_not_train_on_them(func
         def none(prompts, completions): return [None for _ in completions]
     """)
     watched = run_page("train_distill", tiny, reward_fn=("mine.py:length", "mine.py:none"))
-    assert "rewards that are watched: length, none" in capsys.readouterr().out
+    assert "rewards: 0 * length + 0 * none" in capsys.readouterr().out
     for row, plain in zip(without_times(watched), without_times(run_page("train_distill", tiny)), strict=True):
         assert 0 < row.pop("objective/rewards/length") <= row["val/sequence_lengths"] and row == plain
 
@@ -498,7 +498,7 @@ def test_a_conversation_is_scored_with_the_reward_models_own_template(reads_text
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m['content'] }} {% if m['role'] == 'assistant' %}<eos>{% endif %}{% endfor %}"
     )
-    query, answer = tokenization.encode(tokenizer, messages, [{"role": "assistant", "content": "the room"}])
+    query, answer = chat.encode(tokenizer, messages, [{"role": "assistant", "content": "the room"}])
     assert score([messages], ["the room"], [True]) == pytest.approx([alone(query + answer)], abs=1e-5)
 
 
