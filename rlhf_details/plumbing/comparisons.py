@@ -75,8 +75,9 @@ def load_references(args, tokenizer, reward, train):
         first = train[: 2 * args.normalize_samples]
         if empty := [row.number for row in first if not row.ids]:
             cli.fail(f"--dataset {args.dataset}: the prompt of row {empty[0]} is empty, and gain_bias samples from it")
-        limit = f"which --response_length {args.response_length} leaves for a prompt (--normalization gain_bias)"
-        data.check_room(args, first, "prompt", context - args.response_length, limit)
+        problem = f"--response_length {args.response_length} leaves no more for a prompt (--normalization gain_bias)"
+        room = context - args.response_length
+        data.fitting(first, "prompt", room, f"{problem}; --max_prompt_length drops such rows")
     flag = "reference_dataset"
     rows = data.read(args, flag, "sft", with_answers=True)
     references = data.encode(args, flag, rows, tokenizer, context, "completion") if rows else train

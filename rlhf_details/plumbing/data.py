@@ -313,14 +313,19 @@ def encode(args, flag, rows, tokenizer, context, column=None, num_sampled=0):
     if not found:
         return Prompts()
     nine_tenths = 0.9 * args.response_length if getattr(args, "filter_length", False) else math.inf
-    found = short_enough(found, "prompt", min(args.max_prompt_length or math.inf, nine_tenths))
-    found = short_enough(found, "row", getattr(args, "max_length", None) or math.inf)
+    found = fitting(found, "prompt", min(args.max_prompt_length or math.inf, nine_tenths))
+    found = fitting(found, "row", getattr(args, "max_length", None) or math.inf)
     if prompts := [row for row in found if num_sampled and row.columns["prompt"] != ""]:
-        limit = f"which --response_length {num_sampled} leaves for a prompt"
-        check_room(args, prompts, "prompt", context - num_sampled, limit)
-    check_room(args, found, "row", context, "the model's context")
-    if column:
-        warn(found, column, tokenizer)
+        problem = f"--response_length {num_sampled} leaves no more for a prompt; --max_prompt_length drops such rows"
+        fitting(prompts, "prompt", context - num_sampled, problem)
+    hint = "; --max_length drops such rows" * hasattr(args, "max_length")
+    fitting(found, "row", context, f"the model's context has no more{hint}")
+
+    chats = [row for row in found if is_messages(row.columns["prompt"])]
+    if cut := [row for row in chats if any(is_cut(tokenizer, row, answer) for answer in said(row.columns, column))]:
+        trained = f"of which is trained: {reprlib.repr(tokenizer.decode(cut[0].answers[0]))}"
+        what = f"{len(cut)} rows whose answer the chat template does not wholly write"
+        cli.say(f"warning: {cut[0].source}: {what}, the first one is row {cut[0].number}, {trained}")
     return Prompts(found)
 
 
@@ -340,64 +345,35 @@ def as_text(tokenizer, prompt):
     return "\n".join(f"{m['role']}: {text}" for m, text in pairs) if len(prompt) > 1 else texts[0]
 
 
-# ---- rows that are too long, or teach nothing ------------------------------------------------------------------------
-def length(row, part):
-    """The tokens of a Prompt, or of the whole "row" with its longest answer. part: "prompt" or "row"."""
-    return len(row.ids) + max(map(len, row.answers if part == "row" else ()), default=0)
+def fitting(rows, part, limit, problem=""):
+    """The rows of which a part, the "prompt" or the "row" with its longest answer, has at most `limit` tokens.
 
-
-def short_enough(rows, part, limit):
-    """The rows of which a part has at most `limit` tokens; says how many have more."""
-    kept = [row for row in rows if length(row, part) <= limit]
-    if not kept:
-        cli.fail(f"{rows[0].source}: no {part} has at most {limit:g} tokens")
-    if len(kept) < len(rows):
-        dropped = f"{len(rows) - len(kept)} of {len(rows)} rows dropped"
-        cli.say(f"{rows[0].source}: {dropped}, their {part}s have more than {limit:g} tokens")
-    return kept
-
-
-def check_room(args, rows, part, room, limit):
-    """Exits with an error if a part of a row has more than `room` tokens. limit: what room is, in words."""
-    if wrong := [row for row in rows if length(row, part) > room]:
-        first = f"the first one is row {wrong[0].number} with {length(wrong[0], part)}"
-        flag = {"prompt": "max_prompt_length", "row": "max_length"}[part]
-        hint = f"; --{flag} {room} drops such rows" * hasattr(args, flag)
-        counted = f"{len(wrong)} of {len(rows)} rows have more than {room} tokens, {limit}"
-        cli.fail(f"{rows[0].source}: {counted}; {first}{hint}")
-
-
-def warn(rows, column, tokenizer):
-    """Says how many rows have an answer of special tokens alone, or one of which the chat template leaves some text
-    out, such as what stands in <think>.
+    It says how many have more. Where there is a `problem`, which says what the limit is, they end the program.
     """
 
-    def is_cut(row, answer):
-        prompt, written = row.columns["prompt"], [m["content"] for m in answer if m["role"] == "assistant"]
-        text = chat.render_pair(tokenizer, prompt, answer, row.options)[1]
-        return any(part.strip() not in text for part in written)
+    def length(row):
+        return len(row.ids) + max(map(len, row.answers if part == "row" else ()), default=0)
 
-    special = {*tokenizer.all_special_ids, *chat.end_ids(tokenizer)}
-    empty = [row for row in rows if any(map(special.issuperset, row.answers))]
-    chats = [row for row in rows if is_messages(row.columns["prompt"])]
-    cut = [row for row in chats if any(is_cut(row, answer) for answer in said(row.columns, column))]
-    trained = f", of which is trained: {reprlib.repr(tokenizer.decode(cut[0].answers[0]))}" if cut else ""
-    for found, words in (
-        (empty, "rows with an empty answer"),
-        (cut, "rows whose answer the chat template does not wholly write"),
-    ):
-        if found:
-            first = f"the first one is row {found[0].number}{trained * (found is cut)}"
-            cli.say(f"warning: {found[0].source}: {words}: {len(found)}, {first}")
+    if long := [row for row in rows if length(row) > limit]:
+        counted = f"{len(long)} of {len(rows)} {part}s have more than {limit:g} tokens"
+        words = f"{long[0].source}: {counted}, the first one is row {long[0].number} with {length(long[0])}"
+        if problem or len(long) == len(rows):
+            cli.fail(f"{words}: {problem or 'none is left'}")
+        cli.say(f"{words}: dropped")
+    return [row for row in rows if length(row) <= limit]
+
+
+def is_cut(tokenizer, row, answer):
+    """Whether the chat template leaves out some of what an answer in messages says, such as what stands in <think>."""
+    text = chat.render_pair(tokenizer, row.columns["prompt"], answer, row.options)[1]
+    return any(m["role"] == "assistant" and m["content"].strip() not in text for m in answer)
 
 
 # ---- updates and processes -------------------------------------------------------------------------------------------
 def completions(rows, length, device):
     """The completions of M rows as responses [M, length] and their mask, cut where they are longer."""
-    filler = [0] * length
-    responses = [[*row.completion, *filler][:length] for row in rows]
-    mask = [[i < len(row.completion) for i in range(length)] for row in rows]
-    return torch.tensor(responses, device=device), torch.tensor(mask, device=device)
+    padded = utils.left_pad([row.completion[:length][::-1] for row in rows], device)
+    return [torch.nn.functional.pad(x.flip(1), (0, length - x.size(1))) for x in padded]
 
 
 def my_share(num, accelerator):

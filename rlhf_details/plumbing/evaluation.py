@@ -19,8 +19,7 @@ from rlhf_details.plumbing import checkpoint, cli, engines, judge, models, rewar
 # How a policy is sampled where neither a flag nor its folder says it.
 FALLBACKS = dict(temperature=1.0, response_length=53, stop_token="eos", truncate_token="none", truncate_after=0)
 FALLBACKS |= {"chat_template_kwargs": "{}"}
-# A line warns of fewer ended responses, of lengths with a larger ratio, and of a larger share of unreadable answers.
-FEW_ENDED, FAR_APART, UNREADABLE = 0.9, 2.0, 0.05
+UNREADABLE = 0.05  # A line warns of a larger share of answers of the judge that cannot be read.
 
 
 def as_trained(args):
@@ -79,12 +78,10 @@ def load_models(args, device):
         if path is None or path in loaded:
             continue
         loaded[path] = models.load_policy(path, f"--{flag}", args).to(device).eval()
-        theirs = models.find_tokenizer(path, f"--{flag}", args) or tokenizer
-        ours, theirs = models.vocabularies(tokenizer, theirs)
-        count, size = max(ours.values()) + 1, loaded[path].get_input_embeddings().num_embeddings
-        if ours != theirs or size < count:
-            first = f"--policy_path {args.policy_path} ({count} tokens)"
-            cli.fail(f"vocabulary mismatch: {first} and --{flag} {path} ({size} embeddings, {len(theirs)} tokens)")
+        own = models.find_tokenizer(path, f"--{flag}", args) or tokenizer
+        ours, theirs = models.vocabularies(tokenizer, own)
+        if ours != theirs:
+            cli.fail(f"vocabulary mismatch: --policy_path {args.policy_path} and --{flag} {path} have other tokens")
     engines.use_one_thread(*loaded.values())
     torch.manual_seed(args.seed)  # for a reward model's head that is drawn at random
     if not rewards.reads_token_ids(args, tokenizer):
@@ -110,7 +107,7 @@ def check_folder(args, now):
     now: what `settings` says of this evaluation.
     """
     folder = folder_of(args)
-    if any(part.exists() and not part.is_dir() for part in (folder, *folder.parents)):
+    if any(part.is_file() for part in (folder, *folder.parents)):
         cli.fail(f"--output_dir {folder}: is a file, or in one")
     found = {file.name for file in folder.iterdir()} if folder.exists() else set()
     if found - {"summary.json", "samples.csv"}:
@@ -119,7 +116,7 @@ def check_folder(args, now):
         return
     with cli.reading("--output_dir", folder):
         before = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-        there, here = ({**x["args"], **x["sampling"]} for x in (before, now))
+        there, here = (x["args"] | x["sampling"] for x in (before, now))
     if changed := [f"{k} {there.get(k)!r} there, {x!r} here" for k, x in here.items() if there.get(k) != x]:
         cli.fail(f"--output_dir {folder} holds another evaluation ({changed[0]}); give another folder or --overwrite")
 
@@ -174,31 +171,21 @@ def win_rate_line(metrics):
 
 
 def doubts(args, metrics):
-    """Lines on what makes figures doubtful.
-
-    They are: training's own judge, a judge that cannot be read, responses without an end, lengths far apart.
-    """
+    """Lines on what makes a win rate doubtful: training's own judge, and a judge that cannot be read."""
     trained, lines = training_args(args.policy_path), []
-    judges = [args.reward_model_path] * (args.judge == "reward_model")
-    judges = [args.reward_model_path, *args.reward_fn] if args.judge == "reward_fn" else judges
-    watched = "teacher_model_path" in trained  # Such a run has only logged its functions.
-    optimised = () if watched else (trained.get("reward_model_path"), *trained.get("reward_fn", ()))
-    if judges := [x for x in judges if x and x in optimised]:
+    judges = {"reward_model": [args.reward_model_path], "reward_fn": [args.reward_model_path, *args.reward_fn]}
+    # A run with a teacher has only logged its functions.
+    optimised = (
+        trained.get("reward_model_path"),
+        *([] if "teacher_model_path" in trained else trained.get("reward_fn", [])),
+    )
+    if judges := [x for x in judges.get(args.judge, ()) if x and x in optimised]:
         what = f"{' and '.join(judges)} says who wins, which is what training optimised"
         lines.append(f"{what}, so this win rate cannot show over-optimisation")
     w = metrics.get("win_rate", {"unparsable": 0})
     if w["unparsable"] and (share := w["unparsable"] / (w["pairs"] - w["tied"])) > UNREADABLE:
         what = f"{w['unparsable']} answers of the judge ({share:.1%}) name neither response where they should"
         lines.append(f"{what}, and count as not won; judge_answer in samples.csv has them")
-    sides = {side: metrics[side] for side in ("policy", "opponent") if side in metrics}
-    for side, figures in sides.items():
-        if (share := figures.get("ended", {"value": 1})["value"]) < FEW_ENDED:
-            what = f"only {share:.1%} of the {side}'s responses ended within {args.response_length} tokens"
-            lines.append(f"{what}, and the others are scored and compared as they were cut off")
-    lengths = [figures["length"]["value"] for figures in sides.values()]
-    if max(lengths) > FAR_APART * min(lengths):
-        what = " against ".join(f"{length:.1f}" for length in lengths)
-        lines.append(f"mean length {what} tokens: rewards and judges may pay for the length alone")
     return lines
 
 

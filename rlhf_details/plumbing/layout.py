@@ -27,20 +27,10 @@ def choose(args, k, policy, reward_model, prompts, response_logprobs, response_s
     Args: k, the responses to a prompt; policy, reward_model (or None), modules of the page; prompts, data.Prompts;
     response_logprobs and response_scores, the page's functions of (module, batch, n).
     """
-    n, size = largest(k, args.micro_batch_size)
-    rollout_n, _ = largest(k, args.rollout_micro_batch_size)
-    why_plain = "--no_share_prompts" if not args.share_prompts else ""
-    if max(n, rollout_n) == 1:
-        why_plain = why_plain or "a micro-batch holds one response to a prompt"
-    for name, module in (("policy", policy), ("reward model", reward_model)):
-        why_plain = why_plain or (module is not None and why_no_block_mask(module.model, name)) or ""
-    if not why_plain:
-        # The trial is short: rows of full length could be many and wide, and the models may still be on the CPU.
-        few, longest = min(max(n, rollout_n), 4), max(len(prompt.ids) for prompt in prompts)
-        batch = made_up_batch(policy.model, min(longest, 16), min(args.response_length, 8), few)
-        why_plain = why_wrong(policy.eval(), reward_model, batch, few, response_logprobs, response_scores)
-    if why_plain:
-        cli.say(f"plain rows, one response each: {why_plain}")
+    (n, size), (rollout_n, _) = largest(k, args.micro_batch_size), largest(k, args.rollout_micro_batch_size)
+    page = policy, reward_model, response_logprobs, response_scores
+    if why := why_plain(args, max(n, rollout_n), prompts, *page):
+        cli.say(f"plain rows, one response each: {why}")
         return Packing(1, args.micro_batch_size, 1)
     when = f"{n} of its {k} responses, and for {rollout_n} in sampling"
     cli.say(f"packed rows: a prompt is computed once for {when}; they give the same numbers as plain rows")
@@ -53,13 +43,34 @@ def largest(k, size):
     return n, size // n * n
 
 
-def why_no_block_mask(model, name):
-    """Why a model's configuration does not allow to tell each token what it sees and where it stands; "" if it does."""
-    config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or getattr(config, "attention_layers", None) or [])
-    if kinds - {"full_attention", "global"} or getattr(config, "sliding_window", None):
-        return f"the {name} ({config.model_type}) has sliding-window, local or recurrent layers"
-    return ""
+@torch.no_grad()
+def why_plain(args, n, prompts, policy, reward_model, response_logprobs, response_scores):
+    """Why n responses must not share a row, after computing log-probs and scores both ways in fp32; "" if they may."""
+    if not args.share_prompts:
+        return "--no_share_prompts"
+    if n == 1:
+        return "a micro-batch holds one response to a prompt"
+    for name, module in (("policy", policy), ("reward model", reward_model)):
+        config = module.model.config.get_text_config() if module else None
+        kinds = {*(getattr(config, "layer_types", None) or getattr(config, "attention_layers", None) or ())}
+        if kinds - {"full_attention", "global"} or getattr(config, "sliding_window", None):
+            return f"the {name} ({config.model_type}) has sliding-window, local or recurrent layers"
+    # The trial is short: rows of full length could be many and wide, and the models may still be on the CPU.
+    n, longest = min(n, 4), max(len(prompt.ids) for prompt in prompts)
+    batch = made_up_batch(policy.model, min(longest, 16), min(args.response_length, 8), n)
+    policy.eval()
+    try:
+        with torch.autocast(policy.model.device.type, enabled=False):
+            gaps = [response_logprobs(policy, batch, n)[0] - response_logprobs(policy, batch, 1)[0]]
+            if reward_model:
+                gaps.append(response_scores(reward_model, batch, n) - response_scores(reward_model, batch, 1))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as e:  # A model that cannot take the mask may fail in any way.
+        return f"packed rows cannot be computed ({type(e).__name__}: {cli.in_one_line(e)})"
+    gap = torch.cat([x.flatten() for x in gaps]).abs().max().item()
+    # The trial finds what no configuration tells, such as ALiBi. [RLOO-12]
+    return "" if gap < 1e-3 else f"packed and plain rows differ by {gap:.2g}"
 
 
 def made_up_batch(model, query_length, response_length, n):
@@ -73,20 +84,3 @@ def made_up_batch(model, query_length, response_length, n):
     query_mask = torch.ones_like(queries, dtype=torch.bool)
     query_mask[:n, : query_length // 2] = False  # The first prompt is left-padded.
     return utils.Batch(queries, query_mask, responses, torch.ones_like(responses, dtype=torch.bool))
-
-
-@torch.no_grad()
-def why_wrong(policy, reward_model, batch, n, response_logprobs, response_scores):
-    """Why packed rows must not be used, after computing log-probs and scores both ways in fp32; "" if they may be."""
-    try:
-        with torch.autocast(policy.model.device.type, enabled=False):
-            gaps = [response_logprobs(policy, batch, n)[0] - response_logprobs(policy, batch, 1)[0]]
-            if reward_model is not None:
-                gaps.append(response_scores(reward_model, batch, n) - response_scores(reward_model, batch, 1))
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as e:  # A model that cannot take the mask may fail in any way.
-        return f"packed rows cannot be computed ({type(e).__name__}: {cli.in_one_line(e)})"
-    gap = torch.cat([x.flatten() for x in gaps]).abs().max().item()
-    # The trial finds what no configuration tells, such as ALiBi. [RLOO-12]
-    return "" if gap < 1e-3 else f"packed and plain rows differ by {gap:.2g}"

@@ -190,15 +190,16 @@ class Scorer:
         tasks = {(spec or "").partition(":")[0] for spec in (args.dataset, getattr(args, "eval_dataset", None))}
         self.watched = WATCHED if "toy" in tasks else {}
         self.boolean = []  # names of the functions that returned nothing but True, False and None in the last call
-        given = getattr(args, "reward_fn_weights", [0.0] * len(self.functions))  # A page without them watches.
-        has_model = bool(getattr(args, "reward_model_path", None))
-        weights = [1.0] * has_model + list(given or [1.0] * len(self.functions))
-        self.names = ["reward_model"] * has_model + [*self.functions, *self.watched]
-        self.weights = torch.tensor(weights + [0.0] * len(self.watched), device=accelerator.device)
-        self.num_weighted = len(weights)
+        # A page without weights watches the functions.
+        factors = getattr(args, "reward_fn_weights", [0.0] * len(self.functions)) or [1.0] * len(self.functions)
+        weights = {"reward_model": 1.0} if getattr(args, "reward_model_path", None) else {}
+        weights |= dict(zip(self.functions, factors, strict=True))
         if weights:
-            terms = [f"{weight:g} * {name}" for weight, name in zip(weights, self.names, strict=False)]
-            cli.say(f"rewards: {' + '.join(terms)}")
+            cli.say(f"rewards: {' + '.join(f'{weight:g} * {name}' for name, weight in weights.items())}")
+        self.weighted = list(weights)
+        weights |= dict.fromkeys(self.watched, 0.0)
+        self.names = list(weights)
+        self.weights = torch.tensor(list(weights.values()), device=accelerator.device)
 
     def check_columns(self, prompts, held_out=()):
         """Exits with an error if a data set lacks a column that a function needs, or messages cannot be scored."""
@@ -265,16 +266,13 @@ class Scorer:
             scores = [self.response_scores(self.reward_model, part, *n) for _, part in parts]
             entries["reward_model"] = torch.cat(scores).tolist()
         for words, i in self.faults(rows, entries):
-            row, (text,) = (
-                rows[i],
-                models.decode(self.tokenizer, batch.responses[i : i + 1], batch.response_mask[i : i + 1]),
-            )
-            raise Fault(f"{words} row {row.number} of {row.source}, {row.text!r}, with the response {text!r}")
+            where = f"row {rows[i].number} of {rows[i].source}, {rows[i].text!r}, with the response {texts[i]!r}"
+            raise Fault(f"{words} {where}")
         return entries
 
     def faults(self, rows, entries):
         """What is wrong with what the rewards say, {name: entries}: pairs of words and the number of the response."""
-        weighted = {name: entries[name] for name in self.names[: self.num_weighted]}
+        weighted = {name: entries[name] for name in self.weighted}
         for name, said in weighted.items():
             for i, x in enumerate(said):
                 if x is not None and not (isinstance(x, numbers.Real) and abs(x) <= torch.finfo(torch.float32).max):
@@ -295,7 +293,7 @@ class Scorer:
         """
         columns = {name: x[~x.isnan()] for name, x in zip(self.names, values.cpu().unbind(1), strict=True)}
         # A reward model alone is not repeated, since its mean is objective/scores.
-        found = {f"rewards/{name}": columns[name] for name in self.names[: self.num_weighted] if self.functions}
+        found = {f"rewards/{name}": columns[name] for name in self.weighted if self.functions}
         if self.boolean:
             found["verifiable_correct_rate"] = torch.cat([columns[name] for name in self.boolean])
         found |= {name: columns[name] for name in self.watched}

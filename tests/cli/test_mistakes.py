@@ -131,9 +131,9 @@ def test_a_batch_that_two_processes_cannot_share(refused, monkeypatch, script):
         ("train_sft", jsonl({"completion": None}), ["row 2", "'completion'"]),
         (["train_reward", "train_dpo"], jsonl({"rejected": None}), ["row 2", "'rejected'"]),
         ([*RL, "evaluate"], jsonl({"prompt": ""}), ["row 2", "empty"]),
-        ([*RL, "evaluate"], jsonl({"prompt": LONG}), ["row 2", "with 200;", "124"]),
-        (["train_reward", "train_dpo"], jsonl({"rejected": LONG}), ["row 2", "with 205;", "128", "--max_length"]),
-        ("train_sft", jsonl({"completion": LONG}), ["row 2", "with 205;", "128", "--max_length"]),
+        ([*RL, "evaluate"], jsonl({"prompt": LONG}), ["row 2 with 200: ", "124"]),
+        (["train_reward", "train_dpo"], jsonl({"rejected": LONG}), ["row 2 with 205: ", "128", "--max_length"]),
+        ("train_sft", jsonl({"completion": LONG}), ["row 2 with 205: ", "128", "--max_length"]),
         (
             "train_rloo",
             jsonl({"prompt": CHAT}),
@@ -159,7 +159,7 @@ def test_a_file_that_does_not_exist(refused, script):
     "script, flag, change, flags, words",
     [
         ("train_reward", "dataset", dict(prompt=""), dict(normalization="gain_bias"), ["row 2", "empty"]),
-        ("train_reward", "dataset", dict(prompt=SOUPS), dict(normalization="gain_bias"), ["row 2", "with 100;"]),
+        ("train_reward", "dataset", dict(prompt=SOUPS), dict(normalization="gain_bias"), ["row 2 with 100: "]),
         ("train_reward", "reference_dataset", dict(completion=LONG), {}, ["row 2"]),
         ("train_sft", "eval_dataset", dict(prompt=SOUPS), {}, ["row 2", "--response_length 53"]),  # ROUGE needs room.
     ],

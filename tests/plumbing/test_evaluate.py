@@ -277,25 +277,6 @@ def test_each_setting_is_the_flags_or_the_files_or_the_fallback(trained, file, f
     assert {name: getattr(args, name) for name in FALLBACKS} == {name: expected[name] for name in FALLBACKS}
 
 
-# ---- what makes figures doubtful -------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    "ended, lengths, doubted",
-    [
-        ((0.9, 0.9), (10, 20), []),
-        ((0.9, 0.9), (20, 10), []),
-        ((0.89, 0.9), (20, 10), ["only 89.0% of the policy's"]),
-        ((0.9, 0.89), (10, 20), ["only 89.0% of the opponent's"]),
-        ((0.9, 0.9), (10, 21), ["mean length 10.0 against 21.0"]),
-        ((0.9, 0.9), (21, 10), ["mean length 21.0 against 10.0"]),
-    ],
-)
-def test_responses_without_an_end_and_lengths_far_apart_are_said(ended, lengths, doubted):
-    sides = [{"ended": {"value": x}, "length": {"value": n}} for x, n in zip(ended, lengths, strict=True)]
-    args = evaluate.Args(policy_path="a", opponent_path="b", response_length=9)
-    lines = evaluation.doubts(args, dict(zip(("policy", "opponent"), sides, strict=True)))
-    assert len(lines) == len(doubted) and all(map(str.startswith, lines, doubted))
-
-
 # ---- the output folder -----------------------------------------------------------------------------------------------
 def test_the_same_command_may_be_repeated_and_another_needs_overwrite(rows, tiny, capsys):
     evaluate_tiny(tiny)

@@ -194,7 +194,7 @@ def h(prompts, completions): return [-1.0] * 3
 @pytest.mark.parametrize(
     "body, words",
     [
-        ("return [0.0, float('nan'), 0.0]", ["f returned nan", "row 2 of --dataset x, 'p1'", "' the room'"]),
+        ("return [0.0, float('nan'), 0.0]", ["f returned nan", "row 2 of --dataset x, 'p1', with the response 'b'"]),
         ("return ['much', 0.0, 0.0]", ["returned 'much'", "row 1"]),
         ("return [0.0, 0.0]", ["returned 2 entries for 3 completions"]),
         ("return None", ["--reward_fn f raised TypeError, called with 3 completions"]),
