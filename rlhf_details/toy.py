@@ -245,12 +245,13 @@ def comparisons(split, num, sample):
     """Comparisons for the reward model: 4 responses of the SFT policy to each prompt, and which of them `choose` takes.
 
     Args: split "train" or "test"; num, how many; sample, a function from a list of prompts to lists of 4 responses.
-    Returns: list of (prompt, [4 responses], index of the best).
+    Returns: list of {"prompt", "candidates": 4 responses, "best": index of the best}.
     """
     rng = np.random.default_rng([2025, split == "test", num])
     prompts = [r["prompt"] for r in rows("prompts", split)]
     prompts = [prompts[i % len(prompts)] for i in range(num)]
-    return [(p, c, choose([gold(p, r) for r in c], rng)) for p, c in zip(prompts, sample(prompts), strict=True)]
+    pairs = zip(prompts, sample(prompts), strict=True)
+    return [{"prompt": p, "candidates": c, "best": choose([gold(p, r) for r in c], rng)} for p, c in pairs]
 
 
 def tokenizer(task="toy"):

@@ -119,8 +119,7 @@ def end_of_turn(tokenizer, options=None):
 
 def special_tokens(tokenizer):
     """{text: id} of all tokens that are no part of ordinary text, those included that only the chat template uses."""
-    added = {token.content: i for i, token in tokenizer.added_tokens_decoder.items()}
-    return added | dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+    return {token.content: i for i, token in tokenizer.added_tokens_decoder.items()}
 
 
 def end_ids(tokenizer):

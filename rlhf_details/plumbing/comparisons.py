@@ -51,8 +51,7 @@ def load(args, tokenizer, model, accelerator):
                 written = models.decode_all(tokenizer, responses)
                 return [written[i : i + 4] for i in range(0, len(written), 4)]
 
-            made = toy.comparisons(split or "train", num, four_texts)
-            rows = [dict(zip(("prompt", "candidates", "best"), row, strict=True)) for row in made]
+            rows = toy.comparisons(split or "train", num, four_texts)
         else:
             rows = with_candidates(data.read_rows(args, flag, ""), args, flag)
         return data.encode(args, flag, rows, tokenizer, models.context(model), "candidates")

@@ -46,10 +46,10 @@ def read_rows(args, flag, stage, split="train"):
     return rows[: getattr(args, "take", None) if flag == "dataset" else None]
 
 
-def of_each(function, rows, args, flag, progress=""):
-    """[function(row), ..]. A row that is wrong ends the program with its number. progress: what takes so long."""
+def of_each(function, rows, args, flag):
+    """[function(row), ..]. A row that is wrong ends the program with its number."""
     found, what = [], f"--{flag} {getattr(args, flag)}"
-    for number, row in enumerate(cli.progress(f"{progress} {what}", rows) if progress else rows, 1):
+    for number, row in enumerate(cli.progress(what, rows), 1):
         try:
             found.append(function(row))
         except RowError as e:
@@ -307,7 +307,7 @@ def encode(args, flag, rows, tokenizer, context, column=None, num_sampled=0):
         text, source = as_text(tokenizer, row["prompt"]), f"--{flag} {getattr(args, flag)}"
         return Prompt(ids, text, row, 0, source, options, [answer for _, answer in pairs])
 
-    found = of_each(to_prompt, rows, args, flag, "tokenising")
+    found = of_each(to_prompt, rows, args, flag)
     for number, row in enumerate(found, 1):
         row.number = number
     if not found:

@@ -233,7 +233,7 @@ def set_up(model, path, flag, args):
         if max(tokens.values()) >= size:
             what = f"its tokenizer has {max(tokens.values()) + 1} tokens, and the model {size} embeddings"
             cli.fail(f"{flag} {path}: {what}; model.resize_token_embeddings adds the others")
-        model.num_tokens = min(size, max(tokenizer.get_vocab().values()) + 1)
+        model.num_tokens = min(size, chat.vocabulary(tokenizer))
     return prepare(model, args)
 
 

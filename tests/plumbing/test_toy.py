@@ -122,11 +122,11 @@ def test_comparisons_ask_for_prompts_of_the_split_and_keep_the_candidates():
 
     rows = toy.comparisons("test", 600, sample)  # more than there are prompts, so it starts again
     prompts = [r["prompt"] for r in toy.rows("prompts", "test")]
-    assert asked == [prompts[i % len(prompts)] for i in range(600)] == [prompt for prompt, _, _ in rows]
-    assert all(candidates[0] == "the room was lovely ." and 0 <= best < 4 for _, candidates, best in rows)
+    assert asked == [prompts[i % len(prompts)] for i in range(600)] == [row["prompt"] for row in rows]
+    assert all(row["candidates"][0] == "the room was lovely ." and 0 <= row["best"] < 4 for row in rows)
     assert rows == toy.comparisons("test", 600, sample)
-    best = [max(range(4), key=lambda i: toy.gold(prompt, candidates[i])) for prompt, candidates, _ in rows]
-    assert mean(a == b for a, (_, _, b) in zip(best, rows, strict=True)) > 0.6  # noisy, but right on average
+    best = [max(range(4), key=lambda i: toy.gold(row["prompt"], row["candidates"][i])) for row in rows]
+    assert mean(a == row["best"] for a, row in zip(best, rows, strict=True)) > 0.6  # noisy, but right on average
 
 
 # ---- toy-sum ---------------------------------------------------------------------------------------------------------
