@@ -331,7 +331,9 @@ def encode(args, flag, rows, tokenizer, context, column=None, num_sampled=0):
 
 def said(row, column):
     """The answers of a row that are trained on, as texts, messages or token ids."""
-    return {None: list, "completion": lambda: [row[column]], "candidates": lambda: row[column]}[column]()
+    if column is None:
+        return []
+    return row[column] if column == "candidates" else [row[column]]
 
 
 def as_text(tokenizer, prompt):
