@@ -23,7 +23,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from rlhf_details import evaluate, toy, train_dpo, train_grpo, train_reward, train_rloo, train_sft
+from rlhf_details import evaluate, toy, train_distill, train_dpo, train_grpo, train_reward, train_rloo, train_sft
 from rlhf_details.plumbing import chat, comparisons, data, files
 from rlhf_details.plumbing.models import decode_all
 
@@ -689,6 +689,17 @@ def test_a_prompt_that_no_model_can_read_is_one_line(in_tmp, fails, prompt, room
     assert words in fails(prompts_of, "rows.json", word_tokenizer(), room)
 
 
+def test_gkds_share_of_the_data_sets_completions_reads_the_rows_once(in_tmp):
+    Path("mine.py").write_text("calls = []\ndef rows(): calls.append(1); return [{'prompt': 'a', 'completion': 'b c'}]")
+    files.load_module.cache_clear()
+    args = train_distill.Args(dataset="mine.py:rows", divergence="jsd", on_policy_share=0.5)
+    prompts, held_out = data.load_prompts(args, word_tokenizer(), 512)
+    responses, mask = data.completions([*prompts, *prompts], 5, "cpu")
+    assert responses.tolist() == [[B, C, EOS, 0, 0]] * 2 and mask.tolist() == [[True] * 3 + [False] * 2] * 2
+    assert data.completions(prompts, 2, "cpu")[0].tolist() == [[B, C]] and not held_out
+    assert files.load_module(str(Path("mine.py").resolve())).calls == [1]
+
+
 @pytest.mark.parametrize("num, world", [(7, 3), (6, 3), (1, 2)])
 def test_the_shares_of_all_processes_are_equally_long_and_hold_every_number_once(num, world):
     accelerators = [SimpleNamespace(num_processes=world, process_index=i, device="cpu") for i in range(world)]
@@ -755,6 +766,7 @@ CHOICE, TOO_LONG = {"prompt": "w2 w3", "candidates": ["w4", "w5"], "best": 0}, "
     "row, change, words",
     [
         (CHOICE, {"candidates": ["w4"]}, "must hold 2 strings, in every row alike"),
+        (CHOICE, {"candidates": "w4"}, "must hold 2 strings, in every row alike"),
         (CHOICE, {"candidates": ["w4", "w4 " * 40]}, f"1 of 2 {TOO_LONG} first one is row 2 with 43: "),
         (CHOICE, {"best": None}, "'best'"),
         (LABEL, {"best": 4}, "column 'best': 4 is no index of its candidates"),

@@ -277,6 +277,13 @@ def test_each_setting_is_the_flags_or_the_files_or_the_fallback(trained, file, f
     assert {name: getattr(args, name) for name in FALLBACKS} == {name: expected[name] for name in FALLBACKS}
 
 
+@pytest.mark.parametrize("file, doubted", [({}, 0), ({"reward_fn": ["f"]}, 1), ({"teacher_model_path": "t"}, 0)])
+def test_a_win_rate_by_trainings_own_functions_is_doubted_unless_a_teacher_trained(trained, file, doubted):
+    trained({"reward_fn": ["f"] if "teacher_model_path" in file else []} | file)
+    args = evaluate.Args(policy_path="trained", judge="reward_fn", reward_fn=("f",))
+    assert len(evaluation.doubts(args, {})) == doubted
+
+
 # ---- the output folder -----------------------------------------------------------------------------------------------
 def test_the_same_command_may_be_repeated_and_another_needs_overwrite(rows, tiny, capsys):
     evaluate_tiny(tiny)

@@ -27,7 +27,7 @@ from short_runs import write_rows
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from rlhf_details import evaluate, toy, train_rloo, utils
-from rlhf_details.plumbing import chat, data, files, models, rewards
+from rlhf_details.plumbing import chat, data, engines, files, models, rewards
 
 BOTH = pytest.mark.parametrize("page", ["train_rloo", "train_ppo"])
 
@@ -436,13 +436,19 @@ def shuffled(ragged, in_tmp):
 
 
 @BOTH
-def test_a_reward_model_with_other_token_ids_is_given_text_and_scores_the_same(ragged, shuffled, few_prompts, page):
+def test_a_reward_model_with_other_token_ids_is_given_text_and_scores_the_same(
+    ragged, shuffled, few_prompts, monkeypatch, page
+):
+    """The engine and the checksum of a checkpoint know it, as they know one that reads token ids."""
     policy, reward_model = shuffled
     options = dict(eval_dataset="toy:test", take=30, sft_model_path=policy)
     options |= {"value_model": "shared"} if page == "train_ppo" else {}
     same = run_page(page, ragged, **options)
+    prepared = record(monkeypatch, engines, "prepare")["prepare"]
+    started = record(monkeypatch, PAGES[page], "Run")["Run"]
     other = run_page(page, ragged, **options, reward_model_path=reward_model)
     assert_same_curves(same, other)
+    assert type(prepared[0][0][-1]) is type(started[0][0][-1][-1]) is rewards.TextModel
     # A model alone is objective/scores already.
     assert not any("objective/rewards/" in name for row in same for name in row)
 
