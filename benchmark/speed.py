@@ -358,9 +358,10 @@ def decode(args):
         copy = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).to(device).eval()
         systems["generate, bf16 weights"] = lambda: generated(copy)
     if importlib.util.find_spec("vllm"):
-        flags = types.SimpleNamespace(sampler="vllm", vllm_server=None, vllm_memory=0.3, response_length=R)
+        flags = dict(sampler="vllm", vllm_server=None, vllm_memory=0.3, vllm_folder="/dev/shm", response_length=R)
         accelerator = Accelerator(cpu=device == "cpu", mixed_precision="bf16" if bf16 else "no")
-        engine = vllm.sampler(flags, accelerator, [types.SimpleNamespace(ids=ids) for ids in prompts], sys.exit)
+        rows_of_ids = [types.SimpleNamespace(ids=ids) for ids in prompts]
+        engine = vllm.sampler(types.SimpleNamespace(**flags), accelerator, rows_of_ids, sys.exit)
         batch = queries.repeat_interleave(k, 0), mask.repeat_interleave(k, 0), rows
         systems["vLLM, its push included"] = lambda: engine(
             policy, *batch, 1, R, None, (1, utils.TRAINING, 1), len(rows)

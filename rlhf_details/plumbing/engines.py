@@ -25,7 +25,6 @@ from accelerate.utils import (
     broadcast_object_list,
 )
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
@@ -127,8 +126,6 @@ def prepare(args, accelerator, module, optimizer, *frozen):
     Under FSDP2 they come to the device layer by layer. ZeRO-3 first puts the whole of the trained module there. Under
     bf16 autocast frozen modules hold `matrices` in bf16, unless their weights are shared out.
     """
-    if accelerator.device.type == "cpu":
-        use_one_thread(module)
     module._no_split_modules = sorted({type(m).__name__ for m in layers(module)})  # FSDP2 gathers them singly.
     empty, own = template(module), set(module.modules())
     if uses_deepspeed(accelerator) or accelerator.is_fsdp2:  # accelerate does the same for DDP.
@@ -137,6 +134,7 @@ def prepare(args, accelerator, module, optimizer, *frozen):
         # Each piece of the logits gathers the head, and processes have different numbers of pieces. So it makes one.
         module.logits_at_once = 2**62
     module, optimizer = accelerator.prepare(module, optimizer)
+    use_one_thread(module)
     if uses_deepspeed(accelerator):
         # accelerate (1.15) would step inside `backward`, once a micro-batch. `step` does it here.
         accelerator.deepspeed_engine_wrapped.backward = lambda loss, **_: module.backward(loss)
@@ -149,7 +147,7 @@ def prepare(args, accelerator, module, optimizer, *frozen):
         if getattr(m, "stays_whole", False):
             m.to(accelerator.device)
         elif shares_out(accelerator):
-            share_out_frozen(m, accelerator.device)
+            share_out_frozen(m)
         elif precision(accelerator) == "bf16":
             for p in matrices(m):
                 p.data = p.data.bfloat16()
@@ -247,11 +245,10 @@ def layers(module):
     return [m for m in module.modules() if type(m).__name__ in kinds]
 
 
-def share_out_frozen(module, device):
+def share_out_frozen(module):
     """Leaves each process its part of a frozen module's weights, on the device. A call gathers them layer by layer."""
-    mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     for m in [*reversed(layers(module)), module]:  # A layer within a layer comes first.
-        fully_shard(m, mesh=mesh, reshard_after_forward=True)
+        fully_shard(m, reshard_after_forward=True)
 
 
 def whole(x):
@@ -279,11 +276,9 @@ def matrices(module):
 # ---- a whole copy of a policy, to sample from or to save -------------------------------------------------------------
 def template(module):
     """A copy of a policy for `filled`, whose parameters have shapes and no numbers, and without its critic."""
-    weights = dict(module.named_parameters(remove_duplicate=False))
-    shapes = {name: p.to("meta") for name, p in weights.items()}
-    module.load_state_dict(shapes, strict=False, assign=True)  # No memory is needed for a second set of weights.
-    made = copy.deepcopy(module).requires_grad_(False).eval()
-    module.load_state_dict(weights, strict=False, assign=True)
+    # deepcopy takes these for the copies of the weights, so no memory is needed for a second set.
+    shapes = {id(p): nn.Parameter(p.to("meta"), requires_grad=False) for p in module.parameters()}
+    made = copy.deepcopy(module, shapes).eval()
     made.critic = None
     return made
 
@@ -326,7 +321,8 @@ def use_one_thread(*modules):
     Threads spin while they wait for each other, which is most of the time where another run wants the same cores.
     """
     size = max(sum(p.numel() for p in module.parameters()) for module in modules)
-    is_on_cpu = next(modules[0].parameters()).device.type == "cpu"
-    if is_on_cpu and size < SMALL and torch.get_num_threads() > 1 and "OMP_NUM_THREADS" not in os.environ:
+    if next(modules[0].parameters()).device.type != "cpu" or "OMP_NUM_THREADS" in os.environ:
+        return
+    if size < SMALL and torch.get_num_threads() > 1:
         torch.set_num_threads(1)
         say(f"one CPU thread, since {size / 1e6:.1f} M parameters gain little from more: OMP_NUM_THREADS sets another")

@@ -101,7 +101,7 @@ class SampledArgs:
     vllm_server: str | None = None
     """URL of a `vllm serve` that samples for all processes; None: an engine beside each of them"""
     vllm_folder: str = "/dev/shm"
-    """folder that server and main process see, for the weights that the server loads"""
+    """folder through which vLLM gets the weights; a server must see it as well"""
 
     # rewards
     reward_fn: tuple[str, ...] = ()

@@ -30,18 +30,11 @@ from transformers.utils.peft_utils import find_adapter_config_file
 from rlhf_details import toy
 from rlhf_details.plumbing import chat, cli, engines
 
-# Weights are read from safetensors files alone, because the older kind are pickles, which can run any code.
-# They are held in fp32, because a bf16 weight would swallow a step of 3e-6. [MODEL-3]
-# Weights whose shapes do not fit are listed, and refused by `load`, since the library's error does not name them.
-LOADING = {"dtype": torch.float32, "use_safetensors": True}
-LOADING |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
-
 
 def read(kind, path, flag, args, **options):
     """What an Auto class (kind) reads from a folder or Hub name. What cannot be read ends the program with one line."""
     name, revision = cli.split(path)
     with cli.reading(flag, path):
-        cli.announce(path)
         return kind.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code, **options)
 
 
@@ -65,17 +58,16 @@ def find_tokenizer(path, flag, args):
 
     Adapters that come without one have that of their base.
     """
-    known = {}
-    if base := base_of(path, flag):
-        name, revision = cli.split(path)
-        try:
-            cached_file(name, "tokenizer_config.json", revision=revision)
-        except OSError:  # peft saves none with the adapters.
+    (name, revision), base = cli.split(path), base_of(path, flag)
+    try:
+        cached_file(name, "tokenizer_config.json", revision=revision)
+    except OSError:
+        if base:
             return find_tokenizer(base, flag, args)
-        known["config"] = read(AutoConfig, base, flag, args)  # They have none. transformers 5.17 does not do without.
-    kinds = "tokenizer*", "vocab*", "*.model"
-    if os.path.isdir(path) and not any(file for kind in kinds for file in Path(path).glob(kind)):
-        return None
+        if os.path.isdir(path):
+            return None
+    # Adapters have no configuration. transformers 5.17 does not do without.
+    known = {"config": read(AutoConfig, base, flag, args)} if base else {}
     return read(AutoTokenizer, path, flag, args, **known)
 
 
@@ -83,8 +75,8 @@ def check_same_tokens(path, flag, tokenizer, args):
     """Exits with an error unless the tokenizer of a model has the tokens of another one, each with the same number."""
     theirs, ours = load_tokenizer(path, flag, args).get_vocab(), tokenizer.get_vocab()
     if theirs != ours:
-        differ = sorted(dict(theirs.items() ^ ours.items()))
-        cli.fail(f"{flag} {path}: {len(differ)} tokens are not those of --sft_model_path, such as {differ[0]!r}")
+        first = min(dict(theirs.items() ^ ours.items()))
+        cli.fail(f"{flag} {path}: its tokens are not those of --sft_model_path; {first!r} is one that differs")
 
 
 def vocabularies(*tokenizers):
@@ -165,23 +157,20 @@ def name_of_cache(model):
 
 def load_policy(path, flag, args):
     """A causal language model (folder or Hub name) in fp32. Adapters are merged into the model that they belong to."""
-    if base := base_of(path, flag):
-        model, _ = merged(load_policy(base, f"{flag} {path}: base model", args), path, flag, args)
-        return set_up(model, path, flag, args)
-    model, info = load(AutoModelForCausalLM, path, flag, args)
-    for name, value in vars(model.config.get_text_config()).items():
-        if "jitter" in name and value:  # A router with jitter would put noise into the log-probs.
-            kind = model.config.model_type
-            cli.fail(f"{flag} {path}: a {kind} draws random numbers in training mode ({name} {value})")
-    wrong = [f"lacks {name}" for name in info["missing_keys"]]
-    wrong += [f"has {name}" for name in info["unexpected_keys"] if name.startswith("score.")]
+    model, missing, unexpected = load(AutoModelForCausalLM, path, flag, args)
+    wrong = [f"lacks {name}" for name in missing]
+    wrong += [f"has {name}" for name in unexpected if name.startswith("score.")]
     if wrong:
         cli.fail(f"{flag} {path}: not a causal language model (it {', '.join(sorted(wrong))})")
+    config = model.config.get_text_config()
+    for name, value in vars(config).items():
+        if "jitter" in name and value:  # A router with jitter would put noise into the log-probs.
+            kind = config.model_type
+            cli.fail(f"{flag} {path}: a {kind} draws random numbers in training mode ({name} {value})")
     takes_cache = any(accepts(m, name_of_cache(m))[0] for m in (model, model.base_model))
-    if not takes_cache or set(getattr(model.config, "layer_types", None) or []) == {"linear_attention"}:
-        kind = model.config.model_type
-        cli.fail(f"{flag} {path}: a {kind} cannot be sampled: it has no cache of keys and values")
-    return set_up(model, path, flag, args)
+    if not takes_cache or set(getattr(config, "layer_types", None) or []) == {"linear_attention"}:
+        cli.fail(f"{flag} {path}: a {config.model_type} cannot be sampled: it has no cache of keys and values")
+    return model
 
 
 def load_scalar_model(path, flag, args):
@@ -195,39 +184,44 @@ def load_reward_model(path, args, flag="--reward_model_path", allow_untrained=Fa
     allow_untrained, or the flag of that name, accepts a model without a head and draws one at random, for dummy runs
     and for training to start from.
     """
-    allow_untrained = allow_untrained or args.allow_untrained_reward_model
-    if base := base_of(path, flag):
-        model = load_reward_model(base, args, f"{flag} {path}: base model", allow_untrained=True)
-        model, has_head = merged(model, path, flag, args)
-        missing = [] if has_head else ["score.weight"]
-    else:
-        # Some configurations do not say that there is one label, and the library would take them to mean two.
-        model, info = load(AutoModelForSequenceClassification, path, flag, args, num_labels=1)
-        missing = sorted(info["missing_keys"])
+    # Some configurations do not say that there is one label, and the library would take them to mean two.
+    model, missing, _ = load(AutoModelForSequenceClassification, path, flag, args, num_labels=1)
     if not hasattr(model, "score"):
         cli.fail(f"{flag} {path}: {type(model).__name__} has no linear head `score` on a causal model")
     # The library only warns of a head without trained weights, and the rewards would be noise. [MODEL-5]
-    if missing and not allow_untrained:
+    if missing and not (allow_untrained or args.allow_untrained_reward_model):
         hint = "train_reward.py trains one, --allow_untrained_reward_model lets a dummy run continue"
-        cli.fail(f"{flag} {path}: not a trained reward model (it lacks {', '.join(missing)}); {hint}")
-    return set_up(model, path, flag, args)
+        cli.fail(f"{flag} {path}: not a trained reward model (it lacks {', '.join(sorted(missing))}); {hint}")
+    return model
 
 
 def load(kind, path, flag, args, **options):
-    """(model, what the library says of its weights) of a folder or Hub name. Args: kind, an Auto class."""
-    options |= LOADING | {"attn_implementation": args.attn_implementation}
-    kernel = args.attn_implementation and f"--attn_implementation {args.attn_implementation} with "
-    model, info = read(kind, path, f"{kernel or ''}{flag}", args, **options)  # The kernel may be what cannot be had.
-    for name, found, expected in info["mismatched_keys"]:
-        cli.fail(f"{flag} {path}: {name} has the shape {list(found)}, and {list(expected)} is expected")
-    return model, info
+    """(model, names of weights that it needs and the files lack, names that they have in addition).
 
-
-def set_up(model, path, flag, args):
-    """`prepare` for a loaded model, which must have an embedding for each token of its tokenizer.
-
-    Only the padding token may lack one, since nothing reads padding.
+    The model must have an embedding for each token of its tokenizer but the padding token, since nothing reads padding.
+    Args: kind, an Auto class; path, a folder or Hub name, where adapters are merged into the model below them.
     """
+    if base := base_of(path, flag):
+        model, missing, unexpected = load(kind, base, f"{flag} {path}: base model", args, **options)
+        model, has_head = merged(model, path, flag, args)
+        missing = missing - {"score.weight"} if has_head else missing
+    else:
+        kernel = f"--attn_implementation {args.attn_implementation} with " if args.attn_implementation else ""
+        model, info = read(
+            kind,
+            path,
+            f"{kernel}{flag}",  # The kernel may be what cannot be had.
+            args,
+            dtype=torch.float32,  # A bf16 weight would swallow a step of 3e-6. [MODEL-3]
+            use_safetensors=True,  # The older kind of files are pickles, which can run any code.
+            attn_implementation=args.attn_implementation,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # They are refused below, since the library's error does not name them.
+            **options,
+        )
+        for name, found, expected in info["mismatched_keys"]:
+            cli.fail(f"{flag} {path}: {name} has the shape {list(found)}, and {list(expected)} is expected")
+        missing, unexpected = set(info["missing_keys"]), info["unexpected_keys"]
     if tokenizer := find_tokenizer(path, flag, args):
         size, (tokens,) = model.get_input_embeddings().num_embeddings, vocabularies(tokenizer)
         if max(tokens.values()) >= size:
@@ -235,215 +229,4 @@ def set_up(model, path, flag, args):
             cli.fail(f"{flag} {path}: {what}; model.resize_token_embeddings adds the others")
         model.num_tokens = min(size, chat.vocabulary(tokenizer))
     return prepare(model, args)
-
-
-def prepare(model, args):
-    """Returns a model as training needs it: with gradient checkpointing where args ask for it.
-
-    From then on transformers makes masks by `sdpa_mask_unread`.
-    """
-    AttentionMaskInterface.register("sdpa", sdpa_mask_unread)
-    if getattr(args, "gradient_checkpointing", False):
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model
-
-
-def sdpa_mask_unread(*args, attention_mask=None, allow_is_causal_skip=True, **options):
-    """transformers' sdpa_mask, which does without a mask where none of its tokens is padding.
-
-    On a GPU it makes every mask. To read one, the host would wait for the GPU in each forward.
-    """
-    is_on_cpu = attention_mask is None or attention_mask.device.type == "cpu"
-    options |= {"attention_mask": attention_mask, "allow_is_causal_skip": allow_is_causal_skip and is_on_cpu}
-    return sdpa_mask(*args, **options)
-
-
-def num_tokens(model):
-    """How many of a model's logits stand for a token of its tokenizer. Some models have a few more, as filler."""
-    return getattr(model, "num_tokens", model.config.get_text_config().vocab_size)
-
-
-def context(*modules):
-    """The most tokens that all modules' models can read (math.inf where none has a limit). None does not count."""
-    return min((context_of(m.model) for m in modules if m is not None), default=math.inf)
-
-
-def context_of(model):
-    """The most tokens that a transformers model can read, math.inf where it has no limit."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
-
-
-def checksum(module):
-    """Numbers that tell a module's weights from others, a hash of each; call it on every process."""
-    return [torch.hash_tensor(engines.whole(p).detach().cpu()).item() for p in module.parameters()]
-
-
-# ---- hidden states -> logits -----------------------------------------------------------------------------------------
-class Head:
-    """From last hidden states to logits: the output embedding, and what a model does with it afterwards.
-
-    It looks the embedding up in the model at each call, so that it is no second owner of its weights. Logits that stand
-    for no token are cut off, so that none of them is sampled or takes part in a softmax.
-    """
-
-    def __init__(self, model):
-        config = model.config.get_text_config()
-        # The model stands in a list, so that no module sees it as its child.
-        self.model, self.vocab_size = [model], num_tokens(model)
-        # Cohere multiplies by `logit_scale`, Granite divides by `logits_scaling`, and Gemma 2 caps.
-        self.scale = (getattr(config, "logit_scale", None) or 1) / (getattr(config, "logits_scaling", None) or 1)
-        self.cap = getattr(config, "final_logit_softcapping", None)
-
-    def __call__(self, hidden):
-        """Args: hidden [.., H]. Returns: logits [.., V]."""
-        logits = self.model[0].get_output_embeddings()(hidden)[..., : self.vocab_size]
-        logits = logits * self.scale if self.scale != 1 else logits
-        return self.cap * (logits / self.cap).tanh() if self.cap else logits
-
-
-@torch.no_grad()
-def lm_head(model):
-    """The Head of a causal model. It is shown to give the model's own logits, or the program ends with one line."""
-    head, training = Head(model), model.training
-    tokens = torch.arange(min(8, head.vocab_size), device=model.device).unsqueeze(0)
-    states = model.eval().base_model(input_ids=tokens, use_cache=False).last_hidden_state
-    ours, theirs = head(states), model(input_ids=tokens, use_cache=False).logits[..., : head.vocab_size]
-    model.train(training)
-    if ours.shape != theirs.shape or not torch.allclose(ours, theirs, rtol=1e-4, atol=1e-4, equal_nan=True):
-        cli.fail(f"a {model.config.model_type} changes its logits after the output embedding in a way not known here")
-    return head
-
-
-# ---- a small model of one's own --------------------------------------------------------------------------------------
-def make_small(args, rows):
-    """Returns (tokenizer, model): byte-level BPE trained on the rows' text, and a GPT-NeoX of the sizes that args give.
-
-    An embedded task brings its own tokenizer. Args: rows, dictionaries with the strings `prompt` and `completion`.
-    """
-    if not all(isinstance(row["prompt"], str) for row in rows):
-        cli.fail("--base_model scratch: makes its tokenizer from text, and knows no messages and no token ids")
-    task = args.dataset.partition(":")[0]
-    if task in toy.TASKS:
-        tokenizer = toy.tokenizer(task)
-    else:
-        backend, texts = ByteLevelBPETokenizer(), [row["prompt"] + row["completion"] for row in rows]
-        options = dict(min_frequency=2, special_tokens=["<pad>", "<eos>"], show_progress=False)
-        backend.train_from_iterator(texts, args.vocab_size, **options)
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend._tokenizer, pad_token="<pad>", eos_token="<eos>")
-    config = GPTNeoXConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=args.hidden_size,
-        num_hidden_layers=args.num_layers,
-        num_attention_heads=args.num_heads,
-        intermediate_size=4 * args.hidden_size,
-        max_position_embeddings=args.context_length,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        attn_implementation=args.attn_implementation,
-    )
-    return tokenizer, prepare(GPTNeoXForCausalLM(config), args)
-
-
-# ---- LoRA (arXiv 2106.09685) by the library peft, whose layers take the place of a model's linear layers -------------
-def add_adapters(model, rank):
-    """Freezes a model and adds adapters to train: W x becomes W x + 2 B A x, with A [rank, in], B [out, rank].
-
-    A is random and B is 0, so the model starts as it was. A new head (`score`) is trained as a whole. A rank of 0
-    changes nothing. Returns the model, whose `lora[0]` is peft's LoraModel. It stands in a list, so that it is not the
-    model's child.
-    """
-    if not rank:
-        return model
-    from peft import LoraConfig, LoraModel
-
-    kind = "SEQ_CLS" if hasattr(model, "score") else "CAUSAL_LM"
-    config = LoraConfig(target_modules="all-linear", task_type=kind, r=rank, lora_alpha=2 * rank, lora_dropout=0.0)
-    try:
-        model.lora = [LoraModel(model, config, "default")]
-    except ValueError as e:
-        cli.fail(f"--lora_rank {rank}: peft cannot adapt a {model.config.model_type} ({cli.in_one_line(e)})")
-    if hasattr(model, "score"):
-        model.score.requires_grad_(True)
-    cli.say(f"LoRA: {model.num_parameters(True):,} of {model.num_parameters():,} parameters are trained")
-    return model
-
-
-def frozen_copy(policy):
-    """A policy that stays as this one is before its training. With adapters it shares the model and leaves them out."""
-    if hasattr(policy.model, "lora"):
-        return WithoutAdapters(policy)
-    return copy.deepcopy(policy).requires_grad_(False)
-
-
-class WithoutAdapters(torch.nn.Module):
-    """Calls what `reads` holds: the policy, or what an engine has made of it."""
-
-    def __init__(self, policy):
-        super().__init__()
-        self.model, self.reads = policy.model, [policy]
-
-    def forward(self, *args, **kwargs):
-        (lora,) = self.model.lora
-        lora.disable_adapter_layers()
-        outputs = self.reads[0](*args, **kwargs)
-        lora.enable_adapter_layers()
-        return outputs[:2] if isinstance(outputs, tuple) else outputs  # without the values of a critic
-
-
-def merge_adapters(model):
-    """Adds the adapters to the weights and removes them, in place. Returns the model, an ordinary one again."""
-    return model.__dict__.pop("lora")[0].merge_and_unload()
-
-
-def save_adapter(model, folder, base_model):
-    """Writes a folder that PeftModel.from_pretrained loads over base_model, the path that the model was loaded from."""
-    from peft import get_peft_model_state_dict
-
-    config = model.peft_config["default"]
-    # A path stays as it was given: another machine has no folder of this one, but may have the same ones below its own.
-    config.base_model_name_or_path, config.revision = cli.split(str(base_model))
-    config.inference_mode = True
-    config.save_pretrained(folder)
-    weights, metadata = get_peft_model_state_dict(model), {"format": "pt"}
-    if hasattr(model, "score"):  # A new head belongs to the adapters, as in peft's own SEQ_CLS, and so does its bias.
-        weights["score.weight"] = model.score.weight
-        metadata["reward_bias"] = str(getattr(model.config, "reward_bias", 0.0))
-    weights = {f"base_model.model.{name}": x for name, x in weights.items()}
-    save_file(weights, Path(folder) / "adapter_model.safetensors", metadata=metadata)
-
-
-def base_of(path, flag):
-    """The model that adapters (a folder or Hub name) belong to, or None where the path holds no adapters."""
-    name, revision = cli.split(path)
-    with cli.reading(flag, path):
-        file = find_adapter_config_file(name, revision=revision)
-        config = json.loads(Path(file).read_text()) if file else {}
-    return "@".join(filter(None, (config.get("base_model_name_or_path"), config.get("revision")))) or None
-
-
-def merged(model, path, flag, args):
-    """(a base model with the adapters of a path merged into its weights, whether they have the head of a reward model).
-
-    As peft's AutoPeftModel does, it gives the model the tokens of the tokenizer that stands beside the adapters.
-    """
-    cli.need("peft", "peft", f"{flag} {path}, which holds adapters")
-    from peft import PeftConfig, PeftModel
-
-    name, revision = cli.split(path)
-    tokenizer = find_tokenizer(path, flag, args)
-    with cli.reading(flag, path):
-        # The older adapter_model.bin is a pickle, and is not read.
-        file = Path(cached_file(name, "adapter_model.safetensors", revision=revision))
-        if tokenizer and len(tokenizer) > model.get_input_embeddings().num_embeddings:
-            model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-        config = PeftConfig.from_pretrained(file.parent)
-        has_head = config.task_type == "SEQ_CLS"
-        if not has_head:  # As a causal model it could not take the trunk of a reward model.
-            config.task_type = None
-        model = PeftModel.from_pretrained(model, file.parent, config=config).merge_and_unload()
-        with safe_open(file, "pt") as saved:
-            metadata = saved.metadata() or {}
-        if "reward_bias" in metadata:
-            model.config.reward_bias = float(metadata["reward_bias"])
-    return model.requires_grad_(True), has_head
+    return prepare(model, args), missing, unexpected

@@ -10,8 +10,7 @@ update are known, because they depend on the seed and the update's number alone.
 Source: open-instruct, ppo_vllm_thread_ray_gtrl.py, with its two queues of size one.
 """
 
-import contextlib
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -28,7 +27,6 @@ def sampler(args, run, rows, prompts_of, stop_ids):
     Args: rows, all prompts that will be sampled from (data.Prompt); prompts_of(update), the B prompts of an update;
     stop_ids [S].
     """
-
     sample = vllm.sampler(args, run.accelerator, rows, run.stop)
 
     def in_pieces(policy, queries, query_mask, numbers, n, key):
@@ -49,8 +47,7 @@ class Ahead:
         self.sample, self.prompts_of = sample, prompts_of
         world, rank, B = self.accelerator.num_processes, self.accelerator.process_index, args.batch_size
         self.mine = slice(rank * B // world, (rank + 1) * B // world)  # the rows of this process
-        self.thread, self.pending = ThreadPoolExecutor(1), None
-        self.stream = torch.cuda.Stream() if self.device.type == "cuda" else None
+        self.thread, self.pending = ThreadPoolExecutor(1), None  # None, or a function that waits for the next batch
         run.sampled_ahead = self.tensors
 
     def __call__(self, policy, queries, query_mask, numbers, n, key):
@@ -63,36 +60,23 @@ class Ahead:
         if update < self.run.num_updates:
             if not engines.shares_out(self.accelerator):  # Otherwise it is a copy already.
                 policy = engines.whole_copy(self.accelerator, policy)  # Training does not change it. [GEN-10]
-            if self.stream:
-                torch.cuda.synchronize()  # The copy is complete.
-            self.pending = self.thread.submit(self.in_thread, policy, numbers, n, (seed, purpose, update + 1))
+            self.pending = self.thread.submit(self.in_thread, policy, numbers, n, (seed, purpose, update + 1)).result
         return found
 
     def in_thread(self, policy, numbers, n, key):
-        """Samples the next update. Grad mode, autocast, device and stream hold for one thread, so they are set here."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(self.accelerator.autocast())
-            if self.stream:
-                stack.enter_context(torch.cuda.device(self.device))
-                stack.enter_context(torch.cuda.stream(self.stream))
+        """Samples the next update. Grad mode, autocast and device hold for one thread, so they are set here."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        with torch.no_grad(), self.accelerator.autocast():
             queries, query_mask = utils.left_pad([row.ids for row in self.prompts_of(key[2])], self.device)
-            found = self.sample(policy, queries[self.mine], query_mask[self.mine], numbers, n, key)
-            if self.stream:
-                self.stream.synchronize()
-        return found
+            return self.sample(policy, queries[self.mine], query_mask[self.mine], numbers, n, key)
 
     def take(self):
         """Waits for what the thread samples, and returns it, or None. An error of the thread is raised here."""
         if tensors := self.run.tensors:  # of the checkpoint that the run goes on from
-            self.run.tensors, self.pending = {}, Future()
-            self.pending.set_result([tensors[name][self.mine] for name in NAMES])
-        if not self.pending:
-            return None
-        found = self.pending.result()
-        for x in found if self.stream else ():
-            x.record_stream(torch.cuda.current_stream())
-        return found
+            self.run.tensors, found = {}, [tensors[name][self.mine] for name in NAMES]
+            self.pending = lambda: found
+        return self.pending and self.pending()
 
     def tensors(self):
         """What a checkpoint holds of the batch that was sampled ahead: {name: tensor [B, R]}, {} at the end."""

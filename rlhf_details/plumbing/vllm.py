@@ -12,7 +12,6 @@ import copy
 import functools
 import json
 import os
-import shutil
 import signal
 import tempfile
 import urllib.request
@@ -31,7 +30,6 @@ from rlhf_details.plumbing import cli, engines, models
 BOUNDS = {"fp32": 1e-3, "bf16": 0.1, "fp16": 0.1}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PROCESSED = "--logprobs-mode processed_logprobs"  # Without it a server's log-probs are those before the temperature.
-CHECKED = slice(0, 4), slice(0, 16)  # rows and tokens of a response that are compared
 LAUNCHER = "RANK LOCAL_RANK GROUP_RANK ROLE_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
 
 
@@ -42,12 +40,11 @@ def sampler(args, accelerator, rows, stop):
     """
     if args.sampler == "own":
         return utils.sample
-    precision = engines.precision(accelerator)
     if args.vllm_server:
-        engine = Server(args.vllm_server, args.vllm_folder, accelerator, stop)
+        engine = Server(args, accelerator)
     else:
-        engine = Engine(accelerator, max(len(row.ids) for row in rows) + args.response_length, args.vllm_memory)
-    return functools.partial(sample, engine, precision, stop)
+        engine = Engine(args, accelerator, max(len(row.ids) for row in rows) + args.response_length)
+    return functools.partial(sample, engine, engines.precision(accelerator), stop)
 
 
 @torch.no_grad()
@@ -84,9 +81,8 @@ def sample(engine, precision, stop, policy, queries, query_mask, rows, n, respon
 
 def mean_gaps(policy, queries, query_mask, responses, mask, logprobs):
     """Mean distances of the first tokens' log-probs from the policy's own forward, at its temperature and at 1."""
-    few, first = CHECKED
-    queries, query_mask = queries[few], query_mask[few]
-    responses, mask, logprobs = (x[few, first] for x in (responses, mask, logprobs))
+    queries, query_mask = queries[:4], query_mask[:4]
+    responses, mask, logprobs = (x[:4, :16] for x in (responses, mask, logprobs))
     every = torch.cat([query_mask, mask], 1)
     index = torch.arange(mask.size(1), device=mask.device) + queries.size(1) - 1
     logits = policy(torch.cat([queries, responses], 1), every, utils.positions_from_mask(every), index)
@@ -100,6 +96,16 @@ def weights_of(model):
     return (models.merge_adapters(copy.deepcopy(model)) if hasattr(model, "lora") else model).state_dict()
 
 
+@contextlib.contextmanager
+def written(model, dtype, parent):
+    """Yields a folder with a model's configuration and weights, which goes as soon as an engine has loaded them."""
+    with tempfile.TemporaryDirectory(prefix="rlhf_details_", dir=parent) as folder:
+        weights = {name: x.detach().to("cpu", dtype, copy=True).contiguous() for name, x in weights_of(model).items()}
+        save_file(weights, Path(folder, "model.safetensors"), metadata={"format": "pt"})
+        model.config.save_pretrained(folder)
+        yield folder
+
+
 # ---- an engine beside this process -----------------------------------------------------------------------------------
 class Engine:
     """vLLM in a process of its own, since it changes torch's threads and some classes of transformers.
@@ -109,57 +115,52 @@ class Engine:
 
     name = "vLLM's process"
 
-    def __init__(self, accelerator, length, memory):
-        self.accelerator, self.length, self.memory = accelerator, length, memory
+    def __init__(self, args, accelerator, length):
+        self.args, self.device, self.length = args, accelerator.device, length
+        self.sleeps = self.device.type == "cuda"  # Between rollouts the training process has the GPU's memory.
         self.config = self.process = None
 
     def push(self, model, dtype):
         """Gives the engine the model's weights. It starts the engine for the first model of a configuration."""
-        if self.config != config_of(model):
-            self.start(model, dtype)
-        for weight, place in zip(weights_of(model).values(), self.shared, strict=True):
-            place.copy_(weight)
-        self.ask("push")
+        with written(model, dtype, self.args.vllm_folder) as folder:
+            # Models that were trained from one another differ in their paths.
+            config = model.config.to_dict() | {"_name_or_path": None}
+            if self.config == config:
+                self.ask(load, folder, self.sleeps)
+            else:
+                self.config = config
+                self.start(folder, dtype)
 
     def generate(self, prompts, settings):
         """[(token ids, log-probs)]. Args: prompts, lists of ids; settings, for each a dictionary of SamplingParams."""
-        return self.ask(prompts, settings)
+        return self.ask(generate, prompts, settings, self.sleeps)
 
-    def start(self, model, dtype):
+    def start(self, folder, dtype):
+        """Starts the engine, with the model in a folder."""
         if self.process:
             self.process.kill()
-        self.config, device = config_of(model), self.accelerator.device
-        shapes = [(name, weight.shape) for name, weight in weights_of(model).items()]
-        # One piece of memory that both processes see. Its parts are the weights.
-        flat = torch.empty(sum(shape.numel() for _, shape in shapes), dtype=dtype).share_memory_()
-        self.shared = parts(flat, shapes)
-        with tempfile.TemporaryDirectory() as folder:
-            model.config.save_pretrained(folder)
-            options = {"model": folder, "load_format": "dummy", "skip_tokenizer_init": True, "dtype": dtype}
-            options |= {"max_model_len": self.length, "logprobs_mode": "processed_logprobs"}
-            options |= {"generation_config": "vllm", "disable_log_stats": True}
-            environ = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
-            if device.type == "cuda":
-                visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-                index = torch.cuda.current_device() if device.index is None else device.index
-                environ["CUDA_VISIBLE_DEVICES"] = visible[index] if visible != [""] else str(index)
-                options |= {"gpu_memory_utilization": self.memory, "enable_sleep_mode": True}
-            else:
-                environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # It would bind this process's threads elsewhere.
-                environ |= {"VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")}  # GiB
-                options["enforce_eager"] = True
-            context = torch.multiprocessing.get_context("spawn")
-            self.pipe, theirs = context.Pipe()
-            arguments = theirs, flat, shapes, options, environ
-            self.process = context.Process(target=serve, args=arguments, daemon=True)
-            self.process.start()
-            theirs.close()  # Otherwise this end would never learn that the process has ended.
-            cli.say("starting vLLM, which takes a minute or two")
-            version = self.answer()
-            cli.say(f"vLLM {version} samples on {device}, in {str(dtype).removeprefix('torch.')}")
+        options = {"model": folder, "dtype": dtype, "max_model_len": self.length, "skip_tokenizer_init": True}
+        options |= {"logprobs_mode": "processed_logprobs", "generation_config": "vllm", "disable_log_stats": True}
+        environ = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+        if self.sleeps:
+            index, visible = torch.cuda.current_device(), os.environ.get("CUDA_VISIBLE_DEVICES")
+            environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[index] if visible else str(index)
+            options |= {"gpu_memory_utilization": self.args.vllm_memory, "enable_sleep_mode": True}
+        else:
+            environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # It would bind this process's threads elsewhere.
+            environ["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+            options["enforce_eager"] = True
+        context = torch.multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=serve, args=(theirs, options, environ), daemon=True)
+        self.process.start()
+        theirs.close()  # Otherwise this end would never learn that the process has ended.
+        cli.say("starting vLLM, which takes a minute or two")
+        cli.say(f"vLLM {self.answer()} samples on {self.device}, in {str(dtype).removeprefix('torch.')}")
 
-    def ask(self, *task):
-        self.pipe.send(task)
+    def ask(self, function, *args):
+        """What a function of the engine and of args returns in the engine's process."""
+        self.pipe.send((function, args))
         return self.answer()
 
     def answer(self):
@@ -173,18 +174,7 @@ class Engine:
         return found
 
 
-def config_of(model):
-    """What an engine depends on. Models that were trained from one another differ in their paths."""
-    return model.config.to_dict() | {"_name_or_path": None}
-
-
-def parts(flat, shapes):
-    """Views of a flat tensor, of shapes [(name, shape)]."""
-    pieces = flat.split([shape.numel() for _, shape in shapes])
-    return [piece.view(shape) for piece, (_, shape) in zip(pieces, shapes, strict=True)]
-
-
-def serve(pipe, flat, shapes, options, environ):
+def serve(pipe, options, environ):
     """The engine's process. It ends with the training process, whose end closes the pipe."""
     warnings.simplefilter("ignore")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C lets the trainer finish its update, for which it may sample.
@@ -195,63 +185,56 @@ def serve(pipe, flat, shapes, options, environ):
         try:
             import vllm
 
-            llm, sleeps = vllm.LLM(**options), options.get("enable_sleep_mode")
-            pipe.send((vllm.__version__, None))
+            llm, found = vllm.LLM(**options), vllm.__version__
             while True:
-                task = pipe.recv()
-                if task == ("push",):
-                    if sleeps:  # Between rollouts the training process has the memory of weights and cache.
-                        llm.wake_up(tags=["weights"])
-                    weights = zip((name for name, _ in shapes), parts(flat, shapes), strict=True)
-                    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-                    if sleeps:
-                        llm.wake_up(tags=["kv_cache"])
-                    llm.reset_prefix_cache()  # What is in it was computed with the weights before.
-                    pipe.send((None, None))
-                else:
-                    prompts = [{"prompt_token_ids": ids} for ids in task[0]]
-                    settings = [vllm.SamplingParams(**given) for given in task[1]]
-                    answers = [x.outputs[0] for x in llm.generate(prompts, settings, use_tqdm=False)]
-                    if sleeps:
-                        llm.sleep(level=2)
-                    found = [
-                        (list(x.token_ids), [y[i].logprob for i, y in zip(x.token_ids, x.logprobs, strict=True)])
-                        for x in answers
-                    ]
-                    pipe.send((found, None))
+                pipe.send((found, None))
+                function, args = pipe.recv()
+                found = function(llm, *args)
         except (EOFError, BrokenPipeError):
             raise
         except Exception as e:  # vLLM may fail in any way, and the training process then says why in one line.
             pipe.send((None, f"{type(e).__name__}: {e}"))
 
 
+def load(llm, folder, sleeps):
+    """Gives vLLM the weights in a folder."""
+    if sleeps:
+        llm.wake_up(tags=["weights"])
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+    if sleeps:
+        llm.wake_up(tags=["kv_cache"])
+    llm.reset_prefix_cache()  # What is in it was computed with the weights before.
+
+
+def generate(llm, prompts, settings, sleeps):
+    """What vLLM samples: [(token ids, log-probs)]."""
+    import vllm
+
+    prompts = [{"prompt_token_ids": ids} for ids in prompts]
+    answers = llm.generate(prompts, [vllm.SamplingParams(**given) for given in settings], use_tqdm=False)
+    if sleeps:
+        llm.sleep(level=2)
+    found = [answer.outputs[0] for answer in answers]
+    return [(list(x.token_ids), [y[i].logprob for i, y in zip(x.token_ids, x.logprobs, strict=True)]) for x in found]
+
+
 # ---- one server for all processes ------------------------------------------------------------------------------------
 class Server:
     """`vllm serve` at a URL, which reads the weights from a folder that it shares with the main process."""
 
-    def __init__(self, url, folder, accelerator, stop):
-        self.url, self.accelerator, self.name = url.rstrip("/"), accelerator, f"the server at {url}"
-        self.folder = Path(folder) / f"rlhf_details_{os.getpid()}"
+    def __init__(self, args, accelerator):
+        self.url, self.folder = args.vllm_server.rstrip("/"), args.vllm_folder
+        self.is_main, self.name = accelerator.is_main_process, f"the server at {self.url}"
         self.group = None
         if accelerator.num_processes > 1:  # An actor's thread must not meet the learner's collective calls.
             self.group = torch.distributed.new_group(backend="gloo", timeout=engines.PATIENCE)
-        try:
-            self.post("/reset_prefix_cache")
-        except OSError as e:
-            stop(f"--vllm_server {url}: cannot be reached ({e}); docs/guides has the command that starts it")
 
     def push(self, model, dtype):
         """Writes the model's weights and lets the server load them; the other processes wait."""
-        if self.accelerator.is_main_process:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            try:
-                weights = {name: x.detach().to("cpu", dtype, copy=True) for name, x in weights_of(model).items()}
-                save_file(weights, self.folder / "model.safetensors", metadata={"format": "pt"})
-                call = {"method": "reload_weights", "kwargs": {"weights_path": str(self.folder)}}
-                self.post("/collective_rpc", call)
+        if self.is_main:
+            with written(model, dtype, self.folder) as folder:
+                self.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}})
                 self.post("/reset_prefix_cache")
-            finally:
-                shutil.rmtree(self.folder, ignore_errors=True)
         self.wait()
 
     def generate(self, prompts, settings):

@@ -7,6 +7,8 @@ import pytest
 import torch
 from accelerate import Accelerator
 from helpers import tiny_model
+from safetensors.torch import load_file
+from transformers import AutoConfig
 
 from rlhf_details import train_rloo, utils
 from rlhf_details.plumbing import models, vllm
@@ -173,6 +175,19 @@ def test_adapters_are_pushed_merged(kind, sizes):
     torch.testing.assert_close(pushed, merged)
 
 
-def test_a_server_that_is_away_ends_the_run_in_one_line():
-    with pytest.raises(SystemExit, match="--vllm_server http://localhost:1: cannot be reached"):
-        vllm.Server("http://localhost:1", "/dev/shm", Accelerator(cpu=True), stops)
+def test_a_server_that_is_away_ends_the_run_in_one_line(tmp_path):
+    """What was written for it is gone then."""
+    args, model = SimpleNamespace(vllm_server="http://localhost:1", vllm_folder=tmp_path), tiny_model("llama")
+    with pytest.raises(SystemExit, match=r"--sampler vllm: the server at http://localhost:1 failed \(.*refused"):
+        ask(vllm.Server(args, Accelerator(cpu=True)), model, stops)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_what_vllm_loads_is_a_folder_with_configuration_and_weights(tmp_path, kind):
+    model = tiny_model(kind, tie_word_embeddings=True)
+    with vllm.written(model, torch.bfloat16, tmp_path) as folder:
+        weights, config = load_file(f"{folder}/model.safetensors"), AutoConfig.from_pretrained(folder)
+    assert config.model_type == kind and weights.keys() == model.state_dict().keys() > {"lm_head.weight"}
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weights[name], weight.bfloat16()), name

@@ -31,7 +31,8 @@ def stops(message):
 
 
 def vllm_sampler(prompts, response_length):
-    args = dict(sampler="vllm", vllm_server=None, vllm_memory=0.3, response_length=response_length)
+    args = dict(sampler="vllm", vllm_server=None, vllm_memory=0.3, vllm_folder="/dev/shm")
+    args |= dict(response_length=response_length)
     rows = [SimpleNamespace(ids=ids) for ids in prompts]
     return vllm.sampler(SimpleNamespace(**args), Accelerator(cpu=True), rows, stops)
 
