@@ -335,7 +335,7 @@ def main(args: Args):
         model.config.problem_type = "regression"
         if comparisons.end_with_eos(train, tokenizer):
             models.append_eos(tokenizer)
-    return run.finish(reward, weights, model)  # the model folder with its card, the held-out metrics, and the upload
+    return run.finish(reward, weights)  # the model folder with its card, the held-out metrics, and the upload
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def make(out):
     torch.manual_seed(0)
     sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
     llama = LlamaForCausalLM(LlamaConfig(vocab_size=254, initializer_range=0.2, rope_theta=1e5, **sizes))
-    checkpoint.save_folder(train_rloo.Args(output_dir="models/llama"), llama, toy.tokenizer(), None)
+    checkpoint.save_folder(train_rloo.Args(output_dir="models/llama"), llama, toy.tokenizer())
 
     args, rows = train_rloo.Args(), toy.rows("prompts", "test")[:64]
     policy, lora = (models.load_policy(f"models/toy/{x}", "--policy_path", args).eval() for x in ("rloo", "lora"))

@@ -168,15 +168,9 @@ def differences(before, now):
 
 # ---- what appears whole or not at all, such as the saved model -------------------------------------------------------
 def sync(path):
-    """Returns when a file, or a folder's list of names, is on disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    except OSError:
-        if not Path(path).is_dir():  # Some file systems sync no folders.
-            raise
-    finally:
-        os.close(handle)
+    """Returns when a file is on the disk."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
 
 
 def beside(path, kind):
@@ -200,7 +194,7 @@ def replacing(folder):
     partial.mkdir(parents=True)
     try:
         yield partial
-        for path in (*partial.rglob("*"), partial):
+        for path in filter(Path.is_file, partial.rglob("*")):
             sync(path)
     except Exception:  # whatever it is, since it is raised again
         shutil.rmtree(partial, ignore_errors=True)  # On a full disk its room may be needed.
@@ -209,31 +203,25 @@ def replacing(folder):
         shutil.rmtree(before, ignore_errors=True)
         folder.rename(before)
     partial.rename(folder)
-    sync(folder.parent)
     shutil.rmtree(before, ignore_errors=True)
 
 
-def save_folder(args, model, tokenizer, weights, card=None):
+def save_folder(args, model, tokenizer, card=""):
     """Writes --output_dir, whole or not at all: weights, tokenizer, training_args.json and the model card.
 
-    Args: weights, {name: whole tensor} as the model names its parameters, None for the model's own; card, the text of
-    README.md. A model with adapters is merged, and the adapters go to the folder `adapter` in it.
+    Args: card, the text of README.md. A model with adapters is merged, and the adapters go to the folder `adapter`.
     """
     with replacing(Path(args.output_dir).resolve()) as folder:
         if hasattr(model, "peft_config"):
             models.save_adapter(model, folder / "adapter", getattr(args, "sft_model_path", None) or args.base_model)
             tokenizer.save_pretrained(folder / "adapter")  # So that the adapters can be loaded by themselves.
-            model, weights = models.merge_adapters(model), None
-        if weights is not None:  # A tied weight may have been copied twice.
-            once = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
-            weights = {name: x for name, x in weights.items() if name in once}
+            model = models.merge_adapters(model)
         if model.can_generate():  # Plain `generate` shall stop where we do, and sample from what was trained.
             stop_token = getattr(args, "stop_token", "eos")
             own = [] if stop_token == "eos" else models.stop_ids(tokenizer, stop_token, "--stop_token").tolist()
             ends = list(dict.fromkeys([*chat.end_ids(tokenizer), *own]))
             model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=tokenizer.pad_token_id)
-        model.save_pretrained(folder, state_dict=weights)
+        model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         (folder / "training_args.json").write_text(json.dumps(dataclasses.asdict(args), indent=1))
-        if card is not None:
-            (folder / "README.md").write_text(card, encoding="utf-8")
+        (folder / "README.md").write_text(card, encoding="utf-8")

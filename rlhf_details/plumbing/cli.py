@@ -98,30 +98,21 @@ def as_words(values):
     return words
 
 
-def presets_of(args):
-    """`presets` of the page whose Args these are, {} of a page without such a table."""
-    return getattr(inspect.getmodule(type(args)), "presets", {})
-
-
 def preset_of(args):
     """(an embedded task or the size of the model in words, {flag: value} that the page's table has for it)."""
-    task, presets = args.dataset.partition(":")[0], presets_of(args)
+    task, presets = args.dataset.partition(":")[0], getattr(inspect.getmodule(type(args)), "presets", {})
     if task in toy.TASKS:
         return f"--dataset {task}", presets.get(task, {})
     path = getattr(args, "base_model", None) or getattr(args, "sft_model_path", None)
-    if path is None:
-        return "", {}
     if path == "scratch":
-        size, presets = size_of_new(args), presets.get(path, {})
-        case = f"a new model of at most {size / 1e6:.1f} M parameters"
+        size, presets, kind = size_of_new(args), presets.get(path, {}), "new model of at most"
     else:
         try:
-            size = size_of(path, args.trust_remote_code)
-        except Exception:  # A model that cannot be read ends the script when it is loaded, with a line about it.
+            size, kind = size_of(path, args.trust_remote_code), "model of"
+        except Exception:  # A model that cannot be read, or none, ends the script where it is loaded or asked for.
             return "", {}
-        case = f"a model of {size / 1e6:.1f} M parameters"
     limits = [limit for limit in presets if isinstance(limit, float) and size < limit]
-    return case, presets[min(limits)] if limits else {}
+    return f"a {kind} {size / 1e6:.1f} M parameters", presets[min(limits)] if limits else {}
 
 
 def size_of(path, trust_remote_code=False):
@@ -163,12 +154,8 @@ def check(args):
     for flag in ("dataset", "eval_dataset", "reference_dataset"):
         check_dataset(f"--{flag}", getattr(args, flag, None) or "")
     check_output_dir(args)
-    if args.run_name is not None and not args.overwrite:
-        exists, what = Path("runs", args.run_name).exists(), f"--run_name {args.run_name}"
-        if exists and not args.resume:
-            fail(f"{what}: runs/{args.run_name} exists; give another name, --resume or --overwrite")
-        if args.resume and not exists:
-            fail(f"{what}: there is no runs/{args.run_name} that --resume could continue; leave --resume out")
+    if args.run_name is not None and Path("runs", args.run_name).exists() and not (args.resume or args.overwrite):
+        fail(f"--run_name {args.run_name}: runs/{args.run_name} exists; give another name, --resume or --overwrite")
 
 
 def check_numbers(args):
@@ -226,22 +213,21 @@ def check_output_dir(args):
     """
     folder, what = Path(args.output_dir).resolve(), f"--output_dir {args.output_dir}"
     names = "base_model", "sft_model_path", "reward_model_path", "teacher_model_path"
-    inputs = [getattr(args, name, None) for name in names]
-    for kept in (Path.cwd(), *(Path(path).resolve() for path in inputs if path and Path(path).exists())):
+    for kept in (Path(getattr(args, name, None) or ".").resolve() for name in names):  # ".": the current folder
         if kept == folder or folder in kept.parents:
             fail(f"{what}: would replace {kept}")
-    if any(part.is_file() for part in (folder, *folder.parents)):
-        fail(f"{what}: is a file, or in one")
-    found = list(folder.iterdir()) if folder.exists() else []
+    with reading("--output_dir", args.output_dir):
+        found = list(folder.iterdir()) if folder.exists() else []
     ours = "adapter", "additional_chat_templates"  # Command-R's tokenizer writes the latter.
     if any(item.is_dir() and item.name not in ours for item in found):
         fail(f"{what}: holds folders, so it is no model folder; give another one")
     if args.overwrite or not found:
         return
-    if not (folder / "training_args.json").is_file():
+    file = folder / "training_args.json"
+    if not file.is_file():
         fail(f"{what} holds files that no run has written; give another folder or --overwrite")
     with reading("--output_dir", folder):
-        before = dict(json.loads((folder / "training_args.json").read_text()))
+        before = dict(json.loads(file.read_text()))
     for key, now in json.loads(json.dumps(dataclasses.asdict(args))).items():
         if key not in NOT_THE_MODEL and before.get(key) != now:
             advice = "give another folder or --overwrite, or to resume its run the same arguments"

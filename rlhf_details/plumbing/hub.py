@@ -13,26 +13,6 @@ import huggingface_hub
 
 from rlhf_details.plumbing import cli
 
-CARD = """\
----
-{facts}
----
-
-# {title}
-
-{kind} trained with `{script}` of rlhf_details from `{start}`, on the data `{data}`; held-out data: `{held_out}`.
-{note}
-```
-{command}
-```
-
-| metric | before | last update |
-|---|---:|---:|
-{rows}
-
-`training_args.json` has all arguments.
-"""
-
 
 def script_of(args):
     """The script's file name, e.g. "train_rloo.py"."""
@@ -53,31 +33,41 @@ def model_card(args, repository, before, metrics):
     script, start = script_of(args), getattr(args, "sft_model_path", None) or getattr(args, "base_model", None)
     kind, (base, _) = script.removesuffix(".py").removeprefix("train_"), cli.split(start)
     dataset, _ = cli.split(args.dataset.partition(":")[0].partition("[")[0])
+    is_reward, has_adapters = kind == "reward", bool(args.lora_rank)
     facts = huggingface_hub.ModelCardData(
         library_name="transformers",
-        tags=[kind, "rlhf", "rlhf_details", *["lora"] * bool(args.lora_rank)],
-        pipeline_tag="text-classification" if kind == "reward" else "text-generation",
+        tags=[kind, "rlhf", "rlhf_details", *["lora"] * has_adapters],
+        pipeline_tag="text-classification" if is_reward else "text-generation",
         base_model=base if base != "scratch" and on_the_hub(base) else None,
         datasets=[dataset] if "/" in dataset and on_the_hub(dataset) else None,
     )
-    # Seconds say nothing of a model, nor does a bad sign that did not show.
-    shown = [x for x in metrics if not x.startswith("time/") and (metrics[x] or not x.startswith("health/"))]
-    earlier = {x: f"{value:.6g}" for x, value in before.items() if before.items() - metrics.items()}
-    note = "The folder `adapter` holds the LoRA adapters, which are merged into the weights.\n" * bool(args.lora_rank)
-    if kind == "reward":
-        note += "A score is the logit plus the `reward_bias` of config.json.\n"
-    return CARD.format(
-        facts=facts.to_yaml().strip(),
-        title=(repository or args.output_dir).rstrip("/").rpartition("/")[2],
-        kind="Reward model" if kind == "reward" else "Language model",
-        script=script,
-        start=start,
-        data=args.dataset,
-        held_out=args.eval_dataset,
-        note=note,
-        command=shlex.join(["python", *sys.argv]),
-        rows="\n".join(f"| `{x}` | {earlier.get(x, '')} | {metrics[x]:.6g} |" for x in shown),
-    )
+    title = (repository or args.output_dir).rstrip("/").rpartition("/")[2]
+    note = "The folder `adapter` holds the LoRA adapters, which are merged into the weights.\n" * has_adapters
+    note += "A score is the logit plus the `reward_bias` of config.json.\n" * is_reward
+    rows = ""
+    for name, value in metrics.items():
+        if not name.startswith(("time/", "health/")):  # They say nothing of the model.
+            first = f"{before[name]:.6g}" if name in before else ""
+            rows += f"| `{name}` | {first} | {value:.6g} |\n"
+    return f"""\
+---
+{facts.to_yaml().strip()}
+---
+
+# {title}
+
+{"Reward" if is_reward else "Language"} model trained with `{script}` of rlhf_details from `{start}`, on the data \
+`{args.dataset}`; held-out data: `{args.eval_dataset}`.
+{note}
+```
+{shlex.join(["python", *sys.argv])}
+```
+
+| metric | first evaluation | last update |
+|---|---:|---:|
+{rows}
+`training_args.json` has all arguments.
+"""
 
 
 def open_repository(args):

@@ -1,7 +1,7 @@
 """
 A run: what it logs, the checkpoints that it continues from, and how it ends. This is its folder:
 
-    runs/<run_name>/config.json      arguments, versions, git commit and device, and from where the run was resumed
+    runs/<run_name>/config.json      arguments, versions, git commit and device
                     metrics.jsonl    one object an update
                     samples.jsonl    sample responses
                     events.out.*     TensorBoard
@@ -186,27 +186,25 @@ class Run:
         weights = self.accelerator.get_state_dict(module)  # Under ZeRO-3 it is None on the other processes.
         return {name: x.cpu() for name, x in weights.items()} if self.is_main else {}
 
-    def finish(self, policy, weights=None, model=None):
+    def finish(self, policy, weights=None):
         """Saves --output_dir with a model card, uploads it where asked to, judges the run, and says what to type next.
 
-        Args: model and weights, where they are not the policy's own: a transformers model, and {name: whole tensor} of
-        a module that holds it as `model`. Returns: {"before": .., "after": .., "metrics": the last row, "run": folder}.
+        Args: policy, as prepared; weights, where they are not the policy's own. Returns: {"before": .., "after": ..,
+        "metrics": the last row, "run": folder}.
         """
-        model = model or self.accelerator.unwrap_model(policy).model
         weights = self.full_weights(policy) if weights is None else weights
+        before, latest = self.kept["before"], self.kept["latest"]
         if self.is_main:
-            if self.args.lora_rank:  # Adapters are merged into a model of its own, which no engine has changed.
-                config, model = model.config, engines.filled(policy, weights).model
-                model.config = config
-            weights = {name.removeprefix("model."): x for name, x in weights.items() if name.startswith("model.")}
-            card = hub.model_card(self.args, self.repository, self.kept["before"], self.kept["latest"])
+            model = engines.filled(policy, weights).model  # a model of its own, which no engine has changed
+            model.config = self.accelerator.unwrap_model(policy).model.config
+            model.tie_weights()
+            card = hub.model_card(self.args, self.repository, before, latest)
             with self.writing(f"--output_dir {self.args.output_dir}"):
-                checkpoint.save_folder(self.args, model, self.tokenizer, weights, card)
+                checkpoint.save_folder(self.args, model, self.tokenizer, card)
         self.accelerator.wait_for_everyone()
         if self.repository:  # No other process waits for the upload.
             hub.push(self.args, self.repository)
         self.close()
-        before, latest = self.kept["before"], self.kept["latest"]
         after = trackers.evaluated(latest)
         if self.is_main:
             cli.say("\n".join(health.last_lines(self, before, after, time.time() - self.start)))
@@ -253,17 +251,15 @@ def choose_name(args):
 
 
 def describe(args, accelerator, folder):
-    """Versions, git commit, device and engine of a run, and from where it is resumed, as a dictionary."""
+    """Versions, git commit, device and engine of a run, and its id in Weights & Biases, as a dictionary."""
     config = folder / "config.json"
     before = checkpoint.read_json(config) if args.resume and config.exists() else {}
-    start = {key: before[key] for key in ("commit", "num_processes") if before}
     return {
         "run": str(folder),
         "versions": {module.__name__: module.__version__ for module in (torch, transformers)},
-        "commit": trackers.git("rev-parse", "HEAD"),
+        "commit": trackers.commit(),
         "device": str(accelerator.device),
         "num_processes": accelerator.num_processes,
         "engine": engines.name(accelerator),
-        "resumed": [*before["resumed"], start] if before else [],
         "wandb_id": before.get("wandb_id"),
     }

@@ -19,10 +19,11 @@ SHOWN = (  # in the line of an update, where a script has them
 ).split()
 
 
-def git(*words):
-    """What git says about this repository, and "" where there is no git or no repository."""
+def commit():
+    """The commit of this repository, and "" where there is no git or no repository."""
+    words = "git rev-parse HEAD".split()
     try:
-        return subprocess.run(["git", *words], capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()
+        return subprocess.run(words, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()
     except OSError:
         return ""
 
@@ -36,8 +37,7 @@ def start(args, accelerator, folder, about, update):
     """
     # Event files are never cut. TensorBoard is told to forget what they say about later updates.
     purge_step = update * args.batch_size + 1 if update else 0
-    board = TensorBoardTracker(folder.name, folder.parent, purge_step=purge_step)
-    accelerator.log_with = [board]
+    accelerator.log_with = [TensorBoardTracker(folder.name, folder.parent, purge_step=purge_step)]
     if not args.track:
         accelerator.init_trackers(folder.name)
         return None
@@ -45,7 +45,7 @@ def start(args, accelerator, folder, about, update):
 
     options = dict(entity=args.wandb_entity, name=folder.name, group=cli.experiment(args), tags=args.wandb_tags)
     options |= dict(job_type=args.exp_name, config=about["args"] | about, id=about.get("wandb_id"), resume="allow")
-    accelerator.log_with = [WandBTracker(args.wandb_project_name, **options), board]
+    accelerator.log_with.append(WandBTracker(args.wandb_project_name, **options))
     try:
         accelerator.init_trackers(folder.name)
     except (wandb.errors.Error, ValueError) as e:  # ValueError: wandb does not take the tag or the name.
@@ -83,23 +83,23 @@ def sample_rows(args, tokenizer, metrics, prompts, responses, mask, ended, score
     """
     # The responses to a prompt are adjacent, and share one object.
     shown = [i for i, prompt in enumerate(prompts) if i == 0 or prompt is not prompts[i - 1]][:4]
-    texts = models.decode(tokenizer, responses[shown], mask[shown])
     rows, kl_coef = [], metrics.get("objective/kl_coef", getattr(args, "kl_coef", None))
-    for i, text, score, nats in zip(shown, texts, scores[shown].tolist(), kl[shown].tolist(), strict=True):
+    for i, text in zip(shown, models.decode(tokenizer, responses[shown], mask[shown]), strict=True):
         row = {"query": prompts[i].text, "response": text, "ended": bool(ended[i])}
         row["end"] = tokenizer.decode(responses[i][mask[i]][-1:]).strip() if ended[i] else ""
-        total = {} if kl_coef is None else {"total": score - kl_coef * nats}  # A teacher's page has no KL beside it.
-        rows.append(row | {"score": score, "kl": nats} | total)
+        row |= {"score": float(scores[i]), "kl": float(kl[i])}
+        if kl_coef is not None:  # A teacher's page has no KL beside it.
+            row["total"] = row["score"] - kl_coef * row["kl"]
+        rows.append(row)
     return rows
 
 
 def show(title, rows):
     """Prints the rows of a table, each in a line: numbers with two decimals, and texts without their line breaks."""
-    lines = [f"-- {title}"]
+    cli.say(f"-- {title}")
     for row in rows:
-        cells = {name: f"{x:z.2f}" if isinstance(x, float) else x for name, x in row.items()}
-        lines.append(" | ".join(f"{name}: {x}" for name, x in cells.items()).replace("\n", "⏎"))
-    cli.say("\n".join(lines))
+        cells = (f"{name}: {x:z.2f}" if isinstance(x, float) else f"{name}: {x}" for name, x in row.items())
+        cli.say(" | ".join(cells).replace("\n", "⏎"))
 
 
 def evaluated(metrics):

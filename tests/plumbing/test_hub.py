@@ -125,9 +125,10 @@ def test_every_model_has_a_card_with_data_base_command_and_metrics(tiny, in_tmp,
     assert f"```\npython rlhf_details/{script}.py --exp_name 'my own'\n```" in body and f"`{args.dataset}`" in body
     assert (getattr(args, "sft_model_path", None) or args.base_model) in body
     assert ("reward_bias" in body) == (kind == "reward")
-    first, *_, last = read_metrics("runs/run")
-    shown = {name for name, x in last.items() if not name.startswith("time/") and (x or not name.startswith("health/"))}
-    before = {name: f"{x:.6g}" for name, x in first.items() if first["update"] == 0 and name.startswith("eval/")}
+    *_, last = metrics = read_metrics("runs/run")
+    first = next(row for row in metrics if any(name.startswith("eval/") for name in row))
+    shown = {name for name in last if not name.startswith(("time/", "health/"))}
+    before = {name: f"{x:.6g}" for name, x in first.items() if name.startswith("eval/")}
     table = re.findall(r"^\| `(.*)` \| (.*) \| (.*) \|$", body, re.M)
     assert {name: (old, new) for name, old, new in table} == {x: (before.get(x, ""), f"{last[x]:.6g}") for x in shown}
 

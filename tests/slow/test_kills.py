@@ -89,7 +89,6 @@ def test_three_kills_change_nothing(tiny, tmp_path, case="ppo-moments"):
     done = launch(again[0], again[1:], cwd=folder)
     assert done.returncode == 0 and "goes on after update" in done.stdout, done.stderr
     assert_same_run(folder, tmp_path / "whole")
-    assert len(json.loads((folder / "runs/run/config.json").read_text())["resumed"]) == 3
     reader = EventAccumulator(str(folder / "runs/run"), size_guidance={"scalars": 0}).Reload()
     assert [event.step for event in reader.Scalars("objective/kl")] == list(range(16, 16 * 15, 16))  # episodes
     assert checkpoints(folder / "runs/run") == ["000013", "000014"]
@@ -151,4 +150,3 @@ def test_a_run_goes_on_with_another_number_of_processes(tiny, tmp_path, case):
         assert_same_curves(read_metrics(folder / "runs/run"), read_metrics(tmp_path / "whole/runs/run"))
         config = json.loads((folder / "runs/run/config.json").read_text())
         assert (config["num_processes"], config["engine"]) == (after, "DDP" if after == 2 else "one process")
-        assert [start["num_processes"] for start in config["resumed"]] == [before]
