@@ -2,7 +2,7 @@
 Reward model, then PPO, RLOO or GRPO on it, in one command whose processes are launched once.
 
 1. `--reward.NAME` is a flag of train_reward.py and `--policy.NAME` one of train_ppo.py, or with `--algorithm rloo` or
-   `grpo` of that script. Defaults, `--reward.config FILE.toml` and errors are those of the scripts.
+   `grpo` of that script. Defaults, `--reward.config FILE.toml`, texts in --help and errors are those of the scripts.
 2. The policy learns from the reward model just trained. Where --policy.sft_model_path is not given, the policy starts
    from the model that the reward model started from.
 3. The flags of both, and the policy's prompts, are checked before anything is trained.
@@ -14,7 +14,7 @@ Your data:     python rlhf_details/train_both.py --reward.dataset pairs.jsonl --
 """
 
 import sys
-from dataclasses import dataclass, make_dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -28,7 +28,8 @@ from rlhf_details.plumbing import cli, data
 class Both:
     # algorithm
     algorithm: Literal["ppo", "rloo", "grpo"] = "ppo"
-    """what trains the policy, from the model at --reward.sft_model_path and on the reward model just trained"""
+    """what trains the policy, from the model at --reward.sft_model_path and on the reward model just trained; `--help`
+    of train_reward.py shows the flags --reward.NAME, and that of the policy's script the flags --policy.NAME"""
 
 
 def parse(argv):
@@ -40,38 +41,29 @@ def parse(argv):
             group = prefix if name and prefix in words else ""
             word = f"--{name}" if group else word
         words[group].append(word)  # A value belongs to the flag before it.
-    asked = [word for word in words[""] if word in ("-h", "--help")]
-    algorithm = tyro.cli(Both, args=[word for word in words[""] if word not in asked]).algorithm
-    module = {"ppo": train_ppo, "rloo": train_rloo, "grpo": train_grpo}[algorithm]
+    both = tyro.cli(Both, args=words[""], description=cli.about(sys.modules[__name__]))
+    module = {"ppo": train_ppo, "rloo": train_rloo, "grpo": train_grpo}[both.algorithm]
     reward = cli.parse(train_reward.Args, words["reward"])
     start = {"sft_model_path": reward.sft_model_path} if reward.sft_model_path else {}
     policy = cli.parse(module.Args, words["policy"], defaults=start | {"reward_model_path": reward.output_dir})
-    if policy.reward_model_path not in (None, reward.output_dir):
-        cli.fail(
-            f"--policy.reward_model_path {policy.reward_model_path}: it is the reward model just trained, "
-            f"{reward.output_dir}; --reward.output_dir says where it goes"
-        )
-    policy.reward_model_path = reward.output_dir
-    if asked:
-        parts = [("reward", train_reward.Args), ("policy", module.Args)]
-        kind = make_dataclass("Flags", parts, bases=(Both,), kw_only=True)
-        options = dict(use_underscores=True, description=cli.about(sys.modules[__name__]))
-        tyro.cli(kind, default=kind(algorithm=algorithm, reward=reward, policy=policy), args=asked, **options)
     return reward, module, policy
 
 
 def check(reward, module, policy):
     """Exits with an error (exit code 2) if the arguments of either, or of both together, make no sense."""
+    if policy.reward_model_path != reward.output_dir:
+        which = f"it is the reward model just trained, {reward.output_dir}; --reward.output_dir says where it goes"
+        cli.fail(f"--policy.reward_model_path {policy.reward_model_path}: {which}")
+    written = Path(reward.output_dir).resolve()
+    for name in ("sft_model_path", "output_dir"):
+        path = Path(getattr(policy, name) or "").resolve()
+        if written in (path, *path.parents):
+            other = f"--policy.{name} {getattr(policy, name)}"
+            cli.fail(f"--reward.output_dir {reward.output_dir}: {other} would collide with it")
     train_reward.check(reward), module.check(policy)
     task = policy.dataset.partition(":")[0]
     if task in toy.TASKS and task != "toy":
         cli.fail(f"--policy.dataset {policy.dataset}: its reward is a function; run {policy.exp_name}.py on it")
-    written = Path(reward.output_dir).resolve()
-    for name in ("sft_model_path", "output_dir"):
-        path = Path(getattr(policy, name)).resolve()
-        if written == path or written in path.parents or path in written.parents:
-            other = f"--policy.{name} {getattr(policy, name)}"
-            cli.fail(f"--reward.output_dir {reward.output_dir}: {other} would collide with it")
     if reward.run_name is not None and reward.run_name == policy.run_name:
         cli.fail(f"--policy.run_name {policy.run_name}: is the reward model's as well")
     for name in ("dataset", "eval_dataset"):

@@ -8,7 +8,6 @@ error, one line that says why, if it cannot read them.
 import contextlib
 import dataclasses
 import functools
-import glob
 import inspect
 import json
 import math
@@ -234,19 +233,9 @@ def check_output_dir(args):
             fail(f"{what} holds another model ({key} {before.get(key)!r} there, {now!r} here); {advice}")
 
 
-# ---- names of runs ---------------------------------------------------------------------------------------------------
 def experiment(args):
     """What the runs of all seeds share in their names."""
     return f"{args.dataset.split('/')[-1].split('[')[0]}__{args.exp_name}"
-
-
-def folder_to_resume(args):
-    """With --resume the folder of --run_name, or of the newest run of this data set, experiment and seed; else None."""
-    if not args.resume or args.run_name is not None:
-        return Path("runs") / args.run_name if args.resume else None
-    prefix = glob.escape(f"{experiment(args)}__{args.seed}__")
-    started = [folder for folder in Path("runs").glob(f"{prefix}[0-9]*") if any(folder.iterdir())]
-    return max(started, default=None)
 
 
 # ---- how a script speaks and ends ------------------------------------------------------------------------------------
@@ -316,7 +305,7 @@ def announce(source):
     The scripts write into the folder models/, so a path below it is a folder here, and an error where there is none.
     """
     if str(source).startswith("models/") and not os.path.exists(source):
-        raise FileNotFoundError(source)
+        raise FileNotFoundError("no such folder")
     if not os.path.exists(source):
         say(f"{source}: no such file or folder here, so it is read from the Hugging Face Hub")
 
@@ -335,9 +324,7 @@ def reading(flag, value):
     except Exception as e:  # Each library has errors of its own, and models from the Hub bring code of their own.
         # Where `datasets` reads a file, only the cause says what is wrong with it.
         told = e.__cause__ if type(e).__name__ == "DatasetGenerationError" and e.__cause__ else e
-        is_here = os.path.exists(str(value).partition("[")[0].partition(":")[0]) or os.path.exists(value)
-        what = "cannot be read" if is_here else "no such file or folder here, and it cannot be read from the Hub"
-        fail(f"{flag} {value}: {what} ({in_one_line(told)})")
+        fail(f"{flag} {value}: cannot be read ({in_one_line(told)})")
 
 
 def in_one_line(error):

@@ -9,6 +9,7 @@ A run: what it logs, the checkpoints that it continues from, and how it ends. Th
 """
 
 import contextlib
+import glob
 import json
 import shutil
 import signal
@@ -244,10 +245,10 @@ class Run:
 
 # ---- the folder of a run ---------------------------------------------------------------------------------------------
 def choose_name(args):
-    """The run's name: as given, with --resume that of the run that goes on, or a new one."""
-    if folder := cli.folder_to_resume(args):
-        return folder.name
-    return args.run_name or f"{cli.experiment(args)}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+    """The run's name: as given, or with --resume that of the newest run of this kind, or a new one."""
+    kind = f"{cli.experiment(args)}__{args.seed}__"
+    started = [path.name for path in Path("runs").glob(f"{glob.escape(kind)}[0-9]*")] if args.resume else []
+    return args.run_name or max(started, default=f"{kind}{time.strftime('%Y%m%d-%H%M%S')}")
 
 
 def describe(args, accelerator, folder):

@@ -259,5 +259,4 @@ class Server:
         data = json.dumps(body or {}).encode()
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=engines.PATIENCE.total_seconds()) as answer:
-            text = answer.read()
-        return json.loads(text) if text else None
+            return json.loads(answer.read() or "null")

@@ -42,7 +42,7 @@ def test_a_tokenizer_is_loaded_and_must_have_an_eos_token(tiny, in_tmp, fails):
     word_tokenizer(eos_token=None).save_pretrained("no_eos")
     assert "--base_model no_eos: has no EOS token" in fails(models.load_tokenizer, "no_eos", "--base_model", FLAGS)
     line = fails(models.load_tokenizer, "models/nope", "--base_model", FLAGS)  # It is not sought on the Hub.
-    assert "--base_model models/nope: no such file or folder" in line
+    assert "--base_model models/nope: cannot be read (no such folder)" in line
 
 
 @pytest.mark.parametrize("ends", [[2, 3], 3])

@@ -142,18 +142,18 @@ def one_run(spec, engine):
         linear.register_forward_hook(note)
         return module, optimizer
 
-    def recording_sample(policy, queries, query_mask, rows, **how):
+    def recording_sample(policy, queries, query_mask, rows, n, response_length, stop_ids, key, size):
         sampling.add(threading.get_ident())  # With --overlap a thread of its own samples.
-        responses, mask, logprobs = sample(policy, queries, query_mask, rows, **how)
+        found = sample(policy, queries, query_mask, rows, n, response_length, stop_ids, key, size)
+        responses, mask, _ = found
         sampling.discard(threading.get_ident())
-        key = how["key"]
         if key[1] == utils.TRAINING:
             seen["sampler_is_sharded"] = is_sharded(policy)
             if threading.current_thread() is threading.main_thread():  # Otherwise training may have gathered some.
                 seen["held_after_sampling"] = held_and_total(trained[0].parameters())[0]
             for row, tokens, real in zip(rows.tolist(), responses, mask, strict=True):
                 seen["sampled"][key[2], row] = tuple(tokens[real].tolist())
-        return responses, mask, logprobs
+        return found
 
     def dying_log(self, update, metrics, samples=None):
         log(self, update, metrics, samples)
