@@ -1,10 +1,9 @@
 """
 Checkpoints, which a run goes on from.
 
-    checkpoints/000040/policy.pt             the trained weights and the optimizer's state, whole and by name; under
-                                             DeepSpeed a folder `deepspeed`, which has a part for each process
-                       tensors.safetensors   what else the loop keeps as tensors, where it keeps any
-                       state.json            the state of the loop, and what the run remembers: see `write`
+    checkpoints/000040/policy.pt   the trained weights and the optimizer's state, whole and by name; under DeepSpeed a
+                                   folder `deepspeed`, which has a part for each process
+                       state.pt    the state of the loop, and what the run remembers: see `write`
 
 A checkpoint appears whole or not at all: it is written to `000040.partial`, synced to the disk and then renamed. One
 process, DDP and FSDP2 read each other's, with any number of processes. DeepSpeed reads those of as many processes.
@@ -21,13 +20,12 @@ from pathlib import Path
 
 import torch
 from accelerate.utils import gather_object
-from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from transformers import GenerationConfig
 
 from rlhf_details.plumbing import chat, cli, data, engines, models
 
-VERSION = 4  # of the layout of state.json; checkpoints of another one are refused
+VERSION = 5  # of the layout of state.pt; checkpoints of another one are refused
 
 
 # ---- writing and reading ---------------------------------------------------------------------------------------------
@@ -40,22 +38,19 @@ def write(run, update, policy, optimizer, state):
     accelerator, scaler = run.accelerator, run.accelerator.scaler
     folder = run.folder / "checkpoints" / f"{update:06d}"
     saved = {"update": update, "state": state, "seconds": time.time() - run.start} | run.kept
-    saved["scaler"] = scaler.state_dict() if scaler else None  # of fp16
-    tensors = {name: x.detach().cpu().contiguous() for name, x in run.sampled_ahead().items()}
+    saved |= {"tensors": run.sampled_ahead(), "scaler": scaler and scaler.state_dict()}  # the scaler of fp16
     partial = beside(folder, "partial")
     with replacing(folder) if run.is_main else contextlib.nullcontext():
         accelerator.wait_for_everyone()  # The folder is there.
         try:
             save_policy(accelerator, policy, optimizer, partial)
+            if run.is_main:
+                torch.save(saved, partial / "state.pt")
         except RuntimeError as e:  # of torch.save, on a full disk
             raise OSError(str(e)) from e
         accelerator.wait_for_everyone()
-        if run.is_main:
-            for path in run.logs:  # Their rows last as long as the checkpoint.
-                sync(path)
-            if tensors:
-                save_file(tensors, partial / "tensors.safetensors")
-            (partial / "state.json").write_text(json.dumps(saved, indent=1))
+        for path in run.logs if run.is_main else ():  # Their rows last as long as the checkpoint.
+            sync(path)
     for other in {*folder.parent.iterdir()} - {*all_of(run.folder)[:2]} if run.is_main else ():
         shutil.rmtree(other)
     accelerator.wait_for_everyone()
@@ -63,28 +58,27 @@ def write(run, update, policy, optimizer, state):
 
 
 def read(run, policy, optimizer):
-    """The inverse of `write`. Returns: (the dictionary of state.json, {name: tensor on the device})."""
-    folder, file = run.checkpoint, run.checkpoint / "tensors.safetensors"
-    with cli.reading("--resume", folder):
-        saved = read_json(folder / "state.json")
-        load_policy(run.accelerator, policy, optimizer, folder)
-        tensors = load_file(file) if file.exists() else {}
+    """The inverse of `write`. Returns: what it has saved beside the policy, with tensors on the device."""
+    with cli.reading("--resume", run.checkpoint):
+        device = run.accelerator.device
+        saved = torch.load(run.checkpoint / "state.pt", map_location=device, weights_only=True)
+        load_policy(run.accelerator, policy, optimizer, run.checkpoint)
         if saved["scaler"]:
             run.accelerator.scaler.load_state_dict(saved["scaler"])
     run.accelerator.wait_for_everyone()  # All processes have read it.
-    return saved, {name: x.to(run.accelerator.device) for name, x in tensors.items()}
-
-
-def read_json(file):
-    """What state.json or config.json holds. A damaged one ends the run with one line."""
-    with cli.reading("--resume", file.parent):
-        return json.loads(file.read_text())
+    return saved
 
 
 # ---- finding --------------------------------------------------------------------------------------------------------
 def all_of(run_folder):
     """Folders of a run's checkpoints, the newest one first."""
     return sorted(Path(run_folder).glob("checkpoints/" + "[0-9]" * 6), reverse=True)
+
+
+def read_config(run_folder):
+    """What config.json of a run holds. A damaged one ends the run with one line."""
+    with cli.reading("--resume", run_folder):
+        return json.loads((run_folder / "config.json").read_text())
 
 
 def find(run_folder, now):
@@ -96,7 +90,7 @@ def find(run_folder, now):
     if len(set(gather_object([str(newest)]))) > 1:
         hint = "runs/ must be on a file system that all of them share"
         cli.fail(f"--resume: not every process sees the checkpoints of {run_folder}; {hint}")
-    if config.exists() and (changed := differences(read_json(config), now)):
+    if config.exists() and (changed := differences(read_config(run_folder), now)):
         hint = "start anew, with --overwrite in place of --resume"
         cli.fail(f"--resume: {newest or run_folder} is of another run: {'; '.join(changed)}; {hint}")
     return newest

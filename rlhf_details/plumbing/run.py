@@ -83,8 +83,8 @@ class Run:
         dictionary of the loop, `state` or the checkpoint's. `tensors` is {} or {name: tensor on the device}.
         """
         if self.checkpoint:
-            saved, self.tensors = checkpoint.read(self, policy, optimizer)
-            state, self.kept = saved["state"], {name: saved[name] for name in self.kept}
+            saved = checkpoint.read(self, policy, optimizer)
+            state, self.tensors, self.kept = saved["state"], saved["tensors"], {name: saved[name] for name in self.kept}
             self.first_update, self.start = saved["update"] + 1, self.start - saved["seconds"]
             cli.say(f"--resume: goes on after update {saved['update']} of {self.num_updates}, from {self.checkpoint}")
         elif self.args.resume:
@@ -254,7 +254,7 @@ def choose_name(args):
 def describe(args, accelerator, folder):
     """Versions, git commit, device and engine of a run, and its id in Weights & Biases, as a dictionary."""
     config = folder / "config.json"
-    before = checkpoint.read_json(config) if args.resume and config.exists() else {}
+    before = checkpoint.read_config(folder) if args.resume and config.exists() else {}
     return {
         "run": str(folder),
         "versions": {module.__name__: module.__version__ for module in (torch, transformers)},

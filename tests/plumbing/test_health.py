@@ -1,11 +1,11 @@
 """Each bad sign is provoked, by numbers at its bound and by a run that is ill."""
 
-import json
 import re
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from helpers import PAGES, page_args, read_metrics, rloo_args
 from short_runs import write_rows
 
@@ -138,7 +138,7 @@ def test_a_resumed_run_does_not_repeat_what_was_said(tiny, few_prompts, in_tmp, 
     options = dict(checkpoint_every=2, total_episodes=64)
     run("train_rloo", tiny, "1.0", **options)
     assert capsys.readouterr().out.count("warning: health/reward_variance") == 1
-    state = json.loads(Path("runs/run/checkpoints/000002/state.json").read_text())
+    state = torch.load("runs/run/checkpoints/000002/state.pt", weights_only=True)
     assert "reward_variance" in state["said"] and state["first"]["update"] == 1
     shutil.rmtree("runs/run/checkpoints/000004")
     train_rloo.main(rloo_args(tiny, **FUNCTION, **options, resume=True))
