@@ -305,8 +305,8 @@ def main(args: Args):
     stop_ids = models.stop_ids(tokenizer, args.stop_token, "--stop_token", device)
     end_ids = models.stop_ids(tokenizer, args.truncate_token, "--truncate_token", device)
     end_ids = end_ids if len(end_ids) else stop_ids  # A response is read up to one of these.
-    context = models.context(reward_model)  # no limit where it is given text, which it may read from the end
-    room = min(context, *map(models.context_of, loaded.values())) - args.response_length
+    # A reward model that is given text sets no limit: it may read a text from the end.
+    room = models.context(reward_model, *loaded.values()) - args.response_length
     prompts = data.to_prompts(args, "dataset", rows, tokenizer, room, "completion" if use_references else None)
     score = rewards.Scorer(args, accelerator, tokenizer, reward_model, response_scores, size, ())
     score.check_columns(prompts)

@@ -145,7 +145,7 @@ class LanguageModel(nn.Module):
     def __init__(self, model, temperature):
         super().__init__()
         self.model, self.temperature, self.num_tokens = model, temperature, models.num_tokens(model)
-        (self.takes_positions,) = models.accepts(model, "position_ids")
+        self.takes_positions = models.accepts(model, "position_ids")
 
     def forward(self, tokens, mask, positions, index=None, is_target=None, cache=None):
         """

@@ -185,11 +185,9 @@ def check_template(args):
 
 
 def check_sampler(args):
-    """Exits with an error if vLLM is asked for and not installed, or its server's URL is given for nothing."""
+    """Exits with an error if the URL of vLLM's server is given for nothing."""
     if args.vllm_server and args.sampler != "vllm":
         fail(f"--vllm_server {args.vllm_server}: needs --sampler vllm")
-    if args.sampler == "vllm" and not args.vllm_server and find_spec("vllm") is None:
-        fail("--sampler vllm: needs the package vllm; docs/guides/4_memory_and_gpus.md says how to install it")
 
 
 def check_dataset(flag, spec):

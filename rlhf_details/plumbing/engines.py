@@ -64,8 +64,6 @@ def join(**options):
     """Returns an Accelerator of all processes that the launcher started, on CPUs where there is nothing else."""
     if cli.world_size() > 1 and not torch.accelerator.is_available():
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # Otherwise accelerate takes each for a run of its own.
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true":
-        cli.need("deepspeed", "deepspeed", "ACCELERATE_USE_DEEPSPEED=true")
     accelerator = Accelerator(**options)
     if cli.world_size() != (seen := accelerator.num_processes):
         cli.fail(f"{cli.world_size()} processes, but accelerate sees {seen}: set ACCELERATE_USE_CPU=true")

@@ -131,10 +131,9 @@ def decode_all(tokenizer, rows):
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
-def accepts(model, *names):
-    """For each name, whether the model's forward takes a parameter of that name: a list of bools."""
-    parameters = inspect.signature(model.forward).parameters
-    return [name in parameters for name in names]
+def accepts(model, name):
+    """Whether the model's forward takes a parameter of that name."""
+    return name in inspect.signature(model.forward).parameters
 
 
 def hidden_states(model, tokens, mask, positions, cache=None):
@@ -145,14 +144,14 @@ def hidden_states(model, tokens, mask, positions, cache=None):
     """
     trunk = model.base_model
     inputs = {"input_ids": tokens, "attention_mask": mask, name_of_cache(trunk): cache, "use_cache": cache is not None}
-    if accepts(trunk, "position_ids")[0]:  # Bloom, for example, knows no positions.
+    if accepts(trunk, "position_ids"):  # Bloom, for example, knows no positions.
         inputs["position_ids"] = positions
     return trunk(**inputs).last_hidden_state
 
 
 def name_of_cache(model):
     """The name of the parameter of a model's forward that is the cache. Older models call it past_key_values."""
-    return "cache" if accepts(model, "cache")[0] else "past_key_values"  # so does transformers before 5.24
+    return "cache" if accepts(model, "cache") else "past_key_values"  # so does transformers before 5.24
 
 
 def load_policy(path, flag, args):
@@ -167,7 +166,7 @@ def load_policy(path, flag, args):
         if "jitter" in name and value:  # A router with jitter would put noise into the log-probs.
             kind = config.model_type
             cli.fail(f"{flag} {path}: a {kind} draws random numbers in training mode ({name} {value})")
-    takes_cache = any(accepts(m, name_of_cache(m))[0] for m in (model, model.base_model))
+    takes_cache = any(accepts(m, name_of_cache(m)) for m in (model, model.base_model))
     if not takes_cache or set(getattr(config, "layer_types", None) or []) == {"linear_attention"}:
         cli.fail(f"{flag} {path}: a {config.model_type} cannot be sampled: it has no cache of keys and values")
     return model
@@ -228,5 +227,217 @@ def load(kind, path, flag, args, **options):
             what = f"its tokenizer has {max(tokens.values()) + 1} tokens, and the model {size} embeddings"
             cli.fail(f"{flag} {path}: {what}; model.resize_token_embeddings adds the others")
         model.num_tokens = min(size, chat.vocabulary(tokenizer))
-    return prepare(model, args)
     return prepare(model, args), missing, unexpected
+
+
+def prepare(model, args):
+    """Returns a model as training needs it: with gradient checkpointing where args ask for it.
+
+    From then on transformers makes masks by `sdpa_mask_unread`.
+    """
+    AttentionMaskInterface.register("sdpa", sdpa_mask_unread)
+    if getattr(args, "gradient_checkpointing", False):
+        # transformers 5.24 has another name for it.
+        (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
+    return model
+
+
+def sdpa_mask_unread(*args, attention_mask=None, allow_is_causal_skip=True, **options):
+    """transformers' sdpa_mask, which does without a mask where none of its tokens is padding.
+
+    On a GPU it makes every mask. To read one, the host would wait for the GPU in each forward.
+    """
+    is_on_cpu = attention_mask is None or attention_mask.device.type == "cpu"
+    options |= {"attention_mask": attention_mask, "allow_is_causal_skip": allow_is_causal_skip and is_on_cpu}
+    return sdpa_mask(*args, **options)
+
+
+def num_tokens(model):
+    """How many of a model's logits stand for a token of its tokenizer. Some models have a few more, as filler."""
+    return getattr(model, "num_tokens", model.config.get_text_config().vocab_size)
+
+
+def context(*modules):
+    """The most tokens that all modules can read, math.inf where none has a limit. None does not count.
+
+    A module is a transformers model, or holds one as `model`.
+    """
+    configs = [getattr(m, "model", m).config.get_text_config() for m in modules if m is not None]
+    return min((getattr(c, "max_position_embeddings", None) or math.inf for c in configs), default=math.inf)
+
+
+def checksum(module):
+    """Numbers that tell a module's weights from others, a hash of each; call it on every process."""
+    return [torch.hash_tensor(engines.whole(p).detach().cpu()).item() for p in module.parameters()]
+
+
+# ---- hidden states -> logits -----------------------------------------------------------------------------------------
+class Head:
+    """From last hidden states to logits: the output embedding, and what a model does with it afterwards.
+
+    It looks the embedding up in the model at each call, so that it is no second owner of its weights. Logits that stand
+    for no token are cut off, so that none of them is sampled or takes part in a softmax.
+    """
+
+    def __init__(self, model):
+        config = model.config.get_text_config()
+        # The model stands in a list, so that no module sees it as its child.
+        self.model, self.vocab_size = [model], num_tokens(model)
+        # Cohere multiplies by `logit_scale`, Granite divides by `logits_scaling`, and Gemma 2 caps.
+        self.scale = (getattr(config, "logit_scale", None) or 1) / (getattr(config, "logits_scaling", None) or 1)
+        self.cap = getattr(config, "final_logit_softcapping", None)
+
+    def __call__(self, hidden):
+        """Args: hidden [.., H]. Returns: logits [.., V]."""
+        logits = self.model[0].get_output_embeddings()(hidden)[..., : self.vocab_size]
+        logits = logits * self.scale if self.scale != 1 else logits
+        return self.cap * (logits / self.cap).tanh() if self.cap else logits
+
+
+@torch.no_grad()
+def lm_head(model):
+    """The Head of a causal model. It is shown to give the model's own logits, or the program ends with one line."""
+    head, training = Head(model), model.training
+    tokens = torch.arange(min(8, head.vocab_size), device=model.device).unsqueeze(0)
+    states = model.eval().base_model(input_ids=tokens, use_cache=False).last_hidden_state
+    logits = model(input_ids=tokens, use_cache=False).logits[..., : head.vocab_size]
+    model.train(training)
+    if not torch.allclose(head(states), logits, rtol=1e-4, atol=1e-4):
+        cli.fail(f"a {model.config.model_type} changes its logits after the output embedding in a way not known here")
+    return head
+
+
+# ---- a small model of one's own --------------------------------------------------------------------------------------
+def make_small(args, rows):
+    """Returns (tokenizer, model): byte-level BPE trained on the rows' text, and a GPT-NeoX of the sizes that args give.
+
+    An embedded task brings its own tokenizer. Args: rows, dictionaries with the strings `prompt` and `completion`.
+    """
+    if not all(isinstance(row["prompt"], str) for row in rows):
+        cli.fail("--base_model scratch: makes its tokenizer from text, and knows no messages and no token ids")
+    task = args.dataset.partition(":")[0]
+    if task in toy.TASKS:
+        tokenizer = toy.tokenizer(task)
+    else:
+        backend, texts = ByteLevelBPETokenizer(), [row["prompt"] + row["completion"] for row in rows]
+        options = dict(min_frequency=2, special_tokens=["<pad>", "<eos>"], show_progress=False)
+        backend.train_from_iterator(texts, args.vocab_size, **options)
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend._tokenizer, pad_token="<pad>", eos_token="<eos>")
+    config = GPTNeoXConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=args.hidden_size,
+        num_hidden_layers=args.num_layers,
+        num_attention_heads=args.num_heads,
+        intermediate_size=4 * args.hidden_size,
+        max_position_embeddings=args.context_length,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        attn_implementation=args.attn_implementation,
+    )
+    return tokenizer, prepare(GPTNeoXForCausalLM(config), args)
+
+
+# ---- LoRA (arXiv 2106.09685) by the library peft, whose layers take the place of a model's linear layers -------------
+def add_adapters(model, rank):
+    """Freezes a model and adds adapters to train: W x becomes W x + 2 B A x, with A [rank, in], B [out, rank].
+
+    A is random and B is 0, so the model starts as it was. A new head (`score`) is trained as a whole. A rank of 0
+    changes nothing. Returns the model, whose `lora[0]` is peft's LoraModel. It stands in a list, so that it is not the
+    model's child.
+    """
+    if not rank:
+        return model
+    from peft import LoraConfig, LoraModel
+
+    kind = "SEQ_CLS" if hasattr(model, "score") else "CAUSAL_LM"
+    config = LoraConfig(target_modules="all-linear", task_type=kind, r=rank, lora_alpha=2 * rank, lora_dropout=0.0)
+    try:
+        model.lora = [LoraModel(model, config, "default")]
+    except ValueError as e:
+        cli.fail(f"--lora_rank {rank}: peft cannot adapt a {model.config.model_type} ({cli.in_one_line(e)})")
+    if hasattr(model, "score"):
+        model.score.requires_grad_(True)
+    cli.say(f"LoRA: {model.num_parameters(True):,} of {model.num_parameters():,} parameters are trained")
+    return model
+
+
+def frozen_copy(policy):
+    """A policy that stays as this one is before its training. With adapters it shares the model and leaves them out."""
+    if hasattr(policy.model, "lora"):
+        return WithoutAdapters(policy)
+    return copy.deepcopy(policy).requires_grad_(False)
+
+
+class WithoutAdapters(torch.nn.Module):
+    """Calls what `reads` holds: the policy, or what an engine has made of it."""
+
+    def __init__(self, policy):
+        super().__init__()
+        self.model, self.reads = policy.model, [policy]
+
+    def forward(self, *args, **kwargs):
+        (lora,) = self.model.lora
+        lora.disable_adapter_layers()
+        outputs = self.reads[0](*args, **kwargs)
+        lora.enable_adapter_layers()
+        return outputs[:2] if isinstance(outputs, tuple) else outputs  # without the values of a critic
+
+
+def merge_adapters(model):
+    """Adds the adapters to the weights and removes them, in place. Returns the model, an ordinary one again."""
+    return model.__dict__.pop("lora")[0].merge_and_unload()
+
+
+def save_adapter(model, folder, base_model):
+    """Writes a folder that PeftModel.from_pretrained loads over base_model, the path that the model was loaded from."""
+    from peft import get_peft_model_state_dict
+
+    config = model.peft_config["default"]
+    # A path stays as it was given: another machine has no folder of this one, but may have the same ones below its own.
+    config.base_model_name_or_path, config.revision = cli.split(str(base_model))
+    config.inference_mode = True
+    config.save_pretrained(folder)
+    weights, metadata = get_peft_model_state_dict(model), {"format": "pt"}
+    if hasattr(model, "score"):  # A new head belongs to the adapters, as in peft's own SEQ_CLS, and so does its bias.
+        weights["score.weight"] = model.score.weight
+        metadata["reward_bias"] = str(getattr(model.config, "reward_bias", 0.0))
+    weights = {f"base_model.model.{name}": x for name, x in weights.items()}
+    save_file(weights, Path(folder) / "adapter_model.safetensors", metadata=metadata)
+
+
+def base_of(path, flag):
+    """The model that adapters (a folder or Hub name) belong to, or None where the path holds no adapters."""
+    name, revision = cli.split(path)
+    with cli.reading(flag, path):
+        cli.announce(path)
+        file = find_adapter_config_file(name, revision=revision)
+        config = json.loads(Path(file).read_text()) if file else {}
+    return "@".join(filter(None, (config.get("base_model_name_or_path"), config.get("revision")))) or None
+
+
+def merged(model, path, flag, args):
+    """(a base model with the adapters of a path merged into its weights, whether they have the head of a reward model).
+
+    As peft's AutoPeftModel does, it gives the model the tokens of the tokenizer that stands beside the adapters.
+    """
+    cli.need("peft", "peft", f"{flag} {path}, which holds adapters")
+    from peft import PeftConfig, PeftModel
+
+    name, revision = cli.split(path)
+    tokenizer = find_tokenizer(path, flag, args)
+    with cli.reading(flag, path):
+        # The older adapter_model.bin is a pickle, and is not read.
+        file = Path(cached_file(name, "adapter_model.safetensors", revision=revision))
+        if tokenizer and len(tokenizer) > model.get_input_embeddings().num_embeddings:
+            model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+        config = PeftConfig.from_pretrained(file.parent)
+        has_head = config.task_type == "SEQ_CLS"
+        if not has_head:  # As a causal model it could not take the trunk of a reward model.
+            config.task_type = None
+        model = PeftModel.from_pretrained(model, file.parent, config=config).merge_and_unload()
+        with safe_open(file, "pt") as saved:
+            metadata = saved.metadata() or {}
+        if "reward_bias" in metadata:
+            model.config.reward_bias = float(metadata["reward_bias"])
+    return model.requires_grad_(True), has_head

@@ -140,7 +140,7 @@ class TextModel(nn.Module):
 
         Only where a response ended is its text followed by EOS, or by the chat template's end of the turn.
         """
-        ids, scores, context = [], [], min(models.context_of(self.model), sys.maxsize)
+        ids, scores, context = [], [], min(models.context(self.model), sys.maxsize)
         for row, text, is_complete in zip(rows, texts, ended, strict=True):
             query, response = self.encode(row, text)
             whole = query + (response if is_complete else response[:-1])

@@ -99,7 +99,6 @@ def test_the_metric_tables_list_exactly_what_is_logged(tiny, in_tmp, few_prompts
     texts = [{**row, "chosen": row["completion"], "rejected": "we ."} for row in toy.rows("sft", "train")[:8]]
     write_rows("rows.jsonl", texts)
     logged = set()
-    monkeypatch.setattr(cli, "find_spec", lambda name: True)
     monkeypatch.setattr(vllm, "sampler", lambda *args: utils.sample)  # vLLM's numbers do not matter here.
     for page in PAGES:
         changes = dict(total_episodes=32, eval_dataset="toy:test", reward_fn=("mine.py:f",), sampler="vllm")

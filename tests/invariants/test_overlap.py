@@ -8,7 +8,7 @@ from cases import OVERLAP, page_of, run_case, write_prompts
 from helpers import read_metrics, record, without_times
 
 from rlhf_details import utils
-from rlhf_details.plumbing import cli, vllm
+from rlhf_details.plumbing import vllm
 
 UPDATES = 5
 EVERY_CASE = pytest.mark.parametrize("case", OVERLAP)
@@ -136,7 +136,6 @@ def test_the_copy_is_that_of_the_policy_with_its_adapters_or_without_its_critic(
 
 def test_vllm_takes_the_weights_of_the_copy(ragged, in_tmp, monkeypatch):
     """The check of a push holds for the copy, and not for the policy that trains."""
-    monkeypatch.setattr(cli, "find_spec", lambda name: True)
     monkeypatch.setattr(vllm, "Engine", lambda *rest: StandIn())
     rows = run("rloo-overlap", ragged, learning_rate=1e-2, sampler="vllm")
     weights = [row["val/sampler_weight"] for row in rows]

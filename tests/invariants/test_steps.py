@@ -24,7 +24,7 @@ from cases import (
 from helpers import record, run_rloo
 
 from rlhf_details import utils
-from rlhf_details.plumbing import cli, vllm
+from rlhf_details.plumbing import vllm
 
 STEPS = dict(num_ppo_epochs=2, num_mini_batches=2)
 
@@ -77,7 +77,6 @@ def test_log_6_the_gap_is_the_samplers_and_the_first_ratio_is_that_of_the_first_
 def test_gen_15_an_action_counts_as_if_this_policy_had_sampled_it(ragged, in_tmp, monkeypatch, case):
     """A sampler that finds each token e^0.1 likelier than the policy does: its actions count e^-0.1 a token."""
     page, loss = page_of(case), LOSS[CASES[case][0]]
-    monkeypatch.setattr(cli, "find_spec", lambda name: True)
     monkeypatch.setattr(vllm, "sampler", lambda *args: utils.sample)
     seen = []
     for sampler in ("own", "vllm"):
@@ -97,7 +96,6 @@ def test_gen_15_an_action_counts_as_if_this_policy_had_sampled_it(ragged, in_tmp
 
 def test_gen_15_what_the_teacher_says_of_a_token_is_weighed_and_is_about_this_policy(ragged, in_tmp, monkeypatch):
     """The log-probs of the policy stand in the advantages as well, where another engine samples. [GEN-9]"""
-    monkeypatch.setattr(cli, "find_spec", lambda name: True)
     monkeypatch.setattr(vllm, "sampler", lambda *args: utils.sample)
     page, seen = page_of("distill"), []
     for sampler in ("own", "vllm"):

@@ -1,15 +1,14 @@
 """What the engines' module does on one process. Several processes and sharded weights are in tests/slow."""
 
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import Accelerator
-from helpers import ppo_args, tiny_config
+from helpers import tiny_config
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rlhf_details import evaluate, train_ppo
+from rlhf_details import train_ppo
 from rlhf_details.plumbing import checkpoint, engines
 
 
@@ -49,18 +48,6 @@ def test_a_checkpoint_holds_what_is_trained_and_brings_it_back(tmp_path):
     checkpoint.load_policy(*other, tmp_path)
     train(*one, steps=1), train(*other, steps=1)
     assert all(torch.equal(a, b) for a, b in zip(one[1].parameters(), other[1].parameters(), strict=True))
-
-
-@pytest.mark.parametrize("module", [train_ppo, evaluate])
-def test_deepspeed_that_is_asked_for_and_missing_is_one_line(module, in_tmp, tiny, monkeypatch, fails):
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    monkeypatch.setitem(sys.modules, "deepspeed", None)  # as if it were not installed
-    args = ppo_args(tiny) if module is train_ppo else evaluate.Args(policy_path=str(tiny / "policy"))
-    line = fails(module.main, args)
-    assert line == (
-        "error: ACCELERATE_USE_DEEPSPEED=true: needs the package deepspeed: "
-        'pip install -c constraints.txt -e ".[deepspeed]"\n'
-    )
 
 
 @pytest.mark.parametrize("seen, words", [(2, ""), (1, "2 processes, but accelerate sees 1")])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import shutil
 from functools import partial
@@ -231,9 +232,10 @@ def test_gradient_checkpointing_is_switched_on_where_it_is_asked_for(tiny):
         assert (model.is_gradient_checkpointing if older else model.is_activation_checkpointing) == wanted
 
 
-def test_the_context_is_the_smallest_of_the_models_that_read_the_same_tokens():
-    long, short = (SimpleNamespace(model=GPTNeoXForCausalLM(tiny_config(max_position_embeddings=n))) for n in (128, 64))
-    assert models.context(long, short) == 64 and models.context(long, None) == 128
+def test_the_context_is_the_smallest_of_the_models_that_there_are():
+    long, short = (GPTNeoXForCausalLM(tiny_config(max_position_embeddings=n)) for n in (128, 64))
+    assert models.context(SimpleNamespace(model=long), None) == models.context(long) == 128
+    assert models.context(long, SimpleNamespace(model=short)) == 64 and models.context(None) == math.inf
 
 
 def test_a_checksum_tells_weights_apart_and_changes_with_a_single_one(tiny):
