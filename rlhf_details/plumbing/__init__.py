@@ -2,10 +2,9 @@
 What a reader of the pages may skip. Where is it?
 
     cli               the command line, lines, exit codes      flags            the flags that scripts share
-    stages            the embedded task's missing models
     data              rows, prompts, completions, shares       files            where rows and functions are read
     chat              chat templates, and text -> token ids    models           tokenizers, loading, heads, LoRA
-    comparisons       the rows of a reward model
+    comparisons       the rows of a reward model               stages           the embedded task's missing models
     rewards           the scores of responses                  layout           how many responses share a row
     engines           DDP, FSDP2, DeepSpeed, CPUs              run              a run's folder, log, signals, end
     checkpoint        what is saved and continued from         trackers         terminal, files, TensorBoard, wandb

@@ -76,9 +76,10 @@ def all_of(run_folder):
 
 
 def read_config(run_folder):
-    """What config.json of a run holds. A damaged one ends the run with one line."""
+    """What config.json of a run holds, {} where there is none. A damaged one ends the run with one line."""
+    file = run_folder / "config.json"
     with cli.reading("--resume", run_folder):
-        return json.loads((run_folder / "config.json").read_text())
+        return json.loads(file.read_text()) if file.exists() else {}
 
 
 def find(run_folder, now):
@@ -86,11 +87,11 @@ def find(run_folder, now):
 
     It ends with one line where the folder's config.json is of another run. Args: now, the identity of this one.
     """
-    newest, config = next(iter(all_of(run_folder)), None), run_folder / "config.json"
+    newest = next(iter(all_of(run_folder)), None)
     if len(set(gather_object([str(newest)]))) > 1:
         hint = "runs/ must be on a file system that all of them share"
         cli.fail(f"--resume: not every process sees the checkpoints of {run_folder}; {hint}")
-    if config.exists() and (changed := differences(read_config(run_folder), now)):
+    if (before := read_config(run_folder)) and (changed := differences(before, now)):
         hint = "start anew, with --overwrite in place of --resume"
         cli.fail(f"--resume: {newest or run_folder} is of another run: {'; '.join(changed)}; {hint}")
     return newest

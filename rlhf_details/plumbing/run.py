@@ -60,21 +60,30 @@ class Run:
     # ---- the start ---------------------------------------------------------------------------------------------------
     def open_folder(self):
         """Opens the Hub's repository and the trackers before anything is trained, and writes config.json."""
-        args = self.args
-        self.about = describe(args, self.accelerator, self.folder) | self.identity
+        args, accelerator = self.args, self.accelerator
+        before = checkpoint.read_config(self.folder) if args.resume else {}
+        about = self.identity | {
+            "run": str(self.folder),
+            "versions": {module.__name__: module.__version__ for module in (torch, transformers)},
+            "commit": trackers.commit(),
+            "device": str(accelerator.device),
+            "num_processes": accelerator.num_processes,
+            "engine": engines.name(accelerator),
+            "wandb_id": before.get("wandb_id"),
+        }
         if args.push_to_hub:
-            self.about["hub"] = self.repository = hub.open_repository(args)
+            about["hub"] = self.repository = hub.open_repository(args)
         update = int(self.checkpoint.name) if self.checkpoint else 0
-        self.wandb = trackers.start(args, self.accelerator, self.folder, self.about, update)
+        self.wandb = trackers.start(args, accelerator, self.folder, about, update)
         if self.wandb:
-            self.about["wandb_id"] = self.wandb.id
+            about["wandb_id"] = self.wandb.id
         if not self.checkpoint:
             shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)  # They would be taken for this run's.
         for path in self.logs:
             trackers.cut(path, update)
         # If this folder cannot be made, this is better known now than after a day of training.
         Path(args.output_dir).resolve().parent.mkdir(parents=True, exist_ok=True)
-        checkpoint.write_text(self.folder / "config.json", json.dumps(self.about, indent=1))
+        checkpoint.write_text(self.folder / "config.json", json.dumps(about, indent=1))
 
     def resume(self, policy, optimizer, state=None):
         """Loads the checkpoint that this run continues from, if any. Sets `first_update`, and `tensors` for overlap.py.
@@ -249,18 +258,3 @@ def choose_name(args):
     kind = f"{cli.experiment(args)}__{args.seed}__"
     started = [path.name for path in Path("runs").glob(f"{glob.escape(kind)}[0-9]*")] if args.resume else []
     return args.run_name or max(started, default=f"{kind}{time.strftime('%Y%m%d-%H%M%S')}")
-
-
-def describe(args, accelerator, folder):
-    """Versions, git commit, device and engine of a run, and its id in Weights & Biases, as a dictionary."""
-    config = folder / "config.json"
-    before = checkpoint.read_config(folder) if args.resume and config.exists() else {}
-    return {
-        "run": str(folder),
-        "versions": {module.__name__: module.__version__ for module in (torch, transformers)},
-        "commit": trackers.commit(),
-        "device": str(accelerator.device),
-        "num_processes": accelerator.num_processes,
-        "engine": engines.name(accelerator),
-        "wandb_id": before.get("wandb_id"),
-    }

@@ -8,6 +8,10 @@ from pathlib import Path
 
 from rlhf_details.plumbing.cli import say
 
+# Names of environment variables. A child is a launch of its own, and must not see the group and the ranks of this one.
+LAUNCHER = re.compile(
+    r"((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE|NAME)$|(MASTER|TORCHELASTIC|OMPI|PMI)_|ACCELERATE_(?!USE_CPU)"
+)
 # Which script makes which folder of an embedded task, those first that others need.
 MADE_BY = {
     "toy": {
@@ -25,9 +29,7 @@ def ensure(args):
     A folder other than the task's own is never made up. Call it on the main process only.
     """
     task = args.dataset.partition(":")[0]
-    # The child is a launch of its own, so it must not see the process group and ranks of this one.
-    launcher = r"((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE|NAME)$|(MASTER|TORCHELASTIC|OMPI|PMI)_|ACCELERATE_(?!USE_CPU)"
-    environment = {name: value for name, value in os.environ.items() if not re.match(launcher, name)}
+    environment = {name: value for name, value in os.environ.items() if not LAUNCHER.match(name)}
     needed = {getattr(args, name, None) for name in ("sft_model_path", "reward_model_path", "teacher_model_path")}
     for folder, stage in MADE_BY.get(task, {}).items():
         if folder not in needed or (Path(folder) / "config.json").exists():

@@ -23,14 +23,13 @@ import torch
 from safetensors.torch import save_file
 
 from rlhf_details import utils
-from rlhf_details.plumbing import cli, engines, models
+from rlhf_details.plumbing import cli, engines, models, stages
 
 # How far the mean log-prob of the first tokens may be from the training forward's. In fp32 1e-5 was measured, and 0.2
 # where the head was not pushed.
 BOUNDS = {"fp32": 1e-3, "bf16": 0.1, "fp16": 0.1}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PROCESSED = "--logprobs-mode processed_logprobs"  # Without it a server's log-probs are those before the temperature.
-LAUNCHER = "RANK LOCAL_RANK GROUP_RANK ROLE_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
 
 
 def sampler(args, accelerator, rows, stop):
@@ -178,8 +177,8 @@ def serve(pipe, options, environ):
     """The engine's process. It ends with the training process, whose end closes the pipe."""
     warnings.simplefilter("ignore")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C lets the trainer finish its update, for which it may sample.
-    for name in LAUNCHER:  # vLLM is a group of its own.
-        os.environ.pop(name, None)
+    for name in filter(stages.LAUNCHER.match, list(os.environ)):  # vLLM is a group of its own.
+        del os.environ[name]
     os.environ |= environ
     with contextlib.suppress(EOFError, BrokenPipeError):
         try:
