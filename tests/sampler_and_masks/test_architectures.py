@@ -226,6 +226,7 @@ def test_plain_rows_where_the_user_or_the_sizes_ask_for_them(models, capsys):
     assert choose(models("llama"), share_prompts=False) == layout.Packing(1, 4, 1)
     assert "--no_share_prompts" in capsys.readouterr().out
     assert choose(models("llama"), micro_batch_size=1, rollout_micro_batch_size=1) == layout.Packing(1, 1, 1)
+    assert "a micro-batch holds one response to a prompt" in capsys.readouterr().out
     assert choose(models("llama"), micro_batch_size=3) == layout.Packing(2, 2, 4)
 
 
