@@ -106,6 +106,7 @@ def test_what_is_held_in_bf16_is_smaller_and_gives_the_same_numbers(tied, monkey
     with monkeypatch.context() as patch:  # a copy to sample from, of an engine that shares weights out
         patch.setattr(engines, "shares_out", lambda accelerator: True)
         policy.template = [engines.template(policy)]
+        assert all(p.is_meta for p in policy.template[0].parameters())  # It takes no memory.
         copy = engines.whole_copy(accelerator, policy)
     args, module = SimpleNamespace(offload_frozen=False), Holder()
     optimizer = torch.optim.AdamW(module.parameters())

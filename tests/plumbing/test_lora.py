@@ -201,6 +201,8 @@ def test_a_policy_that_starts_from_adapters_has_them_in_its_reference(tiny, in_t
     """The reference is the model that the run starts from, not the base below it. So is a reward model's trunk."""
     model = disturb(models.add_adapters(load(tiny / "policy"), 4))
     models.save_adapter(model, "sft", tiny / "policy")
+    of_base = models.load_tokenizer("sft", "--sft_model_path", FLAGS)  # There is none beside the adapters.
+    assert of_base.get_vocab() == toy.tokenizer().get_vocab()
     toy.tokenizer().save_pretrained("sft")
     start = logits_of("sft")
     options = dict(sft_model_path="sft", lora_rank=4, output_dir="out", learning_rate=0.0, total_episodes=16)
