@@ -98,8 +98,7 @@ class Run:
             cli.say(f"--resume: goes on after update {saved['update']} of {self.num_updates}, from {self.checkpoint}")
         elif self.args.resume:
             cli.say(f"--resume: no checkpoint in {self.folder}: starts at the beginning")
-        with contextlib.suppress(ValueError):  # Python sets handlers in the main thread alone.
-            self.handlers = {number: signal.signal(number, self.hear) for number in (signal.SIGTERM, signal.SIGINT)}
+        self.handlers = {number: signal.signal(number, self.hear) for number in (signal.SIGTERM, signal.SIGINT)}
         self.begun = self.shown = time.time()
         self.begin_update(self.first_update)
         return state or {}
@@ -243,9 +242,8 @@ class Run:
 
     def close(self):
         """Closes the trackers and gives the signals their former meaning."""
-        with contextlib.suppress(ValueError):  # as above
-            for number, handler in self.handlers.items():
-                signal.signal(number, handler)
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
         for tracker in self.accelerator.trackers:
             # What could not be written has been reported already. A tracker that never started has nothing to finish.
             with contextlib.suppress(OSError, AttributeError):

@@ -26,6 +26,8 @@ from short_runs import (
 )
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from rlhf_details.plumbing import checkpoint
+
 FAST = (
     "rloo",
     "ppo-moments",
@@ -110,6 +112,14 @@ def test_dying_while_a_checkpoint_is_written(tiny, in_tmp, capsys, stage):
     assert f"goes on after update {4 if is_whole else 3} of 6" in capsys.readouterr().out
     assert_same_run(".", whole(tiny, "rloo"))
     assert checkpoints() == ["000005", "000006"]
+
+
+def test_files_are_on_the_disk_before_their_folder_has_its_name(in_tmp, monkeypatch):
+    synced, new = [], Path("new")
+    monkeypatch.setattr(checkpoint, "sync", lambda path: synced.append((path.name, new.exists())))
+    with checkpoint.replacing(new) as folder:
+        (folder / "inner").mkdir(), (folder / "a").touch(), (folder / "inner/b").touch()
+    assert sorted(synced) == [("a", False), ("b", False)] and Path("new/inner/b").exists()
 
 
 def test_a_disk_that_is_full_ends_the_run_and_leaves_the_checkpoint_before(tiny, in_tmp, capsys, monkeypatch):
