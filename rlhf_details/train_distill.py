@@ -3,27 +3,29 @@ On-policy distillation: a student learns a teacher's next-token distribution at 
 
 1. The student samples responses, k to each prompt. In the place of a reward, a frozen model with the same tokens, the
    teacher, says of each token how likely it was.
-2. `--divergence sampled` is RLOO's loop with another reward: each token is an action, and its advantage is
-   log p_teacher - log p_student of this token. In expectation that is the gradient of the reverse KL,
-   KL(student || teacher), at the states that were sampled. How a token changes the states after it is left out, unless
-   --gamma adds up what later tokens say: with 1 it is the gradient of the whole response's KL.
+2. `--divergence sampled` is RLOO's loop without the baseline: each token is an action, and its advantage is
+   log p_teacher - log p_student of this token. In expectation a step descends the reverse KL, KL(student || teacher),
+   at the states that were sampled. How a token changes the states after it is left out, unless --gamma adds what later
+   tokens say: with 1 a step follows the gradient of the whole response's KL.
 3. `--divergence jsd` compares whole distributions at these states (GKD, arXiv 2306.13649), by the generalised
-   Jensen-Shannon divergence: --beta 0 is the forward KL, and 1 the reverse KL, of which `sampled` is an estimate.
-4. --on_policy_share (GKD's lambda) is the share of updates whose responses the student samples. In the others they are
-   the data set's completions.
+   Jensen-Shannon divergence: --beta 0 is the forward KL, KL(teacher || student), and 1 the reverse KL, of which
+   `sampled` is an estimate.
+4. With jsd, --on_policy_share (GKD's lambda) is the share of updates whose responses the student samples. In the others
+   they are the data set's completions, cut at --response_length.
 5. Sampling and shuffling are functions of coordinates, such as (seed, purpose, update, row, step, token) for a token,
    and never of a generator's state.
 
-Left out on purpose: top-k and top-p (the sampled policy would not be the trained one), teachers with other tokens, and
-a reward beside the teacher. Functions of --reward_fn are watched and not trained on.
+Left out on purpose: top-k and top-p (the sampled policy would not be the trained one), teachers with other tokens, with
+a temperature of their own or behind a server, distributions of a few tokens alone, responses that the teacher writes
+(make them a data set), and a reward beside the teacher. Functions of --reward_fn are watched and not trained on.
 
 Read `main` first if you know the paper, else from top to bottom. A tag such as [RLOO-3] marks an implementation detail:
 benchmark/checks/details.md has its source, its test and what it is worth.
 
 Shapes    P: prompts   k: responses per prompt   B = P * k: episodes of an update, the k of a prompt adjacent
           Q: query tokens, left-padded   R: response tokens, right-padded   L = Q + R: columns   V: vocabulary
-          M: episodes of a micro-batch   S: stop tokens   C: columns that are read   H: hidden size   F: watched rewards
-          N: held-out prompts
+          M: episodes of a micro-batch   S: stop tokens   C: columns that are read   K: tokens compared at a time
+          H: hidden size, the teacher's too   F: watched rewards   N: held-out prompts
 Masks     True marks a real token. Masks travel with the tokens, and nothing is ever found by looking for a pad token.
 
 One process:   python rlhf_details/train_distill.py
@@ -46,7 +48,7 @@ from rlhf_details.utils import EVALUATION, TRAINING, Batch, in_slices
 
 
 @dataclass
-class Args(cli.SamplingArgs):  # run, data, models, memory, reward_fn, sampler and overlap stand in plumbing/flags.py
+class Args(cli.SamplingArgs):  # run, data, models, memory, sampler and overlap stand in plumbing/flags.py
     exp_name: str = "train_distill"
     """name of the experiment, part of the run's name"""
     output_dir: str = "models/distill"
@@ -54,7 +56,8 @@ class Args(cli.SamplingArgs):  # run, data, models, memory, reward_fn, sampler a
 
     # models
     teacher_model_path: str | None = None
-    """the teacher, a model with the same tokens, as --sft_model_path (required unless --dataset is toy or toy-sum)"""
+    """the teacher, a model with the same tokens as --sft_model_path, the student to start from; it reads the student's
+    chat template (required unless --dataset is toy or toy-sum)"""
 
     # sampling
     response_length: int = 256
@@ -73,13 +76,13 @@ class Args(cli.SamplingArgs):  # run, data, models, memory, reward_fn, sampler a
     gamma: float = 0.0
     """sampled: discount of what the teacher says of later tokens, in the advantage of a token"""
     beta: float = 0.5
-    """jsd: the teacher's share of the mixture (0: forward KL, 1: reverse KL)"""
+    """jsd: the teacher's share of the mixture (0: forward KL, 1: reverse KL; between them the loss is smaller)"""
     on_policy_share: float = 1.0
-    """share of the updates that the student samples (GKD's lambda); the others take the data set's completions"""
+    """jsd: share of the updates that the student samples (GKD's lambda); the others take the data set's completions"""
     responses_per_prompt: int = 1
-    """responses per prompt (k)"""
+    """responses per prompt (k); nothing compares them"""
     total_episodes: int = 100_000
-    """responses to sample in the whole run; rounded up to whole batches"""
+    """episodes of the whole run; rounded up to whole batches"""
     batch_size: int = 256
     """episodes per update, which takes one optimiser step, over all processes (B)"""
 
@@ -139,7 +142,7 @@ presets["toy-sum"] = presets["toy"] | dict(
 class Policy(nn.Module):
     """Next-token logits / temperature, or the log-probs of given tokens under their softmax, always in fp32."""
 
-    logits_at_once = 2**24  # with labels at most so many exist at a time: 64 MiB in fp32
+    logits_at_once = 2**24  # with labels at most so many exist at a time: 64 MiB in fp32, and the teacher's besides
 
     def __init__(self, model, temperature):
         super().__init__()
@@ -149,7 +152,7 @@ class Policy(nn.Module):
         """
         Args: tokens, positions [M, L]; mask [M, L] bool, None where nothing is padding; index [C], the columns whose
         logits are read; labels [M, C], the tokens that these predict; cache, a transformers cache, which is extended;
-        compare(log-softmax [K, V], K states) -> [K], of the states [M, C, H] of a Teacher.
+        states [M, C, H], a Teacher's; compare(log-softmax [K, V], states [K, H]) -> [K], called piece by piece.
         Returns: (log-probs, entropies, and with `compare` what it returns), each [M, C] fp32, or without labels the
         logits / T [M, C, V] fp32.
         """
@@ -166,7 +169,7 @@ class Policy(nn.Module):
 
 
 class Teacher(Policy):
-    """A frozen Policy. Without labels it returns the last hidden states [M, C, H], and `logits` makes theirs."""
+    """A frozen Policy. It is never sampled from, so without labels it returns the last hidden states [M, C, H]."""
 
     def forward(self, tokens, mask, positions, index, labels=None):
         """As Policy.forward."""
@@ -180,11 +183,11 @@ def load_models(args, device):
     tokenizer = models.load_tokenizer(args.sft_model_path, "--sft_model_path", args)
     model = utils.disable_dropout(models.load_policy(args.sft_model_path, "--sft_model_path", args))
     policy = Policy(models.add_adapters(model, args.lora_rank), args.temperature)
-    # The teacher reads the student's ids, so each must mean the same text to both. [DISTILL-5]
-    models.check_same_tokens(args.teacher_model_path, "--teacher_model_path", tokenizer, args)
     teacher = models.load_policy(args.teacher_model_path, "--teacher_model_path", args)
-    # The teacher's distribution is that of the same temperature. Else the student would have to undo it. [DISTILL-6]
+    # Both logits are divided by one temperature, so what makes them equal here does so at any other. [DISTILL-6]
     teacher = Teacher(utils.disable_dropout(teacher), args.temperature).requires_grad_(False)
+    # The teacher reads the student's ids, so each must mean the same text to both. [DISTILL-5]
+    models.check_same_tokens(args, tokenizer, policy.head, teacher.head)
     return tokenizer, policy.to(device), teacher.to(device).eval()
 
 
@@ -268,12 +271,13 @@ def distill_policy_loss(logprobs, advantages):
 
 
 def is_sampled(update, share):
-    """Whether the student samples in this update (from 1), as in `share` of the first updates, whatever their number.
+    """Whether the student samples in this update (from 1): in floor(n * share) of the first n, whatever n is.
 
     Source: arXiv 2306.13649, algorithm 1, which draws a number for each update.
     """
-    # Whole updates are the student's or the data set's, so that nothing is sampled in vain. [DISTILL-7]
-    return math.floor(update * share) > math.floor((update - 1) * share)
+    # A whole update is the student's or the data set's, as in GKD. Counted out, the share holds in short runs as well.
+    # What is added makes up for rounding: 0.29 * 100 is below 29. [DISTILL-7]
+    return math.floor(update * share + 1e-9) > math.floor((update - 1) * share + 1e-9)
 
 
 # ---- held-out evaluation ---------------------------------------------------------------------------------------------
@@ -320,8 +324,11 @@ def check(args):
     for name in ("gamma", "beta", "on_policy_share"):
         if getattr(args, name) > 1:
             cli.fail(f"--{name} {getattr(args, name)}: must be at most 1")
-    if args.on_policy_share < 1 and (args.divergence == "sampled" or args.overlap):
-        cli.fail(f"--on_policy_share {args.on_policy_share}: needs --divergence jsd, and no --overlap")
+    if args.on_policy_share < 1 and (args.divergence == "sampled" or args.overlap or args.responses_per_prompt > 1):
+        rule = "needs --divergence jsd, one response per prompt, and no --overlap"
+        cli.fail(f"--on_policy_share {args.on_policy_share}: {rule}")
+    if args.gamma and args.divergence == "jsd":
+        cli.fail(f"--gamma {args.gamma}: needs --divergence sampled, where tokens have advantages")
 
 
 def main(args: Args):
@@ -332,9 +339,10 @@ def main(args: Args):
     k, B, R, size = args.responses_per_prompt, args.batch_size, args.response_length, args.micro_batch_size
     episodes = torch.arange(B, device=device)  # [B], the number of each episode in its update
     mine = slice(rank * B // world, (rank + 1) * B // world)  # those of this process
-    is_jsd, needs_weights = args.divergence == "jsd", args.sampler != "own" or args.overlap  # another policy samples
-    if is_jsd and needs_weights:
-        cli.say("--divergence jsd: what another policy sampled is not corrected, for there is no advantage to weigh")
+    is_jsd = args.divergence == "jsd"
+    another_samples = args.sampler != "own" or args.overlap
+    if is_jsd and another_samples:
+        cli.say("--divergence jsd: not corrected; another policy samples the states, and each is compared exactly")
 
     # ---- models, prompts, rewards, optimiser
     tokenizer, policy, teacher = load_models(args, engines.loading_device(accelerator))
@@ -352,9 +360,10 @@ def main(args: Args):
         weight_decay=args.weight_decay,
         fused=True,
     )
-    teacher.stays_whole = is_jsd  # The student's forward reads its head, also where engines share weights out.
+    # The student's forward calls the teacher's head, so each process keeps a whole teacher.
+    teacher.stays_whole = is_jsd and engines.shares_out(accelerator)
     policy, optimizer = engines.prepare(args, accelerator, policy, optimizer, teacher)
-    num_updates = math.ceil(args.total_episodes / B)  # Round up, so that at least total_episodes are sampled. [OPT-10]
+    num_updates = math.ceil(args.total_episodes / B)  # Round up, so that it has at least total_episodes. [OPT-10]
     run = Run(args, accelerator, tokenizer, num_updates, prompts, [held_out, teacher])
 
     def prompts_of(update):
@@ -394,10 +403,10 @@ def main(args: Args):
             # ---- 2. Scores: the log-probs of each sampled token, the teacher's and the student's ---------------------
             batch = Batch(queries[mine], query_mask[mine], responses, response_mask)
             found = [responses, response_mask, score(rows[mine], batch)]
-            if not is_jsd:  # That one reads the teacher's whole distributions, in phase 5.
+            if not is_jsd:  # jsd reads the teacher's whole distributions, in phase 5.
                 teacher_logprobs, _ = in_slices(response_logprobs, teacher, batch, size)
                 old_logprobs = sampled_logprobs
-                if needs_weights:
+                if another_samples:
                     # Where something else has sampled, rewards and weights need this policy's log-probs. [GEN-9]
                     old_logprobs, _ = in_slices(response_logprobs, policy, batch, size)
                 found += [sampled_logprobs, old_logprobs, teacher_logprobs]
@@ -413,20 +422,22 @@ def main(args: Args):
         ended = has_stopped(responses, response_mask, stop_ids)  # [B]
         if not is_jsd:
             sampled_logprobs, old_logprobs, teacher_logprobs = logprobs_of_each
-            # No gradient flows through it, as through no reward. Its mean is -KL(student || teacher). [DISTILL-1]
+            # A reward is a constant, without a gradient. On what this policy samples, the mean of a response's sum is
+            # -KL(student || teacher). [DISTILL-1]
             token_rewards = teacher_logprobs - old_logprobs  # [B, R], 0 at padding
 
         # ---- 4. Advantages -------------------------------------------------------------------------------------------
         weight_metrics = {}
         if not is_jsd:
             advantages = distill_advantages(token_rewards, args.gamma)  # [B, R]
-            # With --sampler vllm or --overlap, what sampled is not quite this policy. Weights make up for it. [GEN-15]
+            # With --sampler vllm or --overlap, what sampled is not quite this policy. A weight makes up for that in a
+            # token's own choice, and not in those that --gamma adds. [GEN-15]
             mismatch = old_logprobs - sampled_logprobs  # [B, R]
             advantages, weight_metrics = utils.correct_for_sampler(advantages, mismatch, response_mask, args)
 
         # ---- 5. Optimise: micro-batches add up to exactly one gradient -----------------------------------------------
         policy.train()  # Every dropout is 0. Training mode only lets gradient checkpointing work.
-        means, divergence = utils.Means(device), []
+        means, divergences = utils.Means(device), []
         num_actions = response_mask.sum()  # of the whole batch, over all processes
         micro_batches = episodes[mine].split(size)
         for i, (m, micro_batch) in enumerate(utils.split(batch, micro_batches)):  # m: its episodes
@@ -442,21 +453,27 @@ def main(args: Args):
                 # The whole batch's count makes micro-batches add up to its gradient. [OPT-5]
                 loss = losses.sum() / num_actions
                 accelerator.backward(loss * world)  # The engines average over processes, but we sum. [OPT-6]
-            divergence.append((losses.detach() if is_jsd else -token_rewards[m]).sum(1))  # [M]
+            divergences.append(losses.detach().sum(1))  # [M], for jsd
             means.add({"loss/policy_avg": losses, "policy/entropy_avg": entropies}, response_mask[m])
-            means.add({"objective/entropy": -logprobs.sum(1)})  # 0 at padding
         norm = engines.clip_and_step(accelerator, policy, optimizer, args.max_grad_norm, run)
-        divergence = accelerator.gather(torch.cat(divergence))  # [B]
         run.lap("optimise")
 
         # ---- 6. Log --------------------------------------------------------------------------------------------------
         metrics = means.reduce(accelerator) | score.by_name(rewards_of_each, "objective/")
+        if is_jsd:
+            divergence = accelerator.gather(torch.cat(divergences))  # [B]
+        else:
+            # The logged KL and entropy are those of the policy that sampled, which --overlap makes one update old.
+            logged = sampled_logprobs if args.overlap else old_logprobs
+            divergence = (logged - teacher_logprobs).sum(1)  # [B]
+            metrics["objective/entropy"] = -logged.sum(1).mean()
         metrics |= weight_metrics | {
             "epoch": update * (B // k) / len(prompts),
             "lr": lr,
             "objective/divergence": divergence.mean(),
             "objective/divergence_per_token": divergence.sum() / num_actions,
             "policy/grad_norm": norm,
+            "val/on_policy": float(is_on_policy),  # 0 where all figures are those of the data set's completions
             "val/num_stop_token_ids": ended.sum() if len(stop_ids) else 0,
             "val/sequence_lengths": response_mask.sum(1).float().mean(),
         }

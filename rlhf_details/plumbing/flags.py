@@ -159,7 +159,7 @@ class SamplingArgs(SampledArgs, RunArgs):
 
     # memory and speed: never changes the result
     offload_frozen: bool = False
-    """keep reference and reward model in the CPU's memory while they have nothing to do"""
+    """keep the frozen models (reference, reward model, teacher) in the CPU's memory while they have nothing to do"""
 
     def __post_init__(self):
         if self.sampler == "vllm":  # It decides by itself how many rows it computes at once.

@@ -71,12 +71,20 @@ def find_tokenizer(path, flag, args):
     return read(AutoTokenizer, path, flag, args, **known)
 
 
-def check_same_tokens(path, flag, tokenizer, args):
-    """Exits with an error unless the tokenizer of a model has the tokens of another one, each with the same number."""
-    theirs, ours = load_tokenizer(path, flag, args).get_vocab(), tokenizer.get_vocab()
-    if theirs != ours:
-        first = min(dict(theirs.items() ^ ours.items()))
-        cli.fail(f"{flag} {path}: its tokens are not those of --sft_model_path; {first!r} is one that differs")
+def check_same_tokens(args, tokenizer, head, teacher_head):
+    """Exits with an error unless the teacher has the student's tokens, each with the same number and with a logit.
+
+    Args: tokenizer, head, the student's. A line warns of a chat template of the teacher's own, since it is not used.
+    """
+    what = f"--teacher_model_path {args.teacher_model_path}"
+    theirs = load_tokenizer(args.teacher_model_path, "--teacher_model_path", args)
+    if different := theirs.get_vocab().items() ^ tokenizer.get_vocab().items():
+        differ = sorted(dict(different))
+        cli.fail(f"{what}: {len(differ)} tokens are not those of --sft_model_path, such as {differ[0]!r}")
+    if teacher_head.vocab_size != head.vocab_size:
+        cli.fail(f"{what}: has logits of {teacher_head.vocab_size} tokens, and --sft_model_path of {head.vocab_size}")
+    if theirs.chat_template and theirs.chat_template != tokenizer.chat_template:
+        cli.say(f"{what}: has a chat template of its own, and reads what that of --sft_model_path writes")
 
 
 def vocabularies(*tokenizers):

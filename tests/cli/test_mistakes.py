@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from helpers import PAGES, REWARDED, launch, page_args, tiny_config
 from short_runs import contents
-from transformers import GPTNeoXForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPTNeoXForSequenceClassification
 
 from rlhf_details import evaluate, toy, train_dpo, train_reward, train_sft
 
@@ -203,12 +203,24 @@ def test_a_teacher_that_is_none(refused, tiny):
     Path("teacher/tokenizer.json").write_text(json.dumps(words))
     said = "--teacher_model_path teacher: 2 tokens are not those of --sft_model_path, such as 'menu'"
     refused("train_distill", said, teacher_model_path="teacher")
+    for name in ("padded", "student"):  # Both tokenizers have a token to pad with, and one model has its embedding.
+        shutil.copytree(tiny / "teacher", name)
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+        tokenizer.save_pretrained(name)
+    model = AutoModelForCausalLM.from_pretrained("student")
+    model.resize_token_embeddings(len(tokenizer))
+    model.save_pretrained("student")
+    said = f"--teacher_model_path padded: has logits of {len(tokenizer) - 1} tokens"
+    refused("train_distill", said, sft_model_path="student", teacher_model_path="padded")
 
 
 def test_gkds_lambda_needs_completions_and_whole_distributions(refused):
     share = dict(on_policy_share=0.5)
     refused("train_distill", "--on_policy_share 0.5: needs --divergence jsd", **share)
-    refused("train_distill", "--on_policy_share 0.5", "no --overlap", **share, divergence="jsd", overlap=True)
+    for more in (dict(overlap=True), dict(responses_per_prompt=2)):
+        refused("train_distill", "--on_policy_share 0.5", "no --overlap", **share, **more, divergence="jsd")
+    refused("train_distill", "--gamma 0.5: needs --divergence sampled", gamma=0.5, divergence="jsd")
     Path("bad.jsonl").write_text(jsonl({"completion": None}))
     refused("train_distill", "row 2: has no column 'completion'", **share, divergence="jsd", dataset="bad.jsonl")
 

@@ -264,7 +264,6 @@ class DistillOracle(Oracle):
             new = [table[t, token] for t, token in enumerate(response)]
             rewards = [teacher[t, token].item() - new[t].item() for t, token in enumerate(response)]
             entropies += [-(row.exp() * row).sum().item() for row in table]
-            sums.append(-sum(x.item() for x in new))
             if is_jsd:
                 losses.append([self.jsd(*pair) for pair in zip(table, teacher, strict=True)])
                 divergences.append(sum(x.item() for x in losses[-1]))
@@ -272,7 +271,9 @@ class DistillOracle(Oracle):
             advantages.append([sum(args.gamma**n * r for n, r in enumerate(rewards[t:])) for t in range(len(response))])
             logratios.append([x.item() - y for x, y in zip(new, sampled_logprobs[i], strict=True)])
             losses.append(new)
-            divergences.append(-sum(rewards))
+            logged = sampled_logprobs[i] if args.overlap else [x.item() for x in new]
+            sums.append(-sum(logged))
+            divergences.append(sum(logged) - sum(teacher[t, token].item() for t, token in enumerate(response)))
             gap = max(gap, *map(abs, logratios[-1]))
         weighed, of_overlap = self.weighed(advantages, logratios) if not is_jsd else ([], {})
         if not is_jsd:  # REINFORCE; what it logs as the loss is -A.
@@ -280,7 +281,7 @@ class DistillOracle(Oracle):
                 [-a * (x - x.item() + 1) for a, x in zip(*pair, strict=True)]
                 for pair in zip(weighed, losses, strict=True)
             ]
-            of_overlap["val/logprob_gap"] = gap
+            of_overlap |= {"val/logprob_gap": gap, "objective/entropy": mean(sums)}
         flat = [x for row in losses for x in row]
         norm = self.step(torch.stack(flat).mean(), self.learning_rate(number, num_updates))
         judged, texts = [self.score(*episode) for episode in episodes], []
@@ -294,13 +295,13 @@ class DistillOracle(Oracle):
             "lr": self.learning_rate(number, num_updates),
             "objective/divergence": mean(divergences),
             "objective/divergence_per_token": sum(divergences) / len(flat),
-            "objective/entropy": mean(sums),
             "objective/gold": mean(toy.gold(*pair) for pair in texts),
             "objective/parses": mean(toy.parses("".join(pair).lstrip()) for pair in texts),
             "loss/policy_avg": mean(x.item() for x in flat),
             "policy/entropy_avg": mean(entropies),
             "policy/grad_norm": norm,
             "val/num_stop_token_ids": sum(ended for _, _, ended in judged),
+            "val/on_policy": float(args.on_policy_share == 1 or number % 2 == 0),  # a share of 1/2 begins with the data
             "val/sequence_lengths": mean(len(response) for _, response in episodes),
         }
 
