@@ -221,9 +221,8 @@ def run(args: RunArgs):
             if (flags := study.inherited(name, "measure")) is not None:
                 policy = f"{{root}}/runs/benchmark/{commit}/{study.name}/{name}_s{{seed}}/policy"
                 words = f"python benchmark/studies/held_out.py --policy {policy} {study.fill(flags)}"
-                measured.append(
-                    Run(f"{name}_measured", study.located(" ".join(words.split())), seed, commit, study.name)
-                )
+                command = study.located(" ".join(words.split()))
+                measured.append(Run(f"{name}_measured", command, seed, commit, study.name, columns=COLUMNS))
                 runs[-1].makes = None if measured[-1].is_done() else runs[-1].folder / "policy"
     batches = []
     for batch in study.needed(names):
