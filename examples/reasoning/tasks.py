@@ -1,8 +1,8 @@
 """
 Short reasoning tasks whose answers the package reasoning-gym makes and checks (Apache-2.0, pip install reasoning-gym).
 
-    --dataset examples/reasoning/tasks.py:train           600 rows: products, greatest common divisors, counting legs,
-                                                          and who accepts what
+    --dataset examples/reasoning/tasks.py:train           240 rows: least common multiples, products, greatest common
+                                                          divisors and counts of primes, all of small numbers
     --eval_dataset examples/reasoning/tasks.py:test       128 rows: the same kinds, other questions
                    examples/reasoning/tasks.py:new_kinds   64 rows: kinds that training lacks
     --reward_fn examples/reasoning/tasks.py:score         the package's own score of each answer, 0 to 1
@@ -22,12 +22,15 @@ import re
 import reasoning_gym
 
 KINDS = {
-    "products": dict(min_terms=2, max_terms=2, min_digits=1, max_digits=2),
-    "gcd": dict(min_value=2, max_value=100),
-    "leg_counting": dict(min_animals=1, max_animals=2, max_instances=4),
-    "needle_haystack": dict(min_num_statements=3, max_num_statements=5),
+    "lcm": dict(min_value=2, max_value=12),
+    "products": dict(min_terms=2, max_terms=2, min_digits=1, max_digits=1),
+    "gcd": dict(min_value=2, max_value=20),
+    "count_primes": dict(max_n=20),
 }
-NEW_KINDS = {"lcm": dict(min_value=2, max_value=20), "count_primes": dict(max_n=50)}
+NEW_KINDS = {
+    "count_bits": dict(max_n=100),
+    "basic_arithmetic": dict(min_terms=2, max_terms=2, min_digits=1, max_digits=1),
+}
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
@@ -67,7 +70,7 @@ def new_kinds():
 
 
 def train():
-    return rows(KINDS, 150, seed=2, but={json.loads(row["entry"])["question"] for row in test()})
+    return rows(KINDS, 60, seed=2, but={json.loads(row["entry"])["question"] for row in test()})
 
 
 # ---- rewards ---------------------------------------------------------------------------------------------------------

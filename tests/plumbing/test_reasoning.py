@@ -20,9 +20,9 @@ def tasks():
 
 def test_the_rows_are_the_same_each_time_and_training_shares_no_question_with_the_test(tasks):
     train, test, new = tasks.train(), tasks.test(), tasks.new_kinds()
-    assert (len(train), len(test), len(new)) == (600, 128, 64) and train == tasks.train()
+    assert (len(train), len(test), len(new)) == (240, 128, 64) and train == tasks.train()
     questions = [[json.loads(row["entry"])["question"] for row in rows] for rows in (train, test, new)]
-    assert len({*questions[0], *questions[1], *questions[2]}) == 600 + 128 + 64
+    assert len({*questions[0], *questions[1], *questions[2]}) == 240 + 128 + 64
     assert not {row["kind"] for row in train} & {row["kind"] for row in new}
     for row in (*train[:4], *new[:2]):
         assert [turn["role"] for turn in row["messages"]] == ["user", "assistant", "user"]
@@ -31,11 +31,10 @@ def test_the_rows_are_the_same_each_time_and_training_shares_no_question_with_th
 
 def test_an_answer_among_words_has_a_part_of_the_point_and_says_it_all_the_same(tasks):
     rows = tasks.train()
-    product = next(row for row in rows if row["kind"] == "products")
-    name = next(row for row in rows if row["kind"] == "needle_haystack")
-    answers = [json.loads(row["entry"])["answer"] for row in (product, name)]
-    texts = [answers[0], f"It is {answers[0]}", "-1", f"{answers[1]}\n", f"That is {answers[1]}.", "Nobody"]
-    columns = {key: [product[key]] * 3 + [name[key]] * 3 for key in ("kind", "entry")}
+    product, multiple = (next(row for row in rows if row["kind"] == kind) for kind in ("products", "lcm"))
+    answers = [json.loads(row["entry"])["answer"] for row in (product, multiple)]
+    texts = [answers[0], f"It is {answers[0]}", "-1", f"{answers[1]}\n", f"That is {answers[1]}.", "Nobody knows"]
+    columns = {key: [product[key]] * 3 + [multiple[key]] * 3 for key in ("kind", "entry")}
     scores = tasks.score([""] * 6, texts, **columns)
     assert scores[0] == scores[3] == 1 and 0 < scores[1] < 1 and scores[2] == 0 and scores[4] < 1 and scores[5] == 0
     assert tasks.right([""] * 6, texts, **columns) == [True, False, False, True, False, False]
