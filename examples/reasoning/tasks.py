@@ -28,7 +28,7 @@ KINDS = {
     "count_primes": dict(max_n=20),
 }
 NEW_KINDS = {
-    "count_bits": dict(max_n=100),
+    "letter_counting": dict(min_words=2, max_words=5),
     "basic_arithmetic": dict(min_terms=2, max_terms=2, min_digits=1, max_digits=1),
 }
 

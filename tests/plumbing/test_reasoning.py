@@ -33,7 +33,7 @@ def test_an_answer_among_words_has_a_part_of_the_point_and_says_it_all_the_same(
     rows = tasks.train()
     product, multiple = (next(row for row in rows if row["kind"] == kind) for kind in ("products", "lcm"))
     answers = [json.loads(row["entry"])["answer"] for row in (product, multiple)]
-    texts = [answers[0], f"It is {answers[0]}", "-1", f"{answers[1]}\n", f"That is {answers[1]}.", "Nobody knows"]
+    texts = [answers[0], f"It is {answers[0]}", "no", f"{answers[1]}\n", f"That is {answers[1]}.", "Nobody knows"]
     columns = {key: [product[key]] * 3 + [multiple[key]] * 3 for key in ("kind", "entry")}
     scores = tasks.score([""] * 6, texts, **columns)
     assert scores[0] == scores[3] == 1 and 0 < scores[1] < 1 and scores[2] == 0 and scores[4] < 1 and scores[5] == 0
