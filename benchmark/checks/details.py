@@ -35,7 +35,6 @@ FAMILIES = {
     "LOG": "Metrics",
     "EVAL": "Evaluation",
 }
-PLANNED = ("DISTILL",)  # families of tags whose study is planned and not made yet
 PAGES = "train_rloo.py train_grpo.py train_distill.py train_ppo.py train_reward.py".split()
 PAGES += ["train_dpo.py", "train_sft.py", "evaluate.py", "utils.py"]
 
@@ -53,10 +52,9 @@ def worth():
 
 
 def count_verdicts():
-    """{"matters": number of tags, "perhaps": .., "nothing shows": .., "not measured": ..}, of all but PLANNED."""
+    """{"matters": number of tags, "perhaps": .., "nothing shows": .., "not measured": ..}."""
     said = {tag: price["says"].rpartition("; ")[2] for tag, price in worth().items()}
-    tags = [tag for tag in read("details.toml")["tags"] if tag.partition("-")[0] not in PLANNED]
-    kinds = [said.get(tag, "not measured") for tag in tags]
+    kinds = [said.get(tag, "not measured") for tag in read("details.toml")["tags"]]
     kinds = [kind if kind in ("matters", "perhaps", "not measured") else "nothing shows" for kind in kinds]
     return {kind: kinds.count(kind) for kind in ("matters", "perhaps", "nothing shows", "not measured")}
 
