@@ -183,11 +183,10 @@ def load_models(args, device):
     tokenizer = models.load_tokenizer(args.sft_model_path, "--sft_model_path", args)
     model = utils.disable_dropout(models.load_policy(args.sft_model_path, "--sft_model_path", args))
     policy = Policy(models.add_adapters(model, args.lora_rank), args.temperature)
-    teacher = models.load_policy(args.teacher_model_path, "--teacher_model_path", args)
+    # The teacher reads the student's ids, so each must mean the same text to both. [DISTILL-5]
+    teacher = models.load_teacher(args, tokenizer, policy.head)
     # Both logits are divided by one temperature, so what makes them equal here does so at any other. [DISTILL-6]
     teacher = Teacher(utils.disable_dropout(teacher), args.temperature).requires_grad_(False)
-    # The teacher reads the student's ids, so each must mean the same text to both. [DISTILL-5]
-    models.check_same_tokens(args, tokenizer, policy.head, teacher.head)
     return tokenizer, policy.to(device), teacher.to(device).eval()
 
 

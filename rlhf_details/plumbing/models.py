@@ -71,22 +71,6 @@ def find_tokenizer(path, flag, args):
     return read(AutoTokenizer, path, flag, args, **known)
 
 
-def check_same_tokens(args, tokenizer, head, teacher_head):
-    """Exits with an error unless the teacher has the student's tokens, each with the same number and with a logit.
-
-    Args: tokenizer, head, the student's. A line warns of a chat template of the teacher's own, since it is not used.
-    """
-    what = f"--teacher_model_path {args.teacher_model_path}"
-    theirs = load_tokenizer(args.teacher_model_path, "--teacher_model_path", args)
-    if different := theirs.get_vocab().items() ^ tokenizer.get_vocab().items():
-        differ = sorted(dict(different))
-        cli.fail(f"{what}: {len(differ)} tokens are not those of --sft_model_path, such as {differ[0]!r}")
-    if teacher_head.vocab_size != head.vocab_size:
-        cli.fail(f"{what}: has logits of {teacher_head.vocab_size} tokens, and --sft_model_path of {head.vocab_size}")
-    if theirs.chat_template and theirs.chat_template != tokenizer.chat_template:
-        cli.say(f"{what}: has a chat template of its own, and reads what that of --sft_model_path writes")
-
-
 def vocabularies(*tokenizers):
     """[{token: id}, ..] of some tokenizers, without the tokens that any of them pads with."""
     padding = {t.pad_token for t in tokenizers if t.pad_token != t.eos_token}
@@ -177,6 +161,25 @@ def load_policy(path, flag, args):
     takes_cache = any(accepts(m, name_of_cache(m)) for m in (model, model.base_model))
     if not takes_cache or set(getattr(config, "layer_types", None) or []) == {"linear_attention"}:
         cli.fail(f"{flag} {path}: a {config.model_type} cannot be sampled: it has no cache of keys and values")
+    return model
+
+
+def load_teacher(args, tokenizer, head):
+    """The causal language model at --teacher_model_path. Exits with an error unless it has the student's tokens, each
+    with the same number and with a logit. A line warns of a chat template of its own, since it is not used.
+
+    Args: tokenizer, head, the student's.
+    """
+    path, flag = args.teacher_model_path, "--teacher_model_path"
+    theirs = load_tokenizer(path, flag, args)
+    if different := theirs.get_vocab().items() ^ tokenizer.get_vocab().items():
+        differ = sorted(dict(different))
+        cli.fail(f"{flag} {path}: {len(differ)} tokens are not those of --sft_model_path, such as {differ[0]!r}")
+    if theirs.chat_template and theirs.chat_template != tokenizer.chat_template:
+        cli.say(f"{flag} {path}: has a chat template of its own, and reads what that of --sft_model_path writes")
+    model = load_policy(path, flag, args)
+    if num_tokens(model) != head.vocab_size:
+        cli.fail(f"{flag} {path}: has logits of {num_tokens(model)} tokens, and --sft_model_path of {head.vocab_size}")
     return model
 
 
