@@ -319,7 +319,8 @@ def encode(args, flag, rows, tokenizer, context, column=None, num_sampled=0):
         problem = f"--response_length {num_sampled} leaves no more for a prompt; --max_prompt_length drops such rows"
         fitting(prompts, "prompt", context - num_sampled, problem)
     hint = "; --max_length drops such rows" * hasattr(args, "max_length")
-    fitting(found, "row", context, f"the model's context has no more{hint}")
+    if getattr(args, "on_policy_share", 1) == 1:  # Otherwise the completions are cut at --response_length.
+        fitting(found, "row", context, f"the model's context has no more{hint}")
 
     chats = [row for row in found if is_messages(row.columns["prompt"])]
     if cut := [row for row in chats if any(is_cut(tokenizer, row, answer) for answer in said(row.columns, column))]:

@@ -698,6 +698,9 @@ def test_gkds_share_of_the_data_sets_completions_reads_the_rows_once(in_tmp):
     assert responses.tolist() == [[B, C, EOS, 0, 0]] * 2 and mask.tolist() == [[True] * 3 + [False] * 2] * 2
     assert data.completions(prompts, 2, "cpu")[0].tolist() == [[B, C]] and not held_out
     assert files.load_module(str(Path("mine.py").resolve())).calls == [1]
+    room = 3  # The completion is longer than the context, and is cut at --response_length.
+    args = train_distill.Args(dataset="mine.py:rows", divergence="jsd", on_policy_share=0.5, response_length=1)
+    assert data.completions(data.load_prompts(args, word_tokenizer(), room - 2)[0], 1, "cpu")[0].tolist() == [[B]]
 
 
 @pytest.mark.parametrize("num, world", [(7, 3), (6, 3), (1, 2)])
