@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from short_runs import Death, after_row, contents, die, error_line, write_rows
 from transformers import AutoModelForSequenceClassification
 
-from rlhf_details import toy, train_both, train_ppo, train_reward, train_rloo
+from rlhf_details import toy, train_both
 from rlhf_details.plumbing import models
 
 
@@ -55,23 +55,6 @@ def test_both_can_be_resumed(tiny, in_tmp, monkeypatch):
 
 
 # ---- the command line ------------------------------------------------------------------------------------------------
-def test_arguments_go_to_their_script():
-    words = "--algorithm rloo --reward.dataset a.jsonl --reward.sft_model_path base --reward.output_dir=r"
-    words += " --reward.track --policy.kl-coef=0.5 --policy.dataset b.jsonl --policy.wandb_tags x y"
-    reward, module, policy = train_both.parse(words.split())
-    assert module is train_rloo and isinstance(reward, train_reward.Args) and isinstance(policy, train_rloo.Args)
-    assert (reward.dataset, reward.track, policy.dataset, policy.track) == ("a.jsonl", True, "b.jsonl", False)
-    assert (policy.kl_coef, policy.wandb_tags) == (0.5, ("x", "y"))
-    assert (policy.reward_model_path, policy.sft_model_path) == ("r", "base")
-
-
-def test_without_arguments_it_is_the_embedded_task_with_its_defaults():
-    reward, module, policy = train_both.parse([])
-    assert module is train_ppo
-    assert reward == train_reward.Args(**train_reward.presets["toy"])
-    assert policy == train_ppo.Args(**train_ppo.presets["toy"])
-
-
 def test_the_policy_starts_from_the_reward_models_start_unless_it_is_named(in_tmp):
     start = ["--reward.sft_model_path", "base"]
     assert train_both.parse(start)[2].sft_model_path == "base"
@@ -97,11 +80,3 @@ def test_bad_arguments_are_one_line_before_anything_is_trained(in_tmp, capsys, w
     with pytest.raises(SystemExit) as end:
         train_both.main(words)
     assert message in error_line(capsys, end) and not contents()
-
-
-@pytest.mark.parametrize("words", [["--policy.nonsense", "2"], ["--algorithm", "dpo"], ["--kl_coef", "1"], ["stray"]])
-def test_unknown_arguments_are_named(in_tmp, capsys, words):
-    with pytest.raises(SystemExit) as end:
-        train_both.main(words)
-    name = words[0].removeprefix("--").removeprefix("policy.")
-    assert end.value.code == 2 and name in capsys.readouterr().err.replace("-", "_") and not contents()

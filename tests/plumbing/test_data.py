@@ -5,7 +5,6 @@ What is expected comes from the tokenizer's own chat template and from plain loo
 
 import gzip
 import json
-import math
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,11 +12,10 @@ import datasets
 import pandas
 import pytest
 import torch
-from helpers import metaspace_tokenizer, tiny_config, word_tokenizer
+from helpers import tiny_config, word_tokenizer
 from tokenizers import ByteLevelBPETokenizer, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     GPTNeoXForCausalLM,
     GPTNeoXForSequenceClassification,
     PreTrainedTokenizerFast,
@@ -127,12 +125,6 @@ def template_ids(tokenizer, messages, **options):
     return list(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **options))
 
 
-def whole_ids(tokenizer, messages, end):
-    """The template's ids of a conversation, up to and with the last token that ends a turn."""
-    ids, end = template_ids(tokenizer, messages), tokenizer.convert_tokens_to_ids(end)
-    return ids[: len(ids) - ids[::-1].index(end)]
-
-
 def write(path, table):
     """Writes a list of rows to a file, in the format of its suffix; returns the path as a string."""
     path = Path(path)
@@ -209,10 +201,7 @@ CELLS = "None N/A null nan 007 5 2024-01-02 True".split()
     [
         ("a.csv", "\n".join(["w", *CELLS]), CELLS),
         ("a.csv", '\ufeffw,x\n"a ""b"",\nc",\n,y\n', ['a "b",\nc', ""]),
-        ("a.csv", "x,w\n1\n", [""]),
-        ("a.json", '\ufeff{"w": "one\u2028two\x85three"}\n\n{"w": "b"}', ["one\u2028two\x85three", "b"]),
         ("a.json", '{"version": "1", "data": [{"w": 1}, {"w": 2}]}', [1, 2]),
-        ("a.json", '{"train": [{"w": 1}], "test": [{"w": 2}, {"w": 3}]}', [1]),
         ("a.json:test", '{"train": [{"w": 1}], "test": [{"w": 2}, {"w": 3}]}', [2, 3]),
     ],
 )
@@ -220,49 +209,6 @@ def test_what_the_text_of_a_file_means(in_tmp, name, content, texts):
     """A CSV file's cell is its text. A .json file may hold lines, and line separators in a string mean nothing."""
     Path(name.partition(":")[0]).write_text(content, encoding="utf-8")
     assert [row["w"] for row in files.read_rows(name, "--dataset")] == texts
-
-
-def configurations(folder, *names):
-    """Writes a folder of configurations, each with two splits."""
-    lines = ["---", "configs:"]
-    for i, name in enumerate(names):
-        lines += [f"- config_name: '{name}'", "  data_files:"]
-        for split in ("train", "test"):
-            lines += [f"  - split: {split}", f"    path: {name}/{split}.jsonl"]
-            write(f"{folder}/{name}/{split}.jsonl", [{"w": f"{i} {split}"}])
-    Path(folder, "README.md").write_text("\n".join([*lines, "---", ""]))
-
-
-@pytest.mark.parametrize(
-    "spec, words",
-    {
-        "saved": "0 1",  # by save_to_disk
-        "saved:test[1:]": "9",
-        "saved/test": "8 9",
-        "two:main": "0-train",
-        "two:2023.en": "1-train",
-        "two:2023.en:test[:1]": "1-test",
-        "folder:test": "8 9",
-        "folder:test.json": "8 9",
-    }.items(),
-)
-def test_the_parts_of_a_folder(in_tmp, spec, words):
-    def rows(*texts):
-        return [{"w": text} for text in texts]
-
-    splits = {"train": datasets.Dataset.from_list(rows("0", "1")), "test": datasets.Dataset.from_list(rows("8", "9"))}
-    datasets.DatasetDict(splits).save_to_disk("saved")
-    configurations("two", "main", "2023.en")
-    write("folder/train.json", rows("0", "1")), write("folder/test.json", rows("8", "9"))
-    assert [row["w"].replace(" ", "-") for row in files.read_rows(spec, "--dataset")] == words.split()
-
-
-def test_rows_from_a_to_b(in_tmp):
-    Path("mine.py").write_text("def each():\n    yield from ({'n': i} for i in range(5))\n")
-    files.load_module.cache_clear()
-    for taken, (start, stop) in {"": (0, 5), "[:2]": (0, 2), "[1:4]": (1, 4), "[-2:]": (3, 5), "[:9]": (0, 5)}.items():
-        rows = files.read_rows(f"mine.py:each{taken}", "--dataset")
-        assert [row["n"] for row in rows] == list(range(start, stop)), taken
 
 
 def test_a_data_set_of_the_hub_is_asked_for_as_datasets_wants_it(monkeypatch):
@@ -285,19 +231,9 @@ def test_a_data_set_of_the_hub_is_asked_for_as_datasets_wants_it(monkeypatch):
         ("user/no-such-data-set", "cannot be read ("),
         ("a.json[5:]", "no rows"),
         ("lines.json", "line 3 column"),
-        ("list.json", "line 3 column"),
         ("latin.jsonl", "'utf-8' codec can't decode byte 0xe9"),
-        ("latin.csv", "'utf-8' codec can't decode byte 0xe9"),
         ("lists.json", "has no list 'train'; name one of lists.json:a, lists.json:b"),
-        ("lists.json:c", "name one of lists.json:a, lists.json:b"),
-        ("object.json", "line 3 column"),
         ("wide.csv", "row 1 has more cells than there are columns"),
-        ("ragged.csv", "row 2 has more cells than there are columns"),
-        ("empty.tsv", "no rows"),
-        ("two", "['main', '2023.en']"),
-        ("two:main:nosuch", 'unknown split "nosuch"'),
-        ("saved:nosuch", "nosuch"),
-        ("folder", "column names don't match"),
         ("none.py:rows", "no such file"),
         ("mine.py:missing", "no function 'missing'"),
         ("mine.py:numbers", "row 1 is no object with columns: 5"),
@@ -305,15 +241,9 @@ def test_a_data_set_of_the_hub_is_asked_for_as_datasets_wants_it(monkeypatch):
 )
 def test_rows_that_cannot_be_read_are_one_line(in_tmp, fails, spec, words):
     write("a.json", [{"n": i} for i in range(5)])
-    Path("lines.json").write_text('{"n": 1}\n\n{"n": 2} x\n'), Path("list.json").write_text('[{"n": 1},\n{"n":\n]')
-    Path("latin.jsonl").write_bytes(b'{"n": 1}\n{"n": "\xe9"}\n'), Path("latin.csv").write_bytes(b"n\n\xe9\n")
-    Path("empty.tsv").write_text("\n")
+    Path("lines.json").write_text('{"n": 1}\n\n{"n": 2} x\n'), Path("wide.csv").write_text("n\n1,2\n")
+    Path("latin.jsonl").write_bytes(b'{"n": 1}\n{"n": "\xe9"}\n')
     Path("lists.json").write_text('{"a": [{"n": 1}], "b": [{"n": 2}]}')
-    Path("object.json").write_text('{"data": [\n{"n": 1},\n{"n": b}]}')
-    Path("wide.csv").write_text("n\n1,2\n"), Path("ragged.csv").write_text("n\n1\n2,3\n")
-    configurations("two", "main", "2023.en")
-    write("folder/1.parquet", [{"a": 1, "b": 2}]), write("folder/2.parquet", [{"a": 1, "c": 2}])
-    datasets.DatasetDict(train=datasets.Dataset.from_list([{"n": 1}])).save_to_disk("saved")
     Path("mine.py").write_text("def numbers(): return [5]\n")
     files.load_module.cache_clear()
     line = fails(files.read_rows, spec, "--eval_dataset")
@@ -331,8 +261,6 @@ def test_an_error_in_the_users_own_rows_keeps_its_traceback(in_tmp):
 # ---- rows -> prompts and completions ---------------------------------------------------------------------------------
 CALL = {"function": {"name": "add", "arguments": {"a": 1}}}
 CALLS = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 1}'}}]}
-PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "!"}]
-CALLS_AS_TEXT = {"role": "assistant", "content": "", "tool_calls": json.dumps(CALLS["tool_calls"])}
 # Parquet has all keys in all rows, and fills them with nulls.
 CALLS_FILLED = CALLS | {"tool_calls": [{"id": None, "function": {"name": "add", "arguments": {"a": 1, "b": None}}}]}
 PARTS_FILLED = [{"type": "text", "text": "a!", "image": None}]
@@ -348,24 +276,15 @@ CALLED = [CALLS | {"content": "", "tool_calls": [CALL]}]
         ({"prompt": [5, 6], "completion": [7]}, [5, 6], [7]),
         # A column `prompt` is read as it stands, whatever stands beside it.
         ({"prompt": "Hi? ", "query_token": [5], "messages": [user("Hi? "), assistant("c")]}, "Hi? ", "c"),
-        ({"prompt": "a", "completion": " b", "messages": [*QUESTION, assistant("c")]}, "a", " b"),
         ({"messages": BOTH, "query_token": [5], "text": "<user>a<assistant>b"}, QUESTION, ANSWER),
         # Beside a prompt that is a string, an answer in messages is its content.
-        ({"prompt": "a", "completion": ANSWER}, "a", "b"),
         ({"prompt": "a", "completion": BOTH}, "a", "b"),
-        ({"prompt": QUESTION, "messages": BOTH}, QUESTION, ANSWER),
         ({"prompt": QUESTION, "completion": [assistant("a")]}, QUESTION, [assistant("a")]),  # It may say the prompt.
         ({"prompt": QUESTION, "completion": "b", "system": "s"}, [system("s"), *QUESTION], ANSWER),
-        ({"conversations": BOTH, "system": "s"}, [system("s"), *QUESTION], ANSWER),
-        ({"messages": BOTH + [user("c"), assistant("d")]}, [*BOTH, user("c")], [assistant("d")]),
         ({"conversations": [{"from": "Human", "value": "a"}, {"from": "gpt", "value": "b"}]}, QUESTION, ANSWER),
         # Where data sets of several shapes are joined, the columns of the others are null.
         ({"messages": BOTH, "prompt": None, "completion": None}, QUESTION, ANSWER),
-        ({"messages": [user("a") | {"tool_calls": None}, assistant("b") | {"tool_calls": []}]}, QUESTION, ANSWER),
-        ({"messages": [user(PARTS), *ANSWER]}, [user("a!")], ANSWER),
         ({"messages": [user(PARTS_FILLED), *ANSWER]}, [user("a!")], ANSWER),
-        ({"messages": [*QUESTION, CALLS]}, QUESTION, CALLED),
-        ({"messages": [*QUESTION, CALLS_AS_TEXT]}, QUESTION, CALLED),
         ({"messages": [*QUESTION, CALLS_FILLED]}, QUESTION, CALLED),
         ({"instruction": "a", "input": "x", "output": "b"}, [user("a\n\nx")], ANSWER),
     ],
@@ -383,23 +302,12 @@ def test_the_forms_of_rows_that_people_bring(in_tmp, row, prompt, answer):
     [
         ({"messages": [*BOTH, user("c")]}, [*BOTH, user("c")]),
         ({"query_token": [5, 6], "chosen": "p a", "rejected": "p b"}, [5, 6]),
-        ({"chosen": "Q: why? A: I can", "rejected": "Q: why? A: I cat"}, "Q: why? A: I"),
         ({"chosen": "Q: why?\nA:\nyes", "rejected": "Q: why?\nA:\nno"}, "Q: why?\nA:"),
-        ({"chosen": "Q: x A: yes", "rejected": "Q: x A: yes indeed"}, "Q: x A:"),
     ],
 )
 def test_rows_without_an_answer_have_a_prompt(row, prompt):
     read = data.with_prompt(row, train_rloo.Args(), row)
     assert read["prompt"] == prompt
-
-
-PAIRS = [("b", "c"), (ANSWER, [assistant("c")]), ({"from": "gpt", "value": "b"}, {"from": "gpt", "value": "c"})]
-
-
-@pytest.mark.parametrize("chosen, rejected", PAIRS)
-def test_answers_of_a_comparison_may_have_another_form_than_its_prompt(in_tmp, chosen, rejected):
-    write("rows.jsonl", [{"prompt": QUESTION, "chosen": chosen, "rejected": rejected}])
-    assert candidates_of("rows.jsonl") == [(QUESTION, [ANSWER, [assistant("c")]], 0)]
 
 
 def test_rows_of_text_are_completions_of_an_empty_prompt(in_tmp):
@@ -419,19 +327,12 @@ def test_an_implicit_conversation_ends_with_the_last_common_message_that_is_no_a
     "row, words",
     [
         ({"messages": []}, "column 'messages': is empty"),
-        ({"messages": None}, "column 'messages': is empty"),
-        ({"messages": "[{'role': 'user'}]"}, "is no list of messages"),
-        ({"messages": {"role": ["user"], "content": ["a"]}}, "a string `role`"),
         ({"messages": [user([{"type": "image", "text": None}])]}, "a string or a list of texts"),
         ({"messages": ANSWER}, "an answer and nothing before it"),
         ({"messages": [*BOTH, user("c")]}, "does not go on from the prompt"),
-        ({"prompt": [{"role": "user"}]}, "a string `role` and a `content`"),
         ({"prompt": "a"}, "has no column 'completion'"),
-        ({"prompt": QUESTION, "completion": [3, 4]}, "an answer of its kind"),
-        ({"prompt": [], "completion": ANSWER}, "does not go on from the prompt"),
         # UltraChat's rows, whose `prompt` is the first message alone.
         ({"prompt": "a", "messages": [*BOTH, user("c"), assistant("d")]}, '--prompt_template "{messages}"'),
-        ({"text": "b"}, "has no column 'prompt'"),
         ({"question": "a", "answer": "b"}, "--prompt_template names others"),
         ({"chosen": "yes", "rejected": "no"}, "not one prompt with two answers"),
     ],
@@ -440,16 +341,6 @@ def test_a_row_that_cannot_be_read_is_named(in_tmp, fails, row, words):
     write("rows.jsonl", [{"prompt": "a", "completion": "b"}, row])
     line = fails(data.read, train_sft.Args(dataset="rows.jsonl"), "dataset", "sft", with_answers=True)
     assert "--dataset rows.jsonl: row 2" in line and words in line
-
-
-def test_a_template_of_one_column_takes_messages_beside_a_prompt(in_tmp):
-    row = {"prompt": "a", "messages": [*BOTH, user("c"), assistant("d")]}  # as UltraChat has it
-    write("rows.jsonl", [row]), write("pairs.jsonl", [{"prompt": "a", "chosen": BOTH, "rejected": [*QUESTION, CALLS]}])
-    args = train_sft.Args(dataset="rows.jsonl", prompt_template="{messages}")
-    (row,) = data.read(args, "dataset", "sft", with_answers=True)
-    assert (row["prompt"], row["completion"]) == ([*BOTH, user("c")], [assistant("d")])
-    for template, row in {"{chosen}": (QUESTION, [ANSWER, CALLED], 0), None: ("a", ["b", ""], 0)}.items():
-        assert candidates_of("pairs.jsonl", prompt_template=template) == [row]
 
 
 # ---- prompt templates ------------------------------------------------------------------------------------------------
@@ -501,13 +392,6 @@ def test_data_2_a_completion_ends_with_eos_and_a_prompt_begins_with_the_tokenize
     if bos:
         assert chat.encode(tokenizer, "<s> a") == [BOS, A]
     assert chat.encode(word_tokenizer(bos_token=None), "a", "b") == ([A], [B, EOS])
-
-
-def test_the_eos_of_a_text_is_not_put_again_where_a_word_brings_its_space():
-    tokenizer = metaspace_tokenizer()
-    for text in ("the cat.", "the cat.</s>"):
-        _, ids = chat.encode(tokenizer, "the", text)
-        assert tokenizer.convert_ids_to_tokens(ids) == ["▁the", "▁cat", ".", "</s>"]
 
 
 # ---- conversations -> token ids --------------------------------------------------------------------------------------
@@ -599,19 +483,6 @@ def test_a_prompt_is_trained_on_as_it_is_asked_where_an_answer_changes_what_stan
     assert tokenizer.decode(answer) == "cheap .<eos>"
 
 
-def test_an_answer_that_the_template_cuts_is_said(in_tmp, capsys):
-    tokenizer = chat_tokenizer("r1")
-    answers = (
-        assistant("cheap ."),
-        assistant("<think>the hotel</think>cheap ."),
-        assistant("cheap .") | {"tool_calls": [CALL]},
-    )
-    write("rows.jsonl", [{"messages": [user("a"), answer]} for answer in answers])
-    demonstrations_of("rows.jsonl", tokenizer, base_model="base")
-    said = capsys.readouterr().out
-    assert "1 rows whose answer the chat template does not wholly write, the first one is row 2" in said
-
-
 def test_a_template_gets_what_the_row_and_the_user_have(in_tmp):
     template = "{{ tools }} {{ documents }} {{ mode }} {{ strftime_now('%d %b %Y') }}" + TURN.replace(
         "CLOSE", "<|end|>"
@@ -643,14 +514,6 @@ def test_padding_that_is_eos_is_told_from_the_eos_of_a_response():
 def number_rows(lengths):
     """Rows whose prompts are so many token ids, each row another id."""
     return [{"prompt": [300 + i] * n, "answer": i} for i, n in enumerate(lengths)]
-
-
-def test_prompts_carry_their_row_and_the_embedded_tasks_their_name(in_tmp, tokenizers):
-    table = [{"prompt": prompt, "answer": i} for i, (prompt, _, _) in enumerate(conversations(2))]
-    (first, second), held_out = prompts_of(write("rows.jsonl", table), tokenizers["llama"], eval_dataset="toy:test")
-    assert (first.columns, first.number, first.source, first.task) == (table[0], 1, "--dataset rows.jsonl", None)
-    assert second.text == f"system: you are kind .\nuser: {REVIEWS[1]['prompt']}"
-    assert held_out[0].task == "toy" and held_out[0].text == toy.rows("prompts", "test")[0]["prompt"]
 
 
 def test_long_prompts_are_dropped_and_counted_and_rows_keep_their_numbers(in_tmp, tokenizers, capsys, fails):
@@ -701,15 +564,6 @@ def test_gkds_share_of_the_data_sets_completions_reads_the_rows_once(in_tmp):
     room = 3  # The completion is longer than the context, and is cut at --response_length.
     args = train_distill.Args(dataset="mine.py:rows", divergence="jsd", on_policy_share=0.5, response_length=1)
     assert data.completions(data.load_prompts(args, word_tokenizer(), room - 2)[0], 1, "cpu")[0].tolist() == [[B]]
-
-
-@pytest.mark.parametrize("num, world", [(7, 3), (6, 3), (1, 2)])
-def test_the_shares_of_all_processes_are_equally_long_and_hold_every_number_once(num, world):
-    accelerators = [SimpleNamespace(num_processes=world, process_index=i, device="cpu") for i in range(world)]
-    shares = [data.my_share(num, accelerator).tolist() for accelerator in accelerators]
-    numbers = [i for share in shares for i in share]
-    assert {len(share) for share in shares} == {math.ceil(num / world)}
-    assert numbers[:num] == list(range(num)) and all(i >= num for i in numbers[num:])
 
 
 # ---- demonstrations --------------------------------------------------------------------------------------------------
@@ -773,11 +627,8 @@ CHOICE, TOO_LONG = {"prompt": "w2 w3", "candidates": ["w4", "w5"], "best": 0}, "
         (CHOICE, {"candidates": ["w4"]}, "must hold 2 strings, in every row alike"),
         (CHOICE, {"candidates": "w4"}, "must hold 2 strings, in every row alike"),
         (CHOICE, {"candidates": ["w4", "w4 " * 40]}, f"1 of 2 {TOO_LONG} first one is row 2 with 43: "),
-        (CHOICE, {"best": None}, "'best'"),
         (LABEL, {"best": 4}, "column 'best': 4 is no index of its candidates"),
-        (LABEL, {"sample3": None}, "'sample3'"),
         (LABEL, {"sample1": [3, NUM_WORDS, 3]}, "row 2: 40 is no token (the vocabulary has 40)"),
-        (LABEL, {"sample1": [3] * 40}, f"1 of 2 {TOO_LONG} first one is row 2"),
     ],
 )
 def test_a_comparison_that_cannot_be_read_is_named(in_tmp, fails, of_labels, row, change, words):
@@ -800,24 +651,6 @@ def test_the_columns_of_n_plus(in_tmp, filler):
 
 
 # ---- whole stages on conversations -----------------------------------------------------------------------------------
-def test_a_reward_model_of_conversations_reads_the_last_token_though_the_prompt_holds_eos(in_tmp, tokenizers):
-    tokenizer, found = tokenizers["chatml"], conversations(8)
-    torch.manual_seed(0)
-    GPTNeoXForCausalLM(tiny_config(vocab_size=len(tokenizer), max_position_embeddings=512)).save_pretrained("base")
-    tokenizer.save_pretrained("base")
-    write("rows.jsonl", [{"messages": p + a, "chosen": p + a, "rejected": p + b} for p, a, b in found])
-    flags = dict(dataset="rows.jsonl", eval_dataset="rows.jsonl", batch_size=8, response_length=8)
-    done = train_reward.main(train_reward.Args(sft_model_path="base", output_dir="rm", **flags))
-    model = AutoModelForSequenceClassification.from_pretrained("rm").eval()
-    with torch.no_grad():
-        scores = [
-            [model(torch.tensor([whole_ids(tokenizer, p + x, "<|im_end|>")])).logits.item() for x in (a, b)]
-            for p, a, b in found
-        ]
-    loss = sum(math.log1p(math.exp(b - a)) for a, b in scores) / len(scores)
-    assert done["metrics"]["eval/rm/loss"] == pytest.approx(loss, rel=1e-4)
-
-
 @pytest.mark.slow
 def test_a_policy_whose_turns_do_not_end_with_eos_ends_in_every_stage(in_tmp, tokenizers, capsys):
     """SFT, DPO, reward model, RLOO, GRPO, the evaluation, and plain `generate` of the policy that was saved."""

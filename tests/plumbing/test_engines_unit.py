@@ -60,41 +60,6 @@ def test_a_checkpoint_holds_what_is_trained_and_brings_it_back(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(one[1].parameters(), other[1].parameters(), strict=True))
 
 
-@pytest.mark.parametrize("seen, words", [(2, ""), (1, "2 processes, but accelerate sees 1")])
-def test_several_processes_without_an_accelerator_run_on_the_cpu(monkeypatch, capsys, seen, words):
-    """accelerate would take each of them for a run of its own. Where it still does, one line says so."""
-    monkeypatch.setattr(engines.os, "environ", {"WORLD_SIZE": "2"})
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-
-    def accelerator(**options):
-        assert engines.os.environ["ACCELERATE_USE_CPU"] == "true"
-        return SimpleNamespace(num_processes=seen)
-
-    monkeypatch.setattr(engines, "Accelerator", accelerator)
-    if seen == 2:
-        engines.join()
-    else:
-        with pytest.raises(SystemExit):
-            engines.join()
-    said = "".join(capsys.readouterr())
-    assert words in said and bool(words) == bool(said)
-
-
-def test_frozen_models_wait_on_the_cpu_while_the_policy_samples_and_trains(monkeypatch):
-    accelerator, places = Accelerator(), []
-    policy, frozen = (Holder() for _ in range(2))
-    optimizer = torch.optim.AdamW(policy.parameters())
-    monkeypatch.setattr(frozen, "to", lambda place: places.append(str(place)) or frozen, raising=False)
-    args = SimpleNamespace(offload_frozen=True)
-    policy, optimizer = engines.prepare(args, accelerator, policy, optimizer, frozen, None)
-    device, x = str(accelerator.device), torch.randn(2, 4)
-    places.clear()
-    assert engines.gathered(policy) is policy and places == ["cpu"]
-    frozen(x), frozen(x)
-    with engines.accumulate(accelerator, policy, is_last=True):
-        assert places == ["cpu", device, device, "cpu"]
-
-
 @pytest.mark.parametrize("tied", [False, True])
 @torch.no_grad()
 def test_what_is_held_in_bf16_is_smaller_and_gives_the_same_numbers(tied, monkeypatch):

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import PAGES, page_args, read_metrics, rloo_args
-from short_runs import write_rows
 
-from rlhf_details import toy, train_ppo, train_rloo, utils
-from rlhf_details.plumbing import health, models
+from rlhf_details import train_ppo, train_rloo
+from rlhf_details.plumbing import health
 
 HEALTHY = {
     "objective/kl": 5.0, "policy/clipfrac_avg": 0.1, "val/first_ratio": 1.00001, "val/logprob_gap": 1e-5,
@@ -18,23 +17,18 @@ HEALTHY = {
 }  # fmt: skip
 FIRST = {"policy/entropy_avg": 2.0, "val/sequence_lengths": 20.0}
 LENGTH, KL, GAP = "val/sequence_lengths", "objective/kl", "val/logprob_gap"
-PAGE = pytest.mark.parametrize("page", ["train_rloo", "train_ppo"])
 CASES = [  # sign, metric, a healthy value, an ill one, what else differs: args, first, precision, is_last, more
     ("kl", KL, 9.9, 10.1, {}),
     *[
         ("kl", KL, bound - 0.1, bound + 0.1, dict(more={LENGTH: length}, first={LENGTH: length}))
-        for length, bound in ((6, 8), (16, 8), (28, 14), (60, 25), (100, 25), (200, 50))
+        for length, bound in ((16, 8), (60, 25), (200, 50))
     ],
     ("kl_zero", KL, 0.021, 0.019, dict(is_last=True)),
-    ("kl_zero", KL, -0.021, -0.019, dict(is_last=True)),
     ("kl_zero", "eval/objective/kl", 0.1, 0.0, dict(is_last=True)),  # that after the last step
-    ("kl_zero", "eval/objective/kl", 0.1, 0.0, dict(is_last=True, more={KL: 0.0})),
     ("clipfrac", "policy/clipfrac_avg", 0.29, 0.31, {}),
     ("first_ratio", "val/first_ratio", 1.009, 1.011, {}),
-    ("first_ratio", GAP, 0.009, 0.011, {}),
     ("first_ratio", "val/first_ratio", 2.9, 3.1, dict(precision="bf16")),
     ("truncated", "val/num_stop_token_ids", 5, 4, {}),  # of 100
-    ("truncated", "val/num_stop_token_ids", 5, 4, dict(args=dict(stop_token="none", truncate_token="."))),
     ("reward_variance", "val/equal_scores", 0.5, 0.51, {}),
     ("entropy", "policy/entropy_avg", 0.41, 0.39, {}),
     ("length", LENGTH, 39.9, 40.1, {}),
@@ -62,14 +56,6 @@ def test_each_sign_has_its_bound(sign, metric, healthy, ill, options):
 def test_what_is_no_sign_where_it_is_meant(metrics, args):
     """At first the KL is 0. Without a stop token no response ends. Under --overlap an older policy has sampled."""
     assert showing(metrics, args) == set()
-
-
-def test_each_sign_names_a_section_of_the_page_that_is_there():
-    page = (Path(health.__file__).parents[2] / health.PAGE).read_text(encoding="utf-8")
-    headings = re.findall(r"^## (.+)$", page, re.M)
-    anchors = {re.sub(r"[^a-z0-9 ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-    assert {section for _, _, section in health.SIGNS.values()} <= anchors
-    assert {*re.findall(r"\]\(#([^)]+)\)", page)} == anchors  # the list at the top
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
@@ -105,33 +91,6 @@ def test_an_ill_run_says_so_once_and_at_its_end(tiny, few_prompts, in_tmp, capsy
     assert signs <= found.keys() and sorted(said) == sorted(found)
     (last,) = (line for line in printed.splitlines() if line.startswith("bad signs: "))
     assert sorted(last.removeprefix("bad signs: ").split(", ")) == sorted(f"health/{name}" for name in found)
-
-
-@PAGE
-def test_dropout_shows_in_the_first_ratio(tiny, few_prompts, in_tmp, monkeypatch, page):
-    load = models.load_policy
-
-    def with_dropout(*args):
-        model = load(*args)
-        for name, module in model.named_modules():
-            if name.endswith(("post_attention_dropout", "post_mlp_dropout")):
-                module.p = 0.3
-        return model
-
-    monkeypatch.setattr(models, "load_policy", with_dropout)
-    monkeypatch.setattr(utils, "disable_dropout", lambda model: model)
-    assert run(page, tiny, num_ppo_epochs=2, total_episodes=32)["first_ratio"] == [1, 2]
-
-
-def test_equal_rewards_are_counted_by_prompt(tiny, in_tmp):
-    """A quarter of the prompts give their k responses one score, the others different ones."""
-    rows = [{"prompt": row["prompt"], "easy": i % 4 == 0} for i, row in enumerate(toy.rows("prompts", "train")[:16])]
-    Path("mine.py").write_text(
-        "def f(prompts, completions, easy): return [1.0 if e else hash(c) % 997 for e, c in zip(easy, completions)]"
-    )
-    flags = dict(dataset=write_rows("rows.jsonl", rows), batch_size=64, total_episodes=64)
-    train_rloo.main(rloo_args(tiny, **FUNCTION, **flags))
-    assert read_metrics("runs/run")[0]["val/equal_scores"] == 0.25
 
 
 def test_a_resumed_run_does_not_repeat_what_was_said(tiny, few_prompts, in_tmp, capsys):

@@ -4,17 +4,15 @@ import json
 import re
 import shutil
 from pathlib import Path
-from unittest.mock import MagicMock
 
 import pytest
 import yaml
 from helpers import PAGES, fake_hub, page_args, read_metrics
 from huggingface_hub import constants
-from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 from short_runs import error_line, write_rows
 
 from rlhf_details import toy, train_dpo, train_reward, train_rloo, train_sft
-from rlhf_details.plumbing import cli, hub, models
+from rlhf_details.plumbing import models
 
 COMPARING = {"train_reward": train_reward, "train_dpo": train_dpo}
 
@@ -77,41 +75,6 @@ def test_a_name_may_end_in_a_revision(tiny, ragged, in_tmp, fails, offline_hub):
     assert "We couldn't connect to" in fails(models.load_policy, "org/policy@v2", "--sft_model_path", flags)
 
 
-@pytest.mark.parametrize(
-    "kind, words",
-    [
-        (RevisionNotFoundError, "v1 is not a valid git identifier"),
-        (RepositoryNotFoundError, "org/it is not a local folder and is not a valid model identifier"),
-        (GatedRepoError, "gated repo. Make sure to have access to it at https://huggingface.co/org/it"),
-    ],
-)
-def test_why_a_model_of_the_hub_cannot_be_read(in_tmp, fails, monkeypatch, kind, words):
-    """The line has the library's own words for the Hub's answer."""
-
-    def refuse(*args, **options):
-        raise kind("no", response=MagicMock())
-
-    monkeypatch.setattr("transformers.utils.hub.hf_hub_download", refuse)
-    for load in (models.load_policy, models.load_tokenizer):
-        line = fails(load, "org/it@v1", "--sft_model_path", train_rloo.Args())
-        assert "--sft_model_path org/it@v1" in line and words in line
-
-
-def test_a_local_folder_may_have_an_at_sign_in_its_name(tiny, in_tmp):
-    shutil.copytree(tiny / "policy", "model@home")
-    models.load_policy("model@home", "--sft_model_path", train_rloo.Args())
-    assert cli.split("model@home") == ("model@home", None) != cli.split("model@work")
-
-
-def test_adapters_remember_the_revision_of_their_base(in_tmp):
-    pytest.importorskip("peft")
-    for name, revision in {"with": "v1", "without": None}.items():
-        Path(name).mkdir()
-        config = {"base_model_name_or_path": "org/policy", "revision": revision}
-        Path(name, "adapter_config.json").write_text(json.dumps(config))
-    assert [models.base_of(name, "--x") for name in ("with", "without")] == ["org/policy@v1", "org/policy"]
-
-
 # ---- the card --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("script", [*PAGES, *COMPARING, "train_sft"])
 def test_every_model_has_a_card_with_data_base_command_and_metrics(tiny, in_tmp, monkeypatch, script):
@@ -133,22 +96,9 @@ def test_every_model_has_a_card_with_data_base_command_and_metrics(tiny, in_tmp,
     assert {name: (old, new) for name, old, new in table} == {x: (before.get(x, ""), f"{last[x]:.6g}") for x in shown}
 
 
-def test_a_card_names_what_is_on_the_hub_and_nothing_else(in_tmp):
-    def card(**changes):
-        return read_card(hub.model_card(train_rloo.Args(**changes), "me/it", {}, {}))
-
-    facts, body = card(sft_model_path="EleutherAI/pythia-1b", dataset="trl-lib/tldr:train[:100]", lora_rank=8)
-    assert facts["base_model"] == "EleutherAI/pythia-1b" and facts["datasets"] == ["trl-lib/tldr"]
-    assert "lora" in facts["tags"] and "# it\n" in body and "`adapter`" in body
-    Path("models/sft").mkdir(parents=True)
-    for path, dataset in (("models/sft", "toy"), ("models/toy/deep/sft", "rows.jsonl"), ("/abs/sft", "a/b/c.parquet")):
-        assert not {"base_model", "datasets"} & card(sft_model_path=path, dataset=dataset)[0].keys()
-
-
 # ---- the Hub ---------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("script", ["train_rloo", "train_reward"])
-def test_the_model_is_pushed_as_it_is_on_disk(tiny, in_tmp, server, capsys, script):
-    start(script, tiny, push_to_hub=True)
+def test_the_model_is_pushed_as_it_is_on_disk(tiny, in_tmp, server, capsys):
+    start("train_reward", tiny, push_to_hub=True)
     sent = server.files["someone/models-out"]
     assert "pushed to someone/models-out" in capsys.readouterr().out
     assert sent == {path.name: path.read_bytes() for path in Path("models/out").iterdir()}

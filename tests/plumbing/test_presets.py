@@ -6,16 +6,15 @@ import io
 import math
 import re
 import shlex
-import tomllib
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 import tyro
-from helpers import PAGES, ROOT, flags_shown, tiny_model
+from helpers import PAGES, flags_shown, tiny_model
 
-from rlhf_details import evaluate, toy, train_both, train_dpo, train_reward, train_sft
+from rlhf_details import evaluate, toy, train_dpo, train_reward, train_sft
 from rlhf_details.plumbing import cli, models
 
 SCRIPTS = PAGES | {"train_sft": train_sft, "train_reward": train_reward, "train_dpo": train_dpo}
@@ -110,37 +109,6 @@ def test_a_new_model_has_as_many_parameters_as_its_flags_say(changes):
 
 
 # ---- who gets them, and who wins -------------------------------------------------------------------------------------
-def test_without_a_readable_model_the_values_stay_in_silence_because_loading_it_fails_next(in_tmp, capsys):
-    args = start("train_rloo", "--dataset", "rows.jsonl", "--sft_model_path", "not/a/model")
-    assert args == SCRIPTS["train_rloo"].Args(dataset="rows.jsonl", sft_model_path="not/a/model")
-    (sought,) = capsys.readouterr().out.splitlines()
-    assert sought.startswith("not/a/model: no such file or folder here")
-
-
-def test_the_policy_of_both_gets_them_for_the_model_that_the_reward_model_starts_from(tiny, in_tmp):
-    words = ["--reward.dataset", "a.jsonl", "--reward.sft_model_path", str(tiny / "policy")]
-    reward, page, policy = train_both.parse([*words, "--policy.dataset", "b.jsonl"])
-    for args, row in ((reward, train_reward.presets[20e6]), (policy, page.presets[20e6])):
-        assert {name: getattr(args, name) for name in row} == row
-
-
-def test_all_scripts_sample_alike_from_one_small_model(sizes):
-    """Otherwise one SFT model has another score before training in each of them."""
-    words = ["--dataset", "rows.jsonl", "--sft_model_path", "0.9 M"]
-    found = [start(script, *words[:2], *(words[2:] if script != "train_sft" else [])) for script in SCRIPTS]
-    assert len({(args.temperature, args.response_length) for args in found}) == 1
-    policies = [args for args in found if hasattr(args, "kl_coef")]
-    assert len({args.missing_eos_penalty for args in policies}) == 1 and len(policies) >= 3
-
-
-@pytest.mark.parametrize("script", ["train_rloo", "train_grpo"])
-def test_a_model_of_some_hundred_million_parameters_takes_one_step_for_each_of_many_small_batches(script, sizes):
-    """As in the runs of docs/evidence/9_real_model.md, and few episodes, which a processor can sample in hours."""
-    args = start(script, "--dataset", "rows.jsonl", "--sft_model_path", "134.0 M")
-    assert (args.num_mini_batches, args.num_ppo_epochs, args.batch_size) == (1, 1, 64)
-    assert (args.total_episodes, args.missing_eos_penalty) == (10_000, 1.0)
-
-
 def test_a_file_and_the_command_line_win_and_the_line_names_the_rest(tiny, in_tmp, capsys):
     Path("run.toml").write_text('learning_rate = 0.5\nkl_coef = 0.7\ndataset = "rows.jsonl"\n')
     words = ["--config", "run.toml", "--sft_model_path", str(tiny / "policy"), "--kl-coef=0.9", "--batch_size", "12"]
@@ -151,16 +119,3 @@ def test_a_file_and_the_command_line_win_and_the_line_names_the_rest(tiny, in_tm
     (line,) = capsys.readouterr().out.splitlines()
     model = "a model of 0.0 M parameters"
     assert line == LINE.format(model) + " ".join(f"--{name} {value}" for name, value in rest.items())
-
-
-def test_a_flag_that_is_switched_off_stays_off():
-    on, off = (cli.parse(train_sft.Args, ["--dataset", "toy-sum", *words]) for words in ([], ["--no-completion-only"]))
-    assert (on.completion_only, off.completion_only) == (True, False)
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "benchmark/recipes").glob("*.toml")), ids=lambda path: path.stem)
-def test_a_recipe_sets_every_flag_that_the_table_sets_by_the_size_of_the_model(path):
-    script = re.match(r"# rlhf_details/(train_\w+)\.py", path.read_text())[1]
-    rows = [row for limit, row in SCRIPTS[script].presets.items() if isinstance(limit, float)]
-    recipe = tomllib.loads(path.read_text())
-    assert recipe["dataset"] in toy.TASKS or set().union(*rows) <= recipe.keys()

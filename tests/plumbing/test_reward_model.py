@@ -78,12 +78,6 @@ def pairs_of(rows):
 
 
 # ---- training --------------------------------------------------------------------------------------------------------
-def test_it_learns_to_prefer_the_best(rows, tiny):
-    metrics = run_reward(tiny, num_train_epochs=15, learning_rate=5e-3)
-    assert abs(metrics[0]["train/rm/loss"] - math.log(4)) < 0.7
-    assert metrics[-1]["eval/rm/accuracy"] > 0.8 and metrics[-1]["eval/rm/loss"] < 0.7
-
-
 def test_opt_5_micro_batches_change_nothing(rows, tiny):
     assert_same_curves(run_reward(tiny), run_reward(tiny, micro_batch_size=3))
 
@@ -141,21 +135,6 @@ def test_opt_3_tf_adam_takes_the_steps_of_tensorflow(rows, tiny, monkeypatch, tf
     write_rows("rows.jsonl", rows[:8])
     run_reward(tiny, tf_adam=tf_adam, learning_rate=1e-5, adam_eps=1e-5)
     assert moved == [pytest.approx(7.597e-6 if tf_adam else 9.901e-6, rel=1e-4)]
-
-
-@torch.no_grad()
-def test_rm_6_scores_are_fp32_under_bf16(tiny):
-    args = train_reward.Args(sft_model_path=str(tiny / "policy"))
-    _, reward = train_reward.load_model(args, "cpu")
-    tokens, mask = utils.left_pad([[5, 6, 7, 1], [8, 9, 1]])
-    hidden = []
-    reward.model.base_model.register_forward_hook(
-        lambda module, inputs, output: hidden.append(output.last_hidden_state)
-    )
-    with torch.autocast("cpu", torch.bfloat16):
-        scores = reward(tokens, mask)
-    expected = hidden[0][:, -1].float() @ reward.model.score.weight.T
-    assert scores.dtype == torch.float32 and (scores - expected.squeeze(1)).abs().max() < 1e-6  # bf16 would be 1e-3 off
 
 
 # ---- normalisation ---------------------------------------------------------------------------------------------------
@@ -235,29 +214,3 @@ def test_rm_13_plain_transformers_scores_the_saved_folder_as_the_run_did(rows, t
     plain = [x["score"] for x in classify([" ".join(pair) for pair in pairs_of(rows)])]
     assert plain == pytest.approx((scores - bias).tolist(), abs=1e-4)  # It reads EOS, and takes no sigmoid.
     assert models.load_reward_model("reward", page_args("train_rloo", tiny)).config.reward_bias == bias
-
-
-IDS = [{"query": [5, 6], "sample0": [7, 8], "sample1": [9, 3], "best": 0}] * 40
-TURNS = [{"role": "user", "content": "we"}]
-ANSWERS = {kind: [{"role": "assistant", "content": text}] for kind, text in (("chosen", "the"), ("rejected", "a"))}
-TEMPLATE = "{% for m in messages %}{{ m.content }} <eos> {% endfor %}"
-
-
-@pytest.mark.parametrize("kind, ends", [("texts", 1), ("again", 1), ("token ids", 0), ("messages", 0)])
-def test_the_saved_tokenizer_ends_a_text_with_eos_where_training_did(rows, tiny, kind, ends):
-    """Once, also where training starts from such a folder. The scripts go on to read the same tokens."""
-    options = {}
-    if kind in ("token ids", "messages"):
-        write_rows("rows.jsonl", {"token ids": IDS, "messages": [{"prompt": TURNS, **ANSWERS}] * 40}[kind])
-    if kind == "messages":
-        tokenizer, model = (kind.from_pretrained(tiny / "policy") for kind in LIBRARY)
-        tokenizer.chat_template = TEMPLATE
-        tokenizer.save_pretrained("chat"), model.save_pretrained("chat")
-        options = dict(sft_model_path="chat")
-    run_reward(tiny, **options)
-    if kind == "again":
-        run_reward(tiny, sft_model_path="reward", output_dir="again")
-    before, saved = toy.tokenizer(), models.find_tokenizer("again" if kind == "again" else "reward", "x", FLAGS)
-    assert saved("we went").input_ids == before("we went").input_ids + [before.eos_token_id] * ends
-    for pair in (("we", None), ("we", "went"), ([5, 6], [7])):
-        assert utils.encode(saved, *pair) == utils.encode(before, *pair)

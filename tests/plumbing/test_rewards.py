@@ -10,24 +10,12 @@ from pathlib import Path
 import accelerate
 import pytest
 import torch
-from helpers import (
-    LM_HUMAN_PREFERENCES,
-    PAGES,
-    REWARDED,
-    ROOT,
-    assert_same_curves,
-    launch,
-    page_args,
-    record,
-    rloo_args,
-    run_page,
-    without_times,
-)
+from helpers import PAGES, REWARDED, ROOT, assert_same_curves, launch, record, rloo_args, run_page, without_times
 from short_runs import write_rows
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
-from rlhf_details import evaluate, toy, train_rloo, utils
-from rlhf_details.plumbing import chat, data, engines, files, models, rewards
+from rlhf_details import toy, train_rloo, utils
+from rlhf_details.plumbing import data, engines, files, models, rewards
 
 BOTH = pytest.mark.parametrize("page", ["train_rloo", "train_ppo"])
 
@@ -168,30 +156,6 @@ def test_what_a_function_may_return(functions, returned, values, is_boolean):
 
 
 @pytest.mark.parametrize(
-    "made",
-    [
-        "g = f",
-        "import functools\ng = functools.partial(f, scale=1)",
-        "class G:\n    async def __call__(self, **columns): return await f(**columns)\ng = G()",
-        "g = lambda prompts, completions: f(prompts, completions)",
-    ],
-)
-def test_what_can_be_awaited_is_awaited_always_in_the_same_loop(functions, made):
-    functions(f"""
-import asyncio
-loops = set()
-async def f(prompts, completions, scale=1, **columns):
-    loops.add(asyncio.get_running_loop())
-    return await asyncio.gather(*(asyncio.sleep(0, scale * len(c)) for c in completions))
-{made}
-def h(prompts, completions): return [-1.0] * 3
-    """)
-    _, values = call(ROWS, ["a", "bb", ""], ("mine.py:g", "mine.py:h", "mine.py:f"))
-    assert values.tolist() == [[1, -1, 1], [2, -1, 2], [0, -1, 0]]
-    assert len(files.load_module(str(Path("mine.py").resolve())).loops) == 1
-
-
-@pytest.mark.parametrize(
     "body, words",
     [
         ("return [0.0, float('nan'), 0.0]", ["f returned nan", "row 2 of --dataset x, 'p1', with the response 'b'"]),
@@ -288,18 +252,6 @@ def test_a_column_that_a_function_needs_and_no_row_has_is_named_for_both_data_se
 
 
 # ---- names, weights, means -------------------------------------------------------------------------------------------
-def test_each_function_has_its_weight_and_two_of_one_name_are_refused(functions, fails, tiny):
-    functions("""
-        def f(prompts, completions): return [1, 2, 3]
-        def g(prompts, completions): return [5, 6, 7]
-    """)
-    score, values = call(ROWS, ["a", "b", "c"], ("mine.py:f", "mine.py:g"), reward_fn_weights=(2.0, -1.0))
-    assert score.weights.tolist() == [2.0, -1.0]
-    assert score.by_name(values, "a/") == {"a/rewards/f": 2, "a/rewards/g": 6}
-    line = fails(rewards.check, rloo_args(tiny, reward_fn=("mine.py:f", "other.py:f")))
-    assert "--reward_fn mine.py:f other.py:f: two rewards have the name 'f'" in line
-
-
 def test_means_are_over_the_responses_that_a_reward_applies_to(functions):
     functions("""
         def is_even(prompts, completions, answer): return [(True, None, False)[n] for n in answer]
@@ -309,20 +261,6 @@ def test_means_are_over_the_responses_that_a_reward_applies_to(functions):
     score, values = call(ROWS, ["a", "b", "c"], ("mine.py:is_even", "mine.py:is_odd", "mine.py:never"))
     rate = pytest.approx(2 / 3)
     assert score.by_name(values) == {"rewards/is_even": 0.5, "rewards/is_odd": 1, "verifiable_correct_rate": rate}
-
-
-def test_gold_is_watched_where_rows_are_of_the_embedded_task(functions):
-    functions("def f(prompts, completions): return [1.0] * len(prompts)")
-    table = toy.rows("sft", "test")[:3]
-    prompts = [prompt({"prompt": row["prompt"]}, task="toy" if i else None) for i, row in enumerate(table)]
-    score = make_scorer(dataset="rows.jsonl", eval_dataset="toy:test")
-    assert score.names == ["f", "gold", "parses"] and score.weights.tolist() == [1, 0, 0]
-    values = score(prompts, batch_of([row["completion"] for row in table]))  # read as a run reads them
-    gold = [toy.gold(row["prompt"], row["completion"]) for row in table[1:]]
-    assert values[:, 1].tolist() == pytest.approx([NAN, *gold], nan_ok=True)
-    metrics = score.by_name(values, "eval/", spread=True)
-    assert metrics["eval/gold"] == pytest.approx(sum(gold) / 2) and metrics["eval/parses"] == 1
-    assert metrics["eval/gold_std"] == pytest.approx(abs(gold[0] - gold[1]) / 2)
 
 
 # ---- whole runs ------------------------------------------------------------------------------------------------------
@@ -397,19 +335,6 @@ def test_each_completion_is_rewarded_with_its_own_row(functions, tiny, monkeypat
         assert rates and set(rates) == {1.0}
 
 
-@pytest.mark.parametrize("page", list(PAGES))
-def test_a_function_is_called_once_for_what_is_scored(functions, tiny, page):
-    """Neither sample tables nor checkpoints nor a resumed run that is at its end call it again."""
-    functions("calls = []\ndef f(prompts, completions): calls.append(len(prompts)); return [0.0] * len(prompts)")
-    options = dict(eval_dataset=write_rows("eval.jsonl", toy.rows("prompts", "test")[:5]), eval_every=2)
-    options |= dict(num_sample_generations=3, checkpoint_every=1, reward_fn=("mine.py:f",))
-    run_page(page, tiny, **options)
-    calls = files.load_module(str(Path("mine.py").resolve())).calls
-    assert calls == [5, 16, 16, 5, 16, 5]  # before training, and after the updates 2 and 3
-    run_page(page, tiny, **options, resume=True)
-    assert len(calls) == 6
-
-
 # ---- a reward model with a tokenizer of its own ----------------------------------------------------------------------
 @pytest.fixture
 def shuffled(ragged, in_tmp):
@@ -453,26 +378,6 @@ def test_a_reward_model_with_other_token_ids_is_given_text_and_scores_the_same(
     assert not any("objective/rewards/" in name for row in same for name in row)
 
 
-@pytest.mark.parametrize(
-    "page,flags", [("train_rloo", {}), ("train_rloo", {"stop_token": "none"}), ("train_ppo", LM_HUMAN_PREFERENCES)]
-)
-def test_evaluate_gives_it_the_same_text_as_training(ragged, shuffled, monkeypatch, page, flags):
-    """Both have the samples of the held-out evaluation. The completions score as by the model that reads token ids."""
-    policy, reward_model = shuffled
-    data = write_rows("rows.jsonl", toy.rows("sft", "train")[:20])
-    options = dict(dataset=data, eval_dataset=data, missing_eos_penalty=None, sft_model_path=policy) | flags
-    args = page_args(page, ragged, **options, reward_model_path=reward_model, output_dir="trained")
-    after = PAGES[page].main(args)["after"]
-    assert 0 < after["eval/objective/ended"] < 1 or flags == {"stop_token": "none"}
-    monkeypatch.setattr(evaluate, "COMPARED", utils.EVALUATION)
-    values = dict(dataset=data, policy_path="trained", judge="reward_model")
-    models_of_rewards = {"own": reward_model, "ids": str(ragged / "reward")}
-    own, ids = (evaluate.main(evaluate.Args(**values, reward_model_path=path, output_dir=name))["metrics"]
-                for name, path in models_of_rewards.items())  # fmt: skip
-    assert own["policy"]["rewards/reward_model"]["value"] == pytest.approx(after["eval/objective/scores"], abs=1e-5)
-    assert own["opponent"]["rewards/reward_model"] == pytest.approx(ids["opponent"]["rewards/reward_model"], abs=1e-5)
-
-
 @pytest.fixture
 def reads_text(tiny):
     """score(prompts, texts, ended): the tiny reward model's scores, as if it had a tokenizer of its own; alone(ids)."""
@@ -496,50 +401,3 @@ def test_only_what_has_ended_is_followed_by_eos(reads_text):
     eos = [tokenizer.eos_token_id]
     expected = [alone(ids[0] + eos), alone(ids[1]), alone((ids[2] + eos)[-128:])]
     assert len(ids[2]) > 128 and score(prompts, texts, [True, False, True]) == pytest.approx(expected, abs=1e-5)
-
-
-def test_a_conversation_is_scored_with_the_reward_models_own_template(reads_text):
-    score, alone, tokenizer = reads_text
-    messages = [{"role": "user", "content": "we went"}]
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m['content'] }} {% if m['role'] == 'assistant' %}<eos>{% endif %}{% endfor %}"
-    )
-    query, answer = chat.encode(tokenizer, messages, [{"role": "assistant", "content": "the room"}])
-    assert score([messages], ["the room"], [True]) == pytest.approx([alone(query + answer)], abs=1e-5)
-
-
-def test_a_prompt_that_the_reward_models_template_refuses_is_named_with_that_model(tiny, in_tmp, fails):
-    shutil.copytree(tiny / "reward", "judge")
-    tokenizer = toy.tokenizer()
-    tokenizer.chat_template = "{{ raise_exception('no') }}"
-    tokenizer.save_pretrained("judge")
-    reward_model = train_rloo.Reward(models.load_reward_model("judge", rloo_args(tiny)))
-    scorer = make_scorer((), reward_model=reward_model, reward_model_path="judge")
-    scorer.tokenizer.chat_template = "{{ messages }}"
-    line = fails(scorer.check_columns, [prompt({"prompt": [{"role": "user", "content": "we went"}]})])
-    assert "--reward_model_path judge: --dataset x: row 1: the chat template refuses the messages" in line
-
-
-TEMPLATE = (
-    "{% for m in messages %}START{{ m['content'] }} {% if m['role'] == 'assistant' %}<eos>{% endif %}{% endfor %}"
-)
-
-
-@BOTH
-@pytest.mark.parametrize("prompt", ["we went", [{"role": "user", "content": "we went"}]], ids=["text", "messages"])
-def test_a_chat_template_of_its_own_is_read_for_messages_alone(tiny, in_tmp, monkeypatch, page, prompt):
-    """The vocabulary is the policy's, so PPO's value model still starts from the reward model."""
-    for kind, start in (("policy", ""), ("reward", "on monday ")):
-        shutil.copytree(tiny / kind, kind)
-        tokenizer = toy.tokenizer()
-        tokenizer.chat_template = TEMPLATE.replace("START", start)
-        tokenizer.save_pretrained(kind)
-    seen = record(monkeypatch, rewards.TextModel, "forward")["forward"]
-    loaded = record(monkeypatch, PAGES[page], "load_models")["load_models"]
-    rows = write_rows("rows.jsonl", [{"prompt": prompt}] * 16)
-    run_page(page, tiny, dataset=rows, sft_model_path="policy", reward_model_path="reward", total_episodes=16)
-    assert bool(seen) == isinstance(prompt, list)
-    model = models.load_reward_model("reward", rloo_args(tiny)).eval()
-    if page == "train_ppo":
-        (_, (_, policy, _, _)), size = loaded[0], dict(model.named_parameters())["score.weight"].norm()
-        assert policy.critic.model.score.weight.norm().item() == pytest.approx(size.item(), rel=0.1)  # It is not 0.

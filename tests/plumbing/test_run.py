@@ -1,20 +1,14 @@
 """A run: its folder and name, what it logs and prints, the signals that stop it, and how it ends."""
 
-import dataclasses
-import itertools
 import json
-import math
 import os
-import re
 import signal
 import threading
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from accelerate.state import AcceleratorState
-from helpers import PAGES, page_args, read_metrics, rloo_args, run_rloo
+from helpers import read_metrics, rloo_args, run_rloo
 from short_runs import (
     after_row,
     assert_same_run,
@@ -24,11 +18,9 @@ from short_runs import (
     start,
     updates,
     whole,
-    write_rows,
 )
 
-from rlhf_details import toy, train_rloo
-from rlhf_details.plumbing import run
+from rlhf_details import train_rloo
 
 in_main_thread = pytest.mark.skipif(
     threading.current_thread() is not threading.main_thread(), reason="signals come to the main thread"
@@ -92,52 +84,7 @@ def test_a_run_of_other_arguments_without_a_checkpoint_is_not_written_over(tiny,
     assert Path("runs/run/metrics.jsonl").read_bytes() == before
 
 
-def test_a_folder_that_cannot_be_written_is_one_line_before_anything_is_trained(tiny, in_tmp, capsys):
-    Path("runs").touch()
-    with pytest.raises(SystemExit) as end:
-        run_rloo(tiny)
-    assert "runs/run cannot be written" in error_line(capsys, end, code=1) and not Path("models").exists()
-
-
 # ---- what it says ----------------------------------------------------------------------------------------------------
-def test_at_the_end_held_out_numbers_stand_beside_those_before(tiny, in_tmp, capsys):
-    rows = write_rows("held_out.jsonl", toy.rows("prompts", "test")[:4])
-    result = train_rloo.main(rloo_args(tiny, eval_dataset=rows, eval_every=2, total_episodes=64, output_dir="model"))
-    logged = read_metrics("runs/run")
-    for when, row in (("before", logged[0]), ("after", logged[-1])):
-        assert result[when] == {name: value for name, value in row.items() if name.startswith("eval/")} != {}
-    assert [row["update"] for row in logged if "eval/objective/kl" in row] == [0, 2, 4]
-    out = capsys.readouterr().out
-    line = next(line for line in out.splitlines() if line.strip().startswith("scores"))
-    mean, std = ([result[when][f"eval/objective/scores{x}"] for when in ("before", "after")] for x in ("", "_std"))
-    printed = [float(number) for number in re.findall(r"-?\d+\.\d+", line)]
-    halves = [1.96 * x / math.sqrt(3) for x in std]  # The deviation is the biased one of 4 rows.
-    assert printed == pytest.approx([mean[0], halves[0], mean[1], halves[1]], abs=1e-3)
-    assert [line.split()[0] for line in out.splitlines() if "  eps " in line] == ["1/4", "4/4"]
-    assert "4 held-out rows, before -> after" in out and "model: model   run: runs/run" in out
-    assert "4 updates of 16, one process in fp32, samples at temperature 1 and of at most 8 tokens" in out
-
-
-@pytest.mark.parametrize("seconds, updates", [(0, [1, 8]), (0.5, [1, 3, 5, 7, 8])])
-def test_a_line_comes_every_few_seconds(tiny, in_tmp, capsys, monkeypatch, seconds, updates):
-    """The clock goes on by so many seconds when it is read, which is six times an update."""
-    ticks = itertools.count()
-    monkeypatch.setattr(run, "time", SimpleNamespace(time=lambda: seconds * next(ticks)))
-    run_rloo(tiny, total_episodes=128)
-    lines = [line for line in capsys.readouterr().out.splitlines() if "  eps " in line]
-    assert [int(line.partition("/8  ")[0]) for line in lines] == updates and lines[-1].endswith("eta 0s")
-
-
-def test_the_first_lines_name_what_a_launch_file_sets(tiny, in_tmp, capsys, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    AcceleratorState._reset_state()  # The tests before have made an Accelerator in fp32.
-    try:
-        train_rloo.main(rloo_args(tiny, total_episodes=16))
-    finally:
-        AcceleratorState._reset_state()
-    assert "1 updates of 16, one process in bf16, samples" in capsys.readouterr().out
-
-
 # ---- signals ---------------------------------------------------------------------------------------------------------
 @in_main_thread
 @pytest.mark.parametrize(
@@ -178,10 +125,3 @@ def test_a_signal_in_the_last_update_still_leaves_the_model_to_a_resumed_run(tin
     assert_same_run(".", whole(tiny, "ppo-moments"))
     for when, row in (("before", rows[0]), ("after", rows[-1])):
         assert result[when] == {name: row[name] for name in row if name.startswith("eval/")} != {}
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_a_run_may_be_repeated_into_its_own_folder(tiny, in_tmp, page):
-    args = page_args(page, tiny, total_episodes=16, output_dir="model")
-    PAGES[page].main(args)
-    PAGES[page].check(dataclasses.replace(args, run_name="again", overwrite=False))

@@ -66,12 +66,6 @@ def test_sft_1_the_loss_is_the_mean_over_targets_one_row_at_a_time(texts, tiny, 
     assert row["eval/sft/loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
 
 
-def test_text_rows_need_no_prompt(texts):
-    write_rows("rows.jsonl", [{"text": f"{r['prompt']} {r['completion']}"} for r in toy.rows("sft", "train")[:16]])
-    last = run_sft()[-1]
-    assert "eval/sft/loss" in last and "eval/sft/rougeL" not in last
-
-
 def test_two_runs_are_equal_bit_by_bit_and_a_third_goes_on_from_the_folder(texts):
     first, weights = run_sft(num_train_epochs=1), Path("sft/model.safetensors").read_bytes()
     torch.rand(3)  # Whatever happened in this process before must not matter.

@@ -52,11 +52,6 @@ def test_missing_stages_are_trained_once_in_their_order_and_announced(in_tmp, st
     assert len(started) == 2
 
 
-def test_sums_need_no_reward_model(in_tmp, started):
-    stages.ensure(cli.parse(PAGES["train_ppo"].Args, ["--dataset", "toy-sum"]))
-    assert [command[-1] for command, _ in started] == ["models/toy-sum/sft"]
-
-
 @pytest.mark.parametrize("task", ["toy", "toy-sum"])
 def test_a_teacher_that_is_missing_is_trained_as_its_own_page_does_by_default(in_tmp, started, task):
     """Its process trains the reward model that it needs, as it would without a student."""
@@ -83,8 +78,3 @@ def test_a_stage_that_fails_ends_the_run_with_its_exit_code(in_tmp, monkeypatch)
     with pytest.raises(SystemExit) as end:
         stages.ensure(cli.parse(PAGES["train_rloo"].Args, []))
     assert end.value.code == 7
-
-
-def test_the_folders_that_are_made_are_those_that_the_pages_train_into():
-    for task, folders in stages.MADE_BY.items():
-        assert all(SCRIPTS[script].presets[task]["output_dir"] == folder for folder, script in folders.items())

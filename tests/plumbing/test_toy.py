@@ -24,16 +24,6 @@ def vocabulary():
     return sorted(set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens))
 
 
-def corruptions(text, some):
-    """{how: the text with one word dropped, two different neighbours swapped, or one word said twice}."""
-    words = text.split()
-    i = some.randrange(len(words))
-    j = some.choice([j for j in range(len(words) - 1) if words[j] != words[j + 1]])
-    swapped = words[:j] + [words[j + 1], words[j]] + words[j + 2 :]
-    changed = {"dropped": words[:i] + words[i + 1 :], "swapped": swapped, "repeated": words[: i + 1] + words[i:]}
-    return {how: " ".join(words) for how, words in changed.items()}
-
-
 # ---- the gold reward -------------------------------------------------------------------------------------------------
 def test_gold_of_hand_made_responses():
     prompt = "last friday my sister went to a small hotel by the river ."
@@ -61,15 +51,6 @@ def test_no_constant_response_and_no_repeated_word_beats_the_training_texts():
 
 
 # ---- the grammar and the rows ----------------------------------------------------------------------------------------
-def test_every_generated_review_parses_and_corrupted_ones_mostly_do_not():
-    assert all(toy.parses(f"{r['prompt']} {r['completion']}") for r in toy.rows("sft", "test"))
-    some, parsed = random.Random(1), Counter()
-    for text, _ in reviews(500, seed=1):
-        assert toy.parses(text)
-        parsed.update(how for how, corrupted in corruptions(text, some).items() if toy.parses(corrupted))
-    assert all(parsed[how] / 500 < 0.05 for how in ("dropped", "swapped", "repeated")), parsed
-
-
 def test_rows_are_a_function_of_the_stage_and_split_alone():
     for stage, split in toy.SPLITS:
         np.random.seed(len(stage))
@@ -111,22 +92,6 @@ def test_the_human_chooses_in_proportion_to_exp_of_gold():
     expected = [n * w / sum(weights) for w in weights]
     # Chi-square with 3 degrees of freedom is above 25.9 once in 10^5.
     assert sum((counts[i] - e) ** 2 / e for i, e in enumerate(expected)) < 25.9
-
-
-def test_comparisons_ask_for_prompts_of_the_split_and_keep_the_candidates():
-    asked = []
-
-    def sample(prompts):
-        asked.extend(prompts)
-        return [["the room was lovely .", "soup soup soup", "", "awful"] for _ in prompts]
-
-    rows = toy.comparisons("test", 600, sample)  # more than there are prompts, so it starts again
-    prompts = [r["prompt"] for r in toy.rows("prompts", "test")]
-    assert asked == [prompts[i % len(prompts)] for i in range(600)] == [row["prompt"] for row in rows]
-    assert all(row["candidates"][0] == "the room was lovely ." and 0 <= row["best"] < 4 for row in rows)
-    assert rows == toy.comparisons("test", 600, sample)
-    best = [max(range(4), key=lambda i: toy.gold(row["prompt"], row["candidates"][i])) for row in rows]
-    assert mean(a == row["best"] for a, row in zip(best, rows, strict=True)) > 0.6  # noisy, but right on average
 
 
 # ---- toy-sum ---------------------------------------------------------------------------------------------------------

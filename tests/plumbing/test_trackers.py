@@ -10,8 +10,6 @@ from short_runs import after_row, start
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb_file import read_runs, table
 
-from rlhf_details.plumbing import trackers
-
 OPTIONS = dict(track=True, wandb_tags=("mine",), num_sample_generations=2, eval_dataset="toy:test", take=24, seed=7)
 
 
@@ -51,9 +49,3 @@ def test_a_resumed_run_is_the_same_one(tiny, offline_wandb):
     assert [row["update"] for row in second.history if "update" in row] == [5, 6]
     steps = [event.step for event in EventAccumulator("runs/run").Reload().Scalars("objective/kl")]
     assert steps == [row["episode"] for row in read_metrics("runs/run")]  # Nothing is shown twice.
-
-
-def test_a_table_of_samples_shows_texts_as_they_are(capsys):
-    trackers.show("samples of update 1", [{"query": "[red] a\nb", "ended": True, "score": -1e-6}] * 2)
-    line = "query: [red] a⏎b | ended: True | score: 0.00"
-    assert capsys.readouterr().out.splitlines() == ["-- samples of update 1", line, line]

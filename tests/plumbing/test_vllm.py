@@ -5,13 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate import Accelerator
 from helpers import tiny_model
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from rlhf_details import train_rloo, utils
-from rlhf_details.plumbing import models, vllm
+from rlhf_details.plumbing import vllm
 
 KEY, STOP, T = (1, utils.TRAINING, 2), 5, 0.8
 PROMPTS = [[3, 4], [3, 4], [7, 8, 9, 10]]
@@ -138,49 +137,6 @@ def test_log_probs_at_another_temperature_end_the_run(precision, temperature):
     model = tiny_model("llama")
     with pytest.raises(SystemExit, match=rf"a temperature of 1, {temperature} was asked for: .*processed_logprobs"):
         ask(StandIn(model, is_raw=True), model, stops, precision=precision, temperature=temperature)
-
-
-def test_old_weights_end_the_run():
-    model = tiny_model("llama")
-    engine = StandIn(model)
-    ask(engine, model, stops)
-    engine.change = lambda weights: {}
-    ask(engine, model, stops)  # They are still the same.
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.01 * torch.randn_like(p))
-    with pytest.raises(SystemExit, match="does not have the weights that were pushed"):
-        ask(engine, model, stops)
-
-
-def test_an_engine_that_fails_ends_the_run_in_one_line():
-    def fail(weights):
-        raise OSError("no room")
-
-    model = tiny_model("llama")
-    with pytest.raises(SystemExit, match=r"--sampler vllm: the stand-in failed \(no room\)"):
-        ask(StandIn(model, fail), model, stops)
-
-
-@pytest.mark.parametrize("kind, sizes", [("llama", {}), ("gpt2", {}), ("qwen3_moe", dict(num_experts=4, head_dim=8))])
-def test_adapters_are_pushed_merged(kind, sizes):
-    model = models.add_adapters(tiny_model(kind, **sizes), 4)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if "lora_B" in name:
-                p.normal_()
-    pushed = vllm.weights_of(model)
-    merged = models.merge_adapters(copy.deepcopy(model)).state_dict()
-    assert pushed.keys() == merged.keys()
-    torch.testing.assert_close(pushed, merged)
-
-
-def test_a_server_that_is_away_ends_the_run_in_one_line(tmp_path):
-    """What was written for it is gone then."""
-    args, model = SimpleNamespace(vllm_server="http://localhost:1", vllm_folder=tmp_path), tiny_model("llama")
-    with pytest.raises(SystemExit, match=r"--sampler vllm: the server at http://localhost:1 failed \(.*refused"):
-        ask(vllm.Server(args, Accelerator(cpu=True)), model, stops)
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
