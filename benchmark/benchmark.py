@@ -123,14 +123,6 @@ def environment():
     }
 
 
-def made_with():
-    """The same as a line of text."""
-    made = environment()
-    versions = ", ".join(f"{name} {number}" for name, number in made["versions"].items())
-    scripts, machine = f"{made['code']} ({made['commit']})", f"{made['cores']} cores, {made['cpu']}"
-    return f"Scripts {scripts}, Python {made['python']}, {versions}; {machine}."
-
-
 def table(rows, columns, every=1):
     """[header, row, ...] of a run's metrics, in five digits: its columns, every so manyth row, and the last one."""
     kept = [name for name in columns if any(name in row for row in rows)]

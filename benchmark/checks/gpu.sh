@@ -2,7 +2,6 @@
 # The first hour on a GPU, in parts that each stand alone, take at most ten minutes, and half an hour together:
 #
 #     pages    does each page run there, in fp32 and in bf16, and has it the CPU's numbers?           gpu.py, 5 minutes at most
-#     waits    how often does the host wait for the GPU, for a token and for a micro-batch?           waits.py, 3
 #     noise    what does the noise of a token cost, and what would torch.compile save?                gpu.py, 2
 #     decode   our sampler against transformers' generate, a policy of 1 B                            speed.py, 3
 #     rloo     RLOO against TRL: 1 B, random weights, bf16, prompts of 512 tokens, 53 new, batch 64   speed.py, 8
@@ -19,7 +18,7 @@
 # Others: PYTHON, ALTERNATIONS, MICRO (episodes of a training forward, ours and TRL's), RLOO_VARIANTS and PPO_VARIANTS (ours with
 # flags off, as "name:--flag ...", separated by semicolons).
 set -uo pipefail
-ALL=(pages waits noise decode rloo ppo)
+ALL=(pages noise decode rloo ppo)
 OUT=${1:?usage: gpu.sh OUT [--dry_run] [PART ...]}
 shift
 mkdir -p "$OUT"
@@ -83,7 +82,6 @@ failed=0
 for part in "$@"; do
     case $part in
     pages) run pages 300 benchmark/checks/gpu.py pages "$OUT/pages" ;;
-    waits) run waits 180 benchmark/checks/waits.py --measure "$device" ;;
     noise) run noise 120 benchmark/checks/gpu.py noise "${noise[@]}" ;;
     decode) run decode 180 benchmark/speed.py decode "${work[@]}" --output "$OUT/decode/table" ;;
     rloo) compare rloo 1.16.0 "${rloo_variants[@]}" ;;

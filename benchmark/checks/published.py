@@ -118,55 +118,37 @@ def distilbert():
 # ---- models ----------------------------------------------------------------------------------------------------------
 @dataclass
 class Model:
-    """A published model: what stands in for it, and where its tokenizer's behaviour is written down."""
+    """What stands in for a published model."""
 
     kind: str  # the architecture, `model_type`
     tokenizer: object  # a function that makes it
-    behaviour: str
-    source: str
     positions: int = 2048  # the longest row, the published model's
     spare: int = 0  # rows of the embedding that the tokenizer has no token for
     labels: int = 0  # scores of a classifier; 0: a causal language model
 
 
-NO_TEMPLATE = "BOS, EOS and unknown are one token; no padding token, no BOS before a text, no chat template"
-PYTHIA = "N+ tldr_dataset.py and sft.py add [PAD]; TRL v0.11.4 rloo_tldr.py brings a template; EleutherAI/pythia #156"
-N_PLUS = "N+ sft.py and reward.py add [PAD] and save the tokenizer"
-GPT_2 = "OAI language/encodings.py; N train_policy_accelerate.py adds [PAD]"
-CLASSIFIER = (
-    "TRL v0.11.4 loads it as a sequence classifier; N+ saved a class of its own, so the repository's is not verified"
-)
+# Where each tokenizer's behaviour is written down. What is not verified is guessed from the model's kin.
 MODELS = {
-    "EleutherAI/pythia-1b-deduped": Model("gpt_neox", pythia, NO_TEMPLATE, PYTHIA, spare=27),
-    "cleanrl/EleutherAI_pythia-1b-deduped__sft__tldr": Model(
-        "gpt_neox", pythia_with_pad, "as Pythia's, with the padding token [PAD] behind the vocabulary", N_PLUS, spare=26
-    ),
-    "cleanrl/EleutherAI_pythia-1b-deduped__reward__tldr": Model(
-        "gpt_neox", pythia_with_pad, "the same", f"{N_PLUS}; {CLASSIFIER}", spare=26, labels=1
-    ),
-    "openai-community/gpt2": Model("gpt2", gpt2, NO_TEMPLATE, GPT_2, positions=1024),
-    "lvwerra/gpt2-imdb": Model(
-        "gpt2", gpt2, "GPT-2's", "TRL v0.11.4 gpt2-sentiment.ipynb sets pad to EOS", positions=1024
-    ),
-    "lvwerra/distilbert-imdb": Model(
-        "distilbert", distilbert, "[CLS] before a text, a padding token; WordPiece in truth", "not verified", 512, 0, 2
-    ),
-    "allenai/Llama-3.1-Tulu-3-8B-DPO": Model(
-        "llama", tulu, "BOS before a text, a padding token of its own, the chat template `tulu`, which writes no BOS",
-        "open-instruct bac939310^ dataset_transformation.py (CHAT_TEMPLATES, tulu_v2_2); BOS not verified",
-        131_072, 7,
-    ),
-    "llamafactory/tiny-random-Llama-3": Model(
-        "llama", llama_3, "BOS before a text, no padding token, Llama 3's chat template, which writes BOS",
-        "not verified; the recipe's prompts are plain text", 8192,
-    ),
-    "Qwen/Qwen2.5-1.5B-Instruct": Model(
-        "qwen2", qwen, "no BOS, the padding token <|endoftext|>, the chat template ChatML",
-        "not verified; the system message that the template writes is left out", 32_768, 271,
-    ),
-    "models/toy/sft": Model("gpt_neox", toy.tokenizer, "the embedded task's", "rlhf_details/toy.py", 128),
-    "models/toy/reward": Model("gpt_neox", toy.tokenizer, "the embedded task's", "rlhf_details/toy.py", 128, labels=1),
-}  # fmt: skip
+    # TRL v0.11.4 rloo_tldr.py brings a template; EleutherAI/pythia #156
+    "EleutherAI/pythia-1b-deduped": Model("gpt_neox", pythia, spare=27),
+    # N+ sft.py and reward.py add [PAD] behind the vocabulary and save the tokenizer. TRL v0.11.4 loads the second one
+    # as a sequence classifier; N+ saved a class of its own, so what its repository holds is not verified.
+    "cleanrl/EleutherAI_pythia-1b-deduped__sft__tldr": Model("gpt_neox", pythia_with_pad, spare=26),
+    "cleanrl/EleutherAI_pythia-1b-deduped__reward__tldr": Model("gpt_neox", pythia_with_pad, spare=26, labels=1),
+    # OAI language/encodings.py; N train_policy_accelerate.py adds [PAD]; TRL v0.11.4 gpt2-sentiment.ipynb: pad is EOS
+    "openai-community/gpt2": Model("gpt2", gpt2, positions=1024),
+    "lvwerra/gpt2-imdb": Model("gpt2", gpt2, positions=1024),
+    # not verified; its tokenizer is a WordPiece in truth
+    "lvwerra/distilbert-imdb": Model("distilbert", distilbert, 512, labels=2),
+    # open-instruct bac939310^ dataset_transformation.py (CHAT_TEMPLATES, tulu_v2_2); BOS not verified
+    "allenai/Llama-3.1-Tulu-3-8B-DPO": Model("llama", tulu, 131_072, 7),
+    # not verified; the recipe's prompts are plain text
+    "llamafactory/tiny-random-Llama-3": Model("llama", llama_3, 8192),
+    # not verified; the system message that the template writes is left out
+    "Qwen/Qwen2.5-1.5B-Instruct": Model("qwen2", qwen, 32_768, 271),
+    "models/toy/sft": Model("gpt_neox", toy.tokenizer, 128),
+    "models/toy/reward": Model("gpt_neox", toy.tokenizer, 128, labels=1),
+}
 
 
 def write_model(name, folder):
@@ -275,22 +257,12 @@ def problem(i):
 
 
 # ---- data sets -------------------------------------------------------------------------------------------------------
-@dataclass
-class Data:
-    """A published data set: its rows, where they stand in it, and where its columns are written down."""
-
-    files: dict  # {a split, which is then a parquet file as the Hub has it, or the name of a file: a list of rows}
-    source: str
-    card: str = ""  # the head of its README.md, which says where the splits of "CONFIGURATION/SPLIT" are
-
-
 def splits(row, **counts):
     """{split: rows}, each row another one. Args: row, a function of a number; counts, how many rows of each split."""
     starts = dict(zip(counts, range(0, 1000 * len(counts), 1000), strict=True))
     return {split: [row(starts[split] + i) for i in range(count)] for split, count in counts.items()}
 
 
-MADE = "made by the user from"
 GSM8K_CARD = """---
 configs:
 - config_name: main
@@ -304,51 +276,38 @@ configs:
 
 
 def data_sets():
-    """{name: Data}."""
+    """{name: {a split, which is then a parquet file as the Hub has it, or the name of a file: a list of rows}}."""
     labels, few = label_rows(5000), dict(train=40, validation=8, test=8)
     return {
-        "trl-lib/tldr": Data(splits(tldr, **few), "TRL v0.21.0 examples/datasets/tldr.py"),
-        "trl-internal-testing/tldr-preference-sft-trl-style": Data(
-            splits(tldr_trl_style, **few),
-            "TRL v0.9.6 examples/datasets/tldr_preference.py; the splits: N+ tldr_dataset.py reads the same posts",
+        # TRL v0.21.0 examples/datasets/tldr.py
+        "trl-lib/tldr": splits(tldr, **few),
+        # TRL v0.9.6 examples/datasets/tldr_preference.py; the splits: N+ tldr_dataset.py reads the same posts
+        "trl-internal-testing/tldr-preference-sft-trl-style": splits(tldr_trl_style, **few),
+        # N+ ee77a9a tldr_dataset.py and README.md; within `info`, `summaries` and `extra`: not verified
+        "vwxyzjn/summarize_from_feedback_oai_preprocessing_1706381144": splits(
+            n_plus_comparison, train=40, validation=8, validation_cnndm=2
         ),
-        "vwxyzjn/summarize_from_feedback_oai_preprocessing_1706381144": Data(
-            splits(n_plus_comparison, train=40, validation=8, validation_cnndm=2),
-            "N+ ee77a9a summarize_from_feedback_details/tldr_dataset.py and README.md; within `info`, `summaries` and "
-            "`extra`: not verified",
-        ),
-        "vwxyzjn/lm-human-preferences": Data(
-            {f"{task}/offline_5k.json": labels for task in ("sentiment", "descriptiveness")},
-            "OAI cbfd210 lm_human_preferences/label_types.py and language/encodings.py; the repository: N ccc1953 "
-            "train_reward_accelerate.py",
-        ),
-        "trl-internal-testing/descriptiveness-sentiment-trl-style": Data(
-            splits(book, descriptiveness=40, sentiment=40),
-            "no builder is public: TRL v0.11.4 examples/scripts/ppo/ppo.py reads `prompt` of the split "
-            "`descriptiveness`; the other columns after TRL v0.9.6 examples/datasets/sentiment_descriptiveness.py, "
-            "their types not verified",
-        ),
-        "openai/gsm8k": Data(
-            splits(word_problem, **{"main/train": 40, "main/test": 8}),
-            "the README.md of its repository (`dataset_info` and `configs` of `main`)",
-            GSM8K_CARD,
-        ),
-        "data/imdb_prompts.jsonl": Data(
-            {"": [{"prompt": text(i, 4).rstrip(".")} for i in range(40)]},
-            f"{MADE} `imdb` as TRL v0.11.4 examples/scripts/ppo.py says",
-        ),
-        "data/rlvr.jsonl": Data(
-            {"": [problem(i) for i in range(40)]},
-            f"{MADE} allenai/RLVR-GSM-MATH-IF-Mixed-Constraints; `messages`, `ground_truth` and `dataset` are the "
-            "columns of open-instruct bac939310^ scripts/data/rlvr/gsm8k_rlvr.py",
-        ),
-        "data/paraphrase_prompts.jsonl": Data(
-            {"": [{"prompt": f"Only answer with a paraphrase of the input:\n{text(i)}"} for i in range(15)]},
-            f"{MADE} training-wizard 152791f examples/data/diverse_sample_100.jsonl, whose column is `input`",
-        ),
-        "cornell-movie-review-data/rotten_tomatoes": Data(
-            splits(lambda i: {"text": text(i).lower(), "label": i % 2}, train=60, validation=10, test=16),
-            "benchmark/recipes/movies_data.py, which makes data/movies of it; on the Hub not verified",
+        # OAI cbfd210 label_types.py and language/encodings.py; the repository: N ccc1953 train_reward_accelerate.py
+        "vwxyzjn/lm-human-preferences": {
+            f"{task}/offline_5k.json": labels for task in ("sentiment", "descriptiveness")
+        },
+        # No builder is public. TRL v0.11.4 examples/scripts/ppo/ppo.py reads `prompt` of the split `descriptiveness`;
+        # the other columns after TRL v0.9.6 sentiment_descriptiveness.py, their types not verified.
+        "trl-internal-testing/descriptiveness-sentiment-trl-style": splits(book, descriptiveness=40, sentiment=40),
+        # the README.md of its repository (`dataset_info` and `configs` of `main`)
+        "openai/gsm8k": splits(word_problem, **{"main/train": 40, "main/test": 8}),
+        # made by the user from `imdb`, as TRL v0.11.4 examples/scripts/ppo.py says
+        "data/imdb_prompts.jsonl": {"": [{"prompt": text(i, 4).rstrip(".")} for i in range(40)]},
+        # made by the user from allenai/RLVR-GSM-MATH-IF-Mixed-Constraints; `messages` as in open-instruct bac939310^
+        # scripts/data/rlvr/gsm8k_rlvr.py
+        "data/rlvr.jsonl": {"": [problem(i) for i in range(40)]},
+        # made by the user from training-wizard 152791f examples/data/diverse_sample_100.jsonl, with the column `input`
+        "data/paraphrase_prompts.jsonl": {
+            "": [{"prompt": f"Only answer with a paraphrase of the input:\n{text(i)}"} for i in range(15)]
+        },
+        # recipes/movies_data.py makes data/movies of it; on the Hub not verified
+        "cornell-movie-review-data/rotten_tomatoes": splits(
+            lambda i: {"text": text(i).lower(), "label": i % 2}, train=60, validation=10, test=16
         ),
     }
 
@@ -358,14 +317,14 @@ def write(folder):
     folder, root = Path(folder), Path(__file__).resolve().parents[2]
     for name in ("benchmark", "rlhf_details"):
         (folder / name).symlink_to(root / name)
-    for name, data in data_sets().items():
-        for part, rows in data.files.items():
+    for name, files in data_sets().items():
+        for part, rows in files.items():
             is_split = "." not in part and part
             start = part if "/" in part else f"data/{part}"
             path = folder / name / (f"{start}-00000-of-00001.parquet" if is_split else part)
             path.parent.mkdir(parents=True, exist_ok=True)
-            if data.card:
-                (folder / name / "README.md").write_text(data.card)
+            if name == "openai/gsm8k":
+                (folder / name / "README.md").write_text(GSM8K_CARD)
             if is_split:
                 pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
             else:

@@ -1,8 +1,6 @@
 """
 Every recipe of benchmark/recipes and every stage of tldr.sh, lm_human_preferences.sh and movies.sh, for two updates.
-
-    python benchmark/checks/recipes.py                          all of them, and benchmark/results/recipes.md
-    python benchmark/checks/recipes.py --only tldr.sh           some of them, and no file
+tests/cli/test_recipes.py runs them.
 
 A recipe's command is the one of its header, and the commands of the scripts are what they print with DRY_RUN. They run
 in a folder that holds stand-ins for all data sets and models that they name (published.py), in this process, on the
@@ -19,17 +17,11 @@ import os
 import re
 import shlex
 import subprocess
-import sys
-import tempfile
 import threading
 from pathlib import Path
 from unittest import mock
 
 import datasets
-import published
-import torch
-import tyro
-from transformers.utils import logging as transformers_logging
 
 from rlhf_details.plumbing import cli
 
@@ -85,17 +77,8 @@ def smaller(script, args):
 
 
 # ---- running one -----------------------------------------------------------------------------------------------------
-@dataclasses.dataclass
-class Stage:
-    """What a command did."""
-
-    script: str
-    args: object  # as the command gives them
-    replaced: dict
-
-
 def run(words, judge_url):
-    """Runs a command of two updates, or an evaluation of four prompts, and checks its figures. Returns a Stage."""
+    """Runs a command of two updates, or an evaluation of four prompts; returns its script. All figures are finite."""
     place = next(i for i, word in enumerate(words) if word.startswith("rlhf_details/"))
     script = Path(words[place]).stem
     module = importlib.import_module(f"rlhf_details.{script}")
@@ -115,7 +98,7 @@ def run(words, judge_url):
         assert rows[-1]["update"] == 2, rows[-1]["update"]
         figures = [value for row in rows for value in row.values()]
     assert figures and all(map(math.isfinite, figures)), figures
-    return Stage(script, args, replaced)
+    return script
 
 
 def numbers(metrics):
@@ -157,98 +140,3 @@ def serve_judge():
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}/v1"
     server.shutdown(), server.server_close()
-
-
-# ---- the table -------------------------------------------------------------------------------------------------------
-HEAD = """# Do the recipes run on the data that they name?
-
-Written by `python benchmark/checks/recipes.py`. Each recipe and each stage of the three scripts ran for two updates, an
-evaluation on four prompts, on stand-ins with the columns, splits and file names of the published data sets and with the
-architectures and tokenizers of the published models (`benchmark/checks/published.py`). Text and weights are made up, so
-the figures mean nothing. The commands are those of the recipes' headers, and what the scripts print with `DRY_RUN`. In
-all of them one process on the CPU in fp32 takes the launcher's place (`--num_processes`, `--mixed_precision`), one seed
-stands for all, and Weights & Biases is switched off by `WANDB_MODE=disabled`. The judge of `tldr.sh` is a server on
-this machine that always prefers A. The models of the embedded task are random ones, so that no stage is trained first.
-
-"""
-
-
-def kind(value):
-    """The type of a column's value, in words."""
-    if isinstance(value, list) and value:
-        inner = "messages" if isinstance(value[0], dict) and "role" in value[0] else None
-        return inner or ("token ids" if isinstance(value[0], int) else f"list of {kind(value[0])}")
-    if isinstance(value, dict):
-        return "{" + ", ".join(value) + "}"
-    return {str: "text", int: "number"}[type(value)]
-
-
-def columns(rows):
-    """The columns of a data set, those of a type together."""
-    found = {}
-    for column, value in rows[0].items():
-        found.setdefault(kind(value), []).append(f"`{column}`")
-    return "; ".join(f"{', '.join(names)}: {type_}" for type_, names in found.items())
-
-
-def table(title, head, rows):
-    """Lines of a Markdown table below its title."""
-    lines = [f"## {title}", "", "| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    return [*lines, *("| " + " | ".join(row) + " |" for row in rows), ""]
-
-
-def row_of(name, stage):
-    """A row of the first table."""
-    name = name if name in SCRIPTS else Path(stage.args.config).name
-    names = [f"`{name}`" for name in dict.fromkeys(name for _, name in named(stage.args))]
-    names += [f"`{spec}`" for spec in getattr(stage.args, "reward_fn", ())]
-    old = {flag: getattr(stage.args, flag) for flag in stage.replaced}
-    changes = [
-        f"`{flag}` {old[flag]}: {new if flag != 'judge_base_url' else 'a server of ours'}"
-        for flag, new in stage.replaced.items()
-    ]
-    result = "4 prompts" if stage.script == "evaluate" else "2 updates"
-    return [f"`{name}`", f"`{stage.script}`", ", ".join(names), ", ".join(changes), f"{result}, all figures finite"]
-
-
-def stand_ins():
-    """Lines of the tables of data sets and models."""
-    found = []
-    for name, data in published.data_sets().items():
-        parts = ", ".join(f"`{part}`" for part in data.files if part) or "one file"
-        found.append([f"`{name}`", columns(next(iter(data.files.values()))), parts, data.source])
-    lines = table("Data sets", ["name", "columns", "splits or files", "source of the columns"], found)
-    found = [[f"`{name}`", m.kind, m.behaviour, m.source] for name, m in published.MODELS.items()]
-    return lines + table("Models", ["name", "architecture", "tokenizer", "source of the tokenizer's behaviour"], found)
-
-
-@dataclasses.dataclass
-class Args:
-    only: str = ""
-    """run those whose name begins so"""
-
-
-def main(args: Args):
-    """Returns the number of recipes and scripts that failed."""
-    torch.set_num_threads(1)
-    transformers_logging.set_verbosity_error(), transformers_logging.disable_progress_bar()
-    rows, failed = [], []
-    with tempfile.TemporaryDirectory() as folder, serve_judge() as judge_url, contextlib.chdir(published.write(folder)):
-        for name in NAMES:
-            if not name.startswith(args.only):
-                continue
-            try:
-                for words in commands(name):
-                    rows.append(row_of(name, run(words, judge_url)))
-            except (Exception, SystemExit) as e:
-                failed.append(name)
-                rows.append([f"`{name}`", "", "", "", f"**fails**: {type(e).__name__} {e}"])
-    if not args.only:
-        lines = table("Runs", ["recipe or script", "stage", "names", "replaced", "result"], rows) + stand_ins()
-        (ROOT / "benchmark/results/recipes.md").write_text(HEAD + "\n".join(lines))
-    print("\n".join(" | ".join(row) for row in rows))
-    return len(failed)
-
-
-if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Args)))

@@ -16,7 +16,6 @@ python3 -m venv "$scratch/lowest"
 
 "$python" -m pytest -m slow tests/slow/test_example.py    # the guide's commands on the example's data
 "$python" benchmark/checks/mutations.py                   # every mutant dies
-"$python" benchmark/checks/recipes.py                     # every recipe runs, on stand-ins for its data and models
 git clone -q . "$scratch/clone"                           # forty kills, and memory, on models that are made there
 cd "$scratch/clone" && export PYTHONPATH=$PWD
 "$python" rlhf_details/train_rloo.py --total_episodes 256

@@ -3,7 +3,7 @@ The side of with_trl.py that runs inside an environment with TRL: one process tr
 
     ENVIRONMENT/bin/python benchmark/studies/trl_side.py SPEC.json        (with_trl.py calls it)
 
-SPEC: algorithm (rloo, grpo, ppo, or dpo, see its function), policy, reward (model folders) or reward_fn
+SPEC: algorithm (rloo, grpo or ppo), policy, reward (model folders) or reward_fn
 (FILE.py:function) with columns (those it takes of a prompt's row), prompts (.jsonl with `prompt`), seed, settings (the
 arguments of our scripts, by their names), output_dir (of the trained policy), result (.json: the versions, the peak of
 the memory and a curve, one row an update with objective/scores and objective/kl, the KL in nats a response of that
@@ -50,7 +50,7 @@ import torch
 from datasets import Dataset
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.data import DataLoader, SequentialSampler
+from torch.utils.data import DataLoader
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -291,42 +291,7 @@ def replay(trainer, policy, samples, spec):
     policy.generate = generate
 
 
-def dpo(spec):
-    """DPOTrainer of TRL 1.x on pairs, each of them once and in their order, a step for each batch.
-
-    SPEC: policy, output_dir, pairs (.jsonl with prompt, chosen, rejected), settings, result (.json: the logs of steps).
-    """
-    from trl import DPOConfig, DPOTrainer
-
-    class InOrder(DPOTrainer):
-        def _get_train_sampler(self, dataset=None):  # transformers' hook
-            return SequentialSampler(dataset or self.train_dataset)
-
-    ours = spec["settings"]
-    rows = [json.loads(line) for line in Path(spec["pairs"]).read_text().splitlines()]
-    # TRL tokenises prompt and answer as one text, ours each alone: a space keeps their words apart.
-    rows = [row | {side: f" {row[side]}" for side in ("chosen", "rejected")} for row in rows]
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_file=f"{spec['policy']}/tokenizer.json", eos_token="<eos>", pad_token="<pad>"
-    )
-    policy = AutoModelForCausalLM.from_pretrained(spec["policy"], dtype=torch.float32)
-    shared = training_arguments(spec)
-    del shared["temperature"]
-    special = dict(beta=ours["beta"], loss_type=[ours["loss"]], num_train_epochs=1, max_length=None)
-    trainer = InOrder(
-        model=policy,
-        args=DPOConfig(**shared, **special),
-        train_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer,
-    )
-    trainer.train()
-    policy.save_pretrained(spec["output_dir"])
-    Path(spec["result"]).write_text(json.dumps([x for x in trainer.state.log_history if "loss" in x]))
-
-
 def main(spec):
-    if spec["algorithm"] == "dpo":
-        return dpo(spec)
     start = time.time()
     ours = spec["settings"]
     if ours["num_mini_batches"] != 1 or ours["missing_eos_mode"] != "subtract" or ours["warmup_ratio"]:

@@ -3,7 +3,6 @@ A command of ours carried out by TRL, for the studies trl_*; and TRL on the samp
 
     python benchmark/studies/with_trl.py VERSION rlhf_details/train_rloo.py [flags]        one run; study.py calls it
     python benchmark/studies/with_trl.py replay trl_replay --seed 4 --runs rloo ppo        results/trl_replay/replay.md
-    python benchmark/studies/with_trl.py replay_dpo                                        results/dpo/replay.md
 
 VERSION is 0.21.0, TRL's last release with RLOO and PPO in the form of the N+ paper, or 1.16.0, with RLOO and GRPO.
 Models, prompts, rewards and settings are those of our command; trl_side.py translates them, and lists what still
@@ -130,11 +129,6 @@ class ReplayArgs:
     """seed of the models, which must be there, and of our samples"""
 
 
-@dataclass
-class ReplayDpoArgs:
-    """DPO: seed 1's SFT model is trained on the same pairs by us and by TRL 1.16's DPOTrainer."""
-
-
 def record(page, args, folder):
     """Trains our policy into folder/ours; folder/samples.json gets its samples: of each update [query, response], both
     token ids.
@@ -205,49 +199,7 @@ def replayed(path):
     return {tuple(cell.strip() for cell in line.split("|")[1:4]): line for line in lines}
 
 
-def replay_dpo(args: ReplayDpoArgs):
-    """Eight steps of 32 pairs of reviews. Writes results/dpo/replay.md."""
-    from rlhf_details import toy, train_dpo, utils
-
-    folder, lines = ROOT / "runs" / "benchmark" / "dpo_replay", []
-    folder.mkdir(parents=True, exist_ok=True)
-    start, texts = ROOT / "models" / "bench" / "1" / "sft", toy.rows("sft", "train")
-    pairs = [(row["prompt"], row["completion"], texts[i + 500]["completion"]) for i, row in enumerate(texts[:256])]
-    pairs = [dict(zip(("prompt", "chosen", "rejected"), pair, strict=True)) for pair in pairs]
-    for name, rows in (("pairs", pairs), ("in_order", [pairs[i] for i in utils.permutation(len(pairs), 1, 0)])):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    settings = dict(batch_size=32, micro_batch_size=32, learning_rate=1e-4, lr_schedule="constant", adam_eps=1e-5)
-    settings |= dict(weight_decay=0.0, max_grad_norm=1.0, temperature=1.0, beta=0.1)
-    for loss in ("sigmoid", "ipo"):
-        ours, theirs, result = folder / f"ours_{loss}", folder / f"trl_{loss}", folder / f"{loss}.json"
-        own = dict(dataset=str(folder / "pairs.jsonl"), sft_model_path=str(start), output_dir=str(ours), loss=loss)
-        own |= dict(run_name=f"dpo_replay_{loss}", overwrite=True, checkpoint_every=0)
-        done = train_dpo.main(train_dpo.Args(**settings, **own))
-        spec = {"algorithm": "dpo", "policy": str(start), "output_dir": str(theirs), "result": str(result), "seed": 1}
-        spec |= {"pairs": str(folder / "in_order.jsonl"), "settings": settings | {"loss": loss}}
-        run_trl("1.16.0", spec, folder)
-        rows = [json.loads(line) for line in (Path(done["run"]) / "metrics.jsonl").read_text().splitlines()]
-        steps = list(zip(rows, json.loads(result.read_text()), strict=True))
-        names = ("train/dpo/loss", "loss"), ("policy/grad_norm", "grad_norm"), ("logps/chosen", "logps/chosen")
-        apart = [max(abs(a[x] / float(b[y]) - 1) for a, b in steps) for x, y in names]
-        cells = [*(f"{x:.1e}" for x in apart), f"{100 * distance(ours, theirs, start):.2g} %"]
-        lines.append(f"| {loss} | {len(steps)} | {' | '.join(cells)} |")
-    head = [
-        "# DPO beside TRL 1.16.0",
-        "",
-        "Written by `python benchmark/studies/with_trl.py replay_dpo`: the largest relative",
-    ]
-    head += ["differences over the steps, and the distance of the weights as a share of how far ours have moved.", ""]
-    head += [
-        "| loss | steps | loss | gradient norm | log-prob of the chosen | weights |",
-        "|---|---:|---:|---:|---:|---:|",
-    ]
-    text = "\n".join([*head, *lines]) + "\n"
-    (ROOT / "benchmark" / "results" / "dpo" / "replay.md").write_text(text)
-    print(text)
-
-
-COMMANDS = {"replay": (ReplayArgs, replay), "replay_dpo": (ReplayDpoArgs, replay_dpo)}
+COMMANDS = {"replay": (ReplayArgs, replay)}
 
 if __name__ == "__main__":
     if sys.argv[1:2] and sys.argv[1][0].isdigit():
