@@ -206,7 +206,6 @@ class Run:
         if self.is_main:
             model = engines.filled(policy, weights).model  # a model of its own, which no engine has changed
             model.config = self.accelerator.unwrap_model(policy).model.config
-            model.tie_weights()
             card = hub.model_card(self.args, self.repository, before, latest)
             with self.writing(f"--output_dir {self.args.output_dir}"):
                 checkpoint.save_folder(self.args, model, self.tokenizer, card)

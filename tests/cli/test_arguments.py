@@ -232,6 +232,7 @@ def test_what_makes_sense_passes(folders, changes):
         (dict(output_dir="out", max_grad_norm=None), "holds another model (max_grad_norm 1.0 there, None here)"),
         (dict(output_dir="out", seed=2, resume=True), "to resume its run the same arguments"),
         (dict(output_dir="thesis"), "--output_dir thesis holds files that no run has written"),
+        (dict(output_dir="out", base_model="out/adapter", overwrite=True), "--output_dir out: would replace "),
         *[
             (dict(output_dir=folder, base_model="own/policy", overwrite=True), f"--output_dir {folder}: ")
             for folder in (".", "own/policy", "own", "holds", "file")

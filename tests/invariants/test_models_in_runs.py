@@ -9,7 +9,8 @@ import torch
 import transformers
 from accelerate import Accelerator
 from cases import EVERY_CASE, RLOO_AND_PPO, TAUGHT, optimiser_steps, page_of, run_case
-from helpers import record, without_times
+from helpers import record, save_pair, without_times
+from safetensors.torch import load_file
 
 from rlhf_details.plumbing.run import Run
 
@@ -68,6 +69,13 @@ def test_the_saved_policy_is_an_ordinary_model_folder(ragged, in_tmp, case):
     assert not info["missing_keys"] and not info["unexpected_keys"]
     tokens = tokenizer("last friday my sister", return_tensors="pt").input_ids
     assert model.generate(tokens, max_new_tokens=3, min_new_tokens=3, do_sample=False).shape == (1, 7)
+
+
+def test_a_tied_head_is_saved_once(in_tmp):
+    pair = save_pair(in_tmp, tie_word_embeddings=True)
+    run_case("rloo", pair, total_episodes=16, output_dir="model")
+    names = (load_file(folder / "model.safetensors").keys() for folder in (pair / "policy", in_tmp / "model"))
+    assert len({frozenset(x) for x in names}) == 1
 
 
 # ---- learning --------------------------------------------------------------------------------------------------------
