@@ -20,10 +20,10 @@ ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 # In the pages a process waits 15 minutes for the others before it ends.
 IMPATIENT = """
 from datetime import timedelta
-from rlhf_details import train_ppo
+from rlhf_details import train_rloo
 from rlhf_details.plumbing import cli, engines
 engines.PATIENCE = timedelta(seconds=20)
-cli.main(train_ppo.main, train_ppo.Args)
+cli.main(train_rloo.main, train_rloo.Args)
 """
 SRUN = """#!{python}
 import os, signal, subprocess, sys
@@ -40,9 +40,9 @@ esac
 """
 
 
-def command(tiny, **changes):
+def command(tiny, case="rloo-steps", **changes):
     """A script and its flags: a run of 30 updates, with a checkpoint after every second one."""
-    page, args = arguments(tiny, "ppo-moments", **(dict(total_episodes=16 * 30, learning_rate=3e-4) | changes))
+    page, args = arguments(tiny, case, **(dict(total_episodes=16 * 30, learning_rate=3e-4) | changes))
     return [f"{ROOT}/rlhf_details/{page.__name__.split('.')[1]}.py", *words_of(args)]
 
 
@@ -114,24 +114,27 @@ class Nodes:
 
 @pytest.fixture(scope="session")
 def one(tiny, tmp_path_factory):
-    """Rows of metrics of one process."""
-    (script, *flags), folder = command(tiny), tmp_path_factory.mktemp("one")
-    done = launch(script, flags, cwd=folder)
-    assert done.returncode == 0, done.stderr
-    return read_metrics(folder / "runs/run")
+    """{case: rows of metrics of one process}."""
+    found = {}
+    for case in ("rloo-steps", "ppo-moments"):
+        (script, *flags), folder = command(tiny, case), tmp_path_factory.mktemp(case)
+        done = launch(script, flags, cwd=folder)
+        assert done.returncode == 0, done.stderr
+        found[case] = read_metrics(folder / "runs/run")
+    return found
 
 
 # ---- torchrun --------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("dead", [0, 1])
-def test_when_a_node_is_killed_the_other_ends_and_the_run_goes_on(tiny, tmp_path, one, dead):
-    with Nodes(tmp_path, command(tiny)) as nodes:
+@pytest.mark.parametrize("case, dead", [("rloo-steps", 0), ("ppo-moments", 1)])
+def test_when_a_node_is_killed_the_other_ends_and_the_run_goes_on(tiny, tmp_path, one, case, dead):
+    with Nodes(tmp_path, command(tiny, case)) as nodes:
         nodes.wait_for(10)
         assert nodes.seconds_until(1 - dead, lambda: nodes.kill(dead)) < 60
     assert 10 <= len(read_metrics(tmp_path / "runs/run")) < 30
-    with Nodes(tmp_path, command(tiny, resume=True)) as nodes:
+    with Nodes(tmp_path, command(tiny, case, resume=True)) as nodes:
         assert [launcher.wait(300) for launcher in nodes.launchers] == [0, 0], nodes.said()
         assert "goes on after update" in nodes.said()
-    assert_same_curves(read_metrics(tmp_path / "runs/run"), one)
+    assert_same_curves(read_metrics(tmp_path / "runs/run"), one[case])
     config = json.loads((tmp_path / "runs/run/config.json").read_text())
     assert (config["num_processes"], config["engine"]) == (2, "DDP")
 
@@ -176,6 +179,6 @@ def test_the_slurm_script_runs_on_all_nodes_and_goes_on_after_the_time_limit(tin
     assert len(rows) < 30 and checkpoints(tmp_path / "runs/run")[-1] == f"{rows[-1]['update']:06d}"
     assert (tmp_path / "requeued").read_text() == "4217\n"
     assert submit().wait(120) == 0, (tmp_path / "output").read_text()
-    assert_same_curves(read_metrics(tmp_path / "runs/run"), one)
+    assert_same_curves(read_metrics(tmp_path / "runs/run"), one["rloo-steps"])
     assert submit("--learning_rate", "1").wait(120) != 0  # It says that the checkpoint has other arguments.
     assert (tmp_path / "requeued").read_text() == "4217\n"
