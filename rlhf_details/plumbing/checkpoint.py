@@ -201,7 +201,7 @@ def replacing(folder):
     shutil.rmtree(before, ignore_errors=True)
 
 
-def save_folder(args, model, tokenizer, card=""):
+def save_output(args, model, tokenizer, card=""):
     """Writes --output_dir, whole or not at all: weights, tokenizer, training_args.json and the model card.
 
     Args: card, the text of README.md. A model with adapters is merged, and the adapters go to the folder `adapter`.

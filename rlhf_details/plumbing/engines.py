@@ -108,14 +108,14 @@ def configure_deepspeed(accelerator, args):
     config["train_batch_size"] = args.micro_batch_size * accelerator.num_processes
 
 
-def shares_out(accelerator):
+def shards_weights(accelerator):
     """Whether each process holds a part of the weights."""
     return name(accelerator) in ("FSDP2", "ZeRO-3")
 
 
 def loading_device(accelerator):
     """Where models are loaded to: the device, or the CPU where the engine shares weights out, for they may be large."""
-    return torch.device("cpu") if shares_out(accelerator) else accelerator.device
+    return torch.device("cpu") if shards_weights(accelerator) else accelerator.device
 
 
 def prepare(args, accelerator, module, optimizer, *frozen):
@@ -136,7 +136,7 @@ def prepare(args, accelerator, module, optimizer, *frozen):
     if uses_deepspeed(accelerator):
         # accelerate (1.15) would step inside `backward`, once a micro-batch. `step` does it here.
         accelerator.deepspeed_engine_wrapped.backward = lambda loss, **_: module.backward(loss)
-    module.gather = functools.partial(whole_copy, accelerator, module) if shares_out(accelerator) else None
+    module.gather = functools.partial(whole_copy, accelerator, module) if shards_weights(accelerator) else None
     module.template, module.waiting = [empty], []  # In lists, so that no module sees them as its children.
     for m in filter(None, frozen):
         if m.model in own:  # Under LoRA the reference is the policy without its adapters. FSDP2 gathers only for it.
@@ -144,8 +144,8 @@ def prepare(args, accelerator, module, optimizer, *frozen):
             continue
         if getattr(m, "stays_whole", False):
             m.to(accelerator.device)
-        elif shares_out(accelerator):
-            share_out_frozen(m)
+        elif shards_weights(accelerator):
+            shard_frozen(m)
         elif precision(accelerator) == "bf16":
             for p in matrices(m):
                 p.data = p.data.bfloat16()
@@ -205,7 +205,7 @@ def accumulate(accelerator, module, is_last):
         return contextlib.nullcontext()
     # Processes exchange their gradients once a step, after the last micro-batch. [OPT-7]
     # FSDP2 does so after each one, since each process would keep all gradients until then.
-    return contextlib.nullcontext() if is_last or shares_out(accelerator) else accelerator.no_sync(module)
+    return contextlib.nullcontext() if is_last or shards_weights(accelerator) else accelerator.no_sync(module)
 
 
 def clip_and_step(accelerator, module, optimizer, max_grad_norm, run, number=None):
@@ -243,7 +243,7 @@ def layers(module):
     return [m for m in module.modules() if type(m).__name__ in kinds]
 
 
-def share_out_frozen(module):
+def shard_frozen(module):
     """Leaves each process its part of a frozen module's weights, on the device. A call gathers them layer by layer."""
     for m in [*reversed(layers(module)), module]:  # A layer within a layer comes first.
         fully_shard(m, reshard_after_forward=True)
@@ -300,7 +300,7 @@ def whole_copy(accelerator, module):
             # A forward without a backward leaves some weights whole, in tensors that the optimizer does not know.
             m.reshard()
     module, policy = accelerator.unwrap_model(module), module
-    rounded = matrices(module) if shares_out(accelerator) and precision(accelerator) == "bf16" else ()
+    rounded = matrices(module) if shards_weights(accelerator) and precision(accelerator) == "bf16" else ()
     once = functools.cache(lambda p: whole(p).to(torch.bfloat16 if p in rounded else p.dtype, copy=True))  # if tied
     parameters = module.named_parameters(remove_duplicate=False)
     made = filled(policy, {name: once(p) for name, p in parameters if not name.startswith("critic.")})

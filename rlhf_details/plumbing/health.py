@@ -158,13 +158,13 @@ def learnt_lines(after, held_out, by_prompt):
     count = len(held_out)
     for accuracy in ACCURACIES & after.keys():
         chance = 1 / len(held_out[0].candidates)
-        said, _ = outcome(*(x - chance for x in wilson_interval(after[accuracy] * count, count)))
+        said, _ = verdict_of(*(x - chance for x in wilson_interval(after[accuracy] * count, count)))
         words = f"{as_text(accuracy, after, count)}, where guessing has {chance:.3f}"
         return [f"{said}: the accuracy on held-out comparisons is {words}"]
     found = []
     for name in by_prompt[0] if len(by_prompt) == 2 and count > 1 else ():
         change = average([y - x for x, y in zip(*(values[name] for values in by_prompt), strict=True)])
-        said, how = outcome(change["low"], change["high"])
+        said, how = verdict_of(change["low"], change["high"])
         words = f"{how}, {change['value']:+z.3f} +- {change['high'] - change['value']:.3f} a prompt"
         if name == "gold":
             hint = "; the policy over-learns the reward: raise --kl_coef, or stop earlier"
@@ -174,7 +174,7 @@ def learnt_lines(after, held_out, by_prompt):
     return found
 
 
-def outcome(low, high):
+def verdict_of(low, high):
     """(what is said of the run, what the number did), for a number whose change has the interval low .. high."""
     if low > 0:
         return "learnt", "rose"

@@ -58,7 +58,7 @@ class Ahead:
             return self.sample(policy, queries, query_mask, numbers, n, key)
         found, self.pending = found or self.sample(policy, queries, query_mask, numbers, n, key), None
         if update < self.run.num_updates:
-            if not engines.shares_out(self.accelerator):  # Otherwise it is a copy already.
+            if not engines.shards_weights(self.accelerator):  # Otherwise it is a copy already.
                 policy = engines.whole_copy(self.accelerator, policy)  # Training does not change it. [GEN-10]
             self.pending = self.thread.submit(self.in_thread, policy, numbers, n, (seed, purpose, update + 1)).result
         return found

@@ -80,7 +80,7 @@ class Run:
         if not self.checkpoint:
             shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)  # They would be taken for this run's.
         for path in self.logs:
-            trackers.cut(path, update)
+            trackers.cut_rows(path, update)
         # If this folder cannot be made, this is better known now than after a day of training.
         Path(args.output_dir).resolve().parent.mkdir(parents=True, exist_ok=True)
         checkpoint.write_text(self.folder / "config.json", json.dumps(about, indent=1))
@@ -147,7 +147,7 @@ class Run:
     def write(self, row, samples):
         """Writes a row, and samples where these are due, to files, trackers and terminal."""
         (metrics, tables), update, now = self.logs, row["update"], time.time()
-        trackers.append(metrics, [row])
+        trackers.append_rows(metrics, [row])
         # openrlbenchmark reads global_step.
         self.accelerator.log(row | {"global_step": row["episode"]}, step=row["episode"])
         if update in (1, self.num_updates) or now - self.shown > 5:
@@ -159,7 +159,7 @@ class Run:
         count = getattr(self.args, "num_sample_generations", 0)  # spread evenly from the first to the last update
         if samples and update in torch.linspace(1, self.num_updates, count).round().int().tolist():
             rows = trackers.sample_rows(self.args, self.tokenizer, row, *samples)
-            trackers.append(tables, [{"update": update} | sample for sample in rows])
+            trackers.append_rows(tables, [{"update": update} | sample for sample in rows])
             trackers.show(f"samples of update {update}", rows)
             if self.wandb:
                 table = dict(columns=list(rows[0]), data=[list(sample.values()) for sample in rows])
@@ -208,7 +208,7 @@ class Run:
             model.config = self.accelerator.unwrap_model(policy).model.config
             card = hub.model_card(self.args, self.repository, before, latest)
             with self.writing(f"--output_dir {self.args.output_dir}"):
-                checkpoint.save_folder(self.args, model, self.tokenizer, card)
+                checkpoint.save_output(self.args, model, self.tokenizer, card)
         self.accelerator.wait_for_everyone()
         if self.repository:  # No other process waits for the upload.
             hub.push(self.args, self.repository)

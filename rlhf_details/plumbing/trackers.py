@@ -55,13 +55,13 @@ def start(args, accelerator, folder, about, update):
 
 
 # ---- the run's own files ---------------------------------------------------------------------------------------------
-def append(path, rows):
+def append_rows(path, rows):
     """Appends objects to a file of JSON lines."""
     with open(path, "a", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
-def cut(path, update):
+def cut_rows(path, update):
     """Leaves in a file of JSON lines the rows up to an update, none for update 0."""
     kept = []
     for line in path.read_text(encoding="utf-8").splitlines() if update and path.exists() else []:

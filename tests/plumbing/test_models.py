@@ -184,7 +184,7 @@ def save(folder, model=None, tokenizer=None):
     """Saves a model, or a random one, as a run does; returns (arguments, model)."""
     args = train_rloo.Args(output_dir=folder, sft_model_path="x")
     model = model or GPTNeoXForCausalLM(tiny_config(initializer_range=0.2)).eval()
-    checkpoint.save_folder(args, model, tokenizer or toy.tokenizer())
+    checkpoint.save_output(args, model, tokenizer or toy.tokenizer())
     return args, model
 
 
