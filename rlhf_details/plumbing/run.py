@@ -98,7 +98,8 @@ class Run:
             cli.say(f"--resume: goes on after update {saved['update']} of {self.num_updates}, from {self.checkpoint}")
         elif self.args.resume:
             cli.say(f"--resume: no checkpoint in {self.folder}: starts at the beginning")
-        self.handlers = {number: signal.signal(number, self.hear) for number in (signal.SIGTERM, signal.SIGINT)}
+        with contextlib.suppress(ValueError):  # Python sets handlers in the main thread alone.
+            self.handlers = {number: signal.signal(number, self.hear) for number in (signal.SIGTERM, signal.SIGINT)}
         self.begun = self.shown = time.time()
         self.begin_update(self.first_update)
         return state or {}
@@ -241,8 +242,9 @@ class Run:
 
     def close(self):
         """Closes the trackers and gives the signals their former meaning."""
-        for number, handler in self.handlers.items():
-            signal.signal(number, handler)
+        with contextlib.suppress(ValueError):  # The thread of --overlap may end a run as well.
+            for number, handler in self.handlers.items():
+                signal.signal(number, handler)
         for tracker in self.accelerator.trackers:
             # What could not be written has been reported already. A tracker that never started has nothing to finish.
             with contextlib.suppress(OSError, AttributeError):
