@@ -218,7 +218,7 @@ def main():
     stale = {path: written(path.read_text(encoding="utf-8")) for path in documents}
     stale = {path: text for path, text in stale.items() if text != path.read_text(encoding="utf-8")}
     if "--check" in sys.argv[1:]:
-        names = ", ".join(path.name for path in stale)
+        names = ", ".join(str(path.relative_to(ROOT)) for path in stale)
         print(f"stale: {names}; run python benchmark/checks/readme.py" if stale else "all tables are fresh")
         return int(bool(stale))
     for path, text in stale.items():
