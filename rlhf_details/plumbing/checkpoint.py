@@ -60,8 +60,9 @@ def write(run, update, policy, optimizer, state):
 def read(run, policy, optimizer):
     """The inverse of `write`. Returns: what it has saved beside the policy, with tensors on the device."""
     with cli.reading("--resume", run.checkpoint):
-        device = run.accelerator.device
-        saved = torch.load(run.checkpoint / "state.pt", map_location=device, weights_only=True)
+        # Not on the device at once: torch.load does not know "cpu:0", where several processes on CPUs are.
+        saved = torch.load(run.checkpoint / "state.pt", map_location="cpu", weights_only=True)
+        saved["tensors"] = {name: x.to(run.accelerator.device) for name, x in saved["tensors"].items()}
         load_policy(run.accelerator, policy, optimizer, run.checkpoint)
         if saved["scaler"]:
             run.accelerator.scaler.load_state_dict(saved["scaler"])
