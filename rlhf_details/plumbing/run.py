@@ -207,6 +207,7 @@ class Run:
         if self.is_main:
             model = engines.filled(policy, weights).model  # a model of its own, which no engine has changed
             model.config = self.accelerator.unwrap_model(policy).model.config
+            model.tie_weights()  # FSDP2 has untied a head that is the embedding. Tied, the library saves it once.
             card = hub.model_card(self.args, self.repository, before, latest)
             with self.writing(f"--output_dir {self.args.output_dir}"):
                 checkpoint.save_output(self.args, model, self.tokenizer, card)
