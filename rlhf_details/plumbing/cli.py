@@ -24,7 +24,7 @@ from typing import get_origin
 import huggingface_hub
 import torch
 import tyro
-from accelerate.utils import tqdm
+from tqdm.auto import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
@@ -266,7 +266,8 @@ def say(line):
 
 def progress(what, items=None, total=None):
     """The items, or a bar for `total` of them, which says how far it is where they take longer than eight seconds."""
-    return tqdm(items, desc=what, total=total, delay=8, mininterval=8, leave=False)
+    # accelerate's tqdm would settle how many processes there are, and rows are read before the engine is chosen.
+    return tqdm(items, desc=what, total=total, delay=8, mininterval=8, leave=False, disable=not is_main())
 
 
 def world_size():
