@@ -1,29 +1,32 @@
 """
 How often a policy's answers are right, and how often one of several is, on some data sets (study.py calls it):
 
-    python benchmark/studies/pass_rates.py --policy FOLDER --datasets tasks.py:test --checks tasks.py:right --seed 1
+    python benchmark/studies/pass_rates.py --policy FOLDER --datasets tasks.py:test --check tasks.py:right --seed 1
 
-It calls evaluate.py for each data set and each check, and writes runs/<run_name>/metrics.jsonl with one row:
-{"<data set>/<check>/<figure>": value}, where a figure is pass@1, pass@2, .. or the mean length in tokens.
+The answers to a prompt share its computation, as in training. It writes runs/<run_name>/metrics.jsonl with one row:
+{"<data set>/<figure>": value}, where a figure is pass@1, pass@2, .. or the mean length in tokens.
 """
 
 import json
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 import tyro
+from accelerate import Accelerator
 
 
 @dataclass
 class Args:
     policy: str
-    """folder of the policy, which is sampled as it was trained"""
+    """folder of the policy"""
     datasets: tuple[str, ...]
     """FILE.py:FUNCTION, whose rows are the prompts"""
-    checks: tuple[str, ...]
-    """FILE.py:FUNCTION, rewards that are True or False"""
+    check: str
+    """FILE.py:FUNCTION, a reward that is True or False"""
     flags: str = ""
-    """what evaluate.py is told besides, as --flags='--temperature 0.7'"""
+    """what train_grpo.py is told besides, as --flags='--temperature 0.7 --response_length 16'"""
     samples: int = 8
     """responses to each prompt"""
     seed: int = 1
@@ -34,20 +37,35 @@ class Args:
     """replace it"""
 
 
-def main(args: Args):
-    from rlhf_details import evaluate
-    from rlhf_details.plumbing import cli
+def figures(args, dataset):
+    """{figure: value} of the policy on one data set."""
+    from rlhf_details import evaluate, train_grpo, utils
+    from rlhf_details.plumbing import cli, data, models, rewards
 
+    words = ["--sft_model_path", args.policy, "--dataset", dataset, "--reward_model_path", "None"]
+    own = cli.parse(train_grpo.Args, [*words, "--reward_fn", args.check, *shlex.split(args.flags)])
+    tokenizer, policy, *_ = train_grpo.load_models(own, "cpu")
+    stop_ids = models.stop_ids(tokenizer, own.stop_token, "--stop_token")
+    prompts, _ = data.load_prompts(own, tokenizer, room=models.context(policy) - own.response_length)
+    n, key = args.samples, (args.seed, utils.EVALUATION, 1)  # other noise than that of the training's evaluation
+    rows = [prompt for prompt in prompts for _ in range(n)]
+    queries, mask = utils.left_pad([row.ids for row in rows])
+    numbers = torch.arange(len(rows))
+    found = utils.sample(policy.eval(), queries, mask, numbers, n, own.response_length, stop_ids, key, 8 * n)
+    batch = utils.Batch(queries, mask, *found[:2])
+    score = rewards.Scorer(own, Accelerator(cpu=True), tokenizer, None, None, 8 * n, stop_ids)
+    score.check_columns(prompts)
+    values = score(rows, batch, n).reshape(len(prompts), n, -1).transpose(0, 1)  # [n, N, 1]
+    rates = {name: rate["value"] for name, rate in evaluate.pass_rates(values).items()}
+    return rates | {"length": batch.response_mask.sum(1).float().mean().item()}
+
+
+def main(args: Args):
     folder, row = Path("runs") / args.run_name, {"update": 0}
+    folder.mkdir(parents=True, exist_ok=True)
     for dataset in args.datasets:
-        for check in args.checks:
-            name = "/".join(text.rpartition(":")[2] for text in (dataset, check))
-            words = ["--policy_path", args.policy, "--dataset", dataset, "--reward_fn", check, "--seed", str(args.seed)]
-            words += ["--samples_per_prompt", str(args.samples), *args.flags.split(), "--overwrite"]
-            words += ["--output_dir", str(folder / name.replace("/", "_"))]
-            figures = evaluate.main(cli.parse(evaluate.Args, words))["metrics"]["policy"]
-            kept = {figure: x["value"] for figure, x in figures.items() if "pass@" in figure or figure == "length"}
-            row |= {f"{name}/{figure}": value for figure, value in kept.items()}
+        name = dataset.rpartition(":")[2]
+        row |= {f"{name}/{figure}": value for figure, value in figures(args, dataset).items()}
     (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
 
 
