@@ -360,7 +360,7 @@ def main(args: Args):
         fused=True,
     )
     # The student's forward calls the teacher's head, so each process keeps a whole teacher.
-    teacher.stays_whole = is_jsd and engines.shards_weights(accelerator)
+    teacher.stays_whole = is_jsd
     policy, optimizer = engines.prepare(args, accelerator, policy, optimizer, teacher)
     num_updates = math.ceil(args.total_episodes / B)  # Round up, so that it has at least total_episodes. [OPT-10]
     run = Run(args, accelerator, tokenizer, num_updates, prompts, [held_out, teacher])

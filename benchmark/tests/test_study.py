@@ -17,6 +17,7 @@ import details
 import held_out
 import mutations
 import numpy as np
+import pass_rates
 import pytest
 import study
 import tables
@@ -204,6 +205,28 @@ def own_run(tiny, *more):
     words = ["--sft_model_path", str(tiny / "policy"), "--reward_model_path", str(tiny / "reward"), "--seed", "3"]
     words += ["--batch_size", "16", "--total_episodes", "32", "--output_dir", "policy", "--run_name", "run"]
     return with_trl.parsed("train_rloo.py", [*words, "--num_sample_generations", "0", *more])
+
+
+def test_what_measures_a_policy_keeps_the_usual_columns(monkeypatch):
+    """The off-policy run of `distill` writes no gold. A second run, by unchanged code, measures its policy."""
+    calls = []
+    monkeypatch.setattr(study, "run_study", lambda batches, runs, *rest: calls.append(runs) or [])
+    study.run(study.RunArgs(study="distill", runs=("off_policy",), seeds=(1,), tag="t"))
+    ((run,), (measured,)) = calls
+    assert measured.name == "off_policy_measured_s1" and "held_out.py" in measured.command
+    assert {"eval/objective/gold", "eval/objective/kl"} <= {*measured.columns} <= {*run.columns}
+
+
+def test_pass_rates_are_those_of_all_answers_to_a_prompt(tiny, in_tmp):
+    Path("mine.py").write_text(
+        "def rows(): return [{'prompt': word} for word in ('we', 'my aunt', 'i')]\n"
+        "def check(prompts, completions): return [i % 4 == 0 for i in range(len(prompts))]\n"
+    )
+    args = pass_rates.Args(str(tiny / "policy"), ("mine.py:rows",), "mine.py:check", "--response_length 4", samples=4)
+    pass_rates.main(args)
+    row = json.loads(Path("runs/run/metrics.jsonl").read_text())
+    assert (row["rows/pass@1"], row["rows/pass@2"], row["rows/pass@4"]) == (0.25, 0.5, 1.0)
+    assert 1 <= row["rows/length"] <= 4
 
 
 @pytest.mark.slow

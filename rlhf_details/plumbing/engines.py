@@ -142,12 +142,11 @@ def prepare(args, accelerator, module, optimizer, *frozen):
         if m.model in own:  # Under LoRA the reference is the policy without its adapters. FSDP2 gathers only for it.
             m.reads = [module]
             continue
-        if getattr(m, "stays_whole", False):
-            m.to(accelerator.device)
-        elif shards_weights(accelerator):
+        if shards_weights(accelerator) and not getattr(m, "stays_whole", False):
             shard_frozen(m)
-        elif precision(accelerator) == "bf16":
-            for p in matrices(m):
+        else:
+            m.to(accelerator.device)
+            for p in matrices(m) if precision(accelerator) == "bf16" else ():
                 p.data = p.data.bfloat16()
         if args.offload_frozen:  # A call after a `rest` brings it back to the device.
             m.register_forward_pre_hook(lambda m, _: m.to(accelerator.device) and None, prepend=True)

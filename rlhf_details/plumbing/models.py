@@ -249,7 +249,8 @@ def prepare(model, args):
     AttentionMaskInterface.register("sdpa", sdpa_mask_unread)
     if getattr(args, "gradient_checkpointing", False):
         # transformers 5.24 has another name for it.
-        (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     return model
 
 

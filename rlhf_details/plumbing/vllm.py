@@ -98,6 +98,7 @@ def weights_of(model):
 @contextlib.contextmanager
 def written(model, dtype, parent):
     """Yields a folder with a model's configuration and weights, which goes as soon as an engine has loaded them."""
+    Path(parent).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="rlhf_details_", dir=parent) as folder:
         weights = {name: x.detach().to("cpu", dtype, copy=True).contiguous() for name, x in weights_of(model).items()}
         save_file(weights, Path(folder, "model.safetensors"), metadata={"format": "pt"})

@@ -85,6 +85,7 @@ def test_what_is_held_in_bf16_is_smaller_and_gives_the_same_numbers(tied, monkey
         copy = engines.whole_copy(accelerator, policy)
     args, module = SimpleNamespace(offload_frozen=False), Holder()
     optimizer = torch.optim.AdamW(module.parameters())
+    policy.stays_whole = True  # as a teacher's under jsd, which is held in bf16 all the same
     engines.prepare(args, accelerator, module, optimizer, policy, reward)
     assert copy.critic is None and policy.critic is not None  # A critic does not sample.
     for held in (copy, policy):

@@ -142,7 +142,7 @@ def test_log_probs_at_another_temperature_end_the_run(precision, temperature):
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_what_vllm_loads_is_a_folder_with_configuration_and_weights(tmp_path, kind):
     model = tiny_model(kind, tie_word_embeddings=True)
-    with vllm.written(model, torch.bfloat16, tmp_path) as folder:
+    with vllm.written(model, torch.bfloat16, tmp_path / "is" / "made") as folder:
         weights, config = load_file(f"{folder}/model.safetensors"), AutoConfig.from_pretrained(folder)
     assert config.model_type == kind and weights.keys() == model.state_dict().keys() > {"lm_head.weight"}
     for name, weight in model.state_dict().items():
