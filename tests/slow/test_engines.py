@@ -137,9 +137,8 @@ def check_share(engine, name, precision, ranks):
     for models in zip(*(row["frozen"] for row in ranks), strict=True):  # [(held, total) of each process]
         parts, total = [held for held, _ in models], models[0][1]
         is_half = sum(parts) == total and abs(parts[0] - parts[1]) < 0.01 * total
-        is_shared = engine in ("fsdp2", "zero3") and not name.startswith(
-            "distill_jsd"
-        )  # Its student reads the teacher's head.
+        # Under jsd the student's forward reads the teacher's head.
+        is_shared = engine in ("fsdp2", "zero3") and not name.startswith("distill_jsd")
         assert is_half if is_shared else parts == [total, total]
     held, stepped, trained, total = (sum(row[key] for row in ranks) for key in ("held", "stepped", "trained", "total"))
     uneven = 0.01 * total  # A tensor of odd size leaves one process a filler, or the other nothing.
