@@ -290,8 +290,7 @@ def evaluate(policy, sample, teacher, score, prompts, stop_ids, args, accelerato
     if not prompts:
         return {}, None
     policy.eval()
-    episodes = data.my_share(len(prompts), accelerator)  # Some come twice, so that all processes have equally many.
-    rows = [prompts[i % len(prompts)] for i in episodes.tolist()]
+    episodes, rows = data.my_share(prompts, accelerator)  # Some come twice, so that all processes have equally many.
     queries, query_mask = utils.left_pad([row.ids for row in rows], accelerator.device)
     key = args.seed, EVALUATION, 0
     with accelerator.autocast():
@@ -303,11 +302,7 @@ def evaluate(policy, sample, teacher, score, prompts, stop_ids, args, accelerato
     gathered = accelerator.gather((responses, response_mask, (logprobs - teacher_logprobs).sum(1), rewards_of_each))
     responses, response_mask, kl, rewards_of_each = (x[: len(prompts)] for x in gathered)
     ended = has_stopped(responses, response_mask, stop_ids)
-    lengths = response_mask.sum(1).float()
-    metrics = {"kl": kl.mean(), "length": lengths.mean(), "ended": ended.float().mean()}
-    metrics |= score.by_name(rewards_of_each, spread=True)
-    shown = prompts, responses, response_mask, ended, -kl, kl
-    return utils.numbers({f"eval/objective/{name}": x for name, x in metrics.items()}), shown
+    return score.held_out(rewards_of_each, prompts, responses, response_mask, ended, -kl, kl)
 
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
@@ -351,14 +346,7 @@ def main(args: Args):
     # functions of text, e.g. f(prompts=["2 + 3 ="], completions=[" 5"], answer=["5"]) -> [1.0].
     score = rewards.Scorer(args, accelerator, tokenizer, None, None, size, stop_ids)
     score.check_columns(prompts, held_out)
-    # Set eps and weight decay explicitly, so that the recipe does not depend on torch's defaults. [OPT-4]
-    optimizer = torch.optim.AdamW(
-        [p for p in policy.parameters() if p.requires_grad],
-        lr=args.learning_rate,
-        eps=args.adam_eps,
-        weight_decay=args.weight_decay,
-        fused=True,
-    )
+    optimizer = utils.adamw(policy, args, fused=True)
     # The student's forward calls the teacher's head, so each process keeps a whole teacher.
     teacher.stays_whole = is_jsd
     policy, optimizer = engines.prepare(args, accelerator, policy, optimizer, teacher)

@@ -376,8 +376,7 @@ def evaluate(policy, sample, reference, score, prompts, stop_ids, args, accelera
     if not prompts:
         return {}, None
     policy.eval()
-    episodes = data.my_share(len(prompts), accelerator)  # Some come twice, so that all processes have equally many.
-    rows = [prompts[i % len(prompts)] for i in episodes.tolist()]
+    episodes, rows = data.my_share(prompts, accelerator)  # Some come twice, so that all processes have equally many.
     queries, query_mask = utils.left_pad([row.ids for row in rows], accelerator.device)
     key = args.seed, EVALUATION, 0
     with accelerator.autocast():
@@ -391,11 +390,7 @@ def evaluate(policy, sample, reference, score, prompts, stop_ids, args, accelera
     ended = has_stopped(responses, response_mask, stop_ids)
     scores = (rewards_of_each * score.weights).nansum(1)
     scores = missing_eos_scores(scores, ended, args.missing_eos_penalty, args.missing_eos_mode)
-    lengths = response_mask.sum(1).float()
-    metrics = {"scores": scores.mean(), "kl": kl.mean(), "length": lengths.mean(), "ended": ended.float().mean()}
-    metrics |= score.by_name(rewards_of_each, spread=True) | {"scores_std": scores.std(correction=0)}
-    shown = prompts, responses, response_mask, ended, scores, kl
-    return utils.numbers({f"eval/objective/{name}": x for name, x in metrics.items()}), shown
+    return score.held_out(rewards_of_each, prompts, responses, response_mask, ended, scores, kl)
 
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
@@ -432,14 +427,7 @@ def main(args: Args):
     # token ids, and those of functions of text, e.g. f(prompts=["2 + 3 ="], completions=[" 5"], answer=["5"]) -> [1.0].
     score = rewards.Scorer(args, accelerator, tokenizer, reward_model, response_scores, size, stop_ids)
     score.check_columns(prompts, held_out)
-    # Set eps and weight decay explicitly, so that the recipe does not depend on torch's defaults. [OPT-4]
-    optimizer = torch.optim.AdamW(
-        [p for p in policy.parameters() if p.requires_grad],
-        lr=args.learning_rate,
-        eps=args.adam_eps,
-        weight_decay=args.weight_decay,
-        fused=True,
-    )
+    optimizer = utils.adamw(policy, args, fused=True)
     policy, optimizer = engines.prepare(args, accelerator, policy, optimizer, reference, score.reward_model)
     num_updates = math.ceil(args.total_episodes / B)  # Round up, so that at least total_episodes are sampled. [OPT-10]
     run = Run(args, accelerator, tokenizer, num_updates, prompts, [held_out, reference, score.reward_model])

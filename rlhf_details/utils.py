@@ -157,7 +157,7 @@ def token_logprobs(logits, hidden, labels, size, compare=None, states=None):
     return tuple(torch.cat(x).reshape(labels.shape) for x in found)
 
 
-# ---- orders and learning rate ----------------------------------------------------------------------------------------
+# ---- orders and optimiser --------------------------------------------------------------------------------------------
 @functools.lru_cache(maxsize=16)
 def permutation(n, *coordinates):
     """A shuffle of range(n) as a tuple, which depends only on the integer coordinates, e.g. (seed, epoch)."""
@@ -178,6 +178,18 @@ def learning_rate_at(step, num_steps, args):
     done = (step - 1 - warmup) / max(1, num_steps - warmup)  # This is 0 at the first step after the warm-up. [OPT-1]
     shape = {"linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done)), "constant": 1.0}
     return args.learning_rate * shape[args.lr_schedule]
+
+
+def adamw(model, args, **options):
+    """torch's AdamW over the parameters of a model that are trained.
+
+    Args: args holds learning_rate, adam_eps and weight_decay; options, further ones of torch's.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    # Set eps and weight decay explicitly, so that the recipe does not depend on torch's defaults. [OPT-4]
+    return torch.optim.AdamW(
+        parameters, lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay, **options
+    )
 
 
 def tf_adam_eps(eps, step, beta2=0.999):
@@ -211,21 +223,11 @@ TRAINING, EVALUATION, REWARD_DATA = 0, 1, 3  # what a sample is drawn for, a coo
 
 
 def hash32(x):
-    """A 32-bit integer hash, elementwise on int32 tensors (the "lowbias32" mixer). Its products wrap around."""
-    return end_of_hash(start_of_hash(x))
-
-
-def start_of_hash(x):
-    """The first step of hash32. It is linear: start_of_hash(a ^ b) == start_of_hash(a) ^ start_of_hash(b)."""
-    return x ^ ((x >> 16) & 0xFFFF)
-
-
-def end_of_hash(x, kept=0xFFFF):
-    """The other steps, which change x. Args: kept, the bits that the last shift to the right lets through."""
-    x.mul_(0x7FEB352D)
-    x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF))
-    x.mul_(0x846CA68B - (1 << 32))
-    return x.bitwise_xor_((x >> 16).bitwise_and_(kept))
+    """A 32-bit integer hash, elementwise and in place on an int32 tensor (the "lowbias32" mixer)."""
+    # Products wrap around. >> fills up with the sign bit, and the masks clear what it has filled.
+    x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(0x7FEB352D)
+    x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(0x846CA68B - (1 << 32))
+    return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
 
 
 def fold(key, coordinate):
@@ -243,18 +245,15 @@ def keys_of_rows(key, rows):
 
 def gumbel_noise(keys, vocab_size):
     """Standard Gumbel noise [B, V] fp32, a function of the row's key [B] int32 and of the token id."""
-    # This is hash32(key ^ hash of the token id), and its first, linear step is done for keys and tokens apart. Each
-    # operation here and below is a pass over [B, V] for each token of a response, so they are few and in place.
-    x = start_of_hash(keys).unsqueeze(1) ^ hashed_tokens(vocab_size, keys.device)  # [B, V]
-    # >> fills up with the sign bit. `kept` leaves it in bit 31 of the last shift, so the XOR clears that bit, and 31
-    # bits are left.
-    return gumbel_of_bits(end_of_hash(x, kept=0x8000FFFF - (1 << 32)))
+    # Each operation here and below is a pass over [B, V] for each token of a response, so they are few and in place.
+    x = keys.unsqueeze(1) ^ hashed_tokens(vocab_size, keys.device)  # [B, V]
+    return gumbel_of_bits(hash32(x).bitwise_and_(0x7FFFFFFF))
 
 
 @functools.lru_cache(maxsize=4)
 def hashed_tokens(vocab_size, device):
-    """A hash of each token id, and of that the first step of the next hash, [V] int32."""
-    return start_of_hash(fold(torch.arange(vocab_size, dtype=torch.int32, device=device), 0x3C6EF372))
+    """A hash of each token id, [V] int32."""
+    return fold(torch.arange(vocab_size, dtype=torch.int32, device=device), 0x3C6EF372)
 
 
 def gumbel_of_bits(bits):
@@ -371,16 +370,6 @@ def widest_float(device):
     return torch.float32 if device.type == "mps" else torch.float64  # Apple's GPUs have no float64.
 
 
-def numbers(metrics):
-    """{name: number} of {name: number or tensor of one}. All come from the device together, since the host waits."""
-    tensors = {name: x.detach().reshape(()) for name, x in metrics.items() if isinstance(x, torch.Tensor)}
-    if not tensors:
-        return metrics
-    found = torch.stack([x.to(widest_float(x.device)) for x in tensors.values()]).tolist()
-    pairs = zip(tensors.items(), found, strict=True)
-    return metrics | {name: number if x.is_floating_point() else int(number) for (name, x), number in pairs}
-
-
 class Means:
     """Named means over all that is added, on all processes."""
 
@@ -411,11 +400,10 @@ class Means:
         sums = torch.stack(list(self.sums.values()))  # [names, 2]
         # Processes and micro-batches hold different numbers of tokens, so sum first and divide once. [LOG-2]
         total = accelerator.reduce(sums, "sum")
-        found = dict(zip(self.sums, total[:, 0] / total[:, 1].clamp(min=1), strict=True))
+        found = dict(zip(self.sums, (total[:, 0] / total[:, 1].clamp(min=1)).tolist(), strict=True))
         if self.highest:
             highest = accelerator.gather(torch.stack(list(self.highest.values())).unsqueeze(0))  # [processes, names]
-            found |= dict(zip(self.highest, highest.amax(0), strict=True))
-        found = numbers(found)
+            found |= dict(zip(self.highest, highest.amax(0).tolist(), strict=True))
         if "ratio_minus_1" in found:
             mean, square = found.pop("ratio_minus_1"), found.pop("ratio_minus_1_squared")
             found |= {"val/ratio": 1 + mean, "val/ratio_var": square - mean**2}  # of actions [LOG-4]

@@ -23,7 +23,6 @@ from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 
 from rlhf_details.plumbing import checkpoint, cli, engines, health, hub, trackers
-from rlhf_details.utils import numbers
 
 
 class Run:
@@ -126,7 +125,8 @@ class Run:
         """
         if not metrics:
             return
-        row = {"update": update, "episode": update * self.args.batch_size} | numbers(metrics)
+        row = {"update": update, "episode": update * self.args.batch_size}
+        row |= {name: x.item() if isinstance(x, torch.Tensor) else x for name, x in metrics.items()}
         if update:
             row |= self.times()
             row |= health.look(self, row)
