@@ -184,5 +184,4 @@ def test_grpo_9_a_long_response_pays_by_the_formula():
     ],
 )
 def test_an_objective_takes_its_own_values_where_none_are_given(given, taken):
-    args = train_grpo.with_objective(train_grpo.Args(**given))
-    assert (args.cliprange, args.cliprange_high, args.loss_normalization) == taken
+    assert train_grpo.clipping_and_normalization(train_grpo.Args(**given)) == taken

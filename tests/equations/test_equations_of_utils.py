@@ -153,7 +153,7 @@ def test_add_max_remembers_the_highest_entry_also_of_negative_numbers():
 
 
 # ---- when another engine samples -------------------------------------------------------------------------------------
-@pytest.mark.parametrize("correction", ["none", "truncate", "mask"])
+@pytest.mark.parametrize("correction", ["truncate", "mask"])
 @pytest.mark.parametrize("action", ["response", "token"])
 def test_gen_15_the_ratio_to_the_sampler_is_bounded_by_the_cap(action, correction):
     generator, lengths, width = ragged_case(1)
@@ -173,7 +173,7 @@ def test_gen_15_the_ratio_to_the_sampler_is_bounded_by_the_cap(action, correctio
                 ratio = 0.0 if cut[-1] else ratio
             else:
                 cut.append(ratio > cap)
-                ratio = 1.0 if correction == "none" else min(ratio, cap)
+                ratio = min(ratio, cap)
             weights.append(ratio)
             place = i if action == "response" else (i, len(weights) - 1 - sum(lengths[:i]))
             assert got[place].item() == pytest.approx(advantages[i].item() * ratio, abs=1e-5)
@@ -189,9 +189,17 @@ def test_an_action_that_is_cut_counts_as_0_even_where_its_ratio_has_no_float():
     assert found.tolist() == [[0.0, 1.0]]
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_with_the_own_sampler_nothing_is_corrected_but_what_it_sampled_an_update_ago(overlap):
+@pytest.mark.parametrize(
+    "sampler, overlap, correction, is_corrected",
+    [
+        ("own", False, "truncate", False),
+        ("own", True, "truncate", True),
+        ("own", True, "none", False),
+        ("vllm", False, "none", False),
+    ],
+)
+def test_actions_that_another_policy_sampled_are_corrected_where_asked_for(sampler, overlap, correction, is_corrected):
     advantages = torch.tensor([1.0, -2.0])
-    args = SimpleNamespace(sampler="own", overlap=overlap, sampler_correction="truncate", sampler_cap=2.0)
+    args = SimpleNamespace(sampler=sampler, overlap=overlap, sampler_correction=correction, sampler_cap=2.0)
     found, metrics = utils.correct_for_sampler(advantages, torch.ones(2, 3), torch.ones(2, 3).bool(), args)
-    assert torch.equal(found, 2 * advantages) and metrics["val/sampler_cut"] == 1 if overlap else found is advantages
+    assert torch.equal(found, (2 if is_corrected else 1) * advantages) and len(metrics) == 2 * is_corrected

@@ -74,7 +74,7 @@ def test_two_seeds_share_no_request_seed():
         vllm.sample(engine, "fp32", lambda _: None, policy, *batch, 1, 1, stop_ids, key, 256)
     seeds = [x["seed"] for _, settings in engine.asked for x in settings]
     assert len(seeds) == len(set(seeds)) == 3 * 256
-    assert seeds[:256] == [key % 2**32 for key in utils.keys_of_rows((1, 0, 1), rows).tolist()]
+    assert seeds[:256] == [key % 2**32 for key in utils.keys_of_episodes((1, 0, 1), rows).tolist()]
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt_neox", "gpt2"])
