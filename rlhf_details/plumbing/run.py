@@ -61,7 +61,7 @@ class Run:
     def open_folder(self):
         """Opens the Hub's repository and the trackers before anything is trained, and writes config.json."""
         args, accelerator = self.args, self.accelerator
-        before = checkpoint.read_config(self.folder) if args.resume else {}
+        before = cli.read_json(self.folder / "config.json", "--resume") if args.resume else {}
         about = self.identity | {
             "run": str(self.folder),
             "versions": {module.__name__: module.__version__ for module in (torch, transformers)},
