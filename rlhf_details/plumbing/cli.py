@@ -338,7 +338,7 @@ def read_json(path, flag):
 
 def in_one_line(error):
     """An exception's own words in one line. A long message loses its middle: its beginning says what, its end why."""
-    words = " ".join(str(error).split()).partition(" Model type should be one of ")[0]  # All architectures follow.
+    words = " ".join(str(error).split())
     if not words or isinstance(error, KeyError):  # The words of a KeyError are nothing but the key.
         words = f"{type(error).__name__}: {words}".removesuffix(": ")
     return words if len(words) <= 600 else f"{words[:395]} ... {words[-200:]}"
