@@ -188,22 +188,17 @@ def save(folder, model=None, tokenizer=None):
     return args, model
 
 
-def test_a_saved_model_reloads_with_identical_logits_and_replaces_the_old_folder(in_tmp):
+def test_a_saved_model_replaces_the_old_folder_whole(in_tmp):
     save("deep/model")
     for name in ("deep/model", "deep/model.partial"):  # of the model before, and of a run that was killed
         Path(name).mkdir(exist_ok=True)
         Path(name, "old.txt").touch()
-    args, model = save("deep/model/")
+    args, _ = save("deep/model/")
     assert os.listdir("deep") == ["model"] and "old.txt" not in os.listdir("deep/model")
-    again, tokens = models.load_policy(args.output_dir, "x", FLAGS).eval(), torch.arange(20).reshape(2, 10)
-    with torch.no_grad():
-        assert torch.equal(again(tokens).logits, model(tokens).logits)
-    assert models.load_tokenizer(args.output_dir, "x", FLAGS).get_vocab() == toy.tokenizer().get_vocab()
     written = json.loads(Path("deep/model/training_args.json").read_text())
     assert written == json.loads(json.dumps(dataclasses.asdict(args)))
 
 
-SMALL_300 = SMALL | dict(vocab_size=300, intermediate_size=64)
 CONFIGS = {
     "gpt_neox": tiny_config(vocab_size=300, rotary_pct=0.5, rotary_emb_base=5e3),
     "gpt2": GPT2Config(n_embd=32, n_head=2, n_layer=1, vocab_size=300),
@@ -238,6 +233,3 @@ def test_a_save_that_fails_loses_no_model(in_tmp):
     with pytest.raises(AttributeError):
         save("model", tokenizer=object())
     assert os.listdir() == ["model"] and contents("model") == before
-
-
-# ---- threads, and the words of errors --------------------------------------------------------------------------------
