@@ -291,8 +291,8 @@ BEGIN, LONGER = [system("s"), *BOTH, user("c")], [*ANSWER, user("more"), assista
         ({"chosen": "Q: why?\nA:\nyes", "rejected": "Q: why?\nA:\nno"}, dict(prompt="Q: why?\nA:", rejected="\nno")),
         # An implicit conversation ends with the last common message that is no answer.
         (
-            {"chosen": BEGIN + LONGER, "rejected": BEGIN + [assistant("y")]},
-            dict(prompt=BEGIN, chosen=LONGER, rejected=[assistant("y")]),
+            {"chosen": BEGIN + LONGER, "rejected": BEGIN + ANSWER},
+            dict(prompt=BEGIN, chosen=LONGER, rejected=ANSWER),
         ),
     ],
 )
