@@ -540,6 +540,8 @@ def test_comparisons_of_text_are_the_prompt_and_each_candidate(in_tmp, fails):
     write("two.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}])
     line = fails(comparisons_of, "two.jsonl", word_tokenizer(), eval_dataset="rows.jsonl")
     assert "--eval_dataset rows.jsonl: 3 candidates a row, but 2 in --dataset two.jsonl" in line
+    write("one.jsonl", [{"prompt": "a", "candidates": ["b"], "best": 0}])
+    assert "must hold 2 strings" in fails(comparisons_of, "one.jsonl", word_tokenizer())
 
 
 # ---- the labels of lm-human-preferences ------------------------------------------------------------------------------
