@@ -79,10 +79,6 @@ class Function:
         self.what, self.is_text = f"--reward_fn {name_of(spec)}", is_text
         self.function, self.given = load_function(spec, "--reward_fn"), {}  # the columns that it gets
         self.signature = inspect.signature(self.function)
-        try:
-            self.signature.bind_partial(prompts=[], completions=[])
-        except TypeError:
-            cli.fail(f"--reward_fn {spec}: must be a function f(prompts, completions, **columns)")
 
     def find_columns(self, data_set):
         """Exits with an error if Prompts lack a column that it needs."""

@@ -106,15 +106,6 @@ def test_it_samples_no_logit_that_stands_for_no_token():
     assert ask(StandIn(model), model, stops)[0].max() < 23
 
 
-def test_a_sample_depends_on_its_coordinates_alone():
-    model = tiny_model("llama")
-    first = ask(StandIn(model), model, stops)[0]
-    assert not torch.equal(first[0], first[1])  # two rows with one prompt
-    assert torch.equal(ask(StandIn(model), model, stops)[0], first)
-    assert torch.equal(ask(StandIn(model), model, stops, rows=(1, 0, 2))[0][:2], first[:2].flip(0))
-    assert not torch.equal(ask(StandIn(model), model, stops, key=(1, utils.TRAINING, 3))[0], first)
-
-
 def without_head(weights):
     return {name: weight for name, weight in weights.items() if name != "lm_head.weight"}
 
