@@ -1,9 +1,9 @@
 """
-"Is my run healthy?": bad signs while a policy trains, and what a run says at its end.
+"Is my run healthy, and has it learnt?": bad signs while a policy trains, and what a run says at its end.
 
 A sign is a metric `health/<name>`: 1 in an update where it shows, else 0. The first time it shows, one line says so,
 with its bound, an advice, and the section of docs/guides/8_my_run_looks_wrong.md. Nothing here changes a run.
-At the end a run shows its held-out figures, which signs showed, and how to evaluate the policy. It reads
+At the end a run says whether it has learnt, which signs showed, and how to evaluate the policy. It reads
 what a checkpoint keeps, so a resumed run is judged as a whole.
 """
 
@@ -12,7 +12,9 @@ import os
 import shlex
 from pathlib import Path
 
-from rlhf_details.plumbing import cli, engines, hub
+from rlhf_details import toy
+from rlhf_details.plumbing import cli, engines, hub, models
+from rlhf_details.plumbing.evaluation import average, wilson_interval
 
 ACCURACIES = {"eval/rm/accuracy", "eval/rewards/accuracies"}  # on held-out comparisons
 PAGE = "docs/guides/8_my_run_looks_wrong.md"
@@ -113,15 +115,18 @@ def last_lines(run, before, after, seconds):
 
     Args: before, after, the eval/* of its first and its last evaluation; seconds, how long it took.
     """
+    held_out = run.inputs[0]
     signs = ", ".join(f"health/{name}" for name in run.kept["said"]) or "none"
     return [
-        *held_out_lines(before, after, len(run.inputs[0])),
+        *held_out_lines(before, after, len(held_out)),
+        *learnt_lines(after, held_out, run.kept["by_prompt"]),
         *([f"bad signs: {signs}"] if run.kept["first"] else []),  # Runs of SFT and of a reward model look for none.
         f"model: {run.args.output_dir}   run: {run.folder}   {seconds:.0f} s",
         *evaluate_lines(run.args),
     ]
 
 
+# ---- has it learnt? --------------------------------------------------------------------------------------------------
 def as_text(name, metrics, count):
     """A held-out mean over `count` rows, with +- half its 95 % interval where its standard deviation is known."""
     p = metrics[name]
@@ -144,6 +149,46 @@ def held_out_lines(before, after, count):
     return lines
 
 
+def learnt_lines(after, held_out, by_prompt):
+    """Whether score and gold have risen by more than chance, or the accuracy on comparisons is above it.
+
+    Args: by_prompt, `of_each_prompt` of the first and the last evaluation. Both have the same prompts, so it looks at
+    the difference of each prompt. A single prompt has no interval, and that of a handful is too narrow.
+    """
+    count = len(held_out)
+    for accuracy in ACCURACIES & after.keys():
+        chance = 1 / len(held_out[0].candidates)
+        said, _ = verdict_of(*(x - chance for x in wilson_interval(after[accuracy] * count, count)))
+        words = f"{as_text(accuracy, after, count)}, where guessing has {chance:.3f}"
+        return [f"{said}: the accuracy on held-out comparisons is {words}"]
+    found = []
+    for name in by_prompt[0] if len(by_prompt) == 2 and count > 1 else ():
+        change = average([y - x for x, y in zip(*(values[name] for values in by_prompt), strict=True)])
+        said, how = verdict_of(change["low"], change["high"])
+        words = f"{how}, {change['value']:+z.3f} +- {change['high'] - change['value']:.3f} a prompt"
+        if name == "gold":
+            hint = "; the policy over-learns the reward: raise --kl_coef, or stop earlier"
+            found.append(f"gold, the true reward, {words}{hint if how == 'fell' else ''}")
+        else:
+            found.append(f"{said}: scores {words}, at a KL of {after['eval/objective/kl']:z.3f} nats per response")
+    return found
+
+
+def verdict_of(low, high):
+    """(what is said of the run, what the number did), for a number whose change has the interval low .. high."""
+    if low > 0:
+        return "learnt", "rose"
+    return ("not learnt", "fell") if high < 0 else ("not shown", "did not change beyond chance")
+
+
+def of_each_prompt(tokenizer, prompts, responses, mask, ended, scores, kl):
+    """{"scores": [N], and "gold": [N] on the embedded task} of a held-out evaluation. Args: Run.log's `samples`."""
+    pairs = zip(prompts, models.decode(tokenizer, responses, mask), strict=True)
+    gold = [toy.gold(prompt.text, text) for prompt, text in pairs if prompt.task == "toy"]
+    return {"scores": scores.tolist()} | ({"gold": gold} if gold else {})
+
+
+# ---- what comes next? ------------------------------------------------------------------------------------------------
 def evaluate_lines(args):
     """The command that compares a trained policy with the one that it started from. Other models have none."""
     if hub.script_of(args) in ("train_sft.py", "train_reward.py"):

@@ -36,9 +36,9 @@ class Run:
         self.num_updates, self.is_main, self.start = num_updates, accelerator.is_main_process, time.time()
         self.update, self.first_update = 0, 1  # the update under way, and the first one that this process trains
         self.laps, self.tensors = {}, {}  # {"time/<part of the update>": seconds}; see `resume`
-        # What checkpoints keep: the first eval/*, the newest row of metrics, and for health.look the first row and
-        # the signs that it has named.
-        self.kept = {"before": {}, "latest": {}, "first": {}, "said": []}
+        # What checkpoints keep: the first eval/*, the newest row of metrics, for health.look the first row and
+        # the signs that it has named, and on the main process `of_each_prompt` of the first and the newest evaluation.
+        self.kept = {"before": {}, "latest": {}, "first": {}, "said": [], "by_prompt": []}
         self.sampled_ahead = dict  # returns what a checkpoint holds of it: {name: tensor}; overlap.py sets it
         self.inputs, self.heard, self.handlers = inputs, 0, {}  # a signal that was heard, and {signal: former handler}
         self.wandb = self.repository = self.checkpoint = None  # the last: the folder of the newest checkpoint
@@ -155,6 +155,8 @@ class Run:
             left = (now - self.begun) / max(1, update - self.first_update + 1) * (self.num_updates - update)
             cli.say(f"{update}/{self.num_updates}  {trackers.in_words(row)}  eta {left:.0f}s")
             self.shown = now
+        if samples and trackers.evaluated(row):  # Then the samples are of the held-out rows.
+            self.kept["by_prompt"][1:] = [health.of_each_prompt(self.tokenizer, *samples)]
         count = getattr(self.args, "num_sample_generations", 0)  # spread evenly from the first to the last update
         if samples and update in torch.linspace(1, self.num_updates, count).round().int().tolist():
             rows = trackers.sample_rows(self.args, self.tokenizer, row, *samples)
@@ -195,7 +197,7 @@ class Run:
         return {name: x.cpu() for name, x in weights.items()} if self.is_main else {}
 
     def finish(self, policy, weights=None):
-        """Saves --output_dir with a model card, uploads it where asked to, and says how the run went.
+        """Saves --output_dir with a model card, uploads it where asked to, judges the run, and says what to type next.
 
         Args: policy, as prepared; weights, where they are not the policy's own. Returns: {"before": .., "after": ..,
         "metrics": the last row, "run": folder}.

@@ -1,26 +1,56 @@
-"""The end of a run: its held-out figures with their intervals, bad signs, and a command that really runs."""
+"""The end of a run judges it: learnt or not, bad signs, time, and a command that really runs."""
 
 import math
+import re
 import shlex
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from helpers import read_metrics, rloo_args
+import torch
+from helpers import LM_HUMAN_PREFERENCES, PAGES, page_args, read_metrics, rloo_args
 from short_runs import write_rows
 
 from rlhf_details import evaluate, toy, train_rloo
 from rlhf_details.plumbing import cli, health
 
+BEFORE = torch.tensor([-5.0, 5.0]).repeat(50)  # of 100 prompts, which differ far more than a run changes them
 
-def test_held_out_figures_stand_with_the_interval_of_their_mean():
-    before, after = ({"eval/x": x, "eval/x_std": 2.0, "eval/rm/accuracy": 0.75, "eval/y": 3.0} for x in (1.0, -0.0))
-    title, *lines = health.held_out_lines(before, after, 101)
-    half = 1.96 * math.sqrt(0.75 * 0.25 / 100)
-    accuracy = f"0.750 +- {half:.3f}"
-    said = ["x 1.000 +- 0.392 -> 0.000 +- 0.392", f"accuracy {accuracy} -> {accuracy}", "y 3.000 -> 3.000"]
-    assert title.startswith("101 held-out rows, before -> after") and [" ".join(x.split()) for x in lines] == said
-    (_, line, *_) = health.held_out_lines(after, after, 1)  # One evaluation of one row has neither.
-    assert line.split() == ["x", "0.000"] and "no --eval_dataset" in health.held_out_lines({}, {}, 0)[0]
+
+def learnt(*by_prompt, after=None, rows=(None,) * 100):
+    after = after or {"eval/objective/kl": 2.0}
+    return health.learnt_lines(after, rows, [{name: x.tolist() for name, x in one.items()} for one in by_prompt])
+
+
+def changed_by(change, noise=1.0):
+    """Half an interval of the difference is 0.197 * noise. That of either mean is 0.985 at least."""
+    return BEFORE + change + noise * torch.tensor([-1.0, -1.0, 1.0, 1.0]).repeat(25)
+
+
+# ---- has it learnt? --------------------------------------------------------------------------------------------------
+def test_a_run_has_learnt_where_the_interval_of_its_prompts_differences_is_above_0():
+    def line(*args):
+        (said,) = learnt({"scores": BEFORE}, {"scores": changed_by(*args)})
+        return said
+
+    assert line(0.198) == "learnt: scores rose, +0.198 +- 0.197 a prompt, at a KL of 2.000 nats per response"
+    assert line(0.196).startswith("not shown: scores did not change beyond chance, +0.196 +- 0.197 a prompt, at ")
+    assert line(-0.198).startswith("not learnt: scores fell, -0.198 +- 0.197 a prompt")
+    assert line(0.0, 0.0).startswith("not shown: scores did not change beyond chance, +0.000 +- 0.000 a prompt")
+    assert line(1.0, 0.0).startswith("learnt: scores rose, +1.000 +- 0.000 a prompt")  # All rise alike.
+    one = {"scores": BEFORE[:1]}
+    assert learnt(one, one, rows=[None]) == [] == learnt({"scores": BEFORE}) == learnt()  # nothing can be compared
+
+
+@pytest.mark.parametrize(
+    "accuracy,word", [(1.0, "learnt: "), (0.35, "learnt: "), (0.33, "not shown: "), (0.1, "not learnt: ")]
+)
+def test_a_reward_model_has_learnt_where_it_is_better_than_guessing(accuracy, word):
+    rows = [SimpleNamespace(candidates=[None] * 4)] * 101
+    (line,) = learnt(after={"eval/rm/accuracy": accuracy, "eval/rm/loss": 1.0}, rows=rows)
+    half = 1.96 * math.sqrt(accuracy * (1 - accuracy) / 100)
+    assert line.startswith(word) and f"{accuracy:.3f} +- {half:.3f}, where guessing has 0.250" in line
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
@@ -43,7 +73,7 @@ def test_the_command_at_the_end_of_a_run_does_run(tiny, in_tmp, capsys):
     data |= dict(reward_fn_weights=(-0.5,))
     result = train_rloo.main(rloo_args(tiny, **data, temperature=0.7, total_episodes=16, output_dir="model"))
     lines, row = said(capsys), read_metrics(result["run"])[1]
-    for begin in ("4 held-out rows", "bad signs: ", "evaluate: "):
+    for begin in (("learnt: ", "not learnt: ", "not shown: "), "bad signs: ", "evaluate: "):
         assert any(line.startswith(begin) for line in lines), begin
     assert row["time/scores"] >= 0.1
     args = evaluate_args(lines)
@@ -52,3 +82,21 @@ def test_the_command_at_the_end_of_a_run_does_run(tiny, in_tmp, capsys):
     assert args.opponent_path == str(tiny / "policy") and {"rewards/f", "rewards/reward_model"} <= policy.keys()
     assert args.reward_fn_weights == (-0.5,)
     assert "temperature 0.7" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("page,flags", [("train_rloo", {}), ("train_ppo", LM_HUMAN_PREFERENCES)])
+def test_a_resumed_run_compares_its_prompts_with_those_before_training(
+    ragged, few_prompts, in_tmp, capsys, page, flags
+):
+    def run(**changes):
+        options = dict(eval_dataset="toy:test", eval_every=1, checkpoint_every=1, learning_rate=1e-2) | flags
+        result = PAGES[page].main(page_args(page, ragged, **(options | changes)))
+        return result, [line for line in said(capsys) if re.search(r"\+- .* a prompt", line)]
+
+    result, lines = run()
+    for name, line in zip(("scores", "gold"), lines, strict=True):
+        before, after = (result[when][f"eval/objective/{name}"] for when in ("before", "after"))
+        assert float(re.search(r", ([+-][0-9.]+) \+- ", line)[1]) == pytest.approx(after - before, abs=1e-3) != 0
+    assert run(resume=True)[1] == lines  # at its end
+    shutil.rmtree("runs/run/checkpoints/000003")
+    assert run(resume=True)[1] == lines
