@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rlhf_details import toy, train_dpo
 
 # tokens of prompt and completion, and how many are the completion's. The last one has no prompt.
-ROWS = [([5, 6, 7, 8, 9, 1], 3), ([10, 11, 12, 13, 14, 15, 1], 5), ([16, 1], 1), ([23, 24, 1], 3)]
+ROWS = [([5, 6, 7, 8, 9, 1], 3), ([10, 11, 12, 13, 14, 15, 1], 5), ([16, 1], 1), ([23, 24, 25, 26, 27, 28, 1], 7)]
 
 
 @pytest.mark.parametrize("at_once", [2**24, 2 * 97])
@@ -29,7 +29,7 @@ def test_dpo_1_a_completions_log_prob_is_the_sum_over_its_tokens(at_once):
     policy.model.get_output_embeddings().register_forward_hook(lambda *call: sizes.append(call[2].numel()))
     policy.logits_at_once = at_once
     got, lengths = train_dpo.completion_logprobs(policy, ROWS, "cpu")
-    assert got.tolist() == pytest.approx(expected, rel=1e-4) and lengths.tolist() == [3, 5, 1, 3]
+    assert got.tolist() == pytest.approx(expected, rel=1e-4) and lengths.tolist() == [3, 5, 1, 7]
     assert max(sizes) <= at_once
 
 

@@ -82,7 +82,7 @@ def test_scores_that_are_all_equal_cannot_be_normalised(fails):
 @torch.no_grad()
 def test_rm_4_a_score_is_that_of_the_last_real_token_and_of_the_gain():
     """EOS (1) stands within the prompts as well, and the padding on the right is made of it."""
-    model, rows = tiny_reward_model("gpt2"), [[5, 1, 7, 8, 1], [9, 10, 1], [5, 1, 11, 1]]
+    model, rows = tiny_reward_model("gpt2"), [[5, 1, 7, 8, 1], [9, 10, 1], [5, 1, 11]]
     reward, (tokens, mask) = train_reward.Reward(model), utils.left_pad(rows)
     reward.gain.data.fill_(2.0)
     wider = torch.nn.functional.pad(tokens, (0, 4), value=1), torch.nn.functional.pad(mask, (0, 4))

@@ -30,7 +30,6 @@ REWARDED = pytest.mark.parametrize("case", [name for name in CASES if name not i
 # The policy that trains samples, and takes several steps.
 IN_STEP = pytest.mark.parametrize("case", [name for name in CASES if name not in [*OVERLAP, *TAUGHT]])
 RLOO_AND_PPO = pytest.mark.parametrize("case", ["rloo", "ppo"])
-VALUE_MODELS = pytest.mark.parametrize("value_model", ["separate", "shared"])
 LOSS = {page: f"{page.split('_')[1]}_policy_loss" for page in PAGES}
 
 

@@ -93,8 +93,7 @@ def test_three_updates_equal_the_slow_oracles(ragged, in_tmp, monkeypatch, name)
     [RLOO-2] [RLOO-3] [RLOO-4] [RLOO-5] [RLOO-6] [RLOO-13] [RLOO-14]
     [GRPO-1] [GRPO-2] [GRPO-3] [GRPO-4] [GRPO-5] [GRPO-6] [GRPO-7] [GRPO-8] [GRPO-9]
     [DISTILL-1] [DISTILL-2] [DISTILL-3] [DISTILL-6] [DISTILL-7]
-    [OPT-2] [OPT-3] [OPT-4] [OPT-8] [LOG-1] [LOG-2] [LOG-3] [LOG-4]
-    [LOG-5]
+    [GEN-9] [GEN-11] [MODEL-4] [OPT-2] [OPT-3] [OPT-4] [OPT-8] [LOG-1] [LOG-2] [LOG-3] [LOG-4] [LOG-5]
     """
     page, options = ORACLES[name]
     args = page_args(page, ragged, **(STEEP | options))
