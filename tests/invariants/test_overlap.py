@@ -108,32 +108,3 @@ def test_the_copy_is_that_of_the_policy_with_its_adapters_or_without_its_critic(
     ]
     rows = run(case, ragged, learning_rate=1e-2, **flags)
     assert abs(rows[1]["objective/kl"]) < 1e-4 < 1e-3 < abs(rows[3]["objective/kl"])
-
-
-def test_vllm_takes_the_weights_of_the_copy(ragged, in_tmp, monkeypatch):
-    """The check of a push holds for the copy, and not for the policy that trains."""
-    monkeypatch.setattr(vllm, "Engine", lambda *rest: StandIn())
-    rows = run("rloo-overlap", ragged, learning_rate=1e-2, sampler="vllm")
-    weights = [row["val/sampler_weight"] for row in rows]
-    assert len(rows) == UPDATES and weights[0] == pytest.approx(1, abs=1e-5) and abs(weights[2] - 1) > 1e-3
-
-
-class StandIn:
-    """An engine of vLLM's that holds what was pushed."""
-
-    name = "the stand-in"
-
-    def push(self, model, dtype):
-        self.model = model
-
-    @torch.no_grad()
-    def generate(self, prompts, settings):
-        found = []
-        for prompt, given in zip(prompts, settings, strict=True):
-            ids, values, generator = [], [], torch.Generator().manual_seed(given["seed"])
-            while len(ids) < given["max_tokens"] and not {*ids[-1:]} & {*given["stop_token_ids"]}:
-                logits = self.model(torch.tensor([prompt + ids])).logits[0, -1] / given["temperature"]
-                ids.append(torch.multinomial(logits.softmax(-1), 1, generator=generator).item())
-                values.append(logits.log_softmax(-1)[ids[-1]].item())
-            found.append((ids, values))
-        return found
