@@ -47,7 +47,7 @@ def test_a_function_is_found_in_a_file_and_in_a_package_and_may_import_its_neigh
 def test_what_the_users_files_import_is_never_a_file_of_ours(functions, tiny, in_tmp):
     """Python looks first in the folder of the script that was started. `evaluate` is a library's name."""
     (in_tmp / "library").mkdir(), (in_tmp / "mine").mkdir()
-    functions("WHOSE = 'library'", "library/evaluate.py")
+    functions("WHOSE = 'library'", "library/evaluate.py"), functions("WHOSE = 'library'", "library/toy.py")
     functions("WHOSE = 'mine'", "mine/toy.py"), functions("WHOSE = 'mine'", "mine/utils.py")
     functions(
         """
