@@ -27,7 +27,6 @@ import plot
 import readme
 import speed
 import study
-import with_trl
 
 import benchmark
 
@@ -64,7 +63,7 @@ def test_every_command_of_the_readme_parses():
 def test_every_command_of_the_readme_that_runs_or_draws_a_study_parses():
     found = set()
     text = re.sub(r" *\\\n *", " ", README)  # a command in one line
-    for name, rest in re.findall(r"python benchmark/(?:\w+/)?(benchmark|plot|study|with_trl)\.py([^`|\n]*)", text):
+    for name, rest in re.findall(r"python benchmark/(?:\w+/)?(benchmark|plot|study)\.py([^`|\n]*)", text):
         module, words = importlib.import_module(name), shlex.split(rest.partition("     ")[0])
         if name in ("benchmark", "plot"):
             kind = getattr(module, "COMMANDS", {}).get(words[0])
@@ -75,13 +74,13 @@ def test_every_command_of_the_readme_that_runs_or_draws_a_study_parses():
             if getattr(args, "runs", ()):
                 assert set(args.runs) - {"NAME"} <= study.Study(args.study).runs.keys(), rest
         found.add(name)
-    assert {"benchmark", "plot", "study", "with_trl"} <= found
+    assert {"benchmark", "plot", "study"} <= found
 
 
 def test_every_flag_that_the_readme_names_exists():
     arguments = [module.Args for module in SCRIPTS.values()]
     arguments += [benchmark.Args, frozen.Args, plot.CurvesArgs, plot.CompareArgs, speed.Compare, speed.Decode]
-    arguments += [kind for module in (study, with_trl) for kind, _ in module.COMMANDS.values()]
+    arguments += [kind for kind, _ in study.COMMANDS.values()]
     names = {field.name for kind in arguments for field in dataclasses.fields(kind)}
     names |= {f"no_{name}" for name in names} | {"algorithm", "reward", "policy"}  # the last of train_both.py
     # Flags of accelerate, torchrun, --help, `git diff --no-index`, openrlbenchmark, pytest, docs/build.py and SLURM.
