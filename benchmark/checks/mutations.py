@@ -5,8 +5,8 @@ Proof that each detail's test tests it: every detail is broken in a copy of the 
     python benchmark/checks/mutations.py --only RM-4   those of one tag, or of several
     python benchmark/checks/mutations.py --show RM-4   the mutated lines, without running anything
 
-A mutant is (tag, file, old, new), from the tag's row in details.toml: in the statement that its comment speaks of,
-`old` becomes `new`. Both are written as `ast.unparse` writes the statement, so reformatting the code changes nothing
+A mutant is (tag, file, old, new), from the tag's row in details/: in the statement that its comment speaks of, `old`
+becomes `new`. Both are written as `ast.unparse` writes the statement, so reformatting the code changes nothing
 here. A tag that stands in several files has a mutant in each, unless its statement is a copy of one that has a mutant.
 The copies are compared by benchmark/tests/test_mutations.py. The tests of a tag are those whose names begin with it, of
 [RM-4] `test_rm_4_...`, and those whose docstring has it in its brackets.
@@ -31,7 +31,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 600  # after which a mutant's tests count as failed: it hangs. A loaded machine needs 480 for two processes.
-DETAILS = tomllib.loads((ROOT / "benchmark" / "checks" / "details.toml").read_text(encoding="utf-8"))["tags"]
+FILES = sorted((ROOT / "benchmark" / "checks" / "details").glob("[0-9]*.toml"))
+FAMILIES = [tomllib.loads(path.read_text(encoding="utf-8")) for path in FILES]
+DETAILS = {tag: said for family in FAMILIES for tag, said in family["tags"].items()}
 MUTATIONS = [(tag, *mutant) for tag, said in DETAILS.items() for mutant in said.get("mutants", [])]
 
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 from intervals import mean_interval, words
+from mutations import DETAILS
 from tables import (
     KINDS,
     MEASURES,
@@ -80,7 +81,10 @@ def levels_of(study, said):
 
 def unpriced(study, said):
     """The details that no run measures, and why."""
-    return grid(["details", "why"], [[", ".join(tags.split()), why] for why, tags in said["why"].items()])
+    tags = {}
+    for tag in DETAILS:
+        tags.setdefault(DETAILS[tag].get("unpriced"), []).append(tag)
+    return grid(["details", "why"], [[", ".join(tags[why]), why] for why in tags if why])
 
 
 def by_seed(study, said):

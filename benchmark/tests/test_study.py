@@ -11,7 +11,6 @@ import tomllib
 from pathlib import Path
 
 import best_of_n
-import details
 import held_out
 import mutations
 import numpy as np
@@ -79,9 +78,8 @@ def test_a_study_trains_the_stages_that_its_runs_need_in_order_and_no_others(nam
 
 def test_a_detail_is_priced_or_listed_with_the_reason_why_not():
     tags = {tag for name in NAMES for run in study.Study(name).runs.values() for tag in run.get("tags", "").split()}
-    (why,) = (table["why"] for table in study.Study("ablations").said["table"] if "why" in table)
-    unpriced = {tag for tags in why.values() for tag in tags.split()}
-    assert tags | unpriced == set(details.read("details.toml")["tags"]) and not tags & unpriced
+    unpriced = {tag for tag, row in mutations.DETAILS.items() if "unpriced" in row}
+    assert tags | unpriced == mutations.DETAILS.keys() and not tags & unpriced
 
 
 def test_the_commands_of_movies_are_those_of_the_recipe():
