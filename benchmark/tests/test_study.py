@@ -110,7 +110,7 @@ flags = "--total_episodes 24"
 like = "base"
 """)
     shutil.copytree(ROOT / "rlhf_details", in_tmp / "rlhf_details")
-    args = study.RunArgs(study="mini.toml", runs=("longer",), workers=1, tag="v1", preload=False)
+    args = study.RunArgs(study="mini.toml", runs=("longer",), workers=1, tag="v1")
     assert study.run(args) == [] and study.run(args) == [] and "2 runs, all done" in capsys.readouterr().out
     found = study.Study("mini.toml").found
     assert {run: [*seeds["v1"][1]["update"]] for run, seeds in found.items()} == {"base": [1, 2], "longer": [1, 2, 3]}
