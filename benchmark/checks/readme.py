@@ -29,9 +29,14 @@ def tables(name):
     return [block.strip().splitlines() for block in re.findall(r"(?:^\|.*\n)+", path.read_text(encoding="utf-8"), re.M)]
 
 
+def cells(lines):
+    """The cells of each of the lines of a table."""
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
 def ablations():
     """The rows of the ablations that matter, the worst for gold first, without the verdict."""
-    head, rule, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in tables("ablations")[2])
+    head, rule, *rows = cells(tables("ablations")[2])
     gold, verdict = head.index("gold at the end"), head.index("verdict")
     rows = sorted(
         (row for row in rows if row[verdict] == "matters"), key=lambda row: float(row[gold].strip("*").split()[0])
@@ -41,8 +46,7 @@ def ablations():
 
 def ablations_long():
     """The rows of the longer runs whose effect is another there than in the short runs, without the verdicts."""
-    rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in tables("ablations")[3])
-    return ["| " + " | ".join(row[:-3]) + " |" for row in rows if row[-1]]
+    return ["| " + " | ".join(row[:-3]) + " |" for row in cells(tables("ablations")[3]) if row[-1]]
 
 
 SPEEDS = "rloo_27m_96", "rloo_27m_8", "rloo_0.9m_8", "ppo_27m_8", "ppo_27m_96"  # speed/*.md, and speed_fast/*.md
@@ -67,12 +71,12 @@ def speed(folder):
     lines = ["| work | ours, episodes/s | times TRL 0.21 | times TRL 1.16 | peak memory, ours to theirs |"]
     lines += ["|---|---:|---:|---:|---:|"]
     for name in SPEEDS:
-        rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in tables(f"{folder}/{name}")[0]]
+        rows = cells(tables(f"{folder}/{name}")[0])
         of = {row[0]: dict(zip(rows[0], row, strict=True)) for row in rows[2:]}
         trl = [of.get(f"TRL {version}", {}) for version in ("0.21.0", "1.16.0")]
         faster, memory = ([row.get(name, "") for row in trl] for name in ("times as fast", "memory share"))
-        cells = work(f"{folder}/{name}"), of["ours"]["episodes/s"], *faster, ", ".join(filter(None, memory))
-        lines.append("| " + " | ".join(cells) + " |")
+        row = work(f"{folder}/{name}"), of["ours"]["episodes/s"], *faster, ", ".join(filter(None, memory))
+        lines.append("| " + " | ".join(row) + " |")
     return lines
 
 

@@ -249,7 +249,8 @@ def count_up(effect):
 
 
 def levels(study, said):
-    """What the bases reach."""
+    """What the bases reach, those of another `study` where it names one."""
+    study = type(study)(said["study"]) if "study" in said else study
     made = {}  # Without its commit in the table, a base has one row.
     for base, effect in effects(study, said.get("runs", "*"))[1].items():
         name = label(study, base, said)

@@ -12,7 +12,6 @@ from tables import (
     effects,
     grid,
     interval,
-    levels,
     named,
     number,
     seeds_of,
@@ -72,11 +71,6 @@ def longer(study, said):
     ]
     lines = grid([*head, "long", "apart"], made)
     return [lines[0], "|---|---|---|---:|---:|---:|---:|---:|---|---|---|", *lines[2:]]
-
-
-def levels_of(study, said):
-    """What the bases of another study reach."""
-    return levels(type(study)(said["study"]), said)
 
 
 def unpriced(study, said):
@@ -219,4 +213,4 @@ def toy(study, said):
     )
 
 
-KINDS |= {kind.__name__: kind for kind in (tally, longer, levels_of, unpriced, by_seed, movies, falls, best_of_n, toy)}
+KINDS |= {kind.__name__: kind for kind in (tally, longer, unpriced, by_seed, movies, falls, best_of_n, toy)}
