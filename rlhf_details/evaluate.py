@@ -319,9 +319,8 @@ def main(args: Args):
         size=size,
     )
     N = len(prompts)
-    numbers = data.my_share(N, accelerator)  # [N / world], filled up, so that all processes have as many
-    mine = (numbers % N).tolist()
-    queries, query_mask = utils.left_pad([prompts[i].ids for i in mine], device)  # [N / world, Q]
+    numbers, rows = data.my_share(prompts, accelerator)  # [N / world], filled up, so that all processes have as many
+    queries, query_mask = utils.left_pad([row.ids for row in rows], device)  # [N / world, Q]
 
     # ---- 1. Responses and scores: the policy, and the opponent with the policy's settings and noise ------------------
     # Further samples for pass@k have noise of their own, because their rows have other numbers.
@@ -340,12 +339,11 @@ def main(args: Args):
                 # Where no token ends a response, a reward model that is given text reads no EOS, as in training.
                 ended, texts = ended & (len(end_ids) > 0), models.decode(tokenizer, responses, mask)
             else:
-                rows = [prompts[i] for i in mine]
                 texts = [data.as_text(tokenizer, row.columns["completion"]) for row in rows]
                 responses, mask = data.completions(rows, max(len(row.completion) for row in prompts), device)
                 ended = mask.any(1)
             batch = Batch(queries, query_mask, responses, mask)
-            values = score([prompts[i] for i in mine], batch, texts=texts, ended=ended)  # [N / world, F]
+            values = score(rows, batch, texts=texts, ended=ended)  # [N / world, F]
         texts = gather_object(texts)[:N]
         responses, mask, ended, values = (x[:N] for x in accelerator.gather((responses, mask, ended, values)))
         if side == "policy":

@@ -12,15 +12,15 @@ On-policy distillation: a student learns a teacher's next-token distribution at 
    `sampled` is an estimate.
 4. With jsd, --on_policy_share (GKD's lambda) is the share of updates whose responses the student samples. In the others
    they are the data set's completions, cut at --response_length.
-5. Sampling and shuffling are functions of coordinates, such as (seed, purpose, update, row, step, token) for a token,
-   and never of a generator's state.
+5. Sampling and shuffling are functions of coordinates, such as (seed, purpose, update, episode, step, token) for a
+   token, and never of a generator's state.
 
 Left out on purpose: top-k and top-p (the sampled policy would not be the trained one), teachers with other tokens, with
 a temperature of their own or behind a server, distributions of a few tokens alone, responses that the teacher writes
 (make them a data set), and a reward beside the teacher. Functions of --reward_fn are watched and not trained on.
 
-Read `main` first if you know the paper, else from top to bottom. A tag such as [RLOO-3] marks an implementation detail:
-benchmark/checks/details.md has its source, its test and what it is worth.
+Read `main` first if you know the paper, else from top to bottom. A tag such as [DISTILL-1] marks an implementation
+detail: benchmark/checks/details.md has its source, its test and what it is worth.
 
 Shapes    P: prompts   k: responses per prompt   B = P * k: episodes of an update, the k of a prompt adjacent
           Q: query tokens, left-padded   R: response tokens, right-padded   L = Q + R: columns   V: vocabulary
@@ -65,7 +65,7 @@ class Args(cli.SamplingArgs):  # run, data, models, memory, sampler and overlap 
     temperature: float = 1.0
     """sampling temperature; it divides the logits of every log-prob as well, the teacher's too"""
     stop_token: str = "eos"
-    """sampling ends with this token: "eos", "none", or a text that is one token"""
+    """sampling ends with this token: "eos" (any that the model names as an end), "none", or a text that is one token"""
     reward_fn: tuple[str, ...] = ()
     """functions f(prompts, completions, **columns) -> rewards, FILE.py:function or package.module:function, which are
     logged and not trained on"""
@@ -101,9 +101,9 @@ class Args(cli.SamplingArgs):  # run, data, models, memory, sampler and overlap 
     """clip the gradient's global norm to this; None: only log it"""
 
 
-# What a run takes in place of the defaults above, where no flag and no --config says otherwise. A name is that of an
-# embedded task. A number is for other data, by the model's size: 20e6 for fewer than 20 M parameters, 500e6 for 20 M to
-# 500 M, and so on. docs/guides/1_your_data.md says where these values are from.
+# cli.main takes these in place of the defaults above, where no flag and no --config says otherwise. A name is that of
+# an embedded task; without --dataset it is "toy". A number is for other data, by the model's size: 20e6 for fewer than
+# 20 M parameters, 500e6 for 20 M to 500 M, and so on. docs/guides/1_your_data.md says where these values are from.
 presets = {
     "toy": dict(
         eval_dataset="toy:test",
@@ -290,8 +290,8 @@ def evaluate(policy, sample, teacher, score, prompts, stop_ids, args, accelerato
     if not prompts:
         return {}, None
     policy.eval()
-    episodes = data.my_share(len(prompts), accelerator)  # Some come twice, so that all processes have equally many.
-    rows = [prompts[i % len(prompts)] for i in episodes.tolist()]
+    # A share is filled up with rows that come twice, so that all processes have equally many. They are cut off below.
+    episodes, rows = data.my_share(prompts, accelerator)
     queries, query_mask = utils.left_pad([row.ids for row in rows], accelerator.device)
     key = args.seed, EVALUATION, 0
     with accelerator.autocast():
@@ -299,15 +299,12 @@ def evaluate(policy, sample, teacher, score, prompts, stop_ids, args, accelerato
         batch = Batch(queries, query_mask, responses, response_mask)
         teacher_logprobs, _ = in_slices(response_logprobs, teacher, batch, args.micro_batch_size)
         rewards_of_each = score(rows, batch)  # [N / world, F]
-    # The log-probs of what sampled are good enough for this KL, because it is only logged.
+    # The KL is taken from the log-probs of what sampled. Those of --sampler vllm are a little off, which is good enough
+    # for a number that is only logged.
     gathered = accelerator.gather((responses, response_mask, (logprobs - teacher_logprobs).sum(1), rewards_of_each))
     responses, response_mask, kl, rewards_of_each = (x[: len(prompts)] for x in gathered)
     ended = has_stopped(responses, response_mask, stop_ids)
-    lengths = response_mask.sum(1).float()
-    metrics = {"kl": kl.mean(), "length": lengths.mean(), "ended": ended.float().mean()}
-    metrics |= score.by_name(rewards_of_each, spread=True)
-    shown = prompts, responses, response_mask, ended, -kl, kl
-    return utils.numbers({f"eval/objective/{name}": x for name, x in metrics.items()}), shown
+    return score.held_out(rewards_of_each, prompts, responses, response_mask, ended, -kl, kl)
 
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
@@ -351,18 +348,12 @@ def main(args: Args):
     # functions of text, e.g. f(prompts=["2 + 3 ="], completions=[" 5"], answer=["5"]) -> [1.0].
     score = rewards.Scorer(args, accelerator, tokenizer, None, None, size, stop_ids)
     score.check_columns(prompts, held_out)
-    # Set eps and weight decay explicitly, so that the recipe does not depend on torch's defaults. [OPT-4]
-    optimizer = torch.optim.AdamW(
-        [p for p in policy.parameters() if p.requires_grad],
-        lr=args.learning_rate,
-        eps=args.adam_eps,
-        weight_decay=args.weight_decay,
-        fused=True,
-    )
+    optimizer = utils.adamw(policy, args, fused=True)
     # The student's forward calls the teacher's head, so each process keeps a whole teacher.
     teacher.stays_whole = is_jsd
     policy, optimizer = engines.prepare(args, accelerator, policy, optimizer, teacher)
     num_updates = math.ceil(args.total_episodes / B)  # Round up, so that it has at least total_episodes. [OPT-10]
+    # What is in the list belongs to what a run is, as its arguments do: --resume compares it.
     run = Run(args, accelerator, tokenizer, num_updates, prompts, [held_out, teacher])
 
     def prompts_of(update):
@@ -373,9 +364,10 @@ def main(args: Args):
         """The divergence [K] of log-softmaxes [K, V] and the teacher's at its states [K, H]."""
         return generalized_jsd(logp, teacher.logits(states).log_softmax(-1), args.beta)
 
-    # This is utils.sample with the response length, stop_ids and the size of slices filled in. --sampler vllm and
-    # --overlap (a thread that samples an update ahead, by a copy of the weights) give three tensors of the same kinds.
-    sample = overlap.sampler(args, run, [*prompts, *held_out], prompts_of, stop_ids)
+    # sample(policy, queries, query_mask, episodes, n, key) is utils.sample with its other arguments filled in, or what
+    # --sampler vllm has in its place. Under --overlap a thread samples training batches an update ahead, and evaluation
+    # has the newest weights.
+    sample = overlap.choose_sampler(args, run, [*prompts, *held_out], prompts_of, stop_ids)
     run.resume(policy, optimizer)
     if run.first_update == 1:
         run.log(0, *evaluate(policy, sample, teacher, score, held_out, stop_ids, args, accelerator))

@@ -188,7 +188,8 @@ def candidate_logprobs(policy, part, size, accelerator):
     """Log-probs [N, K] fp32 of the candidates of N comparisons. Call it on every process; each takes a share."""
     policy.eval()
     # The shares are filled up, so that all processes have as many comparisons.
-    mine = [candidate_rows(part[i % len(part)]) for i in data.my_share(len(part), accelerator).tolist()]
+    _, share = data.my_share(part, accelerator)
+    mine = [candidate_rows(comparison) for comparison in share]
     slices = [[row for rows in mine[i : i + size] for row in rows] for i in range(0, len(mine), size)]
     with accelerator.autocast():
         parts = cli.progress("log-probs, slice by slice", slices)
@@ -286,13 +287,7 @@ def main(args: Args):
         cli.fail(f"--batch_size {B}: more than the {len(train)} rows of --dataset {args.dataset}")
     steps_per_epoch = len(train) // B  # The rest of an epoch's shuffle is left out, other rows in each epoch.
     num_steps = args.num_train_epochs * steps_per_epoch
-    # Set eps and weight decay explicitly, so that the recipe does not depend on torch's defaults. [OPT-4]
-    optimizer = torch.optim.AdamW(
-        [p for p in policy.parameters() if p.requires_grad],
-        lr=args.learning_rate,
-        eps=args.adam_eps,
-        weight_decay=args.weight_decay,
-    )
+    optimizer = utils.adamw(policy, args)
     run = Run(args, accelerator, tokenizer, num_steps, train, [held_out, policy])
     policy, optimizer = engines.prepare(args, accelerator, policy, optimizer)
     # Before a step, and before a checkpoint is loaded, the policy is the reference. One forward of all the data now,

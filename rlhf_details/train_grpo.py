@@ -5,17 +5,18 @@ GRPO: group relative policy optimisation, on a language model and a reward (arXi
    (score - mean of the group) / standard deviation of the group. There is no value model and no GAE.
 2. The KL is a term of the loss, kl_coef * k3 at each token, and not of the reward. With kl_coef = 0 it is only logged.
 3. More than one optimiser step per rollout uses the clipped loss of PPO, with one probability ratio per token, which is
-   clipped to [1 - cliprange, 1 + cliprange_high]. --loss_normalization says how the losses of tokens are averaged.
-   --objective gspo has one ratio per response; cispo clips the ratio as a weight, and no token loses its gradient.
+   clipped to [1 - cliprange, 1 + cliprange_high]. --objective gspo has one ratio per response; cispo clips the ratio as
+   a weight, and no token loses its gradient. The loss is the mean over all tokens of the minibatch, after DAPO; that of
+   GRPO's paper, over the tokens of each response first, is --loss_normalization response.
 4. Responses to the same prompt share its computation: n of the k are packed in a row, [prompt | r1 | .. | rn], under a
    block mask. Where a model cannot read such a mask, each row holds one response.
-5. Sampling and shuffling are functions of coordinates, such as (seed, purpose, update, row, step, token) for a token,
-   and never of a generator's state.
+5. Sampling and shuffling are functions of coordinates, such as (seed, purpose, update, episode, step, token) for a
+   token, and never of a generator's state.
 
 Left out on purpose: top-k and top-p (the sampled policy would not be the trained one), and
 new samples in place of groups whose scores are all equal (val/equal_scores is their share).
 
-Read `main` first if you know the paper, else from top to bottom. A tag such as [RLOO-3] marks an implementation detail:
+Read `main` first if you know the paper, else from top to bottom. A tag such as [GRPO-1] marks an implementation detail:
 benchmark/checks/details.md has its source, its test and what it is worth.
 
 Shapes    P: prompts   k: responses per prompt   B = P * k: episodes of an update, the k of a prompt adjacent
@@ -31,7 +32,7 @@ Your data:     python rlhf_details/train_grpo.py --dataset rows.jsonl --sft_mode
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -56,7 +57,7 @@ class Args(cli.PolicyArgs):  # run, data, models, memory, reward_fn, sampler and
     temperature: float = 1.0
     """sampling temperature; it divides the logits of every log-prob as well"""
     stop_token: str = "eos"
-    """sampling ends with this token: "eos", "none", or a text that is one token"""
+    """sampling ends with this token: "eos" (any that the model names as an end), "none", or a text that is one token"""
     missing_eos_penalty: float | None = None
     """what a response without the stop token pays, in points of score; None: nothing"""
     missing_eos_mode: Literal["subtract", "replace"] = "subtract"
@@ -85,7 +86,7 @@ class Args(cli.PolicyArgs):  # run, data, models, memory, reward_fn, sampler and
     num_ppo_epochs: int = 1
     """passes over the batch"""
     cliprange: float | None = None
-    """clip range of the probability ratio; None: the objective's (see `with_objective`)"""
+    """clip range of the probability ratio; None: the objective's (see `clipping_and_normalization`)"""
     cliprange_high: float | None = None
     """clip range above 1 (DAPO's Clip-Higher); None: cliprange, or the objective's; CISPO has this bound alone"""
     scale_advantages: Literal["group", "batch", "none"] = "group"
@@ -112,14 +113,14 @@ class Args(cli.PolicyArgs):  # run, data, models, memory, reward_fn, sampler and
     max_grad_norm: float | None = 1.0
     """clip the gradient's global norm to this; None: only log it"""
 
-    # memory and speed: never changes the result
+    # memory and speed: never changes the result, up to rounding
     share_prompts: bool = True
     """compute each prompt once for its k responses, where the model is shown to allow it"""
 
 
-# What a run takes in place of the defaults above, where no flag and no --config says otherwise. A name is that of an
-# embedded task. A number is for other data, by the model's size: 20e6 for fewer than 20 M parameters, 500e6 for 20 M to
-# 500 M, and so on. docs/guides/1_your_data.md says where these values are from.
+# cli.main takes these in place of the defaults above, where no flag and no --config says otherwise. A name is that of
+# an embedded task; without --dataset it is "toy". A number is for other data, by the model's size: 20e6 for fewer than
+# 20 M parameters, 500e6 for 20 M to 500 M, and so on. docs/guides/1_your_data.md says where these values are from.
 presets = {
     "toy": dict(
         eval_dataset="toy:test",
@@ -174,9 +175,9 @@ class Policy(nn.Module):
 
     def forward(self, tokens, mask, positions, index, labels=None, cache=None):
         """
-        Args: tokens, positions [W, L]; mask [W, L] bool or [W, 1, L, L'] additive, None where nothing is padding; index
-        [C], the columns whose logits are read; labels [W, C], the tokens that these predict; cache, a transformers
-        cache, which is extended.
+        Args: tokens, positions [W, L]; mask [W, L'] bool or [W, 1, L, L'] additive, None where nothing is padding;
+        index [C], the columns whose logits are read; labels [W, C], the tokens that these predict; cache, one of
+        transformers, which is extended.
         Returns: (log-probs, entropies), both [W, C] fp32, or without labels the logits / T [W, C, V] fp32.
         """
         hidden = models.hidden_states(self.model, tokens, mask, positions, cache)[:, index]  # [W, C, H]
@@ -421,8 +422,8 @@ def evaluate(policy, sample, reference, score, prompts, stop_ids, args, accelera
     if not prompts:
         return {}, None
     policy.eval()
-    episodes = data.my_share(len(prompts), accelerator)  # Some come twice, so that all processes have equally many.
-    rows = [prompts[i % len(prompts)] for i in episodes.tolist()]
+    # A share is filled up with rows that come twice, so that all processes have equally many. They are cut off below.
+    episodes, rows = data.my_share(prompts, accelerator)
     queries, query_mask = utils.left_pad([row.ids for row in rows], accelerator.device)
     key = args.seed, EVALUATION, 0
     with accelerator.autocast():
@@ -430,24 +431,21 @@ def evaluate(policy, sample, reference, score, prompts, stop_ids, args, accelera
         batch = Batch(queries, query_mask, responses, response_mask)
         ref_logprobs, _ = in_slices(response_logprobs, reference, batch, args.micro_batch_size, 1)
         rewards_of_each = score(rows, batch, 1)  # [N / world, F]
-    # The log-probs of what sampled are good enough for this KL, because it is only logged.
+    # The KL is taken from the log-probs of what sampled. Those of --sampler vllm are a little off, which is good enough
+    # for a number that is only logged.
     gathered = accelerator.gather((responses, response_mask, (logprobs - ref_logprobs).sum(1), rewards_of_each))
     responses, response_mask, kl, rewards_of_each = (x[: len(prompts)] for x in gathered)
     ended = has_stopped(responses, response_mask, stop_ids)
     scores = (rewards_of_each * score.weights).nansum(1)
     scores = missing_eos_scores(scores, ended, args.missing_eos_penalty, args.missing_eos_mode)
     scores = overlong_scores(scores, response_mask, args.soft_overlong)
-    lengths = response_mask.sum(1).float()
-    metrics = {"scores": scores.mean(), "kl": kl.mean(), "length": lengths.mean(), "ended": ended.float().mean()}
-    metrics |= score.by_name(rewards_of_each, spread=True) | {"scores_std": scores.std(correction=0)}
-    shown = prompts, responses, response_mask, ended, scores, kl
-    return utils.numbers({f"eval/objective/{name}": x for name, x in metrics.items()}), shown
+    return score.held_out(rewards_of_each, prompts, responses, response_mask, ended, scores, kl)
 
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
 def check(args):
     """Exits with an error (exit code 2) if arguments contradict each other."""
-    cli.check(with_objective(args))  # An earlier run's training_args.json holds the objective's values as well.
+    cli.check(args)
     rewards.check(args)
     unit = args.num_mini_batches * args.group_size * cli.world_size()
     if args.batch_size % unit:
@@ -462,8 +460,8 @@ def check(args):
         cli.fail("--kl_times_ratio: needs a ratio for each token, and --objective gspo has one for each response")
 
 
-def with_objective(args):
-    """The args, in which the objective's own values stand where the user gave none (None).
+def clipping_and_normalization(args):
+    """(cliprange, cliprange_high, loss_normalization): the objective's own values where the user gave none (None).
 
     Source: arXiv 2402.03300 with DAPO's mean over tokens (2503.14476); GSPO: 2507.18071, section 5.1; CISPO: 2506.13585
     has the mean over tokens and no number for the bound; TRL's documentation recommends a weight of at most 5.
@@ -471,21 +469,17 @@ def with_objective(args):
     own = {"grpo": (0.2, 0.2, "token"), "gspo": (3e-4, 4e-4, "response"), "cispo": (None, 4.0, "token")}[args.objective]
     low, high, normalization = own
     if args.cliprange is not None:  # A range that is given is that of both sides.
-        high = args.cliprange
-    return replace(
-        args,
-        cliprange=low if args.cliprange is None else args.cliprange,
-        cliprange_high=high if args.cliprange_high is None else args.cliprange_high,
-        loss_normalization=args.loss_normalization or normalization,
-    )
+        low = high = args.cliprange
+    if args.cliprange_high is not None:
+        high = args.cliprange_high
+    return low, high, args.loss_normalization or normalization
 
 
 def main(args: Args):
     """Trains; returns {"before": .., "after": held-out metrics, "metrics": the last row, "run": folder}."""
     check(args)
-    args = with_objective(args)
-    names = "cliprange", "cliprange_high", "loss_normalization"
-    cli.say(f"--objective {args.objective}: " + ", ".join(f"{name} {getattr(args, name)}" for name in names))
+    low, high, normalization = clipping_and_normalization(args)
+    cli.say(f"--objective {args.objective}: cliprange {low}, cliprange_high {high}, loss_normalization {normalization}")
     accelerator = engines.start(args)  # one process, DDP, FSDP2 or DeepSpeed; it trains missing toy stages, then seeds
     device, world, rank = accelerator.device, accelerator.num_processes, accelerator.process_index
     k, B, R = args.group_size, args.batch_size, args.response_length
@@ -506,16 +500,11 @@ def main(args: Args):
     # token ids, and those of functions of text, e.g. f(prompts=["2 + 3 ="], completions=[" 5"], answer=["5"]) -> [1.0].
     score = rewards.Scorer(args, accelerator, tokenizer, reward_model, response_scores, size, stop_ids)
     score.check_columns(prompts, held_out)
-    # Set eps and weight decay explicitly, so that the recipe does not depend on torch's defaults. [OPT-4]
-    optimizer = torch.optim.AdamW(
-        [p for p in policy.parameters() if p.requires_grad],
-        lr=args.learning_rate,
-        eps=args.adam_eps,
-        weight_decay=args.weight_decay,
-        fused=True,
-    )
+    optimizer = utils.adamw(policy, args, fused=True)
+    # The reference and the reward model are put under the engine in place.
     policy, optimizer = engines.prepare(args, accelerator, policy, optimizer, reference, score.reward_model)
     num_updates = math.ceil(args.total_episodes / B)  # Round up, so that at least total_episodes are sampled. [OPT-10]
+    # What is in the list belongs to what a run is, as its arguments do: --resume compares it.
     run = Run(args, accelerator, tokenizer, num_updates, prompts, [held_out, reference, score.reward_model])
 
     def prompts_of(update):
@@ -523,9 +512,10 @@ def main(args: Args):
         # The k copies of a prompt stand side by side, because baseline and packing take adjacent rows. [RLOO-1]
         return [prompt for prompt in prompts.of_update(update, B // k, args.seed) for _ in range(k)]
 
-    # This is utils.sample with the response length, stop_ids and the size of slices filled in. --sampler vllm and
-    # --overlap (a thread that samples an update ahead, by a copy of the weights) give three tensors of the same kinds.
-    sample = overlap.sampler(args, run, [*prompts, *held_out], prompts_of, stop_ids)
+    # sample(policy, queries, query_mask, episodes, n, key) is utils.sample with its other arguments filled in, or what
+    # --sampler vllm has in its place. Under --overlap a thread samples training batches an update ahead, and evaluation
+    # has the newest weights.
+    sample = overlap.choose_sampler(args, run, [*prompts, *held_out], prompts_of, stop_ids)
     run.resume(policy, optimizer)
     if run.first_update == 1:
         run.log(0, *evaluate(policy, sample, reference, score, held_out, stop_ids, args, accelerator))
@@ -580,7 +570,10 @@ def main(args: Args):
         is_action = response_mask & is_kept.unsqueeze(1)  # [B, R]
         # With --sampler vllm or --overlap, what sampled is not quite this policy. Weights make up for it. [GEN-15]
         mismatch = old_logprobs - sampled_logprobs  # [B, R]
+        if args.objective == "gspo":  # Its action is the response, so a response has one weight.
+            advantages = advantages.squeeze(1)  # [B]
         advantages, weight_metrics = utils.correct_for_sampler(advantages, mismatch, response_mask, args)
+        advantages = advantages.reshape(B, -1)  # [B, 1], or with weights of tokens [B, R]
 
         # ---- 5. Optimise: micro-batches add up to exactly one gradient for each minibatch ----------------------------
         policy.train()  # Every dropout is 0. Training mode only lets gradient checkpointing work.
@@ -598,13 +591,13 @@ def main(args: Args):
                         # rounding cannot trigger the clip. [RLOO-7]
                         old = logprobs.detach() if one_step else old_logprobs[m]
                         losses, logratio, clipped = policy_loss(
-                            logprobs, old, response_mask[m], advantages[m], args.cliprange, args.cliprange_high
+                            logprobs, old, response_mask[m], advantages[m], low, high
                         )  # [M, R]
                         kl_losses = kl_estimates(logprobs, ref_logprobs[m])  # [M, R], 0 at padding
                         if args.kl_times_ratio:
                             kl_losses = kl_losses * logratio.exp()
                         # The whole minibatch's count makes micro-batches add up to its gradient. [OPT-5]
-                        weights = loss_weights(is_action[m], len(minibatch), num_actions, args.loss_normalization)
+                        weights = loss_weights(is_action[m], len(minibatch), num_actions, normalization)
                         loss = ((losses + args.kl_coef * kl_losses) * weights).sum()
                         accelerator.backward(loss * world)  # The engines average over processes, but we sum. [OPT-6]
                     of_actions = {
@@ -617,9 +610,11 @@ def main(args: Args):
                     means.add({"policy/entropy_avg": entropies}, response_mask[m])
                     means.add_ratios(logratio, is_action[m])
                     if epoch == number == 0:  # before the first step [LOG-6]
-                        # rounding, another engine, or --overlap; and rounding alone
+                        # What a gap shows is rounding, another engine, or --overlap.
                         means.add_max("val/logprob_gap", (logprobs - sampled_logprobs[m]).abs())
+                        # This one shows rounding alone, and with one step it is exactly 1.
                         means.add_max("val/first_ratio", logratio.abs().clamp(max=20).exp())
+                # Where the norm is not finite, the run ends and names the update and this number.
                 norm = engines.clip_and_step(accelerator, policy, optimizer, args.max_grad_norm, run, number)
                 means.add({"policy/grad_norm": norm})
         run.lap("optimise")

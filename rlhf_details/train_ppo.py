@@ -11,8 +11,8 @@ PPO on a language model and a reward: the recipes of "N+" and of openai/lm-human
    lm-human-preferences (arXiv 1909.08593; flags in benchmark/recipes/ppo_sentiment.toml): a value head on the policy's
    trunk that starts at zero, an adaptive kl_coef, whitened rewards, and responses of fixed length that the reward model
    reads up to a full stop.
-5. Sampling and shuffling are functions of coordinates, such as (seed, purpose, update, row, step, token) for a token,
-   and never of a generator's state.
+5. Sampling and shuffling are functions of coordinates, such as (seed, purpose, update, episode, step, token) for a
+   token, and never of a generator's state.
 
 Left out on purpose: top-k and top-p (the sampled policy would not be the trained one), and
 an entropy bonus (neither recipe has one).
@@ -57,7 +57,7 @@ class Args(cli.PolicyArgs):  # run, data, models, memory, reward_fn, sampler and
     temperature: float = 0.7
     """sampling temperature; it divides the logits of every log-prob as well"""
     stop_token: str = "eos"
-    """sampling ends with this token: "eos", "none", or a text that is one token"""
+    """sampling ends with this token: "eos" (any that the model names as an end), "none", or a text that is one token"""
     truncate_token: str = "none"
     """the reward model reads a response up to this token: "eos", "none" (all of it), or a text that is one token"""
     truncate_after: int = 0
@@ -134,9 +134,9 @@ class Args(cli.PolicyArgs):  # run, data, models, memory, reward_fn, sampler and
     """clip the gradient's global norm to this; None: only log it"""
 
 
-# What a run takes in place of the defaults above, where no flag and no --config says otherwise. A name is that of an
-# embedded task. A number is for other data, by the model's size: 20e6 for fewer than 20 M parameters, 500e6 for 20 M to
-# 500 M, and so on. docs/guides/1_your_data.md says where these values are from.
+# cli.main takes these in place of the defaults above, where no flag and no --config says otherwise. A name is that of
+# an embedded task; without --dataset it is "toy". A number is for other data, by the model's size: 20e6 for fewer than
+# 20 M parameters, 500e6 for 20 M to 500 M, and so on. docs/guides/1_your_data.md says where these values are from.
 presets = {
     "toy": dict(
         eval_dataset="toy:test",
@@ -197,7 +197,7 @@ class Policy(nn.Module):
 
     def forward(self, tokens, mask, positions, index, labels=None, cache=None):
         """
-        Args: tokens, positions [W, L]; mask [W, L] bool, None where nothing is padding; index [C], the columns whose
+        Args: tokens, positions [W, L]; mask [W, L'] bool, None where nothing is padding; index [C], the columns whose
         logits are read; labels [W, C], the tokens that these predict; cache, a transformers cache, which is extended.
         Returns: (log-probs, entropies) or with a critic (log-probs, entropies, values), all [W, C] fp32, or without
         labels the logits / T [W, C, V] fp32.
@@ -313,7 +313,7 @@ def response_scores(reward_model, batch):
 def full_kl(policy, batch, reference):
     """The exact KL of the next-token distributions, the sum of p (log p - log p_ref) over the vocabulary: [[M, R]]."""
     R = batch.responses.size(1)
-    batch = utils.trim(batch, extra=1)
+    batch = utils.trim(batch)
     logp, ref_logp = (model(*join(batch)).log_softmax(-1) for model in (policy, reference))  # [M, width, V]
     kl = (logp.exp() * (logp - ref_logp)).sum(-1) * batch.response_mask
     return [nn.functional.pad(kl, (0, R - kl.size(1)))]
@@ -478,8 +478,8 @@ def evaluate(policy, sample, reference, score, prompts, end_ids, args, accelerat
     if not prompts:
         return {}, None
     policy.eval()
-    episodes = data.my_share(len(prompts), accelerator)  # Some come twice, so that all processes have equally many.
-    rows = [prompts[i % len(prompts)] for i in episodes.tolist()]
+    # A share is filled up with rows that come twice, so that all processes have equally many. They are cut off below.
+    episodes, rows = data.my_share(prompts, accelerator)
     queries, query_mask = utils.left_pad([row.ids for row in rows], accelerator.device)
     key = args.seed, EVALUATION, 0
     with accelerator.autocast():
@@ -488,16 +488,13 @@ def evaluate(policy, sample, reference, score, prompts, end_ids, args, accelerat
         ref_logprobs, _ = in_slices(response_logprobs, reference, batch, args.micro_batch_size)
         scored_mask, ended = truncate_response(responses, response_mask, end_ids, args.truncate_after)
         rewards_of_each = score(rows, batch._replace(response_mask=scored_mask))  # [N / world, F]
-    # The log-probs of what sampled are good enough for this KL, because it is only logged.
+    # The KL is taken from the log-probs of what sampled. Those of --sampler vllm are a little off, which is good enough
+    # for a number that is only logged.
     gathered = accelerator.gather((responses, scored_mask, ended, (logprobs - ref_logprobs).sum(1), rewards_of_each))
     responses, scored_mask, ended, kl, rewards_of_each = (x[: len(prompts)] for x in gathered)
     scores = (rewards_of_each * score.weights).nansum(1)
     scores = missing_eos_scores(scores, ended, args.missing_eos_penalty, args.missing_eos_mode)
-    lengths = scored_mask.sum(1).float()
-    metrics = {"scores": scores.mean(), "kl": kl.mean(), "length": lengths.mean(), "ended": ended.float().mean()}
-    metrics |= score.by_name(rewards_of_each, spread=True) | {"scores_std": scores.std(correction=0)}
-    shown = prompts, responses, scored_mask, ended, scores, kl
-    return utils.numbers({f"eval/objective/{name}": x for name, x in metrics.items()}), shown
+    return score.held_out(rewards_of_each, prompts, responses, scored_mask, ended, scores, kl)
 
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
@@ -539,26 +536,22 @@ def main(args: Args):
     # token ids, and those of functions of text, e.g. f(prompts=["2 + 3 ="], completions=[" 5"], answer=["5"]) -> [1.0].
     score = rewards.Scorer(args, accelerator, tokenizer, reward_model, response_scores, size, end_ids)
     score.check_columns(prompts, held_out)
-    # Set eps and weight decay explicitly, so that the recipe does not depend on torch's defaults. [OPT-4]
     # The optimiser holds the value model's weights as well. [PPO-4]
-    optimizer = torch.optim.AdamW(
-        [p for p in policy.parameters() if p.requires_grad],
-        lr=args.learning_rate,
-        eps=args.adam_eps,
-        weight_decay=args.weight_decay,
-        fused=True,
-    )
+    optimizer = utils.adamw(policy, args, fused=True)
+    # The reference and the reward model are put under the engine in place.
     policy, optimizer = engines.prepare(args, accelerator, policy, optimizer, reference, score.reward_model)
     num_updates = math.ceil(args.total_episodes / B)  # Round up, so that at least total_episodes are sampled. [OPT-10]
+    # What is in the list belongs to what a run is, as its arguments do: --resume compares it.
     run = Run(args, accelerator, tokenizer, num_updates, prompts, [held_out, reference, score.reward_model])
 
     def prompts_of(update):
         """The B prompts of an update. --overlap reads them ahead."""
         return prompts.of_update(update, B, args.seed)
 
-    # This is utils.sample with the response length, stop_ids and the size of slices filled in. --sampler vllm and
-    # --overlap (a thread that samples an update ahead, by a copy of the weights) give three tensors of the same kinds.
-    sample = overlap.sampler(args, run, [*prompts, *held_out], prompts_of, stop_ids)
+    # sample(policy, queries, query_mask, episodes, n, key) is utils.sample with its other arguments filled in, or what
+    # --sampler vllm has in its place. Under --overlap a thread samples training batches an update ahead, and evaluation
+    # has the newest weights.
+    sample = overlap.choose_sampler(args, run, [*prompts, *held_out], prompts_of, stop_ids)
     state = run.resume(policy, optimizer, {"kl_coef": args.kl_coef, "adam_step": 0, "moments": (0, 0.0, 0.0)})
     if run.first_update == 1:
         run.log(0, *evaluate(policy, sample, reference, score, held_out, end_ids, args, accelerator))
@@ -581,23 +574,22 @@ def main(args: Args):
             # ---- 2. Scores: the rewards, and the log-probs and values that the advantages start from -----------------
             batch = Batch(queries[mine], query_mask[mine], responses, response_mask)
             ref_logprobs, _ = in_slices(response_logprobs, reference, batch, size)
-            # The ratio compares two forwards of the same code, so that it starts at 1 up to rounding. [GEN-9]
+            # Without --overlap the ratio compares two forwards of the same code, so that it starts at 1 up to rounding.
+            # [GEN-9]
             old_logprobs, _, values = in_slices(response_logprobs, policy, batch, size)
             if args.kl_penalty == "full":
                 (kl_penalties,) = in_slices(full_kl, policy, batch, size, reference)
             else:
                 kl_penalties = kl_penalty(old_logprobs, ref_logprobs, args.kl_penalty)
             # The reward model reads what a human would read. [GEN-14]
-            scored_mask, ended = truncate_response(responses, response_mask, end_ids, args.truncate_after)
+            scored_mask, _ = truncate_response(responses, response_mask, end_ids, args.truncate_after)
             rewards_of_each = score(rows[mine], batch._replace(response_mask=scored_mask))  # [B / world, F]
         # Advantages, minibatches and metrics need the whole batch, so gather it once. Until phase 5 takes its
         # shares, every tensor holds the whole batch, on every process. [REW-7]
         responses, response_mask, sampled_logprobs, old_logprobs, ref_logprobs = accelerator.gather(
             (responses, response_mask, sampled_logprobs, old_logprobs, ref_logprobs)
         )
-        kl_penalties, values, rewards_of_each, ended = accelerator.gather(
-            (kl_penalties, values, rewards_of_each, ended)
-        )
+        kl_penalties, values, rewards_of_each = accelerator.gather((kl_penalties, values, rewards_of_each))
         batch = Batch(queries, query_mask, responses, response_mask)
         run.lap("scores")
 
@@ -610,6 +602,7 @@ def main(args: Args):
         #   R tokens        v    w    x    y    z      both masks are 1 everywhere, and the value after z counts as 0
         #   rewards        -cK  -cK  -cK  -cK  -cK + score      where, if unfinished, it paid missing_eos_penalty
         #
+        scored_mask, ended = truncate_response(responses, response_mask, end_ids, args.truncate_after)  # [B, R], [B]
         # A score is the weighted sum of the rewards. NaN: a reward does not apply to this kind of prompt. [REW-4]
         scores = (rewards_of_each * score.weights).nansum(1)  # [B]
         scores = missing_eos_scores(scores, ended, args.missing_eos_penalty, args.missing_eos_mode)  # [B]
@@ -734,7 +727,7 @@ def main(args: Args):
             "val/num_stop_token_ids": ended.sum() if len(end_ids) else 0,
             "val/sequence_lengths": response_mask.sum(1).float().mean(),
         }
-        shown = rows, responses, response_mask, ended, scores, logged_kl
+        shown = rows, responses, scored_mask, ended, scores, logged_kl
         if run.is_eval_due(update):
             eval_metrics, eval_shown = evaluate(policy, sample, reference, score, held_out, end_ids, args, accelerator)
             metrics |= eval_metrics

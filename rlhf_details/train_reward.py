@@ -177,7 +177,7 @@ def score_rows(reward, rows, size, accelerator):
     """Scores [N] fp32 of rows of token ids, `size` rows in a forward. Call it on every process; each takes a share."""
     reward.eval()
     # The shares are filled up, so that all processes have as many rows.
-    mine = [rows[i % len(rows)] for i in data.my_share(len(rows), accelerator).tolist()]
+    _, mine = data.my_share(rows, accelerator)
     slices = [mine[i : i + size] for i in range(0, len(mine), size)]
     with accelerator.autocast():
         parts = cli.progress("scoring rows, slice by slice", slices)
@@ -264,14 +264,8 @@ def main(args: Args):
         # Their scores get std 1 before training, so that the loss starts from scores neither huge nor tiny. [RM-9]
         reward.gain.data.fill_(normalise(score_rows(reward, samples, size * K, accelerator))[0])
     model = reward.model
-    trained = {"params": [p for p in model.parameters() if p.requires_grad]}
-    # Set eps and weight decay explicitly, so that the recipe does not depend on torch's defaults. [OPT-4]
-    optimizer = torch.optim.AdamW(
-        [trained, {"params": [reward.gain], "weight_decay": 0.0}],
-        lr=args.learning_rate,
-        eps=args.adam_eps,
-        weight_decay=args.weight_decay,
-    )
+    optimizer = utils.adamw(model, args)
+    optimizer.add_param_group({"params": [reward.gain], "weight_decay": 0.0})
     run = Run(args, accelerator, tokenizer, num_steps, train, [held_out, references, model])
     reward, optimizer = engines.prepare(args, accelerator, reward, optimizer)
     run.resume(reward, optimizer)

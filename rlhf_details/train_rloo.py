@@ -9,8 +9,8 @@ RLOO: REINFORCE with a leave-one-out baseline, on a language model and a reward 
    below 500 M parameters take one step: see `presets`.
 4. Responses to the same prompt share its computation: n of the k are packed in a row, [prompt | r1 | .. | rn], under a
    block mask. Where a model cannot read such a mask, each row holds one response.
-5. Sampling and shuffling are functions of coordinates, such as (seed, purpose, update, row, step, token) for a token,
-   and never of a generator's state.
+5. Sampling and shuffling are functions of coordinates, such as (seed, purpose, update, episode, step, token) for a
+   token, and never of a generator's state.
 
 Left out on purpose: top-k and top-p (the sampled policy would not be the trained one), and
 a KL term in the loss (the KL is in the reward).
@@ -56,7 +56,7 @@ class Args(cli.PolicyArgs):  # run, data, models, memory, reward_fn, sampler and
     temperature: float = 0.7
     """sampling temperature; it divides the logits of every log-prob as well"""
     stop_token: str = "eos"
-    """sampling ends with this token: "eos", "none", or a text that is one token"""
+    """sampling ends with this token: "eos" (any that the model names as an end), "none", or a text that is one token"""
     missing_eos_penalty: float | None = 1.0
     """what a response without the stop token pays, in points of score; None: nothing"""
     missing_eos_mode: Literal["subtract", "replace"] = "subtract"
@@ -103,14 +103,14 @@ class Args(cli.PolicyArgs):  # run, data, models, memory, reward_fn, sampler and
     max_grad_norm: float | None = 1.0
     """clip the gradient's global norm to this; None: only log it"""
 
-    # memory and speed: never changes the result
+    # memory and speed: never changes the result, up to rounding
     share_prompts: bool = True
     """compute each prompt once for its k responses, where the model is shown to allow it"""
 
 
-# What a run takes in place of the defaults above, where no flag and no --config says otherwise. A name is that of an
-# embedded task. A number is for other data, by the model's size: 20e6 for fewer than 20 M parameters, 500e6 for 20 M to
-# 500 M, and so on. docs/guides/1_your_data.md says where these values are from.
+# cli.main takes these in place of the defaults above, where no flag and no --config says otherwise. A name is that of
+# an embedded task; without --dataset it is "toy". A number is for other data, by the model's size: 20e6 for fewer than
+# 20 M parameters, 500e6 for 20 M to 500 M, and so on. docs/guides/1_your_data.md says where these values are from.
 presets = {
     "toy": dict(
         eval_dataset="toy:test",
@@ -177,9 +177,9 @@ class Policy(nn.Module):
 
     def forward(self, tokens, mask, positions, index, labels=None, cache=None):
         """
-        Args: tokens, positions [W, L]; mask [W, L] bool or [W, 1, L, L'] additive, None where nothing is padding; index
-        [C], the columns whose logits are read; labels [W, C], the tokens that these predict; cache, a transformers
-        cache, which is extended.
+        Args: tokens, positions [W, L]; mask [W, L'] bool or [W, 1, L, L'] additive, None where nothing is padding;
+        index [C], the columns whose logits are read; labels [W, C], the tokens that these predict; cache, one of
+        transformers, which is extended.
         Returns: (log-probs, entropies), both [W, C] fp32, or without labels the logits / T [W, C, V] fp32.
         """
         hidden = models.hidden_states(self.model, tokens, mask, positions, cache)[:, index]  # [W, C, H]
@@ -376,8 +376,8 @@ def evaluate(policy, sample, reference, score, prompts, stop_ids, args, accelera
     if not prompts:
         return {}, None
     policy.eval()
-    episodes = data.my_share(len(prompts), accelerator)  # Some come twice, so that all processes have equally many.
-    rows = [prompts[i % len(prompts)] for i in episodes.tolist()]
+    # A share is filled up with rows that come twice, so that all processes have equally many. They are cut off below.
+    episodes, rows = data.my_share(prompts, accelerator)
     queries, query_mask = utils.left_pad([row.ids for row in rows], accelerator.device)
     key = args.seed, EVALUATION, 0
     with accelerator.autocast():
@@ -385,17 +385,14 @@ def evaluate(policy, sample, reference, score, prompts, stop_ids, args, accelera
         batch = Batch(queries, query_mask, responses, response_mask)
         ref_logprobs, _ = in_slices(response_logprobs, reference, batch, args.micro_batch_size, 1)
         rewards_of_each = score(rows, batch, 1)  # [N / world, F]
-    # The log-probs of what sampled are good enough for this KL, because it is only logged.
+    # The KL is taken from the log-probs of what sampled. Those of --sampler vllm are a little off, which is good enough
+    # for a number that is only logged.
     gathered = accelerator.gather((responses, response_mask, (logprobs - ref_logprobs).sum(1), rewards_of_each))
     responses, response_mask, kl, rewards_of_each = (x[: len(prompts)] for x in gathered)
     ended = has_stopped(responses, response_mask, stop_ids)
     scores = (rewards_of_each * score.weights).nansum(1)
     scores = missing_eos_scores(scores, ended, args.missing_eos_penalty, args.missing_eos_mode)
-    lengths = response_mask.sum(1).float()
-    metrics = {"scores": scores.mean(), "kl": kl.mean(), "length": lengths.mean(), "ended": ended.float().mean()}
-    metrics |= score.by_name(rewards_of_each, spread=True) | {"scores_std": scores.std(correction=0)}
-    shown = prompts, responses, response_mask, ended, scores, kl
-    return utils.numbers({f"eval/objective/{name}": x for name, x in metrics.items()}), shown
+    return score.held_out(rewards_of_each, prompts, responses, response_mask, ended, scores, kl)
 
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
@@ -432,16 +429,11 @@ def main(args: Args):
     # token ids, and those of functions of text, e.g. f(prompts=["2 + 3 ="], completions=[" 5"], answer=["5"]) -> [1.0].
     score = rewards.Scorer(args, accelerator, tokenizer, reward_model, response_scores, size, stop_ids)
     score.check_columns(prompts, held_out)
-    # Set eps and weight decay explicitly, so that the recipe does not depend on torch's defaults. [OPT-4]
-    optimizer = torch.optim.AdamW(
-        [p for p in policy.parameters() if p.requires_grad],
-        lr=args.learning_rate,
-        eps=args.adam_eps,
-        weight_decay=args.weight_decay,
-        fused=True,
-    )
+    optimizer = utils.adamw(policy, args, fused=True)
+    # The reference and the reward model are put under the engine in place.
     policy, optimizer = engines.prepare(args, accelerator, policy, optimizer, reference, score.reward_model)
     num_updates = math.ceil(args.total_episodes / B)  # Round up, so that at least total_episodes are sampled. [OPT-10]
+    # What is in the list belongs to what a run is, as its arguments do: --resume compares it.
     run = Run(args, accelerator, tokenizer, num_updates, prompts, [held_out, reference, score.reward_model])
 
     def prompts_of(update):
@@ -449,9 +441,10 @@ def main(args: Args):
         # The k copies of a prompt stand side by side, because baseline and packing take adjacent rows. [RLOO-1]
         return [prompt for prompt in prompts.of_update(update, B // k, args.seed) for _ in range(k)]
 
-    # This is utils.sample with the response length, stop_ids and the size of slices filled in. --sampler vllm and
-    # --overlap (a thread that samples an update ahead, by a copy of the weights) give three tensors of the same kinds.
-    sample = overlap.sampler(args, run, [*prompts, *held_out], prompts_of, stop_ids)
+    # sample(policy, queries, query_mask, episodes, n, key) is utils.sample with its other arguments filled in, or what
+    # --sampler vllm has in its place. Under --overlap a thread samples training batches an update ahead, and evaluation
+    # has the newest weights.
+    sample = overlap.choose_sampler(args, run, [*prompts, *held_out], prompts_of, stop_ids)
     run.resume(policy, optimizer)
     if run.first_update == 1:
         run.log(0, *evaluate(policy, sample, reference, score, held_out, stop_ids, args, accelerator))
@@ -474,7 +467,7 @@ def main(args: Args):
             # ---- 2. Scores: the rewards, and the log-probs that the KL and the ratio start from ----------------------
             batch = Batch(queries[mine], query_mask[mine], responses, response_mask)
             ref_logprobs, _ = in_slices(response_logprobs, reference, batch, size, n)
-            old_logprobs = sampled_logprobs  # With one step only the KL and the logged entropy use them.
+            old_logprobs = sampled_logprobs  # With one step only the reward's KL and the logged entropy use them.
             if not one_step or args.sampler != "own" or args.overlap:
                 # The ratio compares two forwards of the same code, so that it starts at 1 up to rounding. Where
                 # something else has sampled, KL and weights need this policy's log-probs as well. [GEN-9]
@@ -544,9 +537,11 @@ def main(args: Args):
                     means.add({"policy/entropy_avg": entropies}, response_mask[m])
                     means.add_ratios(logratio, is_action[m])
                     if epoch == number == 0:  # before the first step [LOG-6]
-                        # rounding, another engine, or --overlap; and rounding alone
+                        # What a gap shows is rounding, another engine, or --overlap.
                         means.add_max("val/logprob_gap", (logprobs - sampled_logprobs[m]).abs())
+                        # This one shows rounding alone, and with one step it is exactly 1.
                         means.add_max("val/first_ratio", logratio.abs().clamp(max=20).exp())
+                # Where the norm is not finite, the run ends and names the update and this number.
                 norm = engines.clip_and_step(accelerator, policy, optimizer, args.max_grad_norm, run, number)
                 means.add({"policy/grad_norm": norm})
         run.lap("optimise")

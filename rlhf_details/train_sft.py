@@ -215,8 +215,7 @@ def evaluate(language_model, rows, tokenizer, args, accelerator):
         return {}
     language_model.eval()
     device, size, means = accelerator.device, args.micro_batch_size, utils.Means(accelerator.device)
-    numbers = data.my_share(len(rows), accelerator)  # filled up, so that all processes have as many
-    mine = [rows[i % len(rows)] for i in numbers.tolist()]
+    numbers, mine = data.my_share(rows, accelerator)  # filled up, so that all processes have as many
     tokens, mask, is_target = tokens_and_targets(mine, args.completion_only, device)  # [N / world, L]
     batch = [tokens, mask, is_target & (numbers < len(rows)).unsqueeze(1)]
     prompts = [i for i, row in enumerate(rows) if row.ids and row.columns["prompt"]]  # Rows of `text` have none.
@@ -224,15 +223,14 @@ def evaluate(language_model, rows, tokenizer, args, accelerator):
         for m in torch.arange(len(mine), device=device).split(size):
             means.add({"eval/sft/loss": token_losses(language_model, [x[m] for x in batch])})
         if prompts:
-            share = data.my_share(len(prompts), accelerator)
-            numbers = torch.tensor(prompts, device=device)[share % len(prompts)]
-            mine = [rows[i] for i in numbers.tolist()]
+            share, numbers = data.my_share(prompts, accelerator)
+            mine = [rows[i] for i in numbers]
             queries, query_mask = utils.left_pad([row.ids for row in mine], device)
             responses, response_mask, _ = utils.sample(
                 engines.gathered(language_model),
                 queries,
                 query_mask,
-                numbers,
+                torch.tensor(numbers, device=device),
                 n=1,
                 response_length=args.response_length,
                 stop_ids=models.stop_ids(tokenizer, "eos", "--eval_dataset", device),
@@ -275,13 +273,7 @@ def main(args: Args):
         cli.fail(f"--batch_size {B}: more than the {len(train)} rows of --dataset {args.dataset}")
     steps_per_epoch = len(train) // B  # The rest of an epoch's shuffle is left out, other rows in each epoch.
     num_steps = args.num_train_epochs * steps_per_epoch
-    # Set eps and weight decay explicitly, so that the recipe does not depend on torch's defaults. [OPT-4]
-    optimizer = torch.optim.AdamW(
-        [p for p in language_model.parameters() if p.requires_grad],
-        lr=args.learning_rate,
-        eps=args.adam_eps,
-        weight_decay=args.weight_decay,
-    )
+    optimizer = utils.adamw(language_model, args)
     run = Run(args, accelerator, tokenizer, num_steps, train, [held_out, language_model])
     language_model, optimizer = engines.prepare(args, accelerator, language_model, optimizer)
     run.resume(language_model, optimizer)

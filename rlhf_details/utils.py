@@ -2,8 +2,8 @@
 What all pages share and a reader should read once: how text becomes tokens, masks and padding, the learning rate, the
 sampler and its noise, and the means that become metrics. Nothing runs at import.
 
-Shapes    B: episodes   n: adjacent episodes that share a prompt and a row   P = B / n: rows   V: vocabulary
-          Q: query tokens   R: response tokens   L: columns of a row   S: tokens that end a response
+Shapes    B: episodes   n: adjacent episodes that share a prompt and a row   W = B / n: rows   V: vocabulary
+          Q: query tokens   R: response tokens   L: columns of a row   S: tokens that end a response   H: hidden size
 Masks     True marks a real token. Masks travel with the tokens, and nothing is ever found by looking for a pad token.
 """
 
@@ -127,7 +127,7 @@ def trim(batch, extra=0):
 def in_slices(function, model, batch, size, *rest):
     """Calls function(model, part, *rest) for parts of `size` rows of a Batch, and joins what it returns, a list.
 
-    The size bounds memory and changes no result.
+    The size bounds memory and changes no result, up to rounding.
     """
     found = [function(model, part, *rest) for _, part in split(batch, slices(len(batch.queries), size))]
     return [torch.cat(results) for results in zip(*found, strict=True)]
@@ -136,9 +136,9 @@ def in_slices(function, model, batch, size, *rest):
 def token_logprobs(logits, hidden, labels, size, compare=None, states=None):
     """Log-probs of tokens and entropies of their distributions, fp32 and of the labels' shape, and what `compare` says.
 
-    Args: logits(states [K, H]) -> logits / T [K, V] fp32; hidden [.., H], the states before the tokens; labels [..],
+    Args: logits(hidden [K, H]) -> logits / T [K, V] fp32; hidden [.., H], the states before the tokens; labels [..],
     the tokens; size, of how many tokens the logits may exist at a time; compare(log-softmax [K, V], part of `states`)
-    -> [K] fp32, with states [.., H'], those of another model.
+    -> [K] fp32, with states [.., H'], those of another model: train_distill.py compares with the teacher's.
     """
 
     def of_piece(hidden, labels, *states):
@@ -157,7 +157,7 @@ def token_logprobs(logits, hidden, labels, size, compare=None, states=None):
     return tuple(torch.cat(x).reshape(labels.shape) for x in found)
 
 
-# ---- orders and learning rate ----------------------------------------------------------------------------------------
+# ---- orders and optimiser --------------------------------------------------------------------------------------------
 @functools.lru_cache(maxsize=16)
 def permutation(n, *coordinates):
     """A shuffle of range(n) as a tuple, which depends only on the integer coordinates, e.g. (seed, epoch)."""
@@ -178,6 +178,18 @@ def learning_rate_at(step, num_steps, args):
     done = (step - 1 - warmup) / max(1, num_steps - warmup)  # This is 0 at the first step after the warm-up. [OPT-1]
     shape = {"linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done)), "constant": 1.0}
     return args.learning_rate * shape[args.lr_schedule]
+
+
+def adamw(model, args, **options):
+    """torch's AdamW over the parameters of a model that are trained.
+
+    Args: args holds learning_rate, adam_eps and weight_decay; options, further ones of torch's.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    # Set eps and weight decay explicitly, so that the recipe does not depend on torch's defaults. [OPT-4]
+    return torch.optim.AdamW(
+        parameters, lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay, **options
+    )
 
 
 def tf_adam_eps(eps, step, beta2=0.999):
@@ -211,21 +223,11 @@ TRAINING, EVALUATION, REWARD_DATA = 0, 1, 3  # what a sample is drawn for, a coo
 
 
 def hash32(x):
-    """A 32-bit integer hash, elementwise on int32 tensors (the "lowbias32" mixer). Its products wrap around."""
-    return end_of_hash(start_of_hash(x))
-
-
-def start_of_hash(x):
-    """The first step of hash32. It is linear: start_of_hash(a ^ b) == start_of_hash(a) ^ start_of_hash(b)."""
-    return x ^ ((x >> 16) & 0xFFFF)
-
-
-def end_of_hash(x, kept=0xFFFF):
-    """The other steps, which change x. Args: kept, the bits that the last shift to the right lets through."""
-    x.mul_(0x7FEB352D)
-    x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF))
-    x.mul_(0x846CA68B - (1 << 32))
-    return x.bitwise_xor_((x >> 16).bitwise_and_(kept))
+    """A 32-bit integer hash, elementwise and in place on an int32 tensor (the "lowbias32" mixer)."""
+    # Products wrap around. >> fills up with the sign bit, and the masks clear what it has filled.
+    x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(0x7FEB352D)
+    x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(0x846CA68B - (1 << 32))
+    return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
 
 
 def fold(key, coordinate):
@@ -233,28 +235,25 @@ def fold(key, coordinate):
     return hash32(key ^ coordinate)
 
 
-def keys_of_rows(key, rows):
-    """The key [B] int32 of each episode's noise. Args: key, e.g. (seed, TRAINING, update); rows [B], their numbers."""
-    keys = torch.full_like(rows, 0x1B873593, dtype=torch.int32)  # The start is not 0, because hash32(0) is 0.
-    for coordinate in (*key, rows.int()):
+def keys_of_episodes(key, episodes):
+    """The key [B] int32 of each episode's noise. Args: key, e.g. (seed, TRAINING, update); episodes [B], numbers."""
+    keys = torch.full_like(episodes, 0x1B873593, dtype=torch.int32)  # The start is not 0, because hash32(0) is 0.
+    for coordinate in (*key, episodes.int()):
         keys = fold(keys, coordinate)  # Noise is hashed from coordinates, so batching cannot change it. [GEN-4]
     return keys
 
 
 def gumbel_noise(keys, vocab_size):
-    """Standard Gumbel noise [B, V] fp32, a function of the row's key [B] int32 and of the token id."""
-    # This is hash32(key ^ hash of the token id), and its first, linear step is done for keys and tokens apart. Each
-    # operation here and below is a pass over [B, V] for each token of a response, so they are few and in place.
-    x = start_of_hash(keys).unsqueeze(1) ^ hashed_tokens(vocab_size, keys.device)  # [B, V]
-    # >> fills up with the sign bit. `kept` leaves it in bit 31 of the last shift, so the XOR clears that bit, and 31
-    # bits are left.
-    return gumbel_of_bits(end_of_hash(x, kept=0x8000FFFF - (1 << 32)))
+    """Standard Gumbel noise [B, V] fp32, a function of the episode's key [B] int32 and of the token id."""
+    # Each operation here and below is a pass over [B, V] for each token of a response, so they are few and in place.
+    x = keys.unsqueeze(1) ^ hashed_tokens(vocab_size, keys.device)  # [B, V]
+    return gumbel_of_bits(hash32(x).bitwise_and_(0x7FFFFFFF))
 
 
 @functools.lru_cache(maxsize=4)
 def hashed_tokens(vocab_size, device):
-    """A hash of each token id, and of that the first step of the next hash, [V] int32."""
-    return start_of_hash(fold(torch.arange(vocab_size, dtype=torch.int32, device=device), 0x3C6EF372))
+    """A hash of each token id, [V] int32."""
+    return fold(torch.arange(vocab_size, dtype=torch.int32, device=device), 0x3C6EF372)
 
 
 def gumbel_of_bits(bits):
@@ -289,28 +288,28 @@ def sample(policy, queries, query_mask, episodes, n, response_length, stop_ids, 
 @torch.no_grad()
 def sample_slice(policy, queries, query_mask, episodes, n, response_length, stop_ids, key):
     """As `sample`, of all episodes at once."""
-    # The prompt of a row is computed once: [P, Q] with P = B / n.
+    # The prompt of a row is computed once: [W, Q] with W = B / n.
     queries, query_mask = queries[::n], query_mask[::n]
     first, num_real = torch.stack([query_mask.any(0).int().argmax(), query_mask.sum()]).tolist()
     queries, query_mask = queries[:, first:], query_mask[:, first:]  # Columns before it are padding in every row.
-    (P, Q), B, device = queries.shape, len(episodes), queries.device
-    is_padded = num_real < P * Q
-    keys = keys_of_rows(key, episodes)
+    (W, Q), B, device = queries.shape, len(episodes), queries.device
+    is_padded = num_real < W * Q
+    keys = keys_of_episodes(key, episodes)
     responses = torch.zeros(B, response_length, dtype=torch.long, device=device)
     mask = torch.zeros(B, response_length, dtype=torch.bool, device=device)
     logprobs = torch.zeros(B, response_length, device=device)
     # A step adds one token of each of the n responses to the row of their prompt, and each response sees its own alone:
     #   p p p | a b | a b | ...        n = 2, prompt p p p: column Q + t * n + j holds token t of response j
-    own = torch.eye(n, dtype=torch.bool, device=device).repeat(1, response_length).expand(P, -1, -1)  # [P, n, n * R]
-    visible = torch.cat([query_mask.unsqueeze(1).expand(-1, n, -1), own], 2)  # [P, n, Q + n * R]
+    own = torch.eye(n, dtype=torch.bool, device=device).repeat(1, response_length).expand(W, -1, -1)  # [W, n, n * R]
+    visible = torch.cat([query_mask.unsqueeze(1).expand(-1, n, -1), own], 2)  # [W, n, Q + n * R]
     visible = additive(visible) if n > 1 else visible.squeeze(1)
     cache = DynamicCache(config=getattr(policy, "module", policy).model.config)
     # the columns whose logits are read
     last, each = torch.arange(Q - 1, Q, device=device), torch.arange(n, device=device)
     seen = query_mask if is_padded else None
-    logits = policy(queries, seen, positions_from_mask(query_mask), last, cache=cache)  # [P, 1, V]
+    logits = policy(queries, seen, positions_from_mask(query_mask), last, cache=cache)  # [W, 1, V]
     logits = logits.squeeze(1).repeat_interleave(n, 0)  # [B, V]
-    position = query_mask.sum(1, keepdim=True).expand(P, n)  # [P, n], of the first response token
+    position = query_mask.sum(1, keepdim=True).expand(W, n)  # [W, n], of the first response token
     alive = torch.ones(B, dtype=torch.bool, device=device)
     for t in range(response_length):
         # This is the Gumbel-max form of sampling. The logits are divided by the temperature already. [GEN-1]
@@ -325,14 +324,14 @@ def sample_slice(policy, queries, query_mask, episodes, n, response_length, stop
             break
         # Without a mask each token sees all that came before it.
         seen = visible[..., : Q + n * (t + 1)] if n > 1 or is_padded else None
-        tokens = (token * alive).reshape(P, n)  # Finished rows run on with token 0, which nobody reads.
+        tokens = (token * alive).reshape(W, n)  # Finished rows run on with token 0, which nobody reads.
         # Positions continue after the prompt's real tokens and do not count its padding. [GEN-6]
-        logits = policy(tokens, seen, position + t, each, cache=cache).flatten(0, 1)  # [P, n, V] -> [B, V]
+        logits = policy(tokens, seen, position + t, each, cache=cache).flatten(0, 1)  # [W, n, V] -> [B, V]
     return responses, mask, logprobs
 
 
 def additive(visible):
-    """Attention mask [M, 1, L, L'] fp32 of a bool [M, L, L']: 0 where visible, else the lowest number of bf16."""
+    """Attention mask [W, 1, L, L'] fp32 of a bool [W, L, L']: 0 where visible, else the lowest number of bf16."""
     # bf16's lowest number is finite in fp32, and fp32's is -inf in bf16. A row of -inf would be NaN after the softmax.
     lowest = torch.finfo(torch.bfloat16).min
     return torch.zeros(visible.shape, device=visible.device).masked_fill(~visible, lowest).unsqueeze(1)
@@ -340,10 +339,10 @@ def additive(visible):
 
 # ---- when another engine samples -------------------------------------------------------------------------------------
 def correct_for_sampler(advantages, logratio, mask, args):
-    """Advantages times p(action) / p_sampler(action), so that what another policy sampled counts as if this one had.
+    """Advantages times p(action) / p_sampler(action), which makes up for actions that another policy sampled.
 
-    The other one is another engine's (--sampler vllm), or this one as it was an update ago (--overlap; in PPO the ratio
-    is against that one, and so the weights are 1).
+    The other one is another engine's (--sampler vllm), or this one as it was an update ago (--overlap; PPO's ratio is
+    then against that one, so its log-ratios here are 0 and its weights 1).
     Long products of ratios can be huge. --sampler_correction "truncate" bounds them by c = --sampler_cap, and "mask"
     gives weight 0 to those whose ratio is not within [1/c, c]; they still count in the loss's mean.
     Args: advantages [B] where an action is a response, else [B, 1] or [B, R]; logratio [B, R], the training forward's
@@ -351,16 +350,17 @@ def correct_for_sampler(advantages, logratio, mask, args):
     Source: truncated importance sampling of Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL
     Training" (2025), where c = 2; TRL v1.16.0, grpo_trainer.py, with both kinds, of tokens or responses.
     """
-    if args.sampler == "own" and not args.overlap:
+    if (args.sampler == "own" and not args.overlap) or args.sampler_correction == "none":
         return advantages, {}
     logratio = logratio * mask
     if advantages.dim() == 1:
         logratio, mask = logratio.sum(1), mask.any(1)  # [B]
     ratio, cap = logratio.exp(), args.sampler_cap
-    cut = (ratio > cap) | ((ratio < 1 / cap) & (args.sampler_correction == "mask"))
-    # "none" has no weights. The others bound what one response can be worth that the sampler found unlikely. [GEN-15]
-    kinds = {"none": torch.ones_like(ratio), "truncate": ratio.clamp(max=cap), "mask": ratio.masked_fill(cut, 0)}
-    weights = kinds[args.sampler_correction]
+    # Both kinds bound what one response can be worth that the sampler found unlikely. [GEN-15]
+    cut, weights = ratio > cap, ratio.clamp(max=cap)
+    if args.sampler_correction == "mask":
+        cut = cut | (ratio < 1 / cap)
+        weights = ratio.masked_fill(cut, 0)
     metrics = {"val/sampler_weight": masked_mean(weights, mask), "val/sampler_cut": masked_mean(cut.float(), mask)}
     return advantages * weights, metrics
 
@@ -369,16 +369,6 @@ def correct_for_sampler(advantages, logratio, mask, args):
 def widest_float(device):
     """The widest float of a device."""
     return torch.float32 if device.type == "mps" else torch.float64  # Apple's GPUs have no float64.
-
-
-def numbers(metrics):
-    """{name: number} of {name: number or tensor of one}. All come from the device together, since the host waits."""
-    tensors = {name: x.detach().reshape(()) for name, x in metrics.items() if isinstance(x, torch.Tensor)}
-    if not tensors:
-        return metrics
-    found = torch.stack([x.to(widest_float(x.device)) for x in tensors.values()]).tolist()
-    pairs = zip(tensors.items(), found, strict=True)
-    return metrics | {name: number if x.is_floating_point() else int(number) for (name, x), number in pairs}
 
 
 class Means:
@@ -411,11 +401,10 @@ class Means:
         sums = torch.stack(list(self.sums.values()))  # [names, 2]
         # Processes and micro-batches hold different numbers of tokens, so sum first and divide once. [LOG-2]
         total = accelerator.reduce(sums, "sum")
-        found = dict(zip(self.sums, total[:, 0] / total[:, 1].clamp(min=1), strict=True))
+        found = dict(zip(self.sums, (total[:, 0] / total[:, 1].clamp(min=1)).tolist(), strict=True))
         if self.highest:
             highest = accelerator.gather(torch.stack(list(self.highest.values())).unsqueeze(0))  # [processes, names]
-            found |= dict(zip(self.highest, highest.amax(0), strict=True))
-        found = numbers(found)
+            found |= dict(zip(self.highest, highest.amax(0).tolist(), strict=True))
         if "ratio_minus_1" in found:
             mean, square = found.pop("ratio_minus_1"), found.pop("ratio_minus_1_squared")
             found |= {"val/ratio": 1 + mean, "val/ratio_var": square - mean**2}  # of actions [LOG-4]

@@ -218,14 +218,16 @@ def fake_hub(monkeypatch):
 
 
 # ---- other processes -------------------------------------------------------------------------------------------------
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
 def launch(script, flags, processes=1, cwd=None, **env):
     """Runs a script (a path, or a name in rlhf_details/) on CPU processes: a CompletedProcess."""
     command = [str(ROOT / "rlhf_details" / script), *map(str, flags)]
     if processes > 1:
         command = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", *command]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | env
-    command = [sys.executable, *command]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=1800)
+    options = dict(cwd=cwd, env=os.environ | ENVIRONMENT | env, capture_output=True, text=True, timeout=1800)
+    return subprocess.run([sys.executable, *command], **options)
 
 
 # ---- comparisons -----------------------------------------------------------------------------------------------------

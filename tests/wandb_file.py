@@ -20,20 +20,18 @@ def read_runs(folder):
 
 
 def read_run_file(path):
-    """A run: history, [{name: value}]; config, summary, {name: value}; code, {path: local file}; run, its message."""
-    run = SimpleNamespace(folder=path.parent, history=[], config={}, summary={}, code={}, exit_code=None, run=None)
+    """A run: history, [{name: value}]; config, {name: value}; exit_code; run, its message."""
+    run = SimpleNamespace(folder=path.parent, history=[], config={}, exit_code=None, run=None)
     for content in records(path.read_bytes()):
         record = wandb_internal_pb2.Record.FromString(content)
         kind = record.WhichOneof("record_type")
         if kind == "run":
             run.run = record.run
             put(run.config, record.run.config.update)
-        elif kind in ("config", "summary"):
-            put(getattr(run, kind), getattr(record, kind).update)
+        elif kind == "config":
+            put(run.config, record.config.update)
         elif kind == "history":
             run.history.append(put({}, record.history.item))
-        elif kind == "artifact" and record.artifact.type == "code":
-            run.code = {entry.path: Path(entry.local_path) for entry in record.artifact.manifest.contents}
         elif kind == "exit":
             run.exit_code = record.exit.exit_code
     return run

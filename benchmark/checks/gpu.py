@@ -134,7 +134,7 @@ def noise(args):
     compiled = torch.compile(utils.gumbel_noise, dynamic=False)
     print("| rows | vocabulary | ms | ms through torch.compile | same bits |\n|---|---|---|---|---|")
     for size in args.vocabularies:
-        keys = utils.keys_of_rows((1, 0, 1), torch.arange(args.rows, device=DEVICE))
+        keys = utils.keys_of_episodes((1, 0, 1), torch.arange(args.rows, device=DEVICE))
         plain = seconds_of(lambda: utils.gumbel_noise(keys, size))
         try:
             is_same = torch.equal(utils.gumbel_noise(keys, size), compiled(keys, size))

@@ -61,7 +61,7 @@ def evaluate(policy_folder, sft, reward, seed, flags="", **changes):
     score = rewards.Scorer(args, *scorer)
     score.check_columns(rows, prompts)
     run = types.SimpleNamespace(accelerator=accelerator, stop=cli.fail)
-    sample = overlap.sampler(args, run, prompts, None, stop_ids)
+    sample = overlap.choose_sampler(args, run, prompts, None, stop_ids)
     metrics, _ = train_rloo.evaluate(policy, sample, reference, score, prompts, stop_ids, args, accelerator)
     names = (f"eval/objective/{name}" for name in FIGURES)
     return {name: metrics[name] for name in names if name in metrics}

@@ -76,13 +76,6 @@ def all_of(run_folder):
     return sorted(Path(run_folder).glob("checkpoints/" + "[0-9]" * 6), reverse=True)
 
 
-def read_config(run_folder):
-    """What config.json of a run holds, {} where there is none. A damaged one ends the run with one line."""
-    file = run_folder / "config.json"
-    with cli.reading("--resume", run_folder):
-        return json.loads(file.read_text()) if file.exists() else {}
-
-
 def find(run_folder, now):
     """The checkpoint to continue from, the same on all processes, or None. Call it on every process.
 
@@ -92,7 +85,8 @@ def find(run_folder, now):
     if len(set(gather_object([str(newest)]))) > 1:
         hint = "runs/ must be on a file system that all of them share"
         cli.fail(f"--resume: not every process sees the checkpoints of {run_folder}; {hint}")
-    if (before := read_config(run_folder)) and (changed := differences(before, now)):
+    before = cli.read_json(run_folder / "config.json", "--resume")
+    if before and (changed := differences(before, now)):
         hint = "start anew, with --overwrite in place of --resume"
         cli.fail(f"--resume: {newest or run_folder} is of another run: {'; '.join(changed)}; {hint}")
     return newest
@@ -127,7 +121,7 @@ def load_policy(accelerator, module, optimizer, folder):
 
 # ---- which run it is -------------------------------------------------------------------------------------------------
 def identity(args, accelerator, inputs):
-    """What a run must share with the checkpoint that it continues from, as JSON returns it.
+    """What a run must share with the checkpoint that it continues from.
 
     Args: inputs, what it learns from: data.Prompts (token ids and columns) and modules (weights and `bias`), or None.
     DeepSpeed reads only what the same stage wrote on as many processes.
@@ -145,7 +139,7 @@ def identity(args, accelerator, inputs):
         cli.fail("--dataset: the processes read other rows; a function that returns rows must return the same on each")
     return {
         "version of the layout": VERSION,
-        "args": json.loads(json.dumps(dataclasses.asdict(args))),
+        "args": dataclasses.asdict(args),
         "mixed_precision": engines.precision(accelerator),
         "checksum of rows and models": seen,
         "written by": engines.in_words(accelerator) if engines.uses_deepspeed(accelerator) else "torch",
@@ -156,10 +150,9 @@ def differences(before, now):
     """Texts that name what differs between two identities and would change a number of the curve."""
     before, now = ({**run, **run.get("args", {})} for run in (before, now))
     may_change = {"args", *cli.MEMORY_KNOBS, *cli.OUTPUTS}
-    changed = [key for key in now if key not in may_change and before.get(key) != now[key]]
-    if changed == ["template_date"]:  # Where a chat template writes the day, the checksum differs as well.
-        return []
-    return [f"{key} {before.get(key)!r} there, {now[key]!r} here" for key in changed]
+    if not cli.differences(before, now, {"template_date", *may_change}):
+        return []  # Where a chat template writes the day, the checksum differs as well.
+    return cli.differences(before, now, may_change)
 
 
 # ---- what appears whole or not at all, such as the saved model -------------------------------------------------------

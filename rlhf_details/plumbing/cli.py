@@ -220,15 +220,19 @@ def check_output_dir(args):
         fail(f"{what}: holds folders, so it is no model folder; give another one")
     if args.overwrite or not found:
         return
-    file = folder / "training_args.json"
-    if not file.is_file():
+    before = read_json(folder / "training_args.json", "--output_dir")
+    if not before:
         fail(f"{what} holds files that no run has written; give another folder or --overwrite")
-    with reading("--output_dir", folder):
-        before = dict(json.loads(file.read_text()))
-    for key, now in json.loads(json.dumps(dataclasses.asdict(args))).items():
-        if key not in NOT_THE_MODEL and before.get(key) != now:
-            advice = "give another folder or --overwrite, or to resume its run the same arguments"
-            fail(f"{what} holds another model ({key} {before.get(key)!r} there, {now!r} here); {advice}")
+    if changed := differences(before, dataclasses.asdict(args), NOT_THE_MODEL):
+        advice = "give another folder or --overwrite, or to resume its run the same arguments"
+        fail(f"{what} holds another model ({changed[0]}); {advice}")
+
+
+def differences(before, now, may_differ=()):
+    """Texts that name where two dictionaries differ in what `now` holds. before: as JSON has returned it."""
+    now = json.loads(json.dumps(now))
+    changed = [key for key in now if key not in may_differ and before.get(key) != now[key]]
+    return [f"{key} {before.get(key)!r} there, {now[key]!r} here" for key in changed]
 
 
 def experiment(args):
@@ -326,9 +330,15 @@ def reading(flag, value):
         fail(f"{flag} {value}: cannot be read ({in_one_line(told)})")
 
 
+def read_json(path, flag):
+    """The object that a JSON file holds, {} where there is none. A damaged file ends the program with one line."""
+    with reading(flag, path):
+        return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+
+
 def in_one_line(error):
     """An exception's own words in one line. A long message loses its middle: its beginning says what, its end why."""
-    words = " ".join(str(error).split()).partition(" Model type should be one of ")[0]  # All architectures follow.
+    words = " ".join(str(error).split())
     if not words or isinstance(error, KeyError):  # The words of a KeyError are nothing but the key.
         words = f"{type(error).__name__}: {words}".removesuffix(": ")
     return words if len(words) <= 600 else f"{words[:395]} ... {words[-200:]}"

@@ -379,10 +379,12 @@ def completions(rows, length, device):
     return [torch.nn.functional.pad(x.flip(1), (0, length - x.size(1))) for x in padded]
 
 
-def my_share(num, accelerator):
-    """This process's numbers of 0 .. num - 1, as int64 [ceil(num / processes)].
+def my_share(rows, accelerator):
+    """(numbers, rows): this process's share of N rows, the numbers as int64 [ceil(N / processes)].
 
-    All processes get as many. Numbers from `num` on are filler, which stands at the end of what is gathered.
+    All processes get as many. Numbers from N on are filler, which stands at the end of what is gathered: those rows are
+    the first ones again.
     """
-    world, device = accelerator.num_processes, accelerator.device
-    return torch.arange(num + -num % world, device=device).chunk(world)[accelerator.process_index]
+    N, world, device = len(rows), accelerator.num_processes, accelerator.device
+    numbers = torch.arange(N + -N % world, device=device).chunk(world)[accelerator.process_index]
+    return numbers, [rows[i % N] for i in numbers.tolist()]

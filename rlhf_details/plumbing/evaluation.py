@@ -40,9 +40,7 @@ def as_trained(args):
 
 def training_args(folder):
     """{flag: value} of the run that made a policy, {} where its folder does not say it."""
-    path = Path(folder, "training_args.json")
-    with cli.reading("--policy_path", path):
-        return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+    return cli.read_json(Path(folder, "training_args.json"), "--policy_path")
 
 
 def check(given, args):
@@ -91,9 +89,9 @@ def load_models(args, device):
 
 # ---- the folder, and what is printed ---------------------------------------------------------------------------------
 def settings(given, args):
-    """{"args": as they were given, "sampling": what the policy is sampled with}, as JSON has them."""
+    """{"args": as they were given, "sampling": what the policy is sampled with}."""
     sampling = {name: getattr(args, name) for name in FALLBACKS}
-    return json.loads(json.dumps({"args": dataclasses.asdict(given) | {"overwrite": False}, "sampling": sampling}))
+    return {"args": dataclasses.asdict(given) | {"overwrite": False}, "sampling": sampling}
 
 
 def folder_of(args):
@@ -112,12 +110,9 @@ def check_folder(args, now):
     found = {file.name for file in folder.iterdir()} if folder.exists() else set()
     if found - {"summary.json", "samples.csv"}:
         cli.fail(f"--output_dir {folder}: holds other files, so it is no evaluation; give another folder")
-    if "summary.json" not in found or args.overwrite:
-        return
-    with cli.reading("--output_dir", folder):
-        before = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-        there, here = (x["args"] | x["sampling"] for x in (before, now))
-    if changed := [f"{k} {there.get(k)!r} there, {x!r} here" for k, x in here.items() if there.get(k) != x]:
+    before = {} if args.overwrite else cli.read_json(folder / "summary.json", "--output_dir")
+    there, here = (x.get("args", {}) | x.get("sampling", {}) for x in (before, now))
+    if before and (changed := cli.differences(there, here)):
         cli.fail(f"--output_dir {folder} holds another evaluation ({changed[0]}); give another folder or --overwrite")
 
 

@@ -19,7 +19,6 @@ from rlhf_details.plumbing import cli
 
 csv.field_size_limit(2**31 - 1)  # characters of a cell
 SPACE = re.compile(r"\s*")
-FOLDERS = set()  # those of the user's functions
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
@@ -96,8 +95,8 @@ def load_dataset(name, part, taken):
 def load_function(spec, flag):
     """The function that "FILE.py:function" or "package.module:function" names.
 
-    What it imports is searched in its file's folder first, or in the current one. An error in the user's code keeps its
-    traceback.
+    What it imports is searched in its file's folder first, or in the current one, and Python has one module of a name.
+    An error in the user's code keeps its traceback.
     """
     name, _, function = spec.rpartition(":")
     if not name:
@@ -106,12 +105,6 @@ def load_function(spec, flag):
     if is_file and not Path(name).is_file():
         cli.fail(f"{flag} {spec}: no such file")
     folder = Path(name).resolve().parent if is_file else Path.cwd()
-    for module, other in list(sys.modules.items()):  # Else a function would silently get another folder's module.
-        path = Path(getattr(other, "__file__", None) or "")
-        if path.parent in FOLDERS - {folder} and (folder / f"{module}.py").exists():
-            rule = f"Python has one module of a name, and {path} has been imported"
-            cli.fail(f"{flag} {spec}: {rule}; rename one of them")
-    FOLDERS.add(folder)
     sys.path[:] = [str(folder), *(x for x in sys.path if x != str(folder))]
     try:
         found = getattr(load_module(str(Path(name).resolve()) if is_file else name), function, None)

@@ -79,10 +79,6 @@ class Function:
         self.what, self.is_text = f"--reward_fn {name_of(spec)}", is_text
         self.function, self.given = load_function(spec, "--reward_fn"), {}  # the columns that it gets
         self.signature = inspect.signature(self.function)
-        try:
-            self.signature.bind_partial(prompts=[], completions=[])
-        except TypeError:
-            cli.fail(f"--reward_fn {spec}: must be a function f(prompts, completions, **columns)")
 
     def find_columns(self, data_set):
         """Exits with an error if Prompts lack a column that it needs."""
@@ -285,19 +281,35 @@ class Scorer:
                 if set(said) == {None}:
                     yield "no reward applies to", i
 
-    def by_name(self, values, prefix="", spread=False):
+    def by_name(self, values, prefix=""):
         """{metric: mean} of gathered values [N, F], over the responses that each reward applies to.
 
         Metrics: rewards/<name> where there are functions, verifiable_correct_rate of the functions that return bools,
-        the watched rewards, and with spread=True the standard deviation of gold.
+        and the watched rewards.
         """
-        columns = {name: x[~x.isnan()] for name, x in zip(self.names, values.cpu().unbind(1), strict=True)}
+        columns = self.columns(values)
         # A reward model alone is not repeated, since its mean is objective/scores.
         found = {f"rewards/{name}": columns[name] for name in self.weighted if self.functions}
         if self.boolean:
             found["verifiable_correct_rate"] = torch.cat([columns[name] for name in self.boolean])
         found |= {name: columns[name] for name in self.watched}
-        means = {prefix + name: x.mean().item() for name, x in found.items() if len(x)}
-        if spread and len(found.get("gold", ())):
-            means[f"{prefix}gold_std"] = found["gold"].std(correction=0).item()
-        return means
+        return {prefix + name: x.mean().item() for name, x in found.items() if len(x)}
+
+    def columns(self, values):
+        """{name: entries, on the CPU} of values [N, F], without those of responses that a reward does not apply to."""
+        return {name: x[~x.isnan()] for name, x in zip(self.names, values.cpu().unbind(1), strict=True)}
+
+    def held_out(self, values, prompts, responses, mask, ended, scores, kl):
+        """What a page's `evaluate` returns: ({"eval/objective/..": mean over the prompts}, the episodes as Run.log's).
+
+        Args, all gathered: values [N, F]; prompts, a list of N; responses, mask [N, R]; ended, scores, kl [N].
+        """
+        found = {"kl": kl, "length": mask.sum(1).float(), "ended": ended.float()}
+        gold = self.columns(values).get("gold", scores[:0])
+        spread = {"gold_std": gold} if len(gold) else {}
+        if hasattr(self.args, "reward_fn_weights"):  # A page with a teacher has no scores.
+            found, spread = {"scores": scores} | found, spread | {"scores_std": scores}
+        metrics = {name: x.mean().item() for name, x in found.items()} | self.by_name(values)
+        metrics |= {name: x.std(correction=0).item() for name, x in spread.items()}
+        shown = prompts, responses, mask, ended, scores, kl
+        return {f"eval/objective/{name}": x for name, x in metrics.items()}, shown

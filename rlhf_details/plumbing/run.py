@@ -23,7 +23,6 @@ from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 
 from rlhf_details.plumbing import checkpoint, cli, engines, health, hub, trackers
-from rlhf_details.utils import numbers
 
 
 class Run:
@@ -61,7 +60,7 @@ class Run:
     def open_folder(self):
         """Opens the Hub's repository and the trackers before anything is trained, and writes config.json."""
         args, accelerator = self.args, self.accelerator
-        before = checkpoint.read_config(self.folder) if args.resume else {}
+        before = cli.read_json(self.folder / "config.json", "--resume") if args.resume else {}
         about = self.identity | {
             "run": str(self.folder),
             "versions": {module.__name__: module.__version__ for module in (torch, transformers)},
@@ -126,7 +125,8 @@ class Run:
         """
         if not metrics:
             return
-        row = {"update": update, "episode": update * self.args.batch_size} | numbers(metrics)
+        row = {"update": update, "episode": update * self.args.batch_size}
+        row |= {name: x.item() if isinstance(x, torch.Tensor) else x for name, x in metrics.items()}
         if update:
             row |= self.times()
             row |= health.look(self, row)

@@ -2,31 +2,14 @@
 
 import itertools
 import math
-import random
 import re
 
-import numpy as np
 import pytest
 import torch
 from oracles import ragged_mask
 
 from rlhf_details import evaluate
 from rlhf_details.plumbing import evaluation, judge
-
-
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_distinct_n_counts_ngrams_within_responses(n):
-    some = random.Random(0)
-    responses = [[some.randrange(5) for _ in range(some.randrange(8))] for _ in range(30)]
-    seen, total = [], 0
-    for response in responses:
-        for start in range(len(response)):
-            if start + n <= len(response):
-                total += 1
-                if response[start : start + n] not in seen:
-                    seen.append(response[start : start + n])
-    assert evaluate.distinct_n(responses, n) == len(seen) / total
-    assert evaluate.distinct_n([[7, 7, 7, 7]], n) == 1 / (5 - n) and evaluate.distinct_n([[]], n) == 0
 
 
 @pytest.mark.parametrize("n, right", [(1, 0), (1, 1), (6, 0), (6, 2), (6, 5), (6, 6)])
@@ -54,15 +37,11 @@ def test_wilsons_interval_has_the_published_values(wins, n, low, high):
     assert evaluation.wilson_interval(wins, n) == pytest.approx((low, high), abs=2e-5)  # they use 1.959964, we 1.96
 
 
-def test_a_rate_comes_with_wilsons_interval_and_a_mean_with_1_96_standard_errors():
-    assert evaluation.rate([1, 0, 0.5, 0.5, 1]) == {"value": 0.6} | dict(
-        zip(("low", "high"), evaluation.wilson_interval(3, 5), strict=True)
-    )
+def test_a_mean_comes_with_1_96_standard_errors():
     x = torch.randn(50, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    half = 1.96 * x.std().item() / math.sqrt(50)
-    figure = evaluation.average(x.tolist())
-    assert figure["value"] == pytest.approx(x.mean().item())
-    assert (figure["low"], figure["high"]) == pytest.approx((x.mean().item() - half, x.mean().item() + half))
+    mean, half = x.mean().item(), 1.96 * x.std().item() / math.sqrt(50)
+    expected = {"value": mean, "low": mean - half, "high": mean + half}
+    assert evaluation.average(x.tolist()) == pytest.approx(expected)
     assert evaluation.average([2.0]) == {"value": 2.0}  # one number says nothing of its spread
 
 
@@ -97,58 +76,38 @@ def test_what_is_measured_of_one_sides_responses():
         "rewards/is_right": [1.0, 0.0, None],
         "parses": [1.0, None, 0.0],
     }
-    value = {name: figure["value"] for name, figure in found.items()}
-    assert value["length"] == pytest.approx(8 / 3) and value["ended"] == pytest.approx(2 / 3)
-    assert value["rewards/reward_model"] == 2.5 and value["parses"] == 0.5
-    assert value["distinct_1"] == 3 / 6  # 5 6 | 5 5 5 | 7: the token at the end is left out
-    assert value["distinct_2"] == 2 / 3 and value["distinct_3"] == 1
-    assert found["ended"] == evaluation.rate([1, 0, 1]) and found["rewards/is_right"] == evaluation.rate([1, 0])
-    assert found["rewards/reward_model"] == evaluation.average([1.0, 2.0, 4.5])
-
-
-@pytest.mark.parametrize("prompts", [20, 200])
-@pytest.mark.parametrize("a, b", [(0.5, 0.5), (5, 5), (20, 1), (50, 0.5)])  # of the prompts' own chances
-def test_the_interval_of_shares_holds_the_truth(a, b, prompts):
-    noise, held = np.random.default_rng(1), 0
-    for shares in noise.binomial(8, noise.beta(a, b, (1000, prompts))) / 8:
-        found = evaluation.rate(shares.tolist())
-        held += found["low"] <= a / (a + b) <= found["high"]
-    assert held / 1000 > 0.93  # average() holds it in 0.78 of the cases for 20 prompts with chances near 1.
+    # 5 6 | 5 5 5 | 7: the token at the end is left out
+    distinct = {f"distinct_{n}": {"value": share} for n, share in ((1, 3 / 6), (2, 2 / 3), (3, 1))}
+    assert found == distinct | {
+        "length": evaluation.average([3, 3, 2]),
+        "ended": evaluation.rate([1, 0, 1]),
+        "rewards/reward_model": evaluation.average([1.0, 2.0, 4.5]),
+        "rewards/is_right": evaluation.rate([1, 0]),
+        "parses": evaluation.rate([1, 0]),
+    }
+    assert evaluate.distinct_n([[]], 1) == 0
 
 
 # ---- a language model as the judge -----------------------------------------------------------------------------------
-ANSWERS = {
-    "A": ["A", 'Preferred: "A".', "preferred:(A)", "Comparison: B.\n\n A ", "a", "Response A"],
-    "B": ["B\n", "Comparison: A is dull.\nPreferred: B", "**Preferred:** **B**", "Preferred: A\nPreferred: B"],
-    None: ["", "\n", "AB", "A or B", "Preferred: A and B", "Preferred:", "Vitamin A", "I prefer A", "C"],
-}
-ANSWERS["B"] += ["Comparison: A is dull. Preferred: b", "Preferred: Response B."]
-ANSWERS["B"] += [
-    '```json\n{"preferred": "B"}\n```',
-    '{\n "comparison": "A is dull.",\n "preferred": "B"\n}',
-    "B\n\n-",
-    "<think>A?</think>B",
-]
-ANSWERS[None] += ["Preferred: A\nI hope this helps.", "Answer: A"]
+A = ["A", 'Preferred: "A".', "preferred:(A)", "Comparison: B.\n\n A ", "a", "Response A"]
+B = ["B\n", "Comparison: A is dull.\nPreferred: B", "**Preferred:** **B**", "Preferred: A\nPreferred: B", "B\n\n-"]
+B += ["Comparison: A is dull. Preferred: b", "Preferred: Response B.", "<think>A?</think>B"]
+B += ['```json\n{"preferred": "B"}\n```', '{\n "comparison": "A is dull.",\n "preferred": "B"\n}']
+NONE = ["", "\n", "AB", "A or B", "Preferred: A and B", "Preferred:", "Vitamin A", "I prefer A", "C", "Answer: A"]
+NONE += ["Preferred: A\nI hope this helps."]
 
 
-@pytest.mark.parametrize("letter", ANSWERS)
-def test_only_a_last_line_that_is_a_letter_is_an_answer(letter):
-    for answer, ours in itertools.product(ANSWERS[letter], "AB"):
-        expected = "unparsable" if letter is None else "won" if letter == ours else "lost"
-        assert judge.verdict_by_answer(answer, ours) == expected, answer
+def test_only_a_last_line_that_is_a_letter_is_an_answer():
+    for answers, verdicts in ((A, ["won", "lost"]), (B, ["lost", "won"]), (NONE, ["unparsable"] * 2)):
+        for answer in answers:
+            assert [judge.verdict_by_answer(answer, ours) for ours in "AB"] == verdicts, answer
 
 
-def test_eval_1_a_judge_that_always_says_the_first_is_better_gives_one_half():
-    letters = [judge.question("p", "ours", "theirs", 1, number)[1] for number in range(2000)]
-    rate = evaluate.win_rate([judge.verdict_by_answer("A", letter) for letter in letters])
-    assert abs(rate["value"] - 0.5) < 0.04
-
-
-def test_the_order_of_a_pair_is_a_function_of_seed_and_number_and_the_letter_is_that_of_the_response():
-    one, two = ([judge.question("the {prompt}", "ours {a}", "theirs", s, i) for i in range(64)] for s in (1, 2))
-    assert one == [judge.question("the {prompt}", "ours {a}", "theirs", 1, i) for i in range(64)]
-    assert [letter for _, letter in one] != [letter for _, letter in two]
+def test_eval_1_the_order_of_a_pair_is_a_fair_draw_of_seed_and_number_and_the_letter_is_that_of_the_response():
+    """So a judge that always says that the first one is better gives one half."""
+    one, two, again = ([judge.question("the {p}", "ours {a}", "theirs", s, i) for i in range(2000)] for s in (1, 2, 1))
+    letters = [letter for _, letter in one]
+    assert one == again and letters != [letter for _, letter in two] and abs(letters.count("A") - 1000) < 80
     for text, letter in one:
         assert re.search(rf"### Response {letter}\nours {{a}}\n", text)
-        assert "\nthe {prompt}\n" in text and "\ntheirs\n" in text
+        assert "\nthe {p}\n" in text and "\ntheirs\n" in text

@@ -1,12 +1,11 @@
 """The pages and their layouts that the invariants hold for, and what a test may record of a run."""
 
 import contextlib
-import json
-from pathlib import Path
 
 import pytest
 import torch
 from helpers import LM_HUMAN_PREFERENCES, PAGES, page_args, read_metrics
+from short_runs import write_rows
 
 from rlhf_details import toy, utils
 
@@ -30,7 +29,6 @@ REWARDED = pytest.mark.parametrize("case", [name for name in CASES if name not i
 # The policy that trains samples, and takes several steps.
 IN_STEP = pytest.mark.parametrize("case", [name for name in CASES if name not in [*OVERLAP, *TAUGHT]])
 RLOO_AND_PPO = pytest.mark.parametrize("case", ["rloo", "ppo"])
-VALUE_MODELS = pytest.mark.parametrize("value_model", ["separate", "shared"])
 LOSS = {page: f"{page.split('_')[1]}_policy_loss" for page in PAGES}
 
 
@@ -52,8 +50,7 @@ def run_case(case, models, **changes):
 
 def write_prompts(path, count):
     """Writes a data set of the embedded task's first held-out prompts, and returns its path as a string."""
-    Path(path).write_text("".join(json.dumps(row) + "\n" for row in toy.rows("prompts", "test")[:count]))
-    return str(path)
+    return write_rows(path, toy.rows("prompts", "test")[:count])
 
 
 def episodes_of(calls, purpose=utils.TRAINING):

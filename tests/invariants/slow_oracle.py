@@ -6,7 +6,8 @@ Episodes are pairs (query, response) of lists of token ids, and `orders` says in
 
 import copy
 import math
-import statistics
+from statistics import fmean as mean
+from statistics import pvariance, stdev
 
 import torch
 import transformers
@@ -15,21 +16,18 @@ from helpers import responses_per_prompt
 from rlhf_details import toy, utils
 
 
-def mean(numbers):
-    numbers = list(numbers)
-    return sum(numbers) / len(numbers)
+def flat(rows):
+    return [x for row in rows for x in row]
 
 
-def variance(numbers):
-    numbers = list(numbers)
-    centre = mean(numbers)
-    return mean((x - centre) ** 2 for x in numbers)
+def less(rows, others):
+    """rows - others, of lists of lists."""
+    return [[a - b for a, b in zip(*pair, strict=True)] for pair in zip(rows, others, strict=True)]
 
 
 def whitened(rows, keep_mean=False):
     """Rows of floats of any lengths, whitened over all of them with the biased variance."""
-    flat = [x for row in rows for x in row]
-    m, scale = mean(flat), 1 / math.sqrt(variance(flat) + 1e-8)
+    m, scale = mean(flat(rows)), 1 / math.sqrt(pvariance(flat(rows)) + 1e-8)
     return [[(x - m) * scale + (m if keep_mean else 0.0) for x in row] for row in rows]
 
 
@@ -43,13 +41,9 @@ class Oracle:
         self.policy, self.reference = (load(folder / "policy").double() for _ in range(2))
         self.reward = transformers.AutoModelForSequenceClassification.from_pretrained(folder / "reward").double()
         self.bias = self.reward.config.reward_bias
-        self.parameters = list(self.policy.parameters())
-        self.steps = 0
+        self.parameters, self.steps = list(self.policy.parameters()), 0
 
-    def start_optimiser(self):
-        self.adamw = torch.optim.AdamW(self.parameters, eps=self.args.adam_eps, weight_decay=self.args.weight_decay)
-        self.moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in self.parameters]  # of TensorFlow's Adam
-
+    # ---- tokens, log-probs and scores
     def token(self, text):
         special = {"eos": self.tokenizer.eos_token_id, "none": None}
         return special[text] if text in special else self.tokenizer.convert_tokens_to_ids(text)
@@ -64,6 +58,12 @@ class Oracle:
         with torch.no_grad():
             table, _ = self.distributions(model, query, response)
         return [table[t, token].item() for t, token in enumerate(response)]
+
+    def look(self, query, response):
+        """Log-probs [n] and distributions [n, V] of the policy as it is now, and hidden states. Notes entropies."""
+        table, hidden = self.distributions(self.policy, query, response)
+        self.entropies += [-(row.exp() * row).sum().item() for row in table]
+        return [table[t, token] for t, token in enumerate(response)], table, hidden
 
     def score(self, query, response):
         """(score after the penalty for a missing end, what the reward model reads, whether it ended)."""
@@ -83,154 +83,195 @@ class Oracle:
             score -= max(0, (len(response) - args.response_length) / buffer + 1)
         return score, read, ended
 
-    def step(self, loss, lr):
-        """One step of AdamW, or of TensorFlow's Adam from its paper; returns the gradient's norm before clipping."""
-        args = self.args
-        self.backward(loss)
-        norm = math.sqrt(sum(p.grad.square().sum().item() for p in self.parameters))
-        if args.max_grad_norm is not None and norm > args.max_grad_norm:
-            for p in self.parameters:
-                p.grad *= args.max_grad_norm / norm
-        self.steps += 1
-        if not getattr(args, "tf_adam", False):
-            self.adamw.param_groups[0]["lr"] = lr
-            self.adamw.step()
-            return norm
-        rate = lr * math.sqrt(1 - 0.999**self.steps) / (1 - 0.9**self.steps)
-        with torch.no_grad():
-            for p, (m, v) in zip(self.parameters, self.moments, strict=True):
-                m.mul_(0.9).add_(0.1 * p.grad), v.mul_(0.999).add_(0.001 * p.grad**2)
-                p -= lr * args.weight_decay * p + rate * m / (v.sqrt() + args.adam_eps)
-        return norm
+    # ---- an update
+    def begin(self, number, num_updates, episodes):
+        """Returns the scores."""
+        self.number, self.lr = number, self.args.learning_rate * (1 - (number - 1) / num_updates)
+        self.episodes, self.judged = episodes, [self.score(*episode) for episode in episodes]
+        self.actions, self.entropies, self.norms = [], [], []
+        return [score for score, _, _ in self.judged]
 
-    def backward(self, loss):
-        for p in self.parameters:
-            p.grad = None
-        loss.backward()
+    def minibatches(self, order):
+        size = len(order) // self.args.num_mini_batches
+        return [order[i : i + size] for i in range(0, len(order), size)]
 
-    def learning_rate(self, number, num_updates):
-        return self.args.learning_rate * (1 - (number - 1) / num_updates)
+    def act(self, loss, logratio, clipped):
+        """Notes an action and returns its loss."""
+        self.actions.append((loss.item(), logratio.item(), clipped))
+        return loss
 
-    def surrogate(self, ratio, advantage):
-        """(the clipped surrogate of one action, whether the clipped side decided)."""
-        c = 0.2 if self.args.cliprange is None else self.args.cliprange
+    def surrogate(self, logratio, advantage):
+        """The clipped surrogate of one action; it is clipped where the clipped side decides."""
+        c, ratio = 0.2 if self.args.cliprange is None else self.args.cliprange, logratio.exp()
         above = c if getattr(self.args, "cliprange_high", None) is None else self.args.cliprange_high
         plain, clipped = -advantage * ratio, -advantage * ratio.clamp(1 - c, 1 + above)
-        return torch.max(plain, clipped), clipped.item() > plain.item()
+        return self.act(torch.max(plain, clipped), logratio, clipped.item() > plain.item())
 
     def weighed(self, advantages, logratios):
         """Under --overlap, advantages times the action's probability over that when it was sampled, at most the cap."""
         if not self.args.overlap:
             return advantages, {}
-        ratios = [[math.exp(x) for x in row] for row in logratios]
-        flat = [x for row in ratios for x in row]
+        pairs = list(zip(advantages, logratios, strict=True))
+        ratios = [[math.exp(x) for x in (row if len(a) == len(row) else [sum(row)])] for a, row in pairs]
         cap = self.args.sampler_cap
-        found = {"val/sampler_weight": mean(min(x, cap) for x in flat), "val/sampler_cut": mean(x > cap for x in flat)}
-        pairs = zip(advantages, ratios, strict=False)
-        return [[a * min(x, cap) for a, x in zip(*pair, strict=True)] for pair in pairs], found
+        weights, cut = [[min(x, cap) for x in row] for row in ratios], [x > cap for x in flat(ratios)]
+        found = {"val/sampler_weight": mean(flat(weights)), "val/sampler_cut": mean(cut)}
+        pairs = zip(advantages, weights, strict=True)
+        return [[a * w for a, w in zip(*pair, strict=True)] for pair in pairs], found
 
-    def shared_metrics(self, number, num_updates, episodes, judged, old_logprobs, actions, entropies, norms):
-        """What all of them log. actions: (loss, log-ratio, clipped) of each action of each pass."""
-        losses, logratios, clipped = zip(*actions, strict=True)
-        ratios, eos = [math.exp(x) for x in logratios], self.token("eos")
+    def step(self, loss):
+        """One step of AdamW, or of TensorFlow's Adam from its paper."""
+        args = self.args
+        if not self.steps:
+            self.adamw = torch.optim.AdamW(self.parameters, eps=args.adam_eps, weight_decay=args.weight_decay)
+            self.moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in self.parameters]
+        self.steps += 1
+        self.adamw.zero_grad()
+        loss.backward()
+        norm = math.sqrt(sum(p.grad.square().sum().item() for p in self.parameters))
+        self.norms.append(norm)
+        if args.max_grad_norm is not None and norm > args.max_grad_norm:
+            for p in self.parameters:
+                p.grad *= args.max_grad_norm / norm
+        if not getattr(args, "tf_adam", False):
+            self.adamw.param_groups[0]["lr"] = self.lr
+            self.adamw.step()
+            return
+        rate = self.lr * math.sqrt(1 - 0.999**self.steps) / (1 - 0.9**self.steps)
+        with torch.no_grad():
+            for p, (m, v) in zip(self.parameters, self.moments, strict=True):
+                m.mul_(0.9).add_(0.1 * p.grad), v.mul_(0.999).add_(0.001 * p.grad**2)
+                p -= self.lr * args.weight_decay * p + rate * m / (v.sqrt() + args.adam_eps)
+
+    # ---- what is logged
+    def metrics_of_all(self, losses):
+        """What every page logs. losses: of each action or token of each pass."""
+        episodes = self.episodes
         has_end = {self.args.stop_token, getattr(self.args, "truncate_token", "none")} != {"none"}
         texts = [
             [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in (query, read)]
-            for (query, _), (_, read, _) in zip(episodes, judged, strict=True)
+            for (query, _), (_, read, _) in zip(episodes, self.judged, strict=True)
         ]
-        prompts = len(episodes) // responses_per_prompt(self.args)
         return {
-            "update": number,
-            "episode": number * len(episodes),
-            "epoch": number * prompts / self.num_prompts,
-            "lr": self.learning_rate(number, num_updates),
-            "objective/entropy": mean(-sum(row) for row in old_logprobs),
-            "objective/scores": mean(score for score, _, _ in judged),
+            "update": self.number,
+            "episode": self.number * len(episodes),
+            "epoch": self.number * len(episodes) / responses_per_prompt(self.args) / self.num_prompts,
+            "lr": self.lr,
             "objective/gold": mean(toy.gold(*pair) for pair in texts),
             "objective/parses": mean(toy.parses("".join(pair).lstrip()) for pair in texts),
             "loss/policy_avg": mean(losses),
-            "policy/approxkl_avg": mean(x * x / 2 for x in logratios),
-            "policy/clipfrac_avg": mean(clipped),
-            "policy/entropy_avg": mean(entropies),
-            "policy/grad_norm": mean(norms) if norms else 0,
-            "val/ratio": mean(ratios),
-            "val/ratio_var": variance(ratios),
-            "val/num_eos_tokens": sum(response.count(eos) for _, response in episodes),
-            "val/num_stop_token_ids": sum(ended for _, _, ended in judged) if has_end else 0,
+            "policy/entropy_avg": mean(self.entropies),
+            "policy/grad_norm": mean(self.norms or [0]),
+            "val/num_stop_token_ids": sum(ended for _, _, ended in self.judged) if has_end else 0,
             "val/sequence_lengths": mean(len(response) for _, response in episodes),
         }
 
+    def metrics_of_rewards(self, old_logprobs, ref):
+        """What the pages that train on rewards log beside. old_logprobs: those of the policy that sampled."""
+        losses, logratios, clipped = zip(*self.actions, strict=True)
+        ratios, eos = [math.exp(x) for x in logratios], self.token("eos")
+        return self.metrics_of_all(losses) | {
+            "objective/entropy": mean(-sum(row) for row in old_logprobs),
+            "objective/scores": mean(score for score, _, _ in self.judged),
+            "objective/kl": mean(map(sum, less(old_logprobs, ref))),
+            "policy/approxkl_avg": mean(x * x / 2 for x in logratios),
+            "policy/clipfrac_avg": mean(clipped),
+            "val/ratio": mean(ratios),
+            "val/ratio_var": pvariance(ratios),
+            "val/num_eos_tokens": sum(response.count(eos) for _, response in self.episodes),
+        }
 
-class RlooOracle(Oracle):
-    """arXiv 2402.14740 for whole responses, and REINFORCE++ (arXiv 2501.03262) for tokens with --token_level_kl."""
 
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.start_optimiser()
+class GroupOracle(Oracle):
+    """RLOO and GRPO. Subclasses have `advantages`, `losses` of a response's actions, and `total` of a minibatch."""
 
     def update(self, number, num_updates, episodes, orders, sampled_logprobs):
-        args, k = self.args, self.args.rloo_k
-        judged = [self.score(*episode) for episode in episodes]
-        scores = [score for score, _, _ in judged]
-        sampler = [self.logprobs(self.policy, *episode) for episode in episodes]
-        ref = [self.logprobs(self.reference, *episode) for episode in episodes]
-        kl = [[a - b for a, b in zip(*rows, strict=True)] for rows in zip(sampler, ref, strict=True)]
+        args, k = self.args, responses_per_prompt(self.args)
+        scores = self.begin(number, num_updates, episodes)
+        models = self.policy, self.reference
+        sampler, ref = ([self.logprobs(model, *episode) for episode in episodes] for model in models)
+        size = k if k > 1 else len(scores)
+        self.equal = [len(set(scores[i // size * size :][:size])) == 1 for i in range(len(scores))]
+        advantages, found = self.advantages(scores, less(sampler, ref), k)
+        advantages, of_overlap = self.weighed(advantages, less(sampler, sampled_logprobs))
+        one_step = len(orders) * args.num_mini_batches == 1
+        for part in flat(map(self.minibatches, orders)):
+            losses, nothing = [], 0.0  # a gradient of 0 where all are left out
+            for i in part:
+                new, _, _ = self.look(*episodes[i])
+                nothing = nothing + 0 * sum(new)
+                old = [x.detach() for x in new] if one_step else sampler[i]
+                losses.append(self.losses(i, new, *less([new], [old]), advantages[i], ref[i]))
+            self.step(self.total(losses) + nothing)
+        found |= {"val/first_ratio": 1.0, "val/equal_scores": mean(self.equal)}
+        return self.metrics_of_rewards(sampled_logprobs if args.overlap else sampler, ref) | of_overlap | found
+
+
+class RlooOracle(GroupOracle):
+    """arXiv 2402.14740 for whole responses, and REINFORCE++ (arXiv 2501.03262) for tokens with --token_level_kl."""
+
+    def advantages(self, scores, kl, k):
+        args, advantages = self.args, []
         shaped = whitened([scores])[0] if args.normalize_reward else scores
         if args.reward_clip_range is not None:
             shaped = [min(max(x, -args.reward_clip_range), args.reward_clip_range) for x in shaped]
         rewards = [x - args.kl_coef * sum(row) for x, row in zip(shaped, kl, strict=True)]
-        advantages = []
         for i, row in enumerate(kl):
-            siblings = [j for j in range(len(episodes)) if j // k == i // k and j != i]
+            siblings = [j for j in range(len(scores)) if j // k == i // k and j != i]
             if args.token_level_kl:
                 base = shaped[i] - (mean(shaped[j] for j in siblings) if siblings else 0.0)
                 advantages.append([base - args.kl_coef * sum(row[t:]) for t in range(len(row))])
             else:
                 advantages.append([rewards[i] - mean(rewards[j] for j in siblings)])
         advantages = whitened(advantages) if args.normalize_advantage else advantages
-        logratios = [
-            [a - b for a, b in zip(*rows, strict=True)] for rows in zip(sampler, sampled_logprobs, strict=True)
-        ]
-        logratios = logratios if args.token_level_kl else [[sum(row)] for row in logratios]
-        advantages, of_overlap = self.weighed(advantages, logratios)
-        acted = sampled_logprobs if args.overlap else sampler  # the log-probs of the policy that sampled
-        actions, entropies, norms, gap, first = [], [], [], 0.0, 1.0
-        one_step = len(orders) * args.num_mini_batches == 1
-        for order in orders:
-            size = len(order) // args.num_mini_batches
-            for part in range(args.num_mini_batches):
-                losses = []
-                for i in order[part * size : (part + 1) * size]:
-                    query, response = episodes[i]
-                    table, _ = self.distributions(self.policy, query, response)
-                    entropies += [-(row.exp() * row).sum().item() for row in table]
-                    new = [table[t, token] for t, token in enumerate(response)]
-                    old = [x.detach() for x in new] if one_step else sampler[i]
-                    logratios = [a - b for a, b in zip(new, old, strict=True)]
-                    logratios = logratios if args.token_level_kl else [sum(logratios)]
-                    for logratio, advantage in zip(logratios, advantages[i], strict=True):
-                        loss, clipped = self.surrogate(logratio.exp(), advantage)
-                        losses.append(loss)
-                        actions.append((loss.item(), logratio.item(), clipped))
-                        first = first if norms else max(first, math.exp(abs(logratio.item())))
-                    if not norms:
-                        gap = max(gap, *(abs(x.item() - y) for x, y in zip(new, sampled_logprobs[i], strict=True)))
-                norms.append(self.step(torch.stack(losses).mean(), self.learning_rate(number, num_updates)))
-        groups = [scores[i : i + k] for i in range(0, len(scores), k)] if k > 1 else [scores]
-        mean_kl = mean(map(sum, kl))
-        common = self.shared_metrics(number, num_updates, episodes, judged, acted, actions, entropies, norms)
-        return (
-            common
-            | of_overlap
-            | {
-                "objective/kl": mean(sum(a) - sum(b) for a, b in zip(acted, ref, strict=True)),
-                "objective/non_score_reward": -args.kl_coef * mean_kl,
-                "objective/rlhf_reward": mean(rewards),
-                "val/logprob_gap": gap,
-                "val/first_ratio": first,
-                "val/equal_scores": mean(len(set(group)) == 1 for group in groups),
-            }
-        )
+        non_score = -args.kl_coef * mean(map(sum, kl))
+        return advantages, {"objective/non_score_reward": non_score, "objective/rlhf_reward": mean(rewards)}
+
+    def losses(self, i, new, logratios, advantages, ref):
+        logratios = logratios if self.args.token_level_kl else [sum(logratios)]
+        return [self.surrogate(*action) for action in zip(logratios, advantages, strict=True)]
+
+    def total(self, losses):
+        return torch.stack(flat(losses)).mean()
+
+
+class GrpoOracle(GroupOracle):
+    """arXiv 2402.03300, with the choices of DAPO (2503.14476) and Dr. GRPO (2503.20783), GSPO and CISPO."""
+
+    def advantages(self, scores, kl, k):
+        advantages, self.kls = [], []
+        for i, score in enumerate(scores):
+            group = scores[i // k * k :][:k]
+            spread = {"group": stdev(group) + 1e-4, "batch": stdev(scores) + 1e-4, "none": 1.0}
+            advantages.append([(score - mean(group)) / spread[self.args.scale_advantages]] * len(kl[i]))
+        return advantages, {}
+
+    def losses(self, i, new, logratios, advantages, ref):
+        args, found = self.args, []
+        if (args.mask_truncated and not self.judged[i][2]) or (args.mask_equal and self.equal[i]):
+            return []
+        if args.objective == "gspo":
+            logratios = [sum(logratios) / len(new)] * len(new)
+        for x, d, z, advantage in zip(new, logratios, ref, advantages, strict=True):
+            if args.objective == "cispo":
+                weight, bound = math.exp(d.item()), 1 + args.cliprange_high
+                loss = self.act(-min(weight, bound) * advantage * x, d, weight > bound)
+            else:
+                loss = self.surrogate(d, advantage)
+            kl = ((z - x).exp() - (z - x) - 1) * (d.exp() if args.kl_times_ratio else 1)
+            self.kls.append(kl.item())
+            found.append(loss + args.kl_coef * kl)
+        return found
+
+    def total(self, losses):
+        kind = self.args.loss_normalization
+        if kind == "response":
+            return sum(sum(x) / len(x) for x in losses if x) / len(losses)
+        tokens, fixed = max(1, len(flat(losses))), len(losses) * self.args.response_length
+        return sum(flat(losses)) / (fixed if kind == "constant" else tokens)
+
+    def update(self, *given):
+        return super().update(*given) | {"loss/kl_avg": mean(self.kls)}
 
 
 class DistillOracle(Oracle):
@@ -239,7 +280,6 @@ class DistillOracle(Oracle):
     def __init__(self, folder, args, num_prompts):
         super().__init__(folder, args, num_prompts)
         self.teacher = transformers.AutoModelForCausalLM.from_pretrained(args.teacher_model_path).double()
-        self.start_optimiser()
 
     def completions(self, number, rows):
         """[(query, response), ...] of an update that takes the data set's completions, in the order of its shuffle."""
@@ -254,134 +294,35 @@ class DistillOracle(Oracle):
         mixture = beta * q + (1 - beta) * p
         return beta * (q * (q / mixture).log()).sum() + (1 - beta) * (p * (p / mixture).log()).sum()
 
-    def update(self, number, num_updates, episodes, sampled_logprobs):
-        args, is_jsd = self.args, self.args.divergence == "jsd"
-        advantages, logratios, divergences, losses, entropies, sums, gap = [], [], [], [], [], [], 0.0
-        for i, (query, response) in enumerate(episodes):
-            table, _ = self.distributions(self.policy, query, response)
-            with torch.no_grad():
-                teacher, _ = self.distributions(self.teacher, query, response)
-            new = [table[t, token] for t, token in enumerate(response)]
-            rewards = [teacher[t, token].item() - new[t].item() for t, token in enumerate(response)]
-            entropies += [-(row.exp() * row).sum().item() for row in table]
-            if is_jsd:
-                losses.append([self.jsd(*pair) for pair in zip(table, teacher, strict=True)])
-                divergences.append(sum(x.item() for x in losses[-1]))
-                continue
-            advantages.append([sum(args.gamma**n * r for n, r in enumerate(rewards[t:])) for t in range(len(response))])
-            logratios.append([x.item() - y for x, y in zip(new, sampled_logprobs[i], strict=True)])
-            losses.append(new)
-            logged = sampled_logprobs[i] if args.overlap else [x.item() for x in new]
-            sums.append(-sum(logged))
-            divergences.append(sum(logged) - sum(teacher[t, token].item() for t, token in enumerate(response)))
-            gap = max(gap, *map(abs, logratios[-1]))
-        weighed, of_overlap = self.weighed(advantages, logratios) if not is_jsd else ([], {})
-        if not is_jsd:  # REINFORCE; what it logs as the loss is -A.
-            losses = [
-                [-a * (x - x.item() + 1) for a, x in zip(*pair, strict=True)]
-                for pair in zip(weighed, losses, strict=True)
-            ]
-            of_overlap |= {"val/logprob_gap": gap, "objective/entropy": mean(sums)}
-        flat = [x for row in losses for x in row]
-        norm = self.step(torch.stack(flat).mean(), self.learning_rate(number, num_updates))
-        judged, texts = [self.score(*episode) for episode in episodes], []
-        for query, response in episodes:
-            texts.append([self.tokenizer.decode(ids, skip_special_tokens=True) for ids in (query, response)])
-        prompts = len(episodes) // responses_per_prompt(args)
-        return of_overlap | {
-            "update": number,
-            "episode": number * len(episodes),
-            "epoch": number * prompts / self.num_prompts,
-            "lr": self.learning_rate(number, num_updates),
-            "objective/divergence": mean(divergences),
-            "objective/divergence_per_token": sum(divergences) / len(flat),
-            "objective/gold": mean(toy.gold(*pair) for pair in texts),
-            "objective/parses": mean(toy.parses("".join(pair).lstrip()) for pair in texts),
-            "loss/policy_avg": mean(x.item() for x in flat),
-            "policy/entropy_avg": mean(entropies),
-            "policy/grad_norm": norm,
-            "val/num_stop_token_ids": sum(ended for _, _, ended in judged),
-            "val/on_policy": float(args.on_policy_share == 1 or number % 2 == 0),  # a share of 1/2 begins with the data
-            "val/sequence_lengths": mean(len(response) for _, response in episodes),
-        }
-
-
-class GrpoOracle(Oracle):
-    """arXiv 2402.03300, with the choices of DAPO (2503.14476) and Dr. GRPO (2503.20783), GSPO and CISPO."""
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.start_optimiser()
-
-    def advantage(self, scores, i):
-        k, scale = self.args.group_size, self.args.scale_advantages
-        group = scores[i // k * k : i // k * k + k]
-        spread = {"group": statistics.stdev(group) + 1e-4, "batch": statistics.stdev(scores) + 1e-4, "none": 1.0}
-        return (scores[i] - mean(group)) / spread[scale]
-
     def update(self, number, num_updates, episodes, orders, sampled_logprobs):
-        args, k = self.args, self.args.group_size
-        judged = [self.score(*episode) for episode in episodes]
-        scores = [score for score, _, _ in judged]
-        sampler = [self.logprobs(self.policy, *episode) for episode in episodes]
-        ref = [self.logprobs(self.reference, *episode) for episode in episodes]
-        logratios = [
-            [a - b for a, b in zip(*rows, strict=True)] for rows in zip(sampler, sampled_logprobs, strict=True)
-        ]
-        advantages = [[self.advantage(scores, i)] * len(row) for i, row in enumerate(logratios)]
-        advantages, of_overlap = self.weighed(advantages, logratios)
-        acted = sampled_logprobs if args.overlap else sampler  # the log-probs of the policy that sampled
-        actions, entropies, norms, kls, gap, first = [], [], [], [], 0.0, 1.0
-        one_step = len(orders) * args.num_mini_batches == 1
-        for order in orders:
-            size = len(order) // args.num_mini_batches
-            for part in range(args.num_mini_batches):
-                losses, nothing = [], 0.0  # of each token of each response; a gradient of 0 where all are left out
-                for i in order[part * size : (part + 1) * size]:
-                    table, _ = self.distributions(self.policy, *episodes[i])
-                    entropies += [-(row.exp() * row).sum().item() for row in table]
-                    new = [table[t, token] for t, token in enumerate(episodes[i][1])]
-                    old = [x.detach() for x in new] if one_step else sampler[i]
-                    losses.append([])
-                    logratios = [x - y for x, y in zip(new, old, strict=True)]
-                    if args.objective == "gspo":
-                        logratios = [mean(logratios)] * len(new)
-                    for x, d, z, advantage in zip(new, logratios, ref[i], advantages[i], strict=True):
-                        loss, clipped = self.surrogate(d.exp(), advantage)
-                        if args.objective == "cispo":
-                            weight, bound = math.exp(d.item()), 1 + args.cliprange_high
-                            loss, clipped = -min(weight, bound) * advantage * x, weight > bound
-                        first = first if norms else max(first, math.exp(abs(d.item())))
-                        same = len(set(scores[i // k * k : i // k * k + k])) == 1
-                        if (args.mask_truncated and not judged[i][2]) or (args.mask_equal and same):
-                            nothing = nothing + 0 * x
-                            continue
-                        kl = ((z - x).exp() - (z - x) - 1) * (d.exp() if args.kl_times_ratio else 1)
-                        losses[-1].append(loss + args.kl_coef * kl)
-                        actions.append((loss.item(), d.item(), clipped))
-                        kls.append(kl.item())
-                    if not norms:
-                        gap = max(gap, *(abs(x.item() - y) for x, y in zip(new, sampled_logprobs[i], strict=True)))
-                if args.loss_normalization == "response":
-                    loss = sum(mean(x) for x in losses if x) / len(losses)
-                else:
-                    tokens = max(1, sum(map(len, losses)))
-                    fixed = len(losses) * args.response_length
-                    loss = sum(map(sum, losses)) / (tokens if args.loss_normalization in ("token", None) else fixed)
-                norms.append(self.step(loss + nothing, self.learning_rate(number, num_updates)))
-        groups = [scores[i : i + k] for i in range(0, len(scores), k)]
-        common = self.shared_metrics(number, num_updates, episodes, judged, acted, actions, entropies, norms)
-        return (
-            common
-            | of_overlap
-            | {
-                "objective/kl": mean(sum(a) - sum(b) for a, b in zip(acted, ref, strict=True)),
-                "loss/kl_avg": mean(kls),
-                "val/logprob_gap": gap,
-                "val/first_ratio": first,
-                "val/equal_scores": mean(len(set(group)) == 1 for group in groups),
-            }
-        )
+        args, is_jsd = self.args, self.args.divergence == "jsd"
+        self.begin(number, num_updates, episodes)
+        new, tables, _ = zip(*[self.look(*episode) for episode in episodes], strict=True)
+        teacher = [self.logprobs(self.teacher, *episode) for episode in episodes]
+        if is_jsd:
+            with torch.no_grad():
+                theirs = [self.distributions(self.teacher, *episode)[0] for episode in episodes]
+            pairs = zip(tables, theirs, strict=True)
+            losses = [[self.jsd(*rows) for rows in zip(*pair, strict=True)] for pair in pairs]
+            divergences, found = [sum(x.item() for x in row) for row in losses], {}
+        else:  # REINFORCE; what it logs as the loss is -A.
+            ours = [[x.item() for x in row] for row in new]
+            rewards = less(teacher, ours)
+            advantages = [
+                [sum(args.gamma**n * r for n, r in enumerate(row[t:])) for t in range(len(row))] for row in rewards
+            ]
+            advantages, found = self.weighed(advantages, less(ours, sampled_logprobs))
+            pairs = zip(advantages, new, strict=True)
+            losses = [[-a * (x - x.item() + 1) for a, x in zip(*pair, strict=True)] for pair in pairs]
+            logged = sampled_logprobs if args.overlap else ours
+            divergences = list(map(sum, less(logged, teacher)))
+            found["objective/entropy"] = mean(-sum(row) for row in logged)
+        self.step(torch.stack(flat(losses)).mean())
+        return self.metrics_of_all([x.item() for x in flat(losses)]) | found | {
+            "objective/divergence": mean(divergences),
+            "objective/divergence_per_token": sum(divergences) / len(flat(losses)),
+            "val/on_policy": float(args.on_policy_share == 1 or number % 2 == 0),  # a share of 1/2 begins with the data
+        }  # fmt: skip
 
 
 class PpoOracle(Oracle):
@@ -395,20 +336,16 @@ class PpoOracle(Oracle):
             torch.nn.init.zeros_(self.critic.weight), torch.nn.init.zeros_(self.critic.bias)
         self.parameters += list(self.critic.parameters())
         self.kl_coef, self.scores_seen = self.args.kl_coef, []
-        self.start_optimiser()
 
-    def look(self, query, response):
-        """Log-probs [n], entropies [n] and values [states] of the policy as it is now."""
-        table, hidden = self.distributions(self.policy, query, response)
-        logprobs = [table[t, token] for t, token in enumerate(response)]
-        entropies = [-(row.exp() * row).sum().item() for row in table]
+    def values(self, query, response, hidden):
+        """Values [states]. Args: hidden, the policy's hidden states."""
         if self.args.value_model == "shared":
             values = self.critic(hidden)
         else:
             hidden = self.critic.base_model(torch.tensor([query + response])).last_hidden_state[0]
             values = self.critic.score(hidden) + self.bias
         states = min(len(response) + 1, self.args.response_length)
-        return logprobs, entropies, [values[len(query) - 1 + j, 0] for j in range(states)]
+        return [values[len(query) - 1 + j, 0] for j in range(states)]
 
     def penalties(self, query, response, logprobs, ref_logprobs):
         """What each token pays for, before the factor kl_coef."""
@@ -427,7 +364,7 @@ class PpoOracle(Oracle):
         if args.score_norm:
             scores = [x - mean(self.scores_seen) for x in scores]
         if args.score_scaling:
-            scores = [x / statistics.stdev(self.scores_seen) for x in scores]
+            scores = [x / stdev(self.scores_seen) for x in scores]
         return scores if args.score_clip is None else [min(max(x, -args.score_clip), args.score_clip) for x in scores]
 
     def gae(self, rewards, values):
@@ -437,18 +374,22 @@ class PpoOracle(Oracle):
         advantages = [sum((gamma * self.args.lam) ** (u - t) * deltas[u] for u in range(t, n)) for t in range(n)]
         return advantages, [a + v for a, v in zip(advantages, values, strict=True)]
 
+    def value_loss(self, new, old, wanted):
+        """The clipped loss of a value; notes it."""
+        plain = (new - wanted) ** 2
+        held = (new.clamp(old - self.args.cliprange_value, old + self.args.cliprange_value) - wanted) ** 2
+        loss = 0.5 * torch.max(plain, held)
+        self.states.append((loss.item(), plain.item(), new.item(), held.item() > plain.item()))
+        return loss
+
     def update(self, number, num_updates, episodes, orders, sampled_logprobs):
-        args = self.args
+        args, scores = self.args, self.begin(number, num_updates, episodes)
+        old_logprobs, ref = ([self.logprobs(m, *e) for e in episodes] for m in (self.policy, self.reference))
         with torch.no_grad():
-            old = [self.look(*episode) for episode in episodes]
-        old_logprobs = [[x.item() for x in logprobs] for logprobs, _, _ in old]
-        old_values = [[x.item() for x in values] for _, _, values in old]
-        ref = [self.logprobs(self.reference, *episode) for episode in episodes]
+            hidden = [self.distributions(self.policy, *episode)[1] for episode in episodes]
+            old_values = [[x.item() for x in self.values(*e, h)] for e, h in zip(episodes, hidden, strict=True)]
         penalties = [self.penalties(*e, p, q) for e, p, q in zip(episodes, old_logprobs, ref, strict=True)]
-        judged = [self.score(*episode) for episode in episodes]
-        scores = [score for score, _, _ in judged]
-        shaped = self.shaped(scores)
-        rewards = []
+        shaped, rewards = self.shaped(scores), []
         for values, penalty, score in zip(old_values, penalties, shaped, strict=True):
             row = [-self.kl_coef * x for x in penalty] + [0.0] * (len(values) - len(penalty))
             row[-1] += score
@@ -457,73 +398,55 @@ class PpoOracle(Oracle):
         advantages, returns = zip(*map(self.gae, rewards, old_values), strict=True)
         advantages = [row[: len(response)] for row, (_, response) in zip(advantages, episodes, strict=True)]
         advantages = whitened(advantages) if args.normalize_advantage else advantages
-        _, of_overlap = self.weighed([], [[0.0]])  # The weights are 1.
+        _, of_overlap = self.weighed([[1.0]], [[0.0]])  # The weights are 1.
         old_logprobs = sampled_logprobs if args.overlap else old_logprobs  # the rule of asynchronous PPO
 
-        actions, entropies, states, norms, skipped, gap, first, is_first = [], [], [], [], 0, 0.0, 1.0, True
+        self.states, skipped, first = [], 0, None
         for order in orders:
-            size, pass_kl = len(order) // args.num_mini_batches, []
-            for part in range(args.num_mini_batches):
-                policy_losses, value_losses, logratios = [], [], []
-                for i in order[part * size : (part + 1) * size]:
-                    logprobs, row_entropies, values = self.look(*episodes[i])
-                    entropies += row_entropies
-                    for t, new in enumerate(logprobs):
-                        loss, clipped = self.surrogate((new - old_logprobs[i][t]).exp(), advantages[i][t])
-                        policy_losses.append(loss)
-                        logratios.append(new.item() - old_logprobs[i][t])
-                        actions.append((loss.item(), logratios[-1], clipped))
-                        if is_first:
-                            gap = max(gap, abs(old_logprobs[i][t] - sampled_logprobs[i][t]))
-                            first = max(first, math.exp(abs(logratios[-1])))
-                    for t, new in enumerate(values):
-                        low, high = (old_values[i][t] + sign * args.cliprange_value for sign in (-1, 1))
-                        plain, held = (new - returns[i][t]) ** 2, (new.clamp(low, high) - returns[i][t]) ** 2
-                        value_losses.append(0.5 * torch.max(plain, held))
-                        loss = value_losses[-1].item()
-                        states.append((loss, plain.item(), new.item(), held.item() > plain.item()))
-                is_first = False
+            pass_kl = []
+            for part in self.minibatches(order):
+                policy_losses, value_losses, before = [], [], len(self.actions)
+                for i in part:
+                    logprobs, _, hidden = self.look(*episodes[i])
+                    for new, old, advantage in zip(logprobs, old_logprobs[i], advantages[i], strict=True):
+                        policy_losses.append(self.surrogate(new - old, advantage))
+                    values = self.values(*episodes[i], hidden)
+                    value_losses += map(self.value_loss, values, old_values[i], returns[i])
+                logratios = [x for _, x, _ in self.actions[before:]]
+                first = first or max(math.exp(abs(x)) for x in logratios)
                 pass_kl.append(mean(x * x / 2 for x in logratios))
                 if args.ratio_threshold is not None and mean(map(math.exp, logratios)) > args.ratio_threshold:
                     skipped += 1
                     continue
-                loss = torch.stack(policy_losses).mean() + args.vf_coef * torch.stack(value_losses).mean()
-                norms.append(self.step(loss, self.learning_rate(number, num_updates)))
+                self.step(torch.stack(policy_losses).mean() + args.vf_coef * torch.stack(value_losses).mean())
             if args.target_kl is not None and mean(pass_kl) > 1.5 * args.target_kl:
                 break
 
-        kl = mean(sum(p) - sum(q) for p, q in zip(old_logprobs, ref, strict=True))
-        non_score = mean(-self.kl_coef * sum(row) for row in penalties)
-        value_losses, errors, predictions, value_clipped = zip(*states, strict=True)
-        flat_returns, flat_values = ([x for row in rows for x in row] for rows in (returns, old_values))
-        common = self.shared_metrics(number, num_updates, episodes, judged, old_logprobs, actions, entropies, norms)
-        total = common["loss/policy_avg"] + args.vf_coef * mean(value_losses)
-        metrics = (
-            common
-            | of_overlap
-            | {
-                "objective/kl": kl,
-                "objective/kl_coef": self.kl_coef,
-                "objective/non_score_reward": non_score,
-                "objective/rlhf_reward": mean(shaped) + non_score,
-                "objective/score_total": mean(scores) + non_score,
-                "objective/loss": total,
-                "loss/value_avg": mean(value_losses),
-                "loss/total_avg": total,
-                "policy/skipped_minibatches": skipped,
-                "returns/mean": mean(flat_returns),
-                "returns/var": variance(flat_returns),
-                "val/mean": mean(flat_values),
-                "val/var": variance(flat_values),
-                "val/vpred": mean(predictions),
-                "val/error": mean(errors),
-                "val/clipfrac_avg": mean(value_clipped),
-                "val/var_explained": 1 - mean(errors) / variance(flat_returns),
-                "val/logprob_gap": gap,
-                "val/first_ratio": first,
-                "val/equal_scores": float(len(set(scores)) == 1),
-            }
-        )
+        metrics = self.metrics_of_rewards(old_logprobs, ref)
+        non_score = -self.kl_coef * mean(map(sum, penalties))
+        value_losses, errors, predictions, value_clipped = zip(*self.states, strict=True)
+        total = metrics["loss/policy_avg"] + args.vf_coef * mean(value_losses)
+        metrics |= of_overlap | {
+            "objective/kl_coef": self.kl_coef,
+            "objective/non_score_reward": non_score,
+            "objective/rlhf_reward": mean(shaped) + non_score,
+            "objective/score_total": mean(scores) + non_score,
+            "objective/loss": total,
+            "loss/value_avg": mean(value_losses),
+            "loss/total_avg": total,
+            "policy/skipped_minibatches": skipped,
+            "returns/mean": mean(flat(returns)),
+            "returns/var": pvariance(flat(returns)),
+            "val/mean": mean(flat(old_values)),
+            "val/var": pvariance(flat(old_values)),
+            "val/vpred": mean(predictions),
+            "val/error": mean(errors),
+            "val/clipfrac_avg": mean(value_clipped),
+            "val/var_explained": 1 - mean(errors) / pvariance(flat(returns)),
+            "val/first_ratio": first,
+            "val/equal_scores": float(len(set(scores)) == 1),
+        }
         if args.adaptive_kl:
-            self.kl_coef *= 1 + min(max(kl / args.kl_target - 1, -0.2), 0.2) * len(episodes) / args.kl_horizon
+            error = min(max(metrics["objective/kl"] / args.kl_target - 1, -0.2), 0.2)
+            self.kl_coef *= 1 + error * len(episodes) / args.kl_horizon
         return metrics

@@ -79,22 +79,6 @@ def test_a_tied_head_is_saved_once(in_tmp):
 
 
 # ---- learning --------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("case", ["rloo", "ppo", "lm-human-preferences", "grpo-overlap"])
-def test_it_learns_a_trivial_reward(tiny, in_tmp, monkeypatch, case):
-    """The score is the share of even tokens; that of a random policy is near one half."""
-
-    def even(model, batch, *n):
-        return ((batch[2] % 2 == 0) * batch[3]).sum(1) / batch[3].sum(1)
-
-    monkeypatch.setattr(page_of(case), "response_scores", even)
-    options = dict(kl_coef=0.0, missing_eos_penalty=None, batch_size=64, response_length=4, micro_batch_size=64)
-    options |= dict(total_episodes=35 * 64, learning_rate=3e-3, num_ppo_epochs=2)
-    options |= dict(total_episodes=20 * 64, learning_rate=5e-3, num_ppo_epochs=4) if "rloo" not in case else {}
-    options |= dict(kl_coef=0.001, adaptive_kl=False) if case == "lm-human-preferences" else {}
-    rows = run_case(case, tiny, **options)
-    assert rows[0]["objective/scores"] < 0.65 and rows[-1]["objective/scores"] > 0.9
-
-
 @RLOO_AND_PPO
 def test_no_update_leaves_a_graph_behind(ragged, in_tmp, monkeypatch, case):
     """Fault 34: a number kept without `detach` keeps its graph. Tensors with one are counted at each row."""

@@ -2,11 +2,12 @@
 
 import json
 import statistics
+from statistics import fmean as mean
 
 import pytest
 from cases import CASES, EVERY_CASE, TAUGHT, episodes_of, run_case, write_prompts
 from helpers import PAGES, page_args, record, rloo_args, run_rloo
-from slow_oracle import DistillOracle, Oracle, mean
+from slow_oracle import DistillOracle, Oracle
 
 from rlhf_details import utils
 from rlhf_details.utils import EVALUATION
@@ -34,7 +35,7 @@ def test_held_out_evaluation_is_the_same_draw_before_and_after(ragged, in_tmp, f
     assert result["before"] == pytest.approx(result["after"], abs=1e-5)
 
 
-@pytest.mark.parametrize("case", ["rloo", "lm-human-preferences", "distill-jsd"])
+@pytest.mark.parametrize("case", ["rloo", "grpo", "lm-human-preferences", "distill-jsd"])
 def test_held_out_responses_are_scored_and_measured_like_the_training_ones(ragged, in_tmp, monkeypatch, case):
     """11 prompts in slices of 2, against the slow oracle's score and KL; the reference is the model in the folder."""
     sampled = record(monkeypatch, utils, "sample")["sample"]
@@ -42,7 +43,7 @@ def test_held_out_responses_are_scored_and_measured_like_the_training_ones(ragge
     flags |= dict(learning_rate=1e-2, total_episodes=16, response_length=12)
     # The teacher never says EOS, so a student that follows it would hardly end.
     flags |= dict(learning_rate=1e-4) if case in TAUGHT else dict(missing_eos_penalty=3.0)
-    flags |= dict(truncate_after=6) if case == "lm-human-preferences" else {}
+    flags |= {"grpo": dict(soft_overlong=9), "lm-human-preferences": dict(truncate_after=6)}.get(case, {})
     row = run_case(case, ragged, **flags)[-1]
     page, options = CASES[case]
     args = page_args(page, ragged, **(options | flags))

@@ -21,7 +21,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from rlhf_details import evaluate, toy, train_distill, train_dpo, train_grpo, train_reward, train_rloo, train_sft
+from rlhf_details import evaluate, toy, train_distill, train_dpo, train_reward, train_rloo, train_sft
 from rlhf_details.plumbing import chat, comparisons, data, files
 from rlhf_details.plumbing.models import decode_all
 
@@ -107,18 +107,9 @@ def assistant(text):
     return {"role": "assistant", "content": text}
 
 
-def conversations(n):
-    """n of (prompt, one answer, another): some have a system message, some an earlier turn."""
-    result = []
-    for i in range(n):
-        prompt = [user(REVIEWS[i]["prompt"])]
-        if i % 3 == 0:
-            prompt = [user("where to ?"), assistant("to the " + REVIEWS[i + 1]["prompt"]), *prompt]
-        if i % 2:
-            prompt = [{"role": "system", "content": "you are kind ."}, *prompt]
-        answers = REVIEWS[i]["completion"][:90].strip(), REVIEWS[i + 7]["completion"][:60]
-        result.append((prompt, *([assistant(answer)] for answer in answers)))
-    return result
+QUESTION, ANSWER = [user("a")], [assistant("b")]
+BOTH = QUESTION + ANSWER
+ASKED = [[system("you are kind ."), user("how was it ?")], [user("where to ?"), *ANSWER, user(REVIEWS[0]["prompt"])]]
 
 
 def template_ids(tokenizer, messages, **options):
@@ -129,17 +120,17 @@ def write(path, table):
     """Writes a list of rows to a file, in the format of its suffix; returns the path as a string."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".gz":
-        path.write_bytes(gzip.compress(Path(write(path.with_suffix(""), table)).read_bytes()))
-        path.with_suffix("").unlink()
-    elif path.suffix in (".jsonl", ".ndjson"):
-        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in table), encoding="utf-8")
-    elif path.suffix == ".json":
-        path.write_text(json.dumps(table, indent=1))
-    elif path.suffix in (".csv", ".tsv"):
-        pandas.DataFrame(table).to_csv(path, index=False, sep="\t" if path.suffix == ".tsv" else ",")
-    else:
+    kind = path.name.partition(".")[2].removesuffix(".gz")
+    if kind == "parquet":
         pandas.DataFrame(table).to_parquet(path)
+        return str(path)
+    if kind in ("csv", "tsv"):
+        text = pandas.DataFrame(table).to_csv(index=False, sep="\t" if kind == "tsv" else ",")
+    elif kind == "json":
+        text = json.dumps(table, indent=1)
+    else:
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in table)
+    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
     return str(path)
 
 
@@ -155,13 +146,6 @@ def demonstrations_of(spec, tokenizer, context=512, **flags):
     table = data.read(args, "dataset", "sft", with_answers=True)
     found = data.encode(args, "dataset", table, tokenizer, context, "completion")
     return [(row.ids, row.completion) for row in found]
-
-
-def candidates_of(spec, **flags):
-    """(prompt, candidates, best) of each comparison, before they are tokenised."""
-    args, table = train_reward.Args(dataset=spec, **flags), files.read_rows(spec, "--dataset")
-    found = comparisons.with_candidates(table, args, "dataset")
-    return [(row["prompt"], row["candidates"], row["best"]) for row in found]
 
 
 def comparisons_of(spec, tokenizer, context=512, **flags):
@@ -265,8 +249,6 @@ CALLS = {"role": "assistant", "content": None, "tool_calls": [{"function": {"nam
 CALLS_FILLED = CALLS | {"tool_calls": [{"id": None, "function": {"name": "add", "arguments": {"a": 1, "b": None}}}]}
 PARTS_FILLED = [{"type": "text", "text": "a!", "image": None}]
 
-QUESTION, ANSWER = [user("a")], [assistant("b")]
-BOTH = QUESTION + ANSWER
 CALLED = [CALLS | {"content": "", "tool_calls": [CALL]}]
 
 
@@ -287,6 +269,7 @@ CALLED = [CALLS | {"content": "", "tool_calls": [CALL]}]
         ({"messages": [user(PARTS_FILLED), *ANSWER]}, [user("a!")], ANSWER),
         ({"messages": [*QUESTION, CALLS_FILLED]}, QUESTION, CALLED),
         ({"instruction": "a", "input": "x", "output": "b"}, [user("a\n\nx")], ANSWER),
+        ({"text": "a b", "messages": None}, "", "a b"),
     ],
 )
 def test_the_forms_of_rows_that_people_bring(in_tmp, row, prompt, answer):
@@ -297,30 +280,24 @@ def test_the_forms_of_rows_that_people_bring(in_tmp, row, prompt, answer):
         assert data.as_text(None, answer) == json.dumps([CALL])
 
 
+BEGIN, LONGER = [system("s"), *BOTH, user("c")], [*ANSWER, user("more"), assistant("z")]
+
+
 @pytest.mark.parametrize(
-    "row, prompt",
+    "row, expected",
     [
-        ({"messages": [*BOTH, user("c")]}, [*BOTH, user("c")]),
-        ({"query_token": [5, 6], "chosen": "p a", "rejected": "p b"}, [5, 6]),
-        ({"chosen": "Q: why?\nA:\nyes", "rejected": "Q: why?\nA:\nno"}, "Q: why?\nA:"),
+        ({"messages": [*BOTH, user("c")]}, dict(prompt=[*BOTH, user("c")])),
+        ({"query_token": [5, 6], "chosen": "p a", "rejected": "p b"}, dict(prompt=[5, 6])),
+        ({"chosen": "Q: why?\nA:\nyes", "rejected": "Q: why?\nA:\nno"}, dict(prompt="Q: why?\nA:", rejected="\nno")),
+        # An implicit conversation ends with the last common message that is no answer.
+        (
+            {"chosen": BEGIN + LONGER, "rejected": BEGIN + ANSWER},
+            dict(prompt=BEGIN, chosen=LONGER, rejected=ANSWER),
+        ),
     ],
 )
-def test_rows_without_an_answer_have_a_prompt(row, prompt):
-    read = data.with_prompt(row, train_rloo.Args(), row)
-    assert read["prompt"] == prompt
-
-
-def test_rows_of_text_are_completions_of_an_empty_prompt(in_tmp):
-    write("rows.jsonl", [{"text": "a b", "messages": None}, {"text": "c"}])
-    assert demonstrations_of("rows.jsonl", word_tokenizer("<s> $A")) == [([BOS], [A, B, EOS]), ([BOS], [C, EOS])]
-
-
-def test_an_implicit_conversation_ends_with_the_last_common_message_that_is_no_answer():
-    start = [system("s"), user("a"), assistant("b"), user("c")]
-    answers = {"chosen": [assistant("x"), user("more"), assistant("z")], "rejected": [assistant("y")]}
-    row = {name: start + answer for name, answer in answers.items()}
-    read = data.with_prompt(row, train_rloo.Args(), row)
-    assert (read["prompt"], read["chosen"], read["rejected"]) == (start, *answers.values())
+def test_rows_without_an_answer_have_a_prompt(row, expected):
+    assert data.with_prompt(row, train_rloo.Args(), row).items() >= expected.items()
 
 
 @pytest.mark.parametrize(
@@ -402,7 +379,7 @@ def test_data_3_a_conversation_is_encoded_as_its_template_does(tokenizers, templ
     puts_bos = tokenizer("a").input_ids[0] == tokenizer.bos_token_id
     assert puts_bos == (template in ("llama", "chatml_base"))  # These would put a BOS, the first one a second one.
     begun = [user("how much ?"), assistant("it was")]
-    for prompt, answer, _ in [*conversations(6), ([user("a")], [assistant("")], None)]:
+    for prompt, answer in [*((asked, [assistant("cheap .")]) for asked in ASKED), (QUESTION, [assistant("")])]:
         ids, completion = chat.encode(tokenizer, prompt, answer)
         assert ids == chat.encode(tokenizer, prompt)
         assert ids == template_ids(tokenizer, prompt, add_generation_prompt=True)
@@ -501,13 +478,8 @@ def test_a_template_gets_what_the_row_and_the_user_have(in_tmp):
 
 
 def test_padding_that_is_eos_is_told_from_the_eos_of_a_response():
-    tokenizer = make_tokenizer(["<eos>"], None, eos_token="<eos>", pad_token="<eos>")
-    filler = [len(tokenizer)] * 3
-    row = {"query_token": [*filler, 300, 301], "reference_response_token": [302, 303, 0, *filler]}
-    row = data.with_prompt(row, train_sft.Args(), row)
-    row["completion"] = data.completion_of(row, train_sft.Args(), row)
-    assert tokenizer.eos_token_id == 0
-    assert chat.encode(tokenizer, row["prompt"], row["completion"]) == ([300, 301], [302, 303, 0])
+    tokenizer, filler = word_tokenizer(pad_token="</s>"), [8, 8]  # an id that the tokenizer does not have
+    assert chat.encode(tokenizer, [*filler, A, B], [C, EOS, *filler]) == ([A, B], [C, EOS])
 
 
 # ---- prompts: limits, order, shares ----------------------------------------------------------------------------------
@@ -517,53 +489,36 @@ def number_rows(lengths):
 
 
 def test_long_prompts_are_dropped_and_counted_and_rows_keep_their_numbers(in_tmp, tokenizers, capsys, fails):
-    """--take is of the training rows alone."""
+    """--take is of the training rows alone, and --filter_length means nine tenths of --response_length."""
     path, tokenizer = write("rows.jsonl", number_rows([9, 3, 4, 5, 9, 5, 1])), tokenizers["chatml"]
     prompts, held_out = prompts_of(path, tokenizer, max_prompt_length=5, eval_dataset=path, take=5)
     assert [prompt.number for prompt in prompts] == [2, 3, 4]
     assert [prompt.number for prompt in held_out] == [2, 3, 4, 6, 7]
-    said = capsys.readouterr().out
-    assert (
-        "--dataset rows.jsonl: 2 of 5 prompts have more than 5 tokens, the first one is row 1 with 9: dropped" in said
-    )
-    assert "--eval_dataset rows.jsonl: 2 of 7 prompts" in said
-    flags = dict(response_length=10, filter_length=True)  # at most nine tenths of it
-    assert len(prompts_of(write("rows.jsonl", number_rows([8, 9, 10])), tokenizer, **flags)[0]) == 2
-    line = fails(prompts_of, write("rows.jsonl", number_rows([3])), tokenizer, response_length=1, filter_length=True)
-    assert "1 of 1 prompts have more than 0.9 tokens, the first one is row 1 with 3: none is left" in line
+    dropped = "2 of 5 prompts have more than 5 tokens, the first one is row 1 with 9: dropped"
+    assert f"--dataset rows.jsonl: {dropped}" in capsys.readouterr().out
+    assert len(prompts_of(path, tokenizer, response_length=5, filter_length=True)[0]) == 3
+    line = fails(prompts_of, path, tokenizer, response_length=1, filter_length=True)
+    assert "7 of 7 prompts have more than 0.9 tokens, the first one is row 1 with 9: none is left" in line
 
 
 @pytest.mark.parametrize(
-    "prompt, room, words",
-    [
-        ("", 9, "the prompt of row 2 is empty"),
-        ([4, 8, 4], 9, "row 2: 8 is no token (the vocabulary has 8)"),
-        ("\ud83d", 9, "row 2: cannot be tokenised: '\\ud83d'"),
-        (
-            "a b c",
-            2,
-            "2 tokens, the first one is row 2 with 3: --response_length 53 leaves no more for a prompt",
-        ),
-        ("a", 0, "--response_length 53: leaves no room for a prompt in the models' context of 53"),
-    ],
+    "prompt, words",
+    [([4, 8, 4], "row 2: 8 is no token (the vocabulary has 8)"), ("\ud83d", "row 2: cannot be tokenised: '\\ud83d'")],
 )
-def test_a_prompt_that_no_model_can_read_is_one_line(in_tmp, fails, prompt, room, words):
+def test_a_prompt_that_no_model_can_read_is_one_line(in_tmp, fails, prompt, words):
     Path("rows.json").write_text(json.dumps([{"prompt": "a"}, {"prompt": prompt}]))
-    assert words in fails(prompts_of, "rows.json", word_tokenizer(), room)
+    assert words in fails(prompts_of, "rows.json", word_tokenizer())
 
 
 def test_gkds_share_of_the_data_sets_completions_reads_the_rows_once(in_tmp):
+    """A completion that is longer than the context is cut at --response_length."""
     Path("mine.py").write_text("calls = []\ndef rows(): calls.append(1); return [{'prompt': 'a', 'completion': 'b c'}]")
     files.load_module.cache_clear()
-    args = train_distill.Args(dataset="mine.py:rows", divergence="jsd", on_policy_share=0.5)
-    prompts, held_out = data.load_prompts(args, word_tokenizer(), 512)
-    responses, mask = data.completions([*prompts, *prompts], 5, "cpu")
-    assert responses.tolist() == [[B, C, EOS, 0, 0]] * 2 and mask.tolist() == [[True] * 3 + [False] * 2] * 2
-    assert data.completions(prompts, 2, "cpu")[0].tolist() == [[B, C]] and not held_out
-    assert files.load_module(str(Path("mine.py").resolve())).calls == [1]
-    room = 3  # The completion is longer than the context, and is cut at --response_length.
     args = train_distill.Args(dataset="mine.py:rows", divergence="jsd", on_policy_share=0.5, response_length=1)
-    assert data.completions(data.load_prompts(args, word_tokenizer(), room - 2)[0], 1, "cpu")[0].tolist() == [[B]]
+    (prompt,), held_out = data.load_prompts(args, word_tokenizer(), 1)
+    assert (prompt.ids, prompt.completion, held_out) == ([A], [B, C, EOS], [])
+    assert data.completions([prompt], 1, "cpu")[0].tolist() == [[B]]
+    assert files.load_module(str(Path("mine.py").resolve())).calls == [1]
 
 
 # ---- demonstrations --------------------------------------------------------------------------------------------------
@@ -572,12 +527,7 @@ def test_gkds_share_of_the_data_sets_completions_reads_the_rows_once(in_tmp):
 def test_demonstrations_have_limits(in_tmp, fails):
     tokenizer = word_tokenizer()
     write("rows.jsonl", [{"prompt": "a " * n, "completion": "b " * m} for n, m in ((9, 1), (2, 1), (3, 1), (2, 8))])
-    for flags, lengths in (
-        (dict(max_prompt_length=3), [2, 3, 2]),
-        (dict(take=2), [9, 2]),
-        (dict(max_length=10), [2, 3]),
-    ):
-        assert [len(prompt) for prompt, _ in demonstrations_of("rows.jsonl", tokenizer, **flags)] == lengths
+    assert [len(ids) for ids, _ in demonstrations_of("rows.jsonl", tokenizer, max_length=10)] == [2, 3]
     line = fails(demonstrations_of, "rows.jsonl", tokenizer, context=10, max_prompt_length=3)
     assert "1 of 3 rows have more than 10 tokens, the first one is row 4 with 11: the model's context" in line
 
@@ -595,26 +545,20 @@ def test_comparisons_of_text_are_the_prompt_and_each_candidate(in_tmp, fails):
 
 
 # ---- the labels of lm-human-preferences ------------------------------------------------------------------------------
-PAD, NUM_WORDS = 50259, 40  # the labels' padding; tokens of the tiny model
+PAD, NUM_WORDS = 50259, 40  # the labels' padding; tokens of the tokenizer
+WORDS_OF_LABELS = " ".join(f"w{i}" for i in range(4, NUM_WORDS))
 
 
-@pytest.fixture
-def of_labels():
-    """A tokenizer of 40 words, its EOS (id 0) one of them, and its padding the last one."""
-    backend = Tokenizer(models.WordLevel({f"w{i}": i for i in range(NUM_WORDS)}, unk_token="w1"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="w0", pad_token="w39")
-
-
-def test_data_4_the_token_ids_of_labels_are_kept_without_their_padding(in_tmp, of_labels):
+def test_data_4_the_token_ids_of_labels_are_kept_without_their_padding(in_tmp):
     """No EOS is put, whatever the file's form is. Padding may be the tokenizer's, too."""
-    first = {"sample2": [3, 4, PAD], "sample3": [5], "sample0": [0, 7], "sample1": [8, 39, 39], "best": 2}
+    tokenizer, pad = word_tokenizer(words=WORDS_OF_LABELS), 0
+    first = {"sample2": [3, 4, PAD], "sample3": [5], "sample0": [EOS, 7], "sample1": [8, pad, pad], "best": 2}
     second = {"query": [PAD, PAD], "best": 3} | {f"sample{k}": [9 + k, PAD, 9] for k in range(4)}
     table = [first | {"query": [PAD, 3, 4, PAD, 6, PAD]}, second]
-    expected = [([[3, 4, 6, *x] for x in ([0, 7], [8], [3, 4], [5])], 2), ([[9 + k, 9] for k in range(4)], 3)]
+    expected = [([[3, 4, 6, *x] for x in ([EOS, 7], [8], [3, 4], [5])], 2), ([[9 + k, 9] for k in range(4)], 3)]
     write("labels.json", table), write("folder/sentiment/offline_5k.json", table)
     for spec in ("labels.json", "folder:sentiment/offline_5k.json"):
-        assert comparisons_of(f"{spec}[:1]", of_labels, eval_dataset=f"{spec}[1:]") == expected
+        assert comparisons_of(f"{spec}[:1]", tokenizer, eval_dataset=f"{spec}[1:]") == expected
 
 
 LABEL = {f"sample{k}": [5, 6] for k in range(4)} | {"query": [7], "best": 0}
@@ -631,8 +575,9 @@ CHOICE, TOO_LONG = {"prompt": "w2 w3", "candidates": ["w4", "w5"], "best": 0}, "
         (LABEL, {"sample1": [3, NUM_WORDS, 3]}, "row 2: 40 is no token (the vocabulary has 40)"),
     ],
 )
-def test_a_comparison_that_cannot_be_read_is_named(in_tmp, fails, of_labels, row, change, words):
-    line = fails(comparisons_of, write("rows.jsonl", [row, row | change]), of_labels, context=32)
+def test_a_comparison_that_cannot_be_read_is_named(in_tmp, fails, row, change, words):
+    tokenizer = word_tokenizer(words=WORDS_OF_LABELS)
+    line = fails(comparisons_of, write("rows.jsonl", [row, row | change]), tokenizer, context=32)
     assert "--dataset rows.jsonl: " in line and "row 2" in line and words in line
 
 
@@ -653,29 +598,27 @@ def test_the_columns_of_n_plus(in_tmp, filler):
 # ---- whole stages on conversations -----------------------------------------------------------------------------------
 @pytest.mark.slow
 def test_a_policy_whose_turns_do_not_end_with_eos_ends_in_every_stage(in_tmp, tokenizers, capsys):
-    """SFT, DPO, reward model, RLOO, GRPO, the evaluation, and plain `generate` of the policy that was saved."""
-    tokenizer, (question, answer, other) = tokenizers["chatml_base"], conversations(1)[0]
+    """SFT, DPO, RLOO, the evaluation, and plain `generate` of the policy that was saved."""
+    tokenizer, answer = tokenizers["chatml_base"], [assistant(REVIEWS[0]["completion"][:90].strip())]
     torch.manual_seed(0)
     sizes = dict(vocab_size=len(tokenizer), max_position_embeddings=256, hidden_size=64)
     config = tiny_config(**sizes, eos_token_id=tokenizer.eos_token_id)
     GPTNeoXForCausalLM(config).save_pretrained("base"), tokenizer.save_pretrained("base")
-    write("rows.jsonl", [{"messages": question + answer, "chosen": answer, "rejected": other}] * 16)
+    write("rows.jsonl", [{"messages": ASKED[0] + answer, "chosen": answer, "rejected": ANSWER}] * 16)
+    Path("mine.py").write_text("def f(prompts, completions): return [len(c) for c in completions]")
     flags = dict(dataset="rows.jsonl", eval_dataset="rows.jsonl", batch_size=16, response_length=48, overwrite=True)
     sft = dict(num_train_epochs=80, learning_rate=5e-3, completion_only=True)
     train_sft.main(train_sft.Args(base_model="base", output_dir="sft", **sft, **flags))
-    train_reward.main(train_reward.Args(sft_model_path="sft", output_dir="rm", **flags))
     flags["sft_model_path"] = "sft"
     train_dpo.main(train_dpo.Args(output_dir="dpo", learning_rate=1e-5, **flags))
-    rl = flags | dict(reward_model_path="rm", total_episodes=16, num_mini_batches=1, learning_rate=1e-6)
-    done = [train_rloo.main(train_rloo.Args(output_dir="rloo", **rl))]
-    done += [train_grpo.main(train_grpo.Args(output_dir="grpo", group_size=4, **rl))]
-    assert min(x["after"]["eval/objective/ended"] for x in done) > 0.8  # sampled at temperature 1
+    rl = flags | dict(reward_fn=("mine.py:f",), total_episodes=16, num_mini_batches=1, learning_rate=1e-6)
+    after = train_rloo.main(train_rloo.Args(output_dir="rloo", **rl))["after"]
+    assert after["eval/objective/ended"] > 0.8  # sampled at temperature 1
     assert "a response ends with <|endoftext|> or <|im_end|>" in capsys.readouterr().out
-    options = dict(policy_path="rloo", dataset="rows.jsonl", num_examples=4)
-    metrics = evaluate.main(evaluate.Args(reward_model_path="rm", **options))["metrics"]
-    assert metrics["policy"]["ended"]["value"] > 0.7
-    ids = torch.tensor([template_ids(tokenizer, question, add_generation_prompt=True)])
-    for folder in ("sft", "dpo", "rloo", "grpo"):
+    options = dict(policy_path="rloo", dataset="rows.jsonl", num_examples=4, judge="none")
+    assert evaluate.main(evaluate.Args(**options))["metrics"]["policy"]["ended"]["value"] > 0.7
+    ids = torch.tensor([template_ids(tokenizer, ASKED[0], add_generation_prompt=True)])
+    for folder in ("sft", "dpo", "rloo"):
         model = AutoModelForCausalLM.from_pretrained(folder).eval()
         assert model.generation_config.eos_token_id == chat.end_ids(tokenizer)
         text = tokenizer.decode(model.generate(ids, max_new_tokens=60, do_sample=False)[0, ids.size(1) :])

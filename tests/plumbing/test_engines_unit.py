@@ -12,15 +12,6 @@ from rlhf_details import train_ppo
 from rlhf_details.plumbing import checkpoint, engines
 
 
-class Holder(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.model = torch.nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.model(x)
-
-
 def prepared():
     """(accelerator, module, optimizer): three layers under one process."""
     torch.manual_seed(0)
@@ -83,7 +74,7 @@ def test_what_is_held_in_bf16_is_smaller_and_gives_the_same_numbers(tied, monkey
         policy.template = [engines.template(policy)]
         assert all(p.is_meta for p in policy.template[0].parameters())  # It takes no memory.
         copy = engines.whole_copy(accelerator, policy)
-    args, module = SimpleNamespace(offload_frozen=False), Holder()
+    args, module = SimpleNamespace(offload_frozen=False), torch.nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(module.parameters())
     policy.stays_whole = True  # as a teacher's under jsd, which is held in bf16 all the same
     engines.prepare(args, accelerator, module, optimizer, policy, reward)

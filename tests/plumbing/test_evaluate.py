@@ -54,53 +54,32 @@ def other(tmp_path_factory):
     return str(folder)
 
 
-@pytest.fixture(scope="session")
-def peaked(tiny, tmp_path_factory):
-    """The tiny models, the policy with logits 30 times as large, the reward model with a bias of 0.7."""
-    folder = tmp_path_factory.mktemp("peaked")
-    shutil.copytree(tiny, folder, dirs_exist_ok=True)
-    policy = transformers.AutoModelForCausalLM.from_pretrained(tiny / "policy")
-    policy.get_output_embeddings().weight.data.mul_(30)
-    policy.save_pretrained(folder / "policy")
-    config = json.loads((folder / "reward/config.json").read_text())
-    (folder / "reward/config.json").write_text(json.dumps(config | {"reward_bias": 0.7}))
-    return folder
-
-
 # ---- figures ---------------------------------------------------------------------------------------------------------
-def test_samples_are_greedy_and_scores_are_those_of_plain_transformers(rows, peaked):
-    """At 0.01 a response is the library's greedy one. Scores and lengths are computed again, row by row."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(peaked / "policy")
-    model = transformers.AutoModelForCausalLM.from_pretrained(peaked / "policy")
-    reward = transformers.AutoModelForSequenceClassification.from_pretrained(peaked / "reward")
-    greedy = []
-    for row in rows:
-        prompt = torch.tensor([tokenizer(row["prompt"]).input_ids])
-        output = model.generate(prompt, max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
-        greedy.append(output[0, prompt.size(1) :].tolist())
-    tokens = [t for response in greedy for t in response[:-1]]
-    stop = max(set(tokens), key=tokens.count)
-    greedy = [r[: r.index(stop) + 1] if stop in r else r for r in greedy]
-    ended = [int(r[-1] == stop) for r in greedy]
-    assert 0 < sum(ended) < len(rows)
+def test_samples_are_greedy_and_scores_are_those_of_plain_transformers(rows, ragged):
+    """At 1e-4 a response is the library's greedy one. Scores and lengths are computed again, row by row."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(ragged / "policy")
+    model = transformers.AutoModelForCausalLM.from_pretrained(ragged / "policy")
+    reward = transformers.AutoModelForSequenceClassification.from_pretrained(ragged / "reward")
+    metrics, table = evaluate_tiny(ragged, temperature=1e-4)
 
     @torch.no_grad()
     def score(ids):
-        return reward(input_ids=torch.tensor([ids])).logits[0, 0].item() + 0.7
+        return pytest.approx(reward(input_ids=torch.tensor([ids])).logits[0, 0].item() + 0.7, abs=1e-4)
 
-    metrics, table = evaluate_tiny(peaked, stop_token=tokenizer.decode([stop]), temperature=0.01)
-    assert [row["response"] for row in table] == [tokenizer.decode(r) for r in greedy]
-    assert [int(row["length"]) for row in table] == [len(r) for r in greedy]
-    assert [int(row["ended"]) for row in table] == ended
-    for row, response, line in zip(rows, greedy, table, strict=True):
+    for row, line in zip(rows, table, strict=True):
         prompt, reference = chat.encode(tokenizer, row["prompt"], row["completion"])
+        output = model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False)
+        response = output[0, len(prompt) :].tolist()
+        assert line["response"] == tokenizer.decode(response, skip_special_tokens=True)
+        assert (int(line["length"]), int(line["ended"])) == (len(response), response[-1] == tokenizer.eos_token_id)
         assert reference[-1] == tokenizer.eos_token_id and int(line["opponent_length"]) == len(reference)
         assert line["opponent_response"] == row["completion"] and line["prompt"] == row["prompt"]
-        assert float(line["rewards/reward_model"]) == pytest.approx(score(prompt + response), abs=1e-4)
-        assert float(line["opponent_rewards/reward_model"]) == pytest.approx(score(prompt + reference), abs=1e-4)
-        has_won = float(line["rewards/reward_model"]) > float(line["opponent_rewards/reward_model"])
-        assert line["verdict"] == ("won" if has_won else "lost")
-    assert metrics["policy"]["ended"]["value"] == sum(ended) / 13 and "ended" not in metrics["opponent"]
+        ours, theirs = (float(line[f"{side}rewards/reward_model"]) for side in ("", "opponent_"))
+        assert (ours, theirs) == (score(prompt + response), score(prompt + reference))
+        assert line["verdict"] == ("won" if ours > theirs else "lost")
+    ended = [int(line["ended"]) for line in table]
+    assert 0 < sum(ended) < 13 and metrics["policy"]["ended"]["value"] == sum(ended) / 13
+    assert "ended" not in metrics["opponent"]
     mean = sum(float(row["rewards/reward_model"]) for row in table) / 13
     assert metrics["policy"]["rewards/reward_model"]["value"] == pytest.approx(mean)
 
@@ -119,7 +98,7 @@ def test_eval_4_the_mean_lengths_stand_beside_the_win_rate(rows, tiny, capsys):
     assert "rewards/reward_model" in out and "distinct_3" in out  # the table of all figures
 
 
-def test_the_weighted_sum_of_all_rewards_judges_and_says_so_where_it_was_trained_on(rows, tiny, other, trained, capsys):
+def test_the_weighted_sum_of_all_rewards_judges(rows, tiny, other):
     Path("mine.py").write_text(
         "def words(prompts, completions): return [len(c.split()) for c in completions]\n"
         "def some(prompts, completions):\n"
@@ -139,11 +118,6 @@ def test_the_weighted_sum_of_all_rewards_judges_and_says_so_where_it_was_trained
         )  # fmt: skip
         assert row["verdict"] == ("won" if ours > theirs + 1e-4 else "lost" if theirs > ours + 1e-4 else "tied")
     assert {"won", "lost"} <= {row["verdict"] for row in table}
-    assert "cannot show over-optimisation" not in capsys.readouterr().out
-    trained(dict(reward_model_path="another", reward_fn=["mine.py:some"]))
-    evaluate_tiny(tiny, **options | dict(policy_path="trained", output_dir="two"))
-    warning = "warning: mine.py:some says who wins, which is what training optimised"
-    assert f"\n{warning}, so this win rate cannot show over-optimisation\n" in capsys.readouterr().out
 
 
 def test_eval_5_pass_at_k_counts_right_answers_among_several_samples(rows, tiny, fails):
@@ -166,8 +140,6 @@ def test_eval_5_pass_at_k_counts_right_answers_among_several_samples(rows, tiny,
     assert figures["pass@1"]["value"] == pytest.approx(sum(counts) / 4 / 13)
     assert figures["pass@4"]["value"] == pytest.approx(sum(x > 0 for x in counts) / 13)
     assert figures["pass@2"]["value"] == pytest.approx(sum(1 - math.comb(4 - x, 2) / 6 for x in counts) / 13)
-    alone, _ = evaluate_tiny(tiny, **options | dict(samples_per_prompt=1, output_dir="alone"))
-    assert figures.items() > alone["policy"].items() and "pass@1" not in alone["policy"]
     Path("mine.py").write_text("def even(prompts, completions): return [0.5 for c in completions]\n")
     files.load_module.cache_clear()
     line = fails(evaluate.main, evaluate_args(tiny, **options | dict(output_dir="none")))
@@ -196,8 +168,8 @@ def test_a_policy_of_fixed_length_is_read_up_to_its_truncating_token_as_in_train
     assert json.loads(Path("out/summary.json").read_text())["sampling"].items() > recipe.items()
     assert metrics["policy"]["kl"]["value"] == pytest.approx(after["eval/objective/kl"], rel=1e-4)
     assert metrics["policy"]["length"]["value"] < 40 and 0 < metrics["policy"]["ended"]["value"] < 1
-    whole, table = evaluate_tiny(tiny, **paths, truncate_token="none", truncate_after=0, output_dir="whole")
-    assert whole["policy"]["length"]["value"] == 40 and "ended" not in whole["policy"] and "ended" not in table[0]
+    whole, _ = evaluate_tiny(tiny, **paths, truncate_token="none", truncate_after=0, output_dir="whole")
+    assert whole["policy"]["length"]["value"] == 40 and "ended" not in whole["policy"]
     assert whole["policy"]["kl"] == metrics["policy"]["kl"]  # It is paid for every sampled token.
 
 
@@ -252,7 +224,8 @@ def test_each_setting_is_the_flags_or_the_files_or_the_fallback(trained, file, f
 def test_a_win_rate_by_trainings_own_functions_is_doubted_unless_a_teacher_trained(trained, file, doubted):
     trained({"reward_fn": ["f"] if "teacher_model_path" in file else []} | file)
     args = evaluate.Args(policy_path="trained", judge="reward_fn", reward_fn=("f",))
-    assert len(evaluation.doubts(args, {})) == doubted
+    lines = ["f says who wins, which is what training optimised, so this win rate cannot show over-optimisation"]
+    assert evaluation.doubts(args, {}) == lines * doubted
 
 
 # ---- the output folder -----------------------------------------------------------------------------------------------
@@ -291,11 +264,9 @@ def refused(rows, tiny, capsys, monkeypatch):
 
 LLM = dict(judge="llm", judge_model="m", judge_base_url="http://127.0.0.1:9/v1")
 MISTAKES = [
-    ({"temperature": 0.0}, ["--temperature 0"]),
     ({"response_length": 128}, ["--response_length 128", "128"]),
     ({"stop_token": "nonsense"}, ["--stop_token 'nonsense'"]),
     ({"truncate_after": 2}, ["--truncate_after 2", "truncate_token"]),
-    ({"policy_path": None}, ["--policy_path"]),
     *[({name: "no/such"}, [f"--{name} no/such"]) for name in ("opponent_path", "ref_model_path", "reward_model_path")],
     ({"reward_model_path": None}, ["--judge reward_model", "--reward_model_path"]),
     ({"judge": "gold"}, ["--judge gold", "--dataset rows.jsonl"]),

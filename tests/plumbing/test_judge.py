@@ -6,7 +6,6 @@ import json
 import re
 import threading
 import zlib
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -22,20 +21,16 @@ KEY = "sk-secret-0123456789"
 class Server:
     """An endpoint that records all. reply(number of the request, question) -> answer, or a status.
 
-    None in place of an answer is a page of HTML, {} a reply without a message, and "gone" no connection.
-    refusal: None, or a status for requests that have a temperature.
+    None in place of an answer is a page of HTML, and "gone" no connection.
     """
 
-    def __init__(self, reply, refusal=None):
-        self.bodies, self.headers, self.lock = [], [], threading.Lock()
-        self.reply, self.refusal = reply, refusal
+    def __init__(self, reply):
+        self.bodies, self.headers, self.lock, self.reply = [], [], threading.Lock(), reply
 
     def respond(self, request):
         body, authorization = json.loads(request.content), request.headers["Authorization"]
-        text = body["messages"][0]["content"]
         with self.lock:
-            is_refused = self.refusal and "temperature" in body
-            answer = self.refusal if is_refused else self.reply(len(self.bodies), text)
+            answer = self.reply(len(self.bodies), body["messages"][0]["content"])
             self.bodies.append(body)
             self.headers.append({"path": request.url.path, "Authorization": authorization})
         if answer == "gone":
@@ -43,21 +38,17 @@ class Server:
         if answer is None:
             return httpx.Response(200, html="<html>hello</html>")
         if isinstance(answer, int):
-            words = "Unsupported value: 'temperature' must be 1" if is_refused else f"no: {authorization}"
+            words = f"Unsupported value: 'temperature' must be 1: {authorization}"
             bad = {"detail": [{"loc": ["body", words]}]} if answer == 422 else {"error": {"message": words}}
             return httpx.Response(answer, json=bad)
-        message = None if answer == {} else {"role": "assistant", "content": answer}
-        choice = {"index": 0, "finish_reason": "stop", "message": message}
+        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": answer}}
         good = {"id": "1", "object": "chat.completion", "created": 0, "model": "", "choices": [choice]}
         return httpx.Response(200, json=good)
 
 
 @pytest.fixture
 def judge(tiny, in_tmp, monkeypatch):
-    """judge(reply, threads=8, refusal=None, **flags): an object with `server` and `run(**flags)`.
-
-    The client tries twice in all.
-    """
+    """judge(reply, threads=8): an object with `server` and `run()`. The client tries twice in all."""
     write_rows("rows.jsonl", toy.rows("sft", "train")[:13])
     monkeypatch.setenv("OPENAI_API_KEY", KEY), monkeypatch.setattr(judge_module, "RETRIES", 1)
     servers = {}
@@ -65,16 +56,16 @@ def judge(tiny, in_tmp, monkeypatch):
     client = functools.partial(openai.OpenAI, http_client=httpx.Client(transport=transport))
     monkeypatch.setattr(openai, "OpenAI", client)
 
-    def start(reply, threads=8, refusal=None, **flags):
+    def start(reply, threads=8):
         monkeypatch.setattr(judge_module, "THREADS", threads)
         host = f"judge{len(servers)}"
-        servers[host] = Server(reply, refusal)
+        servers[host] = Server(reply)
         options = dict(dataset="rows.jsonl", policy_path=str(tiny / "policy"), response_length=6, output_dir="out")
-        options |= dict(judge="llm", judge_model="tiny-judge", judge_base_url=f"http://{host}/v1") | flags
+        options |= dict(judge="llm", judge_model="tiny-judge", judge_base_url=f"http://{host}/v1")
 
-        def run(**more):
-            metrics = evaluate.main(evaluate.Args(**(options | more)))["metrics"]
-            with open(Path((options | more)["output_dir"], "samples.csv"), newline="") as file:
+        def run():
+            metrics = evaluate.main(evaluate.Args(**options))["metrics"]
+            with open("out/samples.csv", newline="") as file:
                 return metrics["win_rate"], list(csv.DictReader(file))
 
         return SimpleNamespace(server=servers[host], run=run)
@@ -119,10 +110,12 @@ def test_unparsable_answers_are_not_won_and_more_than_a_twentieth_is_a_warning(j
 
 
 # ---- what goes wrong -------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("status", [500, 429])
-def test_what_may_pass_is_tried_again(judge, status):
+@pytest.mark.parametrize("status, has_temperature", [(500, True), (429, True), (400, False), (422, False)])
+def test_what_may_pass_is_tried_again(judge, status, has_temperature):
+    """A judge that refuses temperature 0, as models that reason do, is asked without one."""
     asked = judge(lambda number, text: status if number == 0 else tasteful(number, text), threads=1)
     assert asked.run()[0]["unparsable"] == 0 and len(asked.server.bodies) == 14
+    assert {"temperature" in body for body in asked.server.bodies[1:]} == {has_temperature}
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,10 @@ from helpers import (
     read_metrics,
     rloo_args,
     run_page,
-    run_ppo,
     tiny_config,
     without_times,
     word_tokenizer,
 )
-from safetensors.torch import load_file
 from short_runs import write_rows
 from transformers import (
     AutoModelForCausalLM,
@@ -158,7 +156,6 @@ def test_a_run_trains_adapters_alone_and_saves_the_merged_model_beside_them(tiny
     after = logits_of("out/adapter")
     assert (after - logits_of(tiny / "policy")).abs().max() > 1e-2
     assert (logits_of("out") - after).abs().max() < 1e-5
-    assert not any("lora" in name for name in load_file("out/model.safetensors"))
     cli.check_output_dir(page_args(page, tiny, **options, overwrite=False))  # The run may be repeated.
 
 
@@ -167,8 +164,12 @@ def test_a_resumed_run_is_the_same_and_its_checkpoints_hold_the_adapters_alone(t
     """So it is with gradient checkpointing and in small micro-batches, to rounding."""
     options = dict(lora_rank=4, checkpoint_every=1)
     run_page(page, tiny, **options, run_name="whole", output_dir="whole")
-    weights = torch.load("runs/whole/checkpoints/000003/policy.pt", weights_only=True)["model_state_dict"]
-    assert len(weights) > 8 and all("lora_" in name or "score" in name for name in weights)
+    files = [f"runs/whole/checkpoints/00000{i}/policy.pt" for i in (2, 3)]
+    first, last = (torch.load(file, weights_only=True)["model_state_dict"] for file in files)
+    assert len(first) > 8 and all("lora_" in name or "score" in name for name in first)
+    of_critic = {"lora_" in name for name in first if "critic" in name}  # PPO's value model has a whole head as well.
+    assert of_critic == ({True, False} if page == "train_ppo" else set())
+    assert not any(torch.equal(first[name], last[name]) for name in first)  # So both policy and critic learn.
     shutil.copytree("runs/whole", "runs/run")
     shutil.rmtree("runs/run/checkpoints/000003")
     resumed, rows = run_page(page, tiny, **options, resume=True, output_dir="resumed"), read_metrics("runs/whole")
@@ -177,15 +178,6 @@ def test_a_resumed_run_is_the_same_and_its_checkpoints_hold_the_adapters_alone(t
         assert Path("whole", name).read_bytes() == Path("resumed", name).read_bytes()
     small = dict(gradient_checkpointing=True, micro_batch_size=4, rollout_micro_batch_size=4)
     assert_same_curves(rows, run_page(page, tiny, **options, **small))
-
-
-def test_ppos_value_model_keeps_its_whole_head_and_both_learn(tiny, in_tmp, few_prompts):
-    run_ppo(tiny, lora_rank=4, checkpoint_every=1, learning_rate=1e-2)
-    files = [f"runs/run/checkpoints/00000{i}/policy.pt" for i in (2, 3)]
-    first, last = (torch.load(file, weights_only=True)["model_state_dict"] for file in files)
-    assert any("critic" in name and "lora_" in name for name in first)
-    assert any("critic" in name and "score" in name for name in first)
-    assert {name for name in first if not torch.equal(first[name], last[name])} == first.keys()
 
 
 def test_a_policy_that_starts_from_adapters_has_them_in_its_reference(tiny, in_tmp):
@@ -213,17 +205,12 @@ def test_a_reward_model_trains_its_whole_head_and_is_saved_merged(tiny, in_tmp):
         lora_rank=4, learning_rate=1e-2, num_train_epochs=3, batch_size=8, output_dir="reward", run_name="run",
     )  # fmt: skip
     metrics = train_reward.main(args)["metrics"]
-    base, saved = load_file(tiny / "policy/model.safetensors"), load_file("reward/model.safetensors")
-    changed = {name for name in base.keys() & saved.keys() if not torch.equal(base[name], saved[name])}
-    assert changed and all(name.endswith("weight") and ("attention" in name or "mlp" in name) for name in changed)
-    assert not any("lora" in name for name in saved)
     model = models.load_reward_model("reward", FLAGS).eval()
     assert getattr(model.config, "reward_bias", 0.0) != 0.0  # the shift that normalisation found
     adapted = models.load_reward_model("reward/adapter", FLAGS).eval()  # It has head and shift as well.
     assert adapted.config.reward_bias == model.config.reward_bias
     with torch.no_grad():
         assert (adapted(TOKENS).logits - model(TOKENS).logits).abs().max() < 1e-5
-
     assert metrics["eval/rm/accuracy"] > 0.9
 
 

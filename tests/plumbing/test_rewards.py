@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-import sys
 import textwrap
 from pathlib import Path
 
@@ -32,20 +31,16 @@ def functions(in_tmp):
 
 
 # ---- finding functions -----------------------------------------------------------------------------------------------
-def test_a_function_is_found_in_a_file_and_in_a_package_and_may_import_its_neighbours(functions, in_tmp, monkeypatch):
+def test_a_function_is_found_in_a_file_and_in_a_package_and_may_import_its_neighbours(functions, in_tmp):
     (in_tmp / "pack").mkdir()
     functions("WORD = 'kind'", "words.py")
     functions("import words\ndef f(prompts, completions):\n    return [c.count(words.WORD) for c in completions]")
     functions("from words import WORD\ndef g(prompts, completions):\n    return WORD", "pack/inner.py")
     functions("def h(prompts, completions):\n    import words\n    return words.WORD", "late.py")
-    functions("def length():\n    return 'of the user, and not of this project'", "toy.py")
     assert files.load_function("mine.py:f", "--reward_fn")([""], ["kind and kind"]) == [2]
     assert files.load_function(f"{in_tmp}/mine.py:f", "--reward_fn")([""], ["kind"]) == [1]
     assert files.load_function("pack.inner:g", "--reward_fn")([], []) == "kind"
     assert files.load_function("late.py:h", "--reward_fn")([], []) == "kind"
-    monkeypatch.syspath_prepend(str(ROOT / "rlhf_details"))  # This is so where a script has been started.
-    monkeypatch.delitem(sys.modules, "toy", raising=False)
-    assert files.load_function("toy:length", "--reward_fn")() == "of the user, and not of this project"
     assert files.load_function("rlhf_details.toy:right_sum", "--reward_fn") is toy.right_sum
 
 
@@ -73,18 +68,6 @@ def test_what_the_users_files_import_is_never_a_file_of_ours(functions, tiny, in
     assert end.stderr.splitlines()[-1] == words, end.stderr
 
 
-def test_two_folders_with_a_module_of_the_same_name_are_refused(functions, fails, monkeypatch):
-    monkeypatch.setattr(files, "FOLDERS", set()), monkeypatch.setattr(sys, "path", [*sys.path])
-    for folder in ("a", "b", "c"):
-        Path(folder).mkdir()
-        functions(f"WORD = '{folder}'", f"{folder}/{'other' if folder == 'c' else 'terms'}.py")
-        module = "other" if folder == "c" else "terms"
-        functions(f"import {module}\ndef f(prompts, completions): return {module}.WORD", f"{folder}/mine.py")
-    assert [files.load_function(f"{x}/mine.py:f", "--reward_fn")([], []) for x in "ac"] == ["a", "c"]
-    line = fails(files.load_function, "b/mine.py:f", "--reward_fn")
-    assert "--reward_fn b/mine.py:f: Python has one module of a name" in line and "a/terms.py has been imported" in line
-
-
 @pytest.mark.parametrize(
     "spec, code, words",
     [
@@ -92,7 +75,6 @@ def test_two_folders_with_a_module_of_the_same_name_are_refused(functions, fails
         ("nowhere.py:f", "", "no such file"),
         ("mine.py:f", "import no_such_package", "No module named"),
         ("mine.py:f", "def g(): pass", "no function 'f'"),
-        ("mine.py:f", "def f(a, b): return []", "f(prompts, completions, **columns)"),
     ],
 )
 def test_a_function_that_cannot_be_had_is_one_line(functions, tiny, fails, spec, code, words):
@@ -161,7 +143,6 @@ def test_what_a_function_may_return(functions, returned, values, is_boolean):
         ("return [0.0, float('nan'), 0.0]", ["f returned nan", "row 2 of --dataset x, 'p1', with the response 'b'"]),
         ("return ['much', 0.0, 0.0]", ["returned 'much'", "row 1"]),
         ("return [0.0, 0.0]", ["returned 2 entries for 3 completions"]),
-        ("return None", ["--reward_fn f raised TypeError, called with 3 completions"]),
         ("return [None, 0.0, None]", ["no reward applies to row 1"]),
     ],
 )
@@ -240,15 +221,22 @@ def test_a_function_gets_text_or_on_request_messages_of_whatever_data(functions)
     assert messages == (asked, [[{"role": "assistant", "content": text}] for text in "abc"])
 
 
-def test_a_column_that_a_function_needs_and_no_row_has_is_named_for_both_data_sets(functions, fails):
-    functions("def f(prompts, completions, answer, other=None):\n    return [1.0] * len(prompts)")
-    with_answer, without = prompt({"prompt": "p", "answer": 1}), prompt({"prompt": "p", "reply": 1})
-    line = fails(make_scorer().check_columns, [without])
-    assert "--reward_fn f: missing a required argument: 'answer'; the columns of --dataset x are ['reply']" in line
-    assert "required argument: 'answer'" in fails(make_scorer().check_columns, [with_answer], [without])
-    make_scorer().check_columns([with_answer], [with_answer])
-    functions("def f(prompts, completions, prompt):\n    return [0.0] * len(prompts)")
-    assert "required argument: 'prompt'" in fails(make_scorer().check_columns, [with_answer])
+@pytest.mark.parametrize(
+    "parameters, words",
+    [
+        ("prompts, completions, answer, other=None", "missing a required argument: 'answer'"),
+        ("prompts, completions, prompt", "missing a required argument: 'prompt'"),
+        ("completions", "got an unexpected keyword argument 'prompts'"),
+    ],
+)
+def test_what_a_function_needs_and_a_data_set_has_not_is_named(functions, fails, parameters, words):
+    functions(f"def f({parameters}): return [1.0]")
+    asked, without = prompt({"prompt": "p", "answer": 1}), prompt({"prompt": "p", "reply": 1})
+    words = f"--reward_fn f: {words}; the columns of --dataset x are ['reply']"
+    assert words in fails(make_scorer().check_columns, [without])
+    if "answer" in parameters:
+        make_scorer().check_columns([asked], [asked])
+        assert words in fails(make_scorer().check_columns, [asked], [without])
 
 
 # ---- names, weights, means -------------------------------------------------------------------------------------------

@@ -34,8 +34,6 @@ def test_an_offline_run_holds_metrics_configuration_and_tables(tiny, few_prompts
     assert table(run, "samples") == [{k: v for k, v in row.items() if k != "update"} for row in samples[-4:]]
     board = EventAccumulator("runs/run").Reload()
     assert set(board.Tags()["scalars"]) == {metric for row in rows for metric in row} | {"global_step"}
-    shown = [(event.step, pytest.approx(event.value, rel=1e-6)) for event in board.Scalars("objective/kl")]
-    assert shown == [(row["episode"], row["objective/kl"]) for row in rows if "objective/kl" in row]
 
 
 def test_a_resumed_run_is_the_same_one(tiny, offline_wandb):

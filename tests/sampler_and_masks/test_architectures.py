@@ -10,7 +10,7 @@ import torch
 from tiny_models import PACKED, PAGES, REWARDED, plain_logprobs, random_batch, rest, rows_of, tiny_model, tiny_reward
 from torch import nn
 
-from rlhf_details import train_ppo, train_reward, train_rloo, utils
+from rlhf_details import train_reward, train_rloo, utils
 from rlhf_details.plumbing import layout
 
 PLAIN = ["mistral", "gpt_neo", "bloom", "gemma2"]  # their layers look at a window, or know no positions
@@ -31,9 +31,9 @@ def models():
 @pages
 @torch.no_grad()
 def test_gen_7_log_probs_equal_a_plain_forward_of_each_row_on_every_architecture(models, page, kind):
-    """Neither padding nor which logits are made shows in the numbers, and the softmax is the tempered one. [GEN-3]"""
+    """Neither padding nor packing nor which logits are made shows. The softmax is the tempered one. [GEN-3] [RLOO-9]"""
     model, batch = models(kind), random_batch()
-    for n in (1, 2) if rest(page) and kind in PACKED else (1,):
+    for n in (1, 2, 4) if rest(page) and kind in PACKED else (1,):
         outputs = page.response_logprobs(page.Policy(model, 0.7), batch, *rest(page, n))
         for i, (prompt, response) in enumerate(rows_of(batch)):
             for ours, expected in zip(outputs, plain_logprobs(model, prompt, response, 0.7), strict=False):
@@ -42,18 +42,9 @@ def test_gen_7_log_probs_equal_a_plain_forward_of_each_row_on_every_architecture
 
 
 @pages
-@torch.no_grad()
-def test_gen_8_logits_are_made_of_the_columns_that_are_read_alone(page):
-    policy, batch, logits = page.Policy(tiny_model("gpt_neox"), 1.0), random_batch(k=1), []
-    policy.model.get_output_embeddings().register_forward_hook(lambda module, args, out: logits.append(out.numel()))
-    page.response_logprobs(policy, batch, *rest(page))
-    assert sum(logits) <= 3 * 6 * 97  # of the 6 response tokens of 3 rows, and of no prompt's
-
-
-@pages
 @pytest.mark.parametrize("at_once", [1, 200])
 def test_gen_8_logits_in_pieces_give_the_same_log_probs_and_gradients(page, at_once):
-    """The pieces: one token each, and uneven ones. The model's logits are never there at once."""
+    """The pieces: one token each, and uneven ones. No logits are made of a prompt's columns, and never all at once."""
     batch, results = random_batch(), []
     for size in (10**9, at_once):
         policy, pieces = page.Policy(tiny_model("gpt_neox"), 0.7), []
@@ -66,7 +57,7 @@ def test_gen_8_logits_in_pieces_give_the_same_log_probs_and_gradients(page, at_o
         gradient = torch.cat([p.grad.flatten() for p in policy.parameters()])
         results.append((*outputs, gradient, sizes))
     (*whole, one), (*pieced, many) = results
-    assert len(one) == 1 and len(many) > 1 and max(many) <= max(at_once, 97)
+    assert len(one) == 1 and one[0] <= 12 * 6 * 97 and len(many) > 1 and max(many) <= max(at_once, 97)
     for a, b in zip(whole, pieced, strict=True):
         assert (a - b).abs().max() < 1e-5 * max(1, a.abs().max())
 
@@ -94,54 +85,20 @@ def test_rew_6_log_probs_and_entropies_are_zero_behind_the_end_whatever_stands_t
     assert all(torch.equal(x, y) for x, y in zip(outputs, again, strict=True))
 
 
-# ---- values ----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "llama"])
-@pytest.mark.parametrize("shares_trunk", [True, False])
-@torch.no_grad()
-def test_ppo_5_values_are_those_of_the_state_before_each_token_and_of_the_one_after_the_last(
-    models, kind, shares_trunk
-):
-    model, batch = models(kind), random_batch()
-    critic, critic_model = nn.Linear(32, 1), tiny_reward(kind)
-    if not shares_trunk:
-        critic = train_ppo.Reward(critic_model)
-    policy = train_ppo.Policy(model, 0.7)
-    policy.critic = critic
-    values = train_ppo.response_logprobs(policy, batch)[2]
-    for i, (prompt, response) in enumerate(rows_of(batch)):
-        row = torch.tensor([prompt + response])
-        if shares_trunk:
-            states = critic(model(row, output_hidden_states=True).hidden_states[-1][0]).squeeze(-1)
-        else:
-            states = critic_model.score(critic_model.base_model(row).last_hidden_state[0]).squeeze(-1)
-        expected = states[len(prompt) - 1 :][:6]  # the state after the last of 6 tokens has no column
-        assert (values[i, : len(expected)] - expected).abs().max() < 1e-5
-        assert (values[i, len(expected) :] == 0).all()
-
-
 # ---- scores ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "llama", "qwen2", "mistral"])
 @rewarded
 @torch.no_grad()
 def test_rew_2_scores_are_read_at_each_responses_own_end(page, kind):
-    """Prompts and responses hold 0, which is the model's padding token: nothing is found by looking for it."""
+    """Prompts and responses hold 0, the model's padding token: nothing is found by looking for it. [RLOO-10]"""
     model, batch = tiny_reward(kind), random_batch()
-    for i in range(0, 12, 3):
-        batch[0][i, -1], batch[2][i, 0] = 0, 0
-    ours = page.response_scores(page.Reward(model), batch, *rest(page))
-    for score, (prompt, response) in zip(ours.tolist(), rows_of(batch), strict=True):
-        hidden = model.base_model(torch.tensor([prompt + response])).last_hidden_state[0, -1]
-        assert score == pytest.approx(model.score(hidden).item(), abs=2e-5)
-    assert ours.std() > 0.05
-
-
-@rewarded
-@torch.no_grad()
-def test_rew_1_the_bias_in_the_configuration_is_added(page):
-    model, batch = tiny_reward("gpt_neox"), random_batch()
-    plain = page.response_scores(page.Reward(model), batch, *rest(page))
-    model.config.reward_bias = 0.75
-    assert torch.allclose(page.response_scores(page.Reward(model), batch, *rest(page)), plain + 0.75)
+    batch[0][:, -1], batch[2][::3, 0] = 0, 0
+    states = [model.base_model(torch.tensor([p + r])).last_hidden_state[0, -1] for p, r in rows_of(batch)]
+    expected = model.score(torch.stack(states)).squeeze(1)
+    for n in (1, 2, 4) if rest(page) and kind in PACKED else (1,):
+        ours = page.response_scores(page.Reward(model), batch, *rest(page, n))
+        torch.testing.assert_close(ours, expected, atol=2e-5, rtol=0)
+    assert expected.std() > 0.05
 
 
 @pytest.mark.parametrize("page", [*REWARDED.values(), train_reward], ids=[*REWARDED, "reward"])
@@ -157,27 +114,6 @@ def test_rm_6_scores_are_fp32_under_bf16(page):
     expected = nn.functional.linear(seen[0].float(), reward.model.score.weight).flatten()
     assert scores.dtype == torch.float32 and torch.allclose(scores, expected, atol=1e-6)
     assert not torch.equal(scores, scores.bfloat16().float())
-
-
-# ---- packed rows -----------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("kind", PACKED)
-@torch.no_grad()
-def test_rloo_9_packed_rows_give_the_log_probs_of_single_rows(models, kind):
-    policy, batch = train_rloo.Policy(models(kind), 0.7), random_batch()
-    plain = train_rloo.response_logprobs(policy, batch, 1)
-    for n in (2, 4):
-        packed = train_rloo.response_logprobs(policy, batch, n)
-        assert all((x - y).abs().max() < 1e-5 for x, y in zip(packed, plain, strict=True))
-
-
-@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "llama", "qwen2"])
-@torch.no_grad()
-def test_rloo_10_packed_rows_give_the_scores_of_single_rows(kind):
-    reward, batch = train_rloo.Reward(tiny_reward(kind)), random_batch()
-    plain = train_rloo.response_scores(reward, batch, 1)
-    assert plain.std() > 0.05
-    for n in (2, 4):
-        assert (train_rloo.response_scores(reward, batch, n) - plain).abs().max() < 1e-5
 
 
 # ---- the layout that a run chooses -----------------------------------------------------------------------------------
@@ -198,46 +134,41 @@ def test_ordinary_layers_are_packed(models, kind, capsys):
     assert "packed rows" in capsys.readouterr().out
 
 
+ONE = dict(micro_batch_size=1, rollout_micro_batch_size=1)
+
+
 @pytest.mark.parametrize(
-    "kind,why",
+    "policy, reward, changes, packing, why",
     [
-        ("mistral", "sliding-window"),
-        ("gpt_neo", "local"),
-        ("gemma2", "sliding-window"),
+        ("mistral", None, {}, (1, 4, 1), "the policy (mistral) has"),
+        ("gpt_neo", None, {}, (1, 4, 1), "the policy (gpt_neo) has"),
+        ("gemma2", None, {}, (1, 4, 1), "the policy (gemma2) has"),
+        ("llama", "mistral", {}, (1, 4, 1), "the reward model (mistral) has"),
+        ("bloom", None, {}, (1, 4, 1), "packed "),
+        ("llama", "bloom", {}, (1, 4, 1), "packed "),
+        ("llama", None, dict(share_prompts=False), (1, 4, 1), "--no_share_prompts"),
+        ("llama", None, ONE, (1, 1, 1), "a micro-batch holds one response to a prompt"),
+        ("llama", None, dict(micro_batch_size=3), (2, 2, 4), ""),
     ],
 )
-def test_layers_that_cannot_be_packed_run_in_plain_rows_which_are_right(models, kind, why, capsys):
+def test_rows_are_plain_where_a_model_or_the_user_wants_them(models, policy, reward, changes, packing, why, capsys):
     """test_gen_7_... compares the plain rows of these architectures with single forwards."""
-    assert choose(models(kind)) == layout.Packing(1, 4, 1)
-    said = capsys.readouterr().out
-    assert said.startswith(f"plain rows, one response each: the policy ({kind})") and why in said
-    if kind == "mistral":
-        assert choose(models("llama"), tiny_reward(kind)).n == 1
-        assert f"the reward model ({kind})" in capsys.readouterr().out
+    found = choose(models(policy), reward and tiny_reward(reward), **changes)
+    assert found == layout.Packing(*packing)
+    assert not why or capsys.readouterr().out.startswith(f"plain rows, one response each: {why}")
 
 
-def test_a_model_without_positions_runs_in_plain_rows(models, capsys):
-    for given in ((models("bloom"),), (models("llama"), tiny_reward("bloom"))):
-        assert choose(*given) == layout.Packing(1, 4, 1)
-        assert capsys.readouterr().out.startswith("plain rows, one response each: packed ")
-
-
-def test_plain_rows_where_the_user_or_the_sizes_ask_for_them(models, capsys):
-    assert choose(models("llama"), share_prompts=False) == layout.Packing(1, 4, 1)
-    assert "--no_share_prompts" in capsys.readouterr().out
-    assert choose(models("llama"), micro_batch_size=1, rollout_micro_batch_size=1) == layout.Packing(1, 1, 1)
-    assert "a micro-batch holds one response to a prompt" in capsys.readouterr().out
-    assert choose(models("llama"), micro_batch_size=3) == layout.Packing(2, 2, 4)
-
-
-@pytest.mark.parametrize("broken", ["policy", "reward model"])
+@pytest.mark.parametrize("broken", ["policy", "reward model", "no packing"])
 def test_rloo_12_a_window_that_the_configuration_hides_is_found_by_the_numbers(broken, capsys):
+    """What fails on packed rows runs in plain ones as well."""
     policy, reward = tiny_model("llama"), tiny_reward("llama")
-    model = policy.model if broken == "policy" else reward.model
+    model = reward.model if broken == "reward model" else policy.model
     real = model.forward
 
     def windowed(input_ids=None, attention_mask=None, position_ids=None, **inputs):
         if attention_mask is not None and attention_mask.dim() == 4:  # It looks at the last four columns only.
+            if broken == "no packing":
+                raise ValueError("a mask of two dimensions, please")
             L = torch.arange(attention_mask.size(-1))
             lowest = torch.finfo(torch.bfloat16).min
             attention_mask = attention_mask.masked_fill(L.unsqueeze(1) - L >= 4, lowest)
@@ -245,18 +176,5 @@ def test_rloo_12_a_window_that_the_configuration_hides_is_found_by_the_numbers(b
 
     model.forward = windowed
     assert choose(policy, reward) == layout.Packing(1, 4, 1)
-    assert "packed and plain rows differ by" in capsys.readouterr().out
-
-
-def test_a_model_that_fails_on_packed_rows_runs_in_plain_ones(capsys):
-    model = tiny_model("llama")
-    real = model.model.forward
-
-    def strict(input_ids=None, attention_mask=None, position_ids=None, **inputs):
-        if attention_mask is not None and attention_mask.dim() == 4:
-            raise ValueError("a mask of two dimensions, please")
-        return real(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **inputs)
-
-    model.model.forward = strict
-    assert choose(model).n == 1
-    assert "packed rows cannot be computed (ValueError: a mask of two dimensions, please)" in capsys.readouterr().out
+    said = "(ValueError: a mask of two dimensions, please)" if broken == "no packing" else "differ by"
+    assert said in capsys.readouterr().out

@@ -25,14 +25,6 @@ def int32_values():
     return edges + [some.randrange(-(2**31), 2**31) for _ in range(2000)]
 
 
-def test_fold_is_the_lowbias32_hash_of_key_xor_coordinate_for_numbers_and_tensors():
-    keys = torch.tensor(int32_values(), dtype=torch.int32)
-    coordinates = keys.flip(0)
-    expected = [slow_hash(a ^ b) for a, b in zip(keys.tolist(), coordinates.tolist(), strict=True)]
-    assert [v & 0xFFFFFFFF for v in utils.fold(keys, coordinates).tolist()] == expected
-    assert [v & 0xFFFFFFFF for v in utils.fold(keys, 77).tolist()] == [slow_hash(k ^ 77) for k in keys.tolist()]
-
-
 # ---- the noise that the sampler adds to the logits -------------------------------------------------------------------
 @pytest.fixture
 def noise_of(monkeypatch):

@@ -2,18 +2,11 @@
 
 from types import SimpleNamespace
 
+import helpers
 import torch
 import transformers
 
-from rlhf_details import (
-    evaluate,
-    train_distill,
-    train_grpo,
-    train_ppo,
-    train_rloo,
-    train_sft,
-    utils,
-)
+from rlhf_details import evaluate, train_distill, train_grpo, train_ppo, train_rloo, train_sft, utils
 from rlhf_details.plumbing import comparisons
 
 PAGES = {"rloo": train_rloo, "grpo": train_grpo, "ppo": train_ppo, "distill": train_distill, "evaluate": evaluate}
@@ -21,8 +14,6 @@ REWARDED = {name: page for name, page in PAGES.items() if hasattr(page, "Reward"
 SAMPLED = {name: page.Policy for name, page in PAGES.items()}  # what the sampler calls
 SAMPLED |= {"comparisons": comparisons.NextToken, "sft": train_sft.LanguageModel}
 
-SIZES = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
-SIZES |= dict(max_position_embeddings=64, vocab_size=97, initializer_range=0.2)
 PACKED = ["gpt2", "gpt_neox", "llama", "qwen2", "opt", "gptj", "phi"]  # architectures whose rows may be packed
 CHANGES = {
     "qwen2": dict(num_key_value_heads=2),
@@ -35,36 +26,21 @@ CHANGES = {
     "granite": dict(num_key_value_heads=2, logits_scaling=3.0),
     "gemma2": dict(head_dim=8, num_key_value_heads=2, final_logit_softcapping=3.0, query_pre_attn_scalar=8),
 }
-NOT_ACCEPTED = {"gpt_neo": ["num_hidden_layers", "num_attention_heads"]}
-
-
-def config_of(kind, **changes):
-    sizes = {name: value for name, value in SIZES.items() if name not in NOT_ACCEPTED.get(kind, [])}
-    return transformers.AutoConfig.for_model(kind, **(sizes | CHANGES.get(kind, {}) | changes))
 
 
 def tiny_model(kind, **changes):
-    """A random causal language model of an architecture, with weights large enough to tell tokens apart."""
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config_of(kind, **changes))
-    return utils.disable_dropout(model).eval()
+    """helpers.tiny_model of any architecture that is tested here."""
+    return helpers.tiny_model(kind, intermediate_size=64, **(CHANGES.get(kind, {}) | changes))
 
 
-def tiny_reward(kind, **changes):
-    """A random sequence-classification model with one label."""
-    torch.manual_seed(0)
-    config = config_of(kind, num_labels=1, pad_token_id=0, **changes)
-    return transformers.AutoModelForSequenceClassification.from_config(config).eval()
+def tiny_reward(kind):
+    """helpers.tiny_reward_model of any architecture that is tested here."""
+    return helpers.tiny_reward_model(kind, intermediate_size=64, pad_token_id=0, **CHANGES.get(kind, {}))
 
 
-def random_batch(groups=3, k=4, Q=9, R=6, vocab_size=97):
+def random_batch(**sizes):
     """A Batch of ragged lengths, the k of a prompt adjacent; any id anywhere."""
-    g = torch.Generator().manual_seed(1)
-    prompts = [torch.randint(vocab_size, (n,), generator=g).tolist() for n in (Q, 2, 5)[:groups]]
-    queries, query_mask = (x.repeat_interleave(k, 0) for x in utils.left_pad(prompts))
-    responses = torch.randint(vocab_size, (groups * k, R), generator=g)
-    lengths = torch.randint(1, R + 1, (groups * k, 1), generator=g)
-    return utils.Batch(queries, query_mask, responses, torch.arange(R) < lengths)
+    return utils.Batch(*helpers.random_batch(**sizes))
 
 
 def rows_of(batch):

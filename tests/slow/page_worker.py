@@ -135,7 +135,7 @@ def one_run(spec, engine):
         seen["frozen"] = [held_and_total(m.parameters()) for m in frozen if m is not None]
         seen.update(engine=engines.name(accelerator), world=accelerator.num_processes)
         seen.update(kind=accelerator.distributed_type.value, precision=engines.precision(accelerator))
-        seen.update(held=held, stepped=stepped_here(optimizer), total=total, architecture=inner.config.model_type)
+        seen.update(held=held, stepped=stepped_here(optimizer), total=total)
         seen.update(groups=sum(isinstance(m, FSDPModule) for m in module.modules()))
         seen.update(sharded=is_sharded(module), dtypes={str(p.dtype) for p in module.parameters()})
         linear = next(m for m in inner.modules() if isinstance(m, torch.nn.Linear) or type(m).__name__ == "Conv1D")

@@ -2,10 +2,12 @@
 
 import dataclasses
 import json
+import time
 from pathlib import Path
 
 import torch
 from helpers import launch
+from short_runs import write_rows
 
 from rlhf_details import toy
 from rlhf_details.plumbing import cli
@@ -14,11 +16,10 @@ WORKER = Path(__file__).with_name("page_worker.py")
 KINDS = {"one": "NO", "ddp": "MULTI_CPU", "fsdp2": "FSDP", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
 
 
-def write_rows(path, count):
-    """Rows that serve as prompts, demonstrations and comparisons; returns the path as a string."""
-    rows = [row | {"chosen": row["completion"], "rejected": "we ."} for row in toy.rows("prompts", "test")[:count]]
-    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+def rows_for_all(path, count):
+    """Writes rows that serve as prompts, demonstrations and comparisons; returns the path as a string."""
+    rows = toy.rows("prompts", "test")[:count]
+    return write_rows(path, [row | {"chosen": row["completion"], "rejected": "we ."} for row in rows])
 
 
 def spec_of(args, name, **options):
@@ -45,6 +46,14 @@ def has_rows(folder, count):
     """Whether the run in a folder has logged so many rows."""
     metrics = folder / "runs/run/metrics.jsonl"
     return metrics.exists() and len(metrics.read_bytes().splitlines()) >= count
+
+
+def wait_until(condition, process, said):
+    """Waits until condition() holds, while a process runs; said() is what it has said."""
+    end = time.time() + 120
+    while not condition():
+        assert process.poll() is None and time.time() < end, said()
+        time.sleep(0.05)
 
 
 def words_of(args):

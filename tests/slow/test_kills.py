@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, assert_same_curves, launch, read_metrics
-from processes import has_rows
+from helpers import ENVIRONMENT, assert_same_curves, launch, read_metrics
+from processes import has_rows, wait_until
 from short_runs import arguments, assert_same_run, checkpoints, copy_of_dead, start, updates, whole
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -33,7 +33,6 @@ page.main(page.Args(**values))
 if torch.distributed.is_initialized():
     torch.distributed.destroy_process_group()
 """
-ENVIRONMENT = dict(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
 
@@ -101,10 +100,7 @@ def signalled(folder, command, number, close_output=False):
         options = dict(cwd=folder, env=os.environ | ENVIRONMENT, stdout=subprocess.PIPE, stderr=errors, text=True)
         process = subprocess.Popen([sys.executable, *command], **options)
         try:
-            end = time.time() + 120
-            while not has_rows(folder, 4):
-                assert process.poll() is None and time.time() < end, (folder / "errors").read_text()
-                time.sleep(0.05)
+            wait_until(lambda: has_rows(folder, 4), process, (folder / "errors").read_text)
             if close_output:
                 process.stdout.close()
             process.send_signal(number)

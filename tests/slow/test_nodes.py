@@ -11,12 +11,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from helpers import ROOT, assert_same_curves, launch, read_metrics
-from processes import has_rows, words_of
+from helpers import ENVIRONMENT, ROOT, assert_same_curves, launch, read_metrics
+from processes import has_rows, wait_until, words_of
 from short_runs import arguments, checkpoints
 
 pytestmark = pytest.mark.slow
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 # In the pages a process waits 15 minutes for the others before it ends.
 IMPATIENT = """
 from datetime import timedelta
@@ -68,7 +67,9 @@ class Nodes:
         for node in (0, 1):
             with open(self.logs[node], "w") as log:
                 command = [*torchrun, *rendezvous(node, address), *words]
-                self.launchers += [subprocess.Popen(command, cwd=folder, env=ENVIRONMENT, stdout=log, stderr=log)]
+                self.launchers += [
+                    subprocess.Popen(command, cwd=folder, env=os.environ | ENVIRONMENT, stdout=log, stderr=log)
+                ]
 
     def __enter__(self):
         return self
@@ -93,10 +94,7 @@ class Nodes:
 
     def wait_for(self, count):
         """Waits until the run has logged so many rows."""
-        end = time.time() + 120
-        while not has_rows(self.folder, count):
-            assert time.time() < end and self.launchers[0].poll() is None, self.said()
-            time.sleep(0.05)
+        wait_until(lambda: has_rows(self.folder, count), self.launchers[0], self.said)
 
     def seconds_until(self, left, lose):
         """lose() takes the other node away. Returns how long the one that is left goes on. It leaves no process."""
@@ -160,7 +158,7 @@ def test_the_slurm_script_runs_on_all_nodes_and_goes_on_after_the_time_limit(tin
     (tmp_path / "fp32.yaml").write_text(config)
     found = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     job = dict(SLURM_JOB_ID="4217", SLURM_JOB_NODELIST="nodes", SLURM_JOB_NUM_NODES="2", SLURM_GPUS_ON_NODE="1")
-    environment = ENVIRONMENT | job | {"PATH": found, "CONFIG": "fp32.yaml"}
+    environment = os.environ | ENVIRONMENT | job | {"PATH": found, "CONFIG": "fp32.yaml"}
     script, *flags = command(tiny)
     flags = [word for word in flags if word not in ("--run_name", "run", "--no_resume")]
 
@@ -169,10 +167,8 @@ def test_the_slurm_script_runs_on_all_nodes_and_goes_on_after_the_time_limit(tin
         options = dict(stdout=open(tmp_path / "output", "a"), stderr=subprocess.STDOUT)
         return subprocess.Popen(words, cwd=tmp_path, env=environment, **options)
 
-    submitted, end = submit(), time.time() + 120
-    while not has_rows(tmp_path, 10):
-        assert time.time() < end and submitted.poll() is None, (tmp_path / "output").read_text()
-        time.sleep(0.05)
+    submitted = submit()
+    wait_until(lambda: has_rows(tmp_path, 10), submitted, (tmp_path / "output").read_text)
     submitted.send_signal(signal.SIGUSR1)
     assert submitted.wait(60) == 0, (tmp_path / "output").read_text()
     rows = read_metrics(tmp_path / "runs/run")
