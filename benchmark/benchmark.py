@@ -14,10 +14,8 @@ import csv
 import hashlib
 import json
 import math
-import multiprocessing
 import os
 import platform
-import runpy
 import shlex
 import subprocess
 import sys
@@ -40,8 +38,6 @@ COLUMNS = (
     "eval/sft/perplexity train/rm/loss train/rm/accuracy eval/rm/accuracy"
 ).split()
 MODELS = "{root}/models/bench/{seed}"  # of the studies, which share SFT and reward models
-PRELOADED = "scipy.stats torch transformers accelerate datasets tyro rich".split()
-PRELOADED += ["transformers.models.gpt_neox.modeling_gpt_neox"]
 SLURM = """#!/bin/bash
 #SBATCH --job-name={exp}
 #SBATCH --array=0-{last}
@@ -64,8 +60,6 @@ class StudyArgs:
     """runs at a time"""
     threads: int = 1
     """CPU threads a run (OMP_NUM_THREADS)"""
-    preload: bool = True
-    """start the runs as forks of one process that has loaded the libraries, which saves seconds a run"""
     columns: tuple[str, ...] = tuple(COLUMNS)
     """metrics to keep, those that the run has"""
     every: int = 1
@@ -80,7 +74,6 @@ class Args(StudyArgs):
     """names of the experiments, one a command"""
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
     workers: int = 1
-    preload: bool = False
     study: str = "mine"
     """folder of the results, in benchmark/results/"""
     slurm: str | None = None
@@ -134,18 +127,6 @@ def table(rows, columns, every=1):
     return [kept, *([cell(row.get(name)) for name in kept] for row in rows)]
 
 
-def forked(words, folder, environ):
-    """Runs in a fork of the process that has loaded the libraries: a Python script, with its output to output.txt."""
-    os.chdir(folder)
-    os.environ.update(environ)
-    with open("output.txt", "w") as output:
-        os.dup2(output.fileno(), 1)
-        os.dup2(output.fileno(), 2)
-    sys.path[:0] = [str(Path(words[0]).parent), *environ["PYTHONPATH"].split(os.pathsep)]
-    sys.argv = words
-    runpy.run_path(words[0], run_name="__main__")
-
-
 class Run:
     """One experiment with one seed. code: the folder whose scripts it runs, the repository or a copy of it; columns,
     every: the metrics and rows to keep (None: what the command line asks for); kept: whether its rows go to the
@@ -180,20 +161,12 @@ class Run:
         words += ["--seed", str(self.seed), "--run_name", "run", "--overwrite"]
         path = os.pathsep.join([str(self.code), *filter(None, [os.environ.get("PYTHONPATH")])])
         environ = {"OMP_NUM_THREADS": str(args.threads), "PYTHONPATH": path} | variables
-        if args.preload and words[0] == sys.executable:
-            context, given = multiprocessing.get_context("forkserver"), (words[1:], self.folder, environ)
-            child = context.Process(target=forked, args=given)
-            child.start()
-            child.join()
-            code = child.exitcode
-        else:
-            with open(self.folder / "output.txt", "w") as output:
-                pipes = dict(stdout=output, stderr=subprocess.STDOUT)
-                done = subprocess.run(words, cwd=self.folder, env=os.environ | environ, **pipes)
-            code = done.returncode
-        if code:
+        with open(self.folder / "output.txt", "w") as output:
+            pipes = dict(stdout=output, stderr=subprocess.STDOUT)
+            done = subprocess.run(words, cwd=self.folder, env=os.environ | environ, **pipes)
+        if done.returncode:
             last = (self.folder / "output.txt").read_text(errors="replace").strip().splitlines()[-1:]
-            return time.time() - start, f"exit code {code}: {' '.join(last)}"
+            return time.time() - start, f"exit code {done.returncode}: {' '.join(last)}"
         lines = (self.folder / "runs" / "run" / "metrics.jsonl").read_text().splitlines()
         partial = self.result.with_suffix(".partial")
         with open(partial, "w", newline="") as file:
@@ -291,9 +264,6 @@ def run_all(runs, args, tag, is_task=False):
     print(f"{tag}: {len(runs)} runs, {state}", flush=True)
     if kept := [run for run in runs if run.kept and run in todo]:
         note(kept, tag)
-    if args.preload:
-        os.environ["OMP_NUM_THREADS"] = str(args.threads)  # which the OpenMP library reads when it is loaded
-        multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
     failed, started = [], time.time()
     try:
         with ThreadPoolExecutor(args.workers) as pool:

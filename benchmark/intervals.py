@@ -123,23 +123,6 @@ def words(interval, form=".2f"):
     return f"{mean} ({low} .. {high})"
 
 
-def prediction_interval(x, more=1):
-    """95 % interval for the mean of so many more seeds: mean -+ t s sqrt(1 / n + 1 / more), t of n - 1 degrees of
-    freedom.
-    """
-    half = stats.t.ppf(0.975, len(x) - 1) * np.std(x, ddof=1) * np.sqrt(1 / len(x) + 1 / more)
-    return np.mean(x) - half, np.mean(x) + half
-
-
-def welch(a, b, level=0.95):
-    """(mean of b less that of a, low, high, p), unpaired and of unequal variances."""
-    if np.ptp(a) == 0 and np.ptp(b) == 0:
-        difference = b[0] - a[0]
-        return difference, difference, difference, float(difference == 0)
-    test = stats.ttest_ind(b, a, equal_var=False)
-    return np.mean(b) - np.mean(a), *test.confidence_interval(level), test.pvalue
-
-
 def holm(p_values):
     """Holm's adjusted p values: how surprising each is when so many were looked at."""
     p_values = np.asarray(p_values, dtype=float)

@@ -6,7 +6,7 @@ Curves: of runs as they are, of experiments over seeds, and whether two versions
     python benchmark/plot.py curves STUDY --exp rloo ppo      runs in benchmark/results/STUDY: interquartile means
                                                               over seeds with bootstrap intervals, and a table
     python benchmark/plot.py compare A B                      a verdict; exit code 1 where they differ
-    python benchmark/plot.py same A B                         how long the same runs agree, digit by digit
+    python benchmark/plot.py same A B                         in how many updates the same runs agree
 
 A and B are studies, or the runs of one commit in a study: grpo@cc51011.
 
@@ -25,7 +25,7 @@ try:
     import matplotlib
     import numpy as np
     import tyro
-    from intervals import ROOT, bootstrap, experiments, iqm, last, mean_interval, welch
+    from intervals import ROOT, bootstrap, experiments, iqm, last, mean_interval
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
@@ -47,6 +47,7 @@ PANELS = {  # title: metrics over the same axis; eval/* are drawn as markers
 }
 RIGHT = "policy/clipfrac_avg"  # has an axis of its own on the right, since it starts at 0 and the ratio stays near 1
 STYLES = ("-", "--", ":", "-.")
+METRICS = "objective/scores", "objective/gold", "objective/kl"  # of several seeds
 
 
 @dataclass
@@ -106,6 +107,11 @@ def health(rows):
     return found
 
 
+def kind_of(metric):
+    """What a metric of training and its like of the evaluation have in common: a colour."""
+    return metric.removeprefix("eval/").removeprefix("train/")
+
+
 def figure(runs):
     """The figure of {name: rows}: a colour a metric, or a colour a run where there are several."""
     shown = {name: panels(rows) for name, rows in runs.items()}
@@ -118,14 +124,10 @@ def figure(runs):
         axis.set_title(title, fontsize=9)
         axis.set_xlabel("episode", fontsize=7)
         right = axis.twinx() if any(RIGHT in drawn.get(title, {}) for drawn in shown.values()) else None
-        kinds = list(
-            dict.fromkeys(
-                m.removeprefix("eval/").removeprefix("train/") for d in shown.values() for m in d.get(title, {})
-            )
-        )
+        kinds = list(dict.fromkeys(kind_of(metric) for drawn in shown.values() for metric in drawn.get(title, {})))
         for i, drawn in enumerate(shown.values()):
             for metric, (x, y) in drawn.get(title, {}).items():
-                kind = kinds.index(metric.removeprefix("eval/").removeprefix("train/"))
+                kind = kinds.index(kind_of(metric))
                 look = {"color": f"C{i if len(runs) > 1 else kind}", "linewidth": 1, "label": metric}
                 marks = {
                     "linestyle": "",
@@ -213,7 +215,7 @@ class CurvesArgs:
     """folder under benchmark/results/, or a path; with @COMMIT, the runs of that commit"""
     exp: tuple[str, ...] = ()
     """experiments; none: all in the folder"""
-    metrics: tuple[str, ...] = ("objective/scores", "objective/gold", "objective/kl")
+    metrics: tuple[str, ...] = METRICS
     """metrics, a panel each"""
     x: str = "update"
     """the column of the horizontal axis"""
@@ -229,7 +231,7 @@ class CompareArgs:
     """folder of what is compared with it"""
     exp: tuple[str, ...] = ()
     """experiments; none: all that both folders have"""
-    metrics: tuple[str, ...] = ("objective/scores", "objective/gold", "objective/kl")
+    metrics: tuple[str, ...] = METRICS
     """metrics"""
     margin: float = 0.25
     """different: how far from zero the whole interval must lie, in standard deviations of A's seeds"""
@@ -245,12 +247,6 @@ class SameArgs:
     """folder of the same runs by other scripts, from the same seeds on the same processor"""
     exp: tuple[str, ...] = ()
     """experiments; none: all that both folders have"""
-    metrics: tuple[str, ...] = ("objective/scores", "objective/gold", "objective/kl")
-    """metrics"""
-    tolerance: float = 1e-3
-    """rounding: the relative difference that is none"""
-    output: str | None = None
-    """file for the table; None: it is printed only"""
 
 
 def found_in(place):
@@ -315,119 +311,71 @@ def curves(args: CurvesArgs):
     print("\n".join(lines))
 
 
-def differences(of_a, of_b, metrics, level):
-    """[(metric, measure, mean of A, its deviation over seeds, (difference B less A, low, high), how)] of one
-    experiment.
-
-    Of each seed that both have, since a seed is the same prompts and noise ("paired"); of the means where they share
-    fewer than two (Welch). ValueError where a metric of A's is not in B, or a figure is not finite.
-    """
-    common, result = sorted(set(of_a) & set(of_b)), []
-    for metric in metrics:
-        if not all(metric in seed for seed in of_a.values()):
-            continue
-        if not all(metric in seed for seed in of_b.values()):
-            raise ValueError(f"{metric} is missing")
-        for name, measure in (("final", final), ("area", area)):
-            paired = len(common) > 1
-            x, y = (
-                np.array([measure(seeds[n], metric) for n in (common if paired else seeds)]) for seeds in (of_a, of_b)
-            )
-            if not np.isfinite([*x, *y]).all():
-                raise ValueError(f"{metric} is not finite")
-            interval = mean_interval(y - x, level) if paired else welch(x, y, level)
-            how = f"{len(common)} pairs" if paired else f"{len(x)} and {len(y)} seeds"
-            result.append((metric, name, x.mean(), x.std(ddof=1), interval[:3], how))
-    if not result:
-        raise ValueError(f"none of {', '.join(metrics)} is there")
-    return result
-
-
 def compare(args: CompareArgs):
     """Prints a line for each experiment, metric and measure; returns 1 where one of them differs, else 0.
 
-    Intervals hold together with 95 % (Bonferroni). "different": one lies beyond the margin; "no difference": it lies
-    within `same`; else "undecided", which more seeds would settle.
+    Seeds that both have are compared in pairs, since a seed is the same prompts and noise. Intervals hold together with
+    95 % (Bonferroni). "different": one lies beyond the margin; "no difference": it lies within `same`; else
+    "undecided", which more seeds would settle.
     """
     a, b = found_in(args.a), found_in(args.b)
-    names = args.exp or a
-    if lost := [exp for exp in names if exp not in b]:
-        fail(f"{args.b} has no {', '.join(lost)}; --exp names those to compare")
-    if not names:
-        fail(f"{args.a}: no experiments")
-    found, number = {}, 2 * len(args.metrics) * len(names)
-    for exp in names:
-        of_a, of_b = seeds_of(a, exp, args.a), seeds_of(b, exp, args.b)
-        if min(len(of_a), len(of_b)) < 2:
-            fail(f"{exp}: an interval needs two seeds or more")
-        if lost := sorted(set(of_a) - set(of_b)) if set(of_a) & set(of_b) else []:
-            print(f"{exp}: {args.b} has no seed {', '.join(map(str, lost))}")
-        try:
-            found[exp] = differences(of_a, of_b, args.metrics, 1 - 0.05 / number)
-        except ValueError as e:
-            fail(f"{exp}: {e}")
+    names = args.exp or a or fail(f"{args.a}: no experiments")
+    level, verdicts = 1 - 0.05 / (2 * len(args.metrics) * len(names)), {}
     print(
         f"{args.b} less {args.a}; different beyond {args.margin:g}, the same within {args.same:g} "
         "of A's deviation over seeds"
     )
-    verdicts = {}
-    for exp, rows in found.items():
-        for metric, name, mean, deviation, (difference, low, high), how in rows:
-            is_different = low > args.margin * deviation or high < -args.margin * deviation
-            is_same = -args.same * deviation <= low and high <= args.same * deviation
-            verdict = "DIFFERENT" if is_different else "no difference" if is_same else "undecided"
-            verdicts.setdefault(verdict, []).append(f"{exp} {metric} {name}")
-            numbers = f"{mean:9.4f}, deviation {deviation:.4f}; {difference:+.4f} ({low:+.4f} .. {high:+.4f}), {how}"
-            print(f"{exp:16} {metric:17} {name:5}  {numbers}  {verdict}")
+    for exp in names:
+        of_a, of_b = seeds_of(a, exp, args.a), seeds_of(b, exp, args.b)
+        common = sorted(of_a.keys() & of_b.keys())
+        if len(common) < 2:
+            fail(f"{exp}: an interval needs two seeds or more that both have")
+        if lost := sorted(of_a.keys() - of_b.keys()):
+            print(f"{exp}: {args.b} has no seed {', '.join(map(str, lost))}")
+        for metric in (metric for metric in args.metrics if all(metric in seed for seed in of_a.values())):
+            if not all(metric in of_b[n] for n in common):
+                fail(f"{exp}: {args.b} has no {metric}")
+            for name, measure in (("final", final), ("area", area)):
+                x, y = (np.array([measure(seeds[n], metric) for n in common]) for seeds in (of_a, of_b))
+                if not np.isfinite([*x, *y]).all():
+                    fail(f"{exp}: {metric} is not finite")
+                difference, low, high, _ = mean_interval(y - x, level)
+                deviation = x.std(ddof=1)
+                is_different = low > args.margin * deviation or high < -args.margin * deviation
+                is_same = -args.same * deviation <= low and high <= args.same * deviation
+                verdict = "DIFFERENT" if is_different else "no difference" if is_same else "undecided"
+                verdicts.setdefault(verdict, []).append(f"{exp} {metric} {name}")
+                numbers = f"{x.mean():9.4f}, deviation {deviation:.4f}; {difference:+.4f} ({low:+.4f} .. {high:+.4f})"
+                print(f"{exp:16} {metric:17} {name:5}  {numbers}, {len(common)} pairs  {verdict}")
+    if not verdicts:
+        fail(f"none of {', '.join(args.metrics)} is there")
     worst = next(verdict for verdict in ("DIFFERENT", "undecided", "no difference") if verdict in verdicts)
     print("no difference" if worst == "no difference" else f"{worst.lower()}: {', '.join(verdicts[worst])}")
     return int(worst == "DIFFERENT")
 
 
-def agreeing(a, b, metrics, tolerance):
-    """How many updates two runs agree in before the first that differs, and how many there are.
+def agreeing(a, b):
+    """How many updates two runs agree in before the first that differs in one of METRICS, and how many both have.
 
-    5e-5 is rounding as well: so much may the KL of a first update be, which is 0.
+    Rounding is no difference: 1e-3 relative, and 5e-5, as much as the KL of a first update may be, which is 0. It may
+    turn a sampled token, and from that update on a run is another one.
     """
-    differs = np.zeros(len(a["update"]), dtype=bool)
-    for metric in (metric for metric in metrics if metric in a and metric in b):
-        apart = np.abs(b[metric] - a[metric]) > tolerance * np.abs(a[metric]) + 5e-5
-        differs |= apart | (np.isnan(a[metric]) != np.isnan(b[metric]))
-    updates = [row for row, update in enumerate(a["update"]) if update > 0]
-    return next((n for n, row in enumerate(updates) if differs[row]), len(updates)), len(updates)
+    length = min(len(a["update"]), len(b["update"]))
+    differs = np.zeros(length, dtype=bool)
+    for metric in (metric for metric in METRICS if metric in a and metric in b):
+        x, y = a[metric][:length], b[metric][:length]
+        differs |= ~np.isclose(y, x, rtol=1e-3, atol=5e-5, equal_nan=True)
+    differs = differs[a["update"][:length] > 0]
+    return int(differs.argmax()) if differs.any() else len(differs), len(differs)
 
 
 def same(args: SameArgs):
-    """Prints the table, and writes it."""
-    lines = same_table(found_in(args.a), found_in(args.b), args.exp, args.metrics, args.tolerance)
-    print("\n".join(lines))
-    if args.output:
-        Path(args.output).write_text("\n".join(lines) + "\n")
-
-
-def same_table(a, b, names=(), metrics=SameArgs.metrics, tolerance=SameArgs.tolerance):
-    """Lines of a table: for each run in how many updates its seeds agree, and how far they are apart at the end.
-
-    Rounding may turn a sampled token, and from that update on a run is another one. Args: a, b, as found_in returns
-    them.
-    """
-    lines = ["| runs | seeds | updates that agree | " + " | ".join(metrics) + " |"]
-    lines += ["|---|---|---:|" + "---:|" * len(metrics)]
-    for exp in names or sorted(a.keys() & b.keys()):
-        of_a, of_b = seeds_of(a, exp, "the first"), seeds_of(b, exp, "the second")
-        pairs = {seed: (of_a[seed], of_b[seed]) for seed in sorted(set(of_a) & set(of_b))}
-        if not pairs:
-            fail(f"{exp}: no seed in common")
-        runs = [run for pair in pairs.values() for run in pair]
-        shown = [x for x in metrics if all(x in run or f"eval/{x}" in run for run in runs)]
-        if lost := [seed for seed, (x, y) in pairs.items() if list(x["update"]) != list(y["update"])]:
-            fail(f"{exp}: other updates in seed {lost[0]}")
-        counts = [agreeing(x, y, shown, tolerance) for x, y in pairs.values()]
-        ends = {x: ", ".join(f"{final(d, x) - final(c, x):+.2g}" for c, d in pairs.values()) for x in shown}
-        shared = ", ".join(f"{agree} of {number}" for agree, number in counts)
-        row = [exp, ", ".join(map(str, pairs)), shared, *(ends.get(metric, "") for metric in metrics)]
-        lines.append("| " + " | ".join(row) + " |")
-    return lines
+    """Prints a line for each seed of each experiment."""
+    a, b = found_in(args.a), found_in(args.b)
+    for exp in args.exp or sorted(a.keys() & b.keys()):
+        of_a, of_b = seeds_of(a, exp, args.a), seeds_of(b, exp, args.b)
+        for seed in sorted(of_a.keys() & of_b.keys()):
+            print(f"{exp}, seed {seed}: {' of '.join(map(str, agreeing(of_a[seed], of_b[seed])))} updates agree")
 
 
 COMMANDS = {"curves": (CurvesArgs, curves), "compare": (CompareArgs, compare), "same": (SameArgs, same)}

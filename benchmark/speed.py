@@ -21,7 +21,6 @@ import importlib
 import importlib.util
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -49,9 +48,7 @@ from speed_work import (
     work_flops,
 )
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from transformers import (
-    AutoModelForCausalLM,
-)
+from transformers import AutoModelForCausalLM
 
 TRL_VERSIONS = {  # The exact versions of an environment. Torch is installed first, so that nothing else chooses it.
     "0.21.0": (
@@ -155,20 +152,10 @@ def peak(spec):
     Path(spec["result"]).write_text(json.dumps({"flops_per_second": 2 * n**3 / best}))
 
 
-def others_seconds():
-    """CPU seconds that all processes but this one and its children have used since the start; 0 if unknown."""
-    path = Path("/proc/stat")
-    ticks = path.read_text().split("\n")[0].split()[1:] if path.exists() else [0] * 8
-    everything = sum(int(ticks[i]) for i in (0, 1, 2, 5, 6, 7)) / os.sysconf("SC_CLK_TCK")  # all but idle and waiting
-    mine = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return max(0.0, everything - sum(usage.ru_utime + usage.ru_stime for usage in mine))
-
-
 def launch(work, name, command, spec, **environment):
     """Runs `command SPEC.json` in a process of its own.
 
-    Returns: what it wrote, and the cores that other processes kept busy meanwhile. RuntimeError, with the last line of
-    its log, where it fails.
+    Returns: what it wrote. RuntimeError, with the last line of its log, where it fails.
     """
     folder = Path(work.work_dir).resolve() / "processes" / name.replace(" ", "_")
     folder.mkdir(parents=True, exist_ok=True)
@@ -180,16 +167,14 @@ def launch(work, name, command, spec, **environment):
     settings = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(ROOT)}
     settings |= {"ACCELERATE_MIXED_PRECISION": "bf16" if work.precision == "bf16" else "no"}
     settings |= {} if torch.cuda.is_available() else {"ACCELERATE_USE_CPU": "true"}
-    before, begin = others_seconds(), time.time()
     with open(log, "w") as f:
         environment = os.environ | threads | settings | environment
         command = [*command, str(folder / "spec.json")]
         code = subprocess.run(command, cwd=folder, env=environment, stdout=f, stderr=subprocess.STDOUT).returncode
-    others = (others_seconds() - before) / (time.time() - begin)
     if code or not result.exists():
         lines = log.read_text(errors="replace").strip().splitlines()
         raise RuntimeError(f"{name}: {lines[-1] if lines else f'exit code {code}'}")
-    return json.loads(result.read_text()) | {"others": others}
+    return json.loads(result.read_text())
 
 
 def environment_of(version, args):
@@ -321,9 +306,7 @@ def comparison(args, config, prompt_lengths, records, peaks, errors):
     text += "Times as fast and memory share: ours to that system. Of the bound: the work's seconds at the rate of "
     text += "matrix products to all seconds, then the same in the optimise phase. "
     text += f"Work of an update: {work} GFLOP. A matrix product runs at "
-    text += f"{spread([r / 1e9 for r in rates], '{:.0f}')} GFLOP/s. "
-    others = [run["others"] for runs in (peaks, *records.values()) for run in runs]
-    text += f"Other processes kept {spread(others)} cores busy meanwhile."
+    text += f"{spread([r / 1e9 for r in rates], '{:.0f}')} GFLOP/s."
     return text + "".join(f"\nNot measured: {message}." for message in errors.values()), flops
 
 
@@ -366,7 +349,7 @@ def decode(args):
         systems["vLLM, its push included"] = lambda: engine(
             policy, *batch, 1, R, None, (1, utils.TRAINING, 1), len(rows)
         )[0]
-    times, before, start = {name: [] for name in systems}, others_seconds(), time.time()
+    times = {name: [] for name in systems}
     for turn in range(args.alternations + 1):  # the first turn warms up
         for name, function in systems.items():
             cast = bf16 and not name.endswith("weights")
@@ -383,7 +366,6 @@ def decode(args):
         ratios = [b / a for a, b in zip(mine, own, strict=True)]
         lines.append([name, spread([tokens / t for t in own], "{:.0f}"), "1" if own is mine else spread(ratios)])
     text = f"Decoding, k = {k}, {describe(args)}\n" + table(["system", "tokens/s", "first row / that"], lines)
-    text += f"\n\nOther processes kept {(others_seconds() - before) / (time.time() - start):.2f} cores busy meanwhile."
     publish(args, "decode", text, {"seconds": times, "tokens": tokens})
     print(text)
 

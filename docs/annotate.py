@@ -1,14 +1,15 @@
 """
 The annotated pages: the whole source of a script, block by block, beside what a teacher would say of it.
 
-The notes stand in notes/<script>.toml, keyed by block (see source.py), and in notes/tags.toml, keyed by tag. A page
-takes the note of another page's block of that key where it has none of its own and both blocks have the same code.
+The notes stand in notes/<script>.toml, keyed by block (see source.py), and those on tags in their rows in
+benchmark/checks/details/. A page takes the note of another page's block of that key where it has none of its own and
+both blocks have the same code.
 """
 
 import tomllib
 from functools import cache
 
-from prices import card
+from prices import DETAILS, card
 from source import ROOT, SCRIPTS, Mistake, blocks, code_html, escape, prose
 
 
@@ -36,14 +37,14 @@ def check():
             raise Mistake(f"docs/notes/{script}.toml: {script}.py has no block {', '.join(map(repr, sorted(unknown)))}")
         if missing := [repr(block.key) for block in blocks(script) if not note_of(script, block)]:
             raise Mistake(f"docs/notes/{script}.toml: nothing is said of {', '.join(missing)}")
-    unknown = set(notes("tags")) - {tag for script in SCRIPTS for block in blocks(script) for tag in block.tags}
-    if unknown:
-        raise Mistake(f"docs/notes/tags.toml: no script has {', '.join(sorted(unknown))}")
+    noted = {tag for tag, row in DETAILS.items() if "note" in row}
+    if unknown := noted - {tag for script in SCRIPTS for block in blocks(script) for tag in block.tags}:
+        raise Mistake(f"benchmark/checks/details: a note, but no annotated script has {', '.join(sorted(unknown))}")
 
 
 def tag_note(tag, names=()):
     """HTML of the note on a tag, or nothing."""
-    return prose(notes("tags")[tag], names) if tag in notes("tags") else ""
+    return prose(DETAILS[tag]["note"], names) if "note" in DETAILS[tag] else ""
 
 
 def heading(block):

@@ -22,7 +22,7 @@ try:
     import compare
     import index_pages
     import watch
-    from prices import read
+    from prices import DETAILS
     from source import DIFFS, ROOT, SCRIPTS, Mistake
 except ModuleNotFoundError as e:
     sys.exit(f'error: the site needs {e.name}: pip install -c constraints.txt -e ".[docs]"')
@@ -80,10 +80,9 @@ def for_site(text, up=""):
     """
 
     def link(match):
-        is_tag = match[1] and match[1].strip("`") in tags
+        is_tag = match[1] and match[1].strip("`") in DETAILS
         return f"[{match[1]}]({up}details.md#{match[1].strip('`')})" if is_tag else match[0]
 
-    tags = read("details.toml")["tags"]
     text = re.sub(r"\{minutes (\S+)\}", lambda match: str(minutes(match[1])), text)
     text = re.sub(r"(!\[[^\]]*\])\((?:\.\./)+(static/[^)]+)\)", rf"[\1({up}\2)]({up}\2)", text)
     text = re.sub(r"\[([^\]]+)\]\((?:\.\./)+(?!static/|guides/|evidence/)[^)]+\)", r"\1", text)

@@ -1,7 +1,19 @@
 """The page of the details, which one can filter, and the forest plot of everything that the ablations measured."""
 
 from annotate import tag_note
-from prices import FAMILY_PHASE, FIGURES, VERDICTS, axis, card, files_of, places_of, plot, read, study, verdict
+from prices import (
+    DETAILS,
+    FAMILY_PHASE,
+    FIGURES,
+    VERDICTS,
+    axis,
+    card,
+    files_of,
+    places_of,
+    plot,
+    study,
+    verdict,
+)
 from source import SCRIPTS, blocks, escape
 
 WIDE = {"gold": (-4.5, 1.0), "kl": (-4.0, 10.0)}  # the axes of the forest plot
@@ -42,8 +54,8 @@ def options(name, label, values):
 
 def details_page():
     """Markdown of the index of details."""
-    rows, scripts, phases, verdicts = [], [], [], [verdict(tag) for tag in read("details.toml")["tags"]]
-    for tag in read("details.toml")["tags"]:
+    rows, scripts, phases, verdicts = [], [], [], [verdict(tag) for tag in DETAILS]
+    for tag in DETAILS:
         files, of_tag = files_of(tag), phases_of(tag)
         scripts, phases = scripts + files, phases + of_tag
         rows.append(
@@ -89,7 +101,7 @@ what hurts late cannot show. [The details](details.md) have the sources and the 
 
 def forest_page():
     """Markdown of the forest plot: all variants, the one that costs most gold first."""
-    effects, bases, _ = study()
+    effects, bases = study()
     rows = []
     for effect in sorted(effects, key=lambda e: e.figures["gold"][0]):
         tags = " ".join(f'<a href="details.html#{tag}">{tag}</a>' for tag in effect.tags)

@@ -1,5 +1,5 @@
 """
-What each detail is: its line in benchmark/checks/details.toml, its source, its tests, and what the ablations measured.
+What each detail is: its row in benchmark/checks/details/, its source, its tests, and what the ablations measured.
 
 The effects and their intervals come from the table that the study `ablations` has written.
 """
@@ -16,7 +16,7 @@ from source import ROOT, SCRIPTS, blocks, escape
 sys.path.insert(0, str(ROOT / "benchmark" / "checks"))
 import details
 
-read, sources, worth = cache(details.read), cache(details.sources), cache(details.worth)
+sources, worth, DETAILS = cache(details.sources), cache(details.worth), details.DETAILS
 FIGURES = {"gold": "gold at the end", "gold_run": "gold over the run", "kl": "KL, nats", "ended": "share ended"}
 VERDICTS = "matters", "perhaps", "does not show", "not measured"
 FAMILY_PHASE = {  # of a tag that stands on none of the pages that are annotated
@@ -48,7 +48,7 @@ def table(text, start):
 
 @cache
 def study():
-    """(effects, {base: what it is}, {tag: why it has no price}), of the ablations and the study of GRPO."""
+    """(effects, {base: what it is}), of the ablations and the study of GRPO."""
     effects, bases = [], {}
     for name in ("grpo", "ablations"):
         text = (ROOT / f"benchmark/results/{name}/table.md").read_text(encoding="utf-8")
@@ -62,8 +62,7 @@ def study():
     of_long = {(row[1], row[2]): (row[5], row[7]) for row in table(text, "| details | what is changed | base | long:")}
     for effect in effects:
         effect.long = of_long.get((effect.what, effect.base.split(",")[0]), ())
-    unpriced = {tag: why for tags, why in table(text, "| details | why") for tag in tags.split(", ")}
-    return effects, bases, unpriced
+    return effects, bases
 
 
 def verdict(tag):
@@ -121,8 +120,8 @@ def badge(tag):
 
 def sources_of(tag):
     """HTML: who does it like this, with links to the lines at a pinned commit."""
-    known = read("details.toml")
-    links = ("ours" if s == "own" else details.source_link(s, known["systems"]) for s in known["tags"][tag]["source"])
+    systems = details.read("systems.toml")
+    links = ("ours" if s == "own" else details.source_link(s, systems) for s in DETAILS[tag]["source"])
     return markdown("; ".join(links))[3:-4]  # without <p> and </p>
 
 
@@ -135,13 +134,13 @@ def tests_html(tag):
 
 def prices_html(tag):
     """HTML: a plot for each variant that prices a tag; else what another study says of it, or why it has no price."""
-    effects, bases, unpriced = study()
+    effects, bases = study()
     found = [effect for effect in effects if tag in effect.tags]
     if not found and tag in worth():
         link = f'<a href="evidence/{OWN_STUDY[tag.partition("-")[0]]}.html">a study of its own</a>'
         return f'<p class="why">Measured in {link}: {escape(worth()[tag]["says"])} (*: passes its correction).</p>'
     if not found:
-        return f'<p class="why">Not measured: {escape(unpriced.get(tag, "no study has it"))}.</p>'
+        return f'<p class="why">Not measured: {escape(DETAILS[tag].get("unpriced", "no study has it"))}.</p>'
     rows = []
     for effect in found:
         base = f'<span class="base" title="{effect.base}: {bases[effect.base]}">{effect.base}</span>'
@@ -164,7 +163,7 @@ def places_html(tag):
 
 def card(tag, note=""):
     """The card of a tag, with the anchor that the tag in the code points to. note: HTML, what a teacher adds."""
-    what = read("details.toml")["tags"][tag]["what"]
+    what = DETAILS[tag]["what"]
     rows = {"Code": places_html(tag), "Source": sources_of(tag), "Test": tests_html(tag)}
     facts = "".join(f"<dt>{name}</dt><dd>{said}</dd>" for name, said in rows.items())
     return (

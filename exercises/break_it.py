@@ -82,7 +82,7 @@ def solve(exercise):
     lines = difflib.unified_diff(before, broken(exercise).splitlines(), "healthy", "broken", lineterm="", n=2)
     print("\n".join(lines), "\n")
     tag = exercise["tag"]
-    print(f"[{tag}] {details.read('details.toml')['tags'][tag]['what']}")
+    print(f"[{tag}] {mutations.DETAILS[tag]['what']}")
     print("measured, ten seeds: " + measured(exercise))
     print("tests: " + ", ".join(mutations.tests_of(tag)))
 

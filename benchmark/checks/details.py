@@ -5,43 +5,48 @@ Writes details.md: the index of details, and the verdicts on the published catal
     python benchmark/checks/details.py --check    writes nothing and counts verdicts; exit code 1 where it is stale, or
                                                   where more than one detail in five was not measured
 
-Where a detail stands, and which tests are its own, is read from the code: the comments [RM-4], and the names
-test_rm_4_... What it is, and who does it, stands in details.toml, the verdicts in catalogue.toml, and the faults in
-faults.toml. What a detail is worth stands in results/<study>/worth.toml, as far as it has been measured.
+All that is said of a detail is its row in details/NUMBER_FAMILY.toml:
+
+    what      the detail, in a line
+    source    who does it like this: SYSTEM FILE:LINES, the systems as in details/systems.toml; or a paper; or "own"
+    mutants   [[file, old, new], ...]: what breaks it, for mutations.py, the studies' `break` and the exercises
+    note      for the site: why it is so, and what goes wrong without it
+    unpriced  why no study measures it
+    entries   of the catalogue of published details, which it covers. What the systems do, and how far it is done here,
+              stands in the same file under [published.ENTRY]; entries that no tag covers are in details/not_tagged.toml
+    faults    of details/faults.toml, which its tests would catch
+
+Where it stands, and which tests are its own, is read from the code: the comments [RM-4], and the names test_rm_4_...
+What it is worth stands in results/<study>/worth.toml, as far as it has been measured.
 """
 
 import re
 import sys
 import tomllib
-from itertools import groupby
 from pathlib import Path
 
-from mutations import sources, tags_in, tests_of
+from mutations import DETAILS, FAMILIES, sources, tags_in, tests_of
 
 ROOT = Path(__file__).resolve().parents[2]
-FAMILIES = {
-    "DATA": "Data",
-    "MODEL": "Models",
-    "SFT": "Supervised fine-tuning",
-    "RM": "Reward model",
-    "DPO": "DPO",
-    "GEN": "Rollout: responses and their log-probs",
-    "REW": "Scores and KL",
-    "PPO": "PPO",
-    "RLOO": "RLOO",
-    "GRPO": "GRPO",
-    "DISTILL": "On-policy distillation",
-    "OPT": "Optimisation",
-    "LOG": "Metrics",
-    "EVAL": "Evaluation",
-}
 PAGES = "train_rloo.py train_grpo.py train_distill.py train_ppo.py train_reward.py".split()
 PAGES += ["train_dpo.py", "train_sft.py", "evaluate.py", "utils.py"]
 
 
 def read(name):
-    path = Path(__file__).parent / name
-    return tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    """A file of details/, or of another folder."""
+    return tomllib.loads((Path(__file__).parent / "details" / name).read_text(encoding="utf-8"))
+
+
+def catalogue():
+    """{entry: (verdict, row)} of the catalogue of published details, in its order."""
+    found = {entry: ("tagged", row) for family in FAMILIES for entry, row in family.get("published", {}).items()}
+    found |= {entry: (verdict, row) for verdict, rows in read("not_tagged.toml").items() for entry, row in rows.items()}
+    return dict(sorted(found.items(), key=lambda item: (item[0][0], int(item[0][1:]))))
+
+
+def tags_with(kind, name):
+    """The tags whose row names an entry or a fault, "DATA-1, DATA-2". kind: "entries" or "faults"."""
+    return ", ".join(tag for tag, row in DETAILS.items() if name in row.get(kind, "").split())
 
 
 def worth():
@@ -54,7 +59,7 @@ def worth():
 def count_verdicts():
     """{"matters": number of tags, "perhaps": .., "nothing shows": .., "not measured": ..}."""
     said = {tag: price["says"].rpartition("; ")[2] for tag, price in worth().items()}
-    kinds = [said.get(tag, "not measured") for tag in read("details.toml")["tags"]]
+    kinds = [said.get(tag, "not measured") for tag in DETAILS]
     kinds = [kind if kind in ("matters", "perhaps", "not measured") else "nothing shows" for kind in kinds]
     return {kind: kinds.count(kind) for kind in ("matters", "perhaps", "nothing shows", "not measured")}
 
@@ -87,18 +92,18 @@ def source_link(source, systems):
 
 def index():
     """Lines of the index of details: a table for each family of tags. Line numbers would change with every edit."""
-    details, prices, code = read("details.toml"), worth(), sources()
+    systems, prices, code = read("systems.toml"), worth(), sources()
     lines = [
         "Each detail has a tag. `grep -rn GEN-4 rlhf_details` finds it in the code, and `pytest -k gen_4` runs its "
         "tests, whose names begin with it. The tests of several details name them in their docstrings. The price is "
         "what the studies in benchmark/studies have measured.",
     ]
-    for family, tags in groupby(details["tags"].items(), key=lambda item: item[0].partition("-")[0]):
-        lines += ["", f"### {FAMILIES[family]}", "", "| tag | detail | where | source | tests | price |"]
+    for family in FAMILIES:
+        lines += ["", f"### {family['title']}", "", "| tag | detail | where | source | tests | price |"]
         lines += ["|---|---|---|---|---|---|"]
-        for tag, detail in tags:
+        for tag, detail in family["tags"].items():
             places = ", ".join(f"`{file}`" for file in files_with(tag, code))
-            source = "; ".join("ours" if s == "own" else source_link(s, details["systems"]) for s in detail["source"])
+            source = "; ".join("ours" if s == "own" else source_link(s, systems) for s in detail["source"])
             tests = ", ".join(f"`{file}`" for file in sorted({test.split("::")[0] for test in tests_of(tag)}))
             price = prices.get(tag, {}).get("says", "")
             lines.append(f"| {tag} | {detail['what']} | {places} | {source} | {tests} | {price} |")
@@ -107,23 +112,21 @@ def index():
 
 def verdicts():
     """Lines on what became of every entry of the catalogue of published details, and of every known fault."""
-    details, catalogue, faults = read("details.toml")["tags"], read("catalogue.toml"), read("faults.toml")
-    count = {v: sum(x["verdict"] == v for x in catalogue.values()) for v in ("tagged", "different", "not ours")}
+    entries = catalogue()
+    count = {v: sum(verdict == v for verdict, _ in entries.values()) for v in ("tagged", "different", "not ours")}
     lines = [
         "## The catalogue",
         "",
         "What the published systems do, entry by entry, and what is done here: under a tag, differently or not at all. "
         + ", ".join(f"{n} {v}" for v, n in count.items())
-        + f"; {len(catalogue)} in all.",
+        + f"; {len(entries)} in all.",
         "",
         "| entry | what | verdict | tag, or why |",
         "|---|---|---|---|",
     ]
-    for entry, row in catalogue.items():
-        tags = ", ".join(tag for tag, detail in details.items() if entry in detail["entries"].split())
-        lines.append(
-            f"| {entry} | {row['what']} | {row['verdict']} | {'; '.join(x for x in (tags, row['why']) if x)} |"
-        )
+    for entry, (verdict, row) in entries.items():
+        why = "; ".join(filter(None, (tags_with("entries", entry), row.get("why"))))
+        lines.append(f"| {entry} | {row['what']} | {verdict} | {why} |")
     lines += [
         "",
         "## Faults that shipped elsewhere",
@@ -133,8 +136,8 @@ def verdicts():
         "| | fault | tags | tests | note | reported in |",
         "|---:|---|---|---|---|---|",
     ]
-    for number, fault in faults.items():
-        tags = ", ".join(tag for tag, detail in details.items() if number in detail["faults"].split())
+    for number, fault in read("faults.toml").items():
+        tags = tags_with("faults", number)
         tests = "<br>".join(f"`{test}`" for test in fault["tests"])
         lines.append(f"| {number} | {fault['what']} | {tags} | {tests} | {fault['note']} | {threads(fault)} |")
     return lines

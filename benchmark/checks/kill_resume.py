@@ -23,6 +23,7 @@ from pathlib import Path
 import tyro
 
 ROOT = Path(__file__).resolve().parents[2]
+UPDATES = 12  # of 64 episodes, with a checkpoint after every second one
 
 
 @dataclass
@@ -31,25 +32,17 @@ class Args:
     """scripts to kill"""
     kills: int = 20
     """kills of each"""
-    seed: int = 1
-    """of the moments"""
-    updates: int = 12
-    """updates of a run, of 64 episodes"""
-    checkpoint_every: int = 2
-    """updates between checkpoints"""
-    flags: tuple[str, ...] = ()
-    """further flags of the scripts, in one word each: --flags=--whiten_rewards"""
     jobs: int = 2
     """runs at a time; each on one thread"""
     out: str = "benchmark/results/kill_resume.md"
     """where the table goes"""
 
 
-def start(args, algorithm, name, *flags):
+def start(algorithm, name, *flags):
     """A run in a process group of its own, on one thread."""
     command = [sys.executable, ROOT / "rlhf_details" / f"train_{algorithm}.py", "--run_name", name]
-    command += ["--output_dir", f"models/kill_resume/{name}", "--batch_size", 64, "--total_episodes", 64 * args.updates]
-    command += ["--checkpoint_every", args.checkpoint_every, "--num_sample_generations", 3, *args.flags, *flags]
+    command += ["--output_dir", f"models/kill_resume/{name}", "--batch_size", 64, "--total_episodes", 64 * UPDATES]
+    command += ["--checkpoint_every", 2, "--num_sample_generations", 3, *flags]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     return subprocess.Popen(list(map(str, command)), env=environment, start_new_session=True, **pipes)
@@ -77,9 +70,9 @@ def wait_for_rows(process, name, count):
         time.sleep(0.001)  # another process's file: there is nothing to wait on
 
 
-def kill_somewhere(args, process, name, chance, seconds_an_update, while_writing):
+def kill_somewhere(process, name, chance, seconds_an_update, while_writing):
     """Strikes at a random moment of a random update, or while its checkpoint is written. Returns what was there."""
-    update = chance.randint(0, args.updates - 1)
+    update = chance.randint(0, UPDATES - 1)
     wait_for_rows(process, name, update)
     folder = Path("runs") / name / "checkpoints"
     if while_writing:
@@ -108,13 +101,13 @@ def differences(name, other):
     return [key for key in a if a[key] != b[key]]
 
 
-def one_kill(args, algorithm, number, seconds):
+def one_kill(algorithm, number, seconds):
     """A row of the table: kills a run once, resumes it, compares it with the uninterrupted one."""
-    name, chance = f"kill_{algorithm}_{number}", random.Random(f"{args.seed} {algorithm} {number}")
+    name, chance = f"kill_{algorithm}_{number}", random.Random(f"1 {algorithm} {number}")
     shutil.rmtree(Path("runs") / name, ignore_errors=True)
-    process = start(args, algorithm, name, "--overwrite")
-    rows, partial = kill_somewhere(args, process, name, chance, seconds, number % 2 == 1)
-    output = finish(start(args, algorithm, name, "--resume"))
+    process = start(algorithm, name, "--overwrite")
+    rows, partial = kill_somewhere(process, name, chance, seconds, number % 2 == 1)
+    output = finish(start(algorithm, name, "--resume"))
     said = next((line for line in output.splitlines() if line.startswith("--resume")), "")
     wrong = differences(name, f"kill_{algorithm}")
     from_update = said.split("after update ")[1].split(" ")[0] if "after update" in said else "the start"
@@ -129,10 +122,10 @@ def main(args):
     table = []
     for algorithm in args.algorithms:
         name = f"kill_{algorithm}"
-        finish(start(args, algorithm, name, "--overwrite"))
+        finish(start(algorithm, name, "--overwrite"))
         seconds = json.loads(rows_of(name)[-1])["time/update"]
         with ThreadPoolExecutor(args.jobs) as pool:
-            table += pool.map(lambda n, a=algorithm, s=seconds: one_kill(args, a, n, s), range(args.kills))
+            table += pool.map(lambda n, a=algorithm, s=seconds: one_kill(a, n, s), range(args.kills))
     bad = [row for row in table if row[-1] != "nothing"]
     head = ["script", "kill", "updates logged when killed", "checkpoint being written", "resumed from update"]
     head += ["differs from the uninterrupted run"]

@@ -5,8 +5,8 @@ Proof that each detail's test tests it: every detail is broken in a copy of the 
     python benchmark/checks/mutations.py --only RM-4   those of one tag, or of several
     python benchmark/checks/mutations.py --show RM-4   the mutated lines, without running anything
 
-A mutant is (tag, file, old, new), from the tag's row in details.toml: in the statement that its comment speaks of,
-`old` becomes `new`. Both are written as `ast.unparse` writes the statement, so reformatting the code changes nothing
+A mutant is (tag, file, old, new), from the tag's row in details/: in the statement that its comment speaks of, `old`
+becomes `new`. Both are written as `ast.unparse` writes the statement, so reformatting the code changes nothing
 here. A tag that stands in several files has a mutant in each, unless its statement is a copy of one that has a mutant.
 The copies are compared by benchmark/tests/test_mutations.py. The tests of a tag are those whose names begin with it, of
 [RM-4] `test_rm_4_...`, and those whose docstring has it in its brackets.
@@ -17,8 +17,8 @@ import ast
 import difflib
 import functools
 import io
-import multiprocessing
 import os
+import queue
 import re
 import shutil
 import subprocess
@@ -27,11 +27,14 @@ import tempfile
 import time
 import tokenize
 import tomllib
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 600  # after which a mutant's tests count as failed: it hangs. A loaded machine needs 480 for two processes.
-DETAILS = tomllib.loads((ROOT / "benchmark" / "checks" / "details.toml").read_text(encoding="utf-8"))["tags"]
+FILES = sorted((ROOT / "benchmark" / "checks" / "details").glob("[0-9]*.toml"))
+FAMILIES = [tomllib.loads(path.read_text(encoding="utf-8")) for path in FILES]
+DETAILS = {tag: said for family in FAMILIES for tag, said in family["tags"].items()}
 MUTATIONS = [(tag, *mutant) for tag, said in DETAILS.items() for mutant in said.get("mutants", [])]
 
 
@@ -127,47 +130,34 @@ def copy_of(root, folder):
     return folder
 
 
-def run_tests(folder, tests, output):
-    """Runs in a forked child: pytest on the copy in `folder`; ends the child with pytest's exit code."""
-    os.chdir(folder)
-    os.environ["PYTHONPATH"] = str(folder)
-    sys.path[:0] = [str(folder)]
-    with open(output, "w") as file:
-        os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
-    import pytest
-
-    options = ["-x", "-q", "--tb=line", "-p", "no:cacheprovider", "-m", "slow or not slow"]
-    os._exit(pytest.main([*options, "--basetemp", f"{folder}.tmp", *tests]))
-
-
 def judge(folder, tests):
     """(pytest's exit code, or None after SECONDS; the line that failed; seconds) of tests on the copy in `folder`."""
-    start, output = time.time(), f"{folder}.out"
-    child = multiprocessing.get_context("fork").Process(target=run_tests, args=(folder, tests, output))
-    child.start()
-    child.join(SECONDS)
-    if child.is_alive():
-        child.kill(), child.join()
-        return None, f"no end after {SECONDS} s", time.time() - start
-    text = Path(output).read_text()
-    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)(?: - (.*))?", text, re.M)
-    return child.exitcode, " ".join(failed[0]).strip() if failed else text[-300:], time.time() - start
-
-
-def worker(mutants, results):
-    """Takes mutants from a queue, breaks a copy of its own with each, and puts the tests' verdict into `results`."""
-    scratch = Path(tempfile.mkdtemp(prefix="mutations-"))
-    folder = copy_of(ROOT, scratch / "copy")
-    while (mutant := mutants.get()) is not None:
-        tag, file, old, new = mutant
-        path = folder / "rlhf_details" / file
-        source, tests = path.read_text(), tests_of(tag, folder)
+    options = ["-x", "-q", "--tb=line", "-p", "no:cacheprovider", "-m", "slow or not slow"]
+    command = [sys.executable, "-m", "pytest", *options, "--basetemp", f"{folder}.tmp", *tests]
+    environment = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    start, output = time.time(), Path(f"{folder}.out")
+    with open(output, "w") as file:
+        pipes = dict(stdout=file, stderr=file, cwd=folder, env=environment, timeout=SECONDS)
         try:
-            path.write_text(mutate(source, tag, old, new))
-            results.put((mutant, *judge(folder, tests)) if tests else (mutant, 0, "no test has its name", 0.0))
-        finally:
-            path.write_text(source)
-    shutil.rmtree(scratch)
+            code = subprocess.run(command, **pipes).returncode
+        except subprocess.TimeoutExpired:
+            return None, f"no end after {SECONDS} s", time.time() - start
+    text = output.read_text()
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)(?: - (.*))?", text, re.M)
+    return code, " ".join(failed[0]).strip() if failed else text[-300:], time.time() - start
+
+
+def verdict_on(mutant, copies):
+    """A row of the report: breaks one of the copies with the mutant, and runs its tag's tests there."""
+    (tag, file, old, new), folder = mutant, copies.get()
+    path = folder / "rlhf_details" / file
+    source, tests = path.read_text(), tests_of(tag)
+    try:
+        path.write_text(mutate(source, tag, old, new))
+        return mutant, *(judge(folder, tests) if tests else (0, "no test has its name", 0.0))
+    finally:
+        path.write_text(source)
+        copies.put(folder)
 
 
 def is_killed(code):
@@ -205,23 +195,16 @@ def main():
             pair = (x.splitlines(True) for x in (source, mutate(source, tag, old, new)))
             sys.stdout.writelines(difflib.unified_diff(*pair, file, file))
         return 0
-    os.environ["OMP_NUM_THREADS"] = "1"
-    for name in "torch transformers accelerate datasets tyro wandb pytest".split():  # once, for all children
-        __import__(name)
-    start, context = time.time(), multiprocessing.get_context("fork")
-    mutants, results = context.Queue(), context.Queue()
-    for mutant in [*chosen, *[None] * args.workers]:
-        mutants.put(mutant)
-    workers = [context.Process(target=worker, args=(mutants, results)) for _ in range(args.workers)]
-    for process in workers:
-        process.start()
-    rows = []
-    for _ in chosen:
-        rows.append(results.get())
-        (tag, file, *_), code, said, seconds = rows[-1]
-        verdict = "killed" if is_killed(code) else "SURVIVED"
-        print(f"{len(rows):3} {tag:8} {file:16} {verdict} {seconds:5.1f} s  {said[:150]!r}", flush=True)
-    rows.sort(key=lambda row: chosen.index(row[0]))
+    start, copies = time.time(), queue.Queue()
+    with tempfile.TemporaryDirectory(prefix="mutations-") as scratch, ThreadPoolExecutor(args.workers) as pool:
+        for number in range(args.workers):
+            copies.put(copy_of(ROOT, Path(scratch) / str(number)))
+        futures = [pool.submit(verdict_on, mutant, copies) for mutant in chosen]
+        for number, future in enumerate(as_completed(futures), 1):
+            (tag, file, *_), code, said, seconds = future.result()
+            verdict = "killed" if is_killed(code) else "SURVIVED"
+            print(f"{number:3} {tag:8} {file:16} {verdict} {seconds:5.1f} s  {said[:150]!r}", flush=True)
+    rows = [future.result() for future in futures]
     report = table(rows)
     print(report.splitlines()[0], f"{time.time() - start:.0f} s on {args.workers} workers.")
     if not args.only:

@@ -1,5 +1,6 @@
 """
-Writes tables into README.md and docs/, between markers that name them: <!-- table NAME -->.
+Writes tables into README.md and docs/, between markers that name them: <!-- table grpo 0 --> is the first
+table of benchmark/results/grpo/table.md, and <!-- table dpo/replay 0 --> that of dpo/replay.md.
 
     python benchmark/checks/readme.py            writes
     python benchmark/checks/readme.py --check    writes nothing; exit code 1 where a table is stale
@@ -28,15 +29,14 @@ def tables(name):
     return [block.strip().splitlines() for block in re.findall(r"(?:^\|.*\n)+", path.read_text(encoding="utf-8"), re.M)]
 
 
-def replays(names):
-    """The rows of trl_replay/replay.md whose algorithms begin with one of these names."""
-    head, rule, *rows = tables("trl_replay/replay")[0]
-    return [head, rule, *(row for row in rows if row.removeprefix("| ").startswith(names))]
+def cells(lines):
+    """The cells of each of the lines of a table."""
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
 def ablations():
     """The rows of the ablations that matter, the worst for gold first, without the verdict."""
-    head, rule, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in tables("ablations")[2])
+    head, rule, *rows = cells(tables("ablations")[2])
     gold, verdict = head.index("gold at the end"), head.index("verdict")
     rows = sorted(
         (row for row in rows if row[verdict] == "matters"), key=lambda row: float(row[gold].strip("*").split()[0])
@@ -46,8 +46,7 @@ def ablations():
 
 def ablations_long():
     """The rows of the longer runs whose effect is another there than in the short runs, without the verdicts."""
-    rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in tables("ablations")[3])
-    return ["| " + " | ".join(row[:-3]) + " |" for row in rows if row[-1]]
+    return ["| " + " | ".join(row[:-3]) + " |" for row in cells(tables("ablations")[3]) if row[-1]]
 
 
 SPEEDS = "rloo_27m_96", "rloo_27m_8", "rloo_0.9m_8", "ppo_27m_8", "ppo_27m_96"  # speed/*.md, and speed_fast/*.md
@@ -72,12 +71,12 @@ def speed(folder):
     lines = ["| work | ours, episodes/s | times TRL 0.21 | times TRL 1.16 | peak memory, ours to theirs |"]
     lines += ["|---|---:|---:|---:|---:|"]
     for name in SPEEDS:
-        rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in tables(f"{folder}/{name}")[0]]
+        rows = cells(tables(f"{folder}/{name}")[0])
         of = {row[0]: dict(zip(rows[0], row, strict=True)) for row in rows[2:]}
         trl = [of.get(f"TRL {version}", {}) for version in ("0.21.0", "1.16.0")]
         faster, memory = ([row.get(name, "") for row in trl] for name in ("times as fast", "memory share"))
-        cells = work(f"{folder}/{name}"), of["ours"]["episodes/s"], *faster, ", ".join(filter(None, memory))
-        lines.append("| " + " | ".join(cells) + " |")
+        row = work(f"{folder}/{name}"), of["ours"]["episodes/s"], *faster, ", ".join(filter(None, memory))
+        lines.append("| " + " | ".join(row) + " |")
     return lines
 
 
@@ -129,61 +128,11 @@ def studies():
         figures += [kinds[x["kind"]].format(**x) for x in said.get("figure", []) if x["kind"] in kinds]
         links = [", ".join(f"[{name}]({path.stem}/{name})" for name in files)]
         links += [", ".join(f"[{name}](../../static/{name})" for name in figures)]
-        program = "with_trl.py replay" if "replay" in path.stem else "study.py run"
-        command = f"`python benchmark/studies/{program} {path.stem}`"
+        command = f"`python benchmark/studies/study.py run {path.stem}`"
         lines.append(f"| {' | '.join([path.stem, said['question'], said['answer'], *links, command])} |")
     return lines
 
 
-PLACES = {  # name of a table: (its file, which table of the file)
-    "speed_decode": ("speed/decode", 0),
-    "speed_sampler": ("speed/sampler_27m_40", 0),
-    "speed_sampler_smollm": ("speed/sampler_smollm_40", 0),
-    "toy": ("toy", 0),
-    "movies": ("movies", 0),
-    "lora": ("lora_memory", 0),
-    "style": ("reward_functions", 0),
-    "sums": ("reward_functions", 1),
-    "overoptimisation": ("overoptimisation", 0),
-    "best_of_n": ("overoptimisation", 1),
-    "ablations_tally": ("ablations", 0),
-    "trl_long": ("trl_long", 0),
-    "trl_long_differences": ("trl_long", 1),
-    "trl_lengths": ("trl_lengths", 0),
-    "trl_lengths_differences": ("trl_lengths", 1),
-    "trl_replay_lengths": ("trl_replay_lengths/replay", 0),
-    "grpo": ("grpo", 0),
-    "grpo_sums": ("grpo", 1),
-    "grpo_parts": ("grpo", 3),
-    "relatives_sums": ("grpo", 4),
-    "grpo_lengths": ("grpo", 5),
-    "grpo_trl": ("trl_grpo", 0),
-    "grpo_trl_differences": ("trl_grpo", 1),
-    "distill": ("distill", 0),
-    "distill_differences": ("distill", 1),
-    "distill_details": ("distill", 2),
-    "dpo": ("dpo", 0),
-    "dpo_parts": ("dpo", 1),
-    "dpo_replay": ("dpo/replay", 0),
-    "mismatch": ("mismatch", 1),
-    "vllm": ("vllm", 0),
-    "overlap": ("ahead", 0),
-    "reasoning": ("reasoning", 0),
-    "reasoning_new": ("reasoning", 1),
-    "reasoning_training": ("reasoning", 2),
-    "smollm_verified": ("smollm", 0),
-    "smollm_course": ("smollm", 1),
-    "smollm_base": ("smollm", 2),
-    "smollm_details": ("smollm", 3),
-    "smollm_learned": ("smollm", 4),
-    "smollm_seconds": ("smollm", -1),
-    "smollm_products": ("smollm/products", 0),
-    "smollm_trl": ("smollm_trl", 0),
-    "smollm_trl_differences": ("smollm_trl", 1),
-    "smollm_trl_seconds": ("smollm_trl", 2),
-    "smollm_trl_replay": ("smollm_trl_replay/replay", 0),
-    "smollm_trl_speed": ("smollm_trl/speed", 0),
-}
 MADE = {
     "studies": studies,
     "starting_values": starting_values,
@@ -193,18 +142,15 @@ MADE = {
     "speed_without": lambda: speeds(["without", "without_27m_8", "without_0.9m_8"]),
     "ablations": ablations,
     "ablations_long": ablations_long,
-    "trl_replay": lambda: replays(("RLOO", "PPO")),
-    "grpo_trl_replay": lambda: replays(("GRPO", "Dr.")),
-    "relatives_replay": lambda: replays(("GSPO", "CISPO")),
 }
 
 
 def table(name):
-    """Lines of a table that a document names."""
+    """Lines of a table that a document names: one of MADE, or "FILE NUMBER" of a table in results/."""
     if name in MADE:
         return MADE[name]()
-    file, place = PLACES[name]
-    return tables(file)[place]
+    file, place = name.split()
+    return tables(file)[int(place)]
 
 
 def written(text):
@@ -213,7 +159,7 @@ def written(text):
     def fill(match):
         return f"{match[1]}\n" + "\n".join(table(match[2])) + f"\n{match[1]}"
 
-    return re.sub(r"(<!-- table (\w+) -->)\n.*?\1", fill, text, flags=re.S)
+    return re.sub(r"(<!-- table ([\w./ ]+) -->)\n.*?\1", fill, text, flags=re.S)
 
 
 def main():

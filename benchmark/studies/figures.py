@@ -1,7 +1,7 @@
 """The figures of studies, by kind: each function takes a study and what a [[figure]] of its file says, and saves it."""
 
 import numpy as np
-from intervals import ROOT, iqm, mean_interval
+from intervals import ROOT, iqm
 from plot import band as iqm_band
 from plot import blank, figure, frame, read, save
 from tables import MEASURES, VERDICTS, effects, interval, number, pairs_of, seeds_of, verdicts
@@ -200,42 +200,9 @@ def toy(study, said):
     save(picture, f"static/{study.name}.svg", study.name)
 
 
-def against(study, said):
-    """Curves of score and KL, and below them each seed's gold and KL at the end. A column for each algorithm."""
-    picture, axes = blank(4, len(said["column"]), figsize=(4.5 * len(said["column"]), 8))
-    axes, labels = axes.reshape(4, -1), ("update", "update", *AT_THE_END)
-    for column, (title, runs) in zip(axes.T, ((x["title"], x["runs"]) for x in said["column"]), strict=True):
-        for place, (name, label, colour, style) in enumerate(runs):
-            seeds = seeds_of(study, name).values()
-            for axis, metric in zip(column[:2], ("scores", "kl"), strict=True):
-                heights = [columns[f"objective/{metric}"] for columns in seeds]
-                heights = np.stack([x[~np.isnan(x)] for x in heights], 1)  # [updates, seeds]
-                look = dict(linewidth=1.5, alpha=0.15, color=colour, linestyle=style)
-                iqm_band(axis, np.arange(1, len(heights) + 1), heights, label, **look)
-            for axis, metric in zip(column[2:], ("gold", "kl"), strict=True):
-                x = [number(columns, f"last eval/objective/{metric}") for columns in seeds]
-                mean, low, high, _ = mean_interval(x)
-                axis.plot(x, [place] * len(x), "o", color=colour, alpha=0.5, markersize=4, markeredgewidth=0)
-                axis.plot([low, high], [place + 0.25] * 2, color=colour, linewidth=2)
-                axis.plot(mean, place + 0.25, "|", color=colour, markersize=9)
-        for axis in column[2:]:
-            axis.set_yticks(range(len(runs)), [label for _, label, *_ in runs], fontsize=7)
-            axis.set_ylim(len(runs) - 0.4, -0.6)
-        column[0].set_title(title)
-        column[0].legend(frameon=False, loc="lower right", fontsize=8)
-        for axis, label in zip(column, labels, strict=True):
-            axis.set_xlabel(label, fontsize=8)
-            axis.grid(alpha=0.2)
-    axes[0, 0].set_ylabel("score, points")
-    axes[1, 0].set_ylabel("KL, nats a response")
-    picture.tight_layout()
-    save(picture, f"static/{study.name}.svg", "trl")
-
-
 def run(study, said):
     """The curves of the run in results/toy/rloo_toy, as plot.py draws those of any run."""
     figure({"rloo_toy": read(study.folder / "rloo_toy")}).savefig(ROOT / "static" / "curves.png", dpi=90)
 
 
-AT_THE_END = "gold of each seed at the end, and the mean with its interval", "KL of each seed at the end"
-KINDS = {kind.__name__: kind for kind in (points, band, errorbars, forest, symptom, smollm, over_kl, toy, against, run)}
+KINDS = {kind.__name__: kind for kind in (points, band, errorbars, forest, symptom, smollm, over_kl, toy, run)}

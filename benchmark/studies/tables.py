@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from functools import cache
 
 import numpy as np
-from intervals import by_commit, holm, mean_interval, prediction_interval, words
+from intervals import by_commit, holm, mean_interval, words
 
 MEASURES = {
     "gold": "last eval/objective/gold",
@@ -80,10 +80,10 @@ def rows(study, said):
     its start. Labels may hold several cells.
 
     columns: {head: measure, or {measure, seeds, not_of, cells}, or {measure, largest: a form} over the seeds}; form,
-    form_of_differences; count: "all", "none" or "levels" have their seeds counted; cells: "interval", "mean", "range",
-    "spread", "risen" (before -> after, and the mean rise), "median" and "ratio" (of two runs the median ratio and its
-    range), or "pooled" (the median of all rows); tested: heads, whose differences are bold where they pass Holm's
-    correction over the table; prices: whether they price the details of the runs.
+    form_of_differences; count: "all", "none" or "levels" have their seeds counted; cells: "interval", "mean", "spread",
+    "risen" (before -> after, and the mean rise), "ratio" (of two runs the median ratio and its range), or "pooled" (the
+    median of all rows); tested: heads, whose differences are bold where they pass Holm's correction over the table;
+    prices: whether they price the details of the runs.
     """
     columns, count, form = said["columns"], said.get("count", "all"), said.get("form", ".2f")
     made, tested = [], [head for head in said.get("tested", []) if head in columns]
@@ -137,43 +137,17 @@ def cell(pairs, measure, form, kind):
         kind, measure = measure.get("cells", kind), measure["measure"]
     if kind == "pooled":
         return f"{np.nanmedian(np.concatenate([columns[measure] for _, columns, _ in pairs])):{form}}"
-    if kind in ("ratio", "median") and not is_level(pairs):
+    if kind == "ratio" and not is_level(pairs):
         ratios = [number(a, measure) / number(b, measure) for _, a, b in pairs]
-        text = f"{np.median(ratios):.2f} ({min(ratios):.2f} .. {max(ratios):.2f})"
-        return f"times {text}" if kind == "ratio" else text
+        return f"times {np.median(ratios):.2f} ({min(ratios):.2f} .. {max(ratios):.2f})"
     if kind == "spread":
         return spread([number(x, measure) for _, x, _ in pairs])
-    if kind == "median":
-        return f"{np.median([number(x, measure) for _, x, _ in pairs]):{form}}"
     if kind == "risen" and is_level(pairs):
         before, after = np.array([[number(x, how + measure[4:]) for how in ("first", "last")] for _, x, _ in pairs]).T
         rise = words(mean_interval(after - before)) if len(pairs) > 1 else "one seed"
         return f"{before.mean():.2f} -> {after.mean():.2f}, {rise}"
     found = interval(pairs, measure)
-    if kind == "range":
-        x = [number(columns, measure) for _, columns, _ in pairs]
-        return "{:.2f} [{:.2f}, {:.2f}], {:.2f} .. {:.2f}".format(*found[:3], min(x), max(x))
     return f"{found[0]:{form}}" if kind == "mean" else words(found, form)
-
-
-def agreement(study, said):
-    """How far two runs are apart, paired by seed; and whether the first one's means lie in the 95 % prediction
-    intervals for one more seed of the second. rows: [[run, run], ...].
-    """
-    made = []
-    for first, second in said["rows"]:
-        pairs, _ = pairs_of(study, first, second)
-        figures, outside = [], []
-        for head, measure in said["columns"].items():
-            mean, low, high, _ = interval(pairs, measure)
-            mark = "" if low <= 0 <= high else "**"
-            figures.append(f"{mark}{mean:+.2f} [{low:+.2f}, {high:+.2f}]{mark}")
-            ours, theirs = ([number(pair[side], measure) for pair in pairs] for side in (1, 2))
-            least, most = prediction_interval(theirs)
-            outside += [] if least <= np.mean(ours) <= most else [f"{head} not"]
-        made.append([f"{first} less {second}", *figures, ", ".join(outside) or "yes"])
-    lines = grid(["difference", *said["columns"], "within a seed of the second"], made)
-    return [lines[0], "|---|" + "---:|" * len(said["columns"]) + "---|", *lines[2:]]
 
 
 def course(study, said):
@@ -275,7 +249,8 @@ def count_up(effect):
 
 
 def levels(study, said):
-    """What the bases reach."""
+    """What the bases reach, those of another `study` where it names one."""
+    study = type(study)(said["study"]) if "study" in said else study
     made = {}  # Without its commit in the table, a base has one row.
     for base, effect in effects(study, said.get("runs", "*"))[1].items():
         name = label(study, base, said)
@@ -374,4 +349,4 @@ def spread(x):
     return words((np.mean(x), min(x), max(x)), f".{0 if max(map(abs, x)) >= 100 else 2}f")
 
 
-KINDS = {kind.__name__: kind for kind in (rows, agreement, course, levels, paired, sentence, corrected)}
+KINDS = {kind.__name__: kind for kind in (rows, course, levels, paired, sentence, corrected)}

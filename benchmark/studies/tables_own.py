@@ -1,20 +1,17 @@
 """The tables that one study alone has, by kind, as in tables.py."""
 
 import numpy as np
-from intervals import experiments, mean_interval, prediction_interval, words
-from plot import same_table
+from intervals import mean_interval, words
+from mutations import DETAILS
 from tables import (
     KINDS,
     MEASURES,
-    NAMES,
     VERDICTS,
     apart,
     count_up,
-    differences,
     effects,
     grid,
     interval,
-    levels,
     named,
     number,
     seeds_of,
@@ -76,47 +73,12 @@ def longer(study, said):
     return [lines[0], "|---|---|---|---:|---:|---:|---:|---:|---|---|---|", *lines[2:]]
 
 
-def levels_of(study, said):
-    """What the bases of another study reach."""
-    return levels(type(study)(said["study"]), said)
-
-
-def repeated(study, said):
-    """Runs taken from another commit, beside what fewer seeds of `commit` say; the text counts how many are outside.
-
-    "outside": a mean that is not in the 95 % prediction interval which the seeds of the first give for it.
-    """
-    found, commit = effects(study)[0], said["commit"]
-    outside, figures, made = 0, 0, []
-    for name in (name for name in found if found[name]["base"][1] != commit):
-        seeds, _ = differences(study, name, commit)
-        if not seeds:
-            continue
-        known, more = found[name]["seeds"].values(), seeds.values()
-        means, names = {m: np.mean([x[m] for x in more]) for m in MEASURES}, []
-        for m in MEASURES:
-            least, most = prediction_interval([one[m] for one in known], len(more))
-            is_outside = not least - 5e-5 <= means[m] <= most + 5e-5  # rounding of what is kept
-            names += [NAMES[m]] if is_outside else []
-            figures += is_outside or least < most  # Where no seed differs there is nothing to predict.
-        outside += len(names)
-        two = [f"{x:+.2f}" for m in ("gold", "kl") for x in (found[name][m][0], means[m])]
-        made.append(
-            [named(study, name), study.runs[name]["base"], f"{len(known)}, {len(more)}", *two, ", ".join(names)]
-        )
-    lines = grid(["what is changed", "base", "seeds", "gold at the end", "again", "KL", "again", "outside"], made)
-    lines[1] = "|---|---|---:|---:|---:|---:|---:|---|"
-    return [*said["before"].strip().format(count=f"{outside} of {figures}").splitlines(), "", *lines]
-
-
-def same(study, said):
-    """How long the runs of one commit agree with another one's, digit by digit."""
-    return same_table(*(experiments(study.folder, said[when]) for when in ("before", "after")))
-
-
 def unpriced(study, said):
     """The details that no run measures, and why."""
-    return grid(["details", "why"], [[", ".join(tags.split()), why] for why, tags in said["why"].items()])
+    tags = {}
+    for tag in DETAILS:
+        tags.setdefault(DETAILS[tag].get("unpriced"), []).append(tag)
+    return grid(["details", "why"], [[", ".join(tags[why]), why] for why in tags if why])
 
 
 def by_seed(study, said):
@@ -251,7 +213,4 @@ def toy(study, said):
     )
 
 
-KINDS |= {
-    kind.__name__: kind
-    for kind in (tally, longer, levels_of, repeated, unpriced, same, by_seed, movies, falls, best_of_n, toy)
-}
+KINDS |= {kind.__name__: kind for kind in (tally, longer, unpriced, by_seed, movies, falls, best_of_n, toy)}

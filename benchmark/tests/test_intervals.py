@@ -16,14 +16,6 @@ def test_students_interval_is_that_of_the_textbook():
         intervals.mean_interval([1.0])
 
 
-def test_the_prediction_interval_widens_with_the_noise_of_the_further_seeds():
-    for more, share in ((1, 1 + 1 / 5), (3, 1 / 3 + 1 / 5)):
-        half = 2.776445 * math.sqrt(2.5 * share)  # t of 4 degrees of freedom
-        found = intervals.prediction_interval([1.0, 2.0, 3.0, 4.0, 5.0], more)
-        assert found == pytest.approx((3 - half, 3 + half), abs=1e-5)
-    assert intervals.prediction_interval([2.0, 2.0]) == (2, 2)
-
-
 def test_holms_correction():
     assert intervals.holm([0.01, 0.04, 0.03, 0.005]).tolist() == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert intervals.holm([0.9, 0.8]).tolist() == [1, 1]

@@ -7,13 +7,10 @@ import os
 import shlex
 import shutil
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
-from types import SimpleNamespace
 
 import best_of_n
-import details
 import held_out
 import mutations
 import numpy as np
@@ -22,14 +19,11 @@ import pytest
 import study
 import tables
 import tables_own
-import torch
-import trl_side
 import tyro
-import with_trl
 from intervals import ROOT, write_runs
 
 import benchmark
-from rlhf_details import toy, train_rloo
+from rlhf_details import train_rloo
 from rlhf_details.plumbing import cli
 
 SCRIPTS = "train_sft train_reward train_dpo train_rloo train_grpo train_ppo train_distill evaluate".split()
@@ -84,9 +78,8 @@ def test_a_study_trains_the_stages_that_its_runs_need_in_order_and_no_others(nam
 
 def test_a_detail_is_priced_or_listed_with_the_reason_why_not():
     tags = {tag for name in NAMES for run in study.Study(name).runs.values() for tag in run.get("tags", "").split()}
-    (why,) = (table["why"] for table in study.Study("ablations").said["table"] if "why" in table)
-    unpriced = {tag for tags in why.values() for tag in tags.split()}
-    assert tags | unpriced == set(details.read("details.toml")["tags"]) and not tags & unpriced
+    unpriced = {tag for tag, row in mutations.DETAILS.items() if "unpriced" in row}
+    assert tags | unpriced == mutations.DETAILS.keys() and not tags & unpriced
 
 
 def test_the_commands_of_movies_are_those_of_the_recipe():
@@ -117,7 +110,7 @@ flags = "--total_episodes 24"
 like = "base"
 """)
     shutil.copytree(ROOT / "rlhf_details", in_tmp / "rlhf_details")
-    args = study.RunArgs(study="mini.toml", runs=("longer",), workers=1, tag="v1", preload=False)
+    args = study.RunArgs(study="mini.toml", runs=("longer",), workers=1, tag="v1")
     assert study.run(args) == [] and study.run(args) == [] and "2 runs, all done" in capsys.readouterr().out
     found = study.Study("mini.toml").found
     assert {run: [*seeds["v1"][1]["update"]] for run, seeds in found.items()} == {"base": [1, 2], "longer": [1, 2, 3]}
@@ -168,8 +161,6 @@ def test_effects_are_paired_differences_and_verdicts_are_corrected_for_their_num
     assert tomllib.loads(one.prices)["A-1"]["says"].startswith("w, rloo: gold -1.0")
     *_, total = tables_own.tally(one, {})
     assert total == "| all | 22 | 1 |  |"
-    lines = tables_own.repeated(one, {"commit": "old", "before": "{count}"})
-    assert lines[0] == "3 of 3" and lines[4].endswith("| gold, gold over the run, KL |")  # outside of the prediction
     runs["worse"]["own_batches"] = True  # Its gold over the run then says nothing.
     assert ("worse", "course") not in tables.verdicts(one, found)[1]
 
@@ -199,14 +190,6 @@ def test_best_of_n_is_the_mean_over_all_subsets_and_its_scores_rise(tiny, in_tmp
     assert scores == sorted(scores) and scores[0] < scores[-1]
 
 
-# ---- against TRL -----------------------------------------------------------------------------------------------------
-def own_run(tiny, *more):
-    """(train_rloo.py, its Args) of two updates of the tiny models."""
-    words = ["--sft_model_path", str(tiny / "policy"), "--reward_model_path", str(tiny / "reward"), "--seed", "3"]
-    words += ["--batch_size", "16", "--total_episodes", "32", "--output_dir", "policy", "--run_name", "run"]
-    return with_trl.parsed("train_rloo.py", [*words, "--num_sample_generations", "0", *more])
-
-
 def test_what_measures_a_policy_keeps_the_usual_columns(monkeypatch):
     """The off-policy run of `distill` writes no gold. A second run, by unchanged code, measures its policy."""
     calls = []
@@ -230,9 +213,11 @@ def test_pass_rates_are_those_of_all_answers_to_a_prompt(tiny, in_tmp):
 
 
 @pytest.mark.slow
-def test_the_evaluator_of_trls_policies_gives_our_scripts_own_figures(tiny, in_tmp):
-    page, args = own_run(tiny)
-    after = page.main(args)["after"]
+def test_the_evaluator_gives_our_scripts_own_figures(tiny, in_tmp):
+    words = ["--sft_model_path", str(tiny / "policy"), "--reward_model_path", str(tiny / "reward"), "--seed", "3"]
+    words += ["--batch_size", "16", "--total_episodes", "32", "--output_dir", "policy", "--run_name", "run"]
+    args = cli.parse(train_rloo.Args, [*words, "--num_sample_generations", "0"])
+    after = train_rloo.main(args)["after"]
     found = held_out.evaluate("policy", tiny / "policy", tiny / "reward", 3)
     assert found == {name: after[name] for name in found}
     assert found.keys() == {f"eval/objective/{name}" for name in ("scores", "gold", "kl", "ended", "length")}
@@ -240,59 +225,3 @@ def test_the_evaluator_of_trls_policies_gives_our_scripts_own_figures(tiny, in_t
     lost = 9 - args.missing_eos_penalty  # Another task's flags count.
     expected = found["eval/objective/scores"] - lost * (1 - found["eval/objective/ended"])
     assert dearer["eval/objective/scores"] == pytest.approx(expected) and found["eval/objective/ended"] < 1
-
-
-def test_what_is_recorded_are_the_samples_that_were_trained_on(tiny, in_tmp, monkeypatch):
-    seen, score = [], train_rloo.response_scores
-
-    def watched(reward_model, batch, n):
-        seen.extend([q[m].tolist(), r[w].tolist()] for q, m, r, w in zip(*batch[:4], strict=True))
-        return score(reward_model, batch, n)
-
-    monkeypatch.setattr(train_rloo, "response_scores", watched)
-    (in_tmp / "out").mkdir()
-    with_trl.record(*own_run(tiny, "--no_share_prompts"), in_tmp / "out")
-    samples = json.loads((in_tmp / "out" / "samples.json").read_text())
-    assert [len(update) for update in samples] == [16, 16] and sorted(itertools.chain(*samples)) == sorted(seen)
-    assert all(len({tuple(query) for query, _ in update[i : i + 4]}) == 1 for update in samples for i in (0, 4, 8, 12))
-    first, ours = str(tiny / "policy"), str(in_tmp / "out" / "ours")
-    assert with_trl.distance(ours, ours, first) == 0 and with_trl.distance(ours, first, first) == 1
-
-
-def test_trl_gets_the_settings_the_columns_and_the_penalty_of_our_run(tiny, in_tmp):
-    Path("mine.py").write_text(
-        "def long(prompts, completions, least):\n    return [len(x) >= n for x, n in zip(completions, least)]"
-    )
-    rows = [{"prompt": row["prompt"], "least": 2} for row in toy.rows("prompts", "train")[:16]]
-    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    more = ["--dataset", "rows.jsonl", "--reward_fn", "mine.py:long", "--reward_model_path", "None"]
-    page, args = own_run(tiny, *more, "--missing_eos_penalty", "1")
-    spec = json.loads(json.dumps(with_trl.spec_of(page, args, in_tmp / "trl")))
-    assert (spec["algorithm"], spec["columns"], spec["settings"]["batch_size"]) == ("rloo", ["least"], 16)
-    first = json.loads(Path(spec["prompts"]).read_text().splitlines()[0])
-    assert first["prompt"].strip() == rows[0]["prompt"] and first["least"] == 2
-    reward, last = trl_side.reward_function(spec, SimpleNamespace(eos_token_id=2))
-    given = dict(completion_ids=[[5, 6, 2], [5, 2], [5, 6]], least=[2, 2, 2], kind=["a", "b", "c"])
-    # The first two ended. The third one is right, and pays the penalty of 1.
-    assert reward(["p"] * 3, ["ab", "a", "ab"], **given) == [1.0, 0.0, 0.0]
-    assert last == {"scores": pytest.approx(1 / 3), "tokens": 7}
-
-
-def test_trls_losses_can_be_divided_by_the_minibatchs_tokens(monkeypatch):
-    """Micro-batches' means then average to the mean over the whole minibatch, of actions and of states."""
-    trainer = SimpleNamespace(ppo_trainer=SimpleNamespace())
-    for name, module in (("trl", SimpleNamespace(trainer=trainer)), ("trl.trainer", trainer)):
-        monkeypatch.setitem(sys.modules, name, module)
-    trl_side.take_whole_means()
-    losses, lengths = torch.arange(40.0).view(8, 5).sin(), torch.tensor([1, 2, 5, 4, 3, 1, 2, 2])
-    padding_mask = torch.arange(5) >= lengths.unsqueeze(1)
-    padding_mask_p1 = torch.arange(5) > lengths.unsqueeze(1)
-    mini_batch_inds = np.random.default_rng(0).permutation(8)
-    for padding in (padding_mask, padding_mask_p1):
-        of_micro_batches = []
-        for micro_batch_start in range(0, 8, 2):
-            micro_batch_end = micro_batch_start + 2
-            inds = mini_batch_inds[micro_batch_start:micro_batch_end]
-            of_micro_batches.append(trainer.ppo_trainer.masked_mean(losses[inds], ~padding[inds]))
-        torch.testing.assert_close(torch.stack(of_micro_batches).mean(), losses[~padding].mean())
-    assert (padding_mask_p1.sum(), micro_batch_end) == (padding_mask.sum() - 7, 8)

@@ -27,7 +27,6 @@ import plot
 import readme
 import speed
 import study
-import with_trl
 
 import benchmark
 
@@ -64,7 +63,7 @@ def test_every_command_of_the_readme_parses():
 def test_every_command_of_the_readme_that_runs_or_draws_a_study_parses():
     found = set()
     text = re.sub(r" *\\\n *", " ", README)  # a command in one line
-    for name, rest in re.findall(r"python benchmark/(?:\w+/)?(benchmark|plot|study|with_trl)\.py([^`|\n]*)", text):
+    for name, rest in re.findall(r"python benchmark/(?:\w+/)?(benchmark|plot|study)\.py([^`|\n]*)", text):
         module, words = importlib.import_module(name), shlex.split(rest.partition("     ")[0])
         if name in ("benchmark", "plot"):
             kind = getattr(module, "COMMANDS", {}).get(words[0])
@@ -75,13 +74,13 @@ def test_every_command_of_the_readme_that_runs_or_draws_a_study_parses():
             if getattr(args, "runs", ()):
                 assert set(args.runs) - {"NAME"} <= study.Study(args.study).runs.keys(), rest
         found.add(name)
-    assert {"benchmark", "plot", "study", "with_trl"} <= found
+    assert {"benchmark", "plot", "study"} <= found
 
 
 def test_every_flag_that_the_readme_names_exists():
     arguments = [module.Args for module in SCRIPTS.values()]
     arguments += [benchmark.Args, frozen.Args, plot.CurvesArgs, plot.CompareArgs, speed.Compare, speed.Decode]
-    arguments += [kind for module in (study, with_trl) for kind, _ in module.COMMANDS.values()]
+    arguments += [kind for kind, _ in study.COMMANDS.values()]
     names = {field.name for kind in arguments for field in dataclasses.fields(kind)}
     names |= {f"no_{name}" for name in names} | {"algorithm", "reward", "policy"}  # the last of train_both.py
     # Flags of accelerate, torchrun, --help, `git diff --no-index`, openrlbenchmark, pytest, docs/build.py and SLURM.
@@ -134,14 +133,14 @@ def test_every_link_and_figure_leads_somewhere():
 # ---- the index of details --------------------------------------------------------------------------------------------
 NAMED = r"(?<![\w/])((?:tests|benchmark|docs|rlhf_details)/[\w/]+\.(?:py|sh))(?:::(\w+))?"
 CHECKS = ROOT / "benchmark/checks"
-DETAILS, FAULTS = (tomllib.loads((CHECKS / f"{name}.toml").read_text()) for name in ("details", "faults"))
+DETAILS, FAULTS = mutations.DETAILS, tomllib.loads((CHECKS / "details/faults.toml").read_text())
 
 
 def test_each_tag_of_the_code_has_a_row_and_a_test_named_after_it():
     in_code = {tag for path in PACKAGE for tag in mutations.tags_in(path.read_text())}
-    assert (in_code - DETAILS["tags"].keys(), DETAILS["tags"].keys() - in_code) == (set(), set())
+    assert (in_code - DETAILS.keys(), DETAILS.keys() - in_code) == (set(), set())
     assert not {tag for tag in in_code if not mutations.tests_of(tag)}
-    assert all(row["what"] and row["source"] for row in DETAILS["tags"].values())
+    assert all(row["what"] and row["source"] for row in DETAILS.values())
 
 
 def test_each_tagged_line_has_a_mutant_that_changes_it():
@@ -153,7 +152,7 @@ def test_each_tagged_line_has_a_mutant_that_changes_it():
 
 
 def test_every_fault_has_tests_that_exist_or_a_reason():
-    caught = {fault for detail in DETAILS["tags"].values() for fault in detail["faults"].split()}
+    caught = {fault for detail in DETAILS.values() for fault in detail.get("faults", "").split()}
     exist = {test.removeprefix("tests/") for test in mutations.all_tests(ROOT)}
     for number, fault in FAULTS.items():
         assert not {re.sub(r"\[.*", "", test) for test in fault["tests"]} - exist, number

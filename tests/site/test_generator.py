@@ -47,7 +47,7 @@ def test_every_block_has_a_note_and_every_tag_a_card():
     from source import SCRIPTS, blocks
 
     details = index_pages.details_page()
-    assert all(details.count(f' id="{tag}"') == 1 for tag in prices.read("details.toml")["tags"])
+    assert all(details.count(f' id="{tag}"') == 1 for tag in prices.DETAILS)
 
     for script in SCRIPTS:
         assert [block.key for block in blocks(script) if not annotate.note_of(script, block)] == []
@@ -101,7 +101,7 @@ def test_what_no_note_fits_or_speaks_of_ends_the_build(copied, old, new, words):
 def test_the_prices_on_the_cards_are_those_that_the_studies_wrote():
     import prices
 
-    for tag in prices.read("details.toml")["tags"]:
+    for tag in prices.DETAILS:
         card = prices.card(tag)
         assert f'class="verdict {prices.verdict(tag).replace(" ", "-")}"' in card
         assert ("Not measured" in card) == (prices.verdict(tag) == "not measured") == (tag not in prices.worth()), tag
