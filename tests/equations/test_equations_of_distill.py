@@ -9,6 +9,7 @@ import itertools
 import pytest
 import torch
 from helpers import random_batch, tiny_model
+from oracles import ragged_mask
 
 from rlhf_details import train_distill, utils
 from rlhf_details.train_distill import distill_advantages, distill_policy_loss, generalized_jsd
@@ -29,6 +30,23 @@ def test_distill_4_near_its_ends_the_formula_is_beta_times_a_kl_and_so_nothing()
     for beta, end in ((1e-6, 0), (1 - 1e-6, 1)):
         got, kl = (generalized_jsd(student, teacher, x).item() for x in (beta, end))
         assert got == pytest.approx(1e-6 * kl, rel=1e-3) and kl > 0.1
+
+
+@pytest.mark.slow  # It needs TRL, which CI installs after the fast suite.
+@pytest.mark.parametrize("beta", [0, 0.1, 0.5, 0.9, 1])
+def test_distill_3_loss_and_gradient_are_those_of_trls_gkd(beta, monkeypatch):
+    """A mean over the tokens of responses, as TRL's labels of -100 leave the others out."""
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    pytest.importorskip("trl", minversion="1.16")
+    from trl.experimental.gkd import GKDTrainer
+
+    (student, teacher), mask = two_distributions(4, 6, 19), ragged_mask([6, 1, 3, 5], 6)
+    labels = torch.where(mask, 0, -100)
+    theirs = GKDTrainer.generalized_jsd_loss(student, teacher, labels, beta=beta)
+    ours = (generalized_jsd(student.log_softmax(-1), teacher.log_softmax(-1), beta) * mask).sum() / mask.sum()
+    assert ours.item() == pytest.approx(theirs.item(), abs=1e-6) and ours.item() > 0.01
+    gradients = [torch.autograd.grad(loss, student)[0] for loss in (ours, theirs)]
+    assert (gradients[0] - gradients[1]).abs().max() < 1e-6 < gradients[0].abs().max()
 
 
 def test_gen_8_no_more_logits_than_asked_for_exist_at_a_time_of_either_model(monkeypatch):
