@@ -5,8 +5,8 @@ RLOO: REINFORCE with a leave-one-out baseline, on a language model and a reward 
 2. The baseline of a response is the mean reward of its k - 1 siblings. There is no value model and no GAE.
 3. One optimiser step per rollout (num_ppo_epochs = num_mini_batches = 1) is the paper's estimator, exactly REINFORCE.
    More steps use the clipped loss of PPO, with one probability ratio per response. The defaults of Args have four, as
-   TRL's benchmark does; its batch is 4096 and ours 512, and we clip the gradient's norm. The embedded tasks and models
-   below 500 M parameters take one step: see `presets`.
+   the benchmark of TRL v0.11 does; its batch is 4096 and ours 512, and we clip the gradient's norm. The embedded tasks
+   and models below 500 M parameters take one step: see `presets`.
 4. Responses to the same prompt share its computation: n of the k are packed in a row, [prompt | r1 | .. | rn], under a
    block mask. Where a model cannot read such a mask, each row holds one response.
 5. Sampling and shuffling are functions of coordinates, such as (seed, purpose, update, episode, step, token) for a
@@ -71,7 +71,7 @@ class Args(cli.PolicyArgs):  # run, data, models, memory, reward_fn, sampler and
     """REINFORCE++: clip the scores to [-c, c], after whitening where that is on"""
     token_level_kl: bool = False
     """REINFORCE++: each token is an action, with a ratio of its own, and pays for the KL from itself on;
-    TRL's flag of this name only says where the KL is added"""
+    TRL v0.21's flag of this name only says where the KL is added"""
 
     # algorithm
     rloo_k: int = 2

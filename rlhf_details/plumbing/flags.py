@@ -153,9 +153,10 @@ class SamplingArgs(SampledArgs, RunArgs):
     """sample the responses of the next update while this one trains, by the weights from before it"""
     sampler_correction: Literal["none", "truncate", "mask"] = "truncate"
     """what is done where vLLM, or --overlap, sampled from another policy: advantages are multiplied by the ratio
-    p / p_sampler, which is at most sampler_cap, or counts as 0 where it is outside of [1 / sampler_cap, sampler_cap]"""
+    p / p_sampler, which is at most sampler_cap, or counts as 0 where it is outside of [1 / sampler_cap, sampler_cap];
+    in PPO --overlap has no need of it, since its ratio is against the policy that sampled"""
     sampler_cap: float = 2.0
-    """bound of that ratio, of a token, or in RLOO of a response"""
+    """bound of that ratio, of a token, or in RLOO and GSPO of a response"""
 
     # memory and speed: never changes the result
     offload_frozen: bool = False
