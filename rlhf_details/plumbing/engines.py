@@ -125,7 +125,7 @@ def prepare(args, accelerator, module, optimizer, *frozen):
     bf16 autocast frozen modules hold `matrices` in bf16, unless their weights are shared out.
     """
     module._no_split_modules = sorted({type(m).__name__ for m in layers(module)})  # FSDP2 gathers them singly.
-    empty, own = template(module), set(module.modules())
+    empty, own = empty_copy(module), set(module.modules())
     if uses_deepspeed(accelerator) or accelerator.is_fsdp2:  # accelerate does the same for DDP.
         module.forward = MethodType(accelerator.autocast()(type(module).forward), module)
     if name(accelerator) == "ZeRO-3":
@@ -271,7 +271,7 @@ def matrices(module):
 
 
 # ---- a whole copy of a policy, to sample from or to save -------------------------------------------------------------
-def template(module):
+def empty_copy(module):
     """A copy of a policy for `filled`, whose parameters have shapes and no numbers, and without its critic."""
     # deepcopy takes these for the copies of the weights, so no memory is needed for a second set.
     shapes = {id(p): nn.Parameter(p.to("meta"), requires_grad=False) for p in module.parameters()}

@@ -17,8 +17,8 @@ from rlhf_details.plumbing import cli, engines, hub, models
 from rlhf_details.plumbing.evaluation import average, wilson_interval
 
 ACCURACIES = {"eval/rm/accuracy", "eval/rewards/accuracies"}  # on held-out comparisons
-PAGE = "docs/guides/8_my_run_looks_wrong.md"
-SIGNS = {  # sign: (what is seen of the number and its bound, what to do, section of PAGE)
+GUIDE = "docs/guides/8_my_run_looks_wrong.md"
+SIGNS = {  # sign: (what is seen of the number and its bound, what to do, section of GUIDE)
     "kl": (
         "the KL to the reference is {:.1f} nats per response, above {:g}",
         "the policy over-optimises the reward: raise --kl_coef, lower --learning_rate, or stop earlier",
@@ -105,7 +105,7 @@ def look(run, metrics):
         if value > bound and name not in run.kept["said"]:
             run.kept["said"].append(name)
             seen, advice, section = SIGNS[name]
-            cli.say(f"warning: health/{name}: {seen.format(value, bound)}; {advice} ({PAGE}#{section})")
+            cli.say(f"warning: health/{name}: {seen.format(value, bound)}; {advice} ({GUIDE}#{section})")
     return found
 
 

@@ -238,10 +238,10 @@ def load(kind, path, flag, args, **options):
             what = f"its tokenizer has {max(tokens.values()) + 1} tokens, and the model {size} embeddings"
             cli.fail(f"{flag} {path}: {what}; model.resize_token_embeddings adds the others")
         model.num_tokens = min(size, chat.vocabulary(tokenizer))
-    return prepare(model, args), missing, unexpected
+    return set_up_for_training(model, args), missing, unexpected
 
 
-def prepare(model, args):
+def set_up_for_training(model, args):
     """Returns a model as training needs it: with gradient checkpointing where args ask for it.
 
     From then on transformers makes masks by `sdpa_mask_unread`.
@@ -347,7 +347,7 @@ def make_small(args, rows):
         pad_token_id=tokenizer.pad_token_id,
         attn_implementation=args.attn_implementation,
     )
-    return tokenizer, prepare(GPTNeoXForCausalLM(config), args)
+    return tokenizer, set_up_for_training(GPTNeoXForCausalLM(config), args)
 
 
 # ---- LoRA (arXiv 2106.09685) by the library peft, whose layers take the place of a model's linear layers -------------

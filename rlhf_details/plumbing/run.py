@@ -64,7 +64,7 @@ class Run:
         about = self.identity | {
             "run": str(self.folder),
             "versions": {module.__name__: module.__version__ for module in (torch, transformers)},
-            "commit": trackers.commit(),
+            "commit": trackers.git_commit(),
             "device": str(accelerator.device),
             "num_processes": accelerator.num_processes,
             "engine": engines.name(accelerator),
@@ -161,7 +161,7 @@ class Run:
         if samples and update in torch.linspace(1, self.num_updates, count).round().int().tolist():
             rows = trackers.sample_rows(self.args, self.tokenizer, row, *samples)
             trackers.append_rows(tables, [{"update": update} | sample for sample in rows])
-            trackers.show(f"samples of update {update}", rows)
+            trackers.print_rows(f"samples of update {update}", rows)
             if self.wandb:
                 table = dict(columns=list(rows[0]), data=[list(sample.values()) for sample in rows])
                 self.accelerator.get_tracker("wandb").log_table("samples", **table, step=row["episode"])

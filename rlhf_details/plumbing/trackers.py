@@ -19,7 +19,7 @@ SHOWN = (  # in the line of an update, where a script has them
 ).split()
 
 
-def commit():
+def git_commit():
     """The commit of this repository, and "" where there is no git or no repository."""
     words = "git rev-parse HEAD".split()
     try:
@@ -94,7 +94,7 @@ def sample_rows(args, tokenizer, metrics, prompts, responses, mask, ended, score
     return rows
 
 
-def show(title, rows):
+def print_rows(title, rows):
     """Prints the rows of a table, each in a line: numbers with two decimals, and texts without their line breaks."""
     cli.say(f"-- {title}")
     for row in rows:

@@ -70,7 +70,7 @@ def test_an_evaluation_has_the_numbers_of_the_cpu(ragged, both):
 
 def sampled(prompts, n, num_stops):
     """(responses, mask, how often the host waits meanwhile) of two responses of 64 tokens to each prompt."""
-    model = models.prepare(tiny_model("llama"), SimpleNamespace())
+    model = models.set_up_for_training(tiny_model("llama"), SimpleNamespace())
     device = engines.join().device
     policy, stop_ids = train_rloo.Policy(model, 1.0).to(device), torch.arange(num_stops, device=device)
     batch = [*utils.left_pad([ids for ids in prompts for _ in range(2)], device), torch.arange(4, device=device)]

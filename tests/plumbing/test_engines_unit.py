@@ -71,7 +71,7 @@ def test_what_is_held_in_bf16_is_smaller_and_gives_the_same_numbers(tied, monkey
     before, sizes = numbers(policy)
     with monkeypatch.context() as patch:  # a copy to sample from, of an engine that shares weights out
         patch.setattr(engines, "shards_weights", lambda accelerator: True)
-        policy.template = [engines.template(policy)]
+        policy.template = [engines.empty_copy(policy)]
         assert all(p.is_meta for p in policy.template[0].parameters())  # It takes no memory.
         copy = engines.whole_copy(accelerator, policy)
     args, module = SimpleNamespace(offload_frozen=False), torch.nn.Linear(4, 4)

@@ -84,7 +84,7 @@ def run(page, tiny, score=None, **changes):
 def test_an_ill_run_says_so_once_and_at_its_end(tiny, few_prompts, in_tmp, capsys, score, flags, signs):
     page = "train_rloo" if score and flags is LEARNS else "train_ppo"
     found, printed = run(page, tiny, score, **flags), capsys.readouterr().out
-    said = re.findall(rf"^warning: health/(\w+): .*\({health.PAGE}#[a-z0-9-]+\)$", printed, re.M)
+    said = re.findall(rf"^warning: health/(\w+): .*\({health.GUIDE}#[a-z0-9-]+\)$", printed, re.M)
     assert signs <= found.keys() and sorted(said) == sorted(found)
     (last,) = (line for line in printed.splitlines() if line.startswith("bad signs: "))
     assert sorted(last.removeprefix("bad signs: ").split(", ")) == sorted(f"health/{name}" for name in found)
