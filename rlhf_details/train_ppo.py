@@ -601,7 +601,6 @@ def main(args: Args):
         #   rewards        -cK  -cK  -cK score  0      c: kl_coef, K: the token's KL penalty
         #   R tokens        v    w    x    y    z      both masks are 1 everywhere, and the value after z counts as 0
         #   rewards        -cK  -cK  -cK  -cK  -cK + score      where, if unfinished, it paid missing_eos_penalty
-        #
         scored_mask, ended = truncate_response(responses, response_mask, end_ids, args.truncate_after)  # [B, R], [B]
         # A score is the weighted sum of the rewards. NaN: a reward does not apply to this kind of prompt. [REW-4]
         scores = (rewards_of_each * score.weights).nansum(1)  # [B]

@@ -273,9 +273,10 @@ def sample(policy, queries, query_mask, episodes, n, response_length, stop_ids, 
     A token is argmax(logits / T + Gumbel noise), which is a draw from the softmax. The noise depends on (key, number of
     the episode, step, token id) alone, so episodes may be grouped, sliced and spread over processes at will.
     Args: policy(tokens, mask, positions, index, cache=cache) -> logits / T [.., len(index), V], in eval mode, where the
-    mask is None if nothing is padding; queries, query_mask [B, Q], where n adjacent episodes have the same prompt;
-    episodes [B], the number of each in its update; stop_ids [S], which may be empty; key, e.g. (seed, TRAINING,
-    update); size, how many episodes are sampled at a time, a multiple of n.
+    mask is None if nothing is padding; it has all its weights here, because each process ends after steps of its own;
+    queries, query_mask [B, Q], where n adjacent episodes have the same prompt; episodes [B], the number of each in its
+    update; stop_ids [S], which may be empty; key, e.g. (seed, TRAINING, update); size, how many episodes are sampled at
+    a time, a multiple of n.
     Returns: responses [B, R] int64, mask [B, R] bool (True up to and including the stop token), log-probs [B, R] fp32.
     """
     found = [

@@ -71,3 +71,16 @@ def test_sample_tables_are_as_many_as_asked_for_and_their_total_is_what_was_rewa
     for row in rows:
         assert row.keys() == {"update", "query", "response", "ended", "end", "score", "kl", "total"}
         assert row["total"] == pytest.approx(row["score"] - 0.03 * row["kl"], abs=1e-5)
+
+
+def test_samples_of_training_end_where_the_reward_model_has_read_to(ragged, in_tmp):
+    run_case("lm-human-preferences", ragged, num_sample_generations=3, response_length=12, total_episodes=48)
+    rows = [json.loads(line) for line in (in_tmp / "runs/run/samples.jsonl").read_text().splitlines()]
+    ends = {row["end"] for row in rows if row["ended"]}
+    assert ends == {"<eos>"} and any(not row["ended"] for row in rows)
+
+
+def test_training_args_hold_what_the_user_gave_and_not_what_an_objective_took(ragged, in_tmp):
+    run_case("grpo-overlap", ragged, total_episodes=16)
+    args = json.loads((in_tmp / "models/grpo/training_args.json").read_text())
+    assert args["overlap"] and [args[x] for x in ("cliprange", "cliprange_high", "loss_normalization")] == [None] * 3
