@@ -16,15 +16,19 @@ class Finished(NamedTuple):
 
 
 @pytest.fixture(scope="session")
-def baseline(ragged, tmp_path_factory):
-    """baseline(case): a run of two passes of two minibatches, evaluated; every forward takes all rows."""
-    made = {}
+def finished():
+    """{case: the run that `baseline` made for it}."""
+    return {}
 
-    def make(case):
-        if case not in made:
-            folder = tmp_path_factory.mktemp("baseline")
-            with contextlib.chdir(folder):
-                made[case] = Finished(run_case(case, ragged, **knobs(folder)), folder)
-        return made[case]
 
-    return make
+@pytest.fixture
+def baseline(case, finished, ragged, tmp_path_factory):
+    """The finished run of a test's case: two passes of two minibatches, evaluated; every forward takes all rows.
+
+    It is made before the body of a test can replace a function, so that all tests of a case see the same run.
+    """
+    if case not in finished:
+        folder = tmp_path_factory.mktemp("baseline")
+        with contextlib.chdir(folder):
+            finished[case] = Finished(run_case(case, ragged, **knobs(folder)), folder)
+    return finished[case]

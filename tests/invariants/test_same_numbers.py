@@ -20,7 +20,7 @@ LAYER = transformers.models.gpt_neox.modeling_gpt_neox.GPTNeoXMLP
 )
 def test_opt_5_micro_batch_and_slice_sizes_change_nothing(ragged, in_tmp, baseline, case, micro, rollout):
     rows = run_case(case, ragged, **(knobs(in_tmp) | dict(micro_batch_size=micro, rollout_micro_batch_size=rollout)))
-    assert_same_curves(baseline(case).rows, rows)
+    assert_same_curves(baseline.rows, rows)
 
 
 @EVERY_CASE
@@ -34,14 +34,14 @@ def test_padding_changes_nothing(ragged, in_tmp, monkeypatch, baseline, case):
 
     monkeypatch.setattr(utils, "left_pad", wide)
     monkeypatch.setattr(utils, "trim", lambda batch, extra=0: batch)
-    assert_same_curves(baseline(case).rows, run_case(case, ragged, **knobs(in_tmp)))
+    assert_same_curves(baseline.rows, run_case(case, ragged, **knobs(in_tmp)))
     is_fixed = case == "lm-human-preferences"  # Elsewhere there was padding on the right as well.
-    assert (baseline(case).rows[1]["val/sequence_lengths"] == 10) == is_fixed
+    assert (baseline.rows[1]["val/sequence_lengths"] == 10) == is_fixed
 
 
 @pytest.mark.parametrize("case", ["rloo", "rloo-tokens", "grpo"])
 def test_rloo_8_packed_and_plain_rows_give_the_same_curves(ragged, in_tmp, capsys, baseline, case):
-    assert_same_curves(baseline(case).rows, run_case(case, ragged, **knobs(in_tmp), share_prompts=False))
+    assert_same_curves(baseline.rows, run_case(case, ragged, **knobs(in_tmp), share_prompts=False))
     assert "plain rows, one response each: --no_share_prompts" in capsys.readouterr().out
     run_case(case, ragged, total_episodes=16)
     assert "packed rows: a prompt is computed once for 4 of its 4 responses" in capsys.readouterr().out
@@ -51,12 +51,12 @@ def test_rloo_8_packed_and_plain_rows_give_the_same_curves(ragged, in_tmp, capsy
 def test_gradient_checkpointing_computes_every_layer_again_and_changes_nothing(
     ragged, in_tmp, monkeypatch, baseline, case
 ):
-    first, with_gradient, forward = baseline(case), [], LAYER.forward  # The baseline's calls are not counted.
+    with_gradient, forward = [], LAYER.forward  # The baseline's calls are not counted.
     monkeypatch.setattr(
         LAYER, "forward", lambda self, x: with_gradient.append(torch.is_grad_enabled()) or forward(self, x)
     )
     rows = run_case(case, ragged, **knobs(in_tmp), gradient_checkpointing=True)
-    assert_same_curves(first.rows, rows)
+    assert_same_curves(baseline.rows, rows)
     networks = 2 if case in ("ppo", "ppo-overlap") else 1  # A value model of its own is another network.
     updates, steps, layers = 3, steps_of(case, 4), 2
     assert sum(with_gradient) == updates * steps * layers * networks * 2  # once forward and once backward
@@ -67,7 +67,7 @@ def test_eager_and_sdpa_attention_give_the_same_curves(ragged, in_tmp, monkeypat
     """sdpa is what a run uses by default."""
     loaded = record(monkeypatch, page_of(case), "load_models")["load_models"]
     rows = run_case(case, ragged, **knobs(in_tmp), attn_implementation="eager")
-    assert_same_curves(baseline(case).rows, rows)
+    assert_same_curves(baseline.rows, rows)
     models = [module.model for module in loaded[0][1][1:]]
     assert {model.config._attn_implementation for model in models} == {"eager"}
 
@@ -75,15 +75,18 @@ def test_eager_and_sdpa_attention_give_the_same_curves(ragged, in_tmp, monkeypat
 @EVERY_CASE
 def test_the_same_run_again_is_bitwise_equal_and_another_seed_is_another_run(ragged, in_tmp, baseline, case):
     """Tables of samples and evaluations in between change nothing either."""
-    first = baseline(case)
     rows = run_case(case, ragged, **knobs(in_tmp), num_sample_generations=2, eval_every=1)
     extra = {name for name in rows[1] if name.startswith("eval/")}
     assert [row for row in without_times(rows) if row["update"] in (0, 3)] == [
-        row for row in without_times(first.rows) if row["update"] in (0, 3)
+        row for row in without_times(baseline.rows) if row["update"] in (0, 3)
     ]
     plain = [{name: x for name, x in row.items() if name not in extra} for row in without_times(rows)[1:]]
-    assert plain == [{name: x for name, x in row.items() if name not in extra} for row in without_times(first.rows)[1:]]
-    assert (in_tmp / "model/model.safetensors").read_bytes() == (first.folder / "model/model.safetensors").read_bytes()
+    assert plain == [
+        {name: x for name, x in row.items() if name not in extra} for row in without_times(baseline.rows)[1:]
+    ]
+    assert (in_tmp / "model/model.safetensors").read_bytes() == (
+        baseline.folder / "model/model.safetensors"
+    ).read_bytes()
     other = run_case(case, ragged, **knobs(in_tmp), seed=2)
     assert other[1]["policy/entropy_avg"] != rows[1]["policy/entropy_avg"]
 
