@@ -209,7 +209,10 @@ def save_output(args, model, tokenizer, card=""):
             stop_token = getattr(args, "stop_token", "eos")
             own = [] if stop_token == "eos" else models.stop_ids(tokenizer, stop_token, "--stop_token").tolist()
             ends = list(dict.fromkeys([*chat.end_ids(tokenizer), *own]))
-            model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=tokenizer.pad_token_id)
+            # The library's own defaults for what is not given here are a temperature of 1 and the 50 likeliest tokens.
+            sampling = dict(do_sample=True, temperature=getattr(args, "temperature", 1.0), top_k=0)
+            pad = tokenizer.pad_token_id
+            model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=pad, **sampling)
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         (folder / "training_args.json").write_text(json.dumps(dataclasses.asdict(args), indent=1))

@@ -120,7 +120,7 @@ def of_pair(row, name):
 CONVERSATIONS = "messages", "conversations"
 FORMS = {"prompt": of_column} | dict.fromkeys(CONVERSATIONS, of_conversation)  # The first of the columns counts.
 FORMS |= {"query_token": of_column, "instruction": of_instruction, "chosen": of_pair}
-COMPLETIONS = "completion", *CONVERSATIONS, "output", "reference_response_token"
+COMPLETIONS = "completion", *CONVERSATIONS, "output", "reference_response_token", "chosen", "chosen_token"
 
 
 def before_answer(messages):

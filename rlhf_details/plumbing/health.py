@@ -26,7 +26,7 @@ SIGNS = {  # sign: (what is seen of the number and its bound, what to do, sectio
     ),
     "kl_zero": (
         "at the run's end the KL to the reference is below 0.02 nats per response",
-        "the policy has hardly moved: raise --learning_rate (the pages' own suit a model of 1 B), or train longer",
+        "the policy has hardly moved: raise --learning_rate, or train longer",
         "reward-never-moves",
     ),
     "clipfrac": (
@@ -194,8 +194,11 @@ def evaluate_lines(args):
     if hub.script_of(args) in ("train_sft.py", "train_reward.py"):
         return []
     start, dataset = args.sft_model_path, args.eval_dataset or args.dataset
-    flags = dict(policy_path=args.output_dir, dataset=dataset, opponent_path=start, ref_model_path=start)
+    flags = dict(policy_path=args.output_dir, dataset=dataset, opponent_path=start)
+    flags |= {"ref_model_path": getattr(args, "teacher_model_path", start)}  # what training's KL is from
     names = "prompt_template", "reward_model_path", "reward_fn", "reward_fn_weights"
     flags |= {name: getattr(args, name) for name in names if getattr(args, name, None)}
+    if flags.get("reward_fn") and args.reward_fn_format != "text":
+        flags["reward_fn_format"] = args.reward_fn_format
     script = os.path.relpath(Path(__file__).parents[1] / "evaluate.py")
     return [f"evaluate: {shlex.join(['python', script, *cli.as_words(flags)])}"]

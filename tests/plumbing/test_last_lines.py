@@ -12,7 +12,7 @@ import torch
 from helpers import LM_HUMAN_PREFERENCES, PAGES, page_args, read_metrics, rloo_args
 from short_runs import write_rows
 
-from rlhf_details import evaluate, toy, train_rloo
+from rlhf_details import evaluate, toy, train_distill, train_rloo
 from rlhf_details.plumbing import cli, health
 
 BEFORE = torch.tensor([-5.0, 5.0]).repeat(50)  # of 100 prompts, which differ far more than a run changes them
@@ -70,7 +70,7 @@ def test_the_command_at_the_end_of_a_run_does_run(tiny, in_tmp, capsys):
     rows = write_rows("held out.jsonl", [{"question": row["prompt"]} for row in toy.rows("prompts", "test")[:4]])
     Path("mine.py").write_text("import time\ndef f(prompts, completions): time.sleep(0.1); return [1.0] * len(prompts)")
     data = dict(dataset=rows, eval_dataset=rows, prompt_template="{question}", reward_fn=("mine.py:f",))
-    data |= dict(reward_fn_weights=(-0.5,))
+    data |= dict(reward_fn_weights=(-0.5,), reward_fn_format="messages")
     result = train_rloo.main(rloo_args(tiny, **data, temperature=0.7, total_episodes=16, output_dir="model"))
     lines, row = said(capsys), read_metrics(result["run"])[1]
     for begin in (("learnt: ", "not learnt: ", "not shown: "), "bad signs: ", "evaluate: "):
@@ -80,8 +80,16 @@ def test_the_command_at_the_end_of_a_run_does_run(tiny, in_tmp, capsys):
     policy = evaluate.main(args)["metrics"]["policy"]
     assert policy["kl"]["value"] == pytest.approx(result["after"]["eval/objective/kl"], abs=1e-4)
     assert args.opponent_path == str(tiny / "policy") and {"rewards/f", "rewards/reward_model"} <= policy.keys()
-    assert args.reward_fn_weights == (-0.5,)
+    assert args.reward_fn_weights == (-0.5,) and args.reward_fn_format == "messages"
     assert "temperature 0.7" in capsys.readouterr().out
+
+
+def test_after_distillation_that_command_takes_the_kl_from_the_teacher(tiny, ragged, in_tmp, capsys):
+    rows = write_rows("rows.jsonl", toy.rows("prompts", "test")[:4])
+    options = dict(dataset=rows, eval_dataset=rows, teacher_model_path=str(ragged / "policy"), total_episodes=16)
+    result = train_distill.main(page_args("train_distill", tiny, **options, output_dir="model"))
+    policy = evaluate.main(evaluate_args(said(capsys)))["metrics"]["policy"]
+    assert policy["kl"]["value"] == pytest.approx(result["after"]["eval/objective/kl"], abs=1e-4)
 
 
 @pytest.mark.parametrize("page,flags", [("train_rloo", {}), ("train_ppo", LM_HUMAN_PREFERENCES)])

@@ -212,12 +212,13 @@ def test_what_is_saved_gives_the_same_ids_and_logits_to_other_programs(in_tmp, c
 
 
 def test_a_saved_model_generates_by_itself_as_it_was_trained(in_tmp):
-    """It stops where the run did, and keeps no top_k or temperature of the published model that it started from."""
+    """It samples at the run's temperature without a top_k, whatever the published model at the start says, and stops."""
     model = GPTNeoXForCausalLM(tiny_config())
     model.generation_config.update(temperature=0.9, top_k=3, do_sample=False)
     save("model", model), save("model", model)
     found = GenerationConfig.from_pretrained("model")
-    assert (found.eos_token_id, found.top_k, found.temperature) == ([toy.tokenizer().eos_token_id], None, None)
+    assert (found.do_sample, found.top_k, found.temperature) == (True, 0, train_rloo.Args.temperature)
+    assert found.eos_token_id == [toy.tokenizer().eos_token_id]
 
 
 def test_a_save_that_fails_loses_no_model(in_tmp):
