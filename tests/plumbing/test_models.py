@@ -212,7 +212,7 @@ def test_what_is_saved_gives_the_same_ids_and_logits_to_other_programs(in_tmp, c
 
 
 def test_a_saved_model_generates_by_itself_as_it_was_trained(in_tmp):
-    """It samples at the run's temperature without a top_k, whatever the published model at the start says, and stops."""
+    """It samples at the run's temperature, without the top_k of the published model at the start, and it stops."""
     model = GPTNeoXForCausalLM(tiny_config())
     model.generation_config.update(temperature=0.9, top_k=3, do_sample=False)
     save("model", model), save("model", model)
