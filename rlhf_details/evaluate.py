@@ -108,7 +108,7 @@ class Args(cli.RewardArgs):  # rewards and sampler stand in plumbing/flags.py
     """OpenAI-compatible endpoint, e.g. http://localhost:8000/v1; None: OpenAI's. The key is $OPENAI_API_KEY"""
 
     # memory and speed: never changes the result
-    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] | None = None
+    attn_implementation: Literal["sdpa", "eager"] | None = None
     """attention kernel; None: the library's choice for the model"""
 
 
@@ -353,8 +353,8 @@ def main(args: Args):
         ended = ended if path and len(end_ids) else None  # The references are no samples, so nothing is said of this.
         known_ends = {*end_ids.tolist(), *chat.end_ids(tokenizer)}
         columns[side], metrics[side] = measure(texts, responses, mask, ended, values, score, known_ends)
-        reward = {"gold": "gold", "reward_model": "reward_model"}.get(args.judge)
-        points.append(values[:, score.names.index(reward)] if reward else (values * score.weights).nansum(1))
+        by_one = args.judge in ("gold", "reward_model")
+        points.append(values[:, score.names.index(args.judge)] if by_one else (values * score.weights).nansum(1))
     if args.samples_per_prompt > 1:
         if not all(x.size(1) == verdicts[0].size(1) > 0 for x in verdicts):
             what = f"--samples_per_prompt {args.samples_per_prompt}"

@@ -325,6 +325,8 @@ def check(args):
         cli.fail(f"--on_policy_share {args.on_policy_share}: {rule}")
     if args.gamma and args.divergence == "jsd":
         cli.fail(f"--gamma {args.gamma}: needs --divergence sampled, where tokens have advantages")
+    if args.beta != Args.beta and args.divergence == "sampled":
+        cli.fail(f"--beta {args.beta}: needs --divergence jsd, which has a mixture")
 
 
 def main(args: Args):

@@ -73,7 +73,7 @@ class Args(cli.RunArgs):  # run, data, models and memory stand in plumbing/flags
     batch_size: int = 64
     """comparisons per optimiser step, over all processes (B)"""
 
-    # sampling, for the embedded task's comparisons and the samples that are shown
+    # sampling, for the embedded task's comparisons
     response_length: int = 53
     """most tokens a sampled response may have (R)"""
     temperature: float = 0.7
@@ -190,7 +190,7 @@ def candidate_logprobs(policy, part, size, accelerator):
     # The shares are filled up, so that all processes have as many comparisons.
     _, share = data.my_share(part, accelerator)
     mine = [candidate_rows(comparison) for comparison in share]
-    slices = [[row for rows in mine[i : i + size] for row in rows] for i in range(0, len(mine), size)]
+    slices = [[row for rows in mine[m] for row in rows] for m in utils.slices(len(mine), size)]
     with accelerator.autocast():
         parts = cli.progress("log-probs, slice by slice", slices)
         found = torch.cat([completion_logprobs(policy, rows, accelerator.device)[0] for rows in parts])
@@ -271,6 +271,8 @@ def check(args):
         cli.fail(f"--batch_size {args.batch_size}: not divisible by the {cli.world_size()} processes")
     if args.beta == 0 or args.label_smoothing >= 0.5:
         cli.fail(f"--beta {args.beta}, --label_smoothing {args.label_smoothing}: above 0, and below 0.5")
+    if args.label_smoothing and args.loss == "ipo":
+        cli.fail(f"--label_smoothing {args.label_smoothing}: IPO has none")
 
 
 def main(args: Args):
@@ -281,7 +283,7 @@ def main(args: Args):
     B, size = args.batch_size, args.micro_batch_size
 
     # ---- model, comparisons, optimiser
-    tokenizer, policy = load_model(args, device)
+    tokenizer, policy = load_model(args, engines.loading_device(accelerator))
     train, held_out = comparisons.load(args, tokenizer, policy, accelerator)
     if len(train) < B:
         cli.fail(f"--batch_size {B}: more than the {len(train)} rows of --dataset {args.dataset}")
@@ -308,7 +310,7 @@ def main(args: Args):
         # ---- 2. Optimise: micro-batches add up to exactly one gradient -----------------------------------------------
         policy.train()  # Every dropout is 0. Training mode only lets gradient checkpointing work.
         means = utils.Means(device)
-        micro_batches = [list(mine[i : i + size]) for i in range(0, len(mine), size)]
+        micro_batches = [list(mine[m]) for m in utils.slices(len(mine), size)]
         for i, m in enumerate(micro_batches):
             best = torch.tensor([train[j].best for j in m], device=device)  # [M]
             with engines.accumulate(accelerator, policy, is_last=i + 1 == len(micro_batches)):
@@ -327,7 +329,6 @@ def main(args: Args):
         metrics |= {"epoch": step / steps_per_epoch, "train/dpo/lr": lr, "policy/grad_norm": norm}
         if run.is_eval_due(step):
             metrics |= evaluate(policy, held_out, held_out_references, size, args, accelerator)
-            comparisons.show_responses(args, accelerator, tokenizer, policy, held_out[:4] or train[:4])
         run.log(step, metrics)
         run.checkpoint_if_due(step, policy, optimizer)
     return run.finish(policy)  # the model folder with its card, the held-out metrics, and the upload

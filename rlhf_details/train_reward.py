@@ -178,7 +178,7 @@ def score_rows(reward, rows, size, accelerator):
     reward.eval()
     # The shares are filled up, so that all processes have as many rows.
     _, mine = data.my_share(rows, accelerator)
-    slices = [mine[i : i + size] for i in range(0, len(mine), size)]
+    slices = [mine[m] for m in utils.slices(len(mine), size)]
     with accelerator.autocast():
         parts = cli.progress("scoring rows, slice by slice", slices)
         scores = torch.cat([reward(*utils.left_pad(part, accelerator.device)) for part in parts])
@@ -287,7 +287,7 @@ def main(args: Args):
         # ---- 2. Optimise: micro-batches add up to exactly one gradient -----------------------------------------------
         reward.train()  # Every dropout is 0. Training mode only lets gradient checkpointing work.
         means = utils.Means(device)
-        micro_batches = [mine[i : i + size] for i in range(0, len(mine), size)]
+        micro_batches = [mine[m] for m in utils.slices(len(mine), size)]
         for i, micro_batch in enumerate(micro_batches):
             tokens, mask = utils.left_pad([row for c in micro_batch for row in c.candidates], device)  # [M * K, L]
             best = torch.tensor([comparison.best for comparison in micro_batch], device=device)  # [M]

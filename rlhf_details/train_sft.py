@@ -142,10 +142,11 @@ presets["toy-sum"] = presets["toy"] | dict(
 class LanguageModel(nn.Module):
     """The cross-entropy of targets, or for the sampler next-token logits of softmax(logits / temperature), in fp32."""
 
+    logits_at_once = 2**24  # with targets at most so many exist at a time: 64 MiB in fp32
+
     def __init__(self, model, temperature):
         super().__init__()
-        self.model, self.temperature, self.num_tokens = model, temperature, models.num_tokens(model)
-        self.takes_positions = models.accepts(model, "position_ids")
+        self.model, self.temperature, self.head = model, temperature, models.lm_head(model)
 
     def forward(self, tokens, mask, positions, index=None, is_target=None, cache=None):
         """
@@ -154,16 +155,18 @@ class LanguageModel(nn.Module):
         Returns: -log p(token | tokens before it) of each target, [T] fp32, or without targets the logits / temperature
         [M, N, V] fp32.
         """
-        inputs = {"input_ids": tokens, "attention_mask": mask, "use_cache": cache is not None}
-        inputs |= {models.name_of_cache(self.model): cache} if cache is not None else {}
-        inputs |= {"position_ids": positions} if self.takes_positions else {}
-        logits = self.model(**inputs).logits[..., : self.num_tokens]  # [M, L, V], without those that are no token's
+        hidden = models.hidden_states(self.model, tokens, mask, positions, cache)  # [M, L, H]
         if is_target is None:
-            return logits[:, index].float() / self.temperature
+            return self.logits(hidden[:, index]) / self.temperature
         # The logits in the column before a token predict it, EOS among them. [SFT-2]
         is_target = is_target[:, 1:]  # [M, L-1]
-        logits, labels = logits[:, :-1][is_target], tokens[:, 1:][is_target]  # [T, V], [T]
-        return nn.functional.cross_entropy(logits.float(), labels, reduction="none")
+        hidden, labels = hidden[:, :-1][is_target], tokens[:, 1:][is_target]  # [T, H], [T]
+        logprobs, _ = utils.token_logprobs(self.logits, hidden, labels, self.logits_at_once // self.head.vocab_size)
+        return -logprobs
+
+    def logits(self, hidden):
+        """Logits [.., V] fp32 of last hidden states [.., H]."""
+        return self.head(hidden).float()
 
 
 def load_model(args, rows, device):
@@ -215,15 +218,15 @@ def evaluate(language_model, rows, tokenizer, args, accelerator):
         return {}
     language_model.eval()
     device, size, means = accelerator.device, args.micro_batch_size, utils.Means(accelerator.device)
-    numbers, mine = data.my_share(rows, accelerator)  # filled up, so that all processes have as many
+    places, mine = data.my_share(rows, accelerator)  # filled up, so that all processes have as many
     tokens, mask, is_target = tokens_and_targets(mine, args.completion_only, device)  # [N / world, L]
-    batch = [tokens, mask, is_target & (numbers < len(rows)).unsqueeze(1)]
+    batch = [tokens, mask, is_target & (places < len(rows)).unsqueeze(1)]
     prompts = [i for i, row in enumerate(rows) if row.ids and row.columns["prompt"]]  # Rows of `text` have none.
     with accelerator.autocast():
         for m in torch.arange(len(mine), device=device).split(size):
             means.add({"eval/sft/loss": token_losses(language_model, [x[m] for x in batch])})
         if prompts:
-            share, numbers = data.my_share(prompts, accelerator)
+            places, numbers = data.my_share(prompts, accelerator)
             mine = [rows[i] for i in numbers]
             queries, query_mask = utils.left_pad([row.ids for row in mine], device)
             responses, response_mask, _ = utils.sample(
@@ -239,7 +242,7 @@ def evaluate(language_model, rows, tokenizer, args, accelerator):
             )
             references = [data.as_text(tokenizer, row.columns["completion"]) for row in mine]
             pairs = zip(models.decode(tokenizer, responses, response_mask), references, strict=True)
-            means.add({"eval/sft/rougeL": torch.tensor([rouge_l(*pair) for pair in pairs])}, share < len(prompts))
+            means.add({"eval/sft/rougeL": torch.tensor([rouge_l(*pair) for pair in pairs])}, places < len(prompts))
     metrics = means.reduce(accelerator)
     return metrics | {"eval/sft/perplexity": math.exp(metrics["eval/sft/loss"])}
 

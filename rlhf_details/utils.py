@@ -186,7 +186,7 @@ def adamw(model, args, **options):
     Args: args holds learning_rate, adam_eps and weight_decay; options, further ones of torch's.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
-    # Set eps and weight decay explicitly, so that the recipe does not depend on torch's defaults. [OPT-4]
+    # Set eps and weight decay explicitly: torch's defaults are not the recipe's. [OPT-4]
     return torch.optim.AdamW(
         parameters, lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay, **options
     )

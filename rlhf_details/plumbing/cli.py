@@ -185,9 +185,11 @@ def check_template(args):
 
 
 def check_sampler(args):
-    """Exits with an error if the URL of vLLM's server is given for nothing."""
+    """Exits with an error if the URL of vLLM's server is given for nothing, or if sampler_cap is below 1."""
     if args.vllm_server and args.sampler != "vllm":
         fail(f"--vllm_server {args.vllm_server}: needs --sampler vllm")
+    if getattr(args, "sampler_cap", 1) < 1:
+        fail(f"--sampler_cap {args.sampler_cap}: must be at least 1, the weight of an action that both find as likely")
 
 
 def check_dataset(flag, spec):

@@ -116,15 +116,10 @@ def sample_responses(args, accelerator, prompts, n, purpose, stop_ids):
     Returns: a list of token ids for each response, the n of a prompt adjacent.
     """
     model = utils.disable_dropout(models.load_policy(args.sft_model_path, "--sft_model_path", args))
-    prompts, key = [ids for ids in prompts for _ in range(n)], (args.seed, utils.REWARD_DATA, purpose)
-    return sample(model.to(accelerator.device), prompts, key, stop_ids, 128 * n, args, accelerator)
-
-
-def sample(model, prompts, key, stop_ids, size, args, accelerator):
-    """A response to each prompt, all as token ids, `size` at a time."""
-    policy, device = NextToken(model, args.temperature).eval(), accelerator.device
-    queries, query_mask = utils.left_pad(prompts, device)  # [N, Q]
-    rows, stop_ids, found = torch.arange(len(prompts), device=device), stop_ids.to(device), []
+    policy, device = NextToken(model, args.temperature).to(accelerator.device).eval(), accelerator.device
+    queries, query_mask = utils.left_pad([ids for ids in prompts for _ in range(n)], device)  # [N, Q]
+    rows, stop_ids, found = torch.arange(len(queries), device=device), stop_ids.to(device), []
+    key, size = (args.seed, utils.REWARD_DATA, purpose), 128 * n
     for m in cli.progress("sampling responses, slice by slice", utils.slices(len(rows), size)):
         with accelerator.autocast():
             responses, mask, _ = utils.sample(
@@ -132,16 +127,6 @@ def sample(model, prompts, key, stop_ids, size, args, accelerator):
             )  # [at most size, R]
         found += [ids[real].tolist() for ids, real in zip(responses, mask, strict=True)]
     return found
-
-
-def show_responses(args, accelerator, tokenizer, policy, rows):
-    """Prints the prompts of a few rows, and what a page's policy answers to them. Call it on every process."""
-    policy = engines.gathered(policy)
-    stop_ids, key = models.stop_ids(tokenizer, "eos", "--sft_model_path"), (args.seed, utils.EVALUATION, 0)
-    model, prompts = getattr(policy, "module", policy).model, [row.ids for row in rows]
-    responses = sample(model, prompts, key, stop_ids, len(rows), args, accelerator)
-    for row, text in zip(rows, models.decode_all(tokenizer, responses), strict=True):
-        cli.say(f"query: {row.text!r} | response: {text!r}")
 
 
 # ---- rows -> prompt, candidates, best --------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ class RunArgs:
     """rows or episodes that a device puts through one forward and backward pass"""
     gradient_checkpointing: bool = False
     """compute activations again in the backward pass, which saves memory"""
-    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] | None = None
+    attn_implementation: Literal["sdpa", "eager"] | None = None
     """attention kernel; None: the library's choice for the model"""
 
 

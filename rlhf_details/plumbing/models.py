@@ -382,18 +382,21 @@ def frozen_copy(policy):
 
 
 class WithoutAdapters(torch.nn.Module):
-    """Calls what `reads` holds: the policy, or what an engine has made of it."""
+    """Calls what `reads` holds, the policy or what an engine has made of it, without PPO's critic."""
 
     def __init__(self, policy):
         super().__init__()
-        self.model, self.reads = policy.model, [policy]
+        self.model, self.policy, self.reads = policy.model, [policy], [policy]
 
     def forward(self, *args, **kwargs):
-        (lora,) = self.model.lora
+        (lora,), (policy,) = self.model.lora, self.policy
+        critic = getattr(policy, "critic", None)
         lora.disable_adapter_layers()
+        policy.critic = None
         outputs = self.reads[0](*args, **kwargs)
+        policy.critic = critic
         lora.enable_adapter_layers()
-        return outputs[:2] if isinstance(outputs, tuple) else outputs  # without the values of a critic
+        return outputs
 
 
 def merge_adapters(model):
