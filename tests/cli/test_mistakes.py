@@ -98,6 +98,9 @@ def cases(*rows):
         ("train_distill", dict(gamma=1.5), ["--gamma 1.5: must be at most 1"]),
         ("train_distill", dict(beta=1.5), ["--beta 1.5: must be at most 1"]),
         ("train_distill", dict(on_policy_share=2.0), ["--on_policy_share 2.0: must be at most 1"]),
+        ("train_distill", dict(beta=1.0), ["--beta 1.0: needs --divergence jsd"]),
+        ("train_dpo", dict(label_smoothing=0.2, loss="ipo"), ["--label_smoothing 0.2: IPO has none"]),
+        (RL, dict(sampler_cap=0.5), ["--sampler_cap 0.5: must be at least 1"]),
         ("train_distill", dict(responses_per_prompt=3), ["--batch_size 16: not divisible by responses_per_prompt"]),
         (PPO, dict(ratio_threshold=1.0), ["--ratio_threshold 1.0: must be above 1"]),
         (PPO, dict(kl_coef=0.0, adaptive_kl=True), ["--adaptive_kl"]),
@@ -128,7 +131,7 @@ def test_a_batch_that_two_processes_cannot_share(refused, monkeypatch, script):
         (SCRIPTS, "\n\n  \n", ["no rows"]),
         (TRAIN, jsonl(rows=2) + '{"prompt": \n', ["line 4 column 1"]),
         (SCRIPTS, jsonl({"prompt": 7}), ["row 2", "'prompt'"]),
-        ("train_sft", jsonl({"completion": None}), ["row 2", "'completion'"]),
+        ("train_sft", jsonl({"completion": None, "chosen": None}), ["row 2", "'completion'"]),
         (["train_reward", "train_dpo"], jsonl({"rejected": None}), ["row 2", "'rejected'"]),
         ([*RL, "evaluate"], jsonl({"prompt": ""}), ["row 2", "empty"]),
         ([*RL, "evaluate"], jsonl({"prompt": LONG}), ["row 2 with 200: ", "124"]),
@@ -214,7 +217,7 @@ def test_gkds_lambda_needs_completions_and_whole_distributions(refused):
     for more in (dict(overlap=True), dict(responses_per_prompt=2)):
         refused("train_distill", "--on_policy_share 0.5", "no --overlap", **share, **more, divergence="jsd")
     refused("train_distill", "--gamma 0.5: needs --divergence sampled", gamma=0.5, divergence="jsd")
-    Path("bad.jsonl").write_text(jsonl({"completion": None}))
+    Path("bad.jsonl").write_text(jsonl({"completion": None, "chosen": None}))
     refused("train_distill", "row 2: has no column 'completion'", **share, divergence="jsd", dataset="bad.jsonl")
 
 
