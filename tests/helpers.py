@@ -171,11 +171,6 @@ def run_rloo(tiny, **changes):
     return run_page("train_rloo", tiny, **changes)
 
 
-def run_ppo(tiny, **changes):
-    """Runs train_ppo.main in this process; returns its rows of metrics."""
-    return run_page("train_ppo", tiny, **changes)
-
-
 def record(monkeypatch, module, *names):
     """{name: [(arguments, result), ...]} of every later call of these functions of a module.
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 from helpers import ppo_args, rloo_args, tiny_config
-from short_runs import contents, error_line, write_rows
+from short_runs import contents, write_rows
 
 from rlhf_details import evaluate, toy, train_ppo, train_rloo
 from rlhf_details.plumbing import chat, evaluation, files
@@ -123,17 +123,16 @@ def test_the_weighted_sum_of_all_rewards_judges(rows, tiny, other):
 def test_eval_5_pass_at_k_counts_right_answers_among_several_samples(rows, tiny, fails):
     """The first response to each prompt is the one that everything else is about, and all responses differ."""
     Path("mine.py").write_text(
-        "import json\n"
+        "calls = []\n"
         "def even(prompts, completions):\n"
-        "    right = [len(c.split()) % 2 == 0 for c in completions]\n"
-        "    open('seen.jsonl', 'a').write(json.dumps([list(completions), right]) + '\\n')\n"
-        "    return right\n"
+        "    calls.append((completions, [len(c.split()) % 2 == 0 for c in completions]))\n"
+        "    return calls[-1][1]\n"
     )
     options = dict(judge="none", opponent_path=None, reward_fn=("mine.py:even",), samples_per_prompt=4)
     metrics, table = evaluate_tiny(tiny, **options)
-    calls = [json.loads(line) for line in Path("seen.jsonl").read_text().splitlines()]
-    assert len(calls) == 4 and calls[0][0] == [row["response"] for row in table]
-    assert len({tuple(texts) for texts, _ in calls}) == 4
+    calls = files.load_module(str(Path("mine.py").resolve())).calls
+    assert calls[0][0] == [row["response"] for row in table]
+    assert len({tuple(texts) for texts, _ in calls}) == len(calls) == 4
     counts = [sum(verdicts) for verdicts in zip(*(right for _, right in calls), strict=True)]
     assert {*counts} - {0, 4}  # Some are right and some are not.
     figures = metrics["policy"]
@@ -229,35 +228,29 @@ def test_a_win_rate_by_trainings_own_functions_is_doubted_unless_a_teacher_train
 
 
 # ---- the output folder -----------------------------------------------------------------------------------------------
-def test_the_same_command_may_be_repeated_and_another_needs_overwrite(rows, tiny, capsys):
+def test_the_same_command_may_be_repeated_and_another_needs_overwrite(rows, tiny, fails):
     evaluate_tiny(tiny)
     _, first = evaluate_tiny(tiny)
     before = contents()
-    with pytest.raises(SystemExit) as end:
-        evaluate_tiny(tiny, temperature=0.5)
-    line = error_line(capsys, end)
+    line = fails(evaluate_tiny, tiny, temperature=0.5)
     assert contents() == before
     assert all(part in line for part in ("--output_dir out", "temperature 1.0 there", "0.5 here", "--overwrite"))
     _, second = evaluate_tiny(tiny, temperature=0.5, overwrite=True)
     assert first != second
     Path("out/thesis.txt").touch()
-    with pytest.raises(SystemExit):
-        evaluate_tiny(tiny, temperature=0.5, overwrite=True)
-    assert "holds other files" in error_line(capsys, end)
+    assert "holds other files" in fails(evaluate_tiny, tiny, temperature=0.5, overwrite=True)
 
 
 # ---- mistakes --------------------------------------------------------------------------------------------------------
 @pytest.fixture
-def refused(rows, tiny, capsys, monkeypatch):
-    """A function: main ends with one line that holds all the parts, with exit code 2, and writes nothing."""
+def refused(rows, tiny, fails, monkeypatch):
+    """A function: main ends with one line that holds all the parts, and writes nothing."""
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
     def refuse(*parts, **changes):
         before = contents()
-        with pytest.raises(SystemExit) as end:
-            evaluate.main(evaluate_args(tiny, **changes))
-        line = error_line(capsys, end)
-        assert contents() == before and line.count("\n") == 1 and all(part in line for part in parts), line
+        line = fails(evaluate.main, evaluate_args(tiny, **changes))
+        assert contents() == before and all(part in line for part in parts), line
 
     return refuse
 

@@ -2,22 +2,16 @@
 
 import dataclasses
 import json
-import math
 import os
 import shutil
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import metaspace_tokenizer, tiny_config, word_tokenizer
 from short_runs import contents
 from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
     GenerationConfig,
-    GPT2Config,
     GPTNeoXForCausalLM,
     GPTNeoXForSequenceClassification,
     Mamba2Config,
@@ -135,41 +129,34 @@ def cut_short(folder):
     os.truncate("model/model.safetensors", 1000)
 
 
-def with_a_token_more(folder, **new):
+def with_a_token_more(folder):
     shutil.copytree(folder, "model")
     tokenizer = toy.tokenizer()
-    tokenizer.add_special_tokens(new or dict(additional_special_tokens=["<|im_end|>"]))
+    tokenizer.add_tokens("soups")
     tokenizer.save_pretrained("model")
 
 
-POLICY = partial(models.load_policy, flag="--sft_model_path")
 OTHER_SHAPE = "weight has the shape [254, 32], and [40, 32] is expected"
 MORE_TOKENS = "its tokenizer has 255 tokens, and the model 254 embeddings"
 
 
 @pytest.mark.parametrize(
-    "load, make, words",
+    "make, words",
     [
-        (POLICY, lambda tiny: mamba(), "a mamba2 cannot be sampled: it has no cache of keys and values"),
-        (POLICY, lambda tiny: GPTNeoXForSequenceClassification(tiny_config(num_labels=1)), "not a causal language"),
-        (POLICY, lambda tiny: experts(), "router_jitter_noise 0.1"),
-        (POLICY, lambda tiny: cut_short(tiny / "policy"), "cannot be read"),
-        (POLICY, lambda tiny: changed(tiny / "policy", vocab_size=40), OTHER_SHAPE),
-        (POLICY, lambda tiny: with_a_token_more(tiny / "policy"), MORE_TOKENS),
+        (lambda tiny: mamba(), "a mamba2 cannot be sampled: it has no cache of keys and values"),
+        (lambda tiny: GPTNeoXForSequenceClassification(tiny_config(num_labels=1)), "not a causal language"),
+        (lambda tiny: experts(), "router_jitter_noise 0.1"),
+        (lambda tiny: cut_short(tiny / "policy"), "cannot be read"),
+        (lambda tiny: changed(tiny / "policy", vocab_size=40), OTHER_SHAPE),
+        (lambda tiny: with_a_token_more(tiny / "policy"), MORE_TOKENS),
     ],
     ids="cache classifier jitter cut shape tokens".split(),
 )
-def test_a_model_that_cannot_be_used_is_one_line(in_tmp, tiny, fails, load, make, words):
+def test_a_model_that_cannot_be_used_is_one_line(in_tmp, tiny, fails, make, words):
     if model := make(tiny):
         model.save_pretrained("model")
-    line = fails(load, "model", args=FLAGS)
-    assert "_model_path model: " in line and words in line
-
-
-def test_the_context_is_the_smallest_of_the_models_that_there_are():
-    long, short = (GPTNeoXForCausalLM(tiny_config(max_position_embeddings=n)) for n in (128, 64))
-    assert models.context(SimpleNamespace(model=long), None) == models.context(long) == 128
-    assert models.context(long, SimpleNamespace(model=short)) == 64 and models.context(None) == math.inf
+    line = fails(models.load_policy, "model", "--sft_model_path", FLAGS)
+    assert "--sft_model_path model: " in line and words in line
 
 
 # ---- saving ----------------------------------------------------------------------------------------------------------
@@ -192,32 +179,14 @@ def test_a_saved_model_replaces_the_old_folder_whole(in_tmp):
     assert written == json.loads(json.dumps(dataclasses.asdict(args)))
 
 
-CONFIGS = {
-    "gpt_neox": tiny_config(vocab_size=300, rotary_pct=0.5, rotary_emb_base=5e3),
-    "gpt2": GPT2Config(n_embd=32, n_head=2, n_layer=1, vocab_size=300),
-}
-
-
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_what_is_saved_gives_the_same_ids_and_logits_to_other_programs(in_tmp, config):
-    model, tokenizer = AutoModelForCausalLM.from_config(config).eval(), toy.tokenizer()
-    tokenizer.add_special_tokens({"extra_special_tokens": ["<a>"]})
-    save("model", model, tokenizer)
-    again, text = AutoTokenizer.from_pretrained("model"), "we <a> went"
-    assert again(text) == tokenizer(text) and again.all_special_tokens == tokenizer.all_special_tokens
-    with torch.no_grad():
-        ids = torch.arange(60).unsqueeze(0)
-        again = AutoModelForCausalLM.from_pretrained("model")
-        assert torch.equal(again(ids).logits, model(ids).logits)
-
-
 def test_a_saved_model_generates_by_itself_as_it_was_trained(in_tmp):
     """It stops where the run did, and keeps no top_k or temperature of the published model that it started from."""
-    model = GPTNeoXForCausalLM(tiny_config())
+    model, tokenizer = GPTNeoXForCausalLM(tiny_config()), toy.tokenizer()
     model.generation_config.update(temperature=0.9, top_k=3, do_sample=False)
-    save("model", model), save("model", model)
+    tokenizer.generation_eos = [7]  # as a chat template's end of a turn
+    save("model", model, tokenizer), save("model", model, tokenizer)
     found = GenerationConfig.from_pretrained("model")
-    assert (found.eos_token_id, found.top_k, found.temperature) == ([toy.tokenizer().eos_token_id], None, None)
+    assert (found.eos_token_id, found.top_k, found.temperature) == ([tokenizer.eos_token_id, 7], None, None)
 
 
 def test_a_save_that_fails_loses_no_model(in_tmp):

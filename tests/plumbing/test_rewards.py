@@ -34,14 +34,10 @@ def functions(in_tmp):
 def test_a_function_is_found_in_a_file_and_in_a_package_and_may_import_its_neighbours(functions, in_tmp):
     (in_tmp / "pack").mkdir()
     functions("WORD = 'kind'", "words.py")
-    functions("import words\ndef f(prompts, completions):\n    return [c.count(words.WORD) for c in completions]")
+    functions("import words\ndef f(prompts, completions):\n    return words.WORD")
     functions("from words import WORD\ndef g(prompts, completions):\n    return WORD", "pack/inner.py")
-    functions("def h(prompts, completions):\n    import words\n    return words.WORD", "late.py")
-    assert files.load_function("mine.py:f", "--reward_fn")([""], ["kind and kind"]) == [2]
-    assert files.load_function(f"{in_tmp}/mine.py:f", "--reward_fn")([""], ["kind"]) == [1]
-    assert files.load_function("pack.inner:g", "--reward_fn")([], []) == "kind"
-    assert files.load_function("late.py:h", "--reward_fn")([], []) == "kind"
-    assert files.load_function("rlhf_details.toy:right_sum", "--reward_fn") is toy.right_sum
+    for spec in ("mine.py:f", f"{in_tmp}/mine.py:f", "pack.inner:g"):
+        assert files.load_function(spec, "--reward_fn")([], []) == "kind"
 
 
 def test_what_the_users_files_import_is_never_a_file_of_ours(functions, tiny, in_tmp):
@@ -281,25 +277,6 @@ def test_a_page_with_a_teacher_watches_functions_and_does_not_train_on_them(func
 
 
 @BOTH
-def test_the_score_is_the_weighted_sum_of_reward_model_and_functions(functions, tiny, few_prompts, page):
-    functions("""
-        def words(prompts, completions): return [float(len(c.split())) for c in completions]
-        def is_long(prompts, completions, completion):
-            assert len(prompts) == len(completions) == len(completion)
-            return [len(c.split()) > 4 for c in completions]
-    """)
-    options = dict(reward_fn=("mine.py:words", "mine.py:is_long"), reward_fn_weights=(0.5, -2.0))
-    metrics = run_page(page, tiny, **options, missing_eos_penalty=None, eval_dataset="toy:test", take=20)
-    assert len(metrics) == 4
-    for row in metrics:
-        for at in {"eval/objective/", "objective/"} & {name.partition("scores")[0] for name in row}:
-            model, words, is_long = (row[f"{at}rewards/{name}"] for name in ("reward_model", "words", "is_long"))
-            assert row[f"{at}scores"] == pytest.approx(model + 0.5 * words - 2 * is_long, abs=1e-4)
-            assert row[f"{at}verifiable_correct_rate"] == is_long and 1 < words < 9
-            assert math.isfinite(row[f"{at}gold"])
-
-
-@BOTH
 def test_each_completion_is_rewarded_with_its_own_row(functions, tiny, monkeypatch, page):
     """The sampler repeats the end of each prompt, so that a completion says which prompt it belongs to."""
 
@@ -366,26 +343,15 @@ def test_a_reward_model_with_other_token_ids_is_given_text_and_scores_the_same(
     assert not any("objective/rewards/" in name for row in same for name in row)
 
 
-@pytest.fixture
-def reads_text(tiny):
-    """score(prompts, texts, ended): the tiny reward model's scores, as if it had a tokenizer of its own; alone(ids)."""
+def test_only_what_has_ended_is_followed_by_eos(tiny):
+    """A text longer than the model's context of 128 loses its beginning."""
     model, tokenizer = models.load_reward_model(tiny / "reward", rloo_args(tiny)).eval(), toy.tokenizer()
-    scorer = make_scorer((), reward_model_path="reward")
+    scorer, eos = make_scorer((), reward_model_path="reward"), [tokenizer.eos_token_id]
     scorer.reward_model = rewards.TextModel(model, tokenizer, 4)
-
-    def score(columns, texts, ended):
-        batch = batch_of(["the room"] * len(texts))
-        batch.responses[:, -1] = torch.tensor([tokenizer.eos_token_id if x else 7 for x in ended])
-        return scorer([prompt({"prompt": text}) for text in columns], batch, texts=texts)[:, 0].tolist()
-
-    return score, lambda ids: model(torch.tensor([ids])).logits.item(), tokenizer
-
-
-def test_only_what_has_ended_is_followed_by_eos(reads_text):
-    score, alone, tokenizer = reads_text  # A text longer than the model's context of 128 loses its beginning.
     long = " ".join(sorted(toy.NOUN_TOPIC) * 20)
     prompts, texts = ["last night we went", "on monday", long], ["the room was lovely .", "the pool", "the room"]
-    ids = [tokenizer(f"{a} {b}").input_ids for a, b in zip(prompts, texts, strict=True)]
-    eos = [tokenizer.eos_token_id]
-    expected = [alone(ids[0] + eos), alone(ids[1]), alone((ids[2] + eos)[-128:])]
-    assert len(ids[2]) > 128 and score(prompts, texts, [True, False, True]) == pytest.approx(expected, abs=1e-5)
+    batch, ids = batch_of(texts), [tokenizer(f"{a} {b}").input_ids for a, b in zip(prompts, texts, strict=True)]
+    batch.responses[:, -1], batch.response_mask[:] = torch.tensor([*eos, 7, *eos]), True
+    scores = scorer([prompt({"prompt": text}) for text in prompts], batch, texts=texts)[:, 0].tolist()
+    expected = [model(torch.tensor([x])).logits.item() for x in (ids[0] + eos, ids[1], (ids[2] + eos)[-128:])]
+    assert len(ids[2]) > 128 and scores == pytest.approx(expected, abs=1e-5)

@@ -14,7 +14,6 @@ from short_runs import (
     assert_same_run,
     checkpoints,
     copy_of_dead,
-    error_line,
     start,
     updates,
     whole,
@@ -44,17 +43,6 @@ def test_the_folder_of_a_run_holds_what_the_readme_says(tiny):
     assert all(a["time/from_scratch"] < b["time/from_scratch"] for a, b in pairwise(rows))
 
 
-def test_samples_are_the_first_responses_of_four_prompts_and_total_has_the_kl_taken_off(tiny):
-    run = whole(tiny, "ppo-moments") / "runs/run"
-    coefficients = {row["update"]: row.get("objective/kl_coef") for row in read_metrics(run)}
-    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
-    assert [row["update"] for row in samples] == [1] * 4 + [4] * 4 + [6] * 4
-    for row in samples:
-        assert row["total"] == pytest.approx(row["score"] - coefficients[row["update"]] * row["kl"], abs=1e-6)
-    of_rloo = (whole(tiny, "rloo") / "runs/run/samples.jsonl").read_text().splitlines()[:4]
-    assert len({json.loads(line)["query"] for line in of_rloo}) == 4  # and not the k responses to one prompt
-
-
 def test_a_run_without_a_name_is_called_by_data_set_experiment_seed_and_time(tiny, in_tmp, capsys):
     """It starts at the beginning where nothing is to be resumed."""
     first = train_rloo.main(rloo_args(tiny, run_name=None, total_episodes=16, resume=True, overwrite=False))["run"]
@@ -75,16 +63,14 @@ def test_without_a_name_the_newest_run_of_that_kind_goes_on(tiny, in_tmp, capsys
     assert len(list(run.parent.iterdir())) == 6
 
 
-def test_a_run_of_other_arguments_without_a_checkpoint_is_not_written_over(tiny, in_tmp, capsys):
+def test_a_run_of_other_arguments_without_a_checkpoint_is_not_written_over(tiny, in_tmp, fails):
     run_rloo(tiny, checkpoint_every=0)
     before = Path("runs/run/metrics.jsonl").read_bytes()
-    with pytest.raises(SystemExit) as end:
-        run_rloo(tiny, checkpoint_every=0, resume=True, overwrite=False, output_dir="other", kl_coef=0.7)
-    assert "runs/run is of another run: kl_coef" in error_line(capsys, end)
+    other = dict(resume=True, overwrite=False, output_dir="other", kl_coef=0.7)
+    assert "runs/run is of another run: kl_coef" in fails(run_rloo, tiny, checkpoint_every=0, **other)
     assert Path("runs/run/metrics.jsonl").read_bytes() == before
 
 
-# ---- what it says ----------------------------------------------------------------------------------------------------
 # ---- signals ---------------------------------------------------------------------------------------------------------
 @in_main_thread
 @pytest.mark.parametrize(
