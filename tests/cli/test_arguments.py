@@ -96,12 +96,6 @@ def test_later_sources_win(toml, words, text, expected):
     assert args == Args(**expected, config=given[1] if given else None) and type(args.temperature) is float
 
 
-def test_the_first_line_names_the_starting_values_that_stay(capsys):
-    parse(["--batch_size", "3"], TABLE)
-    line = "starting values for --dataset toy, which your own flags replace: --learning_rate 0.2 --seed 2\n"
-    assert capsys.readouterr().out == line
-
-
 def test_a_flag_of_several_values_is_given_once(fails):
     for words in ("--reward_fn a:f --reward-fn=b:g", "--reward_fn=a:f --track --reward_fn b:g"):
         assert "--reward_fn: is given twice" in fails(parse, words.split())

@@ -22,16 +22,6 @@ def prepared():
     return accelerator, *engines.prepare(SimpleNamespace(), accelerator, module, optimizer)
 
 
-def test_what_is_prepared_takes_one_thread_where_it_is_small(monkeypatch):
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    torch.set_num_threads(2)
-    try:
-        prepared()
-        assert torch.get_num_threads() == 1
-    finally:
-        torch.set_num_threads(1)
-
-
 def train(accelerator, module, optimizer, steps):
     for step in range(steps):
         x = torch.randn(5, 4, generator=torch.Generator().manual_seed(step))

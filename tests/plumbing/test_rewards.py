@@ -255,11 +255,12 @@ def test_rew_4_a_reward_that_does_not_apply_to_a_row_is_left_out_of_its_score(fu
         def even(prompts, completions, kind): return [None if x else 1.0 for x in kind]
         def odd(prompts, completions, kind): return [3.0 if x else None for x in kind]
     """)
-    options = dict(reward_model_path=None, reward_fn=("mine.py:even", "mine.py:odd"), reward_fn_weights=(1.0, 2.0))
+    options = dict(reward_fn=("mine.py:even", "mine.py:odd"), reward_fn_weights=(1.0, 2.0))
     options |= dict(missing_eos_penalty=None, dataset=write_rows("rows.jsonl", table))
     for row in run_page(page, tiny, **options, total_episodes=32):
-        # Half of the rows score 1 * 1, and the other half 2 * 3.
-        assert row["objective/scores"] == pytest.approx(3.5, abs=1e-6)
+        # Half of the rows score 1 * 1 beside the reward model, and the other half 2 * 3.
+        expected = row["objective/rewards/reward_model"] + 3.5
+        assert row["objective/scores"] == pytest.approx(expected, abs=1e-5)
         assert (row["objective/rewards/even"], row["objective/rewards/odd"]) == (1, 3)
         assert math.isfinite(row["policy/grad_norm"])
 

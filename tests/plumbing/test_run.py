@@ -43,6 +43,13 @@ def test_the_folder_of_a_run_holds_what_the_readme_says(tiny):
     assert all(a["time/from_scratch"] < b["time/from_scratch"] for a, b in pairwise(rows))
 
 
+def test_total_of_a_sample_has_the_kl_taken_off_by_the_coefficient_of_its_update(tiny):
+    run = whole(tiny, "ppo-moments") / "runs/run"
+    coefficients = {row["update"]: row.get("objective/kl_coef") for row in read_metrics(run)}
+    for row in map(json.loads, (run / "samples.jsonl").read_text().splitlines()):
+        assert row["total"] == pytest.approx(row["score"] - coefficients[row["update"]] * row["kl"], abs=1e-6)
+
+
 def test_a_run_without_a_name_is_called_by_data_set_experiment_seed_and_time(tiny, in_tmp, capsys):
     """It starts at the beginning where nothing is to be resumed."""
     first = train_rloo.main(rloo_args(tiny, run_name=None, total_episodes=16, resume=True, overwrite=False))["run"]

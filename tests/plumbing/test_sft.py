@@ -47,25 +47,6 @@ def test_sft_3_micro_batches_change_nothing(texts, completion_only):
     assert_same_curves(run_sft(**options), run_sft(**options, micro_batch_size=3))
 
 
-@pytest.mark.parametrize("completion_only", [False, True])
-def test_sft_1_the_loss_is_the_mean_over_targets_one_row_at_a_time(texts, tiny, completion_only):
-    """EOS is a target, the padding is not, and nothing is predicted from it."""
-    table = toy.rows("sft", "train")[:8]
-    write_rows("rows.jsonl", table)
-    options = dict(base_model=str(tiny / "policy"), num_train_epochs=1, learning_rate=0.0)
-    (row,) = run_sft(**options, completion_only=completion_only)
-    model = transformers.AutoModelForCausalLM.from_pretrained(tiny / "policy")
-    tokenizer, losses = transformers.AutoTokenizer.from_pretrained(tiny / "policy"), []
-    for pair in table:
-        prompt = tokenizer(pair["prompt"]).input_ids
-        ids = [*prompt, *tokenizer(pair["completion"]).input_ids, tokenizer.eos_token_id]
-        with torch.no_grad():
-            logprobs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
-        losses += [-logprobs[t - 1, ids[t]].item() for t in range(len(prompt) if completion_only else 1, len(ids))]
-    assert row["train/sft/loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
-    assert row["eval/sft/loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
-
-
 def test_two_runs_are_equal_bit_by_bit_and_a_third_goes_on_from_the_folder(texts):
     first, weights = run_sft(num_train_epochs=1), Path("sft/model.safetensors").read_bytes()
     torch.rand(3)  # Whatever happened in this process before must not matter.

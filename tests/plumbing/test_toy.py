@@ -1,7 +1,6 @@
 """The embedded tasks: their grammar, the gold reward, and tricks that must not pay."""
 
 import math
-import random
 from collections import Counter
 from statistics import mean
 from types import SimpleNamespace
@@ -50,15 +49,7 @@ def test_no_constant_response_and_no_repeated_word_beats_the_training_texts():
     assert best / len(prompts) < honest
 
 
-# ---- the grammar and the rows ----------------------------------------------------------------------------------------
-def test_rows_are_a_function_of_the_stage_and_split_alone():
-    for stage, split in toy.SPLITS:
-        np.random.seed(len(stage))
-        random.seed(len(split))
-        assert len(toy.rows(stage, split)) == toy.SPLITS[stage, split]
-    assert toy.rows.__wrapped__("prompts", "test") == toy.rows("prompts", "test")
-
-
+# ---- the rows --------------------------------------------------------------------------------------------------------
 def test_no_test_prompt_opens_a_training_review():
     """Nor any cut of one: a training text begins with its opening and up to two more words."""
     opened = set()

@@ -31,6 +31,7 @@ def test_an_offline_run_holds_metrics_configuration_and_tables(tiny, few_prompts
     named = (about.display_name, about.project, about.run_group, *about.tags)
     assert named == ("run", "rlhf_details", f"toy__{page}", "mine")
     samples = [json.loads(line) for line in Path("runs/run/samples.jsonl").read_text().splitlines()]
+    assert len({row["query"] for row in samples[:4]}) == 4  # and not the k responses to one prompt
     assert table(run, "samples") == [{k: v for k, v in row.items() if k != "update"} for row in samples[-4:]]
     board = EventAccumulator("runs/run").Reload()
     assert set(board.Tags()["scalars"]) == {metric for row in rows for metric in row} | {"global_step"}

@@ -65,16 +65,15 @@ def stops(message):
     raise SystemExit(message)
 
 
+def seeds_of(key, rows):
+    """What each row's request is seeded with."""
+    return [x % 2**32 for x in utils.keys_of_episodes(key, torch.tensor(rows)).tolist()]
+
+
 def test_two_seeds_share_no_request_seed():
     """Neither do two updates. With the row hashed first, seeds 1 and 2 had the same 256 keys in another order."""
-    engine, model, rows = StandIn(tiny_model("llama")), tiny_model("llama"), torch.arange(256)
-    batch = [*utils.left_pad([[1, 2]] * 256), rows]
-    for key in ((1, 0, 1), (2, 0, 1), (1, 0, 2)):
-        policy, stop_ids = train_rloo.Policy(model, T).eval(), torch.tensor([STOP])
-        vllm.sample(engine, "fp32", lambda _: None, policy, *batch, 1, 1, stop_ids, key, 256)
-    seeds = [x["seed"] for _, settings in engine.asked for x in settings]
-    assert len(seeds) == len(set(seeds)) == 3 * 256
-    assert seeds[:256] == [key % 2**32 for key in utils.keys_of_episodes((1, 0, 1), rows).tolist()]
+    found = {seed for key in ((1, 0, 1), (2, 0, 1), (1, 0, 2)) for seed in seeds_of(key, range(256))}
+    assert len(found) == 3 * 256
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt_neox", "gpt2"])
@@ -84,7 +83,8 @@ def test_it_gives_what_the_own_sampler_gives(kind):
     engine = StandIn(model)
     responses, mask, logprobs = ask(engine, model, stops)
     prompts, settings = engine.asked[0]
-    assert prompts == PROMPTS and all(x["ignore_eos"] and x["temperature"] == T for x in settings)
+    assert prompts == PROMPTS and [x["seed"] for x in settings] == seeds_of(KEY, range(3))
+    assert all(x["ignore_eos"] and x["temperature"] == T for x in settings)
     assert not {"top_k", "top_p", "repetition_penalty"} & settings[0].keys()
     queries, query_mask = utils.left_pad(PROMPTS)
     (own, _) = train_rloo.response_logprobs(
