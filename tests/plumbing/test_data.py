@@ -268,8 +268,7 @@ def test_data_2_a_completion_ends_with_eos_and_a_prompt_begins_with_the_tokenize
     for texts, (prompt, completion) in pairs.items():
         assert chat.encode(tokenizer, *texts) == ([*bos, *prompt], completion)
         assert chat.encode(tokenizer, texts[0]) == [*bos, *prompt]
-    if bos:
-        assert chat.encode(tokenizer, "<s> a") == [BOS, A]
+    assert chat.encode(tokenizer, "<s> a") == [BOS, A]
     assert chat.encode(word_tokenizer(bos_token=None), "a", "b") == ([A], [B, EOS])
 
 

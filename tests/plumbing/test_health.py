@@ -65,6 +65,7 @@ RUNS = [  # a reward function, flags, signs that show, and signs that do not
         {"kl", "clipfrac"},
     ),
     ("1.0", dict(stop_token="wonderful", response_length=2), {"truncated", "reward_variance"}),
+    (None, dict(learning_rate=1e-9), {"kl_zero"}),
     ("-float(len(c.split()))", LEARNS, {"entropy", "length"}),
 ]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import metaspace_tokenizer, tiny_config, word_tokenizer
+from helpers import edit_json, metaspace_tokenizer, tiny_config, word_tokenizer
 from short_runs import contents
 from transformers import (
     GenerationConfig,
@@ -59,11 +59,11 @@ def test_a_stop_token_is_eos_none_or_one_token(unk, fails):
 def test_a_stop_token_is_read_as_it_stands_within_a_response(fails):
     """Llama 2's tokenizer puts a space before a text, so that "." alone is another token than "." after a word."""
     tokenizer = metaspace_tokenizer()
-    response = tokenizer("the cat.").input_ids
-    assert tokenizer.convert_ids_to_tokens(response) == ["▁the", "▁cat", "."]
+    response = tokenizer("a b.").input_ids
+    assert tokenizer.convert_ids_to_tokens(response) == ["▁a", "▁b", "."]
     assert models.stop_ids(tokenizer, ".", "--stop_token").item() == response[2] != tokenizer(".").input_ids[0]
-    assert models.stop_ids(tokenizer, " cat", "--stop_token").item() == response[1]
-    fails(models.stop_ids, tokenizer, "dog", "--stop_token")
+    assert models.stop_ids(tokenizer, " b", "--stop_token").item() == response[1]
+    fails(models.stop_ids, tokenizer, "c", "--stop_token")
 
 
 OWN_TOKENIZERS = {  # the policy's and the reward model's tokenizer, embeddings of the reward model, what is found
@@ -117,11 +117,9 @@ def experts():
 
 
 def changed(folder, **changes):
-    """Copies a model folder to "model", with another configuration; None drops a value."""
+    """Copies a model folder to "model", with another configuration."""
     shutil.copytree(folder, "model")
-    config = json.loads((folder / "config.json").read_text()) | changes
-    config = {name: value for name, value in config.items() if value is not None}
-    Path("model/config.json").write_text(json.dumps(config))
+    edit_json("model/config.json", **changes)
 
 
 def cut_short(folder):

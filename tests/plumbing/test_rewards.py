@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers import PAGES, REWARDED, ROOT, assert_same_curves, launch, record, rloo_args, run_page, without_times
 from short_runs import write_rows
+from tokenizers import Tokenizer
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from rlhf_details import toy, train_rloo, utils
@@ -48,20 +49,17 @@ def test_what_the_users_files_import_is_never_a_file_of_ours(functions, tiny, in
     functions(
         """
         import evaluate, toy
-        def rows():
+        def f(prompts, completions):
             import utils
-            return [{"prompt": "we", "completion": f"{evaluate.WHOSE} {toy.WHOSE} {utils.WHOSE}"}] * 16
-        async def f(prompts, completions, completion):
-            import evaluate, toy, utils
-            raise SystemError(completion[0], evaluate.WHOSE, toy.WHOSE, utils.WHOSE)
+            raise SystemError(evaluate.WHOSE, toy.WHOSE, utils.WHOSE)
         """,
         "mine/mine.py",
     )
-    flags = ["--dataset", "mine/mine.py:rows", "--reward_fn", "mine/mine.py:f", "--reward_model_path", "None"]
-    flags += ["--sft_model_path", tiny / "policy", "--batch_size", 16, "--total_episodes", 16, "--response_length", 4]
-    end = launch("train_grpo.py", [*flags, "--output_dir", "out"], cwd=in_tmp, PYTHONPATH=f"{ROOT}:{in_tmp}/library")
-    words = "SystemError: ('library mine mine', 'library', 'mine', 'mine')"
-    assert end.stderr.splitlines()[-1] == words, end.stderr
+    flags = ["--dataset", write_rows("rows.jsonl", [{"prompt": "we"}]), "--reward_fn", "mine/mine.py:f"]
+    flags += ["--reward_model_path", "None", "--sft_model_path", tiny / "policy", "--output_dir", "out"]
+    flags += ["--batch_size", 16, "--total_episodes", 16, "--response_length", 4]
+    end = launch("train_grpo.py", flags, cwd=in_tmp, PYTHONPATH=f"{ROOT}:{in_tmp}/library")
+    assert end.stderr.splitlines()[-1] == "SystemError: ('library', 'mine', 'mine')", end.stderr
 
 
 @pytest.mark.parametrize(
@@ -303,41 +301,37 @@ def test_each_completion_is_rewarded_with_its_own_row(functions, tiny, monkeypat
 
 # ---- a reward model with a tokenizer of its own ----------------------------------------------------------------------
 @pytest.fixture
-def shuffled(ragged, in_tmp):
-    """A policy without special tokens but EOS, so that its text says all, and the reward model over shuffled ids.
+def shifted(ragged, in_tmp):
+    """The folder policy, without special tokens but EOS, so that its text says all, and reward, where ids are one more.
 
     The reward model's scores of a text are the same as before, those of token ids are not.
     """
-    policy, vocabulary = shutil.copytree(ragged / "policy", "policy"), len(toy.tokenizer())
-    for file in Path(policy).glob("*token*"):
-        file.unlink()
-    order = utils.permutation(vocabulary, 0)  # order[old id] is the new one
-    for folder, new_id in ((policy, list(range(vocabulary))), ("shuffled", order)):
+    V = len(toy.tokenizer())
+    for folder, shift in (("policy", 0), ("reward", 1)):
+        shutil.copytree(ragged / folder, folder, ignore=shutil.ignore_patterns("*token*"))
         spec = json.loads(toy.tokenizer().backend_tokenizer.to_str())
-        spec["model"]["vocab"] = {word: new_id[i] for word, i in spec["model"]["vocab"].items()}
-        spec["added_tokens"] = [t | {"id": new_id[t["id"]]} for t in spec["added_tokens"] if t["content"] == "<eos>"]
-        Path("tokenizer.json").write_text(json.dumps(spec))
-        PreTrainedTokenizerFast(tokenizer_file="tokenizer.json", eos_token="<eos>").save_pretrained(folder)
-    model = AutoModelForSequenceClassification.from_pretrained(ragged / "reward")
+        spec["model"]["vocab"] = {word: (i + shift) % V for word, i in spec["model"]["vocab"].items()}
+        spec["added_tokens"] = [t | {"id": t["id"] + shift} for t in spec["added_tokens"] if t["content"] == "<eos>"]
+        backend = Tokenizer.from_str(json.dumps(spec))
+        PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>").save_pretrained(folder)
+    model = AutoModelForSequenceClassification.from_pretrained("reward")
     weight = model.get_input_embeddings().weight
     with torch.no_grad():
-        weight[torch.tensor(order)] = weight.clone()[:vocabulary]
-    model.save_pretrained("shuffled")
-    return policy, "shuffled"
+        weight[:V] = weight[:V].roll(1, 0)
+    model.save_pretrained("reward")
 
 
 @BOTH
 def test_a_reward_model_with_other_token_ids_is_given_text_and_scores_the_same(
-    ragged, shuffled, few_prompts, monkeypatch, page
+    ragged, shifted, few_prompts, monkeypatch, page
 ):
     """The engine and the checksum of a checkpoint know it, as they know one that reads token ids."""
-    policy, reward_model = shuffled
-    options = dict(eval_dataset="toy:test", take=30, sft_model_path=policy)
+    options = dict(eval_dataset="toy:test", take=30, sft_model_path="policy")
     options |= {"value_model": "shared"} if page == "train_ppo" else {}
     same = run_page(page, ragged, **options)
     prepared = record(monkeypatch, engines, "prepare")["prepare"]
     started = record(monkeypatch, PAGES[page], "Run")["Run"]
-    other = run_page(page, ragged, **options, reward_model_path=reward_model)
+    other = run_page(page, ragged, **options, reward_model_path="reward")
     assert_same_curves(same, other)
     assert type(prepared[0][0][-1]) is type(started[0][0][-1][-1]) is rewards.TextModel
     # A model alone is objective/scores already.

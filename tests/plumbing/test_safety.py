@@ -1,13 +1,12 @@
 """Nothing that comes with a model or a data set is unpickled, and its code runs only where the user asks for that."""
 
-import json
 import pickle
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import page_args
+from helpers import edit_json, page_args
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -43,9 +42,8 @@ def test_code_that_comes_with_a_model_runs_only_where_it_is_asked_for(tiny, in_t
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(in_tmp / "cache"))
     sizes = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=16)
     LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained("with_code")
-    config = json.loads(Path("with_code/config.json").read_text()) | {"model_type": "own", "architectures": ["Own"]}
-    config["auto_map"] = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.Own"}
-    Path("with_code/config.json").write_text(json.dumps(config))
+    auto_map = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.Own"}
+    edit_json("with_code/config.json", model_type="own", architectures=["Own"], auto_map=auto_map)
     Path("with_code/own.py").write_text(
         "from pathlib import Path\nfrom transformers import LlamaConfig, LlamaForCausalLM\n"
         f"Path({str(in_tmp / 'ran')!r}).touch()\n"

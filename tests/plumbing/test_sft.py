@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from helpers import assert_same_curves, read_metrics, record, without_times
+from helpers import assert_same_curves, read_metrics, record, record_steps, without_times
 from short_runs import write_rows
 
 from rlhf_details import toy, train_sft, utils
@@ -47,6 +47,11 @@ def test_sft_3_micro_batches_change_nothing(texts, completion_only):
     assert_same_curves(run_sft(**options), run_sft(**options, micro_batch_size=3))
 
 
+def test_both_losses_are_those_of_the_completions_where_that_is_asked_for(texts):
+    plain, only = (run_sft(completion_only=x, num_train_epochs=1, learning_rate=0.0)[-1] for x in (False, True))
+    assert all(abs(plain[name] - only[name]) > 1e-3 for name in ("train/sft/loss", "eval/sft/loss"))
+
+
 def test_two_runs_are_equal_bit_by_bit_and_a_third_goes_on_from_the_folder(texts):
     first, weights = run_sft(num_train_epochs=1), Path("sft/model.safetensors").read_bytes()
     torch.rand(3)  # Whatever happened in this process before must not matter.
@@ -65,15 +70,10 @@ def test_every_epoch_has_an_order_of_its_own_and_takes_every_row_once(texts, mon
 
 
 def test_opt_4_epsilon_weight_decay_and_schedule_reach_the_optimizer(texts, monkeypatch):
-    seen, step = [], torch.optim.AdamW.step
-
-    def recording(self, *args, **kwargs):
-        seen.append([(group["lr"], group["eps"], group["weight_decay"]) for group in self.param_groups])
-        return step(self, *args, **kwargs)
-
-    monkeypatch.setattr(torch.optim.AdamW, "step", recording)
+    names = "lr", "eps", "weight_decay"
+    seen = record_steps(monkeypatch, lambda optimizer: [[g[name] for name in names] for g in optimizer.param_groups])
     run_sft(lr_schedule="linear", warmup_ratio=0.3, adam_eps=3e-4, weight_decay=0.07)
     rates = [3e-3 * x for x in (0.5, 1.0, 1.0, 0.75, 0.5, 0.25)]  # two steps of warm-up
     (groups,) = zip(*seen, strict=True)
-    assert [g[1:] for g in groups] == [(3e-4, 0.07)] * 6 and [g[0] for g in groups] == pytest.approx(rates)
+    assert [g[1:] for g in groups] == [[3e-4, 0.07]] * 6 and [g[0] for g in groups] == pytest.approx(rates)
     assert [row["train/sft/lr"] for row in read_metrics("runs/run")] == [g[0] for g in groups]
