@@ -2,7 +2,6 @@
 
 import ast
 import contextlib
-import dataclasses
 import functools
 import importlib
 import re
@@ -20,11 +19,8 @@ from rlhf_details import toy, train_both, train_dpo, train_reward, train_sft, ut
 from rlhf_details.plumbing import cli, vllm
 
 pytest.importorskip("matplotlib")
-import frozen
 import mutations
-import plot
 import readme
-import speed
 import study
 
 import benchmark
@@ -73,20 +69,6 @@ def test_every_command_of_the_readme_that_runs_or_draws_a_study_parses():
                 assert set(args.runs) - {"NAME"} <= study.Study(args.study).runs.keys(), rest
         found.add(name)
     assert {"benchmark", "plot", "study"} <= found
-
-
-def test_every_flag_that_the_readme_names_exists():
-    arguments = [module.Args for module in SCRIPTS.values()]
-    arguments += [benchmark.Args, frozen.Args, plot.CurvesArgs, plot.CompareArgs, speed.Compare, speed.Decode]
-    arguments += [kind for kind, _ in study.COMMANDS.values()]
-    names = {field.name for kind in arguments for field in dataclasses.fields(kind)}
-    names |= {f"no_{name}" for name in names} | {"algorithm", "reward", "policy"}  # the last of train_both.py
-    # Flags of accelerate, torchrun, --help, `git diff --no-index`, openrlbenchmark, pytest, docs/build.py and SLURM.
-    names |= {"num_processes", "mixed_precision", "config_file", "nproc_per_node", "help"}
-    names |= {"no", "filters", "env", "output", "serve", "machine_rank", "nodes", "num_machines", "main_process_ip"}
-    names |= {"model", "tokens", "skip", "logprobs", "generation", "dtype", "port", "tensor"}  # of vLLM
-    gone = set(re.findall(r"--([a-z_]+)", README)) - names
-    assert not gone
 
 
 def test_the_metric_tables_list_exactly_what_is_logged(tiny, in_tmp, few_prompts, monkeypatch):
