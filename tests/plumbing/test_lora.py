@@ -14,7 +14,6 @@ from helpers import (
     read_metrics,
     rloo_args,
     run_page,
-    tiny_config,
     without_times,
     word_tokenizer,
 )
@@ -38,7 +37,6 @@ SMALL = dict(vocab_size=64, bos_token_id=1, eos_token_id=2, initializer_range=0.
 SIZES = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
 CONFIGS = {
-    "gpt_neox": tiny_config(initializer_range=0.2),
     "gpt2": GPT2Config(n_embd=32, n_layer=2, n_head=2, **SMALL),
     "llama": LlamaConfig(**SIZES, **SMALL),
     # peft adapts the experts of the first kind, which are parameters and no layers, and leaves those of the second.

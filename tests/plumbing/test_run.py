@@ -99,13 +99,9 @@ def test_a_signal_stops_after_the_update_with_a_checkpoint(tiny, in_tmp, capsys,
 
 @in_main_thread
 def test_a_second_ctrl_c_acts_at_once(tiny, in_tmp):
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # A job in the background starts with it ignored.
-    try:
-        send = lambda run: [os.kill(os.getpid(), signal.SIGINT) for _ in range(2)]  # noqa: E731
-        with after_row(2, send), pytest.raises(KeyboardInterrupt):
-            start(tiny, "rloo", checkpoint_every=0)
-    finally:
-        signal.signal(signal.SIGINT, before)
+    send = lambda run: [os.kill(os.getpid(), signal.SIGINT) for _ in range(2)]  # noqa: E731
+    with after_row(2, send), pytest.raises(KeyboardInterrupt):
+        start(tiny, "rloo", checkpoint_every=0)
     assert checkpoints() == [] and updates() == [1, 2]
 
 

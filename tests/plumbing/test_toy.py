@@ -11,25 +11,22 @@ from rlhf_details import toy
 from rlhf_details.plumbing import rewards
 
 
-def reviews(num, seed=0):
-    """(text, words of its opening) of `num` reviews."""
-    rng = np.random.default_rng(seed)
-    return [toy.write_review(rng) for _ in range(num)]
-
-
 # ---- the gold reward -------------------------------------------------------------------------------------------------
 def test_gold_of_hand_made_responses():
     prompt = "last friday my sister went to a small hotel by the river ."
-    assert toy.gold(prompt, "the room was lovely .") == 1 + 1 + 1
-    assert toy.gold(prompt, "the room was lovely") == 1 + 1 - 1
-    assert toy.gold(prompt, "the room was awful .") == -1 + 1 + 1
-    assert toy.gold(prompt, "the soup was lovely .") == 1 - 4 - 2 + 1
-    assert toy.gold(prompt, "the room was lovely lovely .") == 1 + 1 - 1 - 1 + 1  # said again, and follows itself
-    assert toy.gold(prompt, "the room was lovely and the bed was lovely .") == 1 + 2 - 1 + 1
-    assert toy.gold(prompt, "") == 0 - 4 - 1
-    assert toy.gold(prompt, "room bed lobby pool shower .") == 0 + 4 + 1
-    assert toy.gold(prompt, " ".join(toy.POSITIVE[:7])) == 5 - 4 - 1
-    assert toy.gold(prompt, " ".join(toy.NEGATIVE[:7])) == -5 - 4 - 1
+    for text, gold in (
+        ("the room was lovely .", 1 + 1 + 1),
+        ("the room was lovely", 1 + 1 - 1),
+        ("the room was awful .", -1 + 1 + 1),
+        ("the soup was lovely .", 1 - 4 - 2 + 1),
+        ("the room was lovely lovely .", 1 + 1 - 1 - 1 + 1),  # said again, and follows itself
+        ("the room was lovely and the bed was lovely .", 1 + 2 - 1 + 1),
+        ("", 0 - 4 - 1),
+        ("room bed lobby pool shower .", 0 + 4 + 1),
+        (" ".join(toy.POSITIVE[:7]), 5 - 4 - 1),
+        (" ".join(toy.NEGATIVE[:7]), -5 - 4 - 1),
+    ):
+        assert toy.gold(prompt, text) == gold, text
 
 
 # ---- the rows --------------------------------------------------------------------------------------------------------
@@ -46,8 +43,8 @@ def test_no_test_prompt_opens_a_training_review():
 
 # ---- the tokenizer ---------------------------------------------------------------------------------------------------
 def test_every_word_is_one_token_and_comes_back():
-    tokenizer = toy.tokenizer()
-    for text, _ in reviews(500, seed=2):
+    tokenizer, rng = toy.tokenizer(), np.random.default_rng(2)
+    for text in (toy.write_review(rng)[0] for _ in range(500)):
         ids = tokenizer(text).input_ids
         assert len(ids) == len(text.split()) and tokenizer.unk_token_id not in ids
         # Other programs put the decoded response right behind the prompt.

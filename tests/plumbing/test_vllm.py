@@ -52,17 +52,17 @@ class StandIn:
         return ids, values
 
 
-def ask(engine, model, stop=None, key=KEY, rows=(0, 1, 2), precision="fp32", temperature=T):
-    """What vLLM's place in a rollout returns of PROMPTS. stop: what ends the run."""
-    policy = train_rloo.Policy(model, temperature).eval()
-    batch = [*utils.left_pad(PROMPTS), torch.tensor(rows)]
-    return vllm.sample(
-        engine, precision, stop, policy, *batch, n=1, response_length=6, stop_ids=torch.tensor([STOP]), key=key, size=3
-    )
-
-
 def stops(message):
     raise SystemExit(message)
+
+
+def ask(engine, model, precision="fp32", temperature=T):
+    """What vLLM's place in a rollout returns of PROMPTS."""
+    policy, stop_ids = train_rloo.Policy(model, temperature).eval(), torch.tensor([STOP])
+    batch = [*utils.left_pad(PROMPTS), torch.arange(3)]
+    return vllm.sample(
+        engine, precision, stops, policy, *batch, n=1, response_length=6, stop_ids=stop_ids, key=KEY, size=3
+    )
 
 
 def seeds_of(key, rows):
@@ -81,7 +81,7 @@ def test_it_gives_what_the_own_sampler_gives(kind):
     """Responses up to the stop token, their mask, and the log-probs of the training forward; the heads are tied."""
     model = tiny_model(kind, tie_word_embeddings=True)
     engine = StandIn(model)
-    responses, mask, logprobs = ask(engine, model, stops)
+    responses, mask, logprobs = ask(engine, model)
     prompts, settings = engine.asked[0]
     assert prompts == PROMPTS and [x["seed"] for x in settings] == seeds_of(KEY, range(3))
     assert all(x["ignore_eos"] and x["temperature"] == T for x in settings)
@@ -103,7 +103,7 @@ def test_it_samples_no_logit_that_stands_for_no_token():
     with torch.no_grad():
         model.lm_head.weight[23:] *= 5
     model.num_tokens = 23
-    assert ask(StandIn(model), model, stops)[0].max() < 23
+    assert ask(StandIn(model), model)[0].max() < 23
 
 
 def without_head(weights):
@@ -119,7 +119,7 @@ def swapped(weights):
 def test_a_push_that_did_not_arrive_as_it_is_ends_the_run(change):
     model = tiny_model("llama", tie_word_embeddings=True)
     with pytest.raises(SystemExit, match="the stand-in does not have the weights that were pushed: its log-probs are"):
-        ask(StandIn(model, change), model, stops)
+        ask(StandIn(model, change), model)
 
 
 @pytest.mark.parametrize("precision, temperature", [("fp32", 0.8), ("bf16", 0.97)])
@@ -127,7 +127,7 @@ def test_log_probs_at_another_temperature_end_the_run(precision, temperature):
     """The bound of bf16 is too wide to see that they are off by some 0.03."""
     model = tiny_model("llama")
     with pytest.raises(SystemExit, match=rf"a temperature of 1, {temperature} was asked for: .*processed_logprobs"):
-        ask(StandIn(model, is_raw=True), model, stops, precision=precision, temperature=temperature)
+        ask(StandIn(model, is_raw=True), model, precision=precision, temperature=temperature)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
