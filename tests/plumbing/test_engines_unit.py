@@ -32,7 +32,6 @@ def test_what_is_held_in_bf16_is_smaller_and_gives_the_same_numbers(tied, monkey
     before, sizes = numbers(policy)
     args, module = SimpleNamespace(offload_frozen=False), torch.nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(module.parameters())
-    policy.stays_whole = True  # as a teacher's under jsd, which is held in bf16 all the same
     engines.prepare(args, accelerator, module, optimizer, policy, reward)
     after, smaller = numbers(policy)
     assert all(torch.equal(x, y) and x.dtype == torch.float32 for x, y in zip(before, after, strict=True))
