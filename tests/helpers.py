@@ -3,8 +3,10 @@
 Everything is offline and on the CPU. Fixtures are in conftest.py.
 """
 
+import contextlib
 import importlib
 import inspect
+import io
 import json
 import os
 import re
@@ -15,16 +17,20 @@ from types import SimpleNamespace
 from unittest.mock import create_autospec
 
 import huggingface_hub
+import pytest
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE, WordLevel
 
 from rlhf_details import toy, utils
+from rlhf_details.plumbing import cli
 
 ROOT = Path(__file__).parent.parent
 REWARDED = "train_rloo", "train_grpo", "train_ppo"  # the pages that train on rewards
 PAGES = {name: importlib.import_module(f"rlhf_details.{name}") for name in (*REWARDED, "train_distill")}
+STAGES = "train_sft", "train_reward", "train_dpo", "evaluate"
+SCRIPTS = PAGES | {name: importlib.import_module(f"rlhf_details.{name}") for name in STAGES}
 SIZES = dict(vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=128)
 LM_HUMAN_PREFERENCES = dict(
     stop_token="none", truncate_token="eos", truncate_after=2, missing_eos_mode="replace", value_model="shared",
@@ -36,6 +42,14 @@ def flags_shown(text):
     """{flag: its name, type and text} of what --help has printed."""
     parts = re.split(r"^\W{2,3}--(?=\w)", text, flags=re.M)[1:]
     return {re.match(r"\w+", part)[0]: " ".join(part.replace("│", " ").split()) for part in parts}
+
+
+def shown_by_help(kind, words=()):
+    """What --help prints of a page's Args, beside these words."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), pytest.raises(SystemExit, match=r"^0$"):
+        cli.parse(kind, [*words, "--help"])
+    return out.getvalue()
 
 
 # ---- tiny models -----------------------------------------------------------------------------------------------------
@@ -68,9 +82,20 @@ def save_ragged(folder):
         eos = model.get_output_embeddings().weight[model.config.eos_token_id]
         model.gpt_neox.final_layer_norm.bias += 3.5 * eos / eos.square().sum()  # The logit of EOS gains 3.5.
     model.save_pretrained(folder / "policy")
-    config = json.loads((folder / "reward/config.json").read_text())
-    (folder / "reward/config.json").write_text(json.dumps(config | {"reward_bias": 0.7}))
+    edit_json(folder / "reward/config.json", reward_bias=0.7)
     return folder
+
+
+def edit_json(path, **changes):
+    """Changes entries of the object that a JSON file holds."""
+    Path(path).write_text(json.dumps(json.loads(Path(path).read_text()) | changes))
+
+
+def swap_words(folder, a, b):
+    """Gives two words of the tokenizer of a model folder each other's id."""
+    model = json.loads((path := Path(folder, "tokenizer.json")).read_text())["model"]
+    model["vocab"] |= {a: model["vocab"][b], b: model["vocab"][a]}
+    edit_json(path, model=model)
 
 
 def tiny_model(kind, **changes):
@@ -113,9 +138,9 @@ def word_tokenizer(template=None, words="a b c d", **special):
 
 def metaspace_tokenizer():
     """As Llama 2's: a text begins with a space, so that "." alone is another token than "." after a word."""
-    words = dict.fromkeys(["<unk>", "</s>", "▁", ".", "▁.", "▁cat", "▁the", *"cathe", "▁c", "▁ca", "at", "▁t", "▁th"])
-    merges = [("▁", "."), ("▁", "c"), ("▁c", "a"), ("▁ca", "t"), ("▁", "t"), ("▁t", "h"), ("▁th", "e")]
-    backend = Tokenizer(BPE(vocab={w: i for i, w in enumerate(words)}, merges=merges, unk_token="<unk>"))
+    merges = [("▁", x) for x in ".ab"]
+    vocabulary = ["<unk>", "</s>", "▁", *".ab", *map("".join, merges)]
+    backend = Tokenizer(BPE(vocab={w: i for i, w in enumerate(vocabulary)}, merges=merges, unk_token="<unk>"))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>")
 
@@ -171,11 +196,6 @@ def run_rloo(tiny, **changes):
     return run_page("train_rloo", tiny, **changes)
 
 
-def run_ppo(tiny, **changes):
-    """Runs train_ppo.main in this process; returns its rows of metrics."""
-    return run_page("train_ppo", tiny, **changes)
-
-
 def record(monkeypatch, module, *names):
     """{name: [(arguments, result), ...]} of every later call of these functions of a module.
 
@@ -195,6 +215,18 @@ def record(monkeypatch, module, *names):
     for name in names:
         replace(name, getattr(module, name), calls[name])
     return calls
+
+
+def record_steps(monkeypatch, look):
+    """[look(optimizer) before every later step of AdamW]."""
+    seen, step = [], torch.optim.AdamW.step
+
+    def recording(self, *args, **kwargs):
+        seen.append(look(self))
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", recording)
+    return seen
 
 
 def fake_hub(monkeypatch):

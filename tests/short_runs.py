@@ -10,12 +10,11 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from helpers import PAGES, page_args, read_metrics, without_times
+from helpers import PAGES, SCRIPTS, page_args, read_metrics, without_times
 
-from rlhf_details import evaluate, toy, train_dpo, train_reward, train_sft
+from rlhf_details import evaluate, toy
 from rlhf_details.plumbing.run import Run
 
-STAGES = {"train_reward": train_reward, "train_dpo": train_dpo}  # on comparisons
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 STEPS = dict(num_ppo_epochs=2, num_mini_batches=2, eval_dataset="held_out.jsonl")
 MOMENTS = dict(adaptive_kl=True, kl_horizon=50.0, kl_coef=0.2, score_scaling=True, score_norm=True, tf_adam=True)
@@ -97,11 +96,12 @@ def arguments(tiny, case, **changes):
         short = dict(dataset=str(rows / "prompts.jsonl"), total_episodes=96, num_sample_generations=3)
         return PAGES[page], page_args(page, tiny, **(short | values))
     few = dict(batch_size=8, micro_batch_size=8, num_train_epochs=2, learning_rate=1e-3, response_length=8)
-    if page in STAGES:
+    if page == "train_sft":
+        few |= dict(vocab_size=300, hidden_size=32, num_layers=2, num_heads=4, context_length=256)
+        few["dataset"] = str(rows / "texts.jsonl")
+    else:
         few |= dict(dataset=str(rows / "comparisons.jsonl"), sft_model_path=str(tiny / "policy"))
-        return STAGES[page], STAGES[page].Args(**(few | values))
-    sizes = dict(vocab_size=300, hidden_size=32, num_layers=2, num_heads=4, context_length=256)
-    return train_sft, train_sft.Args(**(few | sizes | dict(dataset=str(rows / "texts.jsonl")) | values))
+    return SCRIPTS[page], SCRIPTS[page].Args(**(few | values))
 
 
 def start(tiny, case, **changes):

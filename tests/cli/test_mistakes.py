@@ -9,13 +9,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from helpers import PAGES, REWARDED, launch, page_args, tiny_config
+from helpers import PAGES, REWARDED, SCRIPTS, edit_json, launch, page_args, swap_words, tiny_config
 from short_runs import contents
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPTNeoXForSequenceClassification
 
-from rlhf_details import evaluate, toy, train_dpo, train_reward, train_sft
+from rlhf_details import toy
 
-SCRIPTS = PAGES | {"train_reward": train_reward, "train_dpo": train_dpo, "train_sft": train_sft, "evaluate": evaluate}
 MODEL = dict.fromkeys(SCRIPTS, "sft_model_path") | {"train_sft": "base_model", "evaluate": "policy_path"}
 RL, TRAIN = list(PAGES), [*PAGES, "train_reward", "train_dpo", "train_sft"]
 ROW = {"prompt": "last friday my sister", "completion": "went .", "chosen": "we went .", "rejected": "the soup was ."}
@@ -58,7 +57,7 @@ def refused(in_tmp, tiny, fails):
 def test_the_arguments_that_are_spoilt_below_do_run(script, tiny, in_tmp):
     Path("rows.jsonl").write_text(jsonl())
     SCRIPTS[script].main(good_args(script, tiny))
-    assert Path("out", "summary.json" if script == "evaluate" else "config.json").exists()
+    assert any(Path("out", name).exists() for name in ("summary.json", "config.json"))
 
 
 # ---- arguments that contradict each other ----------------------------------------------------------------------------
@@ -84,11 +83,11 @@ def cases(*rows):
         ("train_rloo", dict(rloo_k=1), ["--rloo_k 1", "--token_level_kl", "--normalize_advantage"]),
         ("train_rloo", dict(rloo_k=1, token_level_kl=True), ["--rloo_k 1", "--normalize_advantage"]),
         (
-            [*RL, "train_sft", "evaluate"],
+            "evaluate",
             dict(chat_template_kwargs="[1]"),
             ["--chat_template_kwargs [1]: must be"],
         ),
-        (["train_dpo", "evaluate"], dict(template_date="tomorrow"), ["--template_date tomorrow: must be a day"]),
+        ("evaluate", dict(template_date="tomorrow"), ["--template_date tomorrow: must be a day"]),
         ("train_grpo", dict(group_size=1), ["--group_size 1", "at least 2"]),
         ("train_grpo", dict(soft_overlong=300), ["--soft_overlong 300", "--response_length"]),
         ("train_grpo", dict(kl_times_ratio=True, objective="gspo"), ["--kl_times_ratio", "--objective gspo"]),
@@ -193,10 +192,7 @@ def test_a_teacher_that_is_none(refused, tiny):
     folder = str(tiny / "reward")
     refused("train_distill", f"--teacher_model_path {folder}: not a causal language", teacher_model_path=folder)
     shutil.copytree(tiny / "teacher", "teacher")
-    words = json.loads(Path("teacher/tokenizer.json").read_text())
-    vocabulary = words["model"]["vocab"]
-    vocabulary["soup"], vocabulary["menu"] = vocabulary["menu"], vocabulary["soup"]
-    Path("teacher/tokenizer.json").write_text(json.dumps(words))
+    swap_words("teacher", "soup", "menu")
     said = "--teacher_model_path teacher: 2 tokens are not those of --sft_model_path, such as 'menu'"
     refused("train_distill", said, teacher_model_path="teacher")
     for name in ("padded", "student"):  # Both tokenizers have a token to pad with, and one model has its embedding.
@@ -224,8 +220,7 @@ def test_gkds_lambda_needs_completions_and_whole_distributions(refused):
 @pytest.mark.parametrize("script", REWARDED)
 def test_a_prompt_longer_than_the_reward_models_context(refused, script, tiny):
     shutil.copytree(tiny / "reward", "reward")
-    config = json.loads(Path("reward/config.json").read_text()) | {"max_position_embeddings": 20}
-    Path("reward/config.json").write_text(json.dumps(config))
+    edit_json("reward/config.json", max_position_embeddings=20)
     Path("bad.jsonl").write_text(jsonl({"prompt": " ".join(["soup"] * 13)}))
     changes = dict(dataset="bad.jsonl", response_length=8, reward_model_path="reward")
     refused(script, "the first one is row 2 with 13", "12", **changes)
@@ -236,9 +231,7 @@ def test_a_prompt_longer_than_the_reward_models_context(refused, script, tiny):
     "script, changes",
     cases(
         ([*RL, "train_reward", "train_dpo"], dict(eval_dataset="missing.jsonl")),
-        ("train_rloo", dict(eval_dataset="missing.tsv.gz")),
         ("train_rloo", dict(eval_dataset=__file__.replace("test_mistakes.py", "../../LICENSE"))),
-        (PPO, dict(gamma=1.5)),
     ),
     ids=str,
 )

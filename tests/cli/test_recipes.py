@@ -8,7 +8,6 @@ import functools
 import importlib
 import math
 import re
-import tomllib
 from pathlib import Path
 
 import published
@@ -20,18 +19,18 @@ from rlhf_details.plumbing import cli
 
 CONFIGS = recipes.CONFIGS
 # What was published: completions of an update (train_reward: comparisons), optimiser steps of an update, updates (ours
-# are rounded up), and learning_rate, kl_coef, response_length, temperature, adam_eps, weight_decay.
+# are rounded up).
 PUBLISHED = {
-    "grpo_gsm8k": (1024, 1, 468, 1e-6, 0.04, 1024, 1, 1e-8, 0),
-    "ppo_descriptiveness": (512, 4, 1954, 1e-5, 0.15, 24, 0.7, 1e-5, 0),
-    "ppo_imdb": (128, 4, 194, 1.41e-5, 0.2, 32, 1, 1e-8, 0),
-    "ppo_sentiment": (512, 4, 1954, 1e-5, 0.15, 24, 0.7, 1e-5, 0),
-    "ppo_tldr_1b": (512, 4, 1954, 3e-6, 0.05, 53, 0.7, 1e-5, 0.01),
-    "ppo_tulu3_8b": (192, 4, 10417, 3e-7, 0.05, 2048, 1, 1e-8, 0.01),
-    "reward_descriptiveness": (32, 1, 156, 5e-5, None, 24, 0.7, 1e-5, 0),
-    "reward_sentiment": (32, 1, 156, 5e-5, None, 24, 0.7, 1e-5, 0),
-    "rloo_paraphrase": (2, 4, 8, 1e-6, 0.05, 53, 0.5, 1e-8, 0),
-    "rloo_tldr_1b": (4096, 4, 245, 3e-6, 0.03, 53, 0.7, 1e-8, 0),
+    "grpo_gsm8k": (1024, 1, 468),
+    "ppo_descriptiveness": (512, 4, 1954),
+    "ppo_imdb": (128, 4, 194),
+    "ppo_sentiment": (512, 4, 1954),
+    "ppo_tldr_1b": (512, 4, 1954),
+    "ppo_tulu3_8b": (192, 4, 10417),
+    "reward_descriptiveness": (32, 1, 156),
+    "reward_sentiment": (32, 1, 156),
+    "rloo_paraphrase": (2, 4, 8),
+    "rloo_tldr_1b": (4096, 4, 245),
 }
 each_config = pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 
@@ -51,30 +50,9 @@ def recipe(stem):
     return module, args, int(launcher[launcher.index("--num_processes") + 1])
 
 
-def arithmetic(args, processes):
-    """(batch, minibatches, micro-batches of each, steps of an update, updates); an update of train_reward is a step."""
-    k, minibatches = responses_per_prompt(args), getattr(args, "num_mini_batches", 1)
-    assert args.batch_size % (minibatches * k * processes) == 0
-    mine = args.batch_size // (minibatches * processes)  # episodes of a process and minibatch
-    if hasattr(args, "total_episodes"):
-        updates = math.ceil(args.total_episodes / args.batch_size)
-    else:
-        rows = int(re.search(r"\[:(\d+)\]$", args.dataset)[1])
-        updates = args.num_train_epochs * rows // args.batch_size
-        assert rows % args.batch_size == 0
-    assert mine % args.micro_batch_size == 0
-    steps = getattr(args, "num_ppo_epochs", 1) * minibatches
-    return args.batch_size, minibatches, mine // args.micro_batch_size, steps, updates
-
-
 @each_config
-def test_it_parses_to_its_own_values_without_contradiction(path, in_tmp):
+def test_it_parses_without_contradiction(path, in_tmp):
     module, args, _ = recipe(path.stem)
-    values = tomllib.loads(path.read_text())
-    for key, value in values.items():
-        parsed = getattr(args, key)
-        parsed = parsed[0] if isinstance(parsed, tuple) else parsed  # reward_fn and its weights: one of each
-        assert (None if value == "None" else value) == parsed and isinstance(parsed, bool) == isinstance(value, bool)
     if args.dataset.endswith(".jsonl"):  # The README says how to write this file.
         Path(args.dataset).parent.mkdir(parents=True, exist_ok=True)
         Path(args.dataset).touch()
@@ -83,20 +61,16 @@ def test_it_parses_to_its_own_values_without_contradiction(path, in_tmp):
 
 
 @pytest.mark.parametrize("stem", PUBLISHED)
-def test_the_numbers_that_make_a_recipe_are_the_published_ones(stem):
-    """A second copy, so that a slip of the pen in a file shows."""
+def test_a_recipe_has_the_published_batch_steps_and_updates(stem):
+    """A row of comparisons is trained on once in a pass, and an update of train_reward is a step."""
     _, args, processes = recipe(stem)
-    batch, _, _, steps, updates = arithmetic(args, processes)
-    names = "learning_rate kl_coef response_length temperature adam_eps weight_decay".split()
-    assert (batch, steps, updates, *(getattr(args, name, None) for name in names)) == PUBLISHED[stem]
-
-
-@pytest.mark.parametrize("task", ["sentiment", "descriptiveness"])
-def test_a_policy_reads_the_reward_model_that_its_recipe_trains(task):
-    (_, ppo, _), (_, reward, _) = (recipe(f"{stage}_{task}") for stage in ("ppo", "reward"))
-    assert ppo.reward_model_path == reward.output_dir
-    same = "sft_model_path response_length temperature seed adam_eps tf_adam weight_decay lr_schedule max_grad_norm"
-    assert all(getattr(ppo, name) == getattr(reward, name) for name in same.split())
+    minibatches, batch = getattr(args, "num_mini_batches", 1), args.batch_size
+    for size in (responses_per_prompt(args), args.micro_batch_size):
+        assert batch % (minibatches * processes * size) == 0
+    rows = re.search(r"\[:(\d+)\]$", args.dataset)
+    total = getattr(args, "total_episodes", None) or args.num_train_epochs * int(rows[1])
+    steps = getattr(args, "num_ppo_epochs", 1) * minibatches
+    assert (batch, steps, math.ceil(total / batch)) == PUBLISHED[stem]
 
 
 @pytest.fixture(scope="module")

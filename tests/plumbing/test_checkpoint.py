@@ -1,14 +1,12 @@
 """Checkpoints: whole or not there, found again if whole, refused by another run; and a resumed run is the same run."""
 
-import json
 import shutil
-import time
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
-from helpers import assert_same_curves, read_metrics
+from helpers import assert_same_curves, edit_json, read_metrics
 from short_runs import (
     Death,
     after_row,
@@ -24,7 +22,6 @@ from short_runs import (
     updates,
     whole,
 )
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rlhf_details.plumbing import checkpoint
 
@@ -50,17 +47,6 @@ def test_a_run_that_died_goes_on_as_if_it_had_not(tiny, in_tmp, capsys, case):
     assert f"goes on after update 4 of 6, from {run}/checkpoints/000004" in capsys.readouterr().out
     assert_same_run(".", whole(tiny, case))
     assert checkpoints() == ["000004", "000006"]
-
-
-def test_what_these_runs_keep_does_move(tiny):
-    """Otherwise the test above could not see that it was restored."""
-    rows = read_metrics(whole(tiny, "ppo-moments") / "runs/run")
-    assert len({row["objective/kl_coef"] for row in rows[1:]}) == 6
-    state = torch.load(whole(tiny, "ppo-moments") / "runs/run/checkpoints/000006/state.pt", weights_only=True)
-    assert state["state"]["adam_step"] == 24
-    waits = whole(tiny, "ppo-overlap") / "runs/run/checkpoints"  # After the last update no batch waits.
-    kept = {path.parent.name: torch.load(path, weights_only=True)["tensors"] for path in waits.glob("*/state.pt")}
-    assert kept["000004"] and not kept["000006"]
 
 
 def test_two_deaths_and_an_end_that_was_reached_before(tiny, in_tmp):
@@ -171,8 +157,7 @@ REFUSED = [  # case, other flags, what its config.json says otherwise, parts of 
 def test_a_checkpoint_of_another_run_is_refused_and_nothing_is_touched(
     tiny, in_tmp, fails, case, changes, state, parts
 ):
-    file = copy_of_dead(tiny, case) / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | state))
+    edit_json(copy_of_dead(tiny, case) / "config.json", **state)
     rows = Path(arguments(tiny, case)[1].dataset).read_text().splitlines(keepends=True)
     Path("other.jsonl").write_text("".join(rows[::-1]))
     before, line = contents(), fails(start, tiny, case, resume=True, **changes)
@@ -195,9 +180,6 @@ def test_logs_are_cut_after_the_checkpoint_and_times_add_up(tiny, in_tmp):
     for name in ("metrics.jsonl", "samples.jsonl"):
         with open(run / name, "a") as file:
             file.write('{"update": 6, "episode": 96, "torn')
-    time.sleep(1.01 - time.time() % 1)  # TensorBoard reads its files in the order of the seconds in their names.
     start(tiny, "rloo", resume=True)
     assert_same_run(".", whole(tiny, "rloo"))
-    board = EventAccumulator(str(run), size_guidance={"scalars": 0}).Reload()
-    assert [event.step for event in board.Scalars("objective/kl")] == [16, 32, 48, 64, 80, 96]
     assert read_metrics(run)[3]["time/from_scratch"] == seconds < read_metrics(run)[4]["time/from_scratch"]

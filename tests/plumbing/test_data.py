@@ -1,89 +1,45 @@
-"""Rows of every kind become prompts, completions, comparisons and token ids.
-
-What is expected comes from the tokenizer's own chat template and from plain loops.
-"""
+"""Rows of every kind become prompts, completions, comparisons and token ids, as the tokenizer's own template has it."""
 
 import gzip
 import json
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
 import pandas
 import pytest
-import torch
 from helpers import tiny_config, word_tokenizer
-from tokenizers import ByteLevelBPETokenizer, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import (
-    AutoModelForCausalLM,
-    GPTNeoXForCausalLM,
-    GPTNeoXForSequenceClassification,
-    PreTrainedTokenizerFast,
-)
+from tokenizers import ByteLevelBPETokenizer, processors
+from transformers import GPTNeoXForSequenceClassification, PreTrainedTokenizerFast
 
-from rlhf_details import evaluate, toy, train_distill, train_dpo, train_reward, train_rloo, train_sft
-from rlhf_details.plumbing import chat, comparisons, data, files
-from rlhf_details.plumbing.models import decode_all
-
-LLAMA = (
-    "{% for message in messages %}"
-    "{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' "
-    "+ message['content'] | trim + '<|eot_id|>' %}"
-    "{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
-)
-CHATML = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
-PLAIN = (
-    "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
-)
-# This is how Llama 3 and Qwen cut a text into words: line breaks stay together.
-WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-REVIEWS = toy.rows("sft", "train")
-
+from rlhf_details import toy, train_distill, train_reward, train_rloo, train_sft
+from rlhf_details.plumbing import chat, comparisons, data, files, models
 
 # ---- tokenizers and rows ---------------------------------------------------------------------------------------------
-def make_tokenizer(special, template, bos_habit=False, **tokens):
-    """A byte-level BPE tokenizer of 480 tokens over the toy reviews."""
-    backend = Tokenizer(models.BPE())
-    split = pre_tokenizers.Split(Regex(WORDS), "isolated")
-    bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Sequence([split, bytes_of]), decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    options = dict(initial_alphabet=alphabet, special_tokens=special, show_progress=False)
-    texts = [f"system\n\nuser\n\nassistant\n\n{row['prompt']} {row['completion']}\n" for row in REVIEWS[:200]]
-    backend.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=480, **options))
-    if bos_habit:
-        bos = tokens["bos_token"]
-        special = [(bos, backend.token_to_id(bos))]
-        backend.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=special)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **tokens)
-    tokenizer.chat_template = template
-    return tokenizer
+# What published templates write, in the parts that matter here: what opens and closes a turn.
+ASK = "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+TURN = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}CLOSE{% endfor %}" + ASK
+CHATML = TURN.replace("CLOSE", "<|end|>\n")
+ANSWERS = TURN.replace("CLOSE", "{% if m.role == 'assistant' %}<eos>{% endif %}")
+TEMPLATES = {  # name: (template, EOS, tokens that end a response)
+    "llama": ("<s>" + TURN.replace("CLOSE", "<|end|>").replace("content", "content | trim"), "<|end|>", ["<|end|>"]),
+    "chatml": (CHATML, "<|end|>", ["<|end|>"]),
+    "a base model's": (CHATML, "<eos>", ["<eos>", "<|end|>"]),
+    "phi-3.5": (CHATML + "{% if not add_generation_prompt %}<eos>{% endif %}", "<eos>", ["<eos>", "<|end|>"]),
+    "eos": (ANSWERS, "<eos>", ["<eos>"]),
+    "no special tokens": (TURN.replace("CLOSE", "\n"), "<eos>", ["<eos>"]),
+}
+SPECIAL = ["<eos>", "<s>", "<|end|>", "<|user|>", "<|system|>", "<|assistant|>", "<think>", "</think>"]
 
 
-TURN_END = {"llama": "<|eot_id|>", "chatml": "<|im_end|>", "chatml_base": "<|im_end|>"}
-
-
-@pytest.fixture(scope="session")
-def tokenizers():
-    """{name: a tokenizer with a chat template}."""
-    of_llama = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
-    of_chatml = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    return {
-        # The tokenizer and the template put a BOS. EOS is the end of each turn.
-        "llama": make_tokenizer(of_llama, LLAMA, True, bos_token="<|begin_of_text|>", eos_token="<|eot_id|>"),
-        # There is no BOS. EOS is the end of each turn, after which the template breaks the line.
-        "chatml": make_tokenizer(of_chatml, CHATML, eos_token="<|im_end|>", pad_token="<|endoftext|>"),
-        # A base model's: turns do not end with EOS, and the tokenizer puts a BOS that the template has not.
-        "chatml_base": make_tokenizer([*of_chatml, "<s>"], CHATML, True, bos_token="<s>", eos_token="<|endoftext|>"),
-        # The template writes no special tokens.
-        "plain": make_tokenizer(["<eos>", "<pad>"], PLAIN, eos_token="<eos>", pad_token="<pad>"),
-    }
+def chat_tokenizer(template, eos="<eos>"):
+    """Byte-level BPE over the toy reviews. It puts a BOS before a plain text, whatever the template writes."""
+    texts, backend = [f"{r['prompt']} {r['completion']}\n" for r in toy.rows("sft", "train")], ByteLevelBPETokenizer()
+    backend.train_from_iterator(texts[:200], vocab_size=480, special_tokens=SPECIAL, show_progress=False)
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokens = dict(eos_token=eos, bos_token="<s>", chat_template=template)
+    return PreTrainedTokenizerFast(tokenizer_object=backend._tokenizer, **tokens)
 
 
 BOS, EOS, A, B, C = 1, 2, 4, 5, 6
@@ -95,21 +51,15 @@ def own_cache(monkeypatch, tmp_path):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
 
 
-def user(text):
-    return {"role": "user", "content": text}
+def speaker(role):
+    """A function that makes a message of a text."""
+    return lambda text: {"role": role, "content": text}
 
 
-def system(text):
-    return {"role": "system", "content": text}
-
-
-def assistant(text):
-    return {"role": "assistant", "content": text}
-
-
+user, system, assistant = map(speaker, ("user", "system", "assistant"))
 QUESTION, ANSWER = [user("a")], [assistant("b")]
 BOTH = QUESTION + ANSWER
-ASKED = [[system("you are kind ."), user("how was it ?")], [user("where to ?"), *ANSWER, user(REVIEWS[0]["prompt"])]]
+ASKED = [[system("you are kind ."), user("how was it ?")], [user("where to ?"), *ANSWER, user("and the hotel ?")]]
 
 
 def template_ids(tokenizer, messages, **options):
@@ -120,17 +70,15 @@ def write(path, table):
     """Writes a list of rows to a file, in the format of its suffix; returns the path as a string."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    kind = path.name.partition(".")[2].removesuffix(".gz")
+    kind = path.name.removesuffix(".gz").rpartition(".")[2]
     if kind == "parquet":
         pandas.DataFrame(table).to_parquet(path)
-        return str(path)
-    if kind in ("csv", "tsv"):
-        text = pandas.DataFrame(table).to_csv(index=False, sep="\t" if kind == "tsv" else ",")
-    elif kind == "json":
-        text = json.dumps(table, indent=1)
+    elif kind in ("csv", "tsv"):
+        pandas.DataFrame(table).to_csv(path, index=False, sep="\t" if kind == "tsv" else ",")
     else:
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in table)
-    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+        lines = [json.dumps(row, ensure_ascii=kind == "json") for row in table]
+        with (gzip.open if path.suffix == ".gz" else open)(path, "wt", encoding="utf-8") as file:
+            file.write(f"[{', '.join(lines)}]" if kind == "json" else "\n".join(lines))
     return str(path)
 
 
@@ -158,39 +106,29 @@ def comparisons_of(spec, tokenizer, context=512, **flags):
 
 
 # ---- files, folders, functions ---------------------------------------------------------------------------------------
-ROWS = [{"prompt": "a b", "n": 1}, {"prompt": 'c, "d"\ne', "n": 2}, {"prompt": "é ∞ ", "n": 3}]
+ROWS = [{"prompt": "a b", "n": 1}, {"prompt": 'c, "d"\ne', "n": 2}, {"prompt": "é ∞\u2028x", "n": 3}]
 
 
-def as_texts(table):
-    """The rows as a CSV file holds them."""
-    return [{name: str(cell) for name, cell in row.items()} for row in table]
-
-
-FILES = [".jsonl", ".jsonl.gz", ".ndjson", ".json", ".json.gz", ".csv", ".csv.gz", ".tsv", ".parquet"]
-
-
-@pytest.mark.parametrize("suffix", FILES)
+@pytest.mark.parametrize("suffix", "jsonl jsonl.gz ndjson json json.gz csv csv.gz tsv parquet".split())
 def test_rows_of_a_file_come_in_order_with_their_types(in_tmp, suffix, capsys):
-    kept = as_texts if suffix[:4] in (".csv", ".tsv") else list
+    """Those of a CSV file are texts."""
+    kind = str if suffix[:3] in ("csv", "tsv") else int
     for table in ROWS, [{"prompt": "new", "n": 4}]:  # The rows are not those of a cache.
-        assert files.read_rows(write(f"rows{suffix}", table), "--dataset") == kept(table)
+        expected = [row | {"n": kind(row["n"])} for row in table]
+        assert files.read_rows(write(f"rows.{suffix}", table), "--dataset") == expected
     assert capsys.readouterr() == ("", "")
-
-
-CELLS = "None N/A null nan 007 5 2024-01-02 True".split()
 
 
 @pytest.mark.parametrize(
     "name, content, texts",
     [
-        ("a.csv", "\n".join(["w", *CELLS]), CELLS),
+        ("a.csv", "w\nnull\nnan\n007\n2024-01-02\nTrue\n", "null nan 007 2024-01-02 True".split()),
         ("a.csv", '\ufeffw,x\n"a ""b"",\nc",\n,y\n', ['a "b",\nc', ""]),
         ("a.json", '{"version": "1", "data": [{"w": 1}, {"w": 2}]}', [1, 2]),
         ("a.json:test", '{"train": [{"w": 1}], "test": [{"w": 2}, {"w": 3}]}', [2, 3]),
     ],
 )
 def test_what_the_text_of_a_file_means(in_tmp, name, content, texts):
-    """A CSV file's cell is its text. A .json file may hold lines, and line separators in a string mean nothing."""
     Path(name.partition(":")[0]).write_text(content, encoding="utf-8")
     assert [row["w"] for row in files.read_rows(name, "--dataset")] == texts
 
@@ -247,8 +185,6 @@ CALL = {"function": {"name": "add", "arguments": {"a": 1}}}
 CALLS = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 1}'}}]}
 # Parquet has all keys in all rows, and fills them with nulls.
 CALLS_FILLED = CALLS | {"tool_calls": [{"id": None, "function": {"name": "add", "arguments": {"a": 1, "b": None}}}]}
-PARTS_FILLED = [{"type": "text", "text": "a!", "image": None}]
-
 CALLED = [CALLS | {"content": "", "tool_calls": [CALL]}]
 
 
@@ -266,7 +202,7 @@ CALLED = [CALLS | {"content": "", "tool_calls": [CALL]}]
         ({"conversations": [{"from": "Human", "value": "a"}, {"from": "gpt", "value": "b"}]}, QUESTION, ANSWER),
         # Where data sets of several shapes are joined, the columns of the others are null.
         ({"messages": BOTH, "prompt": None, "completion": None}, QUESTION, ANSWER),
-        ({"messages": [user(PARTS_FILLED), *ANSWER]}, [user("a!")], ANSWER),
+        ({"messages": [user([{"type": "text", "text": "a!", "image": None}]), *ANSWER]}, [user("a!")], ANSWER),
         ({"messages": [*QUESTION, CALLS_FILLED]}, QUESTION, CALLED),
         ({"instruction": "a", "input": "x", "output": "b"}, [user("a\n\nx")], ANSWER),
         ({"text": "a b", "messages": None}, "", "a b"),
@@ -290,37 +226,13 @@ BEGIN, LONGER = [system("s"), *BOTH, user("c")], [*ANSWER, user("more"), assista
         ({"query_token": [5, 6], "chosen": "p a", "rejected": "p b"}, dict(prompt=[5, 6])),
         ({"chosen": "Q: why?\nA:\nyes", "rejected": "Q: why?\nA:\nno"}, dict(prompt="Q: why?\nA:", rejected="\nno")),
         # An implicit conversation ends with the last common message that is no answer.
-        (
-            {"chosen": BEGIN + LONGER, "rejected": BEGIN + ANSWER},
-            dict(prompt=BEGIN, chosen=LONGER, rejected=ANSWER),
-        ),
+        ({"chosen": BEGIN + LONGER, "rejected": BEGIN + ANSWER}, dict(prompt=BEGIN, chosen=LONGER)),
     ],
 )
 def test_rows_without_an_answer_have_a_prompt(row, expected):
     assert data.with_prompt(row, train_rloo.Args(), row).items() >= expected.items()
 
 
-@pytest.mark.parametrize(
-    "row, words",
-    [
-        ({"messages": []}, "column 'messages': is empty"),
-        ({"messages": [user([{"type": "image", "text": None}])]}, "a string or a list of texts"),
-        ({"messages": ANSWER}, "an answer and nothing before it"),
-        ({"messages": [*BOTH, user("c")]}, "does not go on from the prompt"),
-        ({"prompt": "a"}, "has no column 'completion'"),
-        # UltraChat's rows, whose `prompt` is the first message alone.
-        ({"prompt": "a", "messages": [*BOTH, user("c"), assistant("d")]}, '--prompt_template "{messages}"'),
-        ({"question": "a", "answer": "b"}, "--prompt_template names others"),
-        ({"chosen": "yes", "rejected": "no"}, "not one prompt with two answers"),
-    ],
-)
-def test_a_row_that_cannot_be_read_is_named(in_tmp, fails, row, words):
-    write("rows.jsonl", [{"prompt": "a", "completion": "b"}, row])
-    line = fails(data.read, train_sft.Args(dataset="rows.jsonl"), "dataset", "sft", with_answers=True)
-    assert "--dataset rows.jsonl: row 2" in line and words in line
-
-
-# ---- prompt templates ------------------------------------------------------------------------------------------------
 def test_a_template_puts_in_what_the_columns_hold_and_reads_nothing_in_it(in_tmp):
     row = {"question": "{a} \\n b", "number": 7, "empty": None}  # Another row has a column `rare`.
     for template, text in (
@@ -340,23 +252,13 @@ def test_every_stage_fills_the_template(in_tmp):
     assert demonstrations_of("rows.jsonl", tokenizer, **flags) == [([B, A], [C, B, EOS])]
 
 
-@pytest.mark.parametrize("template", ["{", "{}", "{question!z}", "{title}"])
-def test_a_template_that_cannot_be_filled_is_one_line(in_tmp, fails, template):
-    write("rows.jsonl", [{"question": "a"}])
-    line = fails(prompts_of, "rows.jsonl", word_tokenizer(), prompt_template=template)
-    assert "--dataset rows.jsonl: row 1: --prompt_template" in line and "names no column" in line
-
-
 # ---- text -> token ids -----------------------------------------------------------------------------------------------
 def test_data_1_prompt_and_completion_are_tokenised_apart():
     """So they are also where a token of the whole text would stand across the seam."""
-    backend = ByteLevelBPETokenizer()
-    options = dict(vocab_size=300, min_frequency=1, special_tokens=["<eos>"], show_progress=False)
-    backend.train_from_iterator(["hello hello hello"], **options)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend._tokenizer, eos_token="<eos>")
-    prompt, completion = tokenizer("hel").input_ids, tokenizer("lo").input_ids
-    assert tokenizer("hello").input_ids != prompt + completion, "no token crosses the seam: nothing is tested"
-    assert chat.encode(tokenizer, "hel", "lo") == (prompt, [*completion, tokenizer.eos_token_id])
+    tokenizer, pair = chat_tokenizer(None), ("the ho", "tel")
+    whole, *apart = (tokenizer(x, add_special_tokens=False).input_ids for x in ("".join(pair), *pair))
+    assert whole != apart[0] + apart[1], "no token crosses the seam: nothing is tested"
+    assert chat.encode(tokenizer, *pair) == ([1, *apart[0]], [*apart[1], 0])
 
 
 @pytest.mark.parametrize("template, bos", [(None, []), ("<s> $A", [BOS]), ("<s> $A </s>", [BOS]), ("$A </s>", [])])
@@ -366,131 +268,73 @@ def test_data_2_a_completion_ends_with_eos_and_a_prompt_begins_with_the_tokenize
     for texts, (prompt, completion) in pairs.items():
         assert chat.encode(tokenizer, *texts) == ([*bos, *prompt], completion)
         assert chat.encode(tokenizer, texts[0]) == [*bos, *prompt]
-    if bos:
-        assert chat.encode(tokenizer, "<s> a") == [BOS, A]
+    assert chat.encode(tokenizer, "<s> a") == [BOS, A]
     assert chat.encode(word_tokenizer(bos_token=None), "a", "b") == ([A], [B, EOS])
 
 
 # ---- conversations -> token ids --------------------------------------------------------------------------------------
-@pytest.mark.parametrize("template", ["llama", "chatml", "chatml_base", "plain"])
-def test_data_3_a_conversation_is_encoded_as_its_template_does(tokenizers, template):
-    """A completion goes up to the end of its turn, or gets EOS. A prompt that ends with an answer is continued."""
-    tokenizer, end = tokenizers[template], TURN_END.get(template, "\n<eos>")
-    puts_bos = tokenizer("a").input_ids[0] == tokenizer.bos_token_id
-    assert puts_bos == (template in ("llama", "chatml_base"))  # These would put a BOS, the first one a second one.
-    begun = [user("how much ?"), assistant("it was")]
-    for prompt, answer in [*((asked, [assistant("cheap .")]) for asked in ASKED), (QUESTION, [assistant("")])]:
-        ids, completion = chat.encode(tokenizer, prompt, answer)
-        assert ids == chat.encode(tokenizer, prompt)
-        assert ids == template_ids(tokenizer, prompt, add_generation_prompt=True)
-        assert ids.count(tokenizer.bos_token_id) == (template == "llama")
-        whole = template_ids(tokenizer, prompt + answer)
+@pytest.mark.parametrize("template, eos, ends", TEMPLATES.values(), ids=TEMPLATES)
+def test_data_3_a_conversation_is_encoded_as_its_template_does(template, eos, ends, capsys):
+    """Rows are trained on up to the token that ends the turn, or get EOS, and the sampler stops at that token.
+
+    A prompt that ends with an answer is continued. Readers see all other special tokens. [GEN-16]
+    """
+    tokenizer, end = chat_tokenizer(template, eos), ends[-1] if ends[-1] in template else f"\n{eos}"
+    for prompt in (*ASKED, QUESTION):
+        answer = "" if prompt is QUESTION else "cheap ."
+        ids, completion = chat.encode(tokenizer, prompt, [assistant(answer)])
+        assert ids == chat.encode(tokenizer, prompt) == template_ids(tokenizer, prompt, add_generation_prompt=True)
+        assert ids.count(tokenizer.bos_token_id) == template.startswith("<s>") and tokenizer("a").input_ids[0] == 1
+        whole = template_ids(tokenizer, [*prompt, assistant(answer)])
         assert ids + completion[:-1] == whole[: len(ids) + len(completion) - 1]
-        assert tokenizer.decode(completion) == f"{' ' * (template == 'plain')}{answer[0]['content']}{end}"
+        assert tokenizer.decode(completion) == answer + end
+    begun = [user("how much ?"), assistant("it was")]
     ids, completion = chat.encode(tokenizer, begun, [assistant(" cheap .")])
     assert ids == chat.encode(tokenizer, begun) == template_ids(tokenizer, begun, continue_final_message=True)
     assert tokenizer.decode(ids).endswith("it was") and tokenizer.decode(completion).strip() == f"cheap .{end}"
-
-
-# What published templates write, in the parts that matter here: what opens and closes a turn.
-ASK = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-TURN = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}CLOSE{% endfor %}" + ASK
-ENDS = {
-    "gemma": TURN.replace("CLOSE", "<|end|>\n"),
-    "phi-3.5": TURN.replace("CLOSE", "<|end|>\n") + "{% if not add_generation_prompt %}<eos>{% endif %}",
-    "eos": TURN.replace("CLOSE", "{% if m.role == 'assistant' %}<eos>{% endif %}"),
-    "r1": TURN.replace("CLOSE", "{% if m.role == 'assistant' %}<eos>{% endif %}")
-    .replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}")
-    .replace("<|assistant|>{% endif %}", "<|assistant|><think>\n{% endif %}"),
-    "none": TURN.replace("CLOSE", "\n"),
-    "refuses": "{{ raise_exception('no') }}",
-    None: None,
-}  # fmt: skip
-
-
-def chat_tokenizer(template):
-    special = ["<eos>", "<|end|>", "<|user|>", "<|assistant|>", "<think>", "</think>"]
-    return make_tokenizer(special, ENDS[template], eos_token="<eos>", pad_token="<eos>")
-
-
-@pytest.mark.parametrize(
-    "template, trained, ends",
-    [
-        ("gemma", "cheap .<|end|>", ["<eos>", "<|end|>"]),
-        ("phi-3.5", "cheap .<|end|>", ["<eos>", "<|end|>"]),
-        ("eos", "cheap .<eos>", ["<eos>"]),
-        ("r1", "cheap .<eos>", ["<eos>"]),
-        ("none", "cheap .\n<eos>", ["<eos>"]),
-        ("refuses", None, ["<eos>"]),
-        (None, None, ["<eos>"]),
-    ],
-)
-def test_gen_16_a_turn_ends_as_its_template_ends_it(template, trained, ends):
-    """Rows are trained on up to that token, the sampler stops at it, and readers see all other special tokens."""
-    tokenizer = chat_tokenizer(template)
-    assert tokenizer.convert_ids_to_tokens(chat.end_ids(tokenizer)) == ends
+    thought = tokenizer("<think>x</think>", add_special_tokens=False).input_ids
+    assert models.decode_all(tokenizer, [thought + completion])[0].strip() == "<think>x</think> cheap ."
     tokenizer.generation_eos = [5]
-    assert chat.end_ids(tokenizer) == [*tokenizer.convert_tokens_to_ids(ends), 5]
-    if trained:
-        prompt, answer = chat.encode(tokenizer, [user("the hotel")], [assistant("cheap .")])
-        assert tokenizer.decode(answer) == trained
-        assert (
-            tokenizer.decode(prompt)
-            == "<|user|>the hotel"
-            + ENDS[template].count("<|end|>") * "<|end|>\n"
-            + ("\n" if template == "none" else "")
-            + "<|assistant|>"
-        )
-        del tokenizer.generation_eos
-        ids = tokenizer("<think>cheap</think>" + trained, add_special_tokens=False).input_ids
-        assert decode_all(tokenizer, [ids]) == ["<think>cheap</think>" + trained.replace(ends[-1], "")]
+    expected = [*tokenizer.convert_tokens_to_ids(ends), 5]
+    assert models.stop_ids(tokenizer, "eos", "--stop_token").tolist() == chat.end_ids(tokenizer) == expected
+    assert f"--stop_token eos: a response ends with {' or '.join(ends)}" in capsys.readouterr().out
+
+
+def test_where_a_template_refuses_what_it_is_asked_a_response_ends_with_eos():
+    assert chat.end_ids(chat_tokenizer("{{ raise_exception('no') }}")) == [0]
+
+
+R1 = ANSWERS.replace("m.content", "m.content.split('</think>')[-1]").replace(ASK, ASK.replace("\n{%", "<think>\n{%"))
+SYSTEM_LAST = "{{ messages[0].content if loop.last and m.role == 'user' }}{{ m.content }}"
+MISTRAL = ANSWERS.replace("{{ m.content }}", SYSTEM_LAST).replace("in messages", "in messages[1:]")
 
 
 @pytest.mark.parametrize("earlier", [[], [user("the hotel"), assistant("fine .")]])
-def test_a_prompt_is_trained_on_as_it_is_asked_where_an_answer_changes_what_stands_before_it(earlier):
-    """Mistral's template writes the system's message into the last message, if this one is the user's."""
-    tokenizer = chat_tokenizer("gemma")
-    system_last = "{{ messages[0].content if loop.last and m.role == 'user' }}{{ m.content }}"
-    tokenizer.chat_template = ENDS["eos"].replace("{{ m.content }}", system_last)
-    tokenizer.chat_template = tokenizer.chat_template.replace("in messages", "in messages[1:]")
-    turns = [system("kind ."), *earlier, user("the hotel")]
+@pytest.mark.parametrize("template, opened", [(MISTRAL, "kind .the hotel<|assistant|>\n"), (R1, "<|assistant|>")])
+def test_a_prompt_is_trained_on_as_it_is_asked_where_an_answer_changes_what_stands_before_it(earlier, template, opened):
+    """Mistral's template writes the system's message into the last message, if this one is the user's. DeepSeek-R1's
+    opens a thought in a prompt, and leaves it out of an answer."""
+    tokenizer, turns = chat_tokenizer(template), [system("kind ."), *earlier, user("the hotel")]
     prompt, answer = chat.encode(tokenizer, turns, [assistant("cheap .")])
-    assert prompt == chat.encode(tokenizer, turns)
-    assert tokenizer.decode(prompt).endswith("<|user|>kind .the hotel<|assistant|>")
-    assert tokenizer.decode(answer) == "cheap .<eos>"
+    asked = chat.encode(tokenizer, turns)
+    assert prompt == asked[: len(prompt)] and (prompt == asked) == (template == MISTRAL)
+    assert tokenizer.decode(prompt).endswith(opened) and tokenizer.decode(answer).strip() == "cheap .<eos>"
 
 
 def test_a_template_gets_what_the_row_and_the_user_have(in_tmp):
-    template = "{{ tools }} {{ documents }} {{ mode }} {{ strftime_now('%d %b %Y') }}" + TURN.replace(
-        "CLOSE", "<|end|>"
-    )
-    tokenizer = chat_tokenizer("gemma")
-    tokenizer.chat_template = template
+    tokenizer = chat_tokenizer("{{ tools }} {{ documents }} {{ mode }} {{ strftime_now('%d %b %Y') }}" + CHATML)
     tools = '[{"name": "add"}]', [{"name": "add", "city": None}]  # The null is Parquet's.
-    write("rows.jsonl", [{"prompt": [user("a")], "tools": x, "documents": [{"text": "b"}]} for x in tools])
+    write("rows.jsonl", [{"prompt": QUESTION, "tools": x, "documents": [{"text": "b"}]} for x in tools])
     flags = dict(chat_template_kwargs='{"mode": "loud"}', template_date="2024-02-03")
     for row in prompts_of("rows.jsonl", tokenizer, **flags)[0]:
-        text = tokenizer.decode(row.ids)
-        assert "[{'name': 'add'}]" in text and "[{'text': 'b'}]" in text and "loud 03 Feb 2024" in text
-
-
-# ---- N+'s columns of padded token ids --------------------------------------------------------------------------------
-
-
-def test_padding_that_is_eos_is_told_from_the_eos_of_a_response():
-    tokenizer, filler = word_tokenizer(pad_token="</s>"), [8, 8]  # an id that the tokenizer does not have
-    assert chat.encode(tokenizer, [*filler, A, B], [C, EOS, *filler]) == ([A, B], [C, EOS])
+        assert "[{'name': 'add'}] [{'text': 'b'}] loud 03 Feb 2024<|user|>" in tokenizer.decode(row.ids)
 
 
 # ---- prompts: limits, order, shares ----------------------------------------------------------------------------------
-def number_rows(lengths):
-    """Rows whose prompts are so many token ids, each row another id."""
-    return [{"prompt": [300 + i] * n, "answer": i} for i, n in enumerate(lengths)]
-
-
-def test_long_prompts_are_dropped_and_counted_and_rows_keep_their_numbers(in_tmp, tokenizers, capsys, fails):
+def test_long_prompts_are_dropped_and_counted_and_rows_keep_their_numbers(in_tmp, capsys, fails):
     """--take is of the training rows alone, and --filter_length means nine tenths of --response_length."""
-    path, tokenizer = write("rows.jsonl", number_rows([9, 3, 4, 5, 9, 5, 1])), tokenizers["chatml"]
+    table = [{"prompt": "a " * n} for n in (9, 3, 4, 5, 9, 5, 1)]
+    path, tokenizer = write("rows.jsonl", table), word_tokenizer()
     prompts, held_out = prompts_of(path, tokenizer, max_prompt_length=5, eval_dataset=path, take=5)
     assert [prompt.number for prompt in prompts] == [2, 3, 4]
     assert [prompt.number for prompt in held_out] == [2, 3, 4, 6, 7]
@@ -501,27 +345,13 @@ def test_long_prompts_are_dropped_and_counted_and_rows_keep_their_numbers(in_tmp
     assert "7 of 7 prompts have more than 0.9 tokens, the first one is row 1 with 9: none is left" in line
 
 
-@pytest.mark.parametrize(
-    "prompt, words",
-    [([4, 8, 4], "row 2: 8 is no token (the vocabulary has 8)"), ("\ud83d", "row 2: cannot be tokenised: '\\ud83d'")],
-)
-def test_a_prompt_that_no_model_can_read_is_one_line(in_tmp, fails, prompt, words):
-    Path("rows.json").write_text(json.dumps([{"prompt": "a"}, {"prompt": prompt}]))
-    assert words in fails(prompts_of, "rows.json", word_tokenizer())
-
-
-def test_gkds_share_of_the_data_sets_completions_reads_the_rows_once(in_tmp):
-    """A completion that is longer than the context is cut at --response_length."""
-    Path("mine.py").write_text("calls = []\ndef rows(): calls.append(1); return [{'prompt': 'a', 'completion': 'b c'}]")
-    files.load_module.cache_clear()
-    args = train_distill.Args(dataset="mine.py:rows", divergence="jsd", on_policy_share=0.5, response_length=1)
+def test_gkds_share_has_the_data_sets_completions(in_tmp):
+    """One that is longer than the context is cut at --response_length."""
+    write("rows.jsonl", [{"prompt": "a", "completion": "b c"}])
+    args = train_distill.Args(dataset="rows.jsonl", divergence="jsd", on_policy_share=0.5, response_length=1)
     (prompt,), held_out = data.load_prompts(args, word_tokenizer(), 1)
     assert (prompt.ids, prompt.completion, held_out) == ([A], [B, C, EOS], [])
     assert data.completions([prompt], 1, "cpu")[0].tolist() == [[B]]
-    assert files.load_module(str(Path("mine.py").resolve())).calls == [1]
-
-
-# ---- demonstrations --------------------------------------------------------------------------------------------------
 
 
 def test_demonstrations_have_limits(in_tmp, fails):
@@ -532,7 +362,6 @@ def test_demonstrations_have_limits(in_tmp, fails):
     assert "1 of 3 rows have more than 10 tokens, the first one is row 4 with 11: the model's context" in line
 
 
-# ---- comparisons -----------------------------------------------------------------------------------------------------
 def test_comparisons_of_text_are_the_prompt_and_each_candidate(in_tmp, fails):
     write("rows.jsonl", [{"prompt": "a b", "candidates": ["c", "a", "b"], "best": best} for best in (2, 1)])
     expected = [[A, B, C, EOS], [A, B, A, EOS], [A, B, B, EOS]]
@@ -540,13 +369,14 @@ def test_comparisons_of_text_are_the_prompt_and_each_candidate(in_tmp, fails):
     write("two.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}])
     line = fails(comparisons_of, "two.jsonl", word_tokenizer(), eval_dataset="rows.jsonl")
     assert "--eval_dataset rows.jsonl: 3 candidates a row, but 2 in --dataset two.jsonl" in line
-    write("one.jsonl", [{"prompt": "a", "candidates": ["b"], "best": 0}])
-    assert "must hold 2 strings" in fails(comparisons_of, "one.jsonl", word_tokenizer())
+    table = [{"prompt": QUESTION, "chosen": answer, "rejected": ANSWER} for answer in ([assistant("a")], "a")]
+    first, second = comparisons_of(write("chats.jsonl", table), tokenizer := chat_tokenizer(CHATML))
+    prompt, answer = chat.encode(tokenizer, QUESTION, ANSWER)
+    assert first == second and first[0][1] == prompt + answer != first[0][0]
 
 
-# ---- the labels of lm-human-preferences ------------------------------------------------------------------------------
-PAD, NUM_WORDS = 50259, 40  # the labels' padding; tokens of the tokenizer
-WORDS_OF_LABELS = " ".join(f"w{i}" for i in range(4, NUM_WORDS))
+PAD = 50259  # the labels' padding
+WORDS_OF_LABELS = " ".join(f"w{i}" for i in range(4, 40))
 
 
 def test_data_4_the_token_ids_of_labels_are_kept_without_their_padding(in_tmp):
@@ -561,27 +391,6 @@ def test_data_4_the_token_ids_of_labels_are_kept_without_their_padding(in_tmp):
         assert comparisons_of(f"{spec}[:1]", tokenizer, eval_dataset=f"{spec}[1:]") == expected
 
 
-LABEL = {f"sample{k}": [5, 6] for k in range(4)} | {"query": [7], "best": 0}
-CHOICE, TOO_LONG = {"prompt": "w2 w3", "candidates": ["w4", "w5"], "best": 0}, "rows have more than 32 tokens, the"
-
-
-@pytest.mark.parametrize(
-    "row, change, words",
-    [
-        (CHOICE, {"candidates": ["w4"]}, "must hold 2 strings, in every row alike"),
-        (CHOICE, {"candidates": "w4"}, "must hold 2 strings, in every row alike"),
-        (CHOICE, {"candidates": ["w4", "w4 " * 40]}, f"1 of 2 {TOO_LONG} first one is row 2 with 43: "),
-        (LABEL, {"best": 4}, "column 'best': 4 is no index of its candidates"),
-        (LABEL, {"sample1": [3, NUM_WORDS, 3]}, "row 2: 40 is no token (the vocabulary has 40)"),
-    ],
-)
-def test_a_comparison_that_cannot_be_read_is_named(in_tmp, fails, row, change, words):
-    tokenizer = word_tokenizer(words=WORDS_OF_LABELS)
-    line = fails(comparisons_of, write("rows.jsonl", [row, row | change]), tokenizer, context=32)
-    assert "--dataset rows.jsonl: " in line and "row 2" in line and words in line
-
-
-# ---- folders with the shape of repositories of the Hub ---------------------------------------------------------------
 @pytest.mark.parametrize("filler", [8, 0])  # an id that the tokenizer does not have, and its padding
 def test_the_columns_of_n_plus(in_tmp, filler):
     """vwxyzjn/summarize_from_feedback_..: token ids, filled up on one side."""
@@ -595,31 +404,44 @@ def test_the_columns_of_n_plus(in_tmp, filler):
     assert comparisons_of("pairs", tokenizer) == [([prompt + chosen, [*prompt, A, EOS]], 0)]
 
 
-# ---- whole stages on conversations -----------------------------------------------------------------------------------
-@pytest.mark.slow
-def test_a_policy_whose_turns_do_not_end_with_eos_ends_in_every_stage(in_tmp, tokenizers, capsys):
-    """SFT, DPO, RLOO, the evaluation, and plain `generate` of the policy that was saved."""
-    tokenizer, answer = tokenizers["chatml_base"], [assistant(REVIEWS[0]["completion"][:90].strip())]
-    torch.manual_seed(0)
-    sizes = dict(vocab_size=len(tokenizer), max_position_embeddings=256, hidden_size=64)
-    config = tiny_config(**sizes, eos_token_id=tokenizer.eos_token_id)
-    GPTNeoXForCausalLM(config).save_pretrained("base"), tokenizer.save_pretrained("base")
-    write("rows.jsonl", [{"messages": ASKED[0] + answer, "chosen": answer, "rejected": ANSWER}] * 16)
-    Path("mine.py").write_text("def f(prompts, completions): return [len(c) for c in completions]")
-    flags = dict(dataset="rows.jsonl", eval_dataset="rows.jsonl", batch_size=16, response_length=48, overwrite=True)
-    sft = dict(num_train_epochs=80, learning_rate=5e-3, completion_only=True)
-    train_sft.main(train_sft.Args(base_model="base", output_dir="sft", **sft, **flags))
-    flags["sft_model_path"] = "sft"
-    train_dpo.main(train_dpo.Args(output_dir="dpo", learning_rate=1e-5, **flags))
-    rl = flags | dict(reward_fn=("mine.py:f",), total_episodes=16, num_mini_batches=1, learning_rate=1e-6)
-    after = train_rloo.main(train_rloo.Args(output_dir="rloo", **rl))["after"]
-    assert after["eval/objective/ended"] > 0.8  # sampled at temperature 1
-    assert "a response ends with <|endoftext|> or <|im_end|>" in capsys.readouterr().out
-    options = dict(policy_path="rloo", dataset="rows.jsonl", num_examples=4, judge="none")
-    assert evaluate.main(evaluate.Args(**options))["metrics"]["policy"]["ended"]["value"] > 0.7
-    ids = torch.tensor([template_ids(tokenizer, ASKED[0], add_generation_prompt=True)])
-    for folder in ("sft", "dpo", "rloo"):
-        model = AutoModelForCausalLM.from_pretrained(folder).eval()
-        assert model.generation_config.eos_token_id == chat.end_ids(tokenizer)
-        text = tokenizer.decode(model.generate(ids, max_new_tokens=60, do_sample=False)[0, ids.size(1) :])
-        assert text == answer[0]["content"] + "<|im_end|>"
+def test_padding_that_is_eos_is_told_from_the_eos_of_a_response():
+    tokenizer, filler = word_tokenizer(pad_token="</s>"), [8, 8]  # an id that the tokenizer does not have
+    assert chat.encode(tokenizer, [*filler, A, B], [C, EOS, *filler]) == ([A, B], [C, EOS])
+
+
+# ---- rows that cannot be read ----------------------------------------------------------------------------------------
+PAIR, ASKED_TWICE = {"prompt": "a", "completion": "b"}, [*BOTH, user("c")]
+LABEL = {f"sample{k}": [5, 6] for k in range(4)} | {"query": [7], "best": 0}
+CHOICE = {"prompt": "w5 w6", "candidates": ["w4", "w5"], "best": 0}
+NOT_TWO, TOO_LONG = "row 2: column 'candidates': must hold 2 strings", "1 of 2 rows have more than 32 tokens, the first"
+
+
+@pytest.mark.parametrize(
+    "read, good, bad, words",
+    [
+        (demonstrations_of, PAIR, {"messages": []}, "row 2: column 'messages': is empty"),
+        (demonstrations_of, PAIR, {"messages": [user([{"type": "image", "text": 1}])]}, "a string or a list of texts"),
+        (demonstrations_of, PAIR, {"messages": ANSWER}, "row 2: holds an answer and nothing before it"),
+        (demonstrations_of, PAIR, {"messages": ASKED_TWICE}, "does not go on from the prompt"),
+        (demonstrations_of, PAIR, {"prompt": "a"}, "row 2: has no column 'completion'"),
+        # UltraChat's rows, whose `prompt` is the first message alone.
+        (demonstrations_of, PAIR, {"prompt": "a", "messages": ASKED_TWICE + ANSWER}, '--prompt_template "{messages}"'),
+        (demonstrations_of, PAIR, {"question": "a", "answer": "b"}, "--prompt_template names others"),
+        (demonstrations_of, PAIR, {"chosen": "yes", "rejected": "no"}, "not one prompt with two answers"),
+        *[
+            (partial(prompts_of, prompt_template=x), PAIR, PAIR, f"row 1: --prompt_template {x!r}: names no column")
+            for x in ("{", "{}", "{prompt!z}", "{title}")
+        ],
+        (prompts_of, PAIR, {"prompt": [4, 40, 4]}, "row 2: 40 is no token (the vocabulary has 40)"),
+        (prompts_of, PAIR, {"prompt": "\ud83d"}, "row 2: cannot be tokenised: '\\ud83d'"),
+        (comparisons_of, CHOICE, CHOICE | {"candidates": ["w4"]}, NOT_TWO),
+        (comparisons_of, CHOICE, CHOICE | {"candidates": "w4"}, NOT_TWO),
+        (comparisons_of, CHOICE, CHOICE | {"candidates": ["w4", "w4 " * 40]}, f"{TOO_LONG} one is row 2 with 43"),
+        (comparisons_of, CHOICE | {"candidates": ["w4"]}, CHOICE, "row 1: column 'candidates': must hold 2 strings"),
+        (comparisons_of, LABEL, LABEL | {"best": 4}, "row 2: column 'best': 4 is no index of its candidates"),
+        (comparisons_of, LABEL, LABEL | {"sample1": [3, 40, 3]}, "row 2: 40 is no token (the vocabulary has 40)"),
+    ],
+)
+def test_a_row_that_cannot_be_read_is_named(in_tmp, fails, read, good, bad, words):
+    line = fails(read, write("rows.json", [good, bad]), word_tokenizer(words=WORDS_OF_LABELS), 32)
+    assert "--dataset rows.json: " in line and words in line

@@ -84,7 +84,7 @@ def test_every_model_has_a_card_with_data_base_command_and_metrics(tiny, in_tmp,
     shown = {name for name in last if not name.startswith(("time/", "health/"))}
     before = {name: f"{x:.6g}" for name, x in first.items() if name.startswith("eval/")}
     table = re.findall(r"^\| `(.*)` \| (.*) \| (.*) \|$", body, re.M)
-    assert {name: (old, new) for name, old, new in table} == {x: (before.get(x, ""), f"{last[x]:.6g}") for x in shown}
+    assert {*table} == {(name, before.get(name, ""), f"{last[name]:.6g}") for name in shown}
 
 
 # ---- the Hub ---------------------------------------------------------------------------------------------------------

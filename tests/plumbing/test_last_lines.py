@@ -68,14 +68,14 @@ def evaluate_args(lines):
 def test_the_command_at_the_end_of_a_run_does_run(tiny, in_tmp, capsys):
     """The policy is compared with the one that it started from, in its own settings, on the held-out rows."""
     rows = write_rows("held out.jsonl", [{"question": row["prompt"]} for row in toy.rows("prompts", "test")[:4]])
-    Path("mine.py").write_text("import time\ndef f(prompts, completions): time.sleep(0.1); return [1.0] * len(prompts)")
+    Path("mine.py").write_text("def f(prompts, completions): return [1.0] * len(prompts)")
     data = dict(dataset=rows, eval_dataset=rows, prompt_template="{question}", reward_fn=("mine.py:f",))
     data |= dict(reward_fn_weights=(-0.5,), reward_fn_format="messages")
     result = train_rloo.main(rloo_args(tiny, **data, temperature=0.7, total_episodes=16, output_dir="model"))
     lines, row = said(capsys), read_metrics(result["run"])[1]
     for begin in (("learnt: ", "not learnt: ", "not shown: "), "bad signs: ", "evaluate: "):
         assert any(line.startswith(begin) for line in lines), begin
-    assert row["time/scores"] >= 0.1
+    assert row["time/scores"] > 0
     args = evaluate_args(lines)
     policy = evaluate.main(args)["metrics"]["policy"]
     assert policy["kl"]["value"] == pytest.approx(result["after"]["eval/objective/kl"], abs=1e-4)

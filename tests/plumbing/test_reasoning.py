@@ -18,15 +18,10 @@ def tasks():
     return module
 
 
-def test_the_rows_are_the_same_each_time_and_training_shares_no_question_with_the_test(tasks):
-    train, test, new = tasks.train(), tasks.test(), tasks.new_kinds()
-    assert (len(train), len(test), len(new)) == (240, 128, 64) and train == tasks.train()
-    questions = [[json.loads(row["entry"])["question"] for row in rows] for rows in (train, test, new)]
-    assert len({*questions[0], *questions[1], *questions[2]}) == 240 + 128 + 64
-    assert not {row["kind"] for row in train} & {row["kind"] for row in new}
-    for row in (*train[:4], *new[:2]):
-        assert [turn["role"] for turn in row["messages"]] == ["user", "assistant", "user"]
-        assert row["messages"][0] != row["messages"][2]
+def test_the_rows_are_the_same_each_time_and_training_shares_no_question_with_the_tests(tasks):
+    parts = tasks.train(), tasks.test(), tasks.new_kinds()
+    questions = [json.loads(row["entry"])["question"] for rows in parts for row in rows]
+    assert len({*questions}) == len(questions) == 240 + 128 + 64 and parts[0] == tasks.train()
 
 
 def test_an_answer_among_words_has_a_part_of_the_point_and_says_it_all_the_same(tasks):

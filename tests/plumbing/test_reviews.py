@@ -10,8 +10,7 @@ import reviews
 
 def test_held_out_prompts_have_words_that_training_does_not_have():
     train, test = reviews.train(), reviews.test()
-    assert (len(train), len(test)) == (320, 96)
-    assert not {row["word"] for row in train} & {row["word"] for row in test}
+    assert train and test and not {row["word"] for row in train} & {row["word"] for row in test}
 
 
 def test_what_obeys_is_one_sentence_with_the_word():

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from helpers import assert_same_curves, page_args, read_metrics, record, without_times
+from helpers import assert_same_curves, page_args, read_metrics, record, record_steps, without_times
 from short_runs import comparisons, write_rows
 
 from rlhf_details import toy, train_reward, utils
@@ -31,18 +31,6 @@ def rows(in_tmp):
     """rows.jsonl with 40 comparisons of 4 whose best one has the highest gold."""
     write_rows("rows.jsonl", table := comparisons(40))
     return table
-
-
-def record_steps(monkeypatch, look):
-    """[look(optimizer) before every later step of AdamW]."""
-    seen, step = [], torch.optim.AdamW.step
-
-    def recording(self, *args, **kwargs):
-        seen.append(look(self))
-        return step(self, *args, **kwargs)
-
-    monkeypatch.setattr(torch.optim.AdamW, "step", recording)
-    return seen
 
 
 @torch.no_grad()
@@ -146,16 +134,16 @@ def test_rm_11_samples_for_labels_of_token_ids_end_nowhere(in_tmp, tiny, monkeyp
 
 
 def test_rm_9_training_starts_from_samples_whose_scores_have_std_1(rows, tiny, monkeypatch):
-    weights, kind = [], train_reward.Reward
-    monkeypatch.setattr(train_reward, "Reward", lambda model: weights.append(kind(model)) or weights[0])
+    made = record(monkeypatch, train_reward, "Reward")["Reward"]
     samples = record(monkeypatch, utils, "sample")["sample"]
-    gains = record_steps(monkeypatch, lambda optimizer: [weights[0].gain.item(), weights[0].model.score.weight.clone()])
+    begun = record_steps(monkeypatch, lambda _: (made[0][1].gain.item(), made[0][1].model.score.weight.clone()))
     run_reward(tiny, normalization="gain_bias", normalize_samples=64, learning_rate=0.0)
+    gain, head = begun[0]
     with torch.no_grad():
-        base = weights[0].model.base_model
+        base = made[0][1].model.base_model
         hidden = torch.stack([base(torch.tensor([row])).last_hidden_state[0, -1] for row in sampled(samples)[0]])
-        scores = gains[0][0] * (hidden @ gains[0][1].T)
-    assert scores.std(correction=0).item() == pytest.approx(1, abs=1e-4) and gains[0][0] != 1
+        scores = gain * (hidden @ head.T)
+    assert scores.std(correction=0).item() == pytest.approx(1, abs=1e-4) and gain != 1
 
 
 def test_rm_12_mean_shift_uses_the_reference_responses_that_are_given(rows, tiny):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers import PAGES, REWARDED, ROOT, assert_same_curves, launch, record, rloo_args, run_page, without_times
 from short_runs import write_rows
+from tokenizers import Tokenizer
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from rlhf_details import toy, train_rloo, utils
@@ -34,14 +35,10 @@ def functions(in_tmp):
 def test_a_function_is_found_in_a_file_and_in_a_package_and_may_import_its_neighbours(functions, in_tmp):
     (in_tmp / "pack").mkdir()
     functions("WORD = 'kind'", "words.py")
-    functions("import words\ndef f(prompts, completions):\n    return [c.count(words.WORD) for c in completions]")
+    functions("import words\ndef f(prompts, completions):\n    return words.WORD")
     functions("from words import WORD\ndef g(prompts, completions):\n    return WORD", "pack/inner.py")
-    functions("def h(prompts, completions):\n    import words\n    return words.WORD", "late.py")
-    assert files.load_function("mine.py:f", "--reward_fn")([""], ["kind and kind"]) == [2]
-    assert files.load_function(f"{in_tmp}/mine.py:f", "--reward_fn")([""], ["kind"]) == [1]
-    assert files.load_function("pack.inner:g", "--reward_fn")([], []) == "kind"
-    assert files.load_function("late.py:h", "--reward_fn")([], []) == "kind"
-    assert files.load_function("rlhf_details.toy:right_sum", "--reward_fn") is toy.right_sum
+    for spec in ("mine.py:f", f"{in_tmp}/mine.py:f", "pack.inner:g"):
+        assert files.load_function(spec, "--reward_fn")([], []) == "kind"
 
 
 def test_what_the_users_files_import_is_never_a_file_of_ours(functions, tiny, in_tmp):
@@ -52,20 +49,17 @@ def test_what_the_users_files_import_is_never_a_file_of_ours(functions, tiny, in
     functions(
         """
         import evaluate, toy
-        def rows():
+        def f(prompts, completions):
             import utils
-            return [{"prompt": "we", "completion": f"{evaluate.WHOSE} {toy.WHOSE} {utils.WHOSE}"}] * 16
-        async def f(prompts, completions, completion):
-            import evaluate, toy, utils
-            raise SystemError(completion[0], evaluate.WHOSE, toy.WHOSE, utils.WHOSE)
+            raise SystemError(evaluate.WHOSE, toy.WHOSE, utils.WHOSE)
         """,
         "mine/mine.py",
     )
-    flags = ["--dataset", "mine/mine.py:rows", "--reward_fn", "mine/mine.py:f", "--reward_model_path", "None"]
-    flags += ["--sft_model_path", tiny / "policy", "--batch_size", 16, "--total_episodes", 16, "--response_length", 4]
-    end = launch("train_grpo.py", [*flags, "--output_dir", "out"], cwd=in_tmp, PYTHONPATH=f"{ROOT}:{in_tmp}/library")
-    words = "SystemError: ('library mine mine', 'library', 'mine', 'mine')"
-    assert end.stderr.splitlines()[-1] == words, end.stderr
+    flags = ["--dataset", write_rows("rows.jsonl", [{"prompt": "we"}]), "--reward_fn", "mine/mine.py:f"]
+    flags += ["--reward_model_path", "None", "--sft_model_path", tiny / "policy", "--output_dir", "out"]
+    flags += ["--batch_size", 16, "--total_episodes", 16, "--response_length", 4]
+    end = launch("train_grpo.py", flags, cwd=in_tmp, PYTHONPATH=f"{ROOT}:{in_tmp}/library")
+    assert end.stderr.splitlines()[-1] == "SystemError: ('library', 'mine', 'mine')", end.stderr
 
 
 @pytest.mark.parametrize(
@@ -259,11 +253,12 @@ def test_rew_4_a_reward_that_does_not_apply_to_a_row_is_left_out_of_its_score(fu
         def even(prompts, completions, kind): return [None if x else 1.0 for x in kind]
         def odd(prompts, completions, kind): return [3.0 if x else None for x in kind]
     """)
-    options = dict(reward_model_path=None, reward_fn=("mine.py:even", "mine.py:odd"), reward_fn_weights=(1.0, 2.0))
+    options = dict(reward_fn=("mine.py:even", "mine.py:odd"), reward_fn_weights=(1.0, 2.0))
     options |= dict(missing_eos_penalty=None, dataset=write_rows("rows.jsonl", table))
     for row in run_page(page, tiny, **options, total_episodes=32):
-        # Half of the rows score 1 * 1, and the other half 2 * 3.
-        assert row["objective/scores"] == pytest.approx(3.5, abs=1e-6)
+        # Half of the rows score 1 * 1 beside the reward model, and the other half 2 * 3.
+        expected = row["objective/rewards/reward_model"] + 3.5
+        assert row["objective/scores"] == pytest.approx(expected, abs=1e-5)
         assert (row["objective/rewards/even"], row["objective/rewards/odd"]) == (1, 3)
         assert math.isfinite(row["policy/grad_norm"])
 
@@ -278,25 +273,6 @@ def test_a_page_with_a_teacher_watches_functions_and_does_not_train_on_them(func
     assert "rewards: 0 * length + 0 * none" in capsys.readouterr().out
     for row, plain in zip(without_times(watched), without_times(run_page("train_distill", tiny)), strict=True):
         assert 0 < row.pop("objective/rewards/length") <= row["val/sequence_lengths"] and row == plain
-
-
-@BOTH
-def test_the_score_is_the_weighted_sum_of_reward_model_and_functions(functions, tiny, few_prompts, page):
-    functions("""
-        def words(prompts, completions): return [float(len(c.split())) for c in completions]
-        def is_long(prompts, completions, completion):
-            assert len(prompts) == len(completions) == len(completion)
-            return [len(c.split()) > 4 for c in completions]
-    """)
-    options = dict(reward_fn=("mine.py:words", "mine.py:is_long"), reward_fn_weights=(0.5, -2.0))
-    metrics = run_page(page, tiny, **options, missing_eos_penalty=None, eval_dataset="toy:test", take=20)
-    assert len(metrics) == 4
-    for row in metrics:
-        for at in {"eval/objective/", "objective/"} & {name.partition("scores")[0] for name in row}:
-            model, words, is_long = (row[f"{at}rewards/{name}"] for name in ("reward_model", "words", "is_long"))
-            assert row[f"{at}scores"] == pytest.approx(model + 0.5 * words - 2 * is_long, abs=1e-4)
-            assert row[f"{at}verifiable_correct_rate"] == is_long and 1 < words < 9
-            assert math.isfinite(row[f"{at}gold"])
 
 
 @BOTH
@@ -325,67 +301,52 @@ def test_each_completion_is_rewarded_with_its_own_row(functions, tiny, monkeypat
 
 # ---- a reward model with a tokenizer of its own ----------------------------------------------------------------------
 @pytest.fixture
-def shuffled(ragged, in_tmp):
-    """A policy without special tokens but EOS, so that its text says all, and the reward model over shuffled ids.
+def shifted(ragged, in_tmp):
+    """The folder policy, without special tokens but EOS, so that its text says all, and reward, where ids are one more.
 
     The reward model's scores of a text are the same as before, those of token ids are not.
     """
-    policy, vocabulary = shutil.copytree(ragged / "policy", "policy"), len(toy.tokenizer())
-    for file in Path(policy).glob("*token*"):
-        file.unlink()
-    order = utils.permutation(vocabulary, 0)  # order[old id] is the new one
-    for folder, new_id in ((policy, list(range(vocabulary))), ("shuffled", order)):
+    V = len(toy.tokenizer())
+    for folder, shift in (("policy", 0), ("reward", 1)):
+        shutil.copytree(ragged / folder, folder, ignore=shutil.ignore_patterns("*token*"))
         spec = json.loads(toy.tokenizer().backend_tokenizer.to_str())
-        spec["model"]["vocab"] = {word: new_id[i] for word, i in spec["model"]["vocab"].items()}
-        spec["added_tokens"] = [t | {"id": new_id[t["id"]]} for t in spec["added_tokens"] if t["content"] == "<eos>"]
-        Path("tokenizer.json").write_text(json.dumps(spec))
-        PreTrainedTokenizerFast(tokenizer_file="tokenizer.json", eos_token="<eos>").save_pretrained(folder)
-    model = AutoModelForSequenceClassification.from_pretrained(ragged / "reward")
+        spec["model"]["vocab"] = {word: (i + shift) % V for word, i in spec["model"]["vocab"].items()}
+        spec["added_tokens"] = [t | {"id": t["id"] + shift} for t in spec["added_tokens"] if t["content"] == "<eos>"]
+        backend = Tokenizer.from_str(json.dumps(spec))
+        PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>").save_pretrained(folder)
+    model = AutoModelForSequenceClassification.from_pretrained("reward")
     weight = model.get_input_embeddings().weight
     with torch.no_grad():
-        weight[torch.tensor(order)] = weight.clone()[:vocabulary]
-    model.save_pretrained("shuffled")
-    return policy, "shuffled"
+        weight[:V] = weight[:V].roll(1, 0)
+    model.save_pretrained("reward")
 
 
 @BOTH
 def test_a_reward_model_with_other_token_ids_is_given_text_and_scores_the_same(
-    ragged, shuffled, few_prompts, monkeypatch, page
+    ragged, shifted, few_prompts, monkeypatch, page
 ):
     """The engine and the checksum of a checkpoint know it, as they know one that reads token ids."""
-    policy, reward_model = shuffled
-    options = dict(eval_dataset="toy:test", take=30, sft_model_path=policy)
+    options = dict(eval_dataset="toy:test", take=30, sft_model_path="policy")
     options |= {"value_model": "shared"} if page == "train_ppo" else {}
     same = run_page(page, ragged, **options)
     prepared = record(monkeypatch, engines, "prepare")["prepare"]
     started = record(monkeypatch, PAGES[page], "Run")["Run"]
-    other = run_page(page, ragged, **options, reward_model_path=reward_model)
+    other = run_page(page, ragged, **options, reward_model_path="reward")
     assert_same_curves(same, other)
     assert type(prepared[0][0][-1]) is type(started[0][0][-1][-1]) is rewards.TextModel
     # A model alone is objective/scores already.
     assert not any("objective/rewards/" in name for row in same for name in row)
 
 
-@pytest.fixture
-def reads_text(tiny):
-    """score(prompts, texts, ended): the tiny reward model's scores, as if it had a tokenizer of its own; alone(ids)."""
+def test_only_what_has_ended_is_followed_by_eos(tiny):
+    """A text longer than the model's context of 128 loses its beginning."""
     model, tokenizer = models.load_reward_model(tiny / "reward", rloo_args(tiny)).eval(), toy.tokenizer()
-    scorer = make_scorer((), reward_model_path="reward")
+    scorer, eos = make_scorer((), reward_model_path="reward"), [tokenizer.eos_token_id]
     scorer.reward_model = rewards.TextModel(model, tokenizer, 4)
-
-    def score(columns, texts, ended):
-        batch = batch_of(["the room"] * len(texts))
-        batch.responses[:, -1] = torch.tensor([tokenizer.eos_token_id if x else 7 for x in ended])
-        return scorer([prompt({"prompt": text}) for text in columns], batch, texts=texts)[:, 0].tolist()
-
-    return score, lambda ids: model(torch.tensor([ids])).logits.item(), tokenizer
-
-
-def test_only_what_has_ended_is_followed_by_eos(reads_text):
-    score, alone, tokenizer = reads_text  # A text longer than the model's context of 128 loses its beginning.
     long = " ".join(sorted(toy.NOUN_TOPIC) * 20)
     prompts, texts = ["last night we went", "on monday", long], ["the room was lovely .", "the pool", "the room"]
-    ids = [tokenizer(f"{a} {b}").input_ids for a, b in zip(prompts, texts, strict=True)]
-    eos = [tokenizer.eos_token_id]
-    expected = [alone(ids[0] + eos), alone(ids[1]), alone((ids[2] + eos)[-128:])]
-    assert len(ids[2]) > 128 and score(prompts, texts, [True, False, True]) == pytest.approx(expected, abs=1e-5)
+    batch, ids = batch_of(texts), [tokenizer(f"{a} {b}").input_ids for a, b in zip(prompts, texts, strict=True)]
+    batch.responses[:, -1], batch.response_mask[:] = torch.tensor([*eos, 7, *eos]), True
+    scores = scorer([prompt({"prompt": text}) for text in prompts], batch, texts=texts)[:, 0].tolist()
+    expected = [model(torch.tensor([x])).logits.item() for x in (ids[0] + eos, ids[1], (ids[2] + eos)[-128:])]
+    assert len(ids[2]) > 128 and scores == pytest.approx(expected, abs=1e-5)

@@ -1,64 +1,35 @@
-"""The embedded tasks: their grammar, the gold reward, and tricks that must not pay."""
+"""The embedded tasks: their grammar and the gold reward."""
 
-import math
-import random
 from collections import Counter
-from statistics import mean
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
+import torch
 
 from rlhf_details import toy
 from rlhf_details.plumbing import rewards
 
 
-def reviews(num, seed=0):
-    """(text, words of its opening) of `num` reviews."""
-    rng = np.random.default_rng(seed)
-    return [toy.write_review(rng) for _ in range(num)]
-
-
-def vocabulary():
-    """Every word of the tokenizer but the special ones."""
-    tokenizer = toy.tokenizer()
-    return sorted(set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens))
-
-
 # ---- the gold reward -------------------------------------------------------------------------------------------------
 def test_gold_of_hand_made_responses():
     prompt = "last friday my sister went to a small hotel by the river ."
-    assert toy.gold(prompt, "the room was lovely .") == 1 + 1 + 1
-    assert toy.gold(prompt, "the room was lovely") == 1 + 1 - 1
-    assert toy.gold(prompt, "the room was awful .") == -1 + 1 + 1
-    assert toy.gold(prompt, "the soup was lovely .") == 1 - 4 - 2 + 1
-    assert toy.gold(prompt, "the room was lovely lovely .") == 1 + 1 - 1 - 1 + 1  # said again, and follows itself
-    assert toy.gold(prompt, "the room was lovely and the bed was lovely .") == 1 + 2 - 1 + 1
-    assert toy.gold(prompt, "") == 0 - 4 - 1
-    assert toy.gold(prompt, "room bed lobby pool shower .") == 0 + 4 + 1
-    assert toy.gold(prompt, " ".join(toy.POSITIVE[:7])) == 5 - 4 - 1
-    assert toy.gold(prompt, " ".join(toy.NEGATIVE[:7])) == -5 - 4 - 1
+    for text, gold in (
+        ("the room was lovely .", 1 + 1 + 1),
+        ("the room was lovely", 1 + 1 - 1),
+        ("the room was awful .", -1 + 1 + 1),
+        ("the soup was lovely .", 1 - 4 - 2 + 1),
+        ("the room was lovely lovely .", 1 + 1 - 1 - 1 + 1),  # said again, and follows itself
+        ("the room was lovely and the bed was lovely .", 1 + 2 - 1 + 1),
+        ("", 0 - 4 - 1),
+        ("room bed lobby pool shower .", 0 + 4 + 1),
+        (" ".join(toy.POSITIVE[:7]), 5 - 4 - 1),
+        (" ".join(toy.NEGATIVE[:7]), -5 - 4 - 1),
+    ):
+        assert toy.gold(prompt, text) == gold, text
 
 
-def test_no_constant_response_and_no_repeated_word_beats_the_training_texts():
-    honest = mean(toy.gold(r["prompt"], r["completion"]) for r in toy.rows("sft", "train"))
-    prompts = [r["prompt"] for r in toy.rows("prompts", "test")[:64]]
-    subjects = [toy.PLACE_TOPIC[next(w for w in p.split() if w in toy.PLACE_TOPIC)] for p in prompts]
-    share, prompt_of = Counter(subjects), dict(zip(subjects, prompts, strict=True))  # gold reads the subject alone
-    tricks = [r["completion"] for r in toy.rows("sft", "train")[:1000]]
-    tricks += [" ".join([w] * times) + end for w in vocabulary() for times in range(1, 13) for end in ("", " .")]
-    best = max(sum(n * toy.gold(prompt_of[topic], trick) for topic, n in share.items()) for trick in tricks)
-    assert best / len(prompts) < honest
-
-
-# ---- the grammar and the rows ----------------------------------------------------------------------------------------
-def test_rows_are_a_function_of_the_stage_and_split_alone():
-    for stage, split in toy.SPLITS:
-        np.random.seed(len(stage))
-        random.seed(len(split))
-        assert len(toy.rows(stage, split)) == toy.SPLITS[stage, split]
-    assert toy.rows.__wrapped__("prompts", "test") == toy.rows("prompts", "test")
-
-
+# ---- the rows --------------------------------------------------------------------------------------------------------
 def test_no_test_prompt_opens_a_training_review():
     """Nor any cut of one: a training text begins with its opening and up to two more words."""
     opened = set()
@@ -72,8 +43,8 @@ def test_no_test_prompt_opens_a_training_review():
 
 # ---- the tokenizer ---------------------------------------------------------------------------------------------------
 def test_every_word_is_one_token_and_comes_back():
-    tokenizer = toy.tokenizer()
-    for text, _ in reviews(500, seed=2):
+    tokenizer, rng = toy.tokenizer(), np.random.default_rng(2)
+    for text in (toy.write_review(rng)[0] for _ in range(500)):
         ids = tokenizer(text).input_ids
         assert len(ids) == len(text.split()) and tokenizer.unk_token_id not in ids
         # Other programs put the decoded response right behind the prompt.
@@ -88,10 +59,8 @@ def test_every_word_is_one_token_and_comes_back():
 def test_the_human_chooses_in_proportion_to_exp_of_gold():
     scores, n, rng = [1.0, 0.0, 2.5, -1.0], 20_000, np.random.default_rng(0)
     counts = Counter(toy.choose(scores, rng) for _ in range(n))
-    weights = [math.exp(s / toy.HUMAN_TEMPERATURE) for s in scores]
-    expected = [n * w / sum(weights) for w in weights]
-    # Chi-square with 3 degrees of freedom is above 25.9 once in 10^5.
-    assert sum((counts[i] - e) ** 2 / e for i, e in enumerate(expected)) < 25.9
+    shares = torch.tensor(scores).div(toy.HUMAN_TEMPERATURE).softmax(0).tolist()
+    assert [counts[i] / n for i in range(4)] == pytest.approx(shares, abs=0.015)
 
 
 # ---- toy-sum ---------------------------------------------------------------------------------------------------------

@@ -52,29 +52,28 @@ class StandIn:
         return ids, values
 
 
-def ask(engine, model, stop=None, key=KEY, rows=(0, 1, 2), precision="fp32", temperature=T):
-    """What vLLM's place in a rollout returns of PROMPTS. stop: what ends the run."""
-    policy = train_rloo.Policy(model, temperature).eval()
-    batch = [*utils.left_pad(PROMPTS), torch.tensor(rows)]
-    return vllm.sample(
-        engine, precision, stop, policy, *batch, n=1, response_length=6, stop_ids=torch.tensor([STOP]), key=key, size=3
-    )
-
-
 def stops(message):
     raise SystemExit(message)
 
 
+def ask(engine, model, precision="fp32", temperature=T):
+    """What vLLM's place in a rollout returns of PROMPTS."""
+    policy, stop_ids = train_rloo.Policy(model, temperature).eval(), torch.tensor([STOP])
+    batch = [*utils.left_pad(PROMPTS), torch.arange(3)]
+    return vllm.sample(
+        engine, precision, stops, policy, *batch, n=1, response_length=6, stop_ids=stop_ids, key=KEY, size=3
+    )
+
+
+def seeds_of(key, rows):
+    """What each row's request is seeded with."""
+    return [x % 2**32 for x in utils.keys_of_episodes(key, torch.tensor(rows)).tolist()]
+
+
 def test_two_seeds_share_no_request_seed():
     """Neither do two updates. With the row hashed first, seeds 1 and 2 had the same 256 keys in another order."""
-    engine, model, rows = StandIn(tiny_model("llama")), tiny_model("llama"), torch.arange(256)
-    batch = [*utils.left_pad([[1, 2]] * 256), rows]
-    for key in ((1, 0, 1), (2, 0, 1), (1, 0, 2)):
-        policy, stop_ids = train_rloo.Policy(model, T).eval(), torch.tensor([STOP])
-        vllm.sample(engine, "fp32", lambda _: None, policy, *batch, 1, 1, stop_ids, key, 256)
-    seeds = [x["seed"] for _, settings in engine.asked for x in settings]
-    assert len(seeds) == len(set(seeds)) == 3 * 256
-    assert seeds[:256] == [key % 2**32 for key in utils.keys_of_episodes((1, 0, 1), rows).tolist()]
+    found = {seed for key in ((1, 0, 1), (2, 0, 1), (1, 0, 2)) for seed in seeds_of(key, range(256))}
+    assert len(found) == 3 * 256
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt_neox", "gpt2"])
@@ -82,9 +81,10 @@ def test_it_gives_what_the_own_sampler_gives(kind):
     """Responses up to the stop token, their mask, and the log-probs of the training forward; the heads are tied."""
     model = tiny_model(kind, tie_word_embeddings=True)
     engine = StandIn(model)
-    responses, mask, logprobs = ask(engine, model, stops)
+    responses, mask, logprobs = ask(engine, model)
     prompts, settings = engine.asked[0]
-    assert prompts == PROMPTS and all(x["ignore_eos"] and x["temperature"] == T for x in settings)
+    assert prompts == PROMPTS and [x["seed"] for x in settings] == seeds_of(KEY, range(3))
+    assert all(x["ignore_eos"] and x["temperature"] == T for x in settings)
     assert not {"top_k", "top_p", "repetition_penalty"} & settings[0].keys()
     queries, query_mask = utils.left_pad(PROMPTS)
     (own, _) = train_rloo.response_logprobs(
@@ -103,7 +103,7 @@ def test_it_samples_no_logit_that_stands_for_no_token():
     with torch.no_grad():
         model.lm_head.weight[23:] *= 5
     model.num_tokens = 23
-    assert ask(StandIn(model), model, stops)[0].max() < 23
+    assert ask(StandIn(model), model)[0].max() < 23
 
 
 def without_head(weights):
@@ -119,7 +119,7 @@ def swapped(weights):
 def test_a_push_that_did_not_arrive_as_it_is_ends_the_run(change):
     model = tiny_model("llama", tie_word_embeddings=True)
     with pytest.raises(SystemExit, match="the stand-in does not have the weights that were pushed: its log-probs are"):
-        ask(StandIn(model, change), model, stops)
+        ask(StandIn(model, change), model)
 
 
 @pytest.mark.parametrize("precision, temperature", [("fp32", 0.8), ("bf16", 0.97)])
@@ -127,7 +127,7 @@ def test_log_probs_at_another_temperature_end_the_run(precision, temperature):
     """The bound of bf16 is too wide to see that they are off by some 0.03."""
     model = tiny_model("llama")
     with pytest.raises(SystemExit, match=rf"a temperature of 1, {temperature} was asked for: .*processed_logprobs"):
-        ask(StandIn(model, is_raw=True), model, stops, precision=precision, temperature=temperature)
+        ask(StandIn(model, is_raw=True), model, precision=precision, temperature=temperature)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
