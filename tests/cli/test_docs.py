@@ -79,7 +79,7 @@ def test_every_command_of_the_readme_that_runs_or_draws_a_study_parses():
 
 def test_every_flag_that_the_readme_names_exists():
     arguments = [module.Args for module in SCRIPTS.values()]
-    arguments += [benchmark.Args, frozen.Args, plot.CurvesArgs, plot.CompareArgs, speed.Compare, speed.Decode]
+    arguments += [benchmark.Args, frozen.Args, plot.CurvesArgs, plot.CompareArgs, speed.Args]
     arguments += [kind for kind, _ in study.COMMANDS.values()]
     names = {field.name for kind in arguments for field in dataclasses.fields(kind)}
     names |= {f"no_{name}" for name in names} | {"algorithm", "reward", "policy"}  # the last of train_both.py
