@@ -3,7 +3,8 @@ The tables of studies, by kind: each function takes a study and what a [[table]]
 
 Of several commits that have a run, that with most seeds counts, the first of equals; what a run is compared with is of
 the same commit. A measure is a text, "last COLUMN": the last number of a column that is there, or the first, the mean,
-the max, or the mean of the later ones, without the first; "last COLUMN / 60" divides it, "later COLUMN + COLUMN" adds.
+the max, or the mean of the later ones, without the first; "last COLUMN / 60" divides it, "later COLUMN + COLUMN" adds,
+and so do "last COLUMN + 5", and "last COLUMN + -5 * COLUMN".
 """
 
 import json
@@ -38,10 +39,14 @@ def cells(text):
 
 def number(columns, measure):
     """What a measure says of a run's columns."""
-    how, _, names = measure.partition(" ")
-    names, _, over = names.partition(" / ")
-    found = (columns[name] for name in names.split(" + "))
-    return sum(NUMBER[how](x[~np.isnan(x)]) for x in found) / float(over or 1)
+    how, _, terms = measure.partition(" ")
+    terms, _, over = terms.partition(" / ")
+    total = 0.0
+    for term in terms.split(" + "):
+        factor, _, name = term.rpartition(" * ")
+        x = columns[name] if name in columns else np.array([float(name)])
+        total += float(factor or 1) * NUMBER[how](x[~np.isnan(x)])
+    return total / float(over or 1)
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
@@ -114,6 +119,20 @@ def rows(study, said):
     counts = [] if count == "none" else ["seeds"]
     head = [*cells(said["head"]), *counts, *columns]
     return grid(head, lines, 0 if said.get("plain") else len(columns) + len(counts), said.get("plain", False))
+
+
+def listed(study, said):
+    """A row is [label, form, cell, ...]; a cell is "RUN: MEASURE", the mean and interval over the seeds, or "RUN", how
+    many seeds there are, or empty.
+    """
+
+    def text(form, cell):
+        run, _, measure = cell.partition(": ")
+        seeds = seeds_of(study, run)
+        return words(mean_interval([number(x, measure) for x in seeds.values()]), form) if measure else len(seeds) or ""
+
+    made = [[label, *(text(form, cell) for cell in found)] for label, form, *found in said["rows"]]
+    return grid(said["head"], made, len(said["head"]) - 1)
 
 
 def is_level(pairs):
@@ -349,4 +368,4 @@ def spread(x):
     return words((np.mean(x), min(x), max(x)), f".{0 if max(map(abs, x)) >= 100 else 2}f")
 
 
-KINDS = {kind.__name__: kind for kind in (rows, course, levels, paired, sentence, corrected)}
+KINDS = {kind.__name__: kind for kind in (rows, listed, course, levels, paired, sentence, corrected)}

@@ -96,36 +96,6 @@ def by_seed(study, said):
 
 
 # ---- other tables of their own ---------------------------------------------------------------------------------------
-def movies(study, said):
-    """What each stage reached; DPO and its stages are of another commit."""
-
-    def cell(name, measure, commit, digits=2, lost=0.0):
-        seeds = seeds_of(study, name, commit).values()
-        x = [number(columns, measure) for columns in seeds]
-        if lost:  # what a missing end lost is given back
-            x = [
-                a + lost * (1 - number(b, f"{measure.split()[0]} eval/objective/ended"))
-                for a, b in zip(x, seeds, strict=True)
-            ]
-        return words([round(float(each), digits) + 0.0 for each in mean_interval(x)[:3]], f".{digits}f")  # no -0.00
-
-    own, dpo, policies, made = said["commit"], said["dpo"], ("rloo", "ppo", "dpo"), []
-    stages = [("movies_sft", "last eval/sft/perplexity", "perplexity a token", 1)]
-    stages += [("movies_reward", "last eval/rm/accuracy", "reward model's accuracy", 3)]
-    for name, measure, label, digits in stages:
-        made.append([label, cell(name, measure, own, digits), "", "", cell(name, measure, dpo, digits)])
-    rewards = {"accuracies": "accuracy", "chosen": "score of the chosen", "rejected": "score of the rejected"}
-    for name, label in rewards.items():
-        made.append([f"DPO's {label}", "", "", "", cell("dpo", f"last eval/rewards/{name}", dpo, 3)])
-    columns = {"score": "scores", "score without the penalty": "scores", "KL, nats a response": "kl"}
-    for label, column in (columns | {"length, tokens": "length", "share ended": "ended"}).items():
-        lost = said["penalty"] * ("without" in label)
-        ends = (cell(x, f"last eval/objective/{column}", dpo if x == "dpo" else own, 2, lost) for x in policies)
-        made.append([label, cell("rloo", f"first eval/objective/{column}", own, 2, lost), *ends])
-    made.append(["seeds", "", *(len(seeds_of(study, x, dpo if x == "dpo" else own)) for x in policies)])
-    return grid(["", "SFT", "RLOO", "PPO", "DPO"], made, 4)
-
-
 def smooth(x, width):
     """Running mean over the last axis."""
     return np.apply_along_axis(lambda row: np.convolve(row, np.ones(width) / width, mode="valid"), -1, x)
@@ -213,4 +183,4 @@ def toy(study, said):
     )
 
 
-KINDS |= {kind.__name__: kind for kind in (tally, longer, unpriced, by_seed, movies, falls, best_of_n, toy)}
+KINDS |= {kind.__name__: kind for kind in (tally, longer, unpriced, by_seed, falls, best_of_n, toy)}
