@@ -58,18 +58,8 @@ def longer(study, said):
         spec, ends = study.runs[name], (verdict[name], of_long[name], ", ".join(apart(found[name], long[name])))
         head = ", ".join(spec.get("tags", "").split()), named(study, name), spec["base"], count_up(long[name])
         made.append([*head, *figures, *ends])
-    head = [
-        "details",
-        "what is changed",
-        "base",
-        "long: gold, KL up",
-        "gold at the end",
-        "long",
-        "KL",
-        "long",
-        "verdict",
-    ]
-    lines = grid([*head, "long", "apart"], made)
+    head = ["details", "what is changed", "base", "long: gold, KL up", "gold at the end", "long", "KL", "long"]
+    lines = grid([*head, "verdict", "long", "apart"], made)
     return [lines[0], "|---|---|---|---:|---:|---:|---:|---:|---|---|---|", *lines[2:]]
 
 
@@ -148,39 +138,25 @@ def best_of_n(study, said):
 
 def toy(study, said):
     """The embedded task: a column a run, mean (lowest .. highest)."""
-
-    def figures(name):
-        for columns in seeds_of(study, name).values():
-            (gold, scores), after = (
-                (
-                    smooth(columns[f"objective/{c}"][~np.isnan(columns[f"objective/{c}"])], 10)
-                    for c in ("gold", "scores")
-                ),
-                number(columns, "last eval/objective/gold"),
-            )
-            peak, sd = gold.argmax(), number(columns, "first eval/objective/gold_std")
-            before = number(columns, "first eval/objective/gold")
-            yield [
-                before,
-                sd,
-                after,
-                (after - before) / sd,
-                (gold[peak] - gold[-1]) / sd,
-                scores[-1] - scores[peak],
-            ] + [
-                number(columns, x)
-                for x in ("last eval/objective/kl", "last eval/objective/parses", "first eval/objective/parses")
-            ]
-
     labels = ["gold of the SFT policy", "its standard deviation", "gold at the end", "rise in SFT standard deviations"]
     labels += ["fall from the peak, in SFT standard deviations", "learned score at the end minus at gold's peak"]
     labels += ["KL, nats a response", "share of responses that parse", "the SFT policy's"]
-    updates = {name: max(x["update"].max() for x in seeds_of(study, name).values()) for name, _ in said["runs"]}
-    columns = [[spread(x) for x in zip(*figures(name), strict=True)] for name, _ in said["runs"]]
-    head = ["", *(f"{label}, {updates[name]:.0f} updates" for name, label in said["runs"])]
-    return grid(
-        head, [[label, *row] for label, row in zip(labels, zip(*columns, strict=True), strict=True)], len(columns)
-    )
+    measures = "first eval/objective/gold", "first eval/objective/gold_std", "last eval/objective/gold"
+    measures += "last eval/objective/kl", "last eval/objective/parses", "first eval/objective/parses"
+
+    def figures(columns):
+        batches = (columns[f"objective/{name}"] for name in ("gold", "scores"))
+        gold, scores = (smooth(x[~np.isnan(x)], 10) for x in batches)
+        peak, (before, sd, after, *rest) = gold.argmax(), (number(columns, x) for x in measures)
+        rise, fallen = (after - before) / sd, (gold[peak] - gold[-1]) / sd
+        return [before, sd, after, rise, fallen, scores[-1] - scores[peak], *rest]
+
+    head, made = [""], []
+    for name, label in said["runs"]:
+        seeds = seeds_of(study, name).values()
+        head.append(f"{label}, {max(x['update'].max() for x in seeds):.0f} updates")
+        made.append([spread(x) for x in zip(*map(figures, seeds), strict=True)])
+    return grid(head, zip(labels, *made, strict=True), len(made))
 
 
 KINDS |= {kind.__name__: kind for kind in (tally, longer, unpriced, by_seed, falls, best_of_n, toy)}
