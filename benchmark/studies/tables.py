@@ -26,11 +26,11 @@ NUMBER = {"first": lambda x: x[0], "last": lambda x: x[-1], "mean": np.mean, "ma
 NUMBER["later"] = lambda x: x[1:].mean()
 
 
-def grid(head, rows, numbers=0, plain=False):
+def grid(head, rows, numbers=0):
     """Lines of a table. Args: head, rows, cells; numbers, how many columns at the right are numbers."""
     rule = ["---"] * (len(head) - numbers) + ["---:"] * numbers
-    lines = [f"| {' | '.join(map(str, row))} |" for row in [head, *([rule] if plain else []), *rows]]
-    return lines if plain else [lines[0], f"|{'|'.join(rule)}|", *lines[1:]]
+    first, *lines = (f"| {' | '.join(map(str, row))} |" for row in [head, *rows])
+    return [first, f"|{'|'.join(rule)}|", *lines]
 
 
 def cells(text):
@@ -118,7 +118,7 @@ def rows(study, said):
         lines.append([label, *found])
     counts = [] if count == "none" else ["seeds"]
     head = [*cells(said["head"]), *counts, *columns]
-    return grid(head, lines, 0 if said.get("plain") else len(columns) + len(counts), said.get("plain", False))
+    return grid(head, lines, len(columns) + len(counts))
 
 
 def listed(study, said):
@@ -179,7 +179,8 @@ def course(study, said):
         y = np.array([columns[name][~np.isnan(columns[name])] for columns in seeds.values()])  # [seeds, evaluations]
         half = len(updates) // 2
         made.append([head, *(f"{x:.2f}" for x in y.mean(0)), words(mean_interval(y[:, -1] - y[:, half]))])
-    return grid(["held out, at update", *updates, f"from {updates[half]} to {updates[-1]}"], made, plain=True)
+    head = ["held out, at update", *updates, f"from {updates[half]} to {updates[-1]}"]
+    return grid(head, made, len(head) - 1)
 
 
 # ---- what is changed, in the form of the ablations -------------------------------------------------------------------
