@@ -84,10 +84,10 @@ def rows(study, said):
     """A row is [label, run], a level, or [label, run, base], the difference paired by seed; "first RUN" is the run at
     its start. Labels may hold several cells.
 
-    columns: {head: measure, or {measure, seeds, not_of, cells}, or {measure, largest: a form} over the seeds}; form,
-    form_of_differences; count: "all", "none" or "levels" have their seeds counted; cells: "interval", "mean", "spread",
-    "risen" (before -> after, and the mean rise), "ratio" (of two runs the median ratio and its range), or "pooled" (the
-    median of all rows); tested: heads, whose differences are bold where they pass Holm's correction over the table;
+    columns: {head: measure, or {measure, seeds, not_of, cells, form}}; form, form_of_differences; count: "all", "none"
+    or "levels" have their seeds counted; cells: "interval", "mean", "largest" (of the seeds), "spread", "risen" (before
+    -> after, and the mean rise), "ratio" (of two runs the median ratio and its range), or "pooled" (the median of all
+    rows); tested: heads, whose differences are bold where they pass Holm's correction over the table;
     prices: whether they price the details of the runs.
     """
     columns, count, form = said["columns"], said.get("count", "all"), said.get("form", ".2f")
@@ -148,23 +148,23 @@ def interval(pairs, measure):
 
 def cell(pairs, measure, form, kind):
     """The text of a cell of `rows`."""
-    if isinstance(measure, dict) and "largest" in measure:
-        most = max(number(a, measure["measure"]) for _, a, _ in pairs)
-        return f"{most:{measure['largest']}}" if is_level(pairs) else ""
     if isinstance(measure, dict):
         pairs = [pair for pair in pairs if pair[0] in measure.get("seeds", [pair[0]])]
-        kind, measure = measure.get("cells", kind), measure["measure"]
+        kind, form, measure = measure.get("cells", kind), measure.get("form", form), measure["measure"]
     if kind == "pooled":
         return f"{np.nanmedian(np.concatenate([columns[measure] for _, columns, _ in pairs])):{form}}"
-    if kind == "ratio" and not is_level(pairs):
-        ratios = [number(a, measure) / number(b, measure) for _, a, b in pairs]
-        return f"times {np.median(ratios):.2f} ({min(ratios):.2f} .. {max(ratios):.2f})"
+    x, level = np.array([number(columns, measure) for _, columns, _ in pairs]), is_level(pairs)
+    if kind == "largest":
+        return f"{x.max():{form}}" if level else ""
     if kind == "spread":
-        return spread([number(x, measure) for _, x, _ in pairs])
-    if kind == "risen" and is_level(pairs):
-        before, after = np.array([[number(x, how + measure[4:]) for how in ("first", "last")] for _, x, _ in pairs]).T
-        rise = words(mean_interval(after - before)) if len(pairs) > 1 else "one seed"
-        return f"{before.mean():.2f} -> {after.mean():.2f}, {rise}"
+        return spread(x)
+    if kind == "ratio" and not level:
+        ratios = x / [number(other, measure) for _, _, other in pairs]
+        return f"times {np.median(ratios):.2f} ({min(ratios):.2f} .. {max(ratios):.2f})"
+    if kind == "risen" and level:
+        before = np.array([number(columns, f"first{measure[4:]}") for _, columns, _ in pairs])
+        rise = words(mean_interval(x - before)) if len(pairs) > 1 else "one seed"
+        return f"{before.mean():.2f} -> {x.mean():.2f}, {rise}"
     found = interval(pairs, measure)
     return f"{found[0]:{form}}" if kind == "mean" else words(found, form)
 
