@@ -16,6 +16,7 @@ All need the extra "benchmark".
 import json
 import math
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import groupby
@@ -67,21 +68,13 @@ def fail(message):
 def read(folder):
     """Rows of a run's metrics.jsonl; a torn last line, of a run that goes on or was killed, is left out."""
     path = Path(folder) / "metrics.jsonl"
-    if not path.parent.is_dir():
-        fail(f"{folder}: no such folder")
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError as e:
-        fail(f"{path}: {e.strerror}")
-    rows = []
-    for number, line in enumerate(lines, 1):
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            if number < len(lines):
-                fail(f"{path}: line {number} is not JSON")
-    rows = [row for row in rows if isinstance(row, dict) and "episode" in row]
-    return rows or fail(f"{path}: no rows")
+    if not path.exists():
+        fail(f"{path}: no such file")
+    *lines, last_line = path.read_text(encoding="utf-8", errors="replace").splitlines() or fail(f"{path}: no rows")
+    rows = list(map(json.loads, lines))
+    with suppress(ValueError):
+        rows.append(json.loads(last_line))
+    return rows
 
 
 def panels(rows):
@@ -175,10 +168,7 @@ def main(args: Args):
         fail(f"{args.runs[0]}: none of its metrics is drawn")
     first = Path(args.runs[0])
     output = args.output or (first.parent if len(args.runs) > 1 else first) / "curves.png"
-    try:
-        figure(runs).savefig(output, dpi=90)
-    except (OSError, ValueError) as e:
-        fail(f"{output}: {e}")
+    figure(runs).savefig(output, dpi=90)
     print(output)
 
 
@@ -220,7 +210,7 @@ class CurvesArgs:
     x: str = "update"
     """the column of the horizontal axis"""
     output: str = "static/curves.svg"
-    """the figure; the table stands beside it, with the ending .md"""
+    """the figure, an .svg; the table stands beside it, with the ending .md"""
 
 
 @dataclass
@@ -301,11 +291,7 @@ def curves(args: CurvesArgs):
             lines.append(f"| {exp} | {len(seeds)} | {metric} | {' | '.join(cells)} |")
         frame(axis, metric, args.x)
         axis.legend(frameon=False, fontsize=7)
-    matplotlib.rcParams["svg.hashsalt"] = "curves"  # the same bytes for the same data
-    try:
-        picture.savefig(args.output, **({"metadata": {"Date": None}} if args.output.endswith(".svg") else {"dpi": 90}))
-    except (OSError, ValueError) as e:
-        fail(f"{args.output}: {e}")
+    save(picture, Path(args.output).resolve(), "curves")
     head = f"{Path(args.output).name}: `{args.tag}`, interquartile mean over seeds (percentile bootstrap interval)\n\n"
     Path(args.output).with_suffix(".md").write_text(head + "\n".join(lines) + "\n")
     print("\n".join(lines))

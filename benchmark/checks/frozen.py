@@ -1,25 +1,23 @@
 """
 Has a rewrite changed a number? This tool runs an old commit and the working tree, and compares what they write.
 
-    python benchmark/checks/frozen.py --list                                  which runs there are
     python benchmark/checks/frozen.py --against COMMIT --work /tmp/frozen     all of them; exit code 1 where one differs
     python benchmark/checks/frozen.py --against COMMIT --runs rloo ppo --processes 1
 
-Both sides run on this machine, one thread a process, from the same seeds, each run in a folder of its own. The tool
-checks the old commit out into a temporary `git worktree` and removes it at the end. It keeps the old side's results in
-the --work folder, so that a second comparison runs the new side alone. The old side also trains the stages (SFT
-policies, a reward model) once, and both sides start from them. So each run is compared for itself. The tool knows the
-scripts by their command line and their files alone, and imports none of them.
+Both sides run on this machine, one thread a process, from the same seeds, each run in a folder of its own. RUNS has
+their names. The tool checks the old commit out into a temporary `git worktree` and removes it at the end. It keeps the
+old side's results in the --work folder, so that a second comparison runs the new side alone. The old side also trains
+the stages (SFT policies, a reward model) once, and both sides start from them. So each run is compared for itself. The
+tool knows the scripts by their command line and their files alone, and imports none of them.
 
 It compares:
 
 1. The metrics of the first 20 updates: 1e-3 relative, plus what ABSOLUTE allows for a metric. Counts of tokens (EXACT)
    are equal at update 1: another sample would be another length or score. Times are left out. A metric that only the
-   new side has is named; one that only the old side has is a difference.
+   old side has is a difference.
 2. The held-out figures of the last row: 2e-2 relative.
 3. The saved models: the norm of the difference of all weights, 1e-3 of the norm of the weights, and the reward model's
    bias, which is in no metric.
-4. The run `resume`, which a SIGTERM stops, also with the run `rloo` of its own side, which nobody stopped.
 
 Runs in bf16 are allowed more: see BF16_TOLERANCE. Rounding may, rarely, turn a sampled token, and from that update on a
 run is another one. The verdict names the first numbers that differ: a difference that begins late, in one run alone,
@@ -30,7 +28,6 @@ import json
 import math
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -70,7 +67,6 @@ class Run:
     batch_size: int = 64
     processes: tuple = (1,)
     bf16: bool = False
-    stopped: bool = False  # by SIGTERM, and then resumed
 
 
 CLASSIC = "--score_scaling --score_norm --score_clip 2 --kl_penalty abs"
@@ -88,7 +84,6 @@ RUNS = {
     "rloo_lora": Run("train_rloo", "--lora_rank 4"),
     "rloo_bf16": Run("train_rloo", "", bf16=True),
     "rloo_overlap": Run("train_rloo", "--learning_rate 1e-4 --overlap"),
-    "resume": Run("train_rloo", "--checkpoint_every 5", 256, stopped=True),
     "grpo": Run("train_grpo", "--learning_rate 1e-4"),
     "ppo": Run("train_ppo", "", 256, processes=(1, 2)),
     "ppo_lmhp": Run("train_ppo", "--config {recipes}/ppo_toy_lm_human_preferences.toml"),
@@ -105,8 +100,6 @@ STAGES = ("train_sft", ""), ("train_reward", ""), ("train_sft", "--dataset toy-s
 class Args:
     against: str = "HEAD"
     """the old commit"""
-    tree: str = str(ROOT)
-    """the working tree, by default the one that this file lies in"""
     runs: tuple[str, ...] = tuple(RUNS)
     """names of runs"""
     processes: tuple[int, ...] = (1, 2)
@@ -117,18 +110,6 @@ class Args:
     """runs at a time"""
     work: str = "runs/frozen"
     """folder of all results; the old side's stay there for the next time"""
-    list: bool = False
-    """print the runs and stop"""
-
-
-@dataclass
-class Side:
-    """A tree, the folder of its results, and the stages that it starts from."""
-
-    tree: Path
-    folder: Path
-    stages: Path
-    keeps: bool = False  # results of an earlier call count
 
 
 # ---- running ---------------------------------------------------------------------------------------------------------
@@ -147,38 +128,26 @@ def command_of(run, tree, processes, updates):
     return [str(word) for word in words]
 
 
-def call(command, folder, env, stop_after=None):
-    """Runs a command in a folder and returns its exit code; with stop_after, stops it once so many rows are logged."""
+def call(command, folder, env):
+    """Runs a command in a folder and returns its exit code."""
     with open(folder / "log.txt", "a") as log:
-        process = subprocess.Popen([sys.executable, *command], cwd=folder, env=env, stdout=log, stderr=log)
-        metrics = folder / "runs/run/metrics.jsonl"
-        while stop_after and process.poll() is None:
-            if metrics.exists() and len(metrics.read_text().splitlines()) >= stop_after:
-                process.send_signal(signal.SIGTERM)
-                break
-            time.sleep(0.02)  # another process writes this file, and tells nobody
-        return process.wait()
+        return subprocess.run([sys.executable, *command], cwd=folder, env=env, stdout=log, stderr=log).returncode
 
 
-def result_of(name, side, processes, updates):
-    """Runs it, unless this side keeps the result; returns {"folder", "command", "seconds", "failed"}."""
-    run, folder = RUNS[name], side.folder / f"{name}.{processes}"
-    command, done = command_of(run, side.tree, processes, updates), folder / "done.json"
-    shown = " ".join(command).replace(str(side.tree), "TREE")
-    if side.keeps and done.exists():
+def result_of(name, tree, place, stages, processes, updates):
+    """Runs it, unless the result is in `place`; returns {"folder", "command", "seconds", "failed"}."""
+    run, folder = RUNS[name], place / f"{name}.{processes}"
+    command, done = command_of(run, tree, processes, updates), folder / "done.json"
+    shown = " ".join(command).replace(str(tree), "TREE")
+    if done.exists():
         result = json.loads(done.read_text())
         if result["command"] == shown and not result["failed"]:
             return result
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    (folder / "models").symlink_to(side.stages / "models")
-    env, start, failed = environment(side.tree, run.bf16), time.time(), False
-    if run.stopped:
-        call(command, folder, env, stop_after=max(2, updates // 3))
-        failed = max(metrics_of(folder)) >= updates  # it was not stopped in time
-        command = [*command, "--resume"]
-    failed |= call(command, folder, env) != 0
-    shutil.rmtree(folder / "runs/run/checkpoints", ignore_errors=True)
+    (folder / "models").symlink_to(stages / "models")
+    start = time.time()
+    failed = call(command, folder, environment(tree, run.bf16)) != 0
     result = {"folder": str(folder), "command": shown, "seconds": time.time() - start, "failed": failed}
     done.write_text(json.dumps(result))
     return result
@@ -204,17 +173,18 @@ def metrics_of(folder):
 
 
 def compare_metrics(old, new, bf16):
-    """(what is wrong, (largest relative difference, its metric), the metrics that only the new side has)."""
+    """(what is wrong, (largest relative difference, its metric))."""
     old, new = metrics_of(old), metrics_of(new)
-    wrong, largest, lacking, fresh = [], (0.0, "-"), set(), set()
+    wrong, largest = [], (0.0, "-")
     if list(old) != list(new):
         wrong.append(f"rows of updates {list(old)[:1]}..{list(old)[-1:]} -> {list(new)[:1]}..{list(new)[-1:]}")
     relative, factor, updates = (BF16_TOLERANCE, BF16_ABSOLUTE, 1) if bf16 else (TOLERANCE, 1, COMPARED_UPDATES)
     for update in sorted(old.keys() & new.keys()):
-        a, b = old[update], new[update]
-        lacking, fresh = lacking | a.keys() - b.keys(), fresh | b.keys() - a.keys()
-        for metric in (metric for metric in a if metric in b):
-            x, y, absolute = a[metric], b[metric], factor * ABSOLUTE.get(metric, 0.0)
+        for metric, x in old[update].items():
+            if metric not in new[update]:
+                wrong.append(f"lacks {metric} at {update}")
+                continue
+            y, absolute = new[update][metric], factor * ABSOLUTE.get(metric, 0.0)
             is_end = metric.startswith("eval/") and update == max(old)
             is_exact = metric in EXACT and update == 1 and not bf16
             allowed = 0.0 if is_exact else max(EVAL_TOLERANCE, relative) if is_end else relative
@@ -224,7 +194,7 @@ def compare_metrics(old, new, bf16):
             largest = max(largest, (gap, metric)) if not absolute else largest
             if not abs(x - y) <= allowed * max(abs(x), abs(y)) + absolute:
                 wrong.append(f"{metric} at {update} {x:.6g} -> {y:.6g}")
-    return wrong + [f"lacks {metric}" for metric in sorted(lacking)], largest, sorted(fresh)
+    return wrong, largest
 
 
 def compare_models(old, new, relative):
@@ -246,20 +216,18 @@ def compare_models(old, new, relative):
     return wrong + [f"reward_bias {a:.6g} -> {b:.6g}"] * (not math.isclose(a, b, rel_tol=relative))
 
 
-def compare(name, processes, old, new, unstopped):
-    """(whether they agree, a line) of the results of both sides; unstopped: those of the run that `resume` repeats."""
+def compare(name, processes, old, new):
+    """(whether they agree, a line) of the results of both sides."""
     times = f"{old['seconds']:.0f} / {new['seconds']:.0f} s"
     if new["failed"]:
         log = Path(new["folder"], "log.txt").read_text().strip().splitlines()
         return False, f"{name} | {processes} | DOES NOT RUN: {log[-1] if log else 'no output'} | {times}"
     bf16 = RUNS[name].bf16
-    wrong, (gap, metric), fresh = compare_metrics(old["folder"], new["folder"], bf16)
+    wrong, (gap, metric) = compare_metrics(old["folder"], new["folder"], bf16)
     wrong += compare_models(old["folder"], new["folder"], BF16_TOLERANCE if bf16 else TOLERANCE)
-    for resumed, whole in zip((old, new), unstopped, strict=False):
-        wrong += [f"stopped and resumed: {x}" for x in compare_metrics(whole["folder"], resumed["folder"], bf16)[0]]
     more = [f"{len(wrong)} in all"] if len(wrong) > 4 else []
     said = "DIFFERS: " + "; ".join([*wrong[:4], *more]) if wrong else "agrees"
-    return not wrong, f"{name} | {processes} | {said} | {gap:.1e} {metric} | {times} | {', '.join(fresh)}"
+    return not wrong, f"{name} | {processes} | {said} | {gap:.1e} {metric} | {times}"
 
 
 def git(*words):
@@ -267,40 +235,33 @@ def git(*words):
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def run_both(args, commit):
-    """Runs both sides, prints a line a run and returns which agree."""
-    work, here = Path(args.work).resolve(), Path(args.tree).resolve()
+def main(args):
+    """Runs both sides, and prints a line a run; returns 1 where one differs."""
+    commit, work = git("rev-parse", "--short", f"{args.against}^{{commit}}"), Path(args.work).resolve()
     tree, stages = work / f"tree-{commit}-{os.getpid()}", work / commit / "stages"
-    sides = Side(tree, work / commit, stages, keeps=True), Side(here, work / f"new-{here.name}", stages)
-    chosen = {*args.runs, *(["rloo"] if "resume" in args.runs else [])}
-    jobs = [(name, p) for name, run in RUNS.items() if name in chosen for p in run.processes if p in args.processes]
+    sides = (tree, work / commit), (ROOT, work / "new")  # the trees, and the folders of their results
+    shutil.rmtree(work / "new", ignore_errors=True)
+    jobs = [(name, p) for name in args.runs for p in RUNS[name].processes if p in args.processes]
     agree = []
-    print("run | processes | verdict | largest relative difference | seconds old / new | new metrics")
+    print("run | processes | verdict | largest relative difference | seconds old / new")
     git("worktree", "add", "--detach", str(tree), commit)
     try:
         train_stages(tree, stages)
         with ThreadPoolExecutor(args.workers) as pool:
-            made = {job: [pool.submit(result_of, job[0], side, job[1], args.updates) for side in sides] for job in jobs}
-            for job in jobs:
-                old, new = (future.result() for future in made[job])
+            made = {
+                (name, p): [pool.submit(result_of, name, *side, stages, p, args.updates) for side in sides]
+                for name, p in jobs
+            }
+            for job, futures in made.items():
+                old, new = (future.result() for future in futures)
                 if old["failed"]:
                     sys.exit(f"the old side fails: {old['folder']}/log.txt")
-                unstopped = [future.result() for future in made["rloo", 1]] if RUNS[job[0]].stopped else []
-                agrees, line = compare(*job, old, new, unstopped)
+                agrees, line = compare(*job, old, new)
                 agree.append(agrees)
                 print(line, flush=True)
     finally:
         git("worktree", "remove", "--force", str(tree))
-    return agree
-
-
-def main(args):
-    if args.list:
-        print("\n".join(f"{name:20} {run.processes} {run.script} {run.flags}" for name, run in RUNS.items()))
-        return 0
-    commit = git("rev-parse", "--short", f"{args.against}^{{commit}}")
-    agree = run_both(args, commit)
-    print(f"\n{args.tree} against {commit}: {len(agree)} runs of {args.updates} updates, {agree.count(False)} differ")
+    print(f"\n{ROOT} against {commit}: {len(agree)} runs of {args.updates} updates, {agree.count(False)} differ")
     return int(not all(agree))
 
 

@@ -3,7 +3,6 @@ Proof that each detail's test tests it: every detail is broken in a copy of the 
 
     python benchmark/checks/mutations.py               all mutants, on two workers; writes results/mutations.md
     python benchmark/checks/mutations.py --only RM-4   those of one tag, or of several
-    python benchmark/checks/mutations.py --show RM-4   the mutated lines, without running anything
 
 A mutant is (tag, file, old, new), from the tag's row in details/: in the statement that its comment speaks of, `old`
 becomes `new`. Both are written as `ast.unparse` writes the statement, so reformatting the code changes nothing
@@ -12,9 +11,7 @@ The copies are compared by benchmark/tests/test_mutations.py. The tests of a tag
 [RM-4] `test_rm_4_...`, and those whose docstring has it in its brackets.
 """
 
-import argparse
 import ast
-import difflib
 import functools
 import io
 import os
@@ -28,7 +25,10 @@ import time
 import tokenize
 import tomllib
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
 from pathlib import Path
+
+import tyro
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 600  # after which a mutant's tests count as failed: it hangs. A loaded machine needs 480 for two processes.
@@ -182,19 +182,16 @@ def table(rows):
     return "\n".join(lines) + "\n"
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", help="tags")
-    parser.add_argument("--show", nargs="+", help="tags whose mutants are printed, and not run")
-    parser.add_argument("--workers", type=int, default=2)
-    args = parser.parse_args()
-    chosen = [m for m in MUTATIONS if m[0] in (args.only or args.show or [x[0] for x in MUTATIONS])]
-    if args.show:
-        for tag, file, old, new in chosen:
-            source = (ROOT / "rlhf_details" / file).read_text()
-            pair = (x.splitlines(True) for x in (source, mutate(source, tag, old, new)))
-            sys.stdout.writelines(difflib.unified_diff(*pair, file, file))
-        return 0
+@dataclass
+class Args:
+    only: tuple[str, ...] = ()
+    """tags; none: all"""
+    workers: int = 2
+    """mutants at a time"""
+
+
+def main(args):
+    chosen = [mutant for mutant in MUTATIONS if not args.only or mutant[0] in args.only]
     start, copies = time.time(), queue.Queue()
     with tempfile.TemporaryDirectory(prefix="mutations-") as scratch, ThreadPoolExecutor(args.workers) as pool:
         for number in range(args.workers):
@@ -213,4 +210,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(tyro.cli(Args)))

@@ -49,37 +49,6 @@ def ablations_long():
     return ["| " + " | ".join(row[:-3]) + " |" for row in cells(tables("ablations")[3]) if row[-1]]
 
 
-SPEEDS = "rloo_27m_96", "rloo_27m_8", "rloo_0.9m_8", "ppo_27m_8", "ppo_27m_96"  # speed/*.md, and speed_fast/*.md
-
-
-def work(path):
-    """What a table of speed.py measures: "RLOO, 27 M, prompts 96-128"."""
-    text = (ROOT / "benchmark" / "results" / f"{path}.md").read_text(encoding="utf-8")
-    algorithm, size, prompts = re.match(r"(\w+), .*?, ([\d.]+)m parameters, prompts of (\S+) tokens", text).groups()
-    return f"{algorithm}, {size} M, prompts {prompts}"
-
-
-def speeds(names):
-    """The tables of speed/<name>.md as one, with a first column that says of which work a row is."""
-    found = [(work(f"speed/{name}"), tables(f"speed/{name}")[0]) for name in names]
-    head, rule, *_ = found[0][1]
-    return [f"| work {head}", f"|---{rule}", *(f"| {label} {row}" for label, (_, _, *rows) in found for row in rows)]
-
-
-def speed(folder):
-    """A line for each work: our speed, and for each version of TRL how many times as fast and how much memory."""
-    lines = ["| work | ours, episodes/s | times TRL 0.21 | times TRL 1.16 | peak memory, ours to theirs |"]
-    lines += ["|---|---:|---:|---:|---:|"]
-    for name in SPEEDS:
-        rows = cells(tables(f"{folder}/{name}")[0])
-        of = {row[0]: dict(zip(rows[0], row, strict=True)) for row in rows[2:]}
-        trl = [of.get(f"TRL {version}", {}) for version in ("0.21.0", "1.16.0")]
-        faster, memory = ([row.get(name, "") for row in trl] for name in ("times as fast", "memory share"))
-        row = work(f"{folder}/{name}"), of["ours"]["episodes/s"], *faster, ", ".join(filter(None, memory))
-        lines.append("| " + " | ".join(row) + " |")
-    return lines
-
-
 # The columns of the table of starting values: the scripts whose `presets` it shows.
 COLUMNS = {"SFT, new model": "sft", "SFT": "sft", "reward model": "reward", "DPO": "dpo", "RLOO": "rloo"}
 COLUMNS |= {"GRPO": "grpo", "PPO": "ppo", "distillation": "distill"}
@@ -136,10 +105,6 @@ def studies():
 MADE = {
     "studies": studies,
     "starting_values": starting_values,
-    "speed": lambda: speed("speed"),
-    "speed_fast": lambda: speed("speed_fast"),
-    "speed_all": lambda: speeds(SPEEDS),
-    "speed_without": lambda: speeds(["without", "without_27m_8", "without_0.9m_8"]),
     "ablations": ablations,
     "ablations_long": ablations_long,
 }

@@ -4,12 +4,11 @@ tests/cli/test_recipes.py runs them.
 
 A recipe's command is the one of its header, and the commands of the scripts are what they print with DRY_RUN. They run
 in a folder that holds stand-ins for all data sets and models that they name (published.py), in this process, on the
-CPU. Sizes are replaced as `smaller` says, and nothing else. A language model as judge is a server on this machine.
+CPU. Sizes are replaced as `smaller` says, and nothing else. A language model as judge always prefers A: no server is
+asked.
 """
 
-import contextlib
 import dataclasses
-import http.server
 import importlib
 import json
 import math
@@ -17,13 +16,12 @@ import os
 import re
 import shlex
 import subprocess
-import threading
 from pathlib import Path
 from unittest import mock
 
 import datasets
 
-from rlhf_details.plumbing import cli
+from rlhf_details.plumbing import cli, judge
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "benchmark/recipes").glob("*.toml"))
@@ -63,9 +61,9 @@ def commands(name):
 
 
 def smaller(script, args):
-    """{flag: value} of what is replaced: sizes, and the address of the judge's server."""
+    """{flag: value} of what is replaced: sizes, and the address of the judge's server, which nobody calls."""
     if script == "evaluate":
-        return {"num_examples": 4}
+        return {"num_examples": 4} | ({"judge_base_url": "http://judge"} if args.judge == "llm" else {})
     batch_size = min(args.batch_size, getattr(args, "group_size", 8))
     values = {"batch_size": batch_size, "take": 2 * batch_size}
     if script in ("train_sft", "train_reward", "train_dpo"):
@@ -77,7 +75,7 @@ def smaller(script, args):
 
 
 # ---- running one -----------------------------------------------------------------------------------------------------
-def run(words, judge_url):
+def run(words):
     """Runs a command of two updates, or an evaluation of four prompts; returns its script. All figures are finite."""
     place = next(i for i, word in enumerate(words) if word.startswith("rlhf_details/"))
     script = Path(words[place]).stem
@@ -86,11 +84,10 @@ def run(words, judge_url):
         args = cli.parse(module.Args, words[place + 1 :])
     for flag, name in named(args):
         assert Path(name).exists(), f"--{flag} {name}: nothing stands in for it"
-    replaced = smaller(script, args)
-    replaced |= {"judge_base_url": judge_url} if getattr(args, "judge", None) == "llm" else {}
     cache = mock.patch.object(datasets.config, "HF_DATASETS_CACHE", str(Path("cache").resolve()))
-    with cache, mock.patch.dict(os.environ, {"WANDB_MODE": "disabled"}):
-        done = module.main(dataclasses.replace(args, **replaced))
+    answer = mock.patch.object(judge, "ask", lambda *_: "Comparison: they differ.\nPreferred: A")
+    with cache, answer, mock.patch.dict(os.environ, {"WANDB_MODE": "disabled"}):
+        done = module.main(dataclasses.replace(args, **smaller(script, args)))
     if script == "evaluate":
         figures = [figure["value"] for figure in numbers(done["metrics"])]
     else:
@@ -114,29 +111,3 @@ def named(args):
     given = [(flag, name) for flag, names in given for name in (names if isinstance(names, tuple) else [names])]
     found = [(flag, re.split(r"[:\[]", name)[0]) for flag, name in given]
     return [(flag, name) for flag, name in found if name not in ("", "toy", "scratch")]
-
-
-class Judge(http.server.BaseHTTPRequestHandler):
-    """An OpenAI-compatible server that always prefers A."""
-
-    def do_POST(self):
-        self.rfile.read(int(self.headers["Content-Length"]))
-        message = {"role": "assistant", "content": "Comparison: they differ.\nPreferred: A"}
-        choice = {"index": 0, "finish_reason": "stop", "message": message}
-        answer = {"id": "1", "object": "chat.completion", "created": 0, "model": "fake", "choices": [choice]}
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.end_headers()
-        self.wfile.write(json.dumps(answer).encode())
-
-    def log_message(self, *_):
-        pass
-
-
-@contextlib.contextmanager
-def serve_judge():
-    """The address of a Judge, which stops at the end."""
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Judge)
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}/v1"
-    server.shutdown(), server.server_close()

@@ -5,31 +5,24 @@ Of n responses of the SFT policy to a held-out prompt the one with the highest l
 log n - (n - 1) / n.
 """
 
-import json
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import tyro
+from called import Called, responses_to
 
 
 @dataclass
-class Args:
+class Args(Called):
     sft_model_path: str
     """folder of the policy"""
     reward_model_path: str
     """folder of the reward model"""
-    seed: int
-    """seed of the samples"""
     responses: int = 64
     """to each prompt: the largest n"""
     prompts: int = 256
     """held-out prompts"""
-    run_name: str = "run"
-    """folder under runs/"""
-    overwrite: bool = True
-    """replace it"""
 
 
 def best_of_shares(number, n):
@@ -53,13 +46,11 @@ def main(args: Args):
     tokenizer, policy, _, reward = train_rloo.load_models(settings, "cpu")
     texts = [row["prompt"] for row in toy.rows("prompts", "test")[: args.prompts]]
     stop_ids = torch.tensor([tokenizer.eos_token_id])
-    policy.eval()
-    queries, query_mask = utils.left_pad([tokenizer(text).input_ids for text in texts for _ in range(n)])
     key, penalty, size = (args.seed, utils.EVALUATION, 0), settings.missing_eos_penalty, 8 * n
+    ids = [tokenizer(text).input_ids for text in texts]
+    batch = responses_to(ids, n, policy, settings.response_length, stop_ids, key, size)
+    responses, mask = batch.responses, batch.response_mask
     with torch.no_grad():
-        rows, length = torch.arange(len(queries)), settings.response_length
-        responses, mask, _ = utils.sample(policy, queries, query_mask, rows, n, length, stop_ids, key, size)
-        batch = utils.Batch(queries, query_mask, responses, mask)
         (scores,) = utils.in_slices(lambda *given: [train_rloo.response_scores(*given, 1)], reward, batch, size)
     ended = train_rloo.has_stopped(responses, mask, stop_ids)
     scores = train_rloo.missing_eos_scores(scores, ended, penalty, "subtract").reshape(-1, n).numpy()
@@ -68,14 +59,13 @@ def main(args: Args):
         golds.append([toy.gold(text, answer) for answer in models.decode(tokenizer, responses, mask)])
     order = np.argsort(scores, 1)  # the worst one first
     scores, golds = (np.take_along_axis(np.array(x), order, 1).mean(0) for x in (scores, golds))  # [responses]
-    output = Path("runs") / args.run_name
-    output.mkdir(parents=True, exist_ok=True)
-    with open(output / "metrics.jsonl", "w") as file:
-        for exponent in range(int(math.log2(n)) + 1):
-            best_of = 2**exponent
-            share = best_of_shares(n, best_of)
-            row = {"update": best_of, "objective/gold": float(golds @ share), "objective/scores": float(scores @ share)}
-            file.write(json.dumps(row | {"objective/kl": math.log(best_of) - (best_of - 1) / best_of}) + "\n")
+    found = []
+    for exponent in range(int(math.log2(n)) + 1):
+        best_of = 2**exponent
+        share = best_of_shares(n, best_of)
+        row = {"update": best_of, "objective/gold": float(golds @ share), "objective/scores": float(scores @ share)}
+        found.append(row | {"objective/kl": math.log(best_of) - (best_of - 1) / best_of})
+    args.log(*found)
 
 
 if __name__ == "__main__":

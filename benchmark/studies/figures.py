@@ -1,4 +1,9 @@
-"""The figures of studies, by kind: each function takes a study and what a [[figure]] of its file says, and saves it."""
+"""
+The figures of studies, by kind: each function takes a study and what a [[figure]] of its file says, and saves it.
+
+A figure of the kind "panels" has a panel for each [[figure.panel]], which a function of PANELS draws: that of its kind,
+or of the figure's key `panels`. What a panel does not say itself, the figure says for all.
+"""
 
 import numpy as np
 from intervals import ROOT, iqm
@@ -7,12 +12,31 @@ from plot import blank, figure, frame, read, save
 from tables import MEASURES, VERDICTS, effects, interval, number, pairs_of, seeds_of, verdicts
 from tables_own import curves
 
-LEXICON = "last eval/objective/rewards/lexicon"
+
+# ---- panels ----------------------------------------------------------------------------------------------------------
+def lines(study, axis, said):
+    """Columns of every seed over another column, where both are numbers: [run, column, label, colour, style]."""
+    for name, column, label, colour, style in said["lines"]:
+        for place, seed in enumerate(seeds_of(study, name).values()):
+            x, y = seed[said["x"]], seed[column]
+            kept = ~np.isnan(x) & ~np.isnan(y)
+            look = {"color": colour, "label": None if place else label} | said.get("look", {})
+            axis.plot(x[kept], y[kept], style, **look)
 
 
-def points(study, said):
+def dots(study, axis, said):
+    """What a measure of each run is, less the base's: a row a run, a dot a seed."""
+    for place, name in enumerate(said["runs"]):
+        pairs, _ = pairs_of(study, name, study.runs[name]["base"])
+        x = [number(a, said["measure"]) - number(b, said["measure"]) for _, a, b in pairs]
+        axis.plot(x, [place] * len(x), "o", color="#3465a4", markersize=5)
+    axis.axvline(0, color="grey", linewidth=0.8)
+    axis.set_yticks(range(len(said["runs"])), [name.replace("_", " ") for name in said["runs"]])
+    axis.invert_yaxis()
+
+
+def points(study, axis, said):
     """A measure over another: a small point for each seed, a large one for their mean; and the line of best-of-n."""
-    picture, axis = blank(1, 1, figsize=said["size"])
     for name, label, colour, mark in said["points"]:
         seeds = seeds_of(study, name).values()
         x, y = (np.array([number(columns, said[way]) for columns in seeds]) for way in "xy")
@@ -22,50 +46,79 @@ def points(study, said):
     seeds = seeds_of(study, name).values()
     x, y = (np.mean([columns[said[way].split()[1].removeprefix("eval/")] for columns in seeds], 0) for way in "xy")
     axis.plot(x, y, "-", color="grey", linewidth=1.2, label=label)
-    frame(axis, said["title"], said["xlabel"])
-    axis.legend(frameon=False, fontsize=8, loc="lower right")
-    picture.tight_layout()
-    save(picture, f"static/{study.name}.svg", study.name)
 
 
-def band(study, said):
-    """Columns over the episodes: interquartile means over seeds and their bootstrap intervals, a panel each."""
-    picture, axes = blank(1, len(said["panel"]), figsize=said["size"], layout=said.get("layout"))
-    for axis, panel in zip(axes, said["panel"], strict=True):
-        for name, label, colour in panel["runs"]:
-            seeds = list(seeds_of(study, name).values())
-            heights = np.stack([columns[panel["column"]] for columns in seeds], 1)  # [rows, seeds]
-            kept = ~np.isnan(heights).any(1)
-            x = seeds[0]["episode"][kept] / said.get("per", 1)
-            iqm_band(axis, x, heights[kept], label, color=colour, linewidth=said["linewidth"])
-        for name, label, colour in panel.get("ends", []):  # of policies without a course
-            end = np.mean(
-                [number(columns, f"last eval/{panel['column']}") for columns in seeds_of(study, name).values()]
-            )
-            axis.axhline(end, color=colour, linestyle="--", linewidth=1.2, label=label)
-        frame(axis, panel["title"], said["xlabel"])
-    axes[0].legend(frameon=False, **said["legend"])
+def band(study, axis, said):
+    """A column over the episodes: interquartile means over seeds and their bootstrap intervals."""
+    for name, label, colour in said["runs"]:
+        seeds = list(seeds_of(study, name).values())
+        heights = np.stack([columns[said["column"]] for columns in seeds], 1)  # [rows, seeds]
+        kept = ~np.isnan(heights).any(1)
+        x = seeds[0]["episode"][kept] / said.get("per", 1)
+        iqm_band(axis, x, heights[kept], label, color=colour, linewidth=said["linewidth"])
+    for name, label, colour in said.get("ends", []):  # of policies without a course
+        seeds = seeds_of(study, name).values()
+        end = np.mean([number(columns, f"last eval/{said['column']}") for columns in seeds])
+        axis.axhline(end, color=colour, linestyle="--", linewidth=1.2, label=label)
+
+
+def errorbars(study, axis, said):
+    """Gold at the end, less the base's: means and intervals over kinds of a run."""
+    for place, (how, label, colour) in enumerate(said["series"]):
+        runs = [said["run"].format(value, how) for value in said["values"]]
+        pairs = [pairs_of(study, run, study.runs[run]["base"])[0] for run in runs]
+        mean, low, high = np.array([interval(x, MEASURES["gold"])[:3] for x in pairs]).T
+        x = np.arange(len(runs)) + 0.2 * (place - 1)
+        axis.errorbar(x, mean, (mean - low, high - mean), fmt="o", markersize=4, color=colour, label=label)
+    axis.axhline(0, color="grey", linewidth=0.8)
+    axis.set_xticks(range(len(said["labels"])), said["labels"])
+
+
+def over_kl(study, axis, said):
+    """Gold (solid) and the learned score (dashed) over the root of the KL, and those of the best of n."""
+    seeds = seeds_of(study, said["best"]).values()
+    best_kl, *best = (np.array([x[f"objective/{c}"] for x in seeds]) for c in ("kl", "gold", "scores"))
+    for place, (name, label) in enumerate(said["runs"]):
+        columns = curves(study, name)
+        x = np.sqrt(np.maximum(iqm(columns["kl"]), 0))
+        for column, style in (("gold", "-"), ("scores", "--")):
+            look = dict(linestyle=style, color=f"C{place}", linewidth=1.4, alpha=0.15)
+            iqm_band(axis, x, columns[column], label if column == "gold" else None, **look)
+    for column, style, label in zip(best, ("-", "--"), ("best of n", None), strict=True):
+        axis.plot(np.sqrt(best_kl[0]), column.mean(0), style, color="black", linewidth=1, label=label)
+
+
+PANELS = {kind.__name__: kind for kind in (lines, dots, points, band, errorbars, over_kl)}
+
+
+# ---- figures ---------------------------------------------------------------------------------------------------------
+def panels(study, said, output=None, salt=None, text="path"):
+    """A panel for each [[figure.panel]]: `kind`, `title`, `xlabel`, `legend`, and what the kind reads."""
+    shape = said.get("grid", [1, len(said["panel"])])
+    picture, axes = blank(*shape, sharey="sharey" in said, figsize=said["size"], layout=said.get("layout"))
+    axes = np.ravel(axes)
+    for axis, own in zip(axes, said["panel"], strict=True):
+        panel = said | own
+        PANELS[panel["panels"]](study, axis, panel)
+        frame(axis, panel["title"], panel["xlabel"])
+        if "legend" in own:
+            axis.legend(frameon=False, **own["legend"])
+    if "ylabel" in said:
+        axes[0].set_ylabel(said["ylabel"], fontsize=8)
+        axes[0].set_ylim(said["bottom"], None)
     if "layout" not in said:
         picture.tight_layout()
-    save(picture, f"static/{study.name}.svg", study.name)
+    save(picture, output or f"static/{study.name}.svg", salt or study.name, text)
 
 
-def errorbars(study, said):
-    """Gold at the end, less the base's: means and intervals over kinds of a run, a panel for each base."""
-    picture, axes = blank(1, len(said["panels"]), figsize=said["size"], sharey=True)
-    for axis, (title, name) in zip(axes, said["panels"], strict=True):
-        for place, (how, label, colour) in enumerate(said["series"]):
-            runs = [name.format(value, how) for value in said["values"]]
-            pairs = [pairs_of(study, run, study.runs[run]["base"])[0] for run in runs]
-            mean, low, high = np.array([interval(x, MEASURES["gold"])[:3] for x in pairs]).T
-            x = np.arange(len(runs)) + 0.2 * (place - 1)
-            axis.errorbar(x, mean, (mean - low, high - mean), fmt="o", markersize=4, color=colour, label=label)
-        axis.axhline(0, color="grey", linewidth=0.8)
-        axis.set_xticks(range(len(said["labels"])), said["labels"])
-        frame(axis, title, said["xlabel"])
-    axes[0].legend(frameon=False, fontsize=7, loc="lower left")
-    picture.tight_layout()
-    save(picture, f"static/{study.name}.svg", study.name)
+def symptom(study, said):
+    """A metric of a healthy run and of a broken one."""
+    colours = {"healthy": "#888888", "broken": "#c4261b"}
+    named = zip(said["runs"], colours.items(), strict=True)
+    shown = {"lines": [[run, said["column"], label, colour, "-"] for run, (label, colour) in named]}
+    shown |= {"title": said["title"], "legend": {"fontsize": 7}}
+    look = {"panels": "lines", "x": "update", "xlabel": "update", "size": (3.6, 2.1), "layout": "constrained"}
+    panels(study, look | {"panel": [shown]}, f"static/symptom_{said['name']}.svg", said["name"], "none")
 
 
 def forest(study, said):
@@ -100,83 +153,6 @@ def forest(study, said):
     save(picture, f"static/{study.name}.svg", study.name, text="none")
 
 
-def symptom(study, said):
-    """A metric of a healthy run and of a broken one, of the first seed."""
-    picture, axis = blank(1, 1, figsize=(3.6, 2.1), layout="constrained")
-    for name, colour, label in zip(said["runs"], ("#888888", "#c4261b"), ("healthy", "broken"), strict=True):
-        columns = min(seeds_of(study, name).items())[1]
-        shown = columns["update"] > 0
-        axis.plot(columns["update"][shown], columns[said["column"]][shown], color=colour, label=label)
-    frame(axis, said["title"], "update")
-    axis.legend(frameon=False, fontsize=7)
-    save(picture, f"static/symptom_{said['name']}.svg", said["name"], text="none")
-
-
-def smollm(study, said):
-    """Four panels: each batch's score, a longer run, a detail off, and the learned score beside its judge."""
-    picture, axes = blank(2, 2, figsize=(8.4, 6.8))
-    verified, long, details, learned = np.ravel(axes)
-    named = {
-        "grpo": ("GRPO", "#c4501b"),
-        "rloo": ("RLOO", "#3465a4"),
-        "grpo_lora": ("GRPO, LoRA of rank 16", "#4e9a06"),
-    }
-    for name, (label, colour) in named.items():
-        for place, seed in enumerate(seeds_of(study, name).values()):
-            look = dict(color=colour, linewidth=1, alpha=0.8, label=None if place else label)
-            verified.plot(seed["update"], seed["objective/scores"], **look)
-    frame(verified, "verified: score of the batch", "update")
-    for kind, colour, label in (("rewards/obeys", "#c4501b", "right answers"), ("ended", "#3465a4", "ended")):
-        for place, seed in enumerate(seeds_of(study, "grpo_long").values()):
-            y = seed[f"eval/objective/{kind}"]
-            look = dict(marker=".", color=colour, label=None if place else label)
-            long.plot(seed["update"][~np.isnan(y)], y[~np.isnan(y)], **look)
-    frame(long, "GRPO, 40 updates: held-out shares", "update")
-    off = [name for name, spec in study.runs.items() if spec.get("base") == "base"]
-    for place, name in enumerate(off):
-        pairs, _ = pairs_of(study, name, "base")
-        x = [number(a, LEXICON) - number(b, LEXICON) for _, a, b in pairs]
-        details.plot(x, [place] * len(x), "o", color="#3465a4", markersize=5)
-    details.axvline(0, color="grey", linewidth=0.8)
-    details.set_yticks(range(len(off)), [name.replace("_", " ") for name in off])
-    details.invert_yaxis()
-    frame(details, "a detail off: lexicon at the end, less the base", "each seed")
-    for name, algorithm, colour in (("rloo_learned", "RLOO", "#3465a4"), ("ppo_learned", "PPO", "#75507b")):
-        for place, seed in enumerate(seeds_of(study, name).values()):
-            kept = ~np.isnan(seed["eval/objective/kl"])
-            for kind, style, label in (("reward_model", "o-", "learned score"), ("lexicon", "x--", "lexicon")):
-                y, label = seed[f"eval/objective/rewards/{kind}"][kept], None if place else f"{algorithm}: {label}"
-                learned.plot(seed["eval/objective/kl"][kept], y, style, markersize=4, color=colour, label=label)
-    frame(learned, "learned: held-out score and its judge", "KL, nats a response")
-    for axis in (verified, long, learned):
-        axis.legend(frameon=False, fontsize=7, handlelength=4 if axis is learned else None)
-    picture.tight_layout()
-    save(picture, f"static/{study.name}.svg", study.name)
-
-
-def over_kl(study, said):
-    """Gold (solid) and the learned score (dashed) over the root of the KL, and those of the best of n."""
-    best = [
-        np.array([x[f"objective/{c}"] for x in seeds_of(study, said["best"]).values()])
-        for c in ("kl", "gold", "scores")
-    ]
-    picture, axes = blank(1, len(said["panel"]), figsize=(10, 3.6), sharey=True, layout="constrained")
-    for axis, panel in zip(axes, said["panel"], strict=True):
-        for place, (name, label) in enumerate(panel["runs"]):
-            columns = curves(study, name)
-            x = np.sqrt(np.maximum(iqm(columns["kl"]), 0))
-            for column, style in (("gold", "-"), ("scores", "--")):
-                look = dict(linestyle=style, color=f"C{place}", linewidth=1.4, alpha=0.15)
-                iqm_band(axis, x, columns[column], label if column == "gold" else None, **look)
-        for column, style, label in ((best[1], "-", "best of n"), (best[2], "--", None)):
-            axis.plot(np.sqrt(best[0][0]), column.mean(0), style, color="black", linewidth=1, label=label)
-        frame(axis, panel["title"], "square root of the KL, nats a response")
-        axis.legend(frameon=False, fontsize=7, loc="lower left")
-    axes[0].set_ylabel("points:  gold (solid),  learned score (dashed)", fontsize=8)
-    axes[0].set_ylim(-8, None)
-    save(picture, f"static/{study.name}.svg", study.name)
-
-
 def toy(study, said):
     """Gold and the learned score over updates, every seed a thin line."""
     picture, axes = blank(1, 2, figsize=(9, 3.2))
@@ -205,4 +181,4 @@ def run(study, said):
     figure({"rloo_toy": read(study.folder / "rloo_toy")}).savefig(ROOT / "static" / "curves.png", dpi=90)
 
 
-KINDS = {kind.__name__: kind for kind in (points, band, errorbars, forest, symptom, smollm, over_kl, toy, run)}
+KINDS = {kind.__name__: kind for kind in (panels, symptom, forest, toy, run)}

@@ -7,37 +7,30 @@ It gives our scripts' own last eval/objective/{scores,gold,kl,ended,length} to t
 (seed, EVALUATION, 0). The studies call it. It writes runs/<run_name>/metrics.jsonl, which has one row.
 """
 
-import json
 import shlex
 import types
 from dataclasses import dataclass
-from pathlib import Path
 
 import tyro
+from called import Called
 
 FIGURES = "scores", "gold", "kl", "ended", "length", "rewards/obeys"
 
 
 @dataclass
-class Args:
+class Args(Called):
     policy: str
     """folder of the policy"""
     sft: str
     """folder of the policy that the KL is measured to, with the tokenizer"""
     reward: str
     """folder of the reward model"""
-    seed: int = 1
-    """seed of the samples"""
     temperature: float = 1.0
     """temperature of the samples and of the log-probs in the KL"""
     response_length: int = 36
     """most tokens of a response"""
     flags: str = ""
     """what train_rloo.py is told of another task, as --flags='--dataset FILE --eval_dataset FILE'"""
-    run_name: str = "run"
-    """folder under runs/"""
-    overwrite: bool = True
-    """replace it"""
 
 
 def evaluate(policy_folder, sft, reward, seed, flags="", **changes):
@@ -68,11 +61,8 @@ def evaluate(policy_folder, sft, reward, seed, flags="", **changes):
 
 
 def main(args: Args):
-    folder = Path("runs") / args.run_name
-    folder.mkdir(parents=True, exist_ok=True)
     changes = dict(temperature=args.temperature, response_length=args.response_length)
-    row = evaluate(args.policy, args.sft, args.reward, args.seed, args.flags, **changes)
-    (folder / "metrics.jsonl").write_text(json.dumps({"update": 0} | row) + "\n")
+    args.log({"update": 0} | evaluate(args.policy, args.sft, args.reward, args.seed, args.flags, **changes))
 
 
 if __name__ == "__main__":

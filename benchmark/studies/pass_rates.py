@@ -7,18 +7,16 @@ The answers to a prompt share its computation, as in training. It writes runs/<r
 {"<data set>/<figure>": value}, where a figure is pass@1, pass@2, .. or the mean length in tokens.
 """
 
-import json
 import shlex
 from dataclasses import dataclass
-from pathlib import Path
 
-import torch
 import tyro
 from accelerate import Accelerator
+from called import Called, responses_to
 
 
 @dataclass
-class Args:
+class Args(Called):
     policy: str
     """folder of the policy"""
     datasets: tuple[str, ...]
@@ -29,12 +27,6 @@ class Args:
     """what train_grpo.py is told besides, as --flags='--temperature 0.7 --response_length 16'"""
     samples: int = 8
     """responses to each prompt"""
-    seed: int = 1
-    """seed of the samples"""
-    run_name: str = "run"
-    """folder under runs/"""
-    overwrite: bool = True
-    """replace it"""
 
 
 def figures(args, dataset):
@@ -49,10 +41,8 @@ def figures(args, dataset):
     prompts, _ = data.load_prompts(own, tokenizer, room=models.context(policy) - own.response_length)
     n, key = args.samples, (args.seed, utils.EVALUATION, 1)  # other noise than that of the training's evaluation
     rows = [prompt for prompt in prompts for _ in range(n)]
-    queries, mask = utils.left_pad([row.ids for row in rows])
-    numbers = torch.arange(len(rows))
-    found = utils.sample(policy.eval(), queries, mask, numbers, n, own.response_length, stop_ids, key, 8 * n)
-    batch = utils.Batch(queries, mask, *found[:2])
+    ids = [prompt.ids for prompt in prompts]
+    batch = responses_to(ids, n, policy, own.response_length, stop_ids, key, 8 * n)
     score = rewards.Scorer(own, Accelerator(cpu=True), tokenizer, None, None, 8 * n, stop_ids)
     score.check_columns(prompts)
     values = score(rows, batch, n).reshape(len(prompts), n, -1).transpose(0, 1)  # [n, N, 1]
@@ -61,12 +51,11 @@ def figures(args, dataset):
 
 
 def main(args: Args):
-    folder, row = Path("runs") / args.run_name, {"update": 0}
-    folder.mkdir(parents=True, exist_ok=True)
+    row = {"update": 0}
     for dataset in args.datasets:
         name = dataset.rpartition(":")[2]
         row |= {f"{name}/{figure}": value for figure, value in figures(args, dataset).items()}
-    (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+    args.log(row)
 
 
 if __name__ == "__main__":

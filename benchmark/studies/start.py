@@ -13,22 +13,17 @@ from typing import Literal
 
 import numpy as np
 import tyro
+from called import Called
 
 
 @dataclass
-class Args:
+class Args(Called):
     kind: tyro.conf.Positional[Literal["gpt2", "lengths"]]
     """which model"""
     output_dir: str
     """where it goes"""
-    seed: int = 1
-    """seed of its weights"""
     reviews: int = 12_000
     """lines of lengths.jsonl, which are the same for every seed"""
-    run_name: str = "run"
-    """folder under runs/"""
-    overwrite: bool = True
-    """replace it"""
 
 
 def main(args: Args):
@@ -61,9 +56,7 @@ def main(args: Args):
                 file.write(json.dumps(row) + "\n")
     for each in (model, tokenizer):
         each.save_pretrained(folder)
-    runs = Path("runs") / args.run_name
-    runs.mkdir(parents=True, exist_ok=True)
-    (runs / "metrics.jsonl").write_text('{"update": 0}\n')
+    args.log({"update": 0})
 
 
 if __name__ == "__main__":

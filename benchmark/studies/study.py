@@ -114,17 +114,17 @@ class Study:
 
     def inherited(self, name, key, default=None):
         """What a run says, or else the run that it is made like."""
-        spec = self.spec(name)
-        above = spec.get("like") or spec.get("base")
+        spec, above = self.spec(name)
         return spec[key] if key in spec else self.inherited(above, key, default) if above else default
 
     def spec(self, name):
-        return self.stages[name] if name in self.stages else self.runs[name]
+        """(what the file says of a run or stage, the name of the run that it is made like, if any)."""
+        spec = self.stages[name] if name in self.stages else self.runs[name]
+        return spec, spec.get("like") or spec.get("base")
 
     def flags(self, name):
         """A script and its flags, those of a later word in the place of earlier ones: {script or flag: its words}."""
-        spec = self.spec(name)
-        above = spec.get("like") or spec.get("base")
+        spec, above = self.spec(name)
         text = " ".join(self.fill(f"{spec.get('command', '')} {spec.get('flags', '')}").split())
         parts = re.split(r"\s+(?=--)", text) if text else []
         own = {re.sub("^--no_", "--", part.split()[0]) if part.startswith("--") else "": part for part in parts}
@@ -152,8 +152,7 @@ class Study:
 
     def edits(self, name):
         """[(file, tag, old, new)]: what is changed in the copy of the code that a run or stage is made with."""
-        spec, page = self.spec(name), self.flags(name)[""].split()[0]
-        above = spec.get("like") or spec.get("base")
+        (spec, above), page = self.spec(name), self.flags(name)[""].split()[0]
         found = self.edits(above) if above else []
         for tag in spec.get("break", "").split():
             of = [edit for edit in MUTATIONS if edit[0] == tag]

@@ -3,7 +3,8 @@ The tables of studies, by kind: each function takes a study and what a [[table]]
 
 Of several commits that have a run, that with most seeds counts, the first of equals; what a run is compared with is of
 the same commit. A measure is a text, "last COLUMN": the last number of a column that is there, or the first, the mean,
-the max, or the mean of the later ones, without the first; "last COLUMN / 60" divides it, "later COLUMN + COLUMN" adds.
+the max, or the mean of the later ones, without the first; "last COLUMN / 60" divides it, "later COLUMN + COLUMN" adds,
+and so do "last COLUMN + 5", and "last COLUMN + -5 * COLUMN".
 """
 
 import json
@@ -25,11 +26,11 @@ NUMBER = {"first": lambda x: x[0], "last": lambda x: x[-1], "mean": np.mean, "ma
 NUMBER["later"] = lambda x: x[1:].mean()
 
 
-def grid(head, rows, numbers=0, plain=False):
+def grid(head, rows, numbers=0):
     """Lines of a table. Args: head, rows, cells; numbers, how many columns at the right are numbers."""
     rule = ["---"] * (len(head) - numbers) + ["---:"] * numbers
-    lines = [f"| {' | '.join(map(str, row))} |" for row in [head, *([rule] if plain else []), *rows]]
-    return lines if plain else [lines[0], f"|{'|'.join(rule)}|", *lines[1:]]
+    first, *lines = (f"| {' | '.join(map(str, row))} |" for row in [head, *rows])
+    return [first, f"|{'|'.join(rule)}|", *lines]
 
 
 def cells(text):
@@ -38,10 +39,14 @@ def cells(text):
 
 def number(columns, measure):
     """What a measure says of a run's columns."""
-    how, _, names = measure.partition(" ")
-    names, _, over = names.partition(" / ")
-    found = (columns[name] for name in names.split(" + "))
-    return sum(NUMBER[how](x[~np.isnan(x)]) for x in found) / float(over or 1)
+    how, _, terms = measure.partition(" ")
+    terms, _, over = terms.partition(" / ")
+    total = 0.0
+    for term in terms.split(" + "):
+        factor, _, name = term.rpartition(" * ")
+        x = columns[name] if name in columns else np.array([float(name)])
+        total += float(factor or 1) * NUMBER[how](x[~np.isnan(x)])
+    return total / float(over or 1)
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
@@ -79,10 +84,10 @@ def rows(study, said):
     """A row is [label, run], a level, or [label, run, base], the difference paired by seed; "first RUN" is the run at
     its start. Labels may hold several cells.
 
-    columns: {head: measure, or {measure, seeds, not_of, cells}, or {measure, largest: a form} over the seeds}; form,
-    form_of_differences; count: "all", "none" or "levels" have their seeds counted; cells: "interval", "mean", "spread",
-    "risen" (before -> after, and the mean rise), "ratio" (of two runs the median ratio and its range), or "pooled" (the
-    median of all rows); tested: heads, whose differences are bold where they pass Holm's correction over the table;
+    columns: {head: measure, or {measure, seeds, not_of, cells, form}}; form, form_of_differences; count: "all", "none"
+    or "levels" have their seeds counted; cells: "interval", "mean", "largest" (of the seeds), "spread", "risen" (before
+    -> after, and the mean rise), "ratio" (of two runs the median ratio and its range), or "pooled" (the median of all
+    rows); tested: heads, whose differences are bold where they pass Holm's correction over the table;
     prices: whether they price the details of the runs.
     """
     columns, count, form = said["columns"], said.get("count", "all"), said.get("form", ".2f")
@@ -113,7 +118,21 @@ def rows(study, said):
         lines.append([label, *found])
     counts = [] if count == "none" else ["seeds"]
     head = [*cells(said["head"]), *counts, *columns]
-    return grid(head, lines, 0 if said.get("plain") else len(columns) + len(counts), said.get("plain", False))
+    return grid(head, lines, len(columns) + len(counts))
+
+
+def listed(study, said):
+    """A row is [label, form, cell, ...]; a cell is "RUN: MEASURE", the mean and interval over the seeds, or "RUN", how
+    many seeds there are, or empty.
+    """
+
+    def text(form, cell):
+        run, _, measure = cell.partition(": ")
+        seeds = seeds_of(study, run)
+        return words(mean_interval([number(x, measure) for x in seeds.values()]), form) if measure else len(seeds) or ""
+
+    made = [[label, *(text(form, cell) for cell in found)] for label, form, *found in said["rows"]]
+    return grid(said["head"], made, len(said["head"]) - 1)
 
 
 def is_level(pairs):
@@ -129,23 +148,23 @@ def interval(pairs, measure):
 
 def cell(pairs, measure, form, kind):
     """The text of a cell of `rows`."""
-    if isinstance(measure, dict) and "largest" in measure:
-        most = max(number(a, measure["measure"]) for _, a, _ in pairs)
-        return f"{most:{measure['largest']}}" if is_level(pairs) else ""
     if isinstance(measure, dict):
         pairs = [pair for pair in pairs if pair[0] in measure.get("seeds", [pair[0]])]
-        kind, measure = measure.get("cells", kind), measure["measure"]
+        kind, form, measure = measure.get("cells", kind), measure.get("form", form), measure["measure"]
     if kind == "pooled":
         return f"{np.nanmedian(np.concatenate([columns[measure] for _, columns, _ in pairs])):{form}}"
-    if kind == "ratio" and not is_level(pairs):
-        ratios = [number(a, measure) / number(b, measure) for _, a, b in pairs]
-        return f"times {np.median(ratios):.2f} ({min(ratios):.2f} .. {max(ratios):.2f})"
+    x, level = np.array([number(columns, measure) for _, columns, _ in pairs]), is_level(pairs)
+    if kind == "largest":
+        return f"{x.max():{form}}" if level else ""
     if kind == "spread":
-        return spread([number(x, measure) for _, x, _ in pairs])
-    if kind == "risen" and is_level(pairs):
-        before, after = np.array([[number(x, how + measure[4:]) for how in ("first", "last")] for _, x, _ in pairs]).T
-        rise = words(mean_interval(after - before)) if len(pairs) > 1 else "one seed"
-        return f"{before.mean():.2f} -> {after.mean():.2f}, {rise}"
+        return spread(x)
+    if kind == "ratio" and not level:
+        ratios = x / [number(other, measure) for _, _, other in pairs]
+        return f"times {np.median(ratios):.2f} ({min(ratios):.2f} .. {max(ratios):.2f})"
+    if kind == "risen" and level:
+        before = np.array([number(columns, f"first{measure[4:]}") for _, columns, _ in pairs])
+        rise = words(mean_interval(x - before)) if len(pairs) > 1 else "one seed"
+        return f"{before.mean():.2f} -> {x.mean():.2f}, {rise}"
     found = interval(pairs, measure)
     return f"{found[0]:{form}}" if kind == "mean" else words(found, form)
 
@@ -160,7 +179,8 @@ def course(study, said):
         y = np.array([columns[name][~np.isnan(columns[name])] for columns in seeds.values()])  # [seeds, evaluations]
         half = len(updates) // 2
         made.append([head, *(f"{x:.2f}" for x in y.mean(0)), words(mean_interval(y[:, -1] - y[:, half]))])
-    return grid(["held out, at update", *updates, f"from {updates[half]} to {updates[-1]}"], made, plain=True)
+    head = ["held out, at update", *updates, f"from {updates[half]} to {updates[-1]}"]
+    return grid(head, made, len(head) - 1)
 
 
 # ---- what is changed, in the form of the ablations -------------------------------------------------------------------
@@ -349,4 +369,4 @@ def spread(x):
     return words((np.mean(x), min(x), max(x)), f".{0 if max(map(abs, x)) >= 100 else 2}f")
 
 
-KINDS = {kind.__name__: kind for kind in (rows, course, levels, paired, sentence, corrected)}
+KINDS = {kind.__name__: kind for kind in (rows, listed, course, levels, paired, sentence, corrected)}

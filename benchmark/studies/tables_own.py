@@ -58,18 +58,8 @@ def longer(study, said):
         spec, ends = study.runs[name], (verdict[name], of_long[name], ", ".join(apart(found[name], long[name])))
         head = ", ".join(spec.get("tags", "").split()), named(study, name), spec["base"], count_up(long[name])
         made.append([*head, *figures, *ends])
-    head = [
-        "details",
-        "what is changed",
-        "base",
-        "long: gold, KL up",
-        "gold at the end",
-        "long",
-        "KL",
-        "long",
-        "verdict",
-    ]
-    lines = grid([*head, "long", "apart"], made)
+    head = ["details", "what is changed", "base", "long: gold, KL up", "gold at the end", "long", "KL", "long"]
+    lines = grid([*head, "verdict", "long", "apart"], made)
     return [lines[0], "|---|---|---|---:|---:|---:|---:|---:|---|---|---|", *lines[2:]]
 
 
@@ -96,36 +86,6 @@ def by_seed(study, said):
 
 
 # ---- other tables of their own ---------------------------------------------------------------------------------------
-def movies(study, said):
-    """What each stage reached; DPO and its stages are of another commit."""
-
-    def cell(name, measure, commit, digits=2, lost=0.0):
-        seeds = seeds_of(study, name, commit).values()
-        x = [number(columns, measure) for columns in seeds]
-        if lost:  # what a missing end lost is given back
-            x = [
-                a + lost * (1 - number(b, f"{measure.split()[0]} eval/objective/ended"))
-                for a, b in zip(x, seeds, strict=True)
-            ]
-        return words([round(float(each), digits) + 0.0 for each in mean_interval(x)[:3]], f".{digits}f")  # no -0.00
-
-    own, dpo, policies, made = said["commit"], said["dpo"], ("rloo", "ppo", "dpo"), []
-    stages = [("movies_sft", "last eval/sft/perplexity", "perplexity a token", 1)]
-    stages += [("movies_reward", "last eval/rm/accuracy", "reward model's accuracy", 3)]
-    for name, measure, label, digits in stages:
-        made.append([label, cell(name, measure, own, digits), "", "", cell(name, measure, dpo, digits)])
-    rewards = {"accuracies": "accuracy", "chosen": "score of the chosen", "rejected": "score of the rejected"}
-    for name, label in rewards.items():
-        made.append([f"DPO's {label}", "", "", "", cell("dpo", f"last eval/rewards/{name}", dpo, 3)])
-    columns = {"score": "scores", "score without the penalty": "scores", "KL, nats a response": "kl"}
-    for label, column in (columns | {"length, tokens": "length", "share ended": "ended"}).items():
-        lost = said["penalty"] * ("without" in label)
-        ends = (cell(x, f"last eval/objective/{column}", dpo if x == "dpo" else own, 2, lost) for x in policies)
-        made.append([label, cell("rloo", f"first eval/objective/{column}", own, 2, lost), *ends])
-    made.append(["seeds", "", *(len(seeds_of(study, x, dpo if x == "dpo" else own)) for x in policies)])
-    return grid(["", "SFT", "RLOO", "PPO", "DPO"], made, 4)
-
-
 def smooth(x, width):
     """Running mean over the last axis."""
     return np.apply_along_axis(lambda row: np.convolve(row, np.ones(width) / width, mode="valid"), -1, x)
@@ -178,39 +138,25 @@ def best_of_n(study, said):
 
 def toy(study, said):
     """The embedded task: a column a run, mean (lowest .. highest)."""
-
-    def figures(name):
-        for columns in seeds_of(study, name).values():
-            (gold, scores), after = (
-                (
-                    smooth(columns[f"objective/{c}"][~np.isnan(columns[f"objective/{c}"])], 10)
-                    for c in ("gold", "scores")
-                ),
-                number(columns, "last eval/objective/gold"),
-            )
-            peak, sd = gold.argmax(), number(columns, "first eval/objective/gold_std")
-            before = number(columns, "first eval/objective/gold")
-            yield [
-                before,
-                sd,
-                after,
-                (after - before) / sd,
-                (gold[peak] - gold[-1]) / sd,
-                scores[-1] - scores[peak],
-            ] + [
-                number(columns, x)
-                for x in ("last eval/objective/kl", "last eval/objective/parses", "first eval/objective/parses")
-            ]
-
     labels = ["gold of the SFT policy", "its standard deviation", "gold at the end", "rise in SFT standard deviations"]
     labels += ["fall from the peak, in SFT standard deviations", "learned score at the end minus at gold's peak"]
     labels += ["KL, nats a response", "share of responses that parse", "the SFT policy's"]
-    updates = {name: max(x["update"].max() for x in seeds_of(study, name).values()) for name, _ in said["runs"]}
-    columns = [[spread(x) for x in zip(*figures(name), strict=True)] for name, _ in said["runs"]]
-    head = ["", *(f"{label}, {updates[name]:.0f} updates" for name, label in said["runs"])]
-    return grid(
-        head, [[label, *row] for label, row in zip(labels, zip(*columns, strict=True), strict=True)], len(columns)
-    )
+    measures = "first eval/objective/gold", "first eval/objective/gold_std", "last eval/objective/gold"
+    measures += "last eval/objective/kl", "last eval/objective/parses", "first eval/objective/parses"
+
+    def figures(columns):
+        batches = (columns[f"objective/{name}"] for name in ("gold", "scores"))
+        gold, scores = (smooth(x[~np.isnan(x)], 10) for x in batches)
+        peak, (before, sd, after, *rest) = gold.argmax(), (number(columns, x) for x in measures)
+        rise, fallen = (after - before) / sd, (gold[peak] - gold[-1]) / sd
+        return [before, sd, after, rise, fallen, scores[-1] - scores[peak], *rest]
+
+    head, made = [""], []
+    for name, label in said["runs"]:
+        seeds = seeds_of(study, name).values()
+        head.append(f"{label}, {max(x['update'].max() for x in seeds):.0f} updates")
+        made.append([spread(x) for x in zip(*map(figures, seeds), strict=True)])
+    return grid(head, zip(labels, *made, strict=True), len(made))
 
 
-KINDS |= {kind.__name__: kind for kind in (tally, longer, unpriced, by_seed, movies, falls, best_of_n, toy)}
+KINDS |= {kind.__name__: kind for kind in (tally, longer, unpriced, by_seed, falls, best_of_n, toy)}

@@ -7,16 +7,14 @@ The prompts are those of the embedded task, in the order in which train_distill.
 seen the same ones after as many episodes. A response that does not end within the task's length teaches nothing.
 """
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
 
-import torch
 import tyro
+from called import Called, responses_to
 
 
 @dataclass
-class Args:
+class Args(Called):
     teacher: str
     """folder of the teacher"""
     sft: str
@@ -27,12 +25,6 @@ class Args:
     """responses of the teacher"""
     learning_rate: float = 1e-3
     """peak learning rate of SFT, which takes one pass over them"""
-    seed: int = 1
-    """seed of prompts, samples and training"""
-    run_name: str = "run"
-    """folder under runs/"""
-    overwrite: bool = True
-    """replace it"""
 
 
 def responses(args):
@@ -47,11 +39,9 @@ def responses(args):
     prompts, _ = data.load_prompts(own, tokenizer, room=models.context(teacher) - own.response_length)
     for update in range(1, args.total_episodes // own.batch_size + 1):
         rows = prompts.of_update(update, own.batch_size, args.seed)
-        queries, mask = utils.left_pad([row.ids for row in rows])
-        key, numbers = (args.seed, utils.TRAINING, update), torch.arange(len(rows))
-        found, real, _ = utils.sample(
-            teacher.eval(), queries, mask, numbers, 1, own.response_length, stop_ids, key, size=len(rows)
-        )
+        ids, key = [row.ids for row in rows], (args.seed, utils.TRAINING, update)
+        batch = responses_to(ids, 1, teacher, own.response_length, stop_ids, key, len(rows))
+        found, real = batch.responses, batch.response_mask
         ended = train_distill.has_stopped(found, real, stop_ids)
         for row, text, has_end in zip(rows, models.decode(tokenizer, found, real), ended.tolist(), strict=True):
             if has_end:
@@ -62,10 +52,7 @@ def main(args: Args):
     from rlhf_details import train_sft
     from rlhf_details.plumbing import cli
 
-    folder = Path("runs") / args.run_name
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / "teacher.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in responses(args)))
+    file = args.log(*responses(args), file="teacher.jsonl")
     words = ["--dataset", str(file), "--base_model", args.sft, "--completion_only", "--num_train_epochs", "1"]
     words += ["--learning_rate", str(args.learning_rate), "--batch_size", "256", "--micro_batch_size", "256"]
     words += ["--output_dir", args.output_dir, "--run_name", args.run_name, "--seed", str(args.seed), "--overwrite"]

@@ -82,8 +82,7 @@ def hub(tmp_path_factory):
 @pytest.mark.parametrize("name", recipes.NAMES)
 def test_every_stage_runs_on_the_columns_that_were_published(name, hub, monkeypatch):
     monkeypatch.chdir(hub)
-    with recipes.serve_judge() as url:
-        stages = [recipes.run(words, url) for words in recipes.commands(name)]
+    stages = [recipes.run(words) for words in recipes.commands(name)]
     assert " ".join(stages) == {
         "tldr.sh": "train_sft train_reward train_ppo evaluate train_rloo evaluate",
         "lm_human_preferences.sh": "train_reward train_ppo train_reward train_ppo",
