@@ -87,11 +87,6 @@ def test_gen_4_noise_changes_with_each_coordinate_and_with_their_order(noise_of)
     one = noise_of((1, 2, 3), range(6), 5)
     for other in [(2, 2, 3), (1, 3, 3), (1, 2, 4), (2, 1, 3), (1, 3, 2), (3, 2, 1), (0, 2, 3), (3, 1, 2)]:
         assert (one == noise_of(other, range(6), 5)).float().mean() < 0.01, other
-    flat = one.reshape(30, -1)  # of each row and step
-    same = (flat.unsqueeze(1) == flat).float().mean(-1) - torch.eye(30)
-    assert same.max() < 0.1
-    swapped = noise_of((1, 2, 5), [3], 1), noise_of((1, 2, 3), [5], 1)  # update and row
-    assert (swapped[0] == swapped[1]).float().mean() < 0.1
 
 
 def correlation(x, y):
