@@ -42,22 +42,16 @@ def test_forward_flops_are_those_that_torch_counts():
     assert work["optimise"] == 3 * work["rollout"]
 
 
-def test_work_flops_are_linear_and_share_prompts():
-    """Twice the batch is twice the work, an epoch more a training pass more, and k responses pay for a prompt once."""
+def test_work_flops_share_prompts_and_count_passes_and_critics():
     config = small_config()
-    one, two = (speed_work.work_flops(config, [9] * n, [4] * 4 * n) for n in (1, 2))
-    assert two == {phase: 2 * value for phase, value in one.items()}
-    several = speed_work.work_flops(config, [9], [4] * 4, epochs=3)
+    one, several = (speed_work.work_flops(config, [9], [4] * 4, epochs=n) for n in (1, 3))
     assert several["optimise"] == 3 * one["optimise"]
     assert several["scores"] == one["scores"] + one["rollout"]  # the ratio's old log-probs
     single = speed_work.work_flops(config, [9] * 4, [4] * 4)  # three prompts more in a forward
     assert single["rollout"] - one["rollout"] == sum(speed_work.forward_flops(config, [9] * 3, [0] * 3))
-    ppo, rloo = (
-        speed_work.work_flops(config, [9], [4], "ppo", epochs=4),
-        speed_work.work_flops(config, [9], [4], epochs=4),
-    )
-    critic = sum(speed_work.forward_flops(config, [9], [4])) + 2 * config.hidden_size * 4
-    assert ppo["scores"] - rloo["scores"] == critic and ppo["optimise"] - rloo["optimise"] == 12 * critic
+    ppo = speed_work.work_flops(config, [9] * 4, [4] * 4, "ppo")
+    critic = sum(speed_work.forward_flops(config, [9] * 4, [4] * 4)) + 2 * config.hidden_size * 16
+    assert ppo["scores"] - single["scores"] == critic and ppo["optimise"] - single["optimise"] == 3 * critic
 
 
 @pytest.mark.parametrize("other", [{"episodes": 7}, {"response_tokens": 50}, {"optimizer_steps": 4}])
@@ -89,8 +83,5 @@ def test_compare_from_the_command_line(tmp_path, algorithm):
     assert counted["episodes"] == 8 and counted["optimizer_steps"] == (1 if algorithm == "rloo" else 4)
     assert 0 < counted["rollout"] + counted["scores"] + counted["optimise"] <= 1.01 * counted["update"]
     row = next(line for line in result.stdout.splitlines() if line.startswith("| ours |"))
-    cells = [cell.strip() for cell in row.strip("|").split("|")]
-    assert cells[1].startswith(f"{8 / counted['update']:.2f} ") and cells[2] == "1"
-    seconds = sum(data["flops"].values()) / data["peaks"][0]["flops_per_second"]
-    assert cells[-2] == f"{seconds / counted['update']:.2f}" and row in (tmp_path / "table.md").read_text()
+    assert f"| {8 / counted['update']:.2f} " in row and row in (tmp_path / "table.md").read_text()
     assert 1e8 < data["runs"]["ours"][0]["loaded"] <= data["runs"]["ours"][0]["peak"]
