@@ -17,11 +17,8 @@ from rlhf_details.plumbing.run import Run
 
 def weights_of(folder):
     """{name: weight} of a folder's model, as transformers loads it."""
-    kind = (
-        transformers.AutoModelForSequenceClassification
-        if folder.name == "reward"
-        else transformers.AutoModelForCausalLM
-    )
+    is_reward = folder.name == "reward"
+    kind = transformers.AutoModelForSequenceClassification if is_reward else transformers.AutoModelForCausalLM
     return kind.from_pretrained(folder).state_dict()
 
 
@@ -53,19 +50,15 @@ def test_model_1_dropout_in_the_configuration_changes_nothing(ragged, in_tmp, ca
         rates = dict.fromkeys(("hidden_dropout", "attention_dropout", "classifier_dropout"), 0.5)
         path.write_text(json.dumps(json.loads(path.read_text()) | rates))
     options = dict(num_ppo_epochs=2, num_mini_batches=2, attn_implementation="eager")
-    assert without_times(run_case(case, in_tmp / "dropping", **options)) == without_times(
-        run_case(case, ragged, **options)
-    )
+    ours, theirs = (without_times(run_case(case, models, **options)) for models in (in_tmp / "dropping", ragged))
+    assert ours == theirs
 
 
 @EVERY_CASE
 def test_the_saved_policy_is_an_ordinary_model_folder(ragged, in_tmp, case):
     run_case(case, ragged, total_episodes=16, output_dir="model")
-    load = transformers.AutoModelForCausalLM.from_pretrained
-    tokenizer, (model, info) = (
-        transformers.AutoTokenizer.from_pretrained("model"),
-        load("model", output_loading_info=True),
-    )
+    model, info = transformers.AutoModelForCausalLM.from_pretrained("model", output_loading_info=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained("model")
     assert not info["missing_keys"] and not info["unexpected_keys"]
     tokens = tokenizer("last friday my sister", return_tensors="pt").input_ids
     assert model.generate(tokens, max_new_tokens=3, min_new_tokens=3, do_sample=False).shape == (1, 7)
