@@ -1,4 +1,4 @@
-"""Whose weights a run changes and whose it does not, and that a run learns."""
+"""What is in the models of a run, what it saves, and what it leaves behind."""
 
 import gc
 import json
@@ -8,37 +8,11 @@ import pytest
 import torch
 import transformers
 from accelerate import Accelerator
-from cases import EVERY_CASE, RLOO_AND_PPO, TAUGHT, optimiser_steps, page_of, run_case
-from helpers import record, save_pair, without_times
+from cases import EVERY_CASE, RLOO_AND_PPO, TAUGHT, optimiser_steps, run_case
+from helpers import save_pair, without_times
 from safetensors.torch import load_file
 
 from rlhf_details.plumbing.run import Run
-
-
-def weights_of(folder):
-    """{name: weight} of a folder's model, as transformers loads it."""
-    is_reward = folder.name == "reward"
-    kind = transformers.AutoModelForSequenceClassification if is_reward else transformers.AutoModelForCausalLM
-    return kind.from_pretrained(folder).state_dict()
-
-
-def assert_equal_weights(module, folder):
-    state = module.state_dict()
-    assert all(torch.equal(x, state[name]) for name, x in weights_of(folder).items())
-
-
-@EVERY_CASE
-def test_the_reference_the_reward_model_and_the_teacher_stay_as_they_were(ragged, in_tmp, monkeypatch, case):
-    loaded = record(monkeypatch, page_of(case), "load_models")["load_models"]
-    run_case(case, ragged, learning_rate=1e-2, total_episodes=32, output_dir="model")
-    (_, (_, policy, *frozen)) = loaded[0]
-    folders = ["teacher"] if case in TAUGHT else ["policy", "reward"]
-    for module, folder in zip(frozen, folders, strict=True):
-        assert_equal_weights(module.model, ragged / folder)
-        assert not any(p.requires_grad for p in module.parameters())
-    assert_equal_weights(policy.model, in_tmp / "model")
-    before = weights_of(ragged / "policy")
-    assert all((x - before[name]).abs().max() > 1e-4 for name, x in weights_of(in_tmp / "model").items())
 
 
 @EVERY_CASE

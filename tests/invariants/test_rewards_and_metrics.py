@@ -1,4 +1,4 @@
-"""The groups of RLOO, the held-out evaluation and the tables of samples in whole runs."""
+"""The held-out evaluation and the tables of samples in whole runs."""
 
 import json
 import statistics
@@ -6,22 +6,13 @@ from statistics import fmean as mean
 
 import pytest
 from cases import CASES, EVERY_CASE, TAUGHT, episodes_of, run_case, write_prompts
-from helpers import PAGES, page_args, record, rloo_args, run_rloo
+from helpers import PAGES, page_args, record, rloo_args
 from slow_oracle import DistillOracle, Oracle
 
 from rlhf_details import utils
 from rlhf_details.utils import EVALUATION
 
 RLOO = PAGES["train_rloo"]
-
-
-def test_rloo_1_a_reward_of_the_prompt_alone_gives_advantages_of_exactly_zero(ragged, in_tmp, monkeypatch):
-    """Fault 16: only where the k responses to a prompt are compared with each other."""
-    monkeypatch.setattr(RLOO, "response_scores", lambda model, batch, n: (batch[0] * batch[1]).sum(1).float())
-    calls = record(monkeypatch, RLOO, "rloo_policy_loss")["rloo_policy_loss"]
-    rows = run_rloo(ragged, kl_coef=0.0, missing_eos_penalty=None)
-    assert len(calls) == 3 and all((args[3] == 0).all() for args, _ in calls)
-    assert rows[0]["objective/scores"] > 100 and rows[0]["val/equal_scores"] == 1
 
 
 # ---- held-out evaluation ---------------------------------------------------------------------------------------------
