@@ -7,7 +7,7 @@ from statistics import fmean as mean
 import pytest
 from cases import CASES, EVERY_CASE, TAUGHT, episodes_of, run_case, write_prompts
 from helpers import PAGES, page_args, record, rloo_args
-from slow_oracle import DistillOracle, Oracle
+from slow_oracle import Oracle
 
 from rlhf_details import utils
 from rlhf_details.utils import EVALUATION
@@ -38,7 +38,7 @@ def test_held_out_responses_are_scored_and_measured_like_the_training_ones(ragge
     row = run_case(case, ragged, **flags)[-1]
     page, options = CASES[case]
     args = page_args(page, ragged, **(options | flags))
-    oracle = (DistillOracle if case in TAUGHT else Oracle)(ragged, args, 1)
+    oracle = Oracle(ragged, args, 1)
     found = {"scores": [], "kl": [], "length": [], "ended": []}
     last = [call for call in sampled if call[0][7][1] == EVALUATION][-1:]
     logprobs = [x[m].sum().item() for _, (_, mask, rows) in last for x, m in zip(rows, mask, strict=True)]
@@ -46,7 +46,7 @@ def test_held_out_responses_are_scored_and_measured_like_the_training_ones(ragge
     for episode, own in zip(episodes, logprobs, strict=True):
         score, read, ended = oracle.score(*episode)
         found["scores"].append(score), found["length"].append(len(read)), found["ended"].append(float(ended))
-        found["kl"].append(own - sum(oracle.logprobs(getattr(oracle, "teacher", oracle.reference), *episode)))
+        found["kl"].append(own - sum(oracle.logprobs(oracle.reference, *episode)))
     assert len(episodes) == 11 and abs(mean(found["kl"])) > 1e-3 and 0 < mean(found["ended"]) < 1
     scores = found.pop("scores") if case in TAUGHT else found["scores"]  # A page with a teacher has none.
     for name, numbers in found.items():
