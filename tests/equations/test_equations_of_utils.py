@@ -33,13 +33,12 @@ def test_a_permutation_depends_on_its_coordinates_alone():
 
 def test_data_7_prompts_come_round_again_in_another_order():
     prompts = data.Prompts(range(6))
-    stream = [p for update in range(1, 10) for p in prompts.of_update(update, 4, seed=1)]  # six passes over 6 prompts
+    stream = [p for update in range(1, 10) for p in prompts.of_update(update, 4, seed=1)]
     passes = [stream[i : i + 6] for i in range(0, 36, 6)]
     assert all(sorted(order) == list(range(6)) for order in passes)  # an update may reach from one pass into the next
     assert len(set(map(tuple, passes))) > 4
-    assert prompts.of_update(3, 4, seed=1) == stream[8:12]  # a function of its arguments alone
     assert [p for update in range(1, 10) for p in prompts.of_update(update, 4, seed=2)] != stream
-    assert sorted(prompts.of_update(1, 12, seed=1)) == sorted([*range(6)] * 2)  # an update larger than a pass
+    assert prompts.of_update(2, 12, seed=1) == stream[12:24]  # an update larger than a pass
 
 
 @pytest.mark.parametrize("warmup", [0, 4])
@@ -58,19 +57,14 @@ CPU = torch.device("cpu")
 ALONE = SimpleNamespace(reduce=lambda x, how: x, gather=lambda x: x)  # an accelerator of one process
 
 
-def test_means_are_over_all_that_was_added_where_the_mask_is_true():
+def test_means_take_nothing_of_what_is_masked_and_keep_the_digits_of_large_sums():
     means = utils.Means(CPU)
-    means.add({"x": torch.tensor([[1.0, 2.0, 50.0], [6.0, 50.0, 50.0]])}, ragged_mask([2, 1], 3))
+    means.add({"x": torch.tensor([[1.0, 2.0, math.nan], [6.0, 50.0, 50.0]])}, ragged_mask([2, 1], 3))
     means.add({"x": torch.tensor([[7.0]])}, torch.tensor([[True]]))  # one more entry, and not a mean of two means
-    means.add({"flags": torch.tensor([True, False, True, True])})
-    means.add({"number": 3})
-    means.add({"number": 4.0})
     means.add({"nothing": torch.ones(3)}, torch.zeros(3, dtype=torch.bool))
-    means.add({"masked nan": torch.tensor([2.0, math.nan])}, torch.tensor([True, False]))
     for x in (2.0**25, 1.0, 1.0, 1.0):  # A sum in float32 would lose the ones.
-        means.add({"large": torch.tensor([x])})
-    expected = {"x": 4.0, "flags": 0.75, "number": 3.5, "nothing": 0.0, "masked nan": 2.0, "large": 2**23 + 0.75}
-    assert means.reduce(ALONE) == expected
+        means.add({"large": x})
+    assert means.reduce(ALONE) == {"x": 4.0, "nothing": 0.0, "large": 2**23 + 0.75}
 
 
 def test_log_2_means_of_processes_with_different_numbers_of_tokens():

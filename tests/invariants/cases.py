@@ -25,7 +25,6 @@ CASES = {  # name: (page, flags)
 OVERLAP = [name for name in CASES if "overlap" in name]  # A thread samples, by weights that are one update old.
 TAUGHT = [name for name in CASES if "distill" in name]  # They have a teacher, one step for each rollout, no reward.
 EVERY_CASE = pytest.mark.parametrize("case", CASES)
-REWARDED = pytest.mark.parametrize("case", [name for name in CASES if name not in TAUGHT])
 # The policy that trains samples, and takes several steps.
 IN_STEP = pytest.mark.parametrize("case", [name for name in CASES if name not in [*OVERLAP, *TAUGHT]])
 RLOO_AND_PPO = pytest.mark.parametrize("case", ["rloo", "ppo"])

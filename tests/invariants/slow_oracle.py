@@ -31,6 +31,11 @@ def whitened(rows, keep_mean=False):
     return [[(x - m) * scale + (m if keep_mean else 0.0) for x in row] for row in rows]
 
 
+def held(rows, bound):
+    """Numbers, none of them further than `bound` from 0."""
+    return rows if bound is None else [min(max(x, -bound), bound) for x in rows]
+
+
 class Oracle:
     """What the algorithms share. Subclasses have `update`, which returns what is to be logged."""
 
@@ -39,6 +44,8 @@ class Oracle:
         self.args, self.num_prompts = args, num_prompts
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "policy")
         self.policy, self.reference = (load(folder / "policy").double() for _ in range(2))
+        if hasattr(args, "teacher_model_path"):
+            self.reference = load(args.teacher_model_path).double()
         self.reward = transformers.AutoModelForSequenceClassification.from_pretrained(folder / "reward").double()
         self.bias = self.reward.config.reward_bias
         self.parameters, self.steps = list(self.policy.parameters()), 0
@@ -188,8 +195,7 @@ class GroupOracle(Oracle):
     def update(self, number, num_updates, episodes, orders, sampled_logprobs):
         args, k = self.args, responses_per_prompt(self.args)
         scores = self.begin(number, num_updates, episodes)
-        models = self.policy, self.reference
-        sampler, ref = ([self.logprobs(model, *episode) for episode in episodes] for model in models)
+        sampler, ref = ([self.logprobs(m, *e) for e in episodes] for m in (self.policy, self.reference))
         size = k if k > 1 else len(scores)
         self.equal = [len(set(scores[i // size * size :][:size])) == 1 for i in range(len(scores))]
         advantages, found = self.advantages(scores, less(sampler, ref), k)
@@ -212,9 +218,7 @@ class RlooOracle(GroupOracle):
 
     def advantages(self, scores, kl, k):
         args, advantages = self.args, []
-        shaped = whitened([scores])[0] if args.normalize_reward else scores
-        if args.reward_clip_range is not None:
-            shaped = [min(max(x, -args.reward_clip_range), args.reward_clip_range) for x in shaped]
+        shaped = held(whitened([scores])[0] if args.normalize_reward else scores, args.reward_clip_range)
         rewards = [x - args.kl_coef * sum(row) for x, row in zip(shaped, kl, strict=True)]
         for i, row in enumerate(kl):
             siblings = [j for j in range(len(scores)) if j // k == i // k and j != i]
@@ -275,11 +279,7 @@ class GrpoOracle(GroupOracle):
 
 
 class DistillOracle(Oracle):
-    """Rewards by a teacher (Lu and Thinking Machines Lab, 2025), or GKD (arXiv 2306.13649)."""
-
-    def __init__(self, folder, args, num_prompts):
-        super().__init__(folder, args, num_prompts)
-        self.teacher = transformers.AutoModelForCausalLM.from_pretrained(args.teacher_model_path).double()
+    """Rewards by a teacher, which is the reference (Lu and Thinking Machines Lab, 2025), or GKD (arXiv 2306.13649)."""
 
     def completions(self, number, rows):
         """[(query, response), ...] of an update that takes the data set's completions, in the order of its shuffle."""
@@ -298,19 +298,17 @@ class DistillOracle(Oracle):
         args, is_jsd = self.args, self.args.divergence == "jsd"
         self.begin(number, num_updates, episodes)
         new, tables, _ = zip(*[self.look(*episode) for episode in episodes], strict=True)
-        teacher = [self.logprobs(self.teacher, *episode) for episode in episodes]
+        teacher = [self.logprobs(self.reference, *episode) for episode in episodes]
         if is_jsd:
             with torch.no_grad():
-                theirs = [self.distributions(self.teacher, *episode)[0] for episode in episodes]
+                theirs = [self.distributions(self.reference, *episode)[0] for episode in episodes]
             pairs = zip(tables, theirs, strict=True)
             losses = [[self.jsd(*rows) for rows in zip(*pair, strict=True)] for pair in pairs]
             divergences, found = [sum(x.item() for x in row) for row in losses], {}
         else:  # REINFORCE; what it logs as the loss is -A.
             ours = [[x.item() for x in row] for row in new]
             rewards = less(teacher, ours)
-            advantages = [
-                [sum(args.gamma**n * r for n, r in enumerate(row[t:])) for t in range(len(row))] for row in rewards
-            ]
+            advantages = [[sum(args.gamma**n * r for n, r in enumerate(x[t:])) for t in range(len(x))] for x in rewards]
             advantages, found = self.weighed(advantages, less(ours, sampled_logprobs))
             pairs = zip(advantages, new, strict=True)
             losses = [[-a * (x - x.item() + 1) for a, x in zip(*pair, strict=True)] for pair in pairs]
@@ -353,10 +351,9 @@ class PpoOracle(Oracle):
             with torch.no_grad():
                 p, q = (self.distributions(m, query, response)[0] for m in (self.policy, self.reference))
             return (p.exp() * (p - q)).sum(1).tolist()
-        half_square = lambda x: x * x / 2  # noqa: E731
-        formula = {"kl": lambda x: x, "abs": abs, "mse": half_square, "k2": half_square}
-        formula = formula.get(self.args.kl_penalty, lambda x: math.exp(-x) - 1 + x)
-        return [formula(a - b) for a, b in zip(logprobs, ref_logprobs, strict=True)]
+        (rows,) = less([logprobs], [ref_logprobs])
+        formulas = {"kl": lambda x: x, "abs": abs, "k3": lambda x: math.exp(-x) - 1 + x}
+        return [formulas.get(self.args.kl_penalty, lambda x: x * x / 2)(x) for x in rows]
 
     def shaped(self, scores):
         args = self.args
@@ -365,7 +362,7 @@ class PpoOracle(Oracle):
             scores = [x - mean(self.scores_seen) for x in scores]
         if args.score_scaling:
             scores = [x / stdev(self.scores_seen) for x in scores]
-        return scores if args.score_clip is None else [min(max(x, -args.score_clip), args.score_clip) for x in scores]
+        return held(scores, args.score_clip)
 
     def gae(self, rewards, values):
         """Advantages by their definition, the sum of (gamma lam)^l delta_{t+l}, and returns."""
@@ -377,9 +374,9 @@ class PpoOracle(Oracle):
     def value_loss(self, new, old, wanted):
         """The clipped loss of a value; notes it."""
         plain = (new - wanted) ** 2
-        held = (new.clamp(old - self.args.cliprange_value, old + self.args.cliprange_value) - wanted) ** 2
-        loss = 0.5 * torch.max(plain, held)
-        self.states.append((loss.item(), plain.item(), new.item(), held.item() > plain.item()))
+        clipped = (new.clamp(old - self.args.cliprange_value, old + self.args.cliprange_value) - wanted) ** 2
+        loss = 0.5 * torch.max(plain, clipped)
+        self.states.append((loss.item(), plain.item(), new.item(), clipped.item() > plain.item()))
         return loss
 
     def update(self, number, num_updates, episodes, orders, sampled_logprobs):

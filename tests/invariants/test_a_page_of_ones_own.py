@@ -30,13 +30,12 @@ def page(tmp_path):
     del sys.modules["train_mine"]
 
 
-def test_a_copied_page_trains_saves_and_parses_its_command_line(page, tiny, in_tmp):
+def test_a_copied_page_trains_and_saves(page, tiny, in_tmp):
     given = dataclasses.asdict(rloo_args(tiny)) | {"exp_name": "train_mine"}
     rows = read_metrics(page.main(page.Args(**given))["run"])
     assert [row["update"] for row in rows] == [1, 2, 3]
     card = (Path(given["output_dir"]) / "README.md").read_text()
     assert "train_mine.py" in card and "Citation" not in card
-    assert cli.parse(page.Args, ["--dataset", "toy", "--sft_model_path", "here"]).exp_name == "train_mine"
 
 
 def test_a_copy_keeps_the_table_of_the_page_that_it_was_copied_from(page, tiny, in_tmp, capsys):

@@ -1,4 +1,4 @@
-"""Whose weights a run changes and whose it does not, and that a run learns."""
+"""What is in the models of a run, what it saves, and what it leaves behind."""
 
 import gc
 import json
@@ -8,40 +8,11 @@ import pytest
 import torch
 import transformers
 from accelerate import Accelerator
-from cases import EVERY_CASE, RLOO_AND_PPO, TAUGHT, optimiser_steps, page_of, run_case
-from helpers import record, save_pair, without_times
+from cases import EVERY_CASE, RLOO_AND_PPO, TAUGHT, optimiser_steps, run_case
+from helpers import save_pair, without_times
 from safetensors.torch import load_file
 
 from rlhf_details.plumbing.run import Run
-
-
-def weights_of(folder):
-    """{name: weight} of a folder's model, as transformers loads it."""
-    kind = (
-        transformers.AutoModelForSequenceClassification
-        if folder.name == "reward"
-        else transformers.AutoModelForCausalLM
-    )
-    return kind.from_pretrained(folder).state_dict()
-
-
-def assert_equal_weights(module, folder):
-    state = module.state_dict()
-    assert all(torch.equal(x, state[name]) for name, x in weights_of(folder).items())
-
-
-@EVERY_CASE
-def test_the_reference_the_reward_model_and_the_teacher_stay_as_they_were(ragged, in_tmp, monkeypatch, case):
-    loaded = record(monkeypatch, page_of(case), "load_models")["load_models"]
-    run_case(case, ragged, learning_rate=1e-2, total_episodes=32, output_dir="model")
-    (_, (_, policy, *frozen)) = loaded[0]
-    folders = ["teacher"] if case in TAUGHT else ["policy", "reward"]
-    for module, folder in zip(frozen, folders, strict=True):
-        assert_equal_weights(module.model, ragged / folder)
-        assert not any(p.requires_grad for p in module.parameters())
-    assert_equal_weights(policy.model, in_tmp / "model")
-    before = weights_of(ragged / "policy")
-    assert all((x - before[name]).abs().max() > 1e-4 for name, x in weights_of(in_tmp / "model").items())
 
 
 @EVERY_CASE
@@ -53,19 +24,15 @@ def test_model_1_dropout_in_the_configuration_changes_nothing(ragged, in_tmp, ca
         rates = dict.fromkeys(("hidden_dropout", "attention_dropout", "classifier_dropout"), 0.5)
         path.write_text(json.dumps(json.loads(path.read_text()) | rates))
     options = dict(num_ppo_epochs=2, num_mini_batches=2, attn_implementation="eager")
-    assert without_times(run_case(case, in_tmp / "dropping", **options)) == without_times(
-        run_case(case, ragged, **options)
-    )
+    ours, theirs = (without_times(run_case(case, models, **options)) for models in (in_tmp / "dropping", ragged))
+    assert ours == theirs
 
 
 @EVERY_CASE
 def test_the_saved_policy_is_an_ordinary_model_folder(ragged, in_tmp, case):
     run_case(case, ragged, total_episodes=16, output_dir="model")
-    load = transformers.AutoModelForCausalLM.from_pretrained
-    tokenizer, (model, info) = (
-        transformers.AutoTokenizer.from_pretrained("model"),
-        load("model", output_loading_info=True),
-    )
+    model, info = transformers.AutoModelForCausalLM.from_pretrained("model", output_loading_info=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained("model")
     assert not info["missing_keys"] and not info["unexpected_keys"]
     tokens = tokenizer("last friday my sister", return_tensors="pt").input_ids
     assert model.generate(tokens, max_new_tokens=3, min_new_tokens=3, do_sample=False).shape == (1, 7)

@@ -101,10 +101,9 @@ def test_what_fails_in_the_thread_ends_the_run(ragged, in_tmp, monkeypatch, caps
     assert len(read_metrics("runs/run")) == 2 and (how == "raises" or "error: update 3" in capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("kind", ["lora", "shared"])
-def test_the_copy_is_that_of_the_policy_with_its_adapters_or_without_its_critic(ragged, in_tmp, monkeypatch, kind):
-    case, flags = {"lora": ("rloo-overlap", dict(lora_rank=4)), "shared": ("ppo-overlap", dict(value_model="shared"))}[
-        kind
-    ]
+@pytest.mark.parametrize(
+    "case, flags", [("rloo-overlap", dict(lora_rank=4)), ("ppo-overlap", dict(value_model="shared"))]
+)
+def test_the_copy_is_that_of_the_policy_with_its_adapters_or_without_its_critic(ragged, in_tmp, case, flags):
     rows = run(case, ragged, learning_rate=1e-2, **flags)
     assert abs(rows[1]["objective/kl"]) < 1e-4 < 1e-3 < abs(rows[3]["objective/kl"])

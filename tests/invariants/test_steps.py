@@ -1,4 +1,4 @@
-"""What holds at every update: where ratio and KL start, which steps are taken, how, and on which episodes."""
+"""What holds at every update: where ratio and KL start, which steps are taken, and how."""
 
 import contextlib
 import math
@@ -11,8 +11,6 @@ from cases import (
     EVERY_CASE,
     IN_STEP,
     LOSS,
-    REWARDED,
-    episodes_of,
     optimiser_steps,
     page_of,
     run_case,
@@ -68,13 +66,6 @@ def test_gen_15_an_action_counts_as_if_this_policy_had_sampled_it(ragged, in_tmp
     assert all(row["val/sampler_cut"] == 0 and 0.3 < row["val/sampler_weight"] < 0.91 for row in rows)
 
 
-def test_gen_15_what_a_teacher_says_of_a_token_is_weighed_as_well(ragged, in_tmp, monkeypatch):
-    monkeypatch.setattr(vllm, "sampler", lambda *args: utils.sample)
-    with shifted_sampler():
-        rows = run_case("distill", ragged, sampler="vllm", learning_rate=0.0)
-    assert all(row["val/sampler_weight"] == pytest.approx(math.exp(-0.1), abs=1e-4) for row in rows)
-
-
 def test_jsd_says_that_another_policys_responses_are_not_corrected(ragged, in_tmp, capsys):
     rows = run_case("distill-jsd", ragged, overlap=True)
     assert "--divergence jsd: not corrected" in capsys.readouterr().out
@@ -83,35 +74,7 @@ def test_jsd_says_that_another_policys_responses_are_not_corrected(ragged, in_tm
     assert "not corrected" not in capsys.readouterr().out
 
 
-# ---- which episodes --------------------------------------------------------------------------------------------------
-@REWARDED
-def test_opt_9_minibatches_cover_every_episode_once_a_pass_each_time_in_another_order(
-    ragged, in_tmp, monkeypatch, case
-):
-    """Faults 19 and 20: what the training forward is given is compared with what was sampled."""
-    page, seen = page_of(case), []
-    real, sampled = page.response_logprobs, record(monkeypatch, utils, "sample")["sample"]
-
-    def recording(policy, batch, *n):
-        if torch.is_grad_enabled():
-            rows = zip(*batch[:4], strict=True)
-            seen.append([(tuple(q[m].tolist()), tuple(r[o].tolist())) for q, m, r, o in rows])
-        return real(policy, batch, *n)
-
-    monkeypatch.setattr(page, "response_logprobs", recording)
-    siblings = {"rloo": dict(rloo_k=2), "grpo": dict(group_size=2)}.get(case.split("-")[0], {})
-    options = dict(num_ppo_epochs=3, num_mini_batches=2, micro_batch_size=4, stop_token="none", total_episodes=32)
-    run_case(case, ragged, **siblings, **options)
-    sampled = [[(tuple(query), tuple(response)) for query, response in batch] for batch in episodes_of(sampled)]
-    assert len(sampled) == 2 and len(seen) == 2 * 3 * 4
-    passes = [[row for rows in seen[i : i + 4] for row in rows] for i in range(0, len(seen), 4)]
-    for number, rows in enumerate(passes):
-        assert sorted(rows) == sorted(sampled[number // 3]) and len(set(rows)) == 16
-        if siblings:  # Siblings stay together.
-            assert all(rows[i][0] == rows[i + 1][0] for i in range(0, 16, 2))
-    assert len({tuple(rows) for rows in passes}) == 6
-
-
+# ---- how many steps --------------------------------------------------------------------------------------------------
 @EVERY_CASE
 def test_opt_10_updates_are_rounded_up_and_each_takes_the_steps_that_the_flags_say(ragged, in_tmp, monkeypatch, case):
     """Faults 1, 42 and 43: the prompts come round again in the middle of an update."""

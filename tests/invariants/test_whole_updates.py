@@ -12,6 +12,7 @@ from helpers import (
     without_times,
 )
 from slow_oracle import DistillOracle, GrpoOracle, PpoOracle, RlooOracle
+from transformers import AutoModelForCausalLM
 
 from rlhf_details import toy, utils
 
@@ -90,15 +91,15 @@ def test_three_updates_equal_the_slow_oracles(ragged, in_tmp, monkeypatch, name)
 
     [GEN-14] [REW-1] [REW-3] [REW-5] [PPO-1] [PPO-2] [PPO-3] [PPO-4] [PPO-5] [PPO-6] [PPO-7] [PPO-8] [PPO-9] [PPO-10]
     [PPO-11] [PPO-12] [PPO-13] [PPO-14] [PPO-15] [PPO-16] [PPO-17] [PPO-18] [PPO-19]
-    [RLOO-2] [RLOO-3] [RLOO-4] [RLOO-5] [RLOO-6] [RLOO-13] [RLOO-14]
+    [RLOO-1] [RLOO-2] [RLOO-3] [RLOO-4] [RLOO-5] [RLOO-6] [RLOO-13] [RLOO-14]
     [GRPO-1] [GRPO-2] [GRPO-3] [GRPO-4] [GRPO-5] [GRPO-6] [GRPO-7] [GRPO-8] [GRPO-9]
     [DISTILL-1] [DISTILL-2] [DISTILL-3] [DISTILL-6] [DISTILL-7]
-    [GEN-9] [GEN-11] [MODEL-4] [OPT-2] [OPT-3] [OPT-4] [OPT-8] [LOG-1] [LOG-2] [LOG-3] [LOG-4] [LOG-5]
+    [GEN-9] [GEN-11] [GEN-15] [MODEL-4] [OPT-2] [OPT-3] [OPT-4] [OPT-8] [OPT-9] [LOG-1] [LOG-2] [LOG-3] [LOG-4] [LOG-5]
     """
     page, options = ORACLES[name]
     args = page_args(page, ragged, **(STEEP | options))
     calls = record(monkeypatch, utils, "sample")["sample"]
-    policies = record(monkeypatch, PAGES[page], "load_models")["load_models"]
+    loaded = record(monkeypatch, PAGES[page], "load_models")["load_models"]
     got = without_times(read_metrics(PAGES[page].main(args)["run"]))
     oracle = SLOW[page](ragged, args, 96)
     before, k, expected = [p.detach().clone() for p in oracle.parameters], responses_per_prompt(args), []
@@ -118,8 +119,8 @@ def test_three_updates_equal_the_slow_oracles(ragged, in_tmp, monkeypatch, name)
         assert {metric for metric in row if not metric.startswith("health/")} == wanted.keys()
         for metric, value in wanted.items():
             assert row[metric] == pytest.approx(value, rel=2e-4, abs=2e-5), (row["update"], metric)
-    policy = policies[0][1][1]
-    ours = [*policy.model.parameters(), *(policy.critic.parameters() if page == "train_ppo" else ())]
+    saved = AutoModelForCausalLM.from_pretrained(args.output_dir)
+    ours = [*saved.parameters(), *(loaded[0][1][1].critic.parameters() if page == "train_ppo" else ())]
     for x, y in zip(ours, oracle.parameters, strict=True):
         assert (x - y).abs().max() < 2e-5
     # The case is no trivial one: responses differ in length, ratios and values are clipped, every model moves.

@@ -1,7 +1,6 @@
 """The noise of the sampler: its hash, its distribution, and that it depends on nothing but its coordinates."""
 
 import math
-import random
 
 import pytest
 import torch
@@ -17,12 +16,6 @@ def slow_hash(x):
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
     x = ((x ^ (x >> 15)) * 0x846CA68B) & 0xFFFFFFFF
     return x ^ (x >> 16)
-
-
-def int32_values():
-    some = random.Random(0)
-    edges = [0, 1, 2, -1, -2, 2**31 - 1, -(2**31), 1 << 15, 1 << 16, 65535, -65536]
-    return edges + [some.randrange(-(2**31), 2**31) for _ in range(2000)]
 
 
 # ---- the noise that the sampler adds to the logits -------------------------------------------------------------------
@@ -60,7 +53,8 @@ def test_noise_has_the_moments_and_the_distribution_of_gumbel(noise_of):
 
 
 def test_noise_is_bit_for_bit_that_of_the_31_lower_bits_of_the_hash():
-    keys = torch.tensor(int32_values()[:200], dtype=torch.int32)
+    keys = torch.randint(-(2**31), 2**31, (200,), generator=torch.Generator().manual_seed(0)).int()
+    keys[:5] = torch.tensor([0, 1, -1, 2**31 - 1, -(2**31)])
     tokens = [slow_hash(i ^ 0x3C6EF372) for i in range(40)]
     bits = torch.tensor([[slow_hash(key ^ token) & 0x7FFFFFFF for token in tokens] for key in keys.tolist()])
     u = ((bits.float() + 0.5) * 2.0**-31).clamp(max=1 - 2.0**-24)
@@ -87,11 +81,6 @@ def test_gen_4_noise_changes_with_each_coordinate_and_with_their_order(noise_of)
     one = noise_of((1, 2, 3), range(6), 5)
     for other in [(2, 2, 3), (1, 3, 3), (1, 2, 4), (2, 1, 3), (1, 3, 2), (3, 2, 1), (0, 2, 3), (3, 1, 2)]:
         assert (one == noise_of(other, range(6), 5)).float().mean() < 0.01, other
-    flat = one.reshape(30, -1)  # of each row and step
-    same = (flat.unsqueeze(1) == flat).float().mean(-1) - torch.eye(30)
-    assert same.max() < 0.1
-    swapped = noise_of((1, 2, 5), [3], 1), noise_of((1, 2, 3), [5], 1)  # update and row
-    assert (swapped[0] == swapped[1]).float().mean() < 0.1
 
 
 def correlation(x, y):

@@ -15,8 +15,6 @@ import pytest
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 pytestmark = pytest.mark.slow
-WIDTHS = 360, 1280  # a phone and a desktop
-SCHEMES = "light", "dark"
 # What sticks out at the right and is in no box that scrolls; figures and the table of metrics must not even then
 STICKING_OUT = """() => {
   const scrolls = (e) => e && (/auto|scroll|hidden/.test(getComputedStyle(e).overflowX) || scrolls(e.parentElement));
@@ -94,7 +92,6 @@ def test_pages_load_without_errors_and_without_a_request_to_another_host(tab, ad
     for page in pages:
         tab.goto(address + page, wait_until="networkidle")
     assert wrong == []
-    assert len(pages) >= 11
 
 
 class Links(HTMLParser):
@@ -130,25 +127,20 @@ def test_every_internal_link_and_anchor_resolves(built, pages):
 def test_the_slider_changes_text_and_cursor(tab, address):
     tab.goto(address + "watch.html")
     slider, cursor = tab.locator(".watch input[type=range]"), tab.locator(".cursor").first
-    state = lambda: (  # noqa: E731
-        tab.locator(".watch output").inner_text(),
-        tab.locator(".response p").first.inner_text(),
-        tab.locator(".chart .value").first.inner_text(),
-        cursor.get_attribute("x1"),
-    )
+
+    def state():
+        texts = (tab.locator(name).first.inner_text() for name in (".watch output", ".response p", ".chart .value"))
+        return [*texts, float(cursor.get_attribute("x1"))]
+
     before = state()
-    assert before[0].startswith("update 0 ")
     slider.focus()
     slider.press("End")
     after = state()
-    assert all(a != b for a, b in zip(before, after, strict=True))
-    assert float(after[3]) > float(before[3])
-    tab.locator(".watch .back").click()
-    assert float(before[3]) < float(cursor.get_attribute("x1")) < float(after[3])
+    assert all(a != b for a, b in zip(before, after, strict=True)) and after[-1] > before[-1]
     slider.press("Home")
     assert state() == before
     tab.locator(".watch .play").click()
-    tab.wait_for_function(f"document.querySelector('.cursor').getAttribute('x1') > {before[3]}")
+    tab.wait_for_function(f"document.querySelector('.cursor').getAttribute('x1') > {before[-1]}")
 
 
 @pytest.mark.parametrize(
@@ -172,8 +164,7 @@ def test_the_filter_of_the_details_shows_what_it_is_asked_for(tab, address):
     shown = lambda: tab.locator(".detail:visible")  # noqa: E731
     total = shown().count()
     tab.locator("select[name=script]").select_option("train_sft.py")
-    of_sft = shown().count()
-    assert 0 < of_sft < total
+    assert 0 < shown().count() < total
     tab.locator("select[name=script]").select_option("")
     tab.locator("select[name=phase]").select_option("4. Advantages")
     assert tab.locator(".detail:visible #RLOO-3").count() == 1
@@ -185,7 +176,7 @@ def test_the_filter_of_the_details_shows_what_it_is_asked_for(tab, address):
     assert tab.locator(".detail:visible #RLOO-9").count() == 1
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_no_fault(browser, address, pages, scheme):
     """No text of low contrast, no button without a name, and whatever else axe-core's rules for WCAG 2 A and AA see."""
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="this needs axe-playwright-python").Axe()
@@ -213,12 +204,11 @@ def test_a_newcomer_gets_from_the_first_page_to_a_line_and_to_its_price_in_one_c
     assert f"train_ppo.py, line {number}" in card.locator("dl").inner_text()
 
 
-def test_nothing_is_wider_than_the_window(tab, address, pages):
+def test_nothing_is_wider_than_a_phone(tab, address, pages):
     bad = {}
+    tab.set_viewport_size({"width": 360, "height": 900})
     for page in pages:
         tab.goto(address + page)
-        for width in WIDTHS:
-            tab.set_viewport_size({"width": width, "height": 900})
-            if found := tab.evaluate(STICKING_OUT):
-                bad[page, width] = found
+        if found := tab.evaluate(STICKING_OUT):
+            bad[page] = found
     assert bad == {}

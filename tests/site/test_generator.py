@@ -108,10 +108,6 @@ def test_the_prices_on_the_cards_are_those_that_the_studies_wrote():
     for tag, row in prices.worth().items():
         card, gold = prices.card(tag), re.search(r": gold ([+-][\d.]+\d)", row["says"])  # GRPO-8 has sums and no gold
         assert not gold or re.search(rf"gold( at the end)? (<b>)?{re.escape(gold[1])}", card), tag
-        if longer := re.search(r"longer runs: gold (\S+), KL (\S+)\)", row["says"]):
-            shown = re.findall(r"four times as long: gold (\S+) \(.*?\), KL (\S+) \(", card)
-            expected = pytest.approx([float(x) for x in longer.groups()], abs=0.051)  # shown in one digit or two
-            assert any([float(x) for x in pair] == expected for pair in shown), tag
 
 
 def test_equations_become_mathml_and_names_become_links():

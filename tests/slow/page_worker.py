@@ -138,8 +138,7 @@ def one_run(spec, engine):
         seen.update(held=held, stepped=stepped_here(optimizer), total=total)
         seen.update(groups=sum(isinstance(m, FSDPModule) for m in module.modules()))
         seen.update(sharded=is_sharded(module), dtypes={str(p.dtype) for p in module.parameters()})
-        linear = next(m for m in inner.modules() if isinstance(m, torch.nn.Linear) or type(m).__name__ == "Conv1D")
-        linear.register_forward_hook(note)
+        next(m for m in inner.modules() if isinstance(m, torch.nn.Linear)).register_forward_hook(note)
         return module, optimizer
 
     def recording_sample(policy, queries, query_mask, rows, n, response_length, stop_ids, key, size):

@@ -114,7 +114,7 @@ class Nodes:
 def one(tiny, tmp_path_factory):
     """{case: rows of metrics of one process}."""
     found = {}
-    for case in ("rloo-steps", "ppo-moments"):
+    for case in ("rloo-steps", "grpo-steps"):
         (script, *flags), folder = command(tiny, case), tmp_path_factory.mktemp(case)
         done = launch(script, flags, cwd=folder)
         assert done.returncode == 0, done.stderr
@@ -123,7 +123,7 @@ def one(tiny, tmp_path_factory):
 
 
 # ---- torchrun --------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("case, dead", [("rloo-steps", 0), ("ppo-moments", 1)])
+@pytest.mark.parametrize("case, dead", [("rloo-steps", 0), ("grpo-steps", 1)])
 def test_when_a_node_is_killed_the_other_ends_and_the_run_goes_on(tiny, tmp_path, one, case, dead):
     with Nodes(tmp_path, command(tiny, case)) as nodes:
         nodes.wait_for(10)

@@ -120,9 +120,18 @@ def runs(tmp_path_factory):
     return tmp_path_factory.mktemp("runs")
 
 
-@pytest.mark.parametrize("page", ["train_grpo", "train_ppo", "train_distill"])  # RLOO is in the tests below.
-def test_every_page_trains_on_what_vllm_samples(pair, runs, page):
-    rows = run_page(page, pair, runs, page)[1:]
+@pytest.mark.parametrize(
+    "page, changes",
+    [
+        ("train_grpo", {}),
+        ("train_ppo", {}),
+        ("train_distill", {}),
+        ("train_rloo", dict(lora_rank=4, learning_rate=1e-2)),
+    ],
+)
+def test_every_page_trains_on_what_vllm_samples_and_lora_pushes_the_merged_model(pair, runs, page, changes):
+    """RLOO without adapters is in the tests below."""
+    rows = run_page(page, pair, runs, page, **changes)[1:]
     assert len(rows) == 3 and all(row["val/logprob_gap"] < 1e-4 for row in rows)
     assert all(abs(row["val/sampler_weight"] - 1) < 1e-3 and row["val/sampler_cut"] == 0 for row in rows)
 
@@ -132,11 +141,6 @@ def test_with_overlap_vllm_gets_the_weights_from_before_the_update(pair, runs, p
     """Each push is checked against the copy that it was made of, so that another policy would end the run."""
     rows = run_page(page, pair, runs, f"{page}_overlap", overlap=True, learning_rate=1e-2)[1:]
     assert len(rows) == 3 and abs(rows[1]["objective/kl"]) < 1e-4 < 1e-3 < abs(rows[2]["objective/kl"])
-
-
-def test_lora_pushes_the_merged_model(pair, runs):
-    rows = run_page("train_rloo", pair, runs, "lora", lora_rank=4, learning_rate=1e-2)[1:]
-    assert abs(rows[2]["objective/kl"]) > 1e-3 and all(row["val/logprob_gap"] < 1e-4 for row in rows)
 
 
 # ---- several processes, and a server ---------------------------------------------------------------------------------
@@ -217,7 +221,14 @@ def started(args, folder):
 
 
 LONG = dict(sampler="vllm", checkpoint_every=1, learning_rate=1e-3, total_episodes=16 * 30)
-AGAIN = dict(resume=True, overwrite=False)
+
+
+def assert_goes_on(pair, runs, **values):
+    """A run that has ended too early goes on to its last update."""
+    args = page_args("train_rloo", pair, **values, resume=True, overwrite=False)
+    done = launch(ROOT / "rlhf_details/train_rloo.py", words_of(args), cwd=runs)
+    assert done.returncode == 0 and "--resume: goes on after update" in done.stdout, done.stderr
+    assert [row["update"] for row in read_metrics(runs / "runs" / values["run_name"])] == list(range(1, 31))
 
 
 def test_a_killed_trainer_leaves_the_server_to_the_run_that_goes_on(pair, runs, server):
@@ -225,22 +236,16 @@ def test_a_killed_trainer_leaves_the_server_to_the_run_that_goes_on(pair, runs, 
     run = started(page_args("train_rloo", pair, **values), runs)
     run.kill()
     run.communicate()
-    script = ROOT / "rlhf_details/train_rloo.py"
-    more = launch(script, words_of(page_args("train_rloo", pair, **(values | AGAIN))), cwd=runs)
-    assert more.returncode == 0 and "--resume: goes on after update" in more.stdout, more.stderr
-    assert [row["update"] for row in read_metrics(runs / "runs/killed")] == list(range(1, 31))
+    assert_goes_on(pair, runs, **values)
 
 
 def test_a_server_that_dies_ends_the_run_in_one_line_and_the_run_goes_on(pair, runs, server):
     """This test is the last, since it kills the server. The rest of the run samples beside the process."""
     url, process = server
     values = LONG | dict(run_name="dies", output_dir="models/dies")
-    script = ROOT / "rlhf_details/train_rloo.py"
     with started(page_args("train_rloo", pair, **values, vllm_server=url), runs) as run:
         kill(process)
         error = run.stderr.read()
     assert run.returncode == 1 and f"error: --sampler vllm: the server at {url} failed" in error
     assert "last good checkpoint" in error and "Traceback" not in error
-    more = launch(script, words_of(page_args("train_rloo", pair, **(values | AGAIN))), cwd=runs)
-    assert more.returncode == 0 and "--resume: goes on after update" in more.stdout, more.stderr
-    assert [row["update"] for row in read_metrics(runs / "runs/dies")] == list(range(1, 31))
+    assert_goes_on(pair, runs, **values)
