@@ -3,8 +3,8 @@
 import json
 import os
 import signal
-import time
 import threading
+import time
 from itertools import pairwise
 from pathlib import Path
 
