@@ -206,6 +206,9 @@ CALLED = [CALLS | {"content": "", "tool_calls": [CALL]}]
         ({"messages": [*QUESTION, CALLS_FILLED]}, QUESTION, CALLED),
         ({"instruction": "a", "input": "x", "output": "b"}, [user("a\n\nx")], ANSWER),
         ({"text": "a b", "messages": None}, "", "a b"),
+        # SFT on comparisons learns the chosen answer, also where the prompt is what both begin with.
+        ({"prompt": "a", "chosen": " b", "rejected": " c"}, "a", " b"),
+        ({"chosen": BOTH, "rejected": [*QUESTION, assistant("c")]}, QUESTION, ANSWER),
     ],
 )
 def test_the_forms_of_rows_that_people_bring(in_tmp, row, prompt, answer):

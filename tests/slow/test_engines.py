@@ -95,7 +95,7 @@ def cases(models):
         "sft": train_sft.Args(**stage, base_model=str(neox / "policy"), batch_size=6, completion_only=True),
     }
     found = {name: (args, "fp32") for name, args in found.items()}
-    return found | {f"{name}_bf16": (found[name][0], "bf16") for name in ("ppo", "reward", "distill_jsd")}
+    return found | {f"{name}_bf16": (found[name][0], "bf16") for name in ("ppo", "reward", "dpo", "sft", "distill_jsd")}
 
 
 def spec(case, name, **options):
