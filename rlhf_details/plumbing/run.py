@@ -186,7 +186,7 @@ class Run:
     def hear(self, number, frame):
         """Lets SIGTERM and SIGINT (Ctrl-C) end the run after the update under way. A second SIGINT acts at once."""
         if number == signal.SIGINT:  # SIGTERM may come twice by itself, from a scheduler and from the launcher.
-            signal.signal(number, self.handlers[number])
+            signal.signal(number, signal.default_int_handler)
         self.heard = number
         cli.say(f"{signal.Signals(number).name}: will stop after this update, with a checkpoint")
 
