@@ -72,7 +72,7 @@ class Args(cli.PolicyArgs):  # run, data, models, memory, reward_fn, sampler and
     """weight of the KL in the reward (beta); under adaptive_kl the first one"""
     kl_penalty: Literal["kl", "abs", "mse", "full", "k2", "k3"] = "kl"
     """what a token pays for, with d = log p - log p_ref: "kl" d, "abs" |d|, "mse" and "k2" d^2/2, "k3" exp(-d) - 1 + d,
-    "full" the exact KL; objective/kl and adaptive_kl use d in any case"""
+    "full" the exact KL, which holds the distributions of a slice in memory; objective/kl and adaptive_kl use d"""
     adaptive_kl: bool = False
     """lm-human-preferences: steer kl_coef so that the KL of a response stays near kl_target"""
     kl_target: float = 6.0
