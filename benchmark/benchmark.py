@@ -88,9 +88,15 @@ def fail(message):
 
 
 def git_tag(root=ROOT):
-    """git describe: the last tag and what came after it, or the commit; with -dirty where files differ."""
-    command = ["git", "-C", str(root), "describe", "--tags", "--always", "--dirty"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    """git describe: the last tag and what came after it, or the commit; with -dirty where files but results differ.
+
+    Otherwise the results of a first run would give the second one another name.
+    """
+    git = ["git", "-C", str(root)]
+    found = subprocess.run([*git, "describe", "--tags", "--always"], capture_output=True, text=True, check=True)
+    but_results = [".", ":(exclude)benchmark/results", ":(exclude)static"]
+    is_dirty = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", *but_results]).returncode
+    return found.stdout.strip() + ("-dirty" if is_dirty else "")
 
 
 def code_hash(root=ROOT):

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import subprocess
 
 import pytest
 from intervals import read_tables, write_runs
@@ -109,3 +110,19 @@ def test_stages_run_where_a_run_needs_them_and_not_where_all_is_done(tmp_path, m
     benchmark.run_study([[stage]], [run, more], None, "t")
     assert asked == [["sft_s1"], ["ppo_s1"]]  # The curve of sft is there, and its model is not.
     assert benchmark.run_study([[stage]], [run], None, "t") == [] and len(asked) == 2
+
+
+def test_results_alone_do_not_make_a_tree_dirty(tmp_path):
+    """Otherwise what ran before a stop would be trained again under another name."""
+    files = [tmp_path / name for name in ("benchmark/results/mine/runs.csv", "rlhf_details/utils.py")]
+    for file in files:
+        file.parent.mkdir(parents=True)
+        file.touch()
+    someone = ["-c", "user.name=someone", "-c", "user.email=someone@example.org"]
+    for words in (["init", "-q"], ["add", "."], [*someone, "commit", "-qm", "all"]):
+        subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
+    tags = [benchmark.git_tag(tmp_path)]
+    for file in files:
+        file.write_text("new")
+        tags.append(benchmark.git_tag(tmp_path))
+    assert tags == [tags[0], tags[0], f"{tags[0]}-dirty"]
