@@ -123,7 +123,7 @@ def test_rows_of_a_file_come_in_order_with_their_types(in_tmp, suffix, capsys):
     "name, content, texts",
     [
         ("a.csv", "w\nnull\nnan\n007\n2024-01-02\nTrue\n", "null nan 007 2024-01-02 True".split()),
-        ("a.csv", '\ufeffw,x\n"a ""b"",\nc",\n,y\n', ['a "b",\nc', ""]),
+        ("a.csv", '\ufeffx,w\n1,"a ""b"",\nc"\n2\n', ['a "b",\nc', ""]),  # The last row is short.
         ("a.json", '{"version": "1", "data": [{"w": 1}, {"w": 2}]}', [1, 2]),
         ("a.json:test", '{"train": [{"w": 1}], "test": [{"w": 2}, {"w": 3}]}', [2, 3]),
     ],

@@ -10,6 +10,7 @@ from helpers import assert_same_curves, read_metrics, record, record_steps, with
 from short_runs import write_rows
 
 from rlhf_details import toy, train_sft, utils
+from rlhf_details.plumbing import data
 
 
 def run_sft(**changes):
@@ -78,3 +79,17 @@ def test_opt_4_epsilon_weight_decay_and_schedule_reach_the_optimizer(texts, monk
     (groups,) = zip(*seen, strict=True)
     assert [g[1:] for g in groups] == [[3e-4, 0.07]] * 6 and [g[0] for g in groups] == pytest.approx(rates)
     assert [row["train/sft/lr"] for row in read_metrics("runs/run")] == [g[0] for g in groups]
+
+
+def test_an_answer_that_the_chat_template_cuts_is_named(in_tmp, capsys):
+    """Templates of reasoning models leave out what stands in <think>, so it would not be learnt."""
+    tokenizer = toy.tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content.split('</think>')[-1] }} {% endfor %}"
+    answers = "the bed was warm .", "<think> so . </think> the bed was warm ."
+    turns = [[{"role": "user", "content": "we went ."}, {"role": "assistant", "content": answer}] for answer in answers]
+    rows = [{"messages": turn} for turn in turns]
+    args = train_sft.Args(dataset=write_rows("rows.jsonl", rows))
+    read = data.read(args, "dataset", "sft", with_answers=True)
+    data.encode(args, "dataset", read, tokenizer, 128, "completion")
+    said = "1 rows whose answer the chat template does not wholly write, the first one is row 2"
+    assert said in capsys.readouterr().out
