@@ -392,7 +392,7 @@ class WithoutAdapters(torch.nn.Module):
         (lora,), (policy,) = self.model.lora, self.policy
         critic = getattr(policy, "critic", None)
         lora.disable_adapter_layers()
-        policy.critic = None
+        policy.critic = None  # A reference has no values.
         outputs = self.reads[0](*args, **kwargs)
         policy.critic = critic
         lora.enable_adapter_layers()

@@ -43,9 +43,12 @@ def test_from_scratch_it_trains_a_tokenizer_and_learns(texts):
 
 
 @pytest.mark.parametrize("completion_only", [False, True])
-def test_sft_3_micro_batches_change_nothing(texts, completion_only):
+def test_sft_3_micro_batches_and_logits_in_pieces_change_nothing(texts, monkeypatch, completion_only):
     options = dict(completion_only=completion_only, num_train_epochs=1)
-    assert_same_curves(run_sft(**options), run_sft(**options, micro_batch_size=3))
+    whole = run_sft(**options)
+    assert_same_curves(whole, run_sft(**options, micro_batch_size=3))
+    monkeypatch.setattr(train_sft.LanguageModel, "logits_at_once", 5 * 300)  # of five tokens at a time
+    assert_same_curves(whole, run_sft(**options))
 
 
 def test_both_losses_are_those_of_the_completions_where_that_is_asked_for(texts, tiny):
