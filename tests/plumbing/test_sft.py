@@ -43,7 +43,8 @@ def test_from_scratch_it_trains_a_tokenizer_and_learns(texts):
 
 
 @pytest.mark.parametrize("completion_only", [False, True])
-def test_sft_3_micro_batches_and_logits_in_pieces_change_nothing(texts, monkeypatch, completion_only):
+def test_sft_3_micro_batches_change_nothing(texts, monkeypatch, completion_only):
+    """Nor do logits that are computed piece by piece."""
     options = dict(completion_only=completion_only, num_train_epochs=1)
     whole = run_sft(**options)
     assert_same_curves(whole, run_sft(**options, micro_batch_size=3))
