@@ -22,7 +22,7 @@ import matplotlib.pyplot as plt
 import torch
 
 from rlhf_details import toy, train_rloo, utils
-from rlhf_details.plumbing import stages
+from rlhf_details.plumbing.machine import stages
 
 if os.path.exists("rloo_by_hand.ipynb"):
     os.chdir("..")  # Jupyter starts in the notebook's folder, and the models lie in the folder above it.

@@ -37,13 +37,16 @@ from accelerate.utils import gather_object
 from torch import nn
 
 from rlhf_details import utils
-from rlhf_details.plumbing import chat, cli, data, engines, evaluation, judge, models, rewards, vllm
-from rlhf_details.plumbing.evaluation import average, rate
+from rlhf_details.plumbing import console
+from rlhf_details.plumbing.inputs import chat, cli, data, flags, models
+from rlhf_details.plumbing.machine import engines, judge, rewards, vllm
+from rlhf_details.plumbing.outputs import evaluation
+from rlhf_details.plumbing.outputs.statistics import average, rate
 from rlhf_details.utils import EVALUATION, Batch, in_slices
 
 
 @dataclass
-class Args(cli.RewardArgs):  # rewards and sampler stand in plumbing/flags.py
+class Args(flags.RewardArgs):  # rewards and sampler stand in plumbing/inputs/flags.py
     # run
     exp_name: str = "evaluate"
     """name of the evaluation, the title of its table"""
@@ -312,7 +315,7 @@ def main(args: Args):
     score.check_columns(prompts)
     # One response to each prompt, by utils.sample, unless --sampler vllm is given.
     sample = functools.partial(
-        vllm.sampler(args, accelerator, prompts, cli.fail),
+        vllm.sampler(args, accelerator, prompts, console.fail),
         n=1,
         response_length=args.response_length,
         stop_ids=stop_ids,
@@ -337,7 +340,7 @@ def main(args: Args):
                 )  # [N / world, R]
                 mask, ended = truncate_response(responses, mask, end_ids, args.truncate_after)
                 # Where no token ends a response, a reward model that is given text reads no EOS, as in training.
-                ended, texts = ended & (len(end_ids) > 0), models.decode(tokenizer, responses, mask)
+                ended, texts = ended & (len(end_ids) > 0), chat.decode(tokenizer, responses, mask)
             else:
                 texts = [data.as_text(tokenizer, row.columns["completion"]) for row in rows]
                 responses, mask = data.completions(rows, max(len(row.completion) for row in prompts), device)
@@ -358,7 +361,7 @@ def main(args: Args):
     if args.samples_per_prompt > 1:
         if not all(x.size(1) == verdicts[0].size(1) > 0 for x in verdicts):
             what = f"--samples_per_prompt {args.samples_per_prompt}"
-            cli.fail(f"{what}: no function of --reward_fn has returned True and False alone")
+            console.fail(f"{what}: no function of --reward_fn has returned True and False alone")
         metrics["policy"] |= pass_rates(torch.stack(verdicts))
 
     # ---- 2. KL: samples of its own, with the noise of the training's held-out evaluation -----------------------------
@@ -392,7 +395,7 @@ def main(args: Args):
 
     # ---- 4. Report: samples.csv, summary.json, a table of the figures ------------------------------------------------
     summary = evaluation.report(args, given, metrics, table, accelerator)
-    cli.say(f"results: {evaluation.folder_of(args)}   {time.time() - start:.0f} s")
+    console.say(f"results: {evaluation.folder_of(args)}   {time.time() - start:.0f} s")
     return summary
 
 

@@ -21,7 +21,8 @@ from typing import Literal
 import tyro
 
 from rlhf_details import toy, train_grpo, train_ppo, train_reward, train_rloo
-from rlhf_details.plumbing import cli, data
+from rlhf_details.plumbing import console
+from rlhf_details.plumbing.inputs import cli, data
 
 
 @dataclass
@@ -53,19 +54,19 @@ def check(reward, module, policy):
     """Exits with an error (exit code 2) if the arguments of either, or of both together, make no sense."""
     if policy.reward_model_path != reward.output_dir:
         which = f"it is the reward model just trained, {reward.output_dir}; --reward.output_dir says where it goes"
-        cli.fail(f"--policy.reward_model_path {policy.reward_model_path}: {which}")
+        console.fail(f"--policy.reward_model_path {policy.reward_model_path}: {which}")
     written = Path(reward.output_dir).resolve()
     for name in ("sft_model_path", "output_dir"):
         path = Path(getattr(policy, name) or "").resolve()
         if written in (path, *path.parents):
             other = f"--policy.{name} {getattr(policy, name)}"
-            cli.fail(f"--reward.output_dir {reward.output_dir}: {other} would collide with it")
+            console.fail(f"--reward.output_dir {reward.output_dir}: {other} would collide with it")
     train_reward.check(reward), module.check(policy)
     task = policy.dataset.partition(":")[0]
     if task in toy.TASKS and task != "toy":
-        cli.fail(f"--policy.dataset {policy.dataset}: its reward is a function; run {policy.exp_name}.py on it")
+        console.fail(f"--policy.dataset {policy.dataset}: its reward is a function; run {policy.exp_name}.py on it")
     if reward.run_name is not None and reward.run_name == policy.run_name:
-        cli.fail(f"--policy.run_name {policy.run_name}: is the reward model's as well")
+        console.fail(f"--policy.run_name {policy.run_name}: is the reward model's as well")
     for name in ("dataset", "eval_dataset"):
         if getattr(policy, name):
             data.read(policy, name, "prompts")
@@ -81,4 +82,4 @@ def main(argv):
 
 if __name__ == "__main__":
     main(sys.argv[1:])
-    cli.leave_group()
+    console.leave_group()

@@ -42,13 +42,15 @@ import torch
 from torch import nn
 
 from rlhf_details import utils
-from rlhf_details.plumbing import cli, data, engines, models, overlap, rewards
-from rlhf_details.plumbing.run import Run
+from rlhf_details.plumbing import console
+from rlhf_details.plumbing.inputs import cli, data, flags, models
+from rlhf_details.plumbing.machine import engines, rewards, samplers
+from rlhf_details.plumbing.outputs.run import Run
 from rlhf_details.utils import EVALUATION, TRAINING, Batch, in_slices
 
 
 @dataclass
-class Args(cli.SamplingArgs):  # run, data, models, memory, sampler and overlap stand in plumbing/flags.py
+class Args(flags.SamplingArgs):  # run, data, models, memory, sampler and overlap stand in plumbing/inputs/flags.py
     exp_name: str = "train_distill"
     """name of the experiment, part of the run's name"""
     output_dir: str = "models/distill"
@@ -313,20 +315,20 @@ def check(args):
     cli.check(args)
     rewards.check_functions(args)
     if args.teacher_model_path is None:
-        cli.fail(f"--teacher_model_path: required with --dataset {args.dataset}: a model with the student's tokens")
-    unit = args.responses_per_prompt * cli.world_size()
+        console.fail(f"--teacher_model_path: required with --dataset {args.dataset}: a model with the student's tokens")
+    unit = args.responses_per_prompt * console.world_size()
     if args.batch_size % unit:
-        cli.fail(f"--batch_size {args.batch_size}: not divisible by responses_per_prompt * processes = {unit}")
+        console.fail(f"--batch_size {args.batch_size}: not divisible by responses_per_prompt * processes = {unit}")
     for name in ("gamma", "beta", "on_policy_share"):
         if getattr(args, name) > 1:
-            cli.fail(f"--{name} {getattr(args, name)}: must be at most 1")
+            console.fail(f"--{name} {getattr(args, name)}: must be at most 1")
     if args.on_policy_share < 1 and (args.divergence == "sampled" or args.overlap or args.responses_per_prompt > 1):
         rule = "needs --divergence jsd, one response per prompt, and no --overlap"
-        cli.fail(f"--on_policy_share {args.on_policy_share}: {rule}")
+        console.fail(f"--on_policy_share {args.on_policy_share}: {rule}")
     if args.gamma and args.divergence == "jsd":
-        cli.fail(f"--gamma {args.gamma}: needs --divergence sampled, where tokens have advantages")
+        console.fail(f"--gamma {args.gamma}: needs --divergence sampled, where tokens have advantages")
     if args.beta != Args.beta and args.divergence == "sampled":
-        cli.fail(f"--beta {args.beta}: needs --divergence jsd, which has a mixture")
+        console.fail(f"--beta {args.beta}: needs --divergence jsd, which has a mixture")
 
 
 def main(args: Args):
@@ -340,7 +342,7 @@ def main(args: Args):
     is_jsd = args.divergence == "jsd"
     another_samples = args.sampler != "own" or args.overlap
     if is_jsd and another_samples:
-        cli.say("--divergence jsd: not corrected; another policy samples the states, and each is compared exactly")
+        console.say("--divergence jsd: not corrected; another policy samples the states, and each is compared exactly")
 
     # ---- models, prompts, rewards, optimiser
     tokenizer, policy, teacher = load_models(args, engines.loading_device(accelerator))
@@ -369,7 +371,7 @@ def main(args: Args):
     # sample(policy, queries, query_mask, episodes, n, key) is utils.sample with its other arguments filled in, or what
     # --sampler vllm has in its place. Under --overlap a thread samples training batches an update ahead, and evaluation
     # has the newest weights.
-    sample = overlap.choose_sampler(args, run, [*prompts, *held_out], prompts_of, stop_ids)
+    sample = samplers.choose(args, run, [*prompts, *held_out], prompts_of, stop_ids)
     run.resume(policy, optimizer)
     if run.first_update == 1:
         run.log(0, *evaluate(policy, sample, teacher, score, held_out, stop_ids, args, accelerator))

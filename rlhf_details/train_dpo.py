@@ -33,12 +33,14 @@ import torch
 from torch import nn
 
 from rlhf_details import utils
-from rlhf_details.plumbing import cli, comparisons, data, engines, models
-from rlhf_details.plumbing.run import Run
+from rlhf_details.plumbing import console
+from rlhf_details.plumbing.inputs import cli, comparisons, data, flags, models
+from rlhf_details.plumbing.machine import candidates, engines
+from rlhf_details.plumbing.outputs.run import Run
 
 
 @dataclass
-class Args(cli.RunArgs):  # run, data, models and memory stand in plumbing/flags.py
+class Args(flags.RunArgs):  # run, data, models and memory stand in plumbing/inputs/flags.py
     exp_name: str = "train_dpo"
     """name of the experiment, part of the run's name"""
     output_dir: str = "models/dpo"
@@ -192,7 +194,7 @@ def candidate_logprobs(policy, part, size, accelerator):
     mine = [candidate_rows(comparison) for comparison in share]
     slices = [[row for rows in mine[m] for row in rows] for m in utils.slices(len(mine), size)]
     with accelerator.autocast():
-        parts = cli.progress("log-probs, slice by slice", slices)
+        parts = console.progress("log-probs, slice by slice", slices)
         found = torch.cat([completion_logprobs(policy, rows, accelerator.device)[0] for rows in parts])
     return accelerator.gather(found.reshape(len(mine), -1))[: len(part)]
 
@@ -267,12 +269,12 @@ def check(args):
     """Exits with an error (exit code 2) if arguments contradict each other."""
     cli.check(args)
     comparisons.check(args)
-    if args.batch_size % cli.world_size():
-        cli.fail(f"--batch_size {args.batch_size}: not divisible by the {cli.world_size()} processes")
+    if args.batch_size % console.world_size():
+        console.fail(f"--batch_size {args.batch_size}: not divisible by the {console.world_size()} processes")
     if args.beta == 0 or args.label_smoothing >= 0.5:
-        cli.fail(f"--beta {args.beta}, --label_smoothing {args.label_smoothing}: above 0, and below 0.5")
+        console.fail(f"--beta {args.beta}, --label_smoothing {args.label_smoothing}: above 0, and below 0.5")
     if args.label_smoothing and args.loss == "ipo":
-        cli.fail(f"--label_smoothing {args.label_smoothing}: IPO has none")
+        console.fail(f"--label_smoothing {args.label_smoothing}: IPO has none")
 
 
 def main(args: Args):
@@ -284,9 +286,11 @@ def main(args: Args):
 
     # ---- model, comparisons, optimiser
     tokenizer, policy = load_model(args, engines.loading_device(accelerator))
-    train, held_out = comparisons.load(args, tokenizer, policy, accelerator)
+    engines.use_one_thread(policy)  # before the candidates are sampled, which may take longer than training
+    write = candidates.writer(args, accelerator, tokenizer)  # It writes the candidates of the embedded task.
+    train, held_out = comparisons.load(args, tokenizer, policy, write)
     if len(train) < B:
-        cli.fail(f"--batch_size {B}: more than the {len(train)} rows of --dataset {args.dataset}")
+        console.fail(f"--batch_size {B}: more than the {len(train)} rows of --dataset {args.dataset}")
     steps_per_epoch = len(train) // B  # The rest of an epoch's shuffle is left out, other rows in each epoch.
     num_steps = args.num_train_epochs * steps_per_epoch
     optimizer = utils.adamw(policy, args)

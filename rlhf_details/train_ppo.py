@@ -39,13 +39,17 @@ import torch
 from torch import nn
 
 from rlhf_details import utils
-from rlhf_details.plumbing import cli, data, engines, models, overlap, rewards
-from rlhf_details.plumbing.run import Run
+from rlhf_details.plumbing import console
+from rlhf_details.plumbing.inputs import cli, data, flags, models
+from rlhf_details.plumbing.machine import engines, rewards, samplers
+from rlhf_details.plumbing.outputs.run import Run
 from rlhf_details.utils import EVALUATION, TRAINING, Batch, in_slices
 
 
 @dataclass
-class Args(cli.PolicyArgs):  # run, data, models, memory, reward_fn, sampler and overlap stand in plumbing/flags.py
+class Args(
+    flags.PolicyArgs
+):  # run, data, models, memory, reward_fn, sampler and overlap stand in plumbing/inputs/flags.py
     exp_name: str = "train_ppo"
     """name of the experiment, part of the run's name"""
     output_dir: str = "models/ppo"
@@ -502,18 +506,20 @@ def check(args):
     """Exits with an error (exit code 2) if arguments contradict each other."""
     cli.check(args)
     rewards.check(args)
-    unit = args.num_mini_batches * cli.world_size()
+    unit = args.num_mini_batches * console.world_size()
     if args.batch_size % unit:
-        cli.fail(f"--batch_size {args.batch_size}: not divisible by num_mini_batches * processes = {unit}")
+        console.fail(f"--batch_size {args.batch_size}: not divisible by num_mini_batches * processes = {unit}")
     for name in ("gamma", "lam"):
         if getattr(args, name) > 1:
-            cli.fail(f"--{name} {getattr(args, name)}: must be at most 1")
+            console.fail(f"--{name} {getattr(args, name)}: must be at most 1")
     if args.adaptive_kl and (not args.kl_coef or not args.kl_target or args.kl_horizon <= args.batch_size / 5):
-        cli.fail("--adaptive_kl: kl_coef and kl_target must be above 0, and kl_horizon above a fifth of batch_size")
+        console.fail("--adaptive_kl: kl_coef and kl_target must be above 0, and kl_horizon above a fifth of batch_size")
     if args.ratio_threshold is not None and args.ratio_threshold <= 1:
-        cli.fail(f"--ratio_threshold {args.ratio_threshold}: must be above 1, the first ratio of every rollout")
+        console.fail(f"--ratio_threshold {args.ratio_threshold}: must be above 1, the first ratio of every rollout")
     if args.truncate_after and (args.truncate_token == "none" or args.truncate_after >= args.response_length):
-        cli.fail(f"--truncate_after {args.truncate_after}: needs a truncate_token, and must be below response_length")
+        console.fail(
+            f"--truncate_after {args.truncate_after}: needs a truncate_token, and must be below response_length"
+        )
 
 
 def main(args: Args):
@@ -551,7 +557,7 @@ def main(args: Args):
     # sample(policy, queries, query_mask, episodes, n, key) is utils.sample with its other arguments filled in, or what
     # --sampler vllm has in its place. Under --overlap a thread samples training batches an update ahead, and evaluation
     # has the newest weights.
-    sample = overlap.choose_sampler(args, run, [*prompts, *held_out], prompts_of, stop_ids)
+    sample = samplers.choose(args, run, [*prompts, *held_out], prompts_of, stop_ids)
     state = run.resume(policy, optimizer, {"kl_coef": args.kl_coef, "adam_step": 0, "moments": (0, 0.0, 0.0)})
     if run.first_update == 1:
         run.log(0, *evaluate(policy, sample, reference, score, held_out, end_ids, args, accelerator))

@@ -32,12 +32,14 @@ import torch
 from torch import nn
 
 from rlhf_details import utils
-from rlhf_details.plumbing import cli, comparisons, data, engines, models
-from rlhf_details.plumbing.run import Run
+from rlhf_details.plumbing import console
+from rlhf_details.plumbing.inputs import cli, comparisons, data, flags, models
+from rlhf_details.plumbing.machine import candidates, engines
+from rlhf_details.plumbing.outputs.run import Run
 
 
 @dataclass
-class Args(cli.RunArgs):  # run, data, models and memory stand in plumbing/flags.py
+class Args(flags.RunArgs):  # run, data, models and memory stand in plumbing/inputs/flags.py
     exp_name: str = "train_reward"
     """name of the experiment, part of the run's name"""
     output_dir: str = "models/reward"
@@ -163,12 +165,12 @@ def load_model(args, device):
 # ---- from token ids to scores ----------------------------------------------------------------------------------------
 def samples_to_normalise(args, accelerator, tokenizer, train, purpose):
     """Rows of token ids, each a training prompt and what the policy at --sft_model_path answers."""
-    first = args.normalize_samples * (purpose == comparisons.AFTER)  # Prompts and noise are others than BEFORE.
+    first = args.normalize_samples * (purpose == candidates.AFTER)  # Prompts and noise are others than BEFORE.
     prompts = [train[(first + i) % len(train)].ids for i in range(args.normalize_samples)]
     # With lm-human-preferences' labels the samples are whole responses, which no EOS ends. [RM-11]
     ends = "none" if comparisons.are_token_ids(train) else "eos"
     stop_ids = models.stop_ids(tokenizer, ends, "--normalization")
-    responses = comparisons.sample_responses(args, accelerator, prompts, 1, purpose, stop_ids)
+    responses = candidates.sample_responses(args, accelerator, prompts, 1, purpose, stop_ids)
     return [query + response for query, response in zip(prompts, responses, strict=True)]
 
 
@@ -180,7 +182,7 @@ def score_rows(reward, rows, size, accelerator):
     _, mine = data.my_share(rows, accelerator)
     slices = [mine[m] for m in utils.slices(len(mine), size)]
     with accelerator.autocast():
-        parts = cli.progress("scoring rows, slice by slice", slices)
+        parts = console.progress("scoring rows, slice by slice", slices)
         scores = torch.cat([reward(*utils.left_pad(part, accelerator.device)) for part in parts])
     return accelerator.gather(scores)[: len(rows)]
 
@@ -228,8 +230,8 @@ def normalise(scores):
     """`gain_and_bias` of the scores of sampled responses [N], as floats. It says what the scores were."""
     gain, bias = (x.item() for x in gain_and_bias(scores))
     if not math.isfinite(gain):
-        cli.fail(f"--normalization gain_bias: the {len(scores)} sampled responses all score {scores[0].item():.4g}")
-    cli.say(f"mean {scores.mean():.3f} and std {scores.std(correction=0):.3f} of {len(scores)} samples -> 0 and 1")
+        console.fail(f"--normalization gain_bias: the {len(scores)} sampled responses all score {scores[0].item():.4g}")
+    console.say(f"mean {scores.mean():.3f} and std {scores.std(correction=0):.3f} of {len(scores)} samples -> 0 and 1")
     return gain, bias
 
 
@@ -238,8 +240,8 @@ def check(args):
     """Exits with an error (exit code 2) if arguments contradict each other."""
     cli.check(args)
     comparisons.check(args)
-    if args.batch_size % cli.world_size():
-        cli.fail(f"--batch_size {args.batch_size}: not divisible by the {cli.world_size()} processes")
+    if args.batch_size % console.world_size():
+        console.fail(f"--batch_size {args.batch_size}: not divisible by the {console.world_size()} processes")
 
 
 def main(args: Args):
@@ -252,15 +254,17 @@ def main(args: Args):
 
     # ---- model, comparisons, optimiser
     tokenizer, reward = load_model(args, device)
-    train, held_out = comparisons.load(args, tokenizer, reward, accelerator)
+    engines.use_one_thread(reward)  # before the candidates are sampled, which may take longer than training
+    write = candidates.writer(args, accelerator, tokenizer)  # It writes the candidates of the embedded task.
+    train, held_out = comparisons.load(args, tokenizer, reward, write)
     references = comparisons.load_references(args, tokenizer, reward, train)
     if len(train) < B:
-        cli.fail(f"--batch_size {B}: more than the {len(train)} rows of --dataset {args.dataset}")
+        console.fail(f"--batch_size {B}: more than the {len(train)} rows of --dataset {args.dataset}")
     K = len(train[0].candidates)
     steps_per_epoch = len(train) // B  # The rest of an epoch's shuffle is left out, other rows in each epoch.
     num_steps = args.num_train_epochs * steps_per_epoch
     if args.normalization == "gain_bias":
-        samples = samples_to_normalise(args, accelerator, tokenizer, train, comparisons.BEFORE)
+        samples = samples_to_normalise(args, accelerator, tokenizer, train, candidates.BEFORE)
         # Their scores get std 1 before training, so that the loss starts from scores neither huge nor tiny. [RM-9]
         reward.gain.data.fill_(normalise(score_rows(reward, samples, size * K, accelerator))[0])
     model = reward.model
@@ -312,14 +316,14 @@ def main(args: Args):
     # ---- normalise: the saved model's score is gain * score + bias ---------------------------------------------------
     gain, bias = 1.0, 0.0
     if args.normalization == "gain_bias":
-        samples = samples_to_normalise(args, accelerator, tokenizer, train, comparisons.AFTER)
+        samples = samples_to_normalise(args, accelerator, tokenizer, train, candidates.AFTER)
         # Training has moved the scores. kl_coef is a price in points of score, so set them again. [RM-10]
         gain, bias = normalise(score_rows(reward, samples, size * K, accelerator))
     if args.normalization == "mean_shift":
         # A candidate scores 0 in the mean, or with --reference_dataset, as in N+, a reference response. [RM-12]
         bias = -score_rows(reward, references, size * K, accelerator).mean().item()
         which = "reference responses" if args.reference_dataset else "candidates"
-        cli.say(f"mean score {-bias:.3f} on {len(references)} {which} -> 0")
+        console.say(f"mean score {-bias:.3f} on {len(references)} {which} -> 0")
     weights = run.full_weights(reward)
     if accelerator.is_main_process:
         # The head takes the gain, because other libraries know none. [RM-13]

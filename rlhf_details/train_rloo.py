@@ -38,13 +38,17 @@ import torch
 from torch import nn
 
 from rlhf_details import utils
-from rlhf_details.plumbing import cli, data, engines, layout, models, overlap, rewards
-from rlhf_details.plumbing.run import Run
+from rlhf_details.plumbing import console
+from rlhf_details.plumbing.inputs import cli, data, flags, models
+from rlhf_details.plumbing.machine import engines, packing, rewards, samplers
+from rlhf_details.plumbing.outputs.run import Run
 from rlhf_details.utils import EVALUATION, TRAINING, Batch, in_slices
 
 
 @dataclass
-class Args(cli.PolicyArgs):  # run, data, models, memory, reward_fn, sampler and overlap stand in plumbing/flags.py
+class Args(
+    flags.PolicyArgs
+):  # run, data, models, memory, reward_fn, sampler and overlap stand in plumbing/inputs/flags.py
     exp_name: str = "train_rloo"
     """name of the experiment, part of the run's name"""
     output_dir: str = "models/rloo"
@@ -400,11 +404,11 @@ def check(args):
     """Exits with an error (exit code 2) if arguments contradict each other."""
     cli.check(args)
     rewards.check(args)
-    unit = args.num_mini_batches * args.rloo_k * cli.world_size()
+    unit = args.num_mini_batches * args.rloo_k * console.world_size()
     if args.batch_size % unit:
-        cli.fail(f"--batch_size {args.batch_size}: not divisible by num_mini_batches * rloo_k * processes = {unit}")
+        console.fail(f"--batch_size {args.batch_size}: not divisible by num_mini_batches * rloo_k * processes = {unit}")
     if args.rloo_k == 1 and not (args.token_level_kl and args.normalize_advantage):
-        cli.fail("--rloo_k 1: leave-one-out needs at least 2; 1 is for --token_level_kl with --normalize_advantage")
+        console.fail("--rloo_k 1: leave-one-out needs at least 2; 1 is for --token_level_kl with --normalize_advantage")
 
 
 def main(args: Args):
@@ -422,9 +426,9 @@ def main(args: Args):
     stop_ids = models.stop_ids(tokenizer, args.stop_token, "--stop_token", device)  # [S]
     prompts, held_out = data.load_prompts(args, tokenizer, room=models.context(policy, reward_model) - R)
     # A forward takes `size` episodes, n packed in each row (n divides size and k), and the sampler packs rollout_n.
-    # `layout.choose` packs only where it finds that packed and plain rows have the same log-probs and scores.
-    packing = layout.choose(args, k, policy, reward_model, prompts, response_logprobs, response_scores)
-    n, size = packing.n, packing.size
+    # `packing.choose` packs only where it finds that packed and plain rows have the same log-probs and scores.
+    packed = packing.choose(args, k, policy, reward_model, prompts, response_logprobs, response_scores)
+    n, size = packed.n, packed.size
     # score(rows, batch, n) gives each response F rewards, NaN where one does not apply: the reward model's, which reads
     # token ids, and those of functions of text, e.g. f(prompts=["2 + 3 ="], completions=[" 5"], answer=["5"]) -> [1.0].
     score = rewards.Scorer(args, accelerator, tokenizer, reward_model, response_scores, size, stop_ids)
@@ -444,7 +448,7 @@ def main(args: Args):
     # sample(policy, queries, query_mask, episodes, n, key) is utils.sample with its other arguments filled in, or what
     # --sampler vllm has in its place. Under --overlap a thread samples training batches an update ahead, and evaluation
     # has the newest weights.
-    sample = overlap.choose_sampler(args, run, [*prompts, *held_out], prompts_of, stop_ids)
+    sample = samplers.choose(args, run, [*prompts, *held_out], prompts_of, stop_ids)
     run.resume(policy, optimizer)
     if run.first_update == 1:
         run.log(0, *evaluate(policy, sample, reference, score, held_out, stop_ids, args, accelerator))
@@ -460,7 +464,7 @@ def main(args: Args):
         with torch.no_grad(), accelerator.autocast():
             key = args.seed, TRAINING, update
             responses, response_mask, sampled_logprobs = sample(
-                policy, queries[mine], query_mask[mine], episodes[mine], packing.rollout_n, key
+                policy, queries[mine], query_mask[mine], episodes[mine], packed.rollout_n, key
             )  # [B / world, R]
             run.lap("rollout")
 

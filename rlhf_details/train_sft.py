@@ -29,14 +29,16 @@ import torch
 from torch import nn
 
 from rlhf_details import utils
-from rlhf_details.plumbing import cli, data, engines, models
-from rlhf_details.plumbing.evaluation import rouge_l
-from rlhf_details.plumbing.run import Run
+from rlhf_details.plumbing import console
+from rlhf_details.plumbing.inputs import chat, cli, data, flags, models
+from rlhf_details.plumbing.machine import engines
+from rlhf_details.plumbing.outputs.run import Run
+from rlhf_details.plumbing.outputs.statistics import rouge_l
 from rlhf_details.utils import EVALUATION
 
 
 @dataclass
-class Args(cli.RunArgs):  # run, data, models and memory stand in plumbing/flags.py
+class Args(flags.RunArgs):  # run, data, models and memory stand in plumbing/inputs/flags.py
     exp_name: str = "train_sft"
     """name of the experiment, part of the run's name"""
     output_dir: str = "models/sft"
@@ -241,7 +243,7 @@ def evaluate(language_model, rows, tokenizer, args, accelerator):
                 size=size,
             )
             references = [data.as_text(tokenizer, row.columns["completion"]) for row in mine]
-            pairs = zip(models.decode(tokenizer, responses, response_mask), references, strict=True)
+            pairs = zip(chat.decode(tokenizer, responses, response_mask), references, strict=True)
             means.add({"eval/sft/rougeL": torch.tensor([rouge_l(*pair) for pair in pairs])}, places < len(prompts))
     metrics = means.reduce(accelerator)
     return metrics | {"eval/sft/perplexity": math.exp(metrics["eval/sft/loss"])}
@@ -251,12 +253,12 @@ def evaluate(language_model, rows, tokenizer, args, accelerator):
 def check(args):
     """Exits with an error (exit code 2) if arguments contradict each other."""
     cli.check(args)
-    if args.batch_size % cli.world_size():
-        cli.fail(f"--batch_size {args.batch_size}: not divisible by the {cli.world_size()} processes")
+    if args.batch_size % console.world_size():
+        console.fail(f"--batch_size {args.batch_size}: not divisible by the {console.world_size()} processes")
     if args.base_model == "scratch" and args.hidden_size % args.num_heads:
-        cli.fail(f"--hidden_size {args.hidden_size}: not divisible by --num_heads {args.num_heads}")
+        console.fail(f"--hidden_size {args.hidden_size}: not divisible by --num_heads {args.num_heads}")
     if args.base_model == "scratch" and args.lora_rank:
-        cli.fail(f"--lora_rank {args.lora_rank}: there is nothing to adapt in --base_model scratch")
+        console.fail(f"--lora_rank {args.lora_rank}: there is nothing to adapt in --base_model scratch")
 
 
 def main(args: Args):
@@ -273,7 +275,7 @@ def main(args: Args):
     train = data.encode(args, "dataset", rows, tokenizer, context, "completion")
     held_out = data.encode(args, "eval_dataset", held_out_rows, tokenizer, context, "completion", num_sampled=R)
     if len(train) < B:
-        cli.fail(f"--batch_size {B}: more than the {len(train)} rows of --dataset {args.dataset}")
+        console.fail(f"--batch_size {B}: more than the {len(train)} rows of --dataset {args.dataset}")
     steps_per_epoch = len(train) // B  # The rest of an epoch's shuffle is left out, other rows in each epoch.
     num_steps = args.num_train_epochs * steps_per_epoch
     optimizer = utils.adamw(language_model, args)

@@ -25,7 +25,7 @@ def encode(tokenizer, prompt, completion=None, end=None):
     Args: prompt, completion: strings, or lists of token ids, which are kept as they are; end: None where they are plain
     strings, and for chats the ids that the chat template writes after a turn, the stop token first. A chat's prompt is
     the string `tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)`, and its completion
-    what the template adds to this string when it is given the answer as well (plumbing/chat.py).
+    what the template adds to this string when it is given the answer as well (plumbing/inputs/chat.py).
     """
     if isinstance(prompt, list):
         return prompt if completion is None else (prompt, completion)

@@ -24,7 +24,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE, WordLevel
 
 from rlhf_details import toy, utils
-from rlhf_details.plumbing import cli
+from rlhf_details.plumbing.inputs import cli
 
 ROOT = Path(__file__).parent.parent
 REWARDED = "train_rloo", "train_grpo", "train_ppo"  # the pages that train on rewards

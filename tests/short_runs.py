@@ -13,7 +13,7 @@ import pytest
 from helpers import PAGES, SCRIPTS, page_args, read_metrics, without_times
 
 from rlhf_details import evaluate, toy
-from rlhf_details.plumbing.run import Run
+from rlhf_details.plumbing.outputs.run import Run
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 STEPS = dict(num_ppo_epochs=2, num_mini_batches=2, eval_dataset="held_out.jsonl")

@@ -30,8 +30,8 @@ class Args:
 def one(algorithm):
     """Runs 200 updates of 64 episodes in this process; prints {update: MB} as JSON."""
     from rlhf_details import train_ppo, train_rloo
-    from rlhf_details.plumbing import cli
-    from rlhf_details.plumbing.run import Run
+    from rlhf_details.plumbing.inputs import cli
+    from rlhf_details.plumbing.outputs.run import Run
 
     sizes, log, script = {}, Run.log, {"rloo": train_rloo, "ppo": train_ppo}[algorithm]
 

@@ -21,7 +21,8 @@ from unittest import mock
 
 import datasets
 
-from rlhf_details.plumbing import cli, judge
+from rlhf_details.plumbing.inputs import cli
+from rlhf_details.plumbing.machine import judge
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "benchmark/recipes").glob("*.toml"))

@@ -21,7 +21,7 @@ from itertools import pairwise
 import torch
 from transformers import AutoModelForSequenceClassification, pipeline
 
-from rlhf_details.plumbing.evaluation import rouge_l
+from rlhf_details.plumbing.outputs.statistics import rouge_l
 
 TARGET_WORDS = 20
 KEYWORDS = {"very", "really", "truly", "so"}  # the toy grammar allows them, its gold reward does not ask for them

@@ -40,7 +40,9 @@ def evaluate(policy_folder, sft, reward, seed, flags="", **changes):
     from accelerate import Accelerator
 
     from rlhf_details import train_rloo, utils
-    from rlhf_details.plumbing import cli, data, models, overlap, rewards
+    from rlhf_details.plumbing import console
+    from rlhf_details.plumbing.inputs import cli, data, flags, models
+    from rlhf_details.plumbing.machine import rewards, samplers
 
     words = ["--sft_model_path", str(sft), "--reward_model_path", str(reward), "--seed", str(seed)]
     words += [word for name, value in changes.items() for word in (f"--{name}", str(value))]
@@ -53,8 +55,8 @@ def evaluate(policy_folder, sft, reward, seed, flags="", **changes):
     scorer = accelerator, tokenizer, reward_model, train_rloo.response_scores, args.micro_batch_size, stop_ids
     score = rewards.Scorer(args, *scorer)
     score.check_columns(rows, prompts)
-    run = types.SimpleNamespace(accelerator=accelerator, stop=cli.fail)
-    sample = overlap.choose_sampler(args, run, prompts, None, stop_ids)
+    run = types.SimpleNamespace(accelerator=accelerator, stop=console.fail)
+    sample = samplers.choose(args, run, prompts, None, stop_ids)
     metrics, _ = train_rloo.evaluate(policy, sample, reference, score, prompts, stop_ids, args, accelerator)
     names = (f"eval/objective/{name}" for name in FIGURES)
     return {name: metrics[name] for name in names if name in metrics}

@@ -32,7 +32,8 @@ class Args(Called):
 def figures(args, dataset):
     """{figure: value} of the policy on one data set."""
     from rlhf_details import evaluate, train_grpo, utils
-    from rlhf_details.plumbing import cli, data, models, rewards
+    from rlhf_details.plumbing.inputs import cli, data, models
+    from rlhf_details.plumbing.machine import rewards
 
     words = ["--sft_model_path", args.policy, "--dataset", dataset, "--reward_model_path", "None"]
     own = cli.parse(train_grpo.Args, [*words, "--reward_fn", args.check, *shlex.split(args.flags)])

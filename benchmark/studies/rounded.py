@@ -26,7 +26,7 @@ def rounded(policy, bits):
 
 def main(bits, script, *flags):
     from rlhf_details import utils
-    from rlhf_details.plumbing import vllm
+    from rlhf_details.plumbing.machine import vllm
 
     def sample(policy, *rows, **how):
         policy = rounded(policy, bits) if how["key"][1] == utils.TRAINING else policy

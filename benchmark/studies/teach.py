@@ -30,7 +30,7 @@ class Args(Called):
 def responses(args):
     """Rows with `prompt` and `completion`: the teacher's responses that ended."""
     from rlhf_details import train_distill, utils
-    from rlhf_details.plumbing import cli, data, models
+    from rlhf_details.plumbing.inputs import chat, cli, data, models
 
     words = ["--sft_model_path", args.teacher, "--teacher_model_path", args.teacher, "--seed", str(args.seed)]
     own = cli.parse(train_distill.Args, words)
@@ -43,14 +43,14 @@ def responses(args):
         batch = responses_to(ids, 1, teacher, own.response_length, stop_ids, key, len(rows))
         found, real = batch.responses, batch.response_mask
         ended = train_distill.has_stopped(found, real, stop_ids)
-        for row, text, has_end in zip(rows, models.decode(tokenizer, found, real), ended.tolist(), strict=True):
+        for row, text, has_end in zip(rows, chat.decode(tokenizer, found, real), ended.tolist(), strict=True):
             if has_end:
                 yield {"prompt": row.text, "completion": text}
 
 
 def main(args: Args):
     from rlhf_details import train_sft
-    from rlhf_details.plumbing import cli
+    from rlhf_details.plumbing.inputs import cli
 
     file = args.log(*responses(args), file="teacher.jsonl")
     words = ["--dataset", str(file), "--base_model", args.sft, "--completion_only", "--num_train_epochs", "1"]

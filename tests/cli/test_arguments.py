@@ -13,13 +13,14 @@ import pytest
 from helpers import ROOT, SCRIPTS, flags_shown, shown_by_help
 
 from rlhf_details import train_rloo
-from rlhf_details.plumbing import cli
+from rlhf_details.plumbing import console
+from rlhf_details.plumbing.inputs import cli, flags
 
 each_script = pytest.mark.parametrize("script", list(SCRIPTS))
 
 
 @dataclass
-class Args(cli.RunArgs):
+class Args(flags.RunArgs):
     learning_rate: float = 0.1
     """rate"""
     temperature: float = 0.7
@@ -122,16 +123,16 @@ def test_a_mistake_in_a_toml_file_is_explained(toml, fails, capsys, text, words)
 
 
 def test_fail_speaks_on_the_main_process_alone(fails, monkeypatch, capsys):
-    assert fails(cli.fail, "two\nlines") == "error: two lines\n"
+    assert fails(console.fail, "two\nlines") == "error: two lines\n"
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(SystemExit, match="2"):
-        cli.fail("no luck")
+        console.fail("no luck")
     assert capsys.readouterr() == ("", "")
 
 
 def test_errors_in_reading_are_one_line_and_our_own_faults_keep_their_traceback(fails):
     def read(error):
-        with cli.reading("--dataset", "x"):
+        with console.reading("--dataset", "x"):
             raise error
 
     for error in (OSError("disk\nmore"), ValueError("disk"), KeyError("disk"), ImportError("disk")):

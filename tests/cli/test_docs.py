@@ -16,7 +16,8 @@ from helpers import PAGES, ROOT, SCRIPTS, page_args, read_metrics
 from short_runs import write_rows
 
 from rlhf_details import toy, train_both, train_dpo, train_reward, train_sft, utils
-from rlhf_details.plumbing import cli, vllm
+from rlhf_details.plumbing.inputs import cli
+from rlhf_details.plumbing.machine import vllm
 
 pytest.importorskip("matplotlib")
 import mutations
@@ -152,7 +153,7 @@ def test_the_index_in_the_readme_is_that_of_the_code():
 
 # ---- imports ---------------------------------------------------------------------------------------------------------
 def imported(path):
-    """The modules of this package that a file imports anywhere, e.g. {"utils", "plumbing.cli"}."""
+    """The modules of this package that a file imports anywhere, e.g. {"utils", "plumbing.inputs"}."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
@@ -165,13 +166,17 @@ def imported(path):
 
 
 def test_imports_run_one_way():
-    """Pages import plumbing, plumbing imports utils and the embedded task; no page imports another one."""
-    pages = {*SCRIPTS, "train_both"}
+    """Pages import plumbing, plumbing imports utils and the embedded task; no page imports another one.
+
+    A room of plumbing imports itself and the rooms above it.
+    """
+    pages, rooms = {*SCRIPTS, "train_both"}, ["console", "inputs", "machine", "outputs"]
     for path in PACKAGE:
         names = imported(path)
-        if path.parent.name == "plumbing":
-            outside = {name for name in names if not name.startswith("plumbing.")}
-            assert outside <= {"utils", "toy"}, (path.name, outside)
+        if path.parent.parent.name == "plumbing" or path.stem == "console":
+            room = path.stem if path.stem in rooms else path.parent.name
+            above = {f"plumbing.{other}" for other in rooms[: rooms.index(room) + 1]}
+            assert names <= {"utils", "toy", *above}, (path.name, names)
         elif path.stem in pages - {"train_both"}:  # That one is made of three pages.
             assert not names & pages, path.name
         elif path.stem == "utils":

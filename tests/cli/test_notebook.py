@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import ROOT
 
-from rlhf_details.plumbing import stages
+from rlhf_details.plumbing.machine import stages
 
 PATH = ROOT / "examples/rloo_by_hand.py"
 

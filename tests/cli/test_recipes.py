@@ -15,7 +15,7 @@ import pytest
 import recipes
 from helpers import ROOT, responses_per_prompt
 
-from rlhf_details.plumbing import cli
+from rlhf_details.plumbing.inputs import cli
 
 CONFIGS = recipes.CONFIGS
 # What was published: completions of an update (train_reward: comparisons), optimiser steps of an update, updates (ours

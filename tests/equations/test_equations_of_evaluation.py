@@ -8,7 +8,8 @@ import torch
 from oracles import ragged_mask
 
 from rlhf_details import evaluate
-from rlhf_details.plumbing import evaluation, judge
+from rlhf_details.plumbing.machine import judge
+from rlhf_details.plumbing.outputs import statistics
 
 
 def test_eval_5_a_response_is_right_where_all_rewards_that_apply_are():
@@ -25,22 +26,22 @@ def test_eval_5_a_response_is_right_where_all_rewards_that_apply_are():
     [(5, 10, 0.236593, 0.763407), (0, 10, 0, 0.277533), (10, 10, 0.722467, 1), (324, 512, 0.590214, 0.673433)],
 )
 def test_wilsons_interval_has_the_published_values(wins, n, low, high):
-    assert evaluation.wilson_interval(wins, n) == pytest.approx((low, high), abs=2e-5)  # they use 1.959964, we 1.96
+    assert statistics.wilson_interval(wins, n) == pytest.approx((low, high), abs=2e-5)  # they use 1.959964, we 1.96
 
 
 def test_a_mean_comes_with_1_96_standard_errors():
     x = torch.randn(50, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     mean, half = x.mean().item(), 1.96 * x.std().item() / math.sqrt(50)
     expected = {"value": mean, "low": mean - half, "high": mean + half}
-    assert evaluation.average(x.tolist()) == pytest.approx(expected)
-    assert evaluation.average([2.0]) == {"value": 2.0}  # one number says nothing of its spread
+    assert statistics.average(x.tolist()) == pytest.approx(expected)
+    assert statistics.average([2.0]) == {"value": 2.0}  # one number says nothing of its spread
 
 
 def test_eval_2_a_tie_is_half_a_win_and_an_unparsable_answer_none():
     verdicts = [evaluate.verdict_by_score(*pair) for pair in ((1, 0), (0, 1), (1, 1 + 1e-6))]
     assert verdicts == ["won", "lost", "tied"]
     counts = dict(pairs=4, won=1, tied=1, lost=1, unparsable=1)
-    assert evaluate.win_rate([*verdicts, "unparsable"]) == evaluation.rate([1, 0, 0.5, 0]) | counts
+    assert evaluate.win_rate([*verdicts, "unparsable"]) == statistics.rate([1, 0, 0.5, 0]) | counts
 
 
 class Score:
@@ -66,11 +67,11 @@ def test_what_is_measured_of_one_sides_responses():
     # 5 6 | 5 5 5 | 7: the token at the end is left out
     distinct = {f"distinct_{n}": {"value": share} for n, share in ((1, 3 / 6), (2, 2 / 3), (3, 1))}
     assert found == distinct | {
-        "length": evaluation.average([3, 3, 2]),
-        "ended": evaluation.rate([1, 0, 1]),
-        "rewards/reward_model": evaluation.average([1.0, 2.0, 4.5]),
-        "rewards/is_right": evaluation.rate([1, 0]),
-        "parses": evaluation.rate([1, 0]),
+        "length": statistics.average([3, 3, 2]),
+        "ended": statistics.rate([1, 0, 1]),
+        "rewards/reward_model": statistics.average([1.0, 2.0, 4.5]),
+        "rewards/is_right": statistics.rate([1, 0]),
+        "parses": statistics.rate([1, 0]),
     }
     assert evaluate.distinct_n([[]], 1) == 0
 

@@ -14,7 +14,7 @@ from helpers import tiny_model, tiny_reward_model
 from oracles import uniform
 
 from rlhf_details import train_dpo, train_reward, train_sft, utils
-from rlhf_details.plumbing.evaluation import rouge_l
+from rlhf_details.plumbing.outputs.statistics import rouge_l
 
 # ---- SFT -------------------------------------------------------------------------------------------------------------
 PAIRS = [([5, 6, 7], [8, 9, 1]), ([10, 11], [12, 13, 14, 15, 1]), ([16], [1]), ([17, 18, 19, 20, 21], [22, 1])]

@@ -8,7 +8,7 @@ import torch
 from oracles import ragged_case, ragged_mask, uniform
 
 from rlhf_details import utils
-from rlhf_details.plumbing import data
+from rlhf_details.plumbing.inputs import data
 
 
 # ---- whitening -------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 from helpers import ROOT, read_metrics, rloo_args
 
 from rlhf_details import train_rloo
-from rlhf_details.plumbing import cli
+from rlhf_details.plumbing.inputs import cli
 
 
 @pytest.fixture

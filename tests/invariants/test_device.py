@@ -15,7 +15,8 @@ from helpers import assert_same_curves, read_metrics, tiny_model
 from short_runs import PLACES, dead, rows_of, short_evaluation, short_run, start, whole
 
 from rlhf_details import train_rloo, utils
-from rlhf_details.plumbing import engines, models
+from rlhf_details.plumbing.inputs import models
+from rlhf_details.plumbing.machine import engines
 
 pytestmark = pytest.mark.skipif(not pretended_device.IS_POSSIBLE, reason="this torch lets no Python code be a device")
 

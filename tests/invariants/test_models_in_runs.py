@@ -12,7 +12,7 @@ from cases import EVERY_CASE, RLOO_AND_PPO, TAUGHT, optimiser_steps, run_case
 from helpers import save_pair, without_times
 from safetensors.torch import load_file
 
-from rlhf_details.plumbing.run import Run
+from rlhf_details.plumbing.outputs.run import Run
 
 
 @EVERY_CASE

@@ -8,7 +8,7 @@ from cases import OVERLAP, page_of, run_case, write_prompts
 from helpers import read_metrics, record
 
 from rlhf_details import utils
-from rlhf_details.plumbing import vllm
+from rlhf_details.plumbing.machine import vllm
 
 UPDATES = 5
 EVERY_CASE = pytest.mark.parametrize("case", OVERLAP)

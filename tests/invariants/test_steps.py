@@ -20,7 +20,7 @@ from cases import (
 from helpers import record, run_rloo
 
 from rlhf_details import utils
-from rlhf_details.plumbing import vllm
+from rlhf_details.plumbing.machine import vllm
 
 STEPS = dict(num_ppo_epochs=2, num_mini_batches=2)
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from short_runs import Death, after_row, contents, die, write_rows
 
 from rlhf_details import toy, train_both
-from rlhf_details.plumbing import models
+from rlhf_details.plumbing.inputs import models
 
 
 def flags(tiny, **more):

@@ -23,7 +23,7 @@ from short_runs import (
     whole,
 )
 
-from rlhf_details.plumbing import checkpoint
+from rlhf_details.plumbing.outputs import atomic
 
 FAST = (
     "rloo",
@@ -102,8 +102,8 @@ def test_dying_while_a_checkpoint_is_written(tiny, in_tmp, capsys, stage):
 
 def test_files_are_on_the_disk_before_their_folder_has_its_name(in_tmp, monkeypatch):
     synced, new = [], Path("new")
-    monkeypatch.setattr(checkpoint, "sync", lambda path: synced.append((path.name, new.exists())))
-    with checkpoint.replacing(new) as folder:
+    monkeypatch.setattr(atomic, "sync", lambda path: synced.append((path.name, new.exists())))
+    with atomic.replacing(new) as folder:
         (folder / "inner").mkdir(), (folder / "a").touch(), (folder / "inner/b").touch()
     assert sorted(synced) == [("a", False), ("b", False)] and Path("new/inner/b").exists()
 

@@ -14,7 +14,7 @@ from tokenizers import ByteLevelBPETokenizer, processors
 from transformers import GPTNeoXForSequenceClassification, PreTrainedTokenizerFast
 
 from rlhf_details import toy, train_distill, train_reward, train_rloo, train_sft
-from rlhf_details.plumbing import chat, comparisons, data, files, models
+from rlhf_details.plumbing.inputs import chat, comparisons, data, files, models, user_code
 
 # ---- tokenizers and rows ---------------------------------------------------------------------------------------------
 # What published templates write, in the parts that matter here: what opens and closes a turn.
@@ -167,7 +167,7 @@ def test_rows_that_cannot_be_read_are_one_line(in_tmp, fails, spec, words):
     Path("latin.jsonl").write_bytes(b'{"n": 1}\n{"n": "\xe9"}\n')
     Path("lists.json").write_text('{"a": [{"n": 1}], "b": [{"n": 2}]}')
     Path("mine.py").write_text("def numbers(): return [5]\n")
-    files.load_module.cache_clear()
+    user_code.load_module.cache_clear()
     line = fails(files.read_rows, spec, "--eval_dataset")
     assert line.startswith(f"error: --eval_dataset {spec.partition(':missing')[0].partition('[')[0]}")
     assert words.lower() in line.lower()
@@ -175,7 +175,7 @@ def test_rows_that_cannot_be_read_are_one_line(in_tmp, fails, spec, words):
 
 def test_an_error_in_the_users_own_rows_keeps_its_traceback(in_tmp):
     Path("mine.py").write_text("def breaks(): raise KeyError('no rows today')\n")
-    files.load_module.cache_clear()
+    user_code.load_module.cache_clear()
     with pytest.raises(KeyError, match="no rows today"):
         files.read_rows("mine.py:breaks", "--dataset")
 
@@ -296,7 +296,7 @@ def test_data_3_a_conversation_is_encoded_as_its_template_does(template, eos, en
     assert ids == chat.encode(tokenizer, begun) == template_ids(tokenizer, begun, continue_final_message=True)
     assert tokenizer.decode(ids).endswith("it was") and tokenizer.decode(completion).strip() == f"cheap .{end}"
     thought = tokenizer("<think>x</think>", add_special_tokens=False).input_ids
-    assert models.decode_all(tokenizer, [thought + completion])[0].strip() == "<think>x</think> cheap ."
+    assert chat.decode_all(tokenizer, [thought + completion])[0].strip() == "<think>x</think> cheap ."
     tokenizer.generation_eos = [5]
     expected = [*tokenizer.convert_tokens_to_ids(ends), 5]
     assert models.stop_ids(tokenizer, "eos", "--stop_token").tolist() == chat.end_ids(tokenizer) == expected

@@ -9,7 +9,7 @@ from helpers import tiny_config
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlhf_details import train_ppo
-from rlhf_details.plumbing import engines
+from rlhf_details.plumbing.machine import engines
 
 
 @pytest.mark.parametrize("tied", [False, True])

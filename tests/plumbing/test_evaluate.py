@@ -15,7 +15,8 @@ from helpers import ppo_args, rloo_args, swap_words, tiny_config
 from short_runs import contents, write_rows
 
 from rlhf_details import evaluate, toy, train_ppo, train_rloo
-from rlhf_details.plumbing import chat, evaluation, files
+from rlhf_details.plumbing.inputs import chat, user_code
+from rlhf_details.plumbing.outputs import evaluation
 
 
 def evaluate_args(tiny, **changes):
@@ -125,14 +126,14 @@ def test_eval_5_pass_at_k_counts_right_answers_among_several_samples(rows, tiny,
     )
     options = dict(judge="none", opponent_path=None, reward_fn=("mine.py:even",), samples_per_prompt=4)
     metrics, table = evaluate_tiny(tiny, **options)
-    calls = files.load_module(str(Path("mine.py").resolve())).calls
+    calls = user_code.load_module(str(Path("mine.py").resolve())).calls
     assert calls[0][0] == [row["response"] for row in table]
     assert len({tuple(texts) for texts, _ in calls}) == len(calls) == 4
     counts = [sum(verdicts) for verdicts in zip(*(right for _, right in calls), strict=True)]
     assert {*counts} - {0, 4}  # Some are right and some are not.
     assert metrics["policy"]["pass@4"]["value"] == pytest.approx(sum(x > 0 for x in counts) / 13)
     Path("mine.py").write_text("def even(prompts, completions): return [0.5 for c in completions]\n")
-    files.load_module.cache_clear()
+    user_code.load_module.cache_clear()
     line = fails(evaluate.main, evaluate_args(tiny, **options | dict(output_dir="none")))
     assert "--samples_per_prompt 4: no function of --reward_fn has returned True and False alone" in line
 

@@ -9,7 +9,7 @@ import torch
 from helpers import PAGES, page_args, read_metrics, rloo_args
 
 from rlhf_details import train_ppo, train_rloo
-from rlhf_details.plumbing import health
+from rlhf_details.plumbing.outputs import health
 
 HEALTHY = {
     "objective/kl": 5.0, "policy/clipfrac_avg": 0.1, "val/first_ratio": 1.00001, "val/logprob_gap": 1e-5,

@@ -12,7 +12,8 @@ from huggingface_hub import constants
 from short_runs import write_rows
 
 from rlhf_details import toy, train_reward, train_rloo
-from rlhf_details.plumbing import models
+from rlhf_details.plumbing.inputs import models
+from rlhf_details.plumbing.machine import engines
 
 
 @pytest.fixture
@@ -59,7 +60,7 @@ def test_a_name_may_end_in_a_revision(tiny, ragged, in_tmp, fails, offline_hub):
     flags = train_rloo.Args()
     for revision, folder in {"": tiny, "@v1": ragged}.items():
         found = models.load_policy(f"org/policy{revision}", "--sft_model_path", flags)
-        assert models.checksum(found) == models.checksum(models.load_policy(folder / "policy", "", flags))
+        assert engines.checksum(found) == engines.checksum(models.load_policy(folder / "policy", "", flags))
         found = models.load_reward_model(f"org/reward{revision}", flags)
         assert getattr(found.config, "reward_bias", None) == (0.7 if revision else None)
         assert models.load_tokenizer(f"org/policy{revision}", "--sft_model_path", flags).eos_token

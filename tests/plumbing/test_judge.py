@@ -12,7 +12,7 @@ import pytest
 from short_runs import contents, write_rows
 
 from rlhf_details import evaluate, toy
-from rlhf_details.plumbing import judge as judge_module
+from rlhf_details.plumbing.machine import judge as judge_module
 
 openai, httpx = pytest.importorskip("openai"), pytest.importorskip("httpx")
 KEY = "sk-secret-0123456789"

@@ -13,14 +13,15 @@ from helpers import LM_HUMAN_PREFERENCES, PAGES, page_args, read_metrics, rloo_a
 from short_runs import write_rows
 
 from rlhf_details import evaluate, toy, train_distill, train_rloo
-from rlhf_details.plumbing import cli, health
+from rlhf_details.plumbing.inputs import cli
+from rlhf_details.plumbing.outputs import verdict
 
 BEFORE = torch.tensor([-5.0, 5.0]).repeat(50)  # of 100 prompts, which differ far more than a run changes them
 
 
 def learnt(*by_prompt, after=None, rows=(None,) * 100):
     after = after or {"eval/objective/kl": 2.0}
-    return health.learnt_lines(after, rows, [{name: x.tolist() for name, x in one.items()} for one in by_prompt])
+    return verdict.learnt_lines(after, rows, [{name: x.tolist() for name, x in one.items()} for one in by_prompt])
 
 
 def changed_by(change, noise=1.0):

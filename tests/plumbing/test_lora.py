@@ -28,7 +28,9 @@ from transformers import (
 )
 
 from rlhf_details import toy, train_reward, train_rloo, train_sft, utils
-from rlhf_details.plumbing import cli, engines, models
+from rlhf_details.plumbing import console
+from rlhf_details.plumbing.inputs import cli, models
+from rlhf_details.plumbing.machine import engines
 
 peft = pytest.importorskip("peft")
 BOTH = pytest.mark.parametrize("page", ["train_rloo", "train_ppo"])
@@ -205,7 +207,7 @@ def test_what_lora_is_not_for_is_refused(tiny, in_tmp, monkeypatch, fails):
     assert "--lora_rank 0" in fails(PAGES["train_ppo"].check, ppo_args(tiny, lora_rank=0))
     save_others(AutoModelForCausalLM, {}, task_type="CAUSAL_LM")
     with monkeypatch.context() as patch:
-        patch.setattr(cli, "find_spec", lambda name: None)
+        patch.setattr(console, "find_spec", lambda name: None)
         for line in (fails(train_rloo.check, rloo_args(tiny, lora_rank=2)), fails(load, "adapter")):
             assert line.endswith('needs the package peft: pip install -c constraints.txt -e ".[peft]"\n')
     monkeypatch.setattr(engines, "name", lambda accelerator: "ZeRO-3")

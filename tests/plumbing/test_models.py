@@ -21,7 +21,9 @@ from transformers import (
 )
 
 from rlhf_details import toy, train_rloo
-from rlhf_details.plumbing import chat, checkpoint, models, rewards
+from rlhf_details.plumbing.inputs import chat, models
+from rlhf_details.plumbing.machine import rewards
+from rlhf_details.plumbing.outputs import model_folder
 
 FLAGS = train_rloo.Args()
 SMALL = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=len(toy.tokenizer()))
@@ -161,7 +163,7 @@ def save(folder, model=None, tokenizer=None):
     """Saves a model, or a random one, as a run does; returns the arguments."""
     args = train_rloo.Args(output_dir=folder, sft_model_path="x")
     model = model or GPTNeoXForCausalLM(tiny_config(initializer_range=0.2)).eval()
-    checkpoint.save_output(args, model, tokenizer or toy.tokenizer())
+    model_folder.save(args, model, tokenizer or toy.tokenizer())
     return args
 
 

@@ -11,7 +11,7 @@ import tyro
 from helpers import SCRIPTS, flags_shown, shown_by_help, tiny_model
 
 from rlhf_details import toy, train_sft
-from rlhf_details.plumbing import cli, models
+from rlhf_details.plumbing.inputs import cli, models
 
 SIZES = "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"
 MODELS = {  # models of which there is only a configuration: {parameters: (key in the tables, sizes)}

@@ -11,7 +11,7 @@ from helpers import assert_same_curves, page_args, read_metrics, record, record_
 from short_runs import comparisons, write_rows
 
 from rlhf_details import toy, train_reward, utils
-from rlhf_details.plumbing import chat, models
+from rlhf_details.plumbing.inputs import chat, models
 
 FLAGS = train_reward.Args()
 LIBRARY = transformers.AutoTokenizer, transformers.AutoModelForCausalLM

@@ -15,7 +15,8 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from rlhf_details import toy, train_rloo, utils
-from rlhf_details.plumbing import data, engines, files, models, rewards
+from rlhf_details.plumbing.inputs import data, models, user_code
+from rlhf_details.plumbing.machine import engines, rewards
 
 BOTH = pytest.mark.parametrize("page", ["train_rloo", "train_ppo"])
 
@@ -25,7 +26,7 @@ def functions(in_tmp):
     """functions(code): writes it to mine.py in the test's folder."""
 
     def write(code, name="mine.py"):
-        files.load_module.cache_clear()
+        user_code.load_module.cache_clear()
         Path(name).write_text(textwrap.dedent(code))
 
     return write
@@ -38,7 +39,7 @@ def test_a_function_is_found_in_a_file_and_in_a_package_and_may_import_its_neigh
     functions("import words\ndef f(prompts, completions):\n    return words.WORD")
     functions("from words import WORD\ndef g(prompts, completions):\n    return WORD", "pack/inner.py")
     for spec in ("mine.py:f", f"{in_tmp}/mine.py:f", "pack.inner:g"):
-        assert files.load_function(spec, "--reward_fn")([], []) == "kind"
+        assert user_code.load_function(spec, "--reward_fn")([], []) == "kind"
 
 
 def test_what_the_users_files_import_is_never_a_file_of_ours(functions, tiny, in_tmp):
@@ -163,7 +164,7 @@ def test_a_function_that_raises_shows_its_own_traceback_and_blames_no_row(functi
     trace = "\n".join(trace)
     assert f'File "{Path("mine.py").resolve()}"' in trace and "max(map(len, texts[5:]))" in trace
     # The guilty row is not searched by more calls.
-    assert files.load_module(str(Path("mine.py").resolve())).calls == [["a", "b", "c"]]
+    assert user_code.load_module(str(Path("mine.py").resolve())).calls == [["a", "b", "c"]]
 
 
 def test_none_is_for_all_responses_to_a_prompt_or_for_none_of_them(functions, capsys):
@@ -209,7 +210,7 @@ def test_a_function_gets_text_or_on_request_messages_of_whatever_data(functions)
     turns = [{"role": "system", "content": "be"}, {"role": "user", "content": "we"}]
     table = [{"prompt": "we"}, {"prompt": turns}, {"prompt": toy.tokenizer()("we were").input_ids}]
     call(table, ["a", "b", "c"]), call(table, ["a", "b", "c"], reward_fn_format="messages")
-    texts, messages = files.load_module(str(Path("mine.py").resolve())).seen
+    texts, messages = user_code.load_module(str(Path("mine.py").resolve())).seen
     assert texts == (["we", "system: be\nuser: we", " we were"], ["a", "b", "c"])
     asked = [turns[1:], turns, [{"role": "user", "content": " we were"}]]
     assert messages == (asked, [[{"role": "assistant", "content": text}] for text in "abc"])

@@ -10,7 +10,7 @@ from helpers import edit_json, page_args
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rlhf_details.plumbing import files, models
+from rlhf_details.plumbing.inputs import files, models
 
 
 class Trap:

@@ -10,7 +10,7 @@ from helpers import assert_same_curves, read_metrics, record, record_steps, with
 from short_runs import write_rows
 
 from rlhf_details import toy, train_sft, utils
-from rlhf_details.plumbing import data
+from rlhf_details.plumbing.inputs import data
 
 
 def run_sft(**changes):

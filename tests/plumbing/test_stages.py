@@ -10,7 +10,8 @@ import pytest
 from helpers import PAGES, ROOT
 
 from rlhf_details import train_reward, train_rloo, train_sft
-from rlhf_details.plumbing import cli, stages
+from rlhf_details.plumbing.inputs import cli
+from rlhf_details.plumbing.machine import stages
 
 SCRIPTS = {"train_sft": train_sft, "train_reward": train_reward, "train_rloo": train_rloo}
 

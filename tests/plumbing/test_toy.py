@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlhf_details import toy
-from rlhf_details.plumbing import rewards
+from rlhf_details.plumbing.machine import rewards
 
 
 # ---- the gold reward -------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from rlhf_details import train_rloo, utils
-from rlhf_details.plumbing import vllm
+from rlhf_details.plumbing.machine import vllm
 
 KEY, STOP, T = (1, utils.TRAINING, 2), 5, 0.8
 PROMPTS = [[3, 4], [3, 4], [7, 8, 9, 10]]

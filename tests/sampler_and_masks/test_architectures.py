@@ -1,6 +1,6 @@
 """
 Log-probs, entropies, values and scores of every page on every architecture, against plain forwards of unpadded rows;
-packed rows against plain ones; and the architectures that layout.py must find not to be packed.
+packed rows against plain ones; and the architectures that packing.py must find not to be packed.
 """
 
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ from tiny_models import PACKED, PAGES, REWARDED, plain_logprobs, random_batch, r
 from torch import nn
 
 from rlhf_details import train_reward, train_rloo, utils
-from rlhf_details.plumbing import layout
+from rlhf_details.plumbing.machine import packing
 
 PLAIN = ["mistral", "gpt_neo", "bloom", "gemma2"]  # their layers look at a window, or know no positions
 SCALED = ["cohere", "granite"]  # Their logits are scaled after the output embedding, and those of gemma2 are capped.
@@ -124,13 +124,13 @@ def choose(policy_model, reward_model=None, **changes):
     prompts = [SimpleNamespace(ids=list(range(n))) for n in (3, 11, 5)]
     page = train_rloo.response_logprobs, train_rloo.response_scores
     policy = train_rloo.Policy(policy_model, 1.0)
-    return layout.choose(SimpleNamespace(**(args | changes)), 4, policy, reward_model, prompts, *page)
+    return packing.choose(SimpleNamespace(**(args | changes)), 4, policy, reward_model, prompts, *page)
 
 
 @pytest.mark.parametrize("kind", PACKED)
 def test_ordinary_layers_are_packed(models, kind, capsys):
     reward = tiny_reward(kind) if kind in ("gpt2", "gpt_neox", "llama", "qwen2") else None
-    assert choose(models(kind), reward) == layout.Packing(4, 4, 4)
+    assert choose(models(kind), reward) == packing.Packing(4, 4, 4)
     assert "packed rows" in capsys.readouterr().out
 
 
@@ -138,7 +138,7 @@ ONE = dict(micro_batch_size=1, rollout_micro_batch_size=1)
 
 
 @pytest.mark.parametrize(
-    "policy, reward, changes, packing, why",
+    "policy, reward, changes, expected, why",
     [
         ("mistral", None, {}, (1, 4, 1), "the policy (mistral) has"),
         ("gpt_neo", None, {}, (1, 4, 1), "the policy (gpt_neo) has"),
@@ -151,10 +151,10 @@ ONE = dict(micro_batch_size=1, rollout_micro_batch_size=1)
         ("llama", None, dict(micro_batch_size=3), (2, 2, 4), ""),
     ],
 )
-def test_rows_are_plain_where_a_model_or_the_user_wants_them(models, policy, reward, changes, packing, why, capsys):
+def test_rows_are_plain_where_a_model_or_the_user_wants_them(models, policy, reward, changes, expected, why, capsys):
     """test_gen_7_... compares the plain rows of these architectures with single forwards."""
     found = choose(models(policy), reward and tiny_reward(reward), **changes)
-    assert found == layout.Packing(*packing)
+    assert found == packing.Packing(*expected)
     assert not why or capsys.readouterr().out.startswith(f"plain rows, one response each: {why}")
 
 
@@ -175,6 +175,6 @@ def test_rloo_12_a_window_that_the_configuration_hides_is_found_by_the_numbers(b
         return real(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **inputs)
 
     model.forward = windowed
-    assert choose(policy, reward) == layout.Packing(1, 4, 1)
+    assert choose(policy, reward) == packing.Packing(1, 4, 1)
     said = "(ValueError: a mask of two dimensions, please)" if broken == "no packing" else "differ by"
     assert said in capsys.readouterr().out

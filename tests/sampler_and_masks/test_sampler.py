@@ -9,7 +9,7 @@ from scipy.stats import chi2
 from tiny_models import SAMPLED, draw, fixed_logits, plain_logprobs, tiny_model
 
 from rlhf_details import train_rloo, train_sft, utils
-from rlhf_details.plumbing import layout
+from rlhf_details.plumbing.machine import packing
 
 page_models = pytest.mark.parametrize("wrapper", SAMPLED.values(), ids=SAMPLED)
 
@@ -75,7 +75,7 @@ def test_nor_have_they_one_in_a_loss_or_in_the_rows_that_try_packing():
     inputs = *inputs, torch.arange(5), tokens[:, 1:]
     ours, expected = (train_rloo.Policy(m, 1.0)(*inputs) for m in (model, cut))
     torch.testing.assert_close(ours, expected, atol=1e-5, rtol=0)
-    assert max(x.max() for x in layout.made_up_batch(model, 16, 8, 4)[:4]) < 23
+    assert max(x.max() for x in packing.made_up_batch(model, 16, 8, 4)[:4]) < 23
 
 
 # ---- coordinates alone decide ----------------------------------------------------------------------------------------

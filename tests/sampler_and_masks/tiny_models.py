@@ -7,12 +7,12 @@ import torch
 import transformers
 
 from rlhf_details import evaluate, train_distill, train_grpo, train_ppo, train_rloo, train_sft, utils
-from rlhf_details.plumbing import comparisons
+from rlhf_details.plumbing.machine import candidates
 
 PAGES = {"rloo": train_rloo, "grpo": train_grpo, "ppo": train_ppo, "distill": train_distill, "evaluate": evaluate}
 REWARDED = {name: page for name, page in PAGES.items() if hasattr(page, "Reward")}
 SAMPLED = {name: page.Policy for name, page in PAGES.items()}  # what the sampler calls
-SAMPLED |= {"comparisons": comparisons.NextToken, "sft": train_sft.LanguageModel}
+SAMPLED |= {"comparisons": candidates.NextToken, "sft": train_sft.LanguageModel}
 
 PACKED = ["gpt2", "gpt_neox", "llama", "qwen2", "opt", "gptj", "phi"]  # architectures whose rows may be packed
 CHANGES = {

@@ -30,8 +30,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from rlhf_details import utils
-from rlhf_details.plumbing import engines
-from rlhf_details.plumbing.run import Run
+from rlhf_details.plumbing.machine import engines
+from rlhf_details.plumbing.outputs.run import Run
 
 CONFIGS = Path(__file__).parent.parent.parent / "benchmark" / "recipes" / "accelerate"
 

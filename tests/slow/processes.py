@@ -10,7 +10,7 @@ from helpers import launch
 from short_runs import write_rows
 
 from rlhf_details import toy
-from rlhf_details.plumbing import cli
+from rlhf_details.plumbing.inputs import flags
 
 WORKER = Path(__file__).with_name("page_worker.py")
 KINDS = {"one": "NO", "ddp": "MULTI_CPU", "fsdp2": "FSDP", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
@@ -61,4 +61,4 @@ def words_of(args):
     values = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(args).items()}
     del values["config"]  # It has given its values to the others.
     # None is given as well, since a flag's default may be a number.
-    return cli.as_words({name: value for name, value in values.items() if value != []})
+    return flags.as_words({name: value for name, value in values.items() if value != []})

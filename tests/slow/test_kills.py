@@ -12,13 +12,13 @@ from helpers import ENVIRONMENT, assert_same_curves, launch, read_metrics
 from processes import has_rows, wait_until
 from short_runs import arguments, assert_same_run, checkpoints, updates
 
-from rlhf_details.plumbing import checkpoint
+from rlhf_details.plumbing.outputs import checkpoint
 
 pytestmark = pytest.mark.slow
 STARTER = """
 import importlib, json, os, signal, sys
 import torch
-from rlhf_details.plumbing.run import Run
+from rlhf_details.plumbing.outputs.run import Run
 script, values = json.loads(open(sys.argv[1]).read())
 log = Run.log
 def deadly(self, update, *args):

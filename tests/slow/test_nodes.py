@@ -20,7 +20,8 @@ pytestmark = pytest.mark.slow
 IMPATIENT = """
 from datetime import timedelta
 from rlhf_details import train_rloo
-from rlhf_details.plumbing import cli, engines
+from rlhf_details.plumbing.inputs import cli, flags
+from rlhf_details.plumbing.machine import engines
 engines.PATIENCE = timedelta(seconds=20)
 cli.main(train_rloo.main, train_rloo.Args)
 """

@@ -19,7 +19,8 @@ from processes import run_under, spec_of, words_of
 from scipy.stats import chisquare
 
 from rlhf_details import train_rloo, utils
-from rlhf_details.plumbing import models, vllm
+from rlhf_details.plumbing.inputs import models
+from rlhf_details.plumbing.machine import vllm
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("vllm") is None, reason="the package vllm is missing")]
 NO_END = torch.tensor([], dtype=torch.long)

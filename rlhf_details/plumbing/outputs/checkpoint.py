@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import os
 import shutil
 import time
 from pathlib import Path
@@ -21,9 +20,11 @@ from pathlib import Path
 import torch
 from accelerate.utils import gather_object
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from transformers import GenerationConfig
 
-from rlhf_details.plumbing import chat, cli, data, engines, models
+from rlhf_details.plumbing import console
+from rlhf_details.plumbing.inputs import flags
+from rlhf_details.plumbing.machine import engines
+from rlhf_details.plumbing.outputs import atomic
 
 VERSION = 5  # of the layout of state.pt; checkpoints of another one are refused
 
@@ -39,8 +40,8 @@ def write(run, update, policy, optimizer, state):
     folder = run.folder / "checkpoints" / f"{update:06d}"
     saved = {"update": update, "state": state, "seconds": time.time() - run.start} | run.kept
     saved |= {"tensors": run.sampled_ahead(), "scaler": scaler and scaler.state_dict()}  # the scaler of fp16
-    partial = beside(folder, "partial")
-    with replacing(folder) if run.is_main else contextlib.nullcontext():
+    partial = atomic.beside(folder, "partial")
+    with atomic.replacing(folder) if run.is_main else contextlib.nullcontext():
         accelerator.wait_for_everyone()  # The folder is there.
         try:
             save_policy(accelerator, policy, optimizer, partial)
@@ -50,7 +51,7 @@ def write(run, update, policy, optimizer, state):
             raise OSError(str(e)) from e
         accelerator.wait_for_everyone()
         for path in run.logs if run.is_main else ():  # Their rows last as long as the checkpoint.
-            sync(path)
+            atomic.sync(path)
     for other in {*folder.parent.iterdir()} - {*all_of(run.folder)[:2]} if run.is_main else ():
         shutil.rmtree(other)
     accelerator.wait_for_everyone()
@@ -59,7 +60,7 @@ def write(run, update, policy, optimizer, state):
 
 def read(run, policy, optimizer):
     """The inverse of `write`. Returns: what it has saved beside the policy, with tensors on the device."""
-    with cli.reading("--resume", run.checkpoint):
+    with console.reading("--resume", run.checkpoint):
         # Not on the device at once: torch.load does not know "cpu:0", where several processes on CPUs are.
         saved = torch.load(run.checkpoint / "state.pt", map_location="cpu", weights_only=True)
         saved["tensors"] = {name: x.to(run.accelerator.device) for name, x in saved["tensors"].items()}
@@ -84,11 +85,11 @@ def find(run_folder, now):
     newest = next(iter(all_of(run_folder)), None)
     if len(set(gather_object([str(newest)]))) > 1:
         hint = "runs/ must be on a file system that all of them share"
-        cli.fail(f"--resume: not every process sees the checkpoints of {run_folder}; {hint}")
-    before = cli.read_json(run_folder / "config.json", "--resume")
+        console.fail(f"--resume: not every process sees the checkpoints of {run_folder}; {hint}")
+    before = console.read_json(run_folder / "config.json", "--resume")
     if before and (changed := differences(before, now)):
         hint = "start anew, with --overwrite in place of --resume"
-        cli.fail(f"--resume: {newest or run_folder} is of another run: {'; '.join(changed)}; {hint}")
+        console.fail(f"--resume: {newest or run_folder} is of another run: {'; '.join(changed)}; {hint}")
     return newest
 
 
@@ -129,14 +130,16 @@ def identity(args, accelerator, inputs):
 
     def plain(x):
         if isinstance(x, torch.nn.Module):
-            return models.checksum(x), getattr(x, "bias", None)
-        if isinstance(x, data.Prompt):
-            return x.ids, x.columns
+            return engines.checksum(x), getattr(x, "bias", None)
+        if hasattr(x, "identity"):  # a data.Prompt
+            return x.identity()
         return type(x).__name__  # The text of another value may be another one in each process.
 
     seen = hashlib.sha256(json.dumps(inputs, default=plain).encode()).hexdigest()
     if len(set(gather_object([seen]))) > 1:
-        cli.fail("--dataset: the processes read other rows; a function that returns rows must return the same on each")
+        console.fail(
+            "--dataset: the processes read other rows; a function that returns rows must return the same on each"
+        )
     return {
         "version of the layout": VERSION,
         "args": dataclasses.asdict(args),
@@ -149,71 +152,7 @@ def identity(args, accelerator, inputs):
 def differences(before, now):
     """Texts that name what differs between two identities and would change a number of the curve."""
     before, now = ({**run, **run.get("args", {})} for run in (before, now))
-    may_change = {"args", *cli.MEMORY_KNOBS, *cli.OUTPUTS}
-    if not cli.differences(before, now, {"template_date", *may_change}):
+    may_change = {"args", *flags.MEMORY_KNOBS, *flags.OUTPUTS}
+    if not flags.differences(before, now, {"template_date", *may_change}):
         return []  # Where a chat template writes the day, the checksum differs as well.
-    return cli.differences(before, now, may_change)
-
-
-# ---- what appears whole or not at all, such as the saved model -------------------------------------------------------
-def sync(path):
-    """Returns when a file is on the disk."""
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-
-
-def beside(path, kind):
-    """The path of a neighbour, such as 000040.partial."""
-    return path.with_name(f"{path.name}.{kind}")
-
-
-def write_text(path, text):
-    """Writes a text file to a neighbour, which takes the file's name once it is on the disk."""
-    partial = beside(path, "partial")
-    partial.write_text(text, encoding="utf-8")
-    sync(partial)
-    partial.replace(path)
-
-
-@contextlib.contextmanager
-def replacing(folder):
-    """Yields a new neighbour, which takes the folder's name once it is on the disk. An error removes it."""
-    partial, before = beside(folder, "partial"), beside(folder, "before")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        yield partial
-        for path in filter(Path.is_file, partial.rglob("*")):
-            sync(path)
-    except Exception:  # whatever it is, since it is raised again
-        shutil.rmtree(partial, ignore_errors=True)  # On a full disk its room may be needed.
-        raise
-    if folder.exists():
-        shutil.rmtree(before, ignore_errors=True)
-        folder.rename(before)
-    partial.rename(folder)
-    shutil.rmtree(before, ignore_errors=True)
-
-
-def save_output(args, model, tokenizer, card=""):
-    """Writes --output_dir, whole or not at all: weights, tokenizer, training_args.json and the model card.
-
-    Args: card, the text of README.md. A model with adapters is merged, and the adapters go to the folder `adapter`.
-    """
-    with replacing(Path(args.output_dir).resolve()) as folder:
-        if hasattr(model, "peft_config"):
-            models.save_adapter(model, folder / "adapter", getattr(args, "sft_model_path", None) or args.base_model)
-            tokenizer.save_pretrained(folder / "adapter")  # So that the adapters can be loaded by themselves.
-            model = models.merge_adapters(model)
-        if model.can_generate():  # Plain `generate` shall stop where we do, and sample from what was trained.
-            stop_token = getattr(args, "stop_token", "eos")
-            own = [] if stop_token == "eos" else models.stop_ids(tokenizer, stop_token, "--stop_token").tolist()
-            ends = list(dict.fromkeys([*chat.end_ids(tokenizer), *own]))
-            # The library's own defaults for what is not given here are a temperature of 1 and the 50 likeliest tokens.
-            sampling = dict(do_sample=True, temperature=getattr(args, "temperature", 1.0), top_k=0)
-            pad = tokenizer.pad_token_id
-            model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=pad, **sampling)
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        (folder / "training_args.json").write_text(json.dumps(dataclasses.asdict(args), indent=1))
-        (folder / "README.md").write_text(card, encoding="utf-8")
+    return flags.differences(before, now, may_change)

@@ -26,9 +26,11 @@ from accelerate.utils import gather_object
 from torch import nn
 
 from rlhf_details import toy, utils
-from rlhf_details.plumbing import cli, engines, models
-from rlhf_details.plumbing.chat import RowError, encode, is_messages
-from rlhf_details.plumbing.files import load_function
+from rlhf_details.plumbing import console
+from rlhf_details.plumbing.inputs import chat, models
+from rlhf_details.plumbing.inputs.chat import RowError, encode, is_messages
+from rlhf_details.plumbing.inputs.user_code import load_function
+from rlhf_details.plumbing.machine import engines
 
 LOOP = asyncio.Runner()  # one for all calls, because a client of a server belongs to the loop of its first
 
@@ -40,17 +42,19 @@ class Fault(Exception):
 def check(args):
     """Exits with an error if no reward is named or a function cannot be had."""
     if not args.reward_model_path and not args.reward_fn:
-        cli.fail(f"--reward_model_path or --reward_fn: one of them is required with --dataset {args.dataset}")
+        console.fail(f"--reward_model_path or --reward_fn: one of them is required with --dataset {args.dataset}")
     check_functions(args)
 
 
 def check_functions(args):
     """Exits with an error if a function of --reward_fn cannot be had or weighted; imports the user's code."""
     if len(getattr(args, "reward_fn_weights", ())) not in (0, len(args.reward_fn)):
-        cli.fail(f"--reward_fn_weights: {len(args.reward_fn_weights)} weights for {len(args.reward_fn)} functions")
+        console.fail(f"--reward_fn_weights: {len(args.reward_fn_weights)} weights for {len(args.reward_fn)} functions")
     names = [name_of(spec) for spec in args.reward_fn]
     if taken := [name for name in names if ["reward_model", *WATCHED, *names].count(name) > 1]:
-        cli.fail(f"--reward_fn {' '.join(args.reward_fn)}: two rewards have the name {taken[0]!r}; rename one of them")
+        console.fail(
+            f"--reward_fn {' '.join(args.reward_fn)}: two rewards have the name {taken[0]!r}; rename one of them"
+        )
     for spec in args.reward_fn:
         Function(spec)
 
@@ -89,7 +93,7 @@ class Function:
         try:
             self.signature.bind(prompts=[], completions=[], **given)
         except TypeError as e:
-            cli.fail(f"{self.what}: {e}; the columns of {data_set[0].source} are {sorted(found)}")
+            console.fail(f"{self.what}: {e}; the columns of {data_set[0].source} are {sorted(found)}")
         self.given |= given
 
     def __call__(self, rows, texts, ended):
@@ -191,7 +195,7 @@ class Scorer:
         weights = {"reward_model": 1.0} if getattr(args, "reward_model_path", None) else {}
         weights |= dict(zip(self.functions, factors, strict=True))
         if weights:
-            cli.say(f"rewards: {' + '.join(f'{weight:g} * {name}' for name, weight in weights.items())}")
+            console.say(f"rewards: {' + '.join(f'{weight:g} * {name}' for name, weight in weights.items())}")
         self.weighted = list(weights)
         weights |= dict.fromkeys(self.watched, 0.0)
         self.names = list(weights)
@@ -202,7 +206,7 @@ class Scorer:
         args, chats = self.args, [row for row in (*prompts, *held_out) if is_messages(row.columns["prompt"])]
         if "reward_model" in self.names and (own := own_tokenizer(args, self.tokenizer, bool(chats))):
             kind = "chat template" if self.reward_model else "tokenizer"
-            cli.say(f"the reward model has a {kind} of its own, so it reads decoded text")
+            console.say(f"the reward model has a {kind} of its own, so it reads decoded text")
             if self.reward_model:
                 model = self.reward_model.model
             else:
@@ -213,7 +217,7 @@ class Scorer:
                 try:
                     self.reward_model.encode(row, ".")
                 except RowError as e:
-                    cli.fail(f"--reward_model_path {args.reward_model_path}: {row.source}: row {row.number}: {e}")
+                    console.fail(f"--reward_model_path {args.reward_model_path}: {row.source}: row {row.number}: {e}")
         for data_set in filter(None, (prompts, held_out)):
             for function in self.functions.values():
                 function.find_columns(data_set)
@@ -238,7 +242,7 @@ class Scorer:
             if self.accelerator.is_main_process:
                 print(f"error: {faults[0]}", file=sys.stderr, flush=True)
             self.accelerator.wait_for_everyone()  # The launcher would end the main process before it has printed.
-            cli.leave(1)
+            console.leave(1)
         kinds = set().union(*(kinds for _, kinds in everywhere))
         self.boolean = [name for name in self.functions if (name, True) in kinds and (name, False) not in kinds]
         values = [[math.nan if x is None else x for x in entries[name]] for name in self.names]  # [F][M]
@@ -248,7 +252,7 @@ class Scorer:
     def entries_of(self, rows, batch, n, texts, ended):
         """{name: what it says of each of my responses, a number, a bool or None}. Raises a Fault."""
         if texts is None:
-            texts = models.decode(self.tokenizer, batch.responses, batch.response_mask)
+            texts = chat.decode(self.tokenizer, batch.responses, batch.response_mask)
         if ended is None:
             last = batch.responses.gather(1, batch.response_mask.sum(1, keepdim=True) - 1).squeeze(1)  # [M]
             ended = torch.isin(last, self.stop_ids)

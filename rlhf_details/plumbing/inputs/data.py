@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import torch
 
 from rlhf_details import toy, utils
-from rlhf_details.plumbing import chat, cli, files, models
-from rlhf_details.plumbing.chat import RowError, is_messages
+from rlhf_details.plumbing import console
+from rlhf_details.plumbing.inputs import chat, files
+from rlhf_details.plumbing.inputs.chat import RowError, is_messages
 
 
 # ---- data sets -> rows with `prompt`, and for training with `completion` ---------------------------------------------
@@ -40,7 +41,7 @@ def read(args, flag, stage, split="train", with_answers=False):
 def read_rows(args, flag, stage, split="train"):
     """The rows of a data set as they are. --take is of --dataset alone. stage, split: of toy.rows."""
     spec = getattr(args, flag)
-    cli.check_dataset(f"--{flag}", spec)
+    files.check_dataset(f"--{flag}", spec)
     name, _, part = spec.partition(":")
     rows = toy.rows(stage, part or split, name) if name in toy.TASKS else files.read_rows(spec, f"--{flag}")
     return rows[: getattr(args, "take", None) if flag == "dataset" else None]
@@ -49,11 +50,11 @@ def read_rows(args, flag, stage, split="train"):
 def of_each(function, rows, args, flag):
     """[function(row), ..]. A row that is wrong ends the program with its number."""
     found, what = [], f"--{flag} {getattr(args, flag)}"
-    for number, row in enumerate(cli.progress(what, rows), 1):
+    for number, row in enumerate(console.progress(what, rows), 1):
         try:
             found.append(function(row))
         except RowError as e:
-            cli.fail(f"{what}: row {number}: {e}")
+            console.fail(f"{what}: row {number}: {e}")
     return found
 
 
@@ -256,6 +257,10 @@ class Prompt:
         """K lists of token ids, each of the prompt and an answer."""
         return [self.ids + answer for answer in self.answers]
 
+    def identity(self):
+        """What a run that is resumed must find again."""
+        return self.ids, self.columns
+
     @property
     def best(self):
         """Which candidate a human found the best, 0 .. K - 1."""
@@ -286,10 +291,10 @@ def to_prompts(args, flag, rows, tokenizer, room, column=None):
     """`encode` for prompts that are sampled from. room: the most tokens that a prompt may have."""
     R = args.response_length
     if room <= 0:
-        cli.fail(f"--response_length {R}: leaves no room for a prompt in the models' context of {room + R}")
+        console.fail(f"--response_length {R}: leaves no room for a prompt in the models' context of {room + R}")
     prompts = encode(args, flag, rows, tokenizer, room + R, column, R)
     if empty := [row for row in prompts if not row.ids]:
-        cli.fail(f"{empty[0].source}: the prompt of row {empty[0].number} is empty")
+        console.fail(f"{empty[0].source}: the prompt of row {empty[0].number} is empty")
     return prompts
 
 
@@ -326,7 +331,7 @@ def encode(args, flag, rows, tokenizer, context, column=None, num_sampled=0):
     if cut := [row for row in chats if any(is_cut(tokenizer, row, answer) for answer in said(row.columns, column))]:
         trained = f"of which is trained: {reprlib.repr(tokenizer.decode(cut[0].answers[0]))}"
         what = f"{len(cut)} rows whose answer the chat template does not wholly write"
-        cli.say(f"warning: {cut[0].source}: {what}, the first one is row {cut[0].number}, {trained}")
+        console.say(f"warning: {cut[0].source}: {what}, the first one is row {cut[0].number}, {trained}")
     return Prompts(found)
 
 
@@ -342,7 +347,7 @@ def as_text(tokenizer, prompt):
     if isinstance(prompt, str):
         return prompt
     if not is_messages(prompt):
-        return models.decode_all(tokenizer, [chat.encode(tokenizer, prompt)])[0]
+        return chat.decode_all(tokenizer, [chat.encode(tokenizer, prompt)])[0]
     texts = [m["content"] or (json.dumps(m["tool_calls"]) if "tool_calls" in m else "") for m in prompt]
     pairs = zip(prompt, texts, strict=True)
     return "\n".join(f"{m['role']}: {text}" for m, text in pairs) if len(prompt) > 1 else texts[0]
@@ -361,8 +366,8 @@ def fitting(rows, part, limit, problem=""):
         counted = f"{len(long)} of {len(rows)} {part}s have more than {limit:g} tokens"
         words = f"{long[0].source}: {counted}, the first one is row {long[0].number} with {length(long[0])}"
         if problem or len(long) == len(rows):
-            cli.fail(f"{words}: {problem or 'none is left'}")
-        cli.say(f"{words}: dropped")
+            console.fail(f"{words}: {problem or 'none is left'}")
+        console.say(f"{words}: dropped")
     return [row for row in rows if length(row) <= limit]
 
 

@@ -23,7 +23,9 @@ import torch
 from safetensors.torch import save_file
 
 from rlhf_details import utils
-from rlhf_details.plumbing import cli, engines, models, stages
+from rlhf_details.plumbing import console
+from rlhf_details.plumbing.inputs import models
+from rlhf_details.plumbing.machine import engines, stages
 
 # How far the mean log-prob of the first tokens may be from the training forward's. In fp32 1e-5 was measured, and 0.2
 # where the head was not pushed.
@@ -155,8 +157,8 @@ class Engine:
         self.process = context.Process(target=serve, args=(theirs, options, environ), daemon=True)
         self.process.start()
         theirs.close()  # Otherwise this end would never learn that the process has ended.
-        cli.say("starting vLLM, which takes a minute or two")
-        cli.say(f"vLLM {self.answer()} samples on {self.device}, in {str(dtype).removeprefix('torch.')}")
+        console.say("starting vLLM, which takes a minute or two")
+        console.say(f"vLLM {self.answer()} samples on {self.device}, in {str(dtype).removeprefix('torch.')}")
 
     def ask(self, function, *args):
         """What a function of the engine and of args returns in the engine's process."""

@@ -5,7 +5,7 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 
 from rlhf_details import utils
-from rlhf_details.plumbing import cli
+from rlhf_details.plumbing import console
 
 PAIR_ORDER = 5  # a coordinate of the random order within a pair, beside the purposes of noise in utils.py
 RETRIES, THREADS, TIMEOUT = 5, 8, 60.0  # The client tries again after what may pass. The limit is in seconds.
@@ -34,16 +34,16 @@ def check(args):
     """Exits with an error if the arguments of the judge are incomplete or contradict --judge."""
     if args.judge != "llm":
         if args.judge_model:
-            cli.fail(f"--judge_model {args.judge_model}: is read by --judge llm alone, not by --judge {args.judge}")
+            console.fail(f"--judge_model {args.judge_model}: is read by --judge llm alone, not by --judge {args.judge}")
         return
     if not args.judge_model:
-        cli.fail("--judge llm: needs --judge_model")
+        console.fail("--judge llm: needs --judge_model")
     url = args.judge_base_url
     if url is not None and not url.startswith(("http://", "https://")):
-        cli.fail(f"--judge_base_url {url}: must begin with http:// or https://")
+        console.fail(f"--judge_base_url {url}: must begin with http:// or https://")
     if url is None and not os.environ.get("OPENAI_API_KEY"):
-        cli.fail("--judge llm: needs OPENAI_API_KEY in the environment, or --judge_base_url, a server of your own")
-    cli.need("openai", "judge", "--judge llm")
+        console.fail("--judge llm: needs OPENAI_API_KEY in the environment, or --judge_base_url, a server of your own")
+    console.need("openai", "judge", "--judge llm")
 
 
 def question(prompt, response, opponent, seed, number):
@@ -87,10 +87,10 @@ def judge_pairs(args, pairs):
     try:
         with ThreadPoolExecutor(THREADS) as pool:  # After a question that fails, no further one is asked.
             answers = pool.map(judge, range(len(pairs)), pairs)
-            return tuple(zip(*cli.progress(f"asking {args.judge_model}", answers, len(pairs)), strict=True))
+            return tuple(zip(*console.progress(f"asking {args.judge_model}", answers, len(pairs)), strict=True))
     except Exception as e:  # the client's own errors, and replies of other servers that are no chat completions
-        words = f"{cli.in_one_line(e)} {e.__cause__ or getattr(e, 'body', None) or ''}".replace(api_key, "***")
-        cli.fail(f"--judge_model {args.judge_model} at --judge_base_url {args.judge_base_url}: {words}")
+        words = f"{console.in_one_line(e)} {e.__cause__ or getattr(e, 'body', None) or ''}".replace(api_key, "***")
+        console.fail(f"--judge_model {args.judge_model} at --judge_base_url {args.judge_base_url}: {words}")
 
 
 def ask(client, text, options):
@@ -105,6 +105,6 @@ def ask(client, text, options):
         if "temperature" not in given or "temperature" not in f"{e} {e.body}".lower():
             raise
         if options.pop("temperature", None) is not None:
-            cli.say(f"judge {given['model']}: refuses temperature 0, so it answers at its own temperature")
+            console.say(f"judge {given['model']}: refuses temperature 0, so it answers at its own temperature")
         return ask(client, text, options)
     return str(completion.choices[0].message.content or "")

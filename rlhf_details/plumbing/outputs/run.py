@@ -22,7 +22,10 @@ import transformers
 from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 
-from rlhf_details.plumbing import checkpoint, cli, engines, health, hub, trackers
+from rlhf_details.plumbing import console
+from rlhf_details.plumbing.inputs import flags
+from rlhf_details.plumbing.machine import engines
+from rlhf_details.plumbing.outputs import atomic, checkpoint, health, hub, model_folder, trackers, verdict
 
 
 class Run:
@@ -54,13 +57,13 @@ class Run:
         how = f"{len(prompts)} rows, {num_updates} updates of {args.batch_size}, {engines.in_words(accelerator)}"
         if hasattr(args, "reward_fn"):  # Its held-out figures are of such samples as well.
             how += f", samples at temperature {args.temperature:g} and of at most {args.response_length} tokens"
-        cli.say(how)
+        console.say(how)
 
     # ---- the start ---------------------------------------------------------------------------------------------------
     def open_folder(self):
         """Opens the Hub's repository and the trackers before anything is trained, and writes config.json."""
         args, accelerator = self.args, self.accelerator
-        before = cli.read_json(self.folder / "config.json", "--resume") if args.resume else {}
+        before = console.read_json(self.folder / "config.json", "--resume") if args.resume else {}
         about = self.identity | {
             "run": str(self.folder),
             "versions": {module.__name__: module.__version__ for module in (torch, transformers)},
@@ -82,7 +85,7 @@ class Run:
             trackers.cut_rows(path, update)
         # If this folder cannot be made, this is better known now than after a day of training.
         Path(args.output_dir).resolve().parent.mkdir(parents=True, exist_ok=True)
-        checkpoint.write_text(self.folder / "config.json", json.dumps(about, indent=1))
+        atomic.write_text(self.folder / "config.json", json.dumps(about, indent=1))
 
     def resume(self, policy, optimizer, state=None):
         """Loads the checkpoint that this run continues from, if any. Sets `first_update`, and `tensors` for overlap.py.
@@ -94,9 +97,11 @@ class Run:
             saved = checkpoint.read(self, policy, optimizer)
             state, self.tensors, self.kept = saved["state"], saved["tensors"], {name: saved[name] for name in self.kept}
             self.first_update, self.start = saved["update"] + 1, self.start - saved["seconds"]
-            cli.say(f"--resume: goes on after update {saved['update']} of {self.num_updates}, from {self.checkpoint}")
+            console.say(
+                f"--resume: goes on after update {saved['update']} of {self.num_updates}, from {self.checkpoint}"
+            )
         elif self.args.resume:
-            cli.say(f"--resume: no checkpoint in {self.folder}: starts at the beginning")
+            console.say(f"--resume: no checkpoint in {self.folder}: starts at the beginning")
         with contextlib.suppress(ValueError):  # Python sets handlers in the main thread alone.
             self.handlers = {number: signal.signal(number, self.hear) for number in (signal.SIGTERM, signal.SIGINT)}
         self.begun = self.shown = time.time()
@@ -153,10 +158,10 @@ class Run:
         self.accelerator.log(row | {"global_step": row["episode"]}, step=row["episode"])
         if update in (1, self.num_updates) or now - self.shown > 5:
             left = (now - self.begun) / max(1, update - self.first_update + 1) * (self.num_updates - update)
-            cli.say(f"{update}/{self.num_updates}  {trackers.in_words(row)}  eta {left:.0f}s")
+            console.say(f"{update}/{self.num_updates}  {trackers.in_words(row)}  eta {left:.0f}s")
             self.shown = now
         if samples and trackers.evaluated(row):  # Then the samples are of the held-out rows.
-            self.kept["by_prompt"][1:] = [health.of_each_prompt(self.tokenizer, *samples)]
+            self.kept["by_prompt"][1:] = [verdict.of_each_prompt(self.tokenizer, *samples)]
         count = getattr(self.args, "num_sample_generations", 0)  # spread evenly from the first to the last update
         if samples and update in torch.linspace(1, self.num_updates, count).round().int().tolist():
             rows = trackers.sample_rows(self.args, self.tokenizer, row, *samples)
@@ -179,7 +184,7 @@ class Run:
                 self.checkpoint = checkpoint.write(self, update, policy, optimizer, state or {})
         if number:
             name = signal.Signals(number).name
-            cli.say(f"{name}: stopped after update {update}; --run_name {self.folder.name} --resume goes on")
+            console.say(f"{name}: stopped after update {update}; --run_name {self.folder.name} --resume goes on")
             self.end(128 + number)
         self.begin_update(update + 1)
 
@@ -188,7 +193,7 @@ class Run:
         if number == signal.SIGINT:  # SIGTERM may come twice by itself, from a scheduler and from the launcher.
             signal.signal(number, signal.default_int_handler)
         self.heard = number
-        cli.say(f"{signal.Signals(number).name}: will stop after this update, with a checkpoint")
+        console.say(f"{signal.Signals(number).name}: will stop after this update, with a checkpoint")
 
     # ---- the end -----------------------------------------------------------------------------------------------------
     def full_weights(self, module):
@@ -210,14 +215,14 @@ class Run:
             model.tie_weights()  # FSDP2 has untied a head that is the embedding. Tied, the library saves it once.
             card = hub.model_card(self.args, self.repository, before, latest)
             with self.writing(f"--output_dir {self.args.output_dir}"):
-                checkpoint.save_output(self.args, model, self.tokenizer, card)
+                model_folder.save(self.args, model, self.tokenizer, card)
         self.accelerator.wait_for_everyone()
         if self.repository:  # No other process waits for the upload.
             hub.push(self.args, self.repository)
         self.close()
         after = trackers.evaluated(latest)
         if self.is_main:
-            cli.say("\n".join(health.last_lines(self, before, after, time.time() - self.start)))
+            console.say("\n".join(verdict.last_lines(self, before, after, time.time() - self.start)))
         return {"before": before, "after": after, "metrics": latest, "run": str(self.folder)}
 
     @contextlib.contextmanager
@@ -239,7 +244,7 @@ class Run:
     def end(self, exit_code):
         """Closes everything and ends this process."""
         self.close()
-        cli.leave(exit_code)
+        console.leave(exit_code)
 
     def close(self):
         """Closes the trackers and gives the signals their former meaning."""
@@ -255,6 +260,6 @@ class Run:
 # ---- the folder of a run ---------------------------------------------------------------------------------------------
 def choose_name(args):
     """The run's name: as given, or with --resume that of the newest run of this kind, or a new one."""
-    kind = f"{cli.experiment(args)}__{args.seed}__"
+    kind = f"{flags.experiment(args)}__{args.seed}__"
     started = [path.name for path in Path("runs").glob(f"{glob.escape(kind)}[0-9]*")] if args.resume else []
     return args.run_name or max(started, default=f"{kind}{time.strftime('%Y%m%d-%H%M%S')}")

@@ -11,7 +11,9 @@ from pathlib import Path
 
 from accelerate.tracking import TensorBoardTracker, WandBTracker
 
-from rlhf_details.plumbing import checkpoint, cli, models
+from rlhf_details.plumbing import console
+from rlhf_details.plumbing.inputs import chat, flags
+from rlhf_details.plumbing.outputs import atomic
 
 SHOWN = (  # in the line of an update, where a script has them
     "eps objective/scores objective/kl objective/divergence objective/gold train/sft/loss train/sft/lr train/rm/loss "
@@ -43,14 +45,14 @@ def start(args, accelerator, folder, about, update):
         return None
     import wandb
 
-    options = dict(entity=args.wandb_entity, name=folder.name, group=cli.experiment(args), tags=args.wandb_tags)
+    options = dict(entity=args.wandb_entity, name=folder.name, group=flags.experiment(args), tags=args.wandb_tags)
     options |= dict(job_type=args.exp_name, config=about["args"] | about, id=about.get("wandb_id"), resume="allow")
     accelerator.log_with.append(WandBTracker(args.wandb_project_name, **options))
     try:
         accelerator.init_trackers(folder.name)
     except (wandb.errors.Error, ValueError) as e:  # ValueError: wandb does not take the tag or the name.
         hint = "run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline"
-        cli.fail(f"--track: Weights & Biases cannot be started ({cli.in_one_line(e)}); {hint}")
+        console.fail(f"--track: Weights & Biases cannot be started ({console.in_one_line(e)}); {hint}")
     return accelerator.get_tracker("wandb", unwrap=True)
 
 
@@ -67,7 +69,7 @@ def cut_rows(path, update):
     for line in path.read_text(encoding="utf-8").splitlines() if update and path.exists() else []:
         with contextlib.suppress(ValueError):  # A kill may have torn the last line.
             kept += [line] if json.loads(line)["update"] <= update else []
-    checkpoint.write_text(path, "".join(f"{line}\n" for line in kept))
+    atomic.write_text(path, "".join(f"{line}\n" for line in kept))
 
 
 # ---- the terminal ----------------------------------------------------------------------------------------------------
@@ -84,7 +86,7 @@ def sample_rows(args, tokenizer, metrics, prompts, responses, mask, ended, score
     # The responses to a prompt are adjacent, and share one object.
     shown = [i for i, prompt in enumerate(prompts) if i == 0 or prompt is not prompts[i - 1]][:4]
     rows, kl_coef = [], metrics.get("objective/kl_coef", getattr(args, "kl_coef", None))
-    for i, text in zip(shown, models.decode(tokenizer, responses[shown], mask[shown]), strict=True):
+    for i, text in zip(shown, chat.decode(tokenizer, responses[shown], mask[shown]), strict=True):
         row = {"query": prompts[i].text, "response": text, "ended": bool(ended[i])}
         row["end"] = tokenizer.decode(responses[i][mask[i]][-1:]).strip() if ended[i] else ""
         row |= {"score": float(scores[i]), "kl": float(kl[i])}
@@ -96,10 +98,10 @@ def sample_rows(args, tokenizer, metrics, prompts, responses, mask, ended, score
 
 def print_rows(title, rows):
     """Prints the rows of a table, each in a line: numbers with two decimals, and texts without their line breaks."""
-    cli.say(f"-- {title}")
+    console.say(f"-- {title}")
     for row in rows:
         cells = (f"{name}: {x:z.2f}" if isinstance(x, float) else f"{name}: {x}" for name, x in row.items())
-        cli.say(" | ".join(cells).replace("\n", "⏎"))
+        console.say(" | ".join(cells).replace("\n", "⏎"))
 
 
 def evaluated(metrics):

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 
 from rlhf_details import utils
-from rlhf_details.plumbing import cli, models
+from rlhf_details.plumbing import console
+from rlhf_details.plumbing.inputs import models
 
 
 class Packing(NamedTuple):
@@ -30,10 +31,10 @@ def choose(args, k, policy, reward_model, prompts, response_logprobs, response_s
     (n, size), (rollout_n, _) = largest(k, args.micro_batch_size), largest(k, args.rollout_micro_batch_size)
     page = policy, reward_model, response_logprobs, response_scores
     if why := why_plain(args, max(n, rollout_n), prompts, *page):
-        cli.say(f"plain rows, one response each: {why}")
+        console.say(f"plain rows, one response each: {why}")
         return Packing(1, args.micro_batch_size, 1)
     when = f"{n} of its {k} responses, and for {rollout_n} in sampling"
-    cli.say(f"packed rows: a prompt is computed once for {when}; they give the same numbers as plain rows")
+    console.say(f"packed rows: a prompt is computed once for {when}; they give the same numbers as plain rows")
     return Packing(n, size, rollout_n)
 
 
@@ -67,7 +68,7 @@ def why_plain(args, n, prompts, policy, reward_model, response_logprobs, respons
     except torch.OutOfMemoryError:
         raise
     except Exception as e:  # A model that cannot take the mask may fail in any way.
-        return f"packed rows cannot be computed ({type(e).__name__}: {cli.in_one_line(e)})"
+        return f"packed rows cannot be computed ({type(e).__name__}: {console.in_one_line(e)})"
     gap = torch.cat([x.flatten() for x in gaps]).abs().max().item()
     # The trial finds what no configuration tells, such as ALiBi. [RLOO-12]
     return "" if gap < 1e-3 else f"packed and plain rows differ by {gap:.2g}"

@@ -15,12 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from rlhf_details import utils
-from rlhf_details.plumbing import engines, vllm
+from rlhf_details.plumbing.machine import engines, vllm
 
 NAMES = "responses", "response_mask", "sampled_logprobs"  # of what a checkpoint holds of the batch sampled ahead
 
 
-def choose_sampler(args, run, rows, prompts_of, stop_ids):
+def choose(args, run, rows, prompts_of, stop_ids):
     """What samples in a run: a function of (policy, queries, query_mask, numbers of the rows, n, key), which returns
     what `utils.sample` returns, of the response length of args and in pieces of its rollout_micro_batch_size.
 

@@ -1,20 +1,21 @@
 """
 What evaluate.py reads, writes and prints: how a policy was sampled in training, the models, the completions that it is
-compared with, the folder with summary.json and samples.csv, the table of figures, and the statistics.
+compared with, the folder with summary.json and samples.csv, and the table of figures.
 """
 
 import dataclasses
 import json
-import math
 import platform
-import re
 from datetime import datetime
 from pathlib import Path
 
 import torch
 import transformers
 
-from rlhf_details.plumbing import checkpoint, cli, engines, judge, models, rewards
+from rlhf_details.plumbing import console
+from rlhf_details.plumbing.inputs import cli, flags, models
+from rlhf_details.plumbing.machine import engines, judge, rewards
+from rlhf_details.plumbing.outputs import atomic
 
 # How a policy is sampled where neither a flag nor its folder says it.
 FALLBACKS = dict(temperature=1.0, response_length=53, stop_token="eos", truncate_token="none", truncate_after=0)
@@ -28,19 +29,21 @@ def as_trained(args):
     The training's settings stand in training_args.json in the policy's folder.
     """
     if not args.policy_path:
-        cli.fail(f"--policy_path: required with --dataset {args.dataset}: a trained model's folder or Hub name")
+        console.fail(f"--policy_path: required with --dataset {args.dataset}: a trained model's folder or Hub name")
     trained = training_args(args.policy_path)
     layers = vars(args), trained, FALLBACKS
     values = {name: next(x[name] for x in layers if x.get(name) is not None) for name in FALLBACKS}
     source = "as it was trained" if trained else "its folder has no training_args.json"
-    cli.say(f"sampling: {', '.join(f'{name} {value}' for name, value in values.items())} (flags, and else {source})")
+    console.say(
+        f"sampling: {', '.join(f'{name} {value}' for name, value in values.items())} (flags, and else {source})"
+    )
     day = args.template_date or trained.get("template_date") or str(datetime.now().date())
     return dataclasses.replace(args, **values, template_date=day)
 
 
 def training_args(folder):
     """{flag: value} of the run that made a policy, {} where its folder does not say it."""
-    return cli.read_json(Path(folder, "training_args.json"), "--policy_path")
+    return console.read_json(Path(folder, "training_args.json"), "--policy_path")
 
 
 def check(given, args):
@@ -50,16 +53,16 @@ def check(given, args):
     cli.check_sampler(args)
     if args.truncate_after and (args.truncate_token == "none" or args.truncate_after >= args.response_length):
         rule = "needs a truncate_token, and must be below response_length"
-        cli.fail(f"--truncate_after {args.truncate_after}: {rule}")
+        console.fail(f"--truncate_after {args.truncate_after}: {rule}")
     rewards.check_functions(args)
     if args.samples_per_prompt > 1 and not args.reward_fn:
         rule = "needs --reward_fn, with rewards that are True or False"
-        cli.fail(f"--samples_per_prompt {args.samples_per_prompt}: {rule}")
+        console.fail(f"--samples_per_prompt {args.samples_per_prompt}: {rule}")
     needed = {"reward_fn": "reward_fn", "reward_model": "reward_model_path"}.get(args.judge)
     if needed and not getattr(args, needed):
-        cli.fail(f"--judge {args.judge}: needs --{needed}")
+        console.fail(f"--judge {args.judge}: needs --{needed}")
     if args.judge == "gold" and args.dataset.partition(":")[0] != "toy":
-        cli.fail(f"--judge gold: only the embedded task has a true reward, not --dataset {args.dataset}")
+        console.fail(f"--judge gold: only the embedded task has a true reward, not --dataset {args.dataset}")
     judge.check(args)
     check_folder(args, settings(given, args))
 
@@ -79,7 +82,7 @@ def load_models(args, device):
         own = models.find_tokenizer(path, f"--{flag}", args) or tokenizer
         ours, theirs = models.vocabularies(tokenizer, own)
         if ours != theirs:
-            cli.fail(f"vocabulary mismatch: --policy_path {args.policy_path} and --{flag} {path} have other tokens")
+            console.fail(f"vocabulary mismatch: --policy_path {args.policy_path} and --{flag} {path} have other tokens")
     engines.use_one_thread(*loaded.values())
     torch.manual_seed(args.seed)  # for a reward model's head that is drawn at random
     if not rewards.reads_token_ids(args, tokenizer):
@@ -106,14 +109,16 @@ def check_folder(args, now):
     """
     folder = folder_of(args)
     if any(part.is_file() for part in (folder, *folder.parents)):
-        cli.fail(f"--output_dir {folder}: is a file, or in one")
+        console.fail(f"--output_dir {folder}: is a file, or in one")
     found = {file.name for file in folder.iterdir()} if folder.exists() else set()
     if found - {"summary.json", "samples.csv"}:
-        cli.fail(f"--output_dir {folder}: holds other files, so it is no evaluation; give another folder")
-    before = {} if args.overwrite else cli.read_json(folder / "summary.json", "--output_dir")
+        console.fail(f"--output_dir {folder}: holds other files, so it is no evaluation; give another folder")
+    before = {} if args.overwrite else console.read_json(folder / "summary.json", "--output_dir")
     there, here = (x.get("args", {}) | x.get("sampling", {}) for x in (before, now))
-    if before and (changed := cli.differences(there, here)):
-        cli.fail(f"--output_dir {folder} holds another evaluation ({changed[0]}); give another folder or --overwrite")
+    if before and (changed := flags.differences(there, here)):
+        console.fail(
+            f"--output_dir {folder} holds another evaluation ({changed[0]}); give another folder or --overwrite"
+        )
 
 
 def report(args, given, metrics, table, accelerator):
@@ -130,19 +135,19 @@ def report(args, given, metrics, table, accelerator):
     summary = settings(given, args) | {"versions": versions, "num_examples": len(samples)} | machine
     summary |= {"metrics": metrics, "warnings": doubts(args, metrics)}
     folder.mkdir(parents=True, exist_ok=True)
-    checkpoint.write_text(folder / "samples.csv", samples.to_csv(index=False))
-    checkpoint.write_text(folder / "summary.json", json.dumps(summary, indent=1))
+    atomic.write_text(folder / "samples.csv", samples.to_csv(index=False))
+    atomic.write_text(folder / "summary.json", json.dumps(summary, indent=1))
     sides = {"policy": args.policy_path, "opponent": args.opponent_path or "references"}
     names = {sides[side]: {name: as_text(x) for name, x in metrics[side].items()} for side in sides if side in metrics}
-    cli.say(f"{args.exp_name}: {len(samples)} prompts of {args.dataset}; length in tokens, kl in nats per response")
-    cli.say(pandas.DataFrame(names).fillna("-").to_string())
+    console.say(f"{args.exp_name}: {len(samples)} prompts of {args.dataset}; length in tokens, kl in nats per response")
+    console.say(pandas.DataFrame(names).fillna("-").to_string())
     for row in samples.head(4).to_dict("records"):
         texts = [f"{name}: {row[name].strip()}" for name in ("prompt", "response", "opponent_response") if name in row]
-        cli.say(" | ".join(texts).replace("\n", "⏎"))
+        console.say(" | ".join(texts).replace("\n", "⏎"))
     if "win_rate" in metrics:
-        cli.say(f"Model win rate: {win_rate_line(metrics)}")
+        console.say(f"Model win rate: {win_rate_line(metrics)}")
     for line in summary["warnings"]:
-        cli.say(f"warning: {line}")
+        console.say(f"warning: {line}")
     return summary
 
 
@@ -182,45 +187,3 @@ def doubts(args, metrics):
         what = f"{w['unparsable']} answers of the judge ({share:.1%}) name neither response where they should"
         lines.append(f"{what}, and count as not won; judge_answer in samples.csv has them")
     return lines
-
-
-# ---- statistics ------------------------------------------------------------------------------------------------------
-def rouge_l(response, reference):
-    """ROUGE-L F1 of two strings, in [0, 1], on their lower-case words of ASCII letters and digits.
-
-    Source: Lin 2004, section 3.1.
-    """
-    a, b = (re.findall(r"[a-z0-9]+", text.lower()) for text in (response, reference))
-    longest = [0] * (len(b) + 1)  # entry j: length of the longest common subsequence of b[:j] and the words of a so far
-    for word in a:
-        above, longest = longest, [0]
-        for j, other in enumerate(b):
-            longest.append(above[j] + 1 if word == other else max(above[j + 1], longest[j]))
-    common = longest[-1]
-    return 2 * common / (len(a) + len(b)) if common else 0.0
-
-
-def wilson_interval(wins, n, z=1.96):
-    """Wilson's score interval (low, high) of a rate of `wins` (ties may count half) out of n; z = 1.96: 95%.
-
-    Unlike p +- z sqrt(p (1 - p) / n) it stays within [0, 1] and has a width at p = 0 and p = 1.
-    Source: E. B. Wilson, 1927.
-    """
-    p = wins / n
-    center, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    return max(0.0, (center - half) / (1 + z * z / n)), min(1.0, (center + half) / (1 + z * z / n))
-
-
-def rate(hits):
-    """{"value", "low", "high"}: the mean of numbers in [0, 1], with its Wilson interval."""
-    low, high = wilson_interval(sum(hits), len(hits))
-    return {"value": sum(hits) / len(hits), "low": low, "high": high}
-
-
-def average(values):
-    """{"value", "low", "high"}: the mean of numbers +- 1.96 standard errors. A single number has no interval."""
-    mean = sum(values) / len(values)
-    if len(values) == 1:
-        return {"value": mean}
-    error = math.sqrt(sum((x - mean) ** 2 for x in values) / (len(values) - 1) / len(values))
-    return {"value": mean, "low": mean - 1.96 * error, "high": mean + 1.96 * error}

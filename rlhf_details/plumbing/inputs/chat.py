@@ -1,5 +1,6 @@
 """
-How text and messages become token ids: what a chat template writes, which tokens end a turn, and `utils.encode`.
+How text and messages become token ids, and ids text again: what a chat template writes, which tokens end a turn, and
+`utils.encode`.
 """
 
 import functools
@@ -128,3 +129,18 @@ def end_ids(tokenizer):
     """
     ends = [tokenizer.eos_token_id, *end_of_turn(tokenizer)[1][:1], *getattr(tokenizer, "generation_eos", [])]
     return list(dict.fromkeys(ends))
+
+
+# ---- token ids -> text -----------------------------------------------------------------------------------------------
+def decode(tokenizer, responses, mask):
+    """The texts of responses [N, R] with their mask, a list of N strings."""
+    return decode_all(tokenizer, [r[m].tolist() for r, m in zip(responses.cpu(), mask.cpu(), strict=True)])
+
+
+def decode_all(tokenizer, rows):
+    """The texts of lists of token ids, without the tokens that end a response, padding, BOS and the unknown token.
+
+    All else is read by rewards, judges and people, because <think> may be a special token as well.
+    """
+    silent = {*end_ids(tokenizer), tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.unk_token_id}
+    return [tokenizer.decode([i for i in ids if i not in silent]) for ids in rows]

@@ -28,13 +28,14 @@ from transformers.utils import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from rlhf_details import toy
-from rlhf_details.plumbing import chat, cli, engines
+from rlhf_details.plumbing import console
+from rlhf_details.plumbing.inputs import chat
 
 
 def read(kind, path, flag, args, **options):
     """What an Auto class (kind) reads from a folder or Hub name. What cannot be read ends the program with one line."""
-    name, revision = cli.split(path)
-    with cli.reading(flag, path):
+    name, revision = console.split(path)
+    with console.reading(flag, path):
         return kind.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code, **options)
 
 
@@ -43,11 +44,11 @@ def load_tokenizer(path, flag, args):
     """The tokenizer of a model folder or Hub repository, which must have an EOS token."""
     tokenizer = find_tokenizer(path, flag, args)
     if tokenizer is None or tokenizer.eos_token_id is None:
-        cli.fail(f"{flag} {path}: has no {'tokenizer' if tokenizer is None else 'EOS token'}")
+        console.fail(f"{flag} {path}: has no {'tokenizer' if tokenizer is None else 'EOS token'}")
     model = base_of(path, flag) or path
-    name, revision = cli.split(model)
+    name, revision = console.split(model)
     ends = None
-    with cli.reading(flag, path), contextlib.suppress(OSError):  # Many models have no generation_config.json.
+    with console.reading(flag, path), contextlib.suppress(OSError):  # Many models have no generation_config.json.
         ends = GenerationConfig.from_pretrained(name, revision=revision).eos_token_id
     tokenizer.generation_eos = ends if isinstance(ends, list) else [ends] * (ends is not None)  # for chat.end_ids
     return tokenizer
@@ -58,7 +59,7 @@ def find_tokenizer(path, flag, args):
 
     Adapters that come without one have that of their base.
     """
-    (name, revision), base = cli.split(path), base_of(path, flag)
+    (name, revision), base = console.split(path), base_of(path, flag)
     try:
         cached_file(name, "tokenizer_config.json", revision=revision)
     except OSError:
@@ -88,13 +89,13 @@ def stop_ids(tokenizer, text, flag, device=None):
     if text == "eos":
         ids = chat.end_ids(tokenizer)
         if len(ids) > 1:
-            cli.say(f"{flag} eos: a response ends with {' or '.join(map(tokenizer.decode, ids))}")
+            console.say(f"{flag} eos: a response ends with {' or '.join(map(tokenizer.decode, ids))}")
     elif text != "none":
         ids = [tokenizer.get_vocab().get(text)]
         if ids == [None]:
             before, (*others, i) = (tokenizer(words, add_special_tokens=False).input_ids for words in ("a", f"a{text}"))
             if others != before or i == tokenizer.unk_token_id:
-                cli.fail(f"{flag} {text!r}: not one token of the vocabulary")
+                console.fail(f"{flag} {text!r}: not one token of the vocabulary")
             ids = [i]
     return torch.tensor(ids, dtype=torch.long, device=device)
 
@@ -106,20 +107,6 @@ def append_eos(tokenizer):
         last = processors.TemplateProcessing(single=["$A", eos], special_tokens=[(eos, i)])
         steps = [tokenizer.backend_tokenizer.post_processor, last]
         tokenizer.backend_tokenizer.post_processor = processors.Sequence(list(filter(None, steps)))
-
-
-def decode(tokenizer, responses, mask):
-    """The texts of responses [N, R] with their mask, a list of N strings."""
-    return decode_all(tokenizer, [r[m].tolist() for r, m in zip(responses.cpu(), mask.cpu(), strict=True)])
-
-
-def decode_all(tokenizer, rows):
-    """The texts of lists of token ids, without the tokens that end a response, padding, BOS and the unknown token.
-
-    All else is read by rewards, judges and people, because <think> may be a special token as well.
-    """
-    silent = {*chat.end_ids(tokenizer), tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.unk_token_id}
-    return [tokenizer.decode([i for i in ids if i not in silent]) for ids in rows]
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
@@ -152,15 +139,15 @@ def load_policy(path, flag, args):
     wrong = [f"lacks {name}" for name in missing]
     wrong += [f"has {name}" for name in unexpected if name.startswith("score.")]
     if wrong:
-        cli.fail(f"{flag} {path}: not a causal language model (it {', '.join(sorted(wrong))})")
+        console.fail(f"{flag} {path}: not a causal language model (it {', '.join(sorted(wrong))})")
     config = model.config.get_text_config()
     for name, value in vars(config).items():
         if "jitter" in name and value:  # A router with jitter would put noise into the log-probs.
             kind = config.model_type
-            cli.fail(f"{flag} {path}: a {kind} draws random numbers in training mode ({name} {value})")
+            console.fail(f"{flag} {path}: a {kind} draws random numbers in training mode ({name} {value})")
     takes_cache = any(accepts(m, name_of_cache(m)) for m in (model, model.base_model))
     if not takes_cache or set(getattr(config, "layer_types", None) or []) == {"linear_attention"}:
-        cli.fail(f"{flag} {path}: a {config.model_type} cannot be sampled: it has no cache of keys and values")
+        console.fail(f"{flag} {path}: a {config.model_type} cannot be sampled: it has no cache of keys and values")
     return model
 
 
@@ -174,12 +161,14 @@ def load_teacher(args, tokenizer, head):
     theirs = load_tokenizer(path, flag, args)
     if different := theirs.get_vocab().items() ^ tokenizer.get_vocab().items():
         differ = sorted(dict(different))
-        cli.fail(f"{flag} {path}: {len(differ)} tokens are not those of --sft_model_path, such as {differ[0]!r}")
+        console.fail(f"{flag} {path}: {len(differ)} tokens are not those of --sft_model_path, such as {differ[0]!r}")
     if theirs.chat_template and theirs.chat_template != tokenizer.chat_template:
-        cli.say(f"{flag} {path}: has a chat template of its own, and reads what that of --sft_model_path writes")
+        console.say(f"{flag} {path}: has a chat template of its own, and reads what that of --sft_model_path writes")
     model = load_policy(path, flag, args)
     if num_tokens(model) != head.vocab_size:
-        cli.fail(f"{flag} {path}: has logits of {num_tokens(model)} tokens, and --sft_model_path of {head.vocab_size}")
+        console.fail(
+            f"{flag} {path}: has logits of {num_tokens(model)} tokens, and --sft_model_path of {head.vocab_size}"
+        )
     return model
 
 
@@ -197,11 +186,11 @@ def load_reward_model(path, args, flag="--reward_model_path", allow_untrained=Fa
     # Some configurations do not say that there is one label, and the library would take them to mean two.
     model, missing, _ = load(AutoModelForSequenceClassification, path, flag, args, num_labels=1)
     if not hasattr(model, "score"):
-        cli.fail(f"{flag} {path}: {type(model).__name__} has no linear head `score` on a causal model")
+        console.fail(f"{flag} {path}: {type(model).__name__} has no linear head `score` on a causal model")
     # The library only warns of a head without trained weights, and the rewards would be noise. [MODEL-5]
     if missing and not (allow_untrained or args.allow_untrained_reward_model):
         hint = "train_reward.py trains one, --allow_untrained_reward_model lets a dummy run continue"
-        cli.fail(f"{flag} {path}: not a trained reward model (it lacks {', '.join(sorted(missing))}); {hint}")
+        console.fail(f"{flag} {path}: not a trained reward model (it lacks {', '.join(sorted(missing))}); {hint}")
     return model
 
 
@@ -230,13 +219,13 @@ def load(kind, path, flag, args, **options):
             **options,
         )
         for name, found, expected in info["mismatched_keys"]:
-            cli.fail(f"{flag} {path}: {name} has the shape {list(found)}, and {list(expected)} is expected")
+            console.fail(f"{flag} {path}: {name} has the shape {list(found)}, and {list(expected)} is expected")
         missing, unexpected = set(info["missing_keys"]), info["unexpected_keys"]
     if tokenizer := find_tokenizer(path, flag, args):
         size, (tokens,) = model.get_input_embeddings().num_embeddings, vocabularies(tokenizer)
         if max(tokens.values()) >= size:
             what = f"its tokenizer has {max(tokens.values()) + 1} tokens, and the model {size} embeddings"
-            cli.fail(f"{flag} {path}: {what}; model.resize_token_embeddings adds the others")
+            console.fail(f"{flag} {path}: {what}; model.resize_token_embeddings adds the others")
         model.num_tokens = min(size, chat.vocabulary(tokenizer))
     return set_up_for_training(model, args), missing, unexpected
 
@@ -278,11 +267,6 @@ def context(*modules):
     return min((getattr(c, "max_position_embeddings", None) or math.inf for c in configs), default=math.inf)
 
 
-def checksum(module):
-    """Numbers that tell a module's weights from others, a hash of each; call it on every process."""
-    return [torch.hash_tensor(engines.whole(p).detach().cpu()).item() for p in module.parameters()]
-
-
 # ---- hidden states -> logits -----------------------------------------------------------------------------------------
 class Head:
     """From last hidden states to logits: the output embedding, and what a model does with it afterwards.
@@ -315,7 +299,9 @@ def lm_head(model):
     logits = model(input_ids=tokens, use_cache=False).logits[..., : head.vocab_size]
     model.train(training)
     if not torch.allclose(head(states), logits, rtol=1e-4, atol=1e-4):
-        cli.fail(f"a {model.config.model_type} changes its logits after the output embedding in a way not known here")
+        console.fail(
+            f"a {model.config.model_type} changes its logits after the output embedding in a way not known here"
+        )
     return head
 
 
@@ -326,7 +312,7 @@ def make_small(args, rows):
     An embedded task brings its own tokenizer. Args: rows, dictionaries with the strings `prompt` and `completion`.
     """
     if not all(isinstance(row["prompt"], str) for row in rows):
-        cli.fail("--base_model scratch: makes its tokenizer from text, and knows no messages and no token ids")
+        console.fail("--base_model scratch: makes its tokenizer from text, and knows no messages and no token ids")
     task = args.dataset.partition(":")[0]
     if task in toy.TASKS:
         tokenizer = toy.tokenizer(task)
@@ -367,10 +353,10 @@ def add_adapters(model, rank):
     try:
         model.lora = [LoraModel(model, config, "default")]
     except ValueError as e:
-        cli.fail(f"--lora_rank {rank}: peft cannot adapt a {model.config.model_type} ({cli.in_one_line(e)})")
+        console.fail(f"--lora_rank {rank}: peft cannot adapt a {model.config.model_type} ({console.in_one_line(e)})")
     if hasattr(model, "score"):
         model.score.requires_grad_(True)
-    cli.say(f"LoRA: {model.num_parameters(True):,} of {model.num_parameters():,} parameters are trained")
+    console.say(f"LoRA: {model.num_parameters(True):,} of {model.num_parameters():,} parameters are trained")
     return model
 
 
@@ -410,7 +396,7 @@ def save_adapter(model, folder, base_model):
 
     config = model.peft_config["default"]
     # A path stays as it was given: another machine has no folder of this one, but may have the same ones below its own.
-    config.base_model_name_or_path, config.revision = cli.split(str(base_model))
+    config.base_model_name_or_path, config.revision = console.split(str(base_model))
     config.inference_mode = True
     config.save_pretrained(folder)
     weights, metadata = get_peft_model_state_dict(model), {"format": "pt"}
@@ -423,9 +409,9 @@ def save_adapter(model, folder, base_model):
 
 def base_of(path, flag):
     """The model that adapters (a folder or Hub name) belong to, or None where the path holds no adapters."""
-    name, revision = cli.split(path)
-    with cli.reading(flag, path):
-        cli.announce(path)
+    name, revision = console.split(path)
+    with console.reading(flag, path):
+        console.announce(path)
         file = find_adapter_config_file(name, revision=revision)
         config = json.loads(Path(file).read_text()) if file else {}
     return "@".join(filter(None, (config.get("base_model_name_or_path"), config.get("revision")))) or None
@@ -436,12 +422,12 @@ def merged(model, path, flag, args):
 
     As peft's AutoPeftModel does, it gives the model the tokens of the tokenizer that stands beside the adapters.
     """
-    cli.need("peft", "peft", f"{flag} {path}, which holds adapters")
+    console.need("peft", "peft", f"{flag} {path}, which holds adapters")
     from peft import PeftConfig, PeftModel
 
-    name, revision = cli.split(path)
+    name, revision = console.split(path)
     tokenizer = find_tokenizer(path, flag, args)
-    with cli.reading(flag, path):
+    with console.reading(flag, path):
         # The older adapter_model.bin is a pickle, and is not read.
         file = Path(cached_file(name, "adapter_model.safetensors", revision=revision))
         if tokenizer and len(tokenizer) > model.get_input_embeddings().num_embeddings:

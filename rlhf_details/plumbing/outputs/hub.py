@@ -11,7 +11,7 @@ from pathlib import Path
 
 import huggingface_hub
 
-from rlhf_details.plumbing import cli
+from rlhf_details.plumbing import console
 
 
 def script_of(args):
@@ -31,8 +31,8 @@ def model_card(args, repository, before, metrics):
     of the last update.
     """
     script, start = script_of(args), getattr(args, "sft_model_path", None) or getattr(args, "base_model", None)
-    kind, (base, _) = script.removesuffix(".py").removeprefix("train_"), cli.split(start)
-    dataset, _ = cli.split(args.dataset.partition(":")[0].partition("[")[0])
+    kind, (base, _) = script.removesuffix(".py").removeprefix("train_"), console.split(start)
+    dataset, _ = console.split(args.dataset.partition(":")[0].partition("[")[0])
     is_reward, has_adapters = kind == "reward", bool(args.lora_rank)
     facts = huggingface_hub.ModelCardData(
         library_name="transformers",
@@ -77,7 +77,7 @@ def open_repository(args):
         return huggingface_hub.HfApi().create_repo(name, exist_ok=True).repo_id
     except Exception as e:  # Each layer of the library raises errors of its own classes.
         hint = "`hf auth login` or HF_TOKEN logs you in"
-        cli.fail(f"--push_to_hub: the repository {name} cannot be opened ({cli.in_one_line(e)}); {hint}")
+        console.fail(f"--push_to_hub: the repository {name} cannot be opened ({console.in_one_line(e)}); {hint}")
 
 
 def push(args, repository):
@@ -85,8 +85,8 @@ def push(args, repository):
     options = {"folder_path": args.output_dir, "commit_message": f"Trained with {script_of(args)}"}
     try:
         address = huggingface_hub.HfApi().upload_folder(repo_id=repository, **options).commit_url
-        cli.say(f"pushed to {repository}: {address}")
+        console.say(f"pushed to {repository}: {address}")
     except Exception as e:  # The run is over, and no error of the network may spoil it.
         again = shlex.join(["hf", "upload", repository, args.output_dir])
         what = f"the model is whole in {args.output_dir}; to repeat: {again}"
-        print(f"error: --push_to_hub: {cli.in_one_line(e)}; {what}", file=sys.stderr, flush=True)
+        print(f"error: --push_to_hub: {console.in_one_line(e)}; {what}", file=sys.stderr, flush=True)

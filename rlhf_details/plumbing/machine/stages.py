@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rlhf_details.plumbing.cli import say
+from rlhf_details.plumbing.console import say
 
 # Names of environment variables. A child is a launch of its own, and must not see the group and the ranks of this one.
 LAUNCHER = re.compile(
@@ -37,6 +37,6 @@ def ensure(args):
         say(f"{folder} does not exist yet: running {stage}.py first")
         flags = ["--dataset", task, "--output_dir", folder]
         flags += ["--sft_model_path", args.sft_model_path] if stage == "train_reward" else []
-        script = os.path.relpath(Path(__file__).parent.parent / f"{stage}.py")  # as the model's card will show it
+        script = os.path.relpath(Path(__file__).parents[2] / f"{stage}.py")  # as the model's card will show it
         if code := subprocess.run([sys.executable, script, *flags], env=environment).returncode:
             sys.exit(code)  # The child has said why.

@@ -1,24 +1,22 @@
-"""
-Where rows come from: local files, folders, data sets of the Hub, and functions of the user, whose code is loaded here.
-"""
+"""Where rows come from: local files, folders, data sets of the Hub, and functions of the user."""
 
 import csv
-import functools
 import gzip
-import importlib
-import importlib.util
 import json
 import re
 import reprlib
-import sys
 from pathlib import Path
 
 import pyarrow.parquet
 
-from rlhf_details.plumbing import cli
+from rlhf_details import toy
+from rlhf_details.plumbing import console
+from rlhf_details.plumbing.inputs import user_code
 
 csv.field_size_limit(2**31 - 1)  # characters of a cell
 SPACE = re.compile(r"\s*")
+FILE = re.compile(r"\.(jsonl|json|ndjson|csv|tsv|parquet)(\.gz)?$", re.IGNORECASE)  # how names of data files end
+ENDINGS = ".jsonl, .json, .ndjson, .csv, .tsv or .parquet"
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
@@ -32,22 +30,22 @@ def read_rows(spec, flag):
     whole, *ends = re.fullmatch(r"(.*?)(?:\[(-?\d+)?:(-?\d+)?\])?", spec).groups()
     taken = slice(*(int(end) if end else None for end in ends))
     name, _, part = whole.partition(":")
-    path = Path(name, part) if cli.FILE.search(part) and Path(name, part).is_file() else Path(name)
+    path = Path(name, part) if FILE.search(part) and Path(name, part).is_file() else Path(name)
     if path.suffix == ".py":
-        rows = list(load_function(whole, flag)())[taken]
+        rows = list(user_code.load_function(whole, flag)())[taken]
     else:
-        with cli.reading(flag, spec):
+        with console.reading(flag, spec):
             rows = read_file(path, part)[taken] if path.is_file() else load_dataset(name, part, taken)
     if not rows:
-        cli.fail(f"{flag} {spec}: no rows")
+        console.fail(f"{flag} {spec}: no rows")
     if wrong := [(number, row) for number, row in enumerate(rows, 1) if not isinstance(row, dict)]:
-        cli.fail(f"{flag} {spec}: row {wrong[0][0]} is no object with columns: {reprlib.repr(wrong[0][1])}")
+        console.fail(f"{flag} {spec}: row {wrong[0][0]} is no object with columns: {reprlib.repr(wrong[0][1])}")
     return rows
 
 
 def read_file(path, key):
     """Rows of a local file. A .json file holds a list, one object a line, or an object with lists of rows by key."""
-    kind = cli.FILE.search(path.name.lower())[1]
+    kind = FILE.search(path.name.lower())[1]
     if kind == "parquet":
         return pyarrow.parquet.read_table(path).to_pylist()
     with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig", newline="") as file:
@@ -80,10 +78,10 @@ def load_dataset(name, part, taken):
         found = datasets.load_from_disk(name)
         found = found[part or "train"] if isinstance(found, dict) else found
     else:
-        cli.announce(name)
-        name, revision = cli.split(name)
+        console.announce(name)
+        name, revision = console.split(name)
         config, _, split = part.rpartition(":")
-        is_file = bool(cli.FILE.search(split))
+        is_file = bool(FILE.search(split))
         if part and not is_file and part in datasets.get_dataset_config_names(name, revision=revision):
             config, split = part, ""
         options = {"data_files": split, "split": "train"} if is_file else {"split": split or "train"}
@@ -91,36 +89,14 @@ def load_dataset(name, part, taken):
     return found.select(range(*taken.indices(len(found)))).to_list()
 
 
-# ---- the user's functions --------------------------------------------------------------------------------------------
-def load_function(spec, flag):
-    """The function that "FILE.py:function" or "package.module:function" names.
-
-    What it imports is searched in its file's folder first, or in the current one, and Python has one module of a name.
-    An error in the user's code keeps its traceback.
-    """
-    name, _, function = spec.rpartition(":")
-    if not name:
-        cli.fail(f"{flag} {spec}: must be FILE.py:function or package.module:function")
-    is_file = name.endswith(".py")
-    if is_file and not Path(name).is_file():
-        cli.fail(f"{flag} {spec}: no such file")
-    folder = Path(name).resolve().parent if is_file else Path.cwd()
-    sys.path[:] = [str(folder), *(x for x in sys.path if x != str(folder))]
-    try:
-        found = getattr(load_module(str(Path(name).resolve()) if is_file else name), function, None)
-    except ImportError as e:
-        cli.fail(f"{flag} {spec}: cannot be imported ({e})")
-    if not callable(found):
-        cli.fail(f"{flag} {spec}: {name} has no function {function!r}")
-    return found
-
-
-@functools.cache
-def load_module(name):
-    """A module of the user's, given as the whole path of a file or by its name."""
-    if not name.endswith(".py"):
-        return importlib.import_module(name)
-    spec = importlib.util.spec_from_file_location(re.sub(r"\W", "_", name), name)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def check_dataset(flag, spec):
+    """Exits with an error if the file or the embedded task's split that a data set names does not exist."""
+    name, _, part = spec.partition("[")[0].partition(":")
+    if name in toy.TASKS and part not in ("", "train", "test"):
+        console.fail(f"{flag} {spec}: the splits are {name}:train and {name}:test")
+    path = Path(name)
+    is_known = FILE.search(path.name) or path.suffix == ".py"
+    if is_known and not path.exists():
+        console.fail(f"{flag} {spec}: no such file")
+    if path.is_file() and not is_known:
+        console.fail(f"{flag} {spec}: its name must end in {ENDINGS}, or in one of them and .gz")

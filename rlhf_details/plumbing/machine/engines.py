@@ -29,8 +29,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
-from rlhf_details.plumbing import cli, stages
-from rlhf_details.plumbing.cli import say
+from rlhf_details.plumbing import console
+from rlhf_details.plumbing.console import say
+from rlhf_details.plumbing.machine import stages
 
 # How long a process waits for the others. The main process may need minutes to write a large checkpoint, and when a
 # node has lost its power, the other nodes end after this time.
@@ -50,23 +51,23 @@ def start(args):
     accelerator = join(kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False), patience])
     configure(accelerator, args)
     if args.lora_rank and name(accelerator) == "ZeRO-3":
-        cli.fail(f"--lora_rank {args.lora_rank}: not under ZeRO-3; take ZeRO-2 or FSDP2")
+        console.fail(f"--lora_rank {args.lora_rank}: not under ZeRO-3; take ZeRO-2 or FSDP2")
     if accelerator.is_main_process:
         stages.ensure(args)
     # The main process says which day it is. So all agree on it, and wait until the stages are there.
     (args.template_date,) = broadcast_object_list([args.template_date or str(date.today())])
-    cli.say("loading rows and models")
+    console.say("loading rows and models")
     torch.manual_seed(args.seed)
     return accelerator
 
 
 def join(**options):
     """Returns an Accelerator of all processes that the launcher started, on CPUs where there is nothing else."""
-    if cli.world_size() > 1 and not torch.accelerator.is_available():
+    if console.world_size() > 1 and not torch.accelerator.is_available():
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # Otherwise accelerate takes each for a run of its own.
     accelerator = Accelerator(**options)
-    if cli.world_size() != (seen := accelerator.num_processes):
-        cli.fail(f"{cli.world_size()} processes, but accelerate sees {seen}: set ACCELERATE_USE_CPU=true")
+    if console.world_size() != (seen := accelerator.num_processes):
+        console.fail(f"{console.world_size()} processes, but accelerate sees {seen}: set ACCELERATE_USE_CPU=true")
     return accelerator
 
 
@@ -75,7 +76,7 @@ def configure(accelerator, args):
     accelerator.gradient_accumulation_steps = 1  # The scripts write their micro-batches out.
     if accelerator.distributed_type == DistributedType.FSDP:
         if not accelerator.is_fsdp2:
-            cli.fail("fsdp_version 1: not supported; set fsdp_version: 2 in the launch configuration")
+            console.fail("fsdp_version 1: not supported; set fsdp_version: 2 in the launch configuration")
         plugin = accelerator.state.fsdp_plugin
         plugin.mixed_precision_policy = MixedPrecisionPolicy()  # accelerate's would round the log-probs to bf16.
         # Otherwise transformers leaves the models that are not sharded empty on all processes but the first.
@@ -94,7 +95,7 @@ def configure_deepspeed(accelerator, args):
     # train_both.py comes here twice, and the second time accelerate has forgotten what was asked for.
     plugin.asked_precision = kind = getattr(plugin, "asked_precision", accelerator.mixed_precision)
     if kind not in ("no", "bf16"):
-        cli.fail(f"mixed_precision {kind}: not with DeepSpeed; take bf16 or no")
+        console.fail(f"mixed_precision {kind}: not with DeepSpeed; take bf16 or no")
     config = plugin.deepspeed_config
     # The weights stay fp32 and bf16 is autocast, as under the other engines.
     config["bf16"] = config["fp16"] = {"enabled": False}
@@ -258,6 +259,11 @@ def whole(x):
 
     with GatheredParameters([x]):
         return x.detach().clone()
+
+
+def checksum(module):
+    """Numbers that tell a module's weights from others, a hash of each; call it on every process."""
+    return [torch.hash_tensor(whole(p).detach().cpu()).item() for p in module.parameters()]
 
 
 def matrices(module):

@@ -9,14 +9,11 @@ Those of the embedded task are made up: the SFT policy writes the candidates, an
 
 import re
 
-import torch
-from torch import nn
+from rlhf_details import toy
+from rlhf_details.plumbing import console
+from rlhf_details.plumbing.inputs import data, models
+from rlhf_details.plumbing.inputs.chat import RowError, is_messages
 
-from rlhf_details import toy, utils
-from rlhf_details.plumbing import chat, cli, data, engines, models
-from rlhf_details.plumbing.chat import RowError, is_messages
-
-TRAIN, EVAL, BEFORE, AFTER = range(4)  # what responses are sampled for, a coordinate of their noise
 LABEL_PAD = 50259  # fills up the rows of lm-human-preferences; it is no id of GPT-2, whose vocabulary has 50257 tokens
 
 
@@ -25,42 +22,37 @@ def check(args):
     for flag in ("dataset", "eval_dataset"):
         name = (getattr(args, flag) or "").partition(":")[0]
         if name in toy.TASKS and name != "toy":
-            cli.fail(f"--{flag} {getattr(args, flag)}: has no comparisons; its reward is a function")
+            console.fail(f"--{flag} {getattr(args, flag)}: has no comparisons; its reward is a function")
     for flag in ("take", "prompt_template", "max_prompt_length"):
         if getattr(args, flag) is not None and args.dataset.partition(":")[0] == "toy":
             hint = "not for the embedded task, whose comparisons are sampled; --num_comparisons"
-            cli.fail(f"--{flag} {getattr(args, flag)}: {hint}")
+            console.fail(f"--{flag} {getattr(args, flag)}: {hint}")
 
 
-def load(args, tokenizer, model, accelerator):
+def load(args, tokenizer, model, write):
     """(Comparisons of --dataset, those of --eval_dataset or none), both as data.Prompts.
 
-    Args: model, the page's module, whose `model` limits tokens and context.
+    Args: model, the page's module, whose `model` limits tokens and context; write, candidates.writer's function, which
+    writes the candidates of the embedded task.
     """
 
-    def load_one(flag, num, purpose):
+    def load_one(flag, num):
         name, _, split = getattr(args, flag).partition(":")
         if name == "toy":
-            engines.use_one_thread(model)  # before it samples, which may take longer than training
             asked = f"the SFT policy answers {num:,} prompts four times, and an imaginary human chooses"
-            cli.say(f"--{flag} {getattr(args, flag)}: {asked}")
-
-            def four_texts(texts):
-                prompts, stop_ids = [chat.encode(tokenizer, text) for text in texts], [tokenizer.eos_token_id]
-                responses = sample_responses(args, accelerator, prompts, 4, purpose, torch.tensor(stop_ids))
-                written = models.decode_all(tokenizer, responses)
-                return [written[i : i + 4] for i in range(0, len(written), 4)]
-
-            rows = toy.comparisons(split or "train", num, four_texts)
+            console.say(f"--{flag} {getattr(args, flag)}: {asked}")
+            rows = toy.comparisons(split or "train", num, lambda texts: write(flag, texts))
         else:
             rows = with_candidates(data.read_rows(args, flag, ""), args, flag)
         return data.encode(args, flag, rows, tokenizer, models.context(model), "candidates")
 
-    train = load_one("dataset", args.num_comparisons, TRAIN)
-    held_out = load_one("eval_dataset", 512, EVAL) if args.eval_dataset else data.Prompts()
+    train = load_one("dataset", args.num_comparisons)
+    held_out = load_one("eval_dataset", 512) if args.eval_dataset else data.Prompts()
     K, eval_K = (len(rows[0].answers) for rows in (train, held_out or train))
     if eval_K != K:
-        cli.fail(f"--eval_dataset {args.eval_dataset}: {eval_K} candidates a row, but {K} in --dataset {args.dataset}")
+        console.fail(
+            f"--eval_dataset {args.eval_dataset}: {eval_K} candidates a row, but {K} in --dataset {args.dataset}"
+        )
     return train, held_out
 
 
@@ -70,10 +62,11 @@ def load_references(args, tokenizer, reward, train):
     """
     context = models.context(reward)
     if args.normalization == "gain_bias":
-        engines.use_one_thread(reward)
         first = train[: 2 * args.normalize_samples]
         if empty := [row.number for row in first if not row.ids]:
-            cli.fail(f"--dataset {args.dataset}: the prompt of row {empty[0]} is empty, and gain_bias samples from it")
+            console.fail(
+                f"--dataset {args.dataset}: the prompt of row {empty[0]} is empty, and gain_bias samples from it"
+            )
         problem = f"--response_length {args.response_length} leaves no more for a prompt (--normalization gain_bias)"
         room = context - args.response_length
         data.fitting(first, "prompt", room, f"{problem}; --max_prompt_length drops such rows")
@@ -93,40 +86,6 @@ def end_with_eos(rows, tokenizer):
     """Whether a text must be given EOS to be read as these rows are. A chat template writes its own end of a turn."""
     first = rows[0]
     return not is_messages(first.columns["prompt"]) and first.answers[0][-1:] == [tokenizer.eos_token_id]
-
-
-# ---- responses: candidates of the embedded task, and those on which a reward model's scores are normalised -----------
-class NextToken(nn.Module):
-    """What `utils.sample` calls: next-token logits of a causal model's softmax(logits / temperature), in fp32."""
-
-    def __init__(self, model, temperature):
-        super().__init__()
-        self.model, self.temperature, self.head = model, temperature, models.lm_head(model)
-
-    def forward(self, tokens, mask, positions, index, cache):
-        """Args: tokens, mask, positions [N, L]; index [C], columns to read. Returns: logits / temperature [N, C, V]."""
-        hidden = models.hidden_states(self.model, tokens, mask, positions, cache)[:, index]  # [N, C, H]
-        return self.head(hidden).float() / self.temperature
-
-
-def sample_responses(args, accelerator, prompts, n, purpose, stop_ids):
-    """n responses of the policy at --sft_model_path to each prompt; every process samples all of them.
-
-    Args: prompts, lists of token ids; purpose, e.g. TRAIN, so that the noise differs; stop_ids [S].
-    Returns: a list of token ids for each response, the n of a prompt adjacent.
-    """
-    model = utils.disable_dropout(models.load_policy(args.sft_model_path, "--sft_model_path", args))
-    policy, device = NextToken(model, args.temperature).to(accelerator.device).eval(), accelerator.device
-    queries, query_mask = utils.left_pad([ids for ids in prompts for _ in range(n)], device)  # [N, Q]
-    rows, stop_ids, found = torch.arange(len(queries), device=device), stop_ids.to(device), []
-    key, size = (args.seed, utils.REWARD_DATA, purpose), 128 * n
-    for m in cli.progress("sampling responses, slice by slice", utils.slices(len(rows), size)):
-        with accelerator.autocast():
-            responses, mask, _ = utils.sample(
-                policy, queries[m], query_mask[m], rows[m], 1, args.response_length, stop_ids, key, size
-            )  # [at most size, R]
-        found += [ids[real].tolist() for ids, real in zip(responses, mask, strict=True)]
-    return found
 
 
 # ---- rows -> prompt, candidates, best --------------------------------------------------------------------------------

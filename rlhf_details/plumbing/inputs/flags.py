@@ -2,6 +2,7 @@
 The flags that scripts share, as base classes of their Args. The string below a flag is its text in --help.
 """
 
+import json
 from dataclasses import dataclass
 from typing import Literal
 
@@ -170,3 +171,27 @@ class SamplingArgs(SampledArgs, RunArgs):
 @dataclass
 class PolicyArgs(RewardArgs, SamplingArgs):
     """What the scripts that train a policy on rewards have in addition."""
+
+
+def as_words(values):
+    """{flag: value} as words of a command line."""
+    words = []
+    for name, value in values.items():
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no_{name}")
+            continue
+        parts = value if isinstance(value, list | tuple) else [value]
+        words += [f"--{name}", *(json.dumps(x) if isinstance(x, dict) else str(x) for x in parts)]
+    return words
+
+
+def differences(before, now, may_differ=()):
+    """Texts that name where two dictionaries differ in what `now` holds. before: as JSON has returned it."""
+    now = json.loads(json.dumps(now))
+    changed = [key for key in now if key not in may_differ and before.get(key) != now[key]]
+    return [f"{key} {before.get(key)!r} there, {now[key]!r} here" for key in changed]
+
+
+def experiment(args):
+    """What the runs of all seeds share in their names."""
+    return f"{args.dataset.split('/')[-1].split('[')[0]}__{args.exp_name}"

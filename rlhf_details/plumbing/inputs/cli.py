@@ -1,0 +1,194 @@
+"""The command line: it is read, with what `presets` and a --config file say, and checked. `flags.py` has the flags."""
+
+import dataclasses
+import functools
+import inspect
+import json
+import math
+import shlex
+import sys
+import tomllib
+from datetime import date
+from pathlib import Path
+from typing import get_origin
+
+import huggingface_hub
+import torch
+import tyro
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from rlhf_details import toy
+from rlhf_details.plumbing import console
+from rlhf_details.plumbing.inputs import files, flags
+
+MAY_BE_ZERO = "seed eval_every num_sample_generations truncate_after checkpoint_every".split()
+
+
+def main(function, args_class):
+    """Runs a script: function(arguments from the command line). Afterwards all processes leave their group."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    huggingface_hub.logging.set_verbosity_error()  # It would tell of each attempt to reach the Hub.
+    function(parse(args_class))
+    console.leave_group()
+
+
+# ---- command line -> arguments ---------------------------------------------------------------------------------------
+def parse(args_class, argv=None, defaults=None):
+    """Command line -> args_class. Later wins: its defaults, `presets` of its page, those below, a TOML file, the words.
+
+    The values of the file are read as words before the others, so that tyro checks both. Prints what it has taken from
+    `presets`; --help shows them as defaults, and ends the program.
+    Args: args_class, a flat dataclass; argv, None for sys.argv[1:]; defaults, {flag: value} that --config wins over.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    given = [word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")]
+    for field in dataclasses.fields(args_class):
+        if get_origin(field.type) is tuple and given.count(field.name) > 1:
+            console.fail(f"--{field.name}: is given twice; give it once, with all its values behind it")
+    options = dict(
+        use_underscores=True, console_outputs=console.is_main(), description=about(inspect.getmodule(args_class))
+    )
+    read = functools.partial(tyro.cli, args_class, **options)
+    words, without_help = flags.as_words(defaults or {}), [word for word in argv if word not in ("-h", "--help")]
+    if file := read(args=without_help).config:
+        with console.reading("--config", file):
+            words += flags.as_words(tomllib.loads(Path(file).read_text(encoding="utf-8")))
+    case, row = preset_of(read(args=words + without_help))
+    args = read(args=words + argv, default=args_class(**row))
+    if taken := {name: value for name, value in row.items() if getattr(args, name) == value}:
+        console.say(f"starting values for {case}, which your own flags replace: {shlex.join(flags.as_words(taken))}")
+    return args
+
+
+def about(script):
+    """What the docstring of a script says it is, and its example with data of the user's own."""
+    (what, *_), example = script.__doc__.split("\n\n"), script.__doc__.rpartition("Your data: ")[2]
+    return f"{what}\n\nExample: {example.strip()}"
+
+
+def preset_of(args):
+    """(an embedded task or the size of the model in words, {flag: value} that the page's table has for it)."""
+    task, presets = args.dataset.partition(":")[0], getattr(inspect.getmodule(type(args)), "presets", {})
+    if task in toy.TASKS:
+        return f"--dataset {task}", presets.get(task, {})
+    path = getattr(args, "base_model", None) or getattr(args, "sft_model_path", None)
+    if path == "scratch":
+        size, presets, kind = size_of_new(args), presets.get(path, {}), "new model of at most"
+    else:
+        try:
+            size, kind = size_of(path, args.trust_remote_code), "model of"
+        except Exception:  # A model that cannot be read, or none, ends the script where it is loaded or asked for.
+            return "", {}
+    limits = [limit for limit in presets if isinstance(limit, float) and size < limit]
+    return f"a {kind} {size / 1e6:.1f} M parameters", presets[min(limits)] if limits else {}
+
+
+def size_of(path, trust_remote_code=False):
+    """The number of a causal model's parameters, from its configuration alone: no weight is read or drawn."""
+    adapter = Path(path) / "adapter_config.json"
+    path = json.loads(adapter.read_text())["base_model_name_or_path"] if adapter.exists() else path
+    console.announce(path)
+    name, revision = console.split(path)
+    config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    return model.num_parameters()
+
+
+def size_of_new(args):
+    """The number of parameters of the GPT-NeoX that models.make_small makes, if the text fills the whole vocabulary."""
+    V, H = args.vocab_size, args.hidden_size
+    return 2 * V * H + args.num_layers * (12 * H * H + 13 * H) + 2 * H
+
+
+# ---- checks that all scripts share -----------------------------------------------------------------------------------
+def check(args):
+    """Exits with an error (exit code 2) if a flag makes no sense, before anything is written or trained."""
+    check_numbers(args)
+    for flag in ("exp_name", "run_name"):
+        name = getattr(args, flag)
+        if name is not None and (name != Path(name).name or name in ("", "..")):
+            console.fail(f"--{flag} {name!r}: must be the name of a folder, without /")
+    if args.hub_model_id and not args.push_to_hub:
+        console.fail(f"--hub_model_id {args.hub_model_id}: needs --push_to_hub")
+    if getattr(args, "sft_model_path", "") is None:
+        hint = "a folder that train_sft.py has made, or another causal model's folder or Hub name"
+        console.fail(f"--sft_model_path: required with --dataset {args.dataset}: {hint}")
+    check_template(args)
+    if args.lora_rank:
+        console.need("peft", "peft", f"--lora_rank {args.lora_rank}")
+    if hasattr(args, "sampler"):
+        check_sampler(args)
+    for flag in ("dataset", "eval_dataset", "reference_dataset"):
+        files.check_dataset(f"--{flag}", getattr(args, flag, None) or "")
+    check_output_dir(args)
+    if args.run_name is not None and Path("runs", args.run_name).exists() and not (args.resume or args.overwrite):
+        console.fail(
+            f"--run_name {args.run_name}: runs/{args.run_name} exists; give another name, --resume or --overwrite"
+        )
+
+
+def check_numbers(args):
+    """Exits with an error if a count is too small, or a number is negative or not finite."""
+    for name, value in vars(args).items():
+        lowest = 0 if name in MAY_BE_ZERO else 1
+        if type(value) is int and value < lowest:
+            console.fail(f"--{name} {value}: must be at least {lowest}")
+        above_zero = name in ("temperature", "max_grad_norm")
+        if isinstance(value, float) and not (0 < value < math.inf or (value == 0 and not above_zero)):
+            console.fail(f"--{name} {value}: must be finite and {'above 0' if above_zero else 'not negative'}")
+    if args.seed >= 2**31:
+        console.fail(f"--seed {args.seed}: must be below 2^31 = {2**31}")
+    if getattr(args, "warmup_ratio", 0) > 1:
+        console.fail(f"--warmup_ratio {args.warmup_ratio}: must be at most 1")
+
+
+def check_template(args):
+    """Exits with an error if the arguments of a chat template are no JSON object, or its day is no date."""
+    try:
+        json.loads(args.chat_template_kwargs).keys()
+    except (ValueError, AttributeError):
+        console.fail(
+            f'--chat_template_kwargs {args.chat_template_kwargs}: must be a JSON object, such as {{"tools": null}}'
+        )
+    try:
+        date.fromisoformat(args.template_date or "2026-01-01")
+    except ValueError:
+        console.fail(f"--template_date {args.template_date}: must be a day, such as 2026-01-31")
+
+
+def check_sampler(args):
+    """Exits with an error if the URL of vLLM's server is given for nothing, or if sampler_cap is below 1."""
+    if args.vllm_server and args.sampler != "vllm":
+        console.fail(f"--vllm_server {args.vllm_server}: needs --sampler vllm")
+    if getattr(args, "sampler_cap", 1) < 1:
+        console.fail(
+            f"--sampler_cap {args.sampler_cap}: must be at least 1, the weight of an action that both find as likely"
+        )
+
+
+def check_output_dir(args):
+    """Exits with an error if the output folder holds another model, an input of this run or foreign files.
+
+    Repeating a run into its folder is fine. `--overwrite` allows to replace other models and files, but never an input.
+    """
+    folder, what = Path(args.output_dir).resolve(), f"--output_dir {args.output_dir}"
+    names = "base_model", "sft_model_path", "reward_model_path", "teacher_model_path"
+    for kept in (Path(getattr(args, name, None) or ".").resolve() for name in names):  # ".": the current folder
+        if kept == folder or folder in kept.parents:
+            console.fail(f"{what}: would replace {kept}")
+    with console.reading("--output_dir", args.output_dir):
+        found = list(folder.iterdir()) if folder.exists() else []
+    ours = "adapter", "additional_chat_templates"  # Command-R's tokenizer writes the latter.
+    if any(item.is_dir() and item.name not in ours for item in found):
+        console.fail(f"{what}: holds folders, so it is no model folder; give another one")
+    if args.overwrite or not found:
+        return
+    before = console.read_json(folder / "training_args.json", "--output_dir")
+    if not before:
+        console.fail(f"{what} holds files that no run has written; give another folder or --overwrite")
+    if changed := flags.differences(before, dataclasses.asdict(args), flags.NOT_THE_MODEL):
+        advice = "give another folder or --overwrite, or to resume its run the same arguments"
+        console.fail(f"{what} holds another model ({changed[0]}); {advice}")
