@@ -287,13 +287,12 @@ def main(args: Args):
     # ---- model, comparisons, optimiser
     tokenizer, policy = load_model(args, engines.loading_device(accelerator))
     engines.use_one_thread(policy)  # before the candidates are sampled, which may take longer than training
-    write = candidates.writer(args, accelerator, tokenizer)  # It writes the candidates of the embedded task.
-    train, held_out = comparisons.load(args, tokenizer, policy, write)
+    train, held_out = comparisons.load(args, tokenizer, policy, candidates.of_toy(args, accelerator, tokenizer))
     if len(train) < B:
         console.fail(f"--batch_size {B}: more than the {len(train)} rows of --dataset {args.dataset}")
     steps_per_epoch = len(train) // B  # The rest of an epoch's shuffle is left out, other rows in each epoch.
     num_steps = args.num_train_epochs * steps_per_epoch
-    optimizer = utils.adamw(policy, args)
+    optimizer = utils.adamw(policy, args.learning_rate, args.adam_eps, args.weight_decay)
     run = Run(args, accelerator, tokenizer, num_steps, train, [held_out, policy])
     policy, optimizer = engines.prepare(args, accelerator, policy, optimizer)
     # Before a step, and before a checkpoint is loaded, the policy is the reference. One forward of all the data now,
@@ -303,7 +302,8 @@ def main(args: Args):
     run.resume(policy, optimizer)
 
     for step in range(run.first_update, num_steps + 1):
-        lr = optimizer.param_groups[0]["lr"] = utils.learning_rate_at(step, num_steps, args)
+        lr = utils.learning_rate_at(step, num_steps, args.learning_rate, args.lr_schedule, args.warmup_ratio)
+        optimizer.param_groups[0]["lr"] = lr
 
         # ---- 1. Minibatch --------------------------------------------------------------------------------------------
         epoch, place = divmod(step - 1, steps_per_epoch)

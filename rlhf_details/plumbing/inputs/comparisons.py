@@ -9,7 +9,7 @@ Those of the embedded task are made up: the SFT policy writes the candidates, an
 
 import re
 
-from rlhf_details import toy
+from rlhf_details import toy, utils
 from rlhf_details.plumbing import console
 from rlhf_details.plumbing.inputs import data, models
 from rlhf_details.plumbing.inputs.chat import RowError, is_messages
@@ -29,25 +29,24 @@ def check(args):
             console.fail(f"--{flag} {getattr(args, flag)}: {hint}")
 
 
-def load(args, tokenizer, model, write):
+def load(args, tokenizer, model, of_toy):
     """(Comparisons of --dataset, those of --eval_dataset or none), both as data.Prompts.
 
-    Args: model, the page's module, whose `model` limits tokens and context; write, candidates.writer's function, which
-    writes the candidates of the embedded task.
+    Args: model, the page's module, whose `model` limits tokens and context; of_toy, candidates.of_toy's function.
     """
 
-    def load_one(flag, num):
+    def load_one(flag, num, purpose):
         name, _, split = getattr(args, flag).partition(":")
         if name == "toy":
             asked = f"the SFT policy answers {num:,} prompts four times, and an imaginary human chooses"
             console.say(f"--{flag} {getattr(args, flag)}: {asked}")
-            rows = toy.comparisons(split or "train", num, lambda texts: write(flag, texts))
+            rows = of_toy(split or "train", num, purpose)
         else:
             rows = with_candidates(data.read_rows(args, flag, ""), args, flag)
         return data.encode(args, flag, rows, tokenizer, models.context(model), "candidates")
 
-    train = load_one("dataset", args.num_comparisons)
-    held_out = load_one("eval_dataset", 512) if args.eval_dataset else data.Prompts()
+    train = load_one("dataset", args.num_comparisons, utils.TRAINING)
+    held_out = load_one("eval_dataset", 512, utils.EVALUATION) if args.eval_dataset else data.Prompts()
     K, eval_K = (len(rows[0].answers) for rows in (train, held_out or train))
     if eval_K != K:
         console.fail(

@@ -3,26 +3,14 @@ Responses of the SFT policy: the candidates of the embedded task's comparisons, 
 a reward model are normalised.
 """
 
-import torch
 from torch import nn
 
-from rlhf_details import utils
+from rlhf_details import toy, utils
 from rlhf_details.plumbing import console
-from rlhf_details.plumbing.inputs import chat, models
+from rlhf_details.plumbing.inputs import models
 
-TRAIN, EVAL, BEFORE, AFTER = range(4)  # what responses are sampled for, a coordinate of their noise
-
-
-def writer(args, accelerator, tokenizer):
-    """Who writes the embedded task's candidates: a function (flag, texts of prompts) -> four texts for each prompt."""
-
-    def four_texts(flag, texts):
-        prompts, stop_ids = [chat.encode(tokenizer, text) for text in texts], torch.tensor([tokenizer.eos_token_id])
-        purpose = {"dataset": TRAIN, "eval_dataset": EVAL}[flag]
-        written = chat.decode_all(tokenizer, sample_responses(args, accelerator, prompts, 4, purpose, stop_ids))
-        return [written[i : i + 4] for i in range(0, len(written), 4)]
-
-    return four_texts
+# What responses are sampled for, a coordinate of their noise; utils.TRAINING and EVALUATION are those of comparisons.
+BEFORE, AFTER = 2, 3
 
 
 class NextToken(nn.Module):
@@ -38,21 +26,34 @@ class NextToken(nn.Module):
         return self.head(hidden).float() / self.temperature
 
 
-def sample_responses(args, accelerator, prompts, n, purpose, stop_ids):
-    """n responses of the policy at --sft_model_path to each prompt; every process samples all of them.
-
-    Args: prompts, lists of token ids; purpose, e.g. TRAIN, so that the noise differs; stop_ids [S].
-    Returns: a list of token ids for each response, the n of a prompt adjacent.
-    """
+def load_sampled(args, accelerator):
+    """The policy at --sft_model_path, to sample from."""
     model = utils.disable_dropout(models.load_policy(args.sft_model_path, "--sft_model_path", args))
-    policy, device = NextToken(model, args.temperature).to(accelerator.device).eval(), accelerator.device
-    queries, query_mask = utils.left_pad([ids for ids in prompts for _ in range(n)], device)  # [N, Q]
-    rows, stop_ids, found = torch.arange(len(queries), device=device), stop_ids.to(device), []
-    key, size = (args.seed, utils.REWARD_DATA, purpose), 128 * n
-    for m in console.progress("sampling responses, slice by slice", utils.slices(len(rows), size)):
+    return NextToken(model, args.temperature).to(accelerator.device).eval()
+
+
+def progress(slices):
+    """The slices, and where they take long, how far it is."""
+    return console.progress("sampling responses, slice by slice", slices)
+
+
+def of_toy(args, accelerator, tokenizer):
+    """A function (split, num, purpose) -> rows of the embedded task: the SFT policy answers, and its human chooses."""
+
+    def rows(split, num, purpose):
+        policy, key = load_sampled(args, accelerator), (args.seed, utils.REWARD_DATA, purpose)
         with accelerator.autocast():
-            responses, mask, _ = utils.sample(
-                policy, queries[m], query_mask[m], rows[m], 1, args.response_length, stop_ids, key, size
-            )  # [at most size, R]
-        found += [ids[real].tolist() for ids, real in zip(responses, mask, strict=True)]
-    return found
+            return toy.comparisons(split, num, policy, tokenizer, key, args.response_length, progress)
+
+    return rows
+
+
+def sample(args, accelerator, prompts, purpose, stop_ids):
+    """A response of the policy at --sft_model_path to each prompt; every process samples all of them.
+
+    Args: prompts, lists of token ids; purpose, e.g. BEFORE, so that the noise differs; stop_ids [S].
+    Returns: a list of token ids for each.
+    """
+    policy, key = load_sampled(args, accelerator), (args.seed, utils.REWARD_DATA, purpose)
+    with accelerator.autocast():
+        return utils.sample_rows(policy, prompts, 1, args.response_length, stop_ids, key, progress)
