@@ -79,7 +79,7 @@ batch = utils.Batch(queries, query_mask, responses, response_mask)
 with torch.no_grad():
     old_logprobs, _ = train_rloo.response_logprobs(policy, batch, 1)
     ref_logprobs, _ = train_rloo.response_logprobs(reference, batch, 1)
-    scores = train_rloo.response_scores(reward_model, batch, 1)
+    (scores,) = train_rloo.response_scores(reward_model, batch, 1)
 kl = (old_logprobs - ref_logprobs).sum(1)
 print("old_logprobs", tuple(old_logprobs.shape), " scores", tuple(scores.shape))
 print("largest KL of a response:", kl.abs().max().item())
@@ -102,7 +102,7 @@ print(rewards.reshape(-1, k))
 # it does not matter whether a prompt is easy or hard.
 
 # %%
-advantages = train_rloo.rloo_advantages(rewards, k)
+advantages = train_rloo.rloo_advantages(rewards, k, torch.ones_like(ended))
 print(advantages.reshape(-1, k))
 print("sum of each prompt:", advantages.reshape(-1, k).sum(1))
 

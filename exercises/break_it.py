@@ -100,7 +100,11 @@ def answer(number):
         mistakes = {"the mean has the response's own reward in it": groups - groups.mean(1, keepdim=True)}
         mistakes["the k of a prompt are adjacent"] = 1.5 * (columns - columns.mean(0))
         mistakes = {what: x.flatten() for what, x in mistakes.items()}
-        return (first[:, 0], 3), train_rloo.rloo_advantages(first[:, 0], 3), mistakes
+        return (
+            (first[:, 0], 3),
+            train_rloo.rloo_advantages(first[:, 0], 3, torch.ones_like(first[:, 0], dtype=torch.bool)),
+            mistakes,
+        )
     if number == 14:
         mistakes = {"lam is missing": train_ppo.compute_gae(first, second, 0.98, 1.0)[0]}
         mistakes["A_{t+1} is missing"] = train_ppo.compute_gae(first, second, 0.98, 0.0)[0]

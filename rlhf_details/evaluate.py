@@ -201,12 +201,12 @@ def response_logprobs(policy, batch):
 
 
 def response_scores(reward_model, batch):
-    """Scores [M] fp32: the reward model's output at the last real token of each response."""
+    """Scores [[M]] fp32: the reward model's output at the last real token of each response."""
     batch = utils.trim(batch)
     tokens, mask, positions, _ = join(batch)
     # The mask says which token is the last. Pad may equal EOS, so no search for an id can.
     last = batch.queries.size(1) + batch.response_mask.sum(1, keepdim=True) - 1  # [M, 1]
-    return reward_model(tokens, mask, positions, last).squeeze(1)
+    return [reward_model(tokens, mask, positions, last).squeeze(1)]
 
 
 def truncate_response(responses, mask, end_ids, after):
@@ -234,14 +234,20 @@ def distinct_n(responses, n):
 
 
 def verdict_by_score(score, opponent_score):
-    """ "won", "tied" or "lost". Within 1e-4 is a tie, because the same response may score differently by rounding."""
+    """ "won", "tied" or "lost". Within 1e-4 is a tie, because the same response may score differently by rounding.
+
+    "unscored" where a reward abstained from one of the two, so that its score is NaN.
+    """
     difference = score - opponent_score
+    if math.isnan(difference):
+        return "unscored"
     return "tied" if abs(difference) < 1e-4 else "won" if difference > 0 else "lost"
 
 
 def win_rate(verdicts):
     """rate() of the verdicts, where a tie is half a win, and how many there are of each."""
-    counts = {name: verdicts.count(name) for name in ("won", "tied", "lost", "unparsable")}
+    counts = {name: verdicts.count(name) for name in ("won", "tied", "lost", "unparsable", "unscored")}
+    verdicts = [v for v in verdicts if v != "unscored"]
     # An answer that cannot be read is a pair that is not won. [EVAL-2]
     points = [{"won": 1.0, "tied": 0.5}.get(v, 0.0) for v in verdicts]
     return rate(points) | {"pairs": len(verdicts)} | counts
@@ -311,8 +317,8 @@ def main(args: Args):
     # A reward model that is given text sets no limit: it may read a text from the end.
     room = models.context(reward_model, *loaded.values()) - args.response_length
     prompts = data.to_prompts(args, "dataset", rows, tokenizer, room, "completion" if use_references else None)
-    score = rewards.Scorer(args, accelerator, tokenizer, reward_model, response_scores, size, ())
-    score.check_columns(prompts)
+    score = rewards.Scorer(args, accelerator, tokenizer, size, ())
+    reward_model = score.take_text_model(reward_model, prompts)
     # One response to each prompt, by utils.sample, unless --sampler vllm is given.
     sample = functools.partial(
         vllm.sampler(args, accelerator, prompts, console.fail),
@@ -346,9 +352,11 @@ def main(args: Args):
                 responses, mask = data.completions(rows, max(len(row.completion) for row in prompts), device)
                 ended = mask.any(1)
             batch = Batch(queries, query_mask, responses, mask)
-            values = score(rows, batch, texts=texts, ended=ended)  # [N / world, F]
+            model_scores = in_slices(response_scores, reward_model, batch, size) if reward_model else [None]
+            values, scored = score(rows, batch, *model_scores, texts, ended)  # [N / world, F], [N / world]
         texts = gather_object(texts)[:N]
-        responses, mask, ended, values = (x[:N] for x in accelerator.gather((responses, mask, ended, values)))
+        gathered = accelerator.gather((responses, mask, ended, values, scored))
+        responses, mask, ended, values, scored = (x[:N] for x in gathered)
         if side == "policy":
             verdicts.append(values.cpu()[:, [score.names.index(name) for name in score.boolean]])
         if number:
@@ -357,7 +365,8 @@ def main(args: Args):
         known_ends = {*end_ids.tolist(), *chat.end_ids(tokenizer)}
         columns[side], metrics[side] = measure(texts, responses, mask, ended, values, score, known_ends)
         by_one = args.judge in ("gold", "reward_model")
-        points.append(values[:, score.names.index(args.judge)] if by_one else (values * score.weights).nansum(1))
+        total = (values * score.weights).nansum(1).masked_fill(~scored, math.nan)
+        points.append(values[:, score.names.index(args.judge)] if by_one else total)
     if args.samples_per_prompt > 1:
         if not all(x.size(1) == verdicts[0].size(1) > 0 for x in verdicts):
             what = f"--samples_per_prompt {args.samples_per_prompt}"

@@ -300,13 +300,14 @@ def evaluate(policy, sample, teacher, score, prompts, stop_ids, args, accelerato
         responses, response_mask, logprobs = sample(policy, queries, query_mask, episodes, 1, key)  # [N / world, R]
         batch = Batch(queries, query_mask, responses, response_mask)
         teacher_logprobs, _ = in_slices(response_logprobs, teacher, batch, args.micro_batch_size)
-        rewards_of_each = score(rows, batch)  # [N / world, F]
+        rewards_of_each, scored = score(rows, batch)  # [N / world, F], [N / world]
     # The KL is taken from the log-probs of what sampled. Those of --sampler vllm are a little off, which is good enough
     # for a number that is only logged.
-    gathered = accelerator.gather((responses, response_mask, (logprobs - teacher_logprobs).sum(1), rewards_of_each))
-    responses, response_mask, kl, rewards_of_each = (x[: len(prompts)] for x in gathered)
+    kl = (logprobs - teacher_logprobs).sum(1)  # [N / world]
+    gathered = accelerator.gather((responses, response_mask, kl, rewards_of_each, scored))
+    responses, response_mask, kl, rewards_of_each, scored = (x[: len(prompts)] for x in gathered)
     ended = has_stopped(responses, response_mask, stop_ids)
-    return score.held_out(rewards_of_each, prompts, responses, response_mask, ended, -kl, kl)
+    return score.held_out(rewards_of_each, scored, prompts, responses, response_mask, ended, -kl, kl)
 
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
@@ -340,9 +341,6 @@ def main(args: Args):
     episodes = torch.arange(B, device=device)  # [B], the number of each episode in its update
     mine = slice(rank * B // world, (rank + 1) * B // world)  # those of this process
     is_jsd = args.divergence == "jsd"
-    another_samples = args.sampler != "own" or args.overlap
-    if is_jsd and another_samples:
-        console.say("--divergence jsd: not corrected; another policy samples the states, and each is compared exactly")
 
     # ---- models, prompts, rewards, optimiser
     tokenizer, policy, teacher = load_models(args, engines.loading_device(accelerator))
@@ -350,8 +348,8 @@ def main(args: Args):
     prompts, held_out = data.load_prompts(args, tokenizer, room=models.context(policy, teacher) - R)
     # score(rows, batch) gives each response F rewards that are logged alone, NaN where one does not apply: those of
     # functions of text, e.g. f(prompts=["2 + 3 ="], completions=[" 5"], answer=["5"]) -> [1.0].
-    score = rewards.Scorer(args, accelerator, tokenizer, None, None, size, stop_ids)
-    score.check_columns(prompts, held_out)
+    score = rewards.Scorer(args, accelerator, tokenizer, size, stop_ids)
+    score.take_text_model(None, prompts, held_out)
     optimizer = utils.adamw(policy, args.learning_rate, args.adam_eps, args.weight_decay)
     # The student's forward calls the teacher's head, so each process keeps a whole teacher.
     teacher.stays_whole = is_jsd
@@ -372,6 +370,8 @@ def main(args: Args):
     # --sampler vllm has in its place. Under --overlap a thread samples training batches an update ahead, and evaluation
     # has the newest weights.
     sample = samplers.choose(args, run, [*prompts, *held_out], prompts_of, stop_ids)
+    if is_jsd and sample.is_another:
+        console.say("--divergence jsd: not corrected; another policy samples the states, and each is compared exactly")
     run.resume(policy, optimizer)
     if run.first_update == 1:
         run.log(0, *evaluate(policy, sample, teacher, score, held_out, stop_ids, args, accelerator))
@@ -398,11 +398,12 @@ def main(args: Args):
 
             # ---- 2. Scores: the log-probs of each sampled token, the teacher's and the student's ---------------------
             batch = Batch(queries[mine], query_mask[mine], responses, response_mask)
-            found = [responses, response_mask, score(rows[mine], batch)]
+            rewards_of_each, _ = score(rows[mine], batch)  # [B / world, F]
+            found = [responses, response_mask, rewards_of_each]
             if not is_jsd:  # jsd reads the teacher's whole distributions, in phase 5.
                 teacher_logprobs, _ = in_slices(response_logprobs, teacher, batch, size)
                 old_logprobs = sampled_logprobs
-                if another_samples:
+                if sample.is_another:
                     # Where something else has sampled, rewards and weights need this policy's log-probs. [GEN-9]
                     old_logprobs, _ = in_slices(response_logprobs, policy, batch, size)
                 found += [sampled_logprobs, old_logprobs, teacher_logprobs]
@@ -428,8 +429,7 @@ def main(args: Args):
             advantages = distill_advantages(token_rewards, args.gamma)  # [B, R]
             # With --sampler vllm or --overlap, what sampled is not quite this policy. A weight makes up for that in a
             # token's own choice, and not in those that --gamma adds. [GEN-15]
-            mismatch = old_logprobs - sampled_logprobs  # [B, R]
-            advantages, weight_metrics = utils.correct_for_sampler(advantages, mismatch, response_mask, args)
+            advantages, weight_metrics = sample.weigh(advantages, old_logprobs, sampled_logprobs, response_mask)
 
         # ---- 5. Optimise: micro-batches add up to exactly one gradient -----------------------------------------------
         policy.train()  # Every dropout is 0. Training mode only lets gradient checkpointing work.
@@ -460,7 +460,7 @@ def main(args: Args):
             divergence = accelerator.gather(torch.cat(divergences))  # [B]
         else:
             # The logged KL and entropy are those of the policy that sampled, which --overlap makes one update old.
-            logged = sampled_logprobs if args.overlap else old_logprobs
+            logged = sample.behaviour_logprobs(old_logprobs, sampled_logprobs)  # [B, R]
             divergence = (logged - teacher_logprobs).sum(1)  # [B]
             metrics["objective/entropy"] = -logged.sum(1).mean()
         metrics |= weight_metrics | {

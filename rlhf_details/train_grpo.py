@@ -271,14 +271,14 @@ def response_logprobs(policy, batch, n):
 
 
 def response_scores(reward_model, batch, n):
-    """Scores [M] fp32: the reward model's output at the last real token of each response."""
+    """Scores [[M]] fp32: the reward model's output at the last real token of each response."""
     batch = utils.trim(batch)
     (_, Q), (_, R) = batch.queries.shape, batch.responses.shape
     tokens, mask, positions, _ = pack(batch, n)
     start = Q + R * torch.arange(n, device=tokens.device)  # [n], the first column of each response
     # The mask says which token is the last. Pad may equal EOS, so a search for an id could go wrong. [REW-2]
     last = start + batch.response_mask.sum(1).reshape(-1, n) - 1  # [W, n]
-    return reward_model(tokens, mask, positions, last).reshape(-1)
+    return [reward_model(tokens, mask, positions, last).reshape(-1)]
 
 
 # ---- equations -------------------------------------------------------------------------------------------------------
@@ -314,21 +314,24 @@ def overlong_scores(scores, mask, buffer):
     return scores - too_long / buffer
 
 
-def grpo_advantages(scores, k, scale):
+def grpo_advantages(scores, k, scale, scored):
     """(score - mean of the group) / (standard deviation + 1e-4), of the group, of the batch, or without division.
 
     Args: scores [B], the k of a prompt adjacent; k >= 2; scale, "group", "batch" (the standard deviation of all scores
-    as they are, so the differences between prompts count) or "none". Returns: [B, 1].
+    as they are, so the differences between prompts count) or "none"; scored [B] bool, where a response that is not
+    scored is none of its group, and its advantage is 0. Returns: [B, 1].
     Source: arXiv 2402.03300, section 4.1.2; "none": arXiv 2503.20783, section 3; unbiased std and 1e-4: TRL v1.16.
     """
-    groups = scores.reshape(-1, k)  # [P, k]
+    groups, is_counted = scores.reshape(-1, k), scored.reshape(-1, k)  # [P, k]
+    count = is_counted.sum(1, keepdim=True)  # [P, 1], k where all are scored
     # The shift changes no advantage, but it makes equal scores exactly 0, so that no rounding is divided by 1e-4.
-    groups = groups - groups[:, :1]
+    groups = (groups - groups.gather(1, is_counted.int().argmax(1, keepdim=True))) * is_counted
     # Unlike RLOO's baseline the mean includes the response's own score: before the division, (k - 1) / k of RLOO's.
-    advantages = groups - groups.mean(1, keepdim=True)
+    advantages = (groups - groups.sum(1, keepdim=True) / count.clamp(min=1)) * is_counted
     if scale != "none":
+        variance = (advantages**2).sum(1, keepdim=True) / (count - 1).clamp(min=1)  # [P, 1], unbiased
         # The group's own spread makes a prompt on which the scores hardly differ count as much as any other. [GRPO-1]
-        spread = groups.std(1, keepdim=True) if scale == "group" else scores.std()
+        spread = variance.sqrt() if scale == "group" else scores[scored].std()
         advantages = advantages / (spread + 1e-4)
     return advantages.reshape(-1, 1)
 
@@ -388,24 +391,33 @@ def cispo_policy_loss(logprobs, old_logprobs, mask, advantages, cliprange, clipr
 def loss_weights(mask, num_responses, num_tokens, normalization):
     """The weight of each token's loss [M, R], so that the sum over the whole minibatch is the loss.
 
-    Args: mask [M, R] of some of its responses; num_responses, num_tokens, of the whole minibatch, where responses
-    without a token in the mask count as well; normalization,
-    "token" (arXiv 2503.14476, section 3.3), "response" (2402.03300, equation 3), "constant" (2503.20783, section 3).
+    Args: mask [M, R] of some of its responses; num_responses, num_tokens, tensors of one number, of the whole
+    minibatch, where cut responses without a token in the mask count as well; normalization, "token" (arXiv 2503.14476,
+    section 3.3), "response" (2402.03300, equation 3), "constant" (2503.20783, section 3).
     """
     if normalization == "token":
         # This is one mean over all prompts of the minibatch. DAPO's formula has one for each prompt's group, and TRL
         # divides by the tokens of the whole rollout.
-        return mask / num_tokens
+        return mask / num_tokens.clamp(min=1)
     # Under "response" each token of a long response counts less, so a long wrong one is hardly punished. [GRPO-4]
     if normalization == "response":
-        return mask / (mask.sum(1, keepdim=True).clamp(min=1) * num_responses)
-    return mask / (mask.size(1) * num_responses)
+        return mask / (mask.sum(1, keepdim=True) * num_responses).clamp(min=1)
+    return mask / (mask.size(1) * num_responses).clamp(min=1)
 
 
-def in_equal_group(scores, k):
-    """Whether each of the scores [B] is in a group of k adjacent ones that are all equal, where only the KL teaches."""
-    groups = scores.reshape(-1, k)
-    return (groups.amax(1) <= groups.amin(1)).repeat_interleave(k)
+def has_group(scored, k):
+    """Which responses [B] are scored and have a scored one beside them in their group of k adjacent ones."""
+    return scored & (scored.reshape(-1, k).sum(1).repeat_interleave(k) >= 2)
+
+
+def in_equal_group(scores, k, scored):
+    """Whether each of the scores [B] is in a group of k adjacent ones that are all equal, where only the KL teaches.
+
+    Args: scored [B] bool; the others are not compared.
+    """
+    highest = scores.masked_fill(~scored, -math.inf).reshape(-1, k).amax(1)
+    lowest = scores.masked_fill(~scored, math.inf).reshape(-1, k).amin(1)
+    return (highest <= lowest).repeat_interleave(k)
 
 
 def shuffled_groups(num_prompts, k, num_mini_batches, device, *coordinates):
@@ -418,7 +430,7 @@ def shuffled_groups(num_prompts, k, num_mini_batches, device, *coordinates):
 
 # ---- held-out evaluation ---------------------------------------------------------------------------------------------
 @torch.no_grad()
-def evaluate(policy, sample, reference, score, prompts, stop_ids, args, accelerator):
+def evaluate(policy, sample, reference, reward_model, score, prompts, stop_ids, args, accelerator):
     """One response to each held-out prompt, sampled as in training, with the same noise each time, and what it scores.
 
     Returns: ({"eval/objective/..": mean over the prompts}, episodes to show); call it on every process.
@@ -434,16 +446,18 @@ def evaluate(policy, sample, reference, score, prompts, stop_ids, args, accelera
         responses, response_mask, logprobs = sample(policy, queries, query_mask, episodes, 1, key)  # [N / world, R]
         batch = Batch(queries, query_mask, responses, response_mask)
         ref_logprobs, _ = in_slices(response_logprobs, reference, batch, args.micro_batch_size, 1)
-        rewards_of_each = score(rows, batch, 1)  # [N / world, F]
+        model_scores = in_slices(response_scores, reward_model, batch, args.micro_batch_size, 1) if reward_model else []
+        rewards_of_each, scored = score(rows, batch, *model_scores)  # [N / world, F], [N / world]
     # The KL is taken from the log-probs of what sampled. Those of --sampler vllm are a little off, which is good enough
     # for a number that is only logged.
-    gathered = accelerator.gather((responses, response_mask, (logprobs - ref_logprobs).sum(1), rewards_of_each))
-    responses, response_mask, kl, rewards_of_each = (x[: len(prompts)] for x in gathered)
+    kl = (logprobs - ref_logprobs).sum(1)  # [N / world]
+    gathered = accelerator.gather((responses, response_mask, kl, rewards_of_each, scored))
+    responses, response_mask, kl, rewards_of_each, scored = (x[: len(prompts)] for x in gathered)
     ended = has_stopped(responses, response_mask, stop_ids)
     scores = (rewards_of_each * score.weights).nansum(1)
     scores = missing_eos_scores(scores, ended, args.missing_eos_penalty, args.missing_eos_mode)
     scores = overlong_scores(scores, response_mask, args.soft_overlong)
-    return score.held_out(rewards_of_each, prompts, responses, response_mask, ended, scores, kl)
+    return score.held_out(rewards_of_each, scored, prompts, responses, response_mask, ended, scores, kl)
 
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
@@ -504,16 +518,18 @@ def main(args: Args):
     # `packing.choose` packs only where it finds that packed and plain rows have the same log-probs and scores.
     packed = packing.choose(args, k, policy, reward_model, prompts, response_logprobs, response_scores)
     n, size = packed.n, packed.size
-    # score(rows, batch, n) gives each response F rewards, NaN where one does not apply: the reward model's, which reads
-    # token ids, and those of functions of text, e.g. f(prompts=["2 + 3 ="], completions=[" 5"], answer=["5"]) -> [1.0].
-    score = rewards.Scorer(args, accelerator, tokenizer, reward_model, response_scores, size, stop_ids)
-    score.check_columns(prompts, held_out)
+    # score(rows, batch, model_scores) joins the reward model's scores with those of functions of text, such as
+    # f(prompts=["2 + 3 ="], completions=[" 5"], answer=["5"]) -> [1.0]. It gives each response F rewards, NaN where one
+    # does not apply or abstains. A reward model with a chat template of its own reads text, in `score`.
+    score = rewards.Scorer(args, accelerator, tokenizer, size, stop_ids)
+    reward_model = score.take_text_model(reward_model, prompts, held_out)
     optimizer = utils.adamw(policy, args.learning_rate, args.adam_eps, args.weight_decay)
     # The reference and the reward model are put under the engine in place.
-    policy, optimizer = engines.prepare(args, accelerator, policy, optimizer, reference, score.reward_model)
+    frozen = reference, reward_model or score.text_model
+    policy, optimizer = engines.prepare(args, accelerator, policy, optimizer, *frozen)
     num_updates = math.ceil(args.total_episodes / B)  # Round up, so that at least total_episodes are sampled. [OPT-10]
     # What is in the list belongs to what a run is, as its arguments do: --resume compares it.
-    run = Run(args, accelerator, tokenizer, num_updates, prompts, [held_out, reference, score.reward_model])
+    run = Run(args, accelerator, tokenizer, num_updates, prompts, [held_out, *frozen])
 
     def prompts_of(update):
         """The prompts of an update, k copies of each, B in all. --overlap reads them ahead."""
@@ -526,7 +542,7 @@ def main(args: Args):
     sample = samplers.choose(args, run, [*prompts, *held_out], prompts_of, stop_ids)
     run.resume(policy, optimizer)
     if run.first_update == 1:
-        run.log(0, *evaluate(policy, sample, reference, score, held_out, stop_ids, args, accelerator))
+        run.log(0, *evaluate(policy, sample, reference, reward_model, score, held_out, stop_ids, args, accelerator))
 
     for update in range(run.first_update, num_updates + 1):
         # The learning rate changes from update to update, and all steps of an update have the same. [OPT-2]
@@ -548,16 +564,18 @@ def main(args: Args):
             batch = Batch(queries[mine], query_mask[mine], responses, response_mask)
             ref_logprobs, _ = in_slices(response_logprobs, reference, batch, size, n)
             old_logprobs = sampled_logprobs  # With one step only the logged KL and entropy use them.
-            if not one_step or args.sampler != "own" or args.overlap:
+            if not one_step or sample.is_another:
                 # The ratio compares two forwards of the same code, so that it starts at 1 up to rounding. Where
                 # something else has sampled, the weights need this policy's log-probs as well. [GEN-9]
                 old_logprobs, _ = in_slices(response_logprobs, policy, batch, size, n)
-            rewards_of_each = score(rows[mine], batch, n)  # [B / world, F]
+            model_scores = in_slices(response_scores, reward_model, batch, size, n) if reward_model else []
+            rewards_of_each, scored = score(rows[mine], batch, *model_scores)  # [B / world, F], [B / world]
         # Advantages, minibatches and metrics need the whole batch, so gather it once. Until phase 5 takes its
         # shares, every tensor holds the whole batch, on every process. [REW-7]
-        responses, response_mask, sampled_logprobs, old_logprobs, ref_logprobs, rewards_of_each = accelerator.gather(
-            (responses, response_mask, sampled_logprobs, old_logprobs, ref_logprobs, rewards_of_each)
+        responses, response_mask, sampled_logprobs, old_logprobs, ref_logprobs = accelerator.gather(
+            (responses, response_mask, sampled_logprobs, old_logprobs, ref_logprobs)
         )
+        rewards_of_each, scored = accelerator.gather((rewards_of_each, scored))
         batch = Batch(queries, query_mask, responses, response_mask)
         run.lap("scores")
 
@@ -571,17 +589,18 @@ def main(args: Args):
         scores = overlong_scores(scores, response_mask, args.soft_overlong)  # [B]
 
         # ---- 4. Advantages -------------------------------------------------------------------------------------------
-        advantages = grpo_advantages(scores, k, args.scale_advantages)  # [B, 1], for all tokens of a response
+        # A response from which a reward abstained counts nowhere, neither in its group nor in a mean.
+        advantages = grpo_advantages(scores, k, args.scale_advantages, scored)  # [B, 1], for all tokens of a response
+        learns = has_group(scored, k)  # [B]
         # A response that was cut off may have been on its way to a right answer, so its score says little. [GRPO-7]
-        is_kept = ended if args.mask_truncated else torch.ones_like(ended)  # [B]
+        is_kept = learns & ended if args.mask_truncated else learns  # [B]
         # In the mean over tokens, those without an advantage only make the gradient of the others smaller. [GRPO-8]
-        is_kept = is_kept & ~in_equal_group(scores, k) if args.mask_equal else is_kept
+        is_kept = is_kept & ~in_equal_group(scores, k, scored) if args.mask_equal else is_kept
         is_action = response_mask & is_kept.unsqueeze(1)  # [B, R]
-        # With --sampler vllm or --overlap, what sampled is not quite this policy. Weights make up for it. [GEN-15]
-        mismatch = old_logprobs - sampled_logprobs  # [B, R]
         if args.objective == "gspo":  # Its action is the response, so a response has one weight.
             advantages = advantages.squeeze(1)  # [B]
-        advantages, weight_metrics = utils.correct_for_sampler(advantages, mismatch, response_mask, args)
+        # With --sampler vllm or --overlap, what sampled is not quite this policy. Weights make up for it. [GEN-15]
+        advantages, weight_metrics = sample.weigh(advantages, old_logprobs, sampled_logprobs, response_mask)
         advantages = advantages.reshape(B, -1)  # [B, 1], or with weights of tokens [B, R]
 
         # ---- 5. Optimise: micro-batches add up to exactly one gradient for each minibatch ----------------------------
@@ -591,7 +610,8 @@ def main(args: Args):
             # Every pass has an order of its own. [OPT-9]
             minibatches = shuffled_groups(B // k, k, args.num_mini_batches, device, args.seed, update, epoch)
             for number, minibatch in enumerate(minibatches):
-                num_actions = is_action[minibatch].sum().clamp(min=1)  # of the whole minibatch, over all processes
+                # Both counts are those of the whole minibatch, over all processes.
+                num_actions, num_responses = is_action[minibatch].sum(), learns[minibatch].sum()
                 micro_batches = minibatch.chunk(world)[rank].split(size)
                 for i, (m, micro_batch) in enumerate(utils.split(batch, micro_batches)):  # m: its episodes
                     with engines.accumulate(accelerator, policy, is_last=i + 1 == len(micro_batches)):
@@ -606,7 +626,7 @@ def main(args: Args):
                         if args.kl_times_ratio:
                             kl_losses = kl_losses * logratio.exp()
                         # The whole minibatch's count makes micro-batches add up to its gradient. [OPT-5]
-                        weights = loss_weights(is_action[m], len(minibatch), num_actions, normalization)
+                        weights = loss_weights(is_action[m], num_responses, num_actions, normalization)
                         loss = ((losses + args.kl_coef * kl_losses) * weights).sum()
                         accelerator.backward(loss * world)  # The engines average over processes, but we sum. [OPT-6]
                     of_actions = {
@@ -623,6 +643,9 @@ def main(args: Args):
                         means.add_max("val/logprob_gap", (logprobs - sampled_logprobs[m]).abs())
                         # This one shows rounding alone, and with one step it is exactly 1.
                         means.add_max("val/first_ratio", logratio.abs().clamp(max=20).exp())
+                if not num_actions:  # Without an action there is no gradient, only Adam's momentum.
+                    engines.forget_gradient(accelerator, policy, optimizer)
+                    continue
                 # Where the norm is not finite, the run ends and names the update and this number.
                 norm = engines.clip_and_step(accelerator, policy, optimizer, args.max_grad_norm, run, number)
                 means.add({"policy/grad_norm": norm})
@@ -630,23 +653,26 @@ def main(args: Args):
 
         # ---- 6. Log --------------------------------------------------------------------------------------------------
         # The logged KL and entropy are those of the policy that sampled, which --overlap makes one update old.
-        logged = sampled_logprobs if args.overlap else old_logprobs
+        logged = sample.behaviour_logprobs(old_logprobs, sampled_logprobs)  # [B, R]
         logged_kl = (logged - ref_logprobs).sum(1)  # [B]
         metrics = means.reduce(accelerator) | score.by_name(rewards_of_each, "objective/")
         metrics |= weight_metrics | {
             "epoch": update * (B // k) / len(prompts),
             "lr": lr,
-            "objective/scores": scores.mean(),
-            "objective/kl": logged_kl.mean(),
-            "objective/entropy": -(logged * response_mask).sum(1).mean(),  # without padding [LOG-1]
-            "val/equal_scores": in_equal_group(scores, k).float().mean(),
+            "objective/scores": utils.masked_mean(scores, scored),
+            "objective/kl": utils.masked_mean(logged_kl, scored),
+            "objective/entropy": -utils.masked_mean((logged * response_mask).sum(1), scored),  # no padding [LOG-1]
+            "val/abstained": 1 - scored.float().mean(),
+            "val/equal_scores": in_equal_group(scores, k, scored).float().mean(),
             "val/num_eos_tokens": (response_mask & (responses == tokenizer.eos_token_id)).sum(),
             "val/num_stop_token_ids": ended.sum() if len(stop_ids) else 0,
             "val/sequence_lengths": response_mask.sum(1).float().mean(),
         }
-        shown = rows, responses, response_mask, ended, scores, logged_kl
+        shown = rows, responses, response_mask, ended, scores.masked_fill(~scored, math.nan), logged_kl
         if run.is_eval_due(update):
-            eval_metrics, eval_shown = evaluate(policy, sample, reference, score, held_out, stop_ids, args, accelerator)
+            eval_metrics, eval_shown = evaluate(
+                policy, sample, reference, reward_model, score, held_out, stop_ids, args, accelerator
+            )
             metrics |= eval_metrics
             shown = eval_shown or shown
         run.log(update, metrics, shown)

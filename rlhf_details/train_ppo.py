@@ -306,12 +306,12 @@ def response_logprobs(policy, batch):
 
 
 def response_scores(reward_model, batch):
-    """Scores [M] fp32: the reward model's output at the last real token of each response."""
+    """Scores [[M]] fp32: the reward model's output at the last real token of each response."""
     batch = utils.trim(batch)
     tokens, mask, positions, _ = join(batch)
     # The mask says which token is the last. Pad may equal EOS, so a search for an id could go wrong. [REW-2]
     last = batch.queries.size(1) + batch.response_mask.sum(1, keepdim=True) - 1  # [M, 1]
-    return reward_model(tokens, mask, positions, last).squeeze(1)
+    return [reward_model(tokens, mask, positions, last).squeeze(1)]
 
 
 def full_kl(policy, batch, reference):
@@ -474,7 +474,7 @@ def shuffled_episodes(num_episodes, num_mini_batches, device, *coordinates):
 
 # ---- held-out evaluation ---------------------------------------------------------------------------------------------
 @torch.no_grad()
-def evaluate(policy, sample, reference, score, prompts, end_ids, args, accelerator):
+def evaluate(policy, sample, reference, reward_model, score, prompts, end_ids, args, accelerator):
     """One response to each held-out prompt, sampled as in training, with the same noise each time, and what it scores.
 
     Returns: ({"eval/objective/..": mean over the prompts}, episodes to show); call it on every process.
@@ -490,15 +490,18 @@ def evaluate(policy, sample, reference, score, prompts, end_ids, args, accelerat
         responses, response_mask, logprobs = sample(policy, queries, query_mask, episodes, 1, key)  # [N / world, R]
         batch = Batch(queries, query_mask, responses, response_mask)
         ref_logprobs, _ = in_slices(response_logprobs, reference, batch, args.micro_batch_size)
-        scored_mask, ended = truncate_response(responses, response_mask, end_ids, args.truncate_after)
-        rewards_of_each = score(rows, batch._replace(response_mask=scored_mask))  # [N / world, F]
+        read_mask, ended = truncate_response(responses, response_mask, end_ids, args.truncate_after)
+        batch = batch._replace(response_mask=read_mask)
+        model_scores = in_slices(response_scores, reward_model, batch, args.micro_batch_size) if reward_model else []
+        rewards_of_each, scored = score(rows, batch, *model_scores)  # [N / world, F], [N / world]
     # The KL is taken from the log-probs of what sampled. Those of --sampler vllm are a little off, which is good enough
     # for a number that is only logged.
-    gathered = accelerator.gather((responses, scored_mask, ended, (logprobs - ref_logprobs).sum(1), rewards_of_each))
-    responses, scored_mask, ended, kl, rewards_of_each = (x[: len(prompts)] for x in gathered)
+    kl = (logprobs - ref_logprobs).sum(1)  # [N / world]
+    gathered = accelerator.gather((responses, read_mask, ended, kl, rewards_of_each, scored))
+    responses, read_mask, ended, kl, rewards_of_each, scored = (x[: len(prompts)] for x in gathered)
     scores = (rewards_of_each * score.weights).nansum(1)
     scores = missing_eos_scores(scores, ended, args.missing_eos_penalty, args.missing_eos_mode)
-    return score.held_out(rewards_of_each, prompts, responses, scored_mask, ended, scores, kl)
+    return score.held_out(rewards_of_each, scored, prompts, responses, read_mask, ended, scores, kl)
 
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
@@ -538,17 +541,19 @@ def main(args: Args):
     end_ids = models.stop_ids(tokenizer, args.truncate_token, "--truncate_token", device)
     end_ids = end_ids if len(end_ids) else stop_ids  # [S], the tokens that a complete response may end with
     prompts, held_out = data.load_prompts(args, tokenizer, room=models.context(policy, reward_model) - R)
-    # score(rows, batch) gives each response F rewards, NaN where one does not apply: the reward model's, which reads
-    # token ids, and those of functions of text, e.g. f(prompts=["2 + 3 ="], completions=[" 5"], answer=["5"]) -> [1.0].
-    score = rewards.Scorer(args, accelerator, tokenizer, reward_model, response_scores, size, end_ids)
-    score.check_columns(prompts, held_out)
+    # score(rows, batch, model_scores) joins the reward model's scores with those of functions of text, such as
+    # f(prompts=["2 + 3 ="], completions=[" 5"], answer=["5"]) -> [1.0]. It gives each response F rewards, NaN where one
+    # does not apply or abstains. A reward model with a chat template of its own reads text, in `score`.
+    score = rewards.Scorer(args, accelerator, tokenizer, size, end_ids)
+    reward_model = score.take_text_model(reward_model, prompts, held_out)
     # The optimiser holds the value model's weights as well. [PPO-4]
     optimizer = utils.adamw(policy, args.learning_rate, args.adam_eps, args.weight_decay)
     # The reference and the reward model are put under the engine in place.
-    policy, optimizer = engines.prepare(args, accelerator, policy, optimizer, reference, score.reward_model)
+    frozen = reference, reward_model or score.text_model
+    policy, optimizer = engines.prepare(args, accelerator, policy, optimizer, *frozen)
     num_updates = math.ceil(args.total_episodes / B)  # Round up, so that at least total_episodes are sampled. [OPT-10]
     # What is in the list belongs to what a run is, as its arguments do: --resume compares it.
-    run = Run(args, accelerator, tokenizer, num_updates, prompts, [held_out, reference, score.reward_model])
+    run = Run(args, accelerator, tokenizer, num_updates, prompts, [held_out, *frozen])
 
     def prompts_of(update):
         """The B prompts of an update. --overlap reads them ahead."""
@@ -560,7 +565,7 @@ def main(args: Args):
     sample = samplers.choose(args, run, [*prompts, *held_out], prompts_of, stop_ids)
     state = run.resume(policy, optimizer, {"kl_coef": args.kl_coef, "adam_step": 0, "moments": (0, 0.0, 0.0)})
     if run.first_update == 1:
-        run.log(0, *evaluate(policy, sample, reference, score, held_out, end_ids, args, accelerator))
+        run.log(0, *evaluate(policy, sample, reference, reward_model, score, held_out, end_ids, args, accelerator))
 
     for update in range(run.first_update, num_updates + 1):
         # The learning rate changes from update to update, and all steps of an update have the same. [OPT-2]
@@ -589,14 +594,18 @@ def main(args: Args):
             else:
                 kl_penalties = kl_penalty(old_logprobs, ref_logprobs, args.kl_penalty)
             # The reward model reads what a human would read. [GEN-14]
-            scored_mask, _ = truncate_response(responses, response_mask, end_ids, args.truncate_after)
-            rewards_of_each = score(rows[mine], batch._replace(response_mask=scored_mask))  # [B / world, F]
+            read_mask, _ = truncate_response(responses, response_mask, end_ids, args.truncate_after)
+            batch = batch._replace(response_mask=read_mask)
+            model_scores = in_slices(response_scores, reward_model, batch, size) if reward_model else []
+            rewards_of_each, scored = score(rows[mine], batch, *model_scores)  # [B / world, F], [B / world]
         # Advantages, minibatches and metrics need the whole batch, so gather it once. Until phase 5 takes its
         # shares, every tensor holds the whole batch, on every process. [REW-7]
         responses, response_mask, sampled_logprobs, old_logprobs, ref_logprobs = accelerator.gather(
             (responses, response_mask, sampled_logprobs, old_logprobs, ref_logprobs)
         )
-        kl_penalties, values, rewards_of_each = accelerator.gather((kl_penalties, values, rewards_of_each))
+        kl_penalties, values, rewards_of_each, scored = accelerator.gather(
+            (kl_penalties, values, rewards_of_each, scored)
+        )
         batch = Batch(queries, query_mask, responses, response_mask)
         run.lap("scores")
 
@@ -608,19 +617,20 @@ def main(args: Args):
         #   rewards        -cK  -cK  -cK score  0      c: kl_coef, K: the token's KL penalty
         #   R tokens        v    w    x    y    z      both masks are 1 everywhere, and the value after z counts as 0
         #   rewards        -cK  -cK  -cK  -cK  -cK + score      where, if unfinished, it paid missing_eos_penalty
-        scored_mask, ended = truncate_response(responses, response_mask, end_ids, args.truncate_after)  # [B, R], [B]
+        read_mask, ended = truncate_response(responses, response_mask, end_ids, args.truncate_after)  # [B, R], [B]
         # A score is the weighted sum of the rewards. NaN: a reward does not apply to this kind of prompt. [REW-4]
         scores = (rewards_of_each * score.weights).nansum(1)  # [B]
         scores = missing_eos_scores(scores, ended, args.missing_eos_penalty, args.missing_eos_mode)  # [B]
         if args.score_scaling or args.score_norm:
-            state["moments"] = merge_moments(state["moments"], scores)
+            state["moments"] = merge_moments(state["moments"], scores[scored])
         shaped_scores = shape_scores(scores, state["moments"], args.score_scaling, args.score_norm, args.score_clip)
-        if args.overlap:
-            # The ratio is against the policy that sampled, one update old, and so are the logged KL and entropy. The
-            # tokens pay for the KL of the policy as it is now. [GEN-11]
-            old_logprobs = sampled_logprobs
+        # The ratio is against the policy that sampled, which --overlap makes one update old, and so are the logged KL
+        # and entropy. The tokens pay for the KL of the policy as it is now. [GEN-11]
+        old_logprobs = sample.behaviour_logprobs(old_logprobs, sampled_logprobs)  # [B, R]
         logged_kl = (old_logprobs - ref_logprobs).sum(1)  # [B], the estimate "k1", whatever --kl_penalty is
-        state_mask = value_mask(response_mask)  # [B, R]
+        # A response from which a reward abstained counts nowhere, neither in a loss nor in a mean.
+        action_mask = response_mask & scored.unsqueeze(1)  # [B, R]
+        state_mask = value_mask(response_mask) & scored.unsqueeze(1)  # [B, R]
         rewards_of_tokens = token_rewards(shaped_scores, kl_penalties, response_mask, state["kl_coef"])  # [B, R]
         if args.whiten_rewards:
             # The mean stays. Subtracting it would put a price on length. [PPO-8]
@@ -629,11 +639,10 @@ def main(args: Args):
         # ---- 4. Advantages -------------------------------------------------------------------------------------------
         advantages, returns = compute_gae(rewards_of_tokens, values, args.gamma, args.lam)  # [B, R]
         if args.normalize_advantage:
-            advantages = utils.masked_whiten(advantages, response_mask)  # over all response tokens [PPO-10]
+            advantages = utils.masked_whiten(advantages, action_mask)  # over all response tokens [PPO-10]
         # Another engine's policy is not quite this one. Weights make up for it. With --overlap they are all 1, because
         # the ratio is against the policy that sampled. [GEN-15]
-        mismatch = old_logprobs - sampled_logprobs  # [B, R]
-        advantages, weight_metrics = utils.correct_for_sampler(advantages, mismatch, response_mask, args)
+        advantages, weight_metrics = sample.weigh(advantages, old_logprobs, sampled_logprobs, action_mask)
 
         # ---- 5. Optimise: micro-batches add up to exactly one gradient for each minibatch ----------------------------
         policy.train()  # Every dropout is 0. Training mode only lets gradient checkpointing work.
@@ -648,7 +657,7 @@ def main(args: Args):
             for number, minibatch in enumerate(minibatches):
                 of_minibatch = utils.Means(device)
                 # Both counts are those of the whole minibatch, over all processes.
-                num_actions, num_states = response_mask[minibatch].sum(), state_mask[minibatch].sum()
+                num_actions, num_states = action_mask[minibatch].sum(), state_mask[minibatch].sum()
                 share = minibatch.chunk(world)[rank]
                 # Rows of similar lengths share a micro-batch, since it is as wide as its longest query and response.
                 micro_batches = share[lengths[share].argsort(stable=True)].split(size)
@@ -656,15 +665,15 @@ def main(args: Args):
                     with engines.accumulate(accelerator, policy, is_last=i + 1 == len(micro_batches)):
                         logprobs, entropies, new_values = response_logprobs(policy, micro_batch)  # [M, R]
                         losses, logratio, clipped = ppo_policy_loss(
-                            logprobs, old_logprobs[m], response_mask[m], advantages[m], args.cliprange
+                            logprobs, old_logprobs[m], action_mask[m], advantages[m], args.cliprange
                         )
                         value_losses, errors, value_clipped = ppo_value_loss(
                             new_values, values[m], returns[m], state_mask[m], args.cliprange_value
                         )
                         # The whole minibatch's count makes micro-batches add up to its gradient. [OPT-5]
-                        loss = losses.sum() / num_actions
+                        loss = losses.sum() / num_actions.clamp(min=1)
                         # The value loss is an average over states. There is no entropy bonus. [PPO-14]
-                        loss = loss + args.vf_coef * value_losses.sum() / num_states
+                        loss = loss + args.vf_coef * value_losses.sum() / num_states.clamp(min=1)
                         accelerator.backward(loss * world)  # The engines average over processes, but we sum. [OPT-6]
                     of_actions = {
                         "loss/policy_avg": losses,
@@ -678,21 +687,22 @@ def main(args: Args):
                         "val/error": errors,
                         "val/vpred": new_values,
                     }
-                    means.add(of_actions, response_mask[m])
+                    means.add(of_actions, action_mask[m])
                     means.add(of_states, state_mask[m])
                     if is_watched:
-                        of_minibatch.add({"kl": 0.5 * logratio**2}, response_mask[m])
-                        of_minibatch.add_ratios(logratio, response_mask[m])
-                    means.add_ratios(logratio, response_mask[m])
+                        of_minibatch.add({"kl": 0.5 * logratio**2}, action_mask[m])
+                        of_minibatch.add_ratios(logratio, action_mask[m])
+                    means.add_ratios(logratio, action_mask[m])
                     if epoch == number == 0:  # before the first step: rounding, another engine, or --overlap [LOG-6]
                         means.add_max("val/logprob_gap", (logprobs - sampled_logprobs[m]).abs())
                         means.add_max("val/first_ratio", logratio.abs().clamp(max=20).exp())
                 distance = of_minibatch.reduce(accelerator) if is_watched else {}
                 epoch_kl += distance.get("kl", 0.0) / args.num_mini_batches  # a mean of minibatch means
-                # Skip the step: far from the sampling policy the clipped objective is unreliable. [PPO-17]
-                if args.ratio_threshold is not None and distance["val/ratio"] > args.ratio_threshold:
+                # Far from the sampling policy the clipped objective is unreliable. [PPO-17]
+                is_far = args.ratio_threshold is not None and distance["val/ratio"] > args.ratio_threshold
+                if is_far or not num_actions:  # Skip the step. Without an action it would be Adam's momentum alone.
                     engines.forget_gradient(accelerator, policy, optimizer)
-                    num_skipped += 1
+                    num_skipped += is_far
                     continue
                 state["adam_step"] += 1
                 if args.tf_adam:
@@ -706,20 +716,24 @@ def main(args: Args):
 
         # ---- 6. Log --------------------------------------------------------------------------------------------------
         metrics = means.reduce(accelerator) | score.by_name(rewards_of_each, "objective/")
-        non_score_reward = -state["kl_coef"] * kl_penalties.sum(1).mean()  # added, before whitening [LOG-5]
+        mean_kl = utils.masked_mean(logged_kl, scored)
+        # It is added, before whitening. [LOG-5]
+        non_score_reward = -state["kl_coef"] * utils.masked_mean(kl_penalties.sum(1), scored)
         total_loss = metrics["loss/policy_avg"] + args.vf_coef * metrics["loss/value_avg"]
         value_mean, value_var = mean_and_variance(values, state_mask)
         returns_mean, returns_var = mean_and_variance(returns, state_mask)
         metrics |= weight_metrics | {
             "epoch": update * B / len(prompts),
             "lr": lr,
-            "objective/scores": scores.mean(),
-            "objective/kl": logged_kl.mean(),
+            "objective/scores": utils.masked_mean(scores, scored),
+            "objective/kl": mean_kl,
             "objective/kl_coef": state["kl_coef"],
             "objective/non_score_reward": non_score_reward,
-            "objective/rlhf_reward": shaped_scores.mean() + non_score_reward,
-            "objective/score_total": scores.mean() + non_score_reward,
-            "objective/entropy": -(old_logprobs * response_mask).sum(1).mean(),  # without padding [LOG-1]
+            "objective/rlhf_reward": utils.masked_mean(shaped_scores, scored) + non_score_reward,
+            "objective/score_total": utils.masked_mean(scores, scored) + non_score_reward,
+            # without padding [LOG-1]
+            "objective/entropy": -utils.masked_mean((old_logprobs * response_mask).sum(1), scored),
+            "val/abstained": 1 - scored.float().mean(),
             "objective/loss": total_loss,
             "loss/total_avg": total_loss,
             "policy/skipped_minibatches": num_skipped,
@@ -728,22 +742,22 @@ def main(args: Args):
             "val/mean": value_mean,
             "val/var": value_var,
             "val/var_explained": 1 - metrics["val/error"] / (returns_var + 1e-8),
-            "val/equal_scores": (scores.amax() <= scores.amin()).float(),
+            "val/equal_scores": (scores[scored].amax() <= scores[scored].amin()).float(),
             "val/num_eos_tokens": (response_mask & (responses == tokenizer.eos_token_id)).sum(),
             "val/num_stop_token_ids": ended.sum() if len(end_ids) else 0,
             "val/sequence_lengths": response_mask.sum(1).float().mean(),
         }
-        shown = rows, responses, scored_mask, ended, scores, logged_kl
+        shown = rows, responses, read_mask, ended, scores.masked_fill(~scored, math.nan), logged_kl
         if run.is_eval_due(update):
-            eval_metrics, eval_shown = evaluate(policy, sample, reference, score, held_out, end_ids, args, accelerator)
+            eval_metrics, eval_shown = evaluate(
+                policy, sample, reference, reward_model, score, held_out, end_ids, args, accelerator
+            )
             metrics |= eval_metrics
             shown = eval_shown or shown
         run.log(update, metrics, shown)
         if args.adaptive_kl:
             # Change the coefficient last: this batch's rewards and metrics used the old one. [PPO-16]
-            state["kl_coef"] = adapt_kl_coef(
-                state["kl_coef"], logged_kl.mean().item(), args.kl_target, args.kl_horizon, B
-            )
+            state["kl_coef"] = adapt_kl_coef(state["kl_coef"], mean_kl.item(), args.kl_target, args.kl_horizon, B)
         run.checkpoint_if_due(update, policy, optimizer, state)
     return run.finish(policy)  # the model folder with its card, before -> after, and the upload
 

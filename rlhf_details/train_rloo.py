@@ -273,14 +273,14 @@ def response_logprobs(policy, batch, n):
 
 
 def response_scores(reward_model, batch, n):
-    """Scores [M] fp32: the reward model's output at the last real token of each response."""
+    """Scores [[M]] fp32: the reward model's output at the last real token of each response."""
     batch = utils.trim(batch)
     (_, Q), (_, R) = batch.queries.shape, batch.responses.shape
     tokens, mask, positions, _ = pack(batch, n)
     start = Q + R * torch.arange(n, device=tokens.device)  # [n], the first column of each response
     # The mask says which token is the last. Pad may equal EOS, so a search for an id could go wrong. [REW-2]
     last = start + batch.response_mask.sum(1).reshape(-1, n) - 1  # [W, n]
-    return reward_model(tokens, mask, positions, last).reshape(-1)
+    return [reward_model(tokens, mask, positions, last).reshape(-1)]
 
 
 # ---- equations -------------------------------------------------------------------------------------------------------
@@ -304,36 +304,46 @@ def missing_eos_scores(scores, ended, penalty, mode):
     return torch.where(ended, scores, scores - penalty if mode == "subtract" else torch.full_like(scores, -penalty))
 
 
-def shape_scores(scores, normalize, clip_range):
-    """Scores [B], whitened over the batch (`normalize`), then clipped to [-clip_range, clip_range] if it is given."""
+def shape_scores(scores, scored, normalize, clip_range):
+    """Scores [B], whitened over those of the batch that are `scored` (`normalize`), then clipped to [-clip_range,
+    clip_range] if it is given.
+    """
     if normalize:
-        scores = utils.masked_whiten(scores, torch.ones_like(scores, dtype=torch.bool))
+        scores = utils.masked_whiten(scores, scored)
     # Clipping keeps one outlier from dominating the batch. [RLOO-13]
     return scores if clip_range is None else scores.clamp(-clip_range, clip_range)
 
 
-def rloo_advantages(rewards, k):
-    """Each reward minus the mean reward of its k - 1 siblings: A_i = R_i - (sum_j R_j - R_i) / (k - 1).
+def has_baseline(scored, k):
+    """Which responses [B] are scored and, where k > 1, have a scored sibling among the k adjacent ones."""
+    count = scored.reshape(-1, k).sum(1).repeat_interleave(k)  # [B]
+    return scored & (count >= min(k, 2))
 
-    Args: rewards [B], the k of a prompt adjacent; k >= 2. Returns: [B]; each group sums to 0.
+
+def rloo_advantages(rewards, k, scored):
+    """Each reward minus the mean reward of its scored siblings: A_i = R_i - (sum_j R_j - R_i) / (k - 1).
+
+    Args: rewards [B], the k of a prompt adjacent; k >= 2; scored [B] bool. A response that is not scored, or
+    has no scored sibling, has the advantage 0. Returns: [B]; each group sums to 0.
     Source: arXiv 2402.14740, the estimator RLOO_k.
     """
-    rewards = rewards.reshape(-1, k)  # [P, k]
+    rewards, scored = (rewards * scored).reshape(-1, k), scored.reshape(-1, k)  # [P, k]
+    num_siblings = scored.sum(1, keepdim=True) - 1  # [P, 1], k - 1 where all are scored
     # The baseline leaves out the response's own reward, so the gradient stays unbiased. Unlike GRPO there is no
     # division by the standard deviation. [RLOO-3]
-    baseline = (rewards.sum(1, keepdim=True) - rewards) / (k - 1)
-    return (rewards - baseline).reshape(-1)
+    baseline = (rewards.sum(1, keepdim=True) - rewards) / num_siblings.clamp(min=1)
+    return ((rewards - baseline) * (scored & (num_siblings > 0))).reshape(-1)
 
 
-def token_level_advantages(scores, kl, k, kl_coef):
+def token_level_advantages(scores, kl, k, kl_coef, scored):
     """A_t = (score minus its leave-one-out baseline) - kl_coef * sum of kl_u for u >= t. If k is 1, no baseline.
 
-    Args: scores [B]; kl [B, R], 0 at padding. Returns: [B, R].
+    Args: scores [B]; kl [B, R], 0 at padding; scored [B] bool. Returns: [B, R].
     Source: REINFORCE++, arXiv 2501.03262, for the sum over later tokens. The leave-one-out baseline is ours.
     """
     # A token does not pay for the KL of the tokens before it. [RLOO-4]
     later_kl = kl.flip(1).cumsum(1).flip(1)  # [B, R]
-    return (rloo_advantages(scores, k) if k > 1 else scores).unsqueeze(1) - kl_coef * later_kl
+    return (rloo_advantages(scores, k, scored) if k > 1 else scores).unsqueeze(1) - kl_coef * later_kl
 
 
 def rloo_policy_loss(logprobs, old_logprobs, mask, advantages, cliprange):
@@ -356,10 +366,14 @@ def rloo_policy_loss(logprobs, old_logprobs, mask, advantages, cliprange):
     return losses * mask, logratio, (losses2 > losses1) & mask
 
 
-def in_equal_group(scores, k):
-    """Whether each of the scores [B] is in a group of k adjacent ones that are all equal, where only the KL teaches."""
-    groups = scores.reshape(-1, k)
-    return (groups.amax(1) <= groups.amin(1)).repeat_interleave(k)
+def in_equal_group(scores, k, scored):
+    """Whether each of the scores [B] is in a group of k adjacent ones that are all equal, where only the KL teaches.
+
+    Args: scored [B] bool; the others are not compared.
+    """
+    highest = scores.masked_fill(~scored, -math.inf).reshape(-1, k).amax(1)
+    lowest = scores.masked_fill(~scored, math.inf).reshape(-1, k).amin(1)
+    return (highest <= lowest).repeat_interleave(k)
 
 
 def shuffled_groups(num_prompts, k, num_mini_batches, device, *coordinates):
@@ -372,7 +386,7 @@ def shuffled_groups(num_prompts, k, num_mini_batches, device, *coordinates):
 
 # ---- held-out evaluation ---------------------------------------------------------------------------------------------
 @torch.no_grad()
-def evaluate(policy, sample, reference, score, prompts, stop_ids, args, accelerator):
+def evaluate(policy, sample, reference, reward_model, score, prompts, stop_ids, args, accelerator):
     """One response to each held-out prompt, sampled as in training, with the same noise each time, and what it scores.
 
     Returns: ({"eval/objective/..": mean over the prompts}, episodes to show); call it on every process.
@@ -388,15 +402,17 @@ def evaluate(policy, sample, reference, score, prompts, stop_ids, args, accelera
         responses, response_mask, logprobs = sample(policy, queries, query_mask, episodes, 1, key)  # [N / world, R]
         batch = Batch(queries, query_mask, responses, response_mask)
         ref_logprobs, _ = in_slices(response_logprobs, reference, batch, args.micro_batch_size, 1)
-        rewards_of_each = score(rows, batch, 1)  # [N / world, F]
+        model_scores = in_slices(response_scores, reward_model, batch, args.micro_batch_size, 1) if reward_model else []
+        rewards_of_each, scored = score(rows, batch, *model_scores)  # [N / world, F], [N / world]
     # The KL is taken from the log-probs of what sampled. Those of --sampler vllm are a little off, which is good enough
     # for a number that is only logged.
-    gathered = accelerator.gather((responses, response_mask, (logprobs - ref_logprobs).sum(1), rewards_of_each))
-    responses, response_mask, kl, rewards_of_each = (x[: len(prompts)] for x in gathered)
+    kl = (logprobs - ref_logprobs).sum(1)  # [N / world]
+    gathered = accelerator.gather((responses, response_mask, kl, rewards_of_each, scored))
+    responses, response_mask, kl, rewards_of_each, scored = (x[: len(prompts)] for x in gathered)
     ended = has_stopped(responses, response_mask, stop_ids)
     scores = (rewards_of_each * score.weights).nansum(1)
     scores = missing_eos_scores(scores, ended, args.missing_eos_penalty, args.missing_eos_mode)
-    return score.held_out(rewards_of_each, prompts, responses, response_mask, ended, scores, kl)
+    return score.held_out(rewards_of_each, scored, prompts, responses, response_mask, ended, scores, kl)
 
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
@@ -429,16 +445,18 @@ def main(args: Args):
     # `packing.choose` packs only where it finds that packed and plain rows have the same log-probs and scores.
     packed = packing.choose(args, k, policy, reward_model, prompts, response_logprobs, response_scores)
     n, size = packed.n, packed.size
-    # score(rows, batch, n) gives each response F rewards, NaN where one does not apply: the reward model's, which reads
-    # token ids, and those of functions of text, e.g. f(prompts=["2 + 3 ="], completions=[" 5"], answer=["5"]) -> [1.0].
-    score = rewards.Scorer(args, accelerator, tokenizer, reward_model, response_scores, size, stop_ids)
-    score.check_columns(prompts, held_out)
+    # score(rows, batch, model_scores) joins the reward model's scores with those of functions of text, such as
+    # f(prompts=["2 + 3 ="], completions=[" 5"], answer=["5"]) -> [1.0]. It gives each response F rewards, NaN where one
+    # does not apply or abstains. A reward model with a chat template of its own reads text, in `score`.
+    score = rewards.Scorer(args, accelerator, tokenizer, size, stop_ids)
+    reward_model = score.take_text_model(reward_model, prompts, held_out)
     optimizer = utils.adamw(policy, args.learning_rate, args.adam_eps, args.weight_decay)
     # The reference and the reward model are put under the engine in place.
-    policy, optimizer = engines.prepare(args, accelerator, policy, optimizer, reference, score.reward_model)
+    frozen = reference, reward_model or score.text_model
+    policy, optimizer = engines.prepare(args, accelerator, policy, optimizer, *frozen)
     num_updates = math.ceil(args.total_episodes / B)  # Round up, so that at least total_episodes are sampled. [OPT-10]
     # What is in the list belongs to what a run is, as its arguments do: --resume compares it.
-    run = Run(args, accelerator, tokenizer, num_updates, prompts, [held_out, reference, score.reward_model])
+    run = Run(args, accelerator, tokenizer, num_updates, prompts, [held_out, *frozen])
 
     def prompts_of(update):
         """The prompts of an update, k copies of each, B in all. --overlap reads them ahead."""
@@ -451,7 +469,7 @@ def main(args: Args):
     sample = samplers.choose(args, run, [*prompts, *held_out], prompts_of, stop_ids)
     run.resume(policy, optimizer)
     if run.first_update == 1:
-        run.log(0, *evaluate(policy, sample, reference, score, held_out, stop_ids, args, accelerator))
+        run.log(0, *evaluate(policy, sample, reference, reward_model, score, held_out, stop_ids, args, accelerator))
 
     for update in range(run.first_update, num_updates + 1):
         # The learning rate changes from update to update, and all steps of an update have the same. [OPT-2]
@@ -473,16 +491,18 @@ def main(args: Args):
             batch = Batch(queries[mine], query_mask[mine], responses, response_mask)
             ref_logprobs, _ = in_slices(response_logprobs, reference, batch, size, n)
             old_logprobs = sampled_logprobs  # With one step only the reward's KL and the logged entropy use them.
-            if not one_step or args.sampler != "own" or args.overlap:
+            if not one_step or sample.is_another:
                 # The ratio compares two forwards of the same code, so that it starts at 1 up to rounding. Where
                 # something else has sampled, KL and weights need this policy's log-probs as well. [GEN-9]
                 old_logprobs, _ = in_slices(response_logprobs, policy, batch, size, n)
-            rewards_of_each = score(rows[mine], batch, n)  # [B / world, F]
+            model_scores = in_slices(response_scores, reward_model, batch, size, n) if reward_model else []
+            rewards_of_each, scored = score(rows[mine], batch, *model_scores)  # [B / world, F], [B / world]
         # Advantages, minibatches and metrics need the whole batch, so gather it once. Until phase 5 takes its
         # shares, every tensor holds the whole batch, on every process. [REW-7]
-        responses, response_mask, sampled_logprobs, old_logprobs, ref_logprobs, rewards_of_each = accelerator.gather(
-            (responses, response_mask, sampled_logprobs, old_logprobs, ref_logprobs, rewards_of_each)
+        responses, response_mask, sampled_logprobs, old_logprobs, ref_logprobs = accelerator.gather(
+            (responses, response_mask, sampled_logprobs, old_logprobs, ref_logprobs)
         )
+        rewards_of_each, scored = accelerator.gather((rewards_of_each, scored))
         batch = Batch(queries, query_mask, responses, response_mask)
         run.lap("scores")
 
@@ -493,24 +513,24 @@ def main(args: Args):
         # A score is the weighted sum of the F rewards. NaN: one does not apply to this kind of prompt. [REW-4]
         scores = (rewards_of_each * score.weights).nansum(1)  # [B]
         scores = missing_eos_scores(scores, ended, args.missing_eos_penalty, args.missing_eos_mode)  # [B]
-        shaped_scores = shape_scores(scores, args.normalize_reward, args.reward_clip_range)  # [B]
+        shaped_scores = shape_scores(scores, scored, args.normalize_reward, args.reward_clip_range)  # [B]
         # The KL estimate "k1": its mean is the KL, and REINFORCE with it as a reward follows the KL's gradient. [REW-5]
         kl = old_logprobs - ref_logprobs  # [B, R], 0 at padding
         # The KL is summed, because the whole response is one action. [RLOO-2]
         rlhf_rewards = shaped_scores - args.kl_coef * kl.sum(1)  # [B]
 
         # ---- 4. Advantages -------------------------------------------------------------------------------------------
+        # A response from which a reward abstained counts nowhere, neither in a baseline nor in a mean.
+        is_action = has_baseline(scored, k)  # [B]
         if args.token_level_kl:  # REINFORCE++: every token is an action.
-            advantages = token_level_advantages(shaped_scores, kl, k, args.kl_coef) * response_mask  # [B, R]
-            is_action = response_mask  # [B, R]
+            is_action = response_mask & is_action.unsqueeze(1)  # [B, R]
+            advantages = token_level_advantages(shaped_scores, kl, k, args.kl_coef, scored) * is_action  # [B, R]
         else:
-            advantages = rloo_advantages(rlhf_rewards, k)  # [B]
-            is_action = torch.ones_like(ended)  # [B]
+            advantages = rloo_advantages(rlhf_rewards, k, scored)  # [B]
         if args.normalize_advantage:
             advantages = utils.masked_whiten(advantages, is_action)  # over the whole batch [RLOO-14]
         # With --sampler vllm or --overlap, what sampled is not quite this policy. Weights make up for it. [GEN-15]
-        mismatch = old_logprobs - sampled_logprobs  # [B, R]
-        advantages, weight_metrics = utils.correct_for_sampler(advantages, mismatch, response_mask, args)
+        advantages, weight_metrics = sample.weigh(advantages, old_logprobs, sampled_logprobs, response_mask)
 
         # ---- 5. Optimise: micro-batches add up to exactly one gradient for each minibatch ----------------------------
         policy.train()  # Every dropout is 0. Training mode only lets gradient checkpointing work.
@@ -531,7 +551,7 @@ def main(args: Args):
                             logprobs, old, response_mask[m], advantages[m], args.cliprange
                         )  # [M], or [M, R] where an action is a token
                         # The whole minibatch's count makes micro-batches add up to its gradient. [OPT-5]
-                        loss = losses.sum() / num_actions
+                        loss = losses.sum() / num_actions.clamp(min=1)
                         accelerator.backward(loss * world)  # The engines average over processes, but we sum. [OPT-6]
                     of_actions = {
                         "loss/policy_avg": losses,
@@ -546,6 +566,9 @@ def main(args: Args):
                         means.add_max("val/logprob_gap", (logprobs - sampled_logprobs[m]).abs())
                         # This one shows rounding alone, and with one step it is exactly 1.
                         means.add_max("val/first_ratio", logratio.abs().clamp(max=20).exp())
+                if not num_actions:  # Without an action there is no gradient, only Adam's momentum.
+                    engines.forget_gradient(accelerator, policy, optimizer)
+                    continue
                 # Where the norm is not finite, the run ends and names the update and this number.
                 norm = engines.clip_and_step(accelerator, policy, optimizer, args.max_grad_norm, run, number)
                 means.add({"policy/grad_norm": norm})
@@ -553,25 +576,28 @@ def main(args: Args):
 
         # ---- 6. Log --------------------------------------------------------------------------------------------------
         # The logged KL and entropy are those of the policy that sampled, which --overlap makes one update old.
-        logged = sampled_logprobs if args.overlap else old_logprobs
+        logged = sample.behaviour_logprobs(old_logprobs, sampled_logprobs)  # [B, R]
         logged_kl = (logged - ref_logprobs).sum(1)  # [B]
         metrics = means.reduce(accelerator) | score.by_name(rewards_of_each, "objective/")
         metrics |= weight_metrics | {
             "epoch": update * (B // k) / len(prompts),
             "lr": lr,
-            "objective/scores": scores.mean(),
-            "objective/kl": logged_kl.mean(),
-            "objective/non_score_reward": -args.kl_coef * kl.sum(1).mean(),  # the number that is added [LOG-5]
-            "objective/rlhf_reward": rlhf_rewards.mean(),
-            "objective/entropy": -(logged * response_mask).sum(1).mean(),  # without padding [LOG-1]
-            "val/equal_scores": in_equal_group(scores, k if k > 1 else B).float().mean(),  # k = 1: one group
+            "objective/scores": utils.masked_mean(scores, scored),
+            "objective/kl": utils.masked_mean(logged_kl, scored),
+            "objective/non_score_reward": -args.kl_coef * utils.masked_mean(kl.sum(1), scored),  # is added [LOG-5]
+            "objective/rlhf_reward": utils.masked_mean(rlhf_rewards, scored),
+            "objective/entropy": -utils.masked_mean((logged * response_mask).sum(1), scored),  # no padding [LOG-1]
+            "val/abstained": 1 - scored.float().mean(),
+            "val/equal_scores": in_equal_group(scores, k if k > 1 else B, scored).float().mean(),  # k = 1: one group
             "val/num_eos_tokens": (response_mask & (responses == tokenizer.eos_token_id)).sum(),
             "val/num_stop_token_ids": ended.sum() if len(stop_ids) else 0,
             "val/sequence_lengths": response_mask.sum(1).float().mean(),
         }
-        shown = rows, responses, response_mask, ended, scores, logged_kl
+        shown = rows, responses, response_mask, ended, scores.masked_fill(~scored, math.nan), logged_kl
         if run.is_eval_due(update):
-            eval_metrics, eval_shown = evaluate(policy, sample, reference, score, held_out, stop_ids, args, accelerator)
+            eval_metrics, eval_shown = evaluate(
+                policy, sample, reference, reward_model, score, held_out, stop_ids, args, accelerator
+            )
             metrics |= eval_metrics
             shown = eval_shown or shown
         run.log(update, metrics, shown)

@@ -377,34 +377,6 @@ def additive(visible):
     return torch.zeros(visible.shape, device=visible.device).masked_fill(~visible, lowest).unsqueeze(1)
 
 
-# ---- when another engine samples -------------------------------------------------------------------------------------
-def correct_for_sampler(advantages, logratio, mask, args):
-    """Advantages times p(action) / p_sampler(action), which makes up for actions that another policy sampled.
-
-    The other one is another engine's (--sampler vllm), or this one as it was an update ago (--overlap; PPO's ratio is
-    then against that one, so its log-ratios here are 0 and its weights 1).
-    Long products of ratios can be huge. --sampler_correction "truncate" bounds them by c = --sampler_cap, and "mask"
-    gives weight 0 to those whose ratio is not within [1/c, c]; they still count in the loss's mean.
-    Args: advantages [B] where an action is a response, else [B, 1] or [B, R]; logratio [B, R], the training forward's
-    log-probs less the sampler's; mask [B, R] bool. Returns: (advantages, of the shape of the weights, metrics).
-    Source: truncated importance sampling of Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL
-    Training" (2025), where c = 2; TRL v1.16.0, grpo_trainer.py, with both kinds, of tokens or responses.
-    """
-    if (args.sampler == "own" and not args.overlap) or args.sampler_correction == "none":
-        return advantages, {}
-    logratio = logratio * mask
-    if advantages.dim() == 1:
-        logratio, mask = logratio.sum(1), mask.any(1)  # [B]
-    ratio, cap = logratio.exp(), args.sampler_cap
-    # Both kinds bound what one response can be worth that the sampler found unlikely. [GEN-15]
-    cut, weights = ratio > cap, ratio.clamp(max=cap)
-    if args.sampler_correction == "mask":
-        cut = cut | (ratio < 1 / cap)
-        weights = ratio.masked_fill(cut, 0)
-    metrics = {"val/sampler_weight": masked_mean(weights, mask), "val/sampler_cut": masked_mean(cut.float(), mask)}
-    return advantages * weights, metrics
-
-
 # ---- metrics ---------------------------------------------------------------------------------------------------------
 def widest_float(device):
     """The widest float of a device."""

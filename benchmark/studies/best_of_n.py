@@ -51,7 +51,7 @@ def main(args: Args):
     batch = responses_to(ids, n, policy, settings.response_length, stop_ids, key, size)
     responses, mask = batch.responses, batch.response_mask
     with torch.no_grad():
-        (scores,) = utils.in_slices(lambda *given: [train_rloo.response_scores(*given, 1)], reward, batch, size)
+        (scores,) = utils.in_slices(train_rloo.response_scores, reward, batch, size, 1)
     ended = train_rloo.has_stopped(responses, mask, stop_ids)
     scores = train_rloo.missing_eos_scores(scores, ended, penalty, "subtract").reshape(-1, n).numpy()
     grouped = (x.reshape(-1, n, x.size(1)) for x in (responses, mask))

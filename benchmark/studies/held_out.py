@@ -52,12 +52,13 @@ def evaluate(policy_folder, sft, reward, seed, flags="", **changes):
     model = utils.disable_dropout(models.load_policy(str(policy_folder), "--policy", args))
     policy, stop_ids = train_rloo.Policy(model, args.temperature), models.stop_ids(tokenizer, "eos", "--stop_token")
     rows, prompts = data.load_prompts(args, tokenizer, room=math.inf)
-    scorer = accelerator, tokenizer, reward_model, train_rloo.response_scores, args.micro_batch_size, stop_ids
-    score = rewards.Scorer(args, *scorer)
-    score.check_columns(rows, prompts)
+    score = rewards.Scorer(args, accelerator, tokenizer, args.micro_batch_size, stop_ids)
+    reward_model = score.take_text_model(reward_model, rows, prompts)
     run = types.SimpleNamespace(accelerator=accelerator, stop=console.fail)
     sample = samplers.choose(args, run, prompts, None, stop_ids)
-    metrics, _ = train_rloo.evaluate(policy, sample, reference, score, prompts, stop_ids, args, accelerator)
+    metrics, _ = train_rloo.evaluate(
+        policy, sample, reference, reward_model, score, prompts, stop_ids, args, accelerator
+    )
     names = (f"eval/objective/{name}" for name in FIGURES)
     return {name: metrics[name] for name in names if name in metrics}
 

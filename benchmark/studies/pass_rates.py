@@ -44,9 +44,9 @@ def figures(args, dataset):
     rows = [prompt for prompt in prompts for _ in range(n)]
     ids = [prompt.ids for prompt in prompts]
     batch = responses_to(ids, n, policy, own.response_length, stop_ids, key, 8 * n)
-    score = rewards.Scorer(own, Accelerator(cpu=True), tokenizer, None, None, 8 * n, stop_ids)
-    score.check_columns(prompts)
-    values = score(rows, batch, n).reshape(len(prompts), n, -1).transpose(0, 1)  # [n, N, 1]
+    score = rewards.Scorer(own, Accelerator(cpu=True), tokenizer, 8 * n, stop_ids)
+    score.take_text_model(None, prompts)
+    values = score(rows, batch)[0].reshape(len(prompts), n, -1).transpose(0, 1)  # [n, N, 1]
     rates = {name: rate["value"] for name, rate in evaluate.pass_rates(values).items()}
     return rates | {"length": batch.response_mask.sum(1).float().mean().item()}
 

@@ -40,8 +40,9 @@ def test_a_mean_comes_with_1_96_standard_errors():
 def test_eval_2_a_tie_is_half_a_win_and_an_unparsable_answer_none():
     verdicts = [evaluate.verdict_by_score(*pair) for pair in ((1, 0), (0, 1), (1, 1 + 1e-6))]
     assert verdicts == ["won", "lost", "tied"]
-    counts = dict(pairs=4, won=1, tied=1, lost=1, unparsable=1)
-    assert evaluate.win_rate([*verdicts, "unparsable"]) == statistics.rate([1, 0, 0.5, 0]) | counts
+    counts = dict(pairs=4, won=1, tied=1, lost=1, unparsable=1, unscored=1)
+    unscored = evaluate.verdict_by_score(math.nan, 1)  # A reward abstained: no pair to compare.
+    assert evaluate.win_rate([*verdicts, "unparsable", unscored]) == statistics.rate([1, 0, 0.5, 0]) | counts
 
 
 class Score:

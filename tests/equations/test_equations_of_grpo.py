@@ -14,7 +14,9 @@ def test_grpo_1_groups_of_equal_scores_have_no_advantages(size, scale):
     for k in range(3, 17):
         groups = size * (0.5 + torch.rand(50, 1, generator=torch.Generator().manual_seed(k)))
         scores = torch.cat([groups.expand(-1, k), torch.arange(float(k)).unsqueeze(0)])  # the last group differs
-        advantages = train_grpo.grpo_advantages(scores.flatten(), k, scale).reshape(-1, k)
+        advantages = train_grpo.grpo_advantages(
+            scores.flatten(), k, scale, torch.ones(scores.numel(), dtype=torch.bool)
+        ).reshape(-1, k)
         assert (advantages[:-1] == 0).all() and (advantages[-1] != 0).any()
 
 

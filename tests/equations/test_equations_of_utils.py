@@ -9,6 +9,7 @@ from oracles import ragged_case, ragged_mask, uniform
 
 from rlhf_details import utils
 from rlhf_details.plumbing.inputs import data
+from rlhf_details.plumbing.machine import samplers
 
 
 # ---- whitening -------------------------------------------------------------------------------------------------------
@@ -101,9 +102,8 @@ def test_gen_15_the_ratio_to_the_sampler_is_bounded_by_the_cap(action, correctio
     ratios = torch.cat(steps).double().exp()
     cut = (ratios > cap) | (ratios < 1 / cap) if correction == "mask" else ratios > cap
     weights = ratios.where(~cut, 0.0) if correction == "mask" else ratios.clamp(max=cap)
-    args = SimpleNamespace(sampler="vllm", sampler_correction=correction, sampler_cap=cap)
     advantages = torch.ones(len(lengths)) if action == "response" else torch.ones(len(lengths), 1)
-    got, metrics = utils.correct_for_sampler(-2 * advantages, logratio, mask, args)
+    got, metrics = samplers.correct_for_sampler(-2 * advantages, logratio, mask, correction, cap)
     got = got if action == "response" else got[mask]
     torch.testing.assert_close(got, -2 * weights.float(), atol=1e-5, rtol=1e-5)
     assert metrics["val/sampler_weight"].item() == pytest.approx(weights.mean().item(), abs=1e-5)
@@ -123,5 +123,6 @@ def test_gen_15_the_ratio_to_the_sampler_is_bounded_by_the_cap(action, correctio
 def test_actions_that_another_policy_sampled_are_corrected_where_asked_for(sampler, overlap, correction, is_corrected):
     advantages = torch.tensor([1.0, -2.0])
     args = SimpleNamespace(sampler=sampler, overlap=overlap, sampler_correction=correction, sampler_cap=2.0)
-    found, metrics = utils.correct_for_sampler(advantages, torch.ones(2, 3), torch.ones(2, 3).bool(), args)
+    sampler = samplers.Sampler(args, None, None)
+    found, metrics = sampler.weigh(advantages, torch.ones(2, 3), torch.zeros(2, 3), torch.ones(2, 3).bool())
     assert torch.equal(found, (2 if is_corrected else 1) * advantages) and len(metrics) == 2 * is_corrected

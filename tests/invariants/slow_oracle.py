@@ -15,6 +15,9 @@ from helpers import responses_per_prompt
 
 from rlhf_details import toy, utils
 
+# Of which responses of a batch of 8 a function of --reward_fn abstains, by its name. It gives the others 0.
+ABSTAINS = {"some": {1, 6}, "a_group": {0, 1, 2, 3}, "all_but_two": {0, 1, 2, 3, 6, 7}, "all_but_one": {*range(7)}}
+
 
 def flat(rows):
     return [x for row in rows for x in row]
@@ -95,8 +98,13 @@ class Oracle:
         """Returns the scores."""
         self.number, self.lr = number, self.args.learning_rate * (1 - (number - 1) / num_updates)
         self.episodes, self.judged = episodes, [self.score(*episode) for episode in episodes]
+        self.known = [i for i, (_, response) in enumerate(episodes) if not self.abstains(i)]
         self.actions, self.entropies, self.norms = [], [], []
         return [score for score, _, _ in self.judged]
+
+    def abstains(self, i):
+        """Whether a function of --reward_fn abstains from the i-th response of the batch."""
+        return any(i in ABSTAINS[spec.rpartition(":")[2]] for spec in self.args.reward_fn)
 
     def minibatches(self, order):
         size = len(order) // self.args.num_mini_batches
@@ -176,11 +184,12 @@ class Oracle:
     def metrics_of_rewards(self, old_logprobs, ref):
         """What the pages that train on rewards log beside. old_logprobs: those of the policy that sampled."""
         losses, logratios, clipped = zip(*self.actions, strict=True)
-        ratios, eos = [math.exp(x) for x in logratios], self.token("eos")
+        ratios, eos, known = [math.exp(x) for x in logratios], self.token("eos"), self.known
         return self.metrics_of_all(losses) | {
-            "objective/entropy": mean(-sum(row) for row in old_logprobs),
-            "objective/scores": mean(score for score, _, _ in self.judged),
-            "objective/kl": mean(map(sum, less(old_logprobs, ref))),
+            "objective/entropy": mean(-sum(old_logprobs[i]) for i in known),
+            "objective/scores": mean(self.judged[i][0] for i in known),
+            "objective/kl": mean(sum(less(old_logprobs, ref)[i]) for i in known),
+            "val/abstained": 1 - len(known) / len(self.episodes),
             "policy/approxkl_avg": mean(x * x / 2 for x in logratios),
             "policy/clipfrac_avg": mean(clipped),
             "val/ratio": mean(ratios),
@@ -197,18 +206,21 @@ class GroupOracle(Oracle):
         scores = self.begin(number, num_updates, episodes)
         sampler, ref = ([self.logprobs(m, *e) for e in episodes] for m in (self.policy, self.reference))
         size = k if k > 1 else len(scores)
-        self.equal = [len(set(scores[i // size * size :][:size])) == 1 for i in range(len(scores))]
+        groups = [[scores[j] for j in self.known if j // size == i // size] for i in range(len(scores))]
+        self.equal = [len(set(group)) <= 1 for group in groups]
+        self.learners = [i for i in self.known if k == 1 or len(groups[i]) > 1]
         advantages, found = self.advantages(scores, less(sampler, ref), k)
         advantages, of_overlap = self.weighed(advantages, less(sampler, sampled_logprobs))
         one_step = len(orders) * args.num_mini_batches == 1
         for part in flat(map(self.minibatches, orders)):
-            losses, nothing = [], 0.0  # a gradient of 0 where all are left out
+            losses = []
             for i in part:
                 new, _, _ = self.look(*episodes[i])
-                nothing = nothing + 0 * sum(new)
                 old = [x.detach() for x in new] if one_step else sampler[i]
-                losses.append(self.losses(i, new, *less([new], [old]), advantages[i], ref[i]))
-            self.step(self.total(losses) + nothing)
+                if i in self.learners:
+                    losses.append(self.losses(i, new, *less([new], [old]), advantages[i], ref[i]))
+            if any(losses):  # No step is made where nothing teaches.
+                self.step(self.total(losses))
         found |= {"val/first_ratio": 1.0, "val/equal_scores": mean(self.equal)}
         return self.metrics_of_rewards(sampled_logprobs if args.overlap else sampler, ref) | of_overlap | found
 
@@ -218,18 +230,24 @@ class RlooOracle(GroupOracle):
 
     def advantages(self, scores, kl, k):
         args, advantages = self.args, []
-        shaped = held(whitened([scores])[0] if args.normalize_reward else scores, args.reward_clip_range)
-        rewards = [x - args.kl_coef * sum(row) for x, row in zip(shaped, kl, strict=True)]
+        shaped = [scores[i] for i in self.known]
+        shaped = held(whitened([shaped])[0] if args.normalize_reward else shaped, args.reward_clip_range)
+        shaped = dict(zip(self.known, shaped, strict=True))
+        rewards = {i: x - args.kl_coef * sum(kl[i]) for i, x in shaped.items()}
         for i, row in enumerate(kl):
-            siblings = [j for j in range(len(scores)) if j // k == i // k and j != i]
-            if args.token_level_kl:
+            siblings = [j for j in self.known if j // k == i // k and j != i]
+            if i not in self.learners:
+                advantages.append([0.0] * (len(row) if args.token_level_kl else 1))
+            elif args.token_level_kl:
                 base = shaped[i] - (mean(shaped[j] for j in siblings) if siblings else 0.0)
                 advantages.append([base - args.kl_coef * sum(row[t:]) for t in range(len(row))])
             else:
                 advantages.append([rewards[i] - mean(rewards[j] for j in siblings)])
-        advantages = whitened(advantages) if args.normalize_advantage else advantages
-        non_score = -args.kl_coef * mean(map(sum, kl))
-        return advantages, {"objective/non_score_reward": non_score, "objective/rlhf_reward": mean(rewards)}
+        if args.normalize_advantage:
+            white = whitened([advantages[i] for i in self.learners])
+            advantages = [white[self.learners.index(i)] if i in self.learners else x for i, x in enumerate(advantages)]
+        non_score = -args.kl_coef * mean(sum(kl[i]) for i in self.known)
+        return advantages, {"objective/non_score_reward": non_score, "objective/rlhf_reward": mean(rewards.values())}
 
     def losses(self, i, new, logratios, advantages, ref):
         logratios = logratios if self.args.token_level_kl else [sum(logratios)]
@@ -245,8 +263,12 @@ class GrpoOracle(GroupOracle):
     def advantages(self, scores, kl, k):
         advantages, self.kls = [], []
         for i, score in enumerate(scores):
-            group = scores[i // k * k :][:k]
-            spread = {"group": stdev(group) + 1e-4, "batch": stdev(scores) + 1e-4, "none": 1.0}
+            group = [scores[j] for j in self.known if j // k == i // k]
+            if i not in self.learners:
+                advantages.append([0.0] * len(kl[i]))
+                continue
+            spread = {"group": stdev(group) + 1e-4, "none": 1.0}
+            spread["batch"] = stdev(scores[j] for j in self.known) + 1e-4
             advantages.append([(score - mean(group)) / spread[self.args.scale_advantages]] * len(kl[i]))
         return advantages, {}
 
@@ -380,21 +402,23 @@ class PpoOracle(Oracle):
         return loss
 
     def update(self, number, num_updates, episodes, orders, sampled_logprobs):
-        args, scores = self.args, self.begin(number, num_updates, episodes)
+        args, scores, known = self.args, self.begin(number, num_updates, episodes), self.known
+        scores = [scores[i] for i in known]
         old_logprobs, ref = ([self.logprobs(m, *e) for e in episodes] for m in (self.policy, self.reference))
         with torch.no_grad():
             hidden = [self.distributions(self.policy, *episode)[1] for episode in episodes]
             old_values = [[x.item() for x in self.values(*e, h)] for e, h in zip(episodes, hidden, strict=True)]
         penalties = [self.penalties(*e, p, q) for e, p, q in zip(episodes, old_logprobs, ref, strict=True)]
         shaped, rewards = self.shaped(scores), []
-        for values, penalty, score in zip(old_values, penalties, shaped, strict=True):
-            row = [-self.kl_coef * x for x in penalty] + [0.0] * (len(values) - len(penalty))
+        for i, score in zip(known, shaped, strict=True):
+            row = [-self.kl_coef * x for x in penalties[i]] + [0.0] * (len(old_values[i]) - len(penalties[i]))
             row[-1] += score
             rewards.append(row)
         rewards = whitened(rewards, keep_mean=True) if args.whiten_rewards else rewards
-        advantages, returns = zip(*map(self.gae, rewards, old_values), strict=True)
-        advantages = [row[: len(response)] for row, (_, response) in zip(advantages, episodes, strict=True)]
+        advantages, returns = zip(*map(self.gae, rewards, [old_values[i] for i in known]), strict=True)
+        advantages = [row[: len(episodes[i][1])] for i, row in zip(known, advantages, strict=True)]
         advantages = whitened(advantages) if args.normalize_advantage else advantages
+        advantages, returns = (dict(zip(known, x, strict=True)) for x in (advantages, returns))
         _, of_overlap = self.weighed([[1.0]], [[0.0]])  # The weights are 1.
         old_logprobs = sampled_logprobs if args.overlap else old_logprobs  # the rule of asynchronous PPO
 
@@ -403,24 +427,26 @@ class PpoOracle(Oracle):
             pass_kl = []
             for part in self.minibatches(order):
                 policy_losses, value_losses, before = [], [], len(self.actions)
-                for i in part:
+                for i in (i for i in part if i in known):
                     logprobs, _, hidden = self.look(*episodes[i])
                     for new, old, advantage in zip(logprobs, old_logprobs[i], advantages[i], strict=True):
                         policy_losses.append(self.surrogate(new - old, advantage))
                     values = self.values(*episodes[i], hidden)
                     value_losses += map(self.value_loss, values, old_values[i], returns[i])
-                logratios = [x for _, x, _ in self.actions[before:]]
+                logratios = [x for _, x, _ in self.actions[before:]] or [0.0]
                 first = first or max(math.exp(abs(x)) for x in logratios)
                 pass_kl.append(mean(x * x / 2 for x in logratios))
                 if args.ratio_threshold is not None and mean(map(math.exp, logratios)) > args.ratio_threshold:
                     skipped += 1
                     continue
-                self.step(torch.stack(policy_losses).mean() + args.vf_coef * torch.stack(value_losses).mean())
+                if policy_losses:
+                    self.step(torch.stack(policy_losses).mean() + args.vf_coef * torch.stack(value_losses).mean())
             if args.target_kl is not None and mean(pass_kl) > 1.5 * args.target_kl:
                 break
 
         metrics = self.metrics_of_rewards(old_logprobs, ref)
-        non_score = -self.kl_coef * mean(map(sum, penalties))
+        non_score = -self.kl_coef * mean(sum(penalties[i]) for i in known)
+        returns, old_values = returns.values(), [old_values[i] for i in known]
         value_losses, errors, predictions, value_clipped = zip(*self.states, strict=True)
         total = metrics["loss/policy_avg"] + args.vf_coef * mean(value_losses)
         metrics |= of_overlap | {

@@ -84,11 +84,10 @@ def prompt(columns, number=1, task=None):
     return data.Prompt([5], text, columns, number, source, {}, [])
 
 
-def make_scorer(names=("mine.py:f",), dataset="rows.jsonl", reward_model=None, stop_ids=(1,), **flags):
+def make_scorer(names=("mine.py:f",), dataset="rows.jsonl", stop_ids=(1,), **flags):
     """A Scorer of functions, on one process."""
     args = train_rloo.Args(dataset=dataset, reward_fn=names, **flags)
-    options = toy.tokenizer(), reward_model, train_rloo.response_scores, 4, torch.tensor(stop_ids)
-    return rewards.Scorer(args, accelerate.Accelerator(cpu=True), *options)
+    return rewards.Scorer(args, accelerate.Accelerator(cpu=True), toy.tokenizer(), 4, torch.tensor(stop_ids))
 
 
 def batch_of(texts):
@@ -103,8 +102,8 @@ def call(table, texts, names=("mine.py:f",), held_out=(), **flags):
     """(Scorer, its values) for one response to each row of columns."""
     score = make_scorer(names, **flags)
     prompts = [prompt(columns, number) for number, columns in enumerate(table, 1)]
-    score.check_columns(prompts, held_out)
-    return score, score(prompts, batch_of(["the room"] * len(texts)), texts=texts)
+    score.take_text_model(None, prompts, held_out)
+    return score, score(prompts, batch_of(["the room"] * len(texts)), texts=texts)[0]
 
 
 ROWS = [{"prompt": f"p{i}", "answer": i, "extra": -i} for i in range(3)]
@@ -135,7 +134,8 @@ def test_what_a_function_may_return(functions, returned, values, is_boolean):
 @pytest.mark.parametrize(
     "body, words",
     [
-        ("return [0.0, float('nan'), 0.0]", ["f returned nan", "row 2 of --dataset x, 'p1', with the response 'b'"]),
+        ("return [0.0, float('inf'), 0.0]", ["f returned inf", "row 2 of --dataset x, 'p1', with the response 'b'"]),
+        ("return [float('nan')] * 3", ["f abstained from every response of a batch"]),
         ("return ['much', 0.0, 0.0]", ["returned 'much'", "row 1"]),
         ("return [0.0, 0.0]", ["returned 2 entries for 3 completions"]),
         ("return [None, 0.0, None]", ["no reward applies to row 1"]),
@@ -174,13 +174,35 @@ def test_none_is_for_all_responses_to_a_prompt_or_for_none_of_them(functions, ca
     """)
     score = make_scorer(("mine.py:f", "mine.py:g"))
     first, second = prompt(ROWS[0], 1), prompt(ROWS[1], 2)
-    values = score([first, first, second, second], batch_of(["."] * 4), texts=["a", "a", "b", "b"])
+    values, _ = score([first, first, second, second], batch_of(["."] * 4), texts=["a", "a", "b", "b"])
     assert values[:, 0].tolist() == pytest.approx([1, 1, NAN, NAN], nan_ok=True)
     with pytest.raises(SystemExit) as end:
         score([first, first, second, second], batch_of(["."] * 4), texts=["a", "a", "a", "b"])
     report = capsys.readouterr().err
     assert end.value.code == 1 and "f returned None, but not for each response" in report
     assert "row 2 of --dataset x" in report
+
+
+@pytest.mark.parametrize(
+    "f, g, scored, is_boolean",
+    [
+        ("[True, nan, False]", "[1, 2, 3]", [True, False, True], True),
+        ("[None, 1, nan]", "[nan, 0, 0]", [False, True, False], False),
+        ("[None, None, None]", "[0, nan, 0]", [True, False, True], False),
+        ("[1, 1, 1]", "[1, 1, 1]", [True, True, True], False),
+    ],
+)
+def test_a_response_from_which_a_reward_that_counts_abstains_has_no_score(functions, f, g, scored, is_boolean):
+    functions(f"""
+        from math import nan
+        def f(prompts, completions): return {f}
+        def g(prompts, completions): return {g}
+        def watched(prompts, completions): return [nan] * 3
+    """)
+    score = make_scorer(("mine.py:f", "mine.py:g", "mine.py:watched"), reward_fn_weights=(1.0, 0.5, 0.0))
+    values, found = score([prompt(row) for row in ROWS], batch_of(["."] * 3), texts=["a", "b", "c"])
+    assert found.tolist() == scored and values[:, 2].isnan().all() and score.boolean == ["f"] * is_boolean
+    assert "objective/rewards/watched" not in score.by_name(values, "objective/")
 
 
 def test_a_function_gets_copies_of_the_columns_that_it_names_or_of_all(functions):
@@ -228,10 +250,10 @@ def test_what_a_function_needs_and_a_data_set_has_not_is_named(functions, fails,
     functions(f"def f({parameters}): return [1.0]")
     asked, without = prompt({"prompt": "p", "answer": 1}), prompt({"prompt": "p", "reply": 1})
     words = f"--reward_fn f: {words}; the columns of --dataset x are ['reply']"
-    assert words in fails(make_scorer().check_columns, [without])
+    assert words in fails(make_scorer().take_text_model, None, [without])
     if "answer" in parameters:
-        make_scorer().check_columns([asked], [asked])
-        assert words in fails(make_scorer().check_columns, [asked], [without])
+        make_scorer().take_text_model(None, [asked], [asked])
+        assert words in fails(make_scorer().take_text_model, None, [asked], [without])
 
 
 # ---- names, weights, means -------------------------------------------------------------------------------------------
@@ -343,11 +365,11 @@ def test_only_what_has_ended_is_followed_by_eos(tiny):
     """A text longer than the model's context of 128 loses its beginning."""
     model, tokenizer = models.load_reward_model(tiny / "reward", rloo_args(tiny)).eval(), toy.tokenizer()
     scorer, eos = make_scorer((), reward_model_path="reward"), [tokenizer.eos_token_id]
-    scorer.reward_model = rewards.TextModel(model, tokenizer, 4)
+    scorer.text_model = rewards.TextModel(model, tokenizer, 4)
     long = " ".join(sorted(toy.NOUN_TOPIC) * 20)
     prompts, texts = ["last night we went", "on monday", long], ["the room was lovely .", "the pool", "the room"]
     batch, ids = batch_of(texts), [tokenizer(f"{a} {b}").input_ids for a, b in zip(prompts, texts, strict=True)]
     batch.responses[:, -1], batch.response_mask[:] = torch.tensor([*eos, 7, *eos]), True
-    scores = scorer([prompt({"prompt": text}) for text in prompts], batch, texts=texts)[:, 0].tolist()
+    scores = scorer([prompt({"prompt": text}) for text in prompts], batch, texts=texts)[0][:, 0].tolist()
     expected = [model(torch.tensor([x])).logits.item() for x in (ids[0] + eos, ids[1], (ids[2] + eos)[-128:])]
     assert len(ids[2]) > 128 and scores == pytest.approx(expected, abs=1e-5)

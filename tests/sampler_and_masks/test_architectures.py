@@ -96,7 +96,7 @@ def test_rew_2_scores_are_read_at_each_responses_own_end(page, kind):
     states = [model.base_model(torch.tensor([p + r])).last_hidden_state[0, -1] for p, r in rows_of(batch)]
     expected = model.score(torch.stack(states)).squeeze(1)
     for n in (1, 2, 4) if rest(page) and kind in PACKED else (1,):
-        ours = page.response_scores(page.Reward(model), batch, *rest(page, n))
+        (ours,) = page.response_scores(page.Reward(model), batch, *rest(page, n))
         torch.testing.assert_close(ours, expected, atol=2e-5, rtol=0)
     assert expected.std() > 0.05
 

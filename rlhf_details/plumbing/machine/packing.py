@@ -64,7 +64,7 @@ def why_plain(args, n, prompts, policy, reward_model, response_logprobs, respons
         with torch.autocast(policy.model.device.type, enabled=False):
             gaps = [response_logprobs(policy, batch, n)[0] - response_logprobs(policy, batch, 1)[0]]
             if reward_model:
-                gaps.append(response_scores(reward_model, batch, n) - response_scores(reward_model, batch, 1))
+                gaps.append(response_scores(reward_model, batch, n)[0] - response_scores(reward_model, batch, 1)[0])
     except torch.OutOfMemoryError:
         raise
     except Exception as e:  # A model that cannot take the mask may fail in any way.

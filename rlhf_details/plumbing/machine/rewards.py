@@ -2,8 +2,9 @@
 What a response is worth: the reward model's score, the user's reward functions, and the embedded task's known reward.
 
 A reward function is called as f(prompts, completions, **columns) and returns a list with one entry for each completion:
-a number; True or False, which count 1 and 0, for a reward that can be verified; or None, where it does not apply to the
-kind of row. `prompts` and `completions` are strings, also for conversations, or under --reward_fn_format messages lists
+a number; True or False, which count 1 and 0, for a reward that can be verified; None, where it does not apply to the
+kind of row; or NaN, where it abstains from one response, as a judge that failed does. `prompts` and `completions` are
+strings, also for conversations, or under --reward_fn_format messages lists
 of messages, also for plain text. `columns` are the data set's other columns, each a list as long, with None where a row
 lacks it. A function gets those that it names, or all of them where it takes **columns. It may be `async`. Source: the
 convention of TRL's GRPOTrainer and RLOOTrainer, which pass messages where the prompts are messages.
@@ -122,6 +123,11 @@ async def result_of(awaitable):
     return await awaitable
 
 
+def abstains(x):
+    """Whether an entry is NaN."""
+    return isinstance(x, float) and math.isnan(x)
+
+
 class TextModel(nn.Module):
     """A reward model that reads text, by its own tokenizer. Args: model, transformers'; size, the rows of a forward."""
 
@@ -173,18 +179,16 @@ def own_tokenizer(args, tokenizer, has_chats=False):
 
 # ---- all rewards of a run --------------------------------------------------------------------------------------------
 class Scorer:
-    """Called with responses, it returns what each reward says of them.
+    """Called with responses, and what the page's reward model says of them, it returns what each reward says.
 
     `names` and `weights` [F] are those of the reward model (weight 1), the functions, and what is watched (weight 0).
-    `reward_model` is the page's Reward, or None, until `check_columns` puts a TextModel in its place where one is due.
-    Args: response_scores, the page's function of (its Reward, batch, n); size, the rows of a forward; stop_ids [S], the
-    tokens that may end a response.
+    `text_model` is a reward model that is given text, or None.
+    Args: size, the rows of a forward; stop_ids [S], the tokens that may end a response.
     """
 
-    def __init__(self, args, accelerator, tokenizer, reward_model, response_scores, size, stop_ids):
+    def __init__(self, args, accelerator, tokenizer, size, stop_ids):
         self.args, self.accelerator, self.tokenizer = args, accelerator, tokenizer
-        self.reward_model, self.response_scores = reward_model, response_scores
-        self.size, self.stop_ids = size, stop_ids
+        self.size, self.stop_ids, self.text_model = size, stop_ids, None
         is_text = args.reward_fn_format == "text"
         self.functions = {name_of(spec): Function(spec, is_text) for spec in args.reward_fn}
         tasks = {(spec or "").partition(":")[0] for spec in (args.dataset, getattr(args, "eval_dataset", None))}
@@ -201,55 +205,73 @@ class Scorer:
         self.names = list(weights)
         self.weights = torch.tensor(list(weights.values()), device=accelerator.device)
 
-    def check_columns(self, prompts, held_out=()):
-        """Exits with an error if a data set lacks a column that a function needs, or messages cannot be scored."""
+    def take_text_model(self, reward_model, prompts, held_out=()):
+        """Exits with an error if a data set lacks a column that a function needs, or messages cannot be scored.
+
+        Args: reward_model, the page's, which reads token ids, or None. Returns: the same, or None where it has to read
+        text, for its chat template is another one and there are messages; then `text_model` holds it.
+        """
         args, chats = self.args, [row for row in (*prompts, *held_out) if is_messages(row.columns["prompt"])]
         if "reward_model" in self.names and (own := own_tokenizer(args, self.tokenizer, bool(chats))):
-            kind = "chat template" if self.reward_model else "tokenizer"
+            kind = "chat template" if reward_model else "tokenizer"
             console.say(f"the reward model has a {kind} of its own, so it reads decoded text")
-            if self.reward_model:
-                model = self.reward_model.model
+            if reward_model:
+                model, reward_model = reward_model.model, None
             else:
                 model = utils.disable_dropout(models.load_reward_model(args.reward_model_path, args))
                 model = model.requires_grad_(False).to(engines.loading_device(self.accelerator))
-            self.reward_model = TextModel(model, own, self.size).eval()
+            self.text_model = TextModel(model, own, self.size).eval()
             for row in chats:
                 try:
-                    self.reward_model.encode(row, ".")
+                    self.text_model.encode(row, ".")
                 except RowError as e:
                     console.fail(f"--reward_model_path {args.reward_model_path}: {row.source}: row {row.number}: {e}")
         for data_set in filter(None, (prompts, held_out)):
             for function in self.functions.values():
                 function.find_columns(data_set)
+        return reward_model
 
     @torch.no_grad()
-    def __call__(self, rows, batch, *n, texts=None, ended=None):
-        """Values [M, F] fp32, NaN where a reward does not apply. Where a reward is at fault, all processes end.
+    def __call__(self, rows, batch, model_scores=None, texts=None, ended=None):
+        """(Values [M, F] fp32, NaN where a reward does not apply or abstains; whether each response has a score [M]).
 
+        A response has none where a reward that counts abstains from it. Where a reward is at fault, or no response on
+        any process has a score, all processes end.
         Args: rows, the Prompt of each response, where the k copies of a prompt are one object and adjacent; batch:
-        queries, query_mask, responses, response_mask [M, ..] of this process; n, how many adjacent responses share a
-        row of a forward, where the page packs rows; texts, the responses as strings, if they are not to be decoded;
-        ended [M], whether each text is complete, if not its last token says so. Call it on every process.
+        queries, query_mask, responses, response_mask [M, ..] of this process; model_scores [M], the scores of the
+        page's reward model, if it has one; texts, the responses as strings, if they are not to be decoded; ended [M],
+        whether each text is complete, if not its last token says so. Call it on every process.
         """
         entries, fault = {}, ""
         try:
-            entries = self.entries_of(rows, batch, n, texts, ended)
+            entries = self.entries_of(rows, batch, model_scores, texts, ended)
         except Fault as e:
             fault = str(e)
-        kinds = {(name, type(x) is bool) for name in self.functions for x in entries.get(name, ()) if x is not None}
-        everywhere = gather_object([(fault, kinds)])  # of all processes, so that they go on, or end, together
-        if faults := [fault for fault, _ in everywhere if fault]:
+        weights = dict(zip(self.names, self.weights.tolist(), strict=True))
+        counted = [said for name, said in entries.items() if weights[name]]
+        scored = [not any(map(abstains, said)) for said in zip(*counted, strict=True)]
+        scored = scored if counted else [True] * len(rows)  # Nothing counts, or a reward is at fault.
+        numbers_of = {
+            name: [x for x in entries.get(name, ()) if x is not None and not abstains(x)] for name in self.functions
+        }
+        kinds = {(name, type(x) is bool) for name, said in numbers_of.items() for x in said}
+        # of all processes, so that they go on, or end, together
+        everywhere = gather_object([(fault, kinds, any(scored))])
+        faults = [fault for fault, _, _ in everywhere if fault]
+        if not any(has_score for _, _, has_score in everywhere):
+            faults.append(f"{' and '.join(self.weighted)} abstained from every response of a batch")
+        if faults:
             if self.accelerator.is_main_process:
                 print(f"error: {faults[0]}", file=sys.stderr, flush=True)
             self.accelerator.wait_for_everyone()  # The launcher would end the main process before it has printed.
             console.leave(1)
-        kinds = set().union(*(kinds for _, kinds in everywhere))
+        kinds = set().union(*(kinds for _, kinds, _ in everywhere))
         self.boolean = [name for name in self.functions if (name, True) in kinds and (name, False) not in kinds]
         values = [[math.nan if x is None else x for x in entries[name]] for name in self.names]  # [F][M]
         values = torch.tensor(values, dtype=torch.float32).reshape(len(self.names), len(rows)).T
-        return values.to(self.accelerator.device)
+        return values.to(self.accelerator.device), torch.tensor(scored, device=self.accelerator.device)
 
-    def entries_of(self, rows, batch, n, texts, ended):
+    def entries_of(self, rows, batch, model_scores, texts, ended):
         """{name: what it says of each of my responses, a number, a bool or None}. Raises a Fault."""
         if texts is None:
             texts = chat.decode(self.tokenizer, batch.responses, batch.response_mask)
@@ -259,12 +281,10 @@ class Scorer:
         with torch.autocast(self.accelerator.device.type, enabled=False):
             entries = {name: function(rows, texts, ended) for name, function in self.functions.items()}
         entries |= {name: function(rows, texts, ended) for name, function in self.watched.items()}
-        if isinstance(self.reward_model, TextModel):
-            entries["reward_model"] = self.reward_model(rows, texts, ended)
-        elif self.reward_model:
-            parts = utils.split(batch, utils.slices(len(rows), self.size))
-            scores = [self.response_scores(self.reward_model, part, *n) for _, part in parts]
-            entries["reward_model"] = torch.cat(scores).tolist()
+        if self.text_model:
+            entries["reward_model"] = self.text_model(rows, texts, ended)
+        elif model_scores is not None:
+            entries["reward_model"] = model_scores.tolist()
         for words, i in self.faults(rows, entries):
             where = f"row {rows[i].number} of {rows[i].source}, {rows[i].text!r}, with the response {texts[i]!r}"
             raise Fault(f"{words} {where}")
@@ -275,7 +295,8 @@ class Scorer:
         weighted = {name: entries[name] for name in self.weighted}
         for name, said in weighted.items():
             for i, x in enumerate(said):
-                if x is not None and not (isinstance(x, numbers.Real) and abs(x) <= torch.finfo(torch.float32).max):
+                is_number = isinstance(x, numbers.Real) and abs(x) <= torch.finfo(torch.float32).max
+                if not (x is None or is_number or (abstains(x) and name in self.functions)):
                     yield f"{name} returned {reprlib.repr(x)} for", i
                 if i and rows[i] is rows[i - 1] and (x is None) != (said[i - 1] is None):
                     yield f"{name} returned None, but not for each response to this prompt, whose kind decides:", i
@@ -300,20 +321,21 @@ class Scorer:
         return {prefix + name: x.mean().item() for name, x in found.items() if len(x)}
 
     def columns(self, values):
-        """{name: entries, on the CPU} of values [N, F], without those of responses that a reward does not apply to."""
+        """{name: entries, on the CPU} of values [N, F], where a reward applies and does not abstain."""
         return {name: x[~x.isnan()] for name, x in zip(self.names, values.cpu().unbind(1), strict=True)}
 
-    def held_out(self, values, prompts, responses, mask, ended, scores, kl):
+    def held_out(self, values, scored, prompts, responses, mask, ended, scores, kl):
         """What a page's `evaluate` returns: ({"eval/objective/..": mean over the prompts}, the episodes as Run.log's).
 
-        Args, all gathered: values [N, F]; prompts, a list of N; responses, mask [N, R]; ended, scores, kl [N].
+        Args, all gathered: values [N, F]; prompts, a list of N; responses, mask [N, R]; scored, ended, scores, kl [N].
         """
         found = {"kl": kl, "length": mask.sum(1).float(), "ended": ended.float()}
         gold = self.columns(values).get("gold", scores[:0])
         spread = {"gold_std": gold} if len(gold) else {}
         if hasattr(self.args, "reward_fn_weights"):  # A page with a teacher has no scores.
-            found, spread = {"scores": scores} | found, spread | {"scores_std": scores}
+            known = scores[scored]
+            found, spread = {"scores": known} | found, spread | {"scores_std": known}
         metrics = {name: x.mean().item() for name, x in found.items()} | self.by_name(values)
         metrics |= {name: x.std(correction=0).item() for name, x in spread.items()}
-        shown = prompts, responses, mask, ended, scores, kl
+        shown = prompts, responses, mask, ended, scores.masked_fill(~scored, math.nan), kl
         return {f"eval/objective/{name}": x for name, x in metrics.items()}, shown

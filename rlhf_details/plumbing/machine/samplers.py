@@ -21,30 +21,76 @@ NAMES = "responses", "response_mask", "sampled_logprobs"  # of what a checkpoint
 
 
 def choose(args, run, rows, prompts_of, stop_ids):
-    """What samples in a run: a function of (policy, queries, query_mask, numbers of the rows, n, key), which returns
-    what `utils.sample` returns, of the response length of args and in pieces of its rollout_micro_batch_size.
-
-    Args: rows, all prompts that will be sampled from (data.Prompt); prompts_of(update), the B prompts of an update;
-    stop_ids [S].
+    """The Sampler of a run. Args: rows, all prompts that will be sampled from (data.Prompt); prompts_of(update), the B
+    prompts of an update; stop_ids [S].
     """
     sample = vllm.sampler(args, run.accelerator, rows, run.stop)
-
-    def in_pieces(policy, queries, query_mask, numbers, n, key):
-        size = args.rollout_micro_batch_size // n * n  # The n responses to a prompt are sampled together.
-        how = dict(n=n, response_length=args.response_length, stop_ids=stop_ids, key=key, size=size)
-        return sample(policy, queries, query_mask, numbers, **how)
-
-    if args.overlap:
-        return Ahead(args, run, in_pieces, prompts_of)
-    return lambda policy, *given: in_pieces(engines.gathered(policy), *given)
+    return Ahead(args, sample, stop_ids, run, prompts_of) if args.overlap else Sampler(args, sample, stop_ids)
 
 
-class Ahead:
+class Sampler:
+    """Called with (policy, queries, query_mask, numbers of the rows, n, key) it returns what `utils.sample` returns, of
+    the response length of args and in pieces of its rollout_micro_batch_size.
+
+    `is_another` says whether what samples is another policy than the one that trains.
+    """
+
+    def __init__(self, args, sample, stop_ids):
+        self.args, self.sample, self.stop_ids = args, sample, stop_ids
+        self.is_another = args.sampler != "own" or args.overlap
+
+    def __call__(self, policy, *given):
+        return self.in_pieces(engines.gathered(policy), *given)
+
+    def in_pieces(self, policy, queries, query_mask, numbers, n, key):
+        size = self.args.rollout_micro_batch_size // n * n  # The n responses to a prompt are sampled together.
+        how = dict(n=n, response_length=self.args.response_length, stop_ids=self.stop_ids, key=key, size=size)
+        return self.sample(policy, queries, query_mask, numbers, **how)
+
+    def behaviour_logprobs(self, logprobs, sampled_logprobs):
+        """The log-probs of the policy that sampled, from those of the training forward and of the sampler."""
+        return logprobs  # Only rounding, or another engine, lies between the two.
+
+    def weigh(self, advantages, logprobs, sampled_logprobs, mask):
+        """(Advantages with the weights of `correct_for_sampler`, metrics) where another policy samples."""
+        if not self.is_another or self.args.sampler_correction == "none":
+            return advantages, {}
+        logratio = logprobs - sampled_logprobs
+        return correct_for_sampler(advantages, logratio, mask, self.args.sampler_correction, self.args.sampler_cap)
+
+
+def correct_for_sampler(advantages, logratio, mask, correction, cap):
+    """Advantages times p(action) / p_sampler(action), which makes up for actions that another policy sampled.
+
+    The other one is another engine's (--sampler vllm), or this one as it was an update ago (--overlap; PPO's ratio is
+    then against that one, so its log-ratios here are 0 and its weights 1).
+    Long products of ratios can be huge. The correction "truncate" bounds them by c = cap, and "mask" gives weight 0 to
+    those whose ratio is not within [1/c, c]; they still count in the loss's mean.
+    Args: advantages [B] where an action is a response, else [B, 1] or [B, R]; logratio [B, R], the training forward's
+    log-probs less the sampler's; mask [B, R] bool. Returns: (advantages, of the shape of the weights, metrics).
+    Source: truncated importance sampling of Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL
+    Training" (2025), where c = 2; TRL v1.16.0, grpo_trainer.py, with both kinds, of tokens or responses.
+    """
+    logratio = logratio * mask
+    if advantages.dim() == 1:
+        logratio, mask = logratio.sum(1), mask.any(1)  # [B]
+    ratio = logratio.exp()
+    # Both kinds bound what one response can be worth that the sampler found unlikely. [GEN-15]
+    cut, weights = ratio > cap, ratio.clamp(max=cap)
+    if correction == "mask":
+        cut = cut | (ratio < 1 / cap)
+        weights = ratio.masked_fill(cut, 0)
+    means = {"val/sampler_weight": weights, "val/sampler_cut": cut.float()}
+    return advantages * weights, {name: utils.masked_mean(x, mask) for name, x in means.items()}
+
+
+class Ahead(Sampler):
     """Samples training batches in a thread, one update ahead. The thread makes no collective call."""
 
-    def __init__(self, args, run, sample, prompts_of):
+    def __init__(self, args, sample, stop_ids, run, prompts_of):
+        super().__init__(args, sample, stop_ids)
         self.run, self.accelerator, self.device = run, run.accelerator, run.accelerator.device
-        self.sample, self.prompts_of = sample, prompts_of
+        self.prompts_of = prompts_of
         world, rank, B = self.accelerator.num_processes, self.accelerator.process_index, args.batch_size
         self.mine = slice(rank * B // world, (rank + 1) * B // world)  # the rows of this process
         self.thread, self.pending = ThreadPoolExecutor(1), None  # None, or a function that waits for the next batch
@@ -55,13 +101,16 @@ class Ahead:
         (seed, purpose, update), policy = key, engines.gathered(policy)
         found = self.take()  # An engine has the weights of one policy at a time.
         if purpose != utils.TRAINING:
-            return self.sample(policy, queries, query_mask, numbers, n, key)
-        found, self.pending = found or self.sample(policy, queries, query_mask, numbers, n, key), None
+            return self.in_pieces(policy, queries, query_mask, numbers, n, key)
+        found, self.pending = found or self.in_pieces(policy, queries, query_mask, numbers, n, key), None
         if update < self.run.num_updates:
             if not engines.shards_weights(self.accelerator):  # Otherwise it is a copy already.
                 policy = engines.whole_copy(self.accelerator, policy)  # Training does not change it. [GEN-10]
             self.pending = self.thread.submit(self.in_thread, policy, numbers, n, (seed, purpose, update + 1)).result
         return found
+
+    def behaviour_logprobs(self, logprobs, sampled_logprobs):
+        return sampled_logprobs  # The policy that sampled is an update old.
 
     def in_thread(self, policy, numbers, n, key):
         """Samples the next update. Grad mode, autocast and device hold for one thread, so they are set here."""
@@ -69,7 +118,7 @@ class Ahead:
             torch.cuda.set_device(self.device)
         with torch.no_grad(), self.accelerator.autocast():
             queries, query_mask = utils.left_pad([row.ids for row in self.prompts_of(key[2])], self.device)
-            return self.sample(policy, queries[self.mine], query_mask[self.mine], numbers, n, key)
+            return self.in_pieces(policy, queries[self.mine], query_mask[self.mine], numbers, n, key)
 
     def take(self):
         """Waits for what the thread samples, and returns it, or None. An error of the thread is raised here."""

@@ -4,7 +4,7 @@ vLLM as the sampler (--sampler vllm), in the place of `utils.sample`: it takes t
 An engine runs in a process of its own beside each training process and on its device, or one server serves all
 (--vllm_server). Before each rollout it is given the policy's weights, and the log-probs of the first tokens that it
 returns are compared with the training forward. Otherwise weights that were not pushed, such as a tied head, would
-sample from another policy, and nothing would say so. What rounding leaves, `utils.correct_for_sampler` makes up for.
+sample from another policy, and nothing would say so. What rounding leaves, `samplers.correct_for_sampler` makes up for.
 """
 
 import contextlib

@@ -160,8 +160,8 @@ def as_text(figure):
 def win_rate_line(metrics):
     """The win rate in words."""
     w, sides = metrics["win_rate"], (metrics["policy"], metrics["opponent"])
-    unparsable = f", {w['unparsable']} unparsable" if w["unparsable"] else ""
-    counts = f"{w['won']} won, {w['tied']} tied, {w['lost']} lost{unparsable}"
+    counts = f"{w['won']} won, {w['tied']} tied, {w['lost']} lost"
+    counts += "".join(f", {w[name]} {name}" for name in ("unparsable", "unscored") if w[name])
     # Judges like long responses, so the mean lengths stand beside every win rate. [EVAL-4]
     ours, theirs = (f"{side['length']['value']:.1f}" for side in sides)
     # A response that was cut off is compared as it stands.

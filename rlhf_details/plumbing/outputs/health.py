@@ -40,6 +40,11 @@ SIGNS = {  # sign: (what is seen of the number and its bound, what to do, sectio
         "they teach nothing: stop if the reward is at its best, or take other prompts, more responses, a finer reward",
         "loss-is-0-and-stays-0",
     ),
+    "abstained": (
+        "a reward abstains from {:.0%} of the responses, above {:.0%}",
+        "these responses teach nothing: see why the function of --reward_fn, or the judge behind it, returns NaN",
+        "a-reward-abstains",
+    ),
     "entropy": (
         "the entropy of a token has fallen by a factor of {:.1f} since the first update, above {:g}",
         "the policy repeats itself: raise --kl_coef, or lower --learning_rate",
@@ -72,6 +77,7 @@ def numbers(metrics, first, args, precision, is_last=False):
         # At a KL of 0.02 the chance of no event has changed by more than sqrt(0.02 / 2) = 0.1 (Pinsker's inequality).
         "kl_zero": (-moved, -0.02 if is_last else 0),
         "clipfrac": (metrics["policy/clipfrac_avg"], 0.3),
+        "abstained": (metrics.get("val/abstained", 0), 0.2),
         # On a chat model of 135 M parameters bf16 alone makes 0.3 to 0.7, and dropout, or seen siblings, above 6.
         "first_ratio": (gap, 0.01 if precision == "fp32" else 2.0),
         "truncated": (unended if has_end else 0, 0.95),

@@ -89,9 +89,10 @@ def sample_rows(args, tokenizer, metrics, prompts, responses, mask, ended, score
     for i, text in zip(shown, chat.decode(tokenizer, responses[shown], mask[shown]), strict=True):
         row = {"query": prompts[i].text, "response": text, "ended": bool(ended[i])}
         row["end"] = tokenizer.decode(responses[i][mask[i]][-1:]).strip() if ended[i] else ""
-        row |= {"score": float(scores[i]), "kl": float(kl[i])}
+        score = None if scores[i].isnan() else float(scores[i])  # A reward may have abstained.
+        row |= {"score": score, "kl": float(kl[i])}
         if kl_coef is not None:  # A teacher's page has no KL beside it.
-            row["total"] = row["score"] - kl_coef * row["kl"]
+            row["total"] = None if score is None else score - kl_coef * row["kl"]
         rows.append(row)
     return rows
 

@@ -68,7 +68,11 @@ def learnt_lines(after, held_out, by_prompt):
         return [f"{said}: the accuracy on held-out comparisons is {words}"]
     found = []
     for name in by_prompt[0] if len(by_prompt) == 2 and count > 1 else ():
-        change = average([y - x for x, y in zip(*(values[name] for values in by_prompt), strict=True)])
+        changes = [y - x for x, y in zip(*(values[name] for values in by_prompt), strict=True)]
+        changes = [x for x in changes if not math.isnan(x)]  # Without those from which a reward abstained.
+        if len(changes) < 2:
+            continue
+        change = average(changes)
         said, how = verdict_of(change["low"], change["high"])
         words = f"{how}, {change['value']:+z.3f} +- {change['high'] - change['value']:.3f} a prompt"
         if name == "gold":
