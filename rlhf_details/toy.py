@@ -18,8 +18,11 @@ from functools import cache
 from itertools import pairwise
 
 import numpy as np
+import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from rlhf_details import utils
 
 TOPICS = {  # topic: places, nouns that take "was", nouns that take "were"
     "restaurant": (
@@ -241,16 +244,22 @@ def right_sum(prompts, completions, answer):
     return [text.strip() == right for text, right in zip(completions, answer, strict=True)]
 
 
-def comparisons(split, num, sample):
+def comparisons(split, num, policy, tokenizer, key, response_length, progress=iter):
     """Comparisons for the reward model: 4 responses of the SFT policy to each prompt, and which of them `choose` takes.
 
-    Args: split "train" or "test"; num, how many; sample, a function from a list of prompts to lists of 4 responses.
+    Args: split "train" or "test"; num, how many; policy, key and progress as for utils.sample_rows.
     Returns: list of {"prompt", "candidates": 4 responses, "best": index of the best}.
     """
     rng = np.random.default_rng([2025, split == "test", num])
     prompts = [r["prompt"] for r in rows("prompts", split)]
     prompts = [prompts[i % len(prompts)] for i in range(num)]
-    pairs = zip(prompts, sample(prompts), strict=True)
+    ids, stop_ids = [utils.encode(tokenizer, prompt) for prompt in prompts], torch.tensor([tokenizer.eos_token_id])
+    stop_ids = stop_ids.to(next(policy.parameters()).device)
+    responses = utils.sample_rows(policy, ids, 4, response_length, stop_ids, key, progress)
+    # The human reads texts, and whoever trains on them tokenises them anew: a response that was cut gets an EOS.
+    texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in responses]
+    groups = [texts[i : i + 4] for i in range(0, len(texts), 4)]
+    pairs = zip(prompts, groups, strict=True)
     return [{"prompt": p, "candidates": c, "best": choose([gold(p, r) for r in c], rng)} for p, c in pairs]
 
 

@@ -350,7 +350,7 @@ def main(args: Args):
     # functions of text, e.g. f(prompts=["2 + 3 ="], completions=[" 5"], answer=["5"]) -> [1.0].
     score = rewards.Scorer(args, accelerator, tokenizer, None, None, size, stop_ids)
     score.check_columns(prompts, held_out)
-    optimizer = utils.adamw(policy, args, fused=True)
+    optimizer = utils.adamw(policy, args.learning_rate, args.adam_eps, args.weight_decay)
     # The student's forward calls the teacher's head, so each process keeps a whole teacher.
     teacher.stays_whole = is_jsd
     policy, optimizer = engines.prepare(args, accelerator, policy, optimizer, teacher)
@@ -376,7 +376,8 @@ def main(args: Args):
 
     for update in range(run.first_update, num_updates + 1):
         # The learning rate changes from update to update, and all steps of an update have the same. [OPT-2]
-        lr = optimizer.param_groups[0]["lr"] = utils.learning_rate_at(update, num_updates, args)
+        lr = utils.learning_rate_at(update, num_updates, args.learning_rate, args.lr_schedule, args.warmup_ratio)
+        optimizer.param_groups[0]["lr"] = lr
 
         # ---- 1. Rollout: k responses to each prompt; every process samples its share ---------------------------------
         rows = prompts_of(update)  # B rows of the data set

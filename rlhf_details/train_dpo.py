@@ -289,7 +289,7 @@ def main(args: Args):
         cli.fail(f"--batch_size {B}: more than the {len(train)} rows of --dataset {args.dataset}")
     steps_per_epoch = len(train) // B  # The rest of an epoch's shuffle is left out, other rows in each epoch.
     num_steps = args.num_train_epochs * steps_per_epoch
-    optimizer = utils.adamw(policy, args)
+    optimizer = utils.adamw(policy, args.learning_rate, args.adam_eps, args.weight_decay)
     run = Run(args, accelerator, tokenizer, num_steps, train, [held_out, policy])
     policy, optimizer = engines.prepare(args, accelerator, policy, optimizer)
     # Before a step, and before a checkpoint is loaded, the policy is the reference. One forward of all the data now,
@@ -299,7 +299,8 @@ def main(args: Args):
     run.resume(policy, optimizer)
 
     for step in range(run.first_update, num_steps + 1):
-        lr = optimizer.param_groups[0]["lr"] = utils.learning_rate_at(step, num_steps, args)
+        lr = utils.learning_rate_at(step, num_steps, args.learning_rate, args.lr_schedule, args.warmup_ratio)
+        optimizer.param_groups[0]["lr"] = lr
 
         # ---- 1. Minibatch --------------------------------------------------------------------------------------------
         epoch, place = divmod(step - 1, steps_per_epoch)

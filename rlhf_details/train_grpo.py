@@ -500,7 +500,7 @@ def main(args: Args):
     # token ids, and those of functions of text, e.g. f(prompts=["2 + 3 ="], completions=[" 5"], answer=["5"]) -> [1.0].
     score = rewards.Scorer(args, accelerator, tokenizer, reward_model, response_scores, size, stop_ids)
     score.check_columns(prompts, held_out)
-    optimizer = utils.adamw(policy, args, fused=True)
+    optimizer = utils.adamw(policy, args.learning_rate, args.adam_eps, args.weight_decay)
     # The reference and the reward model are put under the engine in place.
     policy, optimizer = engines.prepare(args, accelerator, policy, optimizer, reference, score.reward_model)
     num_updates = math.ceil(args.total_episodes / B)  # Round up, so that at least total_episodes are sampled. [OPT-10]
@@ -522,7 +522,8 @@ def main(args: Args):
 
     for update in range(run.first_update, num_updates + 1):
         # The learning rate changes from update to update, and all steps of an update have the same. [OPT-2]
-        lr = optimizer.param_groups[0]["lr"] = utils.learning_rate_at(update, num_updates, args)
+        lr = utils.learning_rate_at(update, num_updates, args.learning_rate, args.lr_schedule, args.warmup_ratio)
+        optimizer.param_groups[0]["lr"] = lr
 
         # ---- 1. Rollout: k responses to each prompt; every process samples its share ---------------------------------
         rows = prompts_of(update)  # B rows of the data set

@@ -168,7 +168,7 @@ def samples_to_normalise(args, accelerator, tokenizer, train, purpose):
     # With lm-human-preferences' labels the samples are whole responses, which no EOS ends. [RM-11]
     ends = "none" if comparisons.are_token_ids(train) else "eos"
     stop_ids = models.stop_ids(tokenizer, ends, "--normalization")
-    responses = comparisons.sample_responses(args, accelerator, prompts, 1, purpose, stop_ids)
+    responses = comparisons.sample_responses(args, accelerator, prompts, purpose, stop_ids.to(accelerator.device))
     return [query + response for query, response in zip(prompts, responses, strict=True)]
 
 
@@ -264,14 +264,14 @@ def main(args: Args):
         # Their scores get std 1 before training, so that the loss starts from scores neither huge nor tiny. [RM-9]
         reward.gain.data.fill_(normalise(score_rows(reward, samples, size * K, accelerator))[0])
     model = reward.model
-    optimizer = utils.adamw(model, args)
+    optimizer = utils.adamw(model, args.learning_rate, args.adam_eps, args.weight_decay)
     optimizer.add_param_group({"params": [reward.gain], "weight_decay": 0.0})
     run = Run(args, accelerator, tokenizer, num_steps, train, [held_out, references, model])
     reward, optimizer = engines.prepare(args, accelerator, reward, optimizer)
     run.resume(reward, optimizer)
 
     for step in range(run.first_update, num_steps + 1):
-        lr = utils.learning_rate_at(step, num_steps, args)
+        lr = utils.learning_rate_at(step, num_steps, args.learning_rate, args.lr_schedule, args.warmup_ratio)
         for group in optimizer.param_groups:
             group["lr"] = lr
             if args.tf_adam:

@@ -276,13 +276,14 @@ def main(args: Args):
         cli.fail(f"--batch_size {B}: more than the {len(train)} rows of --dataset {args.dataset}")
     steps_per_epoch = len(train) // B  # The rest of an epoch's shuffle is left out, other rows in each epoch.
     num_steps = args.num_train_epochs * steps_per_epoch
-    optimizer = utils.adamw(language_model, args)
+    optimizer = utils.adamw(language_model, args.learning_rate, args.adam_eps, args.weight_decay)
     run = Run(args, accelerator, tokenizer, num_steps, train, [held_out, language_model])
     language_model, optimizer = engines.prepare(args, accelerator, language_model, optimizer)
     run.resume(language_model, optimizer)
 
     for step in range(run.first_update, num_steps + 1):
-        lr = optimizer.param_groups[0]["lr"] = utils.learning_rate_at(step, num_steps, args)
+        lr = utils.learning_rate_at(step, num_steps, args.learning_rate, args.lr_schedule, args.warmup_ratio)
+        optimizer.param_groups[0]["lr"] = lr
 
         # ---- 1. Minibatch: every process has all of its rows, and trains on its share --------------------------------
         epoch, place = divmod(step - 1, steps_per_epoch)

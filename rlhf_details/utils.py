@@ -8,6 +8,7 @@ Masks     True marks a real token. Masks travel with the tokens, and nothing is 
 """
 
 import functools
+import inspect
 import math
 from typing import NamedTuple
 
@@ -165,31 +166,32 @@ def permutation(n, *coordinates):
     return tuple(np.random.default_rng((len(coordinates), *coordinates)).permutation(n).tolist())
 
 
-def learning_rate_at(step, num_steps, args):
+def rows_of_update(update, count, num_rows, seed):
+    """The numbers of the `count` rows of an update (from 1): pass after pass over num_rows rows."""
+    stream = range((update - 1) * count, update * count)
+    # Prompts come round again, each time in another order, which only the seed and the pass decide. [DATA-7]
+    return [permutation(num_rows, seed, i // num_rows)[i % num_rows] for i in stream]
+
+
+def learning_rate_at(step, num_steps, learning_rate, schedule, warmup_ratio=0.0):
     """Learning rate of step 1 .. num_steps: it rises to `learning_rate` in the warm-up, then falls towards 0 or stays.
 
     Where it falls, step num_steps + 1 would be the first with rate 0.
-    Args: args holds learning_rate, warmup_ratio and lr_schedule ("linear", as in lm-human-preferences, "cosine" or
-    "constant").
+    Args: schedule "linear" (as in lm-human-preferences), "cosine" or "constant"; warmup_ratio, a share of the steps.
     """
-    warmup = math.ceil(args.warmup_ratio * num_steps)
+    warmup = math.ceil(warmup_ratio * num_steps)
     if step <= warmup:
-        return args.learning_rate * step / warmup
+        return learning_rate * step / warmup
     done = (step - 1 - warmup) / max(1, num_steps - warmup)  # This is 0 at the first step after the warm-up. [OPT-1]
     shape = {"linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done)), "constant": 1.0}
-    return args.learning_rate * shape[args.lr_schedule]
+    return learning_rate * shape[schedule]
 
 
-def adamw(model, args, **options):
-    """torch's AdamW over the parameters of a model that are trained.
-
-    Args: args holds learning_rate, adam_eps and weight_decay; options, further ones of torch's.
-    """
+def adamw(model, learning_rate, eps, weight_decay):
+    """torch's AdamW over the parameters of a model that are trained. Biases and norms decay as well."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     # Set eps and weight decay explicitly: torch's defaults are not the recipe's. [OPT-4]
-    return torch.optim.AdamW(
-        parameters, lr=args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay, **options
-    )
+    return torch.optim.AdamW(parameters, lr=learning_rate, eps=eps, weight_decay=weight_decay)
 
 
 def tf_adam_eps(eps, step, beta2=0.999):
@@ -267,6 +269,43 @@ def gumbel_of_bits(bits):
 
 
 # ---- the sampler -----------------------------------------------------------------------------------------------------
+def name_of_cache(model):
+    """The name of the parameter of a model's forward that is the cache of keys and values.
+
+    transformers 5.24 renamed past_key_values to cache. Older versions and models ignore the new name without a word.
+    """
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+class NextToken(nn.Module):
+    """What `sample` calls, of a causal language model as it is: its logits in fp32, at temperature 1."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens, mask, positions, index, cache):
+        """Args: tokens, mask, positions [N, L]; index [C], the columns to read. Returns: logits [N, C, V]."""
+        inputs = dict(attention_mask=mask, position_ids=positions) | {name_of_cache(self.model): cache}
+        return self.model(tokens, **inputs).logits[:, index].float()
+
+
+def sample_rows(policy, prompts, n, response_length, stop_ids, key, progress=iter):
+    """n responses to each prompt, as lists of token ids, the n of a prompt adjacent. No two share any computation.
+
+    Args: policy, a module, stop_ids and key as for `sample`; prompts, lists of token ids; progress(slices) -> slices.
+    """
+    device = next(policy.parameters()).device
+    queries, query_mask = left_pad([ids for ids in prompts for _ in range(n)], device)  # [B, Q]
+    episodes, size, found = torch.arange(len(queries), device=device), 128 * n, []
+    for m in progress(slices(len(queries), size)):
+        responses, mask, _ = sample(
+            policy, queries[m], query_mask[m], episodes[m], 1, response_length, stop_ids, key, size
+        )  # [at most size, R]
+        found += [ids[real].tolist() for ids, real in zip(responses, mask, strict=True)]
+    return found
+
+
 def sample(policy, queries, query_mask, episodes, n, response_length, stop_ids, key, size):
     """A response to each query, token by token from softmax(logits / T), without top-k, top-p or a generation_config.
 

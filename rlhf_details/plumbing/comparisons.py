@@ -9,14 +9,14 @@ Those of the embedded task are made up: the SFT policy writes the candidates, an
 
 import re
 
-import torch
 from torch import nn
 
 from rlhf_details import toy, utils
-from rlhf_details.plumbing import chat, cli, data, engines, models
+from rlhf_details.plumbing import cli, data, engines, models
 from rlhf_details.plumbing.chat import RowError, is_messages
 
-TRAIN, EVAL, BEFORE, AFTER = range(4)  # what responses are sampled for, a coordinate of their noise
+# What responses are sampled for, a coordinate of their noise; utils.TRAINING and EVALUATION are those of comparisons.
+BEFORE, AFTER = 2, 3
 LABEL_PAD = 50259  # fills up the rows of lm-human-preferences; it is no id of GPT-2, whose vocabulary has 50257 tokens
 
 
@@ -45,19 +45,15 @@ def load(args, tokenizer, model, accelerator):
             asked = f"the SFT policy answers {num:,} prompts four times, and an imaginary human chooses"
             cli.say(f"--{flag} {getattr(args, flag)}: {asked}")
 
-            def four_texts(texts):
-                prompts, stop_ids = [chat.encode(tokenizer, text) for text in texts], [tokenizer.eos_token_id]
-                responses = sample_responses(args, accelerator, prompts, 4, purpose, torch.tensor(stop_ids))
-                written = models.decode_all(tokenizer, responses)
-                return [written[i : i + 4] for i in range(0, len(written), 4)]
-
-            rows = toy.comparisons(split or "train", num, four_texts)
+            policy, key = load_sampled(args, accelerator), (args.seed, utils.REWARD_DATA, purpose)
+            with accelerator.autocast():
+                rows = toy.comparisons(split or "train", num, policy, tokenizer, key, args.response_length, progress)
         else:
             rows = with_candidates(data.read_rows(args, flag, ""), args, flag)
         return data.encode(args, flag, rows, tokenizer, models.context(model), "candidates")
 
-    train = load_one("dataset", args.num_comparisons, TRAIN)
-    held_out = load_one("eval_dataset", 512, EVAL) if args.eval_dataset else data.Prompts()
+    train = load_one("dataset", args.num_comparisons, utils.TRAINING)
+    held_out = load_one("eval_dataset", 512, utils.EVALUATION) if args.eval_dataset else data.Prompts()
     K, eval_K = (len(rows[0].answers) for rows in (train, held_out or train))
     if eval_K != K:
         cli.fail(f"--eval_dataset {args.eval_dataset}: {eval_K} candidates a row, but {K} in --dataset {args.dataset}")
@@ -109,24 +105,26 @@ class NextToken(nn.Module):
         return self.head(hidden).float() / self.temperature
 
 
-def sample_responses(args, accelerator, prompts, n, purpose, stop_ids):
-    """n responses of the policy at --sft_model_path to each prompt; every process samples all of them.
-
-    Args: prompts, lists of token ids; purpose, e.g. TRAIN, so that the noise differs; stop_ids [S].
-    Returns: a list of token ids for each response, the n of a prompt adjacent.
-    """
+def load_sampled(args, accelerator):
+    """The policy at --sft_model_path, to sample from."""
     model = utils.disable_dropout(models.load_policy(args.sft_model_path, "--sft_model_path", args))
-    policy, device = NextToken(model, args.temperature).to(accelerator.device).eval(), accelerator.device
-    queries, query_mask = utils.left_pad([ids for ids in prompts for _ in range(n)], device)  # [N, Q]
-    rows, stop_ids, found = torch.arange(len(queries), device=device), stop_ids.to(device), []
-    key, size = (args.seed, utils.REWARD_DATA, purpose), 128 * n
-    for m in cli.progress("sampling responses, slice by slice", utils.slices(len(rows), size)):
-        with accelerator.autocast():
-            responses, mask, _ = utils.sample(
-                policy, queries[m], query_mask[m], rows[m], 1, args.response_length, stop_ids, key, size
-            )  # [at most size, R]
-        found += [ids[real].tolist() for ids, real in zip(responses, mask, strict=True)]
-    return found
+    return NextToken(model, args.temperature).to(accelerator.device).eval()
+
+
+def progress(slices):
+    """The slices, and where they take long, how far it is."""
+    return cli.progress("sampling responses, slice by slice", slices)
+
+
+def sample_responses(args, accelerator, prompts, purpose, stop_ids):
+    """A response of the policy at --sft_model_path to each prompt; every process samples all of them.
+
+    Args: prompts, lists of token ids; purpose, e.g. BEFORE, so that the noise differs; stop_ids [S].
+    Returns: a list of token ids for each.
+    """
+    policy, key = load_sampled(args, accelerator), (args.seed, utils.REWARD_DATA, purpose)
+    with accelerator.autocast():
+        return utils.sample_rows(policy, prompts, 1, args.response_length, stop_ids, key, progress)
 
 
 # ---- rows -> prompt, candidates, best --------------------------------------------------------------------------------

@@ -267,10 +267,7 @@ class Prompts(list):
 
     def of_update(self, update, count, seed):
         """The `count` prompts of an update (from 1): pass after pass over the data, each in an order of its own."""
-        stream = range((update - 1) * count, update * count)
-        # Prompts come round again, each time in another order, which only the seed and the pass decide. [DATA-7]
-        orders = {epoch: utils.permutation(len(self), seed, epoch) for epoch in {i // len(self) for i in stream}}
-        return [self[orders[i // len(self)][i % len(self)]] for i in stream]
+        return [self[i] for i in utils.rows_of_update(update, count, len(self), seed)]
 
 
 def load_prompts(args, tokenizer, room):

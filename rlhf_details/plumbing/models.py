@@ -27,7 +27,7 @@ from transformers.masking_utils import sdpa_mask
 from transformers.utils import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from rlhf_details import toy
+from rlhf_details import toy, utils
 from rlhf_details.plumbing import chat, cli, engines
 
 
@@ -135,15 +135,11 @@ def hidden_states(model, tokens, mask, positions, cache=None):
     transformers cache, which is extended.
     """
     trunk = model.base_model
-    inputs = {"input_ids": tokens, "attention_mask": mask, name_of_cache(trunk): cache, "use_cache": cache is not None}
+    inputs = {"input_ids": tokens, "attention_mask": mask, "use_cache": cache is not None}
+    inputs[utils.name_of_cache(trunk)] = cache
     if accepts(trunk, "position_ids"):  # Bloom, for example, knows no positions.
         inputs["position_ids"] = positions
     return trunk(**inputs).last_hidden_state
-
-
-def name_of_cache(model):
-    """The name of the parameter of a model's forward that is the cache. Older models call it past_key_values."""
-    return "cache" if accepts(model, "cache") else "past_key_values"  # so does transformers before 5.24
 
 
 def load_policy(path, flag, args):
@@ -158,7 +154,7 @@ def load_policy(path, flag, args):
         if "jitter" in name and value:  # A router with jitter would put noise into the log-probs.
             kind = config.model_type
             cli.fail(f"{flag} {path}: a {kind} draws random numbers in training mode ({name} {value})")
-    takes_cache = any(accepts(m, name_of_cache(m)) for m in (model, model.base_model))
+    takes_cache = any(accepts(m, utils.name_of_cache(m)) for m in (model, model.base_model))
     if not takes_cache or set(getattr(config, "layer_types", None) or []) == {"linear_attention"}:
         cli.fail(f"{flag} {path}: a {config.model_type} cannot be sampled: it has no cache of keys and values")
     return model

@@ -44,11 +44,11 @@ def test_data_7_prompts_come_round_again_in_another_order():
 @pytest.mark.parametrize("warmup", [0, 4])
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "constant"])
 def test_opt_1_the_first_rate_after_a_linear_warm_up_is_full_and_the_last_is_a_share(schedule, warmup):
-    args = SimpleNamespace(learning_rate=2.0, lr_schedule=schedule, warmup_ratio=0.9 * warmup / 20)  # rounded up
+    ratio = 0.9 * warmup / 20  # The number of steps is rounded up.
     left = {"linear": lambda x: 1 - x, "cosine": lambda x: (1 + math.cos(math.pi * x)) / 2, "constant": lambda x: 1.0}
     shares = [(i + 1) / warmup for i in range(warmup)]
     shares += [left[schedule](i / (20 - warmup)) for i in range(20 - warmup)]
-    rates = [utils.learning_rate_at(step, 20, args) for step in range(1, 21)]
+    rates = [utils.learning_rate_at(step, 20, 2.0, schedule, ratio) for step in range(1, 21)]
     assert rates == pytest.approx([2.0 * share for share in shares])
 
 
