@@ -96,7 +96,7 @@ def main(updates=40):
         episodes = sample(policy, *queries, tokenizer.eos_token_id, update)  # tokens and mask [B, Q + R]
         responses, mask = (x[:, -R:] for x in episodes)  # [B, R]
 
-        # ---- 2. Scores, log-probs and values
+        # ---- 2. Scores: with log-probs and values
         #   responses    a    b   EOS   .    .     w    x    y    z    u
         #   mask         1    1    1    0    0     1    1    1    1    1     actions: the tokens
         #   state_mask   1    1    1    1    0     1    1    1    1    1     states: before each token, and after EOS

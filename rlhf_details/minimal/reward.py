@@ -39,7 +39,7 @@ def main(comparisons=3072):
     policy = AutoModelForCausalLM.from_pretrained(sft_folder).to(device).eval()  # without dropout [MODEL-1]
     key = seed, utils.REWARD_DATA, utils.TRAINING  # of the noise
     train = toy.comparisons("train", comparisons, utils.NextToken(policy), tokenizer, key, R)
-    torch.manual_seed(seed)  # The library draws a head, and so the one that replaces it depends on the library. [RM-2]
+    torch.manual_seed(seed)  # The library draws a head, so what the one below gets depends on the library too. [RM-2]
     reward_model = AutoModelForSequenceClassification.from_pretrained(sft_folder, num_labels=1).eval()
     torch.nn.init.normal_(reward_model.score.weight, std=1 / math.sqrt(reward_model.config.hidden_size + 1))  # [RM-1]
     reward_model.to(device)
@@ -72,7 +72,7 @@ def main(comparisons=3072):
         accuracy = (scores.gather(1, best.unsqueeze(1)).squeeze(1) > others).float().mean()  # A tie is wrong. [RM-8]
         print(f"{step:4d}  loss {loss:.6f}  accuracy {accuracy:.6f}  grad_norm {norm:.6f}")
 
-    # ---- Normalise: a candidate scores 0 in the mean
+    # ---- normalise: a candidate scores 0 in the mean
     slices = [train[m] for m in utils.slices(len(train), 128)]
     with torch.no_grad():
         scores = torch.cat([scores_of(reward_model, gain, tokenizer, part) for part in slices])  # [comparisons, K]

@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 import tomllib
 from pathlib import Path
 
@@ -43,6 +44,14 @@ def commands():
             yield match[2], shlex.split(match[1])
         if match := re.search(r"sbatch .*benchmark/slurm\.sh (\w+) (.*)", line):
             yield match[1], [f"rlhf_details/{match[1]}.py", *shlex.split(f"--run_name {match[2]}")]
+
+
+def test_the_readme_begins_with_the_loop_of_the_minimal_page():
+    loop = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[1]
+    assert loop.startswith("for update in range(") and "optimizer.step()" in loop
+    assert (
+        textwrap.indent(loop, "    ", lambda line: line.strip()) in (ROOT / "rlhf_details/minimal/rloo.py").read_text()
+    )
 
 
 def test_every_command_of_the_readme_parses():
