@@ -23,7 +23,7 @@ try:
     import index_pages
     import watch
     from prices import DETAILS
-    from source import DIFFS, ROOT, SCRIPTS, Mistake
+    from source import DIFFS, MINIMAL, ROOT, SCRIPTS, Mistake
 except ModuleNotFoundError as e:
     sys.exit(f'error: the site needs {e.name}: pip install -c constraints.txt -e ".[docs]"')
 
@@ -37,7 +37,8 @@ def generated():
     """{file name: Markdown} of the pages that are made from the code and the results."""
     annotate.check()
     pages = {f"{script}.md": annotate.page(script) for script in SCRIPTS}
-    pages |= {compare.file_of(title): compare.page(left, right) for (left, right), title in DIFFS.items()}
+    both = MINIMAL | DIFFS
+    pages |= {compare.file_of(title): compare.page(left, right) for (left, right), title in both.items()}
     pages["details.md"] = index_pages.details_page()
     pages["forest.md"] = index_pages.forest_page()
     pages["watch.md"] = watch.page()
@@ -55,6 +56,7 @@ def navigation():
     guides, evidence = ([f"{p.parent.name}/{p.name}" for p in pages] for pages in (guides, evidence))
     return [
         {"Start": "index.md"},
+        {"Minimal pages": [compare.file_of(title) for title in MINIMAL.values()]},
         {"The scripts": [f"{script}.md" for script in SCRIPTS]},
         {"Side by side": ["cheat_sheet.md", *(compare.file_of(title) for title in DIFFS.values())]},
         {"Watch it learn": "watch.md"},

@@ -3,14 +3,17 @@ A side-by-side diff of two scripts, block by block, with a sentence or two at ea
 
 The sentences stand in notes/<left>__<right>.toml, keyed by block; "join -> pack" pairs two blocks of different names,
 and "intro" stands above them all. A block whose code differs and that has no sentence is a mistake, and so is a
-sentence on a block that does not differ.
+sentence on a block that does not differ. Minimal pages share the sentences of notes/minimal.toml: what their pages add.
 """
 
 import difflib
 
 import annotate
-from source import DIFFS, Mistake, blocks, code_html, escape, prose
+from source import DIFFS, MINIMAL, Mistake, blocks, code_html, escape, prose
 
+INTRO = """Left is `{left}.py`, the algorithm alone, and right `{right}.py`, which computes the same numbers. Read the
+left side from top to bottom. At each block a sentence says what the page adds there, and why.
+"""
 CONTEXT = 2  # equal lines that are shown around a difference; more are folded
 
 
@@ -82,11 +85,15 @@ def file_of(title):
 
 def page(left, right):
     """Markdown of the page that compares two scripts."""
-    path, title = f"docs/notes/{left}__{right}.toml", DIFFS[left, right]
-    notes = dict(annotate.notes(f"{left}__{right}"))
+    family = MINIMAL if (left, right) in MINIMAL else DIFFS
+    name, title = "minimal" if family is MINIMAL else f"{left}__{right}", family[left, right]
+    path, notes = f"docs/notes/{name}.toml", dict(annotate.notes(name))
     intro, parts, equal, differing = notes.pop("intro", ""), [], [], set()
-    others = " · ".join(f"**{t}**" if t == title else f"[{t}]({file_of(t)})" for t in DIFFS.values())
-    for a, b in pairs(left, right, dict(key.split(" -> ") for key in notes if " -> " in key)):
+    others = " · ".join(f"**{t}**" if t == title else f"[{t}]({file_of(t)})" for t in family.values())
+    if family is MINIMAL:
+        intro = INTRO.format(left=left, right=right)
+    renamed, keys = [key.split(" -> ") for key in notes if " -> " in key], {block.key for block in blocks(right)}
+    for a, b in pairs(left, right, {old: new for old, new in renamed if new in keys}):
         key = " -> ".join(dict.fromkeys(block.key for block in (a, b) if block))
         if a and b and (lines_of(a)[0] == lines_of(b)[0] or (a.code == b.code and key not in notes)):
             equal.append(f"<code>{escape(key)}</code>")
@@ -99,7 +106,7 @@ def page(left, right):
         parts.append(f'<div class="difference">{prose(notes.get(key, ""))}{diff}</div>\n')
     if missing := differing - set(notes):
         raise Mistake(f"{path}: nothing is said of {', '.join(map(repr, sorted(missing)))}, which differs")
-    if unknown := set(notes) - differing:
+    if family is DIFFS and (unknown := set(notes) - differing):
         raise Mistake(f"{path}: no difference in {', '.join(map(repr, sorted(unknown)))}")
     head = f"---\ntitle: {title}\nhide: [navigation, toc]\n---\n\n# {title}\n\n{others}\n\n{intro}"
     return "\n".join([head, *parts, f"## Equal in both {{ #equal }}\n\n<p>{', '.join(equal)}</p>\n"])

@@ -30,6 +30,18 @@ SCRIPTS = {  # the annotated pages in order: what each is, and whose notes it ta
     "train_sft": ("Supervised fine-tuning", None),
     "utils": ("What all scripts share", None),
 }
+MINIMAL = {  # the first pages of the site: each minimal page beside the page that it becomes, by the same titles
+    (f"minimal/{name}", f"train_{name}"): f"{title} from minimal to page"
+    for name, title in [
+        ("rloo", "RLOO"),
+        ("ppo", "PPO"),
+        ("grpo", "GRPO"),
+        ("distill", "Distillation"),
+        ("reward", "Reward model"),
+        ("dpo", "DPO"),
+        ("sft", "SFT"),
+    ]
+}
 DIFFS = {  # the pages that show two scripts side by side: the title of each; its file is the title in small letters
     ("train_ppo", "train_rloo"): "PPO to RLOO",
     ("train_rloo", "train_grpo"): "RLOO to GRPO",

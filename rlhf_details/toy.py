@@ -16,6 +16,7 @@ Everything is a function of a seed, so no file has to be shipped: `rows("prompts
 import re
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -242,6 +243,13 @@ def sums(stage, split):
 def right_sum(prompts, completions, answer):
     """The reward of "toy-sum": whether each completion is the row's `answer`. It is verifiable: a list of bools."""
     return [text.strip() == right for text, right in zip(completions, answer, strict=True)]
+
+
+def require(*folders):
+    """Ends the program with one line where the folder of a trained model is missing."""
+    for folder in folders:
+        if not Path(folder, "config.json").exists():
+            raise SystemExit(f"error: {folder} is missing: python rlhf_details/train_{Path(folder).name}.py makes it")
 
 
 def comparisons(split, num, policy, tokenizer, key, response_length, progress=iter):

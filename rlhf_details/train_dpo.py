@@ -324,6 +324,7 @@ def main(args: Args):
                 # The whole minibatch's count makes micro-batches add up to its gradient. [OPT-5]
                 loss = losses.sum() / B
                 accelerator.backward(loss * world)  # The engines average over processes, but we sum. [OPT-6]
+            # At the first step all scores are 0, and rounding alone decides what counts as right.
             means.add({"train/dpo/loss": losses} | metrics)
         norm = engines.clip_and_step(accelerator, policy, optimizer, args.max_grad_norm, run)
         run.lap("optimise")

@@ -646,7 +646,7 @@ def main(args: Args):
 
         # ---- 5. Optimise: micro-batches add up to exactly one gradient for each minibatch ----------------------------
         policy.train()  # Every dropout is 0. Training mode only lets gradient checkpointing work.
-        means = utils.Means(device)
+        means = utils.Means(device)  # over all steps of the update, and so over policies that move
         num_skipped = 0
         lengths = query_mask.sum(1) + response_mask.sum(1)  # [B]
         is_watched = args.target_kl is not None or args.ratio_threshold is not None
@@ -707,6 +707,7 @@ def main(args: Args):
                 state["adam_step"] += 1
                 if args.tf_adam:
                     optimizer.param_groups[0]["eps"] = utils.tf_adam_eps(args.adam_eps, state["adam_step"])
+                # One norm for both models: a large gradient of the values makes the policy's step smaller too.
                 norm = engines.clip_and_step(accelerator, policy, optimizer, args.max_grad_norm, run, number)
                 means.add({"policy/grad_norm": norm})
             # Stop: the policy has moved too far from the one that sampled. [PPO-18]

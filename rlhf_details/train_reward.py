@@ -150,6 +150,7 @@ def load_model(args, device):
     tokenizer = models.load_tokenizer(args.sft_model_path, "--sft_model_path", args)
     model = models.load_scalar_model(args.sft_model_path, "--sft_model_path", args)
     model = utils.disable_dropout(model)
+    # The library has drawn a head already, so what is drawn here depends on the library, and not on the seed alone.
     # The state has H entries of variance near 1, so the score has a variance near 1 as well. [RM-1]
     nn.init.normal_(model.score.weight, std=1 / math.sqrt(model.score.in_features + 1))
     if tokenizer.pad_token_id in (None, tokenizer.eos_token_id):

@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 import tomllib
 from pathlib import Path
 
@@ -44,6 +45,12 @@ def commands():
             yield match[2], shlex.split(match[1])
         if match := re.search(r"sbatch .*benchmark/slurm\.sh (\w+) (.*)", line):
             yield match[1], [f"rlhf_details/{match[1]}.py", *shlex.split(f"--run_name {match[2]}")]
+
+
+def test_the_readme_begins_with_the_loop_of_the_minimal_page():
+    loop = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[1]
+    assert loop.startswith("for update in range(") and "optimizer.step()" in loop
+    assert textwrap.indent(loop, "    ") in (ROOT / "rlhf_details/minimal/rloo.py").read_text()
 
 
 def test_every_command_of_the_readme_parses():
@@ -140,8 +147,8 @@ def test_every_script_and_test_that_a_text_names_exists():
     named = {(file, test) for path in texts for file, test in re.findall(NAMED, path.read_text())}
     assert len(named) > 30
     exist = mutations.all_tests(ROOT)
-    # docs/contributing.md makes up a page of one's own.
-    assert {file for file, _ in named if not (ROOT / file).is_file()} <= {"rlhf_details/train_mine.py"}
+    made_up = {"rlhf_details/train_mine.py", "rlhf_details/minimal/mine.py"}  # by docs/contributing.md
+    assert {file for file, _ in named if not (ROOT / file).is_file()} <= made_up
     assert not {f"{file}::{test}" for file, test in named if test} - exist.keys()
 
 

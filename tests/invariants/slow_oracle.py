@@ -1,5 +1,7 @@
 """RLOO, GRPO, PPO and distillation from their definitions: an unpadded row at a time, plain transformers in float64.
 
+They are for the options of the pages. Without options the minimal pages are the oracles: test_minimal.py.
+
 Python loops, and nothing that calls the package, except for the embedded task's known reward and the shuffle of rows.
 Episodes are pairs (query, response) of lists of token ids, and `orders` says in which order each pass takes them.
 """

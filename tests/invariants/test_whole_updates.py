@@ -43,7 +43,6 @@ TOKENS = dict(token_level_kl=True, normalize_advantage=True, kl_coef=0.3)
 WHITE_SCORES = dict(normalize_reward=True, reward_clip_range=0.8, missing_eos_mode="replace", missing_eos_penalty=0.0)
 ORACLES = {  # name: (page, flags)
     "rloo": ("train_rloo", dict(kl_coef=0.3, rloo_k=2, learning_rate=0.05)),
-    "rloo-one-step": ("train_rloo", ONE_STEP | dict(kl_coef=0.3, max_grad_norm=None)),
     "reinforce++": ("train_rloo", TOKENS | WHITE_SCORES),
     "one-response": ("train_rloo", TOKENS | ONE_STEP | dict(rloo_k=1, reward_clip_range=0.5, stop_token="none")),
     "grpo": ("train_grpo", dict(kl_coef=0.3, group_size=4, cliprange_high=0.08, missing_eos_penalty=1.0)),

@@ -57,6 +57,15 @@ def test_every_block_has_a_note_and_every_tag_a_card():
                 assert page.count(f'<article class="card" id="{tag}"') == 1
 
 
+def test_every_sentence_on_what_a_page_adds_speaks_of_a_block():
+    """A block without a sentence ends the build."""
+    import annotate
+    from source import MINIMAL, blocks
+
+    keys = {block.key for pair in MINIMAL for script in pair for block in blocks(script)}
+    assert {part for key in annotate.notes("minimal") for part in key.split(" -> ")} <= keys
+
+
 def test_moving_a_tagged_line_needs_no_other_change(copied):
     """Neither a note nor the copy of the line in another script has to follow, and the card's link does."""
     import annotate
