@@ -11,8 +11,10 @@ import inspect
 import pytest
 from minimal_runs import (
     CASES,
+    FLAGS,
     MINIMAL,
     NAMES,
+    PAGE,
     SAMPLING,
     are_equal,
     assert_saved_alike,
@@ -56,6 +58,16 @@ def test_a_minimal_page_needs_nothing_but_the_task_and_what_is_numbers_alone(nam
     assert modules == {"rlhf_details", "transformers"}
     ours = {a.name for node in ast.walk(tree) if getattr(node, "module", "") == "rlhf_details" for a in node.names}
     assert ours == {"toy", "utils"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_constants_are_those_of_the_page_on_the_embedded_task(name):
+    """The cases above have settings of their own."""
+    flags = PAGE[name].Args(**PAGE[name].presets["toy"])
+    constants = {FLAGS.get(c, c): x for c, x in vars(MINIMAL[name]).items() if isinstance(x, (int, float))}
+    constants = {flag: x for flag, x in constants.items() if hasattr(flags, flag)}
+    assert {"batch_size", "seed", "learning_rate", "max_grad_norm"} <= constants.keys()
+    assert constants == {flag: getattr(flags, flag) for flag in constants}
 
 
 def test_what_two_minimal_pages_share_has_the_same_lines():
