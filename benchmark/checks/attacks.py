@@ -93,16 +93,20 @@ def result(out=OUT, run=RUN):
 
 # ---- attacks: each yields what it did, and whether the run held ------------------------------------------------------
 def flips():
-    """One bit of a file of the newest checkpoint, or of the metrics, and `--resume`."""
-    for file in ("checkpoints/000004/policy.pt", "checkpoints/000004/state.pt", "metrics.jsonl"):
+    """One bit of a file of the newest of two checkpoints, or of the metrics, and `--resume`."""
+    process = under_way()
+    process.terminate()
+    process.wait()
+    stopped = shutil.copytree(RUN, "stopped")
+    for name in ("policy.pt", "state.pt", "metrics.jsonl"):
         for number in range(FLIPS):
-            shutil.rmtree(RUN), shutil.rmtree(OUT)
-            shutil.copytree(WHOLE, RUN, ignore=shutil.ignore_patterns("000006"))
-            content, chance = bytearray((RUN / file).read_bytes()), random.Random(number)
+            shutil.rmtree(RUN), shutil.rmtree(OUT, ignore_errors=True)
+            path = max(Path(shutil.copytree(stopped, RUN)).rglob(name))
+            content, chance = bytearray(path.read_bytes()), random.Random(number)
             content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
-            (RUN / file).write_bytes(content)
+            path.write_bytes(content)
             held = ended(start("--resume"))
-            yield f"a bit of {file}", held or f"{file} was damaged" in LOG.read_text()
+            yield f"a bit of {name}", held or (name == METRICS.name and f"{path} was damaged" in LOG.read_text())
 
 
 def pools():
@@ -134,16 +138,15 @@ def folders():
 
 def terminals():
     """Standard output that fails."""
-    null, full = (os.open(path, os.O_RDWR) for path in (os.devnull, "/dev/full"))
-    for what, (reader, writer), encoding in (
-        ("a terminal that closes", pty.openpty(), "utf-8"),
-        ("a reader that ends", os.pipe(), "utf-8"),
-        ("a full disk", (null, full), "utf-8"),
-        ("a terminal without é", os.pipe(), "ascii"),
-    ):
-        process = under_way(stdout=writer, encoding=encoding)
+    for what, (reader, writer) in {
+        "a terminal that closes": pty.openpty(),
+        "a reader that ends": os.pipe(),
+        "a full disk": (os.open(os.devnull, os.O_RDONLY), os.open("/dev/full", os.O_WRONLY)),
+    }.items():
+        process = under_way(stdout=writer)
         os.close(reader), os.close(writer)
         yield what, ended(process)
+    yield "a terminal without é", ended(under_way(encoding="ascii"))
 
 
 def main():
@@ -152,7 +155,7 @@ def main():
         Path("rewards.py").write_text(REWARDS)
         subprocess.run([sys.executable, "-c", MODELS], check=True, env=os.environ | ENVIRONMENT)
         start().wait()
-        shutil.copytree(RUN, WHOLE), shutil.copytree(OUT, WHOLE, dirs_exist_ok=True)
+        shutil.copytree(OUT, WHOLE), shutil.copy(METRICS, WHOLE)
         for attack in (flips, pools, signals, folders, terminals):
             for what, is_held in attack():
                 print(f"{attack.__name__}: {what}: {'held' if is_held else 'LOST'}", flush=True)
