@@ -147,7 +147,7 @@ DAMAGES = {  # what happens to a file of the newest checkpoint
     "a bit of the state": (flip, "state.pt"),
     "it is cut": (lambda path: path.write_bytes(path.read_bytes()[:-100]), "state.pt"),
     "it is empty": (lambda path: path.write_bytes(b""), "policy.pt"),
-    "it is gone": (Path.unlink, "policy.pt"),
+    "it is gone": (Path.unlink, "state.pt"),
 }
 
 

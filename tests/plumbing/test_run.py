@@ -173,9 +173,16 @@ def test_what_was_there_at_the_start_is_replaced(tiny, in_tmp):
 
 
 # ---- what the last save needs is tried before anything is trained ----------------------------------------------------
-SAVE = "save_pretrained"
+SAVE, read_text = "save_pretrained", Path.read_text
+
+
+def with_a_mount(path, **how):
+    """Path.read_text, where --output_dir is a mount."""
+    return f"25 1 0:23 / {Path('model').resolve()} rw -" if path.name == "mountinfo" else read_text(path, **how)
+
+
 UNWRITABLE = {  # what is wrong: (what fails, how, words of the line)
-    "a mount": ("pathlib.Path.is_mount", lambda path: path.name == "model", "it is a mount"),
+    "a mount": ("pathlib.Path.read_text", with_a_mount, "it is a mount"),
     "a tokenizer": (f"transformers.PreTrainedTokenizerFast.{SAVE}", Mock(side_effect=ValueError("a name")), "(a name)"),
     "a configuration": (f"transformers.GPTNeoXConfig.{SAVE}", Mock(side_effect=ValueError("top_k")), "(top_k)"),
     "a card": ("rlhf_details.plumbing.outputs.hub.model_card", Mock(side_effect=KeyError("license")), "license"),

@@ -70,8 +70,8 @@ def save(content, path):
 
 def clean(run_folder, kept=()):
     """Removes the checkpoints of a run but for those that are kept. What cannot be removed stays."""
-    for path in {*Path(run_folder, "checkpoints").glob("*")} - {*kept}:
-        if OURS.fullmatch(path.name):
+    for path in run_folder.glob("checkpoints/*"):
+        if OURS.fullmatch(path.name) and path not in kept:
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -124,8 +124,7 @@ def find(run_folder, now):
 
 def is_whole(folder):
     """Whether a checkpoint has its files, which are zip archives, and their checksums hold, which torch never reads."""
-    weights = [*folder.glob("deepspeed/*.pt")] or [folder / "policy.pt"]
-    for path in (folder / "state.pt", *weights):
+    for path in (folder / "state.pt", *folder.rglob("*.pt")):
         with contextlib.suppress(Exception):  # A damaged archive may raise anything.
             if zipfile.ZipFile(path).testzip() is None:
                 continue

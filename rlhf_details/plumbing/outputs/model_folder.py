@@ -23,9 +23,9 @@ def try_out(args, config, tokenizer, card):
 
     Args: config, the model's; card, the text of README.md.
     """
-    target = Path(args.output_dir).resolve()
+    target, mounts = Path(args.output_dir).resolve(), Path("/proc/self/mountinfo")  # of Linux
     target.parent.mkdir(parents=True, exist_ok=True)
-    if target.is_mount():
+    if mounts.exists() and f" {target} " in mounts.read_text():  # Path.is_mount would miss bind mounts.
         raise OSError("it is a mount, in whose place no folder can be put; give a folder in it")
     with tempfile.TemporaryDirectory(prefix=f"{target.name}.", dir=target.parent) as folder:
         config.save_pretrained(folder)
@@ -70,9 +70,9 @@ def put(args, folder, seen):
 
     Nothing is replaced that is not as the run has found it, such as the model of another run. Returns where it is.
     """
-    if (now := listing(args)) and now != seen:
-        where = os.path.relpath(folder)
-        console.say(f"warning: --output_dir {args.output_dir} has changed since the run began; the model is in {where}")
-        return where
-    atomic.place(folder, Path(args.output_dir).resolve())
-    return args.output_dir
+    if listing(args) in ({}, seen):
+        atomic.place(folder, Path(args.output_dir).resolve())
+        return args.output_dir
+    where = os.path.relpath(folder)
+    console.say(f"warning: --output_dir {args.output_dir} has changed since the run began; the model is in {where}")
+    return where

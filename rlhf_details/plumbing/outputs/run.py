@@ -49,17 +49,16 @@ class Run:
         self.wandb = self.repository = self.lock = None
         self.checkpoint = None  # the folder of the newest one
         self.identity = checkpoint.identity(args, accelerator, [prompts, *inputs])
-        name = None
+        self.folder = None
         if self.is_main:
             cli.check_output_dir(args)
             self.output = model_folder.listing(args)  # what may be replaced at the end
             if args.push_to_hub:
                 self.repository = hub.open_repository(args)
             with self.writing("runs"):
-                name = make_folder(args)
-                self.lock = lock(Path("runs", name))
-        (name,) = broadcast_object_list([name])
-        self.folder = Path("runs") / name
+                self.folder = make_folder(args)
+                self.lock = lock(self.folder)
+        (self.folder,) = broadcast_object_list([self.folder])
         self.logs = [self.folder / "metrics.jsonl", self.folder / "samples.jsonl"]
         if args.resume:
             self.checkpoint = checkpoint.find(self.folder, self.identity)
@@ -261,7 +260,8 @@ class Run:
     def stop(self, message):
         """Ends the run over a fault with exit code 1: what happened, and the checkpoint to continue from."""
         if self.is_main:
-            last = self.checkpoint and f"{self.checkpoint}; --run_name {self.folder.name} --resume goes on from it"
+            is_there = self.checkpoint and self.checkpoint.exists()
+            last = is_there and f"{self.checkpoint}; --run_name {self.folder.name} --resume goes on from it"
             print(f"error: {message}\n  last good checkpoint: {last or 'none'}", file=sys.stderr, flush=True)
         self.end(1)
 
@@ -285,16 +285,16 @@ class Run:
 
 # ---- the folder of a run ---------------------------------------------------------------------------------------------
 def make_folder(args):
-    """Makes the run's folder. Returns its name: as given, or with --resume that of the newest run of this kind, or a
-    new one, which no other run has that starts in this second."""
+    """Makes the run's folder and returns it. Its name is the given one, or with --resume that of the newest run of this
+    kind, or a new one, which no other run has that starts in this second."""
     kind, now = f"{flags.experiment(args)}__{args.seed}__", time.strftime("%Y%m%d-%H%M%S")
     started = [path.name for path in Path("runs").glob(f"{glob.escape(kind)}[0-9]*")] if args.resume else []
     given = args.run_name or max(started, default=None)
     for number in itertools.count(1):
-        name = given or f"{kind}{now}-{number}".removesuffix("-1")
+        folder = Path("runs", given or f"{kind}{now}-{number}".removesuffix("-1"))
         with contextlib.suppress(FileExistsError):
-            Path("runs", name).mkdir(parents=True, exist_ok=bool(given))
-            return name
+            folder.mkdir(parents=True, exist_ok=bool(given))
+            return folder
 
 
 def lock(folder):
