@@ -300,7 +300,7 @@ def measure(texts, responses, mask, ended, values, score, end_ids):
 @torch.no_grad()
 def main(args: Args):
     """Evaluates; returns the contents of summary.json on the main process, None on the others."""
-    start = time.time()
+    start = time.monotonic()
     given, args = args, evaluation.as_trained(args)
     evaluation.check(given, args)
     accelerator = engines.join()
@@ -404,7 +404,7 @@ def main(args: Args):
 
     # ---- 4. Report: samples.csv, summary.json, a table of the figures ------------------------------------------------
     summary = evaluation.report(args, given, metrics, table, accelerator)
-    console.say(f"results: {evaluation.folder_of(args)}   {time.time() - start:.0f} s")
+    console.say(f"results: {evaluation.folder_of(args)}   {time.monotonic() - start:.0f} s")
     return summary
 
 

@@ -77,9 +77,11 @@ def main(argv):
     reward, module, policy = parse(argv)
     check(reward, module, policy)
     train_reward.main(reward)
+    policy.reward_model_path = reward.output_dir  # the folder beside it, where another run has taken that one
     return module.main(policy)
 
 
 if __name__ == "__main__":
+    console.keep_printing()
     main(sys.argv[1:])
     console.leave_group()

@@ -15,7 +15,7 @@ from helpers import PAGES, SCRIPTS, page_args, read_metrics, without_times
 from rlhf_details import evaluate, toy
 from rlhf_details.plumbing.outputs.run import Run
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 STEPS = dict(num_ppo_epochs=2, num_mini_batches=2, eval_dataset="held_out.jsonl")
 MOMENTS = dict(adaptive_kl=True, kl_horizon=50.0, kl_coef=0.2, score_scaling=True, score_norm=True, tf_adam=True)
 CASES = {  # name: (page, flags)

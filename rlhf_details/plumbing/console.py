@@ -7,6 +7,7 @@ error, one line that says why, if it cannot read them.
 
 import contextlib
 import functools
+import io
 import json
 import os
 import sys
@@ -36,10 +37,28 @@ def need(package, extra, what):
 def say(line):
     """Prints a line on the main process."""
     if is_main():
+        print(line, flush=True)
+
+
+class Lasting(io.FileIO):
+    """Standard output or error, where what cannot be written is lost: the terminal is gone, the reader, or the room."""
+
+    def write(self, data):
         try:
-            print(line, flush=True)
-        except BrokenPipeError:  # The reader is gone, as in `| tee` after Ctrl-C, and the run goes on.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return super().write(data) or len(data)
+        except OSError:
+            return len(data)
+
+
+def keep_printing():
+    """From now on no print ends the program, neither ours nor one of the user's code or of a library.
+
+    A character that the terminal's encoding lacks is printed as its number. Streams of a notebook or a test stay.
+    """
+    for name in ("stdout", "stderr"):
+        if (stream := getattr(sys, name)) and stream is getattr(sys, f"__{name}__"):
+            raw = io.BufferedWriter(Lasting(stream.fileno(), "w", closefd=False))
+            setattr(sys, name, io.TextIOWrapper(raw, stream.encoding, "backslashreplace", line_buffering=True))
 
 
 def progress(what, items=None, total=None):

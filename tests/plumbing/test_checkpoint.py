@@ -1,5 +1,7 @@
 """Checkpoints: whole or not there, found again if whole, refused by another run; and a resumed run is the same run."""
 
+import errno
+import os
 import shutil
 from pathlib import Path
 from unittest.mock import patch
@@ -23,7 +25,7 @@ from short_runs import (
     whole,
 )
 
-from rlhf_details.plumbing.outputs import atomic
+from rlhf_details.plumbing.outputs import atomic, checkpoint
 
 FAST = (
     "rloo",
@@ -69,11 +71,12 @@ def dying_at(stage):
     """Patches under which the process dies while it writes the checkpoint of update 4."""
     save, rename = torch.save, Path.rename
 
-    def deadly_save(content, path):
+    def deadly_save(content, file):
+        path = Path(file.name)
         if path.parent.name == "000004.partial" and stage == path.stem:
-            path.write_bytes(b"half of it")
+            file.write(b"half of it")
             raise Death
-        save(content, path)
+        save(content, file)
 
     def deadly_rename(path, target):
         is_it = path.name == "000004.partial"
@@ -109,16 +112,16 @@ def test_files_are_on_the_disk_before_their_folder_has_its_name(in_tmp, monkeypa
 
 
 def test_a_disk_that_is_full_ends_the_run_and_leaves_the_checkpoint_before(tiny, in_tmp, capsys, monkeypatch):
-    save = torch.save
+    real = checkpoint.save
 
     def full(content, path):
-        save(content, "/dev/full" if path.parent.name == "000004.partial" else path)
+        real(content, "/dev/full" if path.parent.name == "000004.partial" else path)
 
-    monkeypatch.setattr(torch, "save", full)
+    monkeypatch.setattr(checkpoint, "save", full)
     with pytest.raises(SystemExit) as end:
         start(tiny, "rloo")
     text = error_line(capsys, end, code=1)
-    assert "runs/run/checkpoints cannot be written" in text
+    assert "runs/run/checkpoints cannot be written ([Errno 28] No space left on device)" in text
     assert "last good checkpoint: runs/run/checkpoints/000002; --run_name run --resume goes on from it" in text
     assert checkpoints() == ["000002"]  # the unfinished one has made room
 
@@ -131,15 +134,111 @@ def test_a_new_run_leaves_no_checkpoint_of_the_one_it_replaces(tiny, in_tmp):
 
 
 # ---- damage ----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("file", ["policy.pt", "state.pt"])
-def test_a_damaged_checkpoint_ends_the_run_and_without_it_the_one_before_is_taken(tiny, in_tmp, capsys, fails, file):
-    damaged = copy_of_dead(tiny, "ppo-overlap") / "checkpoints/000004"
-    (damaged / file).write_bytes((damaged / file).read_bytes()[:-100])
-    assert f"--resume {damaged}: cannot be read (" in fails(start, tiny, "ppo-overlap", resume=True)
-    shutil.rmtree(damaged)
-    start(tiny, "ppo-overlap", resume=True)
-    assert "goes on after update 2 of 6" in capsys.readouterr().out
-    assert_same_run(".", whole(tiny, "ppo-overlap"))
+def flip(path, where=0.5):
+    """Flips a bit of a file, at this share of its length."""
+    content = bytearray(path.read_bytes())
+    content[int(where * len(content))] ^= 4
+    path.write_bytes(content)
+
+
+DAMAGES = {  # what happens to a file of the newest checkpoint
+    "a bit": (flip, "policy.pt"),
+    "a bit near its end": (lambda path: flip(path, 0.99), "policy.pt"),
+    "a bit of the state": (flip, "state.pt"),
+    "it is cut": (lambda path: path.write_bytes(path.read_bytes()[:-100]), "state.pt"),
+    "it is empty": (lambda path: path.write_bytes(b""), "policy.pt"),
+    "it is gone": (Path.unlink, "state.pt"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_where_a_checkpoint_is_damaged_the_one_before_is_taken(tiny, in_tmp, capsys, damage):
+    """And the damaged one goes when the next one is written, though that has a lower number."""
+    (act, file), damaged = DAMAGES[damage], copy_of_dead(tiny, "rloo") / "checkpoints/000004"
+    act(damaged / file)
+    start(tiny, "rloo", resume=True, checkpoint_every=3)
+    out = capsys.readouterr().out
+    assert f"{damaged}/{file} is damaged, so an older checkpoint is taken" in out
+    assert "goes on after update 2 of 6" in out and "can be read" not in out
+    assert_same_run(".", whole(tiny, "rloo"))
+    assert checkpoints() == ["000003", "000006"]
+
+
+def test_where_no_checkpoint_is_whole_the_run_does_not_begin_anew_by_itself(tiny, in_tmp, fails):
+    for path in copy_of_dead(tiny).glob("checkpoints/*/policy.pt"):
+        flip(path)
+    before = contents()
+    assert "no checkpoint in runs/run is whole" in fails(start, tiny, "rloo", resume=True)
+    assert contents() == before
+
+
+LOGS = {  # what happens to metrics.jsonl, and how many rows up to update 4 are left of it
+    "a number": (lambda text: text.replace('"episode": 32', '"episode": 33'), 4),
+    "no JSON": (lambda text: text.replace('{"update": 2,', '"update": 2,'), 3),
+    "no object": (lambda text: text.replace('{"update": 2,', '3, {"update": 2,'), 3),
+    "no update": (lambda text: text.replace('"update": 2', '"opdate": 2'), 3),
+    "no UTF-8": (lambda text: text.replace('{"update": 2', '\udc80{"update": 2'), 3),
+    "cut": (lambda text: text[: text.index('{"update": 2') + 9], 1),
+    "gone": (lambda text: "", 0),
+}
+
+
+@pytest.mark.parametrize("damage", LOGS)
+def test_a_damaged_log_is_named_with_the_rows_that_are_left(tiny, in_tmp, capsys, damage):
+    (change, left), log = LOGS[damage], copy_of_dead(tiny) / "metrics.jsonl"
+    log.write_bytes(change(log.read_text()).encode(errors="surrogateescape"))
+    start(tiny, "rloo", resume=True)
+    assert f"runs/run/metrics.jsonl was damaged: {left} of its 4 rows can be read" in capsys.readouterr().out
+    assert len(updates()) == left + 2
+
+
+def test_a_resumed_run_holds_no_map_of_its_checkpoint(tiny, in_tmp):
+    copy_of_dead(tiny)
+    maps = []
+    with after_row(5, lambda run: maps.append(Path("/proc/self/maps").read_text())):
+        start(tiny, "rloo", resume=True)
+    assert len(maps) == 1 and "policy.pt" not in maps[0]
+
+
+# ---- what others put into checkpoints/ -------------------------------------------------------------------------------
+THEIRS = {  # what a user makes there during a run: (name, how)
+    "a file": ("notes.txt", Path.touch),
+    "a copy": ("000002.keep", lambda path: shutil.copytree(path.with_name("000002"), path)),
+    "a link": ("best", lambda path: path.symlink_to("000002")),
+    "a folder": ("mine", Path.mkdir),
+    "a short number": ("2", Path.mkdir),
+}
+
+
+def test_what_others_put_beside_checkpoints_stays(tiny, in_tmp):
+    def act(run):
+        for name, make in THEIRS.values():
+            make(run.folder / "checkpoints" / name)
+
+    theirs = {name for name, _ in THEIRS.values()}
+    with after_row(3, act):
+        start(tiny, "rloo")
+    assert {*checkpoints()} == {"000004", "000006"} | theirs
+    start(tiny, "rloo", overwrite=True, checkpoint_every=0)
+    assert {*checkpoints()} == theirs
+
+
+def test_a_checkpoint_that_cannot_be_removed_does_not_end_the_run(tiny, in_tmp, capsys, monkeypatch):
+    """Such as one of which another program holds a file open on NFS. It is never taken for that of a new run."""
+    remove = os.rmdir
+
+    def busy(path, **how):
+        if str(path).endswith("000002"):
+            raise OSError(errno.EBUSY, "Device or resource busy")
+        remove(path, **how)
+
+    monkeypatch.setattr(os, "rmdir", busy)
+    start(tiny, "rloo")
+    assert checkpoints() == ["000002", "000004", "000006"]
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        start(tiny, "rloo", overwrite=True)
+    assert "runs/run/checkpoints/000002 cannot be removed" in error_line(capsys, end, code=1)
 
 
 # ---- what may change, and what is refused ----------------------------------------------------------------------------

@@ -70,15 +70,17 @@ def test_a_name_may_end_in_a_revision(tiny, ragged, in_tmp, fails, offline_hub):
 # ---- the card --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("script", ["train_rloo", "train_reward"])
 def test_every_model_has_a_card_with_data_base_command_and_metrics(tiny, in_tmp, monkeypatch, script):
-    monkeypatch.setattr("sys.argv", [f"rlhf_details/{script}.py", "--exp_name", "my own"])
+    words = ["--exp_name", "my own", "--reward_fn", "/home/me/f.py:f", "--judge_base_url=https://a.b/c/d"]
+    monkeypatch.setattr("sys.argv", [f"rlhf_details/{script}.py", *words])
     args = start(tiny, script, eval_dataset="rows.jsonl")
     facts, body = read_card(Path("models/out/README.md").read_text())
     kind = script.partition("_")[2]
     task = "text-classification" if kind == "reward" else "text-generation"
     # Model and data are on this disk, so the Hub could not link them.
     assert facts == dict(library_name="transformers", pipeline_tag=task, tags=[kind, "rlhf", "rlhf_details"])
-    assert f"```\npython rlhf_details/{script}.py --exp_name 'my own'\n```" in body and f"`{args.dataset}`" in body
-    assert args.sft_model_path in body
+    told = f"python rlhf_details/{script}.py --exp_name 'my own' --reward_fn f.py:f --judge_base_url=https://a.b/c/d"
+    assert f"```\n{told}\n```" in body and f"`{args.dataset}`" in body
+    assert f"from `{Path(args.sft_model_path).name}`" in body and str(Path.home()) not in body and "/tmp" not in body
     assert ("reward_bias" in body) == (kind == "reward")
     *_, last = metrics = read_metrics("runs/run")
     first = next(row for row in metrics if any(name.startswith("eval/") for name in row))

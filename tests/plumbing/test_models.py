@@ -160,16 +160,21 @@ def test_a_model_that_cannot_be_used_is_one_line(in_tmp, tiny, fails, make, word
 
 # ---- saving ----------------------------------------------------------------------------------------------------------
 def save(folder, model=None, tokenizer=None):
-    """Saves a model, or a random one, as a run does; returns the arguments."""
+    """Saves a model, or a random one, as a run of the name "run" does; returns the arguments."""
     args = train_rloo.Args(output_dir=folder, sft_model_path="x")
-    model = model or GPTNeoXForCausalLM(tiny_config(initializer_range=0.2)).eval()
-    model_folder.save(args, model, tokenizer or toy.tokenizer())
+    model, tokenizer = (
+        model or GPTNeoXForCausalLM(tiny_config(initializer_range=0.2)).eval(),
+        tokenizer or toy.tokenizer(),
+    )
+    seen, beside = model_folder.listing(args), model_folder.save_weights(args, model, tokenizer, "run")
+    model_folder.save_words(args, tokenizer, "", beside)
+    assert model_folder.put(args, beside, seen) == folder
     return args
 
 
 def test_a_saved_model_replaces_the_old_folder_whole(in_tmp):
     save("deep/model")
-    for name in ("deep/model", "deep/model.partial"):  # of the model before, and of a run that was killed
+    for name in ("deep/model", "deep/model.run.partial"):  # of the model before, and of a run that was killed
         Path(name).mkdir(exist_ok=True)
         Path(name, "old.txt").touch()
     args = save("deep/model/")

@@ -1,12 +1,17 @@
 """A run: its folder and name, what it logs and prints, the signals that stop it, and how it ends."""
 
+import errno
 import json
 import os
+import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from itertools import pairwise
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from helpers import read_metrics, rloo_args, run_rloo
@@ -14,7 +19,9 @@ from short_runs import (
     after_row,
     assert_same_run,
     checkpoints,
+    contents,
     copy_of_dead,
+    error_line,
     start,
     updates,
     whole,
@@ -31,7 +38,7 @@ in_main_thread = pytest.mark.skipif(
 def test_the_folder_of_a_run_holds_what_the_readme_says(tiny):
     run = whole(tiny, "rloo") / "runs/run"
     names = {path.name.split(".")[0] for path in run.iterdir()}
-    assert names == {"config", "metrics", "samples", "events", "checkpoints"}
+    assert names == {"config", "metrics", "samples", "events", "checkpoints", "lock"}
     config = json.loads((run / "config.json").read_text())
     assert config["args"]["total_episodes"] == 96
     assert config["versions"].keys() == {"torch", "transformers"} and "commit" in config
@@ -79,10 +86,162 @@ def test_a_run_of_other_arguments_without_a_checkpoint_is_not_written_over(tiny,
     assert Path("runs/run/metrics.jsonl").read_bytes() == before
 
 
+# ---- two runs at once ------------------------------------------------------------------------------------------------
+HOLD = """
+import fcntl, sys
+file = open(sys.argv[1], "w")
+fcntl.lockf(file, fcntl.LOCK_EX)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("flags", [dict(resume=True), dict(overwrite=True)])
+def test_a_run_that_goes_on_keeps_its_folder_to_itself(tiny, in_tmp, fails, flags):
+    copy_of_dead(tiny)
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with subprocess.Popen([sys.executable, "-c", HOLD, "runs/run/lock"], **pipes) as other:
+        assert other.stdout.readline() == "held\n"
+        before = contents()
+        assert "--run_name run: a run that has not ended writes into runs/run" in fails(start, tiny, "rloo", **flags)
+        assert contents() == before
+    start(tiny, "rloo", **flags)  # The other process has ended, and its lock file is still there.
+    assert_same_run(".", whole(tiny, "rloo"))
+
+
+def test_a_file_system_without_locks_is_named_and_the_run_goes_on(tiny, in_tmp, capsys, monkeypatch):
+    monkeypatch.setattr("fcntl.lockf", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
+    start(tiny, "rloo")
+    assert "runs/run/lock: [Errno 37] No locks available; a second run in runs/run would" in capsys.readouterr().out
+    assert_same_run(".", whole(tiny, "rloo"))
+
+
+def test_runs_that_start_in_the_same_second_have_names_of_their_own(tiny, in_tmp, monkeypatch):
+    monkeypatch.setattr("time.strftime", lambda *_: "20260101-000000")
+    options = dict(run_name=None, total_episodes=16, checkpoint_every=0)
+    runs = [start(tiny, "rloo", output_dir=f"model{i}", **options)["run"] for i in range(3)]
+    assert [run.rpartition("__")[2] for run in runs] == [f"20260101-000000{end}" for end in ("", "-2", "-3")]
+    assert start(tiny, "rloo", output_dir="model", resume=True, **options)["run"] == runs[2]
+
+
+# ---- the output folder -----------------------------------------------------------------------------------------------
+def into_model(name, text="mine"):
+    """Writes a file into the folder `model`, which may be there or not."""
+    Path("model").mkdir(exist_ok=True)
+    Path("model", name).write_text(text)
+
+
+MEANWHILE = {  # what happens to the output folder during the run: (flags, before the run, during it)
+    "another run's model": ({}, None, lambda: shutil.copytree(Path("old"), Path("model"))),
+    "a user's file": ({}, None, lambda: into_model("mine.txt")),
+    "a user's file in a folder of it": ({}, None, lambda: shutil.copytree("old", "model/inner")),
+    "a model, under --overwrite": (dict(overwrite=True), lambda: into_model("a.txt"), lambda: into_model("b.txt")),
+    "a file that was there, under --overwrite": (
+        dict(overwrite=True), lambda: into_model("a.txt"), lambda: into_model("a.txt", "changed")
+    ),
+    "a file beside this run's own model": ({}, lambda: shutil.copytree("own", "model"), lambda: into_model("b.txt")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MEANWHILE)
+def test_what_has_appeared_in_the_output_folder_stays_and_the_model_is_beside_it(tiny, in_tmp, capsys, case):
+    flags, before, during = MEANWHILE[case]
+    shutil.copytree(tiny / "policy", "old"), shutil.copytree(whole(tiny, "rloo") / "model", "own")
+    found = {}
+    if before:
+        before()
+    with after_row(3, lambda run: (during(), found.update(contents("model")))):
+        start(tiny, "rloo", **flags)
+    assert contents("model") == found
+    said = capsys.readouterr().out
+    assert "--output_dir model has changed since the run began; the model is in model.run\n" in said
+    assert "model: model.run " in said and "--policy_path model.run " in said
+    Path("model").rename("theirs"), Path("model.run").rename("model")
+    assert_same_run(".", whole(tiny, "rloo"))
+
+
+def test_what_was_there_at_the_start_is_replaced(tiny, in_tmp):
+    """Files and old models under --overwrite, and by a link its folder; of a repeated run its own model, whatever else
+    lies beside it."""
+    into_model("a.txt"), Path("model").rename("real"), Path("model").symlink_to("real")
+    Path("model.run").mkdir(), Path("model.run.before").mkdir(), Path("model.before").mkdir()
+    for _ in range(2):
+        start(tiny, "rloo", overwrite=True)
+        assert Path("model").is_symlink() and {*contents("real")} == {f"real/{name}" for name in os.listdir("model")}
+        assert_same_run(".", whole(tiny, "rloo"))
+    assert {"real", "model.run", "model.before"} < {*os.listdir()}
+
+
+# ---- what the last save needs is tried before anything is trained ----------------------------------------------------
+SAVE, read_text = "save_pretrained", Path.read_text
+
+
+def with_a_mount(path, **how):
+    """Path.read_text, where --output_dir is a mount."""
+    return f"25 1 0:23 / {Path('model').resolve()} rw -" if path.name == "mountinfo" else read_text(path, **how)
+
+
+UNWRITABLE = {  # what is wrong: (what fails, how, words of the line)
+    "a mount": ("pathlib.Path.read_text", with_a_mount, "it is a mount"),
+    "a tokenizer": (f"transformers.PreTrainedTokenizerFast.{SAVE}", Mock(side_effect=ValueError("a name")), "(a name)"),
+    "a configuration": (f"transformers.GPTNeoXConfig.{SAVE}", Mock(side_effect=ValueError("top_k")), "(top_k)"),
+    "a card": ("rlhf_details.plumbing.outputs.hub.model_card", Mock(side_effect=KeyError("license")), "license"),
+    "a disk": ("tempfile.TemporaryDirectory", Mock(side_effect=OSError(30, "Read-only file system")), "Read-only"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", UNWRITABLE)
+def test_a_save_that_must_fail_ends_the_run_before_it_trains(tiny, in_tmp, capsys, monkeypatch, case):
+    what, how, words = UNWRITABLE[case]
+    monkeypatch.setattr(what, how)
+    with pytest.raises(SystemExit) as end:
+        start(tiny, "rloo")
+    line = error_line(capsys, end, code=1)
+    assert "--output_dir model" in line and words in line and updates() == []
+    assert [name for name in os.listdir() if name.startswith("model")] == []
+
+
+def test_where_anything_but_the_weights_fails_at_the_end_they_stay(tiny, in_tmp, capsys, monkeypatch):
+    def act(run):
+        monkeypatch.setattr(type(run.tokenizer), "save_pretrained", Mock(side_effect=ValueError("a name")))
+
+    with after_row(6, act), pytest.raises(SystemExit) as end:
+        start(tiny, "rloo")
+    line = error_line(capsys, end, code=1)
+    assert "the weights are in " in line and "model.run, but" in line and "(a name)" in line
+    weights = Path("model.run/model.safetensors").read_bytes()
+    assert weights == (whole(tiny, "rloo") / "model/model.safetensors").read_bytes()
+    assert not Path("model").exists()
+
+
+def test_others_may_read_what_they_may_read_elsewhere(tiny, in_tmp):
+    for mask, mode in ((0o022, 0o644), (0o077, 0o600)):
+        before = os.umask(mask)
+        try:
+            start(tiny, "rloo", total_episodes=16, output_dir=f"{mode}", overwrite=True, lora_rank=None)
+        finally:
+            os.umask(before)
+        assert {path.stat().st_mode & 0o777 for path in Path(f"{mode}").iterdir()} == {mode}
+
+
+def test_a_clock_that_jumps_changes_no_time(tiny, in_tmp, monkeypatch):
+    real = time.time
+    with after_row(2, lambda run: monkeypatch.setattr(time, "time", lambda: real() - 86400)):
+        start(tiny, "rloo")
+    assert all(0 <= row[name] < 3600 for row in read_metrics("runs/run") for name in row if name.startswith("time/"))
+
+
 # ---- signals ---------------------------------------------------------------------------------------------------------
 @in_main_thread
 @pytest.mark.parametrize(
-    "number,code,case", [("SIGTERM", 143, "rloo"), ("SIGINT", 130, "ppo-overlap"), ("SIGTERM", 143, "sft")]
+    "number,code,case",
+    [
+        ("SIGTERM", 143, "rloo"),
+        ("SIGINT", 130, "ppo-overlap"),
+        ("SIGTERM", 143, "sft"),
+        ("SIGHUP", 129, "rloo"),
+        ("SIGUSR1", 138, "rloo"),
+    ],
 )
 def test_a_signal_stops_after_the_update_with_a_checkpoint(tiny, in_tmp, capsys, number, code, case):
     times = range(2 if number == "SIGTERM" else 1)  # A scheduler and the launcher may both send a SIGTERM.
@@ -96,6 +255,18 @@ def test_a_signal_stops_after_the_update_with_a_checkpoint(tiny, in_tmp, capsys,
     assert checkpoints() == ["000003"] and updates() == [1, 2, 3] and not Path("model").exists()
     start(tiny, case, checkpoint_every=0, resume=True)
     assert_same_run(".", whole(tiny, case))
+
+
+@in_main_thread
+@pytest.mark.parametrize("number,handler", [("SIGHUP", signal.SIG_IGN), ("SIGUSR1", lambda *_: None)])
+def test_a_signal_that_nohup_or_the_users_code_has_taken_stays_theirs(tiny, in_tmp, number, handler):
+    before = signal.signal(signal.Signals[number], handler)
+    try:
+        with after_row(3, lambda run: os.kill(os.getpid(), signal.Signals[number])):
+            start(tiny, "rloo")
+    finally:
+        signal.signal(signal.Signals[number], before)
+    assert_same_run(".", whole(tiny, "rloo"))
 
 
 @in_main_thread

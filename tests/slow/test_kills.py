@@ -18,7 +18,9 @@ pytestmark = pytest.mark.slow
 STARTER = """
 import importlib, json, os, signal, sys
 import torch
+from rlhf_details.plumbing import console
 from rlhf_details.plumbing.outputs.run import Run
+console.keep_printing()
 script, values = json.loads(open(sys.argv[1]).read())
 log = Run.log
 def deadly(self, update, *args):

@@ -27,6 +27,7 @@ MAY_BE_ZERO = "seed eval_every num_sample_generations truncate_after checkpoint_
 
 def main(function, args_class):
     """Runs a script: function(arguments from the command line). Afterwards all processes leave their group."""
+    console.keep_printing()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     huggingface_hub.logging.set_verbosity_error()  # It would tell of each attempt to reach the Hub.

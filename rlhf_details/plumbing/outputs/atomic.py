@@ -28,18 +28,26 @@ def write_text(path, text):
 @contextlib.contextmanager
 def replacing(folder):
     """Yields a new neighbour, which takes the folder's name once it is on the disk. An error removes it."""
-    partial, before = beside(folder, "partial"), beside(folder, "before")
+    partial = beside(folder, "partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
         yield partial
-        for path in filter(Path.is_file, partial.rglob("*")):
-            sync(path)
+        place(partial, folder)
     except Exception:  # whatever it is, since it is raised again
         shutil.rmtree(partial, ignore_errors=True)  # On a full disk its room may be needed.
         raise
+
+
+def place(new, folder):
+    """Gives a folder the name of another one, which goes, once its files are on the disk."""
+    mode, before = new.stat().st_mode & 0o666, beside(new, "before")
+    for path in filter(Path.is_file, new.rglob("*")):
+        with contextlib.suppress(OSError):  # Some file systems have no modes.
+            path.chmod(mode)  # safetensors writes files that their owner alone can read.
+        sync(path)
+    shutil.rmtree(before, ignore_errors=True)
     if folder.exists():
-        shutil.rmtree(before, ignore_errors=True)
         folder.rename(before)
-    partial.rename(folder)
+    new.rename(folder)
     shutil.rmtree(before, ignore_errors=True)

@@ -13,12 +13,15 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import re
 import shutil
 import time
+import zipfile
+import zlib
 from pathlib import Path
 
 import torch
-from accelerate.utils import gather_object
+from accelerate.utils import broadcast_object_list, gather_object
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from rlhf_details.plumbing import console
@@ -26,7 +29,8 @@ from rlhf_details.plumbing.inputs import flags
 from rlhf_details.plumbing.machine import engines
 from rlhf_details.plumbing.outputs import atomic
 
-VERSION = 5  # of the layout of state.pt; checkpoints of another one are refused
+VERSION = 6  # of the layout of state.pt; checkpoints of another one are refused
+OURS = re.compile(r"\d{6}(\.partial|\.before)*")  # Whatever else is in checkpoints/ is the user's.
 
 
 # ---- writing and reading ---------------------------------------------------------------------------------------------
@@ -38,24 +42,43 @@ def write(run, update, policy, optimizer, state):
     """
     accelerator, scaler = run.accelerator, run.accelerator.scaler
     folder = run.folder / "checkpoints" / f"{update:06d}"
-    saved = {"update": update, "state": state, "seconds": time.time() - run.start} | run.kept
+    saved = {"update": update, "state": state, "seconds": time.monotonic() - run.start} | run.kept
     saved |= {"tensors": run.sampled_ahead(), "scaler": scaler and scaler.state_dict()}  # the scaler of fp16
     partial = atomic.beside(folder, "partial")
     with atomic.replacing(folder) if run.is_main else contextlib.nullcontext():
         accelerator.wait_for_everyone()  # The folder is there.
+        for path in run.logs if run.is_main else ():  # Their rows last as long as the checkpoint.
+            atomic.sync(path)
         try:
             save_policy(accelerator, policy, optimizer, partial)
             if run.is_main:
-                torch.save(saved, partial / "state.pt")
-        except RuntimeError as e:  # of torch.save, on a full disk
-            raise OSError(str(e)) from e
+                save(saved | {"logs": [fingerprint(path) for path in run.logs]}, partial / "state.pt")
+        except RuntimeError as e:  # torch's or DeepSpeed's, such as "unexpected pos", while they handle the cause
+            raise OSError(str(e.__context__ or e)) from e
         accelerator.wait_for_everyone()
-        for path in run.logs if run.is_main else ():  # Their rows last as long as the checkpoint.
-            atomic.sync(path)
-    for other in {*folder.parent.iterdir()} - {*all_of(run.folder)[:2]} if run.is_main else ():
-        shutil.rmtree(other)
+    if run.is_main:  # A later one than this was damaged, or `find` would have taken it.
+        clean(run.folder, [other for other in all_of(run.folder) if int(other.name) <= update][:2])
     accelerator.wait_for_everyone()
     return folder
+
+
+def save(content, path):
+    """torch.save, into a file of Python's, whose errors say what happened. With a path torch would hide a full disk."""
+    with open(path, "wb") as file:
+        torch.save(content, file)
+
+
+def clean(run_folder, kept=()):
+    """Removes the checkpoints of a run but for those that are kept. What cannot be removed stays."""
+    for path in run_folder.glob("checkpoints/*"):
+        if OURS.fullmatch(path.name) and path not in kept:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def fingerprint(path):
+    """[number of rows, checksum] of a file of JSON lines."""
+    content = path.read_bytes()
+    return [content.count(b"\n"), zlib.crc32(content)]
 
 
 def read(run, policy, optimizer):
@@ -67,6 +90,9 @@ def read(run, policy, optimizer):
         load_policy(run.accelerator, policy, optimizer, run.checkpoint)
         if saved["scaler"]:
             run.accelerator.scaler.load_state_dict(saved["scaler"])
+    for path, known in zip(run.logs, saved["logs"], strict=True) if run.is_main else ():
+        if (found := fingerprint(path)) != known:
+            console.say(f"warning: --resume: {path} was damaged: {found[0]} of its {known[0]} rows can be read")
     run.accelerator.wait_for_everyone()  # All processes have read it.
     return saved
 
@@ -82,15 +108,29 @@ def find(run_folder, now):
 
     It ends with one line where the folder's config.json is of another run. Args: now, the identity of this one.
     """
-    newest = next(iter(all_of(run_folder)), None)
-    if len(set(gather_object([str(newest)]))) > 1:
+    found = all_of(run_folder)
+    if len(set(gather_object([str(found)]))) > 1:
         hint = "runs/ must be on a file system that all of them share"
         console.fail(f"--resume: not every process sees the checkpoints of {run_folder}; {hint}")
     before = console.read_json(run_folder / "config.json", "--resume")
     if before and (changed := differences(before, now)):
         hint = "start anew, with --overwrite in place of --resume"
-        console.fail(f"--resume: {newest or run_folder} is of another run: {'; '.join(changed)}; {hint}")
+        console.fail(f"--resume: {[*found, run_folder][0]} is of another run: {'; '.join(changed)}; {hint}")
+    (newest,) = broadcast_object_list([next(filter(is_whole, found), None) if console.is_main() else None])
+    if found and not newest:
+        console.fail(f"--resume: no checkpoint in {run_folder} is whole; start anew, with --overwrite in its place")
     return newest
+
+
+def is_whole(folder):
+    """Whether a checkpoint has its files, which are zip archives, and their checksums hold, which torch never reads."""
+    for path in (folder / "state.pt", *folder.rglob("*.pt")):
+        with contextlib.suppress(Exception):  # A damaged archive may raise anything.
+            if zipfile.ZipFile(path).testzip() is None:
+                continue
+        console.say(f"warning: --resume: {path} is damaged, so an older checkpoint is taken")
+        return False
+    return True
 
 
 # ---- weights and optimizer -------------------------------------------------------------------------------------------
@@ -108,7 +148,7 @@ def save_policy(accelerator, module, optimizer, folder):
         return
     weights, moments = get_state_dict(module, optimizer.optimizer, options=WHOLE)
     if accelerator.is_main_process:
-        torch.save({"model_state_dict": weights, "optim_state_dict": moments}, folder / "policy.pt")
+        save({"model_state_dict": weights, "optim_state_dict": moments}, folder / "policy.pt")
 
 
 def load_policy(accelerator, module, optimizer, folder):
@@ -116,7 +156,8 @@ def load_policy(accelerator, module, optimizer, folder):
     if engines.uses_deepspeed(accelerator):
         module.load_checkpoint(folder, tag="deepspeed", load_module_strict=False)
         return
-    state = torch.load(folder / "policy.pt", map_location="cpu", mmap=True, weights_only=True)
+    on_gpu = accelerator.device.type != "cpu"  # There the moments are copies. Here they would stay a map of the file.
+    state = torch.load(folder / "policy.pt", map_location="cpu", mmap=on_gpu, weights_only=True)
     set_state_dict(module, optimizer.optimizer, **state, options=WHOLE)
 
 

@@ -49,7 +49,7 @@ def model_card(args, repository, before, metrics):
         if not name.startswith(("time/", "health/")):  # They say nothing of the model.
             first = f"{before[name]:.6g}" if name in before else ""
             rows += f"| `{name}` | {first} | {value:.6g} |\n"
-    return f"""\
+    text = f"""\
 ---
 {facts.to_yaml().strip()}
 ---
@@ -68,6 +68,7 @@ def model_card(args, repository, before, metrics):
 {rows}
 `training_args.json` has all arguments.
 """
+    return re.sub(r"(?<![\w:/.~-])/([^\s/'\"`]+/)+", "", text)  # of whole paths the names: others have no such folders
 
 
 def open_repository(args):

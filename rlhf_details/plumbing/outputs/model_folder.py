@@ -2,23 +2,47 @@
 
 import dataclasses
 import json
+import os
+import tempfile
 from pathlib import Path
 
 from transformers import GenerationConfig
 
+from rlhf_details.plumbing import console
 from rlhf_details.plumbing.inputs import chat, models
 from rlhf_details.plumbing.outputs import atomic
 
 
-def save(args, model, tokenizer, card=""):
-    """Writes --output_dir, whole or not at all: weights, tokenizer, training_args.json and the model card.
+def listing(args):
+    """{path: when it was last changed} of all in --output_dir."""
+    return {path: path.lstat().st_mtime_ns for path in Path(args.output_dir).resolve().rglob("*")}
 
-    Args: card, the text of README.md. A model with adapters is merged, and the adapters go to the folder `adapter`.
+
+def try_out(args, config, tokenizer, card):
+    """Writes all but the weights into a folder beside --output_dir, and removes it. What fails fails before training.
+
+    Args: config, the model's; card, the text of README.md.
     """
-    with atomic.replacing(Path(args.output_dir).resolve()) as folder:
+    target, mounts = Path(args.output_dir).resolve(), Path("/proc/self/mountinfo")  # of Linux
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if mounts.exists() and f" {target} " in mounts.read_text():  # Path.is_mount would miss bind mounts.
+        raise OSError("it is a mount, in whose place no folder can be put; give a folder in it")
+    with tempfile.TemporaryDirectory(prefix=f"{target.name}.", dir=target.parent) as folder:
+        config.save_pretrained(folder)
+        save_words(args, tokenizer, card, Path(folder))
+
+
+def save_weights(args, model, tokenizer, name):
+    """Writes the weights, whole or not at all, to a new folder beside --output_dir. Returns the folder.
+
+    Args: name, of the run and of the folder. A model with adapters is merged, and they go to the folder `adapter`.
+    """
+    folder = atomic.beside(Path(args.output_dir).resolve(), name)
+    while folder.exists():
+        folder = atomic.beside(folder, name)
+    with atomic.replacing(folder) as partial:
         if hasattr(model, "peft_config"):
-            models.save_adapter(model, folder / "adapter", getattr(args, "sft_model_path", None) or args.base_model)
-            tokenizer.save_pretrained(folder / "adapter")  # So that the adapters can be loaded by themselves.
+            models.save_adapter(model, partial / "adapter", getattr(args, "sft_model_path", None) or args.base_model)
             model = models.merge_adapters(model)
         if model.can_generate():  # Plain `generate` shall stop where we do, and sample from what was trained.
             stop_token = getattr(args, "stop_token", "eos")
@@ -28,7 +52,27 @@ def save(args, model, tokenizer, card=""):
             sampling = dict(do_sample=True, temperature=getattr(args, "temperature", 1.0), top_k=0)
             pad = tokenizer.pad_token_id
             model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=pad, **sampling)
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        (folder / "training_args.json").write_text(json.dumps(dataclasses.asdict(args), indent=1))
-        (folder / "README.md").write_text(card, encoding="utf-8")
+        model.save_pretrained(partial)
+    return folder
+
+
+def save_words(args, tokenizer, card, folder):
+    """Writes what belongs to the weights: the tokenizer, training_args.json, and the model card, of which this is the
+    text. The adapters have the tokenizer as well, so that they can be loaded by themselves."""
+    for place in filter(Path.exists, (folder, folder / "adapter")):
+        tokenizer.save_pretrained(place)
+    (folder / "training_args.json").write_text(json.dumps(dataclasses.asdict(args), indent=1))
+    (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def put(args, folder, seen):
+    """Puts a folder in the place of --output_dir, of which `listing` was `seen` at the start, or leaves it beside it.
+
+    Nothing is replaced that is not as the run has found it, such as the model of another run. Returns where it is.
+    """
+    if listing(args) in ({}, seen):
+        atomic.place(folder, Path(args.output_dir).resolve())
+        return args.output_dir
+    where = os.path.relpath(folder)
+    console.say(f"warning: --output_dir {args.output_dir} has changed since the run began; the model is in {where}")
+    return where

@@ -5,13 +5,15 @@ A run: what it logs, the checkpoints that it continues from, and how it ends. Th
                     metrics.jsonl    one object an update
                     samples.jsonl    sample responses
                     events.out.*     TensorBoard
+                    lock             held while the run goes on
                     checkpoints/     see checkpoint.py
 """
 
 import contextlib
+import fcntl
 import glob
+import itertools
 import json
-import shutil
 import signal
 import sys
 import time
@@ -23,7 +25,7 @@ from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 
 from rlhf_details.plumbing import console
-from rlhf_details.plumbing.inputs import flags
+from rlhf_details.plumbing.inputs import cli, flags
 from rlhf_details.plumbing.machine import engines
 from rlhf_details.plumbing.outputs import atomic, checkpoint, health, hub, model_folder, trackers, verdict
 
@@ -36,7 +38,7 @@ class Run:
         first the held-out rows, then models, of which a reward model is the last.
         """
         self.args, self.accelerator, self.tokenizer = args, accelerator, tokenizer
-        self.num_updates, self.is_main, self.start = num_updates, accelerator.is_main_process, time.time()
+        self.num_updates, self.is_main, self.start = num_updates, accelerator.is_main_process, time.monotonic()
         self.update, self.first_update = 0, 1  # the update under way, and the first one that this process trains
         self.laps, self.tensors = {}, {}  # {"time/<part of the update>": seconds}; see `resume`
         # What checkpoints keep: the first eval/*, the newest row of metrics, for health.look the first row and
@@ -44,10 +46,19 @@ class Run:
         self.kept = {"before": {}, "latest": {}, "first": {}, "said": [], "by_prompt": []}
         self.sampled_ahead = dict  # returns what a checkpoint holds of it: {name: tensor}; overlap.py sets it
         self.inputs, self.heard, self.handlers = inputs, 0, {}  # a signal that was heard, and {signal: former handler}
-        self.wandb = self.repository = self.checkpoint = None  # the last: the folder of the newest checkpoint
+        self.wandb = self.repository = self.lock = None
+        self.checkpoint = None  # the folder of the newest one
         self.identity = checkpoint.identity(args, accelerator, [prompts, *inputs])
-        (name,) = broadcast_object_list([choose_name(args)])
-        self.folder = Path("runs") / name
+        self.folder = None
+        if self.is_main:
+            cli.check_output_dir(args)
+            self.output = model_folder.listing(args)  # what may be replaced at the end
+            if args.push_to_hub:
+                self.repository = hub.open_repository(args)
+            with self.writing("runs"):
+                self.folder = make_folder(args)
+                self.lock = lock(self.folder)
+        (self.folder,) = broadcast_object_list([self.folder])
         self.logs = [self.folder / "metrics.jsonl", self.folder / "samples.jsonl"]
         if args.resume:
             self.checkpoint = checkpoint.find(self.folder, self.identity)
@@ -61,7 +72,7 @@ class Run:
 
     # ---- the start ---------------------------------------------------------------------------------------------------
     def open_folder(self):
-        """Opens the Hub's repository and the trackers before anything is trained, and writes config.json."""
+        """Opens the trackers before anything is trained, and writes config.json."""
         args, accelerator = self.args, self.accelerator
         before = console.read_json(self.folder / "config.json", "--resume") if args.resume else {}
         about = self.identity | {
@@ -73,26 +84,31 @@ class Run:
             "engine": engines.name(accelerator),
             "wandb_id": before.get("wandb_id"),
         }
-        if args.push_to_hub:
-            about["hub"] = self.repository = hub.open_repository(args)
+        if self.repository:
+            about["hub"] = self.repository
         update = int(self.checkpoint.name) if self.checkpoint else 0
         self.wandb = trackers.start(args, accelerator, self.folder, about, update)
         if self.wandb:
             about["wandb_id"] = self.wandb.id
         if not self.checkpoint:
-            shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)  # They would be taken for this run's.
+            checkpoint.clean(self.folder)
+            if left := checkpoint.all_of(self.folder):  # It would be taken for this run's.
+                raise OSError(f"{left[0]} cannot be removed")
         for path in self.logs:
             trackers.cut_rows(path, update)
-        # If this folder cannot be made, this is better known now than after a day of training.
-        Path(args.output_dir).resolve().parent.mkdir(parents=True, exist_ok=True)
         atomic.write_text(self.folder / "config.json", json.dumps(about, indent=1))
 
     def resume(self, policy, optimizer, state=None):
-        """Loads the checkpoint that this run continues from, if any. Sets `first_update`, and `tensors` for overlap.py.
+        """Tries the last save, and loads the checkpoint that this run continues from, if any. Sets `first_update`, and
+        `tensors` for overlap.py.
 
         Args: policy, optimizer, as prepared; state, the dictionary of the loop where a run begins. Returns: the
         dictionary of the loop, `state` or the checkpoint's. `tensors` is {} or {name: tensor on the device}.
         """
+        if self.is_main:
+            config = self.accelerator.unwrap_model(policy).model.config
+            with self.writing(f"--output_dir {self.args.output_dir}: what the end writes there", Exception):
+                model_folder.try_out(self.args, config, self.tokenizer, hub.model_card(self.args, None, {}, {}))
         if self.checkpoint:
             saved = checkpoint.read(self, policy, optimizer)
             state, self.tensors, self.kept = saved["state"], saved["tensors"], {name: saved[name] for name in self.kept}
@@ -103,18 +119,21 @@ class Run:
         elif self.args.resume:
             console.say(f"--resume: no checkpoint in {self.folder}: starts at the beginning")
         with contextlib.suppress(ValueError):  # Python sets handlers in the main thread alone.
-            self.handlers = {number: signal.signal(number, self.hear) for number in (signal.SIGTERM, signal.SIGINT)}
-        self.begun = self.shown = time.time()
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+                # nohup has SIGHUP ignored, and the user's code may have taken either of the last two.
+                if number in (signal.SIGTERM, signal.SIGINT) or signal.getsignal(number) == signal.SIG_DFL:
+                    self.handlers[number] = signal.signal(number, self.hear)
+        self.begun = self.shown = time.monotonic()
         self.begin_update(self.first_update)
         return state or {}
 
     # ---- every update ------------------------------------------------------------------------------------------------
     def begin_update(self, update):
-        self.update, self.laps, self.lap_start = update, {}, time.time()
+        self.update, self.laps, self.lap_start = update, {}, time.monotonic()
 
     def lap(self, name):
         """Logs `time/<name>`: the seconds since the last lap, or since the update began."""
-        now = time.time()
+        now = time.monotonic()
         self.laps[f"time/{name}"], self.lap_start = now - self.lap_start, now
 
     def is_eval_due(self, update):
@@ -144,7 +163,7 @@ class Run:
 
     def times(self):
         """Seconds of the laps, which make up the update where there are any, and episodes a second."""
-        now, laps = time.time(), self.laps
+        now, laps = time.monotonic(), self.laps
         update = sum(laps.values()) if laps else now - self.lap_start
         training = {"time/training": update - laps["time/rollout"]} if "time/rollout" in laps else {}
         eps = self.args.batch_size / max(update, 1e-9)
@@ -152,7 +171,7 @@ class Run:
 
     def write(self, row, samples):
         """Writes a row, and samples where these are due, to files, trackers and terminal."""
-        (metrics, tables), update, now = self.logs, row["update"], time.time()
+        (metrics, tables), update, now = self.logs, row["update"], time.monotonic()
         trackers.append_rows(metrics, [row])
         # openrlbenchmark reads global_step.
         self.accelerator.log(row | {"global_step": row["episode"]}, step=row["episode"])
@@ -189,11 +208,12 @@ class Run:
         self.begin_update(update + 1)
 
     def hear(self, number, frame):
-        """Lets SIGTERM and SIGINT (Ctrl-C) end the run after the update under way. A second SIGINT acts at once."""
+        """Lets a signal end the run after the update under way. A second SIGINT (Ctrl-C) acts at once."""
         if number == signal.SIGINT:  # SIGTERM may come twice by itself, from a scheduler and from the launcher.
             signal.signal(number, signal.default_int_handler)
         self.heard = number
-        console.say(f"{signal.Signals(number).name}: will stop after this update, with a checkpoint")
+        with contextlib.suppress(RuntimeError):  # Another print is under way, perhaps into a terminal that waits.
+            console.say(f"{signal.Signals(number).name}: will stop after this update, with a checkpoint")
 
     # ---- the end -----------------------------------------------------------------------------------------------------
     def full_weights(self, module):
@@ -213,31 +233,35 @@ class Run:
             model = engines.filled(policy, weights).model  # a model of its own, which no engine has changed
             model.config = self.accelerator.unwrap_model(policy).model.config
             model.tie_weights()  # FSDP2 has untied a head that is the embedding. Tied, the library saves it once.
-            card = hub.model_card(self.args, self.repository, before, latest)
-            with self.writing(f"--output_dir {self.args.output_dir}"):
-                model_folder.save(self.args, model, self.tokenizer, card)
-        self.accelerator.wait_for_everyone()
+            what = f"--output_dir {self.args.output_dir}"
+            with self.writing(what):
+                folder = model_folder.save_weights(self.args, model, self.tokenizer, self.folder.name)
+            with self.writing(f"{what}: the weights are in {folder}, but what belongs to them", Exception):
+                card = hub.model_card(self.args, self.repository, before, latest)
+                model_folder.save_words(self.args, self.tokenizer, card, folder)
+                self.args.output_dir = model_folder.put(self.args, folder, self.output)
+        (self.args.output_dir,) = broadcast_object_list([self.args.output_dir])
         if self.repository:  # No other process waits for the upload.
             hub.push(self.args, self.repository)
         self.close()
         after = trackers.evaluated(latest)
         if self.is_main:
-            console.say("\n".join(verdict.last_lines(self, before, after, time.time() - self.start)))
+            console.say("\n".join(verdict.last_lines(self, before, after, time.monotonic() - self.start)))
         return {"before": before, "after": after, "metrics": latest, "run": str(self.folder)}
 
     @contextlib.contextmanager
-    def writing(self, what):
+    def writing(self, what, errors=(OSError, SafetensorError)):
         """Within it an error of the file system, such as a full disk, ends the run with one line."""
         try:
             yield
-        except (OSError, SafetensorError) as e:
-            path = getattr(e, "filename", None) or what
-            self.stop(f"{path} cannot be written ({getattr(e, 'strerror', None) or e})")
+        except errors as e:
+            self.stop(f"{what} cannot be written ({console.in_one_line(e)})")
 
     def stop(self, message):
         """Ends the run over a fault with exit code 1: what happened, and the checkpoint to continue from."""
         if self.is_main:
-            last = self.checkpoint and f"{self.checkpoint}; --run_name {self.folder.name} --resume goes on from it"
+            is_there = self.checkpoint and self.checkpoint.exists()
+            last = is_there and f"{self.checkpoint}; --run_name {self.folder.name} --resume goes on from it"
             print(f"error: {message}\n  last good checkpoint: {last or 'none'}", file=sys.stderr, flush=True)
         self.end(1)
 
@@ -255,11 +279,31 @@ class Run:
             # What could not be written has been reported already. A tracker that never started has nothing to finish.
             with contextlib.suppress(OSError, AttributeError):
                 tracker.finish()
+        if self.lock:
+            self.lock.close()
 
 
 # ---- the folder of a run ---------------------------------------------------------------------------------------------
-def choose_name(args):
-    """The run's name: as given, or with --resume that of the newest run of this kind, or a new one."""
-    kind = f"{flags.experiment(args)}__{args.seed}__"
+def make_folder(args):
+    """Makes the run's folder and returns it. Its name is the given one, or with --resume that of the newest run of this
+    kind, or a new one, which no other run has that starts in this second."""
+    kind, now = f"{flags.experiment(args)}__{args.seed}__", time.strftime("%Y%m%d-%H%M%S")
     started = [path.name for path in Path("runs").glob(f"{glob.escape(kind)}[0-9]*")] if args.resume else []
-    return args.run_name or max(started, default=f"{kind}{time.strftime('%Y%m%d-%H%M%S')}")
+    given = args.run_name or max(started, default=None)
+    for number in itertools.count(1):
+        folder = Path("runs", given or f"{kind}{now}-{number}".removesuffix("-1"))
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(parents=True, exist_ok=bool(given))
+            return folder
+
+
+def lock(folder):
+    """The file by which this process holds a run's folder until it ends. Processes that it starts do not hold it."""
+    file = open(folder / "lock", "w")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        console.fail(f"--run_name {folder.name}: a run that has not ended writes into {folder}; give another name")
+    except OSError as e:
+        console.say(f"warning: {file.name}: {console.in_one_line(e)}; a second run in {folder} would not be noticed")
+    return file

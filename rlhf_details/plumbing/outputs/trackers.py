@@ -22,10 +22,10 @@ SHOWN = (  # in the line of an update, where a script has them
 
 
 def git_commit():
-    """The commit of this repository, and "" where there is no git or no repository."""
-    words = "git rev-parse HEAD".split()
+    """The commit of this repository, and "" where there is no git or no repository. Other folders' are not sought."""
+    words = ["git", f"--git-dir={Path(__file__).resolve().parents[3]}/.git", "rev-parse", "HEAD"]
     try:
-        return subprocess.run(words, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()
+        return subprocess.run(words, capture_output=True, text=True).stdout.strip()
     except OSError:
         return ""
 
@@ -66,8 +66,8 @@ def append_rows(path, rows):
 def cut_rows(path, update):
     """Leaves in a file of JSON lines the rows up to an update, none for update 0."""
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines() if update and path.exists() else []:
-        with contextlib.suppress(ValueError):  # A kill may have torn the last line.
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n") if update and path.exists() else []:
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # A kill may have torn the last line.
             kept += [line] if json.loads(line)["update"] <= update else []
     atomic.write_text(path, "".join(f"{line}\n" for line in kept))
 
