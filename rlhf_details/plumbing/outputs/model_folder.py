@@ -4,7 +4,7 @@ import dataclasses
 import json
 from pathlib import Path
 
-from transformers import GenerationConfig
+import transformers
 
 from rlhf_details.plumbing.inputs import chat, models
 from rlhf_details.plumbing.outputs import atomic
@@ -27,7 +27,7 @@ def save(args, model, tokenizer, card=""):
             # The library's own defaults for what is not given here are a temperature of 1 and the 50 likeliest tokens.
             sampling = dict(do_sample=True, temperature=getattr(args, "temperature", 1.0), top_k=0)
             pad = tokenizer.pad_token_id
-            model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=pad, **sampling)
+            model.generation_config = transformers.GenerationConfig(eos_token_id=ends, pad_token_id=pad, **sampling)
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         (folder / "training_args.json").write_text(json.dumps(dataclasses.asdict(args), indent=1))
