@@ -172,7 +172,7 @@ def learning_rate_at(step, num_steps, args):
     Args: args holds learning_rate, warmup_ratio and lr_schedule ("linear", as in lm-human-preferences, "cosine" or
     "constant").
     """
-    warmup = math.ceil(args.warmup_ratio * num_steps)
+    warmup = math.ceil(args.warmup_ratio * num_steps - 1e-9)  # 0.07 * 100 is a little above 7.
     if step <= warmup:
         return args.learning_rate * step / warmup
     done = (step - 1 - warmup) / max(1, num_steps - warmup)  # This is 0 at the first step after the warm-up. [OPT-1]
@@ -349,7 +349,7 @@ def correct_for_sampler(advantages, logratio, mask, args):
     Args: advantages [B] where an action is a response, else [B, 1] or [B, R]; logratio [B, R], the training forward's
     log-probs less the sampler's; mask [B, R] bool. Returns: (advantages, of the shape of the weights, metrics).
     Source: truncated importance sampling of Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL
-    Training" (2025), where c = 2; TRL v1.16.0, grpo_trainer.py, with both kinds, of tokens or responses.
+    Training" (2025), where c = 2; TRL v1.16.0, grpo_trainer.py, with both kinds, of tokens or responses, and c = 3.
     """
     if (args.sampler == "own" and not args.overlap) or args.sampler_correction == "none":
         return advantages, {}

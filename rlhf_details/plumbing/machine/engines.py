@@ -66,6 +66,10 @@ def join(**options):
     accelerator = Accelerator(**options)
     if console.world_size() != (seen := accelerator.num_processes):
         console.fail(f"{console.world_size()} processes, but accelerate sees {seen}: set ACCELERATE_USE_CPU=true")
+    asked = [kind for kind in ("FSDP", "DEEPSPEED") if os.environ.get(f"ACCELERATE_USE_{kind}") == "true"]
+    if asked and accelerator.distributed_type.name not in asked:
+        what = "which accelerate starts on several GPUs alone"
+        console.say(f"the launch file asks for {asked[0]}, {what}; this is {in_words(accelerator)}")
     return accelerator
 
 
