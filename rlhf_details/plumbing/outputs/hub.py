@@ -54,8 +54,8 @@ def model_card(args, repository, before, metrics, about, link):
         base_model=base if base != "scratch" and on_the_hub(base) else None,
         datasets=[dataset] if "/" in dataset and on_the_hub(dataset) else None,
     )
-    name = (repository or args.output_dir).rstrip("/")
-    title, auto = name.rpartition("/")[2], f"AutoModelFor{'SequenceClassification' if is_reward else 'CausalLM'}"
+    place = (repository or args.output_dir).rstrip("/")
+    title, auto = place.rpartition("/")[2], f"AutoModelFor{'SequenceClassification' if is_reward else 'CausalLM'}"
     papers = (
         ", ".join(dict.fromkeys(re.findall(r"arXiv \d+\.\d+", inspect.getmodule(type(args)).__doc__))) or "its method"
     )
@@ -88,7 +88,7 @@ It is loaded by
 ```python
 from transformers import {auto}, AutoTokenizer
 
-model, tokenizer = ({auto}.from_pretrained({name!r}), AutoTokenizer.from_pretrained({name!r}))
+model, tokenizer = ({auto}.from_pretrained({place!r}), AutoTokenizer.from_pretrained({place!r}))
 ```
 
 | metric | first evaluation | last update |
