@@ -95,8 +95,8 @@ def iqm(x, axis=-1):
 def bootstrap(x, statistic=iqm):
     """Percentile bootstrap interval (low, high), at 95 %, of a statistic over the last axis, that of the seeds.
 
-    Of few seeds it is too narrow: for normal numbers it holds the truth in 0.91 of the cases with 5 seeds, in 0.94 with
-    10.
+    Of few seeds it is too narrow: for normal numbers it holds the truth in 0.74 of the cases with 3 seeds, in 0.90 with
+    5 and in 0.935 with 10.
     """
     x = np.asarray(x, dtype=float)
     index = np.random.default_rng(0).integers(x.shape[-1], size=(2000, x.shape[-1]))

@@ -140,7 +140,7 @@ COMPARED = 4  # what a sample is drawn for, beside the purposes in utils.py: the
 
 # ---- models ----------------------------------------------------------------------------------------------------------
 class Policy(nn.Module):
-    """Next-token logits, or the log-probs of given tokens, always of softmax(logits / temperature) in fp32."""
+    """Next-token logits, or the log-probs of given tokens, of softmax(logits / temperature), as fp32 numbers."""
 
     logits_at_once = 2**24  # 64 MiB in fp32
 
@@ -265,11 +265,15 @@ def pass_at_k(n, right, k):
 def pass_rates(verdicts):
     """{"pass@k": rate() over the prompts} for k = 1, 2, 4, .. up to the n responses to a prompt.
 
-    Args: verdicts [n, N, F], rewards that are 1, 0 or NaN where one does not apply; a response is right where all that
-    apply are 1.
+    Args: verdicts [n, N, F], rewards that are 1, 0 or NaN where one does not apply. A response is right where all that
+    apply are 1 and one does. A prompt to none of whose responses one applies is left out.
     """
-    n = len(verdicts)
-    counts = (verdicts != 0).all(2).sum(0)[~verdicts[0].isnan().all(1)].tolist()  # right responses to each prompt
+    n, applies = len(verdicts), ~verdicts.isnan()
+    # To say nothing of a response is not to say that it is right.
+    is_right = ((verdicts == 1) | ~applies).all(2) & applies.any(2)  # [n, N]
+    counts = is_right.sum(0)[applies.any(2).any(0)].tolist()  # right responses to each prompt
+    if len(counts) < verdicts.size(1):
+        console.say(f"pass@k: over {len(counts)} of {verdicts.size(1)} prompts; to the others no reward applies")
     ks = [k for k in range(1, n + 1) if k == n or k.bit_count() == 1] if counts else []
     return {f"pass@{k}": rate([pass_at_k(n, right, k) for right in counts]) for k in ks}
 

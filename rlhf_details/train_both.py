@@ -29,24 +29,28 @@ from rlhf_details.plumbing.inputs import cli, data
 class Both:
     # algorithm
     algorithm: Literal["ppo", "rloo", "grpo"] = "ppo"
-    """what trains the policy, from the model at --reward.sft_model_path and on the reward model just trained; `--help`
-    of train_reward.py shows the flags --reward.NAME, and that of the policy's script the flags --policy.NAME"""
+    """what trains the policy, from the model at --reward.sft_model_path and on the reward model just trained"""
 
 
 def parse(argv):
     """Command line -> (arguments of the reward model, the policy's script as a module, its arguments)."""
-    words, group = {"": [], "reward": [], "policy": []}, ""
+    words, group, is_help = {"": [], "reward": [], "policy": []}, "", not set(cli.HELP).isdisjoint(argv)
     for word in argv:
-        if word.startswith("-"):
+        if word in cli.HELP:
+            continue
+        if word.startswith("--"):  # A value may be a negative number.
             prefix, _, name = word[2:].partition(".")
             group = prefix if name and prefix in words else ""
             word = f"--{name}" if group else word
         words[group].append(word)  # A value belongs to the flag before it.
-    both = tyro.cli(Both, args=words[""], description=cli.about(sys.modules[__name__]))
+    both = tyro.cli(Both, args=words[""], **cli.OPTIONS)
     module = {"ppo": train_ppo, "rloo": train_rloo, "grpo": train_grpo}[both.algorithm]
-    reward = cli.parse(train_reward.Args, words["reward"])
+    reward = cli.parse(train_reward.Args, words["reward"], is_help=is_help)
     start = {"sft_model_path": reward.sft_model_path} if reward.sft_model_path else {}
-    policy = cli.parse(module.Args, words["policy"], defaults=start | {"reward_model_path": reward.output_dir})
+    start["reward_model_path"] = reward.output_dir
+    policy = cli.parse(module.Args, words["policy"], start, is_help)
+    if is_help:
+        cli.show_help(sys.modules[__name__], {"": both, "reward.": reward, "policy.": policy})
     return reward, module, policy
 
 

@@ -10,8 +10,8 @@ On-policy distillation: a student learns a teacher's next-token distribution at 
 3. `--divergence jsd` compares whole distributions at these states (GKD, arXiv 2306.13649), by the generalised
    Jensen-Shannon divergence: --beta 0 is the forward KL, KL(teacher || student), and 1 the reverse KL, of which
    `sampled` is an estimate.
-4. With jsd, --on_policy_share (GKD's lambda) is the share of updates whose responses the student samples. In the others
-   they are the data set's completions, cut at --response_length.
+4. With jsd, --on_policy_share is the share of updates whose responses the student samples. In the others they are the
+   data set's completions, cut at --response_length. GKD draws for each update, with its lambda as the chance.
 5. Sampling and shuffling are functions of coordinates, such as (seed, purpose, update, episode, step, token) for a
    token, and never of a generator's state.
 
@@ -80,7 +80,8 @@ class Args(flags.SamplingArgs):  # run, data, models, memory, sampler and overla
     beta: float = 0.5
     """jsd: the teacher's share of the mixture (0: forward KL, 1: reverse KL; between them the loss is smaller)"""
     on_policy_share: float = 1.0
-    """jsd: share of the updates that the student samples (GKD's lambda); the others take the data set's completions"""
+    """jsd: share of the updates that the student samples (GKD's lambda, counted out where GKD draws); the others take
+    the data set's completions"""
     responses_per_prompt: int = 1
     """responses per prompt (k); nothing compares them"""
     total_episodes: int = 100_000
@@ -142,7 +143,7 @@ presets["toy-sum"] = presets["toy"] | dict(
 
 # ---- models: one module call is one forward, so that every engine sees all parameters through it ---------------------
 class Policy(nn.Module):
-    """Next-token logits / temperature, or the log-probs of given tokens under their softmax, always in fp32."""
+    """Next-token logits / temperature, or the log-probs of given tokens under their softmax, as fp32 numbers."""
 
     logits_at_once = 2**24  # with labels at most so many exist at a time: 64 MiB in fp32, and the teacher's besides
 

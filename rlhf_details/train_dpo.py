@@ -131,7 +131,7 @@ presets = {
 
 # ---- model: one module call is one forward, so that every engine sees all parameters through it ----------------------
 class Policy(nn.Module):
-    """Log-probs of given tokens, always in fp32."""
+    """Log-probs of given tokens, as fp32 numbers."""
 
     logits_at_once = 2**24  # at most so many exist at a time: 64 MiB in fp32
 
@@ -181,8 +181,9 @@ def completion_logprobs(policy, rows, device):
 
 
 def candidate_rows(comparison):
-    """The candidates of a comparison, each (its tokens with the prompt's, how many of them are its own)."""
-    return [(ids, len(ids) - len(comparison.ids)) for ids in comparison.candidates]
+    """The candidates of a comparison, each (its tokens with the prompt's, how many of its own are predicted)."""
+    # Behind an empty prompt nothing predicts the first token.
+    return [(ids, min(len(ids) - len(comparison.ids), len(ids) - 1)) for ids in comparison.candidates]
 
 
 @torch.no_grad()

@@ -169,7 +169,7 @@ presets["toy-sum"] = presets["toy"] | dict(
 
 # ---- models: one module call is one forward, so that every engine sees all parameters through it ---------------------
 class Policy(nn.Module):
-    """Next-token logits / temperature, or the log-probs of given tokens under their softmax, always in fp32."""
+    """Next-token logits / temperature, or the log-probs of given tokens under their softmax, as fp32 numbers."""
 
     logits_at_once = 2**24  # with labels at most so many exist at a time: 64 MiB in fp32
 

@@ -76,7 +76,8 @@ class Args(
     """weight of the KL in the reward (beta); under adaptive_kl the first one"""
     kl_penalty: Literal["kl", "abs", "mse", "full", "k2", "k3"] = "kl"
     """what a token pays for, with d = log p - log p_ref: "kl" d, "abs" |d|, "mse" and "k2" d^2/2, "k3" exp(-d) - 1 + d,
-    "full" the exact KL, which holds the distributions of a slice in memory; objective/kl and adaptive_kl use d"""
+    "full" the exact KL, which holds the distributions of a slice in memory; as a reward only "kl" has the gradient of
+    the KL, and "full" lacks its direct part: the first token's choice pays nothing; objective/kl, adaptive_kl use d"""
     adaptive_kl: bool = False
     """lm-human-preferences: steer kl_coef so that the KL of a response stays near kl_target"""
     kl_target: float = 6.0
@@ -187,7 +188,7 @@ presets["toy-sum"] = presets["toy"] | dict(
 
 # ---- models: one module call is one forward, so that every engine sees all parameters through it ---------------------
 class Policy(nn.Module):
-    """Next-token logits / temperature, or the log-probs of given tokens under their softmax, always in fp32.
+    """Next-token logits / temperature, or the log-probs of given tokens under their softmax, as fp32 numbers.
 
     With a critic, a Reward of its own or a linear head on this model's trunk, it also says what the states are worth.
     """
@@ -315,7 +316,10 @@ def response_scores(reward_model, batch):
 
 
 def full_kl(policy, batch, reference):
-    """The exact KL of the next-token distributions, the sum of p (log p - log p_ref) over the vocabulary: [[M, R]]."""
+    """The exact KL of the next-token distributions, the sum of p (log p - log p_ref) over the vocabulary: [[M, R]].
+
+    That of a state does not depend on the action taken there, so as a reward its gradient lacks the KL's direct part.
+    """
     R = batch.responses.size(1)
     batch = utils.trim(batch)
     logp, ref_logp = (model(*join(batch)).log_softmax(-1) for model in (policy, reference))  # [M, width, V]
@@ -380,7 +384,8 @@ def kl_penalty(logprobs, ref_logprobs, kind):
     """What each sampled token pays, [B, R], from d = log p - log p_ref. ("full" is full_kl.)
 
     "kl" d: its mean is the KL, and as a reward its policy gradient is the KL's. "abs" |d|. "mse" and "k2" d^2/2.
-    "k3" exp(-d) - 1 + d is never negative, and its mean is the KL, but its policy gradient is not the KL's.
+    "k3" exp(-d) - 1 + d is never negative, and its mean is the KL. But the policy gradient of these three as a reward
+    is not the KL's.
     Source: TRL v0.11.4, ppo_trainer.py (kl, abs, mse); open-instruct, ppo_vllm_thread_ray_gtrl.py (k2, k3).
     """
     # The KL estimate "k1": its mean is the KL, and REINFORCE with it as a reward follows the KL's gradient. [REW-5]
@@ -518,7 +523,9 @@ def check(args):
     if args.adaptive_kl and (not args.kl_coef or not args.kl_target or args.kl_horizon <= args.batch_size / 5):
         console.fail("--adaptive_kl: kl_coef and kl_target must be above 0, and kl_horizon above a fifth of batch_size")
     if args.ratio_threshold is not None and args.ratio_threshold <= 1:
-        console.fail(f"--ratio_threshold {args.ratio_threshold}: must be above 1, the first ratio of every rollout")
+        console.fail(
+            f"--ratio_threshold {args.ratio_threshold}: must be above 1, the ratio of a policy that has not changed"
+        )
     if args.truncate_after and (args.truncate_token == "none" or args.truncate_after >= args.response_length):
         console.fail(
             f"--truncate_after {args.truncate_after}: needs a truncate_token, and must be below response_length"

@@ -238,7 +238,7 @@ def evaluate(language_model, rows, tokenizer, args, accelerator):
                 torch.tensor(numbers, device=device),
                 n=1,
                 response_length=args.response_length,
-                stop_ids=models.stop_ids(tokenizer, "eos", "--eval_dataset", device),
+                stop_ids=models.stop_ids(tokenizer, "eos", "samples for ROUGE-L,", device),
                 key=(args.seed, EVALUATION, 0),
                 size=size,
             )

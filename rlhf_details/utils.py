@@ -179,7 +179,7 @@ def learning_rate_at(step, num_steps, learning_rate, schedule, warmup_ratio=0.0)
     Where it falls, step num_steps + 1 would be the first with rate 0.
     Args: schedule "linear" (as in lm-human-preferences), "cosine" or "constant"; warmup_ratio, a share of the steps.
     """
-    warmup = math.ceil(warmup_ratio * num_steps)
+    warmup = math.ceil(warmup_ratio * num_steps - 1e-9)  # 0.07 * 100 is a little above 7.
     if step <= warmup:
         return learning_rate * step / warmup
     done = (step - 1 - warmup) / max(1, num_steps - warmup)  # This is 0 at the first step after the warm-up. [OPT-1]

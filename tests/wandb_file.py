@@ -20,8 +20,8 @@ def read_runs(folder):
 
 
 def read_run_file(path):
-    """A run: history, [{name: value}]; config, {name: value}; exit_code; run, its message."""
-    run = SimpleNamespace(folder=path.parent, history=[], config={}, exit_code=None, run=None)
+    """A run: history, [{name: value}]; config, {name: value}; exit_code; run and artifacts, messages."""
+    run = SimpleNamespace(folder=path.parent, history=[], config={}, exit_code=None, run=None, artifacts=[])
     for content in records(path.read_bytes()):
         record = wandb_internal_pb2.Record.FromString(content)
         kind = record.WhichOneof("record_type")
@@ -32,6 +32,10 @@ def read_run_file(path):
             put(run.config, record.config.update)
         elif kind == "history":
             run.history.append(put({}, record.history.item))
+        elif kind == "request" and record.request.WhichOneof("request_type") == "log_artifact":
+            run.artifacts.append(record.request.log_artifact.artifact)
+        elif kind == "artifact":
+            run.artifacts.append(record.artifact)
         elif kind == "exit":
             run.exit_code = record.exit.exit_code
     return run

@@ -3,7 +3,10 @@
 import dataclasses
 import json
 import math
+import re
 import shlex
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -148,14 +151,38 @@ def test_help_has_every_flag_its_text_and_an_example_that_gives_what_is_required
     kind = SCRIPTS[script].Args
     monkeypatch.setenv("COLUMNS", "120")
     shown = shown_by_help(kind, ["--dataset", "rows.jsonl"])
-    flags = flags_shown(shown)
-    assert list(flags) == [field.name for field in dataclasses.fields(kind)]
+    shown_flags = flags_shown(shown)
+    assert sorted(shown_flags) == sorted(field.name for field in dataclasses.fields(kind))
     start, *words = shlex.split(shown.partition("Example: python rlhf_details/")[2].splitlines()[0])
     args = cli.parse(kind, words)
     assert start == f"{script}.py"
-    for name in {"sft_model_path", "policy_path"} & flags.keys():
-        assert getattr(args, name) and "(required unless --dataset is toy" in flags[name]
+    for name in {"sft_model_path", "policy_path"} & shown_flags.keys():
+        assert getattr(args, name) and "(required unless --dataset is toy" in shown_flags[name]
         assert f"--{name}: required" in fails(SCRIPTS[script].main, dataclasses.replace(args, **{name: None}))
+
+
+GROUPS = "run", "data", "models", "sampling", "reward and KL", "algorithm", "judging", "optimiser", "memory and speed"
+
+
+@each_script
+def test_help_shows_the_flags_in_groups_and_says_which_never_change_a_result(script, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    shown = shown_by_help(SCRIPTS[script].Args, ["--dataset", "rows.jsonl"])
+    _, *boxes = re.split(r"^\W{1,3}(\w[\w ]*) options\W*$", shown, flags=re.M)
+    found = dict(zip(boxes[::2], map(flags_shown, boxes[1::2]), strict=True))
+    assert found.keys() <= set(GROUPS) and {"data", "models"} <= found.keys() and list(found)[-1] == GROUPS[-1]
+    assert all(found.values()) and "never changes the result" in boxes[-1] and "seed" in found["run"]
+    assert found[GROUPS[-1]].keys() <= set(flags.MEMORY_KNOBS)
+
+
+def test_help_imports_no_code_of_models_and_engines(in_tmp):
+    """That was half of the time which --help took."""
+    heavy = {"torch._dynamo", "transformers.modeling_utils", "torch.distributed.fsdp", "pandas", "datasets", "wandb"}
+    code = "import atexit, runpy, sys; sys.argv[1:] = ['--help']\n"
+    code += f"atexit.register(lambda: print('imported:', *{heavy} & sys.modules.keys()))\n"
+    code += f"runpy.run_path({str(ROOT / 'rlhf_details/train_rloo.py')!r}, run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "--kl_coef" in done.stdout and done.stdout.endswith("imported:\n"), done.stdout[-500:] + done.stderr
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------

@@ -117,6 +117,11 @@ def test_arguments_that_contradict_each_other(refused, script, changes, words):
     refused(script, *words, **changes)
 
 
+def test_an_empty_completion_of_token_ids(refused):
+    Path("rows.jsonl").write_text(jsonl(dict(prompt=[4, 5], completion=[])))
+    refused("train_distill", "the completion of row 2 is empty", divergence="jsd", on_policy_share=0.5)
+
+
 @pytest.mark.parametrize("script", TRAIN)
 def test_a_batch_that_two_processes_cannot_share(refused, monkeypatch, script):
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -1,6 +1,9 @@
 """train_both.py: the policy is trained on the reward model just trained, in one launch. Bad flags end it first."""
 
+import dataclasses
 import json
+import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +12,7 @@ from helpers import read_metrics, record
 from safetensors.torch import load_file
 from short_runs import Death, after_row, contents, die, write_rows
 
-from rlhf_details import toy, train_both
+from rlhf_details import toy, train_both, train_reward
 from rlhf_details.plumbing.inputs import models
 
 
@@ -59,6 +62,35 @@ def test_the_policy_starts_from_the_reward_models_start_unless_it_is_named(in_tm
     Path("policy.toml").write_text('kl_coef = 0.7\nsft_model_path = "third"\n')
     reward, _, policy = train_both.parse([*start, "--policy.config", "policy.toml"])
     assert (reward.sft_model_path, policy.sft_model_path, policy.kl_coef) == ("base", "third", 0.7)
+
+
+@pytest.mark.parametrize("algorithm, its_flag", [("ppo", "vf_coef"), ("rloo", "rloo_k"), ("grpo", "group_size")])
+def test_help_shows_the_flags_of_both(in_tmp, capsys, monkeypatch, algorithm, its_flag):
+    monkeypatch.setenv("COLUMNS", "120")
+    for words in (["--help", "--algorithm", algorithm], ["--algorithm", algorithm, "--policy.kl_coef", "1", "-h"]):
+        with pytest.raises(SystemExit, match=r"^0$"):
+            train_both.main(words)
+        shown = capsys.readouterr().out
+        names = re.findall(r"^\W{2,3}--(\S+?),? ", shown, re.M)
+        policy = sys.modules[f"rlhf_details.train_{algorithm}"].Args
+        assert {f"reward.{field.name}" for field in dataclasses.fields(train_reward.Args)} < set(names)
+        assert {f"policy.{field.name}" for field in dataclasses.fields(policy)} < set(names)
+        assert f"policy.{its_flag}" in names and "algorithm" in names and shown.startswith("usage")
+
+
+@pytest.mark.parametrize(
+    "words, name, value",
+    [
+        ("--policy.reward_fn a:f b:g --policy.reward_fn_weights 1 -0.5", "reward_fn_weights", (1.0, -0.5)),
+        ("--policy.reward_fn_weights -.5 -1e-3", "reward_fn_weights", (-0.5, -0.001)),
+        ("--policy.missing_eos_penalty -10", "missing_eos_penalty", -10.0),  # `check` refuses it, with the reason.
+        ("--policy.kl_coef=-1", "kl_coef", -1.0),
+        ("--policy.prompt_template={q} --help", "prompt_template", "{q} --help"),
+    ],
+)
+def test_a_value_may_begin_with_a_dash(in_tmp, words, name, value):
+    words = words.split() if " --help" not in words else [words]
+    assert getattr(train_both.parse(words)[2], name) == value
 
 
 @pytest.mark.parametrize(

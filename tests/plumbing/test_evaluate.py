@@ -138,6 +138,25 @@ def test_eval_5_pass_at_k_counts_right_answers_among_several_samples(rows, tiny,
     assert "--samples_per_prompt 4: no function of --reward_fn has returned True and False alone" in line
 
 
+@pytest.mark.parametrize(
+    "said, expected",  # of all answers in the first sample of each prompt, the second, and so on; pass@1 and pass@4
+    [
+        ("False None False None", (0, 0)),
+        ("None True None True", (0.5, 1)),
+        ("None None None True", (0.25, 1)),  # The first sample says nothing of the others.
+        ("[None,True][i%2] [None,False][i%2] [None,True][i%2] [None,False][i%2]", (0.5, 1)),  # Half the prompts count.
+    ],
+)
+def test_eval_5_none_is_never_right(rows, tiny, capsys, said, expected):
+    code = f"calls = {said.split()!r}\ndef f(prompts, completions):\n    now = calls.pop(0)\n"
+    Path("mine.py").write_text(code + "    return [eval(now, dict(i=i)) for i in range(len(prompts))]\n")
+    user_code.load_module.cache_clear()
+    options = dict(judge="none", opponent_path=None, reward_fn=("mine.py:f",), samples_per_prompt=4)
+    policy = evaluate_tiny(tiny, **options)[0]["policy"]
+    assert tuple(policy[f"pass@{k}"]["value"] for k in (1, 4)) == expected
+    assert ("pass@k: over 6 of 13 prompts" in capsys.readouterr().out) == ("[" in said)
+
+
 def test_eval_3_the_kl_is_that_of_the_trainings_held_out_evaluation(rows, tiny):
     """It has samples of its own, at the training's temperature, whatever that of those that are scored."""
     training = dict(dataset="rows.jsonl", eval_dataset="rows.jsonl", temperature=0.7, response_length=6)

@@ -1,13 +1,17 @@
 """The model card, and what --push_to_hub sends to a stand-in for the Hub. What fails there loses nothing."""
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
-from helpers import fake_hub, read_metrics, rloo_args
+from helpers import ENVIRONMENT, fake_hub, read_metrics, rloo_args
 from huggingface_hub import constants
 from short_runs import write_rows
 
@@ -81,6 +85,13 @@ def test_every_model_has_a_card_with_data_base_command_and_metrics(tiny, in_tmp,
     told = f"python rlhf_details/{script}.py --exp_name 'my own' --reward_fn f.py:f --judge_base_url=https://a.b/c/d"
     assert f"```\n{told}\n```" in body and f"`{args.dataset}`" in body
     assert f"from `{Path(args.sft_model_path).name}`" in body and str(Path.home()) not in body and "/tmp" not in body
+    about = json.loads(Path("runs/run/config.json").read_text())
+    for fact in (about["commit"], "runs/run", f"torch {torch.__version__}"):
+        assert fact in body
+    load = re.search(r"```python\n(.*?)```", body, re.S)[1]
+    exec(load, loaded := {})
+    assert loaded["model"].config.model_type == "gpt_neox" and loaded["tokenizer"].eos_token
+    assert "arXiv 2" in body.rpartition("To cite: ")[2]
     assert ("reward_bias" in body) == (kind == "reward")
     *_, last = metrics = read_metrics("runs/run")
     first = next(row for row in metrics if any(name.startswith("eval/") for name in row))
@@ -88,6 +99,16 @@ def test_every_model_has_a_card_with_data_base_command_and_metrics(tiny, in_tmp,
     before = {name: f"{x:.6g}" for name, x in first.items() if name.startswith("eval/")}
     table = re.findall(r"^\| `(.*)` \| (.*) \| (.*) \|$", body, re.M)
     assert {*table} == {(name, before.get(name, ""), f"{last[name]:.6g}") for name in shown}
+
+
+@pytest.mark.parametrize("launcher", ["python", "accelerate launch --cpu --num_processes 2", "torchrun --standalone"])
+def test_the_command_is_that_which_was_typed(in_tmp, launcher):
+    code = "from rlhf_details.plumbing.outputs import hub; open('found', 'w').write(hub.command())"
+    Path("page.py").write_text(code)
+    start, *words = f"{launcher} page.py --exp_name".split()
+    folder = Path(sys.executable).parent
+    subprocess.run([folder / start, *words, "my own"], check=True, env=os.environ | ENVIRONMENT, capture_output=True)
+    assert Path("found").read_text() == f"{launcher} page.py --exp_name 'my own'"
 
 
 # ---- the Hub ---------------------------------------------------------------------------------------------------------

@@ -87,6 +87,14 @@ def test_a_reward_model_reads_token_ids_of_its_own_vocabulary_and_else_text(in_t
     assert own is None or own.get_vocab() != tokenizer.get_vocab()
 
 
+@pytest.mark.parametrize("size", [4, 7])
+def test_a_reward_model_too_small_for_the_policys_tokens_is_one_line(in_tmp, fails, size):
+    tokenizer, args = word_tokenizer(), train_rloo.Args(reward_model_path="reward")
+    tiny_config(vocab_size=size).save_pretrained("reward")
+    line = fails(rewards.reads_token_ids, args, tokenizer)
+    assert f"--reward_model_path reward: has no tokenizer, and {size} embeddings for the 8 tokens" in line
+
+
 # ---- models ----------------------------------------------------------------------------------------------------------
 def test_model_3_weights_are_fp32_whatever_the_folder_holds(in_tmp):
     model = GPTNeoXForCausalLM(tiny_config()).bfloat16()

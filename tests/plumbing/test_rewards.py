@@ -78,6 +78,36 @@ def test_a_function_that_cannot_be_had_is_one_line(functions, tiny, fails, spec,
     assert f"--reward_fn {spec}" in line and words in line
 
 
+@pytest.mark.parametrize(
+    "specs, names",
+    [
+        ("a.py:f b.py:g", "f g"),
+        ("a.py:f b.py:f", "a.f b.f"),
+        ("a.py:f b.py:f a.py:g", "a.f b.f g"),
+        ("a.py:f sub/a.py:f", "a.f sub/a.py:f"),  # Files of one name as well.
+        ("a.py:gold b.py:reward_model", "a.gold b.reward_model"),  # names of ours
+        ("pack.inner:f a.py:f", "pack.inner.f a.f"),
+    ],
+)
+def test_functions_of_one_name_are_told_apart(functions, in_tmp, tiny, specs, names):
+    (in_tmp / "pack").mkdir(), (in_tmp / "sub").mkdir()
+    for number, file in enumerate(("a.py", "b.py", "sub/a.py", "pack/inner.py")):
+        for name in ("f", "g", "gold", "reward_model"):
+            with open(file, "a") as written:
+                written.write(f"def {name}(prompts, completions): return [{number}.0] * len(prompts)\n")
+    user_code.load_module.cache_clear()
+    rewards.check(rloo_args(tiny, reward_fn=tuple(specs.split())))
+    score, values = call([{"prompt": "we"}], ["a"], specs.split())
+    assert score.weighted == names.split()
+    files = ["a.py", "b.py", "sub/a.py", "pack.inner"]
+    assert values[0, : len(score.weighted)].tolist() == [files.index(x.rpartition(":")[0]) for x in specs.split()]
+
+
+def test_a_function_given_twice_is_one_line(functions, tiny, fails):
+    functions("def f(prompts, completions): pass")
+    assert "one function is given twice" in fails(rewards.check, rloo_args(tiny, reward_fn=("mine.py:f", "mine.py:f")))
+
+
 # ---- calling them ----------------------------------------------------------------------------------------------------
 def prompt(columns, number=1, task=None):
     text, source = data.as_text(toy.tokenizer(), columns["prompt"]), f"--dataset {task or 'x'}"

@@ -10,6 +10,9 @@ from short_runs import after_row, start
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb_file import read_runs, table
 
+from rlhf_details import toy
+from rlhf_details.plumbing.outputs import trackers
+
 OPTIONS = dict(track=True, wandb_tags=("mine",), num_sample_generations=2, eval_dataset="toy:test", take=24, seed=7)
 
 
@@ -29,12 +32,27 @@ def test_an_offline_run_holds_metrics_configuration_and_tables(tiny, few_prompts
     assert (run.config["commit"], run.run.run_id) == (config["commit"], config["wandb_id"])
     about = run.run
     assert (about.display_name, about.project) == ("run", "rlhf_details")
-    assert (about.run_group, *about.tags) == (f"toy__{page}", "mine")
+    described = trackers.git("describe", "--tags", "--always", "--dirty")
+    assert (about.run_group, *about.tags) == (f"toy__{page}", *filter(None, ["mine", described[:64]]))
+    assert "code" in {artifact.type for artifact in run.artifacts}  # all Python files of the package
+    assert [row["prompt"] for row in table(run, "data/rows")] == [
+        row["prompt"] for row in toy.rows("prompts", "train")[:8]
+    ]
     samples = [json.loads(line) for line in Path("runs/run/samples.jsonl").read_text().splitlines()]
     assert len({row["query"] for row in samples[:4]}) == 4  # and not the k responses to one prompt
     assert table(run, "samples") == [{k: v for k, v in row.items() if k != "update"} for row in samples[-4:]]
     board = EventAccumulator("runs/run").Reload()
     assert set(board.Tags()["scalars"]) == {metric for row in rows for metric in row} | {"global_step"}
+
+
+def test_without_a_login_a_line_says_so(tiny, in_tmp, monkeypatch, fails):
+    wandb.teardown()
+    for name in ("WANDB_MODE", "WANDB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(in_tmp)), monkeypatch.setenv("NETRC", str(in_tmp / "none"))
+    line = fails(PAGES["train_rloo"].main, page_args("train_rloo", tiny, track=True))
+    assert "--track: Weights & Biases cannot be started (" in line and "run `wandb login`" in line
+    wandb.teardown()
 
 
 def test_a_resumed_run_is_the_same_one(tiny, offline_wandb):

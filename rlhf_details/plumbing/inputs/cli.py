@@ -10,18 +10,19 @@ import sys
 import tomllib
 from datetime import date
 from pathlib import Path
-from typing import get_origin
+from typing import Annotated, get_origin
 
 import huggingface_hub
 import torch
+import transformers
 import tyro
-from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from rlhf_details import toy
 from rlhf_details.plumbing import console
 from rlhf_details.plumbing.inputs import files, flags
 
+HELP, OPTIONS = ("-h", "--help"), dict(use_underscores=True, console_outputs=console.is_main())  # tyro's
 MAY_BE_ZERO = "seed eval_every num_sample_generations truncate_after checkpoint_every".split()
 
 
@@ -36,37 +37,54 @@ def main(function, args_class):
 
 
 # ---- command line -> arguments ---------------------------------------------------------------------------------------
-def parse(args_class, argv=None, defaults=None):
+def parse(args_class, argv=None, defaults=None, is_help=False):
     """Command line -> args_class. Later wins: its defaults, `presets` of its page, those below, a TOML file, the words.
 
     The values of the file are read as words before the others, so that tyro checks both. Prints what it has taken from
     `presets`; --help shows them as defaults, and ends the program.
-    Args: args_class, a flat dataclass; argv, None for sys.argv[1:]; defaults, {flag: value} that --config wins over.
+    Args: args_class, a flat dataclass; argv, None for sys.argv[1:]; defaults, {flag: value} that --config wins over;
+    is_help, whether the caller will show the help, so that nothing else is printed.
     """
     argv = sys.argv[1:] if argv is None else argv
     given = [word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")]
     for field in dataclasses.fields(args_class):
         if get_origin(field.type) is tuple and given.count(field.name) > 1:
             console.fail(f"--{field.name}: is given twice; give it once, with all its values behind it")
-    options = dict(
-        use_underscores=True, console_outputs=console.is_main(), description=about(inspect.getmodule(args_class))
-    )
-    read = functools.partial(tyro.cli, args_class, **options)
-    words, without_help = flags.as_words(defaults or {}), [word for word in argv if word not in ("-h", "--help")]
-    if file := read(args=without_help).config:
+    read = functools.partial(tyro.cli, args_class, **OPTIONS)
+    words, without_help = flags.as_words(defaults or {}), [word for word in argv if word not in HELP]
+    if "config" in given and (file := read(args=without_help).config):
         with console.reading("--config", file):
             words += flags.as_words(tomllib.loads(Path(file).read_text(encoding="utf-8")))
     case, row = preset_of(read(args=words + without_help))
+    if without_help != argv:
+        show_help(inspect.getmodule(args_class), {"": args_class(**row)})
     args = read(args=words + argv, default=args_class(**row))
-    if taken := {name: value for name, value in row.items() if getattr(args, name) == value}:
+    taken = {name: value for name, value in row.items() if getattr(args, name) == value}
+    if taken and not is_help:
         console.say(f"starting values for {case}, which your own flags replace: {shlex.join(flags.as_words(taken))}")
     return args
 
 
-def about(script):
-    """What the docstring of a script says it is, and its example with data of the user's own."""
+def show_help(script, parts):
+    """Prints tyro's --help of a script, a box for each group of flags, and ends the program.
+
+    Args: script, a module; parts, {prefix of the flags: the arguments whose values it shows as defaults}.
+    """
+    groups, boxes = {}, []
+    for prefix, args in parts.items():
+        texts = flags.described(type(args))
+        for field in dataclasses.fields(args):
+            title, note, text = texts[field.name]
+            flag = Annotated[field.type, tyro.conf.arg(name=prefix + field.name, help=text)]
+            group = groups.setdefault(prefix.replace(".", ": ") + title, {"note": "", "flags": []})
+            group["flags"].append((field.name, flag, dataclasses.field(default=getattr(args, field.name))))
+            group["note"] = note or group["note"]
+    for title, group in sorted(groups.items(), key=lambda x: "memory" in x[0]):  # which comes last
+        box = dataclasses.make_dataclass("Box", group["flags"])
+        boxes.append((f"box{len(boxes)}", Annotated[box, tyro.conf.arg(name=title, help=group["note"])]))
     (what, *_), example = script.__doc__.split("\n\n"), script.__doc__.rpartition("Your data: ")[2]
-    return f"{what}\n\nExample: {example.strip()}"
+    options = dict(description=f"{what}\n\nExample: {example.strip()}", config=(tyro.conf.OmitArgPrefixes,)) | OPTIONS
+    tyro.cli(dataclasses.make_dataclass("Args", boxes), args=["--help"], **options)
 
 
 def preset_of(args):
@@ -92,9 +110,9 @@ def size_of(path, trust_remote_code=False):
     path = json.loads(adapter.read_text())["base_model_name_or_path"] if adapter.exists() else path
     console.announce(path)
     name, revision = console.split(path)
-    config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+    config = transformers.AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     return model.num_parameters()
 
 

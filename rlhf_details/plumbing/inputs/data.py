@@ -292,6 +292,8 @@ def to_prompts(args, flag, rows, tokenizer, room, column=None):
     prompts = encode(args, flag, rows, tokenizer, room + R, column, R)
     if empty := [row for row in prompts if not row.ids]:
         console.fail(f"{empty[0].source}: the prompt of row {empty[0].number} is empty")
+    if empty := [row for row in prompts if [] in row.answers]:  # It is given as token ids, since a text ends with EOS.
+        console.fail(f"{empty[0].source}: the completion of row {empty[0].number} is empty")
     return prompts
 
 

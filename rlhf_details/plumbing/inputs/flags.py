@@ -1,8 +1,12 @@
 """
-The flags that scripts share, as base classes of their Args. The string below a flag is its text in --help.
+The flags that scripts share, as base classes of their Args. The string below a flag is its text in --help, and the
+comment above some flags the name of their group.
 """
 
+import ast
+import inspect
 import json
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -104,7 +108,7 @@ class SampledArgs:
     vllm_folder: str = "/dev/shm"
     """folder through which vLLM gets the weights; a server must see it as well"""
 
-    # rewards
+    # reward and KL
     reward_fn: tuple[str, ...] = ()
     """functions f(prompts, completions, **columns) -> rewards, FILE.py:function or package.module:function; they
     replace the reward model, or are added to its score"""
@@ -120,7 +124,7 @@ class SampledArgs:
 class RewardArgs(SampledArgs):
     """What says how good a response is: the flags of training on rewards and of evaluate.py."""
 
-    # rewards
+    # reward and KL
     reward_model_path: str | None = None
     """reward model, a sequence-classification model with one label; one that has another tokenizer is given text
     (training requires it, unless --dataset is toy or toy-sum, or --reward_fn is given)"""
@@ -171,6 +175,19 @@ class SamplingArgs(SampledArgs, RunArgs):
 @dataclass
 class PolicyArgs(RewardArgs, SamplingArgs):
     """What the scripts that train a policy on rewards have in addition."""
+
+
+def described(kind):
+    """{flag: (its group, what the group's comment says behind a colon, its text)} of an Args class, from its source."""
+    found = {}
+    for base in reversed(kind.__mro__[:-1]):
+        group = "", "", ""
+        source = inspect.getsource(base)
+        for title, name, text in re.findall(r'^    (?:# (.+)|(\w+): .+\n    """((?s:.*?))""")$', source, re.M):
+            group = re.match("([^,:]*)[^:]*(?:: )?(.*)", title).groups() if title else group
+            if name:  # A page may give a flag another default, and that leaves it in its group.
+                found[name] = *found.get(name, group)[:2], " ".join(ast.literal_eval(f'"""{text}"""').split())
+    return found
 
 
 def as_words(values):

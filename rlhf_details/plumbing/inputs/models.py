@@ -9,21 +9,11 @@ import os
 from pathlib import Path
 
 import torch
+import transformers  # Its models are named with it, and so imported when they are needed: --help needs none.
 from safetensors import safe_open
 from safetensors.torch import save_file
 from tokenizers import ByteLevelBPETokenizer, processors
-from transformers import (
-    AttentionMaskInterface,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    GenerationConfig,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    PreTrainedTokenizerFast,
-)
-from transformers.masking_utils import sdpa_mask
+from transformers import PreTrainedTokenizerFast
 from transformers.utils import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
 
@@ -49,7 +39,7 @@ def load_tokenizer(path, flag, args):
     name, revision = console.split(model)
     ends = None
     with console.reading(flag, path), contextlib.suppress(OSError):  # Many models have no generation_config.json.
-        ends = GenerationConfig.from_pretrained(name, revision=revision).eos_token_id
+        ends = transformers.GenerationConfig.from_pretrained(name, revision=revision).eos_token_id
     tokenizer.generation_eos = ends if isinstance(ends, list) else [ends] * (ends is not None)  # for chat.end_ids
     return tokenizer
 
@@ -68,8 +58,8 @@ def find_tokenizer(path, flag, args):
         if os.path.isdir(path):
             return None
     # Adapters have no configuration. transformers 5.17 does not do without.
-    known = {"config": read(AutoConfig, base, flag, args)} if base else {}
-    return read(AutoTokenizer, path, flag, args, **known)
+    known = {"config": read(transformers.AutoConfig, base, flag, args)} if base else {}
+    return read(transformers.AutoTokenizer, path, flag, args, **known)
 
 
 def vocabularies(*tokenizers):
@@ -131,7 +121,7 @@ def hidden_states(model, tokens, mask, positions, cache=None):
 
 def load_policy(path, flag, args):
     """A causal language model (folder or Hub name) in fp32. Adapters are merged into the model that they belong to."""
-    model, missing, unexpected = load(AutoModelForCausalLM, path, flag, args)
+    model, missing, unexpected = load(transformers.AutoModelForCausalLM, path, flag, args)
     wrong = [f"lacks {name}" for name in missing]
     wrong += [f"has {name}" for name in unexpected if name.startswith("score.")]
     if wrong:
@@ -180,7 +170,7 @@ def load_reward_model(path, args, flag="--reward_model_path", allow_untrained=Fa
     and for training to start from.
     """
     # Some configurations do not say that there is one label, and the library would take them to mean two.
-    model, missing, _ = load(AutoModelForSequenceClassification, path, flag, args, num_labels=1)
+    model, missing, _ = load(transformers.AutoModelForSequenceClassification, path, flag, args, num_labels=1)
     if not hasattr(model, "score"):
         console.fail(f"{flag} {path}: {type(model).__name__} has no linear head `score` on a causal model")
     # The library only warns of a head without trained weights, and the rewards would be noise. [MODEL-5]
@@ -231,7 +221,7 @@ def set_up_for_training(model, args):
 
     From then on transformers makes masks by `sdpa_mask_unread`.
     """
-    AttentionMaskInterface.register("sdpa", sdpa_mask_unread)
+    transformers.AttentionMaskInterface.register("sdpa", sdpa_mask_unread)
     if getattr(args, "gradient_checkpointing", False):
         # transformers 5.24 has another name for it.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
@@ -246,7 +236,7 @@ def sdpa_mask_unread(*args, attention_mask=None, allow_is_causal_skip=True, **op
     """
     is_on_cpu = attention_mask is None or attention_mask.device.type == "cpu"
     options |= {"attention_mask": attention_mask, "allow_is_causal_skip": allow_is_causal_skip and is_on_cpu}
-    return sdpa_mask(*args, **options)
+    return transformers.masking_utils.sdpa_mask(*args, **options)
 
 
 def num_tokens(model):
@@ -317,7 +307,7 @@ def make_small(args, rows):
         options = dict(min_frequency=2, special_tokens=["<pad>", "<eos>"], show_progress=False)
         backend.train_from_iterator(texts, args.vocab_size, **options)
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend._tokenizer, pad_token="<pad>", eos_token="<eos>")
-    config = GPTNeoXConfig(
+    config = transformers.GPTNeoXConfig(
         vocab_size=len(tokenizer),
         hidden_size=args.hidden_size,
         num_hidden_layers=args.num_layers,
@@ -329,7 +319,7 @@ def make_small(args, rows):
         pad_token_id=tokenizer.pad_token_id,
         attn_implementation=args.attn_implementation,
     )
-    return tokenizer, set_up_for_training(GPTNeoXForCausalLM(config), args)
+    return tokenizer, set_up_for_training(transformers.GPTNeoXForCausalLM(config), args)
 
 
 # ---- LoRA (arXiv 2106.09685) by the library peft, whose layers take the place of a model's linear layers -------------

@@ -25,8 +25,6 @@ from accelerate.utils import (
     broadcast_object_list,
 )
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
 from rlhf_details.plumbing import console
@@ -68,6 +66,10 @@ def join(**options):
     accelerator = Accelerator(**options)
     if console.world_size() != (seen := accelerator.num_processes):
         console.fail(f"{console.world_size()} processes, but accelerate sees {seen}: set ACCELERATE_USE_CPU=true")
+    asked = [kind for kind in ("FSDP", "DEEPSPEED") if os.environ.get(f"ACCELERATE_USE_{kind}") == "true"]
+    if asked and accelerator.distributed_type.name not in asked:
+        what = "which accelerate starts on several GPUs alone"
+        console.say(f"the launch file asks for {asked[0]}, {what}; this is {in_words(accelerator)}")
     return accelerator
 
 
@@ -78,6 +80,9 @@ def configure(accelerator, args):
         if not accelerator.is_fsdp2:
             console.fail("fsdp_version 1: not supported; set fsdp_version: 2 in the launch configuration")
         plugin = accelerator.state.fsdp_plugin
+        # FSDP takes a second to import, and most runs do without it.
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
         plugin.mixed_precision_policy = MixedPrecisionPolicy()  # accelerate's would round the log-probs to bf16.
         # Otherwise transformers leaves the models that are not sharded empty on all processes but the first.
         plugin.cpu_ram_efficient_loading, os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = False, "false"
@@ -245,13 +250,15 @@ def layers(module):
 
 def shard_frozen(module):
     """Leaves each process its part of a frozen module's weights, on the device. A call gathers them layer by layer."""
+    from torch.distributed.fsdp import fully_shard
+
     for m in [*reversed(layers(module)), module]:  # A layer within a layer comes first.
         fully_shard(m, reshard_after_forward=True)
 
 
 def whole(x):
     """The whole of a tensor; call it on every process."""
-    if isinstance(x, DTensor):
+    if hasattr(x, "full_tensor"):  # FSDP2's DTensor
         return x.full_tensor()
     if not hasattr(x, "ds_id"):
         return x
@@ -301,7 +308,7 @@ def whole_copy(accelerator, module):
     which autocast would round them in each call.
     """
     for m in module.modules():
-        if isinstance(m, FSDPModule):
+        if hasattr(m, "reshard"):  # FSDP2's
             # A forward without a backward leaves some weights whole, in tensors that the optimizer does not know.
             m.reshard()
     module, policy = accelerator.unwrap_model(module), module

@@ -21,10 +21,12 @@ import numbers
 import reprlib
 import sys
 import traceback
+from pathlib import Path
 
 import torch
 from accelerate.utils import gather_object
 from torch import nn
+from transformers import AutoConfig
 
 from rlhf_details import toy, utils
 from rlhf_details.plumbing import console
@@ -51,18 +53,21 @@ def check_functions(args):
     """Exits with an error if a function of --reward_fn cannot be had or weighted; imports the user's code."""
     if len(getattr(args, "reward_fn_weights", ())) not in (0, len(args.reward_fn)):
         console.fail(f"--reward_fn_weights: {len(args.reward_fn_weights)} weights for {len(args.reward_fn)} functions")
-    names = [name_of(spec) for spec in args.reward_fn]
-    if taken := [name for name in names if ["reward_model", *WATCHED, *names].count(name) > 1]:
-        console.fail(
-            f"--reward_fn {' '.join(args.reward_fn)}: two rewards have the name {taken[0]!r}; rename one of them"
-        )
-    for spec in args.reward_fn:
-        Function(spec)
+    names = names_of(args.reward_fn)
+    if len(names) < len(args.reward_fn):
+        console.fail(f"--reward_fn {' '.join(args.reward_fn)}: one function is given twice")
+    for name, spec in names.items():
+        Function(name, spec)
 
 
-def name_of(spec):
-    """The name of a function in metrics and messages."""
-    return spec.rpartition(":")[2]
+def names_of(specs):
+    """{name in metrics and messages: function of --reward_fn}. Those of one name have their file's in front as well."""
+    found, taken = {}, ["reward_model", *WATCHED, *(spec.rpartition(":")[2] for spec in specs)]
+    for spec in specs:
+        file, _, name = spec.rpartition(":")
+        longer = f"{Path(file).stem}.{name}" if file.endswith(".py") else f"{file}.{name}"
+        found[next((x for x in (name, longer) if taken.count(x) < 2 and x not in found), spec)] = spec
+    return found
 
 
 # ---- rewards of text: f(rows, texts, ended) -> entries ---------------------------------------------------------------
@@ -80,8 +85,8 @@ WATCHED = {"gold": watch(toy.gold), "parses": watch(lambda prompt, text: toy.par
 class Function:
     """A function of --reward_fn. Args: is_text, whether it gets strings, and not messages."""
 
-    def __init__(self, spec, is_text=True):
-        self.what, self.is_text = f"--reward_fn {name_of(spec)}", is_text
+    def __init__(self, name, spec, is_text=True):
+        self.what, self.is_text = f"--reward_fn {name}", is_text
         self.function, self.given = load_function(spec, "--reward_fn"), {}  # the columns that it gets
         self.signature = inspect.signature(self.function)
 
@@ -169,10 +174,19 @@ def own_tokenizer(args, tokenizer, has_chats=False):
     """The reward model's own tokenizer, or None where the reward model reads the policy's token ids.
 
     It reads them where both vocabularies are the same, but for the padding token, and with has_chats also both chat
-    templates. A model without a tokenizer, or without a template, has the policy's.
+    templates. A model without a tokenizer, or without a template, has the policy's, and one that is too small for it
+    ends the program with one line.
     """
-    own = models.find_tokenizer(args.reward_model_path, "--reward_model_path", args) or tokenizer
-    ours, theirs = models.vocabularies(tokenizer, own)
+    path, flag = args.reward_model_path, "--reward_model_path"
+    own = models.find_tokenizer(path, flag, args)
+    ours, theirs = models.vocabularies(tokenizer, own or tokenizer)
+    if own is None:
+        own, tokens = tokenizer, max(ours.values()) + 1
+        size = models.read(AutoConfig, path, flag, args).get_text_config().vocab_size
+        if size < tokens:
+            console.fail(
+                f"{flag} {path}: has no tokenizer, and {size} embeddings for the {tokens} tokens of the policy's"
+            )
     templates = {str(t.chat_template).strip() for t in (tokenizer, own) if has_chats and own.chat_template}
     return own if ours != theirs or len(templates) > 1 else None
 
@@ -190,7 +204,7 @@ class Scorer:
         self.args, self.accelerator, self.tokenizer = args, accelerator, tokenizer
         self.size, self.stop_ids, self.text_model = size, stop_ids, None
         is_text = args.reward_fn_format == "text"
-        self.functions = {name_of(spec): Function(spec, is_text) for spec in args.reward_fn}
+        self.functions = {name: Function(name, spec, is_text) for name, spec in names_of(args.reward_fn).items()}
         tasks = {(spec or "").partition(":")[0] for spec in (args.dataset, getattr(args, "eval_dataset", None))}
         self.watched = WATCHED if "toy" in tasks else {}
         self.boolean = []  # names of the functions that returned nothing but True, False and None in the last call

@@ -69,7 +69,7 @@ def correct_for_sampler(advantages, logratio, mask, correction, cap):
     Args: advantages [B] where an action is a response, else [B, 1] or [B, R]; logratio [B, R], the training forward's
     log-probs less the sampler's; mask [B, R] bool. Returns: (advantages, of the shape of the weights, metrics).
     Source: truncated importance sampling of Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL
-    Training" (2025), where c = 2; TRL v1.16.0, grpo_trainer.py, with both kinds, of tokens or responses.
+    Training" (2025), where c = 2; TRL v1.16.0, grpo_trainer.py, with both kinds, of tokens or responses, and c = 3.
     """
     logratio = logratio * mask
     if advantages.dim() == 1:

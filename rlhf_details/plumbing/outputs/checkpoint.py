@@ -22,7 +22,6 @@ from pathlib import Path
 
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from rlhf_details.plumbing import console
 from rlhf_details.plumbing.inputs import flags
@@ -134,7 +133,7 @@ def is_whole(folder):
 
 
 # ---- weights and optimizer -------------------------------------------------------------------------------------------
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True, strict=False)
+WHOLE = dict(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True, strict=False)
 
 
 def save_policy(accelerator, module, optimizer, folder):
@@ -146,7 +145,10 @@ def save_policy(accelerator, module, optimizer, folder):
     if engines.uses_deepspeed(accelerator):
         module.save_checkpoint(folder, tag="deepspeed", save_latest=False, exclude_frozen_parameters=True)
         return
-    weights, moments = get_state_dict(module, optimizer.optimizer, options=WHOLE)
+    # It takes a second to import, which --help would wait for.
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+    weights, moments = get_state_dict(module, optimizer.optimizer, options=StateDictOptions(**WHOLE))
     if accelerator.is_main_process:
         save({"model_state_dict": weights, "optim_state_dict": moments}, folder / "policy.pt")
 
@@ -156,9 +158,11 @@ def load_policy(accelerator, module, optimizer, folder):
     if engines.uses_deepspeed(accelerator):
         module.load_checkpoint(folder, tag="deepspeed", load_module_strict=False)
         return
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
+
     on_gpu = accelerator.device.type != "cpu"  # There the moments are copies. Here they would stay a map of the file.
     state = torch.load(folder / "policy.pt", map_location="cpu", mmap=on_gpu, weights_only=True)
-    set_state_dict(module, optimizer.optimizer, **state, options=WHOLE)
+    set_state_dict(module, optimizer.optimizer, **state, options=StateDictOptions(**WHOLE))
 
 
 # ---- which run it is -------------------------------------------------------------------------------------------------

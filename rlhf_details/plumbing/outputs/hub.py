@@ -3,6 +3,7 @@ What others need in order to use a trained model: its card, always, and its plac
 This module speaks to the Hub under --push_to_hub only.
 """
 
+import contextlib
 import inspect
 import re
 import shlex
@@ -10,6 +11,7 @@ import sys
 from pathlib import Path
 
 import huggingface_hub
+import psutil
 
 from rlhf_details.plumbing import console
 
@@ -24,11 +26,22 @@ def on_the_hub(name):
     return bool(re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name)) and not Path(name).exists()
 
 
-def model_card(args, repository, before, metrics):
+def command():
+    """The command of this run as it was typed, such as `accelerate launch --num_processes 2 train_rloo.py`."""
+    this = psutil.Process()
+    with contextlib.suppress(psutil.Error):  # Another user's process does not say what its command is.
+        words = this.parent().cmdline() if this.parent() else []
+        if words[-len(sys.argv) :] == sys.argv:  # It has launched this one.
+            program = words[1:] if Path(words[0]).name.startswith("python") and words[1][0] != "-" else words
+            return shlex.join([Path(program[0]).name, *program[1:]])
+    return shlex.join(["python", *sys.argv])
+
+
+def model_card(args, repository, before, metrics, about, link):
     """Text of a model card (README.md).
 
     Args: repository, the model's name on the Hub or None; before, metrics, {name: number} of the first evaluation and
-    of the last update.
+    of the last update; about, the run's config.json; link, the address of the tracked run, or None.
     """
     script, start = script_of(args), getattr(args, "sft_model_path", None) or getattr(args, "base_model", None)
     kind, (base, _) = script.removesuffix(".py").removeprefix("train_"), console.split(start)
@@ -41,7 +54,11 @@ def model_card(args, repository, before, metrics):
         base_model=base if base != "scratch" and on_the_hub(base) else None,
         datasets=[dataset] if "/" in dataset and on_the_hub(dataset) else None,
     )
-    title = (repository or args.output_dir).rstrip("/").rpartition("/")[2]
+    place = (repository or args.output_dir).rstrip("/")
+    title, auto = place.rpartition("/")[2], f"AutoModelFor{'SequenceClassification' if is_reward else 'CausalLM'}"
+    papers = (
+        ", ".join(dict.fromkeys(re.findall(r"arXiv \d+\.\d+", inspect.getmodule(type(args)).__doc__))) or "its method"
+    )
     note = "The folder `adapter` holds the LoRA adapters, which are merged into the weights.\n" * has_adapters
     note += "A score is the logit plus the `reward_bias` of config.json.\n" * is_reward
     rows = ""
@@ -59,14 +76,25 @@ def model_card(args, repository, before, metrics):
 {"Reward" if is_reward else "Language"} model trained with `{script}` of rlhf_details from `{start}`, on the data \
 `{args.dataset}`; held-out data: `{args.eval_dataset}`.
 {note}
+{f"Tracked run: {link}" if link else f"Run: `{about['run']}`"}; rlhf_details, commit `{about["commit"] or "unknown"}`, \
+{", ".join(f"{name} {version}" for name, version in about["versions"].items())}.
+
 ```
-{shlex.join(["python", *sys.argv])}
+{command()}
+```
+
+It is loaded by
+
+```python
+from transformers import {auto}, AutoTokenizer
+
+model, tokenizer = ({auto}.from_pretrained({place!r}), AutoTokenizer.from_pretrained({place!r}))
 ```
 
 | metric | first evaluation | last update |
 |---|---:|---:|
 {rows}
-`training_args.json` has all arguments.
+`training_args.json` has all arguments. To cite: {papers}, and rlhf_details, whose `CITATION.cff` says how.
 """
     return re.sub(r"(?<![\w:/.~-])/([^\s/'\"`]+/)+", "", text)  # of whole paths the names: others have no such folders
 

@@ -6,7 +6,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from transformers import GenerationConfig
+import transformers
 
 from rlhf_details.plumbing import console
 from rlhf_details.plumbing.inputs import chat, models
@@ -51,7 +51,7 @@ def save_weights(args, model, tokenizer, name):
             # The library's own defaults for what is not given here are a temperature of 1 and the 50 likeliest tokens.
             sampling = dict(do_sample=True, temperature=getattr(args, "temperature", 1.0), top_k=0)
             pad = tokenizer.pad_token_id
-            model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=pad, **sampling)
+            model.generation_config = transformers.GenerationConfig(eos_token_id=ends, pad_token_id=pad, **sampling)
         model.save_pretrained(partial)
     return folder
 

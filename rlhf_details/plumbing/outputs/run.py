@@ -64,21 +64,21 @@ class Run:
             self.checkpoint = checkpoint.find(self.folder, self.identity)
         if self.is_main:
             with self.writing(self.folder):
-                self.open_folder()
+                self.open_folder(prompts)
         how = f"{len(prompts)} rows, {num_updates} updates of {args.batch_size}, {engines.in_words(accelerator)}"
         if hasattr(args, "reward_fn"):  # Its held-out figures are of such samples as well.
             how += f", samples at temperature {args.temperature:g} and of at most {args.response_length} tokens"
         console.say(how)
 
     # ---- the start ---------------------------------------------------------------------------------------------------
-    def open_folder(self):
+    def open_folder(self, prompts):
         """Opens the trackers before anything is trained, and writes config.json."""
         args, accelerator = self.args, self.accelerator
         before = console.read_json(self.folder / "config.json", "--resume") if args.resume else {}
         about = self.identity | {
             "run": str(self.folder),
             "versions": {module.__name__: module.__version__ for module in (torch, transformers)},
-            "commit": trackers.git_commit(),
+            "commit": trackers.git("rev-parse", "HEAD"),
             "device": str(accelerator.device),
             "num_processes": accelerator.num_processes,
             "engine": engines.name(accelerator),
@@ -87,7 +87,7 @@ class Run:
         if self.repository:
             about["hub"] = self.repository
         update = int(self.checkpoint.name) if self.checkpoint else 0
-        self.wandb = trackers.start(args, accelerator, self.folder, about, update)
+        self.wandb = trackers.start(args, accelerator, self.folder, about, update, prompts)
         if self.wandb:
             about["wandb_id"] = self.wandb.id
         if not self.checkpoint:
@@ -97,6 +97,7 @@ class Run:
         for path in self.logs:
             trackers.cut_rows(path, update)
         atomic.write_text(self.folder / "config.json", json.dumps(about, indent=1))
+        self.about = about
 
     def resume(self, policy, optimizer, state=None):
         """Tries the last save, and loads the checkpoint that this run continues from, if any. Sets `first_update`, and
@@ -233,11 +234,11 @@ class Run:
             model = engines.filled(policy, weights).model  # a model of its own, which no engine has changed
             model.config = self.accelerator.unwrap_model(policy).model.config
             model.tie_weights()  # FSDP2 has untied a head that is the embedding. Tied, the library saves it once.
-            what = f"--output_dir {self.args.output_dir}"
+            what, address = f"--output_dir {self.args.output_dir}", self.wandb and self.wandb.url
             with self.writing(what):
                 folder = model_folder.save_weights(self.args, model, self.tokenizer, self.folder.name)
             with self.writing(f"{what}: the weights are in {folder}, but what belongs to them", Exception):
-                card = hub.model_card(self.args, self.repository, before, latest)
+                card = hub.model_card(self.args, self.repository, before, latest, self.about, address)
                 model_folder.save_words(self.args, self.tokenizer, card, folder)
                 self.args.output_dir = model_folder.put(self.args, folder, self.output)
         (self.args.output_dir,) = broadcast_object_list([self.args.output_dir])

@@ -21,9 +21,10 @@ SHOWN = (  # in the line of an update, where a script has them
 ).split()
 
 
-def git_commit():
-    """The commit of this repository, and "" where there is no git or no repository. Other folders' are not sought."""
-    words = ["git", f"--git-dir={Path(__file__).resolve().parents[3]}/.git", "rev-parse", "HEAD"]
+def git(*words):
+    """What git says of this repository, and "" where there is no git or no repository. Other folders' are not sought."""
+    root = Path(__file__).resolve().parents[3]
+    words = ["git", f"--git-dir={root}/.git", f"--work-tree={root}", *words]
     try:
         return subprocess.run(words, capture_output=True, text=True).stdout.strip()
     except OSError:
@@ -31,11 +32,11 @@ def git_commit():
 
 
 # ---- TensorBoard and Weights & Biases --------------------------------------------------------------------------------
-def start(args, accelerator, folder, about, update):
+def start(args, accelerator, folder, about, update, prompts):
     """Opens accelerate's trackers, of which the axis is episodes. Call it on the main process only.
 
     Args: folder, of the run; about, its config.json as a dictionary, in which `wandb_id`, if it is there, names the run
-    to continue; update, the last one that stays. Returns: the run of Weights & Biases, or None.
+    to continue; update, the last one that stays; prompts, to train on. Returns: the run of Weights & Biases, or None.
     """
     # Event files are never cut. TensorBoard is told to forget what they say about later updates.
     purge_step = update * args.batch_size + 1 if update else 0
@@ -45,15 +46,26 @@ def start(args, accelerator, folder, about, update):
         return None
     import wandb
 
-    options = dict(entity=args.wandb_entity, name=folder.name, group=flags.experiment(args), tags=args.wandb_tags)
+    # The commit is a tag as well, so that filters compare versions. 64 letters are the most that wandb takes.
+    tags = [*args.wandb_tags, *filter(None, [git("describe", "--tags", "--always", "--dirty")[:64]])]
+    options = dict(entity=args.wandb_entity, name=folder.name, group=flags.experiment(args), tags=tags, save_code=True)
     options |= dict(job_type=args.exp_name, config=about["args"] | about, id=about.get("wandb_id"), resume="allow")
     accelerator.log_with.append(WandBTracker(args.wandb_project_name, **options))
     try:
+        # Where there is a terminal, it asks for a key. Behind a launcher nobody may see the question.
+        if wandb.setup().settings.mode == "online" and not wandb.login(timeout=10, verify=False):
+            raise ValueError("no login")
         accelerator.init_trackers(folder.name)
     except (wandb.errors.Error, ValueError) as e:  # ValueError: wandb does not take the tag or the name.
         hint = "run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline"
         console.fail(f"--track: Weights & Biases cannot be started ({console.in_one_line(e)}); {hint}")
-    return accelerator.get_tracker("wandb", unwrap=True)
+    tracker = accelerator.get_tracker("wandb")
+    tracker.tracker.log_code(str(Path(__file__).parents[2]))  # all Python files of the package
+    if not update:
+        rows = [{name: str(x) for name, x in prompt.columns.items()} for prompt in prompts[:8]]
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        tracker.log_table("data/rows", names, [[row.get(name, "") for name in names] for row in rows], step=0)
+    return tracker.tracker
 
 
 # ---- the run's own files ---------------------------------------------------------------------------------------------

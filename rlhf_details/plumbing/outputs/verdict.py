@@ -50,7 +50,9 @@ def held_out_lines(before, after, count):
     for name in after:
         if not name.endswith("_std"):
             texts = [as_text(name, metrics, count) for metrics in evaluations if name in metrics]
-            lines.append(f"  {name.rpartition('/')[2]:20} {' -> '.join(texts)}")
+            short = name.rpartition("/")[2]
+            twice = [other for other in after if other.endswith(f"/{short}")][1:]  # rewards/chosen and logps/chosen
+            lines.append(f"  {name.removeprefix('eval/') if twice else short:20} {' -> '.join(texts)}")
     return lines
 
 
@@ -79,7 +81,9 @@ def learnt_lines(after, held_out, by_prompt):
             hint = "; the policy over-learns the reward: raise --kl_coef, or stop earlier"
             found.append(f"gold, the true reward, {words}{hint if how == 'fell' else ''}")
         else:
-            found.append(f"{said}: scores {words}, at a KL of {after['eval/objective/kl']:z.3f} nats per response")
+            # A teacher's page has no other score.
+            what = "scores" if "eval/objective/scores" in after else "the negative of the KL from the teacher"
+            found.append(f"{said}: {what} {words}, at a KL of {after['eval/objective/kl']:z.3f} nats per response")
     return found
 
 
