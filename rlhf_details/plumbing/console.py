@@ -9,7 +9,9 @@ import contextlib
 import functools
 import io
 import json
+import multiprocessing
 import os
+import re
 import sys
 from importlib.util import find_spec
 
@@ -24,7 +26,7 @@ def is_main():
 def fail(message):
     """Prints one line, "error: ...", on the main process and ends the program with exit code 2."""
     if is_main():
-        print("error:", " ".join(str(message).splitlines()), file=sys.stderr, flush=True)
+        print("error:", visible(" ".join(str(message).splitlines())), file=sys.stderr, flush=True)
     raise SystemExit(2)
 
 
@@ -37,7 +39,7 @@ def need(package, extra, what):
 def say(line):
     """Prints a line on the main process."""
     if is_main():
-        print(line, flush=True)
+        print(visible(line), flush=True)
 
 
 class Lasting(io.FileIO):
@@ -59,6 +61,11 @@ def keep_printing():
         if (stream := getattr(sys, name)) and stream is getattr(sys, f"__{name}__"):
             raw = io.BufferedWriter(Lasting(stream.fileno(), "w", closefd=False))
             setattr(sys, name, io.TextIOWrapper(raw, stream.encoding, "backslashreplace", line_buffering=True))
+
+
+def visible(text):
+    """A text that may be a stranger's, with what would steer the terminal spelt out: escapes, and orders of reading."""
+    return re.sub(r"[\0-\b\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]", lambda found: ascii(found[0])[1:-1], text)
 
 
 def progress(what, items=None, total=None):
@@ -84,6 +91,8 @@ def leave(exit_code):
     """Ends this process. Exit code 1 says that something went wrong, and that the others do not know of it."""
     if exit_code == 1 and world_size() > 1:
         sys.stdout.flush()
+        for child in multiprocessing.active_children():  # A pool of the user's would live on.
+            child.terminate()
         # The others may wait in a collective, and leaving their group would be one more. The launcher ends them.
         os._exit(1)
     leave_group()

@@ -14,6 +14,7 @@ import fcntl
 import glob
 import itertools
 import json
+import os
 import signal
 import sys
 import time
@@ -282,6 +283,15 @@ class Run:
                 tracker.finish()
         if self.lock:
             self.lock.close()
+
+
+def free_child():
+    """Lets SIGTERM end a process that the user's code has forked, as pools of processes rely on."""
+    if getattr(signal.getsignal(signal.SIGTERM), "__func__", None) is Run.hear:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+os.register_at_fork(after_in_child=free_child)  # It cannot be undone, and does nothing where no run is under way.
 
 
 # ---- the folder of a run ---------------------------------------------------------------------------------------------

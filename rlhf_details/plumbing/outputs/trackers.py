@@ -22,7 +22,7 @@ SHOWN = (  # in the line of an update, where a script has them
 
 
 def git(*words):
-    """What git says of this repository, and "" where there is no git or no repository. Other folders' are not sought."""
+    """What git says of this repository, and "" where there is none. Other repositories around it are not sought."""
     root = Path(__file__).resolve().parents[3]
     words = ["git", f"--git-dir={root}/.git", f"--work-tree={root}", *words]
     try:
