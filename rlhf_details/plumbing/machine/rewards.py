@@ -32,6 +32,7 @@ from rlhf_details.plumbing.inputs.chat import RowError, encode, is_messages
 from rlhf_details.plumbing.inputs.user_code import load_function
 from rlhf_details.plumbing.machine import engines
 
+LARGEST = 1e15  # Sums of squares of rewards must be numbers in fp32.
 LOOP = asyncio.Runner()  # one for all calls, because a client of a server belongs to the loop of its first
 
 
@@ -106,12 +107,14 @@ class Function:
             completions = [[{"role": "assistant", "content": text}] for text in texts]
         columns = {name: [row.columns.get(name) for row in rows] for name in self.given}
         try:  # The function gets copies, which it may change.
-            entries = self.function(**copy.deepcopy({"prompts": prompts, "completions": completions, **columns}))
-            entries = LOOP.run(result_of(entries)) if inspect.isawaitable(entries) else entries
-            entries = [x.item() if hasattr(x, "item") else x for x in entries]
+            said = self.function(**copy.deepcopy({"prompts": prompts, "completions": completions, **columns}))
+            said = LOOP.run(result_of(said)) if inspect.isawaitable(said) else said
+            entries = [x.item() if hasattr(x, "item") else x for x in said]
         except Exception as e:  # The user's code may raise whatever it likes. Nothing says which row is to blame.
             raised = f"{self.what} raised {type(e).__name__}, called with {len(rows)} completions"
             raise Fault(f"{raised}\n{traceback.format_exc().rstrip()}") from e
+        if isinstance(said, dict | set | frozenset | bytes | bytearray):  # Nothing says which of them is whose.
+            raise Fault(f"{self.what} returned a {type(said).__name__}, and must return a list")
         if len(entries) != len(rows):
             raise Fault(f"{self.what} returned {len(entries)} entries for {len(rows)} completions")
         return entries
@@ -260,7 +263,9 @@ class Scorer:
             entries = {name: function(rows, texts, ended) for name, function in self.functions.items()}
         entries |= {name: function(rows, texts, ended) for name, function in self.watched.items()}
         if isinstance(self.reward_model, TextModel):
-            entries["reward_model"] = self.reward_model(rows, texts, ended)
+            firsts = zip(rows, batch.responses[:, 0].tolist(), texts, strict=True)
+            spaced = [chat.with_space(self.tokenizer, row.columns["prompt"], i, text) for row, i, text in firsts]
+            entries["reward_model"] = self.reward_model(rows, spaced, ended)
         elif self.reward_model:
             parts = utils.split(batch, utils.slices(len(rows), self.size))
             scores = [self.response_scores(self.reward_model, part, *n) for _, part in parts]
@@ -275,8 +280,8 @@ class Scorer:
         weighted = {name: entries[name] for name in self.weighted}
         for name, said in weighted.items():
             for i, x in enumerate(said):
-                if x is not None and not (isinstance(x, numbers.Real) and abs(x) <= torch.finfo(torch.float32).max):
-                    yield f"{name} returned {reprlib.repr(x)} for", i
+                if x is not None and not (isinstance(x, numbers.Real) and abs(x) < LARGEST):
+                    yield f"{name} returned {reprlib.repr(x)}, which is no number within +-{LARGEST:g}, for", i
                 if i and rows[i] is rows[i - 1] and (x is None) != (said[i - 1] is None):
                     yield f"{name} returned None, but not for each response to this prompt, whose kind decides:", i
         # evaluate.py adds rewards up where they are to judge, and only there. A page with a teacher never does.
