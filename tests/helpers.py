@@ -20,7 +20,7 @@ import huggingface_hub
 import pytest
 import torch
 import transformers
-from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE, WordLevel
 
 from rlhf_details import toy, utils
@@ -136,12 +136,20 @@ def word_tokenizer(template=None, words="a b c d", **special):
     return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **names)
 
 
-def metaspace_tokenizer():
-    """As Llama 2's: a text begins with a space, so that "." alone is another token than "." after a word."""
+def metaspace_tokenizer(scheme="always"):
+    """As Llama 2's: a text begins with a space, so that "." alone is another token than "." after a word.
+
+    scheme: "always" also behind a special token, "first" at the beginning alone, "never", or a "normalizer" does it.
+    """
     merges = [("▁", x) for x in ".ab"]
     vocabulary = ["<unk>", "</s>", "▁", *".ab", *map("".join, merges)]
     backend = Tokenizer(BPE(vocab={w: i for i, w in enumerate(vocabulary)}, merges=merges, unk_token="<unk>"))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    if scheme == "normalizer":
+        steps = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        backend.normalizer = normalizers.Sequence(steps)
+    else:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
     return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>")
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import datasets
 import pandas
 import pytest
-from helpers import tiny_config, word_tokenizer
+from helpers import metaspace_tokenizer, tiny_config, word_tokenizer
 from tokenizers import ByteLevelBPETokenizer, processors
 from transformers import GPTNeoXForSequenceClassification, PreTrainedTokenizerFast
 
@@ -273,6 +273,36 @@ def test_data_2_a_completion_ends_with_eos_and_a_prompt_begins_with_the_tokenize
         assert chat.encode(tokenizer, texts[0]) == [*bos, *prompt]
     assert chat.encode(tokenizer, "<s> a") == [BOS, A]
     assert chat.encode(word_tokenizer(bos_token=None), "a", "b") == ([A], [B, EOS])
+
+
+SEAMS = [("a.", " b a"), ("a.", "b a"), ("a", ".b"), ("a. ", "b"), ("a.</s>", "b"), ("", "b"), ("a", " .")]
+
+
+@pytest.mark.parametrize("scheme", ["always", "first", "never", "normalizer"])
+@pytest.mark.parametrize("prompt, answer", SEAMS)
+def test_an_answer_has_no_space_that_its_tokenizer_puts_before_a_text(in_tmp, scheme, prompt, answer):
+    """It has the ids of the whole text, unless a token of this lies across the seam. A space of its own stays."""
+    tokenizer = metaspace_tokenizer(scheme)
+    read = partial(tokenizer.__call__, add_special_tokens=False)
+    ids, (*answer_ids, end) = chat.encode(tokenizer, prompt, answer)
+    assert ids == read(prompt).input_ids and end == tokenizer.eos_token_id
+    across = prompt.endswith(" ")
+    assert across or ids + answer_ids == read(prompt + answer).input_ids
+    assert not across or tokenizer.convert_ids_to_tokens(answer_ids) == ["b"]
+    write("rows.jsonl", [{"prompt": prompt, "completion": answer, "chosen": answer, "rejected": "a"}])
+    assert demonstrations_of("rows.jsonl", tokenizer) == [(ids, [*answer_ids, end])]
+    assert comparisons_of("rows.jsonl", tokenizer)[0][0][0] == [*ids, *answer_ids, end]
+
+
+@pytest.mark.parametrize("scheme", ["always", "first", "never", "normalizer"])
+def test_a_chats_answer_has_the_ids_of_the_conversation(in_tmp, scheme):
+    tokenizer = metaspace_tokenizer(scheme)
+    turn = "{% for m in messages %}..{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}..{% endif %}"
+    tokenizer.chat_template = turn
+    whole = tokenizer("..a</s>..b a</s>", add_special_tokens=False).input_ids
+    write("rows.jsonl", [{"messages": [user("a"), assistant("b a")]}])
+    ((ids, answer),) = demonstrations_of("rows.jsonl", tokenizer)
+    assert ids + answer == whole and tokenizer.convert_ids_to_tokens(answer) == ["b", "▁a", "</s>"]
 
 
 # ---- conversations -> token ids --------------------------------------------------------------------------------------

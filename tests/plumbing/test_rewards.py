@@ -9,13 +9,24 @@ from pathlib import Path
 import accelerate
 import pytest
 import torch
-from helpers import PAGES, REWARDED, ROOT, assert_same_curves, launch, record, rloo_args, run_page, without_times
+from helpers import (
+    PAGES,
+    REWARDED,
+    ROOT,
+    assert_same_curves,
+    launch,
+    metaspace_tokenizer,
+    record,
+    rloo_args,
+    run_page,
+    without_times,
+)
 from short_runs import write_rows
 from tokenizers import Tokenizer
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from rlhf_details import toy, train_rloo, utils
-from rlhf_details.plumbing.inputs import data, models, user_code
+from rlhf_details.plumbing.inputs import chat, data, models, user_code
 from rlhf_details.plumbing.machine import engines, rewards
 
 BOTH = pytest.mark.parametrize("page", ["train_rloo", "train_ppo"])
@@ -169,6 +180,17 @@ def test_what_a_function_may_return(functions, returned, values, is_boolean):
         ("return ['much', 0.0, 0.0]", ["returned 'much'", "row 1"]),
         ("return [0.0, 0.0]", ["returned 2 entries for 3 completions"]),
         ("return [None, 0.0, None]", ["no reward applies to row 1"]),
+        *[
+            (f"return {x}", [f"f returned a {kind}, and must return a list"])
+            for kind, x in {
+                "dict": "{'a': 1.0, 'b': 2.0, 'c': 3.0}",
+                "set": "{1.0, 2.0, 3.0}",
+                "frozenset": "frozenset({1.0, 2.0, 3.0})",
+                "bytes": "b'abc'",
+                "bytearray": "bytearray(3)",
+            }.items()
+        ],
+        *[(f"return [0.0, {x}, 0.0]", [f"f returned {x}", "row 2"]) for x in ("3e+38", "-3e+38", "1e+16", 10**30)],
     ],
 )
 def test_a_function_at_fault_ends_the_run_with_its_name_and_the_row(functions, capsys, body, words):
@@ -389,6 +411,19 @@ def test_a_reward_model_with_other_token_ids_is_given_text_and_scores_the_same(
     assert type(prepared[0][0][-1]) is type(started[0][0][-1][-1]) is rewards.TextModel
     # A model alone is objective/scores already.
     assert not any("objective/rewards/" in name for row in same for name in row)
+
+
+@pytest.mark.parametrize("asked, seen", [("a.", " b a"), ([{"role": "user", "content": "a."}], "b a")])
+def test_text_of_a_sentencepiece_tokenizer_keeps_the_space_behind_a_prompt(tiny, asked, seen):
+    """Decoding drops it. In a message the chat template says what stands before an answer."""
+    tokenizer, said = metaspace_tokenizer(), []
+    scorer, ids = make_scorer((), reward_model_path="reward"), tokenizer("b a").input_ids
+    scorer.tokenizer, scorer.stop_ids = tokenizer, torch.tensor([1])
+    scorer.reward_model = rewards.TextModel(models.load_reward_model(tiny / "reward", rloo_args(tiny)), tokenizer, 4)
+    scorer.reward_model.encode = lambda row, text: said.append(text) or ([5], [6])
+    batch = batch_of(["the"])._replace(responses=torch.tensor([ids]), response_mask=torch.ones(1, 2, dtype=torch.bool))
+    scorer([data.Prompt([5], "a.", {"prompt": asked}, 1, "--dataset x", {}, [])], batch)
+    assert said == [seen] and chat.decode_all(tokenizer, [ids]) == ["b a"]
 
 
 def test_only_what_has_ended_is_followed_by_eos(tiny):

@@ -109,13 +109,24 @@ def end_of_turn(tokenizer, options=None):
 
     The ids are [] where there is no template, or where it ends an answer without a special token.
     """
-    turns = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": "An answer."}]
-    try:
-        closing = render(tokenizer, turns, options).rpartition("An answer.")[2]
-    except Exception:  # A template may refuse what it likes.
-        return "", []
+    closing = example(tokenizer, options).rpartition("An answer.")[2]
     ids, special = tokenizer(closing, add_special_tokens=False).input_ids, special_tokens(tokenizer).values()
     return closing, ids[next((i for i, token in enumerate(ids) if token in special), len(ids)) :]
+
+
+def example(tokenizer, options=None):
+    """What the chat template writes of a question and an answer, "" where there is none or it refuses them."""
+    turns = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": "An answer."}]
+    try:
+        return render(tokenizer, turns, options)
+    except Exception:  # A template may refuse what it likes.
+        return ""
+
+
+def control_tokens(tokenizer):
+    """{text: id} of the special tokens that the chat template writes around messages, or that end a response."""
+    written, ends, known = example(tokenizer), end_ids(tokenizer), tokenizer.added_tokens_decoder.items()
+    return {token.content: i for i, token in known if i in ends or (token.special and token.content in written)}
 
 
 def special_tokens(tokenizer):
@@ -144,3 +155,12 @@ def decode_all(tokenizer, rows):
     """
     silent = {*end_ids(tokenizer), tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.unk_token_id}
     return [tokenizer.decode([i for i in ids if i not in silent]) for ids in rows]
+
+
+def with_space(tokenizer, prompt, first, text):
+    """A decoded text as it stands behind a prompt of plain text: with the space that SentencePiece's decoder drops from
+    its first token, an id.
+    """
+    token = str(tokenizer.convert_ids_to_tokens(first))
+    is_lost = token.startswith("\u2581") and not text.startswith(" ") and not is_messages(prompt)
+    return " " * is_lost + text

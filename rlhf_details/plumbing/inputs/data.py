@@ -5,6 +5,7 @@ A prompt is a string, a list of messages or a list of token ids. A completion is
 """
 
 import contextlib
+import functools
 import json
 import math
 import re
@@ -326,12 +327,30 @@ def encode(args, flag, rows, tokenizer, context, column=None, num_sampled=0):
     if getattr(args, "on_policy_share", 1) == 1:  # Otherwise the completions are cut at --response_length.
         fitting(found, "row", context, f"the model's context has no more{hint}")
 
+    control = chat.control_tokens(tokenizer)
+    if held := [(row, token) for row in found if (token := control_token(row, control, said(row.columns, column)))]:
+        (first, token), what = held[0], f"{len(held)} rows hold the text of a control token, the first one is row"
+        read = "It is read as the token itself, which ends what is said or begins a turn"
+        console.say(f"warning: {first.source}: {what} {first.number} with {token!r}. {read}")
     chats = [row for row in found if is_messages(row.columns["prompt"])]
     if cut := [row for row in chats if any(is_cut(tokenizer, row, answer) for answer in said(row.columns, column))]:
         trained = f"of which is trained: {reprlib.repr(tokenizer.decode(cut[0].answers[0]))}"
         what = f"{len(cut)} rows whose answer the chat template does not wholly write"
         console.say(f"warning: {cut[0].source}: {what}, the first one is row {cut[0].number}, {trained}")
     return Prompts(found)
+
+
+def control_token(row, control, answers):
+    """A token of chat.control_tokens within the messages of a row, or within answers that are texts. Else None.
+
+    The prompt may be a text that a chat template has written, and a text may end with the token that ends it.
+    """
+    if is_messages(row.columns["prompt"]):
+        texts = [message["content"] for turns in (row.columns["prompt"], *answers) for message in turns]
+    else:
+        texts = [answer for answer in answers if isinstance(answer, str) and row.columns["prompt"]]
+        texts = [functools.reduce(str.removesuffix, control, text.rstrip()) for text in texts]
+    return next((token for token in control for text in texts if token in text), None)
 
 
 def said(row, column):

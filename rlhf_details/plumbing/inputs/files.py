@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+import os
 import re
 import reprlib
 from pathlib import Path
@@ -14,6 +15,7 @@ from rlhf_details.plumbing import console
 from rlhf_details.plumbing.inputs import user_code
 
 csv.field_size_limit(2**31 - 1)  # characters of a cell
+MOST_LEVELS = 200  # Python copies and compares values by recursion, which ends at some 1000 calls.
 SPACE = re.compile(r"\s*")
 FILE = re.compile(r"\.(jsonl|json|ndjson|csv|tsv|parquet)(\.gz)?$", re.IGNORECASE)  # how names of data files end
 ENDINGS = ".jsonl, .json, .ndjson, .csv, .tsv or .parquet"
@@ -29,7 +31,7 @@ def read_rows(spec, flag):
     """
     whole, *ends = re.fullmatch(r"(.*?)(?:\[(-?\d+)?:(-?\d+)?\])?", spec).groups()
     taken = slice(*(int(end) if end else None for end in ends))
-    name, _, part = whole.partition(":")
+    name, part = split(whole)
     path = Path(name, part) if FILE.search(part) and Path(name, part).is_file() else Path(name)
     if path.suffix == ".py":
         function = user_code.load_function(whole, flag)
@@ -42,7 +44,26 @@ def read_rows(spec, flag):
         console.fail(f"{flag} {spec}: no rows")
     if wrong := [(number, row) for number, row in enumerate(rows, 1) if not isinstance(row, dict)]:
         console.fail(f"{flag} {spec}: row {wrong[0][0]} is no object with columns: {reprlib.repr(wrong[0][1])}")
+    if deep := [number for number, row in enumerate(rows, 1) if is_deep(row)]:
+        console.fail(f"{flag} {spec}: row {deep[0]} is nested more than {MOST_LEVELS} levels deep")
     return rows
+
+
+def is_deep(value, room=MOST_LEVELS):
+    """Whether lists and objects stand in each other in more than `room` levels. Of a list the first entry counts."""
+    inner = value.values() if isinstance(value, dict) else value[:1] if isinstance(value, list) else ()
+    return bool(inner) and (room == 0 or any(is_deep(x, room - 1) for x in inner))
+
+
+def split(spec):
+    """(NAME, PART) of NAME:PART, PART "" where there is none. A NAME that exists here, or whose folder does, may have
+    colons of its own.
+    """
+    folder, names = os.path.dirname, [spec[: m.start()] for m in re.finditer(":|$", spec)]
+    inside = [name for name in names if ":" in folder(name) and os.path.isdir(folder(name))]
+    missing = max(inside, key=lambda name: len(folder(name)), default=names[0])
+    name = max(filter(os.path.exists, names), key=len, default=missing)
+    return name, spec[len(name) + 1 :]
 
 
 def read_file(path, key):
@@ -52,7 +73,13 @@ def read_file(path, key):
         return pyarrow.parquet.read_table(path).to_pylist()
     with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig", newline="") as file:
         if kind in ("csv", "tsv"):  # All cells are texts. A short row is filled up with empty ones.
-            rows = list(csv.DictReader(file, restval="", delimiter="," if kind == "csv" else "\t"))
+            rows, comma = [], "," if kind == "csv" else "\t"
+            try:
+                # Without `strict`, a quotation mark that nobody closes takes all rows up to the next one into its cell.
+                rows.extend(csv.DictReader(file, restval="", delimiter=comma, strict=True))
+            except csv.Error as e:
+                where = f"row {len(rows) + 1}" if rows else "the header or row 1"
+                raise ValueError(f"{where}: a cell begins with a quotation mark and does not end with one: {e}") from e
             if wrong := [number for number, row in enumerate(rows, 1) if None in row]:
                 raise ValueError(f"row {wrong[0]} has more cells than there are columns")
             return rows
@@ -93,7 +120,9 @@ def load_dataset(name, part, taken):
 
 def check_dataset(flag, spec):
     """Exits with an error if the file or the embedded task's split that a data set names does not exist."""
-    name, _, part = spec.partition("[")[0].partition(":")
+    if re.match(r"\w+://", spec):
+        console.fail(f"{flag} {spec}: an address is not read; download the file, or name the data set on the Hub")
+    name, part = split(re.sub(r"\[-?\d*:-?\d*\]$", "", spec))
     if name in toy.TASKS and part not in ("", "train", "test"):
         console.fail(f"{flag} {spec}: the splits are {name}:train and {name}:test")
     path = Path(name)

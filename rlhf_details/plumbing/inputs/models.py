@@ -6,6 +6,7 @@ import inspect
 import json
 import math
 import os
+import re
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from tokenizers import ByteLevelBPETokenizer, processors
 from transformers import PreTrainedTokenizerFast
-from transformers.utils import cached_file
+from transformers.utils import cached_file, has_file
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from rlhf_details import toy, utils
@@ -30,6 +31,11 @@ def read(kind, path, flag, args, **options):
 
 
 # ---- tokenizers ------------------------------------------------------------------------------------------------------
+# A tokenizer has one of these at least. The second line holds those of byte-level BPE, WordPiece and SentencePiece.
+TOKENIZER_FILES = "tokenizer_config.json", "tokenizer.json", "tekken.json"
+TOKENIZER_FILES += "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"
+
+
 def load_tokenizer(path, flag, args):
     """The tokenizer of a model folder or Hub repository, which must have an EOS token."""
     tokenizer = find_tokenizer(path, flag, args)
@@ -40,7 +46,10 @@ def load_tokenizer(path, flag, args):
     ends = None
     with console.reading(flag, path), contextlib.suppress(OSError):  # Many models have no generation_config.json.
         ends = transformers.GenerationConfig.from_pretrained(name, revision=revision).eos_token_id
-    tokenizer.generation_eos = ends if isinstance(ends, list) else [ends] * (ends is not None)  # for chat.end_ids
+    ends = ends if isinstance(ends, list) else [ends] * (ends is not None)
+    if wrong := [i for i in ends if type(i) is not int or i < 0]:
+        console.fail(f"{flag} {path}: the eos_token_id of its generation_config is no token id: {wrong[0]!r}")
+    tokenizer.generation_eos = [i for i in ends if i < chat.vocabulary(tokenizer)]  # for chat.end_ids
     return tokenizer
 
 
@@ -50,13 +59,11 @@ def find_tokenizer(path, flag, args):
     Adapters that come without one have that of their base.
     """
     (name, revision), base = console.split(path), base_of(path, flag)
-    try:
-        cached_file(name, "tokenizer_config.json", revision=revision)
-    except OSError:
-        if base:
-            return find_tokenizer(base, flag, args)
-        if os.path.isdir(path):
-            return None
+    if base or os.path.isdir(path):
+        with console.reading(flag, path):
+            has_none = not any(has_file(name, file, revision) for file in TOKENIZER_FILES)
+        if has_none:
+            return find_tokenizer(base, flag, args) if base else None
     # Adapters have no configuration. transformers 5.17 does not do without.
     known = {"config": read(transformers.AutoConfig, base, flag, args)} if base else {}
     return read(transformers.AutoTokenizer, path, flag, args, **known)
@@ -134,7 +141,35 @@ def load_policy(path, flag, args):
     takes_cache = any(accepts(m, utils.name_of_cache(m)) for m in (model, model.base_model))
     if not takes_cache or set(getattr(config, "layer_types", None) or []) == {"linear_attention"}:
         console.fail(f"{flag} {path}: a {config.model_type} cannot be sampled: it has no cache of keys and values")
-    return model
+    return tried(model, path, flag, with_cache=True)
+
+
+@torch.no_grad()
+def tried(model, path, flag, with_cache=False):
+    """The model, if `hidden_states` of it are the same with padding, and with_cache also token by token, as without.
+
+    Otherwise the program ends with one line: a decoder that counts its own positions would count the padding.
+    """
+    what, training = f"{flag} {path}: a {model.config.model_type}", model.training
+    ids = [i % num_tokens(model) for i in range(1, 10)]
+    tokens, mask = utils.left_pad([ids[:4], ids], model.device)
+    parts = [slice(0, 8), slice(8, 9)] if with_cache else [slice(0, 9)]
+    try:
+        cache, found = transformers.DynamicCache(config=model.config) if with_cache else None, []
+        model.eval()
+        plain = model.base_model(input_ids=tokens[:1, 5:], use_cache=False).last_hidden_state
+        for part in parts:
+            positions = utils.positions_from_mask(mask)[:, part]
+            found.append(hidden_states(model, tokens[:, part], mask[:, : part.stop], positions, cache))
+        gap = (torch.cat(found, 1)[:1, 5:] - plain).abs().max() / plain.abs().max()
+    except Exception as e:  # A model may fail in any way, also one from the Hub with code of its own.
+        if isinstance(e, torch.OutOfMemoryError):
+            raise
+        console.fail(f"{what} cannot be read as these scripts do it ({type(e).__name__}: {console.in_one_line(e)})")
+    if gap > 1e-3:
+        when = "stands behind padding" + " or is read with a cache" * with_cache
+        console.fail(f"{what} cannot be used: its hidden states change by {gap:.1%} when a text {when}")
+    return model.train(training)
 
 
 def load_teacher(args, tokenizer, head):
@@ -177,7 +212,7 @@ def load_reward_model(path, args, flag="--reward_model_path", allow_untrained=Fa
     if missing and not (allow_untrained or args.allow_untrained_reward_model):
         hint = "train_reward.py trains one, --allow_untrained_reward_model lets a dummy run continue"
         console.fail(f"{flag} {path}: not a trained reward model (it lacks {', '.join(sorted(missing))}); {hint}")
-    return model
+    return tried(model, path, flag)
 
 
 def load(kind, path, flag, args, **options):
@@ -191,29 +226,88 @@ def load(kind, path, flag, args, **options):
         model, has_head = merged(model, path, flag, args)
         missing = missing - {"score.weight"} if has_head else missing
     else:
+        config = read(transformers.AutoConfig, path, flag, args, **options)
+        text = config.get_text_config()
+        if (text.pad_token_id or 0) >= text.vocab_size:  # It has no embedding, and nothing reads padding.
+            text.pad_token_id = None
         kernel = f"--attn_implementation {args.attn_implementation} with " if args.attn_implementation else ""
         model, info = read(
             kind,
             path,
             f"{kernel}{flag}",  # The kernel may be what cannot be had.
             args,
+            config=config,
             dtype=torch.float32,  # A bf16 weight would swallow a step of 3e-6. [MODEL-3]
             use_safetensors=True,  # The older kind of files are pickles, which can run any code.
             attn_implementation=args.attn_implementation,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # They are refused below, since the library's error does not name them.
-            **options,
         )
         for name, found, expected in info["mismatched_keys"]:
             console.fail(f"{flag} {path}: {name} has the shape {list(found)}, and {list(expected)} is expected")
         missing, unexpected = set(info["missing_keys"]), info["unexpected_keys"]
+        refuse_lost_weights(model, unexpected, path, flag)
+        head = model.get_output_embeddings()
+        if head and head.weight is not model.get_input_embeddings().weight:  # whatever the configuration says
+            model.config.tie_word_embeddings = model.config.get_text_config().tie_word_embeddings = False
     if tokenizer := find_tokenizer(path, flag, args):
         size, (tokens,) = model.get_input_embeddings().num_embeddings, vocabularies(tokenizer)
         if max(tokens.values()) >= size:
             what = f"its tokenizer has {max(tokens.values()) + 1} tokens, and the model {size} embeddings"
             console.fail(f"{flag} {path}: {what}; model.resize_token_embeddings adds the others")
         model.num_tokens = min(size, chat.vocabulary(tokenizer))
+    # A sum is finite only if all numbers are.
+    if wrong := [name for name, p in model.named_parameters() if not p.detach().sum().isfinite()]:
+        console.fail(f"{flag} {path}: {wrong[0]} holds numbers that are not finite")
+    freeze_other_senses(model)
     return set_up_for_training(model, args), missing, unexpected
+
+
+def refuse_lost_weights(model, names, path, flag):
+    """Exits with an error if files hold weights of a model's modules or layers that it has no place for.
+
+    A line names those of modules that it does not have at all. Nothing is lost where they are 0, or no floats.
+    """
+    modules = dict(model.named_modules())
+
+    def is_lost(name):
+        above = name.rpartition(".")[0]
+        layers = re.match(r"(.*?)\.\d+\.", f"{above}.")
+        if above not in modules and not (layers and layers[1] in modules):
+            return False
+        x = weight_of(path, name)
+        return x.is_floating_point() and bool(x.any())
+
+    if lost := sorted(filter(is_lost, names)):
+        what = f"{len(lost)} weights in its files have no place in the model of its config.json, such as {lost[0]}"
+        console.fail(f"{flag} {path}: {what}")
+    strangers = {name.rpartition(".")[0] for name in names} - modules.keys()
+    if hasattr(model, "score"):  # A causal model has a head of its own in the place of this one.
+        strangers = {name for name in strangers if "." in name}
+    if strangers:
+        shown = ", ".join(sorted(strangers)[:3])
+        console.say(f"{flag} {path}: not read, since a {model.config.model_type} has none: {shown}")
+
+
+def weight_of(path, name):
+    """The weight of that name in a model's safetensors files."""
+    (folder, revision), file = console.split(path), "model.safetensors"
+    if has_file(folder, f"{file}.index.json", revision):
+        file = json.loads(Path(cached_file(folder, f"{file}.index.json", revision=revision)).read_text())["weight_map"][
+            name
+        ]
+    with safe_open(cached_file(folder, file, revision=revision), "pt") as saved:
+        return saved.get_tensor(name)
+
+
+def freeze_other_senses(model):
+    """Freezes what a model has for images and sounds. Text gives it no gradient, for which DDP would wait in vain."""
+    if model.config.get_text_config() is model.config:
+        return
+    heads = filter(None, (model.get_output_embeddings(), getattr(model, "score", None)))
+    read = {p for m in (model.get_decoder(), *heads) for p in m.parameters()}
+    for p in set(model.parameters()) - read:
+        p.requires_grad_(False)
 
 
 def set_up_for_training(model, args):
@@ -335,7 +429,15 @@ def add_adapters(model, rank):
     from peft import LoraConfig, LoraModel
 
     kind = "SEQ_CLS" if hasattr(model, "score") else "CAUSAL_LM"
-    config = LoraConfig(target_modules="all-linear", task_type=kind, r=rank, lora_alpha=2 * rank, lora_dropout=0.0)
+    frozen = [name.rpartition(".")[0] for name, p in model.named_parameters() if not p.requires_grad]
+    config = LoraConfig(
+        target_modules="all-linear",
+        exclude_modules=sorted(set(frozen)) or None,
+        task_type=kind,
+        r=rank,
+        lora_alpha=2 * rank,
+        lora_dropout=0.0,
+    )
     try:
         model.lora = [LoraModel(model, config, "default")]
     except ValueError as e:
@@ -393,14 +495,22 @@ def save_adapter(model, folder, base_model):
     save_file(weights, Path(folder) / "adapter_model.safetensors", metadata=metadata)
 
 
-def base_of(path, flag):
-    """The model that adapters (a folder or Hub name) belong to, or None where the path holds no adapters."""
+def base_of(path, flag, above=()):
+    """The model that adapters (a folder or Hub name) belong to, or None where the path holds no adapters.
+
+    Args: above, the adapters that stand on these.
+    """
     name, revision = console.split(path)
     with console.reading(flag, path):
         console.announce(path)
         file = find_adapter_config_file(name, revision=revision)
         config = json.loads(Path(file).read_text()) if file else {}
-    return "@".join(filter(None, (config.get("base_model_name_or_path"), config.get("revision")))) or None
+    base, places = config.get("base_model_name_or_path"), [os.path.realpath(x) for x in (*above, path)]
+    if base is not None and (not isinstance(base, str) or os.path.realpath(base) in places):
+        console.fail(f"{flag} {path}: holds adapters whose base must be the path of another model, not {base!r}")
+    if base and os.path.isdir(base):
+        base_of(base, flag, (*above, path))  # Adapters may stand on others, but not in a circle.
+    return "@".join(filter(None, (base, config.get("revision")))) or None
 
 
 def merged(model, path, flag, args):

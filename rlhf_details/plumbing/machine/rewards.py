@@ -33,6 +33,8 @@ from rlhf_details.plumbing.inputs import chat, models, user_code
 from rlhf_details.plumbing.inputs.chat import RowError, encode, is_messages
 from rlhf_details.plumbing.machine import engines
 
+LARGEST = 1e15  # Sums of squares of rewards must be numbers in fp32.
+
 
 class Fault(Exception):
     """Something wrong with a reward, in words for the user."""
@@ -109,11 +111,14 @@ class Function:
         columns = {name: [row.columns.get(name) for row in rows] for name in self.given}
         try:
             with user_code.fenced(self.what):  # The function gets copies, which it may change.
-                entries = self.function(**copy.deepcopy({"prompts": prompts, "completions": completions, **columns}))
-                entries = [x.item() if hasattr(x, "item") else x for x in user_code.result_of(entries)]
+                said = self.function(**copy.deepcopy({"prompts": prompts, "completions": completions, **columns}))
+                said = user_code.result_of(said)
+                entries = [x.item() if hasattr(x, "item") else x for x in said]
         except Exception as e:  # The user's code may raise whatever it likes. Nothing says which row is to blame.
             raised = f"{self.what} raised {type(e).__name__}, called with {len(rows)} completions"
             raise Fault(f"{raised}\n{traceback.format_exc().rstrip()}") from e
+        if isinstance(said, dict | set | frozenset | bytes | bytearray):  # Nothing says which of them is whose.
+            raise Fault(f"{self.what} returned a {type(said).__name__}, and must return a list")
         if len(entries) != len(rows):
             raise Fault(f"{self.what} returned {len(entries)} entries for {len(rows)} completions")
         return entries
@@ -288,7 +293,9 @@ class Scorer:
             entries = {name: function(rows, texts, ended) for name, function in self.functions.items()}
         entries |= {name: function(rows, texts, ended) for name, function in self.watched.items()}
         if self.text_model:
-            entries["reward_model"] = self.text_model(rows, texts, ended)
+            firsts = zip(rows, batch.responses[:, 0].tolist(), texts, strict=True)
+            spaced = [chat.with_space(self.tokenizer, row.columns["prompt"], i, text) for row, i, text in firsts]
+            entries["reward_model"] = self.text_model(rows, spaced, ended)
         elif model_scores is not None:
             entries["reward_model"] = model_scores.tolist()
         for words, i in self.faults(rows, entries):
@@ -301,9 +308,9 @@ class Scorer:
         weighted = {name: entries[name] for name in self.weighted}
         for name, said in weighted.items():
             for i, x in enumerate(said):
-                is_number = isinstance(x, numbers.Real) and abs(x) <= torch.finfo(torch.float32).max
+                is_number = isinstance(x, numbers.Real) and abs(x) < LARGEST
                 if not (x is None or is_number or (abstains(x) and name in self.functions)):
-                    yield f"{name} returned {reprlib.repr(x)} for", i
+                    yield f"{name} returned {reprlib.repr(x)}, which is no number within +-{LARGEST:g}, for", i
                 if i and rows[i] is rows[i - 1] and (x is None) != (said[i - 1] is None):
                     yield f"{name} returned None, but not for each response to this prompt, whose kind decides:", i
         # evaluate.py adds rewards up where they are to judge, and only there. A page with a teacher never does.

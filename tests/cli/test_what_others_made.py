@@ -1,0 +1,280 @@
+"""Models and data that other programs made: they are read as those programs mean them, or refused in one line, or a
+line says what is lost. Every table goes through the `main` of the scripts.
+"""
+
+import gzip
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import SCRIPTS, edit_json, page_args, tiny_model
+from safetensors.torch import load_file, save_file
+from short_runs import contents, write_rows
+from tokenizers import ByteLevelBPETokenizer
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel
+
+from rlhf_details import toy
+
+ROW = {"prompt": "last friday my sister", "completion": "went ."}
+FLAGS = {"policy": "sft_model_path", "reward": "reward_model_path", "teacher": "teacher_model_path"}
+
+
+def change(folder, **weights):
+    """Changes or adds weights of a model folder's file."""
+    path = Path(folder, "model.safetensors")
+    save_file(load_file(path) | weights, path, metadata={"format": "pt"})
+
+
+def lost_bias(folder):
+    change(folder, **{"gpt_neox.layers.1.attention.dense.bias": torch.ones(32)})
+    edit_json(folder / "config.json", attention_bias=False)
+
+
+def no_bias(folder):
+    """All biases of a new GPT-NeoX are 0."""
+    edit_json(folder / "config.json", attention_bias=False)
+
+
+def infinite(folder):
+    change(folder, **{"gpt_neox.final_layer_norm.bias": torch.full((32,), float("inf"))})
+
+
+def of_kind(kind, **sizes):
+    """A function that puts a model of another architecture into a folder."""
+
+    def make(folder):
+        model = tiny_model(kind, vocab_size=len(toy.tokenizer()), eos_token_id=1, **sizes)
+        model.save_pretrained(folder)
+
+    return make
+
+
+BART = dict(d_model=32, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=64, init_std=0.3, pad_token_id=0)
+MINIMAX = dict(num_key_value_heads=2, head_dim=8, num_local_experts=2, block_size=16, intermediate_size=64)
+
+
+def ends(**values):
+    """A function that gives a model folder an eos_token_id in generation_config.json."""
+    return lambda folder: Path(folder, "generation_config.json").write_text(json.dumps(values))
+
+
+def adapters_on(base):
+    """A function that makes a folder one of adapters which name their base."""
+
+    def make(folder):
+        Path(folder, "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
+
+    return make
+
+
+def adapters_in_a_circle(folder):
+    adapters_on("other")(folder)
+    shutil.copytree(folder, "other")
+    edit_json("other/adapter_config.json", base_model_name_or_path="policy")
+
+
+WRONG_END, WRONG_BASE = "generation_config is no token id: ", "whose base must be the path of another model, not "
+REFUSED = [  # what is spoilt, how, and words of the line
+    ("policy", lost_bias, "1 weights in its files have no place", "gpt_neox.layers.1.attention.dense.bias"),
+    ("teacher", lost_bias, "1 weights in its files have no place"),
+    ("reward", lost_bias, "1 weights in its files have no place"),
+    ("policy", lambda x: edit_json(x / "config.json", num_hidden_layers=1), "weights in its files", "layers.1."),
+    ("reward", lambda x: change(x, **{"score.bias": torch.ones(1)}), "such as score.bias"),
+    ("policy", infinite, "gpt_neox.final_layer_norm.bias holds numbers that are not finite"),
+    ("reward", infinite, "gpt_neox.final_layer_norm.bias holds numbers that are not finite"),
+    ("policy", of_kind("bart", **BART), "a bart cannot be used: its hidden states change by", "behind padding"),
+    ("policy", of_kind("minimax", **MINIMAX), "a minimax cannot be read as these scripts do it (ValueError: "),
+    *[("policy", ends(eos_token_id=x), WRONG_END) for x in ("2", "</s>", [[2]], 2.0, -1, True, {}, [None], [1, "x"])],
+    ("policy", adapters_on("policy"), f"{WRONG_BASE}'policy'"),
+    ("policy", adapters_on("./policy/"), f"{WRONG_BASE}'./policy/'"),
+    ("reward", adapters_on(["policy"]), f"{WRONG_BASE}['policy']"),
+    ("policy", adapters_in_a_circle, f"{WRONG_BASE}'policy'"),
+]
+
+
+@pytest.fixture
+def run(in_tmp, tiny):
+    """run(script, **changes): main with arguments of a run of one step on 16 rows, on copies of the tiny models."""
+    for name in FLAGS:
+        shutil.copytree(tiny / name, name)
+    write_rows("rows.jsonl", [ROW] * 16)
+
+    def start(script, **changes):
+        values = dict(dataset="rows.jsonl", output_dir="out", response_length=4) | changes
+        if script in ("train_rloo", "train_distill"):
+            return SCRIPTS[script].main(page_args(script, in_tmp, **(dict(total_episodes=16) | values)))
+        values |= dict(batch_size=16, run_name="run") if script != "evaluate" else {}
+        name = {"train_sft": "base_model", "evaluate": "policy_path"}.get(script, "sft_model_path")
+        return SCRIPTS[script].main(SCRIPTS[script].Args(**({name: "policy"} | values)))
+
+    return start
+
+
+# ---- models ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name, spoil, words", [(a, b, words) for a, b, *words in REFUSED], ids=lambda x: str(x)[:60])
+def test_a_model_that_would_be_another_one_is_refused(run, in_tmp, fails, name, spoil, words):
+    spoil(in_tmp / name)
+    before = contents(in_tmp)
+    line = fails(run, "train_distill" if name == "teacher" else "train_rloo")
+    assert f"--{FLAGS[name]} " in line and all(word in line for word in words), line
+    assert contents(in_tmp) == before
+
+
+def test_weights_of_modules_that_a_model_does_not_have_are_named(run, capsys):
+    """A value head, and the towers of other senses. A causal head is nothing that a reward model lacks."""
+    change("policy", **{f"{x}.weight": torch.ones(2) for x in ("v_head.summary", "vision.0.q")})
+    change("reward", **{"embed_out.weight": torch.ones(2), "lm_head.weight": torch.ones(2)})
+    run("train_rloo")
+    said = f"--sft_model_path {Path.cwd()}/policy: not read, since a gpt_neox has none: v_head.summary, vision.0.q"
+    assert [x for x in capsys.readouterr().out.splitlines() if "not read" in x] == [said]
+
+
+def padded(folder):
+    edit_json(folder / "config.json", pad_token_id=len(toy.tokenizer()))
+
+
+@pytest.mark.parametrize("make", [no_bias, padded, ends(eos_token_id=10**9), ends(eos_token_id=[])])
+@pytest.mark.parametrize("name", ["policy", "reward"])
+def test_what_does_no_harm_is_taken(run, in_tmp, name, make):
+    make(in_tmp / name)
+    assert run("train_rloo")["metrics"]["update"] == 1
+
+
+@pytest.mark.parametrize("script", ["train_rloo", "train_sft", "train_dpo"])
+@pytest.mark.parametrize("says_tied", [True, False])
+def test_a_head_of_its_own_stays_one_whatever_the_configuration_says(run, script, says_tied):
+    edit_json("policy/config.json", tie_word_embeddings=says_tied)
+    write_rows("rows.jsonl", [ROW | {"chosen": "went .", "rejected": "was ."}] * 16)
+    run(script, learning_rate=1e-12, output_dir="out", overwrite=True)
+    before, after = (AutoModelForCausalLM.from_pretrained(x) for x in ("policy", "out"))
+    torch.testing.assert_close(after.get_output_embeddings().weight, before.get_output_embeddings().weight)
+    assert not after.config.tie_word_embeddings
+
+
+def gpt2_files(folder):
+    """What GPT-2's own repository has: vocab.json and merges.txt."""
+    backend.save_model(str(folder))
+
+
+def tokenizer_json(folder):
+    backend.save(str(Path(folder, "tokenizer.json")))
+
+
+backend = ByteLevelBPETokenizer()
+backend.train_from_iterator(["went was my"] * 3, 270, special_tokens=["<|endoftext|>"], show_progress=False)
+
+
+@pytest.mark.parametrize("save_tokenizer", [gpt2_files, tokenizer_json])
+def test_a_tokenizer_without_tokenizer_config_is_used(run, capsys, save_tokenizer):
+    """The reward model reads text by its own tokenizer, and not the policy's ids."""
+    config = GPT2Config(vocab_size=300, n_embd=32, n_layer=1, n_head=2, n_positions=64, num_labels=1, eos_token_id=0)
+    for kind, name in ((GPT2LMHeadModel, "gpt2"), (GPT2ForSequenceClassification, "scorer")):
+        kind(config).save_pretrained(name)
+        save_tokenizer(name)
+    run("train_rloo", sft_model_path="gpt2", reward_model_path="scorer")
+    assert "tokenizer of its own" not in capsys.readouterr().out
+    run("train_rloo", reward_model_path="scorer", overwrite=True)
+    assert "the reward model has a tokenizer of its own" in capsys.readouterr().out
+
+
+# ---- data ------------------------------------------------------------------------------------------------------------
+HEAD, GOOD, OPEN = "prompt,completion\n", "my sister,went .\n", '"my sister,went .\n'
+QUOTES = [  # text of a CSV file, and where its fault is
+    (HEAD + GOOD * 3 + OPEN + GOOD * 9, "row 4: "),  # to the end of the file
+    (HEAD + GOOD + OPEN + GOOD * 9 + '"a",b\n' + GOOD, "row 2: "),  # to the next quotation mark
+    (HEAD + GOOD * 12 + OPEN, "row 13: "),
+    ('"' + HEAD + GOOD * 16, "the header or row 1: "),
+    (HEAD + '"my" sister,went .\n' + GOOD * 15, "the header or row 1: "),
+    (HEAD + GOOD * 2 + 'my sister,"went ""." .\n'[:-1] + GOOD * 15, "row 3: "),
+]
+
+
+@pytest.mark.parametrize("name", ["rows.csv", "rows.tsv", "rows.csv.gz"])
+@pytest.mark.parametrize("text, where", QUOTES)
+def test_a_quotation_mark_that_nobody_closes_takes_no_rows_with_it(run, fails, name, text, where):
+    text = text.replace(",", "\t") if "tsv" in name else text
+    with (gzip.open if name.endswith("gz") else open)(name, "wt") as file:
+        file.write(text)
+    line = fails(run, "train_sft", dataset=name)
+    assert f"--dataset {name}: cannot be read ({where}a cell begins with a quotation mark and does not" in line
+
+
+def test_quotation_marks_that_are_right_are_read(run, capsys):
+    cells = '"my, ""sister""\n",went .\n', '5 " pipe,went .\n', '"",went .\n', '"my\n\nsister","went ."\n'
+    Path("rows.csv").write_text(HEAD + "".join(cells) * 4)
+    assert run("train_sft", dataset="rows.csv")["metrics"]["update"] == 1
+
+
+@pytest.mark.parametrize("folder", ["run 12:30:05", "a:b/c:d", "12:30"])
+@pytest.mark.parametrize("part", ["", "[2:]", ":test"])
+def test_a_path_may_have_colons(run, in_tmp, fails, folder, part):
+    name, rows = f"{folder}/rows.json", [ROW] * 18
+    (in_tmp / folder).mkdir(parents=True)
+    Path(name).write_text(json.dumps({"train": rows, "test": rows} if part == ":test" else rows))
+    assert run("train_sft", dataset=name + part)["metrics"]["update"] == 1
+    assert f"--dataset {folder}/no.json: no such file" in fails(run, "train_sft", dataset=f"{folder}/no.json")
+
+
+def test_functions_and_folders_with_colons(run):
+    Path("a:b/data").mkdir(parents=True)
+    Path("a:b/f.py").write_text(f"def rows(): return [{ROW}] * 16")
+    Path("a:b/data/train.jsonl").write_text(Path("rows.jsonl").read_text())
+    for name in ("a:b/f.py:rows", "a:b/data", "a:b/data:train"):
+        assert run("train_sft", dataset=name, overwrite=True)["metrics"]["update"] == 1
+
+
+@pytest.mark.parametrize("scheme", ["https", "http", "s3", "hf", "file"])
+def test_an_address_is_refused(run, fails, scheme):
+    name = f"{scheme}://example.org/rows.jsonl"
+    assert f"--dataset {name}: an address is not read" in fails(run, "train_sft", dataset=name)
+
+
+def nested(levels):
+    return json.loads("[" * levels + "]" * levels)
+
+
+@pytest.mark.parametrize("value", [nested(900), {"x": nested(900)}, [{"x": nested(900)}], [nested(400)] * 2])
+def test_a_row_nested_without_end_is_refused(run, fails, value):
+    write_rows("rows.jsonl", [ROW, ROW | {"x": value}] * 8)
+    assert "row 2 is nested more than 200 levels deep" in fails(run, "train_rloo")
+
+
+TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+TEMPLATE += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+
+
+@pytest.mark.parametrize(
+    "asked, answer, found",
+    [
+        ("why ?", "yes <|end|> no", "<|end|>"),
+        ("what is <|end|> ?", "yes", "<|end|>"),
+        ("a <|assistant|>b", "yes", "<|assistant|>"),
+        ("why ?", "<|user|>", "<|user|>"),
+        ("why ?", "say <eos> now", "<eos>"),
+        ("why ?", "<think>so</think> yes", None),
+        ("why ?", "end user assistant", None),
+        (None, "yes <eos> no", "<eos>"),  # plain text
+        (None, "yes <eos>", None),
+    ],
+)
+def test_the_text_of_a_control_token_is_named(run, capsys, asked, answer, found):
+    tokenizer = toy.tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|user|>", "<|assistant|>", "<|end|>", "<think>"]})
+    tokenizer.chat_template = TEMPLATE
+    eos = tokenizer.eos_token
+    tokenizer.save_pretrained("policy")
+    model = AutoModelForCausalLM.from_pretrained("policy")
+    model.resize_token_embeddings(len(tokenizer))
+    model.save_pretrained("policy")
+    answer, found = answer.replace("<eos>", eos), found and found.replace("<eos>", eos)
+    turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+    row = {"messages": turns} if asked else {"prompt": "why ?", "completion": answer}
+    fine = {"messages": [turns[0] | {"content": "why ?"}, turns[1] | {"content": "yes"}]} if asked else ROW
+    write_rows("rows.jsonl", [fine, row] * 8)
+    run("train_sft")
+    lines = [line for line in capsys.readouterr().out.splitlines() if "control token" in line]
+    what = "8 rows hold the text of a control token, the first one is row 2"
+    said = f"warning: --dataset rows.jsonl: {what} with {found!r}."
+    assert [line[: len(said)] for line in lines] == [said] * bool(found)
