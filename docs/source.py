@@ -29,6 +29,7 @@ SCRIPTS = {  # the annotated pages in order: what each is, and whose notes it ta
     "train_dpo": ("DPO", "train_reward"),
     "train_sft": ("Supervised fine-tuning", None),
     "utils": ("What all scripts share", None),
+    "noise": ("The bits of the noise", None),
 }
 MINIMAL = {  # the first pages of the site: each minimal page beside the page that it becomes, by the same titles
     (f"minimal/{name}", f"train_{name}"): f"{title} from minimal to page"

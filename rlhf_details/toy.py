@@ -261,7 +261,7 @@ def comparisons(split, num, policy, tokenizer, key, response_length, progress=it
     rng = np.random.default_rng([2025, split == "test", num])
     prompts = [r["prompt"] for r in rows("prompts", split)]
     prompts = [prompts[i % len(prompts)] for i in range(num)]
-    ids, stop_ids = [utils.encode(tokenizer, prompt) for prompt in prompts], torch.tensor([tokenizer.eos_token_id])
+    ids, stop_ids = tokenizer(prompts).input_ids, torch.tensor([tokenizer.eos_token_id])
     stop_ids = stop_ids.to(next(policy.parameters()).device)
     responses = utils.sample_rows(policy, ids, 4, response_length, stop_ids, key, progress)
     # The human reads texts, and whoever trains on them tokenises them anew: a response that was cut gets an EOS.

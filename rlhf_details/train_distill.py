@@ -84,13 +84,13 @@ class Args(flags.SamplingArgs):  # run, data, models, memory, sampler and overla
     the data set's completions"""
     responses_per_prompt: int = 1
     """responses per prompt (k); nothing compares them"""
-    total_episodes: int = 100_000
+    total_episodes: int = 10_000
     """episodes of the whole run; rounded up to whole batches"""
-    batch_size: int = 256
+    batch_size: int = 64
     """episodes per update, which takes one optimiser step, over all processes (B)"""
 
     # optimiser
-    learning_rate: float = 3e-6
+    learning_rate: float = 1e-5
     """peak learning rate of AdamW"""
     lr_schedule: Literal["linear", "cosine", "constant"] = "linear"
     """course of the learning rate over the updates"""
@@ -115,6 +115,7 @@ presets = {
         output_dir="models/toy/distill",
         response_length=36,
         total_episodes=12_800,
+        batch_size=256,
         learning_rate=1e-3,
         micro_batch_size=256,
         rollout_micro_batch_size=256,
@@ -122,13 +123,11 @@ presets = {
     20e6: dict(
         response_length=53,
         temperature=0.7,
-        total_episodes=10_000,
-        batch_size=64,
         learning_rate=3e-4,
         micro_batch_size=64,
     ),
-    500e6: dict(total_episodes=10_000, batch_size=64, learning_rate=1e-5),
-    5e9: {},  # the defaults above
+    500e6: {},  # the defaults above
+    5e9: dict(learning_rate=3e-6),
     math.inf: dict(learning_rate=1e-6),
 }
 presets["toy-sum"] = presets["toy"] | dict(

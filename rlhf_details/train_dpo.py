@@ -82,7 +82,7 @@ class Args(flags.RunArgs):  # run, data, models and memory stand in plumbing/inp
     """sampling temperature; the loss is always that of temperature 1"""
 
     # optimiser
-    learning_rate: float = 3e-6
+    learning_rate: float = 1e-5
     """peak learning rate of AdamW"""
     lr_schedule: Literal["linear", "cosine", "constant"] = "cosine"
     """course of the learning rate over the steps"""
@@ -125,7 +125,8 @@ presets = {
         max_grad_norm=1.0,
         micro_batch_size=32,
     ),
-    500e6: dict(learning_rate=1e-5),
+    500e6: {},  # the defaults above
+    math.inf: dict(learning_rate=3e-6),
 }
 
 

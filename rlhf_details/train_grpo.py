@@ -62,7 +62,7 @@ class Args(
     """sampling temperature; it divides the logits of every log-prob as well"""
     stop_token: str = "eos"
     """sampling ends with this token: "eos" (any that the model names as an end), "none", or a text that is one token"""
-    missing_eos_penalty: float | None = None
+    missing_eos_penalty: float | None = 1.0
     """what a response without the stop token pays, in points of score; None: nothing"""
     missing_eos_mode: Literal["subtract", "replace"] = "subtract"
     """subtract the penalty from the score, or replace the score by -penalty"""
@@ -81,9 +81,9 @@ class Args(
     chooses the defaults of cliprange, cliprange_high and loss_normalization"""
     group_size: int = 8
     """responses per prompt (k)"""
-    total_episodes: int = 1_000_000
+    total_episodes: int = 10_000
     """responses to sample in the whole run; rounded up to whole batches"""
-    batch_size: int = 512
+    batch_size: int = 64
     """episodes per update, over all processes (B)"""
     num_mini_batches: int = 1
     """optimiser steps per pass over the batch"""
@@ -104,7 +104,7 @@ class Args(
     """leave groups whose scores are all equal out of the loss: they teach nothing but the KL"""
 
     # optimiser
-    learning_rate: float = 1e-6
+    learning_rate: float = 1e-5
     """peak learning rate of AdamW"""
     lr_schedule: Literal["linear", "cosine", "constant"] = "linear"
     """course of the learning rate over the updates"""
@@ -147,12 +147,11 @@ presets = {
         missing_eos_penalty=3.0,
         kl_coef=0.3,
         group_size=4,
-        total_episodes=10_000,
-        batch_size=64,
         learning_rate=3e-4,
         micro_batch_size=64,
     ),
-    500e6: dict(missing_eos_penalty=1.0, total_episodes=10_000, batch_size=64, learning_rate=1e-5),
+    500e6: {},  # the defaults above
+    math.inf: dict(learning_rate=1e-6),
 }
 presets["toy-sum"] = presets["toy"] | dict(
     eval_dataset="toy-sum:test",

@@ -123,7 +123,7 @@ class Args(
     """skip the step of a minibatch whose mean probability ratio exceeds this; None: never"""
 
     # optimiser
-    learning_rate: float = 3e-6
+    learning_rate: float = 1e-5
     """peak learning rate of AdamW"""
     lr_schedule: Literal["linear", "cosine", "constant"] = "linear"
     """course of the learning rate over the updates"""
@@ -168,8 +168,8 @@ presets = {
         max_grad_norm=1.0,
         micro_batch_size=128,
     ),
-    500e6: dict(learning_rate=1e-5),
-    5e9: {},  # the defaults above
+    500e6: {},  # the defaults above
+    5e9: dict(learning_rate=3e-6),
     math.inf: dict(learning_rate=3e-7),
 }
 presets["toy-sum"] = presets["toy"] | dict(
@@ -713,7 +713,9 @@ def main(args: Args):
                     continue
                 state["adam_step"] += 1
                 if args.tf_adam:
-                    optimizer.param_groups[0]["eps"] = utils.tf_adam_eps(args.adam_eps, state["adam_step"])
+                    # TensorFlow's Adam adds eps before it corrects the second moment's bias, which makes early steps
+                    # smaller: at the first one this is 32 times eps. [OPT-3]
+                    optimizer.param_groups[0]["eps"] = args.adam_eps / math.sqrt(1 - 0.999 ** state["adam_step"])
                 # One norm for both models: a large gradient of the values makes the policy's step smaller too.
                 norm = engines.clip_and_step(accelerator, policy, optimizer, args.max_grad_norm, run, number)
                 means.add({"policy/grad_norm": norm})

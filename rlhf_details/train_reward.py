@@ -66,7 +66,7 @@ class Args(flags.RunArgs):  # run, data, models and memory stand in plumbing/inp
     # algorithm
     num_train_epochs: int = 1
     """passes over the comparisons; the papers make one"""
-    batch_size: int = 64
+    batch_size: int = 32
     """comparisons per optimiser step, over all processes (B)"""
     normalization: Literal["none", "mean_shift", "gain_bias"] = "mean_shift"
     """none; mean 0 on candidates or on references (N+); mean 0 and std 1 on samples, std 1 also before training
@@ -83,7 +83,7 @@ class Args(flags.RunArgs):  # run, data, models and memory stand in plumbing/inp
     """sampling temperature"""
 
     # optimiser
-    learning_rate: float = 3e-6
+    learning_rate: float = 5e-5
     """peak learning rate of AdamW"""
     lr_schedule: Literal["linear", "cosine", "constant"] = "cosine"
     """course of the learning rate over the steps"""
@@ -120,7 +120,8 @@ presets = {
         micro_batch_size=128,
     ),
     20e6: dict(num_train_epochs=2, batch_size=16, learning_rate=1e-3, max_grad_norm=1.0, micro_batch_size=32),
-    500e6: dict(batch_size=32, learning_rate=5e-5),
+    500e6: {},  # the defaults above
+    math.inf: dict(learning_rate=3e-6),
 }
 
 
@@ -279,7 +280,9 @@ def main(args: Args):
         for group in optimizer.param_groups:
             group["lr"] = lr
             if args.tf_adam:
-                group["eps"] = utils.tf_adam_eps(args.adam_eps, step)
+                # TensorFlow's Adam adds eps before it corrects the second moment's bias, which makes early steps
+                # smaller: at the first one this is 32 times eps. [OPT-3]
+                group["eps"] = args.adam_eps / math.sqrt(1 - 0.999**step)
 
         # ---- 1. Minibatch --------------------------------------------------------------------------------------------
         epoch, place = divmod(step - 1, steps_per_epoch)

@@ -4,9 +4,8 @@ RLOO: REINFORCE with a leave-one-out baseline, on a language model and a reward 
 1. Each prompt gets k responses. A whole response is one action, and its reward is score - kl_coef * KL of its tokens.
 2. The baseline of a response is the mean reward of its k - 1 siblings. There is no value model and no GAE.
 3. One optimiser step per rollout (num_ppo_epochs = num_mini_batches = 1) is the paper's estimator, exactly REINFORCE.
-   More steps use the clipped loss of PPO, with one probability ratio per response. The defaults of Args have four, as
-   the benchmark of TRL v0.11 does; its batch is 4096 and ours 512, and we clip the gradient's norm. The embedded tasks
-   and models below 500 M parameters take one step: see `presets`.
+   More steps use the clipped loss of PPO, with one probability ratio per response. The benchmark of TRL v0.11 takes
+   four: benchmark/recipes/rloo_tldr_1b.toml.
 4. Responses to the same prompt share its computation: n of the k are packed in a row, [prompt | r1 | .. | rn], under a
    block mask. Where a model cannot read such a mask, each row holds one response.
 5. Sampling and shuffling are functions of coordinates, such as (seed, purpose, update, episode, step, token) for a
@@ -78,15 +77,15 @@ class Args(
     TRL v0.21's flag of this name only says where the KL is added"""
 
     # algorithm
-    rloo_k: int = 2
+    rloo_k: int = 4
     """responses per prompt (k)"""
-    total_episodes: int = 1_000_000
+    total_episodes: int = 10_000
     """responses to sample in the whole run; rounded up to whole batches"""
-    batch_size: int = 512
+    batch_size: int = 64
     """episodes per update, over all processes (B)"""
-    num_mini_batches: int = 2
+    num_mini_batches: int = 1
     """optimiser steps per pass over the batch"""
-    num_ppo_epochs: int = 2
+    num_ppo_epochs: int = 1
     """passes over the batch"""
     cliprange: float = 0.2
     """clip range of the probability ratio"""
@@ -94,7 +93,7 @@ class Args(
     """REINFORCE++: whiten the advantages over the whole batch"""
 
     # optimiser
-    learning_rate: float = 3e-6
+    learning_rate: float = 1e-5
     """peak learning rate of AdamW"""
     lr_schedule: Literal["linear", "cosine", "constant"] = "linear"
     """course of the learning rate over the updates"""
@@ -125,34 +124,15 @@ presets = {
         temperature=1.0,
         missing_eos_penalty=3.0,
         kl_coef=0.1,
-        rloo_k=4,
         total_episodes=25_600,
         batch_size=256,
-        num_mini_batches=1,
-        num_ppo_epochs=1,
         learning_rate=5e-4,
         micro_batch_size=256,
         rollout_micro_batch_size=256,
     ),
-    20e6: dict(
-        missing_eos_penalty=3.0,
-        kl_coef=0.3,
-        rloo_k=4,
-        total_episodes=10_000,
-        batch_size=64,
-        num_mini_batches=1,
-        num_ppo_epochs=1,
-        learning_rate=3e-4,
-        micro_batch_size=64,
-    ),
-    500e6: dict(
-        total_episodes=10_000,
-        batch_size=64,
-        num_mini_batches=1,
-        num_ppo_epochs=1,
-        learning_rate=1e-5,
-    ),
-    5e9: {},  # the defaults above
+    20e6: dict(missing_eos_penalty=3.0, kl_coef=0.3, learning_rate=3e-4, micro_batch_size=64),
+    500e6: {},  # the defaults above
+    5e9: dict(learning_rate=3e-6),
     math.inf: dict(learning_rate=1e-6),
 }
 presets["toy-sum"] = presets["toy"] | dict(

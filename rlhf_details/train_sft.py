@@ -78,7 +78,7 @@ class Args(flags.RunArgs):  # run, data, models and memory stand in plumbing/inp
     """rows per optimiser step, over all processes (B)"""
 
     # optimiser
-    learning_rate: float = 3e-6
+    learning_rate: float = 2e-5
     """peak learning rate of AdamW"""
     lr_schedule: Literal["linear", "cosine", "constant"] = "cosine"
     """course of the learning rate over the steps"""
@@ -117,7 +117,8 @@ presets = {
         micro_batch_size=128,
     ),
     20e6: dict(num_train_epochs=3, batch_size=8, learning_rate=1e-3, micro_batch_size=32),
-    500e6: dict(learning_rate=2e-5),
+    500e6: {},  # the defaults above
+    math.inf: dict(learning_rate=3e-6),
     "scratch": {  # with --base_model scratch
         20e6: dict(
             num_train_epochs=5,

@@ -1,6 +1,6 @@
 """
-What all pages share and a reader should read once: how text becomes tokens, masks and padding, the learning rate, the
-sampler and its noise, and the means that become metrics. Nothing runs at import.
+What all pages share and a reader should read once: masks and padding, orders and the learning rate, the sampler, and
+the means that become metrics. Nothing runs at import.
 
 Shapes    B: episodes   n: adjacent episodes that share a prompt and a row   W = B / n: rows   V: vocabulary
           Q: query tokens   R: response tokens   L: columns of a row   S: tokens that end a response   H: hidden size
@@ -18,47 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
-
-# ---- text -> token ids -----------------------------------------------------------------------------------------------
-def encode(tokenizer, prompt, completion=None, end=None):
-    """Token ids of a prompt; with a completion the pair (the prompt's, the completion's with the token that ends it).
-
-    Args: prompt, completion: strings, or lists of token ids, which are kept as they are; end: None where they are plain
-    strings, and for chats the ids that the chat template writes after a turn, the stop token first. A chat's prompt is
-    the string `tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)`, and its completion
-    what the template adds to this string when it is given the answer as well (plumbing/inputs/chat.py).
-    """
-    if isinstance(prompt, list):
-        return prompt if completion is None else (prompt, completion)
-    # A chat template has written BOS, if there is one, so the tokenizer adds none. [DATA-3]
-    ids = tokenizer(prompt, add_special_tokens=False).input_ids
-    bos = tokenizer.bos_token_id
-    if end is None and bos is not None and ids[:1] != [bos] and tokenizer("a").input_ids[:1] == [bos]:
-        ids = [bos, *ids]  # This tokenizer begins plain texts with BOS.
-    if completion is None:
-        return ids
-    # Prompt and completion are tokenised apart, because the sampler also starts anew after the prompt. [DATA-1]
-    answer = ids_after(tokenizer, prompt, completion)
-    if end:  # Keep only its first id. ChatML adds a line break, and Phi-3.5 EOS as well. No policy samples these.
-        return ids, answer[: len(answer) - len(end) + 1]
-    if answer[-1:] == [tokenizer.eos_token_id]:  # The text has it already.
-        return ids, answer
-    return ids, [*answer, tokenizer.eos_token_id]  # Without an end in its data no policy learns to stop. [DATA-2]
-
-
-def ids_after(tokenizer, prompt, text):
-    """Token ids of a text that stands behind a prompt, without a token across the seam.
-
-    SentencePiece's tokenizers put a space (U+2581) before a text that stands alone. Behind a prompt it has none.
-    """
-    ids = tokenizer(text, add_special_tokens=False).input_ids
-    if not "".join(tokenizer.convert_ids_to_tokens(ids[:1])).startswith("\u2581"):
-        return ids
-    for before in (prompt, "a", "1"):  # If a token lies across the seam, the text is read behind a letter or a digit.
-        first, whole = (tokenizer(x, add_special_tokens=False).input_ids for x in (before, before + text))
-        if whole[: len(first)] == first:
-            return whole[len(first) :]
-    return ids
+from rlhf_details import noise
 
 
 # ---- masks and padding -----------------------------------------------------------------------------------------------
@@ -209,15 +169,6 @@ def adamw(model, learning_rate, eps, weight_decay):
     return torch.optim.AdamW(parameters, lr=learning_rate, eps=eps, weight_decay=weight_decay)
 
 
-def tf_adam_eps(eps, step, beta2=0.999):
-    """The epsilon that makes torch's Adam equal TensorFlow's at step number `step` (from 1).
-
-    TensorFlow adds its epsilon to the root of the second moment before the bias of that moment is corrected, so its
-    early steps are smaller. Source: tf.train.AdamOptimizer, used by lm-human-preferences, utils/core.py.
-    """
-    return eps / math.sqrt(1 - beta2**step)  # At the first step this is 32 times eps. [OPT-3]
-
-
 def disable_dropout(model):
     """Sets every dropout of a model to zero and returns the model in training mode.
 
@@ -235,55 +186,10 @@ def disable_dropout(model):
     return model.train()
 
 
-# ---- noise: a function of coordinates, never of a generator's state --------------------------------------------------
+# ---- the sampler -----------------------------------------------------------------------------------------------------
 TRAINING, EVALUATION, REWARD_DATA = 0, 1, 3  # what a sample is drawn for, a coordinate of its noise (2 is not used)
 
 
-def hash32(x):
-    """A 32-bit integer hash, elementwise and in place on an int32 tensor (the "lowbias32" mixer)."""
-    # Products wrap around. >> fills up with the sign bit, and the masks clear what it has filled.
-    x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(0x7FEB352D)
-    x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(0x846CA68B - (1 << 32))
-    return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
-
-
-def fold(key, coordinate):
-    """Hashes one more coordinate (int or int32 tensor) into a key. A sum could not tell (1, 2) from (2, 1)."""
-    return hash32(key ^ coordinate)
-
-
-def keys_of_episodes(key, episodes):
-    """The key [B] int32 of each episode's noise. Args: key, e.g. (seed, TRAINING, update); episodes [B], numbers."""
-    keys = torch.full_like(episodes, 0x1B873593, dtype=torch.int32)  # The start is not 0, because hash32(0) is 0.
-    for coordinate in (*key, episodes.int()):
-        keys = fold(keys, coordinate)  # Noise is hashed from coordinates, so batching cannot change it. [GEN-4]
-    return keys
-
-
-def gumbel_noise(keys, vocab_size):
-    """Standard Gumbel noise [B, V] fp32, a function of the episode's key [B] int32 and of the token id."""
-    # Each operation here and below is a pass over [B, V] for each token of a response, so they are few and in place.
-    x = keys.unsqueeze(1) ^ hashed_tokens(vocab_size, keys.device)  # [B, V]
-    return gumbel_of_bits(hash32(x).bitwise_and_(0x7FFFFFFF))
-
-
-@functools.lru_cache(maxsize=4)
-def hashed_tokens(vocab_size, device):
-    """A hash of each token id, [V] int32."""
-    return fold(torch.arange(vocab_size, dtype=torch.int32, device=device), 0x3C6EF372)
-
-
-def gumbel_of_bits(bits):
-    """Standard Gumbel noise, fp32, of 31 random bits in int32.
-
-    They make u = (bits + 1/2) / 2^31, clamped below 1. Large noise decides an argmax, and -log(-log(1 - u)) makes it
-    from small u, where floats are dense. It reaches 22, while -log(-log(u)) would end at about 17.
-    """
-    minus_u = torch.add(torch.tensor(-(2.0**-32)), bits, alpha=-(2.0**-31)).clamp_(min=2.0**-24 - 1)
-    return minus_u.log1p_().neg_().log_().neg_()
-
-
-# ---- the sampler -----------------------------------------------------------------------------------------------------
 def name_of_cache(model):
     """The name of the parameter of a model's forward that is the cache of keys and values.
 
@@ -349,7 +255,7 @@ def sample_slice(policy, queries, query_mask, episodes, n, response_length, stop
     queries, query_mask = queries[:, first:], query_mask[:, first:]  # Columns before it are padding in every row.
     (W, Q), B, device = queries.shape, len(episodes), queries.device
     is_padded = num_real < W * Q
-    keys = keys_of_episodes(key, episodes)
+    keys = noise.keys_of_episodes(key, episodes)
     responses = torch.zeros(B, response_length, dtype=torch.long, device=device)
     mask = torch.zeros(B, response_length, dtype=torch.bool, device=device)
     logprobs = torch.zeros(B, response_length, device=device)
@@ -368,7 +274,7 @@ def sample_slice(policy, queries, query_mask, episodes, n, response_length, stop
     alive = torch.ones(B, dtype=torch.bool, device=device)
     for t in range(response_length):
         # This is the Gumbel-max form of sampling. The logits are divided by the temperature already. [GEN-1]
-        token = (logits + gumbel_noise(fold(keys, t), logits.size(-1))).argmax(-1)  # [B]
+        token = (logits + noise.gumbel_noise(noise.fold(keys, t), logits.size(-1))).argmax(-1)  # [B]
         responses[:, t], mask[:, t] = token * alive, alive
         logprobs[:, t] = (logits.gather(1, token.unsqueeze(1)).squeeze(1) - logits.logsumexp(-1)) * alive
         # A response may end in several ways: Gemma ends its turns with <end_of_turn>, which is not its EOS. [GEN-16]

@@ -48,9 +48,10 @@ stage() {
 for seed in "${seeds[@]}"; do
     models=models/tldr_${SIZE:-1b}/$seed
     stage train_sft "$models/sft" --base_model "EleutherAI/pythia-${SIZE:-1b}-deduped" \
-        --dataset $POSTS:train --eval_dataset $POSTS:validation --max_grad_norm None --temperature 0.01
+        --dataset $POSTS:train --eval_dataset $POSTS:validation --max_grad_norm None --temperature 0.01 --learning_rate 3e-6
     stage train_reward "$models/reward" --sft_model_path "$models/sft" \
-        --dataset $COMPARISONS:train --eval_dataset $COMPARISONS:validation --reference_dataset $POSTS:train
+        --dataset $COMPARISONS:train --eval_dataset $COMPARISONS:validation --reference_dataset $POSTS:train \
+        --batch_size 64 --learning_rate 3e-6
     for policy in "${policies[@]}"; do
         stage "train_$policy" "$models/$policy" --config "benchmark/recipes/${policy}_tldr_1b.toml" \
             --sft_model_path "$models/sft" --reward_model_path "$models/reward" "${flags[@]}"

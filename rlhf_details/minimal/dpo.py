@@ -32,7 +32,8 @@ def logprobs_of(model, tokenizer, minibatch):
     is_answer      0   0   1   1   1       of the tokens that have a column before them
     """
     # Candidates are texts and get an EOS here, also those that were cut off while they were sampled. [DATA-2]
-    pairs = [utils.encode(tokenizer, row["prompt"], text) for row in minibatch for text in row["candidates"]]
+    pairs = [tokenizer([row["prompt"], text]).input_ids for row in minibatch for text in row["candidates"]]
+    pairs = [(prompt, [*answer, tokenizer.eos_token_id]) for prompt, answer in pairs]
     tokens, mask = utils.left_pad([prompt + answer for prompt, answer in pairs], device)  # [B * K, L]
     logits = model(tokens, attention_mask=mask, position_ids=utils.positions_from_mask(mask)).logits  # [B * K, L, V]
     logprobs = logits[:, :-1].log_softmax(-1)  # The column before a token predicts it. [SFT-2]

@@ -14,7 +14,7 @@ import copy
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, DynamicCache
 
-from rlhf_details import toy, utils
+from rlhf_details import noise, toy, utils
 
 sft_folder, reward_folder, output_folder = "models/toy/sft", "models/toy/reward", "models/minimal/ppo"
 device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -39,14 +39,14 @@ def sample(policy, tokens, mask, eos, update):
     """
     alive, cache = mask.new_ones(B), DynamicCache(config=policy.config)
     # Every run has the same noise. [GEN-4]
-    keys = utils.keys_of_episodes((seed, utils.TRAINING, update), torch.arange(B, device=device))
+    keys = noise.keys_of_episodes((seed, utils.TRAINING, update), torch.arange(B, device=device))
     for t in range(R):
         new = slice(cache.get_seq_length(), None)  # not in the cache yet
         positions = utils.positions_from_mask(mask)  # They do not count padding. [GEN-6]
         inputs = dict(attention_mask=mask, position_ids=positions[:, new]) | {utils.name_of_cache(policy): cache}
         logits = policy(tokens[:, new], **inputs).logits[:, -1]  # [B, V]
         # The argmax of logits + Gumbel noise is a draw from their softmax. [GEN-1]
-        token = (logits + utils.gumbel_noise(utils.fold(keys, t), logits.size(-1))).argmax(-1) * alive  # [B]
+        token = (logits + noise.gumbel_noise(noise.fold(keys, t), logits.size(-1))).argmax(-1) * alive  # [B]
         tokens, mask = torch.cat([tokens, token.unsqueeze(1)], 1), torch.cat([mask, alive.unsqueeze(1)], 1)
         alive = alive & (token != eos)  # EOS itself stays in the mask. [GEN-5]
     return tokens, mask

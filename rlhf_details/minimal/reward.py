@@ -26,7 +26,8 @@ learning_rate, warmup_ratio, max_grad_norm = 2e-3, 0.05, 1.0
 def scores_of(reward_model, gain, tokenizer, minibatch):
     """Scores of the candidates, [B, K]: gain * the head's output at the last token of each row."""
     # Candidates are texts and get an EOS here, also those that were cut off while they were sampled. [DATA-2]
-    pairs = [utils.encode(tokenizer, row["prompt"], text) for row in minibatch for text in row["candidates"]]
+    pairs = [tokenizer([row["prompt"], text]).input_ids for row in minibatch for text in row["candidates"]]
+    pairs = [(prompt, [*answer, tokenizer.eos_token_id]) for prompt, answer in pairs]
     tokens, mask = utils.left_pad([prompt + answer for prompt, answer in pairs], device)  # [B * K, L]
     trunk, positions = reward_model.base_model, utils.positions_from_mask(mask)
     hidden = trunk(tokens, attention_mask=mask, position_ids=positions).last_hidden_state  # [B * K, L, H]

@@ -34,7 +34,8 @@ def main(epochs=3):
     policy = GPTNeoXForCausalLM(config).to(device).eval()  # without dropout [MODEL-1]
     optimizer = torch.optim.AdamW(policy.parameters(), eps=1e-5, weight_decay=0.01)  # of biases and norms too [OPT-4]
     # Prompt and completion are tokenised apart, because a sampler starts anew after the prompt. [DATA-1]
-    train = [utils.encode(tokenizer, row["prompt"], row["completion"]) for row in toy.rows("sft", "train")]
+    train = [tokenizer([row["prompt"], row["completion"]]).input_ids for row in toy.rows("sft", "train")]
+    train = [(prompt, [*answer, tokenizer.eos_token_id]) for prompt, answer in train]  # It learns to stop. [DATA-2]
     steps_per_epoch = len(train) // B  # The rest of an epoch's shuffle is left out.
     steps = epochs * steps_per_epoch
 

@@ -9,7 +9,7 @@ from helpers import tiny_model
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
-from rlhf_details import train_rloo, utils
+from rlhf_details import noise, train_rloo, utils
 from rlhf_details.plumbing.machine import vllm
 
 KEY, STOP, T = (1, utils.TRAINING, 2), 5, 0.8
@@ -67,7 +67,7 @@ def ask(engine, model, precision="fp32", temperature=T):
 
 def seeds_of(key, rows):
     """What each row's request is seeded with."""
-    return [x % 2**32 for x in utils.keys_of_episodes(key, torch.tensor(rows)).tolist()]
+    return [x % 2**32 for x in noise.keys_of_episodes(key, torch.tensor(rows)).tolist()]
 
 
 def test_two_seeds_share_no_request_seed():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_models import draw, fixed_logits
 
-from rlhf_details import utils
+from rlhf_details import noise
 
 
 # ---- the hash --------------------------------------------------------------------------------------------------------
@@ -22,21 +22,21 @@ def slow_hash(x):
 @pytest.fixture
 def noise_of(monkeypatch):
     """noise_of(coordinates, rows, steps): the noise [rows, steps, V]."""
-    original, seen = utils.gumbel_noise, []
+    original, seen = noise.gumbel_noise, []
 
     def spy(keys, size):
         seen.append(original(keys, size))
         return seen[-1]
 
-    def noise(coordinates, rows, steps, vocab_size=40):
+    def sampled(coordinates, rows, steps, vocab_size=40):
         seen.clear()
         with monkeypatch.context() as patch:
-            patch.setattr(utils, "gumbel_noise", spy)
+            patch.setattr(noise, "gumbel_noise", spy)
             rows = torch.as_tensor(rows)
             draw(fixed_logits(torch.zeros(vocab_size)), [[1]] * len(rows), steps, key=coordinates, rows=rows)
         return torch.stack(seen, 1)
 
-    return noise
+    return sampled
 
 
 def test_noise_has_the_moments_and_the_distribution_of_gumbel(noise_of):
@@ -58,13 +58,13 @@ def test_noise_is_bit_for_bit_that_of_the_31_lower_bits_of_the_hash():
     tokens = [slow_hash(i ^ 0x3C6EF372) for i in range(40)]
     bits = torch.tensor([[slow_hash(key ^ token) & 0x7FFFFFFF for token in tokens] for key in keys.tolist()])
     u = ((bits.float() + 0.5) * 2.0**-31).clamp(max=1 - 2.0**-24)
-    assert torch.equal(utils.gumbel_noise(keys, 40), -(-(-u).log1p()).log())
+    assert torch.equal(noise.gumbel_noise(keys, 40), -(-(-u).log1p()).log())
 
 
 def test_noise_of_the_extreme_hash_values_is_finite_and_finest_in_the_upper_tail():
-    noise = utils.gumbel_of_bits(torch.tensor([0, 1, 2**31 - 1], dtype=torch.int32))
-    assert torch.isfinite(noise).all() and noise.min() < -2.5
-    assert 20 < noise.max() < 23  # log of 2^31 is 21.5; 24-bit numbers next to 1 would end at 17
+    found = noise.gumbel_of_bits(torch.tensor([0, 1, 2**31 - 1], dtype=torch.int32))
+    assert torch.isfinite(found).all() and found.min() < -2.5
+    assert 20 < found.max() < 23  # log of 2^31 is 21.5; 24-bit numbers next to 1 would end at 17
 
 
 def test_gen_4_noise_is_a_function_of_its_coordinates(noise_of):

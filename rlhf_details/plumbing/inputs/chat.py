@@ -1,14 +1,12 @@
 """
-How text and messages become token ids, and ids text again: what a chat template writes, which tokens end a turn, and
-`utils.encode`.
+How text and messages become token ids, and ids text again: what a chat template writes, and which
+tokens end a turn.
 """
 
 import functools
 import re
 import reprlib
 from datetime import datetime
-
-from rlhf_details import utils
 
 
 class RowError(Exception):
@@ -21,17 +19,58 @@ def is_messages(x):
 
 
 def encode(tokenizer, prompt, completion=None, options=None):
-    """`utils.encode` of strings, messages or token ids, which lose their padding. Raises RowError where it cannot be.
+    """`encode_texts` of strings, messages or token ids, which lose their padding. Raises RowError where it cannot be.
 
     Args: options, of `render`.
     """
     is_chat = is_messages(prompt)
     pair = [without_padding(tokenizer, x) if isinstance(x, list) and not is_chat else x for x in (prompt, completion)]
     try:
-        return utils.encode(tokenizer, *(render_pair(tokenizer, *pair, options) if is_chat else pair))
+        return encode_texts(tokenizer, *(render_pair(tokenizer, *pair, options) if is_chat else pair))
     except Exception as e:  # A template may raise whatever it likes.
         problem = "the chat template refuses the messages" if is_chat else "cannot be tokenised:"
         raise RowError(f"{problem} {reprlib.repr(prompt)}: {e}") from e
+
+
+def encode_texts(tokenizer, prompt, completion=None, end=None):
+    """Token ids of a prompt; with a completion the pair (the prompt's, the completion's with the token that ends it).
+
+    Args: prompt, completion: strings, or lists of token ids, which are kept as they are; end: None where they are plain
+    strings, and for chats the ids that the chat template writes after a turn, the stop token first. A chat's prompt is
+    the string `tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)`, and its completion
+    what the template adds to this string when it is given the answer as well (`render_pair`).
+    """
+    if isinstance(prompt, list):
+        return prompt if completion is None else (prompt, completion)
+    # A chat template has written BOS, if there is one, so the tokenizer adds none. [DATA-3]
+    ids = tokenizer(prompt, add_special_tokens=False).input_ids
+    bos = tokenizer.bos_token_id
+    if end is None and bos is not None and ids[:1] != [bos] and tokenizer("a").input_ids[:1] == [bos]:
+        ids = [bos, *ids]  # This tokenizer begins plain texts with BOS.
+    if completion is None:
+        return ids
+    # Prompt and completion are tokenised apart, because the sampler also starts anew after the prompt. [DATA-1]
+    answer = ids_after(tokenizer, prompt, completion)
+    if end:  # Keep only its first id. ChatML adds a line break, and Phi-3.5 EOS as well. No policy samples these.
+        return ids, answer[: len(answer) - len(end) + 1]
+    if answer[-1:] == [tokenizer.eos_token_id]:  # The text has it already.
+        return ids, answer
+    return ids, [*answer, tokenizer.eos_token_id]  # Without an end in its data no policy learns to stop. [DATA-2]
+
+
+def ids_after(tokenizer, prompt, text):
+    """Token ids of a text that stands behind a prompt, without a token across the seam.
+
+    SentencePiece's tokenizers put a space (U+2581) before a text that stands alone. Behind a prompt it has none.
+    """
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    if not "".join(tokenizer.convert_ids_to_tokens(ids[:1])).startswith("\u2581"):
+        return ids
+    for before in (prompt, "a", "1"):  # If a token lies across the seam, the text is read behind a letter or a digit.
+        first, whole = (tokenizer(x, add_special_tokens=False).input_ids for x in (before, before + text))
+        if whole[: len(first)] == first:
+            return whole[len(first) :]
+    return ids
 
 
 def without_padding(tokenizer, ids):

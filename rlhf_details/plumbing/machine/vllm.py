@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from rlhf_details import utils
+from rlhf_details import noise, utils
 from rlhf_details.plumbing import console
 from rlhf_details.plumbing.inputs import models
 from rlhf_details.plumbing.machine import engines, stages
@@ -53,7 +53,7 @@ def sample(engine, precision, stop, policy, queries, query_mask, rows, n, respon
     """As utils.sample. n and size do not matter: vLLM finds which rows share a prompt, and how many it has room for."""
     own = getattr(policy, "module", policy)  # out of DDP's wrapper
     prompts = [query[m].tolist() for query, m in zip(queries, query_mask, strict=True)]
-    seeds = [int(row_key) % 2**32 for row_key in utils.keys_of_episodes(key, rows)]
+    seeds = [int(row_key) % 2**32 for row_key in noise.keys_of_episodes(key, rows)]
     try:
         engine.push(own.model, DTYPES[precision])
         # The sampled distribution is the trained one: no top-k, no top-p, no penalties, no generation_config.
