@@ -340,7 +340,7 @@ def main(args: Args):
     sides = [("policy", args.policy_path, number) for number in range(args.samples_per_prompt)]
     sides += [("opponent", args.opponent_path, 0)] if args.opponent_path or use_references else []
     columns, metrics = {}, {}  # {side: {column: list of N}}, {side: {name: figure}}
-    points, verdicts = [], []  # of each side what the judge compares [N], of each sample its rewards that are 0 or 1
+    points, samples = [], []  # what the judge compares [N] of each side, and each sample's rewards and which are bools
     for side, path, number in sides:
         with accelerator.autocast():
             if path:
@@ -362,7 +362,7 @@ def main(args: Args):
         gathered = accelerator.gather((responses, mask, ended, values, scored))
         responses, mask, ended, values, scored = (x[:N] for x in gathered)
         if side == "policy":
-            verdicts.append(values.cpu()[:, [score.names.index(name) for name in score.boolean]])
+            samples.append((values.cpu(), torch.tensor([name in score.boolean for name in score.names])))
         if number:
             continue
         ended = ended if path and len(end_ids) else None  # The references are no samples, so nothing is said of this.
@@ -372,10 +372,12 @@ def main(args: Args):
         total = (values * score.weights).nansum(1).masked_fill(~scored, math.nan)
         points.append(values[:, score.names.index(args.judge)] if by_one else total)
     if args.samples_per_prompt > 1:
-        if not all(x.size(1) == verdicts[0].size(1) > 0 for x in verdicts):
+        values, is_bool = (torch.stack(x) for x in zip(*samples, strict=True))  # [n, N, F], [n, F]
+        is_verdict = (is_bool | values.isnan().all(1)).all(0) & is_bool.any(0)  # [F]; it may be None of a whole sample
+        if not is_verdict.any():
             what = f"--samples_per_prompt {args.samples_per_prompt}"
             console.fail(f"{what}: no function of --reward_fn has returned True and False alone")
-        metrics["policy"] |= pass_rates(torch.stack(verdicts))
+        metrics["policy"] |= pass_rates(values[..., is_verdict])
 
     # ---- 2. KL: samples of its own, with the noise of the training's held-out evaluation -----------------------------
     if args.ref_model_path:

@@ -1,11 +1,14 @@
 """What the engines' module does on one process. Several processes and sharded weights are in tests/slow."""
 
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import Accelerator
-from helpers import tiny_config
+from helpers import ENVIRONMENT, tiny_config
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlhf_details import train_ppo
@@ -36,3 +39,16 @@ def test_what_is_held_in_bf16_is_smaller_and_gives_the_same_numbers(tied, monkey
     after, smaller = numbers(policy)
     assert all(torch.equal(x, y) and x.dtype == torch.float32 for x, y in zip(before, after, strict=True))
     assert all(x < 0.8 * y for x, y in zip(smaller, sizes, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED"])
+def test_an_engine_that_accelerate_did_not_start_is_named(tmp_path, kind):
+    """On CPUs it starts neither of them, whatever the launch file says."""
+    page = tmp_path / "page.py"
+    page.write_text("from rlhf_details.plumbing.machine import engines\nengines.join()\n")
+    options = dict(env=os.environ | ENVIRONMENT | {f"ACCELERATE_USE_{kind}": "true"}, capture_output=True, text=True)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = subprocess.run([sys.executable, *launcher, page], **options)
+    line = f"the launch file asks for {kind}, which accelerate starts on several GPUs alone; "
+    line += "this is 2 processes (DDP) in fp32"
+    assert done.stdout.splitlines() == [line], done.stdout + done.stderr

@@ -20,7 +20,7 @@ BEFORE = torch.tensor([-5.0, 5.0]).repeat(50)  # of 100 prompts, which differ fa
 
 
 def learnt(*by_prompt, after=None, rows=(None,) * 100):
-    after = after or {"eval/objective/kl": 2.0}
+    after = after or {"eval/objective/kl": 2.0, "eval/objective/scores": 1.0}
     return verdict.learnt_lines(after, rows, [{name: x.tolist() for name, x in one.items()} for one in by_prompt])
 
 
@@ -89,8 +89,17 @@ def test_after_distillation_that_command_takes_the_kl_from_the_teacher(tiny, rag
     rows = write_rows("rows.jsonl", toy.rows("prompts", "test")[:4])
     options = dict(dataset=rows, eval_dataset=rows, teacher_model_path=str(ragged / "policy"), total_episodes=16)
     result = train_distill.main(page_args("train_distill", tiny, **options, output_dir="model"))
-    policy = evaluate.main(evaluate_args(said(capsys)))["metrics"]["policy"]
+    lines = said(capsys)
+    assert any("the negative of the KL from the teacher" in line for line in lines) and "scores" not in "".join(lines)
+    policy = evaluate.main(evaluate_args(lines))["metrics"]["policy"]
     assert policy["kl"]["value"] == pytest.approx(result["after"]["eval/objective/kl"], abs=1e-4)
+
+
+def test_figures_of_one_name_are_told_apart():
+    """DPO's chosen and rejected are log-ratios times beta, and log-probs."""
+    after = {f"eval/{group}/{name}": 1.0 for group in ("rewards", "logps") for name in ("chosen", "rejected")}
+    lines = verdict.held_out_lines({}, after | {"eval/rewards/margins": 0.5}, 4)[1:]
+    assert [line.split()[0] for line in lines] == [*(name.removeprefix("eval/") for name in after), "margins"]
 
 
 @pytest.mark.parametrize("page,flags", [("train_rloo", {}), ("train_ppo", LM_HUMAN_PREFERENCES)])

@@ -51,10 +51,9 @@ def check_functions(args):
     """Exits with an error if a function of --reward_fn cannot be had or weighted; imports the user's code."""
     if len(getattr(args, "reward_fn_weights", ())) not in (0, len(args.reward_fn)):
         console.fail(f"--reward_fn_weights: {len(args.reward_fn_weights)} weights for {len(args.reward_fn)} functions")
-    names = names_of(args.reward_fn)
-    if len(names) < len(args.reward_fn):
+    if len(set(args.reward_fn)) < len(args.reward_fn):
         console.fail(f"--reward_fn {' '.join(args.reward_fn)}: one function is given twice")
-    for name, spec in names.items():
+    for name, spec in names_of(args.reward_fn).items():
         Function(name, spec)
 
 
