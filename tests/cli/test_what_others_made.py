@@ -9,13 +9,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import SCRIPTS, edit_json, page_args, tiny_model
+from helpers import SCRIPTS, edit_json, launch, page_args, tiny_model
 from safetensors.torch import load_file, save_file
 from short_runs import contents, write_rows
 from tokenizers import ByteLevelBPETokenizer
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    GPT2LMHeadModel,
+)
 
 from rlhf_details import toy
+from rlhf_details.plumbing.inputs import models
 
 ROW = {"prompt": "last friday my sister", "completion": "went ."}
 FLAGS = {"policy": "sft_model_path", "reward": "reward_model_path", "teacher": "teacher_model_path"}
@@ -84,8 +92,8 @@ REFUSED = [  # what is spoilt, how, and words of the line
     ("reward", lambda x: change(x, **{"score.bias": torch.ones(1)}), "such as score.bias"),
     ("policy", infinite, "gpt_neox.final_layer_norm.bias holds numbers that are not finite"),
     ("reward", infinite, "gpt_neox.final_layer_norm.bias holds numbers that are not finite"),
-    ("policy", of_kind("bart", **BART), "a bart cannot be used: its hidden states change by", "behind padding"),
-    ("policy", of_kind("minimax", **MINIMAX), "a minimax cannot be read as these scripts do it (ValueError: "),
+    ("policy", of_kind("bart", **BART), "a bart cannot be used here: ", "or padding or a cache changes them"),
+    ("policy", of_kind("minimax", **MINIMAX), "a minimax cannot be used here (ValueError: MiniMax uses"),
     *[("policy", ends(eos_token_id=x), WRONG_END) for x in ("2", "</s>", [[2]], 2.0, -1, True, {}, [None], [1, "x"])],
     ("policy", adapters_on("policy"), f"{WRONG_BASE}'policy'"),
     ("policy", adapters_on("./policy/"), f"{WRONG_BASE}'./policy/'"),
@@ -113,12 +121,13 @@ def run(in_tmp, tiny):
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name, spoil, words", [(a, b, words) for a, b, *words in REFUSED], ids=lambda x: str(x)[:60])
+@pytest.mark.parametrize("name, spoil, words", [(a, b, words) for a, b, *words in REFUSED], ids=range(len(REFUSED)))
 def test_a_model_that_would_be_another_one_is_refused(run, in_tmp, fails, name, spoil, words):
     spoil(in_tmp / name)
     before = contents(in_tmp)
     line = fails(run, "train_distill" if name == "teacher" else "train_rloo")
-    assert f"--{FLAGS[name]} " in line and all(word in line for word in words), line
+    assert f"{in_tmp / name}: " in line or f"--{FLAGS[name]} " in line
+    assert all(word in line for word in words), line
     assert contents(in_tmp) == before
 
 
@@ -127,8 +136,8 @@ def test_weights_of_modules_that_a_model_does_not_have_are_named(run, capsys):
     change("policy", **{f"{x}.weight": torch.ones(2) for x in ("v_head.summary", "vision.0.q")})
     change("reward", **{"embed_out.weight": torch.ones(2), "lm_head.weight": torch.ones(2)})
     run("train_rloo")
-    said = f"--sft_model_path {Path.cwd()}/policy: not read, since a gpt_neox has none: v_head.summary, vision.0.q"
-    assert [x for x in capsys.readouterr().out.splitlines() if "not read" in x] == [said]
+    said = f"--sft_model_path {Path.cwd()}/policy: has weights that a gpt_neox does not read, such as v_head.summary"
+    assert [x for x in capsys.readouterr().out.splitlines() if "not read" in x] == [f"{said}.weight"]
 
 
 def padded(folder):
@@ -151,6 +160,40 @@ def test_a_head_of_its_own_stays_one_whatever_the_configuration_says(run, script
     before, after = (AutoModelForCausalLM.from_pretrained(x) for x in ("policy", "out"))
     torch.testing.assert_close(after.get_output_embeddings().weight, before.get_output_embeddings().weight)
     assert not after.config.tie_word_embeddings
+
+
+def eyes(folder):
+    """Puts a Gemma 3 with a vision tower and the toy tokenizer into a folder."""
+    vocab = len(toy.tokenizer())
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    more = dict(vocab_size=vocab + 8, num_key_value_heads=2, head_dim=8, max_position_embeddings=128, sliding_window=64)
+    ids = dict(image_token_index=vocab + 1, boi_token_index=vocab + 2, eoi_token_index=vocab + 3)
+    vision = dict(sizes, image_size=28, patch_size=14)
+    text = dict(sizes, **more, pad_token_id=0)
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, **ids)
+    Gemma3ForConditionalGeneration(config).save_pretrained(folder)
+    toy.tokenizer().save_pretrained(folder)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("load", [models.load_policy, models.load_scalar_model])
+def test_what_text_does_not_use_is_frozen(in_tmp, load, rank):
+    eyes("gemma")
+    model = models.add_adapters(load("gemma", "--sft_model_path", SCRIPTS["train_rloo"].Args()), rank)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert not [name for name in trained if "vision" in name or "projector" in name]
+    assert rank or {name for name, _ in model.named_parameters() if "language" in name or "score" in name} == trained
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [[], ["--lora_rank", 2], ["--value_model", "shared"]])
+def test_a_model_with_eyes_learns_from_text_under_two_processes(run, more):
+    eyes("gemma")
+    Path("f.py").write_text("def f(prompts, completions): return [float(len(x)) for x in completions]")
+    flags = ["--sft_model_path", "gemma", "--dataset", "rows.jsonl", "--response_length", 4, "--batch_size", 8]
+    flags += ["--reward_model_path", None, "--reward_fn", "f.py:f", "--total_episodes", 16, *more]
+    done = launch("train_ppo.py" if "--value_model" in more else "train_rloo.py", flags, processes=2)
+    assert done.returncode == 0 and "model: " in done.stdout, done.stderr[-2000:]
 
 
 def gpt2_files(folder):
@@ -236,9 +279,11 @@ def nested(levels):
 
 
 @pytest.mark.parametrize("value", [nested(900), {"x": nested(900)}, [{"x": nested(900)}], [nested(400)] * 2])
-def test_a_row_nested_without_end_is_refused(run, fails, value):
+def test_rows_may_be_nested_deep(run, value):
+    """A reward function gets a copy of its own."""
+    Path("f.py").write_text("def f(prompts, completions, x): return [1.0 * i for i, _ in enumerate(x)]")
     write_rows("rows.jsonl", [ROW, ROW | {"x": value}] * 8)
-    assert "row 2 is nested more than 200 levels deep" in fails(run, "train_rloo")
+    assert run("train_rloo", reward_fn=["f.py:f"], reward_model_path=None)["metrics"]["update"] == 1
 
 
 TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"

@@ -51,8 +51,7 @@ def test_opt_1_the_first_rate_after_a_linear_warm_up_is_full_and_the_last_is_a_s
     shares += [left[schedule](i / (20 - warmup)) for i in range(20 - warmup)]
     rates = [utils.learning_rate_at(step, 20, 2.0, schedule, ratio) for step in range(1, 21)]
     assert rates == pytest.approx([2.0 * share for share in shares])
-    args.warmup_ratio = 0.07  # In floats 0.07 * 100 is above 7.
-    assert utils.learning_rate_at(7, 100, args) == 2.0
+    assert utils.learning_rate_at(7, 100, 2.0, schedule, 0.07) == 2.0  # In floats 0.07 * 100 is above 7.
 
 
 # ---- metrics ---------------------------------------------------------------------------------------------------------

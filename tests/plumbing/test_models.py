@@ -1,6 +1,7 @@
 """Models and tokenizers: what is loaded, what is refused in one line, and what is saved."""
 
 import dataclasses
+import inspect
 import json
 import os
 import shutil
@@ -8,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import edit_json, metaspace_tokenizer, tiny_config, word_tokenizer
+from helpers import edit_json, metaspace_tokenizer, tiny_config, tiny_model, word_tokenizer
 from short_runs import contents
 from transformers import (
+    DynamicCache,
     GenerationConfig,
     GPTNeoXForCausalLM,
     GPTNeoXForSequenceClassification,
@@ -164,6 +166,31 @@ def test_a_model_that_cannot_be_used_is_one_line(in_tmp, tiny, fails, make, word
         model.save_pretrained("model")
     line = fails(models.load_policy, "model", "--sft_model_path", FLAGS)
     assert "--sft_model_path model: " in line and words in line
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+@torch.no_grad()
+def test_the_cache_has_the_name_that_a_model_gives_it(name):
+    """transformers 5.24 says cache. Before it said past_key_values, and took an unknown cache without an error."""
+    model = tiny_model("llama")
+    trunk, real, seen = model.base_model, model.base_model.forward, []
+    ours = models.name_of_cache(trunk)
+
+    def forward(input_ids=None, attention_mask=None, position_ids=None, use_cache=None, **inputs):
+        seen.append(inputs.pop(name, None))
+        assert not any(x is not None for x in inputs.values())
+        return real(input_ids, attention_mask, position_ids, use_cache=use_cache, **{ours: seen[-1]})
+
+    parameters = [*inspect.signature(forward).parameters.values()]
+    parameters.insert(3, inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None))
+    forward.__signature__ = inspect.Signature(parameters)
+    trunk.forward = forward
+    tokens, cache = torch.arange(12).view(2, 6), DynamicCache(config=model.config)
+    positions = torch.arange(6).expand(2, 6)
+    parts = [models.hidden_states(model, tokens[:, m], None, positions[:, m], cache) for m in ([0, 1, 2, 3], [4], [5])]
+    whole = models.hidden_states(model, tokens, None, positions)
+    torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-5, rtol=0)
+    assert seen == [cache, cache, cache, None] and models.lm_head(model)
 
 
 # ---- saving ----------------------------------------------------------------------------------------------------------

@@ -163,9 +163,9 @@ def example(tokenizer, options=None):
 
 
 def control_tokens(tokenizer):
-    """{text: id} of the special tokens that the chat template writes around messages, or that end a response."""
-    written, ends, known = example(tokenizer), end_ids(tokenizer), tokenizer.added_tokens_decoder.items()
-    return {token.content: i for i, token in known if i in ends or (token.special and token.content in written)}
+    """The texts of the special tokens that the chat template writes around messages, and of EOS."""
+    written = example(tokenizer) + tokenizer.eos_token
+    return [x.content for x in tokenizer.added_tokens_decoder.values() if x.special and x.content in written]
 
 
 def special_tokens(tokenizer):

@@ -5,7 +5,6 @@ A prompt is a string, a list of messages or a list of token ids. A completion is
 """
 
 import contextlib
-import functools
 import json
 import math
 import re
@@ -328,10 +327,10 @@ def encode(args, flag, rows, tokenizer, context, column=None, num_sampled=0):
         fitting(found, "row", context, f"the model's context has no more{hint}")
 
     control = chat.control_tokens(tokenizer)
-    if held := [(row, token) for row in found if (token := control_token(row, control, said(row.columns, column)))]:
-        (first, token), what = held[0], f"{len(held)} rows hold the text of a control token, the first one is row"
-        read = "It is read as the token itself, which ends what is said or begins a turn"
-        console.say(f"warning: {first.source}: {what} {first.number} with {token!r}. {read}")
+    if held := [(row, x) for row in found for text in texts_of(row, column) for x in control if x in text]:
+        (first, token), count = held[0], len({row.number for row, _ in held})
+        what = f"{count} rows hold the text of a control token, the first one is row {first.number} with {token!r}"
+        console.say(f"warning: {first.source}: {what}. It is read as the token itself, which ends or begins a turn")
     chats = [row for row in found if is_messages(row.columns["prompt"])]
     if cut := [row for row in chats if any(is_cut(tokenizer, row, answer) for answer in said(row.columns, column))]:
         trained = f"of which is trained: {reprlib.repr(tokenizer.decode(cut[0].answers[0]))}"
@@ -340,17 +339,12 @@ def encode(args, flag, rows, tokenizer, context, column=None, num_sampled=0):
     return Prompts(found)
 
 
-def control_token(row, control, answers):
-    """A token of chat.control_tokens within the messages of a row, or within answers that are texts. Else None.
-
-    The prompt may be a text that a chat template has written, and a text may end with the token that ends it.
-    """
-    if is_messages(row.columns["prompt"]):
-        texts = [message["content"] for turns in (row.columns["prompt"], *answers) for message in turns]
-    else:
-        texts = [answer for answer in answers if isinstance(answer, str) and row.columns["prompt"]]
-        texts = [functools.reduce(str.removesuffix, control, text.rstrip()) for text in texts]
-    return next((token for token in control for text in texts if token in text), None)
+def texts_of(row, column):
+    """What a row's messages say, or its answers where they are texts, which may end with a control token."""
+    prompt, answers = row.columns["prompt"], said(row.columns, column)
+    if is_messages(prompt):
+        return [message["content"] for turns in (prompt, *answers) for message in turns]
+    return [answer.rstrip()[:-1] for answer in answers if isinstance(answer, str) and prompt]
 
 
 def said(row, column):

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import reprlib
+import sys
 from pathlib import Path
 
 import pyarrow.parquet
@@ -15,7 +16,7 @@ from rlhf_details.plumbing import console
 from rlhf_details.plumbing.inputs import user_code
 
 csv.field_size_limit(2**31 - 1)  # characters of a cell
-MOST_LEVELS = 200  # Python copies and compares values by recursion, which ends at some 1000 calls.
+sys.setrecursionlimit(5000)  # Objects within objects are read and copied by recursion.
 SPACE = re.compile(r"\s*")
 FILE = re.compile(r"\.(jsonl|json|ndjson|csv|tsv|parquet)(\.gz)?$", re.IGNORECASE)  # how names of data files end
 ENDINGS = ".jsonl, .json, .ndjson, .csv, .tsv or .parquet"
@@ -44,25 +45,17 @@ def read_rows(spec, flag):
         console.fail(f"{flag} {spec}: no rows")
     if wrong := [(number, row) for number, row in enumerate(rows, 1) if not isinstance(row, dict)]:
         console.fail(f"{flag} {spec}: row {wrong[0][0]} is no object with columns: {reprlib.repr(wrong[0][1])}")
-    if deep := [number for number, row in enumerate(rows, 1) if is_deep(row)]:
-        console.fail(f"{flag} {spec}: row {deep[0]} is nested more than {MOST_LEVELS} levels deep")
     return rows
 
 
-def is_deep(value, room=MOST_LEVELS):
-    """Whether lists and objects stand in each other in more than `room` levels. Of a list the first entry counts."""
-    inner = value.values() if isinstance(value, dict) else value[:1] if isinstance(value, list) else ()
-    return bool(inner) and (room == 0 or any(is_deep(x, room - 1) for x in inner))
-
-
 def split(spec):
-    """(NAME, PART) of NAME:PART, PART "" where there is none. A NAME that exists here, or whose folder does, may have
-    colons of its own.
-    """
-    folder, names = os.path.dirname, [spec[: m.start()] for m in re.finditer(":|$", spec)]
-    inside = [name for name in names if ":" in folder(name) and os.path.isdir(folder(name))]
-    missing = max(inside, key=lambda name: len(folder(name)), default=names[0])
-    name = max(filter(os.path.exists, names), key=len, default=missing)
+    """(NAME, PART) of NAME:PART, PART "" where there is none. A local path may have colons of its own."""
+    names = [spec[: m.start()] for m in re.finditer(":|$", spec)]
+
+    def is_here(name):  # or would be
+        return os.path.exists(name) or (":" in name and FILE.search(name) and os.path.isdir(os.path.dirname(name)))
+
+    name = next(filter(is_here, reversed(names)), names[0])
     return name, spec[len(name) + 1 :]
 
 

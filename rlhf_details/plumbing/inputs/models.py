@@ -141,35 +141,7 @@ def load_policy(path, flag, args):
     takes_cache = any(accepts(m, utils.name_of_cache(m)) for m in (model, model.base_model))
     if not takes_cache or set(getattr(config, "layer_types", None) or []) == {"linear_attention"}:
         console.fail(f"{flag} {path}: a {config.model_type} cannot be sampled: it has no cache of keys and values")
-    return tried(model, path, flag, with_cache=True)
-
-
-@torch.no_grad()
-def tried(model, path, flag, with_cache=False):
-    """The model, if `hidden_states` of it are the same with padding, and with_cache also token by token, as without.
-
-    Otherwise the program ends with one line: a decoder that counts its own positions would count the padding.
-    """
-    what, training = f"{flag} {path}: a {model.config.model_type}", model.training
-    ids = [i % num_tokens(model) for i in range(1, 10)]
-    tokens, mask = utils.left_pad([ids[:4], ids], model.device)
-    parts = [slice(0, 8), slice(8, 9)] if with_cache else [slice(0, 9)]
-    try:
-        cache, found = transformers.DynamicCache(config=model.config) if with_cache else None, []
-        model.eval()
-        plain = model.base_model(input_ids=tokens[:1, 5:], use_cache=False).last_hidden_state
-        for part in parts:
-            positions = utils.positions_from_mask(mask)[:, part]
-            found.append(hidden_states(model, tokens[:, part], mask[:, : part.stop], positions, cache))
-        gap = (torch.cat(found, 1)[:1, 5:] - plain).abs().max() / plain.abs().max()
-    except Exception as e:  # A model may fail in any way, also one from the Hub with code of its own.
-        if isinstance(e, torch.OutOfMemoryError):
-            raise
-        console.fail(f"{what} cannot be read as these scripts do it ({type(e).__name__}: {console.in_one_line(e)})")
-    if gap > 1e-3:
-        when = "stands behind padding" + " or is read with a cache" * with_cache
-        console.fail(f"{what} cannot be used: its hidden states change by {gap:.1%} when a text {when}")
-    return model.train(training)
+    return model
 
 
 def load_teacher(args, tokenizer, head):
@@ -212,7 +184,7 @@ def load_reward_model(path, args, flag="--reward_model_path", allow_untrained=Fa
     if missing and not (allow_untrained or args.allow_untrained_reward_model):
         hint = "train_reward.py trains one, --allow_untrained_reward_model lets a dummy run continue"
         console.fail(f"{flag} {path}: not a trained reward model (it lacks {', '.join(sorted(missing))}); {hint}")
-    return tried(model, path, flag)
+    return model
 
 
 def load(kind, path, flag, args, **options):
@@ -247,8 +219,7 @@ def load(kind, path, flag, args, **options):
             console.fail(f"{flag} {path}: {name} has the shape {list(found)}, and {list(expected)} is expected")
         missing, unexpected = set(info["missing_keys"]), info["unexpected_keys"]
         refuse_lost_weights(model, unexpected, path, flag)
-        head = model.get_output_embeddings()
-        if head and head.weight is not model.get_input_embeddings().weight:  # whatever the configuration says
+        if model.get_output_embeddings() and not model.all_tied_weights_keys:  # whatever the configuration says
             model.config.tie_word_embeddings = model.config.get_text_config().tie_word_embeddings = False
     if tokenizer := find_tokenizer(path, flag, args):
         size, (tokens,) = model.get_input_embeddings().num_embeddings, vocabularies(tokenizer)
@@ -259,55 +230,33 @@ def load(kind, path, flag, args, **options):
     # A sum is finite only if all numbers are.
     if wrong := [name for name, p in model.named_parameters() if not p.detach().sum().isfinite()]:
         console.fail(f"{flag} {path}: {wrong[0]} holds numbers that are not finite")
-    freeze_other_senses(model)
+    if model.config.get_text_config() is not model.config:
+        # Text gives no gradient to what a model has for images and sounds, for which DDP would wait in vain.
+        heads = filter(None, (model.get_output_embeddings(), getattr(model, "score", None)))
+        text = {p for m in (model.get_decoder(), *heads) for p in m.parameters()}
+        for p in set(model.parameters()) - text:
+            p.requires_grad_(False)
     return set_up_for_training(model, args), missing, unexpected
 
 
 def refuse_lost_weights(model, names, path, flag):
-    """Exits with an error if files hold weights of a model's modules or layers that it has no place for.
-
-    A line names those of modules that it does not have at all. Nothing is lost where they are 0, or no floats.
+    """Exits with an error if a model has no place for a weight in its files that belongs to its modules or layers, and
+    is not 0. A line names modules in the files that it does not have at all.
     """
+    name, revision = console.split(path)
+    for file in Path(cached_file(name, "config.json", revision=revision)).parent.glob("*.safetensors") if names else ():
+        with safe_open(file, "pt") as saved:
+            names = names - {x for x in names & {*saved.keys()} if not saved.get_tensor(x).any()}
     modules = dict(model.named_modules())
-
-    def is_lost(name):
-        above = name.rpartition(".")[0]
-        layers = re.match(r"(.*?)\.\d+\.", f"{above}.")
-        if above not in modules and not (layers and layers[1] in modules):
-            return False
-        x = weight_of(path, name)
-        return x.is_floating_point() and bool(x.any())
-
-    if lost := sorted(filter(is_lost, names)):
+    owners = {x: re.sub(r"\.(\d+\..*|\w+)$", "", x) for x in sorted(names)}  # A layer belongs to the list of layers.
+    if lost := [x for x in owners if owners[x] in modules]:
         what = f"{len(lost)} weights in its files have no place in the model of its config.json, such as {lost[0]}"
         console.fail(f"{flag} {path}: {what}")
-    strangers = {name.rpartition(".")[0] for name in names} - modules.keys()
-    if hasattr(model, "score"):  # A causal model has a head of its own in the place of this one.
-        strangers = {name for name in strangers if "." in name}
-    if strangers:
-        shown = ", ".join(sorted(strangers)[:3])
-        console.say(f"{flag} {path}: not read, since a {model.config.model_type} has none: {shown}")
-
-
-def weight_of(path, name):
-    """The weight of that name in a model's safetensors files."""
-    (folder, revision), file = console.split(path), "model.safetensors"
-    if has_file(folder, f"{file}.index.json", revision):
-        file = json.loads(Path(cached_file(folder, f"{file}.index.json", revision=revision)).read_text())["weight_map"][
-            name
-        ]
-    with safe_open(cached_file(folder, file, revision=revision), "pt") as saved:
-        return saved.get_tensor(name)
-
-
-def freeze_other_senses(model):
-    """Freezes what a model has for images and sounds. Text gives it no gradient, for which DDP would wait in vain."""
-    if model.config.get_text_config() is model.config:
-        return
-    heads = filter(None, (model.get_output_embeddings(), getattr(model, "score", None)))
-    read = {p for m in (model.get_decoder(), *heads) for p in m.parameters()}
-    for p in set(model.parameters()) - read:
-        p.requires_grad_(False)
+    # A causal model has a head of its own in the place of `score`.
+    if strangers := [x for x in owners if "." in owners[x] or not hasattr(model, "score")]:
+        console.say(
+            f"{flag} {path}: has weights that a {model.config.model_type} does not read, such as {strangers[0]}"
+        )
 
 
 def set_up_for_training(model, args):
@@ -372,16 +321,26 @@ class Head:
 
 @torch.no_grad()
 def lm_head(model):
-    """The Head of a causal model. It is shown to give the model's own logits, or the program ends with one line."""
-    head, training = Head(model), model.training
-    tokens = torch.arange(min(8, head.vocab_size), device=model.device).unsqueeze(0)
-    states = model.eval().base_model(input_ids=tokens, use_cache=False).last_hidden_state
-    logits = model(input_ids=tokens, use_cache=False).logits[..., : head.vocab_size]
+    """The Head of a causal model. It is shown to give the model's own logits from `hidden_states` behind padding and
+    with a cache, or the program ends with one line.
+    """
+    head, training, what = Head(model), model.training, f"{model.name_or_path}: a {model.config.model_type}"
+    tokens = torch.arange(16, device=model.device).view(2, 8) % head.vocab_size
+    mask = torch.ones_like(tokens, dtype=torch.bool)
+    mask[0, :4] = False  # A decoder that counts its own positions would count the padding.
+    positions, parts = utils.positions_from_mask(mask), (slice(0, 7), slice(7, 8))
+    try:
+        cache = transformers.DynamicCache(config=model.config)
+        logits = model.eval()(input_ids=tokens[:1, 4:], use_cache=False).logits
+        found = [hidden_states(model, tokens[:, m], mask[:, : m.stop], positions[:, m], cache) for m in parts]
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as e:  # A model may fail in any way, and one from the Hub brings code of its own.
+        console.fail(f"{what} cannot be used here ({type(e).__name__}: {console.in_one_line(e)})")
     model.train(training)
-    if not torch.allclose(head(states), logits, rtol=1e-4, atol=1e-4):
-        console.fail(
-            f"a {model.config.model_type} changes its logits after the output embedding in a way not known here"
-        )
+    if not torch.allclose(head(torch.cat(found, 1)[:1, 4:]), logits[..., : head.vocab_size], rtol=1e-3, atol=1e-3):
+        why = "its output embedding alone does not give its logits, or padding or a cache changes them"
+        console.fail(f"{what} cannot be used here: {why}")
     return head
 
 
@@ -429,15 +388,9 @@ def add_adapters(model, rank):
     from peft import LoraConfig, LoraModel
 
     kind = "SEQ_CLS" if hasattr(model, "score") else "CAUSAL_LM"
+    options = dict(target_modules="all-linear", task_type=kind, r=rank, lora_alpha=2 * rank, lora_dropout=0.0)
     frozen = [name.rpartition(".")[0] for name, p in model.named_parameters() if not p.requires_grad]
-    config = LoraConfig(
-        target_modules="all-linear",
-        exclude_modules=sorted(set(frozen)) or None,
-        task_type=kind,
-        r=rank,
-        lora_alpha=2 * rank,
-        lora_dropout=0.0,
-    )
+    config = LoraConfig(exclude_modules=frozen, **options)
     try:
         model.lora = [LoraModel(model, config, "default")]
     except ValueError as e:
