@@ -110,7 +110,9 @@ class Run:
         if self.is_main:
             config = self.accelerator.unwrap_model(policy).model.config
             with self.writing(f"--output_dir {self.args.output_dir}: what the end writes there", Exception):
-                model_folder.try_out(self.args, config, self.tokenizer, hub.model_card(self.args, None, {}, {}))
+                model_folder.try_out(
+                    self.args, config, self.tokenizer, hub.model_card(self.args, None, {}, {}, self.about, None)
+                )
         if self.checkpoint:
             saved = checkpoint.read(self, policy, optimizer)
             state, self.tensors, self.kept = saved["state"], saved["tensors"], {name: saved[name] for name in self.kept}
