@@ -97,12 +97,12 @@ def test_a_function_that_cannot_be_had_is_one_line(functions, tiny, fails, spec,
         ("a.py:f b.py:f a.py:g", "a.f b.f g"),
         ("a.py:f sub/a.py:f", "a.f sub/a.py:f"),  # Files of one name as well.
         ("a.py:gold b.py:reward_model", "a.gold b.reward_model"),  # names of ours
-        ("pack.inner:f a.py:f", "pack.inner.f a.f"),
+        ("namesakes.inner:f a.py:f", "namesakes.inner.f a.f"),
     ],
 )
 def test_functions_of_one_name_are_told_apart(functions, in_tmp, tiny, specs, names):
-    (in_tmp / "pack").mkdir(), (in_tmp / "sub").mkdir()
-    for number, file in enumerate(("a.py", "b.py", "sub/a.py", "pack/inner.py")):
+    (in_tmp / "namesakes").mkdir(), (in_tmp / "sub").mkdir()
+    for number, file in enumerate(("a.py", "b.py", "sub/a.py", "namesakes/inner.py")):
         for name in ("f", "g", "gold", "reward_model"):
             with open(file, "a") as written:
                 written.write(f"def {name}(prompts, completions): return [{number}.0] * len(prompts)\n")
@@ -110,7 +110,7 @@ def test_functions_of_one_name_are_told_apart(functions, in_tmp, tiny, specs, na
     rewards.check(rloo_args(tiny, reward_fn=tuple(specs.split())))
     score, values = call([{"prompt": "we"}], ["a"], specs.split())
     assert score.weighted == names.split()
-    files = ["a.py", "b.py", "sub/a.py", "pack.inner"]
+    files = ["a.py", "b.py", "sub/a.py", "namesakes.inner"]
     assert values[0, : len(score.weighted)].tolist() == [files.index(x.rpartition(":")[0]) for x in specs.split()]
 
 
