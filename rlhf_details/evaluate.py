@@ -38,7 +38,7 @@ from torch import nn
 
 from rlhf_details import utils
 from rlhf_details.plumbing import console
-from rlhf_details.plumbing.inputs import chat, cli, data, flags, models
+from rlhf_details.plumbing.inputs import cli, data, flags, models, stop_tokens, token_ids
 from rlhf_details.plumbing.machine import engines, judge, rewards, vllm
 from rlhf_details.plumbing.outputs import evaluation
 from rlhf_details.plumbing.outputs.statistics import average, rate
@@ -315,8 +315,8 @@ def main(args: Args):
     rows = data.read(args, "dataset", "prompts", "test", with_answers=use_references)[: args.num_examples]
     tokenizer, loaded, reward_model = evaluation.load_models(args, device)
     reward_model = Reward(reward_model) if reward_model else None
-    stop_ids = models.stop_ids(tokenizer, args.stop_token, "--stop_token", device)
-    end_ids = models.stop_ids(tokenizer, args.truncate_token, "--truncate_token", device)
+    stop_ids = stop_tokens.stop_ids(tokenizer, args.stop_token, "--stop_token", device)
+    end_ids = stop_tokens.stop_ids(tokenizer, args.truncate_token, "--truncate_token", device)
     end_ids = end_ids if len(end_ids) else stop_ids  # A response is read up to one of these.
     # A reward model that is given text sets no limit: it may read a text from the end.
     room = models.context(reward_model, *loaded.values()) - args.response_length
@@ -350,7 +350,7 @@ def main(args: Args):
                 )  # [N / world, R]
                 mask, ended = truncate_response(responses, mask, end_ids, args.truncate_after)
                 # Where no token ends a response, a reward model that is given text reads no EOS, as in training.
-                ended, texts = ended & (len(end_ids) > 0), chat.decode(tokenizer, responses, mask)
+                ended, texts = ended & (len(end_ids) > 0), token_ids.decode(tokenizer, responses, mask)
             else:
                 texts = [data.as_text(tokenizer, row.columns["completion"]) for row in rows]
                 responses, mask = data.completions(rows, max(len(row.completion) for row in prompts), device)
@@ -366,7 +366,7 @@ def main(args: Args):
         if number:
             continue
         ended = ended if path and len(end_ids) else None  # The references are no samples, so nothing is said of this.
-        known_ends = {*end_ids.tolist(), *chat.end_ids(tokenizer)}
+        known_ends = {*end_ids.tolist(), *stop_tokens.end_ids(tokenizer)}
         columns[side], metrics[side] = measure(texts, responses, mask, ended, values, score, known_ends)
         by_one = args.judge in ("gold", "reward_model")
         total = (values * score.weights).nansum(1).masked_fill(~scored, math.nan)

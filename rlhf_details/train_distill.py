@@ -43,7 +43,7 @@ from torch import nn
 
 from rlhf_details import utils
 from rlhf_details.plumbing import console
-from rlhf_details.plumbing.inputs import cli, data, flags, models
+from rlhf_details.plumbing.inputs import cli, data, flags, models, stop_tokens
 from rlhf_details.plumbing.machine import engines, rewards, samplers
 from rlhf_details.plumbing.outputs.run import Run
 from rlhf_details.utils import EVALUATION, TRAINING, Batch, in_slices
@@ -344,7 +344,7 @@ def main(args: Args):
 
     # ---- models, prompts, rewards, optimiser
     tokenizer, policy, teacher = load_models(args, engines.loading_device(accelerator))
-    stop_ids = models.stop_ids(tokenizer, args.stop_token, "--stop_token", device)  # [S]
+    stop_ids = stop_tokens.stop_ids(tokenizer, args.stop_token, "--stop_token", device)  # [S]
     prompts, held_out = data.load_prompts(args, tokenizer, room=models.context(policy, teacher) - R)
     # score(rows, batch) gives each response F rewards that are logged alone, NaN where one does not apply: those of
     # functions of text, e.g. f(prompts=["2 + 3 ="], completions=[" 5"], answer=["5"]) -> [1.0].

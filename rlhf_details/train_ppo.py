@@ -40,7 +40,7 @@ from torch import nn
 
 from rlhf_details import utils
 from rlhf_details.plumbing import console
-from rlhf_details.plumbing.inputs import cli, data, flags, models
+from rlhf_details.plumbing.inputs import cli, data, flags, models, stop_tokens
 from rlhf_details.plumbing.machine import engines, rewards, samplers
 from rlhf_details.plumbing.outputs.run import Run
 from rlhf_details.utils import EVALUATION, TRAINING, Batch, in_slices
@@ -544,8 +544,8 @@ def main(args: Args):
 
     # ---- models, prompts, rewards, optimiser
     tokenizer, policy, reference, reward_model = load_models(args, engines.loading_device(accelerator))
-    stop_ids = models.stop_ids(tokenizer, args.stop_token, "--stop_token", device)  # [S]
-    end_ids = models.stop_ids(tokenizer, args.truncate_token, "--truncate_token", device)
+    stop_ids = stop_tokens.stop_ids(tokenizer, args.stop_token, "--stop_token", device)  # [S]
+    end_ids = stop_tokens.stop_ids(tokenizer, args.truncate_token, "--truncate_token", device)
     end_ids = end_ids if len(end_ids) else stop_ids  # [S], the tokens that a complete response may end with
     prompts, held_out = data.load_prompts(args, tokenizer, room=models.context(policy, reward_model) - R)
     # score(rows, batch, model_scores) joins the reward model's scores with those of functions of text, such as

@@ -33,7 +33,7 @@ from torch import nn
 
 from rlhf_details import utils
 from rlhf_details.plumbing import console
-from rlhf_details.plumbing.inputs import cli, comparisons, data, flags, models
+from rlhf_details.plumbing.inputs import cli, comparisons, data, flags, models, stop_tokens
 from rlhf_details.plumbing.machine import candidates, engines
 from rlhf_details.plumbing.outputs.run import Run
 
@@ -171,7 +171,7 @@ def samples_to_normalise(args, accelerator, tokenizer, train, purpose):
     prompts = [train[(first + i) % len(train)].ids for i in range(args.normalize_samples)]
     # With lm-human-preferences' labels the samples are whole responses, which no EOS ends. [RM-11]
     ends = "none" if comparisons.are_token_ids(train) else "eos"
-    stop_ids = models.stop_ids(tokenizer, ends, "--normalization")
+    stop_ids = stop_tokens.stop_ids(tokenizer, ends, "--normalization")
     responses = candidates.sample(args, accelerator, prompts, purpose, stop_ids.to(accelerator.device))
     return [query + response for query, response in zip(prompts, responses, strict=True)]
 

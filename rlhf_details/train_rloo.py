@@ -38,7 +38,7 @@ from torch import nn
 
 from rlhf_details import utils
 from rlhf_details.plumbing import console
-from rlhf_details.plumbing.inputs import cli, data, flags, models
+from rlhf_details.plumbing.inputs import cli, data, flags, models, stop_tokens
 from rlhf_details.plumbing.machine import engines, packing, rewards, samplers
 from rlhf_details.plumbing.outputs.run import Run
 from rlhf_details.utils import EVALUATION, TRAINING, Batch, in_slices
@@ -419,7 +419,7 @@ def main(args: Args):
 
     # ---- models, prompts, rewards, optimiser
     tokenizer, policy, reference, reward_model = load_models(args, engines.loading_device(accelerator))
-    stop_ids = models.stop_ids(tokenizer, args.stop_token, "--stop_token", device)  # [S]
+    stop_ids = stop_tokens.stop_ids(tokenizer, args.stop_token, "--stop_token", device)  # [S]
     prompts, held_out = data.load_prompts(args, tokenizer, room=models.context(policy, reward_model) - R)
     # A forward takes `size` episodes, n packed in each row (n divides size and k), and the sampler packs rollout_n.
     # `packing.choose` packs only where it finds that packed and plain rows have the same log-probs and scores.

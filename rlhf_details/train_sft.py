@@ -30,7 +30,7 @@ from torch import nn
 
 from rlhf_details import utils
 from rlhf_details.plumbing import console
-from rlhf_details.plumbing.inputs import chat, cli, data, flags, models
+from rlhf_details.plumbing.inputs import cli, data, flags, models, stop_tokens, token_ids
 from rlhf_details.plumbing.machine import engines
 from rlhf_details.plumbing.outputs.run import Run
 from rlhf_details.plumbing.outputs.statistics import rouge_l
@@ -239,12 +239,12 @@ def evaluate(language_model, rows, tokenizer, args, accelerator):
                 torch.tensor(numbers, device=device),
                 n=1,
                 response_length=args.response_length,
-                stop_ids=models.stop_ids(tokenizer, "eos", "samples for ROUGE-L,", device),
+                stop_ids=stop_tokens.stop_ids(tokenizer, "eos", "samples for ROUGE-L,", device),
                 key=(args.seed, EVALUATION, 0),
                 size=size,
             )
             references = [data.as_text(tokenizer, row.columns["completion"]) for row in mine]
-            pairs = zip(chat.decode(tokenizer, responses, response_mask), references, strict=True)
+            pairs = zip(token_ids.decode(tokenizer, responses, response_mask), references, strict=True)
             means.add({"eval/sft/rougeL": torch.tensor([rouge_l(*pair) for pair in pairs])}, places < len(prompts))
     metrics = means.reduce(accelerator)
     return metrics | {"eval/sft/perplexity": math.exp(metrics["eval/sft/loss"])}

@@ -38,7 +38,7 @@ def main(args: Args):
     import torch
 
     from rlhf_details import toy, train_rloo, utils
-    from rlhf_details.plumbing.inputs import chat, cli
+    from rlhf_details.plumbing.inputs import cli, token_ids
 
     n, golds = args.responses, []
     words = ["--sft_model_path", args.sft_model_path, "--reward_model_path", args.reward_model_path]
@@ -56,7 +56,7 @@ def main(args: Args):
     scores = train_rloo.missing_eos_scores(scores, ended, penalty, "subtract").reshape(-1, n).numpy()
     grouped = (x.reshape(-1, n, x.size(1)) for x in (responses, mask))
     for text, responses, mask in zip(texts, *grouped, strict=True):
-        golds.append([toy.gold(text, answer) for answer in chat.decode(tokenizer, responses, mask)])
+        golds.append([toy.gold(text, answer) for answer in token_ids.decode(tokenizer, responses, mask)])
     order = np.argsort(scores, 1)  # the worst one first
     scores, golds = (np.take_along_axis(np.array(x), order, 1).mean(0) for x in (scores, golds))  # [responses]
     found = []

@@ -41,7 +41,7 @@ def evaluate(policy_folder, sft, reward, seed, flags="", **changes):
 
     from rlhf_details import train_rloo, utils
     from rlhf_details.plumbing import console
-    from rlhf_details.plumbing.inputs import cli, data, flags, models
+    from rlhf_details.plumbing.inputs import cli, data, flags, models, stop_tokens
     from rlhf_details.plumbing.machine import rewards, samplers
 
     words = ["--sft_model_path", str(sft), "--reward_model_path", str(reward), "--seed", str(seed)]
@@ -50,7 +50,10 @@ def evaluate(policy_folder, sft, reward, seed, flags="", **changes):
     args, accelerator = cli.parse(train_rloo.Args, words), Accelerator(cpu=True)
     tokenizer, _, reference, reward_model = train_rloo.load_models(args, accelerator.device)
     model = utils.disable_dropout(models.load_policy(str(policy_folder), "--policy", args))
-    policy, stop_ids = train_rloo.Policy(model, args.temperature), models.stop_ids(tokenizer, "eos", "--stop_token")
+    policy, stop_ids = (
+        train_rloo.Policy(model, args.temperature),
+        stop_tokens.stop_ids(tokenizer, "eos", "--stop_token"),
+    )
     rows, prompts = data.load_prompts(args, tokenizer, room=math.inf)
     score = rewards.Scorer(args, accelerator, tokenizer, args.micro_batch_size, stop_ids)
     reward_model = score.take_text_model(reward_model, rows, prompts)

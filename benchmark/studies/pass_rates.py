@@ -32,13 +32,13 @@ class Args(Called):
 def figures(args, dataset):
     """{figure: value} of the policy on one data set."""
     from rlhf_details import evaluate, train_grpo, utils
-    from rlhf_details.plumbing.inputs import cli, data, models
+    from rlhf_details.plumbing.inputs import cli, data, models, stop_tokens
     from rlhf_details.plumbing.machine import rewards
 
     words = ["--sft_model_path", args.policy, "--dataset", dataset, "--reward_model_path", "None"]
     own = cli.parse(train_grpo.Args, [*words, "--reward_fn", args.check, *shlex.split(args.flags)])
     tokenizer, policy, *_ = train_grpo.load_models(own, "cpu")
-    stop_ids = models.stop_ids(tokenizer, own.stop_token, "--stop_token")
+    stop_ids = stop_tokens.stop_ids(tokenizer, own.stop_token, "--stop_token")
     prompts, _ = data.load_prompts(own, tokenizer, room=models.context(policy) - own.response_length)
     n, key = args.samples, (args.seed, utils.EVALUATION, 1)  # other noise than that of the training's evaluation
     rows = [prompt for prompt in prompts for _ in range(n)]

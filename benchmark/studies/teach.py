@@ -30,12 +30,12 @@ class Args(Called):
 def responses(args):
     """Rows with `prompt` and `completion`: the teacher's responses that ended."""
     from rlhf_details import train_distill, utils
-    from rlhf_details.plumbing.inputs import chat, cli, data, models
+    from rlhf_details.plumbing.inputs import cli, data, models, stop_tokens, token_ids
 
     words = ["--sft_model_path", args.teacher, "--teacher_model_path", args.teacher, "--seed", str(args.seed)]
     own = cli.parse(train_distill.Args, words)
     tokenizer, teacher, _ = train_distill.load_models(own, "cpu")
-    stop_ids = models.stop_ids(tokenizer, own.stop_token, "--stop_token")
+    stop_ids = stop_tokens.stop_ids(tokenizer, own.stop_token, "--stop_token")
     prompts, _ = data.load_prompts(own, tokenizer, room=models.context(teacher) - own.response_length)
     for update in range(1, args.total_episodes // own.batch_size + 1):
         rows = prompts.of_update(update, own.batch_size, args.seed)
@@ -43,7 +43,7 @@ def responses(args):
         batch = responses_to(ids, 1, teacher, own.response_length, stop_ids, key, len(rows))
         found, real = batch.responses, batch.response_mask
         ended = train_distill.has_stopped(found, real, stop_ids)
-        for row, text, has_end in zip(rows, chat.decode(tokenizer, found, real), ended.tolist(), strict=True):
+        for row, text, has_end in zip(rows, token_ids.decode(tokenizer, found, real), ended.tolist(), strict=True):
             if has_end:
                 yield {"prompt": row.text, "completion": text}
 

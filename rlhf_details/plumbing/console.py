@@ -148,3 +148,12 @@ def in_one_line(error):
     if not words or isinstance(error, KeyError):  # The words of a KeyError are nothing but the key.
         words = f"{type(error).__name__}: {words}".removesuffix(": ")
     return words if len(words) <= 600 else f"{words[:395]} ... {words[-200:]}"
+
+
+def check_url(flag, url, variable):
+    """Exits with an error if a URL is none, or holds a password or a key, since files and trackers show all flags."""
+    if set("@?#") & set(url):
+        shown = "has a user, a password or a query, which would be published with the run's flags"
+        fail(f"{flag}: its URL {shown}; give the bare address, and the key in the environment as {variable}")
+    if not url.startswith(("http://", "https://")):
+        fail(f"{flag} {url}: must begin with http:// or https://")

@@ -14,7 +14,7 @@ from tokenizers import ByteLevelBPETokenizer, processors
 from transformers import GPTNeoXForSequenceClassification, PreTrainedTokenizerFast
 
 from rlhf_details import toy, train_distill, train_reward, train_rloo, train_sft
-from rlhf_details.plumbing.inputs import chat, comparisons, data, files, models, user_code
+from rlhf_details.plumbing.inputs import comparisons, data, data_files, stop_tokens, token_ids, user_code
 
 # ---- tokenizers and rows ---------------------------------------------------------------------------------------------
 # What published templates write, in the parts that matter here: what opens and closes a turn.
@@ -115,7 +115,7 @@ def test_rows_of_a_file_come_in_order_with_their_types(in_tmp, suffix, capsys):
     kind = str if suffix[:3] in ("csv", "tsv") else int
     for table in ROWS, [{"prompt": "new", "n": 4}]:  # The rows are not those of a cache.
         expected = [row | {"n": kind(row["n"])} for row in table]
-        assert files.read_rows(write(f"rows.{suffix}", table), "--dataset") == expected
+        assert data_files.read_rows(write(f"rows.{suffix}", table), "--dataset") == expected
     assert capsys.readouterr() == ("", "")
 
 
@@ -130,7 +130,7 @@ def test_rows_of_a_file_come_in_order_with_their_types(in_tmp, suffix, capsys):
 )
 def test_what_the_text_of_a_file_means(in_tmp, name, content, texts):
     Path(name.partition(":")[0]).write_text(content, encoding="utf-8")
-    assert [row["w"] for row in files.read_rows(name, "--dataset")] == texts
+    assert [row["w"] for row in data_files.read_rows(name, "--dataset")] == texts
 
 
 def test_a_data_set_of_the_hub_is_asked_for_as_datasets_wants_it(monkeypatch):
@@ -143,7 +143,7 @@ def test_a_data_set_of_the_hub_is_asked_for_as_datasets_wants_it(monkeypatch):
         ("a/gsm8k:main", "a/gsm8k", "main", {"split": "train"}),
         ("a/gsm8k:en.1:test", "a/gsm8k", "en.1", {"split": "test"}),
     ]:
-        assert len(files.read_rows(spec, "--dataset")) == (2 if "[:2]" in spec else 5)
+        assert len(data_files.read_rows(spec, "--dataset")) == (2 if "[:2]" in spec else 5)
         assert asked.pop() == (name, config, {"revision": None} | options), spec
 
 
@@ -168,7 +168,7 @@ def test_rows_that_cannot_be_read_are_one_line(in_tmp, fails, spec, words):
     Path("lists.json").write_text('{"a": [{"n": 1}], "b": [{"n": 2}]}')
     Path("mine.py").write_text("def numbers(): return [5]\n")
     user_code.load_module.cache_clear()
-    line = fails(files.read_rows, spec, "--eval_dataset")
+    line = fails(data_files.read_rows, spec, "--eval_dataset")
     assert line.startswith(f"error: --eval_dataset {spec.partition(':missing')[0].partition('[')[0]}")
     assert words.lower() in line.lower()
 
@@ -177,7 +177,7 @@ def test_an_error_in_the_users_own_rows_keeps_its_traceback(in_tmp):
     Path("mine.py").write_text("def breaks(): raise KeyError('no rows today')\n")
     user_code.load_module.cache_clear()
     with pytest.raises(KeyError, match="no rows today"):
-        files.read_rows("mine.py:breaks", "--dataset")
+        data_files.read_rows("mine.py:breaks", "--dataset")
 
 
 # ---- rows -> prompts and completions ---------------------------------------------------------------------------------
@@ -261,7 +261,7 @@ def test_data_1_prompt_and_completion_are_tokenised_apart():
     tokenizer, pair = chat_tokenizer(None), ("the ho", "tel")
     whole, *apart = (tokenizer(x, add_special_tokens=False).input_ids for x in ("".join(pair), *pair))
     assert whole != apart[0] + apart[1], "no token crosses the seam: nothing is tested"
-    assert chat.encode(tokenizer, *pair) == ([1, *apart[0]], [*apart[1], 0])
+    assert token_ids.encode(tokenizer, *pair) == ([1, *apart[0]], [*apart[1], 0])
 
 
 @pytest.mark.parametrize("template, bos", [(None, []), ("<s> $A", [BOS]), ("<s> $A </s>", [BOS]), ("$A </s>", [])])
@@ -269,10 +269,10 @@ def test_data_2_a_completion_ends_with_eos_and_a_prompt_begins_with_the_tokenize
     tokenizer = word_tokenizer(template)
     pairs = {("a b", "c a"): ([A, B], [C, A, EOS]), ("a", ""): ([A], [EOS]), ("", "c </s>"): ([], [C, EOS])}
     for texts, (prompt, completion) in pairs.items():
-        assert chat.encode(tokenizer, *texts) == ([*bos, *prompt], completion)
-        assert chat.encode(tokenizer, texts[0]) == [*bos, *prompt]
-    assert chat.encode(tokenizer, "<s> a") == [BOS, A]
-    assert chat.encode(word_tokenizer(bos_token=None), "a", "b") == ([A], [B, EOS])
+        assert token_ids.encode(tokenizer, *texts) == ([*bos, *prompt], completion)
+        assert token_ids.encode(tokenizer, texts[0]) == [*bos, *prompt]
+    assert token_ids.encode(tokenizer, "<s> a") == [BOS, A]
+    assert token_ids.encode(word_tokenizer(bos_token=None), "a", "b") == ([A], [B, EOS])
 
 
 SEAMS = [("a.", " b a"), ("a.", "b a"), ("a", ".b"), ("a. ", "b"), ("a.</s>", "b"), ("", "b"), ("a", " .")]
@@ -284,7 +284,7 @@ def test_an_answer_has_no_space_that_its_tokenizer_puts_before_a_text(in_tmp, sc
     """It has the ids of the whole text, unless a token of this lies across the seam. A space of its own stays."""
     tokenizer = metaspace_tokenizer(scheme)
     read = partial(tokenizer.__call__, add_special_tokens=False)
-    ids, (*answer_ids, end) = chat.encode(tokenizer, prompt, answer)
+    ids, (*answer_ids, end) = token_ids.encode(tokenizer, prompt, answer)
     assert ids == read(prompt).input_ids and end == tokenizer.eos_token_id
     across = prompt.endswith(" ")
     assert across or ids + answer_ids == read(prompt + answer).input_ids
@@ -315,26 +315,26 @@ def test_data_3_a_conversation_is_encoded_as_its_template_does(template, eos, en
     tokenizer, end = chat_tokenizer(template, eos), ends[-1] if ends[-1] in template else f"\n{eos}"
     for prompt in (*ASKED, QUESTION):
         answer = "" if prompt is QUESTION else "cheap ."
-        ids, completion = chat.encode(tokenizer, prompt, [assistant(answer)])
-        assert ids == chat.encode(tokenizer, prompt) == template_ids(tokenizer, prompt, add_generation_prompt=True)
+        ids, completion = token_ids.encode(tokenizer, prompt, [assistant(answer)])
+        assert ids == token_ids.encode(tokenizer, prompt) == template_ids(tokenizer, prompt, add_generation_prompt=True)
         assert ids.count(tokenizer.bos_token_id) == template.startswith("<s>") and tokenizer("a").input_ids[0] == 1
         whole = template_ids(tokenizer, [*prompt, assistant(answer)])
         assert ids + completion[:-1] == whole[: len(ids) + len(completion) - 1]
         assert tokenizer.decode(completion) == answer + end
     begun = [user("how much ?"), assistant("it was")]
-    ids, completion = chat.encode(tokenizer, begun, [assistant(" cheap .")])
-    assert ids == chat.encode(tokenizer, begun) == template_ids(tokenizer, begun, continue_final_message=True)
+    ids, completion = token_ids.encode(tokenizer, begun, [assistant(" cheap .")])
+    assert ids == token_ids.encode(tokenizer, begun) == template_ids(tokenizer, begun, continue_final_message=True)
     assert tokenizer.decode(ids).endswith("it was") and tokenizer.decode(completion).strip() == f"cheap .{end}"
     thought = tokenizer("<think>x</think>", add_special_tokens=False).input_ids
-    assert chat.decode_all(tokenizer, [thought + completion])[0].strip() == "<think>x</think> cheap ."
+    assert token_ids.decode_all(tokenizer, [thought + completion])[0].strip() == "<think>x</think> cheap ."
     tokenizer.generation_eos = [5]
     expected = [*tokenizer.convert_tokens_to_ids(ends), 5]
-    assert models.stop_ids(tokenizer, "eos", "--stop_token").tolist() == chat.end_ids(tokenizer) == expected
+    assert stop_tokens.stop_ids(tokenizer, "eos", "--stop_token").tolist() == stop_tokens.end_ids(tokenizer) == expected
     assert f"--stop_token eos: a response ends with {' or '.join(ends)}" in capsys.readouterr().out
 
 
 def test_where_a_template_refuses_what_it_is_asked_a_response_ends_with_eos():
-    assert chat.end_ids(chat_tokenizer("{{ raise_exception('no') }}")) == [0]
+    assert stop_tokens.end_ids(chat_tokenizer("{{ raise_exception('no') }}")) == [0]
 
 
 R1 = ANSWERS.replace("m.content", "m.content.split('</think>')[-1]").replace(ASK, ASK.replace("\n{%", "<think>\n{%"))
@@ -348,8 +348,8 @@ def test_a_prompt_is_trained_on_as_it_is_asked_where_an_answer_changes_what_stan
     """Mistral's template writes the system's message into the last message, if this one is the user's. DeepSeek-R1's
     opens a thought in a prompt, and leaves it out of an answer."""
     tokenizer, turns = chat_tokenizer(template), [system("kind ."), *earlier, user("the hotel")]
-    prompt, answer = chat.encode(tokenizer, turns, [assistant("cheap .")])
-    asked = chat.encode(tokenizer, turns)
+    prompt, answer = token_ids.encode(tokenizer, turns, [assistant("cheap .")])
+    asked = token_ids.encode(tokenizer, turns)
     assert prompt == asked[: len(prompt)] and (prompt == asked) == (template == MISTRAL)
     assert tokenizer.decode(prompt).endswith(opened) and tokenizer.decode(answer).strip() == "cheap .<eos>"
 
@@ -404,7 +404,7 @@ def test_comparisons_of_text_are_the_prompt_and_each_candidate(in_tmp, fails):
     assert "--eval_dataset rows.jsonl: 3 candidates a row, but 2 in --dataset two.jsonl" in line
     table = [{"prompt": QUESTION, "chosen": answer, "rejected": ANSWER} for answer in ([assistant("a")], "a")]
     first, second = comparisons_of(write("chats.jsonl", table), tokenizer := chat_tokenizer(CHATML))
-    prompt, answer = chat.encode(tokenizer, QUESTION, ANSWER)
+    prompt, answer = token_ids.encode(tokenizer, QUESTION, ANSWER)
     assert first == second and first[0][1] == prompt + answer != first[0][0]
 
 
@@ -439,7 +439,7 @@ def test_the_columns_of_n_plus(in_tmp, filler):
 
 def test_padding_that_is_eos_is_told_from_the_eos_of_a_response():
     tokenizer, filler = word_tokenizer(pad_token="</s>"), [8, 8]  # an id that the tokenizer does not have
-    assert chat.encode(tokenizer, [*filler, A, B], [C, EOS, *filler]) == ([A, B], [C, EOS])
+    assert token_ids.encode(tokenizer, [*filler, A, B], [C, EOS, *filler]) == ([A, B], [C, EOS])
 
 
 # ---- rows that cannot be read ----------------------------------------------------------------------------------------

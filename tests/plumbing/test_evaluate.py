@@ -15,7 +15,7 @@ from helpers import ppo_args, rloo_args, swap_words, tiny_config
 from short_runs import contents, write_rows
 
 from rlhf_details import evaluate, toy, train_ppo, train_rloo
-from rlhf_details.plumbing.inputs import chat, user_code
+from rlhf_details.plumbing.inputs import token_ids, user_code
 from rlhf_details.plumbing.outputs import evaluation
 
 
@@ -67,7 +67,7 @@ def test_samples_are_greedy_and_scores_are_those_of_plain_transformers(rows, rag
         return pytest.approx(reward(input_ids=torch.tensor([ids])).logits[0, 0].item() + 0.7, abs=1e-4)
 
     for row, line in zip(rows, table, strict=True):
-        prompt, reference = chat.encode(tokenizer, row["prompt"], row["completion"])
+        prompt, reference = token_ids.encode(tokenizer, row["prompt"], row["completion"])
         output = model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False)
         response = output[0, len(prompt) :].tolist()
         assert line["response"] == tokenizer.decode(response, skip_special_tokens=True)

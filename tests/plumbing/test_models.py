@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from rlhf_details import toy, train_rloo
-from rlhf_details.plumbing.inputs import chat, models
+from rlhf_details.plumbing.inputs import models, stop_tokens
 from rlhf_details.plumbing.machine import rewards
 from rlhf_details.plumbing.outputs import model_folder
 
@@ -44,20 +44,20 @@ def test_a_tokenizer_is_loaded_and_must_have_an_eos_token(tiny, in_tmp, fails):
 @pytest.mark.parametrize("ends", [[2, 3], 3])
 def test_what_ends_a_turn_is_found_in_generation_config(in_tmp, ends):
     word_tokenizer().save_pretrained("policy"), tiny_config(vocab_size=8).save_pretrained("policy")
-    assert chat.end_ids(models.load_tokenizer("policy", "--sft_model_path", FLAGS)) == [2]
+    assert stop_tokens.end_ids(models.load_tokenizer("policy", "--sft_model_path", FLAGS)) == [2]
     Path("policy/generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
-    assert chat.end_ids(models.load_tokenizer("policy", "--sft_model_path", FLAGS)) == [2, 3]
+    assert stop_tokens.end_ids(models.load_tokenizer("policy", "--sft_model_path", FLAGS)) == [2, 3]
 
 
 @pytest.mark.parametrize("unk", ["<unk>", None])
 def test_a_stop_token_is_eos_none_or_one_token(unk, fails):
     tokenizer = toy.tokenizer()
     tokenizer.unk_token = unk  # Many tokenizers have none.
-    assert models.stop_ids(tokenizer, "eos", "--stop_token").tolist() == [tokenizer.eos_token_id]
-    assert models.stop_ids(tokenizer, "none", "--stop_token").tolist() == []
-    assert models.stop_ids(tokenizer, "hotel", "--stop_token").item() == tokenizer.convert_tokens_to_ids("hotel")
+    assert stop_tokens.stop_ids(tokenizer, "eos", "--stop_token").tolist() == [tokenizer.eos_token_id]
+    assert stop_tokens.stop_ids(tokenizer, "none", "--stop_token").tolist() == []
+    assert stop_tokens.stop_ids(tokenizer, "hotel", "--stop_token").item() == tokenizer.convert_tokens_to_ids("hotel")
     for text in ("small hotel", "", *(["nonsense"] if unk else [])):
-        assert f"--stop_token {text!r}: not one token" in fails(models.stop_ids, tokenizer, text, "--stop_token")
+        assert f"--stop_token {text!r}: not one token" in fails(stop_tokens.stop_ids, tokenizer, text, "--stop_token")
 
 
 def test_a_stop_token_is_read_as_it_stands_within_a_response(fails):
@@ -65,9 +65,9 @@ def test_a_stop_token_is_read_as_it_stands_within_a_response(fails):
     tokenizer = metaspace_tokenizer()
     response = tokenizer("a b.").input_ids
     assert tokenizer.convert_ids_to_tokens(response) == ["▁a", "▁b", "."]
-    assert models.stop_ids(tokenizer, ".", "--stop_token").item() == response[2] != tokenizer(".").input_ids[0]
-    assert models.stop_ids(tokenizer, " b", "--stop_token").item() == response[1]
-    fails(models.stop_ids, tokenizer, "c", "--stop_token")
+    assert stop_tokens.stop_ids(tokenizer, ".", "--stop_token").item() == response[2] != tokenizer(".").input_ids[0]
+    assert stop_tokens.stop_ids(tokenizer, " b", "--stop_token").item() == response[1]
+    fails(stop_tokens.stop_ids, tokenizer, "c", "--stop_token")
 
 
 OWN_TOKENIZERS = {  # the policy's and the reward model's tokenizer, embeddings of the reward model, what is found

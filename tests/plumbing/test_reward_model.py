@@ -11,7 +11,7 @@ from helpers import assert_same_curves, page_args, read_metrics, record, record_
 from short_runs import comparisons, write_rows
 
 from rlhf_details import toy, train_reward, utils
-from rlhf_details.plumbing.inputs import chat, models
+from rlhf_details.plumbing.inputs import models, token_ids
 
 FLAGS = train_reward.Args()
 LIBRARY = transformers.AutoTokenizer, transformers.AutoModelForCausalLM
@@ -57,7 +57,7 @@ def rows_of(args, responses, mask, _):
 
 def encoded(tokenizer, pairs):
     """Token ids of (prompt, completion) pairs, joined, EOS included."""
-    return [[*prompt, *completion] for prompt, completion in (chat.encode(tokenizer, *pair) for pair in pairs)]
+    return [[*prompt, *completion] for prompt, completion in (token_ids.encode(tokenizer, *pair) for pair in pairs)]
 
 
 def pairs_of(rows):

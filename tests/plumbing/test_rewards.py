@@ -26,7 +26,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from rlhf_details import toy, train_rloo, utils
-from rlhf_details.plumbing.inputs import chat, data, models, user_code
+from rlhf_details.plumbing.inputs import data, models, token_ids, user_code
 from rlhf_details.plumbing.machine import engines, rewards
 
 BOTH = pytest.mark.parametrize("page", ["train_rloo", "train_ppo"])
@@ -423,7 +423,7 @@ def test_text_of_a_sentencepiece_tokenizer_keeps_the_space_behind_a_prompt(tiny,
     scorer.reward_model.encode = lambda row, text: said.append(text) or ([5], [6])
     batch = batch_of(["the"])._replace(responses=torch.tensor([ids]), response_mask=torch.ones(1, 2, dtype=torch.bool))
     scorer([data.Prompt([5], "a.", {"prompt": asked}, 1, "--dataset x", {}, [])], batch)
-    assert said == [seen] and chat.decode_all(tokenizer, [ids]) == ["b a"]
+    assert said == [seen] and token_ids.decode_all(tokenizer, [ids]) == ["b a"]
 
 
 def test_only_what_has_ended_is_followed_by_eos(tiny):

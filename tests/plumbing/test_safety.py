@@ -10,7 +10,7 @@ from helpers import edit_json, page_args
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rlhf_details.plumbing.inputs import files, models
+from rlhf_details.plumbing.inputs import data_files, models
 
 
 class Trap:
@@ -35,7 +35,7 @@ def test_pickled_weights_are_not_read(tiny, in_tmp, fails):
 def test_pickled_data_sets_are_not_read(in_tmp, fails, spec):
     Path("rows").mkdir()
     Path("rows/train.pkl").write_bytes(pickle.dumps([Trap()]))
-    assert spec in fails(files.read_rows, spec, "--dataset") and not Path("unpickled").exists()
+    assert spec in fails(data_files.read_rows, spec, "--dataset") and not Path("unpickled").exists()
 
 
 def test_code_that_comes_with_a_model_runs_only_where_it_is_asked_for(tiny, in_tmp, fails, monkeypatch):

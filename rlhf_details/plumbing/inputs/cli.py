@@ -20,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 
 from rlhf_details import toy
 from rlhf_details.plumbing import console
-from rlhf_details.plumbing.inputs import files, flags
+from rlhf_details.plumbing.inputs import data_files, flags
 
 HELP, OPTIONS = ("-h", "--help"), dict(use_underscores=True, console_outputs=console.is_main())  # tyro's
 MAY_BE_ZERO = "seed eval_every num_sample_generations truncate_after checkpoint_every".split()
@@ -141,7 +141,7 @@ def check(args):
     if hasattr(args, "sampler"):
         check_sampler(args)
     for flag in ("dataset", "eval_dataset", "reference_dataset"):
-        files.check_dataset(f"--{flag}", getattr(args, flag, None) or "")
+        data_files.check_dataset(f"--{flag}", getattr(args, flag, None) or "")
     check_output_dir(args)
     if args.run_name is not None and Path("runs", args.run_name).exists() and not (args.resume or args.overwrite):
         console.fail(
@@ -180,22 +180,13 @@ def check_template(args):
 
 def check_sampler(args):
     """Exits with an error if the URL of vLLM's server is none or given for nothing, or if sampler_cap is below 1."""
-    check_url("--vllm_server", args.vllm_server or "http://", "VLLM_API_KEY")
+    console.check_url("--vllm_server", args.vllm_server or "http://", "VLLM_API_KEY")
     if args.vllm_server and args.sampler != "vllm":
         console.fail(f"--vllm_server {args.vllm_server}: needs --sampler vllm")
     if getattr(args, "sampler_cap", 1) < 1:
         console.fail(
             f"--sampler_cap {args.sampler_cap}: must be at least 1, the weight of an action that both find as likely"
         )
-
-
-def check_url(flag, url, variable):
-    """Exits with an error if a URL is none, or holds a password or a key, since files and trackers show all flags."""
-    if set("@?#") & set(url):
-        shown = "has a user, a password or a query, which would be published with the run's flags"
-        console.fail(f"{flag}: its URL {shown}; give the bare address, and the key in the environment as {variable}")
-    if not url.startswith(("http://", "https://")):
-        console.fail(f"{flag} {url}: must begin with http:// or https://")
 
 
 def check_output_dir(args):

@@ -15,7 +15,7 @@ import torch
 
 from rlhf_details import toy, utils
 from rlhf_details.plumbing import console
-from rlhf_details.plumbing.inputs import chat, files
+from rlhf_details.plumbing.inputs import chat, data_files, stop_tokens, token_ids
 from rlhf_details.plumbing.inputs.chat import RowError, is_messages
 
 
@@ -41,9 +41,9 @@ def read(args, flag, stage, split="train", with_answers=False):
 def read_rows(args, flag, stage, split="train"):
     """The rows of a data set as they are. --take is of --dataset alone. stage, split: of toy.rows."""
     spec = getattr(args, flag)
-    files.check_dataset(f"--{flag}", spec)
+    data_files.check_dataset(f"--{flag}", spec)
     name, _, part = spec.partition(":")
-    rows = toy.rows(stage, part or split, name) if name in toy.TASKS else files.read_rows(spec, f"--{flag}")
+    rows = toy.rows(stage, part or split, name) if name in toy.TASKS else data_files.read_rows(spec, f"--{flag}")
     return rows[: getattr(args, "take", None) if flag == "dataset" else None]
 
 
@@ -306,8 +306,8 @@ def encode(args, flag, rows, tokenizer, context, column=None, num_sampled=0):
 
     def to_prompt(row):
         options = options_of(row, args)
-        pairs = [chat.encode(tokenizer, row["prompt"], answer, options) for answer in said(row, column)]
-        ids = pairs[0][0] if pairs else chat.encode(tokenizer, row["prompt"], None, options)
+        pairs = [token_ids.encode(tokenizer, row["prompt"], answer, options) for answer in said(row, column)]
+        ids = pairs[0][0] if pairs else token_ids.encode(tokenizer, row["prompt"], None, options)
         text, source = as_text(tokenizer, row["prompt"]), f"--{flag} {getattr(args, flag)}"
         return Prompt(ids, text, row, 0, source, options, [answer for _, answer in pairs])
 
@@ -326,7 +326,7 @@ def encode(args, flag, rows, tokenizer, context, column=None, num_sampled=0):
     if getattr(args, "on_policy_share", 1) == 1:  # Otherwise the completions are cut at --response_length.
         fitting(found, "row", context, f"the model's context has no more{hint}")
 
-    control = chat.control_tokens(tokenizer)
+    control = stop_tokens.control_tokens(tokenizer)
     if held := [(row, x) for row in found for text in texts_of(row, column) for x in control if x in text]:
         (first, token), count = held[0], len({row.number for row, _ in held})
         what = f"{count} rows hold the text of a control token, the first one is row {first.number} with {token!r}"
@@ -359,7 +359,7 @@ def as_text(tokenizer, prompt):
     if isinstance(prompt, str):
         return prompt
     if not is_messages(prompt):
-        return chat.decode_all(tokenizer, [chat.encode(tokenizer, prompt)])[0]
+        return token_ids.decode_all(tokenizer, [token_ids.encode(tokenizer, prompt)])[0]
     texts = [m["content"] or (json.dumps(m["tool_calls"]) if "tool_calls" in m else "") for m in prompt]
     pairs = zip(prompt, texts, strict=True)
     return "\n".join(f"{m['role']}: {text}" for m, text in pairs) if len(prompt) > 1 else texts[0]
@@ -385,7 +385,7 @@ def fitting(rows, part, limit, problem=""):
 
 def is_cut(tokenizer, row, answer):
     """Whether the chat template leaves out some of what an answer in messages says, such as what stands in <think>."""
-    text = chat.render_pair(tokenizer, row.columns["prompt"], answer, row.options)[1]
+    text = token_ids.render_pair(tokenizer, row.columns["prompt"], answer, row.options)[1]
     return any(m["role"] == "assistant" and m["content"].strip() not in text for m in answer)
 
 

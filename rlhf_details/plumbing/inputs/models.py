@@ -49,7 +49,7 @@ def load_tokenizer(path, flag, args):
     ends = ends if isinstance(ends, list) else [ends] * (ends is not None)
     if wrong := [i for i in ends if type(i) is not int or i < 0]:
         console.fail(f"{flag} {path}: the eos_token_id of its generation_config is no token id: {wrong[0]!r}")
-    tokenizer.generation_eos = [i for i in ends if i < chat.vocabulary(tokenizer)]  # for chat.end_ids
+    tokenizer.generation_eos = [i for i in ends if i < chat.vocabulary(tokenizer)]  # for stop_tokens.end_ids
     return tokenizer
 
 
@@ -73,28 +73,6 @@ def vocabularies(*tokenizers):
     """[{token: id}, ..] of some tokenizers, without the tokens that any of them pads with."""
     padding = {t.pad_token for t in tokenizers if t.pad_token != t.eos_token}
     return [{token: i for token, i in t.get_vocab().items() if token not in padding} for t in tokenizers]
-
-
-def stop_ids(tokenizer, text, flag, device=None):
-    """The ids [S] of the tokens that a flag means by "eos" (all of chat.end_ids), "none" (no token), or a text that is
-    one token. Other texts end with one line. Where "eos" means several tokens, it says which.
-
-    The text is read as it stands within a response. At the start of a text, SentencePiece's tokenizers put a space
-    before it. That is another token, and no response would end with it.
-    """
-    ids = []
-    if text == "eos":
-        ids = chat.end_ids(tokenizer)
-        if len(ids) > 1:
-            console.say(f"{flag} eos: a response ends with {' or '.join(map(tokenizer.decode, ids))}")
-    elif text != "none":
-        ids = [tokenizer.get_vocab().get(text)]
-        if ids == [None]:
-            before, (*others, i) = (tokenizer(words, add_special_tokens=False).input_ids for words in ("a", f"a{text}"))
-            if others != before or i == tokenizer.unk_token_id:
-                console.fail(f"{flag} {text!r}: not one token of the vocabulary")
-            ids = [i]
-    return torch.tensor(ids, dtype=torch.long, device=device)
 
 
 def append_eos(tokenizer):

@@ -9,7 +9,7 @@ import re
 
 from rlhf_details import utils
 from rlhf_details.plumbing import console
-from rlhf_details.plumbing.inputs import cli, user_code
+from rlhf_details.plumbing.inputs import user_code
 
 PAIR_ORDER = 5  # a coordinate of the random order within a pair, beside the purposes of noise in utils.py
 RETRIES, AT_ONCE, TIMEOUT = 5, 8, 60.0  # The client tries again after what may pass. The limit is in seconds.
@@ -42,7 +42,7 @@ def check(args):
         return
     if not args.judge_model:
         console.fail("--judge llm: needs --judge_model")
-    cli.check_url("--judge_base_url", args.judge_base_url or "http://", "OPENAI_API_KEY")
+    console.check_url("--judge_base_url", args.judge_base_url or "http://", "OPENAI_API_KEY")
     if args.judge_base_url is None and not os.environ.get("OPENAI_API_KEY"):
         console.fail("--judge llm: needs OPENAI_API_KEY in the environment, or --judge_base_url, a server of your own")
     console.need("openai", "judge", "--judge llm")

@@ -29,8 +29,9 @@ from transformers import AutoConfig
 
 from rlhf_details import toy, utils
 from rlhf_details.plumbing import console
-from rlhf_details.plumbing.inputs import chat, models, user_code
-from rlhf_details.plumbing.inputs.chat import RowError, encode, is_messages
+from rlhf_details.plumbing.inputs import models, token_ids, user_code
+from rlhf_details.plumbing.inputs.chat import RowError, is_messages
+from rlhf_details.plumbing.inputs.token_ids import encode
 from rlhf_details.plumbing.machine import engines
 
 LARGEST = 1e15  # Sums of squares of rewards must be numbers in fp32.
@@ -284,7 +285,7 @@ class Scorer:
     def entries_of(self, rows, batch, model_scores, texts, ended):
         """{name: what it says of each of my responses, a number, a bool or None}. Raises a Fault."""
         if texts is None:
-            texts = chat.decode(self.tokenizer, batch.responses, batch.response_mask)
+            texts = token_ids.decode(self.tokenizer, batch.responses, batch.response_mask)
         if ended is None:
             last = batch.responses.gather(1, batch.response_mask.sum(1, keepdim=True) - 1).squeeze(1)  # [M]
             ended = torch.isin(last, self.stop_ids)
@@ -293,7 +294,7 @@ class Scorer:
         entries |= {name: function(rows, texts, ended) for name, function in self.watched.items()}
         if self.text_model:
             firsts = zip(rows, batch.responses[:, 0].tolist(), texts, strict=True)
-            spaced = [chat.with_space(self.tokenizer, row.columns["prompt"], i, text) for row, i, text in firsts]
+            spaced = [token_ids.with_space(self.tokenizer, row.columns["prompt"], i, text) for row, i, text in firsts]
             entries["reward_model"] = self.text_model(rows, spaced, ended)
         elif model_scores is not None:
             entries["reward_model"] = model_scores.tolist()

@@ -9,7 +9,7 @@ from pathlib import Path
 import transformers
 
 from rlhf_details.plumbing import console
-from rlhf_details.plumbing.inputs import chat, models
+from rlhf_details.plumbing.inputs import models, stop_tokens
 from rlhf_details.plumbing.outputs import atomic
 
 
@@ -46,8 +46,8 @@ def save_weights(args, model, tokenizer, name):
             model = models.merge_adapters(model)
         if model.can_generate():  # Plain `generate` shall stop where we do, and sample from what was trained.
             stop_token = getattr(args, "stop_token", "eos")
-            own = [] if stop_token == "eos" else models.stop_ids(tokenizer, stop_token, "--stop_token").tolist()
-            ends = list(dict.fromkeys([*chat.end_ids(tokenizer), *own]))
+            own = [] if stop_token == "eos" else stop_tokens.stop_ids(tokenizer, stop_token, "--stop_token").tolist()
+            ends = list(dict.fromkeys([*stop_tokens.end_ids(tokenizer), *own]))
             # The library's own defaults for what is not given here are a temperature of 1 and the 50 likeliest tokens.
             sampling = dict(do_sample=True, temperature=getattr(args, "temperature", 1.0), top_k=0)
             pad = tokenizer.pad_token_id

@@ -12,7 +12,7 @@ from pathlib import Path
 from accelerate.tracking import TensorBoardTracker, WandBTracker
 
 from rlhf_details.plumbing import console
-from rlhf_details.plumbing.inputs import chat, flags
+from rlhf_details.plumbing.inputs import flags, token_ids
 from rlhf_details.plumbing.outputs import atomic
 
 SHOWN = (  # in the line of an update, where a script has them
@@ -98,7 +98,7 @@ def sample_rows(args, tokenizer, metrics, prompts, responses, mask, ended, score
     # The responses to a prompt are adjacent, and share one object.
     shown = [i for i, prompt in enumerate(prompts) if i == 0 or prompt is not prompts[i - 1]][:4]
     rows, kl_coef = [], metrics.get("objective/kl_coef", getattr(args, "kl_coef", None))
-    for i, text in zip(shown, chat.decode(tokenizer, responses[shown], mask[shown]), strict=True):
+    for i, text in zip(shown, token_ids.decode(tokenizer, responses[shown], mask[shown]), strict=True):
         row = {"query": prompts[i].text, "response": text, "ended": bool(ended[i])}
         row["end"] = tokenizer.decode(responses[i][mask[i]][-1:]).strip() if ended[i] else ""
         score = None if scores[i].isnan() else float(scores[i])  # A reward may have abstained.

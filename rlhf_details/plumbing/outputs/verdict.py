@@ -9,7 +9,7 @@ import shlex
 from pathlib import Path
 
 from rlhf_details import toy
-from rlhf_details.plumbing.inputs import chat, flags
+from rlhf_details.plumbing.inputs import flags, token_ids
 from rlhf_details.plumbing.outputs import hub
 from rlhf_details.plumbing.outputs.statistics import average, wilson_interval
 
@@ -96,7 +96,7 @@ def verdict_of(low, high):
 
 def of_each_prompt(tokenizer, prompts, responses, mask, ended, scores, kl):
     """{"scores": [N], and "gold": [N] on the embedded task} of a held-out evaluation. Args: Run.log's `samples`."""
-    pairs = zip(prompts, chat.decode(tokenizer, responses, mask), strict=True)
+    pairs = zip(prompts, token_ids.decode(tokenizer, responses, mask), strict=True)
     gold = [toy.gold(prompt.text, text) for prompt, text in pairs if prompt.task == "toy"]
     return {"scores": scores.tolist()} | ({"gold": gold} if gold else {})
 

@@ -1,0 +1,126 @@
+"""How text and messages become token ids, and ids text again."""
+
+import reprlib
+
+from rlhf_details.plumbing.inputs import chat, stop_tokens
+
+
+def encode(tokenizer, prompt, completion=None, options=None):
+    """`encode_texts` of strings, messages or token ids, which lose their padding. Raises RowError where it cannot be.
+
+    Args: options, of `render`.
+    """
+    is_chat = chat.is_messages(prompt)
+    pair = [without_padding(tokenizer, x) if isinstance(x, list) and not is_chat else x for x in (prompt, completion)]
+    try:
+        return encode_texts(tokenizer, *(render_pair(tokenizer, *pair, options) if is_chat else pair))
+    except Exception as e:  # A template may raise whatever it likes.
+        problem = "the chat template refuses the messages" if is_chat else "cannot be tokenised:"
+        raise chat.RowError(f"{problem} {reprlib.repr(prompt)}: {e}") from e
+
+
+def encode_texts(tokenizer, prompt, completion=None, end=None):
+    """Token ids of a prompt; with a completion the pair (the prompt's, the completion's with the token that ends it).
+
+    Args: prompt, completion: strings, or lists of token ids, which are kept as they are; end: None where they are plain
+    strings, and for chats the ids that the chat template writes after a turn, the stop token first. A chat's prompt is
+    the string `tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)`, and its completion
+    what the template adds to this string when it is given the answer as well (`render_pair`).
+    """
+    if isinstance(prompt, list):
+        return prompt if completion is None else (prompt, completion)
+    # A chat template has written BOS, if there is one, so the tokenizer adds none. [DATA-3]
+    ids = tokenizer(prompt, add_special_tokens=False).input_ids
+    bos = tokenizer.bos_token_id
+    if end is None and bos is not None and ids[:1] != [bos] and tokenizer("a").input_ids[:1] == [bos]:
+        ids = [bos, *ids]  # This tokenizer begins plain texts with BOS.
+    if completion is None:
+        return ids
+    # Prompt and completion are tokenised apart, because the sampler also starts anew after the prompt. [DATA-1]
+    answer = ids_after(tokenizer, prompt, completion)
+    if end:  # Keep only its first id. ChatML adds a line break, and Phi-3.5 EOS as well. No policy samples these.
+        return ids, answer[: len(answer) - len(end) + 1]
+    if answer[-1:] == [tokenizer.eos_token_id]:  # The text has it already.
+        return ids, answer
+    return ids, [*answer, tokenizer.eos_token_id]  # Without an end in its data no policy learns to stop. [DATA-2]
+
+
+def ids_after(tokenizer, prompt, text):
+    """Token ids of a text that stands behind a prompt, without a token across the seam.
+
+    SentencePiece's tokenizers put a space (U+2581) before a text that stands alone. Behind a prompt it has none.
+    """
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    if not "".join(tokenizer.convert_ids_to_tokens(ids[:1])).startswith("\u2581"):
+        return ids
+    for before in (prompt, "a", "1"):  # If a token lies across the seam, the text is read behind a letter or a digit.
+        first, whole = (tokenizer(x, add_special_tokens=False).input_ids for x in (before, before + text))
+        if whole[: len(first)] == first:
+            return whole[len(first) :]
+    return ids
+
+
+def without_padding(tokenizer, ids):
+    """Token ids without what fills them up on either side: the tokenizer's padding, or ids that it does not have.
+
+    N+'s columns are padded with 50277, the first id that Pythia's tokenizer does not have.
+    """
+    padding = tokenizer.pad_token_id if tokenizer.pad_token_id != tokenizer.eos_token_id else None
+    real = [i for i, token in enumerate(ids) if token != padding and token < chat.vocabulary(tokenizer)]
+    ids = ids[real[0] : real[-1] + 1] if real else []
+    if max(ids, default=0) >= chat.vocabulary(tokenizer):
+        raise chat.RowError(f"{max(ids)} is no token (the vocabulary has {chat.vocabulary(tokenizer)})")
+    return ids
+
+
+def render_pair(tokenizer, prompt, completion, options):
+    """(text of a prompt in messages, text of its completion or None, ids from the end of the last turn on or []).
+
+    The completion's text is what the chat template writes after the prompt's.
+    """
+    goes_on = prompt[-1]["role"] == "assistant"  # The policy is to continue an answer that has been begun.
+    text = chat.render(tokenizer, prompt, options, add_generation_prompt=not goes_on, continue_final_message=goes_on)
+    if completion is None:
+        return text, None, []
+    turns = [*prompt, *completion]
+    if goes_on:
+        joined = prompt[-1]["content"] + completion[0]["content"]
+        turns = [*prompt[:-1], prompt[-1] | {"content": joined}, *completion[1:]]
+    whole = chat.render(tokenizer, turns, options)
+    begin = len(text)
+    if not whole.startswith(text):
+        shared, question = text[: chat.shared_length(text, whole)], prompt[-1]["content"].strip()
+        asked = "" if goes_on or not question else "".join(text.rpartition(question)[1:])
+        if asked and asked in whole[len(shared) :]:  # Mistral's writes the system's message where a question is last.
+            begin = whole.rindex(asked) + len(asked)
+        else:  # DeepSeek-R1's prompt goes on with <think>, and its answers begin without it.
+            begin = max((shared.rfind(x) + len(x) for x in chat.special_tokens(tokenizer) if x in shared), default=0)
+            text = shared[:begin]
+    closing, end = stop_tokens.end_of_turn(tokenizer, options)
+    if end and not whole.endswith(closing):  # A turn that calls a tool may end with a token of its own.
+        ids, special = tokenizer(whole, add_special_tokens=False).input_ids, chat.special_tokens(tokenizer).values()
+        end = ids[max(i for i, token in enumerate(ids) if token in special) :]
+    return text, whole[begin:], end
+
+
+def decode(tokenizer, responses, mask):
+    """The texts of responses [N, R] with their mask, a list of N strings."""
+    return decode_all(tokenizer, [r[m].tolist() for r, m in zip(responses.cpu(), mask.cpu(), strict=True)])
+
+
+def decode_all(tokenizer, rows):
+    """The texts of lists of token ids, without the tokens that end a response, padding, BOS and the unknown token.
+
+    All else is read by rewards, judges and people, because <think> may be a special token as well.
+    """
+    silent = {*stop_tokens.end_ids(tokenizer), tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.unk_token_id}
+    return [tokenizer.decode([i for i in ids if i not in silent]) for ids in rows]
+
+
+def with_space(tokenizer, prompt, first, text):
+    """A decoded text as it stands behind a prompt of plain text: with the space that SentencePiece's decoder drops from
+    its first token, an id.
+    """
+    token = str(tokenizer.convert_ids_to_tokens(first))
+    is_lost = token.startswith("\u2581") and not text.startswith(" ") and not chat.is_messages(prompt)
+    return " " * is_lost + text
