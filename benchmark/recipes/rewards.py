@@ -3,8 +3,8 @@ Examples of reward functions, ready to use or to copy: plain Python, from texts 
 
 A reward function is called `f(prompts, completions, **columns)` and returns a list with one entry a completion: a float
 in points, True or False where the answer can be verified (counted as 1 or 0), None: this row is left out, or NaN: this
-response has no score. Prompts and completions are strings, also of conversations. The rows' other columns come by name, each a list as long as
-completions; a function gets those that it names, or all with **columns.
+response has no score. Prompts and completions are strings, also of conversations. The rows' other columns come by name,
+each a list as long as completions; a function gets those that it names, or all with **columns.
 
     length, brevity, keyword    need nothing but the text
     exact_match, rouge          need a column: `answer`, `completion`
