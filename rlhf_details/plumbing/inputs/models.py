@@ -214,6 +214,7 @@ def load(kind, path, flag, args, **options):
         text = {p for m in (model.get_decoder(), *heads) for p in m.parameters()}
         for p in set(model.parameters()) - text:
             p.requires_grad_(False)
+    model.source = f"{flag} {path}"  # for lm_head
     return set_up_for_training(model, args), missing, unexpected
 
 
@@ -221,6 +222,8 @@ def refuse_lost_weights(model, names, path, flag):
     """Exits with an error if a model has no place for a weight in its files that belongs to its modules or layers, and
     is not 0. A line names modules in the files that it does not have at all.
     """
+    # Old files hold the buffers of GPT-2 and its kin, which are no weights.
+    names = {x for x in names - {name for name, _ in model.named_buffers()} if not x.endswith("masked_bias")}
     name, revision = console.split(path)
     for file in Path(cached_file(name, "config.json", revision=revision)).parent.glob("*.safetensors") if names else ():
         with safe_open(file, "pt") as saved:
@@ -302,7 +305,8 @@ def lm_head(model):
     """The Head of a causal model. It is shown to give the model's own logits from `hidden_states` behind padding and
     with a cache, or the program ends with one line.
     """
-    head, training, what = Head(model), model.training, f"{model.name_or_path}: a {model.config.model_type}"
+    head, training, source = Head(model), model.training, getattr(model, "source", "--base_model scratch")
+    what = f"{source}: a {model.config.model_type} cannot be used here"
     tokens = torch.arange(16, device=model.device).view(2, 8) % head.vocab_size
     mask = torch.ones_like(tokens, dtype=torch.bool)
     mask[0, :4] = False  # A decoder that counts its own positions would count the padding.
@@ -314,11 +318,11 @@ def lm_head(model):
     except torch.OutOfMemoryError:
         raise
     except Exception as e:  # A model may fail in any way, and one from the Hub brings code of its own.
-        console.fail(f"{what} cannot be used here ({type(e).__name__}: {console.in_one_line(e)})")
+        console.fail(f"{what} ({type(e).__name__}: {console.in_one_line(e)})")
     model.train(training)
     if not torch.allclose(head(torch.cat(found, 1)[:1, 4:]), logits[..., : head.vocab_size], rtol=1e-3, atol=1e-3):
         why = "its output embedding alone does not give its logits, or padding or a cache changes them"
-        console.fail(f"{what} cannot be used here: {why}")
+        console.fail(f"{what}: {why}")
     return head
 
 
