@@ -153,7 +153,7 @@ def limit(seconds):
     """A hang is an error after so many seconds."""
 
     def end(*_):
-        raise TimeoutError
+        raise RuntimeError("it hangs")  # `join` would swallow a TimeoutError.
 
     before = signal.signal(signal.SIGALRM, end)
     signal.alarm(seconds)
@@ -169,8 +169,8 @@ POOLS = {
     "Pool, forkserver": "with m.get_context('forkserver').Pool(1) as p: return p.map(one, completions)",
     "Pool, new workers": "with m.get_context('fork').Pool(1, None, (), 1) as p: return p.map(one, completions, 8)",
     "executor, spawn": "with P(1, mp_context=m.get_context('spawn')) as p: return list(p.map(one, completions))",
-    "a process": "p = m.get_context('fork').Process(target=time.sleep, args=[1e6])\n"
-    "    p.start(), p.terminate(), p.join()\n    return list(map(one, completions))",
+    "a process": "p = m.get_context('fork').Process(target=time.sleep, args=[1e6], daemon=True)\n"
+    "    p.start(), p.join(0.5), p.terminate(), p.join()\n    return list(map(one, completions))",
 }
 POOL = "import multiprocessing as m, time\nfrom concurrent.futures import ProcessPoolExecutor as P\n"
 POOL += "def one(c): return float(len(c))\ndef f(prompts, completions):\n    "

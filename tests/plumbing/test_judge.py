@@ -156,3 +156,8 @@ def test_paid_answers_are_kept_and_a_second_start_asks_what_is_missing(judge, fa
         other = judge(tasteful)
         other.run(overwrite=True, **flags)
         assert len(other.server.bodies) == 13
+
+
+def test_after_a_question_that_fails_only_those_under_way_are_asked(judge, fails):
+    asked = judge(lambda number, text: 401 if number == 4 else tasteful(number, text), at_once=2)
+    assert "401" in fails(asked.run) and len(asked.server.bodies) <= 6

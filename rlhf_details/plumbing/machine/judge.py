@@ -128,7 +128,7 @@ async def ask(client, text, options):
     given = dict(options)  # Another question may change them meanwhile.
     try:
         completion = await client.chat.completions.create(messages=[{"role": "user", "content": text}], **given)
-    except openai.APIStatusError as e:
+    except (openai.BadRequestError, openai.UnprocessableEntityError) as e:
         # Models that reason take no temperature but their own, and no list of names would stay complete.
         if "temperature" not in given or "temperature" not in f"{e} {e.body}".lower():
             raise
