@@ -8,7 +8,9 @@ error, one line that says why, if it cannot read them.
 import contextlib
 import functools
 import json
+import multiprocessing
 import os
+import re
 import sys
 from importlib.util import find_spec
 
@@ -23,7 +25,7 @@ def is_main():
 def fail(message):
     """Prints one line, "error: ...", on the main process and ends the program with exit code 2."""
     if is_main():
-        print("error:", " ".join(str(message).splitlines()), file=sys.stderr, flush=True)
+        print("error:", visible(" ".join(str(message).splitlines())), file=sys.stderr, flush=True)
     raise SystemExit(2)
 
 
@@ -37,9 +39,14 @@ def say(line):
     """Prints a line on the main process."""
     if is_main():
         try:
-            print(line, flush=True)
+            print(visible(line), flush=True)
         except BrokenPipeError:  # The reader is gone, as in `| tee` after Ctrl-C, and the run goes on.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def visible(text):
+    """A text that may be a stranger's, with what would steer the terminal spelt out: escapes, and orders of reading."""
+    return re.sub(r"[\0-\b\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]", lambda found: ascii(found[0])[1:-1], text)
 
 
 def progress(what, items=None, total=None):
@@ -65,6 +72,8 @@ def leave(exit_code):
     """Ends this process. Exit code 1 says that something went wrong, and that the others do not know of it."""
     if exit_code == 1 and world_size() > 1:
         sys.stdout.flush()
+        for child in multiprocessing.active_children():  # A pool of the user's would live on.
+            child.terminate()
         # The others may wait in a collective, and leaving their group would be one more. The launcher ends them.
         os._exit(1)
     leave_group()

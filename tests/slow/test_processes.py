@@ -35,3 +35,19 @@ def test_a_reward_function_that_fails_on_one_process_alone_ends_both(tiny, in_tm
     done = launch("train_rloo.py", words_of(args), 2, cwd=in_tmp)
     assert done.returncode == 1 and done.stderr.count("error: --reward_fn f raised KeyError") == 1, done.stderr[-2000:]
     assert "mine.py" in done.stderr and "only here" in done.stderr
+
+
+@pytest.mark.parametrize("at_fault", [False, True])
+def test_a_pool_that_a_reward_keeps_ends_with_its_run(tiny, in_tmp, at_fault):
+    """Its workers write their numbers, and none of these processes is left, also where both runs end by a fault."""
+    Path("mine.py").write_text(
+        "import multiprocessing as m, os\nfrom pathlib import Path\nkept = []\n"
+        "def one(c):\n    Path(f'worker{os.getpid()}').touch()\n    return float(len(c))\n"
+        "def f(prompts, completions):\n    kept or kept.append(m.get_context('fork').Pool(1))\n"
+        f"    return kept[0].map(one, completions)[: {'-1' if at_fault else 'None'}]\n"
+    )
+    args = page_args("train_rloo", tiny, reward_fn=("mine.py:f",))
+    done = launch("train_rloo.py", words_of(args), 2, cwd=in_tmp)
+    assert done.returncode == at_fault, done.stderr[-2000:]
+    workers = [path.name.removeprefix("worker") for path in Path().glob("worker*")]
+    assert len(workers) == 2 and not any(Path("/proc", number).exists() for number in workers)

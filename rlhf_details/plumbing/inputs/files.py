@@ -32,7 +32,9 @@ def read_rows(spec, flag):
     name, _, part = whole.partition(":")
     path = Path(name, part) if FILE.search(part) and Path(name, part).is_file() else Path(name)
     if path.suffix == ".py":
-        rows = list(user_code.load_function(whole, flag)())[taken]
+        function = user_code.load_function(whole, flag)
+        with user_code.fenced(f"{flag} {spec}"):
+            rows = list(user_code.result_of(function()))[taken]
     else:
         with console.reading(flag, spec):
             rows = read_file(path, part)[taken] if path.is_file() else load_dataset(name, part, taken)

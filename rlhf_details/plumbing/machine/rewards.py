@@ -12,7 +12,6 @@ Here every reward of text has one shape, f(rows, texts, ended) -> entries: the u
 embedded task, and a reward model that does not read the policy's token ids.
 """
 
-import asyncio
 import copy
 import inspect
 import math
@@ -27,12 +26,9 @@ from torch import nn
 
 from rlhf_details import toy, utils
 from rlhf_details.plumbing import console
-from rlhf_details.plumbing.inputs import chat, models
+from rlhf_details.plumbing.inputs import chat, models, user_code
 from rlhf_details.plumbing.inputs.chat import RowError, encode, is_messages
-from rlhf_details.plumbing.inputs.user_code import load_function
 from rlhf_details.plumbing.machine import engines
-
-LOOP = asyncio.Runner()  # one for all calls, because a client of a server belongs to the loop of its first
 
 
 class Fault(Exception):
@@ -81,7 +77,7 @@ class Function:
 
     def __init__(self, spec, is_text=True):
         self.what, self.is_text = f"--reward_fn {name_of(spec)}", is_text
-        self.function, self.given = load_function(spec, "--reward_fn"), {}  # the columns that it gets
+        self.function, self.given = user_code.load_function(spec, "--reward_fn"), {}  # the columns that it gets
         self.signature = inspect.signature(self.function)
 
     def find_columns(self, data_set):
@@ -105,21 +101,16 @@ class Function:
             prompts = [x if is_messages(x) else [{"role": "user", "content": text}] for x, text in pairs]
             completions = [[{"role": "assistant", "content": text}] for text in texts]
         columns = {name: [row.columns.get(name) for row in rows] for name in self.given}
-        try:  # The function gets copies, which it may change.
-            entries = self.function(**copy.deepcopy({"prompts": prompts, "completions": completions, **columns}))
-            entries = LOOP.run(result_of(entries)) if inspect.isawaitable(entries) else entries
-            entries = [x.item() if hasattr(x, "item") else x for x in entries]
+        try:
+            with user_code.fenced(self.what):  # The function gets copies, which it may change.
+                entries = self.function(**copy.deepcopy({"prompts": prompts, "completions": completions, **columns}))
+                entries = [x.item() if hasattr(x, "item") else x for x in user_code.result_of(entries)]
         except Exception as e:  # The user's code may raise whatever it likes. Nothing says which row is to blame.
             raised = f"{self.what} raised {type(e).__name__}, called with {len(rows)} completions"
             raise Fault(f"{raised}\n{traceback.format_exc().rstrip()}") from e
         if len(entries) != len(rows):
             raise Fault(f"{self.what} returned {len(entries)} entries for {len(rows)} completions")
         return entries
-
-
-async def result_of(awaitable):
-    """What a coroutine, or whatever else can be awaited, returns."""
-    return await awaitable
 
 
 class TextModel(nn.Module):
@@ -237,10 +228,11 @@ class Scorer:
         except Fault as e:
             fault = str(e)
         kinds = {(name, type(x) is bool) for name in self.functions for x in entries.get(name, ()) if x is not None}
-        everywhere = gather_object([(fault, kinds)])  # of all processes, so that they go on, or end, together
+        with user_code.fenced("a reward on another process"):
+            everywhere = gather_object([(fault, kinds)])  # of all processes, so that they go on, or end, together
         if faults := [fault for fault, _ in everywhere if fault]:
             if self.accelerator.is_main_process:
-                print(f"error: {faults[0]}", file=sys.stderr, flush=True)
+                print(console.visible(f"error: {faults[0]}"), file=sys.stderr, flush=True)
             self.accelerator.wait_for_everyone()  # The launcher would end the main process before it has printed.
             console.leave(1)
         kinds = set().union(*(kinds for _, kinds in everywhere))

@@ -11,6 +11,7 @@ A run: what it logs, the checkpoints that it continues from, and how it ends. Th
 import contextlib
 import glob
 import json
+import os
 import shutil
 import signal
 import sys
@@ -255,6 +256,15 @@ class Run:
             # What could not be written has been reported already. A tracker that never started has nothing to finish.
             with contextlib.suppress(OSError, AttributeError):
                 tracker.finish()
+
+
+def free_child():
+    """Lets SIGTERM end a process that the user's code has forked, as pools of processes rely on."""
+    if getattr(signal.getsignal(signal.SIGTERM), "__func__", None) is Run.hear:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+os.register_at_fork(after_in_child=free_child)  # It cannot be undone, and does nothing where no run is under way.
 
 
 # ---- the folder of a run ---------------------------------------------------------------------------------------------
