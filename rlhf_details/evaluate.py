@@ -387,7 +387,8 @@ def main(args: Args):
     table |= {f"opponent_{name}": column for name, column in columns.get("opponent", {}).items()}
     if args.judge == "llm":
         pairs = list(zip(table["prompt"], table["response"], table["opponent_response"], strict=True))
-        table["verdict"], table["judge_answer"] = judge.judge_pairs(args, pairs)
+        path = evaluation.folder_of(args) / evaluation.ANSWERS
+        table["verdict"], table["judge_answer"] = judge.judge_pairs(args, pairs, path)
     elif args.judge != "none":
         table["verdict"] = [verdict_by_score(*pair) for pair in torch.stack(points, 1).tolist()]
     if args.judge != "none":

@@ -49,6 +49,7 @@ def refused(in_tmp, tiny, fails):
         before = contents(in_tmp)
         line = fails(SCRIPTS[script].main, good_args(script, tiny, **changes))
         assert contents(in_tmp) == before and all(str(word) in line for word in words), (line, words)
+        return line
 
     return refuse
 
@@ -100,6 +101,7 @@ def cases(*rows):
         ("train_distill", dict(beta=1.0), ["--beta 1.0: needs --divergence jsd"]),
         ("train_dpo", dict(label_smoothing=0.2, loss="ipo"), ["--label_smoothing 0.2: IPO has none"]),
         (RL, dict(sampler_cap=0.5), ["--sampler_cap 0.5: must be at least 1"]),
+        ([*RL, "evaluate"], dict(sampler="vllm", vllm_server="localhost:8000"), ["--vllm_server localhost:8000: must"]),
         ("train_distill", dict(responses_per_prompt=3), ["--batch_size 16: not divisible by responses_per_prompt"]),
         (PPO, dict(ratio_threshold=1.0), ["--ratio_threshold 1.0: must be above 1"]),
         (PPO, dict(kl_coef=0.0, adaptive_kl=True), ["--adaptive_kl"]),
@@ -115,6 +117,18 @@ def cases(*rows):
 )
 def test_arguments_that_contradict_each_other(refused, script, changes, words):
     refused(script, *words, **changes)
+
+
+@pytest.mark.parametrize("url", ["http://me:SECRET@host:1/v1", "https://SECRET@host", "http://host/v1?key=SECRET"])
+@pytest.mark.parametrize("script", [*RL, "evaluate"])
+def test_a_url_with_a_secret_is_refused_without_showing_it(refused, script, url):
+    for flag, variable, more in (
+        ("vllm_server", "VLLM_API_KEY", dict(sampler="vllm")),
+        ("judge_base_url", "OPENAI_API_KEY", dict(judge="llm", judge_model="m")),
+    ):
+        if flag == "vllm_server" or script == "evaluate":
+            line = refused(script, f"--{flag}: its URL", variable, **{flag: url}, **more)
+            assert "SECRET" not in line
 
 
 @pytest.mark.parametrize("script", TRAIN)

@@ -1,11 +1,12 @@
 """A language model as the judge, behind a pretended endpoint: what it is asked, and what goes wrong."""
 
+import asyncio
 import csv
 import functools
 import json
 import re
-import threading
 import zlib
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -21,20 +22,21 @@ KEY = "sk-secret-0123456789"
 class Server:
     """An endpoint that records all. reply(number of the request, question) -> answer, or a status.
 
-    None in place of an answer is a page of HTML, and "gone" no connection.
+    None in place of an answer is a page of HTML, "gone" no connection, and "a byte a second" no end.
     """
 
     def __init__(self, reply):
-        self.bodies, self.heads, self.lock, self.reply = [], [], threading.Lock(), reply
+        self.bodies, self.heads, self.reply = [], [], reply
 
-    def respond(self, request):
+    async def respond(self, request):
         body, authorization = json.loads(request.content), request.headers["Authorization"]
-        with self.lock:
-            answer = self.reply(len(self.bodies), body["messages"][0]["content"])
-            self.bodies.append(body)
-            self.heads.append((request.url.path, authorization))
+        answer = self.reply(len(self.bodies), body["messages"][0]["content"])
+        self.bodies.append(body)
+        self.heads.append((request.url.path, authorization))
         if answer == "gone":
             raise httpx.ConnectError("nobody listens")
+        if answer == "a byte a second":  # No read takes too long.
+            await asyncio.sleep(1e6)
         if answer is None:
             return httpx.Response(200, html="<html>hello</html>")
         if isinstance(answer, int):
@@ -48,21 +50,21 @@ class Server:
 
 @pytest.fixture
 def judge(tiny, in_tmp, monkeypatch):
-    """judge(reply, threads=8): an object with `server` and `run()`. The client tries twice in all."""
+    """judge(reply, at_once=8): an object with `server` and `run(**flags)`. The client tries twice in all."""
     write_rows("rows.jsonl", toy.rows("sft", "train")[:13])
     monkeypatch.setenv("OPENAI_API_KEY", KEY), monkeypatch.setattr(judge_module, "RETRIES", 1)
 
-    def start(reply, threads=8):
-        monkeypatch.setattr(judge_module, "THREADS", threads)
+    def start(reply, at_once=8):
+        monkeypatch.setattr(judge_module, "AT_ONCE", at_once)
         server = Server(reply)
-        client = httpx.Client(transport=httpx.MockTransport(server.respond))
-        monkeypatch.setattr(openai, "OpenAI", functools.partial(openai.OpenAI, http_client=client))
+        client = httpx.AsyncClient(transport=httpx.MockTransport(server.respond))
+        monkeypatch.setattr(openai, "AsyncOpenAI", functools.partial(openai.AsyncOpenAI, http_client=client))
         options = dict(dataset="rows.jsonl", policy_path=str(tiny / "policy"), response_length=6, output_dir="out")
         options |= dict(judge="llm", judge_model="tiny-judge", judge_base_url="http://judge/v1")
 
-        def run():
-            metrics = evaluate.main(evaluate.Args(**options))["metrics"]
-            with open("out/samples.csv", newline="") as file:
+        def run(**flags):
+            metrics = evaluate.main(evaluate.Args(**(options | flags)))["metrics"]
+            with open(Path(flags.get("output_dir", "out"), "samples.csv"), newline="") as file:
                 return metrics["win_rate"], list(csv.DictReader(file))
 
         return SimpleNamespace(server=server, run=run)
@@ -109,7 +111,7 @@ def test_unparsable_answers_are_not_won_and_more_than_a_twentieth_is_a_warning(j
 @pytest.mark.parametrize("status, has_temperature", [(500, True), (429, True), (400, False), (422, False)])
 def test_what_may_pass_is_tried_again(judge, status, has_temperature):
     """A judge that refuses temperature 0, as models that reason do, is asked without one."""
-    asked = judge(lambda number, text: status if number == 0 else tasteful(number, text), threads=1)
+    asked = judge(lambda number, text: status if number == 0 else tasteful(number, text), at_once=1)
     assert asked.run()[0]["unparsable"] == 0 and len(asked.server.bodies) == 14
     assert {"temperature" in body for body in asked.server.bodies[1:]} == {has_temperature}
 
@@ -121,11 +123,41 @@ def test_what_may_pass_is_tried_again(judge, status, has_temperature):
         (None, 1, "choices"),
         (401, 1, "401"),
         ("gone", 2, "Connection"),
+        ("a byte a second", 1, "no whole answer to a question within 3 s"),
     ],
 )
-def test_what_does_not_pass_ends_with_one_line_that_has_no_key(judge, fails, status, attempts, words):
-    asked = judge(lambda *_: status, threads=1)
+def test_what_does_not_pass_ends_with_one_line_that_has_no_key(judge, fails, monkeypatch, status, attempts, words):
+    if status == "a byte a second":
+        monkeypatch.setattr(judge_module, "TIMEOUT", 1.0)
+    asked = judge(lambda *_: status, at_once=1)
     line = fails(asked.run)
     assert KEY not in line and "--judge_base_url http://judge/v1" in line and words in line
     texts = [body["messages"][0]["content"] for body in asked.server.bodies]
-    assert len(texts) == attempts * len(set(texts))  # A thread may have begun further questions.
+    assert len(texts) == attempts
+
+
+@pytest.mark.parametrize("bad", [500, 401, None, "gone", "a byte a second"])
+def test_paid_answers_are_kept_and_a_second_start_asks_what_is_missing(judge, fails, monkeypatch, bad):
+    """What was under way beside the question that failed is kept as well. Another judge is asked everything."""
+    if bad == "a byte a second":
+        monkeypatch.setattr(judge_module, "TIMEOUT", 2.0)
+    asked = judge(lambda number, text: bad if number >= 5 else tasteful(number, text), at_once=3)
+    line, kept = fails(asked.run), Path("out/judge_answers.jsonl")
+    paid = kept.read_text().splitlines()
+    assert len(paid) == 5 and f"{kept} keeps the answers" in line and not Path("out/summary.json").exists()
+    kept.write_text("\n".join(paid)[:-9] + "\n")  # A kill has torn the last line.
+    again = judge(tasteful)
+    rate, samples = again.run()
+    first, second = ([body["messages"][0]["content"] for body in x.server.bodies] for x in (asked, again))
+    assert len(second) == len(set(second)) == 9 and set(first[:4]).isdisjoint(second)
+    assert set(first) | set(second) == {*first[:4], *second}
+    assert (rate, samples) == judge(tasteful).run(output_dir="fresh")
+    for flags in (dict(judge_model="other"), dict(judge_base_url="http://other/v1")):
+        other = judge(tasteful)
+        other.run(overwrite=True, **flags)
+        assert len(other.server.bodies) == 13
+
+
+def test_after_a_question_that_fails_only_those_under_way_are_asked(judge, fails):
+    asked = judge(lambda number, text: 401 if number == 4 else tasteful(number, text), at_once=2)
+    assert "401" in fails(asked.run) and len(asked.server.bodies) <= 6

@@ -160,13 +160,23 @@ def check_template(args):
 
 
 def check_sampler(args):
-    """Exits with an error if the URL of vLLM's server is given for nothing, or if sampler_cap is below 1."""
+    """Exits with an error if the URL of vLLM's server is none or given for nothing, or if sampler_cap is below 1."""
+    check_url("--vllm_server", args.vllm_server or "http://", "VLLM_API_KEY")
     if args.vllm_server and args.sampler != "vllm":
         console.fail(f"--vllm_server {args.vllm_server}: needs --sampler vllm")
     if getattr(args, "sampler_cap", 1) < 1:
         console.fail(
             f"--sampler_cap {args.sampler_cap}: must be at least 1, the weight of an action that both find as likely"
         )
+
+
+def check_url(flag, url, variable):
+    """Exits with an error if a URL is none, or holds a password or a key, since files and trackers show all flags."""
+    if set("@?#") & set(url):
+        shown = "has a user, a password or a query, which would be published with the run's flags"
+        console.fail(f"{flag}: its URL {shown}; give the bare address, and the key in the environment as {variable}")
+    if not url.startswith(("http://", "https://")):
+        console.fail(f"{flag} {url}: must begin with http:// or https://")
 
 
 def check_output_dir(args):

@@ -1,14 +1,18 @@
 """A language model as a judge: the question, and the server that answers it through the client `openai`."""
 
+import asyncio
+import contextlib
+import hashlib
+import json
 import os
 import re
-from concurrent.futures import ThreadPoolExecutor
 
 from rlhf_details import utils
 from rlhf_details.plumbing import console
+from rlhf_details.plumbing.inputs import cli, user_code
 
 PAIR_ORDER = 5  # a coordinate of the random order within a pair, beside the purposes of noise in utils.py
-RETRIES, THREADS, TIMEOUT = 5, 8, 60.0  # The client tries again after what may pass. The limit is in seconds.
+RETRIES, AT_ONCE, TIMEOUT = 5, 8, 60.0  # The client tries again after what may pass. The limit is in seconds.
 JUDGE_TEMPLATE = """\
 Below are a prompt and two responses to it. Say which response is better. If the prompt asks for a summary, the \
 better one says what matters most in the text, briefly, and nothing that the text does not say. If it asks for \
@@ -38,10 +42,8 @@ def check(args):
         return
     if not args.judge_model:
         console.fail("--judge llm: needs --judge_model")
-    url = args.judge_base_url
-    if url is not None and not url.startswith(("http://", "https://")):
-        console.fail(f"--judge_base_url {url}: must begin with http:// or https://")
-    if url is None and not os.environ.get("OPENAI_API_KEY"):
+    cli.check_url("--judge_base_url", args.judge_base_url or "http://", "OPENAI_API_KEY")
+    if args.judge_base_url is None and not os.environ.get("OPENAI_API_KEY"):
         console.fail("--judge llm: needs OPENAI_API_KEY in the environment, or --judge_base_url, a server of your own")
     console.need("openai", "judge", "--judge llm")
 
@@ -65,46 +67,72 @@ def verdict_by_answer(answer, ours):
     return "unparsable" if match is None else "won" if match[1].upper() == ours else "lost"
 
 
-def judge_pairs(args, pairs):
+def judge_pairs(args, pairs, path):
     """Asks the judge about each pair (prompt, response, opponent's response), all strings. Equal responses tie unasked.
 
+    Args: path, of the file that keeps each answer as it comes; what it has is not asked again.
     Returns: (verdicts, the judge's answers), one for each. Exits with an error if the client gives a question up.
     """
-    import openai
-
+    judge = f"--judge_model {args.judge_model} at --judge_base_url {args.judge_base_url}"
     api_key = os.environ.get("OPENAI_API_KEY") or "no-key"  # The client demands one, a server of your own reads none.
-    client = openai.OpenAI(api_key=api_key, base_url=args.judge_base_url, timeout=TIMEOUT, max_retries=RETRIES)
-    options = {"model": args.judge_model, "temperature": 0}
-
-    def judge(number, pair):
-        prompt, ours, theirs = pair
-        if ours.strip() == theirs.strip():
-            return "tied", ""
-        text, letter = question(prompt, ours, theirs, args.seed, number)
-        answer = ask(client, text, options)
-        return verdict_by_answer(answer, letter), answer
-
     try:
-        with ThreadPoolExecutor(THREADS) as pool:  # After a question that fails, no further one is asked.
-            answers = pool.map(judge, range(len(pairs)), pairs)
-            return tuple(zip(*console.progress(f"asking {args.judge_model}", answers, len(pairs)), strict=True))
+        with user_code.fenced(judge):
+            return user_code.result_of(ask_all(args, pairs, path, api_key))
     except Exception as e:  # the client's own errors, and replies of other servers that are no chat completions
         words = f"{console.in_one_line(e)} {e.__cause__ or getattr(e, 'body', None) or ''}".replace(api_key, "***")
-        console.fail(f"--judge_model {args.judge_model} at --judge_base_url {args.judge_base_url}: {words}")
+        console.fail(f"{judge}: {words}; {path} keeps the answers, and the same command asks for the others")
 
 
-def ask(client, text, options):
+async def ask_all(args, pairs, path, api_key):
+    """What judge_pairs returns. Each line of the file is {hash of judge and question: answer}."""
+    import openai
+
+    client = openai.AsyncOpenAI(api_key=api_key, base_url=args.judge_base_url, timeout=TIMEOUT, max_retries=RETRIES)
+    options, kept = {"model": args.judge_model, "temperature": 0}, {}
+    found, limit = [("tied", "")] * len(pairs), TIMEOUT * (RETRIES + 2)  # A server may send a byte now and then.
+    waiting = iter(console.progress(f"asking {args.judge_model}", enumerate(pairs), len(pairs)))
+
+    async def work():
+        try:
+            for number, (prompt, ours, theirs) in waiting:
+                if ours.strip() == theirs.strip():
+                    continue
+                text, letter = question(prompt, ours, theirs, args.seed, number)
+                key = hashlib.sha256(f"{args.judge_base_url}\n{args.judge_model}\n{text}".encode()).hexdigest()
+                if key not in kept:
+                    async with asyncio.timeout(limit):
+                        kept[key] = await ask(client, text, options)
+                    print(json.dumps({key: kept[key]}), file=file, flush=True)
+                found[number] = verdict_by_answer(kept[key], letter), kept[key]
+        except TimeoutError as e:
+            raise TimeoutError(f"no whole answer to a question within {limit:g} s") from e
+        finally:
+            list(waiting)  # After a question that fails, no further one is asked.
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a+", encoding="utf-8") as file:
+        file.seek(0)
+        for line in file:
+            with contextlib.suppress(ValueError):  # A kill may have torn a line.
+                kept |= json.loads(line)
+        for error in await asyncio.gather(*(work() for _ in range(AT_ONCE)), return_exceptions=True):
+            if error:
+                raise error
+    return tuple(zip(*found, strict=True))
+
+
+async def ask(client, text, options):
     """The judge's answer to a question. options: of all questions, which lose a temperature that the judge refuses."""
     import openai
 
-    given = dict(options)  # Another thread may change them meanwhile.
+    given = dict(options)  # Another question may change them meanwhile.
     try:
-        completion = client.chat.completions.create(messages=[{"role": "user", "content": text}], **given)
+        completion = await client.chat.completions.create(messages=[{"role": "user", "content": text}], **given)
     except (openai.BadRequestError, openai.UnprocessableEntityError) as e:
         # Models that reason take no temperature but their own, and no list of names would stay complete.
         if "temperature" not in given or "temperature" not in f"{e} {e.body}".lower():
             raise
         if options.pop("temperature", None) is not None:
             console.say(f"judge {given['model']}: refuses temperature 0, so it answers at its own temperature")
-        return ask(client, text, options)
+        return await ask(client, text, options)
     return str(completion.choices[0].message.content or "")

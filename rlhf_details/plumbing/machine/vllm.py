@@ -259,6 +259,10 @@ class Server:
     def post(self, path, body=None):
         """The JSON that the server answers, or None."""
         data = json.dumps(body or {}).encode()
-        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        headers = {
+            "Content-Type": "application/json",
+            "Authorization": f"Bearer {os.environ.get('VLLM_API_KEY', 'no-key')}",
+        }
+        request = urllib.request.Request(self.url + path, data, headers)
         with urllib.request.urlopen(request, timeout=engines.PATIENCE.total_seconds()) as answer:
             return json.loads(answer.read() or "null")

@@ -20,6 +20,7 @@ from rlhf_details.plumbing.outputs import atomic
 # How a policy is sampled where neither a flag nor its folder says it.
 FALLBACKS = dict(temperature=1.0, response_length=53, stop_token="eos", truncate_token="none", truncate_after=0)
 FALLBACKS |= {"chat_template_kwargs": "{}"}
+ANSWERS = "judge_answers.jsonl"  # what a language model has answered, also of an evaluation that was not finished
 UNREADABLE = 0.05  # A line warns of a larger share of answers of the judge that cannot be read.
 
 
@@ -111,7 +112,7 @@ def check_folder(args, now):
     if any(part.is_file() for part in (folder, *folder.parents)):
         console.fail(f"--output_dir {folder}: is a file, or in one")
     found = {file.name for file in folder.iterdir()} if folder.exists() else set()
-    if found - {"summary.json", "samples.csv"}:
+    if found - {"summary.json", "samples.csv", ANSWERS}:
         console.fail(f"--output_dir {folder}: holds other files, so it is no evaluation; give another folder")
     before = {} if args.overwrite else console.read_json(folder / "summary.json", "--output_dir")
     there, here = (x.get("args", {}) | x.get("sampling", {}) for x in (before, now))
