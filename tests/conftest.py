@@ -20,8 +20,9 @@ from helpers import save_pair, save_ragged
 
 from rlhf_details import toy
 
-# A suite that runs in the background ignores SIGINT, and what it starts would ignore it as well.
+# A suite in the background ignores SIGINT, and one under nohup SIGHUP. What it starts would ignore them as well.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 torch.set_num_threads(1)  # pytest -n starts one worker for each core; more threads would only wait for each other.
 
 
@@ -41,6 +42,16 @@ def ragged(tmp_path_factory):
 def quiet():
     """The library's warnings and progress bars are off, as `cli.main` does it for every script."""
     transformers_logging.set_verbosity_error(), transformers_logging.disable_progress_bar()
+
+
+@pytest.fixture(autouse=True)
+def no_module_of_another_test(monkeypatch, tmp_path):
+    """The user's code of one test, in its folder, is not found by the next one."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield
+    for name, module in [*sys.modules.items()]:
+        if str(getattr(module, "__file__", None)).startswith(str(tmp_path)):
+            del sys.modules[name]
 
 
 @pytest.fixture

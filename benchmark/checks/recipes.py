@@ -86,7 +86,7 @@ def run(words):
     for flag, name in named(args):
         assert Path(name).exists(), f"--{flag} {name}: nothing stands in for it"
     cache = mock.patch.object(datasets.config, "HF_DATASETS_CACHE", str(Path("cache").resolve()))
-    answer = mock.patch.object(judge, "ask", lambda *_: "Comparison: they differ.\nPreferred: A")
+    answer = mock.patch.object(judge, "ask", mock.AsyncMock(return_value="Comparison: they differ.\nPreferred: A"))
     with cache, answer, mock.patch.dict(os.environ, {"WANDB_MODE": "disabled"}):
         done = module.main(dataclasses.replace(args, **smaller(script, args)))
     if script == "evaluate":

@@ -16,7 +16,7 @@ from rlhf_details.plumbing.inputs import cli
 def page(tmp_path):
     """train_rloo.py as train_mine.py, with the group's mean as baseline and a division by its standard deviation."""
     source = (ROOT / "rlhf_details" / "train_rloo.py").read_text()
-    old = "    return (rewards - baseline).reshape(-1)\n"
+    old = "    return ((rewards - baseline) * (scored & (num_siblings > 0))).reshape(-1)\n"
     new = "    return ((rewards - rewards.mean(1, True)) / (rewards.std(1, keepdim=True) + 1e-4)).reshape(-1)\n"
     assert source.count(old) == 1
     path = tmp_path / "train_mine.py"

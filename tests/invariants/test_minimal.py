@@ -57,7 +57,7 @@ def test_a_minimal_page_needs_nothing_but_the_task_and_what_is_numbers_alone(nam
     modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert modules == {"rlhf_details", "transformers"}
     ours = {a.name for node in ast.walk(tree) if getattr(node, "module", "") == "rlhf_details" for a in node.names}
-    assert ours == {"toy", "utils"}
+    assert {"toy", "utils"} <= ours <= {"noise", "toy", "utils"}
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -20,11 +20,6 @@ GOOD = "return [float(len(c)) for c in completions]"
 TOY_ROWS = [{"prompt": row["prompt"], "completion": row["completion"]} for row in toy.rows("sft", "train")[:16]]
 
 
-@pytest.fixture(autouse=True)
-def own_path(monkeypatch):
-    monkeypatch.setattr(sys, "path", [*sys.path])
-
-
 def write(text):
     """Writes the user's file anew."""
     user_code.load_module.cache_clear(), sys.modules.pop("mine", None)

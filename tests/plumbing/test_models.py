@@ -22,7 +22,7 @@ from transformers import (
     MixtralForCausalLM,
 )
 
-from rlhf_details import toy, train_rloo
+from rlhf_details import toy, train_rloo, utils
 from rlhf_details.plumbing.inputs import models, stop_tokens
 from rlhf_details.plumbing.machine import rewards
 from rlhf_details.plumbing.outputs import model_folder
@@ -174,7 +174,7 @@ def test_the_cache_has_the_name_that_a_model_gives_it(name):
     """transformers 5.24 says cache. Before it said past_key_values, and took an unknown cache without an error."""
     model = tiny_model("llama")
     trunk, real, seen = model.base_model, model.base_model.forward, []
-    ours = models.name_of_cache(trunk)
+    ours = utils.name_of_cache(trunk)
 
     def forward(input_ids=None, attention_mask=None, position_ids=None, use_cache=None, **inputs):
         seen.append(inputs.pop(name, None))

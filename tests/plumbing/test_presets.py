@@ -47,7 +47,7 @@ def cases():
             continue
         flag = "--base_model" if script == "train_sft" else "--sft_model_path"
         for size, (limit, _) in MODELS.items():
-            row = page.presets.get(limit, {})
+            row = next((row for x, row in page.presets.items() if isinstance(x, float) and x >= limit), {})
             yield page, ["--dataset", "rows.jsonl", flag, size], f"a model of {size} parameters", row
     for size, (limit, *flags) in NEW.items():
         words = [f"--{name}={x}" for name, x in zip(("hidden_size", "num_layers", "vocab_size"), flags, strict=True)]

@@ -419,8 +419,8 @@ def test_text_of_a_sentencepiece_tokenizer_keeps_the_space_behind_a_prompt(tiny,
     tokenizer, said = metaspace_tokenizer(), []
     scorer, ids = make_scorer((), reward_model_path="reward"), tokenizer("b a").input_ids
     scorer.tokenizer, scorer.stop_ids = tokenizer, torch.tensor([1])
-    scorer.reward_model = rewards.TextModel(models.load_reward_model(tiny / "reward", rloo_args(tiny)), tokenizer, 4)
-    scorer.reward_model.encode = lambda row, text: said.append(text) or ([5], [6])
+    scorer.text_model = rewards.TextModel(models.load_reward_model(tiny / "reward", rloo_args(tiny)), tokenizer, 4)
+    scorer.text_model.encode = lambda row, text: said.append(text) or ([5], [6])
     batch = batch_of(["the"])._replace(responses=torch.tensor([ids]), response_mask=torch.ones(1, 2, dtype=torch.bool))
     scorer([data.Prompt([5], "a.", {"prompt": asked}, 1, "--dataset x", {}, [])], batch)
     assert said == [seen] and token_ids.decode_all(tokenizer, [ids]) == ["b a"]
