@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import SCRIPTS, edit_json, launch, page_args, tiny_model
+from helpers import SCRIPTS, edit_json, launch, page_args, tiny_model, tiny_reward_model
 from safetensors.torch import load_file, save_file
 from short_runs import contents, write_rows
 from tokenizers import ByteLevelBPETokenizer
@@ -140,6 +140,9 @@ def test_weights_of_modules_that_a_model_does_not_have_are_named(run, capsys):
 
 
 def padded(folder):
+    """A Llama whose padding has an id behind the embeddings."""
+    make = tiny_reward_model if folder.name == "reward" else tiny_model
+    make("llama", vocab_size=len(toy.tokenizer()), intermediate_size=64, eos_token_id=1).save_pretrained(folder)
     edit_json(folder / "config.json", pad_token_id=len(toy.tokenizer()))
 
 
@@ -294,7 +297,9 @@ def test_rows_may_be_nested_deep(run, value):
     assert run("train_rloo", reward_fn=["f.py:f"], reward_model_path=None)["metrics"]["update"] == 1
 
 
-TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ '<think>' if m.role == 'assistant' }}{{ m.content }}<|end|>{% endfor %}"
+)
 TEMPLATE += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 
 
@@ -314,7 +319,8 @@ TEMPLATE += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 def test_the_text_of_a_control_token_is_named(run, capsys, asked, answer, found):
     tokenizer = toy.tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|user|>", "<|assistant|>", "<|end|>", "<think>"]})
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|user|>", "<|assistant|>", "<|end|>"]})
+    tokenizer.add_tokens("<think>")  # The template writes it as well, but it is ordinary text, as in Qwen 3.
     tokenizer.chat_template = TEMPLATE
     eos = tokenizer.eos_token
     tokenizer.save_pretrained("policy")
