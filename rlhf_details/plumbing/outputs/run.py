@@ -125,7 +125,8 @@ class Run:
         with contextlib.suppress(ValueError):  # Python sets handlers in the main thread alone.
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
                 # nohup has SIGHUP ignored, and the user's code may have taken either of the last two.
-                if number in (signal.SIGTERM, signal.SIGINT) or signal.getsignal(number) == signal.SIG_DFL:
+                is_free = signal.getsignal(number) == signal.SIG_DFL or hears(number)
+                if is_free or number in (signal.SIGTERM, signal.SIGINT):
                     self.handlers[number] = signal.signal(number, self.hear)
         self.begun = self.shown = time.monotonic()
         self.begin_update(self.first_update)
@@ -287,9 +288,14 @@ class Run:
             self.lock.close()
 
 
+def hears(number):
+    """Whether a Run of this process hears a signal, perhaps one that has failed."""
+    return getattr(signal.getsignal(number), "__func__", None) is Run.hear
+
+
 def free_child():
     """Lets SIGTERM end a process that the user's code has forked, as pools of processes rely on."""
-    if getattr(signal.getsignal(signal.SIGTERM), "__func__", None) is Run.hear:
+    if hears(signal.SIGTERM):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
