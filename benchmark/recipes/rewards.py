@@ -10,13 +10,10 @@ each a list as long as completions; a function gets those that it names, or all 
     exact_match, rouge          need a column: `answer`, `completion`
     paraphrase                  compares the completion with its prompt
     sentiment                   asks a classifier of the Hub or of a folder
-    sure_judge, judge_that_fails, judge_that_says_0    the embedded task's true reward, and judges that fail
 """
 
 import functools
-import math
 import os
-import random
 import re
 from decimal import Decimal
 from itertools import pairwise
@@ -24,7 +21,6 @@ from itertools import pairwise
 import torch
 from transformers import AutoModelForSequenceClassification, pipeline
 
-from rlhf_details import toy
 from rlhf_details.plumbing.outputs.statistics import rouge_l
 
 TARGET_WORDS = 20
@@ -138,22 +134,3 @@ def sentiment(prompts, completions):
     texts = [f"{prompt} {completion}" for prompt, completion in zip(prompts, completions, strict=True)]
     labels = classifier()(texts, batch_size=32)
     return [{label["label"]: label["score"] for label in row}["POSITIVE"] for row in labels]
-
-
-# ---- a judge that fails on one response in five: benchmark/studies/abstain.toml --------------------------------------
-CHANCE = random.Random(0)
-
-
-def sure_judge(prompts, completions):
-    """The embedded task's true reward."""
-    return [toy.gold(prompt, text) for prompt, text in zip(prompts, completions, strict=True)]
-
-
-def judge_that_fails(prompts, completions):
-    """The same. One response in five, by chance, gets no answer, and so no score."""
-    return [math.nan if CHANCE.random() < 0.2 else x for x in sure_judge(prompts, completions)]
-
-
-def judge_that_says_0(prompts, completions):
-    """The same, but a response without an answer scores 0."""
-    return [0.0 if math.isnan(x) else x for x in judge_that_fails(prompts, completions)]
