@@ -21,7 +21,7 @@ seed = 1
 k = 4  # responses to each prompt
 B = 256  # episodes of an update
 R = 36  # most tokens of a response
-kl_coef = 0.1  # points of score for a nat of KL
+kl_coef = 0.1  # score points for a nat of KL
 missing_eos_penalty = 3.0  # points of score for a response that does not end
 learning_rate, max_grad_norm = 5e-4, 1.0
 
