@@ -15,6 +15,7 @@ python3 -m venv "$scratch/lowest"
 "$scratch/lowest/bin/python" -m pytest -n 2 --ignore tests/cli/test_docs.py --ignore tests/cli/test_recipes.py
 
 "$python" -m pytest -m slow tests/slow/test_example.py    # the guide's commands on the example's data
+"$python" -m pytest -m slow benchmark/tests/test_openrlbenchmark.py    # the tool from PyPI draws local runs
 "$python" benchmark/checks/mutations.py                   # every mutant dies
 git clone -q . "$scratch/clone"                           # forty kills, and memory, on models that are made there
 cd "$scratch/clone" && export PYTHONPATH=$PWD
