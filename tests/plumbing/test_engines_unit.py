@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
@@ -41,7 +42,10 @@ def test_what_is_held_in_bf16_is_smaller_and_gives_the_same_numbers(tied, monkey
     assert all(x < 0.8 * y for x, y in zip(smaller, sizes, strict=True))
 
 
-@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED"])
+NO_DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
+
+
+@pytest.mark.parametrize("kind", ["FSDP", pytest.param("DEEPSPEED", marks=NO_DEEPSPEED)])
 def test_an_engine_that_accelerate_did_not_start_is_named(tmp_path, kind):
     """On CPUs it starts neither of them, whatever the launch file says."""
     page = tmp_path / "page.py"
