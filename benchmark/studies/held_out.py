@@ -41,7 +41,7 @@ def evaluate(policy_folder, sft, reward, seed, flags="", **changes):
 
     from rlhf_details import train_rloo, utils
     from rlhf_details.plumbing import console
-    from rlhf_details.plumbing.inputs import cli, data, flags, models, stop_tokens
+    from rlhf_details.plumbing.inputs import cli, data, models, stop_tokens
     from rlhf_details.plumbing.machine import rewards, samplers
 
     words = ["--sft_model_path", str(sft), "--reward_model_path", str(reward), "--seed", str(seed)]

@@ -1,5 +1,7 @@
 """bf16 in one process, and an error in one of two. What two processes compute is in test_engines.py."""
 
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -39,15 +41,22 @@ def test_a_reward_function_that_fails_on_one_process_alone_ends_both(tiny, in_tm
 
 @pytest.mark.parametrize("at_fault", [False, True])
 def test_a_pool_that_a_reward_keeps_ends_with_its_run(tiny, in_tmp, at_fault):
-    """Its workers write their numbers, and none of these processes is left, also where both runs end by a fault."""
+    """None of its workers is left, also where both runs end by a fault while their workers are still busy."""
     Path("mine.py").write_text(
-        "import multiprocessing as m, os\nfrom pathlib import Path\nkept = []\n"
+        "import multiprocessing as m, os, time\nfrom pathlib import Path\nkept = []\n"
         "def one(c):\n    Path(f'worker{os.getpid()}').touch()\n    return float(len(c))\n"
         "def f(prompts, completions):\n    kept or kept.append(m.get_context('fork').Pool(1))\n"
-        f"    return kept[0].map(one, completions)[: {'-1' if at_fault else 'None'}]\n"
+        "    found = kept[0].map(one, completions)\n"
+        + ("    kept[0].map_async(time.sleep, [60])\n    return found[1:]\n" if at_fault else "    return found\n")
     )
     args = page_args("train_rloo", tiny, reward_fn=("mine.py:f",))
     done = launch("train_rloo.py", words_of(args), 2, cwd=in_tmp)
+    ended = time.time()
     assert done.returncode == at_fault, done.stderr[-2000:]
     workers = [path.name.removeprefix("worker") for path in Path().glob("worker*")]
-    assert len(workers) == 2 and not any(Path("/proc", number).exists() for number in workers)
+    assert len(workers) == 2 and ended - max(os.path.getmtime(f"worker{number}") for number in workers) < 45
+    for _ in range(100):  # A process is there until the system has cleared it away.
+        if not any(Path("/proc", number).exists() for number in workers):
+            return
+        time.sleep(0.1)
+    raise AssertionError("a worker is left after ten seconds")
