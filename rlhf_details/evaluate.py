@@ -19,7 +19,7 @@ Left out on purpose: several policies in one run, ties from the language model, 
 
 Shapes    N: prompts, of which each process has its share   Q: prompt tokens, left-padded   V: vocabulary   F: rewards
           R: response tokens, right-padded   M: rows of a forward   L: columns of a row
-Masks     True marks a real token. Masks travel with the tokens, and nothing is ever found by looking for a pad token.
+Masks     True marks a real token. Nothing is found by looking for a pad token.
 
 One process:   python rlhf_details/evaluate.py
 N processes:   accelerate launch --num_processes N rlhf_details/evaluate.py
@@ -165,7 +165,7 @@ class Policy(nn.Module):
 
 
 class Reward(nn.Module):
-    """Scores: the head's output at given columns, plus the bias that normalisation left in the configuration."""
+    """Scores: the head's output at given columns, plus a bias."""
 
     def __init__(self, model):
         super().__init__()
@@ -201,7 +201,7 @@ def response_logprobs(policy, batch):
 
 
 def response_scores(reward_model, batch):
-    """Scores [[M]] fp32: the reward model's output at the last real token of each response."""
+    """Scores [[M]] fp32 of a Batch: the reward model's output at the last token of each response."""
     batch = utils.trim(batch)
     tokens, mask, positions, _ = join(batch)
     # The mask says which token is the last. Pad may equal EOS, so no search for an id can.

@@ -1,32 +1,28 @@
 """
 On-policy distillation: a student learns a teacher's next-token distribution at the states of its own responses.
+minimal/distill.py is the algorithm alone; this page adds GKD's divergences, --gamma and processes.
 
-1. The student samples responses, k to each prompt. In the place of a reward, a frozen model with the same tokens, the
-   teacher, says of each token how likely it was.
-2. `--divergence sampled` is RLOO's loop without the baseline: each token is an action, and its advantage is
-   log p_teacher - log p_student of this token. In expectation a step descends the reverse KL, KL(student || teacher),
-   at the states that were sampled. How a token changes the states after it is left out, unless --gamma adds what later
-   tokens say: with 1 a step follows the gradient of the whole response's KL.
-3. `--divergence jsd` compares whole distributions at these states (GKD, arXiv 2306.13649), by the generalised
-   Jensen-Shannon divergence: --beta 0 is the forward KL, KL(teacher || student), and 1 the reverse KL, of which
-   `sampled` is an estimate.
+1. The student samples responses, and a frozen model with the same tokens, the teacher, scores every token.
+2. `--divergence sampled`: each token is an action with the advantage log p_teacher - log p_student. In expectation a
+   step descends the reverse KL, KL(student || teacher), at the states that were sampled. How a token changes later
+   states is left out, unless --gamma adds it: with 1 a step follows the gradient of the whole response's KL.
+3. `--divergence jsd` compares whole distributions at these states (GKD, arXiv 2306.13649): --beta 0 is the forward KL,
+   KL(teacher || student), and 1 the reverse KL, of which `sampled` is an estimate.
 4. With jsd, --on_policy_share is the share of updates whose responses the student samples. In the others they are the
-   data set's completions, cut at --response_length. GKD draws for each update, with its lambda as the chance.
-5. Sampling and shuffling are functions of coordinates, such as (seed, purpose, update, episode, step, token) for a
-   token, and never of a generator's state.
+   data set's completions.
+5. Sampling and shuffling are functions of coordinates, never of a generator's state.
 
-Left out on purpose: top-k and top-p (the sampled policy would not be the trained one), teachers with other tokens, with
-a temperature of their own or behind a server, distributions of a few tokens alone, responses that the teacher writes
-(make them a data set), and a reward beside the teacher. Functions of --reward_fn are watched and not trained on.
+Left out on purpose: top-k and top-p, since the sampled policy would not be the trained one; teachers with other tokens,
+another temperature or behind a server; responses that the teacher writes (make them a data set); and a reward beside
+the teacher. Functions of --reward_fn are watched alone.
 
-Read `main` first if you know the paper, else from top to bottom. A tag such as [DISTILL-1] marks an implementation
-detail: benchmark/checks/details.md has its source, its test and what it is worth.
+A tag such as [DISTILL-1] marks an implementation detail. benchmark/checks/details.md has its source, test and price.
 
 Shapes    P: prompts   k: responses per prompt   B = P * k: episodes of an update, the k of a prompt adjacent
           Q: query tokens, left-padded   R: response tokens, right-padded   L = Q + R: columns   V: vocabulary
           M: episodes of a micro-batch   S: stop tokens   C: columns that are read   K: tokens compared at a time
           H: hidden size, the teacher's too   F: watched rewards   N: held-out prompts
-Masks     True marks a real token. Masks travel with the tokens, and nothing is ever found by looking for a pad token.
+Masks     True marks a real token. Nothing is found by looking for a pad token.
 
 One process:   python rlhf_details/train_distill.py
 N processes:   accelerate launch --num_processes N rlhf_details/train_distill.py
@@ -50,44 +46,41 @@ from rlhf_details.utils import EVALUATION, TRAINING, Batch, in_slices
 
 
 @dataclass
-class Args(flags.SamplingArgs):  # run, data, models, memory, sampler and overlap stand in plumbing/inputs/flags.py
+class Args(flags.SamplingArgs):  # which has the flags of run, data, models and memory
     exp_name: str = "train_distill"
-    """name of the experiment, part of the run's name"""
+    """part of the run's name"""
     output_dir: str = "models/distill"
     """folder of the trained policy"""
 
     # models
     teacher_model_path: str | None = None
-    """the teacher, a model with the same tokens as --sft_model_path, the student to start from; it reads the student's
-    chat template (required unless --dataset is toy or toy-sum)"""
+    """the teacher, a model with the tokens of --sft_model_path, the student; required but for toy and toy-sum"""
 
     # sampling
     response_length: int = 256
     """most tokens a response may have (R)"""
     temperature: float = 1.0
-    """sampling temperature; it divides the logits of every log-prob as well, the teacher's too"""
+    """temperature, of sampling and of every log-prob, the teacher's too"""
     stop_token: str = "eos"
-    """sampling ends with this token: "eos" (any that the model names as an end), "none", or a text that is one token"""
+    """what ends sampling: "eos" (any that the model names as an end), "none", or a text that is one token"""
     reward_fn: tuple[str, ...] = ()
-    """functions f(prompts, completions, **columns) -> rewards, FILE.py:function or package.module:function, which are
-    logged and not trained on"""
+    """functions f(prompts, completions, **columns) -> rewards, FILE.py:function or package.module:function, to watch"""
 
     # algorithm
     divergence: Literal["sampled", "jsd"] = "sampled"
-    """learn by the teacher's log-prob of each sampled token, or by the whole distributions at the sampled states"""
+    """learn from the teacher's log-prob of each sampled token, or from whole distributions"""
     gamma: float = 0.0
-    """sampled: discount of what the teacher says of later tokens, in the advantage of a token"""
+    """sampled: discount of later tokens in a token's advantage"""
     beta: float = 0.5
-    """jsd: the teacher's share of the mixture (0: forward KL, 1: reverse KL; between them the loss is smaller)"""
+    """jsd: the teacher's share of the mixture; 0: forward KL, 1: reverse KL"""
     on_policy_share: float = 1.0
-    """jsd: share of the updates that the student samples (GKD's lambda, counted out where GKD draws); the others take
-    the data set's completions"""
+    """jsd: share of the updates that the student samples (GKD's lambda); the others take the data set's completions"""
     responses_per_prompt: int = 1
     """responses per prompt (k); nothing compares them"""
     total_episodes: int = 10_000
-    """episodes of the whole run; rounded up to whole batches"""
+    """episodes of the whole run, rounded up to whole batches"""
     batch_size: int = 64
-    """episodes per update, which takes one optimiser step, over all processes (B)"""
+    """episodes per update and optimiser step, over all processes (B)"""
 
     # optimiser
     learning_rate: float = 1e-5
@@ -95,18 +88,17 @@ class Args(flags.SamplingArgs):  # run, data, models, memory, sampler and overla
     lr_schedule: Literal["linear", "cosine", "constant"] = "linear"
     """course of the learning rate over the updates"""
     warmup_ratio: float = 0.0
-    """share of the updates over which the learning rate rises linearly"""
+    """share of the updates in which the learning rate rises"""
     adam_eps: float = 1e-8
     """AdamW's epsilon"""
     weight_decay: float = 0.0
     """AdamW's weight decay"""
     max_grad_norm: float | None = 1.0
-    """clip the gradient's global norm to this; None: only log it"""
+    """clip the gradient's global norm; None: only log it"""
 
 
-# cli.main takes these in place of the defaults above, where no flag and no --config says otherwise. A name is that of
-# an embedded task; without --dataset it is "toy". A number is for other data, by the model's size: 20e6 for fewer than
-# 20 M parameters, 500e6 for 20 M to 500 M, and so on. docs/guides/1_your_data.md says where these values are from.
+# Defaults in the place of those above: of an embedded task by its name ("toy" without --dataset), and on other data by
+# the model's size: 20e6 for fewer than 20 M parameters, and so on. docs/guides/1_your_data.md says where they are from.
 presets = {
     "toy": dict(
         eval_dataset="toy:test",
@@ -140,11 +132,11 @@ presets["toy-sum"] = presets["toy"] | dict(
 )
 
 
-# ---- models: one module call is one forward, so that every engine sees all parameters through it ---------------------
+# ---- models: one module call is one forward, so that every engine meets all parameters in it -------------------------
 class Policy(nn.Module):
-    """Next-token logits / temperature, or the log-probs of given tokens under their softmax, as fp32 numbers."""
+    """Next-token logits / temperature, or log-probs of given tokens, in fp32."""
 
-    logits_at_once = 2**24  # with labels at most so many exist at a time: 64 MiB in fp32, and the teacher's besides
+    logits_at_once = 2**24  # 64 MiB in fp32, and the teacher's besides
 
     def __init__(self, model, temperature):
         super().__init__()
@@ -152,11 +144,10 @@ class Policy(nn.Module):
 
     def forward(self, tokens, mask, positions, index, labels=None, cache=None, compare=None, states=None):
         """
-        Args: tokens, positions [M, L]; mask [M, L] bool, None where nothing is padding; index [C], the columns whose
-        logits are read; labels [M, C], the tokens that these predict; cache, a transformers cache, which is extended;
-        states [M, C, H], a Teacher's; compare(log-softmax [K, V], states [K, H]) -> [K], called piece by piece.
-        Returns: (log-probs, entropies, and with `compare` what it returns), each [M, C] fp32, or without labels the
-        logits / T [M, C, V] fp32.
+        Args: tokens, positions [M, L]; mask [M, L] bool, None without padding; index [C], the columns to read; labels
+        [M, C], the tokens that these predict; cache, of transformers, which grows; states [M, C, H], a Teacher's;
+        compare(log-softmax [K, V], states [K, H]) -> [K], called piece by piece.
+        Returns: (log-probs, entropies, and what `compare` says), each [M, C]; without labels the logits / T [M, C, V].
         """
         hidden = models.hidden_states(self.model, tokens, mask, positions, cache)[:, index]  # [M, C, H]
         if labels is None:
@@ -166,12 +157,12 @@ class Policy(nn.Module):
 
     def logits(self, hidden):
         """Tempered logits [.., V] fp32 of last hidden states [.., H]."""
-        # The temperature divides the logits wherever a log-prob is computed, not in the sampler alone. [GEN-2] [GEN-3]
+        # The temperature divides the logits of every log-prob, not the sampler's alone. [GEN-2] [GEN-3]
         return self.head(hidden).float() / self.temperature
 
 
 class Teacher(Policy):
-    """A frozen Policy. It is never sampled from, so without labels it returns the last hidden states [M, C, H]."""
+    """A frozen Policy, which without labels returns the last hidden states [M, C, H]."""
 
     def forward(self, tokens, mask, positions, index, labels=None):
         """As Policy.forward."""
@@ -185,16 +176,16 @@ def load_models(args, device):
     tokenizer = models.load_tokenizer(args.sft_model_path, "--sft_model_path", args)
     model = utils.disable_dropout(models.load_policy(args.sft_model_path, "--sft_model_path", args))
     policy = Policy(models.add_adapters(model, args.lora_rank), args.temperature)
-    # The teacher reads the student's ids, so each must mean the same text to both. [DISTILL-5]
+    # The teacher reads the student's ids. [DISTILL-5]
     teacher = models.load_teacher(args, tokenizer, policy.head)
-    # Both logits are divided by one temperature, so what makes them equal here does so at any other. [DISTILL-6]
+    # One temperature for both: equal here is equal at any other. [DISTILL-6]
     teacher = Teacher(utils.disable_dropout(teacher), args.temperature).requires_grad_(False)
     return tokenizer, policy.to(device), teacher.to(device).eval()
 
 
 # ---- from tokens to log-probs ----------------------------------------------------------------------------------------
 def join(batch):
-    """Rows of a prompt and its response, as the models read them.
+    """Rows of a prompt and its response.
 
         tokens   .  p  p  p  a  b  EOS  .        Q = 4 (left-padded), R = 4 (right-padded)
         index             3  4  5   6            column Q - 1 + t predicts token t
@@ -202,28 +193,25 @@ def join(batch):
     """
     tokens = torch.cat([batch.queries, batch.responses], 1)  # [M, L]
     mask = torch.cat([batch.query_mask, batch.response_mask], 1)  # [M, L]
-    # The logits in the column before a token predict it. [GEN-7]
+    # The column before a token predicts it. [GEN-7]
     index = torch.arange(batch.responses.size(1), device=mask.device) + batch.queries.size(1) - 1
     return tokens, mask, utils.positions_from_mask(mask), index
 
 
 def response_logprobs(policy, batch, **comparison):
-    """Log-probs and entropies [M, R] fp32, 0 at padding, of a Batch of M episodes.
-
-    Args: comparison, `compare` and `states` of Policy.forward. Then what it compares to is returned as well, [M, R].
-    """
+    """Log-probs, entropies and, given `compare` and `states`, divergences of a Batch, [M, R] fp32, 0 at padding."""
     R = batch.responses.size(1)
     batch = utils.trim(batch)
     outputs = policy(*join(batch), labels=batch.responses, **comparison)  # each [M, width]
-    # Padding holds zeros and no sentinel, so that sums over a row need no mask. [REW-6]
+    # Padding holds zeros, so that sums over a row need no mask. [REW-6]
     outputs = [x * batch.response_mask for x in outputs]
     return [nn.functional.pad(x, (0, R - x.size(1))) for x in outputs]
 
 
 # ---- equations -------------------------------------------------------------------------------------------------------
 def has_stopped(responses, mask, stop_ids):
-    """Whether each response [B, R] holds one of stop_ids [S]. If stop_ids is empty, every response has ended."""
-    # Only real tokens are searched, because the filler, token 0, may be the stop token. [GEN-13]
+    """Whether each response [B, R] holds one of stop_ids [S], or all if there is none."""
+    # The filler, token 0, may be the stop token, so only real tokens count. [GEN-13]
     return (mask & torch.isin(responses, stop_ids)).any(1) if len(stop_ids) else mask.any(1)
 
 
@@ -267,32 +255,30 @@ def distill_policy_loss(logprobs, advantages):
 
     Args: logprobs, advantages [M, R], 0 at padding. Returns: [M, R].
     """
-    # With one step per rollout the policy is compared with itself, so the ratio is exactly 1, and nothing is clipped.
     return -advantages * (logprobs - logprobs.detach()).exp()
 
 
 def is_sampled(update, share):
-    """Whether the student samples in this update (from 1): in floor(n * share) of the first n, whatever n is.
+    """Whether the student samples in this update (from 1): in floor(n * share) of the first n.
 
     Source: arXiv 2306.13649, algorithm 1, which draws a number for each update.
     """
-    # A whole update is the student's or the data set's, as in GKD. Counted out, the share holds in short runs as well.
-    # What is added makes up for rounding: 0.29 * 100 is below 29. [DISTILL-7]
+    # Counted out, the share holds in short runs as well. 1e-9 makes up for rounding: 0.29 * 100 is below 29.
+    # [DISTILL-7]
     return math.floor(update * share + 1e-9) > math.floor((update - 1) * share + 1e-9)
 
 
 # ---- held-out evaluation ---------------------------------------------------------------------------------------------
 @torch.no_grad()
 def evaluate(policy, sample, teacher, score, prompts, stop_ids, args, accelerator):
-    """One response to each held-out prompt, sampled as in training, with the same noise each time, and its KL.
+    """Samples one response to each held-out prompt, as in training and with the same noise each time. Its score is -KL.
 
-    The KL is that of the student from the teacher, and with the other sign it counts as a response's score.
-    Returns: ({"eval/objective/..": mean over the prompts}, episodes to show); call it on every process.
+    Returns: ({"eval/objective/..": mean}, episodes to show). Call it on every process.
     """
     if not prompts:
         return {}, None
     policy.eval()
-    # A share is filled up with rows that come twice, so that all processes have equally many. They are cut off below.
+    # Rows that make the shares equally long are cut off below.
     episodes, rows = data.my_share(prompts, accelerator)
     queries, query_mask = utils.left_pad([row.ids for row in rows], accelerator.device)
     key = args.seed, EVALUATION, 0
@@ -301,9 +287,7 @@ def evaluate(policy, sample, teacher, score, prompts, stop_ids, args, accelerato
         batch = Batch(queries, query_mask, responses, response_mask)
         teacher_logprobs, _ = in_slices(response_logprobs, teacher, batch, args.micro_batch_size)
         rewards_of_each, scored = score(rows, batch)  # [N / world, F], [N / world]
-    # The KL is taken from the log-probs of what sampled. Those of --sampler vllm are a little off, which is good enough
-    # for a number that is only logged.
-    kl = (logprobs - teacher_logprobs).sum(1)  # [N / world]
+    kl = (logprobs - teacher_logprobs).sum(1)  # [N / world], from the sampler's log-probs
     gathered = accelerator.gather((responses, response_mask, kl, rewards_of_each, scored))
     responses, response_mask, kl, rewards_of_each, scored = (x[: len(prompts)] for x in gathered)
     ended = has_stopped(responses, response_mask, stop_ids)
@@ -312,7 +296,7 @@ def evaluate(policy, sample, teacher, score, prompts, stop_ids, args, accelerato
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
 def check(args):
-    """Exits with an error (exit code 2) if arguments contradict each other."""
+    """Ends the program where arguments contradict each other."""
     cli.check(args)
     rewards.check_functions(args)
     if args.teacher_model_path is None:
@@ -333,12 +317,12 @@ def check(args):
 
 
 def main(args: Args):
-    """Trains; returns {"before": .., "after": held-out metrics, "metrics": the last row, "run": folder}."""
+    """Trains. Returns {"before", "after": held-out metrics, "metrics": the last row, "run": folder}."""
     check(args)
-    accelerator = engines.start(args)  # one process, DDP, FSDP2 or DeepSpeed; it trains missing toy stages, then seeds
+    accelerator = engines.start(args)  # for one process, DDP, FSDP2 or DeepSpeed
     device, world, rank = accelerator.device, accelerator.num_processes, accelerator.process_index
     k, B, R, size = args.responses_per_prompt, args.batch_size, args.response_length, args.micro_batch_size
-    episodes = torch.arange(B, device=device)  # [B], the number of each episode in its update
+    episodes = torch.arange(B, device=device)  # [B], the numbers of an update's episodes
     mine = slice(rank * B // world, (rank + 1) * B // world)  # those of this process
     is_jsd = args.divergence == "jsd"
 
@@ -346,29 +330,25 @@ def main(args: Args):
     tokenizer, policy, teacher = load_models(args, engines.loading_device(accelerator))
     stop_ids = stop_tokens.stop_ids(tokenizer, args.stop_token, "--stop_token", device)  # [S]
     prompts, held_out = data.load_prompts(args, tokenizer, room=models.context(policy, teacher) - R)
-    # score(rows, batch) gives each response F rewards that are logged alone, NaN where one does not apply: those of
-    # functions of text, e.g. f(prompts=["2 + 3 ="], completions=[" 5"], answer=["5"]) -> [1.0].
+    # score(rows, batch) gives rewards of functions of text, which are only logged.
     score = rewards.Scorer(args, accelerator, tokenizer, size, stop_ids)
     score.take_text_model(None, prompts, held_out)
     optimizer = utils.adamw(policy, args.learning_rate, args.adam_eps, args.weight_decay)
     # The student's forward calls the teacher's head, so each process keeps a whole teacher.
     teacher.stays_whole = is_jsd
     policy, optimizer = engines.prepare(args, accelerator, policy, optimizer, teacher)
-    num_updates = math.ceil(args.total_episodes / B)  # Round up, so that it has at least total_episodes. [OPT-10]
-    # What is in the list belongs to what a run is, as its arguments do: --resume compares it.
+    num_updates = math.ceil(args.total_episodes / B)  # Rounded up: it has at least total_episodes. [OPT-10]
     run = Run(args, accelerator, tokenizer, num_updates, prompts, [held_out, teacher])
 
     def prompts_of(update):
-        """The prompts of an update, k copies of each, B in all. --overlap reads them ahead."""
+        """The B rows of an update, each prompt k times."""
         return [prompt for prompt in prompts.of_update(update, B // k, args.seed) for _ in range(k)]
 
     def compare(logp, states):
         """The divergence [K] of log-softmaxes [K, V] and the teacher's at its states [K, H]."""
         return generalized_jsd(logp, teacher.logits(states).log_softmax(-1), args.beta)
 
-    # sample(policy, queries, query_mask, episodes, n, key) is utils.sample with its other arguments filled in, or what
-    # --sampler vllm has in its place. Under --overlap a thread samples training batches an update ahead, and evaluation
-    # has the newest weights.
+    # sample(policy, queries, query_mask, episodes, n, key) is utils.sample, or vLLM, or either an update ahead.
     sample = samplers.choose(args, run, [*prompts, *held_out], prompts_of, stop_ids)
     if is_jsd and sample.is_another:
         console.say("--divergence jsd: not corrected; another policy samples the states, and each is compared exactly")
@@ -377,11 +357,11 @@ def main(args: Args):
         run.log(0, *evaluate(policy, sample, teacher, score, held_out, stop_ids, args, accelerator))
 
     for update in range(run.first_update, num_updates + 1):
-        # The learning rate changes from update to update, and all steps of an update have the same. [OPT-2]
+        # All steps of an update have the same learning rate. [OPT-2]
         lr = utils.learning_rate_at(update, num_updates, args.learning_rate, args.lr_schedule, args.warmup_ratio)
         optimizer.param_groups[0]["lr"] = lr
 
-        # ---- 1. Rollout: k responses to each prompt; every process samples its share ---------------------------------
+        # ---- 1. Rollout: k responses to each prompt ------------------------------------------------------------------
         rows = prompts_of(update)  # B rows of the data set
         queries, query_mask = utils.left_pad([row.ids for row in rows], device)  # [B, Q]
         is_on_policy = is_sampled(update, args.on_policy_share)
@@ -396,7 +376,7 @@ def main(args: Args):
                 responses, response_mask = data.completions(rows[mine], R, device)
             run.lap("rollout")
 
-            # ---- 2. Scores: the log-probs of each sampled token, the teacher's and the student's ---------------------
+            # ---- 2. Scores: log-probs, the teacher's and the student's -----------------------------------------------
             batch = Batch(queries[mine], query_mask[mine], responses, response_mask)
             rewards_of_each, _ = score(rows[mine], batch)  # [B / world, F]
             found = [responses, response_mask, rewards_of_each]
@@ -404,37 +384,34 @@ def main(args: Args):
                 teacher_logprobs, _ = in_slices(response_logprobs, teacher, batch, size)
                 old_logprobs = sampled_logprobs
                 if sample.is_another:
-                    # Where something else has sampled, rewards and weights need this policy's log-probs. [GEN-9]
+                    # Rewards and weights need this policy's log-probs. [GEN-9]
                     old_logprobs, _ = in_slices(response_logprobs, policy, batch, size)
                 found += [sampled_logprobs, old_logprobs, teacher_logprobs]
-        # Counts, weights and metrics need the whole batch, so gather it once. Until phase 5 takes its shares, every
-        # tensor holds the whole batch, on every process. [REW-7]
+        # Every process gathers the whole batch once, and phases 3 and 4 are computed on all of it. [REW-7]
         responses, response_mask, rewards_of_each, *logprobs_of_each = accelerator.gather(found)
         batch = Batch(queries, query_mask, responses, response_mask)
         run.lap("scores")
 
         # ---- 3. Rewards: one for each token --------------------------------------------------------------------------
-        #   response        a    b   EOS   .    .      nothing is sampled after the stop token
-        #   response_mask   1    1    1    0    0      the stop token counts as well: the teacher says when to end
+        #   response        a    b   EOS   .    .
+        #   response_mask   1    1    1    0    0      the stop token counts: the teacher says when to end
         ended = has_stopped(responses, response_mask, stop_ids)  # [B]
         if not is_jsd:
             sampled_logprobs, old_logprobs, teacher_logprobs = logprobs_of_each
-            # A reward is a constant, without a gradient. On what this policy samples, the mean of a response's sum is
-            # -KL(student || teacher). [DISTILL-1]
+            # A constant without a gradient; the mean of a response's sum is -KL(student || teacher). [DISTILL-1]
             token_rewards = teacher_logprobs - old_logprobs  # [B, R], 0 at padding
 
         # ---- 4. Advantages -------------------------------------------------------------------------------------------
         weight_metrics = {}
         if not is_jsd:
             advantages = distill_advantages(token_rewards, args.gamma)  # [B, R]
-            # With --sampler vllm or --overlap, what sampled is not quite this policy. A weight makes up for that in a
-            # token's own choice, and not in those that --gamma adds. [GEN-15]
+            # Weights make up for another sampler in a token's own choice, and not in those that gamma adds. [GEN-15]
             advantages, weight_metrics = sample.weigh(advantages, old_logprobs, sampled_logprobs, response_mask)
 
-        # ---- 5. Optimise: micro-batches add up to exactly one gradient -----------------------------------------------
-        policy.train()  # Every dropout is 0. Training mode only lets gradient checkpointing work.
+        # ---- 5. Optimise ---------------------------------------------------------------------------------------------
+        policy.train()  # Gradient checkpointing needs it.
         means, divergences = utils.Means(device), []
-        num_actions = response_mask.sum()  # of the whole batch, over all processes
+        num_actions = response_mask.sum()  # over all processes
         micro_batches = episodes[mine].split(size)
         for i, (m, micro_batch) in enumerate(utils.split(batch, micro_batches)):  # m: its episodes
             with engines.accumulate(accelerator, policy, is_last=i + 1 == len(micro_batches)):
@@ -446,9 +423,9 @@ def main(args: Args):
                     logprobs, entropies = response_logprobs(policy, micro_batch)  # [M, R]
                     losses = distill_policy_loss(logprobs, advantages[m])
                     means.add_max("val/logprob_gap", (logprobs - sampled_logprobs[m]).abs())
-                # The whole batch's count makes micro-batches add up to its gradient. [OPT-5]
+                # With the whole batch's count, micro-batches add up to its gradient. [OPT-5]
                 loss = losses.sum() / num_actions
-                accelerator.backward(loss * world)  # The engines average over processes, but we sum. [OPT-6]
+                accelerator.backward(loss * world)  # The engines average over processes. [OPT-6]
             divergences.append(losses.detach().sum(1))  # [M], for jsd
             means.add({"loss/policy_avg": losses, "policy/entropy_avg": entropies}, response_mask[m])
         norm = engines.clip_and_step(accelerator, policy, optimizer, args.max_grad_norm, run)
@@ -459,7 +436,7 @@ def main(args: Args):
         if is_jsd:
             divergence = accelerator.gather(torch.cat(divergences))  # [B]
         else:
-            # The logged KL and entropy are those of the policy that sampled, which --overlap makes one update old.
+            # KL and entropy are logged of the policy that sampled.
             logged = sample.behaviour_logprobs(old_logprobs, sampled_logprobs)  # [B, R]
             divergence = (logged - teacher_logprobs).sum(1)  # [B]
             metrics["objective/entropy"] = -logged.sum(1).mean()
@@ -469,7 +446,7 @@ def main(args: Args):
             "objective/divergence": divergence.mean(),
             "objective/divergence_per_token": divergence.sum() / num_actions,
             "policy/grad_norm": norm,
-            "val/on_policy": float(is_on_policy),  # 0 where all figures are those of the data set's completions
+            "val/on_policy": float(is_on_policy),  # 0: all figures are of the data set's completions
             "val/num_stop_token_ids": ended.sum() if len(stop_ids) else 0,
             "val/sequence_lengths": response_mask.sum(1).float().mean(),
         }
@@ -480,7 +457,7 @@ def main(args: Args):
             shown = eval_shown or shown
         run.log(update, metrics, shown)
         run.checkpoint_if_due(update, policy, optimizer)
-    return run.finish(policy)  # the model folder with its card, before -> after, and the upload
+    return run.finish(policy)
 
 
 if __name__ == "__main__":

@@ -12,13 +12,12 @@ DPO: a policy trained on comparisons alone, without a reward model and without s
 Left out on purpose: a reference model other than the initial policy, other f-divergences, several losses at once, and
 packed candidates (train_rloo.py has packed rows).
 
-A tag such as [DPO-1] marks an implementation detail: benchmark/checks/details.md has its source, its test and what it
-is worth.
+A tag such as [DPO-1] marks an implementation detail. benchmark/checks/details.md has its source, test and price.
 
 Shapes    B: comparisons of a minibatch   K: candidates of one   M: comparisons of a micro-batch   H: hidden size
           L: tokens of a row, left-padded   C: columns that are read   N: rows or comparisons   V: vocabulary
           Q: query tokens   R: response tokens, right-padded   S: stop tokens
-Masks     True marks a real token. Masks travel with the tokens, and nothing is ever found by looking for a pad token.
+Masks     True marks a real token. Nothing is found by looking for a pad token.
 
 One process:   python rlhf_details/train_dpo.py
 N processes:   accelerate launch --num_processes N rlhf_details/train_dpo.py
@@ -40,9 +39,9 @@ from rlhf_details.plumbing.outputs.run import Run
 
 
 @dataclass
-class Args(flags.RunArgs):  # run, data, models and memory stand in plumbing/inputs/flags.py
+class Args(flags.RunArgs):  # which has the flags of run, data, models and memory
     exp_name: str = "train_dpo"
-    """name of the experiment, part of the run's name"""
+    """part of the run's name"""
     output_dir: str = "models/dpo"
     """folder of the trained policy"""
 
@@ -93,16 +92,15 @@ class Args(flags.RunArgs):  # run, data, models and memory stand in plumbing/inp
     weight_decay: float = 0.01
     """AdamW's weight decay"""
     max_grad_norm: float | None = None
-    """clip the gradient's global norm to this; None: only log it"""
+    """clip the gradient's global norm; None: only log it"""
 
     # memory and speed: never changes the result
     micro_batch_size: int = 8
     """comparisons that a device puts through one forward and backward pass"""
 
 
-# What a run takes in place of the defaults above, where no flag and no --config says otherwise. A name is that of an
-# embedded task. A number is for other data, by the model's size: 20e6 for fewer than 20 M parameters, 500e6 for 20 M to
-# 500 M, and so on. docs/guides/1_your_data.md says where these values are from.
+# Defaults in the place of those above: of an embedded task by its name ("toy" without --dataset), and on other data by
+# the model's size: 20e6 for fewer than 20 M parameters, and so on. docs/guides/1_your_data.md says where they are from.
 presets = {
     "toy": dict(
         eval_dataset="toy:test",
@@ -130,7 +128,7 @@ presets = {
 }
 
 
-# ---- model: one module call is one forward, so that every engine sees all parameters through it ----------------------
+# ---- model: one module call is one forward, so that every engine meets all parameters in it --------------------------
 class Policy(nn.Module):
     """Log-probs of given tokens, as fp32 numbers."""
 
@@ -172,7 +170,7 @@ def completion_logprobs(policy, rows, device):
     lengths = torch.tensor([length for _, length in rows], device=device)  # [N]
     L = tokens.size(1)
     width = min(max(length for _, length in rows), L - 1)  # of the columns that hold completions, C
-    # The logits in the column before a token predict it, EOS among them. Nothing predicts a first token. [SFT-2]
+    # The column before a token predicts it, EOS among them. Nothing predicts a first token. [SFT-2]
     index = torch.arange(L - width - 1, L - 1, device=device)  # [C]
     # All rows end in the last column, so a completion's tokens are counted from the right.
     is_target = mask[:, index] & (torch.arange(width, 0, -1, device=device) <= lengths.unsqueeze(1))  # [N, C]
@@ -268,7 +266,7 @@ def evaluate(policy, held_out, references, size, args, accelerator):
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
 def check(args):
-    """Exits with an error (exit code 2) if arguments contradict each other."""
+    """Ends the program where arguments contradict each other."""
     cli.check(args)
     comparisons.check(args)
     if args.batch_size % console.world_size():
@@ -282,7 +280,7 @@ def check(args):
 def main(args: Args):
     """Trains; returns {"before" and "after": held-out metrics at the end, "metrics": the last row, "run": folder}."""
     check(args)
-    accelerator = engines.start(args)  # one process, DDP, FSDP2 or DeepSpeed; it trains missing toy stages, then seeds
+    accelerator = engines.start(args)  # for one process, DDP, FSDP2 or DeepSpeed
     device, world, rank = accelerator.device, accelerator.num_processes, accelerator.process_index
     B, size = args.batch_size, args.micro_batch_size
 
@@ -309,12 +307,12 @@ def main(args: Args):
 
         # ---- 1. Minibatch --------------------------------------------------------------------------------------------
         epoch, place = divmod(step - 1, steps_per_epoch)
-        order = utils.permutation(len(train), args.seed, epoch)  # Every epoch has an order of its own.
+        order = utils.permutation(len(train), args.seed, epoch)  # Each epoch has its own order.
         # All processes have the same order, so every world-th comparison makes disjoint shares. [RM-14]
         mine = order[place * B : (place + 1) * B][rank::world]
 
-        # ---- 2. Optimise: micro-batches add up to exactly one gradient -----------------------------------------------
-        policy.train()  # Every dropout is 0. Training mode only lets gradient checkpointing work.
+        # ---- 2. Optimise ---------------------------------------------------------------------------------------------
+        policy.train()  # Gradient checkpointing needs it.
         means = utils.Means(device)
         micro_batches = [list(mine[m]) for m in utils.slices(len(mine), size)]
         for i, m in enumerate(micro_batches):
@@ -323,9 +321,9 @@ def main(args: Args):
                 rows = [row for j in m for row in candidate_rows(train[j])]
                 logprobs, lengths = (x.reshape(len(m), -1) for x in completion_logprobs(policy, rows, device))  # [M, K]
                 losses, metrics = losses_and_metrics(logprobs, references[m], lengths, best, args)
-                # The whole minibatch's count makes micro-batches add up to its gradient. [OPT-5]
+                # With the whole minibatch's count, micro-batches add up to its gradient. [OPT-5]
                 loss = losses.sum() / B
-                accelerator.backward(loss * world)  # The engines average over processes, but we sum. [OPT-6]
+                accelerator.backward(loss * world)  # The engines average over processes. [OPT-6]
             # At the first step all scores are 0, and rounding alone decides what counts as right.
             means.add({"train/dpo/loss": losses} | metrics)
         norm = engines.clip_and_step(accelerator, policy, optimizer, args.max_grad_norm, run)
@@ -338,7 +336,7 @@ def main(args: Args):
             metrics |= evaluate(policy, held_out, held_out_references, size, args, accelerator)
         run.log(step, metrics)
         run.checkpoint_if_due(step, policy, optimizer)
-    return run.finish(policy)  # the model folder with its card, the held-out metrics, and the upload
+    return run.finish(policy)
 
 
 if __name__ == "__main__":

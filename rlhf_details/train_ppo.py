@@ -1,29 +1,27 @@
 """
 PPO on a language model and a reward: the recipes of "N+" and of openai/lm-human-preferences in one loop.
+minimal/ppo.py is N+'s alone; this page adds the other recipe, TRL's options and processes.
 
 1. Each prompt gets one response. Each token is an action with the reward -kl_coef * KL. The score is the reward of the
    place after the last token, or of the last token where a response has all R tokens.
 2. A value model says what every prefix is worth. GAE turns rewards and values into advantages, which are whitened.
 3. A rollout is used for several passes. The probability ratio of a token and the change of a value are clipped.
 4. N+ (arXiv 2403.17031), the defaults: a value model of its own that starts as the reward model, a fixed kl_coef.
-   What differs: N+ replaces the score of an unfinished response (here the penalty is subtracted), averages each
-   micro-batch for itself, whitens within a process, and takes the old log-probs from the sampler.
-   lm-human-preferences (arXiv 1909.08593; flags in benchmark/recipes/ppo_sentiment.toml): a value head on the policy's
-   trunk that starts at zero, an adaptive kl_coef, whitened rewards, and responses of fixed length that the reward model
-   reads up to a full stop.
-5. Sampling and shuffling are functions of coordinates, such as (seed, purpose, update, episode, step, token) for a
-   token, and never of a generator's state.
+   Unlike here, N+ replaces the score of an unfinished response, averages each micro-batch for itself, whitens within a
+   process, and takes the old log-probs from the sampler.
+   lm-human-preferences (arXiv 1909.08593; benchmark/recipes/ppo_sentiment.toml): a value head on the policy's trunk
+   that starts at zero, an adaptive kl_coef, whitened rewards, and a reward model that reads up to a full stop.
+5. Sampling and shuffling are functions of coordinates, never of a generator's state.
 
-Left out on purpose: top-k and top-p (the sampled policy would not be the trained one), and
-an entropy bonus (neither recipe has one).
+Left out on purpose: top-k and top-p, since the sampled policy would not be the trained one, and an entropy bonus, which
+neither recipe has.
 
-Read `main` first if you know the paper, else from top to bottom. A tag such as [PPO-3] marks an implementation detail:
-benchmark/checks/details.md has its source, its test and what it is worth.
+A tag such as [PPO-3] marks an implementation detail. benchmark/checks/details.md has its source, test and price.
 
 Shapes    B: episodes of an update, one per prompt   Q: query tokens, left-padded   R: response tokens, right-padded
           L: columns of a row   V: vocabulary   M: episodes of a micro-batch   W: rows of a forward   S: stop tokens
-          C: columns that are read   H: hidden size   F: rewards, the reward model's among them   N: held-out prompts
-Masks     True marks a real token. Masks travel with the tokens, and nothing is ever found by looking for a pad token.
+          C: columns that are read   H: hidden size   F: rewards, the reward model's included   N: held-out prompts
+Masks     True marks a real token. Nothing is found by looking for a pad token.
 
 One process:   python rlhf_details/train_ppo.py
 N processes:   accelerate launch --num_processes N rlhf_details/train_ppo.py
@@ -47,11 +45,9 @@ from rlhf_details.utils import EVALUATION, TRAINING, Batch, in_slices
 
 
 @dataclass
-class Args(
-    flags.PolicyArgs
-):  # run, data, models, memory, reward_fn, sampler and overlap stand in plumbing/inputs/flags.py
+class Args(flags.PolicyArgs):  # which has the flags of run, data, models and memory
     exp_name: str = "train_ppo"
-    """name of the experiment, part of the run's name"""
+    """part of the run's name"""
     output_dir: str = "models/ppo"
     """folder of the trained policy"""
 
@@ -59,25 +55,25 @@ class Args(
     response_length: int = 53
     """most tokens a response may have (R)"""
     temperature: float = 0.7
-    """sampling temperature; it divides the logits of every log-prob as well"""
+    """temperature, of sampling and of every log-prob"""
     stop_token: str = "eos"
-    """sampling ends with this token: "eos" (any that the model names as an end), "none", or a text that is one token"""
+    """what ends sampling: "eos" (any that the model names as an end), "none", or a text that is one token"""
     truncate_token: str = "none"
-    """the reward model reads a response up to this token: "eos", "none" (all of it), or a text that is one token"""
+    """the reward model reads up to this token: "eos", "none" (all), or a text that is one token"""
     truncate_after: int = 0
-    """tokens before this place of the response (from 0) do not truncate it"""
+    """tokens before this place (from 0) do not truncate a response"""
     missing_eos_penalty: float | None = 1.0
-    """what a response without its end (truncate_token, else stop_token) pays, in points of score; None: nothing"""
+    """what a response without its end (truncate_token, else stop_token) pays, in points of score"""
     missing_eos_mode: Literal["subtract", "replace"] = "subtract"
-    """subtract the penalty from the score, or replace the score by -penalty"""
+    """subtract it from the score, or replace the score by -penalty"""
 
     # reward and KL
     kl_coef: float = 0.05
     """weight of the KL in the reward (beta); under adaptive_kl the first one"""
     kl_penalty: Literal["kl", "abs", "mse", "full", "k2", "k3"] = "kl"
     """what a token pays for, with d = log p - log p_ref: "kl" d, "abs" |d|, "mse" and "k2" d^2/2, "k3" exp(-d) - 1 + d,
-    "full" the exact KL, which holds the distributions of a slice in memory; as a reward only "kl" has the gradient of
-    the KL, and "full" lacks its direct part: the first token's choice pays nothing; objective/kl, adaptive_kl use d"""
+    "full" the exact KL; as a reward only "kl" has the gradient of the KL, and "full" lacks its direct part: the first
+    token's choice pays nothing; objective/kl and adaptive_kl use d"""
     adaptive_kl: bool = False
     """lm-human-preferences: steer kl_coef so that the KL of a response stays near kl_target"""
     kl_target: float = 6.0
@@ -95,7 +91,7 @@ class Args(
 
     # algorithm
     total_episodes: int = 1_000_000
-    """responses to sample in the whole run; rounded up to whole batches"""
+    """responses sampled in the whole run, rounded up to whole batches"""
     batch_size: int = 512
     """episodes per update, over all processes (B)"""
     num_mini_batches: int = 1
@@ -118,9 +114,9 @@ class Args(
     """a model of its own that starts as the reward model (N+), or a zero head on the policy's trunk
     (lm-human-preferences)"""
     target_kl: float | None = None
-    """end the passes over a batch after one whose mean of 0.5 * (log-ratio)^2 exceeds 1.5 times this; None: never"""
+    """end the passes over a batch after one whose mean of 0.5 * (log-ratio)^2 exceeds 1.5 times this"""
     ratio_threshold: float | None = None
-    """skip the step of a minibatch whose mean probability ratio exceeds this; None: never"""
+    """skip the step of a minibatch whose mean probability ratio exceeds this"""
 
     # optimiser
     learning_rate: float = 1e-5
@@ -128,7 +124,7 @@ class Args(
     lr_schedule: Literal["linear", "cosine", "constant"] = "linear"
     """course of the learning rate over the updates"""
     warmup_ratio: float = 0.0
-    """share of the updates over which the learning rate rises linearly"""
+    """share of the updates in which the learning rate rises"""
     adam_eps: float = 1e-5
     """AdamW's epsilon"""
     tf_adam: bool = False
@@ -136,12 +132,11 @@ class Args(
     weight_decay: float = 0.01
     """AdamW's weight decay"""
     max_grad_norm: float | None = None
-    """clip the gradient's global norm to this; None: only log it"""
+    """clip the gradient's global norm; None: only log it"""
 
 
-# cli.main takes these in place of the defaults above, where no flag and no --config says otherwise. A name is that of
-# an embedded task; without --dataset it is "toy". A number is for other data, by the model's size: 20e6 for fewer than
-# 20 M parameters, 500e6 for 20 M to 500 M, and so on. docs/guides/1_your_data.md says where these values are from.
+# Defaults in the place of those above: of an embedded task by its name ("toy" without --dataset), and on other data by
+# the model's size: 20e6 for fewer than 20 M parameters, and so on. docs/guides/1_your_data.md says where they are from.
 presets = {
     "toy": dict(
         eval_dataset="toy:test",
@@ -186,26 +181,22 @@ presets["toy-sum"] = presets["toy"] | dict(
 )
 
 
-# ---- models: one module call is one forward, so that every engine sees all parameters through it ---------------------
+# ---- models: one module call is one forward, so that every engine meets all parameters in it -------------------------
 class Policy(nn.Module):
-    """Next-token logits / temperature, or the log-probs of given tokens under their softmax, as fp32 numbers.
+    """Next-token logits / temperature, or log-probs of given tokens and, with a critic, values of states, in fp32."""
 
-    With a critic, a Reward of its own or a linear head on this model's trunk, it also says what the states are worth.
-    """
-
-    logits_at_once = 2**24  # with labels at most so many exist at a time: 64 MiB in fp32
+    logits_at_once = 2**24  # 64 MiB in fp32
 
     def __init__(self, model, temperature):
         super().__init__()
         self.model, self.temperature, self.head = model, temperature, models.lm_head(model)
-        self.critic = None  # `load_models` gives the policy one, and the reference has none.
+        self.critic = None  # `load_models` gives the policy one: a Reward, or a linear head on this model's trunk.
 
     def forward(self, tokens, mask, positions, index, labels=None, cache=None):
         """
-        Args: tokens, positions [W, L]; mask [W, L'] bool, None where nothing is padding; index [C], the columns whose
-        logits are read; labels [W, C], the tokens that these predict; cache, a transformers cache, which is extended.
-        Returns: (log-probs, entropies) or with a critic (log-probs, entropies, values), all [W, C] fp32, or without
-        labels the logits / T [W, C, V] fp32.
+        Args: tokens, positions [W, L]; mask [W, L'] bool, None without padding; index [C], the columns to read; labels
+        [W, C], the tokens that these predict; cache, of transformers, which grows.
+        Returns: (log-probs, entropies, and values with a critic), all [W, C]; without labels the logits / T [W, C, V].
         """
         hidden = models.hidden_states(self.model, tokens, mask, positions, cache)[:, index]  # [W, C, H]
         if labels is None:
@@ -221,27 +212,24 @@ class Policy(nn.Module):
 
     def logits(self, hidden):
         """Tempered logits [.., V] fp32 of last hidden states [.., H]."""
-        # The temperature divides the logits wherever a log-prob is computed, not in the sampler alone. [GEN-2] [GEN-3]
+        # The temperature divides the logits of every log-prob, not the sampler's alone. [GEN-2] [GEN-3]
         return self.head(hidden).float() / self.temperature
 
 
 class Reward(nn.Module):
-    """Scores: the head's output at given columns, plus the bias that normalisation left in the configuration.
-
-    Read at the last token it is the reward model, and read at every state it is the value model.
-    """
+    """Scores: the head's output at given columns, plus a bias. Read at every state it is a value model."""
 
     def __init__(self, model):
         super().__init__()
         self.model = model
-        # `reward_bias` is the shift that train_reward.py leaves. Plain loaders ignore it. [REW-1]
+        # train_reward.py leaves this shift, which plain loaders ignore. [REW-1]
         self.bias = getattr(model.config, "reward_bias", 0.0)
 
     def forward(self, tokens, mask, positions, index):
-        """Args: tokens, mask, positions as Policy's; index [W, C], the columns to read. Returns: scores [W, C] fp32."""
+        """Scores [W, C] fp32 at the columns `index` [W, C]."""
         hidden = models.hidden_states(self.model, tokens, mask, positions)  # [W, L, H]
         hidden = hidden.gather(1, index.unsqueeze(-1).expand(-1, -1, hidden.size(-1)))  # [W, C, H]
-        # The head runs in fp32: bf16 scores between 2 and 4 would lie 1/64 apart. [RM-6]
+        # In bf16 the scores between 2 and 4 would lie 1/64 apart. [RM-6]
         with torch.autocast(hidden.device.type, enabled=False):
             return self.model.score(hidden.float()).squeeze(-1) + self.bias
 
@@ -251,10 +239,10 @@ def load_models(args, device):
     tokenizer = models.load_tokenizer(args.sft_model_path, "--sft_model_path", args)
     model = utils.disable_dropout(models.load_policy(args.sft_model_path, "--sft_model_path", args))
     policy = Policy(models.add_adapters(model, args.lora_rank), args.temperature)
-    # The reference is a copy of the initial policy. If it were the same object, the KL would stay 0. [MODEL-4]
+    # The reference is a copy. If it were the same object, the KL would stay 0. [MODEL-4]
     reference = models.frozen_copy(policy)
     reward_model = None
-    if rewards.reads_token_ids(args, tokenizer):  # Any other reward model is a function of text, in rewards.Scorer.
+    if rewards.reads_token_ids(args, tokenizer):  # Another reward model reads text, in rewards.Scorer.
         reward_model = utils.disable_dropout(models.load_reward_model(args.reward_model_path, args))
         reward_model = Reward(reward_model).requires_grad_(False).to(device).eval()
     policy.critic = load_critic(args, model, reward_model)
@@ -262,64 +250,61 @@ def load_models(args, device):
 
 
 def load_critic(args, model, reward_model):
-    """What says the values: a linear head on the policy's trunk (--value_model shared), or a Reward of its own."""
+    """The value model: a linear head on the policy's trunk (--value_model shared), or a Reward."""
     if args.value_model == "shared":
-        critic = nn.Linear(model.get_output_embeddings().in_features, 1)  # on the trunk's last hidden state
+        critic = nn.Linear(model.get_output_embeddings().in_features, 1)
         nn.init.zeros_(critic.weight)  # Every value starts at 0. [PPO-2]
         nn.init.zeros_(critic.bias)
         return critic
     if reward_model:
         # The value model starts as the reward model, bias included. [PPO-1]
         critic = copy.deepcopy(reward_model).requires_grad_(True)
-    else:  # No reward model reads these token ids, so the value model starts as the policy's trunk with a zero head.
+    else:  # Without a reward model of these token ids it starts as the policy's trunk with a zero head.
         trunk = models.load_scalar_model(args.sft_model_path, "--sft_model_path", args)
         critic = Reward(utils.disable_dropout(trunk))
         nn.init.zeros_(critic.model.score.weight)
-    models.add_adapters(critic.model, args.lora_rank)  # It changes the model. The head is trained as a whole.
+    models.add_adapters(critic.model, args.lora_rank)  # The head is trained as a whole.
     return critic
 
 
 # ---- from tokens to log-probs and scores -----------------------------------------------------------------------------
 def join(batch):
-    """Rows of a prompt and its response, as the models read them.
+    """Rows of a prompt and its response.
 
         tokens   .  p  p  p  a  b  EOS  .        Q = 4 (left-padded), R = 4 (right-padded)
-        index             3  4  5   6            column Q - 1 + t predicts token t and values the state before it; here
-                                                 6 is the state after the end, which has a value and predicts nothing
+        index             3  4  5   6            column Q - 1 + t predicts token t and values the state before it;
+                                                 6 is the state after the end, which predicts nothing
     Returns: tokens, mask, positions [M, L] with L = Q + R, and index [R], the columns Q - 1 .. Q + R - 2.
     """
     tokens = torch.cat([batch.queries, batch.responses], 1)  # [M, L]
     mask = torch.cat([batch.query_mask, batch.response_mask], 1)  # [M, L]
-    # The logits in the column before a token predict it. [GEN-7]
+    # The column before a token predicts it. [GEN-7]
     index = torch.arange(batch.responses.size(1), device=mask.device) + batch.queries.size(1) - 1
     return tokens, mask, utils.positions_from_mask(mask), index
 
 
 def response_logprobs(policy, batch):
-    """Log-probs, entropies and, where the policy has a critic, values of a Batch, [M, R] fp32 and 0 where masked."""
+    """Log-probs, entropies and, with a critic, values of a Batch, [M, R] fp32 and 0 where masked."""
     R = batch.responses.size(1)
     batch = utils.trim(batch, extra=1)  # one column more for the state after the end
     logprobs, entropies, *values = policy(*join(batch), labels=batch.responses)  # each [M, width]
-    # Padding holds zeros and no sentinel, so that sums over a row need no mask. [REW-6]
+    # Padding holds zeros, so that sums over a row need no mask. [REW-6]
     outputs = [logprobs * batch.response_mask, entropies * batch.response_mask]
-    outputs += [x * value_mask(batch.response_mask) for x in values]  # none from a reference, which has no critic
+    outputs += [x * value_mask(batch.response_mask) for x in values]
     return [nn.functional.pad(x, (0, R - x.size(1))) for x in outputs]
 
 
 def response_scores(reward_model, batch):
-    """Scores [[M]] fp32: the reward model's output at the last real token of each response."""
+    """Scores [[M]] fp32 of a Batch: the reward model's output at the last token of each response."""
     batch = utils.trim(batch)
     tokens, mask, positions, _ = join(batch)
-    # The mask says which token is the last. Pad may equal EOS, so a search for an id could go wrong. [REW-2]
+    # The mask says which token is the last, since pad may equal EOS. [REW-2]
     last = batch.queries.size(1) + batch.response_mask.sum(1, keepdim=True) - 1  # [M, 1]
     return [reward_model(tokens, mask, positions, last).squeeze(1)]
 
 
 def full_kl(policy, batch, reference):
-    """The exact KL of the next-token distributions, the sum of p (log p - log p_ref) over the vocabulary: [[M, R]].
-
-    That of a state does not depend on the action taken there, so as a reward its gradient lacks the KL's direct part.
-    """
+    """The exact KL of the next-token distributions, the sum of p (log p - log p_ref) over the vocabulary: [[M, R]]."""
     R = batch.responses.size(1)
     batch = utils.trim(batch)
     logp, ref_logp = (model(*join(batch)).log_softmax(-1) for model in (policy, reference))  # [M, width, V]
@@ -331,36 +316,36 @@ def full_kl(policy, batch, reference):
 def truncate_response(responses, mask, end_ids, after):
     """What the reward model reads: a response up to its first end at place `after` or later, or all of it.
 
-    Args: responses [B, R]; mask [B, R] bool, what was sampled; end_ids [S]; without any, all is read and ended.
+    Args: responses, mask [B, R]; end_ids [S]; without any, all is read and ended.
     Returns: (mask [B, R] of what is read, whether an end was there [B]). Source: lm-human-preferences, lm_tasks.py.
     """
     if not len(end_ids):
         return mask, mask.any(1)
-    # Only real tokens are searched, because the filler, token 0, may be the stop token. [GEN-13]
+    # The filler, token 0, may be the stop token, so only real tokens count. [GEN-13]
     ends = mask & torch.isin(responses, end_ids)
-    ends[:, :after] = False  # A token that stands before this place does not end the response. [GEN-12]
-    return mask & (ends.cumsum(1) - ends.long() == 0), ends.any(1)  # True where no end stands strictly before
+    ends[:, :after] = False  # A token before this place does not end the response. [GEN-12]
+    return mask & (ends.cumsum(1) - ends.long() == 0), ends.any(1)  # True where no end stands before
 
 
 def missing_eos_scores(scores, ended, penalty, mode):
     """The EOS trick: a response that did not end pays `penalty` ("subtract"), or gets the score -penalty ("replace").
 
-    "replace" can raise a low score, and its effect depends on where the reward model's zero lies.
+    Under "replace" the zero of the scores matters, and the penalty can even raise a low score.
     Args: scores [B] fp32; ended [B] bool; penalty, float or None. Returns: [B].
     Source: TRL v0.11.4, ppov2_trainer.py (subtract); N+, ppo.py and lm-human-preferences, train_policy.py (replace).
     """
     if penalty is None:
         return scores
-    # Without the penalty an unfinished response may score well, and the policy need not learn to stop. [REW-3]
+    # Otherwise the policy need not learn to stop. [REW-3]
     return torch.where(ended, scores, scores - penalty if mode == "subtract" else torch.full_like(scores, -penalty))
 
 
 def merge_moments(moments, x):
-    """(count, mean, sum of squared distances from the mean) of all numbers so far and of x [B], by Chan's formula."""
+    """(count, mean, sum of squared distances from it) of all numbers so far and of x [B], by Chan's formula."""
     count, mean, squares = moments
     x = x.cpu().double()  # Apple's GPUs have no float64.
     total, delta = count + len(x), x.mean().item() - mean
-    # Add the spread within the batch, and the spread between it and what was seen before. [PPO-19]
+    # Add the spread within the batch, and that between it and what came before. [PPO-19]
     squares += ((x - x.mean()) ** 2).sum().item() + delta**2 * count * len(x) / total
     return total, mean + delta * len(x) / total, squares
 
@@ -368,7 +353,7 @@ def merge_moments(moments, x):
 def shape_scores(scores, moments, scaling, norm, clip):
     """Scores [B] less their running mean (norm), over their running standard deviation (scaling), and clipped.
 
-    Args: moments, of all scores so far, these included; clip, c of [-c, c] or None. Equal scores are not scaled.
+    Args: moments, of all scores so far, these included; clip, c of [-c, c] or None.
     Source: TRL v0.11.4, ppo_trainer.py.
     """
     count, mean, squares = moments
@@ -383,30 +368,28 @@ def shape_scores(scores, moments, scaling, norm, clip):
 def kl_penalty(logprobs, ref_logprobs, kind):
     """What each sampled token pays, [B, R], from d = log p - log p_ref. ("full" is full_kl.)
 
-    "kl" d: its mean is the KL, and as a reward its policy gradient is the KL's. "abs" |d|. "mse" and "k2" d^2/2.
-    "k3" exp(-d) - 1 + d is never negative, and its mean is the KL. But the policy gradient of these three as a reward
-    is not the KL's.
+    The means of "kl", "full" and "k3" are the KL, but as a reward only "kl" follows the KL's gradient.
     Source: TRL v0.11.4, ppo_trainer.py (kl, abs, mse); open-instruct, ppo_vllm_thread_ray_gtrl.py (k2, k3).
     """
-    # The KL estimate "k1": its mean is the KL, and REINFORCE with it as a reward follows the KL's gradient. [REW-5]
+    # As a reward this estimate, "k1", follows the KL's gradient. [REW-5]
     d = logprobs - ref_logprobs
-    # The penalty "kl" of a single token may be negative. [PPO-7]
+    # That of a single token may be negative. [PPO-7]
     return {"kl": d, "abs": d.abs(), "mse": d**2 / 2, "k2": d**2 / 2, "k3": torch.expm1(-d) + d}[kind]
 
 
 def value_mask(response_mask):
-    """States that have a value, [B, R] bool: before each response token, and after the last one where there is room."""
-    # The state after the last token has a value, because the score is still to come. [PPO-5]
-    return response_mask | nn.functional.pad(response_mask, (1, 0), value=True)[:, :-1]  # the mask, moved to the right
+    """States [B, R] bool that have a value: before each response token, and after the last one where there is room."""
+    # After the last token the score is still to come. [PPO-5]
+    return response_mask | nn.functional.pad(response_mask, (1, 0), value=True)[:, :-1]  # moved to the right
 
 
 def token_rewards(scores, kl_penalties, response_mask, kl_coef):
-    """-kl_coef * its KL penalty on each token, and the score one place after the last, or on the last without room.
+    """-kl_coef * KL penalty of each token, and the score one place after the last, or on the last without room.
 
     Args: scores [B]; kl_penalties [B, R], 0 at padding; response_mask [B, R]. Returns: [B, R].
-    Source: N+, ppo.py. Responses of a fixed length never have room: lm-human-preferences, train_policy.py.
+    Source: N+, ppo.py; lm-human-preferences, train_policy.py, where responses have no room.
     """
-    # The score is the reward of the place after EOS, if there is one. [PPO-6]
+    # The score comes after EOS, if there is a place. [PPO-6]
     place = value_mask(response_mask).sum(1, keepdim=True) - 1  # [B, 1]
     return (-kl_coef * kl_penalties).scatter_add(1, place, scores.unsqueeze(1))
 
@@ -414,7 +397,7 @@ def token_rewards(scores, kl_penalties, response_mask, kl_coef):
 def adapt_kl_coef(kl_coef, kl, target, horizon, num_episodes):
     """The next kl_coef of a proportional controller: it rises where the KL is above the target, else it falls.
 
-    Args: kl, mean KL of a response in the batch, nats; horizon, the episodes over which it changes by a fifth at most.
+    Args: kl, mean KL of a response in the batch, nats; horizon, episodes over which it changes by a fifth at most.
     Source: lm-human-preferences, train_policy.py.
     """
     error = min(max(kl / target - 1, -0.2), 0.2)  # One unusual batch must not decide the coefficient. [PPO-15]
@@ -446,22 +429,21 @@ def ppo_policy_loss(logprobs, old_logprobs, mask, advantages, cliprange):
     ratio = logratio.exp()
     losses1 = -advantages * ratio
     losses2 = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
-    # The larger loss counts. So leaving the range gains nothing, but a ratio that has left it at the other side, below
+    # The larger loss counts: leaving the range gains nothing, and a ratio that has left it at the wrong side, below
     # 1 - c where A > 0 or above 1 + c where A < 0, keeps its gradient. [PPO-12]
     losses = torch.max(losses1, losses2)
     return losses * mask, logratio, (losses2 > losses1) & mask
 
 
 def ppo_value_loss(values, old_values, returns, mask, cliprange_value):
-    """Half the squared error of a value or of its clipped version, the worse one: max((V - G)^2, (clip(V) - G)^2) / 2.
+    """max((V - G)^2, (clip(V) - G)^2) / 2, where clip holds V within old_values +- cliprange_value.
 
-    Args: all [M, R]; clip holds V within old_values +- cliprange_value.
-    Returns: (losses, plain squared errors, clipped), all [M, R], 0 outside of the mask.
+    Args: all [M, R]. Returns: (losses, plain squared errors, clipped), all [M, R], 0 outside of the mask.
     Source: lm-human-preferences, train_policy.py; N+, ppo.py.
     """
     errors = (values - returns) ** 2
     clipped_errors = (values.clamp(old_values - cliprange_value, old_values + cliprange_value) - returns) ** 2
-    # A value that has moved too far gets no gradient to move further. [PPO-13]
+    # A value that has moved far gets no gradient to move further. [PPO-13]
     losses = 0.5 * torch.max(errors, clipped_errors)
     return losses * mask, errors * mask, (clipped_errors > errors) & mask
 
@@ -473,21 +455,21 @@ def mean_and_variance(x, mask):
 
 
 def shuffled_episodes(num_episodes, num_mini_batches, device, *coordinates):
-    """Yields the episodes [B / num_mini_batches] of each minibatch, a shuffle that the coordinates decide."""
+    """Yields the episodes [B / num_mini_batches] of each minibatch, in an order that the coordinates decide."""
     yield from torch.tensor(utils.permutation(num_episodes, *coordinates), device=device).chunk(num_mini_batches)
 
 
 # ---- held-out evaluation ---------------------------------------------------------------------------------------------
 @torch.no_grad()
 def evaluate(policy, sample, reference, reward_model, score, prompts, end_ids, args, accelerator):
-    """One response to each held-out prompt, sampled as in training, with the same noise each time, and what it scores.
+    """Samples one response to each held-out prompt, as in training and with the same noise each time, and scores it.
 
-    Returns: ({"eval/objective/..": mean over the prompts}, episodes to show); call it on every process.
+    Returns: ({"eval/objective/..": mean}, episodes to show). Call it on every process.
     """
     if not prompts:
         return {}, None
     policy.eval()
-    # A share is filled up with rows that come twice, so that all processes have equally many. They are cut off below.
+    # Rows that make the shares equally long are cut off below.
     episodes, rows = data.my_share(prompts, accelerator)
     queries, query_mask = utils.left_pad([row.ids for row in rows], accelerator.device)
     key = args.seed, EVALUATION, 0
@@ -499,9 +481,7 @@ def evaluate(policy, sample, reference, reward_model, score, prompts, end_ids, a
         batch = batch._replace(response_mask=read_mask)
         model_scores = in_slices(response_scores, reward_model, batch, args.micro_batch_size) if reward_model else []
         rewards_of_each, scored = score(rows, batch, *model_scores)  # [N / world, F], [N / world]
-    # The KL is taken from the log-probs of what sampled. Those of --sampler vllm are a little off, which is good enough
-    # for a number that is only logged.
-    kl = (logprobs - ref_logprobs).sum(1)  # [N / world]
+    kl = (logprobs - ref_logprobs).sum(1)  # [N / world], from the sampler's log-probs
     gathered = accelerator.gather((responses, read_mask, ended, kl, rewards_of_each, scored))
     responses, read_mask, ended, kl, rewards_of_each, scored = (x[: len(prompts)] for x in gathered)
     scores = (rewards_of_each * score.weights).nansum(1)
@@ -511,7 +491,7 @@ def evaluate(policy, sample, reference, reward_model, score, prompts, end_ids, a
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
 def check(args):
-    """Exits with an error (exit code 2) if arguments contradict each other."""
+    """Ends the program where arguments contradict each other."""
     cli.check(args)
     rewards.check(args)
     unit = args.num_mini_batches * console.world_size()
@@ -533,53 +513,48 @@ def check(args):
 
 
 def main(args: Args):
-    """Trains; returns {"before": .., "after": held-out metrics, "metrics": the last row, "run": folder}."""
+    """Trains. Returns {"before", "after": held-out metrics, "metrics": the last row, "run": folder}."""
     check(args)
-    accelerator = engines.start(args)  # one process, DDP, FSDP2 or DeepSpeed; it trains missing toy stages, then seeds
+    accelerator = engines.start(args)  # for one process, DDP, FSDP2 or DeepSpeed
     device, world, rank = accelerator.device, accelerator.num_processes, accelerator.process_index
     B, R = args.batch_size, args.response_length
     size = args.micro_batch_size
-    episodes = torch.arange(B, device=device)  # [B], the number of each episode in its update
+    episodes = torch.arange(B, device=device)  # [B], the numbers of an update's episodes
     mine = slice(rank * B // world, (rank + 1) * B // world)  # those of this process
 
     # ---- models, prompts, rewards, optimiser
     tokenizer, policy, reference, reward_model = load_models(args, engines.loading_device(accelerator))
     stop_ids = stop_tokens.stop_ids(tokenizer, args.stop_token, "--stop_token", device)  # [S]
     end_ids = stop_tokens.stop_ids(tokenizer, args.truncate_token, "--truncate_token", device)
-    end_ids = end_ids if len(end_ids) else stop_ids  # [S], the tokens that a complete response may end with
+    end_ids = end_ids if len(end_ids) else stop_ids  # [S], what a complete response ends with
     prompts, held_out = data.load_prompts(args, tokenizer, room=models.context(policy, reward_model) - R)
-    # score(rows, batch, model_scores) joins the reward model's scores with those of functions of text, such as
-    # f(prompts=["2 + 3 ="], completions=[" 5"], answer=["5"]) -> [1.0]. It gives each response F rewards, NaN where one
-    # does not apply or abstains. A reward model with a chat template of its own reads text, in `score`.
+    # score(rows, batch, model_scores) adds the rewards of functions of text, such as
+    # f(prompts=["2 + 3 ="], completions=[" 5"], answer=["5"]) -> [1.0].
     score = rewards.Scorer(args, accelerator, tokenizer, size, end_ids)
     reward_model = score.take_text_model(reward_model, prompts, held_out)
     # The optimiser holds the value model's weights as well. [PPO-4]
     optimizer = utils.adamw(policy, args.learning_rate, args.adam_eps, args.weight_decay)
-    # The reference and the reward model are put under the engine in place.
     frozen = reference, reward_model or score.text_model
     policy, optimizer = engines.prepare(args, accelerator, policy, optimizer, *frozen)
-    num_updates = math.ceil(args.total_episodes / B)  # Round up, so that at least total_episodes are sampled. [OPT-10]
-    # What is in the list belongs to what a run is, as its arguments do: --resume compares it.
+    num_updates = math.ceil(args.total_episodes / B)  # Rounded up: at least total_episodes are sampled. [OPT-10]
     run = Run(args, accelerator, tokenizer, num_updates, prompts, [held_out, *frozen])
 
     def prompts_of(update):
-        """The B prompts of an update. --overlap reads them ahead."""
+        """The B rows of an update."""
         return prompts.of_update(update, B, args.seed)
 
-    # sample(policy, queries, query_mask, episodes, n, key) is utils.sample with its other arguments filled in, or what
-    # --sampler vllm has in its place. Under --overlap a thread samples training batches an update ahead, and evaluation
-    # has the newest weights.
+    # sample(policy, queries, query_mask, episodes, n, key) is utils.sample, or vLLM, or either an update ahead.
     sample = samplers.choose(args, run, [*prompts, *held_out], prompts_of, stop_ids)
     state = run.resume(policy, optimizer, {"kl_coef": args.kl_coef, "adam_step": 0, "moments": (0, 0.0, 0.0)})
     if run.first_update == 1:
         run.log(0, *evaluate(policy, sample, reference, reward_model, score, held_out, end_ids, args, accelerator))
 
     for update in range(run.first_update, num_updates + 1):
-        # The learning rate changes from update to update, and all steps of an update have the same. [OPT-2]
+        # All steps of an update have the same learning rate. [OPT-2]
         lr = utils.learning_rate_at(update, num_updates, args.learning_rate, args.lr_schedule, args.warmup_ratio)
         optimizer.param_groups[0]["lr"] = lr
 
-        # ---- 1. Rollout: a response to each prompt; every process samples its share ----------------------------------
+        # ---- 1. Rollout: a response to each prompt -------------------------------------------------------------------
         rows = prompts_of(update)  # B rows of the data set
         queries, query_mask = utils.left_pad([row.ids for row in rows], device)  # [B, Q]
         policy.eval()
@@ -590,11 +565,10 @@ def main(args: Args):
             )  # [B / world, R]
             run.lap("rollout")
 
-            # ---- 2. Scores: the rewards, and the log-probs and values that the advantages start from -----------------
+            # ---- 2. Scores: rewards, log-probs and values ------------------------------------------------------------
             batch = Batch(queries[mine], query_mask[mine], responses, response_mask)
             ref_logprobs, _ = in_slices(response_logprobs, reference, batch, size)
-            # Without --overlap the ratio compares two forwards of the same code, so that it starts at 1 up to rounding.
-            # [GEN-9]
+            # The ratio compares two forwards of the same code, so it starts at 1 up to rounding. [GEN-9]
             old_logprobs, _, values = in_slices(response_logprobs, policy, batch, size)
             if args.kl_penalty == "full":
                 (kl_penalties,) = in_slices(full_kl, policy, batch, size, reference)
@@ -605,8 +579,7 @@ def main(args: Args):
             batch = batch._replace(response_mask=read_mask)
             model_scores = in_slices(response_scores, reward_model, batch, size) if reward_model else []
             rewards_of_each, scored = score(rows[mine], batch, *model_scores)  # [B / world, F], [B / world]
-        # Advantages, minibatches and metrics need the whole batch, so gather it once. Until phase 5 takes its
-        # shares, every tensor holds the whole batch, on every process. [REW-7]
+        # Every process gathers the whole batch once, and phases 3 and 4 are computed on all of it. [REW-7]
         responses, response_mask, sampled_logprobs, old_logprobs, ref_logprobs = accelerator.gather(
             (responses, response_mask, sampled_logprobs, old_logprobs, ref_logprobs)
         )
@@ -617,56 +590,54 @@ def main(args: Args):
         run.lap("scores")
 
         # ---- 3. Rewards: one for each token --------------------------------------------------------------------------
-        #   response        a    b   EOS   .    .      nothing is sampled after the stop token
-        #   response_mask   1    1    1    0    0      actions: they have log-probs, KL, advantages and a policy loss
-        #   state_mask      1    1    1    1    0      states, each before its token, and one after the end: they have
-        #                                              rewards, values and a value loss
+        #   response        a    b   EOS   .    .
+        #   response_mask   1    1    1    0    0      actions, with log-probs, KL, advantages and a policy loss
+        #   state_mask      1    1    1    1    0      states, each before its token, with values and a value loss
         #   rewards        -cK  -cK  -cK score  0      c: kl_coef, K: the token's KL penalty
         #   R tokens        v    w    x    y    z      both masks are 1 everywhere, and the value after z counts as 0
-        #   rewards        -cK  -cK  -cK  -cK  -cK + score      where, if unfinished, it paid missing_eos_penalty
+        #   rewards        -cK  -cK  -cK  -cK  -cK + score
         read_mask, ended = truncate_response(responses, response_mask, end_ids, args.truncate_after)  # [B, R], [B]
-        # A score is the weighted sum of the rewards. NaN: a reward does not apply to this kind of prompt. [REW-4]
+        # The weighted sum of the F rewards; NaN: one does not apply to this kind of prompt. [REW-4]
         scores = (rewards_of_each * score.weights).nansum(1)  # [B]
         scores = missing_eos_scores(scores, ended, args.missing_eos_penalty, args.missing_eos_mode)  # [B]
         if args.score_scaling or args.score_norm:
             state["moments"] = merge_moments(state["moments"], scores[scored])
         shaped_scores = shape_scores(scores, state["moments"], args.score_scaling, args.score_norm, args.score_clip)
-        # The ratio is against the policy that sampled, which --overlap makes one update old, and so are the logged KL
-        # and entropy. The tokens pay for the KL of the policy as it is now. [GEN-11]
+        # Ratio, logged KL and entropy are those of the policy that sampled, which --overlap makes one update old. The
+        # tokens pay for the KL of the policy as it is now. [GEN-11]
         old_logprobs = sample.behaviour_logprobs(old_logprobs, sampled_logprobs)  # [B, R]
         logged_kl = (old_logprobs - ref_logprobs).sum(1)  # [B], the estimate "k1", whatever --kl_penalty is
-        # A response from which a reward abstained counts nowhere, neither in a loss nor in a mean.
+        # A response from which a reward abstained counts nowhere.
         action_mask = response_mask & scored.unsqueeze(1)  # [B, R]
         state_mask = value_mask(response_mask) & scored.unsqueeze(1)  # [B, R]
         rewards_of_tokens = token_rewards(shaped_scores, kl_penalties, response_mask, state["kl_coef"])  # [B, R]
         if args.whiten_rewards:
-            # The mean stays. Subtracting it would put a price on length. [PPO-8]
+            # Subtracting the mean would put a price on length. [PPO-8]
             rewards_of_tokens = utils.masked_whiten(rewards_of_tokens, state_mask, shift_mean=False)
 
         # ---- 4. Advantages -------------------------------------------------------------------------------------------
         advantages, returns = compute_gae(rewards_of_tokens, values, args.gamma, args.lam)  # [B, R]
         if args.normalize_advantage:
             advantages = utils.masked_whiten(advantages, action_mask)  # over all response tokens [PPO-10]
-        # Another engine's policy is not quite this one. Weights make up for it. With --overlap they are all 1, because
-        # the ratio is against the policy that sampled. [GEN-15]
+        # Weights make up for another engine's policy. With --overlap they are 1: the ratio does it. [GEN-15]
         advantages, weight_metrics = sample.weigh(advantages, old_logprobs, sampled_logprobs, action_mask)
 
-        # ---- 5. Optimise: micro-batches add up to exactly one gradient for each minibatch ----------------------------
-        policy.train()  # Every dropout is 0. Training mode only lets gradient checkpointing work.
-        means = utils.Means(device)  # over all steps of the update, and so over policies that move
+        # ---- 5. Optimise ---------------------------------------------------------------------------------------------
+        policy.train()  # Gradient checkpointing needs it.
+        means = utils.Means(device)
         num_skipped = 0
         lengths = query_mask.sum(1) + response_mask.sum(1)  # [B]
         is_watched = args.target_kl is not None or args.ratio_threshold is not None
         for epoch in range(args.num_ppo_epochs):
-            # Every pass has an order of its own. [OPT-9]
+            # Each pass has its own order. [OPT-9]
             minibatches = shuffled_episodes(B, args.num_mini_batches, device, args.seed, update, epoch)
             epoch_kl = 0.0
             for number, minibatch in enumerate(minibatches):
                 of_minibatch = utils.Means(device)
-                # Both counts are those of the whole minibatch, over all processes.
+                # Both count over all processes.
                 num_actions, num_states = action_mask[minibatch].sum(), state_mask[minibatch].sum()
                 share = minibatch.chunk(world)[rank]
-                # Rows of similar lengths share a micro-batch, since it is as wide as its longest query and response.
+                # Rows of similar lengths share a micro-batch, which is as wide as its longest.
                 micro_batches = share[lengths[share].argsort(stable=True)].split(size)
                 for i, (m, micro_batch) in enumerate(utils.split(batch, micro_batches)):  # m: its episodes
                     with engines.accumulate(accelerator, policy, is_last=i + 1 == len(micro_batches)):
@@ -677,11 +648,11 @@ def main(args: Args):
                         value_losses, errors, value_clipped = ppo_value_loss(
                             new_values, values[m], returns[m], state_mask[m], args.cliprange_value
                         )
-                        # The whole minibatch's count makes micro-batches add up to its gradient. [OPT-5]
+                        # With the whole minibatch's count, micro-batches add up to its gradient. [OPT-5]
                         loss = losses.sum() / num_actions.clamp(min=1)
-                        # The value loss is an average over states. There is no entropy bonus. [PPO-14]
+                        # The value loss is an average over states. [PPO-14]
                         loss = loss + args.vf_coef * value_losses.sum() / num_states.clamp(min=1)
-                        accelerator.backward(loss * world)  # The engines average over processes, but we sum. [OPT-6]
+                        accelerator.backward(loss * world)  # The engines average over processes. [OPT-6]
                     of_actions = {
                         "loss/policy_avg": losses,
                         "policy/approxkl_avg": 0.5 * logratio**2,  # of an action [LOG-3]
@@ -700,26 +671,24 @@ def main(args: Args):
                         of_minibatch.add({"kl": 0.5 * logratio**2}, action_mask[m])
                         of_minibatch.add_ratios(logratio, action_mask[m])
                     means.add_ratios(logratio, action_mask[m])
-                    if epoch == number == 0:  # before the first step: rounding, another engine, or --overlap [LOG-6]
+                    if epoch == number == 0:  # before the first step [LOG-6]
                         means.add_max("val/logprob_gap", (logprobs - sampled_logprobs[m]).abs())
                         means.add_max("val/first_ratio", logratio.abs().clamp(max=20).exp())
                 distance = of_minibatch.reduce(accelerator) if is_watched else {}
                 epoch_kl += distance.get("kl", 0.0) / args.num_mini_batches  # a mean of minibatch means
-                # Far from the sampling policy the clipped objective is unreliable. [PPO-17]
+                # Far away the clipped objective is unreliable. [PPO-17]
                 is_far = args.ratio_threshold is not None and distance["val/ratio"] > args.ratio_threshold
-                if is_far or not num_actions:  # Skip the step. Without an action it would be Adam's momentum alone.
+                if is_far or not num_actions:  # Without an action a step would be Adam's momentum alone.
                     engines.forget_gradient(accelerator, policy, optimizer)
                     num_skipped += is_far
                     continue
                 state["adam_step"] += 1
                 if args.tf_adam:
-                    # TensorFlow's Adam adds eps before it corrects the second moment's bias, which makes early steps
-                    # smaller: at the first one this is 32 times eps. [OPT-3]
+                    # TensorFlow adds eps before it corrects the second moment's bias: first 32 times eps. [OPT-3]
                     optimizer.param_groups[0]["eps"] = args.adam_eps / math.sqrt(1 - 0.999 ** state["adam_step"])
-                # One norm for both models: a large gradient of the values makes the policy's step smaller too.
                 norm = engines.clip_and_step(accelerator, policy, optimizer, args.max_grad_norm, run, number)
                 means.add({"policy/grad_norm": norm})
-            # Stop: the policy has moved too far from the one that sampled. [PPO-18]
+            # The policy has moved too far from the one that sampled. [PPO-18]
             if args.target_kl is not None and epoch_kl > 1.5 * args.target_kl:
                 break
         run.lap("optimise")
@@ -766,10 +735,10 @@ def main(args: Args):
             shown = eval_shown or shown
         run.log(update, metrics, shown)
         if args.adaptive_kl:
-            # Change the coefficient last: this batch's rewards and metrics used the old one. [PPO-16]
+            # This comes last: the batch's rewards and metrics used the old coefficient. [PPO-16]
             state["kl_coef"] = adapt_kl_coef(state["kl_coef"], mean_kl.item(), args.kl_target, args.kl_horizon, B)
         run.checkpoint_if_due(update, policy, optimizer, state)
-    return run.finish(policy)  # the model folder with its card, before -> after, and the upload
+    return run.finish(policy)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ Left out on purpose: other kinds of labels (ratings), ensembles, and a margin.
 
 Shapes    B: comparisons of a minibatch   K: candidates of one   M: comparisons of a micro-batch   H: hidden size
           L: tokens of a row, left-padded   N: rows
-Masks     True marks a real token. Masks travel with the tokens, and nothing is ever found by looking for a pad token.
+Masks     True marks a real token. Nothing is found by looking for a pad token.
 
 One process:   python rlhf_details/train_reward.py
 N processes:   accelerate launch --num_processes N rlhf_details/train_reward.py
@@ -39,9 +39,9 @@ from rlhf_details.plumbing.outputs.run import Run
 
 
 @dataclass
-class Args(flags.RunArgs):  # run, data, models and memory stand in plumbing/inputs/flags.py
+class Args(flags.RunArgs):  # which has the flags of run, data, models and memory
     exp_name: str = "train_reward"
-    """name of the experiment, part of the run's name"""
+    """part of the run's name"""
     output_dir: str = "models/reward"
     """folder of the trained reward model"""
 
@@ -96,16 +96,15 @@ class Args(flags.RunArgs):  # run, data, models and memory stand in plumbing/inp
     weight_decay: float = 0.01
     """AdamW's weight decay"""
     max_grad_norm: float | None = None
-    """clip the gradient's global norm to this; None: only log it"""
+    """clip the gradient's global norm; None: only log it"""
 
     # memory and speed: never changes the result
     micro_batch_size: int = 8
     """comparisons that a device puts through one forward and backward pass"""
 
 
-# What a run takes in place of the defaults above, where no flag and no --config says otherwise. A name is that of an
-# embedded task. A number is for other data, by the model's size: 20e6 for fewer than 20 M parameters, 500e6 for 20 M to
-# 500 M, and so on. docs/guides/1_your_data.md says where these values are from.
+# Defaults in the place of those above: of an embedded task by its name ("toy" without --dataset), and on other data by
+# the model's size: 20e6 for fewer than 20 M parameters, and so on. docs/guides/1_your_data.md says where they are from.
 presets = {
     "toy": dict(
         eval_dataset="toy:test",
@@ -125,7 +124,7 @@ presets = {
 }
 
 
-# ---- model: one module call is one forward, so that every engine sees all parameters through it ----------------------
+# ---- model: one module call is one forward, so that every engine meets all parameters in it --------------------------
 class Reward(nn.Module):
     """Scores: gain * head(the state of a row's last real token). There is no bias, because the loss cannot see one."""
 
@@ -138,10 +137,10 @@ class Reward(nn.Module):
     def forward(self, tokens, mask):
         """Args: tokens [N, L]; mask [N, L] bool. Returns: scores [N] fp32."""
         hidden = models.hidden_states(self.model, tokens, mask, utils.positions_from_mask(mask))  # [N, L, H]
-        # The mask says which token is the last. Pad may equal EOS, so no search for an id can. [RM-4]
+        # The mask says which token is the last, since pad may equal EOS. [RM-4]
         last = (mask * torch.arange(mask.size(1), device=mask.device)).argmax(1)  # [N]
         hidden = hidden[torch.arange(len(hidden), device=mask.device), last]  # [N, H]
-        # The head runs in fp32: bf16 scores between 2 and 4 would lie 1/64 apart. [RM-6]
+        # In bf16 the scores between 2 and 4 would lie 1/64 apart. [RM-6]
         with torch.autocast(hidden.device.type, enabled=False):
             return self.gain * self.model.score(hidden.float()).squeeze(-1)
 
@@ -239,7 +238,7 @@ def normalise(scores):
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
 def check(args):
-    """Exits with an error (exit code 2) if arguments contradict each other."""
+    """Ends the program where arguments contradict each other."""
     cli.check(args)
     comparisons.check(args)
     if args.batch_size % console.world_size():
@@ -280,19 +279,18 @@ def main(args: Args):
         for group in optimizer.param_groups:
             group["lr"] = lr
             if args.tf_adam:
-                # TensorFlow's Adam adds eps before it corrects the second moment's bias, which makes early steps
-                # smaller: at the first one this is 32 times eps. [OPT-3]
+                # TensorFlow adds eps before it corrects the second moment's bias: first 32 times eps. [OPT-3]
                 group["eps"] = args.adam_eps / math.sqrt(1 - 0.999**step)
 
         # ---- 1. Minibatch --------------------------------------------------------------------------------------------
         epoch, place = divmod(step - 1, steps_per_epoch)
-        order = utils.permutation(len(train), args.seed, epoch)  # Every epoch has an order of its own.
+        order = utils.permutation(len(train), args.seed, epoch)  # Each epoch has its own order.
         minibatch = [train[i] for i in order[place * B : (place + 1) * B]]
         # All processes have the same order, so every world-th comparison makes disjoint shares. [RM-14]
         mine = minibatch[rank::world]
 
-        # ---- 2. Optimise: micro-batches add up to exactly one gradient -----------------------------------------------
-        reward.train()  # Every dropout is 0. Training mode only lets gradient checkpointing work.
+        # ---- 2. Optimise ---------------------------------------------------------------------------------------------
+        reward.train()  # Gradient checkpointing needs it.
         means = utils.Means(device)
         micro_batches = [mine[m] for m in utils.slices(len(mine), size)]
         for i, micro_batch in enumerate(micro_batches):
@@ -301,9 +299,9 @@ def main(args: Args):
             with engines.accumulate(accelerator, reward, is_last=i + 1 == len(micro_batches)):
                 scores = reward(tokens, mask).reshape(-1, K)  # [M, K]
                 losses = best_of_k_loss(scores, best)  # [M]
-                # The whole minibatch's count makes micro-batches add up to its gradient. [OPT-5]
+                # With the whole minibatch's count, micro-batches add up to its gradient. [OPT-5]
                 loss = losses.sum() / B
-                accelerator.backward(loss * world)  # The engines average over processes, but we sum. [OPT-6]
+                accelerator.backward(loss * world)  # The engines average over processes. [OPT-6]
             means.add({"train/rm/loss": losses, "train/rm/accuracy": is_correct(scores, best)})
         norm = engines.clip_and_step(accelerator, reward, optimizer, args.max_grad_norm, run)
         run.lap("optimise")
@@ -336,7 +334,7 @@ def main(args: Args):
         model.config.problem_type = "regression"
         if comparisons.end_with_eos(train, tokenizer):
             models.append_eos(tokenizer)
-    return run.finish(reward, weights)  # the model folder with its card, the held-out metrics, and the upload
+    return run.finish(reward, weights)
 
 
 if __name__ == "__main__":

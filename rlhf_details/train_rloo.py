@@ -1,28 +1,23 @@
 """
-RLOO: REINFORCE with a leave-one-out baseline, on a language model and a reward (arXiv 2402.14740).
+RLOO: REINFORCE with a leave-one-out baseline, on a language model and a reward (arXiv 2402.14740). minimal/rloo.py is
+the algorithm alone; this page adds several steps per rollout, REINFORCE++, packed rows and processes.
 
 1. Each prompt gets k responses. A whole response is one action, and its reward is score - kl_coef * KL of its tokens.
-2. The baseline of a response is the mean reward of its k - 1 siblings. There is no value model and no GAE.
-3. One optimiser step per rollout (num_ppo_epochs = num_mini_batches = 1) is the paper's estimator, exactly REINFORCE.
-   More steps use the clipped loss of PPO, with one probability ratio per response. The benchmark of TRL v0.11 takes
-   four: benchmark/recipes/rloo_tldr_1b.toml.
-4. Responses to the same prompt share its computation: n of the k are packed in a row, [prompt | r1 | .. | rn], under a
-   block mask. Where a model cannot read such a mask, each row holds one response.
-5. Sampling and shuffling are functions of coordinates, such as (seed, purpose, update, episode, step, token) for a
-   token, and never of a generator's state.
+2. The baseline of a response is the mean reward of its k - 1 siblings. There is no value model.
+3. One optimiser step per rollout is exactly REINFORCE. More steps use PPO's clipped loss.
+4. n of the k responses share a row and the computation of their prompt, where the model can read a block mask.
+5. Sampling and shuffling are functions of coordinates, never of a generator's state.
 
-Left out on purpose: top-k and top-p (the sampled policy would not be the trained one), and
-a KL term in the loss (the KL is in the reward).
+Left out on purpose: top-k and top-p, since the sampled policy would not be the trained one, and a KL term in the loss.
 
-Read `main` first if you know the paper, else from top to bottom. A tag such as [RLOO-3] marks an implementation detail:
-benchmark/checks/details.md has its source, its test and what it is worth.
+A tag such as [RLOO-3] marks an implementation detail. benchmark/checks/details.md has its source, test and price.
 
 Shapes    P: prompts   k: responses per prompt   B = P * k: episodes of an update, the k of a prompt adjacent
           Q: query tokens, left-padded   R: response tokens, right-padded   L: columns of a row   V: vocabulary
           n: responses packed in a row, divides k   M: episodes of a micro-batch   W: rows of a forward, M / n
-          C: columns that are read   H: hidden size   F: rewards, the reward model's among them   S: stop tokens
-          L': columns that a token may see, those of the cache among them   N: held-out prompts
-Masks     True marks a real token. Masks travel with the tokens, and nothing is ever found by looking for a pad token.
+          C: columns that are read   H: hidden size   F: rewards, the reward model's included   S: stop tokens
+          L': columns that a token may see, the cache included   N: held-out prompts
+Masks     True marks a real token. Nothing is found by looking for a pad token.
 
 One process:   python rlhf_details/train_rloo.py
 N processes:   accelerate launch --num_processes N rlhf_details/train_rloo.py
@@ -45,11 +40,9 @@ from rlhf_details.utils import EVALUATION, TRAINING, Batch, in_slices
 
 
 @dataclass
-class Args(
-    flags.PolicyArgs
-):  # run, data, models, memory, reward_fn, sampler and overlap stand in plumbing/inputs/flags.py
+class Args(flags.PolicyArgs):  # which has the flags of run, data, models and memory
     exp_name: str = "train_rloo"
-    """name of the experiment, part of the run's name"""
+    """part of the run's name"""
     output_dir: str = "models/rloo"
     """folder of the trained policy"""
 
@@ -57,13 +50,13 @@ class Args(
     response_length: int = 53
     """most tokens a response may have (R)"""
     temperature: float = 0.7
-    """sampling temperature; it divides the logits of every log-prob as well"""
+    """temperature, of sampling and of every log-prob"""
     stop_token: str = "eos"
-    """sampling ends with this token: "eos" (any that the model names as an end), "none", or a text that is one token"""
+    """what ends sampling: "eos" (any that the model names as an end), "none", or a text that is one token"""
     missing_eos_penalty: float | None = 1.0
-    """what a response without the stop token pays, in points of score; None: nothing"""
+    """what a response without the stop token pays, in points of score"""
     missing_eos_mode: Literal["subtract", "replace"] = "subtract"
-    """subtract the penalty from the score, or replace the score by -penalty"""
+    """subtract it from the score, or replace the score by -penalty"""
 
     # reward and KL
     kl_coef: float = 0.03
@@ -71,16 +64,16 @@ class Args(
     normalize_reward: bool = False
     """REINFORCE++: whiten the scores over the whole batch"""
     reward_clip_range: float | None = None
-    """REINFORCE++: clip the scores to [-c, c], after whitening where that is on"""
+    """REINFORCE++: clip the (whitened) scores to [-c, c]"""
     token_level_kl: bool = False
-    """REINFORCE++: each token is an action, with a ratio of its own, and pays for the KL from itself on;
+    """REINFORCE++: each token is an action and pays for the KL from itself on;
     TRL v0.21's flag of this name only says where the KL is added"""
 
     # algorithm
     rloo_k: int = 4
     """responses per prompt (k)"""
     total_episodes: int = 10_000
-    """responses to sample in the whole run; rounded up to whole batches"""
+    """responses sampled in the whole run, rounded up to whole batches"""
     batch_size: int = 64
     """episodes per update, over all processes (B)"""
     num_mini_batches: int = 1
@@ -98,22 +91,21 @@ class Args(
     lr_schedule: Literal["linear", "cosine", "constant"] = "linear"
     """course of the learning rate over the updates"""
     warmup_ratio: float = 0.0
-    """share of the updates over which the learning rate rises linearly"""
+    """share of the updates in which the learning rate rises"""
     adam_eps: float = 1e-8
     """AdamW's epsilon"""
     weight_decay: float = 0.0
     """AdamW's weight decay"""
     max_grad_norm: float | None = 1.0
-    """clip the gradient's global norm to this; None: only log it"""
+    """clip the gradient's global norm; None: only log it"""
 
-    # memory and speed: never changes the result, up to rounding
+    # memory and speed: changes no result, up to rounding
     share_prompts: bool = True
-    """compute each prompt once for its k responses, where the model is shown to allow it"""
+    """compute each prompt once for its k responses, where the model allows it"""
 
 
-# cli.main takes these in place of the defaults above, where no flag and no --config says otherwise. A name is that of
-# an embedded task; without --dataset it is "toy". A number is for other data, by the model's size: 20e6 for fewer than
-# 20 M parameters, 500e6 for 20 M to 500 M, and so on. docs/guides/1_your_data.md says where these values are from.
+# Defaults in the place of those above: of an embedded task by its name ("toy" without --dataset), and on other data by
+# the model's size: 20e6 for fewer than 20 M parameters, and so on. docs/guides/1_your_data.md says where they are from.
 presets = {
     "toy": dict(
         eval_dataset="toy:test",
@@ -149,11 +141,11 @@ presets["toy-sum"] = presets["toy"] | dict(
 )
 
 
-# ---- models: one module call is one forward, so that every engine sees all parameters through it ---------------------
+# ---- models: one module call is one forward, so that every engine meets all parameters in it -------------------------
 class Policy(nn.Module):
-    """Next-token logits / temperature, or the log-probs of given tokens under their softmax, as fp32 numbers."""
+    """Next-token logits / temperature, or log-probs of given tokens, in fp32."""
 
-    logits_at_once = 2**24  # with labels at most so many exist at a time: 64 MiB in fp32
+    logits_at_once = 2**24  # 64 MiB in fp32
 
     def __init__(self, model, temperature):
         super().__init__()
@@ -161,10 +153,9 @@ class Policy(nn.Module):
 
     def forward(self, tokens, mask, positions, index, labels=None, cache=None):
         """
-        Args: tokens, positions [W, L]; mask [W, L'] bool or [W, 1, L, L'] additive, None where nothing is padding;
-        index [C], the columns whose logits are read; labels [W, C], the tokens that these predict; cache, one of
-        transformers, which is extended.
-        Returns: (log-probs, entropies), both [W, C] fp32, or without labels the logits / T [W, C, V] fp32.
+        Args: tokens, positions [W, L]; mask [W, L'] bool or [W, 1, L, L'] additive, None without padding; index [C],
+        the columns to read; labels [W, C], the tokens that these predict; cache, of transformers, which grows.
+        Returns: (log-probs, entropies), both [W, C]; without labels the logits / T [W, C, V].
         """
         hidden = models.hidden_states(self.model, tokens, mask, positions, cache)[:, index]  # [W, C, H]
         if labels is None:
@@ -173,24 +164,24 @@ class Policy(nn.Module):
 
     def logits(self, hidden):
         """Tempered logits [.., V] fp32 of last hidden states [.., H]."""
-        # The temperature divides the logits wherever a log-prob is computed, not in the sampler alone. [GEN-2] [GEN-3]
+        # The temperature divides the logits of every log-prob, not the sampler's alone. [GEN-2] [GEN-3]
         return self.head(hidden).float() / self.temperature
 
 
 class Reward(nn.Module):
-    """Scores: the head's output at given columns, plus the bias that normalisation left in the configuration."""
+    """Scores: the head's output at given columns, plus a bias."""
 
     def __init__(self, model):
         super().__init__()
         self.model = model
-        # `reward_bias` is the shift that train_reward.py leaves. Plain loaders ignore it. [REW-1]
+        # train_reward.py leaves this shift, which plain loaders ignore. [REW-1]
         self.bias = getattr(model.config, "reward_bias", 0.0)
 
     def forward(self, tokens, mask, positions, index):
-        """Args: tokens, mask, positions as Policy's; index [W, C], the columns to read. Returns: scores [W, C] fp32."""
+        """Scores [W, C] fp32 at the columns `index` [W, C]."""
         hidden = models.hidden_states(self.model, tokens, mask, positions)  # [W, L, H]
         hidden = hidden.gather(1, index.unsqueeze(-1).expand(-1, -1, hidden.size(-1)))  # [W, C, H]
-        # The head runs in fp32: bf16 scores between 2 and 4 would lie 1/64 apart. [RM-6]
+        # In bf16 the scores between 2 and 4 would lie 1/64 apart. [RM-6]
         with torch.autocast(hidden.device.type, enabled=False):
             return self.model.score(hidden.float()).squeeze(-1) + self.bias
 
@@ -200,10 +191,10 @@ def load_models(args, device):
     tokenizer = models.load_tokenizer(args.sft_model_path, "--sft_model_path", args)
     model = utils.disable_dropout(models.load_policy(args.sft_model_path, "--sft_model_path", args))
     policy = Policy(models.add_adapters(model, args.lora_rank), args.temperature)
-    # The reference is a copy of the initial policy. If it were the same object, the KL would stay 0. [MODEL-4]
+    # The reference is a copy. If it were the same object, the KL would stay 0. [MODEL-4]
     reference = models.frozen_copy(policy)
     reward_model = None
-    if rewards.reads_token_ids(args, tokenizer):  # Any other reward model is a function of text, in rewards.Scorer.
+    if rewards.reads_token_ids(args, tokenizer):  # Another reward model reads text, in rewards.Scorer.
         reward_model = utils.disable_dropout(models.load_reward_model(args.reward_model_path, args))
         reward_model = Reward(reward_model).requires_grad_(False).to(device).eval()
     return tokenizer, policy.to(device), reference.to(device).eval(), reward_model
@@ -211,33 +202,33 @@ def load_models(args, device):
 
 # ---- from tokens to log-probs and scores -----------------------------------------------------------------------------
 def pack(batch, n):
-    """Rows of n responses to one prompt. No response sees another, and each follows the prompt as if alone.
+    """Rows of n responses to one prompt, each of which follows the prompt as if alone.
 
              p  p  p  a1 a2 b1 b2      n = 2, prompt p p p, responses a1 a2 and b1 b2; x: it sees that one
-        p    x  .  .  .  .  .  .       the prompt's first token; the prompt is causal as well
+        p    x  .  .  .  .  .  .       the prompt's first token
         a1   x  x  x  x  .  .  .
         b2   x  x  x  .  .  x  x       b sees the prompt and its own past
-    With n = 1 this is an ordinary left-padded row with its ordinary mask [W, L].
-    Args: batch, where n adjacent episodes have the same prompt; it may be trimmed, and then R is its width.
-    Returns: tokens, mask (bool [W, L] or additive [W, 1, L, L]), positions [W, L] with L = Q + n * R, and index
-    [n * R], for each token of the responses the column whose logits predict it.
+    With n = 1 this is an ordinary left-padded row.
+    Args: batch, where n adjacent episodes have the same prompt.
+    Returns: tokens [W, L], mask (bool [W, L], or additive [W, 1, L, L] where n > 1), positions [W, L] with
+    L = Q + n * R, and index [n * R], the columns whose logits predict the responses' tokens.
     """
     (_, Q), (_, R), device = batch.queries.shape, batch.responses.shape, batch.queries.device
     query_mask = batch.query_mask[::n]  # [W, Q]
     tokens = torch.cat([batch.queries[::n], batch.responses.reshape(-1, n * R)], 1)  # [W, L]
     real = torch.cat([query_mask, batch.response_mask.reshape(-1, n * R)], 1)  # [W, L]
     step = torch.arange(R, device=device).repeat(n)  # [n * R], 0 .. R-1 for each response
-    # Positions restart with each response, as if it alone followed the prompt. [RLOO-10]
+    # Positions restart with each response. [RLOO-10]
     positions = torch.cat([utils.positions_from_mask(query_mask), query_mask.sum(1, keepdim=True) + step], 1)
     column = torch.arange(Q + n * R, device=device)  # [L]
-    # The logits in the column before a token predict it. For the first token of each response this is Q - 1. [GEN-7]
+    # The column before a token predicts it: Q - 1 for the first token of each response. [GEN-7]
     index = torch.where(step == 0, Q - 1, column[Q:] - 1)  # [n * R]
     if n == 1:
         return tokens, real, positions, index
     owner = torch.cat([torch.zeros_like(column[:Q]), 1 + torch.arange(n, device=device).repeat_interleave(R)])  # [L]
     # A token sees the prompt (owner 0) and the past of its own response. [RLOO-9]
     visible = (column.unsqueeze(1) >= column) & ((owner == 0) | (owner.unsqueeze(1) == owner))  # [L, L]
-    # Padding sees itself. In fp16 the mask's lowest number is -inf, and a row that sees nothing would be NaN. [RLOO-11]
+    # Padding sees itself, since a row that sees nothing can be NaN. [RLOO-11]
     visible = (visible & real.unsqueeze(1)) | torch.eye(len(column), dtype=torch.bool, device=device)  # [W, L, L]
     return tokens, utils.additive(visible), positions, index
 
@@ -247,55 +238,52 @@ def response_logprobs(policy, batch, n):
     M, R = batch.responses.shape
     batch = utils.trim(batch)
     outputs = policy(*pack(batch, n), labels=batch.responses.reshape(M // n, -1))  # two of [W, n * width]
-    # Padding holds zeros and no sentinel, so that sums over a row need no mask. [REW-6]
+    # Padding holds zeros, so that sums over a row need no mask. [REW-6]
     outputs = [x.reshape(batch.responses.shape) * batch.response_mask for x in outputs]  # [M, width]
     return [nn.functional.pad(x, (0, R - x.size(1))) for x in outputs]
 
 
 def response_scores(reward_model, batch, n):
-    """Scores [[M]] fp32: the reward model's output at the last real token of each response."""
+    """Scores [[M]] fp32 of a Batch: the reward model's output at the last token of each response."""
     batch = utils.trim(batch)
     (_, Q), (_, R) = batch.queries.shape, batch.responses.shape
     tokens, mask, positions, _ = pack(batch, n)
     start = Q + R * torch.arange(n, device=tokens.device)  # [n], the first column of each response
-    # The mask says which token is the last. Pad may equal EOS, so a search for an id could go wrong. [REW-2]
+    # The mask says which token is the last, since pad may equal EOS. [REW-2]
     last = start + batch.response_mask.sum(1).reshape(-1, n) - 1  # [W, n]
     return [reward_model(tokens, mask, positions, last).reshape(-1)]
 
 
 # ---- equations -------------------------------------------------------------------------------------------------------
 def has_stopped(responses, mask, stop_ids):
-    """Whether each response [B, R] holds one of stop_ids [S]. If stop_ids is empty, every response has ended."""
-    # Only real tokens are searched, because the filler, token 0, may be the stop token. [GEN-13]
+    """Whether each response [B, R] holds one of stop_ids [S], or all if there is none."""
+    # The filler, token 0, may be the stop token, so only real tokens count. [GEN-13]
     return (mask & torch.isin(responses, stop_ids)).any(1) if len(stop_ids) else mask.any(1)
 
 
 def missing_eos_scores(scores, ended, penalty, mode):
     """The EOS trick: a response that did not end pays `penalty` ("subtract"), or gets the score -penalty ("replace").
 
-    To add a constant to all scores changes no advantage under "subtract", if scores are not clipped. Under "replace" it
-    does, and the penalty can even raise a low score.
+    Under "replace" the zero of the scores matters, and the penalty can even raise a low score.
     Args: scores [B] fp32; ended [B] bool; penalty, float or None. Returns: [B].
     Source: TRL v0.11.4, rloo_trainer.py (subtract); lm-human-preferences, train_policy.py (replace).
     """
     if penalty is None:
         return scores
-    # Without the penalty an unfinished response may score well, and the policy need not learn to stop. [REW-3]
+    # Otherwise the policy need not learn to stop. [REW-3]
     return torch.where(ended, scores, scores - penalty if mode == "subtract" else torch.full_like(scores, -penalty))
 
 
 def shape_scores(scores, scored, normalize, clip_range):
-    """Scores [B], whitened over those of the batch that are `scored` (`normalize`), then clipped to [-clip_range,
-    clip_range] if it is given.
-    """
+    """Scores [B], whitened over the `scored` ones (`normalize`), then clipped to [-clip_range, clip_range]."""
     if normalize:
         scores = utils.masked_whiten(scores, scored)
-    # Clipping keeps one outlier from dominating the batch. [RLOO-13]
+    # One outlier cannot dominate the batch. [RLOO-13]
     return scores if clip_range is None else scores.clamp(-clip_range, clip_range)
 
 
 def has_baseline(scored, k):
-    """Which responses [B] are scored and, where k > 1, have a scored sibling among the k adjacent ones."""
+    """Which responses [B] are scored and, where k > 1, have a scored sibling."""
     count = scored.reshape(-1, k).sum(1).repeat_interleave(k)  # [B]
     return scored & (count >= min(k, 2))
 
@@ -303,23 +291,21 @@ def has_baseline(scored, k):
 def rloo_advantages(rewards, k, scored):
     """Each reward minus the mean reward of its scored siblings: A_i = R_i - (sum_j R_j - R_i) / (k - 1).
 
-    Args: rewards [B], the k of a prompt adjacent; k >= 2; scored [B] bool. A response that is not scored, or
-    has no scored sibling, has the advantage 0. Returns: [B]; each group sums to 0.
+    Args: rewards [B], the k >= 2 of a prompt adjacent; scored [B] bool. Returns: [B], 0 without `has_baseline`.
     Source: arXiv 2402.14740, the estimator RLOO_k.
     """
     rewards, scored = (rewards * scored).reshape(-1, k), scored.reshape(-1, k)  # [P, k]
     num_siblings = scored.sum(1, keepdim=True) - 1  # [P, 1], k - 1 where all are scored
-    # The baseline leaves out the response's own reward, so the gradient stays unbiased. Unlike GRPO there is no
-    # division by the standard deviation. [RLOO-3]
+    # Without the response's own reward the gradient stays unbiased. Nothing is divided by the deviation. [RLOO-3]
     baseline = (rewards.sum(1, keepdim=True) - rewards) / num_siblings.clamp(min=1)
     return ((rewards - baseline) * (scored & (num_siblings > 0))).reshape(-1)
 
 
 def token_level_advantages(scores, kl, k, kl_coef, scored):
-    """A_t = (score minus its leave-one-out baseline) - kl_coef * sum of kl_u for u >= t. If k is 1, no baseline.
+    """A_t = (score minus its leave-one-out baseline, where k > 1) - kl_coef * sum of kl_u for u >= t.
 
     Args: scores [B]; kl [B, R], 0 at padding; scored [B] bool. Returns: [B, R].
-    Source: REINFORCE++, arXiv 2501.03262, for the sum over later tokens. The leave-one-out baseline is ours.
+    Source: REINFORCE++, arXiv 2501.03262; the leave-one-out baseline is ours.
     """
     # A token does not pay for the KL of the tokens before it. [RLOO-4]
     later_kl = kl.flip(1).cumsum(1).flip(1)  # [B, R]
@@ -329,52 +315,48 @@ def token_level_advantages(scores, kl, k, kl_coef, scored):
 def rloo_policy_loss(logprobs, old_logprobs, mask, advantages, cliprange):
     """The clipped surrogate, one term for each action: max(-A * ratio, -A * clip(ratio, 1 - c, 1 + c)).
 
-    Args: logprobs, old_logprobs, mask [M, R]. advantages [M] where an action is a response, with ratio = exp(sum of its
-    log-ratios), or [M, R] where an action is a token.
+    Args: logprobs, old_logprobs, mask [M, R]; advantages [M] where an action is a response, [M, R] where it is a token.
     Returns: (losses, log-ratios, clipped), all of the advantages' shape.
     """
     logratio = (logprobs - old_logprobs) * mask
     if advantages.dim() == 1:
-        # The action is the whole response, so its log-ratio is the sum over its tokens. [RLOO-5]
+        # The log-ratio of a whole response is the sum over its tokens. [RLOO-5]
         logratio, mask = logratio.sum(1), mask.any(1)  # [M]
     ratio = logratio.exp()
     losses1 = -advantages * ratio
     losses2 = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
-    # The larger loss counts. So leaving the range gains nothing, but a ratio that has left it at the other side, below
+    # The larger loss counts: leaving the range gains nothing, and a ratio that has left it at the wrong side, below
     # 1 - c where A > 0 or above 1 + c where A < 0, keeps its gradient. [RLOO-6]
     losses = torch.max(losses1, losses2)
     return losses * mask, logratio, (losses2 > losses1) & mask
 
 
 def in_equal_group(scores, k, scored):
-    """Whether each of the scores [B] is in a group of k adjacent ones that are all equal, where only the KL teaches.
-
-    Args: scored [B] bool; the others are not compared.
-    """
+    """Whether each response [B] is in a group of k whose scores, where `scored`, are equal: only the KL teaches."""
     highest = scores.masked_fill(~scored, -math.inf).reshape(-1, k).amax(1)
     lowest = scores.masked_fill(~scored, math.inf).reshape(-1, k).amin(1)
     return (highest <= lowest).repeat_interleave(k)
 
 
 def shuffled_groups(num_prompts, k, num_mini_batches, device, *coordinates):
-    """Yields the episodes [B / num_mini_batches] of each minibatch; the coordinates decide the order of the prompts."""
+    """Yields the episodes [B / num_mini_batches] of each minibatch, in an order that the coordinates decide."""
     order = torch.tensor(utils.permutation(num_prompts, *coordinates), device=device)  # [P]
     for prompts in order.chunk(num_mini_batches):
-        # Siblings may share a row, so the group of a prompt stays whole. [RLOO-8]
+        # Siblings may share a row, so a group stays whole. [RLOO-8]
         yield (prompts.unsqueeze(1) * k + torch.arange(k, device=device)).reshape(-1)
 
 
 # ---- held-out evaluation ---------------------------------------------------------------------------------------------
 @torch.no_grad()
 def evaluate(policy, sample, reference, reward_model, score, prompts, stop_ids, args, accelerator):
-    """One response to each held-out prompt, sampled as in training, with the same noise each time, and what it scores.
+    """Samples one response to each held-out prompt, as in training and with the same noise each time, and scores it.
 
-    Returns: ({"eval/objective/..": mean over the prompts}, episodes to show); call it on every process.
+    Returns: ({"eval/objective/..": mean}, episodes to show). Call it on every process.
     """
     if not prompts:
         return {}, None
     policy.eval()
-    # A share is filled up with rows that come twice, so that all processes have equally many. They are cut off below.
+    # Rows that make the shares equally long are cut off below.
     episodes, rows = data.my_share(prompts, accelerator)
     queries, query_mask = utils.left_pad([row.ids for row in rows], accelerator.device)
     key = args.seed, EVALUATION, 0
@@ -384,9 +366,7 @@ def evaluate(policy, sample, reference, reward_model, score, prompts, stop_ids, 
         ref_logprobs, _ = in_slices(response_logprobs, reference, batch, args.micro_batch_size, 1)
         model_scores = in_slices(response_scores, reward_model, batch, args.micro_batch_size, 1) if reward_model else []
         rewards_of_each, scored = score(rows, batch, *model_scores)  # [N / world, F], [N / world]
-    # The KL is taken from the log-probs of what sampled. Those of --sampler vllm are a little off, which is good enough
-    # for a number that is only logged.
-    kl = (logprobs - ref_logprobs).sum(1)  # [N / world]
+    kl = (logprobs - ref_logprobs).sum(1)  # [N / world], from the sampler's log-probs
     gathered = accelerator.gather((responses, response_mask, kl, rewards_of_each, scored))
     responses, response_mask, kl, rewards_of_each, scored = (x[: len(prompts)] for x in gathered)
     ended = has_stopped(responses, response_mask, stop_ids)
@@ -397,7 +377,7 @@ def evaluate(policy, sample, reference, reward_model, score, prompts, stop_ids, 
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
 def check(args):
-    """Exits with an error (exit code 2) if arguments contradict each other."""
+    """Ends the program where arguments contradict each other."""
     cli.check(args)
     rewards.check(args)
     unit = args.num_mini_batches * args.rloo_k * console.world_size()
@@ -408,12 +388,12 @@ def check(args):
 
 
 def main(args: Args):
-    """Trains; returns {"before": .., "after": held-out metrics, "metrics": the last row, "run": folder}."""
+    """Trains. Returns {"before", "after": held-out metrics, "metrics": the last row, "run": folder}."""
     check(args)
-    accelerator = engines.start(args)  # one process, DDP, FSDP2 or DeepSpeed; it trains missing toy stages, then seeds
+    accelerator = engines.start(args)  # for one process, DDP, FSDP2 or DeepSpeed
     device, world, rank = accelerator.device, accelerator.num_processes, accelerator.process_index
     k, B, R = args.rloo_k, args.batch_size, args.response_length
-    episodes = torch.arange(B, device=device)  # [B], the number of each episode in its update
+    episodes = torch.arange(B, device=device)  # [B], the numbers of an update's episodes
     mine = slice(rank * B // world, (rank + 1) * B // world)  # those of this process
     one_step = args.num_ppo_epochs * args.num_mini_batches == 1
 
@@ -421,42 +401,37 @@ def main(args: Args):
     tokenizer, policy, reference, reward_model = load_models(args, engines.loading_device(accelerator))
     stop_ids = stop_tokens.stop_ids(tokenizer, args.stop_token, "--stop_token", device)  # [S]
     prompts, held_out = data.load_prompts(args, tokenizer, room=models.context(policy, reward_model) - R)
-    # A forward takes `size` episodes, n packed in each row (n divides size and k), and the sampler packs rollout_n.
-    # `packing.choose` packs only where it finds that packed and plain rows have the same log-probs and scores.
+    # A forward takes `size` episodes, n packed in a row, and the sampler packs rollout_n. Both are 1 where packed rows
+    # have other log-probs or scores.
     packed = packing.choose(args, k, policy, reward_model, prompts, response_logprobs, response_scores)
     n, size = packed.n, packed.size
-    # score(rows, batch, model_scores) joins the reward model's scores with those of functions of text, such as
-    # f(prompts=["2 + 3 ="], completions=[" 5"], answer=["5"]) -> [1.0]. It gives each response F rewards, NaN where one
-    # does not apply or abstains. A reward model with a chat template of its own reads text, in `score`.
+    # score(rows, batch, model_scores) adds the rewards of functions of text, such as
+    # f(prompts=["2 + 3 ="], completions=[" 5"], answer=["5"]) -> [1.0].
     score = rewards.Scorer(args, accelerator, tokenizer, size, stop_ids)
     reward_model = score.take_text_model(reward_model, prompts, held_out)
     optimizer = utils.adamw(policy, args.learning_rate, args.adam_eps, args.weight_decay)
-    # The reference and the reward model are put under the engine in place.
     frozen = reference, reward_model or score.text_model
     policy, optimizer = engines.prepare(args, accelerator, policy, optimizer, *frozen)
-    num_updates = math.ceil(args.total_episodes / B)  # Round up, so that at least total_episodes are sampled. [OPT-10]
-    # What is in the list belongs to what a run is, as its arguments do: --resume compares it.
+    num_updates = math.ceil(args.total_episodes / B)  # Rounded up: at least total_episodes are sampled. [OPT-10]
     run = Run(args, accelerator, tokenizer, num_updates, prompts, [held_out, *frozen])
 
     def prompts_of(update):
-        """The prompts of an update, k copies of each, B in all. --overlap reads them ahead."""
-        # The k copies of a prompt stand side by side, because baseline and packing take adjacent rows. [RLOO-1]
+        """The B rows of an update, each prompt k times."""
+        # The k copies stand side by side, because baseline and packing take adjacent rows. [RLOO-1]
         return [prompt for prompt in prompts.of_update(update, B // k, args.seed) for _ in range(k)]
 
-    # sample(policy, queries, query_mask, episodes, n, key) is utils.sample with its other arguments filled in, or what
-    # --sampler vllm has in its place. Under --overlap a thread samples training batches an update ahead, and evaluation
-    # has the newest weights.
+    # sample(policy, queries, query_mask, episodes, n, key) is utils.sample, or vLLM, or either an update ahead.
     sample = samplers.choose(args, run, [*prompts, *held_out], prompts_of, stop_ids)
     run.resume(policy, optimizer)
     if run.first_update == 1:
         run.log(0, *evaluate(policy, sample, reference, reward_model, score, held_out, stop_ids, args, accelerator))
 
     for update in range(run.first_update, num_updates + 1):
-        # The learning rate changes from update to update, and all steps of an update have the same. [OPT-2]
+        # All steps of an update have the same learning rate. [OPT-2]
         lr = utils.learning_rate_at(update, num_updates, args.learning_rate, args.lr_schedule, args.warmup_ratio)
         optimizer.param_groups[0]["lr"] = lr
 
-        # ---- 1. Rollout: k responses to each prompt; every process samples its share ---------------------------------
+        # ---- 1. Rollout: k responses to each prompt ------------------------------------------------------------------
         rows = prompts_of(update)  # B rows of the data set
         queries, query_mask = utils.left_pad([row.ids for row in rows], device)  # [B, Q]
         policy.eval()
@@ -467,18 +442,16 @@ def main(args: Args):
             )  # [B / world, R]
             run.lap("rollout")
 
-            # ---- 2. Scores: the rewards, and the log-probs that the KL and the ratio start from ----------------------
+            # ---- 2. Scores: rewards and log-probs --------------------------------------------------------------------
             batch = Batch(queries[mine], query_mask[mine], responses, response_mask)
             ref_logprobs, _ = in_slices(response_logprobs, reference, batch, size, n)
-            old_logprobs = sampled_logprobs  # With one step only the reward's KL and the logged entropy use them.
+            old_logprobs = sampled_logprobs
             if not one_step or sample.is_another:
-                # The ratio compares two forwards of the same code, so that it starts at 1 up to rounding. Where
-                # something else has sampled, KL and weights need this policy's log-probs as well. [GEN-9]
+                # The ratio compares two forwards of the same code, so it starts at 1 up to rounding. [GEN-9]
                 old_logprobs, _ = in_slices(response_logprobs, policy, batch, size, n)
             model_scores = in_slices(response_scores, reward_model, batch, size, n) if reward_model else []
             rewards_of_each, scored = score(rows[mine], batch, *model_scores)  # [B / world, F], [B / world]
-        # Advantages, minibatches and metrics need the whole batch, so gather it once. Until phase 5 takes its
-        # shares, every tensor holds the whole batch, on every process. [REW-7]
+        # Every process gathers the whole batch once, and phases 3 and 4 are computed on all of it. [REW-7]
         responses, response_mask, sampled_logprobs, old_logprobs, ref_logprobs = accelerator.gather(
             (responses, response_mask, sampled_logprobs, old_logprobs, ref_logprobs)
         )
@@ -487,20 +460,20 @@ def main(args: Args):
         run.lap("scores")
 
         # ---- 3. Rewards: one for each response -----------------------------------------------------------------------
-        #   response        a    b   EOS   .    .      nothing is sampled after the stop token
-        #   response_mask   1    1    1    0    0      the stop token counts as well: it has a log-prob and a KL
+        #   response        a    b   EOS   .    .
+        #   response_mask   1    1    1    0    0      the stop token counts: it has a log-prob and a KL
         ended = has_stopped(responses, response_mask, stop_ids)  # [B]
-        # A score is the weighted sum of the F rewards. NaN: one does not apply to this kind of prompt. [REW-4]
+        # The weighted sum of the F rewards; NaN: one does not apply to this kind of prompt. [REW-4]
         scores = (rewards_of_each * score.weights).nansum(1)  # [B]
         scores = missing_eos_scores(scores, ended, args.missing_eos_penalty, args.missing_eos_mode)  # [B]
         shaped_scores = shape_scores(scores, scored, args.normalize_reward, args.reward_clip_range)  # [B]
-        # The KL estimate "k1": its mean is the KL, and REINFORCE with it as a reward follows the KL's gradient. [REW-5]
+        # As a reward this estimate, "k1", follows the KL's gradient. [REW-5]
         kl = old_logprobs - ref_logprobs  # [B, R], 0 at padding
         # The KL is summed, because the whole response is one action. [RLOO-2]
         rlhf_rewards = shaped_scores - args.kl_coef * kl.sum(1)  # [B]
 
         # ---- 4. Advantages -------------------------------------------------------------------------------------------
-        # A response from which a reward abstained counts nowhere, neither in a baseline nor in a mean.
+        # A response from which a reward abstained counts nowhere.
         is_action = has_baseline(scored, k)  # [B]
         if args.token_level_kl:  # REINFORCE++: every token is an action.
             is_action = response_mask & is_action.unsqueeze(1)  # [B, R]
@@ -509,30 +482,29 @@ def main(args: Args):
             advantages = rloo_advantages(rlhf_rewards, k, scored)  # [B]
         if args.normalize_advantage:
             advantages = utils.masked_whiten(advantages, is_action)  # over the whole batch [RLOO-14]
-        # With --sampler vllm or --overlap, what sampled is not quite this policy. Weights make up for it. [GEN-15]
+        # Weights make up for a sampler that is not quite this policy. [GEN-15]
         advantages, weight_metrics = sample.weigh(advantages, old_logprobs, sampled_logprobs, response_mask)
 
-        # ---- 5. Optimise: micro-batches add up to exactly one gradient for each minibatch ----------------------------
-        policy.train()  # Every dropout is 0. Training mode only lets gradient checkpointing work.
+        # ---- 5. Optimise ---------------------------------------------------------------------------------------------
+        policy.train()  # Gradient checkpointing needs it.
         means = utils.Means(device)
         for epoch in range(args.num_ppo_epochs):
-            # Every pass has an order of its own. [OPT-9]
+            # Each pass has its own order. [OPT-9]
             minibatches = shuffled_groups(B // k, k, args.num_mini_batches, device, args.seed, update, epoch)
             for number, minibatch in enumerate(minibatches):
-                num_actions = is_action[minibatch].sum()  # of the whole minibatch, over all processes
+                num_actions = is_action[minibatch].sum()  # over all processes
                 micro_batches = minibatch.chunk(world)[rank].split(size)
                 for i, (m, micro_batch) in enumerate(utils.split(batch, micro_batches)):  # m: its episodes
                     with engines.accumulate(accelerator, policy, is_last=i + 1 == len(micro_batches)):
                         logprobs, entropies = response_logprobs(policy, micro_batch, n)  # [M, R]
-                        # With one step per rollout the policy is compared with itself, so the ratio is exactly 1 and
-                        # rounding cannot trigger the clip. The gradient is then REINFORCE's, -A * grad log p. [RLOO-7]
+                        # With one step the ratio is exactly 1, and the gradient REINFORCE's, -A * grad log p. [RLOO-7]
                         old = logprobs.detach() if one_step else old_logprobs[m]
                         losses, logratio, clipped = rloo_policy_loss(
                             logprobs, old, response_mask[m], advantages[m], args.cliprange
                         )  # [M], or [M, R] where an action is a token
-                        # The whole minibatch's count makes micro-batches add up to its gradient. [OPT-5]
+                        # With the whole minibatch's count, micro-batches add up to its gradient. [OPT-5]
                         loss = losses.sum() / num_actions.clamp(min=1)
-                        accelerator.backward(loss * world)  # The engines average over processes, but we sum. [OPT-6]
+                        accelerator.backward(loss * world)  # The engines average over processes. [OPT-6]
                     of_actions = {
                         "loss/policy_avg": losses,
                         "policy/approxkl_avg": 0.5 * logratio**2,  # of an action [LOG-3]
@@ -542,20 +514,18 @@ def main(args: Args):
                     means.add({"policy/entropy_avg": entropies}, response_mask[m])
                     means.add_ratios(logratio, is_action[m])
                     if epoch == number == 0:  # before the first step [LOG-6]
-                        # What a gap shows is rounding, another engine, or --overlap.
+                        # The first shows another sampler's gap, the second rounding.
                         means.add_max("val/logprob_gap", (logprobs - sampled_logprobs[m]).abs())
-                        # This one shows rounding alone, and with one step it is exactly 1.
                         means.add_max("val/first_ratio", logratio.abs().clamp(max=20).exp())
-                if not num_actions:  # Without an action there is no gradient, only Adam's momentum.
+                if not num_actions:  # Adam's momentum alone would move the weights.
                     engines.forget_gradient(accelerator, policy, optimizer)
                     continue
-                # Where the norm is not finite, the run ends and names the update and this number.
                 norm = engines.clip_and_step(accelerator, policy, optimizer, args.max_grad_norm, run, number)
                 means.add({"policy/grad_norm": norm})
         run.lap("optimise")
 
         # ---- 6. Log --------------------------------------------------------------------------------------------------
-        # The logged KL and entropy are those of the policy that sampled, which --overlap makes one update old.
+        # KL and entropy are logged of the policy that sampled.
         logged = sample.behaviour_logprobs(old_logprobs, sampled_logprobs)  # [B, R]
         logged_kl = (logged - ref_logprobs).sum(1)  # [B]
         metrics = means.reduce(accelerator) | score.by_name(rewards_of_each, "objective/")
@@ -564,7 +534,7 @@ def main(args: Args):
             "lr": lr,
             "objective/scores": utils.masked_mean(scores, scored),
             "objective/kl": utils.masked_mean(logged_kl, scored),
-            "objective/non_score_reward": -args.kl_coef * utils.masked_mean(kl.sum(1), scored),  # is added [LOG-5]
+            "objective/non_score_reward": -args.kl_coef * utils.masked_mean(kl.sum(1), scored),  # added [LOG-5]
             "objective/rlhf_reward": utils.masked_mean(rlhf_rewards, scored),
             "objective/entropy": -utils.masked_mean((logged * response_mask).sum(1), scored),  # no padding [LOG-1]
             "val/abstained": 1 - scored.float().mean(),
@@ -582,7 +552,7 @@ def main(args: Args):
             shown = eval_shown or shown
         run.log(update, metrics, shown)
         run.checkpoint_if_due(update, policy, optimizer)
-    return run.finish(policy)  # the model folder with its card, before -> after, and the upload
+    return run.finish(policy)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ Left out on purpose: packing several rows into one, which needs a block mask (tr
 
 Shapes    B: rows of a minibatch   M: rows of a micro-batch   L: tokens of a row, left-padded   V: vocabulary
           T: targets, the tokens that are learnt   Q: query tokens   N: columns that are read
-Masks     True marks a real token. Masks travel with the tokens, and nothing is ever found by looking for a pad token.
+Masks     True marks a real token. Nothing is found by looking for a pad token.
 
 One process:   python rlhf_details/train_sft.py
 N processes:   accelerate launch --num_processes N rlhf_details/train_sft.py
@@ -38,9 +38,9 @@ from rlhf_details.utils import EVALUATION
 
 
 @dataclass
-class Args(flags.RunArgs):  # run, data, models and memory stand in plumbing/inputs/flags.py
+class Args(flags.RunArgs):  # which has the flags of run, data, models and memory
     exp_name: str = "train_sft"
-    """name of the experiment, part of the run's name"""
+    """part of the run's name"""
     output_dir: str = "models/sft"
     """folder of the trained model"""
 
@@ -89,7 +89,7 @@ class Args(flags.RunArgs):  # run, data, models and memory stand in plumbing/inp
     weight_decay: float = 0.01
     """AdamW's weight decay"""
     max_grad_norm: float | None = 1.0
-    """clip the gradient's global norm to this; None: only log it"""
+    """clip the gradient's global norm; None: only log it"""
 
     # sampling, for ROUGE-L
     response_length: int = 53
@@ -98,9 +98,8 @@ class Args(flags.RunArgs):  # run, data, models and memory stand in plumbing/inp
     """sampling temperature; the loss is always that of temperature 1"""
 
 
-# What a run takes in place of the defaults above, where no flag and no --config says otherwise. A name is that of an
-# embedded task. A number is for other data, by the model's size: 20e6 for fewer than 20 M parameters, 500e6 for 20 M to
-# 500 M, and so on. docs/guides/1_your_data.md says where these values are from.
+# Defaults in the place of those above: of an embedded task by its name ("toy" without --dataset), and on other data by
+# the model's size: 20e6 for fewer than 20 M parameters, and so on. docs/guides/1_your_data.md says where they are from.
 presets = {
     "toy": dict(
         eval_dataset="toy:test",
@@ -141,7 +140,7 @@ presets["toy-sum"] = presets["toy"] | dict(
 )
 
 
-# ---- model: one module call is one forward, so that every engine sees all parameters through it ----------------------
+# ---- model: one module call is one forward, so that every engine meets all parameters in it --------------------------
 class LanguageModel(nn.Module):
     """The cross-entropy of targets, or for the sampler next-token logits of softmax(logits / temperature), in fp32."""
 
@@ -161,7 +160,7 @@ class LanguageModel(nn.Module):
         hidden = models.hidden_states(self.model, tokens, mask, positions, cache)  # [M, L, H]
         if is_target is None:
             return self.logits(hidden[:, index]) / self.temperature
-        # The logits in the column before a token predict it, EOS among them. [SFT-2]
+        # The column before a token predicts it, EOS among them. [SFT-2]
         is_target = is_target[:, 1:]  # [M, L-1]
         hidden, labels = hidden[:, :-1][is_target], tokens[:, 1:][is_target]  # [T, H], [T]
         logprobs, _ = utils.token_logprobs(self.logits, hidden, labels, self.logits_at_once // self.head.vocab_size)
@@ -252,7 +251,7 @@ def evaluate(language_model, rows, tokenizer, args, accelerator):
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
 def check(args):
-    """Exits with an error (exit code 2) if arguments contradict each other."""
+    """Ends the program where arguments contradict each other."""
     cli.check(args)
     if args.batch_size % console.world_size():
         console.fail(f"--batch_size {args.batch_size}: not divisible by the {console.world_size()} processes")
@@ -290,13 +289,13 @@ def main(args: Args):
 
         # ---- 1. Minibatch: every process has all of its rows, and trains on its share --------------------------------
         epoch, place = divmod(step - 1, steps_per_epoch)
-        order = utils.permutation(len(train), args.seed, epoch)  # Every epoch has an order of its own.
+        order = utils.permutation(len(train), args.seed, epoch)  # Each epoch has its own order.
         minibatch = [train[i] for i in order[place * B : (place + 1) * B]]
         batch = tokens_and_targets(minibatch, args.completion_only, device)  # each [B, L]
-        num_targets = batch[2].sum().clamp(min=1)  # of the whole minibatch, over all processes
+        num_targets = batch[2].sum().clamp(min=1)  # over all processes
 
-        # ---- 2. Optimise: micro-batches add up to exactly one gradient -----------------------------------------------
-        language_model.train()  # Every dropout is 0. Training mode only lets gradient checkpointing work.
+        # ---- 2. Optimise ---------------------------------------------------------------------------------------------
+        language_model.train()  # Gradient checkpointing needs it.
         means = utils.Means(device)
         micro_batches = torch.arange(B, device=device)[rank::world].split(size)
         for i, m in enumerate(micro_batches):
@@ -305,7 +304,7 @@ def main(args: Args):
                 # Divide by the count of the whole minibatch. A mean per row or per micro-batch would give the tokens of
                 # short rows more weight. [SFT-3]
                 loss = losses.sum() / num_targets
-                accelerator.backward(loss * world)  # The engines average over processes, but we sum. [OPT-6]
+                accelerator.backward(loss * world)  # The engines average over processes. [OPT-6]
             means.add({"train/sft/loss": losses})
         norm = engines.clip_and_step(accelerator, language_model, optimizer, args.max_grad_norm, run)
         run.lap("optimise")
@@ -317,7 +316,7 @@ def main(args: Args):
             metrics |= evaluate(language_model, held_out, tokenizer, args, accelerator)
         run.log(step, metrics)
         run.checkpoint_if_due(step, language_model, optimizer)
-    return run.finish(language_model)  # the model folder with its card, the held-out metrics, and the upload
+    return run.finish(language_model)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
 """
-What all pages share and a reader should read once: masks and padding, orders and the learning rate, the sampler, and
-the means that become metrics. Nothing runs at import.
+What all pages share: masks and padding, orders and the learning rate, the sampler, and the means that become metrics.
 
 Shapes    B: episodes   n: adjacent episodes that share a prompt and a row   W = B / n: rows   V: vocabulary
           Q: query tokens   R: response tokens   L: columns of a row   S: tokens that end a response   H: hidden size
-Masks     True marks a real token. Masks travel with the tokens, and nothing is ever found by looking for a pad token.
+Masks     True marks a real token. Nothing is found by looking for a pad token.
 """
 
 import functools
@@ -32,23 +31,19 @@ def masked_whiten(x, mask, shift_mean=True):
 
     Source: openai/lm-human-preferences, lm_human_preferences/utils/core.py.
     """
-    # Subtract one entry first: equal entries become exactly 0. Else their rounding errors would be divided by 1e-4, the
-    # root of 1e-8.
+    # Less one of them, equal entries are exactly 0. Otherwise their rounding would be divided by the root of 1e-8.
     first = x.take(mask.int().argmax())
     x = x - first
     mean = masked_mean(x, mask)
-    variance = masked_mean((x - mean) ** 2, mask)  # The variance is the biased one, as in tf.nn.moments. [PPO-11]
+    variance = masked_mean((x - mean) ** 2, mask)  # the biased one, as in tf.nn.moments [PPO-11]
     whitened = (x - mean) * torch.rsqrt(variance + 1e-8)
     return (whitened if shift_mean else whitened + mean + first) * mask
 
 
 def left_pad(rows, device=None):
-    """Lists of token ids -> (tokens [B, L] int64, mask [B, L] bool), padded on the left.
-
-    The filler is token 0. No code reads it, because only the mask says which tokens are real. So pad may equal EOS.
-    """
+    """Lists of token ids -> (tokens [B, L] int64, mask [B, L] bool), padded on the left with token 0."""
     width = max(map(len, rows))
-    # With the padding on the left, every prompt ends in the column before its response begins. [DATA-5]
+    # Every prompt ends in the column before its response begins. [DATA-5]
     tokens = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows], device=device)
     mask = torch.tensor([[False] * (width - len(row)) + [True] * len(row) for row in rows], device=device)
     return tokens, mask
@@ -59,7 +54,7 @@ def positions_from_mask(mask):
 
     Source: lm-human-preferences, language/model.py.
     """
-    return (mask.cumsum(-1) - 1).clamp(min=0)  # Otherwise GPT-2's learnt positions would count the padding. [DATA-6]
+    return (mask.cumsum(-1) - 1).clamp(min=0)  # Padding does not count. [DATA-6]
 
 
 class Batch(NamedTuple):
@@ -73,24 +68,21 @@ class Batch(NamedTuple):
 
 
 def split(batch, parts):
-    """[(part, its Batch with the widths)] for parts of a Batch's rows. Args: parts, a list of row numbers or slices."""
+    """[(part, its Batch with the widths)] for parts of a Batch's rows, which are row numbers or slices."""
     first = [batch.query_mask[m].any(0).int().argmax() for m in parts]
     longest = [batch.response_mask[m].sum(1).max() for m in parts]
-    # To know a width the host waits for the device. So it asks for those of all parts together.
+    # The host waits for the device to know a width, so it asks for all at once.
     widths = torch.stack([torch.stack(first), torch.stack(longest)], 1).tolist()
     return [(m, Batch(*(x[m] for x in batch[:4]), known)) for m, known in zip(parts, widths, strict=True)]
 
 
 def slices(num_rows, size):
-    """Slices of `size` rows each; the last may be shorter."""
+    """Slices of at most `size` rows."""
     return [slice(start, start + size) for start in range(0, num_rows, size)]
 
 
 def trim(batch, extra=0):
-    """The Batch without the columns that are padding in every row.
-
-    extra: how many columns to keep after the longest response (PPO's value model reads one more).
-    """
+    """The Batch without the columns that are padding in every row, but for `extra` ones after the longest response."""
     first, width = batch.widths or split(batch, [slice(None)])[0][1].widths
     return Batch(
         batch.queries[:, first:],
@@ -101,20 +93,16 @@ def trim(batch, extra=0):
 
 
 def in_slices(function, model, batch, size, *rest):
-    """Calls function(model, part, *rest) for parts of `size` rows of a Batch, and joins what it returns, a list.
-
-    The size bounds memory and changes no result, up to rounding.
-    """
+    """Calls function(model, part, *rest) for parts of `size` rows of a Batch, and joins the lists that it returns."""
     found = [function(model, part, *rest) for _, part in split(batch, slices(len(batch.queries), size))]
     return [torch.cat(results) for results in zip(*found, strict=True)]
 
 
 def token_logprobs(logits, hidden, labels, size, compare=None, states=None):
-    """Log-probs of tokens and entropies of their distributions, fp32 and of the labels' shape, and what `compare` says.
+    """Log-probs of the labels and entropies, fp32 and of the labels' shape, and what `compare` says.
 
-    Args: logits(hidden [K, H]) -> logits / T [K, V] fp32; hidden [.., H], the states before the tokens; labels [..],
-    the tokens; size, of how many tokens the logits may exist at a time; compare(log-softmax [K, V], part of `states`)
-    -> [K] fp32, with states [.., H'], those of another model: train_distill.py compares with the teacher's.
+    Args: logits(hidden [K, H]) -> logits / T [K, V] fp32; hidden [.., H], the states before the tokens; labels [..];
+    size, how many tokens' logits may exist at a time; compare(log-softmax [K, V], part of `states` [.., H']) -> [K].
     """
 
     def of_piece(hidden, labels, *states):
@@ -125,9 +113,9 @@ def token_logprobs(logits, hidden, labels, size, compare=None, states=None):
         return (*found, compare(log_softmax, *states)) if compare else found
 
     flat = hidden.flatten(0, -2), labels.flatten(), *([states.flatten(0, -2)] if compare else [])
-    # All logits would be V numbers for each token, and as many gradients, so they are computed piece by piece. [GEN-8]
+    # All logits would be V numbers for each token, and as many gradients. [GEN-8]
     pieces = [x.split(max(1, size)) for x in flat]
-    # The backward pass computes a piece again, so that only one exists at a time.
+    # The backward pass computes a piece again.
     again = functools.partial(checkpoint, of_piece, use_reentrant=False) if len(pieces[0]) > 1 else of_piece
     found = zip(*map(again, *pieces), strict=True)
     return tuple(torch.cat(x).reshape(labels.shape) for x in found)
@@ -136,70 +124,63 @@ def token_logprobs(logits, hidden, labels, size, compare=None, states=None):
 # ---- orders and optimiser --------------------------------------------------------------------------------------------
 @functools.lru_cache(maxsize=16)
 def permutation(n, *coordinates):
-    """A shuffle of range(n) as a tuple, which depends only on the integer coordinates, e.g. (seed, epoch)."""
-    # numpy pads its seeds with zeros, so that (1, 2) and (1, 2, 0) would be the same. Their number tells them apart.
+    """A shuffle of range(n), as a tuple, which the integer coordinates decide, e.g. (seed, epoch)."""
+    # numpy pads seeds with zeros: (1, 2) and (1, 2, 0) would be the same without their number.
     return tuple(np.random.default_rng((len(coordinates), *coordinates)).permutation(n).tolist())
 
 
 def rows_of_update(update, count, num_rows, seed):
     """The numbers of the `count` rows of an update (from 1): pass after pass over num_rows rows."""
     stream = range((update - 1) * count, update * count)
-    # Prompts come round again, each time in another order, which only the seed and the pass decide. [DATA-7]
+    # Each pass has another order, which only the seed and its number decide. [DATA-7]
     return [permutation(num_rows, seed, i // num_rows)[i % num_rows] for i in stream]
 
 
 def learning_rate_at(step, num_steps, learning_rate, schedule, warmup_ratio=0.0):
     """Learning rate of step 1 .. num_steps: it rises to `learning_rate` in the warm-up, then falls towards 0 or stays.
 
-    Where it falls, step num_steps + 1 would be the first with rate 0.
-    Args: schedule "linear" (as in lm-human-preferences), "cosine" or "constant"; warmup_ratio, a share of the steps.
+    Args: schedule, "linear" (as in lm-human-preferences), "cosine" or "constant"; warmup_ratio, a share of the steps.
     """
     warmup = math.ceil(warmup_ratio * num_steps - 1e-9)  # 0.07 * 100 is a little above 7.
     if step <= warmup:
         return learning_rate * step / warmup
-    done = (step - 1 - warmup) / max(1, num_steps - warmup)  # This is 0 at the first step after the warm-up. [OPT-1]
+    done = (step - 1 - warmup) / max(1, num_steps - warmup)  # 0 at the first step after the warm-up [OPT-1]
     shape = {"linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done)), "constant": 1.0}
     return learning_rate * shape[schedule]
 
 
 def adamw(model, learning_rate, eps, weight_decay):
-    """torch's AdamW over the parameters of a model that are trained. Biases and norms decay as well."""
+    """torch's AdamW over the trained parameters of a model, biases and norms included."""
     parameters = [p for p in model.parameters() if p.requires_grad]
-    # Set eps and weight decay explicitly: torch's defaults are not the recipe's. [OPT-4]
+    # torch's own eps and weight decay are not the recipe's. [OPT-4]
     return torch.optim.AdamW(parameters, lr=learning_rate, eps=eps, weight_decay=weight_decay)
 
 
 def disable_dropout(model):
-    """Sets every dropout of a model to zero and returns the model in training mode.
-
-    `.eval()` would not do, because it also switches gradient checkpointing off.
-    """
+    """Sets every dropout of a model to zero. `.eval()` would also switch gradient checkpointing off."""
     for name, value in vars(model.config).items():
         if isinstance(value, float) and "drop" in name:
             setattr(model.config, name, 0.0)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
-            module.p = 0.0  # Dropout would put noise into log-probs, and so into the ratio and the KL. [MODEL-1]
+            module.p = 0.0  # Dropout would put noise into the ratio and the KL. [MODEL-1]
         for name, value in vars(module).items():
             if isinstance(value, float) and "drop" in name:
-                setattr(module, name, 0.0)  # Attention that calls the functional dropout reads this number. [MODEL-2]
+                setattr(module, name, 0.0)  # Attention reads this number. [MODEL-2]
     return model.train()
 
 
 # ---- the sampler -----------------------------------------------------------------------------------------------------
-TRAINING, EVALUATION, REWARD_DATA = 0, 1, 3  # what a sample is drawn for, a coordinate of its noise (2 is not used)
+TRAINING, EVALUATION, REWARD_DATA = 0, 1, 3  # what a sample is drawn for, a coordinate of its noise
 
 
 def name_of_cache(model):
-    """The name of the parameter of a model's forward that is the cache of keys and values.
-
-    transformers 5.24 renamed past_key_values to cache. Older versions and models ignore the new name without a word.
-    """
+    """What a model's forward calls the cache: transformers 5.24 renamed it, and older ones ignore the new name."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 class NextToken(nn.Module):
-    """What `sample` calls, of a causal language model as it is: its logits in fp32, at temperature 1."""
+    """A causal language model as `sample` calls it, at temperature 1."""
 
     def __init__(self, model):
         super().__init__()
@@ -212,9 +193,9 @@ class NextToken(nn.Module):
 
 
 def sample_rows(policy, prompts, n, response_length, stop_ids, key, progress=iter):
-    """n responses to each prompt, as lists of token ids, the n of a prompt adjacent. No two share any computation.
+    """n responses to each prompt, as lists of token ids, the n of a prompt adjacent.
 
-    Args: policy, a module, stop_ids and key as for `sample`; prompts, lists of token ids; progress(slices) -> slices.
+    Args: policy, stop_ids and key as for `sample`; prompts, lists of token ids; progress(slices) -> slices.
     """
     device = next(policy.parameters()).device
     queries, query_mask = left_pad([ids for ids in prompts for _ in range(n)], device)  # [B, Q]
@@ -232,11 +213,10 @@ def sample(policy, queries, query_mask, episodes, n, response_length, stop_ids, 
 
     A token is argmax(logits / T + Gumbel noise), which is a draw from the softmax. The noise depends on (key, number of
     the episode, step, token id) alone, so episodes may be grouped, sliced and spread over processes at will.
-    Args: policy(tokens, mask, positions, index, cache=cache) -> logits / T [.., len(index), V], in eval mode, where the
-    mask is None if nothing is padding; it has all its weights here, because each process ends after steps of its own;
-    queries, query_mask [B, Q], where n adjacent episodes have the same prompt; episodes [B], the number of each in its
-    update; stop_ids [S], which may be empty; key, e.g. (seed, TRAINING, update); size, how many episodes are sampled at
-    a time, a multiple of n.
+    Args: policy(tokens, mask, positions, index, cache=cache) -> logits / T [.., len(index), V], in eval mode and with
+    all its weights, where the mask is None without padding; queries, query_mask [B, Q], where n adjacent episodes have
+    the same prompt; episodes [B], their numbers; stop_ids [S], or none; key, e.g. (seed, TRAINING, update); size, how
+    many episodes are sampled at a time, a multiple of n.
     Returns: responses [B, R] int64, mask [B, R] bool (True up to and including the stop token), log-probs [B, R] fp32.
     """
     found = [
@@ -249,23 +229,21 @@ def sample(policy, queries, query_mask, episodes, n, response_length, stop_ids, 
 @torch.no_grad()
 def sample_slice(policy, queries, query_mask, episodes, n, response_length, stop_ids, key):
     """As `sample`, of all episodes at once."""
-    # The prompt of a row is computed once: [W, Q] with W = B / n.
-    queries, query_mask = queries[::n], query_mask[::n]
+    queries, query_mask = queries[::n], query_mask[::n]  # [W, Q]: the prompt of a row is computed once.
     first, num_real = torch.stack([query_mask.any(0).int().argmax(), query_mask.sum()]).tolist()
-    queries, query_mask = queries[:, first:], query_mask[:, first:]  # Columns before it are padding in every row.
+    queries, query_mask = queries[:, first:], query_mask[:, first:]  # Before it all is padding.
     (W, Q), B, device = queries.shape, len(episodes), queries.device
     is_padded = num_real < W * Q
     keys = noise.keys_of_episodes(key, episodes)
     responses = torch.zeros(B, response_length, dtype=torch.long, device=device)
     mask = torch.zeros(B, response_length, dtype=torch.bool, device=device)
     logprobs = torch.zeros(B, response_length, device=device)
-    # A step adds one token of each of the n responses to the row of their prompt, and each response sees its own alone:
-    #   p p p | a b | a b | ...        n = 2, prompt p p p: column Q + t * n + j holds token t of response j
+    # A step adds a token of each of the n responses to their row, and each response sees its own alone:
+    #   p p p | a b | a b | ...        n = 2: column Q + t * n + j holds token t of response j
     own = torch.eye(n, dtype=torch.bool, device=device).repeat(1, response_length).expand(W, -1, -1)  # [W, n, n * R]
     visible = torch.cat([query_mask.unsqueeze(1).expand(-1, n, -1), own], 2)  # [W, n, Q + n * R]
     visible = additive(visible) if n > 1 else visible.squeeze(1)
     cache = DynamicCache(config=getattr(policy, "module", policy).model.config)
-    # the columns whose logits are read
     last, each = torch.arange(Q - 1, Q, device=device), torch.arange(n, device=device)
     seen = query_mask if is_padded else None
     logits = policy(queries, seen, positions_from_mask(query_mask), last, cache=cache)  # [W, 1, V]
@@ -273,27 +251,26 @@ def sample_slice(policy, queries, query_mask, episodes, n, response_length, stop
     position = query_mask.sum(1, keepdim=True).expand(W, n)  # [W, n], of the first response token
     alive = torch.ones(B, dtype=torch.bool, device=device)
     for t in range(response_length):
-        # This is the Gumbel-max form of sampling. The logits are divided by the temperature already. [GEN-1]
+        # The Gumbel-max form of sampling; the logits are divided by the temperature already. [GEN-1]
         token = (logits + noise.gumbel_noise(noise.fold(keys, t), logits.size(-1))).argmax(-1)  # [B]
         responses[:, t], mask[:, t] = token * alive, alive
         logprobs[:, t] = (logits.gather(1, token.unsqueeze(1)).squeeze(1) - logits.logsumexp(-1)) * alive
-        # A response may end in several ways: Gemma ends its turns with <end_of_turn>, which is not its EOS. [GEN-16]
+        # There may be several: Gemma ends its turns with <end_of_turn>, which is not its EOS. [GEN-16]
         alive = alive & ~torch.isin(token, stop_ids)  # The stop token itself stays in the mask. [GEN-5]
-        # To ask a GPU whether a row is alive, the host must wait for it. So it asks rarely, and samples a few in vain.
+        # The host must wait for a GPU's answer, so it asks rarely, and wastes a few tokens.
         is_asked = device.type == "cpu" or (t + 1) % 16 == 0
         if t + 1 == response_length or (is_asked and not alive.any()):
             break
-        # Without a mask each token sees all that came before it.
         seen = visible[..., : Q + n * (t + 1)] if n > 1 or is_padded else None
-        tokens = (token * alive).reshape(W, n)  # Finished rows run on with token 0, which nobody reads.
-        # Positions continue after the prompt's real tokens and do not count its padding. [GEN-6]
+        tokens = (token * alive).reshape(W, n)  # Finished rows run on with token 0.
+        # Positions do not count the prompt's padding. [GEN-6]
         logits = policy(tokens, seen, position + t, each, cache=cache).flatten(0, 1)  # [W, n, V] -> [B, V]
     return responses, mask, logprobs
 
 
 def additive(visible):
-    """Attention mask [W, 1, L, L'] fp32 of a bool [W, L, L']: 0 where visible, else the lowest number of bf16."""
-    # bf16's lowest number is finite in fp32, and fp32's is -inf in bf16. A row of -inf would be NaN after the softmax.
+    """The mask [W, 1, L, L'] fp32 of a bool [W, L, L']: 0 where visible, else the lowest number of bf16."""
+    # fp32's lowest is -inf in bf16, and a row of -inf would be NaN after the softmax.
     lowest = torch.finfo(torch.bfloat16).min
     return torch.zeros(visible.shape, device=visible.device).masked_fill(~visible, lowest).unsqueeze(1)
 
@@ -305,14 +282,14 @@ def widest_float(device):
 
 
 class Means:
-    """Named means over all that is added, on all processes."""
+    """Named means over all that is added on all processes."""
 
     def __init__(self, device):
         self.device, self.dtype = device, widest_float(device)
         self.sums, self.highest = {}, {}  # {name: [sum, count]}, {name: highest entry}
 
     def add(self, entries, mask=None):
-        """Adds {name: tensor or number}, those entries where mask (same shape, None: everywhere) is True."""
+        """Adds {name: tensor or number}, where mask (same shape, None: everywhere) is True."""
         for name, x in entries.items():
             x = torch.as_tensor(x, device=self.device).detach().to(self.dtype)
             counted = torch.ones_like(x, dtype=torch.bool) if mask is None else mask
@@ -320,19 +297,19 @@ class Means:
             self.sums[name] = self.sums.get(name, 0) + new
 
     def add_ratios(self, logratio, mask):
-        """Adds exp(logratio), of which `reduce` returns the mean, val/ratio, and the variance, val/ratio_var."""
-        # Close to 1 a float has few digits for a ratio's distance to 1, so that distance is what is added up.
+        """Adds exp(logratio), for val/ratio and val/ratio_var."""
+        # A float near 1 has few digits for its distance to 1, so the distance is added up.
         ratio_minus_1 = logratio.expm1()
         self.add({"ratio_minus_1": ratio_minus_1, "ratio_minus_1_squared": ratio_minus_1**2}, mask)
 
     def add_max(self, name, x):
-        """Remembers the highest entry of x, in place of a mean."""
+        """Remembers the highest entry of x."""
         self.highest[name] = torch.maximum(self.highest.get(name, x.detach().max()), x.detach().max())
 
     def reduce(self, accelerator):
-        """{name: mean, or highest entry, over all processes}, as floats; call it on every process."""
+        """{name: mean, or highest entry, over all processes}. Call it on every process."""
         sums = torch.stack(list(self.sums.values()))  # [names, 2]
-        # Processes and micro-batches hold different numbers of tokens, so sum first and divide once. [LOG-2]
+        # Processes hold different numbers of tokens, so sum first and divide once. [LOG-2]
         total = accelerator.reduce(sums, "sum")
         found = dict(zip(self.sums, (total[:, 0] / total[:, 1].clamp(min=1)).tolist(), strict=True))
         if self.highest:
