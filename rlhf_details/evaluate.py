@@ -201,7 +201,7 @@ def response_logprobs(policy, batch):
 
 
 def response_scores(reward_model, batch):
-    """Scores [[M]] fp32 of a Batch: the reward model's output at the last token of each response."""
+    """A list of the scores [M] fp32: the reward model's output at the last token of each response."""
     batch = utils.trim(batch)
     tokens, mask, positions, _ = join(batch)
     # The mask says which token is the last. Pad may equal EOS, so no search for an id can.

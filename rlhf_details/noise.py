@@ -1,6 +1,6 @@
 """
 The bits of the sampler's noise: a function of coordinates, such as (seed, purpose, update, episode, step, token), and
-never of a generator's state. So no grouping of rows, no number of processes and no resumed run changes a sample.
+never of a generator's state. So no grouping of rows, no number of processes and no resumed run changes the noise.
 """
 
 import functools
@@ -17,7 +17,7 @@ def hash32(x):
 
 
 def fold(key, coordinate):
-    """Hashes one more coordinate (int or int32 tensor) into a key. A sum could not tell (1, 2) from (2, 1)."""
+    """Hashes one more coordinate (int or int32 tensor) into a key, so that their order matters."""
     return hash32(key ^ coordinate)
 
 
@@ -30,7 +30,7 @@ def keys_of_episodes(key, episodes):
 
 
 def gumbel_noise(keys, vocab_size):
-    """Standard Gumbel noise [B, V] fp32, a function of the episode's key [B] int32 and of the token id."""
+    """Standard Gumbel noise [B, V] fp32, a function of the key of episode and step [B] int32 and of the token id."""
     # Each operation here and below is a pass over [B, V] for each token of a response, so they are few and in place.
     x = keys.unsqueeze(1) ^ hashed_tokens(vocab_size, keys.device)  # [B, V]
     return gumbel_of_bits(hash32(x).bitwise_and_(0x7FFFFFFF))
@@ -45,8 +45,8 @@ def hashed_tokens(vocab_size, device):
 def gumbel_of_bits(bits):
     """Standard Gumbel noise, fp32, of 31 random bits in int32.
 
-    They make u = (bits + 1/2) / 2^31, clamped below 1. Large noise decides an argmax, and -log(-log(1 - u)) makes it
-    from small u, where floats are dense. It reaches 22, while -log(-log(u)) would end at about 17.
+    With u = (bits + 1/2) / 2^31, clamped below 1, the noise is -log(-log(1 - u)). Large noise decides an argmax, and it
+    comes from small u, where floats are dense: up to 22, while -log(-log(u)) would end at about 17.
     """
     minus_u = torch.add(torch.tensor(-(2.0**-32)), bits, alpha=-(2.0**-31)).clamp_(min=2.0**-24 - 1)
     return minus_u.log1p_().neg_().log_().neg_()

@@ -1,6 +1,6 @@
 """
 On-policy distillation: a student learns a teacher's next-token distribution at the states of its own responses.
-minimal/distill.py is the algorithm alone; this page adds GKD's divergences, --gamma and processes.
+minimal/distill.py is the algorithm alone; this file adds GKD's divergences, --gamma and processes.
 
 1. The student samples responses, and a frozen model with the same tokens, the teacher, scores every token.
 2. `--divergence sampled`: each token is an action with the advantage log p_teacher - log p_student. In expectation a
@@ -10,7 +10,7 @@ minimal/distill.py is the algorithm alone; this page adds GKD's divergences, --g
    KL(teacher || student), and 1 the reverse KL, of which `sampled` is an estimate.
 4. With jsd, --on_policy_share is the share of updates whose responses the student samples. In the others they are the
    data set's completions.
-5. Sampling and shuffling are functions of coordinates, never of a generator's state.
+5. Sampling and shuffling are functions of (seed, update, episode, ..), never of a generator's state.
 
 Left out on purpose: top-k and top-p, since the sampled policy would not be the trained one; teachers with other tokens,
 another temperature or behind a server; responses that the teacher writes (make them a data set); and a reward beside
@@ -97,8 +97,8 @@ class Args(flags.SamplingArgs):  # which has the flags of run, data, models and 
     """clip the gradient's global norm; None: only log it"""
 
 
-# Defaults in the place of those above: of an embedded task by its name ("toy" without --dataset), and on other data by
-# the model's size: 20e6 for fewer than 20 M parameters, and so on. docs/guides/1_your_data.md says where they are from.
+# These replace the defaults above: for an embedded task by its name ("toy" without --dataset), for other data by the
+# first number above the model's count of parameters. docs/guides/1_your_data.md says where they are from.
 presets = {
     "toy": dict(
         eval_dataset="toy:test",
@@ -132,7 +132,7 @@ presets["toy-sum"] = presets["toy"] | dict(
 )
 
 
-# ---- models: one module call is one forward, so that every engine meets all parameters in it -------------------------
+# ---- models: one call is one forward, in which DDP, FSDP and DeepSpeed meet all parameters ---------------------------
 class Policy(nn.Module):
     """Next-token logits / temperature, or log-probs of given tokens, in fp32."""
 
@@ -210,7 +210,7 @@ def response_logprobs(policy, batch, **comparison):
 
 # ---- equations -------------------------------------------------------------------------------------------------------
 def has_stopped(responses, mask, stop_ids):
-    """Whether each response [B, R] holds one of stop_ids [S], or all if there is none."""
+    """Whether each response [B, R] holds one of stop_ids [S]. Without any, all have ended."""
     # The filler, token 0, may be the stop token, so only real tokens count. [GEN-13]
     return (mask & torch.isin(responses, stop_ids)).any(1) if len(stop_ids) else mask.any(1)
 
@@ -278,7 +278,7 @@ def evaluate(policy, sample, teacher, score, prompts, stop_ids, args, accelerato
     if not prompts:
         return {}, None
     policy.eval()
-    # Rows that make the shares equally long are cut off below.
+    # The last rows only make the shares equally long, and are cut off below.
     episodes, rows = data.my_share(prompts, accelerator)
     queries, query_mask = utils.left_pad([row.ids for row in rows], accelerator.device)
     key = args.seed, EVALUATION, 0
@@ -348,7 +348,8 @@ def main(args: Args):
         """The divergence [K] of log-softmaxes [K, V] and the teacher's at its states [K, H]."""
         return generalized_jsd(logp, teacher.logits(states).log_softmax(-1), args.beta)
 
-    # sample(policy, queries, query_mask, episodes, n, key) is utils.sample, or vLLM, or either an update ahead.
+    # sample(policy, queries, query_mask, episodes, n, key) wraps utils.sample or vLLM; with --overlap it is an update
+    # ahead. `is_another`: what samples is not exactly this policy.
     sample = samplers.choose(args, run, [*prompts, *held_out], prompts_of, stop_ids)
     if is_jsd and sample.is_another:
         console.say("--divergence jsd: not corrected; another policy samples the states, and each is compared exactly")
@@ -423,7 +424,7 @@ def main(args: Args):
                     logprobs, entropies = response_logprobs(policy, micro_batch)  # [M, R]
                     losses = distill_policy_loss(logprobs, advantages[m])
                     means.add_max("val/logprob_gap", (logprobs - sampled_logprobs[m]).abs())
-                # With the whole batch's count, micro-batches add up to its gradient. [OPT-5]
+                # Divided by the whole batch's count, micro-batches add up to its gradient. [OPT-5]
                 loss = losses.sum() / num_actions
                 accelerator.backward(loss * world)  # The engines average over processes. [OPT-6]
             divergences.append(losses.detach().sum(1))  # [M], for jsd
@@ -436,7 +437,7 @@ def main(args: Args):
         if is_jsd:
             divergence = accelerator.gather(torch.cat(divergences))  # [B]
         else:
-            # KL and entropy are logged of the policy that sampled.
+            # The logged KL and entropy are those of the policy that sampled.
             logged = sample.behaviour_logprobs(old_logprobs, sampled_logprobs)  # [B, R]
             divergence = (logged - teacher_logprobs).sum(1)  # [B]
             metrics["objective/entropy"] = -logged.sum(1).mean()

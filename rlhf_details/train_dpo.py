@@ -99,8 +99,8 @@ class Args(flags.RunArgs):  # which has the flags of run, data, models and memor
     """comparisons that a device puts through one forward and backward pass"""
 
 
-# Defaults in the place of those above: of an embedded task by its name ("toy" without --dataset), and on other data by
-# the model's size: 20e6 for fewer than 20 M parameters, and so on. docs/guides/1_your_data.md says where they are from.
+# These replace the defaults above: for an embedded task by its name ("toy" without --dataset), for other data by the
+# first number above the model's count of parameters. docs/guides/1_your_data.md says where they are from.
 presets = {
     "toy": dict(
         eval_dataset="toy:test",
@@ -128,7 +128,7 @@ presets = {
 }
 
 
-# ---- model: one module call is one forward, so that every engine meets all parameters in it --------------------------
+# ---- model: one call is one forward, in which DDP, FSDP and DeepSpeed meet all parameters ----------------------------
 class Policy(nn.Module):
     """Log-probs of given tokens, as fp32 numbers."""
 
@@ -321,7 +321,7 @@ def main(args: Args):
                 rows = [row for j in m for row in candidate_rows(train[j])]
                 logprobs, lengths = (x.reshape(len(m), -1) for x in completion_logprobs(policy, rows, device))  # [M, K]
                 losses, metrics = losses_and_metrics(logprobs, references[m], lengths, best, args)
-                # With the whole minibatch's count, micro-batches add up to its gradient. [OPT-5]
+                # Divided by the whole minibatch's count, micro-batches add up to its gradient. [OPT-5]
                 loss = losses.sum() / B
                 accelerator.backward(loss * world)  # The engines average over processes. [OPT-6]
             # At the first step all scores are 0, and rounding alone decides what counts as right.

@@ -1,6 +1,6 @@
 """
 PPO on a language model and a reward: the recipes of "N+" and of openai/lm-human-preferences in one loop.
-minimal/ppo.py is N+'s alone; this page adds the other recipe, TRL's options and processes.
+minimal/ppo.py is N+'s alone; this file adds the other recipe, TRL's options and processes.
 
 1. Each prompt gets one response. Each token is an action with the reward -kl_coef * KL. The score is the reward of the
    place after the last token, or of the last token where a response has all R tokens.
@@ -11,7 +11,7 @@ minimal/ppo.py is N+'s alone; this page adds the other recipe, TRL's options and
    process, and takes the old log-probs from the sampler.
    lm-human-preferences (arXiv 1909.08593; benchmark/recipes/ppo_sentiment.toml): a value head on the policy's trunk
    that starts at zero, an adaptive kl_coef, whitened rewards, and a reward model that reads up to a full stop.
-5. Sampling and shuffling are functions of coordinates, never of a generator's state.
+5. Sampling and shuffling are functions of (seed, update, episode, ..), never of a generator's state.
 
 Left out on purpose: top-k and top-p, since the sampled policy would not be the trained one, and an entropy bonus, which
 neither recipe has.
@@ -135,8 +135,8 @@ class Args(flags.PolicyArgs):  # which has the flags of run, data, models and me
     """clip the gradient's global norm; None: only log it"""
 
 
-# Defaults in the place of those above: of an embedded task by its name ("toy" without --dataset), and on other data by
-# the model's size: 20e6 for fewer than 20 M parameters, and so on. docs/guides/1_your_data.md says where they are from.
+# These replace the defaults above: for an embedded task by its name ("toy" without --dataset), for other data by the
+# first number above the model's count of parameters. docs/guides/1_your_data.md says where they are from.
 presets = {
     "toy": dict(
         eval_dataset="toy:test",
@@ -181,7 +181,7 @@ presets["toy-sum"] = presets["toy"] | dict(
 )
 
 
-# ---- models: one module call is one forward, so that every engine meets all parameters in it -------------------------
+# ---- models: one call is one forward, in which DDP, FSDP and DeepSpeed meet all parameters ---------------------------
 class Policy(nn.Module):
     """Next-token logits / temperature, or log-probs of given tokens and, with a critic, values of states, in fp32."""
 
@@ -222,7 +222,7 @@ class Reward(nn.Module):
     def __init__(self, model):
         super().__init__()
         self.model = model
-        # train_reward.py leaves this shift, which plain loaders ignore. [REW-1]
+        # train_reward.py stores this shift, which transformers does not apply. [REW-1]
         self.bias = getattr(model.config, "reward_bias", 0.0)
 
     def forward(self, tokens, mask, positions, index):
@@ -239,10 +239,10 @@ def load_models(args, device):
     tokenizer = models.load_tokenizer(args.sft_model_path, "--sft_model_path", args)
     model = utils.disable_dropout(models.load_policy(args.sft_model_path, "--sft_model_path", args))
     policy = Policy(models.add_adapters(model, args.lora_rank), args.temperature)
-    # The reference is a copy. If it were the same object, the KL would stay 0. [MODEL-4]
+    # If it were the same object, the KL would stay 0. [MODEL-4]
     reference = models.frozen_copy(policy)
     reward_model = None
-    if rewards.reads_token_ids(args, tokenizer):  # Another reward model reads text, in rewards.Scorer.
+    if rewards.reads_token_ids(args, tokenizer):  # One with other tokens reads text, in rewards.Scorer.
         reward_model = utils.disable_dropout(models.load_reward_model(args.reward_model_path, args))
         reward_model = Reward(reward_model).requires_grad_(False).to(device).eval()
     policy.critic = load_critic(args, model, reward_model)
@@ -295,7 +295,7 @@ def response_logprobs(policy, batch):
 
 
 def response_scores(reward_model, batch):
-    """Scores [[M]] fp32 of a Batch: the reward model's output at the last token of each response."""
+    """A list of the scores [M] fp32: the reward model's output at the last token of each response."""
     batch = utils.trim(batch)
     tokens, mask, positions, _ = join(batch)
     # The mask says which token is the last, since pad may equal EOS. [REW-2]
@@ -330,13 +330,13 @@ def truncate_response(responses, mask, end_ids, after):
 def missing_eos_scores(scores, ended, penalty, mode):
     """The EOS trick: a response that did not end pays `penalty` ("subtract"), or gets the score -penalty ("replace").
 
-    Under "replace" the zero of the scores matters, and the penalty can even raise a low score.
+    Under "replace" it matters where the scores' zero is, and the penalty can even raise a low score.
     Args: scores [B] fp32; ended [B] bool; penalty, float or None. Returns: [B].
     Source: TRL v0.11.4, ppov2_trainer.py (subtract); N+, ppo.py and lm-human-preferences, train_policy.py (replace).
     """
     if penalty is None:
         return scores
-    # Otherwise the policy need not learn to stop. [REW-3]
+    # Without a penalty nothing teaches the policy to stop. [REW-3]
     return torch.where(ended, scores, scores - penalty if mode == "subtract" else torch.full_like(scores, -penalty))
 
 
@@ -371,7 +371,7 @@ def kl_penalty(logprobs, ref_logprobs, kind):
     The means of "kl", "full" and "k3" are the KL, but as a reward only "kl" follows the KL's gradient.
     Source: TRL v0.11.4, ppo_trainer.py (kl, abs, mse); open-instruct, ppo_vllm_thread_ray_gtrl.py (k2, k3).
     """
-    # As a reward this estimate, "k1", follows the KL's gradient. [REW-5]
+    # As a reward this estimate has the gradient of the KL. [REW-5]
     d = logprobs - ref_logprobs
     # That of a single token may be negative. [PPO-7]
     return {"kl": d, "abs": d.abs(), "mse": d**2 / 2, "k2": d**2 / 2, "k3": torch.expm1(-d) + d}[kind]
@@ -429,8 +429,8 @@ def ppo_policy_loss(logprobs, old_logprobs, mask, advantages, cliprange):
     ratio = logratio.exp()
     losses1 = -advantages * ratio
     losses2 = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
-    # The larger loss counts: leaving the range gains nothing, and a ratio that has left it at the wrong side, below
-    # 1 - c where A > 0 or above 1 + c where A < 0, keeps its gradient. [PPO-12]
+    # The larger loss counts: leaving the range gains nothing, but the gradient that pulls back from the wrong side,
+    # below 1 - c where A > 0 or above 1 + c where A < 0, stays. [PPO-12]
     losses = torch.max(losses1, losses2)
     return losses * mask, logratio, (losses2 > losses1) & mask
 
@@ -469,7 +469,7 @@ def evaluate(policy, sample, reference, reward_model, score, prompts, end_ids, a
     if not prompts:
         return {}, None
     policy.eval()
-    # Rows that make the shares equally long are cut off below.
+    # The last rows only make the shares equally long, and are cut off below.
     episodes, rows = data.my_share(prompts, accelerator)
     queries, query_mask = utils.left_pad([row.ids for row in rows], accelerator.device)
     key = args.seed, EVALUATION, 0
@@ -529,7 +529,8 @@ def main(args: Args):
     end_ids = end_ids if len(end_ids) else stop_ids  # [S], what a complete response ends with
     prompts, held_out = data.load_prompts(args, tokenizer, room=models.context(policy, reward_model) - R)
     # score(rows, batch, model_scores) adds the rewards of functions of text, such as
-    # f(prompts=["2 + 3 ="], completions=[" 5"], answer=["5"]) -> [1.0].
+    # f(prompts=["2 + 3 ="], completions=[" 5"], answer=["5"]) -> [1.0]. None: the reward is not for this kind of row,
+    # and no part of the sum. NaN: it abstains, and the response is not `scored`.
     score = rewards.Scorer(args, accelerator, tokenizer, size, end_ids)
     reward_model = score.take_text_model(reward_model, prompts, held_out)
     # The optimiser holds the value model's weights as well. [PPO-4]
@@ -543,7 +544,8 @@ def main(args: Args):
         """The B rows of an update."""
         return prompts.of_update(update, B, args.seed)
 
-    # sample(policy, queries, query_mask, episodes, n, key) is utils.sample, or vLLM, or either an update ahead.
+    # sample(policy, queries, query_mask, episodes, n, key) wraps utils.sample or vLLM; with --overlap it is an update
+    # ahead. `is_another`: what samples is not exactly this policy.
     sample = samplers.choose(args, run, [*prompts, *held_out], prompts_of, stop_ids)
     state = run.resume(policy, optimizer, {"kl_coef": args.kl_coef, "adam_step": 0, "moments": (0, 0.0, 0.0)})
     if run.first_update == 1:
@@ -597,7 +599,7 @@ def main(args: Args):
         #   R tokens        v    w    x    y    z      both masks are 1 everywhere, and the value after z counts as 0
         #   rewards        -cK  -cK  -cK  -cK  -cK + score
         read_mask, ended = truncate_response(responses, response_mask, end_ids, args.truncate_after)  # [B, R], [B]
-        # The weighted sum of the F rewards; NaN: one does not apply to this kind of prompt. [REW-4]
+        # The weighted sum of the F rewards that apply to this kind of prompt [REW-4]
         scores = (rewards_of_each * score.weights).nansum(1)  # [B]
         scores = missing_eos_scores(scores, ended, args.missing_eos_penalty, args.missing_eos_mode)  # [B]
         if args.score_scaling or args.score_norm:
@@ -607,7 +609,7 @@ def main(args: Args):
         # tokens pay for the KL of the policy as it is now. [GEN-11]
         old_logprobs = sample.behaviour_logprobs(old_logprobs, sampled_logprobs)  # [B, R]
         logged_kl = (old_logprobs - ref_logprobs).sum(1)  # [B], the estimate "k1", whatever --kl_penalty is
-        # A response from which a reward abstained counts nowhere.
+        # A response that is not scored gives no gradient.
         action_mask = response_mask & scored.unsqueeze(1)  # [B, R]
         state_mask = value_mask(response_mask) & scored.unsqueeze(1)  # [B, R]
         rewards_of_tokens = token_rewards(shaped_scores, kl_penalties, response_mask, state["kl_coef"])  # [B, R]
@@ -648,7 +650,7 @@ def main(args: Args):
                         value_losses, errors, value_clipped = ppo_value_loss(
                             new_values, values[m], returns[m], state_mask[m], args.cliprange_value
                         )
-                        # With the whole minibatch's count, micro-batches add up to its gradient. [OPT-5]
+                        # Divided by the whole minibatch's count, micro-batches add up to its gradient. [OPT-5]
                         loss = losses.sum() / num_actions.clamp(min=1)
                         # The value loss is an average over states. [PPO-14]
                         loss = loss + args.vf_coef * value_losses.sum() / num_states.clamp(min=1)

@@ -1,14 +1,14 @@
 """
 RLOO: REINFORCE with a leave-one-out baseline, on a language model and a reward (arXiv 2402.14740). minimal/rloo.py is
-the algorithm alone; this page adds several steps per rollout, REINFORCE++, packed rows and processes.
+the algorithm alone; this file adds several steps per rollout, REINFORCE++, packed rows and processes.
 
 1. Each prompt gets k responses. A whole response is one action, and its reward is score - kl_coef * KL of its tokens.
 2. The baseline of a response is the mean reward of its k - 1 siblings. There is no value model.
 3. One optimiser step per rollout is exactly REINFORCE. More steps use PPO's clipped loss.
 4. n of the k responses share a row and the computation of their prompt, where the model can read a block mask.
-5. Sampling and shuffling are functions of coordinates, never of a generator's state.
+5. Sampling and shuffling are functions of (seed, update, episode, ..), never of a generator's state.
 
-Left out on purpose: top-k and top-p, since the sampled policy would not be the trained one, and a KL term in the loss.
+Left out on purpose: a KL term in the loss; top-k and top-p, since the sampled policy would not be the trained one.
 
 A tag such as [RLOO-3] marks an implementation detail. benchmark/checks/details.md has its source, test and price.
 
@@ -104,8 +104,8 @@ class Args(flags.PolicyArgs):  # which has the flags of run, data, models and me
     """compute each prompt once for its k responses, where the model allows it"""
 
 
-# Defaults in the place of those above: of an embedded task by its name ("toy" without --dataset), and on other data by
-# the model's size: 20e6 for fewer than 20 M parameters, and so on. docs/guides/1_your_data.md says where they are from.
+# These replace the defaults above: for an embedded task by its name ("toy" without --dataset), for other data by the
+# first number above the model's count of parameters. docs/guides/1_your_data.md says where they are from.
 presets = {
     "toy": dict(
         eval_dataset="toy:test",
@@ -141,7 +141,7 @@ presets["toy-sum"] = presets["toy"] | dict(
 )
 
 
-# ---- models: one module call is one forward, so that every engine meets all parameters in it -------------------------
+# ---- models: one call is one forward, in which DDP, FSDP and DeepSpeed meet all parameters ---------------------------
 class Policy(nn.Module):
     """Next-token logits / temperature, or log-probs of given tokens, in fp32."""
 
@@ -174,7 +174,7 @@ class Reward(nn.Module):
     def __init__(self, model):
         super().__init__()
         self.model = model
-        # train_reward.py leaves this shift, which plain loaders ignore. [REW-1]
+        # train_reward.py stores this shift, which transformers does not apply. [REW-1]
         self.bias = getattr(model.config, "reward_bias", 0.0)
 
     def forward(self, tokens, mask, positions, index):
@@ -191,10 +191,10 @@ def load_models(args, device):
     tokenizer = models.load_tokenizer(args.sft_model_path, "--sft_model_path", args)
     model = utils.disable_dropout(models.load_policy(args.sft_model_path, "--sft_model_path", args))
     policy = Policy(models.add_adapters(model, args.lora_rank), args.temperature)
-    # The reference is a copy. If it were the same object, the KL would stay 0. [MODEL-4]
+    # If it were the same object, the KL would stay 0. [MODEL-4]
     reference = models.frozen_copy(policy)
     reward_model = None
-    if rewards.reads_token_ids(args, tokenizer):  # Another reward model reads text, in rewards.Scorer.
+    if rewards.reads_token_ids(args, tokenizer):  # One with other tokens reads text, in rewards.Scorer.
         reward_model = utils.disable_dropout(models.load_reward_model(args.reward_model_path, args))
         reward_model = Reward(reward_model).requires_grad_(False).to(device).eval()
     return tokenizer, policy.to(device), reference.to(device).eval(), reward_model
@@ -206,7 +206,7 @@ def pack(batch, n):
 
              p  p  p  a1 a2 b1 b2      n = 2, prompt p p p, responses a1 a2 and b1 b2; x: it sees that one
         p    x  .  .  .  .  .  .       the prompt's first token
-        a1   x  x  x  x  .  .  .
+        a1   x  x  x  x  .  .  .       three of the seven rows
         b2   x  x  x  .  .  x  x       b sees the prompt and its own past
     With n = 1 this is an ordinary left-padded row.
     Args: batch, where n adjacent episodes have the same prompt.
@@ -244,7 +244,7 @@ def response_logprobs(policy, batch, n):
 
 
 def response_scores(reward_model, batch, n):
-    """Scores [[M]] fp32 of a Batch: the reward model's output at the last token of each response."""
+    """A list of the scores [M] fp32: the reward model's output at the last token of each response."""
     batch = utils.trim(batch)
     (_, Q), (_, R) = batch.queries.shape, batch.responses.shape
     tokens, mask, positions, _ = pack(batch, n)
@@ -256,7 +256,7 @@ def response_scores(reward_model, batch, n):
 
 # ---- equations -------------------------------------------------------------------------------------------------------
 def has_stopped(responses, mask, stop_ids):
-    """Whether each response [B, R] holds one of stop_ids [S], or all if there is none."""
+    """Whether each response [B, R] holds one of stop_ids [S]. Without any, all have ended."""
     # The filler, token 0, may be the stop token, so only real tokens count. [GEN-13]
     return (mask & torch.isin(responses, stop_ids)).any(1) if len(stop_ids) else mask.any(1)
 
@@ -264,13 +264,13 @@ def has_stopped(responses, mask, stop_ids):
 def missing_eos_scores(scores, ended, penalty, mode):
     """The EOS trick: a response that did not end pays `penalty` ("subtract"), or gets the score -penalty ("replace").
 
-    Under "replace" the zero of the scores matters, and the penalty can even raise a low score.
+    Under "replace" it matters where the scores' zero is, and the penalty can even raise a low score.
     Args: scores [B] fp32; ended [B] bool; penalty, float or None. Returns: [B].
     Source: TRL v0.11.4, rloo_trainer.py (subtract); lm-human-preferences, train_policy.py (replace).
     """
     if penalty is None:
         return scores
-    # Otherwise the policy need not learn to stop. [REW-3]
+    # Without a penalty nothing teaches the policy to stop. [REW-3]
     return torch.where(ended, scores, scores - penalty if mode == "subtract" else torch.full_like(scores, -penalty))
 
 
@@ -296,7 +296,8 @@ def rloo_advantages(rewards, k, scored):
     """
     rewards, scored = (rewards * scored).reshape(-1, k), scored.reshape(-1, k)  # [P, k]
     num_siblings = scored.sum(1, keepdim=True) - 1  # [P, 1], k - 1 where all are scored
-    # Without the response's own reward the gradient stays unbiased. Nothing is divided by the deviation. [RLOO-3]
+    # Without the response's own reward the gradient is unbiased. Unlike in GRPO there is no division by the standard
+    # deviation. [RLOO-3]
     baseline = (rewards.sum(1, keepdim=True) - rewards) / num_siblings.clamp(min=1)
     return ((rewards - baseline) * (scored & (num_siblings > 0))).reshape(-1)
 
@@ -325,14 +326,14 @@ def rloo_policy_loss(logprobs, old_logprobs, mask, advantages, cliprange):
     ratio = logratio.exp()
     losses1 = -advantages * ratio
     losses2 = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
-    # The larger loss counts: leaving the range gains nothing, and a ratio that has left it at the wrong side, below
-    # 1 - c where A > 0 or above 1 + c where A < 0, keeps its gradient. [RLOO-6]
+    # The larger loss counts: leaving the range gains nothing, but the gradient that pulls back from the wrong side,
+    # below 1 - c where A > 0 or above 1 + c where A < 0, stays. [RLOO-6]
     losses = torch.max(losses1, losses2)
     return losses * mask, logratio, (losses2 > losses1) & mask
 
 
 def in_equal_group(scores, k, scored):
-    """Whether each response [B] is in a group of k whose scores, where `scored`, are equal: only the KL teaches."""
+    """Whether each response [B] is in a group of k whose scores, as far as `scored`, are equal."""
     highest = scores.masked_fill(~scored, -math.inf).reshape(-1, k).amax(1)
     lowest = scores.masked_fill(~scored, math.inf).reshape(-1, k).amin(1)
     return (highest <= lowest).repeat_interleave(k)
@@ -356,7 +357,7 @@ def evaluate(policy, sample, reference, reward_model, score, prompts, stop_ids, 
     if not prompts:
         return {}, None
     policy.eval()
-    # Rows that make the shares equally long are cut off below.
+    # The last rows only make the shares equally long, and are cut off below.
     episodes, rows = data.my_share(prompts, accelerator)
     queries, query_mask = utils.left_pad([row.ids for row in rows], accelerator.device)
     key = args.seed, EVALUATION, 0
@@ -401,12 +402,13 @@ def main(args: Args):
     tokenizer, policy, reference, reward_model = load_models(args, engines.loading_device(accelerator))
     stop_ids = stop_tokens.stop_ids(tokenizer, args.stop_token, "--stop_token", device)  # [S]
     prompts, held_out = data.load_prompts(args, tokenizer, room=models.context(policy, reward_model) - R)
-    # A forward takes `size` episodes, n packed in a row, and the sampler packs rollout_n. Both are 1 where packed rows
-    # have other log-probs or scores.
+    # A forward takes `size` episodes, n packed in a row, and the sampler packs rollout_n. n and rollout_n are 1 where
+    # packing would change the log-probs or scores.
     packed = packing.choose(args, k, policy, reward_model, prompts, response_logprobs, response_scores)
     n, size = packed.n, packed.size
     # score(rows, batch, model_scores) adds the rewards of functions of text, such as
-    # f(prompts=["2 + 3 ="], completions=[" 5"], answer=["5"]) -> [1.0].
+    # f(prompts=["2 + 3 ="], completions=[" 5"], answer=["5"]) -> [1.0]. None: the reward is not for this kind of row,
+    # and no part of the sum. NaN: it abstains, and the response is not `scored`.
     score = rewards.Scorer(args, accelerator, tokenizer, size, stop_ids)
     reward_model = score.take_text_model(reward_model, prompts, held_out)
     optimizer = utils.adamw(policy, args.learning_rate, args.adam_eps, args.weight_decay)
@@ -420,7 +422,8 @@ def main(args: Args):
         # The k copies stand side by side, because baseline and packing take adjacent rows. [RLOO-1]
         return [prompt for prompt in prompts.of_update(update, B // k, args.seed) for _ in range(k)]
 
-    # sample(policy, queries, query_mask, episodes, n, key) is utils.sample, or vLLM, or either an update ahead.
+    # sample(policy, queries, query_mask, episodes, n, key) wraps utils.sample or vLLM; with --overlap it is an update
+    # ahead. `is_another`: what samples is not exactly this policy.
     sample = samplers.choose(args, run, [*prompts, *held_out], prompts_of, stop_ids)
     run.resume(policy, optimizer)
     if run.first_update == 1:
@@ -463,17 +466,17 @@ def main(args: Args):
         #   response        a    b   EOS   .    .
         #   response_mask   1    1    1    0    0      the stop token counts: it has a log-prob and a KL
         ended = has_stopped(responses, response_mask, stop_ids)  # [B]
-        # The weighted sum of the F rewards; NaN: one does not apply to this kind of prompt. [REW-4]
+        # The weighted sum of the F rewards that apply to this kind of prompt [REW-4]
         scores = (rewards_of_each * score.weights).nansum(1)  # [B]
         scores = missing_eos_scores(scores, ended, args.missing_eos_penalty, args.missing_eos_mode)  # [B]
         shaped_scores = shape_scores(scores, scored, args.normalize_reward, args.reward_clip_range)  # [B]
-        # As a reward this estimate, "k1", follows the KL's gradient. [REW-5]
+        # As a reward this estimate has the gradient of the KL. [REW-5]
         kl = old_logprobs - ref_logprobs  # [B, R], 0 at padding
         # The KL is summed, because the whole response is one action. [RLOO-2]
         rlhf_rewards = shaped_scores - args.kl_coef * kl.sum(1)  # [B]
 
         # ---- 4. Advantages -------------------------------------------------------------------------------------------
-        # A response from which a reward abstained counts nowhere.
+        # What is not scored, or has no scored sibling, gives no gradient.
         is_action = has_baseline(scored, k)  # [B]
         if args.token_level_kl:  # REINFORCE++: every token is an action.
             is_action = response_mask & is_action.unsqueeze(1)  # [B, R]
@@ -502,7 +505,7 @@ def main(args: Args):
                         losses, logratio, clipped = rloo_policy_loss(
                             logprobs, old, response_mask[m], advantages[m], args.cliprange
                         )  # [M], or [M, R] where an action is a token
-                        # With the whole minibatch's count, micro-batches add up to its gradient. [OPT-5]
+                        # Divided by the whole minibatch's count, micro-batches add up to its gradient. [OPT-5]
                         loss = losses.sum() / num_actions.clamp(min=1)
                         accelerator.backward(loss * world)  # The engines average over processes. [OPT-6]
                     of_actions = {
@@ -514,7 +517,7 @@ def main(args: Args):
                     means.add({"policy/entropy_avg": entropies}, response_mask[m])
                     means.add_ratios(logratio, is_action[m])
                     if epoch == number == 0:  # before the first step [LOG-6]
-                        # The first shows another sampler's gap, the second rounding.
+                        # The sampler against this forward, and the old forward against it: 1 up to rounding.
                         means.add_max("val/logprob_gap", (logprobs - sampled_logprobs[m]).abs())
                         means.add_max("val/first_ratio", logratio.abs().clamp(max=20).exp())
                 if not num_actions:  # Adam's momentum alone would move the weights.
@@ -525,7 +528,7 @@ def main(args: Args):
         run.lap("optimise")
 
         # ---- 6. Log --------------------------------------------------------------------------------------------------
-        # KL and entropy are logged of the policy that sampled.
+        # The logged KL and entropy are those of the policy that sampled.
         logged = sample.behaviour_logprobs(old_logprobs, sampled_logprobs)  # [B, R]
         logged_kl = (logged - ref_logprobs).sum(1)  # [B]
         metrics = means.reduce(accelerator) | score.by_name(rewards_of_each, "objective/")
@@ -534,7 +537,7 @@ def main(args: Args):
             "lr": lr,
             "objective/scores": utils.masked_mean(scores, scored),
             "objective/kl": utils.masked_mean(logged_kl, scored),
-            "objective/non_score_reward": -args.kl_coef * utils.masked_mean(kl.sum(1), scored),  # added [LOG-5]
+            "objective/non_score_reward": -args.kl_coef * utils.masked_mean(kl.sum(1), scored),  # [LOG-5]
             "objective/rlhf_reward": utils.masked_mean(rlhf_rewards, scored),
             "objective/entropy": -utils.masked_mean((logged * response_mask).sum(1), scored),  # no padding [LOG-1]
             "val/abstained": 1 - scored.float().mean(),

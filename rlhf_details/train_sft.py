@@ -98,8 +98,8 @@ class Args(flags.RunArgs):  # which has the flags of run, data, models and memor
     """sampling temperature; the loss is always that of temperature 1"""
 
 
-# Defaults in the place of those above: of an embedded task by its name ("toy" without --dataset), and on other data by
-# the model's size: 20e6 for fewer than 20 M parameters, and so on. docs/guides/1_your_data.md says where they are from.
+# These replace the defaults above: for an embedded task by its name ("toy" without --dataset), for other data by the
+# first number above the model's count of parameters. docs/guides/1_your_data.md says where they are from.
 presets = {
     "toy": dict(
         eval_dataset="toy:test",
@@ -140,7 +140,7 @@ presets["toy-sum"] = presets["toy"] | dict(
 )
 
 
-# ---- model: one module call is one forward, so that every engine meets all parameters in it --------------------------
+# ---- model: one call is one forward, in which DDP, FSDP and DeepSpeed meet all parameters ----------------------------
 class LanguageModel(nn.Module):
     """The cross-entropy of targets, or for the sampler next-token logits of softmax(logits / temperature), in fp32."""
 

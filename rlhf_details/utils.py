@@ -31,7 +31,7 @@ def masked_whiten(x, mask, shift_mean=True):
 
     Source: openai/lm-human-preferences, lm_human_preferences/utils/core.py.
     """
-    # Less one of them, equal entries are exactly 0. Otherwise their rounding would be divided by the root of 1e-8.
+    # Subtract one entry first: equal entries then give exactly 0, and not rounding divided by the root of 1e-8.
     first = x.take(mask.int().argmax())
     x = x - first
     mean = masked_mean(x, mask)
@@ -50,7 +50,7 @@ def left_pad(rows, device=None):
 
 
 def positions_from_mask(mask):
-    """Position of each token among the real ones, [B, L] int64; padding gets 0.
+    """Position of each token among the real ones, [B, L] int64; left padding gets 0, right padding the last position.
 
     Source: lm-human-preferences, language/model.py.
     """
@@ -71,7 +71,7 @@ def split(batch, parts):
     """[(part, its Batch with the widths)] for parts of a Batch's rows, which are row numbers or slices."""
     first = [batch.query_mask[m].any(0).int().argmax() for m in parts]
     longest = [batch.response_mask[m].sum(1).max() for m in parts]
-    # The host waits for the device to know a width, so it asks for all at once.
+    # `tolist` waits for the device, so it is called once for all parts.
     widths = torch.stack([torch.stack(first), torch.stack(longest)], 1).tolist()
     return [(m, Batch(*(x[m] for x in batch[:4]), known)) for m, known in zip(parts, widths, strict=True)]
 
@@ -82,7 +82,7 @@ def slices(num_rows, size):
 
 
 def trim(batch, extra=0):
-    """The Batch without the columns that are padding in every row, but for `extra` ones after the longest response."""
+    """The Batch without columns that are all padding; `extra` ones stay after the longest response."""
     first, width = batch.widths or split(batch, [slice(None)])[0][1].widths
     return Batch(
         batch.queries[:, first:],
@@ -99,7 +99,7 @@ def in_slices(function, model, batch, size, *rest):
 
 
 def token_logprobs(logits, hidden, labels, size, compare=None, states=None):
-    """Log-probs of the labels and entropies, fp32 and of the labels' shape, and what `compare` says.
+    """Log-probs of the labels and entropies, fp32 and of the labels' shape, and for distillation what `compare` says.
 
     Args: logits(hidden [K, H]) -> logits / T [K, V] fp32; hidden [.., H], the states before the tokens; labels [..];
     size, how many tokens' logits may exist at a time; compare(log-softmax [K, V], part of `states` [.., H']) -> [K].
@@ -113,7 +113,7 @@ def token_logprobs(logits, hidden, labels, size, compare=None, states=None):
         return (*found, compare(log_softmax, *states)) if compare else found
 
     flat = hidden.flatten(0, -2), labels.flatten(), *([states.flatten(0, -2)] if compare else [])
-    # All logits would be V numbers for each token, and as many gradients. [GEN-8]
+    # All logits at once would be V floats for each token, and their gradients as many. [GEN-8]
     pieces = [x.split(max(1, size)) for x in flat]
     # The backward pass computes a piece again.
     again = functools.partial(checkpoint, of_piece, use_reentrant=False) if len(pieces[0]) > 1 else of_piece
@@ -125,7 +125,7 @@ def token_logprobs(logits, hidden, labels, size, compare=None, states=None):
 @functools.lru_cache(maxsize=16)
 def permutation(n, *coordinates):
     """A shuffle of range(n), as a tuple, which the integer coordinates decide, e.g. (seed, epoch)."""
-    # numpy pads seeds with zeros: (1, 2) and (1, 2, 0) would be the same without their number.
+    # numpy pads seeds with zeros: without their length first, (1, 2) and (1, 2, 0) would be the same.
     return tuple(np.random.default_rng((len(coordinates), *coordinates)).permutation(n).tolist())
 
 
@@ -152,7 +152,7 @@ def learning_rate_at(step, num_steps, learning_rate, schedule, warmup_ratio=0.0)
 def adamw(model, learning_rate, eps, weight_decay):
     """torch's AdamW over the trained parameters of a model, biases and norms included."""
     parameters = [p for p in model.parameters() if p.requires_grad]
-    # torch's own eps and weight decay are not the recipe's. [OPT-4]
+    # Always explicit: torch's default decay, 0.01, is not RLOO's, nor its eps, 1e-8, that of PPO. [OPT-4]
     return torch.optim.AdamW(parameters, lr=learning_rate, eps=eps, weight_decay=weight_decay)
 
 
@@ -171,7 +171,7 @@ def disable_dropout(model):
 
 
 # ---- the sampler -----------------------------------------------------------------------------------------------------
-TRAINING, EVALUATION, REWARD_DATA = 0, 1, 3  # what a sample is drawn for, a coordinate of its noise
+TRAINING, EVALUATION, REWARD_DATA = 0, 1, 3  # what a sample is drawn for, a coordinate of its noise (2 is retired)
 
 
 def name_of_cache(model):
@@ -212,11 +212,11 @@ def sample(policy, queries, query_mask, episodes, n, response_length, stop_ids, 
     """A response to each query, token by token from softmax(logits / T), without top-k, top-p or a generation_config.
 
     A token is argmax(logits / T + Gumbel noise), which is a draw from the softmax. The noise depends on (key, number of
-    the episode, step, token id) alone, so episodes may be grouped, sliced and spread over processes at will.
-    Args: policy(tokens, mask, positions, index, cache=cache) -> logits / T [.., len(index), V], in eval mode and with
-    all its weights, where the mask is None without padding; queries, query_mask [B, Q], where n adjacent episodes have
-    the same prompt; episodes [B], their numbers; stop_ids [S], or none; key, e.g. (seed, TRAINING, update); size, how
-    many episodes are sampled at a time, a multiple of n.
+    the episode, step, token id) alone, so no grouping of episodes and no number of processes changes it.
+    Args: policy(tokens, mask, positions, index, cache=cache) -> logits / T [.., len(index), V], in eval mode; its mask
+    is None without padding, and it may call no collective, since processes end after different steps; queries,
+    query_mask [B, Q], where n adjacent episodes have the same prompt; episodes [B], their numbers; stop_ids [S], or
+    none; key, e.g. (seed, TRAINING, update); size, how many episodes are sampled at a time, a multiple of n.
     Returns: responses [B, R] int64, mask [B, R] bool (True up to and including the stop token), log-probs [B, R] fp32.
     """
     found = [
@@ -238,7 +238,7 @@ def sample_slice(policy, queries, query_mask, episodes, n, response_length, stop
     responses = torch.zeros(B, response_length, dtype=torch.long, device=device)
     mask = torch.zeros(B, response_length, dtype=torch.bool, device=device)
     logprobs = torch.zeros(B, response_length, device=device)
-    # A step adds a token of each of the n responses to their row, and each response sees its own alone:
+    # A step adds a token of each of the n responses to their row, interleaved, and each response sees its own alone:
     #   p p p | a b | a b | ...        n = 2: column Q + t * n + j holds token t of response j
     own = torch.eye(n, dtype=torch.bool, device=device).repeat(1, response_length).expand(W, -1, -1)  # [W, n, n * R]
     visible = torch.cat([query_mask.unsqueeze(1).expand(-1, n, -1), own], 2)  # [W, n, Q + n * R]
@@ -257,7 +257,7 @@ def sample_slice(policy, queries, query_mask, episodes, n, response_length, stop
         logprobs[:, t] = (logits.gather(1, token.unsqueeze(1)).squeeze(1) - logits.logsumexp(-1)) * alive
         # There may be several: Gemma ends its turns with <end_of_turn>, which is not its EOS. [GEN-16]
         alive = alive & ~torch.isin(token, stop_ids)  # The stop token itself stays in the mask. [GEN-5]
-        # The host must wait for a GPU's answer, so it asks rarely, and wastes a few tokens.
+        # `any` waits for the GPU, so every 16th step asks, and a few tokens are wasted.
         is_asked = device.type == "cpu" or (t + 1) % 16 == 0
         if t + 1 == response_length or (is_asked and not alive.any()):
             break
@@ -270,7 +270,7 @@ def sample_slice(policy, queries, query_mask, episodes, n, response_length, stop
 
 def additive(visible):
     """The mask [W, 1, L, L'] fp32 of a bool [W, L, L']: 0 where visible, else the lowest number of bf16."""
-    # fp32's lowest is -inf in bf16, and a row of -inf would be NaN after the softmax.
+    # fp32's lowest number would be -inf in bf16.
     lowest = torch.finfo(torch.bfloat16).min
     return torch.zeros(visible.shape, device=visible.device).masked_fill(~visible, lowest).unsqueeze(1)
 

@@ -1,6 +1,6 @@
 """
-On-policy distillation in one process and without options. Its numbers are those of train_distill.py, which adds what
-other data, memory, machines and accidents need.
+On-policy distillation in one process and without options. It prints the numbers of train_distill.py, which adds other
+data, less memory, several machines, and going on after a crash.
 
 A policy, the student, answers prompts. A teacher with the same tokens says of each token how likely it was, and tokens
 that the teacher finds more likely than the student become more likely (Lu and Thinking Machines Lab, 2025).
@@ -18,7 +18,7 @@ sft_folder, teacher_folder, output_folder = "models/toy/sft", "models/toy/rloo",
 device = "cuda" if torch.cuda.is_available() else "cpu"
 seed = 1
 B = 256  # episodes of an update
-R = 36  # most tokens of a response
+R = 36  # maximum length of a response
 learning_rate, max_grad_norm = 1e-3, 1.0
 
 
@@ -30,11 +30,12 @@ def sample(policy, tokens, mask, eos, update):
     mask     0    1    1    1    1    1    0    0     EOS counts: it has a log-prob and a KL
     """
     alive, cache = mask.new_ones(B), DynamicCache(config=policy.config)
-    # Every run has the same noise. [GEN-4]
+    # Noise depends on (seed, update, episode, step, token) alone, so runs with one seed are equal. [GEN-4]
     keys = noise.keys_of_episodes((seed, utils.TRAINING, update), torch.arange(B, device=device))
     for t in range(R):
         new = slice(cache.get_seq_length(), None)  # not in the cache yet
         positions = utils.positions_from_mask(mask)  # They do not count padding. [GEN-6]
+        # The releases of transformers differ in what they call the cache.
         inputs = dict(attention_mask=mask, position_ids=positions[:, new]) | {utils.name_of_cache(policy): cache}
         logits = policy(tokens[:, new], **inputs).logits[:, -1]  # [B, V]
         # The argmax of logits + Gumbel noise is a draw from their softmax. [GEN-1]

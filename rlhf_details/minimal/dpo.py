@@ -1,6 +1,6 @@
 """
-DPO (arXiv 2305.18290) in one process and without options. Its numbers are those of train_dpo.py, which adds what other
-data, memory, machines and accidents need.
+DPO (arXiv 2305.18290) in one process and without options. It prints the numbers of train_dpo.py, which adds other
+data, less memory, several machines, and going on after a crash.
 
 The SFT policy answers each prompt four times, and an imaginary human says which answer is the best. The policy learns
 from this alone. What it made more likely since it began is its score, in the reward model's loss.
@@ -49,8 +49,10 @@ def main(comparisons=3072):
     policy = AutoModelForCausalLM.from_pretrained(sft_folder).to(device).eval()  # without dropout [MODEL-1]
     key = seed, utils.REWARD_DATA, utils.TRAINING  # of the noise
     train = toy.comparisons("train", comparisons, utils.NextToken(policy), tokenizer, key, R)
-    reference = copy.deepcopy(policy)  # It never changes. [MODEL-4]
-    optimizer = torch.optim.AdamW(policy.parameters(), eps=1e-5, weight_decay=0.01)  # of biases and norms too [OPT-4]
+    reference = copy.deepcopy(policy)  # [MODEL-4]
+    optimizer = torch.optim.AdamW(
+        policy.parameters(), eps=1e-5, weight_decay=0.01
+    )  # Biases and norms decay too. [OPT-4]
     order = utils.permutation(len(train), seed, 0)
     steps = len(train) // B
 

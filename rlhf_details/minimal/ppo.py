@@ -1,9 +1,9 @@
 """
-PPO (the recipe of "N+", arXiv 2403.17031) in one process and without options. Its numbers are those of train_ppo.py,
-which adds what other data, memory, machines and accidents need.
+PPO (the recipe of "N+", arXiv 2403.17031) in one process and without options. It prints the numbers of train_ppo.py,
+which adds other data, less memory, several machines, and going on after a crash.
 
-Each token of a response is an action. A value model says what reward is still to come at each token. What goes better
-than it said becomes more likely, what goes worse less likely, and the clip bounds by how much.
+Each token of a response is an action. A value model predicts the reward still to come. Tokens that turn out better than
+predicted become more likely, others less, and the clip removes the incentive to move far in one rollout.
 
 Shapes    B: episodes, one for each prompt   Q: query tokens, left-padded   R: response tokens, right-padded
           V: vocabulary   H: hidden size
@@ -20,9 +20,9 @@ sft_folder, reward_folder, output_folder = "models/toy/sft", "models/toy/reward"
 device = "cuda" if torch.cuda.is_available() else "cpu"
 seed = 1
 B = 256  # episodes of an update
-R = 36  # most tokens of a response
-kl_coef = 0.1  # score points for a nat of KL
-missing_eos_penalty = 3.0  # points of score for a response that does not end
+R = 36  # maximum length of a response
+kl_coef = 0.1  # what a nat of KL costs, in score
+missing_eos_penalty = 3.0  # what a response without an end costs, in score
 passes = 4  # optimiser steps on each rollout
 cliprange, cliprange_value = 0.2, 0.2  # of a token's probability ratio, and of the change of a value
 vf_coef = 0.1  # weight of the value loss
@@ -38,11 +38,12 @@ def sample(policy, tokens, mask, eos, update):
     mask     0    1    1    1    1    1    0    0     EOS counts: it has a log-prob and a KL
     """
     alive, cache = mask.new_ones(B), DynamicCache(config=policy.config)
-    # Every run has the same noise. [GEN-4]
+    # Noise depends on (seed, update, episode, step, token) alone, so runs with one seed are equal. [GEN-4]
     keys = noise.keys_of_episodes((seed, utils.TRAINING, update), torch.arange(B, device=device))
     for t in range(R):
         new = slice(cache.get_seq_length(), None)  # not in the cache yet
         positions = utils.positions_from_mask(mask)  # They do not count padding. [GEN-6]
+        # The releases of transformers differ in what they call the cache.
         inputs = dict(attention_mask=mask, position_ids=positions[:, new]) | {utils.name_of_cache(policy): cache}
         logits = policy(tokens[:, new], **inputs).logits[:, -1]  # [B, V]
         # The argmax of logits + Gumbel noise is a draw from their softmax. [GEN-1]
@@ -64,8 +65,8 @@ def scores_of(reward_model, tokens, mask):
     """The reward model's score of each response, read at its last token, [B]."""
     trunk, positions = reward_model.base_model, utils.positions_from_mask(mask)
     hidden = trunk(tokens, attention_mask=mask, position_ids=positions).last_hidden_state  # [B, Q + R, H]
-    last = positions.argmax(1)  # [B] [REW-2]
-    # Plain loaders ignore this bias. [REW-1]
+    last = positions.argmax(1)  # [B]: padding repeats the last position, and argmax finds the first. [REW-2]
+    # transformers does not apply this shift, which the reward model's training has left. [REW-1]
     return reward_model.score(hidden[torch.arange(B), last]).squeeze(1) + reward_model.config.reward_bias
 
 
@@ -80,11 +81,13 @@ def main(updates=40):
     toy.require(sft_folder, reward_folder)
     tokenizer = AutoTokenizer.from_pretrained(sft_folder)
     policy = AutoModelForCausalLM.from_pretrained(sft_folder).to(device).eval()  # without dropout [MODEL-1]
-    reference = copy.deepcopy(policy)  # It never changes. [MODEL-4]
+    reference = copy.deepcopy(policy)  # [MODEL-4]
     reward_model = AutoModelForSequenceClassification.from_pretrained(reward_folder).to(device).eval()
     value_model = copy.deepcopy(reward_model)  # It starts as the reward model, bias included. [PPO-1]
     parameters = [*policy.parameters(), *value_model.parameters()]
-    optimizer = torch.optim.AdamW(parameters, eps=1e-5, weight_decay=0.01)  # of biases and norms too [OPT-4] [PPO-4]
+    optimizer = torch.optim.AdamW(
+        parameters, eps=1e-5, weight_decay=0.01
+    )  # Biases and norms decay too. [OPT-4] [PPO-4]
     prompts = [tokenizer(row["prompt"]).input_ids for row in toy.rows("prompts", "train")]
 
     for update in range(1, updates + 1):
@@ -96,12 +99,13 @@ def main(updates=40):
         episodes = sample(policy, *queries, tokenizer.eos_token_id, update)  # tokens and mask [B, Q + R]
         responses, mask = (x[:, -R:] for x in episodes)  # [B, R]
 
-        # ---- 2. Scores: with log-probs and values
+        # ---- 2. Scores: also log-probs and values
         #   responses    a    b   EOS   .    .     w    x    y    z    u
         #   mask         1    1    1    0    0     1    1    1    1    1     actions: the tokens
         #   state_mask   1    1    1    1    0     1    1    1    1    1     states: before each token, and after EOS
         #   rewards     -cK  -cK  -cK score  0    -cK  -cK  -cK  -cK  -cK + score     c: kl_coef, K: log p - log p_ref
-        # The state after EOS has a value, because the score is still to come. After R tokens there is no room. [PPO-5]
+        # The score is paid one step after EOS, so this step is a state without an action. After R tokens there is no
+        # room for it, and the last token gets the score. [PPO-5]
         state_mask = torch.cat([mask[:, :1], mask[:, :-1]], 1)  # [B, R]
         scores = scores_of(reward_model, *episodes)  # [B]
         with torch.no_grad():

@@ -1,6 +1,6 @@
 """
-RLOO (arXiv 2402.14740) in one process and without options. Its numbers are those of train_rloo.py, which adds what
-other data, memory, machines and accidents need.
+RLOO (arXiv 2402.14740) in one process and without options. It prints the numbers of train_rloo.py, which adds other
+data, less memory, several machines, and going on after a crash. benchmark/checks/details.md explains the tags.
 
 A policy answers each prompt k times. Answers that score better than their siblings become more likely, others less.
 
@@ -20,9 +20,9 @@ device = "cuda" if torch.cuda.is_available() else "cpu"
 seed = 1
 k = 4  # responses to each prompt
 B = 256  # episodes of an update
-R = 36  # most tokens of a response
-kl_coef = 0.1  # score points for a nat of KL
-missing_eos_penalty = 3.0  # points of score for a response that does not end
+R = 36  # maximum length of a response
+kl_coef = 0.1  # what a nat of KL costs, in score
+missing_eos_penalty = 3.0  # what a response without an end costs, in score
 learning_rate, max_grad_norm = 5e-4, 1.0
 
 
@@ -34,11 +34,12 @@ def sample(policy, tokens, mask, eos, update):
     mask     0    1    1    1    1    1    0    0     EOS counts: it has a log-prob and a KL
     """
     alive, cache = mask.new_ones(B), DynamicCache(config=policy.config)
-    # Every run has the same noise. [GEN-4]
+    # Noise depends on (seed, update, episode, step, token) alone, so runs with one seed are equal. [GEN-4]
     keys = noise.keys_of_episodes((seed, utils.TRAINING, update), torch.arange(B, device=device))
     for t in range(R):
         new = slice(cache.get_seq_length(), None)  # not in the cache yet
         positions = utils.positions_from_mask(mask)  # They do not count padding. [GEN-6]
+        # The releases of transformers differ in what they call the cache.
         inputs = dict(attention_mask=mask, position_ids=positions[:, new]) | {utils.name_of_cache(policy): cache}
         logits = policy(tokens[:, new], **inputs).logits[:, -1]  # [B, V]
         # The argmax of logits + Gumbel noise is a draw from their softmax. [GEN-1]
@@ -60,8 +61,8 @@ def scores_of(reward_model, tokens, mask):
     """The reward model's score of each response, read at its last token, [B]."""
     trunk, positions = reward_model.base_model, utils.positions_from_mask(mask)
     hidden = trunk(tokens, attention_mask=mask, position_ids=positions).last_hidden_state  # [B, Q + R, H]
-    last = positions.argmax(1)  # [B] [REW-2]
-    # Plain loaders ignore this bias. [REW-1]
+    last = positions.argmax(1)  # [B]: padding repeats the last position, and argmax finds the first. [REW-2]
+    # transformers does not apply this shift, which the reward model's training has left. [REW-1]
     return reward_model.score(hidden[torch.arange(B), last]).squeeze(1) + reward_model.config.reward_bias
 
 
@@ -69,7 +70,7 @@ def main(updates=100):
     toy.require(sft_folder, reward_folder)
     tokenizer = AutoTokenizer.from_pretrained(sft_folder)
     policy = AutoModelForCausalLM.from_pretrained(sft_folder).to(device).eval()  # without dropout [MODEL-1]
-    reference = copy.deepcopy(policy)  # It never changes. [MODEL-4]
+    reference = copy.deepcopy(policy)  # [MODEL-4]
     reward_model = AutoModelForSequenceClassification.from_pretrained(reward_folder).to(device).eval()
     optimizer = torch.optim.AdamW(policy.parameters(), eps=1e-8, weight_decay=0.0)  # [OPT-4]
     prompts = [tokenizer(row["prompt"]).input_ids for row in toy.rows("prompts", "train")]
@@ -83,7 +84,7 @@ def main(updates=100):
         episodes = sample(policy, *queries, tokenizer.eos_token_id, update)  # tokens and mask [B, Q + R]
         responses, mask = (x[:, -R:] for x in episodes)  # [B, R]
 
-        # ---- 2. Scores: with log-probs
+        # ---- 2. Scores: also log-probs
         scores = scores_of(reward_model, *episodes)  # [B]
         logprobs = logprobs_of(policy, *episodes)  # [B, R], with a gradient
         with torch.no_grad():
@@ -95,7 +96,7 @@ def main(updates=100):
         kl = (logprobs.detach() - ref_logprobs).sum(1)  # [B], summed: the response is one action [RLOO-2]
         rewards = scores - kl_coef * kl  # [B]
 
-        # ---- 4. Advantages: each reward less the mean of its siblings'
+        # ---- 4. Advantages: each reward minus the mean of its siblings' rewards
         groups = rewards.reshape(-1, k)  # [B / k, k]
         baselines = (groups.sum(1, keepdim=True) - groups) / (k - 1)  # without the response's own reward [RLOO-3]
         advantages = (groups - baselines).reshape(-1)  # [B]

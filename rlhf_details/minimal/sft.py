@@ -1,6 +1,6 @@
 """
-SFT in one process and without options: a small language model learns from texts that people wrote. Its numbers are
-those of train_sft.py, which adds what other data, memory, machines and accidents need.
+SFT in one process and without options: a small language model learns from texts that people wrote. It prints the
+numbers of train_sft.py, which adds other data, less memory, several machines, and going on after a crash.
 
 Shapes    B: rows of a minibatch   L: tokens of a row, left-padded   V: vocabulary
 """
@@ -32,7 +32,9 @@ def main(epochs=3):
     )
     torch.manual_seed(seed)  # The weights are drawn next.
     policy = GPTNeoXForCausalLM(config).to(device).eval()  # without dropout [MODEL-1]
-    optimizer = torch.optim.AdamW(policy.parameters(), eps=1e-5, weight_decay=0.01)  # of biases and norms too [OPT-4]
+    optimizer = torch.optim.AdamW(
+        policy.parameters(), eps=1e-5, weight_decay=0.01
+    )  # Biases and norms decay too. [OPT-4]
     # Prompt and completion are tokenised apart, because a sampler starts anew after the prompt. [DATA-1]
     train = [tokenizer([row["prompt"], row["completion"]]).input_ids for row in toy.rows("sft", "train")]
     train = [(prompt, [*answer, tokenizer.eos_token_id]) for prompt, answer in train]  # It learns to stop. [DATA-2]

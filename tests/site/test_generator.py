@@ -74,7 +74,8 @@ def test_moving_a_tagged_line_needs_no_other_change(copied):
     import source
 
     path = copied / "train_ppo.py"
-    text, line = path.read_text(encoding="utf-8"), "    # Otherwise the policy need not learn to stop"
+    text = path.read_text(encoding="utf-8")
+    line = next(line for line in text.splitlines() if line.endswith("[REW-3]"))
     number = text[: text.index(line)].count("\n") + 1
     assert f'train_ppo.html#at-REW-3">train_ppo.py, line {number}</a>' in prices.card("REW-3")
     path.write_text(text.replace(line, f"\n    # one more line\n{line}"), encoding="utf-8")
