@@ -95,9 +95,9 @@ def main(updates=100):
         ended = (mask & (responses == tokenizer.eos_token_id)).any(1)  # [B]
         scores = torch.where(ended, scores, scores - missing_eos_penalty)  # [REW-3]
 
-        # ---- 4. Advantages: each score less the mean of its group, over the group's standard deviation
+        # ---- 4. Advantages: each score minus the mean of its group, divided by the group's standard deviation
         groups = scores.reshape(-1, k)  # [B / k, k]
-        groups = groups - groups[:, :1]  # changes no advantage, and rounding cannot tell equal scores apart any more
+        groups = groups - groups[:, :1]  # Equal scores are now exactly 0, and no advantage has changed.
         advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)  # [GRPO-1]
         advantages = advantages.reshape(-1, 1)  # [B, 1], the same for all tokens of a response
 

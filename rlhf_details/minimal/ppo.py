@@ -120,7 +120,7 @@ def main(updates=40):
         last = state_mask.sum(1, keepdim=True) - 1  # [B, 1]
         rewards = (-kl_coef * kl).scatter_add(1, last, scores.unsqueeze(1))  # [B, R] [PPO-6] [PPO-7]
 
-        # ---- 4. Advantages: GAE, from the last state backwards
+        # ---- 4. Advantages: GAE without discount, from the last state backwards
         advantages, advantage, next_value = torch.zeros_like(rewards), 0, 0
         for t in reversed(range(R)):
             advantage = rewards[:, t] + next_value - old_values[:, t] + lam * advantage  # [B] [PPO-9]
@@ -129,15 +129,15 @@ def main(updates=40):
         advantages = utils.masked_whiten(advantages, mask)  # mean 0 and variance 1 over all tokens [PPO-10] [PPO-11]
 
         # ---- 5. Optimise: several steps on the same rollout
-        figures = []
+        metrics = []
         for _ in range(passes):
             logprobs = logprobs_of(policy, *episodes)  # [B, R]
             ratio = (logprobs - old_logprobs).exp()
             clipped = ratio.clamp(1 - cliprange, 1 + cliprange)
-            losses = torch.max(-advantages * ratio, -advantages * clipped)  # the worse one [PPO-12]
+            losses = torch.max(-advantages * ratio, -advantages * clipped)  # the larger loss [PPO-12]
             values = values_of(value_model, *episodes, state_mask)  # [B, R]
-            near = values.clamp(old_values - cliprange_value, old_values + cliprange_value)
-            errors = torch.max((values - returns) ** 2, (near - returns) ** 2)  # the worse one [PPO-13]
+            clipped_values = values.clamp(old_values - cliprange_value, old_values + cliprange_value)
+            errors = torch.max((values - returns) ** 2, (clipped_values - returns) ** 2)  # the larger loss [PPO-13]
             policy_loss, value_loss = losses[mask].mean(), 0.5 * errors[state_mask].mean()
             loss = policy_loss + vf_coef * value_loss  # without an entropy bonus [PPO-14]
             optimizer.zero_grad()
@@ -145,10 +145,10 @@ def main(updates=40):
             norm = torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)  # one norm for both models
             optimizer.step()
             clipfrac = (losses > -advantages * ratio)[mask].float().mean()
-            figures.append(torch.stack([norm, policy_loss, value_loss, clipfrac]).detach())
+            metrics.append(torch.stack([norm, policy_loss, value_loss, clipfrac]).detach())
 
         # ---- 6. Log: means over the passes
-        norm, policy_loss, value_loss, clipfrac = torch.stack(figures).mean(0)
+        norm, policy_loss, value_loss, clipfrac = torch.stack(metrics).mean(0)
         kl, length = kl.sum(1), mask.sum(1).float().mean()
         print(
             f"{update:3d}  scores {scores.mean():.6f}  kl {kl.mean():.6f}  length {length:.6f}  grad_norm {norm:.6f}"
