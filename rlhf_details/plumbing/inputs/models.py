@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import transformers  # Its models are named with it, and so imported when they are needed: --help needs none.
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import ByteLevelBPETokenizer, processors
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import cached_file, has_file
@@ -43,13 +43,11 @@ def load_tokenizer(path, flag, args):
         console.fail(f"{flag} {path}: has no {'tokenizer' if tokenizer is None else 'EOS token'}")
     model = base_of(path, flag) or path
     name, revision = console.split(model)
-    ends = None
+    tokenizer.generation_eos = []  # for stop_tokens.end_ids
     with console.reading(flag, path), contextlib.suppress(OSError):  # Many models have no generation_config.json.
         ends = transformers.GenerationConfig.from_pretrained(name, revision=revision).eos_token_id
-    ends = ends if isinstance(ends, list) else [ends] * (ends is not None)
-    if wrong := [i for i in ends if type(i) is not int or i < 0]:
-        console.fail(f"{flag} {path}: the eos_token_id of its generation_config is no token id: {wrong[0]!r}")
-    tokenizer.generation_eos = [i for i in ends if i < chat.vocabulary(tokenizer)]  # for stop_tokens.end_ids
+        ends = ends if isinstance(ends, list) else [ends] * (ends is not None)
+        tokenizer.generation_eos = [i for i in ends if 0 <= i < chat.vocabulary(tokenizer)]
     return tokenizer
 
 
@@ -116,8 +114,7 @@ def load_policy(path, flag, args):
         if "jitter" in name and value:  # A router with jitter would put noise into the log-probs.
             kind = config.model_type
             console.fail(f"{flag} {path}: a {kind} draws random numbers in training mode ({name} {value})")
-    takes_cache = any(accepts(m, utils.name_of_cache(m)) for m in (model, model.base_model))
-    if not takes_cache or set(getattr(config, "layer_types", None) or []) == {"linear_attention"}:
+    if set(getattr(config, "layer_types", None) or []) == {"linear_attention"}:
         console.fail(f"{flag} {path}: a {config.model_type} cannot be sampled: it has no cache of keys and values")
     return model
 
@@ -214,7 +211,7 @@ def load(kind, path, flag, args, **options):
         text = {p for m in (model.get_decoder(), *heads) for p in m.parameters()}
         for p in set(model.parameters()) - text:
             p.requires_grad_(False)
-    model.source = f"{flag} {path}"  # for lm_head
+    model.source = flag, str(path)  # for lm_head
     return set_up_for_training(model, args), missing, unexpected
 
 
@@ -305,24 +302,21 @@ def lm_head(model):
     """The Head of a causal model. It is shown to give the model's own logits from `hidden_states` behind padding and
     with a cache, or the program ends with one line.
     """
-    head, training, source = Head(model), model.training, getattr(model, "source", "--base_model scratch")
-    what = f"{source}: a {model.config.model_type} cannot be used here"
+    head, training, source = Head(model), model.training, getattr(model, "source", ("--base_model", "scratch"))
     tokens = torch.arange(16, device=model.device).view(2, 8) % head.vocab_size
     mask = torch.ones_like(tokens, dtype=torch.bool)
     mask[0, :4] = False  # A decoder that counts its own positions would count the padding.
     positions, parts = utils.positions_from_mask(mask), (slice(0, 7), slice(7, 8))
-    try:
+    with console.reading(*source):  # A model may fail in any way, and one from the Hub brings code of its own.
         cache = transformers.DynamicCache(config=model.config)
         logits = model.eval()(input_ids=tokens[:1, 4:], use_cache=False).logits
         found = [hidden_states(model, tokens[:, m], mask[:, : m.stop], positions[:, m], cache) for m in parts]
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as e:  # A model may fail in any way, and one from the Hub brings code of its own.
-        console.fail(f"{what} ({type(e).__name__}: {console.in_one_line(e)})")
+        ours = head(torch.cat(found, 1)[:1, 4:])
+        is_same = torch.allclose(ours, logits[..., : head.vocab_size], rtol=1e-3, atol=1e-3)
     model.train(training)
-    if not torch.allclose(head(torch.cat(found, 1)[:1, 4:]), logits[..., : head.vocab_size], rtol=1e-3, atol=1e-3):
+    if not is_same:
         why = "its output embedding alone does not give its logits, or padding or a cache changes them"
-        console.fail(f"{what}: {why}")
+        console.fail(f"{' '.join(source)}: a {model.config.model_type} cannot be used here: {why}")
     return head
 
 
@@ -362,19 +356,19 @@ def add_adapters(model, rank):
     """Freezes a model and adds adapters to train: W x becomes W x + 2 B A x, with A [rank, in], B [out, rank].
 
     A is random and B is 0, so the model starts as it was. A new head (`score`) is trained as a whole. A rank of 0
-    changes nothing. Returns the model, whose `lora[0]` is peft's LoraModel. It stands in a list, so that it is not the
-    model's child.
+    changes nothing. Returns the model, whose `lora[0]` is a PeftModel around it. It stands in a list, so that it is not
+    the model's child.
     """
     if not rank:
         return model
-    from peft import LoraConfig, LoraModel
+    from peft import LoraConfig, PeftModel
 
     kind = "SEQ_CLS" if hasattr(model, "score") else "CAUSAL_LM"
     options = dict(target_modules="all-linear", task_type=kind, r=rank, lora_alpha=2 * rank, lora_dropout=0.0)
     frozen = [name.rpartition(".")[0] for name, p in model.named_parameters() if not p.requires_grad]
     config = LoraConfig(exclude_modules=frozen, **options)
     try:
-        model.lora = [LoraModel(model, config, "default")]
+        model.lora = [PeftModel(model, config)]
     except ValueError as e:
         console.fail(f"--lora_rank {rank}: peft cannot adapt a {model.config.model_type} ({console.in_one_line(e)})")
     if hasattr(model, "score"):
@@ -399,12 +393,10 @@ class WithoutAdapters(torch.nn.Module):
 
     def forward(self, *args, **kwargs):
         (lora,), (policy,) = self.model.lora, self.policy
-        critic = getattr(policy, "critic", None)
-        lora.disable_adapter_layers()
-        policy.critic = None  # A reference has no values.
-        outputs = self.reads[0](*args, **kwargs)
+        critic, policy.critic = getattr(policy, "critic", None), None  # A reference has no values.
+        with lora.disable_adapter():
+            outputs = self.reads[0](*args, **kwargs)
         policy.critic = critic
-        lora.enable_adapter_layers()
         return outputs
 
 
@@ -415,36 +407,26 @@ def merge_adapters(model):
 
 def save_adapter(model, folder, base_model):
     """Writes a folder that PeftModel.from_pretrained loads over base_model, the path that the model was loaded from."""
-    from peft import get_peft_model_state_dict
-
-    config = model.peft_config["default"]
+    (lora,), config = model.lora, model.peft_config["default"]
     # A path stays as it was given: another machine has no folder of this one, but may have the same ones below its own.
     config.base_model_name_or_path, config.revision = console.split(str(base_model))
-    config.inference_mode = True
-    config.save_pretrained(folder)
-    weights, metadata = get_peft_model_state_dict(model), {"format": "pt"}
+    lora.save_pretrained(folder, save_embedding_layers=False)
     if hasattr(model, "score"):  # A new head belongs to the adapters, as in peft's own SEQ_CLS, and so does its bias.
-        weights["score.weight"] = model.score.weight
+        file, metadata = Path(folder) / "adapter_model.safetensors", {"format": "pt"}
         metadata["reward_bias"] = str(getattr(model.config, "reward_bias", 0.0))
-    weights = {f"base_model.model.{name}": x for name, x in weights.items()}
-    save_file(weights, Path(folder) / "adapter_model.safetensors", metadata=metadata)
+        save_file(load_file(file) | {"base_model.model.score.weight": model.score.weight}, file, metadata)
 
 
-def base_of(path, flag, above=()):
-    """The model that adapters (a folder or Hub name) belong to, or None where the path holds no adapters.
-
-    Args: above, the adapters that stand on these.
-    """
+def base_of(path, flag):
+    """The model that adapters (a folder or Hub name) belong to, or None where the path holds no adapters."""
     name, revision = console.split(path)
     with console.reading(flag, path):
         console.announce(path)
         file = find_adapter_config_file(name, revision=revision)
         config = json.loads(Path(file).read_text()) if file else {}
-    base, places = config.get("base_model_name_or_path"), [os.path.realpath(x) for x in (*above, path)]
-    if base is not None and (not isinstance(base, str) or os.path.realpath(base) in places):
+    base = config.get("base_model_name_or_path") or ""
+    if base and os.path.realpath(base) == os.path.realpath(path):
         console.fail(f"{flag} {path}: holds adapters whose base must be the path of another model, not {base!r}")
-    if base and os.path.isdir(base):
-        base_of(base, flag, (*above, path))  # Adapters may stand on others, but not in a circle.
     return "@".join(filter(None, (base, config.get("revision")))) or None
 
 
