@@ -4,6 +4,7 @@ line says what is lost. Every table goes through the `main` of the scripts.
 
 import gzip
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -79,6 +80,24 @@ def adapters_on(base):
     return make
 
 
+def a_classifier(folder):
+    shutil.copytree("reward", folder, dirs_exist_ok=True)
+
+
+def cut_short(folder):
+    os.truncate(folder / "model.safetensors", 1000)
+
+
+def with_a_token_more(folder):
+    tokenizer = toy.tokenizer()
+    tokenizer.add_tokens("soups")
+    tokenizer.save_pretrained(folder)
+
+
+def without_eos(folder):
+    edit_json(folder / "tokenizer_config.json", eos_token=None)
+
+
 REFUSED = [  # what is spoilt, how, and words of the line
     ("policy", lost_bias, "1 weights in its files have no place", "gpt_neox.layers.1.attention.dense.bias"),
     ("teacher", lost_bias, "1 weights in its files have no place"),
@@ -89,6 +108,11 @@ REFUSED = [  # what is spoilt, how, and words of the line
     ("reward", infinite, "gpt_neox.final_layer_norm.bias holds numbers that are not finite"),
     ("policy", of_kind("bart", **BART), "a bart cannot be used here: ", "or padding or a cache changes them"),
     ("policy", of_kind("minimax", **MINIMAX), "cannot be read (MiniMax uses"),
+    ("policy", a_classifier, "not a causal language model (it "),
+    ("policy", cut_short, "cannot be read ("),
+    ("policy", lambda x: edit_json(x / "config.json", vocab_size=40), "the shape [254, 32], and [40, 32] is expected"),
+    ("policy", with_a_token_more, "its tokenizer has 255 tokens, and the model 254 embeddings"),
+    ("policy", without_eos, "has no EOS token"),
     ("policy", of_kind("mamba2", **MAMBA), "a mamba2 cannot be sampled"),
     ("policy", of_kind("mixtral", **EXPERTS), "router_jitter_noise 0.1"),
     *[("policy", ends(eos_token_id=x), "cannot be read ('<") for x in ("</s>", [[2]], {}, [None], [1, "x"])],

@@ -70,21 +70,20 @@ def show_help(script, parts):
 
     Args: script, a module; parts, {prefix of the flags: the arguments whose values it shows as defaults}.
     """
-    groups, boxes = {}, []
+    boxes, kinds = {}, []
     for prefix, args in parts.items():
         texts = flags.described(type(args))
         for field in dataclasses.fields(args):
-            title, note, text = texts[field.name]
+            group, text = texts[field.name]
             flag = Annotated[field.type, tyro.conf.arg(name=prefix + field.name, help=text)]
-            group = groups.setdefault(prefix.replace(".", ": ") + title, {"note": "", "flags": []})
-            group["flags"].append((field.name, flag, dataclasses.field(default=getattr(args, field.name))))
-            group["note"] = note or group["note"]
-    for title, group in sorted(groups.items(), key=lambda x: "memory" in x[0]):  # which comes last
-        box = dataclasses.make_dataclass("Box", group["flags"])
-        boxes.append((f"box{len(boxes)}", Annotated[box, tyro.conf.arg(name=title, help=group["note"])]))
+            box = boxes.setdefault(prefix.replace(".", ": ") + group, [])
+            box.append((field.name, flag, dataclasses.field(default=getattr(args, field.name))))
+    for title in sorted(boxes, key=lambda title: "memory" in title):  # which comes last
+        box = dataclasses.make_dataclass("Box", boxes[title])
+        kinds.append((f"box{len(kinds)}", Annotated[box, tyro.conf.arg(name=title)]))
     (what, *_), example = script.__doc__.split("\n\n"), script.__doc__.rpartition("Your data: ")[2]
     options = dict(description=f"{what}\n\nExample: {example.strip()}", config=(tyro.conf.OmitArgPrefixes,)) | OPTIONS
-    tyro.cli(dataclasses.make_dataclass("Args", boxes), args=["--help"], **options)
+    tyro.cli(dataclasses.make_dataclass("Args", kinds), args=["--help"], **options)
 
 
 def preset_of(args):
