@@ -255,35 +255,36 @@ def test_data_2_a_completion_ends_with_eos_and_a_prompt_begins_with_the_tokenize
         assert token_ids.encode(tokenizer, texts[0]) == [*bos, *prompt]
     assert token_ids.encode(tokenizer, "<s> a") == [BOS, A]
     assert token_ids.encode(word_tokenizer(bos_token=None), "a", "b") == ([A], [B, EOS])
+    assert stop_tokens.end_ids(word_tokenizer(chat_template="{{ raise_exception('no') }}")) == [EOS]
 
 
 SEAMS = [("a.", " b a"), ("a.", "b a"), ("a", ".b"), ("a. ", "b"), ("a.</s>", "b"), ("", "b"), ("a", " .")]
 
 
-@pytest.mark.parametrize("scheme", ["always", "first", "never", "normalizer"])
+each_scheme = pytest.mark.parametrize("scheme", ["always", "first", "never", "normalizer"])
+
+
+@each_scheme
 @pytest.mark.parametrize("prompt, answer", SEAMS)
-def test_an_answer_has_no_space_that_its_tokenizer_puts_before_a_text(in_tmp, scheme, prompt, answer):
+def test_an_answer_has_no_space_that_its_tokenizer_puts_before_a_text(scheme, prompt, answer):
     """It has the ids of the whole text, unless a token of this lies across the seam. A space of its own stays."""
     tokenizer = metaspace_tokenizer(scheme)
     read = partial(tokenizer.__call__, add_special_tokens=False)
     ids, (*answer_ids, end) = token_ids.encode(tokenizer, prompt, answer)
     assert ids == read(prompt).input_ids and end == tokenizer.eos_token_id
-    across = prompt.endswith(" ")
-    assert across or ids + answer_ids == read(prompt + answer).input_ids
-    assert not across or tokenizer.convert_ids_to_tokens(answer_ids) == ["b"]
-    write("rows.jsonl", [{"prompt": prompt, "completion": answer, "chosen": answer, "rejected": "a"}])
-    assert demonstrations_of("rows.jsonl", tokenizer) == [(ids, [*answer_ids, end])]
-    assert comparisons_of("rows.jsonl", tokenizer)[0][0][0] == [*ids, *answer_ids, end]
+    if prompt.endswith(" "):
+        assert tokenizer.convert_ids_to_tokens(answer_ids) == ["b"]
+    else:
+        assert ids + answer_ids == read(prompt + answer).input_ids
 
 
-@pytest.mark.parametrize("scheme", ["always", "first", "never", "normalizer"])
-def test_a_chats_answer_has_the_ids_of_the_conversation(in_tmp, scheme):
+@each_scheme
+def test_a_chats_answer_has_the_ids_of_the_conversation(scheme):
     tokenizer = metaspace_tokenizer(scheme)
     turn = "{% for m in messages %}..{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}..{% endif %}"
     tokenizer.chat_template = turn
     whole = tokenizer("..a</s>..b a</s>", add_special_tokens=False).input_ids
-    write("rows.jsonl", [{"messages": [user("a"), assistant("b a")]}])
-    ((ids, answer),) = demonstrations_of("rows.jsonl", tokenizer)
+    ids, answer = token_ids.encode(tokenizer, [user("a")], [assistant("b a")])
     assert ids + answer == whole and tokenizer.convert_ids_to_tokens(answer) == ["b", "▁a", "</s>"]
 
 
@@ -313,10 +314,6 @@ def test_data_3_a_conversation_is_encoded_as_its_template_does(template, eos, en
     expected = [*tokenizer.convert_tokens_to_ids(ends), 5]
     assert stop_tokens.stop_ids(tokenizer, "eos", "--stop_token").tolist() == stop_tokens.end_ids(tokenizer) == expected
     assert f"--stop_token eos: a response ends with {' or '.join(ends)}" in capsys.readouterr().out
-
-
-def test_where_a_template_refuses_what_it_is_asked_a_response_ends_with_eos():
-    assert stop_tokens.end_ids(chat_tokenizer("{{ raise_exception('no') }}")) == [0]
 
 
 R1 = ANSWERS.replace("m.content", "m.content.split('</think>')[-1]").replace(ASK, ASK.replace("\n{%", "<think>\n{%"))
@@ -428,10 +425,7 @@ def test_padding_that_is_eos_is_told_from_the_eos_of_a_response():
 PAIR, ASKED_TWICE = {"prompt": "a", "completion": "b"}, [*BOTH, user("c")]
 LABEL = {f"sample{k}": [5, 6] for k in range(4)} | {"query": [7], "best": 0}
 CHOICE = {"prompt": "w5 w6", "candidates": ["w4", "w5"], "best": 0}
-NO_LIST, TOO_LONG = (
-    "column 'candidates': must be a list of at least 2",
-    "1 of 2 rows have more than 32 tokens, the first",
-)
+NO_LIST, TOO_LONG = "column 'candidates': must be a list of", "1 of 2 rows have more than 32 tokens, the first one is"
 
 
 @pytest.mark.parametrize(
@@ -455,7 +449,7 @@ NO_LIST, TOO_LONG = (
         (comparisons_of, CHOICE, CHOICE | {"candidates": ["w4"]}, f"row 2: {NO_LIST}"),
         (comparisons_of, CHOICE, CHOICE | {"candidates": "w4"}, f"row 2: {NO_LIST}"),
         (comparisons_of, CHOICE, CHOICE | {"candidates": ["w4"] * 3}, "row 2 has 3 candidates, and row 1 of"),
-        (comparisons_of, CHOICE, CHOICE | {"candidates": ["w4", "w4 " * 40]}, f"{TOO_LONG} one is row 2 with 43"),
+        (comparisons_of, CHOICE, CHOICE | {"candidates": ["w4", "w4 " * 40]}, f"{TOO_LONG} row 2 with 43"),
         (comparisons_of, LABEL, LABEL | {"best": 4}, "row 2: column 'best': 4 is no index of its candidates"),
         (comparisons_of, LABEL, LABEL | {"sample1": [3, 40, 3]}, "row 2: 40 is no token (the vocabulary has 40)"),
     ],
