@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import transformers  # Its models are named with it, and so imported when they are needed: --help needs none.
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from tokenizers import ByteLevelBPETokenizer, processors
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import cached_file, has_file
@@ -356,19 +356,19 @@ def add_adapters(model, rank):
     """Freezes a model and adds adapters to train: W x becomes W x + 2 B A x, with A [rank, in], B [out, rank].
 
     A is random and B is 0, so the model starts as it was. A new head (`score`) is trained as a whole. A rank of 0
-    changes nothing. Returns the model, whose `lora[0]` is a PeftModel around it. It stands in a list, so that it is not
-    the model's child.
+    changes nothing. Returns the model, whose `lora[0]` is peft's LoraModel. It stands in a list, so that it is not the
+    model's child.
     """
     if not rank:
         return model
-    from peft import LoraConfig, PeftModel
+    from peft import LoraConfig, LoraModel
 
     kind = "SEQ_CLS" if hasattr(model, "score") else "CAUSAL_LM"
     options = dict(target_modules="all-linear", task_type=kind, r=rank, lora_alpha=2 * rank, lora_dropout=0.0)
     frozen = [name.rpartition(".")[0] for name, p in model.named_parameters() if not p.requires_grad]
     config = LoraConfig(exclude_modules=frozen, **options)
     try:
-        model.lora = [PeftModel(model, config)]
+        model.lora = [LoraModel(model, config, "default")]
     except ValueError as e:
         console.fail(f"--lora_rank {rank}: peft cannot adapt a {model.config.model_type} ({console.in_one_line(e)})")
     if hasattr(model, "score"):
@@ -394,8 +394,9 @@ class WithoutAdapters(torch.nn.Module):
     def forward(self, *args, **kwargs):
         (lora,), (policy,) = self.model.lora, self.policy
         critic, policy.critic = getattr(policy, "critic", None), None  # A reference has no values.
-        with lora.disable_adapter():
-            outputs = self.reads[0](*args, **kwargs)
+        lora.disable_adapter_layers()
+        outputs = self.reads[0](*args, **kwargs)
+        lora.enable_adapter_layers()
         policy.critic = critic
         return outputs
 
@@ -407,14 +408,19 @@ def merge_adapters(model):
 
 def save_adapter(model, folder, base_model):
     """Writes a folder that PeftModel.from_pretrained loads over base_model, the path that the model was loaded from."""
-    (lora,), config = model.lora, model.peft_config["default"]
+    from peft import get_peft_model_state_dict
+
+    config = model.peft_config["default"]
     # A path stays as it was given: another machine has no folder of this one, but may have the same ones below its own.
     config.base_model_name_or_path, config.revision = console.split(str(base_model))
-    lora.save_pretrained(folder, save_embedding_layers=False)
+    config.inference_mode = True
+    config.save_pretrained(folder)
+    weights, metadata = get_peft_model_state_dict(model), {"format": "pt"}
     if hasattr(model, "score"):  # A new head belongs to the adapters, as in peft's own SEQ_CLS, and so does its bias.
-        file, metadata = Path(folder) / "adapter_model.safetensors", {"format": "pt"}
+        weights["score.weight"] = model.score.weight
         metadata["reward_bias"] = str(getattr(model.config, "reward_bias", 0.0))
-        save_file(load_file(file) | {"base_model.model.score.weight": model.score.weight}, file, metadata)
+    weights = {f"base_model.model.{name}": x for name, x in weights.items()}
+    save_file(weights, Path(folder) / "adapter_model.safetensors", metadata=metadata)
 
 
 def base_of(path, flag):
