@@ -273,28 +273,21 @@ def test_a_quotation_mark_that_nobody_closes_takes_no_rows_with_it(run, fails, n
     assert f"--dataset {name}: cannot be read ({where}a cell begins with a quotation mark and does not" in line
 
 
-def test_quotation_marks_that_are_right_are_read(run, capsys):
+def test_quotation_marks_that_are_right_are_read(run):
     cells = '"my, ""sister""\n",went .\n', '5 " pipe,went .\n', '"",went .\n', '"my\n\nsister","went ."\n'
     Path("rows.csv").write_text(HEAD + "".join(cells) * 4)
     assert run("train_sft", dataset="rows.csv")["metrics"]["update"] == 1
 
 
 @pytest.mark.parametrize("folder", ["run 12:30:05", "a:b/c:d", "12:30"])
-@pytest.mark.parametrize("part", ["", "[2:]", ":test"])
-def test_a_path_may_have_colons(run, in_tmp, fails, folder, part):
-    name, rows = f"{folder}/rows.json", [ROW] * 18
-    (in_tmp / folder).mkdir(parents=True)
-    Path(name).write_text(json.dumps({"train": rows, "test": rows} if part == ":test" else rows))
-    assert run("train_sft", dataset=name + part)["metrics"]["update"] == 1
+def test_a_path_may_have_colons(run, in_tmp, fails, folder):
+    Path(folder, "data").mkdir(parents=True)
+    Path(folder, "f.py").write_text(f"def rows(): return [{ROW}] * 16")
+    Path(folder, "data/train.jsonl").write_text(Path("rows.jsonl").read_text())
+    Path(folder, "rows.json").write_text(json.dumps({"train": [ROW] * 18, "test": [ROW] * 18}))
+    for name in ("rows.json", "rows.json[2:]", "rows.json:test", "f.py:rows", "data", "data:train"):
+        assert run("train_sft", dataset=f"{folder}/{name}", overwrite=True)["metrics"]["update"] == 1
     assert f"--dataset {folder}/no.json: no such file" in fails(run, "train_sft", dataset=f"{folder}/no.json")
-
-
-def test_functions_and_folders_with_colons(run):
-    Path("a:b/data").mkdir(parents=True)
-    Path("a:b/f.py").write_text(f"def rows(): return [{ROW}] * 16")
-    Path("a:b/data/train.jsonl").write_text(Path("rows.jsonl").read_text())
-    for name in ("a:b/f.py:rows", "a:b/data", "a:b/data:train"):
-        assert run("train_sft", dataset=name, overwrite=True)["metrics"]["update"] == 1
 
 
 @pytest.mark.parametrize("scheme", ["https", "http", "s3", "hf", "file"])
@@ -307,7 +300,7 @@ def nested(levels):
     return json.loads("[" * levels + "]" * levels)
 
 
-@pytest.mark.parametrize("value", [nested(900), {"x": nested(900)}, [{"x": nested(900)}], [nested(400)] * 2])
+@pytest.mark.parametrize("value", [nested(900), [{"x": nested(900)}]])
 def test_rows_may_be_nested_deep(run, value):
     """A reward function gets a copy of its own."""
     Path("f.py").write_text("def f(prompts, completions, x): return [1.0 * i for i, _ in enumerate(x)]")

@@ -18,7 +18,6 @@ import transformers
 import tyro
 from transformers.utils import logging as transformers_logging
 
-from rlhf_details import toy
 from rlhf_details.plumbing import console
 from rlhf_details.plumbing.inputs import data_files, flags
 
@@ -87,10 +86,10 @@ def show_help(script, parts):
 
 
 def preset_of(args):
-    """(an embedded task or the size of the model in words, {flag: value} that the page's table has for it)."""
+    """(the data set or the size of the model in words, {flag: value} that the page's table has for it)."""
     task, presets = args.dataset.partition(":")[0], getattr(inspect.getmodule(type(args)), "presets", {})
-    if task in toy.TASKS:
-        return f"--dataset {task}", presets.get(task, {})
+    if task in presets:
+        return f"--dataset {task}", presets[task]
     path = getattr(args, "base_model", None) or getattr(args, "sft_model_path", None)
     if path == "scratch":
         size, presets, kind = size_of_new(args), presets.get(path, {}), "new model of at most"
@@ -165,16 +164,10 @@ def check_numbers(args):
 
 def check_template(args):
     """Exits with an error if the arguments of a chat template are no JSON object, or its day is no date."""
-    try:
+    with console.reading("--chat_template_kwargs", args.chat_template_kwargs):
         json.loads(args.chat_template_kwargs).keys()
-    except (ValueError, AttributeError):
-        console.fail(
-            f'--chat_template_kwargs {args.chat_template_kwargs}: must be a JSON object, such as {{"tools": null}}'
-        )
-    try:
+    with console.reading("--template_date", args.template_date):
         date.fromisoformat(args.template_date or "2026-01-01")
-    except ValueError:
-        console.fail(f"--template_date {args.template_date}: must be a day, such as 2026-01-31")
 
 
 def check_sampler(args):

@@ -333,16 +333,20 @@ def encode(args, flag, rows, tokenizer, context, column=None, num_sampled=0):
         fitting(found, "row", context, f"the model's context has no more{hint}")
 
     control = stop_tokens.control_tokens(tokenizer)
-    if held := [(row, x) for row in found for text in texts_of(row, column) for x in control if x in text]:
-        (first, token), count = held[0], len({row.number for row, _ in held})
-        what = f"{count} rows hold the text of a control token, the first one is row {first.number} with {token!r}"
-        console.say(f"warning: {first.source}: {what}. It is read as the token itself, which ends or begins a turn")
+    tokens_in = {row: [x for text in texts_of(row, column) for x in control if x in text] for row in found}
+    if held := [row for row, tokens in tokens_in.items() if tokens]:
+        what = f"{counted(held, 'rows hold the text of a control token')} with {tokens_in[held[0]][0]!r}"
+        console.say(f"warning: {what}. It is read as the token itself, which ends or begins a turn")
     chats = [row for row in found if is_messages(row.columns["prompt"])]
     if cut := [row for row in chats if any(is_cut(tokenizer, row, answer) for answer in said(row.columns, column))]:
-        trained = f"of which is trained: {reprlib.repr(tokenizer.decode(cut[0].answers[0]))}"
-        what = f"{len(cut)} rows whose answer the chat template does not wholly write"
-        console.say(f"warning: {cut[0].source}: {what}, the first one is row {cut[0].number}, {trained}")
+        what = counted(cut, "rows whose answer the chat template does not wholly write")
+        console.say(f"warning: {what}, of which is trained: {reprlib.repr(tokenizer.decode(cut[0].answers[0]))}")
     return Prompts(found)
+
+
+def counted(rows, what):
+    """Words that say how many rows are like this, and which is the first."""
+    return f"{rows[0].source}: {len(rows)} {what}, the first one is row {rows[0].number}"
 
 
 def texts_of(row, column):
@@ -381,8 +385,7 @@ def fitting(rows, part, limit, problem=""):
         return len(row.ids) + max(map(len, row.answers if part == "row" else ()), default=0)
 
     if long := [row for row in rows if length(row) > limit]:
-        counted = f"{len(long)} of {len(rows)} {part}s have more than {limit:g} tokens"
-        words = f"{long[0].source}: {counted}, the first one is row {long[0].number} with {length(long[0])}"
+        words = counted(long, f"of {len(rows)} {part}s have more than {limit:g} tokens") + f" with {length(long[0])}"
         if problem or len(long) == len(rows):
             console.fail(f"{words}: {problem or 'none is left'}")
         console.say(f"{words}: dropped")

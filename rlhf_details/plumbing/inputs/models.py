@@ -83,11 +83,6 @@ def append_eos(tokenizer):
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
-def accepts(model, name):
-    """Whether the model's forward takes a parameter of that name."""
-    return name in inspect.signature(model.forward).parameters
-
-
 def hidden_states(model, tokens, mask, positions, cache=None):
     """Last hidden states [M, L, H] of a model's trunk.
 
@@ -97,7 +92,7 @@ def hidden_states(model, tokens, mask, positions, cache=None):
     trunk = model.base_model
     inputs = {"input_ids": tokens, "attention_mask": mask, "use_cache": cache is not None}
     inputs[utils.name_of_cache(trunk)] = cache
-    if accepts(trunk, "position_ids"):  # Bloom, for example, knows no positions.
+    if "position_ids" in inspect.signature(trunk.forward).parameters:  # Bloom, for example, knows no positions.
         inputs["position_ids"] = positions
     return trunk(**inputs).last_hidden_state
 
