@@ -280,14 +280,13 @@ def test_quotation_marks_that_are_right_are_read(run):
 
 
 @pytest.mark.parametrize("folder", ["run 12:30:05", "a:b/c:d", "12:30"])
-def test_a_path_may_have_colons(run, in_tmp, fails, folder):
+def test_a_path_may_have_colons(run, folder):
     Path(folder, "data").mkdir(parents=True)
     Path(folder, "f.py").write_text(f"def rows(): return [{ROW}] * 16")
     Path(folder, "data/train.jsonl").write_text(Path("rows.jsonl").read_text())
     Path(folder, "rows.json").write_text(json.dumps({"train": [ROW] * 18, "test": [ROW] * 18}))
     for name in ("rows.json", "rows.json[2:]", "rows.json:test", "f.py:rows", "data", "data:train"):
         assert run("train_sft", dataset=f"{folder}/{name}", overwrite=True)["metrics"]["update"] == 1
-    assert f"--dataset {folder}/no.json: no such file" in fails(run, "train_sft", dataset=f"{folder}/no.json")
 
 
 @pytest.mark.parametrize("scheme", ["https", "http", "s3", "hf", "file"])
