@@ -4,6 +4,7 @@ line says what is lost. Every table goes through the `main` of the scripts.
 
 import gzip
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -60,6 +61,8 @@ def of_kind(kind, **sizes):
 
 
 BART = dict(d_model=32, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=64, init_std=0.3, pad_token_id=0)
+MAMBA = dict(num_heads=8, state_size=8, head_dim=8, n_groups=2)
+EXPERTS = dict(num_key_value_heads=2, num_local_experts=2, intermediate_size=64, router_jitter_noise=0.1)
 MINIMAX = dict(num_key_value_heads=2, head_dim=8, num_local_experts=2, block_size=16, intermediate_size=64)
 
 
@@ -77,13 +80,24 @@ def adapters_on(base):
     return make
 
 
-def adapters_in_a_circle(folder):
-    adapters_on("other")(folder)
-    shutil.copytree(folder, "other")
-    edit_json("other/adapter_config.json", base_model_name_or_path="policy")
+def a_classifier(folder):
+    shutil.copytree("reward", folder, dirs_exist_ok=True)
 
 
-WRONG_END, WRONG_BASE = "generation_config is no token id: ", "whose base must be the path of another model, not "
+def cut_short(folder):
+    os.truncate(folder / "model.safetensors", 1000)
+
+
+def with_a_token_more(folder):
+    tokenizer = toy.tokenizer()
+    tokenizer.add_tokens("soups")
+    tokenizer.save_pretrained(folder)
+
+
+def without_eos(folder):
+    edit_json(folder / "tokenizer_config.json", eos_token=None)
+
+
 REFUSED = [  # what is spoilt, how, and words of the line
     ("policy", lost_bias, "1 weights in its files have no place", "gpt_neox.layers.1.attention.dense.bias"),
     ("teacher", lost_bias, "1 weights in its files have no place"),
@@ -93,12 +107,16 @@ REFUSED = [  # what is spoilt, how, and words of the line
     ("policy", infinite, "gpt_neox.final_layer_norm.bias holds numbers that are not finite"),
     ("reward", infinite, "gpt_neox.final_layer_norm.bias holds numbers that are not finite"),
     ("policy", of_kind("bart", **BART), "a bart cannot be used here: ", "or padding or a cache changes them"),
-    ("policy", of_kind("minimax", **MINIMAX), "a minimax cannot be used here (ValueError: MiniMax uses"),
-    *[("policy", ends(eos_token_id=x), WRONG_END) for x in ("2", "</s>", [[2]], 2.0, -1, True, {}, [None], [1, "x"])],
-    ("policy", adapters_on("policy"), f"{WRONG_BASE}'policy'"),
-    ("policy", adapters_on("./policy/"), f"{WRONG_BASE}'./policy/'"),
-    ("reward", adapters_on(["policy"]), f"{WRONG_BASE}['policy']"),
-    ("policy", adapters_in_a_circle, f"{WRONG_BASE}'policy'"),
+    ("policy", of_kind("minimax", **MINIMAX), "cannot be read (MiniMax uses"),
+    ("policy", a_classifier, "not a causal language model (it "),
+    ("policy", cut_short, "cannot be read ("),
+    ("policy", lambda x: edit_json(x / "config.json", vocab_size=40), "the shape [254, 32], and [40, 32] is expected"),
+    ("policy", with_a_token_more, "its tokenizer has 255 tokens, and the model 254 embeddings"),
+    ("policy", without_eos, "has no EOS token"),
+    ("policy", of_kind("mamba2", **MAMBA), "a mamba2 cannot be sampled"),
+    ("policy", of_kind("mixtral", **EXPERTS), "router_jitter_noise 0.1"),
+    *[("policy", ends(eos_token_id=x), "cannot be read ('<") for x in ("</s>", [[2]], {}, [None], [1, "x"])],
+    ("policy", adapters_on("./policy/"), "whose base must be the path of another model, not './policy/'"),
 ]
 
 
@@ -255,28 +273,20 @@ def test_a_quotation_mark_that_nobody_closes_takes_no_rows_with_it(run, fails, n
     assert f"--dataset {name}: cannot be read ({where}a cell begins with a quotation mark and does not" in line
 
 
-def test_quotation_marks_that_are_right_are_read(run, capsys):
+def test_quotation_marks_that_are_right_are_read(run):
     cells = '"my, ""sister""\n",went .\n', '5 " pipe,went .\n', '"",went .\n', '"my\n\nsister","went ."\n'
     Path("rows.csv").write_text(HEAD + "".join(cells) * 4)
     assert run("train_sft", dataset="rows.csv")["metrics"]["update"] == 1
 
 
 @pytest.mark.parametrize("folder", ["run 12:30:05", "a:b/c:d", "12:30"])
-@pytest.mark.parametrize("part", ["", "[2:]", ":test"])
-def test_a_path_may_have_colons(run, in_tmp, fails, folder, part):
-    name, rows = f"{folder}/rows.json", [ROW] * 18
-    (in_tmp / folder).mkdir(parents=True)
-    Path(name).write_text(json.dumps({"train": rows, "test": rows} if part == ":test" else rows))
-    assert run("train_sft", dataset=name + part)["metrics"]["update"] == 1
-    assert f"--dataset {folder}/no.json: no such file" in fails(run, "train_sft", dataset=f"{folder}/no.json")
-
-
-def test_functions_and_folders_with_colons(run):
-    Path("a:b/data").mkdir(parents=True)
-    Path("a:b/f.py").write_text(f"def rows(): return [{ROW}] * 16")
-    Path("a:b/data/train.jsonl").write_text(Path("rows.jsonl").read_text())
-    for name in ("a:b/f.py:rows", "a:b/data", "a:b/data:train"):
-        assert run("train_sft", dataset=name, overwrite=True)["metrics"]["update"] == 1
+def test_a_path_may_have_colons(run, folder):
+    Path(folder, "data").mkdir(parents=True)
+    Path(folder, "f.py").write_text(f"def rows(): return [{ROW}] * 16")
+    Path(folder, "data/train.jsonl").write_text(Path("rows.jsonl").read_text())
+    Path(folder, "rows.json").write_text(json.dumps({"train": [ROW] * 18, "test": [ROW] * 18}))
+    for name in ("rows.json", "rows.json[2:]", "rows.json:test", "f.py:rows", "data", "data:train"):
+        assert run("train_sft", dataset=f"{folder}/{name}", overwrite=True)["metrics"]["update"] == 1
 
 
 @pytest.mark.parametrize("scheme", ["https", "http", "s3", "hf", "file"])
@@ -289,7 +299,7 @@ def nested(levels):
     return json.loads("[" * levels + "]" * levels)
 
 
-@pytest.mark.parametrize("value", [nested(900), {"x": nested(900)}, [{"x": nested(900)}], [nested(400)] * 2])
+@pytest.mark.parametrize("value", [nested(900), [{"x": nested(900)}]])
 def test_rows_may_be_nested_deep(run, value):
     """A reward function gets a copy of its own."""
     Path("f.py").write_text("def f(prompts, completions, x): return [1.0 * i for i, _ in enumerate(x)]")

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -55,13 +56,28 @@ def test_both_can_be_resumed(tiny, in_tmp, monkeypatch):
 
 
 # ---- the command line ------------------------------------------------------------------------------------------------
-def test_the_policy_starts_from_the_reward_models_start_unless_it_is_named(in_tmp):
-    start = ["--reward.sft_model_path", "base"]
-    assert train_both.parse(start)[2].sft_model_path == "base"
-    assert train_both.parse([*start, "--policy.sft_model_path", "other"])[2].sft_model_path == "other"
+START = "--reward.sft_model_path base"
+
+
+@pytest.mark.parametrize(
+    "words, name, value",
+    [
+        # The policy starts from the reward model's start unless another one is named.
+        (START, "sft_model_path", "base"),
+        (f"{START} --policy.sft_model_path other", "sft_model_path", "other"),
+        (f"{START} --policy.config policy.toml", "sft_model_path", "third"),
+        (f"{START} --policy.config policy.toml", "kl_coef", 0.7),
+        # A value may begin with a dash.
+        ("--policy.reward_fn a:f b:g --policy.reward_fn_weights 1 -0.5", "reward_fn_weights", (1.0, -0.5)),
+        ("--policy.reward_fn_weights -.5 -1e-3", "reward_fn_weights", (-0.5, -0.001)),
+        ("--policy.missing_eos_penalty -10", "missing_eos_penalty", -10.0),  # `check` refuses it, with the reason.
+        ("--policy.kl_coef=-1", "kl_coef", -1.0),
+        ("'--policy.prompt_template={q} --help'", "prompt_template", "{q} --help"),
+    ],
+)
+def test_flags_reach_the_policy(in_tmp, words, name, value):
     Path("policy.toml").write_text('kl_coef = 0.7\nsft_model_path = "third"\n')
-    reward, _, policy = train_both.parse([*start, "--policy.config", "policy.toml"])
-    assert (reward.sft_model_path, policy.sft_model_path, policy.kl_coef) == ("base", "third", 0.7)
+    assert getattr(train_both.parse(shlex.split(words))[2], name) == value
 
 
 @pytest.mark.parametrize("algorithm, its_flag", [("ppo", "vf_coef"), ("rloo", "rloo_k"), ("grpo", "group_size")])
@@ -76,21 +92,6 @@ def test_help_shows_the_flags_of_both(in_tmp, capsys, monkeypatch, algorithm, it
         assert {f"reward.{field.name}" for field in dataclasses.fields(train_reward.Args)} < set(names)
         assert {f"policy.{field.name}" for field in dataclasses.fields(policy)} < set(names)
         assert f"policy.{its_flag}" in names and "algorithm" in names and shown.startswith("usage")
-
-
-@pytest.mark.parametrize(
-    "words, name, value",
-    [
-        ("--policy.reward_fn a:f b:g --policy.reward_fn_weights 1 -0.5", "reward_fn_weights", (1.0, -0.5)),
-        ("--policy.reward_fn_weights -.5 -1e-3", "reward_fn_weights", (-0.5, -0.001)),
-        ("--policy.missing_eos_penalty -10", "missing_eos_penalty", -10.0),  # `check` refuses it, with the reason.
-        ("--policy.kl_coef=-1", "kl_coef", -1.0),
-        ("--policy.prompt_template={q} --help", "prompt_template", "{q} --help"),
-    ],
-)
-def test_a_value_may_begin_with_a_dash(in_tmp, words, name, value):
-    words = words.split() if " --help" not in words else [words]
-    assert getattr(train_both.parse(words)[2], name) == value
 
 
 @pytest.mark.parametrize(

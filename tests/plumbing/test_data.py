@@ -119,18 +119,39 @@ def test_rows_of_a_file_come_in_order_with_their_types(in_tmp, suffix, capsys):
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize(
-    "name, content, texts",
-    [
-        ("a.csv", "w\nnull\nnan\n007\n2024-01-02\nTrue\n", "null nan 007 2024-01-02 True".split()),
-        ("a.csv", '\ufeffx,w\n1,"a ""b"",\nc"\n2\n', ['a "b",\nc', ""]),  # The last row is short.
-        ("a.json", '{"version": "1", "data": [{"w": 1}, {"w": 2}]}', [1, 2]),
-        ("a.json:test", '{"train": [{"w": 1}], "test": [{"w": 2}, {"w": 3}]}', [2, 3]),
-    ],
-)
-def test_what_the_text_of_a_file_means(in_tmp, name, content, texts):
-    Path(name.partition(":")[0]).write_text(content, encoding="utf-8")
-    assert [row["w"] for row in data_files.read_rows(name, "--dataset")] == texts
+NAMED = "--eval_dataset lists.json: cannot be read (has no list 'train'; name one of lists.json:a, lists.json:b)"
+FILES = [  # name of a file, what stands in it, the data set, and its column `w`, or what is wrong with it
+    ("a.csv", "w\nnull\nnan\n007\n2024-01-02\nTrue\n", "a.csv", "null nan 007 2024-01-02 True".split()),
+    ("a.csv", '\ufeffx,w\n1,"a ""b"",\nc"\n2\n', "a.csv", ['a "b",\nc', ""]),  # The last row is short.
+    ("a.json", '{"version": "1", "data": [{"w": 1}, {"w": 2}]}', "a.json", [1, 2]),
+    ("a.json", '{"train": [{"w": 1}], "test": [{"w": 2}, {"w": 3}]}', "a.json:test", [2, 3]),
+    ("a.jsonl", '{"w": 1}\n{"w": 2}\n{"w": 3}', "a.jsonl[-2:]", [2, 3]),
+    ("a.jsonl", '{"w": 1}', "a.jsonl[5:]", "no rows"),
+    ("lines.json", '{"w": 1}\n\n{"w": 2} x\n', "lines.json", "line 3 column"),
+    ("latin.jsonl", b'{"w": 1}\n{"w": "\xe9"}\n', "latin.jsonl", "'utf-8' codec can't decode byte 0xe9"),
+    ("lists.json", '{"a": [{"w": 1}], "b": [{"w": 2}]}', "lists.json", NAMED),
+    ("wide.csv", "w\n1,2\n", "wide.csv", "row 1 has more cells than there are columns"),
+    ("mine.py", "def f(): return [{'w': 1}, {'w': 2}]", "mine.py:f[1:]", [2]),
+    ("mine.py", "def f(): return [5]", "mine.py:f", "row 1 is no object with columns: 5"),
+    ("mine.py", "", "mine.py:f", "no function 'f'"),
+    ("mine.py", "def f(): raise KeyError('no rows today')", "mine.py:f", KeyError),  # The user's own error.
+    ("mine.py", "", "none.py:f", "no such file"),
+    ("mine.py", "", "user/no-such-data-set", "cannot be read ("),
+]
+
+
+@pytest.mark.parametrize("name, content, spec, found", FILES)
+def test_what_a_file_means_or_why_it_is_not_read(in_tmp, fails, name, content, spec, found):
+    user_code.load_module.cache_clear()
+    Path(name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    if isinstance(found, list):
+        assert [row["w"] for row in data_files.read_rows(spec, "--dataset")] == found
+    elif isinstance(found, str):
+        line = fails(data_files.read_rows, spec, "--eval_dataset")
+        assert line.startswith("error: --eval_dataset ") and found in line
+    else:
+        with pytest.raises(found, match="no rows today"):
+            data_files.read_rows(spec, "--dataset")
 
 
 def test_a_data_set_of_the_hub_is_asked_for_as_datasets_wants_it(monkeypatch):
@@ -147,39 +168,6 @@ def test_a_data_set_of_the_hub_is_asked_for_as_datasets_wants_it(monkeypatch):
         assert asked.pop() == (name, config, {"revision": None} | options), spec
 
 
-@pytest.mark.parametrize(
-    "spec, words",
-    [
-        ("user/no-such-data-set", "cannot be read ("),
-        ("a.json[5:]", "no rows"),
-        ("lines.json", "line 3 column"),
-        ("latin.jsonl", "'utf-8' codec can't decode byte 0xe9"),
-        ("lists.json", "has no list 'train'; name one of lists.json:a, lists.json:b"),
-        ("wide.csv", "row 1 has more cells than there are columns"),
-        ("none.py:rows", "no such file"),
-        ("mine.py:missing", "no function 'missing'"),
-        ("mine.py:numbers", "row 1 is no object with columns: 5"),
-    ],
-)
-def test_rows_that_cannot_be_read_are_one_line(in_tmp, fails, spec, words):
-    write("a.json", [{"n": i} for i in range(5)])
-    Path("lines.json").write_text('{"n": 1}\n\n{"n": 2} x\n'), Path("wide.csv").write_text("n\n1,2\n")
-    Path("latin.jsonl").write_bytes(b'{"n": 1}\n{"n": "\xe9"}\n')
-    Path("lists.json").write_text('{"a": [{"n": 1}], "b": [{"n": 2}]}')
-    Path("mine.py").write_text("def numbers(): return [5]\n")
-    user_code.load_module.cache_clear()
-    line = fails(data_files.read_rows, spec, "--eval_dataset")
-    assert line.startswith(f"error: --eval_dataset {spec.partition(':missing')[0].partition('[')[0]}")
-    assert words.lower() in line.lower()
-
-
-def test_an_error_in_the_users_own_rows_keeps_its_traceback(in_tmp):
-    Path("mine.py").write_text("def breaks(): raise KeyError('no rows today')\n")
-    user_code.load_module.cache_clear()
-    with pytest.raises(KeyError, match="no rows today"):
-        data_files.read_rows("mine.py:breaks", "--dataset")
-
-
 # ---- rows -> prompts and completions ---------------------------------------------------------------------------------
 CALL = {"function": {"name": "add", "arguments": {"a": 1}}}
 CALLS = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 1}'}}]}
@@ -188,13 +176,19 @@ CALLS_FILLED = CALLS | {"tool_calls": [{"id": None, "function": {"name": "add", 
 CALLED = [CALLS | {"content": "", "tool_calls": [CALL]}]
 
 
+BEGIN, LONGER = [system("s"), *BOTH, user("c")], [*ANSWER, user("more"), assistant("z")]
+OPEN = {"chosen": "Q: why?\nA:\nyes", "rejected": "Q: why?\nA:\nno"}
+
+
 @pytest.mark.parametrize(
-    "row, prompt, answer",
+    "row, prompt, answer",  # answer: None where there is none
     [
         ({"prompt": [5, 6], "completion": [7]}, [5, 6], [7]),
         # A column `prompt` is read as it stands, whatever stands beside it.
         ({"prompt": "Hi? ", "query_token": [5], "messages": [user("Hi? "), assistant("c")]}, "Hi? ", "c"),
         ({"messages": BOTH, "query_token": [5], "text": "<user>a<assistant>b"}, QUESTION, ANSWER),
+        ({"messages": [*BOTH, user("c")]}, [*BOTH, user("c")], None),
+        ({"query_token": [5, 6], "query": "shown"}, [5, 6], None),
         # Beside a prompt that is a string, an answer in messages is its content.
         ({"prompt": "a", "completion": BOTH}, "a", "b"),
         ({"prompt": QUESTION, "completion": [assistant("a")]}, QUESTION, [assistant("a")]),  # It may say the prompt.
@@ -208,32 +202,21 @@ CALLED = [CALLS | {"content": "", "tool_calls": [CALL]}]
         ({"text": "a b", "messages": None}, "", "a b"),
         # SFT on comparisons learns the chosen answer, also where the prompt is what both begin with.
         ({"prompt": "a", "chosen": " b", "rejected": " c"}, "a", " b"),
+        (OPEN, "Q: why?\nA:", "\nyes"),
+        # An implicit conversation ends with the last common message that is no answer.
+        ({"chosen": BEGIN + LONGER, "rejected": BEGIN + ANSWER}, BEGIN, None),
         ({"chosen": BOTH, "rejected": [*QUESTION, assistant("c")]}, QUESTION, ANSWER),
     ],
 )
 def test_the_forms_of_rows_that_people_bring(in_tmp, row, prompt, answer):
     write("rows.jsonl", [row])
-    (read,) = data.read(train_sft.Args(dataset="rows.jsonl"), "dataset", "sft", with_answers=True)
-    assert (read["prompt"], read["completion"]) == (prompt, answer)
+    args = train_sft.Args(dataset="rows.jsonl")
+    (read,) = data.read(args, "dataset", "sft", with_answers=answer is not None)
+    assert (read["prompt"], read.get("completion")) == (prompt, answer)
     if answer is CALLED:
         assert data.as_text(None, answer) == json.dumps([CALL])
-
-
-BEGIN, LONGER = [system("s"), *BOTH, user("c")], [*ANSWER, user("more"), assistant("z")]
-
-
-@pytest.mark.parametrize(
-    "row, expected",
-    [
-        ({"messages": [*BOTH, user("c")]}, dict(prompt=[*BOTH, user("c")])),
-        ({"query_token": [5, 6], "chosen": "p a", "rejected": "p b"}, dict(prompt=[5, 6])),
-        ({"chosen": "Q: why?\nA:\nyes", "rejected": "Q: why?\nA:\nno"}, dict(prompt="Q: why?\nA:", rejected="\nno")),
-        # An implicit conversation ends with the last common message that is no answer.
-        ({"chosen": BEGIN + LONGER, "rejected": BEGIN + ANSWER}, dict(prompt=BEGIN, chosen=LONGER)),
-    ],
-)
-def test_rows_without_an_answer_have_a_prompt(row, expected):
-    assert data.with_prompt(row, train_rloo.Args(), row).items() >= expected.items()
+    if row is OPEN:
+        assert read["rejected"] == "\nno"
 
 
 def test_a_template_puts_in_what_the_columns_hold_and_reads_nothing_in_it(in_tmp):
@@ -241,7 +224,6 @@ def test_a_template_puts_in_what_the_columns_hold_and_reads_nothing_in_it(in_tmp
     for template, text in (
         ("{Q} {question}\\n{number}{empty}{rare}\n", "{Q} {a} \\n b\n7\n"),
         (r"{number}: \boxed{} or {\"answer\": ..}", r"7: \boxed{} or {\"answer\": ..}"),
-        (r"{number} $x \neq \nu$, \nabla f\nAnswer: \not", "7 $x \\neq \\nu$, \\nabla f\nAnswer: \\not"),
     ):
         assert data.fill("--prompt_template", template, row, {*row, "rare"}) == text
 
@@ -273,35 +255,36 @@ def test_data_2_a_completion_ends_with_eos_and_a_prompt_begins_with_the_tokenize
         assert token_ids.encode(tokenizer, texts[0]) == [*bos, *prompt]
     assert token_ids.encode(tokenizer, "<s> a") == [BOS, A]
     assert token_ids.encode(word_tokenizer(bos_token=None), "a", "b") == ([A], [B, EOS])
+    assert stop_tokens.end_ids(word_tokenizer(chat_template="{{ raise_exception('no') }}")) == [EOS]
 
 
 SEAMS = [("a.", " b a"), ("a.", "b a"), ("a", ".b"), ("a. ", "b"), ("a.</s>", "b"), ("", "b"), ("a", " .")]
 
 
-@pytest.mark.parametrize("scheme", ["always", "first", "never", "normalizer"])
+each_scheme = pytest.mark.parametrize("scheme", ["always", "first", "never", "normalizer"])
+
+
+@each_scheme
 @pytest.mark.parametrize("prompt, answer", SEAMS)
-def test_an_answer_has_no_space_that_its_tokenizer_puts_before_a_text(in_tmp, scheme, prompt, answer):
+def test_an_answer_has_no_space_that_its_tokenizer_puts_before_a_text(scheme, prompt, answer):
     """It has the ids of the whole text, unless a token of this lies across the seam. A space of its own stays."""
     tokenizer = metaspace_tokenizer(scheme)
     read = partial(tokenizer.__call__, add_special_tokens=False)
     ids, (*answer_ids, end) = token_ids.encode(tokenizer, prompt, answer)
     assert ids == read(prompt).input_ids and end == tokenizer.eos_token_id
-    across = prompt.endswith(" ")
-    assert across or ids + answer_ids == read(prompt + answer).input_ids
-    assert not across or tokenizer.convert_ids_to_tokens(answer_ids) == ["b"]
-    write("rows.jsonl", [{"prompt": prompt, "completion": answer, "chosen": answer, "rejected": "a"}])
-    assert demonstrations_of("rows.jsonl", tokenizer) == [(ids, [*answer_ids, end])]
-    assert comparisons_of("rows.jsonl", tokenizer)[0][0][0] == [*ids, *answer_ids, end]
+    if prompt.endswith(" "):
+        assert tokenizer.convert_ids_to_tokens(answer_ids) == ["b"]
+    else:
+        assert ids + answer_ids == read(prompt + answer).input_ids
 
 
-@pytest.mark.parametrize("scheme", ["always", "first", "never", "normalizer"])
-def test_a_chats_answer_has_the_ids_of_the_conversation(in_tmp, scheme):
+@each_scheme
+def test_a_chats_answer_has_the_ids_of_the_conversation(scheme):
     tokenizer = metaspace_tokenizer(scheme)
     turn = "{% for m in messages %}..{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}..{% endif %}"
     tokenizer.chat_template = turn
     whole = tokenizer("..a</s>..b a</s>", add_special_tokens=False).input_ids
-    write("rows.jsonl", [{"messages": [user("a"), assistant("b a")]}])
-    ((ids, answer),) = demonstrations_of("rows.jsonl", tokenizer)
+    ids, answer = token_ids.encode(tokenizer, [user("a")], [assistant("b a")])
     assert ids + answer == whole and tokenizer.convert_ids_to_tokens(answer) == ["b", "▁a", "</s>"]
 
 
@@ -331,10 +314,6 @@ def test_data_3_a_conversation_is_encoded_as_its_template_does(template, eos, en
     expected = [*tokenizer.convert_tokens_to_ids(ends), 5]
     assert stop_tokens.stop_ids(tokenizer, "eos", "--stop_token").tolist() == stop_tokens.end_ids(tokenizer) == expected
     assert f"--stop_token eos: a response ends with {' or '.join(ends)}" in capsys.readouterr().out
-
-
-def test_where_a_template_refuses_what_it_is_asked_a_response_ends_with_eos():
-    assert stop_tokens.end_ids(chat_tokenizer("{{ raise_exception('no') }}")) == [0]
 
 
 R1 = ANSWERS.replace("m.content", "m.content.split('</think>')[-1]").replace(ASK, ASK.replace("\n{%", "<think>\n{%"))
@@ -401,7 +380,7 @@ def test_comparisons_of_text_are_the_prompt_and_each_candidate(in_tmp, fails):
     assert comparisons_of("rows.jsonl", word_tokenizer()) == [(expected, 2), (expected, 1)]
     write("two.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}])
     line = fails(comparisons_of, "two.jsonl", word_tokenizer(), eval_dataset="rows.jsonl")
-    assert "--eval_dataset rows.jsonl: 3 candidates a row, but 2 in --dataset two.jsonl" in line
+    assert "--eval_dataset rows.jsonl: row 1 has 3 candidates, and row 1 of --dataset two.jsonl has 2" in line
     table = [{"prompt": QUESTION, "chosen": answer, "rejected": ANSWER} for answer in ([assistant("a")], "a")]
     first, second = comparisons_of(write("chats.jsonl", table), tokenizer := chat_tokenizer(CHATML))
     prompt, answer = token_ids.encode(tokenizer, QUESTION, ANSWER)
@@ -446,7 +425,7 @@ def test_padding_that_is_eos_is_told_from_the_eos_of_a_response():
 PAIR, ASKED_TWICE = {"prompt": "a", "completion": "b"}, [*BOTH, user("c")]
 LABEL = {f"sample{k}": [5, 6] for k in range(4)} | {"query": [7], "best": 0}
 CHOICE = {"prompt": "w5 w6", "candidates": ["w4", "w5"], "best": 0}
-NOT_TWO, TOO_LONG = "row 2: column 'candidates': must hold 2 strings", "1 of 2 rows have more than 32 tokens, the first"
+NO_LIST, TOO_LONG = "column 'candidates': must be a list of", "1 of 2 rows have more than 32 tokens, the first one is"
 
 
 @pytest.mark.parametrize(
@@ -467,10 +446,10 @@ NOT_TWO, TOO_LONG = "row 2: column 'candidates': must hold 2 strings", "1 of 2 r
         ],
         (prompts_of, PAIR, {"prompt": [4, 40, 4]}, "row 2: 40 is no token (the vocabulary has 40)"),
         (prompts_of, PAIR, {"prompt": "\ud83d"}, "row 2: cannot be tokenised: '\\ud83d'"),
-        (comparisons_of, CHOICE, CHOICE | {"candidates": ["w4"]}, NOT_TWO),
-        (comparisons_of, CHOICE, CHOICE | {"candidates": "w4"}, NOT_TWO),
-        (comparisons_of, CHOICE, CHOICE | {"candidates": ["w4", "w4 " * 40]}, f"{TOO_LONG} one is row 2 with 43"),
-        (comparisons_of, CHOICE | {"candidates": ["w4"]}, CHOICE, "row 1: column 'candidates': must hold 2 strings"),
+        (comparisons_of, CHOICE, CHOICE | {"candidates": ["w4"]}, f"row 2: {NO_LIST}"),
+        (comparisons_of, CHOICE, CHOICE | {"candidates": "w4"}, f"row 2: {NO_LIST}"),
+        (comparisons_of, CHOICE, CHOICE | {"candidates": ["w4"] * 3}, "row 2 has 3 candidates, and row 1 of"),
+        (comparisons_of, CHOICE, CHOICE | {"candidates": ["w4", "w4 " * 40]}, f"{TOO_LONG} row 2 with 43"),
         (comparisons_of, LABEL, LABEL | {"best": 4}, "row 2: column 'best': 4 is no index of its candidates"),
         (comparisons_of, LABEL, LABEL | {"sample1": [3, 40, 3]}, "row 2: 40 is no token (the vocabulary has 40)"),
     ],

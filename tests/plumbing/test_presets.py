@@ -8,7 +8,7 @@ import shlex
 import pytest
 import transformers
 import tyro
-from helpers import SCRIPTS, flags_shown, shown_by_help, tiny_model
+from helpers import SCRIPTS, flags_shown, shown_by_help
 
 from rlhf_details import toy, train_sft
 from rlhf_details.plumbing.inputs import cli, models
@@ -29,11 +29,6 @@ def sizes(in_tmp):
     """Saves MODELS into the current folder, each in a folder of its name."""
     for name, (_, sizes) in MODELS.items():
         transformers.GPTNeoXConfig(**dict(zip(SIZES, sizes, strict=True))).save_pretrained(name)
-
-
-def start(script, *words):
-    """The arguments that a script has when a user starts it with these words."""
-    return cli.parse(SCRIPTS[script].Args, list(words))
 
 
 # ---- what stands in the table is what runs ---------------------------------------------------------------------------
@@ -77,19 +72,15 @@ def test_the_table_the_first_line_and_help_say_what_runs(page, words, case, row,
 
 
 # ---- how large a model is --------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("kind", ["gpt_neox", "gpt2", "llama"])
-def test_parameters_are_counted_from_the_configuration_alone(kind, tmp_path):
-    model = tiny_model(kind)
-    model.config.save_pretrained(tmp_path)
-    assert cli.size_of(tmp_path) == sum(p.numel() for p in model.parameters())
-
-
-def test_of_adapters_the_base_model_counts(tiny, tmp_path):
-    pytest.importorskip("peft")
+def test_parameters_are_counted_from_the_configuration_alone(tiny, tmp_path):
+    """Of adapters the base model counts."""
     model = transformers.AutoModelForCausalLM.from_pretrained(tiny / "policy")
+    model.config.save_pretrained(tmp_path / "configuration")
     size = sum(p.numel() for p in model.parameters())
-    models.save_adapter(models.add_adapters(model, 2), tmp_path, tiny / "policy")
-    assert cli.size_of(tmp_path) == size
+    assert cli.size_of(tmp_path / "configuration") == size
+    pytest.importorskip("peft")
+    models.save_adapter(models.add_adapters(model, 2), tmp_path / "adapter", tiny / "policy")
+    assert cli.size_of(tmp_path / "adapter") == size
 
 
 @pytest.mark.parametrize("changes", [{}, dict(hidden_size=32, num_layers=1, num_heads=2)])

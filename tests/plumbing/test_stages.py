@@ -53,25 +53,24 @@ def test_missing_stages_are_trained_once_in_their_order_and_announced(in_tmp, st
     assert len(started) == 2
 
 
-@pytest.mark.parametrize("task", ["toy", "toy-sum"])
-def test_a_teacher_that_is_missing_is_trained_as_its_own_page_does_by_default(in_tmp, started, task):
-    """Its process trains the reward model that it needs, as it would without a student."""
-    stages.ensure(cli.parse(PAGES["train_distill"].Args, ["--dataset", task]))
-    folders = [f"models/{task}/sft", f"models/{task}/rloo"]
-    assert [command[-1] for command, _ in started] == folders
-    assert cli.parse(PAGES["train_rloo"].Args, started[1][0][2:]).output_dir == folders[1]
+OWN = "--sft_model_path mine/sft --reward_model_path mine/reward"
 
 
 @pytest.mark.parametrize(
-    "words",
+    "page, words, folders",
     [
-        ["--sft_model_path", "mine/sft", "--reward_model_path", "mine/reward"],
-        ["--dataset", "rows.jsonl", "--sft_model_path", "models/toy/sft"],
+        *[("train_distill", f"--dataset {x}", [f"models/{x}/sft", f"models/{x}/rloo"]) for x in ("toy", "toy-sum")],
+        # A folder that is not the task's own is never made up.
+        ("train_rloo", OWN, []),
+        ("train_rloo", "--dataset rows.jsonl --sft_model_path models/toy/sft", []),
     ],
 )
-def test_a_folder_that_is_not_the_tasks_own_is_never_made_up(in_tmp, started, words):
-    stages.ensure(cli.parse(PAGES["train_rloo"].Args, words))
-    assert not started
+def test_what_is_missing_of_the_tasks_own_is_trained_as_its_page_does_by_default(in_tmp, started, page, words, folders):
+    """A teacher's process trains the reward model that it needs, as it would without a student."""
+    stages.ensure(cli.parse(PAGES[page].Args, words.split()))
+    for (command, _), folder in zip(started, folders, strict=True):
+        script = SCRIPTS[Path(command[1]).stem]
+        assert cli.parse(script.Args, command[2:]).output_dir == folder
 
 
 def test_a_stage_that_fails_ends_the_run_with_its_exit_code(in_tmp, monkeypatch):

@@ -64,21 +64,16 @@ def test_the_human_chooses_in_proportion_to_exp_of_gold():
 
 
 # ---- toy-sum ---------------------------------------------------------------------------------------------------------
-def test_sums_are_the_same_everywhere_right_and_held_out():
-    seen = {"train": set(), "test": set()}
+def test_sums_are_right_and_held_out_and_every_number_is_one_token():
+    seen, tokenizer = {"train": set(), "test": set()}, toy.tokenizer("toy-sum")
     for stage, split in toy.SPLITS:
         rows = toy.rows(stage, split, "toy-sum")
-        assert len(rows) == toy.SPLITS[stage, split] and rows == toy.sums(stage, split)
-        seen[split] |= {row["prompt"] for row in rows}
-        for row in rows:
-            digits = row["prompt"].removesuffix(" =").split(" + ")
-            assert len(digits) == 4 and all(len(d) == 1 for d in digits) and str(sum(map(int, digits))) == row["answer"]
-            assert stage == "sft" or row["completion"] == row["answer"]
-    assert toy.rows("prompts", "train", "toy-sum")[0]["prompt"] == "6 + 4 + 3 + 9 ="
+        prompts, completions, answers = ([row[name] for row in rows] for name in ("prompt", "completion", "answer"))
+        seen[split] |= {*prompts}
+        assert [str(eval(prompt.removesuffix(" ="))) for prompt in prompts] == answers
+        assert {len(ids) for ids in tokenizer(prompts).input_ids} == {8}
+        assert all(toy.right_sum(prompts, completions, answers)) == (stage == "prompts")
+    assert toy.rows("prompts", "train", "toy-sum")[0]["prompt"] == "6 + 4 + 3 + 9 ="  # the same everywhere
     assert not seen["train"] & seen["test"]
-
-
-def test_a_sum_is_right_or_wrong_and_every_number_is_one_token():
     assert toy.right_sum(["", "", ""], ["17", " 17 ", "18"], answer=["17"] * 3) == [True, True, False]
-    tokenizer = toy.tokenizer("toy-sum")
-    assert len(tokenizer("3 + 8 + 5 + 1 = 17").input_ids) == 9 and tokenizer.decode(tokenizer("36").input_ids) == " 36"
+    assert tokenizer.decode(tokenizer("36").input_ids) == " 36"

@@ -18,7 +18,6 @@ import transformers
 import tyro
 from transformers.utils import logging as transformers_logging
 
-from rlhf_details import toy
 from rlhf_details.plumbing import console
 from rlhf_details.plumbing.inputs import data_files, flags
 
@@ -70,28 +69,27 @@ def show_help(script, parts):
 
     Args: script, a module; parts, {prefix of the flags: the arguments whose values it shows as defaults}.
     """
-    groups, boxes = {}, []
+    boxes, kinds = {}, []
     for prefix, args in parts.items():
         texts = flags.described(type(args))
         for field in dataclasses.fields(args):
-            title, note, text = texts[field.name]
+            group, text = texts[field.name]
             flag = Annotated[field.type, tyro.conf.arg(name=prefix + field.name, help=text)]
-            group = groups.setdefault(prefix.replace(".", ": ") + title, {"note": "", "flags": []})
-            group["flags"].append((field.name, flag, dataclasses.field(default=getattr(args, field.name))))
-            group["note"] = note or group["note"]
-    for title, group in sorted(groups.items(), key=lambda x: "memory" in x[0]):  # which comes last
-        box = dataclasses.make_dataclass("Box", group["flags"])
-        boxes.append((f"box{len(boxes)}", Annotated[box, tyro.conf.arg(name=title, help=group["note"])]))
+            box = boxes.setdefault(prefix.replace(".", ": ") + group, [])
+            box.append((field.name, flag, dataclasses.field(default=getattr(args, field.name))))
+    for title in sorted(boxes, key=lambda title: "memory" in title):  # which comes last
+        box = dataclasses.make_dataclass("Box", boxes[title])
+        kinds.append((f"box{len(kinds)}", Annotated[box, tyro.conf.arg(name=title)]))
     (what, *_), example = script.__doc__.split("\n\n"), script.__doc__.rpartition("Your data: ")[2]
     options = dict(description=f"{what}\n\nExample: {example.strip()}", config=(tyro.conf.OmitArgPrefixes,)) | OPTIONS
-    tyro.cli(dataclasses.make_dataclass("Args", boxes), args=["--help"], **options)
+    tyro.cli(dataclasses.make_dataclass("Args", kinds), args=["--help"], **options)
 
 
 def preset_of(args):
-    """(an embedded task or the size of the model in words, {flag: value} that the page's table has for it)."""
+    """(the data set or the size of the model in words, {flag: value} that the page's table has for it)."""
     task, presets = args.dataset.partition(":")[0], getattr(inspect.getmodule(type(args)), "presets", {})
-    if task in toy.TASKS:
-        return f"--dataset {task}", presets.get(task, {})
+    if task in presets:
+        return f"--dataset {task}", presets[task]
     path = getattr(args, "base_model", None) or getattr(args, "sft_model_path", None)
     if path == "scratch":
         size, presets, kind = size_of_new(args), presets.get(path, {}), "new model of at most"
@@ -166,16 +164,10 @@ def check_numbers(args):
 
 def check_template(args):
     """Exits with an error if the arguments of a chat template are no JSON object, or its day is no date."""
-    try:
+    with console.reading("--chat_template_kwargs", args.chat_template_kwargs):
         json.loads(args.chat_template_kwargs).keys()
-    except (ValueError, AttributeError):
-        console.fail(
-            f'--chat_template_kwargs {args.chat_template_kwargs}: must be a JSON object, such as {{"tools": null}}'
-        )
-    try:
+    with console.reading("--template_date", args.template_date):
         date.fromisoformat(args.template_date or "2026-01-01")
-    except ValueError:
-        console.fail(f"--template_date {args.template_date}: must be a day, such as 2026-01-31")
 
 
 def check_sampler(args):

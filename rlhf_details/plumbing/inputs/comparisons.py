@@ -9,7 +9,7 @@ Those of the embedded task are made up: the SFT policy writes the candidates, an
 
 import re
 
-from rlhf_details import toy, utils
+from rlhf_details import utils
 from rlhf_details.plumbing import console
 from rlhf_details.plumbing.inputs import data, models
 from rlhf_details.plumbing.inputs.chat import RowError, is_messages
@@ -18,40 +18,36 @@ LABEL_PAD = 50259  # fills up the rows of lm-human-preferences; it is no id of G
 
 
 def check(args):
-    """Exits with an error if the data flags contradict each other."""
+    """Exits with an error if a data set is an embedded task whose reward is a function."""
     for flag in ("dataset", "eval_dataset"):
-        name = (getattr(args, flag) or "").partition(":")[0]
-        if name in toy.TASKS and name != "toy":
+        if (getattr(args, flag) or "").partition(":")[0] == "toy-sum":
             console.fail(f"--{flag} {getattr(args, flag)}: has no comparisons; its reward is a function")
-    for flag in ("take", "prompt_template", "max_prompt_length"):
-        if getattr(args, flag) is not None and args.dataset.partition(":")[0] == "toy":
-            hint = "not for the embedded task, whose comparisons are sampled; --num_comparisons"
-            console.fail(f"--{flag} {getattr(args, flag)}: {hint}")
 
 
 def load(args, tokenizer, model, of_toy):
-    """(Comparisons of --dataset, those of --eval_dataset or none), both as data.Prompts.
+    """(Comparisons of --dataset, those of --eval_dataset or none), both as data.Prompts, all with K candidates.
 
     Args: model, the page's module, whose `model` limits tokens and context; of_toy, candidates.of_toy's function.
     """
 
     def load_one(flag, num, purpose):
-        name, _, split = getattr(args, flag).partition(":")
+        name, _, split = (getattr(args, flag) or "").partition(":")
         if name == "toy":
             asked = f"the SFT policy answers {num:,} prompts four times, and an imaginary human chooses"
             console.say(f"--{flag} {getattr(args, flag)}: {asked}")
-            rows = of_toy(split or "train", num, purpose)
+            rows = of_toy(split or "train", num, purpose)[: args.take if flag == "dataset" else None]
         else:
-            rows = with_candidates(data.read_rows(args, flag, ""), args, flag)
+            rows = data.read_rows(args, flag, "") if name else []
+        rows = data.complete(rows, args, flag, candidates_of)
         return data.encode(args, flag, rows, tokenizer, models.context(model), "candidates")
 
     train = load_one("dataset", args.num_comparisons, utils.TRAINING)
-    held_out = load_one("eval_dataset", 512, utils.EVALUATION) if args.eval_dataset else data.Prompts()
-    K, eval_K = (len(rows[0].answers) for rows in (train, held_out or train))
-    if eval_K != K:
-        console.fail(
-            f"--eval_dataset {args.eval_dataset}: {eval_K} candidates a row, but {K} in --dataset {args.dataset}"
-        )
+    held_out = load_one("eval_dataset", 512, utils.EVALUATION)
+    K = len(train[0].answers)
+    for row in (*train, *held_out):
+        if len(row.answers) != K:
+            what = f"{row.source}: row {row.number} has {len(row.answers)} candidates"
+            console.fail(f"{what}, and row {train[0].number} of --dataset {args.dataset} has {K}")
     return train, held_out
 
 
@@ -87,35 +83,29 @@ def end_with_eos(rows, tokenizer):
     return not is_messages(first.columns["prompt"]) and first.answers[0][-1:] == [tokenizer.eos_token_id]
 
 
-# ---- rows -> prompt, candidates, best --------------------------------------------------------------------------------
-def with_candidates(rows, args, flag):
-    """The rows of any form, each with its `prompt`, its `candidates` and the number from 0 of the `best` of them.
+# ---- rows -> candidates, best ----------------------------------------------------------------------------------------
+PAIRS = {"chosen_token": ("chosen_token", "rejected_token"), "chosen": ("chosen", "rejected")}  # the best one first
+
+
+def candidates_of(row, args, columns):
+    """The `candidates` of a row with its `prompt`, and the number from 0 of the `best` of them.
 
     Source of the labels' form: lm-human-preferences, label_types.py (PickBest) and language/encodings.py (padding).
     """
-    first, columns = rows[0], set().union(*rows)
-    labels = sorted(name for name in first if re.fullmatch(r"sample\d", name))
-    names = labels or [name for name in ("chosen_token", "rejected_token") if name in first] or ["chosen", "rejected"]
-    is_listed = "candidates" in first
-
-    def cells_of(row):
-        if not is_listed:
-            return {name: row.get(name) for name in names}
-        found = row.get("candidates")
-        return {f"candidates[{k}]": x for k, x in enumerate(found if isinstance(found, list) else ())}
-
-    K = len(cells_of(first))
-
-    def complete(row):
-        row = data.with_prompt(row | ({"prompt": row.get("query")} if labels else {}), args, columns)
-        cells, best = cells_of(row), row.get("best") if labels or is_listed else 0
-        if len(cells) != K or K < 2:
-            raise RowError(f"column 'candidates': must hold {max(2, K)} strings, in every row alike")
-        if best not in range(K):
-            raise RowError(f"column 'best': {best!r} is no index of its candidates")
-        prompt, candidates = row["prompt"], [data.after(row["prompt"], data.value_of(cells, name)) for name in cells]
-        if labels:  # Padding is dropped wherever it stands, because it is no token of the model. [DATA-4]
-            prompt, *candidates = ([i for i in ids if i != LABEL_PAD] for ids in (prompt, *candidates))
-        return row | {"prompt": prompt, "candidates": candidates, "best": best}
-
-    return data.of_each(complete, rows, args, flag)
+    kind = data.column_of(row, "candidates", "sample0", *PAIRS)
+    if kind == "candidates":
+        found = row[kind] if isinstance(row[kind], list) else []
+        cells = {f"candidates[{k}]": x for k, x in enumerate(found)}
+    elif kind == "sample0":
+        cells = {name: row[name] for name in sorted(row) if re.fullmatch(r"sample\d", name)}
+    else:
+        cells = {name: row.get(name) for name in PAIRS.get(kind, PAIRS["chosen"])}
+    best = row.get("best") if kind in ("candidates", "sample0") else 0
+    if len(cells) < 2:
+        raise RowError(f"column {kind!r}: must be a list of at least 2 candidates")
+    if best not in range(len(cells)):
+        raise RowError(f"column 'best': {best!r} is no index of its candidates")
+    prompt, candidates = row["prompt"], [data.after(row["prompt"], data.value_of(cells, name)) for name in cells]
+    if kind == "sample0":  # Padding is dropped wherever it stands, because it is no token of the model. [DATA-4]
+        prompt, *candidates = ([i for i in ids if i != LABEL_PAD] for ids in (prompt, *candidates))
+    return {"prompt": prompt, "candidates": candidates, "best": best}

@@ -22,20 +22,22 @@ from rlhf_details.plumbing.inputs.chat import RowError, is_messages
 # ---- data sets -> rows with `prompt`, and for training with `completion` ---------------------------------------------
 def read(args, flag, stage, split="train", with_answers=False):
     """The rows of the data set that args.<flag> names, each with its `prompt`, and with_answers also its `completion`;
-    [] where it names none. Where rows have only a `text`, this is the completion of an empty prompt.
+    [] where it names none.
     """
     if getattr(args, flag) is None:
         return []
-    rows = read_rows(args, flag, stage, split)
-    if with_answers and args.prompt_template is None and column_of(rows[0], *FORMS, "text") == "text":
-        rows = [row | {"prompt": "", "completion": row.get("text")} for row in rows]
+    return complete(read_rows(args, flag, stage, split), args, flag, completion_of if with_answers else None)
+
+
+def complete(rows, args, flag, answers_of=None):
+    """The rows, each with its `prompt`, and with what answers_of(row, args, columns of all rows) adds to this."""
     columns = set().union(*rows)
 
-    def complete(row):
+    def whole(row):
         row = with_prompt(row, args, columns)
-        return row | {"completion": completion_of(row, args, columns)} if with_answers else row
+        return row | answers_of(row, args, columns) if answers_of else row
 
-    return of_each(complete, rows, args, flag)
+    return of_each(whole, rows, args, flag)
 
 
 def read_rows(args, flag, stage, split="train"):
@@ -73,7 +75,7 @@ def with_prompt(row, args, columns):
 
 
 def completion_of(row, args, columns):
-    """The completion of a row with its `prompt`: the filled --completion_template, or what the first column of
+    """The `completion` of a row with its `prompt`: the filled --completion_template, or what the first column of
     COMPLETIONS says after the prompt.
     """
     name, template = column_of(row, *COMPLETIONS), getattr(args, "completion_template", None)
@@ -84,7 +86,7 @@ def completion_of(row, args, columns):
         raise RowError(f"has no column 'completion' (it has {sorted(row)}){hint}")
     else:
         answer = value_of(row, name)
-    return after(row["prompt"], answer)
+    return {"completion": after(row["prompt"], answer)}
 
 
 # ---- the forms of rows: functions of (row, name of a column), which return the columns that the row says -------------
@@ -118,9 +120,15 @@ def of_pair(row, name):
     return {"prompt": chosen[:n], "chosen": chosen[n:], "rejected": rejected[n:]}
 
 
+def of_text(row, name):
+    """A text alone, which is the completion of an empty prompt."""
+    return {"prompt": "", "completion": row[name]}
+
+
 CONVERSATIONS = "messages", "conversations"
 FORMS = {"prompt": of_column} | dict.fromkeys(CONVERSATIONS, of_conversation)  # The first of the columns counts.
-FORMS |= {"query_token": of_column, "instruction": of_instruction, "chosen": of_pair}
+FORMS |= {"query_token": of_column, "query": of_column, "instruction": of_instruction, "chosen": of_pair}
+FORMS["text"] = of_text
 COMPLETIONS = "completion", *CONVERSATIONS, "output", "reference_response_token", "chosen", "chosen_token"
 
 
@@ -152,8 +160,6 @@ def after(prompt, answer):
 ROLES = {"human": "user", "prompter": "user", "observation": "tool"}  # ShareGPT's names, and those of its kin
 ROLES |= dict.fromkeys(("gpt", "function_call", "chatgpt", "bot", "model"), "assistant")
 AS_JSON = "tool_calls", "arguments", "tools", "documents"  # Many data sets hold them as JSON in a string.
-# The two characters \n are a line break, since shells pass one so. But LaTeX has commands that begin like it.
-LINE_BREAK = re.compile(r"\\n(?!(abla|e|eq|eg|u|ot|otin|i|leq|geq|cong|onumber|ewline|earrow|warrow)(?![A-Za-z]))")
 
 
 def column_of(row, *names):
@@ -210,7 +216,8 @@ def plain(value, name=""):
 def fill(flag, template, row, columns):
     """A template with the row's columns in its {places}. All other braces mean themselves. None becomes "".
 
-    A template that is one place returns messages as they are. Args: columns, the names of all rows' columns.
+    The two characters \\n are a line break, since shells pass one so. A template that is one place returns messages as
+    they are. Args: columns, the names of all rows' columns.
     """
     places = [name for name in re.findall(r"\{([^{}]*)\}", template) if name in columns]
     if not places:
@@ -218,7 +225,7 @@ def fill(flag, template, row, columns):
     if template == f"{{{places[0]}}}" and is_messages(row.get(places[0])):
         return value_of(row, places[0])
     texts = {name: "" if row.get(name) is None else str(row[name]) for name in places}
-    return re.sub(r"\{([^{}]*)\}", lambda m: texts.get(m[1], m[0]), LINE_BREAK.sub("\n", template))
+    return re.sub(r"\{([^{}]*)\}", lambda m: texts.get(m[1], m[0]), template.replace("\\n", "\n"))
 
 
 def options_of(row, args):
@@ -290,10 +297,9 @@ def to_prompts(args, flag, rows, tokenizer, room, column=None):
     if room <= 0:
         console.fail(f"--response_length {R}: leaves no room for a prompt in the models' context of {room + R}")
     prompts = encode(args, flag, rows, tokenizer, room + R, column, R)
-    if empty := [row for row in prompts if not row.ids]:
-        console.fail(f"{empty[0].source}: the prompt of row {empty[0].number} is empty")
-    if empty := [row for row in prompts if [] in row.answers]:  # It is given as token ids, since a text ends with EOS.
-        console.fail(f"{empty[0].source}: the completion of row {empty[0].number} is empty")
+    # An empty answer has been given as token ids, since a text ends with EOS.
+    if empty := [row for row in prompts if [] in (row.ids, *row.answers)]:
+        console.fail(f"{empty[0].source}: the prompt or the completion of row {empty[0].number} is empty")
     return prompts
 
 
@@ -327,16 +333,20 @@ def encode(args, flag, rows, tokenizer, context, column=None, num_sampled=0):
         fitting(found, "row", context, f"the model's context has no more{hint}")
 
     control = stop_tokens.control_tokens(tokenizer)
-    if held := [(row, x) for row in found for text in texts_of(row, column) for x in control if x in text]:
-        (first, token), count = held[0], len({row.number for row, _ in held})
-        what = f"{count} rows hold the text of a control token, the first one is row {first.number} with {token!r}"
-        console.say(f"warning: {first.source}: {what}. It is read as the token itself, which ends or begins a turn")
+    tokens_in = {row: [x for text in texts_of(row, column) for x in control if x in text] for row in found}
+    if held := [row for row, tokens in tokens_in.items() if tokens]:
+        what = f"{counted(held, 'rows hold the text of a control token')} with {tokens_in[held[0]][0]!r}"
+        console.say(f"warning: {what}. It is read as the token itself, which ends or begins a turn")
     chats = [row for row in found if is_messages(row.columns["prompt"])]
     if cut := [row for row in chats if any(is_cut(tokenizer, row, answer) for answer in said(row.columns, column))]:
-        trained = f"of which is trained: {reprlib.repr(tokenizer.decode(cut[0].answers[0]))}"
-        what = f"{len(cut)} rows whose answer the chat template does not wholly write"
-        console.say(f"warning: {cut[0].source}: {what}, the first one is row {cut[0].number}, {trained}")
+        what = counted(cut, "rows whose answer the chat template does not wholly write")
+        console.say(f"warning: {what}, of which is trained: {reprlib.repr(tokenizer.decode(cut[0].answers[0]))}")
     return Prompts(found)
+
+
+def counted(rows, what):
+    """Words that say how many rows are like this, and which is the first."""
+    return f"{rows[0].source}: {len(rows)} {what}, the first one is row {rows[0].number}"
 
 
 def texts_of(row, column):
@@ -375,8 +385,7 @@ def fitting(rows, part, limit, problem=""):
         return len(row.ids) + max(map(len, row.answers if part == "row" else ()), default=0)
 
     if long := [row for row in rows if length(row) > limit]:
-        counted = f"{len(long)} of {len(rows)} {part}s have more than {limit:g} tokens"
-        words = f"{long[0].source}: {counted}, the first one is row {long[0].number} with {length(long[0])}"
+        words = counted(long, f"of {len(rows)} {part}s have more than {limit:g} tokens") + f" with {length(long[0])}"
         if problem or len(long) == len(rows):
             console.fail(f"{words}: {problem or 'none is left'}")
         console.say(f"{words}: dropped")

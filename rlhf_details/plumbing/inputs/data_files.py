@@ -30,12 +30,10 @@ def read_rows(spec, flag):
     Hub repository, PART a split, CONFIGURATION, CONFIGURATION:SPLIT or a file of it, and FUNCTION returns rows. At the
     end "[A:B]" takes rows A to B. Errors count the rows taken from 1.
     """
-    whole, *ends = re.fullmatch(r"(.*?)(?:\[(-?\d+)?:(-?\d+)?\])?", spec).groups()
-    taken = slice(*(int(end) if end else None for end in ends))
-    name, part = split(whole)
+    name, part, taken = split(spec)
     path = Path(name, part) if FILE.search(part) and Path(name, part).is_file() else Path(name)
     if path.suffix == ".py":
-        function = user_code.load_function(whole, flag)
+        function = user_code.load_function(f"{name}:{part}".removesuffix(":"), flag)
         with user_code.fenced(f"{flag} {spec}"):
             rows = list(user_code.result_of(function()))[taken]
     else:
@@ -49,14 +47,11 @@ def read_rows(spec, flag):
 
 
 def split(spec):
-    """(NAME, PART) of NAME:PART, PART "" where there is none. A local path may have colons of its own."""
-    names = [spec[: m.start()] for m in re.finditer(":|$", spec)]
-
-    def is_here(name):  # or would be
-        return os.path.exists(name) or (":" in name and FILE.search(name) and os.path.isdir(os.path.dirname(name)))
-
-    name = next(filter(is_here, reversed(names)), names[0])
-    return name, spec[len(name) + 1 :]
+    """(NAME, PART, slice) of NAME:PART[A:B], PART "" where there is none. A local path may have colons of its own."""
+    whole, *ends = re.fullmatch(r"(.*?)(?:\[(-?\d+)?:(-?\d+)?\])?", spec).groups()
+    names = [whole[: m.start()] for m in re.finditer(":|$", whole)]
+    name = next(filter(os.path.exists, reversed(names)), names[0])
+    return name, whole[len(name) + 1 :], slice(*(int(end) if end else None for end in ends))
 
 
 def read_file(path, key):
@@ -115,7 +110,7 @@ def check_dataset(flag, spec):
     """Exits with an error if the file or the embedded task's split that a data set names does not exist."""
     if re.match(r"\w+://", spec):
         console.fail(f"{flag} {spec}: an address is not read; download the file, or name the data set on the Hub")
-    name, part = split(re.sub(r"\[-?\d*:-?\d*\]$", "", spec))
+    name, part, _ = split(spec)
     if name in toy.TASKS and part not in ("", "train", "test"):
         console.fail(f"{flag} {spec}: the splits are {name}:train and {name}:test")
     path = Path(name)

@@ -178,15 +178,15 @@ class PolicyArgs(RewardArgs, SamplingArgs):
 
 
 def described(kind):
-    """{flag: (its group, what the group's comment says behind a colon, its text)} of an Args class, from its source."""
+    """{flag: (the comment above its group, up to a comma; its text)} of an Args class, from its source."""
     found = {}
     for base in reversed(kind.__mro__[:-1]):
-        group = "", "", ""
-        source = inspect.getsource(base)
+        group, source = "", inspect.getsource(base)
         for title, name, text in re.findall(r'^    (?:# (.+)|(\w+): .+\n    """((?s:.*?))""")$', source, re.M):
-            group = re.match("([^,:]*)[^:]*(?:: )?(.*)", title).groups() if title else group
+            group = title.partition(",")[0] or group
             if name:  # A page may give a flag another default, and that leaves it in its group.
-                found[name] = *found.get(name, group)[:2], " ".join(ast.literal_eval(f'"""{text}"""').split())
+                first, _ = found.get(name, (group, ""))
+                found[name] = first, " ".join(ast.literal_eval(f'"""{text}"""').split())
     return found
 
 

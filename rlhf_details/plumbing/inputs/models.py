@@ -43,13 +43,11 @@ def load_tokenizer(path, flag, args):
         console.fail(f"{flag} {path}: has no {'tokenizer' if tokenizer is None else 'EOS token'}")
     model = base_of(path, flag) or path
     name, revision = console.split(model)
-    ends = None
+    tokenizer.generation_eos = []  # for stop_tokens.end_ids
     with console.reading(flag, path), contextlib.suppress(OSError):  # Many models have no generation_config.json.
         ends = transformers.GenerationConfig.from_pretrained(name, revision=revision).eos_token_id
-    ends = ends if isinstance(ends, list) else [ends] * (ends is not None)
-    if wrong := [i for i in ends if type(i) is not int or i < 0]:
-        console.fail(f"{flag} {path}: the eos_token_id of its generation_config is no token id: {wrong[0]!r}")
-    tokenizer.generation_eos = [i for i in ends if i < chat.vocabulary(tokenizer)]  # for stop_tokens.end_ids
+        ends = ends if isinstance(ends, list) else [ends] * (ends is not None)
+        tokenizer.generation_eos = [i for i in ends if 0 <= i < chat.vocabulary(tokenizer)]
     return tokenizer
 
 
@@ -85,11 +83,6 @@ def append_eos(tokenizer):
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
-def accepts(model, name):
-    """Whether the model's forward takes a parameter of that name."""
-    return name in inspect.signature(model.forward).parameters
-
-
 def hidden_states(model, tokens, mask, positions, cache=None):
     """Last hidden states [M, L, H] of a model's trunk.
 
@@ -99,7 +92,7 @@ def hidden_states(model, tokens, mask, positions, cache=None):
     trunk = model.base_model
     inputs = {"input_ids": tokens, "attention_mask": mask, "use_cache": cache is not None}
     inputs[utils.name_of_cache(trunk)] = cache
-    if accepts(trunk, "position_ids"):  # Bloom, for example, knows no positions.
+    if "position_ids" in inspect.signature(trunk.forward).parameters:  # Bloom, for example, knows no positions.
         inputs["position_ids"] = positions
     return trunk(**inputs).last_hidden_state
 
@@ -116,8 +109,7 @@ def load_policy(path, flag, args):
         if "jitter" in name and value:  # A router with jitter would put noise into the log-probs.
             kind = config.model_type
             console.fail(f"{flag} {path}: a {kind} draws random numbers in training mode ({name} {value})")
-    takes_cache = any(accepts(m, utils.name_of_cache(m)) for m in (model, model.base_model))
-    if not takes_cache or set(getattr(config, "layer_types", None) or []) == {"linear_attention"}:
+    if set(getattr(config, "layer_types", None) or []) == {"linear_attention"}:
         console.fail(f"{flag} {path}: a {config.model_type} cannot be sampled: it has no cache of keys and values")
     return model
 
@@ -214,7 +206,7 @@ def load(kind, path, flag, args, **options):
         text = {p for m in (model.get_decoder(), *heads) for p in m.parameters()}
         for p in set(model.parameters()) - text:
             p.requires_grad_(False)
-    model.source = f"{flag} {path}"  # for lm_head
+    model.source = flag, str(path)  # for lm_head
     return set_up_for_training(model, args), missing, unexpected
 
 
@@ -305,24 +297,21 @@ def lm_head(model):
     """The Head of a causal model. It is shown to give the model's own logits from `hidden_states` behind padding and
     with a cache, or the program ends with one line.
     """
-    head, training, source = Head(model), model.training, getattr(model, "source", "--base_model scratch")
-    what = f"{source}: a {model.config.model_type} cannot be used here"
+    head, training, source = Head(model), model.training, getattr(model, "source", ("--base_model", "scratch"))
     tokens = torch.arange(16, device=model.device).view(2, 8) % head.vocab_size
     mask = torch.ones_like(tokens, dtype=torch.bool)
     mask[0, :4] = False  # A decoder that counts its own positions would count the padding.
     positions, parts = utils.positions_from_mask(mask), (slice(0, 7), slice(7, 8))
-    try:
+    with console.reading(*source):  # A model may fail in any way, and one from the Hub brings code of its own.
         cache = transformers.DynamicCache(config=model.config)
         logits = model.eval()(input_ids=tokens[:1, 4:], use_cache=False).logits
         found = [hidden_states(model, tokens[:, m], mask[:, : m.stop], positions[:, m], cache) for m in parts]
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as e:  # A model may fail in any way, and one from the Hub brings code of its own.
-        console.fail(f"{what} ({type(e).__name__}: {console.in_one_line(e)})")
+        ours = head(torch.cat(found, 1)[:1, 4:])
+        is_same = torch.allclose(ours, logits[..., : head.vocab_size], rtol=1e-3, atol=1e-3)
     model.train(training)
-    if not torch.allclose(head(torch.cat(found, 1)[:1, 4:]), logits[..., : head.vocab_size], rtol=1e-3, atol=1e-3):
+    if not is_same:
         why = "its output embedding alone does not give its logits, or padding or a cache changes them"
-        console.fail(f"{what}: {why}")
+        console.fail(f"{' '.join(source)}: a {model.config.model_type} cannot be used here: {why}")
     return head
 
 
@@ -399,12 +388,11 @@ class WithoutAdapters(torch.nn.Module):
 
     def forward(self, *args, **kwargs):
         (lora,), (policy,) = self.model.lora, self.policy
-        critic = getattr(policy, "critic", None)
+        critic, policy.critic = getattr(policy, "critic", None), None  # A reference has no values.
         lora.disable_adapter_layers()
-        policy.critic = None  # A reference has no values.
         outputs = self.reads[0](*args, **kwargs)
-        policy.critic = critic
         lora.enable_adapter_layers()
+        policy.critic = critic
         return outputs
 
 
@@ -430,21 +418,16 @@ def save_adapter(model, folder, base_model):
     save_file(weights, Path(folder) / "adapter_model.safetensors", metadata=metadata)
 
 
-def base_of(path, flag, above=()):
-    """The model that adapters (a folder or Hub name) belong to, or None where the path holds no adapters.
-
-    Args: above, the adapters that stand on these.
-    """
+def base_of(path, flag):
+    """The model that adapters (a folder or Hub name) belong to, or None where the path holds no adapters."""
     name, revision = console.split(path)
     with console.reading(flag, path):
         console.announce(path)
         file = find_adapter_config_file(name, revision=revision)
         config = json.loads(Path(file).read_text()) if file else {}
-    base, places = config.get("base_model_name_or_path"), [os.path.realpath(x) for x in (*above, path)]
-    if base is not None and (not isinstance(base, str) or os.path.realpath(base) in places):
+    base = config.get("base_model_name_or_path") or ""
+    if base and os.path.realpath(base) == os.path.realpath(path):
         console.fail(f"{flag} {path}: holds adapters whose base must be the path of another model, not {base!r}")
-    if base and os.path.isdir(base):
-        base_of(base, flag, (*above, path))  # Adapters may stand on others, but not in a circle.
     return "@".join(filter(None, (base, config.get("revision")))) or None
 
 
