@@ -4,7 +4,6 @@ import errno
 import os
 import shutil
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -41,21 +40,33 @@ FAST = (
 # ---- a run that died goes on as if it had not ------------------------------------------------------------------------
 @pytest.mark.parametrize("case", FAST)
 def test_a_run_that_died_goes_on_as_if_it_had_not(tiny, in_tmp, capsys, case):
+    """Logs are cut after the checkpoint, and times add up."""
     run = copy_of_dead(tiny, case)
     assert [update for update in updates() if update] == [1, 2, 3, 4, 5] and checkpoints() == ["000002", "000004"]
     assert not Path("model").exists()
+    seconds = read_metrics(run)[-2]["time/from_scratch"]
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        with open(run / name, "a") as file:
+            file.write('{"update": 6, "episode": 96, "torn')
     capsys.readouterr()
     start(tiny, case, resume=True)
     assert f"goes on after update 4 of 6, from {run}/checkpoints/000004" in capsys.readouterr().out
     assert_same_run(".", whole(tiny, case))
     assert checkpoints() == ["000004", "000006"]
+    before, after, _ = (row["time/from_scratch"] for row in read_metrics(run)[-3:])
+    assert before == seconds < after
 
 
 def test_two_deaths_and_an_end_that_was_reached_before(tiny, in_tmp):
     """It dies after update 5, and again after update 4. At last it is resumed once more when all is done."""
+
+    def die_again(run):
+        assert "policy.pt" not in Path("/proc/self/maps").read_text()  # A resumed run holds no map of its checkpoint.
+        die(run)
+
     run = copy_of_dead(tiny, "ppo-overlap")
     shutil.rmtree(run / "checkpoints/000004")
-    with after_row(4, die), pytest.raises(Death):
+    with after_row(4, die_again), pytest.raises(Death):
         start(tiny, "ppo-overlap", resume=True)
     assert updates() == [1, 2, 3, 4] and checkpoints() == ["000002"]
     start(tiny, "ppo-overlap", resume=True)
@@ -67,33 +78,25 @@ def test_two_deaths_and_an_end_that_was_reached_before(tiny, in_tmp):
 
 
 # ---- dying while a checkpoint is written -----------------------------------------------------------------------------
-def dying_at(stage):
-    """Patches under which the process dies while it writes the checkpoint of update 4."""
+@pytest.mark.parametrize("stage", ["policy", "rename", "older ones"])
+def test_dying_while_a_checkpoint_is_written(tiny, in_tmp, capsys, monkeypatch, stage):
+    """Afterwards nothing unfinished is left, also where --checkpoint_every no longer writes that one."""
     save, rename = torch.save, Path.rename
 
     def deadly_save(content, file):
-        path = Path(file.name)
-        if path.parent.name == "000004.partial" and stage == path.stem:
+        if file.name.endswith(f"000004.partial/{stage}.pt"):
             file.write(b"half of it")
             raise Death
         save(content, file)
 
     def deadly_rename(path, target):
-        is_it = path.name == "000004.partial"
-        if is_it and stage == "rename":
-            raise Death
-        rename(path, target)
-        if is_it and stage == "older ones":
+        if stage != "rename" or path.name != "000004.partial":
+            rename(path, target)
+        if stage != "policy" and path.name == "000004.partial":
             raise Death
 
-    return patch.object(torch, "save", deadly_save), patch.object(Path, "rename", deadly_rename)
-
-
-@pytest.mark.parametrize("stage", ["policy", "rename", "older ones"])
-def test_dying_while_a_checkpoint_is_written(tiny, in_tmp, capsys, stage):
-    """Afterwards nothing unfinished is left, also where --checkpoint_every no longer writes that one."""
-    of_files, of_disk = dying_at(stage)
-    with of_files, of_disk, pytest.raises(Death):
+    with monkeypatch.context() as patched, pytest.raises(Death):
+        patched.setattr(torch, "save", deadly_save), patched.setattr(Path, "rename", deadly_rename)
         start(tiny, "rloo", checkpoint_every=1)
     is_whole = stage == "older ones"
     assert checkpoints() == ["000002", "000003", "000004" if is_whole else "000004.partial"]
@@ -113,11 +116,8 @@ def test_files_are_on_the_disk_before_their_folder_has_its_name(in_tmp, monkeypa
 
 def test_a_disk_that_is_full_ends_the_run_and_leaves_the_checkpoint_before(tiny, in_tmp, capsys, monkeypatch):
     real = checkpoint.save
-
-    def full(content, path):
-        real(content, "/dev/full" if path.parent.name == "000004.partial" else path)
-
-    monkeypatch.setattr(checkpoint, "save", full)
+    places = {"000004.partial": "/dev/full"}
+    monkeypatch.setattr(checkpoint, "save", lambda x, path: real(x, places.get(path.parent.name, path)))
     with pytest.raises(SystemExit) as end:
         start(tiny, "rloo")
     text = error_line(capsys, end, code=1)
@@ -134,88 +134,55 @@ def test_a_new_run_leaves_no_checkpoint_of_the_one_it_replaces(tiny, in_tmp):
 
 
 # ---- damage ----------------------------------------------------------------------------------------------------------
-def flip(path, where=0.5):
-    """Flips a bit of a file, at this share of its length."""
-    content = bytearray(path.read_bytes())
-    content[int(where * len(content))] ^= 4
-    path.write_bytes(content)
+def flip(content, where=0.5):
+    """Flips a bit, at this share of the length."""
+    i = int(where * len(content))
+    return content[:i] + bytes([content[i] ^ 4]) + content[i + 1 :]
 
 
-DAMAGES = {  # what happens to a file of the newest checkpoint
-    "a bit": (flip, "policy.pt"),
-    "a bit near its end": (lambda path: flip(path, 0.99), "policy.pt"),
-    "a bit of the state": (flip, "state.pt"),
-    "it is cut": (lambda path: path.write_bytes(path.read_bytes()[:-100]), "state.pt"),
-    "it is empty": (lambda path: path.write_bytes(b""), "policy.pt"),
-    "it is gone": (Path.unlink, "state.pt"),
-}
+POLICY, STATE, LOG = "checkpoints/000004/policy.pt", "checkpoints/000004/state.pt", "metrics.jsonl"
+DAMAGES = [  # a file, what happens to it, and how many of the four rows of a log are left
+    (POLICY, flip, None),
+    (POLICY, lambda x: flip(x, 0.99), None),  # near its end
+    (POLICY, lambda x: b"", None),
+    (STATE, flip, None),
+    (STATE, lambda x: x[:-100], None),
+    (STATE, None, None),  # It is gone.
+    (LOG, lambda x: x.replace(b": 32,", b": 33,"), 4),  # a number
+    (LOG, lambda x: x.replace(b'{"update": 2,', b'"update": 2,'), 3),  # no JSON
+    (LOG, lambda x: x.replace(b'{"update": 2,', b'3, {"update": 2,'), 3),  # no object
+    (LOG, lambda x: x.replace(b'"update": 2', b'"opdate": 2'), 3),
+    (LOG, lambda x: x.replace(b'{"update": 2', b'\x80{"update": 2'), 3),  # no UTF-8
+    (LOG, lambda x: x[: x.index(b'{"update": 2') + 9], 1),
+    (LOG, None, 0),
+]
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_where_a_checkpoint_is_damaged_the_one_before_is_taken(tiny, in_tmp, capsys, damage):
+@pytest.mark.parametrize("name, change, left", DAMAGES)
+def test_damage_is_named_and_for_a_checkpoint_the_one_before_is_taken(tiny, in_tmp, capsys, name, change, left):
     """And the damaged one goes when the next one is written, though that has a lower number."""
-    (act, file), damaged = DAMAGES[damage], copy_of_dead(tiny, "rloo") / "checkpoints/000004"
-    act(damaged / file)
+    damaged = copy_of_dead(tiny) / name
+    damaged.write_bytes(change(damaged.read_bytes())) if change else damaged.unlink()
     start(tiny, "rloo", resume=True, checkpoint_every=3)
+    line, update, rows = "is damaged, so an older checkpoint is taken", 2, 6
+    if name == LOG:
+        line, update, rows = f"was damaged: {left} of its 4 rows can be read", 4, left + 2
     out = capsys.readouterr().out
-    assert f"{damaged}/{file} is damaged, so an older checkpoint is taken" in out
-    assert "goes on after update 2 of 6" in out and "can be read" not in out
-    assert_same_run(".", whole(tiny, "rloo"))
-    assert checkpoints() == ["000003", "000006"]
-
-
-def test_where_no_checkpoint_is_whole_the_run_does_not_begin_anew_by_itself(tiny, in_tmp, fails):
-    for path in copy_of_dead(tiny).glob("checkpoints/*/policy.pt"):
-        flip(path)
-    before = contents()
-    assert "no checkpoint in runs/run is whole" in fails(start, tiny, "rloo", resume=True)
-    assert contents() == before
-
-
-LOGS = {  # what happens to metrics.jsonl, and how many rows up to update 4 are left of it
-    "a number": (lambda text: text.replace('"episode": 32', '"episode": 33'), 4),
-    "no JSON": (lambda text: text.replace('{"update": 2,', '"update": 2,'), 3),
-    "no object": (lambda text: text.replace('{"update": 2,', '3, {"update": 2,'), 3),
-    "no update": (lambda text: text.replace('"update": 2', '"opdate": 2'), 3),
-    "no UTF-8": (lambda text: text.replace('{"update": 2', '\udc80{"update": 2'), 3),
-    "cut": (lambda text: text[: text.index('{"update": 2') + 9], 1),
-    "gone": (lambda text: "", 0),
-}
-
-
-@pytest.mark.parametrize("damage", LOGS)
-def test_a_damaged_log_is_named_with_the_rows_that_are_left(tiny, in_tmp, capsys, damage):
-    (change, left), log = LOGS[damage], copy_of_dead(tiny) / "metrics.jsonl"
-    log.write_bytes(change(log.read_text()).encode(errors="surrogateescape"))
-    start(tiny, "rloo", resume=True)
-    assert f"runs/run/metrics.jsonl was damaged: {left} of its 4 rows can be read" in capsys.readouterr().out
-    assert len(updates()) == left + 2
-
-
-def test_a_resumed_run_holds_no_map_of_its_checkpoint(tiny, in_tmp):
-    copy_of_dead(tiny)
-    maps = []
-    with after_row(5, lambda run: maps.append(Path("/proc/self/maps").read_text())):
-        start(tiny, "rloo", resume=True)
-    assert len(maps) == 1 and "policy.pt" not in maps[0]
+    assert f"{damaged} {line}" in out and f"goes on after update {update} of 6" in out and out.count("damaged") == 1
+    assert len(updates()) == rows and model_of(".") == model_of(whole(tiny, "rloo"))
+    assert checkpoints() == [f"{update // 2 + 2:06d}", "000006"]
 
 
 # ---- what others put into checkpoints/ -------------------------------------------------------------------------------
-THEIRS = {  # what a user makes there during a run: (name, how)
-    "a file": ("notes.txt", Path.touch),
-    "a copy": ("000002.keep", lambda path: shutil.copytree(path.with_name("000002"), path)),
-    "a link": ("best", lambda path: path.symlink_to("000002")),
-    "a folder": ("mine", Path.mkdir),
-    "a short number": ("2", Path.mkdir),
-}
-
-
 def test_what_others_put_beside_checkpoints_stays(tiny, in_tmp):
-    def act(run):
-        for name, make in THEIRS.values():
-            make(run.folder / "checkpoints" / name)
+    """A file, a folder, a short number, a link, and a copy that the user keeps."""
 
-    theirs = {name for name, _ in THEIRS.values()}
+    def act(run):
+        folder = run.folder / "checkpoints"
+        (folder / "notes.txt").touch(), (folder / "mine").mkdir(), (folder / "2").mkdir()
+        (folder / "best").symlink_to("000002"), shutil.copytree(folder / "000002", folder / "000002.keep")
+
+    theirs = {"notes.txt", "mine", "2", "best", "000002.keep"}
     with after_row(3, act):
         start(tiny, "rloo")
     assert {*checkpoints()} == {"000004", "000006"} | theirs
@@ -242,25 +209,31 @@ def test_a_checkpoint_that_cannot_be_removed_does_not_end_the_run(tiny, in_tmp, 
 
 
 # ---- what may change, and what is refused ----------------------------------------------------------------------------
-REFUSED = [  # case, other flags, what its config.json says otherwise, parts of the line
-    ("rloo", dict(kl_coef=0.5, rloo_k=2), {}, ["kl_coef", "0.5 here", "rloo_k 4 there, 2 here"]),
-    ("ppo-overlap", dict(total_episodes=128), {}, ["total_episodes 96 there, 128 here"]),
-    ("rloo", {}, dict(mixed_precision="other"), ["mixed_precision 'other' there, 'fp32' here"]),
-    ("rloo", {}, {"written by": "ZeRO-2"}, ["written by 'ZeRO-2' there, 'torch' here"]),
-    ("rloo", {}, {"version of the layout": 1}, ["version of the layout 1 there", "--overwrite"]),
-    ("rloo", dict(dataset="other.jsonl"), {}, ["checksum of rows and models"]),
+REFUSED = [  # other flags, what its config.json says otherwise, words of the line
+    (dict(kl_coef=0.5, rloo_k=2), {}, "kl_coef 0.03 there, 0.5 here; rloo_k 4 there, 2 here; start anew"),
+    (dict(total_episodes=128), {}, "total_episodes 96 there, 128 here; start anew, with --overwrite"),
+    ({}, dict(mixed_precision="other"), "mixed_precision 'other' there, 'fp32' here"),
+    ({}, {"written by": "ZeRO-2"}, "written by 'ZeRO-2' there, 'torch' here"),
+    ({}, {"version of the layout": 1}, "version of the layout 1 there, 6 here"),
+    (dict(dataset="other.jsonl"), {}, "checksum of rows and models"),
 ]
 
 
-@pytest.mark.parametrize("case,changes,state,parts", REFUSED)
-def test_a_checkpoint_of_another_run_is_refused_and_nothing_is_touched(
-    tiny, in_tmp, fails, case, changes, state, parts
-):
-    edit_json(copy_of_dead(tiny, case) / "config.json", **state)
-    rows = Path(arguments(tiny, case)[1].dataset).read_text().splitlines(keepends=True)
+@pytest.mark.parametrize("changes, state, words", REFUSED)
+def test_a_checkpoint_of_another_run_is_refused_and_nothing_is_touched(tiny, in_tmp, fails, changes, state, words):
+    edit_json(copy_of_dead(tiny) / "config.json", **state)
+    rows = Path(arguments(tiny, "rloo")[1].dataset).read_text().splitlines(keepends=True)
     Path("other.jsonl").write_text("".join(rows[::-1]))
-    before, line = contents(), fails(start, tiny, case, resume=True, **changes)
-    assert all(part in line for part in ["runs/run/checkpoints/000004", *parts]) and contents() == before
+    before, line = contents(), fails(start, tiny, "rloo", resume=True, **changes)
+    assert "runs/run/checkpoints/000004 is of another run" in line and words in line and contents() == before
+
+
+def test_where_no_checkpoint_is_whole_the_run_does_not_begin_anew_by_itself(tiny, in_tmp, fails):
+    for path in copy_of_dead(tiny).glob("checkpoints/*/policy.pt"):
+        path.write_bytes(flip(path.read_bytes()))
+    before = contents()
+    assert "no checkpoint in runs/run is whole" in fails(start, tiny, "rloo", resume=True)
+    assert contents() == before
 
 
 def test_memory_flags_and_outputs_may_change(tiny, in_tmp):
@@ -270,15 +243,3 @@ def test_memory_flags_and_outputs_may_change(tiny, in_tmp):
     start(tiny, "rloo", resume=True, checkpoint_every=3, output_dir="elsewhere/model", **knobs)
     assert_same_curves(read_metrics("runs/run"), read_metrics(whole(tiny, "rloo") / "runs/run"))
     assert Path("elsewhere/model/model.safetensors").exists() and not Path("model").exists()
-
-
-# ---- logs ------------------------------------------------------------------------------------------------------------
-def test_logs_are_cut_after_the_checkpoint_and_times_add_up(tiny, in_tmp):
-    run = copy_of_dead(tiny)
-    seconds = read_metrics(run)[3]["time/from_scratch"]
-    for name in ("metrics.jsonl", "samples.jsonl"):
-        with open(run / name, "a") as file:
-            file.write('{"update": 6, "episode": 96, "torn')
-    start(tiny, "rloo", resume=True)
-    assert_same_run(".", whole(tiny, "rloo"))
-    assert read_metrics(run)[3]["time/from_scratch"] == seconds < read_metrics(run)[4]["time/from_scratch"]

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from helpers import ENVIRONMENT, fake_hub, read_metrics, rloo_args
+from helpers import ENVIRONMENT, fake_hub, read_metrics
 from huggingface_hub import constants
-from short_runs import write_rows
+from short_runs import CASES, arguments, start
 
-from rlhf_details import toy, train_reward, train_rloo
+from rlhf_details import train_rloo
 from rlhf_details.plumbing.inputs import models
 from rlhf_details.plumbing.machine import engines
 
@@ -29,24 +29,6 @@ def server(monkeypatch):
 def offline_hub(monkeypatch):
     """Repositories are read from a cache in the test's folder."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", "cache")
-
-
-def start(tiny, script="train_rloo", **changes):
-    """Trains with one of two scripts on 16 rows; returns its arguments."""
-    rows = [row | {"chosen": row["completion"], "rejected": "we ."} for row in toy.rows("sft", "train")[:16]]
-    values = dict(dataset=write_rows("rows.jsonl", rows), batch_size=8, micro_batch_size=8, response_length=8)
-    values |= dict(learning_rate=3e-3, run_name="run", output_dir="models/out", overwrite=True) | changes
-    if script == "train_rloo":
-        train_rloo.main(args := rloo_args(tiny, **(dict(total_episodes=8) | values)))
-    else:
-        train_reward.main(args := train_reward.Args(sft_model_path=str(tiny / "policy"), **values))
-    return args
-
-
-def read_card(text):
-    """(front matter, body) of a model card."""
-    _, front, body = text.split("---\n", 2)
-    return yaml.safe_load(front), body
 
 
 def put_into_cache(name, folder, revision="main"):
@@ -72,33 +54,38 @@ def test_a_name_may_end_in_a_revision(tiny, ragged, in_tmp, fails, offline_hub):
 
 
 # ---- the card --------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("script", ["train_rloo", "train_reward"])
-def test_every_model_has_a_card_with_data_base_command_and_metrics(tiny, in_tmp, monkeypatch, script):
+@pytest.mark.parametrize("case, held_out", [("rloo", "held_out.jsonl"), ("reward-gain", "comparisons.jsonl")])
+def test_every_model_has_a_card_with_data_base_command_and_metrics(tiny, in_tmp, monkeypatch, case, held_out):
+    script = CASES[case][0]
     words = ["--exp_name", "my own", "--reward_fn", "/home/me/f.py:f", "--judge_base_url=https://a.b/c/d"]
     monkeypatch.setattr("sys.argv", [f"rlhf_details/{script}.py", *words])
-    args = start(tiny, script, eval_dataset="rows.jsonl")
-    facts, body = read_card(Path("models/out/README.md").read_text())
-    kind = script.partition("_")[2]
+    start(tiny, case, eval_dataset=held_out)
+    (_, args), kind = arguments(tiny, case), script.partition("_")[2]
+    _, front, body = Path("model/README.md").read_text().split("---\n", 2)
     task = "text-classification" if kind == "reward" else "text-generation"
     # Model and data are on this disk, so the Hub could not link them.
-    assert facts == dict(library_name="transformers", pipeline_tag=task, tags=[kind, "rlhf", "rlhf_details"])
+    tags = [kind, "rlhf", "rlhf_details"]
+    assert yaml.safe_load(front) == dict(library_name="transformers", pipeline_tag=task, tags=tags)
     told = f"python rlhf_details/{script}.py --exp_name 'my own' --reward_fn f.py:f --judge_base_url=https://a.b/c/d"
-    assert f"```\n{told}\n```" in body and f"`{args.dataset}`" in body
-    assert f"from `{Path(args.sft_model_path).name}`" in body and str(Path.home()) not in body and "/tmp" not in body
     about = json.loads(Path("runs/run/config.json").read_text())
-    for fact in (about["commit"], "runs/run", f"torch {torch.__version__}"):
-        assert fact in body
-    load = re.search(r"```python\n(.*?)```", body, re.S)[1]
-    exec(load, loaded := {})
+    facts = (
+        f"```\n{told}\n```",
+        f"`{Path(args.dataset).name}`",
+        f"from `{Path(args.sft_model_path).name}`",
+        about["commit"],
+        "runs/run",
+    )
+    assert all(fact in body for fact in (*facts, f"torch {torch.__version__}", "arXiv "))
+    assert "/tmp" not in body and str(Path.home()) not in body and ("reward_bias" in body) == (kind == "reward")
+    exec(re.search(r"```python\n(.*?)```", body, re.S)[1], loaded := {})
     assert loaded["model"].config.model_type == "gpt_neox" and loaded["tokenizer"].eos_token
-    assert "arXiv " in body.rpartition("To cite: ")[2]
-    assert ("reward_bias" in body) == (kind == "reward")
     *_, last = metrics = read_metrics("runs/run")
     first = next(row for row in metrics if any(name.startswith("eval/") for name in row))
-    shown = {name for name in last if not name.startswith(("time/", "health/"))}
     before = {name: f"{x:.6g}" for name, x in first.items() if name.startswith("eval/")}
-    table = re.findall(r"^\| `(.*)` \| (.*) \| (.*) \|$", body, re.M)
-    assert {*table} == {(name, before.get(name, ""), f"{last[name]:.6g}") for name in shown}
+    shown = {
+        (name, before.get(name, ""), f"{last[name]:.6g}") for name in last if not name.startswith(("time/", "health/"))
+    }
+    assert {*re.findall(r"^\| `(.*)` \| (.*) \| (.*) \|$", body, re.M)} == shown
 
 
 @pytest.mark.parametrize("launcher", ["python", "accelerate launch --cpu --num_processes 2", "torchrun --standalone"])
@@ -112,34 +99,27 @@ def test_the_command_is_that_which_was_typed(in_tmp, launcher):
 
 
 # ---- the Hub ---------------------------------------------------------------------------------------------------------
-def test_the_model_is_pushed_as_it_is_on_disk(tiny, in_tmp, server, capsys):
-    start(tiny, "train_reward", push_to_hub=True)
-    sent = server.files["someone/models-out"]
-    assert "pushed to someone/models-out" in capsys.readouterr().out
-    assert sent == {path.name: path.read_bytes() for path in Path("models/out").iterdir()}
-    assert json.loads(Path("runs/run/config.json").read_text())["hub"] == "someone/models-out"
-
-
-def test_adapters_and_the_merged_model_are_pushed_together(tiny, in_tmp, server, offline_hub):
+def test_the_model_and_its_adapters_are_pushed_as_they_are_on_disk(tiny, in_tmp, server, offline_hub, capsys):
     """The adapters alone, as another tool pushes them, are then a policy to start from as well."""
     pytest.importorskip("peft")
-    options = dict(output_dir="out", push_to_hub=True, hub_model_id="team/it", lora_rank=2, learning_rate=0.01)
-    start(tiny, **options)
-    adapters = {f"adapter/adapter_{name}" for name in ("model.safetensors", "config.json")}
-    assert {"model.safetensors"} | adapters <= server.files["team/it"].keys()
-    put_into_cache("someone/adapters", "out/adapter", "v1")
+    start(tiny, "rloo", push_to_hub=True, lora_rank=2, learning_rate=0.01)
+    sent, out = server.files["someone/model"], Path("model")
+    assert "pushed to someone/model" in capsys.readouterr().out
+    assert sent == {str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    assert {"model.safetensors", "adapter/adapter_model.safetensors", "adapter/adapter_config.json"} <= sent.keys()
+    assert json.loads(Path("runs/run/config.json").read_text())["hub"] == "someone/model"
+    put_into_cache("someone/adapters", out / "adapter", "v1")
     absent = Path(constants.HF_HUB_CACHE, "models--someone--adapters", ".no_exist", "v1")
     absent.mkdir(parents=True), (absent / "config.json").touch()  # as a download leaves it
     args = train_rloo.Args()
-    here, there = (models.load_policy(path, "--sft_model_path", args) for path in ("out", "someone/adapters@v1"))
-    assert here.state_dict().keys() == there.state_dict().keys() and all(p.requires_grad for p in there.parameters())
-    for a, b in zip(here.parameters(), there.parameters(), strict=True):
-        assert (a - b).abs().max() < 1e-6
+    here, there = (models.load_policy(path, "--sft_model_path", args) for path in (out, "someone/adapters@v1"))
+    assert all(p.requires_grad for p in there.parameters())
+    torch.testing.assert_close(here.state_dict(), there.state_dict(), atol=1e-6, rtol=0)
 
 
 def test_a_push_that_fails_loses_nothing_and_says_how_to_repeat_it(tiny, in_tmp, server, capsys):
     server.api.upload_folder.side_effect = OSError("403 You have no write access\nmore")
-    start(tiny, output_dir="models/my out", push_to_hub=True, hub_model_id="it")
+    start(tiny, "rloo", output_dir="models/my out", push_to_hub=True, hub_model_id="it")
     error = capsys.readouterr().err
     assert "error: --push_to_hub: 403 You have no write access more; " in error
     assert "hf upload someone/it 'models/my out'" in error
@@ -148,13 +128,13 @@ def test_a_push_that_fails_loses_nothing_and_says_how_to_repeat_it(tiny, in_tmp,
 
 def test_a_push_that_cannot_succeed_is_refused_before_anything_is_trained(tiny, in_tmp, server, fails):
     server.api.create_repo.side_effect = OSError("403 You have no write access")
-    line = fails(start, tiny, push_to_hub=True, run_name="new", overwrite=False)
-    assert line.startswith("error: --push_to_hub: the repository models-out cannot be opened (403")
-    assert not Path("runs/new").exists()  # so that the same command may be given again
+    line = fails(start, tiny, "rloo", push_to_hub=True)
+    assert line.startswith("error: --push_to_hub: the repository model cannot be opened (403")
+    assert not Path("runs").exists()  # so that the same command may be given again
 
 
 def test_nothing_speaks_to_the_hub_unless_told(tiny, in_tmp, server, monkeypatch):
     tried = []
     monkeypatch.setattr("socket.socket.connect", lambda *address: tried.append(address))
-    start(tiny)
+    start(tiny, "rloo")
     assert not tried and not server.api.mock_calls

@@ -1,6 +1,5 @@
 """The end of a run judges it: learnt or not, bad signs, time, and a command that really runs."""
 
-import math
 import re
 import shlex
 import shutil
@@ -9,49 +8,53 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import LM_HUMAN_PREFERENCES, PAGES, page_args, read_metrics, rloo_args
-from short_runs import write_rows
+from helpers import LM_HUMAN_PREFERENCES, rloo_args, run_page
+from short_runs import start, write_rows
 
-from rlhf_details import evaluate, toy, train_distill, train_rloo
+from rlhf_details import evaluate, toy, train_rloo
 from rlhf_details.plumbing.inputs import cli
 from rlhf_details.plumbing.outputs import verdict
 
 BEFORE = torch.tensor([-5.0, 5.0]).repeat(50)  # of 100 prompts, which differ far more than a run changes them
+NOISE = torch.tensor([-1.0, -1.0, 1.0, 1.0]).repeat(25)
+SAID = [  # what is added to each score, noise, the line; half an interval of the difference is 0.197 * noise
+    (0.198, 1, "learnt: scores rose, +0.198 +- 0.197 a prompt, at a KL of 2.000 nats per response"),
+    (0.196, 1, "not shown: scores did not change beyond chance, +0.196 +- 0.197 a prompt, at a KL of 2.000 nats per "),
+    (-0.198, 1, "not learnt: scores fell, -0.198 +- 0.197 a prompt, at a KL of"),
+    (0.0, 0, "not shown: scores did not change beyond chance, +0.000 +- 0.000 a prompt, at a KL of"),
+    (1.0, 0, "learnt: scores rose, +1.000 +- 0.000 a prompt, at a KL of"),  # All rise alike.
+]
 
 
-def learnt(*by_prompt, after=None, rows=(None,) * 100):
-    after = after or {"eval/objective/kl": 2.0, "eval/objective/scores": 1.0}
-    return verdict.learnt_lines(after, rows, [{name: x.tolist() for name, x in one.items()} for one in by_prompt])
-
-
-def changed_by(change, noise=1.0):
-    """Half an interval of the difference is 0.197 * noise. That of either mean is 0.985 at least."""
-    return BEFORE + change + noise * torch.tensor([-1.0, -1.0, 1.0, 1.0]).repeat(25)
+def learnt(*by_prompt, rows=(None,) * 100, **after):
+    """What is said of evaluations, the scores of each."""
+    after = after or {"objective/kl": 2.0, "objective/scores": 1.0}
+    after = {f"eval/{name}": x for name, x in after.items()}
+    return verdict.learnt_lines(after, rows, [{"scores": x.tolist()} for x in by_prompt])
 
 
 # ---- has it learnt? --------------------------------------------------------------------------------------------------
-def test_a_run_has_learnt_where_the_interval_of_its_prompts_differences_is_above_0():
-    def line(*args):
-        (said,) = learnt({"scores": BEFORE}, {"scores": changed_by(*args)})
-        return said
-
-    assert line(0.198) == "learnt: scores rose, +0.198 +- 0.197 a prompt, at a KL of 2.000 nats per response"
-    assert line(0.196).startswith("not shown: scores did not change beyond chance, +0.196 +- 0.197 a prompt, at ")
-    assert line(-0.198).startswith("not learnt: scores fell, -0.198 +- 0.197 a prompt")
-    assert line(0.0, 0.0).startswith("not shown: scores did not change beyond chance, +0.000 +- 0.000 a prompt")
-    assert line(1.0, 0.0).startswith("learnt: scores rose, +1.000 +- 0.000 a prompt")  # All rise alike.
-    one = {"scores": BEFORE[:1]}
-    assert learnt(one, one, rows=[None]) == [] == learnt({"scores": BEFORE}) == learnt()  # nothing can be compared
+@pytest.mark.parametrize("change, noise, words", SAID)
+def test_a_run_has_learnt_where_the_interval_of_its_prompts_differences_is_above_0(change, noise, words):
+    (line,) = learnt(BEFORE, BEFORE + change + noise * NOISE)
+    assert line.startswith(words)
+    one = BEFORE[:1]
+    assert learnt(one, one, rows=[None]) == [] == learnt(BEFORE) == learnt()  # nothing can be compared
 
 
 @pytest.mark.parametrize(
-    "accuracy,word", [(1.0, "learnt: "), (0.35, "learnt: "), (0.33, "not shown: "), (0.1, "not learnt: ")]
+    "accuracy, words",
+    [
+        (1.0, "learnt: the accuracy on held-out comparisons is 1.000 +- 0.000, where guessing has 0.250"),
+        (0.35, "learnt: the accuracy on held-out comparisons is 0.350 +- 0.093, where"),
+        (0.33, "not shown: the accuracy on held-out comparisons is 0.330 +- 0.092, where"),
+        (0.1, "not learnt: the accuracy on held-out comparisons is 0.100 +- 0.059, where"),
+    ],
 )
-def test_a_reward_model_has_learnt_where_it_is_better_than_guessing(accuracy, word):
+def test_a_reward_model_has_learnt_where_it_is_better_than_guessing(accuracy, words):
     rows = [SimpleNamespace(candidates=[None] * 4)] * 101
-    (line,) = learnt(after={"eval/rm/accuracy": accuracy, "eval/rm/loss": 1.0}, rows=rows)
-    half = 1.96 * math.sqrt(accuracy * (1 - accuracy) / 100)
-    assert line.startswith(word) and f"{accuracy:.3f} +- {half:.3f}, where guessing has 0.250" in line
+    (line,) = learnt(rows=rows, **{"rm/accuracy": accuracy, "rm/loss": 1.0})
+    assert line.startswith(words)
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
@@ -73,10 +76,8 @@ def test_the_command_at_the_end_of_a_run_does_run(tiny, in_tmp, capsys):
     data = dict(dataset=rows, eval_dataset=rows, prompt_template="{question}", reward_fn=("mine.py:f",))
     data |= dict(reward_fn_weights=(-0.5,), reward_fn_format="messages")
     result = train_rloo.main(rloo_args(tiny, **data, temperature=0.7, total_episodes=16, output_dir="model"))
-    lines, row = said(capsys), read_metrics(result["run"])[1]
-    for begin in (("learnt: ", "not learnt: ", "not shown: "), "bad signs: ", "evaluate: "):
-        assert any(line.startswith(begin) for line in lines), begin
-    assert row["time/scores"] > 0
+    lines = said(capsys)
+    assert re.search("^((not )?learnt|not shown): .*^bad signs: ", "\n".join(lines), re.M | re.S)
     args = evaluate_args(lines)
     policy = evaluate.main(args)["metrics"]["policy"]
     assert policy["kl"]["value"] == pytest.approx(result["after"]["eval/objective/kl"], abs=1e-4)
@@ -88,33 +89,31 @@ def test_the_command_at_the_end_of_a_run_does_run(tiny, in_tmp, capsys):
 def test_after_distillation_that_command_takes_the_kl_from_the_teacher(tiny, ragged, in_tmp, capsys):
     rows = write_rows("rows.jsonl", toy.rows("prompts", "test")[:4])
     options = dict(dataset=rows, eval_dataset=rows, teacher_model_path=str(ragged / "policy"), total_episodes=16)
-    result = train_distill.main(page_args("train_distill", tiny, **options, output_dir="model"))
+    after = run_page("train_distill", tiny, **options, output_dir="model")[-1]
     lines = said(capsys)
     assert any("the negative of the KL from the teacher" in line for line in lines) and "scores" not in "".join(lines)
     policy = evaluate.main(evaluate_args(lines))["metrics"]["policy"]
-    assert policy["kl"]["value"] == pytest.approx(result["after"]["eval/objective/kl"], abs=1e-4)
+    assert policy["kl"]["value"] == pytest.approx(after["eval/objective/kl"], abs=1e-4)
 
 
-def test_figures_of_one_name_are_told_apart():
+def test_figures_of_one_name_are_told_apart(tiny, in_tmp, capsys):
     """DPO's chosen and rejected are log-ratios times beta, and log-probs."""
-    after = {f"eval/{group}/{name}": 1.0 for group in ("rewards", "logps") for name in ("chosen", "rejected")}
-    lines = verdict.held_out_lines({}, after | {"eval/rewards/margins": 0.5}, 4)[1:]
-    assert [line.split()[0] for line in lines] == [*(name.removeprefix("eval/") for name in after), "margins"]
+    start(tiny, "dpo", eval_dataset="comparisons.jsonl")
+    names = {line.split()[0] for line in said(capsys) if line.startswith("  ")}
+    assert {"rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected", "margins"} <= names
 
 
-@pytest.mark.parametrize("page,flags", [("train_rloo", {}), ("train_ppo", LM_HUMAN_PREFERENCES)])
+@pytest.mark.parametrize("page, flags", [("train_rloo", {}), ("train_ppo", LM_HUMAN_PREFERENCES)])
 def test_a_resumed_run_compares_its_prompts_with_those_before_training(
     ragged, few_prompts, in_tmp, capsys, page, flags
 ):
-    def run(**changes):
-        options = dict(eval_dataset="toy:test", eval_every=1, checkpoint_every=1, learning_rate=1e-2) | flags
-        result = PAGES[page].main(page_args(page, ragged, **(options | changes)))
-        return result, [line for line in said(capsys) if re.search(r"\+- .* a prompt", line)]
-
-    result, lines = run()
+    options = dict(eval_dataset="toy:test", eval_every=1, checkpoint_every=1, learning_rate=1e-2) | flags
+    rows = run_page(page, ragged, **options)
+    lines = [line for line in said(capsys) if re.search(r"\+- .* a prompt", line)]
     for name, line in zip(("scores", "gold"), lines, strict=True):
-        before, after = (result[when][f"eval/objective/{name}"] for when in ("before", "after"))
+        before, after = (row[f"eval/objective/{name}"] for row in (rows[0], rows[-1]))
         assert float(re.search(r", ([+-][0-9.]+) \+- ", line)[1]) == pytest.approx(after - before, abs=1e-3) != 0
-    assert run(resume=True)[1] == lines  # at its end
     shutil.rmtree("runs/run/checkpoints/000003")
-    assert run(resume=True)[1] == lines
+    for _ in range(2):  # the second time at its end
+        run_page(page, ragged, **options, resume=True)
+        assert [line for line in said(capsys) if re.search(r"\+- .* a prompt", line)] == lines

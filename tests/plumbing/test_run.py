@@ -14,7 +14,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from helpers import read_metrics, rloo_args, run_rloo
+from helpers import read_metrics, run_rloo
 from short_runs import (
     after_row,
     assert_same_run,
@@ -26,8 +26,6 @@ from short_runs import (
     updates,
     whole,
 )
-
-from rlhf_details import train_rloo
 
 in_main_thread = pytest.mark.skipif(
     threading.current_thread() is not threading.main_thread(), reason="signals come to the main thread"
@@ -58,24 +56,22 @@ def test_total_of_a_sample_has_the_kl_taken_off_by_the_coefficient_of_its_update
         assert row["total"] == pytest.approx(row["score"] - coefficients[row["update"]] * row["kl"], abs=1e-6)
 
 
-def test_a_run_without_a_name_is_called_by_data_set_experiment_seed_and_time(tiny, in_tmp, capsys):
-    """It starts at the beginning where nothing is to be resumed."""
-    first = train_rloo.main(rloo_args(tiny, run_name=None, total_episodes=16, resume=True, overwrite=False))["run"]
-    assert first.startswith("runs/toy__train_rloo__1__20") and [str(path) for path in Path("runs").iterdir()] == [first]
+def test_runs_have_names_of_their_own_and_resume_takes_the_newest_of_its_kind(tiny, in_tmp, capsys, monkeypatch):
+    """A name says data set, experiment, seed and time. Where nothing is to be resumed a run starts at the beginning."""
+    monkeypatch.setattr("time.strftime", lambda *_: "20260101-000000")
+    options = dict(run_name=None, exp_name="mine", total_episodes=16, checkpoint_every=1)
+    runs = [start(tiny, "rloo", output_dir=f"model{i}", resume=i == 0, **options)["run"] for i in range(3)]
     assert "starts at the beginning" in capsys.readouterr().out
-
-
-def test_without_a_name_the_newest_run_of_that_kind_goes_on(tiny, in_tmp, capsys):
-    run, kind = copy_of_dead(tiny), "prompts.jsonl__train_rloo"
-    others = [f"{kind}__1__20240101-000000", f"{kind}__2__20260101-000000", f"{kind}__11__20260101-000000"]
-    others += ["held_out.jsonl__train_rloo__1__20260101-000000", "prompts.jsonl__train_ppo__1__20260101-000000"]
-    for name in others:
-        (run.parent / name).mkdir()
-        (run.parent / name / "config.json").touch()
-    run.rename(run.parent / f"{kind}__1__20250101-000000")
-    start(tiny, "rloo", resume=True, run_name=None, exp_name="train_rloo")
-    assert f"from runs/{kind}__1__20250101-000000/checkpoints/000004" in capsys.readouterr().out
-    assert len(list(run.parent.iterdir())) == 6
+    assert runs == [f"runs/prompts.jsonl__mine__1__20260101-000000{end}" for end in ("", "-2", "-3")]
+    for other in (
+        "prompts.jsonl__mine__2",
+        "prompts.jsonl__mine__11",
+        "held_out.jsonl__mine__1",
+        "prompts.jsonl__me__1",
+    ):
+        Path("runs", f"{other}__20270101-000000").mkdir()
+    assert start(tiny, "rloo", output_dir="model2", resume=True, **options)["run"] == runs[2]
+    assert f"goes on after update 1 of 1, from {runs[2]}/checkpoints/000001" in capsys.readouterr().out
 
 
 def test_a_run_of_other_arguments_without_a_checkpoint_is_not_written_over(tiny, in_tmp, fails):
@@ -116,14 +112,6 @@ def test_a_file_system_without_locks_is_named_and_the_run_goes_on(tiny, in_tmp, 
     assert_same_run(".", whole(tiny, "rloo"))
 
 
-def test_runs_that_start_in_the_same_second_have_names_of_their_own(tiny, in_tmp, monkeypatch):
-    monkeypatch.setattr("time.strftime", lambda *_: "20260101-000000")
-    options = dict(run_name=None, total_episodes=16, checkpoint_every=0)
-    runs = [start(tiny, "rloo", output_dir=f"model{i}", **options)["run"] for i in range(3)]
-    assert [run.rpartition("__")[2] for run in runs] == [f"20260101-000000{end}" for end in ("", "-2", "-3")]
-    assert start(tiny, "rloo", output_dir="model", resume=True, **options)["run"] == runs[2]
-
-
 # ---- the output folder -----------------------------------------------------------------------------------------------
 def into_model(name, text="mine"):
     """Writes a file into the folder `model`, which may be there or not."""
@@ -131,27 +119,23 @@ def into_model(name, text="mine"):
     Path("model", name).write_text(text)
 
 
-MEANWHILE = {  # what happens to the output folder during the run: (flags, before the run, during it)
-    "another run's model": ({}, None, lambda: shutil.copytree(Path("old"), Path("model"))),
-    "a user's file": ({}, None, lambda: into_model("mine.txt")),
-    "a user's file in a folder of it": ({}, None, lambda: shutil.copytree("old", "model/inner")),
-    "a model, under --overwrite": (dict(overwrite=True), lambda: into_model("a.txt"), lambda: into_model("b.txt")),
-    "a file that was there, under --overwrite": (
-        dict(overwrite=True), lambda: into_model("a.txt"), lambda: into_model("a.txt", "changed")
-    ),
-    "a file beside this run's own model": ({}, lambda: shutil.copytree("own", "model"), lambda: into_model("b.txt")),
-}  # fmt: skip
+MEANWHILE = [  # what happens to the output folder before the run, which is then under --overwrite, and during it
+    (None, lambda: shutil.copytree("old", "model")),  # another run's model
+    (None, lambda: shutil.copytree("old", "model/inner")),
+    (None, lambda: into_model("mine.txt")),
+    (lambda: into_model("a.txt"), lambda: into_model("b.txt")),
+    (lambda: into_model("a.txt"), lambda: into_model("a.txt", "changed")),
+]
 
 
-@pytest.mark.parametrize("case", MEANWHILE)
-def test_what_has_appeared_in_the_output_folder_stays_and_the_model_is_beside_it(tiny, in_tmp, capsys, case):
-    flags, before, during = MEANWHILE[case]
-    shutil.copytree(tiny / "policy", "old"), shutil.copytree(whole(tiny, "rloo") / "model", "own")
+@pytest.mark.parametrize("before, during", MEANWHILE)
+def test_what_has_appeared_in_the_output_folder_stays_and_the_model_is_beside_it(tiny, in_tmp, capsys, before, during):
+    shutil.copytree(tiny / "policy", "old")
     found = {}
     if before:
         before()
     with after_row(3, lambda run: (during(), found.update(contents("model")))):
-        start(tiny, "rloo", **flags)
+        start(tiny, "rloo", overwrite=bool(before))
     assert contents("model") == found
     said = capsys.readouterr().out
     assert "--output_dir model has changed since the run began; the model is in model.run\n" in said
@@ -234,27 +218,30 @@ def test_a_clock_that_jumps_changes_no_time(tiny, in_tmp, monkeypatch):
 # ---- signals ---------------------------------------------------------------------------------------------------------
 @in_main_thread
 @pytest.mark.parametrize(
-    "number,code,case",
+    "number, code, case, update",
     [
-        ("SIGTERM", 143, "rloo"),
-        ("SIGINT", 130, "ppo-overlap"),
-        ("SIGTERM", 143, "sft"),
-        ("SIGHUP", 129, "rloo"),
-        ("SIGUSR1", 138, "rloo"),
+        ("SIGTERM", 143, "rloo", 3),
+        ("SIGINT", 130, "ppo-overlap", 3),
+        ("SIGTERM", 143, "sft", 3),
+        ("SIGHUP", 129, "rloo", 3),
+        ("SIGUSR1", 138, "rloo", 3),
+        ("SIGTERM", 143, "ppo-moments", 6),  # the last one
     ],
 )
-def test_a_signal_stops_after_the_update_with_a_checkpoint(tiny, in_tmp, capsys, number, code, case):
+def test_a_signal_stops_after_the_update_with_a_checkpoint(tiny, in_tmp, capsys, number, code, case, update):
     times = range(2 if number == "SIGTERM" else 1)  # A scheduler and the launcher may both send a SIGTERM.
     send = lambda run: [os.kill(os.getpid(), signal.Signals[number]) for _ in times]  # noqa: E731
-    with after_row(3, send), pytest.raises(SystemExit) as end:
+    with after_row(update, send), pytest.raises(SystemExit) as end:
         start(tiny, case, checkpoint_every=0)
     out = capsys.readouterr()
     assert end.value.code == code and "error" not in out.err
     assert f"{number}: will stop after this update, with a checkpoint" in out.out
-    assert f"{number}: stopped after update 3; --run_name run --resume goes on" in out.out
-    assert checkpoints() == ["000003"] and updates() == [1, 2, 3] and not Path("model").exists()
-    start(tiny, case, checkpoint_every=0, resume=True)
+    assert f"{number}: stopped after update {update}; --run_name run --resume goes on" in out.out
+    assert checkpoints() == [f"{update:06d}"] and updates()[-1] == update and not Path("model").exists()
+    result = start(tiny, case, checkpoint_every=0, resume=True)
     assert_same_run(".", whole(tiny, case))
+    for when, row in (("before", read_metrics("runs/run")[0]), ("after", read_metrics("runs/run")[-1])):
+        assert result[when] == {name: x for name, x in row.items() if name.startswith("eval/")}
 
 
 @in_main_thread
@@ -280,14 +267,3 @@ def test_a_second_ctrl_c_acts_at_once(tiny, in_tmp):
     with after_row(2, send_twice), pytest.raises(KeyboardInterrupt):
         start(tiny, "rloo", checkpoint_every=0)
     assert checkpoints() == [] and updates() == [1, 2]
-
-
-@in_main_thread
-def test_a_signal_in_the_last_update_still_leaves_the_model_to_a_resumed_run(tiny, in_tmp):
-    with after_row(6, lambda run: os.kill(os.getpid(), signal.SIGTERM)), pytest.raises(SystemExit):
-        start(tiny, "ppo-moments")
-    assert checkpoints() == ["000004", "000006"] and not Path("model").exists()
-    result, rows = start(tiny, "ppo-moments", resume=True), read_metrics("runs/run")
-    assert_same_run(".", whole(tiny, "ppo-moments"))
-    for when, row in (("before", rows[0]), ("after", rows[-1])):
-        assert result[when] == {name: row[name] for name in row if name.startswith("eval/")} != {}

@@ -115,26 +115,31 @@ def swapped(weights):
     return weights | {names[0]: weights[names[1]], names[1]: weights[names[0]]}
 
 
-@pytest.mark.parametrize("change", [without_head, swapped])
-def test_a_push_that_did_not_arrive_as_it_is_ends_the_run(change):
+NOT_PUSHED = "the stand-in does not have the weights that were pushed: its log-probs are"
+RAW = "a temperature of 1, {} was asked for: start it with --logprobs-mode processed_logprobs"
+
+
+@pytest.mark.parametrize(
+    "wrong, precision, temperature, words",
+    [
+        (dict(change=without_head), "fp32", 0.8, NOT_PUSHED),
+        (dict(change=swapped), "fp32", 0.8, NOT_PUSHED),
+        (dict(is_raw=True), "fp32", 0.8, RAW),
+        # The bound of bf16 is too wide to see that they are off by some 0.03.
+        (dict(is_raw=True), "bf16", 0.97, RAW),
+    ],
+)
+def test_weights_that_did_not_arrive_and_log_probs_of_another_temperature_end_the_run(
+    wrong, precision, temperature, words
+):
     model = tiny_model("llama", tie_word_embeddings=True)
-    with pytest.raises(SystemExit, match="the stand-in does not have the weights that were pushed: its log-probs are"):
-        ask(StandIn(model, change), model)
+    with pytest.raises(SystemExit, match=words.format(temperature)):
+        ask(StandIn(model, **wrong), model, precision=precision, temperature=temperature)
 
 
-@pytest.mark.parametrize("precision, temperature", [("fp32", 0.8), ("bf16", 0.97)])
-def test_log_probs_at_another_temperature_end_the_run(precision, temperature):
-    """The bound of bf16 is too wide to see that they are off by some 0.03."""
-    model = tiny_model("llama")
-    with pytest.raises(SystemExit, match=rf"a temperature of 1, {temperature} was asked for: .*processed_logprobs"):
-        ask(StandIn(model, is_raw=True), model, precision=precision, temperature=temperature)
-
-
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_what_vllm_loads_is_a_folder_with_configuration_and_weights(tmp_path, kind):
-    model = tiny_model(kind, tie_word_embeddings=True)
+def test_what_vllm_loads_is_a_folder_with_configuration_and_weights(tmp_path):
+    model = tiny_model("gpt2", tie_word_embeddings=True)
+    expected = {name: weight.bfloat16() for name, weight in model.state_dict().items()}
     with vllm.written(model, torch.bfloat16, tmp_path / "is" / "made") as folder:
-        weights, config = load_file(f"{folder}/model.safetensors"), AutoConfig.from_pretrained(folder)
-    assert config.model_type == kind and weights.keys() == model.state_dict().keys() > {"lm_head.weight"}
-    for name, weight in model.state_dict().items():
-        assert torch.equal(weights[name], weight.bfloat16()), name
+        assert AutoConfig.from_pretrained(folder).model_type == "gpt2" and "lm_head.weight" in expected
+        torch.testing.assert_close(load_file(f"{folder}/model.safetensors"), expected, atol=0, rtol=0)

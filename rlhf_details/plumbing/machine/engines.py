@@ -28,7 +28,6 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from rlhf_details.plumbing import console
-from rlhf_details.plumbing.console import say
 from rlhf_details.plumbing.machine import stages
 
 # How long a process waits for the others. The main process may need minutes to write a large checkpoint, and when a
@@ -335,4 +334,5 @@ def use_one_thread(*modules):
         return
     if size < SMALL and torch.get_num_threads() > 1:
         torch.set_num_threads(1)
-        say(f"one CPU thread, since {size / 1e6:.1f} M parameters gain little from more: OMP_NUM_THREADS sets another")
+        few = f"{size / 1e6:.1f} M parameters gain little from more"
+        console.say(f"one CPU thread, since {few}: OMP_NUM_THREADS sets another")

@@ -20,7 +20,6 @@ import numbers
 import reprlib
 import sys
 import traceback
-from pathlib import Path
 
 import torch
 from accelerate.utils import gather_object
@@ -50,22 +49,20 @@ def check(args):
 
 def check_functions(args):
     """Exits with an error if a function of --reward_fn cannot be had or weighted; imports the user's code."""
-    if len(getattr(args, "reward_fn_weights", ())) not in (0, len(args.reward_fn)):
-        console.fail(f"--reward_fn_weights: {len(args.reward_fn_weights)} weights for {len(args.reward_fn)} functions")
-    if len(set(args.reward_fn)) < len(args.reward_fn):
+    functions = functions_of(args)
+    if len(functions) < len(args.reward_fn):
         console.fail(f"--reward_fn {' '.join(args.reward_fn)}: one function is given twice")
-    for name, spec in names_of(args.reward_fn).items():
-        Function(name, spec)
+    if len(getattr(args, "reward_fn_weights", ())) not in (0, len(functions)):
+        console.fail(f"--reward_fn_weights: {len(args.reward_fn_weights)} weights for {len(functions)} functions")
 
 
-def names_of(specs):
-    """{name in metrics and messages: function of --reward_fn}. Those of one name have their file's in front as well."""
-    found, taken = {}, ["reward_model", *WATCHED, *(spec.rpartition(":")[2] for spec in specs)]
-    for spec in specs:
-        file, _, name = spec.rpartition(":")
-        longer = f"{Path(file).stem}.{name}" if file.endswith(".py") else f"{file}.{name}"
-        found[next((x for x in (name, longer) if taken.count(x) < 2 and x not in found), spec)] = spec
-    return found
+def functions_of(args):
+    """{name in metrics and messages: Function}. One whose name is not its own there is called FILE.py:function."""
+    names = [spec.rpartition(":")[2] for spec in args.reward_fn]
+    taken, is_text = ["reward_model", *WATCHED, *names], args.reward_fn_format == "text"
+    pairs = zip(names, args.reward_fn, strict=True)
+    specs = {name if taken.count(name) == 1 else spec: spec for name, spec in pairs}
+    return {name: Function(name, spec, is_text) for name, spec in specs.items()}
 
 
 # ---- rewards of text: f(rows, texts, ended) -> entries ---------------------------------------------------------------
@@ -83,7 +80,7 @@ WATCHED = {"gold": watch(toy.gold), "parses": watch(lambda prompt, text: toy.par
 class Function:
     """A function of --reward_fn. Args: is_text, whether it gets strings, and not messages."""
 
-    def __init__(self, name, spec, is_text=True):
+    def __init__(self, name, spec, is_text):
         self.what, self.is_text = f"--reward_fn {name}", is_text
         self.function, self.given = user_code.load_function(spec, "--reward_fn"), {}  # the columns that it gets
         self.signature = inspect.signature(self.function)
@@ -102,17 +99,14 @@ class Function:
 
     def __call__(self, rows, texts, ended):
         """It is called once, and never again for these texts."""
-        prompts, completions = [row.text for row in rows], texts
+        given = {name: [row.columns.get(name) for row in rows] for name in self.given}
+        given |= {"prompts": [row.text for row in rows], "completions": texts}
         if not self.is_text:
-            chats = [row.columns["prompt"] for row in rows]
-            pairs = zip(chats, prompts, strict=True)
-            prompts = [x if is_messages(x) else [{"role": "user", "content": text}] for x, text in pairs]
-            completions = [[{"role": "assistant", "content": text}] for text in texts]
-        columns = {name: [row.columns.get(name) for row in rows] for name in self.given}
+            given["prompts"] = [as_messages(row) for row in rows]
+            given["completions"] = [[{"role": "assistant", "content": text}] for text in texts]
         try:
             with user_code.fenced(self.what):  # The function gets copies, which it may change.
-                said = self.function(**copy.deepcopy({"prompts": prompts, "completions": completions, **columns}))
-                said = user_code.result_of(said)
+                said = user_code.result_of(self.function(**copy.deepcopy(given)))
                 entries = [x.item() if hasattr(x, "item") else x for x in said]
         except Exception as e:  # The user's code may raise whatever it likes. Nothing says which row is to blame.
             raised = f"{self.what} raised {type(e).__name__}, called with {len(rows)} completions"
@@ -122,6 +116,12 @@ class Function:
         if len(entries) != len(rows):
             raise Fault(f"{self.what} returned {len(entries)} entries for {len(rows)} completions")
         return entries
+
+
+def as_messages(row):
+    """A Prompt's messages, which of plain text are one of the user's."""
+    prompt = row.columns["prompt"]
+    return prompt if is_messages(prompt) else [{"role": "user", "content": row.text}]
 
 
 def abstains(x):
@@ -199,8 +199,7 @@ class Scorer:
     def __init__(self, args, accelerator, tokenizer, size, stop_ids):
         self.args, self.accelerator, self.tokenizer = args, accelerator, tokenizer
         self.size, self.stop_ids, self.text_model = size, stop_ids, None
-        is_text = args.reward_fn_format == "text"
-        self.functions = {name: Function(name, spec, is_text) for name, spec in names_of(args.reward_fn).items()}
+        self.functions = functions_of(args)
         tasks = {(spec or "").partition(":")[0] for spec in (args.dataset, getattr(args, "eval_dataset", None))}
         self.watched = WATCHED if "toy" in tasks else {}
         self.boolean = []  # names of the functions that returned nothing but True, False and None in the last call
@@ -210,7 +209,7 @@ class Scorer:
         weights |= dict(zip(self.functions, factors, strict=True))
         if weights:
             console.say(f"rewards: {' + '.join(f'{weight:g} * {name}' for name, weight in weights.items())}")
-        self.weighted = list(weights)
+        self.weighted, self.counted = list(weights), [name for name, weight in weights.items() if weight]
         weights |= dict.fromkeys(self.watched, 0.0)
         self.names = list(weights)
         self.weights = torch.tensor(list(weights.values()), device=accelerator.device)
@@ -252,31 +251,26 @@ class Scorer:
         page's reward model, if it has one; texts, the responses as strings, if they are not to be decoded; ended [M],
         whether each text is complete, if not its last token says so. Call it on every process.
         """
-        entries, fault = {}, ""
+        fault, kinds, scored = "", set(), []
         try:
             entries = self.entries_of(rows, batch, model_scores, texts, ended)
+            scored = [not any(abstains(entries[name][i]) for name in self.counted) for i in range(len(rows))]
+            given = [(name, x) for name in self.functions for x in entries[name] if x is not None and not abstains(x)]
+            kinds = {(name, type(x) is bool) for name, x in given}
         except Fault as e:
             fault = str(e)
-        weights = dict(zip(self.names, self.weights.tolist(), strict=True))
-        counted = [said for name, said in entries.items() if weights[name]]
-        scored = [not any(map(abstains, said)) for said in zip(*counted, strict=True)]
-        scored = scored if counted else [True] * len(rows)  # Nothing counts, or a reward is at fault.
-        numbers_of = {
-            name: [x for x in entries.get(name, ()) if x is not None and not abstains(x)] for name in self.functions
-        }
-        kinds = {(name, type(x) is bool) for name, said in numbers_of.items() for x in said}
         with user_code.fenced("a reward on another process"):
             # of all processes, so that they go on, or end, together
-            everywhere = gather_object([(fault, kinds, any(scored))])
-        faults = [fault for fault, _, _ in everywhere if fault]
-        if not any(has_score for _, _, has_score in everywhere):
+            faults, kinds, has_score = zip(*gather_object([(fault, kinds, any(scored))]), strict=True)
+        faults = list(filter(None, faults))
+        if not any(has_score):
             faults.append(f"{' and '.join(self.weighted)} abstained from every response of a batch")
         if faults:
             if self.accelerator.is_main_process:
                 print(console.visible(f"error: {faults[0]}"), file=sys.stderr, flush=True)
             self.accelerator.wait_for_everyone()  # The launcher would end the main process before it has printed.
             console.leave(1)
-        kinds = set().union(*(kinds for _, kinds, _ in everywhere))
+        kinds = set().union(*kinds)
         self.boolean = [name for name in self.functions if (name, True) in kinds and (name, False) not in kinds]
         values = [[math.nan if x is None else x for x in entries[name]] for name in self.names]  # [F][M]
         values = torch.tensor(values, dtype=torch.float32).reshape(len(self.names), len(rows)).T

@@ -102,16 +102,16 @@ def all_of(run_folder):
     return sorted(Path(run_folder).glob("checkpoints/" + "[0-9]" * 6), reverse=True)
 
 
-def find(run_folder, now):
+def find(run_folder, before, now):
     """The checkpoint to continue from, the same on all processes, or None. Call it on every process.
 
-    It ends with one line where the folder's config.json is of another run. Args: now, the identity of this one.
+    It ends with one line where it is of another run. Args: before, its config.json, {} where there is none; now, the
+    identity of this run.
     """
     found = all_of(run_folder)
     if len(set(gather_object([str(found)]))) > 1:
         hint = "runs/ must be on a file system that all of them share"
         console.fail(f"--resume: not every process sees the checkpoints of {run_folder}; {hint}")
-    before = console.read_json(run_folder / "config.json", "--resume")
     if before and (changed := differences(before, now)):
         hint = "start anew, with --overwrite in place of --resume"
         console.fail(f"--resume: {[*found, run_folder][0]} is of another run: {'; '.join(changed)}; {hint}")

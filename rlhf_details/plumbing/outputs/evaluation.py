@@ -21,7 +21,6 @@ from rlhf_details.plumbing.outputs import atomic
 FALLBACKS = dict(temperature=1.0, response_length=53, stop_token="eos", truncate_token="none", truncate_after=0)
 FALLBACKS |= {"chat_template_kwargs": "{}"}
 ANSWERS = "judge_answers.jsonl"  # what a language model has answered, also of an evaluation that was not finished
-UNREADABLE = 0.05  # A line warns of a larger share of answers of the judge that cannot be read.
 
 
 def as_trained(args):
@@ -134,7 +133,7 @@ def report(args, given, metrics, table, accelerator):
     versions |= {module.__name__: module.__version__ for module in (torch, transformers)}
     machine = {"device": str(accelerator.device), "num_processes": accelerator.num_processes}
     summary = settings(given, args) | {"versions": versions, "num_examples": len(samples)} | machine
-    summary |= {"metrics": metrics, "warnings": doubts(args, metrics)}
+    summary |= {"metrics": metrics, "warnings": doubts(args)}
     folder.mkdir(parents=True, exist_ok=True)
     atomic.write_text(folder / "samples.csv", samples.to_csv(index=False))
     atomic.write_text(folder / "summary.json", json.dumps(summary, indent=1))
@@ -171,20 +170,13 @@ def win_rate_line(metrics):
     return f"{w['value']:.2%}  ({interval}: {counts}, mean length {ours} against {theirs} tokens, ended {ended})"
 
 
-def doubts(args, metrics):
-    """Lines on what makes a win rate doubtful: training's own judge, and a judge that cannot be read."""
-    trained, lines = training_args(args.policy_path), []
+def doubts(args):
+    """[a line] where training's own judge says who wins, else []."""
+    trained = training_args(args.policy_path)
     judges = {"reward_model": [args.reward_model_path], "reward_fn": [args.reward_model_path, *args.reward_fn]}
     # A run with a teacher has only logged its functions.
-    optimised = (
-        trained.get("reward_model_path"),
-        *([] if "teacher_model_path" in trained else trained.get("reward_fn", [])),
-    )
-    if judges := [x for x in judges.get(args.judge, ()) if x and x in optimised]:
-        what = f"{' and '.join(judges)} says who wins, which is what training optimised"
-        lines.append(f"{what}, so this win rate cannot show over-optimisation")
-    w = metrics.get("win_rate", {"unparsable": 0})
-    if w["unparsable"] and (share := w["unparsable"] / (w["pairs"] - w["tied"])) > UNREADABLE:
-        what = f"{w['unparsable']} answers of the judge ({share:.1%}) name neither response where they should"
-        lines.append(f"{what}, and count as not won; judge_answer in samples.csv has them")
-    return lines
+    functions = [] if "teacher_model_path" in trained else trained.get("reward_fn", [])
+    optimised = {trained.get("reward_model_path"), *functions} - {None}
+    judges = [x for x in judges.get(args.judge, ()) if x in optimised]
+    what = f"{' and '.join(judges)} says who wins, which is what training optimised"
+    return [f"{what}, so this win rate cannot show over-optimisation"] if judges else []

@@ -61,21 +61,21 @@ class Run:
                 self.lock = lock(self.folder)
         (self.folder,) = broadcast_object_list([self.folder])
         self.logs = [self.folder / "metrics.jsonl", self.folder / "samples.jsonl"]
+        before = console.read_json(self.folder / "config.json", "--resume") if args.resume else {}
         if args.resume:
-            self.checkpoint = checkpoint.find(self.folder, self.identity)
+            self.checkpoint = checkpoint.find(self.folder, before, self.identity)
         if self.is_main:
             with self.writing(self.folder):
-                self.open_folder(prompts)
+                self.open_folder(before.get("wandb_id"))
         how = f"{len(prompts)} rows, {num_updates} updates of {args.batch_size}, {engines.in_words(accelerator)}"
         if hasattr(args, "reward_fn"):  # Its held-out figures are of such samples as well.
             how += f", samples at temperature {args.temperature:g} and of at most {args.response_length} tokens"
         console.say(how)
 
     # ---- the start ---------------------------------------------------------------------------------------------------
-    def open_folder(self, prompts):
-        """Opens the trackers before anything is trained, and writes config.json."""
+    def open_folder(self, wandb_id):
+        """Opens the trackers before anything is trained, and writes config.json. wandb_id: of the run to continue."""
         args, accelerator = self.args, self.accelerator
-        before = console.read_json(self.folder / "config.json", "--resume") if args.resume else {}
         about = self.identity | {
             "run": str(self.folder),
             "versions": {module.__name__: module.__version__ for module in (torch, transformers)},
@@ -83,12 +83,11 @@ class Run:
             "device": str(accelerator.device),
             "num_processes": accelerator.num_processes,
             "engine": engines.name(accelerator),
-            "wandb_id": before.get("wandb_id"),
+            "hub": self.repository,
+            "wandb_id": wandb_id,
         }
-        if self.repository:
-            about["hub"] = self.repository
         update = int(self.checkpoint.name) if self.checkpoint else 0
-        self.wandb = trackers.start(args, accelerator, self.folder, about, update, prompts)
+        self.wandb = trackers.start(args, accelerator, self.folder, about, update)
         if self.wandb:
             about["wandb_id"] = self.wandb.id
         if not self.checkpoint:

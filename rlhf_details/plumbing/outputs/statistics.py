@@ -2,6 +2,7 @@
 
 import math
 import re
+import statistics
 
 
 def rouge_l(response, reference):
@@ -41,5 +42,5 @@ def average(values):
     mean = sum(values) / len(values)
     if len(values) == 1:
         return {"value": mean}
-    error = math.sqrt(sum((x - mean) ** 2 for x in values) / (len(values) - 1) / len(values))
-    return {"value": mean, "low": mean - 1.96 * error, "high": mean + 1.96 * error}
+    half = 1.96 * statistics.stdev(values) / math.sqrt(len(values))
+    return {"value": mean, "low": mean - half, "high": mean + half}
