@@ -139,6 +139,12 @@ presets["toy-sum"] = presets["toy"] | dict(
     num_train_epochs=6,
     response_length=3,
 )
+presets["toy-tools"] = presets["toy"] | dict(
+    eval_dataset="toy-tools:test",
+    output_dir="models/toy-tools/sft",
+    num_layers=3,
+    response_length=4,
+)
 
 
 # ---- model: one module call is one forward, so that every engine sees all parameters through it ----------------------

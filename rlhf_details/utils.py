@@ -227,7 +227,7 @@ def sample_rows(policy, prompts, n, response_length, stop_ids, key, progress=ite
     return found
 
 
-def sample(policy, queries, query_mask, episodes, n, response_length, stop_ids, key, size):
+def sample(policy, queries, query_mask, episodes, n, response_length, stop_ids, key, size, room=None):
     """A response to each query, token by token from softmax(logits / T), without top-k, top-p or a generation_config.
 
     A token is argmax(logits / T + Gumbel noise), which is a draw from the softmax. The noise depends on (key, number of
@@ -236,18 +236,19 @@ def sample(policy, queries, query_mask, episodes, n, response_length, stop_ids, 
     mask is None if nothing is padding; it has all its weights here, because each process ends after steps of its own;
     queries, query_mask [B, Q], where n adjacent episodes have the same prompt; episodes [B], the number of each in its
     update; stop_ids [S], which may be empty; key, e.g. (seed, TRAINING, update); size, how many episodes are sampled at
-    a time, a multiple of n.
+    a time, a multiple of n; room [B], the most tokens of each response, where some may have less than response_length.
     Returns: responses [B, R] int64, mask [B, R] bool (True up to and including the stop token), log-probs [B, R] fp32.
     """
+    room = torch.full_like(episodes, response_length) if room is None else room
     found = [
-        sample_slice(policy, queries[m], query_mask[m], episodes[m], n, response_length, stop_ids, key)
+        sample_slice(policy, queries[m], query_mask[m], episodes[m], n, response_length, stop_ids, key, room[m])
         for m in slices(len(episodes), size)
     ]
     return [torch.cat(results) for results in zip(*found, strict=True)]
 
 
 @torch.no_grad()
-def sample_slice(policy, queries, query_mask, episodes, n, response_length, stop_ids, key):
+def sample_slice(policy, queries, query_mask, episodes, n, response_length, stop_ids, key, room):
     """As `sample`, of all episodes at once."""
     # The prompt of a row is computed once: [W, Q] with W = B / n.
     queries, query_mask = queries[::n], query_mask[::n]
@@ -278,7 +279,8 @@ def sample_slice(policy, queries, query_mask, episodes, n, response_length, stop
         responses[:, t], mask[:, t] = token * alive, alive
         logprobs[:, t] = (logits.gather(1, token.unsqueeze(1)).squeeze(1) - logits.logsumexp(-1)) * alive
         # A response may end in several ways: Gemma ends its turns with <end_of_turn>, which is not its EOS. [GEN-16]
-        alive = alive & ~torch.isin(token, stop_ids)  # The stop token itself stays in the mask. [GEN-5]
+        # The stop token itself stays in the mask. [GEN-5]
+        alive = alive & ~torch.isin(token, stop_ids) & (t + 1 < room)
         # To ask a GPU whether a row is alive, the host must wait for it. So it asks rarely, and samples a few in vain.
         is_asked = device.type == "cpu" or (t + 1) % 16 == 0
         if t + 1 == response_length or (is_asked and not alive.any()):
@@ -287,7 +289,8 @@ def sample_slice(policy, queries, query_mask, episodes, n, response_length, stop
         seen = visible[..., : Q + n * (t + 1)] if n > 1 or is_padded else None
         tokens = (token * alive).reshape(W, n)  # Finished rows run on with token 0, which nobody reads.
         # Positions continue after the prompt's real tokens and do not count its padding. [GEN-6]
-        logits = policy(tokens, seen, position + t, each, cache=cache).flatten(0, 1)  # [W, n, V] -> [B, V]
+        positions = position + t * alive.reshape(W, n)  # Finished rows must not reach beyond the model's context.
+        logits = policy(tokens, seen, positions, each, cache=cache).flatten(0, 1)  # [W, n, V] -> [B, V]
     return responses, mask, logprobs
 
 

@@ -81,11 +81,13 @@ WATCHED = {"gold": watch(toy.gold), "parses": watch(lambda prompt, text: toy.par
 
 
 class Function:
-    """A function of --reward_fn. Args: is_text, whether it gets strings, and not messages."""
+    """A function of --reward_fn. Args: is_text, whether it gets strings, and not messages; flag, if it is another;
+    role, of the observations between turns, which are then the column `turns`, or None where there are none.
+    """
 
-    def __init__(self, name, spec, is_text=True):
-        self.what, self.is_text = f"--reward_fn {name}", is_text
-        self.function, self.given = user_code.load_function(spec, "--reward_fn"), {}  # the columns that it gets
+    def __init__(self, name, spec, is_text=True, flag="--reward_fn", role=None):
+        self.what, self.is_text, self.role = f"{flag} {name}", is_text, role
+        self.function, self.given = user_code.load_function(spec, flag), {}  # the columns that it gets
         self.signature = inspect.signature(self.function)
 
     def find_columns(self, data_set):
@@ -93,6 +95,7 @@ class Function:
         parameters = self.signature.parameters
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         found = {column for row in data_set for column in row.columns} - {"prompt", "prompts", "completions"}
+        found |= {"turns"} if self.role else set()
         given = {name: [] for name in found if takes_all or name in parameters}
         try:
             self.signature.bind(prompts=[], completions=[], **given)
@@ -100,15 +103,23 @@ class Function:
             console.fail(f"{self.what}: {e}; the columns of {data_set[0].source} are {sorted(found)}")
         self.given |= given
 
-    def __call__(self, rows, texts, ended):
-        """It is called once, and never again for these texts."""
+    def __call__(self, rows, texts, ended, said=None):
+        """It is called once, and never again for these texts. Args: said, of trajectories the texts of all turns and,
+        between them, of all observations.
+        """
         prompts, completions = [row.text for row in rows], texts
         if not self.is_text:
             chats = [row.columns["prompt"] for row in rows]
             pairs = zip(chats, prompts, strict=True)
             prompts = [x if is_messages(x) else [{"role": "user", "content": text}] for x, text in pairs]
-            completions = [[{"role": "assistant", "content": text}] for text in texts]
+            roles = "assistant", self.role
+            completions = [
+                [{"role": roles[i % 2], "content": x} for i, x in enumerate(turns)]
+                for turns in said or [[text] for text in texts]
+            ]
         columns = {name: [row.columns.get(name) for row in rows] for name in self.given}
+        if "turns" in columns and said:
+            columns["turns"] = [turns[::2] for turns in said]
         try:
             with user_code.fenced(self.what):  # The function gets copies, which it may change.
                 said = self.function(**copy.deepcopy({"prompts": prompts, "completions": completions, **columns}))
@@ -136,20 +147,21 @@ class TextModel(nn.Module):
         super().__init__()
         self.model, self.tokenizer, self.size = model, tokenizer, size
 
-    def encode(self, row, text):
+    def encode(self, row, text, said=None, role=None):
         """(token ids of a row's prompt, those of a response) in the words of the reward model's own tokenizer."""
-        prompt = row.columns["prompt"]
-        pair = (prompt, [{"role": "assistant", "content": text}]) if is_messages(prompt) else (row.text, text)
+        prompt, said = row.columns["prompt"], said or [text]
+        messages = [{"role": ("assistant", role)[i % 2], "content": x} for i, x in enumerate(said)]
+        pair = (prompt, messages) if is_messages(prompt) else (row.text, "".join(said))
         return encode(self.tokenizer, *pair, row.options)
 
-    def forward(self, rows, texts, ended):
-        """Scores. A text longer than the model's context loses its beginning.
+    def forward(self, rows, texts, ended, said=None, role=None):
+        """Scores. A text longer than the model's context loses its beginning. Args: said, role as Function's.
 
         Only where a response ended is its text followed by EOS, or by the chat template's end of the turn.
         """
         ids, scores, context = [], [], min(models.context(self.model), sys.maxsize)
-        for row, text, is_complete in zip(rows, texts, ended, strict=True):
-            query, response = self.encode(row, text)
+        for row, text, is_complete, turns in zip(rows, texts, ended, said or [None] * len(rows), strict=True):
+            query, response = self.encode(row, text, turns, role)
             whole = query + (response if is_complete else response[:-1])
             ids.append([i for i in whole if i is not None][-context:])  # A tokenizer without EOS has put None there.
         for part in utils.slices(len(ids), self.size):
@@ -187,6 +199,15 @@ def own_tokenizer(args, tokenizer, has_chats=False):
     return own if ours != theirs or len(templates) > 1 else None
 
 
+def end_if_any(accelerator, faults):
+    """Ends all processes if any of these texts says something. Call it on every process, with the same texts."""
+    if faults := list(filter(None, faults)):
+        if accelerator.is_main_process:
+            print(console.visible(f"error: {faults[0]}"), file=sys.stderr, flush=True)
+        accelerator.wait_for_everyone()  # The launcher would end the main process before it has printed.
+        console.leave(1)
+
+
 # ---- all rewards of a run --------------------------------------------------------------------------------------------
 class Scorer:
     """Called with responses, and what the page's reward model says of them, it returns what each reward says.
@@ -200,7 +221,9 @@ class Scorer:
         self.args, self.accelerator, self.tokenizer = args, accelerator, tokenizer
         self.size, self.stop_ids, self.text_model = size, stop_ids, None
         is_text = args.reward_fn_format == "text"
-        self.functions = {name: Function(name, spec, is_text) for name, spec in names_of(args.reward_fn).items()}
+        self.role = getattr(args, "env_role", None)  # of observations, where there are several turns
+        specs = names_of(args.reward_fn)
+        self.functions = {name: Function(name, spec, is_text, role=self.role) for name, spec in specs.items()}
         tasks = {(spec or "").partition(":")[0] for spec in (args.dataset, getattr(args, "eval_dataset", None))}
         self.watched = WATCHED if "toy" in tasks else {}
         self.boolean = []  # names of the functions that returned nothing but True, False and None in the last call
@@ -219,12 +242,15 @@ class Scorer:
         """Exits with an error if a data set lacks a column that a function needs, or messages cannot be scored.
 
         Args: reward_model, the page's, which reads token ids, or None. Returns: the same, or None where it has to read
-        text, for its chat template is another one and there are messages; then `text_model` holds it.
+        text, for its chat template is another one and there are messages, or it is to read trajectories; then
+        `text_model` holds it.
         """
         args, chats = self.args, [row for row in (*prompts, *held_out) if is_messages(row.columns["prompt"])]
-        if "reward_model" in self.names and (own := own_tokenizer(args, self.tokenizer, bool(chats))):
-            kind = "chat template" if reward_model else "tokenizer"
-            console.say(f"the reward model has a {kind} of its own, so it reads decoded text")
+        own = own_tokenizer(args, self.tokenizer, bool(chats)) if "reward_model" in self.names else None
+        if "reward_model" in self.names and (own or self.role):
+            own, kind = own or self.tokenizer, "chat template" if reward_model else "tokenizer"
+            what = "reads whole trajectories" if self.role else f"has a {kind} of its own"
+            console.say(f"the reward model {what}, so it reads decoded text")
             if reward_model:
                 model, reward_model = reward_model.model, None
             else:
@@ -242,7 +268,7 @@ class Scorer:
         return reward_model
 
     @torch.no_grad()
-    def __call__(self, rows, batch, model_scores=None, texts=None, ended=None):
+    def __call__(self, rows, batch, model_scores=None, texts=None, ended=None, said=None):
         """(Values [M, F] fp32, NaN where a reward does not apply or abstains; whether each response has a score [M]).
 
         A response has none where a reward that counts abstains from it. Where a reward is at fault, or no response on
@@ -250,11 +276,11 @@ class Scorer:
         Args: rows, the Prompt of each response, where the k copies of a prompt are one object and adjacent; batch:
         queries, query_mask, responses, response_mask [M, ..] of this process; model_scores [M], the scores of the
         page's reward model, if it has one; texts, the responses as strings, if they are not to be decoded; ended [M],
-        whether each text is complete, if not its last token says so. Call it on every process.
+        whether each text is complete, if not its last token says so; said, as Function's. Call it on every process.
         """
         entries, fault = {}, ""
         try:
-            entries = self.entries_of(rows, batch, model_scores, texts, ended)
+            entries = self.entries_of(rows, batch, model_scores, texts, ended, said)
         except Fault as e:
             fault = str(e)
         weights = dict(zip(self.names, self.weights.tolist(), strict=True))
@@ -271,31 +297,29 @@ class Scorer:
         faults = [fault for fault, _, _ in everywhere if fault]
         if not any(has_score for _, _, has_score in everywhere):
             faults.append(f"{' and '.join(self.weighted)} abstained from every response of a batch")
-        if faults:
-            if self.accelerator.is_main_process:
-                print(console.visible(f"error: {faults[0]}"), file=sys.stderr, flush=True)
-            self.accelerator.wait_for_everyone()  # The launcher would end the main process before it has printed.
-            console.leave(1)
+        end_if_any(self.accelerator, faults)
         kinds = set().union(*(kinds for _, kinds, _ in everywhere))
         self.boolean = [name for name in self.functions if (name, True) in kinds and (name, False) not in kinds]
         values = [[math.nan if x is None else x for x in entries[name]] for name in self.names]  # [F][M]
         values = torch.tensor(values, dtype=torch.float32).reshape(len(self.names), len(rows)).T
         return values.to(self.accelerator.device), torch.tensor(scored, device=self.accelerator.device)
 
-    def entries_of(self, rows, batch, model_scores, texts, ended):
+    def entries_of(self, rows, batch, model_scores, texts, ended, said):
         """{name: what it says of each of my responses, a number, a bool or None}. Raises a Fault."""
+        if said:
+            texts = [turns[-1] for turns in said]
         if texts is None:
             texts = token_ids.decode(self.tokenizer, batch.responses, batch.response_mask)
         if ended is None:
             last = batch.responses.gather(1, batch.response_mask.sum(1, keepdim=True) - 1).squeeze(1)  # [M]
             ended = torch.isin(last, self.stop_ids)
         with torch.autocast(self.accelerator.device.type, enabled=False):
-            entries = {name: function(rows, texts, ended) for name, function in self.functions.items()}
+            entries = {name: function(rows, texts, ended, said) for name, function in self.functions.items()}
         entries |= {name: function(rows, texts, ended) for name, function in self.watched.items()}
         if self.text_model:
             firsts = zip(rows, batch.responses[:, 0].tolist(), texts, strict=True)
             spaced = [token_ids.with_space(self.tokenizer, row.columns["prompt"], i, text) for row, i, text in firsts]
-            entries["reward_model"] = self.text_model(rows, spaced, ended)
+            entries["reward_model"] = self.text_model(rows, spaced, ended, said, self.role)
         elif model_scores is not None:
             entries["reward_model"] = model_scores.tolist()
         for words, i in self.faults(rows, entries):
