@@ -180,7 +180,6 @@ class Trajectories(NamedTuple):
     response_mask: torch.Tensor  # [B, R] bool, what is real
     action_mask: torch.Tensor  # [B, R] bool, what the policy wrote, with the token that ended each turn
     logprobs: torch.Tensor  # [B, R] fp32, those of the sampler, 0 where the policy wrote nothing
-    num_turns: torch.Tensor  # [B] int64, turns of the policy
     ended: torch.Tensor  # [B] bool, whether the policy ended its last turn and the environment the episode
 
 
@@ -231,8 +230,7 @@ def rollout(policy, sample, env, rows, episodes, key, stop_ids, args):
     #   responses      ask red  ;  red is  3  4  ;  say 3  4  ;  .  .     a question, an observation, an answer
     #   response_mask   1   1   1   1  1   1  1  1   1  1  1  1  0  0     all that is real stands in every forward
     #   action_mask     1   1   1   0  0   0  0  0   1  1  1  1  0  0     what the policy wrote is trained
-    num_turns = torch.tensor([(len(texts) + 1) // 2 for texts in said], device=device)  # [B]
-    return Trajectories(responses, response_mask, action_mask, logprobs, num_turns, ended), said
+    return Trajectories(responses, response_mask, action_mask, logprobs, ended), said
 
 
 # ---- from tokens to log-probs and scores -----------------------------------------------------------------------------
@@ -297,7 +295,7 @@ def rloo_policy_loss(logprobs, mask, advantages):
     Args: logprobs, mask [M, R], where the mask is of the policy's tokens; advantages [M]. Returns: [M].
     """
     # With one step per rollout the policy is compared with itself, so the ratio is exactly 1, and nothing is clipped.
-    # The action is the whole trajectory: its log-ratio is the sum over the policy's tokens. [RLOO-7] [AGT-1]
+    # The action is the whole trajectory: its log-ratio is the sum over the policy's tokens. [RLOO-7]
     return -advantages * ((logprobs - logprobs.detach()) * mask).sum(1).exp()
 
 
@@ -450,6 +448,7 @@ def main(args: Args):
         for i, (m, micro_batch) in enumerate(utils.split(batch, micro_batches)):  # m: its episodes
             with engines.accumulate(accelerator, policy, is_last=i + 1 == len(micro_batches)):
                 logprobs, entropies = response_logprobs(policy, micro_batch)  # [M, R]
+                # The policy is trained on what it wrote, and not on what it read. [AGT-1]
                 losses = rloo_policy_loss(logprobs, action_mask[m], advantages[m])  # [M]
                 # The whole batch's count makes micro-batches add up to its gradient. [OPT-5]
                 loss = losses.sum() / num_actions.clamp(min=1)

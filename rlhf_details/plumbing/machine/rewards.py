@@ -71,13 +71,24 @@ def names_of(specs):
 # ---- rewards of text: f(rows, texts, ended) -> entries ---------------------------------------------------------------
 def watch(function):
     """A reward of the embedded task's rows, by a function of (prompt, response)."""
-    return lambda rows, texts, ended: [
+    return lambda rows, texts, ended, said=None: [
         function(row.text, text) if row.task == "toy" else None for row, text in zip(rows, texts, strict=True)
     ]
 
 
+def gold_of_tools(rows, texts, ended, said):
+    """The true reward of "toy-tools", which pays for an answer and charges for each question."""
+    points = [
+        toy.right_code([], texts, [row.columns.get("answer", "") for row in rows]),
+        toy.questions([], [], said or [[text] for text in texts]),
+    ]
+    pairs = zip(rows, *points, strict=True)
+    return [right - 0.05 * asked if row.task == "toy-tools" else None for row, right, asked in pairs]
+
+
 # The embedded task's true reward, and whether its grammar allows the text. They are watched and never trained on.
 WATCHED = {"gold": watch(toy.gold), "parses": watch(lambda prompt, text: toy.parses(f"{prompt} {text.lstrip()}"))}
+WATCHED_OF = {"toy": WATCHED, "toy-tools": {"gold": gold_of_tools}}
 
 
 class Function:
@@ -225,7 +236,7 @@ class Scorer:
         specs = names_of(args.reward_fn)
         self.functions = {name: Function(name, spec, is_text, role=self.role) for name, spec in specs.items()}
         tasks = {(spec or "").partition(":")[0] for spec in (args.dataset, getattr(args, "eval_dataset", None))}
-        self.watched = WATCHED if "toy" in tasks else {}
+        self.watched = next((WATCHED_OF[task] for task in WATCHED_OF if task in tasks), {})
         self.boolean = []  # names of the functions that returned nothing but True, False and None in the last call
         # A page without weights watches the functions.
         factors = getattr(args, "reward_fn_weights", [0.0] * len(self.functions)) or [1.0] * len(self.functions)
@@ -315,7 +326,7 @@ class Scorer:
             ended = torch.isin(last, self.stop_ids)
         with torch.autocast(self.accelerator.device.type, enabled=False):
             entries = {name: function(rows, texts, ended, said) for name, function in self.functions.items()}
-        entries |= {name: function(rows, texts, ended) for name, function in self.watched.items()}
+        entries |= {name: function(rows, texts, ended, said) for name, function in self.watched.items()}
         if self.text_model:
             firsts = zip(rows, batch.responses[:, 0].tolist(), texts, strict=True)
             spaced = [token_ids.with_space(self.tokenizer, row.columns["prompt"], i, text) for row, i, text in firsts]
