@@ -454,7 +454,7 @@ def main(args: Args):
                 loss = losses.sum() / num_actions.clamp(min=1)
                 accelerator.backward(loss * world)  # The engines average over processes, but we sum. [OPT-6]
             means.add({"loss/policy_avg": losses}, is_action[m])
-            means.add({"policy/entropy_avg": entropies}, action_mask[m])  # Nobody chose an observation. [AGT-2]
+            means.add({"policy/entropy_avg": entropies}, action_mask[m])  # not of observations
             means.add_max("val/logprob_gap", ((logprobs - found.logprobs[m]) * action_mask[m]).abs())
         if num_actions:
             norm = engines.clip_and_step(accelerator, policy, optimizer, args.max_grad_norm, run)
