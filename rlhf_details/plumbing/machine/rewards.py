@@ -232,7 +232,7 @@ class Scorer:
         self.args, self.accelerator, self.tokenizer = args, accelerator, tokenizer
         self.size, self.stop_ids, self.text_model = size, stop_ids, None
         is_text = args.reward_fn_format == "text"
-        self.role = getattr(args, "env_role", None)  # of observations, where there are several turns
+        self.role = args.env_role if getattr(args, "env_fn", None) else None  # of observations
         specs = names_of(args.reward_fn)
         self.functions = {name: Function(name, spec, is_text, role=self.role) for name, spec in specs.items()}
         tasks = {(spec or "").partition(":")[0] for spec in (args.dataset, getattr(args, "eval_dataset", None))}

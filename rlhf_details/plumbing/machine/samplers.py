@@ -37,7 +37,7 @@ class Sampler:
 
     def __init__(self, args, sample, stop_ids):
         self.args, self.sample, self.stop_ids = args, sample, stop_ids
-        self.is_another = args.sampler != "own" or args.overlap
+        self.is_another = args.sampler != "own" or getattr(args, "overlap", False)
 
     def __call__(self, policy, *given):
         return self.in_pieces(engines.gathered(policy), *given)
