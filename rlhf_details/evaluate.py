@@ -2,7 +2,8 @@
 Evaluation of a policy: its samples, what they score, how far they are from a reference, and how often they win.
 
 1. A policy gives one response to each prompt, sampled as it was trained: temperature, length and the tokens that end
-   a response come from its folder's training_args.json, unless a flag says otherwise.
+   a response come from its folder's training_args.json, unless a flag says otherwise. So does the environment of
+   train_agent.py: then a response is a trajectory, and its length is that of the policy's own tokens.
 2. The opponent is another policy, sampled with the same settings and the same noise, or the rows' `completion`. So a
    policy against itself ties everywhere.
 3. Each reward stands by itself, under its name in training's metrics, e.g. rewards/reward_model. The `scores` of
@@ -26,7 +27,6 @@ N processes:   accelerate launch --num_processes N rlhf_details/evaluate.py
 Your data:     python rlhf_details/evaluate.py --dataset rows.jsonl --policy_path models/rloo --reward_fn mine.py:f
 """
 
-import functools
 import math
 import time
 from dataclasses import dataclass
@@ -39,9 +39,10 @@ from torch import nn
 from rlhf_details import utils
 from rlhf_details.plumbing import console
 from rlhf_details.plumbing.inputs import cli, data, flags, models, stop_tokens, token_ids
-from rlhf_details.plumbing.machine import engines, judge, rewards, vllm
+from rlhf_details.plumbing.machine import engines, environments, judge, rewards, samplers, vllm
 from rlhf_details.plumbing.outputs import evaluation
 from rlhf_details.plumbing.outputs.statistics import average, rate
+from rlhf_details.train_agent import rollout
 from rlhf_details.utils import EVALUATION, Batch, in_slices
 
 
@@ -78,8 +79,8 @@ class Args(flags.RewardArgs):  # rewards and sampler stand in plumbing/inputs/fl
 
     # models: all but the reward model share the policy's vocabulary
     policy_path: str | None = None
-    """the policy that is evaluated: a folder, or NAME or NAME@REVISION on the Hub (required unless --dataset is toy or
-    toy-sum)"""
+    """the policy that is evaluated: a folder, or NAME or NAME@REVISION on the Hub (required unless --dataset is an
+    embedded task)"""
     opponent_path: str | None = None
     """the policy it is compared with; None: the rows' `completion`, where a judge needs an opponent"""
     ref_model_path: str | None = None
@@ -98,6 +99,16 @@ class Args(flags.RewardArgs):  # rewards and sampler stand in plumbing/inputs/fl
     """a response is read up to this token: "eos", "none" (all of it), or a text; None: as trained, or none"""
     truncate_after: int | None = None
     """tokens before this place of the response (from 0) do not truncate it; None: as the policy was trained, or 0"""
+    env_fn: str | None = None
+    """environment of several turns, as in train_agent.py; None: as the policy was trained, or none"""
+    env_role: Literal["user", "tool"] | None = None
+    """whose message an observation is; None: as the policy was trained, or user"""
+    max_turns: int | None = None
+    """most turns of the policy in an episode; None: as the policy was trained, or 8"""
+    max_observation_tokens: int | None = None
+    """most tokens of an observation; None: as the policy was trained, or no limit of its own"""
+    long_observation: Literal["cut", "end"] | None = None
+    """a longer observation is cut, or ends the episode; None: as the policy was trained, or cut"""
     samples_per_prompt: int = 1
     """responses to each prompt: with rewards that are True or False, several give pass@k; the rest is of the first"""
 
@@ -133,6 +144,15 @@ presets["toy-sum"] = presets["toy"] | dict(
     reward_model_path=None,
     reward_fn=("rlhf_details.toy:right_sum",),
     judge="reward_fn",
+)
+presets["toy-tools"] = dict(
+    policy_path="models/toy-tools/agent",
+    opponent_path="models/toy-tools/sft",
+    ref_model_path="models/toy-tools/sft",
+    reward_fn=("rlhf_details.toy:right_code", "rlhf_details.toy:questions"),
+    reward_fn_weights=(1.0, -0.05),
+    judge="reward_fn",
+    rollout_micro_batch_size=512,
 )
 
 COMPARED = 4  # what a sample is drawn for, beside the purposes in utils.py: the responses that are scored and compared
@@ -221,6 +241,19 @@ def truncate_response(responses, mask, end_ids, after):
     ends = mask & torch.isin(responses, end_ids)
     ends[:, :after] = False  # A token that stands before this place does not end the response.
     return mask & (ends.cumsum(1) - ends.long() == 0), ends.any(1)  # True where no end stands strictly before
+
+
+def respond(policy, sample, env, rows, queries, query_mask, numbers, key, stop_ids, args):
+    """A response to each prompt, or with an environment a trajectory.
+
+    Returns: responses, mask, action_mask (what the policy wrote), log-probs, each [M, R], and of trajectories whether
+    they ended [M] and what was said in turn, for each a list of texts.
+    """
+    if env:
+        found, said = rollout(policy, sample, env, rows, numbers, key, stop_ids, args)
+        return *found, said
+    responses, mask, logprobs = sample(policy, queries, query_mask, numbers, 1, key)
+    return responses, mask, mask, logprobs, None, None
 
 
 # ---- equations -------------------------------------------------------------------------------------------------------
@@ -324,13 +357,8 @@ def main(args: Args):
     score = rewards.Scorer(args, accelerator, tokenizer, size, ())
     reward_model = score.take_text_model(reward_model, prompts)
     # One response to each prompt, by utils.sample, unless --sampler vllm is given.
-    sample = functools.partial(
-        vllm.sampler(args, accelerator, prompts, console.fail),
-        n=1,
-        response_length=args.response_length,
-        stop_ids=stop_ids,
-        size=size,
-    )
+    sample = samplers.Sampler(args, vllm.sampler(args, accelerator, prompts, console.fail), stop_ids)
+    env = environments.Environment(args, accelerator, tokenizer, prompts) if args.env_fn else None
     N = len(prompts)
     numbers, rows = data.my_share(prompts, accelerator)  # [N / world], filled up, so that all processes have as many
     queries, query_mask = utils.left_pad([row.ids for row in rows], device)  # [N / world, Q]
@@ -344,30 +372,34 @@ def main(args: Args):
     for side, path, number in sides:
         with accelerator.autocast():
             if path:
-                policy = Policy(loaded[path], args.temperature)
-                responses, mask, _ = sample(
-                    policy, queries, query_mask, numbers + number * N, key=(args.seed, COMPARED, 0)
-                )  # [N / world, R]
-                mask, ended = truncate_response(responses, mask, end_ids, args.truncate_after)
+                policy, key = Policy(loaded[path], args.temperature), (args.seed, COMPARED, 0)
+                inputs = queries, query_mask, numbers + number * N
+                responses, mask, action_mask, _, ended, said = respond(
+                    policy, sample, env, rows, *inputs, key, stop_ids, args
+                )
+                if not env:
+                    mask, ended = truncate_response(responses, mask, end_ids, args.truncate_after)
+                    action_mask = mask
                 # Where no token ends a response, a reward model that is given text reads no EOS, as in training.
-                ended, texts = ended & (len(end_ids) > 0), token_ids.decode(tokenizer, responses, mask)
+                ended = ended & (len(end_ids) > 0)
+                texts = token_ids.decode_turns(tokenizer, responses, mask, action_mask)
             else:
                 texts = [data.as_text(tokenizer, row.columns["completion"]) for row in rows]
                 responses, mask = data.completions(rows, max(len(row.completion) for row in prompts), device)
-                ended = mask.any(1)
+                ended, action_mask, said = mask.any(1), mask, [[text] for text in texts] if env else None
             batch = Batch(queries, query_mask, responses, mask)
             model_scores = in_slices(response_scores, reward_model, batch, size) if reward_model else [None]
-            values, scored = score(rows, batch, *model_scores, texts, ended)  # [N / world, F], [N / world]
+            values, scored = score(rows, batch, *model_scores, texts, ended, said)  # [N / world, F], [N / world]
         texts = gather_object(texts)[:N]
-        gathered = accelerator.gather((responses, mask, ended, values, scored))
-        responses, mask, ended, values, scored = (x[:N] for x in gathered)
+        gathered = accelerator.gather((responses, action_mask, ended, values, scored))
+        responses, action_mask, ended, values, scored = (x[:N] for x in gathered)
         if side == "policy":
             samples.append((values.cpu(), torch.tensor([name in score.boolean for name in score.names])))
         if number:
             continue
         ended = ended if path and len(end_ids) else None  # The references are no samples, so nothing is said of this.
         known_ends = {*end_ids.tolist(), *stop_tokens.end_ids(tokenizer)}
-        columns[side], metrics[side] = measure(texts, responses, mask, ended, values, score, known_ends)
+        columns[side], metrics[side] = measure(texts, responses, action_mask, ended, values, score, known_ends)
         by_one = args.judge in ("gold", "reward_model")
         total = (values * score.weights).nansum(1).masked_fill(~scored, math.nan)
         points.append(values[:, score.names.index(args.judge)] if by_one else total)
@@ -385,12 +417,14 @@ def main(args: Args):
         policy, reference = (Policy(loaded[path], kl_temperature) for path in (args.policy_path, args.ref_model_path))
         with accelerator.autocast():
             # The estimate is unbiased only for draws from the policy that it is about. [EVAL-3]
-            responses, mask, logprobs = sample(
-                policy, queries, query_mask, numbers, key=(args.seed, EVALUATION, 0)
-            )  # [N / world, R]
+            inputs, key = (queries, query_mask, numbers), (args.seed, EVALUATION, 0)
+            responses, mask, action_mask, logprobs, *_ = respond(
+                policy, sample, env, rows, *inputs, key, stop_ids, args
+            )
             batch = Batch(queries, query_mask, responses, mask)
             (ref_logprobs,) = in_slices(response_logprobs, reference, batch, size)
-        kl = accelerator.gather((logprobs - ref_logprobs).sum(1))[:N].tolist()  # of each response
+        kl = ((logprobs - ref_logprobs) * action_mask).sum(1)
+        kl = accelerator.gather(kl)[:N].tolist()  # of each response
         metrics["policy"]["kl"] = average(kl)
 
     # ---- 3. Verdicts: on the main process, because a judge may take longer than processes wait for each other --------

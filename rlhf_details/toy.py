@@ -103,6 +103,7 @@ PLACE_TOPIC = {place: topic for topic, (places, _, _) in TOPICS.items() for plac
 NOUN_TOPIC = {noun: topic for topic, (_, one, many) in TOPICS.items() for noun in f"{one} {many}".split()}
 SENTIMENT = dict.fromkeys(POSITIVE + LIKED, 1) | dict.fromkeys(NEGATIVE + DISLIKED, -1)
 HUMAN_TEMPERATURE = 1.0
+COLOURS = "red blue green black white pink grey brown".split()  # of the boxes of "toy-tools"
 
 
 # ---- the grammar -----------------------------------------------------------------------------------------------------
@@ -194,7 +195,7 @@ def choose(scores, rng):
 
 
 # ---- rows and tokenizer ----------------------------------------------------------------------------------------------
-TASKS = ("toy", "toy-sum")
+TASKS = ("toy", "toy-sum", "toy-tools")
 SPLITS = {("sft", "train"): 12_000, ("sft", "test"): 512, ("prompts", "train"): 4_096, ("prompts", "test"): 512}
 
 
@@ -203,13 +204,15 @@ def rows(stage, split, task="toy"):
     """Rows of an embedded data set, the same on every machine.
 
     Args: stage "sft" (`prompt`, `completion`) or "prompts" (`prompt`, `completion` as reference); split "train" or
-    "test"; task, one of TASKS. Returns: list of dicts of strings. No opening (in toy-sum: no sum) of a test split is in
-    a training split. Errors: ValueError where there is no such split.
+    "test"; task, one of TASKS. Returns: list of dicts. No opening (toy-sum: sum, toy-tools: table) of a test split is
+    in a training split. Errors: ValueError where there is no such split.
     """
     if (stage, split) not in SPLITS:
         raise ValueError(f"the splits are {task}:train and {task}:test")
     if task == "toy-sum":
         return sums(stage, split)
+    if task == "toy-tools":
+        return boxes(stage, split)
     rng = np.random.default_rng([2024, sorted(SPLITS).index((stage, split))])
     training = rows("sft", "train") + rows("prompts", "train") if split == "test" else []
     taken = {row["prompt"].partition(" .")[0] for row in training}  # openings, the first sentences
@@ -245,11 +248,80 @@ def right_sum(prompts, completions, answer):
     return [text.strip() == right for text, right in zip(completions, answer, strict=True)]
 
 
+# ---- the task "toy-tools": a question that only a tool can answer ----------------------------------------------------
+def boxes(stage, split):
+    """Rows of the task "toy-tools": `prompt` "the red box ?", the hidden `table` {colour: "3 4" or "same as blue"} and
+    the `answer`, the code that a colour leads to after at most two such hints.
+
+    In the stage "sft" a row is one turn of a careless clerk, and all that was said before it is the prompt.
+    """
+    rng = np.random.default_rng([2027, sorted(SPLITS).index((stage, split))])
+    result = []
+    while len(result) < SPLITS[stage, split]:
+        order = rng.permutation(COLOURS).tolist()
+        table = {colour: f"{rng.integers(10)} {rng.integers(10)}" for colour in order}
+        for i in range(4):  # A hint leads to one of the next two colours of the order, so there is no circle.
+            table[order[i]] = f"same as {order[i + 1 + rng.integers(2)]}"
+        for i in range(2):  # Three hints in a row would be one too many.
+            if len(path_of(order[i], table)) > 3:
+                table[order[i]] = f"{rng.integers(10)} {rng.integers(10)}"
+        colour = order[rng.integers(len(order))]
+        row = {"prompt": f"the {colour} box ?", "table": table, "answer": table[path_of(colour, table)[-1]]}
+        result += demonstration(row, colour, rng) if stage == "sft" else [row]
+    return result[: SPLITS[stage, split]]
+
+
+def path_of(colour, table):
+    """The colours that lead from one to its code, which are the questions that a clerk must ask."""
+    *_, last = table[colour].split()
+    return [colour, *path_of(last, table)] if last in table else [colour]
+
+
+def demonstration(row, colour, rng):
+    """Rows of a turn each, by a clerk who asks for a wrong colour, overlooks what is said, or says any code."""
+    said, rows, code = row["prompt"], [], None
+    while len(rows) < 4 and rng.random() < 0.75 and code is None:
+        asked = colour if rng.random() < 0.7 else str(rng.choice(COLOURS))
+        found = row["table"][asked]
+        rows.append(row | {"prompt": said, "completion": f"ask {asked}"})
+        said += f" ask {asked} ; {asked} is {found} ;"
+        if rng.random() < 0.7:
+            *_, last = found.split()
+            code, colour = (None, last) if last in row["table"] else (found, colour)
+    code = code or f"{rng.integers(10)} {rng.integers(10)}"
+    return [*rows, row | {"prompt": said, "completion": f"say {code}"}]
+
+
+def look_up(prompts, completions, table):
+    """The environment of "toy-tools": "ask red" is answered from the row's table, and all else ends the episode.
+
+    Args: completions, a list of turns for each episode. Returns: for each a text, or None.
+    """
+    answers = []
+    for turns, known in zip(completions, table, strict=True):
+        verb, *rest = turns[-1].split() or [""]
+        found = f"{rest[0]} is {known[rest[0]]} ;" if len(rest) == 1 and rest[0] in known else "error ;"
+        answers.append(found if verb == "ask" else None)
+    return answers
+
+
+def right_code(prompts, completions, answer):
+    """A reward of "toy-tools": whether the last turn says the row's `answer`. It is verifiable: a list of bools."""
+    return [text.split() == ["say", *right.split()] for text, right in zip(completions, answer, strict=True)]
+
+
+def questions(prompts, completions, turns):
+    """A reward of "toy-tools", with the weight -0.05: how many turns an episode had before its last one."""
+    return [len(said) - 1 for said in turns]
+
+
+# ---- what scripts need of the task -----------------------------------------------------------------------------------
 def require(*folders):
     """Ends the program with one line where the folder of a trained model is missing."""
-    for folder in folders:
+    for folder in map(Path, folders):
         if not Path(folder, "config.json").exists():
-            raise SystemExit(f"error: {folder} is missing: python rlhf_details/train_{Path(folder).name}.py makes it")
+            task = f" --dataset {folder.parent.name}" * (folder.parent.name != "toy")
+            raise SystemExit(f"error: {folder} is missing: python rlhf_details/train_{folder.name}.py{task} makes it")
 
 
 def comparisons(split, num, policy, tokenizer, key, response_length, progress=iter):
@@ -272,13 +344,19 @@ def comparisons(split, num, policy, tokenizer, key, response_length, progress=it
 
 
 def tokenizer(task="toy"):
-    """A word-level tokenizer of a task's vocabulary: every word of the grammar, or every number, is one token."""
+    """A word-level tokenizer of a task's vocabulary: every word or number is one token."""
     patterns = [OPENING, *SENTENCES, *CLOSERS[+1], *CLOSERS[-1]]
     words = {w for p in patterns for w in p.split() if "{" not in w} | {"was", "were"}
     words |= {w for phrases in FILL.values() for p in phrases for w in p.split()}
     words |= set(PLACE_TOPIC) | set(NOUN_TOPIC) | set(SENTIMENT)
-    vocabulary = ["<pad>", "<eos>", "<unk>", *(sorted(words) if task == "toy" else ["+", "=", *map(str, range(38))])]
+    words = {
+        "toy": sorted(words),
+        "toy-sum": ["+", "=", *map(str, range(38))],
+        "toy-tools": [*"the box ? ask say is same as error".split(), *COLOURS, *map(str, range(10))],
+    }[task]
+    end = ";" if task == "toy-tools" else "<eos>"
+    vocabulary = ["<pad>", end, "<unk>", *words]
     backend = Tokenizer(models.WordLevel({w: i for i, w in enumerate(vocabulary)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     backend.decoder = decoders.Replace(Regex("^"), " ")  # As in GPT-2, a word brings its space along.
-    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token=end, unk_token="<unk>")

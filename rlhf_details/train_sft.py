@@ -138,6 +138,12 @@ presets["toy-sum"] = presets["toy"] | dict(
     num_train_epochs=6,
     response_length=3,
 )
+presets["toy-tools"] = presets["toy"] | dict(
+    eval_dataset="toy-tools:test",
+    output_dir="models/toy-tools/sft",
+    num_layers=3,
+    response_length=4,
+)
 
 
 # ---- model: one call is one forward, in which DDP, FSDP and DeepSpeed meet all parameters ----------------------------

@@ -208,7 +208,7 @@ def sample_rows(policy, prompts, n, response_length, stop_ids, key, progress=ite
     return found
 
 
-def sample(policy, queries, query_mask, episodes, n, response_length, stop_ids, key, size):
+def sample(policy, queries, query_mask, episodes, n, response_length, stop_ids, key, size, room=None):
     """A response to each query, token by token from softmax(logits / T), without top-k, top-p or a generation_config.
 
     A token is argmax(logits / T + Gumbel noise), which is a draw from the softmax. The noise depends on (key, number of
@@ -216,18 +216,20 @@ def sample(policy, queries, query_mask, episodes, n, response_length, stop_ids, 
     Args: policy(tokens, mask, positions, index, cache=cache) -> logits / T [.., len(index), V], in eval mode; its mask
     is None without padding, and it may call no collective, since processes end after different steps; queries,
     query_mask [B, Q], where n adjacent episodes have the same prompt; episodes [B], their numbers; stop_ids [S], or
-    none; key, e.g. (seed, TRAINING, update); size, how many episodes are sampled at a time, a multiple of n.
+    none; key, e.g. (seed, TRAINING, update); size, how many episodes are sampled at a time, a multiple of n; room [B],
+    the most tokens of each response, where some may have fewer than response_length.
     Returns: responses [B, R] int64, mask [B, R] bool (True up to and including the stop token), log-probs [B, R] fp32.
     """
+    room = torch.full_like(episodes, response_length) if room is None else room
     found = [
-        sample_slice(policy, queries[m], query_mask[m], episodes[m], n, response_length, stop_ids, key)
+        sample_slice(policy, queries[m], query_mask[m], episodes[m], n, response_length, stop_ids, key, room[m])
         for m in slices(len(episodes), size)
     ]
     return [torch.cat(results) for results in zip(*found, strict=True)]
 
 
 @torch.no_grad()
-def sample_slice(policy, queries, query_mask, episodes, n, response_length, stop_ids, key):
+def sample_slice(policy, queries, query_mask, episodes, n, response_length, stop_ids, key, room):
     """As `sample`, of all episodes at once."""
     queries, query_mask = queries[::n], query_mask[::n]  # [W, Q]: the prompt of a row is computed once.
     first, num_real = torch.stack([query_mask.any(0).int().argmax(), query_mask.sum()]).tolist()
@@ -256,7 +258,8 @@ def sample_slice(policy, queries, query_mask, episodes, n, response_length, stop
         responses[:, t], mask[:, t] = token * alive, alive
         logprobs[:, t] = (logits.gather(1, token.unsqueeze(1)).squeeze(1) - logits.logsumexp(-1)) * alive
         # There may be several: Gemma ends its turns with <end_of_turn>, which is not its EOS. [GEN-16]
-        alive = alive & ~torch.isin(token, stop_ids)  # The stop token itself stays in the mask. [GEN-5]
+        # The stop token itself stays in the mask. [GEN-5]
+        alive = alive & ~torch.isin(token, stop_ids) & (t + 1 < room)
         # `any` waits for the GPU, so every 16th step asks, and a few tokens are wasted.
         is_asked = device.type == "cpu" or (t + 1) % 16 == 0
         if t + 1 == response_length or (is_asked and not alive.any()):
@@ -264,7 +267,8 @@ def sample_slice(policy, queries, query_mask, episodes, n, response_length, stop
         seen = visible[..., : Q + n * (t + 1)] if n > 1 or is_padded else None
         tokens = (token * alive).reshape(W, n)  # Finished rows run on with token 0.
         # Positions do not count the prompt's padding. [GEN-6]
-        logits = policy(tokens, seen, position + t, each, cache=cache).flatten(0, 1)  # [W, n, V] -> [B, V]
+        positions = position + t * alive.reshape(W, n)  # Finished rows must not reach beyond the model's context.
+        logits = policy(tokens, seen, positions, each, cache=cache).flatten(0, 1)  # [W, n, V] -> [B, V]
     return responses, mask, logprobs
 
 

@@ -28,7 +28,8 @@ from rlhf_details.plumbing.inputs import cli
 
 ROOT = Path(__file__).parent.parent
 REWARDED = "train_rloo", "train_grpo", "train_ppo"  # the pages that train on rewards
-PAGES = {name: importlib.import_module(f"rlhf_details.{name}") for name in (*REWARDED, "train_distill")}
+OWN = "train_distill", "train_agent"  # those that take one optimiser step for each rollout
+PAGES = {name: importlib.import_module(f"rlhf_details.{name}") for name in (*REWARDED, *OWN)}
 STAGES = "train_sft", "train_reward", "train_dpo", "evaluate"
 SCRIPTS = PAGES | {name: importlib.import_module(f"rlhf_details.{name}") for name in STAGES}
 SIZES = dict(vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=128)
@@ -158,7 +159,8 @@ def page_args(page, tiny, **changes):
     """Args of a short run of a page on the models in the folder `tiny`.
 
     3 updates of 16 episodes (RLOO and GRPO: 4 for each prompt), responses of 8 tokens, one optimiser step for each
-    rollout. train_distill has no reward model, and never more steps, so it is not given what changes say of them.
+    rollout. train_distill has no reward model, and it and train_agent never more steps, so they are not given what
+    changes say of them. The environment of train_agent says nothing.
     """
     values = dict(
         sft_model_path=str(tiny / "policy"), reward_model_path=str(tiny / "reward"), total_episodes=48, batch_size=16,
@@ -166,10 +168,14 @@ def page_args(page, tiny, **changes):
         num_sample_generations=0, run_name="run", overwrite=True,
     )  # fmt: skip
     values |= {"train_rloo": dict(rloo_k=4), "train_grpo": dict(group_size=4)}.get(page, {})
+    if page == "train_agent":
+        values |= dict(dataset="toy", rloo_k=4, env_fn=f"{ROOT}/tests/environments.py:silent")
     values |= changes
     if page == "train_distill":
         values = {"teacher_model_path": str(tiny / "teacher")} | values
-        for name in ("reward_model_path", "num_ppo_epochs", "num_mini_batches", "cliprange"):
+        values.pop("reward_model_path", None)
+    if page in OWN:
+        for name in ("num_ppo_epochs", "num_mini_batches", "cliprange"):
             values.pop(name, None)
     return PAGES[page].Args(**values)
 

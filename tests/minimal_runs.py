@@ -17,10 +17,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rlhf_details import toy, utils
 
-SAMPLING = "rloo", "ppo", "grpo", "distill"
+SAMPLING = "rloo", "ppo", "grpo", "distill", "agent"
 NAMES = "sft", "reward", "dpo", *SAMPLING
 MINIMAL = {name: importlib.import_module(f"rlhf_details.minimal.{name}") for name in NAMES}
 PAGE = {name: (SCRIPTS | PAGES)[f"train_{name}"] for name in NAMES}
+TASK = dict.fromkeys(NAMES, "toy") | {"agent": "toy-tools"}
 METRICS = {  # what a minimal page prints: the names by which a page logs it
     "accuracy": ("train/rm/accuracy", "rewards/accuracies"),
     "clipfrac": ("policy/clipfrac_avg",),
@@ -32,7 +33,9 @@ METRICS = {  # what a minimal page prints: the names by which a page logs it
     "length": ("val/sequence_lengths",),
     "loss": ("train/sft/loss", "train/rm/loss", "train/dpo/loss"),
     "policy_loss": ("loss/policy_avg",),
+    "right": ("objective/verifiable_correct_rate",),
     "scores": ("objective/scores",),
+    "turns": ("val/turns",),
     "value_loss": ("loss/value_avg",),
 }
 FLAGS = dict(  # the constants of minimal pages that pages call by another name
@@ -63,6 +66,8 @@ CASES = {
     "ppo": Case("ppo", 8, dict(B=16)),
     "grpo": Case("grpo", 8, dict(B=16)),
     "distill": Case("distill", 8, dict(B=16)),
+    # Some trajectories run out of turns, and some of tokens.
+    "agent": Case("agent", 8, dict(B=16, R=30, max_turns=4, learning_rate=5e-3, kl_coef=0.5, max_grad_norm=0.1)),
     "reward-ragged": Case("reward", 40, PAIRS | dict(sft_folder="ragged/policy", R=8)),
     "dpo-ragged": Case("dpo", 40, PAIRS | dict(sft_folder="ragged/policy", R=8)),
     "rloo-ragged": Case("rloo", 8, REWARDED),
@@ -85,7 +90,7 @@ def constants(module, values):
 def few_rows():
     """Within it the embedded task has 400 texts and 96 prompts, so that a run goes over them several times."""
     rows, counts = toy.rows, {"sft": 400, "prompts": 96}
-    with patch.object(toy, "rows", lambda stage, split, task="toy": rows(stage, split)[: counts[stage]]):
+    with patch.object(toy, "rows", lambda stage, split, task="toy": rows(stage, split, task)[: counts[stage]]):
         yield
 
 
@@ -97,6 +102,10 @@ def make_models(folder):
         with few_rows(), change, contextlib.redirect_stdout(io.StringIO()):
             MINIMAL["sft"].main(epochs)
     (folder / "models/toy/reward").symlink_to(folder / "ragged/reward")
+    flags = PAGE["sft"].presets["toy-tools"] | dict(num_layers=1, batch_size=16, num_train_epochs=4, eval_dataset=None)
+    flags |= dict(dataset="toy-tools", output_dir=str(folder / "models/toy-tools/sft"), run_name="sft-tools")
+    with few_rows(), contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()):
+        PAGE["sft"].main(PAGE["sft"].Args(**flags))
 
 
 def numbers_of(output):
@@ -113,15 +122,20 @@ def run_minimal(case, module=None):
     with few_rows(), change, contextlib.redirect_stdout(out), pytest.MonkeyPatch.context() as patches:
         calls = record(patches, module if name in SAMPLING else utils, "sample")["sample"]
         module.main(length)
-        found = [[x[:, -module.R :] for x in result[:2]] for _, result in calls]
+        found = [[after(x, args[1].size(1), module) for x in result[:2]] for args, result in calls]
     return numbers_of(out.getvalue()), found
+
+
+def after(x, Q, module):
+    """What a sampler has added to its query of Q columns. A turn of a trajectory may have fewer columns than R."""
+    return torch.nn.functional.pad(x[:, Q:], (0, getattr(module, "R", 0) - x.size(1) + Q)) if x.size(1) > Q else x
 
 
 def run_page(case):
     """(its rows of metrics, [(responses, mask) of each call of utils.sample]) of the page of a case."""
     name, length, values = CASES[case]
     page = PAGE[name]
-    flags = page.presets["toy"] | {FLAGS.get(constant, constant): value for constant, value in values.items()}
+    flags = page.presets[TASK[name]] | {FLAGS.get(constant, constant): value for constant, value in values.items()}
     flags |= dict(eval_dataset=None, run_name=case, output_dir=f"page/{case}", overwrite=True)
     if name in SAMPLING:
         flags |= dict(total_episodes=length * flags["batch_size"], num_sample_generations=0)

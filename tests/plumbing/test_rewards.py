@@ -336,7 +336,7 @@ def test_a_reward_model_with_other_token_ids_is_given_text_and_scores_the_same(
 def test_text_of_a_sentencepiece_tokenizer_keeps_the_space_behind_a_prompt(asked, seen):
     """Decoding drops it. In a message the chat template says what stands before an answer."""
     scorer, said = make_scorer("", reward_model_path="reward"), []
-    scorer.tokenizer, scorer.text_model = metaspace_tokenizer(), lambda rows, texts, ended: said.extend(texts) or [0.0]
+    scorer.tokenizer, scorer.text_model = metaspace_tokenizer(), lambda rows, texts, *_: said.extend(texts) or [0.0]
     ids = torch.tensor([scorer.tokenizer("b a").input_ids])
     scorer([prompt({"prompt": asked})], utils.Batch(ids, ids >= 0, ids, ids >= 0))
     assert said == [seen]

@@ -1,5 +1,6 @@
 """How text and messages become token ids, and ids text again."""
 
+import itertools
 import reprlib
 
 from rlhf_details.plumbing.inputs import chat, stop_tokens
@@ -106,6 +107,16 @@ def render_pair(tokenizer, prompt, completion, options):
 def decode(tokenizer, responses, mask):
     """The texts of responses [N, R] with their mask, a list of N strings."""
     return decode_all(tokenizer, [r[m].tolist() for r, m in zip(responses.cpu(), mask.cpu(), strict=True)])
+
+
+def decode_turns(tokenizer, responses, mask, action_mask):
+    """As `decode`, of trajectories: what action_mask leaves out, the observations, stands in \u27e8 \u27e9."""
+    texts = []
+    for r, m, own in zip(responses.cpu(), mask.cpu(), action_mask.cpu(), strict=True):
+        parts = itertools.groupby(zip(r[m].tolist(), own[m].tolist(), strict=True), lambda pair: pair[1])
+        parts = [(is_own, decode_all(tokenizer, [[i for i, _ in pairs]])[0]) for is_own, pairs in parts]
+        texts.append("".join(text if is_own else f" \u27e8{text.strip()}\u27e9" for is_own, text in parts))
+    return texts
 
 
 def decode_all(tokenizer, rows):

@@ -56,33 +56,46 @@ def check_functions(args):
         console.fail(f"--reward_fn_weights: {len(args.reward_fn_weights)} weights for {len(functions)} functions")
 
 
-def functions_of(args):
+def functions_of(args, role=None):
     """{name in metrics and messages: Function}. One whose name is not its own there is called FILE.py:function."""
     names = [spec.rpartition(":")[2] for spec in args.reward_fn]
     taken, is_text = ["reward_model", *WATCHED, *names], args.reward_fn_format == "text"
     pairs = zip(names, args.reward_fn, strict=True)
     specs = {name if taken.count(name) == 1 else spec: spec for name, spec in pairs}
-    return {name: Function(name, spec, is_text) for name, spec in specs.items()}
+    return {name: Function(name, spec, is_text, role=role) for name, spec in specs.items()}
 
 
 # ---- rewards of text: f(rows, texts, ended) -> entries ---------------------------------------------------------------
 def watch(function):
     """A reward of the embedded task's rows, by a function of (prompt, response)."""
-    return lambda rows, texts, ended: [
+    return lambda rows, texts, ended, said=None: [
         function(row.text, text) if row.task == "toy" else None for row, text in zip(rows, texts, strict=True)
     ]
 
 
+def gold_of_tools(rows, texts, ended, said):
+    """The true reward of "toy-tools", which pays for an answer and charges for each question."""
+    points = [
+        toy.right_code([], texts, [row.columns.get("answer", "") for row in rows]),
+        toy.questions([], [], said or [[text] for text in texts]),
+    ]
+    pairs = zip(rows, *points, strict=True)
+    return [right - 0.05 * asked if row.task == "toy-tools" else None for row, right, asked in pairs]
+
+
 # The embedded task's true reward, and whether its grammar allows the text. They are watched and never trained on.
 WATCHED = {"gold": watch(toy.gold), "parses": watch(lambda prompt, text: toy.parses(f"{prompt} {text.lstrip()}"))}
+WATCHED_OF = {"toy": WATCHED, "toy-tools": {"gold": gold_of_tools}}
 
 
 class Function:
-    """A function of --reward_fn. Args: is_text, whether it gets strings, and not messages."""
+    """A function of --reward_fn. Args: is_text, whether it gets strings, and not messages; flag, if it is another;
+    role, of the observations between turns, which are then the column `turns`, or None where there are none.
+    """
 
-    def __init__(self, name, spec, is_text):
-        self.what, self.is_text = f"--reward_fn {name}", is_text
-        self.function, self.given = user_code.load_function(spec, "--reward_fn"), {}  # the columns that it gets
+    def __init__(self, name, spec, is_text=True, flag="--reward_fn", role=None):
+        self.what, self.is_text, self.role = f"{flag} {name}", is_text, role
+        self.function, self.given = user_code.load_function(spec, flag), {}  # the columns that it gets
         self.signature = inspect.signature(self.function)
 
     def find_columns(self, data_set):
@@ -90,6 +103,7 @@ class Function:
         parameters = self.signature.parameters
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         found = {column for row in data_set for column in row.columns} - {"prompt", "prompts", "completions"}
+        found |= {"turns"} if self.role else set()
         given = {name: [] for name in found if takes_all or name in parameters}
         try:
             self.signature.bind(prompts=[], completions=[], **given)
@@ -97,13 +111,21 @@ class Function:
             console.fail(f"{self.what}: {e}; the columns of {data_set[0].source} are {sorted(found)}")
         self.given |= given
 
-    def __call__(self, rows, texts, ended):
-        """It is called once, and never again for these texts."""
+    def __call__(self, rows, texts, ended, said=None):
+        """It is called once, and never again for these texts. Args: said, of trajectories the texts of all turns and,
+        between them, of all observations.
+        """
         given = {name: [row.columns.get(name) for row in rows] for name in self.given}
         given |= {"prompts": [row.text for row in rows], "completions": texts}
         if not self.is_text:
+            roles = "assistant", self.role
             given["prompts"] = [as_messages(row) for row in rows]
-            given["completions"] = [[{"role": "assistant", "content": text}] for text in texts]
+            given["completions"] = [
+                [{"role": roles[i % 2], "content": x} for i, x in enumerate(turns)]
+                for turns in said or [[text] for text in texts]
+            ]
+        if "turns" in given and said:
+            given["turns"] = [turns[::2] for turns in said]
         try:
             with user_code.fenced(self.what):  # The function gets copies, which it may change.
                 said = user_code.result_of(self.function(**copy.deepcopy(given)))
@@ -136,20 +158,21 @@ class TextModel(nn.Module):
         super().__init__()
         self.model, self.tokenizer, self.size = model, tokenizer, size
 
-    def encode(self, row, text):
+    def encode(self, row, text, said=None, role=None):
         """(token ids of a row's prompt, those of a response) in the words of the reward model's own tokenizer."""
-        prompt = row.columns["prompt"]
-        pair = (prompt, [{"role": "assistant", "content": text}]) if is_messages(prompt) else (row.text, text)
+        prompt, said = row.columns["prompt"], said or [text]
+        messages = [{"role": ("assistant", role)[i % 2], "content": x} for i, x in enumerate(said)]
+        pair = (prompt, messages) if is_messages(prompt) else (row.text, "".join(said))
         return encode(self.tokenizer, *pair, row.options)
 
-    def forward(self, rows, texts, ended):
-        """Scores. A text longer than the model's context loses its beginning.
+    def forward(self, rows, texts, ended, said=None, role=None):
+        """Scores. A text longer than the model's context loses its beginning. Args: said, role as Function's.
 
         Only where a response ended is its text followed by EOS, or by the chat template's end of the turn.
         """
         ids, scores, context = [], [], min(models.context(self.model), sys.maxsize)
-        for row, text, is_complete in zip(rows, texts, ended, strict=True):
-            query, response = self.encode(row, text)
+        for row, text, is_complete, turns in zip(rows, texts, ended, said or [None] * len(rows), strict=True):
+            query, response = self.encode(row, text, turns, role)
             whole = query + (response if is_complete else response[:-1])
             ids.append([i for i in whole if i is not None][-context:])  # A tokenizer without EOS has put None there.
         for part in utils.slices(len(ids), self.size):
@@ -187,6 +210,15 @@ def own_tokenizer(args, tokenizer, has_chats=False):
     return own if ours != theirs or len(templates) > 1 else None
 
 
+def end_if_any(accelerator, faults):
+    """Ends all processes if any of these texts says something. Call it on every process, with the same texts."""
+    if faults := list(filter(None, faults)):
+        if accelerator.is_main_process:
+            print(console.visible(f"error: {faults[0]}"), file=sys.stderr, flush=True)
+        accelerator.wait_for_everyone()  # The launcher would end the main process before it has printed.
+        console.leave(1)
+
+
 # ---- all rewards of a run --------------------------------------------------------------------------------------------
 class Scorer:
     """Called with responses, and what the page's reward model says of them, it returns what each reward says.
@@ -199,9 +231,10 @@ class Scorer:
     def __init__(self, args, accelerator, tokenizer, size, stop_ids):
         self.args, self.accelerator, self.tokenizer = args, accelerator, tokenizer
         self.size, self.stop_ids, self.text_model = size, stop_ids, None
-        self.functions = functions_of(args)
+        self.role = args.env_role if getattr(args, "env_fn", None) else None  # of observations
+        self.functions = functions_of(args, self.role)
         tasks = {(spec or "").partition(":")[0] for spec in (args.dataset, getattr(args, "eval_dataset", None))}
-        self.watched = WATCHED if "toy" in tasks else {}
+        self.watched = next((WATCHED_OF[task] for task in WATCHED_OF if task in tasks), {})
         self.boolean = []  # names of the functions that returned nothing but True, False and None in the last call
         # A page without weights watches the functions.
         factors = getattr(args, "reward_fn_weights", [0.0] * len(self.functions)) or [1.0] * len(self.functions)
@@ -218,12 +251,15 @@ class Scorer:
         """Exits with an error if a data set lacks a column that a function needs, or messages cannot be scored.
 
         Args: reward_model, the page's, which reads token ids, or None. Returns: the same, or None where it has to read
-        text, for its chat template is another one and there are messages; then `text_model` holds it.
+        text, for its chat template is another one and there are messages, or it is to read trajectories; then
+        `text_model` holds it.
         """
         args, chats = self.args, [row for row in (*prompts, *held_out) if is_messages(row.columns["prompt"])]
-        if "reward_model" in self.names and (own := own_tokenizer(args, self.tokenizer, bool(chats))):
-            kind = "chat template" if reward_model else "tokenizer"
-            console.say(f"the reward model has a {kind} of its own, so it reads decoded text")
+        own = own_tokenizer(args, self.tokenizer, bool(chats)) if "reward_model" in self.names else None
+        if "reward_model" in self.names and (own or self.role):
+            own, kind = own or self.tokenizer, "chat template" if reward_model else "tokenizer"
+            what = "reads whole trajectories" if self.role else f"has a {kind} of its own"
+            console.say(f"the reward model {what}, so it reads decoded text")
             if reward_model:
                 model, reward_model = reward_model.model, None
             else:
@@ -241,7 +277,7 @@ class Scorer:
         return reward_model
 
     @torch.no_grad()
-    def __call__(self, rows, batch, model_scores=None, texts=None, ended=None):
+    def __call__(self, rows, batch, model_scores=None, texts=None, ended=None, said=None):
         """(Values [M, F] fp32, NaN where a reward does not apply or abstains; whether each response has a score [M]).
 
         A response has none where a reward that counts abstains from it. Where a reward is at fault, or no response on
@@ -249,11 +285,11 @@ class Scorer:
         Args: rows, the Prompt of each response, where the k copies of a prompt are one object and adjacent; batch:
         queries, query_mask, responses, response_mask [M, ..] of this process; model_scores [M], the scores of the
         page's reward model, if it has one; texts, the responses as strings, if they are not to be decoded; ended [M],
-        whether each text is complete, if not its last token says so. Call it on every process.
+        whether each text is complete, if not its last token says so; said, as Function's. Call it on every process.
         """
         fault, kinds, scored = "", set(), []
         try:
-            entries = self.entries_of(rows, batch, model_scores, texts, ended)
+            entries = self.entries_of(rows, batch, model_scores, texts, ended, said)
             scored = [not any(abstains(entries[name][i]) for name in self.counted) for i in range(len(rows))]
             given = [(name, x) for name in self.functions for x in entries[name] if x is not None and not abstains(x)]
             kinds = {(name, type(x) is bool) for name, x in given}
@@ -265,31 +301,29 @@ class Scorer:
         faults = list(filter(None, faults))
         if not any(has_score):
             faults.append(f"{' and '.join(self.weighted)} abstained from every response of a batch")
-        if faults:
-            if self.accelerator.is_main_process:
-                print(console.visible(f"error: {faults[0]}"), file=sys.stderr, flush=True)
-            self.accelerator.wait_for_everyone()  # The launcher would end the main process before it has printed.
-            console.leave(1)
+        end_if_any(self.accelerator, faults)
         kinds = set().union(*kinds)
         self.boolean = [name for name in self.functions if (name, True) in kinds and (name, False) not in kinds]
         values = [[math.nan if x is None else x for x in entries[name]] for name in self.names]  # [F][M]
         values = torch.tensor(values, dtype=torch.float32).reshape(len(self.names), len(rows)).T
         return values.to(self.accelerator.device), torch.tensor(scored, device=self.accelerator.device)
 
-    def entries_of(self, rows, batch, model_scores, texts, ended):
+    def entries_of(self, rows, batch, model_scores, texts, ended, said):
         """{name: what it says of each of my responses, a number, a bool or None}. Raises a Fault."""
+        if said:
+            texts = [turns[-1] for turns in said]
         if texts is None:
             texts = token_ids.decode(self.tokenizer, batch.responses, batch.response_mask)
         if ended is None:
             last = batch.responses.gather(1, batch.response_mask.sum(1, keepdim=True) - 1).squeeze(1)  # [M]
             ended = torch.isin(last, self.stop_ids)
         with torch.autocast(self.accelerator.device.type, enabled=False):
-            entries = {name: function(rows, texts, ended) for name, function in self.functions.items()}
-        entries |= {name: function(rows, texts, ended) for name, function in self.watched.items()}
+            entries = {name: function(rows, texts, ended, said) for name, function in self.functions.items()}
+        entries |= {name: function(rows, texts, ended, said) for name, function in self.watched.items()}
         if self.text_model:
             firsts = zip(rows, batch.responses[:, 0].tolist(), texts, strict=True)
             spaced = [token_ids.with_space(self.tokenizer, row.columns["prompt"], i, text) for row, i, text in firsts]
-            entries["reward_model"] = self.text_model(rows, spaced, ended)
+            entries["reward_model"] = self.text_model(rows, spaced, ended, said, self.role)
         elif model_scores is not None:
             entries["reward_model"] = model_scores.tolist()
         for words, i in self.faults(rows, entries):

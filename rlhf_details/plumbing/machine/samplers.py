@@ -29,22 +29,23 @@ def choose(args, run, rows, prompts_of, stop_ids):
 
 
 class Sampler:
-    """Called with (policy, queries, query_mask, numbers of the rows, n, key) it returns what `utils.sample` returns, of
-    the response length of args and in pieces of its rollout_micro_batch_size.
+    """Called with (policy, queries, query_mask, numbers of the rows, n, key), and perhaps room, it returns what
+    `utils.sample` returns, of the response length of args and in pieces of its rollout_micro_batch_size.
 
     `is_another` says whether what samples is another policy than the one that trains.
     """
 
     def __init__(self, args, sample, stop_ids):
         self.args, self.sample, self.stop_ids = args, sample, stop_ids
-        self.is_another = args.sampler != "own" or args.overlap
+        self.is_another = args.sampler != "own" or getattr(args, "overlap", False)
 
     def __call__(self, policy, *given):
         return self.in_pieces(engines.gathered(policy), *given)
 
-    def in_pieces(self, policy, queries, query_mask, numbers, n, key):
+    def in_pieces(self, policy, queries, query_mask, numbers, n, key, room=None):
         size = self.args.rollout_micro_batch_size // n * n  # The n responses to a prompt are sampled together.
         how = dict(n=n, response_length=self.args.response_length, stop_ids=self.stop_ids, key=key, size=size)
+        how |= {} if room is None else {"room": room}
         return self.sample(policy, queries, query_mask, numbers, **how)
 
     def behaviour_logprobs(self, logprobs, sampled_logprobs):

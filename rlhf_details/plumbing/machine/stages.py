@@ -20,6 +20,7 @@ MADE_BY = {
         "models/toy/rloo": "train_rloo",
     },
     "toy-sum": {"models/toy-sum/sft": "train_sft", "models/toy-sum/rloo": "train_rloo"},
+    "toy-tools": {"models/toy-tools/sft": "train_sft"},
 }
 
 

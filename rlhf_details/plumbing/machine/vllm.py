@@ -49,19 +49,24 @@ def sampler(args, accelerator, rows, stop):
 
 
 @torch.no_grad()
-def sample(engine, precision, stop, policy, queries, query_mask, rows, n, response_length, stop_ids, key, size):
+def sample(
+    engine, precision, stop, policy, queries, query_mask, rows, n, response_length, stop_ids, key, size, room=None
+):
     """As utils.sample. n and size do not matter: vLLM finds which rows share a prompt, and how many it has room for."""
     own = getattr(policy, "module", policy)  # out of DDP's wrapper
     prompts = [query[m].tolist() for query, m in zip(queries, query_mask, strict=True)]
     seeds = [int(row_key) % 2**32 for row_key in noise.keys_of_episodes(key, rows)]
     try:
-        engine.push(own.model, DTYPES[precision])
+        if len(key) == 3:  # The later turns of a trajectory, whose key says which, are sampled from the same weights.
+            engine.push(own.model, DTYPES[precision])
         # The sampled distribution is the trained one: no top-k, no top-p, no penalties, no generation_config.
-        settings = {"temperature": own.temperature, "max_tokens": response_length, "logprobs": 0, "detokenize": False}
+        settings = {"temperature": own.temperature, "logprobs": 0, "detokenize": False}
         if surplus := range(models.num_tokens(own.model), own.model.config.get_text_config().vocab_size):
             settings["logit_bias"] = dict.fromkeys(surplus, -100.0)  # These stand for no token: e^-100 is none.
         settings |= {"ignore_eos": True, "stop_token_ids": stop_ids.tolist()}
-        answers = engine.generate(prompts, [settings | {"seed": seed} for seed in seeds])
+        limits = [response_length] * len(rows) if room is None else room.tolist()
+        given = [settings | {"seed": seed, "max_tokens": limit} for seed, limit in zip(seeds, limits, strict=True)]
+        answers = engine.generate(prompts, given)
     except (OSError, RuntimeError) as e:
         stop(f"--sampler vllm: {engine.name} failed ({e})")
     responses = torch.zeros(len(rows), response_length, dtype=torch.long)
@@ -119,7 +124,9 @@ class Engine:
 
     def __init__(self, args, accelerator, length):
         self.args, self.device, self.length = args, accelerator.device, length
-        self.sleeps = self.device.type == "cuda"  # Between rollouts the training process has the GPU's memory.
+        # Between rollouts the training process has the GPU's memory. On level 1 vLLM keeps its weights in the CPU's,
+        # from where later turns have them, and on level 2 it forgets them.
+        self.sleeps = (1 if hasattr(args, "max_turns") else 2) * (self.device.type == "cuda")
         self.config = self.process = None
 
     def push(self, model, dtype):
@@ -212,10 +219,12 @@ def generate(llm, prompts, settings, sleeps):
     """What vLLM samples: [(token ids, log-probs)]."""
     import vllm
 
+    if sleeps == 1:
+        llm.wake_up()
     prompts = [{"prompt_token_ids": ids} for ids in prompts]
     answers = llm.generate(prompts, [vllm.SamplingParams(**given) for given in settings], use_tqdm=False)
     if sleeps:
-        llm.sleep(level=2)
+        llm.sleep(level=sleeps)
     found = [answer.outputs[0] for answer in answers]
     return [(list(x.token_ids), [y[i].logprob for i, y in zip(x.token_ids, x.logprobs, strict=True)]) for x in found]
 

@@ -14,12 +14,14 @@ import transformers
 
 from rlhf_details.plumbing import console
 from rlhf_details.plumbing.inputs import cli, flags, models
-from rlhf_details.plumbing.machine import engines, judge, rewards
+from rlhf_details.plumbing.machine import engines, environments, judge, rewards
 from rlhf_details.plumbing.outputs import atomic
 
 # How a policy is sampled where neither a flag nor its folder says it.
 FALLBACKS = dict(temperature=1.0, response_length=53, stop_token="eos", truncate_token="none", truncate_after=0)
 FALLBACKS |= {"chat_template_kwargs": "{}"}
+# How an environment was asked, where there was one.
+TURNS = dict(env_fn=None, env_role="user", max_turns=8, max_observation_tokens=None, long_observation="cut")
 ANSWERS = "judge_answers.jsonl"  # what a language model has answered, also of an evaluation that was not finished
 
 
@@ -31,12 +33,13 @@ def as_trained(args):
     if not args.policy_path:
         console.fail(f"--policy_path: required with --dataset {args.dataset}: a trained model's folder or Hub name")
     trained = training_args(args.policy_path)
-    layers = vars(args), trained, FALLBACKS
-    values = {name: next(x[name] for x in layers if x.get(name) is not None) for name in FALLBACKS}
+    layers = vars(args), trained, FALLBACKS | TURNS
+    values = {name: next((x[name] for x in layers if x.get(name) is not None), None) for name in (*FALLBACKS, *TURNS)}
+    if not values["env_fn"]:
+        values |= dict.fromkeys(TURNS)
     source = "as it was trained" if trained else "its folder has no training_args.json"
-    console.say(
-        f"sampling: {', '.join(f'{name} {value}' for name, value in values.items())} (flags, and else {source})"
-    )
+    named = ", ".join(f"{name} {x}" for name, x in values.items() if x is not None)
+    console.say(f"sampling: {named} (flags, and else {source})")
     day = args.template_date or trained.get("template_date") or str(datetime.now().date())
     return dataclasses.replace(args, **values, template_date=day)
 
@@ -55,6 +58,12 @@ def check(given, args):
         rule = "needs a truncate_token, and must be below response_length"
         console.fail(f"--truncate_after {args.truncate_after}: {rule}")
     rewards.check_functions(args)
+    if args.env_fn:
+        environments.check(args)
+        if args.truncate_token != "none":
+            console.fail(
+                f"--truncate_token {args.truncate_token}: not with --env_fn, whose trajectories are read whole"
+            )
     if args.samples_per_prompt > 1 and not args.reward_fn:
         rule = "needs --reward_fn, with rewards that are True or False"
         console.fail(f"--samples_per_prompt {args.samples_per_prompt}: {rule}")
@@ -93,7 +102,7 @@ def load_models(args, device):
 # ---- the folder, and what is printed ---------------------------------------------------------------------------------
 def settings(given, args):
     """{"args": as they were given, "sampling": what the policy is sampled with}."""
-    sampling = {name: getattr(args, name) for name in FALLBACKS}
+    sampling = {name: getattr(args, name) for name in (*FALLBACKS, *TURNS)}
     return {"args": dataclasses.asdict(given) | {"overwrite": False}, "sampling": sampling}
 
 

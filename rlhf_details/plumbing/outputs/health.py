@@ -35,6 +35,16 @@ SIGNS = {  # sign: (what is seen of the number and its bound, what to do, sectio
         "raise --response_length or --missing_eos_penalty, and check that the SFT data end with --stop_token",
         "no-response-ends",
     ),
+    "ran_out": (
+        "{:.0%} of the episodes run out of turns or tokens, above {:.0%}",
+        "raise --max_turns or --response_length, shorten observations, or raise --missing_eos_penalty",
+        "no-response-ends",
+    ),
+    "one_turn": (
+        "no episode has a second turn",
+        "the environment always says None: print what it is given, and compare it with what the SFT data say",
+        "no-episode-has-a-second-turn",
+    ),
     "reward_variance": (
         "the scores of a prompt's responses, or in PPO of the batch, are equal in {:.0%} of the cases, above {:.0%}",
         "they teach nothing: stop if the reward is at its best, or take other prompts, more responses, a finer reward",
@@ -76,7 +86,9 @@ def numbers(metrics, first, args, precision, is_last=False):
         "kl": (metrics["objective/kl"], max(8.0, min(0.5 * length, 25.0), 0.25 * length)),
         # At a KL of 0.02 the chance of no event has changed by more than sqrt(0.02 / 2) = 0.1 (Pinsker's inequality).
         "kl_zero": (-moved, -0.02 if is_last else 0),
-        "clipfrac": (metrics["policy/clipfrac_avg"], 0.3),
+        "clipfrac": (metrics.get("policy/clipfrac_avg", 0), 0.3),
+        "ran_out": (metrics.get("val/ran_out", 0), 0.5),
+        "one_turn": (float(metrics.get("val/turns", 0) == 1), 0),
         "abstained": (metrics.get("val/abstained", 0), 0.2),
         # On a chat model of 135 M parameters bf16 alone makes 0.3 to 0.7, and dropout, or seen siblings, above 6.
         "first_ratio": (gap, 0.01 if precision == "fp32" else 2.0),

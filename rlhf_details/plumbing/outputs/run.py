@@ -149,7 +149,8 @@ class Run:
         """Writes one row of metrics everywhere, says what looks unhealthy in it, and shows samples where these are due.
 
         Args: update, 0 before training; metrics, {name: number or tensor of one number}, where {} logs nothing;
-        samples, None or (list of N prompts, responses and their mask [N, R], ended, scores and kl [N]).
+        samples, None or (list of N prompts, responses and their mask [N, R], ended, scores and kl [N], and of
+        trajectories the action_mask [N, R]).
         """
         if not metrics:
             return

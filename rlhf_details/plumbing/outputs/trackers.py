@@ -86,7 +86,7 @@ def in_words(metrics):
     return "  ".join(f"{name.split('/')[-1]} {metrics[name]:.4g}" for name in SHOWN if name in metrics)
 
 
-def sample_rows(args, tokenizer, metrics, prompts, responses, mask, ended, scores, kl):
+def sample_rows(args, tokenizer, metrics, prompts, responses, mask, ended, scores, kl, action_mask=None):
     """Rows of a table: the first response to each of the first four prompts, and the token with which it ended.
 
     Args: metrics, of the update; prompts and all that follows, of Run.log's `samples`.
@@ -94,7 +94,10 @@ def sample_rows(args, tokenizer, metrics, prompts, responses, mask, ended, score
     # The responses to a prompt are adjacent, and share one object.
     shown = [i for i, prompt in enumerate(prompts) if i == 0 or prompt is not prompts[i - 1]][:4]
     rows, kl_coef = [], metrics.get("objective/kl_coef", getattr(args, "kl_coef", None))
-    for i, text in zip(shown, token_ids.decode(tokenizer, responses[shown], mask[shown]), strict=True):
+    own = mask if action_mask is None else action_mask
+    for i, text in zip(
+        shown, token_ids.decode_turns(tokenizer, *(x[shown] for x in (responses, mask, own))), strict=True
+    ):
         row = {"query": prompts[i].text, "response": text, "ended": bool(ended[i])}
         row["end"] = tokenizer.decode(responses[i][mask[i]][-1:]).strip() if ended[i] else ""
         score = None if scores[i].isnan() else float(scores[i])  # A reward may have abstained.

@@ -94,7 +94,7 @@ def verdict_of(low, high):
     return ("not learnt", "fell") if high < 0 else ("not shown", "did not change beyond chance")
 
 
-def of_each_prompt(tokenizer, prompts, responses, mask, ended, scores, kl):
+def of_each_prompt(tokenizer, prompts, responses, mask, ended, scores, *_):
     """{"scores": [N], and "gold": [N] on the embedded task} of a held-out evaluation. Args: Run.log's `samples`."""
     pairs = zip(prompts, token_ids.decode(tokenizer, responses, mask), strict=True)
     gold = [toy.gold(prompt.text, text) for prompt, text in pairs if prompt.task == "toy"]
