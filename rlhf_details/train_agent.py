@@ -76,7 +76,7 @@ class Args(
     temperature: float = 0.7
     """sampling temperature; it divides the logits of every log-prob as well"""
     stop_token: str = "eos"
-    """a turn ends with this token: "eos" (any that the model names as an end), or a text that is one token"""
+    """a turn ends with this token: "eos" (any that the model lists as one), or a text that is one token"""
     missing_eos_penalty: float | None = 1.0
     """what a trajectory that ran out of turns or tokens pays, in points of score; None: nothing"""
 

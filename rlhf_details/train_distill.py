@@ -16,7 +16,7 @@ Left out on purpose: top-k and top-p, since the sampled policy would not be the 
 another temperature or behind a server; responses that the teacher writes (make them a data set); and a reward beside
 the teacher. Functions of --reward_fn are watched alone.
 
-A tag such as [DISTILL-1] marks an implementation detail. benchmark/checks/details.md has its source, test and price.
+A tag such as [DISTILL-1] marks an implementation detail: benchmark/checks/details.md has its source, test and effect.
 
 Shapes    P: prompts   k: responses per prompt   B = P * k: episodes of an update, the k of a prompt adjacent
           Q: query tokens, left-padded   R: response tokens, right-padded   L = Q + R: columns   V: vocabulary
@@ -46,7 +46,7 @@ from rlhf_details.utils import EVALUATION, TRAINING, Batch, in_slices
 
 
 @dataclass
-class Args(flags.SamplingArgs):  # which has the flags of run, data, models and memory
+class Args(flags.SamplingArgs):  # inherits the flags of run, data, models and memory
     exp_name: str = "train_distill"
     """part of the run's name"""
     output_dir: str = "models/distill"
@@ -62,7 +62,7 @@ class Args(flags.SamplingArgs):  # which has the flags of run, data, models and 
     temperature: float = 1.0
     """temperature, of sampling and of every log-prob, the teacher's too"""
     stop_token: str = "eos"
-    """what ends sampling: "eos" (any that the model names as an end), "none", or a text that is one token"""
+    """what ends sampling: "eos" (any that the model lists as one), "none", or a text that is one token"""
     reward_fn: tuple[str, ...] = ()
     """functions f(prompts, completions, **columns) -> rewards, FILE.py:function or package.module:function, to watch"""
 
@@ -97,8 +97,8 @@ class Args(flags.SamplingArgs):  # which has the flags of run, data, models and 
     """clip the gradient's global norm; None: only log it"""
 
 
-# These replace the defaults above: for an embedded task by its name ("toy" without --dataset), for other data by the
-# first number above the model's count of parameters. docs/guides/1_your_data.md says where they are from.
+# Presets replace the defaults above. Embedded tasks are looked up by name ("toy" without --dataset), other data by the
+# smallest number above the model's parameter count. docs/guides/1_your_data.md says where they are from.
 presets = {
     "toy": dict(
         eval_dataset="toy:test",
@@ -132,7 +132,7 @@ presets["toy-sum"] = presets["toy"] | dict(
 )
 
 
-# ---- models: one call is one forward, in which DDP, FSDP and DeepSpeed meet all parameters ---------------------------
+# ---- models: one call is one forward, so that DDP, FSDP and DeepSpeed see all parameters ---------------------------
 class Policy(nn.Module):
     """Next-token logits / temperature, or log-probs of given tokens, in fp32."""
 
@@ -210,7 +210,7 @@ def response_logprobs(policy, batch, **comparison):
 
 # ---- equations -------------------------------------------------------------------------------------------------------
 def has_stopped(responses, mask, stop_ids):
-    """Whether each response [B, R] holds one of stop_ids [S]. Without any, all have ended."""
+    """Whether each response [B, R] holds one of stop_ids [S]. If that is empty, all have ended."""
     # The filler, token 0, may be the stop token, so only real tokens count. [GEN-13]
     return (mask & torch.isin(responses, stop_ids)).any(1) if len(stop_ids) else mask.any(1)
 
@@ -278,7 +278,7 @@ def evaluate(policy, sample, teacher, score, prompts, stop_ids, args, accelerato
     if not prompts:
         return {}, None
     policy.eval()
-    # The last rows only make the shares equally long, and are cut off below.
+    # Rows that pad all processes to the same count are dropped below.
     episodes, rows = data.my_share(prompts, accelerator)
     queries, query_mask = utils.left_pad([row.ids for row in rows], accelerator.device)
     key = args.seed, EVALUATION, 0
@@ -348,8 +348,8 @@ def main(args: Args):
         """The divergence [K] of log-softmaxes [K, V] and the teacher's at its states [K, H]."""
         return generalized_jsd(logp, teacher.logits(states).log_softmax(-1), args.beta)
 
-    # sample(policy, queries, query_mask, episodes, n, key) wraps utils.sample or vLLM; with --overlap it is an update
-    # ahead. `is_another`: what samples is not exactly this policy.
+    # sample(policy, queries, query_mask, episodes, n, key) is an object that wraps utils.sample or vLLM, with --overlap
+    # an update ahead. `is_another`: it samples with another engine or older weights.
     sample = samplers.choose(args, run, [*prompts, *held_out], prompts_of, stop_ids)
     if is_jsd and sample.is_another:
         console.say("--divergence jsd: not corrected; another policy samples the states, and each is compared exactly")
@@ -406,7 +406,7 @@ def main(args: Args):
         weight_metrics = {}
         if not is_jsd:
             advantages = distill_advantages(token_rewards, args.gamma)  # [B, R]
-            # Weights make up for another sampler in a token's own choice, and not in those that gamma adds. [GEN-15]
+            # Importance weights correct a token's own choice, and not those that gamma adds. [GEN-15]
             advantages, weight_metrics = sample.weigh(advantages, old_logprobs, sampled_logprobs, response_mask)
 
         # ---- 5. Optimise ---------------------------------------------------------------------------------------------
@@ -424,7 +424,7 @@ def main(args: Args):
                     logprobs, entropies = response_logprobs(policy, micro_batch)  # [M, R]
                     losses = distill_policy_loss(logprobs, advantages[m])
                     means.add_max("val/logprob_gap", (logprobs - sampled_logprobs[m]).abs())
-                # Divided by the whole batch's count, micro-batches add up to its gradient. [OPT-5]
+                # Dividing by the whole batch's count makes micro-batches add up to its gradient. [OPT-5]
                 loss = losses.sum() / num_actions
                 accelerator.backward(loss * world)  # The engines average over processes. [OPT-6]
             divergences.append(losses.detach().sum(1))  # [M], for jsd
@@ -437,7 +437,7 @@ def main(args: Args):
         if is_jsd:
             divergence = accelerator.gather(torch.cat(divergences))  # [B]
         else:
-            # The logged KL and entropy are those of the policy that sampled.
+            # `objective/kl` and entropy are those of the policy that sampled.
             logged = sample.behaviour_logprobs(old_logprobs, sampled_logprobs)  # [B, R]
             divergence = (logged - teacher_logprobs).sum(1)  # [B]
             metrics["objective/entropy"] = -logged.sum(1).mean()

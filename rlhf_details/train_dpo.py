@@ -12,7 +12,7 @@ DPO: a policy trained on comparisons alone, without a reward model and without s
 Left out on purpose: a reference model other than the initial policy, other f-divergences, several losses at once, and
 packed candidates (train_rloo.py has packed rows).
 
-A tag such as [DPO-1] marks an implementation detail. benchmark/checks/details.md has its source, test and price.
+A tag such as [DPO-1] marks an implementation detail: benchmark/checks/details.md has its source, test and effect.
 
 Shapes    B: comparisons of a minibatch   K: candidates of one   M: comparisons of a micro-batch   H: hidden size
           L: tokens of a row, left-padded   C: columns that are read   N: rows or comparisons   V: vocabulary
@@ -39,7 +39,7 @@ from rlhf_details.plumbing.outputs.run import Run
 
 
 @dataclass
-class Args(flags.RunArgs):  # which has the flags of run, data, models and memory
+class Args(flags.RunArgs):  # inherits the flags of run, data, models and memory
     exp_name: str = "train_dpo"
     """part of the run's name"""
     output_dir: str = "models/dpo"
@@ -99,8 +99,8 @@ class Args(flags.RunArgs):  # which has the flags of run, data, models and memor
     """comparisons that a device puts through one forward and backward pass"""
 
 
-# These replace the defaults above: for an embedded task by its name ("toy" without --dataset), for other data by the
-# first number above the model's count of parameters. docs/guides/1_your_data.md says where they are from.
+# Presets replace the defaults above. Embedded tasks are looked up by name ("toy" without --dataset), other data by the
+# smallest number above the model's parameter count. docs/guides/1_your_data.md says where they are from.
 presets = {
     "toy": dict(
         eval_dataset="toy:test",
@@ -128,7 +128,7 @@ presets = {
 }
 
 
-# ---- model: one call is one forward, in which DDP, FSDP and DeepSpeed meet all parameters ----------------------------
+# ---- model: one call is one forward, so that DDP, FSDP and DeepSpeed see all parameters ----------------------------
 class Policy(nn.Module):
     """Log-probs of given tokens, as fp32 numbers."""
 
@@ -321,7 +321,7 @@ def main(args: Args):
                 rows = [row for j in m for row in candidate_rows(train[j])]
                 logprobs, lengths = (x.reshape(len(m), -1) for x in completion_logprobs(policy, rows, device))  # [M, K]
                 losses, metrics = losses_and_metrics(logprobs, references[m], lengths, best, args)
-                # Divided by the whole minibatch's count, micro-batches add up to its gradient. [OPT-5]
+                # Dividing by the whole minibatch's count makes micro-batches add up to its gradient. [OPT-5]
                 loss = losses.sum() / B
                 accelerator.backward(loss * world)  # The engines average over processes. [OPT-6]
             # At the first step all scores are 0, and rounding alone decides what counts as right.

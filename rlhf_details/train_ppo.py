@@ -16,7 +16,7 @@ minimal/ppo.py is N+'s alone; this file adds the other recipe, TRL's options and
 Left out on purpose: top-k and top-p, since the sampled policy would not be the trained one, and an entropy bonus, which
 neither recipe has.
 
-A tag such as [PPO-3] marks an implementation detail. benchmark/checks/details.md has its source, test and price.
+A tag such as [PPO-3] marks an implementation detail: benchmark/checks/details.md has its source, test and effect.
 
 Shapes    B: episodes of an update, one per prompt   Q: query tokens, left-padded   R: response tokens, right-padded
           L: columns of a row   V: vocabulary   M: episodes of a micro-batch   W: rows of a forward   S: stop tokens
@@ -45,7 +45,7 @@ from rlhf_details.utils import EVALUATION, TRAINING, Batch, in_slices
 
 
 @dataclass
-class Args(flags.PolicyArgs):  # which has the flags of run, data, models and memory
+class Args(flags.PolicyArgs):  # inherits the flags of run, data, models and memory
     exp_name: str = "train_ppo"
     """part of the run's name"""
     output_dir: str = "models/ppo"
@@ -57,7 +57,7 @@ class Args(flags.PolicyArgs):  # which has the flags of run, data, models and me
     temperature: float = 0.7
     """temperature, of sampling and of every log-prob"""
     stop_token: str = "eos"
-    """what ends sampling: "eos" (any that the model names as an end), "none", or a text that is one token"""
+    """what ends sampling: "eos" (any that the model lists as one), "none", or a text that is one token"""
     truncate_token: str = "none"
     """the reward model reads up to this token: "eos", "none" (all), or a text that is one token"""
     truncate_after: int = 0
@@ -135,8 +135,8 @@ class Args(flags.PolicyArgs):  # which has the flags of run, data, models and me
     """clip the gradient's global norm; None: only log it"""
 
 
-# These replace the defaults above: for an embedded task by its name ("toy" without --dataset), for other data by the
-# first number above the model's count of parameters. docs/guides/1_your_data.md says where they are from.
+# Presets replace the defaults above. Embedded tasks are looked up by name ("toy" without --dataset), other data by the
+# smallest number above the model's parameter count. docs/guides/1_your_data.md says where they are from.
 presets = {
     "toy": dict(
         eval_dataset="toy:test",
@@ -181,7 +181,7 @@ presets["toy-sum"] = presets["toy"] | dict(
 )
 
 
-# ---- models: one call is one forward, in which DDP, FSDP and DeepSpeed meet all parameters ---------------------------
+# ---- models: one call is one forward, so that DDP, FSDP and DeepSpeed see all parameters ---------------------------
 class Policy(nn.Module):
     """Next-token logits / temperature, or log-probs of given tokens and, with a critic, values of states, in fp32."""
 
@@ -242,7 +242,7 @@ def load_models(args, device):
     # If it were the same object, the KL would stay 0. [MODEL-4]
     reference = models.frozen_copy(policy)
     reward_model = None
-    if rewards.reads_token_ids(args, tokenizer):  # One with other tokens reads text, in rewards.Scorer.
+    if rewards.reads_token_ids(args, tokenizer):  # One with another tokenizer reads text, in rewards.Scorer.
         reward_model = utils.disable_dropout(models.load_reward_model(args.reward_model_path, args))
         reward_model = Reward(reward_model).requires_grad_(False).to(device).eval()
     policy.critic = load_critic(args, model, reward_model)
@@ -336,7 +336,7 @@ def missing_eos_scores(scores, ended, penalty, mode):
     """
     if penalty is None:
         return scores
-    # Without a penalty nothing teaches the policy to stop. [REW-3]
+    # Without a penalty a response that was cut off may score well. [REW-3]
     return torch.where(ended, scores, scores - penalty if mode == "subtract" else torch.full_like(scores, -penalty))
 
 
@@ -371,7 +371,7 @@ def kl_penalty(logprobs, ref_logprobs, kind):
     The means of "kl", "full" and "k3" are the KL, but as a reward only "kl" follows the KL's gradient.
     Source: TRL v0.11.4, ppo_trainer.py (kl, abs, mse); open-instruct, ppo_vllm_thread_ray_gtrl.py (k2, k3).
     """
-    # As a reward this estimate has the gradient of the KL. [REW-5]
+    # Used as a reward, log p - log p_ref gives an unbiased gradient of the KL. [REW-5]
     d = logprobs - ref_logprobs
     # That of a single token may be negative. [PPO-7]
     return {"kl": d, "abs": d.abs(), "mse": d**2 / 2, "k2": d**2 / 2, "k3": torch.expm1(-d) + d}[kind]
@@ -469,7 +469,7 @@ def evaluate(policy, sample, reference, reward_model, score, prompts, end_ids, a
     if not prompts:
         return {}, None
     policy.eval()
-    # The last rows only make the shares equally long, and are cut off below.
+    # Rows that pad all processes to the same count are dropped below.
     episodes, rows = data.my_share(prompts, accelerator)
     queries, query_mask = utils.left_pad([row.ids for row in rows], accelerator.device)
     key = args.seed, EVALUATION, 0
@@ -528,9 +528,9 @@ def main(args: Args):
     end_ids = stop_tokens.stop_ids(tokenizer, args.truncate_token, "--truncate_token", device)
     end_ids = end_ids if len(end_ids) else stop_ids  # [S], what a complete response ends with
     prompts, held_out = data.load_prompts(args, tokenizer, room=models.context(policy, reward_model) - R)
-    # score(rows, batch, model_scores) adds the rewards of functions of text, such as
-    # f(prompts=["2 + 3 ="], completions=[" 5"], answer=["5"]) -> [1.0]. None: the reward is not for this kind of row,
-    # and no part of the sum. NaN: it abstains, and the response is not `scored`.
+    # score(rows, batch, model_scores) -> (rewards [M, F], scored [M]) adds the functions of --reward_fn, such as
+    # f(prompts=["2 + 3 ="], completions=[" 5"], answer=["5"]) -> [1.0]. One that returns None does not apply to a row,
+    # and is left out of the sum. One that returns NaN cannot judge, and then the response is not `scored`.
     score = rewards.Scorer(args, accelerator, tokenizer, size, end_ids)
     reward_model = score.take_text_model(reward_model, prompts, held_out)
     # The optimiser holds the value model's weights as well. [PPO-4]
@@ -544,8 +544,8 @@ def main(args: Args):
         """The B rows of an update."""
         return prompts.of_update(update, B, args.seed)
 
-    # sample(policy, queries, query_mask, episodes, n, key) wraps utils.sample or vLLM; with --overlap it is an update
-    # ahead. `is_another`: what samples is not exactly this policy.
+    # sample(policy, queries, query_mask, episodes, n, key) is an object that wraps utils.sample or vLLM, with --overlap
+    # an update ahead. `is_another`: it samples with another engine or older weights.
     sample = samplers.choose(args, run, [*prompts, *held_out], prompts_of, stop_ids)
     state = run.resume(policy, optimizer, {"kl_coef": args.kl_coef, "adam_step": 0, "moments": (0, 0.0, 0.0)})
     if run.first_update == 1:
@@ -621,7 +621,7 @@ def main(args: Args):
         advantages, returns = compute_gae(rewards_of_tokens, values, args.gamma, args.lam)  # [B, R]
         if args.normalize_advantage:
             advantages = utils.masked_whiten(advantages, action_mask)  # over all response tokens [PPO-10]
-        # Weights make up for another engine's policy. With --overlap they are 1: the ratio does it. [GEN-15]
+        # Importance weights correct for another engine. With --overlap they are 1: the ratio does it. [GEN-15]
         advantages, weight_metrics = sample.weigh(advantages, old_logprobs, sampled_logprobs, action_mask)
 
         # ---- 5. Optimise ---------------------------------------------------------------------------------------------
@@ -650,7 +650,7 @@ def main(args: Args):
                         value_losses, errors, value_clipped = ppo_value_loss(
                             new_values, values[m], returns[m], state_mask[m], args.cliprange_value
                         )
-                        # Divided by the whole minibatch's count, micro-batches add up to its gradient. [OPT-5]
+                        # Dividing by the whole minibatch's count makes micro-batches add up to its gradient. [OPT-5]
                         loss = losses.sum() / num_actions.clamp(min=1)
                         # The value loss is an average over states. [PPO-14]
                         loss = loss + args.vf_coef * value_losses.sum() / num_states.clamp(min=1)

@@ -39,7 +39,7 @@ from rlhf_details.plumbing.outputs.run import Run
 
 
 @dataclass
-class Args(flags.RunArgs):  # which has the flags of run, data, models and memory
+class Args(flags.RunArgs):  # inherits the flags of run, data, models and memory
     exp_name: str = "train_reward"
     """part of the run's name"""
     output_dir: str = "models/reward"
@@ -103,8 +103,8 @@ class Args(flags.RunArgs):  # which has the flags of run, data, models and memor
     """comparisons that a device puts through one forward and backward pass"""
 
 
-# These replace the defaults above: for an embedded task by its name ("toy" without --dataset), for other data by the
-# first number above the model's count of parameters. docs/guides/1_your_data.md says where they are from.
+# Presets replace the defaults above. Embedded tasks are looked up by name ("toy" without --dataset), other data by the
+# smallest number above the model's parameter count. docs/guides/1_your_data.md says where they are from.
 presets = {
     "toy": dict(
         eval_dataset="toy:test",
@@ -124,7 +124,7 @@ presets = {
 }
 
 
-# ---- model: one call is one forward, in which DDP, FSDP and DeepSpeed meet all parameters ----------------------------
+# ---- model: one call is one forward, so that DDP, FSDP and DeepSpeed see all parameters ----------------------------
 class Reward(nn.Module):
     """Scores: gain * head(the state of a row's last real token). There is no bias, because the loss cannot see one."""
 
@@ -299,7 +299,7 @@ def main(args: Args):
             with engines.accumulate(accelerator, reward, is_last=i + 1 == len(micro_batches)):
                 scores = reward(tokens, mask).reshape(-1, K)  # [M, K]
                 losses = best_of_k_loss(scores, best)  # [M]
-                # Divided by the whole minibatch's count, micro-batches add up to its gradient. [OPT-5]
+                # Dividing by the whole minibatch's count makes micro-batches add up to its gradient. [OPT-5]
                 loss = losses.sum() / B
                 accelerator.backward(loss * world)  # The engines average over processes. [OPT-6]
             means.add({"train/rm/loss": losses, "train/rm/accuracy": is_correct(scores, best)})

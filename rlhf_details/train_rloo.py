@@ -10,7 +10,7 @@ the algorithm alone; this file adds several steps per rollout, REINFORCE++, pack
 
 Left out on purpose: a KL term in the loss; top-k and top-p, since the sampled policy would not be the trained one.
 
-A tag such as [RLOO-3] marks an implementation detail. benchmark/checks/details.md has its source, test and price.
+A tag such as [RLOO-3] marks an implementation detail: benchmark/checks/details.md has its source, test and effect.
 
 Shapes    P: prompts   k: responses per prompt   B = P * k: episodes of an update, the k of a prompt adjacent
           Q: query tokens, left-padded   R: response tokens, right-padded   L: columns of a row   V: vocabulary
@@ -40,7 +40,7 @@ from rlhf_details.utils import EVALUATION, TRAINING, Batch, in_slices
 
 
 @dataclass
-class Args(flags.PolicyArgs):  # which has the flags of run, data, models and memory
+class Args(flags.PolicyArgs):  # inherits the flags of run, data, models and memory
     exp_name: str = "train_rloo"
     """part of the run's name"""
     output_dir: str = "models/rloo"
@@ -52,7 +52,7 @@ class Args(flags.PolicyArgs):  # which has the flags of run, data, models and me
     temperature: float = 0.7
     """temperature, of sampling and of every log-prob"""
     stop_token: str = "eos"
-    """what ends sampling: "eos" (any that the model names as an end), "none", or a text that is one token"""
+    """what ends sampling: "eos" (any that the model lists as one), "none", or a text that is one token"""
     missing_eos_penalty: float | None = 1.0
     """what a response without the stop token pays, in points of score"""
     missing_eos_mode: Literal["subtract", "replace"] = "subtract"
@@ -104,8 +104,8 @@ class Args(flags.PolicyArgs):  # which has the flags of run, data, models and me
     """compute each prompt once for its k responses, where the model allows it"""
 
 
-# These replace the defaults above: for an embedded task by its name ("toy" without --dataset), for other data by the
-# first number above the model's count of parameters. docs/guides/1_your_data.md says where they are from.
+# Presets replace the defaults above. Embedded tasks are looked up by name ("toy" without --dataset), other data by the
+# smallest number above the model's parameter count. docs/guides/1_your_data.md says where they are from.
 presets = {
     "toy": dict(
         eval_dataset="toy:test",
@@ -141,7 +141,7 @@ presets["toy-sum"] = presets["toy"] | dict(
 )
 
 
-# ---- models: one call is one forward, in which DDP, FSDP and DeepSpeed meet all parameters ---------------------------
+# ---- models: one call is one forward, so that DDP, FSDP and DeepSpeed see all parameters ---------------------------
 class Policy(nn.Module):
     """Next-token logits / temperature, or log-probs of given tokens, in fp32."""
 
@@ -194,7 +194,7 @@ def load_models(args, device):
     # If it were the same object, the KL would stay 0. [MODEL-4]
     reference = models.frozen_copy(policy)
     reward_model = None
-    if rewards.reads_token_ids(args, tokenizer):  # One with other tokens reads text, in rewards.Scorer.
+    if rewards.reads_token_ids(args, tokenizer):  # One with another tokenizer reads text, in rewards.Scorer.
         reward_model = utils.disable_dropout(models.load_reward_model(args.reward_model_path, args))
         reward_model = Reward(reward_model).requires_grad_(False).to(device).eval()
     return tokenizer, policy.to(device), reference.to(device).eval(), reward_model
@@ -256,7 +256,7 @@ def response_scores(reward_model, batch, n):
 
 # ---- equations -------------------------------------------------------------------------------------------------------
 def has_stopped(responses, mask, stop_ids):
-    """Whether each response [B, R] holds one of stop_ids [S]. Without any, all have ended."""
+    """Whether each response [B, R] holds one of stop_ids [S]. If that is empty, all have ended."""
     # The filler, token 0, may be the stop token, so only real tokens count. [GEN-13]
     return (mask & torch.isin(responses, stop_ids)).any(1) if len(stop_ids) else mask.any(1)
 
@@ -270,7 +270,7 @@ def missing_eos_scores(scores, ended, penalty, mode):
     """
     if penalty is None:
         return scores
-    # Without a penalty nothing teaches the policy to stop. [REW-3]
+    # Without a penalty a response that was cut off may score well. [REW-3]
     return torch.where(ended, scores, scores - penalty if mode == "subtract" else torch.full_like(scores, -penalty))
 
 
@@ -278,7 +278,7 @@ def shape_scores(scores, scored, normalize, clip_range):
     """Scores [B], whitened over the `scored` ones (`normalize`), then clipped to [-clip_range, clip_range]."""
     if normalize:
         scores = utils.masked_whiten(scores, scored)
-    # One outlier cannot dominate the batch. [RLOO-13]
+    # A clip keeps one outlier from dominating the batch. [RLOO-13]
     return scores if clip_range is None else scores.clamp(-clip_range, clip_range)
 
 
@@ -333,7 +333,7 @@ def rloo_policy_loss(logprobs, old_logprobs, mask, advantages, cliprange):
 
 
 def in_equal_group(scores, k, scored):
-    """Whether each response [B] is in a group of k whose scores, as far as `scored`, are equal."""
+    """Whether each response [B] is in a group of k whose scores are equal, ignoring unscored ones."""
     highest = scores.masked_fill(~scored, -math.inf).reshape(-1, k).amax(1)
     lowest = scores.masked_fill(~scored, math.inf).reshape(-1, k).amin(1)
     return (highest <= lowest).repeat_interleave(k)
@@ -357,7 +357,7 @@ def evaluate(policy, sample, reference, reward_model, score, prompts, stop_ids, 
     if not prompts:
         return {}, None
     policy.eval()
-    # The last rows only make the shares equally long, and are cut off below.
+    # Rows that pad all processes to the same count are dropped below.
     episodes, rows = data.my_share(prompts, accelerator)
     queries, query_mask = utils.left_pad([row.ids for row in rows], accelerator.device)
     key = args.seed, EVALUATION, 0
@@ -402,13 +402,13 @@ def main(args: Args):
     tokenizer, policy, reference, reward_model = load_models(args, engines.loading_device(accelerator))
     stop_ids = stop_tokens.stop_ids(tokenizer, args.stop_token, "--stop_token", device)  # [S]
     prompts, held_out = data.load_prompts(args, tokenizer, room=models.context(policy, reward_model) - R)
-    # A forward takes `size` episodes, n packed in a row, and the sampler packs rollout_n. n and rollout_n are 1 where
-    # packing would change the log-probs or scores.
+    # A forward takes `size` episodes, packed n to a row, and the sampler packs rollout_n. Both are 1 if packing would
+    # change log-probs or scores.
     packed = packing.choose(args, k, policy, reward_model, prompts, response_logprobs, response_scores)
     n, size = packed.n, packed.size
-    # score(rows, batch, model_scores) adds the rewards of functions of text, such as
-    # f(prompts=["2 + 3 ="], completions=[" 5"], answer=["5"]) -> [1.0]. None: the reward is not for this kind of row,
-    # and no part of the sum. NaN: it abstains, and the response is not `scored`.
+    # score(rows, batch, model_scores) -> (rewards [M, F], scored [M]) adds the functions of --reward_fn, such as
+    # f(prompts=["2 + 3 ="], completions=[" 5"], answer=["5"]) -> [1.0]. One that returns None does not apply to a row,
+    # and is left out of the sum. One that returns NaN cannot judge, and then the response is not `scored`.
     score = rewards.Scorer(args, accelerator, tokenizer, size, stop_ids)
     reward_model = score.take_text_model(reward_model, prompts, held_out)
     optimizer = utils.adamw(policy, args.learning_rate, args.adam_eps, args.weight_decay)
@@ -422,8 +422,8 @@ def main(args: Args):
         # The k copies stand side by side, because baseline and packing take adjacent rows. [RLOO-1]
         return [prompt for prompt in prompts.of_update(update, B // k, args.seed) for _ in range(k)]
 
-    # sample(policy, queries, query_mask, episodes, n, key) wraps utils.sample or vLLM; with --overlap it is an update
-    # ahead. `is_another`: what samples is not exactly this policy.
+    # sample(policy, queries, query_mask, episodes, n, key) is an object that wraps utils.sample or vLLM, with --overlap
+    # an update ahead. `is_another`: it samples with another engine or older weights.
     sample = samplers.choose(args, run, [*prompts, *held_out], prompts_of, stop_ids)
     run.resume(policy, optimizer)
     if run.first_update == 1:
@@ -448,7 +448,7 @@ def main(args: Args):
             # ---- 2. Scores: rewards and log-probs --------------------------------------------------------------------
             batch = Batch(queries[mine], query_mask[mine], responses, response_mask)
             ref_logprobs, _ = in_slices(response_logprobs, reference, batch, size, n)
-            old_logprobs = sampled_logprobs
+            old_logprobs = sampled_logprobs  # enough for the KL; with one step the loss does not read them
             if not one_step or sample.is_another:
                 # The ratio compares two forwards of the same code, so it starts at 1 up to rounding. [GEN-9]
                 old_logprobs, _ = in_slices(response_logprobs, policy, batch, size, n)
@@ -470,7 +470,7 @@ def main(args: Args):
         scores = (rewards_of_each * score.weights).nansum(1)  # [B]
         scores = missing_eos_scores(scores, ended, args.missing_eos_penalty, args.missing_eos_mode)  # [B]
         shaped_scores = shape_scores(scores, scored, args.normalize_reward, args.reward_clip_range)  # [B]
-        # As a reward this estimate has the gradient of the KL. [REW-5]
+        # Used as a reward, log p - log p_ref gives an unbiased gradient of the KL. [REW-5]
         kl = old_logprobs - ref_logprobs  # [B, R], 0 at padding
         # The KL is summed, because the whole response is one action. [RLOO-2]
         rlhf_rewards = shaped_scores - args.kl_coef * kl.sum(1)  # [B]
@@ -485,7 +485,7 @@ def main(args: Args):
             advantages = rloo_advantages(rlhf_rewards, k, scored)  # [B]
         if args.normalize_advantage:
             advantages = utils.masked_whiten(advantages, is_action)  # over the whole batch [RLOO-14]
-        # Weights make up for a sampler that is not quite this policy. [GEN-15]
+        # Importance weights correct for a sampler that differs slightly from the policy. [GEN-15]
         advantages, weight_metrics = sample.weigh(advantages, old_logprobs, sampled_logprobs, response_mask)
 
         # ---- 5. Optimise ---------------------------------------------------------------------------------------------
@@ -505,7 +505,7 @@ def main(args: Args):
                         losses, logratio, clipped = rloo_policy_loss(
                             logprobs, old, response_mask[m], advantages[m], args.cliprange
                         )  # [M], or [M, R] where an action is a token
-                        # Divided by the whole minibatch's count, micro-batches add up to its gradient. [OPT-5]
+                        # Dividing by the whole minibatch's count makes micro-batches add up to its gradient. [OPT-5]
                         loss = losses.sum() / num_actions.clamp(min=1)
                         accelerator.backward(loss * world)  # The engines average over processes. [OPT-6]
                     of_actions = {
@@ -517,7 +517,7 @@ def main(args: Args):
                     means.add({"policy/entropy_avg": entropies}, response_mask[m])
                     means.add_ratios(logratio, is_action[m])
                     if epoch == number == 0:  # before the first step [LOG-6]
-                        # The sampler against this forward, and the old forward against it: 1 up to rounding.
+                        # The sampler against this forward (0 up to rounding), and the old one against it (1).
                         means.add_max("val/logprob_gap", (logprobs - sampled_logprobs[m]).abs())
                         means.add_max("val/first_ratio", logratio.abs().clamp(max=20).exp())
                 if not num_actions:  # Adam's momentum alone would move the weights.
@@ -528,7 +528,7 @@ def main(args: Args):
         run.lap("optimise")
 
         # ---- 6. Log --------------------------------------------------------------------------------------------------
-        # The logged KL and entropy are those of the policy that sampled.
+        # `objective/kl` and entropy are those of the policy that sampled.
         logged = sample.behaviour_logprobs(old_logprobs, sampled_logprobs)  # [B, R]
         logged_kl = (logged - ref_logprobs).sum(1)  # [B]
         metrics = means.reduce(accelerator) | score.by_name(rewards_of_each, "objective/")

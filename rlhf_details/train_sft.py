@@ -38,7 +38,7 @@ from rlhf_details.utils import EVALUATION
 
 
 @dataclass
-class Args(flags.RunArgs):  # which has the flags of run, data, models and memory
+class Args(flags.RunArgs):  # inherits the flags of run, data, models and memory
     exp_name: str = "train_sft"
     """part of the run's name"""
     output_dir: str = "models/sft"
@@ -98,8 +98,8 @@ class Args(flags.RunArgs):  # which has the flags of run, data, models and memor
     """sampling temperature; the loss is always that of temperature 1"""
 
 
-# These replace the defaults above: for an embedded task by its name ("toy" without --dataset), for other data by the
-# first number above the model's count of parameters. docs/guides/1_your_data.md says where they are from.
+# Presets replace the defaults above. Embedded tasks are looked up by name ("toy" without --dataset), other data by the
+# smallest number above the model's parameter count. docs/guides/1_your_data.md says where they are from.
 presets = {
     "toy": dict(
         eval_dataset="toy:test",
@@ -146,7 +146,7 @@ presets["toy-tools"] = presets["toy"] | dict(
 )
 
 
-# ---- model: one call is one forward, in which DDP, FSDP and DeepSpeed meet all parameters ----------------------------
+# ---- model: one call is one forward, so that DDP, FSDP and DeepSpeed see all parameters ----------------------------
 class LanguageModel(nn.Module):
     """The cross-entropy of targets, or for the sampler next-token logits of softmax(logits / temperature), in fp32."""
 

@@ -1,5 +1,5 @@
 """
-What all pages share: masks and padding, orders and the learning rate, the sampler, and the means that become metrics.
+What all scripts share: masks and padding, orders and the learning rate, the sampler, and the means that become metrics.
 
 Shapes    B: episodes   n: adjacent episodes that share a prompt and a row   W = B / n: rows   V: vocabulary
           Q: query tokens   R: response tokens   L: columns of a row   S: tokens that end a response   H: hidden size
@@ -27,7 +27,7 @@ def masked_mean(x, mask):
 
 
 def masked_whiten(x, mask, shift_mean=True):
-    """(x - mean) / sqrt(var + 1e-8) over the True entries, 0 elsewhere. `shift_mean=False` adds the mean again.
+    """(x - mean) / sqrt(var + 1e-8) over the True entries, 0 elsewhere. `shift_mean=False` adds the mean back.
 
     Source: openai/lm-human-preferences, lm_human_preferences/utils/core.py.
     """
@@ -113,11 +113,11 @@ def token_logprobs(logits, hidden, labels, size, compare=None, states=None):
         return (*found, compare(log_softmax, *states)) if compare else found
 
     flat = hidden.flatten(0, -2), labels.flatten(), *([states.flatten(0, -2)] if compare else [])
-    # All logits at once would be V floats for each token, and their gradients as many. [GEN-8]
+    # All logits at once would take V floats per token, and as many for gradients. [GEN-8]
     pieces = [x.split(max(1, size)) for x in flat]
-    # The backward pass computes a piece again.
-    again = functools.partial(checkpoint, of_piece, use_reentrant=False) if len(pieces[0]) > 1 else of_piece
-    found = zip(*map(again, *pieces), strict=True)
+    # The backward pass recomputes each piece.
+    run_piece = functools.partial(checkpoint, of_piece, use_reentrant=False) if len(pieces[0]) > 1 else of_piece
+    found = zip(*map(run_piece, *pieces), strict=True)
     return tuple(torch.cat(x).reshape(labels.shape) for x in found)
 
 
@@ -152,7 +152,7 @@ def learning_rate_at(step, num_steps, learning_rate, schedule, warmup_ratio=0.0)
 def adamw(model, learning_rate, eps, weight_decay):
     """torch's AdamW over the trained parameters of a model, biases and norms included."""
     parameters = [p for p in model.parameters() if p.requires_grad]
-    # Always explicit: torch's default decay, 0.01, is not RLOO's, nor its eps, 1e-8, that of PPO. [OPT-4]
+    # Explicit, since torch's defaults fit neither: weight decay 0.01 is not RLOO's, eps 1e-8 not PPO's. [OPT-4]
     return torch.optim.AdamW(parameters, lr=learning_rate, eps=eps, weight_decay=weight_decay)
 
 
@@ -214,7 +214,7 @@ def sample(policy, queries, query_mask, episodes, n, response_length, stop_ids, 
     A token is argmax(logits / T + Gumbel noise), which is a draw from the softmax. The noise depends on (key, number of
     the episode, step, token id) alone, so no grouping of episodes and no number of processes changes it.
     Args: policy(tokens, mask, positions, index, cache=cache) -> logits / T [.., len(index), V], in eval mode; its mask
-    is None without padding, and it may call no collective, since processes end after different steps; queries,
+    is None without padding, and it must not call collectives, since processes stop after different steps; queries,
     query_mask [B, Q], where n adjacent episodes have the same prompt; episodes [B], their numbers; stop_ids [S], or
     none; key, e.g. (seed, TRAINING, update); size, how many episodes are sampled at a time, a multiple of n; room [B],
     the most tokens of each response, where some may have fewer than response_length.
@@ -233,14 +233,14 @@ def sample_slice(policy, queries, query_mask, episodes, n, response_length, stop
     """As `sample`, of all episodes at once."""
     queries, query_mask = queries[::n], query_mask[::n]  # [W, Q]: the prompt of a row is computed once.
     first, num_real = torch.stack([query_mask.any(0).int().argmax(), query_mask.sum()]).tolist()
-    queries, query_mask = queries[:, first:], query_mask[:, first:]  # Before it all is padding.
+    queries, query_mask = queries[:, first:], query_mask[:, first:]  # Everything before `first` is padding.
     (W, Q), B, device = queries.shape, len(episodes), queries.device
     is_padded = num_real < W * Q
     keys = noise.keys_of_episodes(key, episodes)
     responses = torch.zeros(B, response_length, dtype=torch.long, device=device)
     mask = torch.zeros(B, response_length, dtype=torch.bool, device=device)
     logprobs = torch.zeros(B, response_length, device=device)
-    # A step adds a token of each of the n responses to their row, interleaved, and each response sees its own alone:
+    # A step adds a token of each of the n responses to their row, interleaved (unlike train_rloo.pack):
     #   p p p | a b | a b | ...        n = 2: column Q + t * n + j holds token t of response j
     own = torch.eye(n, dtype=torch.bool, device=device).repeat(1, response_length).expand(W, -1, -1)  # [W, n, n * R]
     visible = torch.cat([query_mask.unsqueeze(1).expand(-1, n, -1), own], 2)  # [W, n, Q + n * R]
@@ -260,7 +260,7 @@ def sample_slice(policy, queries, query_mask, episodes, n, response_length, stop
         # There may be several: Gemma ends its turns with <end_of_turn>, which is not its EOS. [GEN-16]
         # The stop token itself stays in the mask. [GEN-5]
         alive = alive & ~torch.isin(token, stop_ids) & (t + 1 < room)
-        # `any` waits for the GPU, so every 16th step asks, and a few tokens are wasted.
+        # `any` synchronises with the GPU, so check every 16 steps and waste at most 15.
         is_asked = device.type == "cpu" or (t + 1) % 16 == 0
         if t + 1 == response_length or (is_asked and not alive.any()):
             break

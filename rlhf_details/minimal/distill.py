@@ -1,6 +1,6 @@
 """
-On-policy distillation in one process and without options. It prints the numbers of train_distill.py, which adds other
-data, less memory, several machines, and going on after a crash.
+On-policy distillation in one process and without options. It reproduces the metrics of train_distill.py up to
+rounding; that file adds options, other data, less memory, several processes and resuming.
 
 A policy, the student, answers prompts. A teacher with the same tokens says of each token how likely it was, and tokens
 that the teacher finds more likely than the student become more likely (Lu and Thinking Machines Lab, 2025).
@@ -30,12 +30,12 @@ def sample(policy, tokens, mask, eos, update):
     mask     0    1    1    1    1    1    0    0     EOS counts: it has a log-prob and a KL
     """
     alive, cache = mask.new_ones(B), DynamicCache(config=policy.config)
-    # Noise depends on (seed, update, episode, step, token) alone, so runs with one seed are equal. [GEN-4]
+    # Noise depends on (seed, purpose, update, episode, step, token) alone, so runs with the same seed match. [GEN-4]
     keys = noise.keys_of_episodes((seed, utils.TRAINING, update), torch.arange(B, device=device))
     for t in range(R):
         new = slice(cache.get_seq_length(), None)  # not in the cache yet
         positions = utils.positions_from_mask(mask)  # They do not count padding. [GEN-6]
-        # The releases of transformers differ in what they call the cache.
+        # The name of the cache argument depends on the release of transformers.
         inputs = dict(attention_mask=mask, position_ids=positions[:, new]) | {utils.name_of_cache(policy): cache}
         logits = policy(tokens[:, new], **inputs).logits[:, -1]  # [B, V]
         # The argmax of logits + Gumbel noise is a draw from their softmax. [GEN-1]

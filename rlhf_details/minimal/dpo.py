@@ -1,6 +1,6 @@
 """
-DPO (arXiv 2305.18290) in one process and without options. It prints the numbers of train_dpo.py, which adds other
-data, less memory, several machines, and going on after a crash.
+DPO (arXiv 2305.18290) in one process and without options. It reproduces the metrics of train_dpo.py up to rounding;
+that file adds options, other data, less memory, several processes and resuming.
 
 The SFT policy answers each prompt four times, and an imaginary human says which answer is the best. The policy learns
 from this alone. What it made more likely since it began is its score, in the reward model's loss.

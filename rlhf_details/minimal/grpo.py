@@ -1,6 +1,6 @@
 """
-GRPO (arXiv 2402.03300) in one process and without options. It prints the numbers of train_grpo.py, which adds other
-data, less memory, several machines, and going on after a crash.
+GRPO (arXiv 2402.03300) in one process and without options. It reproduces the metrics of train_grpo.py up to rounding;
+that file adds options, other data, less memory, several processes and resuming.
 
 A policy answers each prompt k times. Answers that score better than their siblings become more likely, others less. The
 differences are divided by their spread in the group, and the KL from the initial policy is a loss.
@@ -35,12 +35,12 @@ def sample(policy, tokens, mask, eos, update):
     mask     0    1    1    1    1    1    0    0     EOS counts: it has a log-prob and a KL
     """
     alive, cache = mask.new_ones(B), DynamicCache(config=policy.config)
-    # Noise depends on (seed, update, episode, step, token) alone, so runs with one seed are equal. [GEN-4]
+    # Noise depends on (seed, purpose, update, episode, step, token) alone, so runs with the same seed match. [GEN-4]
     keys = noise.keys_of_episodes((seed, utils.TRAINING, update), torch.arange(B, device=device))
     for t in range(R):
         new = slice(cache.get_seq_length(), None)  # not in the cache yet
         positions = utils.positions_from_mask(mask)  # They do not count padding. [GEN-6]
-        # The releases of transformers differ in what they call the cache.
+        # The name of the cache argument depends on the release of transformers.
         inputs = dict(attention_mask=mask, position_ids=positions[:, new]) | {utils.name_of_cache(policy): cache}
         logits = policy(tokens[:, new], **inputs).logits[:, -1]  # [B, V]
         # The argmax of logits + Gumbel noise is a draw from their softmax. [GEN-1]
@@ -63,7 +63,7 @@ def scores_of(reward_model, tokens, mask):
     trunk, positions = reward_model.base_model, utils.positions_from_mask(mask)
     hidden = trunk(tokens, attention_mask=mask, position_ids=positions).last_hidden_state  # [B, Q + R, H]
     last = positions.argmax(1)  # [B]: padding repeats the last position, and argmax finds the first. [REW-2]
-    # transformers does not apply this shift, which the reward model's training has left. [REW-1]
+    # train_reward.py stores this shift, which transformers does not apply. [REW-1]
     return reward_model.score(hidden[torch.arange(B), last]).squeeze(1) + reward_model.config.reward_bias
 
 

@@ -1,9 +1,9 @@
 """
-PPO (the recipe of "N+", arXiv 2403.17031) in one process and without options. It prints the numbers of train_ppo.py,
-which adds other data, less memory, several machines, and going on after a crash.
+PPO (the recipe of "N+", arXiv 2403.17031) in one process and without options. It reproduces the metrics of
+train_ppo.py up to rounding; that file adds options, other data, less memory, several processes and resuming.
 
 Each token of a response is an action. A value model predicts the reward still to come. Tokens that turn out better than
-predicted become more likely, others less, and the clip removes the incentive to move far in one rollout.
+predicted become more likely, others less, and the clip removes the incentive to move far in one update.
 
 Shapes    B: episodes, one for each prompt   Q: query tokens, left-padded   R: response tokens, right-padded
           V: vocabulary   H: hidden size
@@ -21,8 +21,8 @@ device = "cuda" if torch.cuda.is_available() else "cpu"
 seed = 1
 B = 256  # episodes of an update
 R = 36  # maximum length of a response
-kl_coef = 0.1  # what a nat of KL costs, in score
-missing_eos_penalty = 3.0  # what a response without an end costs, in score
+kl_coef = 0.1  # score lost per nat of KL
+missing_eos_penalty = 3.0  # score lost without an EOS
 passes = 4  # optimiser steps on each rollout
 cliprange, cliprange_value = 0.2, 0.2  # of a token's probability ratio, and of the change of a value
 vf_coef = 0.1  # weight of the value loss
@@ -38,12 +38,12 @@ def sample(policy, tokens, mask, eos, update):
     mask     0    1    1    1    1    1    0    0     EOS counts: it has a log-prob and a KL
     """
     alive, cache = mask.new_ones(B), DynamicCache(config=policy.config)
-    # Noise depends on (seed, update, episode, step, token) alone, so runs with one seed are equal. [GEN-4]
+    # Noise depends on (seed, purpose, update, episode, step, token) alone, so runs with the same seed match. [GEN-4]
     keys = noise.keys_of_episodes((seed, utils.TRAINING, update), torch.arange(B, device=device))
     for t in range(R):
         new = slice(cache.get_seq_length(), None)  # not in the cache yet
         positions = utils.positions_from_mask(mask)  # They do not count padding. [GEN-6]
-        # The releases of transformers differ in what they call the cache.
+        # The name of the cache argument depends on the release of transformers.
         inputs = dict(attention_mask=mask, position_ids=positions[:, new]) | {utils.name_of_cache(policy): cache}
         logits = policy(tokens[:, new], **inputs).logits[:, -1]  # [B, V]
         # The argmax of logits + Gumbel noise is a draw from their softmax. [GEN-1]
@@ -66,7 +66,7 @@ def scores_of(reward_model, tokens, mask):
     trunk, positions = reward_model.base_model, utils.positions_from_mask(mask)
     hidden = trunk(tokens, attention_mask=mask, position_ids=positions).last_hidden_state  # [B, Q + R, H]
     last = positions.argmax(1)  # [B]: padding repeats the last position, and argmax finds the first. [REW-2]
-    # transformers does not apply this shift, which the reward model's training has left. [REW-1]
+    # train_reward.py stores this shift, which transformers does not apply. [REW-1]
     return reward_model.score(hidden[torch.arange(B), last]).squeeze(1) + reward_model.config.reward_bias
 
 
@@ -99,7 +99,7 @@ def main(updates=40):
         episodes = sample(policy, *queries, tokenizer.eos_token_id, update)  # tokens and mask [B, Q + R]
         responses, mask = (x[:, -R:] for x in episodes)  # [B, R]
 
-        # ---- 2. Scores: also log-probs and values
+        # ---- 2. Scores: and log-probs, values
         #   responses    a    b   EOS   .    .     w    x    y    z    u
         #   mask         1    1    1    0    0     1    1    1    1    1     actions: the tokens
         #   state_mask   1    1    1    1    0     1    1    1    1    1     states: before each token, and after EOS
@@ -125,7 +125,7 @@ def main(updates=40):
         for t in reversed(range(R)):
             advantage = rewards[:, t] + next_value - old_values[:, t] + lam * advantage  # [B] [PPO-9]
             advantages[:, t], next_value = advantage, old_values[:, t]
-        returns = advantages + old_values  # what the values should have been; not whitened
+        returns = advantages + old_values  # the value targets
         advantages = utils.masked_whiten(advantages, mask)  # mean 0 and variance 1 over all tokens [PPO-10] [PPO-11]
 
         # ---- 5. Optimise: several steps on the same rollout

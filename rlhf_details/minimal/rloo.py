@@ -1,6 +1,7 @@
 """
-RLOO (arXiv 2402.14740) in one process and without options. It prints the numbers of train_rloo.py, which adds other
-data, less memory, several machines, and going on after a crash. benchmark/checks/details.md explains the tags.
+RLOO (arXiv 2402.14740) in one process and without options. It reproduces the metrics of train_rloo.py up to rounding;
+that file adds options, other data, less memory, several processes and resuming. Tags such as [REW-2] are explained in
+benchmark/checks/details.md.
 
 A policy answers each prompt k times. Answers that score better than their siblings become more likely, others less.
 
@@ -21,8 +22,8 @@ seed = 1
 k = 4  # responses to each prompt
 B = 256  # episodes of an update
 R = 36  # maximum length of a response
-kl_coef = 0.1  # what a nat of KL costs, in score
-missing_eos_penalty = 3.0  # what a response without an end costs, in score
+kl_coef = 0.1  # score lost per nat of KL
+missing_eos_penalty = 3.0  # score lost without an EOS
 learning_rate, max_grad_norm = 5e-4, 1.0
 
 
@@ -34,12 +35,12 @@ def sample(policy, tokens, mask, eos, update):
     mask     0    1    1    1    1    1    0    0     EOS counts: it has a log-prob and a KL
     """
     alive, cache = mask.new_ones(B), DynamicCache(config=policy.config)
-    # Noise depends on (seed, update, episode, step, token) alone, so runs with one seed are equal. [GEN-4]
+    # Noise depends on (seed, purpose, update, episode, step, token) alone, so runs with the same seed match. [GEN-4]
     keys = noise.keys_of_episodes((seed, utils.TRAINING, update), torch.arange(B, device=device))
     for t in range(R):
         new = slice(cache.get_seq_length(), None)  # not in the cache yet
         positions = utils.positions_from_mask(mask)  # They do not count padding. [GEN-6]
-        # The releases of transformers differ in what they call the cache.
+        # The name of the cache argument depends on the release of transformers.
         inputs = dict(attention_mask=mask, position_ids=positions[:, new]) | {utils.name_of_cache(policy): cache}
         logits = policy(tokens[:, new], **inputs).logits[:, -1]  # [B, V]
         # The argmax of logits + Gumbel noise is a draw from their softmax. [GEN-1]
@@ -62,7 +63,7 @@ def scores_of(reward_model, tokens, mask):
     trunk, positions = reward_model.base_model, utils.positions_from_mask(mask)
     hidden = trunk(tokens, attention_mask=mask, position_ids=positions).last_hidden_state  # [B, Q + R, H]
     last = positions.argmax(1)  # [B]: padding repeats the last position, and argmax finds the first. [REW-2]
-    # transformers does not apply this shift, which the reward model's training has left. [REW-1]
+    # train_reward.py stores this shift, which transformers does not apply. [REW-1]
     return reward_model.score(hidden[torch.arange(B), last]).squeeze(1) + reward_model.config.reward_bias
 
 
