@@ -565,7 +565,7 @@ def main(args: Args):
         scores = overlong_scores(scores, response_mask, args.soft_overlong)  # [B]
 
         # ---- 4. Advantages -------------------------------------------------------------------------------------------
-        # What is not scored, or has no scored sibling, gives no gradient.
+        # What is not scored, or has no scored sibling, gives no gradient. [REW-8]
         advantages = grpo_advantages(scores, k, args.scale_advantages, scored)  # [B, 1], for all tokens of a response
         learns = has_group(scored, k)  # [B]
         # The score of a response that was cut off says little. [GRPO-7]

@@ -609,7 +609,7 @@ def main(args: Args):
         # tokens pay for the KL of the policy as it is now. [GEN-11]
         old_logprobs = sample.behaviour_logprobs(old_logprobs, sampled_logprobs)  # [B, R]
         logged_kl = (old_logprobs - ref_logprobs).sum(1)  # [B], the estimate "k1", whatever --kl_penalty is
-        # A response that is not scored gives no gradient.
+        # A response that is not scored gives no gradient. [REW-8]
         action_mask = response_mask & scored.unsqueeze(1)  # [B, R]
         state_mask = value_mask(response_mask) & scored.unsqueeze(1)  # [B, R]
         rewards_of_tokens = token_rewards(shaped_scores, kl_penalties, response_mask, state["kl_coef"])  # [B, R]

@@ -476,7 +476,7 @@ def main(args: Args):
         rlhf_rewards = shaped_scores - args.kl_coef * kl.sum(1)  # [B]
 
         # ---- 4. Advantages -------------------------------------------------------------------------------------------
-        # What is not scored, or has no scored sibling, gives no gradient.
+        # What is not scored, or has no scored sibling, gives no gradient. [REW-8]
         is_action = has_baseline(scored, k)  # [B]
         if args.token_level_kl:  # REINFORCE++: every token is an action.
             is_action = response_mask & is_action.unsqueeze(1)  # [B, R]

@@ -106,7 +106,8 @@ SLOW = dict(train_rloo=RlooOracle, train_grpo=GrpoOracle, train_ppo=PpoOracle, t
 def test_three_updates_equal_the_slow_oracles(ragged, in_tmp, monkeypatch, name):
     """The equations of all four pages, and how they are put together:
 
-    [GEN-14] [REW-1] [REW-3] [REW-5] [PPO-1] [PPO-2] [PPO-3] [PPO-4] [PPO-5] [PPO-6] [PPO-7] [PPO-8] [PPO-9] [PPO-10]
+    [GEN-14] [REW-1] [REW-3] [REW-5] [REW-8]
+    [PPO-1] [PPO-2] [PPO-3] [PPO-4] [PPO-5] [PPO-6] [PPO-7] [PPO-8] [PPO-9] [PPO-10]
     [PPO-11] [PPO-12] [PPO-13] [PPO-14] [PPO-15] [PPO-16] [PPO-17] [PPO-18] [PPO-19]
     [RLOO-1] [RLOO-2] [RLOO-3] [RLOO-4] [RLOO-5] [RLOO-6] [RLOO-13] [RLOO-14]
     [GRPO-1] [GRPO-2] [GRPO-3] [GRPO-4] [GRPO-5] [GRPO-6] [GRPO-7] [GRPO-8] [GRPO-9]
