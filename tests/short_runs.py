@@ -15,6 +15,7 @@ from helpers import PAGES, SCRIPTS, page_args, read_metrics, without_times
 from rlhf_details import evaluate, toy
 from rlhf_details.plumbing.outputs.run import Run
 
+MODEL = dict.fromkeys(SCRIPTS, "sft_model_path") | {"train_sft": "base_model", "evaluate": "policy_path"}
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 STEPS = dict(num_ppo_epochs=2, num_mini_batches=2, eval_dataset="held_out.jsonl")
 MOMENTS = dict(adaptive_kl=True, kl_horizon=50.0, kl_coef=0.2, score_scaling=True, score_norm=True, tf_adam=True)
@@ -118,6 +119,16 @@ def start(tiny, case, **changes):
         for number, handler in zip(SIGNALS, before, strict=True):
             signal.signal(number, handler)
         assert has_died or after == before  # a process that has died is gone
+
+
+def one_step(script, folder, **changes):
+    """Args of a run of one step on rows.jsonl and the models in a folder, or of an evaluation."""
+    values = dict(dataset="rows.jsonl", output_dir="out", response_length=4, overwrite=False)
+    if script in PAGES:
+        return page_args(script, folder, **(values | dict(total_episodes=16) | changes))
+    values[MODEL[script]] = str(folder / "policy")
+    values |= {} if script == "evaluate" else dict(batch_size=16, run_name="run")
+    return SCRIPTS[script].Args(**(values | changes))
 
 
 def short_run(tiny, name, **changes):

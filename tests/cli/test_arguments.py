@@ -165,6 +165,9 @@ def test_help_has_every_flag_in_its_group_and_an_example_that_gives_what_is_requ
     for name in {"sft_model_path", "policy_path"} & texts.keys():
         assert getattr(args, name) and "(required unless --dataset is toy" in texts[name]
         assert f"--{name}: required" in fails(SCRIPTS[script].main, dataclasses.replace(args, **{name: None}))
+    of_toy = flags_shown(shown_by_help(kind))
+    for name, value in SCRIPTS[script].presets["toy"].items():
+        assert f"(default: {value})" in of_toy[name].replace("'", "")
 
 
 def test_help_imports_no_code_of_models_and_engines(in_tmp):

@@ -9,13 +9,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from helpers import PAGES, REWARDED, SCRIPTS, edit_json, launch, page_args, swap_words, tiny_config
-from short_runs import contents
+from helpers import PAGES, REWARDED, SCRIPTS, edit_json, launch, swap_words, tiny_config
+from short_runs import MODEL, contents, one_step
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPTNeoXForSequenceClassification
 
 from rlhf_details import toy
 
-MODEL = dict.fromkeys(SCRIPTS, "sft_model_path") | {"train_sft": "base_model", "evaluate": "policy_path"}
 RL, TRAIN = list(PAGES), [*PAGES, "train_reward", "train_dpo", "train_sft"]
 ROW = {"prompt": "last friday my sister", "completion": "went .", "chosen": "we went .", "rejected": "the soup was ."}
 CHAT = [{"role": "user", "content": "hi"}]
@@ -29,17 +28,6 @@ def jsonl(change=(), rows=16):
     return "\n".join(map(json.dumps, table)) + "\n"
 
 
-def good_args(script, tiny, **changes):
-    """Arguments of a run of one step on rows.jsonl."""
-    values = dict(dataset="rows.jsonl", output_dir="out", response_length=4, overwrite=False)
-    if script in RL:
-        return page_args(script, tiny, **(values | dict(total_episodes=16) | changes))
-    values |= {MODEL[script]: str(tiny / "policy")}
-    values |= {} if script == "evaluate" else dict(batch_size=16, run_name="run")
-    values |= changes
-    return SCRIPTS[script].Args(**values)
-
-
 @pytest.fixture
 def refused(in_tmp, tiny, fails):
     """refused(script, *words, **changes): main with good arguments, changed, must end as this file says."""
@@ -47,7 +35,7 @@ def refused(in_tmp, tiny, fails):
 
     def refuse(script, *words, **changes):
         before = contents(in_tmp)
-        line = fails(SCRIPTS[script].main, good_args(script, tiny, **changes))
+        line = fails(SCRIPTS[script].main, one_step(script, tiny, **changes))
         assert contents(in_tmp) == before and all(str(word) in line for word in words), (line, words)
         return line
 
@@ -57,7 +45,7 @@ def refused(in_tmp, tiny, fails):
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_the_arguments_that_are_spoilt_below_do_run(script, tiny, in_tmp):
     Path("rows.jsonl").write_text(jsonl())
-    SCRIPTS[script].main(good_args(script, tiny))
+    SCRIPTS[script].main(one_step(script, tiny))
     assert any(Path("out", name).exists() for name in ("summary.json", "config.json"))
 
 

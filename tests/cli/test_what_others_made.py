@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import SCRIPTS, edit_json, launch, page_args, tiny_model, tiny_reward_model
+from helpers import SCRIPTS, edit_json, launch, tiny_model, tiny_reward_model
 from safetensors.torch import load_file, save_file
-from short_runs import contents, write_rows
+from short_runs import contents, one_step, write_rows
 from tokenizers import ByteLevelBPETokenizer
 from transformers import (
     AutoModelForCausalLM,
@@ -128,12 +128,7 @@ def run(in_tmp, tiny):
     write_rows("rows.jsonl", [ROW] * 16)
 
     def start(script, **changes):
-        values = dict(dataset="rows.jsonl", output_dir="out", response_length=4) | changes
-        if script in ("train_rloo", "train_distill"):
-            return SCRIPTS[script].main(page_args(script, in_tmp, **(dict(total_episodes=16) | values)))
-        values |= dict(batch_size=16, run_name="run") if script != "evaluate" else {}
-        name = {"train_sft": "base_model", "evaluate": "policy_path"}.get(script, "sft_model_path")
-        return SCRIPTS[script].main(SCRIPTS[script].Args(**({name: "policy"} | values)))
+        return SCRIPTS[script].main(one_step(script, in_tmp, **changes))
 
     return start
 
