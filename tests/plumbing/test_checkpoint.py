@@ -126,13 +126,6 @@ def test_a_disk_that_is_full_ends_the_run_and_leaves_the_checkpoint_before(tiny,
     assert checkpoints() == ["000002"]  # the unfinished one has made room
 
 
-def test_a_new_run_leaves_no_checkpoint_of_the_one_it_replaces(tiny, in_tmp):
-    copy_of_dead(tiny)
-    with after_row(1, die), pytest.raises(Death):
-        start(tiny, "rloo", overwrite=True)
-    assert checkpoints() == [] and updates() == [1]
-
-
 # ---- damage ----------------------------------------------------------------------------------------------------------
 def flip(content, where=0.5):
     """Flips a bit, at this share of the length."""
@@ -221,11 +214,15 @@ REFUSED = [  # other flags, what its config.json says otherwise, words of the li
 
 @pytest.mark.parametrize("changes, state, words", REFUSED)
 def test_a_checkpoint_of_another_run_is_refused_and_nothing_is_touched(tiny, in_tmp, fails, changes, state, words):
-    edit_json(copy_of_dead(tiny) / "config.json", **state)
+    """Neither is a run of other arguments written over that has no checkpoint."""
+    run = copy_of_dead(tiny)
+    edit_json(run / "config.json", **state)
     rows = Path(arguments(tiny, "rloo")[1].dataset).read_text().splitlines(keepends=True)
     Path("other.jsonl").write_text("".join(rows[::-1]))
-    before, line = contents(), fails(start, tiny, "rloo", resume=True, **changes)
-    assert "runs/run/checkpoints/000004 is of another run" in line and words in line and contents() == before
+    for what in ("runs/run/checkpoints/000004", "runs/run"):
+        before, line = contents(), fails(start, tiny, "rloo", resume=True, **changes)
+        assert f"{what} is of another run: " in line and words in line and contents() == before
+        shutil.rmtree(run / "checkpoints", ignore_errors=True)
 
 
 def test_where_no_checkpoint_is_whole_the_run_does_not_begin_anew_by_itself(tiny, in_tmp, fails):

@@ -11,13 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from helpers import ENVIRONMENT, fake_hub, read_metrics
+from helpers import ENVIRONMENT, fake_hub, read_metrics, run_rloo, without_times
 from huggingface_hub import constants
 from short_runs import CASES, arguments, start
 
 from rlhf_details import train_rloo
 from rlhf_details.plumbing.inputs import models
-from rlhf_details.plumbing.machine import engines
 
 
 @pytest.fixture
@@ -43,14 +42,10 @@ def put_into_cache(name, folder, revision="main"):
 def test_a_name_may_end_in_a_revision(tiny, ragged, in_tmp, fails, offline_hub):
     for kind in ("policy", "reward"):
         put_into_cache(f"org/{kind}", tiny / kind), put_into_cache(f"org/{kind}", ragged / kind, "v1")
-    flags = train_rloo.Args()
-    for revision, folder in {"": tiny, "@v1": ragged}.items():
-        found = models.load_policy(f"org/policy{revision}", "--sft_model_path", flags)
-        assert engines.checksum(found) == engines.checksum(models.load_policy(folder / "policy", "", flags))
-        found = models.load_reward_model(f"org/reward{revision}", flags)
-        assert getattr(found.config, "reward_bias", None) == (0.7 if revision else None)
-        assert models.load_tokenizer(f"org/policy{revision}", "--sft_model_path", flags).eos_token
-    assert "We couldn't connect to" in fails(models.load_policy, "org/policy@v2", "--sft_model_path", flags)
+    for end, folder in (("", tiny), ("@v1", ragged)):
+        named = run_rloo(tiny, sft_model_path=f"org/policy{end}", reward_model_path=f"org/reward{end}")
+        assert without_times(named) == without_times(run_rloo(folder))
+    assert "We couldn't connect to" in fails(run_rloo, tiny, sft_model_path="org/policy@v2")
 
 
 # ---- the card --------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from helpers import read_metrics, run_rloo
+from helpers import read_metrics
 from short_runs import (
     after_row,
     assert_same_run,
@@ -72,14 +72,6 @@ def test_runs_have_names_of_their_own_and_resume_takes_the_newest_of_its_kind(ti
         Path("runs", f"{other}__20270101-000000").mkdir()
     assert start(tiny, "rloo", output_dir="model2", resume=True, **options)["run"] == runs[2]
     assert f"goes on after update 1 of 1, from {runs[2]}/checkpoints/000001" in capsys.readouterr().out
-
-
-def test_a_run_of_other_arguments_without_a_checkpoint_is_not_written_over(tiny, in_tmp, fails):
-    run_rloo(tiny, checkpoint_every=0)
-    before = Path("runs/run/metrics.jsonl").read_bytes()
-    other = dict(resume=True, overwrite=False, output_dir="other", kl_coef=0.7)
-    assert "runs/run is of another run: kl_coef" in fails(run_rloo, tiny, checkpoint_every=0, **other)
-    assert Path("runs/run/metrics.jsonl").read_bytes() == before
 
 
 # ---- two runs at once ------------------------------------------------------------------------------------------------

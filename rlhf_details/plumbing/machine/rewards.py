@@ -371,12 +371,10 @@ class Scorer:
         Args, all gathered: values [N, F]; prompts, a list of N; responses, mask [N, R]; scored, ended, scores, kl [N].
         """
         found = {"kl": kl, "length": mask.sum(1).float(), "ended": ended.float()}
-        gold = self.columns(values).get("gold", scores[:0])
-        spread = {"gold_std": gold} if len(gold) else {}
+        spread = {"gold_std": self.columns(values).get("gold", ())}
         if hasattr(self.args, "reward_fn_weights"):  # A page with a teacher has no scores.
-            known = scores[scored]
-            found, spread = {"scores": known} | found, spread | {"scores_std": known}
+            found, spread = {"scores": scores[scored]} | found, spread | {"scores_std": scores[scored]}
         metrics = {name: x.mean().item() for name, x in found.items()} | self.by_name(values)
-        metrics |= {name: x.std(correction=0).item() for name, x in spread.items()}
+        metrics |= {name: x.std(correction=0).item() for name, x in spread.items() if len(x)}
         shown = prompts, responses, mask, ended, scores.masked_fill(~scored, math.nan), kl
         return {f"eval/objective/{name}": x for name, x in metrics.items()}, shown

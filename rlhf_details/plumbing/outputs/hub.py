@@ -28,9 +28,8 @@ def on_the_hub(name):
 
 def command():
     """The command of this run as it was typed, such as `accelerate launch --num_processes 2 train_rloo.py`."""
-    this = psutil.Process()
-    with contextlib.suppress(psutil.Error):  # Another user's process does not say what its command is.
-        words = this.parent().cmdline() if this.parent() else []
+    with contextlib.suppress(psutil.Error, AttributeError):  # Another user's process does not say what its command is.
+        words = psutil.Process().parent().cmdline()
         if words[-len(sys.argv) :] == sys.argv:  # It has launched this one.
             program = words[1:] if Path(words[0]).name.startswith("python") and words[1][0] != "-" else words
             return shlex.join([Path(program[0]).name, *program[1:]])
