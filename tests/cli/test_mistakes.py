@@ -69,6 +69,12 @@ def cases(*rows):
             dict(batch_size=64),
             ["--batch_size 64: more than the 16 rows", "rows.jsonl"],
         ),
+        (["train_reward", "train_dpo"], dict(dataset="toy-sum"), ["--dataset toy-sum: has no comparisons"]),
+        (
+            ["train_reward", "train_dpo"],
+            dict(dataset="toy", prompt_template="{prompt}"),
+            ["--prompt_template {prompt}: not for the embedded task"],
+        ),
         ("train_rloo", dict(rloo_k=1), ["--rloo_k 1", "--token_level_kl", "--normalize_advantage"]),
         ("train_rloo", dict(rloo_k=1, token_level_kl=True), ["--rloo_k 1", "--normalize_advantage"]),
         (

@@ -10,6 +10,7 @@ from short_runs import after_row, start
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb_file import read_runs, table
 
+from rlhf_details import toy
 from rlhf_details.plumbing.outputs import trackers
 
 OPTIONS = dict(track=True, wandb_tags=("mine",), num_sample_generations=2, eval_dataset="toy:test", take=24, seed=7)
@@ -30,6 +31,9 @@ def test_an_offline_run_holds_metrics_configuration_and_tables(tiny, few_prompts
     assert (about.display_name, about.project, about.run_group) == ("run", "rlhf_details", "toy__train_rloo")
     assert [*about.tags] == [*filter(None, ["mine", described[:64]])]
     assert "code" in {artifact.type for artifact in run.artifacts}  # all Python files of the package
+    assert [row["prompt"] for row in table(run, "data/rows")] == [
+        row["prompt"] for row in toy.rows("prompts", "train")[:8]
+    ]
     samples = [json.loads(line) for line in Path("runs/run/samples.jsonl").read_text().splitlines()]
     assert len({row["query"] for row in samples[:4]}) == 4  # and not the k responses to one prompt
     assert table(run, "samples") == [{k: v for k, v in row.items() if k != "update"} for row in samples[-4:]]

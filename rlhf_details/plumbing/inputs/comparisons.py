@@ -18,10 +18,13 @@ LABEL_PAD = 50259  # fills up the rows of lm-human-preferences; it is no id of G
 
 
 def check(args):
-    """Exits with an error if a data set is an embedded task whose reward is a function."""
+    """Exits with an error if a data set is an embedded task whose reward is a function, or a flag would do nothing."""
     for flag in ("dataset", "eval_dataset"):
-        if (getattr(args, flag) or "").partition(":")[0] == "toy-sum":
+        if (getattr(args, flag) or "").startswith("toy-"):
             console.fail(f"--{flag} {getattr(args, flag)}: has no comparisons; its reward is a function")
+    for flag in ("prompt_template", "max_prompt_length"):
+        if getattr(args, flag) is not None and args.dataset.partition(":")[0] == "toy":
+            console.fail(f"--{flag} {getattr(args, flag)}: not for the embedded task, whose comparisons are sampled")
 
 
 def load(args, tokenizer, model, of_toy):

@@ -66,14 +66,14 @@ class Run:
             self.checkpoint = checkpoint.find(self.folder, before, self.identity)
         if self.is_main:
             with self.writing(self.folder):
-                self.open_folder(before.get("wandb_id"))
+                self.open_folder(before.get("wandb_id"), prompts)
         how = f"{len(prompts)} rows, {num_updates} updates of {args.batch_size}, {engines.in_words(accelerator)}"
         if hasattr(args, "reward_fn"):  # Its held-out figures are of such samples as well.
             how += f", samples at temperature {args.temperature:g} and of at most {args.response_length} tokens"
         console.say(how)
 
     # ---- the start ---------------------------------------------------------------------------------------------------
-    def open_folder(self, wandb_id):
+    def open_folder(self, wandb_id, prompts):
         """Opens the trackers before anything is trained, and writes config.json. wandb_id: of the run to continue."""
         args, accelerator = self.args, self.accelerator
         about = self.identity | {
@@ -87,7 +87,7 @@ class Run:
             "wandb_id": wandb_id,
         }
         update = int(self.checkpoint.name) if self.checkpoint else 0
-        self.wandb = trackers.start(args, accelerator, self.folder, about, update)
+        self.wandb = trackers.start(args, accelerator, self.folder, about, update, prompts)
         if self.wandb:
             about["wandb_id"] = self.wandb.id
         if not self.checkpoint:

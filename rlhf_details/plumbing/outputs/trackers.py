@@ -32,11 +32,11 @@ def git(*words):
 
 
 # ---- TensorBoard and Weights & Biases --------------------------------------------------------------------------------
-def start(args, accelerator, folder, about, update):
+def start(args, accelerator, folder, about, update, prompts):
     """Opens accelerate's trackers, of which the axis is episodes. Call it on the main process only.
 
     Args: folder, of the run; about, its config.json as a dictionary, in which `wandb_id`, if it is there, names the run
-    to continue; update, the last one that stays. Returns: the run of Weights & Biases, or None.
+    to continue; update, the last one that stays; prompts, to train on. Returns: the run of Weights & Biases, or None.
     """
     # Event files are never cut. TensorBoard is told to forget what they say about later updates.
     purge_step = update * args.batch_size + 1 if update else 0
@@ -59,9 +59,13 @@ def start(args, accelerator, folder, about, update):
     except (wandb.errors.Error, ValueError) as e:  # ValueError: wandb does not take the tag or the name.
         hint = "run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline"
         console.fail(f"--track: Weights & Biases cannot be started ({console.in_one_line(e)}); {hint}")
-    tracker = accelerator.get_tracker("wandb").tracker
-    tracker.log_code(str(Path(__file__).parents[2]))  # all Python files of the package
-    return tracker
+    tracker = accelerator.get_tracker("wandb")
+    tracker.tracker.log_code(str(Path(__file__).parents[2]))  # all Python files of the package
+    if not update:
+        rows = [{name: str(x) for name, x in prompt.columns.items()} for prompt in prompts[:8]]
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        tracker.log_table("data/rows", names, [[row.get(name, "") for name in names] for row in rows], step=0)
+    return tracker.tracker
 
 
 # ---- the run's own files ---------------------------------------------------------------------------------------------
