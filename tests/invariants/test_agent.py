@@ -234,7 +234,7 @@ def test_agt_3_the_end_of_a_turn_has_a_gradient(ragged, in_tmp, monkeypatch):
     assert ends.sum() > 16 and mask[ends].all()
 
 
-def test_agt_9_functions_are_given_turns_and_no_observation_as_an_answer(ragged, in_tmp):
+def test_agt_7_functions_are_given_turns_and_no_observation_as_an_answer(ragged, in_tmp):
     Path("mine.py").write_text("""
 def f(prompts, completions, turns):
     assert all(text == said[-1] for text, said in zip(completions, turns)), completions
@@ -253,7 +253,7 @@ def f(prompts, completions):
     run_page("train_agent", ragged, **CHATTY, **flags, output_dir="theirs", total_episodes=16)
 
 
-def test_agt_10_the_baseline_is_that_of_all_trajectories_of_the_prompt(ragged, in_tmp, monkeypatch):
+def test_agt_8_the_baseline_is_that_of_all_trajectories_of_the_prompt(ragged, in_tmp, monkeypatch):
     calls = record(monkeypatch, train_agent, "rloo_advantages")["rloo_advantages"]
     losses = record(monkeypatch, train_agent, "rloo_policy_loss")["rloo_policy_loss"]
     run_page("train_agent", ragged, **CHATTY, reward_fn=("mine.py:length",), total_episodes=16)

@@ -100,7 +100,7 @@ def test_gen_4_the_turn_is_a_coordinate_of_the_noise_from_the_second_one_on():
     assert len(keys.unique()) > 2990  # The keys of two turns are not the same.
 
 
-def test_agt_7_an_episode_that_has_no_room_or_no_turn_left_has_not_ended():
+def test_agt_6_an_episode_that_has_no_room_or_no_turn_left_has_not_ended():
     """No observation stands last in a row: nothing could follow it."""
     said = [["red is 3 4 ;"] * 9]
     turns = [[ids("ask red ;")] * 9]
@@ -126,7 +126,7 @@ def test_agt_6_a_long_observation_loses_its_end_or_ends_the_episode(mode, tokens
     assert 0 <= tokens - between.sum() <= 1 and found.ended.tolist() == [mode == "cut"]
 
 
-def test_agt_8_a_process_without_an_active_episode_samples_for_a_dummy_row(monkeypatch):
+def test_a_process_without_an_active_episode_samples_for_a_dummy_row(monkeypatch):
     """The other one has episodes for three turns: so many calls make both."""
     over, gather = iter([False, False, True]), []
     monkeypatch.setattr(environments.Environment, "is_over", lambda self, active: gather.append(active) or next(over))
@@ -355,7 +355,7 @@ def test_a_template_that_drops_reasoning_is_named_and_the_sampled_ids_stay(capsy
     assert ("drops the reasoning of earlier turns" in capsys.readouterr().out) == drops
 
 
-def test_agt_6_a_cut_observation_keeps_what_the_template_writes_behind_it():
+def test_a_cut_observation_keeps_what_the_template_writes_behind_it():
     tokenizer = bytes_and_words(CHATML, OF_QWEN, "<|im_end|>")
     text = "hello again " * 30
     rows = rows_of(tokenizer, [[{"role": "user", "content": "hello?"}]], said=[[text]])

@@ -75,10 +75,10 @@ class Environment:
             return None
         ids, limit = self.between(row, text), self.args.max_observation_tokens or room
         while len(ids) > limit < room and text and self.args.long_observation == "cut":
-            # The template's closing tokens stay, so the text is cut and not the ids. [AGT-6]
+            # The template's closing tokens stay, so the text is cut and not the ids.
             text = text[: min(len(text) - 1, len(text) * limit // len(ids))]
             ids = self.between(row, text)
-        return ids if len(ids) <= limit and len(ids) < room else None  # [AGT-7]
+        return ids if len(ids) <= limit and len(ids) < room else None  # [AGT-6]
 
     def between(self, row, text):
         """Token ids from the end of a turn to the beginning of the next, of a row's kind of prompt."""
