@@ -217,10 +217,12 @@ def rollout(policy, sample, env, rows, episodes, key, stop_ids, args):
             if has_ended:  # Other turns have no more room.
                 asked.append(i)
         lengths, active = response_mask.sum(1).tolist(), []
+        # Beside what it says, `env` returns the ids that a chat template writes between two turns. [AGT-5]
         answers = env([rows[i] for i in asked], [said[i][::2] for i in asked], [R - lengths[i] for i in asked])
         for i, (text, ids) in zip(asked, answers, strict=True):
             ended[i] = text is None
-            if ids is not None and turn < args.max_turns:  # and there is room for it and for another turn
+            # An observation stands only where another turn has room behind it. [AGT-6]
+            if ids is not None and turn < args.max_turns:
                 new = slice(lengths[i], lengths[i] + len(ids))
                 responses[i, new], response_mask[i, new] = torch.tensor(ids, dtype=torch.long, device=device), True
                 said[i].append(text)
@@ -233,7 +235,7 @@ def rollout(policy, sample, env, rows, episodes, key, stop_ids, args):
     return Trajectories(responses, response_mask, action_mask, logprobs, ended), said
 
 
-# ---- from tokens to log-probs and scores -----------------------------------------------------------------------------
+# ---- from tokens to log-probs ----------------------------------------------------------------------------------------
 def join(batch):
     """Rows of a prompt and its trajectory: tokens, mask, positions [M, L], and index [R], for each token of the
     trajectory the column whose logits predict it.
