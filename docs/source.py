@@ -24,6 +24,7 @@ SCRIPTS = {  # the annotated pages in order: what each is, and whose notes it ta
     "train_rloo": ("RLOO", None),
     "train_grpo": ("GRPO", "train_rloo"),
     "train_distill": ("On-policy distillation", "train_rloo"),
+    "train_agent": ("RLOO over several turns", "train_rloo"),
     "train_ppo": ("PPO", "train_rloo"),
     "train_reward": ("Reward model", "train_rloo"),
     "train_dpo": ("DPO", "train_reward"),
@@ -38,6 +39,7 @@ MINIMAL = {  # the first pages of the site: each minimal page beside the page th
         ("ppo", "PPO"),
         ("grpo", "GRPO"),
         ("distill", "Distillation"),
+        ("agent", "Several turns"),
         ("reward", "Reward model"),
         ("dpo", "DPO"),
         ("sft", "SFT"),
@@ -47,6 +49,7 @@ DIFFS = {  # the pages that show two scripts side by side: the title of each; it
     ("train_ppo", "train_rloo"): "PPO to RLOO",
     ("train_rloo", "train_grpo"): "RLOO to GRPO",
     ("train_rloo", "train_distill"): "RLOO to distillation",
+    ("train_rloo", "train_agent"): "RLOO to several turns",
     ("train_reward", "train_dpo"): "Reward model to DPO",
 }
 RULER = re.compile(r"^( *)# ---- (.*?)[ -]*$")

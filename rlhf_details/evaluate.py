@@ -416,8 +416,8 @@ def main(args: Args):
         kl_temperature = evaluation.training_args(args.policy_path).get("temperature", args.temperature)
         policy, reference = (Policy(loaded[path], kl_temperature) for path in (args.policy_path, args.ref_model_path))
         with accelerator.autocast():
-            # The estimate is unbiased only for draws from the policy that it is about. [EVAL-3]
             inputs, key = (queries, query_mask, numbers), (args.seed, EVALUATION, 0)
+            # The estimate is unbiased only for draws from the policy that it is about. [EVAL-3]
             responses, mask, action_mask, logprobs, *_ = respond(
                 policy, sample, env, rows, *inputs, key, stop_ids, args
             )

@@ -198,7 +198,7 @@ def rollout(policy, sample, env, rows, episodes, key, stop_ids, args):
     active = list(range(B))  # the rows whose episodes go on, N of them
     policy = engines.gathered(policy)  # once, because all turns are sampled with the same weights
     for turn in range(1, args.max_turns + 1):
-        # All processes make as many calls. One whose episodes are all over samples for a dummy row. [AGT-8]
+        # All processes make as many calls. One whose episodes are all over samples for a dummy row.
         some = active or [0]
         # A turn goes on from the ids that were sampled. Made of text again, they could be others. [AGT-4]
         before = [rows[i].ids + responses[i, response_mask[i]].tolist() for i in some]
@@ -217,10 +217,12 @@ def rollout(policy, sample, env, rows, episodes, key, stop_ids, args):
             if has_ended:  # Other turns have no more room.
                 asked.append(i)
         lengths, active = response_mask.sum(1).tolist(), []
+        # Beside what it says, `env` returns the ids that a chat template writes between two turns. [AGT-5]
         answers = env([rows[i] for i in asked], [said[i][::2] for i in asked], [R - lengths[i] for i in asked])
         for i, (text, ids) in zip(asked, answers, strict=True):
             ended[i] = text is None
-            if ids is not None and turn < args.max_turns:  # and there is room for it and for another turn
+            # An observation stands only where another turn has room behind it. [AGT-6]
+            if ids is not None and turn < args.max_turns:
                 new = slice(lengths[i], lengths[i] + len(ids))
                 responses[i, new], response_mask[i, new] = torch.tensor(ids, dtype=torch.long, device=device), True
                 said[i].append(text)
@@ -233,7 +235,7 @@ def rollout(policy, sample, env, rows, episodes, key, stop_ids, args):
     return Trajectories(responses, response_mask, action_mask, logprobs, ended), said
 
 
-# ---- from tokens to log-probs and scores -----------------------------------------------------------------------------
+# ---- from tokens to log-probs ----------------------------------------------------------------------------------------
 def join(batch):
     """Rows of a prompt and its trajectory: tokens, mask, positions [M, L], and index [R], for each token of the
     trajectory the column whose logits predict it.
@@ -412,7 +414,7 @@ def main(args: Args):
             if sample.is_another:
                 # Where something else has sampled, KL and weights need this policy's log-probs. [GEN-9]
                 old_logprobs, _ = in_slices(response_logprobs, policy, batch, size)
-            # Functions are given turns, so that no observation is taken for an answer. [AGT-9]
+            # Functions are given turns, so that no observation is taken for an answer. [AGT-7]
             rewards_of_each, scored = score(rows[mine], batch, said=said)  # [B / world, F], [B / world]
         # Advantages and metrics need the whole batch, so gather it once. Until phase 5 takes its shares, every tensor
         # holds the whole batch, on every process. [REW-7]
@@ -435,7 +437,7 @@ def main(args: Args):
         # ---- 4. Advantages -------------------------------------------------------------------------------------------
         # A trajectory from which a reward abstained counts nowhere, neither in a baseline nor in a mean.
         is_action = has_baseline(scored, k)  # [B]
-        # Siblings share their prompt and nothing else, so a baseline is of whole trajectories, not of turns. [AGT-10]
+        # Siblings share their prompt and nothing else, so a baseline is of whole trajectories, not of turns. [AGT-8]
         advantages = rloo_advantages(rlhf_rewards, k, scored)  # [B]
         # With --sampler vllm, what sampled is not quite this policy. Weights make up for it. [GEN-15]
         advantages, weight_metrics = sample.weigh(advantages, old_logprobs, found.logprobs, action_mask)

@@ -28,7 +28,7 @@ from pathlib import Path
 from mutations import DETAILS, FAMILIES, sources, tags_in, tests_of
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = "train_rloo.py train_grpo.py train_distill.py train_ppo.py train_reward.py".split()
+PAGES = "train_rloo.py train_grpo.py train_distill.py train_agent.py train_ppo.py train_reward.py".split()
 PAGES += ["train_dpo.py", "train_sft.py", "evaluate.py", "utils.py"]
 
 

@@ -75,17 +75,17 @@ class Environment:
             return None
         ids, limit = self.between(row, text), self.args.max_observation_tokens or room
         while len(ids) > limit < room and text and self.args.long_observation == "cut":
-            # The template's closing tokens stay, so the text is cut and not the ids. [AGT-6]
+            # The template's closing tokens stay, so the text is cut and not the ids.
             text = text[: min(len(text) - 1, len(text) * limit // len(ids))]
             ids = self.between(row, text)
-        return ids if len(ids) <= limit and len(ids) < room else None  # [AGT-7]
+        return ids if len(ids) <= limit and len(ids) < room else None
 
     def between(self, row, text):
         """Token ids from the end of a turn to the beginning of the next, of a row's kind of prompt."""
         if not chat.is_messages(row.columns["prompt"]):
             return token_ids.ids_after(self.tokenizer, "a", text)
         # The template is asked of a dummy chat. What it would make of the turns before does not matter, since the ids
-        # that were sampled stay. [AGT-5]
+        # that were sampled stay.
         written = self.render(row, "An answer.", text).partition("An answer.")[2]
         ids = self.tokenizer(written, add_special_tokens=False).input_ids
         special = chat.special_tokens(self.tokenizer).values()

@@ -81,14 +81,15 @@ def numbers(metrics, first, args, precision, is_last=False):
     moved = abs(metrics.get("eval/objective/kl", metrics["objective/kl"]))
     unended = (args.batch_size - metrics["val/num_stop_token_ids"]) / args.batch_size
     has_end = {args.stop_token, getattr(args, "truncate_token", "none")} != {"none"}  # a token that ends a response
-    return {
+    of_turns = {}
+    if "val/turns" in metrics:
+        of_turns = {"ran_out": (metrics["val/ran_out"], 0.5), "one_turn": (float(metrics["val/turns"] == 1), 0)}
+    return of_turns | {
         # nats per response: half to a quarter of one per token
         "kl": (metrics["objective/kl"], max(8.0, min(0.5 * length, 25.0), 0.25 * length)),
         # At a KL of 0.02 the chance of no event has changed by more than sqrt(0.02 / 2) = 0.1 (Pinsker's inequality).
         "kl_zero": (-moved, -0.02 if is_last else 0),
         "clipfrac": (metrics.get("policy/clipfrac_avg", 0), 0.3),
-        "ran_out": (metrics.get("val/ran_out", 0), 0.5),
-        "one_turn": (float(metrics.get("val/turns", 0) == 1), 0),
         "abstained": (metrics.get("val/abstained", 0), 0.2),
         # On a chat model of 135 M parameters bf16 alone makes 0.3 to 0.7, and dropout, or seen siblings, above 6.
         "first_ratio": (gap, 0.01 if precision == "fp32" else 2.0),
