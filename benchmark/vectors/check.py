@@ -1,5 +1,7 @@
 """Holds a library against the vectors: `python check.py NAME` calls it by adapters/NAME.py. `table` prints all results.
 
+`python check.py NAME=VECTOR` says how one of them comes out, and writes nothing.
+
 A function of an adapter has the name of a vector's `function`, takes its inputs as tensors (float32, which libraries
 run in; masks are bool, an abstention is NaN) and returns the outputs that the library has. A vector's gradient is
 compared with autograd's of the returned loss. An output is equal if it is off by at most 1e-5 of its largest entry.
@@ -15,6 +17,7 @@ import tomllib
 from collections import Counter
 from pathlib import Path
 
+import oracle
 import torch
 
 HERE = Path(__file__).parent
@@ -108,6 +111,11 @@ def measure(adapter, vector):
     return ("equal" if off <= 1e-5 else "differs"), f"{off:.1e}"
 
 
+def named(vector):
+    """The vector of a name."""
+    return next(v for vectors in oracle.load().values() for v in vectors if v["name"] == vector)
+
+
 def verdicts(name):
     """{vector: what people found where it differs}, from verdicts.toml."""
     entries = tomllib.loads((HERE / "verdicts.toml").read_text()).get(name, [])
@@ -115,10 +123,8 @@ def verdicts(name):
 
 
 def check(name):
-    from oracle import load
-
     adapter, known, rows = importlib.import_module(f"adapters.{name}"), verdicts(name), {}
-    for vector in (vector for vectors in load().values() for vector in vectors):
+    for vector in (vector for vectors in oracle.load().values() for vector in vectors):
         outcome, off = measure(adapter, vector)
         if outcome == "differs":
             outcome = known.get(vector["name"], {}).get("outcome", "difference")
@@ -134,12 +140,10 @@ def check(name):
 
 def table():
     """The results as Markdown: a row for each vector, a column for each library."""
-    from oracle import load
-
     found = {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
     names = [f"{next(iter(x['versions']))} {next(iter(x['versions'].values()))}" for x in found.values()]
     lines = ["| vector | " + " | ".join(names) + " |", "|---|" + "---|" * len(names)]
-    for family, vectors in load().items():
+    for family, vectors in oracle.load().items():
         lines.append(f"| **{family}** |" + " |" * len(names))
         for vector in vectors:
             outcomes = [x["outcomes"][vector["name"]][0] for x in found.values()]
@@ -152,4 +156,10 @@ def table():
 
 if __name__ == "__main__":
     for name in sys.argv[1:]:
-        print(table()) if name == "table" else check(name)
+        name, _, only = name.partition("=")
+        if only:
+            print(only, *measure(importlib.import_module(f"adapters.{name}"), named(only)))
+        elif name == "table":
+            print(table())
+        else:
+            check(name)

@@ -1,5 +1,7 @@
 """verl 0.9.1: core_algos and torch_functional. Rewards stand on the last token, as its reward managers place them."""
 
+import importlib
+from contextlib import suppress
 from types import SimpleNamespace
 
 import numpy as np
