@@ -1,29 +1,28 @@
 """
 RLOO over several turns: a policy speaks with an environment, such as a tool, a game or a user (arXiv 2402.14740).
+minimal/agent.py is the algorithm alone; this file adds any environment, templates, limits and processes.
 
 1. A trajectory is the prompt, a turn of the policy, an observation, a turn, and so forth. Each prompt gets k of them. A
    whole trajectory is one action, and its reward is score - kl_coef * KL of the policy's own tokens.
-2. The baseline of a trajectory is the mean reward of its k - 1 siblings. There is no value model and no GAE.
-3. One optimiser step per rollout is the paper's estimator, exactly REINFORCE.
+2. The baseline of a trajectory is the mean reward of its k - 1 siblings. There is no value model.
+3. One optimiser step per rollout is exactly REINFORCE.
 4. `action_mask` says which tokens the policy wrote. Loss, KL, entropy, lengths and counts are over these. Observations
    are read: they stand in every forward, and nothing is learnt from them.
 5. A turn is one call of the sampler, whose query is all that came before, as the ids that were sampled or written. It
    computes its prefix again: docs/evidence/11_several_turns.md says what that costs. Rows hold one trajectory each.
-6. Sampling and shuffling are functions of coordinates, such as (seed, purpose, update, turn, episode, step, token) for
-   a token, and never of a generator's state. The first turn has no coordinate for the turn, so an environment that
-   never says anything gives the numbers of train_rloo.py.
+6. Sampling and shuffling are functions of (seed, update, turn, episode, ..), never of a generator's state. The first
+   turn has no coordinate for the turn, so an environment that never says anything gives train_rloo.py's numbers.
 
 Left out on purpose: what train_rloo.py has of REINFORCE++, more steps per rollout, packed rows and --overlap; a reward
 for each turn.
 
-Read `main` first if you know the paper, else from top to bottom. A tag such as [RLOO-3] marks an implementation detail:
-benchmark/checks/details.md has its source, its test and what it is worth.
+A tag such as [RLOO-3] marks an implementation detail: benchmark/checks/details.md has its source, test and effect.
 
 Shapes    P: prompts   k: trajectories per prompt   B = P * k: episodes of an update, the k of a prompt adjacent
           Q: query tokens, left-padded   R: tokens of a trajectory, right-padded   L: columns of a row   V: vocabulary
           M: episodes of a micro-batch   C: columns that are read   H: hidden size   S: stop tokens
           F: rewards, the reward model's among them   N: held-out prompts, and in `rollout` episodes that go on
-Masks     True marks a real token. Masks travel with the tokens, and nothing is ever found by looking for a pad token.
+Masks     True marks a real token. Nothing is found by looking for a pad token.
 
 One process:   python rlhf_details/train_agent.py
 N processes:   accelerate launch --num_processes N rlhf_details/train_agent.py
@@ -47,11 +46,9 @@ from rlhf_details.utils import EVALUATION, TRAINING, Batch, in_slices
 
 
 @dataclass
-class Args(
-    flags.PolicyArgs
-):  # run, data, models, memory, reward_fn, sampler and overlap stand in plumbing/inputs/flags.py
+class Args(flags.PolicyArgs):  # inherits the flags of run, data, models and memory
     exp_name: str = "train_agent"
-    """name of the experiment, part of the run's name"""
+    """part of the run's name"""
     output_dir: str = "models/agent"
     """folder of the trained policy"""
     dataset: str = "toy-tools"
@@ -74,7 +71,7 @@ class Args(
     response_length: int = 512
     """most tokens of a trajectory, of all its turns and observations together (R)"""
     temperature: float = 0.7
-    """sampling temperature; it divides the logits of every log-prob as well"""
+    """temperature, of sampling and of every log-prob"""
     stop_token: str = "eos"
     """a turn ends with this token: "eos" (any that the model lists as one), or a text that is one token"""
     missing_eos_penalty: float | None = 1.0
@@ -98,13 +95,13 @@ class Args(
     lr_schedule: Literal["linear", "cosine", "constant"] = "linear"
     """course of the learning rate over the updates"""
     warmup_ratio: float = 0.0
-    """share of the updates over which the learning rate rises linearly"""
+    """share of the updates in which the learning rate rises"""
     adam_eps: float = 1e-8
     """AdamW's epsilon"""
     weight_decay: float = 0.0
     """AdamW's weight decay"""
     max_grad_norm: float | None = 1.0
-    """clip the gradient's global norm to this; None: only log it"""
+    """clip the gradient's global norm; None: only log it"""
 
 
 # cli.main takes these in place of the defaults above, where no flag and no --config says otherwise. A name is that of
@@ -135,11 +132,11 @@ presets = {
 }
 
 
-# ---- models: one module call is one forward, so that every engine sees all parameters through it ---------------------
+# ---- models: one call is one forward, so that DDP, FSDP and DeepSpeed see all parameters ---------------------------
 class Policy(nn.Module):
-    """Next-token logits / temperature, or the log-probs of given tokens under their softmax, as fp32 numbers."""
+    """Next-token logits / temperature, or log-probs of given tokens, in fp32."""
 
-    logits_at_once = 2**24  # with labels at most so many exist at a time: 64 MiB in fp32
+    logits_at_once = 2**24  # 64 MiB in fp32
 
     def __init__(self, model, temperature):
         super().__init__()
@@ -158,7 +155,7 @@ class Policy(nn.Module):
 
     def logits(self, hidden):
         """Tempered logits [.., V] fp32 of last hidden states [.., H]."""
-        # The temperature divides the logits wherever a log-prob is computed, not in the sampler alone. [GEN-2] [GEN-3]
+        # The temperature divides the logits of every log-prob, not the sampler's alone. [GEN-2] [GEN-3]
         return self.head(hidden).float() / self.temperature
 
 
@@ -167,7 +164,7 @@ def load_models(args, device):
     tokenizer = models.load_tokenizer(args.sft_model_path, "--sft_model_path", args)
     model = utils.disable_dropout(models.load_policy(args.sft_model_path, "--sft_model_path", args))
     policy = Policy(models.add_adapters(model, args.lora_rank), args.temperature)
-    # The reference is a copy of the initial policy. If it were the same object, the KL would stay 0. [MODEL-4]
+    # If it were the same object, the KL would stay 0. [MODEL-4]
     reference = models.frozen_copy(policy)
     return tokenizer, policy.to(device), reference.to(device).eval()
 
@@ -252,15 +249,15 @@ def response_logprobs(policy, batch):
     R = batch.responses.size(1)
     batch = utils.trim(batch)
     outputs = policy(*join(batch), labels=batch.responses)  # two of [M, width]
-    # Padding holds zeros and no sentinel, so that sums over a row need no mask. [REW-6]
+    # Padding holds zeros, so that sums over a row need no mask. [REW-6]
     outputs = [x * batch.response_mask for x in outputs]
     return [nn.functional.pad(x, (0, R - x.size(1))) for x in outputs]
 
 
 # ---- equations -------------------------------------------------------------------------------------------------------
 def has_stopped(responses, mask, stop_ids):
-    """Whether each response [B, R] holds one of stop_ids [S]. If stop_ids is empty, every response has ended."""
-    # Only real tokens are searched, because the filler, token 0, may be the stop token. [GEN-13]
+    """Whether each response [B, R] holds one of stop_ids [S]. If that is empty, all have ended."""
+    # The filler, token 0, may be the stop token, so only real tokens count. [GEN-13]
     return (mask & torch.isin(responses, stop_ids)).any(1) if len(stop_ids) else mask.any(1)
 
 
@@ -271,7 +268,7 @@ def missing_eos_scores(scores, ended, penalty):
 
 
 def has_baseline(scored, k):
-    """Which responses [B] are scored and, where k > 1, have a scored sibling among the k adjacent ones."""
+    """Which responses [B] are scored and, where k > 1, have a scored sibling."""
     count = scored.reshape(-1, k).sum(1).repeat_interleave(k)  # [B]
     return scored & (count >= min(k, 2))
 
@@ -279,14 +276,13 @@ def has_baseline(scored, k):
 def rloo_advantages(rewards, k, scored):
     """Each reward minus the mean reward of its scored siblings: A_i = R_i - (sum_j R_j - R_i) / (k - 1).
 
-    Args: rewards [B], the k of a prompt adjacent; k >= 2; scored [B] bool. A response that is not scored, or
-    has no scored sibling, has the advantage 0. Returns: [B]; each group sums to 0.
+    Args: rewards [B], the k >= 2 of a prompt adjacent; scored [B] bool. Returns: [B], 0 without `has_baseline`.
     Source: arXiv 2402.14740, the estimator RLOO_k.
     """
     rewards, scored = (rewards * scored).reshape(-1, k), scored.reshape(-1, k)  # [P, k]
     num_siblings = scored.sum(1, keepdim=True) - 1  # [P, 1], k - 1 where all are scored
-    # The baseline leaves out the response's own reward, so the gradient stays unbiased. Unlike GRPO there is no
-    # division by the standard deviation. [RLOO-3]
+    # Without the response's own reward the gradient is unbiased. Unlike in GRPO there is no division by the standard
+    # deviation. [RLOO-3]
     baseline = (rewards.sum(1, keepdim=True) - rewards) / num_siblings.clamp(min=1)
     return ((rewards - baseline) * (scored & (num_siblings > 0))).reshape(-1)
 
@@ -302,10 +298,7 @@ def rloo_policy_loss(logprobs, mask, advantages):
 
 
 def in_equal_group(scores, k, scored):
-    """Whether each of the scores [B] is in a group of k adjacent ones that are all equal, where only the KL teaches.
-
-    Args: scored [B] bool; the others are not compared.
-    """
+    """Whether each response [B] is in a group of k whose scores are equal, ignoring unscored ones."""
     highest = scores.masked_fill(~scored, -math.inf).reshape(-1, k).amax(1)
     lowest = scores.masked_fill(~scored, math.inf).reshape(-1, k).amin(1)
     return (highest <= lowest).repeat_interleave(k)
@@ -321,7 +314,7 @@ def evaluate(policy, sample, env, reference, score, prompts, stop_ids, args, acc
     if not prompts:
         return {}, None
     policy.eval()
-    # A share is filled up with rows that come twice, so that all processes have equally many. They are cut off below.
+    # Rows that pad all processes to the same count are dropped below.
     episodes, rows = data.my_share(prompts, accelerator)
     queries, query_mask = utils.left_pad([row.ids for row in rows], accelerator.device)
     key = args.seed, EVALUATION, 0
@@ -345,7 +338,7 @@ def evaluate(policy, sample, env, reference, score, prompts, stop_ids, args, acc
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
 def check(args):
-    """Exits with an error (exit code 2) if arguments contradict each other."""
+    """Ends the program where arguments contradict each other."""
     cli.check(args)
     rewards.check(args)
     environments.check(args)
@@ -357,12 +350,12 @@ def check(args):
 
 
 def main(args: Args):
-    """Trains; returns {"before": .., "after": held-out metrics, "metrics": the last row, "run": folder}."""
+    """Trains. Returns {"before", "after": held-out metrics, "metrics": the last row, "run": folder}."""
     check(args)
-    accelerator = engines.start(args)  # one process, DDP, FSDP2 or DeepSpeed; it trains missing toy stages, then seeds
+    accelerator = engines.start(args)  # for one process, DDP, FSDP2 or DeepSpeed
     device, world, rank = accelerator.device, accelerator.num_processes, accelerator.process_index
     k, B, R, size = args.rloo_k, args.batch_size, args.response_length, args.micro_batch_size
-    episodes = torch.arange(B, device=device)  # [B], the number of each episode in its update
+    episodes = torch.arange(B, device=device)  # [B], the numbers of an update's episodes
     mine = slice(rank * B // world, (rank + 1) * B // world)  # those of this process
 
     # ---- models, prompts, rewards, optimiser
@@ -378,11 +371,9 @@ def main(args: Args):
     score = rewards.Scorer(args, accelerator, tokenizer, size, stop_ids)
     score.take_text_model(None, prompts, held_out)
     optimizer = utils.adamw(policy, args.learning_rate, args.adam_eps, args.weight_decay)
-    # The reference and the reward model are put under the engine in place.
     frozen = reference, score.text_model
     policy, optimizer = engines.prepare(args, accelerator, policy, optimizer, *frozen)
-    num_updates = math.ceil(args.total_episodes / B)  # Round up, so that at least total_episodes are sampled. [OPT-10]
-    # What is in the list belongs to what a run is, as its arguments do: --resume compares it.
+    num_updates = math.ceil(args.total_episodes / B)  # Rounded up: at least total_episodes are sampled. [OPT-10]
     run = Run(args, accelerator, tokenizer, num_updates, prompts, [held_out, *frozen])
 
     # sample(policy, queries, query_mask, episodes, n, key, room) is utils.sample with its other arguments filled in, or
@@ -393,11 +384,11 @@ def main(args: Args):
         run.log(0, *evaluate(policy, sample, env, reference, score, held_out, stop_ids, args, accelerator))
 
     for update in range(run.first_update, num_updates + 1):
-        # The learning rate changes from update to update, and an update is one step. [OPT-2]
+        # An update is one step. [OPT-2]
         lr = utils.learning_rate_at(update, num_updates, args.learning_rate, args.lr_schedule, args.warmup_ratio)
         optimizer.param_groups[0]["lr"] = lr
 
-        # ---- 1. Rollout: k trajectories of each prompt; every process samples its share ------------------------------
+        # ---- 1. Rollout: k trajectories of each prompt ---------------------------------------------------------------
         # The k copies of a prompt stand side by side, because the baseline takes adjacent rows. [RLOO-1]
         rows = [prompt for prompt in prompts.of_update(update, B // k, args.seed) for _ in range(k)]  # [B]
         queries, query_mask = utils.left_pad([row.ids for row in rows], device)  # [B, Q]
@@ -407,7 +398,7 @@ def main(args: Args):
             found, said = rollout(policy, sample, env, rows[mine], episodes[mine], key, stop_ids, args)
             run.lap("rollout")
 
-            # ---- 2. Scores: the rewards, and the log-probs that the KL and the ratio start from ----------------------
+            # ---- 2. Scores: rewards and log-probs --------------------------------------------------------------------
             batch = Batch(queries[mine], query_mask[mine], *found[:2])
             ref_logprobs, _ = in_slices(response_logprobs, reference, batch, size)
             old_logprobs = found.logprobs
@@ -416,8 +407,7 @@ def main(args: Args):
                 old_logprobs, _ = in_slices(response_logprobs, policy, batch, size)
             # Functions are given turns, so that no observation is taken for an answer. [AGT-7]
             rewards_of_each, scored = score(rows[mine], batch, said=said)  # [B / world, F], [B / world]
-        # Advantages and metrics need the whole batch, so gather it once. Until phase 5 takes its shares, every tensor
-        # holds the whole batch, on every process. [REW-7]
+        # Every process gathers the whole batch once, and phases 3 and 4 are computed on all of it. [REW-7]
         found, old_logprobs, ref_logprobs, rewards_of_each, scored = accelerator.gather(
             (found, old_logprobs, ref_logprobs, rewards_of_each, scored)
         )
@@ -425,25 +415,25 @@ def main(args: Args):
         run.lap("scores")
 
         # ---- 3. Rewards: one for each trajectory ---------------------------------------------------------------------
-        # A score is the weighted sum of the F rewards. NaN: one does not apply to this kind of prompt. [REW-4]
+        # The weighted sum of the F rewards that apply to this kind of prompt [REW-4]
         scores = (rewards_of_each * score.weights).nansum(1)  # [B]
         scores = missing_eos_scores(scores, found.ended, args.missing_eos_penalty)  # [B]
-        # The KL estimate "k1": its mean is the KL, and REINFORCE with it as a reward follows the KL's gradient. [REW-5]
+        # Used as a reward, log p - log p_ref gives an unbiased gradient of the KL. [REW-5]
         # The policy answers for its own tokens alone. What an observation's are worth is none of its doing. [AGT-2]
         # The KL is summed, because the whole trajectory is one action. [RLOO-2]
         kl = ((old_logprobs - ref_logprobs) * action_mask).sum(1)  # [B]
         rlhf_rewards = scores - args.kl_coef * kl  # [B]
 
         # ---- 4. Advantages -------------------------------------------------------------------------------------------
-        # A trajectory from which a reward abstained counts nowhere, neither in a baseline nor in a mean.
+        # What is not scored, or has no scored sibling, gives no gradient. [REW-8]
         is_action = has_baseline(scored, k)  # [B]
         # Siblings share their prompt and nothing else, so a baseline is of whole trajectories, not of turns. [AGT-8]
         advantages = rloo_advantages(rlhf_rewards, k, scored)  # [B]
-        # With --sampler vllm, what sampled is not quite this policy. Weights make up for it. [GEN-15]
+        # Importance weights correct for a sampler that differs slightly from the policy. [GEN-15]
         advantages, weight_metrics = sample.weigh(advantages, old_logprobs, found.logprobs, action_mask)
 
-        # ---- 5. Optimise: micro-batches add up to exactly one gradient -----------------------------------------------
-        policy.train()  # Every dropout is 0. Training mode only lets gradient checkpointing work.
+        # ---- 5. Optimise ---------------------------------------------------------------------------------------------
+        policy.train()  # Gradient checkpointing needs it.
         means = utils.Means(device)
         num_actions = is_action.sum()  # of the whole batch, over all processes
         micro_batches = episodes[mine].split(size)
@@ -452,9 +442,9 @@ def main(args: Args):
                 logprobs, entropies = response_logprobs(policy, micro_batch)  # [M, R]
                 # The policy is trained on what it wrote, and not on what it read. [AGT-1]
                 losses = rloo_policy_loss(logprobs, action_mask[m], advantages[m])  # [M]
-                # The whole batch's count makes micro-batches add up to its gradient. [OPT-5]
+                # Dividing by the whole batch's count makes micro-batches add up to its gradient. [OPT-5]
                 loss = losses.sum() / num_actions.clamp(min=1)
-                accelerator.backward(loss * world)  # The engines average over processes, but we sum. [OPT-6]
+                accelerator.backward(loss * world)  # The engines average over processes. [OPT-6]
             means.add({"loss/policy_avg": losses}, is_action[m])
             means.add({"policy/entropy_avg": entropies}, action_mask[m])  # not of observations
             means.add_max("val/logprob_gap", ((logprobs - found.logprobs[m]) * action_mask[m]).abs())
@@ -473,7 +463,7 @@ def main(args: Args):
             "lr": lr,
             "objective/scores": utils.masked_mean(scores, scored),
             "objective/kl": utils.masked_mean(kl, scored),
-            "objective/non_score_reward": -args.kl_coef * utils.masked_mean(kl, scored),  # is added [LOG-5]
+            "objective/non_score_reward": -args.kl_coef * utils.masked_mean(kl, scored),  # [LOG-5]
             "objective/rlhf_reward": utils.masked_mean(rlhf_rewards, scored),
             "objective/entropy": -utils.masked_mean((old_logprobs * action_mask).sum(1), scored),  # no padding [LOG-1]
             "val/abstained": 1 - scored.float().mean(),
@@ -491,7 +481,7 @@ def main(args: Args):
             shown = eval_shown or shown
         run.log(update, metrics, shown)
         run.checkpoint_if_due(update, policy, optimizer)
-    return run.finish(policy)  # the model folder with its card, before -> after, and the upload
+    return run.finish(policy)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """
-RLOO over several turns in one process and without options. Its numbers are those of train_agent.py, which adds what
-other data, memory, machines and accidents need.
+RLOO over several turns in one process and without options. It reproduces the metrics of train_agent.py up to rounding;
+that file adds options, other data, less memory, several processes and resuming.
 
 A policy answers each prompt k times. An environment reads each answer and replies, the policy goes on, and so forth: a
 trajectory. Trajectories that score better than their siblings become more likely, others less. What the environment
-says, the observations, is read and not learnt.
+says, the observations, is read but not learnt.
 
 Shapes    B: episodes, the k of a prompt adjacent   N: episodes that go on   Q: query tokens, left-padded
           R: tokens of a trajectory, right-padded   V: vocabulary
@@ -22,10 +22,10 @@ device = "cuda" if torch.cuda.is_available() else "cpu"
 seed = 1
 k = 4  # trajectories of each prompt
 B = 128  # episodes of an update
-R = 48  # most tokens of a trajectory, observations among them
-max_turns = 6  # most turns of the policy
-kl_coef = 0.02  # score points for a nat of KL
-missing_eos_penalty = 1.0  # points of score for a trajectory that does not end
+R = 48  # maximum length of a trajectory, observations included
+max_turns = 6  # maximum number of turns of the policy
+kl_coef = 0.02  # score lost per nat of KL
+missing_eos_penalty = 1.0  # score lost if the episode does not end
 learning_rate, max_grad_norm = 1e-3, 1.0
 
 
@@ -40,6 +40,7 @@ def sample(policy, tokens, mask, eos, room, keys):
     for t in range(room.max()):
         new = slice(cache.get_seq_length(), None)  # not in the cache yet
         positions = utils.positions_from_mask(mask)  # They do not count padding. [GEN-6]
+        # The name of the cache argument depends on the release of transformers.
         inputs = dict(attention_mask=mask, position_ids=positions[:, new]) | {utils.name_of_cache(policy): cache}
         logits = policy(tokens[:, new], **inputs).logits[:, -1]  # [N, V]
         # The argmax of logits + Gumbel noise is a draw from their softmax. [GEN-1]
@@ -61,7 +62,7 @@ def rollout(policy, tokenizer, rows, update):
         # A turn is a response to all that came before it, as ids. Ids are never made of text again. [AGT-4]
         queries = utils.left_pad([rows[i]["ids"] + ids[i] for i in active], device)  # tokens and mask [N, Q]
         room = torch.tensor([R - len(ids[i]) for i in active], device=device)  # [N]
-        # Every run has the same noise. From the second turn on, the turn is one more coordinate. [GEN-4]
+        # Noise depends on coordinates alone. From the second turn on, the turn is one of them. [GEN-4]
         key = seed, utils.TRAINING, update, *([turn] if turn > 1 else [])
         keys = noise.keys_of_episodes(key, torch.tensor(active, device=device))
         tokens, mask = sample(policy, *queries, tokenizer.eos_token_id, room, keys)  # [N, Q + T]
@@ -103,7 +104,7 @@ def main(updates=120):
     toy.require(sft_folder)
     tokenizer = AutoTokenizer.from_pretrained(sft_folder)
     policy = AutoModelForCausalLM.from_pretrained(sft_folder).to(device).eval()  # without dropout [MODEL-1]
-    reference = copy.deepcopy(policy)  # It never changes. [MODEL-4]
+    reference = copy.deepcopy(policy)  # [MODEL-4]
     optimizer = torch.optim.AdamW(policy.parameters(), eps=1e-8, weight_decay=0.0)  # [OPT-4]
     prompts = [row | {"ids": tokenizer(row["prompt"]).input_ids} for row in toy.rows("prompts", "train", "toy-tools")]
 
@@ -122,7 +123,7 @@ def main(updates=120):
         action_mask, ended = right_pad(is_action).bool(), torch.tensor(ended, device=device)  # [B, R], [B]
         episodes = torch.cat([queries, responses], 1), torch.cat([query_mask, mask], 1)  # [B, Q + R]
 
-        # ---- 2. Scores: with log-probs
+        # ---- 2. Scores: also log-probs
         last = [said[-1] for said in turns]  # No observation is taken for an answer.
         right = toy.right_code([], last, [row["answer"] for row in rows])
         scores = torch.tensor(right).float() - 0.05 * torch.tensor(toy.questions([], last, turns))
@@ -138,7 +139,7 @@ def main(updates=120):
         kl = (logprobs.detach() - ref_logprobs).sum(1)  # [B]
         rewards = scores - kl_coef * kl  # [B]
 
-        # ---- 4. Advantages: each reward less the mean of its siblings'
+        # ---- 4. Advantages: each reward minus the mean of its siblings' rewards
         groups = rewards.reshape(-1, k)  # [B / k, k]
         baselines = (groups.sum(1, keepdim=True) - groups) / (k - 1)  # without the trajectory's own reward [RLOO-3]
         advantages = (groups - baselines).reshape(-1)  # [B]
