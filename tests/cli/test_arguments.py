@@ -161,7 +161,18 @@ def test_help_has_every_flag_its_text_and_an_example_that_gives_what_is_required
         assert f"--{name}: required" in fails(SCRIPTS[script].main, dataclasses.replace(args, **{name: None}))
 
 
-GROUPS = "run", "data", "models", "sampling", "reward and KL", "algorithm", "judging", "optimiser", "memory and speed"
+GROUPS = (
+    "run",
+    "data",
+    "models",
+    "environment",
+    "sampling",
+    "reward and KL",
+    "algorithm",
+    "judging",
+    "optimiser",
+    "memory and speed",
+)
 
 
 @each_script
