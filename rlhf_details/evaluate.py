@@ -79,8 +79,8 @@ class Args(flags.RewardArgs):  # rewards and sampler stand in plumbing/inputs/fl
 
     # models: all but the reward model share the policy's vocabulary
     policy_path: str | None = None
-    """the policy that is evaluated: a folder, or NAME or NAME@REVISION on the Hub (required unless --dataset is an
-    embedded task)"""
+    """the policy that is evaluated: a folder, or NAME or NAME@REVISION on the Hub (required unless --dataset is toy,
+    toy-sum or toy-tools)"""
     opponent_path: str | None = None
     """the policy it is compared with; None: the rows' `completion`, where a judge needs an opponent"""
     ref_model_path: str | None = None

@@ -214,11 +214,11 @@ def rollout(policy, sample, env, rows, episodes, key, stop_ids, args):
             if has_ended:  # Other turns have no more room.
                 asked.append(i)
         lengths, active = response_mask.sum(1).tolist(), []
-        # Beside what it says, `env` returns the ids that a chat template writes between two turns. [AGT-5]
+        # Beside what it says, `env` returns the ids that a chat template writes between two turns.
         answers = env([rows[i] for i in asked], [said[i][::2] for i in asked], [R - lengths[i] for i in asked])
         for i, (text, ids) in zip(asked, answers, strict=True):
             ended[i] = text is None
-            # An observation stands only where another turn has room behind it. [AGT-6]
+            # An observation stands only where another turn has room behind it.
             if ids is not None and turn < args.max_turns:
                 new = slice(lengths[i], lengths[i] + len(ids))
                 responses[i, new], response_mask[i, new] = torch.tensor(ids, dtype=torch.long, device=device), True
@@ -405,9 +405,9 @@ def main(args: Args):
             if sample.is_another:
                 # Where something else has sampled, KL and weights need this policy's log-probs. [GEN-9]
                 old_logprobs, _ = in_slices(response_logprobs, policy, batch, size)
-            # Functions are given turns, so that no observation is taken for an answer. [AGT-7]
+            # Functions are given turns, so that no observation is taken for an answer.
             rewards_of_each, scored = score(rows[mine], batch, said=said)  # [B / world, F], [B / world]
-        # Every process gathers the whole batch once, and phases 3 and 4 are computed on all of it. [REW-7]
+        # Every process gathers the whole batch once, and phases 3 and 4 are computed on all of it.
         found, old_logprobs, ref_logprobs, rewards_of_each, scored = accelerator.gather(
             (found, old_logprobs, ref_logprobs, rewards_of_each, scored)
         )
@@ -425,11 +425,11 @@ def main(args: Args):
         rlhf_rewards = scores - args.kl_coef * kl  # [B]
 
         # ---- 4. Advantages -------------------------------------------------------------------------------------------
-        # What is not scored, or has no scored sibling, gives no gradient. [REW-8]
+        # What is not scored, or has no scored sibling, gives no gradient.
         is_action = has_baseline(scored, k)  # [B]
-        # Siblings share their prompt and nothing else, so a baseline is of whole trajectories, not of turns. [AGT-8]
+        # Siblings share their prompt and nothing else, so a baseline is of whole trajectories, not of turns. [AGT-5]
         advantages = rloo_advantages(rlhf_rewards, k, scored)  # [B]
-        # Importance weights correct for a sampler that differs slightly from the policy. [GEN-15]
+        # Importance weights correct for a sampler that differs slightly from the policy.
         advantages, weight_metrics = sample.weigh(advantages, old_logprobs, found.logprobs, action_mask)
 
         # ---- 5. Optimise ---------------------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ def rollout(policy, tokenizer, rows, update):
         for i, answer in zip(asked, answers, strict=True):
             observation = tokenizer(answer or "").input_ids
             ended[i] = answer is None
-            # An observation is only read where another turn may follow it. [AGT-6]
+            # An observation is only read where another turn may follow it.
             if not ended[i] and turn < max_turns and len(ids[i] + observation) < R:
                 ids[i] += observation
                 is_action[i] += [False] * len(observation)

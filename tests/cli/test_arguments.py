@@ -144,7 +144,18 @@ def test_errors_in_reading_are_one_line_and_our_own_faults_keep_their_traceback(
 
 
 # ---- --help ----------------------------------------------------------------------------------------------------------
-GROUPS = "run", "data", "models", "sampling", "reward and KL", "algorithm", "judging", "optimiser", "memory and speed"
+GROUPS = (
+    "run",
+    "data",
+    "models",
+    "environment",
+    "sampling",
+    "reward and KL",
+    "algorithm",
+    "judging",
+    "optimiser",
+    "memory and speed",
+)
 
 
 @pytest.mark.parametrize("script", list(SCRIPTS))

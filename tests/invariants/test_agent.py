@@ -69,6 +69,7 @@ def again(ragged, **changes):
 
 
 def test_an_environment_that_says_nothing_gives_the_numbers_of_rloo(ragged, in_tmp):
+    """So the lines that both have do the same. [REW-3] [REW-5] [RLOO-1] [RLOO-2] [RLOO-7] [LOG-1] [LOG-5]"""
     flags = dict(dataset="toy", reward_model_path=None, reward_fn=("mine.py:length",), learning_rate=3e-3)
     found, sampled = [], []
     for run, more in ((functools.partial(run_page, "train_agent"), {}), (run_rloo, dict(share_prompts=False))):
@@ -234,7 +235,7 @@ def test_agt_3_the_end_of_a_turn_has_a_gradient(ragged, in_tmp, monkeypatch):
     assert ends.sum() > 16 and mask[ends].all()
 
 
-def test_agt_7_functions_are_given_turns_and_no_observation_as_an_answer(ragged, in_tmp, monkeypatch):
+def test_functions_are_given_turns_and_no_observation_as_an_answer(ragged, in_tmp, monkeypatch):
     Path("mine.py").write_text("""
 import json
 def f(prompts, completions, turns):
@@ -257,7 +258,7 @@ def f(prompts, completions):
     run_page("train_agent", ragged, **CHATTY, **flags, output_dir="theirs", total_episodes=16)
 
 
-def test_agt_8_the_baseline_is_that_of_all_trajectories_of_the_prompt(ragged, in_tmp, monkeypatch):
+def test_agt_5_the_baseline_is_that_of_all_trajectories_of_the_prompt(ragged, in_tmp, monkeypatch):
     calls = record(monkeypatch, train_agent, "rloo_advantages")["rloo_advantages"]
     losses = record(monkeypatch, train_agent, "rloo_policy_loss")["rloo_policy_loss"]
     run_page("train_agent", ragged, **CHATTY, reward_fn=("mine.py:length",), total_episodes=16)

@@ -100,7 +100,7 @@ def test_gen_4_the_turn_is_a_coordinate_of_the_noise_from_the_second_one_on():
     assert len(keys.unique()) > 2990  # The keys of two turns are not the same.
 
 
-def test_agt_6_an_episode_that_has_no_room_or_no_turn_left_has_not_ended():
+def test_an_episode_that_has_no_room_or_no_turn_left_has_not_ended():
     """No observation stands last in a row: nothing could follow it."""
     said = [["red is 3 4 ;"] * 9]
     turns = [[ids("ask red ;")] * 9]
@@ -118,7 +118,7 @@ def test_agt_6_an_episode_that_has_no_room_or_no_turn_left_has_not_ended():
 
 
 @pytest.mark.parametrize("mode, tokens", [("cut", 4), ("end", 0)])
-def test_agt_6_a_long_observation_loses_its_end_or_ends_the_episode(mode, tokens):
+def test_a_long_observation_loses_its_end_or_ends_the_episode(mode, tokens):
     rows = rows_of(WORDS, ["the red box ?"], said=[["red is same as blue ;"]])
     turns = [[ids("ask red ;"), ids("say 1 ;")]]
     found, _, _ = play(WORDS, rows, turns, max_observation_tokens=4, long_observation=mode)
@@ -324,7 +324,7 @@ def bytes_and_words(template=None, special=("<eos>",), eos="<eos>"):
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_agt_5_between_sampled_ids_stand_those_of_the_template(name, monkeypatch):
+def test_between_sampled_ids_stand_those_of_the_template(name, monkeypatch):
     """A trajectory of four turns, whose turns the tokenizer would write with other ids."""
     template, special, end, eos, flags, between = TEMPLATES[name]
     tokenizer = bytes_and_words(template, special, eos)
