@@ -17,6 +17,7 @@ sys.path.insert(0, str(ROOT / "benchmark" / "checks"))
 import details
 
 sources, worth, DETAILS = cache(details.sources), cache(details.worth), details.DETAILS
+measured = cache(details.measured)
 FIGURES = {"gold": "gold at the end", "gold_run": "gold over the run", "kl": "KL, nats", "ended": "share ended"}
 VERDICTS = "matters", "perhaps", "does not show", "not measured"
 FAMILY_PHASE = {  # of a tag that stands on none of the pages that are annotated
@@ -165,6 +166,9 @@ def card(tag, note=""):
     """The card of a tag, with the anchor that the tag in the code points to. note: HTML, what a teacher adds."""
     what = DETAILS[tag]["what"]
     rows = {"Code": places_html(tag), "Source": sources_of(tag), "Test": tests_html(tag)}
+    if elsewhere := measured().get(tag):
+        said = "; ".join(f"{library}: {found}" for library, found in elsewhere.items())
+        rows['<a href="evidence/14_who_does_what.html">Measured elsewhere</a>'] = said
     facts = "".join(f"<dt>{name}</dt><dd>{said}</dd>" for name, said in rows.items())
     return (
         f'<article class="card" id="{tag}"><h4>'

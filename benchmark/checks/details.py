@@ -20,6 +20,7 @@ Where it stands, and which tests are its own, is read from the code: the comment
 What it is worth stands in results/<study>/worth.toml, as far as it has been measured.
 """
 
+import json
 import re
 import sys
 import tomllib
@@ -54,6 +55,24 @@ def worth():
     results = Path(__file__).parents[1] / "results"
     files = sorted(results.glob("*/worth.toml"))
     return {tag: price for file in files for tag, price in read(file).items()}
+
+
+def measured():
+    """{tag: {"TRL 1.16.0": "7 equal, 2 differ"}}, of the vectors that have the tag and the results of each library."""
+    folder, found = ROOT / "benchmark" / "vectors", {}
+    tagged = [v for path in sorted(folder.glob("*.json")) for v in json.loads(path.read_text())["vectors"]]
+    names = {"trl": "TRL", "verl": "verl", "openrlhf": "OpenRLHF"}
+    for path in sorted((folder / "results").glob("*.json")):
+        result = json.loads(path.read_text())
+        package, version = next(iter(result["versions"].items()))
+        for tag in {tag for vector in tagged for tag in vector["tags"]} if package in names else ():
+            outcomes = [result["outcomes"][v["name"]][0] for v in tagged if tag in v["tags"]]
+            faults, equal = outcomes.count("fault"), outcomes.count("equal")
+            differ = sum("difference" in outcome for outcome in outcomes)
+            said = [f"{n} {what}" for n, what in ((equal, "equal"), (differ, "differ"), (faults, "at fault")) if n]
+            if said:
+                found.setdefault(tag, {})[f"{names[package]} {version}"] = ", ".join(said)
+    return found
 
 
 def count_verdicts():
@@ -92,21 +111,28 @@ def source_link(source, systems):
 
 def index():
     """Lines of the index of details: a table for each family of tags. Line numbers would change with every edit."""
-    systems, prices, code = read("systems.toml"), worth(), sources()
+    systems, prices, code, vectors = read("systems.toml"), worth(), sources(), measured()
     lines = [
         "Each detail has a tag. `grep -rn GEN-4 rlhf_details` finds it in the code, and `pytest -k gen_4` runs its "
         "tests, whose names begin with it. The tests of several details name them in their docstrings. The price is "
-        "what the studies in benchmark/studies have measured.",
+        "what the studies in benchmark/studies have measured. 'Measured elsewhere' says how many of its vectors "
+        "(benchmark/vectors) come out equal in a library that is called with them, and how many do not.",
     ]
     for family in FAMILIES:
-        lines += ["", f"### {family['title']}", "", "| tag | detail | where | source | tests | price |"]
-        lines += ["|---|---|---|---|---|---|"]
+        lines += [
+            "",
+            f"### {family['title']}",
+            "",
+            "| tag | detail | where | source | tests | price | measured elsewhere |",
+        ]
+        lines += ["|---|---|---|---|---|---|---|"]
         for tag, detail in family["tags"].items():
             places = ", ".join(f"`{file}`" for file in files_with(tag, code))
             source = "; ".join("ours" if s == "own" else source_link(s, systems) for s in detail["source"])
             tests = ", ".join(f"`{file}`" for file in sorted({test.split("::")[0] for test in tests_of(tag)}))
             price = prices.get(tag, {}).get("says", "")
-            lines.append(f"| {tag} | {detail['what']} | {places} | {source} | {tests} | {price} |")
+            elsewhere = "; ".join(f"{library}: {said}" for library, said in vectors.get(tag, {}).items())
+            lines.append(f"| {tag} | {detail['what']} | {places} | {source} | {tests} | {price} | {elsewhere} |")
     return lines
 
 

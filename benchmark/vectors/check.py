@@ -83,7 +83,7 @@ def tensor(name, x):
 
 def worst(found, expected):
     """How far the output is off, in units of its largest entry; inf where shapes differ or a number is missing."""
-    found = torch.as_tensor(found).detach().double()
+    found = torch.as_tensor(found, dtype=torch.float64).detach()
     expected = torch.tensor(expected, dtype=torch.float64)
     if found.shape != expected.shape or not found.isfinite().all():
         return math.inf

@@ -6,8 +6,10 @@ here=$(cd "$(dirname "$0")" && pwd)
 folder=${1:-$(mktemp -d)}
 [ -d "$folder/env" ] || python3 -m venv "$folder/env"
 python=$folder/env/bin/python
+mkdir -p "$folder/ours"
+git -C "$here/../.." archive HEAD | tar -x -C "$folder/ours"
 "$python" -m pip install -q torch==2.13.0 transformers==5.24.0 accelerate==1.15.0 datasets==5.2.0 \
-    rich tyro peft deepspeed wandb dill pandas scipy setuptools "$here/../.."
+    rich tyro peft deepspeed wandb dill pandas scipy setuptools "$folder/ours"
 export OMP_NUM_THREADS=1 TRL_EXPERIMENTAL_SILENCE=1 DS_ACCELERATOR=cpu
 
 library() {  # package, version, what check.py is given

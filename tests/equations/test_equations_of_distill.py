@@ -110,10 +110,3 @@ def test_distill_2_with_a_discount_of_0_it_is_that_of_the_reverse_kl_at_the_stat
 
 
 # ---- whose responses -------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("share", [0, 0.1, 0.25, 0.29, 0.5, 0.7, 1])
-def test_distill_7_the_share_holds_in_every_stretch_of_updates(share):
-    sampled = [train_distill.is_sampled(update, share) for update in range(1, 101)]
-    assert sum(sampled) == round(100 * share)
-    for n in (10, 20):
-        counts = [sum(sampled[i : i + n]) for i in range(100 - n)]
-        assert max(abs(count - n * share) for count in counts) <= 1

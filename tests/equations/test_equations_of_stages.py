@@ -3,7 +3,6 @@
 GPT-2 has absolute positions, so that a wrong position is a wrong answer.
 """
 
-import math
 import random
 from functools import cache
 from types import SimpleNamespace
@@ -11,9 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import tiny_model, tiny_reward_model
-from oracles import uniform
 
-from rlhf_details import train_dpo, train_reward, train_sft, utils
+from rlhf_details import train_reward, train_sft, utils
 from rlhf_details.plumbing.outputs.statistics import rouge_l
 
 # ---- SFT -------------------------------------------------------------------------------------------------------------
@@ -60,21 +58,6 @@ def test_rouge_l_equals_the_recursive_definition():
 
 
 # ---- reward model ----------------------------------------------------------------------------------------------------
-def test_rm_7_the_loss_equals_the_loop():
-    generator = torch.Generator().manual_seed(0)
-    scores, best = uniform(generator, 6, 4, low=-3, high=3), torch.randint(4, (6,), generator=generator)
-    rows = zip(scores.tolist(), best.tolist(), strict=True)
-    expected = [-math.log(math.exp(row[b]) / sum(map(math.exp, row))) for row, b in rows]
-    assert train_reward.best_of_k_loss(scores, best).tolist() == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.parametrize("page", [train_reward, train_dpo])
-def test_rm_8_a_tie_is_wrong(page):
-    scores = torch.tensor([[1.0, 0.0, -1.0], [0.0, 1.0, -1.0], [2.0, 2.0, -1.0], [3.0, 5.0, 5.0]])
-    for best, expected in (([0, 0, 0, 0], [True, False, False, False]), ([1, 1, 1, 1], [False, True, False, False])):
-        assert page.is_correct(scores, torch.tensor(best)).tolist() == expected
-
-
 def test_scores_that_are_all_equal_cannot_be_normalised(fails):
     assert "--normalization gain_bias" in fails(train_reward.normalise, torch.full((8,), 0.5))
 
