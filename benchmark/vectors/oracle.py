@@ -226,27 +226,31 @@ def cispo_policy_loss(logprobs, old_logprobs, mask, advantages, cliprange_high):
         mask,
         lambda i, t: -advantages[i] * min(math.exp(logprobs[i][t] - old_logprobs[i][t]), 1 + cliprange_high) / total,
     )
-    return {"loss": sum(slope[i][t] * logprobs[i][t] for i, t in places(mask)), "gradient": slope}
+    cut = mean(float(math.exp(logprobs[i][t] - old_logprobs[i][t]) > 1 + cliprange_high) for i, t in places(mask))
+    return {"loss": sum(slope[i][t] * logprobs[i][t] for i, t in places(mask)), "gradient": slope, "clipped": cut}
 
 
 def rloo_policy_loss(logprobs, old_logprobs, mask, advantages, cliprange):
     """The ratio of a response is the product of its tokens' ratios."""
-    loss, gradient = 0.0, []
+    loss, gradient, num_clipped = 0.0, [], 0.0
     for i, row in enumerate(mask):
         logratio = sum(logprobs[i][t] - old_logprobs[i][t] for t in range(len(row)) if row[t])
-        part, slope, _ = clipped(math.exp(logratio), advantages[i], cliprange, cliprange)
-        loss += part / len(mask)
+        part, slope, cut = clipped(math.exp(logratio), advantages[i], cliprange, cliprange)
+        loss, num_clipped = loss + part / len(mask), num_clipped + cut
         gradient.append([slope / len(mask) if counted else 0.0 for counted in row])
-    return {"loss": loss, "gradient": gradient}
+    return {"loss": loss, "gradient": gradient, "clipped": num_clipped / len(mask)}
 
 
 def ppo_value_loss(values, old_values, returns, mask, cliprange_value):
-    losses = []
+    errors, held_errors = [], []
     for i, t in places(mask):
         v, old, target = values[i][t], old_values[i][t], returns[i][t]
         held = min(max(v, old - cliprange_value), old + cliprange_value)
-        losses.append(max((v - target) ** 2, (held - target) ** 2) / 2)
-    return {"loss": mean(losses)}
+        errors.append((v - target) ** 2)
+        held_errors.append((held - target) ** 2)
+    losses = [max(pair) / 2 for pair in zip(errors, held_errors)]
+    clipped = mean(float(held > plain) for plain, held in zip(errors, held_errors))
+    return {"loss": mean(losses), "error": mean(errors), "clipped": clipped}
 
 
 def distill_policy_loss(logprobs, advantages):

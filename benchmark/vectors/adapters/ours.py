@@ -68,8 +68,10 @@ def distill_advantages(rewards, gamma):
 
 
 def kl_estimates(logprobs, ref_logprobs, kind):
-    kind = {"k1": "kl"}.get(kind, kind)
-    return {"kl": train_ppo.kl_penalty(logprobs, ref_logprobs, kind)}
+    names = {"k1": ["kl"], "k2": ["k2", "mse"]}.get(kind, [kind])
+    found = [train_ppo.kl_penalty(logprobs, ref_logprobs, name) for name in names]
+    assert torch.equal(found[0], found[-1])
+    return {"kl": found[0]}
 
 
 def full_kl(logits, ref_logits, mask):
@@ -137,16 +139,18 @@ def gspo_policy_loss(logprobs, old_logprobs, mask, advantages, **ranges):
 
 def cispo_policy_loss(logprobs, old_logprobs, mask, advantages, cliprange_high):
     advantages = advantages.unsqueeze(1)
-    losses, _, _ = train_grpo.cispo_policy_loss(logprobs, old_logprobs, mask, advantages, 0.2, cliprange_high)
-    return {"loss": (losses * weights(mask, "token")).sum()}
+    losses, _, cut = train_grpo.cispo_policy_loss(logprobs, old_logprobs, mask, advantages, 0.2, cliprange_high)
+    return {"loss": (losses * weights(mask, "token")).sum(), "clipped": cut.sum() / mask.sum()}
 
 
 def rloo_policy_loss(**inputs):
-    return {"loss": train_rloo.rloo_policy_loss(**inputs)[0].mean()}
+    losses, _, cut = train_rloo.rloo_policy_loss(**inputs)
+    return {"loss": losses.mean(), "clipped": cut.float().mean()}
 
 
 def ppo_value_loss(mask, **inputs):
-    return {"loss": train_ppo.ppo_value_loss(mask=mask, **inputs)[0].sum() / mask.sum()}
+    found = train_ppo.ppo_value_loss(mask=mask, **inputs)
+    return dict(zip(("loss", "error", "clipped"), (x.sum() / mask.sum() for x in found)))
 
 
 def distill_policy_loss(logprobs, advantages):
