@@ -8,7 +8,7 @@ RLOO over several turns: a policy speaks with an environment, such as a tool, a 
 4. `action_mask` says which tokens the policy wrote. Loss, KL, entropy, lengths and counts are over these. Observations
    are read: they stand in every forward, and nothing is learnt from them.
 5. A turn is one call of the sampler, whose query is all that came before, as the ids that were sampled or written. It
-   computes its prefix again: docs/evidence/11_several_turns.md says what that costs. Rows hold one trajectory each.
+   computes its prefix again: docs/evidence/14_several_turns.md says what that costs. Rows hold one trajectory each.
 6. Sampling and shuffling are functions of coordinates, such as (seed, purpose, update, turn, episode, step, token) for
    a token, and never of a generator's state. The first turn has no coordinate for the turn, so an environment that
    never says anything gives the numbers of train_rloo.py.

@@ -14,7 +14,9 @@ from rlhf_details.plumbing.outputs import health
 HEALTHY = {
     "objective/kl": 5.0, "policy/clipfrac_avg": 0.1, "val/first_ratio": 1.00001, "val/logprob_gap": 1e-5,
     "val/num_stop_token_ids": 90, "val/equal_scores": 0.1, "policy/entropy_avg": 1.0, "val/sequence_lengths": 20.0,
+    "val/turns": 2.0, "val/ran_out": 0.1,
 }  # fmt: skip
+OF_TURNS = {"ran_out", "one_turn"}  # signs of train_agent.py alone
 FIRST = {"policy/entropy_avg": 2.0, "val/sequence_lengths": 20.0}
 LENGTH, KL, GAP = "val/sequence_lengths", "objective/kl", "val/logprob_gap"
 CASES = [  # sign, metric, a healthy value, an ill one, what else differs: args, first, precision, is_last, more
@@ -28,6 +30,8 @@ CASES = [  # sign, metric, a healthy value, an ill one, what else differs: args,
     ("truncated", "val/num_stop_token_ids", 5, 4, {}),  # of 100
     ("reward_variance", "val/equal_scores", 0.5, 0.51, {}),
     ("entropy", "policy/entropy_avg", 0.41, 0.39, {}),
+    ("ran_out", "val/ran_out", 0.49, 0.51, {}),
+    ("one_turn", "val/turns", 1.01, 1.0, {}),
     ("length", LENGTH, 39.9, 40.1, {}),
     ("length", LENGTH, 10.1, 9.9, {}),
 ]
@@ -76,8 +80,9 @@ def run(page, tiny, score=None, **changes):
         Path("mine.py").write_text(f"def f(prompts, completions): return [{score} for c in completions]")
     PAGES[page].main(page_args(page, tiny, **(FUNCTION if score else {}) | changes))
     rows = [row for row in read_metrics("runs/run") if row["update"]]
-    assert all(f"health/{name}" in row for row in rows for name in health.SIGNS)
-    return {name: found for name in health.SIGNS if (found := [row["update"] for row in rows if row[f"health/{name}"]])}
+    names = health.SIGNS.keys() - (OF_TURNS if page != "train_agent" else set())
+    assert all({name.removeprefix("health/") for name in row if name.startswith("health/")} == names for row in rows)
+    return {name: found for name in names if (found := [row["update"] for row in rows if row[f"health/{name}"]])}
 
 
 @pytest.mark.parametrize("score, flags, signs", RUNS)

@@ -330,7 +330,7 @@ class Scorer:
         if self.text_model:
             firsts = zip(rows, batch.responses[:, 0].tolist(), texts, strict=True)
             spaced = [token_ids.with_space(self.tokenizer, row.columns["prompt"], i, text) for row, i, text in firsts]
-            entries["reward_model"] = self.text_model(rows, spaced, ended, said, self.role)
+            entries["reward_model"] = self.text_model(rows, spaced, ended, *([said, self.role] if said else []))
         elif model_scores is not None:
             entries["reward_model"] = model_scores.tolist()
         for words, i in self.faults(rows, entries):
