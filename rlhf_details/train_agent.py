@@ -9,7 +9,7 @@ minimal/agent.py is the algorithm alone; this file adds any environment, templat
 4. `action_mask` says which tokens the policy wrote. Loss, KL, entropy, lengths and counts are over these. Observations
    are read: they stand in every forward, and nothing is learnt from them.
 5. A turn is one call of the sampler, whose query is all that came before, as the ids that were sampled or written. It
-   computes its prefix again: docs/evidence/11_several_turns.md says what that costs. Rows hold one trajectory each.
+   computes its prefix again: docs/evidence/14_several_turns.md says what that costs. Rows hold one trajectory each.
 6. Sampling and shuffling are functions of (seed, update, turn, episode, ..), never of a generator's state. The first
    turn has no coordinate for the turn, so an environment that never says anything gives train_rloo.py's numbers.
 

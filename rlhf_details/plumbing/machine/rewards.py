@@ -172,7 +172,7 @@ class TextModel(nn.Module):
         """
         ids, scores, context = [], [], min(models.context(self.model), sys.maxsize)
         for row, text, is_complete, turns in zip(rows, texts, ended, said or [None] * len(rows), strict=True):
-            query, response = self.encode(row, text, turns, role)
+            query, response = self.encode(row, text, *([turns, role] if turns else []))
             whole = query + (response if is_complete else response[:-1])
             ids.append([i for i in whole if i is not None][-context:])  # A tokenizer without EOS has put None there.
         for part in utils.slices(len(ids), self.size):
