@@ -168,7 +168,7 @@ def card(tag, note=""):
     rows = {"Code": places_html(tag), "Source": sources_of(tag), "Test": tests_html(tag)}
     if elsewhere := measured().get(tag):
         said = "; ".join(f"{library}: {found}" for library, found in elsewhere.items())
-        rows['<a href="evidence/14_who_does_what.html">Measured elsewhere</a>'] = said
+        rows['<a href="evidence/15_who_does_what.html">Measured elsewhere</a>'] = said
     facts = "".join(f"<dt>{name}</dt><dd>{said}</dd>" for name, said in rows.items())
     return (
         f'<article class="card" id="{tag}"><h4>'
