@@ -111,7 +111,7 @@ class Args(flags.PolicyArgs):  # inherits the flags of run, data, models and mem
     max_grad_norm: float | None = 1.0
     """clip the gradient's global norm; None: only log it"""
 
-    # memory and speed: changes no result, up to rounding
+    # memory and speed: never changes the result, up to rounding
     share_prompts: bool = True
     """compute each prompt once for its k responses, where the model allows it"""
 

@@ -177,7 +177,8 @@ def test_help_has_every_flag_in_its_group_and_an_example_that_gives_what_is_requ
         assert getattr(args, name) and "(required unless --dataset is toy" in texts[name]
         assert f"--{name}: required" in fails(SCRIPTS[script].main, dataclasses.replace(args, **{name: None}))
     of_toy = flags_shown(shown_by_help(kind))
-    for name, value in SCRIPTS[script].presets["toy"].items():
+    for name, value in SCRIPTS[script].presets[kind().dataset.partition(":")[0]].items():
+        value = " ".join(map(str, value)) if isinstance(value, tuple) else value
         assert f"(default: {value})" in of_toy[name].replace("'", "")
 
 

@@ -91,7 +91,7 @@ def test_moving_a_tagged_line_needs_no_other_change(copied):
     "old, new, words",
     [
         ("def pack(", "def pack_rows(", "'pack'"),
-        ("[RLOO-3]", "", "RLOO-3"),
+        ("[RLOO-13]", "", "RLOO-13"),
         ("def logits(self, hidden", "def logits(self, states", r"Policy\.logits"),
     ],
     ids=["code", "tag", "difference"],
