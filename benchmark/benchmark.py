@@ -260,6 +260,7 @@ def run_study(stages, runs, args, tag):
     seeds = {run.seed for run in runs if not run.is_done()}
     if not seeds:
         print(f"{tag}: {len(runs)} runs, all done")
+        keep(runs)  # A program that was killed has kept none.
         return []
     needed = [[stage for stage in batch if stage.seed in seeds] for batch in stages]
     return [name for batch in (*needed, runs) for name in run_all(batch, args, tag)]

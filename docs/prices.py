@@ -25,7 +25,7 @@ FAMILY_PHASE = {  # of a tag that stands on none of the pages that are annotated
     "REW": "2. Scores", "OPT": "5. Optimise", "LOG": "6. Log", "EVAL": "Evaluation",
 }  # fmt: skip
 OWN_STUDY = {"DPO": "8_dpo", "GRPO": "7_grpo", "GEN": "10_another_sampler"}  # of tags without a row in `study`
-OWN_STUDY |= {"DISTILL": "11_distillation", "REW": "../guides/8_my_run_looks_wrong"}
+OWN_STUDY |= {"DISTILL": "11_distillation", "REW": "../guides/8_my_run_looks_wrong", "AGT": "14_several_turns"}
 
 
 @dataclass
