@@ -25,7 +25,7 @@ import benchmark
 from rlhf_details import train_rloo
 from rlhf_details.plumbing.inputs import cli
 
-SCRIPTS = "train_sft train_reward train_dpo train_rloo train_grpo train_ppo train_distill evaluate".split()
+SCRIPTS = "train_sft train_reward train_dpo train_rloo train_grpo train_ppo train_distill train_agent evaluate".split()
 ARGS = {name: importlib.import_module(f"rlhf_details.{name}").Args for name in SCRIPTS}
 NAMES = study.studies()
 
