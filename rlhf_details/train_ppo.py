@@ -686,7 +686,8 @@ def main(args: Args):
                     continue
                 state["adam_step"] += 1
                 if args.tf_adam:
-                    # TensorFlow adds eps before it corrects the second moment's bias: first 32 times eps. [OPT-3]
+                    # TensorFlow adds eps before it corrects the second moment's bias, which at first
+                    # makes it 32 times as large. [OPT-3]
                     optimizer.param_groups[0]["eps"] = args.adam_eps / math.sqrt(1 - 0.999 ** state["adam_step"])
                 norm = engines.clip_and_step(accelerator, policy, optimizer, args.max_grad_norm, run, number)
                 means.add({"policy/grad_norm": norm})

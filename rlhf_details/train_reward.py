@@ -279,7 +279,8 @@ def main(args: Args):
         for group in optimizer.param_groups:
             group["lr"] = lr
             if args.tf_adam:
-                # TensorFlow adds eps before it corrects the second moment's bias: first 32 times eps. [OPT-3]
+                # TensorFlow adds eps before it corrects the second moment's bias, which at first
+                # makes it 32 times as large. [OPT-3]
                 group["eps"] = args.adam_eps / math.sqrt(1 - 0.999**step)
 
         # ---- 1. Minibatch --------------------------------------------------------------------------------------------

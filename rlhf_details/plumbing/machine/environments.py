@@ -40,15 +40,15 @@ class Environment:
         self.function = function_of(args)
         for data_set in filter(None, data_sets):
             self.function.find_columns(data_set)
-            for row in data_set:
-                try:
-                    self.between(row, "An observation.")
-                except Exception as e:  # A template may raise whatever it likes.
-                    where = f"{row.source}: row {row.number}: the chat template refuses an observation"
-                    console.fail(f"--env_role {args.env_role}: {where} ({console.in_one_line(e)})")
-                if chat.is_messages(row.columns["prompt"]):  # The others have the same template.
-                    self.say_if_rewritten(row)
-                    break
+            row = next((row for row in data_set if chat.is_messages(row.columns["prompt"])), None)
+            if row is None:
+                continue
+            try:  # The other rows have the same template.
+                self.between(row, "An observation.")
+            except Exception as e:  # A template may raise whatever it likes.
+                where = f"{row.source}: row {row.number}: the chat template refuses an observation"
+                console.fail(f"--env_role {args.env_role}: {where} ({console.in_one_line(e)})")
+            self.say_if_rewritten(row)
 
     def __call__(self, rows, turns, room):
         """Where the function is at fault, all processes end. Call it on every process."""
