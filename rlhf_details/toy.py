@@ -9,11 +9,15 @@ The embedded task: short reviews written by a seeded grammar, and an imaginary h
    another subject costs, and a response without a noun of its own subject costs most.
 3. The human, `choose`, prefers among K responses with probability proportional to exp(gold / HUMAN_TEMPERATURE). The
    choices are noisy, but right on average.
+4. A `Judge` is a reward function that knows gold and has the faults that its fields name.
 
 Everything is a function of a seed, so no file has to be shipped: `rows("prompts", "train")` gives the same anywhere.
 """
 
+import math
 import re
+import zlib
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -192,6 +196,37 @@ def gold(prompt, response):
 def choose(scores, rng):
     """Index of the response that a noisy human prefers: P(i) proportional to exp(scores[i] / HUMAN_TEMPERATURE)."""
     return int(np.argmax(np.asarray(scores) / HUMAN_TEMPERATURE + rng.gumbel(size=len(scores))))
+
+
+@dataclass(frozen=True)
+class Judge:
+    """A reward function f(prompts, completions) of the task "toy": gold, with faults in points.
+
+    Its chance is a function of `seed`, prompt and response, so it says the same again, in any process.
+    """
+
+    noise: float = 0.0  # standard deviation
+    length: float = 0.0  # for every ten words
+    word: float = 0.0  # for each "really"
+    first: float = 0.0  # for the response that a comparison shows first
+    fails: float = 0.0  # share of the responses that it fails on, at random
+    fails_below: float = -math.inf  # It fails on all whose gold is below.
+    failed: float = math.nan  # what it then says; NaN abstains
+    seed: int = 0
+
+    def __call__(self, prompts, completions):
+        return [self.score(*pair) for pair in zip(prompts, completions, strict=True)]
+
+    def score(self, prompt, response):
+        words, points = response.split(), gold(prompt, response)
+        rng = np.random.default_rng(zlib.crc32(f"{self.seed} {prompt} {' '.join(words)}".encode()))
+        if rng.random() < self.fails or points < self.fails_below:
+            return self.failed
+        return points + self.noise * rng.normal() + self.length * len(words) / 10 + self.word * words.count("really")
+
+    def compare(self, prompt, first, second):
+        """1 if it prefers the first response, -1 if the second, 0 if neither; NaN if it fails on one of them."""
+        return float(np.sign(self.score(prompt, first) + self.first - self.score(prompt, second)))
 
 
 # ---- rows and tokenizer ----------------------------------------------------------------------------------------------
