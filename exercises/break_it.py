@@ -155,7 +155,9 @@ def main(words=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("number", type=int, choices=sorted(found))
     parser.add_argument("--hint", action="store_true", help="a push in the right direction")
-    parser.add_argument("--solution", action="store_true", help="of 1 to 12: the line, its tag, its price and its test")
+    parser.add_argument(
+        "--solution", action="store_true", help="the line, its tag, its price and its test, but for 13 to 17"
+    )
     parser.add_argument("--check", action="store_true", help="of 13 to 17: compare your function with ours")
     args = parser.parse_args(words)
     exercise, folder = found[args.number], Path(f"runs/exercise_{args.number}_code")

@@ -126,6 +126,37 @@ def falls(study, said):
     return grid(head, made, 8)
 
 
+def fit_law(d, gain):
+    """(alpha, beta, share of the variance explained) of gain = d (alpha - beta log d) by least squares.
+
+    Source: arXiv 2210.10760, the law of RL; d, the root of the KL, and gain, the gold since the start, are [updates].
+    """
+    x = np.stack([d, -d * np.log(d)], 1)
+    (alpha, beta), *_ = np.linalg.lstsq(x, gain)
+    return alpha, beta, 1 - np.var(gain - x @ (alpha, beta)) / np.var(gain)
+
+
+def law(study, said):
+    """How well gold = start + d (alpha - beta log d), d = sqrt(KL), fits the mean curves, whole and first halves; the
+    peak that a fit tells is at d = exp(alpha / beta - 1), with a gain of beta d.
+    """
+    made = []
+    for label, name in said["rows"]:
+        columns = {c: x.mean(1) for c, x in curves(study, name).items()}
+        start = np.mean([number(x, "first eval/objective/gold") for x in seeds_of(study, name).values()])
+        d, gain = np.sqrt(np.maximum(columns["kl"], 1e-6)), columns["gold"] - start
+        peak, row = gain.argmax(), [label]
+        for part in (slice(None), slice(len(d) // 2)):
+            alpha, beta, share = fit_law(d[part], gain[part])
+            top = np.exp(alpha / beta - 1) if beta > 0 else np.inf
+            told = f"{start + beta * top:.2f} at {top:.1f}" if top < 2 * d.max() else "none in reach"
+            row += [f"{alpha:.2f}, {beta:.2f}", f"{share:.2f}", told]
+        ends = f"{start + d[-1] * (alpha - beta * np.log(d[-1])):.2f}, {start + gain[-1]:.2f}"
+        made.append([*row, f"{start + gain[peak]:.2f} at {d[peak]:.1f}", ends])
+    head = ["policy", "alpha, beta", "R2", "peak told: gold at d", "first half: alpha, beta", "R2", "peak told"]
+    return grid([*head, "peak seen", "end told by the first half, and seen"], made, 8)
+
+
 def best_of_n(study, said):
     """Gold and learned score of the best of n."""
     seeds = list(seeds_of(study, said["run"]).values())
@@ -159,4 +190,4 @@ def toy(study, said):
     return grid(head, zip(labels, *made, strict=True), len(made))
 
 
-KINDS |= {kind.__name__: kind for kind in (tally, longer, unpriced, by_seed, falls, best_of_n, toy)}
+KINDS |= {kind.__name__: kind for kind in (tally, longer, unpriced, by_seed, falls, law, best_of_n, toy)}

@@ -50,6 +50,6 @@ def test_a_lab_gives_points_for_what_is_right_alone(tmp_path, capsys, name):
     for title, old, new, says in mistakes:
         for path, text in made.items():
             path.write_text(text)
-        answer(folder, name, lambda t, lines: lines.replace(old, new) if t == title else lines)  # noqa: B023
+        answer(folder, name, lambda t, lines: lines.replace(old, new) if t == title else lines)
         found = points(folder, name, capsys)
         assert found.pop(title) == (0, says) and all(score for score, _ in found.values())
