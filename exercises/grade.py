@@ -25,8 +25,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT / "benchmark" / "vectors"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmark" / "vectors"))
 import check
 import oracle
 import torch
@@ -34,6 +33,7 @@ from transformers.utils import logging
 
 from rlhf_details import toy, utils
 
+ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "rlhf_details" / "minimal"
 VECTORS = [vector for family in oracle.load().values() for vector in family]
 FEW, ROWS = dict.fromkeys(toy.SPLITS, 200), functools.cache(toy.rows.__wrapped__)
@@ -155,14 +155,17 @@ def fault(lab, title, lines):
 
 
 def grade(folder, chosen):
-    """[{name, score, max_score, output}] of all tasks; lines of a gap that is missing count as empty."""
+    """[{name, score, max_score, output}] of all tasks."""
     answers, tests = tomllib.loads((folder / "answers.toml").read_text(encoding="utf-8")), []
     for name, lab in chosen.items():
         source, said = (folder / f"{lab['page']}.py").read_text(encoding="utf-8"), answers.get(name, {})
         results = {}
         for title, task in lab["write"].items():
             lines = re.search(rf"# >>> {title}\n(.*?) *# <<<", source, re.S)
-            results[title] = task["points"], fault(lab, title, lines[1] if lines else GAP.format("", title))
+            results[title] = (
+                task["points"],
+                fault(lab, title, lines[1]) if lines else "the gap and its two comments are missing",
+            )
         rest = (100 - sum(task["points"] for task in lab["write"].values())) // 2
         results["find"] = rest, "" if said.get("found") == lab["found"] else "another line is broken"
         low, high = lab["measured"]
