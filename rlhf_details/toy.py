@@ -356,7 +356,7 @@ def require(*folders):
     for folder in map(Path, folders):
         if not Path(folder, "config.json").exists():
             task = f" --dataset {folder.parent.name}" * (folder.parent.name != "toy")
-            raise SystemExit(f"error: {folder} is missing: python rlhf_details/train_{folder.name}.py{task} makes it")
+            raise SystemExit(f"error: {folder} is missing: python -m rlhf_details.train_{folder.name}{task} makes it")
 
 
 def comparisons(split, num, policy, tokenizer, key, response_length, progress=iter):

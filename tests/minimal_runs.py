@@ -67,7 +67,7 @@ CASES = {
     "grpo": Case("grpo", 8, dict(B=16)),
     "distill": Case("distill", 8, dict(B=16)),
     # Some trajectories run out of turns, and some of tokens.
-    "agent": Case("agent", 8, dict(B=16, R=30, max_turns=4, learning_rate=5e-3, kl_coef=0.5, max_grad_norm=0.1)),
+    "agent": Case("agent", 8, dict(B=16, R=20, max_turns=4, learning_rate=2e-3, kl_coef=0.5, max_grad_norm=0.1)),
     "reward-ragged": Case("reward", 40, PAIRS | dict(sft_folder="ragged/policy", R=8)),
     "dpo-ragged": Case("dpo", 40, PAIRS | dict(sft_folder="ragged/policy", R=8)),
     "rloo-ragged": Case("rloo", 8, REWARDED),

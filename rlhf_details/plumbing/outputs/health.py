@@ -5,6 +5,8 @@ A sign is a metric `health/<name>`: 1 in an update where it shows, else 0. The f
 with its bound, an advice, and the section of docs/guides/8_my_run_looks_wrong.md. Nothing here changes a run.
 """
 
+from pathlib import Path
+
 from rlhf_details.plumbing import console
 from rlhf_details.plumbing.machine import engines
 
@@ -115,5 +117,6 @@ def look(run, metrics):
         if value > bound and name not in run.kept["said"]:
             run.kept["said"].append(name)
             seen, advice, section = SIGNS[name]
-            console.say(f"warning: health/{name}: {seen.format(value, bound)}; {advice} ({GUIDE}#{section})")
+            guide = f" ({GUIDE}#{section})" * (Path(__file__).parents[3] / GUIDE).exists()  # not in a wheel
+            console.say(f"warning: health/{name}: {seen.format(value, bound)}; {advice}{guide}")
     return found

@@ -110,6 +110,8 @@ def evaluate_lines(args):
     given |= {"ref_model_path": getattr(args, "teacher_model_path", start)}  # what training's KL is from
     names = "prompt_template", "reward_model_path", "reward_fn", "reward_fn_weights"
     given |= {name: getattr(args, name) for name in names if getattr(args, name, None)}
+    if dataset.startswith("toy:") and getattr(args, "reward_model_path", start) is None:
+        given["reward_model_path"] = None  # not the one of evaluate.py's starting values
     if given.get("reward_fn") and args.reward_fn_format != "text":
         given["reward_fn_format"] = args.reward_fn_format
     script = os.path.relpath(Path(__file__).parents[2] / "evaluate.py")
