@@ -101,6 +101,10 @@ class Args(flags.RewardArgs):  # rewards and sampler stand in plumbing/inputs/fl
     """tokens before this place of the response (from 0) do not truncate it; None: as the policy was trained, or 0"""
     env_fn: str | None = None
     """environment of several turns, as in train_agent.py; None: as the policy was trained, or none"""
+    tools: tuple[str, ...] | None = None
+    """tools that the policy calls, as in train_agent.py; None: as the policy was trained, or none"""
+    tool_timeout: float | None = None
+    """seconds after which a call of a tool is an error; None: as the policy was trained, or 10"""
     env_role: Literal["user", "tool"] | None = None
     """whose message an observation is; None: as the policy was trained, or user"""
     max_turns: int | None = None
@@ -358,7 +362,7 @@ def main(args: Args):
     reward_model = score.take_text_model(reward_model, prompts)
     # One response to each prompt, by utils.sample, unless --sampler vllm is given.
     sample = samplers.Sampler(args, vllm.sampler(args, accelerator, prompts, console.fail), stop_ids)
-    env = environments.Environment(args, accelerator, tokenizer, prompts) if args.env_fn else None
+    env = environments.Environment(args, accelerator, tokenizer, prompts) if args.max_turns else None
     N = len(prompts)
     numbers, rows = data.my_share(prompts, accelerator)  # [N / world], filled up, so that all processes have as many
     queries, query_mask = utils.left_pad([row.ids for row in rows], device)  # [N / world, Q]

@@ -57,7 +57,12 @@ class Args(flags.PolicyArgs):  # inherits the flags of run, data, models and mem
     # environment
     env_fn: str | None = None
     """FILE.py:function, f(prompts, completions, **columns) -> for each list of turns in completions a text, the
-    observation, or None where the episode ends (required unless --dataset is toy-tools)"""
+    observation, or messages, or None where the episode ends (this or --tools, unless --dataset is toy-tools)"""
+    tools: tuple[str, ...] = ()
+    """FILE.py:function ...: tools that the policy calls, functions with type hints and a docstring; what they return is
+    the observation, and a turn without a call ends the episode"""
+    tool_timeout: float = 10.0
+    """seconds after which a call of a tool is an error"""
     env_role: Literal["user", "tool"] = "user"
     """whose message an observation is, where the prompts are messages"""
     max_turns: int = 8

@@ -72,6 +72,8 @@ class Args(flags.RunArgs):  # inherits the flags of run, data, models and memory
     # algorithm
     completion_only: bool = False
     """train on the completion's tokens alone, and not on the prompt's as well (N+)"""
+    train_on: Literal["all", "last"] = "all"
+    """which answers of a chat --completion_only trains on: the assistant's turns, or the last one, the completion"""
     num_train_epochs: int = 1
     """passes over the data"""
     batch_size: int = 128
@@ -197,14 +199,15 @@ def tokens_and_targets(rows, completion_only, device):
         mask        0  1  1  1  1  1
         is_target   0  0  1  1  1  1          nothing predicts the first token
                     0  0  0  1  1  1          with --completion_only
+        tokens      q  q  call END  r  r  answer END      a chat, where r r is what a tool returned
+        is_target   0  0   1    1   0  0    1     1       with --completion_only, and without --train_on last
     Args: rows, B demonstrations. Returns: tokens, mask, is_target, each [B, L].
     """
     tokens, mask = utils.left_pad([row.ids + row.completion for row in rows], device)
     is_target = utils.positions_from_mask(mask) > 0
     if completion_only:  # By default the prompts are learnt as well, as in N+. [SFT-1]
-        # All rows end in the last column, so a completion's tokens are counted from the right.
-        lengths = torch.tensor([len(row.completion) for row in rows], device=device).unsqueeze(1)  # [B, 1]
-        is_target = is_target & (torch.arange(tokens.size(1), 0, -1, device=device) <= lengths)
+        is_own, _ = utils.left_pad([row.is_own for row in rows], device)  # [B, L], what the policy is to say
+        is_target = is_target & is_own.bool()
     return tokens, mask, is_target
 
 

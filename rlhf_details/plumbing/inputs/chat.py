@@ -1,6 +1,7 @@
 """Messages, and the text that a chat template makes of them."""
 
 import functools
+import json
 import re
 from datetime import datetime
 
@@ -25,13 +26,23 @@ def render(tokenizer, messages, options=None, **more):
 
     Args: options, {name: value} of what the template is given beside the messages: a row's `tools` and `documents`, the
     user's own, such as enable_thinking, and `date`, an ISO string, which it takes for now; more, apply_chat_template's.
+    Where a template writes no calls of tools, they stand in the content, as Qwen's and Hermes' templates write them.
     """
     options = dict(options or {})
     date, template = options.pop("date", None), tokenizer.get_chat_template(tools=options.get("tools"))
+    if "tool_calls" not in template:
+        messages = [with_calls(message) for message in messages]
     if date:  # Llama 3.2 writes the day into its prompts. A resumed run must see the same day.
         now = datetime.fromisoformat(date)
         template = re.sub(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)", lambda m: repr(now.strftime(m[2])), template)
-    return tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, **options, **more)
+    return tokenizer.apply_chat_template(messages, chat_template=template, **{"tokenize": False} | options | more)
+
+
+def with_calls(message):
+    """A message whose calls of tools, if it has any, stand at the end of its content."""
+    calls = [json.dumps(call.get("function", call)) for call in message.get("tool_calls", [])]
+    said = [message["content"]] * bool(message["content"]) + [f"<tool_call>\n{call}\n</tool_call>" for call in calls]
+    return message | {"content": "\n".join(said)}
 
 
 def shared_length(a, b):

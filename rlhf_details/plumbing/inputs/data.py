@@ -199,8 +199,19 @@ def as_messages(value, name):
             rule = "each message must have a string `role` and a `content`, a string or a list of texts"
             raise RowError(f"column {name!r}: {rule}: {reprlib.repr(message)}")
         rest = {key: x for key, x in message.items() if key not in ("from", "value") and x != []}
+        if role == "function_call":  # ShareGPT's, a call or a list of them as JSON
+            content, rest["tool_calls"] = "", calls_of(content)
         found.append(rest | {"role": ROLES.get(role.lower(), role.lower()), "content": content})
     return found
+
+
+def calls_of(text):
+    """The `tool_calls` of a message of ShareGPT's role function_call."""
+    calls = plain(text, "tool_calls")
+    calls = calls if isinstance(calls, list) else [calls]
+    if not all(isinstance(call, dict) and {"name", "arguments"} <= call.keys() for call in calls):
+        raise RowError(f"a function_call is no JSON of a `name` and `arguments`: {reprlib.repr(text)}")
+    return [{"type": "function", "function": call} for call in calls]
 
 
 def plain(value, name=""):
@@ -247,6 +258,7 @@ class Prompt:
     source: str  # the flag and the data set, for error messages
     options: dict  # of chat.render
     answers: list  # token ids of the answers to train on: the completion, or K candidates
+    turns: list = ()  # of a chat that is trained on all its answers: which of its ids and its answer's are theirs, bools
 
     @property
     def task(self):
@@ -258,6 +270,11 @@ class Prompt:
     def completion(self):
         """Token ids of the answer to train on."""
         return self.answers[0]
+
+    @property
+    def is_own(self):
+        """Which ids of prompt and completion the policy is to say, bools."""
+        return self.turns or [False] * len(self.ids) + [True] * len(self.completion)
 
     @property
     def candidates(self):
@@ -310,12 +327,24 @@ def encode(args, flag, rows, tokenizer, context, column=None, num_sampled=0):
     num_sampled, how many tokens must have room behind each prompt.
     """
 
+    trains_all = column == "completion" and getattr(args, "train_on", "last") == "all"
+    otherwise = []  # rows whose marks in the template differ from its turns
+
     def to_prompt(row):
-        options = options_of(row, args)
+        options, is_own, messages = options_of(row, args), [], row["prompt"]
+        if trains_all and is_messages(messages) and messages[-1]["role"] != "assistant":
+            messages = messages + row["completion"]
+            row = row | {"prompt": messages[:-1], "completion": messages[-1:]}
         pairs = [token_ids.encode(tokenizer, row["prompt"], answer, options) for answer in said(row, column)]
         ids = pairs[0][0] if pairs else token_ids.encode(tokenizer, row["prompt"], None, options)
+        if len(messages) > len(row["prompt"]):
+            ids, answer, is_own = token_ids.encode_turns(tokenizer, messages, options)
+            pairs, (whole, marks) = [(ids, answer)], token_ids.marked(tokenizer, messages, options)
+            if whole[: len(is_own)] == ids + answer:
+                otherwise.extend([marks] * (marks[: len(is_own)] != is_own))
+                is_own = marks[: len(is_own)]
         text, source = as_text(tokenizer, row["prompt"]), f"--{flag} {getattr(args, flag)}"
-        return Prompt(ids, text, row, 0, source, options, [answer for _, answer in pairs])
+        return Prompt(ids, text, row, 0, source, options, [answer for _, answer in pairs], is_own)
 
     found = of_each(to_prompt, rows, args, flag)
     for number, row in enumerate(found, 1):
@@ -332,6 +361,9 @@ def encode(args, flag, rows, tokenizer, context, column=None, num_sampled=0):
     if getattr(args, "on_policy_share", 1) == 1:  # Otherwise the completions are cut at --response_length.
         fitting(found, "row", context, f"the model's context has no more{hint}")
 
+    if otherwise:
+        marked = "rows of chats, the generation marks of the chat template train other tokens than the answers"
+        console.say(f"--{flag}: in {len(otherwise)} {marked} with the tokens that end them; its marks are used")
     control = stop_tokens.control_tokens(tokenizer)
     tokens_in = {row: [x for text in texts_of(row, column) for x in control if x in text] for row in found}
     if held := [row for row, tokens in tokens_in.items() if tokens]:

@@ -1,6 +1,7 @@
 """How text and messages become token ids, and ids text again."""
 
 import itertools
+import re
 import reprlib
 
 from rlhf_details.plumbing.inputs import chat, stop_tokens
@@ -102,6 +103,54 @@ def render_pair(tokenizer, prompt, completion, options):
         ids, special = tokenizer(whole, add_special_tokens=False).input_ids, chat.special_tokens(tokenizer).values()
         end = ids[max(i for i, token in enumerate(ids) if token in special) :]
     return text, whole[begin:], end
+
+
+def encode_turns(tokenizer, messages, options):
+    """Token ids of a chat that ends with an answer: (those before this answer, its own, which of all are of an answer).
+
+    They are those that train_agent.py would have sampled and written: an answer is what the chat template writes where
+    it is the last one, with the token that ends it, and no later message changes it.
+    """
+    ids, is_own, answer, end = [], [], [], stop_tokens.end_of_turn(tokenizer, options)[1]
+    starts = [i for i, message in enumerate(messages) if i and message["role"] == "assistant"]
+    for last, i in itertools.pairwise([-1, *starts]):
+        before, next_answer = encode(tokenizer, messages[:i], [messages[i]], options)
+        if ids:
+            head, before = between_turns(tokenizer, messages[last + 1 : i], options)
+            if head and not end:  # The template ends an answer with the head of the next message.
+                answer = [*answer[:-1], *head]
+        ids, is_own = ids + answer + before, is_own + [True] * len(answer) + [False] * len(before)
+        answer = next_answer
+    return ids, answer, is_own + [True] * len(answer)
+
+
+def marked(tokenizer, messages, options):
+    """(Token ids, which of them it marks) of a chat whose template has {% generation %} marks, else ([], [])."""
+    if not re.search(r"{%-?\s*generation\s*-?%}", str(tokenizer.get_chat_template(tools=options.get("tools")))):
+        return [], []
+    more = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+    found = chat.render(tokenizer, messages, options, **more)
+    return found["input_ids"], [bool(x) for x in found["assistant_masks"]]
+
+
+def between_turns(tokenizer, messages, options):
+    """What the chat template writes between an answer and the next one, where these messages are said there.
+
+    Returns: the token ids that end the answer, and those behind them, up to where the next answer begins.
+    """
+    # The template is asked of a dummy chat. What it would make of the turns before does not matter, because these keep
+    # the ids that they have.
+    written = render_between(tokenizer, "An answer.", messages, options).partition("An answer.")[2]
+    ids, special = tokenizer(written, add_special_tokens=False).input_ids, chat.special_tokens(tokenizer).values()
+    end = next((i + 1 for i, token in enumerate(ids) if token in special), 0)
+    return ids[:end], ids[end:]
+
+
+def render_between(tokenizer, answer, messages, options):
+    """The text of a question, an answer and messages. Tools stand in a chat's first messages alone."""
+    turns = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": answer}, *messages]
+    options = {name: x for name, x in options.items() if name not in ("tools", "documents")}
+    return chat.render(tokenizer, turns, options, add_generation_prompt=True)
 
 
 def decode(tokenizer, responses, mask):

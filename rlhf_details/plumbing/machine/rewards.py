@@ -89,13 +89,14 @@ WATCHED_OF = {"toy": WATCHED, "toy-tools": {"gold": gold_of_tools}}
 
 
 class Function:
-    """A function of --reward_fn. Args: is_text, whether it gets strings, and not messages; flag, if it is another;
+    """A function of --reward_fn. Args: spec, what names it, or the function; is_text, whether it gets strings, and not messages; flag, if it is another;
     role, of the observations between turns, which are then the column `turns`, or None where there are none.
     """
 
     def __init__(self, name, spec, is_text=True, flag="--reward_fn", role=None):
         self.what, self.is_text, self.role = f"{flag} {name}", is_text, role
-        self.function, self.given = user_code.load_function(spec, flag), {}  # the columns that it gets
+        self.function = spec if callable(spec) else user_code.load_function(spec, flag)
+        self.given = {}  # the columns that it gets
         self.signature = inspect.signature(self.function)
 
     def find_columns(self, data_set):
@@ -231,7 +232,7 @@ class Scorer:
     def __init__(self, args, accelerator, tokenizer, size, stop_ids):
         self.args, self.accelerator, self.tokenizer = args, accelerator, tokenizer
         self.size, self.stop_ids, self.text_model = size, stop_ids, None
-        self.role = args.env_role if getattr(args, "env_fn", None) else None  # of observations
+        self.role = args.env_role if getattr(args, "max_turns", None) else None  # of observations
         self.functions = functions_of(args, self.role)
         tasks = {(spec or "").partition(":")[0] for spec in (args.dataset, getattr(args, "eval_dataset", None))}
         self.watched = next((WATCHED_OF[task] for task in WATCHED_OF if task in tasks), {})

@@ -21,7 +21,8 @@ from rlhf_details.plumbing.outputs import atomic
 FALLBACKS = dict(temperature=1.0, response_length=53, stop_token="eos", truncate_token="none", truncate_after=0)
 FALLBACKS |= {"chat_template_kwargs": "{}"}
 # How an environment was asked, where there was one.
-TURNS = dict(env_fn=None, env_role="user", max_turns=8, max_observation_tokens=None, long_observation="cut")
+TURNS = dict(env_fn=None, tools=(), tool_timeout=10.0, env_role="user", max_turns=8, max_observation_tokens=None)
+TURNS |= dict(long_observation="cut")
 ANSWERS = "judge_answers.jsonl"  # what a language model has answered, also of an evaluation that was not finished
 
 
@@ -35,7 +36,7 @@ def as_trained(args):
     trained = training_args(args.policy_path)
     layers = vars(args), trained, FALLBACKS | TURNS
     values = {name: next((x[name] for x in layers if x.get(name) is not None), None) for name in (*FALLBACKS, *TURNS)}
-    if not values["env_fn"]:
+    if not (values["env_fn"] or values["tools"]):
         values |= dict.fromkeys(TURNS)
     source = "as it was trained" if trained else "its folder has no training_args.json"
     named = ", ".join(f"{name} {x}" for name, x in values.items() if x is not None)
@@ -58,7 +59,7 @@ def check(given, args):
         rule = "needs a truncate_token, and must be below response_length"
         console.fail(f"--truncate_after {args.truncate_after}: {rule}")
     rewards.check_functions(args)
-    if args.env_fn:
+    if args.max_turns:
         environments.check(args)
         if args.truncate_token != "none":
             console.fail(
