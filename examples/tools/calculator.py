@@ -2,12 +2,12 @@
 Questions that a small model cannot answer alone, a calculator, and how a call of it looks. Written for this repository,
 CC0 1.0.
 
-    --dataset examples/tools/calculator.py:calls            200 rows for SFT, with calls and answers that a program wrote
-    --dataset examples/tools/calculator.py:train            512 questions: plain sums, and short stories
-    --eval_dataset examples/tools/calculator.py:test        128 other questions of these kinds
-                   examples/tools/calculator.py:new_kind    128 questions with two steps, which training never has
-                   examples/tools/calculator.py:alone       the questions of `test`, where nothing is said of a tool
-                   examples/tools/calculator.py:new_alone   those of `new_kind` likewise
+    --dataset examples/tools/calculator.py:calls         200 rows for SFT: sums, with calls and answers by a program
+    --dataset examples/tools/calculator.py:train         504 questions, each a story of one step
+    --eval_dataset examples/tools/calculator.py:test     126 others, the same stories with other numbers
+                   examples/tools/calculator.py:two_steps        126 questions of two steps, which training never has
+                   examples/tools/calculator.py:test_alone       as test, where nothing is said of a tool
+                   examples/tools/calculator.py:two_steps_alone  as two_steps likewise
     --tools examples/tools/calculator.py:calculator
     --reward_fn examples/tools/calculator.py:right          True where the last number of the answer is the result
 
@@ -52,17 +52,25 @@ def calculator(expression: str) -> int:
 
 
 # ---- questions: (a, b, c) -> text and expression ---------------------------------------------------------------------
-KINDS = {
+PLAIN = {
     "sum": ("What is {a} + {b}?", "{a}+{b}"),
     "difference": ("What is {a} - {b}?", "{a}-{b}"),
     "product": ("What is {a} * {b}?", "{a}*{b}"),
-    "story of a sum": ("A shop has {a} apples and gets {b} more. How many apples has it?", "{a}+{b}"),
-    "story of a difference": ("A farm has {a} eggs and sells {b}. How many eggs are left?", "{a}-{b}"),
-    "story of a product": ("A hall has {a} rows of {b} seats. How many seats are there?", "{a}*{b}"),
 }
-NEW_KINDS = {
-    "two steps": ("What is {a} + {b} * {c}?", "{a}+{b}*{c}"),
-    "story of two steps": ("A bank has {a} coins, gets {b} and pays {c}. How many coins are left?", "{a}+{b}-{c}"),
+STORIES = {
+    "apples": ("A shop has {a} apples and gets {b} more. How many apples has it?", "{a}+{b}"),
+    "eggs": ("A farm has {a} eggs and sells {b}. How many eggs are left?", "{a}-{b}"),
+    "seats": ("A hall has {a} rows of {b} seats. How many seats are there?", "{a}*{b}"),
+    "pages": ("One book has {a} pages, another has {b}. How many pages have both?", "{a}+{b}"),
+    "people": ("A town has {a} people. Then {b} move away. How many stay?", "{a}-{b}"),
+    "pens": ("A box holds {b} pens. How many pens are in {a} boxes?", "{a}*{b}"),
+    "metres": ("Ann ran {a} metres and then {b} metres. How far did she run?", "{a}+{b}"),
+    "litres": ("A tank holds {a} litres, and {b} run out. How many litres remain?", "{a}-{b}"),
+    "tickets": ("One ticket costs {b} euros. What do {a} tickets cost?", "{a}*{b}"),
+}
+TWO_STEPS = {
+    "two signs": ("What is {a} + {b} * {c}?", "{a}+{b}*{c}"),
+    "coins": ("A bank has {a} coins, gets {b} and pays {c}. How many coins are left?", "{a}+{b}-{c}"),
 }
 
 
@@ -87,29 +95,29 @@ def rows(kinds, count, seed, system=SYSTEM):
 
 
 def train():
-    return rows(KINDS, 512, seed=1)
+    return rows(STORIES, 504, seed=1)
 
 
 def test():
-    return rows(KINDS, 128, seed=2)
+    return rows(STORIES, 126, seed=2)
 
 
-def new_kind():
-    return rows(NEW_KINDS, 128, seed=3)
+def two_steps():
+    return rows(TWO_STEPS, 126, seed=3)
 
 
-def alone():
-    return rows(KINDS, 128, seed=2, system=None)
+def test_alone():
+    return rows(STORIES, 126, seed=2, system=None)
 
 
-def new_alone():
-    return rows(NEW_KINDS, 128, seed=3, system=None)
+def two_steps_alone():
+    return rows(TWO_STEPS, 126, seed=3, system=None)
 
 
 def calls():
     """Conversations for SFT: a call, what the calculator returns, and the result in words."""
     found = []
-    for row, (_, expression, _) in zip(rows(KINDS, 200, seed=4), questions(KINDS, 200, seed=4), strict=True):
+    for row, (_, expression, _) in zip(rows(PLAIN, 200, seed=4), questions(PLAIN, 200, seed=4), strict=True):
         call = {"type": "function", "function": {"name": "calculator", "arguments": {"expression": expression}}}
         turns = [
             {"role": "assistant", "content": "", "tool_calls": [call]},
