@@ -1,5 +1,9 @@
 """Environments for runs of train_agent.py. They keep nothing: what they say depends on the turns alone."""
 
+import asyncio
+import sys
+import time
+
 
 def silent(prompts, completions):
     """It says nothing, so every episode has one turn."""
@@ -22,3 +26,44 @@ def by_row(prompts, completions, said):
     """What the row's column says, a list of texts, one after each turn."""
     pairs = zip(completions, said, strict=True)
     return [texts[len(turns) - 1] if len(turns) <= len(texts) else None for turns, texts in pairs]
+
+
+# ---- tools -----------------------------------------------------------------------------------------------------------
+def add(x: int, y: int) -> int:
+    """
+    Adds two numbers.
+
+    Args:
+        x: the first one
+        y: the second one
+    """
+    return x + y
+
+
+async def double(x: int) -> dict:
+    """
+    Doubles a number, and takes its time.
+
+    Args:
+        x: the number
+    """
+    await asyncio.sleep(0.2)
+    return {"twice": 2 * x}
+
+
+def fragile(how: str) -> str:
+    """
+    Fails.
+
+    Args:
+        how: in which way
+    """
+    if how == "exit":
+        sys.exit(3)
+    if how == "hang":
+        time.sleep(30)
+    raise KeyError(how)
+
+
+def undescribed(x: int) -> int:
+    return x

@@ -2,20 +2,19 @@
 Questions that a small model cannot answer alone, a calculator, and how a call of it looks. Written for this repository,
 CC0 1.0.
 
-    --dataset examples/tools/calculator.py:calls         200 rows for SFT: sums, with calls and answers by a program
+    --dataset examples/tools/calculator.py:written       200 rows for SFT: sums, with calls and answers by a program
     --dataset examples/tools/calculator.py:train         504 questions, each a story of one step
     --eval_dataset examples/tools/calculator.py:test     126 others, the same stories with other numbers
                    examples/tools/calculator.py:two_steps        126 questions of two steps, which training never has
                    examples/tools/calculator.py:test_alone       as test, where nothing is said of a tool
                    examples/tools/calculator.py:two_steps_alone  as two_steps likewise
     --tools examples/tools/calculator.py:calculator
-    --reward_fn examples/tools/calculator.py:right          True where the last number of the answer is the result
+    --reward_fn examples/tools/calculator.py:right       True where the last number of the answer is the result
 
 A row has the columns messages, result and kind.
 """
 
 import ast
-import json
 import operator
 import random
 import re
@@ -75,7 +74,7 @@ TWO_STEPS = {
 
 
 def questions(kinds, count, seed):
-    """[(text, expression, kind)]: `count` of them, whose numbers have two to four digits. A seed gives the same ones."""
+    """[(text, expression, kind)]: `count` of them with numbers of two to four digits, the same ones for a seed."""
     chance, found = random.Random(seed), []
     for i in range(count):
         kind = list(kinds)[i % len(kinds)]
@@ -114,7 +113,7 @@ def two_steps_alone():
     return rows(TWO_STEPS, 126, seed=3, system=None)
 
 
-def calls():
+def written():
     """Conversations for SFT: a call, what the calculator returns, and the result in words."""
     found = []
     for row, (_, expression, _) in zip(rows(PLAIN, 200, seed=4), questions(PLAIN, 200, seed=4), strict=True):
@@ -128,12 +127,34 @@ def calls():
     return found
 
 
-# ---- rewards ---------------------------------------------------------------------------------------------------------
+# ---- rewards, which read messages: --reward_fn_format messages -------------------------------------------------------
 def right(prompts, completions, result):
-    """True where the last number that the last turn says is the result."""
-    return [numbers(text)[-1:] == [wanted] for text, wanted in zip(completions, result, strict=True)]
+    """True where the last number that is said is the result."""
+    return [numbers(said[-1])[-1:] == [wanted] for said, wanted in zip(completions, result, strict=True)]
 
 
-def numbers(text):
-    """The whole numbers of a text, where 1,234 is one."""
-    return [int(x) for x in re.findall(r"-?\d+", re.sub(r"(?<=\d),(?=\d{3})", "", text))]
+def calls(prompts, completions):
+    """How often the calculator was asked."""
+    return [len(results(said)) for said in completions]
+
+
+def errors(prompts, completions):
+    """True where it returned an error."""
+    return [any(text.startswith("error") for text in results(said)) for said in completions]
+
+
+def ignored(prompts, completions):
+    """True where it returned a number, and the last number that is said is another one."""
+    returned = [re.findall(r"^-?\d+$", text)[:1] for said in completions for text in results(said)[-1:] or [""]]
+    pairs = zip(completions, returned, strict=True)
+    return [bool(last) and [str(x) for x in numbers(said[-1])[-1:]] != last for said, last in pairs]
+
+
+def results(said):
+    """What the calculator returned."""
+    return [message["content"] for message in said if message["role"] == "tool"]
+
+
+def numbers(message):
+    """The whole numbers of a message, where 1,234 is one."""
+    return [int(x) for x in re.findall(r"-?\d+", re.sub(r"(?<=\d),(?=\d{3})", "", message["content"]))]

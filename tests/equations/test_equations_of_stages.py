@@ -24,7 +24,8 @@ PAIRS += [([], [23, 24, 1])]  # a row of `text` has no prompt
 def test_sft_2_the_loss_is_that_of_every_token_but_the_first_or_of_the_completion(completion_only):
     """Of a plain forward of each row. EOS is learnt like any other token. [SFT-1]"""
     model, expected = tiny_model("gpt2"), []
-    rows = [SimpleNamespace(ids=prompt, completion=completion) for prompt, completion in PAIRS]
+    whose = [[False] * len(prompt) + [True] * len(completion) for prompt, completion in PAIRS]
+    rows = [SimpleNamespace(ids=x, completion=y, is_own=z) for (x, y), z in zip(PAIRS, whose, strict=True)]
     batch = train_sft.tokens_and_targets(rows, completion_only, "cpu")
     for prompt, completion in PAIRS:
         row, first = prompt + completion, len(prompt) if prompt and completion_only else 1

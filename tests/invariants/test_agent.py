@@ -280,7 +280,7 @@ def test_a_reward_model_reads_the_whole_trajectory(ragged, in_tmp, capsys):
 @pytest.mark.parametrize(
     "changes, words",
     [
-        (dict(env_fn=None), "--env_fn: required with --dataset toy"),
+        (dict(env_fn=None), "--env_fn or --tools: one of them is required, and not both, with --dataset toy"),
         (dict(env_fn="mine.py:nothing"), "--env_fn mine.py:nothing: mine.py has no function 'nothing'"),
         (dict(max_turns=0), "--max_turns 0: must be at least 1"),
         (dict(max_observation_tokens=0), "--max_observation_tokens 0: must be at least 1"),
@@ -302,7 +302,7 @@ def test_what_cannot_be_is_one_line(ragged, in_tmp, fails, changes, words):
     [
         ("raise KeyError('no such box')", "--env_fn env raised KeyError"),
         ("return [None]", "--env_fn env returned 1 entries for "),
-        ("return [3] * len(prompts)", "--env_fn env returned 3, which is neither a text nor None"),
+        ("return [3] * len(prompts)", "--env_fn env returned 3, which is neither a text, nor messages"),
         ("return None", "--env_fn env raised TypeError"),
         ("exit(3)", "--env_fn env called exit(3)"),
         ("import os; os.chdir('/'); return [None] * len(prompts)", ""),

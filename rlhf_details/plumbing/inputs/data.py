@@ -258,7 +258,7 @@ class Prompt:
     source: str  # the flag and the data set, for error messages
     options: dict  # of chat.render
     answers: list  # token ids of the answers to train on: the completion, or K candidates
-    turns: list = ()  # of a chat that is trained on all its answers: which of its ids and its answer's are theirs, bools
+    turns: list = ()  # where all answers of a chat are trained on, which ids of prompt and completion are theirs, bools
 
     @property
     def task(self):

@@ -18,7 +18,9 @@ def check(args):
     """Exits with an error if there is no environment, or flags contradict it; imports the user's code."""
     if bool(args.env_fn) == bool(args.tools):
         which = "one of them is required, and not both"
-        console.fail(f"--env_fn or --tools: {which}, with --dataset {args.dataset}: FILE.py:function of your environment")
+        console.fail(
+            f"--env_fn or --tools: {which}, with --dataset {args.dataset}: FILE.py:function of your environment"
+        )
     if getattr(args, "overlap", False):
         console.fail("--overlap: not with several turns, since an environment answers the newest one")
     if args.stop_token == "none":
@@ -78,7 +80,7 @@ class Environment:
         return not any(gather_object([bool(active)]))
 
     def observation(self, row, room, said):
-        """`between` of a text or messages, or None where said is None, has too many tokens or leaves no room for a turn.
+        """`between` of a text or messages, or None where there is none, it has too many tokens or leaves no turn room.
 
         Under --long_observation cut its longest text loses its end, but not what the template writes behind it.
         """
@@ -97,7 +99,9 @@ class Environment:
 
     def messages(self, said):
         """Messages of their own, of which a text is one."""
-        return [{"role": self.args.env_role, "content": said}] if isinstance(said, str) else [{**x} for x in said]
+        if isinstance(said, list):
+            return [{**message} for message in said]
+        return [{"role": self.args.env_role, "content": said} | ({"tool_call_id": tools.ID} if self.args.tools else {})]
 
     def between(self, row, messages):
         """Token ids from the end of a turn to the beginning of the next, of a row's kind of prompt."""

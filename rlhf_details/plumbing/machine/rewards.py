@@ -89,8 +89,9 @@ WATCHED_OF = {"toy": WATCHED, "toy-tools": {"gold": gold_of_tools}}
 
 
 class Function:
-    """A function of --reward_fn. Args: spec, what names it, or the function; is_text, whether it gets strings, and not messages; flag, if it is another;
-    role, of the observations between turns, which are then the column `turns`, or None where there are none.
+    """A function of --reward_fn. Args: spec, what names it, or the function itself; is_text, whether it gets strings, and
+    not messages; flag, if it is another; role, of the observations between turns, which are then the column `turns`, or
+    None where there are none.
     """
 
     def __init__(self, name, spec, is_text=True, flag="--reward_fn", role=None):

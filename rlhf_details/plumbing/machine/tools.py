@@ -1,10 +1,11 @@
 """
 Tools as an environment: Python functions that the policy calls.
 
-`--tools FILE.py:f FILE.py:g` gives the chat template the JSON schema of each function, which transformers reads from its
-type hints and docstring. A turn that calls tools is answered with a message for each call, in the order of the calls,
-and a turn without a call ends the episode. Calls are read by the tokenizer's `parse_response` where it has a
-`response_template`, and else as Qwen and Hermes write them: <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>.
+`--tools FILE.py:f FILE.py:g` gives the chat template the JSON schema of each function, which transformers reads from
+its type hints and docstring. A turn that calls tools is answered with a message for each call, in the order of the
+calls, and a turn without a call ends the episode. Calls are read by the tokenizer's `parse_response` where it has a
+`response_template`, and else as Qwen's and Hermes' templates write them:
+<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>.
 """
 
 import json
@@ -17,7 +18,7 @@ from transformers.utils import get_json_schema
 from rlhf_details.plumbing import console
 from rlhf_details.plumbing.inputs import chat, user_code
 
-QUESTION = {"role": "user", "content": "A question."}
+QUESTION, ID = {"role": "user", "content": "A question."}, "000000000"
 
 
 def show(args):
@@ -42,9 +43,9 @@ class Tools:
 
     def __call__(self, prompts, completions):
         """What the calls in the last turn of each episode return, as messages, or None where it calls nothing."""
-        begun = [[self.begin(call) for call in self.calls_in(turns[-1])] for turns in completions]
-        wait([future for futures in begun for future in futures], self.limit)
-        return [[self.message(*pair) for pair in enumerate(futures)] or None for futures in begun]
+        begun = [[(call, self.begin(call)) for call in self.calls_in(turns[-1])] for turns in completions]
+        wait([future for pairs in begun for _, future in pairs], self.limit)
+        return [[self.message(*pair) for pair in pairs] or None for pairs in begun]
 
     def calls_in(self, text):
         """The calls of a turn, each {"name", "arguments"}, or the text of one."""
@@ -55,7 +56,7 @@ class Tools:
             turn = self.tokenizer.parse_response(text, prefix=prompt, tools=self.options["tools"])
         except Exception:  # A policy may write whatever it likes.
             return [text]
-        return [call["function"] for call in turn.get("tool_calls", [])]
+        return [call | call["function"] for call in turn.get("tool_calls", [])]
 
     def begin(self, call):
         """The Future of what a call returns."""
@@ -74,24 +75,26 @@ class Tools:
         threading.Thread(target=run, daemon=True).start()
         return future
 
-    def message(self, number, future):
-        """What is said of the call of this number in its turn. Some templates want an id of nine letters."""
+    def message(self, call, future):
+        """What is said of a call. Mistral's template wants the call's id, of nine letters."""
         said = future.result() if future.done() else f"error: no result within {self.limit:g} s"
-        return {"role": "tool", "content": said, "tool_call_id": f"{number:09}"}
+        call_id = call.get("id", ID) if isinstance(call, dict) else ID
+        return {"role": "tool", "content": said, "tool_call_id": call_id}
 
     def check(self, rows):
         """Exits with an error if the policy is not told of the tools, or its calls could not be read."""
-        call = {"type": "function", "id": "000000000", "function": {"name": "a_tool", "arguments": {}}}
+        call = {"type": "function", "id": ID, "function": {"name": "a_tool", "arguments": {}}}
         turn = {"role": "assistant", "content": "", "tool_calls": [call]}
         written = chat.render(self.tokenizer, [QUESTION, turn])
-        # A template that leaves the call out has no form of its own, so the rows' system text gives one.
+        # A template without a form of its own leaves the call out, or has it written as above.
         if "a_tool" in written and not self.calls_in(written):
             hint = "--env_fn takes a function that reads it"
             console.fail(f"--tools: the chat template writes a call in a form that is not known, {written!r}; {hint}")
         for row in rows:
-            prompt = row.columns["prompt"]
-            if chat.render(self.tokenizer, prompt, row.options | {"tools": None}) == chat.render(
-                self.tokenizer, prompt, row.options
-            ) and prompt[0]["role"] != "system":
-                hint = "its system text must say what they are and how to call them"
-                console.fail(f"--tools: {row.source}: row {row.number}: the chat template does not show tools; {hint}")
+            where, prompt = f"--tools: {row.source}: row {row.number}", row.columns["prompt"]
+            if not chat.is_messages(prompt):
+                console.fail(f"{where}: is no chat; --env_fn takes a function that reads calls in plain text")
+            texts = {chat.render(self.tokenizer, prompt, x) for x in (row.options, row.options | {"tools": None})}
+            if len(texts) == 1 and prompt[0]["role"] != "system":
+                hint = "a system text must say what they are and how to call them"
+                console.fail(f"{where}: the chat template does not show tools; {hint}")
