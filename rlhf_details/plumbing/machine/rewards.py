@@ -89,8 +89,8 @@ WATCHED_OF = {"toy": WATCHED, "toy-tools": {"gold": gold_of_tools}}
 
 
 class Function:
-    """A function of --reward_fn. Args: spec, what names it, or the function itself; is_text, whether it gets strings, and
-    not messages; flag, if it is another; role, of the observations between turns, which are then the column `turns`, or
+    """A function of --reward_fn. Args: spec, what names it, or the function; is_text, whether it gets strings, and not
+    messages; flag, if it is another; role, of the observations between turns, which are then the column `turns`, or
     None where there are none.
     """
 
