@@ -2,7 +2,7 @@
 SFT: supervised fine-tuning of a causal language model on prompts and completions, or its training from scratch.
 
 1. The loss is the cross-entropy of all tokens, the prompt's included, as in N+ (arXiv 2403.17031). With
-   `--completion_only` it is that of the completion's tokens, EOS among them.
+   `--completion_only` it is that of the completion's tokens, EOS among them, and in a chat of all answers.
 2. The loss is divided by the number of targets in the whole minibatch, over all processes. So neither micro-batches nor
    processes change the gradient.
 3. `--base_model scratch` trains a tokenizer on the text (byte-level BPE) and starts from a small GPT-NeoX with random

@@ -6,7 +6,8 @@ import sys
 import pytest
 from helpers import ROOT
 
-sys.path += [str(ROOT / "examples/smollm"), str(ROOT / "examples/reasoning")]
+sys.path += [str(ROOT / "examples" / name) for name in ("smollm", "reasoning", "tools")]
+import calculator
 import instructions
 import reviews
 
@@ -53,3 +54,53 @@ def test_reasoning_tasks_share_no_question_and_tell_brevity_from_a_right_answer(
     assert scores[0] == scores[3] == 1 and 0 < scores[1] < 1 and scores[2] == 0 and scores[4] < 1 and scores[5] == 0
     assert tasks.right([""] * 6, texts, **columns) == [True, False, False, True, False, False]
     assert tasks.says_it([""] * 6, texts, **columns) == [True, True, False, True, True, False]
+
+
+@pytest.mark.parametrize(
+    "expression, result",
+    [
+        ("2*3", 6),
+        ("95+56", 151),
+        ("12 - (30+4)*-2", 80),
+        ("2**99", None),
+        ("7/2", None),
+        ("1.5+1", None),
+        ("__import__('os')", None),
+        ("3 apples", None),
+        ("1" * 41, None),
+    ],
+)
+def test_the_calculator_computes_what_it_says_and_nothing_else(expression, result):
+    if result is not None:
+        assert calculator.calculator(expression) == result
+        return
+    with pytest.raises(ValueError, match="expression"):
+        calculator.calculator(expression)
+
+
+@pytest.mark.parametrize(
+    "said, right, calls, error, ignored",
+    [
+        (["call", "12", "The result is 12."], True, 1, False, False),
+        (["call", "1234", "It is 1,234"], False, 1, False, False),
+        (["call", "12", "It is 13."], False, 1, False, True),
+        (["call", "error: no such thing 3", "12"], True, 1, True, False),
+        (["call", "5", "call", "12", "12 apples"], True, 2, False, False),
+        (["It is 12"], True, 0, False, False),
+        (["I do not know"], False, 0, False, False),
+    ],
+)
+def test_what_the_calculators_rewards_count(said, right, calls, error, ignored):
+    said = [{"role": ("assistant", "tool")[i % 2], "content": text} for i, text in enumerate(said)]
+    assert calculator.right([], [said], [12]) == [right] and calculator.calls([], [said]) == [calls]
+    assert calculator.errors([], [said]) == [error] and calculator.ignored([], [said]) == [ignored]
+
+
+def test_questions_of_the_calculator_are_held_out_and_written_calls_are_right():
+    parts = calculator.train(), calculator.test(), calculator.two_steps(), calculator.written()
+    questions = [{row["messages"][1]["content"] for row in rows} for rows in parts]
+    assert len(set().union(*questions)) == sum(map(len, questions)) > 900
+    for row in parts[3]:
+        _, _, asked, given, answer = row["messages"]
+        expression = asked["tool_calls"][0]["function"]["arguments"]["expression"]
+        assert str(calculator.calculator(expression)) == given["content"] and given["content"] in answer["content"]
