@@ -5,14 +5,15 @@ The policy is a stand-in, as in test_turns.py.
 
 import json
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from chat_templates import CHATML, LLAMA_3, MISTRAL_3, OF_LLAMA, OF_MISTRAL, OF_QWEN, QWEN_3, QWEN_25, bytes_and_words
-from helpers import ROOT
+from helpers import ROOT, tiny_model
 from test_turns import FLAGS, HEADS, play
 
-from rlhf_details import train_sft
+from rlhf_details import evaluate, train_agent, train_sft
 from rlhf_details.plumbing.inputs import data
 from rlhf_details.plumbing.machine import environments
 
@@ -271,3 +272,26 @@ def test_generation_marks_are_used_and_compared(end, capsys):
     row = sft_row(tokenizer, {"messages": [QUESTION, ANSWER, MORE, ANSWER]})
     assert drawn(tokenizer, row) == ["the answer" + "<|im_end|>" * has_end] * 2
     assert ("in 1 rows of chats, the generation marks" in capsys.readouterr().out) != has_end
+
+
+# ---- whole runs ------------------------------------------------------------------------------------------------------
+def test_a_run_with_tools_is_evaluated_as_it_was_trained_and_sft_reads_its_rows(in_tmp, capsys):
+    """A random policy calls nothing; what its chat template shows and its folder keeps is the run's."""
+    tokenizer = tokenizer_of("qwen 2.5")
+    tokenizer.save_pretrained("start")
+    tiny_model("llama", vocab_size=len(tokenizer), max_position_embeddings=2000).save_pretrained("start")
+    rows = [{"messages": [{"role": "user", "content": f"hello {i}?"}, *CHAT[1:5]]} for i in range(8)]
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    Path("mine.py").write_text("def f(prompts, completions):\n    return [float(len(text)) for text in completions]\n")
+    given = dict(dataset="rows.jsonl", batch_size=4, num_train_epochs=1, completion_only=True, base_model="start")
+    train_sft.main(train_sft.Args(**given, output_dir="sft", run_name="sft"))
+    given = dict(dataset="rows.jsonl", sft_model_path="sft", reward_fn=("mine.py:f",), response_length=8, batch_size=8)
+    given |= dict(tools=TOOLS["tools"], tool_timeout=2.0, total_episodes=8, output_dir="agent", run_name="agent")
+    row = train_agent.main(train_agent.Args(**given))["metrics"]
+    assert row["val/turns"] == 1 and row["health/one_turn"] == 1
+    summary = evaluate.main(evaluate.Args(policy_path="agent", dataset="rows.jsonl", reward_fn=("mine.py:f",)))
+    sampling, samples = summary["sampling"], Path("runs/evaluate__agent/samples.csv").read_text()
+    assert (
+        sampling["tools"] == list(TOOLS["tools"]) and sampling["tool_timeout"] == 2 and sampling["env_role"] == "tool"
+    )
+    assert "Doubles a number" in sampling["chat_template_kwargs"] and "hello 3?" in samples

@@ -30,19 +30,24 @@ def render(tokenizer, messages, options=None, **more):
     """
     options = dict(options or {})
     date, template = options.pop("date", None), tokenizer.get_chat_template(tools=options.get("tools"))
-    if "tool_calls" not in template:
-        messages = [with_calls(message) for message in messages]
+    if not writes_calls(template):
+        messages = [with_calls(message) if message.get("tool_calls") else message for message in messages]
     if date:  # Llama 3.2 writes the day into its prompts. A resumed run must see the same day.
         now = datetime.fromisoformat(date)
         template = re.sub(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)", lambda m: repr(now.strftime(m[2])), template)
     return tokenizer.apply_chat_template(messages, chat_template=template, **{"tokenize": False} | options | more)
 
 
+def writes_calls(template):
+    """Whether a chat template writes calls of tools."""
+    return "tool_calls" in template
+
+
 def with_calls(message):
-    """A message whose calls of tools, if it has any, stand at the end of its content."""
-    calls = [json.dumps(call.get("function", call)) for call in message.get("tool_calls", [])]
-    said = [message["content"]] * bool(message["content"]) + [f"<tool_call>\n{call}\n</tool_call>" for call in calls]
-    return message | {"content": "\n".join(said)}
+    """A message whose calls of tools stand at the end of its content."""
+    calls = [json.dumps(call.get("function", call)) for call in message["tool_calls"]]
+    said = [f"<tool_call>\n{call}\n</tool_call>" for call in calls]
+    return message | {"content": "\n".join([message["content"], *said] if message["content"] else said)}
 
 
 def shared_length(a, b):

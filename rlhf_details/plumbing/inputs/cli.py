@@ -153,7 +153,7 @@ def check_numbers(args):
         lowest = 0 if name in MAY_BE_ZERO else 1
         if type(value) is int and value < lowest:
             console.fail(f"--{name} {value}: must be at least {lowest}")
-        above_zero = name in ("temperature", "max_grad_norm")
+        above_zero = name in ("temperature", "max_grad_norm", "tool_timeout")
         if isinstance(value, float) and not (0 < value < math.inf or (value == 0 and not above_zero)):
             console.fail(f"--{name} {value}: must be finite and {'above 0' if above_zero else 'not negative'}")
     if args.seed >= 2**31:

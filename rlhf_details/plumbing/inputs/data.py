@@ -364,12 +364,15 @@ def encode(args, flag, rows, tokenizer, context, column=None, num_sampled=0):
     if otherwise:
         marked = "rows of chats, the generation marks of the chat template train other tokens than the answers"
         console.say(f"--{flag}: in {len(otherwise)} {marked} with the tokens that end them; its marks are used")
+    chats = [row for row in found if is_messages(row.columns["prompt"])]
+    calling = [row for row in chats if any(m.get("tool_calls") for m in row.columns["prompt"])]
+    if calling and not chat.writes_calls(tokenizer.get_chat_template()):
+        console.say(f"{counted(calling, 'rows call tools')}; the chat template writes no calls, so Qwen's form is used")
     control = stop_tokens.control_tokens(tokenizer)
     tokens_in = {row: [x for text in texts_of(row, column) for x in control if x in text] for row in found}
     if held := [row for row, tokens in tokens_in.items() if tokens]:
         what = f"{counted(held, 'rows hold the text of a control token')} with {tokens_in[held[0]][0]!r}"
         console.say(f"warning: {what}. It is read as the token itself, which ends or begins a turn")
-    chats = [row for row in found if is_messages(row.columns["prompt"])]
     if cut := [row for row in chats if any(is_cut(tokenizer, row, answer) for answer in said(row.columns, column))]:
         what = counted(cut, "rows whose answer the chat template does not wholly write")
         console.say(f"warning: {what}, of which is trained: {reprlib.repr(tokenizer.decode(cut[0].answers[0]))}")
