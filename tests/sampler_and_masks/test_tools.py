@@ -256,6 +256,20 @@ def test_an_end_that_stands_at_the_head_of_the_next_message_is_trained():
     assert drawn(tokenizer, row) == [f"the answer{end}" for end in ("<|tool|>", "<|user|>", "<|endoftext|>")]
 
 
+BEGUN = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content.split('</think>')[-1] + '<|im_end|>' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
+)
+
+
+def test_an_answer_is_not_behind_a_thought_that_the_template_begins_for_it():
+    """As DeepSeek-R1's. Its answers stand without a thought in each turn."""
+    tokenizer = bytes_and_words(BEGUN, OF_QWEN, "<|im_end|>")
+    row = sft_row(tokenizer, {"messages": [QUESTION, ANSWER, MORE, ANSWER]})
+    assert "think" not in tokenizer.decode(row.ids + row.completion)
+    assert len(drawn(tokenizer, row)) == 2 and tokenizer.decode(row.ids).count("<|im_end|>") == 3
+
+
 MARKED = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}{% generation %}"
     "{{ m.content + '<|im_end|>' }}{% endgeneration %}{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{{ '\n' }}"
@@ -271,7 +285,7 @@ def test_generation_marks_are_used_and_compared(end, capsys):
     tokenizer = bytes_and_words(MARKED.replace(" + '<|im_end|>' }}{% endgeneration %}", end), OF_QWEN, "<|im_end|>")
     row = sft_row(tokenizer, {"messages": [QUESTION, ANSWER, MORE, ANSWER]})
     assert drawn(tokenizer, row) == ["the answer" + "<|im_end|>" * has_end] * 2
-    assert ("in 1 rows of chats, the generation marks" in capsys.readouterr().out) != has_end
+    assert ("in 1 rows the generation marks" in capsys.readouterr().out) != has_end
 
 
 # ---- whole runs ------------------------------------------------------------------------------------------------------

@@ -328,23 +328,24 @@ def encode(args, flag, rows, tokenizer, context, column=None, num_sampled=0):
     """
 
     trains_all = column == "completion" and getattr(args, "train_on", "last") == "all"
-    otherwise = []  # rows whose marks in the template differ from its turns
+    marked_otherwise = []  # one entry for each row whose template marks other tokens than the answers
 
     def to_prompt(row):
-        options, is_own, messages = options_of(row, args), [], row["prompt"]
-        if trains_all and is_messages(messages) and messages[-1]["role"] != "assistant":
-            messages = messages + row["completion"]
+        options, prompt, turns = options_of(row, args), row["prompt"], []
+        if trains_all and is_messages(prompt) and prompt[-1]["role"] != "assistant":
+            messages = prompt + row["completion"]
             row = row | {"prompt": messages[:-1], "completion": messages[-1:]}
-        pairs = [token_ids.encode(tokenizer, row["prompt"], answer, options) for answer in said(row, column)]
-        ids = pairs[0][0] if pairs else token_ids.encode(tokenizer, row["prompt"], None, options)
-        if len(messages) > len(row["prompt"]):
-            ids, answer, is_own = token_ids.encode_turns(tokenizer, messages, options)
-            pairs, (whole, marks) = [(ids, answer)], token_ids.marked(tokenizer, messages, options)
-            if whole[: len(is_own)] == ids + answer:
-                otherwise.extend([marks] * (marks[: len(is_own)] != is_own))
-                is_own = marks[: len(is_own)]
+            ids, answer, turns = token_ids.encode_turns(tokenizer, messages, options)
+            answers, (whole, marks) = [answer], token_ids.marked(tokenizer, messages, options)
+            if whole[: len(turns)] == ids + answer:
+                marked_otherwise.extend([row] * (marks[: len(turns)] != turns))
+                turns = marks[: len(turns)]
+        else:
+            pairs = [token_ids.encode(tokenizer, prompt, answer, options) for answer in said(row, column)]
+            ids = pairs[0][0] if pairs else token_ids.encode(tokenizer, prompt, None, options)
+            answers = [answer for _, answer in pairs]
         text, source = as_text(tokenizer, row["prompt"]), f"--{flag} {getattr(args, flag)}"
-        return Prompt(ids, text, row, 0, source, options, [answer for _, answer in pairs], is_own)
+        return Prompt(ids, text, row, 0, source, options, answers, turns)
 
     found = of_each(to_prompt, rows, args, flag)
     for number, row in enumerate(found, 1):
@@ -361,9 +362,9 @@ def encode(args, flag, rows, tokenizer, context, column=None, num_sampled=0):
     if getattr(args, "on_policy_share", 1) == 1:  # Otherwise the completions are cut at --response_length.
         fitting(found, "row", context, f"the model's context has no more{hint}")
 
-    if otherwise:
-        marked = "rows of chats, the generation marks of the chat template train other tokens than the answers"
-        console.say(f"--{flag}: in {len(otherwise)} {marked} with the tokens that end them; its marks are used")
+    if marked_otherwise:
+        what = f"in {len(marked_otherwise)} rows the generation marks of the chat template train other tokens than"
+        console.say(f"--{flag}: {what} the answers with the tokens that end them; its marks are used")
     chats = [row for row in found if is_messages(row.columns["prompt"])]
     calling = [row for row in chats if any(m.get("tool_calls") for m in row.columns["prompt"])]
     if calling and not chat.writes_calls(tokenizer.get_chat_template()):

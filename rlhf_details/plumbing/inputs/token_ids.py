@@ -116,7 +116,10 @@ def encode_turns(tokenizer, messages, options):
     for last, i in itertools.pairwise([-1, *starts]):
         before, next_answer = encode(tokenizer, messages[:i], [messages[i]], options)
         if ids:
+            # A prompt may begin an answer that it does not have, as DeepSeek-R1's with <think>.
+            begun = len(encode(tokenizer, messages[:i], None, options)) - len(before)
             head, before = between_turns(tokenizer, messages[last + 1 : i], options)
+            before = before[: len(before) - max(begun, 0)]
             if head and not end:  # The template ends an answer with the head of the next message.
                 answer = [*answer[:-1], *head]
         ids, is_own = ids + answer + before, is_own + [True] * len(answer) + [False] * len(before)
