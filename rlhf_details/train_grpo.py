@@ -11,6 +11,8 @@ algorithm alone; this file adds DAPO, Dr. GRPO, GSPO and CISPO, packed rows and 
 4. n of the k responses share a row and the computation of their prompt, where the model can read a block mask.
 5. Sampling and shuffling are functions of (seed, update, episode, ..), never of a generator's state.
 
+6. With --entropy_coef the loss pays for the entropy of every action, and with --entropy_target only where it is low.
+
 Left out on purpose: top-k and top-p, since the sampled policy would not be the trained one, and new samples in place of
 groups whose scores are all equal (val/equal_scores is their share).
 
@@ -96,6 +98,10 @@ class Args(flags.PolicyArgs):  # inherits the flags of run, data, models and mem
     """leave responses that did not end out of the loss (DAPO), but not out of their group"""
     mask_equal: bool = False
     """leave groups of equal scores out of the loss: they teach nothing but the KL"""
+    entropy_coef: float = 0.0
+    """weight of the entropy of each action, a bonus in the loss; with --entropy_target the highest that it may get"""
+    entropy_target: float | None = None
+    """steer the bonus so that the mean entropy of an action stays near this, in nats (Skywork-OR1)"""
 
     # optimiser
     learning_rate: float = 1e-5
@@ -165,9 +171,10 @@ class Policy(nn.Module):
 
     logits_at_once = 2**24  # 64 MiB in fp32
 
-    def __init__(self, model, temperature):
+    def __init__(self, model, temperature, entropy_gradient=False):
         super().__init__()
         self.model, self.temperature, self.head = model, temperature, models.lm_head(model)
+        self.entropy_gradient = entropy_gradient
 
     def forward(self, tokens, mask, positions, index, labels=None, cache=None):
         """
@@ -178,7 +185,8 @@ class Policy(nn.Module):
         hidden = models.hidden_states(self.model, tokens, mask, positions, cache)[:, index]  # [W, C, H]
         if labels is None:
             return self.logits(hidden)
-        return utils.token_logprobs(self.logits, hidden, labels, self.logits_at_once // self.head.vocab_size)
+        size = self.logits_at_once // self.head.vocab_size
+        return utils.token_logprobs(self.logits, hidden, labels, size, entropy_gradient=self.entropy_gradient)
 
     def logits(self, hidden):
         """Tempered logits [.., V] fp32 of last hidden states [.., H]."""
@@ -208,7 +216,7 @@ def load_models(args, device):
     """Returns (tokenizer, policy, reference, reward model or None), all in fp32 and without dropout."""
     tokenizer = models.load_tokenizer(args.sft_model_path, "--sft_model_path", args)
     model = utils.disable_dropout(models.load_policy(args.sft_model_path, "--sft_model_path", args))
-    policy = Policy(models.add_adapters(model, args.lora_rank), args.temperature)
+    policy = Policy(models.add_adapters(model, args.lora_rank), args.temperature, args.entropy_coef > 0)
     # If it were the same object, the KL would stay 0. [MODEL-4]
     reference = models.frozen_copy(policy)
     reward_model = None
@@ -336,6 +344,18 @@ def kl_estimates(logprobs, ref_logprobs):
     return difference.expm1() - difference
 
 
+def steer_entropy(coef, entropy, target, highest):
+    """The next coefficient of the bonus, a fiftieth of `highest` up where the entropy is below its target, else down.
+
+    Returns: (the coefficient, in 0 .. highest; what counts of it, nothing unless the entropy is below the target).
+    Source: arXiv 2505.22312 (Skywork-OR1), adaptive entropy control, which starts at 0.
+    """
+    is_low = entropy < target
+    # A fixed weight that helps at one entropy is too strong or too weak at another. [GRPO-11]
+    coef = min(max(coef + (highest if is_low else -highest) / 50, 0.0), highest)
+    return coef, coef * is_low
+
+
 def grpo_policy_loss(logprobs, old_logprobs, mask, advantages, cliprange, cliprange_high):
     """The clipped surrogate, one term for each token: max(-A * ratio, -A * clip(ratio, 1 - c, 1 + c_high)).
 
@@ -457,6 +477,8 @@ def check(args):
         console.fail(f"--soft_overlong {args.soft_overlong}: above --response_length {args.response_length}")
     if args.cliprange is not None and args.objective == "cispo":
         console.fail(f"--cliprange {args.cliprange}: --objective cispo has --cliprange_high alone")
+    if args.entropy_target is not None and not args.entropy_coef:
+        console.fail(f"--entropy_target {args.entropy_target}: needs --entropy_coef, the highest weight of the bonus")
     if args.kl_times_ratio and args.objective == "gspo":
         console.fail("--kl_times_ratio: needs a ratio for each token, and --objective gspo has one for each response")
 
@@ -518,7 +540,8 @@ def main(args: Args):
     # sample(policy, queries, query_mask, episodes, n, key) is an object that wraps utils.sample or vLLM, with --overlap
     # an update ahead. `is_another`: it samples with another engine or older weights.
     sample = samplers.choose(args, run, [*prompts, *held_out], prompts_of, stop_ids)
-    run.resume(policy, optimizer)
+    first_coef = args.entropy_coef if args.entropy_target is None else 0.0
+    state = run.resume(policy, optimizer, {"steered": 0.0, "entropy_coef": first_coef})
     if run.first_update == 1:
         run.log(0, *evaluate(policy, sample, reference, reward_model, score, held_out, stop_ids, args, accelerator))
 
@@ -602,7 +625,9 @@ def main(args: Args):
                             kl_losses = kl_losses * logratio.exp()
                         # Dividing by the whole minibatch's count makes micro-batches add up to its gradient. [OPT-5]
                         weights = loss_weights(is_action[m], num_responses, num_actions, normalization)
-                        loss = ((losses + args.kl_coef * kl_losses) * weights).sum()
+                        # Each action's distribution is paid for being wide, at the states that were met. [GRPO-10]
+                        bonus = state["entropy_coef"] * entropies  # [M, R]
+                        loss = ((losses + args.kl_coef * kl_losses - bonus) * weights).sum()
                         accelerator.backward(loss * world)  # The engines average over processes. [OPT-6]
                     of_actions = {
                         "loss/policy_avg": losses,
@@ -641,6 +666,12 @@ def main(args: Args):
             "val/num_stop_token_ids": ended.sum() if len(stop_ids) else 0,
             "val/sequence_lengths": response_mask.sum(1).float().mean(),
         }
+        if args.entropy_coef:
+            metrics["objective/entropy_coef"] = state["entropy_coef"]
+        if args.entropy_target is not None:
+            state["steered"], state["entropy_coef"] = steer_entropy(
+                state["steered"], metrics["policy/entropy_avg"], args.entropy_target, args.entropy_coef
+            )
         shown = rows, responses, response_mask, ended, scores.masked_fill(~scored, math.nan), logged_kl
         if run.is_eval_due(update):
             eval_metrics, eval_shown = evaluate(
@@ -649,7 +680,7 @@ def main(args: Args):
             metrics |= eval_metrics
             shown = eval_shown or shown
         run.log(update, metrics, shown)
-        run.checkpoint_if_due(update, policy, optimizer)
+        run.checkpoint_if_due(update, policy, optimizer, state)
     return run.finish(policy)
 
 

@@ -98,16 +98,17 @@ def in_slices(function, model, batch, size, *rest):
     return [torch.cat(results) for results in zip(*found, strict=True)]
 
 
-def token_logprobs(logits, hidden, labels, size, compare=None, states=None):
+def token_logprobs(logits, hidden, labels, size, compare=None, states=None, entropy_gradient=False):
     """Log-probs of the labels and entropies, fp32 and of the labels' shape, and for distillation what `compare` says.
 
     Args: logits(hidden [K, H]) -> logits / T [K, V] fp32; hidden [.., H], the states before the tokens; labels [..];
-    size, how many tokens' logits may exist at a time; compare(log-softmax [K, V], part of `states` [.., H']) -> [K].
+    size, how many tokens' logits may exist at a time; compare(log-softmax [K, V], part of `states` [.., H']) -> [K];
+    entropy_gradient, whether entropies have one.
     """
 
     def of_piece(hidden, labels, *states):
         log_softmax = logits(hidden).log_softmax(-1)  # [K, V]
-        with torch.no_grad():
+        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
             entropies = -(log_softmax.exp() * log_softmax).sum(-1)
         found = log_softmax.gather(-1, labels.unsqueeze(-1)).squeeze(-1), entropies
         return (*found, compare(log_softmax, *states)) if compare else found

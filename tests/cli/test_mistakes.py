@@ -86,6 +86,7 @@ def cases(*rows):
         ("train_grpo", dict(group_size=1), ["--group_size 1", "at least 2"]),
         ("train_grpo", dict(soft_overlong=300), ["--soft_overlong 300", "--response_length"]),
         ("train_grpo", dict(kl_times_ratio=True, objective="gspo"), ["--kl_times_ratio", "--objective gspo"]),
+        ("train_grpo", dict(entropy_target=0.3), ["--entropy_target 0.3", "--entropy_coef"]),
         ("train_grpo", dict(cliprange=0.2, objective="cispo"), ["--cliprange 0.2", "--cliprange_high"]),
         ("train_sft", dict(base_model="scratch", hidden_size=30), ["--hidden_size 30", "--num_heads 4"]),
         (PPO, dict(gamma=1.5), ["--gamma 1.5: must be at most 1"]),

@@ -74,7 +74,8 @@ class Oracle:
     def look(self, query, response):
         """Log-probs [n] and distributions [n, V] of the policy as it is now, and hidden states. Notes entropies."""
         table, hidden = self.distributions(self.policy, query, response)
-        self.entropies += [-(row.exp() * row).sum().item() for row in table]
+        self.wide = [-(row.exp() * row).sum() for row in table]
+        self.entropies += [x.item() for x in self.wide]
         return [table[t, token] for t, token in enumerate(response)], table, hidden
 
     def score(self, query, response):
@@ -262,6 +263,10 @@ class RlooOracle(GroupOracle):
 class GrpoOracle(GroupOracle):
     """arXiv 2402.03300, with the choices of DAPO (2503.14476) and Dr. GRPO (2503.20783), GSPO and CISPO."""
 
+    def __init__(self, *given):
+        super().__init__(*given)
+        self.was_low = []  # whether the entropy of each earlier update was below its target
+
     def advantages(self, scores, kl, k):
         advantages, self.kls = [], []
         for i, score in enumerate(scores):
@@ -280,7 +285,7 @@ class GrpoOracle(GroupOracle):
             return []
         if args.objective == "gspo":
             logratios = [sum(logratios) / len(new)] * len(new)
-        for x, d, z, advantage in zip(new, logratios, ref, advantages, strict=True):
+        for x, d, z, advantage, wide in zip(new, logratios, ref, advantages, self.wide, strict=True):
             if args.objective == "cispo":
                 weight, bound = math.exp(d.item()), 1 + args.cliprange_high
                 loss = self.act(-min(weight, bound) * advantage * x, d, weight > bound)
@@ -288,7 +293,7 @@ class GrpoOracle(GroupOracle):
                 loss = self.surrogate(d, advantage)
             kl = ((z - x).exp() - (z - x) - 1) * (d.exp() if args.kl_times_ratio else 1)
             self.kls.append(kl.item())
-            found.append(loss + args.kl_coef * kl)
+            found.append(loss + args.kl_coef * kl - self.bonus() * wide)
         return found
 
     def total(self, losses):
@@ -298,8 +303,23 @@ class GrpoOracle(GroupOracle):
         tokens, fixed = max(1, len(flat(losses))), len(losses) * self.args.response_length
         return sum(flat(losses)) / (fixed if kind == "constant" else tokens)
 
+    def bonus(self):
+        """What an action's entropy is paid: arXiv 2505.22312 where there is a target."""
+        args = self.args
+        if args.entropy_target is None:
+            return args.entropy_coef
+        steps = 0
+        for is_low in self.was_low:
+            steps = max(0, min(50, steps + (1 if is_low else -1)))
+        return args.entropy_coef * steps / 50 if self.was_low and self.was_low[-1] else 0.0
+
     def update(self, *given):
-        return super().update(*given) | {"loss/kl_avg": mean(self.kls)}
+        coef = {"objective/entropy_coef": self.bonus()} if self.args.entropy_coef else {}
+        found = super().update(*given) | {"loss/kl_avg": mean(self.kls)} | coef
+        self.was_low.append(
+            self.args.entropy_target is not None and found["policy/entropy_avg"] < self.args.entropy_target
+        )
+        return found
 
 
 class DistillOracle(Oracle):

@@ -63,6 +63,11 @@ ORACLES = {  # name: (page, flags)
     "grpo-batch": ("train_grpo", dict(group_size=2, scale_advantages="batch", loss_normalization="response")),
     "dr-grpo": ("train_grpo", dict(group_size=4, kl_coef=0.0, scale_advantages="none", loss_normalization="constant")),
     "grpo-one-step": ("train_grpo", ONE_STEP | dict(kl_coef=0.5, kl_times_ratio=True, max_grad_norm=None)),
+    "grpo-entropy": ("train_grpo", dict(kl_coef=0.3, group_size=4, entropy_coef=0.5)),
+    "gspo-entropy": (
+        "train_grpo",
+        dict(objective="gspo", group_size=4, entropy_coef=20.0, entropy_target=9.0, loss_normalization="response"),
+    ),
     "n+": ("train_ppo", VALUES | dict(kl_coef=0.3)),
     "lm-human-preferences": (
         "train_ppo", VALUES | LM_HUMAN_PREFERENCES | dict(kl_horizon=40.0, learning_rate=0.2, kl_target=0.06)
@@ -110,7 +115,7 @@ def test_three_updates_equal_the_slow_oracles(ragged, in_tmp, monkeypatch, name)
     [PPO-1] [PPO-2] [PPO-3] [PPO-4] [PPO-5] [PPO-6] [PPO-7] [PPO-8] [PPO-9] [PPO-10]
     [PPO-11] [PPO-12] [PPO-13] [PPO-14] [PPO-15] [PPO-16] [PPO-17] [PPO-18] [PPO-19]
     [RLOO-1] [RLOO-2] [RLOO-3] [RLOO-4] [RLOO-5] [RLOO-6] [RLOO-13] [RLOO-14]
-    [GRPO-1] [GRPO-2] [GRPO-3] [GRPO-4] [GRPO-5] [GRPO-6] [GRPO-7] [GRPO-8] [GRPO-9]
+    [GRPO-1] [GRPO-2] [GRPO-3] [GRPO-4] [GRPO-5] [GRPO-6] [GRPO-7] [GRPO-8] [GRPO-9] [GRPO-10] [GRPO-11]
     [DISTILL-1] [DISTILL-2] [DISTILL-3] [DISTILL-6] [DISTILL-7]
     [GEN-9] [GEN-11] [GEN-15] [MODEL-4]
     [OPT-2] [OPT-3] [OPT-4] [OPT-8] [OPT-9] [LOG-1] [LOG-2] [LOG-3] [LOG-4] [LOG-5]
