@@ -11,8 +11,6 @@ algorithm alone; this file adds DAPO, Dr. GRPO, GSPO and CISPO, packed rows and 
 4. n of the k responses share a row and the computation of their prompt, where the model can read a block mask.
 5. Sampling and shuffling are functions of (seed, update, episode, ..), never of a generator's state.
 
-6. With --entropy_coef the loss pays for the entropy of every action, and with --entropy_target only where it is low.
-
 Left out on purpose: top-k and top-p, since the sampled policy would not be the trained one, and new samples in place of
 groups whose scores are all equal (val/equal_scores is their share).
 
@@ -99,9 +97,9 @@ class Args(flags.PolicyArgs):  # inherits the flags of run, data, models and mem
     mask_equal: bool = False
     """leave groups of equal scores out of the loss: they teach nothing but the KL"""
     entropy_coef: float = 0.0
-    """weight of the entropy of each action, a bonus in the loss; with --entropy_target the highest that it may get"""
+    """weight of each action's entropy in the loss, a bonus; with --entropy_target its highest weight"""
     entropy_target: float | None = None
-    """steer the bonus so that the mean entropy of an action stays near this, in nats (Skywork-OR1)"""
+    """give the bonus only below this mean entropy of an action, in nats (Skywork-OR1)"""
 
     # optimiser
     learning_rate: float = 1e-5
@@ -345,13 +343,12 @@ def kl_estimates(logprobs, ref_logprobs):
 
 
 def steer_entropy(coef, entropy, target, highest):
-    """The next coefficient of the bonus, a fiftieth of `highest` up where the entropy is below its target, else down.
+    """The next coefficient, a fiftieth of `highest` up below the target, else down; and what counts of it.
 
-    Returns: (the coefficient, in 0 .. highest; what counts of it, nothing unless the entropy is below the target).
-    Source: arXiv 2505.22312 (Skywork-OR1), adaptive entropy control, which starts at 0.
+    Source: arXiv 2505.22312 (Skywork-OR1), adaptive entropy control.
     """
     is_low = entropy < target
-    # A fixed weight that helps at one entropy is too strong or too weak at another. [GRPO-11]
+    # No fixed weight fits all of a run. [GRPO-11]
     coef = min(max(coef + (highest if is_low else -highest) / 50, 0.0), highest)
     return coef, coef * is_low
 
@@ -478,7 +475,7 @@ def check(args):
     if args.cliprange is not None and args.objective == "cispo":
         console.fail(f"--cliprange {args.cliprange}: --objective cispo has --cliprange_high alone")
     if args.entropy_target is not None and not args.entropy_coef:
-        console.fail(f"--entropy_target {args.entropy_target}: needs --entropy_coef, the highest weight of the bonus")
+        console.fail(f"--entropy_target {args.entropy_target}: needs --entropy_coef")
     if args.kl_times_ratio and args.objective == "gspo":
         console.fail("--kl_times_ratio: needs a ratio for each token, and --objective gspo has one for each response")
 
@@ -540,8 +537,8 @@ def main(args: Args):
     # sample(policy, queries, query_mask, episodes, n, key) is an object that wraps utils.sample or vLLM, with --overlap
     # an update ahead. `is_another`: it samples with another engine or older weights.
     sample = samplers.choose(args, run, [*prompts, *held_out], prompts_of, stop_ids)
-    first_coef = args.entropy_coef if args.entropy_target is None else 0.0
-    state = run.resume(policy, optimizer, {"steered": 0.0, "entropy_coef": first_coef})
+    state = {"steered": 0.0, "entropy_coef": args.entropy_coef if args.entropy_target is None else 0.0}
+    state = run.resume(policy, optimizer, state)
     if run.first_update == 1:
         run.log(0, *evaluate(policy, sample, reference, reward_model, score, held_out, stop_ids, args, accelerator))
 
@@ -625,8 +622,8 @@ def main(args: Args):
                             kl_losses = kl_losses * logratio.exp()
                         # Dividing by the whole minibatch's count makes micro-batches add up to its gradient. [OPT-5]
                         weights = loss_weights(is_action[m], num_responses, num_actions, normalization)
-                        # Each action's distribution is paid for being wide, at the states that were met. [GRPO-10]
-                        bonus = state["entropy_coef"] * entropies  # [M, R]
+                        # An action's distribution is paid for being wide. [GRPO-10]
+                        bonus = state["entropy_coef"] * entropies
                         loss = ((losses + args.kl_coef * kl_losses - bonus) * weights).sum()
                         accelerator.backward(loss * world)  # The engines average over processes. [OPT-6]
                     of_actions = {

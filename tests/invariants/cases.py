@@ -16,6 +16,7 @@ CASES = {  # name: (page, flags)
     "ppo": ("train_ppo", dict(kl_penalty="full")),
     "lm-human-preferences": ("train_ppo", LM_HUMAN_PREFERENCES),
     "ppo-overlap": ("train_ppo", dict(kl_penalty="k3", overlap=True)),
+    "grpo-entropy": ("train_grpo", dict(entropy_coef=0.2, entropy_target=9.0)),
     "grpo-overlap": ("train_grpo", dict(overlap=True)),
     "rloo-overlap": ("train_rloo", dict(overlap=True)),
     "distill": ("train_distill", dict(gamma=0.5, responses_per_prompt=2)),

@@ -29,6 +29,49 @@ def test_gold_of_hand_made_responses():
         assert toy.gold(prompt, text) == gold, text
 
 
+# ---- a judge with faults ---------------------------------------------------------------------------------------------
+PROMPT, RIGHT, WRONG = "my sister went to a small hotel .", "the room was really lovely .", "the soup was awful ."
+
+
+@pytest.mark.parametrize(
+    "dials, expected",
+    [
+        ({}, [3, -6]),
+        (dict(length=2), [3 + 1.2, -6 + 1.0]),  # six and five words
+        (dict(word=0.5), [3.5, -6]),
+        (dict(fails_below=0), [3, np.nan]),
+        (dict(fails_below=0, failed=0), [3, 0]),
+        (dict(fails=1), [np.nan, np.nan]),
+        (dict(noise=1, fails=1, failed=0), [0, 0]),
+    ],
+)
+def test_each_fault_of_a_judge_adds_what_it_says(dials, expected):
+    found = toy.Judge(**dials)([PROMPT, PROMPT], [RIGHT, WRONG])
+    np.testing.assert_allclose(found, expected)
+
+
+def test_the_chance_of_a_judge_has_the_size_that_is_asked_for_and_is_a_function_of_seed_and_texts():
+    rows = toy.rows("prompts", "train")[:2000]
+    prompts, texts = [r["prompt"] for r in rows], [r["completion"] for r in rows]
+    gold = np.array([toy.gold(*pair) for pair in zip(prompts, texts, strict=True)])
+    noisy = np.array(toy.Judge(noise=2)(prompts, texts)) - gold
+    assert abs(noisy.std() - 2) < 0.1 and abs(noisy.mean()) < 0.15
+    assert abs(np.corrcoef(noisy, gold)[0, 1]) < 0.07
+    assert abs(np.isnan(toy.Judge(fails=0.2)(prompts, texts)).mean() - 0.2) < 0.03
+    backwards = toy.Judge(noise=2)(prompts[::-1], texts[::-1])
+    np.testing.assert_array_equal(np.array(backwards)[::-1] - gold, noisy)
+    assert not np.isclose(np.array(toy.Judge(noise=2, seed=1)(prompts, texts)) - gold, noisy).any()
+
+
+@pytest.mark.parametrize(
+    "dials, one, other",
+    [({}, 1, -1), (dict(first=4), 1, -1), (dict(first=20), 1, 1), (dict(fails_below=0), np.nan, np.nan)],
+)
+def test_a_comparison_says_which_of_two_is_better_unless_the_first_place_pays_more(dials, one, other):
+    judge = toy.Judge(**dials)
+    np.testing.assert_equal([judge.compare(PROMPT, RIGHT, WRONG), judge.compare(PROMPT, WRONG, RIGHT)], [one, other])
+
+
 # ---- the rows --------------------------------------------------------------------------------------------------------
 def test_no_test_prompt_opens_a_training_review():
     """Nor any cut of one: a training text begins with its opening and up to two more words."""
