@@ -22,7 +22,7 @@ MOMENTS = dict(adaptive_kl=True, kl_horizon=50.0, kl_coef=0.2, score_scaling=Tru
 CASES = {  # name: (page, flags)
     "rloo": ("train_rloo", {}),
     "rloo-steps": ("train_rloo", STEPS | dict(eval_every=2, warmup_ratio=0.5)),
-    "grpo-steps": ("train_grpo", STEPS),
+    "grpo-steps": ("train_grpo", STEPS | dict(entropy_coef=0.2, entropy_target=9.0)),
     "ppo": ("train_ppo", {}),
     "ppo-moments": ("train_ppo", STEPS | MOMENTS),
     "ppo-shared": ("train_ppo", dict(value_model="shared", whiten_rewards=True, num_ppo_epochs=2)),

@@ -89,6 +89,7 @@ def test_the_metric_tables_list_exactly_what_is_logged(tiny, in_tmp, few_prompts
     monkeypatch.setattr(vllm, "sampler", lambda *args: utils.sample)  # vLLM's numbers do not matter here.
     for page in PAGES:
         changes = dict(total_episodes=32, eval_dataset="toy:test", reward_fn=("mine.py:f",), sampler="vllm")
+        changes |= {"entropy_coef": 0.1} if page == "train_grpo" else {}
         run = PAGES[page].main(page_args(page, tiny, **changes, output_dir=page))["run"]
         logged |= {name for row in read_metrics(run) for name in row}
     values = dict(dataset="rows.jsonl", eval_dataset="rows.jsonl", batch_size=8, response_length=8, overwrite=True)
