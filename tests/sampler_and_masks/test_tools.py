@@ -294,13 +294,13 @@ def test_a_run_with_tools_is_evaluated_as_it_was_trained_and_sft_reads_its_rows(
     tokenizer = tokenizer_of("qwen 2.5")
     tokenizer.save_pretrained("start")
     tiny_model("llama", vocab_size=len(tokenizer), max_position_embeddings=2000).save_pretrained("start")
-    rows = [{"messages": [{"role": "user", "content": f"hello {i}?"}, *CHAT[1:5]]} for i in range(8)]
+    rows = [{"messages": [{"role": "user", "content": f"hello {i}?"}, *CHAT[1:5]]} for i in range(4)]
     Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     Path("mine.py").write_text("def f(prompts, completions):\n    return [float(len(text)) for text in completions]\n")
     given = dict(dataset="rows.jsonl", batch_size=4, num_train_epochs=1, completion_only=True, base_model="start")
     train_sft.main(train_sft.Args(**given, output_dir="sft", run_name="sft"))
-    given = dict(dataset="rows.jsonl", sft_model_path="sft", reward_fn=("mine.py:f",), response_length=8, batch_size=8)
-    given |= dict(tools=TOOLS["tools"], tool_timeout=2.0, total_episodes=8, output_dir="agent", run_name="agent")
+    given = dict(dataset="rows.jsonl", sft_model_path="sft", reward_fn=("mine.py:f",), response_length=4, batch_size=4)
+    given |= dict(tools=TOOLS["tools"], tool_timeout=2.0, total_episodes=4, output_dir="agent", run_name="agent")
     row = train_agent.main(train_agent.Args(**given))["metrics"]
     assert row["val/turns"] == 1 and row["health/one_turn"] == 1
     summary = evaluate.main(evaluate.Args(policy_path="agent", dataset="rows.jsonl", reward_fn=("mine.py:f",)))
