@@ -135,4 +135,5 @@ async def ask(client, text, options):
         if options.pop("temperature", None) is not None:
             console.say(f"judge {given['model']}: refuses temperature 0, so it answers at its own temperature")
         return await ask(client, text, options)
-    return str(completion.choices[0].message.content or "")
+    choice = completion.choices[0]
+    return str(choice.message.content or "") if choice.finish_reason != "length" else ""  # Half an answer is none.
