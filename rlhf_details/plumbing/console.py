@@ -60,7 +60,9 @@ def keep_printing():
     for name in ("stdout", "stderr"):
         if (stream := getattr(sys, name)) and stream is getattr(sys, f"__{name}__"):
             raw = io.BufferedWriter(Lasting(stream.fileno(), "w", closefd=False))
-            setattr(sys, name, io.TextIOWrapper(raw, stream.encoding, "backslashreplace", line_buffering=True))
+            lasting = io.TextIOWrapper(raw, stream.encoding, "backslashreplace", line_buffering=True)
+            lasting.close = lasting.flush  # The user's code may close it, and the run goes on printing.
+            setattr(sys, name, lasting)
 
 
 def visible(text):

@@ -28,7 +28,8 @@ def write(text):
 
 def state():
     """What the user's code may not change for the run, beside the seed."""
-    return os.getcwd(), torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_default_device()
+    numbers = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    return os.getcwd(), torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_default_device(), *numbers
 
 
 def rewarded(tiny, text, **changes):
@@ -71,6 +72,8 @@ CHANGES = {
     "default type": "torch.set_default_dtype(torch.bfloat16)",
     "default device": "torch.set_default_device('meta')",
     "seed": "torch.manual_seed(7)",
+    "threads": "torch.set_num_threads(3)",
+    "precision": "torch.set_float32_matmul_precision('medium')",
     "current folder": "os.chdir('/')",
     "a removed folder": "os.mkdir('gone'), os.chdir('gone'), os.rmdir(os.getcwd())",
     "sys.path": "sys.path.insert(0, '/elsewhere')",
@@ -121,6 +124,17 @@ def test_its_exit_is_a_fault(door, exit, tiny, in_tmp, capsys):
     assert re.search(r"(--reward_fn|--dataset) \S+ called exit\((None|0)\)", words), words
     assert not isinstance(end.value, SystemExit) or end.value.code == 1
     assert not Path("out/model.safetensors").exists()
+
+
+@at_doors
+@pytest.mark.parametrize("name", ["GeneratorExit", "CancelledError"])
+def test_an_exception_that_is_no_exception_is_a_fault(door, name, tiny, in_tmp, capsys):
+    run, head = DOORS[door]
+    text = f"from asyncio import CancelledError\n{head}\n    raise {name}\n    {RESULTS[door]}\n"
+    with pytest.raises((SystemExit, RuntimeError)) as end, limit(60):
+        run(tiny, text)
+    words = capsys.readouterr().err if isinstance(end.value, SystemExit) else str(end.value)
+    assert re.search(rf"(--reward_fn|--dataset) \S+ raised ({name}|RuntimeError)", words), words
 
 
 # ---- notebooks -------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import sys, warnings
 from rlhf_details.plumbing import console
 console.keep_printing()
 sys.stdin.readline()
+sys.stdout.close(), sys.stderr.close()  # as the user's code might
 console.say("⏎ \\ud800")
 print("a print of the user's code: é", flush=True)
 print("without a flush: é" * 10000)

@@ -64,13 +64,16 @@ def load_module(name):
 # ---- calling them ----------------------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def fenced(what):
-    """Stands around the user's code, undoes what it changes for the whole process, and makes its exit() an error.
+    """Stands around the user's code, undoes what it changes for the whole process, and makes its exit() an error, as
+    GeneratorExit and CancelledError, which `except Exception` would not see.
 
-    Undone are the current folder, torch's grad mode, default type, default device and seed, and the order of sys.path:
+    Undone are the current folder, torch's grad mode, default type and device, seed, number of threads and precision of
+    matrix products, and the order of sys.path:
     folders that the user's code has added stay, but behind all others. After a minute a line says what the run waits
     for, so a judge and what other processes do stand here as well.
     """
     dtype, device, path = torch.get_default_dtype(), torch.get_default_device(), sys.path[:]
+    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
     grad_mode = torch.set_grad_enabled(torch.is_grad_enabled())
     reminder = threading.Timer(PATIENCE, console.say, [f"still waiting for {what}, after {PATIENCE:g} s"])
     reminder.start()
@@ -79,8 +82,12 @@ def fenced(what):
             yield
     except SystemExit as e:
         raise RuntimeError(f"{what} called exit({e})") from e
+    except (GeneratorExit, asyncio.CancelledError) as e:
+        raise RuntimeError(f"{what} raised {type(e).__name__}") from e
     finally:
         reminder.cancel()
+        torch.set_num_threads(threads)
+        torch.set_float32_matmul_precision(precision)
         torch.set_default_dtype(dtype)
         torch.set_default_device(None if device.type == "cpu" else device)
         sys.path[:] = dict.fromkeys(path + sys.path)
