@@ -25,7 +25,7 @@ from intervals import ROOT, words
 @dataclass
 class Args:
     command: tyro.conf.Positional[str]
-    """a script of rlhf_details with its flags"""
+    """a script of rlhf_details, or FOLDER/script.py of the tree, with its flags"""
     other: tyro.conf.Positional[str | None] = None
     """the command of the other side; None: the same"""
     tree: str = str(ROOT)
@@ -38,7 +38,8 @@ def seconds_of(tree, command, name):
     """{"time/<phase>": median seconds of an update} of a run."""
     script, *flags = shlex.split(command)
     flags += ["--run_name", name, "--output_dir", f"models/{name}", "--overwrite"]
-    process = [sys.executable, str(Path(tree).resolve() / "rlhf_details" / script), *flags]
+    place = Path(tree).resolve() / ("" if "/" in script else "rlhf_details")
+    process = [sys.executable, str(place / script), *flags]
     environment = os.environ | {"PYTHONPATH": str(Path(tree).resolve())}
     subprocess.run(process, env=environment, stdout=subprocess.DEVNULL, check=True)
     rows = map(json.loads, Path("runs", name, "metrics.jsonl").read_text().splitlines())
@@ -59,7 +60,7 @@ def main(args):
         there.append(seconds_of(args.tree, other, "speed_other"))
     print(f"{args.command}; the other: {other} in {args.tree}\n")
     print("| seconds of an update | here | the other | the other to here |\n|---|---|---|---|")
-    for phase in here[0]:
+    for phase in [phase for phase in here[0] if phase in there[0]]:
         a, b = (np.array([turn[phase] for turn in side]) for side in (here, there))
         print(f"| {phase.removeprefix('time/')} | {spread(a)} | {spread(b)} | {spread(b / a)} |")
 
