@@ -1,5 +1,5 @@
 """
-A command of train_rloo.py or train_grpo.py, carried out by TRL 1.16: the same models, prompts, reward model and settings.
+A command of train_rloo.py or train_grpo.py, carried out by TRL 1.16: the same models, prompts, reward and settings.
 
     pip install --no-deps trl==1.16.0
     python examples/trl/by_trl.py train_rloo.py --total_episodes 6400 --run_name trl --output_dir models/trl
