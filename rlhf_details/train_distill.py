@@ -10,7 +10,8 @@ minimal/distill.py is the algorithm alone; this file adds GKD's divergences, --g
    KL(teacher || student), and 1 the reverse KL, of which `sampled` is an estimate.
 4. With jsd, --on_policy_share is the share of updates whose responses the student samples. In the others they are the
    data set's completions.
-5. Sampling and shuffling are functions of (seed, update, episode, ..), never of a generator's state.
+5. With --teacher_prompt_template the teacher reads more than the student, such as the answer.
+6. Sampling and shuffling are functions of (seed, update, episode, ..), never of a generator's state.
 
 Left out on purpose: top-k and top-p, since the sampled policy would not be the trained one; teachers with other tokens,
 another temperature or behind a server; responses that the teacher writes (make them a data set); and a reward beside
@@ -55,6 +56,9 @@ class Args(flags.SamplingArgs):  # inherits the flags of run, data, models and m
     # models
     teacher_model_path: str | None = None
     """the teacher, a model with the tokens of --sft_model_path, the student; required but for toy and toy-sum"""
+    teacher_prompt_template: str | None = None
+    """what the teacher reads, with columns in braces: "{prompt} The answer is {answer}."; in a chat this is the last
+    message, and {prompt} what the student's says; None: the student's prompt"""
 
     # sampling
     response_length: int = 256
@@ -208,6 +212,12 @@ def response_logprobs(policy, batch, **comparison):
     return [nn.functional.pad(x, (0, R - x.size(1))) for x in outputs]
 
 
+def for_teacher(rows, batch):
+    """The Batch with the prompts that the teacher reads."""
+    # Its prompts may be longer, so columns are counted anew; the responses are the same tokens. [DISTILL-8]
+    return Batch(*utils.left_pad([row.teacher_ids for row in rows], batch.queries.device), *batch[2:4])
+
+
 # ---- equations -------------------------------------------------------------------------------------------------------
 def has_stopped(responses, mask, stop_ids):
     """Whether each response [B, R] holds one of stop_ids [S]. If that is empty, all have ended."""
@@ -285,7 +295,7 @@ def evaluate(policy, sample, teacher, score, prompts, stop_ids, args, accelerato
     with accelerator.autocast():
         responses, response_mask, logprobs = sample(policy, queries, query_mask, episodes, 1, key)  # [N / world, R]
         batch = Batch(queries, query_mask, responses, response_mask)
-        teacher_logprobs, _ = in_slices(response_logprobs, teacher, batch, args.micro_batch_size)
+        teacher_logprobs, _ = in_slices(response_logprobs, teacher, for_teacher(rows, batch), args.micro_batch_size)
         rewards_of_each, scored = score(rows, batch)  # [N / world, F], [N / world]
     kl = (logprobs - teacher_logprobs).sum(1)  # [N / world], from the sampler's log-probs
     gathered = accelerator.gather((responses, response_mask, kl, rewards_of_each, scored))
@@ -382,7 +392,7 @@ def main(args: Args):
             rewards_of_each, _ = score(rows[mine], batch)  # [B / world, F]
             found = [responses, response_mask, rewards_of_each]
             if not is_jsd:  # jsd reads the teacher's whole distributions, in phase 5.
-                teacher_logprobs, _ = in_slices(response_logprobs, teacher, batch, size)
+                teacher_logprobs, _ = in_slices(response_logprobs, teacher, for_teacher(rows[mine], batch), size)
                 old_logprobs = sampled_logprobs
                 if sample.is_another:
                     # Rewards and weights need this policy's log-probs. [GEN-9]
@@ -414,11 +424,12 @@ def main(args: Args):
         means, divergences = utils.Means(device), []
         num_actions = response_mask.sum()  # over all processes
         micro_batches = episodes[mine].split(size)
+        theirs = utils.split(for_teacher(rows, batch), micro_batches) if is_jsd else ()
         for i, (m, micro_batch) in enumerate(utils.split(batch, micro_batches)):  # m: its episodes
             with engines.accumulate(accelerator, policy, is_last=i + 1 == len(micro_batches)):
                 if is_jsd:
                     with torch.no_grad(), accelerator.autocast():
-                        states = teacher(*join(utils.trim(micro_batch)))  # [M, width, H]
+                        states = teacher(*join(utils.trim(theirs[i][1])))  # [M, width, H]
                     logprobs, entropies, losses = response_logprobs(policy, micro_batch, compare=compare, states=states)
                 else:
                     logprobs, entropies = response_logprobs(policy, micro_batch)  # [M, R]

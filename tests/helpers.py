@@ -155,6 +155,10 @@ def metaspace_tokenizer(scheme="always"):
 
 
 # ---- runs in this process --------------------------------------------------------------------------------------------
+# Flags of train_agent.py: episodes have one to four turns.
+CHATTY = dict(env_fn=f"{ROOT}/tests/environments.py:chatty", response_length=24, max_turns=4)
+
+
 def page_args(page, tiny, **changes):
     """Args of a short run of a page on the models in the folder `tiny`.
 

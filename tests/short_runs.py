@@ -10,7 +10,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from helpers import PAGES, SCRIPTS, page_args, read_metrics, without_times
+from helpers import CHATTY, PAGES, SCRIPTS, page_args, read_metrics, without_times
 
 from rlhf_details import evaluate, toy
 from rlhf_details.plumbing.outputs.run import Run
@@ -30,6 +30,7 @@ CASES = {  # name: (page, flags)
     "rloo-overlap": ("train_rloo", dict(overlap=True)),
     "distill": ("train_distill", dict(gamma=0.5, eval_dataset="held_out.jsonl")),
     "distill-jsd": ("train_distill", dict(divergence="jsd", eval_dataset="held_out.jsonl", eval_every=2)),
+    "agent": ("train_agent", CHATTY | dict(eval_dataset="held_out.jsonl")),
     "reward-gain": ("train_reward", dict(normalization="gain_bias", tf_adam=True, normalize_samples=16)),
     "reward-shift": ("train_reward", dict(normalization="mean_shift", lr_schedule="linear")),
     "dpo": ("train_dpo", {}),
@@ -48,6 +49,7 @@ PLACES = {  # name: (case, flags), all that decides where tensors are
     "rloo-lora": ("rloo", dict(lora_rank=2)),
     "rloo-offloaded": ("rloo", dict(offload_frozen=True)),
     "grpo": ("grpo-steps", {}),
+    "agent": ("agent", {}),
     "distill": ("distill", {}),
     "distill-jsd": ("distill-jsd", dict(offload_frozen=True)),
 }

@@ -33,7 +33,7 @@ import tyro
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "rlhf_details" / "minimal"
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-ORDER = "sft", "reward", "rloo", "ppo", "grpo", "distill", "dpo"  # each after those whose models it needs
+ORDER = "sft", "reward", "rloo", "ppo", "grpo", "distill", "dpo", "agent"  # each after those whose models it needs
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------
@@ -63,11 +63,14 @@ def row_of(name, work):
     """The line of the table of one minimal page."""
     import minimal_runs
 
+    task = "toy-tools" if name == "agent" else "toy"
+    if name == "agent":  # No minimal page makes the SFT stage of its task.
+        run("train_sft.py", "--dataset", task, "--run_name", "tools_sft", "--overwrite", cwd=work)
     output, seconds = run(f"minimal/{name}.py", cwd=work)
     lines = minimal_runs.numbers_of(output)
     # The stages of all runs are those that the minimal pages made, but for the teacher, which RLOO's page makes.
     folder = "models/toy/rloo" if name == "rloo" else f"page/{name}"
-    flags = ["--dataset", "toy", "--eval_dataset", "None", "--output_dir", folder, "--run_name", name, "--overwrite"]
+    flags = ["--dataset", task, "--eval_dataset", "None", "--output_dir", folder, "--run_name", name, "--overwrite"]
     _, page_seconds = run(f"train_{name}.py", *flags, cwd=work)
     rows = [json.loads(line) for line in (work / f"runs/{name}/metrics.jsonl").read_text().splitlines()]
     gaps = minimal_runs.gaps(name, lines, [row for row in rows if row["update"]])

@@ -123,13 +123,13 @@ def main(updates=120):
         action_mask, ended = right_pad(is_action).bool(), torch.tensor(ended, device=device)  # [B, R], [B]
         episodes = torch.cat([queries, responses], 1), torch.cat([query_mask, mask], 1)  # [B, Q + R]
 
-        # ---- 2. Scores: also log-probs
+        # ---- 2. Scores and log-probs
         last = [said[-1] for said in turns]  # No observation is taken for an answer.
         right = toy.right_code([], last, [row["answer"] for row in rows])
         scores = torch.tensor(right).float() - 0.05 * torch.tensor(toy.questions([], last, turns))
         scores = scores.to(device)  # [B]
         # The policy is trained on what it wrote, and not on what it read. [AGT-1]
-        logprobs = logprobs_of(policy, *episodes) * action_mask  # [B, R], with a gradient
+        logprobs = logprobs_of(policy, *episodes) * action_mask  # [B, R], 0 at padding, with a gradient
         with torch.no_grad():
             ref_logprobs = logprobs_of(reference, *episodes) * action_mask  # [B, R]
 

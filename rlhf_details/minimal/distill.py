@@ -70,7 +70,7 @@ def main(updates=50):
         mask = episodes[1][:, -R:]  # [B, R]
 
         # ---- 2. Scores: log-probs of the tokens
-        logprobs = logprobs_of(policy, *episodes)  # [B, R], with a gradient
+        logprobs = logprobs_of(policy, *episodes)  # [B, R], 0 at padding, with a gradient
         with torch.no_grad():
             teacher_logprobs = logprobs_of(teacher, *episodes)  # [B, R]
 

@@ -224,6 +224,18 @@ def test_a_teacher_that_is_none(refused, tiny):
     refused("train_distill", said, sft_model_path="student", teacher_model_path="padded")
 
 
+def test_what_a_teacher_cannot_read(refused, tiny):
+    """A template of --teacher_prompt_template without a column, one that is too long, and prompts of token ids."""
+    ours = dict(teacher_model_path=str(tiny / "teacher"))
+    said = "--dataset rows.jsonl: row 1: --teacher_prompt_template 'right: {anwser}': names no column in braces"
+    refused("train_distill", said, teacher_prompt_template="right: {anwser}", **ours)
+    said = "--dataset rows.jsonl: ", "teacher's prompts have more than"
+    refused("train_distill", *said, teacher_prompt_template="the soup " * 200 + "{prompt}", **ours)
+    Path("ids.jsonl").write_text(json.dumps({"prompt": [5, 6, 7]}) + "\n")
+    said = "--dataset ids.jsonl: row 1: --teacher_prompt_template: the prompt is token ids"
+    refused("train_distill", said, dataset="ids.jsonl", teacher_prompt_template="{prompt} .", **ours)
+
+
 # ---- the embedded task: nothing is trained before everything that can be checked has been ----------------------------
 @pytest.mark.parametrize(
     "script, changes",

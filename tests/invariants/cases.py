@@ -19,8 +19,8 @@ CASES = {  # name: (page, flags)
     "grpo-entropy": ("train_grpo", dict(entropy_coef=0.2, entropy_target=9.0)),
     "grpo-overlap": ("train_grpo", dict(overlap=True)),
     "rloo-overlap": ("train_rloo", dict(overlap=True)),
-    "distill": ("train_distill", dict(gamma=0.5, responses_per_prompt=2)),
-    "distill-jsd": ("train_distill", dict(divergence="jsd", beta=0.3)),
+    "distill": ("train_distill", dict(gamma=0.5, responses_per_prompt=2, teacher_prompt_template="the {prompt} .")),
+    "distill-jsd": ("train_distill", dict(divergence="jsd", beta=0.3, teacher_prompt_template="the {prompt} .")),
     "distill-overlap": ("train_distill", dict(overlap=True)),
 }
 OVERLAP = [name for name in CASES if "overlap" in name]  # A thread samples, by weights that are one update old.

@@ -332,6 +332,13 @@ class DistillOracle(Oracle):
         texts = [[self.tokenizer(rows[i][name]).input_ids for name in ("prompt", "completion")] for i in order]
         return [(query, [*answer, self.token("eos")][: self.args.response_length]) for query, answer in texts]
 
+    def read_by_teacher(self, query):
+        """A query with what --teacher_prompt_template "the {prompt} ." puts around it."""
+        if self.args.teacher_prompt_template is None:
+            return query
+        before, after = (self.tokenizer(text).input_ids for text in ("the", "."))
+        return before + query + after
+
     def jsd(self, log_p, log_q):
         """Equation 1, of a student's distribution p [V] and a teacher's q, for a beta inside of [0, 1]."""
         p, q, beta = log_p.exp(), log_q.exp(), self.args.beta
@@ -342,10 +349,11 @@ class DistillOracle(Oracle):
         args, is_jsd = self.args, self.args.divergence == "jsd"
         self.begin(number, num_updates, episodes)
         new, tables, _ = zip(*[self.look(*episode) for episode in episodes], strict=True)
-        teacher = [self.logprobs(self.reference, *episode) for episode in episodes]
+        read = [(self.read_by_teacher(query), response) for query, response in episodes]
+        teacher = [self.logprobs(self.reference, *episode) for episode in read]
         if is_jsd:
             with torch.no_grad():
-                theirs = [self.distributions(self.reference, *episode)[0] for episode in episodes]
+                theirs = [self.distributions(self.reference, *episode)[0] for episode in read]
             pairs = zip(tables, theirs, strict=True)
             losses = [[self.jsd(*rows) for rows in zip(*pair, strict=True)] for pair in pairs]
             divergences, found = [sum(x.item() for x in row) for row in losses], {}

@@ -6,6 +6,7 @@ import math
 import re
 from pathlib import Path
 
+import helpers
 import pytest
 import torch
 from helpers import (
@@ -23,7 +24,7 @@ from short_runs import write_rows
 
 from rlhf_details import toy, train_agent, utils
 
-CHATTY = dict(env_fn=f"{ROOT}/tests/environments.py:chatty", response_length=24, max_turns=4, learning_rate=3e-3)
+CHATTY = helpers.CHATTY | dict(learning_rate=3e-3)
 NEAR = 1e-5  # of a KL that is 0 but for rounding, summed over the turns
 LENGTH = """
 def length(prompts, completions):

@@ -41,6 +41,7 @@ LIMITS = dict(
 WHITE = dict(kl_penalty="abs", whiten_rewards=True, missing_eos_penalty=None, kl_coef=1.0, score_scaling=True)
 TOKENS = dict(token_level_kl=True, normalize_advantage=True, kl_coef=0.3)
 WHITE_SCORES = dict(normalize_reward=True, reward_clip_range=0.8, missing_eos_mode="replace", missing_eos_penalty=0.0)
+READ = "the {prompt} ."  # what a teacher reads
 ORACLES = {  # name: (page, flags)
     "rloo": ("train_rloo", dict(kl_coef=0.3, rloo_k=2, learning_rate=0.05)),
     "reinforce++": ("train_rloo", TOKENS | WHITE_SCORES),
@@ -102,6 +103,8 @@ ORACLES = {  # name: (page, flags)
     "distill": ("train_distill", dict(gamma=0.6, responses_per_prompt=2)),
     "distill-jsd": ("train_distill", dict(divergence="jsd", beta=0.3, max_grad_norm=None)),
     "distill-gkd": ("train_distill", dict(divergence="jsd", beta=0.9, on_policy_share=0.5, response_length=16)),
+    "distill-read": ("train_distill", dict(gamma=0.6, teacher_prompt_template=READ)),
+    "distill-read-jsd": ("train_distill", dict(divergence="jsd", beta=0.3, teacher_prompt_template=READ)),
     "distill-overlap": ("train_distill", dict(overlap=True, sampler_cap=1.1, learning_rate=0.05)),
 }  # fmt: skip
 SLOW = dict(train_rloo=RlooOracle, train_grpo=GrpoOracle, train_ppo=PpoOracle, train_distill=DistillOracle)
@@ -116,7 +119,7 @@ def test_three_updates_equal_the_slow_oracles(ragged, in_tmp, monkeypatch, name)
     [PPO-11] [PPO-12] [PPO-13] [PPO-14] [PPO-15] [PPO-16] [PPO-17] [PPO-18] [PPO-19]
     [RLOO-1] [RLOO-2] [RLOO-3] [RLOO-4] [RLOO-5] [RLOO-6] [RLOO-13] [RLOO-14]
     [GRPO-1] [GRPO-2] [GRPO-3] [GRPO-4] [GRPO-5] [GRPO-6] [GRPO-7] [GRPO-8] [GRPO-9] [GRPO-10] [GRPO-11]
-    [DISTILL-1] [DISTILL-2] [DISTILL-3] [DISTILL-6] [DISTILL-7]
+    [DISTILL-1] [DISTILL-2] [DISTILL-3] [DISTILL-6] [DISTILL-7] [DISTILL-8]
     [GEN-9] [GEN-11] [GEN-15] [MODEL-4]
     [OPT-2] [OPT-3] [OPT-4] [OPT-8] [OPT-9] [LOG-1] [LOG-2] [LOG-3] [LOG-4] [LOG-5]
     """

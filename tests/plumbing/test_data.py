@@ -339,6 +339,26 @@ def test_a_template_gets_what_the_row_and_the_user_have(in_tmp):
         assert "[{'name': 'add'}] [{'text': 'b'}] loud 03 Feb 2024<|user|>" in tokenizer.decode(row.ids)
 
 
+@pytest.mark.parametrize(
+    "prompt, template, read",
+    [
+        ("a", None, "<s>a"),
+        ("a", "{prompt} b {answer}", "<s>a b 7"),
+        ([system("kind ."), user("a")], "{prompt} b {answer}", "<|system|>\nkind .<|end|>\n<|user|>\na b 7<|end|>\n"),
+        ("a", "{other}", "<|user|>\nb<|end|>\n<|assistant|>\n"),
+    ],
+)
+def test_a_teacher_reads_what_its_template_says_and_the_student_does_not(in_tmp, prompt, template, read):
+    """In a chat the last message changes; a column of messages stands for all of them."""
+    write("rows.jsonl", [{"prompt": prompt, "answer": 7, "other": [user("b")]}])
+    args = train_distill.Args(dataset="rows.jsonl", teacher_prompt_template=template)
+    tokenizer = chat_tokenizer(CHATML)
+    (row,), _ = data.load_prompts(args, tokenizer, 100)
+    assert row.ids == token_ids.encode(tokenizer, prompt)
+    end = "<|assistant|>\n" * (read.endswith("<|end|>\n"))
+    assert tokenizer.decode(row.teacher_ids) == read + end
+
+
 # ---- prompts: limits, order, shares ----------------------------------------------------------------------------------
 def test_long_prompts_are_dropped_and_counted_and_rows_keep_their_numbers(in_tmp, capsys, fails):
     """--take is of the training rows alone, and --filter_length means nine tenths of --response_length."""

@@ -141,9 +141,9 @@ def one_run(spec, engine):
         next(m for m in inner.modules() if isinstance(m, torch.nn.Linear)).register_forward_hook(note)
         return module, optimizer
 
-    def recording_sample(policy, queries, query_mask, rows, n, response_length, stop_ids, key, size):
+    def recording_sample(policy, queries, query_mask, rows, n, response_length, stop_ids, key, *rest):
         sampling.add(threading.get_ident())  # With --overlap a thread of its own samples.
-        found = sample(policy, queries, query_mask, rows, n, response_length, stop_ids, key, size)
+        found = sample(policy, queries, query_mask, rows, n, response_length, stop_ids, key, *rest)
         responses, mask, _ = found
         sampling.discard(threading.get_ident())
         if key[1] == utils.TRAINING:
@@ -151,7 +151,7 @@ def one_run(spec, engine):
             if threading.current_thread() is threading.main_thread():  # Otherwise training may have gathered some.
                 seen["held_after_sampling"] = held_and_total(trained[0].parameters())[0]
             for row, tokens, real in zip(rows.tolist(), responses, mask, strict=True):
-                seen["sampled"][key[2], row] = tuple(tokens[real].tolist())
+                seen["sampled"][*key[2:], row] = tuple(tokens[real].tolist())
         return found
 
     def dying_log(self, update, metrics, samples=None):

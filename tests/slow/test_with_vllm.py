@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
-from helpers import ROOT, launch, page_args, read_metrics, save_pair
+from helpers import CHATTY, ROOT, launch, page_args, read_metrics, save_pair
 from processes import run_under, spec_of, words_of
 from scipy.stats import chisquare
 
@@ -127,6 +127,7 @@ def runs(tmp_path_factory):
         ("train_grpo", {}),
         ("train_ppo", {}),
         ("train_distill", {}),
+        ("train_agent", CHATTY),
         ("train_rloo", dict(lora_rank=4, learning_rate=1e-2)),
     ],
 )

@@ -259,6 +259,7 @@ class Prompt:
     options: dict  # of chat.render
     answers: list  # token ids of the answers to train on: the completion, or K candidates
     turns: list = ()  # where all answers of a chat are trained on, which ids of prompt and completion are theirs, bools
+    teacher_ids: list = ()  # token ids of the prompt that a teacher reads
 
     @property
     def task(self):
@@ -327,6 +328,7 @@ def encode(args, flag, rows, tokenizer, context, column=None, num_sampled=0):
     num_sampled, how many tokens must have room behind each prompt.
     """
 
+    template, columns = getattr(args, "teacher_prompt_template", None), set().union(*rows)
     trains_all = column == "completion" and getattr(args, "train_on", "last") == "all"
     marked_otherwise = []  # one entry for each row whose template marks other tokens than the answers
 
@@ -345,7 +347,8 @@ def encode(args, flag, rows, tokenizer, context, column=None, num_sampled=0):
             ids = pairs[0][0] if pairs else token_ids.encode(tokenizer, prompt, None, options)
             answers = [answer for _, answer in pairs]
         text, source = as_text(tokenizer, row["prompt"]), f"--{flag} {getattr(args, flag)}"
-        return Prompt(ids, text, row, 0, source, options, answers, turns)
+        theirs = ids if template is None else read_by_teacher(tokenizer, template, row, columns, options)
+        return Prompt(ids, text, row, 0, source, options, answers, turns, theirs)
 
     found = of_each(to_prompt, rows, args, flag)
     for number, row in enumerate(found, 1):
@@ -358,10 +361,14 @@ def encode(args, flag, rows, tokenizer, context, column=None, num_sampled=0):
     if prompts := [row for row in found if num_sampled and row.columns["prompt"] != ""]:
         problem = f"--response_length {num_sampled} leaves no more for a prompt; --max_prompt_length drops such rows"
         fitting(prompts, "prompt", context - num_sampled, problem)
+        fitting(prompts, "teacher's prompt", context - num_sampled, f"--response_length {num_sampled} leaves no more")
     hint = "; --max_length drops such rows" * hasattr(args, "max_length")
     if getattr(args, "on_policy_share", 1) == 1:  # Otherwise the completions are cut at --response_length.
         fitting(found, "row", context, f"the model's context has no more{hint}")
 
+    if template is not None:
+        read = token_ids.decode_all(tokenizer, [found[0].teacher_ids])[0]
+        console.say(f"{found[0].source}: what the teacher reads ends, in the first row, with {read[-120:]!r}")
     if marked_otherwise:
         what = f"in {len(marked_otherwise)} rows the generation marks of the chat template train other tokens than"
         console.say(f"--{flag}: {what} the answers with the tokens that end them; its marks are used")
@@ -378,6 +385,19 @@ def encode(args, flag, rows, tokenizer, context, column=None, num_sampled=0):
         what = counted(cut, "rows whose answer the chat template does not wholly write")
         console.say(f"warning: {what}, of which is trained: {reprlib.repr(tokenizer.decode(cut[0].answers[0]))}")
     return Prompts(found)
+
+
+def read_by_teacher(tokenizer, template, row, columns, options):
+    """Token ids of what a teacher reads in the place of a row's prompt: the filled --teacher_prompt_template."""
+    flag, prompt = "--teacher_prompt_template", row["prompt"]
+    is_text = isinstance(prompt, str)
+    if not is_text and not is_messages(prompt):
+        raise RowError(f"{flag}: the prompt is token ids, beside which no text can stand")
+    said = prompt if is_text else prompt[-1]["content"]
+    read = fill(flag, template, row | {"prompt": said}, columns | {"prompt"})
+    if not is_text and isinstance(read, str):
+        read = [*prompt[:-1], prompt[-1] | {"content": read}]
+    return token_ids.encode(tokenizer, read, None, options)
 
 
 def counted(rows, what):
@@ -412,13 +432,15 @@ def as_text(tokenizer, prompt):
 
 
 def fitting(rows, part, limit, problem=""):
-    """The rows of which a part, the "prompt" or the "row" with its longest answer, has at most `limit` tokens.
+    """The rows of which a part, the "prompt", the "teacher's prompt" or the "row" with its longest answer, has at most
+    `limit` tokens.
 
     It says how many have more. Where there is a `problem`, which says what the limit is, they end the program.
     """
 
     def length(row):
-        return len(row.ids) + max(map(len, row.answers if part == "row" else ()), default=0)
+        ids = row.teacher_ids if part == "teacher's prompt" else row.ids
+        return len(ids) + max(map(len, row.answers if part == "row" else ()), default=0)
 
     if long := [row for row in rows if length(row) > limit]:
         words = counted(long, f"of {len(rows)} {part}s have more than {limit:g} tokens") + f" with {length(long[0])}"
