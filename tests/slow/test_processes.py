@@ -6,9 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import launch, page_args, read_metrics
+from chat_templates import CHATML, OF_QWEN, bytes_and_words
+from helpers import assert_same_curves, launch, page_args, read_metrics, tiny_model
 from processes import run_under, spec_of, words_of
 from safetensors.torch import load_file
+from short_runs import write_rows
+
+from rlhf_details import train_agent, train_sft
 
 pytestmark = pytest.mark.slow
 
@@ -60,3 +64,54 @@ def test_a_pool_that_a_reward_keeps_ends_with_its_run(tiny, in_tmp, at_fault):
             return
         time.sleep(0.1)
     raise AssertionError("a worker is left after ten seconds")
+
+
+def test_a_run_that_calls_tools_is_the_same_on_two_processes_and_after_its_death(in_tmp):
+    """The policy has learnt one call by heart, and the tool fails on one number in four."""
+    tokenizer = bytes_and_words(CHATML, OF_QWEN, "<|im_end|>")
+    tokenizer.save_pretrained("start")
+    tiny_model("llama", vocab_size=len(tokenizer), max_position_embeddings=400, initializer_range=0.05).save_pretrained(
+        "start"
+    )
+    Path("mine.py").write_text(
+        "import os, signal\nfrom pathlib import Path\n\n\ndef half(x: int) -> int:\n"
+        '    """\n    Halves a number.\n\n    Args:\n        x: the number\n    """\n'
+        "    if x == 4:\n        raise ValueError('not four')\n    return x // 2\n\n\n"
+        "def length(prompts, completions, turns):\n"
+        "    if Path('dies').exists() and Path('runs/two/metrics.jsonl').read_text().count('lr') == 2:\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return [len(said) + 0.1 * len(said[-1]) for said in turns]\n"
+    )
+    rows = []
+    for x in (2, 4, 6, 8):
+        call = {"type": "function", "function": {"name": "half", "arguments": {"x": x}}}
+        said = [
+            ("system", "<tool_call>"),
+            ("user", f"hello {x}"),
+            ("assistant", ""),
+            ("tool", str(x // 2)),
+            ("assistant", f"the answer {x // 2}"),
+        ]
+        rows.append({"messages": [{"role": role, "content": text} for role, text in said]})
+        rows[-1]["messages"][2]["tool_calls"] = [call]
+    data = write_rows("rows.jsonl", rows)
+    sft = dict(base_model="start", dataset=data, completion_only=True, batch_size=4, num_train_epochs=100)
+    train_sft.main(train_sft.Args(**sft, learning_rate=1e-2, lr_schedule="constant", output_dir="sft", run_name="sft"))
+    asked = write_rows("asked.jsonl", [{"prompt": row["messages"][:2]} for row in rows])
+    given = dict(dataset=asked, sft_model_path="sft", reward_fn=("mine.py:length",), tools=("mine.py:half",))
+    given |= dict(response_length=120, max_turns=3, batch_size=8, rloo_k=2, total_episodes=24, temperature=0.3)
+    given |= dict(learning_rate=1e-3, checkpoint_every=1, num_sample_generations=4)
+    train_agent.main(train_agent.Args(**given, output_dir="one", run_name="one"))
+    one = read_metrics("runs/one")
+    assert max(row["val/turns"] for row in one) > 1.5
+    samples = Path("runs/one/samples.jsonl").read_text()
+    assert "error: not four" in samples and r"tool\n3\n" in samples
+    args = train_agent.Args(**given, output_dir="two", run_name="two")
+    Path("dies").touch()
+    done = launch("train_agent.py", words_of(args), 2, cwd=in_tmp)
+    assert done.returncode and 2 <= len(read_metrics("runs/two")) < len(one)
+    Path("dies").unlink()
+    args.resume = True
+    done = launch("train_agent.py", words_of(args), 2, cwd=in_tmp)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert_same_curves(one, read_metrics("runs/two"), near=1e-5)
