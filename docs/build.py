@@ -85,7 +85,7 @@ def for_site(text, up=""):
         is_tag = match[1] and match[1].strip("`") in DETAILS
         return f"[{match[1]}]({up}details.md#{match[1].strip('`')})" if is_tag else match[0]
 
-    text = re.sub(r"\{minutes (\S+)\}", lambda match: str(minutes(match[1])), text)
+    text = re.sub(r"\{minutes\s+(\S+)\}", lambda match: str(minutes(match[1])), text)
     text = re.sub(r"(!\[[^\]]*\])\((?:\.\./)+(static/[^)]+)\)", rf"[\1({up}\2)]({up}\2)", text)
     text = re.sub(r"\[([^\]]+)\]\((?:\.\./)+(?!static/|guides/|evidence/)[^)]+\)", r"\1", text)
     return TAGS.sub(link, text)

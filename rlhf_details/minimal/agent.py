@@ -123,7 +123,7 @@ def main(updates=120):
         action_mask, ended = right_pad(is_action).bool(), torch.tensor(ended, device=device)  # [B, R], [B]
         episodes = torch.cat([queries, responses], 1), torch.cat([query_mask, mask], 1)  # [B, Q + R]
 
-        # ---- 2. Scores and log-probs
+        # ---- 2. Scores; log-probs
         last = [said[-1] for said in turns]  # No observation is taken for an answer.
         right = toy.right_code([], last, [row["answer"] for row in rows])
         scores = torch.tensor(right).float() - 0.05 * torch.tensor(toy.questions([], last, turns))

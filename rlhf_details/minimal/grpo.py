@@ -85,7 +85,7 @@ def main(updates=100):
         episodes = sample(policy, *queries, tokenizer.eos_token_id, update)  # tokens and mask [B, Q + R]
         responses, mask = (x[:, -R:] for x in episodes)  # [B, R]
 
-        # ---- 2. Scores and log-probs
+        # ---- 2. Scores; log-probs
         scores = scores_of(reward_model, *episodes)  # [B]
         logprobs = logprobs_of(policy, *episodes)  # [B, R], 0 at padding, with a gradient
         with torch.no_grad():
