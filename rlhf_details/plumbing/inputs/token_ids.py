@@ -180,10 +180,10 @@ def decode_all(tokenizer, rows):
     return [tokenizer.decode([i for i in ids if i not in silent]) for ids in rows]
 
 
-def with_space(tokenizer, prompt, first, text):
+def with_space(tokenizer, row, first, text):
     """A decoded text as it stands behind a prompt of plain text: with the space that SentencePiece's decoder drops from
-    its first token, an id.
+    its first token, an id. Args: row, the Prompt.
     """
     token = str(tokenizer.convert_ids_to_tokens(first))
-    is_lost = token.startswith("\u2581") and not text.startswith(" ") and not chat.is_messages(prompt)
+    is_lost = token.startswith("\u2581") and not text.startswith(" ") and not chat.is_messages(row.columns["prompt"])
     return " " * is_lost + text

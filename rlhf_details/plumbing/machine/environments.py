@@ -35,8 +35,8 @@ def check(args):
 def function_of(args, tokenizer=None):
     """The function of --env_fn, or that of --tools."""
     if args.tools:
-        return rewards.Function(" ".join(args.tools), tools.Tools(args, tokenizer), flag="--tools")
-    return rewards.Function(args.env_fn.rpartition(":")[2], args.env_fn, flag="--env_fn")
+        return rewards.Function(" ".join(args.tools), tools.Tools(args, tokenizer), "--tools")
+    return rewards.Function(args.env_fn.rpartition(":")[2], args.env_fn, "--env_fn")
 
 
 class Environment:
@@ -66,7 +66,7 @@ class Environment:
         """Where the function is at fault, all processes end. Call it on every process."""
         said, fault = [], ""
         try:
-            said = self.function(rows, turns, None) if rows else []
+            said = self.function(rows, prompts=[row.text for row in rows], completions=turns) if rows else []
             if wrong := [x for x in said if not (x is None or isinstance(x, str) or is_said(x))]:
                 kinds = "neither a text, nor messages with a text as content, nor None"
                 raise rewards.Fault(f"{self.function.what} returned {wrong[0]!r}, which is {kinds}")
