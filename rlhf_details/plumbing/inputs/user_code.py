@@ -32,11 +32,11 @@ def load_function(spec, flag):
     is_file = name.endswith(".py")
     if is_file and not Path(name).is_file():
         console.fail(f"{flag} {spec}: no such file")
-    folder = Path(name).resolve().parent if is_file else Path.cwd()
-    sys.path[:] = dict.fromkeys([str(folder), *sys.path])
+    whole = Path(name).resolve()  # of a module a path in the current folder
+    sys.path[:] = dict.fromkeys([str(whole.parent), *sys.path])
     try:
         with fenced(f"{flag} {spec}"):
-            found = getattr(load_module(str(Path(name).resolve()) if is_file else name), function, None)
+            found = getattr(load_module(str(whole) if is_file else name), function, None)
     except ImportError as e:
         console.fail(f"{flag} {spec}: cannot be imported ({e})")
     if not callable(found):
@@ -95,13 +95,9 @@ def fenced(what):
 
 def result_of(found):
     """What a function has returned, or where that is a coroutine, what the coroutine returns."""
-    if not inspect.isawaitable(found):
+    if not inspect.iscoroutine(found):
         return found
-
-    async def whole():
-        return await found
-
-    pending = asyncio.run_coroutine_threadsafe(whole(), event_loop())
+    pending = asyncio.run_coroutine_threadsafe(found, event_loop())
     try:
         return pending.result()
     finally:
