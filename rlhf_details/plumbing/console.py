@@ -14,6 +14,7 @@ import os
 import re
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 from tqdm.auto import tqdm
 
@@ -23,10 +24,15 @@ def is_main():
     return os.environ.get("RANK", "0") == "0"
 
 
+def complain(message):
+    """Prints "error: ..." on the main process."""
+    if is_main():
+        print("error:", visible(message), file=sys.stderr, flush=True)
+
+
 def fail(message):
     """Prints one line, "error: ...", on the main process and ends the program with exit code 2."""
-    if is_main():
-        print("error:", visible(" ".join(str(message).splitlines())), file=sys.stderr, flush=True)
+    complain(" ".join(message.splitlines()))
     raise SystemExit(2)
 
 
@@ -99,6 +105,11 @@ def leave(exit_code):
         os._exit(1)
     leave_group()
     raise SystemExit(exit_code)
+
+
+def path_of(script):
+    """The path of one of the package's scripts, as it is typed in the current folder."""
+    return os.path.relpath(Path(__file__).parents[1] / script)
 
 
 def split(source):

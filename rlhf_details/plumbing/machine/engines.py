@@ -17,6 +17,7 @@ from datetime import date, timedelta
 from types import MethodType
 
 import torch
+import transformers
 from accelerate import Accelerator, DistributedType
 from accelerate.utils import (
     AutocastKwargs,
@@ -182,6 +183,12 @@ def in_words(accelerator):
     count, engine = accelerator.num_processes, name(accelerator)
     processes = engine if engine == "one process" else f"{count} process{'es' * (count > 1)} ({engine})"
     return f"{processes} in {precision(accelerator)}"
+
+
+def about(accelerator):
+    """What a run's results may depend on beside its arguments: versions, device and number of processes."""
+    versions = {module.__name__: module.__version__ for module in (torch, transformers)}
+    return {"versions": versions, "device": str(accelerator.device), "num_processes": accelerator.num_processes}
 
 
 # ---- sampling and training -------------------------------------------------------------------------------------------

@@ -204,8 +204,7 @@ def own_tokenizer(args, tokenizer, has_chats=False):
 def end_if_any(accelerator, faults):
     """Ends all processes if any of these texts says something. Call it on every process, with the same texts."""
     if faults := list(filter(None, faults)):
-        if accelerator.is_main_process:
-            print(console.visible(f"error: {faults[0]}"), file=sys.stderr, flush=True)
+        console.complain(faults[0])
         accelerator.wait_for_everyone()  # The launcher would end the main process before it has printed.
         console.leave(1)
 

@@ -10,12 +10,11 @@ from datetime import datetime
 from pathlib import Path
 
 import torch
-import transformers
 
 from rlhf_details.plumbing import console
 from rlhf_details.plumbing.inputs import cli, flags, models
 from rlhf_details.plumbing.machine import engines, environments, judge, rewards
-from rlhf_details.plumbing.outputs import atomic
+from rlhf_details.plumbing.outputs import atomic, trackers
 
 # How a policy is sampled where neither a flag nor its folder says it.
 FALLBACKS = dict(temperature=1.0, response_length=53, stop_token="eos", truncate_token="none", truncate_after=0)
@@ -139,11 +138,8 @@ def report(args, given, metrics, table, accelerator):
     import pandas
 
     folder, samples = folder_of(args), pandas.DataFrame(table)
-    versions = {"python": platform.python_version()}
-    versions |= {module.__name__: module.__version__ for module in (torch, transformers)}
-    machine = {"device": str(accelerator.device), "num_processes": accelerator.num_processes}
-    summary = settings(given, args) | {"versions": versions, "num_examples": len(samples)} | machine
-    summary |= {"metrics": metrics, "warnings": doubts(args)}
+    summary = settings(given, args) | {"python": platform.python_version()} | engines.about(accelerator)
+    summary |= {"num_examples": len(samples), "metrics": metrics, "warnings": doubts(args)}
     folder.mkdir(parents=True, exist_ok=True)
     atomic.write_text(folder / "samples.csv", samples.to_csv(index=False))
     atomic.write_text(folder / "summary.json", json.dumps(summary, indent=1))
@@ -151,9 +147,8 @@ def report(args, given, metrics, table, accelerator):
     names = {sides[side]: {name: as_text(x) for name, x in metrics[side].items()} for side in sides if side in metrics}
     console.say(f"{args.exp_name}: {len(samples)} prompts of {args.dataset}; length in tokens, kl in nats per response")
     console.say(pandas.DataFrame(names).fillna("-").to_string())
-    for row in samples.head(4).to_dict("records"):
-        texts = [f"{name}: {row[name].strip()}" for name in ("prompt", "response", "opponent_response") if name in row]
-        console.say(" | ".join(texts).replace("\n", "⏎"))
+    texts = [name for name in ("prompt", "response", "opponent_response") if name in table]
+    trackers.print_rows("samples", samples[texts].head(4).to_dict("records"))
     if "win_rate" in metrics:
         console.say(f"Model win rate: {win_rate_line(metrics)}")
     for line in summary["warnings"]:

@@ -117,4 +117,4 @@ def push(args, repository):
     except Exception as e:  # The run is over, and no error of the network may spoil it.
         again = shlex.join(["hf", "upload", repository, args.output_dir])
         what = f"the model is whole in {args.output_dir}; to repeat: {again}"
-        print(f"error: --push_to_hub: {console.in_one_line(e)}; {what}", file=sys.stderr, flush=True)
+        console.complain(f"--push_to_hub: {console.in_one_line(e)}; {what}")

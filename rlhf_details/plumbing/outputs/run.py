@@ -16,12 +16,10 @@ import itertools
 import json
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 
 import torch
-import transformers
 from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 
@@ -47,10 +45,9 @@ class Run:
         self.kept = {"before": {}, "latest": {}, "first": {}, "said": [], "by_prompt": []}
         self.sampled_ahead = dict  # returns what a checkpoint holds of it: {name: tensor}; overlap.py sets it
         self.inputs, self.heard, self.handlers = inputs, 0, {}  # a signal that was heard, and {signal: former handler}
-        self.wandb = self.repository = self.lock = None
+        self.wandb = self.repository = self.lock = self.folder = None
         self.checkpoint = None  # the folder of the newest one
         self.identity = checkpoint.identity(args, accelerator, [prompts, *inputs])
-        self.folder = None
         if self.is_main:
             cli.check_output_dir(args)
             self.output = model_folder.listing(args)  # what may be replaced at the end
@@ -76,16 +73,9 @@ class Run:
     def open_folder(self, wandb_id, prompts):
         """Opens the trackers before anything is trained, and writes config.json. wandb_id: of the run to continue."""
         args, accelerator = self.args, self.accelerator
-        about = self.identity | {
-            "run": str(self.folder),
-            "versions": {module.__name__: module.__version__ for module in (torch, transformers)},
-            "commit": trackers.git("rev-parse", "HEAD"),
-            "device": str(accelerator.device),
-            "num_processes": accelerator.num_processes,
-            "engine": engines.name(accelerator),
-            "hub": self.repository,
-            "wandb_id": wandb_id,
-        }
+        about = self.identity | engines.about(accelerator)
+        about |= {"run": str(self.folder), "commit": trackers.git("rev-parse", "HEAD")}
+        about |= {"engine": engines.name(accelerator), "hub": self.repository, "wandb_id": wandb_id}
         update = int(self.checkpoint.name) if self.checkpoint else 0
         self.wandb = trackers.start(args, accelerator, self.folder, about, update, prompts)
         if self.wandb:
@@ -192,8 +182,7 @@ class Run:
             trackers.append_rows(tables, [{"update": update} | sample for sample in rows])
             trackers.print_rows(f"samples of update {update}", rows)
             if self.wandb:
-                table = dict(columns=list(rows[0]), data=[list(sample.values()) for sample in rows])
-                self.accelerator.get_tracker("wandb").log_table("samples", **table, step=row["episode"])
+                trackers.log_table(self.accelerator, "samples", rows, row["episode"])
 
     def checkpoint_if_due(self, update, policy, optimizer, state=None):
         """Writes a checkpoint every --checkpoint_every updates and at the end, or on a signal, which then ends the run.
@@ -264,10 +253,10 @@ class Run:
 
     def stop(self, message):
         """Ends the run over a fault with exit code 1: what happened, and the checkpoint to continue from."""
-        if self.is_main:
-            is_there = self.checkpoint and self.checkpoint.exists()
-            last = is_there and f"{self.checkpoint}; --run_name {self.folder.name} --resume goes on from it"
-            print(f"error: {message}\n  last good checkpoint: {last or 'none'}", file=sys.stderr, flush=True)
+        last = "none"
+        if self.checkpoint and self.checkpoint.exists():
+            last = f"{self.checkpoint}; --run_name {self.folder.name} --resume goes on from it"
+        console.complain(f"{message}\n  last good checkpoint: {last}")
         self.end(1)
 
     def end(self, exit_code):

@@ -63,9 +63,15 @@ def start(args, accelerator, folder, about, update, prompts):
     tracker.tracker.log_code(str(Path(__file__).parents[2]))  # all Python files of the package
     if not update:
         rows = [{name: str(x) for name, x in prompt.columns.items()} for prompt in prompts[:8]]
-        names = list(dict.fromkeys(name for row in rows for name in row))
-        tracker.log_table("data/rows", names, [[row.get(name, "") for name in names] for row in rows], step=0)
+        log_table(accelerator, "data/rows", rows, 0)
     return tracker.tracker
+
+
+def log_table(accelerator, name, rows, step):
+    """Shows rows as a table of Weights & Biases."""
+    import pandas
+
+    accelerator.get_tracker("wandb").log_table(name, dataframe=pandas.DataFrame(rows), step=step)
 
 
 # ---- the run's own files ---------------------------------------------------------------------------------------------

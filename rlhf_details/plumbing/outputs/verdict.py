@@ -4,11 +4,10 @@ how to evaluate it. It reads what a checkpoint keeps, so a resumed run is judged
 """
 
 import math
-import os
 import shlex
-from pathlib import Path
 
 from rlhf_details import toy
+from rlhf_details.plumbing import console
 from rlhf_details.plumbing.inputs import flags, token_ids
 from rlhf_details.plumbing.outputs import hub
 from rlhf_details.plumbing.outputs.statistics import average, wilson_interval
@@ -114,5 +113,4 @@ def evaluate_lines(args):
         given["reward_model_path"] = None  # not the one of evaluate.py's starting values
     if given.get("reward_fn") and args.reward_fn_format != "text":
         given["reward_fn_format"] = args.reward_fn_format
-    script = os.path.relpath(Path(__file__).parents[2] / "evaluate.py")
-    return [f"evaluate: {shlex.join(['python', script, *flags.as_words(given)])}"]
+    return [f"evaluate: {shlex.join(['python', console.path_of('evaluate.py'), *flags.as_words(given)])}"]
