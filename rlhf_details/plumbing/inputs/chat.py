@@ -5,6 +5,8 @@ import json
 import re
 from datetime import datetime
 
+QUESTION, ANSWER = {"role": "user", "content": "A question."}, {"role": "assistant", "content": "An answer."}
+
 
 class RowError(Exception):
     """What is wrong with a row, in words for the user."""
@@ -55,6 +57,7 @@ def shared_length(a, b):
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def special_tokens(tokenizer):
-    """{text: id} of all tokens that are no part of ordinary text, those included that only the chat template uses."""
-    return {token.content: i for i, token in tokenizer.added_tokens_decoder.items()}
+def with_special(tokenizer, text):
+    """(token ids of a text, the places in them of special tokens, which are no part of ordinary text)."""
+    ids, special = tokenizer(text, add_special_tokens=False).input_ids, tokenizer.added_tokens_decoder
+    return ids, [place for place, i in enumerate(ids) if i in special]

@@ -12,15 +12,14 @@ def end_of_turn(tokenizer, options=None):
     The ids are [] where there is no template, or where it ends an answer without a special token.
     """
     closing = example(tokenizer, options).rpartition("An answer.")[2]
-    ids, special = tokenizer(closing, add_special_tokens=False).input_ids, chat.special_tokens(tokenizer).values()
-    return closing, ids[next((i for i, token in enumerate(ids) if token in special), len(ids)) :]
+    ids, special = chat.with_special(tokenizer, closing)
+    return closing, ids[min(special, default=len(ids)) :]
 
 
 def example(tokenizer, options=None):
     """What the chat template writes of a question and an answer, "" where there is none or it refuses them."""
-    turns = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": "An answer."}]
     try:
-        return chat.render(tokenizer, turns, options)
+        return chat.render(tokenizer, [chat.QUESTION, chat.ANSWER], options)
     except Exception:  # A template may refuse what it likes.
         return ""
 

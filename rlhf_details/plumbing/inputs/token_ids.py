@@ -96,12 +96,13 @@ def render_pair(tokenizer, prompt, completion, options):
         if asked and asked in whole[len(shared) :]:  # Mistral's writes the system's message where a question is last.
             begin = whole.rindex(asked) + len(asked)
         else:  # DeepSeek-R1's prompt goes on with <think>, and its answers begin without it.
-            begin = max((shared.rfind(x) + len(x) for x in chat.special_tokens(tokenizer) if x in shared), default=0)
+            special = (token.content for token in tokenizer.added_tokens_decoder.values())
+            begin = max((shared.rfind(x) + len(x) for x in special if x in shared), default=0)
             text = shared[:begin]
     closing, end = stop_tokens.end_of_turn(tokenizer, options)
     if end and not whole.endswith(closing):  # A turn that calls a tool may end with a token of its own.
-        ids, special = tokenizer(whole, add_special_tokens=False).input_ids, chat.special_tokens(tokenizer).values()
-        end = ids[max(i for i, token in enumerate(ids) if token in special) :]
+        ids, special = chat.with_special(tokenizer, whole)
+        end = ids[special[-1] :]
     return text, whole[begin:], end
 
 
@@ -143,17 +144,16 @@ def between_turns(tokenizer, messages, options):
     """
     # The template is asked of a dummy chat. What it would make of the turns before does not matter, because these keep
     # the ids that they have.
-    written = render_between(tokenizer, "An answer.", messages, options).partition("An answer.")[2]
-    ids, special = tokenizer(written, add_special_tokens=False).input_ids, chat.special_tokens(tokenizer).values()
-    end = next((i + 1 for i, token in enumerate(ids) if token in special), 0)
+    written = render_between(tokenizer, chat.ANSWER, messages, options).partition("An answer.")[2]
+    ids, special = chat.with_special(tokenizer, written)
+    end = special[0] + 1 if special else 0
     return ids[:end], ids[end:]
 
 
 def render_between(tokenizer, answer, messages, options):
-    """The text of a question, an answer and messages. Tools stand in a chat's first messages alone."""
-    turns = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": answer}, *messages]
+    """The text of a question, an answer and more messages. Tools stand in a chat's first messages alone."""
     options = {name: x for name, x in options.items() if name not in ("tools", "documents")}
-    return chat.render(tokenizer, turns, options, add_generation_prompt=True)
+    return chat.render(tokenizer, [chat.QUESTION, answer, *messages], options, add_generation_prompt=True)
 
 
 def decode(tokenizer, responses, mask):

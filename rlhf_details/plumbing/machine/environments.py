@@ -112,7 +112,7 @@ class Environment:
 
     def say_if_rewritten(self, row):
         """Says whether the template drops the reasoning of earlier turns."""
-        thought = "<think>\nA thought.\n</think>\n\nAn answer."
+        thought = chat.ANSWER | {"content": "<think>\nA thought.\n</think>\n\nAn answer."}
         messages = self.messages("An observation.")
         if "A thought." not in token_ids.render_between(self.tokenizer, thought, messages, row.options):
             console.say("the chat template drops the reasoning of earlier turns; here the ids that were sampled stay")
