@@ -26,10 +26,11 @@ class NextToken(nn.Module):
         return self.head(hidden).float() / self.temperature
 
 
-def load_sampled(args, accelerator):
-    """The policy at --sft_model_path, to sample from."""
+def load_sampled(args, accelerator, purpose):
+    """(The policy at --sft_model_path, to sample from; the key of its noise)."""
     model = utils.disable_dropout(models.load_policy(args.sft_model_path, "--sft_model_path", args))
-    return NextToken(model, args.temperature).to(accelerator.device).eval()
+    policy = NextToken(model, args.temperature).to(accelerator.device).eval()
+    return policy, (args.seed, utils.REWARD_DATA, purpose)
 
 
 def progress(slices):
@@ -41,7 +42,7 @@ def of_toy(args, accelerator, tokenizer):
     """A function (split, num, purpose) -> rows of the embedded task: the SFT policy answers, and its human chooses."""
 
     def rows(split, num, purpose):
-        policy, key = load_sampled(args, accelerator), (args.seed, utils.REWARD_DATA, purpose)
+        policy, key = load_sampled(args, accelerator, purpose)
         with accelerator.autocast():
             return toy.comparisons(split, num, policy, tokenizer, key, args.response_length, progress)
 
@@ -54,6 +55,6 @@ def sample(args, accelerator, prompts, purpose, stop_ids):
     Args: prompts, lists of token ids; purpose, e.g. BEFORE, so that the noise differs; stop_ids [S].
     Returns: a list of token ids for each.
     """
-    policy, key = load_sampled(args, accelerator), (args.seed, utils.REWARD_DATA, purpose)
+    policy, key = load_sampled(args, accelerator, purpose)
     with accelerator.autocast():
         return utils.sample_rows(policy, prompts, 1, args.response_length, stop_ids, key, progress)

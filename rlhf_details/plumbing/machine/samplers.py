@@ -45,8 +45,7 @@ class Sampler:
     def in_pieces(self, policy, queries, query_mask, numbers, n, key, room=None):
         size = self.args.rollout_micro_batch_size // n * n  # The n responses to a prompt are sampled together.
         how = dict(n=n, response_length=self.args.response_length, stop_ids=self.stop_ids, key=key, size=size)
-        how |= {} if room is None else {"room": room}
-        return self.sample(policy, queries, query_mask, numbers, **how)
+        return self.sample(policy, queries, query_mask, numbers, **how, room=room)
 
     def behaviour_logprobs(self, logprobs, sampled_logprobs):
         """The log-probs of the policy that sampled, from those of the training forward and of the sampler."""

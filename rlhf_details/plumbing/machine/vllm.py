@@ -69,12 +69,10 @@ def sample(
         answers = engine.generate(prompts, given)
     except (OSError, RuntimeError) as e:
         stop(f"--sampler vllm: {engine.name} failed ({e})")
-    responses = torch.zeros(len(rows), response_length, dtype=torch.long)
-    mask, logprobs = responses.bool(), responses.float()
-    for i, (ids, values) in enumerate(answers):
-        responses[i, : len(ids)], logprobs[i, : len(ids)] = torch.tensor(ids), torch.tensor(values)
-        mask[i, : len(ids)] = True
-    responses, mask, logprobs = (x.to(queries.device) for x in (responses, mask, logprobs))
+    R, device = response_length, queries.device
+    responses = torch.tensor([ids + [0] * (R - len(ids)) for ids, _ in answers], device=device)
+    logprobs = torch.tensor([values + [0.0] * (R - len(values)) for _, values in answers], device=device)
+    mask = torch.arange(R, device=device) < torch.tensor([[len(ids)] for ids, _ in answers], device=device)
     gap, untempered = mean_gaps(policy, queries, query_mask, responses, mask, logprobs)
     if untempered < gap / 2:  # In bf16 the bound alone would let this pass, and every weight would be wrong.
         problem = f"a temperature of 1, {own.temperature:g} was asked for"
@@ -93,7 +91,7 @@ def mean_gaps(policy, queries, query_mask, responses, mask, logprobs):
     index = torch.arange(mask.size(1), device=mask.device) + queries.size(1) - 1
     logits = policy(torch.cat([queries, responses], 1), every, utils.positions_from_mask(every), index)
     tables = (factor * logits for factor in (1, getattr(policy, "module", policy).temperature))
-    own = (table.log_softmax(-1).gather(-1, responses.unsqueeze(-1)).squeeze(-1) for table in tables)
+    own = (torch.distributions.Categorical(logits=table).log_prob(responses) for table in tables)
     return [float(utils.masked_mean((x - logprobs).abs(), mask)) for x in own]
 
 
