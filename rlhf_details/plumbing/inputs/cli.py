@@ -76,7 +76,7 @@ def show_help(script, parts):
             group, text = texts[field.name]
             flag = Annotated[field.type, tyro.conf.arg(name=prefix + field.name, help=text)]
             box = boxes.setdefault(prefix.replace(".", ": ") + group, [])
-            box.append((field.name, flag, dataclasses.field(default=getattr(args, field.name))))
+            box.append((field.name, flag, getattr(args, field.name)))
     for title in sorted(boxes, key=lambda title: "memory" in title):  # which comes last
         box = dataclasses.make_dataclass("Box", boxes[title])
         kinds.append((f"box{len(kinds)}", Annotated[box, tyro.conf.arg(name=title)]))

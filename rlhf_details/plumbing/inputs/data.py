@@ -126,9 +126,16 @@ def of_text(row, name):
 
 
 CONVERSATIONS = "messages", "conversations"
-FORMS = {"prompt": of_column} | dict.fromkeys(CONVERSATIONS, of_conversation)  # The first of the columns counts.
-FORMS |= {"query_token": of_column, "query": of_column, "instruction": of_instruction, "chosen": of_pair}
-FORMS["text"] = of_text
+FORMS = {  # The first of the columns counts.
+    "prompt": of_column,
+    "messages": of_conversation,
+    "conversations": of_conversation,
+    "query_token": of_column,
+    "query": of_column,
+    "instruction": of_instruction,
+    "chosen": of_pair,
+    "text": of_text,
+}
 COMPLETIONS = "completion", *CONVERSATIONS, "output", "reference_response_token", "chosen", "chosen_token"
 
 

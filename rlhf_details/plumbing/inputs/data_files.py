@@ -41,8 +41,9 @@ def read_rows(spec, flag):
             rows = read_file(path, part)[taken] if path.is_file() else load_dataset(name, part, taken)
     if not rows:
         console.fail(f"{flag} {spec}: no rows")
-    if wrong := [(number, row) for number, row in enumerate(rows, 1) if not isinstance(row, dict)]:
-        console.fail(f"{flag} {spec}: row {wrong[0][0]} is no object with columns: {reprlib.repr(wrong[0][1])}")
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict):
+            console.fail(f"{flag} {spec}: row {number} is no object with columns: {reprlib.repr(row)}")
     return rows
 
 
@@ -68,8 +69,9 @@ def read_file(path, key):
             except csv.Error as e:
                 where = f"row {len(rows) + 1}" if rows else "the header or row 1"
                 raise ValueError(f"{where}: a cell begins with a quotation mark and does not end with one: {e}") from e
-            if wrong := [number for number, row in enumerate(rows, 1) if None in row]:
-                raise ValueError(f"row {wrong[0]} has more cells than there are columns")
+            for number, row in enumerate(rows, 1):
+                if None in row:
+                    raise ValueError(f"row {number} has more cells than there are columns")
             return rows
         text, found, end = file.read(), [], 0
     while (start := SPACE.match(text, end).end()) < len(text):  # JSON values one after the other

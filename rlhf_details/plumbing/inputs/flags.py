@@ -21,8 +21,8 @@ OUTPUTS = (
     "push_to_hub hub_model_id"
 ).split()
 # These flags may differ when a run writes into the output folder of an earlier one, because the model is the same.
-NOT_THE_MODEL = [*MEMORY_KNOBS, *OUTPUTS, "exp_name", "eval_dataset", "eval_every", "num_sample_generations"]
-NOT_THE_MODEL += ["template_date"]
+NOT_THE_MODEL = [*MEMORY_KNOBS, *OUTPUTS]
+NOT_THE_MODEL += "exp_name eval_dataset eval_every num_sample_generations template_date".split()
 
 
 @dataclass
@@ -205,8 +205,11 @@ def as_words(values):
 def differences(before, now, may_differ=()):
     """Texts that name where two dictionaries differ in what `now` holds. before: as JSON has returned it."""
     now = json.loads(json.dumps(now))
-    changed = [key for key in now if key not in may_differ and before.get(key) != now[key]]
-    return [f"{key} {before.get(key)!r} there, {now[key]!r} here" for key in changed]
+    return [
+        f"{key} {before.get(key)!r} there, {now[key]!r} here"
+        for key in now
+        if key not in may_differ and before.get(key) != now[key]
+    ]
 
 
 def experiment(args):

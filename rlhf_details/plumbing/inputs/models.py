@@ -59,9 +59,9 @@ def find_tokenizer(path, flag, args):
     (name, revision), base = console.split(path), base_of(path, flag)
     if base or os.path.isdir(path):
         with console.reading(flag, path):
-            has_none = not any(has_file(name, file, revision) for file in TOKENIZER_FILES)
-        if has_none:
-            return find_tokenizer(base, flag, args) if base else None
+            has_one = any(has_file(name, file, revision) for file in TOKENIZER_FILES)
+        if not has_one:
+            return base and find_tokenizer(base, flag, args)
     # Adapters have no configuration. transformers 5.17 does not do without.
     known = {"config": read(transformers.AutoConfig, base, flag, args)} if base else {}
     return read(transformers.AutoTokenizer, path, flag, args, **known)
@@ -107,8 +107,8 @@ def load_policy(path, flag, args):
     config = model.config.get_text_config()
     for name, value in vars(config).items():
         if "jitter" in name and value:  # A router with jitter would put noise into the log-probs.
-            kind = config.model_type
-            console.fail(f"{flag} {path}: a {kind} draws random numbers in training mode ({name} {value})")
+            what = "draws random numbers in training mode"
+            console.fail(f"{flag} {path}: a {config.model_type} {what} ({name} {value})")
     if set(getattr(config, "layer_types", None) or []) == {"linear_attention"}:
         console.fail(f"{flag} {path}: a {config.model_type} cannot be sampled: it has no cache of keys and values")
     return model
@@ -197,9 +197,9 @@ def load(kind, path, flag, args, **options):
             what = f"its tokenizer has {max(tokens.values()) + 1} tokens, and the model {size} embeddings"
             console.fail(f"{flag} {path}: {what}; model.resize_token_embeddings adds the others")
         model.num_tokens = min(size, chat.vocabulary(tokenizer))
-    # A sum is finite only if all numbers are.
-    if wrong := [name for name, p in model.named_parameters() if not p.detach().sum().isfinite()]:
-        console.fail(f"{flag} {path}: {wrong[0]} holds numbers that are not finite")
+    for name, p in model.named_parameters():
+        if not p.detach().sum().isfinite():  # A sum is finite only if all numbers are.
+            console.fail(f"{flag} {path}: {name} holds numbers that are not finite")
     if model.config.get_text_config() is not model.config:
         # Text gives no gradient to what a model has for images and sounds, for which DDP would wait in vain.
         heads = filter(None, (model.get_output_embeddings(), getattr(model, "score", None)))

@@ -30,7 +30,6 @@ from rlhf_details import toy, utils
 from rlhf_details.plumbing import console
 from rlhf_details.plumbing.inputs import models, token_ids, user_code
 from rlhf_details.plumbing.inputs.chat import RowError, is_messages
-from rlhf_details.plumbing.inputs.token_ids import encode
 from rlhf_details.plumbing.machine import engines
 
 LARGEST = 1e15  # Sums of squares of rewards must be numbers in fp32.
@@ -154,7 +153,7 @@ class TextModel(nn.Module):
         """(token ids of a row's prompt, those of a response) in the words of the reward model's own tokenizer."""
         prompt = row.columns["prompt"]
         pair = (prompt, said_as_messages(texts, self.role)) if is_messages(prompt) else (row.text, "".join(texts))
-        return encode(self.tokenizer, *pair, row.options)
+        return token_ids.encode(self.tokenizer, *pair, row.options)
 
     def forward(self, rows, said, ended):
         """Scores. A text longer than the model's context loses its beginning.
@@ -284,8 +283,8 @@ class Scorer:
                 said = [[text] for text in texts]
             entries = self.entries_of(rows, batch, model_scores, ended, said)
             scored = [not any(abstains(entries[name][i]) for name in self.counted) for i in range(len(rows))]
-            given = [(name, x) for name in self.functions for x in entries[name] if x is not None and not abstains(x)]
-            kinds = {(name, type(x) is bool) for name, x in given}
+            for name in self.functions:
+                kinds |= {(name, type(x) is bool) for x in entries[name] if not (x is None or abstains(x))}
         except Fault as e:
             fault = str(e)
         with user_code.fenced("a reward on another process"):

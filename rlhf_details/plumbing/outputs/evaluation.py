@@ -17,11 +17,24 @@ from rlhf_details.plumbing.machine import engines, environments, judge, rewards
 from rlhf_details.plumbing.outputs import atomic, trackers
 
 # How a policy is sampled where neither a flag nor its folder says it.
-FALLBACKS = dict(temperature=1.0, response_length=53, stop_token="eos", truncate_token="none", truncate_after=0)
-FALLBACKS |= {"chat_template_kwargs": "{}"}
+FALLBACKS = dict(
+    temperature=1.0,
+    response_length=53,
+    stop_token="eos",
+    truncate_token="none",
+    truncate_after=0,
+    chat_template_kwargs="{}",
+)
 # How an environment was asked, where there was one.
-TURNS = dict(env_fn=None, tools=(), tool_timeout=10.0, env_role="user", max_turns=8, max_observation_tokens=None)
-TURNS |= dict(long_observation="cut")
+TURNS = dict(
+    env_fn=None,
+    tools=(),
+    tool_timeout=10.0,
+    env_role="user",
+    max_turns=8,
+    max_observation_tokens=None,
+    long_observation="cut",
+)
 ANSWERS = "judge_answers.jsonl"  # what a language model has answered, also of an evaluation that was not finished
 
 
