@@ -52,6 +52,21 @@ def with_calls(message):
     return message | {"content": "\n".join([message["content"], *said] if message["content"] else said)}
 
 
+def ids_after(tokenizer, prompt, text):
+    """Token ids of a text that stands behind a prompt, without a token across the seam.
+
+    SentencePiece's tokenizers put a space (U+2581) before a text that stands alone. Behind a prompt it has none.
+    """
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    if not "".join(tokenizer.convert_ids_to_tokens(ids[:1])).startswith("\u2581"):
+        return ids
+    for before in (prompt, "a", "1"):  # If a token lies across the seam, the text is read behind a letter or a digit.
+        first, whole = (tokenizer(x, add_special_tokens=False).input_ids for x in (before, before + text))
+        if whole[: len(first)] == first:
+            return whole[len(first) :]
+    return ids
+
+
 def shared_length(a, b):
     """With how many equal entries two sequences begin."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

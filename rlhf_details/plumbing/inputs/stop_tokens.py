@@ -51,10 +51,7 @@ def stop_ids(tokenizer, text, flag, device=None):
         if len(ids) > 1:
             console.say(f"{flag} eos: a response ends with {' or '.join(map(tokenizer.decode, ids))}")
     elif text != "none":
-        ids = [tokenizer.get_vocab().get(text)]
-        if ids == [None]:
-            before, (*others, i) = (tokenizer(words, add_special_tokens=False).input_ids for words in ("a", f"a{text}"))
-            if others != before or i == tokenizer.unk_token_id:
-                console.fail(f"{flag} {text!r}: not one token of the vocabulary")
-            ids = [i]
+        ids = [tokenizer.get_vocab()[text]] if text in tokenizer.get_vocab() else chat.ids_after(tokenizer, "a", text)
+        if len(ids) != 1 or ids == [tokenizer.unk_token_id]:
+            console.fail(f"{flag} {text!r}: not one token of the vocabulary")
     return torch.tensor(ids, dtype=torch.long, device=device)

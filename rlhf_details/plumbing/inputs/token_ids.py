@@ -39,27 +39,12 @@ def encode_texts(tokenizer, prompt, completion=None, end=None):
     if completion is None:
         return ids
     # Prompt and completion are tokenised apart, because the sampler also starts anew after the prompt. [DATA-1]
-    answer = ids_after(tokenizer, prompt, completion)
+    answer = chat.ids_after(tokenizer, prompt, completion)
     if end:  # Keep only its first id. ChatML adds a line break, and Phi-3.5 EOS as well. No policy samples these.
         return ids, answer[: len(answer) - len(end) + 1]
     if answer[-1:] == [tokenizer.eos_token_id]:  # The text has it already.
         return ids, answer
     return ids, [*answer, tokenizer.eos_token_id]  # Without an end in its data no policy learns to stop. [DATA-2]
-
-
-def ids_after(tokenizer, prompt, text):
-    """Token ids of a text that stands behind a prompt, without a token across the seam.
-
-    SentencePiece's tokenizers put a space (U+2581) before a text that stands alone. Behind a prompt it has none.
-    """
-    ids = tokenizer(text, add_special_tokens=False).input_ids
-    if not "".join(tokenizer.convert_ids_to_tokens(ids[:1])).startswith("\u2581"):
-        return ids
-    for before in (prompt, "a", "1"):  # If a token lies across the seam, the text is read behind a letter or a digit.
-        first, whole = (tokenizer(x, add_special_tokens=False).input_ids for x in (before, before + text))
-        if whole[: len(first)] == first:
-            return whole[len(first) :]
-    return ids
 
 
 def without_padding(tokenizer, ids):

@@ -67,9 +67,10 @@ class Environment:
         said, fault = [], ""
         try:
             said = self.function(rows, prompts=[row.text for row in rows], completions=turns) if rows else []
-            if wrong := [x for x in said if not (x is None or isinstance(x, str) or is_said(x))]:
-                kinds = "neither a text, nor messages with a text as content, nor None"
-                raise rewards.Fault(f"{self.function.what} returned {wrong[0]!r}, which is {kinds}")
+            for x in said:
+                if not (x is None or isinstance(x, str) or is_said(x)):
+                    kinds = "neither a text, nor messages with a text as content, nor None"
+                    raise rewards.Fault(f"{self.function.what} returned {x!r}, which is {kinds}")
         except rewards.Fault as e:
             fault = str(e)
         rewards.end_if_any(self.accelerator, gather_object([fault]))
@@ -106,7 +107,7 @@ class Environment:
     def between(self, row, messages):
         """Token ids from the end of a turn to the beginning of the next, of a row's kind of prompt."""
         if not chat.is_messages(row.columns["prompt"]):
-            return token_ids.ids_after(self.tokenizer, "a", as_text(messages))
+            return chat.ids_after(self.tokenizer, "a", as_text(messages))
         # The policy has sampled the end of its turn itself.
         return token_ids.between_turns(self.tokenizer, messages, row.options)[1]
 
