@@ -16,7 +16,6 @@ import huggingface_hub
 import torch
 import transformers
 import tyro
-from transformers.utils import logging as transformers_logging
 
 from rlhf_details.plumbing import console
 from rlhf_details.plumbing.inputs import data_files, flags
@@ -28,8 +27,8 @@ MAY_BE_ZERO = "seed eval_every num_sample_generations truncate_after checkpoint_
 def main(function, args_class):
     """Runs a script: function(arguments from the command line). Afterwards all processes leave their group."""
     console.keep_printing()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     huggingface_hub.logging.set_verbosity_error()  # It would tell of each attempt to reach the Hub.
     function(parse(args_class))
     console.leave_group()

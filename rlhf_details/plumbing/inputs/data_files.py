@@ -52,7 +52,7 @@ def split(spec):
     whole, *ends = re.fullmatch(r"(.*?)(?:\[(-?\d+)?:(-?\d+)?\])?", spec).groups()
     names = [whole[: m.start()] for m in re.finditer(":|$", whole)]
     name = next(filter(os.path.exists, reversed(names)), names[0])
-    return name, whole[len(name) + 1 :], slice(*(int(end) if end else None for end in ends))
+    return name, whole[len(name) + 1 :], slice(*(end and int(end) for end in ends))
 
 
 def read_file(path, key):

@@ -40,7 +40,7 @@ def choose(args, k, policy, reward_model, prompts, response_logprobs, response_s
 
 def largest(k, size):
     """(n, M): the largest divisor of k that is at most `size`, and the most episodes, a multiple of n, that are."""
-    n = max(divisor for divisor in range(1, k + 1) if k % divisor == 0 and divisor <= size)
+    n = max(divisor for divisor in range(1, min(k, size) + 1) if k % divisor == 0)
     return n, size // n * n
 
 

@@ -18,7 +18,6 @@ import shutil
 import time
 import zipfile
 import zlib
-from pathlib import Path
 
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
@@ -99,7 +98,7 @@ def read(run, policy, optimizer):
 # ---- finding --------------------------------------------------------------------------------------------------------
 def all_of(run_folder):
     """Folders of a run's checkpoints, the newest one first."""
-    return sorted(Path(run_folder).glob("checkpoints/" + "[0-9]" * 6), reverse=True)
+    return sorted(run_folder.glob("checkpoints/" + "[0-9]" * 6), reverse=True)
 
 
 def find(run_folder, before, now):

@@ -132,8 +132,7 @@ def check_folder(args, now):
     folder = folder_of(args)
     if any(part.is_file() for part in (folder, *folder.parents)):
         console.fail(f"--output_dir {folder}: is a file, or in one")
-    found = {file.name for file in folder.iterdir()} if folder.exists() else set()
-    if found - {"summary.json", "samples.csv", ANSWERS}:
+    if {file.name for file in folder.glob("*")} - {"summary.json", "samples.csv", ANSWERS}:
         console.fail(f"--output_dir {folder}: holds other files, so it is no evaluation; give another folder")
     before = {} if args.overwrite else console.read_json(folder / "summary.json", "--output_dir")
     there, here = (x.get("args", {}) | x.get("sampling", {}) for x in (before, now))

@@ -36,11 +36,11 @@ def command():
     return shlex.join(["python", *sys.argv])
 
 
-def model_card(args, repository, before, metrics, about, link):
+def model_card(args, before, metrics, about, link):
     """Text of a model card (README.md).
 
-    Args: repository, the model's name on the Hub or None; before, metrics, {name: number} of the first evaluation and
-    of the last update; about, the run's config.json; link, the address of the tracked run, or None.
+    Args: before, metrics, {name: number} of the first evaluation and of the last update; about, the run's config.json;
+    link, the address of the tracked run, or None.
     """
     script, start = script_of(args), getattr(args, "sft_model_path", None) or getattr(args, "base_model", None)
     kind, (base, _) = script.removesuffix(".py").removeprefix("train_"), console.split(start)
@@ -53,7 +53,7 @@ def model_card(args, repository, before, metrics, about, link):
         base_model=base if base != "scratch" and on_the_hub(base) else None,
         datasets=[dataset] if "/" in dataset and on_the_hub(dataset) else None,
     )
-    place = (repository or args.output_dir).rstrip("/")
+    place = (about["hub"] or args.output_dir).rstrip("/")
     title, auto = place.rpartition("/")[2], f"AutoModelFor{'SequenceClassification' if is_reward else 'CausalLM'}"
     papers = (
         ", ".join(dict.fromkeys(re.findall(r"arXiv \d+\.\d+", inspect.getmodule(type(args)).__doc__))) or "its method"

@@ -99,9 +99,8 @@ class Run:
         if self.is_main:
             config = self.accelerator.unwrap_model(policy).model.config
             with self.writing(f"--output_dir {self.args.output_dir}: what the end writes there", Exception):
-                model_folder.try_out(
-                    self.args, config, self.tokenizer, hub.model_card(self.args, None, {}, {}, self.about, None)
-                )
+                card = hub.model_card(self.args, {}, {}, self.about, None)
+                model_folder.try_out(self.args, config, self.tokenizer, card)
         if self.checkpoint:
             saved = checkpoint.read(self, policy, optimizer)
             state, self.tensors, self.kept = saved["state"], saved["tensors"], {name: saved[name] for name in self.kept}
@@ -231,7 +230,7 @@ class Run:
             with self.writing(what):
                 folder = model_folder.save_weights(self.args, model, self.tokenizer, self.folder.name)
             with self.writing(f"{what}: the weights are in {folder}, but what belongs to them", Exception):
-                card = hub.model_card(self.args, self.repository, before, latest, self.about, address)
+                card = hub.model_card(self.args, before, latest, self.about, address)
                 model_folder.save_words(self.args, self.tokenizer, card, folder)
                 self.args.output_dir = model_folder.put(self.args, folder, self.output)
         (self.args.output_dir,) = broadcast_object_list([self.args.output_dir])
